@@ -1,0 +1,284 @@
+"""``sglang-scout doctor``: can this machine serve? Looks, and tries the worker for real."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, entry_points, requires, version
+from pathlib import Path
+from typing import Any
+
+from sglang_scout.cli import machine
+from sglang_scout.cli.table import columns, gib, ranges
+from sglang_scout.core.config import parse_cpu_list
+
+OK, WARNING, FAILED = "ok", "warning", "failed"
+PLUGIN_GROUP = "sglang.srt.plugins"
+PLUGIN_NAME = "scout"
+INSTALL = "pip install sglang-scout, or scripts/setup.sh in a checkout"
+SMALL_MEMORY_BYTES = 4 * 2**30
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the report.
+
+    Attributes:
+        state: "ok", "warning" (serves, but not as well as it could) or "failed" (does not serve).
+        found: what was seen.
+        fix: what to do; empty if ok.
+        values: the same as numbers, for --json.
+    """
+
+    name: str
+    state: str
+    found: str
+    fix: str = ""
+    values: dict[str, Any] = field(default_factory=dict)
+
+
+def pinned(distribution: str) -> str | None:
+    """Version of a distribution that this one asks for; None if it asks for none."""
+    for requirement in requires("sglang-scout") or ():
+        name, equal, wanted = requirement.partition("==")
+        if equal and name.strip() == distribution:
+            return wanted.strip()
+    return None
+
+
+def check_python() -> Check:
+    found = ".".join(map(str, sys.version_info[:3]))
+    values = {"version": found, "executable": sys.executable}
+    if sys.version_info < (3, 11):
+        return Check("python", FAILED, found, "use Python 3.11 or 3.12", values)
+    if sys.version_info >= (3, 13):
+        fix = "3.11 and 3.12 are what SGLang and its packages have wheels for"
+        return Check("python", WARNING, found, fix, values)
+    return Check("python", OK, found, values=values)
+
+
+def check_sglang() -> Check:
+    try:
+        wanted = pinned("sglang")
+    except PackageNotFoundError:
+        return Check("sglang", FAILED, "sglang-scout itself is not installed", INSTALL)
+    try:
+        found = version("sglang")
+    except PackageNotFoundError:
+        return Check("sglang", FAILED, "not installed", f"pip install sglang=={wanted}")
+    values = {"version": found, "wanted": wanted}
+    if wanted is not None and found != wanted:
+        fix = f"pip install sglang=={wanted}; the hooks are checked against this one version"
+        return Check("sglang", FAILED, f"{found}, expected {wanted}", fix, values)
+    return Check("sglang", OK, found, values=values)
+
+
+def check_plugin() -> Check:
+    found = {e.name: e.value for e in entry_points(group=PLUGIN_GROUP)}
+    if PLUGIN_NAME not in found:
+        return Check(
+            "plugin", FAILED, f"no entry point {PLUGIN_NAME!r} in {PLUGIN_GROUP}", INSTALL
+        )
+    allowed = os.environ.get("SGLANG_PLUGINS", "")
+    names = [name.strip() for name in allowed.split(",") if name.strip()]
+    values = {"entry_point": found[PLUGIN_NAME], "allowed": names}
+    if names and PLUGIN_NAME not in names:
+        fix = f"add {PLUGIN_NAME} to SGLANG_PLUGINS, or unset it"
+        return Check("plugin", FAILED, f"SGLANG_PLUGINS={allowed} leaves it out", fix, values)
+    return Check("plugin", OK, found[PLUGIN_NAME], values=values)
+
+
+def check_native() -> Check:
+    try:
+        from sglang_scout import _native
+    except ImportError as error:
+        return Check("native module", FAILED, f"does not import: {error}", INSTALL)
+    isa = _native.isa()
+    forced = os.environ.get("SCOUT_ISA")
+    values = {"isa": isa, "forced": forced}
+    if forced:
+        fix = "unset SCOUT_ISA to let the machine choose"
+        return Check("native module", WARNING, f"{isa}, SCOUT_ISA={forced} is set", fix, values)
+    if isa == "portable":
+        fix = "works, slowly; AVX2 or AVX-512 would be used if this CPU had it"
+        return Check("native module", WARNING, isa, fix, values)
+    return Check("native module", OK, isa, values=values)
+
+
+def check_cpus() -> Check:
+    cpus = sorted(os.sched_getaffinity(0))
+    nodes, gpus = machine.numa_nodes(), machine.nvidia_gpus()
+    quota = machine.cpu_quota()
+    text = f"{len(cpus)} for this process ({ranges(cpus)})"
+    text += f", {len(nodes)} NUMA nodes" if len(nodes) > 1 else ""
+    values = {
+        "cpus": cpus,
+        "numa_nodes": {str(n): c for n, c in nodes.items()},
+        "gpus": [asdict(gpu) for gpu in gpus],
+        "quota": quota,
+    }
+    if quota is not None and quota < len(cpus):
+        fix = "give --kv-offload-cpus no more CPUs than the quota, or raise it"
+        return Check("cpus", WARNING, f"{text}, but a quota of {quota:g}", fix, values)
+    if len(cpus) < 2:
+        fix = "the worker and the server share one CPU; give the process more"
+        return Check("cpus", WARNING, text, fix, values)
+    if len(nodes) > 1:
+        # The binding of the default is the server's business; what matters is where a GPU is.
+        near = next((n for gpu in gpus if (n := gpu.numa_node) in nodes), None)
+        if near is not None:
+            text += f"; the GPU is on node {near}: --kv-offload-cpus {ranges(nodes[near])}"
+        else:
+            first = min(nodes)
+            text += f"; one node alone is --kv-offload-cpus {ranges(nodes[first])}"
+    return Check("cpus", OK, text, values=values)
+
+
+def check_gpu() -> Check:
+    gpus = machine.nvidia_gpus()
+    values = {"gpus": [asdict(gpu) for gpu in gpus]}
+    if not gpus:
+        return Check("gpu", OK, "none; servers run with --device cpu", values=values)
+    found = ", ".join(f"{gpu.address} on node {gpu.numa_node}" for gpu in gpus)
+    note = "; the decode server of --kv-offload runs on --device cpu in this version"
+    return Check("gpu", OK, found + note, values=values)
+
+
+def check_memory() -> Check:
+    from sglang_scout.worker.arena import available_bytes
+
+    available = available_bytes()
+    text = f"{gib(available)} available; {gib(available / 2)} for KV pages by default"
+    values = {"available_bytes": available}
+    if available < SMALL_MEMORY_BYTES:
+        fix = "two servers need some GiB beside the KV pages; free memory"
+        return Check("memory", WARNING, text, fix, values)
+    return Check("memory", OK, text, values=values)
+
+
+def check_hugepages() -> Check:
+    pool, mode = machine.free_hugepages(), machine.shmem_hugepage_mode()
+    text = f"{pool} free 2 MiB pages in the pool, shmem_enabled is {mode or 'unknown'}"
+    values = {"free_pool_pages": pool, "shmem_enabled": mode}
+    if pool or mode in machine.SHMEM_MODES_THAT_HELP:
+        return Check("huge pages", OK, text, values=values)
+    fix = "as root: echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled"
+    return Check("huge pages", WARNING, text + "; KV uses 4 KiB pages", fix, values)
+
+
+def check_locked_memory() -> Check:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    unlimited, rdma = soft == resource.RLIM_INFINITY, machine.has_rdma()
+    text = "unlimited" if unlimited else gib(soft)
+    values = {"limit_bytes": None if unlimited else soft, "rdma": rdma}
+    if unlimited:
+        return Check("locked memory", OK, text, values=values)
+    if rdma:
+        fix = "RDMA transfer registers all KV pages: ulimit -l unlimited, or MOONCAKE_PROTOCOL=tcp"
+        return Check("locked memory", WARNING, text, fix, values)
+    return Check("locked memory", OK, f"{text}; not needed without an RDMA device", values=values)
+
+
+def check_shared_memory() -> Check:
+    try:
+        machine.try_sealed_memfd()
+    except OSError as error:
+        fix = "needs Linux 4.14 or later with memfd_create, and a sandbox that allows it"
+        return Check("shared memory", FAILED, f"no sealed memfd: {error}", fix)
+    return Check("shared memory", OK, "memfd with seals")
+
+
+def _importable(name: str, module: str, distribution: str, packages: str = "") -> Check:
+    """Import in a fresh process: shared libraries may be missing, and some print or start threads."""
+    done = subprocess.run(
+        [sys.executable, "-c", f"import {module}"], capture_output=True, text=True, timeout=120
+    )
+    try:
+        found, wanted = version(distribution), pinned(distribution)
+    except PackageNotFoundError:
+        found = wanted = None
+    values = {"distribution": distribution, "version": found, "wanted": wanted}
+    if done.returncode != 0:
+        reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        fix = f"pip install {distribution}"
+        if "cannot open shared object file" in reason and packages:
+            fix = f"apt-get install -y {packages}"
+        return Check(name, FAILED, reason, fix, values)
+    if wanted is not None and found != wanted:
+        fix = f"tested with {wanted}: pip install {distribution}=={wanted}"
+        return Check(name, WARNING, f"{found}, expected {wanted}", fix, values)
+    return Check(name, OK, found or "found (another distribution)", values=values)
+
+
+def check_mooncake() -> Check:
+    distribution = "mooncake-transfer-engine-non-cuda"
+    return _importable("mooncake", "mooncake.engine", distribution, "libibverbs1 librdmacm1")
+
+
+def check_router() -> Check:
+    return _importable("router", "sglang_router", "sglang-router")
+
+
+def check_worker(cpus: list[int]) -> Check:
+    from sglang_scout.cli.worker_check import compare_and_time
+
+    try:
+        result = compare_and_time(cpus)
+    except Exception as error:  # whatever it is, it is the answer to the question
+        fix = "see the reason; a checkout is rebuilt with scripts/setup.sh --force"
+        return Check("worker", FAILED, f"{type(error).__name__}: {error}", fix)
+    text = (
+        f"ready in {result.ready_s * 1e3:.0f} ms; {result.rows} sequences x {result.pages} pages "
+        f"right (largest error {result.max_error:.1e}), round trip {result.batch_us:.0f} us; "
+        f"one page {result.page_us:.0f} us"
+    )
+    if not result.right:
+        return Check("worker", FAILED, text + ": " + result.problem, "please report it",
+                     asdict(result))  # fmt: skip
+    return Check("worker", OK, text, values=asdict(result))
+
+
+def checks(cpus: list[int]) -> list[Callable[[], Check]]:
+    """All checks, in the order of the report."""
+    return [
+        check_python, check_sglang, check_plugin, check_native, check_cpus, check_gpu,
+        check_memory, check_hugepages, check_locked_memory, check_shared_memory, check_mooncake,
+        check_router, lambda: check_worker(cpus),
+    ]  # fmt: skip
+
+
+def report(results: list[Check]) -> str:
+    """The text for people. What to do stands below its line."""
+    lines = columns([(check.state, check.name, check.found) for check in results]).splitlines()
+    gap = " " * (max(len(check.state) for check in results) + 2)
+    out = []
+    for check, line in zip(results, lines, strict=True):
+        out.append(line)
+        if check.fix:
+            out.append(f"{gap}-> {check.fix}")
+    failed = sum(check.state == FAILED for check in results)
+    warned = sum(check.state == WARNING for check in results)
+    verdict = "this machine can serve" if not failed else f"{failed} failed: it cannot serve"
+    out.append(f"\n{verdict}" + (f"; {warned} to look at" if warned else ""))
+    return "\n".join(out)
+
+
+def run(*, cpus: str | None = None, as_json: bool = False) -> int:
+    """Makes all checks, prints them, returns the exit code.
+
+    Raises:
+        ConfigError: ``cpus`` is no list of CPUs of this process.
+    """
+    chosen = list(parse_cpu_list(cpus)) if cpus else sorted(os.sched_getaffinity(0))
+    results = [check() for check in checks(chosen)]
+    ok = all(check.state != FAILED for check in results)
+    if as_json:
+        print(json.dumps({"ok": ok, "checks": [asdict(check) for check in results]}, indent=2))
+    else:
+        print(report(results))
+    return 0 if ok else 1

@@ -1,0 +1,142 @@
+"""The worker in earnest: a small arena, a real process, an answer that is compared."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from sglang_scout.worker.arena import Arena, ArenaSpec
+from sglang_scout.worker.client import WorkerClient, WorkerConfig
+
+ROWS, PAGES, ROUNDS = 4, 16, 30
+TOLERANCE = 1e-4
+"""Absolute, for values of order one: two fp32 summations of 512 tokens in another order."""
+SPEC = ArenaSpec(
+    num_layers=1,
+    num_pages=65,
+    page_size=32,
+    num_kv_heads=8,
+    num_q_heads=40,
+    head_dim=128,
+    kv_dtype="bfloat16",
+    scale=128**-0.5,
+    max_batch=ROWS,
+    max_pages=PAGES,
+)
+"""One layer with the heads of Qwen3-14B; 8 MiB of pages."""
+
+Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Result:
+    """Times are medians; ``batch_us`` for rows x pages, ``page_us`` for one row with one page."""
+
+    right: bool
+    problem: str
+    ready_s: float
+    rows: int
+    pages: int
+    batch_us: float
+    page_us: float
+    max_error: float
+    isa: str
+
+
+def attend_plainly(
+    q: Floats, k: npt.NDArray[np.uint16], v: npt.NDArray[np.uint16], pages: npt.NDArray[np.int32]
+) -> tuple[Floats, Floats]:
+    """Softmax attention of ``q`` ``[B, HQ, D]`` over pages ``[B, n]`` of bf16 ``[P, S, H, D]``.
+
+    Returns out ``[B, HQ, D]`` and the natural log-sum-exp ``[B, HQ]``.
+    """
+    group = SPEC.num_q_heads // SPEC.num_kv_heads
+    out, lse = np.empty_like(q), np.empty(q.shape[:2], np.float32)
+    for row, ids in enumerate(pages):
+        keys, values = (
+            (x[ids].astype(np.uint32) << 16).view(np.float32).reshape(-1, *x.shape[2:]) for x in (k, v)
+        )
+        keys, values = keys.repeat(group, axis=1), values.repeat(group, axis=1)
+        scores = np.einsum("hd,thd->ht", q[row], keys) * SPEC.scale
+        top = scores.max(axis=1)
+        weights = np.exp(scores - top[:, None])
+        total = weights.sum(axis=1)
+        out[row] = np.einsum("ht,thd->hd", weights / total[:, None], values)
+        lse[row] = top + np.log(total)
+    return out, lse
+
+
+def _fill(arena: Arena, rng: np.random.Generator) -> None:
+    for plane in (arena.k_pages(0), arena.v_pages(0)):
+        values = rng.standard_normal(plane.shape, dtype=np.float32)
+        plane[:] = (values.view(np.uint32) >> 16).astype(np.uint16)  # bf16, rounded towards zero
+
+
+def compare_and_time(cpus: Sequence[int]) -> Result:
+    """Starts a worker on ``cpus``, checks its answer, times it, and stops it.
+
+    Raises:
+        ScoutError: the arena or the worker could not be made; the text says why.
+    """
+    rng = np.random.default_rng(0)
+    quiet = logging.getLogger("sglang_scout.doctor")
+    quiet.setLevel(logging.ERROR)
+    with Arena.create(SPEC) as arena:
+        _fill(arena, rng)
+        client = WorkerClient(arena, cpus, config=WorkerConfig(wait_timeout_s=5.0), log=quiet)
+        begin_s = time.monotonic()
+        client.start()
+        try:
+            ready_s = time.monotonic() - begin_s
+            return _exercise(client, arena, rng, ready_s)
+        finally:
+            client.stop()
+
+
+def _exercise(
+    client: WorkerClient, arena: Arena, rng: np.random.Generator, ready_s: float
+) -> Result:
+    q = rng.standard_normal((ROWS, SPEC.num_q_heads, SPEC.head_dim), dtype=np.float32)
+    order = rng.permutation(np.arange(1, SPEC.num_pages, dtype=np.int32))
+    pages = order[: ROWS * PAGES].reshape(ROWS, PAGES).copy()
+    counts = np.full(ROWS, PAGES, np.int32)
+    out, lse = np.full_like(q, np.nan), np.full(q.shape[:2], np.nan, np.float32)
+
+    def time_us(rows: int, count: npt.NDArray[np.int32]) -> tuple[float, int]:
+        times, fallback = [], 0
+        for step in range(ROUNDS):
+            begin_ns = time.perf_counter_ns()
+            ticket = client.post(0, step, q[:rows], pages[:rows], count)
+            fallback += client.wait(ticket, out[:rows], lse[:rows]).fallback_pages
+            times.append((time.perf_counter_ns() - begin_ns) / 1e3)
+        return statistics.median(times), fallback
+
+    page_us, fallback = time_us(1, np.ones(1, np.int32))
+    batch_us, more = time_us(ROWS, counts)
+    want_out, want_lse = attend_plainly(q, arena.k_pages(0), arena.v_pages(0), pages)
+    error = max(float(np.abs(out - want_out).max()), float(np.abs(lse - want_lse).max()))
+    status = client.snapshot()
+    problem = ""
+    if not error <= TOLERANCE:  # a NaN is a problem as well
+        problem = f"the result is off by {error:.2e}, {TOLERANCE:.0e} is allowed"
+    elif fallback + more:
+        problem = f"{fallback + more} pages had to be computed without it; {status.last_error}"
+    elif status.restarts:
+        problem = f"it died {status.restarts} times: {status.last_error}"
+    return Result(
+        right=not problem,
+        problem=problem,
+        ready_s=ready_s,
+        rows=ROWS,
+        pages=PAGES,
+        batch_us=batch_us,
+        page_us=page_us,
+        max_error=error,
+        isa=status.isa,
+    )

@@ -1,0 +1,257 @@
+"""The one configuration object: parsed and validated once, then passed down, never read from the environment.
+
+Every refusal is a :class:`ConfigError` (a ``ValueError``) that names the flag, the value and the fix.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sglang_scout.core.errors import ConfigError
+
+PAGE_SIZE_TOKENS = 32
+"""Page size that ``--kv-offload`` implies (the paper's block size)."""
+
+DEFAULT_BUDGET_TOKENS = 2048
+"""Sparse budget of the paper's experiments (section 4.3)."""
+
+DEFAULT_RECALL_INTERVAL = 8
+"""Steps between two recalls of a layer when no profile is given; the paper's profiled mean is 8.7."""
+
+HEAD_REDUCTIONS = ("mass", "max", "sum")
+RECALL_MODES = ("off", "fixed", "profile")
+
+
+@dataclass(frozen=True)
+class OffloadConfig:
+    """What the user asked for, validated.
+
+    The first block mirrors the server flags, the second the keys of ``--kv-offload-config``.
+    """
+
+    policy: str = "none"
+    budget_tokens: int = DEFAULT_BUDGET_TOKENS
+    host_gb: float | None = None
+    recall_profile: str | None = None
+    cpus: tuple[int, ...] | None = None
+
+    page_size_tokens: int = PAGE_SIZE_TOKENS
+    resident_tokens: int | None = None
+    """Device capacity for resident pages over all requests; None: budget x max running requests."""
+    sink_pages: int = 1
+    recent_pages: int = 1
+    """Leading and newest full pages that are always selected and therefore always resident."""
+    head_reduce: str = "mass"
+    """How the query heads' page scores combine into one score per page, see ``ops/score.py``."""
+    precompute: bool = True
+    """False: the missing pages are computed in their own layer, from the real query (the paper's ablation)."""
+    recall: str = "fixed"
+    recall_interval: int = DEFAULT_RECALL_INTERVAL
+    prefill_digests: bool = True
+    """Prefill server: compute page digests and send them with the KV."""
+    verify: bool = False
+    """Recompute every layer's output in fp32 from the host pages and record the largest relative error."""
+    trace: str | None = None
+    """File for a Chrome/Perfetto trace of the decode steps."""
+    trace_steps: int = 64
+    """Steps that the trace keeps; tracing stops by itself after them."""
+    worker_spin_us: int = 50
+    worker_threads_per_group: int = 1
+    worker_ready_timeout_s: float = 60.0
+    worker_heartbeat_timeout_s: float = 0.8
+    worker_wait_timeout_s: float = 10.0
+
+    @property
+    def budget_pages(self) -> int:
+        """Pages selected per request, layer and step: the k of top-k."""
+        return self.budget_tokens // self.page_size_tokens
+
+    @property
+    def enabled(self) -> bool:
+        return self.policy != "none"
+
+
+_FLAG_FIELDS = {"policy", "budget_tokens", "host_gb", "recall_profile", "cpus", "page_size_tokens"}
+CONFIG_KEYS = tuple(
+    f.name for f in dataclasses.fields(OffloadConfig) if f.name not in _FLAG_FIELDS
+)
+_POSITIVE = {
+    "resident_tokens",
+    "recall_interval",
+    "trace_steps",
+    "worker_threads_per_group",
+    "worker_ready_timeout_s",
+    "worker_heartbeat_timeout_s",
+    "worker_wait_timeout_s",
+}
+_NON_NEGATIVE = {"sink_pages", "recent_pages", "worker_spin_us"}
+
+
+def parse_cpu_list(text: str, available: set[int] | None = None) -> tuple[int, ...]:
+    """Parse a Linux CPU list such as ``0-3,8`` into sorted CPU numbers.
+
+    Args:
+        text: the list.
+        available: CPUs that this process may run on; None: ask the kernel.
+    Raises:
+        ConfigError: not a list, or a CPU that does not exist here.
+    """
+    flag = "--kv-offload-cpus"
+    cpus: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        try:
+            low = int(first)
+            high = int(last) if dash else low
+        except ValueError:
+            raise ConfigError(
+                f"{flag} {text!r}: {part.strip()!r} is not a CPU number or a range; "
+                "write for example 0-3,8"
+            ) from None
+        if low < 0 or high < low:
+            raise ConfigError(f"{flag} {text!r}: {part.strip()!r} is not an ascending range")
+        if high - low > 65535:
+            raise ConfigError(f"{flag} {text!r}: {part.strip()!r} names more CPUs than exist")
+        cpus.update(range(low, high + 1))
+    if available is None:
+        available = os.sched_getaffinity(0)
+    absent = sorted(cpus - available)
+    if absent:
+        raise ConfigError(
+            f"{flag} {text!r}: this process may not run on CPU {absent[0]}; "
+            f"available are {_format_cpus(available)}"
+        )
+    return tuple(sorted(cpus))
+
+
+def _format_cpus(cpus: set[int]) -> str:
+    ordered = sorted(cpus)
+    if ordered and ordered == list(range(ordered[0], ordered[-1] + 1)):
+        return str(ordered[0]) if len(ordered) == 1 else f"{ordered[0]}-{ordered[-1]}"
+    return ",".join(map(str, ordered))
+
+
+def _load_json(text: str) -> dict[str, Any]:
+    flag = "--kv-offload-config"
+    source = text
+    if text.startswith("@"):
+        path = Path(text[1:])
+        try:
+            source = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{flag} {text!r}: cannot read the file: {error}") from None
+    try:
+        value = json.loads(source)
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"{flag} {text!r}: not valid JSON ({error.msg} at line {error.lineno}, column "
+            f'{error.colno}); write for example \'{{"recall_interval": 8}}\' or @FILE'
+        ) from None
+    if not isinstance(value, dict):
+        raise ConfigError(
+            f"{flag} {text!r}: expected a JSON object, got {type(value).__name__}"
+        )
+    return value
+
+
+def _check_key(key: str, value: Any) -> Any:
+    """Check type and range of one ``--kv-offload-config`` entry and return it."""
+    flag = "--kv-offload-config"
+    if key not in CONFIG_KEYS:
+        near = difflib.get_close_matches(key, CONFIG_KEYS, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(CONFIG_KEYS)}"
+        raise ConfigError(f"{flag}: unknown key {key!r} (value {value!r}); {hint}")
+    default = getattr(OffloadConfig, key)
+    if key in ("resident_tokens",):
+        expected: tuple[type, ...] = (int,)
+    elif key == "trace":
+        expected = (str,)
+    else:
+        expected = (type(default),)
+    if expected == (float,):
+        expected = (int, float)
+    is_bool_for_number = isinstance(value, bool) and expected != (bool,)
+    if not isinstance(value, expected) or is_bool_for_number:
+        raise ConfigError(
+            f"{flag}: {key} = {value!r} is a {type(value).__name__}; "
+            f"expected {' or '.join(t.__name__ for t in expected)}"
+        )
+    if key in _POSITIVE and value <= 0:
+        raise ConfigError(f"{flag}: {key} = {value!r} must be greater than 0")
+    if key in _NON_NEGATIVE and value < 0:
+        raise ConfigError(f"{flag}: {key} = {value!r} must not be negative")
+    choices = {"head_reduce": HEAD_REDUCTIONS, "recall": RECALL_MODES}.get(key)
+    if choices and value not in choices:
+        raise ConfigError(f"{flag}: {key} = {value!r}; choose one of {', '.join(choices)}")
+    return value
+
+
+def parse_config(
+    *,
+    policy: str,
+    policies: tuple[str, ...],
+    budget_tokens: int | None = None,
+    host_gb: float | None = None,
+    recall_profile: str | None = None,
+    cpus: str | None = None,
+    config: str | None = None,
+    available_cpus: set[int] | None = None,
+) -> OffloadConfig:
+    """Build the configuration from the flags' raw values.
+
+    Args:
+        policy: value of ``--kv-offload``; ``policies`` are the known ones besides ``none``.
+        budget_tokens .. config: raw values of the other flags; None where not given.
+        available_cpus: CPUs of this process, for tests; None: ask the kernel.
+    Raises:
+        ConfigError: a value is wrong; the text names flag, value and fix.
+    """
+    if policy != "none" and policy not in policies:
+        raise ConfigError(
+            f"--kv-offload {policy!r}: unknown policy; choose one of none, {', '.join(policies)}"
+        )
+    page = PAGE_SIZE_TOKENS
+    budget = DEFAULT_BUDGET_TOKENS if budget_tokens is None else budget_tokens
+    if budget <= 0 or budget % page:
+        nearest = max(page, round(budget / page) * page)
+        raise ConfigError(
+            f"--kv-offload-budget {budget}: must be a positive multiple of the page size "
+            f"({page} tokens); the nearest is {nearest}"
+        )
+    if host_gb is not None and not host_gb > 0:
+        raise ConfigError(f"--kv-offload-host-gb {host_gb}: must be greater than 0")
+    values: dict[str, Any] = {
+        key: _check_key(key, value) for key, value in _load_json(config or "{}").items()
+    }
+    result = OffloadConfig(
+        policy=policy,
+        budget_tokens=budget,
+        host_gb=host_gb,
+        recall_profile=recall_profile,
+        cpus=parse_cpu_list(cpus, available_cpus) if cpus else None,
+        **values,
+    )
+    forced = result.sink_pages + result.recent_pages
+    if forced > result.budget_pages:
+        raise ConfigError(
+            f"--kv-offload-budget {budget}: holds {result.budget_pages} pages, fewer than "
+            f"sink_pages + recent_pages = {forced}; raise it to at least {forced * page}"
+        )
+    if result.recall == "profile" and not recall_profile:
+        raise ConfigError(
+            "--kv-offload-config: recall = 'profile' needs --kv-offload-recall-profile FILE"
+        )
+    if result.resident_tokens is not None and result.resident_tokens % page:
+        raise ConfigError(
+            f"--kv-offload-config: resident_tokens = {result.resident_tokens} must be a "
+            f"multiple of the page size ({page} tokens)"
+        )
+    if recall_profile and "recall" not in values:
+        result = dataclasses.replace(result, recall="profile")
+    return result

@@ -1,0 +1,27 @@
+"""Exceptions of sglang-scout. A message says what was wrong, its value, and what would be right.
+
+Every one is a :class:`ScoutError`; those that a wrong argument causes are also ``ValueError``, so
+that a server that refuses to start for a wrong flag does so with the exception that users expect.
+"""
+
+from __future__ import annotations
+
+
+class ScoutError(Exception):
+    """Base of all exceptions that sglang-scout raises on purpose."""
+
+
+class ConfigError(ScoutError, ValueError):
+    """A flag or a configuration value is wrong. Names the flag, the value and the fix."""
+
+
+class ArenaError(ScoutError, ValueError):
+    """The shared arena cannot be made or mapped: wrong sizes, too little memory, a foreign file."""
+
+
+class WorkerError(ScoutError, RuntimeError):
+    """The CPU attention process could not be started, or a ticket was used against its contract."""
+
+
+class ImplementationError(ScoutError, RuntimeError):
+    """No implementation of an op can run on the given inputs, or the one named cannot."""

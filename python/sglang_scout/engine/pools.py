@@ -1,0 +1,117 @@
+"""The three stores of a decode worker: host pages (all KV), page digests, and the resident cache.
+
+Shapes: L layers, P host pages (page 0 is padding), S tokens a page, H KV heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sglang_scout.ops.digest import build_digests
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of one tensor-parallel rank's attention."""
+
+    num_layers: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    dtype: torch.dtype
+    scale: float
+    logit_cap: float = 0.0
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of the K (or the V) of one page in one layer."""
+        return self.page_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+
+class HostPages:
+    """Every KV page of every request, in host DRAM.
+
+    Args:
+        k, v: per layer ``[P * S, H, D]``, as SGLang's pool holds them; viewed here as pages.
+    """
+
+    def __init__(self, shape: ModelShape, k: Sequence[torch.Tensor], v: Sequence[torch.Tensor]):
+        pages = (-1, shape.page_size, shape.num_kv_heads, shape.head_dim)
+        self.k = [t.view(pages) for t in k]
+        self.v = [t.view(pages) for t in v]
+
+    @property
+    def num_pages(self) -> int:
+        return self.k[0].shape[0]
+
+
+class DigestPool:
+    """Channel-wise minimum and maximum of every page's keys, and which of them hold.
+
+    A digest can arrive with the KV from the prefill server or be built here. An unset digest is
+    marked in the data itself: the first and last element are NaN until somebody writes them, so an
+    arrived digest is recognised without a message of its own.
+
+    Attributes:
+        kmin, kmax: ``[L, P, H, D]`` in the KV dtype, on ``device``.
+        valid: ``[P]`` bool on the host; the digest of every layer of this page holds.
+    """
+
+    def __init__(self, shape: ModelShape, num_pages: int, device: torch.device | str) -> None:
+        size = (shape.num_layers, num_pages, shape.num_kv_heads, shape.head_dim)
+        self.kmin = torch.zeros(size, dtype=shape.dtype, device=device)
+        self.kmax = torch.zeros(size, dtype=shape.dtype, device=device)
+        self.valid = np.zeros(num_pages, bool)
+        self.received = 0
+        self.computed = 0
+
+    def invalidate(self, pages: npt.NDArray[np.integer]) -> None:
+        """The pages were freed: their digests no longer hold."""
+        self.valid[pages] = False
+
+    def poison(self, pages: npt.NDArray[np.integer]) -> None:
+        """Mark the digests of freshly allocated pages as not written."""
+        ids = torch.from_numpy(np.asarray(pages, np.int64)).to(self.kmin.device)
+        self.kmin[:, ids, 0, 0] = torch.nan
+        self.kmax[:, ids, -1, -1] = torch.nan
+        self.valid[pages] = False
+
+    def accept(self, pages: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Mark those of ``pages`` whose digests have been written as valid; return the others."""
+        ids = torch.from_numpy(pages).to(self.kmin.device)
+        written = ~(self.kmin[:, ids, 0, 0].isnan() | self.kmax[:, ids, -1, -1].isnan())
+        complete = written.all(dim=0).cpu().numpy()
+        self.valid[pages[complete]] = True
+        self.received += int(complete.sum())
+        return pages[~complete]
+
+    def build(self, pages: npt.NDArray[np.int64], k: Sequence[torch.Tensor]) -> None:
+        """Compute the digests of ``pages`` from ``k`` (per layer ``[P, S, H, D]``)."""
+        if not len(pages):
+            return
+        ids = torch.from_numpy(pages).to(self.kmin.device)
+        for layer, k_layer in enumerate(k):
+            build_digests(k_layer, ids, self.kmin[layer], self.kmax[layer])
+        self.valid[pages] = True
+        self.computed += len(pages)
+
+
+class ResidentCache:
+    """Device copies of the important pages: ``k``, ``v`` ``[L, slots, S, H, D]``."""
+
+    def __init__(self, shape: ModelShape, num_slots: int, device: torch.device | str) -> None:
+        size = (
+            shape.num_layers,
+            num_slots,
+            shape.page_size,
+            shape.num_kv_heads,
+            shape.head_dim,
+        )
+        self.k = torch.zeros(size, dtype=shape.dtype, device=device)
+        self.v = torch.zeros(size, dtype=shape.dtype, device=device)

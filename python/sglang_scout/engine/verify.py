@@ -1,0 +1,82 @@
+"""A plain check of one layer's co-attention output, for tests and for operators in doubt."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+
+def co_attention_reference(
+    q: torch.Tensor,
+    q_ahead: torch.Tensor,
+    k_device: torch.Tensor,
+    v_device: torch.Tensor,
+    k_cpu: torch.Tensor,
+    v_cpu: torch.Tensor,
+    scale: float,
+    logit_cap: float = 0.0,
+) -> torch.Tensor:
+    """One softmax over both parts, each with its own query (paper Algorithm 1, lines 7 and 10-12).
+
+    Args:
+        q, q_ahead: ``[HQ, D]`` real and predicted query.
+        k_device, v_device: ``[T1, H, D]`` tokens that the device attends to with ``q``.
+        k_cpu, v_cpu: ``[T2, H, D]`` tokens that the CPU attends to with ``q_ahead``.
+    Returns:
+        ``[HQ, D]`` fp32.
+    """
+    group = q.shape[0] // k_device.shape[1]
+    logits = []
+    for query, keys in ((q, k_device), (q_ahead, k_cpu)):
+        keys = keys.float().repeat_interleave(group, dim=1)
+        part = torch.einsum("hd,thd->ht", query.float(), keys) * scale
+        logits.append(logit_cap * torch.tanh(part / logit_cap) if logit_cap else part)
+    weights = torch.cat(logits, dim=1).softmax(dim=1)
+    values = torch.cat([v_device, v_cpu]).float().repeat_interleave(group, dim=1)
+    return torch.einsum("ht,thd->hd", weights, values)
+
+
+def relative_error(
+    out: torch.Tensor,
+    q: torch.Tensor,
+    q_ahead: torch.Tensor,
+    missing: torch.Tensor,
+    table: torch.Tensor,
+    slots: torch.Tensor,
+    tail_page: npt.NDArray[np.int64],
+    tail_len: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    logit_cap: float,
+) -> float:
+    """Largest deviation of ``out`` from the reference over exactly the same pages, relative to its
+    largest value. All K and V are read from the host pages, the truth, not from the device's copies.
+
+    Args:
+        out, q, q_ahead: ``[B, HQ, D]``.
+        missing: ``[B, k]`` host pages computed by the CPU, -1 padded.
+        table, slots: ``[B, N]`` host page and device slot of the full pages, -1 where not resident.
+        tail_page, tail_len: ``[B]``.
+        k, v: ``[P, S, H, D]`` host pages of the layer.
+    """
+    worst = 0.0
+    for row in range(out.shape[0]):
+        resident = table[row][slots[row] >= 0].long()
+        length = int(tail_len[row])
+        tail = int(tail_page[row])
+        on_cpu = missing[row][missing[row] >= 0].long()
+        reference = co_attention_reference(
+            q[row],
+            q_ahead[row],
+            torch.cat([k[resident].flatten(0, 1), k[tail, :length]]),
+            torch.cat([v[resident].flatten(0, 1), v[tail, :length]]),
+            k[on_cpu].flatten(0, 1),
+            v[on_cpu].flatten(0, 1),
+            scale,
+            logit_cap,
+        )
+        gap = (out[row] - reference).abs().max() / reference.abs().max().clamp_min(1e-20)
+        worst = max(worst, float(gap))
+    return worst

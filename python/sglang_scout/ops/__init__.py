@@ -1,0 +1,20 @@
+"""Ops on torch tensors: one file per op, its reference first, other implementations beside it."""
+
+from .attend import attend_pages
+from .digest import build_digests
+from .gather import copy_pages
+from .merge import merge_states
+from .predict import predict_query
+from .score import score_pages
+from .select import Selection, select_pages
+
+__all__ = [
+    "Selection",
+    "attend_pages",
+    "build_digests",
+    "copy_pages",
+    "merge_states",
+    "predict_query",
+    "score_pages",
+    "select_pages",
+]

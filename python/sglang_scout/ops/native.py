@@ -1,0 +1,258 @@
+"""The C++ implementations for CPU tensors, from `sglang_scout._native`.
+
+The native module takes addresses and sizes, so everything that makes an address valid is made sure
+of here: the op's own check (sizes, dtypes) has run before, ``reasons`` covers device, layout, dtype
+and head size. Page ids are compared with the pool before anything is read: in C++ where the native
+function does so itself, here where it does not.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+import torch
+
+from ..core.registry import Implementation
+
+_module: ModuleType | None = None
+_ABSENT = ""
+try:
+    _module = importlib.import_module("sglang_scout._native")
+except ImportError as error:  # built without it, or for another Python: say why, run the reference
+    _ABSENT = f"the native module is absent ({error})"
+
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_DIM_STEP, _MAX_DIM = 16, 16384  # head sizes that the kernels take
+_REDUCTIONS = {"mass": 0, "max": 1, "sum": 2}
+
+
+def available() -> bool:
+    return _module is not None
+
+
+def isa() -> str:
+    """Instruction set that the C++ kernels run with, "" without the native module."""
+    return "" if _module is None else str(_module.isa())
+
+
+def set_isa(name: str) -> None:
+    """Use another instruction set from the next call on, for tests and benchmarks.
+
+    Raises:
+        ValueError: unknown, or this machine lacks it. RuntimeError: no native module.
+    """
+    if _module is None:
+        raise RuntimeError(_ABSENT)
+    _module.set_isa(name)
+
+
+def _reasons(kv: torch.Tensor | None = None, **tensors: torch.Tensor | None) -> list[str]:
+    """Why the C++ code cannot run; ``kv`` [..., D] stands for the tensors of the pool's dtype."""
+    if _module is None:
+        return [_ABSENT]
+    reasons = []
+    if kv is not None and kv.dtype not in _DTYPES:
+        reasons.append(f"dtype {kv.dtype}; native supports float32, bfloat16, float16")
+    if kv is not None and (kv.shape[-1] % _DIM_STEP or not 0 < kv.shape[-1] <= _MAX_DIM):
+        reasons.append(
+            f"D={kv.shape[-1]}; native supports multiples of {_DIM_STEP} up to {_MAX_DIM}"
+        )
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if tensor.device.type != "cpu":
+            reasons.append(f"{name} is on {tensor.device}; native reads CPU tensors")
+        if not tensor.is_contiguous():
+            reasons.append(f"{name} is not contiguous, strides {tensor.stride()}")
+    return reasons
+
+
+def _check_ids(op: str, name: str, ids: torch.Tensor, high: int, low: int | None = None) -> None:
+    """Raise unless all of ``ids`` are below ``high``, and not below ``low`` where there is one."""
+    if ids.numel() == 0:
+        return
+    smallest, largest = (int(x) for x in torch.aminmax(ids))
+    if largest >= high or (low is not None and smallest < low):
+        wrong = largest if largest >= high else smallest
+        expected = f"values below {high}" if low is None else f"values in [{low}, {high})"
+        raise ValueError(f"{op}: {name} has {wrong}, expected {expected}")
+
+
+def _attend_reasons(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    pages: torch.Tensor,
+    last_page: torch.Tensor | None,
+    last_len: torch.Tensor | None,
+    scale: float,
+    logit_cap: float = 0.0,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> list[str]:
+    written, lse = out if out is not None else (None, None)
+    return _reasons(
+        k,
+        q=q,
+        k=k,
+        v=v,
+        pages=pages,
+        last_page=last_page,
+        last_len=last_len,
+        **{"out[0]": written, "out[1]": lse},
+    )
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    pages: torch.Tensor,
+    last_page: torch.Tensor | None,
+    last_len: torch.Tensor | None,
+    scale: float,
+    logit_cap: float = 0.0,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    assert _module is not None
+    (P, S, H, D), HQ = k.shape, q.shape[1]
+    B, R = pages.shape
+    if out is None:
+        out = (q.new_empty(q.shape), q.new_empty(q.shape[:2]))
+    try:
+        _module.attend_batch(
+            q.data_ptr(),
+            k.data_ptr(),
+            v.data_ptr(),
+            P,
+            S,
+            H,
+            D,
+            _DTYPES[k.dtype],
+            HQ // H,
+            float(scale),
+            float(logit_cap),
+            pages.data_ptr(),
+            B,
+            R,
+            0 if last_page is None else last_page.data_ptr(),
+            0 if last_len is None else last_len.data_ptr(),
+            out[0].data_ptr(),
+            out[1].data_ptr(),
+            torch.get_num_threads(),
+        )
+    except ValueError:  # the module found a value out of range: say which
+        _check_ids("attend_pages", "pages", pages, P)
+        if last_page is not None and last_len is not None:
+            _check_ids("attend_pages", "last_page", last_page, P)
+            _check_ids("attend_pages", "last_len", last_len[last_page >= 0], S + 1, 1)
+        raise
+    return out
+
+
+def _score_reasons(
+    q: torch.Tensor,
+    kmin: torch.Tensor,
+    kmax: torch.Tensor,
+    table: torch.Tensor,
+    n_full: torch.Tensor,
+    scale: float,
+    reduce: str = "mass",
+    out: torch.Tensor | None = None,
+) -> list[str]:
+    return _reasons(kmin, q=q, kmin=kmin, kmax=kmax, table=table, n_full=n_full, out=out)
+
+
+def _score(
+    q: torch.Tensor,
+    kmin: torch.Tensor,
+    kmax: torch.Tensor,
+    table: torch.Tensor,
+    n_full: torch.Tensor,
+    scale: float,
+    reduce: str = "mass",
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    assert _module is not None
+    (P, H, D), (B, N) = kmin.shape, table.shape
+    if out is None:
+        out = q.new_empty((B, N))
+    try:
+        _module.score_pages(
+            q.data_ptr(),
+            kmin.data_ptr(),
+            kmax.data_ptr(),
+            _DTYPES[kmin.dtype],
+            P,
+            H,
+            q.shape[1] // H,
+            D,
+            table.data_ptr(),
+            n_full.data_ptr(),
+            B,
+            N,
+            float(scale),
+            _REDUCTIONS[reduce],
+            out.data_ptr(),
+            torch.get_num_threads(),
+        )
+    except ValueError:
+        _check_ids("score_pages", "n_full", n_full, N + 1, 0)
+        _check_ids("score_pages", "table", table, P)
+        raise
+    return out
+
+
+def _digest_reasons(
+    k: torch.Tensor, ids: torch.Tensor, kmin: torch.Tensor, kmax: torch.Tensor
+) -> list[str]:
+    return _reasons(k, k=k, ids=ids, kmin=kmin, kmax=kmax)
+
+
+def _digest(k: torch.Tensor, ids: torch.Tensor, kmin: torch.Tensor, kmax: torch.Tensor) -> None:
+    assert _module is not None
+    P, S, H, D = k.shape
+    _check_ids("build_digests", "ids", ids, P, 0)
+    _module.digest_pages(
+        k.data_ptr(),
+        S,
+        H,
+        D,
+        _DTYPES[k.dtype],
+        ids.data_ptr(),
+        ids.numel(),
+        kmin.data_ptr(),
+        kmax.data_ptr(),
+    )
+
+
+def _copy_reasons(
+    src: torch.Tensor, src_ids: torch.Tensor, dst: torch.Tensor, dst_ids: torch.Tensor
+) -> list[str]:
+    reasons = _reasons(src=src, src_ids=src_ids, dst=dst, dst_ids=dst_ids)
+    if not reasons and src.untyped_storage().data_ptr() == dst.untyped_storage().data_ptr():
+        reasons.append("src and dst share memory; native copies page after page")
+    return reasons
+
+
+def _copy(
+    src: torch.Tensor, src_ids: torch.Tensor, dst: torch.Tensor, dst_ids: torch.Tensor
+) -> None:
+    assert _module is not None
+    _check_ids("copy_pages", "src_ids", src_ids, src.shape[0], 0)
+    _check_ids("copy_pages", "dst_ids", dst_ids, dst.shape[0], 0)
+    page_bytes = src[:1].nbytes
+    _module.copy_pages(
+        src.data_ptr(),
+        dst.data_ptr(),
+        page_bytes,
+        src_ids.data_ptr(),
+        dst_ids.data_ptr(),
+        src_ids.numel(),
+    )
+
+
+ATTEND_PAGES = Implementation("native", _attend, _attend_reasons)
+SCORE_PAGES = Implementation("native", _score, _score_reasons)
+BUILD_DIGESTS = Implementation("native", _digest, _digest_reasons)
+COPY_PAGES = Implementation("native", _copy, _copy_reasons)

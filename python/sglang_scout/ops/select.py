@@ -1,0 +1,115 @@
+"""Choose the pages a step attends to, and those of them that are not resident."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ..core.registry import Op, Tolerance
+from .shapes import Shapes
+
+TOLERANCES = {
+    "float32": Tolerance(0.0, 0.0, "ids, not values; sets may differ only between equal scores")
+}
+
+_LOWEST = torch.finfo(torch.float32).min
+_LARGEST = torch.finfo(torch.float32).max
+
+
+class Selection(NamedTuple):
+    """Physical page ids, int32; both lists packed to the left and padded with -1.
+
+    pages: [B, k], forced pages first, then by falling score. missing: [B, k], those of ``pages``
+    without a slot, in the same order. n_missing: [B].
+    """
+
+    pages: torch.Tensor
+    missing: torch.Tensor
+    n_missing: torch.Tensor
+
+
+def select_reference(
+    scores: torch.Tensor,
+    table: torch.Tensor,
+    n_full: torch.Tensor,
+    slot_of: torch.Tensor,
+    k: int,
+    sink_pages: int = 1,
+    recent_pages: int = 1,
+) -> Selection:
+    """`select_pages` in plain torch: no loop over rows, no shape that depends on values."""
+    B, N = table.shape
+    last = n_full[:, None] - 1  # column of the newest full page
+    void = (torch.arange(N, dtype=torch.int32, device=table.device) > last) | (table < 0)
+    # Between void (-inf) and forced (+inf) every offered page has a finite key, whatever its score:
+    # NaN becomes the lowest. So what comes first never depends on bad scores.
+    key = torch.nan_to_num(scores, nan=_LOWEST, neginf=_LOWEST, posinf=_LARGEST)
+    if N > 0:
+        newest = last - torch.arange(recent_pages, device=table.device)
+        key.scatter_(1, newest.clamp_(0, N - 1), torch.inf)
+        key[:, :sink_pages] = torch.inf
+    key.masked_fill_(void, -torch.inf)
+    top, best = torch.topk(key, min(k, N), dim=1)
+    found = table.gather(1, best).masked_fill_(top == -torch.inf, -1)
+    pages = found if k <= N else torch.nn.functional.pad(found, (0, k - N), value=-1)
+    slots = slot_of.index_select(0, pages.clamp(min=0).flatten()).view(B, k)
+    lacks_slot = (slots < 0) & (pages >= 0)
+    # Pack to the left: a missing page goes to the place that its running count names; all others
+    # send -1 to place 0, where the maximum ignores them.
+    place = lacks_slot.cumsum(1).sub_(1).mul_(lacks_slot)
+    missing = torch.full_like(pages, -1)
+    missing.scatter_reduce_(1, place, pages.masked_fill(~lacks_slot, -1), "amax")
+    return Selection(pages, missing, lacks_slot.sum(1, dtype=torch.int32))
+
+
+def _check(
+    scores: torch.Tensor,
+    table: torch.Tensor,
+    n_full: torch.Tensor,
+    slot_of: torch.Tensor,
+    k: int,
+    sink_pages: int = 1,
+    recent_pages: int = 1,
+) -> None:
+    shapes = Shapes("select_pages")
+    shapes.bind("scores", scores, "BN", torch.float32)
+    shapes.bind("table", table, "BN", torch.int32)
+    shapes.bind("n_full", n_full, "B", torch.int32)
+    shapes.bind("slot_of", slot_of, "P", torch.int32)
+    if shapes["P"] == 0:
+        shapes.fail("slot_of has P=0, expected at least one page")
+    if min(sink_pages, recent_pages) < 0 or sink_pages + recent_pages > k or k < 1:
+        shapes.fail(f"k={k} cannot hold sink_pages={sink_pages} + recent_pages={recent_pages}")
+
+
+SELECT_PAGES = Op("select_pages", select_reference, check=_check, tolerances=TOLERANCES)
+
+
+def select_pages(
+    scores: torch.Tensor,
+    table: torch.Tensor,
+    n_full: torch.Tensor,
+    slot_of: torch.Tensor,
+    k: int,
+    sink_pages: int = 1,
+    recent_pages: int = 1,
+    impl: str = "auto",
+) -> Selection:
+    """The k best pages of every request, sink and newest always among them.
+
+    Args:
+        scores: [B, N] float32, see `score_pages`; only columns < n_full count, a NaN comes last.
+        table: [B, N] int32, page ids below P; negative ones are padding.
+        n_full: [B] int32, full pages per request; may be 0, or less than k: then all are chosen.
+        slot_of: [P] int32, slot of a resident page, -1 if the page is not resident.
+        k: pages to choose, at least sink_pages + recent_pages.
+        sink_pages, recent_pages: how many first and last full pages are chosen whatever they score.
+    Returns:
+        :class:`Selection`. Pages of equal score may be chosen either way.
+    Raises:
+        ValueError: sizes, dtypes, or a k that cannot hold the forced pages.
+    Source: ScoutAttention Algorithm 1 lines 5 and 6; forced pages: ours. Shapes are
+    static and nothing waits for the device, so it can be captured in a CUDA graph.
+    """
+    return SELECT_PAGES(scores, table, n_full, slot_of, k, sink_pages, recent_pages, impl=impl)

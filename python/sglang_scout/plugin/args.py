@@ -1,0 +1,259 @@
+"""The server flags: added to SGLang's own ``ServerArgs``, validated, and the defaults that they imply.
+
+The dataclass is extended in place, not replaced, because SGLang and its plugins hold references to it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from collections.abc import Callable
+from typing import Any, Optional
+
+import psutil
+from sglang.srt.arg_groups.arg_utils import A, Arg
+from sglang.srt.server_args import ServerArgs, add_attention_backend_choices
+
+from sglang_scout.core.config import PAGE_SIZE_TOKENS, OffloadConfig, parse_config
+from sglang_scout.core.errors import ConfigError
+from sglang_scout.core.profile import load_profile
+from sglang_scout.plugin.install import ROLE_ENV
+from sglang_scout.plugin.support import check_model
+from sglang_scout.policy.presets import POLICY_NAMES
+
+logger = logging.getLogger(__name__)
+
+BACKEND_NAME = "scout"
+DEFAULT_MAX_RUNNING_REQUESTS = 64
+
+# Annotations in the form that SGLang's own fields have: inner type and Arg(help).
+_FIELDS: dict[str, tuple[Any, Any]] = {
+    "kv_offload": (
+        A[
+            str,
+            Arg(
+                help="GPU-CPU co-attention decoding: KV pages live in host memory, the GPU keeps "
+                "page digests and the important pages, a CPU worker computes the rest. Give it to "
+                "both servers of a prefill-decode pair. Policies: none, "
+                + ", ".join(POLICY_NAMES)
+                + "."
+            ),
+        ],
+        "none",
+    ),
+    "kv_offload_budget": (
+        A[
+            Optional[int],
+            Arg(
+                help="Tokens that a request attends to in full pages, per layer and step; a "
+                "multiple of 32. Default 2048."
+            ),
+        ],
+        None,
+    ),
+    "kv_offload_host_gb": (
+        A[
+            Optional[float],
+            Arg(
+                help="Host memory for KV pages, in GiB. Default: half of the memory that is "
+                "available when the server starts."
+            ),
+        ],
+        None,
+    ),
+    "kv_offload_recall_profile": (
+        A[Optional[str], Arg(help="JSON file with per-layer recall intervals.")],
+        None,
+    ),
+    "kv_offload_cpus": (
+        A[
+            Optional[str],
+            Arg(
+                help="CPUs of the attention worker, for example 0-35. Default: the NUMA node of "
+                "the GPU; without a GPU, every CPU of this process."
+            ),
+        ],
+        None,
+    ),
+    "kv_offload_config": (
+        A[
+            Optional[str],
+            Arg(help="Rarer settings as a JSON object, or @FILE; see docs/operations.md."),
+        ],
+        None,
+    ),
+}
+
+
+def add_fields() -> None:
+    """Insert the fields into the live ``ServerArgs``; its parser then has the flags. Idempotent."""
+    for name, (annotation, default) in _FIELDS.items():
+        if name in ServerArgs.__dataclass_fields__:
+            continue
+        field = dataclasses.field(default=default)
+        field.name = name
+        field.type = annotation
+        field._field_type = dataclasses._FIELD  # type: ignore[attr-defined]
+        field.kw_only = True
+        ServerArgs.__dataclass_fields__[name] = field
+        ServerArgs.__annotations__[name] = annotation
+        setattr(ServerArgs, name, default)
+    from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES
+
+    if BACKEND_NAME not in ATTENTION_BACKEND_CHOICES:
+        add_attention_backend_choices([BACKEND_NAME])
+
+
+def around_init(original: Callable[..., None], self: ServerArgs, *args: Any, **kwargs: Any) -> None:
+    """The generated ``__init__`` does not know the new fields: set them here, pass the rest on."""
+    for name, (_, default) in _FIELDS.items():
+        setattr(self, name, kwargs.pop(name, default))
+    original(self, *args, **kwargs)
+
+
+def around_post_init(original: Callable[..., None], self: ServerArgs) -> None:
+    """Validate before SGLang resolves its own defaults, check the model after it knows it."""
+    if self.kv_offload == "none":
+        os.environ.pop(ROLE_ENV, None)
+        _refuse_stray_flags(self)
+        original(self)
+        return
+    config = parse(self)
+    _check_deployment(self)
+    _check_machine(config)
+    if config.recall_profile:
+        load_profile(config.recall_profile)
+    _apply_defaults(self)
+    original(self)
+    check_model(self)
+    os.environ[ROLE_ENV] = self.disaggregation_mode
+
+
+def parse(server_args: ServerArgs) -> OffloadConfig:
+    """The validated configuration of a server.
+
+    Raises:
+        ConfigError: naming flag, value and fix.
+    """
+    return parse_config(
+        policy=server_args.kv_offload,
+        policies=POLICY_NAMES,
+        budget_tokens=server_args.kv_offload_budget,
+        host_gb=server_args.kv_offload_host_gb,
+        recall_profile=server_args.kv_offload_recall_profile,
+        cpus=server_args.kv_offload_cpus,
+        config=server_args.kv_offload_config,
+    )
+
+
+def _refuse_stray_flags(args: ServerArgs) -> None:
+    """A tuning flag without the switch is a mistake that would otherwise go unnoticed."""
+    for name in _FIELDS:
+        value = getattr(args, name)
+        if name != "kv_offload" and value is not None:
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(
+                f"{flag} {value!r}: has no effect without --kv-offload; add --kv-offload "
+                f"{POLICY_NAMES[0]} or drop it"
+            )
+
+
+def _check_deployment(args: ServerArgs) -> None:
+    """Refuse what this version does not serve correctly."""
+    policy = f"--kv-offload {args.kv_offload}"
+    if args.disaggregation_mode not in ("prefill", "decode"):
+        raise ConfigError(
+            f"{policy}: works on the servers of a prefill-decode pair, this one has "
+            f"--disaggregation-mode {args.disaggregation_mode}; set it to prefill or decode"
+        )
+    if args.page_size not in (None, PAGE_SIZE_TOKENS):
+        raise ConfigError(
+            f"--page-size {args.page_size}: {policy} uses pages of {PAGE_SIZE_TOKENS} tokens; "
+            f"drop the flag or set it to {PAGE_SIZE_TOKENS}"
+        )
+    if args.kv_cache_dtype not in ("auto", "bf16", "bfloat16"):
+        raise ConfigError(
+            f"--kv-cache-dtype {args.kv_cache_dtype}: {policy} keeps KV in the model's dtype; "
+            "set it to auto"
+        )
+    backends = ("mooncake", "mooncake_tcp", "fake")
+    if args.disaggregation_transfer_backend not in backends:
+        raise ConfigError(
+            f"--disaggregation-transfer-backend {args.disaggregation_transfer_backend}: {policy} "
+            f"works with {', '.join(backends)}"
+        )
+    # attribute, value that is fine, how the flag is written
+    for name, fine, flag in (
+        ("speculative_algorithm", None, "--speculative-algorithm"),
+        ("tp_size", 1, "--tp-size"),
+        ("pp_size", 1, "--pp-size"),
+        ("dp_size", 1, "--dp-size"),
+        ("enable_dp_attention", False, "--enable-dp-attention"),
+        ("enable_lora", None, "--enable-lora"),
+        ("lora_paths", None, "--lora-paths"),
+        ("enable_hierarchical_cache", False, "--enable-hierarchical-cache"),
+        ("disaggregation_decode_enable_offload_kvcache", False,
+         "--disaggregation-decode-enable-offload-kvcache"),
+        ("enable_hisparse", False, "--enable-hisparse"),
+        ("enable_pdmux", False, "--enable-pdmux"),
+        ("enable_two_batch_overlap", False, "--enable-two-batch-overlap"),
+        ("enable_unified_memory", False, "--enable-unified-memory"),
+        ("enable_page_major_kv_layout", False, "--enable-page-major-kv-layout"),
+        ("enable_torch_compile", False, "--enable-torch-compile"),
+    ):  # fmt: skip
+        value = getattr(args, name, fine)
+        if value != fine and value:
+            raise ConfigError(f"{flag} {value}: not supported with {policy}; drop one of the two")
+    if args.disaggregation_mode == "decode":
+        _check_decode(args, policy)
+
+
+def _check_decode(args: ServerArgs, policy: str) -> None:
+    device = args.device or _default_device()
+    if device != "cpu":
+        raise ConfigError(
+            f"--device {device}: the decode server of {policy} runs on --device cpu in this "
+            "version; its CUDA kernels are still to come"
+        )
+    for name in ("attention_backend", "decode_attention_backend"):
+        value = getattr(args, name)
+        allowed = ("torch_native",) if name == "attention_backend" else (BACKEND_NAME,)
+        if value not in (None, *allowed):
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(
+                f"{flag} {value}: {policy} brings its own decode attention; drop the flag or set "
+                f"it to {allowed[0]}"
+            )
+
+
+def _default_device() -> str:
+    from sglang.srt.utils import get_device
+
+    return str(get_device())
+
+
+def _check_machine(config: OffloadConfig) -> None:
+    total_gb = psutil.virtual_memory().total / 2**30
+    if config.host_gb is not None and config.host_gb >= total_gb:
+        raise ConfigError(
+            f"--kv-offload-host-gb {config.host_gb:g}: this machine has {total_gb:.1f} GiB of "
+            f"memory; at most {max(total_gb - 1, 0.1):.1f} can hold KV pages"
+        )
+
+
+def _apply_defaults(args: ServerArgs) -> None:
+    """What the flag implies for SGLang's own settings."""
+    args.page_size = PAGE_SIZE_TOKENS
+    if (args.device or _default_device()) == "cpu":
+        # Other CPU backends make SGLang choose Triton for page bookkeeping, which needs a GPU.
+        args.attention_backend = args.prefill_attention_backend = "torch_native"
+    if args.disaggregation_mode == "decode":
+        args.decode_attention_backend = BACKEND_NAME
+        if args.max_running_requests is None:
+            args.max_running_requests = DEFAULT_MAX_RUNNING_REQUESTS
+            logger.info(
+                "--max-running-requests not given: %d with --kv-offload %s",
+                DEFAULT_MAX_RUNNING_REQUESTS,
+                args.kv_offload,
+            )

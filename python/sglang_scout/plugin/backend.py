@@ -1,0 +1,186 @@
+"""The decode attention backend: ties SGLang's model runner to the step engine."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+
+from sglang_scout.core.config import OffloadConfig
+from sglang_scout.core.pages import ResidencyTable
+from sglang_scout.core.profile import check_profile, load_profile
+from sglang_scout.engine.pools import ResidentCache
+from sglang_scout.engine.step import StepEngine
+from sglang_scout.engine.trace import Tracer
+from sglang_scout.plugin import status
+from sglang_scout.plugin.args import parse
+from sglang_scout.plugin.hooks import model_shape
+from sglang_scout.plugin.pool import HostKVPool, ScoutAllocator
+from sglang_scout.plugin.support import decoder_layers, make_projectors
+from sglang_scout.policy.presets import make_policy
+from sglang_scout.worker.client import WorkerClient, WorkerConfig
+
+logger = logging.getLogger(__name__)
+
+_current: ScoutAttnBackend | None = None
+
+
+def current_backend() -> ScoutAttnBackend:
+    """The backend of this scheduler process; there is one."""
+    if _current is None:
+        raise RuntimeError("--kv-offload: the attention backend has not been created")
+    return _current
+
+
+class ScoutAttnBackend(AttentionBackend):
+    """Attention of decode steps. Everything else runs on SGLang's own backend beside it."""
+
+    def __init__(self, runner: Any) -> None:
+        global _current
+        super().__init__()
+        self.config: OffloadConfig = parse(runner.server_args)
+        self.pool: HostKVPool = runner.token_to_kv_pool
+        self.allocator: ScoutAllocator = runner.token_to_kv_pool_allocator
+        self._requests = runner.req_to_token_pool
+        layers = decoder_layers(runner.model)
+        shape = model_shape(runner)
+        profile = None
+        if self.config.recall_profile:
+            profile = load_profile(self.config.recall_profile)
+            check_profile(
+                profile,
+                self.config.recall_profile,
+                num_layers=shape.num_layers,
+                page_size_tokens=shape.page_size,
+                model=runner.server_args.model_path,
+            )
+        self.policy = make_policy(self.config, shape.num_layers, profile)
+        self.num_slots = self._plan_slots(runner.max_running_requests)
+        self.worker = WorkerClient(self.pool.arena, self._worker_cpus(), config=self._worker_config())
+        self.engine = StepEngine(
+            shape=shape,
+            policy=self.policy,
+            budget_pages=self.config.budget_pages,
+            max_batch=runner.max_running_requests,
+            host=self.pool.host_pages,
+            digests=self.pool.digests,
+            resident=ResidentCache(shape, self.num_slots, runner.device),
+            table=ResidencyTable(
+                shape.num_layers, self.pool.host_pages.num_pages, self.num_slots
+            ),
+            projectors=make_projectors(layers),
+            missing=self.worker,
+            tracer=Tracer(self.config.trace, self.config.trace_steps),
+            verify=self.config.verify,
+        )
+        self.allocator.listener = self.engine
+        for index, layer in enumerate(layers):
+            layer.register_forward_pre_hook(self._layer_hook(index), with_kwargs=True)
+        self.worker.start()
+        atexit.register(self.close)
+        _current = self
+        self.metrics = status.start_metrics(self, runner.server_args)
+        self._log_plan(runner)
+
+    def _plan_slots(self, max_batch: int) -> int:
+        """Slots per layer: the resident pages, each request's tail, and room for recalls under way."""
+        size = self.config.page_size_tokens
+        resident = (self.config.resident_tokens or self.config.budget_tokens * max_batch) // size
+        forced = self.policy.digest.sink_pages + self.policy.digest.recent_pages
+        return max(resident, forced * max_batch) + max_batch + self.config.budget_pages
+
+    def _worker_cpus(self) -> list[int]:
+        return list(self.config.cpus or sorted(os.sched_getaffinity(0)))
+
+    def _worker_config(self) -> WorkerConfig:
+        return WorkerConfig(
+            ready_timeout_s=self.config.worker_ready_timeout_s,
+            heartbeat_timeout_s=self.config.worker_heartbeat_timeout_s,
+            wait_timeout_s=self.config.worker_wait_timeout_s,
+            spin_us=self.config.worker_spin_us,
+            threads_per_group=self.config.worker_threads_per_group,
+        )
+
+    def _log_plan(self, runner: Any) -> None:
+        shape = self.engine.shape
+        page = 2 * shape.page_bytes * shape.num_layers
+        rows = (
+            ("host pages", self.pool.host_pages.num_pages, page),
+            ("digests", self.pool.host_pages.num_pages, page // shape.page_size),
+            ("resident slots", self.num_slots, page),
+        )
+        lines = "\n".join(f"  {n:<15}{c:>9} {c * b / 2**30:9.2f} GiB" for n, c, b in rows)
+        logger.info(
+            "--kv-offload %s: budget %d tokens, %d requests at most, worker on CPUs %s\n%s",
+            self.policy.name,
+            self.config.budget_tokens,
+            runner.max_running_requests,
+            ",".join(map(str, self._worker_cpus())),
+            lines,
+        )
+
+    def _layer_hook(self, index: int) -> Any:
+        def before_layer(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            names = ("positions", "hidden_states", "forward_batch", "residual")
+            given = dict(zip(names, args, strict=False)) | kwargs
+            if not given["forward_batch"].forward_mode.is_decode():
+                return
+            x, residual = given["hidden_states"], given.get("residual")
+            if residual is not None:
+                x = x + residual
+            self.engine.layer_input(index, x, given["positions"])
+
+        return before_layer
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Step boundary: read the batch's page tables and let the engine prepare."""
+        if not forward_batch.forward_mode.is_decode():
+            return
+        size = self.config.page_size_tokens
+        seq_lens = forward_batch.seq_lens_cpu
+        requests = forward_batch.req_pool_indices
+        longest = int(seq_lens.max())
+        locations = self._requests.req_to_token[requests, :longest:size]
+        self.engine.begin_step(
+            (locations // size).int().numpy(),
+            requests.numpy(),
+            seq_lens.numpy().astype("int64"),
+        )
+
+    def forward_decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Attention of one layer; see :meth:`StepEngine.attend`."""
+        if not save_kv_cache or kwargs:
+            raise NotImplementedError(
+                f"--kv-offload: attention called with save_kv_cache={save_kv_cache} and "
+                f"{sorted(kwargs)}; this model is not supported"
+            )
+        out = self.engine.attend(
+            layer.layer_id,
+            q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
+            k.view(-1, layer.tp_k_head_num, layer.qk_head_dim),
+            v.view(-1, layer.tp_v_head_num, layer.v_head_dim),
+        )
+        return out.flatten(1).to(q.dtype)
+
+    def forward_extend(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        raise NotImplementedError("--kv-offload: the decode server does not prefill")
+
+    def close(self) -> None:
+        """Stop the worker and the copies. Also runs at interpreter exit."""
+        atexit.unregister(self.close)
+        self.metrics.close()
+        self.worker.stop()
+        self.engine.close()

@@ -1,0 +1,197 @@
+"""The hook functions of a scheduler process. What each is for stands beside its target in ``install.py``."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import torch
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.layers.attention.attention_registry import register_attention_backend
+from sglang.srt.layers.dp_attention import get_attention_tp_size
+from sglang.srt.model_executor import model_runner_kv_cache_mixin as pools_module
+
+from sglang_scout.core.config import OffloadConfig
+from sglang_scout.core.errors import ConfigError
+from sglang_scout.engine.pools import ModelShape
+from sglang_scout.plugin import status
+from sglang_scout.plugin.args import BACKEND_NAME, parse
+from sglang_scout.plugin.install import TARGETS_OF_ROLE, verify
+from sglang_scout.plugin.pool import DigestKVPool, DigestListener, HostKVPool, ScoutAllocator
+from sglang_scout.plugin.support import decoder_layers
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_HOST_SHARE = 0.5
+"""Share of the available memory that KV pages take when --kv-offload-host-gb is not given."""
+
+
+def register_backend() -> None:
+    """Make ``--decode-attention-backend scout`` known to SGLang."""
+
+    @register_attention_backend(BACKEND_NAME)
+    def create(runner: Any) -> Any:
+        from sglang_scout.plugin.backend import ScoutAttnBackend
+
+        verify(TARGETS_OF_ROLE["decode"])
+        return ScoutAttnBackend(runner)
+
+
+# Decode server -----------------------------------------------------------------------------------
+
+
+def around_profile_available_bytes(
+    original: Callable[..., int], runner: Any, *args: Any, **kwargs: Any
+) -> int:
+    """Bytes for KV pages: host memory, whatever the GPU has."""
+    config = parse(runner.server_args)
+    available = psutil.virtual_memory().available
+    if config.host_gb is None:
+        size = int(available * DEFAULT_HOST_SHARE)
+        logger.info("--kv-offload-host-gb not given: %.1f GiB for KV pages", size / 2**30)
+        return size
+    size = int(config.host_gb * 2**30)
+    if size > available:
+        raise ConfigError(
+            f"--kv-offload-host-gb {config.host_gb:g}: only {available / 2**30:.1f} GiB of memory "
+            "are available now; lower it or stop what else uses memory"
+        )
+    return size
+
+
+def model_shape(runner: Any) -> ModelShape:
+    """Sizes of the attention on this rank, read from the loaded model.
+
+    Raises:
+        ConfigError: the layers do not all have the same attention.
+    """
+    config = runner.model_config
+    attentions = [layer.self_attn.attn for layer in decoder_layers(runner.model)]  # type: ignore[union-attr]
+    kinds = {(a.scaling, a.logit_cap, a.sliding_window_size, a.attn_type) for a in attentions}
+    if len(kinds) != 1 or attentions[0].sliding_window_size > 0:
+        raise ConfigError(
+            f"--model-path {config.model_path}: layers differ in scaling, logit cap or window; "
+            "not supported with --kv-offload"
+        )
+    return ModelShape(
+        num_layers=len(attentions),
+        num_q_heads=attentions[0].tp_q_head_num,
+        num_kv_heads=config.get_num_kv_heads(get_attention_tp_size()),
+        head_dim=config.head_dim,
+        page_size=runner.page_size,
+        dtype=runner.kv_cache_dtype,
+        scale=float(attentions[0].scaling),
+        logit_cap=float(attentions[0].logit_cap or 0.0),
+    )
+
+
+def around_init_pools_decode(original: Callable[..., None], runner: Any) -> None:
+    config, shape = parse(runner.server_args), model_shape(runner)
+    spec = {
+        "num_layers": shape.num_layers,
+        "page_size": shape.page_size,
+        "num_kv_heads": shape.num_kv_heads,
+        "num_q_heads": shape.num_q_heads,
+        "head_dim": shape.head_dim,
+        "kv_dtype": str(shape.dtype).removeprefix("torch."),
+        "scale": shape.scale,
+        "logit_cap": shape.logit_cap,
+        "max_batch": runner.max_running_requests,
+        "max_pages": config.budget_pages,
+    }
+    pool = _init_pools_with(
+        original,
+        runner,
+        functools.partial(HostKVPool, arena_spec=spec, numa_node=None),
+        HostKVPool,
+    )
+    pool.attach(shape, receive_digests=True)
+
+
+def after_prepare_for_prebuilt(_: None, batch: Any) -> None:
+    """A batch of requests whose KV has arrived, or was restored after a retraction, joins."""
+    from sglang_scout.plugin.backend import current_backend
+
+    current_backend().engine.admit(req.req_pool_idx for req in batch.reqs)
+
+
+# Prefill server ----------------------------------------------------------------------------------
+
+
+def around_init_pools_prefill(original: Callable[..., None], runner: Any) -> None:
+    verify(TARGETS_OF_ROLE["prefill"])
+    config: OffloadConfig = parse(runner.server_args)
+    wanted = DigestKVPool if config.prefill_digests else pools_module.MHATokenToKVPool
+    pool = _init_pools_with(original, runner, wanted, wanted)
+    if isinstance(pool, DigestKVPool):
+        pool.attach(model_shape(runner))
+        runner.token_to_kv_pool_allocator.listener = DigestListener(pool.digests)
+
+
+def before_send_kv_chunk(
+    scheduler: Any, req: Any, last_chunk: bool = False, end_idx: int | None = None
+) -> None:
+    """Digests of the full pages of this chunk, while their K is still on the device."""
+    pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
+    if not isinstance(pool, DigestKVPool):
+        return
+    size = pool.page_size
+    end = end_idx
+    if end is None:
+        end = min(req.extend_range.end, len(req.origin_input_ids))
+    first = req.start_send_idx // size * size
+    locations = scheduler.req_to_token_pool.req_to_token[
+        req.req_pool_idx, first : end // size * size : size
+    ]
+    pages = (locations // size).cpu().numpy().astype("int64")
+    pool.digests.build(pages[~pool.digests.valid[pages]], pool.host_pages.k)
+
+
+def before_send_kvcache(manager: Any, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], Any]:
+    """A decode server without digests gets K and V only; SGLang would pair V with digests."""
+    source, target = kwargs["src_data_ptrs"], kwargs["dst_data_ptrs"]
+    has_digests = kwargs.get("state_type") is None and source is manager.kv_args.kv_data_ptrs
+    if has_digests and len(source) == 2 * len(target):
+        for name in ("src_data_ptrs", "item_lens"):
+            quarter = len(kwargs[name]) // 4
+            kwargs[name] = kwargs[name][:quarter] + kwargs[name][2 * quarter : 3 * quarter]
+    return (manager, *args), kwargs
+
+
+# Both --------------------------------------------------------------------------------------------
+
+
+def after_get_internal_state(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    """Add ``kv_offload`` to what /server_info shows."""
+    if scheduler.disaggregation_mode == DisaggregationMode.DECODE:
+        from sglang_scout.plugin.backend import current_backend
+
+        state = status.decode_state(current_backend())
+    else:
+        state = status.prefill_state(scheduler)
+    result.internal_state["kv_offload"] = state
+    return result
+
+
+def _init_pools_with(
+    original: Callable[..., None], runner: Any, make_pool: Any, pool_class: type
+) -> Any:
+    """Build SGLang's pools with our classes in place of its own, and make sure that they were used."""
+    stock = pools_module.MHATokenToKVPool, pools_module.PagedTokenToKVPoolAllocator
+    pools_module.MHATokenToKVPool = make_pool
+    pools_module.PagedTokenToKVPoolAllocator = ScoutAllocator
+    try:
+        original(runner)
+    finally:
+        pools_module.MHATokenToKVPool, pools_module.PagedTokenToKVPoolAllocator = stock
+    pool, allocator = runner.token_to_kv_pool, runner.token_to_kv_pool_allocator
+    if not isinstance(pool, pool_class) or not isinstance(allocator, ScoutAllocator):
+        raise RuntimeError(
+            f"--kv-offload: SGLang built {type(pool).__name__} with {type(allocator).__name__}, "
+            f"expected {pool_class.__name__} with {ScoutAllocator.__name__}"
+        )
+    assert torch.is_tensor(pool.k_buffer[0])
+    return pool

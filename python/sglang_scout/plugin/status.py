@@ -1,0 +1,146 @@
+"""What operators see: ``/server_info`` and ``/metrics``."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+from sglang_scout.core.registry import chosen
+
+if TYPE_CHECKING:
+    from sglang_scout.plugin.backend import ScoutAttnBackend
+
+PUBLISH_INTERVAL_S = 1.0
+
+# state key -> (kind, help). A counter's name gets the suffix _total from prometheus-client.
+_METRICS = {
+    "host_pages_total": ("gauge", "Host pages for KV."),
+    "host_pages_used": ("gauge", "Host pages in use by requests or the radix cache."),
+    "resident_pages": ("gauge", "Pages on the device, summed over layers."),
+    "cpu_compute_ratio": ("gauge", "Pages computed on the CPU over the budget, since start."),
+    "steps": ("counter", "Decode steps."),
+    "selected_pages": ("counter", "Pages selected, summed over requests, layers and steps."),
+    "cpu_pages": ("counter", "Selected pages that were computed on the CPU."),
+    "recalled_pages": ("counter", "Pages recalled to the device asynchronously."),
+    "recall_bytes": ("counter", "Bytes copied by recalls."),
+    "recall_wait_us": ("counter", "Microseconds that step boundaries waited for recalls."),
+    "gpu_wait_us": ("counter", "Microseconds the device waited for the worker."),
+    "fallback_pages": ("counter", "Pages the decode server computed in place of the worker."),
+    "worker_restarts": ("counter", "Times the worker was replaced."),
+    "worker_up": ("gauge", "1 while the worker answers."),
+}
+
+
+def decode_state(backend: ScoutAttnBackend) -> dict[str, Any]:
+    """The contract's fields, plain numbers and strings only."""
+    counters, worker = backend.engine.counters, backend.worker.snapshot()
+    digests = backend.pool.digests
+    return {
+        "policy": backend.policy.name,
+        "backend": f"cpu-{backend.worker.snapshot().isa}",
+        "ops": chosen(),
+        "budget_tokens": backend.config.budget_tokens,
+        "page_size": backend.config.page_size_tokens,
+        "host_pages_total": backend.allocator.num_pages,
+        "host_pages_used": backend.allocator.used_pages,
+        "resident_pages": backend.engine.table.resident_pages,
+        "resident_slots": backend.num_slots * backend.engine.shape.num_layers,
+        "steps": counters.steps,
+        "selected_pages": counters.selected_pages,
+        "cpu_pages": counters.cpu_pages,
+        "cpu_compute_ratio": counters.cpu_compute_ratio,
+        "cpu_compute_ratio_by_layer": [
+            float(c / b) if b else 0.0
+            for c, b in zip(
+                counters.cpu_pages_by_layer, counters.budget_pages_by_layer, strict=True
+            )
+        ],
+        "warmed_pages": counters.warmed_pages,
+        "recalled_pages": counters.recalled_pages,
+        "recall_bytes": counters.recall_bytes,
+        "recall_wait_us": counters.recall_wait_us,
+        "gpu_wait_us": counters.gpu_wait_us,
+        "fallback_pages": counters.fallback_pages,
+        "digests_received": digests.received,
+        "digests_computed": digests.computed,
+        "verify_checks": counters.verify_checks,
+        "verify_max_rel_error": counters.verify_max_rel_error,
+        "worker": {
+            "pid": worker.pid,
+            "state": worker.state,
+            "restarts": worker.restarts,
+            "cpus": list(worker.cpus),
+            "refused": worker.refused,
+        },
+    }
+
+
+def prefill_state(scheduler: Any) -> dict[str, Any]:
+    """What a prefill server has to say: its digests."""
+    pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
+    digests = getattr(pool, "digests", None)
+    return {
+        "policy": scheduler.server_args.kv_offload,
+        "page_size": pool.page_size,
+        "digests_sent": digests is not None,
+        "digests_computed": digests.computed if digests is not None else 0,
+    }
+
+
+class Metrics:
+    """Publishes the state to Prometheus once a second, so that a dead worker shows without steps."""
+
+    def __init__(self, backend: ScoutAttnBackend, labels: dict[str, str]) -> None:
+        from prometheus_client import Counter, Gauge
+
+        self._backend = backend
+        self._labels = labels
+        self._last: dict[str, float] = {}
+        self._series: dict[str, Any] = {}
+        names = list(labels)
+        for key, (kind, text) in _METRICS.items():
+            name = f"sglang:kv_offload_{key}"
+            self._series[key] = (
+                Counter(name, text, names)
+                if kind == "counter"
+                else Gauge(name, text, names, multiprocess_mode="mostrecent")
+            ).labels(**labels)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="scout-metrics", daemon=True)
+        self._thread.start()
+
+    def publish(self) -> None:
+        state = decode_state(self._backend)
+        worker = state["worker"]
+        state["worker_restarts"] = worker["restarts"]
+        state["worker_up"] = int(worker["state"] == "ready")
+        for key, (kind, _) in _METRICS.items():
+            value = float(state[key])
+            if kind == "gauge":
+                self._series[key].set(value)
+            else:
+                self._series[key].inc(value - self._last.get(key, 0.0))
+                self._last[key] = value
+
+    def _run(self) -> None:
+        while not self._stop.wait(PUBLISH_INTERVAL_S):
+            self.publish()
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+class NoMetrics:
+    """Without --enable-metrics."""
+
+    def close(self) -> None:
+        pass
+
+
+def start_metrics(backend: ScoutAttnBackend, server_args: Any) -> Metrics | NoMetrics:
+    """Begin to publish if the server was started with ``--enable-metrics``."""
+    if not server_args.enable_metrics:
+        return NoMetrics()
+    labels = {"model_name": server_args.served_model_name, "engine_type": "decode"}
+    return Metrics(backend, labels)

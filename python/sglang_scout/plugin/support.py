@@ -1,0 +1,139 @@
+"""Which models are served, and how a query is predicted from their weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.layers.layernorm import RMSNorm
+from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
+from sglang.srt.layers.rotary_embedding.mrope import MRotaryEmbedding
+
+from sglang_scout.core.errors import ConfigError
+from sglang_scout.engine.step import QueryProjector
+from sglang_scout.ops.predict import predict_query, rms_norm, rotate
+
+ARCHITECTURES = (
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Glm4ForCausalLM",
+)
+HEAD_SIZES = (64, 96, 128, 256)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_model(server_args: Any) -> None:
+    """Refuse a model that the decode step does not compute correctly.
+
+    Raises:
+        ConfigError: naming the model and what is not supported about it.
+    """
+    model = f"--model-path {server_args.model_path}"
+    policy = f"--kv-offload {server_args.kv_offload}"
+    config = server_args.get_model_config()
+    architectures = config.hf_config.architectures or ["(none named)"]
+    if architectures[0] not in ARCHITECTURES:
+        raise ConfigError(
+            f"{model}: {policy} does not support {architectures[0]}; "
+            f"supported are {', '.join(ARCHITECTURES)}"
+        )
+    if config.attention_arch.name != "MHA":
+        raise ConfigError(f"{model}: {policy} needs MHA or GQA, not {config.attention_arch.name}")
+    window = getattr(config.hf_text_config, "sliding_window", None)
+    if config.is_hybrid_swa or (
+        window and getattr(config.hf_text_config, "use_sliding_window", True)
+    ):
+        raise ConfigError(f"{model}: {policy} does not support sliding-window attention")
+    if config.head_dim not in HEAD_SIZES or config.v_head_dim != config.head_dim:
+        raise ConfigError(
+            f"{model}: head size {config.head_dim} (values {config.v_head_dim}); {policy} supports "
+            f"{', '.join(map(str, HEAD_SIZES))} for both"
+        )
+    if config.dtype not in DTYPES:
+        raise ConfigError(f"{model}: dtype {config.dtype} is not supported with {policy}")
+    if config.quantization is not None:
+        raise ConfigError(
+            f"--quantization {config.quantization}: {policy} predicts queries from plain weights; "
+            "serve the unquantised model"
+        )
+    kv_quant = getattr(config.hf_config, "quantization_config", None)
+    if kv_quant:
+        raise ConfigError(f"{model}: quantised checkpoints are not supported with {policy}")
+
+
+def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The decoder layers of a supported model, in order."""
+    return list(model.model.layers)  # type: ignore[union-attr, arg-type]
+
+
+def make_projectors(layers: list[torch.nn.Module]) -> list[QueryProjector]:
+    """For every layer, its query from any layer's input: the layer's own norm, W_q, q-norm and RoPE.
+
+    Raises:
+        ConfigError: a layer that is not built as expected.
+    """
+    return [_projector(index, layer) for index, layer in enumerate(layers)]
+
+
+def _projector(index: int, layer: Any) -> QueryProjector:
+    attention, norm = layer.self_attn, layer.input_layernorm
+    rope = attention.rotary_emb
+    weight = getattr(attention.qkv_proj, "weight", None)
+    for what, good in (
+        ("input_layernorm", type(norm) is RMSNorm),
+        (
+            "rotary_emb",
+            isinstance(rope, RotaryEmbedding) and not isinstance(rope, MRotaryEmbedding),
+        ),
+        ("qkv_proj.weight", weight is not None and weight.dtype in DTYPES),
+    ):
+        if not good:
+            raise ConfigError(
+                f"--kv-offload: layer {index} of {type(layer).__name__} has an unexpected {what}; "
+                "this model cannot be served with it"
+            )
+    q_norm = getattr(attention, "q_norm", None)
+    q_size, heads, size = attention.q_size, attention.num_heads, attention.head_dim
+    bias = getattr(attention.qkv_proj, "bias", None)
+    if getattr(attention.qkv_proj, "use_intel_amx_backend", False):
+        # SGLang has repacked the weight for AMX, so that its rows cannot be sliced any more.
+        return _module_projector(layer)
+    w_q = weight[:q_size]
+    b_q = None if bias is None else bias[:q_size]
+
+    def project(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return predict_query(
+            x,
+            norm.weight,
+            norm.variance_epsilon,
+            w_q,
+            b_q,
+            None if q_norm is None else q_norm.weight,
+            0.0 if q_norm is None else q_norm.variance_epsilon,
+            rope.cos_sin_cache,
+            positions,
+            rope.rotary_dim,
+            rope.is_neox_style,
+            heads,
+            size,
+        )
+
+    return project
+
+
+def _module_projector(layer: Any) -> QueryProjector:
+    """The same through the layer's own projection module, at the cost of its K and V part."""
+    attention, norm = layer.self_attn, layer.input_layernorm
+    rope, q_norm = attention.rotary_emb, getattr(attention, "q_norm", None)
+
+    def project(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        qkv, _ = attention.qkv_proj(rms_norm(x, norm.weight, norm.variance_epsilon))
+        q = qkv[:, : attention.q_size].reshape(-1, attention.num_heads, attention.head_dim)
+        if q_norm is not None:
+            q = rms_norm(q, q_norm.weight, q_norm.variance_epsilon)
+        cos_sin = rope.cos_sin_cache.index_select(0, positions)
+        return rotate(q, cos_sin, rope.rotary_dim, rope.is_neox_style).float()
+
+    return project

@@ -1,0 +1,279 @@
+"""The arena: one sealed memory file with the host KV pages, the request ring and the replies.
+
+A memfd has no name in any file system: it disappears with the last process that has it open or
+mapped, however these die. It is sealed against growing and shrinking, so no holder can make another
+one fault by truncating it. The worker gets it as an inherited descriptor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import mmap
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+from sglang_scout.core.errors import ArenaError
+from sglang_scout.worker.numa import bind_memory
+from sglang_scout.worker.ring import (
+    KV_ALIGN_BYTES,
+    PLANE_ALIGN_BYTES,
+    Layout,
+    RingView,
+    layout_of,
+    read_header,
+    write_header,
+)
+from sglang_scout.worker.spec import ArenaSpec
+
+__all__ = ["Arena", "ArenaSpec"]
+
+logger = logging.getLogger(__name__)
+
+MEMFD_NAME = "sglang-scout"
+_F_ADD_SEALS = 1033
+_F_GET_SEALS = 1034
+_SEALS = 0x1 | 0x2 | 0x4  # F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW
+_MFD_HUGE_2MB = 21 << 26
+_HUGE_PAGE_BYTES = 2 * 1024 * 1024
+
+
+class Arena:
+    """A mapped arena. Make one with :meth:`create` or :meth:`attach`.
+
+    Attributes:
+        spec: the sizes.
+        fd: the memory file; owned by this object.
+        nbytes: size of the file and of the mapping.
+        address: where the mapping begins in this process.
+        backing: ``"hugetlb"``, ``"thp"`` (transparent huge pages allowed) or ``"4k"``.
+    """
+
+    def __init__(self, fd: int, memory: np.ndarray, spec: ArenaSpec, backing: str) -> None:
+        self.spec = spec
+        self.fd = fd
+        self.nbytes = memory.nbytes
+        self.address = memory.ctypes.data
+        self.backing = backing
+        self._layout = layout_of(spec)
+        self._memory: np.ndarray | None = memory
+
+    @classmethod
+    def create(
+        cls, spec: ArenaSpec, *, numa_node: int | None = None, hugepages: bool = True
+    ) -> Arena:
+        """Makes, seals and maps a new arena. Pages take memory when they are first written.
+
+        Args:
+            spec: the sizes.
+            numa_node: bind the memory to this node; a logged no-op on a machine without NUMA.
+            hugepages: use the huge page pool if it has enough free pages, otherwise ask for
+                transparent huge pages.
+
+        Raises:
+            ArenaError: the memory that is available is smaller than the arena, the node does not
+                exist, or the system refuses.
+        """
+        layout = layout_of(spec)
+        nbytes = layout.total_bytes
+        from_pool = hugepages and _free_pool_bytes() >= nbytes
+        if not from_pool:
+            _check_fits(spec, layout)
+        with contextlib.ExitStack() as undo:
+            try:
+                fd, backing = _make_file(nbytes, from_pool)
+                undo.callback(os.close, fd)
+                memory, backing = _map(fd, nbytes, backing, hugepages)
+            except OSError as e:
+                raise ArenaError(f"cannot make {_describe(spec, layout)}: {e.strerror}") from e
+            if numa_node is not None:
+                bind_memory(memory.ctypes.data, nbytes, numa_node)
+            write_header(memory, spec, layout)
+            undo.pop_all()
+        logger.info("arena: %s, %s pages", _describe(spec, layout), backing)
+        return cls(fd, memory, spec, backing)
+
+    @classmethod
+    def attach(cls, fd: int) -> Arena:
+        """Maps an existing arena; ``fd`` is duplicated and stays the caller's.
+
+        Raises:
+            ArenaError: the file is not sealed, or is no arena of this version.
+        """
+        try:
+            seals = fcntl.fcntl(fd, _F_GET_SEALS)
+        except OSError as e:
+            raise ArenaError(f"descriptor {fd} is no memory file: {e.strerror}") from e
+        if seals & 0x6 != 0x6:
+            raise ArenaError(f"memory file {fd} is not sealed against resizing (seals {seals:#x})")
+        nbytes = os.fstat(fd).st_size
+        if nbytes == 0:
+            raise ArenaError(f"memory file {fd} is empty")
+        own = os.dup(fd)
+        try:
+            memory, backing = _map(own, nbytes, "4k", True)
+            spec, _ = read_header(memory)
+        except OSError as e:
+            os.close(own)
+            raise ArenaError(f"cannot map {nbytes} bytes: {e.strerror}") from e
+        except ArenaError:
+            os.close(own)
+            raise
+        return cls(own, memory, spec, backing)
+
+    def layout(self) -> Layout:
+        """Offsets and strides in bytes."""
+        return self._layout
+
+    def ring(self) -> RingView:
+        """Views of the ring's words, for diagnosis."""
+        return RingView(self._mapped(), self.spec, self._layout)
+
+    def k_address(self, layer: int) -> int:
+        """Address of K [P, S, H, D] of a layer in this process."""
+        return self.address + self._plane_offset(layer, 0)
+
+    def v_address(self, layer: int) -> int:
+        """Address of V [P, S, H, D] of a layer in this process."""
+        return self.address + self._plane_offset(layer, 1)
+
+    def k_pages(self, layer: int) -> np.ndarray:
+        """K of a layer, [P, S, H, D], float32 or uint16 (the bits of a 16-bit type); no copy."""
+        return self._plane(layer, 0)
+
+    def v_pages(self, layer: int) -> np.ndarray:
+        """V of a layer, like :meth:`k_pages`."""
+        return self._plane(layer, 1)
+
+    def close(self) -> None:
+        """Closes the file and gives up the mapping; idempotent.
+
+        The mapping itself ends when the last array made from it is gone. Addresses taken from
+        ``address``, ``k_address`` and ``v_address`` must not be used any more.
+        """
+        if self._memory is not None:
+            self._memory = None
+            os.close(self.fd)
+            self.fd = -1
+
+    def __enter__(self) -> Arena:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _mapped(self) -> np.ndarray:
+        if self._memory is None:
+            raise ArenaError("the arena is closed")
+        return self._memory
+
+    def _plane_offset(self, layer: int, which: int) -> int:
+        if not 0 <= layer < self.spec.num_layers:
+            raise ArenaError(f"layer {layer} is outside 0..{self.spec.num_layers - 1}")
+        at = self._layout
+        return at.kv_offset + layer * at.layer_stride + which * at.v_offset
+
+    def _plane(self, layer: int, which: int) -> np.ndarray:
+        s = self.spec
+        offset = self._plane_offset(layer, which)
+        shape = (s.num_pages, s.page_size, s.num_kv_heads, s.head_dim)
+        plane = self._mapped()[offset : offset + s.num_pages * s.page_bytes]
+        return plane.view(s.storage_dtype).reshape(shape)
+
+
+def _make_file(nbytes: int, from_pool: bool) -> tuple[int, str]:
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    huge = os.MFD_HUGETLB | _MFD_HUGE_2MB if from_pool else 0
+    try:
+        fd = os.memfd_create(MEMFD_NAME, flags | huge)
+    except OSError:
+        if not huge:
+            raise
+        fd, huge = os.memfd_create(MEMFD_NAME, flags), 0
+    try:
+        os.ftruncate(fd, nbytes)
+        fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd, "hugetlb" if huge else "4k"
+
+
+def _map(fd: int, nbytes: int, backing: str, hugepages: bool) -> tuple[np.ndarray, str]:
+    mapping = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED)
+    if backing == "4k" and hugepages and _shmem_huge_pages_allowed():
+        with contextlib.suppress(OSError):
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+            backing = "thp"
+    with contextlib.suppress(OSError):
+        mapping.madvise(mmap.MADV_DONTFORK)  # a forked child must not keep hundreds of GB alive
+    return np.frombuffer(mapping, dtype=np.uint8), backing
+
+
+def _shmem_huge_pages_allowed() -> bool:
+    try:
+        text = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled").read_text()
+    except OSError:
+        return False
+    return re.search(r"\[(always|within_size|advise|force)\]", text) is not None
+
+
+def _free_pool_bytes() -> int:
+    pool = Path("/sys/kernel/mm/hugepages/hugepages-2048kB")
+    try:
+        free = int((pool / "free_hugepages").read_text())
+        reserved = int((pool / "resv_hugepages").read_text())
+    except (OSError, ValueError):
+        return 0
+    return (free - reserved) * _HUGE_PAGE_BYTES
+
+
+def available_bytes() -> int:
+    """Memory that a new arena may take: the system's, or what the control group leaves."""
+    available = psutil.virtual_memory().available
+    for folder, limit_name, used_name, cache_name in (
+        ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+        (
+            "/sys/fs/cgroup/memory",
+            "memory.limit_in_bytes",
+            "memory.usage_in_bytes",
+            "total_inactive_file",
+        ),
+    ):
+        with contextlib.suppress(OSError, ValueError):  # no such control group, or "max"
+            limit = int(Path(folder, limit_name).read_text())
+            used = int(Path(folder, used_name).read_text())
+            stat = Path(folder, "memory.stat").read_text()
+            cache = re.search(rf"^{cache_name} (\d+)$", stat, re.MULTILINE)
+            used -= int(cache[1]) if cache else 0  # file cache that gives way
+            available = min(available, max(limit - used, 0))
+    return available
+
+
+def _check_fits(spec: ArenaSpec, layout: Layout) -> None:
+    available = available_bytes()
+    if layout.total_bytes > available:
+        rounding = KV_ALIGN_BYTES + 2 * spec.num_layers * PLANE_ALIGN_BYTES
+        for_kv = max(0, available - layout.kv_offset - rounding)
+        raise ArenaError(
+            f"{_describe(spec, layout)} does not fit: {_gib(available)} of host memory are "
+            f"available; lower num_pages={spec.num_pages} to at most "
+            f"{for_kv // (spec.kv_bytes // spec.num_pages)}"
+        )
+
+
+def _describe(spec: ArenaSpec, layout: Layout) -> str:
+    return (
+        f"an arena of {_gib(layout.total_bytes)} (KV {_gib(spec.kv_bytes)}: {spec.num_layers} "
+        f"layers x {spec.num_pages} pages x 2 x {spec.page_bytes} bytes; "
+        f"ring {_gib(layout.kv_offset)})"
+    )
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.3f} GiB"

@@ -1,0 +1,221 @@
+"""The decode server's side of the worker: post a layer's request, wait for its answer.
+
+``post`` and ``wait`` belong to one thread, the scheduler's. Both are thin: checks here, the work in
+C++ (sgl-kernel/src/producer.h). Whatever happens to the worker, ``wait`` fills its buffers with the
+attention over exactly the posted pages: from the worker, or computed on the spot by the same code.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from sglang_scout import _native
+from sglang_scout.core.errors import WorkerError
+from sglang_scout.worker.arena import Arena
+from sglang_scout.worker.settings import WorkerConfig, WorkerStatus, check_cpus
+from sglang_scout.worker.supervisor import Supervisor
+
+__all__ = ["Reply", "Ticket", "WorkerClient", "WorkerConfig", "WorkerStatus"]
+
+_AUTO_THREADS_PER_GROUP = 8
+_F32 = np.dtype(np.float32)
+_I32 = np.dtype(np.int32)
+
+
+class Ticket(NamedTuple):
+    """A posted request; good for one wait. ``number`` counts all posts of a client."""
+
+    layer: int
+    step: int
+    rows: int
+    number: int
+
+
+class Reply(NamedTuple):
+    """How an answer came: time spent waiting for the worker, and pages that the caller computed."""
+
+    waited_us: int
+    fallback_pages: int
+
+
+class WorkerClient:
+    """A supervised worker process on an arena.
+
+    Args:
+        arena: holds the pages and the ring; must stay open while the client is in use.
+        cpus: one worker thread is pinned to each.
+        config: timing and threads.
+        log: logger of the supervisor.
+
+    Raises:
+        ConfigError: ``cpus`` is empty or has repeated or negative numbers.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        cpus: Sequence[int],
+        *,
+        config: WorkerConfig | None = None,
+        log: logging.Logger | None = None,
+    ) -> None:
+        self._config = config or WorkerConfig()
+        self._cpus = check_cpus(cpus)
+        self._spec = arena.spec
+        self._mapping = arena.k_pages(0)  # keeps the mapping alive as long as this object
+        self._max_parts = self._config.threads_per_group or min(
+            len(self._cpus), _AUTO_THREADS_PER_GROUP
+        )
+        self._timeout_us = int(self._config.wait_timeout_s * 1e6)
+        self._q_shape = (self._spec.num_q_heads, self._spec.head_dim)
+        self._q_row_bytes = 4 * self._spec.num_q_heads * self._spec.head_dim
+        self._producer = _native.RingProducer(arena.address, arena.nbytes)
+        self._supervisor = Supervisor(
+            self._producer,
+            arena,
+            self._cpus,
+            self._max_parts,
+            self._config,
+            log or logging.getLogger(__name__),
+        )
+
+    def start(self) -> None:
+        """Starts the worker and returns when it serves.
+
+        Raises:
+            WorkerError: it does not, with the worker's own reason. Nothing is left running.
+        """
+        self._supervisor.start()
+
+    def stop(self) -> None:
+        """Ends the worker; leaves no process, thread, descriptor or file. Idempotent.
+
+        Outstanding tickets can still be waited for; they are computed by the caller.
+        """
+        self._supervisor.stop()
+
+    def __enter__(self) -> WorkerClient:
+        self.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+    @property
+    def ready(self) -> bool:
+        """Whether a worker serves now."""
+        return self._supervisor.state == "ready" and self._supervisor.pid is not None
+
+    def drain(self, timeout_s: float = 10.0) -> bool:
+        """Waits until the worker has answered all that was posted. False if it did not in time."""
+        return self._supervisor.drain(timeout_s)
+
+    def post(
+        self, layer: int, step: int, q: np.ndarray, pages: np.ndarray, n_pages: np.ndarray
+    ) -> Ticket:
+        """Hands the missing pages of a layer to the worker. Copies; the arguments may be reused.
+
+        There is one slot per (step parity, layer). If the worker is not ready or has not finished
+        the slot's last record, the ticket is local: wait() will compute it. If no row has pages,
+        nothing is sent.
+
+        Args:
+            layer: 0..L-1.
+            step: decode step; counts up.
+            q: float32 [B, HQ, D], B <= max_batch.
+            pages: int32 [B, k], host page ids, packed to the left; negative entries are skipped.
+            n_pages: int32 [B], how many entries of each row count.
+
+        Raises:
+            ValueError: a shape, dtype, count or page id is wrong; nothing was posted.
+        """
+        rows = len(q)
+        _check("post", "q", q, _F32, (rows, *self._q_shape))
+        if pages.ndim != 2:
+            raise ValueError(f"post: pages has {pages.ndim} axes, expected [B, k]")
+        _check("post", "pages", pages, _I32, (rows, pages.shape[1]))
+        _check("post", "n_pages", n_pages, _I32, (rows,))
+        if layer < 0 or step < 0:
+            raise ValueError(f"post: layer {layer} or step {step} is negative")
+        parts = self._max_parts
+        if self._config.threads_per_group == 0:
+            parts = min(parts, max(1, len(self._cpus) // max(rows, 1)))
+        number = self._producer.post(
+            layer,
+            step,
+            rows,
+            _address(q),
+            _address(pages),
+            pages.shape[1],
+            _address(n_pages),
+            parts,
+            rows * self._q_row_bytes,
+        )
+        return Ticket(layer, step, rows, number)
+
+    def wait(self, ticket: Ticket, out: np.ndarray, lse: np.ndarray) -> Reply:
+        """Fills ``out`` and ``lse`` with the attention over the ticket's pages.
+
+        Takes the worker's answer, or computes the same pages here if the worker is lost, refuses
+        the record or does not answer within ``wait_timeout_s``. A row without pages gets out = 0,
+        lse = -inf.
+
+        Args:
+            ticket: from post(); each is good for one wait, and only until its slot is posted again.
+            out: float32 [B, HQ, D], overwritten.
+            lse: float32 [B, HQ], natural log, overwritten.
+
+        Raises:
+            ValueError: a shape or dtype is wrong; the ticket stays good.
+            WorkerError: the ticket is used up.
+        """
+        rows = ticket.rows
+        _check("wait", "out", out, _F32, (rows, *self._q_shape))
+        _check("wait", "lse", lse, _F32, (rows, self._spec.num_q_heads))
+        try:
+            waited_us, fallback_pages = self._producer.wait(
+                ticket.number,
+                ticket.layer,
+                ticket.step,
+                self._timeout_us,
+                self._config.spin_us,
+                _address(out),
+                _address(lse),
+                rows * self._q_row_bytes,
+            )
+        except ValueError as e:
+            raise WorkerError(str(e)) from None
+        return Reply(waited_us, fallback_pages)
+
+    def snapshot(self) -> WorkerStatus:
+        """The worker's state and the totals over all lives; callable from any thread."""
+        s = self._supervisor
+        totals = self._producer.totals()
+        del totals["records"]
+        return WorkerStatus(
+            pid=s.pid,
+            state=s.state,
+            restarts=s.restarts,
+            cpus=self._cpus,
+            refused_messages=s.refused_messages,
+            isa=s.isa,
+            last_error=s.last_error,
+            **totals,
+        )
+
+
+def _check(op: str, name: str, array: np.ndarray, dtype: np.dtype, shape: tuple[int, ...]) -> None:
+    if array.dtype != dtype or array.shape != shape or not array.flags.c_contiguous:
+        layout = "" if array.flags.c_contiguous else ", not contiguous"
+        raise ValueError(
+            f"{op}: {name} is {array.dtype} {list(array.shape)}{layout}; "
+            f"expected contiguous {dtype} {list(shape)}"
+        )
+
+
+def _address(array: np.ndarray) -> int:
+    return array.__array_interface__["data"][0]

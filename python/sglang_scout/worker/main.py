@@ -1,0 +1,253 @@
+"""The worker process: ``python -m sglang_scout.worker.main --fd N --endpoint ipc://... ...``.
+
+This file is the control side: it says hello, starts the C++ threads that serve the ring, sends a
+heartbeat now and then and otherwise sleeps. It never touches a record, and never imports torch or
+sglang. It ends when it is told to, and at once when the decode server dies, by whatever signal:
+until it is configured it watches the parent's pidfd and removes the socket's directory, afterwards
+(the directory is gone by then) the kernel kills it with its parent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import faulthandler
+import logging
+import os
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import zmq
+
+from sglang_scout import _native
+from sglang_scout.core.errors import ScoutError, WorkerError
+from sglang_scout.worker import messages as m
+from sglang_scout.worker.arena import Arena
+from sglang_scout.worker.ring import LAYOUT_VERSION
+
+logger = logging.getLogger("sglang_scout.worker")
+
+_PR_SET_PDEATHSIG = 1
+_CONFIGURE_TIMEOUT_S = 60.0
+
+
+class Worker:
+    """One life: a socket to the client, an arena, the threads."""
+
+    def __init__(self, args: argparse.Namespace, parent_fd: int) -> None:
+        self._args = args
+        self._parent_fd = parent_fd
+        self._token: str = args.token
+        self._context = zmq.Context(io_threads=1)
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 500)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, 2 * m.MAX_MESSAGE_BYTES)
+        self._socket.connect(args.endpoint)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(parent_fd, zmq.POLLIN)
+        self._refused = 0
+        self._drains: list[int] = []
+
+    def run(self) -> int:
+        """Serves until told to stop. Returns the exit code."""
+        self._send(m.Hello(token=self._token, pid=os.getpid(), epoch=self._args.epoch))
+        configure = self._await_configure()
+        if configure is None:
+            return 0
+        die_with_parent(self._args.parent)
+        try:
+            arena = attach(self._args.fd, configure)
+            with contextlib.closing(arena):
+                runtime = start_runtime(arena, configure)
+                try:
+                    return self._serve(runtime, configure)
+                finally:
+                    runtime.stop()
+        except ScoutError as e:
+            logger.error("worker: %s", e)
+            self._send(m.Failed(token=self._token, error=str(e)[: m.MAX_TEXT_CHARS]))
+            return 1
+
+    def close(self) -> None:
+        """Sends what is queued (within the linger time) and ends the socket."""
+        self._socket.close()
+        self._context.term()
+
+    def _serve(self, runtime: _native.RingRuntime, configure: m.Configure) -> int:
+        ready = m.Ready(token=self._token, isa=_native.isa(), threads=len(configure.cpus))
+        self._send(ready)
+        interval_s = configure.heartbeat_interval_s
+        number = 0
+        due_s = time.monotonic()
+        while True:
+            now_s = time.monotonic()
+            if now_s >= due_s:
+                number += 1
+                stats = self._stats(runtime)
+                self._send(m.Heartbeat(token=self._token, number=number, stats=stats))
+                due_s = now_s + interval_s
+            # While a drain waits, look often; nobody else shortens the sleep.
+            wait_s = min(due_s - now_s, 0.005) if self._drains else due_s - now_s
+            for message in self._receive(wait_s):
+                if isinstance(message, m.Stop):
+                    return 0
+                if isinstance(message, m.Drain):
+                    self._drains.append(message.number)
+            if self._drains and runtime.progress()[0] == 0:
+                for drain in self._drains:
+                    stats = self._stats(runtime)
+                    self._send(m.Drained(token=self._token, number=drain, stats=stats))
+                self._drains.clear()
+
+    def _await_configure(self) -> m.Configure | None:
+        deadline_s = time.monotonic() + _CONFIGURE_TIMEOUT_S
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            for message in self._receive(left_s):
+                if isinstance(message, m.Configure):
+                    return message
+                if isinstance(message, m.Stop):
+                    return None
+        raise WorkerError(f"no configuration within {_CONFIGURE_TIMEOUT_S:.0f} s")
+
+    def _receive(self, wait_s: float) -> list[m.Message]:
+        """Waits for messages; exits the process when the parent is gone."""
+        # Rounded up: a poll that ends too early would turn the wait into a spin.
+        events = dict(self._poller.poll(int(max(wait_s, 0.0) * 1000) + 1))
+        if self._parent_fd in events:
+            leave(self._args.endpoint)
+        received = []
+        while self._socket in events:
+            try:
+                frame = self._socket.recv(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                break
+            try:
+                received.append(m.decode(frame.buffer, m.FromClient, self._token))
+            except WorkerError as e:
+                self._refused += 1
+                logger.warning("worker: dropped a message: %s", e)
+        return received
+
+    def _stats(self, runtime: _native.RingRuntime) -> m.Stats:
+        pending, items = runtime.progress()
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return m.Stats(
+            items=items,
+            pending=pending,
+            rss_bytes=pages * os.sysconf("SC_PAGE_SIZE"),
+            refused_messages=self._refused,
+        )
+
+    def _send(self, message: m.Message) -> None:
+        # If the client does not read, buffers fill up: then a heartbeat is dropped, which says the
+        # same as one that is late.
+        with contextlib.suppress(zmq.Again):
+            self._socket.send(m.encode(message), zmq.NOBLOCK)
+
+
+def attach(fd: int, configure: m.Configure) -> Arena:
+    """Maps the arena and compares it with what the client said. Raises ArenaError, WorkerError."""
+    if configure.layout_version != LAYOUT_VERSION:
+        raise WorkerError(
+            f"ring layout {configure.layout_version} asked for, this worker has {LAYOUT_VERSION}"
+        )
+    arena = Arena.attach(fd)
+    os.close(fd)
+    if arena.nbytes != configure.arena_bytes:
+        nbytes = arena.nbytes
+        arena.close()
+        raise WorkerError(f"arena has {nbytes} bytes, expected {configure.arena_bytes}")
+    return arena
+
+
+def start_runtime(arena: Arena, configure: m.Configure) -> _native.RingRuntime:
+    """Pins the process, starts the threads. Raises WorkerError naming a CPU that it cannot use."""
+    cpus = configure.cpus
+    try:
+        os.sched_setaffinity(0, cpus)
+    except (OSError, ValueError, OverflowError) as e:
+        reason = getattr(e, "strerror", None) or e
+        raise WorkerError(f"cannot run on CPUs {cpus}: {reason}; {_cpu_hint()}") from e
+    try:
+        return _native.RingRuntime(
+            arena.address,
+            arena.nbytes,
+            configure.epoch,
+            cpus,
+            configure.spin_us,
+            configure.threads_per_group,
+        )
+    except RuntimeError as e:
+        raise WorkerError(f"{e}; {_cpu_hint()}") from e
+
+
+def _cpu_hint() -> str:
+    try:
+        online = Path("/sys/devices/system/cpu/online").read_text().strip()
+    except OSError:
+        online = f"0-{(os.cpu_count() or 1) - 1}"
+    return f"online are {online}, allowed to this process {sorted(os.sched_getaffinity(0))}"
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Lets the kernel kill this process, even a stopped one, when the thread that made it ends."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
+        logger.warning("worker: PR_SET_PDEATHSIG: %s", os.strerror(ctypes.get_errno()))
+    if os.getppid() != parent_pid:  # it died just before
+        os._exit(0)
+
+
+def leave(endpoint: str) -> None:
+    """Ends a worker whose parent died; removes the socket's directory if it is still there."""
+    path = Path(endpoint.removeprefix("ipc://"))
+    with contextlib.suppress(OSError):
+        if path.parent.name.startswith("sglang-scout-"):
+            shutil.rmtree(path.parent)
+    os._exit(0)
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="sglang_scout.worker.main",
+        description="CPU attention process of sglang-scout; the decode server starts it.",
+    )
+    parser.add_argument("--fd", type=int, required=True, help="inherited arena descriptor")
+    parser.add_argument("--endpoint", required=True, help="ipc:// address of the control socket")
+    parser.add_argument("--token", required=True, help="boot token of this life")
+    parser.add_argument("--epoch", type=int, required=True, help="number of this life")
+    parser.add_argument("--parent", type=int, required=True, help="pid of the decode server")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one life. Returns the exit code."""
+    args = parse(sys.argv[1:] if argv is None else argv)
+    logging.basicConfig(
+        level=logging.INFO, format=f"[scout-worker {os.getpid()}] %(levelname)s %(message)s"
+    )
+    faulthandler.enable()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the decode server's to handle
+    try:
+        parent_fd = os.pidfd_open(args.parent)
+    except ProcessLookupError:
+        leave(args.endpoint)
+    if os.getppid() != args.parent:
+        leave(args.endpoint)
+    worker = Worker(args, parent_fd)
+    try:
+        return worker.run()
+    except WorkerError as e:
+        logger.error("worker: %s", e)
+        return 1
+    finally:
+        worker.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

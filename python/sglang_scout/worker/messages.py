@@ -1,0 +1,166 @@
+"""Control messages between the decode server and its worker: small, typed, bounded.
+
+msgspec structs in MessagePack over a ZMQ socket; no pickle, no tensor bytes. Every message carries
+the protocol version and the boot token of one worker life, so a message of an earlier life, or of
+anybody else, is recognised and refused. The receiver looks at the size first and decodes nothing
+that is larger than :data:`MAX_MESSAGE_BYTES`.
+
+Life of a worker::
+
+    worker -> Hello                       who I am
+    client -> Configure                   arena, CPUs, threads
+    worker -> Ready | Failed              serving, or why not (then it exits)
+    worker -> Heartbeat ...               every heartbeat interval, with statistics
+    client -> Drain    worker -> Drained  everything published before is answered
+    client -> Stop                        the worker exits with code 0
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import msgspec
+
+from sglang_scout.core.errors import WorkerError
+
+PROTOCOL_VERSION = 1
+MAX_MESSAGE_BYTES = 64 * 1024
+MAX_TEXT_CHARS = 4000  # of an error text, so that Failed stays far below the cap
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """Fields of every message.
+
+    Attributes:
+        token: boot token of the life, 32 hex digits.
+        version: PROTOCOL_VERSION of the sender.
+    """
+
+    token: str
+    version: int = PROTOCOL_VERSION
+
+
+class Stats(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker says of itself.
+
+    Attributes:
+        items: (sequence, part) items computed in this life.
+        pending: records published and not finished.
+        rss_bytes: resident memory, shared pages included.
+        refused_messages: messages that the worker dropped.
+    """
+
+    items: int = 0
+    pending: int = 0
+    rss_bytes: int = 0
+    refused_messages: int = 0
+
+
+class Hello(Message, frozen=True, kw_only=True):
+    """First message of a life."""
+
+    pid: int
+    epoch: int
+
+
+class Configure(Message, frozen=True, kw_only=True):
+    """Which arena to serve and with what.
+
+    Attributes:
+        epoch: number of this life, in every sequence number.
+        arena_bytes: size of the memory file; the worker compares.
+        layout_version: of the ring.
+        cpus: one thread is pinned to each.
+        threads_per_group: threads that may share one sequence.
+        spin_us: how long a thread polls after its last work.
+        heartbeat_interval_s: time between heartbeats.
+    """
+
+    epoch: int
+    arena_bytes: int
+    layout_version: int
+    cpus: list[int]
+    threads_per_group: int
+    spin_us: int
+    heartbeat_interval_s: float
+
+
+class Ready(Message, frozen=True, kw_only=True):
+    """The threads run. ``isa`` names the attention kernel's instruction set."""
+
+    isa: str
+    threads: int
+
+
+class Failed(Message, frozen=True, kw_only=True):
+    """The worker cannot serve and exits. ``error`` is for people."""
+
+    error: str
+
+
+class Heartbeat(Message, frozen=True, kw_only=True):
+    """Sign of life, numbered from 1."""
+
+    number: int
+    stats: Stats
+
+
+class Drain(Message, frozen=True, kw_only=True):
+    """Asks for Drained once nothing is pending."""
+
+    number: int
+
+
+class Drained(Message, frozen=True, kw_only=True):
+    """Answer to the Drain of the same number."""
+
+    number: int
+    stats: Stats
+
+
+class Stop(Message, frozen=True, kw_only=True):
+    """Asks the worker to exit."""
+
+
+FromWorker = Hello | Ready | Failed | Heartbeat | Drained
+FromClient = Configure | Drain | Stop
+
+_encoder = msgspec.msgpack.Encoder()
+_decoders = {t: msgspec.msgpack.Decoder(t) for t in (FromWorker, FromClient)}
+_M = TypeVar("_M")
+
+
+def encode(message: Message) -> bytes:
+    """Bytes of a message. Raises WorkerError if they exceed the cap."""
+    data = _encoder.encode(message)
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise WorkerError(
+            f"{type(message).__name__} takes {len(data)} bytes, the cap is {MAX_MESSAGE_BYTES}"
+        )
+    return data
+
+
+def decode(data: bytes | memoryview, kind: type[_M], token: str) -> _M:
+    """Reads a message of one direction.
+
+    Args:
+        data: what came over the socket.
+        kind: ``FromWorker`` or ``FromClient``.
+        token: the boot token that it must carry.
+
+    Raises:
+        WorkerError: too large, malformed, unknown, of another version or with another token.
+    """
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise WorkerError(f"message of {len(data)} bytes, the cap is {MAX_MESSAGE_BYTES}")
+    try:
+        message = _decoders[kind].decode(data)
+    except msgspec.MsgspecError as e:
+        raise WorkerError(f"malformed message: {e}") from e
+    if message.version != PROTOCOL_VERSION:
+        raise WorkerError(
+            f"{type(message).__name__} of protocol {message.version}, this is {PROTOCOL_VERSION}"
+        )
+    if message.token != token:
+        raise WorkerError(f"{type(message).__name__} with the boot token of another life")
+    return message

@@ -1,0 +1,233 @@
+"""Byte layout of the arena: header, doorbell, statistics, request ring, replies, KV pages.
+
+One memory file, mapped by the decode server and by its worker; all values little-endian::
+
+    0                Header     4096 bytes, written once by Arena.create
+    control_offset   Control    head u64 @0, bell u32 @128, sleepers u32 @256, epoch u32 @384
+    stats_offset     StatLine   [stat_lines] of 128 bytes, each written by one worker thread
+    log_offset       u64        [log_entries]: post n at n % log_entries = n << 24 | slot
+    records_offset   2*L slots  RecordHeader (seq u64 @0, layer u32 @8, rows u32 @12, parts u32 @16,
+                                claim u64 @128), then q, pages, n_pages
+    replies_offset   2*L slots  ReplyHeader (done u64 @0, status u32 @8, waiters u32 @128), out, lse
+    kv_offset        L layers   K [P,S,H,D], then V [P,S,H,D]; kv_offset is a multiple of 2 MiB
+
+``slot(layer, step) = (step & 1) * L + layer``, ``seq = epoch << 40 | post``. Who writes what, in
+which order and in which state of a slot is said in sgl-kernel/src/ring.h, which mirrors this file
+and refuses a header that it cannot follow. The hot path is C++; here are the sizes, and numpy views
+of the shared words for tests and diagnosis.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from typing import NamedTuple
+
+import numpy as np
+
+from sglang_scout.core.errors import ArenaError
+from sglang_scout.worker.spec import KV_DTYPES, ArenaSpec
+
+MAGIC = 0x31474E5254554353
+LAYOUT_VERSION = 1
+HEADER_BYTES = 4096
+CONTROL_BYTES = 512
+STAT_LINE_BYTES = 128
+STAT_LINES = 1024  # most threads of a worker
+SLOT_HEADER_BYTES = 256
+KV_ALIGN_BYTES = 2 * 1024 * 1024
+PLANE_ALIGN_BYTES = 4096
+CLOSED_ITEM = (1 << 24) - 1
+
+_HEADER_DTYPE = np.dtype(
+    [
+        ("magic", "<u8"), ("layout_version", "<u4"), ("header_bytes", "<u4"),
+        ("total_bytes", "<u8"), ("num_pages", "<i8"), ("num_layers", "<u4"),
+        ("page_size", "<u4"), ("num_kv_heads", "<u4"), ("num_q_heads", "<u4"),
+        ("head_dim", "<u4"), ("dtype", "<u4"), ("max_batch", "<u4"), ("max_pages", "<u4"),
+        ("scale", "<f4"), ("logit_cap", "<f4"), ("log_entries", "<u4"), ("stat_lines", "<u4"),
+        ("control_offset", "<u8"), ("stats_offset", "<u8"), ("log_offset", "<u8"),
+        ("records_offset", "<u8"), ("record_stride", "<u8"), ("replies_offset", "<u8"),
+        ("reply_stride", "<u8"), ("kv_offset", "<u8"), ("layer_stride", "<u8"),
+        ("v_offset", "<u8"), ("q_offset", "<u8"), ("pages_offset", "<u8"),
+        ("n_pages_offset", "<u8"), ("out_offset", "<u8"), ("lse_offset", "<u8"),
+    ]
+)  # fmt: skip
+assert _HEADER_DTYPE.itemsize == 200
+
+
+def _at(offsets: dict[str, tuple[str, int]], size: int) -> np.dtype:
+    return np.dtype(
+        {
+            "names": list(offsets),
+            "formats": [f for f, _ in offsets.values()],
+            "offsets": [o for _, o in offsets.values()],
+            "itemsize": size,
+        }
+    )
+
+
+CONTROL_DTYPE = _at(
+    {"head": ("<u8", 0), "bell": ("<u4", 128), "sleepers": ("<u4", 256), "epoch": ("<u4", 384)},
+    CONTROL_BYTES,
+)
+STAT_DTYPE = _at(
+    {n: ("<u8", 8 * i) for i, n in enumerate(
+        ("items", "pages", "busy_ns", "refused", "stale", "records"))},
+    STAT_LINE_BYTES,
+)  # fmt: skip
+RECORD_DTYPE = _at(
+    {"seq": ("<u8", 0), "layer": ("<u4", 8), "rows": ("<u4", 12), "parts": ("<u4", 16),
+     "claim": ("<u8", 128)},
+    SLOT_HEADER_BYTES,
+)  # fmt: skip
+REPLY_DTYPE = _at(
+    {"done": ("<u8", 0), "status": ("<u4", 8), "waiters": ("<u4", 128)}, SLOT_HEADER_BYTES
+)
+
+
+class Layout(NamedTuple):
+    """Offsets and strides in bytes; ``records``, ``replies`` and ``kv`` start at ``*_offset``."""
+
+    total_bytes: int
+    log_entries: int
+    control_offset: int
+    stats_offset: int
+    log_offset: int
+    records_offset: int
+    record_stride: int
+    replies_offset: int
+    reply_stride: int
+    kv_offset: int
+    layer_stride: int
+    v_offset: int
+    q_offset: int
+    pages_offset: int
+    n_pages_offset: int
+    out_offset: int
+    lse_offset: int
+
+
+def _up(value: int, align: int) -> int:
+    return (value + align - 1) // align * align
+
+
+def layout_of(spec: ArenaSpec) -> Layout:
+    """Where everything of an arena of these sizes lies."""
+    slots = 2 * spec.num_layers
+    q_bytes = spec.max_batch * spec.num_q_heads * spec.head_dim * 4
+    pages_offset = SLOT_HEADER_BYTES + _up(q_bytes, 128)
+    n_pages_offset = pages_offset + _up(spec.max_batch * spec.max_pages * 4, 128)
+    record_stride = n_pages_offset + _up(spec.max_batch * 4, 128)
+    lse_offset = SLOT_HEADER_BYTES + _up(q_bytes, 128)
+    reply_stride = lse_offset + _up(spec.max_batch * spec.num_q_heads * 4, 128)
+    log_entries = 1 << (2 * slots).bit_length()  # more than twice the records that can be open
+    stats_offset = HEADER_BYTES + CONTROL_BYTES
+    log_offset = stats_offset + STAT_LINES * STAT_LINE_BYTES
+    records_offset = _up(log_offset + 8 * log_entries, 4096)
+    replies_offset = _up(records_offset + slots * record_stride, 4096)
+    kv_offset = _up(replies_offset + slots * reply_stride, KV_ALIGN_BYTES)
+    plane = _up(spec.num_pages * spec.page_bytes, PLANE_ALIGN_BYTES)
+    return Layout(
+        total_bytes=_up(kv_offset + 2 * spec.num_layers * plane, KV_ALIGN_BYTES),
+        log_entries=log_entries,
+        control_offset=HEADER_BYTES,
+        stats_offset=stats_offset,
+        log_offset=log_offset,
+        records_offset=records_offset,
+        record_stride=record_stride,
+        replies_offset=replies_offset,
+        reply_stride=reply_stride,
+        kv_offset=kv_offset,
+        layer_stride=2 * plane,
+        v_offset=plane,
+        q_offset=SLOT_HEADER_BYTES,
+        pages_offset=pages_offset,
+        n_pages_offset=n_pages_offset,
+        out_offset=SLOT_HEADER_BYTES,
+        lse_offset=lse_offset,
+    )
+
+
+def write_header(memory: np.ndarray, spec: ArenaSpec, layout: Layout) -> None:
+    """Writes the header into ``memory`` uint8 [total_bytes]; the magic number last."""
+    header = memory[: _HEADER_DTYPE.itemsize].view(_HEADER_DTYPE)[0]
+    values = asdict(spec) | layout._asdict()
+    values["dtype"] = KV_DTYPES[values.pop("kv_dtype")]
+    values |= {
+        "layout_version": LAYOUT_VERSION,
+        "header_bytes": HEADER_BYTES,
+        "stat_lines": STAT_LINES,
+    }
+    for name, value in values.items():
+        header[name] = value
+    header["magic"] = MAGIC
+
+
+def read_header(memory: np.ndarray) -> tuple[ArenaSpec, Layout]:
+    """Reads a header back. Raises ArenaError if the memory is no arena of this version."""
+    if memory.nbytes < HEADER_BYTES:
+        raise ArenaError(f"{memory.nbytes} bytes are too few for an arena")
+    header = memory[: _HEADER_DTYPE.itemsize].view(_HEADER_DTYPE)[0]
+    if int(header["magic"]) != MAGIC:
+        raise ArenaError("the memory file is no sglang-scout arena (magic number differs)")
+    if int(header["layout_version"]) != LAYOUT_VERSION:
+        raise ArenaError(
+            f"arena layout version {header['layout_version']}, this build has {LAYOUT_VERSION}"
+        )
+    names = {v: k for k, v in KV_DTYPES.items()}
+    if int(header["dtype"]) not in names:
+        raise ArenaError(f"arena header has dtype {header['dtype']}, known are {names}")
+    fields = [f for f in ArenaSpec.__dataclass_fields__ if f not in ("kv_dtype",)]
+    spec = ArenaSpec(**{f: header[f].item() for f in fields}, kv_dtype=names[int(header["dtype"])])
+    layout = layout_of(spec)
+    if layout.total_bytes != int(header["total_bytes"]) or layout.total_bytes > memory.nbytes:
+        raise ArenaError(
+            f"arena header says {header['total_bytes']} bytes, its sizes need "
+            f"{layout.total_bytes}, mapped are {memory.nbytes}"
+        )
+    return spec, layout
+
+
+class RingView:
+    """Numpy views of the shared words and buffers, for tests and diagnosis; copies nothing."""
+
+    def __init__(self, memory: np.ndarray, spec: ArenaSpec, layout: Layout) -> None:
+        self._memory, self._spec, self._layout = memory, spec, layout
+        self.control = self._view(layout.control_offset, (1,), CONTROL_DTYPE)[0]
+        self.stats = self._view(layout.stats_offset, (STAT_LINES,), STAT_DTYPE)
+        self.log = self._view(layout.log_offset, (layout.log_entries,), np.dtype("<u8"))
+
+    def _view(self, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        size = math.prod(shape) * dtype.itemsize
+        return self._memory[offset : offset + size].view(dtype).reshape(shape)
+
+    def slot(self, layer: int, step: int) -> int:
+        return (step & 1) * self._spec.num_layers + layer
+
+    def record(self, slot: int) -> np.void:
+        """The record's header; fields seq, layer, rows, parts, claim."""
+        base = self._layout.records_offset + slot * self._layout.record_stride
+        return self._view(base, (1,), RECORD_DTYPE)[0]
+
+    def record_data(self, slot: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """q f32 [max_batch, HQ, D], pages i32 [max_batch, k], n_pages i32 [max_batch]."""
+        s, at = self._spec, self._layout
+        base = at.records_offset + slot * at.record_stride
+        f32, i32 = np.dtype("<f4"), np.dtype("<i4")
+        q = self._view(base + at.q_offset, (s.max_batch, s.num_q_heads, s.head_dim), f32)
+        pages = self._view(base + at.pages_offset, (s.max_batch, s.max_pages), i32)
+        return q, pages, self._view(base + at.n_pages_offset, (s.max_batch,), i32)
+
+    def reply(self, slot: int) -> np.void:
+        """The reply's header; fields done, status, waiters."""
+        base = self._layout.replies_offset + slot * self._layout.reply_stride
+        return self._view(base, (1,), REPLY_DTYPE)[0]
+
+    def reply_data(self, slot: int) -> tuple[np.ndarray, np.ndarray]:
+        """out f32 [max_batch, HQ, D], lse f32 [max_batch, HQ]."""
+        s, at = self._spec, self._layout
+        base = at.replies_offset + slot * at.reply_stride
+        f32 = np.dtype("<f4")
+        out = self._view(base + at.out_offset, (s.max_batch, s.num_q_heads, s.head_dim), f32)
+        return out, self._view(base + at.lse_offset, (s.max_batch, s.num_q_heads), f32)

@@ -1,0 +1,123 @@
+"""Configuration and status of the worker's client."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sglang_scout.core.errors import ConfigError
+
+MAX_THREADS_PER_GROUP = 16  # kMaxParts in ring.h
+
+
+@dataclass(frozen=True)
+class WorkerConfig:
+    """How the worker is run and watched; validated at construction.
+
+    Attributes:
+        ready_timeout_s: from the start of the process to its Ready.
+        heartbeat_interval_s: between heartbeats of the worker.
+        heartbeat_timeout_s: a worker that is silent for so long is killed and replaced.
+        stall_timeout_s: the same for one that sends heartbeats and has work but finishes nothing.
+        wait_timeout_s: after this, wait() computes the pages itself.
+        backoff_min_s: pause before the first restart; doubles with every further one.
+        backoff_max_s: longest pause. A life that was ready for so long starts the doubling again.
+        max_start_failures: lives in a row that never became ready before the state is "failed".
+        stop_timeout_s: how long stop() lets the worker exit by itself.
+        spin_us: how long a thread polls after its last work before it sleeps.
+        threads_per_group: threads that share one sequence, its pages split evenly; 0: CPUs / rows,
+            at most 8. The same split is used when the caller computes, so results stay equal.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    ready_timeout_s: float = 30.0
+    heartbeat_interval_s: float = 0.2
+    heartbeat_timeout_s: float = 0.8
+    stall_timeout_s: float = 2.0
+    wait_timeout_s: float = 10.0
+    backoff_min_s: float = 0.1
+    backoff_max_s: float = 5.0
+    max_start_failures: int = 8
+    stop_timeout_s: float = 1.0
+    spin_us: int = 50
+    threads_per_group: int = 1
+
+    def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:
+            value = getattr(self, name)
+            if name.endswith("_s") and not (math.isfinite(value) and 0 < value <= 3600):
+                raise ConfigError(f"worker {name}={value} is outside 0..3600 seconds")
+        if self.heartbeat_timeout_s < 2 * self.heartbeat_interval_s:
+            raise ConfigError(
+                f"worker heartbeat_timeout_s={self.heartbeat_timeout_s} is less than two intervals "
+                f"of {self.heartbeat_interval_s} s"
+            )
+        if self.backoff_max_s < self.backoff_min_s:
+            raise ConfigError(
+                f"worker backoff_max_s={self.backoff_max_s} is less than "
+                f"backoff_min_s={self.backoff_min_s}"
+            )
+        if self.max_start_failures < 1:
+            raise ConfigError(f"worker max_start_failures={self.max_start_failures} is less than 1")
+        if not 0 <= self.spin_us <= 1_000_000:
+            raise ConfigError(f"worker spin_us={self.spin_us} is outside 0..1000000")
+        if not 0 <= self.threads_per_group <= MAX_THREADS_PER_GROUP:
+            raise ConfigError(
+                f"worker threads_per_group={self.threads_per_group} is outside "
+                f"0..{MAX_THREADS_PER_GROUP}"
+            )
+
+
+@dataclass(frozen=True)
+class WorkerStatus:
+    """A moment's view of the worker. Totals go on over restarts.
+
+    Attributes:
+        pid: of the living process; None if there is none.
+        state: "starting", "ready", "restarting", "stopped" or "failed".
+        restarts: lives after the first.
+        cpus: CPUs of the threads.
+        items: (sequence, part) items computed by workers.
+        pages: pages attended by workers.
+        refused: records that a worker refused because a field was out of range.
+        busy_us: time that worker threads spent computing, summed.
+        stale: records of another life that a worker met and did not serve.
+        fallback_pages: pages that the caller computed instead.
+        local_tickets: posts that never went to a worker: none was ready, or the slot was busy.
+        late_tickets: waits that ran into wait_timeout_s.
+        refused_messages: control messages dropped for size, form, version or token.
+        isa: instruction set of the worker's kernel, "" before the first Ready.
+        last_error: why the last life ended, or "".
+    """
+
+    pid: int | None
+    state: str
+    restarts: int
+    cpus: tuple[int, ...]
+    items: int
+    pages: int
+    refused: int
+    busy_us: int
+    stale: int
+    fallback_pages: int
+    local_tickets: int
+    late_tickets: int
+    refused_messages: int
+    isa: str
+    last_error: str
+
+
+def check_cpus(cpus: Sequence[int]) -> tuple[int, ...]:
+    """The CPUs as a tuple. Raises ConfigError unless they are distinct non-negative integers."""
+    try:
+        numbers = tuple(int(c) for c in cpus)
+    except (TypeError, ValueError) as e:
+        raise ConfigError(f"worker cpus={cpus!r} is no list of CPU numbers") from e
+    if not numbers:
+        raise ConfigError("worker cpus is empty; give at least one CPU")
+    if min(numbers) < 0 or len(set(numbers)) != len(numbers):
+        raise ConfigError(f"worker cpus={list(numbers)} has negative or repeated CPUs")
+    return numbers

@@ -1,0 +1,92 @@
+"""Sizes of an arena: what the decode server and its worker agree on before anything is mapped."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from sglang_scout.core.errors import ArenaError
+
+KV_DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
+_STORAGE = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.uint16}
+
+
+@dataclass(frozen=True)
+class ArenaSpec:
+    """Sizes of an arena, validated at construction.
+
+    Args:
+        num_layers: L.
+        num_pages: P, host pages per layer (with SGLang's padding page 0).
+        page_size: S, tokens per page.
+        num_kv_heads: H.
+        num_q_heads: HQ, a multiple of H.
+        head_dim: D, a multiple of 16 up to 512.
+        kv_dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``.
+        scale: factor of q·k.
+        logit_cap: 0 for none; otherwise s = cap * tanh(s / cap).
+        max_batch: rows of a record.
+        max_pages: k, pages per row of a record.
+
+    Raises:
+        ArenaError: a value is out of range.
+    """
+
+    num_layers: int
+    num_pages: int
+    page_size: int
+    num_kv_heads: int
+    num_q_heads: int
+    head_dim: int
+    kv_dtype: str
+    scale: float
+    max_batch: int
+    max_pages: int
+    logit_cap: float = 0.0
+
+    def __post_init__(self) -> None:
+        limits = {
+            "num_layers": 1 << 16, "num_pages": (1 << 31) - 1, "page_size": 2048,
+            "num_kv_heads": 1024, "num_q_heads": 1 << 14, "head_dim": 512,
+            "max_batch": 1 << 16, "max_pages": 1 << 20,
+        }  # fmt: skip
+        for name, limit in limits.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | np.integer):
+                raise ArenaError(f"{name}={value!r} is not an integer")
+            if not 1 <= value <= limit:
+                raise ArenaError(f"{name}={value} is outside 1..{limit}")
+            object.__setattr__(self, name, int(value))
+        if self.num_q_heads % self.num_kv_heads:
+            raise ArenaError(
+                f"num_q_heads={self.num_q_heads} is not a multiple of "
+                f"num_kv_heads={self.num_kv_heads}"
+            )
+        if self.head_dim % 16:
+            raise ArenaError(f"head_dim={self.head_dim} is not a multiple of 16")
+        if self.kv_dtype not in KV_DTYPES:
+            raise ArenaError(f"kv_dtype={self.kv_dtype!r}; supported are {', '.join(KV_DTYPES)}")
+        if not (math.isfinite(self.scale) and self.scale > 0):
+            raise ArenaError(f"scale={self.scale} is not a positive number")
+        if not (math.isfinite(self.logit_cap) and self.logit_cap >= 0):
+            raise ArenaError(f"logit_cap={self.logit_cap} is negative or not finite")
+        # The header holds fp32; rounding here makes both processes see equal specs.
+        object.__setattr__(self, "scale", float(np.float32(self.scale)))
+        object.__setattr__(self, "logit_cap", float(np.float32(self.logit_cap)))
+
+    @property
+    def storage_dtype(self) -> np.dtype:
+        """Numpy dtype of the pages: float32, or uint16 for the bits of a 16-bit type."""
+        return np.dtype(_STORAGE[self.kv_dtype])
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of K (or of V) of one page of one layer."""
+        return self.page_size * self.num_kv_heads * self.head_dim * self.storage_dtype.itemsize
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of K and V of all pages of all layers."""
+        return 2 * self.num_layers * self.num_pages * self.page_bytes

@@ -1,0 +1,18 @@
+# Environment for SGLang on a machine without a GPU. To be sourced (bash or sh): . scripts/cpu_env.sh
+# A variable that is already set keeps its value. With an NVIDIA GPU only the harmless part is set;
+# SCOUT_FORCE_CPU=1 asks for the CPU all the same.
+
+export TOKENIZERS_PARALLELISM="${TOKENIZERS_PARALLELISM:-false}"
+
+# Without an RDMA device mooncake can only use TCP; its default is rdma, which then fails at start.
+if [ ! -d /sys/class/infiniband ] || [ -z "$(ls -A /sys/class/infiniband 2>/dev/null)" ]; then
+    export MOONCAKE_PROTOCOL="${MOONCAKE_PROTOCOL:-tcp}"
+fi
+
+if [ "${SCOUT_FORCE_CPU:-0}" = 1 ] || [ ! -e /dev/nvidiactl ]; then
+    # Chooses SGLang's CPU platform. Without it RoPE asks for vLLM's kernels and the server dies at start.
+    export SGLANG_USE_CPU_ENGINE="${SGLANG_USE_CPU_ENGINE:-1}"
+    # Two servers and a worker share the cores. OpenMP threads that spin at the end of each parallel region
+    # take them from whoever has work.
+    export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}"
+fi

@@ -1,0 +1,295 @@
+#!/usr/bin/env python3
+"""Write a small random-weight model and its tokenizer: no network, the same bytes for the same
+seed.
+
+Random weights at the usual scale (std 0.02) make a poor test model: attention spreads evenly over
+the context, its output nearly vanishes, and greedy decoding repeats one token whatever the prompt
+was. The weights here are scaled so that every part of the computation shows up in the next token:
+
+- q and k: the attention logits get a standard deviation of about ``LOGIT_STD``, so that a query
+  reads a few dozen tokens out of thousands, wherever they are, and not the mean of all of them;
+- v and o: what attention read is as large as the residual stream, which the embedding of the last
+  token would rule otherwise;
+- MLP outputs stay smaller than both; lm_head is not tied to the embedding, so a token does not vote
+  for itself.
+
+lm_head rows of tokens that would not print (control bytes, bytes above 127, special tokens, padding
+of the vocabulary) are zero: greedy text is readable ASCII and never ends before the asked length.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import shutil
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ARCHITECTURES = ("qwen2", "qwen3", "llama", "mistral", "glm4")
+SPECIAL_TOKENS = ("<|pad|>", "<|end|>", "<|im_start|>", "<|im_end|>")
+LOGIT_STD = 2.5
+FORMAT_VERSION = 1  # part of the cache key: raise it when the same arguments give other bytes
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+# The merges of the tokenizer are learned from this text alone, so that they never depend on the
+# machine.
+TOKENIZER_TEXT = (
+    "The decode server keeps every page of a long prompt in host memory and a few of them near "
+    "the arithmetic. A page that matters is read where it lies, and the two partial answers are "
+    "merged by their weights. When the question moves on, other pages matter; they are copied "
+    "in the background and change places between two steps, never within one. What is the "
+    "capital of a small country? Who wrote the letter, when was it sent, and where did it go? "
+    "Please read the following text with care and answer in one short sentence. It was a bright "
+    "morning, the station was empty, and there were seven trains standing in the yard. Numbers "
+    "such as 1, 2, 3, 10, 25, 100, 2048 and 4096 should be short, and so should the words of a "
+    "program: if, else, for, while, return, import, class, def, print, with, from, not, and, "
+    "or, in, is. Nothing that can be checked should be believed without a check, and nothing "
+    "that failed should be hidden."
+)
+
+
+@dataclass(frozen=True)
+class TinyModelSpec:
+    """Sizes of one tiny model; the tokenizer has at most ``vocab`` entries."""
+
+    arch: str = "qwen3"
+    layers: int = 4
+    hidden: int = 128
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 64
+    intermediate: int = 256
+    vocab: int = 512
+    max_len: int = 32768
+    seed: int = 0
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        """Raises ValueError that names the field, its value and the fix."""
+        if self.arch not in ARCHITECTURES:
+            raise ValueError(f"arch={self.arch!r}: choose one of {', '.join(ARCHITECTURES)}")
+        if self.dtype not in ("float32", "bfloat16", "float16"):
+            raise ValueError(f"dtype={self.dtype!r}: choose float32, bfloat16 or float16")
+        for name in (
+            "layers",
+            "hidden",
+            "heads",
+            "kv_heads",
+            "head_dim",
+            "intermediate",
+            "max_len",
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads={self.heads}: must be a multiple of kv_heads={self.kv_heads}")
+        if self.head_dim % 4:
+            raise ValueError(f"head_dim={self.head_dim}: must be a multiple of 4 (rotary pairs)")
+        smallest = 256 + len(SPECIAL_TOKENS)
+        if self.vocab < smallest:
+            raise ValueError(
+                f"vocab={self.vocab}: needs {smallest} (256 bytes and the special tokens)"
+            )
+
+    @property
+    def key(self) -> str:
+        """Folder name for a cache: readable, and another one whenever the bytes would differ."""
+        fields = json.dumps([FORMAT_VERSION, asdict(self)]).encode()
+        digest = hashlib.sha256(fields).hexdigest()[:10]
+        return f"{self.arch}-l{self.layers}-d{self.head_dim}-s{self.seed}-{self.dtype}-{digest}"
+
+
+def build_tokenizer(vocab: int) -> Any:
+    """Byte-level BPE with at most ``vocab`` entries, special tokens included.
+
+    Every byte string can be encoded and decodes to itself. Returns a transformers
+    ``PreTrainedTokenizerFast``.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab - len(SPECIAL_TOKENS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([TOKENIZER_TEXT], trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=SPECIAL_TOKENS[0],
+        eos_token=SPECIAL_TOKENS[1],
+        additional_special_tokens=list(SPECIAL_TOKENS[2:]),
+        clean_up_tokenization_spaces=False,
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def build_config(spec: TinyModelSpec, eos_token_id: int, pad_token_id: int) -> Any:
+    """The transformers configuration of ``spec``."""
+    from transformers import AutoConfig
+
+    common: dict[str, Any] = dict(
+        vocab_size=spec.vocab,
+        hidden_size=spec.hidden,
+        intermediate_size=spec.intermediate,
+        num_hidden_layers=spec.layers,
+        num_attention_heads=spec.heads,
+        num_key_value_heads=spec.kv_heads,
+        head_dim=spec.head_dim,
+        max_position_embeddings=spec.max_len,
+        rms_norm_eps=1e-6,
+        rope_theta=1_000_000.0,
+        hidden_act="silu",
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=eos_token_id,
+        pad_token_id=pad_token_id,
+        dtype=spec.dtype,
+    )
+    if spec.arch == "mistral":
+        common["sliding_window"] = None
+    elif spec.arch == "glm4":
+        common.update(partial_rotary_factor=0.5, attention_bias=True)
+    return AutoConfig.for_model(spec.arch, **common)
+
+
+def weight_std(name: str, spec: TinyModelSpec) -> float:
+    """Standard deviation of the weights of the matrix called ``name``; see the module's docstring.
+
+    Every matrix reads a normalised input (root mean square about 1), so the output of one with
+    fan-in ``n`` and weights of std ``g / sqrt(n)`` has std ``g``.
+    """
+    per_hidden = 1.0 / math.sqrt(spec.hidden)
+    if "embed_tokens" in name:
+        return 1.0
+    if "q_proj" in name or "k_proj" in name:
+        # q.k / sqrt(D) over D products of std g_q * g_k: std g_q * g_k.
+        return math.sqrt(LOGIT_STD) * per_hidden
+    if "v_proj" in name:
+        return per_hidden
+    if "o_proj" in name:
+        return 3.0 / math.sqrt(spec.heads * spec.head_dim)
+    if "gate" in name or "up_proj" in name:
+        return per_hidden
+    if "down_proj" in name:
+        return 1.0 / math.sqrt(spec.intermediate)
+    if "lm_head" in name:
+        return 2.0 * per_hidden
+    raise ValueError(f"no scale known for the weight {name!r}")
+
+
+def fill_weights(model: Any, spec: TinyModelSpec, printable: list[bool]) -> None:
+    """Overwrite all parameters of ``model``, a transformers causal LM, by seeded values (in
+    float32).
+
+    Each tensor has its own generator, seeded by its name: adding a layer leaves the others as they
+    were.
+    """
+    import torch
+
+    for name, parameter in model.named_parameters():
+        seed = int.from_bytes(hashlib.sha256(f"{spec.seed}:{name}".encode()).digest()[:6], "little")
+        noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
+        if name.endswith("q_norm.weight") or name.endswith("k_norm.weight"):
+            value = math.sqrt(LOGIT_STD) * (1.0 + 0.1 * noise)
+        elif "norm" in name:
+            value = 1.0 + 0.1 * noise
+        elif name.endswith(".bias"):
+            value = 0.1 * noise
+        else:
+            value = weight_std(name, spec) * noise
+        if "lm_head" in name:
+            value[~torch.tensor(printable)] = 0.0
+        parameter.data.copy_(value)
+
+
+def printable_ids(tokenizer: Any, vocab: int) -> list[bool]:
+    """For each id below ``vocab``: does it decode to printable ASCII (at least one character)?"""
+    special = set(tokenizer.all_special_ids)
+    flags = []
+    for token_id in range(vocab):
+        text = (
+            ""
+            if token_id in special or token_id >= len(tokenizer)
+            else tokenizer.decode([token_id])
+        )
+        flags.append(bool(text) and all(" " <= c <= "~" for c in text))
+    return flags
+
+
+def make_tiny_model(spec: TinyModelSpec, out: Path) -> Path:
+    """Write the model and the tokenizer to the folder ``out`` and return it.
+
+    The folder appears in one rename, so a killed run never leaves half a model behind. An existing
+    folder is replaced. Mutates nothing else; needs no network.
+    """
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    tokenizer = build_tokenizer(spec.vocab)
+    config = build_config(spec, tokenizer.eos_token_id, tokenizer.pad_token_id)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    fill_weights(model, spec, printable_ids(tokenizer, spec.vocab))
+    model = model.to(getattr(torch, spec.dtype))
+    out = Path(out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as scratch:
+        fresh = Path(scratch) / "model"
+        model.save_pretrained(fresh)
+        tokenizer.save_pretrained(fresh)
+        if out.exists():
+            shutil.rmtree(out)
+        fresh.rename(out)
+    return out
+
+
+def cached_tiny_model(spec: TinyModelSpec, cache_dir: Path) -> Path:
+    """The folder of ``spec`` below ``cache_dir``, written on the first call."""
+    folder = Path(cache_dir) / spec.key
+    if not (folder / "config.json").exists():
+        make_tiny_model(spec, folder)
+    return folder
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    defaults = TinyModelSpec()
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder to write; an existing one is replaced"
+    )
+    parser.add_argument("--arch", choices=ARCHITECTURES, default=defaults.arch)
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), default=defaults.dtype
+    )
+    for name, value in asdict(defaults).items():
+        if name not in ("arch", "dtype"):
+            parser.add_argument("--" + name.replace("_", "-"), type=int, default=value)
+    values = vars(parser.parse_args(argv))
+    out = values.pop("out")
+    try:
+        spec = TinyModelSpec(**values)
+    except ValueError as error:
+        parser.error(str(error))
+    print(make_tiny_model(spec, out))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

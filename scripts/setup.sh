@@ -1,0 +1,180 @@
+#!/usr/bin/env bash
+# Set-up for the demo, the tests and development: system libraries, a virtual environment at .venv, and this
+# project installed into it in editable mode with its native module built.
+#
+#   scripts/setup.sh            what is missing; about a second when nothing is
+#   scripts/setup.sh --force    everything again
+#
+# Variables: PYTHON (interpreter for a new .venv, 3.11 or later), CXX and CMAKE_BUILD_PARALLEL_LEVEL as usual.
+# Packages come from wherever the machine's pip or uv is configured to look.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+STAMP=.venv/.sglang-scout-setup
+BOOTSTRAP=.cache/uv-bootstrap
+
+say() { printf 'setup: %s\n' "$*" >&2; }
+die() { printf 'setup: %s\n' "$*" >&2; exit 1; }
+
+# Everything that the installed result depends on. Python files do not: the installation is editable.
+fingerprint() {
+    {
+        find pyproject.toml scripts/setup.sh sgl-kernel -type f -print0 | LC_ALL=C sort -z | xargs -0 sha256sum
+        .venv/bin/python -S -c 'import sys; print(sys.version, sys.prefix)' 2>/dev/null || echo "no venv"
+    } | sha256sum | cut -d' ' -f1
+}
+
+up_to_date() { [ -f "$STAMP" ] && [ "$(cat "$STAMP")" = "$(fingerprint)" ]; }
+
+# -- system libraries ---------------------------------------------------------------------------------------
+
+has_library() { ldconfig -p 2>/dev/null | grep -q "$1"; }
+
+APT_UPDATED=0
+apt_install() {
+    local -a as_root=()
+    command -v apt-get >/dev/null || die "please install the equivalent of these Debian packages: $*"
+    if [ "$(id -u)" != 0 ]; then
+        sudo -n true 2>/dev/null || die "not root, so please run this first: apt-get install -y $*"
+        as_root=(sudo -n)
+    fi
+    say "apt-get install $*"
+    if [ "$APT_UPDATED" = 0 ]; then
+        "${as_root[@]}" apt-get update -qq || say "apt-get update failed; trying with the lists at hand"
+        APT_UPDATED=1
+    fi
+    "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" >/dev/null \
+        || die "apt-get install $* failed"
+}
+
+system_packages() {
+    local -a missing=()
+    has_library 'libibverbs\.so\.1' || missing+=(libibverbs1) # mooncake, also over TCP
+    has_library 'librdmacm\.so\.1' || missing+=(librdmacm1)
+    has_library 'libnuma\.so\.1' || missing+=(libnuma1)
+    command -v numactl >/dev/null || missing+=(numactl)
+    command -v "${CXX:-c++}" >/dev/null || missing+=(g++)
+    [ "${#missing[@]}" = 0 ] || apt_install "${missing[@]}"
+}
+
+# -- Python -------------------------------------------------------------------------------------------------
+
+python_version() { "$1" -c 'import sys; print(sys.version_info[0] * 100 + sys.version_info[1])' 2>/dev/null; }
+
+# 3.11 and 3.12 first: all that SGLang asks for has wheels there.
+find_python() {
+    local candidate version
+    if [ -n "${PYTHON:-}" ]; then
+        version="$(python_version "$PYTHON")" || die "PYTHON=$PYTHON does not run"
+        [ "$version" -ge 311 ] || die "PYTHON=$PYTHON is older than 3.11"
+        echo "$PYTHON"
+        return
+    fi
+    for candidate in python3 python3.12 python3.11; do
+        version="$(python_version "$candidate")" || continue
+        if [ "$version" = 311 ] || [ "$version" = 312 ]; then echo "$candidate"; return; fi
+    done
+    for candidate in python3 python3.13; do
+        version="$(python_version "$candidate")" || continue
+        if [ "$version" = 313 ]; then echo "$candidate"; return; fi
+    done
+    die "needs Python 3.11, 3.12 or 3.13; found none (set PYTHON=/path/to/python3.12)"
+}
+
+# Prints a command that is uv, or nothing.
+find_uv() {
+    if uv --version >/dev/null 2>&1; then echo uv; return; fi
+    if [ -x "$BOOTSTRAP/bin/uv" ]; then echo "$BOOTSTRAP/bin/uv"; return; fi
+    mkdir -p .cache
+    if make_venv "$1" "$BOOTSTRAP" && "$BOOTSTRAP/bin/python" -m pip install -q uv >&2; then
+        echo "$BOOTSTRAP/bin/uv"
+    fi
+}
+
+# Debian ships python3 without the part that makes environments.
+make_venv() {
+    "$1" -c 'import ensurepip, venv' 2>/dev/null || apt_install "python$("$1" -c \
+        'import sys; print("%d.%d" % sys.version_info[:2])')-venv" >&2
+    "$1" -m venv "$2" >&2
+}
+
+python_headers() {
+    "$1" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' \
+        || apt_install "python$("$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])')-dev"
+}
+
+# -- the project --------------------------------------------------------------------------------------------
+
+install_project() {
+    local uv="$1"
+    local -a extra=()
+    export CMAKE_BUILD_PARALLEL_LEVEL="${CMAKE_BUILD_PARALLEL_LEVEL:-$(nproc)}"
+    if [ "$(python_version .venv/bin/python)" -ge 313 ]; then
+        # SGLang asks for a release of outlines that has no wheels for Python 3.13. It is one of its grammar
+        # back-ends, imported only when chosen (the default is xgrammar).
+        printf '%s ; python_version < "3.13"\n' outlines outlines-core >.cache/overrides.txt
+        extra=(--override .cache/overrides.txt)
+    fi
+    if [ -n "$uv" ]; then
+        # A machine that is configured for pip alone: tell uv the same.
+        if [ -z "${UV_DEFAULT_INDEX:-}${UV_INDEX_URL:-}" ]; then
+            local index
+            index="$(.venv/bin/python -m pip config get global.index-url 2>/dev/null \
+                || pip config get global.index-url 2>/dev/null || true)"
+            [ -z "$index" ] || export UV_DEFAULT_INDEX="$index"
+        fi
+        say "installing into .venv (about 9 GB the first time)"
+        if "$uv" pip install -q --python .venv/bin/python "${extra[@]}" -e '.[test]'; then return; fi
+        say "uv failed; trying with pip"
+    fi
+    [ "${#extra[@]}" = 0 ] || die "Python 3.13 needs uv, which could not be used; set PYTHON to a 3.11 or 3.12"
+    .venv/bin/python -m pip --version >/dev/null 2>&1 || .venv/bin/python -m ensurepip -q
+    .venv/bin/python -m pip install -q -e '.[test]'
+}
+
+verify() {
+    .venv/bin/python - <<'PY' || die "the installation is not usable (see above); try scripts/setup.sh --force"
+import importlib
+for module in ("sglang_scout._native", "mooncake.engine", "sglang_router"):
+    importlib.import_module(module)
+PY
+}
+
+main() {
+    if [ "${1:-}" = --force ]; then
+        rm -f "$STAMP"
+    elif [ -n "${1:-}" ]; then
+        die "unknown argument $1; the only one is --force"
+    fi
+    if up_to_date; then return; fi
+    mkdir -p .cache
+    exec 9>.cache/setup.lock
+    flock 9 # two callers at once: the second waits, and finds the work done
+    if up_to_date; then return; fi
+
+    system_packages
+    local python uv
+    if [ -x .venv/bin/python ] && [ "$(python_version .venv/bin/python)" -ge 311 ]; then
+        python=.venv/bin/python
+    else
+        python="$(find_python)"
+    fi
+    say "Python $("$python" -c 'import platform; print(platform.python_version())')"
+    python_headers "$python"
+    uv="$(find_uv "$python")"
+    if [ "$python" != .venv/bin/python ]; then
+        rm -rf .venv
+        if [ -n "$uv" ]; then
+            "$uv" venv -q --python "$(command -v "$python")" .venv
+        else
+            say "uv cannot be had; pip takes some minutes more"
+            make_venv "$python" .venv
+        fi
+    fi
+    install_project "$uv"
+    verify
+    fingerprint >"$STAMP"
+    say "done"
+}
+
+main "$@"

@@ -1,0 +1,53 @@
+// Attention of one sequence over a set of KV pages, on the CPU.
+//
+// The worker process and the decode server's fallback call the same function, so the same pages give
+// the same result on both sides.
+#pragma once
+
+#include <cstdint>
+
+namespace scout {
+
+enum class DType : int32_t { kF32 = 0, kBF16 = 1, kF16 = 2 };
+
+// K and V pages of one layer, each [num_pages, page_size, kv_heads, head_dim], contiguous.
+// head_dim is a multiple of 16.
+struct KvPages {
+  const void* k;
+  const void* v;
+  int64_t num_pages;
+  int32_t page_size;
+  int32_t kv_heads;
+  int32_t head_dim;
+  DType dtype;
+};
+
+struct AttendParams {
+  int32_t group;    // G: query heads per KV head
+  float scale;      // factor of q.k, usually 1/sqrt(head_dim)
+  float logit_cap;  // 0: none; else s = logit_cap * tanh(s / logit_cap)
+};
+
+// One sequence: out[hq] = sum_j softmax_j(s[hq, j]) v[j], s[hq, j] = scale * <q[hq], k[j]>,
+// lse[hq] = log sum_j exp(s[hq, j]).
+//
+// q [H*G, D] fp32 row-major; query head hq uses KV head hq / G. pages int32[n]; entries < 0 are
+// skipped. last_page: physical page id (or -1) of a page of which only the first last_len tokens
+// (1..S) are valid, attended in addition to `pages`. out [H*G, D] fp32, lse [H*G] fp32, natural log.
+// Empty set: out = 0, lse = -inf.
+//
+// 16-bit K and V are widened exactly; q, products and sums stay fp32. Reads nothing outside the
+// listed pages and no K or V beyond last_len (prefetch hints aside, which cannot fault). Page ids are
+// the caller's to check (valid_pages). Thread-safe; allocates nothing; uses about 140 KiB of stack.
+void attend_sequence(const KvPages& kv, const AttendParams& params, const float* q,
+                     const int32_t* pages, int32_t n, int32_t last_page, int32_t last_len,
+                     float* out, float* lse);
+
+// True if every entry of pages[0, n) is below num_pages (negative entries are padding and valid).
+bool valid_pages(const KvPages& kv, const int32_t* pages, int32_t n);
+
+// What attend_sequence runs on this machine: "avx512", "avx2" or "portable". The environment
+// variable SCOUT_ISA, read once, may name a lower one.
+const char* attend_isa();
+
+}  // namespace scout

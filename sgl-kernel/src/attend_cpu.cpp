@@ -1,0 +1,27 @@
+#include "attend_cpu.h"
+
+#include "isa.h"
+
+namespace scout {
+
+void attend_sequence(const KvPages& kv, const AttendParams& params, const float* q,
+                     const int32_t* pages, int32_t n, int32_t last_page, int32_t last_len,
+                     float* out, float* lse) {
+  const AttendArgs args{&kv, &params, q, pages, n, last_page, last_len, out, lse};
+#ifdef SCOUT_X86
+  const Isa isa = current_isa();
+  // A row of AVX-512 pairs is 32 elements; the odd multiples of 16 take the narrower kernel.
+  if (isa == Isa::kAvx512 && kv.head_dim % 32 == 0) return attend_avx512(args);
+  if (isa != Isa::kPortable) return attend_avx2(args);
+#endif
+  attend_portable(args);
+}
+
+bool valid_pages(const KvPages& kv, const int32_t* pages, int32_t n) {
+  for (int32_t i = 0; i < n; ++i) {
+    if (pages[i] >= kv.num_pages) return false;
+  }
+  return true;
+}
+
+}  // namespace scout

@@ -1,0 +1,28 @@
+// The instruction-set variants behind attend_sequence.
+#pragma once
+
+#include "scout/attend.h"
+
+namespace scout {
+
+// The arguments of attend_sequence.
+struct AttendArgs {
+  const KvPages* kv;
+  const AttendParams* params;
+  const float* q;
+  const int32_t* pages;
+  int32_t n;
+  int32_t last_page;
+  int32_t last_len;
+  float* out;
+  float* lse;
+};
+
+// head_dim must be a multiple of 16; of 32 for attend_avx512.
+void attend_portable(const AttendArgs& args);
+#ifdef SCOUT_X86
+void attend_avx2(const AttendArgs& args);
+void attend_avx512(const AttendArgs& args);
+#endif
+
+}  // namespace scout

@@ -1,0 +1,9 @@
+#include "vec_avx2.h"
+// (the vector type comes first)
+#include "attend_kernel.h"
+
+namespace scout {
+
+void attend_avx2(const AttendArgs& args) { attend_all(args); }
+
+}  // namespace scout

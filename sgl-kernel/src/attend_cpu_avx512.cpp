@@ -1,0 +1,9 @@
+#include "vec_avx512.h"
+// (the vector type comes first)
+#include "attend_kernel.h"
+
+namespace scout {
+
+void attend_avx512(const AttendArgs& args) { attend_all(args); }
+
+}  // namespace scout

@@ -1,0 +1,9 @@
+#include "vec_portable.h"
+// (the vector type comes first)
+#include "attend_kernel.h"
+
+namespace scout {
+
+void attend_portable(const AttendArgs& args) { attend_all(args); }
+
+}  // namespace scout

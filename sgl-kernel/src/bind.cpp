@@ -1,0 +1,177 @@
+// Python module sglang_scout._native. Tensors come as addresses and sizes; shapes and dtypes are
+// checked by the callers (ops/native.py), page ids here. Every call releases the GIL.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include <cstdint>
+#include <memory>
+#include <stdexcept>
+#include <string>
+
+#include "isa.h"
+#include "pages.h"
+#include "score_cpu.h"
+#include "scout/attend.h"
+#include "thread_pool.h"
+
+namespace nb = nanobind;
+
+#ifdef SCOUT_HAVE_RUNTIME
+void bind_runtime(nb::module_& m);
+#endif
+
+namespace {
+
+using scout::DType;
+
+template <typename T>
+T* at(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+DType checked_dtype(const char* op, int dtype) {
+  if (dtype < 0 || dtype > 2) {
+    throw nb::value_error((std::string(op) + ": dtype=" + std::to_string(dtype) +
+                           "; known are 0 (float32), 1 (bfloat16), 2 (float16)")
+                              .c_str());
+  }
+  return static_cast<DType>(dtype);
+}
+
+void require(bool condition, const std::string& message) {
+  if (!condition) throw nb::value_error(message.c_str());
+}
+
+void check_shape(const char* op, int page_size, int heads, int dim, int group) {
+  require(page_size > 0 && heads > 0 && group > 0 && dim > 0 && dim % 16 == 0 && dim <= 16384,
+          std::string(op) + ": S=" + std::to_string(page_size) + " H=" + std::to_string(heads) +
+              " G=" + std::to_string(group) + " D=" + std::to_string(dim) +
+              "; all must be positive, D a multiple of 16 up to 16384");
+}
+
+void attend_batch(uintptr_t q, uintptr_t k, uintptr_t v, int64_t num_pages, int page_size, int heads,
+                  int dim, int dtype, int group, float scale, float logit_cap, uintptr_t pages,
+                  int batch, int columns, uintptr_t last_page, uintptr_t last_len, uintptr_t out,
+                  uintptr_t lse, int threads) {
+  const scout::KvPages kv{at<const void>(k), at<const void>(v), num_pages, page_size, heads,
+                          dim, checked_dtype("attend_batch", dtype)};
+  check_shape("attend_batch", page_size, heads, dim, group);
+  const scout::AttendParams params{group, scale, logit_cap};
+  const int32_t* const ids = at<const int32_t>(pages);
+  const int32_t* const last_ids = at<const int32_t>(last_page);
+  const int32_t* const last_lens = at<const int32_t>(last_len);
+  require((last_ids == nullptr) == (last_lens == nullptr),
+          "attend_batch: last_page and last_len go together");
+  for (int b = 0; b < batch; ++b) {
+    const int64_t row = static_cast<int64_t>(b) * columns;
+    require(columns == 0 || scout::valid_pages(kv, ids + row, columns),
+            "attend_batch: a page id of row " + std::to_string(b) + " is not below num_pages=" +
+                std::to_string(num_pages));
+    if (last_ids == nullptr || last_ids[b] < 0) continue;
+    require(last_ids[b] < num_pages && last_lens[b] >= 1 && last_lens[b] <= page_size,
+            "attend_batch: row " + std::to_string(b) + " has last_page=" +
+                std::to_string(last_ids[b]) + " last_len=" + std::to_string(last_lens[b]) +
+                "; expected a page below " + std::to_string(num_pages) + " and a length in 1.." +
+                std::to_string(page_size));
+  }
+  const int64_t q_heads = static_cast<int64_t>(heads) * group;
+  scout::parallel_for(batch, threads, [&](int b) {
+    scout::attend_sequence(kv, params, at<const float>(q) + b * q_heads * dim,
+                           ids + static_cast<int64_t>(b) * columns, columns,
+                           last_ids != nullptr ? last_ids[b] : -1,
+                           last_ids != nullptr ? last_lens[b] : 0,
+                           at<float>(out) + b * q_heads * dim, at<float>(lse) + b * q_heads);
+  });
+}
+
+void copy_pages(uintptr_t src, uintptr_t dst, int64_t page_bytes, uintptr_t src_ids,
+                uintptr_t dst_ids, int64_t n) {
+  scout::copy_pages(at<const void>(src), at<void>(dst), page_bytes, at<const int64_t>(src_ids),
+                    at<const int64_t>(dst_ids), n);
+}
+
+void digest_pages(uintptr_t k, int page_size, int heads, int dim, int dtype, uintptr_t ids, int64_t n,
+                  uintptr_t kmin, uintptr_t kmax) {
+  check_shape("digest_pages", page_size, heads, dim, 1);
+  scout::digest_pages(at<const void>(k), page_size, heads, dim, checked_dtype("digest_pages", dtype),
+                      at<const int64_t>(ids), n, at<void>(kmin), at<void>(kmax));
+}
+
+// Grows to the largest table seen by its thread.
+float* scratch(size_t floats) {
+  thread_local std::unique_ptr<float[]> buffer;
+  thread_local size_t capacity = 0;
+  if (floats > capacity) {
+    buffer.reset(new float[floats]);
+    capacity = floats;
+  }
+  return buffer.get();
+}
+
+void score_pages(uintptr_t q, uintptr_t kmin, uintptr_t kmax, int dtype, int64_t num_pages, int heads,
+                 int group, int dim, uintptr_t table, uintptr_t n_full, int batch, int columns,
+                 float scale, int reduce, uintptr_t out, int threads) {
+  const scout::Digests digests{at<const void>(kmin), at<const void>(kmax),
+                               checked_dtype("score_pages", dtype), heads, dim};
+  check_shape("score_pages", 1, heads, dim, group);
+  require(reduce >= 0 && reduce <= 2, "score_pages: reduce=" + std::to_string(reduce) +
+                                          "; known are 0 (mass), 1 (max), 2 (sum)");
+  const int32_t* const ids = at<const int32_t>(table);
+  const int32_t* const counts = at<const int32_t>(n_full);
+  for (int b = 0; b < batch; ++b) {
+    require(counts[b] >= 0 && counts[b] <= columns,
+            "score_pages: n_full[" + std::to_string(b) + "]=" + std::to_string(counts[b]) +
+                " is outside 0.." + std::to_string(columns));
+    for (int i = 0; i < counts[b]; ++i) {
+      const int32_t page = ids[static_cast<int64_t>(b) * columns + i];
+      require(page < num_pages, "score_pages: table[" + std::to_string(b) + ", " + std::to_string(i) +
+                                    "]=" + std::to_string(page) + " is not below P=" +
+                                    std::to_string(num_pages));
+    }
+  }
+  const int64_t q_heads = static_cast<int64_t>(heads) * group;
+  const size_t floats = scout::score_scratch_floats(heads * group, dim, columns);
+  scout::parallel_for(batch, threads, [&](int b) {
+    const int64_t row = static_cast<int64_t>(b) * columns;
+    scout::score_sequence({&digests, group, scale, static_cast<scout::Reduce>(reduce),
+                           at<const float>(q) + b * q_heads * dim, ids + row, counts[b], columns,
+                           scratch(floats), at<float>(out) + row});
+  });
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+  using nb::arg;
+  const auto no_gil = nb::call_guard<nb::gil_scoped_release>();
+  m.doc() = "CPU kernels of sglang_scout over raw addresses; see sglang_scout.ops.native.";
+  m.def("attend_batch", &attend_batch, arg("q_ptr"), arg("k_ptr"), arg("v_ptr"), arg("num_pages"),
+        arg("S"), arg("H"), arg("D"), arg("dtype"), arg("G"), arg("scale"), arg("logit_cap"),
+        arg("pages_ptr"), arg("B"), arg("R"), arg("last_page_ptr"), arg("last_len_ptr"),
+        arg("out_ptr"), arg("lse_ptr"), arg("threads") = 1, no_gil,
+        "Attention of B sequences, each over R pages (-1: none) and an optional partial last page.");
+  m.def("copy_pages", &copy_pages, arg("src_ptr"), arg("dst_ptr"), arg("page_bytes"),
+        arg("src_ids_ptr"), arg("dst_ids_ptr"), arg("n"), no_gil,
+        "dst[dst_ids[i]] = src[src_ids[i]] for n pages of page_bytes; int64 ids, not checked.");
+  m.def("digest_pages", &digest_pages, arg("k_ptr"), arg("S"), arg("H"), arg("D"), arg("dtype"),
+        arg("ids_ptr"), arg("n"), arg("kmin_ptr"), arg("kmax_ptr"), no_gil,
+        "Column minimum and maximum of K of n pages, to rows ids[i]; int64 ids, not checked.");
+  m.def("score_pages", &score_pages, arg("q_ptr"), arg("kmin_ptr"), arg("kmax_ptr"), arg("dtype"),
+        arg("P"), arg("H"), arg("G"), arg("D"), arg("table_ptr"), arg("n_full_ptr"), arg("B"),
+        arg("N"), arg("scale"), arg("reduce"), arg("out_ptr"), arg("threads") = 1, no_gil,
+        "Quest bounds of the first n_full pages of B sequences, reduced over the query heads.");
+  m.def("isa", [] { return std::string(scout::attend_isa()); },
+        "Instruction set in use: avx512, avx2 or portable.");
+  m.def("best_isa", [] { return std::string(scout::isa_name(scout::best_isa())); },
+        "The best instruction set that this machine supports.");
+  m.def(
+      "set_isa",
+      [](const std::string& name) {
+        require(scout::set_isa(name.c_str()),
+                "set_isa: " + name + " is unknown or not supported by this machine");
+      },
+      arg("name"), "Use another instruction set from the next call on, for tests and benchmarks.");
+#ifdef SCOUT_HAVE_RUNTIME
+  bind_runtime(m);
+#endif
+}

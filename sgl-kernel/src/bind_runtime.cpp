@@ -1,0 +1,106 @@
+// Python bindings of the ring: RingProducer (decode server) and RingRuntime (worker process).
+// Buffers come as addresses; the Python side has checked dtype, shape and contiguity.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <optional>
+
+#include "producer.h"
+#include "runtime.h"
+
+namespace nb = nanobind;
+
+namespace {
+
+using scout::Producer;
+using scout::Runtime;
+
+// Copies below this size keep the GIL: giving it up can cost a switch interval (5 ms) to get it back
+// from a busy thread, a copy of this size costs tens of microseconds.
+constexpr uint64_t kSmallCopyBytes = 512 * 1024;
+
+template <class T>
+T* pointer(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+uint64_t post(Producer& self, uint32_t layer, uint64_t step, uint32_t rows, uintptr_t q,
+              uintptr_t pages, uint32_t k, uintptr_t n_pages, uint32_t parts, uint64_t q_bytes) {
+  std::optional<nb::gil_scoped_release> release;
+  if (q_bytes > kSmallCopyBytes) release.emplace();
+  return self.post(layer, step, rows, pointer<const float>(q), pointer<const int32_t>(pages), k,
+                   pointer<const int32_t>(n_pages), parts);
+}
+
+nb::tuple wait(Producer& self, uint64_t ticket, uint32_t layer, uint64_t step, int64_t timeout_us,
+               int64_t spin_us, uintptr_t out, uintptr_t lse, uint64_t out_bytes) {
+  Producer::Reply reply;
+  {
+    std::optional<nb::gil_scoped_release> release;
+    if (out_bytes > kSmallCopyBytes || !self.is_done(ticket, layer, step)) release.emplace();
+    reply = self.wait(ticket, layer, step, timeout_us, spin_us, pointer<float>(out),
+                      pointer<float>(lse));
+  }
+  return nb::make_tuple(reply.waited_us, reply.fallback_pages);
+}
+
+nb::dict totals(const Producer& self) {
+  const scout::StatLine sum = self.totals();
+  nb::dict d;
+  d["items"] = sum.items;
+  d["pages"] = sum.pages;
+  d["busy_us"] = sum.busy_ns / 1000;
+  d["refused"] = sum.refused;
+  d["stale"] = sum.stale;
+  d["records"] = sum.records;
+  d["fallback_pages"] = self.fallback_pages();
+  d["local_tickets"] = self.local_tickets();
+  d["late_tickets"] = self.late_tickets();
+  return d;
+}
+
+}  // namespace
+
+void bind_runtime(nb::module_& m) {
+  m.attr("RING_LAYOUT_VERSION") = scout::kLayoutVersion;
+  m.attr("RING_MAX_PARTS") = scout::kMaxParts;
+
+  nb::class_<Producer>(m, "RingProducer", "Posts records to the worker and takes its replies.")
+      .def(
+          "__init__",
+          [](Producer* self, uintptr_t address, uint64_t nbytes) {
+            new (self) Producer(pointer<void>(address), nbytes);
+          },
+          nb::arg("address"), nb::arg("nbytes"))
+      .def("next_epoch", &Producer::next_epoch)
+      .def("set_life", &Producer::set_life, nb::arg("epoch"))
+      .def("post", &post, nb::arg("layer"), nb::arg("step"), nb::arg("rows"), nb::arg("q_ptr"),
+           nb::arg("pages_ptr"), nb::arg("k"), nb::arg("n_pages_ptr"), nb::arg("parts"),
+           nb::arg("q_bytes"))
+      .def("wait", &wait, nb::arg("ticket"), nb::arg("layer"), nb::arg("step"),
+           nb::arg("timeout_us"), nb::arg("spin_us"), nb::arg("out_ptr"), nb::arg("lse_ptr"),
+           nb::arg("out_bytes"))
+      .def("totals", &totals);
+
+  nb::class_<Runtime>(m, "RingRuntime", "The worker's threads, from construction until stop().")
+      .def(
+          "__init__",
+          [](Runtime* self, uintptr_t address, uint64_t nbytes, uint32_t epoch,
+             std::vector<int> cpus, int64_t spin_us, uint32_t max_parts) {
+            scout::RuntimeOptions options;
+            options.epoch = epoch;
+            options.cpus = std::move(cpus);
+            options.spin_us = spin_us;
+            options.max_parts = max_parts;
+            nb::gil_scoped_release release;
+            new (self) Runtime(pointer<void>(address), nbytes, options);
+          },
+          nb::arg("address"), nb::arg("nbytes"), nb::arg("epoch"), nb::arg("cpus"),
+          nb::arg("spin_us"), nb::arg("max_parts"))
+      .def("stop", &Runtime::stop, nb::call_guard<nb::gil_scoped_release>())
+      .def("progress", [](const Runtime& self) {
+        const scout::Progress p = self.progress();
+        return nb::make_tuple(p.pending, p.items);
+      });
+}

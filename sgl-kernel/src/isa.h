@@ -1,0 +1,20 @@
+// Which instruction set the kernels use. Every kernel family has one entry per value of Isa.
+#pragma once
+
+namespace scout {
+
+enum class Isa : int { kPortable = 0, kAvx2 = 1, kAvx512 = 2 };
+inline constexpr int kNumIsas = 3;
+
+// The best that this machine and operating system support.
+Isa best_isa();
+
+// What the kernels use now: best_isa(), lowered by SCOUT_ISA (read once) or by set_isa.
+Isa current_isa();
+
+// Selects by name; false (and nothing changes) if the name is unknown or the machine cannot run it.
+bool set_isa(const char* name);
+
+const char* isa_name(Isa isa);
+
+}  // namespace scout

@@ -1,0 +1,20 @@
+// Moving pages and summarising them. Plain code: both are bound by memory.
+#pragma once
+
+#include <cstdint>
+
+#include "scout/attend.h"
+
+namespace scout {
+
+// dst[dst_ids[i]] = src[src_ids[i]] for i in [0, n); pages of page_bytes, not overlapping.
+void copy_pages(const void* src, void* dst, int64_t page_bytes, const int64_t* src_ids,
+                const int64_t* dst_ids, int64_t n);
+
+// Per page ids[i], head and column the smallest and largest K over the page's tokens, exact, written
+// to row ids[i] of kmin and kmax [P, H, D] (same dtype as k [P, S, H, D]). Requires K without NaN;
+// of 16-bit zeros, -0 counts as smaller than +0.
+void digest_pages(const void* k, int32_t page_size, int32_t kv_heads, int32_t head_dim, DType dtype,
+                  const int64_t* ids, int64_t n, void* kmin, void* kmax);
+
+}  // namespace scout

@@ -1,0 +1,296 @@
+// The producer of the ring: the decode server's side. Posts records, takes replies, and computes a
+// record itself when its worker is gone, late or busy. Layout and states: ring.h.
+//
+// post and wait belong to one thread. set_life and the counters may be used from another.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "ring.h"
+
+namespace scout {
+
+class Producer {
+ public:
+  struct Reply {
+    int64_t waited_us;
+    int64_t fallback_pages;  // pages computed here; 0 if the worker answered
+  };
+
+  Producer(void* base, uint64_t bytes) {
+    const std::string why = ring_.open(base, bytes);
+    if (!why.empty()) throw std::invalid_argument("ring producer: " + why);
+    const Header& h = ring_.header();
+    slots_.resize(ring_.num_slots());
+    scratch_pages_.resize(h.max_pages);
+    part_floats_ = ring_.q_floats() + h.q_heads;
+    posts_ = load_acquire(&ring_.control()->head);  // an arena may see several producers, one by one
+  }
+
+  // Reserves the number of a new worker life; only when no earlier worker is alive any more.
+  uint32_t next_epoch() {
+    const uint32_t epoch = load_relaxed(&ring_.control()->epoch) + 1;
+    if (epoch >> 24 != 0) throw std::runtime_error("ring producer: epochs are used up");
+    store_relaxed(&ring_.control()->epoch, epoch);
+    return epoch;
+  }
+
+  // From now on records go to the worker of `epoch`, or to nobody (0). Whoever waits looks again.
+  void set_life(uint32_t epoch) {
+    live_epoch_.store(epoch, std::memory_order_seq_cst);
+    for (uint32_t i = 0; i < ring_.num_slots(); ++i) {
+      const ReplyHeader* reply = ring_.reply(i);
+      if (load_acquire(&reply->waiters) != 0) futex_wake(low_half(&reply->done), INT_MAX);
+    }
+  }
+
+  // Hands rows [0, rows) to the worker. Returns the ticket. Copies everything.
+  // q fp32 [rows, HQ, D]; pages int32 [rows, k], of row b the first n_pages[b] count, ids < 0 skipped.
+  // Throws std::invalid_argument for a value out of range (nothing is posted then).
+  uint64_t post(uint32_t layer, uint64_t step, uint32_t rows, const float* q, const int32_t* pages,
+                uint32_t k, const int32_t* n_pages, uint32_t parts) {
+    const Header& h = ring_.header();
+    if (layer >= h.num_layers) fail("layer", layer, 0, h.num_layers - 1);
+    if (rows > h.max_batch) fail("rows", rows, 0, h.max_batch);
+    if (parts < 1 || parts > kMaxParts) fail("parts", parts, 1, kMaxParts);
+    int64_t total = 0;
+    for (uint32_t b = 0; b < rows; ++b) {
+      const int64_t limit = k < h.max_pages ? k : h.max_pages;
+      if (n_pages[b] < 0 || n_pages[b] > limit) fail("n_pages", n_pages[b], 0, limit, b);
+      for (int32_t i = 0; i < n_pages[b]; ++i) {
+        const int32_t id = pages[uint64_t{b} * k + i];
+        if (id >= h.num_pages) fail("page id", id, 0, h.num_pages - 1, b);
+        total += id >= 0;
+      }
+    }
+    const uint32_t index = ring_.slot(layer, step);
+    Slot& slot = slots_[index];
+    const uint32_t live = live_epoch_.load(std::memory_order_acquire);
+    slot.ticket = ++tickets_;
+    slot.rows = rows;
+    slot.parts = parts;
+    slot.pages = total;
+    if (total == 0) {
+      slot.kind = Kind::kEmpty;
+    } else if (live == 0 || is_busy(index, live)) {
+      slot.kind = Kind::kLocal;
+      add_own<int64_t>(&local_tickets_, 1);
+      keep(slot, q, pages, k, n_pages);
+    } else {
+      slot.kind = Kind::kPosted;
+      publish(index, live, layer, q, pages, k, n_pages);
+    }
+    return slot.ticket;
+  }
+
+  // True if wait() would not sleep. For the caller's choice to keep the GIL.
+  bool is_done(uint64_t ticket, uint32_t layer, uint64_t step) const {
+    if (layer >= ring_.header().num_layers) return true;
+    const uint32_t index = ring_.slot(layer, step);
+    const Slot& slot = slots_[index];
+    return slot.ticket != ticket || slot.kind == Kind::kEmpty ||
+           (slot.kind == Kind::kPosted && load_acquire(&ring_.reply(index)->done) == slot.seq);
+  }
+
+  // Fills out fp32 [rows, HQ, D] and lse fp32 [rows, HQ], from the worker's reply if it comes within
+  // timeout_us, otherwise by computing the same pages here. Throws std::invalid_argument if the ticket
+  // was waited for before or its slot has been given to a later one.
+  Reply wait(uint64_t ticket, uint32_t layer, uint64_t step, int64_t timeout_us, int64_t spin_us,
+             float* out, float* lse) {
+    const Header& h = ring_.header();
+    if (layer >= h.num_layers) fail("layer", layer, 0, h.num_layers - 1);
+    const uint32_t index = ring_.slot(layer, step);
+    Slot& slot = slots_[index];
+    if (ticket == 0 || slot.ticket != ticket)
+      throw std::invalid_argument("wait: ticket " + std::to_string(ticket) + " of layer " +
+                                  std::to_string(layer) + " step " + std::to_string(step) +
+                                  " is used up: waited for before, or replaced by a later post");
+    slot.ticket = 0;
+    const uint64_t q_floats = ring_.q_floats();
+    Reply reply{0, 0};
+    if (slot.kind == Kind::kEmpty) {
+      std::memset(out, 0, slot.rows * q_floats * sizeof(float));
+      for (uint64_t i = 0; i < uint64_t{slot.rows} * h.q_heads; ++i) lse[i] = -INFINITY;
+      return reply;
+    }
+    if (slot.kind == Kind::kPosted) {
+      const int64_t begin_ns = now_ns();
+      const bool answered = await_done(index, slot.seq, begin_ns, timeout_us, spin_us);
+      reply.waited_us = (now_ns() - begin_ns) / 1000;
+      if (answered) {
+        std::memcpy(out, ring_.out(index, 0), slot.rows * q_floats * sizeof(float));
+        std::memcpy(lse, ring_.lse(index, 0), uint64_t{slot.rows} * h.q_heads * sizeof(float));
+        return reply;
+      }
+      // The worker never writes a record, so q and pages are still there.
+      compute(layer, slot, ring_.q(index, 0), ring_.pages(index, 0), h.max_pages,
+              ring_.n_pages(index), out, lse);
+    } else {
+      compute(layer, slot, slot.q.data(), slot.page_ids.data(), h.max_pages, slot.n_pages.data(), out,
+              lse);
+    }
+    reply.fallback_pages = slot.pages;
+    add_own<int64_t>(&fallback_pages_, slot.pages);
+    return reply;
+  }
+
+  int64_t fallback_pages() const { return load_relaxed(&fallback_pages_); }
+  int64_t local_tickets() const { return load_relaxed(&local_tickets_); }
+  int64_t late_tickets() const { return load_relaxed(&late_tickets_); }
+
+  // Sums over all worker threads and lives: items, pages, busy_ns, refused, stale, records.
+  StatLine totals() const {
+    StatLine sum{};
+    for (uint32_t i = 0; i < ring_.header().stat_lines; ++i) {
+      const StatLine* s = ring_.stats(i);
+      sum.items += load_relaxed(&s->items);
+      sum.pages += load_relaxed(&s->pages);
+      sum.busy_ns += load_relaxed(&s->busy_ns);
+      sum.refused += load_relaxed(&s->refused);
+      sum.stale += load_relaxed(&s->stale);
+      sum.records += load_relaxed(&s->records);
+    }
+    return sum;
+  }
+
+ private:
+  enum class Kind { kEmpty, kLocal, kPosted };
+  struct Slot {
+    uint64_t ticket = 0;  // outstanding ticket, 0: none
+    uint64_t seq = 0;     // last record that was published in this slot
+    Kind kind = Kind::kEmpty;
+    uint32_t rows = 0;
+    uint32_t parts = 1;
+    int64_t pages = 0;
+    // A local ticket's copy of the request; grows to the largest seen.
+    std::vector<float> q;
+    std::vector<int32_t> page_ids;
+    std::vector<int32_t> n_pages;
+  };
+
+  [[noreturn]] static void fail(const char* what, int64_t value, int64_t lo, int64_t hi,
+                                int64_t row = -1) {
+    throw std::invalid_argument("post: " + std::string(what) + " " + std::to_string(value) +
+                                (row >= 0 ? " of row " + std::to_string(row) : "") + " is outside " +
+                                std::to_string(lo) + ".." + std::to_string(hi));
+  }
+
+  // A worker that lives may still read the record or write the reply.
+  bool is_busy(uint32_t index, uint32_t live) const {
+    const uint64_t seq = slots_[index].seq;
+    return seq != 0 && epoch_of(seq) == live && load_acquire(&ring_.reply(index)->done) != seq;
+  }
+
+  void keep(Slot& slot, const float* q, const int32_t* pages, uint32_t k, const int32_t* n_pages) {
+    const uint64_t max_pages = ring_.header().max_pages;
+    const uint64_t rows = slot.rows;
+    if (slot.q.size() < rows * ring_.q_floats()) slot.q.resize(rows * ring_.q_floats());
+    if (slot.page_ids.size() < rows * max_pages) slot.page_ids.resize(rows * max_pages);
+    slot.n_pages.assign(n_pages, n_pages + rows);
+    std::memcpy(slot.q.data(), q, rows * ring_.q_floats() * sizeof(float));
+    for (uint64_t b = 0; b < rows; ++b)
+      std::memcpy(&slot.page_ids[b * max_pages], pages + b * k, n_pages[b] * sizeof(int32_t));
+  }
+
+  void publish(uint32_t index, uint32_t live, uint32_t layer, const float* q, const int32_t* pages,
+               uint32_t k, const int32_t* n_pages) {
+    Slot& slot = slots_[index];
+    RecordHeader* record = ring_.record(index);
+    const uint64_t post = ++posts_;
+    slot.seq = make_seq(live, post);
+    store_relaxed(&record->claim, (post & kPostMask) << 24 | kClosed);
+    full_fence();  // nobody claims an item of the old record from here on
+    store_relaxed(&record->seq, slot.seq);
+    store_relaxed(&record->layer, layer);
+    store_relaxed(&record->rows, slot.rows);
+    store_relaxed(&record->parts, slot.parts);
+    std::memcpy(ring_.q(index, 0), q, slot.rows * ring_.q_floats() * sizeof(float));
+    for (uint32_t b = 0; b < slot.rows; ++b)
+      std::memcpy(ring_.pages(index, b), pages + uint64_t{b} * k, n_pages[b] * sizeof(int32_t));
+    std::memcpy(ring_.n_pages(index), n_pages, slot.rows * sizeof(int32_t));
+    store_release(&record->claim, (post & kPostMask) << 24);
+    store_release(ring_.log_entry(post), (post & kPostMask) << 24 | index);
+    Control* control = ring_.control();
+    store_release(&control->head, post);
+    __atomic_fetch_add(&control->bell, 1u, __ATOMIC_SEQ_CST);
+    full_fence();
+    const uint32_t sleepers = load_acquire(&control->sleepers);
+    if (sleepers != 0) {
+      const uint64_t items = uint64_t{slot.rows} * slot.parts;
+      futex_wake(&control->bell, static_cast<int>(items < 1024 ? items : 1024));
+    }
+  }
+
+  // True if the worker's answer to `seq` is there and good.
+  bool await_done(uint32_t index, uint64_t seq, int64_t begin_ns, int64_t timeout_us,
+                  int64_t spin_us) {
+    constexpr int64_t kSliceUs = 10000;  // between looks at the worker's life, should a wake-up be lost
+    ReplyHeader* reply = ring_.reply(index);
+    const uint32_t epoch = static_cast<uint32_t>(epoch_of(seq));
+    const int64_t spin_until_ns = begin_ns + spin_us * 1000;
+    for (;;) {
+      const uint64_t done = load_acquire(&reply->done);
+      if (done == seq) return load_relaxed(&reply->status) == kReplyOk;
+      if (live_epoch_.load(std::memory_order_acquire) != epoch)
+        // Lost. An answer that was completed just before still counts.
+        return load_acquire(&reply->done) == seq && load_relaxed(&reply->status) == kReplyOk;
+      const int64_t now = now_ns();
+      if (now < spin_until_ns) {
+        for (int i = 0; i < 32 && load_relaxed(&reply->done) != seq; ++i) cpu_pause();
+        continue;
+      }
+      const int64_t left_us = timeout_us - (now - begin_ns) / 1000;
+      if (left_us <= 0) {
+        add_own<int64_t>(&late_tickets_, 1);
+        return false;
+      }
+      store_relaxed(&reply->waiters, 1u);
+      full_fence();
+      if (load_acquire(&reply->done) == done &&
+          live_epoch_.load(std::memory_order_seq_cst) == epoch)
+        futex_wait(low_half(&reply->done), static_cast<uint32_t>(done),
+                   left_us < kSliceUs ? left_us : kSliceUs);
+      store_relaxed(&reply->waiters, 0u);
+    }
+  }
+
+  void compute(uint32_t layer, const Slot& slot, const float* q, const int32_t* pages,
+               uint64_t pages_stride, const int32_t* n_pages, float* out, float* lse) {
+    const Header& h = ring_.header();
+    const uint64_t q_floats = ring_.q_floats();
+    if (slot.parts > 1) scratch_parts_.resize(slot.parts * part_floats_);
+    for (uint32_t b = 0; b < slot.rows; ++b) {
+      float* row_out = out + b * q_floats;
+      float* row_lse = lse + uint64_t{b} * h.q_heads;
+      for (uint32_t p = 0; p < slot.parts; ++p) {
+        float* to = slot.parts == 1 ? row_out : scratch_parts_.data() + p * part_floats_;
+        float* to_lse = slot.parts == 1 ? row_lse : to + q_floats;
+        if (attend_part(ring_, layer, q + b * q_floats, pages + b * pages_stride, n_pages[b], p,
+                        slot.parts, scratch_pages_.data(), to, to_lse) < 0)
+          throw std::runtime_error("wait: the record of row " + std::to_string(b) +
+                                   " was changed in shared memory");
+      }
+      if (slot.parts > 1)
+        merge_parts(h.q_heads, h.head_dim, slot.parts, scratch_parts_.data(), part_floats_, row_out,
+                    row_lse);
+    }
+  }
+
+  Ring ring_;
+  std::vector<Slot> slots_;
+  std::vector<int32_t> scratch_pages_;
+  std::vector<float> scratch_parts_;
+  uint64_t part_floats_ = 0;
+  uint64_t tickets_ = 0;
+  uint64_t posts_ = 0;
+  int64_t fallback_pages_ = 0;
+  int64_t local_tickets_ = 0;
+  int64_t late_tickets_ = 0;  // deadlines that passed while the worker was alive
+  std::atomic<uint32_t> live_epoch_{0};
+};
+
+}  // namespace scout

@@ -1,0 +1,256 @@
+#include "runtime.h"
+
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+
+#include <cstdlib>
+#include <stdexcept>
+
+namespace scout {
+namespace {
+
+// A thread that slept through a wake-up (which the protocol rules out) is late by this much at most.
+constexpr int64_t kSleepUs = 500000;
+
+// Signals are the control thread's: none may interrupt a thread of the pool.
+class BlockSignals {
+ public:
+  BlockSignals() {
+    sigset_t all;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &old_);
+  }
+  ~BlockSignals() { pthread_sigmask(SIG_SETMASK, &old_, nullptr); }
+
+ private:
+  sigset_t old_;
+};
+
+}  // namespace
+
+void Runtime::Freed::operator()(float* p) const { std::free(p); }
+
+Runtime::Runtime(void* base, uint64_t bytes, const RuntimeOptions& options) : options_(options) {
+  const std::string why = ring_.open(base, bytes);
+  if (!why.empty()) throw std::runtime_error("worker runtime: " + why);
+  const Header& h = ring_.header();
+  if (options_.cpus.empty()) throw std::runtime_error("worker runtime: no CPUs given");
+  if (options_.cpus.size() > h.stat_lines)
+    throw std::runtime_error("worker runtime: " + std::to_string(options_.cpus.size()) +
+                             " CPUs, the arena has room for " + std::to_string(h.stat_lines));
+  if (options_.max_parts < 1 || options_.max_parts > kMaxParts)
+    throw std::runtime_error("worker runtime: threads per group is " +
+                             std::to_string(options_.max_parts) + ", allowed are 1 to " +
+                             std::to_string(kMaxParts));
+  const uint64_t slots = ring_.num_slots();
+  partial_floats_ = (ring_.q_floats() + h.q_heads + 31) / 32 * 32;
+  if (options_.max_parts > 1) {
+    // calloc takes fresh pages from the system, which cost nothing until a row really is split.
+    const uint64_t count = slots * h.max_batch * options_.max_parts * partial_floats_;
+    partials_.reset(static_cast<float*>(std::calloc(count, sizeof(float))));
+    if (!partials_)
+      throw std::runtime_error("worker runtime: no memory for " + std::to_string(count * 4) +
+                               " bytes of partial results");
+    parts_done_.reset(new std::atomic<uint32_t>[slots * h.max_batch]());
+  }
+  rows_done_.reset(new std::atomic<uint32_t>[slots]());
+  refused_.reset(new std::atomic<uint32_t>[slots]());
+  first_post_ = load_acquire(&ring_.control()->head);
+  store_relaxed(&ring_.control()->sleepers, uint32_t{0});  // of a life that was killed in its sleep
+  try {
+    for (uint32_t i = 0; i < options_.cpus.size(); ++i) start_thread(i, options_.cpus[i]);
+  } catch (...) {
+    stop();
+    throw;
+  }
+}
+
+Runtime::~Runtime() { stop(); }
+
+void Runtime::start_thread(uint32_t index, int cpu) {
+  threads_.push_back(std::make_unique<Thread>());
+  Thread& me = *threads_.back();
+  const Header& h = ring_.header();
+  me.stats = ring_.stats(index);
+  me.pages.resize(h.max_pages);
+  me.result.resize(partial_floats_);
+  // Pinned before the thread runs, so that its stack is first touched on its own node.
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  if (cpu >= 0 && cpu < CPU_SETSIZE) CPU_SET(cpu, &set);
+  cpu_set_t before;
+  if (pthread_getaffinity_np(pthread_self(), sizeof(before), &before) != 0) CPU_ZERO(&before);
+  const int rc = pthread_setaffinity_np(pthread_self(), sizeof(set), &set);
+  if (rc != 0)
+    throw std::runtime_error("worker runtime: cannot run on CPU " + std::to_string(cpu) +
+                             " (offline, or outside this process's cpuset)");
+  try {
+    BlockSignals blocked;
+    me.handle = std::thread([this, &me, index] { run(me, index); });
+  } catch (...) {
+    pthread_setaffinity_np(pthread_self(), sizeof(before), &before);
+    throw std::runtime_error("worker runtime: cannot start thread " + std::to_string(index));
+  }
+  pthread_setaffinity_np(pthread_self(), sizeof(before), &before);
+  const std::string name = "scout-cpu" + std::to_string(cpu);
+  pthread_setname_np(me.handle.native_handle(), name.c_str());
+}
+
+void Runtime::stop() {
+  // Only the first call touches the mapping, which may be gone when the destructor comes.
+  if (stopping_.exchange(true, std::memory_order_seq_cst)) return;
+  Control* control = ring_.control();
+  __atomic_fetch_add(&control->bell, 1u, __ATOMIC_SEQ_CST);
+  futex_wake(&control->bell, INT_MAX);
+  for (auto& thread : threads_)
+    if (thread->handle.joinable()) thread->handle.join();
+}
+
+Progress Runtime::progress() const {
+  // Read the finished ones first: `pending` may be too large for a moment, never wrongly zero.
+  uint64_t records = 0;
+  uint64_t items = 0;
+  for (const auto& thread : threads_) {
+    records += load_relaxed(&thread->records);
+    items += load_relaxed(&thread->items);
+  }
+  const uint64_t posts = load_acquire(&ring_.control()->head) - first_post_;
+  return {posts > records ? posts - records : 0, items};
+}
+
+void Runtime::run(Thread& me, uint32_t index) {
+  const Control* control = ring_.control();
+  const uint64_t log_entries = ring_.header().log_entries;
+  const int64_t spin_ns = options_.spin_us * 1000;
+  uint64_t cursor = first_post_;  // the last post that this thread has gone past
+  int64_t last_work_ns = now_ns();
+  while (!stopping_.load(std::memory_order_relaxed)) {
+    const uint64_t head = load_acquire(&control->head);
+    if (head != cursor) {
+      if (head < cursor) cursor = head;  // only a damaged header says so; never run backwards
+      if (head - cursor > log_entries) cursor = head - log_entries;  // see ring.h
+      while (cursor != head && !stopping_.load(std::memory_order_relaxed))
+        serve(me, index, ++cursor);
+      last_work_ns = now_ns();
+      continue;
+    }
+    for (int i = 0; i < 32 && load_relaxed(&control->head) == cursor; ++i) cpu_pause();
+    if (load_relaxed(&control->head) == cursor && now_ns() - last_work_ns >= spin_ns) {
+      sleep(cursor);
+      // One look at the log after a wake-up; if another thread took the work, sleep again at once.
+    }
+  }
+}
+
+void Runtime::sleep(uint64_t cursor) {
+  Control* control = ring_.control();
+  __atomic_fetch_add(&control->sleepers, 1u, __ATOMIC_SEQ_CST);
+  const uint32_t seen = load_acquire(&control->bell);
+  full_fence();
+  // The producer stores head, raises bell, then looks at sleepers: either it sees this sleeper and
+  // wakes it, or its head is seen here.
+  if (load_acquire(&control->head) == cursor && !stopping_.load(std::memory_order_seq_cst))
+    futex_wait(&control->bell, seen, kSleepUs);
+  __atomic_fetch_sub(&control->sleepers, 1u, __ATOMIC_SEQ_CST);
+}
+
+void Runtime::serve(Thread& me, uint32_t index, uint64_t post) {
+  const Header& h = ring_.header();
+  const uint64_t entry = load_acquire(ring_.log_entry(post));
+  if (entry >> 24 != (post & kPostMask)) return;  // overwritten: finished long ago
+  const uint32_t slot = static_cast<uint32_t>(entry & kItemMask);
+  if (slot >= ring_.num_slots()) {
+    if (index == 0) {  // no claim word to agree on: by convention the first thread counts it
+      add_own<uint64_t>(&me.stats->refused, 1);
+      add_own<uint64_t>(&me.records, 1);
+    }
+    return;
+  }
+  RecordHeader* record = ring_.record(slot);
+  const uint64_t tag = (post & kPostMask) << 24;
+  for (;;) {
+    uint64_t claim = load_acquire(&record->claim);
+    if ((claim & ~kItemMask) != tag || claim == (tag | kClosed)) return;
+    const uint64_t seq = load_relaxed(&record->seq);
+    const uint32_t layer = load_relaxed(&record->layer);
+    const uint32_t rows = load_relaxed(&record->rows);
+    const uint32_t parts = load_relaxed(&record->parts);
+    const bool own = seq == make_seq(options_.epoch, post);
+    const bool valid = layer < h.num_layers && slot % h.num_layers == layer && rows >= 1 &&
+                       rows <= h.max_batch && parts >= 1 && parts <= options_.max_parts;
+    if (!own || !valid) {
+      // Whoever closes the record counts it. Its producer, if alive in this life, learns it at once.
+      if (!__atomic_compare_exchange_n(&record->claim, &claim, tag | kClosed, false,
+                                       __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE))
+        continue;
+      add_own<uint64_t>(own ? &me.stats->refused : &me.stats->stale, 1);
+      if (own) publish_done(slot, seq, kReplyRefused);
+      add_own<uint64_t>(&me.stats->records, 1);
+      add_own<uint64_t>(&me.records, 1);
+      return;
+    }
+    const uint64_t item = claim & kItemMask;
+    if (item >= uint64_t{rows} * parts) return;
+    // Success means that the record was not filled again since `claim` was read: the header is its own.
+    if (!__atomic_compare_exchange_n(&record->claim, &claim, claim + 1, false, __ATOMIC_ACQ_REL,
+                                     __ATOMIC_ACQUIRE))
+      continue;
+    run_item(me, slot, seq, layer, static_cast<uint32_t>(item / parts), rows,
+             static_cast<uint32_t>(item % parts), parts);
+  }
+}
+
+void Runtime::run_item(Thread& me, uint32_t slot, uint64_t seq, uint32_t layer, uint32_t row,
+                       uint32_t rows, uint32_t part, uint32_t parts) {
+  const Header& h = ring_.header();
+  const int64_t begin_ns = now_ns();
+  float* out = parts == 1 ? me.result.data() : partial(slot, row, part);
+  const int32_t n = load_relaxed(ring_.n_pages(slot) + row);
+  const int32_t attended = attend_part(ring_, layer, ring_.q(slot, row), ring_.pages(slot, row), n,
+                                       part, parts, me.pages.data(), out, out + ring_.q_floats());
+  const bool refused = attended < 0;
+  if (refused) refused_[slot].store(1, std::memory_order_relaxed);
+  bool last = true;
+  if (parts > 1) {
+    std::atomic<uint32_t>& done = parts_done_[uint64_t{slot} * h.max_batch + row];
+    last = done.fetch_add(1, std::memory_order_acq_rel) + 1 == parts;
+    if (last) {
+      done.store(0, std::memory_order_relaxed);
+      merge_parts(h.q_heads, h.head_dim, parts, partial(slot, row, 0), partial_floats_,
+                  me.result.data(), me.result.data() + ring_.q_floats());
+    }
+  }
+  // The slot is this record's until done is stored; the check stands for a producer that breaks that.
+  if (last && !refused && load_acquire(&ring_.record(slot)->seq) == seq) {
+    std::memcpy(ring_.out(slot, row), me.result.data(), ring_.q_floats() * sizeof(float));
+    std::memcpy(ring_.lse(slot, row), me.result.data() + ring_.q_floats(),
+                h.q_heads * sizeof(float));
+  }
+  add_own<uint64_t>(&me.stats->items, 1);
+  add_own<uint64_t>(&me.items, 1);
+  if (!refused) add_own<uint64_t>(&me.stats->pages, static_cast<uint64_t>(attended));
+  add_own<uint64_t>(&me.stats->busy_ns, static_cast<uint64_t>(now_ns() - begin_ns));
+  if (last) finish_row(me, slot, seq, rows);
+}
+
+void Runtime::finish_row(Thread& me, uint32_t slot, uint64_t seq, uint32_t rows) {
+  if (rows_done_[slot].fetch_add(1, std::memory_order_acq_rel) + 1 != rows) return;
+  rows_done_[slot].store(0, std::memory_order_relaxed);
+  const bool refused = refused_[slot].exchange(0, std::memory_order_relaxed) != 0;
+  if (refused) add_own<uint64_t>(&me.stats->refused, 1);
+  add_own<uint64_t>(&me.stats->records, 1);
+  publish_done(slot, seq, refused ? kReplyRefused : kReplyOk);
+  add_own<uint64_t>(&me.records, 1);
+}
+
+void Runtime::publish_done(uint32_t slot, uint64_t seq, ReplyStatus status) {
+  ReplyHeader* reply = ring_.reply(slot);
+  if (load_acquire(&ring_.record(slot)->seq) != seq) return;
+  store_relaxed(&reply->status, static_cast<uint32_t>(status));
+  store_release(&reply->done, seq);
+  full_fence();
+  if (load_relaxed(&reply->waiters) != 0) futex_wake(low_half(&reply->done), INT_MAX);
+}
+
+}  // namespace scout

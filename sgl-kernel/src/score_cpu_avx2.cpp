@@ -1,0 +1,9 @@
+#include "vec_avx2.h"
+// (the vector type comes first)
+#include "score_kernel.h"
+
+namespace scout {
+
+void score_avx2(const ScoreArgs& args) { score_all(args); }
+
+}  // namespace scout

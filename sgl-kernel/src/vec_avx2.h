@@ -1,0 +1,85 @@
+// Eight-lane vectors: AVX2, FMA and F16C. Same interface and rules as vec_portable.h.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+#include "scout/attend.h"
+
+namespace scout {
+namespace {
+
+struct Vec {
+  using F = __m256;
+
+  static constexpr int kLanes = 8;
+  static constexpr bool kSpecialiseDims = true;  // compile-time head sizes
+  static constexpr int kMaxGroupChunk = 5;
+  static constexpr int kPairsPerPass = 1;
+  static constexpr int token_block(int group) { return group <= 1 ? 4 : group <= 5 ? 2 : 1; }
+
+  static F zero() { return _mm256_setzero_ps(); }
+  static F set1(float x) { return _mm256_set1_ps(x); }
+  static F load(const float* p) { return _mm256_loadu_ps(p); }
+  static void store(float* p, F x) { _mm256_storeu_ps(p, x); }
+  static F add(F a, F b) { return _mm256_add_ps(a, b); }
+  static F sub(F a, F b) { return _mm256_sub_ps(a, b); }
+  static F mul(F a, F b) { return _mm256_mul_ps(a, b); }
+  static F div(F a, F b) { return _mm256_div_ps(a, b); }
+  static F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
+  static F max(F a, F b) { return _mm256_max_ps(a, b); }
+  static F min(F a, F b) { return _mm256_min_ps(a, b); }
+  static F copysign(F magnitude, F sign) {
+    const F bit = _mm256_set1_ps(-0.0f);
+    return _mm256_or_ps(_mm256_andnot_ps(bit, magnitude), _mm256_and_ps(bit, sign));
+  }
+
+  static float hmax(F x) {
+    __m128 m = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    m = _mm_max_ps(m, _mm_movehl_ps(m, m));
+    return _mm_cvtss_f32(_mm_max_ss(m, _mm_movehdup_ps(m)));
+  }
+  static float hsum(F x) {
+    __m128 s = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+  }
+  static void hsum4(F a, F b, F c, F d, float* sums) {
+    const F ab = _mm256_add_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
+    const F cd = _mm256_add_ps(_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));
+    const F low = _mm256_shuffle_ps(ab, cd, 0x44);
+    const F high = _mm256_shuffle_ps(ab, cd, 0xee);
+    const F s = _mm256_add_ps(low, high);
+    _mm_storeu_ps(sums, _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1)));
+  }
+
+  static F exp2_split(F x, F& fraction) {
+    const F n = _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    fraction = _mm256_sub_ps(x, n);
+    const __m256i biased = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(biased, 23));
+  }
+  static F scale_by(F x, F power) { return _mm256_mul_ps(x, power); }
+  static F zero_below(F x, F keep, float bound) {
+    return _mm256_andnot_ps(_mm256_cmp_ps(keep, _mm256_set1_ps(bound), _CMP_LT_OQ), x);
+  }
+
+  template <DType T>
+  static void load_pair(const char* p, F& x, F& y) {
+    if constexpr (T == DType::kBF16) {
+      const __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+      x = _mm256_castsi256_ps(_mm256_slli_epi32(raw, 16));
+      y = _mm256_castsi256_ps(_mm256_and_si256(raw, _mm256_set1_epi32(-65536)));
+    } else if constexpr (T == DType::kF16) {
+      x = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+      y = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p) + 1));
+    } else {
+      x = load(reinterpret_cast<const float*>(p));
+      y = load(reinterpret_cast<const float*>(p) + kLanes);
+    }
+  }
+};
+
+}  // namespace
+}  // namespace scout

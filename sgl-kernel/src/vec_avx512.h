@@ -1,0 +1,79 @@
+// Sixteen-lane vectors: AVX-512 F, BW, DQ, VL. Same interface and rules as vec_portable.h.
+//
+// VDPBF16PS is not used: it would round the query to bf16 and flush denormals.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+#include "scout/attend.h"
+
+namespace scout {
+namespace {
+
+struct Vec {
+  using F = __m512;
+
+  static constexpr int kLanes = 16;
+  static constexpr bool kSpecialiseDims = true;  // compile-time head sizes
+  static constexpr int kMaxGroupChunk = 8;
+  static constexpr int kPairsPerPass = 2;
+  static constexpr int token_block(int group) { return group <= 5 ? 4 : 2; }
+
+  static F zero() { return _mm512_setzero_ps(); }
+  static F set1(float x) { return _mm512_set1_ps(x); }
+  static F load(const float* p) { return _mm512_loadu_ps(p); }
+  static void store(float* p, F x) { _mm512_storeu_ps(p, x); }
+  static F add(F a, F b) { return _mm512_add_ps(a, b); }
+  static F sub(F a, F b) { return _mm512_sub_ps(a, b); }
+  static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
+  static F div(F a, F b) { return _mm512_div_ps(a, b); }
+  static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+  static F max(F a, F b) { return _mm512_max_ps(a, b); }
+  static F min(F a, F b) { return _mm512_min_ps(a, b); }
+  static F copysign(F magnitude, F sign) {
+    const F bit = _mm512_set1_ps(-0.0f);
+    return _mm512_or_ps(_mm512_andnot_ps(bit, magnitude), _mm512_and_ps(bit, sign));
+  }
+
+  static float hmax(F x) { return _mm512_reduce_max_ps(x); }
+  static float hsum(F x) { return _mm512_reduce_add_ps(x); }
+  static void hsum4(F a, F b, F c, F d, float* sums) {
+    const F ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+    const F cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+    const F low = _mm512_shuffle_ps(ab, cd, 0x44);
+    const F high = _mm512_shuffle_ps(ab, cd, 0xee);
+    const F s = _mm512_add_ps(low, high);
+    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(s), _mm512_extractf32x8_ps(s, 1));
+    _mm_storeu_ps(sums, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+  }
+
+  static F exp2_split(F x, F& fraction) {
+    const F n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    fraction = _mm512_sub_ps(x, n);
+    return n;
+  }
+  static F scale_by(F x, F power) { return _mm512_scalef_ps(x, power); }
+  static F zero_below(F x, F keep, float bound) {
+    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(keep, _mm512_set1_ps(bound), _CMP_NLT_UQ), x);
+  }
+
+  template <DType T>
+  static void load_pair(const char* p, F& x, F& y) {
+    if constexpr (T == DType::kBF16) {
+      const __m512i raw = _mm512_loadu_si512(p);
+      x = _mm512_castsi512_ps(_mm512_slli_epi32(raw, 16));
+      y = _mm512_castsi512_ps(_mm512_and_si512(raw, _mm512_set1_epi32(-65536)));
+    } else if constexpr (T == DType::kF16) {
+      x = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+      y = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p) + 1));
+    } else {
+      x = load(reinterpret_cast<const float*>(p));
+      y = load(reinterpret_cast<const float*>(p) + kLanes);
+    }
+  }
+};
+
+}  // namespace
+}  // namespace scout

@@ -1,0 +1,39 @@
+// exp2 and tanh on Vec. Include a vec_*.h first.
+#pragma once
+
+namespace scout {
+namespace {
+
+constexpr float kLog2e = 1.44269504088896340736f;
+constexpr double kLn2 = 0.693147180559945309417;
+constexpr float kInfinity = __builtin_inff();
+// Scores are clamped here, so that differences of scores are never inf - inf.
+constexpr float kScoreLimit = 1e38f;
+
+// 2^x for x <= 0; 0 below -126. Relative error < 1.5e-7 (polynomial 1.6e-8, the rest rounding);
+// exactly 1 at 0. NaN stays NaN.
+inline Vec::F exp2_nonpositive(Vec::F x) {
+  Vec::F r;
+  const Vec::F power = Vec::exp2_split(Vec::max(Vec::set1(-126.0f), x), r);
+  Vec::F p = Vec::set1(0x1.41fbbcp-13f);
+  p = Vec::fma(p, r, Vec::set1(0x1.5f3e54p-10f));
+  p = Vec::fma(p, r, Vec::set1(0x1.3b2d4cp-7f));
+  p = Vec::fma(p, r, Vec::set1(0x1.c6aee8p-5f));
+  p = Vec::fma(p, r, Vec::set1(0x1.ebfbdcp-3f));
+  p = Vec::fma(p, r, Vec::set1(0x1.62e430p-1f));
+  p = Vec::fma(p, r, Vec::set1(1.0f));
+  return Vec::zero_below(Vec::scale_by(p, power), x, -126.0f);
+}
+
+// tanh(x), absolute error < 3e-7.
+inline Vec::F tanh(Vec::F x) {
+  const Vec::F magnitude = Vec::copysign(x, Vec::zero());
+  const Vec::F t = exp2_nonpositive(Vec::mul(magnitude, Vec::set1(-2.0f * kLog2e)));
+  const Vec::F one = Vec::set1(1.0f);
+  return Vec::copysign(Vec::div(Vec::sub(one, t), Vec::add(one, t)), x);
+}
+
+inline void prefetch(const char* p) { __builtin_prefetch(p, 0, 3); }
+
+}  // namespace
+}  // namespace scout

@@ -1,0 +1,49 @@
+"""Shared by all tests: environment, order (units first, servers last) and the tiny models."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "scripts"))
+sys.path.insert(0, str(ROOT / "test" / "e2e"))
+
+# Before anything imports triton: without a GPU its kernels run in the interpreter, on CPU tensors.
+if not os.path.exists("/dev/nvidiactl"):
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "e2e: starts real servers (minutes); deselect with -m 'not e2e'"
+    )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark everything under test/e2e and run it after all other tests."""
+    for item in items:
+        if "e2e" in item.path.relative_to(ROOT).parts:
+            item.add_marker("e2e")
+    items.sort(key=lambda item: item.get_closest_marker("e2e") is not None)
+
+
+@pytest.fixture(scope="session")
+def tiny_model() -> Callable[..., Path]:
+    """``tiny_model("qwen3", layers=2, dtype="bfloat16")`` -> folder of such a model.
+
+    Keywords are the fields of ``TinyModelSpec`` in scripts/make_tiny_model.py. Models are kept in
+    ``.cache/models`` of the repository and written only once.
+    """
+    from make_tiny_model import TinyModelSpec, cached_tiny_model
+
+    def make(arch: str = "qwen3", **sizes: int | str) -> Path:
+        spec = TinyModelSpec(arch=arch, **sizes)  # type: ignore[arg-type]
+        return cached_tiny_model(spec, ROOT / ".cache" / "models")
+
+    return make

@@ -1,0 +1,112 @@
+"""Every wrong value is refused with the flag, the value and the fix."""
+
+import pytest
+
+from sglang_scout.core.config import OffloadConfig, parse_config, parse_cpu_list
+from sglang_scout.core.errors import ConfigError
+from sglang_scout.core.profile import check_profile, load_profile
+
+
+def parse(**kwargs):
+    kwargs.setdefault("policy", "scout")
+    return parse_config(policies=("scout",), available_cpus={0, 1}, **kwargs)
+
+
+def test_defaults():
+    config = parse()
+    assert config.budget_tokens == 2048 and config.budget_pages == 64
+    assert config.enabled and not OffloadConfig().enabled
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "parts"),
+    [
+        ({"policy": "magic"}, ["--kv-offload", "'magic'", "scout"]),
+        ({"budget_tokens": 0}, ["--kv-offload-budget", "0", "32"]),
+        ({"budget_tokens": -32}, ["--kv-offload-budget", "-32"]),
+        ({"budget_tokens": 1000}, ["--kv-offload-budget", "1000", "992"]),
+        ({"budget_tokens": 32}, ["--kv-offload-budget", "32", "64"]),
+        ({"host_gb": 0.0}, ["--kv-offload-host-gb", "0"]),
+        ({"host_gb": float("nan")}, ["--kv-offload-host-gb", "nan"]),
+        ({"cpus": "0,x"}, ["--kv-offload-cpus", "'x'"]),
+        ({"cpus": "0-7"}, ["--kv-offload-cpus", "'0-7'", "CPU 2", "0-1"]),
+        ({"cpus": "1-0"}, ["--kv-offload-cpus", "ascending"]),
+        ({"config": "{"}, ["--kv-offload-config", "valid JSON", "line 1"]),
+        ({"config": "[]"}, ["--kv-offload-config", "object", "list"]),
+        ({"config": "@/no/such/file"}, ["--kv-offload-config", "/no/such/file", "cannot read"]),
+        ({"config": '{"recal": "off"}'}, ["--kv-offload-config", "'recal'", "'recall'"]),
+        ({"config": '{"recall": "often"}'}, ["recall", "'often'", "fixed"]),
+        ({"config": '{"recall_interval": "8"}'}, ["recall_interval", "str", "int"]),
+        ({"config": '{"recall_interval": true}'}, ["recall_interval", "bool", "int"]),
+        ({"config": '{"recall_interval": 0}'}, ["recall_interval", "greater than 0"]),
+        ({"config": '{"sink_pages": -1}'}, ["sink_pages", "negative"]),
+        ({"config": '{"resident_tokens": 33}'}, ["resident_tokens", "33", "32"]),
+        ({"config": '{"verify": 1}'}, ["verify", "int", "bool"]),
+        ({"config": '{"recall": "profile"}'}, ["--kv-offload-recall-profile"]),
+    ],
+)
+def test_refused(kwargs, parts):
+    with pytest.raises(ConfigError) as caught:
+        parse(**kwargs)
+    assert isinstance(caught.value, ValueError)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_config_from_file(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text('{"recall_interval": 3, "head_reduce": "max"}')
+    config = parse(config=f"@{path}")
+    assert config.recall_interval == 3 and config.head_reduce == "max"
+
+
+def test_a_profile_switches_profiled_recall_on():
+    assert parse(recall_profile="some.json").recall == "profile"
+    assert parse(recall_profile="some.json", config='{"recall": "off"}').recall == "off"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("0", (0,)), ("0-2,5", (0, 1, 2, 5)), ("3, 1", (1, 3))]
+)
+def test_cpu_list(text, expected):
+    assert parse_cpu_list(text, set(range(8))) == expected
+
+
+PROFILE = (
+    '{"version": 1, "model": "m", "page_size_tokens": 32, "budget_tokens": 512, "threshold": 0.12,'
+    ' "intervals": [3, 4], "num_layers": 2}'
+)
+
+
+def test_profile_round_trip(tmp_path):
+    path = tmp_path / "profile.json"
+    path.write_text(PROFILE)
+    profile = load_profile(str(path))
+    assert profile.intervals == [3, 4]
+    check_profile(profile, str(path), num_layers=2, page_size_tokens=32, model="m")
+    with pytest.raises(ConfigError, match="pages of 32 tokens"):
+        check_profile(profile, str(path), num_layers=2, page_size_tokens=16, model="m")
+    with pytest.raises(ConfigError, match="2 layers"):
+        check_profile(profile, str(path), num_layers=3, page_size_tokens=32, model="n")
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("not json", "not a recall profile"),
+        (PROFILE.replace('"version": 1', '"version": 9'), "version 9"),
+        (PROFILE.replace("[3, 4]", "[3]"), "2 layers"),
+        (PROFILE.replace("[3, 4]", "[3, -1]"), "2 layers"),
+    ],
+)
+def test_bad_profiles(tmp_path, text, part):
+    path = tmp_path / "profile.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="--kv-offload-recall-profile") as caught:
+        load_profile(str(path))
+    assert part in str(caught.value)
+
+
+def test_unreadable_profile():
+    with pytest.raises(ConfigError, match="cannot read"):
+        load_profile("/no/such/profile.json")

@@ -1,0 +1,130 @@
+"""What the end-to-end tests share: the launcher and small checks. No test lives here.
+
+The launcher itself, ``PDCluster``, is ``scripts/pd_cluster.py``, the one that the demo uses too.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+from pd_cluster import PDCluster  # noqa: E402
+from server_process import ServerFailed, ServerProcess, free_ports, processes_of  # noqa: E402
+from sglang_http import (  # noqa: E402
+    Generation,
+    RequestFailed,
+    generate_payload,
+    http_json,
+    sse_events,
+)
+
+__all__ = [
+    "Generation",
+    "PDCluster",
+    "ProcessUsage",
+    "RequestFailed",
+    "ServerFailed",
+    "ServerProcess",
+    "abort_after",
+    "assert_same_tokens",
+    "free_ports",
+    "http_json",
+    "processes_of",
+    "random_prompts",
+    "wait_until",
+]
+
+
+def random_prompts(lengths: Sequence[int], *, vocab: int = 500, seed: int = 0) -> list[list[int]]:
+    """Random token ids below ``vocab``, one prompt per length; the same for the same arguments.
+
+    The tiny model's special tokens lie above 500.
+    """
+    source = random.Random(seed)
+    return [[source.randrange(vocab) for _ in range(length)] for length in lengths]
+
+
+def assert_same_tokens(
+    expected: Sequence[Generation],
+    actual: Sequence[Generation],
+    *,
+    logprob_atol: float | None = None,
+) -> None:
+    """Equal output tokens for every request, and log-probabilities within ``logprob_atol`` if
+    given.
+
+    The failure names the request, its prompt length and the first token that differs.
+    """
+    assert len(expected) == len(actual), f"{len(actual)} answers, expected {len(expected)}"
+    problems = []
+    for i, (want, got) in enumerate(zip(expected, actual, strict=True)):
+        label = f"request {i} ({want.prompt_tokens} prompt tokens)"
+        if want.output_ids != got.output_ids:
+            pairs = zip(want.output_ids, got.output_ids, strict=False)
+            at = next((j for j, (a, b) in enumerate(pairs) if a != b), "the end")
+            problems.append(
+                f"{label}: tokens differ from position {at} on: "
+                f"expected {want.output_ids}, got {got.output_ids}"
+            )
+        elif logprob_atol is not None:
+            assert want.logprobs and got.logprobs, f"{label}: no log-probabilities; ask for them"
+            gap = max(abs(a - b) for a, b in zip(want.logprobs, got.logprobs, strict=True))
+            if not gap <= logprob_atol:
+                problems.append(f"{label}: log-probabilities differ by {gap:.3g}")
+    assert not problems, "\n".join(problems)
+
+
+def wait_until(what: str, condition: Callable[[], bool], timeout_s: float) -> None:
+    """Poll ``condition`` until it holds; fails with ``what`` after ``timeout_s``."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        time.sleep(0.05)
+
+
+def abort_after(
+    cluster: PDCluster, prompt: Sequence[int], events: int, *, max_new_tokens: int = 512
+) -> int:
+    """Start a streamed request and drop the connection after ``events`` events (0: at the first).
+
+    Returns how many events had come; fewer than asked for when the answer ended before.
+    """
+    payload = generate_payload(prompt, max_new_tokens, stream=True)
+    stream = sse_events(cluster.url + "/generate", payload)
+    seen = 0
+    try:
+        for _ in stream:
+            seen += 1
+            if seen >= events:
+                break
+    finally:
+        stream.close()  # type: ignore[attr-defined]  # a generator
+    return seen
+
+
+@dataclass(frozen=True)
+class ProcessUsage:
+    """What a process holds right now."""
+
+    open_files: int
+    rss_bytes: int
+    threads: int
+
+    @classmethod
+    def of(cls, pid: int) -> ProcessUsage:
+        """Raises FileNotFoundError when the process has ended."""
+        status = dict(
+            line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+        )
+        return cls(
+            open_files=len(os.listdir(f"/proc/{pid}/fd")),
+            rss_bytes=int(status["VmRSS"].split()[0]) * 1024,
+            threads=int(status["Threads"]),
+        )

@@ -1,0 +1,171 @@
+"""A decode worker in miniature: real engine, stores and ops, without SGLang and without a process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+from sglang_scout.core.config import parse_config
+from sglang_scout.core.pages import ResidencyTable
+from sglang_scout.engine.pools import DigestPool, HostPages, ModelShape, ResidentCache
+from sglang_scout.engine.step import StepEngine
+from sglang_scout.ops.attend import attend_pages
+from sglang_scout.policy.presets import POLICY_NAMES, make_policy
+
+SIZE = 32
+
+
+class HereInstead:
+    """Answers for the worker with the plain op, and remembers what it was asked for."""
+
+    def __init__(self, shape: ModelShape, host: HostPages) -> None:
+        self.shape, self.host = shape, host
+        self.asked: list[tuple[int, np.ndarray]] = []
+
+    def post(self, layer, step, q, pages, n_pages):
+        assert (np.sum(pages >= 0, axis=1) == n_pages).all()
+        self.asked.append((layer, pages.copy()))
+        return layer, q.copy(), pages.copy()
+
+    def wait(self, ticket, out, lse):
+        layer, q, pages = ticket
+        got, got_lse = attend_pages(
+            torch.from_numpy(q), self.host.k[layer], self.host.v[layer], torch.from_numpy(pages),
+            None, None, self.shape.scale, self.shape.logit_cap, impl="reference",
+        )  # fmt: skip
+        out[:], lse[:] = got.numpy(), got_lse.numpy()
+        return SimpleNamespace(waited_us=1.0, fallback_pages=0)
+
+
+@dataclass
+class Request:
+    slot: int
+    pages: list[int]
+    length: int  # tokens whose K and V are in the host pages
+
+
+class MiniWorker:
+    """Drives :class:`StepEngine` with random keys, values and layer inputs.
+
+    Args:
+        budget_tokens, max_batch, resident_tokens, config: as the flags.
+        drift: how far the layer inputs move from step to step; 0 repeats the same query.
+    """
+
+    def __init__(self, *, layers=3, heads=4, kv_heads=2, dim=64, pages=80, max_batch=4,
+                 budget_tokens=128, resident_tokens=None, dtype=torch.float32, seed=0,
+                 config="{}", drift=0.5, logit_cap=0.0):  # fmt: skip
+        self.config = parse_config(
+            policy="scout", policies=POLICY_NAMES, budget_tokens=budget_tokens, config=config
+        )
+        torch.manual_seed(seed)
+        self.shape = ModelShape(layers, heads, kv_heads, dim, SIZE, dtype, dim**-0.5, logit_cap)
+        tokens = (pages * SIZE, kv_heads, dim)
+        k = [torch.randn(tokens).to(dtype) for _ in range(layers)]
+        v = [torch.randn(tokens).to(dtype) for _ in range(layers)]
+        self.host = HostPages(self.shape, k, v)
+        self.digests = DigestPool(self.shape, pages, "cpu")
+        budget = self.config.budget_pages
+        slots = (resident_tokens or budget_tokens * max_batch) // SIZE + max_batch + budget
+        self.table = ResidencyTable(layers, pages, slots)
+        self.missing = HereInstead(self.shape, self.host)
+        hidden = 48
+        self.weights = [torch.randn(heads * dim, hidden) * 0.4 for _ in range(layers)]
+        self.engine = StepEngine(
+            shape=self.shape,
+            policy=make_policy(self.config, layers),
+            budget_pages=budget,
+            max_batch=max_batch,
+            host=self.host,
+            digests=self.digests,
+            resident=ResidentCache(self.shape, slots, "cpu"),
+            table=self.table,
+            projectors=[self._projector(layer) for layer in range(layers)],
+            missing=self.missing,
+            verify=True,
+        )
+        self.free_pages = list(range(1, pages))
+        self.requests: list[Request] = []
+        self.drift = drift
+        self.hidden = torch.randn(layers, max_batch, hidden)
+
+    def _projector(self, layer):
+        def project(x, positions):
+            q = torch.nn.functional.linear(x, self.weights[layer])
+            return q.view(len(x), self.shape.num_q_heads, self.shape.head_dim)
+
+        return project
+
+    def admit(self, length: int, slot: int | None = None) -> Request:
+        """A request with ``length`` tokens of KV already in the host pages."""
+        count = -(-length // SIZE)
+        pages = [self.free_pages.pop(0) for _ in range(count)]
+        taken = {r.slot for r in self.requests}
+        if slot is None:
+            slot = next(i for i in range(99) if i not in taken)
+        request = Request(slot, pages, length)
+        self.engine.allocate_pages(np.array(pages, np.int64))
+        for page in pages:
+            for layer in range(self.shape.num_layers):
+                self.host.k[layer][page] = torch.randn(self.host.k[layer][page].shape)
+                self.host.v[layer][page] = torch.randn(self.host.v[layer][page].shape)
+        self.requests.append(request)
+        self.engine.admit([slot])
+        return request
+
+    def finish(self, request: Request) -> None:
+        self.requests.remove(request)
+        self.engine.free_pages(np.array(request.pages, np.int64))
+        self.free_pages.extend(request.pages)
+
+    def step(self) -> list[torch.Tensor]:
+        """One decode step over all requests. Returns each layer's output, and checks that the
+        appended token is where it belongs."""
+        for request in self.requests:
+            request.length += 1
+            if request.length > len(request.pages) * SIZE:
+                request.pages.append(self.free_pages.pop(0))
+        rows = len(self.requests)
+        longest = max(len(r.pages) for r in self.requests)
+        table = np.zeros((rows, longest), np.int32)
+        for row, request in enumerate(self.requests):
+            table[row, : len(request.pages)] = request.pages
+        self.engine.begin_step(
+            table,
+            np.array([r.slot for r in self.requests], np.int64),
+            np.array([r.length for r in self.requests], np.int64),
+        )
+        self.hidden = self.hidden + self.drift * torch.randn_like(self.hidden)
+        self.queries, self.outputs = [], []
+        for layer in range(self.shape.num_layers):
+            x = self.hidden[layer, :rows]
+            self.engine.layer_input(layer, x, torch.zeros(rows, dtype=torch.int64))
+            q = self._projector(layer)(x, None)
+            kv = (rows, self.shape.num_kv_heads, self.shape.head_dim)
+            k, v = torch.randn(kv), torch.randn(kv)
+            self.queries.append(q)
+            self.outputs.append(self.engine.attend(layer, q.to(self.shape.dtype), k, v))
+            for row, request in enumerate(self.requests):
+                page, offset = divmod(request.length - 1, SIZE)
+                stored = self.host.k[layer][request.pages[page], offset]
+                assert torch.equal(stored, k[row].to(self.shape.dtype))
+        return self.outputs
+
+    def dense(self, row: int, layer: int) -> torch.Tensor:
+        """Full attention of a row over its whole context, with the step's real query."""
+        request = self.requests[row]
+        ids = torch.tensor(request.pages)
+        k = self.host.k[layer][ids].flatten(0, 1)[: request.length].float()
+        v = self.host.v[layer][ids].flatten(0, 1)[: request.length].float()
+        group = self.shape.num_q_heads // self.shape.num_kv_heads
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        logits = torch.einsum("hd,thd->ht", self.queries[layer][row], k) * self.shape.scale
+        if self.shape.logit_cap:
+            logits = self.shape.logit_cap * torch.tanh(logits / self.shape.logit_cap)
+        return torch.einsum("ht,thd->hd", logits.softmax(1), v)
+
+    def close(self) -> None:
+        self.engine.close()

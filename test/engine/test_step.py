@@ -1,0 +1,223 @@
+"""The decode step against plain references, over whole lives of requests."""
+
+import numpy as np
+import pytest
+import torch
+from mini_worker import SIZE, MiniWorker
+
+FP32_TOLERANCE = 1e-5
+"""Relative; two online softmaxes and a merge in fp32 against one softmax."""
+BF16_TOLERANCE = 1e-2
+
+
+@pytest.fixture
+def make():
+    made = []
+
+    def build(**kwargs):
+        made.append(MiniWorker(**kwargs))
+        return made[-1]
+
+    yield build
+    for worker in made:
+        worker.close()
+
+
+@pytest.mark.parametrize("lengths", [[1], [31, 32, 33], [64, 95, 96, 97]])
+def test_a_covering_budget_is_exact_full_attention(make, lengths):
+    worker = make(budget_tokens=512)
+    for length in lengths:
+        worker.admit(length)
+    for _ in range(40):
+        worker.step()
+        for layer in range(3):
+            for row in range(len(lengths)):
+                torch.testing.assert_close(
+                    worker.outputs[layer][row], worker.dense(row, layer), rtol=2e-5, atol=2e-5
+                )
+    assert worker.engine.counters.cpu_pages == 0 and not worker.missing.asked
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [(torch.float32, FP32_TOLERANCE), (torch.bfloat16, BF16_TOLERANCE)],
+)
+@pytest.mark.parametrize("config", ["{}", '{"precompute": false}', '{"recall": "off"}'])
+def test_a_small_budget_attends_to_exactly_the_chosen_pages(make, dtype, tolerance, config):
+    worker = make(budget_tokens=128, dtype=dtype, config=config)
+    for length in (400, 37, 513, 320):
+        worker.admit(length)
+    for _ in range(50):
+        worker.step()
+    counters = worker.engine.counters
+    assert counters.verify_checks == 50 * 3
+    assert counters.verify_max_rel_error <= tolerance
+    assert counters.cpu_pages > 0, "the test must force misses"
+    assert (counters.recalled_pages > 0) or "off" in config
+
+
+def test_logit_cap(make):
+    worker = make(budget_tokens=128, logit_cap=5.0)
+    worker.admit(400)
+    for _ in range(10):
+        worker.step()
+    assert worker.engine.counters.cpu_pages > 0
+    assert worker.engine.counters.verify_max_rel_error <= FP32_TOLERANCE
+
+
+def test_recall_lowers_the_cpu_share(make):
+    ratios = {}
+    for mode in ("off", "fixed"):
+        worker = make(
+            budget_tokens=160, max_batch=1, pages=120, drift=0.05, seed=3,
+            config=f'{{"recall": "{mode}", "recall_interval": 2}}',
+        )  # fmt: skip
+        worker.admit(96 * SIZE)
+        for _ in range(60):
+            worker.step()
+        ratios[mode] = worker.engine.counters.cpu_compute_ratio
+    assert ratios["fixed"] < ratios["off"] / 2
+
+
+def test_a_page_given_to_the_cpu_is_not_resident_in_the_same_step(make):
+    worker = make(budget_tokens=128, config='{"recall_interval": 1}')
+    worker.admit(640)
+    for _ in range(12):
+        worker.missing.asked.clear()
+        worker.step()
+        batch = worker.engine._batch
+        for layer, pages in worker.missing.asked:
+            handed = set(pages[pages >= 0])
+            resident = batch.table[0][batch.slots[layer, 0] >= 0].numpy()
+            assert not handed & set(resident)
+    assert worker.engine.counters.recalled_pages > 0
+
+
+def test_requests_come_and_go_without_mixing(make):
+    rng = np.random.default_rng(5)
+    worker = make(budget_tokens=128, pages=140, max_batch=4)
+    for _ in range(150):
+        if len(worker.requests) < 4 and rng.random() < 0.3:
+            worker.admit(int(rng.integers(1, 700)))
+        if worker.requests and rng.random() < 0.1:
+            worker.finish(worker.requests[int(rng.integers(len(worker.requests)))])
+        if worker.requests:
+            worker.step()
+            worker.table.check()
+    assert worker.engine.counters.verify_max_rel_error <= FP32_TOLERANCE
+    for request in list(worker.requests):
+        worker.finish(request)
+    worker.engine.recall.commit(10**6)
+    assert worker.table.resident_pages == 0
+    assert all(worker.table.num_free(layer) == worker.table.num_slots for layer in range(3))
+
+
+def test_shared_prefix_pages_are_resident_once_and_digested_once(make):
+    worker = make(budget_tokens=128)
+    first = worker.admit(256)
+    worker.step()
+    computed = worker.digests.computed
+    second = worker.admit(1)
+    own = second.pages
+    second.pages = first.pages[:8] + own
+    second.length = 8 * SIZE + 1
+    worker.step()
+    assert worker.digests.computed == computed, "shared pages already have digests"
+    assert worker.engine.counters.verify_max_rel_error <= FP32_TOLERANCE
+
+
+def test_digests_that_arrived_are_used_and_absent_ones_built(make):
+    worker = make(budget_tokens=128)
+    request = worker.admit(10 * SIZE + 5)
+    arrived = np.array(request.pages[:6], np.int64)
+    for layer in range(3):
+        k = worker.host.k[layer][torch.from_numpy(arrived)]
+        worker.digests.kmin[layer][arrived] = k.amin(1)
+        worker.digests.kmax[layer][arrived] = k.amax(1)
+    worker.step()
+    assert worker.digests.received == 6 and worker.digests.computed == 4
+    for layer in range(3):
+        k = worker.host.k[layer][torch.tensor(request.pages[:10])]
+        assert torch.equal(worker.digests.kmin[layer][request.pages[:10]], k.amin(1))
+
+
+def test_a_half_arrived_digest_is_rebuilt(make):
+    worker = make(budget_tokens=128)
+    request = worker.admit(3 * SIZE)
+    page = request.pages[1]
+    worker.digests.kmin[:, page] = 0.0  # kmax never came
+    worker.step()
+    assert worker.digests.received == 0 and worker.digests.computed == 3
+
+
+def test_a_reused_page_gets_a_new_digest(make):
+    worker = make(budget_tokens=128, pages=12)
+    first = worker.admit(5 * SIZE)
+    worker.step()
+    worker.finish(first)
+    worker.free_pages.sort()
+    second = worker.admit(5 * SIZE)
+    assert set(second.pages) & set(first.pages)
+    worker.step()
+    page = second.pages[2]
+    assert torch.equal(worker.digests.kmax[0][page], worker.host.k[0][page].amax(0))
+    assert worker.engine.counters.verify_max_rel_error <= FP32_TOLERANCE
+
+
+def test_flush_forgets_everything(make):
+    worker = make(budget_tokens=128)
+    request = worker.admit(300)
+    worker.step()
+    worker.requests.remove(request)
+    worker.engine.clear()
+    assert worker.table.resident_pages == 0 and not worker.digests.valid.any()
+
+
+def test_what_fits_stays(make):
+    """One request on a cache made for four: its pages stay and the CPU falls idle."""
+    worker = make(budget_tokens=128, max_batch=4, config='{"recall_interval": 1}', drift=1.0)
+    worker.admit(14 * SIZE)  # more than a budget of 4 pages, less than the 16 of the cache
+    for _ in range(40):
+        worker.step()
+    worker.missing.asked.clear()
+    worker.step()
+    assert not worker.missing.asked
+
+
+def test_counters(make):
+    worker = make(budget_tokens=128)
+    worker.admit(640)
+    worker.admit(640)
+    for _ in range(5):
+        worker.step()
+    counters = worker.engine.counters
+    asked = sum((pages >= 0).sum() for _, pages in worker.missing.asked)
+    assert counters.cpu_pages == asked == counters.cpu_pages_by_layer.sum()
+    assert counters.selected_pages == 5 * 3 * 2 * 4
+    assert counters.budget_pages == counters.selected_pages
+    assert counters.steps == 5
+
+
+def test_too_small_a_cache_is_refused():
+    with pytest.raises(ValueError, match="sink, recent and tail"):
+        worker = MiniWorker(budget_tokens=128, max_batch=4, resident_tokens=SIZE)
+        worker.table = None
+
+
+def test_a_batch_too_large_is_refused(make):
+    worker = make(max_batch=1)
+    worker.admit(3)
+    worker.admit(3)
+    with pytest.raises(ValueError, match="batch of 2 rows"):
+        worker.step()
+
+
+def test_the_same_request_gives_the_same_outputs_every_time(make):
+    """Copies run in another thread; what is resident in which step must not depend on its speed."""
+    runs = []
+    for _ in range(2):
+        worker = make(budget_tokens=128, seed=11)
+        worker.admit(640)
+        runs.append([torch.stack(worker.step()) for _ in range(20)])
+        assert worker.engine.counters.recalled_pages > 0
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))

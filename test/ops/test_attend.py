@@ -1,0 +1,244 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_scout.core.errors import ImplementationError
+from sglang_scout.ops import native
+from sglang_scout.ops.attend import ATTEND_PAGES, attend_pages, attend_reference
+
+IMPLS = pytest.mark.parametrize("impl", ATTEND_PAGES.names())
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def i32(values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def densely(q, k, v, pages, last_page, last_len, scale, logit_cap=0.0):
+    """Oracle: softmax over the tokens written out, in float64, row by row and head by head."""
+    B, HQ, D = q.shape
+    G = HQ // k.shape[2]
+    out = torch.zeros(B, HQ, D, dtype=torch.float64)
+    lse = torch.full((B, HQ), -torch.inf, dtype=torch.float64)
+    for b in range(B):
+        parts = [(page, k.shape[1]) for page in pages[b].tolist() if page >= 0]
+        if last_page is not None and last_page[b] >= 0:
+            parts.append((int(last_page[b]), int(last_len[b])))
+        if not parts:
+            continue
+        keys = torch.cat([k[page, :n] for page, n in parts]).double()
+        values = torch.cat([v[page, :n] for page, n in parts]).double()
+        for h in range(HQ):
+            s = keys[:, h // G] @ q[b, h].double() * scale
+            s = logit_cap * torch.tanh(s / logit_cap) if logit_cap else s
+            lse[b, h] = torch.logsumexp(s, 0)
+            out[b, h] = torch.softmax(s, 0) @ values[:, h // G]
+    return out, lse
+
+
+def poisoned(q):
+    return torch.full(q.shape, torch.nan), torch.full(q.shape[:2], torch.nan)
+
+
+def inputs(seed, B=3, P=7, S=8, H=2, G=3, D=64, R=5, dtype=torch.float32, spread=1.0):
+    rng = torch.Generator().manual_seed(seed)
+    q = torch.randn(B, H * G, D, generator=rng) * spread
+    k, v = (torch.randn(P, S, H, D, generator=rng).to(dtype) for _ in range(2))
+    pages = torch.randint(-1, P, (B, R), generator=rng, dtype=torch.int32)
+    last_page = torch.randint(-1, P, (B,), generator=rng, dtype=torch.int32)
+    last_len = torch.randint(1, S + 1, (B,), generator=rng, dtype=torch.int32)
+    return q, k, v, pages, last_page, last_len
+
+
+@IMPLS
+@given(
+    dtype=st.sampled_from(DTYPES),
+    sizes=st.tuples(*(st.integers(1, n) for n in (4, 9, 33, 4, 8))),
+    D=st.sampled_from((16, 48, 64, 80, 96, 128, 256)),
+    R=st.integers(0, 6),
+    spread=st.sampled_from((0.1, 1.0, 8.0)),
+    logit_cap=st.sampled_from((0.0, 30.0)),
+    with_last=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_equals_dense_softmax(agree, impl, dtype, sizes, D, R, spread, logit_cap, with_last, seed):
+    B, P, S, H, G = sizes
+    q, k, v, pages, *last = inputs(seed, B, P, S, H, G, D, R, dtype, spread)
+    last = last if with_last else (None, None)
+    out = poisoned(q)
+    got = attend_pages(q, k, v, pages, *last, D**-0.5, logit_cap, impl=impl, out=out)
+    assert got[0] is out[0]
+    assert got[1] is out[1]
+    agree(ATTEND_PAGES, got, densely(q, k, v, pages, *last, D**-0.5, logit_cap), dtype)
+
+
+@IMPLS
+@pytest.mark.parametrize(
+    ("H", "G", "D"), [(8, 5, 128), (2, 16, 128), (4, 1, 64), (1, 8, 256), (3, 2, 96)]
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_shapes_of_real_models(agree, impl, H, G, D, dtype):
+    q, k, v, pages, *last = inputs(11, B=2, P=40, S=32, H=H, G=G, D=D, R=24, dtype=dtype)
+    got = attend_pages(q, k, v, pages, *last, D**-0.5, impl=impl)
+    agree(ATTEND_PAGES, got, densely(q, k, v, pages, *last, D**-0.5), dtype)
+
+
+@IMPLS
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_reads_that_page_that_head_and_no_neighbour(impl, dtype):
+    """Every value names its page, token and head; one token outweighs all: out is its value."""
+    P, S, H, G, D = 5, 4, 3, 2, 64
+    name = torch.arange(P * S * H, dtype=torch.float32).view(P, S, H, 1)
+    v = name.expand(P, S, H, D).to(dtype)  # 0..59, exact in 16 bits
+    v = v.contiguous()
+    k = torch.zeros(P, S, H, D, dtype=dtype)
+    channel = torch.arange(P * S * H).view(P, S, H)  # each token has a channel of its own
+    k.scatter_(3, channel[..., None], 1.0)
+    for page in range(P):
+        for token in (0, S - 1):
+            q = torch.zeros(1, H * G, D)
+            for head in range(H * G):
+                q[0, head, channel[page, token, head // G]] = 200.0
+            every = i32([list(range(P))])
+            out, _ = attend_pages(q, k, v, every, None, None, 1.0, impl=impl)
+            assert torch.equal(out[0, :, 0], name[page, token, :, 0].repeat_interleave(G))
+            others = i32([[p if p != page else -1 for p in range(P)]])
+            out, _ = attend_pages(q, k, v, others, i32([page]), i32([token + 1]), 1.0, impl=impl)
+            assert torch.equal(out[0, :, 0], name[page, token, :, 0].repeat_interleave(G))
+
+
+@IMPLS
+@pytest.mark.parametrize("last", [(None, None), (i32([-1, -1]), i32([0, 999]))])
+@pytest.mark.parametrize("R", [0, 3])
+def test_empty_set(impl, last, R):
+    q, k, v, *_ = inputs(2, B=2)
+    out = poisoned(q)
+    pages = torch.full((2, R), -1, dtype=torch.int32)
+    attend_pages(q, k, v, pages, *last, 0.125, impl=impl, out=out)
+    assert (out[0] == 0).all()
+    assert (out[1] == -torch.inf).all()
+
+
+@IMPLS
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_was_never_written_is_never_used(agree, impl, dtype):
+    """NaN in unnamed pages, in page 0 behind a -1, and behind last_len changes nothing."""
+    q, k, v, _, _, _ = inputs(4, B=2, P=6, S=8, dtype=dtype)
+    pages, last_page, last_len = i32([[-1, 2, -1, 3], [-1] * 4]), i32([4, 5]), i32([3, 1])
+    expected = densely(q, k, v, pages, last_page, last_len, 0.125)
+    for pool in (k, v):
+        pool[0], pool[1], pool[4, 3:], pool[5, 1:] = (torch.nan,) * 4
+    got = attend_pages(q, k, v, pages, last_page, last_len, 0.125, impl=impl, out=poisoned(q))
+    agree(ATTEND_PAGES, got, expected, dtype)
+
+
+@IMPLS
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_large_scores_do_not_overflow(agree, impl, sign):
+    q, k, v, pages, *last = inputs(6)
+    k[..., 0], q[..., 0] = 40.0, sign * 40.0  # every score near +-1600
+    pages[:, 0] = 1
+    got = attend_pages(q, k, v, pages, *last, 1.0, impl=impl)
+    expected = densely(q, k, v, pages, *last, 1.0)
+    assert torch.allclose(got[1].double(), expected[1], rtol=1e-6)
+    # Scores of 1600 carry 1e-4 of rounding before the exponential, whoever computes them.
+    assert torch.allclose(got[0].double(), expected[0], atol=2e-3)
+
+
+@IMPLS
+def test_order_and_padding_of_pages_do_not_matter(agree, impl):
+    q, k, v, _, *_ = inputs(8, B=1, P=8)
+    straight = attend_pages(q, k, v, i32([[1, 4, 6]]), None, None, 0.125, impl=impl)
+    mixed = attend_pages(q, k, v, i32([[-1, 6, -1, 1, 4, -1]]), None, None, 0.125, impl=impl)
+    agree(ATTEND_PAGES, mixed, straight)
+
+
+@IMPLS
+def test_full_last_page_is_an_ordinary_page(agree, impl):
+    q, k, v, *_ = inputs(10, B=1, S=8)
+    a = attend_pages(q, k, v, i32([[1, 4, 6]]), None, None, 0.125, impl=impl)
+    b = attend_pages(q, k, v, i32([[1, 4]]), i32([6]), i32([8]), 0.125, impl=impl)
+    agree(ATTEND_PAGES, b, a)
+
+
+def test_needs_no_value_on_the_host():
+    arguments = [t.to("meta") for t in inputs(1)]
+    out, lse = attend_reference(*arguments, 0.125)
+    assert (out.shape, lse.shape) == ((3, 6, 64), (3, 6))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"v": torch.zeros(7, 8, 4, 64)}, "attend_pages: v has H=4, expected 2"),
+        (
+            {"v": torch.zeros(7, 8, 2, 64).half()},
+            "attend_pages: v has dtype torch.float16, expected",
+        ),
+        ({"q": torch.zeros(3, 6, 63)}, "attend_pages: q has D=63, expected 64"),
+        ({"q": torch.zeros(3, 6, 64).bfloat16()}, "attend_pages: q is torch.bfloat16"),
+        ({"pages": torch.zeros(2, 5).int()}, "attend_pages: q has B=3, expected 2"),
+        ({"pages": torch.zeros(3, 5).long()}, "attend_pages: pages has dtype torch.int64"),
+        ({"last_len": None}, "attend_pages: last_page and last_len come together"),
+        ({"last_len": i32([1, 2])}, "attend_pages: last_len has B=2, expected 3"),
+        ({"logit_cap": -1.0}, "attend_pages: logit_cap is -1.0"),
+        ({"out": (torch.zeros(3, 5, 64), torch.zeros(3, 6))}, r"attend_pages: out\[0\] has Q=5"),
+    ],
+)
+def test_malformed_arguments_are_named(change, message):
+    names = ("q", "k", "v", "pages", "last_page", "last_len")
+    arguments = dict(zip(names, inputs(1), strict=True)) | {"scale": 1.0} | change
+    with pytest.raises(ValueError, match=message):
+        attend_pages(**arguments)
+
+
+@pytest.mark.parametrize("impl", ["native"])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("pages", 7), ("last_page", 7), ("last_len", 0), ("last_len", 9)],
+)
+def test_native_refuses_what_would_read_outside(impl, name, value):
+    names = ("q", "k", "v", "pages", "last_page", "last_len")
+    arguments = dict(zip(names, inputs(1), strict=True))
+    arguments["last_page"][0] = 0
+    arguments[name].view(-1)[0] = value
+    with pytest.raises(ValueError, match=f"attend_pages: {name} has {value}, expected values "):
+        attend_pages(**arguments, scale=1.0, impl=impl)
+
+
+@pytest.mark.parametrize("impl", ["native"])
+def test_native_names_every_reason(impl):
+    q, k, v, pages, *last = inputs(1, D=24)
+    with pytest.raises(ImplementationError) as caught:
+        attend_pages(q, k.double(), v.double(), pages.T.contiguous().T, *last, 1.0, impl=impl)
+    message = str(caught.value)
+    assert "native supports float32, bfloat16, float16" in message
+    assert "pages is not contiguous" in message
+    assert "D=24; native supports multiples of 16" in message
+    assert "float64[7, 8, 2, 24]" in message
+
+
+def test_head_size_that_native_lacks_runs_on_the_reference(agree):
+    q, k, v, pages, *last = inputs(1, D=24)
+    got = attend_pages(q, k, v, pages, *last, 0.125)
+    agree(ATTEND_PAGES, got, densely(q, k, v, pages, *last, 0.125))
+
+
+@pytest.mark.parametrize("impl", ["native"])
+@pytest.mark.parametrize("isa", ["portable", "avx2", "avx512"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_instruction_set_of_this_machine(agree, impl, isa, dtype):
+    usual = native.isa()
+    try:
+        native.set_isa(isa)
+    except ValueError as refusal:
+        pytest.skip(str(refusal))
+    try:
+        for D in (16, 64, 80, 96, 128, 256):
+            q, k, v, pages, *last = inputs(12, S=32, D=D, dtype=dtype)
+            got = attend_pages(q, k, v, pages, *last, D**-0.5, impl=impl)
+            agree(ATTEND_PAGES, got, densely(q, k, v, pages, *last, D**-0.5), dtype)
+        assert native.isa() == isa
+    finally:
+        native.set_isa(usual)

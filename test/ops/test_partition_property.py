@@ -1,0 +1,88 @@
+"""Split a request's pages at random between GPU part, CPU part and nothing: attending to both parts
+and merging gives dense attention over their union. This is what makes the split invisible."""
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from sglang_scout.ops.attend import ATTEND_PAGES, attend_pages
+from sglang_scout.ops.merge import merge_states
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+GPU, CPU, NOTHING = 0, 1, 2
+
+
+def dense(q, k, v, kept, scale):
+    """float64 attention of one row over a list of (page, valid tokens)."""
+    HQ, D = q.shape
+    if not kept:
+        return torch.zeros(HQ, D, dtype=torch.float64), torch.full((HQ,), -torch.inf).double()
+    keys, values = (
+        torch.cat([x[page, :n] for page, n in kept]).double().repeat_interleave(HQ // x.shape[2], 1)
+        for x in (k, v)
+    )  # [T, HQ, D]
+    s = torch.einsum("hd,thd->ht", q.double(), keys) * scale
+    return torch.einsum("ht,thd->hd", s.softmax(1), values), s.logsumexp(1)
+
+
+def packed(rows, k):
+    """Lists of page ids as [B, k] int32, padded with -1."""
+    return torch.tensor([row + [-1] * (k - len(row)) for row in rows], dtype=torch.int32).view(
+        -1, k
+    )
+
+
+# Where each page of each request goes: rows may be empty, and all may go to one place.
+assignments = st.lists(
+    st.lists(st.sampled_from((GPU, CPU, NOTHING)), min_size=0, max_size=10), min_size=1, max_size=4
+)
+
+
+@pytest.mark.parametrize("cpu_impl", ATTEND_PAGES.names())
+@settings(max_examples=60)
+@given(
+    where=assignments,
+    tail_lens=st.lists(st.integers(0, 8), min_size=4, max_size=4),
+    dtype=st.sampled_from(DTYPES),
+    heads=st.sampled_from(((1, 1), (2, 3), (4, 2), (2, 8))),
+    D=st.sampled_from((16, 64, 96, 128)),
+    spread=st.sampled_from((0.1, 1.0, 5.0)),
+    seed=st.integers(0, 2**31),
+)
+@example([[]], [0] * 4, torch.float32, (2, 3), 64, 1.0, 0).via("both parts empty")
+@example([[NOTHING] * 3, [CPU], [GPU]], [0] * 4, torch.float32, (2, 3), 64, 1.0, 0).via(
+    "each alone"
+)
+@example([[CPU] * 3], [5] * 4, torch.bfloat16, (2, 3), 64, 1.0, 0).via("GPU has the tail only")
+def test_merged_parts_equal_dense_attention_over_the_union(
+    agree, cpu_impl, where, tail_lens, dtype, heads, D, spread, seed
+):
+    S, (H, G), scale = 8, heads, D**-0.5
+    B, rng = len(where), torch.Generator().manual_seed(seed)
+    P = sum(len(row) for row in where) + B + 1
+    k, v = (torch.randn(P, S, H, D, generator=rng).to(dtype) for _ in range(2))
+    q = torch.randn(B, H * G, D, generator=rng) * spread
+    ids = iter(torch.randperm(P, generator=rng).tolist())
+    parts = [[(next(ids), place) for place in row] for row in where]
+    tails = [(next(ids), n) if n else (-1, 0) for n in tail_lens[:B]]
+    unwritten = next(ids)
+    k[unwritten], v[unwritten] = torch.nan, torch.nan
+    for page, n in tails:  # a page being filled: what lies behind its tokens is not there yet
+        if n:
+            k[page, n:], v[page, n:] = torch.nan, torch.nan
+
+    pages = {
+        place: packed([[page for page, p in row if p == place] for row in parts], 10)
+        for place in (GPU, CPU)
+    }
+    tail_page, tail_len = torch.tensor(tails, dtype=torch.int32).T.contiguous()
+    resident = attend_pages(q, k, v, pages[GPU], tail_page, tail_len, scale, impl="reference")
+    missing = attend_pages(q, k, v, pages[CPU], None, None, scale, impl=cpu_impl)
+    merged = merge_states(*resident, *missing)
+
+    for b in range(B):
+        kept = [(page, S) for page, place in parts[b] if place != NOTHING]
+        kept += [tails[b]] if tails[b][1] else []
+        expected = dense(q[b], k, v, kept, scale)
+        agree(ATTEND_PAGES, (merged[0][b], merged[1][b]), expected, dtype)

@@ -1,0 +1,204 @@
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_scout.ops.predict import (
+    PREDICT_QUERY,
+    predict_query,
+    predict_query_reference,
+    rms_norm,
+)
+
+IMPLS = pytest.mark.parametrize("impl", PREDICT_QUERY.names())
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def table(max_pos, rotary_dim, base=10000.0):
+    frequency = base ** (-torch.arange(0, rotary_dim, 2) / rotary_dim)
+    angle = torch.arange(max_pos)[:, None] * frequency
+    return torch.cat((angle.cos(), angle.sin()), dim=1)  # [max_pos, rotary_dim]
+
+
+def case(seed=0, B=3, hidden=48, HQ=4, D=16, rotary_dim=16, bias=True, q_norm=True, max_pos=64,
+         is_neox=True, dtype=torch.float32):  # fmt: skip
+    rng = torch.Generator().manual_seed(seed)
+
+    def random(*shape, scale=1.0):
+        return (torch.randn(*shape, generator=rng) * scale).to(dtype)
+
+    return {
+        "x": random(B, hidden, scale=3.0),
+        "norm_weight": 1 + random(hidden, scale=0.1),
+        "norm_eps": 1e-6,
+        "w_q": random(HQ * D, hidden, scale=hidden**-0.5),
+        "b_q": random(HQ * D) if bias else None,
+        "q_norm_weight": 1 + random(D, scale=0.1) if q_norm else None,
+        "q_norm_eps": 1e-5,
+        "cos_sin": table(max_pos, rotary_dim).to(dtype),
+        "positions": torch.randint(0, max_pos, (B,), generator=rng),
+        "rotary_dim": rotary_dim,
+        "is_neox": is_neox,
+        "HQ": HQ,
+        "D": D,
+    }
+
+
+def by_complex_numbers(c):
+    """Oracle in float64: a rotated pair is a complex number times cos + i sin."""
+    x = c["x"].double()
+    x = x / (x.pow(2).mean(-1, keepdim=True) + c["norm_eps"]).sqrt() * c["norm_weight"].double()
+    q = x @ c["w_q"].double().T + (0 if c["b_q"] is None else c["b_q"].double())
+    q = q.view(-1, c["HQ"], c["D"])
+    if c["q_norm_weight"] is not None:
+        q = q / (q.pow(2).mean(-1, keepdim=True) + c["q_norm_eps"]).sqrt()
+        q = q * c["q_norm_weight"].double()
+    if c["cos_sin"] is None:
+        return q
+    half = c["rotary_dim"] // 2
+    at = c["cos_sin"].double()[c["positions"]]
+    turn = torch.complex(at[:, None, :half], at[:, None, half:])
+    i = torch.arange(half)
+    first, second = (i, i + half) if c["is_neox"] else (2 * i, 2 * i + 1)
+    pair = torch.complex(q[..., first], q[..., second]) * turn
+    q[..., first], q[..., second] = pair.real, pair.imag
+    return q
+
+
+@IMPLS
+@given(
+    dtype=st.sampled_from(DTYPES),
+    B=st.integers(1, 5),
+    HQ=st.integers(1, 6),
+    D=st.sampled_from((8, 64, 96, 128)),
+    part=st.sampled_from((1, 2, 4)),
+    bias=st.booleans(),
+    q_norm=st.booleans(),
+    is_neox=st.booleans(),
+    rotated=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_equals_double_precision(
+    agree, impl, dtype, B, HQ, D, part, bias, q_norm, is_neox, rotated, seed
+):
+    c = case(seed, B, 48, HQ, D, D // part, bias, q_norm, 64, is_neox, dtype)
+    if not rotated:
+        c["cos_sin"] = None
+    got = predict_query(**c, impl=impl)
+    assert got.dtype == torch.float32
+    assert got.shape == (B, HQ, D)
+    assert torch.equal(got, got.to(dtype).float())  # as the model's own query, rounded to its dtype
+    agree(PREDICT_QUERY, got, by_complex_numbers(c), dtype)
+
+
+@IMPLS
+def test_a_float32_table_is_used_as_it_is(agree, impl):
+    """On CUDA SGLang keeps the table in float32 beside a bfloat16 model."""
+    c = case(dtype=torch.bfloat16) | {"cos_sin": table(4096, 16)}
+    c["positions"] = torch.tensor([4095, 4001, 0])
+    agree(PREDICT_QUERY, predict_query(**c, impl=impl), by_complex_numbers(c), torch.bfloat16)
+
+
+def test_inputs_are_not_changed_and_no_value_is_needed_on_the_host():
+    c = case()
+    before = {name: t.clone() for name, t in c.items() if isinstance(t, torch.Tensor)}
+    predict_query(**c)
+    assert all(torch.equal(t, c[name]) for name, t in before.items())
+    meta = {n: t.to("meta") if isinstance(t, torch.Tensor) else t for n, t in c.items()}
+    assert predict_query_reference(**meta).shape == (3, 4, 16)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"w_q": torch.zeros(64, 47)}, "predict_query: w_q has C=47, expected 48"),
+        ({"w_q": torch.zeros(60, 48)}, "predict_query: w_q has Q=60, expected 64"),
+        ({"w_q": torch.zeros(64, 48).half()}, "predict_query: w_q has dtype torch.float16"),
+        ({"q_norm_weight": torch.zeros(8)}, "predict_query: q_norm_weight has D=8, expected 16"),
+        ({"positions": torch.zeros(2).long()}, "predict_query: positions has B=2, expected 3"),
+        ({"rotary_dim": 18}, "predict_query: rotary_dim is 18, expected an even number in 2..16"),
+        ({"rotary_dim": 8}, "predict_query: cos_sin has R=16, expected 8"),
+    ],
+)
+def test_malformed_arguments_are_named(change, message):
+    with pytest.raises(ValueError, match=message):
+        predict_query(**(case() | change))
+
+
+@pytest.fixture(scope="module")
+def sgl():
+    """SGLang's own RMSNorm and get_rope, on the CPU."""
+    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+    try:
+        from sglang.srt.layers.layernorm import RMSNorm
+        from sglang.srt.layers.rotary_embedding import get_rope
+        from sglang.srt.runtime_context import get_context
+        from sglang.srt.utils import is_cpu
+    except Exception as error:  # a broken install raises all sorts of things
+        pytest.skip(f"sglang cannot be imported: {error!r}")
+    if not is_cpu():
+        pytest.skip("sglang was imported before SGLANG_USE_CPU_ENGINE=1 was set")
+    # get_rope asks the published server arguments for one field; put back what was published.
+    context = get_context()
+    before, context._server_args = context._server_args, SimpleNamespace(rl_on_policy_target=None)
+    yield RMSNorm, get_rope
+    context._server_args = before
+
+
+# Qwen3: head norm, whole head turns. Llama: neither bias nor head norm. Qwen2: bias.
+# GLM4: bias, only half of the head turns and neighbours pair.
+MODELS = {
+    "qwen3": {"bias": False, "q_norm": True, "rotary_dim": 128, "is_neox": True},
+    "llama": {"bias": False, "q_norm": False, "rotary_dim": 128, "is_neox": True},
+    "qwen2": {"bias": True, "q_norm": False, "rotary_dim": 128, "is_neox": True},
+    "glm4": {"bias": True, "q_norm": False, "rotary_dim": 64, "is_neox": False},
+}
+
+
+@IMPLS
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_equals_the_modules_of_sglang(sgl, impl, model, dtype):
+    """The same input through SGLang's norm, head norm and rotation: equal to the bit."""
+    RMSNorm, get_rope = sgl
+    HQ, D, hidden, max_pos = 4, 128, 256, 512
+    c = case(5, 6, hidden, HQ, D, max_pos=max_pos, dtype=dtype, **MODELS[model])
+
+    def norm(weight, eps, x):
+        module = RMSNorm(len(weight), eps=eps).to(dtype)
+        module.weight.data.copy_(weight)
+        return module.forward_native(x)
+
+    with torch.no_grad():
+        q = norm(c["norm_weight"], c["norm_eps"], c["x"].clone())
+        q = torch.nn.functional.linear(q, c["w_q"], c["b_q"])
+        if c["q_norm_weight"] is not None:
+            q = norm(c["q_norm_weight"], c["q_norm_eps"], q.view(-1, D)).view(-1, HQ * D)
+        rope = get_rope(
+            D,
+            rotary_dim=c["rotary_dim"],
+            max_position=max_pos,
+            base=10000,
+            is_neox_style=c["is_neox"],
+            dtype=dtype,
+        )
+        q, _ = rope.forward_native(c["positions"], q, torch.zeros(6, D, dtype=dtype))
+        c["cos_sin"] = rope.cos_sin_cache
+        got = predict_query(**c, impl=impl)
+    if impl == "reference":
+        assert torch.equal(got, q.view(-1, HQ, D).float())
+    mismatch = PREDICT_QUERY.tolerances[str(dtype).removeprefix("torch.")].mismatch(
+        got, q.view(-1, HQ, D).float()
+    )
+    assert not mismatch
+
+
+def test_rms_norm_rounds_once():
+    x = torch.randn(4, 64).bfloat16()
+    weight = torch.randn(64).bfloat16()
+    exact = x.double() / (x.double().pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
+    off = (rms_norm(x, weight, 1e-6).double() - exact).abs()
+    assert (off <= exact.abs() * 2**-8 * 1.01).all()

@@ -1,0 +1,175 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_scout.ops.select import SELECT_PAGES, select_pages, select_reference
+
+IMPLS = pytest.mark.parametrize("impl", SELECT_PAGES.names())
+
+
+def i32(values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def best_by_sorting(scores, pages, n_full, k, sink, recent):
+    """Oracle for one row: forced columns, then the others by score. Returns {page: score}."""
+    columns = [n for n in range(n_full) if pages[n] >= 0]
+    forced = [n for n in columns if n < sink or n >= n_full - recent]
+    others = sorted((n for n in columns if n not in forced), key=lambda n: -scores[n])
+    return {pages[n]: scores[n] for n in (forced + others)[:k]}, {pages[n] for n in forced}
+
+
+@st.composite
+def cases(draw):
+    B, N = draw(st.integers(1, 4)), draw(st.integers(0, 24))
+    P = B * N + draw(st.integers(1, 5))
+    rng = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    levels = draw(st.sampled_from((2, 5, 10**6)))  # few levels: many ties
+    scores = torch.randint(0, levels, (B, N), generator=rng) / levels
+    table = torch.randperm(P, generator=rng)[: B * N].view(B, N).int()
+    if draw(st.booleans()):
+        table[torch.rand(B, N, generator=rng) < 0.2] = -1
+    n_full = torch.randint(0, N + 1, (B,), generator=rng, dtype=torch.int32)
+    slot_of = torch.randint(-1, 3, (P,), generator=rng, dtype=torch.int32)
+    sink, recent = draw(st.integers(0, 3)), draw(st.integers(0, 3))
+    k = draw(st.integers(max(1, sink + recent), max(1, sink + recent) + 12))
+    return scores, table, n_full, slot_of, k, sink, recent
+
+
+@IMPLS
+@given(case=cases())
+def test_equals_sorting_as_a_set(impl, case):
+    scores, table, n_full, slot_of, k, sink, recent = case
+    chosen = select_pages(scores, table, n_full, slot_of, k, sink, recent, impl=impl)
+    assert [t.dtype for t in chosen] == [torch.int32] * 3
+    assert chosen.pages.shape == chosen.missing.shape == (len(table), k)
+    assert chosen.pages.is_contiguous()
+    assert chosen.missing.is_contiguous()
+    for b in range(len(table)):
+        row, ids = scores[b].tolist(), table[b].tolist()
+        best, forced = best_by_sorting(row, ids, int(n_full[b]), k, sink, recent)
+        got = chosen.pages[b].tolist()
+        filled = [page for page in got if page >= 0]
+        assert got == filled + [-1] * (k - len(filled))  # packed to the left
+        assert len(set(filled)) == len(filled) == len(best)
+        assert forced <= set(filled)
+        score_of = dict(zip(ids, row, strict=True))
+        swapped_in, swapped_out = set(filled) - set(best), set(best) - set(filled)
+        # Where the sets differ the scores are the same: a tie went the other way.
+        assert sorted(score_of[p] for p in swapped_in) == sorted(best[p] for p in swapped_out)
+        missing = [page for page in filled if slot_of[page] < 0]
+        assert chosen.missing[b].tolist() == missing + [-1] * (k - len(missing))
+        assert int(chosen.n_missing[b]) == len(missing)
+
+
+@IMPLS
+def test_forced_pages_win_over_any_score(impl):
+    table, slot_of = i32([[10, 11, 12, 13, 14, 15]]), i32([-1] * 20)
+    scores = torch.tensor([[-1e38, torch.inf, 3.0, torch.nan, -torch.inf, torch.inf]])
+    got = select_pages(scores, table, i32([5]), slot_of, 2, 1, 1, impl=impl)
+    assert set(got.pages[0].tolist()) == {10, 14}
+    got = select_pages(scores, table, i32([5]), slot_of, 4, 1, 1, impl=impl)
+    assert set(got.pages[0].tolist()) == {
+        10,
+        11,
+        12,
+        14,
+    }  # the NaN comes last, column 5 is not full
+
+
+@IMPLS
+def test_all_pages_are_chosen_when_they_fit(impl):
+    table, slot_of = i32([[4, 3, 2, 1], [0, 5, -1, -1]]), i32([0, 0, 0, -1, -1, -1])
+    scores = torch.full((2, 4), -torch.inf)  # even then
+    got = select_pages(scores, table, i32([4, 2]), slot_of, 6, impl=impl)
+    assert [sorted(row) for row in got.pages.tolist()] == [
+        [-1, -1, 1, 2, 3, 4],
+        [-1, -1, -1, -1, 0, 5],
+    ]
+    assert [set(row[:n]) for row, n in zip(got.missing.tolist(), (2, 1), strict=True)] == [
+        {3, 4},
+        {5},
+    ]
+    assert got.n_missing.tolist() == [2, 1]
+
+
+@IMPLS
+def test_one_page_that_is_sink_and_newest_is_chosen_once(impl):
+    got = select_pages(torch.zeros(1, 3), i32([[7, -1, -1]]), i32([1]), i32([-1] * 8), 3, impl=impl)
+    assert got.pages.tolist() == [[7, -1, -1]]
+    assert got.missing.tolist() == [[7, -1, -1]]
+
+
+@IMPLS
+def test_empty_rows_and_empty_table(impl):
+    got = select_pages(
+        torch.zeros(2, 3), i32([[1, 2, 3]] * 2), i32([0, 0]), i32([-1] * 4), 3, impl=impl
+    )
+    assert (got.pages == -1).all()
+    assert (got.missing == -1).all()
+    assert got.n_missing.tolist() == [0, 0]
+    got = select_pages(
+        torch.zeros(2, 0), torch.empty(2, 0).int(), i32([0, 0]), i32([-1]), 3, impl=impl
+    )
+    assert (got.pages == -1).all()
+    assert got.pages.shape == (2, 3)
+
+
+@IMPLS
+def test_a_row_does_not_depend_on_its_neighbours(impl):
+    rng = torch.Generator().manual_seed(0)
+    scores, table = (
+        torch.rand(5, 16, generator=rng),
+        torch.randperm(80, generator=rng).view(5, 16).int(),
+    )
+    n_full, slot_of = i32([16, 9, 0, 3, 12]), torch.randint(-1, 1, (80,), generator=rng).int()
+    together = select_pages(scores, table, n_full, slot_of, 6, impl=impl)
+    for b in range(5):
+        row = slice(b, b + 1)
+        alone = select_pages(scores[row], table[row], n_full[row], slot_of, 6, impl=impl)
+        for a, t in zip(alone, together, strict=True):
+            assert torch.equal(a, t[row])
+
+
+def test_inputs_are_not_changed():
+    scores, table = torch.rand(2, 8), torch.arange(16).view(2, 8).int()
+    n_full, slot_of = i32([8, 5]), i32([-1] * 16)
+    before = [t.clone() for t in (scores, table, n_full, slot_of)]
+    select_pages(scores, table, n_full, slot_of, 4)
+    assert all(
+        torch.equal(a, b) for a, b in zip(before, (scores, table, n_full, slot_of), strict=True)
+    )
+
+
+@pytest.mark.parametrize("N", [3, 40])
+def test_needs_no_value_on_the_host(N):
+    """Tensors without data: anything that looks at a value, as a host sync would, fails."""
+    with torch.device("meta"):
+        got = select_reference(
+            torch.empty(4, N),
+            torch.empty(4, N, dtype=torch.int32),
+            torch.empty(4, dtype=torch.int32),
+            torch.empty(100, dtype=torch.int32),
+            16,
+        )
+    assert got.pages.shape == got.missing.shape == (4, 16)
+    assert got.n_missing.shape == (4,)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"table": i32([[0, 1]])}, "select_pages: table has N=2, expected 3"),
+        ({"slot_of": torch.zeros(4)}, "slot_of has dtype torch.float32, expected torch.int32"),
+        ({"slot_of": i32([])}, "slot_of has P=0"),
+        ({"k": 1}, "k=1 cannot hold sink_pages=1 \\+ recent_pages=1"),
+        ({"k": 0, "sink_pages": 0, "recent_pages": 0}, "k=0 cannot hold"),
+    ],
+)
+def test_malformed_arguments_are_named(change, message):
+    arguments = dict(
+        scores=torch.zeros(1, 3), table=i32([[0, 1, 2]]), n_full=i32([3]), slot_of=i32([0] * 4), k=2
+    )
+    with pytest.raises(ValueError, match=message):
+        select_pages(**(arguments | change))

@@ -1,0 +1,405 @@
+"""Producer and worker threads in one process: the protocol without a process in between."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sglang_scout import _native
+from sglang_scout.worker.arena import Arena
+from sglang_scout.worker.ring import CLOSED_ITEM, LAYOUT_VERSION
+from sglang_scout.worker.settings import MAX_THREADS_PER_GROUP
+
+TOLERANCE = {"atol": 2e-5, "rtol": 2e-5}  # fp32 sums in another order than the oracle's float64
+
+
+class Ring:
+    """A producer on an arena, and threads for the lives that a test begins."""
+
+    def __init__(self, arena: Arena, cpus: list[int], parts: int = 1) -> None:
+        self.arena, self.cpus, self.parts = arena, cpus, parts
+        self.producer = _native.RingProducer(arena.address, arena.nbytes)
+        self.runtime: _native.RingRuntime | None = None
+
+    def live(self, spin_us: int = 50) -> int:
+        self.die()
+        epoch = self.producer.next_epoch()
+        self.runtime = _native.RingRuntime(
+            self.arena.address, self.arena.nbytes, epoch, self.cpus, spin_us, self.parts
+        )
+        self.producer.set_life(epoch)
+        return epoch
+
+    def die(self) -> None:
+        self.producer.set_life(0)
+        if self.runtime is not None:
+            self.runtime.stop()
+            self.runtime = None
+
+    def post(self, layer: int, step: int, q, pages, n_pages) -> int:
+        return self.producer.post(
+            layer, step, len(q), q.ctypes.data, pages.ctypes.data, pages.shape[1],
+            n_pages.ctypes.data, self.parts, q.nbytes,
+        )  # fmt: skip
+
+    def wait(self, ticket: int, layer: int, step: int, rows: int, timeout_us: int = 10_000_000):
+        s = self.arena.spec
+        out = np.full((rows, s.num_q_heads, s.head_dim), np.nan, np.float32)
+        lse = np.full((rows, s.num_q_heads), np.nan, np.float32)
+        result = self.producer.wait(
+            ticket, layer, step, timeout_us, 50, out.ctypes.data, lse.ctypes.data, out.nbytes
+        )
+        return out, lse, result[1]
+
+
+@pytest.fixture
+def make_ring(cpu):
+    with contextlib.ExitStack() as stack:
+
+        def make(arena: Arena, threads: int = 1, parts: int = 1) -> Ring:
+            ring = Ring(arena, [cpu] * threads, parts)
+            stack.callback(ring.die)
+            return ring
+
+        yield make
+
+
+def test_constants_agree():
+    assert _native.RING_LAYOUT_VERSION == LAYOUT_VERSION
+    assert _native.RING_MAX_PARTS == MAX_THREADS_PER_GROUP
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("parts", [1, 3])
+def test_round_trip_over_layers_and_steps(
+    make_arena, make_ring, make_request, oracle, kv_dtype, parts
+):
+    arena = make_arena(kv_dtype=kv_dtype, logit_cap=5.0 if parts == 3 else 0.0)
+    ring = make_ring(arena, threads=3, parts=parts)
+    ring.live()
+    fallbacks = 0
+    for step in range(6):
+        for layer in range(arena.spec.num_layers):
+            request = make_request(arena.spec, 1 + (step + layer) % 4, 100 * step + layer)
+            ticket = ring.post(layer, step, *request)
+            out, lse, fallback = ring.wait(ticket, layer, step, len(request[0]))
+            fallbacks += fallback
+            expected_out, expected_lse = oracle(arena, layer, *request)
+            np.testing.assert_allclose(out, expected_out, **TOLERANCE)
+            np.testing.assert_allclose(lse, expected_lse, **TOLERANCE)
+    assert fallbacks == 0 and ring.producer.totals()["local_tickets"] == 0
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+def test_caller_computes_bitwise_the_same(make_arena, make_ring, make_request, parts):
+    arena = make_arena(kv_dtype="bfloat16")
+    ring = make_ring(arena, threads=2, parts=parts)
+    request = make_request(arena.spec, 4, 1)
+    ring.live()
+    by_worker = ring.wait(ring.post(1, 0, *request), 1, 0, 4)
+    ring.die()
+    by_caller = ring.wait(ring.post(1, 1, *request), 1, 1, 4)
+    assert by_worker[2] == 0 and by_caller[2] > 0
+    assert (by_worker[0] == by_caller[0]).all() and (by_worker[1] == by_caller[1]).all()
+
+
+def test_two_layers_in_flight_and_arguments_reused(make_arena, make_ring, make_request, oracle):
+    arena = make_arena()
+    ring = make_ring(arena, threads=2)
+    ring.live()
+    spec = arena.spec
+    buffers = make_request(spec, 4, 0)
+    pending: list[tuple] = []
+    for n in range(60):
+        layer, step = n % spec.num_layers, n // spec.num_layers
+        request = make_request(spec, 4, n)
+        for buffer, values in zip(buffers, request, strict=True):
+            buffer[:] = values
+        pending.append((ring.post(layer, step, *buffers), layer, step, request))
+        for buffer in buffers:
+            buffer[:] = 0  # the record is a copy
+        if len(pending) == 2:
+            ticket, layer, step, request = pending.pop(0)
+            out, lse, _ = ring.wait(ticket, layer, step, 4)
+            expected = oracle(arena, layer, *request)
+            np.testing.assert_allclose(out, expected[0], **TOLERANCE)
+            np.testing.assert_allclose(lse, expected[1], **TOLERANCE)
+    assert ring.producer.totals()["local_tickets"] == 0
+
+
+def test_no_pages_sends_nothing(make_arena, make_ring, make_request):
+    arena = make_arena()
+    ring = make_ring(arena)
+    ring.live()
+    q, pages, n_pages = make_request(arena.spec, 3, 1)
+    for empty in ((q, pages, n_pages * 0), (q, pages * 0 - 1, n_pages)):
+        out, lse, fallback = ring.wait(ring.post(0, 0, *empty), 0, 0, 3)
+        assert (out == 0).all() and (lse == -np.inf).all() and fallback == 0
+    assert int(arena.ring().control["head"]) == 0
+
+
+@pytest.mark.parametrize("head", [0, (1 << 32) - 5, (1 << 40) - 5])
+def test_wrap_around(make_arena, make_ring, make_request, oracle, head):
+    """The log wraps every 16 posts here; the numbers pass 32 and 40 bits."""
+    arena = make_arena()
+    arena.ring().control["head"] = head
+    ring = make_ring(arena, threads=3)
+    ring.live()
+    request = make_request(arena.spec, 4, 3, full=True)
+    expected = oracle(arena, 2, *request)
+    posts = 5 * arena.layout().log_entries
+    for step in range(posts):
+        out, _, fallback = ring.wait(ring.post(2, step, *request), 2, step, 4)
+        assert fallback == 0
+        np.testing.assert_allclose(out, expected[0], **TOLERANCE)
+    assert int(arena.ring().control["head"]) == head + posts
+    assert ring.producer.totals()["records"] == posts
+
+
+def test_threads_on_few_cpus_lose_nothing(make_arena, make_ring, make_request):
+    """More threads than cores, three parts a row: every record is finished once, by bits."""
+    arena = make_arena()
+    ring = make_ring(arena, threads=5, parts=3)
+    request = make_request(arena.spec, 4, 9, full=True)
+    reference = ring.wait(ring.post(0, 0, *request), 0, 0, 4)
+    ring.live()
+    for n in range(1, 1500):
+        out, lse, fallback = ring.wait(ring.post(0, n, *request), 0, n, 4)
+        assert fallback == 0 and (out == reference[0]).all() and (lse == reference[1]).all()
+    totals = ring.producer.totals()
+    assert totals["items"] == 1499 * 4 * 3 and totals["records"] == 1499
+    assert totals["pages"] == 1499 * 4 * arena.spec.max_pages and totals["busy_us"] > 0
+
+
+def test_caller_s_mistakes_are_named(make_arena, make_ring, make_request):
+    arena = make_arena()
+    ring = make_ring(arena)
+    q, pages, n_pages = make_request(arena.spec, 2, 1, full=True)
+    bad = pages.copy()
+    bad[1, 3] = 40
+    with pytest.raises(ValueError, match=r"post: page id 40 of row 1 is outside 0\.\.39"):
+        ring.post(0, 0, q, bad, n_pages)
+    with pytest.raises(ValueError, match=r"post: n_pages 9 of row 0 is outside 0\.\.8"):
+        ring.post(0, 0, q, pages, n_pages + 1)
+    with pytest.raises(ValueError, match=r"post: layer 3 is outside 0\.\.2"):
+        ring.post(3, 0, q, pages, n_pages)
+    rows = np.repeat(q, 3, 0), np.repeat(pages, 3, 0), np.repeat(n_pages, 3)
+    with pytest.raises(ValueError, match=r"post: rows 6 is outside 0\.\.4"):
+        ring.post(0, 0, *rows)
+
+
+def test_a_ticket_is_good_once_and_until_its_slot_is_posted_again(
+    make_arena, make_ring, make_request
+):
+    arena = make_arena()
+    ring = make_ring(arena)
+    request = make_request(arena.spec, 2, 1)
+    first = ring.post(0, 0, *request)
+    ring.wait(first, 0, 0, 2)
+    old = ring.post(1, 0, *request)
+    ring.post(1, 2, *request)
+    for ticket, layer in ((first, 0), (old, 1), (0, 2)):
+        with pytest.raises(ValueError, match=f"ticket {ticket} of layer {layer}.* is used up"):
+            ring.wait(ticket, layer, 0, 2)
+
+
+# Records written from here ring no futex: let the threads poll.
+POLL_US = 300_000
+
+
+def raw_post(arena: Arena, at: tuple[int, int], epoch: int, request, **changes) -> int:
+    """Writes a record of (layer, step) past all checks of the producer; returns its slot."""
+    layer, step = at
+    view = arena.ring()
+    q, pages, n_pages = request
+    slot = view.slot(layer, step)
+    data = view.record_data(slot)
+    data[0][: len(q)], data[1][: len(q), : pages.shape[1]], data[2][: len(q)] = q, pages, n_pages
+    post = int(view.control["head"]) + 1
+    fields = {"seq": epoch << 40 | post, "layer": layer, "rows": len(q), "parts": 1} | changes
+    log_slot = fields.pop("slot", slot)
+    for name, value in fields.items():
+        view.record(slot)[name] = value
+    view.record(slot)["claim"] = post << 24
+    view.log[post % len(view.log)] = post << 24 | log_slot
+    view.control["head"] = post
+    return slot
+
+
+BAD_RECORDS = {  # changes of the header's fields, of (pages, n_pages)
+    "page id": ({}, lambda pages, n: (pages * 0 + 40, n * 0 + 1)),
+    "count": ({}, lambda pages, n: (pages, n * 0 + 9)),
+    "negative count": ({}, lambda pages, n: (pages, n * 0 - 1)),
+    "one bad row of four": ({}, lambda pages, n: (pages, n + [0, 0, 1, 0])),
+    "too many rows": ({"rows": 5}, None),
+    "no rows": ({"rows": 0}, None),
+    "layer": ({"layer": 3}, None),
+    "layer of another slot": ({"layer": 1}, None),
+    "parts": ({"parts": 2}, None),
+    "no parts": ({"parts": 0}, None),
+    "huge rows": ({"rows": 0xFFFFFFFF}, None),
+}
+
+
+@pytest.mark.parametrize("what", BAD_RECORDS)
+def test_bad_record_is_refused_counted_and_harmless(
+    make_arena, make_ring, make_request, until, oracle, what
+):
+    arena = make_arena()
+    ring = make_ring(arena, threads=2)
+    epoch = ring.live(POLL_US)
+    changes, spoil = BAD_RECORDS[what]
+    request = make_request(arena.spec, 4, 5, full=True)
+    bad = (request[0], *spoil(*request[1:])) if spoil else request
+    slot = raw_post(arena, (0, 0), epoch, bad, **changes)
+    view = arena.ring()
+    until(lambda: int(view.reply(slot)["done"]) == int(view.record(slot)["seq"]), "refusal")
+    assert int(view.reply(slot)["status"]) == 1
+    totals = ring.producer.totals()
+    assert totals["refused"] == 1 and totals["records"] == 1 and totals["stale"] == 0
+    # The next good one is served.
+    slot = raw_post(arena, (0, 0), epoch, request)
+    until(lambda: int(view.reply(slot)["done"]) == int(view.record(slot)["seq"]), "answer")
+    assert int(view.reply(slot)["status"]) == 0
+    expected = oracle(arena, 0, *request)
+    np.testing.assert_allclose(view.reply_data(slot)[0], expected[0], **TOLERANCE)
+
+
+def test_record_of_another_epoch_is_refused_unanswered(make_arena, make_ring, make_request, until):
+    arena = make_arena()
+    ring = make_ring(arena, threads=2)
+    epoch = ring.live(POLL_US)
+    request = make_request(arena.spec, 2, 5, full=True)
+    for count, other in enumerate((epoch - 1, epoch + 1), 1):
+        slot = raw_post(arena, (1, count), other, request)
+        until(lambda count=count: ring.producer.totals()["stale"] == count, "stale record")
+        assert int(arena.ring().reply(slot)["done"]) == 0
+        assert int(arena.ring().record(slot)["claim"]) & CLOSED_ITEM == CLOSED_ITEM
+    assert ring.producer.totals()["refused"] == 0 and ring.producer.totals()["items"] == 0
+
+
+def test_log_entry_outside_the_ring_is_counted(make_arena, make_ring, make_request, until):
+    arena = make_arena()
+    ring = make_ring(arena, threads=2)
+    epoch = ring.live(POLL_US)
+    raw_post(arena, (0, 0), epoch, make_request(arena.spec, 1, 5), slot=6)
+    until(lambda: ring.producer.totals()["refused"] == 1, "refusal")
+    assert ring.runtime.progress() == (0, 0)
+
+
+def test_stale_answers_are_never_taken(make_arena, make_ring, make_request, oracle):
+    """A reply that was written for an earlier record, or in an earlier life, is not this one's."""
+    arena = make_arena()
+    ring = make_ring(arena)
+    request = make_request(arena.spec, 3, 2, full=True)
+    view = arena.ring()
+    expected = oracle(arena, 0, *request)
+    for step in range(4):
+        epoch = ring.producer.next_epoch()
+        ring.producer.set_life(epoch)  # nobody serves this life
+        ticket = ring.post(0, step, *request)
+        slot = view.slot(0, step)
+        seq = int(view.record(slot)["seq"])
+        assert seq >> 40 == epoch
+        view.reply_data(slot)[0][:] = 1e9
+        for wrong in (seq - 1, seq - (1 << 40), seq + (1 << 40), seq & ((1 << 40) - 1)):
+            view.reply(slot)["done"] = wrong
+        out, lse, fallback = ring.wait(ticket, 0, step, 3, timeout_us=2000)
+        assert fallback == 3 * arena.spec.max_pages
+        np.testing.assert_allclose(out, expected[0], **TOLERANCE)
+    assert ring.producer.totals()["late_tickets"] == 4
+
+
+def test_a_busy_slot_is_not_filled_again(make_arena, make_ring, make_request, oracle):
+    arena = make_arena()
+    ring = make_ring(arena)
+    view = arena.ring()
+    ring.producer.set_life(ring.producer.next_epoch())  # alive, but it never answers
+    first, second = (make_request(arena.spec, 3, seed, full=True) for seed in (1, 2))
+    _, _, fallback = ring.wait(ring.post(0, 0, *first), 0, 0, 3, timeout_us=1000)
+    assert fallback > 0
+    before = view.record(0).tobytes(), view.record_data(0)[0].copy()
+    out, _, fallback = ring.wait(ring.post(0, 2, *second), 0, 2, 3)
+    assert fallback > 0 and ring.producer.totals()["local_tickets"] == 1
+    np.testing.assert_allclose(out, oracle(arena, 0, *second)[0], **TOLERANCE)
+    assert view.record(0).tobytes() == before[0] and (view.record_data(0)[0] == before[1]).all()
+    # The answer comes at last: the slot is free again. A new life frees it too.
+    view.reply(0)["done"] = view.record(0)["seq"]
+    ring.post(0, 4, *first)
+    assert ring.producer.totals()["local_tickets"] == 1
+    ring.live()
+    assert ring.wait(ring.post(0, 6, *first), 0, 6, 3)[2] == 0
+
+
+def test_waiter_learns_at_once_that_the_life_is_over(make_arena, make_ring, make_request):
+    arena = make_arena()
+    ring = make_ring(arena)
+    ring.producer.set_life(ring.producer.next_epoch())
+    request = make_request(arena.spec, 2, 1, full=True)
+    ticket = ring.post(0, 0, *request)
+    ended_s: list[float] = []
+
+    def end() -> None:
+        time.sleep(0.1)
+        ended_s.append(time.monotonic())
+        ring.producer.set_life(0)
+
+    thread = threading.Thread(target=end)
+    thread.start()
+    _, _, fallback = ring.wait(ticket, 0, 0, 2)
+    late_s = time.monotonic() - ended_s[0]
+    thread.join()
+    assert fallback > 0 and late_s < 0.2 and ring.producer.totals()["late_tickets"] == 0
+
+
+operations = st.lists(
+    st.one_of(
+        st.tuples(st.just("post"), st.integers(0, 2), st.integers(0, 4), st.integers(0, 99)),
+        st.tuples(st.just("wait"), st.integers(0, 5)),
+        st.tuples(st.just("live")),
+        st.tuples(st.just("die")),
+        st.tuples(st.just("hang")),
+    ),
+    max_size=40,
+)
+
+
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(operations)
+def test_any_order_of_posts_waits_and_lives(make_arena, make_ring, make_request, oracle, ops):
+    """Whatever happens to the worker in between, each ticket gets exactly its own answer."""
+    arena = make_arena()
+    ring = make_ring(arena, threads=2, parts=2)
+    open_tickets: dict[int, tuple] = {}
+    step_of = [0, 0, 0]
+    try:
+        for op, *args in ops:
+            if op == "post":
+                layer, rows, seed = args
+                step = step_of[layer]
+                step_of[layer] += 1
+                request = make_request(arena.spec, rows, seed)
+                ticket = ring.post(layer, step, *request)
+                open_tickets[arena.ring().slot(layer, step)] = (ticket, layer, step, request)
+            elif op == "wait" and args[0] in open_tickets:
+                ticket, layer, step, request = open_tickets.pop(args[0])
+                out, lse, _ = ring.wait(ticket, layer, step, len(request[0]), timeout_us=50_000)
+                expected = oracle(arena, layer, *request)
+                np.testing.assert_allclose(out, expected[0], **TOLERANCE)
+                np.testing.assert_allclose(lse, expected[1], **TOLERANCE)
+            elif op == "live":
+                ring.live()
+            elif op == "die":
+                ring.die()
+            elif op == "hang" and ring.runtime is not None:
+                ring.runtime.stop()  # the client does not know yet
+    finally:
+        ring.die()
