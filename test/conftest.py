@@ -11,7 +11,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
-sys.path.insert(0, str(ROOT / "test" / "e2e"))
+for folder in (
+    "e2e",
+    "engine",
+):  # their helper modules; test modules are imported by file, see below
+    sys.path.insert(0, str(ROOT / "test" / folder))
 
 # Before anything imports triton: without a GPU its kernels run in the interpreter, on CPU tensors.
 if not os.path.exists("/dev/nvidiactl"):
@@ -19,7 +23,12 @@ if not os.path.exists("/dev/nvidiactl"):
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
+E2E_TIMEOUT_S = 900  # two clusters started on two busy cores, and what the test does with them
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    # Test files mirror the package, so two folders may hold files of the same name.
+    config.option.importmode = "importlib"
     config.addinivalue_line(
         "markers", "e2e: starts real servers (minutes); deselect with -m 'not e2e'"
     )
@@ -30,6 +39,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "e2e" in item.path.relative_to(ROOT).parts:
             item.add_marker("e2e")
+            if item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(E2E_TIMEOUT_S))
     items.sort(key=lambda item: item.get_closest_marker("e2e") is not None)
 
 

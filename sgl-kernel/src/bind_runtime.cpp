@@ -16,8 +16,8 @@ namespace {
 using scout::Producer;
 using scout::Runtime;
 
-// Copies below this size keep the GIL: giving it up can cost a switch interval (5 ms) to get it back
-// from a busy thread, a copy of this size costs tens of microseconds.
+// Copies below this size keep the GIL: giving it up can cost a switch interval (5 ms) to get it
+// back from a busy thread, a copy of this size costs tens of microseconds.
 constexpr uint64_t kSmallCopyBytes = 512 * 1024;
 
 template <class T>

@@ -5,12 +5,15 @@
 #pragma once
 
 #include <atomic>
-#include <memory>
+#include <climits>
+#include <cmath>
+#include <cstring>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "ring.h"
+#include "row.h"
 
 namespace scout {
 
@@ -28,7 +31,8 @@ class Producer {
     slots_.resize(ring_.num_slots());
     scratch_pages_.resize(h.max_pages);
     part_floats_ = ring_.q_floats() + h.q_heads;
-    posts_ = load_acquire(&ring_.control()->head);  // an arena may see several producers, one by one
+    // An arena may see several producers, one after the other.
+    posts_ = load_acquire(&ring_.control()->head);
   }
 
   // Reserves the number of a new worker life; only when no earlier worker is alive any more.
@@ -48,9 +52,9 @@ class Producer {
     }
   }
 
-  // Hands rows [0, rows) to the worker. Returns the ticket. Copies everything.
-  // q fp32 [rows, HQ, D]; pages int32 [rows, k], of row b the first n_pages[b] count, ids < 0 skipped.
-  // Throws std::invalid_argument for a value out of range (nothing is posted then).
+  // Hands rows [0, rows) to the worker. Returns the ticket. Copies everything. q fp32 [rows, HQ,
+  // D]; pages int32 [rows, k], of row b the first n_pages[b] count, ids < 0 skipped. Throws
+  // std::invalid_argument for a value out of range (nothing is posted then).
   uint64_t post(uint32_t layer, uint64_t step, uint32_t rows, const float* q, const int32_t* pages,
                 uint32_t k, const int32_t* n_pages, uint32_t parts) {
     const Header& h = ring_.header();
@@ -96,9 +100,9 @@ class Producer {
            (slot.kind == Kind::kPosted && load_acquire(&ring_.reply(index)->done) == slot.seq);
   }
 
-  // Fills out fp32 [rows, HQ, D] and lse fp32 [rows, HQ], from the worker's reply if it comes within
-  // timeout_us, otherwise by computing the same pages here. Throws std::invalid_argument if the ticket
-  // was waited for before or its slot has been given to a later one.
+  // Fills out fp32 [rows, HQ, D] and lse fp32 [rows, HQ], from the worker's reply if it comes
+  // within timeout_us, otherwise by computing the same pages here. Throws std::invalid_argument if
+  // the ticket was waited for before or its slot has been given to a later one.
   Reply wait(uint64_t ticket, uint32_t layer, uint64_t step, int64_t timeout_us, int64_t spin_us,
              float* out, float* lse) {
     const Header& h = ring_.header();
@@ -130,8 +134,8 @@ class Producer {
       compute(layer, slot, ring_.q(index, 0), ring_.pages(index, 0), h.max_pages,
               ring_.n_pages(index), out, lse);
     } else {
-      compute(layer, slot, slot.q.data(), slot.page_ids.data(), h.max_pages, slot.n_pages.data(), out,
-              lse);
+      compute(layer, slot, slot.q.data(), slot.page_ids.data(), h.max_pages, slot.n_pages.data(),
+              out, lse);
     }
     reply.fallback_pages = slot.pages;
     add_own<int64_t>(&fallback_pages_, slot.pages);
@@ -175,8 +179,8 @@ class Producer {
   [[noreturn]] static void fail(const char* what, int64_t value, int64_t lo, int64_t hi,
                                 int64_t row = -1) {
     throw std::invalid_argument("post: " + std::string(what) + " " + std::to_string(value) +
-                                (row >= 0 ? " of row " + std::to_string(row) : "") + " is outside " +
-                                std::to_string(lo) + ".." + std::to_string(hi));
+                                (row >= 0 ? " of row " + std::to_string(row) : "") +
+                                " is outside " + std::to_string(lo) + ".." + std::to_string(hi));
   }
 
   // A worker that lives may still read the record or write the reply.
@@ -228,7 +232,7 @@ class Producer {
   // True if the worker's answer to `seq` is there and good.
   bool await_done(uint32_t index, uint64_t seq, int64_t begin_ns, int64_t timeout_us,
                   int64_t spin_us) {
-    constexpr int64_t kSliceUs = 10000;  // between looks at the worker's life, should a wake-up be lost
+    constexpr int64_t kSliceUs = 10000;  // between looks at the worker's life
     ReplyHeader* reply = ring_.reply(index);
     const uint32_t epoch = static_cast<uint32_t>(epoch_of(seq));
     const int64_t spin_until_ns = begin_ns + spin_us * 1000;

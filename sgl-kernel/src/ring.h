@@ -1,6 +1,6 @@
 // The shared ring between the decode server (producer) and the CPU attention worker (consumer).
 //
-// Byte layout of the arena, one memory file mapped by both (all little-endian; offsets in the header):
+// Byte layout of the arena, one memory file mapped by both (little-endian; offsets in the header):
 //
 //   0                Header      written once by Arena.create, read-only afterwards
 //   control_offset   Control     doorbell
@@ -14,38 +14,36 @@
 //
 // Numbers:
 //   post   40 bits, from 1, grows by one with every published record, never starts again.
-//   epoch  24 bits, from 1, the life of the worker process. A new life begins only after the process
-//          of the one before is known to be dead.
+//   epoch  24 bits, from 1, the life of the worker process. A new life begins only after the
+//          process of the one before is known to be dead.
 //   seq    epoch << 40 | post: names one record of one life.
 //   claim  post << 24 | item: which item (row * parts + part) of the record is to be taken next.
 //
 // States of a slot, who writes, in which order:
-//   free     done == seq of the last record of the living worker, or that record is of an earlier life.
+//   free     done == seq of the slot's last record, or that record is of an earlier life.
 //   filling  producer: claim = post<<24 | kClosed, then header, q, pages, n_pages.
-//   posted   producer: claim = post<<24 | 0 (release), log entry, Control.head (release), bell, futex.
-//   claimed  worker threads raise claim by compare-and-swap, one item each; the tag makes a thread that
-//            is late miss a slot that was filled again.
-//   done     worker: out and lse rows, then the last finisher stores status and done = seq (release).
-// The producer fills a slot only when it is free. So a living worker never sees a record change that it
-// reads, and never writes a reply that has been assigned again; the tags guard the rest.
+//   posted   producer: claim = post<<24 | 0 (release), log entry, Control.head (release), bell,
+//            futex.
+//   claimed  worker threads raise claim by compare-and-swap, one item each; the tag makes a thread
+//            that is late miss a slot that was filled again.
+//   done     worker: out and lse rows, then the last finisher stores status and done = seq
+//            (release).
+// The producer fills a slot only when it is free. So a living worker never sees a record change
+// that it reads, and never writes a reply that has been assigned again; the tags guard the rest.
 //
-// Why log entries may be overwritten unread: an entry is lost to a lagging thread only when log_entries
-// (> 2*L) newer posts exist. At most 2*L are unfinished, so some newer post is finished, so some thread
-// has gone past the lost entry, and a thread goes past a record only when all its items are claimed.
+// Why log entries may be overwritten unread: an entry is lost to a lagging thread only when
+// log_entries (> 2*L) newer posts exist. At most 2*L are unfinished, so some newer post is
+// finished, so some thread has gone past the lost entry, and a thread goes past a record only when
+// all its items are claimed.
 #pragma once
 
-#include <linux/futex.h>
-#include <sys/syscall.h>
-#include <time.h>
-#include <unistd.h>
-
 #include <climits>
-#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <string>
 
 #include "scout/attend.h"
+#include "shared_words.h"
 
 namespace scout {
 
@@ -93,13 +91,12 @@ struct Header {
 };
 static_assert(sizeof(Header) == 200, "ring.py mirrors this layout");
 
-// Words of different writers lie 128 bytes apart: two cache lines, as adjacent lines are fetched
-// together.
+// Words of different writers lie 128 bytes apart: two cache lines, as adjacent ones come together.
 struct Control {
-  alignas(128) uint64_t head;   // posts ever published; producer
-  alignas(128) uint32_t bell;   // futex, raised with every post; producer (and by a worker that stops)
+  alignas(128) uint64_t head;  // posts ever published; producer
+  alignas(128) uint32_t bell;  // futex, raised with every post; producer (a stopping worker too)
   alignas(128) uint32_t sleepers;  // worker threads about to wait on bell or waiting; worker
-  alignas(128) uint32_t epoch;  // the last life that was begun; producer
+  alignas(128) uint32_t epoch;     // the last life that was begun; producer
 };
 static_assert(sizeof(Control) == 512, "ring.py mirrors this layout");
 
@@ -131,70 +128,14 @@ struct ReplyHeader {
 };
 static_assert(sizeof(ReplyHeader) == 256, "ring.py mirrors this layout");
 
-// ---- words shared by two processes ------------------------------------------------------------
-
-template <class T>
-inline T load_relaxed(const T* p) {
-  return __atomic_load_n(p, __ATOMIC_RELAXED);
-}
-template <class T>
-inline T load_acquire(const T* p) {
-  return __atomic_load_n(p, __ATOMIC_ACQUIRE);
-}
-template <class T>
-inline void store_relaxed(T* p, T v) {
-  __atomic_store_n(p, v, __ATOMIC_RELAXED);
-}
-template <class T>
-inline void store_release(T* p, T v) {
-  __atomic_store_n(p, v, __ATOMIC_RELEASE);
-}
-// For words that only the calling thread writes.
-template <class T>
-inline void add_own(T* p, T v) {
-  store_relaxed(p, load_relaxed(p) + v);
-}
-inline void full_fence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
-
-inline void cpu_pause() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
-
-inline int64_t now_ns() {
-  timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return static_cast<int64_t>(t.tv_sec) * 1000000000 + t.tv_nsec;
-}
-
-// Sleeps while *word == seen, at most timeout_us. Wakes early now and then: callers check again.
-inline void futex_wait(const uint32_t* word, uint32_t seen, int64_t timeout_us) {
-  timespec t{static_cast<time_t>(timeout_us / 1000000), static_cast<long>(timeout_us % 1000000) * 1000};
-  syscall(SYS_futex, word, FUTEX_WAIT, seen, &t, nullptr, 0);
-}
-inline void futex_wake(const uint32_t* word, int count) {
-  syscall(SYS_futex, word, FUTEX_WAKE, count, nullptr, nullptr, 0);
-}
-// The half of a 64-bit word in which a new post always differs from the old.
-inline const uint32_t* low_half(const uint64_t* word) {
-#if __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
-  return reinterpret_cast<const uint32_t*>(word);
-#else
-  return reinterpret_cast<const uint32_t*>(word) + 1;
-#endif
-}
-
 inline uint64_t make_seq(uint64_t epoch, uint64_t post) { return epoch << 40 | (post & kPostMask); }
 inline uint64_t epoch_of(uint64_t seq) { return seq >> 40; }
 inline uint64_t post_of(uint64_t seq) { return seq & kPostMask; }
 
 // ---- the mapped ring --------------------------------------------------------------------------
 
-// A mapping of which every offset has been checked; the header is a private copy, so a later change of
-// the shared one cannot move anything.
+// A mapping of which every offset has been checked; the header is a private copy, so a later change
+// of the shared one cannot move anything.
 class Ring {
  public:
   // Returns an empty string, or why `bytes` at `base` are no ring of this version.
@@ -211,15 +152,14 @@ class Ring {
     if (!in(h_.num_layers, 1, 1u << 16) || !in(h_.page_size, 1, 2048) ||
         !in(h_.kv_heads, 1, 1024) || !in(h_.q_heads, 1, 1u << 14) ||
         h_.q_heads % h_.kv_heads != 0 || !in(h_.head_dim, 16, 512) || h_.head_dim % 16 != 0 ||
-        h_.dtype > 2 ||
-        !in(h_.max_batch, 1, 1u << 16) || !in(h_.max_pages, 1, 1u << 20) ||
-        !in(static_cast<uint64_t>(h_.num_pages), 1, INT32_MAX) ||
-        !in(h_.stat_lines, 1, 1u << 16) || h_.log_entries <= 2 * h_.num_layers ||
-        (h_.log_entries & (h_.log_entries - 1)) != 0 || h_.log_entries > 1u << 24)
+        h_.dtype > 2 || !in(h_.max_batch, 1, 1u << 16) || !in(h_.max_pages, 1, 1u << 20) ||
+        !in(static_cast<uint64_t>(h_.num_pages), 1, INT32_MAX) || !in(h_.stat_lines, 1, 1u << 16) ||
+        h_.log_entries <= 2 * h_.num_layers || (h_.log_entries & (h_.log_entries - 1)) != 0 ||
+        h_.log_entries > 1u << 24)
       return "a size in the header is out of range";
     const uint64_t esize = h_.dtype == 0 ? 4 : 2;
-    const uint64_t plane = static_cast<uint64_t>(h_.num_pages) * h_.page_size * h_.kv_heads *
-                           h_.head_dim * esize;
+    const uint64_t plane =
+        static_cast<uint64_t>(h_.num_pages) * h_.page_size * h_.kv_heads * h_.head_dim * esize;
     const uint64_t q = uint64_t{h_.max_batch} * q_floats() * 4;
     // [offset, offset + size) within limit, aligned; every product above fits 64 bits.
     auto fits = [](uint64_t offset, uint64_t size, uint64_t limit, uint64_t align) {
@@ -232,12 +172,12 @@ class Ring {
     const bool ok =
         fits(h_.control_offset, sizeof(Control), all, 128) &&
         fits(h_.stats_offset, sizeof(StatLine) * h_.stat_lines, all, 128) &&
-        fits(h_.log_offset, 8ull * h_.log_entries, all, 128) &&
-        h_.record_stride % 128 == 0 && h_.reply_stride % 128 == 0 &&
-        h_.records_offset <= all && h_.record_stride <= (all - h_.records_offset) / slots &&
-        h_.replies_offset <= all && h_.reply_stride <= (all - h_.replies_offset) / slots &&
-        h_.kv_offset <= all && h_.layer_stride <= (all - h_.kv_offset) / h_.num_layers &&
-        h_.records_offset % 128 == 0 && h_.replies_offset % 128 == 0 && h_.kv_offset % 64 == 0 &&
+        fits(h_.log_offset, 8ull * h_.log_entries, all, 128) && h_.record_stride % 128 == 0 &&
+        h_.reply_stride % 128 == 0 && h_.records_offset <= all &&
+        h_.record_stride <= (all - h_.records_offset) / slots && h_.replies_offset <= all &&
+        h_.reply_stride <= (all - h_.replies_offset) / slots && h_.kv_offset <= all &&
+        h_.layer_stride <= (all - h_.kv_offset) / h_.num_layers && h_.records_offset % 128 == 0 &&
+        h_.replies_offset % 128 == 0 && h_.kv_offset % 64 == 0 &&
         h_.q_offset >= sizeof(RecordHeader) && fits(h_.q_offset, q, h_.record_stride, 64) &&
         fits(h_.pages_offset, 4ull * h_.max_batch * h_.max_pages, h_.record_stride, 64) &&
         fits(h_.n_pages_offset, 4ull * h_.max_batch, h_.record_stride, 64) &&
@@ -284,8 +224,12 @@ class Ring {
   }
   KvPages kv(uint32_t layer) const {
     const char* k = base_ + h_.kv_offset + layer * h_.layer_stride;
-    return {k, k + h_.v_offset, h_.num_pages, static_cast<int32_t>(h_.page_size),
-            static_cast<int32_t>(h_.kv_heads), static_cast<int32_t>(h_.head_dim),
+    return {k,
+            k + h_.v_offset,
+            h_.num_pages,
+            static_cast<int32_t>(h_.page_size),
+            static_cast<int32_t>(h_.kv_heads),
+            static_cast<int32_t>(h_.head_dim),
             static_cast<DType>(h_.dtype)};
   }
   AttendParams params() const {
@@ -300,55 +244,5 @@ class Ring {
   char* base_ = nullptr;
   Header h_{};
 };
-
-// ---- one row, part by part --------------------------------------------------------------------
-
-// Attends to run `part` of `parts` of a row's pages. `scratch` takes the run's page ids: they are read
-// once, checked and then used, so a record that changes meanwhile cannot lead outside the arena.
-// Returns the number of pages, or -1 if a count or an id is out of range (then nothing is written).
-inline int32_t attend_part(const Ring& ring, uint32_t layer, const float* q, const int32_t* pages,
-                           int32_t n, uint32_t part, uint32_t parts, int32_t* scratch, float* out,
-                           float* lse) {
-  const Header& h = ring.header();
-  if (n < 0 || n > static_cast<int32_t>(h.max_pages)) return -1;
-  const int32_t lo = static_cast<int32_t>(static_cast<int64_t>(n) * part / parts);
-  const int32_t hi = static_cast<int32_t>(static_cast<int64_t>(n) * (part + 1) / parts);
-  int32_t count = 0;
-  for (int32_t i = lo; i < hi; ++i) {
-    const int32_t id = load_relaxed(pages + i);
-    if (id >= h.num_pages) return -1;
-    if (id >= 0) scratch[count++] = id;
-  }
-  attend_sequence(ring.kv(layer), ring.params(), q, scratch, count, -1, 0, out, lse);
-  return count;
-}
-
-// Merges the parts of one row by their log-sum-exp, in order: the result depends on the pages and on
-// `parts` only, not on who computed what. part p is at part_out + p * stride, its lse behind its out.
-inline void merge_parts(uint32_t heads, uint32_t dim, uint32_t parts, const float* part_out,
-                        uint64_t stride, float* out, float* lse) {
-  const uint64_t lse_at = uint64_t{heads} * dim;
-  for (uint32_t head = 0; head < heads; ++head) {
-    float top = -INFINITY;
-    for (uint32_t p = 0; p < parts; ++p) {
-      const float l = part_out[p * stride + lse_at + head];
-      top = l > top ? l : top;
-    }
-    float* row = out + uint64_t{head} * dim;
-    std::memset(row, 0, dim * sizeof(float));
-    lse[head] = top;
-    if (top == -INFINITY) continue;
-    float total = 0;
-    for (uint32_t p = 0; p < parts; ++p) {
-      const float weight = std::exp(part_out[p * stride + lse_at + head] - top);
-      const float* from = part_out + p * stride + uint64_t{head} * dim;
-      total += weight;
-      for (uint32_t d = 0; d < dim; ++d) row[d] += weight * from[d];
-    }
-    const float inverse = 1.0f / total;
-    for (uint32_t d = 0; d < dim; ++d) row[d] *= inverse;
-    lse[head] = top + std::log(total);
-  }
-}
 
 }  // namespace scout

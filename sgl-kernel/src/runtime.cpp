@@ -4,13 +4,17 @@
 #include <sched.h>
 #include <signal.h>
 
+#include <climits>
 #include <cstdlib>
 #include <stdexcept>
+
+#include "row.h"
 
 namespace scout {
 namespace {
 
-// A thread that slept through a wake-up (which the protocol rules out) is late by this much at most.
+// A thread that slept through a wake-up (which the protocol rules out) is late by this much at
+// most.
 constexpr int64_t kSleepUs = 500000;
 
 // Signals are the control thread's: none may interrupt a thread of the pool.
@@ -180,7 +184,8 @@ void Runtime::serve(Thread& me, uint32_t index, uint64_t post) {
     const bool valid = layer < h.num_layers && slot % h.num_layers == layer && rows >= 1 &&
                        rows <= h.max_batch && parts >= 1 && parts <= options_.max_parts;
     if (!own || !valid) {
-      // Whoever closes the record counts it. Its producer, if alive in this life, learns it at once.
+      // Whoever closes the record counts it. Its producer, if alive in this life, learns it at
+      // once.
       if (!__atomic_compare_exchange_n(&record->claim, &claim, tag | kClosed, false,
                                        __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE))
         continue;
@@ -192,7 +197,8 @@ void Runtime::serve(Thread& me, uint32_t index, uint64_t post) {
     }
     const uint64_t item = claim & kItemMask;
     if (item >= uint64_t{rows} * parts) return;
-    // Success means that the record was not filled again since `claim` was read: the header is its own.
+    // Success means that the record was not filled again since `claim` was read: the header is its
+    // own.
     if (!__atomic_compare_exchange_n(&record->claim, &claim, claim + 1, false, __ATOMIC_ACQ_REL,
                                      __ATOMIC_ACQUIRE))
       continue;
@@ -221,7 +227,8 @@ void Runtime::run_item(Thread& me, uint32_t slot, uint64_t seq, uint32_t layer, 
                   me.result.data(), me.result.data() + ring_.q_floats());
     }
   }
-  // The slot is this record's until done is stored; the check stands for a producer that breaks that.
+  // The slot is this record's until done is stored; the check stands for a producer that breaks
+  // that.
   if (last && !refused && load_acquire(&ring_.record(slot)->seq) == seq) {
     std::memcpy(ring_.out(slot, row), me.result.data(), ring_.q_floats() * sizeof(float));
     std::memcpy(ring_.lse(slot, row), me.result.data() + ring_.q_floats(),

@@ -13,10 +13,10 @@
 namespace scout {
 
 struct RuntimeOptions {
-  uint32_t epoch = 1;         // this life; records of any other are refused
-  std::vector<int> cpus;      // one thread pinned to each
-  int64_t spin_us = 50;       // how long a thread polls after its last work before it sleeps
-  uint32_t max_parts = 1;     // most threads on one sequence
+  uint32_t epoch = 1;      // this life; records of any other are refused
+  std::vector<int> cpus;   // one thread pinned to each
+  int64_t spin_us = 50;    // how long a thread polls after its last work before it sleeps
+  uint32_t max_parts = 1;  // most threads on one sequence
 };
 
 // Progress as the worker itself sees it, for heartbeats.
@@ -26,9 +26,9 @@ struct Progress {
 };
 
 // Threads that serve the ring from construction until stop(). Post n is visited by every thread in
-// order; its items (row, part) are claimed one at a time, so any thread helps with any sequence and a
-// sequence of `parts` items is served by up to that many threads. The loop allocates nothing, takes no
-// lock and never enters Python.
+// order; its items (row, part) are claimed one at a time, so any thread helps with any sequence and
+// a sequence of `parts` items is served by up to that many threads. The loop allocates nothing,
+// takes no lock and never enters Python.
 class Runtime {
  public:
   // Throws std::runtime_error if the memory is no ring or a CPU cannot be used.
@@ -37,7 +37,8 @@ class Runtime {
   Runtime(const Runtime&) = delete;
   Runtime& operator=(const Runtime&) = delete;
 
-  // Ends the threads after their current item; what is still in the ring stays unanswered. Idempotent.
+  // Ends the threads after their current item; what is still in the ring stays unanswered.
+  // Idempotent.
   void stop();
   Progress progress() const;
 
@@ -55,8 +56,8 @@ class Runtime {
   void start_thread(uint32_t index, int cpu);
   void run(Thread& me, uint32_t index);
   void serve(Thread& me, uint32_t index, uint64_t post);
-  void run_item(Thread& me, uint32_t slot, uint64_t seq, uint32_t layer, uint32_t row, uint32_t rows,
-                uint32_t part, uint32_t parts);
+  void run_item(Thread& me, uint32_t slot, uint64_t seq, uint32_t layer, uint32_t row,
+                uint32_t rows, uint32_t part, uint32_t parts);
   void finish_row(Thread& me, uint32_t slot, uint64_t seq, uint32_t rows);
   void publish_done(uint32_t slot, uint64_t seq, ReplyStatus status);
   void sleep(uint64_t cursor);
@@ -75,10 +76,10 @@ class Runtime {
   struct Freed {
     void operator()(float* p) const;
   };
-  std::unique_ptr<float[], Freed> partials_;              // only with max_parts > 1
-  std::unique_ptr<std::atomic<uint32_t>[]> parts_done_;   // [slots * max_batch]
-  std::unique_ptr<std::atomic<uint32_t>[]> rows_done_;    // [slots]
-  std::unique_ptr<std::atomic<uint32_t>[]> refused_;      // [slots]: some row of the record was refused
+  std::unique_ptr<float[], Freed> partials_;             // only with max_parts > 1
+  std::unique_ptr<std::atomic<uint32_t>[]> parts_done_;  // [slots * max_batch]
+  std::unique_ptr<std::atomic<uint32_t>[]> rows_done_;   // [slots]
+  std::unique_ptr<std::atomic<uint32_t>[]> refused_;  // [slots]: some row of the record was refused
   std::vector<std::unique_ptr<Thread>> threads_;
   std::atomic<bool> stopping_{false};
 };

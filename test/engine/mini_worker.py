@@ -57,9 +57,9 @@ class MiniWorker:
 
     def __init__(self, *, layers=3, heads=4, kv_heads=2, dim=64, pages=80, max_batch=4,
                  budget_tokens=128, resident_tokens=None, dtype=torch.float32, seed=0,
-                 config="{}", drift=0.5, logit_cap=0.0):  # fmt: skip
+                 config="{}", drift=0.5, logit_cap=0.0, policy="scout"):  # fmt: skip
         self.config = parse_config(
-            policy="scout", policies=POLICY_NAMES, budget_tokens=budget_tokens, config=config
+            policy=policy, policies=POLICY_NAMES, budget_tokens=budget_tokens, config=config
         )
         torch.manual_seed(seed)
         self.shape = ModelShape(layers, heads, kv_heads, dim, SIZE, dtype, dim**-0.5, logit_cap)

@@ -56,6 +56,30 @@ def test_a_small_budget_attends_to_exactly_the_chosen_pages(make, dtype, toleran
     assert (counters.recalled_pages > 0) or "off" in config
 
 
+@pytest.mark.parametrize("config", ["{}", '{"precompute": false}'])
+def test_copying_ahead_leaves_nothing_to_the_cpu(make, config):
+    worker = make(policy="infinigen", budget_tokens=128, config=config)
+    for length in (400, 37, 513, 320):
+        worker.admit(length)
+    for _ in range(50):
+        worker.step()
+        worker.table.check()
+    counters = worker.engine.counters
+    assert counters.verify_max_rel_error <= FP32_TOLERANCE
+    assert counters.recalled_pages > 0 and counters.cpu_pages == 0 and not worker.missing.asked
+
+
+def test_copying_ahead_with_too_few_slots_falls_back_to_the_cpu(make):
+    worker = make(policy="infinigen", budget_tokens=128, max_batch=4, resident_tokens=96)
+    for length in (400, 600, 513, 320):
+        worker.admit(length)
+    for _ in range(30):
+        worker.step()
+    counters = worker.engine.counters
+    assert counters.cpu_pages > 0 and counters.recalled_pages > 0
+    assert counters.verify_max_rel_error <= FP32_TOLERANCE
+
+
 def test_logit_cap(make):
     worker = make(budget_tokens=128, logit_cap=5.0)
     worker.admit(400)

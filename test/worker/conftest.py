@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-
+from sglang_scout import _native
 from sglang_scout.worker.arena import Arena, ArenaSpec
 
 CPUS = sorted(os.sched_getaffinity(0))
@@ -141,3 +144,77 @@ def gone() -> Callable[[int], bool]:
 @pytest.fixture
 def sockets_in() -> Callable[[Path], list[str]]:
     return lambda folder: sorted(p.name for p in folder.glob("sglang-scout-*"))
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """Short, unlike pytest's own: the path of a unix socket has 107 bytes."""
+    with tempfile.TemporaryDirectory(prefix="scout-test-") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def freeze(until) -> Callable[[int], None]:
+    """SIGSTOP that has taken effect in every thread."""
+
+    def stop(pid: int) -> None:
+        os.kill(pid, signal.SIGSTOP)
+        threads = [p / "stat" for p in Path(f"/proc/{pid}/task").iterdir()]
+        until(lambda: all(_state(t) == "T" for t in threads), f"stop of {pid}")
+
+    return stop
+
+
+def _state(stat: Path) -> str:
+    return stat.read_text().rpartition(")")[2].split()[0]
+
+
+class Ring:
+    """A producer on an arena, and threads for the lives that a test begins."""
+
+    def __init__(self, arena: Arena, cpus: list[int], parts: int = 1) -> None:
+        self.arena, self.cpus, self.parts = arena, cpus, parts
+        self.producer = _native.RingProducer(arena.address, arena.nbytes)
+        self.runtime: _native.RingRuntime | None = None
+
+    def live(self, spin_us: int = 50) -> int:
+        self.die()
+        epoch = self.producer.next_epoch()
+        self.runtime = _native.RingRuntime(
+            self.arena.address, self.arena.nbytes, epoch, self.cpus, spin_us, self.parts
+        )
+        self.producer.set_life(epoch)
+        return epoch
+
+    def die(self) -> None:
+        self.producer.set_life(0)
+        if self.runtime is not None:
+            self.runtime.stop()
+            self.runtime = None
+
+    def post(self, layer: int, step: int, q, pages, n_pages) -> int:
+        return self.producer.post(
+            layer, step, len(q), q.ctypes.data, pages.ctypes.data, pages.shape[1],
+            n_pages.ctypes.data, self.parts, q.nbytes,
+        )  # fmt: skip
+
+    def wait(self, ticket: int, layer: int, step: int, rows: int, timeout_us: int = 10_000_000):
+        s = self.arena.spec
+        out = np.full((rows, s.num_q_heads, s.head_dim), np.nan, np.float32)
+        lse = np.full((rows, s.num_q_heads), np.nan, np.float32)
+        result = self.producer.wait(
+            ticket, layer, step, timeout_us, 50, out.ctypes.data, lse.ctypes.data, out.nbytes
+        )
+        return out, lse, result[1]
+
+
+@pytest.fixture
+def make_ring(cpu):
+    with contextlib.ExitStack() as stack:
+
+        def make(arena: Arena, threads: int = 1, parts: int = 1) -> Ring:
+            ring = Ring(arena, [cpu] * threads, parts)
+            stack.callback(ring.die)
+            return ring
+
+        yield make

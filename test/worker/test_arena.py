@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from sglang_scout.core.errors import ArenaError, ScoutError
 from sglang_scout.worker import arena as arena_module
 from sglang_scout.worker import numa
@@ -151,7 +150,10 @@ def test_too_large_names_sizes_and_what_would_fit(make_spec, monkeypatch):
 
 
 def test_attach_refuses_foreign_files(make_spec, tmp_path):
-    with open(tmp_path / "f", "wb+") as file, pytest.raises(ArenaError, match="not sealed|no memory"):
+    with (
+        open(tmp_path / "f", "wb+") as file,
+        pytest.raises(ArenaError, match="not sealed|no memory"),
+    ):
         Arena.attach(file.fileno())
     fd = os.memfd_create("x", os.MFD_ALLOW_SEALING)
     try:

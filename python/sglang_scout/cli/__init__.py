@@ -1,8 +1,9 @@
-"""``sglang-scout``: checks and sizes for people who run servers. Imports neither sglang nor torch."""
+"""``sglang-scout``: checks and sizes for people who run servers, without sglang or torch."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -25,8 +26,8 @@ _DOCTOR = (
 
 _PLAN = (
     "Say how much memory a model's KV pages take and how many requests fit, from the model's "
-    "config.json alone; nothing is loaded. GiB is 2**30 bytes and GB is 10**9, here and in the "
-    "server flags' sense: --kv-offload-host-gb counts GiB."
+    "config.json and the sizes of its files; nothing is loaded. GiB counts 2**30 bytes, as "
+    "--kv-offload-host-gb does, and GB 10**9. The exit code is 1 if the requests do not fit."
 )
 
 
@@ -38,7 +39,7 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from sglang_scout.cli import plan
+    from sglang_scout.cli import plan, plan_report
 
     request = plan.Request(
         model_path=args.model_path,
@@ -50,7 +51,7 @@ def _plan(args: argparse.Namespace) -> int:
         mem_fraction=args.mem_fraction_static,
         dtype=args.dtype,
     )
-    return plan.run(request, as_json=args.json)
+    return plan_report.run(request, as_json=args.json)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -97,7 +98,7 @@ def _parser() -> argparse.ArgumentParser:
         "--host-gb",
         type=float,
         metavar="GB",
-        help="as --kv-offload-host-gb: host memory for KV pages, in GiB "
+        help="as --kv-offload-host-gb: host memory for KV pages in GiB "
         "(default: half of what is available here now, as the server takes)",
     )
     plan.add_argument(
@@ -131,7 +132,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         code: int = args.run(args)
+        sys.stdout.flush()
     except ScoutError as error:
         print(f"sglang-scout: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # the reader, head for example, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     return code

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -10,7 +11,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, entry_points, requires, version
-from pathlib import Path
 from typing import Any
 
 from sglang_scout.cli import machine
@@ -54,8 +54,6 @@ def pinned(distribution: str) -> str | None:
 def check_python() -> Check:
     found = ".".join(map(str, sys.version_info[:3]))
     values = {"version": found, "executable": sys.executable}
-    if sys.version_info < (3, 11):
-        return Check("python", FAILED, found, "use Python 3.11 or 3.12", values)
     if sys.version_info >= (3, 13):
         fix = "3.11 and 3.12 are what SGLang and its packages have wheels for"
         return Check("python", WARNING, found, fix, values)
@@ -81,9 +79,7 @@ def check_sglang() -> Check:
 def check_plugin() -> Check:
     found = {e.name: e.value for e in entry_points(group=PLUGIN_GROUP)}
     if PLUGIN_NAME not in found:
-        return Check(
-            "plugin", FAILED, f"no entry point {PLUGIN_NAME!r} in {PLUGIN_GROUP}", INSTALL
-        )
+        return Check("plugin", FAILED, f"no entry point {PLUGIN_NAME!r} in {PLUGIN_GROUP}", INSTALL)
     allowed = os.environ.get("SGLANG_PLUGINS", "")
     names = [name.strip() for name in allowed.split(",") if name.strip()]
     values = {"entry_point": found[PLUGIN_NAME], "allowed": names}
@@ -94,12 +90,10 @@ def check_plugin() -> Check:
 
 
 def check_native() -> Check:
-    try:
-        from sglang_scout import _native
-    except ImportError as error:
-        return Check("native module", FAILED, f"does not import: {error}", INSTALL)
-    isa = _native.isa()
-    forced = os.environ.get("SCOUT_ISA")
+    done = _python("from sglang_scout import _native; print(_native.isa())")
+    if done.returncode != 0:
+        return Check("native module", FAILED, f"does not import: {_reason(done)}", INSTALL)
+    isa, forced = done.stdout.strip(), os.environ.get("SCOUT_ISA")
     values = {"isa": isa, "forced": forced}
     if forced:
         fix = "unset SCOUT_ISA to let the machine choose"
@@ -129,7 +123,6 @@ def check_cpus() -> Check:
         fix = "the worker and the server share one CPU; give the process more"
         return Check("cpus", WARNING, text, fix, values)
     if len(nodes) > 1:
-        # The binding of the default is the server's business; what matters is where a GPU is.
         near = next((n for gpu in gpus if (n := gpu.numa_node) in nodes), None)
         if near is not None:
             text += f"; the GPU is on node {near}: --kv-offload-cpus {ranges(nodes[near])}"
@@ -193,18 +186,25 @@ def check_shared_memory() -> Check:
     return Check("shared memory", OK, "memfd with seals")
 
 
+def _python(code: str) -> subprocess.CompletedProcess[str]:
+    """Run code in a fresh process: what it imports may crash, print or start threads."""
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def _reason(done: subprocess.CompletedProcess[str]) -> str:
+    return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+
+
 def _importable(name: str, module: str, distribution: str, packages: str = "") -> Check:
-    """Import in a fresh process: shared libraries may be missing, and some print or start threads."""
-    done = subprocess.run(
-        [sys.executable, "-c", f"import {module}"], capture_output=True, text=True, timeout=120
-    )
-    try:
+    """Whether ``module`` imports; ``packages``: Debian packages of its shared libraries."""
+    done = _python(f"import {module}")
+    found = wanted = None
+    with contextlib.suppress(PackageNotFoundError):
         found, wanted = version(distribution), pinned(distribution)
-    except PackageNotFoundError:
-        found = wanted = None
     values = {"distribution": distribution, "version": found, "wanted": wanted}
     if done.returncode != 0:
-        reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        reason = _reason(done)
         fix = f"pip install {distribution}"
         if "cannot open shared object file" in reason and packages:
             fix = f"apt-get install -y {packages}"
@@ -238,8 +238,8 @@ def check_worker(cpus: list[int]) -> Check:
         f"one page {result.page_us:.0f} us"
     )
     if not result.right:
-        return Check("worker", FAILED, text + ": " + result.problem, "please report it",
-                     asdict(result))  # fmt: skip
+        found = f"{text}: {result.problem}"
+        return Check("worker", FAILED, found, "please report it", asdict(result))
     return Check("worker", OK, text, values=asdict(result))
 
 

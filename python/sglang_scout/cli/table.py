@@ -26,15 +26,22 @@ def columns(rows: Sequence[Sequence[str]], *, right: Sequence[int] = (), indent:
 
 
 def gib(nbytes: float) -> str:
-    """Bytes as GiB (2**30), with enough digits for small things."""
-    value = nbytes / 2**30
-    return f"{value:.2f} GiB" if value >= 0.1 or value == 0 else f"{nbytes / 2**20:.2f} MiB"
+    """Bytes in powers of 1024: "10.00 GiB"."""
+    return _scaled(nbytes, 1024, ("GiB", "MiB", "KiB"))
 
 
 def gb(nbytes: float) -> str:
-    """Bytes as GB (10**9)."""
-    value = nbytes / 1e9
-    return f"{value:.2f} GB" if value >= 0.1 or value == 0 else f"{nbytes / 1e6:.2f} MB"
+    """Bytes in powers of 1000: "10.74 GB"."""
+    return _scaled(nbytes, 1000, ("GB", "MB", "KB"))
+
+
+def _scaled(nbytes: float, base: int, units: tuple[str, str, str]) -> str:
+    for power, unit in zip((3, 2, 1), units, strict=True):
+        value = nbytes / base**power
+        # A tenth of a unit is still read more easily than a hundred of the next smaller one.
+        if value >= 0.1 or unit == units[-1]:
+            break
+    return f"{value:.2f} {unit}"
 
 
 def ranges(numbers: Sequence[int]) -> str:

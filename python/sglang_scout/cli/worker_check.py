@@ -60,7 +60,8 @@ def attend_plainly(
     out, lse = np.empty_like(q), np.empty(q.shape[:2], np.float32)
     for row, ids in enumerate(pages):
         keys, values = (
-            (x[ids].astype(np.uint32) << 16).view(np.float32).reshape(-1, *x.shape[2:]) for x in (k, v)
+            (x[ids].astype(np.uint32) << 16).view(np.float32).reshape(-1, *x.shape[2:])
+            for x in (k, v)
         )
         keys, values = keys.repeat(group, axis=1), values.repeat(group, axis=1)
         scores = np.einsum("hd,thd->ht", q[row], keys) * SPEC.scale

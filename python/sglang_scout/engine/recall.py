@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,22 @@ from sglang_scout.engine.counters import Counters
 from sglang_scout.engine.pools import HostPages, ResidentCache
 from sglang_scout.engine.trace import Tracer
 from sglang_scout.ops.gather import copy_pages
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Copies under way."""
+
+    taken: Reservation
+    done: Future[None]
+
+    def slots_of(self, pages: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        """The slot that each of ``pages`` is being copied to, -1 for any other page."""
+        known = self.taken.pages  # ascending
+        if not len(known):
+            return np.full(pages.shape, -1, np.int32)
+        at = np.minimum(np.searchsorted(known, pages), len(known) - 1)
+        return np.where(known[at] == pages, self.taken.slots[at], -1).astype(np.int32)
 
 
 class Recall:
@@ -42,14 +59,14 @@ class Recall:
         self._page_bytes = page_bytes
         self._tracer = tracer
         self._side = ThreadPoolExecutor(1, thread_name_prefix="scout-recall")
-        self._in_flight: list[tuple[Reservation, Future[None]]] = []
+        self._in_flight: list[Copies] = []
 
-    def start(self, layer: int, pages: npt.NDArray[np.integer]) -> int:
-        """Begin to copy ``pages`` of ``layer`` as far as free slots go. Returns how many."""
+    def start(self, layer: int, pages: npt.NDArray[np.integer]) -> Copies:
+        """Begin to copy ``pages`` of ``layer`` as far as free slots go; they are committed later."""
         taken = self._table.reserve(layer, pages)
-        if len(taken.pages):
-            self._in_flight.append((taken, self._side.submit(self._copy, taken)))
-        return len(taken.pages)
+        copies = Copies(taken, self._side.submit(self._copy, taken))
+        self._in_flight.append(copies)
+        return copies
 
     def commit(self, step: int) -> None:
         """Step boundary: map what was copied behind the last step.
@@ -58,11 +75,11 @@ class Recall:
         it makes a request's residency, hence its tokens, independent of the copy thread's luck.
         """
         start_ns = time.monotonic_ns()
-        for taken, done in self._in_flight:
-            done.result()
-            wanted = self._table.commit(taken, step)
+        for copies in self._in_flight:
+            copies.done.result()
+            wanted = self._table.commit(copies.taken, step)
             self._counters.recalled_pages += wanted
-            self._counters.recall_bytes += 2 * self._page_bytes * len(taken.pages)
+            self._counters.recall_bytes += 2 * self._page_bytes * len(copies.taken.pages)
         if self._in_flight:
             self._counters.recall_wait_us += (time.monotonic_ns() - start_ns) // 1000
         self._in_flight.clear()

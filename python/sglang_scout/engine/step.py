@@ -22,13 +22,13 @@ import torch
 from sglang_scout.core.pages import ResidencyTable
 from sglang_scout.engine.counters import Counters
 from sglang_scout.engine.pools import DigestPool, HostPages, ModelShape, ResidentCache
-from sglang_scout.engine.recall import Recall
+from sglang_scout.engine.recall import Copies, Recall
 from sglang_scout.engine.trace import Tracer
 from sglang_scout.engine.verify import relative_error
 from sglang_scout.ops.attend import attend_pages
 from sglang_scout.ops.merge import merge_states
 from sglang_scout.ops.score import score_pages
-from sglang_scout.ops.select import Selection, select_pages
+from sglang_scout.ops.select import select_pages
 from sglang_scout.policy.axes import Policy
 
 QueryProjector = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -62,7 +62,9 @@ class _Ahead:
     """A layer's selection, made before its attention."""
 
     query: torch.Tensor
-    selection: Selection
+    missing: npt.NDArray[np.int32]  # [B, k] selected pages that were not resident, -1 padded
+    on_cpu: npt.NDArray[np.int32]  # [B, k] those of them that are left to the worker
+    copies: Copies | None  # of the others, where the policy copies ahead
     ticket: Any
     posted_ns: int
 
@@ -250,9 +252,10 @@ class StepEngine:
     def _make_room(self, fresh: npt.NDArray[np.bool_]) -> None:
         """Free slots for the recalls that this step will start, from pages not of use lately."""
         first = int(fresh.sum()) * self.budget_pages if self.policy.residency.recall_fresh() else 0
+        copy_ahead = self.policy.missing.copy_ahead
         for layer in range(self.shape.num_layers):
             want = first
-            if self.policy.residency.due(layer, self._step):
+            if copy_ahead or self.policy.residency.due(layer, self._step):
                 want = max(want, int(self._last_missing[layer]) + first)
             if want:
                 self.table.evict(layer, want, self._step - 1)
@@ -294,20 +297,21 @@ class StepEngine:
             digest.sink_pages,
             digest.recent_pages,
         )
-        pages = selection.pages.numpy()
-        missing_counts = selection.n_missing.numpy()
-        missing = int(missing_counts.sum())
+        pages, missing = selection.pages.numpy(), selection.missing.numpy()
         self.table.touch(layer, pages, self._step)
+        copies, on_cpu = None, missing
+        if self.policy.missing.copy_ahead and (missing >= 0).any():
+            copies = self.recall.start(layer, missing)
+            on_cpu = _pack_left(np.where(copies.slots_of(missing) < 0, missing, -1))
+        counts = (on_cpu >= 0).sum(axis=1, dtype=np.int32)
+        self._last_missing[layer] = (missing >= 0).sum()
         self.counters.count_selection(
-            layer, int((pages >= 0).sum()), missing, len(pages) * self.budget_pages
+            layer, int((pages >= 0).sum()), int(counts.sum()), len(pages) * self.budget_pages
         )
-        self._last_missing[layer] = missing
         ticket = None
-        if missing:
-            ticket = self._missing.post(
-                layer, self._step, query.numpy(), selection.missing.numpy(), missing_counts
-            )
-        ahead = _Ahead(query, selection, ticket, time.monotonic_ns())
+        if counts.any():
+            ticket = self._missing.post(layer, self._step, query.numpy(), on_cpu, counts)
+        ahead = _Ahead(query, missing, on_cpu, copies, ticket, time.monotonic_ns())
         self._ahead[layer] = ahead
         return ahead
 
@@ -326,12 +330,15 @@ class StepEngine:
         self._append(layer, k, v)
         query = q.float()
         ahead = self._ahead.pop(layer, None) or self._look_ahead(layer, query.contiguous())
+        slots = batch.slots[layer]
+        if ahead.copies is not None:
+            slots = self._with_copies(slots, ahead)
         with self.tracer.slice("attention", f"attend {layer}"):
             out, lse = attend_pages(
                 query.contiguous(),
                 self.resident.k[layer],
                 self.resident.v[layer],
-                batch.slots[layer],
+                slots,
                 batch.tail_slot[layer],
                 batch.tail_len,
                 self.shape.scale,
@@ -340,13 +347,7 @@ class StepEngine:
         if ahead.ticket is not None:
             out, lse = self._merge_answer(layer, ahead, out, lse)
         if self._verify:
-            error = relative_error(
-                out, query, ahead.query, ahead.selection.missing, batch.table, batch.slots[layer],
-                batch.tail_page, batch.tail_len, self.host.k[layer], self.host.v[layer],
-                self.shape.scale, self.shape.logit_cap,
-            )  # fmt: skip
-            self.counters.verify_checks += 1
-            self.counters.verify_max_rel_error = max(self.counters.verify_max_rel_error, error)
+            self._check_output(layer, out, query, ahead)
         self._recall_missing(layer, ahead)
         if layer == self.shape.num_layers - 1 and self.tracer.active:
             self.tracer.add("device", f"layer {layer}", self._layer_start_ns, time.monotonic_ns())
@@ -379,15 +380,48 @@ class StepEngine:
         self.counters.fallback_pages += reply.fallback_pages
         return merge_states(out, lse, torch.from_numpy(cpu_out), torch.from_numpy(cpu_lse))
 
+    def _with_copies(self, slots: torch.Tensor, ahead: _Ahead) -> torch.Tensor:
+        """Wait for the pages that were copied ahead, and attend to them as well."""
+        assert ahead.copies is not None
+        start_ns = time.monotonic_ns()
+        ahead.copies.done.result()
+        self.counters.gpu_wait_us += (time.monotonic_ns() - start_ns) // 1000
+        return torch.cat([slots, torch.from_numpy(ahead.copies.slots_of(ahead.missing))], dim=1)
+
     def _recall_missing(self, layer: int, ahead: _Ahead) -> None:
         """After its attention, a layer whose turn it is recalls what it missed."""
         if ahead.ticket is None:
             return
-        missing = ahead.selection.missing.numpy()
         if self.policy.residency.due(layer, self._step):
-            self.recall.start(layer, missing)
+            self.recall.start(layer, ahead.on_cpu)
         elif self.policy.residency.recall_fresh() and self._current().fresh.any():
-            self.recall.start(layer, missing[self._current().fresh])
+            self.recall.start(layer, ahead.on_cpu[self._current().fresh])
+
+    def _check_output(
+        self, layer: int, out: torch.Tensor, query: torch.Tensor, ahead: _Ahead
+    ) -> None:
+        """Compare with the plain reference, and keep the largest deviation."""
+        batch = self._current()
+        table = batch.table.numpy()
+        on_device = np.where(batch.slots[layer].numpy() >= 0, table, -1)
+        if ahead.copies is not None:
+            copied = np.where(ahead.copies.slots_of(ahead.missing) >= 0, ahead.missing, -1)
+            on_device = np.concatenate([on_device, copied], axis=1)
+        error = relative_error(
+            out,
+            query,
+            ahead.query,
+            on_device,
+            ahead.on_cpu,
+            batch.tail_page,
+            batch.tail_len.numpy(),
+            self.host.k[layer],
+            self.host.v[layer],
+            self.shape.scale,
+            self.shape.logit_cap,
+        )
+        self.counters.verify_checks += 1
+        self.counters.verify_max_rel_error = max(self.counters.verify_max_rel_error, error)
 
     def _current(self) -> _Batch:
         if self._batch is None:
@@ -398,3 +432,9 @@ class StepEngine:
         """Stop the copy thread and write the trace."""
         self.recall.close()
         self.tracer.write()
+
+
+def _pack_left(pages: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    """Move each row's -1 entries behind the others, keeping order."""
+    order = np.argsort(pages < 0, axis=1, kind="stable")
+    return np.ascontiguousarray(np.take_along_axis(pages, order, axis=1))

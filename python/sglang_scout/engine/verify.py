@@ -41,11 +41,10 @@ def relative_error(
     out: torch.Tensor,
     q: torch.Tensor,
     q_ahead: torch.Tensor,
-    missing: torch.Tensor,
-    table: torch.Tensor,
-    slots: torch.Tensor,
+    on_device: npt.NDArray[np.int32],
+    on_cpu: npt.NDArray[np.int32],
     tail_page: npt.NDArray[np.int64],
-    tail_len: torch.Tensor,
+    tail_len: npt.NDArray[np.int32],
     k: torch.Tensor,
     v: torch.Tensor,
     scale: float,
@@ -56,24 +55,22 @@ def relative_error(
 
     Args:
         out, q, q_ahead: ``[B, HQ, D]``.
-        missing: ``[B, k]`` host pages computed by the CPU, -1 padded.
-        table, slots: ``[B, N]`` host page and device slot of the full pages, -1 where not resident.
-        tail_page, tail_len: ``[B]``.
+        on_device, on_cpu: ``[B, any]`` full host pages of each part, -1 entries ignored.
+        tail_page, tail_len: ``[B]`` the page being filled, and its valid tokens.
         k, v: ``[P, S, H, D]`` host pages of the layer.
     """
     worst = 0.0
     for row in range(out.shape[0]):
-        resident = table[row][slots[row] >= 0].long()
-        length = int(tail_len[row])
-        tail = int(tail_page[row])
-        on_cpu = missing[row][missing[row] >= 0].long()
+        device = torch.from_numpy(on_device[row][on_device[row] >= 0]).long()
+        cpu = torch.from_numpy(on_cpu[row][on_cpu[row] >= 0]).long()
+        length, tail = int(tail_len[row]), int(tail_page[row])
         reference = co_attention_reference(
             q[row],
             q_ahead[row],
-            torch.cat([k[resident].flatten(0, 1), k[tail, :length]]),
-            torch.cat([v[resident].flatten(0, 1), v[tail, :length]]),
-            k[on_cpu].flatten(0, 1),
-            v[on_cpu].flatten(0, 1),
+            torch.cat([k[device].flatten(0, 1), k[tail, :length]]),
+            torch.cat([v[device].flatten(0, 1), v[tail, :length]]),
+            k[cpu].flatten(0, 1),
+            v[cpu].flatten(0, 1),
             scale,
             logit_cap,
         )

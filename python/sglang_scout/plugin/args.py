@@ -201,6 +201,7 @@ def _check_deployment(args: ServerArgs) -> None:
         ("enable_unified_memory", False, "--enable-unified-memory"),
         ("enable_page_major_kv_layout", False, "--enable-page-major-kv-layout"),
         ("enable_torch_compile", False, "--enable-torch-compile"),
+        ("kv_canary", "none", "--kv-canary"),
     ):  # fmt: skip
         value = getattr(args, name, fine)
         if value != fine and value:

@@ -142,5 +142,11 @@ def start_metrics(backend: ScoutAttnBackend, server_args: Any) -> Metrics | NoMe
     """Begin to publish if the server was started with ``--enable-metrics``."""
     if not server_args.enable_metrics:
         return NoMetrics()
-    labels = {"model_name": server_args.served_model_name, "engine_type": "decode"}
+    labels = {
+        "model_name": server_args.served_model_name,
+        "engine_type": "decode",
+        "tp_rank": "0",
+        "pp_rank": "0",
+        **(server_args.extra_metric_labels or {}),
+    }
     return Metrics(backend, labels)

@@ -35,8 +35,8 @@ class PredictorAxis(Protocol):
 class MissingAxis(Protocol):
     """Who computes selected pages that are not resident."""
 
-    on_cpu: bool
-    """True: the CPU worker attends to them in place; False: they are copied to the device first."""
+    copy_ahead: bool
+    """False: the CPU worker attends to them in place; True: they are copied to the device first."""
 
 
 class ResidencyAxis(Protocol):

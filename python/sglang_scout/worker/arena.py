@@ -16,7 +16,6 @@ import re
 from pathlib import Path
 
 import numpy as np
-import psutil
 
 from sglang_scout.core.errors import ArenaError
 from sglang_scout.worker.numa import bind_memory
@@ -235,7 +234,8 @@ def _free_pool_bytes() -> int:
 
 def available_bytes() -> int:
     """Memory that a new arena may take: the system's, or what the control group leaves."""
-    available = psutil.virtual_memory().available
+    meminfo = Path("/proc/meminfo").read_text()
+    available = int(re.search(r"^MemAvailable:\s+(\d+) kB", meminfo, re.MULTILINE)[1]) * 1024
     for folder, limit_name, used_name, cache_name in (
         ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
         (

@@ -27,7 +27,7 @@ from sglang_scout.core.errors import WorkerError
 from sglang_scout.worker import messages as m
 
 _PREFIX = "sglang-scout-"
-_NAME = re.compile(r"sglang-scout-(\d+)-(\d+)-(\d+)-.*")
+_NAME = re.compile(r"sglang-scout-([0-9a-f]+)-([0-9a-f]+)-([0-9a-f]+)-.*")
 _MAX_SOCKET_PATH_BYTES = 107  # sun_path of a unix socket
 _KILL_LOG_S = 5.0
 # The worker computes in its own threads; a BLAS that numpy brings along must not start any.
@@ -63,7 +63,7 @@ class Life:
         self._directory: str | None = None
         try:
             self._directory = tempfile.mkdtemp(prefix=f"{_PREFIX}{owner_name()}-")  # mode 0700
-            path = os.path.join(self._directory, "control")
+            path = os.path.join(self._directory, "s")
             if len(os.fsencode(path)) > _MAX_SOCKET_PATH_BYTES:
                 raise WorkerError(f"socket path {path} is too long; set TMPDIR to a shorter one")
             self._socket = context.socket(zmq.ROUTER)
@@ -192,9 +192,9 @@ def _spawn(endpoint: str, token: str, epoch: int, arena_fd: int) -> subprocess.P
 
 
 def owner_name() -> str:
-    """This process in a directory's name: pid namespace, pid, start time in clock ticks."""
+    """This process in a directory's name: pid namespace, pid, start time in clock ticks, hex."""
     pid = os.getpid()
-    return f"{_pid_namespace()}-{pid}-{_start_ticks(pid)}"
+    return f"{_pid_namespace():x}-{pid:x}-{_start_ticks(pid):x}"
 
 
 def sweep_directories() -> int:
@@ -207,13 +207,16 @@ def sweep_directories() -> int:
     with contextlib.suppress(OSError), os.scandir(tempfile.gettempdir()) as entries:
         for entry in entries:
             match = _NAME.fullmatch(entry.name)
-            if match is None or int(match[1]) != _pid_namespace():
+            if match is None:
+                continue
+            namespace, pid, ticks = (int(number, 16) for number in match.groups())
+            if namespace != _pid_namespace():
                 continue
             with contextlib.suppress(OSError):
                 info = entry.stat(follow_symlinks=False)
                 if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid():
                     continue
-                if _start_ticks(int(match[2])) != int(match[3]):
+                if _start_ticks(pid) != ticks:
                     shutil.rmtree(entry.path)
                     removed += 1
     return removed

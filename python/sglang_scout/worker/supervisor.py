@@ -1,9 +1,9 @@
 """The thread that keeps a worker alive: starts it, listens to it, kills and replaces it.
 
-It never looks at records. What it tells the posting side is one number, the epoch of the worker that
-may be given work (``RingProducer.set_life``): 0 from the moment that something is wrong with a worker
-until the next one is ready. A new life begins only when the process of the one before is dead, so no
-two workers ever write to the same arena.
+It never looks at records. What it tells the posting side is one number, the epoch of the worker
+that may be given work (``RingProducer.set_life``): 0 from the moment that something is wrong with a
+worker until the next one is ready. A new life begins only when the process of the one before is
+dead, so no two workers ever write to the same arena.
 """
 
 from __future__ import annotations
@@ -201,6 +201,7 @@ class Supervisor:
                 elif isinstance(message, m.Ready):
                     self._on_ready(life, message)
                     ready_at_s.append(now_s)
+                    stalled_s = 0.0
                 elif isinstance(message, m.Failed):
                     return f"worker {life.pid} failed: {message.error}"
                 elif isinstance(message, m.Heartbeat):

@@ -1,0 +1,194 @@
+"""``sglang-scout plan``: memory per token and per request, and how many requests fit.
+
+Only arithmetic on config.json and file sizes. With L layers, H KV heads, head size D, pages of S
+tokens and values of w bytes:
+
+    KV of a token      2 L H D w            (K and V)
+    KV of a page       S times that         (host memory)
+    digest of a page   2 L H D w            (minimum and maximum of K: 1/S of the page's KV)
+    resident pages     budget / S a request, its page being filled, and room for recalls once
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from sglang_scout.cli.model_config import ModelConfig, read_model
+from sglang_scout.core.config import DEFAULT_BUDGET_TOKENS, PAGE_SIZE_TOKENS
+from sglang_scout.core.errors import ConfigError
+
+GIB = 2**30
+DEFAULT_HOST_SHARE = 0.5
+"""Of the available memory, as the decode server takes without --kv-offload-host-gb."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """The command's arguments, None where not given. ``*_gib`` count GiB."""
+
+    model_path: str
+    context_tokens: int | None = None
+    requests: int | None = None
+    budget_tokens: int | None = None
+    host_gib: float | None = None
+    gpu_gib: float | None = None
+    mem_fraction: float = 0.88
+    dtype: str = "auto"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What one token, page and request of ``context_tokens`` take, in bytes."""
+
+    context_tokens: int
+    budget_tokens: int
+    page_size_tokens: int
+    kv_bytes_per_token: int
+    kv_bytes_per_page: int
+    digest_bytes_per_page: int
+    host_pages_per_request: int
+    kv_bytes_per_request: int
+    digest_bytes_per_request: int
+    resident_bytes_per_request: int
+    tail_bytes_per_request: int
+
+    @property
+    def device_bytes_per_request(self) -> int:
+        """On the device beside the weights: digests, resident pages, the page being filled."""
+        return (
+            self.digest_bytes_per_request
+            + self.resident_bytes_per_request
+            + self.tail_bytes_per_request
+        )
+
+    @property
+    def device_bytes_once(self) -> int:
+        """On the device once per server: room for recalls under way, one budget of pages."""
+        return self.resident_bytes_per_request
+
+
+def sizes_of(model: ModelConfig, context_tokens: int, budget_tokens: int) -> Sizes:
+    """The sizes for one model, context and budget."""
+    page = PAGE_SIZE_TOKENS
+    per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * model.value_bytes
+    pages = math.ceil(context_tokens / page)
+    return Sizes(
+        context_tokens=context_tokens,
+        budget_tokens=budget_tokens,
+        page_size_tokens=page,
+        kv_bytes_per_token=per_token,
+        kv_bytes_per_page=per_token * page,
+        digest_bytes_per_page=per_token,
+        host_pages_per_request=pages,
+        kv_bytes_per_request=pages * page * per_token,
+        digest_bytes_per_request=pages * per_token,
+        resident_bytes_per_request=budget_tokens * per_token,
+        tail_bytes_per_request=page * per_token,
+    )
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How many requests fit, by each memory, and which one binds. None: not looked at."""
+
+    by_host: int | None
+    by_gpu: int | None
+
+    @property
+    def requests(self) -> int:
+        return min(n for n in (self.by_host, self.by_gpu) if n is not None)
+
+    @property
+    def limited_by(self) -> str:
+        return "host memory" if self.by_host == self.requests else "gpu memory"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that the command prints."""
+
+    model: ModelConfig
+    sizes: Sizes
+    host_bytes: int
+    host_bytes_given: bool
+    gpu_bytes: int | None
+    gpu_kv_bytes: int | None
+    offload: Fit
+    stock: Fit | None
+    requests: int | None
+
+    @property
+    def fits(self) -> bool:
+        """Whether the asked number of requests, or any at all, fits with offload."""
+        return self.offload.requests >= (self.requests or 1)
+
+
+def make_plan(request: Request) -> Plan:
+    """The plan for the command's arguments.
+
+    Raises:
+        ConfigError: a wrong argument, or a model that cannot be read; names flag, value and fix.
+    """
+    _check(request)
+    model = read_model(request.model_path, request.dtype)
+    budget = request.budget_tokens or DEFAULT_BUDGET_TOKENS
+    sizes = sizes_of(model, request.context_tokens or model.max_context_tokens, budget)
+    host = _host_bytes(request.host_gib)
+    if request.gpu_gib is None:
+        # Digests and resident pages are host memory too, beside what --kv-offload-host-gb counts,
+        # so they do not change how many requests the pages of that size hold.
+        offload, stock, gpu, gpu_kv = Fit(_host_fit(host, sizes), None), None, None, None
+    else:
+        gpu = int(request.gpu_gib * GIB)
+        gpu_kv = max(0, int(gpu * request.mem_fraction) - model.weight_bytes)
+        device = max(0, gpu_kv - sizes.device_bytes_once) // sizes.device_bytes_per_request
+        offload = Fit(_host_fit(host, sizes), device)
+        stock = Fit(None, gpu_kv // sizes.kv_bytes_per_request)
+    return Plan(
+        model=model,
+        sizes=sizes,
+        host_bytes=host,
+        host_bytes_given=request.host_gib is not None,
+        gpu_bytes=gpu,
+        gpu_kv_bytes=gpu_kv,
+        offload=offload,
+        stock=stock,
+        requests=request.requests,
+    )
+
+
+def _host_fit(host_bytes: int, sizes: Sizes) -> int:
+    # Page 0 is SGLang's padding and holds no request's tokens.
+    pages = host_bytes // sizes.kv_bytes_per_page - 1
+    return max(0, pages) // sizes.host_pages_per_request
+
+
+def _host_bytes(host_gib: float | None) -> int:
+    if host_gib is not None:
+        return int(host_gib * GIB)
+    from sglang_scout.worker.arena import available_bytes  # numpy: only where it is needed
+
+    return int(available_bytes() * DEFAULT_HOST_SHARE)
+
+
+def _check(request: Request) -> None:
+    for flag, value in (
+        ("--context-tokens", request.context_tokens),
+        ("--requests", request.requests),
+        ("--host-gb", request.host_gib),
+        ("--gpu-gb", request.gpu_gib),
+    ):
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"plan: {flag} {value}: must be greater than 0")
+    budget = request.budget_tokens
+    if budget is not None and (budget <= 0 or budget % PAGE_SIZE_TOKENS):
+        nearest = max(PAGE_SIZE_TOKENS, round(budget / PAGE_SIZE_TOKENS) * PAGE_SIZE_TOKENS)
+        raise ConfigError(
+            f"plan: --budget {budget}: must be a positive multiple of the page size "
+            f"({PAGE_SIZE_TOKENS} tokens); the nearest is {nearest}"
+        )
+    if not 0 < request.mem_fraction <= 1:
+        raise ConfigError(
+            f"plan: --mem-fraction-static {request.mem_fraction}: must be in 0..1, for example 0.88"
+        )

@@ -1,0 +1,68 @@
+// Words in memory that two processes share: ordered loads and stores, futexes, time.
+#pragma once
+
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <cstdint>
+
+namespace scout {
+
+template <class T>
+inline T load_relaxed(const T* p) {
+  return __atomic_load_n(p, __ATOMIC_RELAXED);
+}
+template <class T>
+inline T load_acquire(const T* p) {
+  return __atomic_load_n(p, __ATOMIC_ACQUIRE);
+}
+template <class T>
+inline void store_relaxed(T* p, T v) {
+  __atomic_store_n(p, v, __ATOMIC_RELAXED);
+}
+template <class T>
+inline void store_release(T* p, T v) {
+  __atomic_store_n(p, v, __ATOMIC_RELEASE);
+}
+// For words that only the calling thread writes.
+template <class T>
+inline void add_own(T* p, T v) {
+  store_relaxed(p, load_relaxed(p) + v);
+}
+inline void full_fence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+
+inline void cpu_pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+inline int64_t now_ns() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return static_cast<int64_t>(t.tv_sec) * 1000000000 + t.tv_nsec;
+}
+
+// Sleeps while *word == seen, at most timeout_us. Wakes early now and then: callers check again.
+inline void futex_wait(const uint32_t* word, uint32_t seen, int64_t timeout_us) {
+  timespec t{static_cast<time_t>(timeout_us / 1000000),
+             static_cast<long>(timeout_us % 1000000) * 1000};
+  syscall(SYS_futex, word, FUTEX_WAIT, seen, &t, nullptr, 0);
+}
+inline void futex_wake(const uint32_t* word, int count) {
+  syscall(SYS_futex, word, FUTEX_WAKE, count, nullptr, nullptr, 0);
+}
+// The half of a 64-bit word in which a new post always differs from the old.
+inline const uint32_t* low_half(const uint64_t* word) {
+#if __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+  return reinterpret_cast<const uint32_t*>(word);
+#else
+  return reinterpret_cast<const uint32_t*>(word) + 1;
+#endif
+}
+
+}  // namespace scout

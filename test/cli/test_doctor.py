@@ -1,0 +1,166 @@
+"""`sglang-scout doctor`: on this machine, and what it says where something is missing."""
+
+import json
+import os
+import sys
+
+import numpy as np
+import pytest
+from sglang_scout.cli import doctor, machine, main, worker_check
+from sglang_scout.core.errors import WorkerError
+
+
+def test_this_machine_can_serve(capsys):
+    # The tests need all that a server needs, so a failed check here is a bug of the doctor.
+    assert main(["doctor", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    checks = {check["name"]: check for check in result["checks"]}
+    assert result["ok"] and all(check["state"] != "failed" for check in checks.values())
+    worker = checks["worker"]["values"]
+    assert worker["right"] and worker["max_error"] <= worker_check.TOLERANCE
+    assert worker["page_us"] > 0 and worker["batch_us"] > 0
+    assert worker["isa"] == checks["native module"]["values"]["isa"]
+    assert checks["sglang"]["values"]["version"] == checks["sglang"]["values"]["wanted"]
+
+
+def run_with(monkeypatch, capsys, *results):
+    monkeypatch.setattr(doctor, "checks", lambda cpus: [lambda r=r: r for r in results])
+    code = doctor.run()
+    return code, capsys.readouterr().out
+
+
+def test_report_and_exit_code(monkeypatch, capsys):
+    fine = doctor.Check("python", "ok", "3.11.0")
+    slow = doctor.Check("huge pages", "warning", "none", "make some")
+    broken = doctor.Check("worker", "failed", "no", "repair it")
+    code, text = run_with(monkeypatch, capsys, fine, slow)
+    assert code == 0 and text.endswith("this machine can serve; 1 to look at\n")
+    assert "warning  huge pages  none\n         -> make some" in text
+    code, text = run_with(monkeypatch, capsys, fine, slow, broken)
+    assert code == 1 and "1 failed: it cannot serve; 1 to look at" in text
+    assert "-> repair it" in text
+
+
+def test_the_native_module(monkeypatch):
+    monkeypatch.setenv("SCOUT_ISA", "portable")
+    check = doctor.check_native()
+    assert check.state == "warning" and check.values == {"isa": "portable", "forced": "portable"}
+    monkeypatch.delenv("SCOUT_ISA")
+    assert doctor.check_native().values["isa"] in ("portable", "avx2", "avx512", "avx512bf16")
+
+
+def test_a_wrong_cpu_list_is_named(capsys):
+    absent = max(os.sched_getaffinity(0)) + 1
+    assert main(["doctor", "--cpus", f"0-{absent}"]) == 2
+    assert f"may not run on CPU {absent}" in capsys.readouterr().err
+
+
+def test_another_sglang_is_refused(monkeypatch):
+    monkeypatch.setattr(doctor, "version", lambda name: "0.4.0")
+    check = doctor.check_sglang()
+    assert check.state == "failed"
+    assert "0.4.0, expected 0.5.15.post1" in check.found and "pip install sglang==" in check.fix
+
+
+def test_a_plugin_that_sglang_would_skip(monkeypatch):
+    monkeypatch.setenv("SGLANG_PLUGINS", "other")
+    check = doctor.check_plugin()
+    assert check.state == "failed" and "SGLANG_PLUGINS" in check.fix
+    monkeypatch.setenv("SGLANG_PLUGINS", "other, scout")
+    assert doctor.check_plugin().state == "ok"
+    monkeypatch.setattr(doctor, "entry_points", lambda group: [])
+    assert "no entry point" in doctor.check_plugin().found
+
+
+def test_a_module_without_its_libraries_names_the_packages(monkeypatch, tmp_path):
+    (tmp_path / "half_there.py").write_text(
+        "raise ImportError('libibverbs.so.1: cannot open shared object file: No such file')"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    check = doctor._importable("transfer", "half_there", "sglang-router", "libibverbs1 librdmacm1")
+    assert check.state == "failed" and "libibverbs.so.1" in check.found
+    assert check.fix == "apt-get install -y libibverbs1 librdmacm1"
+    check = doctor._importable("transfer", "not_there_at_all", "no-such-distribution")
+    assert check.fix == "pip install no-such-distribution"
+
+
+def test_a_worker_that_does_not_start_or_is_wrong(monkeypatch):
+    def refuse(cpus):
+        raise WorkerError("worker 1 ended with exit code 1")
+
+    monkeypatch.setattr(worker_check, "compare_and_time", refuse)
+    check = doctor.check_worker([0])
+    assert check.state == "failed" and "exit code 1" in check.found and check.fix
+    wrong = worker_check.Result(False, "the result is off by 1", 0.1, 4, 16, 1.0, 1.0, 1.0, "avx2")
+    monkeypatch.setattr(worker_check, "compare_and_time", lambda cpus: wrong)
+    check = doctor.check_worker([0])
+    assert check.state == "failed" and "off by 1" in check.found
+
+
+def test_a_wrong_answer_is_noticed(monkeypatch):
+    plainly = worker_check.attend_plainly
+
+    def shifted(q, k, v, pages):
+        return plainly(q, k, v, np.roll(pages, 1, axis=0))
+
+    monkeypatch.setattr(worker_check, "attend_plainly", shifted)
+    result = worker_check.compare_and_time(sorted(os.sched_getaffinity(0))[:1])
+    assert not result.right and "off by" in result.problem
+
+
+def fake_sys(tmp_path, files):
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    return tmp_path
+
+
+TWO_NODES = {
+    "devices/system/node/node0/cpulist": "0-3",
+    "devices/system/node/node1/cpulist": "4-7",
+    "bus/pci/devices/0000:01:00.0/vendor": "0x10de",
+    "bus/pci/devices/0000:01:00.0/class": "0x030200",
+    "bus/pci/devices/0000:01:00.0/numa_node": "1",
+    "bus/pci/devices/0000:02:00.0/vendor": "0x10de",
+    "bus/pci/devices/0000:02:00.0/class": "0x068000",  # an NVSwitch, no GPU
+    "fs/cgroup/cpu.max": "max 100000",
+    "kernel/mm/hugepages/hugepages-2048kB/free_hugepages": "70",
+    "kernel/mm/hugepages/hugepages-2048kB/resv_hugepages": "6",
+    "kernel/mm/transparent_hugepage/shmem_enabled": "always within_size [advise] never",
+    "class/infiniband/mlx5_0/node_type": "1: CA",
+}
+
+
+def test_two_nodes_and_a_gpu(monkeypatch, tmp_path):
+    monkeypatch.setattr(machine, "SYS", fake_sys(tmp_path, TWO_NODES))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    assert machine.numa_nodes() == {0: [0, 1, 2, 3], 1: [4, 5, 6, 7]}
+    assert machine.nvidia_gpus() == [machine.Gpu("0000:01:00.0", 1)]
+    assert machine.cpu_quota() is None
+    assert machine.free_hugepages() == 64 and machine.has_rdma()
+    assert "--kv-offload-cpus 4-7" in doctor.check_cpus().found
+    assert doctor.check_hugepages().state == "ok"
+    assert "--device cpu in this version" in doctor.check_gpu().found
+
+
+def test_a_quota_below_the_cpus(monkeypatch, tmp_path):
+    quota = TWO_NODES | {"fs/cgroup/cpu.max": "150000 100000"}
+    monkeypatch.setattr(machine, "SYS", fake_sys(tmp_path, quota))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    check = doctor.check_cpus()
+    assert check.state == "warning" and "quota of 1.5" in check.found
+
+
+def test_an_empty_sys_is_no_crash(monkeypatch, tmp_path):
+    monkeypatch.setattr(machine, "SYS", tmp_path)
+    assert machine.numa_nodes() == {} and machine.nvidia_gpus() == []
+    assert machine.cpu_quota() is None and machine.free_hugepages() == 0
+    assert machine.shmem_hugepage_mode() == "" and not machine.has_rdma()
+    assert doctor.check_hugepages().state == "warning"
+
+
+@pytest.mark.parametrize(("found", "state"), [((3, 12, 1), "ok"), ((3, 13, 0), "warning")])
+def test_python_versions(monkeypatch, found, state):
+    monkeypatch.setattr(sys, "version_info", found)
+    assert doctor.check_python().state == state

@@ -1,0 +1,183 @@
+"""`sglang-scout plan` against arithmetic done by hand."""
+
+import json
+import math
+
+import pytest
+from sglang_scout.cli import main
+from sglang_scout.cli.model_config import read_model
+from sglang_scout.cli.plan import GIB, Request, make_plan
+from sglang_scout.core.errors import ConfigError
+
+QWEN3_14B = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "num_hidden_layers": 40,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "hidden_size": 5120,
+    "intermediate_size": 17408,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "torch_dtype": "bfloat16",
+}
+
+
+@pytest.fixture
+def model(tmp_path):
+    def write(**changes):
+        config = QWEN3_14B | changes
+        folder = tmp_path / "model"
+        folder.mkdir(exist_ok=True)
+        config = {key: value for key, value in config.items() if value is not None}
+        (folder / "config.json").write_text(json.dumps(config))
+        return folder
+
+    return write
+
+
+def plan_of(folder, **kwargs):
+    return make_plan(Request(model_path=str(folder), **kwargs))
+
+
+def test_one_request_of_64k_tokens_of_the_papers_model(model):
+    sizes = plan_of(model(), context_tokens=65536, host_gib=103).sizes
+    assert sizes.kv_bytes_per_token == 2 * 40 * 8 * 128 * 2 == 163840
+    assert sizes.kv_bytes_per_request == 65536 * 163840
+    assert round(sizes.kv_bytes_per_request / 1e9, 1) == 10.7
+    # The digest of a page is a minimum and a maximum of K: as much as the K and V of one token.
+    assert sizes.digest_bytes_per_request * 32 == sizes.kv_bytes_per_request
+    assert sizes.resident_bytes_per_request == 2048 * 163840
+    both = sizes.digest_bytes_per_request + sizes.resident_bytes_per_request
+    assert round(both / 1e9, 2) == 0.67, "digests and resident pages, half and half"
+    assert sizes.device_bytes_per_request == both + 32 * 163840, "and the page being filled"
+
+
+def test_how_many_fit_on_an_80_gb_card_with_110_gb_of_host_memory(model):
+    plan = plan_of(model(), context_tokens=65536, host_gib=110e9 / GIB, gpu_gib=80)
+    assert plan.stock is not None and plan.stock.requests in (3, 4)
+    assert plan.offload.by_host == 10
+    assert plan.offload.requests == 10 and plan.offload.limited_by == "host memory"
+    more_host = plan_of(model(), context_tokens=65536, host_gib=4000, gpu_gib=80)
+    assert more_host.offload.limited_by == "gpu memory"
+    gpu = more_host.gpu_kv_bytes
+    sizes = more_host.sizes
+    n = more_host.offload.by_gpu
+    need = sizes.device_bytes_once + n * sizes.device_bytes_per_request
+    assert need <= gpu < need + sizes.device_bytes_per_request
+
+
+def test_a_partly_filled_page_takes_a_whole_one(model):
+    sizes = plan_of(model(), context_tokens=33, host_gib=1).sizes
+    assert sizes.host_pages_per_request == 2
+    assert sizes.kv_bytes_per_request == 64 * 163840
+
+
+def test_the_padding_page_is_counted(model):
+    exact = plan_of(model(), context_tokens=64, host_gib=2 * 32 * 163840 / GIB)
+    assert exact.offload.by_host == 0
+    one_more = plan_of(model(), context_tokens=64, host_gib=3 * 32 * 163840 / GIB)
+    assert one_more.offload.by_host == 1
+
+
+def test_the_host_size_that_it_names_is_enough(model, capsys):
+    folder = model()
+    arguments = ["plan", "--model-path", str(folder), "--context-tokens", "65536"]
+    assert main([*arguments, "--requests", "7", "--host-gb", "1"]) == 1
+    text = capsys.readouterr().out
+    assert "7 requests would not fit: host memory is too small" in text
+    host = text.split("--kv-offload-host-gb ")[1].split(",")[0]
+    assert main([*arguments, "--requests", "7", "--host-gb", host]) == 0
+    assert plan_of(folder, context_tokens=65536, host_gib=float(host)).offload.requests == 7
+
+
+def test_no_gpu_named(model, capsys):
+    assert main(["plan", "--model-path", str(model()), "--host-gb", "100"]) == 0
+    text = capsys.readouterr().out
+    assert "GPU" not in text.split("Requests that fit")[0]
+    assert "device memory is host memory too" in text
+    assert "40960 tokens" in text, "the model's own length by default"
+
+
+def test_json_has_the_same_numbers(model, capsys):
+    folder = model()
+    main(["plan", "--model-path", str(folder), "--context-tokens", "65536", "--host-gb", "103",
+          "--gpu-gb", "80", "--json"])  # fmt: skip
+    got = json.loads(capsys.readouterr().out)
+    plan = plan_of(folder, context_tokens=65536, host_gib=103, gpu_gib=80)
+    assert got["offload"]["requests"] == plan.offload.requests == 10
+    assert got["kv_bytes_per_request"] == plan.sizes.kv_bytes_per_request
+    assert got["digest_bytes_per_request"] == plan.sizes.digest_bytes_per_request
+    assert got["resident_bytes_per_request"] == plan.sizes.resident_bytes_per_request
+    assert got["stock"] == {"by_host": None, "by_gpu": 4, "requests": 4, "limited_by": "gpu memory"}
+    assert got["requests_need_device_bytes"] == (
+        10 * plan.sizes.device_bytes_per_request + plan.sizes.device_bytes_once
+    )
+
+
+def test_defaults_of_a_sparse_config(model):
+    folder = model(head_dim=None, num_key_value_heads=None, max_position_embeddings=None)
+    got = read_model(str(folder), "auto")
+    assert (got.num_kv_heads, got.head_dim, got.max_context_tokens) == (40, 128, 32768)
+
+
+@pytest.mark.parametrize(
+    ("stored", "asked", "used"),
+    [
+        ("bfloat16", "auto", "bfloat16"),
+        ("float32", "auto", "float16"),  # as SGLang does
+        (None, "auto", "float16"),
+        ("bfloat16", "float32", "float32"),
+    ],
+)
+def test_dtype(model, stored, asked, used):
+    assert read_model(str(model(torch_dtype=stored)), asked).dtype == used
+
+
+def test_newer_configs_write_dtype(model):
+    assert read_model(str(model(torch_dtype=None, dtype="bfloat16")), "auto").dtype == "bfloat16"
+
+
+def test_weights_from_files_from_the_index_or_estimated(model):
+    folder = model()
+    estimated = read_model(str(folder), "auto")
+    assert "estimated" in estimated.weight_source
+    assert math.isclose(estimated.weight_bytes, 14.77e9 * 2, rel_tol=0.01), "14.8 billion, bf16"
+    index = {"metadata": {"total_size": 1000}, "weight_map": {}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert read_model(str(folder), "auto").weight_bytes == 1000
+    for number in (1, 2):
+        (folder / f"model-{number}.safetensors").write_bytes(b"x" * 600)
+    got = read_model(str(folder), "auto")
+    assert (got.weight_bytes, got.weight_source) == (1200, "from safetensors files")
+    assert read_model(str(folder), "float32").weight_bytes == 2400
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--budget", "1000"], "--budget 1000: must be a positive multiple of the page size"),
+        (["--context-tokens", "0"], "--context-tokens 0: must be greater than 0"),
+        (["--requests", "-1"], "--requests -1"),
+        (["--host-gb", "nan"], "--host-gb nan"),
+        (["--gpu-gb", "-5"], "--gpu-gb -5"),
+        (["--mem-fraction-static", "1.5"], "--mem-fraction-static 1.5"),
+    ],
+)
+def test_wrong_arguments_are_named(model, capsys, arguments, words):
+    assert main(["plan", "--model-path", str(model()), *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_folders_that_are_no_model(tmp_path, model):
+    with pytest.raises(ConfigError, match="cannot read config.json"):
+        read_model(str(tmp_path), "auto")
+    with pytest.raises(ConfigError, match="latent attention"):
+        read_model(str(model(kv_lora_rank=512)), "auto")
+    with pytest.raises(ConfigError, match="quantised"):
+        read_model(str(model(quantization_config={"bits": 4})), "auto")
+    with pytest.raises(ConfigError, match="num_hidden_layers = None"):
+        read_model(str(model(num_hidden_layers=None)), "auto")
+    (model() / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="not valid JSON"):
+        read_model(str(tmp_path / "model"), "auto")

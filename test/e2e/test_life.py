@@ -1,0 +1,129 @@
+"""One pair of servers through everything that can befall it: load, aborts, a dead and a silent worker, the end."""
+
+import json
+import os
+import random
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from harness import (
+    PDCluster,
+    ProcessUsage,
+    abort_after,
+    assert_same_tokens,
+    random_prompts,
+    wait_until,
+)
+
+# Recall in every step and room for everything: a request's residency then depends on its own history
+# alone, so its tokens are the same whatever else runs, and a difference is a fault.
+CONFIG = {"recall_interval": 1, "resident_tokens": 32768}
+SCOUT = ("--kv-offload", "scout", "--kv-offload-budget", "128", "--kv-offload-config", json.dumps(CONFIG))
+
+
+@pytest.fixture(scope="module")
+def servers(tiny_model):
+    with PDCluster(
+        tiny_model("qwen3"), server_args=SCOUT, max_running_requests=16, max_total_tokens=49152
+    ) as running:
+        yield running
+
+
+def usage(servers):
+    return ProcessUsage.of(servers.scheduler_pid())
+
+
+def test_two_hundred_requests_with_aborts_leave_nothing(servers):
+    chance = random.Random(11)
+
+    def one(prompt):
+        if chance.random() < 0.1:
+            abort_after(servers, prompt, chance.randrange(8), max_new_tokens=48)
+            return 1
+        servers.generate([prompt], max_new_tokens=chance.randrange(1, 24))
+        return 0
+
+    def run(count, seed):
+        lengths = [chance.randrange(1, 900) for _ in range(count)]
+        with ThreadPoolExecutor(12) as pool:
+            return sum(pool.map(one, random_prompts(lengths, seed=seed)))
+
+    def idle():
+        return servers.kv_offload()["host_pages_used"] == 0
+
+    run(40, seed=20)  # caches, thread pools and allocators reach their size
+    wait_until("pages of the warm-up are free", idle, 60)
+    before = usage(servers)
+    aborted = run(200, seed=21)
+    assert aborted >= 5
+    wait_until("all pages are free", idle, 60)
+    after = usage(servers)
+    assert after.open_files <= before.open_files + 4, (before, after)
+    assert after.threads <= before.threads + 4, (before, after)
+    assert after.rss_bytes <= before.rss_bytes + 200 * 2**20, (before, after)
+    state = servers.kv_offload()
+    assert state["resident_pages"] == 0 and state["worker"]["restarts"] == 0
+    assert state["cpu_pages"] > 0 and state["worker"]["refused"] == 0
+
+
+def _while_decoding(servers, prompts, disturb):
+    """Run the prompts and call ``disturb`` when they are all decoding."""
+    steps = servers.kv_offload()["steps"]
+    answers = []
+
+    def run():
+        answers.extend(servers.generate(prompts, max_new_tokens=100))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    wait_until("decoding", lambda: servers.kv_offload()["steps"] > steps + 15, 120)
+    disturb()
+    thread.join(300)
+    assert not thread.is_alive(), "a request hangs"
+    return answers
+
+
+@pytest.mark.parametrize(("how", "restarts"), [(signal.SIGKILL, 1), (signal.SIGSTOP, 2)])
+def test_a_lost_worker_costs_no_request_and_no_token(servers, how, restarts):
+    prompts = random_prompts([1500, 1300, 1100, 900], seed=31)
+    expected = servers.generate(prompts, max_new_tokens=100)
+    before = servers.kv_offload()
+    assert before["worker"]["restarts"] == restarts - 1
+    pid = before["worker"]["pid"]
+
+    def disturb():
+        os.kill(pid, how)
+        start = time.monotonic()
+        wait_until("the loss is noticed", lambda: servers.kv_offload()["worker"]["pid"] != pid, 3)
+        print(f"noticed after {time.monotonic() - start:.2f} s")
+
+    answers = _while_decoding(servers, prompts, disturb)
+    assert_same_tokens(expected, answers)
+    wait_until(
+        "a new worker", lambda: servers.kv_offload()["worker"]["state"] == "ready", 30
+    )
+    state = servers.kv_offload()
+    assert state["worker"]["restarts"] == restarts
+    assert state["fallback_pages"] > before["fallback_pages"]
+    # The new worker serves: no further fallback.
+    again = servers.generate(prompts, max_new_tokens=20)
+    assert_same_tokens([_cut(e, 20) for e in expected], again)
+    assert servers.kv_offload()["fallback_pages"] == state["fallback_pages"]
+
+
+def _cut(answer, tokens):
+    import dataclasses
+
+    return dataclasses.replace(answer, output_ids=answer.output_ids[:tokens])
+
+
+def test_killing_the_scheduler_leaves_no_process(servers):
+    worker = servers.kv_offload()["worker"]["pid"]
+    scheduler = servers.scheduler_pid()
+    assert worker in servers.processes() and scheduler in servers.processes()
+    os.kill(scheduler, signal.SIGKILL)
+    wait_until("the worker has ended", lambda: worker not in servers.processes(), 5)
+    assert servers.stop() == {}, "something had to be killed by hand"

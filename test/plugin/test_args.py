@@ -1,0 +1,211 @@
+"""Flags on the real ``ServerArgs``: accepted, validated, and invisible when not used.
+
+Runs in one child process, because installing the plugin extends SGLang's class for good.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+CASES = [
+    # (name, arguments, parts of the refusal; none = accepted)
+    ("decode", {}, []),
+    ("prefill", {"disaggregation_mode": "prefill"}, []),
+    ("policy", {"kv_offload": "magic"}, ["--kv-offload", "'magic'", "scout"]),
+    ("budget", {"kv_offload_budget": 100}, ["--kv-offload-budget", "100", "32"]),
+    ("zero budget", {"kv_offload_budget": 0}, ["--kv-offload-budget", "0"]),
+    ("memory", {"kv_offload_host_gb": 1e6}, ["--kv-offload-host-gb", "1e+06", "GiB"]),
+    ("cpus", {"kv_offload_cpus": "0-9999"}, ["--kv-offload-cpus", "9999", "available"]),
+    ("profile", {"kv_offload_recall_profile": "/none"}, ["--kv-offload-recall-profile", "/none"]),
+    ("json", {"kv_offload_config": "{"}, ["--kv-offload-config", "JSON"]),
+    ("key", {"kv_offload_config": '{"x": 1}'}, ["--kv-offload-config", "'x'"]),
+    ("fp8", {"kv_cache_dtype": "fp8_e4m3"}, ["--kv-cache-dtype", "fp8_e4m3", "auto"]),
+    ("spec", {"speculative_algorithm": "EAGLE"}, ["--speculative-algorithm", "EAGLE"]),
+    ("mode", {"disaggregation_mode": "null"}, ["--disaggregation-mode", "null", "decode"]),
+    ("page", {"page_size": 16}, ["--page-size", "16", "32"]),
+    ("tp", {"tp_size": 2}, ["--tp-size", "2"]),
+    ("device", {"device": "cuda"}, ["--device", "cuda", "cpu"]),
+    ("backend", {"attention_backend": "flashinfer"}, ["--attention-backend", "torch_native"]),
+    ("transfer", {"disaggregation_transfer_backend": "nixl"}, ["transfer-backend", "nixl"]),
+    ("canary", {"kv_canary": "raise"}, ["--kv-canary", "raise"]),
+    ("stray", {"kv_offload": "none", "kv_offload_budget": 64}, ["--kv-offload-budget", "64"]),
+    ("mla", {"model_path": "MLA"}, ["--model-path", "DeepseekV2ForCausalLM", "Qwen3ForCausalLM"]),
+    ("gemma", {"model_path": "GEMMA"}, ["--model-path", "Gemma2ForCausalLM"]),
+    ("window", {"model_path": "WINDOW"}, ["--model-path", "sliding-window"]),
+    ("head size", {"model_path": "HEADS"}, ["--model-path", "head size 48", "64"]),
+    ("quantised", {"model_path": "QUANT"}, ["quantis"]),
+]
+
+CHILD = """
+import json, os, sys
+cases, model = json.load(sys.stdin), sys.argv[1]
+from sglang.srt.plugins import load_plugins
+load_plugins()
+from sglang.srt.plugins.hook_registry import HookRegistry
+from sglang.srt.server_args import ServerArgs
+import dataclasses
+results = []
+for given in cases:
+    arguments = dict(model_path=model, device="cpu", disaggregation_mode="decode", kv_offload="scout")
+    arguments.update(given)
+    try:
+        made = ServerArgs(**arguments)
+    except Exception as error:
+        results.append([type(error).__mro__[-4:-1].__repr__(), str(error)])
+    else:
+        results.append(["accepted", {
+            "page_size": made.page_size, "decode": made.decode_attention_backend,
+            "attention": made.attention_backend, "role": os.environ.get("SGLANG_SCOUT_ROLE")}])
+os.environ.pop("SGLANG_SCOUT_ROLE", None)
+plain = ServerArgs(model_path=model, device="cpu", disaggregation_mode="decode")
+facts = {"role": os.environ.get("SGLANG_SCOUT_ROLE"), "page_size": plain.page_size,
+         "decode": plain.decode_attention_backend, "requests": plain.max_running_requests,
+         "patched": sorted(t for t in HookRegistry._patched if "scout" in str(HookRegistry._hooks[t]))}
+print("RESULT" + json.dumps([results, facts]))
+"""
+
+
+def _variant(source: Path, target: Path, **changes) -> str:
+    """A model folder that differs in its config; weights are not looked at before the refusal."""
+    target.mkdir()
+    for item in source.iterdir():
+        if item.name != "config.json":
+            (target / item.name).symlink_to(item)
+    config = json.loads((source / "config.json").read_text())
+    config.update(changes)
+    (target / "config.json").write_text(json.dumps(config))
+    return str(target)
+
+
+@pytest.fixture(scope="module")
+def outcome(tiny_model, tmp_path_factory):
+    model, folder = tiny_model("qwen3"), tmp_path_factory.mktemp("models")
+    deepseek = {
+        "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2",
+        "kv_lora_rank": 64, "q_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32,
+        "v_head_dim": 64, "n_routed_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 64,
+        "first_k_dense_replace": 1, "n_shared_experts": 1,
+    }  # fmt: skip
+    gemma = {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"}
+    window = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0,
+              "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}  # fmt: skip
+    quant = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128}}
+    paths = {
+        "MLA": _variant(model, folder / "mla", **deepseek),
+        "GEMMA": _variant(model, folder / "gemma", **gemma),
+        "WINDOW": _variant(model, folder / "window", **window),
+        "HEADS": _variant(model, folder / "heads", head_dim=48),
+        "QUANT": _variant(model, folder / "quant", **quant),
+    }
+    cases = []
+    for _, given, _ in CASES:
+        given = dict(given)
+        given["model_path"] = paths.get(given.get("model_path"), str(model))
+        cases.append(given)
+    environment = {**os.environ, "SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1"}
+    environment.pop("SGLANG_SCOUT_ROLE", None)
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, str(model)],
+        input=json.dumps(cases), env=environment, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
+    assert lines, done.stdout[-2000:] + done.stderr[-4000:]
+    results, facts = json.loads(lines[0][len("RESULT") :])
+    return dict(zip([name for name, _, _ in CASES], results, strict=True)), facts
+
+
+@pytest.mark.parametrize(("name", "parts"), [(n, p) for n, _, p in CASES if p])
+def test_refused(outcome, name, parts):
+    kind, message = outcome[0][name]
+    assert kind != "accepted", message
+    assert "ValueError" in kind, (kind, message)
+    for part in parts:
+        assert part in message
+
+
+def test_accepted_with_the_implied_defaults(outcome):
+    for name in ("decode", "prefill"):
+        kind, made = outcome[0][name]
+        assert kind == "accepted", made
+        assert made["page_size"] == 32 and made["attention"] == "torch_native"
+        assert made["role"] == name
+        assert made["decode"] == ("scout" if name == "decode" else None)
+
+
+def test_without_the_flag_sglang_is_as_it_was(outcome):
+    facts = outcome[1]
+    assert facts["role"] is None and facts["decode"] is None and facts["page_size"] == 1
+    assert facts["requests"] is None
+    assert facts["patched"] == [
+        "sglang.srt.server_args.ServerArgs.__init__",
+        "sglang.srt.server_args.ServerArgs.__post_init__",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["--kv-offload", "scout", "--kv-offload-budget", "33"], ["--kv-offload-budget 33", "32"]),
+        (["--kv-offload", "scout", "--kv-offload-budget", "many"], ["--kv-offload-budget", "many"]),
+    ],
+)
+def test_the_command_line_refuses(tiny_model, arguments, parts):
+    done = subprocess.run(
+        [sys.executable, "-m", "sglang.launch_server", "--model-path", str(tiny_model("qwen3")),
+         "--device", "cpu", "--disaggregation-mode", "decode", *arguments],
+        env={**os.environ, "SGLANG_USE_CPU_ENGINE": "1"},
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode != 0
+    for part in parts:
+        assert part in done.stderr
+
+
+BROKEN = """
+import sys
+from sglang_scout.plugin import install
+install.FLAG_TARGETS  # the module imports
+install.DECODE_TARGETS
+from sglang_scout.plugin.install import resolve, verify
+for call, argument in ((resolve, "sglang.srt.server_args.ServerArgs.gone"), (verify, ["a.b.c"])):
+    try:
+        call(argument)
+    except RuntimeError as error:
+        print("REFUSED", error)
+"""
+
+
+def test_a_missing_hook_target_is_named():
+    done = subprocess.run(
+        [sys.executable, "-c", BROKEN], capture_output=True, text=True, timeout=120,
+        env={**os.environ, "SGLANG_USE_CPU_ENGINE": "1"},
+    )  # fmt: skip
+    refused = [line for line in done.stdout.splitlines() if line.startswith("REFUSED")]
+    assert len(refused) == 2, done.stderr[-3000:]
+    assert "ServerArgs.gone" in refused[0] and "a.b.c" in refused[1]
+
+
+WRONG_VERSION = """
+import sys
+import sglang_scout.plugin.install as install
+install.SUPPORTED_SGLANG = "9.9"
+sys.argv = ["launch_server", "--kv-offload", "scout"]
+from sglang.srt.plugins import load_plugins
+load_plugins()
+print("STILL HERE")
+"""
+
+
+def test_another_sglang_is_refused_and_not_just_logged():
+    done = subprocess.run(
+        [sys.executable, "-c", WRONG_VERSION], capture_output=True, text=True, timeout=120,
+        env={**os.environ, "SGLANG_USE_CPU_ENGINE": "1"},
+    )  # fmt: skip
+    assert done.returncode != 0 and "STILL HERE" not in done.stdout
+    assert "cannot serve with --kv-offload" in done.stderr and "9.9" in done.stderr

@@ -1,0 +1,207 @@
+"""The documents against the code: what can be turned, seen or hooked is written down."""
+
+import ast
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+from sglang_scout.core.config import (
+    CONFIG_KEYS,
+    DEFAULT_BUDGET_TOKENS,
+    HEAD_REDUCTIONS,
+    RECALL_MODES,
+    OffloadConfig,
+)
+from sglang_scout.policy.presets import POLICY_NAMES
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "python" / "sglang_scout"
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+OPERATIONS = (ROOT / "docs" / "operations.md").read_text()
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
+PAPER_MAP = (ROOT / "docs" / "paper-map.md").read_text()
+README = (ROOT / "README.md").read_text()
+
+
+def assignments(path: Path) -> dict[str, ast.expr]:
+    """Values of a module's top-level assignments. Read, not imported: plugin needs SGLang."""
+    found = {}
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            found[node.targets[0].id] = node.value
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value:
+            found[node.target.id] = node.value
+    return found
+
+
+def text_of(node: ast.expr, names: dict[str, ast.expr]) -> str:
+    """A string constant, or a sum of constants and names of constants."""
+    if isinstance(node, ast.Constant):
+        return node.value
+    if isinstance(node, ast.Name):
+        return text_of(names[node.id], names)
+    assert isinstance(node, ast.BinOp), ast.dump(node)
+    return text_of(node.left, names) + text_of(node.right, names)
+
+
+def flags() -> list[str]:
+    fields = assignments(PACKAGE / "plugin" / "args.py")["_FIELDS"]
+    assert isinstance(fields, ast.Dict)
+    return ["--" + ast.literal_eval(key).replace("_", "-") for key in fields.keys]
+
+
+def hook_targets() -> list[str]:
+    names = assignments(PACKAGE / "plugin" / "install.py")
+    tables = [names[n] for n in ("FLAG_TARGETS", "DECODE_TARGETS", "PREFILL_TARGETS")]
+    return [text_of(key, names) for table in tables for key in table.keys]
+
+
+def state_fields(function: str) -> list[str]:
+    """Keys of the dictionary that a function of status.py returns, those of inner ones included."""
+    tree = ast.parse((PACKAGE / "plugin" / "status.py").read_text())
+    body = next(n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == function)
+    returned = next(n.value for n in body.body if isinstance(n, ast.Return))
+    dictionaries = [n for n in ast.walk(returned) if isinstance(n, ast.Dict)]
+    return [ast.literal_eval(key) for d in dictionaries for key in d.keys]
+
+
+def metrics() -> dict[str, str]:
+    table = assignments(PACKAGE / "plugin" / "status.py")["_METRICS"]
+    return {name: kind for name, (kind, _) in ast.literal_eval(table).items()}
+
+
+def rows(text: str, first_cell: str) -> list[list[str]]:
+    """Cells of the table rows whose first cell is ``first_cell``."""
+    found = []
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.strip().strip("|").split(" | ")]
+        if line.startswith("|") and cells[0] == first_cell:
+            found.append(cells)
+    return found
+
+
+def section(text: str, title: str) -> str:
+    return re.split(r"\n## ", text.split(f"\n## {title}\n", 1)[1])[0]
+
+
+def test_the_readers_of_the_code_find_something():
+    assert "--kv-offload-host-gb" in flags() and len(flags()) >= 6
+    assert len(hook_targets()) >= 8 and all(t.startswith("sglang.srt.") for t in hook_targets())
+    assert {"cpu_pages", "worker", "restarts"} <= set(state_fields("decode_state"))
+    assert metrics()["worker_up"] == "gauge"
+
+
+@pytest.mark.parametrize("flag", flags())
+def test_flags(flag):
+    assert len(rows(section(OPERATIONS, "Flags"), f"`{flag}`")) == 1
+    assert len(rows(section(README, "Flags"), f"`{flag}`")) == 1
+
+
+@pytest.mark.parametrize("policy", [*POLICY_NAMES, "none"])
+def test_policies(policy):
+    assert len(rows(section(OPERATIONS, "Policies"), f"`{policy}`")) == 1
+
+
+def test_the_default_budget_is_stated():
+    for text in (OPERATIONS, README):
+        assert rows(text, "`--kv-offload-budget`")[0][1] == str(DEFAULT_BUDGET_TOKENS)
+
+
+@pytest.mark.parametrize("key", CONFIG_KEYS)
+def test_config_keys_and_their_defaults(key):
+    [row] = rows(section(OPERATIONS, "Keys of `--kv-offload-config`"), f"`{key}`")
+    default = next(f.default for f in dataclasses.fields(OffloadConfig) if f.name == key)
+    written = {True: "true", False: "false", None: "none"}.get(default, str(default))
+    # 1 == True as a dictionary key.
+    if isinstance(default, int) and not isinstance(default, bool):
+        written = str(default)
+    assert row[1].strip("`") == written, f"{key}: default {default!r}"
+
+
+def test_no_key_that_does_not_exist():
+    table = section(OPERATIONS, "Keys of `--kv-offload-config`").split("###")[0]
+    written = re.findall(r"^\| `(\w+)`", table, re.MULTILINE)
+    assert sorted(written) == sorted(CONFIG_KEYS)
+
+
+@pytest.mark.parametrize("value", [*HEAD_REDUCTIONS, *RECALL_MODES])
+def test_choices(value):
+    assert f"`{value}`" in section(OPERATIONS, "Keys of `--kv-offload-config`")
+
+
+@pytest.mark.parametrize("target", sorted(set(hook_targets())))
+def test_hook_targets(target):
+    assert f"| `{target.removeprefix('sglang.srt.')}` |" in section(ARCHITECTURE, "Hooks")
+
+
+def test_no_hook_target_that_does_not_exist():
+    written = re.findall(r"^\| \w+ \| `([\w.]+)` \|", section(ARCHITECTURE, "Hooks"), re.MULTILINE)
+    assert {f"sglang.srt.{target}" for target in written} == set(hook_targets())
+
+
+@pytest.mark.parametrize("function", ["decode_state", "prefill_state"])
+def test_state_fields(function):
+    text = section(OPERATIONS, "State")
+    assert [f for f in state_fields(function) if f"`{f}`" not in text] == []
+
+
+def test_metrics():
+    text = section(OPERATIONS, "Metrics")
+    for kind in ("gauge", "counter"):
+        [line] = [line for line in text.splitlines() if re.search(rf"\| {kind}\b", line)]
+        assert set(re.findall(r"`(\w+)`", line)) - {"_total"} == {
+            name for name, k in metrics().items() if k == kind
+        }
+
+
+def test_default_host_share_of_plan_is_the_servers():
+    plan = assignments(PACKAGE / "cli" / "plan.py")["DEFAULT_HOST_SHARE"]
+    server = assignments(PACKAGE / "plugin" / "hooks.py")["DEFAULT_HOST_SHARE"]
+    assert ast.literal_eval(plan) == ast.literal_eval(server) == 0.5
+    assert "half of" in rows(OPERATIONS, "`--kv-offload-host-gb`")[0][1]
+
+
+def test_the_whole_paper_is_mapped():
+    figures = re.findall(r"^\| Figure (\d+):", PAPER_MAP, re.MULTILINE)
+    assert [int(n) for n in figures] == list(range(1, 13))
+    assert "| Table 1:" in PAPER_MAP and "## Algorithm 1" in PAPER_MAP
+    for number in (
+        "1",
+        "2.1",
+        "2.2",
+        "2.3",
+        "3.1",
+        "3.2",
+        "3.3",
+        "3.4",
+        "4",
+        "4.1",
+        "4.2",
+        "4.3",
+        "5",
+    ):
+        assert re.search(rf"^\| {re.escape(number)} ", PAPER_MAP, re.MULTILINE), number
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_and_paths_exist(document):
+    text = document.read_text()
+    for target in re.findall(r"\]\(([^)#]+)\)", text):
+        assert (document.parent / target).exists(), target
+    folders = "|".join(sorted({p.name for p in PACKAGE.iterdir() if p.is_dir()} - {"__pycache__"}))
+    tops = "python|scripts|test|docs|figures|sgl-kernel|" + folders
+    for path in re.findall(rf"`((?:{tops})/[\w./-]+)", text):
+        places = (ROOT / path, PACKAGE / path, document.parent / path)
+        assert any(place.exists() for place in places), path
+
+
+def test_every_subcommand_is_documented():
+    text = (PACKAGE / "cli" / "__init__.py").read_text()
+    for name in re.findall(r'command\("(\w+)"', text):
+        assert f"`sglang-scout {name}" in OPERATIONS or f"sglang-scout {name}" in README
+
+
+def test_the_figure_has_no_outside_parts():
+    figure = (ROOT / "docs" / "figures" / "step.svg").read_text()
+    assert "<title>" in figure and "href" not in figure and "<script" not in figure

@@ -1,0 +1,245 @@
+"""WorkerClient with a real worker process: answers, states, arguments, resources."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from sglang_scout.core.errors import ConfigError, WorkerError
+from sglang_scout.worker import life as life_module
+from sglang_scout.worker.client import WorkerClient, WorkerConfig
+
+TOLERANCE = {"atol": 2e-5, "rtol": 2e-5}
+
+
+def buffers(arena, rows):
+    s = arena.spec
+    out = np.full((rows, s.num_q_heads, s.head_dim), np.nan, np.float32)
+    return out, np.full((rows, s.num_q_heads), np.nan, np.float32)
+
+
+@pytest.mark.parametrize("threads_per_group", [1, 2, 0])
+def test_round_trips_match_the_oracle(make_arena, make_request, oracle, cpu, threads_per_group):
+    arena = make_arena(kv_dtype="bfloat16")
+    config = WorkerConfig(threads_per_group=threads_per_group)
+    pages = 0
+    with WorkerClient(arena, [cpu], config=config) as client:
+        assert client.ready
+        for step in range(8):
+            for layer in range(arena.spec.num_layers):
+                request = make_request(arena.spec, 1 + step % 4, 10 * step + layer)
+                out, lse = buffers(arena, len(request[0]))
+                reply = client.wait(client.post(layer, step, *request), out, lse)
+                expected = oracle(arena, layer, *request)
+                np.testing.assert_allclose(out, expected[0], **TOLERANCE)
+                np.testing.assert_allclose(lse, expected[1], **TOLERANCE)
+                assert reply.fallback_pages == 0 and reply.waited_us >= 0
+                counted = request[1][np.arange(8) < request[2][:, None]]
+                pages += int((counted >= 0).sum())
+        status = client.snapshot()
+        assert (status.state, status.restarts, status.cpus) == ("ready", 0, (cpu,))
+        assert status.pages == pages and status.items > 0 and status.busy_us >= 0
+        assert status.fallback_pages == status.local_tickets == status.refused == 0
+        assert status.isa and psutil.pid_exists(status.pid)
+    after = client.snapshot()
+    assert (after.state, after.pid, after.pages) == ("stopped", None, pages)
+
+
+def test_pages_written_after_the_start_are_seen(make_arena, make_request, oracle, cpu):
+    arena = make_arena()
+    request = make_request(arena.spec, 4, 1, full=True)
+    with WorkerClient(arena, [cpu]) as client:
+        for step in range(3):
+            arena.v_pages(0)[:] += 1.0
+            out, lse = buffers(arena, 4)
+            assert client.wait(client.post(0, step, *request), out, lse).fallback_pages == 0
+            np.testing.assert_allclose(out, oracle(arena, 0, *request)[0], **TOLERANCE)
+
+
+def test_before_start_and_after_stop_the_caller_computes(make_arena, make_request, oracle, cpu):
+    arena = make_arena()
+    request = make_request(arena.spec, 4, 1, full=True)
+    expected = oracle(arena, 1, *request)
+    client = WorkerClient(arena, [cpu])
+    assert not client.ready and client.snapshot().state == "stopped" and not client.drain(0.1)
+    for step in range(2):
+        out, lse = buffers(arena, 4)
+        reply = client.wait(client.post(1, step, *request), out, lse)
+        np.testing.assert_allclose(out, expected[0], **TOLERANCE)
+        assert reply.fallback_pages == 32
+        if step == 0:
+            client.start()
+            with pytest.raises(WorkerError, match="started already"):
+                client.start()
+            client.stop()
+            client.stop()
+    client.start()  # a stopped client can be started again
+    out, lse = buffers(arena, 4)
+    assert client.wait(client.post(1, 2, *request), out, lse).fallback_pages == 0
+    client.stop()
+
+
+def test_drain_waits_for_everything_posted(make_arena, make_request, cpu):
+    arena = make_arena()
+    request = make_request(arena.spec, 4, 1, full=True)
+    with WorkerClient(arena, [cpu]) as client:
+        for layer in range(3):
+            client.post(layer, 0, *request)
+        assert client.drain(5.0)
+        assert client.snapshot().items == 12
+
+
+def test_mistakes_are_named(make_arena, make_request, cpu):
+    arena = make_arena()
+    client = WorkerClient(arena, [cpu])
+    q, pages, n_pages = make_request(arena.spec, 2, 1, full=True)
+    for args, text in (
+        ((q.astype(np.float64), pages, n_pages), r"post: q is float64 \[2, 4, 16\]; expected"),
+        ((q[:, :3], pages, n_pages), r"post: q is .*\[2, 3, 16\]"),
+        ((q, pages.astype(np.int64), n_pages), "post: pages is int64"),
+        ((q, pages[:1], n_pages), r"post: pages is int32 \[1, 8\]"),
+        ((q, pages[0], n_pages), "post: pages has 1 axes"),
+        ((q, np.asfortranarray(pages), n_pages), "not contiguous"),
+        ((q, pages, n_pages[:1]), "post: n_pages"),
+        ((q, pages + 100, n_pages), r"post: page id \d+ of row 0 is outside 0\.\.39"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            client.post(0, 0, *args)
+    with pytest.raises(ValueError, match="layer 3 is outside"):
+        client.post(3, 0, q, pages, n_pages)
+    with pytest.raises(ValueError, match="negative"):
+        client.post(0, -1, q, pages, n_pages)
+    ticket = client.post(0, 0, q, pages, n_pages)
+    out, lse = buffers(arena, 2)
+    with pytest.raises(ValueError, match=r"wait: lse is float32 \[2, 3\]"):
+        client.wait(ticket, out, lse[:, :3].copy())
+    client.wait(ticket, out, lse)
+    with pytest.raises(WorkerError, match="used up"):
+        client.wait(ticket, out, lse)
+    for cpus in ([], [-1], [0, 0], ["x"]):
+        with pytest.raises(ConfigError, match="worker cpus"):
+            WorkerClient(arena, cpus)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"ready_timeout_s": 0}, {"heartbeat_timeout_s": 0.3}, {"spin_us": -1},
+        {"threads_per_group": 17}, {"backoff_max_s": 0.05}, {"max_start_failures": 0},
+        {"wait_timeout_s": float("nan")},
+    ],
+)  # fmt: skip
+def test_bad_configuration_names_the_field(change):
+    with pytest.raises(ConfigError, match=next(iter(change))):
+        WorkerConfig(**change)
+
+
+def test_bad_cpu_comes_back_as_the_worker_s_reason(make_arena, gone):
+    children = len(psutil.Process().children())
+    client = WorkerClient(make_arena(), [1023])
+    with pytest.raises(WorkerError, match=r"cannot run on CPUs \[1023\].*online are"):
+        client.start()
+    assert client.snapshot().state == "failed" and not client.ready
+    assert len(psutil.Process().children()) == children
+
+
+def test_worker_that_exits_or_says_nothing(make_arena, cpu, monkeypatch):
+    program = "import sys; sys.exit(3)"
+
+    def spawn(*_: object) -> subprocess.Popen:
+        return subprocess.Popen([sys.executable, "-c", program])
+
+    monkeypatch.setattr(life_module, "_spawn", spawn)
+    client = WorkerClient(make_arena(), [cpu], config=WorkerConfig(ready_timeout_s=0.5))
+    with pytest.raises(WorkerError, match=r"worker \d+ ended with exit code 3"):
+        client.start()
+    program = "import time; time.sleep(60)"
+    with pytest.raises(WorkerError, match=r"worker \d+ was not ready within 0.5 s"):
+        client.start()
+
+
+def test_waiting_does_not_hold_the_gil(make_arena, make_request, cpu, freeze):
+    """While one thread waits for a worker that does not answer, others run."""
+    arena = make_arena()
+    config = WorkerConfig(wait_timeout_s=0.3, heartbeat_timeout_s=30, stall_timeout_s=30)
+    with WorkerClient(arena, [cpu], config=config) as client:
+        pid = client.snapshot().pid
+        freeze(pid)
+        ticket = client.post(0, 0, *make_request(arena.spec, 4, 1, full=True))
+        ticks: list[float] = []
+        stop = threading.Event()
+
+        def tick() -> None:
+            while not stop.is_set():
+                ticks.append(time.monotonic())
+                time.sleep(0.005)
+
+        thread = threading.Thread(target=tick)
+        thread.start()
+        reply = client.wait(ticket, *buffers(arena, 4))
+        stop.set()
+        thread.join()
+        os.kill(pid, signal.SIGCONT)
+        assert reply.fallback_pages == 32 and 290_000 < reply.waited_us < 600_000
+        assert client.snapshot().late_tickets == 1
+        assert len(ticks) > 20
+
+
+def test_idle_worker_sleeps(make_arena, make_request, cpu):
+    arena = make_arena()
+    with WorkerClient(arena, [cpu]) as client:
+        out, lse = buffers(arena, 4)
+        client.wait(client.post(0, 0, *make_request(arena.spec, 4, 1)), out, lse)
+        time.sleep(0.1)
+        process = psutil.Process(client.snapshot().pid)
+        before = process.cpu_times()
+        own = time.process_time()
+        time.sleep(1.0)
+        after = process.cpu_times()
+        used_s = after.user + after.system - before.user - before.system
+        assert used_s < 0.05
+        assert time.process_time() - own < 0.05  # the supervisor's share
+
+
+def test_no_growth_over_starts(make_arena, cpu, monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    arena = make_arena()
+
+    def cycle() -> None:
+        client = WorkerClient(arena, [cpu])
+        client.start()
+        client.stop()
+
+    cycle()
+    gc.collect()
+    fds = sorted(os.listdir("/proc/self/fd"))
+    threads = threading.active_count()
+    for _ in range(20):
+        cycle()
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= len(fds)
+    assert threading.active_count() == threads
+    assert len(os.listdir("/proc/self/task")) < 40
+    assert list(tmp_path.iterdir()) == []
+    assert [p for p in psutil.Process().children() if "worker.main" in " ".join(p.cmdline())] == []
+
+
+def test_worker_process_has_no_torch_and_starts_quickly(make_arena, cpu):
+    begin_s = time.monotonic()
+    with WorkerClient(make_arena(), [cpu]) as client:
+        assert time.monotonic() - begin_s < 5.0
+        maps = Path(f"/proc/{client.snapshot().pid}/maps").read_text()
+        assert "libtorch" not in maps and "memfd:sglang-scout" in maps
+        tasks = Path(f"/proc/{client.snapshot().pid}/task")
+        (thread,) = [t for t in tasks.iterdir() if (t / "comm").read_text() == f"scout-cpu{cpu}\n"]
+        assert os.sched_getaffinity(int(thread.name)) == {cpu}

@@ -1,0 +1,137 @@
+"""Records that a worker must refuse, answers that a producer must not take, slots left alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from sglang_scout.worker.arena import Arena
+from sglang_scout.worker.ring import CLOSED_ITEM
+
+TOLERANCE = {"atol": 2e-5, "rtol": 2e-5}  # fp32 sums in another order than the oracle's float64
+
+# Records written from here ring no futex: let the threads poll.
+POLL_US = 300_000
+
+
+def raw_post(arena: Arena, at: tuple[int, int], epoch: int, request, **changes) -> int:
+    """Writes a record of (layer, step) past all checks of the producer; returns its slot."""
+    layer, step = at
+    view = arena.ring()
+    q, pages, n_pages = request
+    slot = view.slot(layer, step)
+    data = view.record_data(slot)
+    data[0][: len(q)], data[1][: len(q), : pages.shape[1]], data[2][: len(q)] = q, pages, n_pages
+    post = int(view.control["head"]) + 1
+    fields = {"seq": epoch << 40 | post, "layer": layer, "rows": len(q), "parts": 1} | changes
+    log_slot = fields.pop("slot", slot)
+    for name, value in fields.items():
+        view.record(slot)[name] = value
+    view.record(slot)["claim"] = post << 24
+    view.log[post % len(view.log)] = post << 24 | log_slot
+    view.control["head"] = post
+    return slot
+
+
+BAD_RECORDS = {  # changes of the header's fields, of (pages, n_pages)
+    "page id": ({}, lambda pages, n: (pages * 0 + 40, n * 0 + 1)),
+    "count": ({}, lambda pages, n: (pages, n * 0 + 9)),
+    "negative count": ({}, lambda pages, n: (pages, n * 0 - 1)),
+    "one bad row of four": ({}, lambda pages, n: (pages, n + [0, 0, 1, 0])),
+    "too many rows": ({"rows": 5}, None),
+    "no rows": ({"rows": 0}, None),
+    "layer": ({"layer": 3}, None),
+    "layer of another slot": ({"layer": 1}, None),
+    "parts": ({"parts": 2}, None),
+    "no parts": ({"parts": 0}, None),
+    "huge rows": ({"rows": 0xFFFFFFFF}, None),
+}
+
+
+@pytest.mark.parametrize("what", BAD_RECORDS)
+def test_bad_record_is_refused_counted_and_harmless(
+    make_arena, make_ring, make_request, until, oracle, what
+):
+    arena = make_arena()
+    ring = make_ring(arena, threads=2)
+    epoch = ring.live(POLL_US)
+    changes, spoil = BAD_RECORDS[what]
+    request = make_request(arena.spec, 4, 5, full=True)
+    bad = (request[0], *spoil(*request[1:])) if spoil else request
+    slot = raw_post(arena, (0, 0), epoch, bad, **changes)
+    view = arena.ring()
+    until(lambda: int(view.reply(slot)["done"]) == int(view.record(slot)["seq"]), "refusal")
+    assert int(view.reply(slot)["status"]) == 1
+    totals = ring.producer.totals()
+    assert totals["refused"] == 1 and totals["records"] == 1 and totals["stale"] == 0
+    # The next good one is served.
+    slot = raw_post(arena, (0, 0), epoch, request)
+    until(lambda: int(view.reply(slot)["done"]) == int(view.record(slot)["seq"]), "answer")
+    assert int(view.reply(slot)["status"]) == 0
+    expected = oracle(arena, 0, *request)
+    np.testing.assert_allclose(view.reply_data(slot)[0], expected[0], **TOLERANCE)
+
+
+def test_record_of_another_epoch_is_refused_unanswered(make_arena, make_ring, make_request, until):
+    arena = make_arena()
+    ring = make_ring(arena, threads=2)
+    epoch = ring.live(POLL_US)
+    request = make_request(arena.spec, 2, 5, full=True)
+    for count, other in enumerate((epoch - 1, epoch + 1), 1):
+        slot = raw_post(arena, (1, count), other, request)
+        until(lambda count=count: ring.producer.totals()["stale"] == count, "stale record")
+        assert int(arena.ring().reply(slot)["done"]) == 0
+        assert int(arena.ring().record(slot)["claim"]) & CLOSED_ITEM == CLOSED_ITEM
+    assert ring.producer.totals()["refused"] == 0 and ring.producer.totals()["items"] == 0
+
+
+def test_log_entry_outside_the_ring_is_counted(make_arena, make_ring, make_request, until):
+    arena = make_arena()
+    ring = make_ring(arena, threads=2)
+    epoch = ring.live(POLL_US)
+    raw_post(arena, (0, 0), epoch, make_request(arena.spec, 1, 5), slot=6)
+    until(lambda: ring.producer.totals()["refused"] == 1, "refusal")
+    assert ring.runtime.progress() == (0, 0)
+
+
+def test_stale_answers_are_never_taken(make_arena, make_ring, make_request, oracle):
+    """A reply that was written for an earlier record, or in an earlier life, is not this one's."""
+    arena = make_arena()
+    ring = make_ring(arena)
+    request = make_request(arena.spec, 3, 2, full=True)
+    view = arena.ring()
+    expected = oracle(arena, 0, *request)
+    for step in range(4):
+        epoch = ring.producer.next_epoch()
+        ring.producer.set_life(epoch)  # nobody serves this life
+        ticket = ring.post(0, step, *request)
+        slot = view.slot(0, step)
+        seq = int(view.record(slot)["seq"])
+        assert seq >> 40 == epoch
+        view.reply_data(slot)[0][:] = 1e9
+        for wrong in (seq - 1, seq - (1 << 40), seq + (1 << 40), seq & ((1 << 40) - 1)):
+            view.reply(slot)["done"] = wrong
+        out, lse, fallback = ring.wait(ticket, 0, step, 3, timeout_us=2000)
+        assert fallback == 3 * arena.spec.max_pages
+        np.testing.assert_allclose(out, expected[0], **TOLERANCE)
+    assert ring.producer.totals()["late_tickets"] == 4
+
+
+def test_a_busy_slot_is_not_filled_again(make_arena, make_ring, make_request, oracle):
+    arena = make_arena()
+    ring = make_ring(arena)
+    view = arena.ring()
+    ring.producer.set_life(ring.producer.next_epoch())  # alive, but it never answers
+    first, second = (make_request(arena.spec, 3, seed, full=True) for seed in (1, 2))
+    _, _, fallback = ring.wait(ring.post(0, 0, *first), 0, 0, 3, timeout_us=1000)
+    assert fallback > 0
+    before = view.record(0).tobytes(), view.record_data(0)[0].copy()
+    out, _, fallback = ring.wait(ring.post(0, 2, *second), 0, 2, 3)
+    assert fallback > 0 and ring.producer.totals()["local_tickets"] == 1
+    np.testing.assert_allclose(out, oracle(arena, 0, *second)[0], **TOLERANCE)
+    assert view.record(0).tobytes() == before[0] and (view.record_data(0)[0] == before[1]).all()
+    # The answer comes at last: the slot is free again. A new life frees it too.
+    view.reply(0)["done"] = view.record(0)["seq"]
+    ring.post(0, 4, *first)
+    assert ring.producer.totals()["local_tickets"] == 1
+    ring.live()
+    assert ring.wait(ring.post(0, 6, *first), 0, 6, 3)[2] == 0

@@ -1,0 +1,256 @@
+"""A worker that dies, hangs or is slow; a decode server that is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from sglang_scout.worker.client import WorkerClient, WorkerConfig
+
+TOLERANCE = {"atol": 3e-4, "rtol": 3e-4}  # fp32 sums over 200,000 tokens against float64
+
+# A record that keeps one thread busy for a good part of a second: many pages, few of them distinct.
+HEAVY = {"num_pages": 64, "page_size": 16, "head_dim": 64, "max_pages": 12_000, "max_batch": 16}
+
+
+def buffers(arena, rows):
+    s = arena.spec
+    out = np.full((rows, s.num_q_heads, s.head_dim), np.nan, np.float32)
+    return out, np.full((rows, s.num_q_heads), np.nan, np.float32)
+
+
+def check_served_again(client, arena, request, expected, until, step):
+    """The next life answers, in bits the same."""
+    took_s = until(lambda: client.ready, "restart", 10)
+    out, lse = buffers(arena, len(request[0]))
+    reply = client.wait(client.post(0, step, *request), out, lse)
+    assert reply.fallback_pages == 0
+    assert (out == expected[0]).all() and (lse == expected[1]).all()
+    return took_s
+
+
+def test_killed_in_mid_work(make_arena, make_request, oracle, cpu, until, gone):
+    arena = make_arena(**HEAVY)
+    small = make_request(arena.spec, 2, 1)
+    small[2][:] = (3, 50)
+    heavy = make_request(arena.spec, 16, 2, full=True)
+    with WorkerClient(arena, [cpu]) as client:
+        small_expected = buffers(arena, 2)
+        client.wait(client.post(0, 0, *small), *small_expected)
+        np.testing.assert_allclose(small_expected[0], oracle(arena, 0, *small)[0], **TOLERANCE)
+        pid = client.snapshot().pid
+        # Two layers in flight; the first is being computed when the worker dies.
+        tickets = [client.post(layer, 0, *heavy) for layer in (1, 2)]
+        until(lambda: client.snapshot().items > 2, "first items")
+        os.kill(pid, signal.SIGKILL)
+        killed_s = time.monotonic()
+        for ticket in tickets:
+            out, lse = buffers(arena, 16)
+            reply = client.wait(ticket, out, lse)
+            assert reply.fallback_pages == 16 * 12_000 and reply.waited_us < 1_000_000
+            row = (heavy[0][5:6], heavy[1][5:6], heavy[2][5:6])
+            expected = oracle(arena, ticket.layer, *row)
+            np.testing.assert_allclose(out[5:6], expected[0], **TOLERANCE)
+            np.testing.assert_allclose(lse[5:6], expected[1], **TOLERANCE)
+            assert not np.isnan(out).any()
+        check_served_again(client, arena, small, small_expected, until, 2)
+        status = client.snapshot()
+        assert status.restarts == 1 and status.pid != pid and gone(pid)
+        assert status.last_error == f"worker {pid} was killed by SIGKILL"
+        assert status.fallback_pages == 2 * 16 * 12_000
+        assert time.monotonic() - killed_s < 20
+
+
+def test_stopped_worker_is_replaced(make_arena, make_request, cpu, until, gone, freeze):
+    arena = make_arena()
+    request = make_request(arena.spec, 4, 1, full=True)
+    with WorkerClient(arena, [cpu]) as client:
+        expected = buffers(arena, 4)
+        client.wait(client.post(0, 0, *request), *expected)
+        pid = client.snapshot().pid
+        freeze(pid)
+        out, lse = buffers(arena, 4)
+        reply = client.wait(client.post(0, 1, *request), out, lse)
+        assert 0.4e6 < reply.waited_us < 1.5e6  # the heartbeat's time-out, not the wait's
+        assert reply.fallback_pages == 32
+        assert (out == expected[0]).all() and (lse == expected[1]).all()
+        check_served_again(client, arena, request, expected, until, 2)
+        status = client.snapshot()
+        assert status.restarts == 1 and status.late_tickets == 0 and gone(pid)
+        assert "was silent for" in status.last_error
+
+
+def test_heartbeats_without_progress_are_no_life(make_arena, make_request, cpu, until):
+    """A record that takes longer than stall_timeout_s per item: the worker counts as hung."""
+    arena = make_arena(**(HEAVY | {"max_pages": 300_000, "max_batch": 1}))
+    heavy = make_request(arena.spec, 1, 2, full=True)
+    config = WorkerConfig(stall_timeout_s=0.05, heartbeat_interval_s=0.05)
+    with WorkerClient(arena, [cpu], config=config) as client:
+        reply = client.wait(client.post(0, 0, *heavy), *buffers(arena, 1))
+        assert reply.fallback_pages == 300_000
+        assert "finished nothing" in client.snapshot().last_error
+        until(lambda: client.ready, "restart")
+
+
+def test_slow_worker_is_never_overtaken(make_arena, make_request, oracle, cpu, freeze):
+    """It is stopped, not dead: its slot is left alone, and its late answer is not mistaken."""
+    arena = make_arena()
+    config = WorkerConfig(wait_timeout_s=0.05, heartbeat_timeout_s=30, stall_timeout_s=30)
+    requests = [make_request(arena.spec, 4, seed, full=True) for seed in range(4)]
+    with WorkerClient(arena, [cpu], config=config) as client:
+        pid = client.snapshot().pid
+        freeze(pid)
+        tickets = []
+        for step, request in enumerate(requests[:3]):
+            ticket = client.post(0, step, *request)
+            tickets.append(ticket)
+            out, lse = buffers(arena, 4)
+            reply = client.wait(ticket, out, lse)
+            assert reply.fallback_pages == 32
+            np.testing.assert_allclose(out, oracle(arena, 0, *request)[0], **TOLERANCE)
+        status = client.snapshot()
+        assert status.local_tickets == 1  # step 2 found the slot of step 0 busy
+        assert status.late_tickets == 2 and status.restarts == 0
+        os.kill(pid, signal.SIGCONT)
+        assert client.drain(5)
+        out, lse = buffers(arena, 4)
+        reply = client.wait(client.post(0, 4, *requests[3]), out, lse)
+        assert reply.fallback_pages == 0
+        np.testing.assert_allclose(out, oracle(arena, 0, *requests[3])[0], **TOLERANCE)
+
+
+def test_repeated_deaths_back_off(make_arena, make_request, oracle, cpu, until):
+    arena = make_arena()
+    request = make_request(arena.spec, 4, 1, full=True)
+    expected = oracle(arena, 0, *request)
+    config = WorkerConfig(backoff_min_s=0.05, backoff_max_s=0.2)
+    with WorkerClient(arena, [cpu], config=config) as client:
+        for death in range(3):
+            pid = client.snapshot().pid
+            os.kill(pid, signal.SIGKILL)
+            # Requests go on all the while, whatever the state.
+            step = 0
+            while client.snapshot().restarts == death or not client.ready:
+                out, lse = buffers(arena, 4)
+                client.wait(client.post(0, step, *request), out, lse)
+                np.testing.assert_allclose(out, expected[0], **TOLERANCE)
+                step += 1
+                time.sleep(0.005)
+        assert client.snapshot().restarts == 3
+
+
+def test_gives_up_when_it_never_starts_again(make_arena, make_request, cpu, until, monkeypatch):
+    from sglang_scout.worker import life as life_module
+
+    arena = make_arena()
+    config = WorkerConfig(backoff_min_s=0.01, backoff_max_s=0.02, max_start_failures=3)
+    with WorkerClient(arena, [cpu], config=config) as client:
+        monkeypatch.setattr(life_module, "_spawn", lambda *_: subprocess.Popen(["false"]))
+        os.kill(client.snapshot().pid, signal.SIGKILL)
+        until(lambda: client.snapshot().state == "failed", "giving up")
+        assert client.snapshot().restarts == 3
+        assert client.snapshot().last_error.endswith("ended with exit code 1")
+        out, lse = buffers(arena, 4)
+        ticket = client.post(0, 0, *make_request(arena.spec, 4, 1, full=True))
+        assert client.wait(ticket, out, lse).fallback_pages == 32
+
+
+PARENT = """
+import os, sys, time
+import numpy as np
+from sglang_scout.worker.arena import Arena, ArenaSpec
+from sglang_scout.worker.client import WorkerClient
+spec = ArenaSpec(num_layers=1, num_pages=40, page_size=4, num_kv_heads=2, num_q_heads=4,
+                 head_dim=16, kv_dtype="float32", scale=0.25, max_batch=4, max_pages=8)
+arena = Arena.create(spec)
+client = WorkerClient(arena, [int(sys.argv[1])])
+print(os.fstat(arena.fd).st_ino, flush=True)
+client.start()
+print(client.snapshot().pid, flush=True)
+q = np.zeros((4, 4, 16), np.float32)
+step = 0
+while True:
+    if len(sys.argv) > 2:
+        time.sleep(1)
+    client.post(0, step, q, np.zeros((4, 8), np.int32), np.full(4, 8, np.int32))
+    step += 1
+"""
+
+
+def run_parent(tmp_path: Path, cpu: int, *args: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(cpu), *args],
+        stdout=subprocess.PIPE,
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+        text=True,
+    )
+
+
+def holders(inode: int) -> list[int]:
+    """Processes that map the memory file of an arena."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+        except OSError:
+            continue
+        if any("memfd:sglang-scout" in line and line.split()[4] == str(inode) for line in lines):
+            found.append(process.pid)
+    return found
+
+
+@pytest.mark.parametrize("worker_stopped", [False, True])
+def test_killed_decode_server_leaves_nothing(
+    tmp_path, cpu, until, gone, sockets_in, freeze, worker_stopped
+):
+    parent = run_parent(tmp_path, cpu)
+    try:
+        inode, pid = int(parent.stdout.readline()), int(parent.stdout.readline())
+        assert set(holders(inode)) == {parent.pid, pid}
+        if worker_stopped:
+            freeze(pid)
+    finally:
+        parent.kill()
+    until(lambda: gone(pid), "end of the worker", 1.0)
+    parent.wait()
+    assert holders(inode) == [] and sockets_in(tmp_path) == []
+
+
+def test_decode_server_killed_while_the_worker_starts(tmp_path, cpu, until, gone, sockets_in):
+    def workers() -> list[int]:
+        found = []
+        for process in psutil.Process(parent.pid).children():
+            try:
+                found += [process.pid] * (str(tmp_path) in " ".join(process.cmdline()))
+            except psutil.Error:
+                continue
+        return found
+
+    parent = run_parent(tmp_path, cpu)
+    try:
+        inode = int(parent.stdout.readline())
+        until(lambda: workers() != [], "a worker's process")
+        pids = workers()
+    finally:
+        parent.kill()
+    parent.wait()
+    for pid in pids:
+        until(lambda pid=pid: gone(pid), "end of the worker", 3.0)
+    assert holders(inode) == [] and sockets_in(tmp_path) == []
+
+
+def test_ordinary_exit_without_stop_leaves_nothing(tmp_path, cpu, until, gone, sockets_in):
+    parent = run_parent(tmp_path, cpu, "slow")
+    parent.stdout.readline()
+    pid = int(parent.stdout.readline())
+    parent.send_signal(signal.SIGINT)  # KeyboardInterrupt ends the script
+    parent.wait(5)
+    until(lambda: gone(pid), "end of the worker", 1.0)
+    assert sockets_in(tmp_path) == []
