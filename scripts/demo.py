@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -257,6 +258,7 @@ def run(args: argparse.Namespace, log_dir: Path) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv)
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))  # clean up as well
     log_dir = Path(tempfile.mkdtemp(prefix="sglang-scout-demo-"))
     try:
         run(args, log_dir)

@@ -242,7 +242,9 @@ def make_tiny_model(spec: TinyModelSpec, out: Path) -> Path:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     tokenizer = build_tokenizer(spec.vocab)
     config = build_config(spec, tokenizer.eos_token_id, tokenizer.pad_token_id)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -21,6 +21,9 @@ for folder in (
 if not os.path.exists("/dev/nvidiactl"):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# The tensors of unit tests are small: torch's thread pool costs more than it saves, most of all where
+# several processes share two cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 E2E_TIMEOUT_S = 900  # two clusters started on two busy cores, and what the test does with them

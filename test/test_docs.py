@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+
 from sglang_scout.core.config import (
     CONFIG_KEYS,
     DEFAULT_BUDGET_TOKENS,

@@ -6,6 +6,7 @@ import sys
 
 import numpy as np
 import pytest
+
 from sglang_scout.cli import doctor, machine, main, worker_check
 from sglang_scout.core.errors import WorkerError
 

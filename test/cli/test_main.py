@@ -6,6 +6,7 @@ import sys
 import time
 
 import pytest
+
 from sglang_scout.cli import main
 from sglang_scout.cli.table import columns, gb, gib, ranges
 

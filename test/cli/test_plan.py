@@ -4,6 +4,7 @@ import json
 import math
 
 import pytest
+
 from sglang_scout.cli import main
 from sglang_scout.cli.model_config import read_model
 from sglang_scout.cli.plan import GIB, Request, make_plan

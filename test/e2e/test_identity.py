@@ -4,6 +4,7 @@ Lengths are ragged, on and beside page borders; batches run from 1 to 16 request
 """
 
 import pytest
+
 from harness import PDCluster, assert_same_tokens, random_prompts
 
 LENGTHS = (1, 2, 31, 32, 33, 63, 64, 65, 100, 257, 300, 415, 511, 512, 513, 700)
@@ -76,7 +77,9 @@ def test_tokens_equal_stock_with_the_decode_radix_cache(arch, stock, tiny_model)
 
         again = servers.generate(prompts, max_new_tokens=NEW_TOKENS, logprobs=True)
         assert_same_tokens(expected, again, logprob_atol=LOGPROB_ATOL)
-        assert sum(a.cached_tokens for a in again) > 1000, "the second round must hit the prefix cache"
+        assert sum(a.cached_tokens for a in again) > 1000, (
+            "the second round must hit the prefix cache"
+        )
         state = servers.kv_offload()
         assert state["digests_received"] - received < received / 4, "cached pages have digests"
         assert state["digests_computed"] - computed <= 2 * len(prompts)

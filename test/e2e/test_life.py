@@ -9,6 +9,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+
 from harness import (
     PDCluster,
     ProcessUsage,
@@ -21,7 +22,14 @@ from harness import (
 # Recall in every step and room for everything: a request's residency then depends on its own history
 # alone, so its tokens are the same whatever else runs, and a difference is a fault.
 CONFIG = {"recall_interval": 1, "resident_tokens": 32768}
-SCOUT = ("--kv-offload", "scout", "--kv-offload-budget", "128", "--kv-offload-config", json.dumps(CONFIG))
+SCOUT = (
+    "--kv-offload",
+    "scout",
+    "--kv-offload-budget",
+    "128",
+    "--kv-offload-config",
+    json.dumps(CONFIG),
+)
 
 
 @pytest.fixture(scope="module")
@@ -102,9 +110,7 @@ def test_a_lost_worker_costs_no_request_and_no_token(servers, how, restarts):
 
     answers = _while_decoding(servers, prompts, disturb)
     assert_same_tokens(expected, answers)
-    wait_until(
-        "a new worker", lambda: servers.kv_offload()["worker"]["state"] == "ready", 30
-    )
+    wait_until("a new worker", lambda: servers.kv_offload()["worker"]["state"] == "ready", 30)
     state = servers.kv_offload()
     assert state["worker"]["restarts"] == restarts
     assert state["fallback_pages"] > before["fallback_pages"]

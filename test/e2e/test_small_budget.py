@@ -3,6 +3,7 @@
 import json
 
 import pytest
+
 from harness import PDCluster, RequestFailed, http_json, random_prompts
 
 BUDGET_TOKENS = 128
@@ -26,9 +27,7 @@ def test_bf16_with_metrics_and_trace(tiny_model, tmp_path):
     trace = tmp_path / "trace.json"
     config = {"trace": str(trace), "trace_steps": 20}
     model = tiny_model("qwen3", dtype="bfloat16")
-    with cluster(
-        model, config, dtype="bfloat16", decode_args=["--enable-metrics"]
-    ) as servers:
+    with cluster(model, config, dtype="bfloat16", decode_args=["--enable-metrics"]) as servers:
         prompts = random_prompts([900, 1200, 37, 1500, 640, 1111], seed=3)
         answers = servers.generate(prompts, max_new_tokens=60)
         assert [len(a.output_ids) for a in answers] == [60] * 6

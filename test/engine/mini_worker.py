@@ -128,6 +128,7 @@ class MiniWorker:
             request.length += 1
             if request.length > len(request.pages) * SIZE:
                 request.pages.append(self.free_pages.pop(0))
+                self.engine.allocate_pages(np.array(request.pages[-1:], np.int64))
         rows = len(self.requests)
         longest = max(len(r.pages) for r in self.requests)
         table = np.zeros((rows, longest), np.int32)
@@ -138,6 +139,7 @@ class MiniWorker:
             np.array([r.slot for r in self.requests], np.int64),
             np.array([r.length for r in self.requests], np.int64),
         )
+        self.check_digests()
         self.hidden = self.hidden + self.drift * torch.randn_like(self.hidden)
         self.queries, self.outputs = [], []
         for layer in range(self.shape.num_layers):
@@ -153,6 +155,15 @@ class MiniWorker:
                 stored = self.host.k[layer][request.pages[page], offset]
                 assert torch.equal(stored, k[row].to(self.shape.dtype))
         return self.outputs
+
+    def check_digests(self) -> None:
+        """The digest of every full page is the minimum and maximum of its keys, at every step."""
+        for request in self.requests:
+            full = torch.tensor(request.pages[: (request.length - 1) // SIZE], dtype=torch.int64)
+            for layer in range(self.shape.num_layers):
+                k = self.host.k[layer][full]
+                assert torch.equal(self.digests.kmin[layer][full], k.amin(1))
+                assert torch.equal(self.digests.kmax[layer][full], k.amax(1))
 
     def dense(self, row: int, layer: int) -> torch.Tensor:
         """Full attention of a row over its whole context, with the step's real query."""

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+
 from mini_worker import SIZE, MiniWorker
 
 FP32_TOLERANCE = 1e-5
@@ -58,7 +59,7 @@ def test_a_small_budget_attends_to_exactly_the_chosen_pages(make, dtype, toleran
 
 @pytest.mark.parametrize("config", ["{}", '{"precompute": false}'])
 def test_copying_ahead_leaves_nothing_to_the_cpu(make, config):
-    worker = make(policy="infinigen", budget_tokens=128, config=config)
+    worker = make(policy="infinigen", budget_tokens=128, resident_tokens=1024, config=config)
     for length in (400, 37, 513, 320):
         worker.admit(length)
     for _ in range(50):
@@ -70,7 +71,7 @@ def test_copying_ahead_leaves_nothing_to_the_cpu(make, config):
 
 
 def test_copying_ahead_with_too_few_slots_falls_back_to_the_cpu(make):
-    worker = make(policy="infinigen", budget_tokens=128, max_batch=4, resident_tokens=96)
+    worker = make(policy="infinigen", budget_tokens=128, max_batch=4, resident_tokens=224)
     for length in (400, 600, 513, 320):
         worker.admit(length)
     for _ in range(30):
@@ -78,6 +79,22 @@ def test_copying_ahead_with_too_few_slots_falls_back_to_the_cpu(make):
     counters = worker.engine.counters
     assert counters.cpu_pages > 0 and counters.recalled_pages > 0
     assert counters.verify_max_rel_error <= FP32_TOLERANCE
+
+
+def test_newcomers_get_their_tail_slots_while_recalls_fill_the_cache(make):
+    worker = make(
+        budget_tokens=512, max_batch=8, layers=2, pages=480, resident_tokens=512,
+        config='{"recall_interval": 1}',
+    )  # fmt: skip
+    for _ in range(2):
+        worker.admit(1600)
+    worker.step()
+    for _ in range(6):
+        worker.admit(1600)
+    for _ in range(3):
+        worker.step()
+        assert (worker.engine._batch.tail_slot >= 0).all()
+    assert worker.engine.counters.verify_max_rel_error <= FP32_TOLERANCE
 
 
 def test_logit_cap(make):

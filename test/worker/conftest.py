@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+
 from sglang_scout import _native
 from sglang_scout.worker.arena import Arena, ArenaSpec
 

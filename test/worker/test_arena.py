@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from sglang_scout.core.errors import ArenaError, ScoutError
 from sglang_scout.worker import arena as arena_module
 from sglang_scout.worker import numa

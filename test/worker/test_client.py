@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+
 from sglang_scout.core.errors import ConfigError, WorkerError
 from sglang_scout.worker import life as life_module
 from sglang_scout.worker.client import WorkerClient, WorkerConfig

@@ -13,6 +13,7 @@ import time
 import msgspec
 import pytest
 import zmq
+
 from sglang_scout.core.errors import WorkerError
 from sglang_scout.worker import life as life_module
 from sglang_scout.worker import messages as m

@@ -4,6 +4,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from sglang_scout.core.errors import WorkerError
 from sglang_scout.worker import messages as m
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from sglang_scout import _native
 from sglang_scout.worker.ring import LAYOUT_VERSION
 from sglang_scout.worker.settings import MAX_THREADS_PER_GROUP

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from sglang_scout.worker.arena import Arena
 from sglang_scout.worker.ring import CLOSED_ITEM
 

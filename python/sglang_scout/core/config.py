@@ -63,6 +63,7 @@ class OffloadConfig:
     """Steps that the trace keeps; tracing stops by itself after them."""
     worker_spin_us: int = 50
     worker_threads_per_group: int = 1
+    """Threads that share one sequence; 0: as many as there are CPUs for each row of the batch."""
     worker_ready_timeout_s: float = 60.0
     worker_heartbeat_timeout_s: float = 0.8
     worker_wait_timeout_s: float = 10.0
@@ -78,19 +79,20 @@ class OffloadConfig:
 
 
 _FLAG_FIELDS = {"policy", "budget_tokens", "host_gb", "recall_profile", "cpus", "page_size_tokens"}
-CONFIG_KEYS = tuple(
-    f.name for f in dataclasses.fields(OffloadConfig) if f.name not in _FLAG_FIELDS
-)
-_POSITIVE = {
-    "resident_tokens",
-    "recall_interval",
-    "trace_steps",
-    "worker_threads_per_group",
-    "worker_ready_timeout_s",
-    "worker_heartbeat_timeout_s",
-    "worker_wait_timeout_s",
+CONFIG_KEYS = tuple(f.name for f in dataclasses.fields(OffloadConfig) if f.name not in _FLAG_FIELDS)
+# Smallest and largest value of the numeric keys. A heartbeat is sent every 0.2 s.
+_RANGES: dict[str, tuple[float, float]] = {
+    "resident_tokens": (PAGE_SIZE_TOKENS, 2**40),
+    "recall_interval": (1, 2**31),
+    "trace_steps": (1, 10**6),
+    "sink_pages": (0, 2**20),
+    "recent_pages": (0, 2**20),
+    "worker_spin_us": (0, 10**6),
+    "worker_threads_per_group": (0, 16),
+    "worker_ready_timeout_s": (0.1, 3600),
+    "worker_heartbeat_timeout_s": (0.4, 3600),
+    "worker_wait_timeout_s": (0.01, 3600),
 }
-_NON_NEGATIVE = {"sink_pages", "recent_pages", "worker_spin_us"}
 
 
 def parse_cpu_list(text: str, available: set[int] | None = None) -> tuple[int, ...]:
@@ -151,12 +153,10 @@ def _load_json(text: str) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise ConfigError(
             f"{flag} {text!r}: not valid JSON ({error.msg} at line {error.lineno}, column "
-            f'{error.colno}); write for example \'{{"recall_interval": 8}}\' or @FILE'
+            f"{error.colno}); write for example '{{\"recall_interval\": 8}}' or @FILE"
         ) from None
     if not isinstance(value, dict):
-        raise ConfigError(
-            f"{flag} {text!r}: expected a JSON object, got {type(value).__name__}"
-        )
+        raise ConfigError(f"{flag} {text!r}: expected a JSON object, got {type(value).__name__}")
     return value
 
 
@@ -182,10 +182,11 @@ def _check_key(key: str, value: Any) -> Any:
             f"{flag}: {key} = {value!r} is a {type(value).__name__}; "
             f"expected {' or '.join(t.__name__ for t in expected)}"
         )
-    if key in _POSITIVE and value <= 0:
-        raise ConfigError(f"{flag}: {key} = {value!r} must be greater than 0")
-    if key in _NON_NEGATIVE and value < 0:
-        raise ConfigError(f"{flag}: {key} = {value!r} must not be negative")
+    low, high = _RANGES.get(key, (value, value))
+    if not low <= value <= high:
+        raise ConfigError(f"{flag}: {key} = {value!r} must be between {low:g} and {high:g}")
+    if key == "trace" and not Path(value).absolute().parent.is_dir():
+        raise ConfigError(f"{flag}: trace = {value!r}: its folder does not exist; make it first")
     choices = {"head_reduce": HEAD_REDUCTIONS, "recall": RECALL_MODES}.get(key)
     if choices and value not in choices:
         raise ConfigError(f"{flag}: {key} = {value!r}; choose one of {', '.join(choices)}")
@@ -234,7 +235,7 @@ def parse_config(
         budget_tokens=budget,
         host_gb=host_gb,
         recall_profile=recall_profile,
-        cpus=parse_cpu_list(cpus, available_cpus) if cpus else None,
+        cpus=None if cpus is None else parse_cpu_list(cpus, available_cpus),
         **values,
     )
     forced = result.sink_pages + result.recent_pages

@@ -65,8 +65,8 @@ class DigestPool:
 
     def __init__(self, shape: ModelShape, num_pages: int, device: torch.device | str) -> None:
         size = (shape.num_layers, num_pages, shape.num_kv_heads, shape.head_dim)
-        self.kmin = torch.zeros(size, dtype=shape.dtype, device=device)
-        self.kmax = torch.zeros(size, dtype=shape.dtype, device=device)
+        self.kmin = torch.full(size, torch.nan, dtype=shape.dtype, device=device)
+        self.kmax = torch.full(size, torch.nan, dtype=shape.dtype, device=device)
         self.valid = np.zeros(num_pages, bool)
         self.received = 0
         self.computed = 0

@@ -77,7 +77,9 @@ class Recall:
         start_ns = time.monotonic_ns()
         for copies in self._in_flight:
             copies.done.result()
-            wanted = self._table.commit(copies.taken, step)
+            # They were selected in the step before. Stamped with this one they could not be evicted
+            # in it, and might leave a request without a slot for its newest page.
+            wanted = self._table.commit(copies.taken, step - 1)
             self._counters.recalled_pages += wanted
             self._counters.recall_bytes += 2 * self._page_bytes * len(copies.taken.pages)
         if self._in_flight:

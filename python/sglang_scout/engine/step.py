@@ -128,9 +128,7 @@ class StepEngine:
         self.table = table
         self.counters = Counters(shape.num_layers)
         self.tracer = tracer or Tracer(None, 0)
-        self.recall = Recall(
-            host, resident, table, self.counters, shape.page_bytes, self.tracer
-        )
+        self.recall = Recall(host, resident, table, self.counters, shape.page_bytes, self.tracer)
         self._projectors = projectors
         self._missing = missing
         self._verify = verify
@@ -248,6 +246,8 @@ class StepEngine:
                 self.table.evict(layer, len(absent), before)
                 loaded = self.recall.load_now(layer, absent, self._step)
                 self.counters.warmed_pages += loaded
+        if (self.table.slot_of[:, forced] < 0).any():
+            raise RuntimeError("no slot for a page that must be resident; the slot count is wrong")
 
     def _make_room(self, fresh: npt.NDArray[np.bool_]) -> None:
         """Free slots for the recalls that this step will start, from pages not of use lately."""
@@ -315,9 +315,7 @@ class StepEngine:
         self._ahead[layer] = ahead
         return ahead
 
-    def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> torch.Tensor:
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Attention of one layer: append, attend on the device, merge the worker's part, recall.
 
         Args:
@@ -373,10 +371,12 @@ class StepEngine:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         rows = out.shape[0]
         cpu_out, cpu_lse = self._cpu_out[layer, :rows], self._cpu_lse[layer, :rows]
-        with self.tracer.slice("attention", f"wait {layer}"):
-            reply = self._missing.wait(ahead.ticket, cpu_out, cpu_lse)
-        self.tracer.add("worker", f"layer {layer}", ahead.posted_ns, time.monotonic_ns())
-        self.counters.gpu_wait_us += int(reply.waited_us)
+        start_ns = time.monotonic_ns()
+        reply = self._missing.wait(ahead.ticket, cpu_out, cpu_lse)
+        end_ns = time.monotonic_ns()
+        self.tracer.add("attention", f"wait {layer}", start_ns, end_ns)
+        self.tracer.add("worker", f"layer {layer}", ahead.posted_ns, end_ns)
+        self.counters.gpu_wait_us += (end_ns - start_ns) // 1000
         self.counters.fallback_pages += reply.fallback_pages
         return merge_states(out, lse, torch.from_numpy(cpu_out), torch.from_numpy(cpu_lse))
 

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 ROWS = ("device", "attention", "worker", "copies")
 
@@ -84,5 +87,9 @@ class Tracer:
             text = json.dumps({"traceEvents": names + self._events, "displayTimeUnit": "ms"})
         target = Path(self._path)
         partial = target.with_name(target.name + ".part")
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(target)
+        try:
+            partial.write_text(text, encoding="utf-8")
+            partial.replace(target)
+        except OSError as error:
+            # Serving goes on: a trace is not worth a request.
+            logger.error("cannot write the trace %s: %s", target, error)

@@ -9,7 +9,7 @@ import dataclasses
 import logging
 import os
 from collections.abc import Callable
-from typing import Any, Optional
+from typing import Any
 
 import psutil
 from sglang.srt.arg_groups.arg_utils import A, Arg
@@ -44,7 +44,7 @@ _FIELDS: dict[str, tuple[Any, Any]] = {
     ),
     "kv_offload_budget": (
         A[
-            Optional[int],
+            int | None,
             Arg(
                 help="Tokens that a request attends to in full pages, per layer and step; a "
                 "multiple of 32. Default 2048."
@@ -54,7 +54,7 @@ _FIELDS: dict[str, tuple[Any, Any]] = {
     ),
     "kv_offload_host_gb": (
         A[
-            Optional[float],
+            float | None,
             Arg(
                 help="Host memory for KV pages, in GiB. Default: half of the memory that is "
                 "available when the server starts."
@@ -63,22 +63,22 @@ _FIELDS: dict[str, tuple[Any, Any]] = {
         None,
     ),
     "kv_offload_recall_profile": (
-        A[Optional[str], Arg(help="JSON file with per-layer recall intervals.")],
+        A[str | None, Arg(help="JSON file with per-layer recall intervals.")],
         None,
     ),
     "kv_offload_cpus": (
         A[
-            Optional[str],
+            str | None,
             Arg(
-                help="CPUs of the attention worker, for example 0-35. Default: the NUMA node of "
-                "the GPU; without a GPU, every CPU of this process."
+                help="CPUs of the attention worker, for example 0-35; where they are of one NUMA "
+                "node, the KV pages lie on it. Default: every CPU of this process."
             ),
         ],
         None,
     ),
     "kv_offload_config": (
         A[
-            Optional[str],
+            str | None,
             Arg(help="Rarer settings as a JSON object, or @FILE; see docs/operations.md."),
         ],
         None,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import os
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from sglang_scout.engine.step import StepEngine
 from sglang_scout.engine.trace import Tracer
 from sglang_scout.plugin import status
 from sglang_scout.plugin.args import parse
-from sglang_scout.plugin.hooks import model_shape
+from sglang_scout.plugin.hooks import model_shape, worker_cpus
 from sglang_scout.plugin.pool import HostKVPool, ScoutAllocator
 from sglang_scout.plugin.support import decoder_layers, make_projectors
 from sglang_scout.policy.presets import make_policy
@@ -60,7 +59,8 @@ class ScoutAttnBackend(AttentionBackend):
             )
         self.policy = make_policy(self.config, shape.num_layers, profile)
         self.num_slots = self._plan_slots(runner.max_running_requests)
-        self.worker = WorkerClient(self.pool.arena, self._worker_cpus(), config=self._worker_config())
+        self.cpus = worker_cpus(self.config)
+        self.worker = WorkerClient(self.pool.arena, self.cpus, config=self._worker_config())
         self.engine = StepEngine(
             shape=shape,
             policy=self.policy,
@@ -69,9 +69,7 @@ class ScoutAttnBackend(AttentionBackend):
             host=self.pool.host_pages,
             digests=self.pool.digests,
             resident=ResidentCache(shape, self.num_slots, runner.device),
-            table=ResidencyTable(
-                shape.num_layers, self.pool.host_pages.num_pages, self.num_slots
-            ),
+            table=ResidencyTable(shape.num_layers, self.pool.host_pages.num_pages, self.num_slots),
             projectors=make_projectors(layers),
             missing=self.worker,
             tracer=Tracer(self.config.trace, self.config.trace_steps),
@@ -92,9 +90,6 @@ class ScoutAttnBackend(AttentionBackend):
         resident = (self.config.resident_tokens or self.config.budget_tokens * max_batch) // size
         forced = self.policy.digest.sink_pages + self.policy.digest.recent_pages
         return max(resident, forced * max_batch) + max_batch + self.config.budget_pages
-
-    def _worker_cpus(self) -> list[int]:
-        return list(self.config.cpus or sorted(os.sched_getaffinity(0)))
 
     def _worker_config(self) -> WorkerConfig:
         return WorkerConfig(
@@ -119,7 +114,7 @@ class ScoutAttnBackend(AttentionBackend):
             self.policy.name,
             self.config.budget_tokens,
             runner.max_running_requests,
-            ",".join(map(str, self._worker_cpus())),
+            ",".join(map(str, self.cpus)),
             lines,
         )
 

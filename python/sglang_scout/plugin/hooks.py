@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
-import psutil
 import torch
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
@@ -22,6 +22,8 @@ from sglang_scout.plugin.args import BACKEND_NAME, parse
 from sglang_scout.plugin.install import TARGETS_OF_ROLE, verify
 from sglang_scout.plugin.pool import DigestKVPool, DigestListener, HostKVPool, ScoutAllocator
 from sglang_scout.plugin.support import decoder_layers
+from sglang_scout.worker.arena import available_bytes
+from sglang_scout.worker.numa import node_of
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +50,7 @@ def around_profile_available_bytes(
 ) -> int:
     """Bytes for KV pages: host memory, whatever the GPU has."""
     config = parse(runner.server_args)
-    available = psutil.virtual_memory().available
+    available = available_bytes()
     if config.host_gb is None:
         size = int(available * DEFAULT_HOST_SHARE)
         logger.info("--kv-offload-host-gb not given: %.1f GiB for KV pages", size / 2**30)
@@ -105,10 +107,15 @@ def around_init_pools_decode(original: Callable[..., None], runner: Any) -> None
     pool = _init_pools_with(
         original,
         runner,
-        functools.partial(HostKVPool, arena_spec=spec, numa_node=None),
+        functools.partial(HostKVPool, arena_spec=spec, numa_node=node_of(worker_cpus(config))),
         HostKVPool,
     )
     pool.attach(shape, receive_digests=True)
+
+
+def worker_cpus(config: OffloadConfig) -> list[int]:
+    """CPUs of the attention worker: as asked for, or all that this process may use."""
+    return list(config.cpus or sorted(os.sched_getaffinity(0)))
 
 
 def after_prepare_for_prebuilt(_: None, batch: Any) -> None:

@@ -38,12 +38,10 @@ DECODE_TARGETS = {
 }
 PREFILL_TARGETS = {
     _POOLS + "_init_pools": "a digest pool beside the KV pool",
-    _SRT
-    + "disaggregation.prefill.SchedulerDisaggregationPrefillMixin.send_kv_chunk": (
+    _SRT + "disaggregation.prefill.SchedulerDisaggregationPrefillMixin.send_kv_chunk": (
         "compute the digests of the pages that are about to be sent"
     ),
-    _SRT
-    + "disaggregation.mooncake.conn.MooncakeKVManager._send_kvcache_generic": (
+    _SRT + "disaggregation.mooncake.conn.MooncakeKVManager._send_kvcache_generic": (
         "leave the digests out for a decode server without --kv-offload"
     ),
     _SCHEDULER + "get_internal_state": "state for /server_info",

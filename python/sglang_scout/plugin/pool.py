@@ -136,10 +136,14 @@ class ScoutAllocator(PagedTokenToKVPoolAllocator):
     def alloc_extend(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
         on_cpu = torch.device(self.device).type == "cpu"
         alloc = self._alloc_extend_cpu if on_cpu else super().alloc_extend
-        locations = alloc(*args, **kwargs)
+        return self._report(alloc(*args, **kwargs))
+
+    def _report(self, locations: torch.Tensor | None) -> torch.Tensor | None:
+        """Tell the listener about the pages whose first token is among ``locations``."""
         if locations is not None and self.listener is not None:
             opened = locations[locations % self.page_size == 0] // self.page_size
-            self.listener.allocate_pages(opened.cpu().numpy())
+            if len(opened):
+                self.listener.allocate_pages(opened.cpu().numpy())
         return locations
 
     def _alloc_extend_cpu(
@@ -170,7 +174,7 @@ class ScoutAllocator(PagedTokenToKVPoolAllocator):
         self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor
     ) -> torch.Tensor | None:
         if torch.device(self.device).type != "cpu":
-            return super().alloc_decode(seq_lens, seq_lens_cpu, last_loc)
+            return self._report(super().alloc_decode(seq_lens, seq_lens_cpu, last_loc))
         opens_page = (seq_lens - 1) % self.page_size == 0
         count = int(opens_page.sum())
         if self.need_sort and count > len(self.free_pages):
@@ -180,7 +184,7 @@ class ScoutAllocator(PagedTokenToKVPoolAllocator):
         locations = last_loc.long() + 1
         locations[opens_page] = self.free_pages[:count] * self.page_size
         self.free_pages = self.free_pages[count:]
-        return locations
+        return self._report(locations)
 
     def free(self, free_index: torch.Tensor) -> None:
         super().free(free_index)

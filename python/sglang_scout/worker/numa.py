@@ -6,6 +6,7 @@ import ctypes
 import logging
 import os
 import platform
+from collections.abc import Collection
 from pathlib import Path
 
 from sglang_scout.core.errors import ArenaError
@@ -22,6 +23,16 @@ def nodes() -> list[int]:
     """NUMA nodes of this machine, ascending; empty if the kernel knows none."""
     found = (p.name[4:] for p in _NODES.glob("node*"))
     return sorted(int(name) for name in found if name.isdigit())
+
+
+def node_of(cpus: Collection[int]) -> int | None:
+    """The NUMA node that all of ``cpus`` belong to; None if they are of several or of none."""
+    for node in nodes():
+        members = (_NODES / f"node{node}" / "cpumap").read_text().replace(",", "")
+        mask = int(members, 16)
+        if cpus and all(mask >> cpu & 1 for cpu in cpus):
+            return node
+    return None
 
 
 def bind_memory(address: int, nbytes: int, node: int) -> bool:

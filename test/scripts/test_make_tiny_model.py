@@ -1,0 +1,81 @@
+"""The tiny models are worth comparing tokens with: varied, repeatable, the whole context counts."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+
+import pytest
+
+from make_tiny_model import ARCHITECTURES, TinyModelSpec, cached_tiny_model, make_tiny_model
+
+CONTEXT_TOKENS = 600
+NEW_TOKENS = 24
+
+
+def digests(folder):
+    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(folder.iterdir())}
+
+
+def continuation(model, prompt):
+    import torch
+
+    ids = torch.tensor([prompt])
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False
+    )
+    return out[0, ids.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_greedy_output_depends_on_the_whole_context(arch, tiny_model):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = tiny_model(arch)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    source = random.Random(3)
+    base = [source.randrange(500) for _ in range(CONTEXT_TOKENS)]
+    other_start = [source.randrange(500) for _ in range(CONTEXT_TOKENS // 2)]
+    prompts = [
+        base,
+        other_start + base[CONTEXT_TOKENS // 2 :],  # same second half
+        [source.randrange(500) for _ in range(CONTEXT_TOKENS)],
+    ]
+    answers = [continuation(model, prompt) for prompt in prompts]
+    assert len({tuple(answer) for answer in answers}) == len(answers)
+    for answer in answers:
+        assert len(answer) == NEW_TOKENS, "no end-of-text before the asked length"
+        assert len(set(answer)) >= 5
+        assert tokenizer.decode(answer).isprintable()
+
+
+def test_same_arguments_same_bytes(tmp_path):
+    spec = TinyModelSpec(layers=1, seed=5)
+    first = digests(make_tiny_model(spec, tmp_path / "a"))
+    assert first == digests(make_tiny_model(spec, tmp_path / "b"))
+    other = digests(make_tiny_model(TinyModelSpec(layers=1, seed=6), tmp_path / "b"))
+    assert other["model.safetensors"] != first["model.safetensors"]
+    assert other["tokenizer.json"] == first["tokenizer.json"]
+
+
+def test_the_tokenizer_keeps_every_text(tmp_path):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(cached_tiny_model(TinyModelSpec(layers=1), tmp_path))
+    text = 'Grüße, 世界!\n\t{"a": [1, 2]}  \x00 <end>'
+    assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
+    chat = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Hello"}], add_generation_prompt=True, tokenize=False
+    )
+    assert chat == "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"arch": "bert"}, {"dtype": "int8"}, {"layers": 0}, {"kv_heads": 3}, {"vocab": 100}]
+)
+def test_wrong_sizes_are_named(wrong):
+    (name, value) = next(iter(wrong.items()))
+    with pytest.raises(ValueError, match=f"{name}=.*{value}"):
+        TinyModelSpec(**wrong)

@@ -1,0 +1,122 @@
+"""Servers are started, found and ended for sure. Small Python programs stand in for the servers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+
+from harness import wait_until
+from server_process import (
+    CLUSTER_VARIABLE,
+    ServerFailed,
+    ServerProcess,
+    children_of,
+    free_ports,
+    processes_of,
+    stop_all,
+)
+
+SLEEP = "import time; time.sleep(100)"
+# Starts a child in a session of its own, then sleeps: the child is no longer in our process group.
+WITH_CHILD = (
+    "import subprocess,sys;"
+    f"subprocess.Popen([sys.executable,'-c',{SLEEP!r}],start_new_session=True);"
+)
+ON_SIGTERM = "import signal,sys; signal.signal(15,lambda *_: sys.exit(3)); print('up',flush=True);"
+RENAMED = "import setproctitle; setproctitle.setproctitle('x'*2000); print('up',flush=True);"
+LAUNCHER = """
+import os, sys, time
+from pathlib import Path
+scripts, log, program = sys.argv[1:]
+sys.path.insert(0, scripts)
+from server_process import ServerProcess
+command = [sys.executable, "-c", program]
+ServerProcess("small", command, dict(os.environ), Path(log)).start()
+print("started", flush=True)
+time.sleep(100)
+"""
+
+
+@pytest.fixture
+def cluster_id():
+    """Ends whatever a test left, also a failed one."""
+    name = uuid.uuid4().hex
+    yield name
+    for pid in processes_of(name):
+        os.kill(pid, signal.SIGKILL)
+
+
+def server(tmp_path: Path, cluster_id: str, program: str, name: str = "small") -> ServerProcess:
+    environment = {**os.environ, CLUSTER_VARIABLE: cluster_id}
+    return ServerProcess(
+        name, [sys.executable, "-c", program], environment, tmp_path / f"{name}.log"
+    )
+
+
+def test_an_ended_server_is_named_with_its_log(tmp_path, cluster_id):
+    broken = server(tmp_path, cluster_id, "print('out of luck'); raise SystemExit(7)")
+    broken.start()
+    assert broken.wait(20)
+    with pytest.raises(ServerFailed, match="small server ended with exit code 7") as failure:
+        broken.check()
+    assert "out of luck" in str(failure.value) and str(broken.log_path) in str(failure.value)
+
+
+def test_children_are_found_and_ended(tmp_path, cluster_id):
+    parent = server(tmp_path, cluster_id, WITH_CHILD + SLEEP)
+    parent.start()
+    wait_until("parent and child run", lambda: len(processes_of(cluster_id)) == 2, 20)
+    assert children_of(parent.pid) == [pid for pid in processes_of(cluster_id) if pid != parent.pid]
+    outlived = stop_all([parent], cluster_id, grace_s=0.0, settle_s=0.3)
+    assert len(outlived) == 1, "the child does not notice its parent's end, so it had to be killed"
+    assert processes_of(cluster_id) == {}
+    assert parent.exit_code == -signal.SIGKILL
+    assert stop_all([parent], cluster_id, grace_s=0.0) == {}, "a second stop finds nothing to do"
+
+
+def test_a_server_that_hears_sigterm_is_not_killed(tmp_path, cluster_id):
+    polite = server(tmp_path, cluster_id, ON_SIGTERM + SLEEP)
+    polite.start()
+    wait_until("it runs", lambda: "up" in polite.log(), 20)
+    assert stop_all([polite], cluster_id, grace_s=20.0) == {}
+    assert polite.exit_code == 3
+
+
+def test_a_renamed_process_is_found_by_its_session(tmp_path, cluster_id):
+    """setproctitle, as SGLang's schedulers use it, overwrites the environment that /proc shows."""
+    renamed = server(tmp_path, cluster_id, RENAMED + SLEEP)
+    renamed.start()
+    wait_until("it runs", lambda: "up" in renamed.log(), 20)
+    assert renamed.pid in processes_of(cluster_id, [renamed.pid])
+    stop_all([renamed], cluster_id, grace_s=0.0)
+    assert processes_of(cluster_id, [renamed.pid]) == {}
+
+
+def test_servers_die_with_their_launcher(tmp_path, cluster_id):
+    scripts = str(Path(__file__).resolve().parents[2] / "scripts")
+    with subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, scripts, str(tmp_path / "small.log"), SLEEP],
+        env={**os.environ, CLUSTER_VARIABLE: cluster_id},
+        stdout=subprocess.PIPE,
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"started\n"
+        wait_until("the server runs", lambda: len(processes_of(cluster_id)) == 2, 20)
+        process.kill()
+    wait_until("the server is gone too", lambda: processes_of(cluster_id) == {}, 10)
+
+
+def test_free_ports_can_be_bound():
+    ports = free_ports(5)
+    assert len(set(ports)) == 5
+    sockets = [socket.socket() for _ in ports]
+    for held, port in zip(sockets, ports, strict=True):
+        held.bind(("127.0.0.1", port))
+    for held in sockets:
+        held.close()
