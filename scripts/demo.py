@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import shutil
 import signal
@@ -58,27 +57,17 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def choose_device() -> str:
-    """Returns "cuda" if torch can use a GPU, else "cpu". Imports torch only if there may be one."""
-    if os.environ.get("SCOUT_FORCE_CPU") == "1" or not os.path.exists("/dev/nvidiactl"):
-        return "cpu"
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def make_cluster(args: argparse.Namespace, model: Path, device: str, log_dir: Path) -> PDCluster:
+def make_cluster(args: argparse.Namespace, model: Path, log_dir: Path) -> PDCluster:
     """The servers, sized for the demo's requests with some room."""
     requests = max(args.concurrency, 8)
     tokens_per_request = args.input_len + args.output_len + 256
-    # SGLang's own choice of this share goes below zero on a CPU with the prefill size set below. On
-    # a GPU it is what each of the two servers may take of the one device.
-    common = flags(mem_fraction_static=0.35 if device == "cuda" else 0.5)
+    # SGLang's own choice of this share goes below zero on a CPU with the prefill size set below.
+    common = flags(mem_fraction_static=0.5)
     if args.kv_offload != "none":
         common += flags(kv_offload=args.kv_offload, kv_offload_budget=args.budget)
     return PDCluster(
         model,
-        device=device,
+        device="cpu",  # the one device that this version's decode server runs on
         dtype="bfloat16",
         log_dir=log_dir,
         max_running_requests=requests,
@@ -232,7 +221,6 @@ def use_cluster(cluster: PDCluster, model: Path, args: argparse.Namespace) -> No
 
 def run(args: argparse.Namespace, log_dir: Path) -> None:
     """The demo; raises DemoFailed or ServerFailed. No process is left, whatever happens."""
-    device = choose_device()
     model = args.model
     if model is None:
         spec = TinyModelSpec(arch="qwen3", dtype="bfloat16")
@@ -240,8 +228,8 @@ def run(args: argparse.Namespace, log_dir: Path) -> None:
     elif not (model / "config.json").is_file():
         raise DemoFailed(f"--model {model}: no config.json there; give the folder of a model")
     model = model.resolve()
-    say(f"starting the servers: {model.name}, --device {device}, --kv-offload {args.kv_offload}")
-    cluster = make_cluster(args, model, device, log_dir)
+    say(f"starting the servers: {model.name}, --kv-offload {args.kv_offload}")
+    cluster = make_cluster(args, model, log_dir)
     try:
         with cluster:
             say(f"ready after {cluster.startup_s:.0f} s, {len(cluster.processes())} processes")

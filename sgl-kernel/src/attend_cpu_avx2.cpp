@@ -1,5 +1,5 @@
 #include "vec_avx2.h"
-// (the vector type comes first)
+
 #include "attend_kernel.h"
 
 namespace scout {

@@ -49,12 +49,17 @@ void check_shape(const char* op, int page_size, int heads, int dim, int group) {
               "; all must be positive, D a multiple of 16 up to 16384");
 }
 
-void attend_batch(uintptr_t q, uintptr_t k, uintptr_t v, int64_t num_pages, int page_size, int heads,
-                  int dim, int dtype, int group, float scale, float logit_cap, uintptr_t pages,
-                  int batch, int columns, uintptr_t last_page, uintptr_t last_len, uintptr_t out,
-                  uintptr_t lse, int threads) {
-  const scout::KvPages kv{at<const void>(k), at<const void>(v), num_pages, page_size, heads,
-                          dim, checked_dtype("attend_batch", dtype)};
+void attend_batch(uintptr_t q, uintptr_t k, uintptr_t v, int64_t num_pages, int page_size,
+                  int heads, int dim, int dtype, int group, float scale, float logit_cap,
+                  uintptr_t pages, int batch, int columns, uintptr_t last_page, uintptr_t last_len,
+                  uintptr_t out, uintptr_t lse, int threads) {
+  const scout::KvPages kv{at<const void>(k),
+                          at<const void>(v),
+                          num_pages,
+                          page_size,
+                          heads,
+                          dim,
+                          checked_dtype("attend_batch", dtype)};
   check_shape("attend_batch", page_size, heads, dim, group);
   const scout::AttendParams params{group, scale, logit_cap};
   const int32_t* const ids = at<const int32_t>(pages);
@@ -65,22 +70,21 @@ void attend_batch(uintptr_t q, uintptr_t k, uintptr_t v, int64_t num_pages, int 
   for (int b = 0; b < batch; ++b) {
     const int64_t row = static_cast<int64_t>(b) * columns;
     require(columns == 0 || scout::valid_pages(kv, ids + row, columns),
-            "attend_batch: a page id of row " + std::to_string(b) + " is not below num_pages=" +
-                std::to_string(num_pages));
+            "attend_batch: a page id of row " + std::to_string(b) +
+                " is not below num_pages=" + std::to_string(num_pages));
     if (last_ids == nullptr || last_ids[b] < 0) continue;
     require(last_ids[b] < num_pages && last_lens[b] >= 1 && last_lens[b] <= page_size,
-            "attend_batch: row " + std::to_string(b) + " has last_page=" +
-                std::to_string(last_ids[b]) + " last_len=" + std::to_string(last_lens[b]) +
-                "; expected a page below " + std::to_string(num_pages) + " and a length in 1.." +
-                std::to_string(page_size));
+            "attend_batch: row " + std::to_string(b) +
+                " has last_page=" + std::to_string(last_ids[b]) +
+                " last_len=" + std::to_string(last_lens[b]) + "; expected a page below " +
+                std::to_string(num_pages) + " and a length in 1.." + std::to_string(page_size));
   }
   const int64_t q_heads = static_cast<int64_t>(heads) * group;
   scout::parallel_for(batch, threads, [&](int b) {
-    scout::attend_sequence(kv, params, at<const float>(q) + b * q_heads * dim,
-                           ids + static_cast<int64_t>(b) * columns, columns,
-                           last_ids != nullptr ? last_ids[b] : -1,
-                           last_ids != nullptr ? last_lens[b] : 0,
-                           at<float>(out) + b * q_heads * dim, at<float>(lse) + b * q_heads);
+    scout::attend_sequence(
+        kv, params, at<const float>(q) + b * q_heads * dim, ids + static_cast<int64_t>(b) * columns,
+        columns, last_ids != nullptr ? last_ids[b] : -1, last_ids != nullptr ? last_lens[b] : 0,
+        at<float>(out) + b * q_heads * dim, at<float>(lse) + b * q_heads);
   });
 }
 
@@ -90,11 +94,12 @@ void copy_pages(uintptr_t src, uintptr_t dst, int64_t page_bytes, uintptr_t src_
                     at<const int64_t>(dst_ids), n);
 }
 
-void digest_pages(uintptr_t k, int page_size, int heads, int dim, int dtype, uintptr_t ids, int64_t n,
-                  uintptr_t kmin, uintptr_t kmax) {
+void digest_pages(uintptr_t k, int page_size, int heads, int dim, int dtype, uintptr_t ids,
+                  int64_t n, uintptr_t kmin, uintptr_t kmax) {
   check_shape("digest_pages", page_size, heads, dim, 1);
-  scout::digest_pages(at<const void>(k), page_size, heads, dim, checked_dtype("digest_pages", dtype),
-                      at<const int64_t>(ids), n, at<void>(kmin), at<void>(kmax));
+  scout::digest_pages(at<const void>(k), page_size, heads, dim,
+                      checked_dtype("digest_pages", dtype), at<const int64_t>(ids), n,
+                      at<void>(kmin), at<void>(kmax));
 }
 
 // Grows to the largest table seen by its thread.
@@ -108,9 +113,9 @@ float* scratch(size_t floats) {
   return buffer.get();
 }
 
-void score_pages(uintptr_t q, uintptr_t kmin, uintptr_t kmax, int dtype, int64_t num_pages, int heads,
-                 int group, int dim, uintptr_t table, uintptr_t n_full, int batch, int columns,
-                 float scale, int reduce, uintptr_t out, int threads) {
+void score_pages(uintptr_t q, uintptr_t kmin, uintptr_t kmax, int dtype, int64_t num_pages,
+                 int heads, int group, int dim, uintptr_t table, uintptr_t n_full, int batch,
+                 int columns, float scale, int reduce, uintptr_t out, int threads) {
   const scout::Digests digests{at<const void>(kmin), at<const void>(kmax),
                                checked_dtype("score_pages", dtype), heads, dim};
   check_shape("score_pages", 1, heads, dim, group);
@@ -124,9 +129,9 @@ void score_pages(uintptr_t q, uintptr_t kmin, uintptr_t kmax, int dtype, int64_t
                 " is outside 0.." + std::to_string(columns));
     for (int i = 0; i < counts[b]; ++i) {
       const int32_t page = ids[static_cast<int64_t>(b) * columns + i];
-      require(page < num_pages, "score_pages: table[" + std::to_string(b) + ", " + std::to_string(i) +
-                                    "]=" + std::to_string(page) + " is not below P=" +
-                                    std::to_string(num_pages));
+      require(page < num_pages, "score_pages: table[" + std::to_string(b) + ", " +
+                                    std::to_string(i) + "]=" + std::to_string(page) +
+                                    " is not below P=" + std::to_string(num_pages));
     }
   }
   const int64_t q_heads = static_cast<int64_t>(heads) * group;
@@ -145,11 +150,12 @@ NB_MODULE(_native, m) {
   using nb::arg;
   const auto no_gil = nb::call_guard<nb::gil_scoped_release>();
   m.doc() = "CPU kernels of sglang_scout over raw addresses; see sglang_scout.ops.native.";
-  m.def("attend_batch", &attend_batch, arg("q_ptr"), arg("k_ptr"), arg("v_ptr"), arg("num_pages"),
-        arg("S"), arg("H"), arg("D"), arg("dtype"), arg("G"), arg("scale"), arg("logit_cap"),
-        arg("pages_ptr"), arg("B"), arg("R"), arg("last_page_ptr"), arg("last_len_ptr"),
-        arg("out_ptr"), arg("lse_ptr"), arg("threads") = 1, no_gil,
-        "Attention of B sequences, each over R pages (-1: none) and an optional partial last page.");
+  m.def(
+      "attend_batch", &attend_batch, arg("q_ptr"), arg("k_ptr"), arg("v_ptr"), arg("num_pages"),
+      arg("S"), arg("H"), arg("D"), arg("dtype"), arg("G"), arg("scale"), arg("logit_cap"),
+      arg("pages_ptr"), arg("B"), arg("R"), arg("last_page_ptr"), arg("last_len_ptr"),
+      arg("out_ptr"), arg("lse_ptr"), arg("threads") = 1, no_gil,
+      "Attention of B sequences, each over R pages (-1: none) and an optional partial last page.");
   m.def("copy_pages", &copy_pages, arg("src_ptr"), arg("dst_ptr"), arg("page_bytes"),
         arg("src_ids_ptr"), arg("dst_ids_ptr"), arg("n"), no_gil,
         "dst[dst_ids[i]] = src[src_ids[i]] for n pages of page_bytes; int64 ids, not checked.");
@@ -160,10 +166,12 @@ NB_MODULE(_native, m) {
         arg("P"), arg("H"), arg("G"), arg("D"), arg("table_ptr"), arg("n_full_ptr"), arg("B"),
         arg("N"), arg("scale"), arg("reduce"), arg("out_ptr"), arg("threads") = 1, no_gil,
         "Quest bounds of the first n_full pages of B sequences, reduced over the query heads.");
-  m.def("isa", [] { return std::string(scout::attend_isa()); },
-        "Instruction set in use: avx512, avx2 or portable.");
-  m.def("best_isa", [] { return std::string(scout::isa_name(scout::best_isa())); },
-        "The best instruction set that this machine supports.");
+  m.def(
+      "isa", [] { return std::string(scout::attend_isa()); },
+      "Instruction set in use: avx512, avx2 or portable.");
+  m.def(
+      "best_isa", [] { return std::string(scout::isa_name(scout::best_isa())); },
+      "The best instruction set that this machine supports.");
   m.def(
       "set_isa",
       [](const std::string& name) {

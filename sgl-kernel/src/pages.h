@@ -11,9 +11,9 @@ namespace scout {
 void copy_pages(const void* src, void* dst, int64_t page_bytes, const int64_t* src_ids,
                 const int64_t* dst_ids, int64_t n);
 
-// Per page ids[i], head and column the smallest and largest K over the page's tokens, exact, written
-// to row ids[i] of kmin and kmax [P, H, D] (same dtype as k [P, S, H, D]). Requires K without NaN;
-// of 16-bit zeros, -0 counts as smaller than +0.
+// Per page ids[i], head and column the smallest and largest K over the page's tokens, exact,
+// written to row ids[i] of kmin and kmax [P, H, D] (same dtype as k [P, S, H, D]). Requires K
+// without NaN; of 16-bit zeros, -0 counts as smaller than +0.
 void digest_pages(const void* k, int32_t page_size, int32_t kv_heads, int32_t head_dim, DType dtype,
                   const int64_t* ids, int64_t n, void* kmin, void* kmax);
 

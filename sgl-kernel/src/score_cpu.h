@@ -28,8 +28,8 @@ struct ScoreArgs {
   const int32_t* table;  // [columns] page ids, < 0: no page
   int32_t n_full;        // pages beyond it are not scored
   int32_t columns;
-  float* scratch;        // score_scratch_floats(...) floats
-  float* out;            // [columns]
+  float* scratch;  // score_scratch_floats(...) floats
+  float* out;      // [columns]
 };
 
 // Upper bound of a page's scores (Quest, arXiv:2406.10774):

@@ -75,10 +75,18 @@ void bound_pages(const ScoreArgs& args, const float* q_positive, const float* q_
         const char* low = kmin + offset;
         const char* high = kmax + offset;
         switch (group - g) {
-          case 1: bound_heads<T, 1>(low, high, qp, qn, dim, to, stride); break;
-          case 2: bound_heads<T, 2>(low, high, qp, qn, dim, to, stride); break;
-          case 3: bound_heads<T, 3>(low, high, qp, qn, dim, to, stride); break;
-          default: bound_heads<T, 4>(low, high, qp, qn, dim, to, stride); break;
+          case 1:
+            bound_heads<T, 1>(low, high, qp, qn, dim, to, stride);
+            break;
+          case 2:
+            bound_heads<T, 2>(low, high, qp, qn, dim, to, stride);
+            break;
+          case 3:
+            bound_heads<T, 3>(low, high, qp, qn, dim, to, stride);
+            break;
+          default:
+            bound_heads<T, 4>(low, high, qp, qn, dim, to, stride);
+            break;
         }
       }
     }
@@ -155,9 +163,15 @@ inline void score_all(const ScoreArgs& args) {
     }
   }
   switch (args.digests->dtype) {
-    case DType::kBF16: bound_pages<DType::kBF16>(args, q_positive, q_negative, bounds, padded); break;
-    case DType::kF16: bound_pages<DType::kF16>(args, q_positive, q_negative, bounds, padded); break;
-    case DType::kF32: bound_pages<DType::kF32>(args, q_positive, q_negative, bounds, padded); break;
+    case DType::kBF16:
+      bound_pages<DType::kBF16>(args, q_positive, q_negative, bounds, padded);
+      break;
+    case DType::kF16:
+      bound_pages<DType::kF16>(args, q_positive, q_negative, bounds, padded);
+      break;
+    case DType::kF32:
+      bound_pages<DType::kF32>(args, q_positive, q_negative, bounds, padded);
+      break;
   }
   const float start = args.reduce == Reduce::kMax ? -kInfinity : 0.0f;
   for (int n = 0; n < padded; ++n) result[n] = start;

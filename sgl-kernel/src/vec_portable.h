@@ -19,9 +19,9 @@ struct Vec {
 
   static constexpr int kLanes = 4;
   static constexpr bool kSpecialiseDims = false;  // compile-time head sizes
-  static constexpr int kMaxGroupChunk = 4;       // query heads per pass over a K row
-  static constexpr int kPairsPerPass = 1;        // V column pairs held in registers at a time
-  static constexpr int token_block(int group) {  // tokens per pass over the query rows
+  static constexpr int kMaxGroupChunk = 4;        // query heads per pass over a K row
+  static constexpr int kPairsPerPass = 1;         // V column pairs held in registers at a time
+  static constexpr int token_block(int group) {   // tokens per pass over the query rows
     return group <= 2 ? 4 : group <= 3 ? 2 : 1;
   }
 
@@ -69,9 +69,7 @@ struct Vec {
   }
   static F scale_by(F x, F power) { return x * power; }
   // x where keep >= bound or keep is NaN, else 0.
-  static F zero_below(F x, F keep, float bound) {
-    return (F)((U)x & ~(U)(keep < set1(bound)));
-  }
+  static F zero_below(F x, F keep, float bound) { return (F)((U)x & ~(U)(keep < set1(bound))); }
 
   static F widen_half(U h) {
     const U magnitude = (h & 0x7fffu) << 13;

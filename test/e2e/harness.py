@@ -16,7 +16,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 from pd_cluster import PDCluster  # noqa: E402
-from server_process import ServerFailed, ServerProcess, free_ports, processes_of  # noqa: E402
+from server_process import (  # noqa: E402
+    ServerFailed,
+    ServerProcess,
+    free_ports,
+    process_title,
+    processes_of,
+)
 from sglang_http import (  # noqa: E402
     Generation,
     RequestFailed,
@@ -36,6 +42,7 @@ __all__ = [
     "assert_same_tokens",
     "free_ports",
     "http_json",
+    "process_title",
     "processes_of",
     "random_prompts",
     "wait_until",

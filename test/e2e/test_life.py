@@ -13,8 +13,10 @@ import pytest
 from harness import (
     PDCluster,
     ProcessUsage,
+    RequestFailed,
     abort_after,
     assert_same_tokens,
+    http_json,
     random_prompts,
     wait_until,
 )
@@ -42,6 +44,20 @@ def servers(tiny_model):
 
 def usage(servers):
     return ProcessUsage.of(servers.scheduler_pid())
+
+
+def test_a_chat_and_a_request_too_long(servers):
+    chat = {
+        "model": "any",
+        "messages": [{"role": "user", "content": "What is the capital? " * 60}],
+        "max_tokens": 24,
+        "temperature": 0,
+    }
+    answer = http_json(servers.url + "/v1/chat/completions", chat)
+    assert answer["choices"][0]["message"]["content"]
+    with pytest.raises(RequestFailed):
+        servers.generate(random_prompts([60000]), max_new_tokens=4)
+    assert servers.generate(random_prompts([300]), max_new_tokens=8)[0].output_ids
 
 
 def test_two_hundred_requests_with_aborts_leave_nothing(servers):

@@ -1,7 +1,7 @@
 // Attention of one sequence over a set of KV pages, on the CPU.
 //
-// The worker process and the decode server's fallback call the same function, so the same pages give
-// the same result on both sides.
+// The worker process and the decode server's fallback call the same function, so the same pages
+// give the same result on both sides.
 #pragma once
 
 #include <cstdint>
@@ -33,12 +33,13 @@ struct AttendParams {
 //
 // q [H*G, D] fp32 row-major; query head hq uses KV head hq / G. pages int32[n]; entries < 0 are
 // skipped. last_page: physical page id (or -1) of a page of which only the first last_len tokens
-// (1..S) are valid, attended in addition to `pages`. out [H*G, D] fp32, lse [H*G] fp32, natural log.
-// Empty set: out = 0, lse = -inf.
+// (1..S) are valid, attended in addition to `pages`. out [H*G, D] fp32, lse [H*G] fp32, natural
+// log. Empty set: out = 0, lse = -inf.
 //
 // 16-bit K and V are widened exactly; q, products and sums stay fp32. Reads nothing outside the
-// listed pages and no K or V beyond last_len (prefetch hints aside, which cannot fault). Page ids are
-// the caller's to check (valid_pages). Thread-safe; allocates nothing; uses about 140 KiB of stack.
+// listed pages and no K or V beyond last_len (prefetch hints aside, which cannot fault). Page ids
+// are the caller's to check (valid_pages). Thread-safe; allocates nothing; uses about 140 KiB of
+// stack.
 void attend_sequence(const KvPages& kv, const AttendParams& params, const float* q,
                      const int32_t* pages, int32_t n, int32_t last_page, int32_t last_len,
                      float* out, float* lse);

@@ -1,0 +1,56 @@
+"""The whole deployment dies with the process that started it, and says why when it cannot start."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness import PDCluster, ServerFailed, process_title, processes_of, wait_until
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+LAUNCHER = """
+import json, sys, time
+sys.path.insert(0, sys.argv[1])
+from pd_cluster import PDCluster
+cluster = PDCluster(sys.argv[2], log_dir=sys.argv[3], server_args=["--kv-offload", "scout"])
+cluster.start()
+answer = cluster.generate([[1, 2, 3] * 50], max_new_tokens=4)[0]
+sessions = [server.pid for server in cluster.all_servers()]
+print(json.dumps({"id": cluster.cluster_id, "sessions": sessions,
+                  "worker": cluster.kv_offload()["worker"]["pid"],
+                  "tokens": len(answer.output_ids)}), flush=True)
+time.sleep(600)
+"""
+
+
+def test_nothing_outlives_the_process_that_started_it(tiny_model, tmp_path):
+    """SIGKILL of the launcher: servers, their children, the CPU worker and the router all end."""
+    command = [sys.executable, "-c", LAUNCHER, str(SCRIPTS), str(tiny_model()), str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as launcher:
+        assert launcher.stdout is not None
+        line = launcher.stdout.readline()
+        launcher.kill()
+        assert line, "the cluster did not start; see the launcher's message above"
+    started = json.loads(line)
+    assert started["tokens"] == 4
+    wait_until(
+        "all processes are gone",
+        lambda: not processes_of(started["id"], started["sessions"]),
+        20,
+    )
+    # By its pid too, in case it is neither in our sessions nor shows its environment. An ended process
+    # that nobody has waited for yet has an empty command line.
+    assert process_title(started["worker"]) == ""
+
+
+def test_a_wrong_flag_ends_the_start_with_the_servers_words(tiny_model, tmp_path):
+    cluster = PDCluster(tiny_model(), log_dir=tmp_path, decode_args=["--no-such-flag"])
+    with pytest.raises(ServerFailed, match=r"(?s)decode server ended.*--no-such-flag") as failure:
+        with cluster:
+            pytest.fail("started")
+    assert str(tmp_path) in str(failure.value)
+    assert cluster.processes() == {}
