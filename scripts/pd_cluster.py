@@ -12,6 +12,7 @@ sglang.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -86,7 +87,8 @@ class PDCluster:
         max_total_tokens: KV capacity of each server. Never left to SGLang: on a CPU it would take
             most of the RAM.
         env: environment variables on top of those of ``scripts/cpu_env.sh``.
-        log_dir: for the three log files; default a fresh temporary folder, named in every failure.
+        log_dir: for the three log files. Default: a fresh temporary folder, named after a failure
+            and removed at the end of a ``with`` block that had none.
         ready_timeout_s: for all servers together.
         stop_grace_s: how long SIGTERM may take before SIGKILL. SGLang's PD servers need 16 s for
             it, whether they are busy or not (their event loops do not hear the shutdown request),
@@ -113,6 +115,7 @@ class PDCluster:
     ) -> None:
         self.model_dir = Path(model_dir)
         self.cluster_id = uuid.uuid4().hex
+        self._owns_log_dir = log_dir is None
         self.log_dir = Path(log_dir or tempfile.mkdtemp(prefix="sglang-scout-logs-"))
         self.log_dir.mkdir(parents=True, exist_ok=True)
         self.ready_timeout_s = ready_timeout_s
@@ -128,6 +131,10 @@ class PDCluster:
         environment.pop("TRITON_INTERPRET", None)  # the unit tests' setting, not the servers'
         environment.update(env or {})
         environment[CLUSTER_VARIABLE] = self.cluster_id
+        # SGLang makes its ipc sockets here and leaves them. Not below log_dir: the path of a socket
+        # may have 107 characters only.
+        self.scratch_dir = tempfile.mkdtemp(prefix="scout-")
+        environment["TMPDIR"] = self.scratch_dir
         self.environment = environment
 
         # --sleep-on-idle: an idle SGLang scheduler polls at full speed, and on two cores it would
@@ -192,8 +199,13 @@ class PDCluster:
         return self
 
     def __exit__(self, *failure: object) -> None:
-        # After a failure nothing is worth draining.
-        self.stop(grace_s=0.0 if failure[0] is not None else None)
+        if failure[0] is not None:
+            self.stop(grace_s=0.0)  # nothing is worth draining
+            print(f"the servers' logs are in {self.log_dir}", file=sys.stderr)
+            return
+        self.stop()
+        if self._owns_log_dir:
+            shutil.rmtree(self.log_dir, ignore_errors=True)
 
     def start(self) -> None:
         """Start everything and return when requests can be sent.
@@ -235,7 +247,10 @@ class PDCluster:
     def stop(self, *, grace_s: float | None = None) -> dict[int, str]:
         """End everything; may be called twice. Returns what did not end by itself: {}."""
         grace_s = self.stop_grace_s if grace_s is None else grace_s
-        return stop_all(self.all_servers()[::-1], self.cluster_id, grace_s=grace_s)
+        try:
+            return stop_all(self.all_servers()[::-1], self.cluster_id, grace_s=grace_s)
+        finally:
+            shutil.rmtree(self.scratch_dir, ignore_errors=True)
 
     def processes(self) -> dict[int, str]:
         """Every live process of this cluster: pid to command line."""

@@ -10,7 +10,7 @@ constexpr float kInfinity = __builtin_inff();
 // Scores are clamped here, so that differences of scores are never inf - inf.
 constexpr float kScoreLimit = 1e38f;
 
-// 2^x for x <= 0; 0 below -126. Relative error < 1.5e-7 (polynomial 1.6e-8, the rest rounding);
+// 2^x for x <= 0; 0 below -126. Relative error < 1e-7 (polynomial 1.6e-8, the rest rounding);
 // exactly 1 at 0. NaN stays NaN.
 inline Vec::F exp2_nonpositive(Vec::F x) {
   Vec::F r;
@@ -25,7 +25,7 @@ inline Vec::F exp2_nonpositive(Vec::F x) {
   return Vec::zero_below(Vec::scale_by(p, power), x, -126.0f);
 }
 
-// tanh(x), absolute error < 3e-7.
+// tanh(x), absolute error < 2e-7.
 inline Vec::F tanh(Vec::F x) {
   const Vec::F magnitude = Vec::copysign(x, Vec::zero());
   const Vec::F t = exp2_nonpositive(Vec::mul(magnitude, Vec::set1(-2.0f * kLog2e)));

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +21,7 @@ cluster = PDCluster(sys.argv[2], log_dir=sys.argv[3], server_args=["--kv-offload
 cluster.start()
 answer = cluster.generate([[1, 2, 3] * 50], max_new_tokens=4)[0]
 sessions = [server.pid for server in cluster.all_servers()]
-print(json.dumps({"id": cluster.cluster_id, "sessions": sessions,
+print(json.dumps({"id": cluster.cluster_id, "sessions": sessions, "scratch": cluster.scratch_dir,
                   "worker": cluster.kv_offload()["worker"]["pid"],
                   "tokens": len(answer.output_ids)}), flush=True)
 time.sleep(600)
@@ -45,6 +46,7 @@ def test_nothing_outlives_the_process_that_started_it(tiny_model, tmp_path):
     # By its pid too, in case it is neither in our sessions nor shows its environment. An ended process
     # that nobody has waited for yet has an empty command line.
     assert process_title(started["worker"]) == ""
+    shutil.rmtree(started["scratch"])  # sockets of SGLang, which the launcher would have removed
 
 
 def test_a_wrong_flag_ends_the_start_with_the_servers_words(tiny_model, tmp_path):
