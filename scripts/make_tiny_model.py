@@ -66,7 +66,9 @@ class TinyModelSpec:
 
     arch: str = "qwen3"
     layers: int = 4
-    hidden: int = 128
+    hidden: int | None = (
+        None  # None: heads * head_dim for qwen2, which has no head size of its own, else 128
+    )
     heads: int = 4
     kv_heads: int = 2
     head_dim: int = 64
@@ -78,6 +80,14 @@ class TinyModelSpec:
 
     def __post_init__(self) -> None:
         """Raises ValueError that names the field, its value and the fix."""
+        if self.hidden is None:
+            own_head_size = self.arch != "qwen2"
+            object.__setattr__(self, "hidden", 128 if own_head_size else self.heads * self.head_dim)
+        if self.arch == "qwen2" and self.hidden != self.heads * self.head_dim:
+            raise ValueError(
+                f"hidden={self.hidden}: a qwen2 model has head_dim = hidden / heads; use "
+                f"{self.heads * self.head_dim}"
+            )
         if self.arch not in ARCHITECTURES:
             raise ValueError(f"arch={self.arch!r}: choose one of {', '.join(ARCHITECTURES)}")
         if self.dtype not in ("float32", "bfloat16", "float16"):
@@ -282,7 +292,9 @@ def main(argv: list[str] | None = None) -> int:
     )
     for name, value in asdict(defaults).items():
         if name not in ("arch", "dtype"):
-            parser.add_argument("--" + name.replace("_", "-"), type=int, default=value)
+            parser.add_argument(
+                "--" + name.replace("_", "-"), type=int, default=None if name == "hidden" else value
+            )
     values = vars(parser.parse_args(argv))
     out = values.pop("out")
     try:

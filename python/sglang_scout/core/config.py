@@ -177,7 +177,8 @@ def _check_key(key: str, value: Any) -> Any:
     if expected == (float,):
         expected = (int, float)
     is_bool_for_number = isinstance(value, bool) and expected != (bool,)
-    if not isinstance(value, expected) or is_bool_for_number:
+    fits = isinstance(value, expected) and not is_bool_for_number
+    if not fits:
         raise ConfigError(
             f"{flag}: {key} = {value!r} is a {type(value).__name__}; "
             f"expected {' or '.join(t.__name__ for t in expected)}"

@@ -15,18 +15,25 @@ import numpy.typing as npt
 class DigestAxis(Protocol):
     """How a page is summarised and scored."""
 
-    head_reduce: str
-    """How query heads' scores become one score per page (``ops/score.py``)."""
-    sink_pages: int
-    recent_pages: int
-    """Leading and newest full pages that are selected whatever their score."""
+    @property
+    def head_reduce(self) -> str:
+        """How query heads' scores become one score per page (``ops/score.py``)."""
+
+    @property
+    def sink_pages(self) -> int:
+        """Leading full pages that are selected whatever their score."""
+
+    @property
+    def recent_pages(self) -> int:
+        """Newest full pages that are selected whatever their score."""
 
 
 class PredictorAxis(Protocol):
     """Where the query comes from that selects pages and computes the missing ones."""
 
-    lead: int
-    """Layers of head start: 1 = predicted at the previous layer's input, 0 = the real query."""
+    @property
+    def lead(self) -> int:
+        """Layers of head start: 1 = predicted at the previous layer's input, 0 = the real query."""
 
     def targets(self, layer: int, num_layers: int) -> tuple[int, ...]:
         """Layers whose query is predicted at the input of ``layer``."""
@@ -35,8 +42,9 @@ class PredictorAxis(Protocol):
 class MissingAxis(Protocol):
     """Who computes selected pages that are not resident."""
 
-    copy_ahead: bool
-    """False: the CPU worker attends to them in place; True: they are copied to the device first."""
+    @property
+    def copy_ahead(self) -> bool:
+        """False: the CPU worker attends to them in place; True: they are copied to the device first."""
 
 
 class ResidencyAxis(Protocol):

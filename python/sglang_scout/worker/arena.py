@@ -235,7 +235,10 @@ def _free_pool_bytes() -> int:
 def available_bytes() -> int:
     """Memory that a new arena may take: the system's, or what the control group leaves."""
     meminfo = Path("/proc/meminfo").read_text()
-    available = int(re.search(r"^MemAvailable:\s+(\d+) kB", meminfo, re.MULTILINE)[1]) * 1024
+    line = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo, re.MULTILINE)
+    if line is None:
+        raise ArenaError("/proc/meminfo has no MemAvailable")
+    available = int(line[1]) * 1024
     for folder, limit_name, used_name, cache_name in (
         ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
         (

@@ -57,30 +57,32 @@ class Life:
         self.refused_messages = 0
         self._log = log
         self._peer: bytes | None = None
-        self._pidfd = -1
-        self._process: subprocess.Popen[bytes] | None = None
-        self._socket: zmq.Socket | None = None
         self._directory: str | None = None
-        try:
-            self._directory = tempfile.mkdtemp(prefix=f"{_PREFIX}{owner_name()}-")  # mode 0700
-            path = os.path.join(self._directory, "s")
-            if len(os.fsencode(path)) > _MAX_SOCKET_PATH_BYTES:
-                raise WorkerError(f"socket path {path} is too long; set TMPDIR to a shorter one")
-            self._socket = context.socket(zmq.ROUTER)
-            self._socket.setsockopt(zmq.LINGER, 0)
-            self._socket.setsockopt(zmq.MAXMSGSIZE, 2 * m.MAX_MESSAGE_BYTES)
-            self._socket.bind(f"ipc://{path}")
-            self._process = _spawn(f"ipc://{path}", self.token, epoch, arena_fd)
-            self._pidfd = os.pidfd_open(self._process.pid)
-        except (OSError, zmq.ZMQError) as e:
-            self.end()
-            raise WorkerError(f"cannot start the worker process: {e}") from e
-        except WorkerError:
-            self.end()
-            raise
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(self._pidfd, zmq.POLLIN)
+        # Undoes, last first, what has been made: here if the rest fails, otherwise in end().
+        with contextlib.ExitStack() as made:
+            try:
+                self._directory = tempfile.mkdtemp(prefix=f"{_PREFIX}{owner_name()}-")  # mode 0700
+                made.callback(self._remove_directory)
+                path = os.path.join(self._directory, "s")
+                if len(os.fsencode(path)) > _MAX_SOCKET_PATH_BYTES:
+                    raise WorkerError(
+                        f"socket path {path} is too long; set TMPDIR to a shorter one"
+                    )
+                self._socket = context.socket(zmq.ROUTER)
+                made.callback(self._socket.close, 0)
+                self._socket.setsockopt(zmq.LINGER, 0)
+                self._socket.setsockopt(zmq.MAXMSGSIZE, 2 * m.MAX_MESSAGE_BYTES)
+                self._socket.bind(f"ipc://{path}")
+                self._process = _spawn(f"ipc://{path}", self.token, epoch, arena_fd)
+                made.callback(self._kill)
+                self._pidfd = os.pidfd_open(self._process.pid)
+                made.callback(os.close, self._pidfd)
+            except (OSError, zmq.ZMQError) as e:
+                raise WorkerError(f"cannot start the worker process: {e}") from e
+            self._poller = zmq.Poller()
+            self._poller.register(self._socket, zmq.POLLIN)
+            self._poller.register(self._pidfd, zmq.POLLIN)
+            self._made = made.pop_all()
 
     @property
     def pid(self) -> int:
@@ -121,25 +123,23 @@ class Life:
 
     def end(self) -> None:
         """Kills the process if it lives, waits for its death, frees everything; idempotent."""
-        if self._process is not None and self._process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
-            while True:
-                try:
-                    self._process.wait(_KILL_LOG_S)
-                    break
-                except subprocess.TimeoutExpired:
-                    # Only a process stuck in the kernel; no new life may begin before it is gone.
-                    self._log.error("worker %d does not die after SIGKILL, waiting", self.pid)
-        if self._pidfd >= 0:
-            os.close(self._pidfd)
-            self._pidfd = -1
-        if self._socket is not None:
-            self._socket.close(0)
-        self._remove_directory()
+        self._made.close()
+
+    def _kill(self) -> None:
+        if self._process.poll() is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+        while True:
+            try:
+                self._process.wait(_KILL_LOG_S)
+                return
+            except subprocess.TimeoutExpired:
+                # Only a process stuck in the kernel; no new life may begin before it is gone.
+                self._log.error("worker %d does not die after SIGKILL, waiting", self.pid)
 
     def _receive(self) -> list[m.Message]:
-        received = []
+        received: list[m.Message] = []
         while True:
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)

@@ -120,7 +120,7 @@ class Worker:
         events = dict(self._poller.poll(int(max(wait_s, 0.0) * 1000) + 1))
         if self._parent_fd in events:
             leave(self._args.endpoint)
-        received = []
+        received: list[m.Message] = []
         while self._socket in events:
             try:
                 frame = self._socket.recv(zmq.NOBLOCK, copy=False)

@@ -17,7 +17,7 @@ Life of a worker::
 
 from __future__ import annotations
 
-from typing import TypeVar
+from types import UnionType
 
 import msgspec
 
@@ -126,8 +126,9 @@ FromWorker = Hello | Ready | Failed | Heartbeat | Drained
 FromClient = Configure | Drain | Stop
 
 _encoder = msgspec.msgpack.Encoder()
-_decoders = {t: msgspec.msgpack.Decoder(t) for t in (FromWorker, FromClient)}
-_M = TypeVar("_M")
+_decoders: dict[UnionType, msgspec.msgpack.Decoder[Message]] = {
+    kind: msgspec.msgpack.Decoder(kind) for kind in (FromWorker, FromClient)
+}
 
 
 def encode(message: Message) -> bytes:
@@ -140,7 +141,7 @@ def encode(message: Message) -> bytes:
     return data
 
 
-def decode(data: bytes | memoryview, kind: type[_M], token: str) -> _M:
+def decode(data: bytes | memoryview, kind: UnionType, token: str) -> Message:
     """Reads a message of one direction.
 
     Args:

@@ -52,7 +52,7 @@ class Supervisor:
         self._log = log
         self._thread: threading.Thread | None = None
         self._first_outcome = threading.Event()
-        self._stopping = False
+        self._stopping = threading.Event()
         self._wake_fd = -1
         self._drain_number = 0
         self._drains: dict[int, threading.Event] = {}
@@ -74,7 +74,7 @@ class Supervisor:
         if self._thread is not None:
             raise WorkerError("the worker has been started already")
         sweep_directories()
-        self._stopping = False
+        self._stopping.clear()
         self._first_outcome.clear()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.state = "starting"
@@ -92,7 +92,7 @@ class Supervisor:
         thread, self._thread = self._thread, None
         if thread is None:
             return
-        self._stopping = True
+        self._stopping.set()
         self._wake()
         thread.join()
         os.close(self._wake_fd)
@@ -136,7 +136,7 @@ class Supervisor:
         failures = 0
         while True:
             ready_s = self._run_life(context)
-            if self._stopping:
+            if self._stopping.is_set():
                 return
             failures = failures + 1 if ready_s is None else 0
             if not self._first_outcome.is_set() or failures >= config.max_start_failures:
@@ -148,7 +148,7 @@ class Supervisor:
             self._log.warning("%s; next start in %.1f s", self.last_error, backoff_s)
             self.state = "restarting"
             self._sleep(backoff_s)
-            if self._stopping:
+            if self._stopping.is_set():
                 return
             backoff_s = min(2 * backoff_s, config.backoff_max_s)
             self.restarts += 1
@@ -184,7 +184,7 @@ class Supervisor:
         quiet_s = stalled_s = 0.0
         last_items = -1
         last_s = time.monotonic()
-        while not self._stopping:
+        while not self._stopping.is_set():
             received, ended = life.wait(tick_s, self._wake_fd)
             self._clear_wake()
             self.refused_messages = refused_before + life.refused_messages

@@ -1,0 +1,115 @@
+"""The nanobind module of sgl-kernel (src/bind.cpp, src/bind_runtime.cpp), for type checkers.
+
+``*_ptr`` and ``address`` are addresses of contiguous buffers. Sizes carry the package's axis names.
+What makes an address valid is checked by the callers: ``ops/native.py`` and ``worker/client.py``.
+"""
+
+from collections.abc import Sequence
+
+# Kernels -----------------------------------------------------------------------------------------
+
+def attend_batch(
+    q_ptr: int,
+    k_ptr: int,
+    v_ptr: int,
+    num_pages: int,
+    S: int,
+    H: int,
+    D: int,
+    dtype: int,
+    G: int,
+    scale: float,
+    logit_cap: float,
+    pages_ptr: int,
+    B: int,
+    R: int,
+    last_page_ptr: int,
+    last_len_ptr: int,
+    out_ptr: int,
+    lse_ptr: int,
+    threads: int = 1,
+) -> None: ...
+def copy_pages(
+    src_ptr: int, dst_ptr: int, page_bytes: int, src_ids_ptr: int, dst_ids_ptr: int, n: int
+) -> None: ...
+def digest_pages(
+    k_ptr: int,
+    S: int,
+    H: int,
+    D: int,
+    dtype: int,
+    ids_ptr: int,
+    n: int,
+    kmin_ptr: int,
+    kmax_ptr: int,
+) -> None: ...
+def score_pages(
+    q_ptr: int,
+    kmin_ptr: int,
+    kmax_ptr: int,
+    dtype: int,
+    P: int,
+    H: int,
+    G: int,
+    D: int,
+    table_ptr: int,
+    n_full_ptr: int,
+    B: int,
+    N: int,
+    scale: float,
+    reduce: int,
+    out_ptr: int,
+    threads: int = 1,
+) -> None: ...
+def isa() -> str: ...
+def best_isa() -> str: ...
+def set_isa(name: str) -> None: ...
+
+# Ring --------------------------------------------------------------------------------------------
+
+RING_LAYOUT_VERSION: int
+RING_MAX_PARTS: int
+
+class RingProducer:
+    def __init__(self, address: int, nbytes: int) -> None: ...
+    def next_epoch(self) -> int: ...
+    def set_life(self, epoch: int) -> None: ...
+    def post(
+        self,
+        layer: int,
+        step: int,
+        rows: int,
+        q_ptr: int,
+        pages_ptr: int,
+        k: int,
+        n_pages_ptr: int,
+        parts: int,
+        q_bytes: int,
+    ) -> int: ...
+    def wait(
+        self,
+        ticket: int,
+        layer: int,
+        step: int,
+        timeout_us: int,
+        spin_us: int,
+        out_ptr: int,
+        lse_ptr: int,
+        out_bytes: int,
+    ) -> tuple[int, int]:
+        """Time waited in microseconds and pages that the caller computed."""
+    def totals(self) -> dict[str, int]: ...
+
+class RingRuntime:
+    def __init__(
+        self,
+        address: int,
+        nbytes: int,
+        epoch: int,
+        cpus: Sequence[int],
+        spin_us: int,
+        max_parts: int,
+    ) -> None: ...
+    def stop(self) -> None: ...
+    def progress(self) -> tuple[int, int]:
+        """Records pending and items computed."""
