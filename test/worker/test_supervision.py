@@ -90,9 +90,10 @@ def test_stopped_worker_is_replaced(make_arena, make_request, cpu, until, gone, 
 
 def test_heartbeats_without_progress_are_no_life(make_arena, make_request, cpu, until):
     """A record that takes longer than stall_timeout_s per item: the worker counts as hung."""
-    arena = make_arena(**(HEAVY | {"max_pages": 300_000, "max_batch": 1}))
+    # Several times the timeout even on a fast CPU, where 16 tokens per page take 60 ms in all.
+    arena = make_arena(**(HEAVY | {"page_size": 128, "max_pages": 300_000, "max_batch": 1}))
     heavy = make_request(arena.spec, 1, 2, full=True)
-    config = WorkerConfig(stall_timeout_s=0.05, heartbeat_interval_s=0.05)
+    config = WorkerConfig(stall_timeout_s=0.1, heartbeat_interval_s=0.05)
     with WorkerClient(arena, [cpu], config=config) as client:
         reply = client.wait(client.post(0, 0, *heavy), *buffers(arena, 1))
         assert reply.fallback_pages == 300_000
