@@ -107,18 +107,18 @@ class MiniWorker:
         if slot is None:
             slot = next(i for i in range(99) if i not in taken)
         request = Request(slot, pages, length)
-        self.engine.allocate_pages(np.array(pages, np.int64))
+        self.engine.boundary.allocate_pages(np.array(pages, np.int64))
         for page in pages:
             for layer in range(self.shape.num_layers):
                 self.host.k[layer][page] = torch.randn(self.host.k[layer][page].shape)
                 self.host.v[layer][page] = torch.randn(self.host.v[layer][page].shape)
         self.requests.append(request)
-        self.engine.admit([slot])
+        self.engine.boundary.admit([slot])
         return request
 
     def finish(self, request: Request) -> None:
         self.requests.remove(request)
-        self.engine.free_pages(np.array(request.pages, np.int64))
+        self.engine.boundary.free_pages(np.array(request.pages, np.int64))
         self.free_pages.extend(request.pages)
 
     def step(self) -> list[torch.Tensor]:
@@ -128,7 +128,7 @@ class MiniWorker:
             request.length += 1
             if request.length > len(request.pages) * SIZE:
                 request.pages.append(self.free_pages.pop(0))
-                self.engine.allocate_pages(np.array(request.pages[-1:], np.int64))
+                self.engine.boundary.allocate_pages(np.array(request.pages[-1:], np.int64))
         rows = len(self.requests)
         longest = max(len(r.pages) for r in self.requests)
         table = np.zeros((rows, longest), np.int32)

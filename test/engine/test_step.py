@@ -210,7 +210,7 @@ def test_flush_forgets_everything(make):
     request = worker.admit(300)
     worker.step()
     worker.requests.remove(request)
-    worker.engine.clear()
+    worker.engine.boundary.clear()
     assert worker.table.resident_pages == 0 and not worker.digests.valid.any()
 
 

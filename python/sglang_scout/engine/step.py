@@ -4,14 +4,14 @@ Per layer l: at its input the query of layer l+1 is predicted and its important 
 that are not resident go to the CPU worker at once. The attention of layer l covers its resident pages
 and the page being filled; it is merged with the worker's answer, asked for one layer earlier.
 
-What the host decides (residency, page tables) is fixed in :meth:`StepEngine.begin_step`; within the
-step nothing changes it.
+What the host decides (residency, page tables) is fixed at the step boundary, in ``boundary.py``; within
+the step nothing changes it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 
 from sglang_scout.core.pages import ResidencyTable
+from sglang_scout.engine.boundary import Batch, StepBoundary
 from sglang_scout.engine.counters import Counters
 from sglang_scout.engine.pools import DigestPool, HostPages, ModelShape, ResidentCache
 from sglang_scout.engine.recall import Copies, Recall
@@ -69,19 +70,6 @@ class _Ahead:
     posted_ns: int
 
 
-@dataclass
-class _Batch:
-    """What begin_step fixed for the step; N = pages of the longest request."""
-
-    table: torch.Tensor  # [B, N] int32 host page ids, -1 beyond the last page
-    n_full: torch.Tensor  # [B] int32 full pages, candidates for selection
-    slots: torch.Tensor  # [L, B, N] int32 resident slots of full pages, -1 elsewhere
-    tail_slot: torch.Tensor  # [L, B] int32 slot of the page being filled
-    tail_len: torch.Tensor  # [B] int32 valid tokens in it, this step's included
-    tail_page: npt.NDArray[np.int64]  # [B]
-    fresh: npt.NDArray[np.bool_]  # [B] requests in their first step here
-
-
 class StepEngine:
     """Runs decode steps for one rank.
 
@@ -129,13 +117,15 @@ class StepEngine:
         self.counters = Counters(shape.num_layers)
         self.tracer = tracer or Tracer(None, 0)
         self.recall = Recall(host, resident, table, self.counters, shape.page_bytes, self.tracer)
+        self.boundary = StepBoundary(
+            shape, policy, budget_pages, host, digests, table, self.recall, self.counters
+        )
         self._projectors = projectors
         self._missing = missing
         self._verify = verify
         self._step = 0
-        self._fresh_requests: set[int] = set()
         self._ahead: dict[int, _Ahead] = {}
-        self._batch: _Batch | None = None
+        self._batch: Batch | None = None
         self._last_missing = np.zeros(shape.num_layers, np.int64)
         self._slot_of = torch.from_numpy(table.slot_of)
         answer = (shape.num_layers, max_batch, shape.num_q_heads)
@@ -143,122 +133,30 @@ class StepEngine:
         self._cpu_lse = np.full(answer, -np.inf, np.float32)
         self._layer_start_ns = 0
 
-    # Life of requests and pages -----------------------------------------------------------------
-
-    def admit(self, request_slots: Iterable[int]) -> None:
-        """Requests join the batch, new or after a retraction; ``request_slots`` are their table rows."""
-        self._fresh_requests.update(int(r) for r in request_slots)
-
-    def allocate_pages(self, pages: npt.NDArray[np.int64]) -> None:
-        """Pages were handed to a request that is about to receive them."""
-        self.digests.poison(pages)
-
-    def free_pages(self, pages: npt.NDArray[np.int64]) -> None:
-        """Pages went back to the allocator: nothing that is known about them holds any more."""
-        self.digests.invalidate(pages)
-        self.table.invalidate(pages)
-
-    def clear(self) -> None:
-        """All pages were freed (cache flush)."""
-        self.free_pages(np.arange(self.host.num_pages))
-
-    # The step -----------------------------------------------------------------------------------
-
     def begin_step(
         self,
         page_table: npt.NDArray[np.int32],
         request_slots: npt.NDArray[np.int64],
         seq_lens: npt.NDArray[np.int64],
     ) -> None:
-        """Step boundary: commit recalls, complete digests, load forced pages, fix the page tables.
+        """Step boundary; see :class:`StepBoundary`.
 
         Args:
             page_table: ``[B, N]`` host page ids; entries past a request's last page are ignored.
             request_slots: ``[B]`` row of each request in SGLang's request table.
             seq_lens: ``[B]`` length including the token that this step writes.
         """
-        rows, columns = page_table.shape
-        if rows > self.max_batch:
-            raise ValueError(f"batch of {rows} rows; buffers were made for {self.max_batch}")
+        if len(page_table) > self.max_batch:
+            raise ValueError(
+                f"batch of {len(page_table)} rows; buffers were made for {self.max_batch}"
+            )
         self._step += 1
         self.counters.steps += 1
         self.tracer.step()
         self._ahead.clear()
-        self.recall.commit(self._step)
-
-        size = self.shape.page_size
-        last = (seq_lens - 1) // size
-        tail_len = (seq_lens - 1) % size + 1
-        column = np.arange(columns)
-        table = np.where(column <= last[:, None], page_table, -1).astype(np.int32)
-        is_full = column < last[:, None]
-        tail_page = table[np.arange(rows), last].astype(np.int64)
-        fresh = np.array([int(r) in self._fresh_requests for r in request_slots], bool)
-        self._fresh_requests.difference_update(int(r) for r in request_slots)
-
-        self._complete_digests(table[is_full])
-        self._load_forced(table, last, tail_page, fresh)
-        self._make_room(fresh)
-
-        # np.take, unlike fancy indexing, returns rows that are contiguous, as the kernels want them.
-        slots = np.take(self.table.slot_of, table, axis=1)
-        slots[:, ~is_full] = -1
-        self._batch = _Batch(
-            table=torch.from_numpy(table),
-            n_full=torch.from_numpy(last.astype(np.int32)),
-            slots=torch.from_numpy(slots),
-            tail_slot=torch.from_numpy(np.take(self.table.slot_of, tail_page, axis=1)),
-            tail_len=torch.from_numpy(tail_len.astype(np.int32)),
-            tail_page=tail_page,
-            fresh=fresh,
+        self._batch = self.boundary.begin(
+            self._step, page_table, request_slots, seq_lens, self._last_missing
         )
-
-    def _complete_digests(self, pages: npt.NDArray[np.int32]) -> None:
-        """Every full page needs a digest: taken from the prefill server, else computed here."""
-        pending = np.unique(pages[~self.digests.valid[pages]]).astype(np.int64)
-        if len(pending):
-            self.digests.build(self.digests.accept(pending), self.host.k)
-
-    def _load_forced(
-        self,
-        table: npt.NDArray[np.int32],
-        last: npt.NDArray[np.int64],
-        tail_page: npt.NDArray[np.int64],
-        fresh: npt.NDArray[np.bool_],
-    ) -> None:
-        """Sink, newest and tail pages of every request are resident; fresh requests that fit, whole."""
-        digest = self.policy.digest
-        column = np.arange(table.shape[1])
-        forced = (column < digest.sink_pages) | (column >= last[:, None] - digest.recent_pages)
-        forced = np.concatenate([table[forced & (column < last[:, None])], tail_page])
-        self.table.touch_all_layers(forced, self._step)
-        warm = [
-            table[row, self.policy.residency.warm_columns(int(last[row]), self.budget_pages)]
-            for row in np.flatnonzero(fresh)
-        ]
-        wanted = np.concatenate([forced, *warm])
-        if (self.table.slot_of[:, wanted] >= 0).all():
-            return
-        for layer in range(self.shape.num_layers):
-            # Forced pages may push out anything else, warm ones only what was not just in use.
-            for pages, before in ((forced, self._step), (wanted, self._step - 1)):
-                absent = self.table.missing(layer, pages)
-                self.table.evict(layer, len(absent), before)
-                loaded = self.recall.load_now(layer, absent, self._step)
-                self.counters.warmed_pages += loaded
-        if (self.table.slot_of[:, forced] < 0).any():
-            raise RuntimeError("no slot for a page that must be resident; the slot count is wrong")
-
-    def _make_room(self, fresh: npt.NDArray[np.bool_]) -> None:
-        """Free slots for the recalls that this step will start, from pages not of use lately."""
-        first = int(fresh.sum()) * self.budget_pages if self.policy.residency.recall_fresh() else 0
-        copy_ahead = self.policy.missing.copy_ahead
-        for layer in range(self.shape.num_layers):
-            want = first
-            if copy_ahead or self.policy.residency.due(layer, self._step):
-                want = max(want, int(self._last_missing[layer]) + first)
-            if want:
-                self.table.evict(layer, want, self._step - 1)
 
     def layer_input(self, layer: int, x: torch.Tensor, positions: torch.Tensor) -> None:
         """Before layer ``layer``: predict and post for the layers that the policy names.
@@ -423,7 +321,7 @@ class StepEngine:
         self.counters.verify_checks += 1
         self.counters.verify_max_rel_error = max(self.counters.verify_max_rel_error, error)
 
-    def _current(self) -> _Batch:
+    def _current(self) -> Batch:
         if self._batch is None:
             raise RuntimeError("no step has begun: begin_step must run before a layer does")
         return self._batch

@@ -75,7 +75,7 @@ class ScoutAttnBackend(AttentionBackend):
             tracer=Tracer(self.config.trace, self.config.trace_steps),
             verify=self.config.verify,
         )
-        self.allocator.listener = self.engine
+        self.allocator.listener = self.engine.boundary
         for index, layer in enumerate(layers):
             layer.register_forward_pre_hook(self._layer_hook(index), with_kwargs=True)
         self.worker.start()

@@ -122,7 +122,7 @@ def after_prepare_for_prebuilt(_: None, batch: Any) -> None:
     """A batch of requests whose KV has arrived, or was restored after a retraction, joins."""
     from sglang_scout.plugin.backend import current_backend
 
-    current_backend().engine.admit(req.req_pool_idx for req in batch.reqs)
+    current_backend().engine.boundary.admit(req.req_pool_idx for req in batch.reqs)
 
 
 # Prefill server ----------------------------------------------------------------------------------

@@ -1,0 +1,247 @@
+"""The row format of the benchmarks: one JSON object per line.
+
+Every row has
+    benchmark, impl, status       "ok", "absent", "skipped" or "failed"; reason says why, "" if ok
+    commit, dirty                 of this repository; dirty: with uncommitted changes
+    cpu, cores, versions          model name, CPUs of this process, versions of what ran
+    command, time_utc, load_average, idle_before
+                                  idle_before: idle share of each of those CPUs just before the run
+and, where something was measured,
+    samples_us                    raw, in the order in which they were taken
+    median_us, spread, unstable   spread = (p90 - p10) / median; unstable where it is above 10 %
+
+A failure, an absent rival and a size that does not fit are rows too. Sizes and results are added by each
+benchmark.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+Row = dict[str, Any]
+
+ROOT = Path(__file__).resolve().parents[1]
+UNSTABLE_SPREAD = 0.10
+STATUSES = ("ok", "absent", "skipped", "failed")
+FREE_CPU_IDLE_SHARE = 0.95
+
+_REQUIRED = {
+    "benchmark": str,
+    "impl": str,
+    "status": str,
+    "reason": str,
+    "commit": str,
+    "dirty": bool,
+    "cpu": str,
+    "cores": int,
+    "versions": dict,
+    "command": str,
+    "time_utc": str,
+    "load_average": list,
+    "idle_before": list,
+}
+_MEASURED = {"samples_us": list, "median_us": float, "spread": float, "unstable": bool}
+
+
+def percentile(samples: Sequence[float], percent: float) -> float:
+    """With linear interpolation between the two nearest samples."""
+    ordered = sorted(samples)
+    at = (len(ordered) - 1) * percent / 100
+    low = math.floor(at)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
+
+
+def summary(samples_us: Sequence[float]) -> Row:
+    """samples_us, median_us, spread and unstable of a row.
+
+    Raises:
+        ValueError: no samples, or one that is not a positive number.
+    """
+    if not samples_us:
+        raise ValueError("samples_us is empty; a row without samples has a status other than ok")
+    wrong = [x for x in samples_us if not (math.isfinite(x) and x > 0)]
+    if wrong:
+        raise ValueError(f"samples_us has {wrong[0]}, expected positive numbers")
+    median_us = percentile(samples_us, 50)
+    spread = (percentile(samples_us, 90) - percentile(samples_us, 10)) / median_us
+    return {
+        "samples_us": [round(x, 3) for x in samples_us],
+        "median_us": round(median_us, 3),
+        "spread": round(spread, 4),
+        "unstable": spread > UNSTABLE_SPREAD,
+    }
+
+
+def problems(row: Row) -> list[str]:
+    """What is wrong with a row, empty if nothing is."""
+    found = []
+    required = dict(_REQUIRED)
+    if row.get("status") == "ok":
+        required |= _MEASURED
+    for key, kind in required.items():
+        if key not in row:
+            found.append(f"{key} is missing")
+        elif not isinstance(row[key], kind):
+            found.append(f"{key} is {row[key]!r}, expected {kind.__name__}")
+    if row.get("status") not in STATUSES:
+        found.append(f"status is {row.get('status')!r}, expected one of {', '.join(STATUSES)}")
+    elif row["status"] != "ok" and not row.get("reason"):
+        found.append(f"status is {row['status']} and no reason is given")
+    return found
+
+
+def environment(benchmark: str, packages: Iterable[str] = ()) -> Row:
+    """The fields that all rows of a run share. Takes a third of a second to look for idle CPUs."""
+    versions = {"python": platform.python_version(), "kernel": platform.release()}
+    for package in packages:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "absent"
+    cpus = sorted(os.sched_getaffinity(0))
+    return {
+        "benchmark": benchmark,
+        "commit": _git("rev-parse", "HEAD") or "unknown",
+        "dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "cpu": cpu_model(),
+        "cores": len(cpus),
+        "versions": versions,
+        "command": command_line(sys.argv),
+        "time_utc": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "load_average": [round(x, 2) for x in os.getloadavg()],
+        "idle_before": idle_shares(cpus),
+    }
+
+
+def command_line(argv: Sequence[str]) -> str:
+    """As one would type it in the repository: the path of the script is relative to it."""
+    script = Path(argv[0]).resolve()
+    if script.is_relative_to(ROOT):
+        script = script.relative_to(ROOT)
+    return shlex.join(["python", str(script), *argv[1:]])
+
+
+def cpu_model() -> str:
+    """Model name with what tells its generation, as "AMD EPYC (family 26 model 2)"."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.processor() or platform.machine()
+    found = dict(re.findall(r"^(model name|cpu family|model)\s*: (.*)$", text, re.MULTILINE))
+    if "model name" not in found:
+        return platform.machine()
+    return (
+        f"{found['model name'].strip()} (family {found.get('cpu family')} "
+        f"model {found.get('model')})"
+    )
+
+
+def cache_bytes() -> int:
+    """Size of the largest cache of CPU 0, 0 if it is not known."""
+    sizes = [0]
+    units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        match = re.fullmatch(r"(\d+)([KMG])", path.read_text().strip())
+        if match:
+            sizes.append(int(match[1]) * units[match[2]])
+    return max(sizes)
+
+
+def idle_shares(cpus: Sequence[int], window_s: float = 0.3) -> list[float]:
+    """How much of a short time each CPU was idle, 0..1; an empty list where that is not known."""
+    try:
+        before = _cpu_times(cpus)
+        time.sleep(window_s)
+        after = _cpu_times(cpus)
+    except (OSError, KeyError, ValueError):
+        return []
+    shares = []
+    for cpu in cpus:
+        idle = after[cpu][0] - before[cpu][0]
+        total = after[cpu][1] - before[cpu][1]
+        shares.append(round(idle / total, 3) if total > 0 else 1.0)
+    return shares
+
+
+def _cpu_times(cpus: Sequence[int]) -> dict[int, tuple[int, int]]:
+    times = {}
+    for line in Path("/proc/stat").read_text().splitlines():
+        match = re.match(r"cpu(\d+) (.*)", line)
+        if match and int(match[1]) in cpus:
+            ticks = [int(x) for x in match[2].split()]
+            times[int(match[1])] = (ticks[3] + ticks[4], sum(ticks[:8]))
+    return {cpu: times[cpu] for cpu in cpus}
+
+
+def _git(*arguments: str) -> str:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, timeout=30
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+class Writer:
+    """Checks rows and writes each as a line as soon as it is there."""
+
+    def __init__(self, path: Path | None, shared: Row) -> None:
+        self._shared = shared
+        self._file: TextIO | None = None
+        self.rows: list[Row] = []
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("w", encoding="utf-8")
+
+    def add(self, impl: str, status: str = "ok", reason: str = "", **fields: Any) -> Row:
+        """Raises ValueError if the row is not well formed."""
+        row = {**self._shared, "impl": impl, "status": status, "reason": reason, **fields}
+        wrong = problems(row)
+        if wrong:
+            raise ValueError(f"row of {impl}: {'; '.join(wrong)}")
+        self.rows.append(row)
+        if self._file is not None:
+            self._file.write(json.dumps(row, allow_nan=False) + "\n")
+            self._file.flush()
+        return row
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a file.
+
+    Raises:
+        ValueError: a line is no row; names the line.
+    """
+    rows = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as e:
+            raise ValueError(f"{path.name}:{number}: not JSON ({e.msg})") from e
+        wrong = problems(row) if isinstance(row, dict) else ["not an object"]
+        if wrong:
+            raise ValueError(f"{path.name}:{number}: {'; '.join(wrong)}")
+        rows.append(row)
+    return rows
