@@ -246,7 +246,8 @@ def run(args: argparse.Namespace, log_dir: Path) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv)
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))  # clean up as well
+    # Clean up as after Ctrl-C. Raised here, not sent on: a background job of a shell ignores SIGINT.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     log_dir = Path(tempfile.mkdtemp(prefix="sglang-scout-demo-"))
     try:
         run(args, log_dir)

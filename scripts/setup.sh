@@ -28,7 +28,13 @@ up_to_date() { [ -f "$STAMP" ] && [ "$(cat "$STAMP")" = "$(fingerprint)" ]; }
 
 # -- system libraries ---------------------------------------------------------------------------------------
 
-has_library() { ldconfig -p 2>/dev/null | grep -q "$1"; }
+# ldconfig is not on the PATH of an ordinary user. Its output is read whole first, because grep -q would
+# end the pipe early, which pipefail takes for a failure.
+has_library() {
+    local known
+    known="$(PATH="$PATH:/sbin:/usr/sbin" ldconfig -p 2>/dev/null || true)"
+    grep -q "$1" <<<"$known"
+}
 
 APT_UPDATED=0
 apt_install() {

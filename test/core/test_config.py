@@ -43,6 +43,8 @@ def test_defaults():
         ({"config": '{"worker_heartbeat_timeout_s": NaN}'}, ["heartbeat", "nan", "0.4"]),
         ({"config": '{"worker_threads_per_group": 64}'}, ["threads_per_group", "64", "16"]),
         ({"config": '{"trace": "/no/such/folder/t.json"}'}, ["trace", "/no/such/folder", "folder"]),
+        ({"config": '{"trace": ""}'}, ["trace", "''", "name a file"]),
+        ({"config": '{"trace": "."}'}, ["trace", "'.'", "name a file"]),
         ({"cpus": ""}, ["--kv-offload-cpus", "''"]),
         ({"config": '{"resident_tokens": 33}'}, ["resident_tokens", "33", "32"]),
         ({"config": '{"verify": 1}'}, ["verify", "int", "bool"]),

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from harness import PDCluster, ServerFailed, process_title, processes_of, wait_until
+from server_process import children_of
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 LAUNCHER = """
@@ -47,6 +50,28 @@ def test_nothing_outlives_the_process_that_started_it(tiny_model, tmp_path):
     # that nobody has waited for yet has an empty command line.
     assert process_title(started["worker"]) == ""
     shutil.rmtree(started["scratch"])  # sockets of SGLang, which the launcher would have removed
+
+
+def test_a_scheduler_whose_launcher_is_killed_while_it_starts_ends(tiny_model, tmp_path):
+    scout = ["--kv-offload", "scout"]
+    cluster = PDCluster(tiny_model(), log_dir=tmp_path, server_args=scout, router=False)
+    server = cluster.servers["decode"]
+    try:
+        server.start()
+        wait_until("the launcher has children", lambda: len(children_of(server.pid)) >= 2, 60)
+        children = children_of(server.pid)
+        server.signal(signal.SIGKILL)
+        server.wait(10)
+
+        def still_here():
+            titles = [process_title(pid) for pid in {*children, *cluster.processes()}]
+            return [t for t in titles if "::scheduler" in t or "sglang_scout.worker" in t]
+
+        # They import for some seconds before anything of this project can look at the parent.
+        time.sleep(20)
+        assert not still_here()
+    finally:
+        cluster.stop(grace_s=0)
 
 
 def test_a_wrong_flag_ends_the_start_with_the_servers_words(tiny_model, tmp_path):

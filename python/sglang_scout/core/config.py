@@ -186,8 +186,12 @@ def _check_key(key: str, value: Any) -> Any:
     low, high = _RANGES.get(key, (value, value))
     if not low <= value <= high:
         raise ConfigError(f"{flag}: {key} = {value!r} must be between {low:g} and {high:g}")
-    if key == "trace" and not Path(value).absolute().parent.is_dir():
-        raise ConfigError(f"{flag}: trace = {value!r}: its folder does not exist; make it first")
+    if key == "trace":
+        path = Path(value).absolute()
+        if not value or path.is_dir() or not path.parent.is_dir():
+            raise ConfigError(
+                f"{flag}: trace = {value!r}: not a file in a folder that exists; name a file"
+            )
     choices = {"head_reduce": HEAD_REDUCTIONS, "recall": RECALL_MODES}.get(key)
     if choices and value not in choices:
         raise ConfigError(f"{flag}: {key} = {value!r}; choose one of {', '.join(choices)}")

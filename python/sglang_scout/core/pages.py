@@ -60,6 +60,7 @@ class ResidencyTable:
         self._layers = np.arange(num_layers)[:, None]
 
     def num_free(self, layer: int) -> int:
+        """Slots of ``layer`` that are neither mapped nor reserved."""
         return int(self._num_free[layer])
 
     @property

@@ -68,10 +68,10 @@ def check_profile(
     if profile.page_size_tokens != page_size_tokens:
         raise ConfigError(
             f"{flag} {path!r}: made for pages of {profile.page_size_tokens} tokens, this server "
-            f"uses {page_size_tokens}"
+            f"uses {page_size_tokens}; make one for this server"
         )
     if profile.num_layers != num_layers:
         raise ConfigError(
             f"{flag} {path!r}: made for {profile.model!r} with {profile.num_layers} layers, "
-            f"{model!r} has {num_layers}"
+            f"{model!r} has {num_layers}; make one for this model"
         )

@@ -101,7 +101,7 @@ class StepEngine:
         verify: bool = False,
     ) -> None:
         forced = policy.digest.sink_pages + policy.digest.recent_pages
-        if table.num_slots < max_batch * (forced + 1):
+        if table.num_slots < min(max_batch * (forced + 1), table.num_pages):
             raise ValueError(
                 f"resident cache of {table.num_slots} slots cannot hold the sink, recent and tail "
                 f"pages of {max_batch} requests ({forced + 1} each)"

@@ -86,10 +86,10 @@ class Tracer:
         with self._lock:
             text = json.dumps({"traceEvents": names + self._events, "displayTimeUnit": "ms"})
         target = Path(self._path)
-        partial = target.with_name(target.name + ".part")
         try:
+            partial = target.with_name(target.name + ".part")
             partial.write_text(text, encoding="utf-8")
             partial.replace(target)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             # Serving goes on: a trace is not worth a request.
             logger.error("cannot write the trace %s: %s", target, error)

@@ -18,9 +18,10 @@ from sglang.srt.server_args import ServerArgs, add_attention_backend_choices
 from sglang_scout.core.config import PAGE_SIZE_TOKENS, OffloadConfig, parse_config
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.profile import load_profile
-from sglang_scout.plugin.install import ROLE_ENV
+from sglang_scout.plugin.install import ROLE_ENV, announce
 from sglang_scout.plugin.support import check_model
 from sglang_scout.policy.presets import POLICY_NAMES
+from sglang_scout.worker.arena import available_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -122,12 +123,11 @@ def around_post_init(original: Callable[..., None], self: ServerArgs) -> None:
     config = parse(self)
     _check_deployment(self)
     _check_machine(config)
-    if config.recall_profile:
-        load_profile(config.recall_profile)
+    profile = load_profile(config.recall_profile) if config.recall_profile else None
     _apply_defaults(self)
     original(self)
-    check_model(self)
-    os.environ[ROLE_ENV] = self.disaggregation_mode
+    check_model(self, profile)
+    announce(self.disaggregation_mode)
 
 
 def parse(server_args: ServerArgs) -> OffloadConfig:
@@ -172,7 +172,7 @@ def _check_deployment(args: ServerArgs) -> None:
             f"--page-size {args.page_size}: {policy} uses pages of {PAGE_SIZE_TOKENS} tokens; "
             f"drop the flag or set it to {PAGE_SIZE_TOKENS}"
         )
-    if args.kv_cache_dtype not in ("auto", "bf16", "bfloat16"):
+    if args.kv_cache_dtype != "auto":
         raise ConfigError(
             f"--kv-cache-dtype {args.kv_cache_dtype}: {policy} keeps KV in the model's dtype; "
             "set it to auto"
@@ -202,12 +202,21 @@ def _check_deployment(args: ServerArgs) -> None:
         ("enable_page_major_kv_layout", False, "--enable-page-major-kv-layout"),
         ("enable_torch_compile", False, "--enable-torch-compile"),
         ("kv_canary", "none", "--kv-canary"),
+        ("model_impl", "sglang", "--model-impl"),
     ):  # fmt: skip
         value = getattr(args, name, fine)
-        if value != fine and value:
+        if value not in (fine, "auto") and value:
             raise ConfigError(f"{flag} {value}: not supported with {policy}; drop one of the two")
     if args.disaggregation_mode == "decode":
         _check_decode(args, policy)
+    if (args.device or _default_device()) == "cpu":
+        for name in ("attention_backend", "prefill_attention_backend"):
+            if getattr(args, name) not in (None, "torch_native"):
+                flag = "--" + name.replace("_", "-")
+                raise ConfigError(
+                    f"{flag} {getattr(args, name)}: on a CPU {policy} works with torch_native; "
+                    "drop the flag"
+                )
 
 
 def _check_decode(args: ServerArgs, policy: str) -> None:
@@ -217,15 +226,11 @@ def _check_decode(args: ServerArgs, policy: str) -> None:
             f"--device {device}: the decode server of {policy} runs on --device cpu in this "
             "version; its CUDA kernels are still to come"
         )
-    for name in ("attention_backend", "decode_attention_backend"):
-        value = getattr(args, name)
-        allowed = ("torch_native",) if name == "attention_backend" else (BACKEND_NAME,)
-        if value not in (None, *allowed):
-            flag = "--" + name.replace("_", "-")
-            raise ConfigError(
-                f"{flag} {value}: {policy} brings its own decode attention; drop the flag or set "
-                f"it to {allowed[0]}"
-            )
+    if args.decode_attention_backend not in (None, BACKEND_NAME):
+        raise ConfigError(
+            f"--decode-attention-backend {args.decode_attention_backend}: {policy} brings its own; "
+            f"drop the flag or set it to {BACKEND_NAME}"
+        )
 
 
 def _default_device() -> str:
@@ -235,11 +240,19 @@ def _default_device() -> str:
 
 
 def _check_machine(config: OffloadConfig) -> None:
-    total_gb = psutil.virtual_memory().total / 2**30
-    if config.host_gb is not None and config.host_gb >= total_gb:
+    if config.host_gb is None:
+        return
+    total_gb, free_gb = psutil.virtual_memory().total / 2**30, available_bytes() / 2**30
+    flag = f"--kv-offload-host-gb {config.host_gb:g}"
+    if config.host_gb >= total_gb:
         raise ConfigError(
-            f"--kv-offload-host-gb {config.host_gb:g}: this machine has {total_gb:.1f} GiB of "
-            f"memory; at most {max(total_gb - 1, 0.1):.1f} can hold KV pages"
+            f"{flag}: this machine has {total_gb:.1f} GiB of memory; at most "
+            f"{max(total_gb - 1, 0.1):.1f} can hold KV pages"
+        )
+    if config.host_gb > free_gb:
+        raise ConfigError(
+            f"{flag}: only {free_gb:.1f} GiB of memory are available now; lower it or stop what "
+            "else uses memory"
         )
 
 

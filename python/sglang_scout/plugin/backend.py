@@ -58,18 +58,18 @@ class ScoutAttnBackend(AttentionBackend):
                 model=runner.server_args.model_path,
             )
         self.policy = make_policy(self.config, shape.num_layers, profile)
-        self.num_slots = self._plan_slots(runner.max_running_requests)
+        self.plan = self.pool.plan
         self.cpus = worker_cpus(self.config)
         self.worker = WorkerClient(self.pool.arena, self.cpus, config=self._worker_config())
         self.engine = StepEngine(
             shape=shape,
             policy=self.policy,
-            budget_pages=self.config.budget_pages,
+            budget_pages=self.plan.budget_pages,
             max_batch=runner.max_running_requests,
             host=self.pool.host_pages,
             digests=self.pool.digests,
-            resident=ResidentCache(shape, self.num_slots, runner.device),
-            table=ResidencyTable(shape.num_layers, self.pool.host_pages.num_pages, self.num_slots),
+            resident=ResidentCache(shape, self.plan.num_slots, runner.device),
+            table=ResidencyTable(shape.num_layers, self.plan.num_pages, self.plan.num_slots),
             projectors=make_projectors(layers),
             missing=self.worker,
             tracer=Tracer(self.config.trace, self.config.trace_steps),
@@ -84,13 +84,6 @@ class ScoutAttnBackend(AttentionBackend):
         self.metrics = status.start_metrics(self, runner.server_args)
         self._log_plan(runner)
 
-    def _plan_slots(self, max_batch: int) -> int:
-        """Slots per layer: the resident pages, each request's tail, and room for recalls under way."""
-        size = self.config.page_size_tokens
-        resident = (self.config.resident_tokens or self.config.budget_tokens * max_batch) // size
-        forced = self.policy.digest.sink_pages + self.policy.digest.recent_pages
-        return max(resident, forced * max_batch) + max_batch + self.config.budget_pages
-
     def _worker_config(self) -> WorkerConfig:
         return WorkerConfig(
             ready_timeout_s=self.config.worker_ready_timeout_s,
@@ -101,14 +94,7 @@ class ScoutAttnBackend(AttentionBackend):
         )
 
     def _log_plan(self, runner: Any) -> None:
-        shape = self.engine.shape
-        page = 2 * shape.page_bytes * shape.num_layers
-        rows = (
-            ("host pages", self.pool.host_pages.num_pages, page),
-            ("digests", self.pool.host_pages.num_pages, page // shape.page_size),
-            ("resident slots", self.num_slots, page),
-        )
-        lines = "\n".join(f"  {n:<15}{c:>9} {c * b / 2**30:9.2f} GiB" for n, c, b in rows)
+        lines = "\n".join(f"  {n:<15}{c:>9} {b / 2**30:9.2f} GiB" for n, c, b in self.plan.rows)
         logger.info(
             "--kv-offload %s: budget %d tokens, %d requests at most, worker on CPUs %s\n%s",
             self.policy.name,

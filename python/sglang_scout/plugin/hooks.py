@@ -16,11 +16,18 @@ from sglang.srt.model_executor import model_runner_kv_cache_mixin as pools_modul
 
 from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.errors import ConfigError
+from sglang_scout.engine.memory import check_memory, plan_memory
 from sglang_scout.engine.pools import ModelShape
 from sglang_scout.plugin import status
 from sglang_scout.plugin.args import BACKEND_NAME, parse
 from sglang_scout.plugin.install import TARGETS_OF_ROLE, verify
-from sglang_scout.plugin.pool import DigestKVPool, DigestListener, HostKVPool, ScoutAllocator
+from sglang_scout.plugin.pool import (
+    DigestKVPool,
+    DigestListener,
+    HostKVPool,
+    ScoutAllocator,
+    without_digests,
+)
 from sglang_scout.plugin.support import decoder_layers
 from sglang_scout.worker.arena import available_bytes
 from sglang_scout.worker.numa import node_of
@@ -50,17 +57,10 @@ def around_profile_available_bytes(
 ) -> int:
     """Bytes for KV pages: host memory, whatever the GPU has."""
     config = parse(runner.server_args)
-    available = available_bytes()
-    if config.host_gb is None:
-        size = int(available * DEFAULT_HOST_SHARE)
-        logger.info("--kv-offload-host-gb not given: %.1f GiB for KV pages", size / 2**30)
-        return size
-    size = int(config.host_gb * 2**30)
-    if size > available:
-        raise ConfigError(
-            f"--kv-offload-host-gb {config.host_gb:g}: only {available / 2**30:.1f} GiB of memory "
-            "are available now; lower it or stop what else uses memory"
-        )
+    if config.host_gb is not None:
+        return int(config.host_gb * 2**30)
+    size = int(available_bytes() * DEFAULT_HOST_SHARE)
+    logger.info("--kv-offload-host-gb not given: %.1f GiB for KV pages", size / 2**30)
     return size
 
 
@@ -92,6 +92,22 @@ def model_shape(runner: Any) -> ModelShape:
 
 def around_init_pools_decode(original: Callable[..., None], runner: Any) -> None:
     config, shape = parse(runner.server_args), model_shape(runner)
+    num_pages = runner.max_total_num_tokens // shape.page_size + 1
+    plan = plan_memory(
+        config,
+        shape,
+        num_pages=num_pages,
+        max_batch=runner.max_running_requests,
+        context_tokens=runner.model_config.context_len,
+    )
+    check_memory(plan, config, available_bytes())
+    if runner.max_total_num_tokens < runner.model_config.context_len:
+        logger.warning(
+            "host memory holds %d tokens of KV, less than one context of %d: longer requests are "
+            "refused; raise --kv-offload-host-gb or --max-total-tokens",
+            runner.max_total_num_tokens,
+            runner.model_config.context_len,
+        )
     spec = {
         "num_layers": shape.num_layers,
         "page_size": shape.page_size,
@@ -102,7 +118,7 @@ def around_init_pools_decode(original: Callable[..., None], runner: Any) -> None
         "scale": shape.scale,
         "logit_cap": shape.logit_cap,
         "max_batch": runner.max_running_requests,
-        "max_pages": config.budget_pages,
+        "max_pages": plan.budget_pages,
     }
     pool = _init_pools_with(
         original,
@@ -110,7 +126,7 @@ def around_init_pools_decode(original: Callable[..., None], runner: Any) -> None
         functools.partial(HostKVPool, arena_spec=spec, numa_node=node_of(worker_cpus(config))),
         HostKVPool,
     )
-    pool.attach(shape, receive_digests=True)
+    pool.attach(shape, plan)
 
 
 def worker_cpus(config: OffloadConfig) -> list[int]:
@@ -160,11 +176,15 @@ def before_send_kv_chunk(
 def before_send_kvcache(manager: Any, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], Any]:
     """A decode server without digests gets K and V only; SGLang would pair V with digests."""
     source, target = kwargs["src_data_ptrs"], kwargs["dst_data_ptrs"]
-    has_digests = kwargs.get("state_type") is None and source is manager.kv_args.kv_data_ptrs
-    if has_digests and len(source) == 2 * len(target):
+    of_kv = kwargs.get("state_type") is None and source == manager.kv_args.kv_data_ptrs
+    if of_kv and len(source) != len(target):
+        if len(source) != 2 * len(target):
+            raise RuntimeError(
+                f"--kv-offload: {len(source)} buffers here, {len(target)} on the decode server: "
+                "the two serve different models, or only one uses pipeline parallelism"
+            )
         for name in ("src_data_ptrs", "item_lens"):
-            quarter = len(kwargs[name]) // 4
-            kwargs[name] = kwargs[name][:quarter] + kwargs[name][2 * quarter : 3 * quarter]
+            kwargs[name] = without_digests(kwargs[name])
     return (manager, *args), kwargs
 
 

@@ -2,13 +2,16 @@
 
 The launcher only gets the flags. Everything else is registered in the scheduler process of a server
 that was started with ``--kv-offload``; the launcher says so through ``SGLANG_SCOUT_ROLE``, which its
-child processes inherit. Without the flag SGLang stays as it is.
+children inherit with its pid: a process whose parent is another one is no scheduler of it. Without the
+flag SGLang stays as it is.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import pkgutil
+import signal
 from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
@@ -16,6 +19,7 @@ from typing import Any
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 ROLE_ENV = "SGLANG_SCOUT_ROLE"
+_PR_SET_PDEATHSIG = 1
 SUPPORTED_SGLANG = "0.5.15.post1"
 
 _SRT = "sglang.srt."
@@ -70,9 +74,30 @@ def install() -> None:
             _SERVER_ARGS + "__post_init__": (args.around_post_init, HookType.AROUND),
         }
     )
-    role = os.environ.get(ROLE_ENV)
-    if role:
+    role, _, launcher = os.environ.get(ROLE_ENV, "").partition(":")
+    if role and int(launcher) != os.getpid():
+        die_with_parent(int(launcher))
         _register(_hooks_of(role))
+
+
+def announce(role: str) -> None:
+    """In the launcher: tell the scheduler processes to come what they are."""
+    os.environ[ROLE_ENV] = f"{role}:{os.getpid()}"
+
+
+def die_with_parent(parent: int) -> None:
+    """In a scheduler process: end with the launcher, also if it is killed while this one starts.
+
+    SGLang asks for the same later; a scheduler whose launcher ended before that would fail without
+    ending, because the transfer engine's threads hold it, and so would its attention worker.
+
+    Raises:
+        SystemExit: the launcher has ended already.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        raise SystemExit("sglang-scout: the launcher of this scheduler has ended")
 
 
 def _hooks_of(role: str) -> dict[str, tuple[Callable[..., Any], HookType]]:

@@ -15,6 +15,7 @@ import torch
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator, alloc_extend_naive
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
+from sglang_scout.engine.memory import MemoryPlan
 from sglang_scout.engine.pools import DigestPool, HostPages, ModelShape
 from sglang_scout.worker.arena import Arena, ArenaSpec
 
@@ -33,6 +34,12 @@ def with_digests(infos: BufferInfos, digests: DigestPool) -> BufferInfos:
         infos[i][:half] + extra[0][i] + infos[i][half:] + extra[1][i] for i in range(3)
     )
     return pointers, lengths, items
+
+
+def without_digests(values: list[int]) -> list[int]:
+    """The K and V part of one of the lists that :func:`with_digests` made."""
+    quarter = len(values) // 4
+    return values[:quarter] + values[2 * quarter : 3 * quarter]
 
 
 class PageListener(Protocol):
@@ -90,15 +97,14 @@ class HostKVPool(MHATokenToKVPool):
         self.data_ptrs = pointers
         self.data_strides = torch.tensor([b[0].nbytes for b in buffers])
 
-    def attach(self, shape: ModelShape, *, receive_digests: bool) -> None:
+    def attach(self, shape: ModelShape, plan: MemoryPlan) -> None:
         """Make the page view and the digest pool, once the model's shape is known."""
+        self.plan = plan
         self.host_pages = HostPages(shape, self.k_buffer, self.v_buffer)
         self.digests = DigestPool(shape, self.host_pages.num_pages, "cpu")
-        self._receive_digests = receive_digests
 
     def get_contiguous_buf_infos(self) -> BufferInfos:
-        infos = super().get_contiguous_buf_infos()
-        return with_digests(infos, self.digests) if self._receive_digests else infos
+        return with_digests(super().get_contiguous_buf_infos(), self.digests)
 
 
 class DigestKVPool(MHATokenToKVPool):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,8 @@ from sglang_scout.core.registry import chosen
 
 if TYPE_CHECKING:
     from sglang_scout.plugin.backend import ScoutAttnBackend
+
+logger = logging.getLogger(__name__)
 
 PUBLISH_INTERVAL_S = 1.0
 
@@ -37,14 +40,14 @@ def decode_state(backend: ScoutAttnBackend) -> dict[str, Any]:
     digests = backend.pool.digests
     return {
         "policy": backend.policy.name,
-        "backend": f"cpu-{backend.worker.snapshot().isa}",
+        "backend": f"cpu-{worker.isa}",
         "ops": chosen(),
         "budget_tokens": backend.config.budget_tokens,
         "page_size": backend.config.page_size_tokens,
         "host_pages_total": backend.allocator.num_pages,
         "host_pages_used": backend.allocator.used_pages,
         "resident_pages": backend.engine.table.resident_pages,
-        "resident_slots": backend.num_slots * backend.engine.shape.num_layers,
+        "resident_slots": backend.plan.num_slots * backend.engine.shape.num_layers,
         "steps": counters.steps,
         "selected_pages": counters.selected_pages,
         "cpu_pages": counters.cpu_pages,
@@ -71,6 +74,9 @@ def decode_state(backend: ScoutAttnBackend) -> dict[str, Any]:
             "restarts": worker.restarts,
             "cpus": list(worker.cpus),
             "refused": worker.refused,
+            "local_tickets": worker.local_tickets,
+            "late_tickets": worker.late_tickets,
+            "last_error": worker.last_error,
         },
     }
 
@@ -94,7 +100,6 @@ class Metrics:
         from prometheus_client import Counter, Gauge
 
         self._backend = backend
-        self._labels = labels
         self._last: dict[str, float] = {}
         self._series: dict[str, Any] = {}
         names = list(labels)
@@ -124,7 +129,11 @@ class Metrics:
 
     def _run(self) -> None:
         while not self._stop.wait(PUBLISH_INTERVAL_S):
-            self.publish()
+            try:
+                self.publish()
+            except Exception:
+                # Metrics are not worth a request, and one bad second not all the others.
+                logger.exception("cannot publish the kv_offload metrics")
 
     def close(self) -> None:
         self._stop.set()

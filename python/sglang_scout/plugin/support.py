@@ -9,7 +9,9 @@ from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 from sglang.srt.layers.rotary_embedding.mrope import MRotaryEmbedding
 
+from sglang_scout.core.config import PAGE_SIZE_TOKENS
 from sglang_scout.core.errors import ConfigError
+from sglang_scout.core.profile import RecallProfile, check_profile
 from sglang_scout.engine.step import QueryProjector
 from sglang_scout.ops.predict import predict_query, rms_norm, rotate
 
@@ -24,8 +26,8 @@ HEAD_SIZES = (64, 96, 128, 256)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def check_model(server_args: Any) -> None:
-    """Refuse a model that the decode step does not compute correctly.
+def check_model(server_args: Any, profile: RecallProfile | None) -> None:
+    """Refuse a model that the decode step does not compute correctly, or that ``profile`` is not for.
 
     Raises:
         ConfigError: naming the model and what is not supported about it.
@@ -57,6 +59,14 @@ def check_model(server_args: Any) -> None:
         raise ConfigError(
             f"--quantization {config.quantization}: {policy} predicts queries from plain weights; "
             "serve the unquantised model"
+        )
+    if profile is not None:
+        check_profile(
+            profile,
+            server_args.kv_offload_recall_profile,
+            num_layers=config.num_hidden_layers,
+            page_size_tokens=PAGE_SIZE_TOKENS,
+            model=server_args.model_path,
         )
     kv_quant = getattr(config.hf_config, "quantization_config", None)
     if kv_quant:

@@ -1,0 +1,52 @@
+"""The memory plan: what is bounded by what, and what is refused."""
+
+import pytest
+import torch
+
+from sglang_scout.core.config import parse_config
+from sglang_scout.core.errors import ConfigError
+from sglang_scout.engine.memory import check_memory, plan_memory
+from sglang_scout.engine.pools import ModelShape
+from sglang_scout.policy.presets import POLICY_NAMES
+
+SHAPE = ModelShape(40, 40, 8, 128, 32, torch.bfloat16, 128**-0.5)  # Qwen3-14B
+PAGE_BYTES = 2 * 32 * 8 * 128 * 2 * 40
+
+
+def config(**kwargs):
+    return parse_config(policy="scout", policies=POLICY_NAMES, available_cpus={0}, **kwargs)
+
+
+def plan(settings, **kwargs):
+    sizes = {"num_pages": 4097, "max_batch": 8, "context_tokens": 131072} | kwargs
+    return plan_memory(settings, SHAPE, **sizes)
+
+
+def test_bytes_follow_the_model():
+    made = plan(config())
+    assert made.host_bytes == 4097 * PAGE_BYTES
+    assert made.digest_bytes == made.host_bytes // 32
+    assert made.num_slots == 8 * 64 + 8 + 64
+    assert made.resident_bytes == made.num_slots * PAGE_BYTES
+
+
+def test_no_more_slots_than_pages_and_no_more_budget_than_context():
+    assert plan(config(budget_tokens=32768), num_pages=129, max_batch=64).num_slots == 129
+    assert plan(config(config='{"resident_tokens": 1099511627776}')).num_slots == 4097
+    assert plan(config(budget_tokens=1 << 32), context_tokens=4096).budget_pages == 128
+
+
+def test_tiny_caches_still_hold_what_must_be_resident():
+    made = plan(config(config='{"resident_tokens": 32}'))
+    assert made.num_slots >= 8 * (1 + 1 + 1)
+
+
+def test_too_little_memory_is_refused_with_the_parts_and_the_flags():
+    settings = config(host_gb=20)
+    made = plan(settings, max_batch=64)
+    check_memory(made, settings, 1 << 45)
+    with pytest.raises(ConfigError) as caught:
+        check_memory(made, settings, 30 << 30)
+    for part in ("host pages 20.0", "resident slots", "--kv-offload-host-gb", "--kv-offload-budget",
+                 "--max-running-requests", "30.00 GiB"):  # fmt: skip
+        assert part in str(caught.value)

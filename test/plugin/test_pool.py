@@ -1,0 +1,178 @@
+"""Pool and allocator against SGLang's own: page life, and how digests ride on the KV transfer."""
+
+import os
+
+os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_scout.engine.pools import DigestPool, ModelShape
+
+pool = pytest.importorskip("sglang_scout.plugin.pool", reason="needs SGLang")
+hooks = pytest.importorskip("sglang_scout.plugin.hooks", reason="needs SGLang")
+conn = pytest.importorskip("sglang.srt.disaggregation.common.conn", reason="needs SGLang")
+
+
+SIZE = 32
+
+
+class Lives:
+    """A listener that remembers which pages are out."""
+
+    def __init__(self):
+        self.out = set()
+
+    def allocate_pages(self, pages):
+        pages = set(pages.tolist())
+        assert not pages & self.out, "a page was handed out twice"
+        self.out |= pages
+
+    def free_pages(self, pages):
+        pages = set(pages.tolist())
+        assert pages <= self.out, "a page was freed that was not out"
+        self.out -= pages
+
+    def clear(self):
+        self.out.clear()
+
+
+def allocator(tokens, need_sort=True):
+    made = pool.ScoutAllocator(
+        tokens, page_size=SIZE, dtype=torch.float32, device="cpu", kvcache=None, need_sort=need_sort
+    )
+    made.listener = Lives()
+    return made
+
+
+def extend(made, prefix, total, last=-1):
+    return made.alloc_extend(
+        torch.tensor([prefix]), torch.tensor([prefix]), torch.tensor([total]), torch.tensor([total]),
+        torch.tensor([last]), total - prefix,
+    )  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 150), st.integers(0, 70)), min_size=1, max_size=6))
+def test_every_page_is_reported_once_and_comes_back(requests):
+    made = allocator(4096)
+    held = []
+    for prompt, decoded in requests:
+        locations = [extend(made, 0, prompt)]
+        for length in range(prompt + 1, prompt + decoded + 1):
+            last = locations[-1][-1:]
+            locations.append(
+                made.alloc_decode(torch.tensor([length]), torch.tensor([length]), last)
+            )
+        held.append(torch.cat(locations))
+    pages = [set((h // SIZE).tolist()) for h in held]
+    assert made.listener.out == set().union(*pages)
+    assert made.used_pages == len(made.listener.out) == sum(map(len, pages))
+    assert 0 not in made.listener.out, "page 0 is padding"
+    for locations in held:
+        offsets = torch.arange(len(locations)) % SIZE
+        assert torch.equal(locations % SIZE, offsets), "a request fills its pages in order"
+    made.free_group_begin()
+    for locations in held:
+        made.free(locations)
+    made.free_group_end()
+    assert made.used_pages == 0 and not made.listener.out
+
+
+def test_a_full_pool_says_so_and_reports_nothing():
+    made = allocator(2 * SIZE)
+    assert extend(made, 0, 2 * SIZE) is not None
+    before = set(made.listener.out)
+    assert extend(made, 0, 1) is None
+    last = torch.tensor([2 * SIZE])
+    assert made.alloc_decode(torch.tensor([65]), torch.tensor([65]), last) is None
+    assert made.listener.out == before
+
+
+def test_clear_reports():
+    made = allocator(4 * SIZE)
+    extend(made, 0, 100)
+    made.clear()
+    assert not made.listener.out and made.used_pages == 0
+
+
+SHAPE = ModelShape(3, 4, 2, 64, SIZE, torch.float32, 0.125)
+
+
+def lists():
+    """Buffer lists of a stock pool: K of three layers, then V."""
+    return [10, 11, 12, 20, 21, 22], [1] * 6, [100, 101, 102, 200, 201, 202]
+
+
+def transfers(source, target, items):
+    """(source, target, item bytes) as SGLang pairs them."""
+    manager = SimpleNamespace(kv_args=SimpleNamespace(prefill_start_layer=0))
+    mapped = conn.CommonKVManager.get_mha_kv_ptrs_with_pp(manager, source, target)
+    src_k, src_v, dst_k, dst_v, layers = mapped
+    return [
+        *((src_k[i], dst_k[i], items[i]) for i in range(layers)),
+        *((src_v[i], dst_v[i], items[layers + i]) for i in range(layers)),
+    ]
+
+
+def sent(source_lists, target):
+    """What a prefill server with the flag sends to a decode server with these buffers."""
+    manager = SimpleNamespace(kv_args=SimpleNamespace(kv_data_ptrs=source_lists[0]))
+    kwargs = {
+        "src_data_ptrs": source_lists[0], "dst_data_ptrs": target, "item_lens": source_lists[2]
+    }  # fmt: skip
+    _, kwargs = hooks.before_send_kvcache(manager, **kwargs)
+    return transfers(kwargs["src_data_ptrs"], kwargs["dst_data_ptrs"], kwargs["item_lens"])
+
+
+def test_digests_land_in_digests_and_kv_in_kv():
+    here, there = DigestPool(SHAPE, 4, "cpu"), DigestPool(SHAPE, 9, "cpu")
+    source = pool.with_digests(lists(), here)
+    target = pool.with_digests(([50, 51, 52, 60, 61, 62], [1] * 6, [0] * 6), there)[0]
+    pairs = {s: (d, n) for s, d, n in sent(source, target)}
+    for layer in range(3):
+        assert pairs[10 + layer] == (50 + layer, 100 + layer)
+        assert pairs[20 + layer] == (60 + layer, 200 + layer)
+        for bound in ("kmin", "kmax"):
+            mine, theirs = getattr(here, bound)[layer], getattr(there, bound)[layer]
+            assert pairs[mine.data_ptr()] == (theirs.data_ptr(), mine[0].nbytes)
+    assert len(pairs) == 12
+
+
+def test_a_decode_server_without_the_flag_gets_k_and_v_only():
+    source = pool.with_digests(lists(), DigestPool(SHAPE, 4, "cpu"))
+    pairs = sent(source, [50, 51, 52, 60, 61, 62])
+    assert pairs == [
+        (10, 50, 100), (11, 51, 101), (12, 52, 102), (20, 60, 200), (21, 61, 201), (22, 62, 202)
+    ]  # fmt: skip
+
+
+def test_a_prefill_server_without_the_flag_leaves_digests_unwritten():
+    target = pool.with_digests(
+        ([50, 51, 52, 60, 61, 62], [1] * 6, [0] * 6), DigestPool(SHAPE, 9, "cpu")
+    )
+    source, _, items = lists()
+    assert transfers(source, target[0], items) == [
+        (10, 50, 100), (11, 51, 101), (12, 52, 102), (20, 60, 200), (21, 61, 201), (22, 62, 202)
+    ]  # fmt: skip
+
+
+def test_other_differences_are_refused():
+    source = pool.with_digests(lists(), DigestPool(SHAPE, 4, "cpu"))
+    with pytest.raises(RuntimeError, match="12 buffers here, 4 on the decode server"):
+        sent(source, [50, 51, 60, 61])
+
+
+def test_digests_are_unset_until_written():
+    digests = DigestPool(SHAPE, 5, "cpu")
+    pages = np.array([1, 2, 3])
+    assert list(digests.accept(pages)) == [1, 2, 3]
+    digests.kmin[:, 2], digests.kmax[:, 2] = 0.0, 1.0
+    assert list(digests.accept(pages)) == [1, 3] and digests.valid[2]
+    digests.poison(np.array([2]))
+    assert list(digests.accept(np.array([2]))) == [2] and not digests.valid[2]
