@@ -5,7 +5,6 @@ No torch here: the environment of the rival benchmark imports this module too.
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import re
 from pathlib import Path
@@ -31,24 +30,29 @@ class KvPool:
         nbytes: of K and V together.
         huge: ask for transparent huge pages; otherwise refuse them (then the memory is like that of the
             worker's arena where the system allows no huge pages for shared memory).
-        tile: from make_tile.
+        tile: from make_tile; without it the memory is not touched yet.
 
     Attributes:
         backing: "thp" or "4k", as the system says that it is, or "mixed".
         bits: uint16 [nbytes / 2], K then V.
     """
 
-    def __init__(self, nbytes: int, huge: bool, tile: np.ndarray) -> None:
+    def __init__(self, nbytes: int, huge: bool, tile: np.ndarray | None = None) -> None:
         self.nbytes = nbytes
         self._map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._map.madvise(mmap.MADV_HUGEPAGE if huge else mmap.MADV_NOHUGEPAGE)
         self.bits = np.frombuffer(self._map, np.uint16)
-        half = len(self.bits) // 2
-        _repeat(tile, 0, self.bits[:half])
-        _repeat(tile, _V_SHIFT, self.bits[half:])
+        if tile is not None:
+            half = len(self.bits) // 2
+            _repeat(tile, 0, self.bits[:half])
+            _repeat(tile, _V_SHIFT, self.bits[half:])
         self.k_address = self.bits.ctypes.data
         self.v_address = self.k_address + nbytes // 2
-        share = _huge_share(self.k_address, nbytes)
+        self.look()
+
+    def look(self) -> None:
+        """Sets ``backing`` by what the system says now."""
+        share = _huge_share(self.k_address, self.nbytes)
         self.backing = "thp" if share > 0.95 else "4k" if share < 0.05 else "mixed"
 
     def num_pages(self, page_bytes: int) -> int:
@@ -102,11 +106,3 @@ def available_bytes() -> int:
     """Memory that may be taken without swapping, 0 if it is not known."""
     match = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
     return int(match[1]) * 1024 if match else 0
-
-
-def release_free_memory() -> None:
-    """Gives memory that was freed back to the system (glibc keeps some)."""
-    try:
-        ctypes.CDLL(None).malloc_trim(0)
-    except (OSError, AttributeError):
-        pass

@@ -1,0 +1,143 @@
+"""int8 pages for benchmark/cpu_attention.py: the pool's bfloat16 pages, quantised once per page geometry."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from dataclasses import dataclass
+from types import ModuleType
+
+import numpy as np
+import torch
+
+from attention_impls import Inputs, Shape, checked_rows, reference_bf16
+from kv_pool import KvPool
+from sglang_scout.ops import native
+from sglang_scout.ops.attend import attend_reference
+
+_CHUNK_PAGES = 256
+
+
+def _op(name: str) -> ModuleType | None:
+    try:
+        return importlib.import_module(f"sglang_scout.ops.{name}")
+    except ImportError:
+        return None
+
+
+def absent_reason() -> str:
+    """Why the int8 kernel cannot be measured, "" if it can."""
+    kernels, quantize = _op("native_int8"), _op("quantize")
+    if kernels is None or quantize is None:
+        return "this version has no int8 pages"
+    codes, scale = torch.zeros(1, 1, 1, 16, dtype=torch.int8), torch.zeros(1, 1)
+    pages = torch.zeros(1, 1, dtype=torch.int32)
+    inputs = (torch.zeros(1, 1, 16), codes, codes, scale, scale, pages, None, None, 1.0)
+    reasons = kernels.ATTEND_PAGES_INT8.reasons(*inputs)
+    if reasons:
+        return "; ".join(reasons)
+    try:
+        kernels.ATTEND_PAGES_INT8.run(*inputs)
+    except AttributeError:
+        return "the native module was built without the int8 kernel"
+    return ""
+
+
+@dataclass
+class _Pages:
+    pool: KvPool  # keeps the memory
+    k: torch.Tensor  # int8 [P, S, H, D]
+    v: torch.Tensor
+    k_scale: torch.Tensor  # float32 [P, H]
+    v_scale: torch.Tensor
+
+
+class Int8Pages:
+    """Codes and scales of the pages of a pool, made when a geometry is first asked for."""
+
+    def __init__(self, huge: bool) -> None:
+        self._huge = huge
+        self._made: dict[tuple[int, int, int], _Pages] = {}
+
+    def of(self, inputs: Inputs) -> _Pages:
+        s = inputs.shape
+        key = (s.S, s.H, s.D)
+        if key not in self._made:
+            self._made[key] = self._quantize(inputs)
+        return self._made[key]
+
+    def _quantize(self, inputs: Inputs) -> _Pages:
+        quantize = _op("quantize")
+        assert quantize is not None
+        n = inputs.k.numel()
+        # K and V start at 2 MiB boundaries, as the memory of a pool is mapped.
+        half_bytes = -(-n // (2 << 20)) * (2 << 20)
+        pool = KvPool(2 * half_bytes, self._huge)
+        codes = torch.from_numpy(pool.bits.view(np.int8))
+        made = []
+        for x, at in ((inputs.k, 0), (inputs.v, half_bytes)):
+            to, scale = codes[at : at + n].view(x.shape), torch.empty(x.shape[0], x.shape[2])
+            for first in range(0, len(x), _CHUNK_PAGES):
+                ids = torch.arange(first, min(first + _CHUNK_PAGES, len(x)))
+                quantize.quantize_pages(x, ids, to, scale, ids)
+            made.append((to, scale))
+        (k, k_scale), (v, v_scale) = made
+        pool.look()  # now that it has been written
+        return _Pages(pool, k, v, k_scale, v_scale)
+
+
+class NativeInt8:
+    """attend_pages_int8; checked against plain torch over the same codes."""
+
+    tolerance = 1e-5
+    layout = "int8"
+
+    def __init__(self, isa: str, pages: Int8Pages) -> None:
+        self.isa, self.name, self._pages = isa, f"native-int8-{isa}", pages
+
+    def call_bytes(self, shape: Shape) -> int:
+        scales = 2 * 4 * shape.H
+        return shape.B * shape.R * (shape.page_bytes + scales)
+
+    def run(self, inputs: Inputs, starts: list[int], threads: int) -> int:
+        kernels = _op("native_int8")
+        assert kernels is not None
+        native.set_isa(self.isa)
+        torch.set_num_threads(threads)
+        p, q, scale = self._pages.of(inputs), inputs.q, inputs.shape.scale
+        self._out = torch.full_like(q, float("nan"))
+        out = (self._out, torch.full(q.shape[:2], float("nan")))
+        tables = [inputs.pages(at) for at in starts]
+        attend = kernels.ATTEND_PAGES_INT8.run
+        begin_ns = time.perf_counter_ns()
+        for pages in tables:
+            attend(q, p.k, p.v, p.k_scale, p.v_scale, pages, None, None, scale, 0.0, out)
+        return time.perf_counter_ns() - begin_ns
+
+    def output(self) -> torch.Tensor:
+        return self._out
+
+    def expected(self, inputs: Inputs, at: int) -> torch.Tensor:
+        p, s, pages = self._pages.of(inputs), inputs.shape, inputs.pages(at)
+        parts = []
+        for b in checked_rows(s):
+            ids = pages[b].long()
+            k, v = (
+                codes[ids].float() * scale[ids][:, None, :, None]
+                for codes, scale in ((p.k, p.k_scale), (p.v, p.v_scale))
+            )
+            here = torch.arange(len(ids), dtype=torch.int32)[None]
+            out, _ = attend_reference(inputs.q[b : b + 1], k, v, here, None, None, s.scale)
+            parts.append(out)
+        return torch.cat(parts)
+
+    def more(self, inputs: Inputs, at: int, output: torch.Tensor) -> dict[str, float | str]:
+        """What quantising costs: against fp32 attention over the bfloat16 pages."""
+        exact = reference_bf16(inputs, at)
+        error = output - exact
+        return {
+            "int8_max_abs_error": float(f"{error.abs().max():.3g}"),
+            "int8_rms_error": float(f"{error.square().mean().sqrt():.3g}"),
+            "output_rms": float(f"{exact.square().mean().sqrt():.3g}"),
+            "int8_backing": self._pages.of(inputs).pool.backing,
+        }

@@ -1,0 +1,239 @@
+"""Rows, page streams and plots of the benchmarks, and that each benchmark runs. Never asserts on time."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "benchmark"))
+
+import kv_pool  # noqa: E402
+import rows  # noqa: E402
+from read_loop import ReadLoop, ReadLoopError  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def shared() -> rows.Row:
+    return rows.environment("test", ("numpy", "no-such-package"))
+
+
+def run_benchmark(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(ROOT / "benchmark" / script), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "MPLCONFIGDIR": "/tmp/scout-matplotlib"},
+    )
+
+
+# Rows ---------------------------------------------------------------------------------------------
+
+
+def test_percentiles_are_numpys():
+    samples = np.random.default_rng(0).exponential(size=37).tolist()
+    for percent in (0, 10, 50, 90, 99, 100):
+        assert rows.percentile(samples, percent) == pytest.approx(np.percentile(samples, percent))
+    assert rows.percentile([3.0], 90) == 3.0
+
+
+@pytest.mark.parametrize(
+    ("samples", "unstable"),
+    [([10.0, 10.2, 10.4, 10.1], False), ([10.0, 13.0, 10.0, 9.0], True), ([5.0], False)],
+)
+def test_a_spread_over_ten_percent_is_called_unstable(samples, unstable):
+    found = rows.summary(samples)
+    assert found["samples_us"] == samples
+    assert found["median_us"] == pytest.approx(np.median(samples))
+    assert found["unstable"] is unstable is (found["spread"] > 0.1)
+
+
+@pytest.mark.parametrize("samples", [[], [1.0, 0.0], [float("nan")], [float("inf")]])
+def test_samples_that_cannot_be_are_refused(samples):
+    with pytest.raises(ValueError, match="samples_us"):
+        rows.summary(samples)
+
+
+def test_rows_are_written_as_they_come_and_read_again(tmp_path, shared):
+    path = tmp_path / "new" / "rows.jsonl"
+    writer = rows.Writer(path, shared)
+    writer.add("fast", threads=2, **rows.summary([1.0, 1.1]))
+    assert len(path.read_text().splitlines()) == 1
+    writer.add("rival", "absent", "not installed")
+    writer.close()
+    assert rows.read_rows(path) == writer.rows
+    assert writer.rows[0]["versions"]["no-such-package"] == "absent"
+    assert writer.rows[0]["versions"]["numpy"] == np.__version__
+
+
+@pytest.mark.parametrize(
+    ("status", "reason", "what"),
+    [
+        ("ok", "", "samples_us is missing"),
+        ("absent", "", "no reason"),
+        ("fine", "", "status is 'fine'"),
+    ],
+)
+def test_rows_that_are_not_well_formed_are_refused(shared, status, reason, what):
+    with pytest.raises(ValueError, match=what):
+        rows.Writer(None, shared).add("x", status, reason)
+
+
+def test_a_bad_line_is_named(tmp_path, shared):
+    path = tmp_path / "rows.jsonl"
+    good = json.dumps({**shared, "impl": "x", "status": "absent", "reason": "why"})
+    for bad, what in (("{", "not JSON"), ("[]", "not an object"), ('{"impl": 1}', "impl is 1")):
+        path.write_text(f"{good}\n{bad}\n")
+        with pytest.raises(ValueError, match="rows.jsonl:2: .*" + what):
+            rows.read_rows(path)
+
+
+def test_the_environment_names_the_machine_and_the_command(shared):
+    assert shared["cores"] == len(os.sched_getaffinity(0)) == len(shared["idle_before"])
+    assert all(0 <= share <= 1 for share in shared["idle_before"])
+    command = rows.command_line([str(ROOT / "benchmark" / "x.py"), "--json", "a b"])
+    assert command == "python benchmark/x.py --json 'a b'"
+
+
+# Pages and the read loop --------------------------------------------------------------------------
+
+
+def test_a_page_comes_back_only_after_all_others():
+    stream = kv_pool.PageStream(num_pages=10, longest=25, seed=0)
+    taken = np.concatenate(
+        [stream.ids[at : at + n] for n in (25, 3, 7, 25) for at in [stream.take(n)]]
+    )
+    for begin in range(len(taken) - 9):
+        assert sorted(taken[begin : begin + 10]) == list(range(10))
+
+
+def test_pools_differ_in_backing_and_not_in_content():
+    tile = np.arange(1000, dtype=np.uint16)
+    tile = np.resize(tile, kv_pool.TILE_ELEMENTS)
+    pools = [kv_pool.KvPool(16 << 20, huge, tile) for huge in (True, False)]
+    assert pools[1].backing == "4k"
+    assert np.array_equal(pools[0].bits, pools[1].bits)
+    half = len(pools[0].bits) // 2
+    assert not np.array_equal(pools[0].bits[:half], pools[0].bits[half:])
+    assert pools[0].num_pages(1 << 20) == 8
+
+
+@pytest.mark.parametrize("ahead_bytes", [0, 2048])
+def test_the_read_loop_reads_every_line_once(ahead_bytes):
+    cpus = sorted(os.sched_getaffinity(0))
+    try:
+        loop = ReadLoop(cpus)
+    except ReadLoopError as error:
+        pytest.skip(str(error))
+    page_bytes, P = 4096, 64
+    memory = np.random.default_rng(0).integers(0, 1 << 63, 2 * P * page_bytes // 8 + 8, np.uint64)
+    memory = memory[-memory.ctypes.data % 64 // 8 :][: 2 * P * page_bytes // 8]
+    k, v = memory.reshape(2, P, -1)
+    ids = np.array([5, 63, 0, 5, 17], np.int32)
+    expected = int(np.bitwise_xor.reduce(np.concatenate([k[ids], v[ids]]), axis=None))
+    for threads in range(1, len(cpus) + 1):
+        loop.ahead_bytes[threads] = ahead_bytes
+        ns, checksum = loop.pages_ns(k.ctypes.data, v.ctypes.data, page_bytes, ids, threads)
+        assert ns > 0 and checksum == expected
+        ns, checksum = loop.span_ns(memory.ctypes.data, memory.nbytes, threads)
+        assert ns > 0 and checksum == int(np.bitwise_xor.reduce(memory))
+
+
+# The benchmarks -----------------------------------------------------------------------------------
+
+
+def test_cpu_attention_runs(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    without = "sdpa-gather,ipex-2.8"
+    done = run_benchmark("cpu_attention.py", "--smoke", "--without", without, "--json", str(path))
+    assert done.returncode == 0, done.stderr
+    found = rows.read_rows(path)
+    by_impl = {row["impl"]: row for row in found}
+    assert by_impl["ipex-2.8"]["status"] == "absent"
+    assert "sdpa-gather" not in by_impl
+    best = found[0]["native_best_isa"]
+    for impl in (f"native-{best}", "read", "read-sequential", "sdpa-gather-grouped"):
+        row = by_impl[impl]
+        assert row["status"] == "ok", row["reason"]
+        for key in ("threads", "batch", "pages", "H", "G", "D", "gb_per_s", "read_gb_per_s",
+                    "share_of_read", "tokens_per_s"):  # fmt: skip
+            assert row[key] > 0, key
+        call_bytes = 2 * 2 * row["batch"] * row["pages"] * row["page_size"] * row["H"] * row["D"]
+        assert row["gb_per_s"] == pytest.approx(call_bytes / row["median_us"] / 1e3, rel=0.01)
+        assert row["share_of_read"] == pytest.approx(
+            row["gb_per_s"] / row["read_gb_per_s"], rel=0.01, abs=1e-4
+        )
+    assert {row["backing"] for row in found if row["impl"] == "read"} >= {"4k"}
+    assert all(row["max_abs_error"] <= 1e-4 for row in found if row["impl"] == f"native-{best}")
+    assert any(row["impl"].startswith("native-int8") for row in found)
+
+
+def test_cpu_attention_refuses_more_threads_than_cpus():
+    done = run_benchmark("cpu_attention.py", "--smoke", "--threads", "100000")
+    assert done.returncode == 2 and "CPUs" in done.stderr
+
+
+def test_a_pool_that_is_no_larger_than_the_cache_is_a_row(tmp_path, monkeypatch):
+    import cpu_attention
+
+    monkeypatch.setattr(cpu_attention, "available_bytes", lambda: 1 << 20)
+    path = tmp_path / "rows.jsonl"
+    assert cpu_attention.main(["--smoke", "--json", str(path)]) == 0
+    [row] = rows.read_rows(path)
+    assert row["status"] == "skipped" and "does not fit" in row["reason"]
+
+
+def test_ring_latency_runs(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    done = run_benchmark("ring_latency.py", "--smoke", "--json", str(path))
+    assert done.returncode == 0, done.stderr
+    found = rows.read_rows(path)
+    if len(os.sched_getaffinity(0)) < 2:
+        assert [row["status"] for row in found] == ["skipped"]
+        return
+    assert {row["impl"] for row in found} == {"ring", "client", "client-empty"}
+    for row in found:
+        assert row["status"] == "ok", row["reason"]
+        assert row["post_median_us"] < row["median_us"] <= row["p99_us"] <= row["max_us"]
+
+
+# Plots --------------------------------------------------------------------------------------------
+
+
+def test_plots_are_made_from_rows_alone(tmp_path, shared):
+    pytest.importorskip("matplotlib")
+    sizes = {"models": "M", "batch": 1, "pages": 8, "page_size": 32, "H": 8, "G": 4, "D": 128,
+             "threads": 2, "backing": "thp"}  # fmt: skip
+    measured = {"read_gb_per_s": 40.0, "share_of_read": 0.9, **rows.summary([1.0, 1.02, 1.3])}
+    attention = rows.Writer(
+        tmp_path / "a.jsonl", {**shared, "benchmark": "cpu_attention", "native_best_isa": "avx2"}
+    )
+    attention.add("native-avx2", **sizes, **measured)
+    attention.add("native-portable", **sizes, **measured)
+    attention.add("ipex-2.8", "absent", "no environment")
+    attention.add("sdpa-gather", "skipped", "too slow", **sizes)
+    attention.close()
+    ring = rows.Writer(tmp_path / "r.jsonl", {**shared, "benchmark": "ring_latency"})
+    ring.add("ring", gap_us=0, rows=1, p99_us=1.3, **rows.summary([1.0, 1.02, 1.3]))
+    ring.close()
+    files = [str(tmp_path / name) for name in ("a.jsonl", "r.jsonl")]
+    done = run_benchmark("plot.py", *files, "--out", str(tmp_path / "out"))
+    assert done.returncode == 0, done.stderr
+    for name in ("cpu_attention.png", "ring_latency.png"):
+        assert (tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plot_without_measured_rows_says_so(tmp_path, shared):
+    pytest.importorskip("matplotlib")
+    writer = rows.Writer(tmp_path / "a.jsonl", {**shared, "benchmark": "cpu_attention"})
+    writer.add("read", "absent", "no compiler")
+    writer.close()
+    done = run_benchmark("plot.py", str(tmp_path / "a.jsonl"), "--out", str(tmp_path))
+    assert done.returncode == 1 and "no measured rows" in done.stderr
