@@ -156,10 +156,12 @@ def test_a_prefill_server_without_the_flag_leaves_digests_unwritten():
     target = pool.with_digests(
         ([50, 51, 52, 60, 61, 62], [1] * 6, [0] * 6), DigestPool(SHAPE, 9, "cpu")
     )
-    source, _, items = lists()
-    assert transfers(source, target[0], items) == [
+    expected = [
         (10, 50, 100), (11, 51, 101), (12, 52, 102), (20, 60, 200), (21, 61, 201), (22, 62, 202)
     ]  # fmt: skip
+    source, _, items = lists()
+    assert transfers(source, target[0], items) == expected
+    assert sent(lists(), target[0]) == expected, "with the flag, and prefill_digests switched off"
 
 
 def test_other_differences_are_refused():

@@ -177,14 +177,16 @@ def before_send_kvcache(manager: Any, *args: Any, **kwargs: Any) -> tuple[tuple[
     """A decode server without digests gets K and V only; SGLang would pair V with digests."""
     source, target = kwargs["src_data_ptrs"], kwargs["dst_data_ptrs"]
     of_kv = kwargs.get("state_type") is None and source == manager.kv_args.kv_data_ptrs
-    if of_kv and len(source) != len(target):
-        if len(source) != 2 * len(target):
-            raise RuntimeError(
-                f"--kv-offload: {len(source)} buffers here, {len(target)} on the decode server: "
-                "the two serve different models, or only one uses pipeline parallelism"
-            )
+    if not of_kv:
+        return (manager, *args), kwargs
+    if len(source) == 2 * len(target):
         for name in ("src_data_ptrs", "item_lens"):
             kwargs[name] = without_digests(kwargs[name])
+    elif len(target) not in (len(source), 2 * len(source)):
+        raise RuntimeError(
+            f"--kv-offload: {len(source)} buffers here, {len(target)} on the decode server: "
+            "the two serve different models, or only one uses pipeline parallelism"
+        )
     return (manager, *args), kwargs
 
 

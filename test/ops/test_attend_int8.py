@@ -1,0 +1,297 @@
+"""Attention over int8 pages, on every instruction set: against the reference, and against fp32."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_scout.core.errors import ImplementationError
+from sglang_scout.ops import native
+from sglang_scout.ops.attend import attend_reference
+from sglang_scout.ops.attend_int8 import (
+    ATTEND_PAGES_INT8,
+    attend_int8_reference,
+    attend_pages_int8,
+    error_bound,
+)
+from sglang_scout.ops.quantize import quantize_pages_reference
+
+ALL_ISAS = ["portable", "avx2", "avx512"]
+
+
+@pytest.fixture(params=ALL_ISAS, autouse=True)
+def isa(request):
+    if not native.available():
+        pytest.skip(native._ABSENT)
+    before = native.isa()
+    try:
+        native.set_isa(request.param)
+    except ValueError as error:
+        pytest.skip(str(error))
+    yield request.param
+    native.set_isa(before)
+
+
+def i32(values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def int8_pages(k, v):
+    """(k, v, k_scale, v_scale) as `attend_pages_int8` takes them."""
+    k, k_scale = quantize_pages_reference(k)
+    v, v_scale = quantize_pages_reference(v)
+    return k, v, k_scale, v_scale
+
+
+def exactly(q, pool, pages, last_page, last_len, scale, logit_cap=0.0):
+    """Oracle: the dequantised tokens written out, in float64, row by row and head by head."""
+    k, v = (c.double() * s.double()[:, None, :, None] for c, s in (pool[::2], pool[1::2]))
+    G = q.shape[1] // k.shape[2]
+    out = torch.zeros(q.shape, dtype=torch.float64)
+    lse = torch.full(q.shape[:2], -math.inf, dtype=torch.float64)
+    for b in range(len(q)):
+        parts = [(page, k.shape[1]) for page in pages[b].tolist() if page >= 0]
+        if last_page is not None and last_page[b] >= 0:
+            parts.append((int(last_page[b]), int(last_len[b])))
+        if not parts:
+            continue
+        keys, values = (torch.cat([x[page, :n] for page, n in parts]) for x in (k, v))
+        s = torch.einsum("hgd,thd->hgt", q[b].double().view(-1, G, q.shape[2]), keys) * scale
+        s = logit_cap * torch.tanh(s / logit_cap) if logit_cap else s
+        lse[b] = torch.logsumexp(s, -1).flatten()
+        out[b] = torch.einsum("hgt,thd->hgd", torch.softmax(s, -1), values).flatten(0, 1)
+    return out, lse
+
+
+def attend(q, pool, pages, last_page, last_len, scale, logit_cap=0.0, impl="native"):
+    """Into poisoned memory."""
+    out = (torch.full(q.shape, math.nan), torch.full(q.shape[:2], math.nan))
+    attend_pages_int8(q, *pool, pages, last_page, last_len, scale, logit_cap, impl=impl, out=out)
+    return out
+
+
+def inputs(seed, B=3, P=7, S=8, H=2, G=3, D=64, R=5, spread=1.0):
+    rng = torch.Generator().manual_seed(seed)
+    q = torch.randn(B, H * G, D, generator=rng) * spread
+    k, v = (torch.randn(P, S, H, D, generator=rng) for _ in range(2))
+    pages = torch.randint(-1, P, (B, R), generator=rng, dtype=torch.int32)
+    last_page = torch.randint(-1, P, (B,), generator=rng, dtype=torch.int32)
+    last_len = torch.randint(1, S + 1, (B,), generator=rng, dtype=torch.int32)
+    return q, k, v, pages, last_page, last_len
+
+
+def assert_within_bound(q, k, v, got, pool, pages, last, scale, logit_cap=0.0):
+    """int8 against the pages before quantisation: what `error_bound` promises."""
+    expected = attend_reference(q, k, v, pages, *last, scale, logit_cap)
+    bounds = error_bound(q, pool[2], pool[3], pages, last[0], scale)
+    empty = expected[1].isinf()
+    assert torch.equal(got[1].isinf(), empty)
+    lse_error = (got[1] - expected[1]).masked_fill(empty, 0).abs()
+    magnitude = expected[1].masked_fill(empty, 0).abs()
+    assert (lse_error <= bounds[1] + 1e-5 + 1e-5 * magnitude).all()
+    assert ((got[0] - expected[0]).abs() <= bounds[0][..., None] + 1e-5).all()
+
+
+@given(
+    sizes=st.tuples(*(st.integers(1, n) for n in (3, 9, 70, 4))),
+    G=st.integers(1, 17),
+    D=st.sampled_from((16, 48, 64, 80, 96, 128, 256)),
+    R=st.integers(0, 6),
+    spread=st.sampled_from((0.1, 1.0, 8.0)),
+    logit_cap=st.sampled_from((0.0, 30.0)),
+    with_last=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_equals_the_reference_and_keeps_the_bound(
+    agree, sizes, G, D, R, spread, logit_cap, with_last, seed
+):
+    B, P, S, H = sizes
+    q, k, v, pages, *last = inputs(seed, B, P, S, H, G, D, R, spread)
+    last = last if with_last else [None, None]
+    k *= 10 ** torch.empty(P, 1, H, 1).uniform_(-2, 0)  # scales differ by page and head
+    v *= 10 ** torch.empty(P, 1, H, 1).uniform_(-2, 0)
+    pool = int8_pages(k, v)
+    got = attend(q, pool, pages, *last, D**-0.5, logit_cap)
+    expected = exactly(q, pool, pages, *last, D**-0.5, logit_cap)
+    agree(ATTEND_PAGES_INT8, got, expected, torch.int8)
+    assert_within_bound(q, k, v, got, pool, pages, last, D**-0.5, logit_cap)
+
+
+@pytest.mark.parametrize("G", [1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 20])
+@pytest.mark.parametrize("D", [64, 96, 128, 256])
+def test_shapes_of_real_models(agree, G, D):
+    q, k, v, pages, *last = inputs(G, B=2, P=20, S=32, H=2, G=G, D=D, R=12)
+    pool = int8_pages(k, v)
+    got = attend(q, pool, pages, *last, D**-0.5)
+    agree(
+        ATTEND_PAGES_INT8, got, attend_int8_reference(q, *pool, pages, *last, D**-0.5), torch.int8
+    )
+
+
+def test_error_on_normal_data_is_what_the_documentation_says():
+    torch.manual_seed(1)
+    k, v = torch.randn(2, 64, 32, 2, 128)
+    q = torch.randn(4, 8, 128)
+    pages = torch.arange(64, dtype=torch.int32).expand(4, -1).contiguous()
+    pool = int8_pages(k, v)
+    got = attend(q, pool, pages, None, None, 128**-0.5)
+    expected = attend_reference(q, k, v, pages, None, None, 128**-0.5)
+    out, lse = ((a - b).square().mean().sqrt() for a, b in zip(got, expected, strict=True))
+    assert lse < 6e-4
+    assert out < 0.015 * expected[0].std()
+    assert (got[0] - expected[0]).abs().max() < 4e-3
+
+
+@pytest.mark.parametrize("last", [(None, None), (i32([-1, -1]), i32([0, 999]))])
+@pytest.mark.parametrize("R", [0, 3])
+def test_empty_set(last, R):
+    q, k, v, *_ = inputs(2, B=2)
+    pages = torch.full((2, R), -1, dtype=torch.int32)
+    out, lse = attend(q, int8_pages(k, v), pages, *last, 0.125)
+    assert (out == 0).all() and (lse == -math.inf).all()
+    bounds = error_bound(q, torch.ones(7, 2), torch.ones(7, 2), pages, last[0], 1.0)
+    assert (bounds[0] == 0).all() and (bounds[1] == 0).all()
+
+
+def test_pages_of_zeros():
+    """Scale 0: every score of such a page is 0 and its values are 0; no NaN."""
+    q, k, v, *_ = inputs(3, B=1, P=3, S=16)
+    k[1] = v[1] = 0
+    pool = int8_pages(k, v)
+    assert (pool[2][1] == 0).all() and (pool[3][1] == 0).all()
+    out, lse = attend(q, pool, i32([[1]]), None, None, 1.0)
+    assert (out == 0).all()
+    assert torch.allclose(lse, torch.full_like(lse, math.log(16)), rtol=1e-6)
+    every = i32([[0, 1, 2]])
+    got = attend(q, pool, every, None, None, 0.125)
+    assert_within_bound(q, k, v, got, pool, every, [None, None], 0.125)
+
+
+def test_one_huge_outlier():
+    """It costs the other values of its page and head their precision, and nobody else's."""
+    q, k, v, *_ = inputs(5, B=1, P=3, S=16)
+    v[1, 4, 0, 7] = 1e30
+    k[2, 2, 1, 3] = -1e4
+    pool = int8_pages(k, v)
+    every = i32([[0, 1, 2]])
+    got = attend(q, pool, every, None, None, 0.125)
+    expected = attend_int8_reference(q, *pool, every, None, None, 0.125)
+    assert torch.allclose(got[1], expected[1], rtol=1e-5)
+    assert (got[0] - expected[0]).abs().max() <= 1e-5 * expected[0].abs().max()
+    assert_within_bound(q, k, v, got, pool, every, [None, None], 0.125)
+    alone = attend(q, pool, i32([[0]]), None, None, 0.125)
+    assert_within_bound(q, k, v, alone, pool, i32([[0]]), [None, None], 0.125)
+
+
+def test_identical_keys_give_the_mean():
+    k = torch.randn(1, 1, 2, 128).expand(4, 32, 2, 128).contiguous()
+    v = torch.randn(4, 32, 2, 128)
+    q = torch.randn(1, 10, 128)
+    k, v, k_scale, v_scale = int8_pages(k, v)
+    out, _ = attend(q, (k, v, k_scale, v_scale), i32([[3, 1, 0, 2]]), None, None, 128**-0.5)
+    mean = (v.double() * v_scale.double()[:, None, :, None]).mean((0, 1)).repeat_interleave(5, 0)
+    assert torch.allclose(out[0].double(), mean, atol=1e-6)
+
+
+@pytest.mark.parametrize("magnitude", [1e2, 1e4, 1e9, 1e18, 3e38])
+@pytest.mark.parametrize("rising", [True, False])
+def test_huge_scores_select_the_largest(magnitude, rising):
+    """exp would overflow or vanish; the maximum moves on every page, or is on the first one."""
+    P, S, D = 5, 16, 64
+    order = torch.arange(1, P * S + 1, dtype=torch.float32)
+    k = (order if rising else order.flip(0)).view(P, S, 1, 1).expand(P, S, 1, D).contiguous()
+    v = torch.randn(P, S, 1, D)
+    pool = int8_pages(k, v)
+    q = torch.full((1, 3, D), magnitude)
+    out, lse = attend(q, pool, i32([list(range(P))]), None, None, 1.0)
+    assert out.isfinite().all() and lse.isfinite().all()
+    if magnitude <= 1e18:
+        best = -1 if rising else 0
+        assert torch.allclose(out[0, 0], (pool[1][best, best] * pool[3][best]).flatten(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("which", [2, 3])
+def test_pages_that_were_not_finite_are_not_hidden(which):
+    q, k, v, *_ = inputs(7, B=1, H=1)
+    (k if which == 2 else v)[2, 3, 0, 9] = math.nan
+    pool = int8_pages(k, v)
+    out, _ = attend(q, pool, i32([[1, 2, 3]]), None, None, 0.125)
+    assert out.isnan().all()
+    out, lse = attend(q, pool, i32([[1, -1, 3]]), None, None, 0.125)
+    assert out.isfinite().all() and lse.isfinite().all()
+
+
+def test_what_is_not_listed_is_never_used(agree):
+    """NaN scales of unlisted pages, and codes behind last_len, change nothing."""
+    q, k, v, *_ = inputs(4, B=2, P=6, S=8)
+    pool = int8_pages(k, v)
+    pages, last_page, last_len = i32([[-1, 2, -1, 3], [-1] * 4]), i32([4, 5]), i32([3, 1])
+    expected = attend(q, pool, pages, last_page, last_len, 0.125)
+    for codes, scale in (pool[::2], pool[1::2]):
+        scale[:2] = math.nan
+        codes[:2], codes[4, 3:], codes[5, 1:] = -128, 127, 127
+    got = attend(q, pool, pages, last_page, last_len, 0.125)
+    assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
+
+
+def test_every_code_is_widened_exactly():
+    """With one token the result is V itself, in order, for all 256 codes; the scale is exact."""
+    v = torch.arange(256 * 4).view(1, 1, 8, 128).to(torch.int8)
+    k = torch.zeros_like(v)
+    pool = (k, v, torch.ones(1, 8), torch.full((1, 8), 0.25))
+    out, lse = attend(torch.ones(1, 8, 128), pool, i32([[0]]), None, None, 1.0)
+    assert torch.equal(out.view(v.shape), v.float() / 4)
+    assert (lse == 0).all()
+
+
+def test_query_is_not_rounded():
+    pool = (torch.ones(1, 1, 1, 64, dtype=torch.int8),) * 2 + (torch.ones(1, 1),) * 2
+    q = torch.full((1, 2, 64), 1.0)
+    q[0, 1] += 2.0**-12
+    _, lse = attend(q, pool, i32([[0]]), None, None, 1.0)
+    assert lse.tolist() == [[64.0, 64.0 + 64 * 2.0**-12]]
+
+
+def test_result_does_not_depend_on_threads_or_neighbours():
+    q, k, v, *_ = inputs(8, B=6, P=16, S=32, H=2, G=5, D=128)
+    pool = int8_pages(k, v)
+    pages = torch.stack([torch.randperm(16)[:7] for _ in range(6)]).int()
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        single = [attend(q[b : b + 1], pool, pages[b : b + 1], None, None, 0.1) for b in range(6)]
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            out, lse = attend(q, pool, pages, None, None, 0.1)
+            assert torch.equal(out, torch.cat([o for o, _ in single]))
+            assert torch.equal(lse, torch.cat([x for _, x in single]))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_arguments_are_checked():
+    q, k, v, pages, last_page, last_len = inputs(1)
+    pool = int8_pages(k, v)
+
+    def call(*changed, **named):
+        args = [q, *pool, pages, last_page, last_len, 0.125]
+        for index, value in changed:
+            args[index] = value
+        return attend_pages_int8(*args, **named)
+
+    with pytest.raises(ValueError, match="attend_pages_int8: k has dtype torch.float32"):
+        call((1, k))
+    with pytest.raises(ValueError, match="attend_pages_int8: v_scale has P=3, expected 7"):
+        call((4, pool[3][:3]))
+    with pytest.raises(ValueError, match="last_page and last_len come together"):
+        call((6, None))
+    with pytest.raises(ValueError, match="logit_cap is -1"):
+        call(logit_cap=-1)
+    with pytest.raises(ValueError, match="attend_pages_int8: pages has 7, expected values below 7"):
+        call((5, torch.full_like(pages, 7)), impl="native")
+    with pytest.raises(ValueError, match="attend_pages_int8: last_len has 9"):
+        call((6, torch.zeros_like(last_page)), (7, torch.full_like(last_len, 9)), impl="native")
+    with pytest.raises(ImplementationError, match="k_scale is not contiguous"):
+        call((3, pool[2].t().contiguous().t()), impl="native")
