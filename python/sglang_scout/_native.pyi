@@ -29,6 +29,40 @@ def attend_batch(
     lse_ptr: int,
     threads: int = 1,
 ) -> None: ...
+def attend_batch_int8(
+    q_ptr: int,
+    k_ptr: int,
+    v_ptr: int,
+    k_scale_ptr: int,
+    v_scale_ptr: int,
+    num_pages: int,
+    S: int,
+    H: int,
+    D: int,
+    G: int,
+    scale: float,
+    logit_cap: float,
+    pages_ptr: int,
+    B: int,
+    R: int,
+    last_page_ptr: int,
+    last_len_ptr: int,
+    out_ptr: int,
+    lse_ptr: int,
+    threads: int = 1,
+) -> None: ...
+def quantize_pages(
+    src_ptr: int,
+    S: int,
+    H: int,
+    D: int,
+    dtype: int,
+    src_ids_ptr: int,
+    dst_ids_ptr: int,
+    n: int,
+    codes_ptr: int,
+    scale_ptr: int,
+) -> None: ...
 def copy_pages(
     src_ptr: int, dst_ptr: int, page_bytes: int, src_ids_ptr: int, dst_ids_ptr: int, n: int
 ) -> None: ...

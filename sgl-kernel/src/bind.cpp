@@ -10,6 +10,7 @@
 
 #include "isa.h"
 #include "pages.h"
+#include "quantize_cpu.h"
 #include "score_cpu.h"
 #include "scout/attend.h"
 #include "thread_pool.h"
@@ -38,6 +39,12 @@ DType checked_dtype(const char* op, int dtype) {
   return static_cast<DType>(dtype);
 }
 
+// For checks in loops over pages: the text is made only when it is needed.
+template <class Message>
+void require_lazily(bool condition, const Message& message) {
+  if (!condition) throw std::invalid_argument(message());
+}
+
 void require(bool condition, const std::string& message) {
   if (!condition) throw nb::value_error(message.c_str());
 }
@@ -49,43 +56,72 @@ void check_shape(const char* op, int page_size, int heads, int dim, int group) {
               "; all must be positive, D a multiple of 16 up to 16384");
 }
 
-void attend_batch(uintptr_t q, uintptr_t k, uintptr_t v, int64_t num_pages, int page_size,
-                  int heads, int dim, int dtype, int group, float scale, float logit_cap,
-                  uintptr_t pages, int batch, int columns, uintptr_t last_page, uintptr_t last_len,
-                  uintptr_t out, uintptr_t lse, int threads) {
-  const scout::KvPages kv{at<const void>(k),
-                          at<const void>(v),
-                          num_pages,
-                          page_size,
-                          heads,
-                          dim,
-                          checked_dtype("attend_batch", dtype)};
-  check_shape("attend_batch", page_size, heads, dim, group);
-  const scout::AttendParams params{group, scale, logit_cap};
+void attend_rows(const char* op, const scout::KvPages& kv, const scout::AttendParams& params,
+                 uintptr_t q, uintptr_t pages, int batch, int columns, uintptr_t last_page,
+                 uintptr_t last_len, uintptr_t out, uintptr_t lse, int threads) {
+  const std::string name = op;
+  check_shape(op, kv.page_size, kv.kv_heads, kv.head_dim, params.group);
   const int32_t* const ids = at<const int32_t>(pages);
   const int32_t* const last_ids = at<const int32_t>(last_page);
   const int32_t* const last_lens = at<const int32_t>(last_len);
   require((last_ids == nullptr) == (last_lens == nullptr),
-          "attend_batch: last_page and last_len go together");
+          name + ": last_page and last_len go together");
   for (int b = 0; b < batch; ++b) {
     const int64_t row = static_cast<int64_t>(b) * columns;
-    require(columns == 0 || scout::valid_pages(kv, ids + row, columns),
-            "attend_batch: a page id of row " + std::to_string(b) +
-                " is not below num_pages=" + std::to_string(num_pages));
+    require_lazily(columns == 0 || scout::valid_pages(kv, ids + row, columns), [&] {
+      return name + ": a page id of row " + std::to_string(b) +
+             " is not below num_pages=" + std::to_string(kv.num_pages);
+    });
     if (last_ids == nullptr || last_ids[b] < 0) continue;
-    require(last_ids[b] < num_pages && last_lens[b] >= 1 && last_lens[b] <= page_size,
-            "attend_batch: row " + std::to_string(b) +
-                " has last_page=" + std::to_string(last_ids[b]) +
-                " last_len=" + std::to_string(last_lens[b]) + "; expected a page below " +
-                std::to_string(num_pages) + " and a length in 1.." + std::to_string(page_size));
+    require_lazily(last_ids[b] < kv.num_pages && last_lens[b] >= 1 && last_lens[b] <= kv.page_size,
+                   [&] {
+                     return name + ": row " + std::to_string(b) +
+                            " has last_page=" + std::to_string(last_ids[b]) +
+                            " last_len=" + std::to_string(last_lens[b]) +
+                            "; expected a page below " + std::to_string(kv.num_pages) +
+                            " and a length in 1.." + std::to_string(kv.page_size);
+                   });
   }
-  const int64_t q_heads = static_cast<int64_t>(heads) * group;
+  const int64_t q_heads = static_cast<int64_t>(kv.kv_heads) * params.group;
   scout::parallel_for(batch, threads, [&](int b) {
+    const int64_t row = b * q_heads * kv.head_dim;
     scout::attend_sequence(
-        kv, params, at<const float>(q) + b * q_heads * dim, ids + static_cast<int64_t>(b) * columns,
-        columns, last_ids != nullptr ? last_ids[b] : -1, last_ids != nullptr ? last_lens[b] : 0,
-        at<float>(out) + b * q_heads * dim, at<float>(lse) + b * q_heads);
+        kv, params, at<const float>(q) + row, ids + static_cast<int64_t>(b) * columns, columns,
+        last_ids != nullptr ? last_ids[b] : -1, last_ids != nullptr ? last_lens[b] : 0,
+        at<float>(out) + row, at<float>(lse) + b * q_heads);
   });
+}
+
+void attend_batch(uintptr_t q, uintptr_t k, uintptr_t v, int64_t num_pages, int page_size,
+                  int heads, int dim, int dtype, int group, float scale, float logit_cap,
+                  uintptr_t pages, int batch, int columns, uintptr_t last_page, uintptr_t last_len,
+                  uintptr_t out, uintptr_t lse, int threads) {
+  scout::KvPages kv{at<const void>(k), at<const void>(v), num_pages, page_size, heads, dim,
+                    DType::kF32};
+  kv.dtype = checked_dtype("attend_batch", dtype);
+  attend_rows("attend_batch", kv, {group, scale, logit_cap}, q, pages, batch, columns, last_page,
+              last_len, out, lse, threads);
+}
+
+void attend_batch_int8(uintptr_t q, uintptr_t k, uintptr_t v, uintptr_t k_scale, uintptr_t v_scale,
+                       int64_t num_pages, int page_size, int heads, int dim, int group, float scale,
+                       float logit_cap, uintptr_t pages, int batch, int columns,
+                       uintptr_t last_page, uintptr_t last_len, uintptr_t out, uintptr_t lse,
+                       int threads) {
+  scout::KvPages kv{at<const void>(k), at<const void>(v), num_pages, page_size, heads, dim,
+                    DType::kI8};
+  kv.k_scale = at<const float>(k_scale);
+  kv.v_scale = at<const float>(v_scale);
+  attend_rows("attend_batch_int8", kv, {group, scale, logit_cap}, q, pages, batch, columns,
+              last_page, last_len, out, lse, threads);
+}
+
+void quantize_pages(uintptr_t src, int page_size, int heads, int dim, int dtype, uintptr_t src_ids,
+                    uintptr_t dst_ids, int64_t n, uintptr_t codes, uintptr_t scales) {
+  check_shape("quantize_pages", page_size, heads, dim, 1);
+  scout::quantize_pages({at<const void>(src), checked_dtype("quantize_pages", dtype), page_size,
+                         heads, dim, at<const int64_t>(src_ids), at<const int64_t>(dst_ids), n,
+                         at<int8_t>(codes), at<float>(scales)});
 }
 
 void copy_pages(uintptr_t src, uintptr_t dst, int64_t page_bytes, uintptr_t src_ids,
@@ -124,14 +160,16 @@ void score_pages(uintptr_t q, uintptr_t kmin, uintptr_t kmax, int dtype, int64_t
   const int32_t* const ids = at<const int32_t>(table);
   const int32_t* const counts = at<const int32_t>(n_full);
   for (int b = 0; b < batch; ++b) {
-    require(counts[b] >= 0 && counts[b] <= columns,
-            "score_pages: n_full[" + std::to_string(b) + "]=" + std::to_string(counts[b]) +
-                " is outside 0.." + std::to_string(columns));
+    require_lazily(counts[b] >= 0 && counts[b] <= columns, [&] {
+      return "score_pages: n_full[" + std::to_string(b) + "]=" + std::to_string(counts[b]) +
+             " is outside 0.." + std::to_string(columns);
+    });
     for (int i = 0; i < counts[b]; ++i) {
       const int32_t page = ids[static_cast<int64_t>(b) * columns + i];
-      require(page < num_pages, "score_pages: table[" + std::to_string(b) + ", " +
-                                    std::to_string(i) + "]=" + std::to_string(page) +
-                                    " is not below P=" + std::to_string(num_pages));
+      require_lazily(page < num_pages, [&] {
+        return "score_pages: table[" + std::to_string(b) + ", " + std::to_string(i) +
+               "]=" + std::to_string(page) + " is not below P=" + std::to_string(num_pages);
+      });
     }
   }
   const int64_t q_heads = static_cast<int64_t>(heads) * group;
@@ -156,6 +194,16 @@ NB_MODULE(_native, m) {
       arg("pages_ptr"), arg("B"), arg("R"), arg("last_page_ptr"), arg("last_len_ptr"),
       arg("out_ptr"), arg("lse_ptr"), arg("threads") = 1, no_gil,
       "Attention of B sequences, each over R pages (-1: none) and an optional partial last page.");
+  m.def("attend_batch_int8", &attend_batch_int8, arg("q_ptr"), arg("k_ptr"), arg("v_ptr"),
+        arg("k_scale_ptr"), arg("v_scale_ptr"), arg("num_pages"), arg("S"), arg("H"), arg("D"),
+        arg("G"), arg("scale"), arg("logit_cap"), arg("pages_ptr"), arg("B"), arg("R"),
+        arg("last_page_ptr"), arg("last_len_ptr"), arg("out_ptr"), arg("lse_ptr"),
+        arg("threads") = 1, no_gil,
+        "attend_batch over int8 codes with one fp32 scale per page and KV head.");
+  m.def("quantize_pages", &quantize_pages, arg("src_ptr"), arg("S"), arg("H"), arg("D"),
+        arg("dtype"), arg("src_ids_ptr"), arg("dst_ids_ptr"), arg("n"), arg("codes_ptr"),
+        arg("scale_ptr"), no_gil,
+        "int8 codes and scales of pages src_ids[i], to rows dst_ids[i]; int64 ids, not checked.");
   m.def("copy_pages", &copy_pages, arg("src_ptr"), arg("dst_ptr"), arg("page_bytes"),
         arg("src_ids_ptr"), arg("dst_ids_ptr"), arg("n"), no_gil,
         "dst[dst_ids[i]] = src[src_ids[i]] for n pages of page_bytes; int64 ids, not checked.");

@@ -172,6 +172,8 @@ inline void score_all(const ScoreArgs& args) {
     case DType::kF32:
       bound_pages<DType::kF32>(args, q_positive, q_negative, bounds, padded);
       break;
+    case DType::kI8:
+      return;  // refused by the callers: digests are never codes
   }
   const float start = args.reduce == Reduce::kMax ? -kInfinity : 0.0f;
   for (int n = 0; n < padded; ++n) result[n] = start;

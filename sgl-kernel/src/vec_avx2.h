@@ -16,7 +16,7 @@ struct Vec {
   static constexpr int kLanes = 8;
   static constexpr bool kSpecialiseDims = true;  // compile-time head sizes
   static constexpr int kMaxGroupChunk = 5;
-  static constexpr int kPairsPerPass = 1;
+  static constexpr int pairs_per_pass(int) { return 1; }
   static constexpr int token_block(int group) { return group <= 1 ? 4 : group <= 5 ? 2 : 1; }
 
   static F zero() { return _mm256_setzero_ps(); }
@@ -34,6 +34,9 @@ struct Vec {
     const F bit = _mm256_set1_ps(-0.0f);
     return _mm256_or_ps(_mm256_andnot_ps(bit, magnitude), _mm256_and_ps(bit, sign));
   }
+
+  static F abs(F x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
+  static F round(F x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 
   static float hmax(F x) {
     __m128 m = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
@@ -65,6 +68,27 @@ struct Vec {
     return _mm256_andnot_ps(_mm256_cmp_ps(keep, _mm256_set1_ps(bound), _CMP_LT_OQ), x);
   }
 
+  static F widen_int8(const char* p) {
+    const __m128i codes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(codes));
+  }
+
+  // The inverse of load_pair<T> for integral values in [-128, 127]: 2 * kLanes codes.
+  template <DType T>
+  static void store_codes(F x, F y, int8_t* p) {
+    const __m256i a = _mm256_cvtps_epi32(x), b = _mm256_cvtps_epi32(y);
+    __m256i words;
+    if constexpr (T == DType::kBF16) {
+      words = _mm256_blend_epi16(a, _mm256_slli_epi32(b, 16), 0xaa);
+      words = _mm256_packs_epi16(words, words);
+      words = _mm256_permute4x64_epi64(words, 0x08);
+    } else {
+      words = _mm256_permute4x64_epi64(_mm256_packs_epi32(a, b), 0xd8);
+      words = _mm256_permute4x64_epi64(_mm256_packs_epi16(words, words), 0x08);
+    }
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(words));
+  }
+
   template <DType T>
   static void load_pair(const char* p, F& x, F& y) {
     if constexpr (T == DType::kBF16) {
@@ -74,6 +98,9 @@ struct Vec {
     } else if constexpr (T == DType::kF16) {
       x = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
       y = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p) + 1));
+    } else if constexpr (T == DType::kI8) {
+      x = widen_int8(p);
+      y = widen_int8(p + kLanes);
     } else {
       x = load(reinterpret_cast<const float*>(p));
       y = load(reinterpret_cast<const float*>(p) + kLanes);

@@ -18,7 +18,7 @@ struct Vec {
   static constexpr int kLanes = 16;
   static constexpr bool kSpecialiseDims = true;  // compile-time head sizes
   static constexpr int kMaxGroupChunk = 8;
-  static constexpr int kPairsPerPass = 2;
+  static constexpr int pairs_per_pass(int group) { return group <= 6 ? 2 : 1; }
   static constexpr int token_block(int group) { return group <= 5 ? 4 : 2; }
 
   static F zero() { return _mm512_setzero_ps(); }
@@ -35,6 +35,11 @@ struct Vec {
   static F copysign(F magnitude, F sign) {
     const F bit = _mm512_set1_ps(-0.0f);
     return _mm512_or_ps(_mm512_andnot_ps(bit, magnitude), _mm512_and_ps(bit, sign));
+  }
+
+  static F abs(F x) { return _mm512_abs_ps(x); }
+  static F round(F x) {
+    return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   }
 
   static float hmax(F x) { return _mm512_reduce_max_ps(x); }
@@ -59,6 +64,25 @@ struct Vec {
     return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(keep, _mm512_set1_ps(bound), _CMP_NLT_UQ), x);
   }
 
+  static F widen_int8(const char* p) {
+    const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(codes));
+  }
+
+  // The inverse of load_pair<T> for integral values in [-128, 127]: 2 * kLanes codes.
+  template <DType T>
+  static void store_codes(F x, F y, int8_t* p) {
+    const __m512i a = _mm512_cvtps_epi32(x), b = _mm512_cvtps_epi32(y);
+    if constexpr (T == DType::kBF16) {
+      const __m512i low = _mm512_and_si512(a, _mm512_set1_epi32(0xff));
+      const __m512i both = _mm512_or_si512(low, _mm512_slli_epi32(b, 8));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(both));
+    } else {
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a));
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(p) + 1, _mm512_cvtepi32_epi8(b));
+    }
+  }
+
   template <DType T>
   static void load_pair(const char* p, F& x, F& y) {
     if constexpr (T == DType::kBF16) {
@@ -68,6 +92,9 @@ struct Vec {
     } else if constexpr (T == DType::kF16) {
       x = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
       y = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p) + 1));
+    } else if constexpr (T == DType::kI8) {
+      x = widen_int8(p);
+      y = widen_int8(p + kLanes);
     } else {
       x = load(reinterpret_cast<const float*>(p));
       y = load(reinterpret_cast<const float*>(p) + kLanes);

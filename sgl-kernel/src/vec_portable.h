@@ -16,12 +16,14 @@ struct Vec {
   using F = float __attribute__((vector_size(16)));
   using U = uint32_t __attribute__((vector_size(16)));
   using H = uint16_t __attribute__((vector_size(8)));
+  using C = int8_t __attribute__((vector_size(4)));
 
   static constexpr int kLanes = 4;
   static constexpr bool kSpecialiseDims = false;  // compile-time head sizes
   static constexpr int kMaxGroupChunk = 4;        // query heads per pass over a K row
-  static constexpr int kPairsPerPass = 1;         // V column pairs held in registers at a time
-  static constexpr int token_block(int group) {   // tokens per pass over the query rows
+  // V column pairs held in registers at a time, by query heads.
+  static constexpr int pairs_per_pass(int) { return 1; }
+  static constexpr int token_block(int group) {  // tokens per pass over the query rows
     return group <= 2 ? 4 : group <= 3 ? 2 : 1;
   }
 
@@ -45,6 +47,9 @@ struct Vec {
     const U bit = U{} + 0x80000000u;
     return (F)(((U)magnitude & ~bit) | ((U)sign & bit));
   }
+
+  static F abs(F x) { return (F)((U)x & 0x7fffffffu); }
+  static F round(F x) { return round_magic(x) - set1(12582912.0f); }  // below 2^22
 
   static float hmax(F x) {
     float m = x[0];
@@ -79,6 +84,22 @@ struct Vec {
     return (F)(bits | ((h & 0x8000u) << 16));
   }
 
+  static F widen_int8(const char* p) {
+    C codes;
+    __builtin_memcpy(&codes, p, sizeof codes);
+    return __builtin_convertvector(codes, F);
+  }
+
+  // The inverse of load_pair<T> for integral values in [-128, 127]: 2 * kLanes codes.
+  template <DType T>
+  static void store_codes(F x, F y, int8_t* p) {
+    constexpr bool kInTurn = T == DType::kBF16;
+    for (int i = 0; i < kLanes; ++i) {
+      p[kInTurn ? 2 * i : i] = static_cast<int8_t>(x[i]);
+      p[kInTurn ? 2 * i + 1 : kLanes + i] = static_cast<int8_t>(y[i]);
+    }
+  }
+
   // Widens 2 * kLanes elements. bf16 comes as (even elements, odd elements), others in order.
   template <DType T>
   static void load_pair(const char* p, F& x, F& y) {
@@ -93,6 +114,9 @@ struct Vec {
       __builtin_memcpy(&high, p + sizeof low, sizeof high);
       x = widen_half(__builtin_convertvector(low, U));
       y = widen_half(__builtin_convertvector(high, U));
+    } else if constexpr (T == DType::kI8) {
+      x = widen_int8(p);
+      y = widen_int8(p + kLanes);
     } else {
       x = load(reinterpret_cast<const float*>(p));
       y = load(reinterpret_cast<const float*>(p) + kLanes);

@@ -70,7 +70,9 @@ def test_equals_dense_softmax(agree, impl, dtype, sizes, D, R, spread, logit_cap
     got = attend_pages(q, k, v, pages, *last, D**-0.5, logit_cap, impl=impl, out=out)
     assert got[0] is out[0]
     assert got[1] is out[1]
-    agree(ATTEND_PAGES, got, densely(q, k, v, pages, *last, D**-0.5, logit_cap), dtype)
+    expected = densely(q, k, v, pages, *last, D**-0.5, logit_cap)
+    # A logit is rounded in proportion to its size, and its weight by as much as the logit moved.
+    agree(ATTEND_PAGES, got, expected, dtype, times=max(1.0, spread))
 
 
 @IMPLS

@@ -9,6 +9,7 @@ function does so itself, here where it does not.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Container
 from types import ModuleType
 
 import torch
@@ -47,12 +48,16 @@ def set_isa(name: str) -> None:
     _module.set_isa(name)
 
 
-def _reasons(kv: torch.Tensor | None = None, **tensors: torch.Tensor | None) -> list[str]:
+def _reasons(
+    kv: torch.Tensor | None = None,
+    dtypes: Container[torch.dtype] = _DTYPES,
+    **tensors: torch.Tensor | None,
+) -> list[str]:
     """Why the C++ code cannot run; ``kv`` [..., D] stands for the tensors of the pool's dtype."""
     if _module is None:
         return [_ABSENT]
     reasons = []
-    if kv is not None and kv.dtype not in _DTYPES:
+    if kv is not None and kv.dtype not in dtypes:
         reasons.append(f"dtype {kv.dtype}; native supports float32, bfloat16, float16")
     if kv is not None and (kv.shape[-1] % _DIM_STEP or not 0 < kv.shape[-1] <= _MAX_DIM):
         reasons.append(
@@ -77,6 +82,21 @@ def _check_ids(op: str, name: str, ids: torch.Tensor, high: int, low: int | None
         wrong = largest if largest >= high else smallest
         expected = f"values below {high}" if low is None else f"values in [{low}, {high})"
         raise ValueError(f"{op}: {name} has {wrong}, expected {expected}")
+
+
+def _check_attend_ids(
+    op: str,
+    pages: torch.Tensor,
+    last_page: torch.Tensor | None,
+    last_len: torch.Tensor | None,
+    P: int,
+    S: int,
+) -> None:
+    """The module found a value out of range: say which."""
+    _check_ids(op, "pages", pages, P)
+    if last_page is not None and last_len is not None:
+        _check_ids(op, "last_page", last_page, P)
+        _check_ids(op, "last_len", last_len[last_page >= 0], S + 1, 1)
 
 
 def _attend_reasons(
@@ -141,11 +161,8 @@ def _attend(
             out[1].data_ptr(),
             torch.get_num_threads(),
         )
-    except ValueError:  # the module found a value out of range: say which
-        _check_ids("attend_pages", "pages", pages, P)
-        if last_page is not None and last_len is not None:
-            _check_ids("attend_pages", "last_page", last_page, P)
-            _check_ids("attend_pages", "last_len", last_len[last_page >= 0], S + 1, 1)
+    except ValueError:
+        _check_attend_ids("attend_pages", pages, last_page, last_len, P, S)
         raise
     return out
 

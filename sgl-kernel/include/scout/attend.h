@@ -8,10 +8,11 @@
 
 namespace scout {
 
-enum class DType : int32_t { kF32 = 0, kBF16 = 1, kF16 = 2 };
+enum class DType : int32_t { kF32 = 0, kBF16 = 1, kF16 = 2, kI8 = 3 };
 
 // K and V pages of one layer, each [num_pages, page_size, kv_heads, head_dim], contiguous.
-// head_dim is a multiple of 16.
+// head_dim is a multiple of 16. kI8 pages hold codes; a value is its code times the scale of its
+// page and KV head, k_scale and v_scale [num_pages, kv_heads] fp32 (unused with other dtypes).
 struct KvPages {
   const void* k;
   const void* v;
@@ -20,6 +21,8 @@ struct KvPages {
   int32_t kv_heads;
   int32_t head_dim;
   DType dtype;
+  const float* k_scale = nullptr;
+  const float* v_scale = nullptr;
 };
 
 struct AttendParams {
@@ -36,10 +39,10 @@ struct AttendParams {
 // (1..S) are valid, attended in addition to `pages`. out [H*G, D] fp32, lse [H*G] fp32, natural
 // log. Empty set: out = 0, lse = -inf.
 //
-// 16-bit K and V are widened exactly; q, products and sums stay fp32. Reads nothing outside the
-// listed pages and no K or V beyond last_len (prefetch hints aside, which cannot fault). Page ids
-// are the caller's to check (valid_pages). Thread-safe; allocates nothing; uses about 140 KiB of
-// stack.
+// 16-bit and 8-bit K and V are widened exactly; q, products and sums stay fp32. Reads nothing
+// outside the listed pages and no K or V beyond last_len (prefetch hints aside, which cannot
+// fault). Page ids are the caller's to check (valid_pages). Thread-safe; allocates nothing; uses
+// about 220 KiB of stack.
 void attend_sequence(const KvPages& kv, const AttendParams& params, const float* q,
                      const int32_t* pages, int32_t n, int32_t last_page, int32_t last_len,
                      float* out, float* lse);
