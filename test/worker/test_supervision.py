@@ -165,8 +165,9 @@ def test_gives_up_when_it_never_starts_again(make_arena, make_request, cpu, unti
 
 
 PARENT = """
-import os, sys, time
+import os, signal, sys, time
 import numpy as np
+signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs inherit it ignored
 from sglang_scout.worker.arena import Arena, ArenaSpec
 from sglang_scout.worker.client import WorkerClient
 spec = ArenaSpec(num_layers=1, num_pages=40, page_size=4, num_kv_heads=2, num_q_heads=4,
