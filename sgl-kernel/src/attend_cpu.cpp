@@ -11,7 +11,10 @@ void attend_sequence(const KvPages& kv, const AttendParams& params, const float*
 #ifdef SCOUT_X86
   const Isa isa = current_isa();
   // A row of AVX-512 pairs is 32 elements; the odd multiples of 16 take the narrower kernel.
-  if (isa == Isa::kAvx512 && kv.head_dim % 32 == 0) return attend_avx512(args);
+  if (isa == Isa::kAvx512 && kv.head_dim % 32 == 0) {
+    if (kv.dtype != DType::kI8) return attend_avx512(args);
+    if (has_vnni()) return attend_int8_avx512vnni(args);
+  }
   if (isa != Isa::kPortable) return attend_avx2(args);
 #endif
   attend_portable(args);

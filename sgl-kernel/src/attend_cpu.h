@@ -18,11 +18,13 @@ struct AttendArgs {
   float* lse;
 };
 
-// head_dim must be a multiple of 16; of 32 for attend_avx512.
+// head_dim must be a multiple of 16; of 32 for the AVX-512 ones. attend_avx512 takes no int8 pages,
+// attend_int8_avx512vnni no others.
 void attend_portable(const AttendArgs& args);
 #ifdef SCOUT_X86
 void attend_avx2(const AttendArgs& args);
 void attend_avx512(const AttendArgs& args);
+void attend_int8_avx512vnni(const AttendArgs& args);
 #endif
 
 }  // namespace scout

@@ -1,12 +1,10 @@
 // Attention of one sequence, written once for every Vec. Include a vec_*.h first.
 //
 // The walk follows memory: page by page, of a page first K and then V, in blocks of a few tokens
-// with all their heads; while a block is computed, the one two blocks later in this order is
-// prefetched line by line, and the blocks that no computation covers during the softmax. What binds
-// is how many lines can be on their way: hardware prefetchers hardly help a reader that computes,
-// hints in bursts are dropped, and a walk in the order of heads with hints a whole page ahead gets
-// two thirds of this (measured on AMD Zen 5: 29 GB/s a core of 36 that a read loop over the same
-// pages reaches; without hints 11).
+// with all their heads; while a block is computed, the next one is prefetched in the order in which
+// it will be read. What binds is how many lines can be on their way: hardware prefetchers hardly
+// help a reader that computes, hints in bursts are dropped, and a walk in the order of heads with
+// hints a whole page ahead gets two thirds of this.
 //
 // As in attend_tile.h, nothing of the standard library is used.
 #pragma once
@@ -15,7 +13,7 @@
 #include <cstdint>
 
 #include "attend_cpu.h"
-#include "attend_tile.h"
+#include "attend_dispatch.h"
 #include "scout/attend.h"
 
 namespace scout {
@@ -23,8 +21,11 @@ namespace {
 
 constexpr int kScratchFloats = 16384;  // of q, and of accumulators, in one pass over the pages
 constexpr int kScratchRows = kScratchFloats / 16;
-// Shorter blocks load and store the accumulators more often, longer ones outgrow the first cache.
-constexpr ptrdiff_t kBlockBytes = 16 << 10;
+// Two blocks of K or V, the queries and the sums have to fit the first cache. Shorter blocks load
+// and store the sums more often.
+constexpr ptrdiff_t kBlockBytes = 8 << 10;
+// int8 pages: their sums become floats once per block, and queries take half the room.
+constexpr ptrdiff_t kCodeBlockBytes = 16 << 10;
 
 // Between natural column order and the order of load_pair (the same unless pairs are interleaved).
 inline void pack_row(bool interleaved, const float* from, float* to, int dim) {
@@ -55,6 +56,26 @@ inline void unpack_row(bool interleaved, const float* from, float factor, float*
   }
 }
 
+// softmax_rows for `rows` rows of `stride` floats.
+template <bool kCodes>
+inline void softmax_tile(float* scores, int stride, int rows, int tokens, Softmax step) {
+  for (int row = 0; row < rows;) {
+    const bool four = row + 4 <= rows;
+    if (four) {
+      softmax_rows<4, kCodes>(scores + row * stride, stride, tokens, step);
+    } else {
+      softmax_rows<1, kCodes>(scores + row * stride, stride, tokens, step);
+    }
+    const int n = four ? 4 : 1;
+    row += n;
+    step.scale += n;
+    step.highest += n;
+    step.shift += n;
+    step.lift += n;
+    step.total += n;
+  }
+}
+
 // KV heads [head_begin, head_end) and, of each, query heads [group_begin, group_end) of the group.
 struct HeadRange {
   int head_begin, head_end;
@@ -75,20 +96,29 @@ inline void attend_heads(const AttendArgs& args, HeadRange range) {
   const char* const k_base = static_cast<const char*>(kv.k);
   const char* const v_base = static_cast<const char*>(kv.v);
 
-  alignas(64) float q[kScratchFloats];
+  alignas(64) float q[kScratchFloats];  // of int8 pages: q_codes
+  int16_t* const q_codes = reinterpret_cast<int16_t*>(q);
+  float q_scale[kScratchRows];
   alignas(64) float acc[kScratchFloats];
   float highest[kScratchRows];
   float sum[kScratchRows];
   alignas(64) float scores[kScratchFloats];
   alignas(64) float shift[kScratchRows] = {};
   alignas(64) float rescale[kScratchRows];
+  alignas(64) float lift[kScratchRows] = {};
+  float factor[kScratchRows];
+  float row_scale[kScratchRows];
   float total[kScratchRows];
-  float ones[kScratchRows];
   for (int h = 0; h < heads; ++h) {
     const int first = (range.head_begin + h) * args.params->group + range.group_begin;
     for (int g = 0; g < group; ++g) {
       const int row = h * group + g;
-      pack_row(interleaved, args.q + static_cast<ptrdiff_t>(first + g) * dim, q + row * dim, dim);
+      const float* const from = args.q + static_cast<ptrdiff_t>(first + g) * dim;
+      if (coded) {
+        q_scale[row] = encode_shorts(from, dim, q_codes + row * dim);
+      } else {
+        pack_row(interleaved, from, q + row * dim, dim);
+      }
       highest[row] = -kInfinity;
       sum[row] = 0.0f;
     }
@@ -103,17 +133,12 @@ inline void attend_heads(const AttendArgs& args, HeadRange range) {
   const BlockFns run_larger = larger > 0 ? find_block_fns(kv.dtype, dim, chunk + 1) : run;
 
   const int rows = heads * group;
-  for (int row = 0; row < rows; ++row) ones[row] = 1.0f;
+  for (int row = 0; row < rows; ++row) row_scale[row] = args.params->scale;
+  const Softmax softmax{row_scale, args.params->logit_cap, highest, shift, lift, total};
   const int fit = kScratchFloats / rows / 16 * 16;
   const int tile_tokens = fit < kTileTokens ? fit : kTileTokens;
-  // Tokens per block, a multiple of 4. At most a quarter of a tile, so that the prefetches, up to
-  // three blocks ahead, end in the next tile.
-  const int shorter = kv.page_size < tile_tokens ? kv.page_size : tile_tokens;
-  const int most = static_cast<int>(kBlockBytes / row_bytes);
-  const int in_block = (most < shorter / 4 ? most : shorter / 4) / 4 * 4;
-  const int step = in_block < 4 ? 4 : in_block;
-  const ptrdiff_t step_bytes = step * row_bytes;
-  const ptrdiff_t softmax_bytes = (step_bytes / rows + kLineBytes - 1) / kLineBytes * kLineBytes;
+  const int most = static_cast<int>((coded ? kCodeBlockBytes : kBlockBytes) / row_bytes) / 4 * 4;
+  const int step = most < 4 ? 4 : most;
 
   Block block;
   block.row_bytes = row_bytes;
@@ -134,9 +159,9 @@ inline void attend_heads(const AttendArgs& args, HeadRange range) {
   const ptrdiff_t head_offset = range.head_begin * head_bytes;
   int entry = next_entry(0);
   if (entry <= args.n) {
-    // Nothing was computed while the first blocks could have come: ask for them at once.
+    // Nothing was computed while the first block could have come: ask for it at once.
     const char* const first = k_base + page_at(entry) * page_bytes + head_offset;
-    for (ptrdiff_t i = 0; i < 2 * step_bytes; i += kLineBytes) prefetch(first + i);
+    for (ptrdiff_t i = 0; i < step * row_bytes; i += kLineBytes) prefetch(first + i);
   }
   while (entry <= args.n) {
     const int following = next_entry(entry + 1);
@@ -156,39 +181,34 @@ inline void attend_heads(const AttendArgs& args, HeadRange range) {
       const char* const v = v_base + here + begin * row_bytes;
       const char* const k_next =
           begin + tokens < page_tokens ? k + tokens * row_bytes : k_base + next;
-      // Token i of the walk: this tile's K, its V, what is next.
-      auto walk = [&](int i) {
-        return i < tokens       ? k + i * row_bytes
-               : i < 2 * tokens ? v + (i - tokens) * row_bytes
-                                : k_next + (i - 2 * tokens) * row_bytes;
-      };
       for (int t = 0; t < tokens; t += step) {
         block.rows = k + t * row_bytes;
-        block.ahead = walk(t + 2 * step);
+        block.ahead = t + step < tokens ? k + (t + step) * row_bytes : v;
         block.tokens = tokens - t < step ? tokens - t : step;
         for (int c = 0, g = 0; c < chunks; g += c < larger ? chunk + 1 : chunk, ++c) {
           block.q = q + g * dim;
+          block.q_codes = q_codes + g * dim;
           block.scores = scores + g * tile_tokens + t;
           (c < larger ? run_larger : run).score(block);
         }
       }
-      const char* ahead = walk(tokens + 2 * step);
-      for (int h = 0, row = 0; h < heads; ++h) {
-        float scale = args.params->scale;
-        float value_scale = 1.0f;
-        if (coded) {
-          const ptrdiff_t at = page_at(entry) * kv.kv_heads + range.head_begin + h;
-          scale *= kv.k_scale[at];
-          value_scale = kv.v_scale[at];
+      if (coded) {
+        const ptrdiff_t at = page_at(entry) * kv.kv_heads + range.head_begin;
+        for (int row = 0; row < rows; ++row) {
+          row_scale[row] = args.params->scale * kv.k_scale[at + row / group] * q_scale[row];
+          factor[row] = kv.v_scale[at + row / group] * (1.0f / kLargestShort);
         }
-        for (int g = 0; g < group; ++g, ++row) {
-          for (ptrdiff_t i = 0; i < softmax_bytes; i += kLineBytes) prefetch(ahead + i);
-          ahead += softmax_bytes;
-          float* const weights = scores + row * tile_tokens;
-          total[row] =
-              softmax_row(weights, tokens, scale, args.params->logit_cap, highest[row], shift[row]);
-          if (coded) scale_row(weights, tokens, value_scale);
+        softmax_tile<true>(scores, tile_tokens, rows, tokens, softmax);
+        for (int row = 0; row < rows; row += Vec::kLanes) {
+          Vec::store(lift + row, exp2_nonpositive(Vec::load(lift + row)));
         }
+        for (int row = 0; row < rows; ++row) {
+          total[row] *= lift[row];
+          // Codes cannot say that a weight is NaN; their scale can.
+          factor[row] *= total[row] == total[row] ? lift[row] : total[row];
+        }
+      } else {
+        softmax_tile<false>(scores, tile_tokens, rows, tokens, softmax);
       }
       for (int row = 0; row < rows; row += Vec::kLanes) {
         Vec::store(rescale + row, exp2_nonpositive(Vec::load(shift + row)));
@@ -196,12 +216,13 @@ inline void attend_heads(const AttendArgs& args, HeadRange range) {
       for (int row = 0; row < rows; ++row) sum[row] = sum[row] * rescale[row] + total[row];
       for (int t = 0; t < tokens; t += step) {
         block.rows = v + t * row_bytes;
-        block.ahead = walk(tokens + t + 3 * step);  // the softmax asked for one more block
+        block.ahead = t + step < tokens ? v + (t + step) * row_bytes : k_next;
         block.tokens = tokens - t < step ? tokens - t : step;
         for (int c = 0, g = 0; c < chunks; g += c < larger ? chunk + 1 : chunk, ++c) {
           block.acc = acc + g * dim;
-          block.scores = scores + g * tile_tokens + t;
-          block.rescale = (t == 0 ? rescale : ones) + g;
+          block.scores = scores + g * tile_tokens + (coded ? t / 2 : t);
+          block.factor = factor + g;
+          block.rescale = t == 0 ? rescale + g : nullptr;
           (c < larger ? run_larger : run).weigh(block);
         }
       }
@@ -214,8 +235,13 @@ inline void attend_heads(const AttendArgs& args, HeadRange range) {
     for (int g = 0; g < group; ++g) {
       const int row = h * group + g;
       const bool empty = sum[row] == 0.0f;
-      unpack_row(interleaved, acc + row * dim, empty ? 0.0f : 1.0f / sum[row],
-                 args.out + static_cast<ptrdiff_t>(first + g) * dim, dim);
+      const float inverse = empty ? 0.0f : 1.0f / sum[row];
+      float* const out = args.out + static_cast<ptrdiff_t>(first + g) * dim;
+      if (coded) {
+        unpack_zipped(acc + row * dim, inverse, out, dim);
+      } else {
+        unpack_row(interleaved, acc + row * dim, inverse, out, dim);
+      }
       args.lse[first + g] =
           empty ? -kInfinity : static_cast<float>(highest[row] * kLn2 + __builtin_log(sum[row]));
     }

@@ -1,8 +1,8 @@
 // The two halves of attention over a block of rows (tokens), all KV heads of them, each against all
 // query heads of its group, written once for every Vec. Include a vec_*.h first.
 //
-// score_block: dot products of all query heads; each K row is loaded once. softmax_row: one step of
-// online softmax for one query head. weigh_block: weighted sum of V with the accumulators in
+// score_block: dot products of all query heads; each K row is loaded once. softmax_rows: one step
+// of online softmax for some query heads. weigh_block: weighted sum of V with the accumulators in
 // registers. A block is walked in the order of memory as far as that is possible.
 //
 // Only __builtin functions and this file's own code: an inline function of the standard library
@@ -21,38 +21,42 @@ namespace {
 constexpr int kTileTokens = 64;
 constexpr int kMaxGroup = 16;  // at least the largest group chunk, a multiple of every lane count
 constexpr int kLineBytes = 64;
+constexpr float kLargestShort = 32767.0f;  // code of the largest query element or weight
 
 template <DType T>
 constexpr int element_bytes() {
-  return T == DType::kF32 ? 4 : T == DType::kI8 ? 1 : 2;
+  return T == DType::kF32 ? 4 : 2;
 }
 
 struct Block {
   const char* rows;   // K or V: first row of the first head; rows are row_bytes apart
-  const char* ahead;  // what to prefetch meanwhile, as many bytes as the block has
+  const char* ahead;  // the next block, of the same form: prefetched line by line meanwhile
   ptrdiff_t row_bytes;
   int tokens;
   int heads;
   int head_dim;
-  int group;             // query heads per KV head, of which the block function takes GB
-  int stride;            // of a row of scores
-  const float* q;        // [heads * group, D], column order of load_pair
-  float* acc;            // [heads * group, D], same order: sum of weights * v
-  float* scores;         // [heads * group, stride] from the block's first token on; later weights
-  const float* rescale;  // [heads * group]: by which acc shrinks first
+  int group;               // query heads per KV head, of which the block function takes GB
+  int stride;              // of a row of scores
+  const float* q;          // [heads * group, D], column order of load_pair
+  const int16_t* q_codes;  // the same for attend_tile_int8.h, natural order
+  float* acc;              // [heads * group, D], same order: sum of weights * v
+  float* scores;           // [heads * group, stride] from the block's first token on; later weights
+  const float* rescale;    // [heads * group]: by which acc shrinks first; null: it stays
+  const float* factor;     // [heads * group]: scale of the sums of codes (attend_tile_int8.h)
 };
 
+// The lines of kBytes at p, which lie `offset` bytes behind the begin of a head's row.
 template <int kBytes>
-inline void prefetch_span(const char*& p) {
+inline void prefetch_span(const char* p, ptrdiff_t offset) {
+  if (kBytes < kLineBytes && offset % kLineBytes != 0) return;
 #pragma GCC unroll 16
-  for (int offset = 0; offset < kBytes; offset += kLineBytes) prefetch(p + offset);
-  p += kBytes;
+  for (int i = 0; i < kBytes; i += kLineBytes) prefetch(p + i);
 }
 
 // scores[g][t] = <q[g], k[t]> for TB tokens.
 template <DType T, int kDim, int TB, int GB>
 inline void score_tokens(const char* k, ptrdiff_t row_bytes, const float* q, int head_dim,
-                         const char*& ahead, float* scores, int stride) {
+                         const char* ahead, float* scores, int stride) {
   using F = Vec::F;
   constexpr int W = Vec::kLanes;
   constexpr int kPairBytes = 2 * W * element_bytes<T>();
@@ -67,9 +71,10 @@ inline void score_tokens(const char* k, ptrdiff_t row_bytes, const float* q, int
     F x[TB], y[TB];
 #pragma GCC unroll 8
     for (int t = 0; t < TB; ++t) {
-      Vec::load_pair<T>(k + t * row_bytes + d * element_bytes<T>(), x[t], y[t]);
+      const ptrdiff_t offset = d * element_bytes<T>();
+      Vec::load_pair<T>(k + t * row_bytes + offset, x[t], y[t]);
+      prefetch_span<kPairBytes>(ahead + t * row_bytes + offset, offset);
     }
-    prefetch_span<TB * kPairBytes>(ahead);
 #pragma GCC unroll 8
     for (int g = 0; g < GB; ++g) {
       const F q0 = Vec::load(q + g * dim + d);
@@ -107,17 +112,22 @@ inline void score_tokens(const char* k, ptrdiff_t row_bytes, const float* q, int
 // acc[g] = rescale[g] * acc[g] + sum_t weights[g][t] * v[t], over 2 * NP vectors of columns.
 template <DType T, int NP, int GB>
 inline void accumulate(const char* v, ptrdiff_t row_bytes, int tokens, const float* weights,
-                       int stride, const float* rescale, float* acc, int dim, const char*& ahead) {
+                       int stride, const float* rescale, float* acc, int dim, const char* ahead) {
   using F = Vec::F;
   constexpr int W = Vec::kLanes;
   constexpr int kPairBytes = 2 * W * element_bytes<T>();
   F sums[GB][2 * NP];
 #pragma GCC unroll 8
   for (int g = 0; g < GB; ++g) {
-    const F factor = Vec::set1(rescale[g]);
 #pragma GCC unroll 4
-    for (int j = 0; j < 2 * NP; ++j) {
-      sums[g][j] = Vec::mul(factor, Vec::load(acc + g * dim + j * W));
+    for (int j = 0; j < 2 * NP; ++j) sums[g][j] = Vec::load(acc + g * dim + j * W);
+  }
+  if (rescale != nullptr) {
+#pragma GCC unroll 8
+    for (int g = 0; g < GB; ++g) {
+      const F factor = Vec::set1(rescale[g]);
+#pragma GCC unroll 4
+      for (int j = 0; j < 2 * NP; ++j) sums[g][j] = Vec::mul(factor, sums[g][j]);
     }
   }
   for (int t = 0; t < tokens; ++t) {
@@ -126,7 +136,7 @@ inline void accumulate(const char* v, ptrdiff_t row_bytes, int tokens, const flo
     for (int j = 0; j < NP; ++j) {
       Vec::load_pair<T>(v + t * row_bytes + j * kPairBytes, x[2 * j], x[2 * j + 1]);
     }
-    prefetch_span<NP * kPairBytes>(ahead);
+    prefetch_span<NP * kPairBytes>(ahead + t * row_bytes, 0);
 #pragma GCC unroll 8
     for (int g = 0; g < GB; ++g) {
       const F w = Vec::set1(weights[g * stride + t]);
@@ -141,46 +151,74 @@ inline void accumulate(const char* v, ptrdiff_t row_bytes, int tokens, const flo
   }
 }
 
-// Turns raw dot products of one query head into weights 2^(score - max), brings max (base-2
-// logarithm of the largest weight so far, -inf at first) up to date,
-// writes to `shift` the base-2 logarithm of the factor by which earlier sums shrink, returns the
-// sum of the weights.
-inline float softmax_row(float* row, int tokens, float row_scale, float logit_cap, float& max,
-                         float& shift) {
+// One step of online softmax for R consecutive rows (query heads): raw dot products become weights.
+struct Softmax {
+  const float* scale;  // [R], of the dot products
+  float logit_cap;
+  float* highest;  // [R] base-2 logarithm of the largest weight so far, -inf at first; brought up
+  float* shift;    // [R] base-2 logarithm of the factor by which earlier sums shrink
+  float* lift;     // [R] kCodes: base-2 logarithm of the factor that these weights lack
+  float* total;    // [R] sum of these weights
+};
+
+// Weights are 2^(score - highest). kCodes: 2^(score - largest score of these tokens), as 16-bit
+// codes: code t of a row lies at half of float t's offset, zeros behind the last one.
+template <int R, bool kCodes>
+inline void softmax_rows(float* rows, int stride, int tokens, const Softmax& step) {
   using F = Vec::F;
   constexpr int W = Vec::kLanes;
+  static_assert(R <= 4);
   const int padded = (tokens + W - 1) / W * W;
-  const bool capped = logit_cap > 0.0f;
-  const F scale = Vec::set1(capped ? row_scale / logit_cap : row_scale * kLog2e);
-  const F cap = Vec::set1(logit_cap * kLog2e);
+  const bool capped = step.logit_cap > 0.0f;
+  const F cap = Vec::set1(step.logit_cap * kLog2e);
   const F limit = Vec::set1(kScoreLimit);
   const F lower_limit = Vec::set1(-kScoreLimit);
-  for (int t = tokens; t < padded; ++t) row[t] = 0.0f;
-  for (int t = 0; t < padded; t += W) {
-    F s = Vec::mul(scale, Vec::load(row + t));
-    if (capped) s = Vec::mul(cap, tanh(s));
-    Vec::store(row + t, Vec::max(lower_limit, Vec::min(limit, s)));
+  F highest[4] = {Vec::zero(), Vec::zero(), Vec::zero(), Vec::zero()};
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) {
+    float* const row = rows + r * stride;
+    const F scale = Vec::set1(capped ? step.scale[r] / step.logit_cap : step.scale[r] * kLog2e);
+    highest[r] = Vec::set1(-kInfinity);
+    for (int t = tokens; t < padded; ++t) row[t] = 0.0f;
+    for (int t = 0; t < padded; t += W) {
+      F s = Vec::mul(scale, Vec::load(row + t));
+      if (capped) s = Vec::mul(cap, tanh(s));
+      s = Vec::max(lower_limit, Vec::min(limit, s));
+      Vec::store(row + t, s);
+      highest[r] = Vec::max(highest[r], s);
+    }
+    if (padded > tokens) {  // once more, without what was padded
+      for (int t = tokens; t < padded; ++t) row[t] = -kInfinity;
+      highest[r] = Vec::set1(-kInfinity);
+      for (int t = 0; t < padded; t += W) highest[r] = Vec::max(highest[r], Vec::load(row + t));
+    }
   }
-  for (int t = tokens; t < padded; ++t) row[t] = -kInfinity;
-  F highest = Vec::set1(max);
-  for (int t = 0; t < padded; t += W) highest = Vec::max(highest, Vec::load(row + t));
-  const float new_max = Vec::hmax(highest);
-  shift = max - new_max;
-  max = new_max;
-  F weights = Vec::zero();
-  for (int t = 0; t < padded; t += W) {
-    const F w = exp2_nonpositive(Vec::sub(Vec::load(row + t), Vec::set1(new_max)));
-    Vec::store(row + t, w);
-    weights = Vec::add(weights, w);
+  float largest[4];
+  Vec::hmax4(highest[0], highest[1], highest[2], highest[3], largest);
+  F sums[4] = {Vec::zero(), Vec::zero(), Vec::zero(), Vec::zero()};
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) {
+    float* const row = rows + r * stride;
+    const float before = step.highest[r];
+    const float now = before > largest[r] ? before : largest[r];
+    step.highest[r] = now;
+    step.shift[r] = before - now;
+    if (kCodes) step.lift[r] = largest[r] - now;
+    const F base = Vec::set1(kCodes ? largest[r] : now);
+    for (int t = 0; t < padded; t += W) {
+      const F w = exp2_nonpositive(Vec::sub(Vec::load(row + t), base));
+      sums[r] = Vec::add(sums[r], w);
+      if (kCodes) {  // in place: codes never overtake the scores
+        Vec::store_shorts(Vec::mul(w, Vec::set1(kLargestShort)),
+                          reinterpret_cast<int16_t*>(row) + t);
+      } else {
+        Vec::store(row + t, w);
+      }
+    }
   }
-  return Vec::hsum(weights);
-}
-
-// Puts the scale of V codes on the weights, of which there are D times fewer than products.
-inline void scale_row(float* row, int tokens, float factor) {
-  for (int t = 0; t < tokens; t += Vec::kLanes) {
-    Vec::store(row + t, Vec::mul(Vec::set1(factor), Vec::load(row + t)));
-  }
+  float totals[4];
+  Vec::hsum4(sums[0], sums[1], sums[2], sums[3], totals);
+  for (int r = 0; r < R; ++r) step.total[r] = totals[r];
 }
 
 template <DType T, int kDim, int GB>
@@ -188,20 +226,20 @@ void score_block(const Block& block) {
   constexpr int TB = Vec::token_block(GB);
   const int dim = kDim != 0 ? kDim : block.head_dim;
   const ptrdiff_t head_bytes = static_cast<ptrdiff_t>(dim) * element_bytes<T>();
-  const char* ahead = block.ahead;
   int t = 0;
   for (; t + TB <= block.tokens; t += TB) {
     for (int h = 0; h < block.heads; ++h) {
-      score_tokens<T, kDim, TB, GB>(block.rows + t * block.row_bytes + h * head_bytes,
-                                    block.row_bytes, block.q + h * block.group * dim, dim, ahead,
-                                    block.scores + h * block.group * block.stride + t,
-                                    block.stride);
+      const ptrdiff_t at = t * block.row_bytes + h * head_bytes;
+      score_tokens<T, kDim, TB, GB>(
+          block.rows + at, block.row_bytes, block.q + h * block.group * dim, dim, block.ahead + at,
+          block.scores + h * block.group * block.stride + t, block.stride);
     }
   }
   for (; t < block.tokens; ++t) {
     for (int h = 0; h < block.heads; ++h) {
-      score_tokens<T, kDim, 1, GB>(block.rows + t * block.row_bytes + h * head_bytes,
-                                   block.row_bytes, block.q + h * block.group * dim, dim, ahead,
+      const ptrdiff_t at = t * block.row_bytes + h * head_bytes;
+      score_tokens<T, kDim, 1, GB>(block.rows + at, block.row_bytes,
+                                   block.q + h * block.group * dim, dim, block.ahead + at,
                                    block.scores + h * block.group * block.stride + t, block.stride);
     }
   }
@@ -213,78 +251,27 @@ void weigh_block(const Block& block) {
   constexpr int kPairBytes = 2 * W * element_bytes<T>();
   const int dim = kDim != 0 ? kDim : block.head_dim;
   const ptrdiff_t head_bytes = static_cast<ptrdiff_t>(dim) * element_bytes<T>();
-  const char* ahead = block.ahead;
   constexpr int NP = Vec::pairs_per_pass(GB);
   constexpr int kStep = 2 * W * NP;
   for (int h = 0; h < block.heads; ++h) {
     const char* const v = block.rows + h * head_bytes;
+    const char* const ahead = block.ahead + h * head_bytes;
     const float* const weights = block.scores + h * block.group * block.stride;
-    const float* const rescale = block.rescale + h * block.group;
+    const float* const rescale =
+        block.rescale != nullptr ? block.rescale + h * block.group : nullptr;
     float* const acc = block.acc + h * block.group * dim;
     int d = 0;
     for (; d + kStep <= dim; d += kStep) {
-      accumulate<T, NP, GB>(v + d / (2 * W) * kPairBytes, block.row_bytes, block.tokens, weights,
-                            block.stride, rescale, acc + d, dim, ahead);
+      const ptrdiff_t at = d / (2 * W) * kPairBytes;
+      accumulate<T, NP, GB>(v + at, block.row_bytes, block.tokens, weights, block.stride, rescale,
+                            acc + d, dim, ahead + at);
     }
     for (; d < dim; d += 2 * W) {
-      accumulate<T, 1, GB>(v + d / (2 * W) * kPairBytes, block.row_bytes, block.tokens, weights,
-                           block.stride, rescale, acc + d, dim, ahead);
+      const ptrdiff_t at = d / (2 * W) * kPairBytes;
+      accumulate<T, 1, GB>(v + at, block.row_bytes, block.tokens, weights, block.stride, rescale,
+                           acc + d, dim, ahead + at);
     }
   }
-}
-
-struct BlockFns {
-  void (*score)(const Block&);
-  void (*weigh)(const Block&);
-};
-
-template <DType T, int kDim>
-BlockFns fns_for_group(int group) {
-  static_assert(Vec::kMaxGroupChunk <= kMaxGroup);
-  switch (group) {
-    case 1:
-      return {score_block<T, kDim, 1>, weigh_block<T, kDim, 1>};
-    case 2:
-      return {score_block<T, kDim, 2>, weigh_block<T, kDim, 2>};
-    case 3:
-      return {score_block<T, kDim, 3>, weigh_block<T, kDim, 3>};
-    case 4:
-      return {score_block<T, kDim, 4>, weigh_block<T, kDim, 4>};
-    default:
-      break;
-  }
-  if constexpr (Vec::kMaxGroupChunk >= 5) {
-    if (group == 5) return {score_block<T, kDim, 5>, weigh_block<T, kDim, 5>};
-  }
-  if constexpr (Vec::kMaxGroupChunk >= 8) {
-    if (group == 6) return {score_block<T, kDim, 6>, weigh_block<T, kDim, 6>};
-    if (group == 7) return {score_block<T, kDim, 7>, weigh_block<T, kDim, 7>};
-    if (group == 8) return {score_block<T, kDim, 8>, weigh_block<T, kDim, 8>};
-  }
-  return {nullptr, nullptr};
-}
-
-template <DType T>
-BlockFns fns_for_dim(int dim, int group) {
-  switch (Vec::kSpecialiseDims ? dim : 0) {
-    case 64:
-      return fns_for_group<T, 64>(group);
-    case 96:
-      return fns_for_group<T, 96>(group);
-    case 128:
-      return fns_for_group<T, 128>(group);
-    case 256:
-      return fns_for_group<T, 256>(group);
-    default:
-      return fns_for_group<T, 0>(group);
-  }
-}
-
-inline BlockFns find_block_fns(DType dtype, int dim, int group) {
-  if (dtype == DType::kBF16) return fns_for_dim<DType::kBF16>(dim, group);
-  if (dtype == DType::kF16) return fns_for_dim<DType::kF16>(dim, group);
-  if (dtype == DType::kI8) return fns_for_dim<DType::kI8>(dim, group);
-  return fns_for_dim<DType::kF32>(dim, group);
 }
 
 }  // namespace

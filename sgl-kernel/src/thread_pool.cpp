@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <mutex>
 #include <system_error>
@@ -11,6 +12,28 @@
 
 namespace scout {
 namespace {
+
+// How long a thread polls before it sleeps. Calls follow each other within a decode step, and
+// waking a thread costs as much as attention to several pages.
+constexpr std::chrono::microseconds kSpin{100};
+
+inline void pause() {
+#if defined(__x86_64__) || defined(_M_X64)
+  __builtin_ia32_pause();
+#endif
+}
+
+// Polls until `ready` or until kSpin is over.
+template <typename Ready>
+void spin_until(const Ready& ready) {
+  const auto end = std::chrono::steady_clock::now() + kSpin;
+  do {
+    for (int i = 0; i < 32; ++i) {
+      if (ready()) return;
+      pause();
+    }
+  } while (std::chrono::steady_clock::now() < end);
+}
 
 class Pool {
  public:
@@ -25,14 +48,17 @@ class Pool {
       fn_ = &fn;
       tasks_ = tasks;
       next_.store(0, std::memory_order_relaxed);
-      seats_ = std::min(helpers, started_);
-      running_ = 0;
+      seats_.store(std::min(helpers, started_), std::memory_order_relaxed);
+      if (sleepers_ > 0) wake_.notify_all();
     }
-    wake_.notify_all();
     take_tasks(fn, tasks);
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      seats_.store(0, std::memory_order_relaxed);  // who has not come by now need not come
+    }
+    spin_until([this] { return running_.load(std::memory_order_acquire) == 0; });
     std::unique_lock<std::mutex> lock(mutex_);
-    seats_ = 0;  // who has not come by now need not come
-    idle_.wait(lock, [this] { return running_ == 0; });
+    idle_.wait(lock, [this] { return running_.load(std::memory_order_relaxed) == 0; });
     fn_ = nullptr;
   }
 
@@ -53,17 +79,20 @@ class Pool {
   }
 
   void serve() {
-    std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
-      wake_.wait(lock, [this] { return seats_ > 0; });
-      --seats_;
-      ++running_;
+      spin_until([this] { return seats_.load(std::memory_order_relaxed) > 0; });
+      std::unique_lock<std::mutex> lock(mutex_);
+      ++sleepers_;
+      wake_.wait(lock, [this] { return seats_.load(std::memory_order_relaxed) > 0; });
+      --sleepers_;
+      seats_.fetch_sub(1, std::memory_order_relaxed);
+      running_.fetch_add(1, std::memory_order_relaxed);
       const std::function<void(int)>& fn = *fn_;
       const int tasks = tasks_;
       lock.unlock();
       take_tasks(fn, tasks);
       lock.lock();
-      if (--running_ == 0) idle_.notify_one();
+      if (running_.fetch_sub(1, std::memory_order_release) == 1) idle_.notify_one();
     }
   }
 
@@ -74,8 +103,10 @@ class Pool {
   std::atomic<int> next_{0};
   const std::function<void(int)>* fn_ = nullptr;
   int tasks_ = 0;
-  int seats_ = 0;    // helpers that may still join the current call
-  int running_ = 0;  // helpers inside the current call
+  // Changed under the mutex, polled without it.
+  std::atomic<int> seats_{0};    // helpers that may still join the current call
+  std::atomic<int> running_{0};  // helpers inside the current call
+  int sleepers_ = 0;
   int started_ = 0;
 };
 

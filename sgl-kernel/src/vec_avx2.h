@@ -12,6 +12,8 @@ namespace {
 
 struct Vec {
   using F = __m256;
+  using I = __m256i;  // sums of products of codes
+  using S = __m256i;  // 16-bit codes
 
   static constexpr int kLanes = 8;
   static constexpr bool kSpecialiseDims = true;  // compile-time head sizes
@@ -57,6 +59,14 @@ struct Vec {
     _mm_storeu_ps(sums, _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1)));
   }
 
+  static void hmax4(F a, F b, F c, F d, float* highest) {
+    const F ab = _mm256_max_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
+    const F cd = _mm256_max_ps(_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));
+    const F m = _mm256_max_ps(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xee));
+    const __m128 low = _mm256_castps256_ps128(m);
+    _mm_storeu_ps(highest, _mm_max_ps(low, _mm256_extractf128_ps(m, 1)));
+  }
+
   static F exp2_split(F x, F& fraction) {
     const F n = _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     fraction = _mm256_sub_ps(x, n);
@@ -68,9 +78,28 @@ struct Vec {
     return _mm256_andnot_ps(_mm256_cmp_ps(keep, _mm256_set1_ps(bound), _CMP_LT_OQ), x);
   }
 
-  static F widen_int8(const char* p) {
-    const __m128i codes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
-    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(codes));
+  // 2 * kLanes codes as 16-bit integers, and what attend_tile_int8.h does with them.
+  static S widen_codes(const char* p) {
+    return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  }
+  static I zero_words() { return _mm256_setzero_si256(); }
+  static S load_shorts(const int16_t* p) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  }
+  static S set1_pair(const int16_t* p) {
+    int32_t pair;
+    __builtin_memcpy(&pair, p, sizeof pair);
+    return _mm256_set1_epi32(pair);
+  }
+  static I dot_shorts(I acc, S a, S b) { return _mm256_add_epi32(acc, _mm256_madd_epi16(a, b)); }
+  static S zip_low(S a, S b) { return _mm256_unpacklo_epi16(a, b); }
+  static S zip_high(S a, S b) { return _mm256_unpackhi_epi16(a, b); }
+  static F from_words(I x) { return _mm256_cvtepi32_ps(x); }
+  static void store_shorts(F x, int16_t* p) {
+    const __m256i words = _mm256_cvtps_epi32(x);
+    const __m128i codes =
+        _mm_packs_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), codes);
   }
 
   // The inverse of load_pair<T> for integral values in [-128, 127]: 2 * kLanes codes.
@@ -98,9 +127,6 @@ struct Vec {
     } else if constexpr (T == DType::kF16) {
       x = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
       y = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p) + 1));
-    } else if constexpr (T == DType::kI8) {
-      x = widen_int8(p);
-      y = widen_int8(p + kLanes);
     } else {
       x = load(reinterpret_cast<const float*>(p));
       y = load(reinterpret_cast<const float*>(p) + kLanes);

@@ -16,7 +16,8 @@ struct Vec {
   using F = float __attribute__((vector_size(16)));
   using U = uint32_t __attribute__((vector_size(16)));
   using H = uint16_t __attribute__((vector_size(8)));
-  using C = int8_t __attribute__((vector_size(4)));
+  using I = int32_t __attribute__((vector_size(16)));  // sums of products of codes
+  using S = int16_t __attribute__((vector_size(16)));  // 16-bit codes
 
   static constexpr int kLanes = 4;
   static constexpr bool kSpecialiseDims = false;  // compile-time head sizes
@@ -64,6 +65,13 @@ struct Vec {
     sums[3] = hsum(d);
   }
 
+  static void hmax4(F a, F b, F c, F d, float* highest) {
+    highest[0] = hmax(a);
+    highest[1] = hmax(b);
+    highest[2] = hmax(c);
+    highest[3] = hmax(d);
+  }
+
   // 2^n for integral n in [-126, 127] given as magic + n, magic = 1.5 * 2^23.
   static F pow2_of_magic(F shifted) { return (F)(((U)shifted - 0x4b400000u + 127u) << 23); }
   static F round_magic(F x) { return x + set1(12582912.0f); }
@@ -84,10 +92,33 @@ struct Vec {
     return (F)(bits | ((h & 0x8000u) << 16));
   }
 
-  static F widen_int8(const char* p) {
-    C codes;
-    __builtin_memcpy(&codes, p, sizeof codes);
-    return __builtin_convertvector(codes, F);
+  // 2 * kLanes codes as 16-bit integers, and what attend_tile_int8.h does with them.
+  static S widen_codes(const char* p) {
+    S x;
+    for (int i = 0; i < 2 * kLanes; ++i) x[i] = static_cast<int8_t>(p[i]);
+    return x;
+  }
+  static I zero_words() { return I{}; }
+  static S load_shorts(const int16_t* p) {
+    S x;
+    __builtin_memcpy(&x, p, sizeof x);
+    return x;
+  }
+  static S set1_pair(const int16_t* p) { return S{p[0], p[1], p[0], p[1], p[0], p[1], p[0], p[1]}; }
+  // Adds to each word the products of its two pairs of codes.
+  static I dot_shorts(I acc, S a, S b) {
+    for (int i = 0; i < kLanes; ++i) acc[i] += a[2 * i] * b[2 * i] + a[2 * i + 1] * b[2 * i + 1];
+    return acc;
+  }
+  // Elements of a and b in turn: of the first four columns of every eight, of the last four.
+  static S zip_low(S a, S b) { return S{a[0], b[0], a[1], b[1], a[2], b[2], a[3], b[3]}; }
+  static S zip_high(S a, S b) { return S{a[4], b[4], a[5], b[5], a[6], b[6], a[7], b[7]}; }
+  static F from_words(I x) { return __builtin_convertvector(x, F); }
+  static void store_shorts(F x, int16_t* p) {
+    const F whole = round(x);
+    int16_t codes[kLanes];
+    for (int i = 0; i < kLanes; ++i) codes[i] = static_cast<int16_t>(whole[i]);
+    __builtin_memcpy(p, codes, sizeof codes);
   }
 
   // The inverse of load_pair<T> for integral values in [-128, 127]: 2 * kLanes codes.
@@ -114,9 +145,6 @@ struct Vec {
       __builtin_memcpy(&high, p + sizeof low, sizeof high);
       x = widen_half(__builtin_convertvector(low, U));
       y = widen_half(__builtin_convertvector(high, U));
-    } else if constexpr (T == DType::kI8) {
-      x = widen_int8(p);
-      y = widen_int8(p + kLanes);
     } else {
       x = load(reinterpret_cast<const float*>(p));
       y = load(reinterpret_cast<const float*>(p) + kLanes);

@@ -11,10 +11,10 @@ from sglang_scout.core.errors import ImplementationError
 from sglang_scout.ops import native
 from sglang_scout.ops.attend import attend_reference
 from sglang_scout.ops.attend_int8 import (
-    ATTEND_PAGES_INT8,
     attend_int8_reference,
     attend_pages_int8,
     error_bound,
+    rounding_bound,
 )
 from sglang_scout.ops.quantize import quantize_pages_reference
 
@@ -82,6 +82,17 @@ def inputs(seed, B=3, P=7, S=8, H=2, G=3, D=64, R=5, spread=1.0):
     return q, k, v, pages, last_page, last_len
 
 
+def assert_same_pages(q, got, expected, pool, pages, last, scale, rel=1e-5):
+    """Against the reference over the same codes: what `rounding_bound` and the tolerance allow."""
+    bounds = rounding_bound(q, pool[2], pool[3], pages, last[0], scale, pool[0].shape[1])
+    empty = expected[1].isinf()
+    assert torch.equal(got[1].isinf(), empty)
+    for a, e, bound in zip(got, expected, (bounds[0][..., None], bounds[1]), strict=True):
+        e = e.masked_fill(e.isinf(), 0)
+        error = (a.masked_fill(a.isinf(), 0) - e).abs()
+        assert (error <= bound + rel + rel * e.abs()).all(), float((error - bound).max())
+
+
 def assert_within_bound(q, k, v, got, pool, pages, last, scale, logit_cap=0.0):
     """int8 against the pages before quantisation: what `error_bound` promises."""
     expected = attend_reference(q, k, v, pages, *last, scale, logit_cap)
@@ -90,8 +101,10 @@ def assert_within_bound(q, k, v, got, pool, pages, last, scale, logit_cap=0.0):
     assert torch.equal(got[1].isinf(), empty)
     lse_error = (got[1] - expected[1]).masked_fill(empty, 0).abs()
     magnitude = expected[1].masked_fill(empty, 0).abs()
-    assert (lse_error <= bounds[1] + 1e-5 + 1e-5 * magnitude).all()
-    assert ((got[0] - expected[0]).abs() <= bounds[0][..., None] + 1e-5).all()
+    rounding = rounding_bound(q, pool[2], pool[3], pages, last[0], scale, k.shape[1])
+    assert (lse_error <= bounds[1] + rounding[1] + 1e-5 + 1e-5 * magnitude).all()
+    out_bound = (bounds[0] + rounding[0])[..., None]
+    assert ((got[0] - expected[0]).abs() <= out_bound + 1e-5).all()
 
 
 @given(
@@ -105,7 +118,7 @@ def assert_within_bound(q, k, v, got, pool, pages, last, scale, logit_cap=0.0):
     seed=st.integers(0, 2**31),
 )
 def test_equals_the_reference_and_keeps_the_bound(
-    agree, sizes, G, D, R, spread, logit_cap, with_last, seed
+    sizes, G, D, R, spread, logit_cap, with_last, seed
 ):
     B, P, S, H = sizes
     q, k, v, pages, *last = inputs(seed, B, P, S, H, G, D, R, spread)
@@ -115,19 +128,21 @@ def test_equals_the_reference_and_keeps_the_bound(
     pool = int8_pages(k, v)
     got = attend(q, pool, pages, *last, D**-0.5, logit_cap)
     expected = exactly(q, pool, pages, *last, D**-0.5, logit_cap)
-    agree(ATTEND_PAGES_INT8, got, expected, torch.int8)
+    assert_same_pages(q, got, expected, pool, pages, last, D**-0.5)
     assert_within_bound(q, k, v, got, pool, pages, last, D**-0.5, logit_cap)
 
 
 @pytest.mark.parametrize("G", [1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 20])
 @pytest.mark.parametrize("D", [64, 96, 128, 256])
-def test_shapes_of_real_models(agree, G, D):
+def test_shapes_of_real_models(G, D):
     q, k, v, pages, *last = inputs(G, B=2, P=20, S=32, H=2, G=G, D=D, R=12)
     pool = int8_pages(k, v)
     got = attend(q, pool, pages, *last, D**-0.5)
-    agree(
-        ATTEND_PAGES_INT8, got, attend_int8_reference(q, *pool, pages, *last, D**-0.5), torch.int8
-    )
+    expected = attend_int8_reference(q, *pool, pages, *last, D**-0.5)
+    assert_same_pages(q, got, expected, pool, pages, last, D**-0.5)
+    # Far below the worst case on ordinary data.
+    assert (got[0] - expected[0]).abs().max() < 2e-4
+    assert (got[1] - expected[1]).nan_to_num().abs().max() < 2e-4
 
 
 def test_error_on_normal_data_is_what_the_documentation_says():
@@ -178,8 +193,7 @@ def test_one_huge_outlier():
     every = i32([[0, 1, 2]])
     got = attend(q, pool, every, None, None, 0.125)
     expected = attend_int8_reference(q, *pool, every, None, None, 0.125)
-    assert torch.allclose(got[1], expected[1], rtol=1e-5)
-    assert (got[0] - expected[0]).abs().max() <= 1e-5 * expected[0].abs().max()
+    assert_same_pages(q, got, expected, pool, every, [None, None], 0.125)
     assert_within_bound(q, k, v, got, pool, every, [None, None], 0.125)
     alone = attend(q, pool, i32([[0]]), None, None, 0.125)
     assert_within_bound(q, k, v, alone, pool, i32([[0]]), [None, None], 0.125)
@@ -246,12 +260,34 @@ def test_every_code_is_widened_exactly():
     assert (lse == 0).all()
 
 
-def test_query_is_not_rounded():
+def test_query_is_rounded_once_and_finely():
     pool = (torch.ones(1, 1, 1, 64, dtype=torch.int8),) * 2 + (torch.ones(1, 1),) * 2
-    q = torch.full((1, 2, 64), 1.0)
+    q = torch.linspace(-1, 1, 64).square().expand(1, 2, 64).contiguous()
     q[0, 1] += 2.0**-12
     _, lse = attend(q, pool, i32([[0]]), None, None, 1.0)
-    assert lse.tolist() == [[64.0, 64.0 + 64 * 2.0**-12]]
+    _, expected = attend_int8_reference(q, *pool, i32([[0]]), None, None, 1.0)
+    _, bound = rounding_bound(q, *pool[2:], i32([[0]]), None, 1.0, 1)
+    error = (lse - expected).abs()
+    assert (error <= bound / 127 + 1e-5).all()  # the codes here are 1, not 127
+    # 2^-12 of the largest element is seen; rounded to 8 bits it would be lost.
+    assert lse[0, 1] - lse[0, 0] == pytest.approx(64 * 2.0**-12, abs=64 * 2.0**-15)
+
+
+def test_small_weights_of_a_page_without_the_largest_one_are_kept():
+    """Weights are coded relative to their own page: many small ones beside a large one count."""
+    P, S, D = 65, 32, 64
+    k = torch.zeros(P, S, 1, D, dtype=torch.int8)
+    k[0, 0] = 127
+    v = torch.ones_like(k)
+    v[0] = 0
+    pool = (k, v, torch.ones(P, 1), torch.ones(P, 1))
+    q = torch.full((1, 1, D), math.log(1e5) / (127 * D))  # one weight of 1, others of 1e-5
+    args = (i32([list(range(P))]), None, None, 1.0)
+    out, lse = attend(q, pool, *args)
+    expected = attend_int8_reference(q, *pool, *args)
+    assert expected[0].min() > 0.02
+    assert torch.allclose(out, expected[0], rtol=1e-3)
+    assert torch.allclose(lse, expected[1], rtol=1e-5)
 
 
 def test_result_does_not_depend_on_threads_or_neighbours():

@@ -1,8 +1,9 @@
 """`attend_pages` over int8 pages (`quantize`): the same bytes per second serve twice the tokens.
 
-Two errors are to be told apart. Implementations against the reference here: the codes are widened
-exactly and q, scores and sums stay fp32, so `TOLERANCES` is that of `attend_pages`. int8 against
-the pages before quantisation: `error_bound`, which depends on the scales.
+Three errors are to be told apart. fp32 rounding: `TOLERANCES`, as in `attend_pages`. The kernel
+multiplies in 16-bit integers, for which it rounds the query once and the weights of a page's tokens
+once: `rounding_bound`. int8 against the pages before quantisation, by far the largest:
+`error_bound`. Both bounds depend on the scales.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ from .attend import Partial, attend_reference
 from .quantize import LARGEST_CODE, MAX_ERROR_STEPS, dequantize_pages
 from .shapes import Shapes
 
+LARGEST_SHORT = 32767
+"""Largest 16-bit code of a query element or a weight."""
+
 TOLERANCES = {
     "int8": Tolerance(
         1e-5,
         1e-5,
-        "same fp32 products, summed in another order and scaled per page after the sum instead of "
-        "per element before it; vector exp within a few ulp",
+        "on top of `rounding_bound`: scaled per page after the sum instead of per element before "
+        "it; vector exp within a few ulp",
     )
 }
 
@@ -69,20 +73,65 @@ def error_bound(
         (bound of out [B, HQ], bound of lse [B, HQ]) float32, on top of fp32 rounding; 0 where
         nothing is attended to.
     """
-    if last_page is not None:
-        pages = torch.cat((pages, last_page[:, None]), dim=1)
-    none = (pages < 0)[..., None]
-    ids = pages.clamp(min=0).long()
     group = q.shape[1] // k_scale.shape[1]
-    largest_k, largest_v = (
-        s[ids].masked_fill(none, 0.0).amax(1).repeat_interleave(group, 1)
-        if pages.shape[1]
-        else q.new_zeros(q.shape[:2])
-        for s in (k_scale, v_scale)
-    )
+    largest_k, largest_v = _largest_scales(q, group, k_scale, v_scale, pages, last_page)
     moved = abs(scale) * MAX_ERROR_STEPS * largest_k * q.abs().sum(-1)
     reweighted = torch.expm1(2 * moved).clamp(max=2.0) * LARGEST_CODE * largest_v
     return MAX_ERROR_STEPS * largest_v + reweighted, moved
+
+
+def _largest_scales(
+    q: torch.Tensor,
+    group: int,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+    pages: torch.Tensor,
+    last_page: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the attended pages, per query head: K* and V* [B, HQ], 0 where there is none."""
+    if last_page is not None:
+        pages = torch.cat((pages, last_page[:, None]), dim=1)
+    if not pages.shape[1]:
+        return q.new_zeros(q.shape[:2]), q.new_zeros(q.shape[:2])
+    none = (pages < 0)[..., None]
+    ids = pages.clamp(min=0).long()
+    largest_k, largest_v = (
+        s[ids].masked_fill(none, 0.0).amax(1).repeat_interleave(group, 1)
+        for s in (k_scale, v_scale)
+    )
+    return largest_k, largest_v
+
+
+def rounding_bound(
+    q: torch.Tensor,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+    pages: torch.Tensor,
+    last_page: torch.Tensor | None,
+    scale: float,
+    page_size: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """How far 16-bit codes of query and weights can move the result of the same int8 pages.
+
+    A query is rounded to multiples of max|q| / 32767, so a score moves by at most
+    d = |scale| (max|q| / 65534) 127 K* D. The weights of the S tokens of a page are rounded to
+    multiples of the largest of them / 32767; as these largest weights sum to one at most,
+
+        |lse - lse'| <= d,   |out - out'| <= 127 V* (min(exp(2 d) - 1, 2) + S / 65534).
+
+    Measured on unit normal data (64 pages of 32 tokens, D = 128): out differs by 1e-5 of its
+    standard deviation, a thousandth of what int8 itself costs.
+
+    Args: as `attend_pages_int8`; page_size: S.
+    Returns:
+        (bound of out [B, HQ], bound of lse [B, HQ]) float32; 0 where nothing is attended to.
+    """
+    group = q.shape[1] // k_scale.shape[1]
+    largest_k, largest_v = _largest_scales(q, group, k_scale, v_scale, pages, last_page)
+    step = q.abs().amax(-1) / LARGEST_SHORT
+    moved = abs(scale) * 0.5 * step * LARGEST_CODE * largest_k * q.shape[2]
+    share = torch.expm1(2 * moved).clamp(max=2.0) + page_size / (2 * LARGEST_SHORT)
+    return LARGEST_CODE * largest_v * share, moved
 
 
 def _check(
@@ -145,7 +194,7 @@ def attend_pages_int8(
     """Attend from one query per request to all tokens of the given int8 pages.
 
     Args:
-        q: [B, HQ, D] float32; never rounded.
+        q: [B, HQ, D] float32; see `rounding_bound`.
         k, v: [P, S, H, D] int8 codes, from `quantize_pages`.
         k_scale, v_scale: [P, H] float32.
         pages, last_page, last_len, scale, logit_cap, out: as `attend_pages`.

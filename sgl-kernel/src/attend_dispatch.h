@@ -1,0 +1,78 @@
+// Which block functions serve a storage type, head size and group. Include a vec_*.h first.
+#pragma once
+
+#define SCOUT_FLOATS 1  // pages of fp32, bf16 and fp16
+#define SCOUT_CODES 2   // pages of int8
+
+#include "attend_tile.h"
+#include "attend_tile_int8.h"
+
+namespace scout {
+namespace {
+
+struct BlockFns {
+  void (*score)(const Block&);
+  void (*weigh)(const Block&);
+};
+
+template <DType T, int kDim, int GB>
+BlockFns fns() {
+  if constexpr (T == DType::kI8)
+    return {score_codes_block<kDim, GB>, weigh_codes_block<kDim, GB>};
+  else
+    return {score_block<T, kDim, GB>, weigh_block<T, kDim, GB>};
+}
+
+template <DType T, int kDim>
+BlockFns fns_for_group(int group) {
+  static_assert(Vec::kMaxGroupChunk <= kMaxGroup);
+  if (group == 1) return fns<T, kDim, 1>();
+  if (group == 2) return fns<T, kDim, 2>();
+  if (group == 3) return fns<T, kDim, 3>();
+  if (group == 4) return fns<T, kDim, 4>();
+  if constexpr (Vec::kMaxGroupChunk >= 5) {
+    if (group == 5) return fns<T, kDim, 5>();
+  }
+  if constexpr (Vec::kMaxGroupChunk >= 8) {
+    if (group == 6) return fns<T, kDim, 6>();
+    if (group == 7) return fns<T, kDim, 7>();
+    if (group == 8) return fns<T, kDim, 8>();
+  }
+  return {nullptr, nullptr};
+}
+
+template <DType T>
+BlockFns fns_for_dim(int dim, int group) {
+  switch (Vec::kSpecialiseDims ? dim : 0) {
+    case 64:
+      return fns_for_group<T, 64>(group);
+    case 96:
+      return fns_for_group<T, 96>(group);
+    case 128:
+      return fns_for_group<T, 128>(group);
+    case 256:
+      return fns_for_group<T, 256>(group);
+    default:
+      return fns_for_group<T, 0>(group);
+  }
+}
+
+// What this translation unit serves; a file that serves part of it says so before it includes this.
+#ifndef SCOUT_STORAGE
+#define SCOUT_STORAGE (SCOUT_FLOATS | SCOUT_CODES)
+#endif
+
+inline BlockFns find_block_fns(DType dtype, int dim, int group) {
+#if SCOUT_STORAGE & SCOUT_FLOATS
+  if (dtype == DType::kBF16) return fns_for_dim<DType::kBF16>(dim, group);
+  if (dtype == DType::kF16) return fns_for_dim<DType::kF16>(dim, group);
+  if (dtype == DType::kF32) return fns_for_dim<DType::kF32>(dim, group);
+#endif
+#if SCOUT_STORAGE & SCOUT_CODES
+  if (dtype == DType::kI8) return fns_for_dim<DType::kI8>(dim, group);
+#endif
+  return {nullptr, nullptr};
+}
+
+}  // namespace
+}  // namespace scout

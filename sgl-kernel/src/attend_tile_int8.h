@@ -1,0 +1,208 @@
+// score_block and weigh_block for pages of int8 codes, in 16-bit integers: a product of int16 pairs
+// does the work of four fused multiply-adds and needs no conversion to float. Include
+// attend_tile.h first.
+//
+// The query becomes 16-bit codes once per call (scale = largest magnitude / 32767), the weights
+// once per tile and row (relative to the row's largest weight in the tile, softmax_rows). Products
+// are summed exactly: |code of a page| <= 128, so 32 tokens of a lane stay below 2^28. What is lost
+// is the rounding of the codes, at most 2^-16 of the largest element, where an int8 code loses
+// 2^-8.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "attend_tile.h"
+
+namespace scout {
+namespace {
+
+// `count` floats to 16-bit codes, `count` a multiple of Vec::kLanes. Returns the scale; NaN if a
+// value is not finite.
+inline float encode_shorts(const float* from, int count, int16_t* to) {
+  using F = Vec::F;
+  constexpr int W = Vec::kLanes;
+  F largest = Vec::zero();
+  F wrong = Vec::zero();  // 0 * x summed up
+  for (int i = 0; i < count; i += W) {
+    const F x = Vec::load(from + i);
+    largest = Vec::max(largest, Vec::abs(x));
+    wrong = Vec::fma(x, Vec::zero(), wrong);
+  }
+  const float magnitude = Vec::hmax(largest);
+  const float poison = Vec::hsum(wrong);
+  const bool usable = poison == poison && magnitude > 0x1p-100f;
+  const F factor = Vec::set1(usable ? kLargestShort / magnitude : 0.0f);
+  for (int i = 0; i < count; i += W) {
+    const F x = usable ? Vec::load(from + i) : Vec::zero();
+    Vec::store_shorts(Vec::mul(x, factor), to + i);
+  }
+  return poison == poison ? (usable ? magnitude / kLargestShort : 0.0f) : poison;
+}
+
+// Columns of a sum over 2 * kLanes columns: zip_low and zip_high deal out four at a time.
+inline void unpack_zipped(const float* from, float factor, float* to, int dim) {
+  constexpr int W = Vec::kLanes;
+  for (int d = 0; d < dim; d += 2 * W) {
+    for (int i = 0; i < W; ++i) {
+      const int at = d + i / 4 * 8 + i % 4;
+      to[at] = factor * from[d + i];
+      to[at + 4] = factor * from[d + W + i];
+    }
+  }
+}
+
+// scores[g][t] = <q[g], k[t]> in codes, for TB tokens.
+template <int kDim, int TB, int GB>
+inline void score_codes(const char* k, ptrdiff_t row_bytes, const int16_t* q, int head_dim,
+                        const char* ahead, float* scores, int stride) {
+  using I = Vec::I;
+  using S = Vec::S;
+  constexpr int W = 2 * Vec::kLanes;
+  const int dim = kDim != 0 ? kDim : head_dim;
+  I acc[GB][TB];
+#pragma GCC unroll 8
+  for (int g = 0; g < GB; ++g) {
+#pragma GCC unroll 8
+    for (int t = 0; t < TB; ++t) acc[g][t] = Vec::zero_words();
+  }
+#pragma GCC unroll 8
+  for (int d = 0; d < dim; d += W) {
+    S x[TB];
+#pragma GCC unroll 8
+    for (int t = 0; t < TB; ++t) {
+      x[t] = Vec::widen_codes(k + t * row_bytes + d);
+      prefetch_span<W>(ahead + t * row_bytes + d, d);
+    }
+#pragma GCC unroll 8
+    for (int g = 0; g < GB; ++g) {
+      const S code = Vec::load_shorts(q + g * dim + d);
+#pragma GCC unroll 8
+      for (int t = 0; t < TB; ++t) acc[g][t] = Vec::dot_shorts(acc[g][t], code, x[t]);
+    }
+  }
+  constexpr int kSums = GB * TB;
+#pragma GCC unroll 16
+  for (int i = 0; i < kSums; i += 4) {
+    Vec::F part[4];
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) {
+      part[j] =
+          i + j < kSums ? Vec::from_words(acc[(i + j) % kSums / TB][(i + j) % TB]) : Vec::zero();
+    }
+    if constexpr (TB == 4) {
+      Vec::hsum4(part[0], part[1], part[2], part[3], scores + i / TB * stride);
+    } else {
+      float sums[4];
+      Vec::hsum4(part[0], part[1], part[2], part[3], sums);
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; ++j) {
+        if (i + j < kSums) scores[(i + j) / TB * stride + (i + j) % TB] = sums[j];
+      }
+    }
+  }
+}
+
+// acc[g] = rescale[g] * acc[g] + factor[g] * sum_t weights[g][t] * v[t], over 2 * NP vectors of
+// columns, in the order of unpack_zipped. Weights are 16-bit codes, `stride` floats a row.
+template <int NP, int GB>
+inline void accumulate_codes(const char* v, ptrdiff_t row_bytes, int tokens, const float* weights,
+                             int stride, const float* rescale, const float* factor, float* acc,
+                             int dim, const char* ahead) {
+  using I = Vec::I;
+  using S = Vec::S;
+  using F = Vec::F;
+  constexpr int W = Vec::kLanes;
+  constexpr int kColumns = 2 * W;
+  I sums[GB][2 * NP];
+#pragma GCC unroll 8
+  for (int g = 0; g < GB; ++g) {
+#pragma GCC unroll 4
+    for (int j = 0; j < 2 * NP; ++j) sums[g][j] = Vec::zero_words();
+  }
+  for (int t = 0; t < tokens; t += 2) {
+    // An odd last token is paired with itself: the weight behind the last one is zero.
+    const char* const even = v + t * row_bytes;
+    const char* const odd = t + 1 < tokens ? even + row_bytes : even;
+    S low[NP], high[NP];
+#pragma GCC unroll 2
+    for (int j = 0; j < NP; ++j) {
+      const S x = Vec::widen_codes(even + j * kColumns);
+      const S y = Vec::widen_codes(odd + j * kColumns);
+      low[j] = Vec::zip_low(x, y);
+      high[j] = Vec::zip_high(x, y);
+    }
+    prefetch_span<NP * kColumns>(ahead + t * row_bytes, 0);
+    prefetch_span<NP * kColumns>(ahead + (t + 1) * row_bytes, 0);
+#pragma GCC unroll 8
+    for (int g = 0; g < GB; ++g) {
+      const S w = Vec::set1_pair(reinterpret_cast<const int16_t*>(weights + g * stride) + t);
+#pragma GCC unroll 2
+      for (int j = 0; j < NP; ++j) {
+        sums[g][2 * j] = Vec::dot_shorts(sums[g][2 * j], w, low[j]);
+        sums[g][2 * j + 1] = Vec::dot_shorts(sums[g][2 * j + 1], w, high[j]);
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int g = 0; g < GB; ++g) {
+    const F scale = Vec::set1(factor[g]);
+    const F shrink = Vec::set1(rescale != nullptr ? rescale[g] : 1.0f);
+#pragma GCC unroll 4
+    for (int j = 0; j < 2 * NP; ++j) {
+      float* const at = acc + g * dim + j * W;
+      const F sum = Vec::mul(scale, Vec::from_words(sums[g][j]));
+      Vec::store(at, Vec::fma(shrink, Vec::load(at), sum));
+    }
+  }
+}
+
+template <int kDim, int GB>
+void score_codes_block(const Block& block) {
+  constexpr int TB = Vec::token_block(GB);
+  const int dim = kDim != 0 ? kDim : block.head_dim;
+  int t = 0;
+  for (; t + TB <= block.tokens; t += TB) {
+    for (int h = 0; h < block.heads; ++h) {
+      const ptrdiff_t at = t * block.row_bytes + h * dim;
+      score_codes<kDim, TB, GB>(block.rows + at, block.row_bytes,
+                                block.q_codes + h * block.group * dim, dim, block.ahead + at,
+                                block.scores + h * block.group * block.stride + t, block.stride);
+    }
+  }
+  for (; t < block.tokens; ++t) {
+    for (int h = 0; h < block.heads; ++h) {
+      const ptrdiff_t at = t * block.row_bytes + h * dim;
+      score_codes<kDim, 1, GB>(block.rows + at, block.row_bytes,
+                               block.q_codes + h * block.group * dim, dim, block.ahead + at,
+                               block.scores + h * block.group * block.stride + t, block.stride);
+    }
+  }
+}
+
+// block.scores points to the first token's code of the block, as float*.
+template <int kDim, int GB>
+void weigh_codes_block(const Block& block) {
+  constexpr int NP = Vec::pairs_per_pass(GB);
+  constexpr int kColumns = 2 * Vec::kLanes;
+  const int dim = kDim != 0 ? kDim : block.head_dim;
+  for (int h = 0; h < block.heads; ++h) {
+    const int row = h * block.group;
+    const float* const weights = block.scores + row * block.stride;
+    const float* const rescale = block.rescale != nullptr ? block.rescale + row : nullptr;
+    int d = 0;
+    for (; d + NP * kColumns <= dim; d += NP * kColumns) {
+      accumulate_codes<NP, GB>(block.rows + h * dim + d, block.row_bytes, block.tokens, weights,
+                               block.stride, rescale, block.factor + row, block.acc + row * dim + d,
+                               dim, block.ahead + h * dim + d);
+    }
+    for (; d < dim; d += kColumns) {
+      accumulate_codes<1, GB>(block.rows + h * dim + d, block.row_bytes, block.tokens, weights,
+                              block.stride, rescale, block.factor + row, block.acc + row * dim + d,
+                              dim, block.ahead + h * dim + d);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace scout
