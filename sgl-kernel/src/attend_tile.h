@@ -30,7 +30,7 @@ constexpr int element_bytes() {
 
 struct Block {
   const char* rows;   // K or V: first row of the first head; rows are row_bytes apart
-  const char* ahead;  // the next block, of the same form: prefetched line by line meanwhile
+  const char* ahead;  // what to prefetch meanwhile, as many bytes as the block has
   ptrdiff_t row_bytes;
   int tokens;
   int heads;
@@ -45,18 +45,17 @@ struct Block {
   const float* factor;     // [heads * group]: scale of the sums of codes (attend_tile_int8.h)
 };
 
-// The lines of kBytes at p, which lie `offset` bytes behind the begin of a head's row.
 template <int kBytes>
-inline void prefetch_span(const char* p, ptrdiff_t offset) {
-  if (kBytes < kLineBytes && offset % kLineBytes != 0) return;
+inline void prefetch_span(const char*& p) {
 #pragma GCC unroll 16
-  for (int i = 0; i < kBytes; i += kLineBytes) prefetch(p + i);
+  for (int offset = 0; offset < kBytes; offset += kLineBytes) prefetch(p + offset);
+  p += kBytes;
 }
 
 // scores[g][t] = <q[g], k[t]> for TB tokens.
 template <DType T, int kDim, int TB, int GB>
 inline void score_tokens(const char* k, ptrdiff_t row_bytes, const float* q, int head_dim,
-                         const char* ahead, float* scores, int stride) {
+                         const char*& ahead, float* scores, int stride) {
   using F = Vec::F;
   constexpr int W = Vec::kLanes;
   constexpr int kPairBytes = 2 * W * element_bytes<T>();
@@ -71,10 +70,9 @@ inline void score_tokens(const char* k, ptrdiff_t row_bytes, const float* q, int
     F x[TB], y[TB];
 #pragma GCC unroll 8
     for (int t = 0; t < TB; ++t) {
-      const ptrdiff_t offset = d * element_bytes<T>();
-      Vec::load_pair<T>(k + t * row_bytes + offset, x[t], y[t]);
-      prefetch_span<kPairBytes>(ahead + t * row_bytes + offset, offset);
+      Vec::load_pair<T>(k + t * row_bytes + d * element_bytes<T>(), x[t], y[t]);
     }
+    prefetch_span<TB * kPairBytes>(ahead);
 #pragma GCC unroll 8
     for (int g = 0; g < GB; ++g) {
       const F q0 = Vec::load(q + g * dim + d);
@@ -112,7 +110,7 @@ inline void score_tokens(const char* k, ptrdiff_t row_bytes, const float* q, int
 // acc[g] = rescale[g] * acc[g] + sum_t weights[g][t] * v[t], over 2 * NP vectors of columns.
 template <DType T, int NP, int GB>
 inline void accumulate(const char* v, ptrdiff_t row_bytes, int tokens, const float* weights,
-                       int stride, const float* rescale, float* acc, int dim, const char* ahead) {
+                       int stride, const float* rescale, float* acc, int dim, const char*& ahead) {
   using F = Vec::F;
   constexpr int W = Vec::kLanes;
   constexpr int kPairBytes = 2 * W * element_bytes<T>();
@@ -136,7 +134,7 @@ inline void accumulate(const char* v, ptrdiff_t row_bytes, int tokens, const flo
     for (int j = 0; j < NP; ++j) {
       Vec::load_pair<T>(v + t * row_bytes + j * kPairBytes, x[2 * j], x[2 * j + 1]);
     }
-    prefetch_span<NP * kPairBytes>(ahead + t * row_bytes, 0);
+    prefetch_span<NP * kPairBytes>(ahead);
 #pragma GCC unroll 8
     for (int g = 0; g < GB; ++g) {
       const F w = Vec::set1(weights[g * stride + t]);
@@ -226,12 +224,13 @@ void score_block(const Block& block) {
   constexpr int TB = Vec::token_block(GB);
   const int dim = kDim != 0 ? kDim : block.head_dim;
   const ptrdiff_t head_bytes = static_cast<ptrdiff_t>(dim) * element_bytes<T>();
+  const char* ahead = block.ahead;
   int t = 0;
   for (; t + TB <= block.tokens; t += TB) {
     for (int h = 0; h < block.heads; ++h) {
       const ptrdiff_t at = t * block.row_bytes + h * head_bytes;
       score_tokens<T, kDim, TB, GB>(
-          block.rows + at, block.row_bytes, block.q + h * block.group * dim, dim, block.ahead + at,
+          block.rows + at, block.row_bytes, block.q + h * block.group * dim, dim, ahead,
           block.scores + h * block.group * block.stride + t, block.stride);
     }
   }
@@ -239,7 +238,7 @@ void score_block(const Block& block) {
     for (int h = 0; h < block.heads; ++h) {
       const ptrdiff_t at = t * block.row_bytes + h * head_bytes;
       score_tokens<T, kDim, 1, GB>(block.rows + at, block.row_bytes,
-                                   block.q + h * block.group * dim, dim, block.ahead + at,
+                                   block.q + h * block.group * dim, dim, ahead,
                                    block.scores + h * block.group * block.stride + t, block.stride);
     }
   }
@@ -253,9 +252,9 @@ void weigh_block(const Block& block) {
   const ptrdiff_t head_bytes = static_cast<ptrdiff_t>(dim) * element_bytes<T>();
   constexpr int NP = Vec::pairs_per_pass(GB);
   constexpr int kStep = 2 * W * NP;
+  const char* ahead = block.ahead;
   for (int h = 0; h < block.heads; ++h) {
     const char* const v = block.rows + h * head_bytes;
-    const char* const ahead = block.ahead + h * head_bytes;
     const float* const weights = block.scores + h * block.group * block.stride;
     const float* const rescale =
         block.rescale != nullptr ? block.rescale + h * block.group : nullptr;
@@ -264,12 +263,12 @@ void weigh_block(const Block& block) {
     for (; d + kStep <= dim; d += kStep) {
       const ptrdiff_t at = d / (2 * W) * kPairBytes;
       accumulate<T, NP, GB>(v + at, block.row_bytes, block.tokens, weights, block.stride, rescale,
-                            acc + d, dim, ahead + at);
+                            acc + d, dim, ahead);
     }
     for (; d < dim; d += 2 * W) {
       const ptrdiff_t at = d / (2 * W) * kPairBytes;
       accumulate<T, 1, GB>(v + at, block.row_bytes, block.tokens, weights, block.stride, rescale,
-                           acc + d, dim, ahead + at);
+                           acc + d, dim, ahead);
     }
   }
 }

@@ -55,7 +55,7 @@ inline void unpack_zipped(const float* from, float factor, float* to, int dim) {
 // scores[g][t] = <q[g], k[t]> in codes, for TB tokens.
 template <int kDim, int TB, int GB>
 inline void score_codes(const char* k, ptrdiff_t row_bytes, const int16_t* q, int head_dim,
-                        const char* ahead, float* scores, int stride) {
+                        const char*& ahead, float* scores, int stride) {
   using I = Vec::I;
   using S = Vec::S;
   constexpr int W = 2 * Vec::kLanes;
@@ -72,8 +72,8 @@ inline void score_codes(const char* k, ptrdiff_t row_bytes, const int16_t* q, in
 #pragma GCC unroll 8
     for (int t = 0; t < TB; ++t) {
       x[t] = Vec::widen_codes(k + t * row_bytes + d);
-      prefetch_span<W>(ahead + t * row_bytes + d, d);
     }
+    prefetch_span<TB * W>(ahead);
 #pragma GCC unroll 8
     for (int g = 0; g < GB; ++g) {
       const S code = Vec::load_shorts(q + g * dim + d);
@@ -108,7 +108,7 @@ inline void score_codes(const char* k, ptrdiff_t row_bytes, const int16_t* q, in
 template <int NP, int GB>
 inline void accumulate_codes(const char* v, ptrdiff_t row_bytes, int tokens, const float* weights,
                              int stride, const float* rescale, const float* factor, float* acc,
-                             int dim, const char* ahead) {
+                             int dim, const char*& ahead) {
   using I = Vec::I;
   using S = Vec::S;
   using F = Vec::F;
@@ -132,8 +132,7 @@ inline void accumulate_codes(const char* v, ptrdiff_t row_bytes, int tokens, con
       low[j] = Vec::zip_low(x, y);
       high[j] = Vec::zip_high(x, y);
     }
-    prefetch_span<NP * kColumns>(ahead + t * row_bytes, 0);
-    prefetch_span<NP * kColumns>(ahead + (t + 1) * row_bytes, 0);
+    prefetch_span<2 * NP * kColumns>(ahead);
 #pragma GCC unroll 8
     for (int g = 0; g < GB; ++g) {
       const S w = Vec::set1_pair(reinterpret_cast<const int16_t*>(weights + g * stride) + t);
@@ -161,12 +160,13 @@ template <int kDim, int GB>
 void score_codes_block(const Block& block) {
   constexpr int TB = Vec::token_block(GB);
   const int dim = kDim != 0 ? kDim : block.head_dim;
+  const char* ahead = block.ahead;
   int t = 0;
   for (; t + TB <= block.tokens; t += TB) {
     for (int h = 0; h < block.heads; ++h) {
       const ptrdiff_t at = t * block.row_bytes + h * dim;
       score_codes<kDim, TB, GB>(block.rows + at, block.row_bytes,
-                                block.q_codes + h * block.group * dim, dim, block.ahead + at,
+                                block.q_codes + h * block.group * dim, dim, ahead,
                                 block.scores + h * block.group * block.stride + t, block.stride);
     }
   }
@@ -174,7 +174,7 @@ void score_codes_block(const Block& block) {
     for (int h = 0; h < block.heads; ++h) {
       const ptrdiff_t at = t * block.row_bytes + h * dim;
       score_codes<kDim, 1, GB>(block.rows + at, block.row_bytes,
-                               block.q_codes + h * block.group * dim, dim, block.ahead + at,
+                               block.q_codes + h * block.group * dim, dim, ahead,
                                block.scores + h * block.group * block.stride + t, block.stride);
     }
   }
@@ -186,6 +186,7 @@ void weigh_codes_block(const Block& block) {
   constexpr int NP = Vec::pairs_per_pass(GB);
   constexpr int kColumns = 2 * Vec::kLanes;
   const int dim = kDim != 0 ? kDim : block.head_dim;
+  const char* ahead = block.ahead;
   for (int h = 0; h < block.heads; ++h) {
     const int row = h * block.group;
     const float* const weights = block.scores + row * block.stride;
@@ -194,12 +195,12 @@ void weigh_codes_block(const Block& block) {
     for (; d + NP * kColumns <= dim; d += NP * kColumns) {
       accumulate_codes<NP, GB>(block.rows + h * dim + d, block.row_bytes, block.tokens, weights,
                                block.stride, rescale, block.factor + row, block.acc + row * dim + d,
-                               dim, block.ahead + h * dim + d);
+                               dim, ahead);
     }
     for (; d < dim; d += kColumns) {
       accumulate_codes<1, GB>(block.rows + h * dim + d, block.row_bytes, block.tokens, weights,
                               block.stride, rescale, block.factor + row, block.acc + row * dim + d,
-                              dim, block.ahead + h * dim + d);
+                              dim, ahead);
     }
   }
 }
