@@ -133,6 +133,10 @@ class RingProducer:
     ) -> tuple[int, int]:
         """Time waited in microseconds and pages that the caller computed."""
     def totals(self) -> dict[str, int]: ...
+    def set_trace(self, on: bool) -> None: ...
+    def next_event(self, line: int) -> int: ...
+    def read_events(self, line: int, start: int, to_ptr: int) -> tuple[int, int, int]:
+        """Where to go on, events copied to ``to_ptr`` (at most EVENT_ENTRIES), events lost."""
 
 class RingRuntime:
     def __init__(

@@ -81,7 +81,17 @@ void bind_runtime(nb::module_& m) {
       .def("wait", &wait, nb::arg("ticket"), nb::arg("layer"), nb::arg("step"),
            nb::arg("timeout_us"), nb::arg("spin_us"), nb::arg("out_ptr"), nb::arg("lse_ptr"),
            nb::arg("out_bytes"))
-      .def("totals", &totals);
+      .def("totals", &totals)
+      .def("set_trace", &Producer::set_trace, nb::arg("on"))
+      .def("next_event", &Producer::next_event, nb::arg("line"))
+      .def(
+          "read_events",
+          [](const Producer& self, uint32_t line, uint64_t from, uintptr_t to) {
+            const Producer::EventsRead read =
+                self.read_events(line, from, pointer<scout::Event>(to));
+            return nb::make_tuple(read.next, read.count, read.lost);
+          },
+          nb::arg("line"), nb::arg("start"), nb::arg("to_ptr"));
 
   nb::class_<Runtime>(m, "RingRuntime", "The worker's threads, from construction until stop().")
       .def(

@@ -14,6 +14,7 @@
 
 #include "ring.h"
 #include "row.h"
+#include "test_points.h"
 
 namespace scout {
 
@@ -22,6 +23,12 @@ class Producer {
   struct Reply {
     int64_t waited_us;
     int64_t fallback_pages;  // pages computed here; 0 if the worker answered
+  };
+
+  struct EventsRead {
+    uint64_t next;   // where to go on
+    uint32_t count;  // copied
+    uint64_t lost;
   };
 
   Producer(void* base, uint64_t bytes) {
@@ -33,6 +40,10 @@ class Producer {
     part_floats_ = ring_.q_floats() + h.q_heads;
     // An arena may see several producers, one after the other.
     posts_ = load_acquire(&ring_.control()->head);
+    // What the one before left in the ring may still be served by a worker that outlived it.
+    for (uint32_t i = 0; i < ring_.num_slots(); ++i)
+      slots_[i].seq = load_acquire(&ring_.record(i)->seq);
+    set_trace(false);
   }
 
   // Reserves the number of a new worker life; only when no earlier worker is alive any more.
@@ -46,6 +57,7 @@ class Producer {
   // From now on records go to the worker of `epoch`, or to nobody (0). Whoever waits looks again.
   void set_life(uint32_t epoch) {
     live_epoch_.store(epoch, std::memory_order_seq_cst);
+    full_fence();  // either await_done sees the new life, or its waiter is seen here
     for (uint32_t i = 0; i < ring_.num_slots(); ++i) {
       const ReplyHeader* reply = ring_.reply(i);
       if (load_acquire(&reply->waiters) != 0) futex_wake(low_half(&reply->done), INT_MAX);
@@ -86,7 +98,7 @@ class Producer {
       keep(slot, q, pages, k, n_pages);
     } else {
       slot.kind = Kind::kPosted;
-      publish(index, live, layer, q, pages, k, n_pages);
+      publish(index, live, layer, step, q, pages, k, n_pages);
     }
     return slot.ticket;
   }
@@ -126,6 +138,7 @@ class Producer {
       const bool answered = await_done(index, slot.seq, begin_ns, timeout_us, spin_us);
       reply.waited_us = (now_ns() - begin_ns) / 1000;
       if (answered) {
+        SCOUT_POINT(kAnswered, index);
         std::memcpy(out, ring_.out(index, 0), slot.rows * q_floats * sizeof(float));
         std::memcpy(lse, ring_.lse(index, 0), uint64_t{slot.rows} * h.q_heads * sizeof(float));
         return reply;
@@ -161,6 +174,50 @@ class Producer {
     return sum;
   }
 
+  // Whether worker threads write events.
+  void set_trace(bool on) { store_relaxed(&ring_.control()->trace, on ? 1u : 0u); }
+
+  // Number of the event that worker thread `line` will write next.
+  uint64_t next_event(uint32_t line) const {
+    if (line >= ring_.header().stat_lines) fail_line(line);
+    return load_acquire(&ring_.stats(line)->events);
+  }
+
+  // Copies the events of thread `line` from number `from` on, at most event_entries of them, to
+  // `to`. The log is the worker's to write, so everything in it is checked: an event that was
+  // overwritten, is being written or says what cannot be is counted in `lost` and left out.
+  EventsRead read_events(uint32_t line, uint64_t from, Event* to) const {
+    const Header& h = ring_.header();
+    EventsRead read{next_event(line), 0, 0};
+    if (read.next - from > h.event_entries) {
+      // Too late for some, or a count that runs backwards, which only damage can cause.
+      const uint64_t first = read.next > from ? read.next - h.event_entries : read.next;
+      read.lost = first - (read.next > from ? from : first);
+      from = first;
+    }
+    for (uint64_t number = from; number != read.next; ++number) {
+      const Event* event = ring_.event(line, number);
+      Event copy{};
+      const uint64_t stamp = load_acquire(&event->stamp);
+      copy.seq = load_relaxed(&event->seq);
+      copy.step = load_relaxed(&event->step);
+      copy.begin_ns = load_relaxed(&event->begin_ns);
+      copy.end_ns = load_relaxed(&event->end_ns);
+      copy.layer = load_relaxed(&event->layer);
+      copy.first_item = load_relaxed(&event->first_item);
+      copy.items = load_relaxed(&event->items);
+      copy.parts = load_relaxed(&event->parts);
+      copy.pages = load_relaxed(&event->pages);
+      __atomic_thread_fence(__ATOMIC_ACQUIRE);
+      copy.stamp = load_relaxed(&event->stamp);
+      if (stamp == number + 1 && copy.stamp == stamp && is_possible(copy))
+        to[read.count++] = copy;
+      else
+        ++read.lost;
+    }
+    return read;
+  }
+
  private:
   enum class Kind { kEmpty, kLocal, kPosted };
   struct Slot {
@@ -183,6 +240,20 @@ class Producer {
                                 " is outside " + std::to_string(lo) + ".." + std::to_string(hi));
   }
 
+  [[noreturn]] static void fail_line(uint32_t line) {
+    throw std::invalid_argument("events: no worker thread " + std::to_string(line));
+  }
+
+  bool is_possible(const Event& e) const {
+    const Header& h = ring_.header();
+    const uint64_t epoch = epoch_of(e.seq);
+    const uint64_t items = uint64_t{h.max_batch} * e.parts;
+    return epoch >= 1 && epoch <= load_relaxed(&ring_.control()->epoch) && e.layer < h.num_layers &&
+           e.parts >= 1 && e.parts <= kMaxParts && e.items >= 1 && e.items <= items &&
+           e.first_item <= items - e.items && e.pages <= uint64_t{h.max_batch} * h.max_pages &&
+           e.begin_ns > 0 && e.begin_ns <= e.end_ns && e.end_ns <= now_ns();
+  }
+
   // A worker that lives may still read the record or write the reply.
   bool is_busy(uint32_t index, uint32_t live) const {
     const uint64_t seq = slots_[index].seq;
@@ -200,33 +271,42 @@ class Producer {
       std::memcpy(&slot.page_ids[b * max_pages], pages + b * k, n_pages[b] * sizeof(int32_t));
   }
 
-  void publish(uint32_t index, uint32_t live, uint32_t layer, const float* q, const int32_t* pages,
-               uint32_t k, const int32_t* n_pages) {
+  void publish(uint32_t index, uint32_t live, uint32_t layer, uint64_t step, const float* q,
+               const int32_t* pages, uint32_t k, const int32_t* n_pages) {
     Slot& slot = slots_[index];
     RecordHeader* record = ring_.record(index);
     const uint64_t post = ++posts_;
     slot.seq = make_seq(live, post);
     store_relaxed(&record->claim, (post & kPostMask) << 24 | kClosed);
     full_fence();  // nobody claims an item of the old record from here on
+    SCOUT_POINT(kClosed, index);
     store_relaxed(&record->seq, slot.seq);
     store_relaxed(&record->layer, layer);
     store_relaxed(&record->rows, slot.rows);
     store_relaxed(&record->parts, slot.parts);
+    store_relaxed(&record->step, step);
+    SCOUT_POINT(kHeaderWritten, index);
     std::memcpy(ring_.q(index, 0), q, slot.rows * ring_.q_floats() * sizeof(float));
     for (uint32_t b = 0; b < slot.rows; ++b)
       std::memcpy(ring_.pages(index, b), pages + uint64_t{b} * k, n_pages[b] * sizeof(int32_t));
     std::memcpy(ring_.n_pages(index), n_pages, slot.rows * sizeof(int32_t));
+    SCOUT_POINT(kDataWritten, index);
     store_release(&record->claim, (post & kPostMask) << 24);
+    SCOUT_POINT(kOpened, index);
     store_release(ring_.log_entry(post), (post & kPostMask) << 24 | index);
+    SCOUT_POINT(kLogged, index);
     Control* control = ring_.control();
     store_release(&control->head, post);
+    SCOUT_POINT(kHeadRaised, index);
     __atomic_fetch_add(&control->bell, 1u, __ATOMIC_SEQ_CST);
     full_fence();
+    SCOUT_POINT(kBellRaised, index);
     const uint32_t sleepers = load_acquire(&control->sleepers);
     if (sleepers != 0) {
       const uint64_t items = uint64_t{slot.rows} * slot.parts;
       futex_wake(&control->bell, static_cast<int>(items < 1024 ? items : 1024));
     }
+    SCOUT_POINT(kWoken, index);
   }
 
   // True if the worker's answer to `seq` is there and good.
@@ -254,6 +334,7 @@ class Producer {
       }
       store_relaxed(&reply->waiters, 1u);
       full_fence();
+      SCOUT_POINT(kWaiting, index);
       if (load_acquire(&reply->done) == done &&
           live_epoch_.load(std::memory_order_seq_cst) == epoch)
         futex_wait(low_half(&reply->done), static_cast<uint32_t>(done),

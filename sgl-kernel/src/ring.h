@@ -8,6 +8,7 @@
 //   log_offset       u64[log_entries]       order of the posts: post n is at (n % log_entries)
 //   records_offset   2*L slots of record_stride bytes: RecordHeader, q, pages, n_pages
 //   replies_offset   2*L slots of reply_stride bytes:  ReplyHeader, out, lse
+//   events_offset    stat_lines rings of event_entries Events, each written by one worker thread
 //   kv_offset        L layers of layer_stride bytes: K [P,S,H,D], at +v_offset V [P,S,H,D]
 //
 // Slot of (layer, step): (step & 1) * L + layer.
@@ -35,6 +36,10 @@
 // log_entries (> 2*L) newer posts exist. At most 2*L are unfinished, so some newer post is
 // finished, so some thread has gone past the lost entry, and a thread goes past a record only when
 // all its items are claimed.
+//
+// Events say what a worker thread did and when, for the timeline. They are written only while
+// Control.trace is set. Event n of a thread, counted over all lives, is at n % event_entries; a
+// reader that comes too late finds another number in the stamp and counts a loss.
 #pragma once
 
 #include <climits>
@@ -48,7 +53,7 @@
 namespace scout {
 
 constexpr uint64_t kRingMagic = 0x31474E5254554353ull;  // "SCUTRNG1"
-constexpr uint32_t kLayoutVersion = 1;
+constexpr uint32_t kLayoutVersion = 2;
 constexpr uint32_t kHeaderBytes = 4096;
 constexpr uint64_t kPostMask = (1ull << 40) - 1;
 constexpr uint64_t kItemMask = (1ull << 24) - 1;
@@ -88,8 +93,10 @@ struct Header {
   uint64_t n_pages_offset;  // within a record: int32 [max_batch]
   uint64_t out_offset;      // within a reply: fp32 [max_batch, HQ, D]
   uint64_t lse_offset;      // within a reply: fp32 [max_batch, HQ]
+  uint64_t events_offset;
+  uint64_t event_entries;  // of one thread; a power of two
 };
-static_assert(sizeof(Header) == 200, "ring.py mirrors this layout");
+static_assert(sizeof(Header) == 216, "ring.py mirrors this layout");
 
 // Words of different writers lie 128 bytes apart: two cache lines, as adjacent ones come together.
 struct Control {
@@ -97,8 +104,9 @@ struct Control {
   alignas(128) uint32_t bell;  // futex, raised with every post; producer (a stopping worker too)
   alignas(128) uint32_t sleepers;  // worker threads about to wait on bell or waiting; worker
   alignas(128) uint32_t epoch;     // the last life that was begun; producer
+  alignas(128) uint32_t trace;     // nonzero: worker threads write events; producer
 };
-static_assert(sizeof(Control) == 512, "ring.py mirrors this layout");
+static_assert(sizeof(Control) == 640, "ring.py mirrors this layout");
 
 struct StatLine {
   alignas(128) uint64_t items;  // (row, part) items computed
@@ -107,6 +115,7 @@ struct StatLine {
   uint64_t refused;             // records refused: a field out of range
   uint64_t stale;               // records of another life that were not served
   uint64_t records;             // records finished, refused and stale ones included
+  uint64_t events;              // events ever written by the thread
 };
 static_assert(sizeof(StatLine) == 128, "ring.py mirrors this layout");
 
@@ -115,6 +124,7 @@ struct RecordHeader {
   uint32_t layer;
   uint32_t rows;
   uint32_t parts;  // each row is split into this many runs of pages, merged in order
+  uint64_t step;   // decode step, for events only
   alignas(128) uint64_t claim;
 };
 static_assert(sizeof(RecordHeader) == 256, "ring.py mirrors this layout");
@@ -127,6 +137,23 @@ struct ReplyHeader {
   alignas(128) uint32_t waiters;  // producer: nonzero while it sleeps on done
 };
 static_assert(sizeof(ReplyHeader) == 256, "ring.py mirrors this layout");
+
+// The items of one record that one thread computed, which it does in one go. Times are
+// CLOCK_MONOTONIC. A stamp other than the event's number + 1 means that it is being written or was
+// overwritten.
+struct Event {
+  alignas(64) uint64_t stamp;
+  uint64_t seq;
+  uint64_t step;
+  int64_t begin_ns;
+  int64_t end_ns;
+  uint32_t layer;
+  uint32_t first_item;  // row * parts + part
+  uint32_t items;
+  uint32_t parts;
+  uint32_t pages;
+};
+static_assert(sizeof(Event) == 64, "ring.py mirrors this layout");
 
 inline uint64_t make_seq(uint64_t epoch, uint64_t post) { return epoch << 40 | (post & kPostMask); }
 inline uint64_t epoch_of(uint64_t seq) { return seq >> 40; }
@@ -155,7 +182,8 @@ class Ring {
         h_.dtype > 2 || !in(h_.max_batch, 1, 1u << 16) || !in(h_.max_pages, 1, 1u << 20) ||
         !in(static_cast<uint64_t>(h_.num_pages), 1, INT32_MAX) || !in(h_.stat_lines, 1, 1u << 16) ||
         h_.log_entries <= 2 * h_.num_layers || (h_.log_entries & (h_.log_entries - 1)) != 0 ||
-        h_.log_entries > 1u << 24)
+        h_.log_entries > 1u << 24 || !in(h_.event_entries, 1, 1u << 20) ||
+        (h_.event_entries & (h_.event_entries - 1)) != 0)
       return "a size in the header is out of range";
     const uint64_t esize = h_.dtype == 0 ? 4 : 2;
     const uint64_t plane =
@@ -172,8 +200,9 @@ class Ring {
     const bool ok =
         fits(h_.control_offset, sizeof(Control), all, 128) &&
         fits(h_.stats_offset, sizeof(StatLine) * h_.stat_lines, all, 128) &&
-        fits(h_.log_offset, 8ull * h_.log_entries, all, 128) && h_.record_stride % 128 == 0 &&
-        h_.reply_stride % 128 == 0 && h_.records_offset <= all &&
+        fits(h_.log_offset, 8ull * h_.log_entries, all, 128) &&
+        fits(h_.events_offset, sizeof(Event) * h_.event_entries * h_.stat_lines, all, 64) &&
+        h_.record_stride % 128 == 0 && h_.reply_stride % 128 == 0 && h_.records_offset <= all &&
         h_.record_stride <= (all - h_.records_offset) / slots && h_.replies_offset <= all &&
         h_.reply_stride <= (all - h_.replies_offset) / slots && h_.kv_offset <= all &&
         h_.layer_stride <= (all - h_.kv_offset) / h_.num_layers && h_.records_offset % 128 == 0 &&
@@ -198,6 +227,10 @@ class Ring {
   StatLine* stats(uint32_t i) const { return at<StatLine>(h_.stats_offset) + i; }
   uint64_t* log_entry(uint64_t post) const {
     return at<uint64_t>(h_.log_offset) + (post & (h_.log_entries - 1));
+  }
+  Event* event(uint32_t line, uint64_t number) const {
+    return at<Event>(h_.events_offset) + line * h_.event_entries +
+           (number & (h_.event_entries - 1));
   }
   RecordHeader* record(uint32_t slot) const {
     return at<RecordHeader>(h_.records_offset + slot * h_.record_stride);

@@ -9,6 +9,7 @@
 #include <stdexcept>
 
 #include "row.h"
+#include "test_points.h"
 
 namespace scout {
 namespace {
@@ -16,6 +17,18 @@ namespace {
 // A thread that slept through a wake-up (which the protocol rules out) is late by this much at
 // most.
 constexpr int64_t kSleepUs = 500000;
+
+// Counts one more finisher of the record with this tag (its post << 24); returns how many there are
+// now. What a record left here that was damaged while it was served does not count for the next.
+uint32_t count_one(std::atomic<uint64_t>& word, uint64_t tag) {
+  uint64_t seen = word.load(std::memory_order_relaxed);
+  for (;;) {
+    const uint64_t next = ((seen & ~kItemMask) == tag ? seen : tag) + 1;
+    if (word.compare_exchange_weak(seen, next, std::memory_order_acq_rel,
+                                   std::memory_order_relaxed))
+      return static_cast<uint32_t>(next & kItemMask);
+  }
+}
 
 // Signals are the control thread's: none may interrupt a thread of the pool.
 class BlockSignals {
@@ -56,10 +69,10 @@ Runtime::Runtime(void* base, uint64_t bytes, const RuntimeOptions& options) : op
     if (!partials_)
       throw std::runtime_error("worker runtime: no memory for " + std::to_string(count * 4) +
                                " bytes of partial results");
-    parts_done_.reset(new std::atomic<uint32_t>[slots * h.max_batch]());
+    parts_done_.reset(new std::atomic<uint64_t>[slots * h.max_batch]());
   }
-  rows_done_.reset(new std::atomic<uint32_t>[slots]());
-  refused_.reset(new std::atomic<uint32_t>[slots]());
+  rows_done_.reset(new std::atomic<uint64_t>[slots]());
+  refused_.reset(new std::atomic<uint64_t>[slots]());
   first_post_ = load_acquire(&ring_.control()->head);
   store_relaxed(&ring_.control()->sleepers, uint32_t{0});  // of a life that was killed in its sleep
   try {
@@ -112,15 +125,17 @@ void Runtime::stop() {
 }
 
 Progress Runtime::progress() const {
-  // Read the finished ones first: `pending` may be too large for a moment, never wrongly zero.
-  uint64_t records = 0;
-  uint64_t items = 0;
-  for (const auto& thread : threads_) {
-    records += load_relaxed(&thread->records);
-    items += load_relaxed(&thread->items);
+  // From the slots and not from a count of posts: a record of an earlier life, or one that got lost
+  // because the ring was damaged, would stay in a difference of counts for ever. A record that is
+  // being filled counts already.
+  uint64_t pending = 0;
+  for (uint32_t slot = 0; slot < ring_.num_slots(); ++slot) {
+    const uint64_t seq = load_acquire(&ring_.record(slot)->seq);
+    pending += epoch_of(seq) == options_.epoch && load_acquire(&ring_.reply(slot)->done) != seq;
   }
-  const uint64_t posts = load_acquire(&ring_.control()->head) - first_post_;
-  return {posts > records ? posts - records : 0, items};
+  uint64_t items = 0;
+  for (const auto& thread : threads_) items += load_relaxed(&thread->items);
+  return {pending, items};
 }
 
 void Runtime::run(Thread& me, uint32_t index) {
@@ -132,7 +147,10 @@ void Runtime::run(Thread& me, uint32_t index) {
   while (!stopping_.load(std::memory_order_relaxed)) {
     const uint64_t head = load_acquire(&control->head);
     if (head != cursor) {
-      if (head < cursor) cursor = head;  // only a damaged header says so; never run backwards
+      // Only a damaged word can say that the head went back. What this life has got is looked at
+      // again: a record that was served cannot be claimed a second time.
+      if (head < cursor) cursor = head < first_post_ ? head : first_post_;
+      if (cursor < first_post_ && first_post_ <= head) cursor = first_post_;
       if (head - cursor > log_entries) cursor = head - log_entries;  // see ring.h
       while (cursor != head && !stopping_.load(std::memory_order_relaxed))
         serve(me, index, ++cursor);
@@ -150,49 +168,84 @@ void Runtime::run(Thread& me, uint32_t index) {
 void Runtime::sleep(uint64_t cursor) {
   Control* control = ring_.control();
   __atomic_fetch_add(&control->sleepers, 1u, __ATOMIC_SEQ_CST);
+  SCOUT_POINT(kGoingToSleep, UINT32_MAX);
   const uint32_t seen = load_acquire(&control->bell);
   full_fence();
   // The producer stores head, raises bell, then looks at sleepers: either it sees this sleeper and
   // wakes it, or its head is seen here.
-  if (load_acquire(&control->head) == cursor && !stopping_.load(std::memory_order_seq_cst))
+  if (load_acquire(&control->head) == cursor && !stopping_.load(std::memory_order_seq_cst)) {
+    SCOUT_POINT(kFallingAsleep, UINT32_MAX);
     futex_wait(&control->bell, seen, kSleepUs);
-  __atomic_fetch_sub(&control->sleepers, 1u, __ATOMIC_SEQ_CST);
+  }
+  SCOUT_POINT(kAwake, UINT32_MAX);
+  // More sleepers than threads: the word was damaged. Too large a number costs a system call with
+  // every post; too small a one would let posts go unheard for kSleepUs.
+  const uint32_t threads = static_cast<uint32_t>(options_.cpus.size());
+  if (__atomic_sub_fetch(&control->sleepers, 1u, __ATOMIC_SEQ_CST) >= threads)
+    store_relaxed(&control->sleepers, threads);
 }
 
 void Runtime::serve(Thread& me, uint32_t index, uint64_t post) {
+  me.span.items = 0;
+  serve_items(me, index, post);
+  if (me.span.items != 0 && load_relaxed(&ring_.control()->trace) != 0) write_event(me, index);
+}
+
+void Runtime::write_event(Thread& me, uint32_t index) {
+  const uint64_t number = load_relaxed(&me.stats->events);
+  Event* event = ring_.event(index, number);
+  store_relaxed(&event->stamp, uint64_t{0});
+  __atomic_thread_fence(__ATOMIC_RELEASE);  // a reader that sees a new field sees no old stamp
+  store_relaxed(&event->seq, me.span.seq);
+  store_relaxed(&event->step, me.span.step);
+  store_relaxed(&event->begin_ns, me.span.begin_ns);
+  store_relaxed(&event->end_ns, me.span.end_ns);
+  store_relaxed(&event->layer, me.span.layer);
+  store_relaxed(&event->first_item, me.span.first_item);
+  store_relaxed(&event->items, me.span.items);
+  store_relaxed(&event->parts, me.span.parts);
+  store_relaxed(&event->pages, me.span.pages);
+  store_release(&event->stamp, number + 1);
+  store_release(&me.stats->events, number + 1);
+}
+
+void Runtime::serve_items(Thread& me, uint32_t index, uint64_t post) {
   const Header& h = ring_.header();
   const uint64_t entry = load_acquire(ring_.log_entry(post));
   if (entry >> 24 != (post & kPostMask)) return;  // overwritten: finished long ago
   const uint32_t slot = static_cast<uint32_t>(entry & kItemMask);
   if (slot >= ring_.num_slots()) {
-    if (index == 0) {  // no claim word to agree on: by convention the first thread counts it
-      add_own<uint64_t>(&me.stats->refused, 1);
-      add_own<uint64_t>(&me.records, 1);
-    }
+    // No claim word to agree on: by convention the first thread counts it.
+    if (index == 0) add_own<uint64_t>(&me.stats->refused, 1);
     return;
   }
+  SCOUT_POINT(kEntryRead, slot);
   RecordHeader* record = ring_.record(slot);
   const uint64_t tag = (post & kPostMask) << 24;
   for (;;) {
     uint64_t claim = load_acquire(&record->claim);
     if ((claim & ~kItemMask) != tag || claim == (tag | kClosed)) return;
-    const uint64_t seq = load_relaxed(&record->seq);
-    const uint32_t layer = load_relaxed(&record->layer);
-    const uint32_t rows = load_relaxed(&record->rows);
-    const uint32_t parts = load_relaxed(&record->parts);
-    const bool own = seq == make_seq(options_.epoch, post);
-    const bool valid = layer < h.num_layers && slot % h.num_layers == layer && rows >= 1 &&
-                       rows <= h.max_batch && parts >= 1 && parts <= options_.max_parts;
+    // Acquire: who sees a word of a later record here also sees that this one was closed, and
+    // fails below.
+    const uint64_t seq = load_acquire(&record->seq);
+    const uint32_t layer = load_acquire(&record->layer);
+    const uint32_t rows = load_acquire(&record->rows);
+    const uint32_t parts = load_acquire(&record->parts);
+    const uint64_t step = load_acquire(&record->step);
+    SCOUT_POINT(kHeaderRead, slot);
+    const bool own = epoch_of(seq) == options_.epoch;
+    const bool valid = seq == make_seq(options_.epoch, post) && layer < h.num_layers &&
+                       slot % h.num_layers == layer && rows >= 1 && rows <= h.max_batch &&
+                       parts >= 1 && parts <= options_.max_parts;
     if (!own || !valid) {
       // Whoever closes the record counts it. Its producer, if alive in this life, learns it at
-      // once.
+      // once, by the number that the log and the claim agree on.
       if (!__atomic_compare_exchange_n(&record->claim, &claim, tag | kClosed, false,
                                        __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE))
         continue;
       add_own<uint64_t>(own ? &me.stats->refused : &me.stats->stale, 1);
-      if (own) publish_done(slot, seq, kReplyRefused);
+      if (own) publish_done(slot, make_seq(options_.epoch, post), kReplyRefused);
       add_own<uint64_t>(&me.stats->records, 1);
-      add_own<uint64_t>(&me.records, 1);
       return;
     }
     const uint64_t item = claim & kItemMask;
@@ -202,6 +255,15 @@ void Runtime::serve(Thread& me, uint32_t index, uint64_t post) {
     if (!__atomic_compare_exchange_n(&record->claim, &claim, claim + 1, false, __ATOMIC_ACQ_REL,
                                      __ATOMIC_ACQUIRE))
       continue;
+    SCOUT_POINT(kItemClaimed, slot);
+    if (me.span.items == 0) {
+      me.span.seq = seq;
+      me.span.step = step;
+      me.span.layer = layer;
+      me.span.first_item = static_cast<uint32_t>(item);
+      me.span.parts = parts;
+      me.span.pages = 0;
+    }
     run_item(me, slot, seq, layer, static_cast<uint32_t>(item / parts), rows,
              static_cast<uint32_t>(item % parts), parts);
   }
@@ -216,13 +278,13 @@ void Runtime::run_item(Thread& me, uint32_t slot, uint64_t seq, uint32_t layer, 
   const int32_t attended = attend_part(ring_, layer, ring_.q(slot, row), ring_.pages(slot, row), n,
                                        part, parts, me.pages.data(), out, out + ring_.q_floats());
   const bool refused = attended < 0;
-  if (refused) refused_[slot].store(1, std::memory_order_relaxed);
+  const uint64_t tag = post_of(seq) << 24;
+  if (refused) refused_[slot].store(tag | 1, std::memory_order_relaxed);
+  SCOUT_POINT(kItemComputed, slot);
   bool last = true;
   if (parts > 1) {
-    std::atomic<uint32_t>& done = parts_done_[uint64_t{slot} * h.max_batch + row];
-    last = done.fetch_add(1, std::memory_order_acq_rel) + 1 == parts;
+    last = count_one(parts_done_[uint64_t{slot} * h.max_batch + row], tag) == parts;
     if (last) {
-      done.store(0, std::memory_order_relaxed);
       merge_parts(h.q_heads, h.head_dim, parts, partial(slot, row, 0), partial_floats_,
                   me.result.data(), me.result.data() + ring_.q_floats());
     }
@@ -233,30 +295,39 @@ void Runtime::run_item(Thread& me, uint32_t slot, uint64_t seq, uint32_t layer, 
     std::memcpy(ring_.out(slot, row), me.result.data(), ring_.q_floats() * sizeof(float));
     std::memcpy(ring_.lse(slot, row), me.result.data() + ring_.q_floats(),
                 h.q_heads * sizeof(float));
+    SCOUT_POINT(kRowWritten, slot);
   }
   add_own<uint64_t>(&me.stats->items, 1);
   add_own<uint64_t>(&me.items, 1);
-  if (!refused) add_own<uint64_t>(&me.stats->pages, static_cast<uint64_t>(attended));
-  add_own<uint64_t>(&me.stats->busy_ns, static_cast<uint64_t>(now_ns() - begin_ns));
+  const int64_t end_ns = now_ns();
+  if (!refused) {
+    add_own<uint64_t>(&me.stats->pages, static_cast<uint64_t>(attended));
+    me.span.pages += static_cast<uint32_t>(attended);
+  }
+  add_own<uint64_t>(&me.stats->busy_ns, static_cast<uint64_t>(end_ns - begin_ns));
+  if (me.span.items++ == 0) me.span.begin_ns = begin_ns;
+  me.span.end_ns = end_ns;
   if (last) finish_row(me, slot, seq, rows);
 }
 
 void Runtime::finish_row(Thread& me, uint32_t slot, uint64_t seq, uint32_t rows) {
-  if (rows_done_[slot].fetch_add(1, std::memory_order_acq_rel) + 1 != rows) return;
-  rows_done_[slot].store(0, std::memory_order_relaxed);
-  const bool refused = refused_[slot].exchange(0, std::memory_order_relaxed) != 0;
+  const uint64_t tag = post_of(seq) << 24;
+  if (count_one(rows_done_[slot], tag) != rows) return;
+  SCOUT_POINT(kAllRowsWritten, slot);
+  const bool refused = refused_[slot].load(std::memory_order_relaxed) == (tag | 1);
   if (refused) add_own<uint64_t>(&me.stats->refused, 1);
   add_own<uint64_t>(&me.stats->records, 1);
+  if (load_acquire(&ring_.record(slot)->seq) != seq) return;  // as in run_item
   publish_done(slot, seq, refused ? kReplyRefused : kReplyOk);
-  add_own<uint64_t>(&me.records, 1);
 }
 
 void Runtime::publish_done(uint32_t slot, uint64_t seq, ReplyStatus status) {
   ReplyHeader* reply = ring_.reply(slot);
-  if (load_acquire(&ring_.record(slot)->seq) != seq) return;
   store_relaxed(&reply->status, static_cast<uint32_t>(status));
+  SCOUT_POINT(kStatusWritten, slot);
   store_release(&reply->done, seq);
   full_fence();
+  SCOUT_POINT(kDone, slot);
   if (load_relaxed(&reply->waiters) != 0) futex_wake(low_half(&reply->done), INT_MAX);
 }
 

@@ -48,14 +48,16 @@ class Runtime {
     StatLine* stats = nullptr;
     std::vector<int32_t> pages;  // checked page ids of the current item
     std::vector<float> result;   // out and lse of one row, before they go to the reply
+    Event span{};                // what it does of the current record; `pages` and times so far
     // Own totals of this life; the StatLine goes on over lives.
     alignas(128) uint64_t items = 0;
-    uint64_t records = 0;
   };
 
   void start_thread(uint32_t index, int cpu);
   void run(Thread& me, uint32_t index);
   void serve(Thread& me, uint32_t index, uint64_t post);
+  void serve_items(Thread& me, uint32_t index, uint64_t post);
+  void write_event(Thread& me, uint32_t index);
   void run_item(Thread& me, uint32_t slot, uint64_t seq, uint32_t layer, uint32_t row,
                 uint32_t rows, uint32_t part, uint32_t parts);
   void finish_row(Thread& me, uint32_t slot, uint64_t seq, uint32_t rows);
@@ -76,10 +78,11 @@ class Runtime {
   struct Freed {
     void operator()(float* p) const;
   };
-  std::unique_ptr<float[], Freed> partials_;             // only with max_parts > 1
-  std::unique_ptr<std::atomic<uint32_t>[]> parts_done_;  // [slots * max_batch]
-  std::unique_ptr<std::atomic<uint32_t>[]> rows_done_;   // [slots]
-  std::unique_ptr<std::atomic<uint32_t>[]> refused_;  // [slots]: some row of the record was refused
+  std::unique_ptr<float[], Freed> partials_;  // only with max_parts > 1
+  // Each with the tag of the record that it is about, see count_one.
+  std::unique_ptr<std::atomic<uint64_t>[]> parts_done_;  // [slots * max_batch]
+  std::unique_ptr<std::atomic<uint64_t>[]> rows_done_;   // [slots]
+  std::unique_ptr<std::atomic<uint64_t>[]> refused_;  // [slots]: some row of the record was refused
   std::vector<std::unique_ptr<Thread>> threads_;
   std::atomic<bool> stopping_{false};
 };

@@ -135,7 +135,7 @@ def test_mistakes_are_named(make_arena, make_request, cpu):
 @pytest.mark.parametrize(
     "change",
     [
-        {"ready_timeout_s": 0}, {"heartbeat_timeout_s": 0.3}, {"spin_us": -1},
+        {"ready_timeout_s": 0}, {"heartbeat_timeout_s": 0.3}, {"spin_us": -1}, {"stall_timeout_s": 0.3},
         {"threads_per_group": 17}, {"backoff_max_s": 0.05}, {"max_start_failures": 0},
         {"wait_timeout_s": float("nan")},
     ],
@@ -167,6 +167,17 @@ def test_worker_that_exits_or_says_nothing(make_arena, cpu, monkeypatch):
     program = "import time; time.sleep(60)"
     with pytest.raises(WorkerError, match=r"worker \d+ was not ready within 0.5 s"):
         client.start()
+
+
+def test_token_is_on_no_command_line(make_arena, cpu, monkeypatch):
+    """Any user may read that, and the token lets one speak for the worker."""
+    tokens: list[str] = []
+    spawn = life_module._spawn
+    monkeypatch.setattr(life_module, "_spawn", lambda *args: tokens.append(args[1]) or spawn(*args))
+    with WorkerClient(make_arena(), [cpu]) as client:
+        process = psutil.Process(client.snapshot().pid)
+        assert len(tokens) == 1 and len(process.cmdline()) > 5
+        assert not any(tokens[0] in word for word in process.cmdline())
 
 
 def test_waiting_does_not_hold_the_gil(make_arena, make_request, cpu, freeze):

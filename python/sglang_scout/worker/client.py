@@ -16,10 +16,11 @@ import numpy as np
 from sglang_scout import _native
 from sglang_scout.core.errors import WorkerError
 from sglang_scout.worker.arena import Arena
+from sglang_scout.worker.ring import EVENT_DTYPE
 from sglang_scout.worker.settings import WorkerConfig, WorkerStatus, check_cpus
 from sglang_scout.worker.supervisor import Supervisor
 
-__all__ = ["Reply", "Ticket", "WorkerClient", "WorkerConfig", "WorkerStatus"]
+__all__ = ["Reply", "ThreadEvents", "Ticket", "WorkerClient", "WorkerConfig", "WorkerStatus"]
 
 _AUTO_THREADS_PER_GROUP = 8
 _F32 = np.dtype(np.float32)
@@ -40,6 +41,21 @@ class Reply(NamedTuple):
 
     waited_us: int
     fallback_pages: int
+
+
+class ThreadEvents(NamedTuple):
+    """What one worker thread did.
+
+    Attributes:
+        thread: its number, from 0.
+        cpu: the CPU that it is pinned to.
+        events: EVENT_DTYPE ``[n]`` in the order of time, over lives; checked, not believed: of the
+            fields only ``step`` may still be any number.
+    """
+
+    thread: int
+    cpu: int
+    events: np.ndarray
 
 
 class WorkerClient:
@@ -74,6 +90,8 @@ class WorkerClient:
         self._q_shape = (self._spec.num_q_heads, self._spec.head_dim)
         self._q_row_bytes = 4 * self._spec.num_q_heads * self._spec.head_dim
         self._producer = _native.RingProducer(arena.address, arena.nbytes)
+        self._next_event = [0] * len(self._cpus)
+        self._event_buffer = np.zeros(arena.layout().event_entries, EVENT_DTYPE)
         self._supervisor = Supervisor(
             self._producer,
             arena,
@@ -190,6 +208,33 @@ class WorkerClient:
         except ValueError as e:
             raise WorkerError(str(e)) from None
         return Reply(waited_us, fallback_pages)
+
+    def record_events(self, on: bool) -> None:
+        """Whether the worker's threads write down what they do. Off costs next to nothing.
+
+        Takes effect at once, in this and later lives; what was written before is not read.
+        """
+        if on:
+            lines = range(len(self._cpus))
+            self._next_event = [self._producer.next_event(line) for line in lines]
+        self._producer.set_trace(on)
+
+    def take_events(self) -> tuple[list[ThreadEvents], int]:
+        """What each thread wrote since the last call, and how many events were lost.
+
+        A thread keeps its newest ``EVENT_ENTRIES`` events: call this once a step. Lost are those
+        that were overwritten before, and those that the worker's memory holds damaged. Belongs to
+        the thread of ``post`` and ``wait``.
+        """
+        taken, lost_total = [], 0
+        for thread, cpu in enumerate(self._cpus):
+            self._next_event[thread], count, lost = self._producer.read_events(
+                thread, self._next_event[thread], _address(self._event_buffer)
+            )
+            lost_total += lost
+            if count:
+                taken.append(ThreadEvents(thread, cpu, self._event_buffer[:count].copy()))
+        return taken, lost_total
 
     def snapshot(self) -> WorkerStatus:
         """The worker's state and the totals over all lives; callable from any thread."""

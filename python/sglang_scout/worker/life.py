@@ -180,11 +180,22 @@ def _spawn(endpoint: str, token: str, epoch: int, arena_fd: int) -> subprocess.P
     # -P: the working directory must not shadow modules. A process group of its own: signals that
     # the terminal sends are the decode server's to handle.
     command = [sys.executable, "-P", "-m", "sglang_scout.worker.main"]
-    command += ["--fd", str(arena_fd), "--endpoint", endpoint, "--token", token]
+    command += ["--fd", str(arena_fd), "--endpoint", endpoint]
     command += ["--epoch", str(epoch), "--parent", str(os.getpid())]
+    # The token comes on standard input: a command line is everybody's to read.
+    reading, writing = os.pipe()
+    try:
+        os.write(writing, token.encode())  # fits into a pipe, so it does not block
+        return _popen(command, arena_fd, reading)
+    finally:
+        os.close(reading)
+        os.close(writing)
+
+
+def _popen(command: list[str], arena_fd: int, stdin_fd: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         command,
-        stdin=subprocess.DEVNULL,
+        stdin=stdin_fd,
         pass_fds=(arena_fd,),
         process_group=0,
         env=os.environ | _WORKER_ENVIRONMENT,

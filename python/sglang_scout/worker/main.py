@@ -1,5 +1,7 @@
 """The worker process: ``python -m sglang_scout.worker.main --fd N --endpoint ipc://... ...``.
 
+The boot token of its life comes on standard input, where no other user can read it.
+
 This file is the control side: it says hello, starts the C++ threads that serve the ring, sends a
 heartbeat now and then and otherwise sleeps. It never touches a record, and never imports torch or
 sglang. It ends when it is told to, and at once when the decode server dies, by whatever signal:
@@ -33,15 +35,16 @@ logger = logging.getLogger("sglang_scout.worker")
 
 _PR_SET_PDEATHSIG = 1
 _CONFIGURE_TIMEOUT_S = 60.0
+_TOKEN_CHARS = 32
 
 
 class Worker:
     """One life: a socket to the client, an arena, the threads."""
 
-    def __init__(self, args: argparse.Namespace, parent_fd: int) -> None:
+    def __init__(self, args: argparse.Namespace, token: str, parent_fd: int) -> None:
         self._args = args
         self._parent_fd = parent_fd
-        self._token: str = args.token
+        self._token = token
         self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 500)
@@ -212,6 +215,14 @@ def leave(endpoint: str) -> None:
     os._exit(0)
 
 
+def read_token() -> str:
+    """The boot token of this life: all of standard input, at most as long as a token is."""
+    data = b""
+    while len(data) < _TOKEN_CHARS and (more := os.read(0, _TOKEN_CHARS - len(data))):
+        data += more
+    return data.decode("ascii", "replace")
+
+
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="sglang_scout.worker.main",
@@ -219,7 +230,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--fd", type=int, required=True, help="inherited arena descriptor")
     parser.add_argument("--endpoint", required=True, help="ipc:// address of the control socket")
-    parser.add_argument("--token", required=True, help="boot token of this life")
     parser.add_argument("--epoch", type=int, required=True, help="number of this life")
     parser.add_argument("--parent", type=int, required=True, help="pid of the decode server")
     return parser.parse_args(argv)
@@ -232,6 +242,7 @@ def main(argv: list[str] | None = None) -> int:
         level=logging.INFO, format=f"[scout-worker {os.getpid()}] %(levelname)s %(message)s"
     )
     faulthandler.enable()
+    token = read_token()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the decode server's to handle
     try:
         parent_fd = os.pidfd_open(args.parent)
@@ -239,7 +250,7 @@ def main(argv: list[str] | None = None) -> int:
         leave(args.endpoint)
     if os.getppid() != args.parent:
         leave(args.endpoint)
-    worker = Worker(args, parent_fd)
+    worker = Worker(args, token, parent_fd)
     try:
         return worker.run()
     except WorkerError as e:

@@ -3,12 +3,14 @@
 One memory file, mapped by the decode server and by its worker; all values little-endian::
 
     0                Header     4096 bytes, written once by Arena.create
-    control_offset   Control    head u64 @0, bell u32 @128, sleepers u32 @256, epoch u32 @384
+    control_offset   Control    head u64 @0, bell u32 @128, sleepers u32 @256, epoch u32 @384,
+                                trace u32 @512
     stats_offset     StatLine   [stat_lines] of 128 bytes, each written by one worker thread
     log_offset       u64        [log_entries]: post n at n % log_entries = n << 24 | slot
     records_offset   2*L slots  RecordHeader (seq u64 @0, layer u32 @8, rows u32 @12, parts u32 @16,
-                                claim u64 @128), then q, pages, n_pages
+                                step u64 @24, claim u64 @128), then q, pages, n_pages
     replies_offset   2*L slots  ReplyHeader (done u64 @0, status u32 @8, waiters u32 @128), out, lse
+    events_offset    stat_lines rings of event_entries Events of 64 bytes, written while trace is set
     kv_offset        L layers   K [P,S,H,D], then V [P,S,H,D]; kv_offset is a multiple of 2 MiB
 
 ``slot(layer, step) = (step & 1) * L + layer``, ``seq = epoch << 40 | post``. Who writes what, in
@@ -29,12 +31,13 @@ from sglang_scout.core.errors import ArenaError
 from sglang_scout.worker.spec import KV_DTYPES, ArenaSpec
 
 MAGIC = 0x31474E5254554353
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 HEADER_BYTES = 4096
-CONTROL_BYTES = 512
+CONTROL_BYTES = 640
 STAT_LINE_BYTES = 128
 STAT_LINES = 1024  # most threads of a worker
 SLOT_HEADER_BYTES = 256
+EVENT_ENTRIES = 256  # of one thread: four steps of a model of 64 layers, read at every step
 KV_ALIGN_BYTES = 2 * 1024 * 1024
 PLANE_ALIGN_BYTES = 4096
 CLOSED_ITEM = (1 << 24) - 1
@@ -51,9 +54,10 @@ _HEADER_DTYPE = np.dtype(
         ("reply_stride", "<u8"), ("kv_offset", "<u8"), ("layer_stride", "<u8"),
         ("v_offset", "<u8"), ("q_offset", "<u8"), ("pages_offset", "<u8"),
         ("n_pages_offset", "<u8"), ("out_offset", "<u8"), ("lse_offset", "<u8"),
+        ("events_offset", "<u8"), ("event_entries", "<u8"),
     ]
 )  # fmt: skip
-assert _HEADER_DTYPE.itemsize == 200
+assert _HEADER_DTYPE.itemsize == 216
 
 
 def _at(offsets: dict[str, tuple[str, int]], size: int) -> np.dtype:
@@ -68,22 +72,31 @@ def _at(offsets: dict[str, tuple[str, int]], size: int) -> np.dtype:
 
 
 CONTROL_DTYPE = _at(
-    {"head": ("<u8", 0), "bell": ("<u4", 128), "sleepers": ("<u4", 256), "epoch": ("<u4", 384)},
+    {"head": ("<u8", 0), "bell": ("<u4", 128), "sleepers": ("<u4", 256), "epoch": ("<u4", 384),
+     "trace": ("<u4", 512)},
     CONTROL_BYTES,
-)
+)  # fmt: skip
 STAT_DTYPE = _at(
     {n: ("<u8", 8 * i) for i, n in enumerate(
-        ("items", "pages", "busy_ns", "refused", "stale", "records"))},
+        ("items", "pages", "busy_ns", "refused", "stale", "records", "events"))},
     STAT_LINE_BYTES,
 )  # fmt: skip
 RECORD_DTYPE = _at(
     {"seq": ("<u8", 0), "layer": ("<u4", 8), "rows": ("<u4", 12), "parts": ("<u4", 16),
-     "claim": ("<u8", 128)},
+     "step": ("<u8", 24), "claim": ("<u8", 128)},
     SLOT_HEADER_BYTES,
 )  # fmt: skip
 REPLY_DTYPE = _at(
     {"done": ("<u8", 0), "status": ("<u4", 8), "waiters": ("<u4", 128)}, SLOT_HEADER_BYTES
 )
+EVENT_DTYPE = np.dtype(
+    [
+        ("stamp", "<u8"), ("seq", "<u8"), ("step", "<u8"), ("begin_ns", "<i8"),
+        ("end_ns", "<i8"), ("layer", "<u4"), ("first_item", "<u4"), ("items", "<u4"),
+        ("parts", "<u4"), ("pages", "<u4"), ("unused", "<u4"),
+    ]
+)  # fmt: skip
+assert EVENT_DTYPE.itemsize == 64
 
 
 class Layout(NamedTuple):
@@ -106,6 +119,8 @@ class Layout(NamedTuple):
     n_pages_offset: int
     out_offset: int
     lse_offset: int
+    events_offset: int
+    event_entries: int
 
 
 def _up(value: int, align: int) -> int:
@@ -126,7 +141,9 @@ def layout_of(spec: ArenaSpec) -> Layout:
     log_offset = stats_offset + STAT_LINES * STAT_LINE_BYTES
     records_offset = _up(log_offset + 8 * log_entries, 4096)
     replies_offset = _up(records_offset + slots * record_stride, 4096)
-    kv_offset = _up(replies_offset + slots * reply_stride, KV_ALIGN_BYTES)
+    events_offset = _up(replies_offset + slots * reply_stride, 4096)
+    events_bytes = STAT_LINES * EVENT_ENTRIES * EVENT_DTYPE.itemsize
+    kv_offset = _up(events_offset + events_bytes, KV_ALIGN_BYTES)
     plane = _up(spec.num_pages * spec.page_bytes, PLANE_ALIGN_BYTES)
     return Layout(
         total_bytes=_up(kv_offset + 2 * spec.num_layers * plane, KV_ALIGN_BYTES),
@@ -146,6 +163,8 @@ def layout_of(spec: ArenaSpec) -> Layout:
         n_pages_offset=n_pages_offset,
         out_offset=SLOT_HEADER_BYTES,
         lse_offset=lse_offset,
+        events_offset=events_offset,
+        event_entries=EVENT_ENTRIES,
     )
 
 
@@ -197,6 +216,8 @@ class RingView:
         self.control = self._view(layout.control_offset, (1,), CONTROL_DTYPE)[0]
         self.stats = self._view(layout.stats_offset, (STAT_LINES,), STAT_DTYPE)
         self.log = self._view(layout.log_offset, (layout.log_entries,), np.dtype("<u8"))
+        events = (STAT_LINES, layout.event_entries)
+        self.events = self._view(layout.events_offset, events, EVENT_DTYPE)
 
     def _view(self, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         size = math.prod(shape) * dtype.itemsize

@@ -19,7 +19,8 @@ class WorkerConfig:
         ready_timeout_s: from the start of the process to its Ready.
         heartbeat_interval_s: between heartbeats of the worker.
         heartbeat_timeout_s: a worker that is silent for so long is killed and replaced.
-        stall_timeout_s: the same for one that sends heartbeats and has work but finishes nothing.
+        stall_timeout_s: the same for one that sends heartbeats and has work but finishes nothing;
+            at least two heartbeat intervals.
         wait_timeout_s: after this, wait() computes the pages itself.
         backoff_min_s: pause before the first restart; doubles with every further one.
         backoff_max_s: longest pause. A life that was ready for so long starts the doubling again.
@@ -54,6 +55,13 @@ class WorkerConfig:
             raise ConfigError(
                 f"worker heartbeat_timeout_s={self.heartbeat_timeout_s} is less than two intervals "
                 f"of {self.heartbeat_interval_s} s"
+            )
+        if self.stall_timeout_s < 2 * self.heartbeat_interval_s:
+            # Progress is seen in heartbeats only: a shorter time would end workers that are well.
+            raise ConfigError(
+                f"worker stall_timeout_s={self.stall_timeout_s} is less than two heartbeat "
+                f"intervals of {self.heartbeat_interval_s} s; give a longer time or a shorter "
+                f"heartbeat_interval_s"
             )
         if self.backoff_max_s < self.backoff_min_s:
             raise ConfigError(

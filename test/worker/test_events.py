@@ -1,0 +1,276 @@
+"""What worker threads write down for the timeline, and a reader that believes none of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sglang_scout.worker.client import WorkerClient
+from sglang_scout.worker.ring import EVENT_DTYPE, EVENT_ENTRIES
+
+
+def read(ring, line, start=0):
+    """The events of a thread, and what else read_events says: where to go on, how many are lost."""
+    buffer = np.zeros(EVENT_ENTRIES, EVENT_DTYPE)
+    following, count, lost = ring.producer.read_events(line, start, buffer.ctypes.data)
+    return buffer[:count], following, lost
+
+
+def serve(ring, requests):
+    """Posts and waits, one after the other: request n is of layer n % L, step n // L."""
+    layers = ring.arena.spec.num_layers
+    for n, request in enumerate(requests):
+        layer, step = n % layers, n // layers
+        ticket = ring.post(layer, step, *request)
+        assert ring.wait(ticket, layer, step, len(request[0]))[2] == 0
+
+
+def test_nothing_is_written_while_off(make_arena, make_ring, make_request):
+    arena = make_arena()
+    ring = make_ring(arena)
+    assert int(arena.ring().control["trace"]) == 0
+    ring.live()
+    serve(ring, [make_request(arena.spec, 4, n, full=True) for n in range(9)])
+    ring.die()
+    assert not arena.ring().events.view(np.uint8).any()
+    assert not arena.ring().stats["events"].any() and int(arena.ring().stats["items"].sum()) == 36
+
+
+def test_a_new_producer_switches_it_off(make_arena, make_ring):
+    arena = make_arena()
+    make_ring(arena).producer.set_trace(True)
+    assert int(arena.ring().control["trace"]) == 1
+    make_ring(arena)
+    assert int(arena.ring().control["trace"]) == 0
+
+
+def test_events_are_in_order_and_say_what_was_done(make_arena, make_ring, make_request):
+    arena = make_arena()
+    ring = make_ring(arena)
+    ring.producer.set_trace(True)
+    epoch = ring.live()
+    requests = [make_request(arena.spec, 3, n, full=n % 2 == 0) for n in range(7)]
+    before_ns = time.monotonic_ns()
+    serve(ring, requests)
+    ring.die()
+    events, following, lost = read(ring, 0)
+    assert (len(events), following, lost) == (7, 7, 0)
+    for n, event in enumerate(events):
+        assert int(event["seq"]) == epoch << 40 | n + 1
+        assert (event["layer"], event["step"]) == (n % 3, n // 3)
+        assert (event["first_item"], event["items"], event["parts"]) == (0, 3, 1)
+        _, pages, n_pages = requests[n]
+        asked = sum((pages[b, : n_pages[b]] >= 0).sum() for b in range(3))
+        assert event["pages"] == asked
+    times = [before_ns, *(int(e[k]) for e in events for k in ("begin_ns", "end_ns"))]
+    assert times == sorted(times) and times[-1] <= time.monotonic_ns()
+    busy_ns = sum(int(e["end_ns"] - e["begin_ns"]) for e in events)
+    assert busy_ns >= int(arena.ring().stats["busy_ns"].sum())
+    assert read(ring, 0, following)[1:] == (7, 0)
+
+
+def test_threads_share_a_record_and_each_says_its_part(make_arena, make_ring, make_request):
+    arena = make_arena()
+    ring = make_ring(arena, threads=3, parts=2)
+    ring.producer.set_trace(True)
+    ring.live()
+    serve(ring, [make_request(arena.spec, 4, n, full=True) for n in range(120)])
+    ring.die()
+    events = np.concatenate([read(ring, line)[0] for line in range(3)])
+    for seq in np.unique(events["seq"]):
+        of_one = events[events["seq"] == seq]
+        assert of_one["items"].sum() == 4 * 2 and of_one["pages"].sum() == 4 * 8
+        assert set(of_one["parts"]) == {2}
+    assert len(np.unique(events["seq"])) == 120
+
+
+def test_switched_off_and_on_between_records(make_arena, make_ring, make_request):
+    arena = make_arena()
+    ring = make_ring(arena)
+    ring.live()
+    request = make_request(arena.spec, 2, 1, full=True)
+    for on in (True, False, True):
+        ring.producer.set_trace(on)
+        serve(ring, [request])
+        ring.live()  # the life before has ended: its last event is written
+    assert len(read(ring, 0)[0]) == 2
+
+
+def test_a_new_life_goes_on_where_the_last_one_ended(make_arena, make_ring, make_request):
+    arena = make_arena()
+    ring = make_ring(arena)
+    ring.producer.set_trace(True)
+    for _ in range(3):
+        ring.live()
+        serve(ring, [make_request(arena.spec, 2, 1, full=True)] * 3)
+    ring.die()
+    events, following, lost = read(ring, 0)
+    assert (len(events), following, lost) == (9, 9, 0)
+    assert [int(s) >> 40 for s in events["seq"]] == [1] * 3 + [2] * 3 + [3] * 3
+
+
+@pytest.mark.parametrize("first", [0, (1 << 32) - 100, (1 << 64) - 100])
+def test_wrap_around_keeps_the_newest(make_arena, make_ring, make_request, first):
+    arena = make_arena()
+    arena.ring().stats["events"][0] = first
+    ring = make_ring(arena)
+    ring.producer.set_trace(True)
+    ring.live()
+    request = make_request(arena.spec, 1, 1, full=True)
+    serve(ring, [request] * (EVENT_ENTRIES + 44))
+    ring.die()
+    events, following, lost = read(ring, 0, first)
+    assert following == (first + EVENT_ENTRIES + 44) % (1 << 64)
+    seqs = [int(s) & ((1 << 40) - 1) for s in events["seq"]]
+    if first < 1 << 63:
+        assert lost == 44 and seqs == list(range(45, EVENT_ENTRIES + 45))
+    else:  # a count that passes 64 bits is damage: nothing is believed, nothing breaks
+        assert seqs == []
+    assert len(read(ring, 0, following)[0]) == 0
+
+
+def test_reading_while_the_worker_writes(make_arena, make_ring, make_request):
+    """Each event is read whole, once and in order, or it is counted as lost."""
+    arena = make_arena()
+    ring = make_ring(arena, threads=2)
+    ring.producer.set_trace(True)
+    ring.live()
+    requests = [make_request(arena.spec, rows, 1, full=True) for rows in (1, 2, 3, 4)]
+    posts, ended = 3000, threading.Event()
+    seen: dict[int, list] = {0: [], 1: []}
+    following, lost = [0, 0], 0
+
+    def read_all():
+        nonlocal lost
+        for line in seen:
+            events, following[line], missed = read(ring, line, following[line])
+            seen[line] += events.tolist()
+            lost += missed
+
+    def reader():
+        while not ended.is_set():
+            read_all()
+
+    thread = threading.Thread(target=reader)
+    thread.start()
+    try:
+        serve(ring, [requests[n % 4] for n in range(posts)])
+    finally:
+        ended.set()
+        thread.join()
+    ring.die()
+    read_all()
+    names = EVENT_DTYPE.names
+    items = 0
+    for line, events in seen.items():
+        stamps = [e[names.index("stamp")] for e in events]
+        assert stamps == sorted(set(stamps))
+        for e in (dict(zip(names, event, strict=True)) for event in events):
+            n = (e["seq"] & 0xFFFFFFFF) - 1
+            assert (e["layer"], e["step"]) == (n % 3, n // 3)
+            assert e["items"] <= n % 4 + 1 and e["pages"] == e["items"] * arena.spec.max_pages
+            items += e["items"]
+        assert following[line] == int(arena.ring().stats["events"][line])
+    written = sum(following)
+    assert sum(map(len, seen.values())) + lost == written
+    assert lost or items == sum(n % 4 + 1 for n in range(posts))
+
+
+BAD_FIELDS = {
+    "stamp": ("stamp", 77),
+    "being written": ("stamp", 0),
+    "layer": ("layer", 3),
+    "no epoch": ("seq", 1),
+    "epoch to come": ("seq", 9 << 40 | 1),
+    "no items": ("items", 0),
+    "too many items": ("items", 5),
+    "huge first item": ("first_item", 0xFFFFFFFF),
+    "no parts": ("parts", 0),
+    "parts": ("parts", 17),
+    "pages": ("pages", 33),
+    "no begin": ("begin_ns", 0),
+    "ends before it begins": ("end_ns", 1),
+    "from the future": ("end_ns", 1 << 62),
+}
+
+
+@pytest.mark.parametrize("what", BAD_FIELDS)
+def test_a_damaged_event_is_left_out_and_counted(make_arena, make_ring, make_request, what):
+    arena = make_arena()
+    ring = make_ring(arena)
+    ring.producer.set_trace(True)
+    ring.live()
+    serve(ring, [make_request(arena.spec, 4, 1, full=True)] * 3)
+    ring.die()
+    field, value = BAD_FIELDS[what]
+    arena.ring().events[0, 1][field] = value
+    events, following, lost = read(ring, 0)
+    assert [int(e["seq"]) & 0xFF for e in events] == [1, 3] and (following, lost) == (3, 1)
+
+
+@pytest.fixture
+def noise_ring(make_arena, make_ring):
+    return make_ring(make_arena())
+
+
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    st.binary(min_size=64, max_size=64 * 8), st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1)
+)
+def test_no_bytes_break_the_reader(noise_ring, noise, head, start):
+    arena, ring = noise_ring.arena, noise_ring
+    view = arena.ring()
+    lane = view.events[0].view(np.uint8).reshape(-1)
+    lane[:] = np.resize(np.frombuffer(noise, np.uint8), lane.size)
+    view.stats["events"][0] = head
+    events, following, lost = read(ring, 0, start)
+    assert len(events) <= EVENT_ENTRIES and following == head and lost >= 0
+
+
+def test_no_such_thread(make_arena, make_ring):
+    ring = make_ring(make_arena())
+    with pytest.raises(ValueError, match="events: no worker thread 1024"):
+        ring.producer.next_event(1024)
+
+
+def test_client_reads_each_event_once_over_a_restart(make_arena, make_request, cpu, until):
+    arena = make_arena()
+    request = make_request(arena.spec, 2, 1, full=True)
+    out, lse = np.empty_like(request[0]), np.empty(request[0].shape[:2], np.float32)
+    with WorkerClient(arena, [cpu]) as client:
+
+        def serve_one(step):
+            reply = client.wait(client.post(0, step, *request), out, lse)
+            assert reply.fallback_pages == 0
+
+        def taken():
+            events: list = []
+            until(lambda: events.extend(client.take_events()[0]) or events, "an event")
+            return events
+
+        serve_one(0)
+        client.record_events(True)
+        serve_one(1)
+        before = taken()
+        old = client.snapshot().pid
+        os.kill(old, signal.SIGKILL)
+        until(lambda: client.ready and client.snapshot().pid != old, "a new life")
+        serve_one(2)
+        after = taken()
+        for step, got in ((1, before), (2, after)):
+            assert [(e.thread, e.cpu) for e in got] == [(0, cpu)]
+            # The thread may still have been at the record before when recording began.
+            assert got[0].events["step"].tolist() in ([step], [step - 1, step])
+        assert after[0].events["seq"][0] >> 40 > before[0].events["seq"][0] >> 40
+        client.record_events(False)
+        serve_one(3)
+        assert client.drain() and client.take_events() == ([], 0)
