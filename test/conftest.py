@@ -11,10 +11,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
-for folder in (
-    "e2e",
-    "engine",
-):  # their helper modules; test modules are imported by file, see below
+# Their helper modules; test modules are imported by file, see below.
+for folder in ("e2e", "engine", "worker"):
     sys.path.insert(0, str(ROOT / "test" / folder))
 
 # Before anything imports triton: without a GPU its kernels run in the interpreter, on CPU tensors.

@@ -96,12 +96,59 @@ Tensor random_codes(int pages, int page_size, int heads, int dim, DType from, st
   return t;
 }
 
+// Inputs that a kernel may trip over.
+enum class Trial {
+  kRandom,
+  kLargeLogits,    // some hundreds: all weight on few tokens
+  kExtremeLogits,  // far beyond what exp can take
+  kIdenticalKeys,  // every weight the same
+  kNoKeyCounts,    // every score -inf, as a mask in K makes it
+  kSomeKeysCount,  // -inf for every second token
+  kOneToken,
+};
+
+void put(Tensor& t, size_t i, float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  t.full[i] = x;
+  if (t.dtype == DType::kBF16) t.half[i] = static_cast<uint16_t>(bits >> 16);
+  if (t.dtype == DType::kF16) t.half[i] = bits >> 31 ? 0xfc00 : 0x7c00;  // only infinities
+}
+
+// All tokens get the keys of the first, in its form: codes and scales too.
+void repeat_first_token(Tensor& t, size_t columns, size_t heads) {
+  for (size_t i = columns; i < t.full.size(); ++i) {
+    t.full[i] = t.full[i % columns];
+    if (!t.half.empty()) t.half[i] = t.half[i % columns];
+    if (!t.codes.empty()) t.codes[i] = t.codes[i % columns];
+  }
+  for (size_t i = heads; i < t.scales.size(); ++i) t.scales[i] = t.scales[i % heads];
+}
+
+// K's first channel of each head becomes -inf, in every token or in every second one.
+void mask_keys(Tensor& k, size_t columns, size_t dim, bool all) {
+  for (size_t i = 0; i < k.full.size(); i += dim)
+    if (all || i / columns % 2 == 0) put(k, i, -std::numeric_limits<float>::infinity());
+}
+
 struct Shape {
   DType dtype;
   int page_size, heads, dim, group, pages;
 };
 
-void check_attend(const Shape& s, std::mt19937& rng, const char* detail) {
+// int8 pages are multiplied in 16-bit integers: how far rounding a query to multiples of its
+// largest element / 32767 moves its scores. Weights are rounded likewise, to 1/32767 of a page's
+// largest.
+double rounding_of_scores(const float* q, const Shape& s, double scale,
+                          const std::vector<float>& k_scales) {
+  double largest_q = 0;
+  for (int d = 0; d < s.dim; ++d) largest_q = std::max(largest_q, std::fabs(double{q[d]}));
+  const double largest_k = *std::max_element(k_scales.begin(), k_scales.end());
+  return scale * largest_q / 65534 * 127 * largest_k * s.dim;
+}
+
+void check_attend(const Shape& s, std::mt19937& rng, const char* detail,
+                  Trial trial = Trial::kRandom) {
   const int columns = s.heads * s.dim;
   const int q_heads = s.heads * s.group;
   const size_t page = static_cast<size_t>(s.page_size) * columns;
@@ -110,24 +157,34 @@ void check_attend(const Shape& s, std::mt19937& rng, const char* detail) {
                ? random_codes(s.pages, s.page_size, s.heads, s.dim, source, rng, detail)
                : random_tensor(page * s.pages, s.dtype, rng);
   };
-  const Tensor k = make(DType::kBF16);
+  Tensor k = make(DType::kBF16);
+  if (trial == Trial::kIdenticalKeys) repeat_first_token(k, columns, s.heads);
+  if (trial == Trial::kNoKeyCounts || trial == Trial::kSomeKeysCount)
+    mask_keys(k, columns, s.dim, trial == Trial::kNoKeyCounts);
   const Tensor v = make(s.group % 2 ? DType::kF16 : DType::kF32);
   std::normal_distribution<float> normal;
   std::vector<float> q(static_cast<size_t>(q_heads) * s.dim);
-  for (float& x : q) x = normal(rng);
+  const float factor = trial == Trial::kLargeLogits     ? 300
+                       : trial == Trial::kExtremeLogits ? 1e30
+                                                        : 1;
+  for (float& x : q) x = factor * normal(rng);
+  if (trial == Trial::kNoKeyCounts || trial == Trial::kSomeKeysCount)
+    for (size_t i = 0; i < q.size(); i += s.dim) q[i] = 1.0f;
   std::vector<int32_t> ids(s.pages);
   for (int i = 0; i < s.pages; ++i) ids[i] = i;
   std::shuffle(ids.begin(), ids.end(), rng);
-  const int32_t last = rng() % 2 ? ids.back() : -1;
-  const int32_t last_len = 1 + static_cast<int32_t>(rng() % s.page_size);
+  const bool one = trial == Trial::kOneToken;
+  const int32_t last = one || rng() % 2 ? ids.back() : -1;
+  const int32_t last_len = one ? 1 : 1 + static_cast<int32_t>(rng() % s.page_size);
   ids.pop_back();
+  if (one) ids.assign(ids.size(), -1);
   if (!ids.empty() && rng() % 2) ids[rng() % ids.size()] = -1;
 
   scout::KvPages kv{k.data(), v.data(), s.pages, s.page_size, s.heads, s.dim, s.dtype};
   kv.k_scale = k.scales.data();
   kv.v_scale = v.scales.data();
   const scout::AttendParams params{s.group, 1.0f / std::sqrt(static_cast<float>(s.dim)),
-                                   rng() % 2 ? 3.0f : 0.0f};
+                                   trial == Trial::kRandom && rng() % 2 ? 3.0f : 0.0f};
   const float nan = std::numeric_limits<float>::quiet_NaN();
   std::vector<float> out(q.size(), nan), lse(q_heads, nan);
   const int n = static_cast<int>(ids.size());
@@ -160,15 +217,41 @@ void check_attend(const Shape& s, std::mt19937& rng, const char* detail) {
       continue;
     }
     const double top = *std::max_element(scores.begin(), scores.end());
+    if (trial == Trial::kExtremeLogits) {
+      // Which of nearly equal tokens wins is rounding; a mean of values it is all the same.
+      expect(std::fabs(lse[hq] - top) <= 1e-3 * std::fabs(top), "extreme lse", detail);
+      for (int d = 0; d < s.dim; ++d)
+        expect(std::fabs(out[static_cast<size_t>(hq) * s.dim + d]) < 8, "extreme out", detail);
+      continue;
+    }
+    if (std::isinf(top)) {
+      // Scores are bounded, so this is no -inf, but less than nothing for whoever merges it.
+      expect(lse[hq] < -1e30, "masked lse", detail);
+      for (int d = 0; d < s.dim; ++d)
+        expect(std::fabs(out[static_cast<size_t>(hq) * s.dim + d]) < 8, "masked out", detail);
+      continue;
+    }
+    // fp32 rounding of the scores enters weights and lse in proportion to them.
+    const double most = std::max(1.0, std::fabs(top));
+    double lse_tolerance = 1e-5 * most;
+    double tolerance = 1e-5 * (trial == Trial::kLargeLogits ? 100 * most : 1);
+    if (s.dtype == DType::kI8) {
+      const double moved =
+          rounding_of_scores(&q[static_cast<size_t>(hq) * s.dim], s, params.scale, k.scales);
+      const double largest_v = *std::max_element(v.scales.begin(), v.scales.end());
+      lse_tolerance += moved;
+      tolerance += 127 * largest_v * (std::min(std::expm1(2 * moved), 2.0) + s.page_size / 65534.0);
+    }
     double total = 0;
     for (double x : scores) total += std::exp(x - top);
-    expect(std::fabs(lse[hq] - (top + std::log(total))) < 1e-5, "lse", detail);
+    expect(std::fabs(lse[hq] - (top + std::log(total))) < lse_tolerance, "lse", detail);
     for (int d = 0; d < s.dim; ++d) {
       double expected = 0;
       for (size_t j = 0; j < scores.size(); ++j) {
         expected += std::exp(scores[j] - top) / total * v.full[rows[j] + d];
       }
-      expect(std::fabs(out[static_cast<size_t>(hq) * s.dim + d] - expected) < 1e-5, "out", detail);
+      expect(std::fabs(out[static_cast<size_t>(hq) * s.dim + d] - expected) < tolerance, "out",
+             detail);
     }
   }
 }
@@ -240,6 +323,19 @@ int main() {
                         static_cast<int>(dtype), page_size, dim, group, shape.pages);
           check_attend(shape, rng, detail);
           if (group <= 5 && dtype != DType::kI8) check_digest_and_score(shape, rng, detail);
+        }
+      }
+    }
+    for (DType dtype : {DType::kF32, DType::kBF16, DType::kF16, DType::kI8}) {
+      for (Trial trial : {Trial::kLargeLogits, Trial::kExtremeLogits, Trial::kIdenticalKeys,
+                          Trial::kNoKeyCounts, Trial::kSomeKeysCount, Trial::kOneToken}) {
+        const bool masked = trial == Trial::kNoKeyCounts || trial == Trial::kSomeKeysCount;
+        if (masked && dtype == DType::kI8) continue;  // a code times a scale is finite
+        for (int group : {1, 4, 5}) {
+          char detail[96];
+          std::snprintf(detail, sizeof detail, "%s dtype=%d G=%d trial=%d", isa,
+                        static_cast<int>(dtype), group, static_cast<int>(trial));
+          check_attend({dtype, 16, 2, 64, group, 3}, rng, detail, trial);
         }
       }
     }

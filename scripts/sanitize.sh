@@ -1,0 +1,72 @@
+#!/usr/bin/env bash
+# Builds the C++ tests with sanitizers and runs them. Exit code 0: no finding.
+#
+#   scripts/sanitize.sh [address|thread|all] [options]     default: all
+#
+#   address   address and undefined behaviour: attend_test; ring_test stress, fuzz, kill
+#   thread    data races: ring_test stress (the others race on purpose or between processes)
+#
+#   --seconds N     how long each mode of ring_test runs (default 4)
+#   --seed N        of ring_test (default 1)
+#   --ring          only ring_test
+#   --build-only    do not run anything
+#   --build-dir D   where to build (default .cache/sanitize)
+#   --jobs N        compilers at a time (default: the number of cores)
+#
+# Needs cmake and a compiler with the sanitizers' libraries; no Python.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+usage() { sed -n "2,/^set /s/^# \{0,1\}//p" scripts/sanitize.sh; }
+
+what=all seconds=4 seed=1 build=.cache/sanitize jobs=$(nproc) tests="attend_test ring_test"
+build_only=0
+while [ $# -gt 0 ]; do
+    case "$1" in
+        address | thread | all) what=$1 ;;
+        --ring) tests=ring_test ;;
+        --build-only) build_only=1 ;;
+        --seconds | --seed | --build-dir | --jobs)
+            [ $# -ge 2 ] || { echo "$1 needs a value; see --help" >&2; exit 2; }
+            case "$1" in
+                --seconds) seconds=$2 ;; --seed) seed=$2 ;;
+                --build-dir) build=$2 ;; --jobs) jobs=$2 ;;
+            esac
+            shift ;;
+        -h | --help) usage; exit 0 ;;
+        *) echo "unknown argument $1; see --help" >&2; exit 2 ;;
+    esac
+    shift
+done
+
+# The first finding ends the program with an exit code of its own.
+export ASAN_OPTIONS="halt_on_error=1:detect_stack_use_after_return=1:${ASAN_OPTIONS:-}"
+export UBSAN_OPTIONS="print_stacktrace=1:halt_on_error=1:${UBSAN_OPTIONS:-}"
+export TSAN_OPTIONS="halt_on_error=1:second_deadlock_stack=1:${TSAN_OPTIONS:-}"
+
+build_for() { # sanitizer, targets
+    local dir="$build/$1"
+    cmake -S sgl-kernel -B "$dir" -DSCOUT_BUILD_TESTS=ON -DSCOUT_SANITIZE="$1" > "$dir.log" 2>&1 \
+        && cmake --build "$dir" -j "$jobs" --target $2 >> "$dir.log" 2>&1 \
+        || { cat "$dir.log" >&2; echo "$1: the build failed" >&2; exit 1; }
+}
+
+failed=0
+run() {
+    [ "$build_only" = 0 ] || return 0
+    echo "== $*"
+    "$@" || { echo "FAILED: $*" >&2; failed=1; }
+}
+
+mkdir -p "$build"
+if [ "$what" != thread ]; then
+    build_for address "$tests"
+    case "$tests" in *attend_test*) run "$build/address/attend_test" ;; esac
+    run "$build/address/ring_test" all --seconds "$seconds" --seed "$seed"
+fi
+if [ "$what" != address ]; then
+    build_for thread ring_test
+    run "$build/thread/ring_test" all --seconds "$seconds" --seed "$seed"
+fi
+[ "$failed" = 1 ] || [ "$build_only" = 1 ] || echo "no finding"
+exit "$failed"

@@ -1,0 +1,252 @@
+// An arena for the ring's tests: small, with a page that nobody may touch behind everything that is
+// indexed, and requests whose answers are known.
+#pragma once
+
+#include <sys/mman.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <vector>
+
+#include "ring.h"
+#include "test_points.h"
+
+namespace ring_test {
+
+using Rng = std::mt19937_64;
+
+constexpr uint64_t kPage = 4096;
+constexpr uint32_t kLayers = 3;
+constexpr uint32_t kMaxBatch = 16;
+constexpr uint32_t kMaxPages = 8;
+constexpr uint32_t kHeads = 2;
+constexpr uint32_t kQHeads = 4;
+constexpr uint32_t kDim = 16;
+constexpr uint32_t kTokens = 4;  // of a page
+constexpr uint32_t kNumPages = 40;
+constexpr uint32_t kLines = 4;  // most worker threads
+constexpr uint32_t kMaxSplit = 3;
+constexpr uint32_t kRowFloats = kQHeads * kDim;
+
+[[noreturn]] inline void die(const char* what) {
+  std::fprintf(stderr, "FAILED: %s\n", what);
+  std::_Exit(1);
+}
+
+class Arena {
+ public:
+  Arena() {
+    scout::Header h{};
+    h.magic = scout::kRingMagic;
+    h.layout_version = scout::kLayoutVersion;
+    h.header_bytes = scout::kHeaderBytes;
+    h.num_pages = kNumPages;
+    h.num_layers = kLayers;
+    h.page_size = kTokens;
+    h.kv_heads = kHeads;
+    h.q_heads = kQHeads;
+    h.head_dim = kDim;
+    h.dtype = 0;
+    h.max_batch = kMaxBatch;
+    h.max_pages = kMaxPages;
+    h.scale = 0.25f;
+    h.log_entries = 16;
+    h.stat_lines = kLines;
+    h.event_entries = 8;
+    end_ = kPage;  // behind the header
+    h.control_offset = place(sizeof(scout::Control));
+    h.stats_offset = place(sizeof(scout::StatLine) * kLines);
+    h.log_offset = place(8 * h.log_entries);
+    h.events_offset = place(sizeof(scout::Event) * h.event_entries * kLines);
+    // A slot is laid out like an arena of its own, from 0; its stride includes the guards.
+    auto lay_out = [this](uint32_t slots, auto place_all) {
+      const uint64_t begin = end_;
+      const std::vector<uint64_t> outer = std::move(guards_);
+      guards_ = {};
+      end_ = kPage;  // the slot's header
+      place_all();
+      const uint64_t stride = end_;
+      const std::vector<uint64_t> inner = std::move(guards_);
+      guards_ = outer;
+      for (uint32_t i = 0; i < slots; ++i)
+        for (uint64_t guard : inner) guards_.push_back(begin + i * stride + guard);
+      end_ = begin + slots * stride;
+      return std::pair<uint64_t, uint64_t>(begin, stride);
+    };
+    const uint64_t q_bytes = uint64_t{kMaxBatch} * kRowFloats * 4;
+    const auto records = lay_out(2 * kLayers, [&] {
+      h.q_offset = place(q_bytes);
+      h.pages_offset = place(4 * kMaxBatch * kMaxPages);
+      h.n_pages_offset = place(4 * kMaxBatch);
+    });
+    h.records_offset = records.first;
+    h.record_stride = records.second;
+    const auto replies = lay_out(2 * kLayers, [&] {
+      h.out_offset = place(q_bytes);
+      h.lse_offset = place(4 * kMaxBatch * kQHeads);
+    });
+    h.replies_offset = replies.first;
+    h.reply_stride = replies.second;
+    const uint64_t plane = uint64_t{kNumPages} * kTokens * kHeads * kDim * 4;
+    static_assert(uint64_t{kNumPages} * kTokens * kHeads * kDim * 4 % kPage == 0);
+    h.kv_offset = end_;
+    for (uint32_t i = 0; i < 2 * kLayers; ++i) place(plane);
+    h.v_offset = plane + kPage;
+    h.layer_stride = 2 * h.v_offset;
+    h.total_bytes = end_;
+
+    void* memory = mmap(nullptr, end_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED) die("no memory for an arena");
+    base = static_cast<char*>(memory);
+    bytes = end_;
+    std::memcpy(base, &h, sizeof h);
+    for (uint64_t guard : guards_)
+      if (mprotect(base + guard, kPage, PROT_NONE) != 0) die("no guard page");
+    const std::string why = ring.open(base, bytes);
+    if (!why.empty()) die(why.c_str());
+    Rng rng(11);
+    std::normal_distribution<float> normal;
+    for (uint32_t layer = 0; layer < kLayers; ++layer) {
+      const scout::KvPages kv = ring.kv(layer);
+      for (uint64_t i = 0; i < plane / 4; ++i) {
+        const_cast<float*>(static_cast<const float*>(kv.k))[i] = normal(rng);
+        const_cast<float*>(static_cast<const float*>(kv.v))[i] = normal(rng);
+      }
+    }
+  }
+  ~Arena() { munmap(base, bytes); }
+  Arena(const Arena&) = delete;
+  Arena& operator=(const Arena&) = delete;
+
+  char* base = nullptr;
+  uint64_t bytes = 0;
+  scout::Ring ring;
+
+ private:
+  // Room for `size` bytes that end at a guard page.
+  uint64_t place(uint64_t size) {
+    const uint64_t pages = (size + kPage - 1) / kPage;
+    const uint64_t guard = end_ + pages * kPage;
+    guards_.push_back(guard);
+    end_ = guard + kPage;
+    return guard - size;
+  }
+
+  uint64_t end_ = 0;
+  std::vector<uint64_t> guards_;
+};
+
+struct Answer {
+  std::vector<float> out, lse;
+};
+
+struct Request {
+  uint32_t rows = 0;
+  uint32_t parts = 1;
+  std::vector<float> q;
+  std::vector<int32_t> pages;  // [rows, kMaxPages]
+  std::vector<int32_t> n_pages;
+  std::vector<Answer> answers;  // by layer
+
+  uint64_t items() const { return uint64_t{rows} * parts; }
+};
+
+// softmax(scale * q k^T) v in double, one row and head after the other.
+inline Answer attend_plainly(const Arena& arena, uint32_t layer, const Request& r) {
+  const scout::KvPages kv = arena.ring.kv(layer);
+  const float* k = static_cast<const float*>(kv.k);
+  const float* v = static_cast<const float*>(kv.v);
+  Answer a{std::vector<float>(uint64_t{r.rows} * kRowFloats),
+           std::vector<float>(uint64_t{r.rows} * kQHeads, -INFINITY)};
+  for (uint32_t b = 0; b < r.rows; ++b) {
+    for (uint32_t head = 0; head < kQHeads; ++head) {
+      const float* q = &r.q[uint64_t{b} * kRowFloats + head * kDim];
+      std::vector<double> scores;
+      std::vector<uint64_t> at;
+      double top = -INFINITY;
+      for (int32_t i = 0; i < r.n_pages[b]; ++i) {
+        const int32_t id = r.pages[b * kMaxPages + i];
+        for (uint32_t t = 0; id >= 0 && t < kTokens; ++t) {
+          const uint64_t row = ((uint64_t(id) * kTokens + t) * kHeads + head / 2) * kDim;
+          double dot = 0;
+          for (uint32_t d = 0; d < kDim; ++d) dot += static_cast<double>(q[d]) * k[row + d];
+          scores.push_back(0.25 * dot);
+          at.push_back(row);
+          top = std::fmax(top, 0.25 * dot);
+        }
+      }
+      if (scores.empty()) continue;
+      double total = 0;
+      for (double x : scores) total += std::exp(x - top);
+      a.lse[b * kQHeads + head] = static_cast<float>(top + std::log(total));
+      for (uint32_t d = 0; d < kDim; ++d) {
+        double sum = 0;
+        for (size_t j = 0; j < at.size(); ++j) sum += std::exp(scores[j] - top) * v[at[j] + d];
+        a.out[uint64_t{b} * kRowFloats + head * kDim + d] = static_cast<float>(sum / total);
+      }
+    }
+  }
+  return a;
+}
+
+// At least one page in all, so that the record is really posted.
+inline Request random_request(const Arena& arena, Rng& rng, uint32_t max_parts) {
+  Request r;
+  r.rows = 1 + rng() % 6;
+  r.parts = 1 + rng() % max_parts;
+  std::normal_distribution<float> normal;
+  r.q.resize(uint64_t{r.rows} * kRowFloats);
+  for (float& x : r.q) x = normal(rng);
+  r.pages.resize(r.rows * kMaxPages);
+  for (int32_t& id : r.pages) id = static_cast<int32_t>(rng() % (kNumPages + 1)) - 1;
+  r.n_pages.resize(r.rows);
+  for (int32_t& n : r.n_pages) n = static_cast<int32_t>(rng() % (kMaxPages + 1));
+  r.pages[0] = static_cast<int32_t>(rng() % kNumPages);
+  r.n_pages[0] = kMaxPages;
+  for (uint32_t layer = 0; layer < kLayers; ++layer)
+    r.answers.push_back(attend_plainly(arena, layer, r));
+  return r;
+}
+
+inline std::vector<Request> random_requests(const Arena& arena, uint64_t seed, int count,
+                                            uint32_t max_parts = kMaxSplit) {
+  Rng rng(seed);
+  std::vector<Request> requests;
+  for (int i = 0; i < count; ++i) requests.push_back(random_request(arena, rng, max_parts));
+  return requests;
+}
+
+// Different requests differ by far more than this, the orders of summation by far less.
+inline bool is_right(const Request& r, uint32_t layer, const float* out, const float* lse) {
+  const Answer& a = r.answers[layer];
+  for (size_t i = 0; i < a.out.size(); ++i)
+    if (!(std::fabs(out[i] - a.out[i]) <= 1e-4f)) return false;
+  for (size_t i = 0; i < a.lse.size(); ++i)
+    if (lse[i] != a.lse[i] && !(std::fabs(lse[i] - a.lse[i]) <= 1e-4f)) return false;
+  return true;
+}
+
+struct Options {
+  double seconds = 4;
+  uint64_t seed = 1;
+  std::string damage;  // a bug to build in, see ring_test.cpp
+};
+
+// What a thread does at a test point; set before threads start.
+using PointHandler = void (*)(scout::Point, uint32_t slot);
+extern PointHandler point_handler;
+
+inline double now_s() { return static_cast<double>(scout::now_ns()) * 1e-9; }
+
+// Two CPUs of this process, or one twice.
+std::vector<int> pick_cpus(uint32_t count);
+
+int run_stress(const Options& options);
+int run_fuzz(const Options& options);
+int run_kill(const Options& options);
+
+}  // namespace ring_test

@@ -1,0 +1,67 @@
+"""The C++ tests of the ring under sanitizers, in a short form; scripts/sanitize.sh is the long one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+BUILD = ROOT / ".cache" / "sanitize"
+FLAGS = {"address": "address,undefined", "thread": "thread"}
+
+
+def sanitizer(name: str) -> str:
+    """The name, if the machine can build and run with it; otherwise the test is skipped."""
+    compiler = os.environ.get("CXX") or shutil.which("c++")
+    if compiler is None or shutil.which("cmake") is None:
+        pytest.skip("no C++ compiler or no cmake on PATH")
+    folder = BUILD / "probe"
+    folder.mkdir(parents=True, exist_ok=True)
+    source, program = folder / "probe.cpp", folder / name
+    source.write_text("#include <thread>\nint main() { std::thread([] {}).join(); }\n")
+    command = [compiler, f"-fsanitize={FLAGS[name]}", "-pthread", source, "-o", program]
+    built = subprocess.run(command, capture_output=True, text=True)
+    if built.returncode != 0:
+        pytest.skip(f"{compiler} cannot build with -fsanitize={FLAGS[name]}: {built.stderr[-200:]}")
+    ran = subprocess.run([program], capture_output=True, text=True)
+    if ran.returncode != 0:
+        pytest.skip(f"programs with -fsanitize={FLAGS[name]} do not run here: {ran.stderr[-200:]}")
+    return name
+
+
+def run_script(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [str(ROOT / "scripts" / "sanitize.sh"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+@pytest.mark.timeout(1200)  # the first build on a busy machine
+@pytest.mark.parametrize("name", FLAGS)
+def test_ring_has_no_finding(name):
+    done = run_script(sanitizer(name), "--ring", "--seconds", "2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "each once" in done.stdout
+    assert ("all right" in done.stdout) == (name == "address")  # kill needs no sanitizer's help
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("bug", ["early-done", "twice"])
+def test_stress_finds_a_bug(bug):
+    """What the stress test is worth: answers announced too early, items handed out twice."""
+    name = sanitizer("thread")
+    assert run_script(name, "--ring", "--build-only").returncode == 0
+    program = BUILD / name / "ring_test"
+    command = [program, "stress", "--seconds", "2", "--break", bug]
+    # Without the sanitizer's report: the test itself has to notice.
+    environment = os.environ | {"TSAN_OPTIONS": "report_bugs=0"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 1 and "FAILED: stress" in done.stderr, done.stdout + done.stderr
+
+
+def test_script_explains_itself_and_refuses_what_it_does_not_know():
+    assert "usage" not in run_script("--help").stderr and "--seconds" in run_script("--help").stdout
+    wrong = run_script("memory")
+    assert wrong.returncode == 2 and "unknown argument memory" in wrong.stderr
