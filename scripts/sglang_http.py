@@ -1,126 +1,19 @@
-"""HTTP requests to SGLang's servers and router, with the standard library only."""
+"""HTTP requests for scripts; the module is part of the package, where ``sglang-scout profile`` uses it."""
 
-from __future__ import annotations
+from sglang_scout.cli.sglang_http import (
+    Generation,
+    RequestFailed,
+    generate_payload,
+    http_json,
+    parse_generation,
+    sse_events,
+)
 
-import http.client
-import json
-import urllib.error
-import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
-from urllib.parse import urlsplit
-
-
-class RequestFailed(RuntimeError):
-    """A server refused or aborted a request; the message holds its words."""
-
-
-@dataclass(frozen=True)
-class Generation:
-    """One answer of ``/generate``.
-
-    ``logprobs`` (natural log, one per output token) is empty unless asked for.
-    """
-
-    text: str
-    output_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    finish_reason: str
-    prompt_tokens: int
-    cached_tokens: int
-    latency_s: float
-    raw: dict[str, Any] = field(repr=False, compare=False, default_factory=dict)
-
-
-def http_json(url: str, payload: Any = None, *, timeout_s: float = 600.0) -> Any:
-    """GET, or POST when there is a payload; returns the decoded JSON (the text if it is not JSON).
-
-    Raises RequestFailed for a status of 400 or more, OSError when nobody answers.
-    """
-    data = None if payload is None else json.dumps(payload).encode()
-    request = urllib.request.Request(url, data=data, headers={"Content-Type": "application/json"})
-    try:
-        with urllib.request.urlopen(request, timeout=timeout_s) as response:
-            body = response.read().decode(errors="replace")
-    except urllib.error.HTTPError as error:
-        detail = error.read().decode(errors="replace")[:2000]
-        raise RequestFailed(f"{url}: status {error.code} {error.reason}: {detail}") from None
-    try:
-        return json.loads(body)
-    except ValueError:
-        return body
-
-
-def sse_events(url: str, payload: Any, *, timeout_s: float = 600.0) -> Iterator[dict[str, Any]]:
-    """POST a streaming request and yield its events until ``[DONE]``.
-
-    Closing the iterator closes the connection, as a client does that loses interest. Raises
-    RequestFailed for a status of 400 or more and for an error event.
-    """
-    parts = urlsplit(url)
-    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=timeout_s)
-    try:
-        headers = {"Content-Type": "application/json"}
-        connection.request("POST", parts.path, json.dumps(payload), headers)
-        response = connection.getresponse()
-        if response.status >= 400:
-            detail = response.read().decode(errors="replace")[:2000]
-            raise RequestFailed(f"{url}: status {response.status} {response.reason}: {detail}")
-        for line in response:
-            if not line.startswith(b"data:"):
-                continue
-            data = line[5:].strip()
-            if data == b"[DONE]":
-                return
-            event = json.loads(data)
-            if "error" in event:
-                raise RequestFailed(f"{url}: {event['error']}")
-            yield event
-    finally:
-        connection.close()
-
-
-def generate_payload(
-    prompt: str | Sequence[int],
-    max_new_tokens: int,
-    *,
-    logprobs: bool = False,
-    stream: bool = False,
-    sampling: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Body of one ``/generate`` request.
-
-    Greedy, and to the full length even past an end-of-text token, unless ``sampling`` says
-    otherwise.
-    """
-    options = {"temperature": 0.0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
-    payload: dict[str, Any] = {
-        "sampling_params": {**options, **(sampling or {})},
-        "return_logprob": logprobs,
-        "stream": stream,
-    }
-    if isinstance(prompt, str):
-        payload["text"] = prompt
-    else:
-        payload["input_ids"] = [int(token) for token in prompt]
-    return payload
-
-
-def parse_generation(raw: Mapping[str, Any], latency_s: float) -> Generation:
-    """Raises RequestFailed when the server reports an abort in place of an answer."""
-    meta = raw["meta_info"]
-    reason = (meta.get("finish_reason") or {}).get("type", "")
-    if reason == "abort":
-        raise RequestFailed(f"request aborted: {meta['finish_reason']}")
-    scores = meta.get("output_token_logprobs") or []
-    return Generation(
-        text=raw.get("text") or "",
-        output_ids=tuple(raw.get("output_ids") or (entry[1] for entry in scores)),
-        logprobs=tuple(entry[0] for entry in scores),
-        finish_reason=reason,
-        prompt_tokens=int(meta.get("prompt_tokens", 0)),
-        cached_tokens=int(meta.get("cached_tokens", 0)),
-        latency_s=latency_s,
-        raw=dict(raw),
-    )
+__all__ = [
+    "Generation",
+    "RequestFailed",
+    "generate_payload",
+    "http_json",
+    "parse_generation",
+    "sse_events",
+]

@@ -1,0 +1,368 @@
+"""A prefill server, a decode server and the SGLang router on this machine: for ``sglang-scout profile``,
+the demo, the benchmarks and the tests.
+
+    with PDCluster(model_dir, decode_args=["--kv-offload", "scout"]) as cluster:
+        answers = cluster.generate(["one prompt", "another"], max_new_tokens=32)
+        print(cluster.kv_offload())
+
+Servers are ``python -m sglang.launch_server`` as a user would start them; this module never imports
+sglang.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from sglang_scout.cli.machine import has_rdma
+from sglang_scout.cli.server_process import (
+    CLUSTER_VARIABLE,
+    ServerFailed,
+    ServerProcess,
+    children_of,
+    free_ports,
+    process_title,
+    processes_of,
+    stop_all,
+)
+from sglang_scout.cli.sglang_http import Generation, generate_payload, http_json, parse_generation
+
+HOST = "127.0.0.1"
+POLL_S = 0.25
+
+# ``python -m sglang_router.launch_router`` without its one costly import: the Python load balancer
+# for debugging, which pulls in all of SGLang (10 s) and is not the router that we start.
+ROUTER_MAIN = (
+    "import sys, types;"
+    "stub = types.ModuleType('sglang_router.mini_lb'); stub.MiniLoadBalancer = None;"
+    "sys.modules[stub.__name__] = stub;"
+    "from sglang_router.launch_router import main; main()"
+)
+
+
+def cpu_environment() -> dict[str, str]:
+    """Our own environment and what SGLang needs without a GPU, as ``scripts/cpu_env.sh`` exports it.
+
+    A variable that is already set keeps its value.
+    """
+    environment = {"TOKENIZERS_PARALLELISM": "false"}
+    if not has_rdma():
+        environment["MOONCAKE_PROTOCOL"] = "tcp"  # the default, rdma, would fail at start
+    if os.environ.get("SCOUT_FORCE_CPU", "0") == "1" or not Path("/dev/nvidiactl").exists():
+        environment["SGLANG_USE_CPU_ENGINE"] = "1"
+        # Threads that spin would take the cores from whoever has work.
+        environment["OMP_WAIT_POLICY"] = "PASSIVE"
+    return {**environment, **{k: v for k, v in os.environ.items() if v or k not in environment}}
+
+
+def flags(**options: Any) -> list[str]:
+    """``flags(page_size=32, quiet=True)`` -> ``["--page-size", "32", "--quiet"]``."""
+    words: list[str] = []
+    for name, value in options.items():
+        words.append("--" + name.replace("_", "-"))
+        if value is not True:
+            words.append(str(value))
+    return words
+
+
+class PDCluster:
+    """Context manager; all processes are gone after ``stop`` or when this process dies.
+
+    Args:
+        model_dir: folder of the model, which also holds its tokenizer.
+        prefill_args, decode_args: more flags of one server; a flag given here wins over a default.
+        more_decodes: further decode servers behind the same prefill server, name to flags. The router
+            does not know them; :meth:`ask_pair` sends a request to one.
+        server_args: more flags for both servers.
+        router: start the router and send requests through it. Without it only the servers run.
+        device, dtype: as SGLang's flags.
+        max_total_tokens: KV capacity of each server. Never left to SGLang: on a CPU it would take
+            most of the RAM.
+        env: environment variables on top of ours and, on the CPU, those of ``cpu_environment``.
+        log_dir: for the three log files. Default: a fresh temporary folder, named after a failure
+            and removed at the end of a ``with`` block that had none.
+        ready_timeout_s: for all servers together.
+        stop_grace_s: how long SIGTERM may take before SIGKILL. SGLang's PD servers need 16 s for
+            it, whether they are busy or not (their event loops do not hear the shutdown request),
+            so the default is to kill.
+    """
+
+    def __init__(
+        self,
+        model_dir: str | Path,
+        *,
+        prefill_args: Sequence[str] = (),
+        decode_args: Sequence[str] = (),
+        more_decodes: Mapping[str, Sequence[str]] | None = None,
+        server_args: Sequence[str] = (),
+        router: bool = True,
+        router_args: Sequence[str] = (),
+        device: str = "cpu",
+        dtype: str = "float32",
+        max_total_tokens: int = 65536,
+        max_running_requests: int = 32,
+        env: Mapping[str, str] | None = None,
+        log_dir: str | Path | None = None,
+        ready_timeout_s: float = 300.0,
+        stop_grace_s: float = 0.0,
+    ) -> None:
+        self.model_dir = Path(model_dir)
+        self.cluster_id = uuid.uuid4().hex
+        self._owns_log_dir = log_dir is None
+        self.log_dir = Path(log_dir or tempfile.mkdtemp(prefix="sglang-scout-logs-"))
+        self.log_dir.mkdir(parents=True, exist_ok=True)
+        self.ready_timeout_s = ready_timeout_s
+        self.stop_grace_s = stop_grace_s
+        self.startup_s = 0.0
+        decodes = {"decode": decode_args, **(more_decodes or {})}
+        ports = free_ports(4 + len(decodes))
+        decode_ports = dict(zip(decodes, [ports[1], *ports[5:]], strict=True))
+        self.prefill_url, self.decode_url = (f"http://{HOST}:{port}" for port in ports[:2])
+        self._urls = {name: f"http://{HOST}:{port}" for name, port in decode_ports.items()}
+        self._bootstrap_port = ports[3]
+        self.router_url = f"http://{HOST}:{ports[2]}" if router else ""
+        environment = cpu_environment() if device == "cpu" else dict(os.environ)
+        if self.model_dir.is_dir():
+            environment.setdefault("HF_HUB_OFFLINE", "1")  # all files are here: no look-ups by name
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)  # would compile SGLang at every start
+        environment.pop("TRITON_INTERPRET", None)  # the unit tests' setting, not the servers'
+        environment.update(env or {})
+        environment[CLUSTER_VARIABLE] = self.cluster_id
+        # SGLang makes its ipc sockets here and leaves them. Not below log_dir: the path of a socket
+        # may have 107 characters only.
+        self.scratch_dir = tempfile.mkdtemp(prefix="scout-")
+        environment["TMPDIR"] = self.scratch_dir
+        self.environment = environment
+
+        # --sleep-on-idle: an idle SGLang scheduler polls at full speed, and on two cores it would
+        # take them from the server that has work. It acts only when the server holds no request.
+        common = flags(
+            model_path=model_dir,
+            host=HOST,
+            device=device,
+            dtype=dtype,
+            max_total_tokens=max_total_tokens,
+            max_running_requests=max_running_requests,
+            sleep_on_idle=True,
+            disaggregation_transfer_backend="mooncake",
+            disaggregation_bootstrap_port=ports[3],
+        )
+        common += map(str, server_args)
+        self.servers: dict[str, ServerProcess] = {}
+        for name, port, more in (
+            ("prefill", ports[0], prefill_args),
+            *((name, decode_ports[name], more) for name, more in decodes.items()),
+        ):
+            mode = "prefill" if name == "prefill" else "decode"
+            command = [sys.executable, "-m", "sglang.launch_server", *common]
+            command += [*flags(port=port, disaggregation_mode=mode), *map(str, more)]
+            self.servers[name] = self._server(name, command)
+        self.router: ServerProcess | None = None
+        if router:
+            command = [sys.executable, "-c", ROUTER_MAIN]
+            command += flags(
+                pd_disaggregation=True,
+                host=HOST,
+                port=ports[2],
+                prometheus_port=ports[4],
+                policy="round_robin",
+                worker_startup_check_interval=1,
+                decode=self.decode_url,
+            )
+            command += ["--prefill", self.prefill_url, str(ports[3]), *map(str, router_args)]
+            self.router = self._server("router", command)
+
+    def _server(self, name: str, command: list[str]) -> ServerProcess:
+        return ServerProcess(name, command, self.environment, self.log_dir / f"{name}.log")
+
+    @property
+    def url(self) -> str:
+        """Where requests go: the router."""
+        if not self.router_url:
+            raise RuntimeError("this cluster was made with router=False")
+        return self.router_url
+
+    def server_url(self, which: str) -> str:
+        urls = {"prefill": self.prefill_url, "router": self.router_url, **self._urls}
+        return urls[which]
+
+    # -- life --------------------------------------------------------------------------------------
+
+    def __enter__(self) -> PDCluster:
+        try:
+            self.start()
+        except BaseException:
+            self.stop(grace_s=0.0)
+            raise
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        if failure[0] is not None:
+            self.stop(grace_s=0.0)  # nothing is worth draining
+            print(f"the servers' logs are in {self.log_dir}", file=sys.stderr)
+            return
+        self.stop()
+        if self._owns_log_dir:
+            shutil.rmtree(self.log_dir, ignore_errors=True)
+
+    def start(self) -> None:
+        """Start everything and return when requests can be sent.
+
+        Raises ServerFailed, with the log's tail, for a server that ends or stays silent past the
+        deadline. Call it from the main thread: the servers die with the thread that started them.
+        """
+        begin = time.monotonic()
+        deadline = begin + self.ready_timeout_s
+        for server in self.servers.values():
+            server.start()
+        for name, server in self.servers.items():
+            self._wait_healthy(server, self.server_url(name) + "/health", deadline)
+        if self.router is not None:
+            # Only now: it checks its workers at once when it starts, and again only after a while.
+            self.router.start()
+            self._wait_healthy(self.router, self.router_url + "/readiness", deadline)
+        self.startup_s = time.monotonic() - begin
+
+    def _wait_healthy(self, server: ServerProcess, url: str, deadline: float) -> None:
+        answer = "no answer yet"
+        while time.monotonic() < deadline:
+            for running in self.all_servers():
+                running.check()
+            try:
+                with urllib.request.urlopen(url, timeout=5):
+                    return
+            except (OSError, urllib.error.URLError) as error:
+                answer = str(error)
+            time.sleep(POLL_S)
+        raise ServerFailed(
+            f"the {server.name} server was not healthy within {self.ready_timeout_s:.0f} s "
+            f"({url}: {answer})\n{server.tail()}"
+        )
+
+    def all_servers(self) -> list[ServerProcess]:
+        return [*self.servers.values(), *([self.router] if self.router is not None else [])]
+
+    def stop(self, *, grace_s: float | None = None) -> dict[int, str]:
+        """End everything; may be called twice. Returns what did not end by itself: {}."""
+        grace_s = self.stop_grace_s if grace_s is None else grace_s
+        try:
+            return stop_all(self.all_servers()[::-1], self.cluster_id, grace_s=grace_s)
+        finally:
+            shutil.rmtree(self.scratch_dir, ignore_errors=True)
+
+    def processes(self) -> dict[int, str]:
+        """Every live process of this cluster: pid to command line."""
+        sessions = [server.pid for server in self.all_servers() if server.started]
+        return processes_of(self.cluster_id, sessions)
+
+    def tails(self, lines: int = 40) -> str:
+        return "\n".join(server.tail(lines) for server in self.all_servers())
+
+    # -- requests ----------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        *,
+        max_new_tokens: int | Sequence[int] = 32,
+        logprobs: bool = False,
+        concurrency: int | None = None,
+        sampling: Mapping[str, Any] | None = None,
+        timeout_s: float = 600.0,
+    ) -> list[Generation]:
+        """Send all prompts (text or token ids) through the router at once; answers in the order of
+        the prompts.
+
+        Greedy, and to the full length, unless ``sampling`` says otherwise. One HTTP request per
+        prompt, ``concurrency`` of them at a time (default all). Raises the first request's failure.
+        """
+        lengths = (
+            [max_new_tokens] * len(prompts)
+            if isinstance(max_new_tokens, int)
+            else list(max_new_tokens)
+        )
+        if len(lengths) != len(prompts):
+            raise ValueError(
+                f"max_new_tokens has {len(lengths)} entries for {len(prompts)} prompts"
+            )
+
+        def one(prompt: str | Sequence[int], new_tokens: int) -> Generation:
+            begin = time.monotonic()
+            payload = generate_payload(prompt, new_tokens, logprobs=logprobs, sampling=sampling)
+            raw = http_json(self.url + "/generate", payload, timeout_s=timeout_s)
+            return parse_generation(raw, time.monotonic() - begin)
+
+        pool = ThreadPoolExecutor(max_workers=concurrency or max(1, len(prompts)))
+        try:
+            return list(pool.map(one, prompts, lengths))
+        finally:
+            # Not waiting: after Ctrl-C the servers are stopped, and that ends the requests.
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def ask_pair(self, payload: Mapping[str, Any], which: str = "decode") -> Any:
+        """One request to the prefill server and the decode server ``which``, as the router would.
+
+        Returns the decode server's answer. Raises RequestFailed or OSError.
+        """
+        meeting = {
+            "bootstrap_host": HOST,
+            "bootstrap_port": self._bootstrap_port,
+            "bootstrap_room": uuid.uuid4().int >> 65,  # 63 bits
+        }
+        both = {**payload, **meeting}
+        with ThreadPoolExecutor(max_workers=1) as pool:
+            prefill = pool.submit(http_json, self.prefill_url + "/generate", both)
+            answer = http_json(self.server_url(which) + "/generate", both)
+            prefill.result()
+        return answer
+
+    # -- state -------------------------------------------------------------------------------------
+
+    def server_info(self, which: str = "decode") -> dict[str, Any]:
+        return http_json(self.server_url(which) + "/server_info", timeout_s=60)
+
+    def internal_state(self, which: str = "decode") -> dict[str, Any]:
+        return self.server_info(which)["internal_states"][0]
+
+    def kv_offload(self, which: str = "decode") -> dict[str, Any]:
+        """The offload counters of a server. KeyError when it runs without ``--kv-offload``."""
+        return self.internal_state(which)["kv_offload"]
+
+    def flush(self, which: str = "decode") -> None:
+        """Empty a server's prefix cache. Raises RequestFailed while it has running requests."""
+        http_json(self.server_url(which) + "/flush_cache", {}, timeout_s=60)
+
+    def metrics(self, which: str = "decode") -> str:
+        """The Prometheus text of a server that was started with ``--enable-metrics``."""
+        with urllib.request.urlopen(self.server_url(which) + "/metrics", timeout=60) as response:
+            return response.read().decode()
+
+    def scheduler_pid(self, which: str = "decode") -> int:
+        """The process that runs the model. Raises ServerFailed when there is none."""
+        pids = [
+            pid
+            for pid in children_of(self.servers[which].pid)
+            if "::scheduler" in process_title(pid)
+        ]
+        if not pids:
+            raise ServerFailed(
+                f"the {which} server has no scheduler process\n{self.servers[which].tail()}"
+            )
+        return pids[0]
+
+    def kill(self, pid: int, number: int = signal.SIGKILL) -> None:
+        """Send a signal to a process of this cluster; refuses any other pid."""
+        if pid not in self.processes():
+            raise ValueError(f"pid {pid} is not a process of this cluster: {self.processes()}")
+        os.kill(pid, number)

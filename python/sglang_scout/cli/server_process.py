@@ -1,0 +1,263 @@
+"""One server process with a log file: started so that it cannot outlive us, stopped with all its
+children.
+
+Only the standard library and Linux. Every process started here carries the environment variable
+``SCOUT_CLUSTER_ID``; children inherit it, so whatever is left behind can be found again, also a
+process whose parent has died and which nobody's process tree shows any more.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+CLUSTER_VARIABLE = "SCOUT_CLUSTER_ID"
+
+# Runs in the child before the server: the kernel sends SIGKILL when the thread that started us
+# ends. The comparison catches a parent that died before prctl took effect.
+_TIE_TO_PARENT = (
+    "import ctypes,os,signal,sys;"
+    "ctypes.CDLL(None,use_errno=True).prctl(1,signal.SIGKILL,0,0,0);"
+    "os.getppid()==int(sys.argv[1]) or os._exit(1);"
+    "os.execvp(sys.argv[2],sys.argv[2:])"
+)
+
+
+class ServerFailed(RuntimeError):
+    """A server did not start, or ended when it should run; the message holds its log's tail."""
+
+
+def _ephemeral_start() -> int:
+    """First port that the kernel hands out by itself."""
+    try:
+        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return 32768
+
+
+def free_ports(count: int) -> list[int]:
+    """``count`` different TCP ports that can be bound right now.
+
+    They lie below the kernel's ephemeral range: SGLang and mooncake open many outgoing connections
+    and listeners of their own while they start, and one of those could take a port picked from that
+    range.
+    """
+    found: list[int] = []
+    candidates = random.SystemRandom().sample(range(10000, max(12000, _ephemeral_start())), 1000)
+    for port in candidates:
+        if len(found) == count:
+            break
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+        found.append(port)
+    if len(found) < count:
+        raise ServerFailed(f"only {len(found)} free TCP ports found, {count} needed")
+    return found
+
+
+def _stat(pid: int) -> tuple[str, int] | None:
+    """State letter and session id of ``pid``; None when it has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return fields[0], int(fields[3])
+
+
+def processes_of(cluster_id: str, sessions: Iterable[int] = ()) -> dict[int, str]:
+    """Live processes that carry ``cluster_id`` or belong to one of ``sessions``: pid to command
+    line.
+
+    Both are needed: a process that renames itself (SGLang's schedulers do) overwrites the
+    environment that /proc shows, and one that opens a session of its own is found only by its
+    environment. Zombies do not count.
+    """
+    needle = f"{CLUSTER_VARIABLE}={cluster_id}".encode()
+    wanted = set(sessions)
+    found: dict[int, str] = {}
+    for entry in os.scandir("/proc"):
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        pid = int(entry.name)
+        stat = _stat(pid)
+        if stat is None or stat[0] in "ZX":
+            continue
+        if stat[1] not in wanted:
+            try:
+                if needle not in Path(entry.path, "environ").read_bytes().split(b"\0"):
+                    continue
+            except OSError:  # ended meanwhile, or another user's
+                continue
+        found[pid] = process_title(pid)
+    return found
+
+
+def children_of(pid: int) -> list[int]:
+    """All descendants of ``pid``, nearest first; empty when it has ended."""
+    found: list[int] = []
+    pending = [pid]
+    while pending:
+        parent = pending.pop(0)
+        try:
+            tasks = os.listdir(f"/proc/{parent}/task")
+        except OSError:
+            continue
+        for task in tasks:
+            try:
+                direct = [
+                    int(p) for p in Path(f"/proc/{parent}/task/{task}/children").read_text().split()
+                ]
+            except OSError:
+                continue
+            found += direct
+            pending += direct
+    return found
+
+
+def process_title(pid: int) -> str:
+    """Command line of ``pid``, "" when ended. SGLang's are names such as ``sglang::scheduler``."""
+    try:
+        raw = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return ""
+    return raw.replace(b"\0", b" ").decode(errors="replace").strip()
+
+
+class ServerProcess:
+    """A command in its own process group, with stdout and stderr in ``log_path``.
+
+    Args:
+        name: for messages ("prefill").
+        command: argument vector.
+        env: the whole environment of the process; must hold SCOUT_CLUSTER_ID.
+        log_path: created or truncated by ``start``.
+    """
+
+    def __init__(
+        self, name: str, command: Sequence[str], env: Mapping[str, str], log_path: Path
+    ) -> None:
+        self.name = name
+        self.command = list(command)
+        self.env = dict(env)
+        self.log_path = Path(log_path)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start it, from a thread that lives as long: the end of the thread kills the server."""
+        if self._process is not None:
+            raise RuntimeError(f"{self.name} was already started")
+        tied = [sys.executable, "-S", "-c", _TIE_TO_PARENT, str(os.getpid()), *self.command]
+        with open(self.log_path, "wb") as log:
+            self._process = subprocess.Popen(
+                tied,
+                env=self.env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def started(self) -> bool:
+        return self._process is not None
+
+    @property
+    def pid(self) -> int:
+        if self._process is None:
+            raise RuntimeError(f"{self.name} was not started")
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs (or was never started), else as in ``subprocess.Popen.returncode``."""
+        return None if self._process is None else self._process.poll()
+
+    def log(self) -> str:
+        try:
+            return self.log_path.read_text(errors="replace")
+        except OSError:
+            return ""
+
+    def tail(self, lines: int = 40) -> str:
+        """The last lines of the log under a heading that names server and file."""
+        body = "\n".join(self.log().splitlines()[-lines:])
+        return f"--- {self.name}: last lines of {self.log_path}\n{body}\n---"
+
+    def check(self) -> None:
+        """Raises ServerFailed when the process has ended."""
+        code = self.exit_code
+        if code is not None:
+            raise ServerFailed(f"the {self.name} server ended with exit code {code}\n{self.tail()}")
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the main process, if it still runs. (Its children get none.)"""
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(number)
+
+    def wait(self, timeout_s: float) -> bool:
+        """True when the main process has ended within ``timeout_s``."""
+        if self._process is None:
+            return True
+        try:
+            self._process.wait(max(0.0, timeout_s))
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+
+def stop_all(
+    servers: Iterable[ServerProcess], cluster_id: str, *, grace_s: float, settle_s: float = 8.0
+) -> dict[int, str]:
+    """End all ``servers`` and everything that belongs to them. Returns what did not end by itself.
+
+    1. With ``grace_s`` > 0: SIGTERM to the main processes, and that long for all of them together.
+    2. SIGKILL to the main processes that still run. Nothing else is touched: the children have to
+    notice.
+    3. Whatever still lives ``settle_s`` later is killed and returned (pid to command line); a
+       correct shutdown, orderly or not, returns {}.
+
+    Raises ServerFailed if a process survives SIGKILL for 10 s.
+    """
+    servers = [server for server in servers if server.started]
+    sessions = [server.pid for server in servers]
+    if grace_s > 0:
+        deadline = time.monotonic() + grace_s
+        for server in servers:
+            server.signal(signal.SIGTERM)
+        for server in servers:
+            server.wait(deadline - time.monotonic())
+    for server in servers:
+        server.signal(signal.SIGKILL)
+    for server in servers:
+        server.wait(10.0)
+    outlived = _wait_gone(cluster_id, sessions, settle_s)
+    for pid in outlived:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+    if outlived:
+        stuck = _wait_gone(cluster_id, sessions, 10.0)
+        if stuck:
+            raise ServerFailed(f"these processes survive SIGKILL: {stuck}")
+    return outlived
+
+
+def _wait_gone(cluster_id: str, sessions: Sequence[int], timeout_s: float) -> dict[int, str]:
+    """Wait until no process of the cluster lives; returns those alive after ``timeout_s``."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        alive = processes_of(cluster_id, sessions)
+        if not alive or time.monotonic() > deadline:
+            return alive
+        time.sleep(0.05)

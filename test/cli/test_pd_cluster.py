@@ -1,0 +1,41 @@
+"""The launcher's environment is the one that scripts/cpu_env.sh gives to people."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from sglang_scout.cli.pd_cluster import PDCluster, cpu_environment
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "cpu_env.sh"
+NAMES = ("TOKENIZERS_PARALLELISM", "MOONCAKE_PROTOCOL", "SGLANG_USE_CPU_ENGINE", "OMP_WAIT_POLICY")
+
+
+@pytest.mark.parametrize("given", [{}, {"MOONCAKE_PROTOCOL": "rdma"}, {"OMP_WAIT_POLICY": ""},
+                                   {"SCOUT_FORCE_CPU": "1"}])  # fmt: skip
+def test_cpu_environment(monkeypatch, given):
+    for name in (*NAMES, "SCOUT_FORCE_CPU"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    command = ["bash", "-c", f'. "{SCRIPT}" && env -0']
+    dump = subprocess.run(command, capture_output=True, check=True, env=dict(os.environ)).stdout
+    exported = dict(item.split("=", 1) for item in dump.decode().split("\0") if item)
+    ours = cpu_environment()
+    assert {n: ours.get(n) for n in NAMES} == {n: exported.get(n) for n in NAMES}
+
+
+def test_several_decode_servers_have_their_own_ports_and_flags(tmp_path):
+    cluster = PDCluster(
+        tmp_path, decode_args=["--a"], more_decodes={"other": ["--b"]}, log_dir=tmp_path
+    )
+    assert list(cluster.servers) == ["prefill", "decode", "other"]
+    urls = {cluster.server_url(name) for name in (*cluster.servers, "router")}
+    assert len(urls) == 4
+    for name, flag, mode in (("decode", "--a", "decode"), ("other", "--b", "decode"),
+                             ("prefill", "--port", "prefill")):  # fmt: skip
+        command = cluster.servers[name].command
+        assert flag in command and command[command.index("--disaggregation-mode") + 1] == mode
+        assert cluster.server_url(name).endswith(":" + command[command.index("--port") + 1])
+    cluster.stop()
