@@ -28,7 +28,10 @@ def test_help_is_quick():
     assert min(once() for _ in range(5)) < HELP_LIMIT_S
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["doctor", "--help"], ["plan", "--help"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], *([name, "--help"] for name in ("doctor", "plan", "report", "profile"))],
+)
 def test_help(capsys, arguments):
     with pytest.raises(SystemExit) as stop:
         main(arguments)

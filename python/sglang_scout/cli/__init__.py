@@ -1,4 +1,4 @@
-"""``sglang-scout``: checks and sizes for people who run servers, without sglang or torch."""
+"""``sglang-scout``: checks, sizes and timings for people who run servers, without sglang or torch."""
 
 from __future__ import annotations
 
@@ -30,6 +30,21 @@ _PLAN = (
     "--kv-offload-host-gb does, and GB 10**9. The exit code is 1 if the requests do not fit."
 )
 
+_REPORT = (
+    "Break a decode step down from a timeline, which a decode server writes with "
+    '--kv-offload-config \'{"trace": "FILE"}\': attention, the rest of the layers, prediction, '
+    "waiting, the CPU worker, copies, and how long before need each layer's answer was ready. "
+    "The file opens in Perfetto too (ui.perfetto.dev)."
+)
+
+_PROFILE = (
+    "Find out how often each layer should recall. Starts a prefill and a decode server, decodes a "
+    "workload without recall, follows how the share of pages that the CPU computes grows in each "
+    "layer, and takes for each layer the longest interval that keeps it at the threshold. Then "
+    "runs the workload again with these intervals, to see what they give. Decode servers load the "
+    "file with --kv-offload-recall-profile. Takes minutes; Ctrl-C stops everything."
+)
+
 
 def _doctor(args: argparse.Namespace) -> int:
     # Imported when asked for: the help must not wait for numpy and the native module.
@@ -52,6 +67,33 @@ def _plan(args: argparse.Namespace) -> int:
         dtype=args.dtype,
     )
     return plan_report.run(request, as_json=args.json)
+
+
+def _report(args: argparse.Namespace) -> int:
+    from sglang_scout.cli import report
+
+    return report.run(args.trace, as_json=args.json, plot=args.plot)
+
+
+def _profile(args: argparse.Namespace) -> int:
+    from sglang_scout.cli import profile
+
+    request = profile.Request(
+        model_path=args.model_path,
+        output=args.output,
+        budget_tokens=args.budget,
+        threshold=args.threshold,
+        steps=args.steps,
+        batch=args.batch,
+        input_tokens=args.input_len,
+        resident_tokens=args.resident_tokens,
+        dataset=args.dataset,
+        plot=args.plot,
+        check=args.check,
+        dtype=args.dtype,
+        server_args=args.server_args,
+    )
+    return profile.run(request, as_json=args.json)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -121,7 +163,70 @@ def _parser() -> argparse.ArgumentParser:
         choices=("auto", "bfloat16", "float16", "float32"),
         help="as SGLang's flag: type of weights and KV (default: auto, what config.json says)",
     )
-    for sub in (doctor, plan):
+    report = command("report", _report, "where the time of a decode step goes", _REPORT)
+    report.add_argument("trace", metavar="TRACE", help="the file that the server wrote")
+    report.add_argument(
+        "--plot", metavar="FILE", help="also draw it, to FILE.png, .svg or .pdf; needs matplotlib"
+    )
+    profile = command("profile", _profile, "recall intervals from real decoding", _PROFILE)
+    add = profile.add_argument
+    add("--model-path", required=True, metavar="DIR", help="folder of the model")
+    add("--output", required=True, metavar="FILE", help="the profile to write, JSON")
+    add(
+        "--dataset",
+        metavar="FILE",
+        help="text file, or .jsonl with prompt, text or input_ids in each line (default: the "
+        "sources of Python's standard library)",
+    )
+    add(
+        "--budget",
+        type=int,
+        default=2048,
+        metavar="TOKENS",
+        help="as --kv-offload-budget, a multiple of 32 (default: 2048)",
+    )
+    add(
+        "--threshold",
+        type=float,
+        default=0.12,
+        metavar="RATIO",
+        help="share of the budget that the CPU may compute (default: 0.12)",
+    )
+    add("--steps", type=int, default=256, metavar="N", help="decode steps (default: 256)")
+    add("--batch", type=int, default=8, metavar="N", help="requests at once (default: 8)")
+    add(
+        "--input-len",
+        type=int,
+        default=8192,
+        metavar="TOKENS",
+        help="of each prompt, more than the budget (default: 8192)",
+    )
+    add(
+        "--resident-tokens",
+        type=int,
+        metavar="TOKENS",
+        help="as resident_tokens of --kv-offload-config (default: the budget for each request)",
+    )
+    add("--plot", metavar="FILE", help="also draw it, to FILE.png, .svg or .pdf; needs matplotlib")
+    add(
+        "--no-check",
+        dest="check",
+        action="store_false",
+        help="do not run the workload again with the intervals",
+    )
+    add(
+        "--dtype",
+        default="auto",
+        choices=("auto", "bfloat16", "float16", "float32"),
+        help="as SGLang's flag (default: auto)",
+    )
+    add(
+        "--server-args",
+        default="",
+        metavar="TEXT",
+        help="more flags for both servers, as one word: --server-args='--trust-remote-code'",
+    )
+    for sub in (doctor, plan, report, profile):
         sub.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 

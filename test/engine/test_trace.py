@@ -1,0 +1,301 @@
+"""The timeline: what it records, that rows never nest, and that tracing off costs no slice."""
+
+import json
+import logging
+import threading
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from mini_worker import MiniWorker
+from sglang_scout.cli.breakdown import break_down
+from sglang_scout.cli.trace_file import read_trace
+from sglang_scout.engine.trace import Tracer
+from sglang_scout.worker.ring import EVENT_DTYPE
+
+LAYERS = 3
+
+
+class Log:
+    """A worker's event log that a test fills."""
+
+    def __init__(self):
+        self.on = None
+        self.waiting, self.lost = [], 0
+
+    def record_events(self, on):
+        self.on = on
+
+    def take_events(self):
+        taken, self.waiting = self.waiting, []
+        lost, self.lost = self.lost, 0
+        return taken, lost
+
+    def add(self, thread, life, step, layer, begin_ns, end_ns, pages=1):
+        events = np.zeros(1, EVENT_DTYPE)
+        events["seq"] = life << 40 | 1
+        values = {"step": step, "layer": layer, "begin_ns": begin_ns, "end_ns": end_ns}
+        for name, value in (values | {"pages": pages, "items": 1}).items():
+            events[name] = value
+        self.waiting.append(SimpleNamespace(thread=thread, cpu=4 + thread, events=events))
+
+
+class Timed:
+    """Around a stand-in for the worker: says in a log when it computed, as threads do."""
+
+    def __init__(self, inner, log, lost_steps=()):
+        self.inner, self.log, self.lost_steps = inner, log, lost_steps
+
+    def post(self, layer, step, q, pages, n_pages):
+        return step, self.inner.post(layer, step, q, pages, n_pages)
+
+    def wait(self, ticket, out, lse):
+        step, inner = ticket
+        begin_ns = time.monotonic_ns()
+        reply = self.inner.wait(inner, out, lse)
+        pages = int((inner[2] >= 0).sum())
+        if step in self.lost_steps:
+            return SimpleNamespace(waited_us=0, fallback_pages=pages)
+        self.log.add(0, 1, step, inner[0], begin_ns, time.monotonic_ns(), pages)
+        return reply
+
+
+def load(path):
+    document = json.loads(path.read_text())
+    events = document["traceEvents"]
+    rows = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    slices = [e | {"row": rows[e["pid"], e["tid"]]} for e in events if e["ph"] == "X"]
+    return document, slices
+
+
+def check_rows_do_not_nest(slices):
+    for row in {(s["pid"], s["tid"]) for s in slices}:
+        own = sorted((s["ts"], s["dur"]) for s in slices if (s["pid"], s["tid"]) == row)
+        for (start, dur), (following, _) in zip(own, own[1:], strict=False):
+            assert start + dur <= following + 1e-6, row
+
+
+@pytest.fixture
+def traced(tmp_path):
+    """Runs decode steps with missing pages; returns the document and the slices."""
+    made = []
+
+    def run(steps=6, keep=4, lost_steps=(), config='{"recall": "off"}', **kwargs):
+        path = tmp_path / "trace.json"
+        log = Log()
+        tracer = Tracer(str(path), keep, log, {"layers": LAYERS, "policy": "scout"})
+        # Long requests and much drift: pages are missing in every step.
+        kwargs = {"budget_tokens": 128, "drift": 3.0, "config": config} | kwargs
+        worker = MiniWorker(layers=LAYERS, tracer=tracer, **kwargs)
+        made.append(worker)
+        worker.engine._missing = Timed(worker.missing, log, lost_steps)
+        for length in (1000, 37, 1300):
+            worker.admit(length)
+        for _ in range(steps):
+            worker.step()
+        assert log.on is (steps <= keep)
+        worker.close()
+        assert log.on is False
+        return path, *load(path)
+
+    yield run
+    for worker in made:
+        worker.close()
+
+
+def test_every_row_of_a_step(traced):
+    path, document, slices = traced()
+    assert document["otherData"]["steps"] == 4 and document["otherData"]["policy"] == "scout"
+    assert {s["args"]["step"] for s in slices} == {1, 2, 3, 4}
+    by_row = {row: [s for s in slices if s["row"] == row] for row in {s["row"] for s in slices}}
+    server = {"device", "attention", "ahead", "boundary", "copies"}
+    assert set(by_row) == server | {"worker thread 0 (CPU 4)"}
+    for step in range(1, 5):
+        own = [s for s in by_row["device"] if s["args"]["step"] == step]
+        assert [s["name"] for s in own] == ["layer 0", "layer 1", "layer 2"]
+    assert len(by_row["boundary"]) == 4
+    assert all(s["args"]["requests"] == 3 for s in by_row["boundary"])
+    kinds = {s["name"].split()[0] for s in by_row["ahead"]}
+    assert kinds == {"predict", "score", "select", "post"}
+    kinds = {s["name"].split()[0] for s in by_row["attention"]}
+    assert kinds == {"attend", "wait", "merge", "verify"}
+    posts = {(s["args"]["step"], s["args"]["layer"]) for s in slices if s["name"][:4] == "post"}
+    done = {(s["args"]["step"], s["args"]["layer"]) for s in by_row["worker thread 0 (CPU 4)"]}
+    assert posts == done and len(posts) > 4, "the test must force misses"
+    posted = sum(s["args"]["pages"] for s in slices if s["name"][:4] == "post")
+    assert posted == sum(s["args"]["pages"] for s in by_row["worker thread 0 (CPU 4)"])
+    check_rows_do_not_nest(slices)
+    found = break_down(read_trace(str(path)))
+    assert found.steps == 4 and sum(found.parts_us.values()) == pytest.approx(found.step_us)
+    assert min(found.parts_us.values()) >= 0
+
+
+def test_copies_say_what_they_moved(traced):
+    _, _, slices = traced(steps=8, keep=8, config='{"recall": "fixed", "recall_interval": 1}')
+    copies = [s for s in slices if s["row"] == "copies"]
+    assert {s["name"].split()[0] for s in copies} == {"recall", "load"}
+    page_bytes = 2 * 32 * 2 * 64 * 4  # K and V; 32 tokens, 2 heads, 64 channels, fp32
+    for s in copies:
+        assert s["args"]["pages"] > 0 and s["args"]["bytes"] == s["args"]["pages"] * page_bytes
+        assert s["name"].endswith(str(s["args"]["layer"]))
+
+
+def test_slices_lie_where_they_belong(traced):
+    """Prediction of layer l+1 and attention of layer l lie within the slice of layer l."""
+    _, _, slices = traced()
+    layers = {
+        (s["args"]["step"], s["args"]["layer"]): (s["ts"], s["ts"] + s["dur"])
+        for s in slices
+        if s["row"] == "device"
+    }
+    seen = 0
+    for s in slices:
+        key = (s["args"]["step"], s["args"].get("layer"))
+        if s["row"] == "attention":
+            start, end = layers[key]
+        elif s["row"] == "ahead" and key[1] > 0:
+            start, end = layers[key[0], key[1] - 1]
+        else:
+            continue
+        seen += 1
+        assert start <= s["ts"] and s["ts"] + s["dur"] <= end
+    assert seen > 50
+
+
+def test_arrows_go_from_the_post_over_the_worker_to_the_merge(traced):
+    _, document, slices = traced()
+    arrows: dict = {}
+    for e in document["traceEvents"]:
+        if e["ph"] in "stf":
+            arrows.setdefault(e["id"], []).append(e)
+    assert len(arrows) == sum(s["name"].startswith("post") for s in slices) > 0
+    for path in arrows.values():
+        assert [e["ph"] for e in path] == ["s", "t", "f"]
+        assert [e["ts"] for e in path] == sorted(e["ts"] for e in path)
+        ends = []
+        for e in path:
+            row = [s for s in slices if (s["pid"], s["tid"]) == (e["pid"], e["tid"])]
+            # Half a nanosecond: the sum of two rounded numbers is no longer the next one's start.
+            ends += [s for s in row if -5e-4 < e["ts"] - s["ts"] < s["dur"] - 5e-4]
+        assert [s["name"].split()[0] for s in ends] == ["post", "layer", "merge"]
+        assert len({(s["args"]["step"], s["args"]["layer"]) for s in ends}) == 1
+
+
+def test_what_the_server_computed_itself_is_on_the_device_s_side(traced):
+    path, _, slices = traced(lost_steps=(2, 3))
+    fallen = [s for s in slices if s["name"].startswith("fallback")]
+    assert {s["args"]["step"] for s in fallen} == {2, 3}
+    assert all(s["row"] == "attention" and s["args"]["pages"] > 0 for s in fallen)
+    worker = [s for s in slices if s["row"].startswith("worker")]
+    assert {s["args"]["step"] for s in worker} == {1, 4}
+    assert break_down(read_trace(str(path))).parts_us["fallback"] > 0
+
+
+def test_copying_ahead_shows_its_waits(traced):
+    _, _, slices = traced(policy="infinigen", resident_tokens=1024)
+    waits = [s for s in slices if s["name"].startswith("wait")]
+    assert waits and all(s["args"]["copies"] for s in waits)
+    check_rows_do_not_nest(slices)
+
+
+def test_without_a_file_nothing_is_kept(tmp_path):
+    log = Log()
+    tracer = Tracer(None, 4, log)
+    worker = MiniWorker(layers=LAYERS, budget_tokens=128, tracer=tracer)
+    worker.admit(400)
+    worker.step()
+    worker.close()
+    assert log.on is None and not tracer._slices and tracer.now() == 0
+
+
+def small(tmp_path, log, steps=5):
+    tracer = Tracer(str(tmp_path / "t.json"), steps, log, {"layers": LAYERS})
+    tracer.step(7)
+    return tracer
+
+
+def test_lives_and_threads_have_rows_of_their_own(tmp_path):
+    log = Log()
+    tracer = small(tmp_path, log)
+    now = time.monotonic_ns()
+    for thread, life in ((0, 1), (1, 1), (0, 2)):
+        log.add(thread, life, 7, 1, now, now + 1)
+    tracer.write()
+    document, slices = load(tmp_path / "t.json")
+    names = {(s["pid"], s["row"]) for s in slices}
+    assert len(names) == 3
+    processes = {e["args"]["name"] for e in document["traceEvents"] if e["name"] == "process_name"}
+    assert {"attention worker, life 1", "attention worker, life 2"} < processes
+
+
+def test_concurrent_slices_of_a_row_are_moved_beside_it(tmp_path):
+    tracer = small(tmp_path, Log())
+    for start, end in ((100, 200), (150, 250), (160, 170), (200, 300), (250, 260)):
+        tracer.add("copies", "recall", start, end, layer=1)
+    tracer.write()
+    _, slices = load(tmp_path / "t.json")
+    check_rows_do_not_nest(slices)
+    lanes: dict = {}
+    for s in slices:
+        lanes.setdefault(s["tid"], []).append(round(s["dur"] * 1e3))
+        assert s["row"] in ("copies", "copies, beside")
+    assert sorted(map(len, lanes.values())) == [1, 2, 2]
+
+
+def test_impossible_events_are_dropped_and_counted(tmp_path):
+    """The worker's memory may say anything that the reader of the ring cannot know to be wrong."""
+    before = time.monotonic_ns()
+    log = Log()
+    tracer = small(tmp_path, log)
+    now = time.monotonic_ns()
+    log.add(0, 1, 7, 0, now, now + 1)
+    log.add(0, 1, 6, 0, now, now + 1)
+    log.add(0, 1, 8, 0, now, now + 1)
+    log.add(0, 1, 2**64 - 1, 0, now, now + 1)
+    log.add(0, 1, 7, 0, before - 1, now)
+    log.add(0, 1, 7, 0, now, now + 10**15)
+    log.lost = 2
+    tracer.write()
+    document, slices = load(tmp_path / "t.json")
+    assert len(slices) == 1 and document["otherData"]["worker_events_lost"] == 2 + 5
+
+
+def test_times_keep_their_nanoseconds(tmp_path):
+    tracer = small(tmp_path, Log())
+    start = tracer._start_ns
+    tracer.add("device", "layer", start + 3_600_000_000_123, start + 3_600_000_000_124, layer=0)
+    tracer.write()
+    _, (only,) = load(tmp_path / "t.json")
+    assert only["ts"] == 3_600_000_000.123 and only["dur"] == 0.001
+
+
+def test_a_slice_of_the_copy_thread_belongs_to_the_step_that_began_it(tmp_path):
+    tracer = small(tmp_path, Log())
+    inside, go_on = threading.Event(), threading.Event()
+
+    def copy():
+        with tracer.slice("copies", "recall", layer=0):
+            inside.set()
+            go_on.wait()
+
+    thread = threading.Thread(target=copy)
+    thread.start()
+    inside.wait()
+    tracer.step(8)
+    go_on.set()
+    thread.join()
+    tracer.write()
+    _, (only,) = load(tmp_path / "t.json")
+    assert only["args"]["step"] == 7
+
+
+def test_a_file_that_cannot_be_written_is_logged(tmp_path, caplog):
+    tracer = Tracer(str(tmp_path / "no" / "t.json"), 1, Log(), {"layers": LAYERS})
+    tracer.step(1)
+    with caplog.at_level(logging.ERROR):
+        tracer.step(2)
+    assert "cannot write the trace" in caplog.text and not tracer.active
+    tracer.step(3)
+    tracer.write()
