@@ -4,7 +4,7 @@ import pytest
 
 from sglang_scout.core.config import OffloadConfig, parse_config, parse_cpu_list
 from sglang_scout.core.errors import ConfigError
-from sglang_scout.core.profile import check_profile, load_profile
+from sglang_scout.core.profile import load_profile
 
 
 def parse(**kwargs):
@@ -39,10 +39,20 @@ def test_defaults():
         ({"config": '{"recall_interval": "8"}'}, ["recall_interval", "str", "int"]),
         ({"config": '{"recall_interval": true}'}, ["recall_interval", "bool", "int"]),
         ({"config": '{"recall_interval": 0}'}, ["recall_interval", "0", "between 1"]),
+        ({"config": '{"recall_threshold": 1.5}'}, ["recall_threshold", "1.5", "between 0 and 1"]),
+        ({"config": '{"recall_threshold": "low"}'}, ["recall_threshold", "'low'", "float"]),
+        ({"config": '{"recall_step_mib": 0}'}, ["recall_step_mib", "0"]),
+        ({"config": '{"recall_link_share": 2}'}, ["recall_link_share", "2"]),
+        ({"config": '{"heat_half_life_steps": 0}'}, ["heat_half_life_steps", "0.5"]),
         ({"config": '{"sink_pages": -1}'}, ["sink_pages", "-1", "between 0"]),
         ({"config": '{"worker_heartbeat_timeout_s": NaN}'}, ["heartbeat", "nan", "0.4"]),
         ({"config": '{"worker_threads_per_group": 64}'}, ["threads_per_group", "64", "16"]),
         ({"config": '{"trace": "/no/such/folder/t.json"}'}, ["trace", "/no/such/folder", "folder"]),
+        ({"config": '{"quality": "/no/such/folder/q"}'}, ["quality", "/no/such/folder", "folder"]),
+        ({"config": '{"quality_inputs": 9}'}, ["quality_inputs = 9", "needs quality"]),
+        ({"config": '{"predictor": "oracle"}'}, ["predictor", "'oracle'", "next_layer"]),
+        ({"config": '{"predictor": "learned"}'}, ["'learned'", "needs predictor_file"]),
+        ({"config": '{"predictor_file": "f.npz"}'}, ["'f.npz'", "no effect", "'learned'"]),
         ({"config": '{"trace": ""}'}, ["trace", "''", "name a file"]),
         ({"config": '{"trace": "."}'}, ["trace", "'.'", "name a file"]),
         ({"cpus": ""}, ["--kv-offload-cpus", "''"]),
@@ -66,8 +76,8 @@ def test_config_from_file(tmp_path):
     assert config.recall_interval == 3 and config.head_reduce == "max"
 
 
-def test_a_profile_switches_profiled_recall_on():
-    assert parse(recall_profile="some.json").recall == "profile"
+def test_recall_is_adaptive_unless_said_otherwise():
+    assert parse().recall == parse(recall_profile="some.json").recall == "adaptive"
     assert parse(recall_profile="some.json", config='{"recall": "off"}').recall == "off"
 
 
@@ -84,16 +94,11 @@ PROFILE = (
 )
 
 
-def test_profile_round_trip(tmp_path):
+def test_a_profile_written_by_hand(tmp_path):
     path = tmp_path / "profile.json"
     path.write_text(PROFILE)
     profile = load_profile(str(path))
-    assert profile.intervals == [3, 4]
-    check_profile(profile, str(path), num_layers=2, page_size_tokens=32, model="m")
-    with pytest.raises(ConfigError, match="pages of 32 tokens"):
-        check_profile(profile, str(path), num_layers=2, page_size_tokens=16, model="m")
-    with pytest.raises(ConfigError, match="2 layers"):
-        check_profile(profile, str(path), num_layers=3, page_size_tokens=32, model="n")
+    assert profile.intervals == [3, 4] and profile.identity is None
 
 
 @pytest.mark.parametrize(
@@ -103,6 +108,7 @@ def test_profile_round_trip(tmp_path):
         (PROFILE.replace('"version": 1', '"version": 9'), "version 9"),
         (PROFILE.replace("[3, 4]", "[3]"), "2 layers"),
         (PROFILE.replace("[3, 4]", "[3, -1]"), "2 layers"),
+        (PROFILE.replace("0.12", "12"), "threshold = 12.0"),
     ],
 )
 def test_bad_profiles(tmp_path, text, part):

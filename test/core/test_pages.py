@@ -1,110 +1,130 @@
-"""The residency books: a state machine over everything that can happen to a page."""
+"""Which page gives its slot to which. What can happen to pages at all: test_residency_machine.py."""
 
 import numpy as np
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+import pytest
 
-from sglang_scout.core.pages import ResidencyTable
-
-LAYERS, PAGES, SLOTS = 2, 12, 5
-layer_ids = st.integers(0, LAYERS - 1)
-page_sets = st.lists(st.integers(-1, PAGES - 1), max_size=6).map(lambda p: np.array(p, np.int64))
+from sglang_scout.core.pages import SWAP_MARGIN, ResidencyTable
 
 
-class Residency(RuleBasedStateMachine):
-    """Drives the table beside a model that remembers which content each slot was filled with."""
-
-    def __init__(self):
-        super().__init__()
-        self.table = ResidencyTable(LAYERS, PAGES, SLOTS)
-        self.step = 0
-        self.content = np.zeros(PAGES, np.int64)  # version of each page's bytes
-        self.in_flight = []
-        self.slot_content = {}  # (layer, slot) -> (page, version) copied into it
-
-    @rule(layer=layer_ids, pages=page_sets)
-    def start_copy(self, layer, pages):
-        before = self.table.missing(layer, pages)
-        free = self.table.num_free(layer)
-        taken = self.table.reserve(layer, pages)
-        assert len(taken.pages) == min(len(before), free)
-        assert set(taken.pages) <= set(before)
-        versions = self.content[taken.pages].copy()
-        self.in_flight.append((taken, versions))
-
-    @rule(index=st.integers(0, 9))
-    def land(self, index):
-        if not self.in_flight:
-            return
-        taken, versions = self.in_flight.pop(index % len(self.in_flight))
-        for page, slot, version in zip(taken.pages, taken.slots, versions, strict=True):
-            self.slot_content[(taken.layer, int(slot))] = (int(page), int(version))
-        self.table.commit(taken, self.step)
-
-    @rule(layer=layer_ids, pages=page_sets)
-    def select(self, layer, pages):
-        self.step += 1
-        self.table.touch(layer, pages, self.step)
-
-    @rule(pages=page_sets)
-    def select_everywhere(self, pages):
-        self.step += 1
-        self.table.touch_all_layers(pages, self.step)
-        for layer in range(LAYERS):
-            slots = self.table.slot_of[layer, pages[pages >= 0]]
-            assert (self.table.stamp[layer, slots[slots >= 0]] == self.step).all()
-
-    @rule(layer=layer_ids, want=st.integers(0, SLOTS), age=st.integers(0, 3))
-    def evict(self, layer, want, age):
-        stamps = self.table.stamp[layer].copy()
-        mapped = self.table.page_of[layer] >= 0
-        gone = self.table.evict(layer, want, self.step - age)
-        left = self.table.page_of[layer] >= 0
-        lost = mapped & ~left
-        assert lost.sum() == gone
-        assert (stamps[lost] < self.step - age).all()
-        if gone and (left & (stamps >= 0)).any():
-            kept = stamps[left & (stamps < self.step - age)]
-            assert not len(kept) or stamps[lost].max() <= kept.min(), "a newer page went first"
-
-    @rule(pages=page_sets)
-    def free(self, pages):
-        pages = pages[pages >= 0]
-        self.content[pages] += 1
-        self.table.invalidate(pages)
-        assert (self.table.slot_of[:, pages] < 0).all()
-
-    @rule()
-    def flush(self):
-        self.content += 1
-        self.table.clear()
-        assert self.table.resident_pages == 0
-
-    @invariant()
-    def books_agree(self):
-        self.table.check()
-
-    @invariant()
-    def slots_show_current_bytes(self):
-        for layer in range(LAYERS):
-            for page in np.flatnonzero(self.table.slot_of[layer] >= 0):
-                slot = int(self.table.slot_of[layer, page])
-                assert self.slot_content[(layer, slot)] == (page, self.content[page])
-
-    def teardown(self):
-        while self.in_flight:
-            self.land(0)
-        self.table.clear()
-        assert all(self.table.num_free(layer) == SLOTS for layer in range(LAYERS))
+def ids(*pages):
+    return np.array(pages, np.int64)
 
 
-TestResidency = Residency.TestCase
-TestResidency.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+def table(slots=4, half_life_steps=8.0, resident=()):
+    made = ResidencyTable(2, 20, slots, half_life_steps)
+    if resident:
+        made.commit(made.reserve(0, ids(*resident)), 0)
+    return made
+
+
+def resident(made, layer=0):
+    return sorted(np.flatnonzero(made.slot_of[layer] >= 0).tolist())
+
+
+def test_a_page_selected_once_does_not_push_out_one_that_is_selected_often():
+    made = table(slots=3, resident=(1, 2, 3))
+    for step in range(1, 21):
+        made.touch(0, ids(1, 2) if step % 2 else ids(2), step)
+    made.touch(0, ids(9, 2), 21)
+    taken = made.exchange(0, ids(9), 21)
+    made.commit(taken, 21)
+    # Page 3 was never selected. Page 1 lies longer back than 9, yet is the hotter one.
+    assert resident(made) == [1, 2, 9]
+    assert not len(made.exchange(0, ids(8), 21).pages), "never selected: not worth a slot"
+
+
+def test_a_page_takes_a_slot_as_soon_as_it_is_clearly_hotter():
+    made = table(slots=1, resident=(1,))
+    made.touch(0, ids(1), 1)
+    won = None
+    for step in range(2, 9):
+        made.touch(0, ids(7), step)
+        ratio = made.heat[0, 7] / made.heat[0, 1]
+        if len(made.exchange(0, ids(7), step).pages):
+            won = step
+            assert ratio > SWAP_MARGIN
+            break
+        assert ratio <= SWAP_MARGIN
+    assert won == 3, "after two selections against one"
+
+
+def test_two_pages_of_equal_use_do_not_change_places():
+    made = table(slots=1, resident=(1,))
+    moved = 0
+    for step in range(1, 101):
+        page, other = (1, 7) if step % 2 else (7, 1)
+        made.touch(0, ids(page), step)
+        if made.slot_of[0, page] < 0:
+            taken = made.exchange(0, ids(page), step)
+            moved += len(taken.pages)
+            made.commit(taken, step)
+    assert moved <= 2
+
+
+def test_what_the_step_selected_is_never_taken():
+    made = table(slots=2, resident=(1, 2))
+    made.touch(0, ids(1, 2), 5)
+    for _ in range(9):
+        made.touch(0, ids(8), 5)
+    assert not len(made.exchange(0, ids(8), 5).pages)
+    assert len(made.exchange(0, ids(8), 6).pages) == 1
+
+
+def test_free_slots_need_no_contest():
+    made = table(slots=4, resident=(1,))
+    for step in range(50):
+        made.touch(0, ids(1), step)
+    assert made.exchange(0, ids(5, 6, 7), 50).pages.tolist() == [5, 6, 7]
+
+
+def test_with_too_few_slots_the_hottest_are_taken():
+    made = table(slots=2)
+    made.touch(0, ids(5, 3, 3, 9, 9, 9), 1)
+    assert made.reserve(0, ids(3, 5, 9)).pages.tolist() == [3, 9]
+
+
+def test_a_newcomer_s_pages_count_as_selected_for_long():
+    made = table(slots=2, resident=(1, 2))
+    for step in range(1, 40):
+        made.touch(0, ids(1, 2), step)
+    rows = np.array([[1, 2], [8, 9]])
+    made.touch(0, rows, 40, np.array([False, True]))
+    assert made.heat[0, 8] == pytest.approx(made.heat[0, 1], rel=0.1)
+    assert made.heat[0, 8] == made.heat[0, 9]
+
+
+def test_eviction_takes_the_coldest_first():
+    made = table(slots=4, resident=(1, 2, 3, 4))
+    for step, pages in enumerate([(4,), (4, 3), (4, 3, 2), (1,)], start=1):
+        made.touch(0, ids(*pages), step)
+    gone = []
+    for want in (1, 2, 3):
+        before = set(resident(made))
+        assert made.evict(0, want, 10) == 1
+        gone += before - set(resident(made))
+    assert gone == [2, 1, 3], "one lately selected page is hotter than one selected a while ago"
+
+
+def test_heat_is_kept_in_range_over_a_long_life():
+    made = table(slots=2, half_life_steps=1.0, resident=(1, 2))
+    for step in range(1, 2000):
+        made.touch(0, ids(1), step)
+        if step % 3 == 0:
+            made.touch(0, ids(2), step)
+        assert np.isfinite(made.heat).all()
+    assert made.heat[0, 1] > made.heat[0, 2] > 0
+    made.touch(0, ids(2), 9000)  # after a long silence
+    assert np.isfinite(made.heat).all() and made.heat[0, 2] > made.heat[0, 1]
+
+
+def test_a_freed_page_is_cold():
+    made = table(slots=2, resident=(1, 2))
+    for step in range(9):
+        made.touch(0, ids(1), step)
+    made.invalidate(ids(1))
+    assert (made.heat[:, 1] == 0).all()
 
 
 def test_empty_tables_are_refused():
-    import pytest
-
     with pytest.raises(ValueError, match="num_slots=0"):
         ResidencyTable(1, 1, 0)

@@ -1,9 +1,12 @@
 """Sparse decoding on real servers: each layer's output against a plain reference over the same pages."""
 
+import itertools
 import json
 import re
 
 from harness import PDCluster, random_prompts
+from sglang_scout.cli.breakdown import break_down
+from sglang_scout.cli.trace_file import read_trace
 
 BUDGET_TOKENS = 128
 
@@ -22,9 +25,44 @@ def cluster(model, config, **kwargs):
     )
 
 
+def check_timeline(path, *, steps, ahead):
+    """Every row is there, rows do not nest, and the worker's own slices say whether it was ahead."""
+    trace = read_trace(str(path))
+    found = break_down(trace)
+    assert found.steps == steps and trace.events_lost == 0
+    kinds = {(s.row, s.kind) for s in trace.slices}
+    assert kinds >= {("device", "layer"), ("boundary", "step"), ("ahead", "score")}
+    assert kinds >= {("ahead", "post"), ("attention", "wait"), ("copies", "recall")}
+    events = [e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X"]
+    for row in {(e["pid"], e["tid"]) for e in events}:
+        own = sorted((e["ts"], e["dur"]) for e in events if (e["pid"], e["tid"]) == row)
+        for (start, dur), (following, _) in itertools.pairwise(own):
+            assert start + dur <= following + 1e-3, "a nanosecond, of rounding"
+
+    fallen = {(s.step, s.layer) for s in trace.slices if s.kind == "fallback"}
+    posted = {(s.step, s.layer): s for s in trace.slices if s.kind == "post"}
+    device = {(s.step, s.layer): s for s in trace.slices if s.row == "device"}
+    worker = [s for s in trace.slices if s.by_worker]
+    served = {(s.step, s.layer) for s in worker}
+    assert served <= set(posted) <= served | fallen
+    for key in served - fallen:
+        pages = sum(s.pages for s in worker if (s.step, s.layer) == key)
+        assert pages == posted[key].pages
+    # Which of them began before the layer before ended.
+    early = [s.start_us < device[s.step, s.layer - 1].end_us for s in worker if s.layer > 0]
+    assert len(early) > steps
+    waited = {(s.step, s.layer) for s in trace.slices if s.kind == "wait"}
+    assert served <= waited, "the wait at each merge is visible"
+    if ahead:
+        assert sum(early) > len(early) / 2 and found.ahead_share > 0.5
+        assert any(lead.in_time for lead in found.leads if lead.layer > 0)
+    else:
+        assert not any(early) and found.ahead_share == 0
+
+
 def test_bf16_with_metrics_and_trace(tiny_model, tmp_path):
     trace = tmp_path / "trace.json"
-    config = {"trace": str(trace), "trace_steps": 20}
+    config = {"recall": "fixed", "trace": str(trace), "trace_steps": 50}
     model = tiny_model("qwen3", dtype="bfloat16")
     with cluster(model, config, dtype="bfloat16", decode_args=["--enable-metrics"]) as servers:
         prompts = random_prompts([900, 1200, 37, 1500, 640, 1111], seed=3)
@@ -46,17 +84,16 @@ def test_bf16_with_metrics_and_trace(tiny_model, tmp_path):
         for name in ("cpu_pages_total", "recalled_pages_total", "worker_up", "host_pages_used"):
             assert f"sglang:kv_offload_{name}" in text, text[-2000:]
 
-        events = json.loads(trace.read_text())["traceEvents"]
-        slices = [e for e in events if e["ph"] == "X"]
-        assert {e["name"] for e in slices} >= {"layer 0", "attend 3", "wait 2", "recall"}
-        assert all(e["dur"] >= 0 for e in slices)
-        assert max(e["args"]["step"] for e in slices) == 20
+        check_timeline(trace, steps=50, ahead=True)
 
 
-def test_fp32_without_digests_from_prefill_and_with_retractions(tiny_model):
-    """The decode server makes the digests itself; requests are retracted and come back in mid-decode."""
+def test_fp32_without_digests_from_prefill_and_with_retractions(tiny_model, tmp_path):
+    """The decode server makes the digests itself and computes nothing ahead; requests are retracted
+    and come back in mid-decode."""
+    trace = tmp_path / "trace.json"
     environment = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "25"}
-    config = {"prefill_digests": False}
+    config = {"prefill_digests": False, "precompute": False, "recall": "fixed"}
+    config |= {"trace": str(trace), "trace_steps": 50}
     with cluster(tiny_model("llama"), config, env=environment) as servers:
         prompts = random_prompts([900, 700, 33, 640], seed=4)
         answers = servers.generate(prompts, max_new_tokens=80)
@@ -70,3 +107,4 @@ def test_fp32_without_digests_from_prefill_and_with_retractions(tiny_model):
         assert state["host_pages_used"] == 0
         log = servers.servers["decode"].log()
         assert re.search(r"retracted_reqs: [1-9]", log), "no request was retracted"
+        check_timeline(trace, steps=50, ahead=False)

@@ -57,7 +57,8 @@ class MiniWorker:
 
     def __init__(self, *, layers=3, heads=4, kv_heads=2, dim=64, pages=80, max_batch=4,
                  budget_tokens=128, resident_tokens=None, dtype=torch.float32, seed=0,
-                 config="{}", drift=0.5, logit_cap=0.0, policy="scout"):  # fmt: skip
+                 config="{}", drift=0.5, logit_cap=0.0, policy="scout", tracer=None,
+                 correction=None):  # fmt: skip
         self.config = parse_config(
             policy=policy, policies=POLICY_NAMES, budget_tokens=budget_tokens, config=config
         )
@@ -70,13 +71,16 @@ class MiniWorker:
         self.digests = DigestPool(self.shape, pages, "cpu")
         budget = self.config.budget_pages
         slots = (resident_tokens or budget_tokens * max_batch) // SIZE + max_batch + budget
-        self.table = ResidencyTable(layers, pages, slots)
+        policy_of = make_policy(
+            self.config, layers, 2 * self.shape.page_bytes, correction=correction
+        )
+        self.table = ResidencyTable(layers, pages, slots, policy_of.residency.half_life_steps)
         self.missing = HereInstead(self.shape, self.host)
         hidden = 48
         self.weights = [torch.randn(heads * dim, hidden) * 0.4 for _ in range(layers)]
         self.engine = StepEngine(
             shape=self.shape,
-            policy=make_policy(self.config, layers),
+            policy=policy_of,
             budget_pages=budget,
             max_batch=max_batch,
             host=self.host,
@@ -85,6 +89,7 @@ class MiniWorker:
             table=self.table,
             projectors=[self._projector(layer) for layer in range(layers)],
             missing=self.missing,
+            tracer=tracer,
             verify=True,
         )
         self.free_pages = list(range(1, pages))
@@ -154,6 +159,7 @@ class MiniWorker:
                 page, offset = divmod(request.length - 1, SIZE)
                 stored = self.host.k[layer][request.pages[page], offset]
                 assert torch.equal(stored, k[row].to(self.shape.dtype))
+        self.engine.layer_output()
         return self.outputs
 
     def check_digests(self) -> None:

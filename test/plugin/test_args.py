@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from sglang_scout.core.profile import ModelIdentity, RecallProfile, config_digest, save_profile
+
 ROOT = Path(__file__).resolve().parents[2]
 
 CASES = [
@@ -23,6 +25,22 @@ CASES = [
     ("memory", {"kv_offload_host_gb": 1e6}, ["--kv-offload-host-gb", "1e+06", "GiB"]),
     ("cpus", {"kv_offload_cpus": "0-9999"}, ["--kv-offload-cpus", "9999", "available"]),
     ("profile", {"kv_offload_recall_profile": "/none"}, ["--kv-offload-recall-profile", "/none"]),
+    ("own profile", {"kv_offload_recall_profile": "OWN", "kv_offload_budget": 128}, []),
+    (
+        "moved model",
+        {"kv_offload_recall_profile": "OWN", "kv_offload_budget": 128, "model_path": "MOVED"},
+        [],
+    ),
+    (
+        "budget of profile",
+        {"kv_offload_recall_profile": "OWN", "kv_offload_budget": 256},
+        ["--kv-offload-recall-profile", "own.json", "budget of 128", "--kv-offload-budget 256"],
+    ),
+    (
+        "model of profile",
+        {"kv_offload_recall_profile": "OWN", "kv_offload_budget": 128, "model_path": "THETA"},
+        ["--kv-offload-recall-profile", "own.json", "'tiny'", "theta", "Qwen3ForCausalLM"],
+    ),
     ("json", {"kv_offload_config": "{"}, ["--kv-offload-config", "JSON"]),
     ("key", {"kv_offload_config": '{"x": 1}'}, ["--kv-offload-config", "'x'"]),
     ("fp8", {"kv_cache_dtype": "fp8_e4m3"}, ["--kv-cache-dtype", "fp8_e4m3", "auto"]),
@@ -102,11 +120,21 @@ def outcome(tiny_model, tmp_path_factory):
         "WINDOW": _variant(model, folder / "window", **window),
         "HEADS": _variant(model, folder / "heads", head_dim=48),
         "QUANT": _variant(model, folder / "quant", **quant),
+        "MOVED": _variant(model, folder / "moved", transformers_version="4.0"),
+        "THETA": _variant(model, folder / "theta", rope_theta=12345.0),
     }
+    profile = folder / "own.json"
+    own = json.loads((model / "config.json").read_text())
+    identity = ModelIdentity("Qwen3ForCausalLM", 4, 4, 2, 64, config_digest(own))
+    save_profile(
+        RecallProfile(1, "tiny", 32, 128, 0.12, [8] * 4, 4, identity=identity), str(profile)
+    )
     cases = []
     for _, given, _ in CASES:
         given = dict(given)
         given["model_path"] = paths.get(given.get("model_path"), str(model))
+        if given.get("kv_offload_recall_profile") == "OWN":
+            given["kv_offload_recall_profile"] = str(profile)
         cases.append(given)
     environment = {**os.environ, "SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1"}
     environment.pop("SGLANG_SCOUT_ROLE", None)
@@ -130,12 +158,12 @@ def test_refused(outcome, name, parts):
 
 
 def test_accepted_with_the_implied_defaults(outcome):
-    for name in ("decode", "prefill"):
+    for name in ("decode", "prefill", "own profile", "moved model"):
         kind, made = outcome[0][name]
         assert kind == "accepted", made
         assert made["page_size"] == 32 and made["attention"] == "torch_native"
-        assert made["role"].partition(":")[0] == name
-        assert made["decode"] == ("scout" if name == "decode" else None)
+        assert made["role"].partition(":")[0] == ("prefill" if name == "prefill" else "decode")
+        assert made["decode"] == (None if name == "prefill" else "scout")
 
 
 def test_without_the_flag_sglang_is_as_it_was(outcome):

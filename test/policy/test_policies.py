@@ -1,10 +1,18 @@
 """What the presets decide."""
 
+import json
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
-from sglang_scout.core.config import parse_config
+from sglang_scout.core.config import PREDICTORS, parse_config
+from sglang_scout.core.correction import StreamCorrection
 from sglang_scout.core.profile import RecallProfile
-from sglang_scout.policy.presets import POLICY_NAMES, make_policy
+from sglang_scout.policy.predictors import CARRY, CurrentQuery, NextLayerQuery
+from sglang_scout.policy.presets import POLICY_NAMES, make_policy, predictors
+
+PAGE_BYTES = 2 * 32 * 8 * 128 * 2
 
 
 def config(**kwargs):
@@ -12,39 +20,109 @@ def config(**kwargs):
 
 
 def test_every_layer_is_predicted_exactly_once_and_one_layer_ahead():
-    policy = make_policy(config(), num_layers=5)
+    policy = make_policy(config(), num_layers=5, page_bytes=PAGE_BYTES)
     targets = [policy.predictor.targets(layer, 5) for layer in range(5)]
     assert targets == [(0, 1), (2,), (3,), (4,), ()]
 
 
 def test_without_precompute_nothing_is_predicted():
-    policy = make_policy(config(config='{"precompute": false}'), num_layers=5)
+    policy = make_policy(
+        config(config='{"precompute": false}'), num_layers=5, page_bytes=PAGE_BYTES
+    )
     assert not any(policy.predictor.targets(layer, 5) for layer in range(5))
     assert policy.predictor.lead == 0
 
 
+def test_the_predictor_is_a_choice():
+    learned = StreamCorrection("m", "w", 1, *(np.zeros(0, np.float32) for _ in range(4)))
+    for name, expected in (
+        ("next_layer", NextLayerQuery()),
+        ("extrapolate", NextLayerQuery(carry=CARRY)),
+        ("learned", NextLayerQuery(correction=learned)),
+    ):
+        settings = config(
+            config=json.dumps({"predictor": name, "predictor_file": "f", "quality": "q"})
+        )
+        for policy in POLICY_NAMES:
+            made = make_policy(replace(settings, policy=policy), 3, PAGE_BYTES, None, learned)
+            assert made.predictor == expected
+        assert set(predictors(learned)) == set(PREDICTORS)
+    off = make_policy(replace(settings, precompute=False), 3, PAGE_BYTES, None, learned)
+    assert off.predictor == CurrentQuery(), "nothing is predicted, whatever the predictor"
+    assert set(predictors(None)) == set(PREDICTORS) - {"learned"}
+
+
 def test_layers_take_turns():
-    policy = make_policy(config(config='{"recall_interval": 4}'), num_layers=4)
+    policy = make_policy(
+        config(config='{"recall": "fixed", "recall_interval": 4}'),
+        num_layers=4,
+        page_bytes=PAGE_BYTES,
+    )
     for step in range(8):
         assert sum(policy.residency.due(layer, step) for layer in range(4)) == 1
 
 
 @pytest.mark.parametrize("mode", ["off"])
 def test_recall_off(mode):
-    policy = make_policy(config(config=f'{{"recall": "{mode}"}}'), num_layers=4)
+    policy = make_policy(
+        config(config=f'{{"recall": "{mode}"}}'), num_layers=4, page_bytes=PAGE_BYTES
+    )
     assert not any(policy.residency.due(layer, step) for layer in range(4) for step in range(99))
-    assert policy.residency.recall_fresh()
+    misses, heat = np.array([[7, 3], [5, -1]], np.int32), np.ones(9, np.float32)
+    assert list(policy.residency.pick(0, misses, np.array([0, 1]), heat)) == [3, 7]
 
 
 def test_profiled_intervals():
     profile = RecallProfile(1, "m", 32, 2048, 0.12, [2, 0, 3], 3)
-    policy = make_policy(config(recall_profile="p.json"), 3, profile)
+    settings = config(recall_profile="p.json", config='{"recall": "profile"}')
+    policy = make_policy(settings, 3, PAGE_BYTES, profile)
     due = [[s for s in range(6) if policy.residency.due(layer, s)] for layer in range(3)]
     assert [len(d) for d in due] == [3, 0, 2]
 
 
 def test_only_requests_that_fit_are_warmed_whole():
-    residency = make_policy(config(), num_layers=1).residency
+    residency = make_policy(config(), num_layers=1, page_bytes=PAGE_BYTES).residency
     assert list(residency.warm_columns(3, 4)) == [0, 1, 2]
     assert list(residency.warm_columns(4, 4)) == [0, 1, 2, 3]
     assert len(residency.warm_columns(5, 4)) == 0
+
+
+PROFILE = RecallProfile(1, "m", 32, 2048, 0.2, [2, 0, 30], 3)
+
+
+def described(profile=None, **keys):
+    settings = config(config=json.dumps(keys), recall_profile="p.json" if profile else None)
+    return make_policy(settings, 3, PAGE_BYTES, profile).residency.describe()
+
+
+def test_adaptive_recall_is_the_default_and_starts_from_the_profile():
+    assert described()["intervals"] == [8, 8, 8] and described()["threshold"] == 0.12
+    assert described(recall_interval=3)["intervals"] == [3, 3, 3]
+    assert described(PROFILE)["intervals"] == [2, 0, 30]
+    assert described(PROFILE)["threshold"] == 0.2
+    assert described(PROFILE, recall_threshold=0.05)["threshold"] == 0.05
+    assert described(PROFILE, recall_threshold=0)["threshold"] == 0
+    assert described(PROFILE, recall="fixed")["intervals"] == [8, 8, 8]
+
+
+def test_the_bytes_of_a_step_are_counted_in_pages():
+    assert PAGE_BYTES == 2**17
+    assert described()["step_pages"] == 2048
+    assert described(recall_step_mib=1)["step_pages"] == 8
+    assert described(recall_step_mib=0.01)["step_pages"] == 1, "never none: recall = off says that"
+
+
+def test_only_adaptive_recall_lets_a_step_begin_before_its_copies_have_ended():
+    for mode, waits in (("off", True), ("fixed", True), ("adaptive", False)):
+        settings = config(config=json.dumps({"recall": mode}))
+        residency = make_policy(settings, 3, PAGE_BYTES).residency
+        assert (residency.patience_us is None) == waits
+
+
+def test_the_layer_without_a_lead_recalls_in_every_step():
+    def targets(**keys):
+        settings = config(config=json.dumps(keys))
+        return make_policy(settings, 3, PAGE_BYTES).residency.controller._target.tolist()
+
+    assert targets() == [0.0, 0.12, 0.12]
+    assert targets(precompute=False) == [0.12] * 3, "then no layer has one"

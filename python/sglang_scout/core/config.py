@@ -24,8 +24,15 @@ DEFAULT_BUDGET_TOKENS = 2048
 DEFAULT_RECALL_INTERVAL = 8
 """Steps between two recalls of a layer when no profile is given; the paper's profiled mean is 8.7."""
 
+DEFAULT_RECALL_THRESHOLD = 0.12
+"""The paper's β: the CPU compute ratio that no layer should exceed (section 3.4)."""
+
+DEFAULT_RECALL_STEP_MIB = 256.0
+"""What one step may copy: half of a step of 20 ms, the paper's window, at 25 GB/s, PCIe 4 x16."""
+
 HEAD_REDUCTIONS = ("mass", "max", "sum")
-RECALL_MODES = ("off", "fixed", "profile")
+PREDICTORS = ("next_layer", "extrapolate", "learned")
+RECALL_MODES = ("off", "fixed", "profile", "adaptive")
 
 
 @dataclass(frozen=True)
@@ -51,8 +58,19 @@ class OffloadConfig:
     """How the query heads' page scores combine into one score per page, see ``ops/score.py``."""
     precompute: bool = True
     """False: the missing pages are computed in their own layer, from the real query (the paper's ablation)."""
-    recall: str = "fixed"
+    predictor: str = "next_layer"
+    """What a layer's query is predicted from, one layer ahead; see ``policy/predictors.py``."""
+    predictor_file: str | None = None
+    """The learned correction that ``predictor`` = learned needs, see ``core/correction.py``."""
+    recall: str = "adaptive"
     recall_interval: int = DEFAULT_RECALL_INTERVAL
+    """Steps between two recalls of a layer: always with fixed recall, at first with adaptive."""
+    recall_threshold: float | None = None
+    """β; None: the profile's, or DEFAULT_RECALL_THRESHOLD without one."""
+    recall_step_mib: float = DEFAULT_RECALL_STEP_MIB
+    recall_link_share: float = 0.5
+    """Share of a step's time that copies may take once one was late."""
+    heat_half_life_steps: float = 8.0
     prefill_digests: bool = True
     """Prefill server: compute page digests and send them with the KV."""
     verify: bool = False
@@ -61,6 +79,12 @@ class OffloadConfig:
     """File for a Chrome/Perfetto trace of the decode steps."""
     trace_steps: int = 64
     """Steps that the trace keeps; tracing stops by itself after them."""
+    quality: str | None = None
+    """File for a record of how good the predicted queries are, see ``engine/quality.py``."""
+    quality_inputs: int = 0
+    """Decoded tokens whose layer inputs are kept beside that file, to fit a ``predictor_file``."""
+    step_log: str | None = None
+    """File for one JSON line per decode step, see ``engine/step_log.py``."""
     worker_spin_us: int = 50
     worker_threads_per_group: int = 1
     """Threads that share one sequence; 0: as many as there are CPUs for each row of the batch."""
@@ -79,11 +103,17 @@ class OffloadConfig:
 
 
 _FLAG_FIELDS = {"policy", "budget_tokens", "host_gb", "recall_profile", "cpus", "page_size_tokens"}
+_FILE_KEYS = ("trace", "step_log", "quality", "predictor_file")
 CONFIG_KEYS = tuple(f.name for f in dataclasses.fields(OffloadConfig) if f.name not in _FLAG_FIELDS)
 # Smallest and largest value of the numeric keys. A heartbeat is sent every 0.2 s.
 _RANGES: dict[str, tuple[float, float]] = {
     "resident_tokens": (PAGE_SIZE_TOKENS, 2**40),
     "recall_interval": (1, 2**31),
+    "recall_threshold": (0.0, 1.0),
+    "recall_step_mib": (0.001, 2**30),
+    "recall_link_share": (0.01, 1.0),
+    "heat_half_life_steps": (0.5, 10**6),
+    "quality_inputs": (0, 10**6),
     "trace_steps": (1, 10**6),
     "sink_pages": (0, 2**20),
     "recent_pages": (0, 2**20),
@@ -170,7 +200,9 @@ def _check_key(key: str, value: Any) -> Any:
     default = getattr(OffloadConfig, key)
     if key in ("resident_tokens",):
         expected: tuple[type, ...] = (int,)
-    elif key == "trace":
+    elif key == "recall_threshold":
+        expected = (float,)
+    elif key in _FILE_KEYS:
         expected = (str,)
     else:
         expected = (type(default),)
@@ -186,16 +218,44 @@ def _check_key(key: str, value: Any) -> Any:
     low, high = _RANGES.get(key, (value, value))
     if not low <= value <= high:
         raise ConfigError(f"{flag}: {key} = {value!r} must be between {low:g} and {high:g}")
-    if key == "trace":
+    if key in _FILE_KEYS:
         path = Path(value).absolute()
         if not value or path.is_dir() or not path.parent.is_dir():
             raise ConfigError(
-                f"{flag}: trace = {value!r}: not a file in a folder that exists; name a file"
+                f"{flag}: {key} = {value!r}: not a file in a folder that exists; name a file"
             )
-    choices = {"head_reduce": HEAD_REDUCTIONS, "recall": RECALL_MODES}.get(key)
+    choices = {
+        "head_reduce": HEAD_REDUCTIONS,
+        "predictor": PREDICTORS,
+        "recall": RECALL_MODES,
+    }.get(key)
     if choices and value not in choices:
         raise ConfigError(f"{flag}: {key} = {value!r}; choose one of {', '.join(choices)}")
     return value
+
+
+def _check_prediction(config: OffloadConfig) -> None:
+    """Keys that mean something only together.
+
+    Raises:
+        ConfigError: naming both.
+    """
+    flag = "--kv-offload-config"
+    if config.predictor == "learned" and config.predictor_file is None:
+        raise ConfigError(
+            f"{flag}: predictor = 'learned' needs predictor_file; make one with "
+            "benchmark/predicted_query.py"
+        )
+    if config.predictor_file is not None and config.predictor != "learned" and not config.quality:
+        raise ConfigError(
+            f"{flag}: predictor_file = {config.predictor_file!r} has no effect with predictor = "
+            f"{config.predictor!r}; choose predictor = 'learned' or drop the file"
+        )
+    if config.quality_inputs and not config.quality:
+        raise ConfigError(
+            f"{flag}: quality_inputs = {config.quality_inputs} needs quality, the file beside "
+            "which they are written"
+        )
 
 
 def parse_config(
@@ -253,11 +313,10 @@ def parse_config(
         raise ConfigError(
             "--kv-offload-config: recall = 'profile' needs --kv-offload-recall-profile FILE"
         )
+    _check_prediction(result)
     if result.resident_tokens is not None and result.resident_tokens % page:
         raise ConfigError(
             f"--kv-offload-config: resident_tokens = {result.resident_tokens} must be a "
             f"multiple of the page size ({page} tokens)"
         )
-    if recall_profile and "recall" not in values:
-        result = dataclasses.replace(result, recall="profile")
     return result

@@ -2,13 +2,61 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from sglang_scout.core.errors import ConfigError
 
 PROFILE_VERSION = 1
+FLAG = "--kv-offload-recall-profile"
+REMAKE = "make one for this server with `sglang-scout profile`"
+
+NEIGHBOURS = 4
+"""Steps on each side of a step that tell where a noisy curve is there."""
+
+# Keys of config.json that say who wrote it, and not what the model is.
+_NOT_THE_MODEL = {"_name_or_path", "transformers_version"}
+
+Floats = npt.NDArray[np.float64]
+
+
+class ModelIdentity(msgspec.Struct, frozen=True):
+    """What tells one model from another, wherever its folder lies.
+
+    ``config_digest`` is that of config.json (:func:`config_digest`). Two trainings of one
+    architecture have the same identity.
+    """
+
+    architecture: str
+    num_layers: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    config_digest: str
+
+    def describe(self) -> str:
+        return (
+            f"{self.architecture} with {self.num_layers} layers, {self.num_q_heads} query and "
+            f"{self.num_kv_heads} KV heads of {self.head_dim}, config {self.config_digest}"
+        )
+
+
+class ProfileCheck(msgspec.Struct, frozen=True):
+    """What the intervals gave when the same workload ran with them.
+
+    ``ratios[l]`` is the mean CPU compute ratio of layer l over all steps but each request's first,
+    ``curves[l][t-1]`` the mean at its step t.
+    """
+
+    ratios: list[float]
+    curves: list[list[float]]
 
 
 class RecallProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
@@ -16,6 +64,9 @@ class RecallProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
 
     ``intervals[l]`` is the largest number of steps between two recalls of layer l that kept its
     CPU compute ratio under ``threshold`` on the profiled workload; 0 means never.
+    ``curves[l][t-1]`` is the ratio of layer l, t steps after a request's first selection was
+    loaded, without recall; ``samples[t-1]`` the number of requests in it. A profile written by hand
+    may end with ``num_layers``.
     """
 
     version: int
@@ -26,6 +77,67 @@ class RecallProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     intervals: list[int]
     num_layers: int
     workload: str = ""
+    identity: ModelIdentity | None = None
+    samples: list[int] = []
+    curves: list[list[float]] = []
+    check: ProfileCheck | None = None
+    made_by: str = ""
+
+
+def config_digest(config: Mapping[str, Any]) -> str:
+    """16 hex digits over the contents of a config.json, whatever their order and layout."""
+    kept = {key: value for key, value in config.items() if key not in _NOT_THE_MODEL}
+    text = json.dumps(kept, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def smooth(curve: Floats, weights: Floats) -> Floats:
+    """A curve without its noise: at each point the line that fits its neighbours best.
+
+    Args:
+        curve, weights: ``[T]``, weights > 0.
+    Returns:
+        ``[T]``; a straight line stays as it is, also at its ends.
+    """
+    steps = np.arange(len(curve), dtype=np.float64)
+    result = np.empty(len(curve))
+    for t in range(len(curve)):
+        near = slice(max(0, t - NEIGHBOURS), t + NEIGHBOURS + 1)
+        x, w = steps[near] - t, weights[near] / weights[near].sum()
+        x_mean, y_mean = float((w * x).sum()), float((w * curve[near]).sum())
+        spread = float((w * (x - x_mean) ** 2).sum())
+        slope = float((w * (x - x_mean) * curve[near]).sum()) / spread if spread > 0 else 0.0
+        result[t] = y_mean - slope * x_mean
+    return result
+
+
+def choose_interval(curve: Floats, samples: Floats, threshold: float) -> int:
+    """The largest number of steps that keeps a layer's ratio at ``threshold`` or below (section 3.4).
+
+    The measured mean is noisy where requests are few. What is compared with the threshold is the
+    smoothed curve, so that an odd step does not end an interval early. It ends where the curve is
+    first above; whether it falls again later does not count.
+
+    Args:
+        curve: ``[T]`` mean ratio t = 1..T steps after the layer's pages were loaded.
+        samples: ``[T]`` number of requests in each mean, > 0.
+    Returns:
+        1..T. 1 also where already the first step is above: no recall can do better. T where no step
+        is: later ones were not measured.
+    """
+    below = smooth(curve, samples) <= threshold + 1e-9
+    return max(1, len(curve) if below.all() else int(np.argmin(below)))
+
+
+def save_profile(profile: RecallProfile, path: str) -> None:
+    """Write a profile, one key to a line.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    values = msgspec.to_builtins(profile)
+    lines = [f'"{key}": {json.dumps(value)}' for key, value in values.items()]
+    Path(path).write_text("{" + ",\n ".join(lines) + "}\n", encoding="utf-8")
 
 
 def load_profile(path: str) -> RecallProfile:
@@ -34,44 +146,66 @@ def load_profile(path: str) -> RecallProfile:
     Raises:
         ConfigError: unreadable, not a profile, or of another version.
     """
-    flag = "--kv-offload-recall-profile"
     try:
         data = Path(path).read_bytes()
     except OSError as error:
-        raise ConfigError(f"{flag} {path!r}: cannot read the file: {error.strerror}") from None
+        raise ConfigError(f"{FLAG} {path!r}: cannot read the file: {error.strerror}") from None
     try:
         profile = msgspec.json.decode(data, type=RecallProfile)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{flag} {path!r}: not a recall profile: {error}") from None
+        raise ConfigError(f"{FLAG} {path!r}: not a recall profile: {error}") from None
     if profile.version != PROFILE_VERSION:
         raise ConfigError(
-            f"{flag} {path!r}: version {profile.version}, this build reads {PROFILE_VERSION}; "
+            f"{FLAG} {path!r}: version {profile.version}, this build reads {PROFILE_VERSION}; "
             "make the profile anew"
         )
     if len(profile.intervals) != profile.num_layers or min(profile.intervals, default=-1) < 0:
         raise ConfigError(
-            f"{flag} {path!r}: needs one interval >= 0 for each of {profile.num_layers} layers, "
+            f"{FLAG} {path!r}: needs one interval >= 0 for each of {profile.num_layers} layers, "
             f"found {profile.intervals!r}"
+        )
+    if not 0.0 <= profile.threshold <= 1.0:
+        raise ConfigError(
+            f"{FLAG} {path!r}: threshold = {profile.threshold} must be between 0 and 1"
         )
     return profile
 
 
 def check_profile(
-    profile: RecallProfile, path: str, *, num_layers: int, page_size_tokens: int, model: str
+    profile: RecallProfile,
+    path: str,
+    *,
+    num_layers: int,
+    page_size_tokens: int,
+    budget_tokens: int,
+    model: str,
+    identity: ModelIdentity,
 ) -> None:
-    """Refuse a profile that was made for another model shape or page size.
+    """Refuse a profile that was made for another model, page size or budget.
 
+    Args:
+        model, identity: of this server; ``model`` is for the message.
     Raises:
         ConfigError: naming what differs.
     """
-    flag = "--kv-offload-recall-profile"
-    if profile.page_size_tokens != page_size_tokens:
-        raise ConfigError(
-            f"{flag} {path!r}: made for pages of {profile.page_size_tokens} tokens, this server "
-            f"uses {page_size_tokens}; make one for this server"
-        )
+    made = f"{FLAG} {path!r}: made for"
     if profile.num_layers != num_layers:
         raise ConfigError(
-            f"{flag} {path!r}: made for {profile.model!r} with {profile.num_layers} layers, "
-            f"{model!r} has {num_layers}; make one for this model"
+            f"{made} {profile.model!r} with {profile.num_layers} layers, {model!r} has "
+            f"{num_layers}; {REMAKE}"
+        )
+    if profile.identity is not None and profile.identity != identity:
+        raise ConfigError(
+            f"{made} {profile.model!r} ({profile.identity.describe()}), this server has {model!r} "
+            f"({identity.describe()}); {REMAKE}"
+        )
+    if profile.page_size_tokens != page_size_tokens:
+        raise ConfigError(
+            f"{made} pages of {profile.page_size_tokens} tokens, this server uses "
+            f"{page_size_tokens}; {REMAKE}"
+        )
+    if profile.budget_tokens != budget_tokens:
+        raise ConfigError(
+            f"{made} a budget of {profile.budget_tokens} tokens, this server has "
+            f"--kv-offload-budget {budget_tokens}; set that to {profile.budget_tokens} or {REMAKE}"
         )

@@ -1,7 +1,7 @@
 """The step boundary: everything that the host decides about a step, before it begins.
 
-Recalls are committed, digests completed, forced pages made resident, room made for the recalls to
-come; then the page tables are fixed, and nothing changes residency until the next boundary.
+Recalls are committed, digests completed, forced pages made resident, the recalls of the step decided;
+then the page tables are fixed, and what the step attends to does not change until the next boundary.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sglang_scout.core.pages import ResidencyTable
 from sglang_scout.engine.counters import Counters
 from sglang_scout.engine.pools import DigestPool, HostPages, ModelShape
 from sglang_scout.engine.recall import Recall
-from sglang_scout.policy.axes import Policy
+from sglang_scout.policy.axes import Policy, StepReport
 
 
 @dataclass
@@ -30,7 +30,12 @@ class Batch:
     tail_slot: torch.Tensor  # [L, B] int32 slot of the page being filled
     tail_len: torch.Tensor  # [B] int32 valid tokens in it, this step's included
     tail_page: npt.NDArray[np.int64]  # [B]
-    fresh: npt.NDArray[np.bool_]  # [B] requests in their first step here
+    ages: npt.NDArray[np.int64]  # [B] steps that each request has done here before this one
+
+    @property
+    def fresh(self) -> npt.NDArray[np.bool_]:
+        """``[B]`` requests in their first step here."""
+        return self.ages == 0
 
 
 class StepBoundary:
@@ -63,11 +68,12 @@ class StepBoundary:
         self._recall = recall
         self._counters = counters
         self._step = 0
-        self._fresh_requests: set[int] = set()
+        self._first_step: dict[int, int] = {}  # by table row; 0: joins with the next step
+        self._last_ages = np.zeros(0, np.int64)
 
     def admit(self, request_slots: Iterable[int]) -> None:
         """Requests join the batch, new or after a retraction; ``request_slots`` are their table rows."""
-        self._fresh_requests.update(int(r) for r in request_slots)
+        self._first_step.update((int(r), 0) for r in request_slots)
 
     def allocate_pages(self, pages: npt.NDArray[np.int64]) -> None:
         """Pages were handed to a request that is about to receive them."""
@@ -88,16 +94,19 @@ class StepBoundary:
         page_table: npt.NDArray[np.int32],
         request_slots: npt.NDArray[np.int64],
         seq_lens: npt.NDArray[np.int64],
-        last_missing: npt.NDArray[np.int64],
+        last_missed: npt.NDArray[np.int64],
+        step_us: float,
     ) -> Batch:
         """Prepare a step. Arguments as of :meth:`StepEngine.begin_step`, and
 
         Args:
             step: number of the step, ascending.
-            last_missing: ``[L]`` pages that each layer missed in the step before.
+            last_missed: ``[L, B]`` pages that each row of the step before missed.
+            step_us: smoothed time of a step; 0 until known.
         """
         self._step = step
-        self._recall.commit(step)
+        residency = self._policy.residency
+        self._recall.commit(step, residency.patience_us)
         rows, columns = page_table.shape
         size = self._shape.page_size
         last = (seq_lens - 1) // size
@@ -106,16 +115,20 @@ class StepBoundary:
         table = np.where(column <= last[:, None], page_table, -1).astype(np.int32)
         is_full = column < last[:, None]
         tail_page = table[np.arange(rows), last].astype(np.int64)
-        fresh = np.array([int(r) in self._fresh_requests for r in request_slots], bool)
-        self._fresh_requests.difference_update(int(r) for r in request_slots)
+        ages = self._ages(request_slots)
+        fresh = ages == 0
 
         self._complete_digests(table[is_full])
         self._load_forced(table, last, tail_page, fresh)
-        self._make_room(fresh, last_missing)
+        if self._policy.missing.copy_ahead:
+            self._make_room(fresh, last_missed)
+        residency.plan(self._report(last_missed, fresh, step_us))
 
         # np.take, unlike fancy indexing, returns rows that are contiguous, as the kernels want them.
         slots = np.take(self._table.slot_of, table, axis=1)
         slots[:, ~is_full] = -1
+        self._fill_free_slots(table, is_full, slots)
+        self._last_ages = ages
         return Batch(
             table=torch.from_numpy(table),
             n_full=torch.from_numpy(last.astype(np.int32)),
@@ -123,8 +136,38 @@ class StepBoundary:
             tail_slot=torch.from_numpy(np.take(self._table.slot_of, tail_page, axis=1)),
             tail_len=torch.from_numpy(tail_len.astype(np.int32)),
             tail_page=tail_page,
-            fresh=fresh,
+            ages=ages,
         )
+
+    def _ages(self, request_slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """``[B]`` steps done here by each request; one that was never admitted counts as old."""
+        for request in map(int, request_slots):
+            if self._first_step.get(request) == 0:
+                self._first_step[request] = self._step
+        return np.array(
+            [self._step - self._first_step.get(int(r), -(2**31)) for r in request_slots], np.int64
+        )
+
+    def _report(
+        self, last_missed: npt.NDArray[np.int64], fresh: npt.NDArray[np.bool_], step_us: float
+    ) -> StepReport:
+        """What the residency axis may know."""
+        recall = self._recall
+        report = StepReport(
+            step=self._step,
+            budget_pages=self._budget_pages,
+            ages=self._last_ages,
+            missed=last_missed,
+            fresh_rows=int(fresh.sum()),
+            started=recall.started.copy(),
+            landed=recall.landed.copy(),
+            used=recall.used.copy(),
+            late_pages=recall.late_pages,
+            step_us=step_us,
+            link_pages_per_us=recall.link_pages_per_us,
+        )
+        recall.started[:] = 0
+        return report
 
     def _complete_digests(self, pages: npt.NDArray[np.int32]) -> None:
         """Every full page needs a digest: taken from the prefill server, else computed here."""
@@ -160,17 +203,42 @@ class StepBoundary:
                 loaded = self._recall.load_now(layer, absent, self._step)
                 self._counters.warmed_pages += loaded
         if (self._table.slot_of[:, forced] < 0).any():
+            self._load_forced_late(forced)
+
+    def _load_forced_late(self, forced: npt.NDArray[np.int64]) -> None:
+        """Forced pages that found no slot, or are themselves on their way: copies hold what they need."""
+        self._recall.commit(self._step)
+        for layer in range(self._shape.num_layers):
+            absent = self._table.missing(layer, forced)
+            self._table.evict(layer, len(absent), self._step)
+            self._counters.warmed_pages += self._recall.load_now(layer, absent, self._step)
+        if (self._table.slot_of[:, forced] < 0).any():
             raise RuntimeError("no slot for a page that must be resident; the slot count is wrong")
 
-    def _make_room(self, fresh: npt.NDArray[np.bool_], last_missing: npt.NDArray[np.int64]) -> None:
-        """Free slots for the recalls that this step will start, from pages not of use lately."""
-        first = (
-            int(fresh.sum()) * self._budget_pages if self._policy.residency.recall_fresh() else 0
-        )
-        copy_ahead = self._policy.missing.copy_ahead
-        for layer in range(self._shape.num_layers):
-            want = first
-            if copy_ahead or self._policy.residency.due(layer, self._step):
-                want = max(want, int(last_missing[layer]) + first)
-            if want:
-                self._table.evict(layer, want, self._step - 1)
+    def _make_room(self, fresh: npt.NDArray[np.bool_], last_missed: npt.NDArray[np.int64]) -> None:
+        """Free slots for what this step will copy ahead, from pages not of use lately.
+
+        Only then: the layer's slots are still to be read in this step, so that none can be taken
+        when the pages are known.
+        """
+        first = int(fresh.sum()) * self._budget_pages
+        for layer, missed in enumerate(last_missed.sum(axis=1)):
+            self._table.evict(layer, int(missed) + first, self._step - 1)
+
+    def _fill_free_slots(
+        self,
+        table: npt.NDArray[np.int32],
+        is_full: npt.NDArray[np.bool_],
+        slots: npt.NDArray[np.int32],
+    ) -> None:
+        """If all pages of all requests fit, bring in those that nobody has missed yet.
+
+        Then nothing will be missing, and attention is exact. What does not fit whole is left to
+        selection: most of its pages would be copied for nothing.
+        """
+        left = self._policy.residency.fill_pages()
+        if left <= 0 or is_full.sum() + len(table) > self._table.num_slots:
+            return
+        absent = (slots < 0) & is_full
+        for layer in np.flatnonzero(absent.any(axis=(1, 2))):
+            left -= self._recall.fill(int(layer), table[absent[layer]][: max(left, 0)])

@@ -28,10 +28,12 @@ class Counters:
     verify_max_rel_error: float = 0.0
     cpu_pages_by_layer: npt.NDArray[np.int64] = field(init=False)
     budget_pages_by_layer: npt.NDArray[np.int64] = field(init=False)
+    gpu_wait_us_by_layer: npt.NDArray[np.int64] = field(init=False)
 
     def __post_init__(self) -> None:
         self.cpu_pages_by_layer = np.zeros(self.num_layers, np.int64)
         self.budget_pages_by_layer = np.zeros(self.num_layers, np.int64)
+        self.gpu_wait_us_by_layer = np.zeros(self.num_layers, np.int64)
 
     @property
     def cpu_compute_ratio(self) -> float:
@@ -43,3 +45,8 @@ class Counters:
         self.budget_pages += budget
         self.cpu_pages_by_layer[layer] += missing
         self.budget_pages_by_layer[layer] += budget
+
+    def count_wait(self, layer: int, wait_us: int) -> None:
+        """The device waited for pages of ``layer``: for the worker's answer, or for copies."""
+        self.gpu_wait_us += wait_us
+        self.gpu_wait_us_by_layer[layer] += wait_us

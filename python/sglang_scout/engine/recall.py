@@ -1,12 +1,16 @@
 """Page copies from host to device: at once before a step, or asynchronously behind one (paper section 3.4).
 
 A recall starts after a layer's attention and is committed at the next step boundary: a page that was
-handed to the CPU in step t is still not resident in step t, and is in step t+1.
+handed to the CPU in step t is still not resident in step t, and is in step t+1. The slots that it
+takes may be those of pages of the same layer: their attention of step t is over, and what the step
+still reads of residency was fixed at its boundary.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -20,13 +24,16 @@ from sglang_scout.engine.pools import HostPages, ResidentCache
 from sglang_scout.engine.trace import Tracer
 from sglang_scout.ops.gather import copy_pages
 
+_SMOOTH = 1 / 8
+
 
 @dataclass(frozen=True)
 class Copies:
     """Copies under way."""
 
     taken: Reservation
-    done: Future[None]
+    done: Future[int]  # nanoseconds that they took
+    was_missed: bool = True  # False: copied ahead of any need
 
     def slots_of(self, pages: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         """The slot that each of ``pages`` is being copied to, -1 for any other page."""
@@ -41,6 +48,12 @@ class Recall:
     """Copies pages into resident slots and keeps the table true.
 
     On the CPU device the side stream is a thread: the copies run without the interpreter lock.
+
+    Attributes:
+        started: ``[L]`` int64, pages whose recall has begun since the caller last set it to 0.
+        landed, used: ``[L]`` int64, pages recalled one boundary before the last :meth:`commit`, and
+            those of them that the step in between selected.
+        link_pages_per_us: speed of finished copies, smoothed; 0 until there was one.
     """
 
     def __init__(
@@ -59,47 +72,119 @@ class Recall:
         self._page_bytes = page_bytes
         self._tracer = tracer
         self._side = ThreadPoolExecutor(1, thread_name_prefix="scout-recall")
-        self._in_flight: list[Copies] = []
+        self._in_flight: deque[Copies] = deque()
+        self._just_landed: list[Reservation] = []
+        self._judged_step = -1
+        layers = table.num_layers
+        self.started = np.zeros(layers, np.int64)
+        self.landed = np.zeros(layers, np.int64)
+        self.used = np.zeros(layers, np.int64)
+        self.link_pages_per_us = 0.0
+
+    @property
+    def late_pages(self) -> int:
+        """Right after :meth:`commit`: pages whose copies have not ended in time."""
+        return sum(len(copies.taken.pages) for copies in self._in_flight)
 
     def start(self, layer: int, pages: npt.NDArray[np.integer]) -> Copies:
         """Begin to copy ``pages`` of ``layer`` as far as free slots go; they are committed later."""
-        taken = self._table.reserve(layer, pages)
-        copies = Copies(taken, self._side.submit(self._copy, taken))
-        self._in_flight.append(copies)
+        return self._submit(self._table.reserve(layer, pages))
+
+    def swap(self, layer: int, pages: npt.NDArray[np.integer], step: int) -> Copies:
+        """As :meth:`start`, also into slots of colder pages that ``step`` did not select.
+
+        The layer's attention in ``step`` must be over.
+        """
+        return self._submit(self._table.exchange(layer, pages, step))
+
+    def fill(self, layer: int, pages: npt.NDArray[np.integer]) -> int:
+        """Begin to copy ``pages`` that nobody missed into free slots. Returns how many found one."""
+        return len(self._submit(self._table.reserve(layer, pages), was_missed=False).taken.pages)
+
+    def _submit(self, taken: Reservation, was_missed: bool = True) -> Copies:
+        why = "recall" if was_missed else "fill"
+        copies = Copies(taken, self._side.submit(self._copy, taken, why), was_missed)
+        if len(taken.pages):
+            self._in_flight.append(copies)
+            self.started[taken.layer] += was_missed * len(taken.pages)
         return copies
 
-    def commit(self, step: int) -> None:
+    def commit(self, step: int, patience_us: float | None = None) -> None:
         """Step boundary: map what was copied behind the last step.
 
-        Waits for copies that are still under way. They had a whole step's time, so this is rare, and
-        it makes a request's residency, hence its tokens, independent of the copy thread's luck.
+        Copies had a whole step's time, so that some are still under way is rare. Without
+        ``patience_us`` it waits for them, and a request's residency, hence its tokens, do not depend
+        on the copy thread's luck. With it, what is not there in time stays with the CPU for another
+        step: correct as well, but another run may decide otherwise.
+
+        Args:
+            patience_us: how long to wait; None: until all have ended.
         """
+        if step != self._judged_step:
+            self._judge_landed(step)
+        if not self._in_flight:
+            return
         start_ns = time.monotonic_ns()
-        for copies in self._in_flight:
-            copies.done.result()
-            # They were selected in the step before. Stamped with this one they could not be evicted
-            # in it, and might leave a request without a slot for its newest page.
-            wanted = self._table.commit(copies.taken, step - 1)
-            self._counters.recalled_pages += wanted
-            self._counters.recall_bytes += 2 * self._page_bytes * len(copies.taken.pages)
-        if self._in_flight:
-            self._counters.recall_wait_us += (time.monotonic_ns() - start_ns) // 1000
-        self._in_flight.clear()
+        deadline_ns = None if patience_us is None else start_ns + int(patience_us * 1000)
+        # One thread makes them in this order: behind one that is late, all are.
+        while self._in_flight and self._ended(self._in_flight[0], deadline_ns):
+            self._land(self._in_flight.popleft(), step)
+        self._counters.recall_wait_us += (time.monotonic_ns() - start_ns) // 1000
+
+    def _ended(self, copies: Copies, deadline_ns: int | None) -> bool:
+        if deadline_ns is None:
+            copies.done.exception()
+            return True
+        left_ns = max(0, deadline_ns - time.monotonic_ns())
+        with contextlib.suppress(TimeoutError):
+            copies.done.exception(left_ns / 1e9)
+        return copies.done.done()
+
+    def _land(self, copies: Copies, step: int) -> None:
+        taken = copies.taken
+        took_us = copies.done.result() / 1e3
+        # They were selected in the step before. Stamped with this one they could not be evicted in
+        # it, and might leave a request without a slot for its newest page.
+        wanted = self._table.commit(taken, step - 1 if copies.was_missed else -1)
+        self._counters.recalled_pages += wanted
+        self._counters.recall_bytes += 2 * self._page_bytes * len(taken.pages)
+        speed = len(taken.pages) / max(took_us, 1e-3)
+        self.link_pages_per_us += (speed - self.link_pages_per_us) * (
+            _SMOOTH if self.link_pages_per_us else 1.0
+        )
+        if copies.was_missed:
+            self._just_landed.append(taken)
+
+    def _judge_landed(self, step: int) -> None:
+        """How many of the pages that landed at the last boundary did the step since then select?"""
+        self._judged_step = step
+        self.landed[:] = 0
+        self.used[:] = 0
+        for taken in self._just_landed:
+            layer = taken.layer
+            self.landed[layer] += len(taken.pages)
+            slots = self._table.slot_of[layer, taken.pages]
+            stamps = self._table.stamp[layer, slots[slots >= 0]]
+            self.used[layer] += int((stamps == step - 1).sum())
+        self._just_landed.clear()
 
     def load_now(self, layer: int, pages: npt.NDArray[np.integer], step: int) -> int:
         """Copy ``pages`` before the step begins and map them. Returns how many found a slot."""
         taken = self._table.reserve(layer, pages)
         if len(taken.pages):
-            self._copy(taken)
+            self._copy(taken, "load")
             self._table.commit(taken, step)
         return len(taken.pages)
 
-    def _copy(self, taken: Reservation) -> None:
-        layer = taken.layer
+    def _copy(self, taken: Reservation, why: str) -> int:
+        start_ns = time.monotonic_ns()
+        layer, pages = taken.layer, len(taken.pages)
+        moved_bytes = 2 * self._page_bytes * pages
         source, target = torch.from_numpy(taken.pages), torch.from_numpy(taken.slots)
-        with self._tracer.slice("copies", "recall", layer=layer, pages=len(taken.pages)):
+        with self._tracer.slice("copies", why, layer=layer, pages=pages, bytes=moved_bytes):
             copy_pages(self._host.k[layer], source, self._resident.k[layer], target)
             copy_pages(self._host.v[layer], source, self._resident.v[layer], target)
+        return time.monotonic_ns() - start_ns
 
     def close(self) -> None:
         self._side.shutdown(wait=True)

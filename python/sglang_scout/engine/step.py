@@ -5,13 +5,14 @@ that are not resident go to the CPU worker at once. The attention of layer l cov
 and the page being filled; it is merged with the worker's answer, asked for one layer earlier.
 
 What the host decides (residency, page tables) is fixed at the step boundary, in ``boundary.py``; within
-the step nothing changes it.
+the step nothing changes what it attends to. A recall may take a slot of its own layer once that layer's
+attention is over.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,8 +23,11 @@ import torch
 from sglang_scout.core.pages import ResidencyTable
 from sglang_scout.engine.boundary import Batch, StepBoundary
 from sglang_scout.engine.counters import Counters
+from sglang_scout.engine.forecast import Forecast, LayerInputs, QueryProjector
 from sglang_scout.engine.pools import DigestPool, HostPages, ModelShape, ResidentCache
+from sglang_scout.engine.quality import QualityRecorder
 from sglang_scout.engine.recall import Copies, Recall
+from sglang_scout.engine.step_log import StepLog
 from sglang_scout.engine.trace import Tracer
 from sglang_scout.engine.verify import relative_error
 from sglang_scout.ops.attend import attend_pages
@@ -31,9 +35,6 @@ from sglang_scout.ops.merge import merge_states
 from sglang_scout.ops.score import score_pages
 from sglang_scout.ops.select import select_pages
 from sglang_scout.policy.axes import Policy
-
-QueryProjector = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""(layer input ``[B, hidden]``, positions ``[B]``) -> query after RoPE, ``[B, HQ, D]`` fp32."""
 
 
 class Reply(Protocol):
@@ -67,7 +68,6 @@ class _Ahead:
     on_cpu: npt.NDArray[np.int32]  # [B, k] those of them that are left to the worker
     copies: Copies | None  # of the others, where the policy copies ahead
     ticket: Any
-    posted_ns: int
 
 
 class StepEngine:
@@ -82,6 +82,11 @@ class StepEngine:
         projectors: per layer, how its query is predicted from a layer input.
         missing: who computes what is not resident.
         verify: compare every layer's output with a plain fp32 reference over the host pages.
+
+    Attributes:
+        step_log: gets a line for each step, if there is one.
+        quality: measures predictors beside the one that serves, if there is one.
+        inputs: what they predict from.
     """
 
     def __init__(
@@ -120,17 +125,23 @@ class StepEngine:
         self.boundary = StepBoundary(
             shape, policy, budget_pages, host, digests, table, self.recall, self.counters
         )
-        self._projectors = projectors
+        self.step_log: StepLog | None = None
+        self.quality: QualityRecorder | None = None
+        self.inputs = LayerInputs()
+        self._forecast = Forecast(policy.predictor, projectors, self.inputs)
         self._missing = missing
         self._verify = verify
         self._step = 0
         self._ahead: dict[int, _Ahead] = {}
         self._batch: Batch | None = None
-        self._last_missing = np.zeros(shape.num_layers, np.int64)
+        self._missed = np.zeros((shape.num_layers, 0), np.int64)  # [L, B] pages, in this step
+        self._step_us = 0.0  # smoothed
+        self._step_start_ns = 0
         self._slot_of = torch.from_numpy(table.slot_of)
         answer = (shape.num_layers, max_batch, shape.num_q_heads)
         self._cpu_out = np.zeros((*answer, shape.head_dim), np.float32)
         self._cpu_lse = np.full(answer, -np.inf, np.float32)
+        self._open_layer = -1  # that runs now; for the timeline
         self._layer_start_ns = 0
 
     def begin_step(
@@ -152,11 +163,20 @@ class StepEngine:
             )
         self._step += 1
         self.counters.steps += 1
-        self.tracer.step()
+        self.tracer.step(self._step)
+        start_ns = self.tracer.now()
         self._ahead.clear()
+        self._step_start_ns = time.monotonic_ns()
         self._batch = self.boundary.begin(
-            self._step, page_table, request_slots, seq_lens, self._last_missing
+            self._step, page_table, request_slots, seq_lens, self._missed, self._step_us
         )
+        self._missed = np.zeros((self.shape.num_layers, len(page_table)), np.int64)
+        if self._follows_inputs:
+            self.inputs.begin_step(request_slots, self._batch.fresh)
+        if self.step_log is not None:
+            batch = self._batch
+            self.step_log.begin(self._step, self._step_start_ns, batch.ages, batch.n_full.numpy())
+        self.tracer.cut("boundary", "step boundary", start_ns, requests=len(page_table))
 
     def layer_input(self, layer: int, x: torch.Tensor, positions: torch.Tensor) -> None:
         """Before layer ``layer``: predict and post for the layers that the policy names.
@@ -165,18 +185,29 @@ class StepEngine:
             x: ``[B, hidden]`` input of the layer before its norm (residual stream).
             positions: ``[B]`` int64.
         """
-        if self.tracer.active:
-            now = time.monotonic_ns()
-            if layer > 0:
-                self.tracer.add("device", f"layer {layer - 1}", self._layer_start_ns, now)
-            self._layer_start_ns = now
+        self.layer_output()
+        self._open_layer, self._layer_start_ns = layer, self.tracer.now()
+        if self._follows_inputs:
+            self.inputs.see(layer, x)
+        if self.quality is not None:
+            self.quality.layer_input(layer, x, positions)
         for target in self.policy.predictor.targets(layer, self.shape.num_layers):
-            self._look_ahead(target, self._projectors[target](x, positions))
+            start_ns = self.tracer.now()
+            query = self._forecast.query(layer, target, x, positions)
+            self.tracer.cut("ahead", "predict", start_ns, layer=target)
+            self._look_ahead(target, query)
+
+    def layer_output(self) -> None:
+        """The layer whose input came last has ended; the next layer's input says so too."""
+        if self._open_layer >= 0:
+            self.tracer.cut("device", "layer", self._layer_start_ns, layer=self._open_layer)
+            self._open_layer = -1
 
     def _look_ahead(self, layer: int, query: torch.Tensor) -> _Ahead:
         """Choose the pages of ``layer`` for ``query`` and post the missing ones (Algorithm 1, 4-7)."""
         batch = self._current()
         digest = self.policy.digest
+        start_ns = self.tracer.now()
         scores = score_pages(
             query,
             self.digests.kmin[layer],
@@ -186,6 +217,7 @@ class StepEngine:
             self.shape.scale,
             digest.head_reduce,
         )
+        start_ns = self.tracer.cut("ahead", "score", start_ns, layer=layer)
         selection = select_pages(
             scores,
             batch.table,
@@ -196,20 +228,25 @@ class StepEngine:
             digest.recent_pages,
         )
         pages, missing = selection.pages.numpy(), selection.missing.numpy()
-        self.table.touch(layer, pages, self._step)
+        self.table.touch(layer, pages, self._step, batch.fresh)
         copies, on_cpu = None, missing
         if self.policy.missing.copy_ahead and (missing >= 0).any():
             copies = self.recall.start(layer, missing)
             on_cpu = _pack_left(np.where(copies.slots_of(missing) < 0, missing, -1))
         counts = (on_cpu >= 0).sum(axis=1, dtype=np.int32)
-        self._last_missing[layer] = (missing >= 0).sum()
+        posted = int(counts.sum())
+        self._missed[layer] = (missing >= 0).sum(axis=1)
         self.counters.count_selection(
-            layer, int((pages >= 0).sum()), int(counts.sum()), len(pages) * self.budget_pages
+            layer, int((pages >= 0).sum()), posted, len(pages) * self.budget_pages
         )
+        if self.step_log is not None:
+            self.step_log.layer(layer, counts)
+        start_ns = self.tracer.cut("ahead", "select", start_ns, layer=layer)
         ticket = None
-        if counts.any():
+        if posted:
             ticket = self._missing.post(layer, self._step, query.numpy(), on_cpu, counts)
-        ahead = _Ahead(query, missing, on_cpu, copies, ticket, time.monotonic_ns())
+            self.tracer.cut("ahead", "post", start_ns, layer=layer, pages=posted)
+        ahead = _Ahead(query, missing, on_cpu, copies, ticket)
         self._ahead[layer] = ahead
         return ahead
 
@@ -228,25 +265,34 @@ class StepEngine:
         ahead = self._ahead.pop(layer, None) or self._look_ahead(layer, query.contiguous())
         slots = batch.slots[layer]
         if ahead.copies is not None:
-            slots = self._with_copies(slots, ahead)
-        with self.tracer.slice("attention", f"attend {layer}"):
-            out, lse = attend_pages(
-                query.contiguous(),
-                self.resident.k[layer],
-                self.resident.v[layer],
-                slots,
-                batch.tail_slot[layer],
-                batch.tail_len,
-                self.shape.scale,
-                self.shape.logit_cap,
-            )
+            slots = self._with_copies(layer, slots, ahead)
+        start_ns = self.tracer.now()
+        out, lse = attend_pages(
+            query.contiguous(),
+            self.resident.k[layer],
+            self.resident.v[layer],
+            slots,
+            batch.tail_slot[layer],
+            batch.tail_len,
+            self.shape.scale,
+            self.shape.logit_cap,
+        )
+        self.tracer.cut("attention", "attend", start_ns, layer=layer)
         if ahead.ticket is not None:
             out, lse = self._merge_answer(layer, ahead, out, lse)
+        if self.quality is not None:
+            self.quality.attention(layer, self._step, query, batch)
         if self._verify:
+            start_ns = self.tracer.now()
             self._check_output(layer, out, query, ahead)
+            self.tracer.cut("attention", "verify", start_ns, layer=layer)
         self._recall_missing(layer, ahead)
-        if layer == self.shape.num_layers - 1 and self.tracer.active:
-            self.tracer.add("device", f"layer {layer}", self._layer_start_ns, time.monotonic_ns())
+        if layer == self.shape.num_layers - 1:
+            end_ns = time.monotonic_ns()
+            took_us = (end_ns - self._step_start_ns) / 1e3
+            self._step_us += (took_us - self._step_us) * (1 / 8 if self._step_us else 1.0)
+            if self.step_log is not None:
+                self.step_log.end(end_ns)
         return out
 
     def _append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -272,28 +318,42 @@ class StepEngine:
         start_ns = time.monotonic_ns()
         reply = self._missing.wait(ahead.ticket, cpu_out, cpu_lse)
         end_ns = time.monotonic_ns()
-        self.tracer.add("attention", f"wait {layer}", start_ns, end_ns)
-        self.tracer.add("worker", f"layer {layer}", ahead.posted_ns, end_ns)
-        self.counters.gpu_wait_us += (end_ns - start_ns) // 1000
+        self._trace_answer(layer, start_ns, end_ns, reply)
+        self.counters.count_wait(layer, (end_ns - start_ns) // 1000)
         self.counters.fallback_pages += reply.fallback_pages
-        return merge_states(out, lse, torch.from_numpy(cpu_out), torch.from_numpy(cpu_lse))
+        merged = merge_states(out, lse, torch.from_numpy(cpu_out), torch.from_numpy(cpu_lse))
+        self.tracer.cut("attention", "merge", end_ns, layer=layer)
+        return merged
 
-    def _with_copies(self, slots: torch.Tensor, ahead: _Ahead) -> torch.Tensor:
+    def _trace_answer(self, layer: int, start_ns: int, end_ns: int, reply: Reply) -> None:
+        """The wait for the worker, and what was computed here instead of its answer."""
+        if not reply.fallback_pages:
+            self.tracer.add("attention", "wait", start_ns, end_ns, layer=layer)
+            return
+        gave_up_ns = min(start_ns + int(reply.waited_us * 1000), end_ns)
+        self.tracer.add("attention", "wait", start_ns, gave_up_ns, layer=layer)
+        self.tracer.add(
+            "attention", "fallback", gave_up_ns, end_ns, layer=layer, pages=reply.fallback_pages
+        )
+
+    def _with_copies(self, layer: int, slots: torch.Tensor, ahead: _Ahead) -> torch.Tensor:
         """Wait for the pages that were copied ahead, and attend to them as well."""
         assert ahead.copies is not None
         start_ns = time.monotonic_ns()
         ahead.copies.done.result()
-        self.counters.gpu_wait_us += (time.monotonic_ns() - start_ns) // 1000
+        end_ns = time.monotonic_ns()
+        self.counters.count_wait(layer, (end_ns - start_ns) // 1000)
+        self.tracer.add("attention", "wait", start_ns, end_ns, layer=layer, copies=True)
         return torch.cat([slots, torch.from_numpy(ahead.copies.slots_of(ahead.missing))], dim=1)
 
     def _recall_missing(self, layer: int, ahead: _Ahead) -> None:
-        """After its attention, a layer whose turn it is recalls what it missed."""
+        """After its attention, a layer recalls of what it missed the pages that the policy picks."""
         if ahead.ticket is None:
             return
-        if self.policy.residency.due(layer, self._step):
-            self.recall.start(layer, ahead.on_cpu)
-        elif self.policy.residency.recall_fresh() and self._current().fresh.any():
-            self.recall.start(layer, ahead.on_cpu[self._current().fresh])
+        ages, heat = self._current().ages, self.table.heat[layer]
+        pages = self.policy.residency.pick(layer, ahead.on_cpu, ages, heat)
+        if len(pages):
+            self.recall.swap(layer, pages, self._step)
 
     def _check_output(
         self, layer: int, out: torch.Tensor, query: torch.Tensor, ahead: _Ahead
@@ -321,6 +381,10 @@ class StepEngine:
         self.counters.verify_checks += 1
         self.counters.verify_max_rel_error = max(self.counters.verify_max_rel_error, error)
 
+    @property
+    def _follows_inputs(self) -> bool:
+        return self._forecast.needs_previous or self.quality is not None
+
     def _current(self) -> Batch:
         if self._batch is None:
             raise RuntimeError("no step has begun: begin_step must run before a layer does")
@@ -330,6 +394,10 @@ class StepEngine:
         """Stop the copy thread and write the trace."""
         self.recall.close()
         self.tracer.write()
+        if self.step_log is not None:
+            self.step_log.close()
+        if self.quality is not None:
+            self.quality.close()
 
 
 def _pack_left(pages: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:

@@ -1,5 +1,6 @@
 """Ops on torch tensors: one file per op, its reference first, other implementations beside it."""
 
+from .advance import advance_input
 from .attend import attend_pages
 from .attend_int8 import attend_pages_int8
 from .digest import build_digests
@@ -12,6 +13,7 @@ from .select import Selection, select_pages
 
 __all__ = [
     "Selection",
+    "advance_input",
     "attend_pages",
     "attend_pages_int8",
     "build_digests",

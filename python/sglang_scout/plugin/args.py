@@ -64,7 +64,10 @@ _FIELDS: dict[str, tuple[Any, Any]] = {
         None,
     ),
     "kv_offload_recall_profile": (
-        A[str | None, Arg(help="JSON file with per-layer recall intervals.")],
+        A[
+            str | None,
+            Arg(help="JSON file with per-layer recall intervals, from `sglang-scout profile`."),
+        ],
         None,
     ),
     "kv_offload_cpus": (
@@ -126,7 +129,7 @@ def around_post_init(original: Callable[..., None], self: ServerArgs) -> None:
     profile = load_profile(config.recall_profile) if config.recall_profile else None
     _apply_defaults(self)
     original(self)
-    check_model(self, profile)
+    check_model(self, profile, config.budget_tokens)
     announce(self.disaggregation_mode)
 
 

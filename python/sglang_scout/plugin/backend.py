@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import atexit
 import logging
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_scout.core.config import OffloadConfig
+from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.pages import ResidencyTable
 from sglang_scout.core.profile import check_profile, load_profile
 from sglang_scout.engine.pools import ResidentCache
 from sglang_scout.engine.step import StepEngine
+from sglang_scout.engine.step_log import StepLog
 from sglang_scout.engine.trace import Tracer
 from sglang_scout.plugin import status
 from sglang_scout.plugin.args import parse
 from sglang_scout.plugin.hooks import model_shape, worker_cpus
 from sglang_scout.plugin.pool import HostKVPool, ScoutAllocator
-from sglang_scout.plugin.support import decoder_layers, make_projectors
+from sglang_scout.plugin.prediction import learned_correction, make_quality
+from sglang_scout.plugin.support import decoder_layers, make_projectors, model_identity
 from sglang_scout.policy.presets import make_policy
 from sglang_scout.worker.client import WorkerClient, WorkerConfig
 
@@ -55,12 +60,19 @@ class ScoutAttnBackend(AttentionBackend):
                 self.config.recall_profile,
                 num_layers=shape.num_layers,
                 page_size_tokens=shape.page_size,
+                budget_tokens=self.config.budget_tokens,
                 model=runner.server_args.model_path,
+                identity=model_identity(runner.model_config),
             )
-        self.policy = make_policy(self.config, shape.num_layers, profile)
+        model_path = runner.server_args.model_path
+        correction = learned_correction(self.config, layers, model_path)
+        self.policy = make_policy(
+            self.config, shape.num_layers, 2 * shape.page_bytes, profile, correction
+        )
         self.plan = self.pool.plan
         self.cpus = worker_cpus(self.config)
         self.worker = WorkerClient(self.pool.arena, self.cpus, config=self._worker_config())
+        projectors = make_projectors(layers)
         self.engine = StepEngine(
             shape=shape,
             policy=self.policy,
@@ -69,20 +81,62 @@ class ScoutAttnBackend(AttentionBackend):
             host=self.pool.host_pages,
             digests=self.pool.digests,
             resident=ResidentCache(shape, self.plan.num_slots, runner.device),
-            table=ResidencyTable(shape.num_layers, self.plan.num_pages, self.plan.num_slots),
-            projectors=make_projectors(layers),
+            table=ResidencyTable(
+                shape.num_layers,
+                self.plan.num_pages,
+                self.plan.num_slots,
+                self.policy.residency.half_life_steps,
+            ),
+            projectors=projectors,
             missing=self.worker,
-            tracer=Tracer(self.config.trace, self.config.trace_steps),
+            tracer=self._tracer(shape.num_layers),
             verify=self.config.verify,
+        )
+        if self.config.step_log is not None:
+            self.engine.step_log = self._step_log(self.config.step_log, runner.model_config)
+        self.engine.quality = make_quality(
+            self.config, self.engine, projectors, correction, layers, model_path
         )
         self.allocator.listener = self.engine.boundary
         for index, layer in enumerate(layers):
             layer.register_forward_pre_hook(self._layer_hook(index), with_kwargs=True)
+        layers[-1].register_forward_hook(lambda *_: self.engine.layer_output())
         self.worker.start()
         atexit.register(self.close)
         _current = self
         self.metrics = status.start_metrics(self, runner.server_args)
         self._log_plan(runner)
+
+    def _step_log(self, path: str, model_config: Any) -> StepLog:
+        identity = model_identity(model_config)
+        facts = self._facts(identity.num_layers) | {
+            "page_size_tokens": self.config.page_size_tokens,
+            "model": Path(model_config.model_path).name,
+            "identity": msgspec.to_builtins(identity),
+        }
+        try:
+            return StepLog(path, identity.num_layers, self.engine.counters, facts)
+        except OSError as error:
+            raise ConfigError(
+                f"--kv-offload-config: step_log = {path!r}: cannot write it: {error.strerror}"
+            ) from error
+
+    def _tracer(self, num_layers: int) -> Tracer:
+        return Tracer(
+            self.config.trace, self.config.trace_steps, self.worker, self._facts(num_layers)
+        )
+
+    def _facts(self, num_layers: int) -> dict[str, Any]:
+        """What a reader of this server's files should know of it."""
+        return {
+            "policy": self.policy.name,
+            "layers": num_layers,
+            "budget_tokens": self.config.budget_tokens,
+            "precompute": self.config.precompute,
+            "predictor": self.config.predictor,
+            "recall": self.config.recall,
+            "worker_cpus": list(self.cpus),
+        }
 
     def _worker_config(self) -> WorkerConfig:
         return WorkerConfig(

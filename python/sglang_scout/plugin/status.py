@@ -62,7 +62,9 @@ def decode_state(backend: ScoutAttnBackend) -> dict[str, Any]:
         "recalled_pages": counters.recalled_pages,
         "recall_bytes": counters.recall_bytes,
         "recall_wait_us": counters.recall_wait_us,
+        "recall": recall_state(backend),
         "gpu_wait_us": counters.gpu_wait_us,
+        "gpu_wait_us_by_layer": counters.gpu_wait_us_by_layer.tolist(),
         "fallback_pages": counters.fallback_pages,
         "digests_received": digests.received,
         "digests_computed": digests.computed,
@@ -79,6 +81,11 @@ def decode_state(backend: ScoutAttnBackend) -> dict[str, Any]:
             "last_error": worker.last_error,
         },
     }
+
+
+def recall_state(backend: ScoutAttnBackend) -> dict[str, Any]:
+    """The mode as configured, and what the policy decides by."""
+    return {"mode": backend.config.recall} | backend.policy.residency.describe()
 
 
 def prefill_state(scheduler: Any) -> dict[str, Any]:

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 from sglang.srt.layers.rotary_embedding.mrope import MRotaryEmbedding
+from transformers.utils.hub import cached_file
 
 from sglang_scout.core.config import PAGE_SIZE_TOKENS
 from sglang_scout.core.errors import ConfigError
-from sglang_scout.core.profile import RecallProfile, check_profile
-from sglang_scout.engine.step import QueryProjector
+from sglang_scout.core.profile import (
+    ModelIdentity,
+    RecallProfile,
+    check_profile,
+    config_digest,
+)
+from sglang_scout.engine.forecast import QueryProjector
 from sglang_scout.ops.predict import predict_query, rms_norm, rotate
 
 ARCHITECTURES = (
@@ -26,7 +35,7 @@ HEAD_SIZES = (64, 96, 128, 256)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def check_model(server_args: Any, profile: RecallProfile | None) -> None:
+def check_model(server_args: Any, profile: RecallProfile | None, budget_tokens: int) -> None:
     """Refuse a model that the decode step does not compute correctly, or that ``profile`` is not for.
 
     Raises:
@@ -66,11 +75,45 @@ def check_model(server_args: Any, profile: RecallProfile | None) -> None:
             server_args.kv_offload_recall_profile,
             num_layers=config.num_hidden_layers,
             page_size_tokens=PAGE_SIZE_TOKENS,
+            budget_tokens=budget_tokens,
             model=server_args.model_path,
+            identity=model_identity(config),
         )
     kv_quant = getattr(config.hf_config, "quantization_config", None)
     if kv_quant:
         raise ConfigError(f"{model}: quantised checkpoints are not supported with {policy}")
+
+
+def model_identity(config: Any) -> ModelIdentity:
+    """What SGLang's ``ModelConfig`` describes, wherever the model's folder lies.
+
+    Raises:
+        ConfigError: the model has no readable config.json.
+    """
+    try:
+        file = cached_file(config.model_path, "config.json", revision=config.revision)
+        digest = config_digest(json.loads(Path(file).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(
+            f"--model-path {config.model_path}: cannot read its config.json: {error}"
+        ) from error
+    return ModelIdentity(
+        architecture=(config.hf_config.architectures or ["(none named)"])[0],
+        num_layers=config.num_hidden_layers,
+        num_q_heads=config.num_attention_heads,
+        num_kv_heads=config.get_total_num_kv_heads(),
+        head_dim=config.head_dim,
+        config_digest=digest,
+    )
+
+
+def weights_fingerprint(layers: list[torch.nn.Module]) -> str:
+    """16 hex digits over the weights of the layers' norms: tells trainings of one model apart."""
+    found = hashlib.sha256()
+    for layer in layers:
+        for norm in (layer.input_layernorm, layer.post_attention_layernorm):
+            found.update(norm.weight.detach().float().cpu().numpy().tobytes())  # type: ignore
+    return found.hexdigest()[:16]
 
 
 def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:

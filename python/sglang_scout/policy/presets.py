@@ -4,50 +4,109 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sglang_scout.core.config import OffloadConfig
+from sglang_scout.core.config import DEFAULT_RECALL_THRESHOLD, OffloadConfig
+from sglang_scout.core.correction import StreamCorrection
 from sglang_scout.core.profile import RecallProfile
-from sglang_scout.policy.axes import Policy, PredictorAxis
+from sglang_scout.policy.axes import Policy, PredictorAxis, ResidencyAxis
 from sglang_scout.policy.digests import MinMaxDigest
 from sglang_scout.policy.missing import CopyAhead, CpuAttention
-from sglang_scout.policy.predictors import CurrentQuery, NextLayerQuery
-from sglang_scout.policy.residency import ImportantPages
+from sglang_scout.policy.predictors import CARRY, CurrentQuery, NextLayerQuery
+from sglang_scout.policy.recall_controller import RecallController
+from sglang_scout.policy.residency import ImportantPages, MeasuredRecall
 
 
 def _digest(config: OffloadConfig) -> MinMaxDigest:
     return MinMaxDigest(config.head_reduce, config.sink_pages, config.recent_pages)
 
 
-def _predictor(config: OffloadConfig) -> PredictorAxis:
-    return NextLayerQuery() if config.precompute else CurrentQuery()
+def predictors(correction: StreamCorrection | None) -> dict[str, PredictorAxis]:
+    """What the key ``predictor`` may name; ``learned`` only where there is a ``correction``."""
+    found: dict[str, PredictorAxis] = {
+        "next_layer": NextLayerQuery(),
+        "extrapolate": NextLayerQuery(carry=CARRY),
+    }
+    if correction is not None:
+        found["learned"] = NextLayerQuery(correction=correction)
+    return found
 
 
-def _scout(config: OffloadConfig, num_layers: int, profile: RecallProfile | None) -> Policy:
+def _predictor(config: OffloadConfig, correction: StreamCorrection | None) -> PredictorAxis:
+    return predictors(correction)[config.predictor] if config.precompute else CurrentQuery()
+
+
+def _residency(
+    config: OffloadConfig,
+    num_layers: int,
+    page_bytes: int,
+    profile: RecallProfile | None,
+    predictor: PredictorAxis,
+) -> ResidencyAxis:
+    from_profile = profile is not None and config.recall in ("profile", "adaptive")
     intervals = (
         tuple(profile.intervals)
-        if config.recall == "profile" and profile is not None
+        if profile is not None and from_profile
         else (config.recall_interval,) * num_layers
     )
+    half_life = config.heat_half_life_steps
+    if config.recall != "adaptive":
+        return ImportantPages(intervals, enabled=config.recall != "off", half_life_steps=half_life)
+    threshold = config.recall_threshold
+    if threshold is None:
+        threshold = profile.threshold if profile is not None else DEFAULT_RECALL_THRESHOLD
+    # Of a layer that is predicted at its own input, every page on the CPU is waited for.
+    eager = [
+        layer
+        for layer in range(num_layers)
+        if predictor.lead and layer in predictor.targets(layer, num_layers)
+    ]
+    controller = RecallController(
+        intervals=intervals,
+        threshold=threshold,
+        step_pages=max(1, int(config.recall_step_mib * 2**20) // page_bytes),
+        link_share=config.recall_link_share,
+        eager_layers=eager,
+    )
+    return MeasuredRecall(controller, half_life_steps=half_life)
+
+
+def _scout(
+    config: OffloadConfig,
+    num_layers: int,
+    page_bytes: int,
+    profile: RecallProfile | None,
+    correction: StreamCorrection | None,
+) -> Policy:
+    predictor = _predictor(config, correction)
     return Policy(
         name="scout",
         digest=_digest(config),
-        predictor=_predictor(config),
+        predictor=predictor,
         missing=CpuAttention(),
-        residency=ImportantPages(intervals, enabled=config.recall != "off"),
+        residency=_residency(config, num_layers, page_bytes, profile, predictor),
     )
 
 
-def _infinigen(config: OffloadConfig, num_layers: int, profile: RecallProfile | None) -> Policy:
+def _infinigen(
+    config: OffloadConfig,
+    num_layers: int,
+    page_bytes: int,
+    profile: RecallProfile | None,
+    correction: StreamCorrection | None,
+) -> Policy:
     """Recall-based offload as the paper's baseline does it: every miss is a copy, none is computed."""
     return Policy(
         name="infinigen",
         digest=_digest(config),
-        predictor=_predictor(config),
+        predictor=_predictor(config, correction),
         missing=CopyAhead(),
-        residency=ImportantPages((0,) * num_layers, enabled=False),
+        residency=ImportantPages(
+            (0,) * num_layers, enabled=False, half_life_steps=config.heat_half_life_steps
+        ),
     )
 
 
-PRESETS: dict[str, Callable[[OffloadConfig, int, RecallProfile | None], Policy]] = {
+_Preset = Callable[[OffloadConfig, int, int, RecallProfile | None, StreamCorrection | None], Policy]
+PRESETS: dict[str, _Preset] = {
     "scout": _scout,
     "infinigen": _infinigen,
 }
@@ -55,7 +114,18 @@ POLICY_NAMES = tuple(PRESETS)
 
 
 def make_policy(
-    config: OffloadConfig, num_layers: int, profile: RecallProfile | None = None
+    config: OffloadConfig,
+    num_layers: int,
+    page_bytes: int,
+    profile: RecallProfile | None = None,
+    correction: StreamCorrection | None = None,
 ) -> Policy:
-    """The policy that ``config`` names, for a model of ``num_layers`` layers."""
-    return PRESETS[config.policy](config, num_layers, profile)
+    """The policy that ``config`` names.
+
+    Args:
+        num_layers: of the model.
+        page_bytes: K and V of one page in one layer, what one recalled page costs on the link.
+        profile: of this model, or None.
+        correction: of this model; needed by ``predictor`` = learned.
+    """
+    return PRESETS[config.policy](config, num_layers, page_bytes, profile, correction)

@@ -1,38 +1,141 @@
-"""Residency axis: important pages stay, recalled periodically and asynchronously (paper section 3.4)."""
+"""Residency axis: important pages stay, recalled asynchronously (paper section 3.4).
+
+Two ways to choose when: at fixed per-layer intervals, as the paper does, or by what is measured.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from sglang_scout.core.pages import DEFAULT_HALF_LIFE_STEPS
+from sglang_scout.policy.axes import StepReport
+from sglang_scout.policy.recall_controller import RecallController
 
-@dataclass(frozen=True)
+Ids = npt.NDArray[np.int64]
+
+
+def whole_if_it_fits(n_full: int, quota_pages: int) -> Ids:
+    """Columns of a fresh request to load at once: all that it has, or none.
+
+    What fits is loaded whole, and attention is then exact from the first token on. A longer request
+    gets its pages after its first selection has said which ones matter.
+    """
+    return np.arange(n_full if n_full <= quota_pages else 0, dtype=np.int64)
+
+
+def hottest(
+    missed: npt.NDArray[np.int32],
+    is_first: npt.NDArray[np.bool_],
+    heat: npt.NDArray[np.float32],
+    limit_pages: int,
+) -> Ids:
+    """The ``limit_pages`` pages of ``missed`` that are worth most, as distinct ids.
+
+    Those of first rows come before all others, then the hottest: selected lately, often, and by
+    many requests, whom one copy serves together.
+
+    Args:
+        missed: ``[B, k]`` page ids, -1 padded.
+        is_first: ``[B]`` rows whose pages come first.
+        heat: ``[P]``.
+    """
+    is_page = missed >= 0
+    ids = np.unique(missed[is_page]).astype(np.int64)
+    if len(ids) <= limit_pages:
+        return ids
+    first = np.isin(ids, missed[is_page & is_first[:, None]])
+    return ids[np.lexsort((ids, -heat[ids], ~first))[:limit_pages]]
+
+
+@dataclass
 class ImportantPages:
     """Pages selected most recently stay; each layer recalls what it misses at its own interval.
+
+    Which pages a step copies depends on its selections and its number alone, and the boundary waits
+    for them: the same requests in the same order get the same tokens, however slow the copies are.
 
     Args:
         intervals: steps between two recalls, per layer; 0 = never.
         enabled: False switches recall off altogether (the paper's ablation without periodic recall).
+        young_steps: first steps of a request whose misses are recalled at once. A request arrives
+            with an empty device cache; without this it would compute its whole budget on the CPU
+            until its layers' turns come. It holds with recall off too: the paper's curve without
+            recall (Figure 6a) also starts from the pages found important after prefill.
     """
 
     intervals: tuple[int, ...]
     enabled: bool = True
+    young_steps: int = 1
+    patience_us: float | None = None
+    half_life_steps: float = DEFAULT_HALF_LIFE_STEPS
+    _step: int = field(default=0, init=False)
 
     def due(self, layer: int, step: int) -> bool:
+        """Whether ``layer`` recalls all that it misses in ``step``."""
         # The layer number shifts the phase, so that equal intervals do not make all layers copy
         # in the same step and burst on the link.
         interval = self.intervals[layer]
         return self.enabled and interval > 0 and (step + layer) % interval == 0
 
-    def recall_fresh(self) -> bool:
-        # A request arrives with an empty device cache. Without this it would compute its whole
-        # budget on the CPU until its layers' turns come. It happens with recall off too: the paper's
-        # curve without recall (Figure 6a) also starts from the pages found important after prefill.
-        return True
+    def plan(self, report: StepReport) -> None:
+        self._step = report.step
 
-    def warm_columns(self, n_full: int, quota_pages: int) -> npt.NDArray[np.int64]:
-        # What fits is loaded whole, and attention is then exact from the first token on. A longer
-        # request gets its pages after its first selection has said which ones matter.
-        return np.arange(n_full if n_full <= quota_pages else 0, dtype=np.int64)
+    def pick(
+        self, layer: int, missed: npt.NDArray[np.int32], ages: Ids, heat: npt.NDArray[np.float32]
+    ) -> Ids:
+        rows = missed if self.due(layer, self._step) else missed[ages < self.young_steps]
+        return np.unique(rows[rows >= 0]).astype(np.int64)
+
+    def fill_pages(self) -> int:
+        return 0
+
+    def warm_columns(self, n_full: int, quota_pages: int) -> Ids:
+        return whole_if_it_fits(n_full, quota_pages)
+
+    def describe(self) -> dict[str, Any]:
+        return {"intervals": list(self.intervals) if self.enabled else []}
+
+
+@dataclass
+class MeasuredRecall:
+    """Pages selected most recently stay; a controller decides by what was measured who recalls.
+
+    Its decisions depend on selections, on counts and on a configured number of pages per step, so
+    they too repeat exactly, with one exception: a boundary does not wait longer than
+    ``patience_us`` for a copy. If the link is later than that, the pages stay with the CPU for
+    another step and the controller copies less. A request's tokens are correct either way, but they
+    may then differ in their last digits from run to run, because the CPU's part is computed from
+    the predicted query.
+
+    Args:
+        controller: decides how many pages each layer may take.
+        patience_us: of the step boundary.
+    """
+
+    controller: RecallController
+    patience_us: float | None = 1000.0
+    half_life_steps: float = DEFAULT_HALF_LIFE_STEPS
+
+    def plan(self, report: StepReport) -> None:
+        self.controller.plan(report)
+
+    def pick(
+        self, layer: int, missed: npt.NDArray[np.int32], ages: Ids, heat: npt.NDArray[np.float32]
+    ) -> Ids:
+        young = ages < self.controller.young_steps
+        counts = np.ones(len(ages), bool) if self.controller.is_due[layer] else young
+        limit_pages = int(self.controller.granted[layer])
+        return hottest(missed[counts], young[counts], heat, limit_pages)
+
+    def fill_pages(self) -> int:
+        return self.controller.spare_pages
+
+    def warm_columns(self, n_full: int, quota_pages: int) -> Ids:
+        return whole_if_it_fits(n_full, quota_pages)
+
+    def describe(self) -> dict[str, Any]:
+        return self.controller.describe()

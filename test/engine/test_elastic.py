@@ -1,0 +1,259 @@
+"""Recall and residency under adaptive recall: late copies, free slots, and requests that come and go."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from mini_worker import SIZE, MiniWorker
+from slow_link import with_slow_link
+
+FP32_TOLERANCE = 1e-5
+
+
+@pytest.fixture
+def make():
+    made = []
+
+    def build(**kwargs):
+        made.append(MiniWorker(**kwargs))
+        return made[-1]
+
+    yield build
+    for worker in made:
+        worker.close()
+
+
+def resident_of(worker, request, layer=0):
+    slots = worker.table.slot_of[layer, request.pages]
+    return {page for page, slot in zip(request.pages, slots, strict=True) if slot >= 0}
+
+
+def test_a_late_copy_does_not_hold_the_step_and_its_pages_stay_with_the_cpu(make):
+    worker = make(budget_tokens=256, max_batch=2, pages=120)
+    link = with_slow_link(worker)
+    worker.admit(100 * SIZE)
+    for _ in range(6):
+        worker.step()
+        worker.table.check()
+    recall = worker.engine.recall
+    assert link.forced == 0 and recall.late_pages > 0
+    assert worker.engine.counters.recalled_pages == 0
+    under_way = {(c.taken.layer, int(p)) for c in recall._in_flight for p in c.taken.pages}
+    worker.missing.asked.clear()
+    worker.step()
+    again = {(layer, int(p)) for layer, pages in worker.missing.asked for p in pages[pages >= 0]}
+    assert under_way & again, "what has not landed is still computed on the CPU"
+    assert worker.engine.policy.residency.controller.backoffs == 1
+    link.run(999)
+    worker.step()
+    assert worker.engine.counters.recalled_pages == len(under_way)
+    assert worker.engine.counters.verify_max_rel_error <= FP32_TOLERANCE
+
+
+def test_fixed_recall_waits_for_its_copies(make):
+    worker = make(budget_tokens=128, config='{"recall": "fixed", "recall_interval": 1}')
+    link = with_slow_link(worker)
+    worker.admit(640)
+    for _ in range(5):
+        under_way = list(worker.engine.recall._in_flight)
+        worker.step()
+        assert all(copies.done.done() for copies in under_way)
+    assert link.forced > 0 and worker.engine.counters.recalled_pages > 0
+
+
+def test_pages_that_must_be_resident_get_their_slots_back_from_late_copies(make):
+    """Copies hold every slot that forced pages of newcomers need: the boundary has to wait."""
+    worker = make(budget_tokens=128, max_batch=4, resident_tokens=128, layers=2)
+    link = with_slow_link(worker)
+    assert worker.table.num_slots == 12  # the forced pages of four requests and no more
+    worker.admit(640)
+    worker.step()
+    worker.step()
+    assert worker.engine.recall.late_pages > 0
+    for _ in range(3):
+        worker.admit(600)
+    worker.step()
+    assert link.forced > 0
+    assert worker.engine.counters.verify_max_rel_error <= FP32_TOLERANCE
+
+
+def test_one_request_that_fits_is_resident_whole_and_exact(make):
+    worker = make(budget_tokens=128, max_batch=4)
+    worker.engine.policy.residency.patience_us = None
+    worker.admit(19 * SIZE + 5)  # far more than its budget of 4 pages, less than the 24 slots
+    worker.step()
+    worker.missing.asked.clear()
+    for _ in range(20):
+        worker.step()
+        for layer in range(3):
+            torch.testing.assert_close(
+                worker.outputs[layer][0], worker.dense(0, layer), rtol=2e-5, atol=2e-5
+            )
+    assert not worker.missing.asked, "the worker idles"
+
+
+def test_quotas_shrink_as_requests_join_coldest_pages_first(make):
+    worker = make(budget_tokens=128, max_batch=4, pages=160, drift=0.2)
+    worker.engine.policy.residency.patience_us = None
+    first = worker.admit(20 * SIZE)
+    for _ in range(12):
+        worker.step()
+    before = resident_of(worker, first)
+    assert len(before) == 20 + 1  # and the page being filled
+    sizes = [len(before)]
+    for _ in range(3):
+        worker.admit(30 * SIZE)
+        heat = worker.table.heat[0].copy()
+        worker.step()  # residency changes at its boundary and after its attention
+        worker.step()
+        left = resident_of(worker, first) & before
+        lost, kept = before - left, left - set(first.pages[:1]) - set(first.pages[-3:])
+        if lost and kept:
+            assert max(heat[p] for p in lost) <= 3 * (min(heat[p] for p in kept) + 1e-3)
+        before = left
+        sizes.append(len(left))
+    assert sizes == sorted(sizes, reverse=True) and sizes[-1] < sizes[0]
+    assert min(sizes) >= 3, "nobody loses all"
+    steps = -np.diff(sizes)
+    assert max(steps) <= 15, "no more than a newcomer's budget, its forced pages and their swap"
+    assert worker.engine.counters.verify_max_rel_error <= FP32_TOLERANCE
+
+
+def test_slots_come_back_when_requests_leave(make):
+    worker = make(budget_tokens=128, max_batch=4, pages=160)
+    worker.engine.policy.residency.patience_us = None
+    first = worker.admit(20 * SIZE)
+    others = [worker.admit(30 * SIZE) for _ in range(3)]
+    for _ in range(10):
+        worker.step()
+    assert len(resident_of(worker, first)) < 20
+    for other in others:
+        worker.finish(other)
+    for _ in range(3):
+        worker.step()
+    worker.missing.asked.clear()
+    worker.step()
+    assert not worker.missing.asked and len(resident_of(worker, first)) == len(first.pages)
+
+
+def test_misses_of_a_new_request_come_first(make):
+    """With pages for one layer's misses only, they go to the newcomer."""
+    worker = make(budget_tokens=256, max_batch=2, pages=200, layers=1, drift=1.0)
+    worker.engine.policy.residency.patience_us = None
+    old = worker.admit(90 * SIZE)
+    for _ in range(20):
+        worker.step()
+    control = worker.engine.policy.residency.controller
+    control.step_pages, control.limit_pages = 3, 3.0
+    new = worker.admit(90 * SIZE)
+    had = resident_of(worker, old)
+    for _ in range(control.young_steps):
+        worker.step()
+    worker.step()
+    gained = resident_of(worker, old) - had - set(old.pages[-2:])
+    assert len(resident_of(worker, new)) > 3 + len(gained)
+
+
+def test_layer_0_hands_over_far_fewer_pages_than_layers_with_a_lead(make):
+    worker = make(layers=4, max_batch=4, pages=420, budget_tokens=512, drift=0.05, seed=1)
+    worker.engine.policy.residency.patience_us = None
+    for _ in range(4):
+        worker.admit(95 * SIZE)
+    for _ in range(20):
+        worker.step()
+    before = worker.engine.counters.cpu_pages_by_layer.copy()
+    for _ in range(40):
+        worker.step()
+    pages = worker.engine.counters.cpu_pages_by_layer - before
+    assert pages[0] < min(pages[1:]) / 2, pages
+
+
+class ElasticMachine(RuleBasedStateMachine):
+    """Requests join and leave while copies land in time, late, or after their request has gone.
+
+    What must hold is checked by the engine itself at every layer (verify): the outputs are those of
+    the chosen pages, each counted once, with the bytes of their present owner.
+    """
+
+    @initialize(
+        seed=st.integers(0, 99),
+        budget_pages=st.integers(2, 6),
+        extra_pages=st.integers(0, 12),
+        step_mib=st.sampled_from([0.02, 0.3, 64.0]),
+        recall=st.sampled_from(["adaptive", "adaptive", "fixed"]),
+    )
+    def start(self, seed, budget_pages, extra_pages, step_mib, recall):
+        config = f'{{"recall": "{recall}", "recall_interval": 2, "recall_step_mib": {step_mib}}}'
+        self.worker = MiniWorker(
+            layers=2, heads=2, kv_heads=1, max_batch=3, pages=90, seed=seed, drift=0.7,
+            budget_tokens=budget_pages * SIZE, resident_tokens=(6 + extra_pages) * SIZE,
+            config=config,
+        )  # fmt: skip
+        self.link = with_slow_link(self.worker)
+
+    @precondition(lambda self: len(self.worker.requests) < 3)
+    @rule(pages=st.integers(0, 18), tokens=st.integers(1, SIZE))
+    def join(self, pages, tokens):
+        if pages + 4 < len(self.worker.free_pages):
+            self.worker.admit(pages * SIZE + tokens)
+
+    @precondition(lambda self: self.worker.requests)
+    @rule(which=st.integers(0, 2), reuse_first=st.booleans())
+    def leave(self, which, reuse_first):
+        """Finished, or aborted with copies under way; its pages may be handed out again at once."""
+        worker = self.worker
+        worker.finish(worker.requests[which % len(worker.requests)])
+        if reuse_first:
+            worker.free_pages.sort()
+
+    @precondition(lambda self: not self.worker.requests)
+    @rule()
+    def flush(self):
+        self.worker.engine.boundary.clear()
+        assert self.worker.table.resident_pages == 0
+
+    @precondition(lambda self: self.worker.requests)
+    @rule(steps=st.integers(1, 3), copies=st.sampled_from([0, 1, 2, 99]))
+    def decode(self, steps, copies):
+        for _ in range(steps):
+            if self.worker.free_pages:
+                self.worker.step()
+                self.link.run(copies)
+
+    @invariant()
+    def every_output_was_right(self):
+        if hasattr(self, "worker"):
+            assert self.worker.engine.counters.verify_max_rel_error <= FP32_TOLERANCE
+
+    @invariant()
+    def slots_are_conserved(self):
+        if hasattr(self, "worker"):
+            table = self.worker.table
+            table.check()
+            for layer in range(2):
+                copies = [c.taken for c in self.worker.engine.recall._in_flight]
+                reserved = sum(len(t.pages) for t in copies if t.layer == layer)
+                mapped = int((table.page_of[layer] >= 0).sum())
+                assert table.num_free(layer) + mapped + reserved == table.num_slots
+
+    @invariant()
+    def only_pages_of_requests_are_resident(self):
+        if hasattr(self, "worker"):
+            owned = {page for request in self.worker.requests for page in request.pages}
+            for layer in range(2):
+                assert set(np.flatnonzero(self.worker.table.slot_of[layer] >= 0)) <= owned
+
+    def teardown(self):
+        if hasattr(self, "worker"):
+            for request in list(self.worker.requests):
+                self.worker.finish(request)
+            self.worker.engine.recall.commit(10**6)
+            assert self.worker.table.resident_pages == 0
+            self.worker.close()
+
+
+TestElasticMachine = ElasticMachine.TestCase
+TestElasticMachine.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)

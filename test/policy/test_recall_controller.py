@@ -1,0 +1,314 @@
+"""The controller of adaptive recall, in a synthetic world where pages drift at known speeds."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_scout.policy.axes import StepReport
+from sglang_scout.policy.recall_controller import MAX_INTERVAL_STEPS, RecallController, share
+from sglang_scout.policy.residency import hottest
+
+ROWS, BUDGET_PAGES = 4, 64
+CAPACITY = ROWS * BUDGET_PAGES
+BETA = 0.12
+PLENTY = 10**6
+
+
+def controller(layers, **kwargs):
+    settings = {"intervals": [8] * layers, "threshold": BETA, "step_pages": PLENTY} | kwargs
+    return RecallController(**settings)
+
+
+class World:
+    """Layers whose misses grow by ``drift`` of the budget a step, and a link that may be slow.
+
+    Args:
+        worth: per layer, share of the recalled pages that are still wanted when they land.
+        link_pages: pages that the link carries in a step.
+    """
+
+    def __init__(self, control, drift, worth=1.0, link_pages=PLENTY):
+        self.control = control
+        self.layers = len(drift)
+        self.drift = np.array(drift, float)
+        self.worth = np.broadcast_to(np.array(worth, float), self.layers)
+        self.link_pages = link_pages
+        self.missing = np.zeros(self.layers)  # pages
+        self.measured = np.zeros(self.layers)  # of them, when the last step selected
+        self.queued = np.zeros(self.layers)  # pages on the link
+        self.started = np.zeros(self.layers, np.int64)
+        self.landed = np.zeros(self.layers, np.int64)
+        self.useful = np.zeros(self.layers)  # of landed pages, what is not yet reported
+        self.late_pages = 0
+        self.steps = 0
+        self.ratios, self.copies, self.late, self.limits = [], [], [], []
+
+    def step(self, fresh_rows=0, young_missed=0):
+        """One boundary and one step; ``young_missed`` pages a layer of a request in its 2nd step."""
+        missed = np.zeros((self.layers, ROWS + 1), np.int64)
+        missed[:, :ROWS] = (self.measured / ROWS)[:, None]
+        missed[:, 0] += np.round(self.measured).astype(np.int64) - missed.sum(axis=1)
+        missed[:, ROWS] = young_missed
+        self.useful += self.landed * self.worth
+        used = np.floor(self.useful + 1e-9).astype(np.int64)
+        self.useful -= used
+        self.control.plan(
+            StepReport(
+                step=self.steps,
+                budget_pages=BUDGET_PAGES,
+                ages=np.array([100] * ROWS + [1], np.int64),
+                missed=missed,
+                fresh_rows=fresh_rows,
+                started=self.started,
+                landed=self.landed,
+                used=used,
+                late_pages=self.late_pages,
+            )
+        )
+        self.steps += 1
+        self.missing = np.minimum(self.missing + self.drift * CAPACITY, CAPACITY)
+        self.measured = self.missing.copy()
+        self.ratios.append(self.missing / CAPACITY)
+        wanted = np.where(self.control.is_due, np.floor(self.missing - self.queued), 0)
+        self.started = np.minimum(self.control.granted, np.maximum(wanted, 0)).astype(np.int64)
+        self.queued += self.started
+        carried = min(1.0, self.link_pages / max(self.queued.sum(), 1e-9)) * self.queued
+        self.landed = np.floor(carried + 1e-9).astype(np.int64)
+        self.queued -= self.landed
+        self.missing = np.maximum(self.missing - self.landed * self.worth, 0)
+        self.late_pages = int(self.queued.sum())
+        self.copies.append(self.started)
+        self.late.append(self.late_pages)
+        self.limits.append(self.control.limit_pages)
+
+    def run(self, steps):
+        for _ in range(steps):
+            self.step()
+        return self
+
+    def gaps(self, layer, after=0):
+        """Steps between recalls of a layer."""
+        return np.diff(np.flatnonzero(np.array(self.copies[after:])[:, layer]))
+
+
+def test_every_layer_is_held_under_the_threshold_with_as_few_copies_as_its_drift_needs():
+    drift = [0.004, 0.01, 0.03, 0.055]
+    world = World(controller(4), drift).run(400)
+    ratios = np.array(world.ratios[100:])
+    assert (ratios.max(axis=0) <= BETA + 1 / CAPACITY).all(), ratios.max(axis=0)
+    for layer, speed in enumerate(drift):
+        # From nothing to the threshold, no sooner: the longest interval that holds.
+        longest = int(BETA / speed)
+        assert longest - 3 <= np.mean(world.gaps(layer, 100)) <= longest + 1, (layer, longest)
+        assert abs(world.control.describe()["intervals"][layer] - longest) <= 3
+
+
+def test_without_recall_the_same_world_is_far_above_it():
+    world = World(controller(2, step_pages=0), [0.01, 0.03]).run(100)
+    assert (world.ratios[-1] > 2 * BETA).all()
+
+
+def test_a_drift_within_one_step_above_the_threshold_recalls_every_step():
+    world = World(controller(1), [0.2]).run(60)
+    assert (world.gaps(0, 5) == 1).all()
+
+
+def test_it_follows_a_workload_that_speeds_up_and_one_that_stops():
+    world = World(controller(3), [0.008] * 3).run(150)
+    slow = np.mean(world.gaps(0, 50))
+    world.drift[:] = 0.05
+    world.run(60)
+    assert (np.array(world.ratios[-50:]) <= BETA + 1 / CAPACITY).all()
+    assert np.mean(world.gaps(0, 170)) < slow / 3
+    world.drift[:] = 0
+    world.run(100)
+    assert np.sum(world.copies[-60:]) <= CAPACITY * BETA * 3, (
+        "nothing moves, nothing is to be copied"
+    )
+
+
+def test_steady_drift_gives_steady_intervals():
+    world = World(controller(4), [0.007, 0.013, 0.021, 0.034]).run(400)
+    for layer in range(4):
+        gaps = world.gaps(layer, 150)
+        assert len(gaps) > 8 and gaps.max() - gaps.min() <= 1, (layer, gaps)
+
+
+def test_noise_alone_does_not_raise_the_copies():
+    """The same mean drift with and without noise copies about the same."""
+    rng = np.random.default_rng(3)
+    calm = World(controller(1), [0.012]).run(400)
+    noisy = World(controller(1), [0.012])
+    for _ in range(400):
+        noisy.drift[:] = rng.choice([0.0, 0.012, 0.024])
+        noisy.step()
+    assert np.mean(np.array(noisy.ratios[100:]) > BETA) < 0.1
+    assert np.max(noisy.ratios[100:]) < BETA + 0.03
+    assert len(noisy.gaps(0)) <= 1.4 * len(calm.gaps(0))
+
+
+def test_intervals_of_a_profile_are_the_start():
+    world = World(controller(2, intervals=[20, 3]), [0.0, 0.0])
+    world.missing[:] = 2
+    firsts = {}
+    for step in range(80):
+        # What the profile expects of each layer happens.
+        world.drift[:] = [BETA / 20, BETA / 3]
+        world.step()
+        for layer in np.flatnonzero(world.copies[-1]):
+            firsts.setdefault(int(layer), step)
+    assert firsts[1] <= 3 and 12 <= firsts[0] <= 20
+
+
+def test_a_slow_layer_is_refreshed_at_the_longest_interval():
+    world = World(controller(1, intervals=[0]), [0.0])
+    world.missing[:] = 5
+    world.run(MAX_INTERVAL_STEPS + 10)
+    assert np.flatnonzero(np.array(world.copies)[:, 0]).tolist() == [MAX_INTERVAL_STEPS - 1]
+
+
+@pytest.mark.parametrize("step_pages", [1, 7, 40])
+def test_no_step_copies_more_than_its_pages(step_pages):
+    world = World(controller(5, step_pages=step_pages), [0.01, 0.02, 0.05, 0.1, 0.3])
+    for step in range(200):
+        world.step(fresh_rows=step % 3 == 0, young_missed=step % 5)
+        assert world.control.granted.sum() + world.control.spare_pages <= step_pages
+        assert world.copies[-1].sum() <= step_pages
+    assert np.sum(world.copies[-50:]) > 0.9 * 50 * step_pages, "it must have been short of pages"
+
+
+def test_scarce_pages_go_to_the_largest_excess_and_nobody_starves():
+    drift = [0.01, 0.02, 0.04, 0.08]
+    enough = sum(drift) * CAPACITY
+    world = World(controller(4, step_pages=int(0.7 * enough)), drift).run(300)
+    copies, last = np.sum(world.copies[-100:], axis=0), np.array(world.ratios[-1])
+    assert (np.diff(copies) > 0).all(), "the faster a layer drifts, the more it gets"
+    assert copies[0] > 0
+    unlevelled = World(controller(4, step_pages=0), drift).run(5).ratios[-1]
+    assert np.ptp(last) < np.ptp(unlevelled), (last, "excess is levelled")
+
+
+def test_of_equal_excess_the_pages_that_are_used_come_first():
+    world = World(controller(2, step_pages=30), [0.1, 0.1], worth=[1.0, 0.25]).run(200)
+    useful, useless = np.sum(world.copies[-100:], axis=0)
+    assert useful > 2 * useless > 0
+    assert world.ratios[-1][0] < 0.4 * world.ratios[-1][1], "levelled by what a page is worth"
+    same = World(controller(2, step_pages=30), [0.1, 0.1]).run(200)
+    first, second = np.sum(same.copies[-100:], axis=0)
+    assert abs(first - second) < 0.1 * first
+
+
+def test_it_backs_off_when_the_link_is_late_and_recovers():
+    control = controller(4, step_pages=400)
+    world = World(control, [0.03] * 4).run(80)
+    assert control.backoffs == 0 and control.limit_pages == 400
+    world.link_pages = 12
+    world.run(200)
+    assert control.backoffs > 0 and control.limit_pages < 30
+    assert np.mean(np.array(world.late[-100:]) > 0) < 0.3, "it must not stay late"
+    assert max(world.late[-100:]) <= 24
+    # Backing off does not mean giving up: most of what the link carries is used.
+    assert np.mean(np.sum(world.copies[-100:], axis=1)) > 0.6 * 12
+    world.link_pages = PLENTY
+    world.run(400)
+    assert control.limit_pages == 400
+    assert (np.array(world.ratios[-50:]) <= BETA + 1 / CAPACITY).all()
+
+
+def test_a_steady_link_gives_a_steady_limit():
+    control = controller(4, step_pages=400)
+    world = World(control, [0.2] * 4, link_pages=60).run(400)
+    limits = np.array(world.limits[150:])
+    assert 0.4 * 60 <= limits.min() and limits.max() <= 1.3 * 60, (limits.min(), limits.max())
+    before = control.backoffs
+    world.run(100)
+    assert control.backoffs - before <= 8
+
+
+def test_one_overload_is_one_back_off_however_long_it_drains():
+    control = controller(1, step_pages=100)
+    world = World(control, [0.5], link_pages=5)
+    world.step()
+    for _ in range(12):
+        world.step()
+    assert control.backoffs == 1 and control.limit_pages >= 20
+
+
+def test_a_late_link_s_measured_speed_bounds_the_pages():
+    def limit(**measured):
+        control = controller(1, step_pages=1000, link_share=0.5)
+        control.plan(report(late_pages=50, started=400, **measured))
+        return control.limit_pages
+
+    assert limit() == 200
+    assert limit(step_us=1000.0, link_pages_per_us=0.1) == 50
+    in_time = controller(1, step_pages=1000)
+    in_time.plan(report(late_pages=0, started=400, step_us=1000.0, link_pages_per_us=0.1))
+    assert in_time.limit_pages == 1000, "while the link keeps up, no measured time decides anything"
+
+
+def report(*, late_pages=0, started=0, **kwargs):
+    zero = np.zeros(1, np.int64)
+    return StepReport(
+        step=1, budget_pages=64, ages=np.array([50], np.int64), missed=np.array([[10]], np.int64),
+        fresh_rows=0, started=np.array([started], np.int64), landed=zero, used=zero,
+        late_pages=late_pages, **kwargs,
+    )  # fmt: skip
+
+
+def test_newcomers_come_first_and_do_not_look_like_drift():
+    control = controller(2, step_pages=150)
+    world = World(control, [0.001] * 2).run(50)
+    intervals = control.describe()["intervals"]
+    for _ in range(6):
+        world.step(fresh_rows=1, young_missed=30)
+        # 64 expected of the new one and 30 of the young one in each layer, more than there is.
+        assert control.granted.sum() == 150
+    assert (control.ratio < 0.1).all() and not control.is_due.any()
+    assert control.describe()["intervals"] == intervals
+
+
+def test_eager_layers_recall_whatever_they_miss():
+    world = World(controller(2, eager_layers=[0]), [0.01, 0.01]).run(100)
+    assert (world.gaps(0, 20) == 1).all() and (world.gaps(1, 20) > 5).all()
+
+
+def test_the_same_inputs_give_the_same_decisions():
+    runs = [World(controller(3, step_pages=20), [0.02, 0.05, 0.2], link_pages=9) for _ in range(2)]
+    for world in runs:
+        world.run(120)
+    assert np.array_equal(runs[0].copies, runs[1].copies)
+
+
+counts = st.lists(st.integers(0, 500), min_size=1, max_size=12)
+
+
+@given(counts, st.integers(0, 3000), st.randoms(use_true_random=False))
+def test_shares_are_bounded_and_nothing_is_left_over(wanted, pages, random):
+    wanted = np.array(wanted, np.int64)
+    worth = np.array([random.uniform(0.05, 1.0) for _ in wanted])
+    given_ = share(pages, wanted, worth)
+    assert (given_ >= 0).all() and (given_ <= wanted).all()
+    assert given_.sum() <= pages
+    assert given_.sum() >= min(pages, wanted.sum()) - len(wanted)
+
+
+def test_shares_level_the_excess():
+    ones = np.ones(3)
+    assert share(30, np.array([50, 40, 5]), ones).tolist() == [20, 10, 0]
+    assert share(99, np.array([50, 40, 5]), ones).tolist() == [50, 40, 5]
+    assert share(0, np.array([50, 40, 5]), ones).tolist() == [0, 0, 0]
+    assert share(5, np.array([10, 10]), np.array([1.0, 0.1])).tolist() == [5, 0]
+
+
+def test_the_hottest_pages_win_and_those_of_first_rows_before_them():
+    heat = np.zeros(20, np.float32)
+    heat[[3, 5, 7, 9]] = [4, 3, 2, 1]
+    missed = np.array([[9, 7, -1], [3, 5, 9]], np.int32)
+    nobody = np.zeros(2, bool)
+    assert hottest(missed, nobody, heat, 2).tolist() == [3, 5]
+    assert sorted(hottest(missed, nobody, heat, 9).tolist()) == [3, 5, 7, 9]
+    assert hottest(missed, np.array([True, False]), heat, 3).tolist() == [7, 9, 3]
+    assert not len(hottest(missed, nobody, heat, 0))
+    assert not len(hottest(missed[:0], nobody[:0], heat, 4))
