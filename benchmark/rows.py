@@ -9,6 +9,7 @@ Every row has
 and, where something was measured,
     samples_us                    raw, in the order in which they were taken
     median_us, spread, unstable   spread = (p90 - p10) / median; unstable where it is above 10 %
+Where what was measured is not a time, untimed is true in place of these.
 
 A failure, an absent rival and a size that does not fit are rows too. Sizes and results are added by each
 benchmark.
@@ -90,7 +91,7 @@ def problems(row: Row) -> list[str]:
     """What is wrong with a row, empty if nothing is."""
     found = []
     required = dict(_REQUIRED)
-    if row.get("status") == "ok":
+    if row.get("status") == "ok" and row.get("untimed") is not True:
         required |= _MEASURED
     for key, kind in required.items():
         if key not in row:

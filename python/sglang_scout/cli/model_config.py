@@ -43,19 +43,20 @@ class ModelConfig:
         )
 
 
-def read_model(model_path: str, dtype: str) -> ModelConfig:
+def read_model(model_path: str, dtype: str, command: str = "plan") -> ModelConfig:
     """Reads a model folder.
 
     Args:
         model_path: folder with config.json.
         dtype: "auto" or a type; auto takes the checkpoint's, and float16 for float32, as SGLang.
+        command: for messages.
 
     Raises:
         ConfigError: no folder, no readable config.json, or a model that is not served: latent
             attention, quantised weights.
     """
     folder = Path(model_path)
-    flag = f"plan: --model-path {model_path}"
+    flag = f"{command}: --model-path {model_path}"
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except OSError as error:
