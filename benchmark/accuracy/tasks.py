@@ -1,0 +1,366 @@
+"""Seeded synthetic tasks of long-context retrieval over a small vocabulary.
+
+A text is a list of words, one token each, joined by single spaces. It begins with ``#``, goes on
+with statements and filler sentences in random order, and ends with a question. Statements:
+
+    amber river = 42 17 ;                      a fact: a key of two words and its value
+    amber river = silver gate ;                a link: the value is another key
+    amber river = kite 31 oak ... 77 ;         a span of 8 to 16 words
+    amber river + ;                            one mark in the tally of a key
+
+Questions and their answers (the answer is what follows the last ``=`` or ``:`` of the prompt):
+
+    ? amber river =          42 17 ;                       recall, needle, multi_key
+    all amber river :        42 , 17 , 63 ;                multi_value, in any order
+    trace amber river =      silver gate = iron bell = 42 17 ;   variables
+    copy amber river =       kite 31 oak ... 77 ;          copy
+    count amber river :      5 ;                           count
+
+The tasks differ in what surrounds the answer: `recall` has nothing but facts, `needle` a few facts
+in filler, `multi_key` facts whose keys share a word with the key asked for. Everything derives from
+a seed; the same seed gives the same text on every machine. numpy and the standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+ADJECTIVES = """amber ancient autumn bitter blue bold brave bright broken calm clever cold copper
+coral crimson crystal curious dark deep distant dusty early eager empty faint fierce fragile frozen
+gentle giant golden grand hidden hollow humble icy iron ivory jade late little lonely loud lucky
+mellow misty narrow noble olive pale plain polar proud purple quick quiet rapid royal rusty sacred
+scarlet secret silver sleepy""".split()
+NOUNS = """anchor anvil arrow basket beacon bell bridge candle canyon castle cedar circle cloud
+compass cradle dagger desert dragon eagle engine falcon feather fiddle forest fountain garden gate
+glacier hammer harbor island jungle kettle kite ladder lantern lion magnet maple marble meadow
+mirror mountain needle oak ocean orchard palace panther pepper pillar planet prairie rabbit river
+rocket saddle spider temple thunder tiger tower valley window""".split()
+NUMBERS = [str(n) for n in range(100)]
+MARKS = "# ? = ; : , + . all trace copy count".split()
+FILLER_SENTENCES = [
+    sentence.split() + ["."]
+    for sentence in (
+        "the grass is green and the sky has no end",
+        "we go there and come back again",
+        "people walked along while rain fell",
+        "nobody knew how long it would take",
+        "they sat down and talked about many things",
+        "it was time to rest before night came",
+        "some children played near an old house",
+        "she read her book until sleep came",
+        "he wrote his name upon paper",
+        "then everyone went home to eat",
+        "days passed and nothing changed here",
+        "the sun is up and we go",
+    )
+]
+
+SPECIAL_TOKENS = ("<|pad|>", "<|end|>")
+BYTE_BASE = len(SPECIAL_TOKENS)  # ids of the 256 single bytes follow the special tokens
+WORD_BASE = BYTE_BASE + 256
+FILLER_WORDS = sorted({word for sentence in FILLER_SENTENCES for word in sentence} - set(MARKS))
+WORDS = MARKS + NUMBERS + ADJECTIVES + NOUNS + FILLER_WORDS
+VOCAB_TOKENS = -(-(WORD_BASE + len(WORDS)) // 64) * 64  # the rest is padding
+ID_OF = {word: WORD_BASE + index for index, word in enumerate(WORDS)}
+
+START, ASK, IS, END, COLON, COMMA, TALLY, DOT, ALL, TRACE, COPY, COUNT = (ID_OF[m] for m in MARKS)
+_NUMBER0, _ADJECTIVE0, _NOUN0 = ID_OF["0"], ID_OF[ADJECTIVES[0]], ID_OF[NOUNS[0]]
+_KEYS = len(ADJECTIVES) * len(NOUNS)
+_FILLER = [[ID_OF[word] for word in sentence] for sentence in FILLER_SENTENCES]
+
+TASKS = ("recall", "needle", "multi_key", "multi_value", "variables", "copy", "count")
+MULTI_VALUES = 3  # values of one key in multi_value
+MAX_COUNT = 5  # marks of one key in count
+MIN_LENGTH_TOKENS = 96  # below this not every task fits
+
+
+@dataclass(frozen=True)
+class Question:
+    """The token ids of a question and of its answer, which ends with ``;``."""
+
+    task: str
+    ask: list[int]
+    answer: list[int]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One prompt with one question at its end: token ids, and the expected token ids."""
+
+    task: str
+    prompt: list[int]
+    answer: list[int]
+
+    @property
+    def prompt_text(self) -> str:
+        return to_text(self.prompt)
+
+    @property
+    def answer_text(self) -> str:
+        return to_text(self.answer)
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text with many questions, each followed by its answer (for training and perplexity).
+
+    ``tokens`` [T] int64; ``answers``: (task, begin, end) of each answer in ``tokens``.
+    """
+
+    tokens: np.ndarray
+    answers: list[tuple[str, int, int]]
+
+
+def to_text(ids: Sequence[int]) -> str:
+    """The words of ``ids`` joined by single spaces; raises ValueError for an id without a word."""
+    for token in ids:
+        if not WORD_BASE <= token < WORD_BASE + len(WORDS):
+            raise ValueError(f"token id {token}: words are {WORD_BASE}..{ID_OF[WORDS[-1]]}")
+    return " ".join(WORDS[token - WORD_BASE] for token in ids)
+
+
+def to_ids(text: str) -> list[int]:
+    """Token ids of ``text``; raises ValueError for a word outside the vocabulary."""
+    words = text.split()
+    for word in words:
+        if word not in ID_OF:
+            raise ValueError(f"word {word!r} is not in the vocabulary of these tasks")
+    return [ID_OF[word] for word in words]
+
+
+def is_correct(task: str, answer: Sequence[int], given: Sequence[int]) -> bool:
+    """Exact match of the tokens up to the first ``;``; the values of multi_value in any order."""
+    given = list(given)
+    given = given[: given.index(END) + 1] if END in given else given
+    if task == "multi_value":
+        return len(given) == len(answer) and (
+            sorted(given[::2]) == sorted(answer[::2]) and given[1::2] == list(answer[1::2])
+        )
+    return given == list(answer)
+
+
+class _Writer:
+    """Collects the statements and questions of one text; no key has two meanings in it."""
+
+    def __init__(self, rng: np.random.Generator, max_count: int = MAX_COUNT) -> None:
+        self.rng = rng
+        self.max_count = max_count
+        self.used: set[int] = set()
+        self.statements: list[list[int]] = []
+        self.questions: list[Question] = []
+        self.room_tokens = 0
+        self._fresh = rng.permutation(_KEYS).tolist()
+
+    def key(self) -> list[int]:
+        """Two words, a key not used before in this text."""
+        while self._fresh:
+            index = self._fresh.pop()
+            if index not in self.used:
+                return self._take(index)
+        raise ValueError(f"a text needs more than {_KEYS} keys; use a shorter one")
+
+    def near_key(self, key: list[int]) -> list[int]:
+        """A new key that shares one word with ``key``."""
+        first, second = key[0] - _ADJECTIVE0, key[1] - _NOUN0
+        for _ in range(32):
+            if self.rng.integers(2):
+                index = first * len(NOUNS) + int(self.rng.integers(len(NOUNS)))
+            else:
+                index = int(self.rng.integers(len(ADJECTIVES))) * len(NOUNS) + second
+            if index not in self.used:
+                return self._take(index)
+        return self.key()
+
+    def _take(self, index: int) -> list[int]:
+        self.used.add(index)
+        first, second = divmod(index, len(NOUNS))
+        return [_ADJECTIVE0 + first, _NOUN0 + second]
+
+    def numbers(self, n: int) -> list[int]:
+        """``n`` different two-digit numbers."""
+        if n == 2:  # the usual case, without the cost of choice()
+            first = int(self.rng.integers(90))
+            second = int(self.rng.integers(89))
+            return [_NUMBER0 + 10 + first, _NUMBER0 + 10 + second + (second >= first)]
+        return (_NUMBER0 + 10 + self.rng.choice(90, n, replace=False)).tolist()
+
+    def state(self, *statements: list[int]) -> bool:
+        """Adds the statements if all fit; a text that is full gets none of them."""
+        need = sum(map(len, statements))
+        if need > self.room_tokens:
+            return False
+        self.room_tokens -= need
+        self.statements.extend(statements)
+        return True
+
+    def fact(self, key: list[int], ask: str | None = None) -> bool:
+        value = [*self.numbers(2), END]
+        if not self.state([*key, IS, *value]):
+            return False
+        if ask:
+            self.questions.append(Question(ask, [ASK, *key, IS], value))
+        return True
+
+
+def _write_recall(w: _Writer, questions: int) -> None:
+    asked = 0
+    while w.room_tokens >= 6:
+        w.fact(w.key(), "recall" if asked < questions else None)
+        asked += 1
+
+
+def _write_needle(w: _Writer, questions: int) -> None:
+    for _ in range(questions):
+        w.fact(w.key(), "needle")
+
+
+def _write_multi_key(w: _Writer, questions: int) -> None:
+    room_at_end = w.room_tokens // 2
+    asked: list[list[int]] = []
+    for _ in range(questions):
+        key = w.key()
+        if w.fact(key, "multi_key"):
+            asked.append(key)
+    while asked and w.room_tokens > room_at_end:
+        if not w.fact(w.near_key(asked[int(w.rng.integers(len(asked)))])):
+            break
+
+
+def _write_multi_value(w: _Writer, questions: int) -> None:
+    room_at_end = w.room_tokens // 2
+    for _ in range(questions):
+        key, values = w.key(), w.numbers(MULTI_VALUES)
+        if not w.state(*([*key, IS, value, END] for value in values)):
+            break
+        answer = [token for value in values for token in (value, COMMA)]
+        answer[-1] = END
+        w.questions.append(Question("multi_value", [ALL, *key, COLON], answer))
+    while w.room_tokens > room_at_end:
+        if not w.state([*w.key(), IS, *w.numbers(1), END]):
+            break
+
+
+def _write_variables(w: _Writer, questions: int) -> None:
+    room_at_end = w.room_tokens // 2
+    asked = 0
+    while asked < questions or w.room_tokens > room_at_end:
+        names = [w.key() for _ in range(int(w.rng.integers(2, 5)))]
+        value = w.numbers(2)
+        links = [[*a, IS, *b, END] for a, b in zip(names, [*names[1:], value], strict=True)]
+        if not w.state(*links):
+            break
+        if asked < questions:
+            answer = [token for name in names[1:] for token in (*name, IS)] + [*value, END]
+            w.questions.append(Question("variables", [TRACE, *names[0], IS], answer))
+        asked += 1
+
+
+def _write_copy(w: _Writer, questions: int) -> None:
+    room_at_end = w.room_tokens // 2
+    asked = 0
+    while asked < questions or w.room_tokens > room_at_end:
+        key, n = w.key(), int(w.rng.integers(8, 17))
+        # Numbers, adjectives and nouns follow each other in the vocabulary.
+        span = (_NUMBER0 + 10 + w.rng.integers(90 + len(ADJECTIVES) + len(NOUNS), size=n)).tolist()
+        if not w.state([*key, IS, *span, END]):
+            break
+        if asked < questions:
+            w.questions.append(Question("copy", [COPY, *key, IS], [*span, END]))
+        asked += 1
+
+
+def _write_count(w: _Writer, questions: int) -> None:
+    room_at_end = w.room_tokens // 2
+    asked = 0
+    while asked < questions or w.room_tokens > room_at_end:
+        key, n = w.key(), int(w.rng.integers(1, w.max_count + 1))
+        if not w.state(*([*key, TALLY, END] for _ in range(n))):
+            break
+        if asked < questions:
+            w.questions.append(Question("count", [COUNT, *key, COLON], [_NUMBER0 + n, END]))
+        asked += 1
+
+
+_WRITERS = {
+    "recall": _write_recall,
+    "needle": _write_needle,
+    "multi_key": _write_multi_key,
+    "multi_value": _write_multi_value,
+    "variables": _write_variables,
+    "copy": _write_copy,
+    "count": _write_count,
+}
+
+
+def _body(w: _Writer, length_tokens: int) -> list[int]:
+    """``#``, the statements and as much filler as is missing, shuffled: ``length_tokens`` ids."""
+    missing = length_tokens - 1 - sum(map(len, w.statements))
+    units = list(w.statements)
+    while missing > 0:
+        sentence = _FILLER[int(w.rng.integers(len(_FILLER)))]
+        units.append(sentence if len(sentence) <= missing else sentence[-missing:])
+        missing -= len(units[-1])
+    body = [START]
+    for index in w.rng.permutation(len(units)):
+        body.extend(units[index])
+    return body
+
+
+def make_sample(task: str, length_tokens: int, seed: int) -> Sample:
+    """A prompt of exactly ``length_tokens`` tokens that ends with one question of ``task``.
+
+    Raises ValueError for an unknown task or a length below ``MIN_LENGTH_TOKENS``.
+    """
+    if task not in _WRITERS:
+        raise ValueError(f"task={task!r}: choose one of {', '.join(TASKS)}")
+    if length_tokens < MIN_LENGTH_TOKENS:
+        raise ValueError(f"length_tokens={length_tokens}: use at least {MIN_LENGTH_TOKENS}")
+    w = _Writer(np.random.default_rng([seed, length_tokens, TASKS.index(task)]))
+    w.room_tokens = length_tokens - 5  # the start mark and a question of four tokens
+    _WRITERS[task](w, 1)
+    (question,) = w.questions
+    return Sample(task, _body(w, length_tokens - 4) + question.ask, question.answer)
+
+
+def make_document(
+    weights: dict[str, float],
+    length_tokens: int,
+    seed: int | Sequence[int],
+    question_share: float = 0.5,
+    mixed_tasks: int = 2,
+    max_count: int = MAX_COUNT,
+) -> Document:
+    """A text of exactly ``length_tokens`` tokens; about ``question_share`` of it are questions.
+
+    ``mixed_tasks`` tasks are drawn with the probabilities ``weights`` (not normalised) and share
+    the text; keys of count have up to ``max_count`` marks. Raises ValueError if no question fits.
+    """
+    rng = np.random.default_rng(seed)
+    names = [name for name in TASKS if weights.get(name, 0) > 0]
+    p = np.array([weights[name] for name in names])
+    drawn = rng.choice(len(names), min(mixed_tasks, len(names)), replace=False, p=p / p.sum())
+    w = _Writer(rng, max_count)
+    body_tokens = max(64, int(length_tokens * (1 - question_share)))
+    question_tokens = length_tokens - body_tokens
+    for order, index in enumerate(drawn):
+        share = (body_tokens - 1 - sum(map(len, w.statements))) // (len(drawn) - order)
+        w.room_tokens = share
+        # An over-long list of questions is cut below; 7 tokens is the shortest question.
+        _WRITERS[names[index]](w, max(1, min(question_tokens // 7, share // 12)))
+    tail: list[int] = []
+    answers = []
+    for index in rng.permutation(len(w.questions)):
+        question = w.questions[index]
+        if len(tail) + len(question.ask) + len(question.answer) <= question_tokens:
+            tail += question.ask
+            answers.append((question.task, len(tail), len(tail) + len(question.answer)))
+            tail += question.answer
+    if not answers:
+        raise ValueError(f"length_tokens={length_tokens}: no question fits; use a longer text")
+    body = _body(w, length_tokens - len(tail))
+    shift = len(body)
+    tokens = np.array(body + tail, dtype=np.int64)
+    return Document(tokens, [(task, a + shift, b + shift) for task, a, b in answers])

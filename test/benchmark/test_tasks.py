@@ -1,0 +1,147 @@
+"""The synthetic tasks: a reader that knows only the text finds every answer; seeds reproduce."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmark" / "accuracy"))
+
+import tasks  # noqa: E402
+
+LENGTHS = st.integers(min_value=tasks.MIN_LENGTH_TOKENS, max_value=1500)
+SEEDS = st.integers(min_value=0, max_value=2**32)
+PINNED_PROMPT = (
+    "# would take . lonely marble = brave ladder ; quiet pillar = noble oak ; noble oak = 32 "
+    "35 ; they sat down and talked about many things . brave ladder = 71 22 ; proud fountain "
+    "= late marble ; late marble = 61 52 ; the sun is up and we go . the grass is green and "
+    "the sky has no end . hollow bell = proud fountain ; polar beacon = quiet pillar ; grand "
+    "maple = lonely marble ; fragile fountain = polar beacon ; trace hollow bell ="
+)
+PINNED_ANSWER = "proud fountain = late marble = 61 52 ;"
+EVERY_TASK = dict.fromkeys(tasks.TASKS, 1.0)
+
+
+def statements(words: list[str]) -> tuple[dict[str, list[list[str]]], dict[str, int]]:
+    """What a text says: the values of every key in text order, and its tally marks."""
+    values: dict[str, list[list[str]]] = {}
+    tally: dict[str, int] = {}
+    for at, word in enumerate(words):
+        key = " ".join(words[at - 2 : at])
+        if word == "=":
+            values.setdefault(key, []).append(words[at + 1 : words.index(";", at)])
+        elif word == "+":
+            tally[key] = tally.get(key, 0) + 1
+    return values, tally
+
+
+def solve(context: str, question: str) -> list[str]:
+    """The answer's words, from the text alone; the values of ``all`` in text order."""
+    values, tally = statements(context.split())
+    kind, first, second, _ = question.split()
+    key = f"{first} {second}"
+    if kind == "count":
+        return [str(tally[key]), ";"]
+    if kind == "all":
+        assert len(values[key]) == tasks.MULTI_VALUES
+        listed = [word for value in values[key] for word in (*value, ",")]
+        return [*listed[:-1], ";"]
+    assert len(values[key]) == 1, f"{key} has more than one value"
+    if kind == "trace":
+        chain = list(values[key][0])
+        while " ".join(chain[-2:]) in values:
+            chain += ["=", *values[" ".join(chain[-2:])][0]]
+        return [*chain, ";"]
+    return [*values[key][0], ";"]
+
+
+@pytest.mark.parametrize("task", tasks.TASKS)
+@settings(max_examples=40, deadline=None)
+@given(length=LENGTHS, seed=SEEDS)
+def test_answer_follows_from_the_text_and_length_is_exact(task, length, seed):
+    sample = tasks.make_sample(task, length, seed)
+    assert len(sample.prompt) == length
+    words = sample.prompt_text.split()
+    found = tasks.to_ids(" ".join(solve(" ".join(words[:-4]), " ".join(words[-4:]))))
+    assert tasks.is_correct(task, sample.answer, found)
+
+
+@pytest.mark.parametrize("task", tasks.TASKS)
+def test_one_seed_one_text(task):
+    sample = tasks.make_sample(task, 700, 11)
+    assert sample == tasks.make_sample(task, 700, 11)
+    assert sample != tasks.make_sample(task, 700, 12)
+
+
+def test_texts_stay_as_they_are():
+    """The model was trained on these texts: a change of the generator must be seen."""
+    sample = tasks.make_sample("variables", 96, 7)
+    assert sample.prompt_text == PINNED_PROMPT
+    assert sample.answer_text == PINNED_ANSWER
+    assert tasks.VOCAB_TOKENS == 576
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    length=st.integers(min_value=320, max_value=1500),
+    seed=SEEDS,
+    share=st.floats(0.1, 0.5),
+    mixed=st.integers(1, 3),
+)
+def test_every_answer_of_a_document_follows_from_its_body(length, seed, share, mixed):
+    document = tasks.make_document(EVERY_TASK, length, seed, share, mixed)
+    assert document.tokens.shape == (length,) and document.tokens.dtype == np.int64
+    words = tasks.to_text(document.tokens.tolist()).split()
+    body = " ".join(words[: document.answers[0][1] - 4])
+    for task, begin, end in document.answers:
+        found = tasks.to_ids(" ".join(solve(body, " ".join(words[begin - 4 : begin]))))
+        assert tasks.is_correct(task, document.tokens[begin:end].tolist(), found)
+    again = tasks.make_document(EVERY_TASK, length, seed, share, mixed)
+    assert (again.tokens == document.tokens).all() and again.answers == document.answers
+
+
+def test_questions_differ_and_depth_varies():
+    samples = [tasks.make_sample("needle", 512, seed) for seed in range(64)]
+    depths = []
+    for sample in samples:
+        words = sample.prompt_text.split()
+        depths.append(words.index("=") / len(words))
+    assert min(depths) < 0.15 and max(depths) > 0.85
+    assert len({tuple(sample.prompt[-4:]) for sample in samples}) > 50
+
+
+def test_scoring():
+    ids = tasks.to_ids
+    assert tasks.is_correct("recall", ids("42 17 ;"), ids("42 17 ; ? amber"))
+    assert not tasks.is_correct("recall", ids("42 17 ;"), ids("42 17"))
+    assert not tasks.is_correct("recall", ids("42 17 ;"), ids("17 42 ;"))
+    assert tasks.is_correct("multi_value", ids("1 , 2 , 3 ;"), ids("3 , 1 , 2 ;"))
+    assert not tasks.is_correct("multi_value", ids("1 , 2 , 3 ;"), ids("3 , 3 , 2 ;"))
+    assert not tasks.is_correct("multi_value", ids("1 , 2 , 3 ;"), ids("1 , 2 ;"))
+    assert not tasks.is_correct("multi_value", ids("1 , 2 , 3 ;"), ids("1 2 , 3 , ;"))
+
+
+def test_words_are_one_token_each_and_pools_do_not_overlap():
+    assert len(set(tasks.WORDS)) == len(tasks.WORDS)
+    assert all(word.isascii() and " " not in word for word in tasks.WORDS)
+    text = "# amber river = 42 17 ;"
+    assert tasks.to_text(tasks.to_ids(text)) == text
+
+
+@pytest.mark.parametrize(
+    "call, text",
+    [
+        (lambda: tasks.make_sample("no", 500, 1), "task='no'"),
+        (lambda: tasks.make_sample("recall", 50, 1), "length_tokens=50"),
+        (lambda: tasks.to_ids("unknownword"), "unknownword"),
+        (lambda: tasks.to_text([0]), "token id 0"),
+    ],
+)
+def test_errors_name_the_value(call, text):
+    with pytest.raises(ValueError, match=text):
+        call()
