@@ -11,6 +11,7 @@ from sglang_scout.core.config import (
     CONFIG_KEYS,
     DEFAULT_BUDGET_TOKENS,
     HEAD_REDUCTIONS,
+    PREDICTORS,
     RECALL_MODES,
     OffloadConfig,
 )
@@ -126,7 +127,7 @@ def test_no_key_that_does_not_exist():
     assert sorted(written) == sorted(CONFIG_KEYS)
 
 
-@pytest.mark.parametrize("value", [*HEAD_REDUCTIONS, *RECALL_MODES])
+@pytest.mark.parametrize("value", [*HEAD_REDUCTIONS, *PREDICTORS, *RECALL_MODES])
 def test_choices(value):
     assert f"`{value}`" in section(OPERATIONS, "Keys of `--kv-offload-config`")
 
