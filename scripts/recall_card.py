@@ -93,7 +93,8 @@ Full attention, held-out texts, exact answers (every token, greedy), with 95 % i
 
 {scores}
 
-The answers are scored as a whole by the likeliest token at each place, with the right tokens before it, which is greedy decoding
-except that `multi_value` sees its earlier values. Several questions share a text, so the true intervals are wider. The curriculum
-was steered by looking at these texts: for figures to publish, take samples of other seeds.
+The answers are scored as a whole by the likeliest token at each place, with the right tokens before it,
+which is greedy decoding except that `multi_value` sees its earlier values. Several questions share a text,
+so the true intervals are wider. The curriculum was steered by looking at these texts: for figures to
+publish, take samples of other seeds.
 """
