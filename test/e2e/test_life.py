@@ -23,7 +23,7 @@ from harness import (
 
 # Recall in every step and room for everything: a request's residency then depends on its own history
 # alone, so its tokens are the same whatever else runs, and a difference is a fault.
-CONFIG = {"recall_interval": 1, "resident_tokens": 32768}
+CONFIG = {"recall": "fixed", "recall_interval": 1, "resident_tokens": 32768}
 SCOUT = (
     "--kv-offload",
     "scout",
