@@ -87,7 +87,6 @@ def test_text_prompts_of_the_two_runs_do_not_overlap(tiny_model):
 
 
 def test_rows_and_picture(tmp_path):
-    pytest.importorskip("matplotlib")
     import plot
 
     shared = rows.environment("predicted_query") | {

@@ -208,7 +208,6 @@ def test_ring_latency_runs(tmp_path):
 
 
 def test_plots_are_made_from_rows_alone(tmp_path, shared):
-    pytest.importorskip("matplotlib")
     sizes = {"models": "M", "batch": 1, "pages": 8, "page_size": 32, "H": 8, "G": 4, "D": 128,
              "threads": 2, "backing": "thp"}  # fmt: skip
     measured = {"read_gb_per_s": 40.0, "share_of_read": 0.9, **rows.summary([1.0, 1.02, 1.3])}
@@ -231,7 +230,6 @@ def test_plots_are_made_from_rows_alone(tmp_path, shared):
 
 
 def test_a_plot_without_measured_rows_says_so(tmp_path, shared):
-    pytest.importorskip("matplotlib")
     writer = rows.Writer(tmp_path / "a.jsonl", {**shared, "benchmark": "cpu_attention"})
     writer.add("read", "absent", "no compiler")
     writer.close()

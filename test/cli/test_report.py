@@ -1,11 +1,9 @@
 """`sglang-scout report` on a timeline written by hand; the expected numbers are computed by hand."""
 
 import json
-import sys
 
 import pytest
 
-from sglang_scout import cli
 from sglang_scout.cli import main
 from sglang_scout.cli.breakdown import PARTS, break_down, common_us, quantile, union
 from sglang_scout.cli.report import as_dict, as_text
@@ -266,26 +264,13 @@ def test_no_whole_step(write, capsys):
 
 
 def test_plot(write, tmp_path):
-    pytest.importorskip("matplotlib")
     target = tmp_path / "step.png"
     assert main(["report", write(STEP_1, STEP_2), "--plot", str(target)]) == 0
     assert target.read_bytes().startswith(b"\x89PNG")
 
 
 def test_plot_to_a_place_that_is_not_there(write, tmp_path, capsys):
-    pytest.importorskip("matplotlib")
     for target in (tmp_path / "no" / "step.png", tmp_path / "step.what"):
         assert main(["report", write(STEP_1), "--plot", str(target)]) == 2
         error = capsys.readouterr().err
         assert str(target) in error and "a folder that exists" in error
-
-
-def test_plot_without_matplotlib(write, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.delitem(sys.modules, "sglang_scout.cli.report_plot", raising=False)
-    monkeypatch.delattr(cli, "report_plot", raising=False)
-    path = write(STEP_1)
-    assert main(["report", path, "--plot", "a.png"]) == 2
-    error = capsys.readouterr().err
-    assert "--plot a.png needs matplotlib" in error and "pip install matplotlib" in error
-    assert main(["report", path]) == 0, "the table needs none"

@@ -165,9 +165,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     report = command("report", _report, "where the time of a decode step goes", _REPORT)
     report.add_argument("trace", metavar="TRACE", help="the file that the server wrote")
-    report.add_argument(
-        "--plot", metavar="FILE", help="also draw it, to FILE.png, .svg or .pdf; needs matplotlib"
-    )
+    report.add_argument("--plot", metavar="FILE", help="also draw it, to FILE.png, .svg or .pdf")
     profile = command("profile", _profile, "recall intervals from real decoding", _PROFILE)
     add = profile.add_argument
     add("--model-path", required=True, metavar="DIR", help="folder of the model")
@@ -207,7 +205,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="TOKENS",
         help="as resident_tokens of --kv-offload-config (default: the budget for each request)",
     )
-    add("--plot", metavar="FILE", help="also draw it, to FILE.png, .svg or .pdf; needs matplotlib")
+    add("--plot", metavar="FILE", help="also draw it, to FILE.png, .svg or .pdf")
     add(
         "--no-check",
         dest="check",

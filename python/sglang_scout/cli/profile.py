@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from dataclasses import dataclass
@@ -112,11 +111,6 @@ def check_request(request: Request) -> None:
     if request.plot is not None:
         if Path(request.plot).suffix not in PICTURES:
             raise ConfigError(f"profile: --plot {request.plot}: name a {', '.join(PICTURES)} file")
-        if importlib.util.find_spec("matplotlib") is None:
-            raise ConfigError(
-                f"profile: --plot {request.plot} needs matplotlib; pip install matplotlib, or "
-                "leave --plot out"
-            )
 
 
 def least_tokens(budget_tokens: int) -> int:

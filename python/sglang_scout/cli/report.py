@@ -128,13 +128,8 @@ def _leads(leads: list[Lead]) -> str:
 
 
 def _draw(found: Breakdown, trace: Trace, target: str) -> None:
-    try:
-        from sglang_scout.cli import report_plot
-    except ImportError as error:
-        raise ConfigError(
-            f"report: --plot {target} needs matplotlib ({error}); pip install matplotlib, or leave "
-            "--plot out"
-        ) from error
+    from sglang_scout.cli import report_plot  # matplotlib takes a second to import
+
     try:
         report_plot.draw(found, trace, Path(target))
     except (OSError, ValueError) as error:
