@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from sglang_scout.core.config import (
+    ATTEND,
     CONFIG_KEYS,
     DEFAULT_BUDGET_TOKENS,
     HEAD_REDUCTIONS,
@@ -127,7 +128,7 @@ def test_no_key_that_does_not_exist():
     assert sorted(written) == sorted(CONFIG_KEYS)
 
 
-@pytest.mark.parametrize("value", [*HEAD_REDUCTIONS, *PREDICTORS, *RECALL_MODES])
+@pytest.mark.parametrize("value", [*ATTEND, *HEAD_REDUCTIONS, *PREDICTORS, *RECALL_MODES])
 def test_choices(value):
     assert f"`{value}`" in section(OPERATIONS, "Keys of `--kv-offload-config`")
 

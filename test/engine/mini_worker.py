@@ -52,13 +52,14 @@ class MiniWorker:
 
     Args:
         budget_tokens, max_batch, resident_tokens, config: as the flags.
+        around_missing: wraps what answers for the worker.
         drift: how far the layer inputs move from step to step; 0 repeats the same query.
     """
 
     def __init__(self, *, layers=3, heads=4, kv_heads=2, dim=64, pages=80, max_batch=4,
                  budget_tokens=128, resident_tokens=None, dtype=torch.float32, seed=0,
                  config="{}", drift=0.5, logit_cap=0.0, policy="scout", tracer=None,
-                 correction=None):  # fmt: skip
+                 correction=None, around_missing=None):  # fmt: skip
         self.config = parse_config(
             policy=policy, policies=POLICY_NAMES, budget_tokens=budget_tokens, config=config
         )
@@ -88,7 +89,7 @@ class MiniWorker:
             resident=ResidentCache(self.shape, slots, "cpu"),
             table=self.table,
             projectors=[self._projector(layer) for layer in range(layers)],
-            missing=self.missing,
+            missing=around_missing(self.missing) if around_missing else self.missing,
             tracer=tracer,
             verify=True,
         )
@@ -171,12 +172,14 @@ class MiniWorker:
                 assert torch.equal(self.digests.kmin[layer][full], k.amin(1))
                 assert torch.equal(self.digests.kmax[layer][full], k.amax(1))
 
-    def dense(self, row: int, layer: int) -> torch.Tensor:
-        """Full attention of a row over its whole context, with the step's real query."""
+    def dense(self, row: int, layer: int, tokens: list[int] | None = None) -> torch.Tensor:
+        """Attention of a row over ``tokens``, or its whole context, with the step's real query."""
         request = self.requests[row]
         ids = torch.tensor(request.pages)
         k = self.host.k[layer][ids].flatten(0, 1)[: request.length].float()
         v = self.host.v[layer][ids].flatten(0, 1)[: request.length].float()
+        if tokens is not None:
+            k, v = k[tokens], v[tokens]
         group = self.shape.num_q_heads // self.shape.num_kv_heads
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         logits = torch.einsum("hd,thd->ht", self.queries[layer][row], k) * self.shape.scale

@@ -43,7 +43,15 @@ def test_a_covering_budget_is_exact_full_attention(make, lengths):
     ("dtype", "tolerance"),
     [(torch.float32, FP32_TOLERANCE), (torch.bfloat16, BF16_TOLERANCE)],
 )
-@pytest.mark.parametrize("config", ["{}", '{"precompute": false}', '{"recall": "off"}'])
+@pytest.mark.parametrize(
+    "config",
+    [
+        "{}",
+        '{"precompute": false}',
+        '{"recall": "off"}',
+        '{"attend": "selected", "recall": "fixed"}',
+    ],
+)
 def test_a_small_budget_attends_to_exactly_the_chosen_pages(make, dtype, tolerance, config):
     worker = make(budget_tokens=128, dtype=dtype, config=config)
     for length in (400, 37, 513, 320):
@@ -55,6 +63,26 @@ def test_a_small_budget_attends_to_exactly_the_chosen_pages(make, dtype, toleran
     assert counters.verify_max_rel_error <= tolerance
     assert counters.cpu_pages > 0, "the test must force misses"
     assert (counters.recalled_pages > 0) or "off" in config
+
+
+@pytest.mark.parametrize("policy", ["scout", "infinigen"])
+def test_attending_to_the_selected_pages_alone(make, policy):
+    """A device cache that holds everything must not matter: the newest pages and the sink it is."""
+    config = '{"attend": "selected", "sink_pages": 1, "recent_pages": 3, "precompute": false}'
+    worker = make(policy=policy, budget_tokens=128, resident_tokens=4096, config=config)
+    worker.admit(333)
+    for _ in range(20):
+        worker.step()
+        length = worker.requests[0].length
+        kept = [*range(32), *range((length - 1) // 32 * 32 - 96, length)]
+        for layer in range(3):
+            torch.testing.assert_close(
+                worker.outputs[layer][0],
+                worker.dense(0, layer, tokens=kept),
+                rtol=2e-5,
+                atol=2e-5,
+            )
+    assert worker.engine.counters.verify_max_rel_error <= FP32_TOLERANCE
 
 
 @pytest.mark.parametrize("config", ["{}", '{"precompute": false}'])

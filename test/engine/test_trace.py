@@ -88,9 +88,13 @@ def traced(tmp_path):
         tracer = Tracer(str(path), keep, log, {"layers": LAYERS, "policy": "scout"})
         # Long requests and much drift: pages are missing in every step.
         kwargs = {"budget_tokens": 128, "drift": 3.0, "config": config} | kwargs
-        worker = MiniWorker(layers=LAYERS, tracer=tracer, **kwargs)
+        worker = MiniWorker(
+            layers=LAYERS,
+            tracer=tracer,
+            around_missing=lambda missing: Timed(missing, log, lost_steps),
+            **kwargs,
+        )
         made.append(worker)
-        worker.engine._missing = Timed(worker.missing, log, lost_steps)
         for length in (1000, 37, 1300):
             worker.admit(length)
         for _ in range(steps):

@@ -30,6 +30,7 @@ DEFAULT_RECALL_THRESHOLD = 0.12
 DEFAULT_RECALL_STEP_MIB = 256.0
 """What one step may copy: half of a step of 20 ms, the paper's window, at 25 GB/s, PCIe 4 x16."""
 
+ATTEND = ("resident", "selected")
 HEAD_REDUCTIONS = ("mass", "max", "sum")
 PREDICTORS = ("next_layer", "extrapolate", "learned")
 RECALL_MODES = ("off", "fixed", "profile", "adaptive")
@@ -56,6 +57,8 @@ class OffloadConfig:
     """Leading and newest full pages that are always selected and therefore always resident."""
     head_reduce: str = "mass"
     """How the query heads' page scores combine into one score per page, see ``ops/score.py``."""
+    attend: str = "resident"
+    """What a step attends to: the selected pages and all others that are resident, or the selected alone."""
     precompute: bool = True
     """False: the missing pages are computed in their own layer, from the real query (the paper's ablation)."""
     predictor: str = "next_layer"
@@ -225,6 +228,7 @@ def _check_key(key: str, value: Any) -> Any:
                 f"{flag}: {key} = {value!r}: not a file in a folder that exists; name a file"
             )
     choices = {
+        "attend": ATTEND,
         "head_reduce": HEAD_REDUCTIONS,
         "predictor": PREDICTORS,
         "recall": RECALL_MODES,

@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,40 +23,18 @@ import torch
 from sglang_scout.core.pages import ResidencyTable
 from sglang_scout.engine.boundary import Batch, StepBoundary
 from sglang_scout.engine.counters import Counters
+from sglang_scout.engine.cpu_part import CpuPart, MissingCompute
 from sglang_scout.engine.forecast import Forecast, LayerInputs, QueryProjector
 from sglang_scout.engine.pools import DigestPool, HostPages, ModelShape, ResidentCache
 from sglang_scout.engine.quality import QualityRecorder
 from sglang_scout.engine.recall import Copies, Recall
 from sglang_scout.engine.step_log import StepLog
 from sglang_scout.engine.trace import Tracer
-from sglang_scout.engine.verify import relative_error
+from sglang_scout.engine.verify import Verifier
 from sglang_scout.ops.attend import attend_pages
-from sglang_scout.ops.merge import merge_states
 from sglang_scout.ops.score import score_pages
 from sglang_scout.ops.select import select_pages
 from sglang_scout.policy.axes import Policy
-
-
-class Reply(Protocol):
-    waited_us: float
-    fallback_pages: int
-
-
-class MissingCompute(Protocol):
-    """Attention over pages that are not resident; answered by the worker or by its stand-in."""
-
-    def post(
-        self,
-        layer: int,
-        step: int,
-        q: npt.NDArray[np.float32],
-        pages: npt.NDArray[np.int32],
-        n_pages: npt.NDArray[np.int32],
-    ) -> Any: ...
-
-    def wait(
-        self, ticket: Any, out: npt.NDArray[np.float32], lse: npt.NDArray[np.float32]
-    ) -> Reply: ...
 
 
 @dataclass
@@ -64,6 +42,7 @@ class _Ahead:
     """A layer's selection, made before its attention."""
 
     query: torch.Tensor
+    pages: torch.Tensor  # [B, k] selected, -1 padded
     missing: npt.NDArray[np.int32]  # [B, k] selected pages that were not resident, -1 padded
     on_cpu: npt.NDArray[np.int32]  # [B, k] those of them that are left to the worker
     copies: Copies | None  # of the others, where the policy copies ahead
@@ -129,8 +108,8 @@ class StepEngine:
         self.quality: QualityRecorder | None = None
         self.inputs = LayerInputs()
         self._forecast = Forecast(policy.predictor, projectors, self.inputs)
-        self._missing = missing
-        self._verify = verify
+        self._cpu_part = CpuPart(missing, shape, max_batch, self.counters, self.tracer)
+        self._verifier = Verifier(host, shape, self.counters) if verify else None
         self._step = 0
         self._ahead: dict[int, _Ahead] = {}
         self._batch: Batch | None = None
@@ -138,9 +117,6 @@ class StepEngine:
         self._step_us = 0.0  # smoothed
         self._step_start_ns = 0
         self._slot_of = torch.from_numpy(table.slot_of)
-        answer = (shape.num_layers, max_batch, shape.num_q_heads)
-        self._cpu_out = np.zeros((*answer, shape.head_dim), np.float32)
-        self._cpu_lse = np.full(answer, -np.inf, np.float32)
         self._open_layer = -1  # that runs now; for the timeline
         self._layer_start_ns = 0
 
@@ -234,19 +210,15 @@ class StepEngine:
             copies = self.recall.start(layer, missing)
             on_cpu = _pack_left(np.where(copies.slots_of(missing) < 0, missing, -1))
         counts = (on_cpu >= 0).sum(axis=1, dtype=np.int32)
-        posted = int(counts.sum())
         self._missed[layer] = (missing >= 0).sum(axis=1)
         self.counters.count_selection(
-            layer, int((pages >= 0).sum()), posted, len(pages) * self.budget_pages
+            layer, int((pages >= 0).sum()), int(counts.sum()), len(pages) * self.budget_pages
         )
         if self.step_log is not None:
             self.step_log.layer(layer, counts)
-        start_ns = self.tracer.cut("ahead", "select", start_ns, layer=layer)
-        ticket = None
-        if posted:
-            ticket = self._missing.post(layer, self._step, query.numpy(), on_cpu, counts)
-            self.tracer.cut("ahead", "post", start_ns, layer=layer, pages=posted)
-        ahead = _Ahead(query, missing, on_cpu, copies, ticket)
+        self.tracer.cut("ahead", "select", start_ns, layer=layer)
+        ticket = self._cpu_part.post(layer, self._step, query, on_cpu, counts)
+        ahead = _Ahead(query, selection.pages, missing, on_cpu, copies, ticket)
         self._ahead[layer] = ahead
         return ahead
 
@@ -264,6 +236,8 @@ class StepEngine:
         query = q.float()
         ahead = self._ahead.pop(layer, None) or self._look_ahead(layer, query.contiguous())
         slots = batch.slots[layer]
+        if self.policy.digest.only_selected:
+            slots = self._slots_of(layer, ahead.pages)
         if ahead.copies is not None:
             slots = self._with_copies(layer, slots, ahead)
         start_ns = self.tracer.now()
@@ -279,12 +253,14 @@ class StepEngine:
         )
         self.tracer.cut("attention", "attend", start_ns, layer=layer)
         if ahead.ticket is not None:
-            out, lse = self._merge_answer(layer, ahead, out, lse)
+            out, lse = self._cpu_part.merge(layer, ahead.ticket, out, lse)
         if self.quality is not None:
             self.quality.attention(layer, self._step, query, batch)
-        if self._verify:
+        if self._verifier is not None:
             start_ns = self.tracer.now()
-            self._check_output(layer, out, query, ahead)
+            self._verifier.check(
+                layer, out, query, ahead.query, self._on_device(layer, ahead), ahead.on_cpu, batch
+            )
             self.tracer.cut("attention", "verify", start_ns, layer=layer)
         self._recall_missing(layer, ahead)
         if layer == self.shape.num_layers - 1:
@@ -310,31 +286,10 @@ class StepEngine:
             host[page, offset] = new
             device[slot, offset] = new
 
-    def _merge_answer(
-        self, layer: int, ahead: _Ahead, out: torch.Tensor, lse: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = out.shape[0]
-        cpu_out, cpu_lse = self._cpu_out[layer, :rows], self._cpu_lse[layer, :rows]
-        start_ns = time.monotonic_ns()
-        reply = self._missing.wait(ahead.ticket, cpu_out, cpu_lse)
-        end_ns = time.monotonic_ns()
-        self._trace_answer(layer, start_ns, end_ns, reply)
-        self.counters.count_wait(layer, (end_ns - start_ns) // 1000)
-        self.counters.fallback_pages += reply.fallback_pages
-        merged = merge_states(out, lse, torch.from_numpy(cpu_out), torch.from_numpy(cpu_lse))
-        self.tracer.cut("attention", "merge", end_ns, layer=layer)
-        return merged
-
-    def _trace_answer(self, layer: int, start_ns: int, end_ns: int, reply: Reply) -> None:
-        """The wait for the worker, and what was computed here instead of its answer."""
-        if not reply.fallback_pages:
-            self.tracer.add("attention", "wait", start_ns, end_ns, layer=layer)
-            return
-        gave_up_ns = min(start_ns + int(reply.waited_us * 1000), end_ns)
-        self.tracer.add("attention", "wait", start_ns, gave_up_ns, layer=layer)
-        self.tracer.add(
-            "attention", "fallback", gave_up_ns, end_ns, layer=layer, pages=reply.fallback_pages
-        )
+    def _slots_of(self, layer: int, pages: torch.Tensor) -> torch.Tensor:
+        """``[B, k]`` slots of ``pages``, -1 where not resident; fixed until the layer's attention ends."""
+        slots = self._slot_of[layer].index_select(0, pages.clamp(min=0).flatten())
+        return slots.view_as(pages).masked_fill(pages < 0, -1)
 
     def _with_copies(self, layer: int, slots: torch.Tensor, ahead: _Ahead) -> torch.Tensor:
         """Wait for the pages that were copied ahead, and attend to them as well."""
@@ -355,31 +310,17 @@ class StepEngine:
         if len(pages):
             self.recall.swap(layer, pages, self._step)
 
-    def _check_output(
-        self, layer: int, out: torch.Tensor, query: torch.Tensor, ahead: _Ahead
-    ) -> None:
-        """Compare with the plain reference, and keep the largest deviation."""
+    def _on_device(self, layer: int, ahead: _Ahead) -> npt.NDArray[np.int32]:
+        """``[B, any]`` full pages that the device attended to, -1 in between."""
         batch = self._current()
-        table = batch.table.numpy()
-        on_device = np.where(batch.slots[layer].numpy() >= 0, table, -1)
+        pages, slots = batch.table, batch.slots[layer]
+        if self.policy.digest.only_selected:
+            pages, slots = ahead.pages, self._slots_of(layer, ahead.pages)
+        on_device = np.where(slots.numpy() >= 0, pages.numpy(), -1)
         if ahead.copies is not None:
             copied = np.where(ahead.copies.slots_of(ahead.missing) >= 0, ahead.missing, -1)
             on_device = np.concatenate([on_device, copied], axis=1)
-        error = relative_error(
-            out,
-            query,
-            ahead.query,
-            on_device,
-            ahead.on_cpu,
-            batch.tail_page,
-            batch.tail_len.numpy(),
-            self.host.k[layer],
-            self.host.v[layer],
-            self.shape.scale,
-            self.shape.logit_cap,
-        )
-        self.counters.verify_checks += 1
-        self.counters.verify_max_rel_error = max(self.counters.verify_max_rel_error, error)
+        return on_device
 
     @property
     def _follows_inputs(self) -> bool:

@@ -6,6 +6,46 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from sglang_scout.engine.boundary import Batch
+from sglang_scout.engine.counters import Counters
+from sglang_scout.engine.pools import HostPages, ModelShape
+
+
+class Verifier:
+    """Compares layers' outputs with the plain reference and keeps the largest deviation."""
+
+    def __init__(self, host: HostPages, shape: ModelShape, counters: Counters) -> None:
+        self._host = host
+        self._shape = shape
+        self._counters = counters
+
+    def check(
+        self,
+        layer: int,
+        out: torch.Tensor,
+        q: torch.Tensor,
+        q_ahead: torch.Tensor,
+        on_device: npt.NDArray[np.int32],
+        on_cpu: npt.NDArray[np.int32],
+        batch: Batch,
+    ) -> None:
+        """Arguments as of :func:`relative_error`."""
+        error = relative_error(
+            out,
+            q,
+            q_ahead,
+            on_device,
+            on_cpu,
+            batch.tail_page,
+            batch.tail_len.numpy(),
+            self._host.k[layer],
+            self._host.v[layer],
+            self._shape.scale,
+            self._shape.logit_cap,
+        )
+        self._counters.verify_checks += 1
+        self._counters.verify_max_rel_error = max(self._counters.verify_max_rel_error, error)
+
 
 def co_attention_reference(
     q: torch.Tensor,

@@ -29,6 +29,10 @@ class DigestAxis(Protocol):
     def recent_pages(self) -> int:
         """Newest full pages that are selected whatever their score."""
 
+    @property
+    def only_selected(self) -> bool:
+        """Attend to the selected pages alone, not to whatever else is resident."""
+
 
 class PredictorAxis(Protocol):
     """Where the query comes from that selects pages and computes the missing ones."""

@@ -12,3 +12,4 @@ class MinMaxDigest:
     head_reduce: str = "mass"
     sink_pages: int = 1
     recent_pages: int = 1
+    only_selected: bool = False

@@ -16,7 +16,12 @@ from sglang_scout.policy.residency import ImportantPages, MeasuredRecall
 
 
 def _digest(config: OffloadConfig) -> MinMaxDigest:
-    return MinMaxDigest(config.head_reduce, config.sink_pages, config.recent_pages)
+    return MinMaxDigest(
+        config.head_reduce,
+        config.sink_pages,
+        config.recent_pages,
+        only_selected=config.attend == "selected",
+    )
 
 
 def predictors(correction: StreamCorrection | None) -> dict[str, PredictorAxis]:
