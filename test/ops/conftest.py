@@ -19,6 +19,20 @@ def pytest_runtest_setup(item):
         pytest.skip(native._ABSENT)
 
 
+@pytest.fixture(params=["portable", "avx2", "avx512"])
+def isa(request):
+    """The test runs once with every instruction set that this machine has."""
+    if not native.available():
+        pytest.skip(native._ABSENT)
+    before = native.isa()
+    try:
+        native.set_isa(request.param)
+    except ValueError as error:
+        pytest.skip(str(error))
+    yield request.param
+    native.set_isa(before)
+
+
 @pytest.fixture(scope="session")
 def agree():
     """agree(op, actual, expected, dtype): fail unless equal within the op's own tolerance.

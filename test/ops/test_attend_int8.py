@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_scout.core.errors import ImplementationError
-from sglang_scout.ops import native
 from sglang_scout.ops.attend import attend_reference
 from sglang_scout.ops.attend_int8 import (
     attend_int8_reference,
@@ -18,20 +17,7 @@ from sglang_scout.ops.attend_int8 import (
 )
 from sglang_scout.ops.quantize import quantize_pages_reference
 
-ALL_ISAS = ["portable", "avx2", "avx512"]
-
-
-@pytest.fixture(params=ALL_ISAS, autouse=True)
-def isa(request):
-    if not native.available():
-        pytest.skip(native._ABSENT)
-    before = native.isa()
-    try:
-        native.set_isa(request.param)
-    except ValueError as error:
-        pytest.skip(str(error))
-    yield request.param
-    native.set_isa(before)
+pytestmark = pytest.mark.usefixtures("isa")
 
 
 def i32(values):

@@ -17,8 +17,7 @@ _native = pytest.importorskip("sglang_scout._native", reason="the native module 
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 REDUCTIONS = {"mass": 0, "max": 1, "sum": 2}
-ALL_ISAS = ["portable", "avx2", "avx512"]
-ISAS = ALL_ISAS[: ALL_ISAS.index(_native.best_isa()) + 1]
+pytestmark = pytest.mark.usefixtures("isa")
 
 # float32 sums of up to a few thousand products of unit normals.
 TOLERANCE = 4e-6
@@ -26,14 +25,6 @@ TOLERANCE = 4e-6
 examples = settings(
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-
-
-@pytest.fixture(params=ISAS, autouse=True)
-def isa(request):
-    before = _native.isa()
-    _native.set_isa(request.param)
-    yield request.param
-    _native.set_isa(before)
 
 
 def run_attend(q, k, v, pages, last_page=None, last_len=None, scale=None, logit_cap=0.0, threads=1):

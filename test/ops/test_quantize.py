@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_scout.core.errors import ImplementationError
-from sglang_scout.ops import native
 from sglang_scout.ops.quantize import (
     MAX_ERROR_STEPS,
     QUANTIZE_PAGES,
@@ -17,21 +16,8 @@ from sglang_scout.ops.quantize import (
     quantize_pages_reference,
 )
 
-ALL_ISAS = ["portable", "avx2", "avx512"]
+pytestmark = pytest.mark.usefixtures("isa")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-@pytest.fixture(params=ALL_ISAS, autouse=True)
-def isa(request):
-    if not native.available():
-        pytest.skip(native._ABSENT)
-    before = native.isa()
-    try:
-        native.set_isa(request.param)
-    except ValueError as error:
-        pytest.skip(str(error))
-    yield request.param
-    native.set_isa(before)
 
 
 def quantized(pages, impl="native"):

@@ -12,7 +12,7 @@ import torch
 
 from ..core.registry import Op, Tolerance
 from . import native_int8
-from .attend import Partial, attend_reference
+from .attend import Partial, attend_reference, bind_attention
 from .quantize import LARGEST_CODE, MAX_ERROR_STEPS, dequantize_pages
 from .shapes import Shapes
 
@@ -152,19 +152,7 @@ def _check(
     shapes.bind("v", v, "PSHD", torch.int8)
     shapes.bind("k_scale", k_scale, "PH", torch.float32)
     shapes.bind("v_scale", v_scale, "PH", torch.float32)
-    shapes.bind("pages", pages, "BR", torch.int32)
-    shapes.bind_query(q)
-    if (last_page is None) != (last_len is None):
-        shapes.fail("last_page and last_len come together or not at all")
-    if last_page is not None and last_len is not None:
-        shapes.bind("last_page", last_page, "B", torch.int32)
-        shapes.bind("last_len", last_len, "B", torch.int32)
-    if not logit_cap >= 0:
-        shapes.fail(f"logit_cap is {logit_cap}, expected 0 (none) or more")
-    if out is not None:
-        shapes.sizes["Q"] = q.shape[1]
-        shapes.bind("out[0]", out[0], "BQD", torch.float32)
-        shapes.bind("out[1]", out[1], "BQ", torch.float32)
+    bind_attention(shapes, q, pages, last_page, last_len, logit_cap, out)
 
 
 ATTEND_PAGES_INT8 = Op(

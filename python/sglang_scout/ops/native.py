@@ -9,7 +9,7 @@ function does so itself, here where it does not.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Container
+from collections.abc import Callable, Collection
 from types import ModuleType
 
 import torch
@@ -50,7 +50,7 @@ def set_isa(name: str) -> None:
 
 def _reasons(
     kv: torch.Tensor | None = None,
-    dtypes: Container[torch.dtype] = _DTYPES,
+    dtypes: Collection[torch.dtype] = _DTYPES,
     **tensors: torch.Tensor | None,
 ) -> list[str]:
     """Why the C++ code cannot run; ``kv`` [..., D] stands for the tensors of the pool's dtype."""
@@ -58,7 +58,8 @@ def _reasons(
         return [_ABSENT]
     reasons = []
     if kv is not None and kv.dtype not in dtypes:
-        reasons.append(f"dtype {kv.dtype}; native supports float32, bfloat16, float16")
+        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        reasons.append(f"dtype {kv.dtype}; native supports {known}")
     if kv is not None and (kv.shape[-1] % _DIM_STEP or not 0 < kv.shape[-1] <= _MAX_DIM):
         reasons.append(
             f"D={kv.shape[-1]}; native supports multiples of {_DIM_STEP} up to {_MAX_DIM}"
@@ -123,32 +124,33 @@ def _attend_reasons(
     )
 
 
-def _attend(
+def _attend_batch(
+    op: str,
+    function: Callable[..., None],
     q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    pool: tuple[torch.Tensor, ...],
+    dtype: tuple[int, ...],
     pages: torch.Tensor,
     last_page: torch.Tensor | None,
     last_len: torch.Tensor | None,
     scale: float,
-    logit_cap: float = 0.0,
-    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    logit_cap: float,
+    out: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    assert _module is not None
-    (P, S, H, D), HQ = k.shape, q.shape[1]
+    """Call one of the module's batched attentions; ``pool`` begins with K, ``dtype`` is its code."""
+    (P, S, H, D), HQ = pool[0].shape, q.shape[1]
     B, R = pages.shape
     if out is None:
         out = (q.new_empty(q.shape), q.new_empty(q.shape[:2]))
     try:
-        _module.attend_batch(
+        function(
             q.data_ptr(),
-            k.data_ptr(),
-            v.data_ptr(),
+            *(part.data_ptr() for part in pool),
             P,
             S,
             H,
             D,
-            _DTYPES[k.dtype],
+            *dtype,
             HQ // H,
             float(scale),
             float(logit_cap),
@@ -162,9 +164,36 @@ def _attend(
             torch.get_num_threads(),
         )
     except ValueError:
-        _check_attend_ids("attend_pages", pages, last_page, last_len, P, S)
+        _check_attend_ids(op, pages, last_page, last_len, P, S)
         raise
     return out
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    pages: torch.Tensor,
+    last_page: torch.Tensor | None,
+    last_len: torch.Tensor | None,
+    scale: float,
+    logit_cap: float = 0.0,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    assert _module is not None
+    return _attend_batch(
+        "attend_pages",
+        _module.attend_batch,
+        q,
+        (k, v),
+        (_DTYPES[k.dtype],),
+        pages,
+        last_page,
+        last_len,
+        scale,
+        logit_cap,
+        out,
+    )
 
 
 def _score_reasons(

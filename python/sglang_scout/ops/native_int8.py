@@ -51,37 +51,19 @@ def _attend(
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     assert native._module is not None
-    (P, S, H, D), HQ = k.shape, q.shape[1]
-    B, R = pages.shape
-    if out is None:
-        out = (q.new_empty(q.shape), q.new_empty(q.shape[:2]))
-    try:
-        native._module.attend_batch_int8(
-            q.data_ptr(),
-            k.data_ptr(),
-            v.data_ptr(),
-            k_scale.data_ptr(),
-            v_scale.data_ptr(),
-            P,
-            S,
-            H,
-            D,
-            HQ // H,
-            float(scale),
-            float(logit_cap),
-            pages.data_ptr(),
-            B,
-            R,
-            0 if last_page is None else last_page.data_ptr(),
-            0 if last_len is None else last_len.data_ptr(),
-            out[0].data_ptr(),
-            out[1].data_ptr(),
-            torch.get_num_threads(),
-        )
-    except ValueError:
-        native._check_attend_ids("attend_pages_int8", pages, last_page, last_len, P, S)
-        raise
-    return out
+    return native._attend_batch(
+        "attend_pages_int8",
+        native._module.attend_batch_int8,
+        q,
+        (k, v, k_scale, v_scale),
+        (),
+        pages,
+        last_page,
+        last_len,
+        scale,
+        logit_cap,
+        out,
+    )
 
 
 def _quantize_reasons(
