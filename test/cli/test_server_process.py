@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from harness import wait_until
-from server_process import (
+from sglang_scout.cli.server_process import (
     CLUSTER_VARIABLE,
     ServerFailed,
     ServerProcess,
@@ -34,9 +34,8 @@ RENAMED = "import setproctitle; setproctitle.setproctitle('x'*2000); print('up',
 LAUNCHER = """
 import os, sys, time
 from pathlib import Path
-scripts, log, program = sys.argv[1:]
-sys.path.insert(0, scripts)
-from server_process import ServerProcess
+log, program = sys.argv[1:]
+from sglang_scout.cli.server_process import ServerProcess
 command = [sys.executable, "-c", program]
 ServerProcess("small", command, dict(os.environ), Path(log)).start()
 print("started", flush=True)
@@ -100,9 +99,8 @@ def test_a_renamed_process_is_found_by_its_session(tmp_path, cluster_id):
 
 
 def test_servers_die_with_their_launcher(tmp_path, cluster_id):
-    scripts = str(Path(__file__).resolve().parents[2] / "scripts")
     with subprocess.Popen(
-        [sys.executable, "-c", LAUNCHER, scripts, str(tmp_path / "small.log"), SLEEP],
+        [sys.executable, "-c", LAUNCHER, str(tmp_path / "small.log"), SLEEP],
         env={**os.environ, CLUSTER_VARIABLE: cluster_id},
         stdout=subprocess.PIPE,
     ) as process:

@@ -1,29 +1,26 @@
 """What the end-to-end tests share: the launcher and small checks. No test lives here.
 
-The launcher itself, ``PDCluster``, is ``scripts/pd_cluster.py``, the one that the demo uses too.
+The launcher itself, ``PDCluster``, is the one that the demo and ``sglang-scout profile`` use.
 """
 
 from __future__ import annotations
 
 import os
 import random
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
-from pd_cluster import PDCluster  # noqa: E402
-from server_process import (  # noqa: E402
+from sglang_scout.cli.pd_cluster import PDCluster
+from sglang_scout.cli.server_process import (
     ServerFailed,
     ServerProcess,
     free_ports,
     process_title,
     processes_of,
 )
-from sglang_http import (  # noqa: E402
+from sglang_scout.cli.sglang_http import (
     Generation,
     RequestFailed,
     generate_payload,

@@ -8,19 +8,16 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from harness import PDCluster, ServerFailed, process_title, processes_of, wait_until
-from server_process import children_of
+from sglang_scout.cli.server_process import children_of
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 LAUNCHER = """
 import json, sys, time
-sys.path.insert(0, sys.argv[1])
-from pd_cluster import PDCluster
-cluster = PDCluster(sys.argv[2], log_dir=sys.argv[3], server_args=["--kv-offload", "scout"])
+from sglang_scout.cli.pd_cluster import PDCluster
+cluster = PDCluster(sys.argv[1], log_dir=sys.argv[2], server_args=["--kv-offload", "scout"])
 cluster.start()
 answer = cluster.generate([[1, 2, 3] * 50], max_new_tokens=4)[0]
 sessions = [server.pid for server in cluster.all_servers()]
@@ -33,7 +30,7 @@ time.sleep(600)
 
 def test_nothing_outlives_the_process_that_started_it(tiny_model, tmp_path):
     """SIGKILL of the launcher: servers, their children, the CPU worker and the router all end."""
-    command = [sys.executable, "-c", LAUNCHER, str(SCRIPTS), str(tiny_model()), str(tmp_path)]
+    command = [sys.executable, "-c", LAUNCHER, str(tiny_model()), str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as launcher:
         assert launcher.stdout is not None
         line = launcher.stdout.readline()
