@@ -11,6 +11,7 @@ from sglang_scout.core.config import (
     ATTEND,
     CONFIG_KEYS,
     DEFAULT_BUDGET_TOKENS,
+    DIGESTS,
     HEAD_REDUCTIONS,
     PREDICTORS,
     RECALL_MODES,
@@ -115,7 +116,7 @@ def test_the_default_budget_is_stated():
 def test_config_keys_and_their_defaults(key):
     [row] = rows(section(OPERATIONS, "Keys of `--kv-offload-config`"), f"`{key}`")
     default = next(f.default for f in dataclasses.fields(OffloadConfig) if f.name == key)
-    written = {True: "true", False: "false", None: "none"}.get(default, str(default))
+    written = {True: "true", False: "false", None: "none", (): "[]"}.get(default, str(default))
     # 1 == True as a dictionary key.
     if isinstance(default, int) and not isinstance(default, bool):
         written = str(default)
@@ -128,7 +129,7 @@ def test_no_key_that_does_not_exist():
     assert sorted(written) == sorted(CONFIG_KEYS)
 
 
-@pytest.mark.parametrize("value", [*ATTEND, *HEAD_REDUCTIONS, *PREDICTORS, *RECALL_MODES])
+@pytest.mark.parametrize("value", [*ATTEND, *DIGESTS, *HEAD_REDUCTIONS, *PREDICTORS, *RECALL_MODES])
 def test_choices(value):
     assert f"`{value}`" in section(OPERATIONS, "Keys of `--kv-offload-config`")
 

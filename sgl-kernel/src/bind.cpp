@@ -138,6 +138,13 @@ void digest_pages(uintptr_t k, int page_size, int heads, int dim, int dtype, uin
                       at<void>(kmin), at<void>(kmax));
 }
 
+void sign_pages(uintptr_t k, int heads, int dim, int dtype, uintptr_t ids, int64_t n, uintptr_t low,
+                uintptr_t high) {
+  check_shape("sign_pages", 32, heads, dim, 1);
+  scout::sign_pages(at<const void>(k), heads, dim, checked_dtype("sign_pages", dtype),
+                    at<const int64_t>(ids), n, at<void>(low), at<void>(high));
+}
+
 // Grows to the largest table seen by its thread.
 float* scratch(size_t floats) {
   thread_local std::unique_ptr<float[]> buffer;
@@ -147,6 +154,24 @@ float* scratch(size_t floats) {
     capacity = floats;
   }
   return buffer.get();
+}
+
+void check_tables(const char* op, const int32_t* ids, const int32_t* counts, int batch, int columns,
+                  int64_t num_pages) {
+  const std::string name = op;
+  for (int b = 0; b < batch; ++b) {
+    require_lazily(counts[b] >= 0 && counts[b] <= columns, [&] {
+      return name + ": n_full[" + std::to_string(b) + "]=" + std::to_string(counts[b]) +
+             " is outside 0.." + std::to_string(columns);
+    });
+    for (int i = 0; i < counts[b]; ++i) {
+      const int32_t page = ids[static_cast<int64_t>(b) * columns + i];
+      require_lazily(page < num_pages, [&] {
+        return name + ": table[" + std::to_string(b) + ", " + std::to_string(i) +
+               "]=" + std::to_string(page) + " is not below P=" + std::to_string(num_pages);
+      });
+    }
+  }
 }
 
 void score_pages(uintptr_t q, uintptr_t kmin, uintptr_t kmax, int dtype, int64_t num_pages,
@@ -159,19 +184,7 @@ void score_pages(uintptr_t q, uintptr_t kmin, uintptr_t kmax, int dtype, int64_t
                                           "; known are 0 (mass), 1 (max), 2 (sum)");
   const int32_t* const ids = at<const int32_t>(table);
   const int32_t* const counts = at<const int32_t>(n_full);
-  for (int b = 0; b < batch; ++b) {
-    require_lazily(counts[b] >= 0 && counts[b] <= columns, [&] {
-      return "score_pages: n_full[" + std::to_string(b) + "]=" + std::to_string(counts[b]) +
-             " is outside 0.." + std::to_string(columns);
-    });
-    for (int i = 0; i < counts[b]; ++i) {
-      const int32_t page = ids[static_cast<int64_t>(b) * columns + i];
-      require_lazily(page < num_pages, [&] {
-        return "score_pages: table[" + std::to_string(b) + ", " + std::to_string(i) +
-               "]=" + std::to_string(page) + " is not below P=" + std::to_string(num_pages);
-      });
-    }
-  }
+  check_tables("score_pages", ids, counts, batch, columns, num_pages);
   const int64_t q_heads = static_cast<int64_t>(heads) * group;
   const size_t floats = scout::score_scratch_floats(heads * group, dim, columns);
   scout::parallel_for(batch, threads, [&](int b) {
@@ -179,6 +192,24 @@ void score_pages(uintptr_t q, uintptr_t kmin, uintptr_t kmax, int dtype, int64_t
     scout::score_sequence({&digests, group, scale, static_cast<scout::Reduce>(reduce),
                            at<const float>(q) + b * q_heads * dim, ids + row, counts[b], columns,
                            scratch(floats), at<float>(out) + row});
+  });
+}
+
+void score_signs(uintptr_t q, uintptr_t low, uintptr_t high, int dtype, int64_t num_pages,
+                 int heads, int group, int dim, uintptr_t table, uintptr_t n_full, int batch,
+                 int columns, uintptr_t out, int threads) {
+  check_shape("score_signs", 32, heads, dim, group);
+  const int32_t bytes = checked_dtype("score_signs", dtype) == scout::DType::kF32 ? 4 : 2;
+  const int32_t* const ids = at<const int32_t>(table);
+  const int32_t* const counts = at<const int32_t>(n_full);
+  check_tables("score_signs", ids, counts, batch, columns, num_pages);
+  const int64_t q_heads = static_cast<int64_t>(heads) * group;
+  const size_t floats = scout::sign_scratch_floats(heads * group, dim, columns);
+  scout::parallel_for(batch, threads, [&](int b) {
+    const int64_t row = static_cast<int64_t>(b) * columns;
+    scout::score_signs_sequence({at<const void>(low), at<const void>(high), bytes, heads, dim,
+                                 group, at<const float>(q) + b * q_heads * dim, ids + row,
+                                 counts[b], columns, scratch(floats), at<float>(out) + row});
   });
 }
 
@@ -214,6 +245,13 @@ NB_MODULE(_native, m) {
         arg("P"), arg("H"), arg("G"), arg("D"), arg("table_ptr"), arg("n_full_ptr"), arg("B"),
         arg("N"), arg("scale"), arg("reduce"), arg("out_ptr"), arg("threads") = 1, no_gil,
         "Quest bounds of the first n_full pages of B sequences, reduced over the query heads.");
+  m.def("sign_pages", &sign_pages, arg("k_ptr"), arg("H"), arg("D"), arg("dtype"), arg("ids_ptr"),
+        arg("n"), arg("low_ptr"), arg("high_ptr"), no_gil,
+        "Signs of K of n pages of 32 tokens, to rows ids[i]; int64 ids, not checked.");
+  m.def("score_signs", &score_signs, arg("q_ptr"), arg("low_ptr"), arg("high_ptr"), arg("dtype"),
+        arg("P"), arg("H"), arg("G"), arg("D"), arg("table_ptr"), arg("n_full_ptr"), arg("B"),
+        arg("N"), arg("out_ptr"), arg("threads") = 1, no_gil,
+        "Scores by key signs of the first n_full pages of B sequences.");
   m.def(
       "isa", [] { return std::string(scout::attend_isa()); },
       "Instruction set in use: avx512, avx2 or portable.");

@@ -13,6 +13,7 @@ from sglang_scout.core.pages import ResidencyTable
 from sglang_scout.engine.pools import DigestPool, HostPages, ModelShape, ResidentCache
 from sglang_scout.engine.step import StepEngine
 from sglang_scout.ops.attend import attend_pages
+from sglang_scout.ops.signs import as_bits
 from sglang_scout.policy.presets import POLICY_NAMES, make_policy
 
 SIZE = 32
@@ -69,7 +70,7 @@ class MiniWorker:
         k = [torch.randn(tokens).to(dtype) for _ in range(layers)]
         v = [torch.randn(tokens).to(dtype) for _ in range(layers)]
         self.host = HostPages(self.shape, k, v)
-        self.digests = DigestPool(self.shape, pages, "cpu")
+        self.digests = DigestPool(self.shape, pages, "cpu", self.config.digest)
         budget = self.config.budget_pages
         slots = (resident_tokens or budget_tokens * max_batch) // SIZE + max_batch + budget
         policy_of = make_policy(
@@ -164,13 +165,15 @@ class MiniWorker:
         return self.outputs
 
     def check_digests(self) -> None:
-        """The digest of every full page is the minimum and maximum of its keys, at every step."""
+        """The digest of every full page is what its form makes of its keys, at every step."""
+        expected = DigestPool(self.shape, self.host.num_pages, "cpu", self.config.digest)
         for request in self.requests:
             full = torch.tensor(request.pages[: (request.length - 1) // SIZE], dtype=torch.int64)
             for layer in range(self.shape.num_layers):
-                k = self.host.k[layer][full]
-                assert torch.equal(self.digests.kmin[layer][full], k.amin(1))
-                assert torch.equal(self.digests.kmax[layer][full], k.amax(1))
+                half = expected.low[layer], expected.high[layer]
+                expected.form.build(self.host.k[layer], full, *half)
+                assert torch.equal(as_bits(self.digests.low[layer])[full], as_bits(half[0])[full])
+                assert torch.equal(as_bits(self.digests.high[layer])[full], as_bits(half[1])[full])
 
     def dense(self, row: int, layer: int, tokens: list[int] | None = None) -> torch.Tensor:
         """Attention of a row over ``tokens``, or its whole context, with the step's real query."""

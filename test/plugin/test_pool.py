@@ -1,5 +1,6 @@
 """Pool and allocator against SGLang's own: page life, and how digests ride on the KV transfer."""
 
+import dataclasses
 import os
 
 os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
@@ -138,7 +139,7 @@ def test_digests_land_in_digests_and_kv_in_kv():
     for layer in range(3):
         assert pairs[10 + layer] == (50 + layer, 100 + layer)
         assert pairs[20 + layer] == (60 + layer, 200 + layer)
-        for bound in ("kmin", "kmax"):
+        for bound in ("low", "high"):
             mine, theirs = getattr(here, bound)[layer], getattr(there, bound)[layer]
             assert pairs[mine.data_ptr()] == (theirs.data_ptr(), mine[0].nbytes)
     assert len(pairs) == 12
@@ -170,11 +171,29 @@ def test_other_differences_are_refused():
         sent(source, [50, 51, 60, 61])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("form", "other"), [("minmax", "signs"), ("signs", "minmax")])
+def test_digests_of_another_form_count_as_not_arrived(form, other, dtype):
+    """As when the prefill server is configured with another digest than the decode server."""
+    shape = dataclasses.replace(SHAPE, page_size=32, head_dim=64, dtype=dtype)
+    pages = np.array([1, 3, 4])
+    k = [torch.randn(5, 32, shape.num_kv_heads, 64).to(dtype) for _ in range(shape.num_layers)]
+    there, own, here = (DigestPool(shape, 5, "cpu", name) for name in (other, form, form))
+    there.build(pages, k)
+    own.build(pages[:1], k)
+    for source, arrived in ((there, pages[1:]), (own, pages[:1])):
+        for half in ("low", "high"):
+            getattr(here, half)[:, arrived] = getattr(source, half)[:, arrived]
+    assert list(here.accept(pages)) == [3, 4] and here.received == 1
+    here.build(pages[1:], k)
+    assert here.valid[pages].all() and here.computed == 2
+
+
 def test_digests_are_unset_until_written():
     digests = DigestPool(SHAPE, 5, "cpu")
     pages = np.array([1, 2, 3])
     assert list(digests.accept(pages)) == [1, 2, 3]
-    digests.kmin[:, 2], digests.kmax[:, 2] = 0.0, 1.0
+    digests.low[:, 2], digests.high[:, 2] = 0.0, 1.0
     assert list(digests.accept(pages)) == [1, 3] and digests.valid[2]
     digests.poison(np.array([2]))
     assert list(digests.accept(np.array([2]))) == [2] and not digests.valid[2]

@@ -8,6 +8,7 @@ import pytest
 
 from sglang_scout.core.config import PREDICTORS, parse_config
 from sglang_scout.core.correction import StreamCorrection
+from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.profile import RecallProfile
 from sglang_scout.policy.predictors import CARRY, CurrentQuery, NextLayerQuery
 from sglang_scout.policy.presets import POLICY_NAMES, make_policy, predictors
@@ -23,6 +24,19 @@ def test_every_layer_is_predicted_exactly_once_and_one_layer_ahead():
     policy = make_policy(config(), num_layers=5, page_bytes=PAGE_BYTES)
     targets = [policy.predictor.targets(layer, 5) for layer in range(5)]
     assert targets == [(0, 1), (2,), (3,), (4,), ()]
+
+
+def test_exact_layers_are_not_predicted_and_have_no_lead():
+    exact = config(config='{"exact_layers": [3, 1, 1]}')
+    policy = make_policy(exact, num_layers=6, page_bytes=PAGE_BYTES)
+    targets = [policy.predictor.targets(layer, 6) for layer in range(6)]
+    assert targets == [(0,), (2,), (), (4,), (5,), ()]
+    aims = policy.residency.controller._target
+    assert [layer for layer in range(6) if aims[layer] == 0.0] == [0, 1, 3], (
+        "all misses are recalled"
+    )
+    with pytest.raises(ConfigError, match=r"exact_layers = \[1, 3\]: the model has layers 0 to 2"):
+        make_policy(exact, num_layers=3, page_bytes=PAGE_BYTES)
 
 
 def test_without_precompute_nothing_is_predicted():

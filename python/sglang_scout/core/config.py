@@ -31,6 +31,7 @@ DEFAULT_RECALL_STEP_MIB = 256.0
 """What one step may copy: half of a step of 20 ms, the paper's window, at 25 GB/s, PCIe 4 x16."""
 
 ATTEND = ("resident", "selected")
+DIGESTS = ("minmax", "signs")
 HEAD_REDUCTIONS = ("mass", "max", "sum")
 PREDICTORS = ("next_layer", "extrapolate", "learned")
 RECALL_MODES = ("off", "fixed", "profile", "adaptive")
@@ -55,14 +56,18 @@ class OffloadConfig:
     sink_pages: int = 1
     recent_pages: int = 1
     """Leading and newest full pages that are always selected and therefore always resident."""
+    digest: str = "minmax"
+    """What is kept of a page to score it by: bounds (``ops/digest.py``) or signs (``ops/signs.py``)."""
     head_reduce: str = "mass"
-    """How the query heads' page scores combine into one score per page, see ``ops/score.py``."""
+    """How the query heads' bounds combine into one score per page, see ``ops/score.py``."""
     attend: str = "resident"
     """What a step attends to: the selected pages and all others that are resident, or the selected alone."""
     precompute: bool = True
     """False: the missing pages are computed in their own layer, from the real query (the paper's ablation)."""
     predictor: str = "next_layer"
     """What a layer's query is predicted from, one layer ahead; see ``policy/predictors.py``."""
+    exact_layers: tuple[int, ...] = ()
+    """Layers whose query is not predicted: they choose and compute with the real one, without lead."""
     predictor_file: str | None = None
     """The learned correction that ``predictor`` = learned needs, see ``core/correction.py``."""
     recall: str = "adaptive"
@@ -201,6 +206,8 @@ def _check_key(key: str, value: Any) -> Any:
         hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(CONFIG_KEYS)}"
         raise ConfigError(f"{flag}: unknown key {key!r} (value {value!r}); {hint}")
     default = getattr(OffloadConfig, key)
+    if key == "exact_layers":
+        return _check_layers(value)
     if key in ("resident_tokens",):
         expected: tuple[type, ...] = (int,)
     elif key == "recall_threshold":
@@ -229,6 +236,7 @@ def _check_key(key: str, value: Any) -> Any:
             )
     choices = {
         "attend": ATTEND,
+        "digest": DIGESTS,
         "head_reduce": HEAD_REDUCTIONS,
         "predictor": PREDICTORS,
         "recall": RECALL_MODES,
@@ -236,6 +244,17 @@ def _check_key(key: str, value: Any) -> Any:
     if choices and value not in choices:
         raise ConfigError(f"{flag}: {key} = {value!r}; choose one of {', '.join(choices)}")
     return value
+
+
+def _check_layers(value: Any) -> tuple[int, ...]:
+    """A list of layer numbers, ascending; which of them the model has is checked later."""
+    is_list = isinstance(value, list)
+    if not is_list or not all(type(layer) is int and layer >= 0 for layer in value):
+        raise ConfigError(
+            f"--kv-offload-config: exact_layers = {value!r}: expected a list of layer numbers, for "
+            "example [1, 2]"
+        )
+    return tuple(sorted(set(value)))
 
 
 def _check_prediction(config: OffloadConfig) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sglang_scout.ops.digest import build_digests
+from sglang_scout.engine.digest_forms import FORMS, unset
 
 
 @dataclass(frozen=True)
@@ -52,21 +52,33 @@ class HostPages:
 
 
 class DigestPool:
-    """Channel-wise minimum and maximum of every page's keys, and which of them hold.
+    """The digest of every page, and which of them hold.
 
     A digest can arrive with the KV from the prefill server or be built here. An unset digest is
-    marked in the data itself: the first and last element are NaN until somebody writes them, so an
-    arrived digest is recognised without a message of its own.
+    marked in the data itself until somebody writes it, so an arrived digest is recognised without a
+    message of its own; one of another form, from a prefill server that is configured otherwise, is
+    recognised too and counts as not arrived.
+
+    Args:
+        form: what a digest holds, a key of ``FORMS``.
 
     Attributes:
-        kmin, kmax: ``[L, P, H, D]`` in the KV dtype, on ``device``.
+        low, high: ``[L, P, H, D]`` of the KV dtype's size, on ``device``; see ``form``.
         valid: ``[P]`` bool on the host; the digest of every layer of this page holds.
     """
 
-    def __init__(self, shape: ModelShape, num_pages: int, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        shape: ModelShape,
+        num_pages: int,
+        device: torch.device | str,
+        form: str = "minmax",
+    ) -> None:
         size = (shape.num_layers, num_pages, shape.num_kv_heads, shape.head_dim)
-        self.kmin = torch.full(size, torch.nan, dtype=shape.dtype, device=device)
-        self.kmax = torch.full(size, torch.nan, dtype=shape.dtype, device=device)
+        self.form = FORMS[form]
+        self.low = torch.zeros(size, dtype=shape.dtype, device=device)
+        self.high = torch.zeros(size, dtype=shape.dtype, device=device)
+        unset(self.low, self.high, torch.arange(num_pages, device=device))
         self.valid = np.zeros(num_pages, bool)
         self.received = 0
         self.computed = 0
@@ -77,16 +89,12 @@ class DigestPool:
 
     def poison(self, pages: npt.NDArray[np.integer]) -> None:
         """Mark the digests of freshly allocated pages as not written."""
-        ids = torch.from_numpy(np.asarray(pages, np.int64)).to(self.kmin.device)
-        self.kmin[:, ids, 0, 0] = torch.nan
-        self.kmax[:, ids, -1, -1] = torch.nan
+        unset(self.low, self.high, self._ids(pages))
         self.valid[pages] = False
 
     def accept(self, pages: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Mark those of ``pages`` whose digests have been written as valid; return the others."""
-        ids = torch.from_numpy(pages).to(self.kmin.device)
-        written = ~(self.kmin[:, ids, 0, 0].isnan() | self.kmax[:, ids, -1, -1].isnan())
-        complete = written.all(dim=0).cpu().numpy()
+        complete = self.form.is_set(self.low, self.high, self._ids(pages)).cpu().numpy()
         self.valid[pages[complete]] = True
         self.received += int(complete.sum())
         return pages[~complete]
@@ -95,11 +103,27 @@ class DigestPool:
         """Compute the digests of ``pages`` from ``k`` (per layer ``[P, S, H, D]``)."""
         if not len(pages):
             return
-        ids = torch.from_numpy(pages).to(self.kmin.device)
+        ids = self._ids(pages)
         for layer, k_layer in enumerate(k):
-            build_digests(k_layer, ids, self.kmin[layer], self.kmax[layer])
+            self.form.build(k_layer, ids, self.low[layer], self.high[layer])
         self.valid[pages] = True
         self.computed += len(pages)
+
+    def score(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        table: torch.Tensor,
+        n_full: torch.Tensor,
+        scale: float,
+        head_reduce: str,
+    ) -> torch.Tensor:
+        """``[B, N]`` fp32 scores of the full pages in ``table`` for ``query`` ``[B, HQ, D]``."""
+        low, high = self.low[layer], self.high[layer]
+        return self.form.score(query, low, high, table, n_full, scale, head_reduce)
+
+    def _ids(self, pages: npt.NDArray[np.integer]) -> torch.Tensor:
+        return torch.from_numpy(np.asarray(pages, np.int64)).to(self.low.device)
 
 
 class ResidentCache:

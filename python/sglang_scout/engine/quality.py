@@ -20,7 +20,6 @@ from sglang_scout.core.fit import INPUTS_VERSION
 from sglang_scout.engine.boundary import Batch
 from sglang_scout.engine.forecast import Forecast, LayerInputs
 from sglang_scout.engine.pools import DigestPool, HostPages, ModelShape
-from sglang_scout.ops.score import score_pages
 from sglang_scout.ops.select import select_pages
 from sglang_scout.policy.axes import DigestAxis
 
@@ -135,14 +134,8 @@ class QualityRecorder:
 
     def _select(self, layer: int, query: torch.Tensor, batch: Batch) -> npt.NDArray[np.int32]:
         """``[B, largest k]``: its first k columns are what a selection of k pages has."""
-        scores = score_pages(
-            query,
-            self._digests.kmin[layer],
-            self._digests.kmax[layer],
-            batch.table,
-            batch.n_full,
-            self._shape.scale,
-            self._digest.head_reduce,
+        scores = self._digests.score(
+            layer, query, batch.table, batch.n_full, self._shape.scale, self._digest.head_reduce
         )
         return select_pages(
             scores,

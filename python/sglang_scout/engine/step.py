@@ -32,7 +32,6 @@ from sglang_scout.engine.step_log import StepLog
 from sglang_scout.engine.trace import Tracer
 from sglang_scout.engine.verify import Verifier
 from sglang_scout.ops.attend import attend_pages
-from sglang_scout.ops.score import score_pages
 from sglang_scout.ops.select import select_pages
 from sglang_scout.policy.axes import Policy
 
@@ -184,14 +183,8 @@ class StepEngine:
         batch = self._current()
         digest = self.policy.digest
         start_ns = self.tracer.now()
-        scores = score_pages(
-            query,
-            self.digests.kmin[layer],
-            self.digests.kmax[layer],
-            batch.table,
-            batch.n_full,
-            self.shape.scale,
-            digest.head_reduce,
+        scores = self.digests.score(
+            layer, query, batch.table, batch.n_full, self.shape.scale, digest.head_reduce
         )
         start_ns = self.tracer.cut("ahead", "score", start_ns, layer=layer)
         selection = select_pages(

@@ -10,6 +10,7 @@ from .predict import predict_query
 from .quantize import quantize_pages
 from .score import score_pages
 from .select import Selection, select_pages
+from .signs import build_signs, score_signs
 
 __all__ = [
     "Selection",
@@ -17,10 +18,12 @@ __all__ = [
     "attend_pages",
     "attend_pages_int8",
     "build_digests",
+    "build_signs",
     "copy_pages",
     "merge_states",
     "predict_query",
     "quantize_pages",
     "score_pages",
+    "score_signs",
     "select_pages",
 ]

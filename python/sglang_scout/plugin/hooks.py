@@ -126,7 +126,7 @@ def around_init_pools_decode(original: Callable[..., None], runner: Any) -> None
         functools.partial(HostKVPool, arena_spec=spec, numa_node=node_of(worker_cpus(config))),
         HostKVPool,
     )
-    pool.attach(shape, plan)
+    pool.attach(shape, plan, config.digest)
 
 
 def worker_cpus(config: OffloadConfig) -> list[int]:
@@ -150,7 +150,7 @@ def around_init_pools_prefill(original: Callable[..., None], runner: Any) -> Non
     wanted = DigestKVPool if config.prefill_digests else pools_module.MHATokenToKVPool
     pool = _init_pools_with(original, runner, wanted, wanted)
     if isinstance(pool, DigestKVPool):
-        pool.attach(model_shape(runner))
+        pool.attach(model_shape(runner), config.digest)
         runner.token_to_kv_pool_allocator.listener = DigestListener(pool.digests)
 
 

@@ -25,10 +25,10 @@ BufferInfos = tuple[list[int], list[int], list[int]]
 def with_digests(infos: BufferInfos, digests: DigestPool) -> BufferInfos:
     """Put the digest buffers behind the K and the V buffers. Lists: pointers, bytes, item bytes."""
     half = len(infos[0]) // 2
-    bounds = (digests.kmin, digests.kmax)
+    halves = (digests.low, digests.high)
     extra = [
-        ([t.data_ptr() for t in bound], [t.nbytes for t in bound], [t[0].nbytes for t in bound])
-        for bound in bounds
+        ([t.data_ptr() for t in half], [t.nbytes for t in half], [t[0].nbytes for t in half])
+        for half in halves
     ]
     pointers, lengths, items = (
         infos[i][:half] + extra[0][i] + infos[i][half:] + extra[1][i] for i in range(3)
@@ -97,11 +97,11 @@ class HostKVPool(MHATokenToKVPool):
         self.data_ptrs = pointers
         self.data_strides = torch.tensor([b[0].nbytes for b in buffers])
 
-    def attach(self, shape: ModelShape, plan: MemoryPlan) -> None:
+    def attach(self, shape: ModelShape, plan: MemoryPlan, digest: str) -> None:
         """Make the page view and the digest pool, once the model's shape is known."""
         self.plan = plan
         self.host_pages = HostPages(shape, self.k_buffer, self.v_buffer)
-        self.digests = DigestPool(shape, self.host_pages.num_pages, "cpu")
+        self.digests = DigestPool(shape, self.host_pages.num_pages, "cpu", digest)
 
     def get_contiguous_buf_infos(self) -> BufferInfos:
         return with_digests(super().get_contiguous_buf_infos(), self.digests)
@@ -112,9 +112,9 @@ class DigestKVPool(MHATokenToKVPool):
 
     digests: DigestPool
 
-    def attach(self, shape: ModelShape) -> None:
+    def attach(self, shape: ModelShape, digest: str) -> None:
         num_pages = (self.size + self.page_size) // self.page_size
-        self.digests = DigestPool(shape, num_pages, self.device)
+        self.digests = DigestPool(shape, num_pages, self.device, digest)
         self.host_pages = HostPages(shape, self.k_buffer, self.v_buffer)
 
     def get_contiguous_buf_infos(self) -> BufferInfos:

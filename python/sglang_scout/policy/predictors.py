@@ -18,15 +18,18 @@ class NextLayerQuery:
     The input may first be moved towards that of layer l+1: by a share (``carry``) of what the
     request's previous token changed across layer l, or by a learned ``correction``.
 
-    Layer 0 has no layer before it: its query comes from its own input, exact but without lead.
+    Layer 0 has no layer before it: its query comes from its own input, exact but without lead. The
+    layers named in ``exact`` have no lead either: they use the real query, for models in which a
+    layer changes its input so much that the next one's query cannot be told from it.
     """
 
     lead: int = 1
     carry: float = 0.0
     correction: StreamCorrection | None = None
+    exact: tuple[int, ...] = ()
 
     def targets(self, layer: int, num_layers: int) -> tuple[int, ...]:
-        ahead = (layer + 1,) if layer + 1 < num_layers else ()
+        ahead = (layer + 1,) if layer + 1 < num_layers and layer + 1 not in self.exact else ()
         return (0, *ahead) if layer == 0 else ahead
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from sglang_scout.core.config import DEFAULT_RECALL_THRESHOLD, OffloadConfig
 from sglang_scout.core.correction import StreamCorrection
+from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.profile import RecallProfile
 from sglang_scout.policy.axes import Policy, PredictorAxis, ResidencyAxis
 from sglang_scout.policy.digests import MinMaxDigest
@@ -24,19 +25,23 @@ def _digest(config: OffloadConfig) -> MinMaxDigest:
     )
 
 
-def predictors(correction: StreamCorrection | None) -> dict[str, PredictorAxis]:
+def predictors(
+    correction: StreamCorrection | None, exact_layers: tuple[int, ...] = ()
+) -> dict[str, PredictorAxis]:
     """What the key ``predictor`` may name; ``learned`` only where there is a ``correction``."""
     found: dict[str, PredictorAxis] = {
-        "next_layer": NextLayerQuery(),
-        "extrapolate": NextLayerQuery(carry=CARRY),
+        "next_layer": NextLayerQuery(exact=exact_layers),
+        "extrapolate": NextLayerQuery(carry=CARRY, exact=exact_layers),
     }
     if correction is not None:
-        found["learned"] = NextLayerQuery(correction=correction)
+        found["learned"] = NextLayerQuery(correction=correction, exact=exact_layers)
     return found
 
 
 def _predictor(config: OffloadConfig, correction: StreamCorrection | None) -> PredictorAxis:
-    return predictors(correction)[config.predictor] if config.precompute else CurrentQuery()
+    if not config.precompute:
+        return CurrentQuery()
+    return predictors(correction, config.exact_layers)[config.predictor]
 
 
 def _residency(
@@ -58,12 +63,14 @@ def _residency(
     threshold = config.recall_threshold
     if threshold is None:
         threshold = profile.threshold if profile is not None else DEFAULT_RECALL_THRESHOLD
-    # Of a layer that is predicted at its own input, every page on the CPU is waited for.
-    eager = [
+    # Of a layer without lead every page on the CPU is waited for.
+    ahead = {
         layer
-        for layer in range(num_layers)
-        if predictor.lead and layer in predictor.targets(layer, num_layers)
-    ]
+        for at in range(num_layers)
+        for layer in predictor.targets(at, num_layers)
+        if layer > at
+    }
+    eager = [layer for layer in range(num_layers) if predictor.lead and layer not in ahead]
     controller = RecallController(
         intervals=intervals,
         threshold=threshold,
@@ -132,5 +139,13 @@ def make_policy(
         page_bytes: K and V of one page in one layer, what one recalled page costs on the link.
         profile: of this model, or None.
         correction: of this model; needed by ``predictor`` = learned.
+
+    Raises:
+        ConfigError: a layer is named that the model does not have.
     """
+    if config.exact_layers and max(config.exact_layers) >= num_layers:
+        raise ConfigError(
+            f"--kv-offload-config: exact_layers = {list(config.exact_layers)}: the model has layers 0 "
+            f"to {num_layers - 1}"
+        )
     return PRESETS[config.policy](config, num_layers, page_bytes, profile, correction)

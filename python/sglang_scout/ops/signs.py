@@ -1,0 +1,182 @@
+"""Page digests of one bit per key element: the signs of a page's keys.
+
+A page of 32 tokens has two words of 16 bits for every channel, which is what a 16-bit minimum and
+maximum take (`digest`), and says something of each token instead of bounding all of them by one box.
+The sum of +-q over the channels estimates q.k up to a factor: quantisation to one bit, as in sign
+random projections and in RaBitQ without its rotation. The factor differs from layer to layer and is
+not known, so a head's scores are taken in units of their own standard deviation.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..core.registry import Op, Tolerance
+from . import native_signs
+from .shapes import Shapes
+
+PAGE_TOKENS = 32
+_WORD_TOKENS = 16
+LEAST_SPREAD = 1e-5
+"""Of a head's largest score: what differs less, differs by rounding, and the head has no say."""
+_BITS_OF = {4: torch.int32, 2: torch.int16}
+
+TOLERANCES = {
+    name: Tolerance(0.0, 0.0, "a sign is read, not computed")
+    for name in ("float32", "bfloat16", "float16")
+}
+# Sums of at most D = 256 products +-q in another order: 1e-5 of their size. In units of the standard
+# deviation over the pages that is more where the pages hardly differ.
+SCORE_TOLERANCES = {
+    name: Tolerance(
+        2e-3, 1e-4, "fp32 sums in another order, divided by their spread over the pages"
+    )
+    for name in ("float32", "bfloat16", "float16")
+}
+
+
+def as_bits(x: torch.Tensor) -> torch.Tensor:
+    """The same memory as integers of the same size."""
+    return x.view(_BITS_OF[x.element_size()])
+
+
+def build_signs_reference(
+    k: torch.Tensor, ids: torch.Tensor, low: torch.Tensor, high: torch.Tensor
+) -> None:
+    """`build_signs` in plain torch."""
+    pages = k.index_select(0, ids)
+    bits = (~torch.signbit(pages)).view(-1, 2, _WORD_TOKENS, *pages.shape[2:]).int()
+    place = 1 << torch.arange(_WORD_TOKENS, dtype=torch.int32, device=k.device)
+    words = (bits * place.view(-1, 1, 1)).sum(2)  # [n, 2, H, D] int64
+    for half, target in enumerate((low, high)):
+        as_bits(target).index_copy_(0, ids, words[:, half].to(_BITS_OF[k.element_size()]))
+
+
+def signs_of(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+    """[n, H, D] words, two for every channel -> [n, 32, H, D] float32, +1 or -1."""
+    place = torch.arange(_WORD_TOKENS, dtype=torch.int32, device=low.device).view(-1, 1, 1)
+    halves = [(as_bits(x).int()[:, None] >> place) & 1 for x in (low, high)]
+    return torch.cat(halves, dim=1).float() * 2 - 1
+
+
+def score_signs_reference(
+    q: torch.Tensor,
+    low: torch.Tensor,
+    high: torch.Tensor,
+    table: torch.Tensor,
+    n_full: torch.Tensor,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`score_signs` in plain torch, fp32."""
+    (B, N), (H, D) = table.shape, low.shape[1:]
+    ids = table.clamp(min=0).flatten()
+    signs = signs_of(low.index_select(0, ids), high.index_select(0, ids))
+    u = torch.einsum("bhgd,bnthd->bhgnt", q.view(B, H, -1, D), signs.view(B, N, -1, H, D))
+    u = u.amax(-1).flatten(1, 2)  # [B, HQ, N]
+    void = (torch.arange(N, device=table.device) >= n_full[:, None]) | (table < 0)
+    count = (~void).sum(1).clamp(min=1)[:, None, None]
+    hidden = void[:, None]
+    largest = u.masked_fill(hidden, 0.0).abs().amax(-1, keepdim=True)
+    u = u - u.masked_fill(hidden, 0.0).sum(-1, keepdim=True) / count
+    spread = (u.masked_fill(hidden, 0.0).square().sum(-1, keepdim=True) / count).sqrt()
+    score = (
+        torch.where(spread > LEAST_SPREAD * largest, u / spread, 0.0)
+        .amax(1)
+        .masked_fill_(void, -torch.inf)
+    )
+    return score if out is None else out.copy_(score)
+
+
+def _check_build(k: torch.Tensor, ids: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> None:
+    shapes = Shapes("build_signs", S=PAGE_TOKENS)
+    shapes.bind("k", k, "PSHD")
+    shapes.bind("ids", ids, "n", torch.int64)
+    shapes.bind("low", low, "PHD", k.dtype)
+    shapes.bind("high", high, "PHD", k.dtype)
+
+
+def _check_score(
+    q: torch.Tensor,
+    low: torch.Tensor,
+    high: torch.Tensor,
+    table: torch.Tensor,
+    n_full: torch.Tensor,
+    out: torch.Tensor | None = None,
+) -> None:
+    shapes = Shapes("score_signs")
+    shapes.bind("low", low, "PHD")
+    shapes.bind("high", high, "PHD", low.dtype)
+    shapes.bind("table", table, "BN", torch.int32)
+    shapes.bind("n_full", n_full, "B", torch.int32)
+    shapes.bind_query(q)
+    if out is not None:
+        shapes.bind("out", out, "BN", torch.float32)
+
+
+BUILD_SIGNS = Op(
+    "build_signs",
+    build_signs_reference,
+    [native_signs.BUILD_SIGNS],
+    check=_check_build,
+    tolerances=TOLERANCES,
+)
+SCORE_SIGNS = Op(
+    "score_signs",
+    score_signs_reference,
+    [native_signs.SCORE_SIGNS],
+    check=_check_score,
+    tolerances=SCORE_TOLERANCES,
+)
+
+
+def build_signs(
+    k: torch.Tensor,
+    ids: torch.Tensor,
+    low: torch.Tensor,
+    high: torch.Tensor,
+    impl: str = "auto",
+) -> None:
+    """Write the signs of pages ``ids``, all other rows stay as they are.
+
+    Args:
+        k: [P, 32, H, D] any float dtype; the named pages are full.
+        ids: [n] int64 in [0, P); n may be 0.
+        low, high: [P, H, D] dtype of ``k``, taken as integers of that size; mutated. Bit t is set
+            where token t (low) or 16 + t (high) has no minus sign; the other bits are 0.
+    Raises:
+        ValueError: sizes or dtypes that do not agree. ImplementationError: see `registry.Op`.
+    """
+    BUILD_SIGNS(k, ids, low, high, impl=impl)
+
+
+def score_signs(
+    q: torch.Tensor,
+    low: torch.Tensor,
+    high: torch.Tensor,
+    table: torch.Tensor,
+    n_full: torch.Tensor,
+    impl: str = "auto",
+    *,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Score every full page of every request against its (predicted) query.
+
+        u[h, p] = max_t sum_d q[h, d] sign(k[p, t, d])
+        score[p] = max_h (u[h, p] - mean_p u[h]) / std_p u[h]
+
+    A head that finds what it looks for has one page far above all others, one that looks nowhere in
+    particular has none: the first decides. Mean and deviation are over the request's full pages.
+
+    Args:
+        q: [B, HQ, D] float32, after RoPE.
+        low, high: [P, H, D], see `build_signs`; H divides HQ.
+        table: [B, N] int32, page ids below P; negative ones are padding.
+        n_full: [B] int32; of row b only the first n_full[b] columns are offered.
+        out: [B, N] float32 to write into, instead of a new tensor.
+    Returns:
+        [B, N] float32; -inf in columns >= n_full and where table < 0. A row may be all -inf.
+    Raises:
+        ValueError: sizes or dtypes. ImplementationError: see `registry.Op`.
+    Source: one-bit codes as in RaBitQ (arXiv 2405.12497); their use for pages and the reduction: ours.
+    """
+    return SCORE_SIGNS(q, low, high, table, n_full, impl=impl, out=out)

@@ -1,0 +1,179 @@
+"""Digests of key signs: what is stored, what it scores, and that it finds what a box does not."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_scout.ops.digest import digest_reference
+from sglang_scout.ops.score import score_reference
+from sglang_scout.ops.signs import (
+    BUILD_SIGNS,
+    LEAST_SPREAD,
+    SCORE_SIGNS,
+    as_bits,
+    build_signs,
+    score_signs,
+    score_signs_reference,
+    signs_of,
+)
+
+pytestmark = pytest.mark.usefixtures("isa")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+BUILDS = pytest.mark.parametrize("impl", BUILD_SIGNS.names())
+SCORES = pytest.mark.parametrize("impl", SCORE_SIGNS.names())
+SIZES = st.tuples(*(st.integers(1, n) for n in (4, 12, 20, 4, 6)))
+
+
+def words(k, impl="reference"):
+    """(low, high) of all pages of ``k``, into poisoned rows."""
+    low, high = (torch.full((len(k), *k.shape[2:]), math.nan, dtype=k.dtype) for _ in range(2))
+    build_signs(k, torch.arange(len(k)), low, high, impl=impl)
+    return low, high
+
+
+def inputs(seed, B, N, P, H, G, D=64, dtype=torch.float32):
+    rng = torch.Generator().manual_seed(seed)
+    k = torch.randn(P, 32, H, D, generator=rng).to(dtype)
+    q = torch.randn(B, H * G, D, generator=rng)
+    table = torch.randint(-1, P, (B, N), generator=rng, dtype=torch.int32)
+    n_full = torch.randint(0, N + 1, (B,), generator=rng, dtype=torch.int32)
+    return q, *words(k), table, n_full, k
+
+
+@BUILDS
+@given(
+    dtype=st.sampled_from(DTYPES),
+    D=st.sampled_from((16, 48, 64, 128, 256)),
+    seed=st.integers(0, 99),
+)
+def test_every_sign_can_be_read_back(impl, dtype, D, seed):
+    k = torch.randn(5, 32, 3, D, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    k[0, 0], k[1, 31] = 0.0, -0.0
+    k[2, 5], k[3, 17] = math.inf, -math.inf
+    signs = signs_of(*words(k, impl))
+    assert torch.equal(signs, torch.where(torch.signbit(k), -1.0, 1.0))
+
+
+@BUILDS
+def test_only_the_named_rows_change(impl):
+    k = torch.randn(6, 32, 2, 64, dtype=torch.bfloat16)
+    low, high = torch.randn(2, 6, 2, 64).bfloat16()
+    before = low.clone(), high.clone()
+    build_signs(k, torch.tensor([4, 1]), low, high, impl=impl)
+    for now, was, full in zip((low, high), before, words(k), strict=True):
+        assert torch.equal(now[[0, 2, 3, 5]], was[[0, 2, 3, 5]])
+        assert torch.equal(as_bits(now)[[4, 1]], as_bits(full)[[4, 1]])
+    build_signs(k, torch.tensor([], dtype=torch.int64), low, high, impl=impl)
+
+
+@SCORES
+@given(
+    dtype=st.sampled_from(DTYPES),
+    sizes=SIZES,
+    D=st.sampled_from((16, 64, 80, 128)),
+    seed=st.integers(0, 99),
+)
+def test_agrees_with_the_formula(impl, agree, dtype, sizes, D, seed):
+    B, N, P, H, G = sizes
+    q, low, high, table, n_full, k = inputs(seed, B, N, P, H, G, D, dtype)
+    signs = torch.where(torch.signbit(k), -1.0, 1.0).double()
+    expected = torch.full((B, N), -torch.inf, dtype=torch.float64)
+    for b in range(B):
+        columns = [n for n in range(int(n_full[b])) if table[b, n] >= 0]
+        if not columns:
+            continue
+        keys = signs[table[b, columns].long()].repeat_interleave(G, 2)  # [n, 32, HQ, D]
+        u = torch.einsum("hd,nthd->nth", q[b].double(), keys).amax(1)
+        least = LEAST_SPREAD * u.abs().amax(0)
+        u = u - u.mean(0)
+        spread = u.square().mean(0).sqrt()
+        expected[b, columns] = torch.where(spread > least, u / spread, 0.0).amax(1)
+    got = score_signs(q, low, high, table, n_full, impl=impl)
+    agree(SCORE_SIGNS, got.nan_to_num(neginf=-9.0), expected.nan_to_num(neginf=-9.0))
+    assert torch.equal(got == -torch.inf, expected == -torch.inf)
+
+
+@SCORES
+@given(seed=st.integers(0, 99), B=st.integers(1, 3), N=st.integers(1, 70), G=st.integers(1, 9))
+def test_implementations_agree(impl, agree, seed, B, N, G):
+    q, low, high, table, n_full, _ = inputs(seed, B, N, 90, 2, G, dtype=torch.bfloat16)
+    table = torch.randperm(90, dtype=torch.int32)[: B * (90 // B)].view(B, -1)[:, :N].contiguous()
+    n_full = n_full.clamp(max=table.shape[1])
+    got = score_signs(q, low, high, table, n_full, impl=impl)
+    expected = score_signs_reference(q, low, high, table, n_full)
+    assert torch.equal(got == -torch.inf, expected == -torch.inf)
+    agree(SCORE_SIGNS, got.nan_to_num(neginf=0.0), expected.nan_to_num(neginf=0.0), torch.bfloat16)
+
+
+@SCORES
+def test_writes_into_a_given_result(impl):
+    q, low, high, table, n_full, _ = inputs(1, 2, 7, 9, 2, 2)
+    out = torch.full(table.shape, math.nan)
+    got = score_signs(q, low, high, table, n_full, impl=impl, out=out)
+    assert got is out
+    assert torch.equal(out, score_signs(q, low, high, table, n_full, impl=impl))
+
+
+@SCORES
+def test_one_page_and_no_page(impl):
+    q, low, high, *_ = inputs(2, 3, 4, 5, 2, 2)
+    table = torch.tensor([[3, 1, -1, -1], [-1, 2, -1, 4], [0, 1, 2, 3]], dtype=torch.int32)
+    got = score_signs(q, low, high, table, torch.tensor([1, 3, 0], dtype=torch.int32), impl=impl)
+    assert got.tolist() == [
+        [0.0, -math.inf, -math.inf, -math.inf],
+        [-math.inf, 0.0, -math.inf, -math.inf],
+        [-math.inf] * 4,
+    ]
+
+
+@SCORES
+def test_finds_the_one_key_that_a_query_looks_for(impl):
+    """Random keys and one that equals the query: its page comes first, with boxes only sometimes."""
+    found = {"signs": 0, "boxes": 0}
+    rng = torch.Generator().manual_seed(0)
+    for trial in range(20):
+        k = torch.randn(128, 32, 2, 64, generator=rng)
+        q = torch.randn(1, 4, 64, generator=rng)
+        page, token = 7 * trial % 128, 3 * trial % 32
+        k[page, token, 1] = q[0, 3]
+        k = k.bfloat16()
+        table = torch.arange(128, dtype=torch.int32)[None]
+        n_full = torch.tensor([128], dtype=torch.int32)
+        signs = score_signs(q, *words(k), table, n_full, impl=impl)
+        boxes = score_reference(q, *digest_reference(k), table, n_full, 64**-0.5)
+        found["signs"] += int(signs.argmax()) == page
+        found["boxes"] += int(boxes.argmax()) == page
+    assert found["signs"] == 20 and found["boxes"] < 20, found
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"k": torch.zeros(4, 16, 2, 64)}, "k has S=16, expected 32"),
+        ({"low": torch.zeros(4, 2, 32)}, "low has D=32, expected 64"),
+        ({"high": torch.zeros(4, 2, 64).half()}, "high has dtype torch.float16"),
+        ({"ids": torch.zeros(1, dtype=torch.int32)}, "ids has dtype torch.int32"),
+    ],
+)
+def test_wrong_arguments_are_named(change, message):
+    args = {
+        "k": torch.zeros(4, 32, 2, 64),
+        "ids": torch.zeros(1, dtype=torch.int64),
+        "low": torch.zeros(4, 2, 64),
+        "high": torch.zeros(4, 2, 64),
+    } | change
+    with pytest.raises(ValueError, match="build_signs: .*" + message.replace("[", r"\[")):
+        build_signs(**args)
+
+
+@SCORES
+def test_an_id_outside_of_the_pool_is_refused(impl):
+    if impl == "reference":
+        pytest.skip("the reference indexes, torch refuses")
+    q, low, high, table, n_full, _ = inputs(3, 2, 4, 5, 2, 2)
+    table[0, 0], n_full[0] = 5, 1
+    with pytest.raises(ValueError, match="table has 5, expected values below 5"):
+        score_signs(q, low, high, table, n_full, impl=impl)
