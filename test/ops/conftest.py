@@ -1,22 +1,117 @@
-"""Shared by the op tests: hypothesis settings, absent implementations, the comparison."""
+"""Shared by the op tests: hypothesis settings, absent implementations, the comparison, the device.
+
+On a machine with a CUDA device the cases of "triton" travel to it: their tensors are made on the
+CPU as for every implementation; arguments go to the device, results and changed arguments come back.
+"""
+
+import importlib
+import pkgutil
 
 import pytest
 import torch
 from hypothesis import settings
 
-from sglang_scout.core.registry import Op
-from sglang_scout.ops import native
+from sglang_scout import ops
+from sglang_scout.core.registry import Implementation, Op
+from sglang_scout.ops import native, triton
 
 # No deadline: a case takes milliseconds, but the first one loads kernels.
 settings.register_profile("ops", deadline=None, max_examples=40, database=None, print_blob=True)
 settings.load_profile("ops")
+# The interpreter is a hundred times slower than the C++ code, and on a device each new size of an
+# axis that is a constant of the kernel takes a second to compile.
+TRITON_EXAMPLES = 10
+
+ABSENT = {
+    "native": lambda: "" if native.available() else native._ABSENT,
+    "triton": lambda: "" if triton.available() else "no CUDA device, TRITON_INTERPRET is not set",
+}
+
+
+def implementations_of(item):
+    callspec = getattr(item, "callspec", None)
+    return (
+        set(ABSENT) & {v for v in callspec.params.values() if isinstance(v, str)}
+        if callspec
+        else ()
+    )
 
 
 def pytest_runtest_setup(item):
-    """A test parametrised with "native" is skipped, with the reason, where there is none."""
-    callspec = getattr(item, "callspec", None)
-    if callspec and "native" in callspec.params.values() and not native.available():
-        pytest.skip(native._ABSENT)
+    """A test parametrised with an implementation is skipped, with the reason, where it is absent."""
+    for name in implementations_of(item):
+        if ABSENT[name]():
+            pytest.skip(ABSENT[name]())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """Fewer generated examples for the kernels."""
+    test = getattr(item, "obj", None)
+    usual = getattr(test, "_hypothesis_internal_use_settings", None)
+    if usual is None or "triton" not in implementations_of(item):
+        return (yield)
+    test._hypothesis_internal_use_settings = settings(usual, max_examples=TRITON_EXAMPLES)
+    try:
+        return (yield)
+    finally:
+        test._hypothesis_internal_use_settings = usual
+
+
+def travelling(implementation: Implementation) -> Implementation:
+    """The same implementation on the CUDA device, for arguments on the CPU."""
+
+    def moved(value, there):
+        if isinstance(value, torch.Tensor) and value.device.type == "cpu":
+            return there.setdefault(id(value), (value, value.to("cuda")))[1]
+        if isinstance(value, tuple):
+            values = [moved(v, there) for v in value]
+            return type(value)(*values) if hasattr(value, "_fields") else tuple(values)
+        return value
+
+    def back(value, there):
+        if isinstance(value, torch.Tensor):
+            home = next((old for old, new in there.values() if new is value), None)
+            return value.cpu() if home is None else home
+        if isinstance(value, tuple):
+            values = [back(v, there) for v in value]
+            return type(value)(*values) if hasattr(value, "_fields") else tuple(values)
+        return value
+
+    def reasons(*args, **kwargs):
+        there = {}
+        return implementation.reasons(
+            *moved(args, there), **{k: moved(v, there) for k, v in kwargs.items()}
+        )
+
+    def run(*args, **kwargs):
+        there = {}
+        result = implementation.run(
+            *moved(args, there), **{k: moved(v, there) for k, v in kwargs.items()}
+        )
+        for old, new in there.values():
+            old.copy_(new)
+        return back(result, there)
+
+    return Implementation(implementation.name, run, reasons, implementation.auto_reasons)
+
+
+def pytest_configure(config):
+    # The interpreter is numpy: it tells of every inf - inf that a kernel masks afterwards.
+    for kind in ("DeprecationWarning", "RuntimeWarning"):
+        config.addinivalue_line("filterwarnings", f"ignore::{kind}:triton.runtime.interpreter")
+    if not torch.cuda.is_available() or triton.interpreted():
+        return
+    modules = [
+        importlib.import_module(f"{ops.__name__}.{m.name}")
+        for m in pkgutil.iter_modules(ops.__path__)
+    ]
+    for op in {
+        id(op): op for m in modules for op in vars(m).values() if isinstance(op, Op)
+    }.values():
+        op.implementations[:] = [
+            travelling(i) if i.name == "triton" else i for i in op.implementations
+        ]
 
 
 @pytest.fixture(params=["portable", "avx2", "avx512"])

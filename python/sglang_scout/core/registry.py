@@ -3,7 +3,9 @@
 An :class:`Op` holds a reference (the oracle, always able to run) and implementations in order of
 preference. Each implementation answers ``reasons(*args, **kwargs)``: an empty list, or every reason
 why it cannot take these inputs. ``impl="auto"`` takes the first without a reason; an implementation
-asked for by name never falls back. Nothing here knows tensors: shapes and dtypes are only printed.
+asked for by name never falls back. One that can run but should not unless asked for says so in
+``auto_reasons``, which only "auto" heeds. Nothing here knows tensors: shapes and dtypes are only
+printed.
 """
 
 from __future__ import annotations
@@ -58,11 +60,12 @@ def no_reasons(*_args: Any, **_kwargs: Any) -> list[str]:
 
 @dataclass(frozen=True)
 class Implementation:
-    """A way to run an op. ``run`` and ``reasons`` take the same arguments as the reference."""
+    """A way to run an op. All three callables take the same arguments as the reference."""
 
     name: str
     run: Callable[..., Any]
     reasons: Callable[..., list[str]] = no_reasons
+    auto_reasons: Callable[..., list[str]] = no_reasons
 
 
 class Op:
@@ -121,7 +124,8 @@ class Op:
         for implementation in self.implementations:
             if impl not in ("auto", implementation.name):
                 continue
-            reasons = implementation.reasons(*args, **kwargs)
+            reasons = implementation.auto_reasons(*args, **kwargs) if impl == "auto" else []
+            reasons = reasons or implementation.reasons(*args, **kwargs)
             if not reasons:
                 if implementation.name not in _chosen.get(self.name, ()):
                     self._announce(implementation.name, refused)

@@ -1,6 +1,7 @@
 """Ops on torch tensors: one file per op, its reference first, other implementations beside it."""
 
 from .advance import advance_input
+from .append import append_tokens
 from .attend import attend_pages
 from .attend_int8 import attend_pages_int8
 from .digest import build_digests
@@ -15,6 +16,7 @@ from .signs import build_signs, score_signs
 __all__ = [
     "Selection",
     "advance_input",
+    "append_tokens",
     "attend_pages",
     "attend_pages_int8",
     "build_digests",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..core.registry import Op, Tolerance
-from . import native
+from . import native, triton
 from .shapes import Shapes
 
 Partial = tuple[torch.Tensor, torch.Tensor]
@@ -101,7 +101,11 @@ def _check(
 
 
 ATTEND_PAGES = Op(
-    "attend_pages", attend_reference, [native.ATTEND_PAGES], check=_check, tolerances=TOLERANCES
+    "attend_pages",
+    attend_reference,
+    [native.ATTEND_PAGES, triton.ATTEND_PAGES],
+    check=_check,
+    tolerances=TOLERANCES,
 )
 
 

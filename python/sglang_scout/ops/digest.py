@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from ..core.registry import Op, Tolerance
-from . import native
+from . import native, triton
 from .shapes import Shapes
 
 TOLERANCES = {
@@ -51,7 +51,7 @@ def _check(k: torch.Tensor, ids: torch.Tensor, kmin: torch.Tensor, kmax: torch.T
 BUILD_DIGESTS = Op(
     "build_digests",
     build_digests_reference,
-    [native.BUILD_DIGESTS],
+    [native.BUILD_DIGESTS, triton.BUILD_DIGESTS],
     check=_check,
     tolerances=TOLERANCES,
 )

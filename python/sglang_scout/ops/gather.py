@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..core.registry import Op, Tolerance
-from . import native
+from . import native, triton
 from .shapes import Shapes
 
 TOLERANCES = {
@@ -37,7 +37,7 @@ def _check(
 COPY_PAGES = Op(
     "copy_pages",
     copy_pages_reference,
-    [native.COPY_PAGES],
+    [native.COPY_PAGES, triton.COPY_PAGES],
     check=_check,
     tolerances=TOLERANCES,
 )

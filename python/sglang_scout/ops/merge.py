@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..core.registry import Op, Tolerance
+from . import triton
 from .shapes import Shapes
 
 TOLERANCES = {"float32": Tolerance(1e-6, 1e-6, "a few fp32 roundings: one sigmoid, one sum")}
@@ -34,7 +35,9 @@ def _check(
     shapes.bind("lse_b", lse_b, "BQ", torch.float32)
 
 
-MERGE_STATES = Op("merge_states", merge_reference, check=_check, tolerances=TOLERANCES)
+MERGE_STATES = Op(
+    "merge_states", merge_reference, [triton.MERGE_STATES], check=_check, tolerances=TOLERANCES
+)
 
 
 def merge_states(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..core.registry import Op, Tolerance
-from . import native
+from . import native, triton
 from .shapes import Shapes
 
 REDUCTIONS = ("mass", "max", "sum")
@@ -72,7 +72,11 @@ def _check(
 
 
 SCORE_PAGES = Op(
-    "score_pages", score_reference, [native.SCORE_PAGES], check=_check, tolerances=TOLERANCES
+    "score_pages",
+    score_reference,
+    [native.SCORE_PAGES, triton.SCORE_PAGES],
+    check=_check,
+    tolerances=TOLERANCES,
 )
 
 

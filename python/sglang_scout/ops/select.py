@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from ..core.registry import Op, Tolerance
+from . import triton
 from .shapes import Shapes
 
 TOLERANCES = {
@@ -83,7 +84,9 @@ def _check(
         shapes.fail(f"k={k} cannot hold sink_pages={sink_pages} + recent_pages={recent_pages}")
 
 
-SELECT_PAGES = Op("select_pages", select_reference, check=_check, tolerances=TOLERANCES)
+SELECT_PAGES = Op(
+    "select_pages", select_reference, [triton.SELECT_PAGES], check=_check, tolerances=TOLERANCES
+)
 
 
 def select_pages(
@@ -112,4 +115,6 @@ def select_pages(
     Source: ScoutAttention Algorithm 1 lines 5 and 6; forced pages: ours. Shapes are
     static and nothing waits for the device, so it can be captured in a CUDA graph.
     """
-    return SELECT_PAGES(scores, table, n_full, slot_of, k, sink_pages, recent_pages, impl=impl)
+    return Selection(
+        *SELECT_PAGES(scores, table, n_full, slot_of, k, sink_pages, recent_pages, impl=impl)
+    )

@@ -1,0 +1,138 @@
+"""The request ring as a stream sees it: post and merge are kernel launches, nothing comes back.
+
+What `worker.client` does on the host, for steps that run as a CUDA graph. There is no reference in
+torch: the oracle is the C++ producer, of which a post must leave the same bytes in the ring.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from . import triton
+from .shapes import Shapes
+
+ERRORS = {1: "no answer in time", 2: "the worker refused a record", 4: "a slot was not answered"}
+
+
+class DeviceRing:
+    """The producer of a ring in page-locked host memory, on a device's current stream.
+
+    All launches belong to one stream, whose order the ring relies on. A step posts at most once per
+    layer and merges that layer later. Nothing is fixed by a capture: number, epoch and step live in
+    device memory. While the epoch is 0, as in warm-up and capture, nothing is posted.
+
+    Args:
+        address: of the ring as the device sees it (its own, if the memory is registered as mapped).
+        layout: offsets and strides in bytes, the fields of `worker.ring.Layout`.
+        num_layers, max_batch, max_pages, num_q_heads, head_dim: as in the ring's header.
+        parts: runs of pages that each row is split into, as the worker's threads per group.
+        timeout_us: how long a merge waits for the worker.
+        device: where the state lives.
+
+    Attributes:
+        state: [4] int64: epoch, step, number of the last post, error bits.
+        open_seq: [2 L] int64, records without an answer.
+    """
+
+    def __init__(
+        self,
+        address: int,
+        layout: Any,
+        *,
+        num_layers: int,
+        max_batch: int,
+        max_pages: int,
+        num_q_heads: int,
+        head_dim: int,
+        parts: int,
+        timeout_us: int,
+        device: torch.device | str,
+    ) -> None:
+        if timeout_us <= 0:
+            raise ValueError(f"timeout_us is {timeout_us}; a wait must end, give 1 or more")
+        if parts < 1:
+            raise ValueError(f"parts is {parts}, expected 1 or more")
+        self.address, self.layout = address, layout
+        self.num_layers, self.max_batch, self.max_pages = num_layers, max_batch, max_pages
+        self.parts, self.timeout_us = parts, timeout_us
+        self._sizes = {"Q": num_q_heads, "D": head_dim}
+        self.state = torch.zeros(4, dtype=torch.int64, device=device)
+        self.open_seq = torch.zeros(2 * num_layers, dtype=torch.int64, device=device)
+        self.awaited = torch.zeros_like(self.open_seq)
+        self.arrivals = torch.zeros(1, dtype=torch.int32, device=device)
+        self.answered = torch.zeros(1, dtype=torch.int32, device=device)
+
+    def set_life(self, epoch: int, posts: int | None = None) -> None:
+        """From the next step on, records go to the worker of ``epoch``, or to nobody (0).
+
+        Only between steps, and for a new epoch only when its forerunner is dead: its unanswered
+        records are forgotten. ``posts``: number of the last post in the ring, if others posted.
+        """
+        self.state[0] = epoch
+        if posts is not None:
+            self.state[2] = posts
+        self.open_seq.zero_()
+        self.awaited.zero_()
+
+    def begin_step(self, step: int) -> None:
+        """Between steps: the number of the step that comes, counting up."""
+        self.state[1] = step
+
+    def post(self, layer: int, q: torch.Tensor, pages: torch.Tensor, n_pages: torch.Tensor) -> None:
+        """Hand the missing pages of a layer to the worker; if no row has any, nothing is posted.
+
+        Args:
+            q: [B, HQ, D] float32, B up to max_batch.
+            pages: [B, k] int32 packed to the left, see `select_pages`; k up to max_pages.
+            n_pages: [B] int32.
+        Raises:
+            ValueError: sizes or dtypes that do not agree.
+            RuntimeError: the kernels cannot run on these tensors; says why.
+        """
+        shapes = Shapes("post", **self._sizes)
+        shapes.bind("q", q, "BQD", torch.float32)
+        shapes.bind("pages", pages, "Bk", torch.int32)
+        shapes.bind("n_pages", n_pages, "B", torch.int32)
+        if shapes["B"] > self.max_batch or shapes["k"] > self.max_pages:
+            shapes.fail(
+                f"pages is {list(pages.shape)}, the ring has room for "
+                f"[{self.max_batch}, {self.max_pages}]"
+            )
+        self._check("post", layer, q=q, pages=pages, n_pages=n_pages)
+        from .triton.doorbell import post
+
+        if shapes["B"]:
+            post(self, layer, q, pages, n_pages)
+
+    def merge(self, layer: int, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """Wait for the answer to this step's post of the layer and merge it into ``out``, ``lse``.
+
+        Without a post they stay as they are. Without a good answer too, and `errors` says so: what
+        they hold is then no result.
+
+        Args:
+            out: [B, HQ, D] float32, lse: [B, HQ] float32; mutated. B as posted.
+        """
+        shapes = Shapes("merge", **self._sizes)
+        shapes.bind("out", out, "BQD", torch.float32)
+        shapes.bind("lse", lse, "BQ", torch.float32)
+        self._check("merge", layer, out=out, lse=lse)
+        from .triton.doorbell import merge
+
+        if shapes["B"]:
+            merge(self, layer, out, lse)
+
+    def errors(self) -> list[str]:
+        """What went wrong since the last call. Waits for the stream: after a step, not within."""
+        bits = int(self.state[3])
+        self.state[3] = 0
+        return [text for bit, text in ERRORS.items() if bits & bit]
+
+    def _check(self, op: str, layer: int, **tensors: torch.Tensor) -> None:
+        if not 0 <= layer < self.num_layers:
+            raise ValueError(f"{op}: layer is {layer}, expected 0..{self.num_layers - 1}")
+        reasons = triton._reasons(state=self.state, **tensors)
+        if reasons:
+            raise RuntimeError(f"{op}: the kernels cannot run: {'; '.join(reasons)}")

@@ -1,0 +1,224 @@
+"""`attend_pages` on the device: split over the pages, then one program per query head combines.
+
+Bytes that must move: 2 S H D e per page of a row (K and V, e bytes per element), 4 for its id, and
+8 D + 8 per query head for q, out and lse. With more than one split each adds 8 D + 8 per query head,
+written and read again; at 8 splits of 64 pages and 5 query heads per KV head, 8 % of the pages.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .exact import dot_fp32, finite, tanh
+
+MAX_SPLITS = 64
+_TILE_TOKENS, _TILE_BYTES = 64, 16384  # of K, and of V
+_MAX_CHUNK = 64  # page ids that a program looks at together
+_PROGRAMS_PER_SM = 4
+
+
+@triton.jit
+def attend_kernel(
+    q,
+    k,
+    v,
+    pages,
+    last_page,
+    last_len,
+    out,
+    lse,
+    scale,
+    logit_cap,
+    R,
+    splits,
+    S: tl.constexpr,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    HAS_LAST: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PAGES: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """The G query heads of one KV head over every splits-th column of a row of page ids.
+
+    Columns are dealt out one by one, not in runs, so that rows packed to the left keep all programs
+    busy. A program reads CHUNK of its ids at once, numbers those that name a page, and goes through
+    these only: -1 costs 4 bytes wherever it stands. The tail counts as column R. PAGES pages make
+    one tile.
+
+    q [B, HQ, D]; k, v [P, S, H, D]; pages [B, R]; out [splits, B, HQ, D]; lse [splits, B, HQ].
+    """
+    split, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    g = tl.arange(0, BLOCK_G)
+    d = tl.arange(0, BLOCK_D)
+    token = tl.arange(0, PAGES * BLOCK_S)
+    which, s = token // BLOCK_S, token % BLOCK_S
+    head = (b * H + h) * G + g
+    q_mask = (g < G)[:, None] & (d < D)[None, :]
+    q_tile = tl.load(q + head[:, None] * D + d[None, :], mask=q_mask, other=0.0)
+    top = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_G], tl.float32)
+    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    columns = R
+    tail = -1
+    tail_len = 0
+    if HAS_LAST:
+        columns = R + 1
+        tail = tl.load(last_page + b)
+        tail_len = tl.minimum(tl.load(last_len + b), S)
+    for first in range(split, columns, splits * CHUNK):
+        column = first + splits * tl.arange(0, CHUNK)
+        page = tl.load(pages + b.to(tl.int64) * R + column, mask=column < R, other=-1)
+        if HAS_LAST:
+            page = tl.where(column == R, tail, page)
+        rank = tl.cumsum((page >= 0).to(tl.int32), axis=0)  # 1 for the first page
+        count = tl.max(rank, axis=0)
+        rank = tl.where(page >= 0, rank, 0)
+        tail_rank = tl.max(tl.where(column == R, rank, 0), axis=0)
+        for done in range(0, count, PAGES):
+            ids = tl.zeros([PAGES * BLOCK_S], tl.int32)
+            lens = tl.zeros([PAGES * BLOCK_S], tl.int32)
+            for i in tl.static_range(PAGES):
+                at = done + i + 1
+                ids = tl.where(which == i, tl.max(tl.where(rank == at, page, 0), axis=0), ids)
+                length = tl.where(at == tail_rank, tail_len, tl.where(at <= count, S, 0))
+                lens = tl.where(which == i, length, lens)
+            here = s < lens
+            offset = ((ids.to(tl.int64) * S + s) * H + h)[:, None] * D + d[None, :]
+            mask = here[:, None] & (d < D)[None, :]
+            k_tile = tl.load(k + offset, mask=mask, other=0.0)
+            v_tile = tl.load(v + offset, mask=mask, other=0.0)
+            x = tl.zeros([BLOCK_G, PAGES * BLOCK_S], tl.float32)
+            x = dot_fp32(q_tile, tl.trans(k_tile), x) * scale
+            if HAS_CAP:
+                x = logit_cap * tanh(x / logit_cap)
+            x = tl.where(here[None, :], x, float("-inf"))
+            new_top = tl.maximum(top, tl.max(x, axis=1))
+            base = finite(new_top)
+            shrink = tl.exp(top - base)
+            p = tl.exp(x - base[:, None])
+            total = total * shrink + tl.sum(p, axis=1)
+            acc = dot_fp32(p, v_tile, acc * shrink[:, None])
+            top = new_top
+    row = (split * tl.num_programs(2) + b) * H * G + h * G + g  # of [splits * B * HQ]
+    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    tl.store(out + row.to(tl.int64)[:, None] * D + d[None, :], acc, mask=q_mask)
+    tl.store(lse + row, top + tl.log(tl.maximum(total, 1.0)), mask=g < G)
+
+
+@triton.jit
+def combine_kernel(
+    parts,
+    part_lse,
+    out,
+    lse,
+    splits,
+    rows,
+    D: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Merges the splits of one query head. parts [splits, rows, D]; part_lse [splits, rows]."""
+    row = tl.program_id(0)
+    split = tl.arange(0, BLOCK_SPLITS)
+    d = tl.arange(0, BLOCK_D)
+    weights = tl.load(part_lse + split * rows + row, mask=split < splits, other=float("-inf"))
+    top = tl.max(weights, axis=0)
+    weights = tl.exp(weights - finite(top))
+    total = tl.sum(weights, axis=0)
+    mask = (split < splits)[:, None] & (d < D)[None, :]
+    at = (split * rows + row).to(tl.int64)[:, None] * D + d[None, :]
+    values = tl.load(parts + at, mask=mask, other=0.0)
+    mean = tl.sum(values * weights[:, None], axis=0) / tl.maximum(total, 1.0)
+    tl.store(out + row.to(tl.int64) * D + d, mean, mask=d < D)
+    tl.store(lse + row, top + tl.log(tl.maximum(total, 1.0)))
+
+
+def split_count(B: int, H: int, columns: int, processors: int) -> int:
+    """Programs per (row, KV head): enough for the device, fixed by shapes alone."""
+    wanted = triton.cdiv(_PROGRAMS_PER_SM * processors, max(1, B * H))
+    return min(MAX_SPLITS, triton.next_power_of_2(wanted), triton.next_power_of_2(max(1, columns)))
+
+
+def attend_pages(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    pages: torch.Tensor,
+    last_page: torch.Tensor | None,
+    last_len: torch.Tensor | None,
+    scale: float,
+    logit_cap: float = 0.0,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `ops.attend.attend_pages`."""
+    (B, HQ, D), (_, S, H, _), R = q.shape, k.shape, pages.shape[1]
+    if out is None:
+        out = q.new_empty(q.shape), q.new_empty((B, HQ))
+    if B == 0:
+        return out
+    columns = R + (last_page is not None)
+    splits = split_count(B, H, columns, processors(q.device))
+    parts, part_lse = out
+    if splits > 1:
+        parts, part_lse = q.new_empty((splits, B, HQ, D)), q.new_empty((splits, B, HQ))
+    block_s = triton.next_power_of_2(S)
+    attend_kernel[(splits, H, B)](
+        q,
+        k,
+        v,
+        pages,
+        last_page,
+        last_len,
+        parts,
+        part_lse,
+        scale,
+        logit_cap,
+        R,
+        splits,
+        S,
+        H,
+        HQ // H,
+        D,
+        last_page is not None,
+        logit_cap > 0,
+        max(16, min(_MAX_CHUNK, triton.next_power_of_2(triton.cdiv(max(1, columns), splits)))),
+        pages_per_tile(block_s, D * (2 if k.dtype == torch.bfloat16 else 4)),
+        block_s,
+        max(16, triton.next_power_of_2(HQ // H)),
+        triton.next_power_of_2(D),
+        num_warps=4,
+    )
+    if splits > 1:
+        combine_kernel[(B * HQ,)](
+            parts,
+            part_lse,
+            *out,
+            splits,
+            B * HQ,
+            D,
+            splits,
+            triton.next_power_of_2(D),
+            num_warps=4,
+        )
+    return out
+
+
+def pages_per_tile(block_s: int, token_bytes: int) -> int:
+    """Pages of a tile: up to 64 tokens or 16 KiB, at least the 16 tokens of a tensor core.
+
+    ``token_bytes`` is what one token takes in shared memory, where float16 is widened.
+    """
+    tokens = min(_TILE_TOKENS, _TILE_BYTES // token_bytes)
+    return max(16 // block_s, min(4, tokens // block_s), 1)
+
+
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a device; 1 for the interpreter."""
+    if device.type != "cuda":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,0 +1,167 @@
+"""Whole pages and single tokens on the device: `build_digests`, `copy_pages`, `append_tokens`.
+
+Bytes that must move: a digest reads S H D e and writes 2 H D e; a copy reads and writes the page;
+an appended token is 2 H D e read, and the same written to each pool. An id outside its pool is
+skipped: the host never sees ids that live on the device, and nothing may be written outside.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .exact import rounded
+
+_COPY_WORDS = 4096  # of one program: 16 KiB where words have 4 bytes
+
+
+@triton.jit
+def digest_kernel(
+    k,
+    ids,
+    kmin,
+    kmax,
+    P,
+    S: tl.constexpr,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Minimum and maximum over the tokens of one page and head. k [P, S, H, D]; ids [n]."""
+    page, h = tl.load(ids + tl.program_id(0)), tl.program_id(1)
+    s = tl.arange(0, BLOCK_S)
+    d = tl.arange(0, BLOCK_D)
+    if (page >= 0) & (page < P):
+        mask = (s < S)[:, None] & (d < D)[None, :]
+        at = ((page * S + s) * H + h)[:, None] * D + d[None, :]
+        low = tl.load(k + at, mask=mask, other=float("inf")).to(tl.float32)
+        high = tl.where(mask, low, float("-inf"))
+        row = (page * H + h) * D + d
+        tl.store(kmin + row, tl.min(low, axis=0).to(kmin.dtype.element_ty), mask=d < D)
+        tl.store(kmax + row, tl.max(high, axis=0).to(kmax.dtype.element_ty), mask=d < D)
+
+
+@triton.jit
+def copy_kernel(src, src_ids, dst, dst_ids, P, slots, words, BLOCK: tl.constexpr):
+    """One block of words of one page. src [P, words]; dst [slots, words]; ids [n]."""
+    i = tl.program_id(0)
+    page, slot = tl.load(src_ids + i), tl.load(dst_ids + i)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if (page >= 0) & (page < P) & (slot >= 0) & (slot < slots):
+        value = tl.load(src + page * words + at, mask=at < words)
+        tl.store(dst + slot * words + at, value, mask=at < words)
+
+
+@triton.jit
+def append_kernel(
+    k,
+    v,
+    lens,
+    k_pages,
+    v_pages,
+    ids,
+    k_mirror,
+    v_mirror,
+    mirror_ids,
+    k_stride,
+    v_stride,
+    P,
+    mirror_P,
+    S,
+    WIDTH: tl.constexpr,
+    HAS_MIRROR: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One block of one row of K (program 0 of axis 2) or of V, to one pool or to both.
+
+    k, v [B, WIDTH] rows k_stride and v_stride apart; pools [P, S, WIDTH] and [mirror_P, S, WIDTH].
+    """
+    b = tl.program_id(0)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    offset = tl.load(lens + b) - 1
+    page = tl.load(ids + b).to(tl.int64)
+    if tl.program_id(2) == 0:
+        value = tl.load(k + b.to(tl.int64) * k_stride + at, mask=at < WIDTH)
+    else:
+        value = tl.load(v + b.to(tl.int64) * v_stride + at, mask=at < WIDTH)
+    inside = (offset >= 0) & (offset < S)
+    value = rounded(value, k_pages.dtype.element_ty)
+    mask = (at < WIDTH) & inside & (page >= 0) & (page < P)
+    where = (page * S + offset) * WIDTH + at
+    if tl.program_id(2) == 0:
+        tl.store(k_pages + where, value, mask=mask)
+    else:
+        tl.store(v_pages + where, value, mask=mask)
+    if HAS_MIRROR:
+        page = tl.load(mirror_ids + b).to(tl.int64)
+        mask = (at < WIDTH) & inside & (page >= 0) & (page < mirror_P)
+        where = (page * S + offset) * WIDTH + at
+        if tl.program_id(2) == 0:
+            tl.store(k_mirror + where, value, mask=mask)
+        else:
+            tl.store(v_mirror + where, value, mask=mask)
+
+
+def build_digests(
+    k: torch.Tensor, ids: torch.Tensor, kmin: torch.Tensor, kmax: torch.Tensor
+) -> None:
+    """See `ops.digest.build_digests`."""
+    P, S, H, D = k.shape
+    if ids.numel() == 0:
+        return
+    blocks = triton.next_power_of_2(S), triton.next_power_of_2(D)
+    digest_kernel[(ids.numel(), H)](k, ids, kmin, kmax, P, S, H, D, *blocks, num_warps=4)
+
+
+def copy_pages(
+    src: torch.Tensor, src_ids: torch.Tensor, dst: torch.Tensor, dst_ids: torch.Tensor
+) -> None:
+    """See `ops.gather.copy_pages`."""
+    page_bytes = src[:1].nbytes
+    if src_ids.numel() == 0 or page_bytes == 0:
+        return
+    aligned = all(x % 4 == 0 for x in (page_bytes, src.data_ptr(), dst.data_ptr()))
+    word = torch.int32 if aligned else torch.uint8
+    words = page_bytes // word.itemsize
+    block = min(_COPY_WORDS, triton.next_power_of_2(words))
+    copy_kernel[(src_ids.numel(), triton.cdiv(words, block))](
+        src.view(src.shape[0], -1).view(word),
+        src_ids,
+        dst.view(dst.shape[0], -1).view(word),
+        dst_ids,
+        src.shape[0],
+        dst.shape[0],
+        words,
+        block,
+        num_warps=4,
+    )
+
+
+def append_tokens(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lens: torch.Tensor,
+    pool: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    mirror: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+) -> None:
+    """See `ops.append.append_tokens`."""
+    B, H, D = k.shape
+    if B == 0:
+        return
+    block = min(1024, triton.next_power_of_2(H * D))
+    append_kernel[(B, triton.cdiv(H * D, block), 2)](
+        k,
+        v,
+        lens,
+        *pool,
+        *(mirror or (None, None, None)),
+        k.stride(0),
+        v.stride(0),
+        pool[0].shape[0],
+        mirror[0].shape[0] if mirror else 0,
+        pool[0].shape[1],
+        H * D,
+        mirror is not None,
+        block,
+        num_warps=4,
+    )

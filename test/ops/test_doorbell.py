@@ -1,0 +1,245 @@
+"""The ring from kernels, against the C++ producer and the C++ worker threads on a real arena.
+
+On a machine with a CUDA device the arena is registered with it and the kernels run there.
+"""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from sglang_scout.ops import triton
+from sglang_scout.ops.attend import attend_reference
+from sglang_scout.ops.doorbell import DeviceRing
+from sglang_scout.ops.merge import merge_reference
+
+_native = pytest.importorskip("sglang_scout._native")
+from sglang_scout.worker.arena import Arena, ArenaSpec  # noqa: E402  (needs the native module)
+
+LAYERS, BATCH, K, HQ, D = 3, 4, 5, 4, 16
+LONG_US = 60_000_000  # a worker that sleeps could not be woken by a kernel
+
+DEVICE = "cpu" if triton.interpreted() else "cuda"
+MAPPED = 2  # cudaHostRegisterMapped
+
+pytestmark = pytest.mark.skipif(
+    not triton.available(), reason="no CUDA device, TRITON_INTERPRET is not set"
+)
+
+
+def settle():
+    """What was launched has run."""
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+@pytest.fixture
+def arena():
+    spec = ArenaSpec(LAYERS, 20, 4, 2, HQ, D, "float32", D**-0.5, BATCH, K)
+    made = Arena.create(spec)
+    rng = np.random.default_rng(3)
+    for layer in range(LAYERS):
+        for plane in (made.k_pages(layer), made.v_pages(layer)):
+            plane[:] = rng.standard_normal(plane.shape, np.float32)
+    if DEVICE == "cuda":
+        assert int(torch.cuda.cudart().cudaHostRegister(made.address, made.nbytes, MAPPED)) == 0
+    yield made
+    if DEVICE == "cuda":
+        torch.cuda.cudart().cudaHostUnregister(made.address)
+    made.close()
+
+
+@pytest.fixture
+def worker(arena):
+    """worker(epoch): threads that serve; they never sleep."""
+    running = []
+
+    def start(epoch, parts=1):
+        cpu = sorted(os.sched_getaffinity(0))[-1]
+        runtime = _native.RingRuntime(arena.address, arena.nbytes, epoch, [cpu], LONG_US, parts)
+        running.append(runtime)
+
+    yield start
+    for runtime in running:
+        runtime.stop()
+
+
+def ring_of(arena, timeout_us=20_000_000, parts=1):
+    return DeviceRing(
+        arena.address,
+        arena.layout(),
+        num_layers=LAYERS,
+        max_batch=BATCH,
+        max_pages=K,
+        num_q_heads=HQ,
+        head_dim=D,
+        parts=parts,
+        timeout_us=timeout_us,
+        device=DEVICE,
+    )
+
+
+def request(seed, rows=3, k=K):
+    rng = torch.Generator().manual_seed(seed)
+    q = torch.randn(rows, HQ, D, generator=rng)
+    n_pages = torch.randint(0, k + 1, (rows,), generator=rng, dtype=torch.int32)
+    n_pages[0] = k
+    pages = torch.randint(0, 20, (rows, k), generator=rng, dtype=torch.int32)
+    pages.masked_fill_(torch.arange(k) >= n_pages[:, None], -1)
+    return q.to(DEVICE), pages.to(DEVICE), n_pages.to(DEVICE)
+
+
+def state(seed, rows=3):
+    rng = torch.Generator().manual_seed(1000 + seed)
+    parts = torch.randn(rows, HQ, D, generator=rng), torch.randn(rows, HQ, generator=rng)
+    return tuple(part.to(DEVICE) for part in parts)
+
+
+def shared_bytes(arena):
+    """Everything that a producer writes: control, log and records."""
+    settle()
+    at = arena.layout()
+    memory = arena._mapped()
+    return memory[at.control_offset : at.stats_offset], memory[at.log_offset : at.replies_offset]
+
+
+def test_leaves_the_bytes_that_the_cpp_producer_leaves(arena):
+    """But for the bell, which is the producer's futex."""
+    requests = [
+        (0, 7, request(1)),
+        (2, 7, request(2, 4, 3)),
+        (0, 8, request(3, 1)),
+        (1, 9, request(4)),
+    ]
+    producer = _native.RingProducer(arena.address, arena.nbytes)
+    epoch = producer.next_epoch()
+    producer.set_life(epoch)
+    for layer, step, request_ in requests:
+        q, pages, n = (t.cpu() for t in request_)
+        producer.post(
+            layer, step, len(q), q.data_ptr(), pages.data_ptr(), pages.shape[1], n.data_ptr(), 2,
+            q.nbytes,
+        )  # fmt: skip
+    ring = arena.ring()
+    assert int(ring.control["bell"]) == len(requests)
+    ring.control["bell"] = 0
+    expected = [part.copy() for part in shared_bytes(arena)]
+    ring.control["head"] = 0
+    shared_bytes(arena)[1][:] = 0
+
+    device = ring_of(arena, parts=2)
+    device.set_life(epoch)
+    for layer, step, (q, pages, n) in requests:
+        device.begin_step(step)
+        device.post(layer, q, pages, n)
+    for got, want in zip(shared_bytes(arena), expected, strict=True):
+        assert np.array_equal(got, want)
+    assert device.state.tolist() == [epoch, 9, len(requests), 0]
+    assert device.errors() == []
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_answers_of_worker_threads_are_merged(arena, worker, agree, parts):
+    worker(epoch=5, parts=parts)
+    ring = ring_of(arena, parts=parts)
+    ring.set_life(5)
+    for step in range(1, 5):  # both parities, slots used again
+        ring.begin_step(step)
+        requests = [request(10 * step + layer) for layer in range(LAYERS)]
+        for layer, (q, pages, n_pages) in enumerate(requests):
+            ring.post(layer, q, pages, n_pages)
+        for layer, (q, pages, _) in enumerate(requests):
+            out, lse = state(layer)
+            pool = (torch.from_numpy(x(layer)) for x in (arena.k_pages, arena.v_pages))
+            answer = attend_reference(q.cpu(), *pool, pages.cpu(), None, None, D**-0.5)
+            expected = merge_reference(out.cpu(), lse.cpu(), *answer)
+            ring.merge(layer, out, lse)
+            assert torch.allclose(out.cpu(), expected[0], atol=1e-5)
+            assert torch.allclose(lse.cpu(), expected[1], atol=1e-5)
+    assert ring.errors() == []
+    assert ring.state[2] == 4 * LAYERS
+
+
+def test_nothing_is_posted_without_pages_or_without_a_life(arena):
+    ring = ring_of(arena, timeout_us=1)
+    before = [part.copy() for part in shared_bytes(arena)]
+    out, lse = state(0)
+    kept = out.clone(), lse.clone()
+    q, pages, n_pages = request(0)
+    ring.begin_step(1)
+    ring.post(0, q, pages, n_pages)  # epoch 0: warm-up and capture
+    ring.merge(0, out, lse)
+    ring.set_life(1)
+    ring.post(1, q, torch.full_like(pages, -1), torch.zeros_like(n_pages))
+    ring.merge(1, out, lse)
+    assert all(np.array_equal(a, b) for a, b in zip(before, shared_bytes(arena), strict=True))
+    assert torch.equal(out, kept[0])
+    assert torch.equal(lse, kept[1])
+    assert ring.errors() == []
+
+
+def test_no_answer_is_an_error_and_never_hangs(arena):
+    """Nobody serves; then the slot is busy until a new life begins."""
+    ring = ring_of(arena, timeout_us=2000)
+    ring.set_life(1)
+    ring.begin_step(1)
+    ring.post(0, *request(0))
+    out, lse = state(0)
+    kept = out.clone()
+    ring.merge(0, out, lse)
+    assert torch.equal(out, kept)
+    assert ring.errors() == ["no answer in time"]
+    ring.begin_step(3)
+    ring.post(0, *request(1))
+    ring.merge(0, out, lse)  # returns at once: nothing was posted
+    assert ring.errors() == ["a slot was not answered"]
+    assert int(arena.ring().control["head"]) == 1
+    ring.set_life(2)
+    ring.post(0, *request(1))
+    assert ring.errors() == []
+    assert int(arena.ring().control["head"]) == 2
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_only_a_good_answer_to_this_very_record_counts(arena, status):
+    ring = ring_of(arena, timeout_us=2000)
+    ring.set_life(4)
+    ring.begin_step(2)
+    q, pages, n_pages = request(0)
+    ring.post(1, q, pages, n_pages)
+    settle()
+    view = arena.ring()
+    slot = view.slot(1, 2)
+    reply = view.reply(slot)
+    view.reply_data(slot)[0][:] = 1.0
+    view.reply_data(slot)[1][:] = 100.0
+    reply["done"] = (3 << 40) | 1  # of an earlier life
+    out, lse = state(0)
+    ring.merge(1, out, lse)
+    assert ring.errors() == ["no answer in time"]
+    ring.set_life(4)
+    ring.post(1, q, pages, n_pages)
+    settle()
+    reply["status"], reply["done"] = status, int(view.record(slot)["seq"])
+    ring.merge(1, out, lse)
+    assert ring.errors() == (["the worker refused a record"] if status else [])
+    assert bool((out == 1.0).all()) == (status == 0)
+    ring.begin_step(4)
+    ring.post(1, q, pages, n_pages)  # answered, also if refused: the slot is free again
+    assert ring.errors() == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layer": 3}, "post: layer is 3, expected 0..2"),
+        ({"q": torch.zeros(3, HQ, 32)}, "post: q has D=32, expected 16"),
+        ({"pages": torch.zeros(3, 6).int()}, r"pages is \[3, 6\], the ring has room for \[4, 5\]"),
+        ({"n_pages": torch.zeros(2).int()}, "post: n_pages has B=2, expected 3"),
+    ],
+)
+def test_malformed_arguments_are_named(arena, change, message):
+    arguments = dict(zip(("q", "pages", "n_pages"), request(0), strict=True)) | {"layer": 0}
+    with pytest.raises(ValueError, match=message):
+        ring_of(arena).post(**(arguments | change))

@@ -1,0 +1,96 @@
+"""Every kernel compiles for the device, without one. What runs interpreted may still not compile."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from sglang_scout.core.registry import chosen, forget_chosen
+from sglang_scout.ops.score import SCORE_PAGES
+from sglang_scout.ops.select import SELECT_PAGES
+
+ROOT = Path(__file__).resolve().parents[2]
+WITHOUT_PTXAS = 77
+
+
+@pytest.fixture(scope="module")
+def ptx(tmp_path_factory):
+    """Kernel name -> its code, of the first case."""
+    folder = tmp_path_factory.mktemp("ptx")
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts" / "compile_kernels.py", "--ptx", folder],
+        env=environment | {"PYTHONPATH": str(ROOT / "python")},
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode == WITHOUT_PTXAS:
+        pytest.skip(done.stdout.strip())
+    assert done.returncode == 0, done.stdout + done.stderr
+    paths = sorted(folder.iterdir(), key=lambda p: int(p.stem.rpartition("-")[2]), reverse=True)
+    return {path.stem.rpartition("-")[0]: path.read_text() for path in paths}
+
+
+def test_every_kernel_compiles_and_none_spills(ptx):
+    assert {"bounds_kernel", "attend_kernel", "select_kernel", "post_kernel"} <= set(ptx)
+
+
+@pytest.mark.parametrize("name", ["bounds_kernel", "attend_kernel"])
+def test_products_run_on_tensor_cores_and_tiles_are_read_16_bytes_at_a_time(ptx, name):
+    assert "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32" in ptx[name]
+    assert "ld.global.v4" in ptx[name]
+    assert ("cp.async.cg.shared.global" in ptx[name]) == (name == "attend_kernel")  # pipelined
+
+
+def test_a_post_is_released_once_behind_all_it_wrote(ptx):
+    code = ptx["post_kernel"]
+    arrival = code.index("atom.global.sys.acq_rel")
+    release = code.index("@first st.release.sys.global.s64")
+    assert code.count("st.release.sys") == 1
+    assert code.rindex("st.global.v4.b32") < arrival < release  # the rows, the arrival, the release
+    assert "bar.sync" in code[code.rindex("st.global.v4.b32") : arrival]
+    # Between arrival and release: counter, five header words, claim, log; behind it, device words.
+    assert code[arrival:release].count("st.global") == 8
+
+
+def test_a_wait_acquires_and_is_bounded_by_the_clock(ptx):
+    code = ptx["wait_kernel"]
+    assert "ld.acquire.sys.global.s64" in code
+    assert code.count("%globaltimer") >= 2
+    assert ".v4" not in code
+    assert "ld.volatile.global.v4" in ptx["merge_answer_kernel"]
+
+
+def test_without_the_interpreter_cpu_tensors_are_refused_with_the_reason(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    digests = torch.zeros(4, 1, 24), torch.zeros(4, 1, 24)
+    table, n_full = torch.zeros(1, 2).int(), torch.zeros(1).int()
+    reasons = SCORE_PAGES.reasons(torch.zeros(1, 1, 24), *digests, table, n_full, 1.0)["triton"]
+    assert reasons == [
+        "tensors are on cpu and TRITON_INTERPRET is not set",
+        "D=24; triton supports multiples of 16 up to 256",
+    ]
+
+
+def test_auto_leaves_cpu_tensors_to_the_others(monkeypatch):
+    """Also where only the reference is left, and although the interpreter could run them."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    arguments = (torch.zeros(1, 2), torch.zeros(1, 2).int(), *[torch.ones(1).int()] * 2, 2)
+    assert SELECT_PAGES.reasons(*arguments) == {"triton": [], "reference": []}
+    forget_chosen()
+    SELECT_PAGES(*arguments)
+    assert chosen()["select_pages"] == "reference"
+
+
+def test_importing_the_ops_does_not_import_triton():
+    code = "import sys, sglang_scout.ops; print('triton' in sys.modules, 'torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": str(ROOT / "python")},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.split() == ["False", "True"], done.stderr
