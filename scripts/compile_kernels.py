@@ -1,0 +1,196 @@
+#!/usr/bin/env python3
+"""Compiles every Triton kernel for sm_90, as its op would launch it, on a machine without a GPU.
+
+    python scripts/compile_kernels.py [--json FILE] [--ptx FOLDER]
+
+The ops' own functions run on tensors without data; instead of a launch each kernel is compiled for
+the types, alignments and constants of that launch. Prints registers, spilled bytes and shared memory of
+each. Fails if one does not compile, if one spills, or if a kernel of the package was not reached.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+if "TRITON_INTERPRET" in os.environ:  # before triton is imported
+    del os.environ["TRITON_INTERPRET"]
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from sglang_scout.ops import triton as kernels
+
+CAPABILITY = 90
+PROCESSORS = 132  # of an H100: how many programs attention is split into
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+I32, I64 = torch.int32, torch.int64
+
+
+class Driver:
+    """What triton asks of a device before it compiles."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", CAPABILITY, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, _device: int) -> int:
+        return 0
+
+
+def empty(*shape: int, dtype: torch.dtype = F32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def cases() -> Iterator[tuple[str, Callable[..., object], tuple]]:
+    """A name, and a call with the shapes of a model that launches kernels."""
+    from sglang_scout.ops.doorbell import DeviceRing
+    from sglang_scout.ops.triton import attend, doorbell, merge, pages, score, select
+    from sglang_scout.worker.ring import layout_of
+    from sglang_scout.worker.spec import ArenaSpec
+
+    attend.processors = lambda _device: PROCESSORS
+    models = {  # H, G, D, dtype, batch, pages
+        "Qwen3-14B": (8, 5, 128, BF16, 16, 2048),
+        "Qwen3-8B, one request": (8, 4, 128, BF16, 1, 4096),
+        "D=256": (4, 8, 256, BF16, 8, 1024),
+        "D=96": (8, 3, 96, BF16, 8, 1024),
+        "float32": (2, 2, 64, F32, 4, 64),
+        "float16": (8, 8, 128, F16, 4, 256),
+    }
+    for model, (H, G, D, dtype, B, N) in models.items():
+        P, S = 4096, 32
+        q, row = empty(B, H * G, D), empty(B, dtype=I32)
+        k, v = empty(P, S, H, D, dtype=dtype), empty(P, S, H, D, dtype=dtype)
+        digests = empty(P, H, D, dtype=dtype), empty(P, H, D, dtype=dtype)
+        table = empty(B, N, dtype=I32)
+        for reduce in ("mass", "max", "sum") if model == "Qwen3-14B" else ("mass",):
+            arguments = (q, *digests, table, row, 0.1, reduce)
+            yield f"score_pages {reduce}, {model}", score.score_pages, arguments
+        for cap in (0.0, 30.0) if model == "D=256" else (0.0,):
+            arguments = (q, k, v, table, row, row, 0.1, cap)
+            yield f"attend_pages, cap {cap:g}, {model}", attend.attend_pages, arguments
+        ids = empty(64, dtype=I64)
+        yield f"build_digests, {model}", pages.build_digests, (k, ids, *digests)
+    out, lse, row = empty(16, 40, 128), empty(16, 40), empty(4, dtype=I32)
+    yield "merge_states", merge.merge_states, (out, lse, out, lse)
+    for N, chosen in ((4096, 64), (8192, 512), (128, 16)):
+        arguments = (empty(4, N), empty(4, N, dtype=I32), row, empty(99, dtype=I32), chosen)
+        yield f"select_pages, {N} pages, k={chosen}", select.select_pages, arguments
+    pool, new = empty(4096, 32, 8, 128, dtype=BF16), empty(4, 8, 128, dtype=BF16)
+    yield "copy_pages", pages.copy_pages, (pool, ids, pool, ids)
+    yield "append_tokens", pages.append_tokens, (new, new, row, (pool, pool, row))
+    mirrored = (new, new, row, *[(pool, pool, row)] * 2)
+    yield "append_tokens with mirror", pages.append_tokens, mirrored
+    spec = ArenaSpec(40, 4096, 32, 8, 40, 128, "bfloat16", 0.1, 16, 64)
+    ring = DeviceRing(
+        1 << 46, layout_of(spec), num_layers=40, max_batch=16, max_pages=64, num_q_heads=40,
+        head_dim=128, parts=2, timeout_us=1000, device="meta",
+    )  # fmt: skip
+    chosen_pages = empty(16, 64, dtype=I32)
+    yield "post", doorbell.post, (ring, 7, out, chosen_pages, empty(16, dtype=I32))
+    yield "wait and merge", doorbell.merge, (ring, 7, out, lse)
+
+
+def kernels_of_package() -> set[str]:
+    names = set()
+    for module in pkgutil.iter_modules(kernels.__path__):
+        loaded = importlib.import_module(f"{kernels.__name__}.{module.name}")
+        names |= {
+            n for n, f in vars(loaded).items() if isinstance(f, JITFunction) and "_kernel" in n
+        }
+    return names
+
+
+def resources(ptx: str) -> tuple[int, int]:
+    """Registers of a thread and spilled bytes, as the assembler reports them."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "kernel.ptx")
+        source.write_text(ptx)
+        done = subprocess.run(
+            [triton.knobs.nvidia.ptxas.path, "-v", f"-arch=sm_{CAPABILITY}a", str(source),
+             "-o", str(Path(folder, "kernel.cubin"))],
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+    registers = re.search(r"Used (\d+) registers", done.stderr)
+    spilled = re.findall(r"(\d+) bytes spill", done.stderr)
+    return int(registers[1]) if registers else 0, sum(map(int, spilled))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, help="also write one row per kernel and case")
+    parser.add_argument("--ptx", type=Path, help="also write the code of each kernel here")
+    arguments = parser.parse_args()
+    if arguments.ptx:
+        arguments.ptx.mkdir(parents=True, exist_ok=True)
+    try:
+        print(f"ptxas: {triton.knobs.nvidia.ptxas.path}")
+    except RuntimeError as error:
+        print(f"no ptxas: {error}")
+        return 77
+    triton.runtime.driver.set_active(Driver())
+    compiled: list[tuple[str, object]] = []
+
+    def instead_of_launch(kernel: JITFunction, grid: object) -> Callable[..., None]:
+        def compile_only(*args: object, **kwargs: object) -> None:
+            result = kernel.run(*args, grid=grid, warmup=True, **kwargs)
+            compiled.append((kernel.__name__, result))
+
+        return compile_only
+
+    JITFunction.__getitem__ = instead_of_launch
+    rows, seen = [], set()
+    for case, call, call_arguments in cases():
+        compiled.clear()
+        call(*call_arguments)
+        for name, kernel in compiled:
+            if (name, kernel.hash) in seen:
+                continue
+            seen.add((name, kernel.hash))
+            registers, spilled = resources(kernel.asm["ptx"])
+            if arguments.ptx:
+                (arguments.ptx / f"{name}-{len(rows)}.ptx").write_text(kernel.asm["ptx"])
+            warps, shared = kernel.metadata.num_warps, kernel.metadata.shared
+            rows.append(
+                {
+                    "case": case,
+                    "kernel": name,
+                    "warps": warps,
+                    "registers": registers,
+                    "spilled_bytes": spilled,
+                    "shared_bytes": shared,
+                }
+            )
+            print(
+                f"{name:18} {warps:2} warps {registers:4} registers {spilled:4} B spilled "
+                f"{shared:7} B shared  {case}",
+                flush=True,
+            )
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=1))
+    missed = kernels_of_package() - {name for name, _ in seen}
+    spilling = {row["kernel"] for row in rows if row["spilled_bytes"]}
+    for what, names in (("never compiled here", missed), ("spills registers", spilling)):
+        for name in sorted(names):
+            print(f"error: {name} {what}")
+    return 1 if missed or spilling else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
