@@ -49,6 +49,10 @@ PREFILL_TARGETS = {
         "leave the digests out for a decode server without --kv-offload"
     ),
     _SCHEDULER + "get_internal_state": "state for /server_info",
+    _SRT
+    + "layers.attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_extend": (
+        "no attention for tokens whose KV is there already; the CPU's backend only"
+    ),
 }
 TARGETS_OF_ROLE = {"decode": DECODE_TARGETS, "prefill": PREFILL_TARGETS}
 
@@ -102,7 +106,7 @@ def die_with_parent(parent: int) -> None:
 
 def _hooks_of(role: str) -> dict[str, tuple[Callable[..., Any], HookType]]:
     """The hooks of a scheduler process. Imports the heavy modules, so only called there."""
-    from sglang_scout.plugin import hooks
+    from sglang_scout.plugin import cpu_extend, hooks
 
     decode, prefill = DECODE_TARGETS, PREFILL_TARGETS
     functions: dict[str, dict[str, tuple[Callable[..., Any], HookType]]] = {
@@ -126,6 +130,7 @@ def _hooks_of(role: str) -> dict[str, tuple[Callable[..., Any], HookType]]:
                     (hooks.before_send_kv_chunk, HookType.BEFORE),
                     (hooks.before_send_kvcache, HookType.BEFORE),
                     (hooks.after_get_internal_state, HookType.AFTER),
+                    (cpu_extend.around_extend, HookType.AROUND),
                 ),
                 strict=True,
             )

@@ -1,0 +1,71 @@
+"""Prefill attention on the CPU without the rows that are thrown away.
+
+SGLang's ``torch_native`` computes a row for every token of a sequence, also for those whose KV comes from the prefix
+cache or from an earlier chunk, and drops them. With a long cached prefix that is nearly all of the work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+MASK_ELEMENTS = 1 << 24
+"""Largest mask that is made, rows x KV tokens; rows are taken in parts."""
+
+
+def around_extend(
+    original: Callable[..., torch.Tensor],
+    self: Any,
+    query: torch.Tensor,
+    output: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    req_to_token: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    seq_lens: torch.Tensor,
+    extend_prefix_lens: torch.Tensor,
+    extend_seq_lens: torch.Tensor,
+    *args: Any,
+    scaling: float | None = None,
+    enable_gqa: bool = False,
+    causal: bool = False,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """``query`` and ``output`` [T, HQ, D], caches [slots, H, D]; returns ``output``, filled.
+
+    Sequences with more new tokens than cached ones go to the original, which is then the faster one.
+    """
+    shared = {"scaling": scaling, "enable_gqa": enable_gqa, "causal": causal, **kwargs}
+    special = [x for x in (*args, *kwargs.values()) if x not in (None, False, -1)]
+    begin = 0
+    for i, (total, cached, new) in enumerate(
+        zip(seq_lens.tolist(), extend_prefix_lens.tolist(), extend_seq_lens.tolist(), strict=True)
+    ):
+        end = begin + new
+        if special or not causal or 2 * new > total:
+            one = slice(i, i + 1)
+            original(
+                self, query[begin:end], output[begin:end], k_cache, v_cache, req_to_token,
+                req_pool_indices[one], seq_lens[one], extend_prefix_lens[one], extend_seq_lens[one],
+                *args, **shared,
+            )  # fmt: skip
+        else:
+            slots = req_to_token[req_pool_indices[i], :total]
+            k, v = (
+                cache[slots].movedim(1, 0)[None].to(query.dtype) for cache in (k_cache, v_cache)
+            )
+            rows = max(1, MASK_ELEMENTS // total)
+            columns = torch.arange(total, device=query.device)
+            for first in range(0, new, rows):
+                last = min(new, first + rows)
+                positions = torch.arange(cached + first, cached + last, device=query.device)
+                found = scaled_dot_product_attention(
+                    query[begin + first : begin + last].movedim(1, 0)[None], k, v,
+                    attn_mask=columns <= positions[:, None], enable_gqa=enable_gqa, scale=scaling,
+                )  # fmt: skip
+                output[begin + first : begin + last] = found[0].movedim(0, 1)
+        begin = end
+    return output
