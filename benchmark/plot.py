@@ -7,8 +7,8 @@ Bars are medians, whiskers go from the 10th to the 90th percentile of the sample
 above 10 %), a cross stands where an implementation was left out or failed. Rows of ring_latency make
 ring_latency.png: the distribution of the round trips. Rows of predicted_query make predicted_query.png: cosine,
 overlap and attention weight by layer. Rows of recall_modes make recall_modes.png: CPU compute ratio by step and
-layer, copies, and time per token with and without recall and pre-computation. The captions hold command, commit and
-machine.
+layer, copies, and time per token with and without recall and pre-computation. Rows of accuracy make accuracy.png:
+right answers by budget, one panel per length. The captions hold command, commit and machine.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from plot_accuracy import draw as draw_accuracy
 from plot_predicted_query import draw as draw_predicted_query
 from plot_recall_modes import draw as draw_recall_modes
 from rows import ROOT, Row, percentile, read_rows
@@ -170,6 +171,10 @@ def plot_recall_modes(rows: list[Row], out: Path) -> None:
     _save(draw_recall_modes(rows), rows[0], out)
 
 
+def plot_accuracy(rows: list[Row], out: Path) -> None:
+    _save(draw_accuracy(rows), rows[0], out)
+
+
 def _save(fig: Any, row: Row, out: Path) -> None:
     fig.tight_layout(rect=(0, 0.6 / fig.get_figheight(), 1, 1))  # room for the caption
     fig.text(0.01, 0.008, caption(row), fontsize=7, va="bottom", family="monospace")
@@ -184,6 +189,7 @@ PLOTS = {
     "ring_latency": plot_ring,
     "predicted_query": plot_predicted_query,
     "recall_modes": plot_recall_modes,
+    "accuracy": plot_accuracy,
 }
 
 

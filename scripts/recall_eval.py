@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -10,7 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recall_model import RecallModel, tasks
+from recall_model import RecallModel, tasks  # puts benchmark/accuracy on the path
+
+# isort: split
+from scoring import wilson_interval
 
 EVAL_SEED = 990_001  # held-out texts: seeds of training have three parts, these have four
 
@@ -73,14 +75,6 @@ def count_correct(batch: Batch, predicted: Tensor) -> dict[str, list[int]]:
         entry[0] += right
         entry[1] += 1
     return score
-
-
-def wilson_interval(right: int, asked: int, z: float = 1.96) -> tuple[float, float]:
-    """95 % confidence interval of a share."""
-    share, n = right / asked, asked
-    centre = (share + z * z / (2 * n)) / (1 + z * z / n)
-    half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
-    return max(0.0, centre - half), min(1.0, centre + half)
 
 
 @torch.no_grad()

@@ -1,0 +1,103 @@
+"""Asks the servers of several settings the same questions and counts what comes back."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from typing import Any, Protocol
+
+import tasks
+from policies import Setting
+from questions import is_right, payload
+from scoring import wilson_interval
+
+from rows import Row
+
+COUNTED = ("steps", "selected_pages", "cpu_pages", "recalled_pages", "fallback_pages")
+
+
+class Servers(Protocol):
+    def ask(self, setting: Setting, payload: dict[str, Any]) -> dict[str, Any]: ...
+
+    def counters(self, setting: Setting) -> dict[str, Any]: ...
+
+
+class Tally:
+    """What one setting has answered of one length and task so far."""
+
+    def __init__(self, setting: Setting, samples: int, before: dict[str, Any]) -> None:
+        self.setting = setting
+        self.outcomes: list[bool | None] = [None] * samples
+        self.seconds = 0.0
+        self._lock = threading.Lock()
+        self._before = before
+
+    def add(self, index: int, outcome: bool, seconds: float) -> None:
+        with self._lock:
+            self.outcomes[index] = outcome
+            self.seconds += seconds
+
+    def row(self, after: dict[str, Any]) -> Row:
+        right, asked = sum(map(bool, self.outcomes)), len(self.outcomes)
+        low, high = wilson_interval(right, asked)
+        spent = {key: after[key] - self._before[key] for key in COUNTED if key in after}
+        return {
+            "right": right,
+            "asked": asked,
+            "low": round(low, 5),
+            "high": round(high, 5),
+            "outcomes": "".join("1" if x else "0" for x in self.outcomes),
+            "seconds": round(self.seconds, 2),
+            "cpu_compute_ratio": cpu_ratio(self._before, after),
+            "offload": spent,
+        }
+
+
+def cpu_ratio(before: dict[str, Any], after: dict[str, Any]) -> float | None:
+    """CPU compute ratio of what happened between two states of the counters.
+
+    A server reports the ratio and the pages since its start; the budget follows from both.
+    """
+    if not after:
+        return None
+
+    def budget_pages(state: dict[str, Any]) -> float:
+        ratio = state["cpu_compute_ratio"]
+        return float(state["cpu_pages"]) / ratio if ratio else 0.0
+
+    pages, budget = after["cpu_pages"] - before["cpu_pages"], budget_pages(after)
+    budget -= budget_pages(before)
+    return round(pages / budget, 5) if pages and budget > 0 else 0.0
+
+
+def ask_all(
+    servers: Servers,
+    tallies: Sequence[Tally],
+    sample: Callable[[int], tasks.Sample],
+    samples: int,
+    through: str,
+    in_flight: int,
+) -> None:
+    """Sample by sample, all settings one after the other, ``in_flight`` requests at a time in all.
+
+    So a text is prefilled once and asked about while it is still cached. Raises ValueError,
+    RequestFailed, OSError or ServerFailed for the first request that fails.
+    """
+
+    def one(index: int, tally: Tally) -> None:
+        text, begin = sample(index), time.monotonic()
+        answer = servers.ask(tally.setting, payload(text, through))
+        seconds = time.monotonic() - begin
+        tally.add(index, is_right(text, answer, through), seconds)
+
+    pool = ThreadPoolExecutor(in_flight)
+    try:
+        asked = [pool.submit(one, i, tally) for i in range(samples) for tally in tallies]
+        done, _ = wait(asked, return_when=FIRST_EXCEPTION)
+        for finished in done:
+            finished.result()
+    finally:
+        # Not waiting: after a failure or Ctrl-C the servers are stopped, which ends the requests.
+        pool.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,241 @@
+"""The servers of a comparison: stock SGLang, and decode servers of several policies behind one prefill server.
+
+The prefill server keeps what it has prefilled in its radix cache, so a text is computed once however
+many policies are asked about it. `full` is one server of its own, started without any of our flags.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from policies import FULL, Setting
+
+from sglang_scout.cli.pd_cluster import HOST, PDCluster, cpu_environment, flags
+from sglang_scout.cli.server_process import (
+    CLUSTER_VARIABLE,
+    ServerFailed,
+    ServerProcess,
+    free_ports,
+    stop_all,
+)
+from sglang_scout.cli.sglang_http import RequestFailed, http_json
+
+READY_TIMEOUT_S = 1200.0
+REQUEST_TIMEOUT_S = 3600.0
+TRIES = 3
+# On a busy machine a prefill server's answer to a heartbeat may take longer than the 3 s that SGLang gives it; it
+# would then drop all requests that are under way.
+PATIENCE = {
+    "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE": "100",
+    # After a transfer that the decode server gave up, the prefill server waits so long for it.
+    "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "60",
+}
+
+
+class OneServer:
+    """Any SGLang server or router that runs already."""
+
+    def __init__(self, base_url: str) -> None:
+        self.base_url = base_url.rstrip("/")
+
+    def ask(self, setting: Setting, payload: Mapping[str, Any]) -> dict[str, Any]:
+        """Raises RequestFailed, or OSError when nobody answers."""
+        url = self.base_url + "/generate"
+        return dict(http_json(url, dict(payload), timeout_s=REQUEST_TIMEOUT_S))
+
+    def counters(self, setting: Setting) -> dict[str, Any]:
+        """The offload counters; {} where the server has none or is a router that hides them."""
+        try:
+            info = http_json(self.base_url + "/server_info", timeout_s=60)
+            return dict(info["internal_states"][0].get("kv_offload") or {})
+        except (OSError, KeyError, IndexError, TypeError, RuntimeError):
+            return {}
+
+
+class Fleet:
+    """Context manager that starts and stops a server for each setting; each runs one request at a time.
+
+    Args:
+        model_dir: folder of the model.
+        settings: not empty; their names must differ.
+        dtype: as SGLang's flag.
+        longest_tokens: of a request, prompt and answer.
+        server_flags: further flags of all servers.
+        environment: variables on top of the usual ones.
+        config: further keys of every ``--kv-offload-config``.
+    """
+
+    def __init__(
+        self,
+        model_dir: str | Path,
+        settings: Sequence[Setting],
+        *,
+        dtype: str,
+        longest_tokens: int,
+        server_flags: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.log_dir = Path(tempfile.mkdtemp(prefix="sglang-scout-accuracy-"))
+        self.startup_s = 0.0
+        # Room for a text and the next one, on the prefill server for a few that are still asked about.
+        sizes: dict[str, Any] = dict(max_total_tokens=2 * (longest_tokens + 1024), dtype=dtype)
+        prefill_tokens = 4 * (longest_tokens + 1024)
+        whole_prompts = flags(max_prefill_tokens=longest_tokens + 1024, chunked_prefill_size=-1)
+        shared = [*flags(mem_fraction_static=0.85), *server_flags]
+        sparse = [setting for setting in settings if setting.policy != FULL]
+        self._stock: StockServer | None = None
+        if len(sparse) < len(settings):
+            self._stock = StockServer(
+                [
+                    *flags(model_path=model_dir, max_running_requests=1, **sizes),
+                    *whole_prompts,
+                    *shared,
+                ],
+                {**cpu_environment(), **(environment or {})},
+                self.log_dir,
+            )
+        self._cluster: PDCluster | None = None
+        self._server_of: dict[str, str] = {}
+        if sparse:
+            first, *others = sparse
+            self._server_of = {first.name: "decode", **{s.name: s.name for s in others}}
+            self._cluster = PDCluster(
+                model_dir,
+                router=False,
+                log_dir=self.log_dir,
+                max_running_requests=1,
+                server_args=shared,
+                prefill_args=[
+                    *flags(kv_offload="scout", max_running_requests=len(sparse) + 1),
+                    *flags(max_total_tokens=prefill_tokens),
+                    *whole_prompts,
+                ],
+                decode_args=first.decode_flags(dict(config or {})),
+                more_decodes={s.name: s.decode_flags(dict(config or {})) for s in others},
+                env={**PATIENCE, **(environment or {})},
+                ready_timeout_s=READY_TIMEOUT_S,
+                **sizes,
+            )
+
+    def __enter__(self) -> Fleet:
+        begin = time.monotonic()
+        try:
+            if self._stock is not None:
+                self._stock.start()
+            if self._cluster is not None:
+                self._cluster.start()
+            if self._stock is not None:
+                self._stock.wait_ready(begin + READY_TIMEOUT_S)
+        except BaseException:
+            self.stop()
+            print(f"the servers' logs are in {self.log_dir}", file=sys.stderr)
+            raise
+        self.startup_s = time.monotonic() - begin
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self.stop()
+        if failure[0] is None:
+            shutil.rmtree(self.log_dir, ignore_errors=True)
+        else:
+            print(f"the servers' logs are in {self.log_dir}", file=sys.stderr)
+
+    def stop(self) -> None:
+        """End all servers; may be called twice."""
+        try:
+            if self._stock is not None:
+                self._stock.stop()
+        finally:
+            if self._cluster is not None:
+                self._cluster.stop()
+
+    def ask(self, setting: Setting, payload: Mapping[str, Any]) -> dict[str, Any]:
+        """Send one request and return the answer. Raises RequestFailed, OSError or ServerFailed.
+
+        On a busy machine SGLang may give up the transfer of a prompt; that is no answer, so it is
+        asked again.
+        """
+        for _ in range(TRIES - 1):
+            try:
+                return self._ask(setting, payload)
+            except RequestFailed as error:
+                if "status 500" not in str(error):
+                    raise
+                self.check()
+        return self._ask(setting, payload)
+
+    def _ask(self, setting: Setting, payload: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            if setting.policy == FULL:
+                assert self._stock is not None
+                return OneServer(self._stock.url).ask(setting, payload)
+            assert self._cluster is not None
+            return dict(self._cluster.ask_pair(payload, self._server_of[setting.name]))
+        except OSError:
+            self.check()
+            raise
+
+    def check(self) -> None:
+        """Raises ServerFailed, with the end of its log, if a server has ended."""
+        servers = self._cluster.all_servers() if self._cluster is not None else []
+        for server in [*servers, *([self._stock.server] if self._stock is not None else [])]:
+            server.check()
+
+    def counters(self, setting: Setting) -> dict[str, Any]:
+        """The offload counters of a setting's decode server; {} for `full`."""
+        if setting.policy == FULL or self._cluster is None:
+            return {}
+        return dict(self._cluster.kv_offload(self._server_of[setting.name]))
+
+
+class StockServer:
+    """SGLang without ``--kv-offload``, prefill and decode in one server."""
+
+    def __init__(
+        self, arguments: Sequence[str], environment: Mapping[str, str], log_dir: Path
+    ) -> None:
+        (port,) = free_ports(1)
+        self.url = f"http://{HOST}:{port}"
+        self.cluster_id = uuid.uuid4().hex
+        self._scratch_dir = tempfile.mkdtemp(prefix="scout-")
+        words = [sys.executable, "-m", "sglang.launch_server", *arguments]
+        words += flags(host=HOST, port=port, device="cpu", attention_backend="torch_native")
+        # As PDCluster does it: an idle scheduler must not take a core, and sockets go where we clean.
+        words += flags(sleep_on_idle=True)
+        own = {CLUSTER_VARIABLE: self.cluster_id, "TMPDIR": self._scratch_dir}
+        own["HF_HUB_OFFLINE"] = "1"
+        self.server = ServerProcess("stock", words, {**environment, **own}, log_dir / "stock.log")
+
+    def start(self) -> None:
+        self.server.start()
+
+    def wait_ready(self, deadline: float) -> None:
+        """Raises ServerFailed if it ends, or is not healthy at ``deadline`` (monotonic clock)."""
+        while True:
+            self.server.check()
+            try:
+                with urllib.request.urlopen(self.url + "/health", timeout=5):
+                    return
+            except (OSError, urllib.error.URLError):
+                pass
+            if time.monotonic() > deadline:
+                raise ServerFailed(
+                    f"the stock server was not healthy in time\n{self.server.tail()}"
+                )
+            time.sleep(0.25)
+
+    def stop(self) -> None:
+        try:
+            stop_all([self.server], self.cluster_id, grace_s=0.0)
+        finally:
+            shutil.rmtree(self._scratch_dir, ignore_errors=True)

@@ -1,0 +1,84 @@
+"""The policies that are compared, each as flags of a decode server.
+
+    full              stock SGLang, without the flag
+    scout             predicted queries choose the pages, one layer ahead
+    scout-signs       the same with digests of key signs, and the real query in layer 1, for which the
+                      model in this folder makes a bad prediction
+    scout-real-query  the layer's own query chooses them: what the prediction costs
+    quest             the layer's own query, and attention over exactly the chosen pages; no worker
+                      has work ahead of need, and pages that happen to be resident do not help
+    recent            the first page and the newest pages
+
+``budget_tokens`` counts full pages. All but `full` also attend to the page that is being filled.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+PAGE_SIZE_TOKENS = 32
+FULL = "full"
+NAMES = (FULL, "scout", "scout-signs", "scout-real-query", "quest", "recent")
+PLAIN = {
+    FULL: "full attention",
+    "scout": "scout",
+    "scout-signs": "scout, signs",
+    "scout-real-query": "scout, real query",
+    "quest": "Quest top-k",
+    "recent": "recent window",
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A policy with its budget; `full` has none."""
+
+    policy: str
+    budget_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.policy not in NAMES:
+            raise ValueError(f"policy {self.policy!r}: choose one of {', '.join(NAMES)}")
+        if (self.budget_tokens is None) != (self.policy == FULL):
+            raise ValueError(
+                f"policy {self.policy}, budget {self.budget_tokens}: only `full` has none"
+            )
+
+    @property
+    def name(self) -> str:
+        return self.policy if self.budget_tokens is None else f"{self.policy}-{self.budget_tokens}"
+
+    def offload_config(self) -> dict[str, Any]:
+        """The keys of ``--kv-offload-config``."""
+        if self.policy == "scout-signs":
+            return {"digest": "signs", "exact_layers": [1]}
+        if self.policy == "scout-real-query":
+            return {"precompute": False}
+        if self.policy == "quest":
+            return {"precompute": False, "attend": "selected"}
+        if self.policy == "recent":
+            pages = (self.budget_tokens or 0) // PAGE_SIZE_TOKENS
+            return {
+                "precompute": False,
+                "attend": "selected",
+                "sink_pages": 1,
+                "recent_pages": pages - 1,
+            }
+        return {}
+
+    def decode_flags(self, more: dict[str, Any] | None = None) -> list[str]:
+        """Flags of the decode server; ``more`` are further keys of its configuration."""
+        if self.policy == FULL:
+            return []
+        config = {**self.offload_config(), **(more or {})}
+        words = ["--kv-offload", "scout", "--kv-offload-budget", str(self.budget_tokens)]
+        return [*words, "--kv-offload-config", json.dumps(config)] if config else words
+
+
+def grid(policies: list[str], budgets: list[int]) -> list[Setting]:
+    """`full` once, and each other policy with each budget; settings of one budget stand together."""
+    found = [Setting(FULL)] if FULL in policies else []
+    others = [policy for policy in policies if policy != FULL]
+    return found + [Setting(policy, budget) for budget in budgets for policy in others]

@@ -1,0 +1,72 @@
+"""A file of rows that a later run goes on with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rows import Row, Writer, read_rows
+
+
+class RowFile:
+    """Rows that are found by a key; each is on disk as soon as it is added.
+
+    Args:
+        path: None keeps the rows in memory only. An existing file is gone on with.
+        environment: fields of all new rows that do not tell what was measured.
+        fields: fields of all new rows that do: a row of the file counts as done only if it has the
+            same values.
+        key: names of the fields that tell the rows of one run apart.
+        anew: begin with an empty file.
+    Raises:
+        ValueError: a line of the file is no row.
+    """
+
+    def __init__(
+        self,
+        path: Path | None,
+        environment: Row,
+        fields: Row,
+        key: Sequence[str],
+        *,
+        anew: bool = False,
+    ) -> None:
+        self._writer = Writer(None, {**environment, **fields})
+        self._fields = json.loads(json.dumps(fields))
+        self._benchmark = environment["benchmark"]
+        self._key = tuple(key)
+        self._path = path
+        self.rows: list[Row] = []
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if anew:
+                path.write_text("")
+            elif path.exists():
+                self.rows = [row for row in read_rows(path) if self._is_ours(row)]
+
+    def _is_ours(self, row: Row) -> bool:
+        same = all(row.get(name) == value for name, value in self._fields.items())
+        return row["benchmark"] == self._benchmark and row["status"] == "ok" and same
+
+    def has(self, **key: Any) -> bool:
+        return self.find(**key) is not None
+
+    def find(self, **key: Any) -> Row | None:
+        """The row with this key. Raises ValueError unless all key fields are given."""
+        if set(key) != set(self._key):
+            raise ValueError(f"key {sorted(key)}: expected {sorted(self._key)}")
+        for row in self.rows:
+            if all(row.get(name) == value for name, value in key.items()):
+                return row
+        return None
+
+    def add(self, impl: str, **fields: Any) -> Row:
+        """Raises ValueError if the row is not well formed."""
+        row = self._writer.add(impl, **fields)
+        self.rows.append(row)
+        if self._path is not None:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row, allow_nan=False) + "\n")
+        return row

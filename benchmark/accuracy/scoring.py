@@ -1,0 +1,91 @@
+"""What a number of right answers says: confidence intervals, and the loss of one policy against another.
+
+Two policies that answered the same questions are compared question by question: what both got
+right or both got wrong says nothing about the difference. Shares are 0..1, losses in points (100
+points are a share of 1). The standard library only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+Z_95 = 1.96
+
+
+def wilson_interval(right: int, asked: int, z: float = Z_95) -> tuple[float, float]:
+    """95 % confidence interval of the share ``right / asked``; samples are independent."""
+    share, n = right / asked, asked
+    centre = (share + z * z / (2 * n)) / (1 + z * z / n)
+    half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What ``other`` loses against ``base`` on the same ``asked`` questions.
+
+    ``lost``: right with base alone; ``gained``: right with other alone.
+    """
+
+    asked: int
+    lost: int
+    gained: int
+
+    @property
+    def points(self) -> float:
+        return 100 * (self.lost - self.gained) / self.asked
+
+    @property
+    def interval_points(self) -> tuple[float, float]:
+        """95 % interval after Agresti and Min (2005): half an observation more in each cell."""
+        n, lost, gained = self.asked + 2, self.lost + 0.5, self.gained + 0.5
+        centre = (lost - gained) / n
+        half = Z_95 * math.sqrt(lost + gained - (lost - gained) ** 2 / n) / n
+        return 100 * max(-1.0, centre - half), 100 * min(1.0, centre + half)
+
+    @property
+    def p_value(self) -> float:
+        """Chance of so many lost answers, or more, if losing and gaining were as likely (exact)."""
+        return binomial_tail(self.lost, self.lost + self.gained, 0.5)
+
+
+def paired_loss(base: Sequence[bool], other: Sequence[bool]) -> Loss:
+    """Raises ValueError unless both answered the same, nonzero number of questions."""
+    if len(base) != len(other) or not base:
+        raise ValueError(f"{len(base)} and {len(other)} answers; compare the same questions")
+    lost = sum(b and not o for b, o in zip(base, other, strict=True))
+    gained = sum(o and not b for b, o in zip(base, other, strict=True))
+    return Loss(len(base), lost, gained)
+
+
+def binomial_tail(count: int, trials: int, chance: float) -> float:
+    """Probability of ``count`` or more successes in ``trials``; ``chance`` in (0, 1)."""
+    log_p, log_q, whole = math.log(chance), math.log1p(-chance), math.lgamma(trials + 1)
+    return math.fsum(
+        math.exp(
+            whole
+            - math.lgamma(k + 1)
+            - math.lgamma(trials - k + 1)
+            + k * log_p
+            + (trials - k) * log_q
+        )
+        for k in range(count, trials + 1)
+    )
+
+
+def margin_points(allowed_points: float, asked: int, chance: float = 0.05) -> float:
+    """The loss that a sample of ``asked`` questions may show if the true loss is ``allowed_points``.
+
+    The smallest margin that a policy which loses exactly that much exceeds with a probability of at
+    most ``chance``. It falls towards ``allowed_points`` as the sample grows. Raises ValueError for
+    ``allowed_points`` outside (0, 100).
+    """
+    rate = allowed_points / 100
+    if not 0 < rate < 1:
+        raise ValueError(f"allowed_points={allowed_points}: must lie between 0 and 100")
+    for lost in range(asked + 1):
+        if binomial_tail(lost + 1, asked, rate) <= chance:
+            return 100 * lost / asked
+    return 100.0

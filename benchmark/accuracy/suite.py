@@ -1,0 +1,204 @@
+"""How many questions about long texts are answered right, by policy, budget, length and task.
+
+    python benchmark/accuracy/suite.py --grid --json docs/results/accuracy.jsonl
+    python benchmark/accuracy/suite.py --base-url URL --policy scout --budget 1024 --json FILE
+    python benchmark/accuracy/table.py docs/results/accuracy.jsonl
+    python benchmark/plot.py docs/results/accuracy.jsonl
+
+The tasks are those of tasks.py, in the manner of RULER. Each sample is a text of its own with one question, so samples
+are independent; all policies get the same samples. An answer counts if every token is right. With --grid the servers
+are started here, a few at a time (--at-once), and all of them are asked about a text while the prefill server still has
+it. --base-url asks a server or router that runs already, one whose model knows these tokens.
+
+With --grid a decode server has one request at a time, and its device cache room for the budget of one and three pages
+(the tail and the least that `resident_tokens` can be, see --config). With room for more, a request would attend to all
+that fits, and with several at a time that would depend on who else runs.
+
+The same command again goes on where it stopped: rows that are in the file are not measured again. A row is one setting
+at one length and task:
+    policy, budget_tokens (null for full), length_tokens, task, right, asked; low, high: 95 % interval
+    outcomes             a character for each sample, 1 for a right answer: policies can be compared by sample
+    seconds              the sum over the requests; whoever asks first about a text pays for the prefill
+    cpu_compute_ratio    pages computed on the CPU over the budget, in this row; null for full
+    offload              the server's other counters, the difference over this row
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import tasks  # noqa: E402
+from asking import Servers, Tally, ask_all  # noqa: E402
+from fleet import Fleet, OneServer  # noqa: E402
+from policies import FULL, NAMES, Setting, grid  # noqa: E402
+from questions import (  # noqa: E402
+    FIRST_SEED,
+    FORCING_ENVIRONMENT,
+    FORCING_FLAGS,
+    sample_of,
+)
+from row_file import RowFile  # noqa: E402
+
+from rows import Row, environment  # noqa: E402
+from sglang_scout.cli.profile_run import ends_orderly  # noqa: E402
+from sglang_scout.cli.progress import Progress  # noqa: E402
+
+BENCHMARK = "accuracy"
+PACKAGES = ("sglang", "torch", "sglang-scout")
+MODEL = Path(__file__).resolve().parent / "recall_model"
+LENGTHS = (1024, 2048, 4096, 8192, 16384)
+BUDGETS = (256, 512, 1024, 2048)
+
+
+def measure(
+    servers: Servers,
+    settings: Sequence[Setting],
+    args: argparse.Namespace,
+    file: RowFile,
+    progress: Progress,
+) -> None:
+    """All lengths and tasks for these settings, leaving out what the file has."""
+    for length in args.lengths:
+        for task in args.tasks:
+            place = {"length_tokens": length, "task": task}
+            missing = [s for s in settings if not file.has(**key_of(s), **place)]
+            if not missing:
+                continue
+            progress.update(f"{length} tokens, {task}")
+            begin = time.monotonic()
+            tallies = [Tally(s, args.samples, servers.counters(s)) for s in missing]
+            sample = functools.partial(sample_of, task, length, first_seed=args.seed)
+            ask_all(servers, tallies, sample, args.samples, args.through, args.in_flight)
+            for tally in tallies:
+                found = tally.row(servers.counters(tally.setting))
+                file.add(tally.setting.policy, **key_of(tally.setting), **place, **found)
+            scores = ", ".join(f"{t.setting.name} {sum(map(bool, t.outcomes))}" for t in tallies)
+            progress.say(
+                f"{length} tokens, {task}, of {args.samples}: {scores}; "
+                f"{time.monotonic() - begin:.0f} s"
+            )
+
+
+def key_of(setting: Setting) -> Row:
+    return {"policy": setting.policy, "budget_tokens": setting.budget_tokens}
+
+
+def groups_of(settings: Sequence[Setting], at_once: int) -> list[list[Setting]]:
+    return [list(settings[i : i + at_once]) for i in range(0, len(settings), at_once)]
+
+
+def run_grid(args: argparse.Namespace, file: RowFile, progress: Progress) -> None:
+    for group in groups_of(grid(args.policies, args.budgets), args.at_once):
+        missing = [
+            setting
+            for setting in group
+            if any(
+                not file.has(**key_of(setting), length_tokens=length, task=task)
+                for length in args.lengths
+                for task in args.tasks
+            )
+        ]
+        if not missing:
+            continue
+        progress.say(f"starting servers for {', '.join(s.name for s in missing)}")
+        with start_fleet(args, missing) as fleet:
+            progress.say(f"ready after {fleet.startup_s:.0f} s")
+            measure(fleet, missing, args, file, progress)
+
+
+def start_fleet(args: argparse.Namespace, settings: Sequence[Setting]) -> Fleet:
+    return Fleet(
+        args.model_path,
+        settings,
+        dtype=args.dtype,
+        longest_tokens=max(args.lengths) + 64,
+        server_flags=FORCING_FLAGS if args.through == "decode" else (),
+        environment={"OMP_NUM_THREADS": str(args.threads), **FORCING_ENVIRONMENT},
+        config=args.config,
+    )
+
+
+def add_common_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the suite and the gate share."""
+    add = parser.add_argument
+    add(
+        "--json", type=Path, metavar="FILE", help="one row a line; an existing file is gone on with"
+    )
+    add("--model-path", default=str(MODEL), help="folder of the model")
+    add("--dtype", default="bfloat16")
+    add("--seed", type=int, default=FIRST_SEED, help="of the first sample")
+    add("--threads", type=int, default=1, help="of each server")
+    add(
+        "--config",
+        type=json.loads,
+        default={"resident_tokens": 32},
+        metavar="JSON",
+        help="more keys for all policies (default: %(default)s)",
+    )
+
+
+def shared_fields(args: argparse.Namespace) -> Row:
+    from recall_modes import weights_digest
+
+    return {
+        "untimed": True,
+        "model": Path(args.model_path).name,
+        "weights": weights_digest(args.model_path),
+        "dtype": args.dtype,
+        "seed": args.seed,
+        "through": args.through,
+        "config": args.config,
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    add = parser.add_argument
+    add("--grid", action="store_true", help="start servers for all settings here")
+    add("--base-url", metavar="URL", help="ask this server or router")
+    add("--policy", choices=NAMES, default=FULL, help="of --base-url's server, a label")
+    add("--budget", type=int, metavar="TOKENS", help="of --base-url's server, a label")
+    add("--policies", nargs="+", choices=NAMES, default=list(NAMES))
+    add("--budgets", nargs="+", type=int, default=list(BUDGETS), metavar="TOKENS")
+    add("--lengths", nargs="+", type=int, default=list(LENGTHS), metavar="TOKENS")
+    add("--tasks", nargs="+", choices=tasks.TASKS, default=list(tasks.TASKS))
+    add("--samples", type=int, default=25, help="of each length and task")
+    add("--at-once", type=int, default=6, metavar="SERVERS", help="settings started together")
+    add(
+        "--through",
+        choices=("decode", "prompt", "text"),
+        default="decode",
+        help="decode: the decode server reads the question (needs --grammar-backend llguidance); "
+        "prompt: it is in the prompt; text: the same as words, for other tokenizers",
+    )
+    add("--in-flight", type=int, default=8, metavar="N", help="requests at a time, of --base-url")
+    add_common_arguments(parser)
+    args = parser.parse_args(argv)
+    if args.grid:
+        args.in_flight = 1
+    if args.grid == bool(args.base_url):
+        parser.error("give either --grid or --base-url URL")
+    progress = Progress()
+    key = ("policy", "budget_tokens", "length_tokens", "task")
+    fields = {**shared_fields(args), "samples": args.samples}
+    file = RowFile(args.json, environment(BENCHMARK, PACKAGES), fields, key)
+    with ends_orderly():
+        if args.grid:
+            run_grid(args, file, progress)
+        else:
+            setting = Setting(args.policy, args.budget)
+            measure(OneServer(args.base_url), [setting], args, file, progress)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

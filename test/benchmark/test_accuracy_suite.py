@@ -1,0 +1,313 @@
+"""The accuracy suite without servers: questions, resuming, scores, the gate's verdict, tables and the plot."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "benchmark"), str(ROOT / "benchmark" / "accuracy")]
+
+import fleet  # noqa: E402
+import gate  # noqa: E402
+import policies  # noqa: E402
+import questions  # noqa: E402
+import scoring  # noqa: E402
+import suite  # noqa: E402
+import table  # noqa: E402
+import tasks  # noqa: E402
+from policies import FULL, Setting  # noqa: E402
+from row_file import RowFile  # noqa: E402
+
+import plot  # noqa: E402
+from rows import environment  # noqa: E402
+from sglang_scout.cli.progress import Progress  # noqa: E402
+from sglang_scout.core.config import parse_config  # noqa: E402
+
+FULL_SETTING, SCOUT = Setting(FULL), Setting("scout", 512)
+
+
+class Answering:
+    """A server that knows all answers, but none of those that ``fails(setting, index)`` names."""
+
+    def __init__(self, samples, fails=lambda setting, index: False, share=0.25):
+        self.answers = {tuple(s.prompt): (i, s.answer) for s, i in samples}
+        self.fails, self.asked, self.share = fails, [], share
+
+    def ask(self, setting, payload):
+        prompt = list(payload["input_ids"])
+        grammar = payload["sampling_params"].get("ebnf")
+        forced = []
+        if grammar:
+            words = grammar.split("\n")[0].split()[1:-1]
+            forced = [int(word.strip("<[]>")) for word in words]
+        index, answer = self.answers[tuple(prompt + forced)]
+        self.asked.append((setting, index))
+        given = [tasks.ID_OF["0"]] if self.fails(setting, index) else answer
+        return {"output_ids": forced + given, "meta_info": {"finish_reason": {"type": "stop"}}}
+
+    def counters(self, setting):
+        if setting.policy == FULL:
+            return {}
+        # One page of four was the CPU's, except that the first 8 of 16 were all: a start that must not count.
+        steps = sum(1 for s, _ in self.asked if s == setting)
+        pages = 8 + int(16 * steps * self.share)
+        return {"steps": steps, "cpu_pages": pages, "cpu_compute_ratio": pages / (16 + 16 * steps)}
+
+
+def arguments(**changes):
+    defaults = dict(
+        lengths=[128, 160], tasks=["recall", "count"], samples=5, in_flight=1, seed=7,
+        through="decode",
+    )  # fmt: skip
+    return argparse.Namespace(**{**defaults, **changes})
+
+
+def samples_of(args):
+    return [
+        (tasks.make_sample(task, length, args.seed + i), i)
+        for length in args.lengths
+        for task in args.tasks
+        for i in range(args.samples)
+    ]
+
+
+def row_file(path, anew=False, **fields):
+    known = {"model": "m", "weights": "w", "dtype": "d", "seed": 7, "through": "decode"}
+    known |= {"config": {}, "untimed": True, **fields}
+    key = ("policy", "budget_tokens", "length_tokens", "task")
+    return RowFile(path, environment("accuracy"), known, key, anew=anew)
+
+
+def measured_rows(path, fails, settings=(FULL_SETTING, SCOUT), **changes):
+    args = arguments(**changes)
+    file = row_file(path)
+    server = Answering(samples_of(args), fails)
+    suite.measure(server, settings, args, file, Progress())
+    return file, server
+
+
+# Policies -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "setting", policies.grid(list(policies.NAMES), [256, 2048]), ids=lambda s: s.name
+)
+def test_the_flags_of_every_policy_are_understood(setting):
+    words = setting.decode_flags({"step_log": "/tmp/x.jsonl"})
+    if setting.policy == FULL:
+        assert words == []
+        return
+    given = dict(zip(words[::2], words[1::2], strict=True))
+    config = json.loads(given["--kv-offload-config"])
+    assert config["step_log"] == "/tmp/x.jsonl"
+    parsed = parse_config(
+        policy=given["--kv-offload"], policies=["scout"],
+        budget_tokens=int(given["--kv-offload-budget"]), host_gb=None, recall_profile=None,
+        cpus=None, config=json.dumps(config),
+    )  # fmt: skip
+    assert parsed.budget_tokens == setting.budget_tokens
+    assert parsed.precompute == (setting.policy == "scout")
+    if setting.policy == "recent":
+        assert parsed.sink_pages + parsed.recent_pages == setting.budget_tokens // 32
+
+
+def test_a_grid_has_full_once_and_wrong_settings_are_refused():
+    names = [s.name for s in policies.grid(["full", "scout", "recent"], [256, 512])]
+    assert names == ["full", "scout-256", "recent-256", "scout-512", "recent-512"]
+    with pytest.raises(ValueError, match="policy 'best'"):
+        Setting("best", 256)
+    with pytest.raises(ValueError, match="only `full` has none"):
+        Setting("scout")
+
+
+# Questions ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("task", tasks.TASKS)
+def test_the_decode_server_reads_the_question(task):
+    sample = tasks.make_sample(task, 200, 3)
+    body = questions.payload(sample, "decode")
+    prompt, grammar = body["input_ids"], body["sampling_params"]["ebnf"]
+    forced = [int(word.strip("<[]>")) for word in grammar.split("\n")[0].split()[1:-1]]
+    assert prompt + forced == sample.prompt and len(forced) == questions.QUESTION_TOKENS
+    assert len(sample.answer) <= questions.ANSWER_TOKENS
+    right = {"output_ids": forced + sample.answer, "meta_info": {"finish_reason": {"type": "stop"}}}
+    assert questions.is_right(sample, right, "decode")
+    wrong = {**right, "output_ids": forced + sample.answer[:-2] + [tasks.END]}
+    assert not questions.is_right(sample, wrong, "decode")
+    with pytest.raises(ValueError, match="was not forced"):
+        questions.is_right(sample, {**right, "output_ids": sample.answer + forced}, "decode")
+
+
+def test_grammars_allow_exactly_the_forced_tokens():
+    llguidance = pytest.importorskip("llguidance")
+    from_tokenizer = pytest.importorskip("llguidance.hf").from_tokenizer
+    masks = pytest.importorskip("llguidance.numpy")
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(str(suite.MODEL))
+    vocabulary = from_tokenizer(tokenizer, None)
+    sample = tasks.make_sample("copy", 200, 5)
+    grammar = questions.payload(sample, "decode")["sampling_params"]["ebnf"]
+    matcher = llguidance.LLMatcher(vocabulary, llguidance.grammar_from("ebnf", grammar))
+    for number, token in enumerate(sample.prompt[-4:] + sample.answer):
+        mask = masks.allocate_token_bitmask(1, vocabulary.vocab_size)
+        masks.fill_next_token_bitmask(matcher, mask, 0)
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+        if number < 4:
+            assert allowed == [token]
+        else:
+            assert set(allowed) >= set(range(tasks.WORD_BASE, tasks.ID_OF[tasks.WORDS[-1]] + 1))
+        assert matcher.consume_token(token)
+
+
+def test_answers_as_text_and_aborts():
+    sample = tasks.make_sample("recall", 128, 1)
+    body = questions.payload(sample, "text")
+    assert body["text"] == sample.prompt_text and "ebnf" not in body["sampling_params"]
+    meta = {"finish_reason": {"type": "stop", "matched": tasks.END}}
+    text = " ".join(sample.answer_text.split()[:-1])  # servers cut the stop word off
+    assert questions.is_right(sample, {"text": text, "meta_info": meta}, "text")
+    assert not questions.is_right(sample, {"text": "no idea", "meta_info": meta}, "text")
+    aborted = {"meta_info": {"finish_reason": {"type": "abort", "message": "bad grammar"}}}
+    with pytest.raises(ValueError, match=r"bad grammar.*--grammar-backend llguidance"):
+        questions.is_right(sample, aborted, "decode")
+
+
+# Measuring ----------------------------------------------------------------------------------------
+
+
+def test_rows_hold_every_outcome_and_are_not_measured_twice(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    fails = lambda setting, index: setting == SCOUT and index in (1, 4)  # noqa: E731
+    file, server = measured_rows(path, fails)
+    assert len(file.rows) == 2 * 2 * 2 and len(server.asked) == 8 * 5
+    row = file.find(policy="scout", budget_tokens=512, length_tokens=160, task="count")
+    assert (row["right"], row["asked"], row["outcomes"]) == (3, 5, "10110")
+    assert (row["low"], row["high"]) == pytest.approx(scoring.wilson_interval(3, 5), abs=1e-4)
+    assert row["cpu_compute_ratio"] == pytest.approx(0.25)
+    assert row["offload"] == {"steps": 5, "cpu_pages": 20}
+
+    # Cut off in the middle: only what is missing is asked again.
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join(lines[:5]) + "\n")
+    again, server = measured_rows(path, fails)
+    assert len(server.asked) == 3 * 5
+    found = [(r["policy"], r["length_tokens"], r["task"], r["outcomes"]) for r in again.rows]
+    assert sorted(found) == sorted(
+        (r["policy"], r["length_tokens"], r["task"], r["outcomes"]) for r in map(json.loads, lines)
+    )
+    # Rows of other weights do not count, and the gate begins anew.
+    assert not row_file(path, weights="other").rows
+    assert row_file(path, anew=True).rows == [] and path.read_text() == ""
+
+
+def test_a_failed_request_is_no_wrong_answer(tmp_path):
+    class Failing(Answering):
+        def ask(self, setting, payload):
+            raise OSError("connection refused")
+
+    args = arguments()
+    file = row_file(tmp_path / "rows.jsonl")
+    with pytest.raises(OSError, match="refused"):
+        suite.measure(Failing(samples_of(args)), [SCOUT], args, file, Progress())
+    assert file.rows == []
+
+
+def test_samples_are_fresh_and_the_same_for_all():
+    seeds = range(questions.FIRST_SEED, questions.FIRST_SEED + 3)
+    mine = [questions.sample_of("recall", 128, i, questions.FIRST_SEED) for i in range(3)]
+    assert [s.prompt for s in mine] == [tasks.make_sample("recall", 128, s).prompt for s in seeds]
+    assert len({tuple(s.prompt) for s in mine}) == 3
+
+
+def test_a_stock_server_gets_none_of_our_flags(tmp_path):
+    made = fleet.Fleet("model", [FULL_SETTING], dtype="auto", longest_tokens=4096)
+    words = made._stock.server.command
+    assert made._cluster is None and not any("offload" in word for word in words)
+    assert words[words.index("--max-running-requests") + 1] == "1"
+    made.stop()
+
+
+# Scores and the gate ------------------------------------------------------------------------------
+
+
+def test_paired_losses():
+    base, other = [True, True, True, False, False], [False, False, True, True, False]
+    loss = scoring.paired_loss(base, other)
+    assert (loss.lost, loss.gained, loss.asked) == (2, 1, 5)
+    assert loss.points == pytest.approx(20)
+    low, high = loss.interval_points
+    assert -100 <= low < 20 < high <= 100
+    assert loss.p_value == pytest.approx(0.5)
+    assert scoring.Loss(20, 8, 0).p_value == pytest.approx(2**-8)
+    assert (
+        scoring.Loss(100, 0, 0).interval_points[0] < 0 < scoring.Loss(100, 0, 0).interval_points[1]
+    )
+    with pytest.raises(ValueError, match="same questions"):
+        scoring.paired_loss(base, other[:-1])
+
+
+@pytest.mark.parametrize(("allowed", "asked"), [(0.3, 168), (1.0, 168), (2.5, 168), (1.0, 2000)])
+def test_the_margin_is_exceeded_by_chance_once_in_twenty(allowed, asked):
+    margin = scoring.margin_points(allowed, asked)
+    lost = np.random.default_rng(0).binomial(asked, allowed / 100, size=200_000)
+    assert (100 * lost / asked > margin + 1e-9).mean() <= 0.055
+    assert (100 * lost / asked > margin - 100 / asked + 1e-9).mean() > 0.05, (
+        "no smaller one would do"
+    )
+    assert scoring.margin_points(allowed, 10 * asked) < margin
+
+
+def test_the_gate_passes_equal_answers_and_fails_a_loss(tmp_path, capsys):
+    full = [True] * 160 + [False] * 8
+    worse = [False] * 8 + full[8:]
+    verdicts = gate.judge(full, {1024: full, 2048: worse}, None)
+    assert [v.passed for v in verdicts] == [True, False]
+    assert gate.judge(full, {2048: worse}, 5.0)[0].passed
+    text = gate.report(verdicts)
+    assert "FAIL" in text.splitlines()[2] and "pass" in text.splitlines()[1]
+    with pytest.raises(ValueError, match="--margin-points"):
+        gate.judge(full, {256: full}, None)
+    file, _ = measured_rows(tmp_path / "r", lambda setting, index: setting == SCOUT and index == 0)
+    both = [gate.outcomes(file.rows, s) for s in (FULL_SETTING, SCOUT)]
+    loss = scoring.paired_loss(*both)
+    assert (loss.asked, loss.lost, loss.gained) == (20, 4, 0)
+
+
+# Tables -------------------------------------------------------------------------------------------
+
+
+def test_the_table_and_the_figure_hold_the_rows(tmp_path):
+    fails = lambda setting, index: setting == SCOUT and index in (1, 4)  # noqa: E731
+    path = tmp_path / "accuracy.jsonl"
+    settings = (FULL_SETTING, SCOUT, Setting("scout", 1024), Setting("recent", 512))
+    measured_rows(path, fails, settings)
+    out = tmp_path / "accuracy.md"
+    assert table.main([str(path), "--out", str(out)]) == 0
+    lines = out.read_text().splitlines()
+    mean = [line for line in lines if line.startswith("| scout |")]
+    assert mean[0].startswith("| scout | 60.0 (31.3 to 83.2) | 100.0 (72.2 to 100.0) |")
+    assert "| recent window | 100.0 (72.2 to 100.0) | – |" in lines
+    losses = lines[lines.index("## Loss against full attention, points") :]
+    assert any(line.startswith("| scout | 40.0 (") for line in losses)
+    assert "| scout, 512 | 0.250 | 0.250 |" in lines
+    assert plot.main([str(path), "--out", str(tmp_path)]) == 0
+    assert (tmp_path / "accuracy.png").stat().st_size > 10_000
+
+
+def test_rows_that_do_not_belong_together_make_no_table(tmp_path):
+    file, _ = measured_rows(tmp_path / "r", lambda setting, index: False)
+    other = [{**row, "weights": "other"} for row in file.rows]
+    with pytest.raises(ValueError, match="differ in weights"):
+        table.Scores([*file.rows, *other])
+    with pytest.raises(ValueError, match="twice"):
+        table.Scores([*file.rows, file.rows[0]])
+    with pytest.raises(ValueError, match="no measured rows"):
+        table.Scores([])

@@ -1,0 +1,55 @@
+"""What of the GPU kit runs without a device: the checks in the interpreter, and the refusal."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+BENCHMARK = ROOT / "benchmark" / "gpu_kernels.py"
+KERNELS = {
+    "score_pages", "score_pages_int8", "attend_pages", "select_pages", "build_digests",
+    "copy_pages", "append_tokens", "merge_states",
+}  # fmt: skip
+
+without_a_device = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+
+
+def run(*command, **variables):
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | variables
+    return subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
+
+
+@without_a_device
+def test_every_case_equals_its_reference_in_the_interpreter():
+    done = run(sys.executable, BENCHMARK, "--check-only", TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert {line.split()[0] for line in lines} == KERNELS
+    assert all(line.endswith(": equal") for line in lines)
+
+
+@without_a_device
+def test_the_benchmark_refuses_to_measure_without_a_device(tmp_path):
+    done = run(sys.executable, BENCHMARK, "--out", tmp_path / "rows.jsonl")
+    assert done.returncode == 2
+    assert "no CUDA device" in done.stderr
+    assert not (tmp_path / "rows.jsonl").exists()
+
+
+@without_a_device
+def test_gpu_check_refuses_without_a_device_and_says_what_to_do(tmp_path):
+    done = run(ROOT / "scripts" / "gpu_check.sh", tmp_path / "out", PYTHON=sys.executable)
+    assert done.returncode == 2
+    assert "gpu_check: no CUDA device (torch 2" in done.stderr
+    assert "scripts/test.sh test/ops" in done.stderr
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_gpu_check_without_a_folder_explains_itself():
+    done = run(ROOT / "scripts" / "gpu_check.sh")
+    assert done.returncode == 64
+    assert "scripts/gpu_check.sh OUTDIR" in done.stdout
