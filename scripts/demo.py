@@ -1,8 +1,10 @@
 #!/usr/bin/env python3
-"""The main job on one machine: prefill and decode server, router, bench_serving and one chat.
+"""The main job on one machine: prefill and decode server, router, bench_serving and questions.
 
-Run it as scripts/demo.sh, which does the set-up first. Exit status 0 means: every request was
-answered in full, the CPU worker computed pages, pages were recalled, and no process is left.
+Run it as scripts/demo.sh, which does the set-up first. The model is a small one that finds facts in
+long texts (benchmark/accuracy/recall_model); yours, if you name one. Exit status 0 means: every
+request was answered in full, the small model found its facts, the CPU worker computed pages, pages
+were recalled, and no process is left.
 """
 
 from __future__ import annotations
@@ -20,12 +22,20 @@ from pathlib import Path
 from typing import Any
 
 from long_text import text_of_tokens
-from make_tiny_model import TinyModelSpec, cached_tiny_model
-from pd_cluster import PDCluster, flags
-from server_process import ServerFailed
-from sglang_http import RequestFailed, sse_events
+from sglang_scout.cli.pd_cluster import PDCluster, flags
+from sglang_scout.cli.server_process import ServerFailed
+from sglang_scout.cli.sglang_http import RequestFailed, sse_events
 
 ROOT = Path(__file__).resolve().parents[1]
+MODEL = ROOT / "benchmark" / "accuracy" / "recall_model"
+sys.path.insert(0, str(MODEL.parent))
+
+import tasks  # noqa: E402
+
+# Its keys have no channels that stand out, and layer 1 asks for what layer 0 has just gathered.
+MODEL_CONFIG = {"digest": "signs", "exact_layers": [1]}
+QUESTION_TASKS = ("needle", "multi_key", "variables")
+SEED = 4242
 QUESTION = "Read the text below and say in a few words what it is about."
 CHAT_TOKENS = 48
 BEGIN = time.monotonic()
@@ -46,7 +56,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--model", type=Path, help="folder of your own model in place of a tiny random Qwen3")
+    add("--model", type=Path, help="folder of your own model (default: a small one, see its card)")
     add("--kv-offload", default="scout", metavar="POLICY", help="of both servers")
     add("--budget", type=int, default=512, metavar="TOKENS", help="--kv-offload-budget")
     add("--prompts", type=int, default=16, help="requests of bench_serving")
@@ -65,12 +75,16 @@ def make_cluster(args: argparse.Namespace, model: Path, log_dir: Path) -> PDClus
     common = flags(mem_fraction_static=0.5)
     if args.kv_offload != "none":
         common += flags(kv_offload=args.kv_offload, kv_offload_budget=args.budget)
+        if args.model is None:
+            common += flags(kv_offload_config=json.dumps(MODEL_CONFIG))
     return PDCluster(
         model,
         device="cpu",  # the one device that this version's decode server runs on
         dtype="bfloat16",
         log_dir=log_dir,
-        max_running_requests=requests,
+        # Room for twice as many. The device cache is sized for that, and what fits stays: the
+        # requests of the demo have two budgets each.
+        max_running_requests=2 * requests,
         max_total_tokens=(requests + 2) * tokens_per_request,
         server_args=common,
         # All waiting prompts in one prefill batch: the decode server then gets them at about the
@@ -80,6 +94,31 @@ def make_cluster(args: argparse.Namespace, model: Path, log_dir: Path) -> PDClus
         ),
         decode_args=flags(decode_log_interval=5),
     )
+
+
+def task_prompts(path: Path, count: int, length_tokens: int) -> Path:
+    """Writes ``count`` prompts that the small model knows how to read, as bench_serving wants them."""
+    with path.open("w") as file:
+        for index in range(count):
+            task = tasks.TASKS[index % len(tasks.TASKS)]
+            sample = tasks.make_sample(task, length_tokens, SEED + index)
+            turns = [{"content": sample.prompt_text}, {"content": sample.answer_text}]
+            file.write(json.dumps({"conversations": turns}) + "\n")
+    return path
+
+
+def bench_prompts(cluster: PDCluster, args: argparse.Namespace) -> list[str]:
+    """Flags of bench_serving that name its prompts."""
+    if args.model is not None:
+        return flags(
+            dataset_name="random-ids",
+            tokenize_prompt=True,  # token ids: exact prompt lengths
+            random_range_ratio=1,
+            random_input_len=args.input_len,
+            random_output_len=args.output_len,
+        )
+    path = task_prompts(cluster.log_dir / "prompts.jsonl", args.prompts, args.input_len)
+    return flags(dataset_name="custom", dataset_path=path, sharegpt_output_len=args.output_len)
 
 
 def run_bench(cluster: PDCluster, model: Path, args: argparse.Namespace) -> dict[str, Any]:
@@ -94,16 +133,11 @@ def run_bench(cluster: PDCluster, model: Path, args: argparse.Namespace) -> dict
         backend="sglang",
         base_url=cluster.url,
         model=model,
-        dataset_name="random-ids",
-        tokenize_prompt=True,  # token ids: exact prompt lengths
-        random_range_ratio=1,
-        random_input_len=args.input_len,
-        random_output_len=args.output_len,
         num_prompts=args.prompts,
         max_concurrency=args.concurrency,
         disable_tqdm=True,
         output_file=result_file,
-    )
+    ) + bench_prompts(cluster, args)
     with open(log, "wb") as sink:
         code = subprocess.run(
             command,
@@ -125,12 +159,12 @@ def run_bench(cluster: PDCluster, model: Path, args: argparse.Namespace) -> dict
     return row
 
 
-def run_chat(cluster: PDCluster, model: Path, tokens: int) -> dict[str, Any]:
-    """One streamed chat completion over ``tokens`` tokens of real text; prints and returns it."""
+def chat(cluster: PDCluster, model: Path, content: str, max_tokens: int) -> tuple[str, str]:
+    """One streamed chat completion: the answer, and a line on its tokens and times."""
     payload = {
         "model": str(model),
-        "messages": [{"role": "user", "content": f"{QUESTION}\n\n{text_of_tokens(model, tokens)}"}],
-        "max_tokens": CHAT_TOKENS,
+        "messages": [{"role": "user", "content": content}],
+        "max_tokens": max_tokens,
         "temperature": 0,
         "stream": True,
         "stream_options": {"include_usage": True},
@@ -146,14 +180,28 @@ def run_chat(cluster: PDCluster, model: Path, tokens: int) -> dict[str, Any]:
     total_s = time.monotonic() - begin
     if finish not in ("stop", "length") or not answer:
         raise DemoFailed(f"the chat gave no answer (finish_reason {finish!r}, answer {answer!r})")
-    if usage.get("prompt_tokens", 0) < tokens:
-        raise DemoFailed(f"the chat counted {usage} for a prompt of {tokens} tokens or more")
-    print(f"\n  question: {QUESTION} (+ text)\n  answer:   {answer!r}")
-    print(
-        f"  {usage['prompt_tokens']} tokens in, {usage['completion_tokens']} out; "
+    return answer, (
+        f"{usage['prompt_tokens']} tokens in, {usage['completion_tokens']} out; "
         f"the first after {first_s:.1f} s, the last after {total_s:.1f} s"
     )
-    return usage
+
+
+def ask_facts(cluster: PDCluster, model: Path, tokens: int) -> None:
+    """Asks the small model for facts in long texts. Raises DemoFailed unless it finds them all."""
+    for index, task in enumerate(QUESTION_TASKS):
+        sample = tasks.make_sample(task, tokens, SEED - 1 - index)
+        answer, times = chat(cluster, model, sample.prompt_text, len(sample.answer))
+        asked = tasks.to_text(sample.prompt[-4:])
+        print(f"\n  {task}: ... {asked}\n  answer:   {answer.strip()}\n  {times}")
+        if not tasks.is_correct(task, sample.answer, tasks.to_ids(answer.strip())):
+            raise DemoFailed(f"the right answer to {asked!r} is {sample.answer_text!r}")
+
+
+def ask_about_text(cluster: PDCluster, model: Path, tokens: int) -> None:
+    """One question to a model of which nothing is known, over ``tokens`` tokens of real text."""
+    content = f"{QUESTION}\n\n{text_of_tokens(model, tokens)}"
+    answer, times = chat(cluster, model, content, CHAT_TOKENS)
+    print(f"\n  question: {QUESTION} (+ text)\n  answer:   {answer!r}\n  {times}")
 
 
 def offload_state(cluster: PDCluster, args: argparse.Namespace) -> dict[str, Any]:
@@ -172,7 +220,7 @@ def check_offload(state: dict[str, Any]) -> None:
 def print_report(bench: dict[str, Any], state: dict[str, Any], decode_log: str) -> None:
     batches = map(int, re.findall(r"Decode batch.*?#running-req: (\d+)", decode_log))
     rows = {
-        "requests answered": f"{bench['completed']} of bench_serving, 1 chat",
+        "requests answered": f"{bench['completed']} of bench_serving, and the questions above",
         "throughput": f"{bench['output_throughput']:.1f} output tokens/s "
         f"({bench['input_throughput']:.0f} input)",
         "TPOT": f"{bench['mean_tpot_ms']:.1f} ms mean, {bench['median_tpot_ms']:.1f} ms median",
@@ -206,8 +254,9 @@ def use_cluster(cluster: PDCluster, model: Path, args: argparse.Namespace) -> No
     )
     bench = run_bench(cluster, model, args)
     before = offload_state(cluster, args)
-    say("one streamed chat completion over a long text")
-    run_chat(cluster, model, max(args.input_len, 4096))
+    say("streamed chat completions over long texts")
+    ask = ask_facts if args.model is None else ask_about_text
+    ask(cluster, model, max(args.input_len, 4096))
     state = offload_state(cluster, args)
     if state:
         names = ("steps", "selected_pages", "cpu_pages", "recalled_pages", "fallback_pages")
@@ -221,11 +270,8 @@ def use_cluster(cluster: PDCluster, model: Path, args: argparse.Namespace) -> No
 
 def run(args: argparse.Namespace, log_dir: Path) -> None:
     """The demo; raises DemoFailed or ServerFailed. No process is left, whatever happens."""
-    model = args.model
-    if model is None:
-        spec = TinyModelSpec(arch="qwen3", dtype="bfloat16")
-        model = cached_tiny_model(spec, ROOT / ".cache" / "models")
-    elif not (model / "config.json").is_file():
+    model = args.model or MODEL
+    if not (model / "config.json").is_file():
         raise DemoFailed(f"--model {model}: no config.json there; give the folder of a model")
     model = model.resolve()
     say(f"starting the servers: {model.name}, --kv-offload {args.kv_offload}")
