@@ -236,3 +236,45 @@ BUILD_DIGESTS = Implementation("triton", _digest, _digest_reasons, _not_unasked)
 COPY_PAGES = Implementation("triton", _copy, _copy_reasons, _not_unasked)
 MERGE_STATES = Implementation("triton", _merge, _merge_reasons, _not_unasked)
 APPEND_TOKENS = Implementation("triton", _append, _append_reasons, _not_unasked)
+
+
+def _pack_reasons(
+    kmin: torch.Tensor,
+    kmax: torch.Tensor,
+    ids: torch.Tensor,
+    low: torch.Tensor,
+    high: torch.Tensor,
+    step: torch.Tensor,
+) -> list[str]:
+    return _reasons(kmin, kmin=kmin, kmax=kmax, ids=ids, low=low, high=high, step=step)
+
+
+def _pack(*args: Any, **kwargs: Any) -> None:
+    from .score_int8 import pack_digests
+
+    pack_digests(*args, **kwargs)
+
+
+def _score_int8_reasons(
+    q: torch.Tensor,
+    low: torch.Tensor,
+    high: torch.Tensor,
+    step: torch.Tensor,
+    table: torch.Tensor,
+    n_full: torch.Tensor,
+    scale: float,
+    reduce: str = "mass",
+    out: torch.Tensor | None = None,
+) -> list[str]:
+    tensors = {"q": q, "low": low, "high": high, "step": step, "table": table, "n_full": n_full}
+    return _reasons(q, out=out, **tensors)
+
+
+def _score_int8(*args: Any, **kwargs: Any) -> torch.Tensor:
+    from .score_int8 import score_pages_int8
+
+    return score_pages_int8(*args, **kwargs)
+
+
+PACK_DIGESTS = Implementation("triton", _pack, _pack_reasons, _not_unasked)
+SCORE_PAGES_INT8 = Implementation("triton", _score_int8, _score_int8_reasons, _not_unasked)

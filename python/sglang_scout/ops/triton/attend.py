@@ -102,7 +102,10 @@ def attend_kernel(
             shrink = tl.exp(top - base)
             p = tl.exp(x - base[:, None])
             total = total * shrink + tl.sum(p, axis=1)
-            acc = dot_fp32(p, v_tile, acc * shrink[:, None])
+            # Tensor cores cut off what they add to: a tile is summed on its own and added rounded,
+            # or the error of a long row would grow with its length.
+            part = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+            acc = acc * shrink[:, None] + dot_fp32(p, v_tile, part)
             top = new_top
     row = (split * tl.num_programs(2) + b) * H * G + h * G + g  # of [splits * B * HQ]
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]

@@ -20,7 +20,7 @@ def dot_fp32(a, b, acc):
 
     A bfloat16 b is multiplied by three bfloat16 parts of a, which hold its 24 bits; all products
     are exact in the accumulator. Other types go through three TF32 products (22 bits of each).
-    The small parts come first, as sums round least that way.
+    The small parts come first, as sums lose least that way.
     """
     if b.dtype == tl.bfloat16:
         high = a.to(tl.bfloat16)

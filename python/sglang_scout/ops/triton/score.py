@@ -17,6 +17,25 @@ _BLOCK_PAGES, _BLOCK_VALUES = 64, 8192
 
 
 @triton.jit
+def leave_bounds(u, bounds, block_top, block_mass, head, n, kept, row_stride):
+    """Store a block's bounds u [BLOCK_G, BLOCK_N], the largest of each head and its sum of
+    e^(u - largest); ``kept`` [BLOCK_G] are the heads that exist."""
+    part = head * tl.num_programs(0) + tl.program_id(0)
+    tl.store(bounds + head.to(tl.int64)[:, None] * row_stride + n[None, :], u, mask=kept[:, None])
+    top = tl.max(u, axis=1)
+    tl.store(block_top + part, top, mask=kept)
+    tl.store(block_mass + part, tl.sum(tl.exp(u - finite(top)[:, None]), axis=1), mask=kept)
+
+
+@triton.jit
+def leave_nothing(block_top, block_mass, head, kept, BLOCK_G: tl.constexpr):
+    """What `leave_bounds` leaves of a block without pages; its bounds are never read."""
+    part = head * tl.num_programs(0) + tl.program_id(0)
+    tl.store(block_top + part, tl.full([BLOCK_G], float("-inf"), tl.float32), mask=kept)
+    tl.store(block_mass + part, tl.zeros([BLOCK_G], tl.float32), mask=kept)
+
+
+@triton.jit
 def bounds_kernel(
     q,
     kmin,
@@ -50,8 +69,6 @@ def bounds_kernel(
     d = tl.arange(0, BLOCK_D)
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     head = (b * H + h) * G + g  # row of [B * HQ]
-    top_at = block_top + head * tl.num_programs(0) + block
-    mass_at = block_mass + head * tl.num_programs(0) + block
     full = tl.minimum(tl.load(n_full + b), N)
     if block * BLOCK_N < full:
         page = tl.load(table + b.to(tl.int64) * N + n, mask=n < full, other=-1)
@@ -64,19 +81,13 @@ def bounds_kernel(
         here = offered[:, None] & (d < D)[None, :]
         low = tl.load(kmin + at, mask=here, other=0.0)
         high = tl.load(kmax + at, mask=here, other=0.0)
-        u = tl.zeros([BLOCK_G, BLOCK_N], dtype=tl.float32)
-        u = dot_fp32(tl.maximum(q_tile, 0.0), tl.trans(high), u)
-        u = dot_fp32(tl.minimum(q_tile, 0.0), tl.trans(low), u)
+        zero = tl.zeros([BLOCK_G, BLOCK_N], dtype=tl.float32)
+        u = dot_fp32(tl.maximum(q_tile, 0.0), tl.trans(high), zero)
+        u += dot_fp32(tl.minimum(q_tile, 0.0), tl.trans(low), zero)
         u = tl.where(offered[None, :], u, float("-inf"))
-        tl.store(
-            bounds + head.to(tl.int64)[:, None] * row_stride + n[None, :], u, mask=(g < G)[:, None]
-        )
-        top = tl.max(u, axis=1)
-        tl.store(top_at, top, mask=g < G)
-        tl.store(mass_at, tl.sum(tl.exp(u - finite(top)[:, None]), axis=1), mask=g < G)
+        leave_bounds(u, bounds, block_top, block_mass, head, n, g < G, row_stride)
     else:
-        tl.store(top_at, tl.full([BLOCK_G], float("-inf"), tl.float32), mask=g < G)
-        tl.store(mass_at, tl.zeros([BLOCK_G], tl.float32), mask=g < G)
+        leave_nothing(block_top, block_mass, head, g < G, BLOCK_G)
 
 
 @triton.jit
@@ -149,46 +160,58 @@ def score_pages(
     if B * N == 0:
         return out
     block_d = triton.next_power_of_2(D)
-    block_n = min(_BLOCK_PAGES, _BLOCK_VALUES // block_d, max(16, triton.next_power_of_2(N)))
-    blocks = triton.cdiv(N, block_n)
-    bounds = q.new_empty((B, HQ, blocks * block_n))
-    block_top, block_mass = q.new_empty((2, B, HQ, blocks)).unbind()
+    scratch = Scratch(q, table, min(_BLOCK_PAGES, _BLOCK_VALUES // block_d))
     G = HQ // H
-    bounds_kernel[(blocks, H, B)](
+    bounds_kernel[(scratch.blocks, H, B)](
         q,
         kmin,
         kmax,
         table,
         n_full,
-        bounds,
-        block_top,
-        block_mass,
+        *scratch.tensors,
         scale,
         N,
-        blocks * block_n,
+        scratch.row_stride,
         H,
         G,
         D,
-        block_n,
+        scratch.block_n,
         max(16, triton.next_power_of_2(G)),
         block_d,
         num_warps=4,
     )
-    reduce_kernel[(blocks, B)](
-        bounds,
-        block_top,
-        block_mass,
-        table,
-        n_full,
-        out,
-        N,
-        blocks * block_n,
-        blocks,
-        HQ,
-        reduce,
-        block_n,
-        min(64, triton.next_power_of_2(HQ)),
-        triton.next_power_of_2(blocks),
-        num_warps=4,
-    )
+    scratch.reduce(table, n_full, out, reduce)
     return out
+
+
+class Scratch:
+    """What lies between the two passes; ``tensors`` are bounds, block_top and block_mass."""
+
+    def __init__(self, q: torch.Tensor, table: torch.Tensor, most_pages: int) -> None:
+        (B, N), HQ = table.shape, q.shape[1]
+        self.block_n = min(most_pages, max(16, triton.next_power_of_2(N)))
+        self.blocks = triton.cdiv(N, self.block_n)
+        self.row_stride = self.blocks * self.block_n
+        parts = q.new_empty((2, B, HQ, self.blocks))
+        self.tensors = q.new_empty((B, HQ, self.row_stride)), *parts.unbind()
+
+    def reduce(
+        self, table: torch.Tensor, n_full: torch.Tensor, out: torch.Tensor, reduce: str
+    ) -> None:
+        """The second pass."""
+        (B, N), HQ = table.shape, self.tensors[0].shape[1]
+        reduce_kernel[(self.blocks, B)](
+            *self.tensors,
+            table,
+            n_full,
+            out,
+            N,
+            self.row_stride,
+            self.blocks,
+            HQ,
+            reduce,
+            self.block_n,
+            min(64, triton.next_power_of_2(HQ)),
+            triton.next_power_of_2(self.blocks),
+            num_warps=4,
+        )
