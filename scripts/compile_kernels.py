@@ -58,7 +58,7 @@ def empty(*shape: int, dtype: torch.dtype = F32) -> torch.Tensor:
 def cases() -> Iterator[tuple[str, Callable[..., object], tuple]]:
     """A name, and a call with the shapes of a model that launches kernels."""
     from sglang_scout.ops.doorbell import DeviceRing
-    from sglang_scout.ops.triton import attend, doorbell, merge, pages, score, select
+    from sglang_scout.ops.triton import attend, doorbell, merge, pages, score, score_int8, select
     from sglang_scout.worker.ring import layout_of
     from sglang_scout.worker.spec import ArenaSpec
 
@@ -70,6 +70,7 @@ def cases() -> Iterator[tuple[str, Callable[..., object], tuple]]:
         "D=96": (8, 3, 96, BF16, 8, 1024),
         "float32": (2, 2, 64, F32, 4, 64),
         "float16": (8, 8, 128, F16, 4, 256),
+        "all one": (1, 1, 16, BF16, 1, 1),  # Triton takes arguments that are 1 as constants
     }
     for model, (H, G, D, dtype, B, N) in models.items():
         P, S = 4096, 32
@@ -80,9 +81,21 @@ def cases() -> Iterator[tuple[str, Callable[..., object], tuple]]:
         for reduce in ("mass", "max", "sum") if model == "Qwen3-14B" else ("mass",):
             arguments = (q, *digests, table, row, 0.1, reduce)
             yield f"score_pages {reduce}, {model}", score.score_pages, arguments
+        if model in ("Qwen3-14B", "D=256", "float32"):
+            codes = empty(P, H, D, dtype=torch.int8)
+            packed = (codes, codes, empty(P, H, D // 32))
+            arguments = (*digests, empty(64, dtype=I64), *packed)
+            yield f"pack_digests, {model}", score_int8.pack_digests, arguments
+            arguments = (q, *packed, table, row, 0.1)
+            yield f"score_pages_int8, {model}", score_int8.score_pages_int8, arguments
         for cap in (0.0, 30.0) if model == "D=256" else (0.0,):
             arguments = (q, k, v, table, row, row, 0.1, cap)
             yield f"attend_pages, cap {cap:g}, {model}", attend.attend_pages, arguments
+        if model == "all one":
+            arguments = (q, k, v, table, None, None, 0.1)
+            yield "attend_pages without a last page", attend.attend_pages, arguments
+            arguments = (empty(1, 1), table, row, row, 1, 1, 0)
+            yield "select_pages, all one", select.select_pages, arguments
         ids = empty(64, dtype=I64)
         yield f"build_digests, {model}", pages.build_digests, (k, ids, *digests)
     out, lse, row = empty(16, 40, 128), empty(16, 40), empty(4, dtype=I32)
@@ -103,6 +116,10 @@ def cases() -> Iterator[tuple[str, Callable[..., object], tuple]]:
     chosen_pages = empty(16, 64, dtype=I32)
     yield "post", doorbell.post, (ring, 7, out, chosen_pages, empty(16, dtype=I32))
     yield "wait and merge", doorbell.merge, (ring, 7, out, lse)
+    ring.parts = 1
+    one = out[:1], chosen_pages[:1, :1], empty(1, dtype=I32)
+    yield "post of one page", doorbell.post, (ring, 1, *one)
+    yield "wait and merge of one row", doorbell.merge, (ring, 1, out[:1], lse[:1])
 
 
 def kernels_of_package() -> set[str]:

@@ -1,0 +1,81 @@
+#!/usr/bin/env bash
+# On a machine with a CUDA device, with or without a network, in under ten minutes: every kernel equals its
+# reference on the device, is clean under compute-sanitizer (where that is installed), and is timed.
+#
+#   scripts/gpu_check.sh OUTDIR
+#
+# OUTDIR gets gpu_check.jsonl (a row per step), ops.xml (the tests), gpu_kernels.jsonl (times and shares of
+# the bandwidth), kernels.json (registers and shared memory), a log per step, and Triton's cache. Exit status
+# 0 if all steps passed, 1 if one failed, 2 without a CUDA device.
+#
+# Variables: PYTHON (with torch, triton, numpy, msgspec, pytest, pytest-timeout and hypothesis; the .venv of this
+# repository if there is one). Nothing is built and nothing is installed. Without the native module the tests
+# that need it are skipped.
+set -euo pipefail
+
+[ $# = 1 ] || { sed -n '2,/^set/s/^# \{0,1\}//p' "$0"; exit 64; }
+mkdir -p "$1"
+OUT="$(cd "$1" && pwd)"
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+if [ -z "${PYTHON:-}" ]; then
+    PYTHON=python3
+    [ ! -x .venv/bin/python ] || PYTHON=.venv/bin/python
+fi
+export PYTHONPATH="$PWD/python${PYTHONPATH:+:$PYTHONPATH}"
+export TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-$OUT/triton-cache}"
+unset TRITON_INTERPRET # the kernels shall run on the device
+
+"$PYTHON" - <<'PYTHON' || exit 2
+import sys
+
+try:
+    import torch
+except ImportError as error:
+    sys.exit(f"gpu_check: {sys.executable} has no torch ({error}); set PYTHON to one that has")
+if not torch.cuda.is_available():
+    sys.exit(
+        f"gpu_check: no CUDA device (torch {torch.__version__}, built for CUDA {torch.version.cuda}, "
+        f"{torch.cuda.device_count()} devices). This script needs one; the same kernels are tested without "
+        "a device by scripts/test.sh test/ops"
+    )
+name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+print(f"gpu_check: {name}, compute capability {capability[0]}.{capability[1]}, torch {torch.__version__}")
+PYTHON
+
+FAILED=0
+: >"$OUT/gpu_check.jsonl"
+
+# step NAME SECONDS COMMAND...: runs it within that time, keeps its log, writes a row.
+step() {
+    local name="$1" limit_s="$2" status=0 begin_s=$SECONDS
+    shift 2
+    echo "gpu_check: $name"
+    timeout "$limit_s" "$@" >"$OUT/$name.log" 2>&1 || status=$?
+    tail -n 25 "$OUT/$name.log" | sed 's/^/    /'
+    [ "$status" = 0 ] || { FAILED=1; echo "gpu_check: $name FAILED with status $status"; }
+    printf '{"step": "%s", "exit_status": %d, "seconds": %d, "limit_s": %d}\n' \
+        "$name" "$status" $((SECONDS - begin_s)) "$limit_s" >>"$OUT/gpu_check.jsonl"
+}
+
+step small-sizes 120 "$PYTHON" benchmark/gpu_kernels.py --check-only
+step tests 300 "$PYTHON" -m pytest -q -p no:cacheprovider test/ops -k "triton or doorbell" \
+    --deselect test/ops/test_triton_compile.py --junitxml "$OUT/ops.xml"
+step benchmark 120 "$PYTHON" benchmark/gpu_kernels.py --out "$OUT/gpu_kernels.jsonl"
+SANITIZER="$(command -v compute-sanitizer || true)"
+[ -n "$SANITIZER" ] || for path in /usr/local/cuda/bin/compute-sanitizer; do
+    [ ! -x "$path" ] || SANITIZER="$path"
+done
+if [ -n "$SANITIZER" ]; then
+    for tool in memcheck racecheck; do
+        step "$tool" 90 "$SANITIZER" --tool "$tool" --error-exitcode 9 \
+            "$PYTHON" benchmark/gpu_kernels.py --check-only
+    done
+else
+    echo "gpu_check: compute-sanitizer is not installed, skipped"
+    echo '{"step": "memcheck", "skipped": "compute-sanitizer is not installed"}' >>"$OUT/gpu_check.jsonl"
+fi
+step resources 120 "$PYTHON" scripts/compile_kernels.py --json "$OUT/kernels.json"
+
+[ "$FAILED" = 0 ] && echo "gpu_check: all steps passed, see $OUT" || echo "gpu_check: FAILED, see $OUT"
+exit "$FAILED"
