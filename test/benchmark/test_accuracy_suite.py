@@ -112,7 +112,7 @@ def test_the_flags_of_every_policy_are_understood(setting):
         cpus=None, config=json.dumps(config),
     )  # fmt: skip
     assert parsed.budget_tokens == setting.budget_tokens
-    assert parsed.precompute == (setting.policy == "scout")
+    assert parsed.precompute == (setting.policy in ("scout", "scout-signs"))
     if setting.policy == "recent":
         assert parsed.sink_pages + parsed.recent_pages == setting.budget_tokens // 32
 

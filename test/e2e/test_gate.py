@@ -1,4 +1,4 @@
-"""The short form of the accuracy gate, on real servers and the model in the tree: scout answers as full attention does."""
+"""The short form of the accuracy gate, on real servers: scout answers as full attention does."""
 
 from __future__ import annotations
 
