@@ -98,7 +98,7 @@ def make_cluster(
     total = (len(prompts) + 2) * longest
     decodes = {}
     for name, config in modes(args.modes).items():
-        settings = {**config, "step_log": str(logs / f"{name}.jsonl")}
+        settings = {**args.config, **config, "step_log": str(logs / f"{name}.jsonl")}
         if args.resident_tokens:
             settings["resident_tokens"] = args.resident_tokens
         decodes[name] = flags(kv_offload_config=json.dumps(settings))
@@ -174,6 +174,7 @@ def make_profile(args: argparse.Namespace, progress: Progress) -> Path:
         dataset=args.dataset,
         dtype=args.dtype,
         check=not args.quick,
+        config=args.config,
     )
     profile = profile_command.make_profile(request, progress)
     print(profile_command.as_text(profile))
@@ -205,6 +206,7 @@ def run(args: argparse.Namespace, writer: Writer) -> None:
         "resident_tokens": args.resident_tokens or args.budget * args.requests,
         "threshold": profile.threshold,
         "intervals": profile.intervals,
+        "config": args.config,
     }
     logs = Path(tempfile.mkdtemp(prefix="sglang-scout-recall-"))
     names = list(modes(args.modes))
@@ -262,6 +264,7 @@ def main(argv: list[str] | None = None) -> int:
         default=["off", "fixed", "profile", "adaptive", "off-no-precompute",
                  "profile-no-precompute", "adaptive-no-precompute"],
     )  # fmt: skip
+    add("--config", type=json.loads, default={}, metavar="JSON", help="more keys for every mode")
     add("--quick", action="store_true", help="one round, the profile unchecked")
     args = parser.parse_args(argv)
     if args.quick:

@@ -200,6 +200,22 @@ def request(**changes):
     )
 
 
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"resident_tokens": 512},
+            "resident_tokens is set by the command itself.*--resident-tokens",
+        ),
+        ({"recall": "off"}, "recall is set by the command itself; leave it out$"),
+        ({"digest": "sings"}, "digest = 'sings'; choose one of minmax, signs"),
+    ],
+)
+def test_keys_that_cannot_be_passed_on(config, message):
+    with pytest.raises(ConfigError, match=message):
+        check_request(request(config=config))
+
+
 def test_profile_of_a_log(tmp_path):
     log = read_step_log(write_log(tmp_path / "s.jsonl", 41))
     found = profile_of(log, request(steps=40), [300, 320])

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from sglang_scout import __version__
 from sglang_scout.core.errors import ScoutError
@@ -75,6 +76,16 @@ def _report(args: argparse.Namespace) -> int:
     return report.run(args.trace, as_json=args.json, plot=args.plot)
 
 
+def _config(text: str) -> dict[str, Any]:
+    from sglang_scout.core.config import load_json
+    from sglang_scout.core.errors import ConfigError
+
+    try:
+        return load_json(text, "--config")
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def _profile(args: argparse.Namespace) -> int:
     from sglang_scout.cli import profile
 
@@ -92,6 +103,7 @@ def _profile(args: argparse.Namespace) -> int:
         check=args.check,
         dtype=args.dtype,
         server_args=args.server_args,
+        config=args.config,
     )
     return profile.run(request, as_json=args.json)
 
@@ -217,6 +229,13 @@ def _parser() -> argparse.ArgumentParser:
         default="auto",
         choices=("auto", "bfloat16", "float16", "float32"),
         help="as SGLang's flag (default: auto)",
+    )
+    add(
+        "--config",
+        type=_config,
+        default={},
+        metavar="JSON",
+        help="further keys of the decode server's --kv-offload-config, an object or @FILE",
     )
     add(
         "--server-args",

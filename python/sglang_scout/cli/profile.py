@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from sglang_scout.cli.profile_run import RunFailed, ends_orderly, run_workload
 from sglang_scout.cli.progress import Progress
 from sglang_scout.cli.step_log_file import StepLogFile, ratios_by_age
 from sglang_scout.cli.table import columns
-from sglang_scout.core.config import PAGE_SIZE_TOKENS
+from sglang_scout.core.config import PAGE_SIZE_TOKENS, parse_config
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.profile import (
     FLAG,
@@ -48,6 +49,7 @@ class Request:
         dataset: see :func:`make_prompts`; None: text that is at hand.
         plot: a picture's file, or None.
         check: run the workload again with the intervals found.
+        config: further keys of the servers' --kv-offload-config.
         dtype, server_args: for both servers.
     """
 
@@ -64,6 +66,7 @@ class Request:
     check: bool = True
     dtype: str = "auto"
     server_args: str = ""
+    config: Mapping[str, Any] = field(default_factory=dict)
 
 
 def check_request(request: Request) -> None:
@@ -91,6 +94,13 @@ def check_request(request: Request) -> None:
             f"profile: --resident-tokens {resident}: must be a positive multiple of "
             f"{PAGE_SIZE_TOKENS}"
         )
+    own = sorted({"recall", "resident_tokens", "step_log"} & set(request.config))
+    if own:
+        raise ConfigError(
+            f"profile: --config: {own[0]} is set by the command itself; leave it out"
+            + (" and give --resident-tokens" if "resident_tokens" in own else "")
+        )
+    parse_config(policy="scout", policies=("scout",), config=json.dumps(dict(request.config)))
     least = least_tokens(budget)
     if request.input_tokens < least:
         raise ConfigError(
@@ -156,6 +166,7 @@ def _run(
     config: dict[str, Any],
     decode_flags: tuple[str, ...] = (),
 ) -> StepLogFile:
+    config = {**request.config, **config}
     if request.resident_tokens is not None:
         config = {**config, "resident_tokens": request.resident_tokens}
     return run_workload(

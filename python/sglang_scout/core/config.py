@@ -177,8 +177,12 @@ def _format_cpus(cpus: set[int]) -> str:
     return ",".join(map(str, ordered))
 
 
-def _load_json(text: str) -> dict[str, Any]:
-    flag = "--kv-offload-config"
+def load_json(text: str, flag: str = "--kv-offload-config") -> dict[str, Any]:
+    """The object in ``text``, or in the file of ``@FILE``.
+
+    Raises:
+        ConfigError: neither; names ``flag`` and the value.
+    """
     source = text
     if text.startswith("@"):
         path = Path(text[1:])
@@ -316,7 +320,7 @@ def parse_config(
     if host_gb is not None and not host_gb > 0:
         raise ConfigError(f"--kv-offload-host-gb {host_gb}: must be greater than 0")
     values: dict[str, Any] = {
-        key: _check_key(key, value) for key, value in _load_json(config or "{}").items()
+        key: _check_key(key, value) for key, value in load_json(config or "{}").items()
     }
     result = OffloadConfig(
         policy=policy,
