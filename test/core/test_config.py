@@ -2,7 +2,8 @@
 
 import pytest
 
-from sglang_scout.core.config import OffloadConfig, parse_config, parse_cpu_list
+from sglang_scout.core.config import OffloadConfig, parse_config
+from sglang_scout.core.cpu_list import parse_cpu_list
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.profile import load_profile
 

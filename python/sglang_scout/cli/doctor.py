@@ -15,7 +15,7 @@ from typing import Any
 
 from sglang_scout.cli import machine
 from sglang_scout.cli.table import columns, gib, ranges
-from sglang_scout.core.config import parse_cpu_list
+from sglang_scout.core.cpu_list import parse_cpu_list
 
 OK, WARNING, FAILED = "ok", "warning", "failed"
 PLUGIN_GROUP = "sglang.srt.plugins"

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from sglang_scout.core.config import parse_cpu_list
+from sglang_scout.core.cpu_list import parse_cpu_list
 
 SYS = Path("/sys")
 SHMEM_MODES_THAT_HELP = ("always", "within_size", "advise", "force")
