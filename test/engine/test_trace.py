@@ -147,7 +147,8 @@ def test_copies_say_what_they_moved(traced):
 
 
 def test_slices_lie_where_they_belong(traced):
-    """Prediction of layer l+1 and attention of layer l lie within the slice of layer l."""
+    """Prediction of layer l+1 and attention of layer l lie within the slice of layer l; in the
+    requests' first step each layer looks after itself."""
     _, _, slices = traced()
     layers = {
         (s["args"]["step"], s["args"]["layer"]): (s["ts"], s["ts"] + s["dur"])
@@ -160,12 +161,20 @@ def test_slices_lie_where_they_belong(traced):
         if s["row"] == "attention":
             start, end = layers[key]
         elif s["row"] == "ahead" and key[1] > 0:
-            start, end = layers[key[0], key[1] - 1]
+            start, end = layers[key[0], key[1] - (key[0] > 1)]
         else:
             continue
         seen += 1
         assert start <= s["ts"] and s["ts"] + s["dur"] <= end
     assert seen > 50
+
+
+@pytest.mark.parametrize(("exact_steps", "predicts"), [(0, {1, 2, 3, 4}), (1, {2, 3, 4}), (3, {4})])
+def test_the_first_steps_of_a_request_do_without_prediction(traced, exact_steps, predicts):
+    _, _, slices = traced(config=json.dumps({"recall": "off", "exact_steps": exact_steps}))
+    assert {s["args"]["step"] for s in slices if s["name"].startswith("predict")} == predicts
+    posted = {s["args"]["step"] for s in slices if s["name"].startswith("post")}
+    assert posted == {1, 2, 3, 4}, "what is missing goes to the worker all the same"
 
 
 def test_arrows_go_from_the_post_over_the_worker_to_the_merge(traced):

@@ -68,6 +68,8 @@ class OffloadConfig:
     """What a layer's query is predicted from, one layer ahead; see ``policy/predictors.py``."""
     exact_layers: tuple[int, ...] = ()
     """Layers whose query is not predicted: they choose and compute with the real one, without lead."""
+    exact_steps: int = 1
+    """First steps of a request in which no layer predicts; see ``policy/predictors.py``."""
     predictor_file: str | None = None
     """The learned correction that ``predictor`` = learned needs, see ``core/correction.py``."""
     recall: str = "adaptive"
@@ -122,6 +124,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "recall_link_share": (0.01, 1.0),
     "heat_half_life_steps": (0.5, 10**6),
     "quality_inputs": (0, 10**6),
+    "exact_steps": (0, 10**6),
     "trace_steps": (1, 10**6),
     "sink_pages": (0, 2**20),
     "recent_pages": (0, 2**20),

@@ -166,7 +166,10 @@ class StepEngine:
             self.inputs.see(layer, x)
         if self.quality is not None:
             self.quality.layer_input(layer, x, positions)
-        for target in self.policy.predictor.targets(layer, self.shape.num_layers):
+        predictor = self.policy.predictor
+        if (self._current().ages < predictor.exact_steps).any():
+            return
+        for target in predictor.targets(layer, self.shape.num_layers):
             start_ns = self.tracer.now()
             query = self._forecast.query(layer, target, x, positions)
             self.tracer.cut("ahead", "predict", start_ns, layer=target)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from ..core.registry import Op, Tolerance
+from . import triton
 from .shapes import Shapes
 
 _NORM_EPS = 1e-12
@@ -67,7 +68,13 @@ def _check(
             shapes.bind(f"correction.{name}", getattr(correction, name), axes, torch.float32)
 
 
-ADVANCE_INPUT = Op("advance_input", advance_input_reference, check=_check, tolerances=TOLERANCES)
+ADVANCE_INPUT = Op(
+    "advance_input",
+    advance_input_reference,
+    [triton.ADVANCE_INPUT],
+    check=_check,
+    tolerances=TOLERANCES,
+)
 
 
 def advance_input(

@@ -49,6 +49,10 @@ class PredictorAxis(Protocol):
     def correction(self) -> StreamCorrection | None:
         """What was learned about the change of a layer's input across the layer."""
 
+    @property
+    def exact_steps(self) -> int:
+        """First steps of a request in which nothing is predicted, in any row of the batch."""
+
     def targets(self, layer: int, num_layers: int) -> tuple[int, ...]:
         """Layers whose query is predicted at the input of ``layer``."""
 

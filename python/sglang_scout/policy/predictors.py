@@ -21,12 +21,18 @@ class NextLayerQuery:
     Layer 0 has no layer before it: its query comes from its own input, exact but without lead. The
     layers named in ``exact`` have no lead either: they use the real query, for models in which a
     layer changes its input so much that the next one's query cannot be told from it.
+
+    A request comes without a page on the device, so in its first step all that it selects would be
+    attended to with predicted queries alone, when its answer begins. The paper starts from the blocks
+    found important after prefill; here, steps in which a request is younger than ``exact_steps`` do
+    without prediction, which costs them a wait in each layer.
     """
 
     lead: int = 1
     carry: float = 0.0
     correction: StreamCorrection | None = None
     exact: tuple[int, ...] = ()
+    exact_steps: int = 1
 
     def targets(self, layer: int, num_layers: int) -> tuple[int, ...]:
         ahead = (layer + 1,) if layer + 1 < num_layers and layer + 1 not in self.exact else ()
@@ -40,6 +46,7 @@ class CurrentQuery:
     lead: int = 0
     carry: float = 0.0
     correction: StreamCorrection | None = None
+    exact_steps: int = 0
 
     def targets(self, layer: int, num_layers: int) -> tuple[int, ...]:
         return ()

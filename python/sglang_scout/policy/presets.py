@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from sglang_scout.core.config import DEFAULT_RECALL_THRESHOLD, OffloadConfig
 from sglang_scout.core.correction import StreamCorrection
@@ -26,22 +27,23 @@ def _digest(config: OffloadConfig) -> MinMaxDigest:
 
 
 def predictors(
-    correction: StreamCorrection | None, exact_layers: tuple[int, ...] = ()
+    correction: StreamCorrection | None, exact_layers: tuple[int, ...] = (), exact_steps: int = 1
 ) -> dict[str, PredictorAxis]:
     """What the key ``predictor`` may name; ``learned`` only where there is a ``correction``."""
-    found: dict[str, PredictorAxis] = {
-        "next_layer": NextLayerQuery(exact=exact_layers),
-        "extrapolate": NextLayerQuery(carry=CARRY, exact=exact_layers),
-    }
+    found = {"next_layer": NextLayerQuery(), "extrapolate": NextLayerQuery(carry=CARRY)}
     if correction is not None:
-        found["learned"] = NextLayerQuery(correction=correction, exact=exact_layers)
-    return found
+        found["learned"] = NextLayerQuery(correction=correction)
+    return {
+        name: replace(predictor, exact=exact_layers, exact_steps=exact_steps)
+        for name, predictor in found.items()
+    }
 
 
 def _predictor(config: OffloadConfig, correction: StreamCorrection | None) -> PredictorAxis:
     if not config.precompute:
         return CurrentQuery()
-    return predictors(correction, config.exact_layers)[config.predictor]
+    found = predictors(correction, config.exact_layers, config.exact_steps)
+    return found[config.predictor]
 
 
 def _residency(
