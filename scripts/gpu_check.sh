@@ -4,9 +4,9 @@
 #
 #   scripts/gpu_check.sh OUTDIR
 #
-# OUTDIR gets gpu_check.jsonl (a row per step), ops.xml (the tests), gpu_kernels.jsonl (times and shares of
-# the bandwidth), kernels.json (registers and shared memory), a log per step, and Triton's cache. Exit status
-# 0 if all steps passed, 1 if one failed, 2 without a CUDA device.
+# OUTDIR gets gpu_check.jsonl (a row per step), ops.xml (the tests), gpu_kernels.jsonl (times and shares of the
+# bandwidth), gpu_ring.jsonl (cost of post and wait), kernels.json (registers and shared memory), a log per step,
+# and Triton's cache. Exit status 0 if all steps passed, 1 if one failed, 2 without a CUDA device.
 #
 # Variables: PYTHON (with torch, triton, numpy, msgspec, pytest, pytest-timeout and hypothesis; the .venv of this
 # repository if there is one). Nothing is built and nothing is installed. Without the native module the tests
@@ -58,10 +58,19 @@ step() {
         "$name" "$status" $((SECONDS - begin_s)) "$limit_s" >>"$OUT/gpu_check.jsonl"
 }
 
+PARALLEL=()
+! "$PYTHON" -c 'import xdist' 2>/dev/null || PARALLEL=(-n 8) # most of the time goes into compiling kernels
+
 step small-sizes 120 "$PYTHON" benchmark/gpu_kernels.py --check-only
-step tests 300 "$PYTHON" -m pytest -q -p no:cacheprovider test/ops -k "triton or doorbell" \
+step tests 300 "$PYTHON" -m pytest -q -p no:cacheprovider "${PARALLEL[@]}" test/ops -k "triton or doorbell" \
     --deselect test/ops/test_triton_compile.py --junitxml "$OUT/ops.xml"
 step benchmark 120 "$PYTHON" benchmark/gpu_kernels.py --out "$OUT/gpu_kernels.jsonl"
+if "$PYTHON" -c 'import sglang_scout._native' 2>/dev/null; then
+    step ring 90 "$PYTHON" benchmark/gpu_ring.py --out "$OUT/gpu_ring.jsonl"
+else
+    echo "gpu_check: the native module is absent, so no worker could answer the ring: skipped"
+    echo '{"step": "ring", "skipped": "the native module is absent"}' >>"$OUT/gpu_check.jsonl"
+fi
 SANITIZER="$(command -v compute-sanitizer || true)"
 [ -n "$SANITIZER" ] || for path in /usr/local/cuda/bin/compute-sanitizer; do
     [ ! -x "$path" ] || SANITIZER="$path"
