@@ -58,7 +58,16 @@ def empty(*shape: int, dtype: torch.dtype = F32) -> torch.Tensor:
 def cases() -> Iterator[tuple[str, Callable[..., object], tuple]]:
     """A name, and a call with the shapes of a model that launches kernels."""
     from sglang_scout.ops.doorbell import DeviceRing
-    from sglang_scout.ops.triton import attend, doorbell, merge, pages, score, score_int8, select
+    from sglang_scout.ops.triton import (
+        advance,
+        attend,
+        doorbell,
+        merge,
+        pages,
+        score,
+        score_int8,
+        select,
+    )
     from sglang_scout.worker.ring import layout_of
     from sglang_scout.worker.spec import ArenaSpec
 
@@ -99,6 +108,12 @@ def cases() -> Iterator[tuple[str, Callable[..., object], tuple]]:
         ids = empty(64, dtype=I64)
         yield f"build_digests, {model}", pages.build_digests, (k, ids, *digests)
     out, lse, row = empty(16, 40, 128), empty(16, 40), empty(4, dtype=I32)
+    x, known = empty(16, 5120, dtype=BF16), empty(16, dtype=torch.bool)
+    for r in (64, 128):
+        correction = (empty(5120, r), empty(5120, r), empty(r, 5120), empty(5120))
+        arguments = (x, x, x, known, 0.5, correction)
+        yield f"advance_input, rank {r}", advance.advance_input, arguments
+    yield "advance_input, carry alone", advance.advance_input, (x, x, x, known, 0.5)
     yield "merge_states", merge.merge_states, (out, lse, out, lse)
     for N, chosen in ((4096, 64), (8192, 512), (128, 16)):
         arguments = (empty(4, N), empty(4, N, dtype=I32), row, empty(99, dtype=I32), chosen)

@@ -101,6 +101,19 @@ def test_void_columns_are_minus_infinity_whatever_they_hold(impl, reduce):
 
 
 @IMPLS
+@pytest.mark.parametrize("reduce", REDUCTIONS)
+def test_rows_that_are_longer_than_a_block_of_any_kernel(agree, impl, reduce):
+    """200 pages, the bounds of each stretch of pages on another level, one row that ends early."""
+    q, _, kmin, kmax, _, _ = inputs(13, B=2, P=200, H=1, G=2)
+    level = 1 + torch.arange(200) // 50 % 3
+    kmin, kmax = (x * level[:, None, None] for x in (kmin, kmax))
+    table = torch.arange(200, dtype=torch.int32).repeat(2, 1)
+    n_full = torch.tensor([200, 70], dtype=torch.int32)
+    got = score_pages(q, kmin, kmax, table, n_full, 0.125, reduce, impl=impl)
+    agree(SCORE_PAGES, got, literal(q, kmin, kmax, table, n_full, 0.125, reduce))
+
+
+@IMPLS
 def test_mass_adds_up_to_the_number_of_heads(impl):
     q, _, kmin, kmax, table, n_full = inputs(7)
     table[:, 0], n_full[:] = 0, 9
