@@ -64,15 +64,26 @@ def test_bfloat16_within_its_rounding():
     )
 
 
-@pytest.mark.parametrize("options", [{"causal": False}, {"sliding_window_size": 8}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"causal": False},
+        {"sliding_window_size": 8},
+        {"sliding_window_size": 0},
+        {"encoder_lens": torch.tensor([3, 0])},
+        {"is_cross_attn": True},
+    ],
+)
 def test_what_it_does_not_know_goes_to_sglang(options):
     calls: list[list[int]] = []
 
     def around(*args, **kwargs):
         def original(*args, **kwargs):
             calls.append(args[7].tolist())
+            assert all(kwargs.get(k, args[-1]) is options[k] for k in options), "all is handed on"
+            return args[2]
 
         return cpu_extend.around_extend(original, *args, **kwargs)
 
     got = run(around, [(100, 20), (7, 1)], **options)
-    assert calls == [[120], [8]] and got.isnan().all(), "nothing is written here"
+    assert calls == [[120, 8]] and got.isnan().all(), "nothing is written here"

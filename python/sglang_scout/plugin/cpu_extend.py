@@ -28,29 +28,37 @@ def around_extend(
     seq_lens: torch.Tensor,
     extend_prefix_lens: torch.Tensor,
     extend_seq_lens: torch.Tensor,
-    *args: Any,
+    encoder_lens: torch.Tensor | None = None,
     scaling: float | None = None,
     enable_gqa: bool = False,
     causal: bool = False,
-    **kwargs: Any,
+    is_cross_attn: bool = False,
+    sliding_window_size: int | None = None,
 ) -> torch.Tensor:
     """``query`` and ``output`` [T, HQ, D], caches [slots, H, D]; returns ``output``, filled.
 
     Sequences with more new tokens than cached ones go to the original, which is then the faster one.
+    Encoders, cross attention and sliding windows are its own matter altogether.
     """
-    shared = {"scaling": scaling, "enable_gqa": enable_gqa, "causal": causal, **kwargs}
-    special = [x for x in (*args, *kwargs.values()) if x not in (None, False, -1)]
+    shared = {"scaling": scaling, "enable_gqa": enable_gqa, "causal": causal}
+    has_window = sliding_window_size is not None and sliding_window_size > -1
+    if encoder_lens is not None or is_cross_attn or has_window or not causal:
+        return original(
+            self, query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens,
+            extend_prefix_lens, extend_seq_lens, encoder_lens, **shared,
+            is_cross_attn=is_cross_attn, sliding_window_size=sliding_window_size,
+        )  # fmt: skip
     begin = 0
     for i, (total, cached, new) in enumerate(
         zip(seq_lens.tolist(), extend_prefix_lens.tolist(), extend_seq_lens.tolist(), strict=True)
     ):
         end = begin + new
-        if special or not causal or 2 * new > total:
+        if 2 * new > total:
             one = slice(i, i + 1)
             original(
                 self, query[begin:end], output[begin:end], k_cache, v_cache, req_to_token,
                 req_pool_indices[one], seq_lens[one], extend_prefix_lens[one], extend_seq_lens[one],
-                *args, **shared,
+                **shared,
             )  # fmt: skip
         else:
             slots = req_to_token[req_pool_indices[i], :total]
