@@ -209,6 +209,7 @@ def request(**changes):
         ),
         ({"recall": "off"}, "recall is set by the command itself; leave it out$"),
         ({"digest": "sings"}, "digest = 'sings'; choose one of minmax, signs"),
+        ({"recent_pages": 4}, "budget 128: holds 4 pages, fewer than sink_pages .* = 5"),
     ],
 )
 def test_keys_that_cannot_be_passed_on(config, message):

@@ -100,7 +100,12 @@ def check_request(request: Request) -> None:
             f"profile: --config: {own[0]} is set by the command itself; leave it out"
             + (" and give --resident-tokens" if "resident_tokens" in own else "")
         )
-    parse_config(policy="scout", policies=("scout",), config=json.dumps(dict(request.config)))
+    parse_config(
+        policy="scout",
+        policies=("scout",),
+        budget_tokens=budget,
+        config=json.dumps(dict(request.config)),
+    )
     least = least_tokens(budget)
     if request.input_tokens < least:
         raise ConfigError(
