@@ -1,5 +1,5 @@
-// Scores by key signs, written once and compiled for every instruction set; the compiler vectorises
-// over the 16 tokens that a word holds. See attend_kernel.h for why nothing of the standard library
+// Scores by key signs, written once and compiled for every instruction set; the 16 tokens of a
+// word are the lanes of a vector. See attend_kernel.h for why nothing of the standard library
 // is used.
 #pragma once
 
@@ -16,30 +16,46 @@ constexpr int kWordTokens = 16;  // tokens of one word; a page has two words for
 constexpr int kSignHeadsAtOnce = 4;
 constexpr float kLeastSpread = 1e-5f;  // of the largest score
 
+// Vectors of the widest kind that the instruction set has, one lane for a token. Spelled out: the
+// compiler unrolls a loop over the tokens of a word before it vectorises, and then does not.
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+constexpr int kWordParts = kWordTokens / kLanes;
+typedef float Lanes __attribute__((vector_size(4 * kLanes)));
+typedef int32_t LaneBits __attribute__((vector_size(4 * kLanes)));
+
 // Largest of the 16 sums  sum_d +-q[g, d]  for GB query heads, + where the token's bit is set.
 // doubled holds 2 q, base holds -sum_d q: a set bit adds 2 q to what all-clear bits give.
 template <int GB>
 inline void largest_sums(const char* words, int element_bytes, const float* doubled,
                          const float* base, int dim, float* largest) {
-  static const uint32_t kBit[kWordTokens] = {
-      1u << 0, 1u << 1, 1u << 2,  1u << 3,  1u << 4,  1u << 5,  1u << 6,  1u << 7,
-      1u << 8, 1u << 9, 1u << 10, 1u << 11, 1u << 12, 1u << 13, 1u << 14, 1u << 15};
-  float sums[GB][kWordTokens];
+  LaneBits bit[kWordParts];
+  for (int t = 0; t < kWordTokens; ++t) bit[t / kLanes][t % kLanes] = 1 << t;
+  Lanes sums[GB][kWordParts];
   for (int g = 0; g < GB; ++g)
-    for (int t = 0; t < kWordTokens; ++t) sums[g][t] = base[g];
+    for (int p = 0; p < kWordParts; ++p) sums[g][p] = Lanes{} + base[g];
   for (int d = 0; d < dim; ++d) {
     uint16_t half;
     __builtin_memcpy(&half, words + static_cast<ptrdiff_t>(d) * element_bytes, sizeof half);
-    const uint32_t word = half;
+    const int32_t word = half;
+    LaneBits is_set[kWordParts];  // all ones or all zeros
+    for (int p = 0; p < kWordParts; ++p) is_set[p] = (bit[p] & word) != 0;
 #pragma GCC unroll 4
     for (int g = 0; g < GB; ++g) {
-      const float x = doubled[static_cast<ptrdiff_t>(g) * dim + d];
-      for (int t = 0; t < kWordTokens; ++t) sums[g][t] += (word & kBit[t]) != 0 ? x : 0.0f;
+      int32_t x;
+      __builtin_memcpy(&x, doubled + static_cast<ptrdiff_t>(g) * dim + d, sizeof x);
+      for (int p = 0; p < kWordParts; ++p) sums[g][p] += reinterpret_cast<Lanes>(is_set[p] & x);
     }
   }
   for (int g = 0; g < GB; ++g) {
     for (int t = 0; t < kWordTokens; ++t) {
-      largest[g] = sums[g][t] > largest[g] ? sums[g][t] : largest[g];
+      const float sum = sums[g][t / kLanes][t % kLanes];
+      largest[g] = sum > largest[g] ? sum : largest[g];
     }
   }
 }
