@@ -1,5 +1,7 @@
 """The decode step against plain references, over whole lives of requests."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -84,6 +86,39 @@ def test_attending_to_the_selected_pages_alone(make, policy):
                 atol=2e-5,
             )
     assert worker.engine.counters.verify_max_rel_error <= FP32_TOLERANCE
+
+
+@pytest.mark.parametrize("policy", ["scout", "infinigen"])
+@pytest.mark.parametrize("digest", ["minmax", "signs"])
+def test_a_selected_page_counts_once_wherever_it_is(make, policy, digest):
+    """Resident, copied ahead in this step or with the CPU: the selection, and nothing else."""
+    config = {"attend": "selected", "precompute": False, "digest": digest}
+    worker = make(policy=policy, budget_tokens=128, drift=2.0, config=json.dumps(config))
+    worker.admit(1000)
+    worker.admit(700)
+    for _ in range(12):
+        worker.step()
+        for row, request in enumerate(worker.requests):
+            full = torch.tensor([request.pages[: (request.length - 1) // SIZE]], dtype=torch.int32)
+            count = torch.tensor([full.shape[1]], dtype=torch.int32)
+            for layer in range(3):
+                scores = worker.digests.score(
+                    layer, worker.queries[layer][row : row + 1].contiguous(), full, count,
+                    worker.shape.scale, "mass",
+                )  # fmt: skip
+                scores[0, [0, -1]] = torch.inf
+                kept = [
+                    *(SIZE * p + t for p in scores[0].topk(4).indices for t in range(SIZE)),
+                    *range(SIZE * full.shape[1], request.length),
+                ]
+                torch.testing.assert_close(
+                    worker.outputs[layer][row],
+                    worker.dense(row, layer, tokens=kept),
+                    rtol=2e-5,
+                    atol=2e-5,
+                )
+    counters = worker.engine.counters
+    assert (counters.cpu_pages if policy == "scout" else counters.recalled_pages) > 20
 
 
 @pytest.mark.parametrize("config", ["{}", '{"precompute": false}'])

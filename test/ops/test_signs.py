@@ -130,6 +130,14 @@ def test_one_page_and_no_page(impl):
 
 
 @SCORES
+@pytest.mark.parametrize(("B", "N"), [(0, 4), (2, 0)])
+def test_no_request_and_no_column(impl, B, N):
+    q, low, high, *_ = inputs(2, B, 4, 5, 2, 2)
+    table, n_full = torch.zeros(B, N, dtype=torch.int32), torch.zeros(B, dtype=torch.int32)
+    assert score_signs(q, low, high, table, n_full, impl=impl).shape == (B, N)
+
+
+@SCORES
 def test_finds_the_one_key_that_a_query_looks_for(impl):
     """Random keys and one that equals the query: its page comes first, with boxes only sometimes."""
     found = {"signs": 0, "boxes": 0}

@@ -107,9 +107,9 @@ class Signs:
         return score_signs(query, low, high, table, n_full)
 
     def is_set(self, low: torch.Tensor, high: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        # Bounds are in order in every channel, which words of signs are only by chance. Both marks:
-        # one of them is the word of a real page once in 65,536.
-        return ~_is_in_order(low, high, ids) & ~_is_marked(low, high, ids).all(0).any(0)
+        # Bounds are in order in every channel, which words of signs are only by chance. A mark is the
+        # word of a real page once in 65,536; such a page is built again.
+        return ~_is_in_order(low, high, ids) & ~_is_marked(low, high, ids).any(0).any(0)
 
 
 FORMS: dict[str, DigestForm] = {"minmax": MinMax(), "signs": Signs()}

@@ -69,6 +69,8 @@ def score_signs_reference(
 ) -> torch.Tensor:
     """`score_signs` in plain torch, fp32."""
     (B, N), (H, D) = table.shape, low.shape[1:]
+    if not table.numel():
+        return q.new_empty(table.shape) if out is None else out
     ids = table.clamp(min=0).flatten()
     signs = signs_of(low.index_select(0, ids), high.index_select(0, ids))
     u = torch.einsum("bhgd,bnthd->bhgnt", q.view(B, H, -1, D), signs.view(B, N, -1, H, D))
