@@ -209,8 +209,9 @@ def offload_state(cluster: PDCluster, args: argparse.Namespace) -> dict[str, Any
 
 
 def check_offload(state: dict[str, Any]) -> None:
-    """Raises DemoFailed unless the CPU and the recall really had a part in the answers."""
-    for name in ("cpu_pages", "recalled_pages"):
+    """Raises DemoFailed unless recall, and the CPU where it is meant to, had a part in the answers."""
+    copies_ahead = state["policy"] == "infinigen"
+    for name in ("recalled_pages",) if copies_ahead else ("cpu_pages", "recalled_pages"):
         if not state[name] > 0:
             raise DemoFailed(f"kv_offload.{name} is {state[name]}, expected more than 0: {state}")
     if state["worker"]["state"] != "ready":

@@ -29,7 +29,7 @@ from sglang_scout.cli.server_process import (
 )
 from sglang_scout.cli.sglang_http import RequestFailed, http_json
 
-READY_TIMEOUT_S = 1200.0
+READY_TIMEOUT_S = 600.0
 REQUEST_TIMEOUT_S = 3600.0
 TRIES = 3
 # On a busy machine a prefill server's answer to a heartbeat may take longer than the 3 s that SGLang gives it; it

@@ -150,7 +150,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--budgets", nargs="+", type=int, metavar="TOKENS", help="default: 512 1024 2048")
     add("--lengths", nargs="+", type=int, metavar="TOKENS")
     add("--samples", type=int, help="of each length and task")
-    add_common_arguments(parser)
+    add_common_arguments(parser, existing="is overwritten")
     args = parser.parse_args(argv)
     args.budgets = args.budgets or list(SHORT_BUDGETS if args.short else ALLOWED_POINTS)
     args.lengths = args.lengths or list(SHORT_LENGTHS if args.short else LENGTHS)

@@ -33,7 +33,8 @@ class RowFile:
         *,
         anew: bool = False,
     ) -> None:
-        self._writer = Writer(None, {**environment, **fields})
+        self._given = fields
+        self.renew(environment)
         self._fields = json.loads(json.dumps(fields))
         self._benchmark = environment["benchmark"]
         self._key = tuple(key)
@@ -45,6 +46,10 @@ class RowFile:
                 path.write_text("")
             elif path.exists():
                 self.rows = [row for row in read_rows(path) if self._is_ours(row)]
+
+    def renew(self, environment: Row) -> None:
+        """What is added from now on was measured here: servers that start late run later code."""
+        self._writer = Writer(None, {**environment, **self._given})
 
     def _is_ours(self, row: Row) -> bool:
         same = all(row.get(name) == value for name, value in self._fields.items())

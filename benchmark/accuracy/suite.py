@@ -110,6 +110,7 @@ def run_grid(args: argparse.Namespace, file: RowFile, progress: Progress) -> Non
         if not missing:
             continue
         progress.say(f"starting servers for {', '.join(s.name for s in missing)}")
+        file.renew(environment(BENCHMARK, PACKAGES))
         with start_fleet(args, missing) as fleet:
             progress.say(f"ready after {fleet.startup_s:.0f} s")
             measure(fleet, missing, args, file, progress)
@@ -127,12 +128,12 @@ def start_fleet(args: argparse.Namespace, settings: Sequence[Setting]) -> Fleet:
     )
 
 
-def add_common_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the suite and the gate share."""
+def add_common_arguments(
+    parser: argparse.ArgumentParser, existing: str = "is gone on with"
+) -> None:
+    """What the suite and the gate share; ``existing``: what becomes of a file that is there."""
     add = parser.add_argument
-    add(
-        "--json", type=Path, metavar="FILE", help="one row a line; an existing file is gone on with"
-    )
+    add("--json", type=Path, metavar="FILE", help=f"one row a line; an existing file {existing}")
     add("--model-path", default=str(MODEL), help="folder of the model")
     add("--dtype", default="bfloat16")
     add("--seed", type=int, default=FIRST_SEED, help="of the first sample")

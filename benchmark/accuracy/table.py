@@ -114,10 +114,19 @@ def by_budget(scores: Scores, length: int, cell: Callable[[Setting, int], str]) 
     return markdown_table(["policy", *(f"budget {b}" for b in scores.budgets)], lines)
 
 
+def runs_of(rows: Sequence[Row]) -> str:
+    """Every commit and command of the rows, with the time at which its servers started."""
+    runs: dict[tuple[str, str], str] = {}
+    for row in rows:
+        commit = row["commit"][:12] + (" with changes" if row["dirty"] else "")
+        runs.setdefault((commit, row["command"]), row["time_utc"][:16])
+    return "; ".join(f"commit {c}, {time} UTC, `{command}`" for (c, command), time in runs.items())
+
+
 def document(rows: Sequence[Row], files: Sequence[str]) -> str:
     """The whole page; ``files`` are the names of those with the rows."""
     scores = Scores(rows)
-    first, last = scores.rows[0], scores.rows[-1]
+    first = scores.rows[0]
     samples = sorted({row["asked"] for row in scores.rows})
     question = {
         "decode": "The prompt ends before the question, and a grammar forces the question's tokens on the "
@@ -146,8 +155,7 @@ def document(rows: Sequence[Row], files: Sequence[str]) -> str:
         f"{first['dtype']}), tasks of `benchmark/accuracy/tasks.py`: {', '.join(scores.tasks)}. "
         f"{' and '.join(map(str, samples))} texts for each task and length, one question each, the same for all "
         f"policies; an answer counts if every token is right. {question} Intervals are 95 %.",
-        f"Commit {first['commit'][:12]}{' with changes' if first['dirty'] else ''}, {first['time_utc'][:16]} to "
-        f"{last['time_utc'][:16]} UTC, {first['cpu']}, {first['cores']} cores. `{first['command']}`",
+        f"{first['cpu']}, {first['cores']} cores, {runs_of(scores.rows)}",
         "Policies are described in `benchmark/accuracy/policies.py`. Where a budget covers the whole text, every "
         "policy is full attention.",
         "![Share of right answers by budget](accuracy.png)",
