@@ -58,7 +58,7 @@ def draw(rows: list[Row]) -> Any:
     for ax in axes[-1]:
         ax.set_xlabel("budget, tokens")
     handles, labels = panels[0].get_legend_handles_labels()
-    panels[-1].legend(handles, labels, fontsize=8, loc="lower right")
+    fig.legend(handles, labels, fontsize=8, loc="lower right", ncols=2)
     model = scores.rows[0]["model"]
     fig.suptitle(f"{model}: mean of {len(scores.tasks)} tasks, exact answers", fontsize=11)
     return fig
