@@ -53,6 +53,7 @@ def test_a_covering_budget_is_exact_full_attention(make, lengths):
         '{"recall": "off"}',
         '{"attend": "selected", "recall": "fixed"}',
         '{"digest": "signs", "exact_layers": [1]}',
+        '{"digest": "signs", "resident_bonus": 1.0}',
     ],
 )
 def test_a_small_budget_attends_to_exactly_the_chosen_pages(make, dtype, tolerance, config):

@@ -217,7 +217,7 @@ def profile_of(log: StepLogFile, request: Request, prompt_tokens: list[int]) -> 
         num_layers=log.num_layers,
         workload=f"{len(prompt_tokens)} requests at once, prompts of {lengths} tokens of "
         f"{describe(request.dataset)}, {request.steps} steps, {resident} resident tokens in all, "
-        f"{request.dtype}",
+        f"{request.dtype}" + (f", {json.dumps(dict(request.config))}" if request.config else ""),
         identity=msgspec.convert(log.facts["identity"], ModelIdentity),
         samples=samples.tolist(),
         curves=curves.round(4).tolist(),

@@ -60,6 +60,8 @@ class OffloadConfig:
     """What is kept of a page to score it by: bounds (``ops/digest.py``) or signs (``ops/signs.py``)."""
     head_reduce: str = "mass"
     """How the query heads' bounds combine into one score per page, see ``ops/score.py``."""
+    resident_bonus: float = 0.0
+    """Added to the scores of pages that are on the device already, with digest = signs."""
     attend: str = "resident"
     """What a step attends to: the selected pages and all others that are resident, or the selected alone."""
     precompute: bool = True
@@ -125,6 +127,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "heat_half_life_steps": (0.5, 10**6),
     "quality_inputs": (0, 10**6),
     "exact_steps": (0, 10**6),
+    "resident_bonus": (0.0, 100.0),
     "trace_steps": (1, 10**6),
     "sink_pages": (0, 2**20),
     "recent_pages": (0, 2**20),
@@ -236,6 +239,11 @@ def _check_prediction(config: OffloadConfig) -> None:
         raise ConfigError(
             f"{flag}: predictor_file = {config.predictor_file!r} has no effect with predictor = "
             f"{config.predictor!r}; choose predictor = 'learned' or drop the file"
+        )
+    if config.resident_bonus and config.digest != "signs":
+        raise ConfigError(
+            f"{flag}: resident_bonus = {config.resident_bonus!r} is in units of the scores of digest = "
+            f"'signs'; choose that digest or drop the bonus"
         )
     if config.quality_inputs and not config.quality:
         raise ConfigError(

@@ -189,6 +189,9 @@ class StepEngine:
         scores = self.digests.score(
             layer, query, batch.table, batch.n_full, self.shape.scale, digest.head_reduce
         )
+        if digest.resident_bonus:
+            # Of what no head looks for, any page is as good as another: take what is here.
+            scores += digest.resident_bonus * (self._slots_of(layer, batch.table) >= 0)
         start_ns = self.tracer.cut("ahead", "score", start_ns, layer=layer)
         selection = select_pages(
             scores,

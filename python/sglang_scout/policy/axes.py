@@ -30,6 +30,10 @@ class DigestAxis(Protocol):
         """Newest full pages that are selected whatever their score."""
 
     @property
+    def resident_bonus(self) -> float:
+        """Added to the score of a page that is resident, so that equals stay where they are."""
+
+    @property
     def only_selected(self) -> bool:
         """Attend to the selected pages alone, not to whatever else is resident."""
 

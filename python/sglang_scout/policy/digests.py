@@ -12,4 +12,5 @@ class MinMaxDigest:
     head_reduce: str = "mass"
     sink_pages: int = 1
     recent_pages: int = 1
+    resident_bonus: float = 0.0
     only_selected: bool = False

@@ -22,6 +22,7 @@ def _digest(config: OffloadConfig) -> MinMaxDigest:
         config.head_reduce,
         config.sink_pages,
         config.recent_pages,
+        resident_bonus=config.resident_bonus,
         only_selected=config.attend == "selected",
     )
 
