@@ -33,7 +33,7 @@ sys.path.insert(0, str(MODEL.parent))
 import tasks  # noqa: E402
 
 # Its keys have no channels that stand out, and layer 1 asks for what layer 0 has just gathered.
-MODEL_CONFIG = {"digest": "signs", "exact_layers": [1]}
+MODEL_CONFIG = {"digest": "signs", "exact_layers": [1], "resident_bonus": 1.0}
 QUESTION_TASKS = ("needle", "multi_key", "variables")
 SEED = 4242
 QUESTION = "Read the text below and say in a few words what it is about."
