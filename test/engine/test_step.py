@@ -89,6 +89,41 @@ def test_attending_to_the_selected_pages_alone(make, policy):
     assert worker.engine.counters.verify_max_rel_error <= FP32_TOLERANCE
 
 
+class Heard:
+    """Around a stand-in for the worker: the queries that it is asked with, by layer."""
+
+    def __init__(self, inner):
+        self.inner, self.queries = inner, {}
+
+    def post(self, layer, step, q, pages, n_pages):
+        self.queries[layer] = torch.from_numpy(q.copy())
+        return self.inner.post(layer, step, q, pages, n_pages)
+
+    def wait(self, *args):
+        return self.inner.wait(*args)
+
+
+def test_a_newcomer_uses_its_real_query_and_the_others_their_predictions(make):
+    """So that a request's tokens do not depend on when others join."""
+    heard = []
+
+    def around(missing):
+        heard.append(Heard(missing))
+        return heard[0]
+
+    worker = make(budget_tokens=128, drift=3.0, config='{"recall": "off"}', around_missing=around)
+    worker.admit(1000)
+    for step in range(4):
+        if step == 2:
+            worker.admit(900)
+        worker.step()
+        for layer in (1, 2):
+            asked = heard[0].queries[layer]
+            for row, first_step in enumerate((0, 2)[: len(worker.requests)]):
+                x = worker.hidden[layer if step == first_step else layer - 1, row : row + 1]
+                torch.testing.assert_close(asked[row], worker._projector(layer)(x, None)[0])
+
+
 @pytest.mark.parametrize("policy", ["scout", "infinigen"])
 @pytest.mark.parametrize("digest", ["minmax", "signs"])
 def test_a_selected_page_counts_once_wherever_it_is(make, policy, digest):

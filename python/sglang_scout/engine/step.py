@@ -111,6 +111,7 @@ class StepEngine:
         self._verifier = Verifier(host, shape, self.counters) if verify else None
         self._step = 0
         self._ahead: dict[int, _Ahead] = {}
+        self._predicted: dict[int, torch.Tensor] = {}  # by layer; used when the real ones are there
         self._batch: Batch | None = None
         self._missed = np.zeros((shape.num_layers, 0), np.int64)  # [L, B] pages, in this step
         self._step_us = 0.0  # smoothed
@@ -141,6 +142,7 @@ class StepEngine:
         self.tracer.step(self._step)
         start_ns = self.tracer.now()
         self._ahead.clear()
+        self._predicted.clear()
         self._step_start_ns = time.monotonic_ns()
         self._batch = self.boundary.begin(
             self._step, page_table, request_slots, seq_lens, self._missed, self._step_us
@@ -167,13 +169,18 @@ class StepEngine:
         if self.quality is not None:
             self.quality.layer_input(layer, x, positions)
         predictor = self.policy.predictor
-        if (self._current().ages < predictor.exact_steps).any():
+        young = self._current().ages < predictor.exact_steps
+        if young.all():
             return
         for target in predictor.targets(layer, self.shape.num_layers):
             start_ns = self.tracer.now()
             query = self._forecast.query(layer, target, x, positions)
             self.tracer.cut("ahead", "predict", start_ns, layer=target)
-            self._look_ahead(target, query)
+            # With a young request in the batch, all of the layer waits for its real query.
+            if young.any():
+                self._predicted[target] = query
+            else:
+                self._look_ahead(target, query)
 
     def layer_output(self) -> None:
         """The layer whose input came last has ended; the next layer's input says so too."""
@@ -233,7 +240,7 @@ class StepEngine:
         batch = self._current()
         self._append(layer, k, v)
         query = q.float()
-        ahead = self._ahead.pop(layer, None) or self._look_ahead(layer, query.contiguous())
+        ahead = self._ahead.pop(layer, None) or self._look_ahead(layer, self._late(layer, query))
         slots = batch.slots[layer]
         if self.policy.digest.only_selected:
             slots = self._slots_of(layer, ahead.pages)
@@ -269,6 +276,15 @@ class StepEngine:
             if self.step_log is not None:
                 self.step_log.end(end_ns)
         return out
+
+    def _late(self, layer: int, query: torch.Tensor) -> torch.Tensor:
+        """``[B, HQ, D]`` what a layer without lead chooses with: the real query, but for requests whose
+        query was predicted. So a request's tokens do not depend on when others join."""
+        predicted = self._predicted.pop(layer, None)
+        if predicted is None:
+            return query.contiguous()
+        young = self._current().ages < self.policy.predictor.exact_steps
+        return torch.where(torch.from_numpy(young)[:, None, None], query, predicted)
 
     def _append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """The new token's K and V go to the host page and to the tail's slot."""

@@ -55,7 +55,7 @@ class PredictorAxis(Protocol):
 
     @property
     def exact_steps(self) -> int:
-        """First steps of a request in which nothing is predicted, in any row of the batch."""
+        """First steps of a request in which its queries are not predicted."""
 
     def targets(self, layer: int, num_layers: int) -> tuple[int, ...]:
         """Layers whose query is predicted at the input of ``layer``."""

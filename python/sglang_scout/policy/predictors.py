@@ -24,8 +24,8 @@ class NextLayerQuery:
 
     A request comes without a page on the device, so in its first step all that it selects would be
     attended to with predicted queries alone, when its answer begins. The paper starts from the blocks
-    found important after prefill; here, steps in which a request is younger than ``exact_steps`` do
-    without prediction, which costs them a wait in each layer.
+    found important after prefill; here, a request younger than ``exact_steps`` uses its real queries,
+    which costs a step with such a request a wait in each layer.
     """
 
     lead: int = 1
