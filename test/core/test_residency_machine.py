@@ -163,7 +163,7 @@ class ResidencyMachine(RuleBasedStateMachine):
     def evict(self, layer, want, age):
         before_step = self.step - age
         resident, free = self._resident(layer), self.table.num_free(layer)
-        stamps = {p: self.table.stamp[layer, self.table.slot_of[layer, p]] for p in resident}
+        stamps = {p: self.table.stamp[layer, p] for p in resident}
         gone_count = self.table.evict(layer, want, before_step)
         gone = resident - self._resident(layer)
         assert len(gone) == gone_count

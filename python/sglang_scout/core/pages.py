@@ -56,7 +56,8 @@ class ResidencyTable:
 
     Attributes:
         slot_of: ``[L, P]`` int32, slot of a page or -1. Shared with the engine, which reads it.
-        stamp: ``[L, num_slots]`` int64, step in which the slot's page was last selected.
+        stamp: ``[L, P]`` int64, step in which the page was last selected or landed, -1: never. Pages
+            on their way have one too: what this step looked for is not given up as it lands.
         heat: ``[L, P]`` float32, see above; only comparisons within one step mean something.
     """
 
@@ -74,7 +75,7 @@ class ResidencyTable:
         self.num_slots = num_slots
         self.slot_of = np.full((num_layers, num_pages), -1, np.int32)
         self.page_of = np.full((num_layers, num_slots), _FREE, np.int32)
-        self.stamp = np.full((num_layers, num_slots), -1, np.int64)
+        self.stamp = np.full((num_layers, num_pages), -1, np.int64)
         self.heat = np.zeros((num_layers, num_pages), np.float32)
         self._half_life_steps = half_life_steps
         self._scaled_at_step = 0
@@ -84,7 +85,6 @@ class ResidencyTable:
         self._generation = np.zeros(num_pages, np.int64)
         self._free = np.tile(np.arange(num_slots, dtype=np.int64), (num_layers, 1))
         self._num_free = np.full(num_layers, num_slots, np.int64)
-        self._layers = np.arange(num_layers)[:, None]
 
     def num_free(self, layer: int) -> int:
         """Slots of ``layer`` that are neither mapped nor reserved."""
@@ -113,8 +113,7 @@ class ResidencyTable:
         """
         is_page = pages >= 0
         ids = pages[is_page]
-        slots = self.slot_of[layer, ids]
-        self.stamp[layer, slots[slots >= 0]] = step
+        self.stamp[layer, ids] = step
         weight = np.float32(self._weight(step))
         if fresh is None or not fresh.any():
             np.add.at(self.heat[layer], ids, weight)
@@ -133,10 +132,7 @@ class ResidencyTable:
 
     def touch_all_layers(self, pages: Ints, step: int) -> None:
         """Protect ``pages`` in ``step``, in every layer; says nothing about their heat."""
-        slots = self.slot_of[:, pages[pages >= 0]]
-        layers = np.broadcast_to(self._layers, slots.shape)
-        resident = slots >= 0
-        self.stamp[layers[resident], slots[resident]] = step
+        self.stamp[:, pages[pages >= 0]] = step
 
     def reserve(self, layer: int, pages: Ints) -> Reservation:
         """Take free slots for those of ``pages`` that are missing, hottest first as far as they go."""
@@ -186,7 +182,7 @@ class ResidencyTable:
         pages, slots = reservation.pages[current], reservation.slots[current]
         self.slot_of[layer, pages] = slots
         self.page_of[layer, slots] = pages
-        self.stamp[layer, slots] = step
+        self.stamp[layer, pages] = np.maximum(self.stamp[layer, pages], step)
         self._pending[layer, pages] = False
         self._give_back(layer, reservation.slots[~current])
         return len(pages)
@@ -201,13 +197,15 @@ class ResidencyTable:
             return 0
         slots = self._evictable(layer, before_step)
         if len(slots) > short:
-            heat = self.heat[layer, self.page_of[layer, slots]]
-            slots = slots[np.lexsort((self.stamp[layer, slots], heat))[:short]]
+            pages = self.page_of[layer, slots]
+            order = np.lexsort((self.stamp[layer, pages], self.heat[layer, pages]))
+            slots = slots[order[:short]]
         self._unmap(layer, slots)
         return len(slots)
 
     def _evictable(self, layer: int, before_step: int) -> npt.NDArray[np.int64]:
-        return np.flatnonzero((self.page_of[layer] >= 0) & (self.stamp[layer] < before_step))
+        slots = np.flatnonzero(self.page_of[layer] >= 0)
+        return slots[self.stamp[layer, self.page_of[layer, slots]] < before_step]
 
     def _unmap(self, layer: int, slots: npt.NDArray[np.int64]) -> None:
         self.slot_of[layer, self.page_of[layer, slots]] = -1
@@ -219,6 +217,7 @@ class ResidencyTable:
         self._generation[ids] += 1
         self._pending[:, ids] = False
         self.heat[:, ids] = 0.0
+        self.stamp[:, ids] = -1
         slots = self.slot_of[:, ids]
         for layer in np.flatnonzero((slots >= 0).any(axis=1)):
             self._give_back(layer, slots[layer][slots[layer] >= 0].astype(np.int64))
@@ -233,7 +232,6 @@ class ResidencyTable:
         self._free[layer, end : end + len(slots)] = slots
         self._num_free[layer] = end + len(slots)
         self.page_of[layer, slots] = _FREE
-        self.stamp[layer, slots] = -1
 
     def check(self) -> None:
         """Assert the invariants; for tests and debugging.

@@ -163,9 +163,8 @@ class Recall:
         for taken in self._just_landed:
             layer = taken.layer
             self.landed[layer] += len(taken.pages)
-            slots = self._table.slot_of[layer, taken.pages]
-            stamps = self._table.stamp[layer, slots[slots >= 0]]
-            self.used[layer] += int((stamps == step - 1).sum())
+            resident = taken.pages[self._table.slot_of[layer, taken.pages] >= 0]
+            self.used[layer] += int((self._table.stamp[layer, resident] == step - 1).sum())
         self._just_landed.clear()
 
     def load_now(self, layer: int, pages: npt.NDArray[np.integer], step: int) -> int:
