@@ -75,6 +75,17 @@ def test_equals_dense_softmax(agree, impl, dtype, sizes, D, R, spread, logit_cap
     agree(ATTEND_PAGES, got, expected, dtype, times=max(1.0, spread))
 
 
+@pytest.mark.parametrize("token_bytes", [32, 160, 192, 320, 384, 512, 1024])
+@pytest.mark.parametrize("block_s", [1, 2, 8, 16, 32, 64, 128])
+def test_a_tile_of_pages_is_a_power_of_two(block_s, token_bytes):
+    """Head sizes such as 80 in float32 leave room for three pages of 16 tokens."""
+    from sglang_scout.ops.triton.attend import pages_per_tile
+
+    tokens = pages_per_tile(block_s, token_bytes) * block_s
+    assert tokens >= 16 and tokens.bit_count() == 1
+    assert tokens <= max(64, block_s) and (tokens * token_bytes <= 16384 or tokens in (16, block_s))
+
+
 @IMPLS
 @pytest.mark.parametrize(
     ("H", "G", "D"), [(8, 5, 128), (2, 16, 128), (4, 1, 64), (1, 8, 256), (3, 2, 96)]

@@ -214,10 +214,12 @@ def attend_pages(
 def pages_per_tile(block_s: int, token_bytes: int) -> int:
     """Pages of a tile: up to 64 tokens or 16 KiB, at least the 16 tokens of a tensor core.
 
+    A power of two, as ``block_s`` is, because ``tl.arange`` counts the tile's tokens.
     ``token_bytes`` is what one token takes in shared memory, where float16 is widened.
     """
     tokens = min(_TILE_TOKENS, _TILE_BYTES // token_bytes)
-    return max(16 // block_s, min(4, tokens // block_s), 1)
+    fitting = max(1, min(4, tokens // block_s))
+    return max(16 // block_s, 1 << (fitting.bit_length() - 1))
 
 
 def processors(device: torch.device) -> int:
