@@ -1,4 +1,4 @@
-"""Shared by all tests: environment, order (units first, servers last) and the tiny models."""
+"""Shared by all tests: environment, generated examples, order (servers last) and the tiny models."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -23,6 +24,15 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # several processes share two cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# The same examples in every run: a change is judged by what it does, not by luck. Those who look for
+# faults run `pytest --hypothesis-profile=explore`. No deadline: the first case loads kernels.
+settings.register_profile(
+    "repeatable", max_examples=40, deadline=None, derandomize=True, print_blob=True
+)
+settings.register_profile(
+    "explore", max_examples=400, deadline=None, database=None, print_blob=True
+)
+settings.load_profile("repeatable")
 
 E2E_TIMEOUT_S = 900  # two clusters started on two busy cores, and what the test does with them
 

@@ -1,4 +1,4 @@
-"""Shared by the op tests: hypothesis settings, absent implementations, the comparison, the device.
+"""Shared by the op tests: absent implementations, the comparison, the device.
 
 On a machine with a CUDA device the cases of "triton" travel to it: their tensors are made on the
 CPU as for every implementation; arguments go to the device, results and changed arguments come back.
@@ -15,12 +15,9 @@ from sglang_scout import ops
 from sglang_scout.core.registry import Implementation, Op
 from sglang_scout.ops import native, triton
 
-# No deadline: a case takes milliseconds, but the first one loads kernels.
-settings.register_profile("ops", deadline=None, max_examples=40, database=None, print_blob=True)
-settings.load_profile("ops")
 # The interpreter is a hundred times slower than the C++ code, and on a device each new size of an
 # axis that is a constant of the kernel takes a second to compile.
-TRITON_EXAMPLES = 10
+TRITON_SHARE = 0.25
 
 ABSENT = {
     "native": lambda: "" if native.available() else native._ABSENT,
@@ -51,7 +48,8 @@ def pytest_runtest_call(item):
     usual = getattr(test, "_hypothesis_internal_use_settings", None)
     if usual is None or "triton" not in implementations_of(item):
         return (yield)
-    test._hypothesis_internal_use_settings = settings(usual, max_examples=TRITON_EXAMPLES)
+    fewer = max(1, int(TRITON_SHARE * usual.max_examples))
+    test._hypothesis_internal_use_settings = settings(usual, max_examples=fewer)
     try:
         return (yield)
     finally:
