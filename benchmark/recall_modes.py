@@ -53,6 +53,7 @@ BENCHMARK = "recall_modes"
 PACKAGES = ("sglang", "torch", "sglang-scout")
 READY_TIMEOUT_S = 1200.0
 TASK_SEED = 777
+LEADS = ("predictor", "exact_layers", "exact_steps")  # refused by a server that does not predict
 
 
 def modes(names: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -98,7 +99,10 @@ def make_cluster(
     total = (len(prompts) + 2) * longest
     decodes = {}
     for name, config in modes(args.modes).items():
-        settings = {**args.config, **config, "step_log": str(logs / f"{name}.jsonl")}
+        more = {
+            k: v for k, v in args.config.items() if config.get("precompute", True) or k not in LEADS
+        }
+        settings = {**more, **config, "step_log": str(logs / f"{name}.jsonl")}
         if args.resident_tokens:
             settings["resident_tokens"] = args.resident_tokens
         decodes[name] = flags(kv_offload_config=json.dumps(settings))
@@ -245,7 +249,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     add = parser.add_argument
     add("--json", type=Path, metavar="FILE", help="rows; the profile is written beside them")
-    add("--model-path", help="folder of a model (default: the demo's tiny random one)")
+    add("--model-path", help="folder of a model (default: the retrieval model, with --tasks)")
     add("--dataset", metavar="FILE", help="as of `sglang-scout profile`")
     add("--tasks", action="store_true", help="texts of benchmark/accuracy/tasks.py as prompts")
     add("--profile", type=Path, metavar="FILE", help="take this one (default: make one)")
@@ -270,11 +274,8 @@ def main(argv: list[str] | None = None) -> int:
     if args.quick:
         args.rounds = 1
     if args.model_path is None:
-        sys.path.insert(0, str(ROOT / "scripts"))
-        from make_tiny_model import TinyModelSpec, cached_tiny_model
-
-        spec = TinyModelSpec(arch="qwen3", dtype="bfloat16")
-        args.model_path = str(cached_tiny_model(spec, ROOT / ".cache" / "models"))
+        args.model_path = str(ROOT / "benchmark" / "accuracy" / "recall_model")
+        args.tasks = args.tasks or args.dataset is None
     if args.tasks:
         args.dataset = write_tasks(args.requests, args.input_len)
     writer = Writer(args.json, environment(BENCHMARK, PACKAGES))

@@ -45,11 +45,6 @@ class Loss:
         half = Z_95 * math.sqrt(lost + gained - (lost - gained) ** 2 / n) / n
         return 100 * max(-1.0, centre - half), 100 * min(1.0, centre + half)
 
-    @property
-    def p_value(self) -> float:
-        """Chance of so many lost answers, or more, if losing and gaining were as likely (exact)."""
-        return binomial_tail(self.lost, self.lost + self.gained, 0.5)
-
 
 def paired_loss(base: Sequence[bool], other: Sequence[bool]) -> Loss:
     """Raises ValueError unless both answered the same, nonzero number of questions."""

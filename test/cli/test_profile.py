@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import hypothesis.strategies as st
 import msgspec
@@ -14,6 +15,7 @@ from sglang_scout.cli.profile import Request, as_text, check_request, profile_of
 from sglang_scout.cli.profile_prompts import make_prompts
 from sglang_scout.cli.profile_run import RunFailed
 from sglang_scout.cli.step_log_file import ratios_by_age, read_step_log
+from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.profile import (
     FLAG,
@@ -24,14 +26,14 @@ from sglang_scout.core.profile import (
     config_digest,
     load_profile,
     save_profile,
+    selection_of,
     smooth,
 )
 
 BETA = 0.12
 IDENTITY = ModelIdentity("Qwen3ForCausalLM", 2, 4, 2, 64, "0123456789abcdef")
-SERVER = dict(
-    num_layers=2, page_size_tokens=32, budget_tokens=128, model="/models/m", identity=IDENTITY
-)
+CONFIG = OffloadConfig(policy="scout", budget_tokens=128)
+SERVER = dict(num_layers=2, config=CONFIG, model="/models/m", identity=IDENTITY)
 
 
 def interval(*ratios, samples=None):
@@ -104,6 +106,7 @@ def a_profile(**changes):
         version=1, model="m", page_size_tokens=32, budget_tokens=128, threshold=BETA,
         intervals=[3, 40], num_layers=2, workload="4 requests", identity=IDENTITY,
         samples=[4] * 40, curves=[[0.1] * 3 + [0.5] * 37, [0.01] * 40], made_by="this test",
+        selection=selection_of(CONFIG),
     )  # fmt: skip
     return RecallProfile(**(values | changes))
 
@@ -121,15 +124,28 @@ def test_round_trip(tmp_path):
 
 def test_the_profile_of_this_server_is_taken():
     check_profile(a_profile(), "p.json", **SERVER)
-    check_profile(a_profile(identity=None), "p.json", **SERVER)
+    check_profile(a_profile(identity=None, selection={}), "p.json", **SERVER)
 
 
 @pytest.mark.parametrize(
     ("change", "parts"),
     [
         ({"num_layers": 3}, ["2 layers", "has 3"]),
-        ({"page_size_tokens": 64}, ["pages of 32", "64"]),
-        ({"budget_tokens": 256}, ["budget of 128", "--kv-offload-budget 256", "set that to 128"]),
+        ({"config": replace(CONFIG, page_size_tokens=64)}, ["pages of 32", "64"]),
+        (
+            {"config": replace(CONFIG, budget_tokens=256)},
+            ["budget of 128", "--kv-offload-budget 256", "set that to 128"],
+        ),
+        *(
+            ({"config": replace(CONFIG, **{key: value})}, [key, repr(value), "--kv-offload-config"])
+            for key, value in (
+                ("digest", "signs"),
+                ("head_reduce", "sum"),
+                ("resident_bonus", 1.0),
+                ("sink_pages", 0),
+                ("recent_pages", 3),
+            )
+        ),
         *(
             ({"identity": msgspec.structs.replace(IDENTITY, **{field: value})}, [str(value)])
             for field, value in (

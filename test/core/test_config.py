@@ -54,6 +54,17 @@ def test_defaults():
         ({"config": '{"predictor": "oracle"}'}, ["predictor", "'oracle'", "next_layer"]),
         ({"config": '{"predictor": "learned"}'}, ["'learned'", "needs predictor_file"]),
         ({"config": '{"predictor_file": "f.npz"}'}, ["'f.npz'", "no effect", "'learned'"]),
+        ({"config": '{"head_reduce": "sum", "digest": "signs"}'}, ["head_reduce = 'sum'", "signs"]),
+        (
+            {"config": '{"exact_layers": [1], "precompute": false}'},
+            ["exact_layers = (1,)", "no effect", "precompute = false"],
+        ),
+        ({"config": '{"exact_steps": 1, "precompute": false}'}, ["exact_steps = 1", "no effect"]),
+        (
+            {"config": '{"predictor": "extrapolate", "precompute": false}'},
+            ["'extrapolate'", "no effect", "drop one"],
+        ),
+        ({"config": '{"resident_bonus": 1.0}'}, ["resident_bonus = 1.0", "signs"]),
         ({"config": '{"trace": ""}'}, ["trace", "''", "name a file"]),
         ({"config": '{"trace": "."}'}, ["trace", "'.'", "name a file"]),
         ({"cpus": ""}, ["--kv-offload-cpus", "''"]),

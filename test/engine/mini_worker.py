@@ -10,6 +10,7 @@ import torch
 
 from sglang_scout.core.config import parse_config
 from sglang_scout.core.pages import ResidencyTable
+from sglang_scout.engine.digest_forms import FORMS
 from sglang_scout.engine.pools import DigestPool, HostPages, ModelShape, ResidentCache
 from sglang_scout.engine.step import StepEngine
 from sglang_scout.ops.attend import attend_pages
@@ -60,7 +61,7 @@ class MiniWorker:
     def __init__(self, *, layers=3, heads=4, kv_heads=2, dim=64, pages=80, max_batch=4,
                  budget_tokens=128, resident_tokens=None, dtype=torch.float32, seed=0,
                  config="{}", drift=0.5, logit_cap=0.0, policy="scout", tracer=None,
-                 correction=None, around_missing=None):  # fmt: skip
+                 correction=None, around_missing=None, pool_form=None):  # fmt: skip
         self.config = parse_config(
             policy=policy, policies=POLICY_NAMES, budget_tokens=budget_tokens, config=config
         )
@@ -70,7 +71,7 @@ class MiniWorker:
         k = [torch.randn(tokens).to(dtype) for _ in range(layers)]
         v = [torch.randn(tokens).to(dtype) for _ in range(layers)]
         self.host = HostPages(self.shape, k, v)
-        self.digests = DigestPool(self.shape, pages, "cpu", self.config.digest)
+        self.digests = DigestPool(self.shape, pages, "cpu", pool_form or self.config.digest)
         budget = self.config.budget_pages
         slots = (resident_tokens or budget_tokens * max_batch) // SIZE + max_batch + budget
         policy_of = make_policy(
@@ -171,7 +172,7 @@ class MiniWorker:
             full = torch.tensor(request.pages[: (request.length - 1) // SIZE], dtype=torch.int64)
             for layer in range(self.shape.num_layers):
                 half = expected.low[layer], expected.high[layer]
-                expected.form.build(self.host.k[layer], full, *half)
+                FORMS[expected.form].build(self.host.k[layer], full, *half)
                 assert torch.equal(as_bits(self.digests.low[layer])[full], as_bits(half[0])[full])
                 assert torch.equal(as_bits(self.digests.high[layer])[full], as_bits(half[1])[full])
 

@@ -26,6 +26,11 @@ def make():
         worker.close()
 
 
+def test_digests_that_the_policy_does_not_score_are_refused(make):
+    with pytest.raises(ValueError, match="digests are minmax, the policy scores signs"):
+        make(config='{"digest": "signs"}', pool_form="minmax")
+
+
 @pytest.mark.parametrize("lengths", [[1], [31, 32, 33], [64, 95, 96, 97]])
 def test_a_covering_budget_is_exact_full_attention(make, lengths):
     worker = make(budget_tokens=512)

@@ -19,7 +19,7 @@ from sglang_scout.cli.profile_run import RunFailed, ends_orderly, run_workload
 from sglang_scout.cli.progress import Progress
 from sglang_scout.cli.step_log_file import StepLogFile, ratios_by_age
 from sglang_scout.cli.table import columns
-from sglang_scout.core.config import PAGE_SIZE_TOKENS, parse_config
+from sglang_scout.core.config import PAGE_SIZE_TOKENS, OffloadConfig, parse_config
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.profile import (
     FLAG,
@@ -29,6 +29,7 @@ from sglang_scout.core.profile import (
     RecallProfile,
     choose_interval,
     save_profile,
+    selection_of,
 )
 
 LEAST_STEPS = 8
@@ -100,12 +101,7 @@ def check_request(request: Request) -> None:
             f"profile: --config: {own[0]} is set by the command itself; leave it out"
             + (" and give --resident-tokens" if "resident_tokens" in own else "")
         )
-    parse_config(
-        policy="scout",
-        policies=("scout",),
-        budget_tokens=budget,
-        config=json.dumps(dict(request.config)),
-    )
+    server_config(request)
     least = least_tokens(budget)
     if request.input_tokens < least:
         raise ConfigError(
@@ -126,6 +122,20 @@ def check_request(request: Request) -> None:
     if request.plot is not None:
         if Path(request.plot).suffix not in PICTURES:
             raise ConfigError(f"profile: --plot {request.plot}: name a {', '.join(PICTURES)} file")
+
+
+def server_config(request: Request) -> OffloadConfig:
+    """What the decode server will have, but for recall.
+
+    Raises:
+        ConfigError: a wrong value in ``request.config``.
+    """
+    return parse_config(
+        policy="scout",
+        policies=("scout",),
+        budget_tokens=request.budget_tokens,
+        config=json.dumps(dict(request.config)),
+    )
 
 
 def least_tokens(budget_tokens: int) -> int:
@@ -222,6 +232,7 @@ def profile_of(log: StepLogFile, request: Request, prompt_tokens: list[int]) -> 
         samples=samples.tolist(),
         curves=curves.round(4).tolist(),
         made_by=f"sglang-scout {__version__}",
+        selection=selection_of(server_config(request)),
     )
 
 

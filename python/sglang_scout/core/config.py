@@ -223,13 +223,21 @@ def _check_layers(value: Any) -> tuple[int, ...]:
     return tuple(sorted(set(value)))
 
 
-def _check_prediction(config: OffloadConfig) -> None:
-    """Keys that mean something only together.
+def _check_together(config: OffloadConfig, given: set[str]) -> None:
+    """Keys that mean something only together; ``given`` are those that the user wrote.
 
     Raises:
         ConfigError: naming both.
     """
     flag = "--kv-offload-config"
+    idle = {"head_reduce"} if config.digest == "signs" else set()
+    if not config.precompute:
+        idle |= {"predictor", "exact_layers", "exact_steps"}
+    for key in sorted(idle & given):
+        cause = "digest = 'signs'" if key == "head_reduce" else "precompute = false"
+        raise ConfigError(
+            f"{flag}: {key} = {getattr(config, key)!r} has no effect with {cause}; drop one of them"
+        )
     if config.predictor == "learned" and config.predictor_file is None:
         raise ConfigError(
             f"{flag}: predictor = 'learned' needs predictor_file; make one with "
@@ -307,7 +315,7 @@ def parse_config(
         raise ConfigError(
             "--kv-offload-config: recall = 'profile' needs --kv-offload-recall-profile FILE"
         )
-    _check_prediction(result)
+    _check_together(result, set(values))
     if result.resident_tokens is not None and result.resident_tokens % page:
         raise ConfigError(
             f"--kv-offload-config: resident_tokens = {result.resident_tokens} must be a "

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.errors import ConfigError
 
 PROFILE_VERSION = 1
@@ -66,7 +67,8 @@ class RecallProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     CPU compute ratio under ``threshold`` on the profiled workload; 0 means never.
     ``curves[l][t-1]`` is the ratio of layer l, t steps after a request's first selection was
     loaded, without recall; ``samples[t-1]`` the number of requests in it. A profile written by hand
-    may end with ``num_layers``.
+    may end with ``num_layers``. ``selection`` has the server's ``SELECTION_KEYS``; where it lacks one,
+    nothing is said of it.
     """
 
     version: int
@@ -82,6 +84,16 @@ class RecallProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     curves: list[list[float]] = []
     check: ProfileCheck | None = None
     made_by: str = ""
+    selection: dict[str, str | int | float] = {}
+
+
+SELECTION_KEYS = ("digest", "head_reduce", "resident_bonus", "sink_pages", "recent_pages")
+"""Configuration that decides which pages a given query selects, and so how fast a selection drifts."""
+
+
+def selection_of(config: OffloadConfig) -> dict[str, str | int | float]:
+    """What a profile made with ``config`` states as its ``selection``."""
+    return {key: getattr(config, key) for key in SELECTION_KEYS}
 
 
 def config_digest(config: Mapping[str, Any]) -> str:
@@ -176,12 +188,11 @@ def check_profile(
     path: str,
     *,
     num_layers: int,
-    page_size_tokens: int,
-    budget_tokens: int,
+    config: OffloadConfig,
     model: str,
     identity: ModelIdentity,
 ) -> None:
-    """Refuse a profile that was made for another model, page size or budget.
+    """Refuse a profile that was made for another model, page size, budget or selection of pages.
 
     Args:
         model, identity: of this server; ``model`` is for the message.
@@ -199,13 +210,19 @@ def check_profile(
             f"{made} {profile.model!r} ({profile.identity.describe()}), this server has {model!r} "
             f"({identity.describe()}); {REMAKE}"
         )
-    if profile.page_size_tokens != page_size_tokens:
+    if profile.page_size_tokens != config.page_size_tokens:
         raise ConfigError(
             f"{made} pages of {profile.page_size_tokens} tokens, this server uses "
-            f"{page_size_tokens}; {REMAKE}"
+            f"{config.page_size_tokens}; {REMAKE}"
         )
-    if profile.budget_tokens != budget_tokens:
+    if profile.budget_tokens != config.budget_tokens:
         raise ConfigError(
-            f"{made} a budget of {profile.budget_tokens} tokens, this server has "
-            f"--kv-offload-budget {budget_tokens}; set that to {profile.budget_tokens} or {REMAKE}"
+            f"{made} a budget of {profile.budget_tokens} tokens, this server has --kv-offload-budget "
+            f"{config.budget_tokens}; set that to {profile.budget_tokens} or {REMAKE}"
         )
+    for key, value in selection_of(config).items():
+        if profile.selection.get(key, value) != value:
+            raise ConfigError(
+                f"{made} {key} = {profile.selection[key]!r}, this server has {key} = {value!r} in "
+                f"--kv-offload-config; set that to {profile.selection[key]!r} or {REMAKE}"
+            )

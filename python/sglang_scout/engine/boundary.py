@@ -29,7 +29,7 @@ class Batch:
     slots: torch.Tensor  # [L, B, N] int32 resident slots of full pages, -1 elsewhere
     tail_slot: torch.Tensor  # [L, B] int32 slot of the page being filled
     tail_len: torch.Tensor  # [B] int32 valid tokens in it, this step's included
-    tail_page: npt.NDArray[np.int64]  # [B]
+    tail_page: torch.Tensor  # [B] int32 host page id of it
     ages: npt.NDArray[np.int64]  # [B] steps that each request has done here before this one
 
     @property
@@ -114,7 +114,7 @@ class StepBoundary:
         column = np.arange(columns)
         table = np.where(column <= last[:, None], page_table, -1).astype(np.int32)
         is_full = column < last[:, None]
-        tail_page = table[np.arange(rows), last].astype(np.int64)
+        tail_page = table[np.arange(rows), last]
         ages = self._ages(request_slots)
         fresh = ages == 0
 
@@ -135,7 +135,7 @@ class StepBoundary:
             slots=torch.from_numpy(slots),
             tail_slot=torch.from_numpy(np.take(self._table.slot_of, tail_page, axis=1)),
             tail_len=torch.from_numpy(tail_len.astype(np.int32)),
-            tail_page=tail_page,
+            tail_page=torch.from_numpy(tail_page),
             ages=ages,
         )
 
@@ -179,7 +179,7 @@ class StepBoundary:
         self,
         table: npt.NDArray[np.int32],
         last: npt.NDArray[np.int64],
-        tail_page: npt.NDArray[np.int64],
+        tail_page: npt.NDArray[np.int32],
         fresh: npt.NDArray[np.bool_],
     ) -> None:
         """Sink, newest and tail pages of every request are resident; fresh requests that fit, whole."""

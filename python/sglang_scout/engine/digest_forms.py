@@ -14,7 +14,7 @@ from sglang_scout.ops.digest import build_digests
 from sglang_scout.ops.score import score_pages
 from sglang_scout.ops.signs import as_bits, build_signs, score_signs
 
-_UNSET_BITS = {torch.int16: 0x7FC0, torch.int32: 0x7FC0}
+_UNSET_BITS = 0x7FC0
 """A NaN in bfloat16, and in any form a word that hardly any page has."""
 
 
@@ -47,13 +47,13 @@ def unset(low: torch.Tensor, high: torch.Tensor, ids: torch.Tensor) -> None:
     """Mark rows ``ids`` of ``low``, ``high`` ``[L, P, H, D]`` as not written."""
     for half, corner in ((low, (0, 0)), (high, (-1, -1))):
         bits = as_bits(half)
-        bits[:, ids, *corner] = _UNSET_BITS[bits.dtype]
+        bits[:, ids, *corner] = _UNSET_BITS
 
 
 def _is_marked(low: torch.Tensor, high: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """``[2, L, n]`` bool."""
     corners = torch.stack([as_bits(low)[:, ids, 0, 0], as_bits(high)[:, ids, -1, -1]])
-    return corners == _UNSET_BITS[corners.dtype]
+    return corners == _UNSET_BITS
 
 
 def _is_in_order(low: torch.Tensor, high: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

@@ -63,6 +63,7 @@ class DigestPool:
         form: what a digest holds, a key of ``FORMS``.
 
     Attributes:
+        form: as given.
         low, high: ``[L, P, H, D]`` of the KV dtype's size, on ``device``; see ``form``.
         valid: ``[P]`` bool on the host; the digest of every layer of this page holds.
     """
@@ -75,7 +76,8 @@ class DigestPool:
         form: str = "minmax",
     ) -> None:
         size = (shape.num_layers, num_pages, shape.num_kv_heads, shape.head_dim)
-        self.form = FORMS[form]
+        self.form = form
+        self._form = FORMS[form]
         self.low = torch.zeros(size, dtype=shape.dtype, device=device)
         self.high = torch.zeros(size, dtype=shape.dtype, device=device)
         unset(self.low, self.high, torch.arange(num_pages, device=device))
@@ -94,7 +96,7 @@ class DigestPool:
 
     def accept(self, pages: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Mark those of ``pages`` whose digests have been written as valid; return the others."""
-        complete = self.form.is_set(self.low, self.high, self._ids(pages)).cpu().numpy()
+        complete = self._form.is_set(self.low, self.high, self._ids(pages)).cpu().numpy()
         self.valid[pages[complete]] = True
         self.received += int(complete.sum())
         return pages[~complete]
@@ -105,7 +107,7 @@ class DigestPool:
             return
         ids = self._ids(pages)
         for layer, k_layer in enumerate(k):
-            self.form.build(k_layer, ids, self.low[layer], self.high[layer])
+            self._form.build(k_layer, ids, self.low[layer], self.high[layer])
         self.valid[pages] = True
         self.computed += len(pages)
 
@@ -120,7 +122,7 @@ class DigestPool:
     ) -> torch.Tensor:
         """``[B, N]`` fp32 scores of the full pages in ``table`` for ``query`` ``[B, HQ, D]``."""
         low, high = self.low[layer], self.high[layer]
-        return self.form.score(query, low, high, table, n_full, scale, head_reduce)
+        return self._form.score(query, low, high, table, n_full, scale, head_reduce)
 
     def _ids(self, pages: npt.NDArray[np.integer]) -> torch.Tensor:
         return torch.from_numpy(np.asarray(pages, np.int64)).to(self.low.device)

@@ -31,6 +31,7 @@ from sglang_scout.engine.recall import Copies, Recall
 from sglang_scout.engine.step_log import StepLog
 from sglang_scout.engine.trace import Tracer
 from sglang_scout.engine.verify import Verifier
+from sglang_scout.ops.append import Pool, append_tokens
 from sglang_scout.ops.attend import attend_pages
 from sglang_scout.ops.select import select_pages
 from sglang_scout.policy.axes import Policy
@@ -83,6 +84,10 @@ class StepEngine:
         tracer: Tracer | None = None,
         verify: bool = False,
     ) -> None:
+        if digests.form != policy.digest.form:
+            raise ValueError(
+                f"the digests are {digests.form}, the policy scores {policy.digest.form}"
+            )
         forced = policy.digest.sink_pages + policy.digest.recent_pages
         if table.num_slots < min(max_batch * (forced + 1), table.num_pages):
             raise ValueError(
@@ -238,7 +243,13 @@ class StepEngine:
             ``[B, HQ, D]`` fp32.
         """
         batch = self._current()
-        self._append(layer, k, v)
+        append_tokens(
+            k,
+            v,
+            batch.tail_len,
+            Pool(self.resident.k[layer], self.resident.v[layer], batch.tail_slot[layer]),
+            mirror=Pool(self.host.k[layer], self.host.v[layer], batch.tail_page),
+        )
         query = q.float()
         ahead = self._ahead.pop(layer, None) or self._look_ahead(layer, self._late(layer, query))
         slots = batch.slots[layer]
@@ -285,21 +296,6 @@ class StepEngine:
             return query.contiguous()
         young = self._current().ages < self.policy.predictor.exact_steps
         return torch.where(torch.from_numpy(young)[:, None, None], query, predicted)
-
-    def _append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """The new token's K and V go to the host page and to the tail's slot."""
-        batch = self._current()
-        offset = (batch.tail_len - 1).long()
-        page = torch.from_numpy(batch.tail_page)
-        slot = batch.tail_slot[layer].long()
-        dtype = self.shape.dtype
-        for new, host, device in (
-            (k, self.host.k[layer], self.resident.k[layer]),
-            (v, self.host.v[layer], self.resident.v[layer]),
-        ):
-            new = new.to(dtype)
-            host[page, offset] = new
-            device[slot, offset] = new
 
     def _slots_of(self, layer: int, pages: torch.Tensor) -> torch.Tensor:
         """``[B, k]`` slots of ``pages``, -1 where not resident; fixed until the layer's attention ends."""

@@ -36,11 +36,10 @@ def append_reference(
 ) -> None:
     """`append_tokens` in plain torch: pages[ids[b], lens[b] - 1] = new[b] where ids[b] >= 0."""
     for pages_k, pages_v, ids in (pool,) if mirror is None else (pool, mirror):
+        rows = (ids >= 0).nonzero().squeeze(1)
+        at = [x.to(pages_k.device) for x in (ids[rows].long(), lens[rows].long() - 1)]
         for new, pages in ((k, pages_k), (v, pages_v)):
-            rows = (ids >= 0).nonzero().squeeze(1)
-            page, token = ids[rows].long(), lens[rows].long() - 1
-            values = new[rows].to(pages.device, pages.dtype)
-            pages[page.to(pages.device), token.to(pages.device)] = values
+            pages[at[0], at[1]] = new[rows].to(pages.device, pages.dtype)
 
 
 def _check(

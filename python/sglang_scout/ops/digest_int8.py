@@ -156,13 +156,8 @@ def _check_score(
 ) -> None:
     shapes = Shapes("score_pages_int8")
     _bind_packed(shapes, low, high, step)
-    shapes.bind("table", table, "BN", torch.int32)
-    shapes.bind("n_full", n_full, "B", torch.int32)
-    shapes.bind_query(q)
-    if reduce not in REDUCTIONS:
-        shapes.fail(f"reduce is {reduce!r}, expected one of {', '.join(REDUCTIONS)}")
-    if out is not None:
-        shapes.bind("out", out, "BN", torch.float32)
+    shapes.bind_scoring(q, table, n_full, out)
+    shapes.one_of("reduce", reduce, REDUCTIONS)
 
 
 SCORE_PAGES_INT8 = Op(

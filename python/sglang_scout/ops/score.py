@@ -62,13 +62,8 @@ def _check(
     shapes = Shapes("score_pages")
     shapes.bind("kmin", kmin, "PHD")
     shapes.bind("kmax", kmax, "PHD", kmin.dtype)
-    shapes.bind("table", table, "BN", torch.int32)
-    shapes.bind("n_full", n_full, "B", torch.int32)
-    shapes.bind_query(q)
-    if reduce not in REDUCTIONS:
-        shapes.fail(f"reduce is {reduce!r}, expected one of {', '.join(REDUCTIONS)}")
-    if out is not None:
-        shapes.bind("out", out, "BN", torch.float32)
+    shapes.bind_scoring(q, table, n_full, out)
+    shapes.one_of("reduce", reduce, REDUCTIONS)
 
 
 SCORE_PAGES = Op(

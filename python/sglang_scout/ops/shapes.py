@@ -61,5 +61,32 @@ class Shapes:
         if heads == 0 or kv_heads == 0 or heads % kv_heads:
             self.fail(f"q has HQ={heads}, expected a multiple of H={kv_heads}")
 
+    def bind_scoring(
+        self,
+        q: torch.Tensor,
+        table: torch.Tensor,
+        n_full: torch.Tensor,
+        out: torch.Tensor | None,
+    ) -> None:
+        """Check what every op that scores pages takes beside its digests, of which H and D are known.
+
+        Raises:
+            ValueError: as `bind`.
+        """
+        self.bind("table", table, "BN", torch.int32)
+        self.bind("n_full", n_full, "B", torch.int32)
+        self.bind_query(q)
+        if out is not None:
+            self.bind("out", out, "BN", torch.float32)
+
+    def one_of(self, name: str, value: str, choices: tuple[str, ...]) -> None:
+        """Check an argument that names a variant.
+
+        Raises:
+            ValueError: not one of ``choices``.
+        """
+        if value not in choices:
+            self.fail(f"{name} is {value!r}, expected one of {', '.join(choices)}")
+
     def fail(self, message: str) -> None:
         raise ValueError(f"{self.op}: {message}")

@@ -108,11 +108,7 @@ def _check_score(
     shapes = Shapes("score_signs")
     shapes.bind("low", low, "PHD")
     shapes.bind("high", high, "PHD", low.dtype)
-    shapes.bind("table", table, "BN", torch.int32)
-    shapes.bind("n_full", n_full, "B", torch.int32)
-    shapes.bind_query(q)
-    if out is not None:
-        shapes.bind("out", out, "BN", torch.float32)
+    shapes.bind_scoring(q, table, n_full, out)
 
 
 BUILD_SIGNS = Op(

@@ -129,7 +129,7 @@ def around_post_init(original: Callable[..., None], self: ServerArgs) -> None:
     profile = load_profile(config.recall_profile) if config.recall_profile else None
     _apply_defaults(self)
     original(self)
-    check_model(self, profile, config.budget_tokens)
+    check_model(self, config, profile)
     announce(self.disaggregation_mode)
 
 

@@ -59,8 +59,7 @@ class ScoutAttnBackend(AttentionBackend):
                 profile,
                 self.config.recall_profile,
                 num_layers=shape.num_layers,
-                page_size_tokens=shape.page_size,
-                budget_tokens=self.config.budget_tokens,
+                config=self.config,
                 model=runner.server_args.model_path,
                 identity=model_identity(runner.model_config),
             )
@@ -132,8 +131,13 @@ class ScoutAttnBackend(AttentionBackend):
             "policy": self.policy.name,
             "layers": num_layers,
             "budget_tokens": self.config.budget_tokens,
+            "digest": self.config.digest,
+            "resident_bonus": self.config.resident_bonus,
+            "attend": self.config.attend,
             "precompute": self.config.precompute,
             "predictor": self.config.predictor,
+            "exact_layers": list(self.config.exact_layers),
+            "exact_steps": self.config.exact_steps,
             "recall": self.config.recall,
             "worker_cpus": list(self.cpus),
         }

@@ -13,7 +13,7 @@ from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 from sglang.srt.layers.rotary_embedding.mrope import MRotaryEmbedding
 from transformers.utils.hub import cached_file
 
-from sglang_scout.core.config import PAGE_SIZE_TOKENS
+from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.profile import (
     ModelIdentity,
@@ -35,7 +35,7 @@ HEAD_SIZES = (64, 96, 128, 256)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def check_model(server_args: Any, profile: RecallProfile | None, budget_tokens: int) -> None:
+def check_model(server_args: Any, config: OffloadConfig, profile: RecallProfile | None) -> None:
     """Refuse a model that the decode step does not compute correctly, or that ``profile`` is not for.
 
     Raises:
@@ -43,43 +43,42 @@ def check_model(server_args: Any, profile: RecallProfile | None, budget_tokens: 
     """
     model = f"--model-path {server_args.model_path}"
     policy = f"--kv-offload {server_args.kv_offload}"
-    config = server_args.get_model_config()
-    architectures = config.hf_config.architectures or ["(none named)"]
+    served = server_args.get_model_config()
+    architectures = served.hf_config.architectures or ["(none named)"]
     if architectures[0] not in ARCHITECTURES:
         raise ConfigError(
             f"{model}: {policy} does not support {architectures[0]}; "
             f"supported are {', '.join(ARCHITECTURES)}"
         )
-    if config.attention_arch.name != "MHA":
-        raise ConfigError(f"{model}: {policy} needs MHA or GQA, not {config.attention_arch.name}")
-    window = getattr(config.hf_text_config, "sliding_window", None)
-    if config.is_hybrid_swa or (
-        window and getattr(config.hf_text_config, "use_sliding_window", True)
+    if served.attention_arch.name != "MHA":
+        raise ConfigError(f"{model}: {policy} needs MHA or GQA, not {served.attention_arch.name}")
+    window = getattr(served.hf_text_config, "sliding_window", None)
+    if served.is_hybrid_swa or (
+        window and getattr(served.hf_text_config, "use_sliding_window", True)
     ):
         raise ConfigError(f"{model}: {policy} does not support sliding-window attention")
-    if config.head_dim not in HEAD_SIZES or config.v_head_dim != config.head_dim:
+    if served.head_dim not in HEAD_SIZES or served.v_head_dim != served.head_dim:
         raise ConfigError(
-            f"{model}: head size {config.head_dim} (values {config.v_head_dim}); {policy} supports "
+            f"{model}: head size {served.head_dim} (values {served.v_head_dim}); {policy} supports "
             f"{', '.join(map(str, HEAD_SIZES))} for both"
         )
-    if config.dtype not in DTYPES:
-        raise ConfigError(f"{model}: dtype {config.dtype} is not supported with {policy}")
-    if config.quantization is not None:
+    if served.dtype not in DTYPES:
+        raise ConfigError(f"{model}: dtype {served.dtype} is not supported with {policy}")
+    if served.quantization is not None:
         raise ConfigError(
-            f"--quantization {config.quantization}: {policy} predicts queries from plain weights; "
+            f"--quantization {served.quantization}: {policy} predicts queries from plain weights; "
             "serve the unquantised model"
         )
     if profile is not None:
         check_profile(
             profile,
             server_args.kv_offload_recall_profile,
-            num_layers=config.num_hidden_layers,
-            page_size_tokens=PAGE_SIZE_TOKENS,
-            budget_tokens=budget_tokens,
+            num_layers=served.num_hidden_layers,
+            config=config,
             model=server_args.model_path,
-            identity=model_identity(config),
+            identity=model_identity(served),
         )
-    kv_quant = getattr(config.hf_config, "quantization_config", None)
+    kv_quant = getattr(served.hf_config, "quantization_config", None)
     if kv_quant:
         raise ConfigError(f"{model}: quantised checkpoints are not supported with {policy}")
 

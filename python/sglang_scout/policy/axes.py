@@ -18,6 +18,10 @@ class DigestAxis(Protocol):
     """How a page is summarised and scored."""
 
     @property
+    def form(self) -> str:
+        """What a digest holds; the engine knows its forms by name (``engine/digest_forms.py``)."""
+
+    @property
     def head_reduce(self) -> str:
         """How query heads' scores become one score per page (``ops/score.py``)."""
 

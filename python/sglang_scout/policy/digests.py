@@ -1,4 +1,7 @@
-"""Digest axis: channel-wise minimum and maximum of a page's keys (Quest), the paper's choice (section 3.2)."""
+"""Digest axis: how a page is summarised, and what its score decides.
+
+The paper's choice is the channel-wise minimum and maximum of a page's keys (Quest; section 3.2).
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,10 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class MinMaxDigest:
-    """Quest bounds, one score per page for all KV heads of a layer together."""
+class PageDigest:
+    """One digest per page and KV head, one score per page for all heads of a layer together."""
 
+    form: str = "minmax"
     head_reduce: str = "mass"
     sink_pages: int = 1
     recent_pages: int = 1

@@ -10,18 +10,19 @@ from sglang_scout.core.correction import StreamCorrection
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.profile import RecallProfile
 from sglang_scout.policy.axes import Policy, PredictorAxis, ResidencyAxis
-from sglang_scout.policy.digests import MinMaxDigest
+from sglang_scout.policy.digests import PageDigest
 from sglang_scout.policy.missing import CopyAhead, CpuAttention
 from sglang_scout.policy.predictors import CARRY, CurrentQuery, NextLayerQuery
 from sglang_scout.policy.recall_controller import RecallController
 from sglang_scout.policy.residency import ImportantPages, MeasuredRecall
 
 
-def _digest(config: OffloadConfig) -> MinMaxDigest:
-    return MinMaxDigest(
-        config.head_reduce,
-        config.sink_pages,
-        config.recent_pages,
+def _digest(config: OffloadConfig) -> PageDigest:
+    return PageDigest(
+        form=config.digest,
+        head_reduce=config.head_reduce,
+        sink_pages=config.sink_pages,
+        recent_pages=config.recent_pages,
         resident_bonus=config.resident_bonus,
         only_selected=config.attend == "selected",
     )
