@@ -10,9 +10,10 @@ the chosen pages and the page being filled, nothing else. What differs is how pa
     exact           the largest product with any key of the page: what no digest can beat by much
 and from which query: the real one in all layers ("real"), in layer 1 ("real in 1"; layer 0 always has it), or one layer
 ahead ("predicted"). Attention itself is always by the real query. The first page and the newest are always chosen.
+Layers named as dense attend to everything.
 
-A row: digest, query, reduce, page_tokens, budget_tokens, length_tokens, right, asked, low, high (95 %), by_task, and
-digest_bytes of a page of one KV head, 16-bit values.
+A row: digest, query, reduce, page_tokens, dense_layers, budget_tokens, length_tokens, right, asked, low, high (95 %),
+by_task, and digest_bytes of a page of one KV head, 16-bit values.
 """
 
 from __future__ import annotations
@@ -50,11 +51,13 @@ class Variant:
     query: str = "real"
     reduce: str = "mass"
     page_tokens: int = 32
+    dense_layers: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
         page = "" if self.page_tokens == 32 else f", pages of {self.page_tokens}"
-        return f"{self.digest}, {self.query} query, {self.reduce}{page}"
+        dense = f", dense in {', '.join(map(str, self.dense_layers))}" if self.dense_layers else ""
+        return f"{self.digest}, {self.query} query, {self.reduce}{page}{dense}"
 
 
 STUDY = [
@@ -69,6 +72,9 @@ STUDY = [
     Variant("exact"),
     Variant(query="predicted"),
     Variant(query="real in 1"),
+    Variant(dense_layers=(0,)),
+    Variant(dense_layers=(0, 1)),
+    Variant(query="predicted", dense_layers=(0, 1)),
     Variant("signs", "predicted", "stand-out"),
     Variant("signs", "real in 1", "stand-out"),
 ]
@@ -201,7 +207,9 @@ def answer(model: RecallModel, text: Text, variant: Variant, budget: int) -> lis
             real = variant.query == "real" or (variant.query == "real in 1" and number == 1)
             chooser = q if ahead is None or real else ahead
             grouped = chooser.view(spec.kv_heads, group, -1) * scale
-            keep = kept_tokens(variant, grouped, keys, position, budget)
+            keep = torch.ones(position + 1, dtype=torch.bool)
+            if number not in variant.dense_layers:
+                keep = kept_tokens(variant, grouped, keys, position, budget)
             logits = torch.einsum(
                 "hgd,htd->hgt", q.view(spec.kv_heads, group, -1) * scale, keys[:, : position + 1]
             )
@@ -234,7 +242,8 @@ def study(args: argparse.Namespace, writer: Writer, progress: Progress) -> None:
             for task in tasks.TASKS
             for i in range(args.samples)
         ]
-        for budget, variant in itertools.product(args.budgets, STUDY):
+        variants = [v for v in STUDY if args.only in v.name]
+        for budget, variant in itertools.product(args.budgets, variants):
             by_task = dict.fromkeys(tasks.TASKS, 0)
             for text in texts:
                 given = answer(model, text, variant, budget)
@@ -248,6 +257,7 @@ def study(args: argparse.Namespace, writer: Writer, progress: Progress) -> None:
                 query=variant.query,
                 reduce=variant.reduce,
                 page_tokens=variant.page_tokens,
+                dense_layers=variant.dense_layers,
                 budget_tokens=budget,
                 length_tokens=length,
                 digest_bytes=digest_bytes(variant, model.spec),
@@ -270,6 +280,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--lengths", nargs="+", type=int, default=[2048, 8192], metavar="TOKENS")
     add("--budgets", nargs="+", type=int, default=[256, 512, 1024], metavar="TOKENS")
     add("--samples", type=int, default=6, help="of each task and length")
+    add("--only", default="", metavar="TEXT", help="ways whose names contain it")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     writer = Writer(args.json, environment("selection_study", ("torch",)))

@@ -114,7 +114,7 @@ class PDCluster:
         max_running_requests: int = 32,
         env: Mapping[str, str] | None = None,
         log_dir: str | Path | None = None,
-        ready_timeout_s: float = 300.0,
+        ready_timeout_s: float = 600.0,
         stop_grace_s: float = 0.0,
     ) -> None:
         self.model_dir = Path(model_dir)
