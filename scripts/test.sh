@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Set-up if needed, then the test suite: unit tests first, tests with real servers last.
 #
-#   scripts/test.sh                      everything
-#   scripts/test.sh -m 'not e2e'         without servers, about a minute
+#   scripts/test.sh                      everything, units side by side on up to four CPUs
+#   scripts/test.sh -m 'not e2e'         without servers, some minutes
 #   scripts/test.sh test/ops -k merge    any pytest arguments
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -10,4 +10,11 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 scripts/setup.sh
 . scripts/cpu_env.sh
 
-exec .venv/bin/python -m pytest -q --durations=10 "$@"
+if [ $# -gt 0 ]; then
+    exec .venv/bin/python -m pytest -q --durations=10 "$@"
+fi
+# Both always run, so that one report names every fault.
+status=0
+.venv/bin/python -m pytest -q --durations=10 -m 'not e2e' -n auto --maxprocesses 4 --dist loadfile || status=$?
+.venv/bin/python -m pytest -q --durations=10 -m e2e || status=$?
+exit "$status"

@@ -5,7 +5,7 @@ Lengths are ragged, on and beside page borders; batches run from 1 to 16 request
 
 import pytest
 
-from harness import PDCluster, assert_same_tokens, random_prompts
+from harness import PDCluster, assert_same_tokens, random_prompts, wait_until
 
 LENGTHS = (1, 2, 31, 32, 33, 63, 64, 65, 100, 257, 300, 415, 511, 512, 513, 700)
 NEW_TOKENS = 40  # crosses a page border for every prompt
@@ -62,7 +62,8 @@ def test_tokens_equal_stock(arch, stock, tiny_model):
         assert state["steps"] > NEW_TOKENS and state["selected_pages"] > 0
         assert state["cpu_pages"] == 0, "everything fits: nothing is left to the CPU"
         assert state["digests_received"] > 0 and state["host_pages_used"] == 0
-        assert state["worker"]["state"] == "ready"
+        # Starved for a second on a busy machine it is replaced, which costs no request.
+        wait_until("a worker", lambda: servers.kv_offload()["worker"]["state"] == "ready", 60)
 
 
 @pytest.mark.parametrize("arch", WITH_RADIX)
