@@ -5,14 +5,14 @@
 
 Modes are recall off, fixed, profile and adaptive, each with layer-ahead pre-computation, and off, profile and
 adaptive without it: among them the four corners of the paper's Figure 12. First a profile is made from the same
-prompts (--profile FILE takes one that is there). Then all servers are started, sized as those of scripts/demo.sh,
+prompts and written beside the rows (--profile FILE takes one that is there). Then all servers are started, sized as those of scripts/demo.sh,
 and decode in turns, forward and backward, for --rounds rounds. Idle servers sleep.
 
 A row is one run of one mode, from the decode server's step log (sglang_scout/engine/step_log.py):
     recall, precompute, round, budget_tokens, requests, input_tokens, steps, resident_tokens, threshold
     samples_us           from the begin of a step to that of the next one, all requests running, after --skip steps;
                          what a client sees as time per output token
-    step_us, gpu_wait_us_per_step, recall_wait_us_per_step     means of the same steps
+    step_us, gpu_wait_us_per_step, gpu_wait_us_by_layer, recall_wait_us_per_step     means of the same steps
     ratio, ratio_by_layer                      CPU compute ratio of the steps after --skip (paper: tokens computed
                                                on the CPU over the budget)
     ratio_from_first, ratio_curve              of all steps but a request's first; mean of the layers by step
@@ -20,7 +20,7 @@ A row is one run of one mode, from the decode server's step log (sglang_scout/en
 The model's identity, a digest of its weights and the name of the prompts' text are in each row as well.
 
 A model with random weights selects other pages at every step, whatever was recalled. One that has learned to look
-things up does not: scripts/train_recall_model.py trains a small one in hours, and --tasks gives it texts that it knows.
+things up does not: by default it is benchmark/accuracy/recall_model, with texts that it knows (--tasks).
 """
 
 from __future__ import annotations
@@ -153,6 +153,7 @@ def measured(log: StepLogFile, requests: int, steps: int, skip: int) -> Row:
         **summary(samples),
         "step_us": mean(full, "step_us"),
         "gpu_wait_us_per_step": mean(full, "gpu_wait_us"),
+        "gpu_wait_us_by_layer": np.mean([s.gpu_wait_us for s in full], axis=0).round(1).tolist(),
         "recall_wait_us_per_step": mean(full, "recall_wait_us"),
         "ratio": round(float(after.mean()), 4),
         "ratio_by_layer": after.round(4).tolist(),
@@ -165,7 +166,8 @@ def measured(log: StepLogFile, requests: int, steps: int, skip: int) -> Row:
 
 def make_profile(args: argparse.Namespace, progress: Progress) -> Path:
     """The profile of the same workload, beside the rows, and its picture."""
-    output = (args.json or Path(tempfile.mkdtemp()) / "x").with_name("recall_profile.json")
+    rows = args.json or Path(tempfile.mkdtemp()) / "recall_modes.jsonl"
+    output = rows.with_name(f"{rows.stem}_profile.json")
     request = profile_command.Request(
         model_path=args.model_path,
         output=str(output),
