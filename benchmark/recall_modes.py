@@ -5,8 +5,8 @@
 
 Modes are recall off, fixed, profile and adaptive, each with layer-ahead pre-computation, and off, profile and
 adaptive without it: among them the four corners of the paper's Figure 12. First a profile is made from the same
-prompts and written beside the rows (--profile FILE takes one that is there). Then all servers are started, sized as those of scripts/demo.sh,
-and decode in turns, forward and backward, for --rounds rounds. Idle servers sleep.
+prompts and written beside the rows (--profile FILE takes one that is there). Then all servers are started, sized as
+those of scripts/demo.sh, and decode in turns, forward and backward, for --rounds rounds. Idle servers sleep.
 
 A row is one run of one mode, from the decode server's step log (sglang_scout/engine/step_log.py):
     recall, precompute, round, budget_tokens, requests, input_tokens, steps, resident_tokens, threshold
