@@ -249,7 +249,8 @@ inline void attend_heads(const AttendArgs& args, HeadRange range) {
     const int first = (range.head_begin + h) * args.params->group + range.group_begin;
     for (int g = 0; g < group; ++g) {
       const int row = h * group + g;
-      const bool empty = sum[row] == 0.0f;
+      // At the limit: every score was -inf, as if there were no token.
+      const bool empty = sum[row] == 0.0f || highest[row] <= -kScoreLimit;
       const float inverse = empty ? 0.0f : 1.0f / sum[row];
       float* const out = args.out + static_cast<ptrdiff_t>(first + g) * dim;
       if (coded) {

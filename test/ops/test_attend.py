@@ -159,6 +159,27 @@ def test_large_scores_do_not_overflow(agree, impl, sign):
     assert torch.allclose(got[0].double(), expected[0], atol=2e-3)
 
 
+@pytest.mark.parametrize("impl", ["reference", "native"])  # triton splits floats: inf - inf
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_keys_that_mask_their_tokens(agree, impl, dtype):
+    """A key of -inf where the query is positive hides its token; where it hides all, none is left."""
+    q, k, v, pages, last_page, last_len = inputs(5, B=2, H=2, G=4, D=64, dtype=dtype)
+    q[..., 0] = 1.0
+    pages[:] = i32([0, 1, 2, 3, 4])
+    last = i32([5, 6]), last_len
+    k[:, :, 0, 0] = -torch.inf
+    k[1, 3, 1, 0] = -torch.inf
+    out, lse = attend_pages(q, k, v, pages, *last, 0.125, impl=impl)
+    assert (out[:, :4] == 0).all() and (lse[:, :4] == -torch.inf).all()
+    expected = densely(q, k, v, pages, *last, 0.125)
+    agree(ATTEND_PAGES, (out[:, 4:], lse[:, 4:]), (expected[0][:, 4:], expected[1][:, 4:]), dtype)
+    k[2, 5, 0, 0] = 1.0  # one token of each row is seen
+    out, lse = attend_pages(q, k, v, pages, *last, 0.125, impl=impl)
+    for row in range(2):
+        assert torch.equal(out[row, :4], v[2, 5, 0].float().expand(4, -1))
+        assert lse[row].isfinite().all()
+
+
 @IMPLS
 def test_order_and_padding_of_pages_do_not_matter(agree, impl):
     q, k, v, _, *_ = inputs(8, B=1, P=8)
