@@ -30,8 +30,9 @@ MARKERS = {"scout": "o", "scout-signs": "D", "scout-real-query": "s", "quest": "
 def draw(rows: list[Row]) -> Any:
     """A panel for each length, a line for each policy, whiskers for the 95 % intervals."""
     scores = Scores(rows)
-    across = min(3, len(scores.lengths))
-    down = math.ceil(len(scores.lengths) / across)
+    count = len(scores.lengths)
+    across = count if count <= 3 else math.ceil(math.sqrt(count))
+    down = math.ceil(count / across)
     fig, axes = plt.subplots(
         down, across, figsize=(1.5 + 4.2 * across, 1.2 + 3.6 * down), sharey=True, squeeze=False
     )
