@@ -59,7 +59,10 @@ def draw(rows: list[Row]) -> Any:
     for ax in axes[-1]:
         ax.set_xlabel("budget, tokens")
     handles, labels = panels[0].get_legend_handles_labels()
-    fig.legend(handles, labels, fontsize=8, loc="lower right", ncols=2)
+    anchor = (0.5, 0.82)  # where no curve runs in a long text
+    panels[count - 1].legend(
+        handles, labels, fontsize=8, loc="upper center", bbox_to_anchor=anchor, ncols=2
+    )
     model = scores.rows[0]["model"]
     fig.suptitle(f"{model}: mean of {len(scores.tasks)} tasks, exact answers", fontsize=11)
     return fig
