@@ -15,6 +15,7 @@ A row is one run of one mode, from the decode server's step log (sglang_scout/en
     step_us, gpu_wait_us_per_step, gpu_wait_us_by_layer, recall_wait_us_per_step     means of the same steps
     ratio, ratio_by_layer                      CPU compute ratio of the steps after --skip (paper: tokens computed
                                                on the CPU over the budget)
+    attempts             1, or more where requests had not run together
     ratio_from_first, ratio_curve              of all steps but a request's first; mean of the layers by step
     recalled_pages_per_step, recall_bytes_per_step              of all steps but the first
 The model's identity, a digest of its weights and the name of the prompts' text are in each row as well.
@@ -53,7 +54,12 @@ BENCHMARK = "recall_modes"
 PACKAGES = ("sglang", "torch", "sglang-scout")
 READY_TIMEOUT_S = 1200.0
 TASK_SEED = 777
+ATTEMPTS = 3
 LEADS = ("predictor", "exact_layers", "exact_steps")  # refused by a server that does not predict
+
+
+class NotTogether(Exception):
+    """A run that is none: the machine stood still, or not all requests fit."""
 
 
 def modes(names: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -135,14 +141,18 @@ def decode(cluster: PDCluster, server: str, prompts: list[list[int]], tokens: in
 
 
 def measured(log: StepLogFile, requests: int, steps: int, skip: int) -> Row:
-    """The results of one run, whose steps are ``log``'s."""
+    """The results of one run, whose steps are ``log``'s.
+
+    Raises:
+        NotTogether: a request came when others had nearly ended.
+    """
     full = [s for s in log.steps if len(s.ages) == requests and min(s.ages) >= skip]
     starts = {s.step: s.start_us for s in log.steps}
     samples = [starts[s.step + 1] - s.start_us for s in full if s.step + 1 in starts]
     later = [s for s in log.steps if min(s.ages) >= 1]
     curves, rows = ratios_by_age(log, steps + 1)
     if not rows.all() or not samples:
-        raise ValueError("the requests did not all run together; fewer may fit than were sent")
+        raise NotTogether("the requests did not all run together; fewer may fit than were sent")
     after = (curves[:, skip:] * rows[skip:]).sum(axis=1) / rows[skip:].sum()
 
     def mean(values: Sequence[Step], name: str) -> float:
@@ -162,6 +172,27 @@ def measured(log: StepLogFile, requests: int, steps: int, skip: int) -> Row:
         "recalled_pages_per_step": mean(later, "recalled_pages"),
         "recall_bytes_per_step": mean(later, "recall_bytes"),
     }
+
+
+def one_run(
+    cluster: PDCluster,
+    server: str,
+    prompts: list[list[int]],
+    log_path: Path,
+    args: argparse.Namespace,
+) -> Row:
+    """Decode and measure; again, twice at most, where the requests did not run together."""
+    for attempt in range(ATTEMPTS):
+        before = len(read_step_log(log_path).steps)
+        decode(cluster, server, prompts, args.steps + 2)
+        log = read_step_log(log_path)
+        log = StepLogFile(log.facts, log.steps[before:])
+        try:
+            return {**measured(log, args.requests, args.steps, args.skip), "attempts": attempt + 1}
+        except NotTogether:
+            if attempt + 1 == ATTEMPTS:
+                raise
+    raise AssertionError("unreachable")
 
 
 def make_profile(args: argparse.Namespace, progress: Progress) -> Path:
@@ -225,16 +256,11 @@ def run(args: argparse.Namespace, writer: Writer) -> None:
         progress.say("measuring")
         for number in range(args.rounds):
             for name in names if number % 2 == 0 else reversed(names):
-                log_path = logs / f"{name}.jsonl"
-                before = len(read_step_log(log_path).steps)
-                decode(cluster, server_of[name], prompts, args.steps + 2)
-                log = read_step_log(log_path)
-                log = StepLogFile(log.facts, log.steps[before:])
                 config = modes([name])[name]
                 row = writer.add(
                     name,
                     **shared,
-                    **measured(log, args.requests, args.steps, args.skip),
+                    **one_run(cluster, server_of[name], prompts, logs / f"{name}.jsonl", args),
                     recall=config["recall"],
                     precompute=config.get("precompute", True),
                     round=number,
