@@ -48,6 +48,7 @@ from sglang_scout.cli.profile_run import ends_orderly
 from sglang_scout.cli.progress import Progress
 from sglang_scout.cli.sglang_http import generate_payload
 from sglang_scout.cli.step_log_file import Step, StepLogFile, ratios_by_age, read_step_log
+from sglang_scout.core.config import keys_without_effect
 from sglang_scout.core.profile import FLAG, load_profile
 
 BENCHMARK = "recall_modes"
@@ -55,7 +56,6 @@ PACKAGES = ("sglang", "torch", "sglang-scout")
 READY_TIMEOUT_S = 1200.0
 TASK_SEED = 777
 ATTEMPTS = 3
-LEADS = ("predictor", "exact_layers", "exact_steps")  # refused by a server that does not predict
 
 
 class NotTogether(Exception):
@@ -105,9 +105,8 @@ def make_cluster(
     total = (len(prompts) + 2) * longest
     decodes = {}
     for name, config in modes(args.modes).items():
-        more = {
-            k: v for k, v in args.config.items() if config.get("precompute", True) or k not in LEADS
-        }
+        idle = keys_without_effect(precompute=config.get("precompute", True))
+        more = {key: value for key, value in args.config.items() if key not in idle}
         settings = {**more, **config, "step_log": str(logs / f"{name}.jsonl")}
         if args.resident_tokens:
             settings["resident_tokens"] = args.resident_tokens

@@ -20,6 +20,7 @@ of the vocabulary) are zero: greedy text is readable ASCII and never ends before
 from __future__ import annotations
 
 import argparse
+import fcntl
 import hashlib
 import json
 import math
@@ -273,10 +274,13 @@ def make_tiny_model(spec: TinyModelSpec, out: Path) -> Path:
 
 
 def cached_tiny_model(spec: TinyModelSpec, cache_dir: Path) -> Path:
-    """The folder of ``spec`` below ``cache_dir``, written on the first call."""
+    """The folder of ``spec`` below ``cache_dir``, written on the first call, also of several at once."""
     folder = Path(cache_dir) / spec.key
-    if not (folder / "config.json").exists():
-        make_tiny_model(spec, folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with open(folder.parent / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "config.json").exists():
+            make_tiny_model(spec, folder)
     return folder
 
 

@@ -34,7 +34,7 @@ settings.register_profile(
 )
 settings.load_profile("repeatable")
 
-E2E_TIMEOUT_S = 900  # two clusters started on two busy cores, and what the test does with them
+E2E_TIMEOUT_S = 1500  # two clusters started on two busy cores, and what the test does with them
 
 
 def pytest_configure(config: pytest.Config) -> None:

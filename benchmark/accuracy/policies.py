@@ -18,7 +18,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-PAGE_SIZE_TOKENS = 32
+from sglang_scout.core.config import PAGE_SIZE_TOKENS, keys_without_effect
+
 FULL = "full"
 NAMES = (FULL, "scout", "scout-signs", "scout-real-query", "quest", "recent")
 PLAIN = {
@@ -69,10 +70,13 @@ class Setting:
         return {}
 
     def decode_flags(self, more: dict[str, Any] | None = None) -> list[str]:
-        """Flags of the decode server; ``more`` are further keys of its configuration."""
+        """Flags of the decode server; ``more`` are further keys of its configuration, as far as they
+        mean something with this policy."""
         if self.policy == FULL:
             return []
-        config = {**self.offload_config(), **(more or {})}
+        own = self.offload_config()
+        idle = keys_without_effect(own.get("digest", "minmax"), own.get("precompute", True))
+        config = {**own, **{key: x for key, x in (more or {}).items() if key not in idle}}
         words = ["--kv-offload", "scout", "--kv-offload-budget", str(self.budget_tokens)]
         return [*words, "--kv-offload-config", json.dumps(config)] if config else words
 

@@ -249,8 +249,9 @@ inline void attend_heads(const AttendArgs& args, HeadRange range) {
     const int first = (range.head_begin + h) * args.params->group + range.group_begin;
     for (int g = 0; g < group; ++g) {
       const int row = h * group + g;
-      // At the limit: every score was -inf, as if there were no token.
-      const bool empty = sum[row] == 0.0f || highest[row] <= -kScoreLimit;
+      // At the limit: every score was -inf, as if there were no token. A NaN among them is no score.
+      const bool hidden = highest[row] <= -kScoreLimit && sum[row] == sum[row];
+      const bool empty = hidden || sum[row] == 0.0f;
       const float inverse = empty ? 0.0f : 1.0f / sum[row];
       float* const out = args.out + static_cast<ptrdiff_t>(first + g) * dim;
       if (coded) {

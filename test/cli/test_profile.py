@@ -246,6 +246,13 @@ def test_profile_of_a_log(tmp_path):
     assert (tmp_path / "p.png").stat().st_size > 10_000
 
 
+def test_a_profile_says_what_selected_its_pages(tmp_path):
+    log = read_step_log(write_log(tmp_path / "s.jsonl", 41))
+    keys = {"digest": "signs", "resident_bonus": 1.0, "recent_pages": 2}
+    found = profile_of(log, request(steps=40, config=keys), [300])
+    assert found.selection == keys | {"head_reduce": "mass", "sink_pages": 1}
+
+
 def test_a_log_that_ends_early_makes_no_profile(tmp_path):
     log = read_step_log(write_log(tmp_path / "s.jsonl", 20))
     with pytest.raises(RunFailed, match="step 20 of 40"):

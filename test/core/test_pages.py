@@ -50,13 +50,14 @@ def test_a_page_takes_a_slot_as_soon_as_it_is_clearly_hotter():
 
 def test_a_page_that_lands_in_the_step_that_looked_for_it_stays():
     made = table(slots=2, resident=(2,))
+    made.touch(0, ids(2, 2, 2), 0)
     taken = made.reserve(0, ids(3))
     made.touch(0, ids(3), 1)
     made.commit(taken, 0)
     for _ in range(9):
         made.touch(0, ids(7), 1)
     made.commit(made.exchange(0, ids(7), 1), 1)
-    assert resident(made) == [3, 7], "3 is colder than 7, and in use"
+    assert resident(made) == [3, 7], "3 is the coldest, and in use"
 
 
 def test_two_pages_of_equal_use_do_not_change_places():

@@ -129,11 +129,13 @@ def test_a_lost_worker_costs_no_request_and_no_token(servers, how):
     state = servers.kv_offload()
     assert state["worker"]["restarts"] > before["worker"]["restarts"]
     assert state["fallback_pages"] > before["fallback_pages"]
+    cause = "was killed by SIGKILL" if how == signal.SIGKILL else "was silent for"
+    assert cause in state["worker"]["last_error"]
     again = servers.generate(prompts, max_new_tokens=20)
     assert_same_tokens([_cut(e, 20) for e in expected], again)
     after = servers.kv_offload()
     fallen = after["fallback_pages"] - state["fallback_pages"]
-    assert fallen < after["cpu_pages"] - state["cpu_pages"], "the new worker serves"
+    assert fallen <= 0.2 * (after["cpu_pages"] - state["cpu_pages"]), "the new worker serves"
 
 
 def _cut(answer, tokens):

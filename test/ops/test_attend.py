@@ -173,6 +173,10 @@ def test_keys_that_mask_their_tokens(agree, impl, dtype):
     assert (out[:, :4] == 0).all() and (lse[:, :4] == -torch.inf).all()
     expected = densely(q, k, v, pages, *last, 0.125)
     agree(ATTEND_PAGES, (out[:, 4:], lse[:, 4:]), (expected[0][:, 4:], expected[1][:, 4:]), dtype)
+    k[4, 2, 0, 1] = torch.nan
+    out, lse = attend_pages(q, k, v, pages, *last, 0.125, impl=impl)
+    assert lse[:, :4].isnan().all(), "a NaN is not hidden by them"
+    k[4, 2, 0, 1] = 0.0
     k[2, 5, 0, 0] = 1.0  # one token of each row is seen
     out, lse = attend_pages(q, k, v, pages, *last, 0.125, impl=impl)
     for row in range(2):

@@ -248,10 +248,8 @@ def test_no_growth_over_starts(make_arena, cpu, monkeypatch, tmp_path):
     assert [p for p in psutil.Process().children() if "worker.main" in " ".join(p.cmdline())] == []
 
 
-def test_worker_process_has_no_torch_and_starts_quickly(make_arena, cpu):
-    begin_s = time.monotonic()
+def test_worker_process_has_no_torch(make_arena, cpu):
     with WorkerClient(make_arena(), [cpu]) as client:
-        assert time.monotonic() - begin_s < 5.0
         maps = Path(f"/proc/{client.snapshot().pid}/maps").read_text()
         assert "libtorch" not in maps and "memfd:sglang-scout" in maps
         tasks = Path(f"/proc/{client.snapshot().pid}/task")

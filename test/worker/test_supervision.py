@@ -55,7 +55,7 @@ def test_killed_in_mid_work(make_arena, make_request, oracle, cpu, until, gone):
         for ticket in tickets:
             out, lse = buffers(arena, 16)
             reply = client.wait(ticket, out, lse)
-            assert reply.fallback_pages == 16 * 12_000 and reply.waited_us < 1_000_000
+            assert reply.fallback_pages == 16 * 12_000 and reply.waited_us < 8e6
             row = (heavy[0][5:6], heavy[1][5:6], heavy[2][5:6])
             expected = oracle(arena, ticket.layer, *row)
             np.testing.assert_allclose(out[5:6], expected[0], **TOLERANCE)
@@ -79,7 +79,7 @@ def test_stopped_worker_is_replaced(make_arena, make_request, cpu, until, gone, 
         freeze(pid)
         out, lse = buffers(arena, 4)
         reply = client.wait(client.post(0, 1, *request), out, lse)
-        assert 0.4e6 < reply.waited_us < 1.5e6  # the heartbeat's time-out, not the wait's
+        assert 0.4e6 < reply.waited_us < 8e6  # the heartbeat's time-out, not the wait's
         assert reply.fallback_pages == 32
         assert (out == expected[0]).all() and (lse == expected[1]).all()
         check_served_again(client, arena, request, expected, until, 2)
@@ -221,7 +221,7 @@ def test_killed_decode_server_leaves_nothing(
             freeze(pid)
     finally:
         parent.kill()
-    until(lambda: gone(pid), "end of the worker", 1.0)
+    until(lambda: gone(pid), "end of the worker", 20)
     parent.wait()
     assert holders(inode) == [] and sockets_in(tmp_path) == []
 
@@ -245,7 +245,7 @@ def test_decode_server_killed_while_the_worker_starts(tmp_path, cpu, until, gone
         parent.kill()
     parent.wait()
     for pid in pids:
-        until(lambda pid=pid: gone(pid), "end of the worker", 3.0)
+        until(lambda pid=pid: gone(pid), "end of the worker", 20)
     assert holders(inode) == [] and sockets_in(tmp_path) == []
 
 
@@ -254,6 +254,6 @@ def test_ordinary_exit_without_stop_leaves_nothing(tmp_path, cpu, until, gone, s
     parent.stdout.readline()
     pid = int(parent.stdout.readline())
     parent.send_signal(signal.SIGINT)  # KeyboardInterrupt ends the script
-    parent.wait(5)
-    until(lambda: gone(pid), "end of the worker", 1.0)
+    parent.wait(30)
+    until(lambda: gone(pid), "end of the worker", 20)
     assert sockets_in(tmp_path) == []

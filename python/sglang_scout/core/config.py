@@ -223,6 +223,14 @@ def _check_layers(value: Any) -> tuple[int, ...]:
     return tuple(sorted(set(value)))
 
 
+def keys_without_effect(digest: str = "minmax", precompute: bool = True) -> set[str]:
+    """Keys of ``--kv-offload-config`` that are refused beside these two values."""
+    idle = {"head_reduce"} if digest == "signs" else set()
+    if not precompute:
+        idle |= {"predictor", "predictor_file", "exact_layers", "exact_steps"}
+    return idle
+
+
 def _check_together(config: OffloadConfig, given: set[str]) -> None:
     """Keys that mean something only together; ``given`` are those that the user wrote.
 
@@ -230,10 +238,10 @@ def _check_together(config: OffloadConfig, given: set[str]) -> None:
         ConfigError: naming both.
     """
     flag = "--kv-offload-config"
-    idle = {"head_reduce"} if config.digest == "signs" else set()
-    if not config.precompute:
-        idle |= {"predictor", "exact_layers", "exact_steps"}
-    for key in sorted(idle & given):
+    idle = keys_without_effect(config.digest, config.precompute)
+    if config.quality:
+        idle.discard("predictor_file")  # measured beside what serves
+    for key in sorted(given & idle):
         cause = "digest = 'signs'" if key == "head_reduce" else "precompute = false"
         raise ConfigError(
             f"{flag}: {key} = {getattr(config, key)!r} has no effect with {cause}; drop one of them"

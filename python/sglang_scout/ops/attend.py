@@ -136,7 +136,8 @@ def attend_pages(
         out: (out, lse) to write into, instead of new tensors.
     Returns:
         (out [B, HQ, D] float32, lse [B, HQ] float32, natural logarithm). An empty set attends to
-        nothing: out = 0, lse = -inf.
+        nothing: out = 0, lse = -inf; so do keys that make every score -inf ("triton" answers NaN: it
+        splits floats into parts, and inf has none).
     Raises:
         ValueError: sizes or dtypes that do not agree. ImplementationError: see `registry.Op`.
     Source: ScoutAttention Algorithm 1 lines 7 and 10 (CPUATTN, GPUATTN).
