@@ -8,8 +8,8 @@ above 10 %), a cross stands where an implementation was left out or failed. Rows
 ring_latency.png: the distribution of the round trips. Rows of predicted_query make predicted_query.png: cosine,
 overlap and attention weight by layer. Rows of recall_modes make recall_modes.png: CPU compute ratio by step and
 layer, copies, and time per token with and without recall and pre-computation. Rows of accuracy make accuracy.png:
-right answers by budget, one panel per length. The picture of a single file has its name. The captions hold command,
-commit and machine.
+right answers by budget, one panel per length. --name calls a picture otherwise. The captions hold command, commit and
+machine.
 """
 
 from __future__ import annotations
@@ -198,14 +198,16 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE.jsonl")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results")
+    parser.add_argument(
+        "--name", help="of the picture, where FILE.jsonl holds one benchmark's rows"
+    )
     args = parser.parse_args(argv)
     rows = [row for path in args.files for row in read_rows(path)]
     status = 1
     for benchmark, plot in PLOTS.items():
         mine = [r for r in rows if r["benchmark"] == benchmark]
         if any(r["status"] == "ok" for r in mine):
-            name = args.files[0].stem if len(args.files) == 1 else benchmark
-            plot(mine, args.out / f"{name}.png")
+            plot(mine, args.out / f"{args.name or benchmark}.png")
             status = 0
     if status:
         print("no measured rows of a benchmark that has a plot", file=sys.stderr)

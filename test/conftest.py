@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -38,6 +39,10 @@ E2E_TIMEOUT_S = 1500  # two clusters started on two busy cores, and what the tes
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A shell starts what runs in its background with SIGINT ignored, which children inherit: Ctrl-C,
+    # which several tests send them, would not be heard.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     # Test files mirror the package, so two folders may hold files of the same name.
     config.option.importmode = "importlib"
     config.addinivalue_line(
