@@ -1,4 +1,5 @@
-// Python bindings of the ring: RingProducer (decode server) and RingRuntime (worker process).
+// Python bindings of the ring: RingProducer and RingAttendant (decode server), RingRuntime (worker
+// process).
 // Buffers come as addresses; the Python side has checked dtype, shape and contiguity.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
@@ -6,6 +7,7 @@
 
 #include <optional>
 
+#include "attendant.h"
 #include "producer.h"
 #include "runtime.h"
 
@@ -13,6 +15,7 @@ namespace nb = nanobind;
 
 namespace {
 
+using scout::Attendant;
 using scout::Producer;
 using scout::Runtime;
 
@@ -75,6 +78,7 @@ void bind_runtime(nb::module_& m) {
           nb::arg("address"), nb::arg("nbytes"))
       .def("next_epoch", &Producer::next_epoch)
       .def("set_life", &Producer::set_life, nb::arg("epoch"))
+      .def("live_epoch", &Producer::live_epoch)
       .def("post", &post, nb::arg("layer"), nb::arg("step"), nb::arg("rows"), nb::arg("q_ptr"),
            nb::arg("pages_ptr"), nb::arg("k"), nb::arg("n_pages_ptr"), nb::arg("parts"),
            nb::arg("q_bytes"))
@@ -92,6 +96,17 @@ void bind_runtime(nb::module_& m) {
             return nb::make_tuple(read.next, read.count, read.lost);
           },
           nb::arg("line"), nb::arg("start"), nb::arg("to_ptr"));
+
+  nb::class_<Attendant>(m, "RingAttendant",
+                        "Stands by a ring whose producer is a CUDA stream, until stop().")
+      .def(
+          "__init__",
+          [](Attendant* self, const Producer& producer, int64_t poll_us) {
+            new (self) Attendant(producer, poll_us);
+          },
+          nb::arg("producer"), nb::arg("poll_us"), nb::keep_alive<1, 2>())
+      .def("stop", &Attendant::stop, nb::call_guard<nb::gil_scoped_release>())
+      .def("pages", &Attendant::pages);
 
   nb::class_<Runtime>(m, "RingRuntime", "The worker's threads, from construction until stop().")
       .def(

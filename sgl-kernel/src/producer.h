@@ -155,6 +155,9 @@ class Producer {
     return reply;
   }
 
+  const Ring& ring() const { return ring_; }
+  // The life that records go to; 0: nobody.
+  uint32_t live_epoch() const { return live_epoch_.load(std::memory_order_acquire); }
   int64_t fallback_pages() const { return load_relaxed(&fallback_pages_); }
   int64_t local_tickets() const { return load_relaxed(&local_tickets_); }
   int64_t late_tickets() const { return load_relaxed(&late_tickets_); }

@@ -1,0 +1,101 @@
+#include "attendant.h"
+
+#include <pthread.h>
+#include <signal.h>
+#include <time.h>
+
+#include <climits>
+#include <stdexcept>
+
+#include "row.h"
+
+namespace scout {
+
+Attendant::Attendant(const Producer& producer, int64_t poll_us)
+    : producer_(producer), ring_(producer.ring()), poll_us_(poll_us) {
+  if (poll_us < 1 || poll_us > 100000)
+    throw std::invalid_argument("ring attendant: poll_us is " + std::to_string(poll_us) +
+                                ", allowed are 1 to 100000");
+  const Header& h = ring_.header();
+  scratch_pages_.resize(h.max_pages);
+  part_floats_ = ring_.q_floats() + h.q_heads;
+  parts_.resize(kMaxParts * part_floats_);
+  rung_ = load_acquire(&ring_.control()->head);
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are the main thread's
+  thread_ = std::thread([this] { run(); });
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  pthread_setname_np(thread_.native_handle(), "scout-attendant");
+}
+
+Attendant::~Attendant() { stop(); }
+
+void Attendant::stop() {
+  stopping_.store(true, std::memory_order_relaxed);
+  if (thread_.joinable()) thread_.join();
+}
+
+void Attendant::run() {
+  const timespec pause{poll_us_ / 1000000, (poll_us_ % 1000000) * 1000};
+  while (!stopping_.load(std::memory_order_relaxed)) {
+    const uint64_t head = load_acquire(&ring_.control()->head);
+    if (head != rung_) ring_bell(head);
+    answer_orphans(head);
+    nanosleep(&pause, nullptr);
+  }
+}
+
+void Attendant::ring_bell(uint64_t head) {
+  Control* control = ring_.control();
+  rung_ = head;
+  __atomic_fetch_add(&control->bell, 1u, __ATOMIC_SEQ_CST);
+  full_fence();
+  if (load_acquire(&control->sleepers) != 0) futex_wake(&control->bell, INT_MAX);
+}
+
+void Attendant::answer_orphans(uint64_t head) {
+  const uint32_t live = producer_.live_epoch();
+  for (uint32_t slot = 0; slot < ring_.num_slots(); ++slot) {
+    const uint64_t seq = load_acquire(&ring_.record(slot)->seq);
+    // A record beyond the head is still being written.
+    if (seq == 0 || epoch_of(seq) == live || post_of(seq) > head) continue;
+    ReplyHeader* reply = ring_.reply(slot);
+    if (load_acquire(&reply->done) == seq) continue;
+    // A worker that is about to be killed may still write the same rows: they are the same bytes,
+    // as both compute the same pages in the same split.
+    const int64_t pages = compute(slot);
+    if (pages > 0) pages_.fetch_add(pages, std::memory_order_relaxed);
+    store_relaxed(&reply->status, static_cast<uint32_t>(pages < 0 ? kReplyRefused : kReplyOk));
+    store_release(&reply->done, seq);
+  }
+}
+
+int64_t Attendant::compute(uint32_t slot) {
+  const Header& h = ring_.header();
+  const RecordHeader* record = ring_.record(slot);
+  const uint32_t layer = load_relaxed(&record->layer);
+  const uint32_t rows = load_relaxed(&record->rows);
+  const uint32_t parts = load_relaxed(&record->parts);
+  if (layer >= h.num_layers || rows < 1 || rows > h.max_batch || parts < 1 || parts > kMaxParts)
+    return -1;
+  int64_t total = 0;
+  for (uint32_t row = 0; row < rows; ++row) {
+    float* out = ring_.out(slot, row);
+    float* lse = ring_.lse(slot, row);
+    const int32_t n = load_relaxed(ring_.n_pages(slot) + row);
+    for (uint32_t part = 0; part < parts; ++part) {
+      float* to = parts == 1 ? out : parts_.data() + part * part_floats_;
+      float* to_lse = parts == 1 ? lse : to + ring_.q_floats();
+      const int32_t pages = attend_part(ring_, layer, ring_.q(slot, row), ring_.pages(slot, row), n,
+                                        part, parts, scratch_pages_.data(), to, to_lse);
+      if (pages < 0) return -1;
+      total += pages;
+    }
+    if (parts > 1)
+      merge_parts(h.q_heads, h.head_dim, parts, parts_.data(), part_floats_, out, lse);
+  }
+  return total;
+}
+
+}  // namespace scout
