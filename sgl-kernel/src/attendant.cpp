@@ -92,8 +92,7 @@ int64_t Attendant::compute(uint32_t slot) {
       if (pages < 0) return -1;
       total += pages;
     }
-    if (parts > 1)
-      merge_parts(h.q_heads, h.head_dim, parts, parts_.data(), part_floats_, out, lse);
+    if (parts > 1) merge_parts(h.q_heads, h.head_dim, parts, parts_.data(), part_floats_, out, lse);
   }
   return total;
 }

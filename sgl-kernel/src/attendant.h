@@ -2,8 +2,8 @@
 //
 // A kernel can publish a record, but it cannot wake a futex, and while it waits for an answer it
 // cannot find out that the worker has died and compute the pages itself. The attendant does both:
-// it rings the bell for what a kernel has posted, and it answers records that no living worker will.
-// It makes no CUDA call, so a stream that waits for it can always go on.
+// it rings the bell for what a kernel has posted, and it answers records that no living worker
+// will. It makes no CUDA call, so a stream that waits for it can always go on.
 #pragma once
 
 #include <atomic>

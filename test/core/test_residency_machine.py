@@ -31,6 +31,8 @@ class ResidencyMachine(RuleBasedStateMachine):
     def start(self, half_life_steps):
         self.table = ResidencyTable(LAYERS, PAGES, SLOTS, half_life_steps)
         self.half_life_steps = half_life_steps
+        self.table.take_changes()
+        self.slots_elsewhere = self.table.slot_of.copy()  # kept by what changed alone
         self.step = 1
         self.next_request = 1
         self.free_pages = list(range(1, PAGES))
@@ -186,6 +188,15 @@ class ResidencyMachine(RuleBasedStateMachine):
             reserved = sum(len(t.pages) for t, _ in self.in_flight if t.layer == layer)
             mapped = len(self._resident(layer))
             assert self.table.num_free(layer) + mapped + reserved == SLOTS
+
+    @invariant()
+    def what_changed_keeps_a_copy_true(self):
+        if not hasattr(self, "table"):
+            return
+        changed, slots = self.table.take_changes()
+        assert len(np.unique(changed)) == len(changed)
+        self.slots_elsewhere.reshape(-1)[changed] = slots
+        assert np.array_equal(self.slots_elsewhere, self.table.slot_of)
 
     @invariant()
     def no_page_is_in_two_places(self):

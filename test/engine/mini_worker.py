@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -18,6 +19,7 @@ from sglang_scout.ops.signs import as_bits
 from sglang_scout.policy.presets import POLICY_NAMES, make_policy
 
 SIZE = 32
+HIDDEN = 48  # of the layer inputs
 
 
 class HereInstead:
@@ -61,16 +63,14 @@ class MiniWorker:
     def __init__(self, *, layers=3, heads=4, kv_heads=2, dim=64, pages=80, max_batch=4,
                  budget_tokens=128, resident_tokens=None, dtype=torch.float32, seed=0,
                  config="{}", drift=0.5, logit_cap=0.0, policy="scout", tracer=None,
-                 correction=None, around_missing=None, pool_form=None):  # fmt: skip
+                 correction=None, around_missing=None, pool_form=None, verify=True):  # fmt: skip
         self.config = parse_config(
             policy=policy, policies=POLICY_NAMES, budget_tokens=budget_tokens, config=config
         )
         torch.manual_seed(seed)
         self.shape = ModelShape(layers, heads, kv_heads, dim, SIZE, dtype, dim**-0.5, logit_cap)
-        tokens = (pages * SIZE, kv_heads, dim)
-        k = [torch.randn(tokens).to(dtype) for _ in range(layers)]
-        v = [torch.randn(tokens).to(dtype) for _ in range(layers)]
-        self.host = HostPages(self.shape, k, v)
+        self.max_batch = max_batch
+        self.host = self._make_host(pages)
         self.digests = DigestPool(self.shape, pages, "cpu", pool_form or self.config.digest)
         budget = self.config.budget_pages
         slots = (resident_tokens or budget_tokens * max_batch) // SIZE + max_batch + budget
@@ -79,9 +79,10 @@ class MiniWorker:
         )
         self.table = ResidencyTable(layers, pages, slots, policy_of.residency.half_life_steps)
         self.missing = HereInstead(self.shape, self.host)
-        hidden = 48
-        self.weights = [torch.randn(heads * dim, hidden) * 0.4 for _ in range(layers)]
-        self.engine = StepEngine(
+        self.weights = [torch.randn(heads * dim, HIDDEN) * 0.4 for _ in range(layers)]
+        missing = around_missing(self.missing) if around_missing else self.missing
+        self.engine = self._make_engine(
+            missing,
             shape=self.shape,
             policy=policy_of,
             budget_pages=budget,
@@ -91,14 +92,22 @@ class MiniWorker:
             resident=ResidentCache(self.shape, slots, "cpu"),
             table=self.table,
             projectors=[self._projector(layer) for layer in range(layers)],
-            missing=around_missing(self.missing) if around_missing else self.missing,
             tracer=tracer,
-            verify=True,
+            verify=verify,
         )
         self.free_pages = list(range(1, pages))
         self.requests: list[Request] = []
         self.drift = drift
-        self.hidden = torch.randn(layers, max_batch, hidden)
+        self.hidden = torch.randn(layers, max_batch, HIDDEN)
+
+    def _make_host(self, pages):
+        tokens = (pages * SIZE, self.shape.num_kv_heads, self.shape.head_dim)
+        kv = ([torch.randn(tokens).to(self.shape.dtype) for _ in range(self.shape.num_layers)]
+              for _ in range(2))  # fmt: skip
+        return HostPages(self.shape, *kv)
+
+    def _make_engine(self, missing, **parts):
+        return StepEngine(missing=missing, **parts)
 
     def _projector(self, layer):
         def project(x, positions):
@@ -129,9 +138,12 @@ class MiniWorker:
         self.engine.boundary.free_pages(np.array(request.pages, np.int64))
         self.free_pages.extend(request.pages)
 
-    def step(self) -> list[torch.Tensor]:
+    def step(self, extra_rows=0, within=None) -> list[torch.Tensor]:
         """One decode step over all requests. Returns each layer's output, and checks that the
-        appended token is where it belongs."""
+        appended token is where it belongs.
+
+        ``extra_rows`` behind the batch have no request; the layers run ``within`` a context.
+        """
         for request in self.requests:
             request.length += 1
             if request.length > len(request.pages) * SIZE:
@@ -150,20 +162,29 @@ class MiniWorker:
         self.check_digests()
         self.hidden = self.hidden + self.drift * torch.randn_like(self.hidden)
         self.queries, self.outputs = [], []
-        for layer in range(self.shape.num_layers):
-            x = self.hidden[layer, :rows]
-            self.engine.layer_input(layer, x, torch.zeros(rows, dtype=torch.int64))
-            q = self._projector(layer)(x, None)
-            kv = (rows, self.shape.num_kv_heads, self.shape.head_dim)
-            k, v = torch.randn(kv), torch.randn(kv)
-            self.queries.append(q)
-            self.outputs.append(self.engine.attend(layer, q.to(self.shape.dtype), k, v))
-            for row, request in enumerate(self.requests):
-                page, offset = divmod(request.length - 1, SIZE)
-                stored = self.host.k[layer][request.pages[page], offset]
-                assert torch.equal(stored, k[row].to(self.shape.dtype))
+        with within or contextlib.nullcontext():
+            for layer in range(self.shape.num_layers):
+                self._layer(layer, rows + extra_rows)
         self.engine.layer_output()
         return self.outputs
+
+    def _layer(self, layer: int, rows: int) -> None:
+        x = self.hidden[layer, :rows]
+        self.engine.layer_input(layer, x, torch.zeros(rows, dtype=torch.int64))
+        q = self._projector(layer)(x, None)
+        kv = (len(self.requests), self.shape.num_kv_heads, self.shape.head_dim)
+        k, v = torch.randn(kv), torch.randn(kv)
+        extra = torch.ones(rows - len(k), *kv[1:])
+        self.queries.append(q)
+        self.outputs.append(
+            self.engine.attend(
+                layer, q.to(self.shape.dtype), torch.cat([k, extra]), torch.cat([v, extra])
+            )
+        )
+        for row, request in enumerate(self.requests):
+            page, offset = divmod(request.length - 1, SIZE)
+            stored = self.host.k[layer][request.pages[page], offset]
+            assert torch.equal(stored, k[row].to(self.shape.dtype))
 
     def check_digests(self) -> None:
         """The digest of every full page is what its form makes of its keys, at every step."""

@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 Ints = npt.NDArray[np.integer]
 
+_NONE = np.zeros(0, np.int64)
 _FREE = -1
 _RESERVED = -2
 
@@ -85,6 +86,24 @@ class ResidencyTable:
         self._generation = np.zeros(num_pages, np.int64)
         self._free = np.tile(np.arange(num_slots, dtype=np.int64), (num_layers, 1))
         self._num_free = np.full(num_layers, num_slots, np.int64)
+        self._changed: list[npt.NDArray[np.int64]] | None = None
+
+    def take_changes(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
+        """What :attr:`slot_of` has changed since the last call, for a copy of it elsewhere.
+
+        The first call returns nothing and begins to record.
+
+        Returns:
+            ``[n]`` distinct indices into the flattened table, and ``[n]`` what stands there now.
+        """
+        changed = np.unique(np.concatenate(self._changed)) if self._changed else _NONE
+        self._changed = []
+        return changed, self.slot_of.reshape(-1)[changed]
+
+    def _set_slots(self, layer: int, pages: Ints, slots: Ints | int) -> None:
+        self.slot_of[layer, pages] = slots
+        if self._changed is not None:
+            self._changed.append(layer * self.num_pages + pages.astype(np.int64))
 
     def num_free(self, layer: int) -> int:
         """Slots of ``layer`` that are neither mapped nor reserved."""
@@ -180,7 +199,7 @@ class ResidencyTable:
         layer = reservation.layer
         current = reservation.generations == self._generation[reservation.pages]
         pages, slots = reservation.pages[current], reservation.slots[current]
-        self.slot_of[layer, pages] = slots
+        self._set_slots(layer, pages, slots)
         self.page_of[layer, slots] = pages
         self.stamp[layer, pages] = np.maximum(self.stamp[layer, pages], step)
         self._pending[layer, pages] = False
@@ -208,7 +227,7 @@ class ResidencyTable:
         return slots[self.stamp[layer, self.page_of[layer, slots]] < before_step]
 
     def _unmap(self, layer: int, slots: npt.NDArray[np.int64]) -> None:
-        self.slot_of[layer, self.page_of[layer, slots]] = -1
+        self._set_slots(layer, self.page_of[layer, slots], -1)
         self._give_back(layer, slots)
 
     def invalidate(self, pages: Ints) -> None:
@@ -219,9 +238,10 @@ class ResidencyTable:
         self.heat[:, ids] = 0.0
         self.stamp[:, ids] = -1
         slots = self.slot_of[:, ids]
-        for layer in np.flatnonzero((slots >= 0).any(axis=1)):
-            self._give_back(layer, slots[layer][slots[layer] >= 0].astype(np.int64))
-        self.slot_of[:, ids] = -1
+        for layer in map(int, np.flatnonzero((slots >= 0).any(axis=1))):
+            mapped = slots[layer] >= 0
+            self._give_back(layer, slots[layer][mapped].astype(np.int64))
+            self._set_slots(layer, ids[mapped], -1)
 
     def clear(self) -> None:
         """Drop every page (cache flush)."""

@@ -26,7 +26,7 @@ class Batch:
 
     table: torch.Tensor  # [B, N] int32 host page ids, -1 beyond the last page
     n_full: torch.Tensor  # [B] int32 full pages, candidates for selection
-    slots: torch.Tensor  # [L, B, N] int32 resident slots of full pages, -1 elsewhere
+    slots: torch.Tensor | None  # [L, B, N] int32 resident slots of full pages, -1 elsewhere
     tail_slot: torch.Tensor  # [L, B] int32 slot of the page being filled
     tail_len: torch.Tensor  # [B] int32 valid tokens in it, this step's included
     tail_page: torch.Tensor  # [B] int32 host page id of it
@@ -38,6 +38,19 @@ class Batch:
         return self.ages == 0
 
 
+@dataclass
+class LastStep:
+    """What the last step whose selections are known has missed."""
+
+    ages: npt.NDArray[np.int64]  # [B]
+    missed: npt.NDArray[np.int64]  # [L, B] pages
+
+    @classmethod
+    def none(cls, num_layers: int) -> LastStep:
+        """Before there was one."""
+        return cls(np.zeros(0, np.int64), np.zeros((num_layers, 0), np.int64))
+
+
 class StepBoundary:
     """Follows the lives of requests and pages and prepares each step.
 
@@ -46,6 +59,11 @@ class StepBoundary:
         host, digests, table: the stores and their books.
         recall: moves pages to the device.
         counters: totals to add to.
+        slots_on_host: whether batches say which slots their pages have; a device that keeps a copy of
+            the residency table looks there.
+
+    Attributes:
+        freed_at: ``[P]`` the last step that had begun when each page was last freed, -1: never.
     """
 
     def __init__(
@@ -58,6 +76,7 @@ class StepBoundary:
         table: ResidencyTable,
         recall: Recall,
         counters: Counters,
+        slots_on_host: bool = True,
     ) -> None:
         self._shape = shape
         self._policy = policy
@@ -67,9 +86,11 @@ class StepBoundary:
         self._table = table
         self._recall = recall
         self._counters = counters
+        self._slots_on_host = slots_on_host
+        self._filled_here = np.zeros(host.num_pages, bool)  # by decoding, so no digest was sent
+        self.freed_at = np.full(host.num_pages, -1, np.int64)
         self._step = 0
         self._first_step: dict[int, int] = {}  # by table row; 0: joins with the next step
-        self._last_ages = np.zeros(0, np.int64)
 
     def admit(self, request_slots: Iterable[int]) -> None:
         """Requests join the batch, new or after a retraction; ``request_slots`` are their table rows."""
@@ -83,6 +104,8 @@ class StepBoundary:
         """Pages went back to the allocator: nothing that is known about them holds any more."""
         self._digests.invalidate(pages)
         self._table.invalidate(pages)
+        self._filled_here[pages] = False
+        self.freed_at[pages] = self._step
 
     def clear(self) -> None:
         """All pages were freed (cache flush)."""
@@ -94,14 +117,14 @@ class StepBoundary:
         page_table: npt.NDArray[np.int32],
         request_slots: npt.NDArray[np.int64],
         seq_lens: npt.NDArray[np.int64],
-        last_missed: npt.NDArray[np.int64],
+        last: LastStep,
         step_us: float,
     ) -> Batch:
         """Prepare a step. Arguments as of :meth:`StepEngine.begin_step`, and
 
         Args:
             step: number of the step, ascending.
-            last_missed: ``[L, B]`` pages that each row of the step before missed.
+            last: the last step whose selections are known.
             step_us: smoothed time of a step; 0 until known.
         """
         self._step = step
@@ -109,35 +132,41 @@ class StepBoundary:
         self._recall.commit(step, residency.patience_us)
         rows, columns = page_table.shape
         size = self._shape.page_size
-        last = (seq_lens - 1) // size
+        full = (seq_lens - 1) // size
         tail_len = (seq_lens - 1) % size + 1
         column = np.arange(columns)
-        table = np.where(column <= last[:, None], page_table, -1).astype(np.int32)
-        is_full = column < last[:, None]
-        tail_page = table[np.arange(rows), last]
+        table = np.where(column <= full[:, None], page_table, -1).astype(np.int32)
+        is_full = column < full[:, None]
+        tail_page = table[np.arange(rows), full]
         ages = self._ages(request_slots)
         fresh = ages == 0
 
         self._complete_digests(table[is_full])
-        self._load_forced(table, last, tail_page, fresh)
+        self._filled_here[tail_page] = True
+        self._load_forced(table, full, tail_page, tail_len, fresh)
         if self._policy.missing.copy_ahead:
-            self._make_room(fresh, last_missed)
-        residency.plan(self._report(last_missed, fresh, step_us))
+            self._make_room(fresh, last.missed)
+        residency.plan(self._report(last, fresh, step_us))
 
-        # np.take, unlike fancy indexing, returns rows that are contiguous, as the kernels want them.
-        slots = np.take(self._table.slot_of, table, axis=1)
-        slots[:, ~is_full] = -1
-        self._fill_free_slots(table, is_full, slots)
-        self._last_ages = ages
+        slots = self._slots(table, is_full) if self._slots_on_host else None
+        self._fill_free_slots(table, is_full)
         return Batch(
             table=torch.from_numpy(table),
-            n_full=torch.from_numpy(last.astype(np.int32)),
-            slots=torch.from_numpy(slots),
+            n_full=torch.from_numpy(full.astype(np.int32)),
+            slots=None if slots is None else torch.from_numpy(slots),
             tail_slot=torch.from_numpy(np.take(self._table.slot_of, tail_page, axis=1)),
             tail_len=torch.from_numpy(tail_len.astype(np.int32)),
             tail_page=torch.from_numpy(tail_page),
             ages=ages,
         )
+
+    def _slots(
+        self, table: npt.NDArray[np.int32], is_full: npt.NDArray[np.bool_]
+    ) -> npt.NDArray[np.int32]:
+        # np.take, unlike fancy indexing, returns rows that are contiguous, as the kernels want them.
+        slots = np.take(self._table.slot_of, table, axis=1)
+        slots[:, ~is_full] = -1
+        return slots
 
     def _ages(self, request_slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """``[B]`` steps done here by each request; one that was never admitted counts as old."""
@@ -148,16 +177,14 @@ class StepBoundary:
             [self._step - self._first_step.get(int(r), -(2**31)) for r in request_slots], np.int64
         )
 
-    def _report(
-        self, last_missed: npt.NDArray[np.int64], fresh: npt.NDArray[np.bool_], step_us: float
-    ) -> StepReport:
+    def _report(self, last: LastStep, fresh: npt.NDArray[np.bool_], step_us: float) -> StepReport:
         """What the residency axis may know."""
         recall = self._recall
         report = StepReport(
             step=self._step,
             budget_pages=self._budget_pages,
-            ages=self._last_ages,
-            missed=last_missed,
+            ages=last.ages,
+            missed=last.missed,
             fresh_rows=int(fresh.sum()),
             started=recall.started.copy(),
             landed=recall.landed.copy(),
@@ -172,30 +199,41 @@ class StepBoundary:
     def _complete_digests(self, pages: npt.NDArray[np.int32]) -> None:
         """Every full page needs a digest: taken from the prefill server, else computed here."""
         pending = np.unique(pages[~self._digests.valid[pages]]).astype(np.int64)
-        if len(pending):
-            self._digests.build(self._digests.accept(pending), self._host.k)
+        if not len(pending):
+            return
+        filled = self._filled_here[pending]
+        # To look for digests that came means to wait for the device; these cannot have come.
+        here, elsewhere = pending[filled], pending[~filled]
+        if len(elsewhere):
+            here = np.concatenate([here, self._digests.accept(elsewhere)])
+        self._digests.build(here, self._host.k)
 
     def _load_forced(
         self,
         table: npt.NDArray[np.int32],
-        last: npt.NDArray[np.int64],
+        full: npt.NDArray[np.int64],
         tail_page: npt.NDArray[np.int32],
+        tail_len: npt.NDArray[np.int64],
         fresh: npt.NDArray[np.bool_],
     ) -> None:
         """Sink, newest and tail pages of every request are resident; fresh requests that fit, whole."""
         digest = self._policy.digest
         column = np.arange(table.shape[1])
-        forced = (column < digest.sink_pages) | (column >= last[:, None] - digest.recent_pages)
-        forced = np.concatenate([table[forced & (column < last[:, None])], tail_page])
+        forced = (column < digest.sink_pages) | (column >= full[:, None] - digest.recent_pages)
+        forced = np.concatenate([table[forced & (column < full[:, None])], tail_page])
         self._table.touch_all_layers(forced, self._step)
         warm = [
-            table[row, self._policy.residency.warm_columns(int(last[row]), self._budget_pages)]
+            table[row, self._policy.residency.warm_columns(int(full[row]), self._budget_pages)]
             for row in np.flatnonzero(fresh)
         ]
         wanted = np.concatenate([forced, *warm])
         if (self._table.slot_of[:, wanted] >= 0).all():
             return
+        empty = tail_page[tail_len == 1]  # its first token comes with this step
         for layer in range(self._shape.num_layers):
+            absent = self._table.missing(layer, empty)
+            self._table.evict(layer, len(absent), self._step)
+            self._recall.map_empty(layer, absent, self._step)
             # Forced pages may push out anything else, warm ones only what was not just in use.
             for pages, before in ((forced, self._step), (wanted, self._step - 1)):
                 absent = self._table.missing(layer, pages)
@@ -229,7 +267,6 @@ class StepBoundary:
         self,
         table: npt.NDArray[np.int32],
         is_full: npt.NDArray[np.bool_],
-        slots: npt.NDArray[np.int32],
     ) -> None:
         """If all pages of all requests fit, bring in those that nobody has missed yet.
 
@@ -239,6 +276,6 @@ class StepBoundary:
         left = self._policy.residency.fill_pages()
         if left <= 0 or is_full.sum() + len(table) > self._table.num_slots:
             return
-        absent = (slots < 0) & is_full
+        absent = (np.take(self._table.slot_of, table, axis=1) < 0) & is_full
         for layer in np.flatnonzero(absent.any(axis=(1, 2))):
             left -= self._recall.fill(int(layer), table[absent[layer]][: max(left, 0)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -57,6 +58,52 @@ class LayerInputs:
         return last.index_select(0, rows)
 
 
+class DeviceLayerInputs:
+    """The same in buffers that stay where they are, for steps that are captured.
+
+    A layer's input may be noted only after all predictions that need the previous token's.
+
+    Args:
+        layers, max_batch, hidden_size, dtype, device: of the inputs.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        max_batch: int,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._last = torch.zeros(layers, max_batch, hidden_size, dtype=dtype, device=device)
+        self._source = torch.zeros(0, dtype=torch.int32, device=device)
+
+    def begin_step(self, source: torch.Tensor) -> None:
+        """``source`` ``[max_batch]`` int32: row of each request in the step before, -1: none."""
+        self._source = source
+
+    @property
+    def known(self) -> torch.Tensor:
+        return self._source >= 0
+
+    def see(self, layer: int, x: torch.Tensor) -> None:
+        """``x`` ``[B, hidden]`` is the input of ``layer``."""
+        self._last[layer, : len(x)].copy_(x)
+
+    def previous(self, layer: int, like: torch.Tensor) -> torch.Tensor:
+        """``[B, hidden]`` of each request's previous token; anything where it is not known."""
+        return self._last[layer].index_select(0, self._source[: len(like)].clamp(min=0))
+
+
+class PreviousInputs(Protocol):
+    """What predictions read of the layer inputs."""
+
+    @property
+    def known(self) -> torch.Tensor: ...
+
+    def previous(self, layer: int, like: torch.Tensor) -> torch.Tensor: ...
+
+
 class Forecast:
     """Predicts queries as a predictor axis says.
 
@@ -67,7 +114,7 @@ class Forecast:
     """
 
     def __init__(
-        self, predictor: PredictorAxis, projectors: Sequence[QueryProjector], inputs: LayerInputs
+        self, predictor: PredictorAxis, projectors: Sequence[QueryProjector], inputs: PreviousInputs
     ) -> None:
         self._projectors = projectors
         self._inputs = inputs
@@ -101,7 +148,7 @@ class Forecast:
                 x,
                 self._inputs.previous(layer, x),
                 self._inputs.previous(target, x),
-                self._inputs.known,
+                self._inputs.known[: len(x)],
                 self._carry,
                 self._corrections[layer] if self._corrections else None,
             )

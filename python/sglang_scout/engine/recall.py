@@ -11,15 +11,16 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from sglang_scout.core.pages import Reservation, ResidencyTable
 from sglang_scout.engine.counters import Counters
+from sglang_scout.engine.device import upload
 from sglang_scout.engine.pools import HostPages, ResidentCache
 from sglang_scout.engine.trace import Tracer
 from sglang_scout.ops.gather import copy_pages
@@ -27,12 +28,31 @@ from sglang_scout.ops.gather import copy_pages
 _SMOOTH = 1 / 8
 
 
+class Ending(Protocol):
+    """When copies end: a future of the nanoseconds that they took, or what looks like one."""
+
+    def exception(self, timeout: float | None = None) -> BaseException | None: ...
+
+    def done(self) -> bool: ...
+
+    def result(self) -> int | None:
+        """None: they have ended, but their time is not known."""
+
+
+class Side(Protocol):
+    """Where copies run beside the step: a thread, or :class:`engine.device.SideStream`."""
+
+    def submit(self, function: Any, /, *args: Any) -> Any: ...
+
+    def shutdown(self, wait: bool = True) -> None: ...
+
+
 @dataclass(frozen=True)
 class Copies:
     """Copies under way."""
 
     taken: Reservation
-    done: Future[int]  # nanoseconds that they took
+    done: Ending
     was_missed: bool = True  # False: copied ahead of any need
 
     def slots_of(self, pages: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
@@ -47,12 +67,16 @@ class Copies:
 class Recall:
     """Copies pages into resident slots and keeps the table true.
 
-    On the CPU device the side stream is a thread: the copies run without the interpreter lock.
+    Args:
+        host, resident, table, counters, tracer: of the engine.
+        page_bytes: of the K, or the V, of one page in one layer.
+        side: where copies run; None: a thread, which needs no interpreter lock for them.
+        known_after: boundaries until it is known what a step has selected.
 
     Attributes:
         started: ``[L]`` int64, pages whose recall has begun since the caller last set it to 0.
-        landed, used: ``[L]`` int64, pages recalled one boundary before the last :meth:`commit`, and
-            those of them that the step in between selected.
+        landed, used: ``[L]`` int64, pages recalled ``known_after`` boundaries before the last
+            :meth:`commit`, and those of them that the step after that selected.
         link_pages_per_us: speed of finished copies, smoothed; 0 until there was one.
     """
 
@@ -64,6 +88,8 @@ class Recall:
         counters: Counters,
         page_bytes: int,
         tracer: Tracer,
+        side: Side | None = None,
+        known_after: int = 1,
     ) -> None:
         self._host = host
         self._resident = resident
@@ -71,9 +97,10 @@ class Recall:
         self._counters = counters
         self._page_bytes = page_bytes
         self._tracer = tracer
-        self._side = ThreadPoolExecutor(1, thread_name_prefix="scout-recall")
+        self._side: Side = side or ThreadPoolExecutor(1, thread_name_prefix="scout-recall")
         self._in_flight: deque[Copies] = deque()
-        self._just_landed: list[Reservation] = []
+        self._known_after = known_after
+        self._landed: deque[tuple[int, Reservation]] = deque()  # with the step since when
         self._judged_step = -1
         layers = table.num_layers
         self.started = np.zeros(layers, np.int64)
@@ -142,30 +169,31 @@ class Recall:
 
     def _land(self, copies: Copies, step: int) -> None:
         taken = copies.taken
-        took_us = copies.done.result() / 1e3
+        took_ns = copies.done.result()
         # They were selected in the step before. Stamped with this one they could not be evicted in
         # it, and might leave a request without a slot for its newest page.
         wanted = self._table.commit(taken, step - 1 if copies.was_missed else -1)
         self._counters.recalled_pages += wanted
         self._counters.recall_bytes += 2 * self._page_bytes * len(taken.pages)
-        speed = len(taken.pages) / max(took_us, 1e-3)
-        self.link_pages_per_us += (speed - self.link_pages_per_us) * (
-            _SMOOTH if self.link_pages_per_us else 1.0
-        )
+        if took_ns is not None:
+            speed = len(taken.pages) / max(took_ns / 1e3, 1e-3)
+            self.link_pages_per_us += (speed - self.link_pages_per_us) * (
+                _SMOOTH if self.link_pages_per_us else 1.0
+            )
         if copies.was_missed:
-            self._just_landed.append(taken)
+            self._landed.append((step, taken))
 
     def _judge_landed(self, step: int) -> None:
-        """How many of the pages that landed at the last boundary did the step since then select?"""
+        """How many of the pages that landed did the first step after that select?"""
         self._judged_step = step
         self.landed[:] = 0
         self.used[:] = 0
-        for taken in self._just_landed:
+        while self._landed and self._landed[0][0] <= step - self._known_after:
+            first, taken = self._landed.popleft()
             layer = taken.layer
             self.landed[layer] += len(taken.pages)
             resident = taken.pages[self._table.slot_of[layer, taken.pages] >= 0]
-            self.used[layer] += int((self._table.stamp[layer, resident] == step - 1).sum())
-        self._just_landed.clear()
+            self.used[layer] += int((self._table.stamp[layer, resident] == first).sum())
 
     def load_now(self, layer: int, pages: npt.NDArray[np.integer], step: int) -> int:
         """Copy ``pages`` before the step begins and map them. Returns how many found a slot."""
@@ -175,11 +203,16 @@ class Recall:
             self._table.commit(taken, step)
         return len(taken.pages)
 
+    def map_empty(self, layer: int, pages: npt.NDArray[np.integer], step: int) -> None:
+        """Map pages that hold nothing yet to free slots: there is nothing to copy."""
+        self._table.commit(self._table.reserve(layer, pages), step)
+
     def _copy(self, taken: Reservation, why: str) -> int:
         start_ns = time.monotonic_ns()
         layer, pages = taken.layer, len(taken.pages)
         moved_bytes = 2 * self._page_bytes * pages
-        source, target = torch.from_numpy(taken.pages), torch.from_numpy(taken.slots)
+        device = self._resident.k.device
+        source, target = upload(taken.pages, device), upload(taken.slots, device)
         with self._tracer.slice("copies", why, layer=layer, pages=pages, bytes=moved_bytes):
             copy_pages(self._host.k[layer], source, self._resident.k[layer], target)
             copy_pages(self._host.v[layer], source, self._resident.v[layer], target)

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 
 from sglang_scout.core.pages import ResidencyTable
-from sglang_scout.engine.boundary import Batch, StepBoundary
+from sglang_scout.engine.boundary import Batch, LastStep, StepBoundary
 from sglang_scout.engine.counters import Counters
 from sglang_scout.engine.cpu_part import CpuPart, MissingCompute
 from sglang_scout.engine.forecast import Forecast, LayerInputs, QueryProjector
@@ -118,7 +118,7 @@ class StepEngine:
         self._ahead: dict[int, _Ahead] = {}
         self._predicted: dict[int, torch.Tensor] = {}  # by layer; used when the real ones are there
         self._batch: Batch | None = None
-        self._missed = np.zeros((shape.num_layers, 0), np.int64)  # [L, B] pages, in this step
+        self._now = LastStep.none(shape.num_layers)  # what this step misses
         self._step_us = 0.0  # smoothed
         self._step_start_ns = 0
         self._slot_of = torch.from_numpy(table.slot_of)
@@ -150,9 +150,10 @@ class StepEngine:
         self._predicted.clear()
         self._step_start_ns = time.monotonic_ns()
         self._batch = self.boundary.begin(
-            self._step, page_table, request_slots, seq_lens, self._missed, self._step_us
+            self._step, page_table, request_slots, seq_lens, self._now, self._step_us
         )
-        self._missed = np.zeros((self.shape.num_layers, len(page_table)), np.int64)
+        missed = np.zeros((self.shape.num_layers, len(page_table)), np.int64)
+        self._now = LastStep(self._batch.ages, missed)
         if self._follows_inputs:
             self.inputs.begin_step(request_slots, self._batch.fresh)
         if self.step_log is not None:
@@ -221,7 +222,7 @@ class StepEngine:
             copies = self.recall.start(layer, missing)
             on_cpu = _pack_left(np.where(copies.slots_of(missing) < 0, missing, -1))
         counts = (on_cpu >= 0).sum(axis=1, dtype=np.int32)
-        self._missed[layer] = (missing >= 0).sum(axis=1)
+        self._now.missed[layer] = (missing >= 0).sum(axis=1)
         self.counters.count_selection(
             layer, int((pages >= 0).sum()), int(counts.sum()), len(pages) * self.budget_pages
         )
@@ -252,6 +253,7 @@ class StepEngine:
         )
         query = q.float()
         ahead = self._ahead.pop(layer, None) or self._look_ahead(layer, self._late(layer, query))
+        assert batch.slots is not None
         slots = batch.slots[layer]
         if self.policy.digest.only_selected:
             slots = self._slots_of(layer, ahead.pages)
@@ -324,6 +326,7 @@ class StepEngine:
     def _on_device(self, layer: int, ahead: _Ahead) -> npt.NDArray[np.int32]:
         """``[B, any]`` full pages that the device attended to, -1 in between."""
         batch = self._current()
+        assert batch.slots is not None
         pages, slots = batch.table, batch.slots[layer]
         if self.policy.digest.only_selected:
             pages, slots = ahead.pages, self._slots_of(layer, ahead.pages)

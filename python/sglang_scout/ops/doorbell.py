@@ -34,6 +34,7 @@ class DeviceRing:
     Attributes:
         state: [4] int64: epoch, step, number of the last post, error bits.
         open_seq: [2 L] int64, records without an answer.
+        waited_ns: [L] int64, time that merges of each layer have waited, since the start.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class DeviceRing:
         self.state = torch.zeros(4, dtype=torch.int64, device=device)
         self.open_seq = torch.zeros(2 * num_layers, dtype=torch.int64, device=device)
         self.awaited = torch.zeros_like(self.open_seq)
+        self.waited_ns = torch.zeros(num_layers, dtype=torch.int64, device=device)
         self.arrivals = torch.zeros(1, dtype=torch.int32, device=device)
         self.answered = torch.zeros(1, dtype=torch.int32, device=device)
 

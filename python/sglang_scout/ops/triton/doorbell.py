@@ -190,7 +190,9 @@ def post_kernel(
 
 
 @triton.jit
-def wait_kernel(state, open_seq, awaited, answered, replies, reply_stride, layer, timeout_ns, L):
+def wait_kernel(
+    state, open_seq, awaited, answered, waited_ns, replies, reply_stride, layer, timeout_ns, L
+):
     """One program waits for the answer of a slot; answered [1] int32 says whether there is one.
 
     Bounded by the device's clock: a worker that does not answer sets an error, the stream goes on.
@@ -204,6 +206,7 @@ def wait_kernel(state, open_seq, awaited, answered, replies, reply_stride, layer
         done = load_acquire(at_word(reply))
         while (done != seq) & (now_ns() - begin < timeout_ns):
             done = load_acquire(at_word(reply))
+        tl.store(waited_ns + layer, tl.load(waited_ns + layer) + now_ns() - begin)
         errors = tl.load(state + ERRORS)
         if done == seq:
             status = tl.load(at_half(reply + 8), volatile=True)
@@ -300,6 +303,7 @@ def merge(ring, layer: int, out: torch.Tensor, lse: torch.Tensor) -> None:
         ring.open_seq,
         ring.awaited,
         ring.answered,
+        ring.waited_ns,
         replies,
         at.reply_stride,
         layer,

@@ -1,0 +1,128 @@
+"""Streams and transfers of a CUDA device, without a step ever waiting for the host or the host for it.
+
+On the CPU device, where the same code runs in tests, memory is one and everything happens at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+
+def upload(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """``values`` on ``device``, there when the current stream comes to what follows."""
+    there = torch.from_numpy(values)
+    if device.type == "cpu":
+        return there
+    return there.pin_memory().to(device, non_blocking=True)
+
+
+class SideStream:
+    """Runs copies beside the steps' stream; stands where a thread pool stands on the CPU device.
+
+    Copies may write what the steps launched so far still read, so they begin after those.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+
+    def submit(self, function: Callable[..., Any], /, *args: Any) -> StreamEnding:
+        """Launch what ``function`` launches, behind everything that the current stream has to do."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with torch.cuda.stream(self._stream):
+            begin.record()
+            function(*args)
+            end.record()
+        return StreamEnding(begin, end)
+
+    def shutdown(self, wait: bool = True) -> None:
+        if wait:
+            self._stream.synchronize()
+
+
+class StreamEnding:
+    """The end of copies on a side stream, as a future would tell it."""
+
+    def __init__(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> None:
+        self._begin, self._end = begin, end
+        self._waited = False
+
+    def exception(self, timeout: float | None = None) -> None:
+        """Without a timeout the current stream, not the host, waits for the end."""
+        if timeout is None:
+            torch.cuda.current_stream().wait_event(self._end)
+            self._waited = True
+
+    def done(self) -> bool:
+        """Whether what the current stream does next finds the copies made."""
+        return self._waited or self._end.query()
+
+    def result(self) -> int | None:
+        """Nanoseconds from begin to end, or None if only the device knows yet."""
+        return int(self._begin.elapsed_time(self._end) * 1e6) if self._end.query() else None
+
+
+class Staging:
+    """A block of int32 words that the host fills for each step, and its copy on the device.
+
+    Two host buffers take turns, so that one can be filled while the other is still read.
+
+    Attributes:
+        device: ``[words]`` int32 on the device; holds what was last sent.
+    """
+
+    def __init__(self, words: int, device: torch.device) -> None:
+        self.device = torch.zeros(words, dtype=torch.int32, device=device)
+        self._on_cuda = device.type == "cuda"
+        self._host = [torch.zeros(words, dtype=torch.int32) for _ in range(2)]
+        if self._on_cuda:
+            self._host = [h.pin_memory() for h in self._host]
+        self._sent: list[torch.cuda.Event | None] = [None, None]
+        self._turn = 0
+
+    def fill(self) -> npt.NDArray[np.int32]:
+        """The host buffer of this turn, ``[words]``; holds what it held two turns ago."""
+        self._turn ^= 1
+        sent = self._sent[self._turn]
+        if sent is not None:
+            sent.synchronize()  # of two steps ago: long over
+        return self._host[self._turn].numpy()
+
+    def send(self, words: int) -> None:
+        """Copy the first ``words`` to the device, in the order of the current stream."""
+        source = self._host[self._turn][:words]
+        self.device[:words].copy_(source, non_blocking=self._on_cuda)
+        if self._on_cuda:
+            self._sent[self._turn] = torch.cuda.Event()
+            self._sent[self._turn].record()
+
+
+class Fetching:
+    """Tensors on their way from the device to the host.
+
+    Args:
+        tensors: copied in the order of the current stream; may be overwritten after it.
+        into: page-locked host tensors of the same sizes, or None: made here, for the CPU device.
+    """
+
+    def __init__(self, tensors: list[torch.Tensor], into: list[torch.Tensor] | None) -> None:
+        self._end: torch.cuda.Event | None = None
+        if into is None:
+            self._there = [t.clone() for t in tensors]
+            return
+        for source, target in zip(tensors, into, strict=True):
+            target.copy_(source, non_blocking=True)
+        self._there = into
+        self._end = torch.cuda.Event()
+        self._end.record()
+
+    def wait(self) -> list[npt.NDArray[Any]]:
+        """The values, once they are there."""
+        if self._end is not None:
+            self._end.synchronize()
+        return [t.numpy() for t in self._there]

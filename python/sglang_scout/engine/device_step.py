@@ -1,0 +1,400 @@
+"""The decode step on a CUDA device: what ``step.py`` does, with the host outside of it.
+
+Between two boundaries nothing comes back to the host and nothing is decided there, so that all layers of
+a step can be one CUDA graph. What the boundary fixed lies in buffers that stay where they are; what a
+step selected is fetched while the next one runs, and the host acts on it two boundaries later:
+
+    boundary t   takes in what step t-2 selected, maps the copies of boundary t-1, starts others
+    step t       runs with what boundary t fixed; the host prepares t+1 meanwhile
+
+So a recall that `step.py` starts in the step of the miss starts two boundaries later here. Which pages
+move still depends on selections alone, never on how fast anything was.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sglang_scout.core.pages import ResidencyTable
+from sglang_scout.engine.boundary import Batch, LastStep, StepBoundary
+from sglang_scout.engine.counters import Counters
+from sglang_scout.engine.device import Fetching, SideStream, Staging, upload
+from sglang_scout.engine.forecast import DeviceLayerInputs, Forecast, QueryProjector
+from sglang_scout.engine.pools import DigestPool, HostPages, ModelShape, ResidentCache
+from sglang_scout.engine.recall import Recall
+from sglang_scout.engine.step_log import StepLog
+from sglang_scout.engine.trace import Tracer
+from sglang_scout.engine.verify import Verifier
+from sglang_scout.ops.append import Pool, append_tokens
+from sglang_scout.ops.attend import attend_pages
+from sglang_scout.ops.doorbell import DeviceRing
+from sglang_scout.ops.select import select_pages
+from sglang_scout.policy.axes import Policy
+
+_KNOWN_AFTER = 2
+"""Boundaries until the host has what a step selected."""
+
+
+class StepInputs:
+    """What a boundary fixes for the device, B = ``max_batch`` rows, N = ``max_pages`` columns.
+
+    Rows without a request attend to nothing and write nothing.
+
+    Attributes, int32 on the device:
+        n_full, tail_len, tail_page, young, source: ``[B]``; see :class:`Batch`. ``source``: row of the
+            request in the step before, -1: none.
+        tail_slot: ``[L, B]``.
+        table: ``[B, N]`` ids of full pages, -1 behind them.
+    """
+
+    def __init__(self, layers: int, max_batch: int, max_pages: int, device: torch.device) -> None:
+        self._sizes = layers, max_batch, max_pages
+        self._head = (5 + layers) * max_batch
+        self._staging = Staging(self._head + max_batch * max_pages, device)
+        self._rows = 0  # that the device's table has
+        words = self._staging.device
+        words.fill_(-1)
+        words[: 2 * max_batch] = 0
+        self.n_full, self.tail_len, self.tail_page, self.young, self.source = (
+            words[i * max_batch : (i + 1) * max_batch] for i in range(5)
+        )
+        self.tail_slot = words[5 * max_batch : self._head].view(layers, max_batch)
+        self.table = words[self._head :].view(max_batch, max_pages)
+
+    def send(
+        self, batch: Batch, young: npt.NDArray[np.bool_], source: npt.NDArray[np.int64]
+    ) -> None:
+        """Fill and send: the device has it when the current stream comes to what follows."""
+        layers, rows, columns = self._sizes
+        count, used = batch.table.shape
+        words = self._staging.fill()
+        head = words[: self._head].reshape(5 + layers, rows)
+        head[:] = -1
+        head[:2] = 0
+        for i, values in enumerate((batch.n_full, batch.tail_len, batch.tail_page, young, source)):
+            head[i, :count] = values
+        head[5:, :count] = batch.tail_slot
+        table = words[self._head :].reshape(rows, columns)
+        sent = max(count, self._rows)
+        table[:sent] = -1
+        is_full = np.arange(used) < batch.n_full.numpy()[:, None]
+        np.copyto(table[:count, :used], batch.table.numpy(), where=is_full)
+        self._staging.send(self._head + sent * columns)
+        self._rows = count
+
+
+@dataclass
+class _Launched:
+    """A step whose selections the host has not seen yet."""
+
+    step: int
+    start_ns: int
+    batch: Batch
+    log: Fetching | None = None
+
+
+class DeviceStepEngine:
+    """Runs decode steps for one rank on a CUDA device.
+
+    Args:
+        shape, policy, budget_pages, max_batch, host, digests, resident, table, projectors, tracer: as
+            of :class:`StepEngine`; digests and resident cache lie on the device, the host pages in
+            memory that it can use.
+        max_pages: N, most pages of a request.
+        ring: to the worker.
+        life: epoch that records of the next step go to; never 0.
+        hidden_size, hidden_dtype: of the layers' inputs.
+        verify: as of :class:`StepEngine`; every layer then waits for the host, so no step can be captured.
+
+    Attributes:
+        step_log, quality: as of :class:`StepEngine`; quality is never measured here.
+    """
+
+    def __init__(
+        self,
+        *,
+        shape: ModelShape,
+        policy: Policy,
+        budget_pages: int,
+        max_batch: int,
+        max_pages: int,
+        host: HostPages,
+        digests: DigestPool,
+        resident: ResidentCache,
+        table: ResidencyTable,
+        projectors: Sequence[QueryProjector],
+        ring: DeviceRing,
+        life: Callable[[], int],
+        hidden_size: int,
+        hidden_dtype: torch.dtype,
+        tracer: Tracer | None = None,
+        verify: bool = False,
+    ) -> None:
+        if policy.missing.copy_ahead:
+            raise ValueError(f"{policy.name}: copies within a step are not possible on this device")
+        self.shape, self.policy, self.budget_pages = shape, policy, budget_pages
+        self.max_batch, self.max_pages = max_batch, max_pages
+        self.host, self.digests, self.resident, self.table = host, digests, resident, table
+        self.counters = Counters(shape.num_layers)
+        self.tracer = tracer or Tracer(None, 0)
+        device = resident.k.device
+        self._device = device
+        side = SideStream(device) if device.type == "cuda" else None
+        self.recall = Recall(
+            host, resident, table, self.counters, shape.page_bytes, self.tracer, side,
+            known_after=_KNOWN_AFTER,
+        )  # fmt: skip
+        self.boundary = StepBoundary(
+            shape, policy, budget_pages, host, digests, table, self.recall, self.counters,
+            slots_on_host=False,
+        )  # fmt: skip
+        self.step_log: StepLog | None = None
+        self.quality = None
+        self._ring, self._life, self._epoch = ring, life, 0
+        self._inputs = StepInputs(shape.num_layers, max_batch, max_pages, device)
+        self._follows = DeviceLayerInputs(
+            shape.num_layers, max_batch, hidden_size, hidden_dtype, device
+        )
+        self._forecast = Forecast(policy.predictor, projectors, self._follows)
+        table.take_changes()
+        self._slot_of = upload(table.slot_of, device).clone()
+        self._log = torch.full(
+            (2, shape.num_layers, max_batch, budget_pages), -1, dtype=torch.int32, device=device
+        )
+        self._log_on_host = [
+            [t.cpu().pin_memory() for t in (self._log, ring.waited_ns, ring.state)]
+            if device.type == "cuda"
+            else None
+            for _ in range(2)
+        ]
+        self._launched: deque[_Launched] = deque()
+        self._waited_ns = np.zeros(shape.num_layers, np.int64)
+        self._last = LastStep.none(shape.num_layers)
+        self._rows_of: dict[int, int] = {}  # request slot -> row, of the step before
+        self._step = 0
+        self._step_us = 0.0
+        self._late = False
+        self._verifier = Verifier(host, shape, self.counters) if verify else None
+        self._chosen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # layer: query, pages
+        self._predicted: dict[int, torch.Tensor] = {}
+
+    @property
+    def needs_eager(self) -> bool:
+        """Whether the step that was begun cannot be a captured one: a request's first steps here take
+        the real query in every layer."""
+        return self._late or self._verifier is not None
+
+    # Boundary ------------------------------------------------------------------------------------
+
+    def begin_step(
+        self,
+        page_table: npt.NDArray[np.int32],
+        request_slots: npt.NDArray[np.int64],
+        seq_lens: npt.NDArray[np.int64],
+    ) -> None:
+        """Step boundary; arguments as of :meth:`StepEngine.begin_step`."""
+        rows, columns = page_table.shape
+        if rows > self.max_batch or columns > self.max_pages:
+            raise ValueError(
+                f"batch of {rows} rows, {columns} pages; buffers were made for {self.max_batch} "
+                f"and {self.max_pages}"
+            )
+        trace_ns, start_ns = self.tracer.now(), time.monotonic_ns()
+        self._fetch()
+        known = self._take_in() if len(self._launched) == _KNOWN_AFTER else None
+        self._step += 1
+        self.counters.steps += 1
+        self.tracer.step(self._step)
+        batch = self.boundary.begin(
+            self._step, page_table, request_slots, seq_lens, self._last, self._step_us
+        )
+        if known is not None:
+            self._recall_missing(*known)
+        young = batch.ages < self.policy.predictor.exact_steps
+        self._late = bool(young.any()) and self.policy.predictor.lead > 0
+        self._inputs.send(batch, young, self._sources(request_slots, batch.fresh))
+        self._follows.begin_step(self._inputs.source)
+        self._send_slots()
+        if (epoch := self._life()) != self._epoch:
+            self._ring.set_life(epoch)
+            self._epoch = epoch
+        self._ring.begin_step(self._step)
+        self._chosen.clear()
+        self._predicted.clear()
+        self._launched.append(_Launched(self._step, start_ns, batch))
+        self.tracer.cut("boundary", "step boundary", trace_ns, requests=rows)
+
+    def _sources(
+        self, request_slots: npt.NDArray[np.int64], fresh: npt.NDArray[np.bool_]
+    ) -> npt.NDArray[np.int64]:
+        slots = request_slots.tolist()
+        source = np.array([self._rows_of.get(slot, -1) for slot in slots], np.int64)
+        self._rows_of = {slot: row for row, slot in enumerate(slots)}
+        return np.where(fresh, -1, source)
+
+    def _send_slots(self) -> None:
+        changed, slots = self.table.take_changes()
+        if len(changed):
+            target = upload(changed, self._device)
+            self._slot_of.view(-1).index_copy_(0, target, upload(slots, self._device))
+
+    def _fetch(self) -> None:
+        """Send for what the step before selected; it comes while the next one runs."""
+        if self._launched:
+            before = self._launched[-1]
+            tensors = [self._log, self._ring.waited_ns, self._ring.state]
+            before.log = Fetching(tensors, self._log_on_host[before.step & 1])
+
+    def _take_in(self) -> tuple[_Launched, npt.NDArray[np.int32]]:
+        """Books and counters of the oldest step that was launched.
+
+        Returns:
+            The step, and ``[L, B, k]`` what it missed, without pages that have changed hands since.
+        """
+        launched = self._launched.popleft()
+        assert launched.log is not None
+        (pages, missing), waited_ns, state = launched.log.wait()
+        if state[3]:
+            raise RuntimeError(
+                f"--kv-offload: step {launched.step}: {', '.join(self._ring.errors())}; its tokens "
+                "cannot be trusted"
+            )
+        batch, step = launched.batch, launched.step
+        rows, layers = len(batch.ages), self.shape.num_layers
+        pages, missing = pages[:, :rows], missing[:, :rows]
+        missed = (missing >= 0).sum(axis=2)
+        self._last = LastStep(batch.ages, missed)
+        live = np.append(self.boundary.freed_at < step, False)  # the last: of what is no page
+        waited_us = (waited_ns - self._waited_ns) // 1000
+        self._waited_ns = waited_ns.copy()
+        for layer in range(layers):
+            selected = pages[layer]
+            self.counters.count_selection(
+                layer, int((selected >= 0).sum()), int(missed[layer].sum()),
+                rows * self.budget_pages,
+            )  # fmt: skip
+            self.counters.count_wait(layer, int(waited_us[layer]))
+            self.table.touch(layer, np.where(live[selected], selected, -1), step, batch.fresh)
+        now_ns = time.monotonic_ns()
+        took_us = (now_ns - launched.start_ns) / 1e3 / _KNOWN_AFTER
+        self._step_us += (took_us - self._step_us) * (1 / 8 if self._step_us else 1.0)
+        if self.step_log is not None:
+            self._write_log(launched, missed, now_ns)
+        return launched, np.where(live[missing], missing, -1)
+
+    def _write_log(self, launched: _Launched, missed: npt.NDArray[np.int64], now_ns: int) -> None:
+        assert self.step_log is not None
+        batch = launched.batch
+        self.step_log.begin(launched.step, launched.start_ns, batch.ages, batch.n_full.numpy())
+        for layer, counts in enumerate(missed):
+            self.step_log.layer(layer, counts)
+        self.step_log.end(now_ns)
+
+    def _recall_missing(self, launched: _Launched, missing: npt.NDArray[np.int32]) -> None:
+        """Each layer recalls of what it missed the pages that the policy picks."""
+        for layer in np.flatnonzero((missing >= 0).any(axis=(1, 2))).tolist():
+            wanted = self.policy.residency.pick(
+                layer, missing[layer], launched.batch.ages, self.table.heat[layer]
+            )
+            if len(wanted):
+                # The slots that this takes may be read by steps that run; copies wait for these.
+                self.recall.swap(layer, wanted, launched.step)
+
+    # Step ----------------------------------------------------------------------------------------
+
+    def layer_input(self, layer: int, x: torch.Tensor, positions: torch.Tensor) -> None:
+        """Before layer ``layer``: predict and post for the layers that the policy names.
+
+        Args:
+            x: ``[B, hidden]`` input of the layer before its norm; B up to ``max_batch``.
+            positions: ``[B]`` int64.
+        """
+        predictor = self.policy.predictor
+        for target in predictor.targets(layer, self.shape.num_layers):
+            query = self._forecast.query(layer, target, x, positions)
+            if self._late:
+                self._predicted[target] = query
+            else:
+                self._look_ahead(target, query)
+        if self._forecast.needs_previous:
+            self._follows.see(layer, x)
+
+    def layer_output(self) -> None:
+        """For the timeline of :class:`StepEngine`; a graph has none."""
+
+    def _look_ahead(self, layer: int, query: torch.Tensor) -> None:
+        """Choose the pages of ``layer`` and post the missing ones (Algorithm 1, lines 4 to 7)."""
+        rows, digest = len(query), self.policy.digest
+        table, n_full = self._inputs.table[:rows], self._inputs.n_full[:rows]
+        scores = self.digests.score(
+            layer, query, table, n_full, self.shape.scale, digest.head_reduce
+        )
+        if digest.resident_bonus:
+            scores += digest.resident_bonus * (self._slots_of(layer, table) >= 0)
+        selection = select_pages(
+            scores, table, n_full, self._slot_of[layer], self.budget_pages,
+            digest.sink_pages, digest.recent_pages,
+        )  # fmt: skip
+        self._log[0, layer, :rows].copy_(selection.pages)
+        self._log[1, layer, :rows].copy_(selection.missing)
+        self._ring.post(layer, query.contiguous(), selection.missing, selection.n_missing)
+        self._chosen[layer] = query, selection.pages
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Attention of one layer; see :meth:`StepEngine.attend`. B up to ``max_batch``."""
+        rows = len(q)
+        inputs, shape = self._inputs, self.shape
+        tail_slot, tail_len = inputs.tail_slot[layer, :rows], inputs.tail_len[:rows]
+        append_tokens(
+            k, v, tail_len,
+            Pool(self.resident.k[layer], self.resident.v[layer], tail_slot),
+            mirror=Pool(self.host.k[layer], self.host.v[layer], inputs.tail_page[:rows]),
+        )  # fmt: skip
+        query = q.float().contiguous()
+        if layer not in self._chosen:
+            self._look_ahead(layer, self._late_query(layer, query))
+        query_ahead, pages = self._chosen.pop(layer)
+        if not self.policy.digest.only_selected:
+            pages = inputs.table[:rows]
+        slots = self._slots_of(layer, pages)
+        out, lse = attend_pages(
+            query, self.resident.k[layer], self.resident.v[layer], slots,
+            tail_slot, tail_len, shape.scale, shape.logit_cap,
+        )  # fmt: skip
+        self._ring.merge(layer, out, lse)
+        if self._verifier is not None:
+            on_device = torch.where(slots >= 0, pages, -1).cpu().numpy()
+            on_cpu = self._log[1, layer, :rows].cpu().numpy()
+            queries = query.cpu(), query_ahead.cpu()
+            batch = self._launched[-1].batch
+            self._verifier.check(layer, out.cpu(), *queries, on_device, on_cpu, batch)
+        return out
+
+    def _late_query(self, layer: int, query: torch.Tensor) -> torch.Tensor:
+        """``[B, HQ, D]``: real for young requests and for layers without lead, else predicted."""
+        predicted = self._predicted.pop(layer, None)
+        if predicted is None:
+            return query
+        young = self._inputs.young[: len(query)] > 0
+        return torch.where(young[:, None, None], query, predicted)
+
+    def _slots_of(self, layer: int, pages: torch.Tensor) -> torch.Tensor:
+        """``[B, n]`` int32 slots of ``pages``, -1 where not resident."""
+        slots = self._slot_of[layer].index_select(0, pages.clamp(min=0).flatten())
+        return slots.view_as(pages).masked_fill_(pages < 0, -1)
+
+    def close(self) -> None:
+        """Wait for what was launched, stop the copies and write the trace."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self.recall.close()
+        self.tracer.write()
+        if self.step_log is not None:
+            self.step_log.close()

@@ -1,0 +1,76 @@
+"""A decode worker in miniature whose steps are those of a CUDA device, in Triton's interpreter.
+
+The pages lie in a real arena; what is missing goes through the ring's kernels to real worker threads,
+or to the attendant where there are none.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from mini_worker import HIDDEN, SIZE, MiniWorker
+from sglang_scout import _native
+from sglang_scout.engine.device_step import DeviceStepEngine
+from sglang_scout.engine.pools import HostPages
+from sglang_scout.ops.doorbell import DeviceRing
+from sglang_scout.worker.arena import Arena, ArenaSpec
+
+MAX_PAGES = 40
+
+
+class DeviceWorker(MiniWorker):
+    """As :class:`MiniWorker`; ``threads``: whether worker threads answer, or else the attendant."""
+
+    def __init__(self, *, threads=False, budget_tokens=128, **kwargs):
+        self.threads, self.budget_tokens = threads, budget_tokens
+        super().__init__(budget_tokens=budget_tokens, **kwargs)
+
+    def _make_host(self, pages):
+        s = self.shape
+        dtype = str(s.dtype).removeprefix("torch.")
+        spec = ArenaSpec(
+            s.num_layers, pages, SIZE, s.num_kv_heads, s.num_q_heads, s.head_dim, dtype, s.scale,
+            self.max_batch, self.budget_tokens // SIZE, s.logit_cap,
+        )  # fmt: skip
+        self.arena = Arena.create(spec, hugepages=False)
+        planes = (self.arena.k_pages, self.arena.v_pages)
+        kv = [[torch.from_numpy(plane(i)).view(s.dtype) for i in range(s.num_layers)]
+              for plane in planes]  # fmt: skip
+        for plane in (*kv[0], *kv[1]):
+            plane.copy_(torch.randn(plane.shape))
+        return HostPages(s, *([t.flatten(0, 1) for t in half] for half in kv))
+
+    def _make_engine(self, missing, **parts):
+        arena, s = self.arena, self.shape
+        self.producer = _native.RingProducer(arena.address, arena.nbytes)
+        self.epoch = self.producer.next_epoch()
+        self.runtime = None
+        if self.threads:
+            cpu = sorted(os.sched_getaffinity(0))[-1]
+            self.runtime = _native.RingRuntime(arena.address, arena.nbytes, self.epoch, [cpu], 0, 1)
+            self.producer.set_life(self.epoch)
+        self.attendant = _native.RingAttendant(self.producer, 50)
+        self.ring = DeviceRing(
+            arena.address, arena.layout(), num_layers=s.num_layers, max_batch=self.max_batch,
+            max_pages=arena.spec.max_pages, num_q_heads=s.num_q_heads, head_dim=s.head_dim,
+            parts=1, timeout_us=20_000_000, device="cpu",
+        )  # fmt: skip
+        return DeviceStepEngine(
+            max_pages=MAX_PAGES, ring=self.ring, life=lambda: self.epoch, hidden_size=HIDDEN,
+            hidden_dtype=torch.float32, **parts,
+        )  # fmt: skip
+
+    def end_threads(self):
+        """The worker's life ends; from the next step on nobody leads one."""
+        self.producer.set_life(0)
+        self.runtime.stop()
+        self.epoch = self.producer.next_epoch()
+
+    def close(self):
+        super().close()
+        self.attendant.stop()
+        if self.runtime is not None:
+            self.runtime.stop()
+        self.arena.close()

@@ -1,0 +1,154 @@
+"""The step of a CUDA device: the same guarantees as the host's, and nothing of the host within."""
+
+import os
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from sglang_scout.ops import triton
+
+pytest.importorskip("sglang_scout._native")
+if not triton.interpreted():
+    pytest.skip("needs Triton's interpreter: the arena is not registered", allow_module_level=True)
+
+from device_worker import DeviceWorker  # noqa: E402  (needs the native module)
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+
+
+@pytest.fixture
+def make():
+    made = []
+
+    def build(**kwargs):
+        made.append(DeviceWorker(**kwargs))
+        return made[-1]
+
+    yield build
+    for worker in made:
+        worker.close()
+
+
+@pytest.mark.parametrize("lengths", [[1], [31, 32, 33], [64, 95, 96, 97]])
+def test_a_covering_budget_is_exact_full_attention(make, lengths):
+    worker = make(budget_tokens=512, layers=2)
+    for length in lengths:
+        worker.admit(length)
+    for _ in range(12):
+        worker.step()
+        for layer in range(2):
+            for row in range(len(lengths)):
+                torch.testing.assert_close(
+                    worker.outputs[layer][row], worker.dense(row, layer), rtol=2e-5, atol=2e-5
+                )
+    assert worker.engine.counters.cpu_pages == 0
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [
+        ("{}", torch.float32),
+        ("{}", torch.bfloat16),
+        ('{"precompute": false}', torch.float32),
+        ('{"recall": "off"}', torch.float32),
+        ('{"attend": "selected", "recall": "fixed"}', torch.bfloat16),
+        ('{"digest": "signs", "exact_layers": [1], "resident_bonus": 1.0}', torch.float32),
+        ('{"predictor": "extrapolate"}', torch.float32),
+    ],
+)
+def test_a_small_budget_attends_to_exactly_the_chosen_pages(make, dtype, config):
+    worker = make(budget_tokens=128, dtype=dtype, config=config)
+    for length in (400, 37, 513, 320):
+        worker.admit(length)
+    for _ in range(12):
+        worker.step()
+    counters = worker.engine.counters
+    assert counters.verify_checks == 12 * 3
+    assert counters.verify_max_rel_error <= TOLERANCE[dtype]
+    assert counters.cpu_pages > 0, "the test must force misses"
+    assert (counters.recalled_pages > 0) or "off" in config
+    worker.table.check()
+
+
+def test_worker_threads_answer_until_they_die_and_the_attendant_after(make):
+    worker = make(budget_tokens=128, threads=True, config='{"recall": "off"}')
+    worker.admit(500)
+    worker.admit(700)
+    for _ in range(4):
+        worker.step()
+    assert worker.attendant.pages() == 0
+    worker.end_threads()
+    for _ in range(4):
+        worker.step()
+    assert worker.attendant.pages() > 0
+    assert worker.engine.counters.verify_max_rel_error <= TOLERANCE[torch.float32]
+
+
+def test_requests_come_and_go_and_their_pages_change_hands(make):
+    """Selections reach the host when their pages may belong to somebody else."""
+    rng = np.random.default_rng(5)
+    worker = make(budget_tokens=128, pages=60, max_batch=3, layers=2, config='{"recall": "fixed"}')
+    for _ in range(40):
+        if len(worker.requests) < 3 and (not worker.requests or rng.random() < 0.6):
+            worker.admit(int(rng.integers(1, 500)))
+        worker.step()
+        if rng.random() < 0.3:
+            worker.finish(worker.requests[int(rng.integers(len(worker.requests)))])
+        worker.table.check()
+    counters = worker.engine.counters
+    assert counters.verify_checks == 40 * 2
+    assert counters.verify_max_rel_error <= TOLERANCE[torch.float32]
+    assert counters.recalled_pages > 0
+
+
+def test_what_the_device_sees_of_residency_is_the_table(make):
+    worker = make(budget_tokens=128, layers=2)
+    worker.admit(640)
+    for _ in range(8):
+        worker.step()
+        before = worker.table.slot_of.copy()
+        assert np.array_equal(worker.engine._slot_of.numpy(), before), "fixed for the step"
+
+
+def test_rows_beyond_the_batch_change_nothing(make):
+    """A captured graph has as many rows as it was captured with."""
+    outputs = []
+    for extra in (0, 2):
+        worker = make(budget_tokens=128, layers=2, config='{"recall": "off"}', verify=False)
+        worker.admit(400)
+        worker.admit(333)
+        for _ in range(3):
+            outputs.append(worker.step(extra_rows=extra))
+    for plain, padded in zip(outputs[:3], outputs[3:], strict=True):
+        for layer in range(2):
+            torch.testing.assert_close(plain[layer], padded[layer][:2], rtol=1e-5, atol=1e-5)
+            assert (padded[layer][2:] == 0).all()
+
+
+class NothingComesBack(torch.overrides.TorchFunctionMode):
+    """Refuses what would make a step wait for the device, where the engine asks for it."""
+
+    WAITS = ("numpy", "cpu", "item", "tolist", "__bool__", "__int__", "__float__", "nonzero",
+             "__index__", "unique", "masked_select", "is_nonzero")  # fmt: skip
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        name = getattr(function, "__name__", "")
+        caller = sys._getframe(1).f_code.co_filename
+        if name in self.WAITS and f"{os.sep}engine{os.sep}" in caller and "test" not in caller:
+            raise AssertionError(f"{name} within a step, called from {caller}")
+        return function(*args, **(kwargs or {}))
+
+
+def test_the_host_asks_for_nothing_within_a_step(make):
+    worker = make(budget_tokens=128, layers=2, verify=False,
+                  config='{"digest": "signs", "resident_bonus": 1.0, "predictor": "extrapolate"}')  # fmt: skip
+    worker.admit(400)
+    worker.step()
+    assert worker.engine.needs_eager, "in its first step a request takes the real query"
+    worker.step(within=NothingComesBack())
+    assert not worker.engine.needs_eager
+    with pytest.raises(AssertionError, match="numpy within a step"), NothingComesBack():
+        worker.engine._fetch()
+        worker.engine._launched[-1].log.wait()
