@@ -48,7 +48,26 @@ CASES = [
     ("mode", {"disaggregation_mode": "null"}, ["--disaggregation-mode", "null", "decode"]),
     ("page", {"page_size": 16}, ["--page-size", "16", "32"]),
     ("tp", {"tp_size": 2}, ["--tp-size", "2"]),
-    ("device", {"device": "cuda"}, ["--device", "cuda", "cpu"]),
+    (
+        "host engine on cuda",
+        {"device": "cuda", "kv_offload_config": '{"step_engine": "host"}'},
+        ["--kv-offload-config", "step_engine", "--device cpu"],
+    ),
+    (
+        "device engine on cpu",
+        {"kv_offload_config": '{"step_engine": "device"}'},
+        ["--kv-offload-config", "step_engine", "--device cpu", "TRITON_INTERPRET"],
+    ),
+    (
+        "infinigen on cuda",
+        {"device": "cuda", "kv_offload": "infinigen"},
+        ["--kv-offload infinigen", "choose scout"],
+    ),
+    (
+        "verify on cuda",
+        {"device": "cuda", "kv_offload_config": '{"verify": true}'},
+        ["--kv-offload-config", "verify", "--disable-cuda-graph"],
+    ),
     ("backend", {"attention_backend": "flashinfer"}, ["--attention-backend", "torch_native"]),
     ("transfer", {"disaggregation_transfer_backend": "nixl"}, ["transfer-backend", "nixl"]),
     ("canary", {"kv_canary": "raise"}, ["--kv-canary", "raise"]),

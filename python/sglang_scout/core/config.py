@@ -35,6 +35,7 @@ DIGESTS = ("minmax", "signs")
 HEAD_REDUCTIONS = ("mass", "max", "sum")
 PREDICTORS = ("next_layer", "extrapolate", "learned")
 RECALL_MODES = ("off", "fixed", "profile", "adaptive")
+STEP_ENGINES = ("auto", "host", "device")
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,10 @@ class OffloadConfig:
     """Decoded tokens whose layer inputs are kept beside that file, to fit a ``predictor_file``."""
     step_log: str | None = None
     """File for one JSON line per decode step, see ``engine/step_log.py``."""
-    worker_spin_us: int = 50
+    step_engine: str = "auto"
+    """Who decides within a step: the host (``engine/step.py``), or nobody (``engine/device_step.py``)."""
+    worker_spin_us: int | None = None
+    """None: 50, or a whole step's time where records come from a device."""
     worker_threads_per_group: int = 1
     """Threads that share one sequence; 0: as many as there are CPUs for each row of the batch."""
     worker_ready_timeout_s: float = 60.0
@@ -174,7 +178,7 @@ def _check_key(key: str, value: Any) -> Any:
     default = getattr(OffloadConfig, key)
     if key == "exact_layers":
         return _check_layers(value)
-    if key in ("resident_tokens",):
+    if key in ("resident_tokens", "worker_spin_us"):
         expected: tuple[type, ...] = (int,)
     elif key == "recall_threshold":
         expected = (float,)
@@ -206,6 +210,7 @@ def _check_key(key: str, value: Any) -> Any:
         "head_reduce": HEAD_REDUCTIONS,
         "predictor": PREDICTORS,
         "recall": RECALL_MODES,
+        "step_engine": STEP_ENGINES,
     }.get(key)
     if choices and value not in choices:
         raise ConfigError(f"{flag}: {key} = {value!r}; choose one of {', '.join(choices)}")

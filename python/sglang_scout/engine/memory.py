@@ -46,33 +46,74 @@ def plan_memory(
     num_pages: int,
     max_batch: int,
     context_tokens: int,
+    device_bytes: int | None = None,
 ) -> MemoryPlan:
-    """Sizes of the stores for ``num_pages`` host pages and at most ``max_batch`` requests."""
+    """Sizes of the stores for ``num_pages`` host pages and at most ``max_batch`` requests.
+
+    Args:
+        device_bytes: what a device of its own memory has left for digests and resident pages; the
+            latter get all of it unless ``resident_tokens`` says otherwise. None: the CPU device.
+    Raises:
+        ConfigError: they do not fit; with the numbers.
+    """
     size = shape.page_size
     budget_pages = min(config.budget_pages, -(-context_tokens // size))
     budget_pages = max(budget_pages, config.sink_pages + config.recent_pages)
-    resident = (config.resident_tokens or config.budget_tokens * max_batch) // size
-    resident = max(resident, (config.sink_pages + config.recent_pages) * max_batch)
-    # With a slot for every page nothing is ever missing; more would stay empty.
-    num_slots = min(resident + max_batch + budget_pages, num_pages)
     page_bytes = 2 * shape.page_bytes * shape.num_layers
-    return MemoryPlan(
+    digest_bytes = num_pages * page_bytes // size
+    forced = (config.sink_pages + config.recent_pages) * max_batch
+    beside = max_batch + budget_pages  # tails, and room for copies under way
+    if config.resident_tokens is not None or device_bytes is None:
+        resident = (config.resident_tokens or config.budget_tokens * max_batch) // size
+        num_slots = max(resident, forced) + beside
+    else:
+        num_slots = max(device_bytes - digest_bytes, 0) // page_bytes
+    # With a slot for every page nothing is ever missing; more would stay empty.
+    num_slots = min(num_slots, num_pages)
+    plan = MemoryPlan(
         num_pages=num_pages,
         budget_pages=budget_pages,
         num_slots=num_slots,
         host_bytes=num_pages * page_bytes,
-        digest_bytes=num_pages * page_bytes // size,
+        digest_bytes=digest_bytes,
         resident_bytes=num_slots * page_bytes,
+    )
+    if device_bytes is not None:
+        _check_device(plan, config, max_batch, min(forced + beside, num_pages), device_bytes)
+    return plan
+
+
+def _check_device(
+    plan: MemoryPlan,
+    config: OffloadConfig,
+    max_batch: int,
+    least_slots: int,
+    device_bytes: int,
+) -> None:
+    slot_bytes = plan.host_bytes // plan.num_pages
+    needed = plan.digest_bytes + max(plan.num_slots, least_slots) * slot_bytes
+    if needed <= device_bytes:
+        return
+    raise ConfigError(
+        f"--kv-offload {config.policy}: needs {needed / 2**30:.2f} GiB of device memory (digests of "
+        f"{plan.num_pages} host pages {plan.digest_bytes / 2**30:.2f} GiB, "
+        f"{max(plan.num_slots, least_slots)} resident pages; {max_batch} requests need {least_slots} at "
+        f"least), but {device_bytes / 2**30:.2f} GiB are left; lower --kv-offload-host-gb, "
+        f"--max-running-requests ({max_batch}), --kv-offload-budget ({config.budget_tokens}) or "
+        f"resident_tokens ({config.resident_tokens}), or raise --mem-fraction-static"
     )
 
 
-def check_memory(plan: MemoryPlan, config: OffloadConfig, available_bytes: int) -> None:
-    """Refuse a plan for the CPU device, where all stores share one memory, that does not fit.
+def check_memory(
+    plan: MemoryPlan, config: OffloadConfig, available_bytes: int, shared: bool = True
+) -> None:
+    """Refuse a plan that does not fit the host's memory; ``shared``: which is the device's too.
 
     Raises:
         ConfigError: naming the parts and the flags that size them.
     """
-    needed = plan.host_bytes + plan.digest_bytes + plan.resident_bytes + HEADROOM_BYTES
+    on_device = plan.digest_bytes + plan.resident_bytes if shared else 0
+    needed = plan.host_bytes + on_device + HEADROOM_BYTES
     if needed <= available_bytes:
         return
     parts = ", ".join(f"{what} {size / 2**30:.2f} GiB" for what, _, size in plan.rows)

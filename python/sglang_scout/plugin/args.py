@@ -18,6 +18,7 @@ from sglang.srt.server_args import ServerArgs, add_attention_backend_choices
 from sglang_scout.core.config import PAGE_SIZE_TOKENS, OffloadConfig, parse_config
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.profile import load_profile
+from sglang_scout.plugin.device import check_device_engine
 from sglang_scout.plugin.install import ROLE_ENV, announce
 from sglang_scout.plugin.support import check_model
 from sglang_scout.policy.presets import POLICY_NAMES
@@ -125,6 +126,8 @@ def around_post_init(original: Callable[..., None], self: ServerArgs) -> None:
         return
     config = parse(self)
     _check_deployment(self)
+    if self.disaggregation_mode == "decode":
+        check_device_engine(self, config, self.device or _default_device())
     _check_machine(config)
     profile = load_profile(config.recall_profile) if config.recall_profile else None
     _apply_defaults(self)
@@ -223,12 +226,6 @@ def _check_deployment(args: ServerArgs) -> None:
 
 
 def _check_decode(args: ServerArgs, policy: str) -> None:
-    device = args.device or _default_device()
-    if device != "cpu":
-        raise ConfigError(
-            f"--device {device}: the decode server of {policy} runs on --device cpu in this "
-            "version; its CUDA kernels are still to come"
-        )
     if args.decode_attention_backend not in (None, BACKEND_NAME):
         raise ConfigError(
             f"--decode-attention-backend {args.decode_attention_backend}: {policy} brings its own; "
@@ -267,6 +264,8 @@ def _apply_defaults(args: ServerArgs) -> None:
         args.attention_backend = args.prefill_attention_backend = "torch_native"
     if args.disaggregation_mode == "decode":
         args.decode_attention_backend = BACKEND_NAME
+        if args.attention_backend is None and args.prefill_attention_backend is None:
+            args.prefill_attention_backend = "triton"  # never runs here; the cheapest to set up
         if args.max_running_requests is None:
             args.max_running_requests = DEFAULT_MAX_RUNNING_REQUESTS
             logger.info(

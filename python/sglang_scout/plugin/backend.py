@@ -15,20 +15,27 @@ from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.pages import ResidencyTable
 from sglang_scout.core.profile import check_profile, load_profile
+from sglang_scout.engine.device_step import DeviceStepEngine
 from sglang_scout.engine.pools import ResidentCache
 from sglang_scout.engine.step import StepEngine
 from sglang_scout.engine.step_log import StepLog
 from sglang_scout.engine.trace import Tracer
 from sglang_scout.plugin import status
 from sglang_scout.plugin.args import parse
+from sglang_scout.plugin.device import make_device_engine, uses_device_engine
 from sglang_scout.plugin.hooks import model_shape, worker_cpus
-from sglang_scout.plugin.pool import HostKVPool, ScoutAllocator
+from sglang_scout.plugin.host_allocator import HostAllocator
+from sglang_scout.plugin.pool import HostKVPool
 from sglang_scout.plugin.prediction import learned_correction, make_quality
+from sglang_scout.plugin.request_tables import RequestTables
 from sglang_scout.plugin.support import decoder_layers, make_projectors, model_identity
 from sglang_scout.policy.presets import make_policy
 from sglang_scout.worker.client import WorkerClient, WorkerConfig
 
 logger = logging.getLogger(__name__)
+
+HOST_SPIN_US = 50
+DEVICE_SPIN_US = 20_000  # as long as a step
 
 _current: ScoutAttnBackend | None = None
 
@@ -48,8 +55,8 @@ class ScoutAttnBackend(AttentionBackend):
         super().__init__()
         self.config: OffloadConfig = parse(runner.server_args)
         self.pool: HostKVPool = runner.token_to_kv_pool
-        self.allocator: ScoutAllocator = runner.token_to_kv_pool_allocator
-        self._requests = runner.req_to_token_pool
+        self.allocator: HostAllocator = runner.token_to_kv_pool_allocator
+        self._device = runner.device
         layers = decoder_layers(runner.model)
         shape = model_shape(runner)
         profile = None
@@ -72,30 +79,40 @@ class ScoutAttnBackend(AttentionBackend):
         self.cpus = worker_cpus(self.config)
         self.worker = WorkerClient(self.pool.arena, self.cpus, config=self._worker_config())
         projectors = make_projectors(layers)
-        self.engine = StepEngine(
-            shape=shape,
-            policy=self.policy,
-            budget_pages=self.plan.budget_pages,
-            max_batch=runner.max_running_requests,
-            host=self.pool.host_pages,
-            digests=self.pool.digests,
-            resident=ResidentCache(shape, self.plan.num_slots, runner.device),
-            table=ResidencyTable(
+        self._on_device = uses_device_engine(self.config, runner.device)
+        parts: dict[str, Any] = {
+            "shape": shape,
+            "policy": self.policy,
+            "budget_pages": self.plan.budget_pages,
+            "max_batch": runner.max_running_requests,
+            "host": self.pool.host_pages,
+            "digests": self.pool.digests,
+            "resident": ResidentCache(shape, self.plan.num_slots, runner.device),
+            "table": ResidencyTable(
                 shape.num_layers,
                 self.plan.num_pages,
                 self.plan.num_slots,
                 self.policy.residency.half_life_steps,
             ),
-            projectors=projectors,
-            missing=self.worker,
-            tracer=self._tracer(shape.num_layers),
-            verify=self.config.verify,
-        )
+            "projectors": projectors,
+            "tracer": self._tracer(shape.num_layers),
+            "verify": self.config.verify,
+        }
+        self.engine: StepEngine | DeviceStepEngine
+        if self._on_device:
+            self.engine = make_device_engine(
+                runner, self.pool.arena, self.worker, self.config.worker_wait_timeout_s, parts
+            )
+        else:
+            self.engine = StepEngine(missing=self.worker, **parts)
+        self._tables = RequestTables(runner.req_to_token_pool, self.config.page_size_tokens)
+        self._announced = self._begun = False
         if self.config.step_log is not None:
             self.engine.step_log = self._step_log(self.config.step_log, runner.model_config)
-        self.engine.quality = make_quality(
-            self.config, self.engine, projectors, correction, layers, model_path
-        )
+        if isinstance(self.engine, StepEngine):
+            self.engine.quality = make_quality(
+                self.config, self.engine, projectors, correction, layers, model_path
+            )
         self.allocator.listener = self.engine.boundary
         for index, layer in enumerate(layers):
             layer.register_forward_pre_hook(self._layer_hook(index), with_kwargs=True)
@@ -147,9 +164,15 @@ class ScoutAttnBackend(AttentionBackend):
             ready_timeout_s=self.config.worker_ready_timeout_s,
             heartbeat_timeout_s=self.config.worker_heartbeat_timeout_s,
             wait_timeout_s=self.config.worker_wait_timeout_s,
-            spin_us=self.config.worker_spin_us,
+            spin_us=self._spin_us(),
             threads_per_group=self.config.worker_threads_per_group,
         )
+
+    def _spin_us(self) -> int:
+        if self.config.worker_spin_us is not None:
+            return self.config.worker_spin_us
+        # A kernel cannot wake a thread that sleeps: the attendant does, but later.
+        return DEVICE_SPIN_US if uses_device_engine(self.config, self._device) else HOST_SPIN_US
 
     def _log_plan(self, runner: Any) -> None:
         lines = "\n".join(f"  {n:<15}{c:>9} {b / 2**30:9.2f} GiB" for n, c, b in self.plan.rows)
@@ -175,20 +198,48 @@ class ScoutAttnBackend(AttentionBackend):
 
         return before_layer
 
+    def announce_step(self, rows: torch.Tensor, positions: torch.Tensor) -> None:
+        """A decode step is about to run for ``rows`` ``[B]`` of the request table, both on the host.
+
+        ``positions`` ``[B]`` are those of the tokens that it writes.
+        """
+        self._tables.open_pages(rows.numpy(), positions.numpy(), self.allocator.opened)
+        self._announced = True
+
+    def begin(self, forward_batch: Any) -> bool:
+        """Step boundary. Returns whether a captured graph may run the step."""
+        self._begun = True
+        if not self._announced:
+            return True  # SGLang warms up or captures
+        seq_lens = forward_batch.seq_lens_cpu.numpy().astype("int64")
+        pages, rows = self._tables.of_step(seq_lens)
+        self.engine.begin_step(pages, rows, seq_lens)
+        return isinstance(self.engine, DeviceStepEngine) and not self.engine.needs_eager
+
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Step boundary: read the batch's page tables and let the engine prepare."""
-        if not forward_batch.forward_mode.is_decode():
-            return
-        size = self.config.page_size_tokens
-        seq_lens = forward_batch.seq_lens_cpu
-        requests = forward_batch.req_pool_indices
-        longest = int(seq_lens.max())
-        locations = self._requests.req_to_token[requests, :longest:size]
-        self.engine.begin_step(
-            (locations // size).int().numpy(),
-            requests.numpy(),
-            seq_lens.numpy().astype("int64"),
-        )
+        """Before a step that is not replayed; it has begun already if a replay was considered."""
+        if forward_batch.forward_mode.is_decode() and not self._begun:
+            self.begin(forward_batch)
+        self._begun = False
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """Before a replay, or the capture of an empty step."""
+        self._begun = False
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """All buffers are there already.
+
+        Raises:
+            ConfigError: graphs of more rows than the buffers have.
+        """
+        if max_bs > self.engine.max_batch:
+            raise ConfigError(
+                f"--cuda-graph-max-bs {max_bs}: more than --max-running-requests "
+                f"({self.engine.max_batch}); lower it"
+            )
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        return 1
 
     def forward_decode(
         self,

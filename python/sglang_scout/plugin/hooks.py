@@ -20,6 +20,7 @@ from sglang_scout.engine.memory import check_memory, plan_memory
 from sglang_scout.engine.pools import ModelShape
 from sglang_scout.plugin import status
 from sglang_scout.plugin.args import BACKEND_NAME, parse
+from sglang_scout.plugin.host_allocator import HostAllocator
 from sglang_scout.plugin.install import TARGETS_OF_ROLE, verify
 from sglang_scout.plugin.pool import (
     DigestKVPool,
@@ -57,6 +58,9 @@ def around_profile_available_bytes(
 ) -> int:
     """Bytes for KV pages: host memory, whatever the GPU has."""
     config = parse(runner.server_args)
+    if torch.device(runner.device).type == "cuda":
+        # What SGLang would give to KV pages is shared by digests and resident pages.
+        runner.kv_offload_device_bytes = original(runner, *args, **kwargs)
     if config.host_gb is not None:
         return int(config.host_gb * 2**30)
     size = int(available_bytes() * DEFAULT_HOST_SHARE)
@@ -99,8 +103,10 @@ def around_init_pools_decode(original: Callable[..., None], runner: Any) -> None
         num_pages=num_pages,
         max_batch=runner.max_running_requests,
         context_tokens=runner.model_config.context_len,
+        device_bytes=getattr(runner, "kv_offload_device_bytes", None),
     )
-    check_memory(plan, config, available_bytes())
+    on_cpu = torch.device(runner.device).type == "cpu"
+    check_memory(plan, config, available_bytes(), shared=on_cpu)
     if runner.max_total_num_tokens < runner.model_config.context_len:
         logger.warning(
             "host memory holds %d tokens of KV, less than one context of %d: longer requests are "
@@ -125,6 +131,7 @@ def around_init_pools_decode(original: Callable[..., None], runner: Any) -> None
         runner,
         functools.partial(HostKVPool, arena_spec=spec, numa_node=node_of(worker_cpus(config))),
         HostKVPool,
+        HostAllocator,
     )
     pool.attach(shape, plan, config.digest)
 
@@ -141,6 +148,23 @@ def after_prepare_for_prebuilt(_: None, batch: Any) -> None:
     current_backend().engine.boundary.admit(req.req_pool_idx for req in batch.reqs)
 
 
+def after_alloc_for_decode(result: Any, batch: Any, token_per_req: int) -> Any:
+    """Pages for the step that is about to run have been handed out, row by row."""
+    from sglang_scout.plugin.backend import current_backend
+
+    current_backend().announce_step(batch.req_pool_indices_cpu, batch.seq_lens_cpu)
+    return result
+
+
+def around_can_run_graph(original: Callable[..., bool], runner: Any, forward_batch: Any) -> bool:
+    """Only the step that has begun knows whether all of it was captured."""
+    from sglang_scout.plugin.backend import current_backend
+
+    if not forward_batch.forward_mode.is_decode():
+        return original(runner, forward_batch)
+    return current_backend().begin(forward_batch) and original(runner, forward_batch)
+
+
 # Prefill server ----------------------------------------------------------------------------------
 
 
@@ -148,7 +172,7 @@ def around_init_pools_prefill(original: Callable[..., None], runner: Any) -> Non
     verify(TARGETS_OF_ROLE["prefill"])
     config: OffloadConfig = parse(runner.server_args)
     wanted = DigestKVPool if config.prefill_digests else pools_module.MHATokenToKVPool
-    pool = _init_pools_with(original, runner, wanted, wanted)
+    pool = _init_pools_with(original, runner, wanted, wanted, ScoutAllocator)
     if isinstance(pool, DigestKVPool):
         pool.attach(model_shape(runner), config.digest)
         runner.token_to_kv_pool_allocator.listener = DigestListener(pool.digests)
@@ -206,21 +230,25 @@ def after_get_internal_state(result: Any, scheduler: Any, *args: Any, **kwargs: 
 
 
 def _init_pools_with(
-    original: Callable[..., None], runner: Any, make_pool: Any, pool_class: type
+    original: Callable[..., None],
+    runner: Any,
+    make_pool: Any,
+    pool_class: type,
+    allocator_class: type,
 ) -> Any:
     """Build SGLang's pools with our classes in place of its own, and make sure that they were used."""
     stock = pools_module.MHATokenToKVPool, pools_module.PagedTokenToKVPoolAllocator
     pools_module.MHATokenToKVPool = make_pool
-    pools_module.PagedTokenToKVPoolAllocator = ScoutAllocator
+    pools_module.PagedTokenToKVPoolAllocator = allocator_class
     try:
         original(runner)
     finally:
         pools_module.MHATokenToKVPool, pools_module.PagedTokenToKVPoolAllocator = stock
     pool, allocator = runner.token_to_kv_pool, runner.token_to_kv_pool_allocator
-    if not isinstance(pool, pool_class) or not isinstance(allocator, ScoutAllocator):
+    if not isinstance(pool, pool_class) or not isinstance(allocator, allocator_class):
         raise RuntimeError(
             f"--kv-offload: SGLang built {type(pool).__name__} with {type(allocator).__name__}, "
-            f"expected {pool_class.__name__} with {ScoutAllocator.__name__}"
+            f"expected {pool_class.__name__} with {allocator_class.__name__}"
         )
     assert torch.is_tensor(pool.k_buffer[0])
     return pool

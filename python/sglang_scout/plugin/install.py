@@ -39,6 +39,10 @@ DECODE_TARGETS = {
     + "disaggregation.decode_schedule_batch_mixin."
     + "ScheduleBatchDisaggregationDecodeMixin.prepare_for_prebuilt": "a request joins the batch",
     _SCHEDULER + "get_internal_state": "state for /server_info",
+    _SRT + "managers.schedule_batch.alloc_for_decode": "know on the host which pages a step opens",
+    _SRT + "model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.can_run_graph": (
+        "begin the step before it is known whether a captured graph can run it"
+    ),
 }
 PREFILL_TARGETS = {
     _POOLS + "_init_pools": "a digest pool beside the KV pool",
@@ -118,6 +122,8 @@ def _hooks_of(role: str) -> dict[str, tuple[Callable[..., Any], HookType]]:
                     (hooks.around_init_pools_decode, HookType.AROUND),
                     (hooks.after_prepare_for_prebuilt, HookType.AFTER),
                     (hooks.after_get_internal_state, HookType.AFTER),
+                    (hooks.after_alloc_for_decode, HookType.AFTER),
+                    (hooks.around_can_run_graph, HookType.AROUND),
                 ),
                 strict=True,
             )

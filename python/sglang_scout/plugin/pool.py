@@ -17,6 +17,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from sglang_scout.engine.memory import MemoryPlan
 from sglang_scout.engine.pools import DigestPool, HostPages, ModelShape
+from sglang_scout.plugin.device import lock_pages
 from sglang_scout.worker.arena import Arena, ArenaSpec
 
 BufferInfos = tuple[list[int], list[int], list[int]]
@@ -87,6 +88,8 @@ class HostKVPool(MHATokenToKVPool):
         num_pages = (self.size + self.page_size) // self.page_size
         spec = ArenaSpec(num_pages=num_pages, **self._arena_spec)
         self.arena = Arena.create(spec, numa_node=self._numa_node)
+        if torch.device(self.device).type == "cuda":
+            lock_pages(self.arena)
         tokens = (num_pages * self.page_size, self.head_num, self.head_dim)
         layers = range(self.layer_num)
         self.k_buffer = [_tensor(self.arena.k_pages(i), self.store_dtype, tokens) for i in layers]
@@ -101,7 +104,21 @@ class HostKVPool(MHATokenToKVPool):
         """Make the page view and the digest pool, once the model's shape is known."""
         self.plan = plan
         self.host_pages = HostPages(shape, self.k_buffer, self.v_buffer)
-        self.digests = DigestPool(shape, self.host_pages.num_pages, "cpu", digest)
+        self.digests = DigestPool(shape, self.host_pages.num_pages, self.device, digest)
+
+    def get_cpu_copy(self, indices: torch.Tensor, mamba_indices: Any = None) -> Any:
+        return super().get_cpu_copy(self._on_host(indices), mamba_indices)
+
+    def load_cpu_copy(
+        self, kv_cache_cpu: Any, indices: torch.Tensor, mamba_indices: Any = None
+    ) -> None:
+        super().load_cpu_copy(kv_cache_cpu, self._on_host(indices), mamba_indices)
+
+    def _on_host(self, indices: torch.Tensor) -> torch.Tensor:
+        """For a retraction: what running steps still write has been written after this."""
+        if torch.device(self.device).type == "cuda":
+            torch.cuda.synchronize()
+        return indices.cpu()
 
     def get_contiguous_buf_infos(self) -> BufferInfos:
         return with_digests(super().get_contiguous_buf_infos(), self.digests)

@@ -90,6 +90,8 @@ class WorkerClient:
         self._q_shape = (self._spec.num_q_heads, self._spec.head_dim)
         self._q_row_bytes = 4 * self._spec.num_q_heads * self._spec.head_dim
         self._producer = _native.RingProducer(arena.address, arena.nbytes)
+        self._attendant: _native.RingAttendant | None = None
+        self._own_epoch = 0
         self._next_event = [0] * len(self._cpus)
         self._event_buffer = np.zeros(arena.layout().event_entries, EVENT_DTYPE)
         self._supervisor = Supervisor(
@@ -112,9 +114,12 @@ class WorkerClient:
     def stop(self) -> None:
         """Ends the worker; leaves no process, thread, descriptor or file. Idempotent.
 
-        Outstanding tickets can still be waited for; they are computed by the caller.
+        Outstanding tickets can still be waited for; they are computed by the caller. Records of a
+        device's stream are answered until then, and not any more after.
         """
         self._supervisor.stop()
+        if self._attendant is not None:
+            self._attendant.stop()
 
     def __enter__(self) -> WorkerClient:
         self.start()
@@ -131,6 +136,25 @@ class WorkerClient:
     def drain(self, timeout_s: float = 10.0) -> bool:
         """Waits until the worker has answered all that was posted. False if it did not in time."""
         return self._supervisor.drain(timeout_s)
+
+    def serve_device(self, poll_us: int = 50) -> None:
+        """From now on records come from a device's stream (``ops.doorbell.DeviceRing``).
+
+        An attendant rings for the stream every ``poll_us`` and answers what no living worker will;
+        ``post`` and ``wait`` are not to be used any more. Once, before :meth:`start`.
+        """
+        self._own_epoch = self._producer.next_epoch()
+        self._attendant = _native.RingAttendant(self._producer, poll_us)
+
+    @property
+    def device_epoch(self) -> int:
+        """The epoch that a device's next step posts to: the living worker's, or the attendant's."""
+        return self._producer.live_epoch() or self._own_epoch
+
+    @property
+    def parts(self) -> int:
+        """Runs of pages that a sequence is split into, one for each thread that works on it."""
+        return self._max_parts
 
     def post(
         self, layer: int, step: int, q: np.ndarray, pages: np.ndarray, n_pages: np.ndarray
@@ -241,6 +265,8 @@ class WorkerClient:
         s = self._supervisor
         totals = self._producer.totals()
         del totals["records"]
+        if self._attendant is not None:
+            totals["fallback_pages"] += self._attendant.pages()
         return WorkerStatus(
             pid=s.pid,
             state=s.state,

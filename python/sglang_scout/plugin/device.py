@@ -1,0 +1,133 @@
+"""The decode server on a CUDA device: page-locked host pages, and the engine whose steps are graphs.
+
+``step_engine = device`` runs the same on the CPU device, with the ring's kernels in Triton's interpreter:
+slow, for tests.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from sglang.srt.server_args import ServerArgs
+
+from sglang_scout.core.config import OffloadConfig
+from sglang_scout.core.errors import ConfigError
+from sglang_scout.engine.device_step import DeviceStepEngine
+from sglang_scout.ops import triton
+from sglang_scout.ops.doorbell import DeviceRing
+from sglang_scout.worker.arena import Arena
+from sglang_scout.worker.client import WorkerClient
+
+logger = logging.getLogger(__name__)
+
+_LOCK_CHUNK_BYTES = 4 * 2**30
+_MAPPED = 2  # cudaHostRegisterMapped
+MAX_TABLE_PAGES = 8192  # columns that select_pages takes on a device
+
+
+def uses_device_engine(config: OffloadConfig, device: str) -> bool:
+    """Whether steps run without the host in between."""
+    if config.step_engine != "auto":
+        return config.step_engine == "device"
+    return torch.device(device).type == "cuda"
+
+
+def check_device_engine(args: ServerArgs, config: OffloadConfig, device: str) -> None:
+    """Refuse what the device's engine does not do.
+
+    Raises:
+        ConfigError: naming flag, value and fix.
+    """
+    on_cuda = torch.device(device).type == "cuda"
+    flag = "--kv-offload-config"
+    if config.step_engine == "host" and on_cuda:
+        raise ConfigError(f"{flag}: step_engine = 'host' needs --device cpu; drop it")
+    if not uses_device_engine(config, device):
+        return
+    if not on_cuda and not triton.interpreted():
+        raise ConfigError(
+            f"{flag}: step_engine = 'device' on --device {device} needs Triton's interpreter; set "
+            "TRITON_INTERPRET=1, or drop the key"
+        )
+    if config.quality is not None:
+        raise ConfigError(
+            f"{flag}: quality = {config.quality!r} is recorded on --device cpu only; drop it"
+        )
+    if config.policy == "infinigen":
+        raise ConfigError(
+            "--kv-offload infinigen: copies missing pages within a step, which the engine of this "
+            "device does not do; choose scout"
+        )
+    if config.verify and on_cuda and not args.disable_cuda_graph:
+        raise ConfigError(f"{flag}: verify = true needs --disable-cuda-graph")
+
+
+def lock_pages(arena: Arena) -> None:
+    """Page-lock the arena and map it for the device. Takes minutes for hundreds of GB.
+
+    Raises:
+        ConfigError: the system does not allow it; names the limit to raise.
+    """
+    runtime = torch.cuda.cudart()
+    for done in range(0, arena.nbytes, _LOCK_CHUNK_BYTES):
+        size = min(_LOCK_CHUNK_BYTES, arena.nbytes - done)
+        status = int(runtime.cudaHostRegister(arena.address + done, size, _MAPPED))
+        if status != 0:
+            raise ConfigError(
+                f"--kv-offload-host-gb: the system refused to page-lock {arena.nbytes / 2**30:.1f} GiB of "
+                f"host pages after {done / 2**30:.1f} GiB (CUDA error {status}); raise the limit on locked "
+                "memory (ulimit -l, or LimitMEMLOCK in the service), or lower the flag"
+            )
+        if arena.nbytes > _LOCK_CHUNK_BYTES:
+            logger.info(
+                "--kv-offload: page-locked %.0f of %.0f GiB",
+                (done + size) / 2**30,
+                arena.nbytes / 2**30,
+            )
+
+
+def unlock_pages(arena: Arena) -> None:
+    """Undo :func:`lock_pages`; the device must not use the arena any more."""
+    for done in range(0, arena.nbytes, _LOCK_CHUNK_BYTES):
+        torch.cuda.cudart().cudaHostUnregister(arena.address + done)
+
+
+def make_device_engine(
+    runner: Any, arena: Arena, worker: WorkerClient, timeout_s: float, parts: dict[str, Any]
+) -> DeviceStepEngine:
+    """The engine, and its ring to ``worker``; ``parts`` are what both engines take.
+
+    Raises:
+        ConfigError: the context is longer than the device can select from.
+    """
+    spec, model = arena.spec, runner.model_config
+    max_pages = -(-runner.req_to_token_pool.req_to_token.shape[1] // spec.page_size)
+    if max_pages > MAX_TABLE_PAGES:
+        raise ConfigError(
+            f"--context-length {model.context_len}: {max_pages} pages of {spec.page_size} tokens, a "
+            f"device selects from {MAX_TABLE_PAGES} at most; lower it to "
+            f"{(MAX_TABLE_PAGES - 1) * spec.page_size}"
+        )
+    worker.serve_device()
+    ring = DeviceRing(
+        arena.address,
+        arena.layout(),
+        num_layers=spec.num_layers,
+        max_batch=spec.max_batch,
+        max_pages=spec.max_pages,
+        num_q_heads=spec.num_q_heads,
+        head_dim=spec.head_dim,
+        parts=worker.parts,
+        timeout_us=int(timeout_s * 1e6),
+        device=runner.device,
+    )
+    return DeviceStepEngine(
+        max_pages=max_pages,
+        ring=ring,
+        life=lambda: worker.device_epoch,
+        hidden_size=model.hidden_size,
+        hidden_dtype=model.dtype,
+        **parts,
+    )

@@ -1,0 +1,120 @@
+"""The decode server's page allocator: its lists are on the host, whatever the device.
+
+The step boundary needs the ids of new pages on the host. SGLang's own lists lie on the device, so that
+reading an id would wait for everything that was launched before.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sglang_scout.plugin.pool import ScoutAllocator
+
+_NO_PAGES = torch.empty(0, dtype=torch.int64)
+
+
+class HostAllocator(ScoutAllocator):
+    """As :class:`ScoutAllocator`; results are on ``device``, what they are made from is not.
+
+    Attributes:
+        opened: ``[B]`` page that each row of the last :meth:`alloc_decode` has opened, -1: none.
+    """
+
+    opened: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+
+    def clear(self) -> None:
+        self.free_pages = torch.arange(1, self.num_pages + 1, dtype=torch.int64)
+        self.release_pages = _NO_PAGES
+        self.is_not_in_free_group = True
+        self.free_group: list[torch.Tensor] = []
+        if self.listener is not None:
+            self.listener.clear()
+
+    def merge_and_sort_free(self) -> None:
+        if len(self.release_pages):
+            self.free_pages = torch.cat((self.free_pages, self.release_pages)).sort().values
+            self.release_pages = _NO_PAGES
+
+    def _take(self, count: int) -> torch.Tensor | None:
+        """The next ``count`` free pages, or None if there are not so many."""
+        if self.need_sort and count > len(self.free_pages):
+            self.merge_and_sort_free()
+        if count > len(self.free_pages):
+            return None
+        taken, self.free_pages = self.free_pages[:count], self.free_pages[count:]
+        if count and self.listener is not None:
+            self.listener.allocate_pages(taken.numpy().copy())
+        return taken
+
+    def alloc(self, need_size: int) -> torch.Tensor | None:
+        taken = self._take(need_size // self.page_size)
+        if taken is None:
+            return None
+        locations = taken[:, None] * self.page_size + torch.arange(self.page_size)
+        return self._result(locations.flatten())
+
+    def alloc_extend(
+        self,
+        prefix_lens: torch.Tensor,
+        prefix_lens_cpu: torch.Tensor,
+        seq_lens: torch.Tensor,
+        seq_lens_cpu: torch.Tensor,
+        last_loc: torch.Tensor,
+        extend_num_tokens: int,
+        num_new_pages: int | None = None,
+    ) -> torch.Tensor | None:
+        size = self.page_size
+        opened = (seq_lens_cpu + size - 1) // size - (prefix_lens_cpu + size - 1) // size
+        taken = self._take(int(opened.sum()))
+        if taken is None:
+            return None
+        inside = prefix_lens_cpu % size != 0  # the last page of the prefix goes on
+        last = last_loc.cpu() if bool(inside.any()) else torch.zeros_like(prefix_lens_cpu)
+        pieces, first = [], 0
+        for row, count in enumerate(opened.tolist()):
+            begin, end = int(prefix_lens_cpu[row]), int(seq_lens_cpu[row])
+            rest = min(-begin % size, end - begin)
+            pieces.append(int(last[row]) + 1 + torch.arange(rest))
+            whole = taken[first : first + count, None] * size + torch.arange(size)
+            pieces.append(whole.flatten()[: end - begin - rest])
+            first += count
+        return self._result(torch.cat(pieces))
+
+    def alloc_decode(
+        self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor
+    ) -> torch.Tensor | None:
+        opens = (seq_lens_cpu - 1) % self.page_size == 0
+        taken = self._take(int(opens.sum()))
+        if taken is None:
+            return None
+        pages = torch.full((len(opens),), -1, dtype=torch.int64)
+        pages[opens] = taken
+        self.opened = pages.numpy()
+        on_device = self._result(pages)
+        return torch.where(on_device >= 0, on_device * self.page_size, last_loc.long() + 1)
+
+    def free(self, free_index: torch.Tensor) -> None:
+        if free_index.numel() == 0:
+            return
+        if not self.is_not_in_free_group:
+            self.free_group.append(free_index)
+            return
+        pages = torch.unique(free_index.cpu() // self.page_size)
+        if self.need_sort:
+            self.release_pages = torch.cat((pages, self.release_pages))
+        else:
+            self.free_pages = torch.cat((pages, self.free_pages))
+        if self.listener is not None:
+            self.listener.free_pages(pages.numpy())
+
+    def _result(self, locations: torch.Tensor) -> torch.Tensor:
+        if torch.device(self.device).type == "cpu":
+            return locations.clone()
+        return locations.pin_memory().to(self.device, non_blocking=True)
+
+    def _report(self, locations: Any) -> Any:
+        raise NotImplementedError("every path reports in _take")
