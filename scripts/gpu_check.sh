@@ -1,16 +1,18 @@
 #!/usr/bin/env bash
 # On a machine with a CUDA device, with or without a network, in under ten minutes: every kernel equals its
-# reference on the device, is clean under compute-sanitizer (where that is installed), and is timed.
+# reference on the device, decode steps equal a plain reference and their replayed graphs, both are timed, and
+# kernels are clean under compute-sanitizer (where that is installed).
 #
 #   scripts/gpu_check.sh OUTDIR
 #
 # OUTDIR gets gpu_check.jsonl (a row per step), ops.xml (the tests), gpu_kernels.jsonl (times and shares of the
-# bandwidth), gpu_ring.jsonl (cost of post and wait), kernels.json (registers and shared memory), a log per step,
-# and Triton's cache. Exit status 0 if all steps passed, 1 if one failed, 2 without a CUDA device.
+# bandwidth), gpu_ring.jsonl (cost of post and wait), gpu_decode.jsonl (whole decode steps, ours and full attention),
+# kernels.json (registers and shared memory), a log per step, and Triton's cache. Exit status 0 if all steps passed,
+# 1 if one failed, 2 without a CUDA device. What there was no time for is a row that says so.
 #
 # Variables: PYTHON (with torch, triton, numpy, msgspec, pytest, pytest-timeout and hypothesis; the .venv of this
-# repository if there is one). Nothing is built and nothing is installed. Without the native module the tests
-# that need it are skipped.
+# repository if there is one), SECONDS_LIMIT (for all of it; 570), DECODE_ARGS (options of benchmark/gpu_decode.py).
+# Nothing is built and nothing is installed. Without the native module what needs it is skipped.
 set -euo pipefail
 
 [ $# = 1 ] || { sed -n '2,/^set/s/^# \{0,1\}//p' "$0"; exit 64; }
@@ -46,10 +48,19 @@ PYTHON
 FAILED=0
 : >"$OUT/gpu_check.jsonl"
 
-# step NAME SECONDS COMMAND...: runs it within that time, keeps its log, writes a row.
+LIMIT_S="${SECONDS_LIMIT:-570}"
+left() { echo $((LIMIT_S - SECONDS)); }
+
+# step NAME SECONDS COMMAND...: runs it within that time and what is left, keeps its log, writes a row.
 step() {
     local name="$1" limit_s="$2" status=0 begin_s=$SECONDS
     shift 2
+    [ "$limit_s" -le "$(left)" ] || limit_s="$(left)"
+    if [ "$limit_s" -lt 10 ]; then
+        echo "gpu_check: $name: no time left"
+        printf '{"step": "%s", "skipped": "no time left"}\n' "$name" >>"$OUT/gpu_check.jsonl"
+        return
+    fi
     echo "gpu_check: $name"
     timeout "$limit_s" "$@" >"$OUT/$name.log" 2>&1 || status=$?
     tail -n 25 "$OUT/$name.log" | sed 's/^/    /'
@@ -61,15 +72,27 @@ step() {
 PARALLEL=()
 ! "$PYTHON" -c 'import xdist' 2>/dev/null || PARALLEL=(-n 8) # most of the time goes into compiling kernels
 
+HAS_NATIVE=0
+! "$PYTHON" -c 'import sglang_scout._native' 2>/dev/null || HAS_NATIVE=1
+without_native() {
+    echo "gpu_check: $1: the native module is absent, so no worker could answer: skipped"
+    printf '{"step": "%s", "skipped": "the native module is absent"}\n' "$1" >>"$OUT/gpu_check.jsonl"
+}
+
 step small-sizes 120 "$PYTHON" benchmark/gpu_kernels.py --check-only
-step tests 300 "$PYTHON" -m pytest -q -p no:cacheprovider "${PARALLEL[@]}" test/ops -k "triton or doorbell" \
+if [ "$HAS_NATIVE" = 1 ]; then step decode-check 120 "$PYTHON" benchmark/gpu_decode.py --check-only
+else without_native decode-check; fi
+step tests 200 "$PYTHON" -m pytest -q -p no:cacheprovider "${PARALLEL[@]}" test/ops -k "triton or doorbell" \
     --deselect test/ops/test_triton_compile.py --junitxml "$OUT/ops.xml"
-step benchmark 120 "$PYTHON" benchmark/gpu_kernels.py --out "$OUT/gpu_kernels.jsonl"
-if "$PYTHON" -c 'import sglang_scout._native' 2>/dev/null; then
-    step ring 90 "$PYTHON" benchmark/gpu_ring.py --out "$OUT/gpu_ring.jsonl"
+step benchmark 90 "$PYTHON" benchmark/gpu_kernels.py --out "$OUT/gpu_kernels.jsonl"
+if [ "$HAS_NATIVE" = 1 ]; then
+    step ring 60 "$PYTHON" benchmark/gpu_ring.py --out "$OUT/gpu_ring.jsonl"
+    # shellcheck disable=SC2086  # options, split on purpose
+    step decode 300 "$PYTHON" benchmark/gpu_decode.py --out "$OUT/gpu_decode.jsonl" \
+        --seconds $(($(left) > 330 ? 200 : $(left) - 130)) ${DECODE_ARGS:-}
 else
-    echo "gpu_check: the native module is absent, so no worker could answer the ring: skipped"
-    echo '{"step": "ring", "skipped": "the native module is absent"}' >>"$OUT/gpu_check.jsonl"
+    without_native ring
+    without_native decode
 fi
 SANITIZER="$(command -v compute-sanitizer || true)"
 [ -n "$SANITIZER" ] || for path in /usr/local/cuda/bin/compute-sanitizer; do

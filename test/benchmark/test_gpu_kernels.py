@@ -33,15 +33,16 @@ def test_every_case_equals_its_reference_in_the_interpreter():
 
 
 @without_a_device
-def test_the_ring_is_answered_in_the_interpreter():
+@pytest.mark.parametrize("program", ["gpu_ring.py", "gpu_decode.py"])
+def test_the_ring_and_whole_steps_in_the_interpreter(program):
     pytest.importorskip("sglang_scout._native")
-    ring = ROOT / "benchmark" / "gpu_ring.py"
-    done = run(sys.executable, ring, "--check-only", TRITON_INTERPRET="1")
+    path = ROOT / "benchmark" / program
+    done = run(sys.executable, path, "--check-only", TRITON_INTERPRET="1")
     assert (done.returncode, done.stdout) == (0, "equal\n"), done.stderr
 
 
 @without_a_device
-@pytest.mark.parametrize("name", ["gpu_kernels.py", "gpu_ring.py"])
+@pytest.mark.parametrize("name", ["gpu_kernels.py", "gpu_ring.py", "gpu_decode.py"])
 def test_benchmarks_refuse_to_measure_without_a_device(tmp_path, name):
     done = run(sys.executable, ROOT / "benchmark" / name, "--out", tmp_path / "rows.jsonl")
     assert done.returncode == 2

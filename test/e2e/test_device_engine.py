@@ -10,6 +10,7 @@ import signal
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+
 from harness import PDCluster, assert_same_tokens, random_prompts, wait_until
 
 LENGTHS = [31, 64, 600, 97, 350]

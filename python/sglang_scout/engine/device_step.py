@@ -175,7 +175,7 @@ class DeviceStepEngine:
             for _ in range(2)
         ]
         self._launched: deque[_Launched] = deque()
-        self._waited_ns = np.zeros(shape.num_layers, np.int64)
+        self._waited_ns = ring.waited_ns.cpu().numpy().copy()  # another engine may have used it
         self._last = LastStep.none(shape.num_layers)
         self._rows_of: dict[int, int] = {}  # request slot -> row, of the step before
         self._step = 0

@@ -170,7 +170,8 @@ SELECT_PAGES = Implementation("triton", _select, _select_reasons, _not_unasked)
 def _digest_reasons(
     k: torch.Tensor, ids: torch.Tensor, kmin: torch.Tensor, kmax: torch.Tensor
 ) -> list[str]:
-    reasons = _reasons(k, k=k, ids=ids, kmin=kmin, kmax=kmax)
+    # The pages may be the host's, in page-locked memory.
+    reasons = _reasons(k, pinned=("k",), k=k, ids=ids, kmin=kmin, kmax=kmax)
     if k.shape[1] > _MAX_PAGE_TOKENS:
         reasons.append(f"S={k.shape[1]}; triton supports up to {_MAX_PAGE_TOKENS}")
     return reasons

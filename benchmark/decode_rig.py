@@ -1,0 +1,279 @@
+"""A decode worker without SGLang: a model of random weights around the device's step engine.
+
+What is real: engine, ring, worker process, page-locked host pages, digests, selection, recall, and the matrix
+products of every layer at the model's sizes. What is not: the weights, and with them the queries. Random weights say
+nothing about how the important pages drift, so queries follow a generator of its own (`QueryDrift`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from sglang_scout.core.config import OffloadConfig, parse_config
+from sglang_scout.core.pages import ResidencyTable
+from sglang_scout.engine.device_step import DeviceStepEngine
+from sglang_scout.engine.pools import DigestPool, HostPages, ModelShape, ResidentCache
+from sglang_scout.ops.doorbell import DeviceRing
+from sglang_scout.ops.predict import rms_norm
+from sglang_scout.policy.presets import POLICY_NAMES, make_policy
+from sglang_scout.worker.arena import Arena, ArenaSpec
+from sglang_scout.worker.client import WorkerClient, WorkerConfig
+
+PAGE = 32
+SPIN_US = 20_000
+_LOCK_BYTES = 4 * 2**30
+_MAPPED = 2  # cudaHostRegisterMapped
+_EPS = 1e-6
+
+
+class ModelSize(NamedTuple):
+    """Sizes of a dense model with grouped-query attention."""
+
+    layers: int
+    hidden: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+
+
+SIZES = {
+    "qwen3-8b": ModelSize(36, 4096, 32, 8, 128, 12288),
+    "qwen3-14b": ModelSize(40, 5120, 40, 8, 128, 17408),
+    "tiny": ModelSize(3, 64, 4, 2, 32, 96),
+}
+
+
+class DummyModel:
+    """Decoder layers of random weights; ``attend`` stands for what the weights do not decide."""
+
+    def __init__(self, size: ModelSize, dtype: torch.dtype, device: str, seed: int = 0) -> None:
+        self.size = size
+        source = torch.Generator(device).manual_seed(seed)
+        width = size.q_heads * size.head_dim
+
+        def weights(rows: int, columns: int) -> torch.Tensor:
+            shape = (rows, columns)
+            made = torch.randn(shape, generator=source, device=device, dtype=torch.float32)
+            return made.mul_(columns**-0.5).to(dtype)
+
+        qkv = width + 2 * size.kv_heads * size.head_dim
+        self.norm = torch.ones(size.hidden, dtype=dtype, device=device)
+        self.layers = [
+            (
+                weights(qkv, size.hidden),
+                weights(size.hidden, width),
+                weights(2 * size.intermediate, size.hidden),
+                weights(size.hidden, size.intermediate),
+            )
+            for _ in range(size.layers)
+        ]
+
+    def project_q(self, layer: int, x: torch.Tensor) -> torch.Tensor:
+        """``[B, HQ, D]`` query of ``layer`` from any layer input."""
+        width = self.size.q_heads * self.size.head_dim
+        q = rms_norm(x, self.norm, _EPS) @ self.layers[layer][0][:width].T
+        return q.view(len(x), self.size.q_heads, self.size.head_dim)
+
+    def forward(self, x: torch.Tensor, before_layer: Any, attend: Any) -> torch.Tensor:
+        """``before_layer(layer, x)``; ``attend(layer, q, k, v)`` gives ``[B, HQ, D]``."""
+        size = self.size
+        heads = [size.q_heads, size.kv_heads, size.kv_heads]
+        for layer, (w_qkv, w_out, w_up, w_down) in enumerate(self.layers):
+            before_layer(layer, x)
+            qkv = rms_norm(x, self.norm, _EPS) @ w_qkv.T
+            q, k, v = qkv.view(len(x), -1, size.head_dim).split(heads, dim=1)
+            out = attend(layer, q, k, v).to(x.dtype)
+            x = x + out.flatten(1) @ w_out.T
+            gate, up = (rms_norm(x, self.norm, _EPS) @ w_up.T).chunk(2, dim=1)
+            x = x + (torch.nn.functional.silu(gate) * up) @ w_down.T
+        return x
+
+
+class QueryDrift:
+    """Queries of all layers and rows: q(t+1) = rho q(t) + sqrt(1 - rho^2) noise, seeded.
+
+    With rho = 1 the important pages never change, with 0 they are new in every step. Attributes:
+        q: ``[L, B, HQ, D]`` fp32, of the step that comes; stays where it is.
+    """
+
+    def __init__(self, size: ModelSize, batch: int, rho: float, device: str, seed: int = 1) -> None:
+        self._source = torch.Generator(device).manual_seed(seed)
+        self._device, self.rho = device, rho
+        shape = (size.layers, batch, size.q_heads, size.head_dim)
+        self.q = torch.randn(shape, generator=self._source, device=device)
+
+    def advance(self) -> None:
+        noise = torch.randn(self.q.shape, generator=self._source, device=self._device)
+        self.q.mul_(self.rho).add_(noise, alpha=(1 - self.rho**2) ** 0.5)
+
+
+class Store:
+    """Host pages of random keys and values in a page-locked arena, with a worker process on it."""
+
+    def __init__(
+        self,
+        size: ModelSize,
+        *,
+        pages: int,
+        batch: int,
+        budget_pages: int,
+        dtype: torch.dtype,
+        device: str,
+        cpus: list[int],
+        seed: int = 2,
+    ) -> None:
+        self.size, self.device, self.batch = size, device, batch
+        self.shape = ModelShape(
+            size.layers, size.q_heads, size.kv_heads, size.head_dim, PAGE, dtype,
+            size.head_dim**-0.5,
+        )  # fmt: skip
+        self.arena = Arena.create(
+            ArenaSpec(
+                size.layers, pages, PAGE, size.kv_heads, size.q_heads, size.head_dim,
+                str(dtype).removeprefix("torch."), self.shape.scale, batch, budget_pages,
+            )
+        )  # fmt: skip
+        self._locked: list[int] = []
+        if device == "cuda":
+            self._lock()
+        planes = (self.arena.k_pages, self.arena.v_pages)
+        kv = [[torch.from_numpy(plane(i)).view(dtype) for i in range(size.layers)]
+              for plane in planes]  # fmt: skip
+        source = torch.Generator(device).manual_seed(seed)
+        for plane in (*kv[0], *kv[1]):
+            for some in plane.split(4096):
+                some.copy_(torch.randn(some.shape, generator=source, device=device, dtype=dtype))
+        self.host = HostPages(self.shape, *([t.flatten(0, 1) for t in half] for half in kv))
+        self.worker = WorkerClient(
+            self.arena, cpus, config=WorkerConfig(spin_us=SPIN_US, ready_timeout_s=120.0)
+        )
+        self.worker.serve_device()
+        self.worker.start()
+        self.ring = DeviceRing(
+            self.arena.address, self.arena.layout(), num_layers=size.layers, max_batch=batch,
+            max_pages=budget_pages, num_q_heads=size.q_heads, head_dim=size.head_dim,
+            parts=self.worker.parts, timeout_us=10_000_000, device=device,
+        )  # fmt: skip
+        self.steps = 0  # over all engines: a ring's steps count up
+
+    def _lock(self) -> None:
+        for done in range(0, self.arena.nbytes, _LOCK_BYTES):
+            size = min(_LOCK_BYTES, self.arena.nbytes - done)
+            address = self.arena.address + done
+            status = int(torch.cuda.cudart().cudaHostRegister(address, size, _MAPPED))
+            if status:
+                raise RuntimeError(f"cudaHostRegister failed with {status}; raise ulimit -l")
+            self._locked.append(address)
+
+    def close(self) -> None:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        self.worker.stop()
+        for address in self._locked:
+            torch.cuda.cudart().cudaHostUnregister(address)
+        self.arena.close()
+
+
+class Rig:
+    """One engine on a store, with requests of equal length that decode on and on.
+
+    Args:
+        context: tokens of each request at the start; each gets ``room`` more pages.
+        settings: of ``--kv-offload-config``.
+        slots: resident pages per layer, beside tails and copies under way; None: the budget of all rows.
+        graph: capture the layers once and replay them.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        model: DummyModel,
+        drift: QueryDrift,
+        *,
+        batch: int,
+        context: int,
+        budget_tokens: int,
+        room: int = 8,
+        settings: str = "{}",
+        slots: int | None = None,
+        graph: bool,
+        verify: bool = False,
+    ) -> None:
+        self.store, self.model, self.drift, self.batch = store, model, drift, batch
+        self.config: OffloadConfig = parse_config(
+            policy="scout", policies=POLICY_NAMES, budget_tokens=budget_tokens, config=settings
+        )
+        shape, pages = store.shape, store.arena.spec.num_pages
+        budget = self.config.budget_pages
+        policy = make_policy(self.config, shape.num_layers, 2 * shape.page_bytes)
+        slots = (slots or budget * batch) + batch + budget
+        table = ResidencyTable(shape.num_layers, pages, slots, policy.residency.half_life_steps)
+        each = -(-context // PAGE) + room
+        self.engine = DeviceStepEngine(
+            shape=shape, policy=policy, budget_pages=budget, max_batch=store.batch, max_pages=each,
+            host=store.host, digests=DigestPool(shape, pages, store.device, self.config.digest),
+            resident=ResidentCache(shape, slots, store.device), table=table,
+            projectors=[self._projector(layer) for layer in range(shape.num_layers)],
+            ring=store.ring, life=lambda: store.worker.device_epoch, hidden_size=model.size.hidden,
+            hidden_dtype=shape.dtype, verify=verify,
+        )  # fmt: skip
+        self.engine._step = store.steps  # the ring's slots alternate over all engines
+        self.pages = 1 + np.arange(batch * each, dtype=np.int32).reshape(batch, each)
+        if self.pages.max() >= pages:
+            raise ValueError(f"{batch} requests of {each} pages; the store has {pages}")
+        self.lengths = np.full(batch, context, np.int64)
+        self.engine.boundary.allocate_pages(self.pages.flatten().astype(np.int64))
+        self.engine.boundary.admit(range(batch))
+        source = torch.Generator(store.device).manual_seed(3)
+        self.x = torch.randn(batch, model.size.hidden, generator=source, device=store.device).to(
+            shape.dtype
+        )
+        self.positions = torch.zeros(batch, dtype=torch.int64, device=store.device)
+        self.out = torch.empty_like(self.x)
+        self._graph = self._capture() if graph else None
+
+    def _projector(self, layer: int) -> Any:
+        def project(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+            # The product costs what it costs; what it says is the generator's.
+            return self.drift.q[layer, : len(x)] + 0.0 * self.model.project_q(layer, x)
+
+        return project
+
+    def _layers(self) -> None:
+        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return self.engine.attend(layer, self.drift.q[layer, : len(q)] + 0.0 * q, k, v)
+
+        def before(layer: int, x: torch.Tensor) -> None:
+            self.engine.layer_input(layer, x, self.positions)
+
+        self.out.copy_(self.model.forward(self.x, before, attend))
+
+    def _capture(self) -> Any:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            self._layers()  # nothing has begun: rows are empty and nothing is posted
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._layers()
+        return graph
+
+    def step(self) -> None:
+        """One decode step of all requests; the host does not wait for it."""
+        self.lengths += 1
+        used = -(-int(self.lengths.max()) // PAGE)
+        self.engine.begin_step(self.pages[:, :used], np.arange(self.batch), self.lengths)
+        self.store.steps += 1
+        if self._graph is None or self.engine.needs_eager:
+            self._layers()
+        else:
+            self._graph.replay()
+        self.drift.advance()
+
+    def close(self) -> None:
+        self.engine.close()

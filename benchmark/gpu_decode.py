@@ -1,0 +1,402 @@
+"""Decode steps of a whole model on a CUDA device: co-attention against full attention, each at its largest batch.
+
+    python benchmark/gpu_decode.py --check-only       correctness alone; with TRITON_INTERPRET=1 without a device too
+    python benchmark/gpu_decode.py --out FILE         then the measurement, on a machine with a CUDA device
+
+Options: --model qwen3-8b,qwen3-14b  --context 32768,65536  --host-gb N (of page-locked pages)  --budget TOKENS
+--steps N  --seconds N (stop in time; what was not reached is a row).
+
+Layers have the model's sizes and random weights (decode_rig.py). How the important pages drift is set by a generator,
+q(t+1) = rho q(t) + sqrt(1 - rho^2) noise, whose rho is calibrated to the paper's Figures 6a and 6b: without recall
+12 % of the selected pages are no longer resident after 8.7 steps (its mean recall interval at its threshold). Rows at
+half and at twice that drift, in 1 - rho, show how much the result depends on it.
+
+Rows (format: rows.py); `model`, `context`, `batch`, `step_us` in samples_us, `tokens_per_s`, and
+    full-triton, full-flashinfer   all KV on the device, at the largest batch that fits: what stock attention does
+    scout                          co-attention; with rho, precompute, recall, cpu_compute_ratio, wait_share (of the
+                                   step's time), fallback_pages, resident_pages
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import rows
+from decode_rig import PAGE, SIZES, DummyModel, ModelSize, QueryDrift, Rig, Store
+from sglang_scout.ops import triton
+from sglang_scout.ops.attend import attend_pages
+
+WARM_UP_STEPS = 24
+FIGURE_6_STEPS, FIGURE_6_RATIO = 8.7, 0.12
+DEVICE_RESERVE_BYTES = 6 * 2**30  # for graphs, activations and what else a server keeps
+
+
+# Correctness --------------------------------------------------------------------------------------
+
+
+def check(device: str) -> list[str]:
+    """What is wrong; empty if nothing is."""
+    wrong = []
+    size = SIZES["tiny"]
+    batches = (1, 3) if device == "cpu" else (1, 4, 16, 64)
+    for batch in batches:
+        steps = 6 if device == "cpu" else 40
+        outputs, error = {}, 0.0
+        for kind in ("verified", "replayed", "off"):
+            if kind == "replayed" and device == "cpu":
+                continue
+            store = Store(
+                size, pages=1 + batch * 28, batch=batch, budget_pages=4, device=device,
+                dtype=torch.float32, cpus=_cpus()[:2],
+            )  # fmt: skip
+            model = DummyModel(size, torch.float32, device)
+            drift = QueryDrift(size, batch, 0.9, device)
+            settings = '{"recall": "off"}' if kind == "off" else '{"recall": "fixed"}'
+            rig = Rig(
+                store, model, drift, batch=batch, context=20 * PAGE - 3, budget_tokens=4 * PAGE,
+                settings=settings, graph=kind == "replayed", verify=kind == "verified",
+            )  # fmt: skip
+            for _ in range(steps):
+                rig.step()
+                outputs.setdefault(kind, []).append(rig.out.cpu())
+            counters = rig.engine.counters
+            if kind == "verified":
+                error = counters.verify_max_rel_error
+            if counters.cpu_pages == 0:
+                wrong.append(f"batch {batch}, {kind}: no page was missing, nothing was tested")
+            rig.close()
+            store.close()
+        if not 0 < error <= 1e-5:
+            wrong.append(f"batch {batch}: relative error {error:g} against the plain reference")
+        for step, (a, b) in enumerate(
+            zip(outputs["verified"], outputs.get("replayed", outputs["verified"]), strict=True)
+        ):
+            if not torch.equal(a, b):
+                wrong.append(f"batch {batch}, step {step}: the replayed graph differs from eager")
+                break
+    return wrong
+
+
+# Measurement --------------------------------------------------------------------------------------
+
+
+def _cpus() -> list[int]:
+    return sorted(os.sched_getaffinity(0))
+
+
+def step_times_us(step: Callable[[], None], steps: int) -> list[float]:
+    """Times of steps that follow each other without a pause, between events."""
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+    events[0].record()
+    for i in range(steps):
+        step()
+        events[i + 1].record()
+    torch.cuda.synchronize()
+    pairs = zip(events[:-1], events[1:], strict=True)
+    return [begin.elapsed_time(end) * 1e3 for begin, end in pairs]
+
+
+def calibrated_rho(store: Store, size: ModelSize, context: int, budget_pages: int) -> float:
+    """The drift at which, without recall, Figure 6's share of the selection is new after its steps."""
+    low, high = 0.9, 0.99999
+    pages = context // PAGE
+    table = torch.arange(1, pages + 1, dtype=torch.int32, device=store.device)[None]
+    n_full = torch.full((1,), pages, dtype=torch.int32, device=store.device)
+    from sglang_scout.engine.pools import DigestPool
+
+    digests = DigestPool(store.shape, store.arena.spec.num_pages, store.device)
+    layers = range(0, size.layers, max(1, size.layers // 4))
+    ids = np.arange(1, pages + 1, dtype=np.int64)
+    digests.build(ids, store.host.k)
+    for _ in range(12):
+        rho = (low + high) / 2
+        ratios = []
+        for steps in (int(FIGURE_6_STEPS), int(FIGURE_6_STEPS) + 1):
+            drift = QueryDrift(size, 1, rho, store.device)
+            before = {
+                x: _top(digests, store, x, drift.q[x], table, n_full, budget_pages) for x in layers
+            }
+            for _ in range(steps):
+                drift.advance()
+            after = {
+                x: _top(digests, store, x, drift.q[x], table, n_full, budget_pages) for x in layers
+            }
+            new = [float((~torch.isin(after[x], before[x])).float().mean()) for x in layers]
+            ratios.append(float(np.mean(new)))
+        share = FIGURE_6_STEPS % 1
+        ratio = ratios[0] * (1 - share) + ratios[1] * share
+        low, high = (low, rho) if ratio < FIGURE_6_RATIO else (rho, high)
+    return (low + high) / 2
+
+
+def _top(digests: Any, store: Store, layer: int, q: torch.Tensor, table: torch.Tensor,
+         n_full: torch.Tensor, k: int) -> torch.Tensor:  # fmt: skip
+    scores = digests.score(layer, q.contiguous(), table, n_full, store.shape.scale, "mass")
+    return scores[0].topk(min(k, table.shape[1])).indices
+
+
+class FullRig:
+    """All KV on the device, as stock attention has it; ``attend`` by our kernel or by FlashInfer."""
+
+    def __init__(self, model: DummyModel, size: ModelSize, batch: int, context: int, kind: str):
+        self.size, self.batch = size, batch
+        each = context // PAGE
+        shape = (size.layers, batch * each, PAGE, size.kv_heads, size.head_dim)
+        self.k, self.v = (torch.empty(shape, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+        for plane in (self.k, self.v):
+            plane.normal_()
+        self.table = torch.arange(batch * each, dtype=torch.int32, device="cuda").view(batch, each)
+        self.x = torch.randn(batch, size.hidden, device="cuda").to(torch.bfloat16)
+        self.out = torch.empty_like(self.x)
+        self.model = model
+        self._attend = self._flashinfer(each) if kind == "full-flashinfer" else self._triton
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            self._layers()
+        side.synchronize()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self._layers()
+
+    def _layers(self) -> None:
+        self.out.copy_(self.model.forward(self.x, lambda *_: None, self._attend))
+
+    def _triton(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        scale = self.size.head_dim**-0.5
+        query = q.float().contiguous()
+        return attend_pages(query, self.k[layer], self.v[layer], self.table, None, None, scale)[0]
+
+    def _flashinfer(self, each: int) -> Callable[..., torch.Tensor]:
+        import flashinfer
+
+        size = self.size
+        work = torch.empty(256 * 2**20, dtype=torch.uint8, device="cuda")
+        starts = torch.arange(self.batch + 1, dtype=torch.int32, device="cuda") * each
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            work, "NHD", use_cuda_graph=True, use_tensor_cores=True,
+            paged_kv_indptr_buffer=starts.clone(),
+            paged_kv_indices_buffer=self.table.flatten().clone(),
+            paged_kv_last_page_len_buffer=torch.full(
+                (self.batch,), PAGE, dtype=torch.int32, device="cuda"
+            ),
+        )  # fmt: skip
+        wrapper.plan(
+            starts, self.table.flatten(),
+            torch.full((self.batch,), PAGE, dtype=torch.int32, device="cuda"),
+            size.q_heads, size.kv_heads, size.head_dim, PAGE, q_data_type=torch.bfloat16,
+            kv_data_type=torch.bfloat16,
+        )  # fmt: skip
+
+        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return wrapper.run(q.contiguous(), (self.k[layer], self.v[layer]))
+
+        return attend
+
+
+def full_rows(writer: rows.Writer, model: DummyModel, name: str, context: int, steps: int) -> None:
+    size = SIZES[name]
+    kv_bytes = 2 * size.layers * context * size.kv_heads * size.head_dim * 2
+    free = torch.cuda.mem_get_info()[0] - DEVICE_RESERVE_BYTES
+    batch = free // kv_bytes
+    for kind in ("full-triton", "full-flashinfer"):
+        sizes = {"model": name, "context": context, "batch": int(batch)}
+        if batch < 1:
+            writer.add(kind, "skipped", "not one request fits the device", **sizes)
+            continue
+        try:
+            rig = FullRig(model, size, int(batch), context, kind)
+        except ImportError as error:
+            writer.add(kind, "absent", str(error), **sizes)
+            continue
+        except Exception as error:  # a rival that does not run is a row, not the end
+            writer.add(kind, "failed", f"{type(error).__name__}: {error}"[:500], **sizes)
+            torch.cuda.empty_cache()
+            continue
+        step_times_us(rig.graph.replay, 4)
+        report(writer, kind, sizes, step_times_us(rig.graph.replay, steps))
+        del rig
+        torch.cuda.empty_cache()
+
+
+def scout_rows(
+    writer: rows.Writer,
+    model: DummyModel,
+    name: str,
+    context: int,
+    options: argparse.Namespace,
+    in_time: Callable[[], bool],
+) -> None:
+    size = SIZES[name]
+    budget_pages = options.budget // PAGE
+    room = 2 + (WARM_UP_STEPS + options.steps) // PAGE
+    page_bytes = 2 * size.layers * PAGE * size.kv_heads * size.head_dim * 2
+    batch = int(options.host_gb * 2**30 // ((context // PAGE + room) * page_bytes))
+    sizes: dict[str, Any] = {"model": name, "context": context, "batch": batch}
+    if batch < 1:
+        writer.add("scout", "skipped", f"not one request fits {options.host_gb} GiB", **sizes)
+        return
+    store = Store(
+        size, pages=1 + batch * (context // PAGE + room), batch=batch, budget_pages=budget_pages,
+        dtype=torch.bfloat16, device="cuda", cpus=_cpus()[1:] or _cpus(),
+    )  # fmt: skip
+    try:
+        rho = calibrated_rho(store, size, context, budget_pages)
+        for settings, drift_factor in variants():
+            about = {
+                **sizes,
+                "rho": 1 - (1 - rho) * drift_factor,
+                "drift": drift_factor,
+                **settings,
+            }
+            if not in_time():
+                writer.add("scout", "skipped", "no time left", **about)
+                continue
+            one(writer, store, model, about, settings, options, room)
+    finally:
+        store.close()
+
+
+def variants() -> Iterator[tuple[dict[str, Any], float]]:
+    """The four corners of the paper's ablation, then how much the drift matters."""
+    for precompute in (True, False):
+        for recall in ("adaptive", "off"):
+            yield {"precompute": precompute, "recall": recall}, 1.0
+    for factor in (0.5, 2.0):
+        yield {"precompute": True, "recall": "adaptive"}, factor
+
+
+def one(
+    writer: rows.Writer,
+    store: Store,
+    model: DummyModel,
+    about: dict[str, Any],
+    settings: dict[str, Any],
+    options: argparse.Namespace,
+    room: int,
+) -> None:
+    size = SIZES[about["model"]]
+    drift = QueryDrift(size, about["batch"], about["rho"], "cuda")
+    rig = Rig(
+        store, model, drift, batch=about["batch"], context=about["context"],
+        budget_tokens=options.budget, room=room, settings=json.dumps(settings), graph=True,
+    )  # fmt: skip
+    try:
+        step_times_us(rig.step, WARM_UP_STEPS)
+        counters = rig.engine.counters
+        before = counters.cpu_pages, counters.budget_pages, counters.gpu_wait_us
+        times = step_times_us(rig.step, options.steps)
+        pages, budget, waited = (
+            now - then
+            for now, then in zip(
+                (counters.cpu_pages, counters.budget_pages, counters.gpu_wait_us),
+                before,
+                strict=True,
+            )
+        )
+        report(
+            writer, "scout", about, times,
+            cpu_compute_ratio=round(pages / max(budget, 1), 4),
+            wait_share=round(waited / max(sum(times), 1), 4),
+            fallback_pages=store.worker.snapshot().fallback_pages,
+            resident_pages=rig.engine.table.resident_pages,
+        )  # fmt: skip
+    except RuntimeError as error:
+        writer.add("scout", "failed", str(error)[:500], **about)
+    finally:
+        rig.close()
+        del rig
+        torch.cuda.empty_cache()
+
+
+def report(
+    writer: rows.Writer, impl: str, sizes: dict[str, Any], times: list[float], **more: Any
+) -> None:
+    row = writer.add(impl, **sizes, **more, **rows.summary(times), tokens_per_s=round(
+        sizes["batch"] * len(times) / (sum(times) / 1e6), 1))  # fmt: skip
+    print(
+        f"{impl:16} {sizes}: step {row['median_us'] / 1e3:.2f} ms, {row['tokens_per_s']} tokens/s "
+        + " ".join(f"{k}={v}" for k, v in more.items()),
+        flush=True,
+    )
+
+
+def measure(options: argparse.Namespace) -> int:
+    shared = rows.environment("gpu_decode", ("torch", "triton", "flashinfer-python"))
+    shared |= {"device": torch.cuda.get_device_name(), "budget": options.budget,
+               "host_gb": options.host_gb}  # fmt: skip
+    writer = rows.Writer(options.out, shared)
+    end = time.monotonic() + options.seconds
+
+    def in_time() -> bool:
+        return time.monotonic() < end
+
+    for name in options.model:
+        model = DummyModel(SIZES[name], torch.bfloat16, "cuda")
+        for context in options.context:
+            if not in_time():
+                writer.add("scout", "skipped", "no time left", model=name, context=context)
+                continue
+            full_rows(writer, model, name, context, options.steps)
+            scout_rows(writer, model, name, context, options, in_time)
+            torch.cuda.empty_cache()
+        del model
+        torch.cuda.empty_cache()
+    writer.close()
+    return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, help="JSON lines")
+    parser.add_argument("--check-only", action="store_true")
+    parser.add_argument("--model", type=lambda s: s.split(","), default=["qwen3-8b"])
+    parser.add_argument(
+        "--context", type=lambda s: [int(x) for x in s.split(",")], default=[32768, 65536]
+    )
+    parser.add_argument("--host-gb", type=float, default=64.0)
+    parser.add_argument("--budget", type=int, default=2048)
+    parser.add_argument("--steps", type=int, default=64)
+    parser.add_argument("--seconds", type=float, default=300.0)
+    options = parser.parse_args()
+    unknown = set(options.model) - set(SIZES)
+    if unknown:
+        parser.error(f"--model {','.join(sorted(unknown))}: choose of {', '.join(SIZES)}")
+    try:
+        from sglang_scout import _native  # noqa: F401
+    except ImportError as error:
+        print(f"the native module is absent ({error}): no worker could answer", file=sys.stderr)
+        return 2
+    device = "cpu" if triton.interpreted() else "cuda"
+    if device == "cuda" and not torch.cuda.is_available():
+        print("no CUDA device: nothing can be measured here", file=sys.stderr)
+        return 2
+    wrong = check(device)
+    for line in wrong:
+        print(f"FAILED: {line}")
+    if wrong or options.check_only:
+        print("the checks failed" if wrong else "equal")
+        return 1 if wrong else 0
+    if device == "cpu":
+        print("TRITON_INTERPRET is set: unset it to measure", file=sys.stderr)
+        return 2
+    if options.out is None:
+        parser.error("--out FILE is missing")
+    return measure(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
