@@ -50,3 +50,32 @@ def test_too_little_memory_is_refused_with_the_parts_and_the_flags():
     for part in ("host pages 20.0", "resident slots", "--kv-offload-host-gb", "--kv-offload-budget",
                  "--max-running-requests", "30.00 GiB"):  # fmt: skip
         assert part in str(caught.value)
+
+
+def test_a_device_gives_what_digests_leave_to_resident_pages():
+    digests = 4097 * PAGE_BYTES // 32
+    made = plan(config(), device_bytes=digests + 700 * PAGE_BYTES + 5)
+    assert made.num_slots == 700
+    assert made.digest_bytes + made.resident_bytes <= digests + 700 * PAGE_BYTES
+    assert plan(config(), device_bytes=1 << 45).num_slots == 4097, "a slot for every page"
+    asked = config(config='{"resident_tokens": 3200}')
+    assert plan(asked, device_bytes=1 << 45).num_slots == 100 + 8 + 64
+
+
+@pytest.mark.parametrize("settings", ["{}", '{"resident_tokens": 65536}'])
+def test_too_little_device_memory_is_refused_with_the_numbers(settings):
+    digests = 4097 * PAGE_BYTES // 32
+    wanted = config(config=settings)
+    with pytest.raises(ConfigError) as caught:
+        plan(wanted, device_bytes=digests + 50 * PAGE_BYTES)
+    for part in ("device memory", "4097 host pages 0.63 GiB", "8 requests need 88 at least",
+                 "--max-running-requests (8)", "resident_tokens", "--mem-fraction-static"):  # fmt: skip
+        assert part in str(caught.value)
+
+
+def test_a_device_of_its_own_does_not_take_host_memory():
+    settings = config(host_gb=20)
+    made = plan(settings, max_batch=64)
+    check_memory(made, settings, made.host_bytes + (1 << 30), shared=False)
+    with pytest.raises(ConfigError, match="host pages 20.0"):
+        check_memory(made, settings, made.host_bytes, shared=False)

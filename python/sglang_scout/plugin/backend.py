@@ -79,7 +79,7 @@ class ScoutAttnBackend(AttentionBackend):
         self.cpus = worker_cpus(self.config)
         self.worker = WorkerClient(self.pool.arena, self.cpus, config=self._worker_config())
         projectors = make_projectors(layers)
-        self._on_device = uses_device_engine(self.config, runner.device)
+        self.on_device = uses_device_engine(self.config, runner.device)
         parts: dict[str, Any] = {
             "shape": shape,
             "policy": self.policy,
@@ -99,7 +99,7 @@ class ScoutAttnBackend(AttentionBackend):
             "verify": self.config.verify,
         }
         self.engine: StepEngine | DeviceStepEngine
-        if self._on_device:
+        if self.on_device:
             self.engine = make_device_engine(
                 runner, self.pool.arena, self.worker, self.config.worker_wait_timeout_s, parts
             )

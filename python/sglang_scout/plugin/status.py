@@ -40,8 +40,12 @@ def decode_state(backend: ScoutAttnBackend) -> dict[str, Any]:
     digests = backend.pool.digests
     return {
         "policy": backend.policy.name,
-        "backend": f"cpu-{worker.isa}",
+        "backend": f"{digests.low.device.type}-{worker.isa}",
+        "step_engine": "device" if backend.on_device else "host",
         "ops": chosen(),
+        "plan": [
+            {"what": what, "count": count, "bytes": size} for what, count, size in backend.plan.rows
+        ],
         "budget_tokens": backend.config.budget_tokens,
         "page_size": backend.config.page_size_tokens,
         "host_pages_total": backend.allocator.num_pages,
