@@ -14,6 +14,7 @@ import torch
 
 from sglang_scout.core.config import OffloadConfig, parse_config
 from sglang_scout.core.pages import ResidencyTable
+from sglang_scout.engine.device import lock_memory
 from sglang_scout.engine.device_step import DeviceStepEngine
 from sglang_scout.engine.pools import DigestPool, HostPages, ModelShape, ResidentCache
 from sglang_scout.ops.doorbell import DeviceRing
@@ -24,8 +25,6 @@ from sglang_scout.worker.client import WorkerClient, WorkerConfig
 
 PAGE = 32
 SPIN_US = 20_000
-_LOCK_BYTES = 4 * 2**30
-_MAPPED = 2  # cudaHostRegisterMapped
 _EPS = 1e-6
 
 
@@ -137,9 +136,9 @@ class Store:
                 str(dtype).removeprefix("torch."), self.shape.scale, batch, budget_pages,
             )
         )  # fmt: skip
-        self._locked: list[int] = []
-        if device == "cuda":
-            self._lock()
+        self._unlock = (
+            lock_memory(self.arena.address, self.arena.nbytes) if device == "cuda" else None
+        )
         planes = (self.arena.k_pages, self.arena.v_pages)
         kv = [[torch.from_numpy(plane(i)).view(dtype) for i in range(size.layers)]
               for plane in planes]  # fmt: skip
@@ -160,21 +159,12 @@ class Store:
         )  # fmt: skip
         self.steps = 0  # over all engines: a ring's steps count up
 
-    def _lock(self) -> None:
-        for done in range(0, self.arena.nbytes, _LOCK_BYTES):
-            size = min(_LOCK_BYTES, self.arena.nbytes - done)
-            address = self.arena.address + done
-            status = int(torch.cuda.cudart().cudaHostRegister(address, size, _MAPPED))
-            if status:
-                raise RuntimeError(f"cudaHostRegister failed with {status}; raise ulimit -l")
-            self._locked.append(address)
-
     def close(self) -> None:
         if self.device == "cuda":
             torch.cuda.synchronize()
         self.worker.stop()
-        for address in self._locked:
-            torch.cuda.cudart().cudaHostUnregister(address)
+        if self._unlock is not None:
+            self._unlock()
         self.arena.close()
 
 

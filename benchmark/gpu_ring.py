@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 import rows
+from sglang_scout.engine.device import lock_memory
 from sglang_scout.ops import triton
 from sglang_scout.ops.attend import attend_reference
 from sglang_scout.ops.doorbell import DeviceRing
@@ -33,7 +34,6 @@ from sglang_scout.ops.doorbell import DeviceRing
 LAYERS, PAGES, S, H, HQ, D, K = 8, 256, 32, 8, 40, 128, 64
 EPOCH, SPIN_US = 1, 600_000_000
 WARM_UP, SAMPLES = 20, 500
-MAPPED = 2  # cudaHostRegisterMapped
 
 
 class Server:
@@ -74,16 +74,10 @@ def server(device: str, batch: int, threads: int) -> Iterator[Server]:
 
     spec = ArenaSpec(LAYERS, PAGES, S, H, HQ, D, "float32", D**-0.5, batch, K)
     arena = Arena.create(spec)
-    registered = False
+    unlock = None
     try:
         if device == "cuda":
-            status = torch.cuda.cudart().cudaHostRegister(arena.address, arena.nbytes, MAPPED)
-            if int(status) != 0:
-                raise RuntimeError(
-                    f"cudaHostRegister of {arena.nbytes} bytes failed with {status}; raise the limit "
-                    "on locked memory (ulimit -l)"
-                )
-            registered = True
+            unlock = lock_memory(arena.address, arena.nbytes)
         running = Server(arena, device, threads)
         try:
             yield running
@@ -92,8 +86,8 @@ def server(device: str, batch: int, threads: int) -> Iterator[Server]:
                 torch.cuda.synchronize()
             running.runtime.stop()
     finally:
-        if registered:
-            torch.cuda.cudart().cudaHostUnregister(arena.address)
+        if unlock is not None:
+            unlock()
         arena.close()
 
 

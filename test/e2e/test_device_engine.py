@@ -13,7 +13,7 @@ import pytest
 
 from harness import PDCluster, assert_same_tokens, random_prompts, wait_until
 
-LENGTHS = [31, 64, 600, 97, 350]
+LENGTHS = [31, 64, 900, 97, 700]
 
 
 def cluster(model, *, budget=512, env=None, **config):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from sglang_scout.engine import device
 from sglang_scout.ops import triton
 
 pytest.importorskip("sglang_scout._native")
@@ -152,3 +153,37 @@ def test_the_host_asks_for_nothing_within_a_step(make):
     with pytest.raises(AssertionError, match="numpy within a step"), NothingComesBack():
         worker.engine._fetch()
         worker.engine._launched[-1].log.wait()
+
+
+class FakeRuntime:
+    """cudaHostRegister of a machine that locks ``limit`` bytes at most."""
+
+    def __init__(self, limit):
+        self.limit, self.locked = limit, {}
+
+    def cudaHostRegister(self, address, size, flags):
+        if sum(self.locked.values()) + size > self.limit:
+            return 2
+        self.locked[address] = size
+        return 0
+
+    def cudaHostUnregister(self, address):
+        del self.locked[address]
+        return 0
+
+
+def test_memory_is_locked_in_chunks_with_progress_or_not_at_all(monkeypatch):
+    chunk = device.LOCK_CHUNK_BYTES
+    runtime = FakeRuntime(3 * chunk)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    seen = []
+    unlock = device.lock_memory(4096, 2 * chunk + 5, seen.append)
+    assert seen == [chunk, 2 * chunk, 2 * chunk + 5]
+    assert runtime.locked == {4096: chunk, 4096 + chunk: chunk, 4096 + 2 * chunk: 5}
+    with pytest.raises(
+        MemoryError, match=r"16.0 GiB of host memory: CUDA error 2 after 0.0 GiB; .*ulimit -l"
+    ):
+        device.lock_memory(1 << 40, 4 * chunk)
+    assert len(runtime.locked) == 3, "nothing of it stays locked"
+    unlock()
+    assert not runtime.locked

@@ -12,6 +12,45 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+LOCK_CHUNK_BYTES = 4 * 2**30
+_MAPPED = 2  # cudaHostRegisterMapped
+
+
+def lock_memory(
+    address: int, nbytes: int, progress: Callable[[int], None] | None = None
+) -> Callable[[], None]:
+    """Page-lock host memory and map it for the device. Takes minutes for hundreds of GB.
+
+    Args:
+        address, nbytes: of the memory.
+        progress: called with the bytes that are locked so far, every ``LOCK_CHUNK_BYTES``.
+    Returns:
+        A function that undoes it, when the device does not use the memory any more.
+    Raises:
+        MemoryError: the system does not allow it; says how far it got. Nothing stays locked.
+    """
+    runtime = torch.cuda.cudart()
+    locked: list[int] = []
+
+    def unlock() -> None:
+        while locked:
+            runtime.cudaHostUnregister(locked.pop())
+
+    for done in range(0, nbytes, LOCK_CHUNK_BYTES):
+        size = min(LOCK_CHUNK_BYTES, nbytes - done)
+        status = int(runtime.cudaHostRegister(address + done, size, _MAPPED))
+        if status != 0:
+            unlock()
+            raise MemoryError(
+                f"cannot page-lock {nbytes / 2**30:.1f} GiB of host memory: CUDA error {status} after "
+                f"{done / 2**30:.1f} GiB; raise the limit on locked memory (ulimit -l, or LimitMEMLOCK "
+                "of the service)"
+            )
+        locked.append(address + done)
+        if progress is not None:
+            progress(done + size)
+    return unlock
+
 
 def upload(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
     """``values`` on ``device``, there when the current stream comes to what follows."""

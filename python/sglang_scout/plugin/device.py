@@ -14,6 +14,7 @@ from sglang.srt.server_args import ServerArgs
 
 from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.errors import ConfigError
+from sglang_scout.engine.device import LOCK_CHUNK_BYTES, lock_memory
 from sglang_scout.engine.device_step import DeviceStepEngine
 from sglang_scout.ops import triton
 from sglang_scout.ops.doorbell import DeviceRing
@@ -22,8 +23,6 @@ from sglang_scout.worker.client import WorkerClient
 
 logger = logging.getLogger(__name__)
 
-_LOCK_CHUNK_BYTES = 4 * 2**30
-_MAPPED = 2  # cudaHostRegisterMapped
 MAX_TABLE_PAGES = 8192  # columns that select_pages takes on a device
 
 
@@ -65,33 +64,21 @@ def check_device_engine(args: ServerArgs, config: OffloadConfig, device: str) ->
 
 
 def lock_pages(arena: Arena) -> None:
-    """Page-lock the arena and map it for the device. Takes minutes for hundreds of GB.
+    """Page-lock the arena for as long as this process lives.
 
     Raises:
-        ConfigError: the system does not allow it; names the limit to raise.
+        ConfigError: the system does not allow it.
     """
-    runtime = torch.cuda.cudart()
-    for done in range(0, arena.nbytes, _LOCK_CHUNK_BYTES):
-        size = min(_LOCK_CHUNK_BYTES, arena.nbytes - done)
-        status = int(runtime.cudaHostRegister(arena.address + done, size, _MAPPED))
-        if status != 0:
-            raise ConfigError(
-                f"--kv-offload-host-gb: the system refused to page-lock {arena.nbytes / 2**30:.1f} GiB of "
-                f"host pages after {done / 2**30:.1f} GiB (CUDA error {status}); raise the limit on locked "
-                "memory (ulimit -l, or LimitMEMLOCK in the service), or lower the flag"
-            )
-        if arena.nbytes > _LOCK_CHUNK_BYTES:
-            logger.info(
-                "--kv-offload: page-locked %.0f of %.0f GiB",
-                (done + size) / 2**30,
-                arena.nbytes / 2**30,
-            )
 
+    def progress(done: int) -> None:
+        if arena.nbytes > LOCK_CHUNK_BYTES:
+            of = arena.nbytes / 2**30
+            logger.info("--kv-offload: %.0f of %.0f GiB are page-locked", done / 2**30, of)
 
-def unlock_pages(arena: Arena) -> None:
-    """Undo :func:`lock_pages`; the device must not use the arena any more."""
-    for done in range(0, arena.nbytes, _LOCK_CHUNK_BYTES):
-        torch.cuda.cudart().cudaHostUnregister(arena.address + done)
+    try:
+        lock_memory(arena.address, arena.nbytes, progress)
+    except MemoryError as error:
+        raise ConfigError(f"--kv-offload-host-gb: {error}, or lower the flag") from None
 
 
 def make_device_engine(
