@@ -48,13 +48,13 @@ def test_tokens_equal_stock_and_small_budgets_keep_to_their_pages(tiny_model):
         with ThreadPoolExecutor(1) as pool:
             again = pool.submit(servers.generate, prompts[2:], max_new_tokens=80)
             wait_until("steps", lambda: servers.kv_offload()["steps"] > before["steps"] + 20, 60)
-            os.kill(before["worker"]["pid"], signal.SIGKILL)
+            os.kill(before["worker"]["pid"], signal.SIGSTOP)  # found out after 0.8 s
             assert [len(a.output_ids) for a in again.result()] == [80] * 3
         state = servers.kv_offload()
         assert state["verify_checks"] > 4 * 40
         assert 0 < state["verify_max_rel_error"] <= 1e-5
         assert state["cpu_pages"] > 0 and state["recalled_pages"] > 0
-        assert state["fallback_pages"] > 0, "the attendant answered for the dead worker"
+        assert state["fallback_pages"] > 0, "the attendant answered for the silent worker"
         assert state["worker"]["restarts"] == 1
         assert state["host_pages_used"] == 0
         log = servers.servers["decode"].log()

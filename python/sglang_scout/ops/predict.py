@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from ..core.registry import Op, Tolerance
+from . import triton
 from .shapes import Shapes
 
 TOLERANCES = {
@@ -99,7 +100,13 @@ def _check(
         shapes.bind("cos_sin", cos_sin, "MR")
 
 
-PREDICT_QUERY = Op("predict_query", predict_query_reference, check=_check, tolerances=TOLERANCES)
+PREDICT_QUERY = Op(
+    "predict_query",
+    predict_query_reference,
+    [triton.PREDICT_QUERY],
+    check=_check,
+    tolerances=TOLERANCES,
+)
 
 
 def predict_query(

@@ -306,3 +306,36 @@ def _advance(*args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 ADVANCE_INPUT = Implementation("triton", _advance, _advance_reasons, _not_unasked)
+
+
+def _predict_reasons(
+    x: torch.Tensor,
+    norm_weight: torch.Tensor,
+    norm_eps: float,
+    w_q: torch.Tensor,
+    b_q: torch.Tensor | None,
+    q_norm_weight: torch.Tensor | None,
+    q_norm_eps: float,
+    cos_sin: torch.Tensor | None,
+    positions: torch.Tensor,
+    rotary_dim: int,
+    is_neox: bool,
+    HQ: int,
+    D: int,
+) -> list[str]:
+    reasons = _reasons(
+        x=x, norm_weight=norm_weight, w_q=w_q, b_q=b_q, q_norm_weight=q_norm_weight,
+        cos_sin=cos_sin, positions=positions,
+    )  # fmt: skip
+    if x.dtype not in _DTYPES:
+        reasons.append(f"dtype {x.dtype}; triton supports float32, bfloat16, float16")
+    return reasons
+
+
+def _predict(*args: Any, **kwargs: Any) -> torch.Tensor:
+    from .predict import predict_query
+
+    return predict_query(*args, **kwargs)
+
+
+PREDICT_QUERY = Implementation("triton", _predict, _predict_reasons, _not_unasked)
