@@ -41,7 +41,9 @@ def test_tokens_equal_stock_and_small_budgets_keep_to_their_pages(tiny_model):
         assert_same_tokens(expected, actual, logprob_atol=1e-3)
         assert servers.kv_offload()["cpu_pages"] == 0
     environment = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "20"}
-    with cluster(model, budget=128, verify=True, recall="fixed", env=environment) as servers:
+    # Newcomers recall what they miss at first, then next to nobody does: every step misses pages.
+    scarce = {"recall": "fixed", "recall_interval": 50, "resident_tokens": 32}
+    with cluster(model, budget=128, verify=True, env=environment, **scarce) as servers:
         answers = servers.generate(prompts, max_new_tokens=40)
         assert [len(a.output_ids) for a in answers] == [40] * len(prompts)
         before = servers.kv_offload()

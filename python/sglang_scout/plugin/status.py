@@ -69,7 +69,7 @@ def decode_state(backend: ScoutAttnBackend) -> dict[str, Any]:
         "recall": recall_state(backend),
         "gpu_wait_us": counters.gpu_wait_us,
         "gpu_wait_us_by_layer": counters.gpu_wait_us_by_layer.tolist(),
-        "fallback_pages": counters.fallback_pages,
+        "fallback_pages": worker.fallback_pages,
         "digests_received": digests.received,
         "digests_computed": digests.computed,
         "verify_checks": counters.verify_checks,
