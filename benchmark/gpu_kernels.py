@@ -31,6 +31,7 @@ from sglang_scout.ops.gather import COPY_PAGES
 from sglang_scout.ops.merge import MERGE_STATES
 from sglang_scout.ops.score import SCORE_PAGES
 from sglang_scout.ops.select import SELECT_PAGES
+from sglang_scout.ops.signs import BUILD_SIGNS, SCORE_SIGNS, as_bits
 
 S, H, G, D = 32, 8, 5, 128  # Qwen3-14B
 HQ = H * G
@@ -165,6 +166,31 @@ def scores_int8(pools: Pools, B: int, N: int) -> Case:
     )
 
 
+def scores_signs(pools: Pools, B: int, N: int) -> Case:
+    """On words of random bits; the reference, which unpacks them, takes one row at a time."""
+    q, n_full = pools.random(B, HQ, D), pools.full(N, B)
+    tables = [pools.ids(B, N, pages=len(pools.kmin)) for _ in range(REPEATS)]
+    out = pools.random(B, N)
+
+    def call(table: torch.Tensor, rows: slice = slice(None), impl: str = "triton") -> torch.Tensor:
+        arguments = (q[rows], pools.kmin, pools.kmax, table[rows], n_full[rows])
+        return SCORE_SIGNS(*arguments, impl=impl, out=out[rows])
+
+    def check() -> str:
+        got = call(tables[0]).clone()
+        for b in range(B):
+            call(tables[0], slice(b, b + 1), "reference")
+        return SCORE_SIGNS.tolerances["bfloat16"].mismatch(got.cpu(), out.cpu())
+
+    return Case(
+        "score_signs",
+        {"B": B, "N": N},
+        B * N * (2 * H * D * DTYPE.itemsize + 8) + q.nbytes,
+        [lambda t=t: call(t) for t in tables],
+        check,
+    )
+
+
 def attention(pools: Pools, B: int, resident: int, columns: int) -> Case:
     """``resident`` pages of each row lie in a table of ``columns``, at random places."""
     q, tail, length = pools.random(B, HQ, D), pools.ids(B), pools.full(S // 2, B)
@@ -228,6 +254,25 @@ def digests(pools: Pools, n: int) -> Case:
     )
 
 
+def signs(pools: Pools, n: int) -> Case:
+    ids = [pools.ids(n, dtype=torch.int64) for _ in range(REPEATS)]
+    low, high = (torch.zeros_like(pools.k[:, 0]) for _ in range(2))
+
+    def call(which: torch.Tensor, impl: str = "triton") -> object:
+        return BUILD_SIGNS(pools.k, which, low, high, impl=impl)
+
+    return Case(
+        "build_signs",
+        {"pages": n},
+        n * (S + 2) * H * D * DTYPE.itemsize + 8 * n,
+        [lambda i=i: call(i) for i in ids],
+        # As integers: some words are NaNs, which differ from themselves.
+        lambda: changed(
+            BUILD_SIGNS, [as_bits(low), as_bits(high)], lambda impl: call(ids[0], impl)
+        ),
+    )
+
+
 def copies(pools: Pools, n: int, source: str) -> Case:
     """Recall: pages from page-locked host memory, or within device memory."""
     host = source == "host" and pools.device == "cuda"
@@ -276,9 +321,11 @@ def cases(pools: Pools, small: bool) -> Iterator[Case]:
     if small:
         yield scores(pools, 2, 40)
         yield scores_int8(pools, 2, 40)
+        yield scores_signs(pools, 2, 40)
         yield attention(pools, 2, 3, 9)
         yield selection(pools, 2, 40, 8)
         yield digests(pools, 3)
+        yield signs(pools, 3)
         yield from (copies(pools, 3, source) for source in ("device", "host"))
         yield appended(pools, 3)
         yield merged(pools, 2)
@@ -286,12 +333,14 @@ def cases(pools: Pools, small: bool) -> Iterator[Case]:
     for B, N in ((1, 4096), (16, 2048), (64, 1024)):
         yield scores(pools, B, N)
         yield scores_int8(pools, B, N)
+        yield scores_signs(pools, B, N)
     for B, resident, columns in ((1, 64, 64), (16, 64, 64), (16, 64, 2048), (64, 64, 64)):
         yield attention(pools, B, resident, columns)
     for B, N in ((1, 4096), (16, 2048), (64, 1024)):
         yield selection(pools, B, N, 64)
     for n in (16, 512):
         yield digests(pools, n)
+        yield signs(pools, n)
         yield from (copies(pools, n, source) for source in ("device", "host"))
     for B in (1, 64):
         yield appended(pools, B)

@@ -67,6 +67,7 @@ def cases() -> Iterator[tuple[str, Callable[..., object], tuple]]:
         score,
         score_int8,
         select,
+        signs,
     )
     from sglang_scout.worker.ring import layout_of
     from sglang_scout.worker.spec import ArenaSpec
@@ -107,6 +108,8 @@ def cases() -> Iterator[tuple[str, Callable[..., object], tuple]]:
             yield "select_pages, all one", select.select_pages, arguments
         ids = empty(64, dtype=I64)
         yield f"build_digests, {model}", pages.build_digests, (k, ids, *digests)
+        yield f"build_signs, {model}", signs.build_signs, (k, ids, *digests)
+        yield f"score_signs, {model}", signs.score_signs, (q, *digests, table, row)
     out, lse, row = empty(16, 40, 128), empty(16, 40), empty(4, dtype=I32)
     x, known = empty(16, 5120, dtype=BF16), empty(16, dtype=torch.bool)
     for r in (64, 128):

@@ -69,6 +69,18 @@ def test_only_the_named_rows_change(impl):
     build_signs(k, torch.tensor([], dtype=torch.int64), low, high, impl=impl)
 
 
+@pytest.mark.parametrize("impl", ["triton"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_triton_skips_pages_out_of_range(impl, dtype):
+    """Ids on the device are not seen by the host: nothing outside is read or written."""
+    k = torch.randn(3, 32, 2, 16).to(dtype)
+    low, high = (torch.full((3, 2, 16), math.nan, dtype=dtype) for _ in range(2))
+    build_signs(k, torch.tensor([3, 1, -1, 2**40]), low, high, impl=impl)
+    for got, full in zip((low, high), words(k), strict=True):
+        assert torch.equal(as_bits(got)[1], as_bits(full)[1])
+        assert got[[0, 2]].isnan().all()
+
+
 @SCORES
 @given(
     dtype=st.sampled_from(DTYPES),
@@ -106,6 +118,37 @@ def test_implementations_agree(impl, agree, seed, B, N, G):
     expected = score_signs_reference(q, low, high, table, n_full)
     assert torch.equal(got == -torch.inf, expected == -torch.inf)
     agree(SCORE_SIGNS, got.nan_to_num(neginf=0.0), expected.nan_to_num(neginf=0.0), torch.bfloat16)
+
+
+@SCORES
+@given(seed=st.integers(0, 99), dtype=st.sampled_from(DTYPES))
+def test_mean_and_deviation_are_over_all_pages_of_a_long_row(impl, agree, seed, dtype):
+    """Pages of several blocks, of which one has no page at all and the last is cut."""
+    q, low, high, _, n_full, _ = inputs(seed, 2, 1, 50, 2, 3, 32, dtype)
+    table = torch.randint(0, 50, (2, 300), dtype=torch.int32)
+    table[0, 64:128] = -1
+    n_full[0], n_full[1] = 290, 5
+    q[1, 2] = 0.0
+    got = score_signs(q, low, high, table, n_full, impl=impl)
+    expected = score_signs_reference(q, low, high, table, n_full)
+    agree(SCORE_SIGNS, got, expected, dtype)
+
+
+@SCORES
+@pytest.mark.parametrize("exponent", [-20, 20])
+def test_the_size_of_a_query_does_not_matter(impl, exponent):
+    q, low, high, table, n_full, _ = inputs(4, 3, 20, 30, 2, 3)
+    scores = [score_signs(x, low, high, table, n_full, impl=impl) for x in (q, q * 2.0**exponent)]
+    assert torch.equal(*scores)
+
+
+@SCORES
+@given(seed=st.integers(0, 99), exponents=st.lists(st.integers(-6, 0), min_size=64, max_size=64))
+def test_channels_of_very_different_size(impl, agree, seed, exponents):
+    q, low, high, table, n_full, _ = inputs(seed, 2, 12, 20, 2, 2)
+    q = q * 2.0 ** torch.tensor(exponents, dtype=torch.float32)
+    got = score_signs(q, low, high, table, n_full, impl=impl)
+    agree(SCORE_SIGNS, got, score_signs_reference(q, low, high, table, n_full))
 
 
 @SCORES
@@ -177,10 +220,8 @@ def test_wrong_arguments_are_named(change, message):
         build_signs(**args)
 
 
-@SCORES
+@pytest.mark.parametrize("impl", ["native"])
 def test_an_id_outside_of_the_pool_is_refused(impl):
-    if impl == "reference":
-        pytest.skip("the reference indexes, torch refuses")
     q, low, high, table, n_full, _ = inputs(3, 2, 4, 5, 2, 2)
     table[0, 0], n_full[0] = 5, 1
     with pytest.raises(ValueError, match="table has 5, expected values below 5"):

@@ -45,6 +45,17 @@ def test_products_run_on_tensor_cores_and_tiles_are_read_16_bytes_at_a_time(ptx,
     assert ("cp.async.cg.shared.global" in ptx[name]) == (name == "attend_kernel")  # pipelined
 
 
+def test_bits_of_keys_reach_the_tensor_cores_without_a_float_in_between(ptx):
+    """Warp-group products of 64 pages whose bits come from registers; both words read 16 bytes at a time."""
+    code = ptx["sign_sums_kernel"]
+    assert (
+        code.count("wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16") == 32
+    )  # D / 16, 4 places
+    assert "mma.sync" not in code
+    assert "ld.global.v4" in code
+    assert code.count("cvt.rn.f16.f32") <= 32  # the two parts of the query, not the bits
+
+
 def test_a_post_is_released_once_behind_all_it_wrote(ptx):
     code = ptx["post_kernel"]
     arrival = code.index("atom.global.sys.acq_rel")

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from ..core.registry import Op, Tolerance
-from . import native_signs
+from . import native_signs, triton
 from .shapes import Shapes
 
 PAGE_TOKENS = 32
@@ -114,14 +114,14 @@ def _check_score(
 BUILD_SIGNS = Op(
     "build_signs",
     build_signs_reference,
-    [native_signs.BUILD_SIGNS],
+    [native_signs.BUILD_SIGNS, triton.BUILD_SIGNS],
     check=_check_build,
     tolerances=TOLERANCES,
 )
 SCORE_SIGNS = Op(
     "score_signs",
     score_signs_reference,
-    [native_signs.SCORE_SIGNS],
+    [native_signs.SCORE_SIGNS, triton.SCORE_SIGNS],
     check=_check_score,
     tolerances=SCORE_TOLERANCES,
 )

@@ -339,3 +339,36 @@ def _predict(*args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 PREDICT_QUERY = Implementation("triton", _predict, _predict_reasons, _not_unasked)
+
+
+def _build_signs_reasons(
+    k: torch.Tensor, ids: torch.Tensor, low: torch.Tensor, high: torch.Tensor
+) -> list[str]:
+    return _reasons(k, k=k, ids=ids, low=low, high=high)
+
+
+def _build_signs(*args: Any, **kwargs: Any) -> None:
+    from .signs import build_signs
+
+    build_signs(*args, **kwargs)
+
+
+def _score_signs_reasons(
+    q: torch.Tensor,
+    low: torch.Tensor,
+    high: torch.Tensor,
+    table: torch.Tensor,
+    n_full: torch.Tensor,
+    out: torch.Tensor | None = None,
+) -> list[str]:
+    return _reasons(low, q=q, low=low, high=high, table=table, n_full=n_full, out=out)
+
+
+def _score_signs(*args: Any, **kwargs: Any) -> torch.Tensor:
+    from .signs import score_signs
+
+    return score_signs(*args, **kwargs)
+
+
+BUILD_SIGNS = Implementation("triton", _build_signs, _build_signs_reasons, _not_unasked)
+SCORE_SIGNS = Implementation("triton", _score_signs, _score_signs_reasons, _not_unasked)
