@@ -170,12 +170,21 @@ def test_wrong_arguments_are_named(model, capsys, arguments, words):
     assert words in capsys.readouterr().err
 
 
+def test_quantised_weights_take_what_their_files_take(model):
+    folder = model(quantization_config={"quant_method": "awq", "bits": 4})
+    (folder / "model.safetensors").write_bytes(bytes(12345))
+    for dtype in ("auto", "float32"):
+        found = read_model(str(folder), dtype)
+        assert found.weight_bytes == 12345 and "quantised" in found.weight_source
+    assert found.value_bytes == 4, "of KV, which is not quantised"
+
+
 def test_folders_that_are_no_model(tmp_path, model):
     with pytest.raises(ConfigError, match="cannot read config.json"):
         read_model(str(tmp_path), "auto")
     with pytest.raises(ConfigError, match="latent attention"):
         read_model(str(model(kv_lora_rank=512)), "auto")
-    with pytest.raises(ConfigError, match="quantised"):
+    with pytest.raises(ConfigError, match="is quantised and has no safetensors files"):
         read_model(str(model(quantization_config={"bits": 4})), "auto")
     with pytest.raises(ConfigError, match="num_hidden_layers = None"):
         read_model(str(model(num_hidden_layers=None)), "auto")

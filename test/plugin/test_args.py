@@ -76,7 +76,8 @@ CASES = [
     ("gemma", {"model_path": "GEMMA"}, ["--model-path", "Gemma2ForCausalLM"]),
     ("window", {"model_path": "WINDOW"}, ["--model-path", "sliding-window"]),
     ("head size", {"model_path": "HEADS"}, ["--model-path", "head size 48", "64"]),
-    ("quantised", {"model_path": "QUANT"}, ["quantis"]),
+    ("quantised checkpoint", {"model_path": "QUANT"}, []),
+    ("quantised on load", {"quantization": "fp8"}, []),
 ]
 
 CHILD = """
@@ -132,7 +133,8 @@ def outcome(tiny_model, tmp_path_factory):
     gemma = {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"}
     window = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0,
               "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}  # fmt: skip
-    quant = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128}}
+    quant = {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128,
+                                     "zero_point": True, "version": "gemm"}}  # fmt: skip
     paths = {
         "MLA": _variant(model, folder / "mla", **deepseek),
         "GEMMA": _variant(model, folder / "gemma", **gemma),
@@ -177,7 +179,7 @@ def test_refused(outcome, name, parts):
 
 
 def test_accepted_with_the_implied_defaults(outcome):
-    for name in ("decode", "prefill", "own profile", "moved model"):
+    for name in (n for n, _, parts in CASES if not parts):
         kind, made = outcome[0][name]
         assert kind == "accepted", made
         assert made["page_size"] == 32 and made["attention"] == "torch_native"

@@ -52,8 +52,8 @@ def read_model(model_path: str, dtype: str, command: str = "plan") -> ModelConfi
         command: for messages.
 
     Raises:
-        ConfigError: no folder, no readable config.json, or a model that is not served: latent
-            attention, quantised weights.
+        ConfigError: no folder, no readable config.json, latent attention, which is not served, or
+            quantised weights without files, whose size cannot be told from config.json.
     """
     folder = Path(model_path)
     flag = f"{command}: --model-path {model_path}"
@@ -70,8 +70,6 @@ def read_model(model_path: str, dtype: str, command: str = "plan") -> ModelConfi
     text = config.get("text_config") or config
     if text.get("kv_lora_rank"):
         raise ConfigError(f"{flag}: has latent attention (MLA); --kv-offload serves MHA and GQA")
-    if config.get("quantization_config"):
-        raise ConfigError(f"{flag}: is quantised; --kv-offload serves plain weights")
     layers, heads = (
         _number(flag, text, key) for key in ("num_hidden_layers", "num_attention_heads")
     )
@@ -82,7 +80,15 @@ def read_model(model_path: str, dtype: str, command: str = "plan") -> ModelConfi
     used = dtype
     if dtype == "auto":
         used = "float16" if stored == "float32" else stored
-    weight_bytes, source = _weights(folder, text, VALUE_BYTES[stored], VALUE_BYTES[used])
+    if config.get("quantization_config"):
+        weight_bytes, source = _weight_files(folder)
+        if not weight_bytes:
+            raise ConfigError(
+                f"{flag}: is quantised and has no safetensors files to take sizes from"
+            )
+        source += ", quantised"
+    else:
+        weight_bytes, source = _weights(folder, text, VALUE_BYTES[stored], VALUE_BYTES[used])
     return ModelConfig(
         architecture=(config.get("architectures") or ["(no architecture named)"])[0],
         num_layers=layers,
@@ -107,6 +113,16 @@ def _weights(
     folder: Path, config: dict[str, Any], stored_bytes: int, used_bytes: int
 ) -> tuple[int, str]:
     """Bytes of the loaded weights, and where the number is from."""
+    size, source = _weight_files(folder)
+    if size:
+        if used_bytes != stored_bytes:
+            source += ", converted"
+        return size * used_bytes // stored_bytes, source
+    return _estimate(config) * used_bytes, "estimated from config.json, there are no files"
+
+
+def _weight_files(folder: Path) -> tuple[int, str]:
+    """Bytes of the stored weights, 0 where there are none, and where the number is from."""
     files = sorted(folder.glob("*.safetensors"))
     size, source = sum(f.stat().st_size for f in files), "from safetensors files"
     index = folder / "model.safetensors.index.json"
@@ -116,11 +132,7 @@ def _weights(
         except (OSError, ValueError, KeyError, TypeError):
             size = 0
         source = f"from {index.name}"
-    if size:
-        if used_bytes != stored_bytes:
-            source += ", converted"
-        return size * used_bytes // stored_bytes, source
-    return _estimate(config) * used_bytes, "estimated from config.json, there are no files"
+    return size, source
 
 
 def _estimate(config: dict[str, Any]) -> int:

@@ -82,6 +82,12 @@ def model_shape(runner: Any) -> ModelShape:
             f"--model-path {config.model_path}: layers differ in scaling, logit cap or window; "
             "not supported with --kv-offload"
         )
+    if runner.kv_cache_dtype != config.dtype:
+        raise ConfigError(
+            f"--model-path {config.model_path}: its quantisation ({config.quantization}) sets KV to "
+            f"{runner.kv_cache_dtype}; --kv-offload keeps KV in the model's dtype, {config.dtype}; "
+            "serve a checkpoint without KV quantisation (kv_cache_quant_algo, kv_cache_scheme)"
+        )
     return ModelShape(
         num_layers=len(attentions),
         num_q_heads=attentions[0].tp_q_head_num,

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from sglang.srt.layers.layernorm import RMSNorm
+from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 from sglang.srt.layers.rotary_embedding.mrope import MRotaryEmbedding
 from transformers.utils.hub import cached_file
@@ -64,11 +65,6 @@ def check_model(server_args: Any, config: OffloadConfig, profile: RecallProfile 
         )
     if served.dtype not in DTYPES:
         raise ConfigError(f"{model}: dtype {served.dtype} is not supported with {policy}")
-    if served.quantization is not None:
-        raise ConfigError(
-            f"--quantization {served.quantization}: {policy} predicts queries from plain weights; "
-            "serve the unquantised model"
-        )
     if profile is not None:
         check_profile(
             profile,
@@ -78,9 +74,6 @@ def check_model(server_args: Any, config: OffloadConfig, profile: RecallProfile 
             model=server_args.model_path,
             identity=model_identity(served),
         )
-    kv_quant = getattr(served.hf_config, "quantization_config", None)
-    if kv_quant:
-        raise ConfigError(f"{model}: quantised checkpoints are not supported with {policy}")
 
 
 def model_identity(config: Any) -> ModelIdentity:
@@ -132,27 +125,25 @@ def make_projectors(layers: list[torch.nn.Module]) -> list[QueryProjector]:
 def _projector(index: int, layer: Any) -> QueryProjector:
     attention, norm = layer.self_attn, layer.input_layernorm
     rope = attention.rotary_emb
-    weight = getattr(attention.qkv_proj, "weight", None)
     for what, good in (
         ("input_layernorm", type(norm) is RMSNorm),
         (
             "rotary_emb",
             isinstance(rope, RotaryEmbedding) and not isinstance(rope, MRotaryEmbedding),
         ),
-        ("qkv_proj.weight", weight is not None and weight.dtype in DTYPES),
+        ("qkv_proj", callable(getattr(attention, "qkv_proj", None))),
     ):
         if not good:
             raise ConfigError(
                 f"--kv-offload: layer {index} of {type(layer).__name__} has an unexpected {what}; "
                 "this model cannot be served with it"
             )
+    if not _has_plain_rows(attention.qkv_proj):
+        return _module_projector(layer)
     q_norm = getattr(attention, "q_norm", None)
     q_size, heads, size = attention.q_size, attention.num_heads, attention.head_dim
-    bias = getattr(attention.qkv_proj, "bias", None)
-    if getattr(attention.qkv_proj, "use_intel_amx_backend", False):
-        # SGLang has repacked the weight for AMX, so that its rows cannot be sliced any more.
-        return _module_projector(layer)
-    w_q = weight[:q_size]
+    bias = attention.qkv_proj.bias
+    w_q = attention.qkv_proj.weight[:q_size]
     b_q = None if bias is None else bias[:q_size]
 
     def project(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -175,14 +166,35 @@ def _projector(index: int, layer: Any) -> QueryProjector:
     return project
 
 
+def _has_plain_rows(projection: Any) -> bool:
+    """Whether row i of the weight is all that output i takes: not quantised, not repacked.
+
+    A method of quantisation may keep a weight of a float dtype and still do more than multiply by it,
+    so only SGLang's own for plain weights counts; for AMX that one repacks them too.
+    """
+    weight = getattr(projection, "weight", None)
+    return (
+        type(getattr(projection, "quant_method", None)) is UnquantizedLinearMethod
+        and not getattr(projection, "use_intel_amx_backend", False)
+        and isinstance(weight, torch.Tensor)
+        and type(weight.data) is torch.Tensor
+        and weight.dim() == 2
+        and weight.dtype in DTYPES
+    )
+
+
 def _module_projector(layer: Any) -> QueryProjector:
-    """The same through the layer's own projection module, at the cost of its K and V part."""
+    """The same through the layer's own projection module, which computes K and V too: 1 + 2 H / HQ
+    times the work."""
     attention, norm = layer.self_attn, layer.input_layernorm
     rope, q_norm = attention.rotary_emb, getattr(attention, "q_norm", None)
 
     def project(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        qkv, _ = attention.qkv_proj(rms_norm(x, norm.weight, norm.variance_epsilon))
-        q = qkv[:, : attention.q_size].reshape(-1, attention.num_heads, attention.head_dim)
+        qkv, bias = attention.qkv_proj(rms_norm(x, norm.weight, norm.variance_epsilon))
+        q = qkv[:, : attention.q_size]
+        if bias is not None:  # left to the caller
+            q = q + bias[: attention.q_size]
+        q = q.reshape(-1, attention.num_heads, attention.head_dim)
         if q_norm is not None:
             q = rms_norm(q, q_norm.weight, q_norm.variance_epsilon)
         cos_sin = rope.cos_sin_cache.index_select(0, positions)

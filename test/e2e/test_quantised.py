@@ -1,0 +1,78 @@
+"""Quantised weights on real servers, by a quantisation that runs on every CPU."""
+
+import json
+import os
+
+import pytest
+
+from harness import PDCluster, ServerFailed, assert_same_tokens, random_prompts
+
+LENGTHS = (1, 31, 33, 64, 257, 415, 512, 700)
+LAYERS, TOKENS = 4, 40
+LOGPROB_ATOL = 1e-3  # as in test_identity
+
+
+@pytest.fixture(scope="module")
+def quantisation(tmp_path_factory):
+    """(function from model and fields to a quantised checkpoint, environment of servers)."""
+    pytest.importorskip("sglang")
+    import quantised_linear
+
+    path = quantised_linear.install(tmp_path_factory.mktemp("plugin"))
+    path = ":".join(filter(None, (path, os.environ.get("PYTHONPATH"))))
+
+    def checkpoint(model, **config):
+        folder = tmp_path_factory.mktemp("model") / "quantised"
+        return quantised_linear.quantised(model, folder, **config)
+
+    return checkpoint, {"PYTHONPATH": path}
+
+
+def cluster(model, env, *server_args, decode_args=()):
+    return PDCluster(
+        model,
+        server_args=server_args,
+        decode_args=decode_args,
+        max_running_requests=8,
+        max_total_tokens=16384,
+        env=env,
+    )
+
+
+def test_tokens_equal_stock_and_predictions_are_as_good_as_with_plain_weights(
+    quantisation, tiny_model, tmp_path
+):
+    checkpoint, env = quantisation
+    plain = tiny_model("qwen3")
+    model, prompts = checkpoint(plain), random_prompts(LENGTHS, seed=7)
+    with cluster(model, env) as servers:
+        expected = servers.generate(prompts, max_new_tokens=TOKENS, logprobs=True)
+    scout = ("--kv-offload", "scout", "--kv-offload-budget")
+    with cluster(model, env, *scout, "1024") as servers:
+        actual = servers.generate(prompts, max_new_tokens=TOKENS, logprobs=True)
+        assert servers.kv_offload()["selected_pages"] > 0
+    assert_same_tokens(expected, actual, logprob_atol=LOGPROB_ATOL)
+
+    means = []
+    for number, served in enumerate((model, plain)):
+        record = tmp_path / f"{number}.jsonl"
+        config = ["--kv-offload-config", json.dumps({"verify": True, "quality": str(record)})]
+        with cluster(served, env, *scout, "128", decode_args=config) as servers:
+            servers.generate(prompts, max_new_tokens=TOKENS)
+            state = servers.kv_offload()
+        assert state["verify_checks"] == LAYERS * state["steps"] and state["cpu_pages"] > 0
+        assert 0 < state["verify_max_rel_error"] <= 1e-5
+        lines = [json.loads(line) for line in record.read_text().splitlines()]
+        found = [line["cosine"]["next_layer"] for line in lines if line["layer"]]
+        means.append(sum(found) / len(found))
+    assert means[0] == pytest.approx(means[1], abs=0.01)
+
+
+def test_a_checkpoint_that_sets_the_dtype_of_kv_is_refused(quantisation, tiny_model):
+    checkpoint, env = quantisation
+    model = checkpoint(tiny_model("qwen3"), kv_cache_quant_algo="FP8")
+    with (
+        pytest.raises(ServerFailed, match="sets KV to torch.float8_e4m3fn"),
+        cluster(model, env, "--kv-offload", "scout"),
+    ):
+        pass

@@ -1,0 +1,143 @@
+"""Predicted queries from SGLang's own projection layers: plain weights, and those that cannot be sliced."""
+
+import os
+
+os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sglang_scout.core.errors import ConfigError
+from sglang_scout.ops.predict import PREDICT_QUERY, predict_query
+
+support = pytest.importorskip("sglang_scout.plugin.support", reason="needs SGLang")
+quantised_linear = pytest.importorskip("quantised_linear", reason="needs SGLang")
+linear = pytest.importorskip("sglang.srt.layers.linear", reason="needs SGLang")
+
+HIDDEN, HQ, H, D, TOKENS = 96, 6, 2, 64, 5
+Q, ALL = HQ * D, (HQ + 2 * H) * D
+
+
+class RotatedInput(support.UnquantizedLinearMethod):
+    """Keeps a weight of a float dtype, but turns the input around before it is multiplied."""
+
+    def apply(self, layer, x, bias=None):
+        return super().apply(layer, x.flip(-1), bias)
+
+
+class Rope(support.RotaryEmbedding):
+    """SGLang's class with a table of its own: its constructor asks the running server."""
+
+    def __init__(self):
+        torch.nn.Module.__init__(self)
+        angle = torch.outer(torch.arange(128.0), 10000 ** -(torch.arange(0, D, 2) / D))
+        self.cos_sin_cache = torch.cat((angle.cos(), angle.sin()), -1)
+        self.rotary_dim, self.is_neox_style = D, True
+
+
+def norm(size, rng):
+    made = support.RMSNorm(size)
+    made.weight.data = torch.rand(size, generator=rng) + 0.5
+    return made
+
+
+def attention_layer(config=None, method=None, bias=True, q_norm=True, skip_bias_add=False, tp=1):
+    """A decoder layer as `make_projectors` sees it, of rank ``tp - 1`` of ``tp``, and its weights."""
+    rng = torch.Generator().manual_seed(3)
+    projection = linear.QKVParallelLinear(
+        HIDDEN, D, HQ * tp, H * tp, bias=bias, skip_bias_add=skip_bias_add, quant_config=config,
+        tp_rank=tp - 1, tp_size=tp,
+    )  # fmt: skip
+    weight, shift = torch.randn(ALL, HIDDEN, generator=rng), torch.randn(ALL, generator=rng)
+    projection.weight.data.copy_(weight)
+    if bias:
+        projection.bias.data.copy_(shift)
+    projection.quant_method = method or projection.quant_method
+    projection.quant_method.process_weights_after_loading(projection)
+    attention = SimpleNamespace(
+        qkv_proj=projection, rotary_emb=Rope(), q_size=Q, num_heads=HQ, head_dim=D
+    )
+    if q_norm:
+        attention.q_norm = norm(D, rng)
+    layer = SimpleNamespace(self_attn=attention, input_layernorm=norm(HIDDEN, rng))
+    return layer, weight, shift if bias else None
+
+
+def predicted(layer, weight, bias, x, positions):
+    """By the formula, with the rows of the query part of this weight."""
+    attention, norm = layer.self_attn, layer.input_layernorm
+    q_norm, rope = getattr(attention, "q_norm", None), attention.rotary_emb
+    return predict_query(
+        x, norm.weight, norm.variance_epsilon, weight[:Q], None if bias is None else bias[:Q],
+        None if q_norm is None else q_norm.weight, 0.0 if q_norm is None else q_norm.variance_epsilon,
+        rope.cos_sin_cache, positions, D, True, HQ, D, impl="reference",
+    )  # fmt: skip
+
+
+@pytest.fixture
+def token():
+    rng = torch.Generator().manual_seed(4)
+    return torch.randn(TOKENS, HIDDEN, generator=rng), torch.randint(
+        0, 128, (TOKENS,), generator=rng
+    )
+
+
+def counted(layer):
+    """How often the layer's projection module is called, as a list to look into."""
+    calls = []
+    layer.self_attn.qkv_proj.register_forward_hook(lambda *_: calls.append(1))
+    return calls
+
+
+LAYERS = pytest.mark.parametrize(
+    "given", [{}, {"bias": False}, {"q_norm": False}, {"skip_bias_add": True}, {"tp": 2}]
+)
+
+
+@LAYERS
+def test_plain_weights_are_sliced(agree, token, given):
+    layer, weight, bias = attention_layer(**given)
+    calls = counted(layer)
+    (project,) = support.make_projectors([layer])
+    agree(PREDICT_QUERY, project(*token), predicted(layer, weight, bias, *token))
+    assert not calls
+
+
+@LAYERS
+def test_quantised_weights_go_through_the_module(agree, token, given):
+    layer, weight, bias = attention_layer(quantised_linear.Int8Config({}), **given)
+    calls = counted(layer)
+    assert not hasattr(layer.self_attn.qkv_proj, "weight")
+    (project,) = support.make_projectors([layer])
+    codes, step = quantised_linear.quantise(weight)
+    got = project(*token)
+    agree(PREDICT_QUERY, got, predicted(layer, codes * step, bias, *token))
+    assert len(calls) == 1
+    assert (got - predicted(layer, weight, bias, *token)).abs().max() > 1e-3, "not the old weight"
+
+
+def test_a_float_weight_of_another_method_is_not_sliced(agree, token):
+    layer, weight, bias = attention_layer(method=RotatedInput())
+    (project,) = support.make_projectors([layer])
+    agree(PREDICT_QUERY, project(*token), predicted(layer, weight.flip(-1), bias, *token))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_a_weight_of_another_dtype_is_not_sliced(token, dtype):
+    layer, *_ = attention_layer()
+    projection = layer.self_attn.qkv_proj
+    projection.weight.data = projection.weight.data.to(dtype)
+    projection.forward = lambda x: (x.new_ones(len(x), ALL), None)
+    del layer.self_attn.q_norm
+    (project,) = support.make_projectors([layer])
+    assert project(token[0], torch.zeros_like(token[1])).eq(1).all()
+
+
+@pytest.mark.parametrize("what", ["qkv_proj", "rotary_emb"])
+def test_a_layer_without_the_expected_parts_is_refused(what):
+    layer, *_ = attention_layer()
+    setattr(layer.self_attn, what, None)
+    with pytest.raises(ConfigError, match=f"layer 0 .* unexpected {what}"):
+        support.make_projectors([layer])
