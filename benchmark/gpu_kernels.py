@@ -385,10 +385,8 @@ def bandwidth(
     return factor * src.nbytes / rows.percentile(samples, 50), samples
 
 
-def measure(out: Path) -> int:
-    shared = rows.environment("gpu_kernels", ("torch", "triton"))
-    shared |= {"device": torch.cuda.get_device_name(), "H": H, "G": G, "D": D, "S": S}
-    writer, timer, failed = rows.Writer(out, shared), Timer(), 0
+def bandwidths(writer: rows.Writer, timer: Timer) -> dict[str, float]:
+    """Bytes per microsecond of "device" and "bus"; a row for each."""
     big = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda")
     pinned = torch.empty(COPY_BYTES // 4, dtype=torch.uint8).pin_memory()
     speed = {}
@@ -405,37 +403,58 @@ def measure(out: Path) -> int:
             **rows.summary(samples),
         )
         print(f"{resource}: {speed[resource] / 1e3:.0f} GB/s", flush=True)
-    pools = Pools("cuda", pages=16384)
-    for case in cases(pools, small=False):
-        fields = {"op": case.op, "bytes_moved": case.bytes_moved, **case.sizes}
-        try:
-            wrong = case.check()
-            if wrong:
-                raise RuntimeError(wrong)
-            samples = timer.samples_us(case.calls)
-        except Exception as error:
-            failed += 1
-            writer.add("triton", "failed", f"{type(error).__name__}: {error}", **fields)
-            print(f"{case.op:16} {case.sizes}: FAILED {error}", flush=True)
-            continue
-        summary = rows.summary(samples)
-        reached = case.bytes_moved / summary["median_us"]
-        share = reached / speed[case.resource]
-        writer.add(
-            "triton",
-            resource=case.resource,
-            gb_per_s=round(reached / 1e3, 1),
-            bandwidth_share=round(share, 4),
-            **fields,
-            **summary,
-        )
-        print(
-            f"{case.op:16} {summary['median_us']:9.2f} us {share:6.1%} of the {case.resource}"
-            f"  {case.sizes}",
-            flush=True,
-        )
+    return speed
+
+
+def add_row(
+    writer: rows.Writer, timer: Timer, speed: dict[str, float], case: Case, impl: str = "triton"
+) -> bool:
+    """Check and time a case; False, with a row that says why, where that did not go well."""
+    fields = {"op": case.op, "bytes_moved": case.bytes_moved, **case.sizes}
+    try:
+        wrong = case.check()
+        if wrong:
+            raise RuntimeError(wrong)
+        samples = timer.samples_us(case.calls)
+    except Exception as error:
+        writer.add(impl, "failed", f"{type(error).__name__}: {error}", **fields)
+        print(f"{impl:10} {case.op:16} {case.sizes}: FAILED {error}", flush=True)
+        return False
+    summary = rows.summary(samples)
+    reached = case.bytes_moved / summary["median_us"]
+    share = reached / speed[case.resource]
+    writer.add(
+        impl,
+        resource=case.resource,
+        gb_per_s=round(reached / 1e3, 1),
+        bandwidth_share=round(share, 4),
+        **fields,
+        **summary,
+    )
+    print(
+        f"{impl:10} {case.op:16} {summary['median_us']:9.2f} us {share:6.1%} of the "
+        f"{case.resource}  {case.sizes}",
+        flush=True,
+    )
+    return True
+
+
+def open_rows(benchmark: str, out: Path, packages: tuple[str, ...]) -> rows.Writer:
+    shared = rows.environment(benchmark, packages)
+    return rows.Writer(
+        out, shared | {"device": torch.cuda.get_device_name(), "H": H, "G": G, "D": D, "S": S}
+    )
+
+
+def measure(out: Path) -> int:
+    writer, timer = open_rows("gpu_kernels", out, ("torch", "triton")), Timer()
+    speed = bandwidths(writer, timer)
+    done = [
+        add_row(writer, timer, speed, case)
+        for case in cases(Pools("cuda", pages=16384), small=False)
+    ]
     writer.close()
-    return 1 if failed else 0
+    return 0 if all(done) else 1
 
 
 def check(device: str) -> int:

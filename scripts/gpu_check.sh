@@ -7,8 +7,9 @@
 #
 # OUTDIR gets gpu_check.jsonl (a row per step), ops.xml (the tests), gpu_kernels.jsonl (times and shares of the
 # bandwidth), gpu_ring.jsonl (cost of post and wait), gpu_decode.jsonl (whole decode steps, ours and full attention),
-# kernels.json (registers and shared memory), a log per step, and Triton's cache. Exit status 0 if all steps passed,
-# 1 if one failed, 2 without a CUDA device. What there was no time for is a row that says so.
+# gpu_rivals.jsonl (FlashInfer beside our kernels, where it is installed), kernels.json (registers and shared memory),
+# a log per step, and Triton's cache. Exit status 0 if all steps passed, 1 if one failed, 2 without a CUDA device. What
+# there was no time for is a row that says so.
 #
 # Variables: PYTHON (with torch, triton, numpy, msgspec, pytest, pytest-timeout and hypothesis; the .venv of this
 # repository if there is one), SECONDS_LIMIT (for all of it; 570), DECODE_ARGS (options of benchmark/gpu_decode.py).
@@ -108,6 +109,16 @@ else
     echo '{"step": "memcheck", "skipped": "compute-sanitizer is not installed"}' >>"$OUT/gpu_check.jsonl"
 fi
 step resources 120 "$PYTHON" scripts/compile_kernels.py --json "$OUT/kernels.json"
+
+# Last, with the time that is left: FlashInfer compiles with nvcc when it is first used. Where it fails, or takes too
+# long, a row says so, and what is ours has passed all the same.
+if "$PYTHON" -c 'import flashinfer' 2>/dev/null; then
+    OURS=$FAILED
+    step rivals 180 "$PYTHON" benchmark/gpu_rivals.py --out "$OUT/gpu_rivals.jsonl"
+    FAILED=$OURS
+else
+    echo '{"step": "rivals", "skipped": "flashinfer is absent"}' >>"$OUT/gpu_check.jsonl"
+fi
 
 [ "$FAILED" = 0 ] && echo "gpu_check: all steps passed, see $OUT" || echo "gpu_check: FAILED, see $OUT"
 exit "$FAILED"
