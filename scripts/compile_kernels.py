@@ -64,6 +64,7 @@ def cases() -> Iterator[tuple[str, Callable[..., object], tuple]]:
         doorbell,
         merge,
         pages,
+        predict,
         score,
         score_int8,
         select,
@@ -117,6 +118,22 @@ def cases() -> Iterator[tuple[str, Callable[..., object], tuple]]:
         arguments = (x, x, x, known, 0.5, correction)
         yield f"advance_input, rank {r}", advance.advance_input, arguments
     yield "advance_input, carry alone", advance.advance_input, (x, x, x, known, 0.5)
+    table, at = empty(40960, 128), empty(16, dtype=I64)
+    norm, head_norm = empty(5120, dtype=BF16), empty(128, dtype=BF16)
+    arguments = (x, norm, 1e-6, empty(5120, 5120, dtype=BF16), None, head_norm, 1e-6, table, at)
+    yield "predict_query", predict.predict_query, (*arguments, 128, True, 40, 128)
+    arguments = (
+        x[:1],
+        norm,
+        1e-6,
+        empty(128, 5120, dtype=BF16),
+        norm[:128],
+        None,
+        0.0,
+        None,
+        at[:1],
+    )
+    yield "predict_query, one head", predict.predict_query, (*arguments, 128, True, 1, 128)
     yield "merge_states", merge.merge_states, (out, lse, out, lse)
     for N, chosen in ((4096, 64), (8192, 512), (128, 16)):
         arguments = (empty(4, N), empty(4, N, dtype=I32), row, empty(99, dtype=I32), chosen)
