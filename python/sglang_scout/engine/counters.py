@@ -23,7 +23,6 @@ class Counters:
     warmed_pages: int = 0
     recall_wait_us: int = 0
     gpu_wait_us: int = 0
-    fallback_pages: int = 0
     verify_checks: int = 0
     verify_max_rel_error: float = 0.0
     cpu_pages_by_layer: npt.NDArray[np.int64] = field(init=False)

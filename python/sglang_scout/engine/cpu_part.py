@@ -90,7 +90,6 @@ class CpuPart:
         end_ns = time.monotonic_ns()
         self._trace_answer(layer, start_ns, end_ns, reply)
         self._counters.count_wait(layer, (end_ns - start_ns) // 1000)
-        self._counters.fallback_pages += reply.fallback_pages
         merged = merge_states(out, lse, torch.from_numpy(cpu_out), torch.from_numpy(cpu_lse))
         self._tracer.cut("attention", "merge", end_ns, layer=layer)
         return merged

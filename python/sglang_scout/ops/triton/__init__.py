@@ -344,7 +344,7 @@ PREDICT_QUERY = Implementation("triton", _predict, _predict_reasons, _not_unaske
 def _build_signs_reasons(
     k: torch.Tensor, ids: torch.Tensor, low: torch.Tensor, high: torch.Tensor
 ) -> list[str]:
-    return _reasons(k, k=k, ids=ids, low=low, high=high)
+    return _reasons(k, pinned=("k",), k=k, ids=ids, low=low, high=high)
 
 
 def _build_signs(*args: Any, **kwargs: Any) -> None:
