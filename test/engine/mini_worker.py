@@ -58,17 +58,23 @@ class MiniWorker:
         budget_tokens, max_batch, resident_tokens, config: as the flags.
         around_missing: wraps what answers for the worker.
         drift: how far the layer inputs move from step to step; 0 repeats the same query.
+        rank, of_ranks, ranks: which part of the heads this one has, and how it meets the others. The
+            parts of one seed are those of the worker that has all heads.
     """
 
     def __init__(self, *, layers=3, heads=4, kv_heads=2, dim=64, pages=80, max_batch=4,
                  budget_tokens=128, resident_tokens=None, dtype=torch.float32, seed=0,
                  config="{}", drift=0.5, logit_cap=0.0, policy="scout", tracer=None,
-                 correction=None, around_missing=None, pool_form=None, verify=True):  # fmt: skip
+                 correction=None, around_missing=None, pool_form=None, verify=True, rank=0,
+                 of_ranks=1, ranks=None):  # fmt: skip
         self.config = parse_config(
             policy=policy, policies=POLICY_NAMES, budget_tokens=budget_tokens, config=config
         )
-        torch.manual_seed(seed)
-        self.shape = ModelShape(layers, heads, kv_heads, dim, SIZE, dtype, dim**-0.5, logit_cap)
+        # Its own, as ranks run beside each other.
+        self.random = torch.Generator().manual_seed(seed)
+        self.rank, self.of_ranks, self.all_kv_heads = rank, of_ranks, kv_heads
+        own = (heads // of_ranks, kv_heads // of_ranks)
+        self.shape = ModelShape(layers, *own, dim, SIZE, dtype, dim**-0.5, logit_cap)
         self.max_batch = max_batch
         self.host = self._make_host(pages)
         self.digests = DigestPool(self.shape, pages, "cpu", pool_form or self.config.digest)
@@ -79,7 +85,8 @@ class MiniWorker:
         )
         self.table = ResidencyTable(layers, pages, slots, policy_of.residency.half_life_steps)
         self.missing = HereInstead(self.shape, self.host)
-        self.weights = [torch.randn(heads * dim, HIDDEN) * 0.4 for _ in range(layers)]
+        weights = [self._randn(heads * dim, HIDDEN) * 0.4 for _ in range(layers)]
+        self.weights = [w.chunk(of_ranks)[rank] for w in weights]
         missing = around_missing(self.missing) if around_missing else self.missing
         self.engine = self._make_engine(
             missing,
@@ -94,16 +101,24 @@ class MiniWorker:
             projectors=[self._projector(layer) for layer in range(layers)],
             tracer=tracer,
             verify=verify,
+            ranks=ranks,
         )
         self.free_pages = list(range(1, pages))
         self.requests: list[Request] = []
         self.drift = drift
-        self.hidden = torch.randn(layers, max_batch, HIDDEN)
+        self.hidden = self._randn(layers, max_batch, HIDDEN)
+
+    def _randn(self, *size):
+        return torch.randn(size, generator=self.random)
+
+    def _heads(self, *size):
+        """K or V of this rank's heads, ``[*size, H, D]``."""
+        found = self._randn(*size, self.all_kv_heads, self.shape.head_dim)
+        return found.chunk(self.of_ranks, dim=-2)[self.rank].contiguous()
 
     def _make_host(self, pages):
-        tokens = (pages * SIZE, self.shape.num_kv_heads, self.shape.head_dim)
-        kv = ([torch.randn(tokens).to(self.shape.dtype) for _ in range(self.shape.num_layers)]
-              for _ in range(2))  # fmt: skip
+        layers = range(self.shape.num_layers)
+        kv = ([self._heads(pages * SIZE).to(self.shape.dtype) for _ in layers] for _ in range(2))
         return HostPages(self.shape, *kv)
 
     def _make_engine(self, missing, **parts):
@@ -127,8 +142,8 @@ class MiniWorker:
         self.engine.boundary.allocate_pages(np.array(pages, np.int64))
         for page in pages:
             for layer in range(self.shape.num_layers):
-                self.host.k[layer][page] = torch.randn(self.host.k[layer][page].shape)
-                self.host.v[layer][page] = torch.randn(self.host.v[layer][page].shape)
+                self.host.k[layer][page] = self._heads(SIZE)
+                self.host.v[layer][page] = self._heads(SIZE)
         self.requests.append(request)
         self.engine.boundary.admit([slot])
         return request
@@ -160,7 +175,7 @@ class MiniWorker:
             np.array([r.length for r in self.requests], np.int64),
         )
         self.check_digests()
-        self.hidden = self.hidden + self.drift * torch.randn_like(self.hidden)
+        self.hidden = self.hidden + self.drift * self._randn(*self.hidden.shape)
         self.queries, self.outputs = [], []
         with within or contextlib.nullcontext():
             for layer in range(self.shape.num_layers):
@@ -172,9 +187,8 @@ class MiniWorker:
         x = self.hidden[layer, :rows]
         self.engine.layer_input(layer, x, torch.zeros(rows, dtype=torch.int64))
         q = self._projector(layer)(x, None)
-        kv = (len(self.requests), self.shape.num_kv_heads, self.shape.head_dim)
-        k, v = torch.randn(kv), torch.randn(kv)
-        extra = torch.ones(rows - len(k), *kv[1:])
+        k, v = self._heads(len(self.requests)), self._heads(len(self.requests))
+        extra = torch.ones(rows - len(k), *k.shape[1:])
         self.queries.append(q)
         self.outputs.append(
             self.engine.attend(

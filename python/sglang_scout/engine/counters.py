@@ -25,6 +25,7 @@ class Counters:
     gpu_wait_us: int = 0
     verify_checks: int = 0
     verify_max_rel_error: float = 0.0
+    verify_unequal_selections: int = 0
     cpu_pages_by_layer: npt.NDArray[np.int64] = field(init=False)
     budget_pages_by_layer: npt.NDArray[np.int64] = field(init=False)
     gpu_wait_us_by_layer: npt.NDArray[np.int64] = field(init=False)

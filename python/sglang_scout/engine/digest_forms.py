@@ -38,6 +38,9 @@ class DigestForm(Protocol):
     ) -> torch.Tensor:
         """``[B, N]``; see ``ops/score.py`` and ``ops/signs.py``."""
 
+    def across_heads(self, head_reduce: str) -> str:
+        """How the scores of two groups of heads become one: "sum" or "max"."""
+
     def is_set(self, low: torch.Tensor, high: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """``[n]`` bool: pages whose rows in ``low``, ``high`` ``[L, P, H, D]`` were all written since
         :func:`unset`, in this form."""
@@ -81,6 +84,10 @@ class MinMax:
     ) -> torch.Tensor:
         return score_pages(query, low, high, table, n_full, scale, head_reduce)
 
+    def across_heads(self, head_reduce: str) -> str:
+        # Softmax shares are of one head over its pages, so that they add up over any heads.
+        return "max" if head_reduce == "max" else "sum"
+
     def is_set(self, low: torch.Tensor, high: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         # Half of the channels of another form are out of order.
         return _is_in_order(low, high, ids) & ~_is_marked(low, high, ids).any(0).any(0)
@@ -105,6 +112,9 @@ class Signs:
         head_reduce: str,
     ) -> torch.Tensor:
         return score_signs(query, low, high, table, n_full)
+
+    def across_heads(self, head_reduce: str) -> str:
+        return "max"
 
     def is_set(self, low: torch.Tensor, high: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         # Bounds are in order in every channel, which words of signs are only by chance. A mark is the

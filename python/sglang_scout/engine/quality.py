@@ -20,6 +20,7 @@ from sglang_scout.core.fit import INPUTS_VERSION
 from sglang_scout.engine.boundary import Batch
 from sglang_scout.engine.forecast import Forecast, LayerInputs
 from sglang_scout.engine.pools import DigestPool, HostPages, ModelShape
+from sglang_scout.engine.ranks import Ranks, SharedChoice
 from sglang_scout.ops.select import select_pages
 from sglang_scout.policy.axes import DigestAxis
 
@@ -38,6 +39,8 @@ class QualityRecorder:
         keep_tokens: decoded tokens whose layer inputs are kept; once there are that many, they are
             written to ``path`` with ``.npz`` behind it, in the form that `fit_correction` reads.
         model, weights: name and fingerprint of the model, for that file.
+        ranks: as of :class:`StepEngine`; selections are those of all ranks, cosine and mass are of
+            this rank's heads.
     """
 
     def __init__(
@@ -53,9 +56,11 @@ class QualityRecorder:
         keep_tokens: int = 0,
         model: str = "",
         weights: str = "",
+        ranks: Ranks | None = None,
     ) -> None:
         self._shape = shape
         self._digest = digest
+        self._shared = None if ranks is None else SharedChoice(ranks, digest)
         self._host = host
         self._digests = digests
         self._forecasts = forecasts
@@ -137,6 +142,8 @@ class QualityRecorder:
         scores = self._digests.score(
             layer, query, batch.table, batch.n_full, self._shape.scale, self._digest.head_reduce
         )
+        if self._shared is not None:
+            scores = self._shared.scores(scores)
         return select_pages(
             scores,
             batch.table,

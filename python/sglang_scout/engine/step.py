@@ -27,6 +27,7 @@ from sglang_scout.engine.cpu_part import CpuPart, MissingCompute
 from sglang_scout.engine.forecast import Forecast, LayerInputs, QueryProjector
 from sglang_scout.engine.pools import DigestPool, HostPages, ModelShape, ResidentCache
 from sglang_scout.engine.quality import QualityRecorder
+from sglang_scout.engine.ranks import Ranks, SharedChoice
 from sglang_scout.engine.recall import Copies, Recall
 from sglang_scout.engine.step_log import StepLog
 from sglang_scout.engine.trace import Tracer
@@ -60,7 +61,9 @@ class StepEngine:
         host, digests, resident, table: the stores and their books.
         projectors: per layer, how its query is predicted from a layer input.
         missing: who computes what is not resident.
-        verify: compare every layer's output with a plain fp32 reference over the host pages.
+        verify: compare every layer's output with a plain fp32 reference over the host pages, and
+            the selections of the ranks with each other.
+        ranks: those among which a layer's heads are dealt out; None: all are here.
 
     Attributes:
         step_log: gets a line for each step, if there is one.
@@ -83,6 +86,7 @@ class StepEngine:
         missing: MissingCompute,
         tracer: Tracer | None = None,
         verify: bool = False,
+        ranks: Ranks | None = None,
     ) -> None:
         if digests.form != policy.digest.form:
             raise ValueError(
@@ -113,6 +117,7 @@ class StepEngine:
         self.inputs = LayerInputs()
         self._forecast = Forecast(policy.predictor, projectors, self.inputs)
         self._cpu_part = CpuPart(missing, shape, max_batch, self.counters, self.tracer)
+        self._shared = None if ranks is None else SharedChoice(ranks, policy.digest)
         self._verifier = Verifier(host, shape, self.counters) if verify else None
         self._step = 0
         self._ahead: dict[int, _Ahead] = {}
@@ -205,6 +210,9 @@ class StepEngine:
         if digest.resident_bonus:
             # Of what no head looks for, any page is as good as another: take what is here.
             scores += digest.resident_bonus * (self._slots_of(layer, batch.table) >= 0)
+        if self._shared is not None:
+            # After the bonus: what is resident here need not be on the other ranks.
+            scores = self._shared.scores(scores)
         start_ns = self.tracer.cut("ahead", "score", start_ns, layer=layer)
         selection = select_pages(
             scores,
@@ -215,6 +223,9 @@ class StepEngine:
             digest.sink_pages,
             digest.recent_pages,
         )
+        if self._shared is not None and self._verifier is not None:
+            is_same = self._shared.is_same(selection.pages)
+            self.counters.verify_unequal_selections += not is_same
         pages, missing = selection.pages.numpy(), selection.missing.numpy()
         self.table.touch(layer, pages, self._step, batch.fresh)
         copies, on_cpu = None, missing

@@ -1,0 +1,180 @@
+"""Tensor parallelism: engines that have a part of the heads each, against one that has them all."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from mini_worker import MiniWorker
+from slow_link import with_slow_link
+from sglang_scout.engine.ranks import SharedChoice
+from sglang_scout.policy.digests import PageDigest
+
+TOLERANCE = 2e-5
+STEPS = 30
+
+
+class Meeting:
+    """Where ranks that run in threads of this process meet; ``rank(i)`` is what an engine gets."""
+
+    def __init__(self, size):
+        self.barrier = threading.Barrier(size, timeout=60)
+        self.given = [None] * size
+        self.calls = [[] for _ in range(size)]
+
+    def combine(self, rank, x, how):
+        self.calls[rank].append((how, x.dtype, tuple(x.shape)))
+        self.given[rank] = x.clone()
+        self.barrier.wait()
+        stacked = torch.stack(self.given)
+        self.barrier.wait()
+        return stacked.sum(0) if how == "sum" else stacked.amax(0)
+
+    def rank(self, rank):
+        return _Rank(self, rank)
+
+
+class _Rank:
+    def __init__(self, meeting, rank):
+        self.meeting, self.number = meeting, rank
+
+    def combine(self, x, how):
+        return self.meeting.combine(self.number, x, how)
+
+
+class Deaf(_Rank):
+    """Keeps its own scores, and only lets them be checked."""
+
+    def combine(self, x, how):
+        return x if x.is_floating_point() else super().combine(x, how)
+
+
+class Selected:
+    """The selections of a worker, in order."""
+
+    def __init__(self, worker):
+        self.pages = []
+        touch = worker.table.touch
+
+        def remember(layer, pages, step, fresh):
+            self.pages.append((layer, pages.tolist()))
+            return touch(layer, pages, step, fresh)
+
+        worker.table.touch = remember
+
+
+def life(worker, before_step=lambda step: None):
+    """Requests come and go. Returns every step's outputs, ``[L][B, HQ, D]``."""
+    worker.admit(400)
+    second = worker.admit(37)
+    outputs = []
+    for step in range(STEPS):
+        if step == 8:
+            worker.admit(700)
+        if step == 20:
+            worker.finish(second)
+        before_step(step)
+        outputs.append([out.clone() for out in worker.step()])
+    return outputs
+
+
+@pytest.fixture
+def run():
+    """``run(size, ...)``: all ranks' outputs, workers and selections."""
+    made = []
+
+    def run(size, kind=_Rank, before_step=lambda worker, step: None, **kwargs):
+        meeting = Meeting(size)
+        workers = [
+            MiniWorker(rank=i, of_ranks=size, ranks=kind(meeting, i), **kwargs) for i in range(size)
+        ]
+        made.extend(workers)
+        selected = [Selected(worker) for worker in workers]
+        with ThreadPoolExecutor(size) as threads:
+            lives = [
+                threads.submit(life, worker, lambda step, worker=worker: before_step(worker, step))
+                for worker in workers
+            ]
+            outputs = [one.result() for one in lives]
+        return outputs, workers, selected, meeting
+
+    yield run
+    for worker in made:
+        worker.close()
+
+
+@pytest.mark.parametrize(
+    ("config", "how"),
+    [
+        ('{"recall": "fixed"}', "sum"),
+        ('{"recall": "fixed", "head_reduce": "sum"}', "sum"),
+        ('{"recall": "fixed", "head_reduce": "max"}', "max"),
+        ('{"recall": "fixed", "digest": "signs"}', "max"),
+        ('{"recall": "fixed", "digest": "signs", "resident_bonus": 1.0}', "max"),
+        ('{"recall": "fixed", "precompute": false, "attend": "selected"}', "sum"),
+    ],
+)
+def test_ranks_choose_and_attend_as_one_engine_with_all_heads(run, config, how):
+    settings = {"budget_tokens": 160, "kv_heads": 4, "heads": 8, "config": config}
+    one = MiniWorker(**settings)
+    expected_pages = Selected(one)
+    expected = life(one)
+    one.close()
+    outputs, workers, selected, meeting = run(2, **settings)
+    assert selected[0].pages == selected[1].pages == expected_pages.pages
+    for step in range(STEPS):
+        for layer in range(3):
+            joined = torch.cat([outputs[rank][step][layer] for rank in range(2)], dim=1)
+            torch.testing.assert_close(
+                joined, expected[step][layer], rtol=TOLERANCE, atol=TOLERANCE
+            )
+    for worker in workers:
+        counters = worker.engine.counters
+        assert counters.verify_unequal_selections == 0
+        assert counters.verify_max_rel_error <= 1e-5
+        assert counters.cpu_pages == one.engine.counters.cpu_pages > 0
+    scored = [call for call in meeting.calls[0] if call[1] == torch.float32]
+    assert len(scored) == 3 * STEPS, "one call a layer and step"
+    assert {call[0] for call in scored} == {how}
+
+
+def test_four_ranks(run):
+    outputs, workers, selected, _ = run(4, kv_heads=4, heads=8, budget_tokens=160)
+    assert all(one.pages == selected[0].pages for one in selected)
+    assert all(worker.engine.counters.verify_unequal_selections == 0 for worker in workers)
+    assert outputs[3][0][0].shape[1] == 2
+
+
+@pytest.mark.parametrize("config", ["{}", '{"digest": "signs", "resident_bonus": 1.0}'])
+def test_a_rank_whose_copies_are_late_chooses_the_same_pages(run, config):
+    links = []
+
+    def before_step(worker, step):
+        if worker.rank == 1:
+            if step == 0:
+                links.append(with_slow_link(worker))
+            if step % 7 == 6:
+                links[0].run(2)
+
+    _, workers, selected, _ = run(
+        2, before_step=before_step, budget_tokens=160, kv_heads=4, heads=8, config=config
+    )
+    assert selected[0].pages == selected[1].pages
+    resident = [worker.table.slot_of >= 0 for worker in workers]
+    assert (resident[0] != resident[1]).any(), "the ranks must have come to differ"
+    for worker in workers:
+        assert worker.engine.counters.verify_unequal_selections == 0
+        assert worker.engine.counters.verify_max_rel_error <= 1e-5
+
+
+def test_the_check_sees_selections_that_differ(run):
+    _, workers, selected, _ = run(2, kind=Deaf, kv_heads=4, heads=8, budget_tokens=160)
+    assert selected[0].pages != selected[1].pages
+    found = {worker.engine.counters.verify_unequal_selections for worker in workers}
+    assert len(found) == 1 and found.pop() > 10, "and all ranks see it"
+
+
+def test_a_bonus_that_would_count_once_per_rank_is_refused():
+    with pytest.raises(ValueError, match=r"resident_bonus=0.5: minmax scores are summed"):
+        SharedChoice(Meeting(2).rank(0), PageDigest(resident_bonus=0.5))
