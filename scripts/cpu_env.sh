@@ -15,4 +15,7 @@ if [ "${SCOUT_FORCE_CPU:-0}" = 1 ] || [ ! -e /dev/nvidiactl ]; then
     # Two servers and a worker share the cores. OpenMP threads that spin at the end of each parallel region
     # take them from whoever has work.
     export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}"
+    # With --tp-size SGLang opens NCCL where it finds it, and needs a GPU for it. This names no file, and SGLang
+    # goes on with gloo.
+    export SGLANG_NCCL_SO_PATH="${SGLANG_NCCL_SO_PATH:-no-gpu}"
 fi

@@ -9,7 +9,8 @@ import pytest
 from sglang_scout.cli.pd_cluster import PDCluster, cpu_environment
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "cpu_env.sh"
-NAMES = ("TOKENIZERS_PARALLELISM", "MOONCAKE_PROTOCOL", "SGLANG_USE_CPU_ENGINE", "OMP_WAIT_POLICY")
+NAMES = ("TOKENIZERS_PARALLELISM", "MOONCAKE_PROTOCOL", "SGLANG_USE_CPU_ENGINE", "OMP_WAIT_POLICY",
+         "SGLANG_NCCL_SO_PATH")  # fmt: skip
 
 
 @pytest.mark.parametrize("given", [{}, {"MOONCAKE_PROTOCOL": "rdma"}, {"OMP_WAIT_POLICY": ""},

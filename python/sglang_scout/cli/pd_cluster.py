@@ -63,6 +63,8 @@ def cpu_environment() -> dict[str, str]:
         environment["SGLANG_USE_CPU_ENGINE"] = "1"
         # Threads that spin would take the cores from whoever has work.
         environment["OMP_WAIT_POLICY"] = "PASSIVE"
+        # With --tp-size SGLang opens NCCL where it finds it, and needs a GPU for it. Not a file.
+        environment["SGLANG_NCCL_SO_PATH"] = "no-gpu"
     return {**environment, **{k: v for k, v in os.environ.items() if v or k not in environment}}
 
 
