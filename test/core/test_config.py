@@ -1,5 +1,7 @@
 """Every wrong value is refused with the flag, the value and the fix."""
 
+import json
+
 import pytest
 
 from sglang_scout.core.config import OffloadConfig, parse_config
@@ -98,6 +100,20 @@ def test_recall_is_adaptive_unless_said_otherwise():
 )
 def test_cpu_list(text, expected):
     assert parse_cpu_list(text, set(range(8))) == expected
+
+
+def test_each_rank_writes_files_of_its_own(tmp_path):
+    names = {"trace": "a.json", "step_log": "b", "quality": "c.d.jsonl"}
+    given = {key: str(tmp_path / name) for key, name in names.items()}
+    found = parse_config(policy="scout", policies=("scout",), config=json.dumps(given))
+    assert found.of_rank(0) == found
+    second = found.of_rank(2)
+    written = (second.trace, second.step_log, second.quality)
+    assert written == tuple(
+        str(tmp_path / name) for name in ("a.rank2.json", "b.rank2", "c.d.rank2.jsonl")
+    )
+    plain = parse_config(policy="scout", policies=("scout",))
+    assert plain.of_rank(1) == plain
 
 
 PROFILE = (

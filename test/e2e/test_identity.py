@@ -1,7 +1,11 @@
 """With a budget that covers the context, in fp32, greedy tokens equal stock SGLang's prefill-decode pair.
 
-Lengths are ragged, on and beside page borders; batches run from 1 to 16 requests.
+Lengths are ragged, on and beside page borders; batches run from 1 to 16 requests. Two tensor-parallel
+ranks give the tokens of one.
 """
+
+import json
+import os
 
 import pytest
 
@@ -17,6 +21,8 @@ SCOUT = ("--kv-offload", "scout", "--kv-offload-budget", str(BUDGET_TOKENS))
 RADIX = "--disaggregation-decode-enable-radix-cache"
 ARCHITECTURES = ("qwen2", "qwen3", "llama", "mistral", "glm4")
 WITH_RADIX = ("qwen3", "glm4")
+RANKS_BUDGET_TOKENS = 320
+SHORT = 10  # so many of LENGTHS, with what is decoded, fit this budget
 
 
 def cluster(model, *, scout, decode_args=()):
@@ -91,3 +97,69 @@ def test_tokens_equal_stock_with_the_decode_radix_cache(arch, stock, tiny_model)
         assert servers.kv_offload()["host_pages_used"] == 0
         after = servers.generate(prompts, max_new_tokens=NEW_TOKENS, logprobs=True)
         assert_same_tokens(expected, after, logprob_atol=LOGPROB_ATOL)
+
+
+def test_two_ranks(stock, tiny_model, tmp_path):
+    """Requests that fit the budget get stock's tokens; for longer ones all ranks choose the same pages, and
+    every rank's layers agree with a plain reference. A worker's death concerns its rank alone."""
+    settings = {"verify": True, "recall": "fixed", "recall_interval": 4}
+    settings |= {"trace": str(tmp_path / "trace.json"), "trace_steps": 20}
+    cpus = sorted(os.sched_getaffinity(0))
+    with PDCluster(
+        tiny_model("qwen3"),
+        server_args=[
+            *("--tp-size", "2", "--kv-offload", "scout"),
+            *("--kv-offload-budget", str(RANKS_BUDGET_TOKENS)),
+        ],
+        decode_args=["--enable-metrics", "--kv-offload-config", json.dumps(settings)],
+        max_running_requests=16,
+        max_total_tokens=32768,
+        # SGLang wants to be told where ranks run, and compiles its embedding for them: 40 s.
+        env={
+            "SGLANG_CPU_OMP_THREADS_BIND": f"{cpus[0]}|{cpus[-1]}",
+            "TORCHDYNAMO_DISABLE": "1",
+        },
+    ) as servers:
+        prompts = random_prompts(LENGTHS, seed=7)[:SHORT]
+        answers = servers.generate(prompts, max_new_tokens=NEW_TOKENS, logprobs=True)
+        assert_same_tokens(stock("qwen3")[:SHORT], answers, logprob_atol=LOGPROB_ATOL)
+        assert servers.kv_offload()["cpu_pages"] == 0
+
+        long = random_prompts([900, 640, 1500, 37], seed=3)
+        servers.generate(long, max_new_tokens=50)
+        state = servers.kv_offload()
+        assert state["tp_size"] == 2 and state["digests_received"] > 0
+        ranks = state["ranks"]
+        assert len(ranks) == 2 and ranks[0]["worker"] == state["worker"]
+        for rank in ranks:
+            assert rank["verify_checks"] == 4 * state["steps"]
+            assert 0 < rank["verify_max_rel_error"] <= 1e-5
+            assert rank["verify_unequal_selections"] == 0
+            assert rank["selected_pages"] == state["selected_pages"]
+            assert rank["cpu_pages"] > 0 and rank["recalled_pages"] > 0
+        # Each near its rank.
+        assert [rank["worker"]["cpus"] for rank in ranks] == [[cpus[0]], [cpus[-1]]]
+        assert (tmp_path / "trace.json").exists() and (tmp_path / "trace.rank1.json").exists()
+
+        restarts = ranks[1]["worker"]["restarts"]
+        servers.kill(ranks[1]["worker"]["pid"])
+        servers.generate(long, max_new_tokens=20)
+        wait_until(
+            "a new worker of rank 1",
+            lambda: (
+                (worker := servers.kv_offload()["ranks"][1]["worker"])["state"] == "ready"
+                and worker["restarts"] > restarts
+            ),
+            60,
+        )
+        state = servers.kv_offload()
+        assert [rank["verify_unequal_selections"] for rank in state["ranks"]] == [0, 0]
+        assert max(rank["verify_max_rel_error"] for rank in state["ranks"]) <= 1e-5
+        text = servers.metrics()
+        for rank in "01":
+            assert f'tp_rank="{rank}"' in [
+                part
+                for line in text.splitlines()
+                if line.startswith("sglang:kv_offload_worker_up")
+                for part in line.partition("{")[2].partition("}")[0].split(",")
+            ]

@@ -79,3 +79,12 @@ def test_a_device_of_its_own_does_not_take_host_memory():
     check_memory(made, settings, made.host_bytes + (1 << 30), shared=False)
     with pytest.raises(ConfigError, match="host pages 20.0"):
         check_memory(made, settings, made.host_bytes, shared=False)
+
+
+def test_every_rank_on_the_machine_counts():
+    settings = config(host_gb=20)
+    made = plan(settings)
+    one = made.host_bytes + made.digest_bytes + made.resident_bytes
+    check_memory(made, settings, 2 * one + (1 << 30), ranks=2)
+    with pytest.raises(ConfigError, match="on each of 4 ranks"):
+        check_memory(made, settings, 2 * one + (1 << 30), ranks=4)

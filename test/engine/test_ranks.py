@@ -7,29 +7,41 @@ import pytest
 import torch
 
 from mini_worker import MiniWorker
-from slow_link import with_slow_link
 from sglang_scout.engine.ranks import SharedChoice
+from sglang_scout.ops import triton
 from sglang_scout.policy.digests import PageDigest
+from slow_link import with_slow_link
 
 TOLERANCE = 2e-5
 STEPS = 30
 
 
 class Meeting:
-    """Where ranks that run in threads of this process meet; ``rank(i)`` is what an engine gets."""
+    """Where ranks that run in threads of this process meet; ``rank(i)`` is what an engine gets.
+
+    They take turns, as Triton's interpreter cannot run twice at once.
+    """
 
     def __init__(self, size):
         self.barrier = threading.Barrier(size, timeout=60)
         self.given = [None] * size
         self.calls = [[] for _ in range(size)]
+        self.turn = threading.Lock()
 
     def combine(self, rank, x, how):
         self.calls[rank].append((how, x.dtype, tuple(x.shape)))
         self.given[rank] = x.clone()
-        self.barrier.wait()
+        self._wait_for_all()
         stacked = torch.stack(self.given)
-        self.barrier.wait()
+        self._wait_for_all()
         return stacked.sum(0) if how == "sum" else stacked.amax(0)
+
+    def _wait_for_all(self):
+        self.turn.release()
+        try:
+            self.barrier.wait()
+        finally:
+            self.turn.acquire()
 
     def rank(self, rank):
         return _Rank(self, rank)
@@ -64,12 +76,12 @@ class Selected:
         worker.table.touch = remember
 
 
-def life(worker, before_step=lambda step: None):
+def life(worker, before_step=lambda step: None, steps=STEPS):
     """Requests come and go. Returns every step's outputs, ``[L][B, HQ, D]``."""
     worker.admit(400)
     second = worker.admit(37)
     outputs = []
-    for step in range(STEPS):
+    for step in range(steps):
         if step == 8:
             worker.admit(700)
         if step == 20:
@@ -84,18 +96,21 @@ def run():
     """``run(size, ...)``: all ranks' outputs, workers and selections."""
     made = []
 
-    def run(size, kind=_Rank, before_step=lambda worker, step: None, **kwargs):
+    def run(size, kind=_Rank, before_step=lambda worker, step: None, make=MiniWorker, steps=STEPS,
+            **kwargs):  # fmt: skip
         meeting = Meeting(size)
         workers = [
-            MiniWorker(rank=i, of_ranks=size, ranks=kind(meeting, i), **kwargs) for i in range(size)
+            make(rank=i, of_ranks=size, ranks=kind(meeting, i), **kwargs) for i in range(size)
         ]
         made.extend(workers)
         selected = [Selected(worker) for worker in workers]
+
+        def one_life(worker):
+            with meeting.turn:
+                return life(worker, lambda step: before_step(worker, step), steps)
+
         with ThreadPoolExecutor(size) as threads:
-            lives = [
-                threads.submit(life, worker, lambda step, worker=worker: before_step(worker, step))
-                for worker in workers
-            ]
+            lives = [threads.submit(one_life, worker) for worker in workers]
             outputs = [one.result() for one in lives]
         return outputs, workers, selected, meeting
 
@@ -137,6 +152,32 @@ def test_ranks_choose_and_attend_as_one_engine_with_all_heads(run, config, how):
     scored = [call for call in meeting.calls[0] if call[1] == torch.float32]
     assert len(scored) == 3 * STEPS, "one call a layer and step"
     assert {call[0] for call in scored} == {how}
+
+
+@pytest.mark.parametrize("config", ["{}", '{"digest": "signs", "resident_bonus": 1.0}'])
+def test_ranks_with_the_steps_of_a_cuda_device(run, config):
+    pytest.importorskip("sglang_scout._native")
+    if not triton.interpreted():
+        pytest.skip("needs Triton's interpreter: the arena is not registered")
+    from device_worker import DeviceWorker
+
+    settings = {"layers": 2, "kv_heads": 2, "heads": 4, "config": config}
+    one = DeviceWorker(**settings)
+    expected = life(one, steps=12)
+    one.close()
+    outputs, workers, selected, _ = run(2, make=DeviceWorker, steps=12, **settings)
+    assert selected[0].pages == selected[1].pages
+    for step in range(12):
+        for layer in range(2):
+            joined = torch.cat([outputs[rank][step][layer] for rank in range(2)], dim=1)
+            torch.testing.assert_close(
+                joined, expected[step][layer], rtol=TOLERANCE, atol=TOLERANCE
+            )
+    for worker in workers:
+        counters = worker.engine.counters
+        assert counters.verify_unequal_selections == 0
+        assert counters.verify_max_rel_error <= 1e-5
+        assert counters.cpu_pages > 0
 
 
 def test_four_ranks(run):

@@ -14,6 +14,7 @@ import pytest
 from sglang_scout.core.profile import ModelIdentity, RecallProfile, config_digest, save_profile
 
 ROOT = Path(__file__).resolve().parents[2]
+ONE_CPU = str(min(os.sched_getaffinity(0)))
 
 CASES = [
     # (name, arguments, parts of the refusal; none = accepted)
@@ -47,7 +48,17 @@ CASES = [
     ("spec", {"speculative_algorithm": "EAGLE"}, ["--speculative-algorithm", "EAGLE"]),
     ("mode", {"disaggregation_mode": "null"}, ["--disaggregation-mode", "null", "decode"]),
     ("page", {"page_size": 16}, ["--page-size", "16", "32"]),
-    ("tp", {"tp_size": 2}, ["--tp-size", "2"]),
+    ("ranks", {"tp_size": 2}, []),
+    ("prefill ranks", {"tp_size": 2, "disaggregation_mode": "prefill"}, []),
+    (
+        "too few cpus",
+        {"tp_size": 2, "kv_offload_cpus": ONE_CPU},
+        ["--kv-offload-cpus", "1 CPU", "--tp-size 2", "at least 2"],
+    ),
+    ("nodes", {"tp_size": 2, "nnodes": 2}, ["--nnodes", "2"]),
+    ("pp", {"pp_size": 2}, ["--pp-size", "2"]),
+    ("dp", {"dp_size": 2}, ["--dp-size", "2"]),
+    ("scattered", {"enable_attn_tp_input_scattered": True}, ["--enable-attn-tp-input-scattered"]),
     (
         "host engine on cuda",
         {"device": "cuda", "kv_offload_config": '{"step_engine": "host"}'},
@@ -183,8 +194,10 @@ def test_accepted_with_the_implied_defaults(outcome):
         kind, made = outcome[0][name]
         assert kind == "accepted", made
         assert made["page_size"] == 32 and made["attention"] == "torch_native"
-        assert made["role"].partition(":")[0] == ("prefill" if name == "prefill" else "decode")
-        assert made["decode"] == (None if name == "prefill" else "scout")
+        assert made["role"].partition(":")[0] == (
+            "prefill" if name.startswith("prefill") else "decode"
+        )
+        assert made["decode"] == (None if name.startswith("prefill") else "scout")
 
 
 def test_without_the_flag_sglang_is_as_it_was(outcome):

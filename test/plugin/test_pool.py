@@ -5,6 +5,7 @@ import os
 
 os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
@@ -163,6 +164,61 @@ def test_a_prefill_server_without_the_flag_leaves_digests_unwritten():
     source, _, items = lists()
     assert transfers(source, target[0], items) == expected
     assert sent(lists(), target[0]) == expected, "with the flag, and prefill_digests switched off"
+
+
+class Engine:
+    """Remembers what SGLang's transfer would write, as (source, target, bytes)."""
+
+    def __init__(self):
+        self.written = []
+
+    def batch_transfer_sync(self, session, sources, targets, lengths):
+        self.written += zip(sources, targets, lengths, strict=True)
+        return 0
+
+
+@pytest.mark.parametrize("digests_here", [True, False])
+@pytest.mark.parametrize("digests_there", [True, False])
+def test_a_decode_server_of_another_tp_size_gets_the_k_and_v_of_its_heads(
+    digests_here, digests_there
+):
+    """One prefill rank with two KV heads, two decode ranks with one each, through SGLang's own sender."""
+    mooncake = pytest.importorskip("sglang.srt.disaggregation.mooncake.conn", reason="mooncake")
+    layers, token = 3, 64 * 4  # bytes of a head
+    item = SIZE * 2 * token
+    # Far apart, so that an address says which buffer it is of.
+    sources, targets = ([base + i * (1 << 20) for i in range(6)] for base in (1 << 30, 1 << 40))
+    here = sources, [1 << 20] * 6, [item] * 6
+    if digests_here:
+        here = pool.with_digests(here, DigestPool(SHAPE, 4, "cpu"))
+    there = targets, [1 << 20] * 6, [item // 2] * 6
+    if digests_there:
+        half = dataclasses.replace(SHAPE, num_kv_heads=1)
+        there = pool.with_digests(there, DigestPool(half, 9, "cpu"))
+    kv_args = SimpleNamespace(
+        engine_rank=0, kv_item_lens=here[2], page_size=SIZE, kv_head_num=2, total_kv_head_num=2,
+        kv_data_ptrs=here[0], prefill_start_layer=0,
+    )  # fmt: skip
+    manager = SimpleNamespace(kv_args=kv_args, attn_tp_size=1, engine=Engine())
+    manager.get_mha_kv_ptrs_with_pp = lambda source, target: (
+        conn.CommonKVManager.get_mha_kv_ptrs_with_pp(manager, source, target)
+    )
+    for rank in (0, 1):
+        manager.engine.written.clear()
+        with ThreadPoolExecutor(1) as executor:
+            hooks.around_send_kvcache_slice(
+                mooncake.MooncakeKVManager.send_kvcache_slice, manager, "session",
+                np.array([2], np.int32), there[0], np.array([5], np.int32), rank, 2, item // 2,
+                executor,
+            )  # fmt: skip
+        expected = {
+            (sources[i] + 2 * item + t * 2 * token + rank * token,
+             targets[i] + 5 * item // 2 + t * token, token)
+            for i in range(2 * layers) for t in range(SIZE)
+        }  # fmt: skip
+        assert set(manager.engine.written) == expected
+        assert len(manager.engine.written) == len(expected)
+    assert manager.kv_args is kv_args and kv_args.kv_data_ptrs == here[0]
 
 
 def test_other_differences_are_refused():

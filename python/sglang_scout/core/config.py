@@ -117,9 +117,19 @@ class OffloadConfig:
     def enabled(self) -> bool:
         return self.policy != "none"
 
+    def of_rank(self, rank: int) -> OffloadConfig:
+        """The same for a tensor-parallel rank: from rank 1 on it writes to files of its own, with
+        ``.rankN`` before their suffix."""
+        if rank == 0:
+            return self
+        paths = {key: Path(value) for key in _WRITTEN if (value := getattr(self, key)) is not None}
+        own = {key: str(p.with_name(f"{p.stem}.rank{rank}{p.suffix}")) for key, p in paths.items()}
+        return dataclasses.replace(self, **own)  # type: ignore[arg-type]
+
 
 _FLAG_FIELDS = {"policy", "budget_tokens", "host_gb", "recall_profile", "cpus", "page_size_tokens"}
-_FILE_KEYS = ("trace", "step_log", "quality", "predictor_file")
+_WRITTEN = ("trace", "step_log", "quality")
+_FILE_KEYS = (*_WRITTEN, "predictor_file")
 CONFIG_KEYS = tuple(f.name for f in dataclasses.fields(OffloadConfig) if f.name not in _FLAG_FIELDS)
 # Smallest and largest value of the numeric keys. A heartbeat is sent every 0.2 s.
 _RANGES: dict[str, tuple[float, float]] = {
@@ -289,7 +299,7 @@ def parse_config(
     Args:
         policy: value of ``--kv-offload``; ``policies`` are the known ones besides ``none``.
         budget_tokens .. config: raw values of the other flags; None where not given.
-        available_cpus: CPUs of this process, for tests; None: ask the kernel.
+        available_cpus: CPUs of this process; None: ask the kernel.
     Raises:
         ConfigError: a value is wrong; the text names flag, value and fix.
     """

@@ -28,6 +28,7 @@ from sglang_scout.engine.counters import Counters
 from sglang_scout.engine.device import Fetching, SideStream, Staging, upload
 from sglang_scout.engine.forecast import DeviceLayerInputs, Forecast, QueryProjector
 from sglang_scout.engine.pools import DigestPool, HostPages, ModelShape, ResidentCache
+from sglang_scout.engine.ranks import Ranks, SharedChoice
 from sglang_scout.engine.recall import Recall
 from sglang_scout.engine.step_log import StepLog
 from sglang_scout.engine.trace import Tracer
@@ -111,6 +112,7 @@ class DeviceStepEngine:
         ring: to the worker.
         life: epoch that records of the next step go to; never 0.
         hidden_size, hidden_dtype: of the layers' inputs.
+        ranks: as of :class:`StepEngine`; their calls are captured with the step.
         verify: as of :class:`StepEngine`; every layer then waits for the host, so no step can be captured.
 
     Attributes:
@@ -136,6 +138,7 @@ class DeviceStepEngine:
         hidden_dtype: torch.dtype,
         tracer: Tracer | None = None,
         verify: bool = False,
+        ranks: Ranks | None = None,
     ) -> None:
         if policy.missing.copy_ahead:
             raise ValueError(f"{policy.name}: copies within a step are not possible on this device")
@@ -181,6 +184,7 @@ class DeviceStepEngine:
         self._step = 0
         self._step_us = 0.0
         self._late = False
+        self._shared = None if ranks is None else SharedChoice(ranks, policy.digest)
         self._verifier = Verifier(host, shape, self.counters) if verify else None
         self._chosen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # layer: query, pages
         self._predicted: dict[int, torch.Tensor] = {}
@@ -338,10 +342,15 @@ class DeviceStepEngine:
         )
         if digest.resident_bonus:
             scores += digest.resident_bonus * (self._slots_of(layer, table) >= 0)
+        if self._shared is not None:
+            scores = self._shared.scores(scores)
         selection = select_pages(
             scores, table, n_full, self._slot_of[layer], self.budget_pages,
             digest.sink_pages, digest.recent_pages,
         )  # fmt: skip
+        if self._shared is not None and self._verifier is not None:
+            is_same = self._shared.is_same(selection.pages)
+            self.counters.verify_unequal_selections += not is_same
         self._log[0, layer, :rows].copy_(selection.pages)
         self._log[1, layer, :rows].copy_(selection.missing)
         self._ring.post(layer, query.contiguous(), selection.missing, selection.n_missing)

@@ -105,20 +105,27 @@ def _check_device(
 
 
 def check_memory(
-    plan: MemoryPlan, config: OffloadConfig, available_bytes: int, shared: bool = True
+    plan: MemoryPlan,
+    config: OffloadConfig,
+    available_bytes: int,
+    shared: bool = True,
+    ranks: int = 1,
 ) -> None:
     """Refuse a plan that does not fit the host's memory; ``shared``: which is the device's too.
 
+    Args:
+        plan: of each of the tensor-parallel ``ranks`` on this machine.
     Raises:
         ConfigError: naming the parts and the flags that size them.
     """
     on_device = plan.digest_bytes + plan.resident_bytes if shared else 0
-    needed = plan.host_bytes + on_device + HEADROOM_BYTES
+    needed = ranks * (plan.host_bytes + on_device + HEADROOM_BYTES)
     if needed <= available_bytes:
         return
     parts = ", ".join(f"{what} {size / 2**30:.2f} GiB" for what, _, size in plan.rows)
     raise ConfigError(
-        f"--kv-offload {config.policy}: needs {needed / 2**30:.2f} GiB ({parts}), but "
+        f"--kv-offload {config.policy}: needs {needed / 2**30:.2f} GiB ({parts}"
+        f"{f' on each of {ranks} ranks' if ranks > 1 else ''}), but "
         f"{available_bytes / 2**30:.2f} GiB of memory are available; lower --kv-offload-host-gb "
         f"({'not given' if config.host_gb is None else format(config.host_gb, 'g')}), "
         f"--kv-offload-budget ({config.budget_tokens}), --max-running-requests, or resident_tokens "

@@ -117,6 +117,7 @@ class StepEngine:
         self.inputs = LayerInputs()
         self._forecast = Forecast(policy.predictor, projectors, self.inputs)
         self._cpu_part = CpuPart(missing, shape, max_batch, self.counters, self.tracer)
+        self.ranks = ranks
         self._shared = None if ranks is None else SharedChoice(ranks, policy.digest)
         self._verifier = Verifier(host, shape, self.counters) if verify else None
         self._step = 0

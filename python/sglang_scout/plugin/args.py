@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 BACKEND_NAME = "scout"
 DEFAULT_MAX_RUNNING_REQUESTS = 64
+PROCESS_CPUS = frozenset(os.sched_getaffinity(0))
+"""As the server was started; SGLang may bind the thread that runs the model to one of them."""
 
 # Annotations in the form that SGLang's own fields have: inner type and Arg(help).
 _FIELDS: dict[str, tuple[Any, Any]] = {
@@ -58,7 +60,7 @@ _FIELDS: dict[str, tuple[Any, Any]] = {
         A[
             float | None,
             Arg(
-                help="Host memory for KV pages, in GiB. Default: half of the memory that is "
+                help="Host memory for KV pages, in GiB, over all ranks. Default: half of the memory that is "
                 "available when the server starts."
             ),
         ],
@@ -76,7 +78,8 @@ _FIELDS: dict[str, tuple[Any, Any]] = {
             str | None,
             Arg(
                 help="CPUs of the attention worker, for example 0-35; where they are of one NUMA "
-                "node, the KV pages lie on it. Default: every CPU of this process."
+                "node, the KV pages lie on it. With --tp-size they are dealt out to the workers of "
+                "the ranks. Default: every CPU of this process."
             ),
         ],
         None,
@@ -128,6 +131,7 @@ def around_post_init(original: Callable[..., None], self: ServerArgs) -> None:
     _check_deployment(self)
     if self.disaggregation_mode == "decode":
         check_device_engine(self, config, self.device or _default_device())
+    _check_cpus(self, config)
     _check_machine(config)
     profile = load_profile(config.recall_profile) if config.recall_profile else None
     _apply_defaults(self)
@@ -150,6 +154,7 @@ def parse(server_args: ServerArgs) -> OffloadConfig:
         recall_profile=server_args.kv_offload_recall_profile,
         cpus=server_args.kv_offload_cpus,
         config=server_args.kv_offload_config,
+        available_cpus=set(PROCESS_CPUS),
     )
 
 
@@ -192,10 +197,15 @@ def _check_deployment(args: ServerArgs) -> None:
     # attribute, value that is fine, how the flag is written
     for name, fine, flag in (
         ("speculative_algorithm", None, "--speculative-algorithm"),
-        ("tp_size", 1, "--tp-size"),
+        ("nnodes", 1, "--nnodes"),
         ("pp_size", 1, "--pp-size"),
         ("dp_size", 1, "--dp-size"),
+        ("attn_cp_size", 1, "--attn-cp-size"),
+        ("dcp_size", 1, "--dcp-size"),
         ("enable_dp_attention", False, "--enable-dp-attention"),
+        # Queries are predicted from layer inputs, which every rank must have whole.
+        ("enable_attn_tp_input_scattered", False, "--enable-attn-tp-input-scattered"),
+        ("moe_dense_tp_size", None, "--moe-dense-tp-size"),
         ("enable_lora", None, "--enable-lora"),
         ("lora_paths", None, "--lora-paths"),
         ("enable_hierarchical_cache", False, "--enable-hierarchical-cache"),
@@ -230,6 +240,14 @@ def _check_decode(args: ServerArgs, policy: str) -> None:
         raise ConfigError(
             f"--decode-attention-backend {args.decode_attention_backend}: {policy} brings its own; "
             f"drop the flag or set it to {BACKEND_NAME}"
+        )
+
+
+def _check_cpus(args: ServerArgs, config: OffloadConfig) -> None:
+    if config.cpus is not None and len(config.cpus) < args.tp_size:
+        raise ConfigError(
+            f"--kv-offload-cpus {args.kv_offload_cpus!r}: {len(config.cpus)} CPU for the workers of "
+            f"--tp-size {args.tp_size} ranks; name at least {args.tp_size}, or drop the flag"
         )
 
 

@@ -23,10 +23,11 @@ from sglang_scout.engine.trace import Tracer
 from sglang_scout.plugin import status
 from sglang_scout.plugin.args import parse
 from sglang_scout.plugin.device import make_device_engine, uses_device_engine
-from sglang_scout.plugin.hooks import model_shape, worker_cpus
+from sglang_scout.plugin.hooks import model_shape
 from sglang_scout.plugin.host_allocator import HostAllocator
 from sglang_scout.plugin.pool import HostKVPool
 from sglang_scout.plugin.prediction import learned_correction, make_quality
+from sglang_scout.plugin.ranks import AttentionRanks, worker_cpus
 from sglang_scout.plugin.request_tables import RequestTables
 from sglang_scout.plugin.support import decoder_layers, make_projectors, model_identity
 from sglang_scout.policy.presets import make_policy
@@ -53,7 +54,8 @@ class ScoutAttnBackend(AttentionBackend):
     def __init__(self, runner: Any) -> None:
         global _current
         super().__init__()
-        self.config: OffloadConfig = parse(runner.server_args)
+        self.ranks = AttentionRanks()
+        self.config: OffloadConfig = parse(runner.server_args).of_rank(self.ranks.rank)
         self.pool: HostKVPool = runner.token_to_kv_pool
         self.allocator: HostAllocator = runner.token_to_kv_pool_allocator
         self._device = runner.device
@@ -76,7 +78,7 @@ class ScoutAttnBackend(AttentionBackend):
             self.config, shape.num_layers, 2 * shape.page_bytes, profile, correction
         )
         self.plan = self.pool.plan
-        self.cpus = worker_cpus(self.config)
+        self.cpus = worker_cpus(runner, self.config)
         self.worker = WorkerClient(self.pool.arena, self.cpus, config=self._worker_config())
         projectors = make_projectors(layers)
         self.on_device = uses_device_engine(self.config, runner.device)
@@ -97,6 +99,7 @@ class ScoutAttnBackend(AttentionBackend):
             "projectors": projectors,
             "tracer": self._tracer(shape.num_layers),
             "verify": self.config.verify,
+            "ranks": self.ranks if self.ranks.size > 1 else None,
         }
         self.engine: StepEngine | DeviceStepEngine
         if self.on_device:

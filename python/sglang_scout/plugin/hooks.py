@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +29,7 @@ from sglang_scout.plugin.pool import (
     ScoutAllocator,
     without_digests,
 )
+from sglang_scout.plugin.ranks import AttentionRanks, worker_cpus
 from sglang_scout.plugin.support import decoder_layers
 from sglang_scout.worker.arena import available_bytes
 from sglang_scout.worker.numa import node_of
@@ -56,16 +57,19 @@ def register_backend() -> None:
 def around_profile_available_bytes(
     original: Callable[..., int], runner: Any, *args: Any, **kwargs: Any
 ) -> int:
-    """Bytes for KV pages: host memory, whatever the GPU has."""
-    config = parse(runner.server_args)
+    """Bytes for the KV pages of this rank: its share of host memory, whatever the GPU has.
+
+    All ranks must come to the same number of pages, as they allocate them alike.
+    """
+    config, ranks = parse(runner.server_args), AttentionRanks()
     if torch.device(runner.device).type == "cuda":
         # What SGLang would give to KV pages is shared by digests and resident pages.
         runner.kv_offload_device_bytes = original(runner, *args, **kwargs)
     if config.host_gb is not None:
-        return int(config.host_gb * 2**30)
-    size = int(available_bytes() * DEFAULT_HOST_SHARE)
+        return int(config.host_gb * 2**30) // ranks.size
+    size = int(ranks.least(available_bytes()) * DEFAULT_HOST_SHARE)
     logger.info("--kv-offload-host-gb not given: %.1f GiB for KV pages", size / 2**30)
-    return size
+    return size // ranks.size
 
 
 def model_shape(runner: Any) -> ModelShape:
@@ -101,7 +105,7 @@ def model_shape(runner: Any) -> ModelShape:
 
 
 def around_init_pools_decode(original: Callable[..., None], runner: Any) -> None:
-    config, shape = parse(runner.server_args), model_shape(runner)
+    config, shape, ranks = parse(runner.server_args), model_shape(runner), AttentionRanks()
     num_pages = runner.max_total_num_tokens // shape.page_size + 1
     plan = plan_memory(
         config,
@@ -112,7 +116,9 @@ def around_init_pools_decode(original: Callable[..., None], runner: Any) -> None
         device_bytes=getattr(runner, "kv_offload_device_bytes", None),
     )
     on_cpu = torch.device(runner.device).type == "cpu"
-    check_memory(plan, config, available_bytes(), shared=on_cpu)
+    # Looked at by all before any has taken its part.
+    available = ranks.least(available_bytes())
+    check_memory(plan, config, available, shared=on_cpu, ranks=ranks.size)
     if runner.max_total_num_tokens < runner.model_config.context_len:
         logger.warning(
             "host memory holds %d tokens of KV, less than one context of %d: longer requests are "
@@ -135,16 +141,13 @@ def around_init_pools_decode(original: Callable[..., None], runner: Any) -> None
     pool = _init_pools_with(
         original,
         runner,
-        functools.partial(HostKVPool, arena_spec=spec, numa_node=node_of(worker_cpus(config))),
+        functools.partial(
+            HostKVPool, arena_spec=spec, numa_node=node_of(worker_cpus(runner, config))
+        ),
         HostKVPool,
         HostAllocator,
     )
     pool.attach(shape, plan, config.digest)
-
-
-def worker_cpus(config: OffloadConfig) -> list[int]:
-    """CPUs of the attention worker: as asked for, or all that this process may use."""
-    return list(config.cpus or sorted(os.sched_getaffinity(0)))
 
 
 def after_prepare_for_prebuilt(_: None, batch: Any) -> None:
@@ -220,6 +223,30 @@ def before_send_kvcache(manager: Any, *args: Any, **kwargs: Any) -> tuple[tuple[
     return (manager, *args), kwargs
 
 
+def around_send_kvcache_slice(
+    original: Callable[..., int],
+    manager: Any,
+    session: str,
+    pages: Any,
+    target: list[int],
+    *args: Any,
+    **kwargs: Any,
+) -> int:
+    """A decode server of another --tp-size gets the K and V of its heads, and computes the digests.
+
+    SGLang cuts every buffer of the list by heads as if it held K or V.
+    """
+    infos = manager.kv_args
+    if len(set(infos.kv_item_lens)) > 1:
+        layers = len(infos.kv_data_ptrs) // 4
+        manager, infos = copy.copy(manager), copy.copy(infos)
+        infos.kv_data_ptrs = without_digests(infos.kv_data_ptrs)
+        manager.kv_args = infos
+        if len(target) == 4 * layers:
+            target = without_digests(target)
+    return original(manager, session, pages, target, *args, **kwargs)
+
+
 # Both --------------------------------------------------------------------------------------------
 
 
@@ -228,7 +255,7 @@ def after_get_internal_state(result: Any, scheduler: Any, *args: Any, **kwargs: 
     if scheduler.disaggregation_mode == DisaggregationMode.DECODE:
         from sglang_scout.plugin.backend import current_backend
 
-        state = status.decode_state(current_backend())
+        state = status.decode_state_of_ranks(current_backend())
     else:
         state = status.prefill_state(scheduler)
     result.internal_state["kv_offload"] = state

@@ -52,6 +52,9 @@ PREFILL_TARGETS = {
     _SRT + "disaggregation.mooncake.conn.MooncakeKVManager._send_kvcache_generic": (
         "leave the digests out for a decode server without --kv-offload"
     ),
+    _SRT + "disaggregation.mooncake.conn.MooncakeKVManager.send_kvcache_slice": (
+        "leave them out for one of another --tp-size"
+    ),
     _SCHEDULER + "get_internal_state": "state for /server_info",
     _SRT
     + "layers.attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_extend": (
@@ -135,6 +138,7 @@ def _hooks_of(role: str) -> dict[str, tuple[Callable[..., Any], HookType]]:
                     (hooks.around_init_pools_prefill, HookType.AROUND),
                     (hooks.before_send_kv_chunk, HookType.BEFORE),
                     (hooks.before_send_kvcache, HookType.BEFORE),
+                    (hooks.around_send_kvcache_slice, HookType.AROUND),
                     (hooks.after_get_internal_state, HookType.AFTER),
                     (cpu_extend.around_extend, HookType.AROUND),
                 ),

@@ -67,6 +67,7 @@ def make_quality(
             keep_tokens=config.quality_inputs,
             model=Path(model_path).name,
             weights=weights_fingerprint(layers),
+            ranks=engine.ranks,
         )
     except OSError as error:
         raise ConfigError(

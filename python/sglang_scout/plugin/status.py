@@ -46,6 +46,7 @@ def decode_state(backend: ScoutAttnBackend) -> dict[str, Any]:
         "plan": [
             {"what": what, "count": count, "bytes": size} for what, count, size in backend.plan.rows
         ],
+        "tp_size": backend.ranks.size,
         "budget_tokens": backend.config.budget_tokens,
         "page_size": backend.config.page_size_tokens,
         "host_pages_total": backend.allocator.num_pages,
@@ -74,6 +75,7 @@ def decode_state(backend: ScoutAttnBackend) -> dict[str, Any]:
         "digests_computed": digests.computed,
         "verify_checks": counters.verify_checks,
         "verify_max_rel_error": counters.verify_max_rel_error,
+        "verify_unequal_selections": counters.verify_unequal_selections,
         "worker": {
             "pid": worker.pid,
             "state": worker.state,
@@ -85,6 +87,20 @@ def decode_state(backend: ScoutAttnBackend) -> dict[str, Any]:
             "last_error": worker.last_error,
         },
     }
+
+
+_OF_EACH_RANK = (
+    "resident_pages", "selected_pages", "cpu_pages", "cpu_compute_ratio", "recalled_pages",
+    "gpu_wait_us", "fallback_pages", "digests_received", "digests_computed", "verify_checks",
+    "verify_max_rel_error", "verify_unequal_selections", "worker",
+)  # fmt: skip
+
+
+def decode_state_of_ranks(backend: ScoutAttnBackend) -> dict[str, Any]:
+    """The same, and in ``ranks`` what differs between tensor-parallel ranks. All ranks must call it."""
+    state = decode_state(backend)
+    state["ranks"] = backend.ranks.gather({key: state[key] for key in _OF_EACH_RANK})
+    return state
 
 
 def recall_state(backend: ScoutAttnBackend) -> dict[str, Any]:
@@ -165,7 +181,7 @@ def start_metrics(backend: ScoutAttnBackend, server_args: Any) -> Metrics | NoMe
     labels = {
         "model_name": server_args.served_model_name,
         "engine_type": "decode",
-        "tp_rank": "0",
+        "tp_rank": str(backend.ranks.rank),
         "pp_rank": "0",
         **(server_args.extra_metric_labels or {}),
     }

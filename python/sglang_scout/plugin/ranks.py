@@ -1,0 +1,76 @@
+"""The tensor-parallel ranks of this server, through SGLang's process groups.
+
+Every rank makes the same calls in the same order, in the scheduler's thread.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from sglang.srt.layers.dp_attention import get_attention_tp_group
+
+from sglang_scout.core.config import OffloadConfig
+from sglang_scout.core.cpu_list import parse_cpu_list
+from sglang_scout.plugin.args import PROCESS_CPUS
+from sglang_scout.worker.cpus import deal_cpus
+
+
+class AttentionRanks:
+    """The ranks that share out a layer's heads; see :class:`engine.ranks.Ranks`."""
+
+    def __init__(self) -> None:
+        self._group = get_attention_tp_group()
+        self.rank: int = self._group.rank_in_group
+        self.size: int = self._group.world_size
+
+    def combine(self, x: torch.Tensor, how: str) -> torch.Tensor:
+        """Sum or maximum of all ranks' ``x``, on the device."""
+        if how == "sum":
+            return self._group.all_reduce(x)
+        largest, nccl = torch.distributed.ReduceOp.MAX, self._group.pynccl_comm
+        if nccl is not None and not nccl.disabled:  # SGLang captures a graph
+            nccl.all_reduce(x, largest)
+        else:
+            torch.distributed.all_reduce(x, largest, self._group.device_group)
+        return x
+
+    def least(self, value: int) -> int:
+        """The smallest of the ranks' values, once all have come to this point."""
+        found = torch.tensor(value, dtype=torch.int64)
+        torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MIN, self._group.cpu_group)
+        return int(found)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's ``value``, by rank. Numbers, strings, lists and dictionaries of them."""
+        own = torch.frombuffer(bytearray(msgspec.json.encode(value)), dtype=torch.uint8)
+        longest = -self.least(-len(own))
+        padded = torch.full((longest,), ord(" "), dtype=torch.uint8)
+        padded[: len(own)] = own
+        found = [torch.empty_like(padded) for _ in range(self.size)]
+        torch.distributed.all_gather(found, padded, self._group.cpu_group)
+        return [msgspec.json.decode(one.numpy().tobytes()) for one in found]
+
+
+def worker_cpus(runner: Any, config: OffloadConfig) -> list[int]:
+    """CPUs of this rank's attention worker: its share of those asked for, or of all that the server may
+    use."""
+    ranks = AttentionRanks()
+    if ranks.size == 1:
+        return list(config.cpus or sorted(PROCESS_CPUS))
+    found = ranks.gather([sorted(PROCESS_CPUS), sorted(_near_cpus(runner))])
+    allowed = {cpu for cpus, _ in found for cpu in cpus}
+    return deal_cpus(config.cpus or allowed, [near or cpus for cpus, near in found])[ranks.rank]
+
+
+def _near_cpus(runner: Any) -> set[int]:
+    """CPUs near this rank's device; empty where that is not known."""
+    if runner.device == "cpu":
+        # SGLANG_CPU_OMP_THREADS_BIND, or the NUMA node that SGLang runs this rank on.
+        return set(parse_cpu_list(runner.local_omp_cpuid, set(range(1 << 16))))
+    gpu = torch.cuda.get_device_properties(runner.gpu_id)
+    address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+    near = Path("/sys/bus/pci/devices") / address / "local_cpulist"
+    return set(parse_cpu_list(near.read_text(), set(range(1 << 16)))) if near.exists() else set()
