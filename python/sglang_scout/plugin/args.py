@@ -79,7 +79,7 @@ _FIELDS: dict[str, tuple[Any, Any]] = {
             Arg(
                 help="CPUs of the attention worker, for example 0-35; where they are of one NUMA "
                 "node, the KV pages lie on it. With --tp-size they are dealt out to the workers of "
-                "the ranks. Default: every CPU of this process."
+                "the ranks. Default: those near the GPU, else every CPU of this process."
             ),
         ],
         None,

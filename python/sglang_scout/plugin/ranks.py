@@ -59,7 +59,8 @@ def worker_cpus(runner: Any, config: OffloadConfig) -> list[int]:
     use."""
     ranks = AttentionRanks()
     if ranks.size == 1:
-        return list(config.cpus or sorted(PROCESS_CPUS))
+        near = _near_cpus(runner) if torch.device(runner.device).type == "cuda" else set()
+        return list(config.cpus or sorted(near & PROCESS_CPUS or PROCESS_CPUS))
     found = ranks.gather([sorted(PROCESS_CPUS), sorted(_near_cpus(runner))])
     allowed = {cpu for cpus, _ in found for cpu in cpus}
     return deal_cpus(config.cpus or allowed, [near or cpus for cpus, near in found])[ranks.rank]
