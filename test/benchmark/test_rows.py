@@ -151,12 +151,12 @@ def test_the_read_loop_reads_every_line_once(ahead_bytes):
 
 def test_cpu_attention_runs(tmp_path):
     path = tmp_path / "rows.jsonl"
-    without = "sdpa-gather,ipex-2.8"
+    without = "sdpa-gather,ipex-2.8,sgl-kernel"
     done = run_benchmark("cpu_attention.py", "--smoke", "--without", without, "--json", str(path))
     assert done.returncode == 0, done.stderr
     found = rows.read_rows(path)
     by_impl = {row["impl"]: row for row in found}
-    assert by_impl["ipex-2.8"]["status"] == "absent"
+    assert by_impl["ipex-2.8"]["status"] == by_impl["sgl-kernel"]["status"] == "absent"
     assert "sdpa-gather" not in by_impl
     best = found[0]["native_best_isa"]
     for impl in (f"native-{best}", "read", "read-sequential", "sdpa-gather-grouped"):
@@ -173,6 +173,40 @@ def test_cpu_attention_runs(tmp_path):
     assert {row["backing"] for row in found if row["impl"] == "read"} >= {"4k"}
     assert all(row["max_abs_error"] <= 1e-4 for row in found if row["impl"] == f"native-{best}")
     assert any(row["impl"].startswith("native-int8") for row in found)
+
+
+def test_a_rival_that_was_not_built_is_a_row(tmp_path, monkeypatch):
+    import cpu_attention
+    import ipex_client
+    import sgl_kernel
+
+    monkeypatch.setattr(ipex_client, "PYTHON", tmp_path / "python")
+    monkeypatch.setattr(sgl_kernel, "BUILT", tmp_path / "nothing")
+    path = tmp_path / "rows.jsonl"
+    without = "sdpa-gather,sdpa-gather-grouped,int8"
+    arguments = ["--smoke", "--threads", "1", "--without", without, "--json", str(path)]
+    assert cpu_attention.main(arguments) == 0
+    by_impl = {row["impl"]: row for row in rows.read_rows(path)}
+    for impl, script in (("ipex-2.8", "setup_ipex.sh"), ("sgl-kernel", "setup_sgl_kernel.sh")):
+        assert by_impl[impl]["status"] == "absent" and script in by_impl[impl]["reason"]
+
+
+def test_a_rival_built_for_another_torch_is_not_loaded(tmp_path, monkeypatch):
+    import sgl_kernel
+
+    monkeypatch.setattr(sgl_kernel, "BUILT", tmp_path)
+    about = {"version": "0.4.5", "revision": "x", "torch": "1.0"}
+    (tmp_path / "about.json").write_text(json.dumps(about))
+    assert "built for torch 1.0" in sgl_kernel.absent_reason()
+
+
+def test_the_build_of_a_rival_refuses_a_folder_without_its_source(tmp_path):
+    script = ROOT / "scripts" / "setup_sgl_kernel.sh"
+    environment = {**os.environ, "PYTHON": sys.executable, "DEST": str(tmp_path / "made")}
+    done = subprocess.run(
+        [str(script), str(tmp_path)], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 1 and "has neither commit" in done.stderr
 
 
 def test_cpu_attention_refuses_more_threads_than_cpus():
@@ -216,6 +250,7 @@ def test_plots_are_made_from_rows_alone(tmp_path, shared):
     )
     attention.add("native-avx2", **sizes, **measured)
     attention.add("native-portable", **sizes, **measured)
+    attention.add("sgl-kernel-0.4.5", **sizes, **measured)
     attention.add("ipex-2.8", "absent", "no environment")
     attention.add("sdpa-gather", "skipped", "too slow", **sizes)
     attention.close()
