@@ -103,6 +103,7 @@ def set_isa(name: str) -> None: ...
 
 RING_LAYOUT_VERSION: int
 RING_MAX_PARTS: int
+RING_MAX_NODES: int
 
 class RingProducer:
     def __init__(self, address: int, nbytes: int) -> None: ...
@@ -154,6 +155,8 @@ class RingRuntime:
         cpus: Sequence[int],
         spin_us: int,
         max_parts: int,
+        nodes: Sequence[int] = (),
+        help_after_us: int = 50,
     ) -> None: ...
     def stop(self) -> None: ...
     def progress(self) -> tuple[int, int]:

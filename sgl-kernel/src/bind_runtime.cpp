@@ -57,6 +57,7 @@ nb::dict totals(const Producer& self) {
   d["refused"] = sum.refused;
   d["stale"] = sum.stale;
   d["records"] = sum.records;
+  d["remote_pages"] = sum.remote_pages;
   d["fallback_pages"] = self.fallback_pages();
   d["local_tickets"] = self.local_tickets();
   d["late_tickets"] = self.late_tickets();
@@ -68,6 +69,7 @@ nb::dict totals(const Producer& self) {
 void bind_runtime(nb::module_& m) {
   m.attr("RING_LAYOUT_VERSION") = scout::kLayoutVersion;
   m.attr("RING_MAX_PARTS") = scout::kMaxParts;
+  m.attr("RING_MAX_NODES") = scout::kMaxNodes;
 
   nb::class_<Producer>(m, "RingProducer", "Posts records to the worker and takes its replies.")
       .def(
@@ -112,17 +114,21 @@ void bind_runtime(nb::module_& m) {
       .def(
           "__init__",
           [](Runtime* self, uintptr_t address, uint64_t nbytes, uint32_t epoch,
-             std::vector<int> cpus, int64_t spin_us, uint32_t max_parts) {
+             std::vector<int> cpus, int64_t spin_us, uint32_t max_parts, std::vector<int> nodes,
+             int64_t help_after_us) {
             scout::RuntimeOptions options;
             options.epoch = epoch;
             options.cpus = std::move(cpus);
+            options.nodes = std::move(nodes);
+            options.help_after_us = help_after_us;
             options.spin_us = spin_us;
             options.max_parts = max_parts;
             nb::gil_scoped_release release;
             new (self) Runtime(pointer<void>(address), nbytes, options);
           },
           nb::arg("address"), nb::arg("nbytes"), nb::arg("epoch"), nb::arg("cpus"),
-          nb::arg("spin_us"), nb::arg("max_parts"))
+          nb::arg("spin_us"), nb::arg("max_parts"), nb::arg("nodes") = std::vector<int>(),
+          nb::arg("help_after_us") = scout::RuntimeOptions().help_after_us)
       .def("stop", &Runtime::stop, nb::call_guard<nb::gil_scoped_release>())
       .def("progress", [](const Runtime& self) {
         const scout::Progress p = self.progress();

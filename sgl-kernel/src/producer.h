@@ -162,7 +162,7 @@ class Producer {
   int64_t local_tickets() const { return load_relaxed(&local_tickets_); }
   int64_t late_tickets() const { return load_relaxed(&late_tickets_); }
 
-  // Sums over all worker threads and lives: items, pages, busy_ns, refused, stale, records.
+  // Sums over all worker threads and lives; `events` is left out.
   StatLine totals() const {
     StatLine sum{};
     for (uint32_t i = 0; i < ring_.header().stat_lines; ++i) {
@@ -173,6 +173,7 @@ class Producer {
       sum.refused += load_relaxed(&s->refused);
       sum.stale += load_relaxed(&s->stale);
       sum.records += load_relaxed(&s->records);
+      sum.remote_pages += load_relaxed(&s->remote_pages);
     }
     return sum;
   }
@@ -250,7 +251,7 @@ class Producer {
   bool is_possible(const Event& e) const {
     const Header& h = ring_.header();
     const uint64_t epoch = epoch_of(e.seq);
-    const uint64_t items = uint64_t{h.max_batch} * e.parts;
+    const uint64_t items = uint64_t{h.max_batch} * h.num_nodes * e.parts;
     return epoch >= 1 && epoch <= load_relaxed(&ring_.control()->epoch) && e.layer < h.num_layers &&
            e.parts >= 1 && e.parts <= kMaxParts && e.items >= 1 && e.items <= items &&
            e.first_item <= items - e.items && e.pages <= uint64_t{h.max_batch} * h.max_pages &&
@@ -280,7 +281,9 @@ class Producer {
     RecordHeader* record = ring_.record(index);
     const uint64_t post = ++posts_;
     slot.seq = make_seq(live, post);
-    store_relaxed(&record->claim, (post & kPostMask) << 24 | kClosed);
+    const uint32_t nodes = ring_.header().num_nodes;
+    for (uint32_t node = 0; node < nodes; ++node)
+      store_relaxed(&record->claim[node], (post & kPostMask) << 24 | kClosed);
     full_fence();  // nobody claims an item of the old record from here on
     SCOUT_POINT(kClosed, index);
     store_relaxed(&record->seq, slot.seq);
@@ -294,7 +297,8 @@ class Producer {
       std::memcpy(ring_.pages(index, b), pages + uint64_t{b} * k, n_pages[b] * sizeof(int32_t));
     std::memcpy(ring_.n_pages(index), n_pages, slot.rows * sizeof(int32_t));
     SCOUT_POINT(kDataWritten, index);
-    store_release(&record->claim, (post & kPostMask) << 24);
+    for (uint32_t node = 0; node < nodes; ++node)
+      store_release(&record->claim[node], (post & kPostMask) << 24);
     SCOUT_POINT(kOpened, index);
     store_release(ring_.log_entry(post), (post & kPostMask) << 24 | index);
     SCOUT_POINT(kLogged, index);
@@ -306,8 +310,13 @@ class Producer {
     SCOUT_POINT(kBellRaised, index);
     const uint32_t sleepers = load_acquire(&control->sleepers);
     if (sleepers != 0) {
-      const uint64_t items = uint64_t{slot.rows} * slot.parts;
-      futex_wake(&control->bell, static_cast<int>(items < 1024 ? items : 1024));
+      const uint64_t items = uint64_t{slot.rows} * slot.parts;  // of each node
+      const int wanted = static_cast<int>(items < 1024 ? items : 1024);
+      if (nodes == 1)
+        futex_wake(&control->bell, wanted);
+      else
+        for (uint32_t node = 0; node < nodes; ++node)
+          futex_wake_group(&control->bell, wanted, 1u << node);
     }
     SCOUT_POINT(kWoken, index);
   }
@@ -350,20 +359,21 @@ class Producer {
                uint64_t pages_stride, const int32_t* n_pages, float* out, float* lse) {
     const Header& h = ring_.header();
     const uint64_t q_floats = ring_.q_floats();
-    if (slot.parts > 1) scratch_parts_.resize(slot.parts * part_floats_);
+    const uint32_t parts = slot.parts * h.num_nodes;
+    if (parts > 1) scratch_parts_.resize(parts * part_floats_);
     for (uint32_t b = 0; b < slot.rows; ++b) {
       float* row_out = out + b * q_floats;
       float* row_lse = lse + uint64_t{b} * h.q_heads;
-      for (uint32_t p = 0; p < slot.parts; ++p) {
-        float* to = slot.parts == 1 ? row_out : scratch_parts_.data() + p * part_floats_;
-        float* to_lse = slot.parts == 1 ? row_lse : to + q_floats;
+      for (uint32_t p = 0; p < parts; ++p) {
+        float* to = parts == 1 ? row_out : scratch_parts_.data() + p * part_floats_;
+        float* to_lse = parts == 1 ? row_lse : to + q_floats;
         if (attend_part(ring_, layer, q + b * q_floats, pages + b * pages_stride, n_pages[b], p,
                         slot.parts, scratch_pages_.data(), to, to_lse) < 0)
           throw std::runtime_error("wait: the record of row " + std::to_string(b) +
                                    " was changed in shared memory");
       }
-      if (slot.parts > 1)
-        merge_parts(h.q_heads, h.head_dim, slot.parts, scratch_parts_.data(), part_floats_, row_out,
+      if (parts > 1)
+        merge_parts(h.q_heads, h.head_dim, parts, scratch_parts_.data(), part_floats_, row_out,
                     row_lse);
     }
   }

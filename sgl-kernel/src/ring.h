@@ -18,15 +18,23 @@
 //   epoch  24 bits, from 1, the life of the worker process. A new life begins only after the
 //          process of the one before is known to be dead.
 //   seq    epoch << 40 | post: names one record of one life.
-//   claim  post << 24 | item: which item (row * parts + part) of the record is to be taken next.
+//   claim  post << 24 | item: which item (row * parts + run) of the record is to be taken next. One
+//          for each NUMA node, as below.
+//
+// Nodes: the pages of every plane are divided among num_nodes memory nodes by their index, page i
+// is of node i / stripe_pages. A row's pages are split by node first, in the order of the list, and
+// then into `parts` runs: part node * parts + run. Empty parts are items too. A thread takes the
+// items of its own node first, then those that other nodes' threads leave lying (runtime.cpp).
 //
 // States of a slot, who writes, in which order:
 //   free     done == seq of the slot's last record, or that record is of an earlier life.
-//   filling  producer: claim = post<<24 | kClosed, then header, q, pages, n_pages.
-//   posted   producer: claim = post<<24 | 0 (release), log entry, Control.head (release), bell,
+//   filling  producer: claims = post<<24 | kClosed, then header, q, pages, n_pages.
+//   posted   producer: claims = post<<24 | 0 (release), log entry, Control.head (release), bell,
 //            futex.
-//   claimed  worker threads raise claim by compare-and-swap, one item each; the tag makes a thread
-//            that is late miss a slot that was filled again.
+//   claimed  worker threads raise a claim by compare-and-swap, one item each; the tag makes a
+//   thread
+//            that is late miss a slot that was filled again. A record that is refused is closed in
+//            the claim of node 0.
 //   done     worker: out and lse rows, then the last finisher stores status and done = seq
 //            (release).
 // The producer fills a slot only when it is free. So a living worker never sees a record change
@@ -35,7 +43,7 @@
 // Why log entries may be overwritten unread: an entry is lost to a lagging thread only when
 // log_entries (> 2*L) newer posts exist. At most 2*L are unfinished, so some newer post is
 // finished, so some thread has gone past the lost entry, and a thread goes past a record only when
-// all its items are claimed.
+// all its items, of all nodes, are claimed.
 //
 // Events say what a worker thread did and when, for the timeline. They are written only while
 // Control.trace is set. Event n of a thread, counted over all lives, is at n % event_entries; a
@@ -53,12 +61,13 @@
 namespace scout {
 
 constexpr uint64_t kRingMagic = 0x31474E5254554353ull;  // "SCUTRNG1"
-constexpr uint32_t kLayoutVersion = 2;
+constexpr uint32_t kLayoutVersion = 3;
 constexpr uint32_t kHeaderBytes = 4096;
 constexpr uint64_t kPostMask = (1ull << 40) - 1;
 constexpr uint64_t kItemMask = (1ull << 24) - 1;
 constexpr uint64_t kClosed = kItemMask;  // no item can be taken
 constexpr uint32_t kMaxParts = 16;
+constexpr uint32_t kMaxNodes = 16;
 
 struct Header {
   uint64_t magic;
@@ -95,8 +104,10 @@ struct Header {
   uint64_t lse_offset;      // within a reply: fp32 [max_batch, HQ]
   uint64_t events_offset;
   uint64_t event_entries;  // of one thread; a power of two
+  uint32_t num_nodes;
+  uint32_t stripe_pages;  // of a node, in every plane
 };
-static_assert(sizeof(Header) == 216, "ring.py mirrors this layout");
+static_assert(sizeof(Header) == 224, "ring.py mirrors this layout");
 
 // Words of different writers lie 128 bytes apart: two cache lines, as adjacent ones come together.
 struct Control {
@@ -116,6 +127,7 @@ struct StatLine {
   uint64_t stale;               // records of another life that were not served
   uint64_t records;             // records finished, refused and stale ones included
   uint64_t events;              // events ever written by the thread
+  uint64_t remote_pages;        // of `pages`: those of another node than the thread's
 };
 static_assert(sizeof(StatLine) == 128, "ring.py mirrors this layout");
 
@@ -123,9 +135,9 @@ struct RecordHeader {
   alignas(128) uint64_t seq;
   uint32_t layer;
   uint32_t rows;
-  uint32_t parts;  // each row is split into this many runs of pages, merged in order
+  uint32_t parts;  // each row's pages of a node are split into this many runs, merged in order
   uint64_t step;   // decode step, for events only
-  alignas(128) uint64_t claim;
+  alignas(128) uint64_t claim[kMaxNodes];  // the first num_nodes count
 };
 static_assert(sizeof(RecordHeader) == 256, "ring.py mirrors this layout");
 
@@ -148,7 +160,7 @@ struct Event {
   int64_t begin_ns;
   int64_t end_ns;
   uint32_t layer;
-  uint32_t first_item;  // row * parts + part
+  uint32_t first_item;  // row * num_nodes * parts + part
   uint32_t items;
   uint32_t parts;
   uint32_t pages;
@@ -183,7 +195,9 @@ class Ring {
         !in(static_cast<uint64_t>(h_.num_pages), 1, INT32_MAX) || !in(h_.stat_lines, 1, 1u << 16) ||
         h_.log_entries <= 2 * h_.num_layers || (h_.log_entries & (h_.log_entries - 1)) != 0 ||
         h_.log_entries > 1u << 24 || !in(h_.event_entries, 1, 1u << 20) ||
-        (h_.event_entries & (h_.event_entries - 1)) != 0)
+        (h_.event_entries & (h_.event_entries - 1)) != 0 || !in(h_.num_nodes, 1, kMaxNodes) ||
+        !in(h_.stripe_pages, 1, INT32_MAX) ||
+        uint64_t{h_.stripe_pages} * h_.num_nodes < static_cast<uint64_t>(h_.num_pages))
       return "a size in the header is out of range";
     const uint64_t esize = h_.dtype == 0 ? 4 : 2;
     const uint64_t plane =

@@ -9,23 +9,29 @@
 
 namespace scout {
 
-// Attends to run `part` of `parts` of a row's pages. `scratch` takes the run's page ids: they are
-// read once, checked and then used, so a record that changes meanwhile cannot lead outside the
-// arena. Returns the number of pages, or -1 if a count or an id is out of range (then nothing is
-// written).
+// Attends to one part of a row's pages: run `part % parts` of those of node `part / parts`.
+// `scratch` [max_pages] takes their ids: they are read once, checked and then used, so a record
+// that changes meanwhile cannot lead outside the arena. Returns the number of pages, or -1 if a
+// count or an id is out of range (then nothing is written).
 inline int32_t attend_part(const Ring& ring, uint32_t layer, const float* q, const int32_t* pages,
                            int32_t n, uint32_t part, uint32_t parts, int32_t* scratch, float* out,
                            float* lse) {
   const Header& h = ring.header();
   if (n < 0 || n > static_cast<int32_t>(h.max_pages)) return -1;
-  const int32_t lo = static_cast<int32_t>(static_cast<int64_t>(n) * part / parts);
-  const int32_t hi = static_cast<int32_t>(static_cast<int64_t>(n) * (part + 1) / parts);
-  int32_t count = 0;
-  for (int32_t i = lo; i < hi; ++i) {
+  const int64_t first = int64_t{h.stripe_pages} * (part / parts);
+  const int64_t end = first + h.stripe_pages;
+  const uint32_t run = part % parts;
+  int32_t listed = 0;
+  for (int32_t i = 0; i < n; ++i) {
     const int32_t id = load_relaxed(pages + i);
     if (id >= h.num_pages) return -1;
-    if (id >= 0) scratch[count++] = id;
+    if (id < 0 || (id >= first && id < end)) scratch[listed++] = id;
   }
+  const int32_t lo = static_cast<int32_t>(int64_t{listed} * run / parts);
+  const int32_t hi = static_cast<int32_t>(int64_t{listed} * (run + 1) / parts);
+  int32_t count = 0;
+  for (int32_t i = lo; i < hi; ++i)
+    if (scratch[i] >= 0) scratch[count++] = scratch[i];
   attend_sequence(ring.kv(layer), ring.params(), q, scratch, count, -1, 0, out, lse);
   return count;
 }

@@ -60,11 +60,13 @@ Runtime::Runtime(void* base, uint64_t bytes, const RuntimeOptions& options) : op
     throw std::runtime_error("worker runtime: threads per group is " +
                              std::to_string(options_.max_parts) + ", allowed are 1 to " +
                              std::to_string(kMaxParts));
+  check_nodes();
+  most_parts_ = uint64_t{options_.max_parts} * h.num_nodes;
   const uint64_t slots = ring_.num_slots();
   partial_floats_ = (ring_.q_floats() + h.q_heads + 31) / 32 * 32;
-  if (options_.max_parts > 1) {
+  if (most_parts_ > 1) {
     // calloc takes fresh pages from the system, which cost nothing until a row really is split.
-    const uint64_t count = slots * h.max_batch * options_.max_parts * partial_floats_;
+    const uint64_t count = slots * h.max_batch * most_parts_ * partial_floats_;
     partials_.reset(static_cast<float*>(std::calloc(count, sizeof(float))));
     if (!partials_)
       throw std::runtime_error("worker runtime: no memory for " + std::to_string(count * 4) +
@@ -75,6 +77,8 @@ Runtime::Runtime(void* base, uint64_t bytes, const RuntimeOptions& options) : op
   refused_.reset(new std::atomic<uint64_t>[slots]());
   first_post_ = load_acquire(&ring_.control()->head);
   store_relaxed(&ring_.control()->sleepers, uint32_t{0});  // of a life that was killed in its sleep
+  for (size_t i = 0; i < options_.cpus.size(); ++i)
+    ++node_threads_[options_.nodes.empty() ? 0 : options_.nodes[i]];
   try {
     for (uint32_t i = 0; i < options_.cpus.size(); ++i) start_thread(i, options_.cpus[i]);
   } catch (...) {
@@ -85,11 +89,23 @@ Runtime::Runtime(void* base, uint64_t bytes, const RuntimeOptions& options) : op
 
 Runtime::~Runtime() { stop(); }
 
+void Runtime::check_nodes() const {
+  const uint32_t count = ring_.header().num_nodes;
+  if (!options_.nodes.empty() && options_.nodes.size() != options_.cpus.size())
+    throw std::runtime_error("worker runtime: " + std::to_string(options_.nodes.size()) +
+                             " nodes given for " + std::to_string(options_.cpus.size()) + " CPUs");
+  for (int node : options_.nodes)
+    if (node < 0 || static_cast<uint32_t>(node) >= count)
+      throw std::runtime_error("worker runtime: node " + std::to_string(node) +
+                               " of a CPU is outside 0.." + std::to_string(count - 1));
+}
+
 void Runtime::start_thread(uint32_t index, int cpu) {
   threads_.push_back(std::make_unique<Thread>());
   Thread& me = *threads_.back();
   const Header& h = ring_.header();
   me.stats = ring_.stats(index);
+  me.node = options_.nodes.empty() ? 0 : static_cast<uint32_t>(options_.nodes[index]);
   me.pages.resize(h.max_pages);
   me.result.resize(partial_floats_);
   // Pinned before the thread runs, so that its stack is first touched on its own node.
@@ -159,13 +175,13 @@ void Runtime::run(Thread& me, uint32_t index) {
     }
     for (int i = 0; i < 32 && load_relaxed(&control->head) == cursor; ++i) cpu_pause();
     if (load_relaxed(&control->head) == cursor && now_ns() - last_work_ns >= spin_ns) {
-      sleep(cursor);
+      sleep(me, cursor);
       // One look at the log after a wake-up; if another thread took the work, sleep again at once.
     }
   }
 }
 
-void Runtime::sleep(uint64_t cursor) {
+void Runtime::sleep(const Thread& me, uint64_t cursor) {
   Control* control = ring_.control();
   __atomic_fetch_add(&control->sleepers, 1u, __ATOMIC_SEQ_CST);
   SCOUT_POINT(kGoingToSleep, UINT32_MAX);
@@ -175,7 +191,10 @@ void Runtime::sleep(uint64_t cursor) {
   // wakes it, or its head is seen here.
   if (load_acquire(&control->head) == cursor && !stopping_.load(std::memory_order_seq_cst)) {
     SCOUT_POINT(kFallingAsleep, UINT32_MAX);
-    futex_wait(&control->bell, seen, kSleepUs);
+    if (ring_.header().num_nodes == 1)
+      futex_wait(&control->bell, seen, kSleepUs);
+    else
+      futex_wait_group(&control->bell, seen, kSleepUs, 1u << me.node);
   }
   SCOUT_POINT(kAwake, UINT32_MAX);
   // More sleepers than threads: the word was damaged. Too large a number costs a system call with
@@ -187,7 +206,7 @@ void Runtime::sleep(uint64_t cursor) {
 
 void Runtime::serve(Thread& me, uint32_t index, uint64_t post) {
   me.span.items = 0;
-  serve_items(me, index, post);
+  serve_record(me, index, post);
   if (me.span.items != 0 && load_relaxed(&ring_.control()->trace) != 0) write_event(me, index);
 }
 
@@ -209,8 +228,7 @@ void Runtime::write_event(Thread& me, uint32_t index) {
   store_release(&me.stats->events, number + 1);
 }
 
-void Runtime::serve_items(Thread& me, uint32_t index, uint64_t post) {
-  const Header& h = ring_.header();
+void Runtime::serve_record(Thread& me, uint32_t index, uint64_t post) {
   const uint64_t entry = load_acquire(ring_.log_entry(post));
   if (entry >> 24 != (post & kPostMask)) return;  // overwritten: finished long ago
   const uint32_t slot = static_cast<uint32_t>(entry & kItemMask);
@@ -220,10 +238,24 @@ void Runtime::serve_items(Thread& me, uint32_t index, uint64_t post) {
     return;
   }
   SCOUT_POINT(kEntryRead, slot);
+  serve_node(me, slot, post, me.node, 0);
+  const uint32_t nodes = ring_.header().num_nodes;
+  if (nodes == 1) return;
+  const int64_t help_ns = now_ns() + options_.help_after_us * 1000;
+  for (uint32_t i = 1; i < nodes; ++i) {
+    const uint32_t node = (me.node + i) % nodes;
+    serve_node(me, slot, post, node, node_threads_[node] > 0 ? help_ns : 0);
+  }
+}
+
+// Takes items of one node, one after the other, from `not_before_ns` on, until all are claimed.
+void Runtime::serve_node(Thread& me, uint32_t slot, uint64_t post, uint32_t node,
+                         int64_t not_before_ns) {
+  const Header& h = ring_.header();
   RecordHeader* record = ring_.record(slot);
   const uint64_t tag = (post & kPostMask) << 24;
   for (;;) {
-    uint64_t claim = load_acquire(&record->claim);
+    uint64_t claim = load_acquire(&record->claim[node]);
     if ((claim & ~kItemMask) != tag || claim == (tag | kClosed)) return;
     // Acquire: who sees a word of a later record here also sees that this one was closed, and
     // fails below.
@@ -238,9 +270,11 @@ void Runtime::serve_items(Thread& me, uint32_t index, uint64_t post) {
                        slot % h.num_layers == layer && rows >= 1 && rows <= h.max_batch &&
                        parts >= 1 && parts <= options_.max_parts;
     if (!own || !valid) {
-      // Whoever closes the record counts it. Its producer, if alive in this life, learns it at
-      // once, by the number that the log and the claim agree on.
-      if (!__atomic_compare_exchange_n(&record->claim, &claim, tag | kClosed, false,
+      // Whoever closes the first claim counts the record. Its producer, if alive in this life,
+      // learns it at once, by the number that the log and the claim agree on.
+      uint64_t first = load_acquire(&record->claim[0]);
+      if ((first & ~kItemMask) != tag || first == (tag | kClosed)) return;
+      if (!__atomic_compare_exchange_n(&record->claim[0], &first, tag | kClosed, false,
                                        __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE))
         continue;
       add_own<uint64_t>(own ? &me.stats->refused : &me.stats->stale, 1);
@@ -250,22 +284,28 @@ void Runtime::serve_items(Thread& me, uint32_t index, uint64_t post) {
     }
     const uint64_t item = claim & kItemMask;
     if (item >= uint64_t{rows} * parts) return;
+    if (not_before_ns != 0 && now_ns() < not_before_ns) {
+      if (stopping_.load(std::memory_order_relaxed)) return;
+      for (int i = 0; i < 32 && load_relaxed(&record->claim[node]) == claim; ++i) cpu_pause();
+      continue;
+    }
     // Success means that the record was not filled again since `claim` was read: the header is its
     // own.
-    if (!__atomic_compare_exchange_n(&record->claim, &claim, claim + 1, false, __ATOMIC_ACQ_REL,
-                                     __ATOMIC_ACQUIRE))
+    if (!__atomic_compare_exchange_n(&record->claim[node], &claim, claim + 1, false,
+                                     __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE))
       continue;
     SCOUT_POINT(kItemClaimed, slot);
+    const uint32_t row = static_cast<uint32_t>(item / parts);
+    const uint32_t part = node * parts + static_cast<uint32_t>(item % parts);
     if (me.span.items == 0) {
       me.span.seq = seq;
       me.span.step = step;
       me.span.layer = layer;
-      me.span.first_item = static_cast<uint32_t>(item);
+      me.span.first_item = row * h.num_nodes * parts + part;
       me.span.parts = parts;
       me.span.pages = 0;
     }
-    run_item(me, slot, seq, layer, static_cast<uint32_t>(item / parts), rows,
-             static_cast<uint32_t>(item % parts), parts);
+    run_item(me, slot, seq, layer, row, rows, part, parts);
   }
 }
 
@@ -273,7 +313,8 @@ void Runtime::run_item(Thread& me, uint32_t slot, uint64_t seq, uint32_t layer, 
                        uint32_t rows, uint32_t part, uint32_t parts) {
   const Header& h = ring_.header();
   const int64_t begin_ns = now_ns();
-  float* out = parts == 1 ? me.result.data() : partial(slot, row, part);
+  const uint32_t row_parts = parts * h.num_nodes;
+  float* out = row_parts == 1 ? me.result.data() : partial(slot, row, part);
   const int32_t n = load_relaxed(ring_.n_pages(slot) + row);
   const int32_t attended = attend_part(ring_, layer, ring_.q(slot, row), ring_.pages(slot, row), n,
                                        part, parts, me.pages.data(), out, out + ring_.q_floats());
@@ -282,10 +323,10 @@ void Runtime::run_item(Thread& me, uint32_t slot, uint64_t seq, uint32_t layer, 
   if (refused) refused_[slot].store(tag | 1, std::memory_order_relaxed);
   SCOUT_POINT(kItemComputed, slot);
   bool last = true;
-  if (parts > 1) {
-    last = count_one(parts_done_[uint64_t{slot} * h.max_batch + row], tag) == parts;
+  if (row_parts > 1) {
+    last = count_one(parts_done_[uint64_t{slot} * h.max_batch + row], tag) == row_parts;
     if (last) {
-      merge_parts(h.q_heads, h.head_dim, parts, partial(slot, row, 0), partial_floats_,
+      merge_parts(h.q_heads, h.head_dim, row_parts, partial(slot, row, 0), partial_floats_,
                   me.result.data(), me.result.data() + ring_.q_floats());
     }
   }
@@ -302,6 +343,8 @@ void Runtime::run_item(Thread& me, uint32_t slot, uint64_t seq, uint32_t layer, 
   const int64_t end_ns = now_ns();
   if (!refused) {
     add_own<uint64_t>(&me.stats->pages, static_cast<uint64_t>(attended));
+    if (part / parts != me.node)
+      add_own<uint64_t>(&me.stats->remote_pages, static_cast<uint64_t>(attended));
     me.span.pages += static_cast<uint32_t>(attended);
   }
   add_own<uint64_t>(&me.stats->busy_ns, static_cast<uint64_t>(end_ns - begin_ns));

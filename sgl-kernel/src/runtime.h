@@ -15,8 +15,12 @@ namespace scout {
 struct RuntimeOptions {
   uint32_t epoch = 1;      // this life; records of any other are refused
   std::vector<int> cpus;   // one thread pinned to each
+  std::vector<int> nodes;  // of each CPU, 0..num_nodes-1 of the header; empty: all 0
   int64_t spin_us = 50;    // how long a thread polls after its last work before it sleeps
-  uint32_t max_parts = 1;  // most threads on one sequence
+  uint32_t max_parts = 1;  // most threads of a node on one sequence
+  // How long items of another node are left to its threads. One that has to be woken needs about
+  // half of this; to wait longer would cost more than reading some pages from the other node.
+  int64_t help_after_us = 50;
 };
 
 // Progress as the worker itself sees it, for heartbeats.
@@ -27,7 +31,9 @@ struct Progress {
 
 // Threads that serve the ring from construction until stop(). Post n is visited by every thread in
 // order; its items (row, part) are claimed one at a time, so any thread helps with any sequence and
-// a sequence of `parts` items is served by up to that many threads. The loop allocates nothing,
+// a sequence is served by up to as many threads as it has parts. Items of its own node come first;
+// those of another node a thread takes when that node's threads have left them lying for a while,
+// so nothing waits for a node whose threads are busy. The loop allocates nothing,
 // takes no lock and never enters Python.
 class Runtime {
  public:
@@ -46,6 +52,7 @@ class Runtime {
   struct Thread {
     std::thread handle;
     StatLine* stats = nullptr;
+    uint32_t node = 0;
     std::vector<int32_t> pages;  // checked page ids of the current item
     std::vector<float> result;   // out and lse of one row, before they go to the reply
     Event span{};                // what it does of the current record; `pages` and times so far
@@ -53,21 +60,23 @@ class Runtime {
     alignas(128) uint64_t items = 0;
   };
 
+  void check_nodes() const;
   void start_thread(uint32_t index, int cpu);
   void run(Thread& me, uint32_t index);
   void serve(Thread& me, uint32_t index, uint64_t post);
-  void serve_items(Thread& me, uint32_t index, uint64_t post);
+  void serve_record(Thread& me, uint32_t index, uint64_t post);
+  void serve_node(Thread& me, uint32_t slot, uint64_t post, uint32_t node, int64_t not_before_ns);
   void write_event(Thread& me, uint32_t index);
   void run_item(Thread& me, uint32_t slot, uint64_t seq, uint32_t layer, uint32_t row,
-                uint32_t rows, uint32_t part, uint32_t parts);
+                uint32_t rows, uint32_t part, uint32_t parts);  // parts: of one node
   void finish_row(Thread& me, uint32_t slot, uint64_t seq, uint32_t rows);
   void publish_done(uint32_t slot, uint64_t seq, ReplyStatus status);
-  void sleep(uint64_t cursor);
+  void sleep(const Thread& me, uint64_t cursor);
 
   // One row of partial results: out and lse, rounded up to whole cache lines.
   float* partial(uint32_t slot, uint32_t row, uint32_t part) const {
     return partials_.get() +
-           ((uint64_t{slot} * ring_.header().max_batch + row) * options_.max_parts + part) *
+           ((uint64_t{slot} * ring_.header().max_batch + row) * most_parts_ + part) *
                partial_floats_;
   }
 
@@ -75,10 +84,12 @@ class Runtime {
   RuntimeOptions options_;
   uint64_t first_post_ = 0;  // posts up to here belong to earlier lives
   uint64_t partial_floats_ = 0;
+  uint64_t most_parts_ = 0;  // of a row, over all nodes
+  uint32_t node_threads_[kMaxNodes] = {};
   struct Freed {
     void operator()(float* p) const;
   };
-  std::unique_ptr<float[], Freed> partials_;  // only with max_parts > 1
+  std::unique_ptr<float[], Freed> partials_;  // only with most_parts_ > 1
   // Each with the tag of the record that it is about, see count_one.
   std::unique_ptr<std::atomic<uint64_t>[]> parts_done_;  // [slots * max_batch]
   std::unique_ptr<std::atomic<uint64_t>[]> rows_done_;   // [slots]

@@ -56,6 +56,17 @@ inline void futex_wait(const uint32_t* word, uint32_t seen, int64_t timeout_us) 
 inline void futex_wake(const uint32_t* word, int count) {
   syscall(SYS_futex, word, FUTEX_WAKE, count, nullptr, nullptr, 0);
 }
+// The same for sleepers in groups: who waits names its group by a bit, who wakes up to `count` of
+// the groups' sleepers names them. futex_wake wakes sleepers of any group.
+inline void futex_wait_group(const uint32_t* word, uint32_t seen, int64_t timeout_us,
+                             uint32_t group) {
+  const int64_t until_ns = now_ns() + timeout_us * 1000;  // this call takes a point in time
+  timespec t{static_cast<time_t>(until_ns / 1000000000), static_cast<long>(until_ns % 1000000000)};
+  syscall(SYS_futex, word, FUTEX_WAIT_BITSET, seen, &t, nullptr, group);
+}
+inline void futex_wake_group(const uint32_t* word, int count, uint32_t group) {
+  syscall(SYS_futex, word, FUTEX_WAKE_BITSET, count, nullptr, nullptr, group);
+}
 // The half of a 64-bit word in which a new post always differs from the old.
 inline const uint32_t* low_half(const uint64_t* word) {
 #if __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__

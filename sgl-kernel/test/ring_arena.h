@@ -39,7 +39,7 @@ constexpr uint32_t kRowFloats = kQHeads * kDim;
 
 class Arena {
  public:
-  Arena() {
+  explicit Arena(uint32_t nodes = 1) {
     scout::Header h{};
     h.magic = scout::kRingMagic;
     h.layout_version = scout::kLayoutVersion;
@@ -57,6 +57,8 @@ class Arena {
     h.log_entries = 16;
     h.stat_lines = kLines;
     h.event_entries = 8;
+    h.num_nodes = nodes;
+    h.stripe_pages = (kNumPages + nodes - 1) / nodes;
     end_ = kPage;  // behind the header
     h.control_offset = place(sizeof(scout::Control));
     h.stats_offset = place(sizeof(scout::StatLine) * kLines);
@@ -152,7 +154,7 @@ struct Request {
   std::vector<int32_t> n_pages;
   std::vector<Answer> answers;  // by layer
 
-  uint64_t items() const { return uint64_t{rows} * parts; }
+  uint64_t items(uint32_t nodes) const { return uint64_t{rows} * parts * nodes; }
 };
 
 // softmax(scale * q k^T) v in double, one row and head after the other.
@@ -242,8 +244,10 @@ extern PointHandler point_handler;
 
 inline double now_s() { return static_cast<double>(scout::now_ns()) * 1e-9; }
 
-// Two CPUs of this process, or one twice.
+// So many CPUs of this process, some several times if there are fewer.
 std::vector<int> pick_cpus(uint32_t count);
+// Nodes of so many threads, in turns: with more nodes than threads some have none.
+std::vector<int> pick_nodes(uint32_t count, uint32_t nodes);
 
 int run_stress(const Options& options);
 int run_fuzz(const Options& options);

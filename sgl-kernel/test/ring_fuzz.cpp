@@ -120,7 +120,7 @@ struct Raw {
 enum class Fate { kUntouched, kBadSlot, kStale, kRefused, kServed, kAbandoned };
 
 // What the runtime has to do with it; `items` are the items that it computes.
-Fate foresee(const Raw& r, uint32_t epoch, uint64_t* items) {
+Fate foresee(const Raw& r, uint32_t epoch, uint32_t nodes, uint64_t* items) {
   *items = 0;
   const uint64_t post = r.post & scout::kPostMask;
   if (r.log_tag != post) return Fate::kUntouched;
@@ -135,7 +135,7 @@ Fate foresee(const Raw& r, uint32_t epoch, uint64_t* items) {
   const uint64_t all = uint64_t{r.rows} * r.parts;
   const uint64_t first = r.claim & scout::kItemMask;
   if (first >= all) return Fate::kUntouched;
-  *items = all - first;
+  *items = (all - first) * nodes;
   if (first > 0) return Fate::kAbandoned;
   for (uint32_t b = 0; b < r.rows; ++b) {
     if (r.n_pages[b] < 0 || r.n_pages[b] > static_cast<int32_t>(kMaxPages)) return Fate::kRefused;
@@ -150,14 +150,14 @@ class RecordFuzz {
   RecordFuzz(const Arena& arena, const std::vector<Request>& requests, Rng& rng)
       : arena_(arena),
         ring_(arena.ring),
+        nodes_(arena.ring.header().num_nodes),
         requests_(requests),
         rng_(rng),
         keeper_(arena.base, arena.bytes) {
     out_.resize(kMaxBatch * kRowFloats);
     lse_.resize(kMaxBatch * kQHeads);
     // A damaged head may name post 0, which is what a fresh ring says everywhere.
-    for (uint32_t slot = 0; slot < kSlots; ++slot)
-      scout::store_release(&ring_.record(slot)->claim, scout::kClosed);
+    for (uint32_t slot = 0; slot < kSlots; ++slot) set_claims(slot, scout::kClosed);
   }
 
   void run(double until_s) {
@@ -183,10 +183,16 @@ class RecordFuzz {
     return true;
   }
 
+  void set_claims(uint32_t slot, uint64_t claim) {
+    for (uint32_t node = 0; node < nodes_; ++node)
+      scout::store_release(&ring_.record(slot)->claim[node], claim);
+  }
+
   void begin_life() {
     scout::RuntimeOptions o;
     o.epoch = epoch_ = keeper_.next_epoch();
     o.cpus = pick_cpus(2);
+    o.nodes = pick_nodes(2, nodes_);
     o.spin_us = rng_() % 2 * 100;
     first_post_ = scout::load_acquire(&ring_.control()->head);
     o.max_parts = kMaxSplit;
@@ -259,7 +265,7 @@ class RecordFuzz {
 
   void write(const Raw& r) {
     scout::RecordHeader* record = ring_.record(r.slot);
-    scout::store_release(&record->claim, (r.post & scout::kPostMask) << 24 | scout::kClosed);
+    set_claims(r.slot, (r.post & scout::kPostMask) << 24 | scout::kClosed);
     scout::store_release(&record->seq, r.seq);
     scout::store_relaxed(&record->layer, r.layer);
     scout::store_relaxed(&record->rows, r.rows);
@@ -267,7 +273,7 @@ class RecordFuzz {
     std::memcpy(ring_.q(r.slot, 0), r.q.data(), r.q.size() * 4);
     std::memcpy(ring_.pages(r.slot, 0), r.pages.data(), r.pages.size() * 4);
     std::memcpy(ring_.n_pages(r.slot), r.n_pages.data(), r.n_pages.size() * 4);
-    scout::store_release(&record->claim, r.claim);
+    set_claims(r.slot, r.claim);
     scout::store_release(ring_.log_entry(r.post), r.log_tag << 24 | r.log_slot);
     scout::store_release(&ring_.control()->head, r.post);
     ring_bell();
@@ -285,7 +291,7 @@ class RecordFuzz {
     Raw r = make_raw();
     for (uint64_t n = 1 + rng_() % 2; n > 0; --n) damage(r);
     uint64_t items = 0;
-    const Fate fate = foresee(r, epoch_, &items);
+    const Fate fate = foresee(r, epoch_, nodes_, &items);
     ++seen_[static_cast<int>(fate)];
     const scout::StatLine before = keeper_.totals();
     const uint64_t done_before = scout::load_acquire(&ring_.reply(r.slot)->done);
@@ -318,7 +324,7 @@ class RecordFuzz {
                         (refused ? scout::kReplyRefused : scout::kReplyOk))
       die("fuzz: wrong status");
     // What the runtime left alone is taken out of the ring, as the next record would be.
-    scout::store_release(&ring_.record(r.slot)->claim, scout::kClosed);
+    set_claims(r.slot, scout::kClosed);
     scout::store_release(&ring_.record(r.slot)->seq, uint64_t{0});
     scout::store_release(ring_.log_entry(r.post), uint64_t{0});
   }
@@ -362,6 +368,7 @@ class RecordFuzz {
 
   const Arena& arena_;
   const scout::Ring& ring_;
+  const uint32_t nodes_;
   const std::vector<Request>& requests_;
   Rng& rng_;
   scout::Producer keeper_;  // for epochs and totals
@@ -456,6 +463,7 @@ void fuzz_words(const Arena& arena, const std::vector<Request>& requests, Rng& r
     scout::RuntimeOptions o;
     o.epoch = epoch = producer.next_epoch();
     o.cpus = pick_cpus(2);
+    o.nodes = pick_nodes(2, arena.ring.header().num_nodes);
     o.spin_us = rng() % 2 * 100;
     o.max_parts = kMaxSplit;
     scout::Runtime runtime(arena.base, arena.bytes, o);
@@ -507,12 +515,14 @@ int run_fuzz(const Options& options) {
   return 0;
 #endif
   Rng rng(options.seed);
-  const double begin_s = now_s();
-  const Arena arena;
-  const std::vector<Request> requests = random_requests(arena, options.seed, 24);
-  fuzz_headers(arena, rng);
-  RecordFuzz(arena, requests, rng).run(begin_s + options.seconds * 0.6);
-  fuzz_words(arena, requests, rng, begin_s + options.seconds);
+  for (uint32_t nodes : {1u, 2u}) {
+    const double begin_s = now_s();
+    const Arena arena(nodes);
+    const std::vector<Request> requests = random_requests(arena, options.seed, 24);
+    fuzz_headers(arena, rng);
+    RecordFuzz(arena, requests, rng).run(begin_s + options.seconds * 0.3);
+    fuzz_words(arena, requests, rng, begin_s + options.seconds * 0.5);
+  }
   return 0;
 }
 

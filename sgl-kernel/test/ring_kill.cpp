@@ -48,6 +48,7 @@ void die_here(scout::Point point, uint32_t) {
   scout::RuntimeOptions o;
   o.epoch = epoch;
   o.cpus = pick_cpus(2);
+  o.nodes = pick_nodes(2, arena.ring.header().num_nodes);
   o.spin_us = rng() % 2 * 50;
   o.max_parts = kMaxSplit;
   scout::Runtime runtime(arena.base, arena.bytes, o);
@@ -243,10 +244,13 @@ int run_kill(const Options& options) {
       mmap(nullptr, sizeof(Board), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) die("no memory for the board");
   board = static_cast<Board*>(memory);
-  const double begin_s = now_s();
-  const Arena arena;
-  const std::vector<Request> requests = random_requests(arena, options.seed, 24);
-  Parent(arena, requests, options.seed).run(begin_s + options.seconds);
+  for (uint32_t nodes : {1u, 2u}) {
+    std::memset(static_cast<void*>(board), 0, sizeof(Board));
+    const double begin_s = now_s();
+    const Arena arena(nodes);
+    const std::vector<Request> requests = random_requests(arena, options.seed, 24);
+    Parent(arena, requests, options.seed).run(begin_s + options.seconds / 2);
+  }
   return 0;
 }
 

@@ -33,7 +33,7 @@ void dawdle(scout::Point point, uint32_t slot) {
     if (damage == "early-done")
       scout::store_release(&ring.reply(slot)->done, scout::load_acquire(&ring.record(slot)->seq));
     if (damage == "twice")
-      __atomic_fetch_sub(&ring.record(slot)->claim, uint64_t{1}, __ATOMIC_ACQ_REL);
+      __atomic_fetch_sub(&ring.record(slot)->claim[0], uint64_t{1}, __ATOMIC_ACQ_REL);
   }
   if (roll % 512 == 0)
     usleep(roll / 512 % 200);
@@ -52,7 +52,10 @@ struct InFlight {
 class Poster {
  public:
   Poster(scout::Producer& producer, const std::vector<Request>& requests, uint64_t seed)
-      : producer_(producer), requests_(requests), rng_(seed) {
+      : nodes_(producer.ring().header().num_nodes),
+        producer_(producer),
+        requests_(requests),
+        rng_(seed) {
     out_.resize(kMaxBatch * kRowFloats);
     lse_.resize(kMaxBatch * kQHeads);
   }
@@ -83,7 +86,7 @@ class Poster {
     InFlight f{0, step_, layer_, &r};
     f.ticket = producer_.post(layer_, step_, r.rows, r.q.data(), r.pages.data(), kMaxPages,
                               r.n_pages.data(), r.parts);
-    items += r.items();
+    items += r.items(nodes_);
     if (rng_() % 32 == 0) usleep(rng_() % 200);  // lets the worker fall asleep
     return f;
   }
@@ -101,6 +104,7 @@ class Poster {
     std::fill(lse_.begin(), lse_.end(), NAN);
   }
 
+  const uint32_t nodes_;
   scout::Producer& producer_;
   const std::vector<Request>& requests_;
   Rng rng_;
@@ -114,6 +118,7 @@ std::unique_ptr<scout::Runtime> begin_life(const Arena& arena, scout::Producer& 
   scout::RuntimeOptions o;
   o.epoch = producer.next_epoch();
   o.cpus = pick_cpus(threads);
+  o.nodes = pick_nodes(threads, arena.ring.header().num_nodes);
   o.spin_us = rng() % 3 == 0 ? 0 : rng() % 100;
   o.max_parts = max_parts;
   auto runtime = std::make_unique<scout::Runtime>(arena.base, arena.bytes, o);
@@ -140,8 +145,8 @@ void run_one_life(const Arena& arena, const std::vector<Request>& requests, cons
                  static_cast<unsigned long long>(items));
     die("stress: items are not computed exactly once");
   }
-  std::printf("stress: one life, %llu records, %llu items, each once\n",
-              static_cast<unsigned long long>(poster.by_worker),
+  std::printf("stress: one life, %u nodes, %llu records, %llu items, each once\n",
+              arena.ring.header().num_nodes, static_cast<unsigned long long>(poster.by_worker),
               static_cast<unsigned long long>(items));
 }
 
@@ -181,15 +186,18 @@ void run_lives(const Arena& arena, const std::vector<Request>& requests, const O
 }  // namespace
 
 int run_stress(const Options& options) {
-  const Arena arena;
-  handler_arena = &arena;
   damage = options.damage;
   thread_seeds = options.seed * 2 + 1;
-  const std::vector<Request> requests = random_requests(arena, options.seed, 24);
-  point_handler = dawdle;
-  const double begin_s = now_s();
-  run_one_life(arena, requests, options, begin_s + options.seconds * 0.4);
-  run_lives(arena, requests, options, begin_s + options.seconds);
+  for (uint32_t nodes : {1u, 2u}) {
+    const Arena arena(nodes);
+    handler_arena = &arena;
+    const std::vector<Request> requests = random_requests(arena, options.seed, 24);
+    point_handler = dawdle;
+    const double begin_s = now_s();
+    run_one_life(arena, requests, options, begin_s + options.seconds * 0.2);
+    run_lives(arena, requests, options, begin_s + options.seconds * 0.5);
+    point_handler = nullptr;
+  }
   return 0;
 }
 

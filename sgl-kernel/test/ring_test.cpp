@@ -39,6 +39,12 @@ std::vector<int> pick_cpus(uint32_t count) {
   return cpus;
 }
 
+std::vector<int> pick_nodes(uint32_t count, uint32_t nodes) {
+  std::vector<int> found;
+  for (uint32_t i = 0; i < count; ++i) found.push_back(static_cast<int>(i % nodes));
+  return found;
+}
+
 namespace {
 
 struct Mode {

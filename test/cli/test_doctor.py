@@ -140,7 +140,9 @@ def test_two_nodes_and_a_gpu(monkeypatch, tmp_path):
     assert machine.nvidia_gpus() == [machine.Gpu("0000:01:00.0", 1)]
     assert machine.cpu_quota() is None
     assert machine.free_hugepages() == 64 and machine.has_rdma()
-    assert "--kv-offload-cpus 4-7" in doctor.check_cpus().found
+    found = doctor.check_cpus().found
+    assert "--kv-offload-cpus 4-7" in found
+    assert "2 NUMA nodes (0: CPUs 0-3; 1: CPUs 4-7)" in found
     assert doctor.check_hugepages().state == "ok"
     assert "--device cpu in this version" in doctor.check_gpu().found
 

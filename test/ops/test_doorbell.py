@@ -34,9 +34,14 @@ def settle():
         torch.cuda.synchronize()
 
 
+TWO_KINDS = pytest.mark.parametrize("arena", [1, 2], indirect=True, ids=["node", "nodes"])
+
+
 @pytest.fixture
-def arena():
-    spec = ArenaSpec(LAYERS, 20, 4, 2, HQ, D, "float32", D**-0.5, BATCH, K)
+def arena(request):
+    """Of one memory node, or of as many as the test asks for."""
+    nodes = getattr(request, "param", 1)
+    spec = ArenaSpec(LAYERS, 20, 4, 2, HQ, D, "float32", D**-0.5, BATCH, K, num_nodes=nodes)
     made = Arena.create(spec)
     rng = np.random.default_rng(3)
     for layer in range(LAYERS):
@@ -77,6 +82,7 @@ def ring_of(arena, timeout_us=20_000_000, parts=1):
         parts=parts,
         timeout_us=timeout_us,
         device=DEVICE,
+        num_nodes=arena.spec.num_nodes,
     )
 
 
@@ -104,6 +110,7 @@ def shared_bytes(arena):
     return memory[at.control_offset : at.stats_offset], memory[at.log_offset : at.replies_offset]
 
 
+@TWO_KINDS
 def test_leaves_the_bytes_that_the_cpp_producer_leaves(arena):
     """But for the bell, which is the producer's futex."""
     requests = [
@@ -139,6 +146,7 @@ def test_leaves_the_bytes_that_the_cpp_producer_leaves(arena):
     assert device.errors() == []
 
 
+@TWO_KINDS
 @pytest.mark.parametrize("parts", [1, 2])
 def test_answers_of_worker_threads_are_merged(arena, worker, agree, parts):
     worker(epoch=5, parts=parts)
@@ -229,6 +237,7 @@ def exchange(arena, ring, step, parts=1):
     return sum(int((pages >= 0).sum()) for _, pages, _ in requests)
 
 
+@TWO_KINDS
 @pytest.mark.parametrize("parts", [1, 3])
 def test_the_attendant_answers_what_no_worker_will(arena, attended, parts):
     """Records of a life that nobody leads, as after a worker's death."""

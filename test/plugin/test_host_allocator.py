@@ -40,10 +40,11 @@ class Listener:
         self.calls.append("clear")
 
 
-def make(kind, need_sort):
+def make(kind, need_sort, num_nodes=1):
+    spec = SimpleNamespace(num_nodes=num_nodes, stripe_pages=31 // num_nodes)
     made = kind(
-        30 * SIZE, page_size=SIZE, dtype=torch.float32, device="cpu", kvcache=None,
-        need_sort=need_sort,
+        30 * SIZE, page_size=SIZE, dtype=torch.float32, device="cpu", need_sort=need_sort,
+        kvcache=SimpleNamespace(arena=SimpleNamespace(spec=spec)),
     )  # fmt: skip
     made.listener = Listener()
     return made
@@ -101,10 +102,10 @@ class User:
         return locations
 
 
-@given(OPERATIONS, st.booleans())
-def test_hands_out_what_the_other_does(operations, need_sort):
-    ours = User(make(host_allocator.HostAllocator, need_sort))
-    theirs = User(make(pool.ScoutAllocator, need_sort))
+@given(OPERATIONS, st.booleans(), st.sampled_from([1, 3]))
+def test_hands_out_what_the_other_does(operations, need_sort, num_nodes):
+    ours = User(make(host_allocator.HostAllocator, need_sort, num_nodes))
+    theirs = User(make(pool.ScoutAllocator, need_sort, num_nodes))
     for operation, number in operations:
         got, expected = ours.run(operation, number), theirs.run(operation, number)
         assert (got is None) == (expected is None)

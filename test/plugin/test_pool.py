@@ -103,6 +103,63 @@ def test_clear_reports():
     assert not made.listener.out and made.used_pages == 0
 
 
+def two_node_allocator(tokens, stripe_pages):
+    spec = SimpleNamespace(num_nodes=2, stripe_pages=stripe_pages)
+    made = pool.ScoutAllocator(
+        tokens, page_size=SIZE, dtype=torch.float32, device="cpu",
+        kvcache=SimpleNamespace(arena=SimpleNamespace(spec=spec)), need_sort=True,
+    )  # fmt: skip
+    made.listener = Lives()
+    return made
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(0, 500), unique=True),
+    st.integers(1, 300),
+    st.randoms(use_true_random=False),
+)
+def test_every_beginning_of_the_free_pages_is_of_all_nodes(pages, stripe, random):
+    random.shuffle(pages)
+    made = pool.alternate_nodes(torch.tensor(pages, dtype=torch.int64), stripe).tolist()
+    assert sorted(made) == sorted(pages)
+    left = {node: sum(p // stripe == node for p in pages) for node in {p // stripe for p in pages}}
+    taken = dict.fromkeys(left, 0)
+    for page in made:
+        taken[page // stripe] += 1
+        most = max(taken.values())
+        for node, count in taken.items():
+            assert count >= min(left[node], most - pool.NODE_RUN_PAGES), "a node lags behind"
+    runs = sum(b != a + 1 for a, b in zip(made, made[1:], strict=False))
+    gaps = sum(b != a + 1 for a, b in zip(sorted(pages), sorted(pages)[1:], strict=False))
+    assert runs <= gaps + len(pages) // pool.NODE_RUN_PAGES + len(left)
+
+
+def test_requests_take_pages_of_both_nodes_from_the_first_on():
+    made = two_node_allocator(256 * SIZE, stripe_pages=128)
+    held = []
+    for _ in range(4):
+        held.append(extend(made, 0, 32 * SIZE))
+        pages = torch.unique(held[-1] // SIZE)
+        assert (pages < 128).sum() == 16
+    for locations in held[::2]:
+        made.free(locations)
+    again = [extend(made, 0, 32 * SIZE) for _ in range(6)]  # more than was left: all is sorted anew
+    assert made.used_pages == 256 and len(made.listener.out) == 256
+    counts = [int((torch.unique(a // SIZE) < 128).sum()) for a in again]
+    assert all(8 <= count <= 24 for count in counts), counts
+
+
+def test_one_node_keeps_the_order_of_sglang():
+    made = allocator(64 * SIZE)
+    assert torch.equal(made.free_pages, torch.arange(1, 65))
+    one = pool.ScoutAllocator(
+        64 * SIZE, page_size=SIZE, dtype=torch.float32, device="cpu", need_sort=True,
+        kvcache=SimpleNamespace(arena=SimpleNamespace(spec=SimpleNamespace(num_nodes=1))),
+    )  # fmt: skip
+    assert torch.equal(one.free_pages, torch.arange(1, 65))
+
+
 SHAPE = ModelShape(3, 4, 2, 64, SIZE, torch.float32, 0.125)
 
 

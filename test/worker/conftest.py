@@ -7,7 +7,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -173,8 +173,11 @@ def _state(stat: Path) -> str:
 class Ring:
     """A producer on an arena, and threads for the lives that a test begins."""
 
-    def __init__(self, arena: Arena, cpus: list[int], parts: int = 1) -> None:
+    def __init__(
+        self, arena: Arena, cpus: list[int], parts: int, nodes: Sequence[int], help_after_us: int
+    ) -> None:
         self.arena, self.cpus, self.parts = arena, cpus, parts
+        self.nodes, self.help_after_us = nodes, help_after_us
         self.producer = _native.RingProducer(arena.address, arena.nbytes)
         self.runtime: _native.RingRuntime | None = None
 
@@ -182,8 +185,9 @@ class Ring:
         self.die()
         epoch = self.producer.next_epoch()
         self.runtime = _native.RingRuntime(
-            self.arena.address, self.arena.nbytes, epoch, self.cpus, spin_us, self.parts
-        )
+            self.arena.address, self.arena.nbytes, epoch, self.cpus, spin_us, self.parts,
+            self.nodes, self.help_after_us,
+        )  # fmt: skip
         self.producer.set_life(epoch)
         return epoch
 
@@ -213,8 +217,14 @@ class Ring:
 def make_ring(cpu):
     with contextlib.ExitStack() as stack:
 
-        def make(arena: Arena, threads: int = 1, parts: int = 1) -> Ring:
-            ring = Ring(arena, [cpu] * threads, parts)
+        def make(
+            arena: Arena,
+            threads: int = 1,
+            parts: int = 1,
+            nodes: Sequence[int] = (),
+            help_after_us: int = 50,
+        ) -> Ring:
+            ring = Ring(arena, [cpu] * threads, parts, nodes, help_after_us)
             stack.callback(ring.die)
             return ring
 

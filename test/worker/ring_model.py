@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, product
 
 BUGS = {
     "bell without a fence": "the bell is a plain store: sleepers is read before head is out",
@@ -31,17 +31,24 @@ BUGS = {
     "claim by load and store": "claim is raised without compare-and-swap",
     "first finisher announces": "done is stored after the first item",
     "slot is not closed": "the producer writes the header while the old claim is still open",
+    "nobody helps": "a thread goes past a record when the items of its own node are claimed",
+    "claims open late": "only the first node's claim is opened before head is out",
 }
 
 
 @dataclass(frozen=True)
 class Model:
-    """Sizes of a search: slots, records, items of a record, threads, deaths of the worker."""
+    """Sizes of a search: slots, records, items of a record on a node, threads, deaths of the worker.
+
+    Thread i is of node i % nodes. How long a thread leaves another node's items alone is a matter of
+    time, so here it takes them whenever it comes to them, and any order is tried.
+    """
 
     slots: int = 1
     records: int = 2
     items: int = 1
     threads: int = 1
+    nodes: int = 1
     deaths: int = 0
     gives_up: bool = False  # waits may run into their deadline
     bug: str = ""
@@ -53,7 +60,7 @@ class Violation(Exception):
 
 CLOSED = 99
 HEAD, BELL, SLEEPERS, LIVE = range(4)
-CLAIM, HEADER, DATA, DONE, WAITERS, COUNT, OUT = range(7)  # words of a slot, OUT one per item
+HEADER, DATA, DONE, WAITERS, COUNT, CLAIM = range(6)  # words of a slot; CLAIM one per node
 
 
 class Search:
@@ -64,7 +71,9 @@ class Search:
         self.log_entries = model.slots + 1  # the fewest that ring.h allows
         self.log = 4
         self.slot0 = self.log + self.log_entries
-        self.slot_words = OUT + model.items
+        self.out = CLAIM + model.nodes  # words of a slot, one per item
+        self.all_items = model.items * model.nodes
+        self.slot_words = self.out + self.all_items
         self.bug = model.bug
 
     def at(self, slot: int, word: int) -> int:
@@ -77,7 +86,8 @@ class Search:
         memory = [0] * (self.slot0 + m.slots * self.slot_words)
         memory[LIVE] = 1
         for slot in range(m.slots):
-            memory[self.at(slot, CLAIM)] = (0, CLOSED)
+            for node in range(m.nodes):
+                memory[self.at(slot, CLAIM + node)] = (0, CLOSED)
             memory[self.at(slot, DONE)] = memory[self.at(slot, HEADER)] = (0, 0)
             memory[self.at(slot, COUNT)] = (0, 0)
         for entry in range(self.log_entries):
@@ -140,9 +150,9 @@ class Search:
 
             for mem, thread in self.drain(memory, worker):
                 yield f"{i} drains", (mem, *put(thread), supervisor, executed), False
-            yield from targets(
-                f"{i} {worker[0]}", self.worker_steps(memory, worker, supervisor[1], executed), put
-            )
+            node = i % self.m.nodes
+            steps = self.worker_steps(memory, worker, node, supervisor[1], executed)
+            yield from targets(f"{i} {worker[0]}", steps, put)
         yield from self.supervisor_steps(state)
 
     # ---- memory ---------------------------------------------------------------------------------
@@ -208,7 +218,8 @@ class Search:
             else:
                 yield go("header" if bug == "slot is not closed" else "close")
         elif pc == "close":
-            yield store(self.at(slot, CLAIM), (post, CLOSED), "closed")
+            closed = tuple((self.at(slot, CLAIM + n), (post, CLOSED)) for n in range(m.nodes))
+            yield go("closed", buf=(*buffer, *closed))
         elif pc == "closed":
             if not buffer:
                 yield go("header")
@@ -217,24 +228,32 @@ class Search:
         elif pc == "data":
             yield store(self.at(slot, DATA), post, "open")
         elif pc == "open":
-            yield store(self.at(slot, CLAIM), (post, 0), "log")
+            now = 1 if bug == "claims open late" else m.nodes
+            opened = tuple((self.at(slot, CLAIM + n), (post, 0)) for n in range(now))
+            yield go("log", buf=(*buffer, *opened))
         elif pc == "log":
             yield store(self.log + post % self.log_entries, (post, slot), "head")
         elif pc == "head":
-            yield store(HEAD, post, "bell")
+            late = range(1, m.nodes) if bug == "claims open late" else ()
+            opened = tuple((self.at(slot, CLAIM + n), (post, 0)) for n in late)
+            yield go("bell", buf=(*buffer, (HEAD, post), *opened))
         elif pc == "bell":
             if bug == "bell without a fence":
                 yield store(BELL, post, "sleepers")
             elif not buffer:
                 yield go("sleepers", mem=memory[:BELL] + (memory[BELL] + 1,) + memory[BELL + 1 :])
         elif pc == "sleepers":
-            asleep = [i for i, w in enumerate(workers) if w[0] == "asleep"]
-            count = min(len(asleep), m.items)
-            if load(SLEEPERS) == 0 or count == 0:
+            # Of each node as many as it has items.
+            groups = []
+            for node in range(m.nodes):
+                asleep = range(node, m.threads, m.nodes)
+                asleep = [i for i in asleep if workers[i][0] == "asleep"]
+                groups.append(list(combinations(asleep, min(len(asleep), m.items))))
+            if load(SLEEPERS) == 0:
                 yield go(*posted(at))
             else:
-                for woken in combinations(asleep, count):
-                    yield go(*posted(at), woken=woken)
+                for woken in product(*groups):
+                    yield go(*posted(at), woken=sum(woken, ()))
         elif pc == "wait":
             number, epoch = flight[0]
             s = number % m.slots
@@ -248,8 +267,8 @@ class Search:
         elif pc == "take":
             number, epoch = flight[0]
             s = number % m.slots
-            rows = [load(self.at(s, OUT + i)) for i in range(m.items)]
-            if rows != [(epoch, number)] * m.items:
+            rows = [load(self.at(s, self.out + i)) for i in range(self.all_items)]
+            if rows != [(epoch, number)] * self.all_items:
                 raise Violation(f"record {number} is answered by {rows}")
             yield finished(number, epoch)
         elif pc == "lost?":
@@ -288,7 +307,8 @@ class Search:
 
     # ---- worker ---------------------------------------------------------------------------------
 
-    def worker_steps(self, memory, thread, epoch, executed):
+    def worker_steps(self, memory, thread, own, epoch, executed):
+        """``own``: node of the thread. Register 2: of how many nodes it has seen all items claimed."""
         pc, registers, buffer = thread
         m, bug = self.m, self.bug
         cursor = registers[0]
@@ -305,6 +325,13 @@ class Search:
         def load(word):
             return self.load(memory, thread, word)
 
+        def claim_of(turn):
+            return CLAIM + (own + turn) % m.nodes
+
+        def exhausted(slot, turn):
+            helps = turn + 1 < m.nodes and bug != "nobody helps"
+            return go("claim", (cursor, slot, turn + 1)) if helps else go(*passed)
+
         passed = ("idle", (cursor + 1,))
         if pc == "idle":
             head = load(HEAD)
@@ -314,36 +341,41 @@ class Search:
                 yield go("entry", (max(cursor, head - self.log_entries),))
         elif pc == "entry":
             number, slot = load(self.log + (cursor + 1) % self.log_entries)
-            yield go(*passed) if number != cursor + 1 else go("claim", (cursor, slot))
+            yield go(*passed) if number != cursor + 1 else go("claim", (cursor, slot, 0))
         elif pc == "claim":
-            slot = registers[1]
-            tag, item = load(self.at(slot, CLAIM))
+            _, slot, turn = registers
+            tag, item = load(self.at(slot, claim_of(turn)))
             over = tag != cursor + 1 or item == CLOSED
-            yield go(*passed) if over else go("read header", (cursor, slot, item))
+            yield exhausted(slot, turn) if over else go("read header", (cursor, slot, turn, item))
         elif pc == "read header":
-            _, slot, item = registers
+            _, slot, turn, item = registers
             seq = load(self.at(slot, HEADER))
             if seq[0] != epoch and bug != "epoch is not checked":
-                yield go("refuse", (cursor, slot, item, "stale"))
+                yield go("see first", (cursor, slot, turn, "stale"))
             elif seq[1] != cursor + 1:
-                yield go("refuse", (cursor, slot, item, "refused"))
+                yield go("see first", (cursor, slot, turn, "refused"))
             elif item >= m.items:
-                yield go(*passed)
+                yield exhausted(slot, turn)
             else:
-                yield go("take item", (cursor, slot, item, seq))
+                yield go("take item", (cursor, slot, turn, item, seq))
+        elif pc == "see first":
+            _, slot, turn, why = registers
+            tag, item = load(self.at(slot, CLAIM))
+            over = tag != cursor + 1 or item == CLOSED
+            yield exhausted(slot, turn) if over else go("refuse", (*registers, item))
         elif pc == "refuse":
-            slot, item, why = registers[1:]
+            _, slot, turn, why, item = registers
             word = self.at(slot, CLAIM)
             if not buffer:
                 if memory[word] != (cursor + 1, item):
-                    yield go("claim", (cursor, slot))
+                    yield go("claim", (cursor, slot, turn))
                 elif why == "refused":
                     raise Violation(f"record {cursor + 1} is refused")
                 else:
-                    yield locked(word, (cursor + 1, CLOSED), *passed)
+                    yield locked(word, (cursor + 1, CLOSED), "claim", (cursor, slot, turn))
         elif pc == "take item":
-            slot, item, seq = registers[1:]
-            word = self.at(slot, CLAIM)
+            _, slot, turn, item, seq = registers
+            word = self.at(slot, claim_of(turn))
             if not buffer:
                 if bug == "claim by load and store":
                     yield store(word, (cursor + 1, item + 1), "compute")
@@ -352,43 +384,47 @@ class Search:
                 elif bug == "claim has no post" and memory[word][1] == item:
                     yield locked(word, (memory[word][0], item + 1), "compute")
                 else:
-                    yield go("claim", (cursor, slot))
+                    yield go("claim", (cursor, slot, turn))
         elif pc in ("compute", "computed"):
-            slot, item, seq = registers[1:]
+            _, slot, turn, item, seq = registers
             if load(self.at(slot, DATA)) != seq[1]:
                 raise Violation(f"record {seq[1]} is overwritten while it is read")
             if pc == "compute":
+                # From here on its number within the record.
+                item += (own + turn) % m.nodes * m.items
                 if (*seq, item) in executed:
                     raise Violation(f"item {item} of record {seq[1]} is computed twice")
-                yield go("computed", done=executed | {(*seq, item)})
+                regs = (cursor, slot, turn, item, seq)
+                yield go("computed", regs, done=executed | {(*seq, item)})
             else:
-                early = bug == "done before out" and item == m.items - 1
+                early = bug == "done before out" and item == self.all_items - 1
                 yield go("announce" if early else "write")
         elif pc == "write":
-            slot, item, seq = registers[1:]
-            to = "claim" if bug == "done before out" and item == m.items - 1 else "count rows"
-            regs = registers if to == "count rows" else (cursor, slot)
-            value = (self.at(slot, OUT + item), seq)
+            _, slot, turn, item, seq = registers
+            late = bug == "done before out" and item == self.all_items - 1
+            to = "claim" if late else "count rows"
+            regs = (cursor, slot, turn) if late else registers
+            value = (self.at(slot, self.out + item), seq)
             yield go(to, regs, buf=(*buffer, value))
         elif pc == "count rows":
-            slot, item, seq = registers[1:]
+            _, slot, turn, item, seq = registers
             if not buffer:
                 word = self.at(slot, COUNT)
                 tag, count = memory[word]
                 count = count + 1 if tag == seq[1] else 1
-                last = count == m.items or bug == "first finisher announces"
-                regs = registers if last else (cursor, slot)
+                last = count == self.all_items or bug == "first finisher announces"
+                regs = registers if last else (cursor, slot, turn)
                 yield locked(word, (seq[1], count), "announce" if last else "claim", regs)
         elif pc == "announce":
-            slot, item, seq = registers[1:]
+            _, slot, turn, item, seq = registers
             yield store(self.at(slot, DONE), seq, "fence")
         elif pc == "fence":
             if not buffer or bug == "done without a fence":
-                slot = registers[1]
+                _, slot, turn = registers[:3]
                 late = bug == "done before out"
                 wakes = (slot,) if load(self.at(slot, WAITERS)) else ()
-                yield go("write" if late else "claim", registers if late else (cursor, slot),
-                         wakes=wakes)  # fmt: skip
+                regs = registers if late else (cursor, slot, turn)
+                yield go("write" if late else "claim", regs, wakes=wakes)
         elif pc == "doze":  # only with a bug
             yield go("count" if load(HEAD) == cursor else "idle")
         elif pc == "count":

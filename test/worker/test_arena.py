@@ -67,6 +67,7 @@ sizes = st.fixed_dictionaries(
         "kv_dtype": st.sampled_from(["float32", "bfloat16", "float16"]),
         "scale": st.floats(1e-3, 10), "logit_cap": st.floats(0, 100),
         "max_batch": st.integers(1, 40), "max_pages": st.integers(1, 70),
+        "num_nodes": st.sampled_from([1, 1, 2, 5]),
     }
 )  # fmt: skip
 
@@ -194,17 +195,17 @@ def test_no_descriptor_left(make_spec):
 def test_numa_is_a_logged_no_op_on_one_node(make_spec, monkeypatch, caplog):
     monkeypatch.setattr(numa, "nodes", lambda: [0])
     with caplog.at_level("INFO"):
-        Arena.create(make_spec(), numa_node=0).close()
-    assert "not bound to node 0" in caplog.text
+        Arena.create(make_spec(), numa_nodes=[0]).close()
+    assert "not bound to [0]" in caplog.text
     monkeypatch.setattr(numa, "nodes", lambda: [0, 1])
-    with pytest.raises(ArenaError, match=r"numa_node=7; this machine has \[0, 1\]"):
-        Arena.create(make_spec(), numa_node=7)
+    with pytest.raises(ArenaError, match=r"numa_nodes=\[7\]; this machine has \[0, 1\]"):
+        Arena.create(make_spec(), numa_nodes=[7])
 
 
 @pytest.mark.skipif(not numa.nodes(), reason="kernel without NUMA")
 def test_mbind_really_runs(make_spec, monkeypatch, caplog):
     monkeypatch.setattr(numa, "nodes", lambda: [0, 1])  # this machine may have only node 0
-    arena = Arena.create(make_spec(), numa_node=0)
+    arena = Arena.create(make_spec(), numa_nodes=[0])
     if "cannot bind" in caplog.text:
         pytest.skip("mbind is not permitted here")
     maps = open("/proc/self/numa_maps").read()

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from sglang_scout import _native
 from sglang_scout.worker.ring import LAYOUT_VERSION
 from sglang_scout.worker.settings import MAX_THREADS_PER_GROUP
+from sglang_scout.worker.spec import MAX_NODES
 
 TOLERANCE = {"atol": 2e-5, "rtol": 2e-5}  # fp32 sums in another order than the oracle's float64
 
@@ -20,6 +21,7 @@ TOLERANCE = {"atol": 2e-5, "rtol": 2e-5}  # fp32 sums in another order than the 
 def test_constants_agree():
     assert _native.RING_LAYOUT_VERSION == LAYOUT_VERSION
     assert _native.RING_MAX_PARTS == MAX_THREADS_PER_GROUP
+    assert _native.RING_MAX_NODES == MAX_NODES
 
 
 @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "float16"])

@@ -18,6 +18,11 @@ MODELS = {
     "a death with two in flight": Model(slots=2, records=3, items=1, threads=1, deaths=1),
     "a death of two threads": Model(slots=1, records=1, items=2, threads=2, deaths=1),
     "two deaths": Model(slots=1, records=2, items=2, threads=1, deaths=2),
+    "two nodes": Model(slots=1, records=2, items=1, threads=2, nodes=2),
+    "a node without threads": Model(slots=1, records=2, items=2, threads=1, nodes=2),
+    "two nodes, in flight": Model(slots=2, records=2, items=1, threads=1, nodes=2, gives_up=True),
+    "two nodes and a death": Model(slots=1, records=2, items=1, threads=1, nodes=2, deaths=1),
+    "a death of two nodes": Model(slots=1, records=1, items=1, threads=2, nodes=2, deaths=1),
 }
 
 # Where each bug shows, and how.
@@ -34,6 +39,8 @@ FOUND = {
     "claim by load and store": ("two threads", "computed twice"),
     "first finisher announces": ("two items, two threads", "is answered by"),
     "slot is not closed": ("two threads", "is refused"),
+    "nobody helps": ("a node without threads", "deadlock"),
+    "claims open late": ("two nodes", "deadlock"),
 }
 
 

@@ -81,7 +81,7 @@ def test_record_of_another_epoch_is_refused_unanswered(make_arena, make_ring, ma
         slot = raw_post(arena, (1, count), other, request)
         until(lambda count=count: ring.producer.totals()["stale"] == count, "stale record")
         assert int(arena.ring().reply(slot)["done"]) == 0
-        assert int(arena.ring().record(slot)["claim"]) & CLOSED_ITEM == CLOSED_ITEM
+        assert int(arena.ring().record(slot)["claim"][0]) & CLOSED_ITEM == CLOSED_ITEM
     assert ring.producer.totals()["refused"] == 0 and ring.producer.totals()["items"] == 0
 
 

@@ -123,6 +123,8 @@ def check_cpus() -> Check:
         fix = "the worker and the server share one CPU; give the process more"
         return Check("cpus", WARNING, text, fix, values)
     if len(nodes) > 1:
+        text += f" ({'; '.join(f'{node}: CPUs {ranges(of)}' for node, of in nodes.items())})"
+        text += "; with CPUs of several, host pages are divided among their nodes"
         near = next((n for gpu in gpus if (n := gpu.numa_node) in nodes), None)
         if near is not None:
             text += f"; the GPU is on node {near}: --kv-offload-cpus {ranges(nodes[near])}"

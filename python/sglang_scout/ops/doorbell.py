@@ -28,6 +28,7 @@ class DeviceRing:
         layout: offsets and strides in bytes, the fields of `worker.ring.Layout`.
         num_layers, max_batch, max_pages, num_q_heads, head_dim: as in the ring's header.
         parts: runs of pages that each row is split into, as the worker's threads per group.
+        num_nodes: as in the ring's header.
         timeout_us: how long a merge waits for the worker.
         device: where the state lives.
 
@@ -50,6 +51,7 @@ class DeviceRing:
         parts: int,
         timeout_us: int,
         device: torch.device | str,
+        num_nodes: int = 1,
     ) -> None:
         if timeout_us <= 0:
             raise ValueError(f"timeout_us is {timeout_us}; a wait must end, give 1 or more")
@@ -57,7 +59,7 @@ class DeviceRing:
             raise ValueError(f"parts is {parts}, expected 1 or more")
         self.address, self.layout = address, layout
         self.num_layers, self.max_batch, self.max_pages = num_layers, max_batch, max_pages
-        self.parts, self.timeout_us = parts, timeout_us
+        self.parts, self.num_nodes, self.timeout_us = parts, num_nodes, timeout_us
         self._sizes = {"Q": num_q_heads, "D": head_dim}
         self.state = torch.zeros(4, dtype=torch.int64, device=device)
         self.open_seq = torch.zeros(2 * num_layers, dtype=torch.int64, device=device)

@@ -23,7 +23,7 @@ from sglang_scout.engine.trace import Tracer
 from sglang_scout.plugin import status
 from sglang_scout.plugin.args import parse
 from sglang_scout.plugin.device import make_device_engine, uses_device_engine
-from sglang_scout.plugin.hooks import model_shape
+from sglang_scout.plugin.hooks import model_shape, worker_nodes
 from sglang_scout.plugin.host_allocator import HostAllocator
 from sglang_scout.plugin.pool import HostKVPool
 from sglang_scout.plugin.prediction import learned_correction, make_quality
@@ -79,7 +79,12 @@ class ScoutAttnBackend(AttentionBackend):
         )
         self.plan = self.pool.plan
         self.cpus = worker_cpus(runner, self.config)
-        self.worker = WorkerClient(self.pool.arena, self.cpus, config=self._worker_config())
+        self.worker = WorkerClient(
+            self.pool.arena,
+            self.cpus,
+            nodes=list(worker_nodes(self.cpus).values()) or None,
+            config=self._worker_config(),
+        )
         projectors = make_projectors(layers)
         self.on_device = uses_device_engine(self.config, runner.device)
         parts: dict[str, Any] = {

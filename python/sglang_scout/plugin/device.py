@@ -109,6 +109,7 @@ def make_device_engine(
         parts=worker.parts,
         timeout_us=int(timeout_s * 1e6),
         device=runner.device,
+        num_nodes=spec.num_nodes,
     )
     return DeviceStepEngine(
         max_pages=max_pages,

@@ -32,7 +32,8 @@ from sglang_scout.plugin.pool import (
 from sglang_scout.plugin.ranks import AttentionRanks, worker_cpus
 from sglang_scout.plugin.support import decoder_layers
 from sglang_scout.worker.arena import available_bytes
-from sglang_scout.worker.numa import node_of
+from sglang_scout.worker.numa import cpus_by_node
+from sglang_scout.worker.spec import MAX_NODES
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +127,9 @@ def around_init_pools_decode(original: Callable[..., None], runner: Any) -> None
             runner.max_total_num_tokens,
             runner.model_config.context_len,
         )
+    nodes = worker_nodes(worker_cpus(runner, config))
     spec = {
+        "num_nodes": max(1, len(nodes)),
         "num_layers": shape.num_layers,
         "page_size": shape.page_size,
         "num_kv_heads": shape.num_kv_heads,
@@ -141,13 +144,25 @@ def around_init_pools_decode(original: Callable[..., None], runner: Any) -> None
     pool = _init_pools_with(
         original,
         runner,
-        functools.partial(
-            HostKVPool, arena_spec=spec, numa_node=node_of(worker_cpus(runner, config))
-        ),
+        functools.partial(HostKVPool, arena_spec=spec, numa_nodes=list(nodes)),
         HostKVPool,
         HostAllocator,
     )
     pool.attach(shape, plan, config.digest)
+
+
+def worker_nodes(cpus: list[int]) -> dict[int, list[int]]:
+    """The worker's CPUs by NUMA node: the host pages are divided among these nodes. Empty: unknown."""
+    found = cpus_by_node(cpus)
+    if len(found) > MAX_NODES:
+        logger.warning(
+            "--kv-offload-cpus: the worker's CPUs are of %d NUMA nodes, at most %d are told apart: "
+            "host pages lie wherever the system puts them; give CPUs of fewer nodes",
+            len(found),
+            MAX_NODES,
+        )
+        return {}
+    return found
 
 
 def after_prepare_for_prebuilt(_: None, batch: Any) -> None:

@@ -28,6 +28,7 @@ class HostAllocator(ScoutAllocator):
 
     def clear(self) -> None:
         self.free_pages = torch.arange(1, self.num_pages + 1, dtype=torch.int64)
+        self._alternate_nodes()
         self.release_pages = _NO_PAGES
         self.is_not_in_free_group = True
         self.free_group: list[torch.Tensor] = []
@@ -38,6 +39,7 @@ class HostAllocator(ScoutAllocator):
         if len(self.release_pages):
             self.free_pages = torch.cat((self.free_pages, self.release_pages)).sort().values
             self.release_pages = _NO_PAGES
+            self._alternate_nodes()
 
     def _take(self, count: int) -> torch.Tensor | None:
         """The next ``count`` free pages, or None if there are not so many."""

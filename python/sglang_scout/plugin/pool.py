@@ -20,6 +20,9 @@ from sglang_scout.engine.pools import DigestPool, HostPages, ModelShape
 from sglang_scout.plugin.device import lock_pages
 from sglang_scout.worker.arena import Arena, ArenaSpec
 
+NODE_RUN_PAGES = 8
+"""Neighbouring pages that a request gets of one NUMA node before it gets some of the next: 256 tokens."""
+
 BufferInfos = tuple[list[int], list[int], list[int]]
 
 
@@ -74,20 +77,20 @@ class HostKVPool(MHATokenToKVPool):
 
     Args:
         arena_spec: everything about the arena but its number of pages, which follows from the pool.
-        numa_node: node to bind the arena to, or None.
+        numa_nodes: nodes to bind the arena's pages to, as many as ``arena_spec`` says; none: empty.
     """
 
     def __init__(
-        self, *args: Any, arena_spec: dict[str, Any], numa_node: int | None, **kwargs: Any
+        self, *args: Any, arena_spec: dict[str, Any], numa_nodes: list[int], **kwargs: Any
     ) -> None:
         self._arena_spec = arena_spec
-        self._numa_node = numa_node
+        self._numa_nodes = numa_nodes
         super().__init__(*args, **kwargs)
 
     def _create_buffers(self) -> None:
         num_pages = (self.size + self.page_size) // self.page_size
         spec = ArenaSpec(num_pages=num_pages, **self._arena_spec)
-        self.arena = Arena.create(spec, numa_node=self._numa_node)
+        self.arena = Arena.create(spec, numa_nodes=self._numa_nodes)
         if torch.device(self.device).type == "cuda":
             lock_pages(self.arena)
         tokens = (num_pages * self.page_size, self.head_num, self.head_dim)
@@ -143,6 +146,23 @@ def _tensor(pages: npt.NDArray[Any], dtype: torch.dtype, size: tuple[int, ...]) 
     return torch.from_numpy(pages).view(dtype).view(size)
 
 
+def alternate_nodes(pages: torch.Tensor, stripe_pages: int) -> torch.Tensor:
+    """Free pages so ordered that whoever takes the first n takes as many of each NUMA node.
+
+    In runs of ``NODE_RUN_PAGES`` neighbours, which the KV transfer sends in one piece. A node that
+    has fewer free pages than the others is used up first.
+
+    Args:
+        pages: int64 [n], page ids.
+        stripe_pages: page i is of node ``i // stripe_pages``.
+    """
+    pages = torch.sort(pages).values
+    _, counts = torch.unique_consecutive(pages // stripe_pages, return_counts=True)
+    begins = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
+    place_in_node = torch.arange(len(pages), device=pages.device) - begins
+    return pages[torch.argsort(place_in_node // NODE_RUN_PAGES, stable=True)]
+
+
 class ScoutAllocator(PagedTokenToKVPoolAllocator):
     """SGLang's page allocator that reports pages' lives and needs no GPU.
 
@@ -155,6 +175,15 @@ class ScoutAllocator(PagedTokenToKVPoolAllocator):
     @property
     def used_pages(self) -> int:
         return self.num_pages - len(self.free_pages) - len(self.release_pages)
+
+    def _alternate_nodes(self) -> None:
+        arena = getattr(self._kvcache, "arena", None)
+        if arena is not None and arena.spec.num_nodes > 1:
+            self.free_pages = alternate_nodes(self.free_pages, arena.spec.stripe_pages)
+
+    def merge_and_sort_free(self) -> None:
+        super().merge_and_sort_free()
+        self._alternate_nodes()
 
     def alloc_extend(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
         on_cpu = torch.device(self.device).type == "cpu"
@@ -217,5 +246,6 @@ class ScoutAllocator(PagedTokenToKVPoolAllocator):
 
     def clear(self) -> None:
         super().clear()
+        self._alternate_nodes()
         if self.listener is not None:
             self.listener.clear()

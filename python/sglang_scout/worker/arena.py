@@ -13,18 +13,20 @@ import logging
 import mmap
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from sglang_scout.core.errors import ArenaError
-from sglang_scout.worker.numa import bind_memory
+from sglang_scout.worker import numa
 from sglang_scout.worker.ring import (
     KV_ALIGN_BYTES,
-    PLANE_ALIGN_BYTES,
     Layout,
     RingView,
     layout_of,
+    node_spans,
+    plane_align_bytes,
     read_header,
     write_header,
 )
@@ -64,25 +66,32 @@ class Arena:
 
     @classmethod
     def create(
-        cls, spec: ArenaSpec, *, numa_node: int | None = None, hugepages: bool = True
+        cls, spec: ArenaSpec, *, numa_nodes: Sequence[int] = (), hugepages: bool = True
     ) -> Arena:
         """Makes, seals and maps a new arena. Pages take memory when they are first written.
 
         Args:
             spec: the sizes.
-            numa_node: bind the memory to this node; a logged no-op on a machine without NUMA.
+            numa_nodes: bind the memory to this node, or the pages of the spec's node i to the i-th
+                of these; a logged no-op on a machine without NUMA. Empty: bind nothing.
             hugepages: use the huge page pool if it has enough free pages, otherwise ask for
                 transparent huge pages.
 
         Raises:
-            ArenaError: the memory that is available is smaller than the arena, the node does not
-                exist, or the system refuses.
+            ArenaError: the memory that is available, of the machine or of a node, is smaller than
+                the arena's, a node does not exist, ``numa_nodes`` are not as many as the spec says,
+                or the system refuses.
         """
+        if numa_nodes and len(numa_nodes) != spec.num_nodes:
+            raise ArenaError(
+                f"numa_nodes={list(numa_nodes)}: the spec has num_nodes={spec.num_nodes}"
+            )
         layout = layout_of(spec)
         nbytes = layout.total_bytes
         from_pool = hugepages and _free_pool_bytes() >= nbytes
         if not from_pool:
             _check_fits(spec, layout)
+            _check_nodes_fit(spec, layout, numa_nodes)
         with contextlib.ExitStack() as undo:
             try:
                 fd, backing = _make_file(nbytes, from_pool)
@@ -90,8 +99,10 @@ class Arena:
                 memory, backing = _map(fd, nbytes, backing, hugepages)
             except OSError as e:
                 raise ArenaError(f"cannot make {_describe(spec, layout)}: {e.strerror}") from e
-            if numa_node is not None:
-                bind_memory(memory.ctypes.data, nbytes, numa_node)
+            if numa_nodes:
+                page_bytes = _HUGE_PAGE_BYTES if backing == "hugetlb" else mmap.PAGESIZE
+                spans = node_spans(spec, layout, numa_nodes, page_bytes)
+                numa.bind_memory(memory.ctypes.data, spans)
             write_header(memory, spec, layout)
             undo.pop_all()
         logger.info("arena: %s, %s pages", _describe(spec, layout), backing)
@@ -261,13 +272,30 @@ def available_bytes() -> int:
 def _check_fits(spec: ArenaSpec, layout: Layout) -> None:
     available = available_bytes()
     if layout.total_bytes > available:
-        rounding = KV_ALIGN_BYTES + 2 * spec.num_layers * PLANE_ALIGN_BYTES
+        rounding = KV_ALIGN_BYTES + 2 * spec.num_layers * plane_align_bytes(spec)
         for_kv = max(0, available - layout.kv_offset - rounding)
         raise ArenaError(
             f"{_describe(spec, layout)} does not fit: {_gib(available)} of host memory are "
             f"available; lower num_pages={spec.num_pages} to at most "
             f"{for_kv // (spec.kv_bytes // spec.num_pages)}"
         )
+
+
+def _check_nodes_fit(spec: ArenaSpec, layout: Layout, numa_nodes: Sequence[int]) -> None:
+    """Memory that is bound to a node comes from there or not at all."""
+    if len(numa_nodes) <= 1:
+        return
+    needed = dict.fromkeys(numa_nodes, 0)
+    for _, nbytes, node in node_spans(spec, layout, numa_nodes, mmap.PAGESIZE):
+        needed[node] += nbytes
+    for node, nbytes in needed.items():
+        available = numa.available_bytes(node)
+        if available is not None and nbytes > available:
+            raise ArenaError(
+                f"{_describe(spec, layout)} is divided among NUMA nodes {list(numa_nodes)}: node "
+                f"{node} would hold {_gib(nbytes)} and has {_gib(available)}; give the arena less "
+                "memory, or the worker no CPUs of that node"
+            )
 
 
 def _describe(spec: ArenaSpec, layout: Layout) -> str:

@@ -17,7 +17,7 @@ from sglang_scout import _native
 from sglang_scout.core.errors import WorkerError
 from sglang_scout.worker.arena import Arena
 from sglang_scout.worker.ring import EVENT_DTYPE
-from sglang_scout.worker.settings import WorkerConfig, WorkerStatus, check_cpus
+from sglang_scout.worker.settings import WorkerConfig, WorkerStatus, check_cpus, check_nodes
 from sglang_scout.worker.supervisor import Supervisor
 
 __all__ = ["Reply", "ThreadEvents", "Ticket", "WorkerClient", "WorkerConfig", "WorkerStatus"]
@@ -64,11 +64,14 @@ class WorkerClient:
     Args:
         arena: holds the pages and the ring; must stay open while the client is in use.
         cpus: one worker thread is pinned to each.
+        nodes: which of them are near which of the arena's memory nodes: CPUs of node 0, of node 1 ...
+            Not needed for an arena of one node.
         config: timing and threads.
         log: logger of the supervisor.
 
     Raises:
-        ConfigError: ``cpus`` is empty or has repeated or negative numbers.
+        ConfigError: ``cpus`` is empty or has repeated or negative numbers, or ``nodes`` do not agree
+            with them or with the arena.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class WorkerClient:
         arena: Arena,
         cpus: Sequence[int],
         *,
+        nodes: Sequence[Sequence[int]] | None = None,
         config: WorkerConfig | None = None,
         log: logging.Logger | None = None,
     ) -> None:
@@ -83,8 +87,11 @@ class WorkerClient:
         self._cpus = check_cpus(cpus)
         self._spec = arena.spec
         self._mapping = arena.k_pages(0)  # keeps the mapping alive as long as this object
+        self._cpu_nodes = check_nodes(nodes, self._cpus, self._spec.num_nodes)
+        per_node = [self._cpu_nodes.count(node) for node in range(self._spec.num_nodes)]
+        self._node_cpus = max(1, min(per_node))
         self._max_parts = self._config.threads_per_group or min(
-            len(self._cpus), _AUTO_THREADS_PER_GROUP
+            self._node_cpus, _AUTO_THREADS_PER_GROUP
         )
         self._timeout_us = int(self._config.wait_timeout_s * 1e6)
         self._q_shape = (self._spec.num_q_heads, self._spec.head_dim)
@@ -98,6 +105,7 @@ class WorkerClient:
             self._producer,
             arena,
             self._cpus,
+            self._cpu_nodes,
             self._max_parts,
             self._config,
             log or logging.getLogger(__name__),
@@ -185,7 +193,7 @@ class WorkerClient:
             raise ValueError(f"post: layer {layer} or step {step} is negative")
         parts = self._max_parts
         if self._config.threads_per_group == 0:
-            parts = min(parts, max(1, len(self._cpus) // max(rows, 1)))
+            parts = min(parts, max(1, self._node_cpus // max(rows, 1)))
         number = self._producer.post(
             layer,
             step,
@@ -272,6 +280,7 @@ class WorkerClient:
             state=s.state,
             restarts=s.restarts,
             cpus=self._cpus,
+            cpu_nodes=self._cpu_nodes,
             refused_messages=s.refused_messages,
             isa=s.isa,
             last_error=s.last_error,

@@ -184,6 +184,7 @@ def start_runtime(arena: Arena, configure: m.Configure) -> _native.RingRuntime:
             cpus,
             configure.spin_us,
             configure.threads_per_group,
+            configure.cpu_nodes,
         )
     except RuntimeError as e:
         raise WorkerError(f"{e}; {_cpu_hint()}") from e

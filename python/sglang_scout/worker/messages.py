@@ -23,7 +23,7 @@ import msgspec
 
 from sglang_scout.core.errors import WorkerError
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_MESSAGE_BYTES = 64 * 1024
 MAX_TEXT_CHARS = 4000  # of an error text, so that Failed stays far below the cap
 
@@ -71,7 +71,8 @@ class Configure(Message, frozen=True, kw_only=True):
         arena_bytes: size of the memory file; the worker compares.
         layout_version: of the ring.
         cpus: one thread is pinned to each.
-        threads_per_group: threads that may share one sequence.
+        cpu_nodes: the arena's node of each, from 0.
+        threads_per_group: threads of a node that may share one sequence.
         spin_us: how long a thread polls after its last work.
         heartbeat_interval_s: time between heartbeats.
     """
@@ -80,6 +81,7 @@ class Configure(Message, frozen=True, kw_only=True):
     arena_bytes: int
     layout_version: int
     cpus: list[int]
+    cpu_nodes: list[int]
     threads_per_group: int
     spin_us: int
     heartbeat_interval_s: float

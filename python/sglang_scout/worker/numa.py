@@ -1,4 +1,7 @@
-"""NUMA binding of a mapping by the mbind system call. Nothing here needs libnuma."""
+"""NUMA nodes: which CPUs are near which memory, and binding memory to a node by the mbind system call.
+
+Nothing here needs libnuma.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,8 @@ import ctypes
 import logging
 import os
 import platform
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from sglang_scout.core.errors import ArenaError
@@ -25,44 +29,75 @@ def nodes() -> list[int]:
     return sorted(int(name) for name in found if name.isdigit())
 
 
-def node_of(cpus: Collection[int]) -> int | None:
-    """The NUMA node that all of ``cpus`` belong to; None if they are of several or of none."""
+def cpus_by_node(cpus: Collection[int]) -> dict[int, list[int]]:
+    """Those of ``cpus`` that each NUMA node has, for the nodes that have some.
+
+    Nodes and CPUs ascend. Empty if one of ``cpus`` is of no node, or the kernel knows none.
+    """
+    found = {}
     for node in nodes():
-        members = (_NODES / f"node{node}" / "cpumap").read_text().replace(",", "")
-        mask = int(members, 16)
-        if cpus and all(mask >> cpu & 1 for cpu in cpus):
-            return node
-    return None
+        mask = int((_NODES / f"node{node}" / "cpumap").read_text().replace(",", ""), 16)
+        if members := sorted(cpu for cpu in cpus if mask >> cpu & 1):
+            found[node] = members
+    return found if sum(map(len, found.values())) == len(cpus) else {}
 
 
-def bind_memory(address: int, nbytes: int, node: int) -> bool:
-    """Binds a mapping to a node: its pages, not yet touched, will come from there.
+def available_bytes(node: int) -> int | None:
+    """Memory of a node that is free or is file cache that gives way; None if the kernel does not say."""
+    try:
+        text = (_NODES / f"node{node}" / "meminfo").read_text()
+    except OSError:
+        return None
+    kib = dict(re.findall(r"^Node \d+ (\S+):\s+(\d+) kB$", text, re.MULTILINE))
+    if "MemFree" not in kib:
+        return None
+    return 1024 * (int(kib["MemFree"]) + int(kib.get("Inactive(file)", 0)))
+
+
+def bind_memory(address: int, spans: Iterable[tuple[int, int, int]]) -> bool:
+    """Binds spans of a mapping to nodes: their pages, not yet touched, will come from there.
 
     For shared memory the policy belongs to the file, so it also holds for other processes' faults.
+
+    Args:
+        address: of the mapping.
+        spans: (offset, bytes, node) each.
 
     Returns:
         False where there is nothing to bind: one node or none, or a kernel or sandbox without
         mbind. That is logged.
 
     Raises:
-        ArenaError: the machine has several nodes and ``node`` is none of them.
+        ArenaError: the machine has several nodes and one of those asked for is none of them.
     """
+    spans = list(spans)
+    asked = sorted({node for _, _, node in spans})
     known = nodes()
     if len(known) <= 1:
-        logger.info("arena: machine has no second NUMA node, memory is not bound to node %d", node)
+        logger.info("arena: machine has no second NUMA node, memory is not bound to %s", asked)
         return False
-    if node not in known:
-        raise ArenaError(f"numa_node={node}; this machine has {known}")
-    number = _MBIND.get(platform.machine())
-    if number is None:
+    if not set(asked) <= set(known):
+        raise ArenaError(f"numa_nodes={asked}; this machine has {known}")
+    if platform.machine() not in _MBIND:
         logger.warning("arena: mbind is unknown on %s, memory is not bound", platform.machine())
         return False
+    for offset, nbytes, node in spans:
+        if error := _mbind(address + offset, nbytes, node):
+            reason = os.strerror(error)
+            logger.warning("arena: cannot bind memory to NUMA node %d: %s", node, reason)
+            return False
+    logger.info("arena: memory is bound to NUMA nodes %s", asked)
+    return True
+
+
+def _mbind(address: int, nbytes: int, node: int) -> int:
+    """The system call; 0 or an error number."""
     words = node // _BITS + 1
     mask = (ctypes.c_ulong * words)()
     mask[node // _BITS] = 1 << (node % _BITS)
     libc = ctypes.CDLL(None, use_errno=True)
     rc = libc.syscall(
-        ctypes.c_long(number),
+        ctypes.c_long(_MBIND[platform.machine()]),
         ctypes.c_void_p(address),
         ctypes.c_ulong(nbytes),
         ctypes.c_int(_MPOL_BIND),
@@ -70,8 +105,4 @@ def bind_memory(address: int, nbytes: int, node: int) -> bool:
         ctypes.c_ulong(words * _BITS + 1),
         ctypes.c_uint(0),
     )
-    if rc != 0:
-        reason = os.strerror(ctypes.get_errno())
-        logger.warning("arena: cannot bind memory to NUMA node %d: %s", node, reason)
-        return False
-    return True
+    return ctypes.get_errno() if rc != 0 else 0

@@ -8,10 +8,12 @@ One memory file, mapped by the decode server and by its worker; all values littl
     stats_offset     StatLine   [stat_lines] of 128 bytes, each written by one worker thread
     log_offset       u64        [log_entries]: post n at n % log_entries = n << 24 | slot
     records_offset   2*L slots  RecordHeader (seq u64 @0, layer u32 @8, rows u32 @12, parts u32 @16,
-                                step u64 @24, claim u64 @128), then q, pages, n_pages
+                                step u64 @24, claim u64 [16] @128, of which the first num_nodes
+                                count), then q, pages, n_pages
     replies_offset   2*L slots  ReplyHeader (done u64 @0, status u32 @8, waiters u32 @128), out, lse
     events_offset    stat_lines rings of event_entries Events of 64 bytes, written while trace is set
-    kv_offset        L layers   K [P,S,H,D], then V [P,S,H,D]; kv_offset is a multiple of 2 MiB
+    kv_offset        L layers   K [P,S,H,D], then V [P,S,H,D]; kv_offset is a multiple of 2 MiB, with
+                                several nodes every plane begins at one
 
 ``slot(layer, step) = (step & 1) * L + layer``, ``seq = epoch << 40 | post``. Who writes what, in
 which order and in which state of a slot is said in sgl-kernel/src/ring.h, which mirrors this file
@@ -22,16 +24,17 @@ of the shared words for tests and diagnosis.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import NamedTuple
 
 import numpy as np
 
 from sglang_scout.core.errors import ArenaError
-from sglang_scout.worker.spec import KV_DTYPES, ArenaSpec
+from sglang_scout.worker.spec import KV_DTYPES, MAX_NODES, ArenaSpec
 
 MAGIC = 0x31474E5254554353
-LAYOUT_VERSION = 2
+LAYOUT_VERSION = 3
 HEADER_BYTES = 4096
 CONTROL_BYTES = 640
 STAT_LINE_BYTES = 128
@@ -55,9 +58,10 @@ _HEADER_DTYPE = np.dtype(
         ("v_offset", "<u8"), ("q_offset", "<u8"), ("pages_offset", "<u8"),
         ("n_pages_offset", "<u8"), ("out_offset", "<u8"), ("lse_offset", "<u8"),
         ("events_offset", "<u8"), ("event_entries", "<u8"),
+        ("num_nodes", "<u4"), ("stripe_pages", "<u4"),
     ]
 )  # fmt: skip
-assert _HEADER_DTYPE.itemsize == 216
+assert _HEADER_DTYPE.itemsize == 224
 
 
 def _at(offsets: dict[str, tuple[str, int]], size: int) -> np.dtype:
@@ -78,12 +82,12 @@ CONTROL_DTYPE = _at(
 )  # fmt: skip
 STAT_DTYPE = _at(
     {n: ("<u8", 8 * i) for i, n in enumerate(
-        ("items", "pages", "busy_ns", "refused", "stale", "records", "events"))},
+        ("items", "pages", "busy_ns", "refused", "stale", "records", "events", "remote_pages"))},
     STAT_LINE_BYTES,
 )  # fmt: skip
 RECORD_DTYPE = _at(
     {"seq": ("<u8", 0), "layer": ("<u4", 8), "rows": ("<u4", 12), "parts": ("<u4", 16),
-     "step": ("<u8", 24), "claim": ("<u8", 128)},
+     "step": ("<u8", 24), "claim": (f"({MAX_NODES},)<u8", 128)},
     SLOT_HEADER_BYTES,
 )  # fmt: skip
 REPLY_DTYPE = _at(
@@ -127,6 +131,11 @@ def _up(value: int, align: int) -> int:
     return (value + align - 1) // align * align
 
 
+def plane_align_bytes(spec: ArenaSpec) -> int:
+    """With several nodes no huge page may hold the end of one node's pages and the start of another's."""
+    return KV_ALIGN_BYTES if spec.num_nodes > 1 else PLANE_ALIGN_BYTES
+
+
 def layout_of(spec: ArenaSpec) -> Layout:
     """Where everything of an arena of these sizes lies."""
     slots = 2 * spec.num_layers
@@ -144,7 +153,7 @@ def layout_of(spec: ArenaSpec) -> Layout:
     events_offset = _up(replies_offset + slots * reply_stride, 4096)
     events_bytes = STAT_LINES * EVENT_ENTRIES * EVENT_DTYPE.itemsize
     kv_offset = _up(events_offset + events_bytes, KV_ALIGN_BYTES)
-    plane = _up(spec.num_pages * spec.page_bytes, PLANE_ALIGN_BYTES)
+    plane = _up(spec.num_pages * spec.page_bytes, plane_align_bytes(spec))
     return Layout(
         total_bytes=_up(kv_offset + 2 * spec.num_layers * plane, KV_ALIGN_BYTES),
         log_entries=log_entries,
@@ -168,6 +177,31 @@ def layout_of(spec: ArenaSpec) -> Layout:
     )
 
 
+def node_spans(
+    spec: ArenaSpec, layout: Layout, numa_nodes: Sequence[int], align_bytes: int
+) -> list[tuple[int, int, int]]:
+    """What lies on which node: (offset, bytes, node), in order, without gaps.
+
+    The ring lies on the first node.
+
+    Args:
+        numa_nodes: what the system calls the nodes of the spec, in order.
+        align_bytes: size of the system's pages. Where the pages of two nodes meet within one of them,
+            the first node's K or V there is the second's to read.
+    """
+    if spec.num_nodes == 1:
+        return [(0, layout.total_bytes, numa_nodes[0])]
+    starts = [(0, numa_nodes[0])]
+    for plane in range(2 * spec.num_layers):
+        for i, node in enumerate(numa_nodes):
+            first = min(i * spec.stripe_pages, spec.num_pages) * spec.page_bytes
+            offset = layout.kv_offset + plane * layout.v_offset + first
+            starts.append((offset // align_bytes * align_bytes, node))
+    ends = [start for start, _ in starts[1:]] + [layout.total_bytes]
+    spans = zip(starts, ends, strict=True)
+    return [(start, end - start, node) for (start, node), end in spans if end > start]
+
+
 def write_header(memory: np.ndarray, spec: ArenaSpec, layout: Layout) -> None:
     """Writes the header into ``memory`` uint8 [total_bytes]; the magic number last."""
     header = memory[: _HEADER_DTYPE.itemsize].view(_HEADER_DTYPE)[0]
@@ -177,6 +211,7 @@ def write_header(memory: np.ndarray, spec: ArenaSpec, layout: Layout) -> None:
         "layout_version": LAYOUT_VERSION,
         "header_bytes": HEADER_BYTES,
         "stat_lines": STAT_LINES,
+        "stripe_pages": spec.stripe_pages,
     }
     for name, value in values.items():
         header[name] = value

@@ -28,7 +28,8 @@ class WorkerConfig:
         stop_timeout_s: how long stop() lets the worker exit by itself.
         spin_us: how long a thread polls after its last work before it sleeps.
         threads_per_group: threads that share one sequence, its pages split evenly; 0: CPUs / rows,
-            at most 8. The same split is used when the caller computes, so results stay equal.
+            at most 8. With several nodes: threads and CPUs of each node. The same split is used when
+            the caller computes, so results stay equal.
 
     Raises:
         ConfigError: a value is out of range.
@@ -88,8 +89,10 @@ class WorkerStatus:
         state: "starting", "ready", "restarting", "stopped" or "failed".
         restarts: lives after the first.
         cpus: CPUs of the threads.
+        cpu_nodes: the arena's node of each, from 0.
         items: (sequence, part) items computed by workers.
         pages: pages attended by workers.
+        remote_pages: of these, pages of another node than the thread's.
         refused: records that a worker refused because a field was out of range.
         busy_us: time that worker threads spent computing, summed.
         stale: records of another life that a worker met and did not serve.
@@ -105,8 +108,10 @@ class WorkerStatus:
     state: str
     restarts: int
     cpus: tuple[int, ...]
+    cpu_nodes: tuple[int, ...]
     items: int
     pages: int
+    remote_pages: int
     refused: int
     busy_us: int
     stale: int
@@ -129,3 +134,31 @@ def check_cpus(cpus: Sequence[int]) -> tuple[int, ...]:
     if min(numbers) < 0 or len(set(numbers)) != len(numbers):
         raise ConfigError(f"worker cpus={list(numbers)} has negative or repeated CPUs")
     return numbers
+
+
+def check_nodes(
+    nodes: Sequence[Sequence[int]] | None, cpus: tuple[int, ...], num_nodes: int
+) -> tuple[int, ...]:
+    """The node of each CPU, from 0.
+
+    Args:
+        nodes: CPUs of each of the arena's nodes; may be None where it has one.
+        cpus: of the worker.
+        num_nodes: of the arena.
+
+    Raises:
+        ConfigError: not as many nodes as the arena has, or not each CPU in exactly one.
+    """
+    if nodes is None and num_nodes == 1:
+        return (0,) * len(cpus)
+    given = [[int(cpu) for cpu in node] for node in nodes or ()]
+    if len(given) != num_nodes:
+        raise ConfigError(
+            f"worker nodes={given} are {len(given)}; the arena's pages lie on {num_nodes}"
+        )
+    found = [[i for i, node in enumerate(given) if cpu in node] for cpu in cpus]
+    if sorted(sum(given, [])) != sorted(cpus) or any(len(of) != 1 for of in found):
+        raise ConfigError(
+            f"worker nodes={given}: give each of the CPUs {list(cpus)} in exactly one, and no other"
+        )
+    return tuple(of[0] for of in found)

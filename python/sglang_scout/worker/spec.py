@@ -10,6 +10,8 @@ import numpy as np
 from sglang_scout.core.errors import ArenaError
 
 KV_DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
+MAX_NODES = 16  # kMaxNodes in ring.h
+_HUGE_PAGE_BYTES = 2 * 1024 * 1024
 _STORAGE = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.uint16}
 
 
@@ -29,6 +31,7 @@ class ArenaSpec:
         logit_cap: 0 for none; otherwise s = cap * tanh(s / cap).
         max_batch: rows of a record.
         max_pages: k, pages per row of a record.
+        num_nodes: memory nodes that the pages are divided among by their index; see ``stripe_pages``.
 
     Raises:
         ArenaError: a value is out of range.
@@ -45,12 +48,13 @@ class ArenaSpec:
     max_batch: int
     max_pages: int
     logit_cap: float = 0.0
+    num_nodes: int = 1
 
     def __post_init__(self) -> None:
         limits = {
             "num_layers": 1 << 16, "num_pages": (1 << 31) - 1, "page_size": 2048,
             "num_kv_heads": 1024, "num_q_heads": 1 << 14, "head_dim": 512,
-            "max_batch": 1 << 16, "max_pages": 1 << 20,
+            "max_batch": 1 << 16, "max_pages": 1 << 20, "num_nodes": MAX_NODES,
         }  # fmt: skip
         for name, limit in limits.items():
             value = getattr(self, name)
@@ -85,6 +89,22 @@ class ArenaSpec:
     def page_bytes(self) -> int:
         """Bytes of K (or of V) of one page of one layer."""
         return self.page_size * self.num_kv_heads * self.head_dim * self.storage_dtype.itemsize
+
+    @property
+    def stripe_pages(self) -> int:
+        """Pages of a node in every plane: page i is of node ``i // stripe_pages``.
+
+        One stripe per node, as large as can be. So a plane takes ``num_nodes`` calls of mbind, and
+        all of them together stay far below the mappings that a process may have (65530), whatever
+        the model and the memory. Who gets which page is the allocator's choice, so that smaller
+        stripes would balance nothing. Whole huge pages where that costs no node an eighth of its
+        share.
+        """
+        share = -(-self.num_pages // self.num_nodes)
+        whole = _HUGE_PAGE_BYTES // math.gcd(self.page_bytes, _HUGE_PAGE_BYTES)
+        if self.num_nodes == 1 or 8 * whole * (self.num_nodes - 1) > share:
+            return share
+        return -(-share // whole) * whole
 
     @property
     def kv_bytes(self) -> int:

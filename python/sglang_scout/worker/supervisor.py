@@ -40,6 +40,7 @@ class Supervisor:
         producer: _native.RingProducer,
         arena: Arena,
         cpus: tuple[int, ...],
+        cpu_nodes: tuple[int, ...],
         threads_per_group: int,
         config: WorkerConfig,
         log: logging.Logger,
@@ -47,6 +48,7 @@ class Supervisor:
         self._producer = producer
         self._arena = arena
         self._cpus = cpus
+        self._cpu_nodes = cpu_nodes
         self._threads_per_group = threads_per_group
         self._config = config
         self._log = log
@@ -234,6 +236,7 @@ class Supervisor:
             arena_bytes=self._arena.nbytes,
             layout_version=LAYOUT_VERSION,
             cpus=list(self._cpus),
+            cpu_nodes=list(self._cpu_nodes),
             threads_per_group=self._threads_per_group,
             spin_us=self._config.spin_us,
             heartbeat_interval_s=self._config.heartbeat_interval_s,

@@ -125,6 +125,7 @@ def post_kernel(
     layer,
     rows,
     parts,
+    nodes,
     k,
     max_pages,
     log_entries,
@@ -154,7 +155,8 @@ def post_kernel(
     claim = at_word(record + 128)
     if wanted & (blocked == 0):
         if b == 0:
-            tl.store(claim, (post << 24) | _CLOSED)
+            for node in range(0, nodes):
+                tl.store(claim + node, (post << 24) | _CLOSED)
         for first in range(0, WIDTH, BLOCK_Q):
             i = first + tl.arange(0, BLOCK_Q)
             value = tl.load(q + b.to(tl.int64) * WIDTH + i, mask=i < WIDTH)
@@ -177,7 +179,8 @@ def post_kernel(
             tl.store(at_half(record + 12), rows)
             tl.store(at_half(record + 16), parts)
             tl.store(at_word(record + 24), step)
-            tl.store(claim, post << 24)
+            for node in range(0, nodes):
+                tl.store(claim + node, post << 24)
             tl.store(at_array(log, tl.int64) + (post & (log_entries - 1)), (post << 24) | slot)
             store_release(at_word(control), post)
             tl.store(state + POSTS, post)
@@ -281,6 +284,7 @@ def post(ring, layer: int, q: torch.Tensor, pages: torch.Tensor, n_pages: torch.
         layer,
         B,
         ring.parts,
+        ring.num_nodes,
         k,
         ring.max_pages,
         at.log_entries,

@@ -1,0 +1,339 @@
+"""Several memory nodes: what lies where, who computes what. The nodes are made up; one will do here."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_scout.core.errors import ArenaError, ConfigError
+from sglang_scout.worker import numa
+from sglang_scout.worker.arena import Arena, ArenaSpec
+from sglang_scout.worker.client import WorkerClient, WorkerConfig
+from sglang_scout.worker.ring import layout_of, node_spans
+
+TOLERANCE = {"atol": 2e-5, "rtol": 2e-5}  # fp32 sums in another order than the oracle's float64
+HUGE = 2 << 20
+NEVER_US = 600_000_000  # no thread helps another node
+CPUS = sorted(os.sched_getaffinity(0))
+
+# What the kernel says ------------------------------------------------------------------------------
+
+TWO_NODES = {
+    "node0/cpumap": "00000000,0000000f",
+    "node1/cpumap": "00000001,000000f0",
+    "node2/cpumap": "00000000,00000000",  # memory without CPUs
+    "node1/meminfo": "Node 1 MemTotal:       2000 kB\nNode 1 MemFree:        300 kB\n"
+    "Node 1 Active(file):    70 kB\nNode 1 Inactive(file):   20 kB\n",
+    "has_cpu": "0-1",
+}
+
+
+@pytest.fixture
+def two_nodes(monkeypatch, tmp_path):
+    for name, text in TWO_NODES.items():
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text + "\n")
+    monkeypatch.setattr(numa, "_NODES", tmp_path)
+    return tmp_path
+
+
+def test_cpus_are_found_on_their_nodes(two_nodes):
+    assert numa.nodes() == [0, 1, 2]
+    assert numa.cpus_by_node([5, 1, 0]) == {0: [0, 1], 1: [5]}
+    assert numa.cpus_by_node([32, 4]) == {1: [4, 32]}
+    assert numa.cpus_by_node([0, 9]) == {}, "of no node"
+    assert numa.cpus_by_node([]) == {}
+
+
+def test_memory_of_a_node(two_nodes):
+    assert numa.available_bytes(1) == 320 * 1024
+    assert numa.available_bytes(0) is None
+
+
+def test_a_kernel_without_nodes(monkeypatch, tmp_path):
+    monkeypatch.setattr(numa, "_NODES", tmp_path / "nothing")
+    assert numa.nodes() == [] and numa.cpus_by_node([0]) == {}
+
+
+# What lies where -----------------------------------------------------------------------------------
+
+LARGE = {  # Qwen3-32B on a machine with a terabyte: 64 layers, 64 KiB a page of K
+    "num_layers": 64, "num_pages": 1 << 16, "page_size": 32, "num_kv_heads": 8, "num_q_heads": 64,
+    "head_dim": 128, "kv_dtype": "bfloat16", "scale": 0.1, "max_batch": 256, "max_pages": 64,
+}  # fmt: skip
+
+
+def offsets_of(spec, page):
+    """(first, last byte) of K and V of a page in every layer."""
+    at = layout_of(spec)
+    for layer in range(spec.num_layers):
+        for plane in (0, at.v_offset):
+            begin = at.kv_offset + layer * at.layer_stride + plane + page * spec.page_bytes
+            yield begin, begin + spec.page_bytes - 1
+
+
+@pytest.mark.parametrize("num_nodes", [2, 3, 8, 16])
+def test_large_planes_are_divided_at_huge_pages_by_few_calls(num_nodes):
+    spec = ArenaSpec(**LARGE, num_nodes=num_nodes)
+    spans = node_spans(spec, layout_of(spec), range(num_nodes), HUGE)
+    assert len(spans) <= 1 + 2 * 64 * num_nodes < 65530 // 16
+    assert all(offset % HUGE == 0 for offset, _, _ in spans)
+    for page in (0, spec.stripe_pages - 1, spec.stripe_pages, spec.num_pages - 1):
+        for byte in (b for ends in offsets_of(spec, page) for b in ends):
+            [node] = [n for begin, nbytes, n in spans if begin <= byte < begin + nbytes]
+            assert node == page // spec.stripe_pages
+    held = np.zeros(num_nodes)
+    for offset, nbytes, node in spans:
+        held[node] += nbytes if offset else 0
+    assert held.max() < 1.2 * held.min()
+
+
+def test_one_node_is_one_span_and_the_layout_of_old():
+    spec = ArenaSpec(**LARGE)
+    at = layout_of(spec)
+    assert spec.stripe_pages == spec.num_pages
+    assert node_spans(spec, at, [3], 4096) == [(0, at.total_bytes, 3)]
+    odd = ArenaSpec(**LARGE | {"num_pages": 1001})
+    assert layout_of(odd).v_offset == 1001 * odd.page_bytes < 1002 * odd.page_bytes
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.integers(1, 3), st.integers(1, 3000), st.sampled_from([1, 4, 32]), st.integers(1, 8),
+    st.sampled_from([16, 48, 128]), st.integers(1, 16), st.sampled_from([4096, HUGE]),
+)  # fmt: skip
+def test_spans_cover_everything_once(layers, pages, size, heads, dim, num_nodes, align):
+    spec = ArenaSpec(layers, pages, size, heads, heads, dim, "bfloat16", 1.0, 2, 4, 0.0, num_nodes)
+    at = layout_of(spec)
+    assert spec.stripe_pages * num_nodes >= pages > 0
+    spans = node_spans(spec, at, range(num_nodes), align)
+    assert spans[0][0] == 0 and sum(nbytes for _, nbytes, _ in spans) == at.total_bytes
+    for (begin, nbytes, _), (following, _, _) in zip(spans, spans[1:], strict=False):
+        assert nbytes > 0 and begin + nbytes == following
+        assert following % align == 0
+    if spec.page_bytes % align == 0:
+        for page in {0, pages // 2, pages - 1}:
+            for begin, end in offsets_of(spec, page):
+                nodes = {n for a, size, n in spans if a <= end and begin < a + size}
+                assert nodes == {page // spec.stripe_pages}
+
+
+def test_the_system_is_asked_for_each_span(make_spec, monkeypatch):
+    calls = []
+    monkeypatch.setattr(numa, "nodes", lambda: [2, 5])
+    monkeypatch.setattr(numa, "available_bytes", lambda node: None)
+    monkeypatch.setattr(numa, "_mbind", lambda *call: calls.append(call) or 0)
+    spec = make_spec(num_nodes=2, num_pages=4000)
+    with Arena.create(spec, numa_nodes=[2, 5]) as arena:
+        page_bytes = HUGE if arena.backing == "hugetlb" else 4096
+        expected = node_spans(spec, arena.layout(), [2, 5], page_bytes)
+        assert calls == [(arena.address + begin, nbytes, node) for begin, nbytes, node in expected]
+        assert {node for _, _, node in calls} == {2, 5}
+    with pytest.raises(ArenaError, match=r"numa_nodes=\[2, 7\]; this machine has \[2, 5\]"):
+        Arena.create(spec, numa_nodes=[2, 7])
+    with pytest.raises(ArenaError, match=r"numa_nodes=\[2\]: the spec has num_nodes=2"):
+        Arena.create(spec, numa_nodes=[2])
+
+
+def test_a_system_that_refuses_is_logged_once(make_spec, monkeypatch, caplog):
+    monkeypatch.setattr(numa, "nodes", lambda: [0, 1])
+    monkeypatch.setattr(numa, "available_bytes", lambda node: None)
+    monkeypatch.setattr(numa, "_mbind", lambda *call: 1)
+    Arena.create(make_spec(num_nodes=2), numa_nodes=[0, 1]).close()
+    assert caplog.text.count("cannot bind memory to NUMA node 0: Operation not permitted") == 1
+
+
+def test_a_node_that_is_too_small_is_named(make_spec, monkeypatch):
+    monkeypatch.setattr(numa, "nodes", lambda: [0, 1])
+    monkeypatch.setattr(numa, "available_bytes", lambda node: (1 << 40) >> (40 * node))
+    with pytest.raises(ArenaError, match=r"node 1 would hold .* and has 0\.000 GiB; give"):
+        Arena.create(make_spec(num_nodes=2), numa_nodes=[0, 1])
+
+
+# Who computes what ---------------------------------------------------------------------------------
+
+
+def ragged(spec, seed):
+    """A request of four rows: mixed, all pages on one node, none at all, one page and padding."""
+    rng = np.random.default_rng(seed)
+    q = rng.standard_normal((4, spec.num_q_heads, spec.head_dim), np.float32)
+    pages = rng.integers(0, spec.num_pages, (4, spec.max_pages), np.int32)
+    last = (spec.num_pages - 1) // spec.stripe_pages * spec.stripe_pages
+    pages[1] = rng.integers(last, spec.num_pages, spec.max_pages)
+    pages[3, ::2] = -1
+    return q, pages, np.array([spec.max_pages, spec.max_pages - 1, 0, 2], np.int32)
+
+
+def pages_by_node(spec, request):
+    _, pages, n_pages = request
+    ids = np.concatenate([row[:n] for row, n in zip(pages, n_pages, strict=True)])
+    return np.bincount(ids[ids >= 0] // spec.stripe_pages, minlength=spec.num_nodes)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize(
+    ("num_nodes", "threads"),
+    [(2, [0, 1]), (2, [0, 0, 1]), (3, [2, 0, 1]), (2, [1]), (3, [1, 1]), (16, [0, 15, 3])],
+    ids=str,
+)
+def test_results_are_the_reference_s_and_the_caller_s(
+    make_arena, make_ring, make_request, oracle, num_nodes, threads, parts
+):
+    """Also where a node has no thread."""
+    arena = make_arena(kv_dtype="bfloat16", num_nodes=num_nodes)
+    ring = make_ring(arena, threads=len(threads), parts=parts, nodes=threads)
+    for seed in range(4):
+        requests = [ragged(arena.spec, seed), make_request(arena.spec, 3, seed)]
+        for layer, request in enumerate(requests):
+            ring.live()
+            rows = len(request[0])
+            by_worker = ring.wait(ring.post(layer, 0, *request), layer, 0, rows)
+            ring.die()
+            by_caller = ring.wait(ring.post(layer, 1, *request), layer, 1, rows)
+            assert by_worker[2] == 0 and by_caller[2] == pages_by_node(arena.spec, request).sum()
+            expected = oracle(arena, layer, *request)
+            for mine, other, reference in zip(by_worker, by_caller, expected, strict=False):
+                assert (mine == other).all()
+                np.testing.assert_allclose(mine, reference, **TOLERANCE)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_threads_read_the_pages_of_their_own_node(make_arena, make_ring, until, parts):
+    arena = make_arena(num_nodes=3)
+    threads = [2, 0, 1, 2]
+    ring = make_ring(arena, len(threads), parts, threads, NEVER_US)
+    ring.producer.set_trace(True)
+    ring.live()
+    expected = np.zeros(3, np.int64)
+    for step in range(20):
+        request = ragged(arena.spec, step)
+        expected += pages_by_node(arena.spec, request)
+        ring.wait(ring.post(0, step, *request), 0, step, 4)
+    until(lambda: ring.producer.totals()["pages"] == expected.sum(), "every page in the totals")
+    stats = arena.ring().stats
+    assert ring.producer.totals()["remote_pages"] == 0
+    for node in range(3):
+        lines = [i for i, of in enumerate(threads) if of == node]
+        assert stats["pages"][lines].sum() == expected[node]
+        # Items are numbered by row, then node, then run.
+        for line in lines:
+            events = arena.ring().events[line]
+            events = events[events["stamp"] > 0]
+            assert (events["first_item"] // parts % 3 == node).all() and len(events) > 0
+
+
+def test_a_node_without_threads_is_served_by_the_others(make_arena, make_ring, until):
+    """At once: there is nobody to leave the work to."""
+    arena = make_arena(num_nodes=2)
+    ring = make_ring(arena, 1, 1, [1], NEVER_US)
+    ring.live()
+    request = ragged(arena.spec, 1)
+    assert ring.wait(ring.post(0, 0, *request), 0, 0, 4)[2] == 0
+    remote = pages_by_node(arena.spec, request)[0]
+    until(lambda: ring.producer.totals()["remote_pages"] == remote > 0, "remote pages counted")
+
+
+def test_idle_threads_help_a_node_that_has_more_to_do(make_arena, make_ring):
+    """All pages are on node 1, which has one thread; that of node 0 takes some of its rows."""
+    arena = make_arena(num_nodes=2)
+    ring = make_ring(arena, 2, 3, [0, 1], help_after_us=0)
+    ring.live()
+    q, pages, n_pages = ragged(arena.spec, 1)
+    pages[:] = arena.spec.num_pages - 1
+    for step in range(100_000):  # some threads are slow to come; how slow is the machine's affair
+        assert ring.wait(ring.post(0, step, q, pages, n_pages), 0, step, 4)[2] == 0
+        totals = ring.producer.totals()
+        if 0 < totals["remote_pages"] < totals["pages"]:
+            return
+    pytest.fail("one thread took everything")
+
+
+def test_threads_of_each_node_sleep_and_wake(make_arena, make_ring):
+    """One row, so one item for each node, and nobody helps: one thread of each has to come."""
+    arena = make_arena(num_nodes=2)
+    ring = make_ring(arena, 6, 1, [0, 0, 0, 0, 0, 1], NEVER_US)
+    ring.live(spin_us=0)
+    q, pages, n_pages = (x[:1] for x in ragged(arena.spec, 1))
+    for step in range(50):
+        assert ring.wait(ring.post(0, step, q, pages, n_pages), 0, step, 1)[2] == 0
+    assert ring.producer.totals()["remote_pages"] == 0
+
+
+@pytest.mark.parametrize(
+    ("nodes", "text"),
+    [([0, 2], "node 2 of a CPU is outside 0..1"), ([0], "1 nodes given for 2 CPUs")],
+)
+def test_nodes_that_cannot_be_are_refused(make_arena, make_ring, nodes, text):
+    ring = make_ring(make_arena(num_nodes=2), 2, 1, nodes)
+    with pytest.raises(RuntimeError, match=text):
+        ring.live()
+
+
+# With a worker process -----------------------------------------------------------------------------
+
+
+def halves():
+    """CPUs of two made-up nodes; with one CPU, the second has none."""
+    return [CPUS[::2], CPUS[1::2]]
+
+
+def buffers(spec, rows):
+    out = np.full((rows, spec.num_q_heads, spec.head_dim), np.nan, np.float32)
+    return out, np.full((rows, spec.num_q_heads), np.nan, np.float32)
+
+
+@pytest.mark.parametrize("threads_per_group", [1, 2, 0])
+def test_a_worker_of_two_nodes(make_arena, oracle, threads_per_group, until):
+    arena = make_arena(num_nodes=2)
+    config = WorkerConfig(threads_per_group=threads_per_group)
+    with WorkerClient(arena, CPUS, nodes=halves(), config=config) as client:
+        for step in range(10):
+            request = ragged(arena.spec, step)
+            out, lse = buffers(arena.spec, 4)
+            reply = client.wait(client.post(1, step, *request), out, lse)
+            assert reply.fallback_pages == 0
+            expected = oracle(arena, 1, *request)
+            np.testing.assert_allclose(out, expected[0], **TOLERANCE)
+            np.testing.assert_allclose(lse, expected[1], **TOLERANCE)
+        until(lambda: client.snapshot().items >= 10 * 4 * 2, "every item in the totals")
+        status = client.snapshot()
+        assert status.cpu_nodes == tuple(i % 2 for i in range(len(CPUS)))
+        assert 0 <= status.remote_pages <= status.pages
+
+
+def test_a_worker_that_is_killed_at_work(make_arena, freeze, until):
+    """What it leaves undone has the same bits as its own answer; the next one goes on."""
+    arena = make_arena(num_nodes=2, kv_dtype="bfloat16")
+    with WorkerClient(arena, CPUS, nodes=halves()) as client:
+        request = ragged(arena.spec, 5)
+        by_worker, by_caller, by_next = (buffers(arena.spec, 4) for _ in range(3))
+        assert client.wait(client.post(0, 0, *request), *by_worker).fallback_pages == 0
+        pid = client.snapshot().pid
+        freeze(pid)
+        ticket = client.post(0, 1, *request)
+        os.kill(pid, signal.SIGKILL)
+        reply = client.wait(ticket, *by_caller)
+        assert reply.fallback_pages == pages_by_node(arena.spec, request).sum()
+        until(lambda: client.ready and client.snapshot().restarts == 1, "the next worker")
+        assert client.wait(client.post(0, 2, *request), *by_next).fallback_pages == 0
+        for mine, caller, following in zip(by_worker, by_caller, by_next, strict=True):
+            assert (mine == caller).all() and (mine == following).all()
+
+
+def test_nodes_and_cpus_must_agree(make_arena):
+    two, one = make_arena(num_nodes=2), make_arena()
+    for arena, cpus, nodes, text in (
+        (two, [0, 1], None, r"worker nodes=\[\] are 0; the arena's pages lie on 2"),
+        (one, [0, 1], [[0], [1]], "are 2; the arena's pages lie on 1"),
+        (two, [0, 1], [[0], [0, 1]], r"give each of the CPUs \[0, 1\] in exactly one"),
+        (two, [0, 1], [[0], []], "in exactly one, and no other"),
+        (two, [0, 1], [[0], [1, 2]], "in exactly one, and no other"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            WorkerClient(arena, cpus, nodes=nodes)
