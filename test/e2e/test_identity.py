@@ -6,6 +6,9 @@ ranks give the tokens of one.
 
 import json
 import os
+import re
+import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -163,3 +166,46 @@ def test_two_ranks(stock, tiny_model, tmp_path):
                 if line.startswith("sglang:kv_offload_worker_up")
                 for part in line.partition("{")[2].partition("}")[0].split(",")
             ]
+
+
+def test_the_engine_of_cuda_devices(stock, tiny_model):
+    """On the CPU device, with the ring's kernels interpreted: stock's tokens where the budget covers the
+    context, plain attention to exactly the chosen pages elsewhere, through retractions and while the
+    worker is silent. What SGLang does to requests and pages is the same as with a device."""
+    # Newcomers recall what they miss at first, then next to nobody does: every step misses pages.
+    settings = {"step_engine": "device", "verify": True, "resident_tokens": 32}
+    settings |= {"recall": "fixed", "recall_interval": 50}
+    with PDCluster(
+        tiny_model("qwen3"),
+        server_args=["--kv-offload", "scout", "--kv-offload-budget", str(RANKS_BUDGET_TOKENS)],
+        decode_args=["--kv-offload-config", json.dumps(settings)],
+        max_running_requests=6,
+        max_total_tokens=16384,
+        env={
+            "TRITON_INTERPRET": "1",
+            "SGLANG_TEST_RETRACT": "1",
+            "SGLANG_TEST_RETRACT_INTERVAL": "20",
+        },
+    ) as servers:
+        prompts = random_prompts(LENGTHS, seed=7)
+        # Two at a time, for whose pages there are slots.
+        short = servers.generate(
+            prompts[4:SHORT], max_new_tokens=NEW_TOKENS, logprobs=True, concurrency=2
+        )
+        assert_same_tokens(stock("qwen3")[4:SHORT], short, logprob_atol=LOGPROB_ATOL)
+        before = servers.kv_offload()
+        assert before["step_engine"] == "device" and before["cpu_pages"] == 0
+        with ThreadPoolExecutor(1) as pool:
+            long = pool.submit(servers.generate, prompts[-3:], max_new_tokens=2 * NEW_TOKENS)
+            wait_until("steps", lambda: servers.kv_offload()["steps"] > before["steps"] + 20, 120)
+            os.kill(before["worker"]["pid"], signal.SIGSTOP)  # found out after 0.8 s
+            assert [len(a.output_ids) for a in long.result()] == [2 * NEW_TOKENS] * 3
+        state = servers.kv_offload()
+        assert state["verify_checks"] == 4 * state["steps"]
+        assert 0 < state["verify_max_rel_error"] <= 1e-5
+        assert state["cpu_pages"] > 0 and state["recalled_pages"] > 0
+        assert state["fallback_pages"] > 0, "the attendant answered for the silent worker"
+        assert state["worker"]["restarts"] == 1
+        assert state["host_pages_used"] == 0
+        log = servers.servers["decode"].log()
+        assert re.search(r"retracted_reqs: [1-9]", log), "no request was retracted"
