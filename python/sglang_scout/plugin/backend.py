@@ -23,11 +23,11 @@ from sglang_scout.engine.trace import Tracer
 from sglang_scout.plugin import status
 from sglang_scout.plugin.args import parse
 from sglang_scout.plugin.device import make_device_engine, uses_device_engine
-from sglang_scout.plugin.hooks import model_shape, worker_nodes
+from sglang_scout.plugin.hooks import model_shape
 from sglang_scout.plugin.host_allocator import HostAllocator
 from sglang_scout.plugin.pool import HostKVPool
 from sglang_scout.plugin.prediction import learned_correction, make_quality
-from sglang_scout.plugin.ranks import AttentionRanks, worker_cpus
+from sglang_scout.plugin.ranks import AttentionRanks, worker_cpus, worker_nodes
 from sglang_scout.plugin.request_tables import RequestTables
 from sglang_scout.plugin.support import decoder_layers, make_projectors, model_identity
 from sglang_scout.policy.presets import make_policy

@@ -29,11 +29,9 @@ from sglang_scout.plugin.pool import (
     ScoutAllocator,
     without_digests,
 )
-from sglang_scout.plugin.ranks import AttentionRanks, worker_cpus
+from sglang_scout.plugin.ranks import AttentionRanks, worker_cpus, worker_nodes
 from sglang_scout.plugin.support import decoder_layers
 from sglang_scout.worker.arena import available_bytes
-from sglang_scout.worker.numa import cpus_by_node
-from sglang_scout.worker.spec import MAX_NODES
 
 logger = logging.getLogger(__name__)
 
@@ -149,20 +147,6 @@ def around_init_pools_decode(original: Callable[..., None], runner: Any) -> None
         HostAllocator,
     )
     pool.attach(shape, plan, config.digest)
-
-
-def worker_nodes(cpus: list[int]) -> dict[int, list[int]]:
-    """The worker's CPUs by NUMA node: the host pages are divided among these nodes. Empty: unknown."""
-    found = cpus_by_node(cpus)
-    if len(found) > MAX_NODES:
-        logger.warning(
-            "--kv-offload-cpus: the worker's CPUs are of %d NUMA nodes, at most %d are told apart: "
-            "host pages lie wherever the system puts them; give CPUs of fewer nodes",
-            len(found),
-            MAX_NODES,
-        )
-        return {}
-    return found
 
 
 def after_prepare_for_prebuilt(_: None, batch: Any) -> None:

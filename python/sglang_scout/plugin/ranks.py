@@ -5,6 +5,8 @@ Every rank makes the same calls in the same order, in the scheduler's thread.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,10 @@ from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.cpu_list import parse_cpu_list
 from sglang_scout.plugin.args import PROCESS_CPUS
 from sglang_scout.worker.cpus import deal_cpus
+from sglang_scout.worker.numa import cpus_by_node
+from sglang_scout.worker.spec import MAX_NODES
+
+logger = logging.getLogger(__name__)
 
 
 class AttentionRanks:
@@ -64,6 +70,26 @@ def worker_cpus(runner: Any, config: OffloadConfig) -> list[int]:
     found = ranks.gather([sorted(PROCESS_CPUS), sorted(_near_cpus(runner))])
     allowed = {cpu for cpus, _ in found for cpu in cpus}
     return deal_cpus(config.cpus or allowed, [near or cpus for cpus, near in found])[ranks.rank]
+
+
+def worker_nodes(cpus: Collection[int]) -> dict[int, list[int]]:
+    """The CPUs of this rank's worker by NUMA node: the host pages are divided among these nodes.
+
+    Empty where that is not known, and where other ranks' workers have other numbers of nodes: the
+    order in which pages are handed out depends on it, and must be the same on all ranks.
+    """
+    ranks, found = AttentionRanks(), cpus_by_node(cpus)
+    counts = ranks.gather(len(found)) if ranks.size > 1 else [len(found)]
+    if len(found) <= 1 or (len(set(counts)) == 1 and len(found) <= MAX_NODES):
+        return found
+    logger.warning(
+        "--kv-offload-cpus: the workers' CPUs are of %s NUMA nodes, by rank; pages are divided among at "
+        "most %d, and as many on each rank. Host pages lie wherever the system puts them; give CPUs "
+        "of fewer nodes",
+        counts,
+        MAX_NODES,
+    )
+    return {}
 
 
 def _near_cpus(runner: Any) -> set[int]:
