@@ -3,8 +3,8 @@
 #
 #   scripts/sanitize.sh [address|thread|all] [options]     default: all
 #
-#   address   address and undefined behaviour: attend_test; ring_test stress, fuzz, kill
-#   thread    data races: ring_test stress (the others race on purpose or between processes)
+#   address   address and undefined behaviour: attend_test; ring_test stress, fuzz, kill, copies
+#   thread    data races: ring_test stress, copies (the others race on purpose or between processes)
 #
 #   --seconds N     how long each mode of ring_test runs (default 4)
 #   --seed N        of ring_test (default 1)

@@ -87,6 +87,31 @@ struct HeadRange {
   int group_begin, group_end;
 };
 
+// Where one page begins, and the scales of its codes.
+struct Place {
+  const char* k;
+  const char* v;
+  const float* k_scale;
+  const float* v_scale;
+};
+
+inline Place place_of(const AttendArgs& args, int entry, int64_t page, ptrdiff_t page_bytes) {
+  const KvPages& kv = *args.kv;
+  if (args.records != nullptr) {
+    const char* const k = reinterpret_cast<const char*>(args.records[entry]);
+    const float* const scales = reinterpret_cast<const float*>(k + 2 * page_bytes);
+    return {k, k + page_bytes, scales, scales + kv.kv_heads};
+  }
+  const ptrdiff_t at = page * page_bytes;
+  Place place{static_cast<const char*>(kv.k) + at, static_cast<const char*>(kv.v) + at, nullptr,
+              nullptr};
+  if (kv.dtype == DType::kI8) {
+    place.k_scale = kv.k_scale + page * kv.kv_heads;
+    place.v_scale = kv.v_scale + page * kv.kv_heads;
+  }
+  return place;
+}
+
 inline void attend_heads(const AttendArgs& args, HeadRange range) {
   const KvPages& kv = *args.kv;
   const int dim = kv.head_dim;
@@ -98,8 +123,6 @@ inline void attend_heads(const AttendArgs& args, HeadRange range) {
   const ptrdiff_t row_bytes = head_bytes * kv.kv_heads;
   const ptrdiff_t page_bytes = row_bytes * kv.page_size;
   const bool interleaved = kv.dtype == DType::kBF16;
-  const char* const k_base = static_cast<const char*>(kv.k);
-  const char* const v_base = static_cast<const char*>(kv.v);
 
   alignas(64) float q[kScratchFloats];  // of int8 pages: q_codes
   int16_t* const q_codes = reinterpret_cast<int16_t*>(q);
@@ -158,37 +181,38 @@ inline void attend_heads(const AttendArgs& args, HeadRange range) {
   // The entry after the listed pages stands for last_page.
   const bool has_last = args.last_page >= 0 && args.last_len > 0;
   auto page_at = [&](int i) -> int64_t {
-    return i < args.n ? args.pages[i] : has_last ? args.last_page : -1;
+    if (i < args.n) return args.records != nullptr ? 0 : args.pages[i];
+    return has_last ? args.last_page : -1;
   };
   auto next_entry = [&](int i) {
     while (i <= args.n && page_at(i) < 0) ++i;
     return i;
   };
   const ptrdiff_t head_offset = range.head_begin * head_bytes;
+  auto place_at = [&](int i) { return place_of(args, i, page_at(i), page_bytes); };
   int entry = next_entry(0);
+  Place here{};
   if (entry <= args.n) {
+    here = place_at(entry);
     // Nothing was computed while the first block could have come: ask for it at once.
-    const char* const first = k_base + page_at(entry) * page_bytes + head_offset;
+    const char* const first = here.k + head_offset;
     for (ptrdiff_t i = 0; i < lead * row_bytes; i += kLineBytes) prefetch(first + i);
   }
   while (entry <= args.n) {
     const int following = next_entry(entry + 1);
-    const ptrdiff_t here = page_at(entry) * page_bytes + head_offset;
     // At the end the prefetches go to the page at hand, which is cached: cheaper than branches.
-    const ptrdiff_t next =
-        following <= args.n ? page_at(following) * page_bytes + head_offset : here;
+    const Place next = following <= args.n ? place_at(following) : here;
     const int page_tokens = entry < args.n ? kv.page_size : args.last_len;
     if (coded && following <= args.n) {
-      const ptrdiff_t at = page_at(following) * kv.kv_heads + range.head_begin;
-      prefetch(reinterpret_cast<const char*>(kv.k_scale + at));
-      prefetch(reinterpret_cast<const char*>(kv.v_scale + at));
+      prefetch(reinterpret_cast<const char*>(next.k_scale + range.head_begin));
+      prefetch(reinterpret_cast<const char*>(next.v_scale + range.head_begin));
     }
     for (int begin = 0; begin < page_tokens; begin += tile_tokens) {
       const int tokens = page_tokens - begin < tile_tokens ? page_tokens - begin : tile_tokens;
-      const char* const k = k_base + here + begin * row_bytes;
-      const char* const v = v_base + here + begin * row_bytes;
+      const char* const k = here.k + head_offset + begin * row_bytes;
+      const char* const v = here.v + head_offset + begin * row_bytes;
       const char* const k_next =
-          begin + tokens < page_tokens ? k + tokens * row_bytes : k_base + next;
+          begin + tokens < page_tokens ? k + tokens * row_bytes : next.k + head_offset;
       // Token i of the walk: this tile's K, its V, what is next.
       auto walk = [&](int i) {
         return i < tokens       ? k + i * row_bytes
@@ -208,10 +232,10 @@ inline void attend_heads(const AttendArgs& args, HeadRange range) {
       }
       const char* ahead = walk(tokens + lead);
       if (coded) {
-        const ptrdiff_t at = page_at(entry) * kv.kv_heads + range.head_begin;
         for (int row = 0; row < rows; ++row) {
-          row_scale[row] = args.params->scale * kv.k_scale[at + row / group] * q_scale[row];
-          factor[row] = kv.v_scale[at + row / group] * (1.0f / kLargestShort);
+          const int head = range.head_begin + row / group;
+          row_scale[row] = args.params->scale * here.k_scale[head] * q_scale[row];
+          factor[row] = here.v_scale[head] * (1.0f / kLargestShort);
         }
         softmax_tile<true>(scores, tile_tokens, rows, tokens, softmax, ahead, softmax_bytes);
         for (int row = 0; row < rows; row += Vec::kLanes) {
@@ -243,13 +267,15 @@ inline void attend_heads(const AttendArgs& args, HeadRange range) {
       }
     }
     entry = following;
+    here = next;
   }
 
   for (int h = 0; h < heads; ++h) {
     const int first = (range.head_begin + h) * args.params->group + range.group_begin;
     for (int g = 0; g < group; ++g) {
       const int row = h * group + g;
-      // At the limit: every score was -inf, as if there were no token. A NaN among them is no score.
+      // At the limit: every score was -inf, as if there were no token. A NaN among them is no
+      // score.
       const bool hidden = highest[row] <= -kScoreLimit && sum[row] == sum[row];
       const bool empty = hidden || sum[row] == 0.0f;
       const float inverse = empty ? 0.0f : 1.0f / sum[row];

@@ -147,6 +147,35 @@ double rounding_of_scores(const float* q, const Shape& s, double scale,
   return scale * largest_q / 65534 * 127 * largest_k * s.dim;
 }
 
+// The same pages as records that lie here and there.
+void check_records(const scout::KvPages& kv, const scout::AttendParams& params,
+                   const std::vector<float>& q, const std::vector<int32_t>& ids,
+                   const std::vector<float>& out, const std::vector<float>& lse,
+                   const char* detail) {
+  const size_t plane = static_cast<size_t>(kv.page_size) * kv.kv_heads * kv.head_dim;
+  const size_t row = kv.kv_heads * sizeof(float);
+  expect(scout::int8_record_bytes(kv) == static_cast<int64_t>(2 * (plane + row)), "bytes", detail);
+  std::vector<std::vector<int8_t>> pages;
+  std::vector<const int8_t*> records;
+  for (int32_t id : ids) {
+    if (id < 0) continue;
+    pages.emplace_back(2 * (plane + row));
+    int8_t* const to = pages.back().data();
+    std::memcpy(to, static_cast<const int8_t*>(kv.k) + id * plane, plane);
+    std::memcpy(to + plane, static_cast<const int8_t*>(kv.v) + id * plane, plane);
+    std::memcpy(to + 2 * plane, kv.k_scale + id * kv.kv_heads, row);
+    std::memcpy(to + 2 * plane + row, kv.v_scale + id * kv.kv_heads, row);
+    records.push_back(to);
+  }
+  std::vector<float> got_out(out.size(), NAN), got_lse(lse.size(), NAN);
+  scout::attend_records(kv, params, q.data(), records.data(), static_cast<int32_t>(records.size()),
+                        got_out.data(), got_lse.data());
+  expect(std::memcmp(got_out.data(), out.data(), out.size() * sizeof(float)) == 0, "records out",
+         detail);
+  expect(std::memcmp(got_lse.data(), lse.data(), lse.size() * sizeof(float)) == 0, "records lse",
+         detail);
+}
+
 void check_attend(const Shape& s, std::mt19937& rng, const char* detail,
                   Trial trial = Trial::kRandom) {
   const int columns = s.heads * s.dim;
@@ -190,6 +219,7 @@ void check_attend(const Shape& s, std::mt19937& rng, const char* detail,
   const int n = static_cast<int>(ids.size());
   scout::attend_sequence(kv, params, q.data(), ids.data(), n, last, last_len, out.data(),
                          lse.data());
+  if (s.dtype == DType::kI8 && last < 0) check_records(kv, params, q, ids, out, lse, detail);
 
   for (int hq = 0; hq < q_heads; ++hq) {
     std::vector<double> scores;

@@ -76,6 +76,13 @@ bool lies_within(const scout::Ring& ring, const char* base, uint64_t bytes) {
                          h.head_dim * (h.dtype == 0 ? 4 : 2);
   for (uint32_t layer : {0u, h.num_layers - 1})
     ok = ok && in(ring.kv(layer).k, plane) && in(ring.kv(layer).v, plane);
+  if (!ring.has_copies()) return ok;
+  const uint64_t copy = scout::int8_record_bytes(ring.kv(0));
+  for (int64_t page : {int64_t{0}, h.num_pages - 1}) {
+    ok = ok && in(ring.page_word(page), 8);
+    for (uint32_t layer : {0u, h.num_layers - 1})
+      ok = ok && in(ring.copy_word(layer, page), 8) && in(ring.copy(layer, page), copy);
+  }
   return ok;
 }
 
@@ -158,6 +165,7 @@ class RecordFuzz {
     lse_.resize(kMaxBatch * kQHeads);
     // A damaged head may name post 0, which is what a fresh ring says everywhere.
     for (uint32_t slot = 0; slot < kSlots; ++slot) set_claims(slot, scout::kClosed);
+    set_all_final(keeper_, true);
   }
 
   void run(double until_s) {
@@ -400,6 +408,10 @@ class Vandal {
       add(ring.n_pages(slot), 4 * kMaxBatch);
       add(ring.out(slot, 0), 4 * kMaxBatch * kRowFloats);
     }
+    for (int i = 0; ring.has_copies() && i < 8; ++i) {
+      add(ring.page_word(0), 8 * kNumPages);
+      add(ring.copy_word(0, 0), 8 * kLayers * kNumPages);
+    }
   }
 
   void run(const std::atomic<bool>& over) {
@@ -444,6 +456,15 @@ int check_all_slots(scout::Producer& producer, const std::vector<Request>& reque
     if (!is_right(r, layer, out.data(), lse.data())) die("fuzz: wrong answer after the damage");
   }
   return by_worker;
+}
+
+// A word that says falsely that a copy is ready is believed: all are forgotten.
+void repair_copies(const Arena& arena, scout::Producer& producer) {
+  const scout::Ring& ring = arena.ring;
+  for (uint32_t i = 0; ring.has_copies() && i < kLayers * kNumPages; ++i)
+    scout::store_release(ring.copy_word(0, i), uint64_t{0});
+  set_all_final(producer, false);
+  set_all_final(producer, true);
 }
 
 void fuzz_words(const Arena& arena, const std::vector<Request>& requests, Rng& rng,
@@ -492,6 +513,7 @@ void fuzz_words(const Arena& arena, const std::vector<Request>& requests, Rng& r
     }
     over = true;
     thread.join();
+    repair_copies(arena, producer);
     // The same life: a slot may be lost to it, an answer may come late, but none may be wrong.
     by_worker += check_all_slots(producer, requests, rng, 200'000);
     producer.set_life(0);
@@ -517,8 +539,9 @@ int run_fuzz(const Options& options) {
   Rng rng(options.seed);
   for (uint32_t nodes : {1u, 2u}) {
     const double begin_s = now_s();
-    const Arena arena(nodes);
+    const Arena arena(nodes, nodes == 2);
     const std::vector<Request> requests = random_requests(arena, options.seed, 24);
+    if (nodes == 2) std::puts("fuzz: with two nodes and int8 copies");
     fuzz_headers(arena, rng);
     RecordFuzz(arena, requests, rng).run(begin_s + options.seconds * 0.3);
     fuzz_words(arena, requests, rng, begin_s + options.seconds * 0.5);

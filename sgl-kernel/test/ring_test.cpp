@@ -1,13 +1,15 @@
 // Tests of the shared ring without Python, for sanitizer builds (scripts/sanitize.sh):
 //
-//   ring_test [stress|fuzz|kill|all] [--seconds N] [--seed N] [--break NAME]
+//   ring_test [stress|fuzz|kill|copies|all] [--seconds N] [--seed N] [--break NAME]
 //
 //   stress  producer and runtime in one process, lives that change, every answer compared
 //   fuzz    headers, records and words that are damaged while the runtime serves
 //   kill    two processes, either one killed at every named place of the protocol and at random
+//   copies  int8 copies of pages that are given to others while threads are late
 //
-// --break builds in a bug that stress must find: early-done (answers are announced before they are
-// computed), twice (items are handed out twice).
+// --break builds in a bug. One that stress must find: early-done (answers are announced before they
+// are computed), twice (items are handed out twice). One that copies must find: early-copy (a copy
+// is ready before it is written), old-copy (a late thread takes the page's generation for its own).
 #include <sched.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -51,7 +53,9 @@ struct Mode {
   const char* name;
   int (*run)(const Options&);
 };
-constexpr Mode kModes[] = {{"stress", run_stress}, {"fuzz", run_fuzz}, {"kill", run_kill}};
+constexpr Mode kModes[] = {
+    {"stress", run_stress}, {"fuzz", run_fuzz}, {"kill", run_kill}, {"copies", run_copies}};
+constexpr const char* kBugs[] = {"", "early-done", "twice", "early-copy", "old-copy"};
 
 // In a process of its own: a crash or a hang is a result too.
 int run_apart(const Mode& mode, const Options& options) {
@@ -80,8 +84,8 @@ int run_apart(const Mode& mode, const Options& options) {
 
 [[noreturn]] void usage() {
   std::fputs(
-      "usage: ring_test [stress|fuzz|kill|all] [--seconds N] [--seed N] "
-      "[--break early-done|twice]\n",
+      "usage: ring_test [stress|fuzz|kill|copies|all] [--seconds N] [--seed N] "
+      "[--break early-done|twice|early-copy|old-copy]\n",
       stderr);
   std::exit(2);
 }
@@ -111,8 +115,8 @@ int main(int argc, char** argv) {
       usage();
     }
   }
-  const bool known =
-      options.damage.empty() || options.damage == "early-done" || options.damage == "twice";
+  bool known = false;
+  for (const char* bug : kBugs) known = known || options.damage == bug;
   if (!(options.seconds > 0) || !known) usage();
   int ran = 0;
   int failed = 0;

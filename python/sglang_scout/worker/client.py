@@ -25,6 +25,7 @@ __all__ = ["Reply", "ThreadEvents", "Ticket", "WorkerClient", "WorkerConfig", "W
 _AUTO_THREADS_PER_GROUP = 8
 _F32 = np.dtype(np.float32)
 _I32 = np.dtype(np.int32)
+_I64 = np.dtype(np.int64)
 
 
 class Ticket(NamedTuple):
@@ -163,6 +164,22 @@ class WorkerClient:
     def parts(self) -> int:
         """Runs of pages that a sequence is split into, one for each thread that works on it."""
         return self._max_parts
+
+    def set_final(self, pages: np.ndarray, final: bool) -> None:
+        """Says that pages are full and stay as they are, or (``final`` false) that this is over.
+
+        Only then does the worker keep an int8 copy of a page; pages of which this is never said are
+        quantised anew each time that they are used. To be called before the content of a page
+        changes, from the thread of ``post``. Without int8 copies it does nothing.
+
+        Args:
+            pages: int64 [n], host page ids.
+
+        Raises:
+            ValueError: dtype, layout or an id is wrong; nothing is changed.
+        """
+        _check("set_final", "pages", pages, _I64, (len(pages),))
+        self._producer.set_final(_address(pages), len(pages), final)
 
     def post(
         self, layer: int, step: int, q: np.ndarray, pages: np.ndarray, n_pages: np.ndarray

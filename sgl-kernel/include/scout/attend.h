@@ -47,6 +47,18 @@ void attend_sequence(const KvPages& kv, const AttendParams& params, const float*
                      const int32_t* pages, int32_t n, int32_t last_page, int32_t last_len,
                      float* out, float* lse);
 
+// The same over pages of int8 codes that lie anywhere: records[i], i < n, is where one begins, with
+// its K codes [S, H, D], its V codes, its K scales [H] and its V scales (int8_record_bytes; fp32
+// scales at a multiple of four bytes). Of kv only the sizes count. Bitwise what attend_sequence
+// makes of the same pages in planes.
+void attend_records(const KvPages& kv, const AttendParams& params, const float* q,
+                    const int8_t* const* records, int32_t n, float* out, float* lse);
+
+// Bytes of the codes and scales of one page, K and V.
+inline int64_t int8_record_bytes(const KvPages& kv) {
+  return 2ll * kv.kv_heads * (int64_t{kv.page_size} * kv.head_dim + 4);
+}
+
 // True if every entry of pages[0, n) is below num_pages (negative entries are padding and valid).
 bool valid_pages(const KvPages& kv, const int32_t* pages, int32_t n);
 

@@ -1,0 +1,26 @@
+"""Bytes of the int8 copies of pages, as the arena, the memory plan and ``sglang-scout plan`` count them."""
+
+from __future__ import annotations
+
+CPU_PAGES = ("model", "int8")
+"""What the CPU worker reads pages as: the model's dtype, or int8 copies of them."""
+
+_COPY_ALIGN_BYTES = 64
+_WORD_BYTES = 8
+
+
+def copy_bytes(page_size: int, num_kv_heads: int, head_dim: int) -> int:
+    """The copy of K and V of a page in one layer: codes, an fp32 scale for each KV head of both, in
+    whole cache lines."""
+    codes_and_scales = 2 * num_kv_heads * (page_size * head_dim + 4)
+    return -(-codes_and_scales // _COPY_ALIGN_BYTES) * _COPY_ALIGN_BYTES
+
+
+def copies_bytes(
+    cpu_pages: str, num_layers: int, page_size: int, num_kv_heads: int, head_dim: int
+) -> int:
+    """What ``cpu_pages`` adds to a page over all layers: nothing, or the copies and words about them."""
+    if cpu_pages != "int8":
+        return 0
+    copy = copy_bytes(page_size, num_kv_heads, head_dim) + _WORD_BYTES
+    return num_layers * copy + _WORD_BYTES
