@@ -9,8 +9,9 @@ function does so itself, here where it does not.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Mapping
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -100,100 +101,63 @@ def _check_attend_ids(
         _check_ids(op, "last_len", last_len[last_page >= 0], S + 1, 1)
 
 
-def _attend_reasons(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    pages: torch.Tensor,
-    last_page: torch.Tensor | None,
-    last_len: torch.Tensor | None,
-    scale: float,
-    logit_cap: float = 0.0,
-    out: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> list[str]:
-    written, lse = out if out is not None else (None, None)
-    return _reasons(
-        k,
-        q=q,
-        k=k,
-        v=v,
-        pages=pages,
-        last_page=last_page,
-        last_len=last_len,
-        **{"out[0]": written, "out[1]": lse},
-    )
+def attention(
+    op: str, function: str, pool: tuple[str, ...], dtypes: Mapping[torch.dtype, tuple[int, ...]]
+) -> Implementation:
+    """One of the module's batched attentions. Ops differ in the tensors that their pool has.
 
+    Args:
+        op: named in errors.
+        function: of the module.
+        pool: names of the pool's tensors, in the place of the op's arguments behind ``q``; K is "k".
+        dtypes: of K, each with the code that the function wants for it, if any.
+    """
+    tensors = ("q", *pool, "pages", "last_page", "last_len")
+    names = (*tensors, "scale", "logit_cap", "out")
 
-def _attend_batch(
-    op: str,
-    function: Callable[..., None],
-    q: torch.Tensor,
-    pool: tuple[torch.Tensor, ...],
-    dtype: tuple[int, ...],
-    pages: torch.Tensor,
-    last_page: torch.Tensor | None,
-    last_len: torch.Tensor | None,
-    scale: float,
-    logit_cap: float,
-    out: tuple[torch.Tensor, torch.Tensor] | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Call one of the module's batched attentions; ``pool`` begins with K, ``dtype`` is its code."""
-    (P, S, H, D), HQ = pool[0].shape, q.shape[1]
-    B, R = pages.shape
-    if out is None:
-        out = (q.new_empty(q.shape), q.new_empty(q.shape[:2]))
-    try:
-        function(
-            q.data_ptr(),
-            *(part.data_ptr() for part in pool),
-            P,
-            S,
-            H,
-            D,
-            *dtype,
-            HQ // H,
-            float(scale),
-            float(logit_cap),
-            pages.data_ptr(),
-            B,
-            R,
-            0 if last_page is None else last_page.data_ptr(),
-            0 if last_len is None else last_len.data_ptr(),
-            out[0].data_ptr(),
-            out[1].data_ptr(),
-            torch.get_num_threads(),
+    def given(args: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
+        return {"logit_cap": 0.0, "out": None, **dict(zip(names, args, strict=False)), **named}
+
+    def reasons(*args: Any, **named: Any) -> list[str]:
+        a = given(args, named)
+        out = a["out"] if a["out"] is not None else (None, None)
+        read = {name: a[name] for name in tensors}
+        return _reasons(a["k"], dtypes, **read, **{"out[0]": out[0], "out[1]": out[1]})
+
+    def run(*args: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        a = given(args, named)
+        q, k, pages, last_page, last_len, out = (
+            a[name] for name in ("q", "k", "pages", "last_page", "last_len", "out")
         )
-    except ValueError:
-        _check_attend_ids(op, pages, last_page, last_len, P, S)
-        raise
-    return out
+        (P, S, H, D), HQ = k.shape, q.shape[1]
+        if out is None:
+            out = (q.new_empty(q.shape), q.new_empty(q.shape[:2]))
+        try:
+            getattr(_module, function)(
+                q.data_ptr(),
+                *(a[name].data_ptr() for name in pool),
+                P,
+                S,
+                H,
+                D,
+                *dtypes[k.dtype],
+                HQ // H,
+                float(a["scale"]),
+                float(a["logit_cap"]),
+                pages.data_ptr(),
+                *pages.shape,
+                0 if last_page is None else last_page.data_ptr(),
+                0 if last_len is None else last_len.data_ptr(),
+                out[0].data_ptr(),
+                out[1].data_ptr(),
+                torch.get_num_threads(),
+            )
+        except ValueError:
+            _check_attend_ids(op, pages, last_page, last_len, P, S)
+            raise
+        return out
 
-
-def _attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    pages: torch.Tensor,
-    last_page: torch.Tensor | None,
-    last_len: torch.Tensor | None,
-    scale: float,
-    logit_cap: float = 0.0,
-    out: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    assert _module is not None
-    return _attend_batch(
-        "attend_pages",
-        _module.attend_batch,
-        q,
-        (k, v),
-        (_DTYPES[k.dtype],),
-        pages,
-        last_page,
-        last_len,
-        scale,
-        logit_cap,
-        out,
-    )
+    return Implementation("native", run, reasons)
 
 
 def _score_reasons(
@@ -298,7 +262,9 @@ def _copy(
     )
 
 
-ATTEND_PAGES = Implementation("native", _attend, _attend_reasons)
+ATTEND_PAGES = attention(
+    "attend_pages", "attend_batch", ("k", "v"), {dtype: (code,) for dtype, code in _DTYPES.items()}
+)
 SCORE_PAGES = Implementation("native", _score, _score_reasons)
 BUILD_DIGESTS = Implementation("native", _digest, _digest_reasons)
 COPY_PAGES = Implementation("native", _copy, _copy_reasons)

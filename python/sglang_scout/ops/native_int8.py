@@ -8,64 +8,6 @@ from ..core.registry import Implementation
 from . import native
 
 
-def _attend_reasons(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_scale: torch.Tensor,
-    v_scale: torch.Tensor,
-    pages: torch.Tensor,
-    last_page: torch.Tensor | None,
-    last_len: torch.Tensor | None,
-    scale: float,
-    logit_cap: float = 0.0,
-    out: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> list[str]:
-    written, lse = out if out is not None else (None, None)
-    return native._reasons(
-        k,
-        (torch.int8,),
-        q=q,
-        k=k,
-        v=v,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        pages=pages,
-        last_page=last_page,
-        last_len=last_len,
-        **{"out[0]": written, "out[1]": lse},
-    )
-
-
-def _attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_scale: torch.Tensor,
-    v_scale: torch.Tensor,
-    pages: torch.Tensor,
-    last_page: torch.Tensor | None,
-    last_len: torch.Tensor | None,
-    scale: float,
-    logit_cap: float = 0.0,
-    out: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    assert native._module is not None
-    return native._attend_batch(
-        "attend_pages_int8",
-        native._module.attend_batch_int8,
-        q,
-        (k, v, k_scale, v_scale),
-        (),
-        pages,
-        last_page,
-        last_len,
-        scale,
-        logit_cap,
-        out,
-    )
-
-
 def _quantize_reasons(
     src: torch.Tensor,
     src_ids: torch.Tensor,
@@ -101,5 +43,10 @@ def _quantize(
     )
 
 
-ATTEND_PAGES_INT8 = Implementation("native", _attend, _attend_reasons)
+ATTEND_PAGES_INT8 = native.attention(
+    "attend_pages_int8",
+    "attend_batch_int8",
+    ("k", "v", "k_scale", "v_scale"),
+    {torch.int8: ()},
+)
 QUANTIZE_PAGES = Implementation("native", _quantize, _quantize_reasons)
