@@ -15,6 +15,7 @@ constexpr float kLargestCode = 127.0f;
 constexpr float kNoMagnitude = 0x1p-100f;
 
 // One page and head: `tokens` rows of dim elements, row_elements apart in both. Returns the scale.
+// Heads follow each other, and hardware prefetchers see no order in rows that far apart.
 template <DType T>
 inline float quantize_head(const char* from, int8_t* to, int tokens, int dim,
                            ptrdiff_t row_elements) {
@@ -23,8 +24,12 @@ inline float quantize_head(const char* from, int8_t* to, int tokens, int dim,
   constexpr int kElement = T == DType::kF32 ? 4 : 2;
   F largest0 = Vec::zero(), largest1 = Vec::zero();
   F wrong = Vec::zero();  // 0 * x summed up: NaN if any x is not finite
+  const ptrdiff_t head_bytes = static_cast<ptrdiff_t>(dim) * kElement;
   for (int t = 0; t < tokens; ++t) {
     const char* const row = from + t * row_elements * kElement;
+    // The next head's elements, and where this one's codes go.
+    for (ptrdiff_t i = 0; i < head_bytes; i += 64) __builtin_prefetch(row + head_bytes + i);
+    for (ptrdiff_t i = 0; i < dim; i += 64) __builtin_prefetch(to + t * row_elements + i, 1);
     for (int d = 0; d < dim; d += 2 * W) {
       F x, y;
       Vec::load_pair<T>(row + static_cast<ptrdiff_t>(d) * kElement, x, y);
