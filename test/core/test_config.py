@@ -56,6 +56,7 @@ def test_defaults():
         ({"config": '{"predictor": "oracle"}'}, ["predictor", "'oracle'", "next_layer"]),
         ({"config": '{"predictor": "learned"}'}, ["'learned'", "needs predictor_file"]),
         ({"config": '{"predictor_file": "f.npz"}'}, ["'f.npz'", "no effect", "'learned'"]),
+        ({"config": '{"cpu_pages": "int4"}'}, ["cpu_pages = 'int4'", "choose one of model, int8"]),
         ({"config": '{"head_reduce": "sum", "digest": "signs"}'}, ["head_reduce = 'sum'", "signs"]),
         (
             {"config": '{"exact_layers": [1], "precompute": false}'},

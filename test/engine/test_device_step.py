@@ -1,5 +1,6 @@
 """The step of a CUDA device: the same guarantees as the host's, and nothing of the host within."""
 
+import json
 import os
 import sys
 
@@ -87,10 +88,13 @@ def test_worker_threads_answer_until_they_die_and_the_attendant_after(make):
     assert worker.engine.counters.verify_max_rel_error <= TOLERANCE[torch.float32]
 
 
-def test_requests_come_and_go_and_their_pages_change_hands(make):
+@pytest.mark.parametrize("cpu_pages", ["model", "int8"])
+def test_requests_come_and_go_and_their_pages_change_hands(make, cpu_pages):
     """Selections reach the host when their pages may belong to somebody else."""
     rng = np.random.default_rng(5)
-    worker = make(budget_tokens=128, pages=60, max_batch=3, layers=2, config='{"recall": "fixed"}')
+    config = json.dumps({"recall": "fixed", "cpu_pages": cpu_pages})
+    sizes = {"pages": 60, "max_batch": 3, "layers": 2, "threads": cpu_pages == "int8"}
+    worker = make(budget_tokens=128, config=config, **sizes)
     for _ in range(40):
         if len(worker.requests) < 3 and (not worker.requests or rng.random() < 0.6):
             worker.admit(int(rng.integers(1, 500)))
@@ -100,8 +104,14 @@ def test_requests_come_and_go_and_their_pages_change_hands(make):
         worker.table.check()
     counters = worker.engine.counters
     assert counters.verify_checks == 40 * 2
-    assert counters.verify_max_rel_error <= TOLERANCE[torch.float32]
     assert counters.recalled_pages > 0
+    quantized = worker.producer.totals()["quantized_pages"]
+    if cpu_pages == "model":
+        assert counters.verify_max_rel_error <= TOLERANCE[torch.float32] and not quantized
+    else:
+        # Queries and weights are rounded to 16 bits; int8 costs more, and queries here are long.
+        assert counters.verify_max_rel_error <= 1e-3 < counters.verify_max_int8_error <= 0.2
+        assert 0 < quantized < counters.cpu_pages
 
 
 def test_what_the_device_sees_of_residency_is_the_table(make):

@@ -5,7 +5,7 @@ import torch
 
 from sglang_scout.core.config import parse_config
 from sglang_scout.core.errors import ConfigError
-from sglang_scout.engine.memory import check_memory, plan_memory
+from sglang_scout.engine.memory import bytes_for_pages, check_memory, plan_memory
 from sglang_scout.engine.pools import ModelShape
 from sglang_scout.policy.presets import POLICY_NAMES
 
@@ -28,6 +28,31 @@ def test_bytes_follow_the_model():
     assert made.digest_bytes == made.host_bytes // 32
     assert made.num_slots == 8 * 64 + 8 + 64
     assert made.resident_bytes == made.num_slots * PAGE_BYTES
+
+
+INT8 = '{"cpu_pages": "int8"}'
+
+
+def test_int8_copies_are_counted():
+    made = plan(config(config=INT8))
+    copy = 2 * 8 * (32 * 128 + 4)  # codes and scales of one layer
+    assert made.copies_bytes == 4097 * (40 * (copy + 8) + 8)
+    assert made.host_bytes == plan(config()).host_bytes
+    assert plan(config()).copies_bytes == 0
+    assert [row[0] for row in made.rows] == [
+        "host pages", "int8 copies", "digests", "resident slots"
+    ]  # fmt: skip
+    with pytest.raises(ConfigError, match=r"int8 copies 10\.0"):
+        check_memory(made, config(config=INT8), 30 << 30)
+
+
+def test_pages_and_their_copies_share_what_is_given():
+    given = 100 << 30
+    assert bytes_for_pages(config(), SHAPE, given) == given
+    left = bytes_for_pages(config(config=INT8), SHAPE, given)
+    made = plan(config(config=INT8), num_pages=left // PAGE_BYTES)
+    taken = made.host_bytes + made.copies_bytes
+    assert given - 2 * PAGE_BYTES < taken <= given
 
 
 def test_no_more_slots_than_pages_and_no_more_budget_than_context():

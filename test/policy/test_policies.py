@@ -26,6 +26,13 @@ def test_every_layer_is_predicted_exactly_once_and_one_layer_ahead():
     assert targets == [(0, 1), (2,), (3,), (4,), ()]
 
 
+def test_copies_for_a_worker_that_has_hardly_any_work_are_refused():
+    settings = config(config='{"cpu_pages": "int8"}')
+    make_policy(settings, 3, PAGE_BYTES)
+    with pytest.raises(ConfigError, match=r"cpu_pages = 'int8': --kv-offload infinigen copies"):
+        make_policy(replace(settings, policy="infinigen"), 3, PAGE_BYTES)
+
+
 def test_exact_layers_are_not_predicted_and_have_no_lead():
     exact = config(config='{"exact_layers": [3, 1, 1]}')
     policy = make_policy(exact, num_layers=6, page_bytes=PAGE_BYTES)

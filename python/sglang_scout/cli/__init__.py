@@ -10,6 +10,7 @@ from typing import Any
 
 from sglang_scout import __version__
 from sglang_scout.core.errors import ScoutError
+from sglang_scout.core.page_bytes import CPU_PAGES
 
 __all__ = ["main"]
 
@@ -66,6 +67,7 @@ def _plan(args: argparse.Namespace) -> int:
         gpu_gib=args.gpu_gb,
         mem_fraction=args.mem_fraction_static,
         dtype=args.dtype,
+        cpu_pages=args.cpu_pages,
     )
     return plan_report.run(request, as_json=args.json)
 
@@ -174,6 +176,12 @@ def _parser() -> argparse.ArgumentParser:
         default="auto",
         choices=("auto", "bfloat16", "float16", "float32"),
         help="as SGLang's flag: type of weights and KV (default: auto, what config.json says)",
+    )
+    plan.add_argument(
+        "--cpu-pages",
+        default="model",
+        choices=CPU_PAGES,
+        help="as the key cpu_pages of --kv-offload-config (default: model)",
     )
     report = command("report", _report, "where the time of a decode step goes", _REPORT)
     report.add_argument("trace", metavar="TRACE", help="the file that the server wrote")

@@ -6,6 +6,7 @@ tokens and values of w bytes:
     KV of a token      2 L H D w            (K and V)
     KV of a page       S times that         (host memory)
     digest of a page   2 L H D w            (minimum and maximum of K: 1/S of the page's KV)
+    int8 copies        2 L H (S D + 4)      (with --cpu-pages int8; host memory)
     resident pages     budget / S a request, its page being filled, and room for recalls once
 """
 
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from sglang_scout.cli.model_config import ModelConfig, read_model
 from sglang_scout.core.config import DEFAULT_BUDGET_TOKENS, PAGE_SIZE_TOKENS
 from sglang_scout.core.errors import ConfigError
+from sglang_scout.core.page_bytes import copies_bytes
 
 GIB = 2**30
 DEFAULT_HOST_SHARE = 0.5
@@ -35,6 +37,7 @@ class Request:
     gpu_gib: float | None = None
     mem_fraction: float = 0.88
     dtype: str = "auto"
+    cpu_pages: str = "model"
 
 
 @dataclass(frozen=True)
@@ -46,12 +49,19 @@ class Sizes:
     page_size_tokens: int
     kv_bytes_per_token: int
     kv_bytes_per_page: int
+    copies_bytes_per_page: int
     digest_bytes_per_page: int
     host_pages_per_request: int
     kv_bytes_per_request: int
+    copies_bytes_per_request: int
     digest_bytes_per_request: int
     resident_bytes_per_request: int
     tail_bytes_per_request: int
+
+    @property
+    def host_bytes_per_page(self) -> int:
+        """What --kv-offload-host-gb counts: the page and its int8 copies."""
+        return self.kv_bytes_per_page + self.copies_bytes_per_page
 
     @property
     def device_bytes_per_request(self) -> int:
@@ -68,20 +78,25 @@ class Sizes:
         return self.resident_bytes_per_request
 
 
-def sizes_of(model: ModelConfig, context_tokens: int, budget_tokens: int) -> Sizes:
-    """The sizes for one model, context and budget."""
+def sizes_of(
+    model: ModelConfig, context_tokens: int, budget_tokens: int, cpu_pages: str = "model"
+) -> Sizes:
+    """The sizes for one model, context, budget and ``cpu_pages``."""
     page = PAGE_SIZE_TOKENS
     per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * model.value_bytes
     pages = math.ceil(context_tokens / page)
+    copies = copies_bytes(cpu_pages, model.num_layers, page, model.num_kv_heads, model.head_dim)
     return Sizes(
         context_tokens=context_tokens,
         budget_tokens=budget_tokens,
         page_size_tokens=page,
         kv_bytes_per_token=per_token,
         kv_bytes_per_page=per_token * page,
+        copies_bytes_per_page=copies,
         digest_bytes_per_page=per_token,
         host_pages_per_request=pages,
         kv_bytes_per_request=pages * page * per_token,
+        copies_bytes_per_request=pages * copies,
         digest_bytes_per_request=pages * per_token,
         resident_bytes_per_request=budget_tokens * per_token,
         tail_bytes_per_request=page * per_token,
@@ -133,7 +148,8 @@ def make_plan(request: Request) -> Plan:
     _check(request)
     model = read_model(request.model_path, request.dtype)
     budget = request.budget_tokens or DEFAULT_BUDGET_TOKENS
-    sizes = sizes_of(model, request.context_tokens or model.max_context_tokens, budget)
+    context = request.context_tokens or model.max_context_tokens
+    sizes = sizes_of(model, context, budget, request.cpu_pages)
     host = _host_bytes(request.host_gib)
     if request.gpu_gib is None:
         # Digests and resident pages are host memory too, beside what --kv-offload-host-gb counts,
@@ -160,7 +176,7 @@ def make_plan(request: Request) -> Plan:
 
 def _host_fit(host_bytes: int, sizes: Sizes) -> int:
     # Page 0 is SGLang's padding and holds no request's tokens.
-    pages = host_bytes // sizes.kv_bytes_per_page - 1
+    pages = host_bytes // sizes.host_bytes_per_page - 1
     return max(0, pages) // sizes.host_pages_per_request
 
 

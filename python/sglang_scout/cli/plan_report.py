@@ -16,7 +16,7 @@ def _needed(plan: Plan, requests: int) -> dict[str, int]:
     sizes = plan.sizes
     pages = requests * sizes.host_pages_per_request + 1
     device = requests * sizes.device_bytes_per_request + sizes.device_bytes_once
-    return {"host_pages": pages, "host_bytes": pages * sizes.kv_bytes_per_page, "device": device}
+    return {"host_pages": pages, "host_bytes": pages * sizes.host_bytes_per_page, "device": device}
 
 
 def as_dict(plan: Plan) -> dict[str, Any]:
@@ -72,6 +72,7 @@ def _request_rows(plan: Plan) -> list[tuple[str, ...]]:
     where = "GPU" if plan.gpu_bytes is not None else "device"
     parts = (
         ("host: KV pages", sizes.kv_bytes_per_request, ""),
+        ("host: int8 copies", sizes.copies_bytes_per_request, "for the worker; cpu_pages = int8"),
         (f"{where}: digests", sizes.digest_bytes_per_request, "one for each page"),
         (f"{where}: resident pages", sizes.resident_bytes_per_request,
          f"budget of {sizes.budget_tokens} tokens"),
@@ -79,7 +80,7 @@ def _request_rows(plan: Plan) -> list[tuple[str, ...]]:
         (f"{where}: together", sizes.device_bytes_per_request,
          f"and {gb(sizes.device_bytes_once)} once, for recalls under way"),
     )  # fmt: skip
-    return [(name, gb(size), gib(size), note) for name, size, note in parts]
+    return [(name, gb(size), gib(size), note) for name, size, note in parts if size]
 
 
 def _fit_rows(plan: Plan) -> list[tuple[str, ...]]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from sglang_scout.core.cpu_list import parse_cpu_list
 from sglang_scout.core.errors import ConfigError
+from sglang_scout.core.page_bytes import CPU_PAGES
 
 PAGE_SIZE_TOKENS = 32
 """Page size that ``--kv-offload`` implies (the paper's block size)."""
@@ -75,6 +76,8 @@ class OffloadConfig:
     """First steps of a request in which no layer predicts; see ``policy/predictors.py``."""
     predictor_file: str | None = None
     """The learned correction that ``predictor`` = learned needs, see ``core/correction.py``."""
+    cpu_pages: str = "model"
+    """What the CPU worker reads pages as: the model's dtype, or int8 copies (``core/page_bytes.py``)."""
     recall: str = "adaptive"
     recall_interval: int = DEFAULT_RECALL_INTERVAL
     """Steps between two recalls of a layer: always with fixed recall, at first with adaptive."""
@@ -216,6 +219,7 @@ def _check_key(key: str, value: Any) -> Any:
             )
     choices = {
         "attend": ATTEND,
+        "cpu_pages": CPU_PAGES,
         "digest": DIGESTS,
         "head_reduce": HEAD_REDUCTIONS,
         "predictor": PREDICTORS,

@@ -88,6 +88,7 @@ class StepBoundary:
         self._counters = counters
         self._slots_on_host = slots_on_host
         self._filled_here = np.zeros(host.num_pages, bool)  # by decoding, so no digest was sent
+        self._filled_last = np.zeros(0, np.int64)  # pages that were full at the last boundary first
         self.freed_at = np.full(host.num_pages, -1, np.int64)
         self._step = 0
         self._first_step: dict[int, int] = {}  # by table row; 0: joins with the next step
@@ -98,14 +99,22 @@ class StepBoundary:
 
     def allocate_pages(self, pages: npt.NDArray[np.int64]) -> None:
         """Pages were handed to a request that is about to receive them."""
+        self._forget_final(pages)
         self._digests.poison(pages)
 
     def free_pages(self, pages: npt.NDArray[np.int64]) -> None:
         """Pages went back to the allocator: nothing that is known about them holds any more."""
+        self._forget_final(pages)
         self._digests.invalidate(pages)
         self._table.invalidate(pages)
         self._filled_here[pages] = False
         self.freed_at[pages] = self._step
+
+    def _forget_final(self, pages: npt.NDArray[np.int64]) -> None:
+        """Before anybody writes to ``pages``."""
+        self._host.set_final(np.asarray(pages, np.int64), False)
+        if len(self._filled_last):
+            self._filled_last = np.setdiff1d(self._filled_last, pages)
 
     def clear(self) -> None:
         """All pages were freed (cache flush)."""
@@ -199,9 +208,13 @@ class StepBoundary:
     def _complete_digests(self, pages: npt.NDArray[np.int32]) -> None:
         """Every full page needs a digest: taken from the prefill server, else computed here."""
         pending = np.unique(pages[~self._digests.valid[pages]]).astype(np.int64)
+        filled = self._filled_here[pending]
+        # The step that filled a page may still run on a device; at the boundary after it is over.
+        self._host.set_final(self._filled_last, True)
+        self._filled_last = pending[filled]
+        self._host.set_final(pending[~filled], True)
         if not len(pending):
             return
-        filled = self._filled_here[pending]
         # To look for digests that came means to wait for the device; these cannot have come.
         here, elsewhere = pending[filled], pending[~filled]
         if len(elsewhere):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.errors import ConfigError
+from sglang_scout.core.page_bytes import copies_bytes
 from sglang_scout.engine.pools import ModelShape
 
 HEADROOM_BYTES = 256 * 2**20
@@ -20,12 +21,14 @@ class MemoryPlan:
         num_pages: P, host pages including the padding page.
         budget_pages: k, at most the pages of one context.
         num_slots: device slots per layer: resident pages, tails, and room for recalls under way.
+        copies_bytes: the int8 copies that the CPU worker reads; 0 if it reads the host pages.
     """
 
     num_pages: int
     budget_pages: int
     num_slots: int
     host_bytes: int
+    copies_bytes: int
     digest_bytes: int
     resident_bytes: int
 
@@ -34,6 +37,7 @@ class MemoryPlan:
         """(what, count, bytes) for a table."""
         return (
             ("host pages", self.num_pages, self.host_bytes),
+            *((("int8 copies", self.num_pages, self.copies_bytes),) if self.copies_bytes else ()),
             ("digests", self.num_pages, self.digest_bytes),
             ("resident slots", self.num_slots, self.resident_bytes),
         )
@@ -75,6 +79,7 @@ def plan_memory(
         budget_pages=budget_pages,
         num_slots=num_slots,
         host_bytes=num_pages * page_bytes,
+        copies_bytes=num_pages * _copies_bytes(config, shape),
         digest_bytes=digest_bytes,
         resident_bytes=num_slots * page_bytes,
     )
@@ -104,6 +109,18 @@ def _check_device(
     )
 
 
+def _copies_bytes(config: OffloadConfig, shape: ModelShape) -> int:
+    """Of one page, over all layers."""
+    sizes = shape.num_layers, shape.page_size, shape.num_kv_heads, shape.head_dim
+    return copies_bytes(config.cpu_pages, *sizes)
+
+
+def bytes_for_pages(config: OffloadConfig, shape: ModelShape, host_bytes: int) -> int:
+    """What is left of ``host_bytes`` for the pages themselves if each of them may have copies."""
+    page_bytes = 2 * shape.page_bytes * shape.num_layers
+    return host_bytes * page_bytes // (page_bytes + _copies_bytes(config, shape))
+
+
 def check_memory(
     plan: MemoryPlan,
     config: OffloadConfig,
@@ -119,7 +136,7 @@ def check_memory(
         ConfigError: naming the parts and the flags that size them.
     """
     on_device = plan.digest_bytes + plan.resident_bytes if shared else 0
-    needed = ranks * (plan.host_bytes + on_device + HEADROOM_BYTES)
+    needed = ranks * (plan.host_bytes + plan.copies_bytes + on_device + HEADROOM_BYTES)
     if needed <= available_bytes:
         return
     parts = ", ".join(f"{what} {size / 2**30:.2f} GiB" for what, _, size in plan.rows)

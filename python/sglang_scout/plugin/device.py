@@ -64,19 +64,22 @@ def check_device_engine(args: ServerArgs, config: OffloadConfig, device: str) ->
 
 
 def lock_pages(arena: Arena) -> None:
-    """Page-lock the arena for as long as this process lives.
+    """Page-lock what the device uses of the arena, for as long as this process lives.
 
     Raises:
         ConfigError: the system does not allow it.
     """
 
+    # int8 copies, at the end, are the worker's alone: locked, they would all take memory at once.
+    nbytes = arena.layout().page_words_offset or arena.nbytes
+
     def progress(done: int) -> None:
-        if arena.nbytes > LOCK_CHUNK_BYTES:
-            of = arena.nbytes / 2**30
+        if nbytes > LOCK_CHUNK_BYTES:
+            of = nbytes / 2**30
             logger.info("--kv-offload: %.0f of %.0f GiB are page-locked", done / 2**30, of)
 
     try:
-        lock_memory(arena.address, arena.nbytes, progress)
+        lock_memory(arena.address, nbytes, progress)
     except MemoryError as error:
         raise ConfigError(f"--kv-offload-host-gb: {error}, or lower the flag") from None
 

@@ -16,7 +16,7 @@ from sglang.srt.model_executor import model_runner_kv_cache_mixin as pools_modul
 
 from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.errors import ConfigError
-from sglang_scout.engine.memory import check_memory, plan_memory
+from sglang_scout.engine.memory import bytes_for_pages, check_memory, plan_memory
 from sglang_scout.engine.pools import ModelShape
 from sglang_scout.plugin import status
 from sglang_scout.plugin.args import BACKEND_NAME, parse
@@ -65,10 +65,11 @@ def around_profile_available_bytes(
         # What SGLang would give to KV pages is shared by digests and resident pages.
         runner.kv_offload_device_bytes = original(runner, *args, **kwargs)
     if config.host_gb is not None:
-        return int(config.host_gb * 2**30) // ranks.size
-    size = int(ranks.least(available_bytes()) * DEFAULT_HOST_SHARE)
-    logger.info("--kv-offload-host-gb not given: %.1f GiB for KV pages", size / 2**30)
-    return size // ranks.size
+        size = int(config.host_gb * 2**30)
+    else:
+        size = int(ranks.least(available_bytes()) * DEFAULT_HOST_SHARE)
+        logger.info("--kv-offload-host-gb not given: %.1f GiB for KV pages", size / 2**30)
+    return bytes_for_pages(config, model_shape(runner), size // ranks.size)
 
 
 def model_shape(runner: Any) -> ModelShape:
@@ -138,6 +139,7 @@ def around_init_pools_decode(original: Callable[..., None], runner: Any) -> None
         "logit_cap": shape.logit_cap,
         "max_batch": runner.max_running_requests,
         "max_pages": plan.budget_pages,
+        "cpu_pages": config.cpu_pages,
     }
     pool = _init_pools_with(
         original,

@@ -106,7 +106,8 @@ class HostKVPool(MHATokenToKVPool):
     def attach(self, shape: ModelShape, plan: MemoryPlan, digest: str) -> None:
         """Make the page view and the digest pool, once the model's shape is known."""
         self.plan = plan
-        self.host_pages = HostPages(shape, self.k_buffer, self.v_buffer)
+        cpu_pages = self.arena.spec.cpu_pages
+        self.host_pages = HostPages(shape, self.k_buffer, self.v_buffer, cpu_pages)
         self.digests = DigestPool(shape, self.host_pages.num_pages, self.device, digest)
 
     def get_cpu_copy(self, indices: torch.Tensor, mamba_indices: Any = None) -> Any:

@@ -110,6 +110,11 @@ def _infinigen(
     correction: StreamCorrection | None,
 ) -> Policy:
     """Recall-based offload as the paper's baseline does it: every miss is a copy, none is computed."""
+    if config.cpu_pages != "model":
+        raise ConfigError(
+            f"--kv-offload-config: cpu_pages = {config.cpu_pages!r}: --kv-offload infinigen copies its "
+            "pages to the device, and copies for the worker would only take host memory; drop the key"
+        )
     return Policy(
         name="infinigen",
         digest=_digest(config),
