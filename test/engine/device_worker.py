@@ -32,7 +32,7 @@ class DeviceWorker(MiniWorker):
         dtype = str(s.dtype).removeprefix("torch.")
         spec = ArenaSpec(
             s.num_layers, pages, SIZE, s.num_kv_heads, s.num_q_heads, s.head_dim, dtype, s.scale,
-            self.max_batch, self.budget_tokens // SIZE, s.logit_cap, self.config.cpu_pages,
+            self.max_batch, self.budget_tokens // SIZE, s.logit_cap, cpu_pages=self.config.cpu_pages,
         )  # fmt: skip
         self.arena = Arena.create(spec, hugepages=False)
         planes = (self.arena.k_pages, self.arena.v_pages)
