@@ -79,6 +79,19 @@ CASES = [
         {"device": "cuda", "kv_offload_config": '{"verify": true}'},
         ["--kv-offload-config", "verify", "--disable-cuda-graph"],
     ),
+    (
+        "noise over a transfer",
+        {"kv_offload_config": '{"dummy_kv": true}'},
+        ["--kv-offload-config", "dummy_kv", "--disaggregation-transfer-backend fake"],
+    ),
+    (
+        "noise without one",
+        {
+            "kv_offload_config": '{"dummy_kv": true}',
+            "disaggregation_transfer_backend": "fake",
+        },
+        [],
+    ),
     ("backend", {"attention_backend": "flashinfer"}, ["--attention-backend", "torch_native"]),
     ("transfer", {"disaggregation_transfer_backend": "nixl"}, ["transfer-backend", "nixl"]),
     ("canary", {"kv_canary": "raise"}, ["--kv-canary", "raise"]),

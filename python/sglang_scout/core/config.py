@@ -91,6 +91,8 @@ class OffloadConfig:
     """Prefill server: compute page digests and send them with the KV."""
     verify: bool = False
     """Recompute every layer's output in fp32 from the host pages and record the largest relative error."""
+    dummy_kv: bool = False
+    """With the fake transfer backend: fill the pages of a new request with noise that its prompt seeds."""
     trace: str | None = None
     """File for a Chrome/Perfetto trace of the decode steps."""
     trace_steps: int = 64

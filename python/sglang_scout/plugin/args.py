@@ -129,6 +129,11 @@ def around_post_init(original: Callable[..., None], self: ServerArgs) -> None:
         return
     config = parse(self)
     _check_deployment(self)
+    if config.dummy_kv and self.disaggregation_transfer_backend != "fake":
+        raise ConfigError(
+            "--kv-offload-config: dummy_kv = true overwrites what a prefill server sends; drop it, or "
+            "set --disaggregation-transfer-backend fake"
+        )
     if self.disaggregation_mode == "decode":
         check_device_engine(self, config, self.device or _default_device())
     _check_cpus(self, config)

@@ -23,6 +23,7 @@ from sglang_scout.engine.trace import Tracer
 from sglang_scout.plugin import status
 from sglang_scout.plugin.args import parse
 from sglang_scout.plugin.device import make_device_engine, uses_device_engine
+from sglang_scout.plugin.dummy_kv import DummyKV
 from sglang_scout.plugin.hooks import model_shape
 from sglang_scout.plugin.host_allocator import HostAllocator
 from sglang_scout.plugin.pool import HostKVPool
@@ -115,6 +116,7 @@ class ScoutAttnBackend(AttentionBackend):
             self.engine = StepEngine(missing=self.worker, **parts)
         self._tables = RequestTables(runner.req_to_token_pool, self.config.page_size_tokens)
         self._announced = self._begun = False
+        self._dummy_kv = DummyKV(self.pool.host_pages) if self.config.dummy_kv else None
         if self.config.step_log is not None:
             self.engine.step_log = self._step_log(self.config.step_log, runner.model_config)
         if isinstance(self.engine, StepEngine):
@@ -208,6 +210,16 @@ class ScoutAttnBackend(AttentionBackend):
             self.engine.layer_input(index, x, given["positions"])
 
         return before_layer
+
+    def admit(self, requests: list[Any]) -> None:
+        """SGLang's requests that join the batch, new or after a retraction."""
+        if self._dummy_kv is not None:
+            for request in requests:
+                if len(request.output_ids) == 1:  # a retracted one has its own pages back
+                    prompt = request.origin_input_ids
+                    pages = self._tables.pages_of(request.req_pool_idx, len(prompt))
+                    self._dummy_kv.fill(pages, prompt)
+        self.engine.boundary.admit(request.req_pool_idx for request in requests)
 
     def announce_step(self, rows: torch.Tensor, positions: torch.Tensor) -> None:
         """A decode step is about to run for ``rows`` ``[B]`` of the request table, both on the host.

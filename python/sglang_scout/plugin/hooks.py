@@ -155,7 +155,7 @@ def after_prepare_for_prebuilt(_: None, batch: Any) -> None:
     """A batch of requests whose KV has arrived, or was restored after a retraction, joins."""
     from sglang_scout.plugin.backend import current_backend
 
-    current_backend().engine.boundary.admit(req.req_pool_idx for req in batch.reqs)
+    current_backend().admit(batch.reqs)
 
 
 def after_alloc_for_decode(result: Any, batch: Any, token_per_req: int) -> Any:

@@ -40,6 +40,10 @@ class RequestTables:
             pages = (starts // self._size).cpu().numpy()
             self._pages[int(row), first : first + len(pages)] = pages
 
+    def pages_of(self, row: int, tokens: int) -> npt.NDArray[np.int64]:
+        """``[N]`` pages that hold the first ``tokens`` tokens of the request in ``row``."""
+        return self._pages[row, : -(-tokens // self._size)].astype(np.int64)
+
     def open_pages(
         self,
         rows: npt.NDArray[np.int64],

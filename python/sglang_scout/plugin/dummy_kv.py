@@ -1,0 +1,48 @@
+"""Keys and values of requests that no prefill server computed, for benchmarks and tests.
+
+SGLang's fake transfer leaves the pages of a request as they are: zeros, or what another request left. Then
+all pages score alike, and what a request answers depends on who was there before.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sglang_scout.engine.pools import HostPages
+
+_NOISE_PAGES = 1021  # a prime: no period of a prompt's pages meets that of the noise
+
+
+class DummyKV:
+    """Fills pages with noise that depends on the prompt and the position alone.
+
+    Args:
+        host: the pages to fill.
+    """
+
+    def __init__(self, host: HostPages) -> None:
+        self._host = host
+        page = host.k[0].shape[1:]
+        noise = torch.randn((_NOISE_PAGES, *page), generator=torch.Generator().manual_seed(0))
+        self._noise = noise.to(host.k[0].dtype)
+
+    def fill(self, pages: npt.NDArray[np.int64], prompt: Sequence[int]) -> None:
+        """K and V of all layers are standard normal; what used the pages before has ended.
+
+        Args:
+            pages: ``[N]`` of the prompt, the partly filled last one included.
+            prompt: its token ids.
+        """
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # a step of the pages' last owner may still append to them
+        seed = zlib.crc32(np.asarray(prompt, np.int64).tobytes())
+        where, position = torch.from_numpy(pages), torch.arange(len(pages))
+        for layer, (k, v) in enumerate(zip(self._host.k, self._host.v, strict=True)):
+            row = (seed + 2 * layer + position * 7) % _NOISE_PAGES
+            k[where] = self._noise[row]
+            v[where] = self._noise[(row + _NOISE_PAGES // 2) % _NOISE_PAGES]

@@ -1,0 +1,43 @@
+"""Noise in place of a transfer: the same for a prompt wherever its pages lie, and another one elsewhere."""
+
+import numpy as np
+import torch
+
+from sglang_scout.engine.pools import HostPages, ModelShape
+from sglang_scout.plugin.dummy_kv import DummyKV
+
+SHAPE = ModelShape(
+    num_layers=2,
+    num_q_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    page_size=32,
+    dtype=torch.bfloat16,
+    scale=1.0,
+    logit_cap=0.0,
+)
+
+
+def host_pages():
+    def zeros():
+        return [torch.zeros(64 * 32, 1, 8, dtype=torch.bfloat16) for _ in range(2)]
+
+    return HostPages(SHAPE, zeros(), zeros())
+
+
+def filled(pages, prompt):
+    host = host_pages()
+    pages = np.array(pages)
+    DummyKV(host).fill(pages, prompt)
+    outside = np.setdiff1d(np.arange(64), pages)
+    assert all(not t[outside].any() for t in host.k + host.v)
+    return torch.stack([t[pages] for t in host.k + host.v]).float()
+
+
+def test_depends_on_prompt_and_position_and_on_nothing_else():
+    here, there = filled([5, 9, 2], [1, 2, 3]), filled([60, 1, 33], [1, 2, 3])
+    assert torch.equal(here, there)
+    assert not torch.equal(here, filled([5, 9, 2], [1, 2, 4]))
+    parts = here.reshape(4 * 3, -1)  # of each layer, of keys and values, of each page
+    assert len(torch.unique(parts, dim=0)) == len(parts)
+    assert abs(here.std() - 1) < 0.05 and abs(here.mean()) < 0.05
