@@ -2,13 +2,17 @@
 # Packs what a CUDA machine without a network needs for scripts/gpu_check.sh beside its own Python, torch 2.11
 # and Triton 3.6: this working tree, and wheels of the packages that such an image tends to lack.
 #
-#   scripts/gpu_bundle.sh OUTDIR        on a machine with a network; OUTDIR must be empty or new
-#   OUTDIR/run.sh RESULTS               there: unpacks, builds the native module if it can, runs gpu_check.sh
+#   scripts/gpu_bundle.sh OUTDIR            on a machine with a network; OUTDIR must be empty or new
+#   scripts/gpu_bundle.sh --server OUTDIR   with SGLang as well (scripts/gpu_site.py), for its step "server"
+#   bash OUTDIR/run.sh RESULTS              there: unpacks, builds the native module if it can, runs gpu_check.sh
 #
+# run.sh leaves in RESULTS the rows (*.jsonl, *.json), the test report and all logs in one archive.
 # Variables: PYTHON (here, with pip; python3), TARGET (the Python version there; 3.12), PLATFORM
-# (manylinux_2_17_x86_64). The whole must stay below 60 MiB, or this fails.
+# (manylinux_2_17_x86_64). The whole must stay below 60 MiB, or this fails. --server needs scripts/setup.sh.
 set -euo pipefail
 
+SERVER=0
+[ "${1:-}" != --server ] || { SERVER=1; shift; }
 [ $# = 1 ] || { sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' "$0"; exit 64; }
 PYTHON="${PYTHON:-python3}" TARGET="${TARGET:-3.12}" PLATFORM="${PLATFORM:-manylinux_2_17_x86_64}"
 LIMIT_MIB=60
@@ -23,6 +27,10 @@ OUT="$(cd "$1" && pwd)"
 [ -z "$(ls -A "$OUT")" ] || die "$OUT is not empty; name a new folder"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+if [ "$SERVER" = 1 ]; then
+    [ -x .venv/bin/python ] || die "--server packs what .venv has; run scripts/setup.sh first"
+    .venv/bin/python scripts/gpu_site.py "$OUT/site.tar.xz" --target "$TARGET"
+fi
 mkdir "$OUT/wheels"
 "$PYTHON" -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: \
     --implementation cp --python-version "$TARGET" --platform "$PLATFORM" --platform manylinux2014_x86_64 \
@@ -38,6 +46,7 @@ git rev-parse HEAD >"$OUT/commit"
 cat >"$OUT/run.sh" <<'RUN'
 #!/usr/bin/env bash
 # Runs scripts/gpu_check.sh of this bundle.   run.sh RESULTS   (PYTHON: with torch and Triton; python3)
+# Whatever it makes lies in a temporary folder; RESULTS gets few files, which a caller can copy.
 set -euo pipefail
 [ $# = 1 ] || { sed -n '2s/^# //p' "$0"; exit 64; }
 mkdir -p "$1"
@@ -48,8 +57,13 @@ export PYTHON="${PYTHON:-python3}"
     { echo "run: $PYTHON sees no CUDA device, or has no torch; set PYTHON to one that does" >&2; exit 2; }
 WORK="$(mktemp -d)"
 trap 'rm -rf "$WORK"' EXIT
-mkdir "$WORK/tree"
+mkdir "$WORK/tree" "$WORK/out"
 tar -xzf "$HERE/tree.tar.gz" -C "$WORK/tree"
+if [ -e "$HERE/site.tar.xz" ]; then
+    mkdir "$WORK/site"
+    tar -xJf "$HERE/site.tar.xz" -C "$WORK/site"
+fi
+export PYTHONPATH="$WORK/site${PYTHONPATH:+:$PYTHONPATH}"
 # Only what this Python lacks: its own versions stay as they are.
 for wheel in "$HERE"/wheels/*.whl; do
     name="$(basename "$wheel")"
@@ -58,14 +72,21 @@ for wheel in "$HERE"/wheels/*.whl; do
 done
 if "$PYTHON" -c 'import nanobind, scikit_build_core' 2>/dev/null &&
     "$PYTHON" -m pip install --quiet --no-index --no-deps --no-build-isolation --target "$WORK/built" \
-        "$WORK/tree" >"$RESULTS/native.log" 2>&1; then
+        "$WORK/tree" >"$WORK/out/native.log" 2>&1; then
     cp "$WORK"/built/sglang_scout/_native*.so "$WORK/tree/python/sglang_scout/"
+    mkdir -p "$WORK/site"
+    cp -r "$WORK"/built/sglang_scout-*.dist-info "$WORK/site/" # by its entry point SGLang finds the plugin
     echo "run: native module built"
 else
     echo "run: no native module (needs nanobind, scikit-build-core, cmake and a compiler); its tests are skipped"
 fi
-export PYTHONPATH="$WORK/site${PYTHONPATH:+:$PYTHONPATH}"
-"$WORK/tree/scripts/gpu_check.sh" "$RESULTS"
+# All of it, this preparation included, ends within ten minutes.
+export SECONDS_LIMIT="${SECONDS_LIMIT:-$((570 - SECONDS))}"
+STATUS=0
+"$WORK/tree/scripts/gpu_check.sh" "$WORK/out" || STATUS=$?
+find "$WORK/out" -maxdepth 1 \( -name '*.json*' -o -name '*.xml' \) -exec cp {} "$RESULTS/" \;
+(cd "$WORK/out" && find . -maxdepth 1 -name '*.log' -print0 | tar --null -T - -czf "$RESULTS/logs.tar.gz")
+exit "$STATUS"
 RUN
 chmod +x "$OUT/run.sh"
 

@@ -7,13 +7,15 @@
 #
 # OUTDIR gets gpu_check.jsonl (a row per step), ops.xml (the tests), gpu_kernels.jsonl (times and shares of the
 # bandwidth), gpu_ring.jsonl (cost of post and wait), gpu_decode.jsonl (whole decode steps, ours and full attention),
-# gpu_rivals.jsonl (FlashInfer beside our kernels, where it is installed), kernels.json (registers and shared memory),
-# a log per step, and Triton's cache. Exit status 0 if all steps passed, 1 if one failed, 2 without a CUDA device. What
-# there was no time for is a row that says so.
+# gpu_rivals.jsonl (FlashInfer beside our kernels, where it is installed), gpu_server.jsonl (a decode server of SGLang
+# with a small model: tokens, state, a killed worker; then throughput at the shape of a large one, ours and stock),
+# kernels.json (registers and shared memory), a log per step, and Triton's cache. Exit status 0 if all steps passed,
+# 1 if one failed, 2 without a CUDA device. What there was no time for is a row that says so.
 #
 # Variables: PYTHON (with torch, triton, numpy, msgspec, pytest, pytest-timeout and hypothesis; the .venv of this
-# repository if there is one), SECONDS_LIMIT (for all of it; 570), DECODE_ARGS (options of benchmark/gpu_decode.py).
-# Nothing is built and nothing is installed. Without the native module what needs it is skipped.
+# repository if there is one), SECONDS_LIMIT (for all of it; 570), DECODE_ARGS (options of benchmark/gpu_decode.py),
+# SERVER_ARGS (of benchmark/gpu_server.py), ONLY (names of steps, others are left out).
+# Nothing is built and nothing is installed. Without the native module or SGLang what needs it is skipped.
 set -euo pipefail
 
 [ $# = 1 ] || { sed -n '2,/^set/s/^# \{0,1\}//p' "$0"; exit 64; }
@@ -56,6 +58,7 @@ left() { echo $((LIMIT_S - SECONDS)); }
 step() {
     local name="$1" limit_s="$2" status=0 begin_s=$SECONDS
     shift 2
+    [ -z "${ONLY:-}" ] || case " $ONLY " in *" $name "*) ;; *) return ;; esac
     [ "$limit_s" -le "$(left)" ] || limit_s="$(left)"
     if [ "$limit_s" -lt 10 ]; then
         echo "gpu_check: $name: no time left"
@@ -75,14 +78,25 @@ PARALLEL=()
 
 HAS_NATIVE=0
 ! "$PYTHON" -c 'import sglang_scout._native' 2>/dev/null || HAS_NATIVE=1
-without_native() {
-    echo "gpu_check: $1: the native module is absent, so no worker could answer: skipped"
-    printf '{"step": "%s", "skipped": "the native module is absent"}\n' "$1" >>"$OUT/gpu_check.jsonl"
+skip() { # NAME REASON
+    echo "gpu_check: $1: $2: skipped"
+    printf '{"step": "%s", "skipped": "%s"}\n' "$1" "$2" >>"$OUT/gpu_check.jsonl"
 }
+without_native() { skip "$1" "the native module is absent, so no worker could answer"; }
+HAS_SGLANG=0
+! "$PYTHON" -c 'from importlib.metadata import version; version("sglang"); version("sglang-scout")' 2>/dev/null ||
+    HAS_SGLANG=1
 
 step small-sizes 120 "$PYTHON" benchmark/gpu_kernels.py --check-only
 if [ "$HAS_NATIVE" = 1 ]; then step decode-check 120 "$PYTHON" benchmark/gpu_decode.py --check-only
 else without_native decode-check; fi
+if [ "$HAS_NATIVE$HAS_SGLANG" = 11 ]; then
+    # shellcheck disable=SC2086  # options, split on purpose
+    step server 260 "$PYTHON" benchmark/gpu_server.py --out "$OUT/gpu_server.jsonl" --seconds 250 --speed \
+        ${SERVER_ARGS:-}
+else
+    skip server "sglang, sglang-scout or the native module is absent"
+fi
 step tests 200 "$PYTHON" -m pytest -q -p no:cacheprovider "${PARALLEL[@]}" test/ops -k "triton or doorbell" \
     --deselect test/ops/test_triton_compile.py --junitxml "$OUT/ops.xml"
 step benchmark 90 "$PYTHON" benchmark/gpu_kernels.py --out "$OUT/gpu_kernels.jsonl"

@@ -43,7 +43,8 @@ def test_the_ring_and_whole_steps_in_the_interpreter(program):
 
 @without_a_device
 @pytest.mark.parametrize(
-    "name", ["gpu_kernels.py", "gpu_ring.py", "gpu_decode.py", "gpu_rivals.py"]
+    "name",
+    ["gpu_kernels.py", "gpu_ring.py", "gpu_decode.py", "gpu_rivals.py", "gpu_server.py"],
 )
 def test_benchmarks_refuse_to_measure_without_a_device(tmp_path, name):
     done = run(sys.executable, ROOT / "benchmark" / name, "--out", tmp_path / "rows.jsonl")

@@ -1,0 +1,189 @@
+"""One decode server without a prefill server, for benchmarks: SGLang's fake transfer, requests sent to it
+directly. This module never imports sglang.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sglang_scout.cli.pd_cluster import HOST, cpu_environment, flags
+from sglang_scout.cli.server_process import (
+    CLUSTER_VARIABLE,
+    ServerFailed,
+    ServerProcess,
+    free_ports,
+    stop_all,
+)
+from sglang_scout.cli.sglang_http import RequestFailed, generate_payload, http_json, sse_events
+
+FAKE_BOOTSTRAP_HOST = "2.2.2.2"
+"""SGLang's mark of requests whose KV nobody sends; without an address a batch ends the server."""
+
+FAILURES = (RequestFailed, ServerFailed, RuntimeError, OSError)
+
+
+def prompts_of(lengths: Sequence[int], vocab: int, seed: int) -> list[list[int]]:
+    source = random.Random(seed)
+    return [[source.randrange(vocab) for _ in range(length)] for length in lengths]
+
+
+def offload(
+    options: argparse.Namespace, *, budget: int, host_gb: float, **config: Any
+) -> dict[str, Any]:
+    if options.device == "cpu":
+        config["step_engine"] = "device"
+    return {
+        "kv_offload": "scout",
+        "kv_offload_budget": budget,
+        "kv_offload_host_gb": host_gb,
+        "kv_offload_config": json.dumps({"dummy_kv": True, **config}),
+    }
+
+
+class DecodeServer:
+    """Context manager; all processes are gone after it.
+
+    Args:
+        model_dir: folder of the model.
+        options: flags of ``sglang.launch_server``.
+        device: as SGLang's flag; on the CPU the ring's kernels run in Triton's interpreter.
+        log: file for the server's output.
+        ready_timeout_s: for the start.
+    """
+
+    def __init__(
+        self,
+        model_dir: Path,
+        options: Mapping[str, Any],
+        *,
+        device: str,
+        log: Path,
+        ready_timeout_s: float = 240.0,
+    ) -> None:
+        environment = cpu_environment() if device == "cpu" else dict(os.environ)
+        environment.setdefault("HF_HUB_OFFLINE", "1")
+        environment.pop("TRITON_INTERPRET", None)
+        if device == "cpu":
+            environment["TRITON_INTERPRET"] = "1"
+        self._id = environment[CLUSTER_VARIABLE] = uuid.uuid4().hex
+        self._scratch = environment["TMPDIR"] = tempfile.mkdtemp(prefix="scout-")
+        [port] = free_ports(1)
+        self.url = f"http://{HOST}:{port}"
+        self._ready_timeout_s = ready_timeout_s
+        command = [sys.executable, "-m", "sglang.launch_server"]
+        command += flags(
+            model_path=model_dir,
+            host=HOST,
+            port=port,
+            device=device,
+            disaggregation_mode="decode",
+            disaggregation_transfer_backend="fake",
+            skip_tokenizer_init=True,
+            grammar_backend="none",
+            sampling_backend="pytorch",
+            sleep_on_idle=True,
+            **options,
+        )
+        self.process = ServerProcess("decode", command, environment, log)
+
+    def __enter__(self) -> DecodeServer:
+        try:
+            self.process.start()
+            self._wait_ready()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        try:
+            stop_all([self.process], self._id, grace_s=0.0)
+        finally:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def _wait_ready(self) -> None:
+        """Raises ServerFailed, with the log's end, if it ends or is not ready in time."""
+        deadline = time.monotonic() + self._ready_timeout_s
+        while time.monotonic() < deadline:
+            self.process.check()
+            try:
+                with urllib.request.urlopen(self.url + "/health", timeout=5):
+                    return
+            except (OSError, urllib.error.URLError):
+                time.sleep(0.25)
+        raise ServerFailed(
+            f"not healthy within {self._ready_timeout_s:.0f} s\n{self.process.tail()}"
+        )
+
+    def info(self) -> dict[str, Any]:
+        return http_json(self.url + "/server_info", timeout_s=60)
+
+    def kv_offload(self) -> dict[str, Any]:
+        return self.info()["internal_states"][0]["kv_offload"]
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], new_tokens: int
+    ) -> list[list[tuple[int, float]]]:
+        """Greedy, all prompts in one call. Per prompt its tokens and their log-probabilities.
+
+        The first token of each is SGLang's placeholder for what a prefill server would have sent.
+        """
+        payload = _payload(prompts, new_tokens, logprobs=True)
+        answers = http_json(self.url + "/generate", payload, timeout_s=600)
+        return [
+            [(entry[1], entry[0]) for entry in answer["meta_info"]["output_token_logprobs"]]
+            for answer in answers
+        ]
+
+    def token_times(
+        self, prompts: Sequence[Sequence[int]], new_tokens: int, timeout_s: float
+    ) -> list[list[float]]:
+        """Seconds at which each token of each prompt came, all prompts at once.
+
+        Raises:
+            RuntimeError: a request failed or was cut short.
+        """
+        times: list[list[float]] = [[] for _ in prompts]
+
+        def one(row: int) -> None:
+            payload = _payload(prompts[row], new_tokens, stream=True)
+            for event in sse_events(self.url + "/generate", payload, timeout_s=timeout_s):
+                now = time.monotonic()
+                times[row] += [now] * (event["meta_info"]["completion_tokens"] - len(times[row]))
+
+        threads = [
+            threading.Thread(target=one, args=(row,), daemon=True) for row in range(len(prompts))
+        ]
+        for thread in threads:
+            thread.start()
+        deadline = time.monotonic() + timeout_s
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        if any(len(row) < new_tokens for row in times):
+            done = [len(row) for row in times]
+            raise RuntimeError(f"of {new_tokens} tokens each there came {done}")
+        return times
+
+
+def _payload(prompts: Sequence[Any], new_tokens: int, **more: Any) -> dict[str, Any]:
+    payload = generate_payload([], new_tokens, **more)
+    payload["input_ids"] = prompts
+    payload["bootstrap_host"] = FAKE_BOOTSTRAP_HOST
+    return payload

@@ -1,0 +1,242 @@
+#!/usr/bin/env python3
+"""A decode server with --kv-offload scout on a CUDA device, without a prefill server: is it right, how fast?
+
+    benchmark/gpu_server.py --out FILE              checks, on a small model with random weights
+    benchmark/gpu_server.py --out FILE --speed      then decode throughput at the shape of a large model
+
+Prompts' keys and values are noise (``dummy_kv``), the same for the same prompt. Checked, at batches of 1 to
+16 with a budget far below the context:
+
+    tokens      with captured graphs as without, but where the two best tokens are closer than rounding
+    verify      every layer of the server without graphs equals attention to the chosen pages
+    graphs      were replayed, and were not in the other server
+    state       of /server_info: pages that the CPU computed, none in use after the last request
+    fallback    the worker is killed in mid-decode; all requests end, with the tokens that they had before
+
+Speed: requests of one length at once, stock SGLang at the largest batch that its device memory holds, then
+ours at the largest that host memory holds; dummy weights. samples_us are the times between a request's
+tokens while all of them decode.
+
+--device cpu runs the checks with the ring's kernels in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import rows
+from decode_server import FAILURES, DecodeServer, offload, prompts_of
+from server_speed import SHAPES, speed
+
+sys.path.insert(0, str(rows.ROOT / "scripts"))
+from make_tiny_model import TinyModelSpec, make_tiny_model  # noqa: E402
+
+Answers = list[list[tuple[int, float]]]
+
+BUDGET_TOKENS = 128
+VERIFY_TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
+"""Largest relative error; bfloat16 outputs alone are off by 0.4 %."""
+LOGPROB_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25}
+"""Where captured and eager steps choose different tokens, these were as good as equal."""
+
+
+# Checks ------------------------------------------------------------------------------------------
+
+
+def differences(eager: Answers, graph: Answers, tolerance: float) -> tuple[list[str], int]:
+    """What is wrong, and how many requests part where two tokens are as good as equal.
+
+    Behind the first token that differs two answers have nothing in common.
+    """
+    wrong, ties = [], 0
+    for row, (left, right) in enumerate(zip(eager, graph, strict=True)):
+        if len(left) != len(right):
+            wrong.append(f"request {row}: {len(left)} and {len(right)} tokens")
+            continue
+        for at, ((token, score), (other, other_score)) in enumerate(zip(left, right, strict=True)):
+            gap = abs(score - other_score)
+            if not gap <= tolerance:
+                wrong.append(f"request {row}, token {at}: log-probabilities differ by {gap:.3g}")
+            if token != other:
+                ties += 1
+            if token != other or not gap <= tolerance:
+                break
+    return wrong, ties
+
+
+def ask_all(server: DecodeServer, options: argparse.Namespace) -> dict[int, Answers]:
+    """Answers per batch size. All requests of one size start together."""
+    answers = {}
+    for size in options.batch:
+        lengths = [options.context - 37 * row for row in range(size)]
+        prompts = prompts_of(lengths, 500, seed=size)
+        answers[size] = server.generate(prompts, options.tokens)
+    return answers
+
+
+def state_problems(state: dict[str, Any], *, fallback: bool) -> list[str]:
+    """What is wrong with the state of a server after its last request."""
+    worker = state["worker"]
+    expected = {
+        "policy": state["policy"] == "scout",
+        "steps": state["steps"] > 0,
+        "selected_pages": state["selected_pages"] > 0,
+        "cpu_pages": state["cpu_pages"] > 0,
+        "recalled_pages": state["recalled_pages"] > 0,
+        "host_pages_used": state["host_pages_used"] == 0,
+        "fallback_pages": (state["fallback_pages"] > 0) == fallback,
+        "worker.restarts": worker["restarts"] == int(fallback),
+    }
+    shown = {**state, "worker.restarts": worker["restarts"]}
+    return [f"{name} = {shown[name]!r}" for name, fine in expected.items() if not fine]
+
+
+def kill_worker(server: DecodeServer, options: argparse.Namespace) -> list[str]:
+    """Kill the worker in mid-decode; what is wrong then. Every request has to end."""
+    rows_, tokens = max(options.batch), 4 * options.tokens
+    prompts = prompts_of([options.context] * rows_, 500, seed=99)
+    before = server.kv_offload()
+    answers: list[Answers] = []
+
+    def ask() -> None:
+        answers.append(server.generate(prompts, tokens))
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    deadline = time.monotonic() + 120
+    while server.kv_offload()["steps"] <= before["steps"] + 4 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    os.kill(before["worker"]["pid"], signal.SIGKILL)
+    thread.join(240)
+    if not answers or [len(answer) for answer in answers[0]] != [tokens] * rows_:
+        return [f"{len(answers)} of {rows_} requests ended after the worker was killed"]
+    while server.kv_offload()["host_pages_used"] and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return state_problems(server.kv_offload(), fallback=True)
+
+
+def check(writer: rows.Writer, options: argparse.Namespace, logs: Path, model: Path) -> int:
+    """Two servers, with graphs and without. Rows; returns how many checks failed."""
+    dtype = "float32" if options.device == "cpu" else "bfloat16"
+    make_tiny_model(
+        TinyModelSpec(dtype=dtype, head_dim=64 if options.device == "cpu" else 128), model
+    )
+    common = {
+        "dtype": dtype,
+        "max_running_requests": max(options.batch),
+        "max_total_tokens": 2 * max(options.batch) * (options.context + 4 * options.tokens),
+    }
+    if options.device != "cpu":
+        # No padding to other batches: captured and eager steps do the same arithmetic.
+        common |= {"cuda_graph_max_bs_decode": max(options.batch), "mem_fraction_static": 0.5}
+    failed = 0
+
+    def row(name: str, wrong: list[str], **more: Any) -> None:
+        nonlocal failed
+        failed += bool(wrong)
+        writer.add("scout", "failed" if wrong else "ok", "; ".join(wrong)[:1000], check=name,
+                   untimed=True, **more)  # fmt: skip
+        print(f"{name}: {'; '.join(wrong) or 'ok'} {more or ''}", flush=True)
+
+    def settings(**config: Any) -> dict[str, Any]:
+        return offload(options, budget=BUDGET_TOKENS, host_gb=options.check_host_gb,
+                       resident_tokens=BUDGET_TOKENS * max(options.batch), **config)  # fmt: skip
+
+    begin = time.monotonic()
+    eager_log, graph_log = logs / "server-eager.log", logs / "server-graph.log"
+    with DecodeServer(
+        model, common | settings(verify=True) | {"disable_cuda_graph": True},
+        device=options.device, log=eager_log,
+    ) as server:  # fmt: skip
+        eager = ask_all(server, options)
+        state = server.kv_offload()
+        error, checks = state["verify_max_rel_error"], state["verify_checks"]
+        wrong = state_problems(state, fallback=False)
+        if not (checks > 0 and 0 < error <= VERIFY_TOLERANCE[dtype]):
+            wrong.append(f"verify_max_rel_error = {error}, of {checks} checks")
+        row("verify", wrong, max_rel_error=error, checks=checks)
+    with DecodeServer(model, common | settings(), device=options.device, log=graph_log) as server:
+        graph = ask_all(server, options)
+        wrong, ties = [], 0
+        for size in options.batch:
+            found, parted = differences(eager[size], graph[size], LOGPROB_TOLERANCE[dtype])
+            wrong += [f"batch {size}, {line}" for line in found]
+            ties += parted
+        row("tokens", wrong, ties=ties, requests=sum(options.batch))
+        state = server.kv_offload()
+        row("state", state_problems(state, fallback=False),
+            **{name: state[name] for name in ("steps", "cpu_pages", "recalled_pages")})  # fmt: skip
+        row("fallback", kill_worker(server, options))
+    if options.device != "cpu":
+        wrong = []
+        for log, expected in ((eager_log, False), (graph_log, True)):
+            if ("cuda graph: True" in log.read_text(errors="replace")) != expected:
+                wrong.append(f"{log.name}: graphs replayed is not {expected}")
+        row("graphs", wrong)
+    print(f"checks: {time.monotonic() - begin:.0f} s", flush=True)
+    return failed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+    def numbers(text: str) -> list[int]:
+        return [int(x) for x in text.split(",")]
+
+    parser.add_argument("--out", type=Path, required=True, help="JSON lines; logs lie beside it")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--batch", type=numbers, default=[1, 2, 3, 5, 8, 16])
+    parser.add_argument("--context", type=int, default=1500, help="of the checks, tokens")
+    parser.add_argument("--tokens", type=int, default=40, help="of each answer in the checks")
+    parser.add_argument("--check-host-gb", type=float, default=2.0)
+    parser.add_argument("--speed", action="store_true")
+    parser.add_argument("--model", type=lambda s: s.split(","), default=["qwen3-8b"])
+    parser.add_argument("--speed-context", type=int, default=32768)
+    parser.add_argument("--speed-tokens", type=int, default=256)
+    parser.add_argument("--host-gb", type=float, default=64.0)
+    parser.add_argument("--budget", type=int, default=2048)
+    parser.add_argument("--seconds", type=float, default=300.0, help="for all of it")
+    options = parser.parse_args()
+    if unknown := set(options.model) - set(SHAPES):
+        parser.error(f"--model {','.join(sorted(unknown))}: choose of {', '.join(SHAPES)}")
+    if options.speed and options.device == "cpu":
+        parser.error("--speed needs --device cuda")
+    if min(options.context - 37 * max(options.batch), options.tokens - 2) <= 0:
+        parser.error("--context and --tokens are too small for --batch")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("no CUDA device: --device cpu runs the checks", file=sys.stderr)
+        return 2
+    end = time.monotonic() + options.seconds
+    shared = rows.environment("gpu_server", ("torch", "triton", "sglang", "sglang-kernel"))
+    shared |= {"device": options.device}
+    if options.device == "cuda":
+        shared["device"] = torch.cuda.get_device_name()
+    writer = rows.Writer(options.out, shared)
+    logs = options.out.parent
+    with tempfile.TemporaryDirectory(prefix="gpu-server-") as scratch:
+        try:
+            failed = check(writer, options, logs, Path(scratch) / "model")
+        except FAILURES as error:
+            failed = 1
+            writer.add("scout", "failed", str(error)[-1000:], check="server")
+            print(f"FAILED: {error}", flush=True)
+        if options.speed:
+            failed += speed(writer, options, logs, Path(scratch), end)
+    writer.close()
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

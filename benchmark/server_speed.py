@@ -1,0 +1,96 @@
+"""Decode throughput of ``gpu_server.py``: stock SGLang and ours, dummy weights at the shape of a large model."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import rows
+from decode_server import FAILURES, DecodeServer, offload, prompts_of
+
+SHAPES = {"qwen3-8b": (36, 4096, 12288, 32, 8), "qwen3-14b": (40, 5120, 17408, 40, 8)}
+"""Layers, hidden, intermediate, query heads, KV heads."""
+
+
+def write_config(shape: str, folder: Path, context: int) -> Path:
+    """A model folder without weights: what ``--load-format dummy`` needs."""
+    layers, hidden, intermediate, heads, kv_heads = SHAPES[shape]
+    folder.mkdir(parents=True)
+    config = {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_hidden_layers": layers,
+        "hidden_size": hidden, "intermediate_size": intermediate, "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads, "head_dim": 128, "vocab_size": 151936,
+        "max_position_embeddings": context, "rope_theta": 1e6, "rms_norm_eps": 1e-6,
+        "hidden_act": "silu", "attention_bias": False, "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def steady(times: list[list[float]]) -> tuple[list[float], float]:
+    """Of what :meth:`DecodeServer.token_times` returns: µs between tokens of the first request, and
+    tokens per second of all, while all of them decode.
+
+    Raises:
+        RuntimeError: they never all did.
+    """
+    first, last = max(row[1] for row in times), min(row[-1] for row in times)
+    inside = [t for t in times[0] if first <= t <= last]
+    if len(inside) < 3:
+        raise RuntimeError("the requests did not decode at the same time; raise --speed-tokens")
+    tokens = sum(first < t <= last for row in times for t in row)
+    gaps = [max(1e6 * (b - a), 1.0) for a, b in zip(inside, inside[1:], strict=False)]
+    return gaps, tokens / (last - first)
+
+
+def speed(
+    writer: rows.Writer, options: argparse.Namespace, logs: Path, folder: Path, end: float
+) -> int:
+    failed = 0
+    room = options.speed_context + options.speed_tokens + 64
+    for shape in options.model:
+        model = write_config(shape, folder / shape, room)
+        common = {"dtype": "bfloat16", "load_format": "dummy", "context_length": room,
+                  "disable_radix_cache": True}  # fmt: skip
+        for impl in ("stock", "scout"):
+            about = {"model": shape, "context": options.speed_context}
+            if end - time.monotonic() < 60:
+                writer.add(impl, "skipped", "no time left", **about)
+                continue
+            if impl == "stock":
+                more = {"attention_backend": "triton", "page_size": 32, "max_running_requests": 64}
+            else:
+                more = offload(options, budget=options.budget, host_gb=options.host_gb)
+                more["max_running_requests"] = 64
+            try:
+                with DecodeServer(
+                    model, common | more, device=options.device, log=logs / f"server-{impl}-{shape}.log",
+                    ready_timeout_s=end - time.monotonic(),
+                ) as server:  # fmt: skip
+                    tokens = server.info()["max_total_num_tokens"]
+                    batch = min(64, tokens // (room + 32))
+                    prompts = prompts_of([options.speed_context] * batch, 100_000, seed=1)
+                    times = server.token_times(
+                        prompts, options.speed_tokens, max(10.0, end - time.monotonic())
+                    )
+                    gaps, rate = steady(times)
+                    state = server.kv_offload() if impl == "scout" else {}
+            except FAILURES as error:
+                failed += 1
+                writer.add(impl, "failed", str(error)[-1000:], **about)
+                print(f"{impl} {about}: FAILED: {error}", flush=True)
+                continue
+            found = {name: state[name] for name in ("cpu_compute_ratio", "fallback_pages") if state}
+            writer.add(
+                impl,
+                **about,
+                batch=batch,
+                tokens_per_s=round(rate, 1),
+                **found,
+                **rows.summary(gaps),
+            )
+            print(f"{impl} {about} batch {batch}: {rate:.1f} tokens/s {found}", flush=True)
+    return failed

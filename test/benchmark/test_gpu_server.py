@@ -1,0 +1,87 @@
+"""What ``benchmark/gpu_server.py`` calls wrong, and how it measures; ``test/e2e/test_gpu_server.py`` runs it."""
+
+import copy
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "benchmark"))
+
+import gpu_server  # noqa: E402
+import server_speed  # noqa: E402
+
+ANSWERS = [[(0, 0.0), (7, -1.5), (3, -0.5)], [(0, 0.0), (4, -2.0), (5, -0.1)]]
+STATE = {
+    "policy": "scout",
+    "steps": 9,
+    "selected_pages": 100,
+    "cpu_pages": 40,
+    "recalled_pages": 3,
+    "host_pages_used": 0,
+    "fallback_pages": 0,
+    "worker": {"restarts": 0},
+}
+
+
+def changed(at, entry):
+    other = copy.deepcopy(ANSWERS)
+    other[at[0]][at[1]] = entry
+    return other
+
+
+def test_equal_answers_are_equal():
+    assert gpu_server.differences(ANSWERS, ANSWERS, 1e-3) == ([], 0)
+
+
+def test_another_token_of_the_same_weight_is_a_tie_and_ends_the_comparison():
+    other = changed((0, 1), (8, -1.5004))
+    other[0][2] = (9, -5.0)
+    assert gpu_server.differences(ANSWERS, other, 1e-3) == ([], 1)
+
+
+@pytest.mark.parametrize("entry", [(7, -1.6), (8, -1.6), (7, float("nan"))])
+def test_another_weight_is_wrong_whatever_the_token(entry):
+    wrong, _ = gpu_server.differences(ANSWERS, changed((0, 1), entry), 1e-3)
+    assert len(wrong) == 1 and "request 0, token 1" in wrong[0]
+
+
+def test_a_short_answer_is_wrong():
+    wrong, _ = gpu_server.differences(ANSWERS, [ANSWERS[0], ANSWERS[1][:2]], 1e-3)
+    assert wrong == ["request 1: 3 and 2 tokens"]
+
+
+def test_state_of_a_server_that_did_its_work():
+    assert gpu_server.state_problems(STATE, fallback=False) == []
+    after = {**STATE, "fallback_pages": 5, "worker": {"restarts": 1}}
+    assert gpu_server.state_problems(after, fallback=True) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("cpu_pages", 0), ("host_pages_used", 2), ("fallback_pages", 1)]
+)
+def test_state_names_what_is_wrong(name, value):
+    assert gpu_server.state_problems({**STATE, name: value}, fallback=False) == [
+        f"{name} = {value}"
+    ]
+
+
+def test_a_worker_that_was_not_killed_is_noticed():
+    assert gpu_server.state_problems(STATE, fallback=True) == [
+        "fallback_pages = 0",
+        "worker.restarts = 0",
+    ]
+
+
+def test_speed_counts_only_while_all_requests_decode():
+    first = [0.0, 1.0, 1.5, 2.0, 2.5, 3.0]
+    second = [0.2, 1.5, 2.0, 2.5, 3.0, 3.5]
+    gaps, rate = server_speed.steady([first, second])
+    assert gaps == [5e5] * 3  # from 1.5, when both had begun, to 3.0, when one ended
+    assert rate == pytest.approx(6 / 1.5)
+
+
+def test_requests_that_never_ran_together_give_no_speed():
+    with pytest.raises(RuntimeError, match="same time"):
+        server_speed.steady([[0.0, 0.1, 0.2, 0.3], [1.0, 1.1, 1.2, 1.3]])

@@ -1,0 +1,33 @@
+"""The program that checks a decode server on a CUDA device, run on the CPU: that it passes there."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "benchmark"))
+
+import rows  # noqa: E402
+
+
+@pytest.mark.timeout(900)
+def test_every_check_passes_with_interpreted_kernels(tmp_path):
+    out = tmp_path / "rows.jsonl"
+    sizes = "--batch 1,3 --context 600 --tokens 12 --check-host-gb 0.2".split()
+    program = [
+        sys.executable,
+        ROOT / "benchmark" / "gpu_server.py",
+        "--out",
+        out,
+        "--device",
+        "cpu",
+    ]
+    done = subprocess.run([*program, *sizes], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = {row["check"]: row for row in rows.read_rows(out)}
+    assert set(found) == {"verify", "tokens", "state", "fallback"}
+    assert all(row["status"] == "ok" for row in found.values())
+    assert found["tokens"]["ties"] == 0
+    assert found["verify"]["checks"] > 0 and found["state"]["cpu_pages"] > 0
