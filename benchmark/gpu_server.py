@@ -103,7 +103,7 @@ def state_problems(state: dict[str, Any], *, fallback: bool) -> list[str]:
 
 def kill_worker(server: DecodeServer, options: argparse.Namespace) -> list[str]:
     """Kill the worker in mid-decode; what is wrong then. Every request has to end."""
-    rows_, tokens = max(options.batch), 4 * options.tokens
+    rows_, tokens = max(options.batch), options.kill_tokens
     prompts = prompts_of([options.context] * rows_, 500, seed=99)
     before = server.kv_offload()
     answers: list[Answers] = []
@@ -134,7 +134,7 @@ def check(writer: rows.Writer, options: argparse.Namespace, logs: Path, model: P
     common = {
         "dtype": dtype,
         "max_running_requests": max(options.batch),
-        "max_total_tokens": 2 * max(options.batch) * (options.context + 4 * options.tokens),
+        "max_total_tokens": 2 * max(options.batch) * (options.context + options.kill_tokens),
     }
     if options.device != "cpu":
         # No padding to other batches: captured and eager steps do the same arithmetic.
@@ -150,6 +150,7 @@ def check(writer: rows.Writer, options: argparse.Namespace, logs: Path, model: P
 
     def settings(**config: Any) -> dict[str, Any]:
         return offload(options, budget=BUDGET_TOKENS, host_gb=options.check_host_gb,
+                       recall="fixed",
                        resident_tokens=BUDGET_TOKENS * max(options.batch), **config)  # fmt: skip
 
     begin = time.monotonic()
@@ -200,6 +201,7 @@ def main() -> int:
     parser.add_argument("--batch", type=numbers, default=[1, 2, 3, 5, 8, 16])
     parser.add_argument("--context", type=int, default=1500, help="of the checks, tokens")
     parser.add_argument("--tokens", type=int, default=40, help="of each answer in the checks")
+    parser.add_argument("--kill-tokens", type=int, default=1000, help="where the worker is killed")
     parser.add_argument("--check-host-gb", type=float, default=2.0)
     parser.add_argument("--speed", action="store_true")
     parser.add_argument("--model", type=lambda s: s.split(","), default=["qwen3-8b"])

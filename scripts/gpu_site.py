@@ -150,7 +150,7 @@ def install(names: set[str], target: str, folder: Path) -> None:
 
 def pack(folder: Path, out: Path) -> None:
     files = sorted(p for p in folder.rglob("*") if p.is_file())
-    with tarfile.open(out, "w:xz", preset=9) as archive:
+    with tarfile.open(out, "w:xz", preset=6) as archive:
         for path in files:
             name = path.relative_to(folder).as_posix()
             if not DROP.search(name):
