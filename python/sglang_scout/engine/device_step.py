@@ -25,11 +25,12 @@ import torch
 from sglang_scout.core.pages import ResidencyTable
 from sglang_scout.engine.boundary import Batch, LastStep, StepBoundary
 from sglang_scout.engine.counters import Counters
-from sglang_scout.engine.device import Fetching, SideStream, Staging, upload
+from sglang_scout.engine.device import Fetching, SideStream, upload
 from sglang_scout.engine.forecast import DeviceLayerInputs, Forecast, QueryProjector
 from sglang_scout.engine.pools import DigestPool, HostPages, ModelShape, ResidentCache
 from sglang_scout.engine.ranks import Ranks, SharedChoice
 from sglang_scout.engine.recall import Recall
+from sglang_scout.engine.step_inputs import StepInputs
 from sglang_scout.engine.step_log import StepLog
 from sglang_scout.engine.trace import Tracer
 from sglang_scout.engine.verify import Verifier
@@ -41,54 +42,6 @@ from sglang_scout.policy.axes import Policy
 
 _KNOWN_AFTER = 2
 """Boundaries until the host has what a step selected."""
-
-
-class StepInputs:
-    """What a boundary fixes for the device, B = ``max_batch`` rows, N = ``max_pages`` columns.
-
-    Rows without a request attend to nothing and write nothing.
-
-    Attributes, int32 on the device:
-        n_full, tail_len, tail_page, young, source: ``[B]``; see :class:`Batch`. ``source``: row of the
-            request in the step before, -1: none.
-        tail_slot: ``[L, B]``.
-        table: ``[B, N]`` ids of full pages, -1 behind them.
-    """
-
-    def __init__(self, layers: int, max_batch: int, max_pages: int, device: torch.device) -> None:
-        self._sizes = layers, max_batch, max_pages
-        self._head = (5 + layers) * max_batch
-        self._staging = Staging(self._head + max_batch * max_pages, device)
-        self._rows = 0  # that the device's table has
-        words = self._staging.device
-        words.fill_(-1)
-        words[: 2 * max_batch] = 0
-        self.n_full, self.tail_len, self.tail_page, self.young, self.source = (
-            words[i * max_batch : (i + 1) * max_batch] for i in range(5)
-        )
-        self.tail_slot = words[5 * max_batch : self._head].view(layers, max_batch)
-        self.table = words[self._head :].view(max_batch, max_pages)
-
-    def send(
-        self, batch: Batch, young: npt.NDArray[np.bool_], source: npt.NDArray[np.int64]
-    ) -> None:
-        """Fill and send: the device has it when the current stream comes to what follows."""
-        layers, rows, columns = self._sizes
-        count, used = batch.table.shape
-        words = self._staging.fill()
-        head = words[: self._head].reshape(5 + layers, rows)
-        head[:] = -1
-        head[:2] = 0
-        for i, values in enumerate((batch.n_full, batch.tail_len, batch.tail_page, young, source)):
-            head[i, :count] = values
-        head[5:, :count] = batch.tail_slot
-        table = words[self._head :].reshape(rows, columns)
-        sent = max(count, self._rows)
-        table[:sent] = -1
-        is_full = np.arange(used) < batch.n_full.numpy()[:, None]
-        np.copyto(table[:count, :used], batch.table.numpy(), where=is_full)
-        self._staging.send(self._head + sent * columns)
-        self._rows = count
 
 
 @dataclass
