@@ -33,8 +33,8 @@ import torch
 
 import rows
 from decode_rig import PAGE, SIZES, DummyModel, ModelSize, QueryDrift, Rig, Store
+from full_rig import FullRig
 from sglang_scout.ops import triton
-from sglang_scout.ops.attend import attend_pages
 
 WARM_UP_STEPS = 24
 FIGURE_6_STEPS, FIGURE_6_RATIO = 8.7, 0.12
@@ -143,66 +143,6 @@ def _top(digests: Any, store: Store, layer: int, q: torch.Tensor, table: torch.T
          n_full: torch.Tensor, k: int) -> torch.Tensor:  # fmt: skip
     scores = digests.score(layer, q.contiguous(), table, n_full, store.shape.scale, "mass")
     return scores[0].topk(min(k, table.shape[1])).indices
-
-
-class FullRig:
-    """All KV on the device, as stock attention has it; ``attend`` by our kernel or by FlashInfer."""
-
-    def __init__(self, model: DummyModel, size: ModelSize, batch: int, context: int, kind: str):
-        self.size, self.batch = size, batch
-        each = context // PAGE
-        shape = (size.layers, batch * each, PAGE, size.kv_heads, size.head_dim)
-        self.k, self.v = (torch.empty(shape, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-        for plane in (self.k, self.v):
-            plane.normal_()
-        self.table = torch.arange(batch * each, dtype=torch.int32, device="cuda").view(batch, each)
-        self.x = torch.randn(batch, size.hidden, device="cuda").to(torch.bfloat16)
-        self.out = torch.empty_like(self.x)
-        self.model = model
-        self._attend = self._flashinfer(each) if kind == "full-flashinfer" else self._triton
-        side = torch.cuda.Stream()
-        with torch.cuda.stream(side):
-            self._layers()
-        side.synchronize()
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self._layers()
-
-    def _layers(self) -> None:
-        self.out.copy_(self.model.forward(self.x, lambda *_: None, self._attend))
-
-    def _triton(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> torch.Tensor:
-        scale = self.size.head_dim**-0.5
-        query = q.float().contiguous()
-        return attend_pages(query, self.k[layer], self.v[layer], self.table, None, None, scale)[0]
-
-    def _flashinfer(self, each: int) -> Callable[..., torch.Tensor]:
-        import flashinfer
-
-        size = self.size
-        work = torch.empty(256 * 2**20, dtype=torch.uint8, device="cuda")
-        starts = torch.arange(self.batch + 1, dtype=torch.int32, device="cuda") * each
-        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-            work, "NHD", use_cuda_graph=True, use_tensor_cores=True,
-            paged_kv_indptr_buffer=starts.clone(),
-            paged_kv_indices_buffer=self.table.flatten().clone(),
-            paged_kv_last_page_len_buffer=torch.full(
-                (self.batch,), PAGE, dtype=torch.int32, device="cuda"
-            ),
-        )  # fmt: skip
-        wrapper.plan(
-            starts, self.table.flatten(),
-            torch.full((self.batch,), PAGE, dtype=torch.int32, device="cuda"),
-            size.q_heads, size.kv_heads, size.head_dim, PAGE, q_data_type=torch.bfloat16,
-            kv_data_type=torch.bfloat16,
-        )  # fmt: skip
-
-        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            return wrapper.run(q.contiguous(), (self.k[layer], self.v[layer]))
-
-        return attend
 
 
 def full_rows(writer: rows.Writer, model: DummyModel, name: str, context: int, steps: int) -> None:
