@@ -136,9 +136,6 @@ class Store:
                 str(dtype).removeprefix("torch."), self.shape.scale, batch, budget_pages,
             )
         )  # fmt: skip
-        self._unlock = (
-            lock_memory(self.arena.address, self.arena.nbytes) if device == "cuda" else None
-        )
         planes = (self.arena.k_pages, self.arena.v_pages)
         kv = [[torch.from_numpy(plane(i)).view(dtype) for i in range(size.layers)]
               for plane in planes]  # fmt: skip
@@ -146,6 +143,10 @@ class Store:
         for plane in (*kv[0], *kv[1]):
             for some in plane.split(4096):
                 some.copy_(torch.randn(some.shape, generator=source, device=device, dtype=dtype))
+        # After it is filled: a copy by the driver must not span two locked ranges.
+        self._unlock = (
+            lock_memory(self.arena.address, self.arena.nbytes) if device == "cuda" else None
+        )
         self.host = HostPages(self.shape, *([t.flatten(0, 1) for t in half] for half in kv))
         self.worker = WorkerClient(
             self.arena, cpus, config=WorkerConfig(spin_us=SPIN_US, ready_timeout_s=120.0)
@@ -172,9 +173,10 @@ class Rig:
     """One engine on a store, with requests of equal length that decode on and on.
 
     Args:
-        context: tokens of each request at the start; each gets ``room`` more pages.
+        context: tokens of each request at the start, or up to a page more; each gets ``room`` more pages.
         settings: of ``--kv-offload-config``.
-        slots: resident pages per layer, beside tails and copies under way; None: the budget of all rows.
+        slots: resident pages per layer, beside tails and copies under way; None: the budget of all rows,
+            as in the paper.
         graph: capture the layers once and replay them.
     """
 
@@ -215,7 +217,8 @@ class Rig:
         self.pages = 1 + np.arange(batch * each, dtype=np.int32).reshape(batch, each)
         if self.pages.max() >= pages:
             raise ValueError(f"{batch} requests of {each} pages; the store has {pages}")
-        self.lengths = np.full(batch, context, np.int64)
+        # Pages fill at different steps, as those of requests that did not come together.
+        self.lengths = context + 5 * np.arange(batch, dtype=np.int64) % PAGE
         self.engine.boundary.allocate_pages(self.pages.flatten().astype(np.int64))
         self.engine.boundary.admit(range(batch))
         source = torch.Generator(store.device).manual_seed(3)

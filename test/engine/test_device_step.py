@@ -186,6 +186,7 @@ def test_memory_is_locked_in_chunks_with_progress_or_not_at_all(monkeypatch):
     chunk = device.LOCK_CHUNK_BYTES
     runtime = FakeRuntime(3 * chunk)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(device, "_uses_host_addresses", lambda: True)
     seen = []
     unlock = device.lock_memory(4096, 2 * chunk + 5, seen.append)
     assert seen == [chunk, 2 * chunk, 2 * chunk + 5]
@@ -196,4 +197,8 @@ def test_memory_is_locked_in_chunks_with_progress_or_not_at_all(monkeypatch):
         device.lock_memory(1 << 40, 4 * chunk)
     assert len(runtime.locked) == 3, "nothing of it stays locked"
     unlock()
+    assert not runtime.locked
+    monkeypatch.setattr(device, "_uses_host_addresses", lambda: False)
+    with pytest.raises(MemoryError, match="other addresses"):
+        device.lock_memory(4096, 5)
     assert not runtime.locked

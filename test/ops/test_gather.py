@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_scout.core.errors import ImplementationError
+from sglang_scout.ops import triton
 from sglang_scout.ops.gather import COPY_PAGES, copy_pages
 
 IMPLS = pytest.mark.parametrize("impl", COPY_PAGES.names())
@@ -83,3 +84,12 @@ def test_malformed_arguments_are_named(change, message):
     )
     with pytest.raises(ValueError, match=message):
         copy_pages(**(arguments | change))
+
+
+def test_pages_of_the_host_do_not_make_a_device_s_kernels_interpreted(monkeypatch):
+    """What "auto" must not take for a call on CPU tensors: locked host pages, and ids on a device."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    here, there = torch.zeros(2, 4), torch.zeros(2, device="meta")
+    for op in (triton.COPY_PAGES, triton.BUILD_DIGESTS, triton.BUILD_SIGNS):
+        assert op.auto_reasons(here, there, there, there) == []
+        assert "interpreted" in op.auto_reasons(here, here, here, here)[0]

@@ -5,6 +5,7 @@ On the CPU device, where the same code runs in tests, memory is one and everythi
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 
 LOCK_CHUNK_BYTES = 4 * 2**30
 _MAPPED = 2  # cudaHostRegisterMapped
+_HOST_POINTER_ATTRIBUTE = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
 
 
 def lock_memory(
@@ -49,7 +51,22 @@ def lock_memory(
         locked.append(address + done)
         if progress is not None:
             progress(done + size)
+    if not _uses_host_addresses():
+        unlock()
+        raise MemoryError(
+            "this device has other addresses for page-locked memory than the host "
+            "(CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM is 0), which the kernels do not know; use another"
+        )
     return unlock
+
+
+def _uses_host_addresses() -> bool:
+    """Whether a kernel may use the host's address of memory that was page-locked."""
+    value = ctypes.c_int(0)
+    driver = ctypes.CDLL("libcuda.so.1")
+    device = torch.cuda.current_device()
+    failed = driver.cuDeviceGetAttribute(ctypes.byref(value), _HOST_POINTER_ATTRIBUTE, device)
+    return not failed and value.value != 0
 
 
 def upload(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
@@ -92,10 +109,13 @@ class StreamEnding:
         self._waited = False
 
     def exception(self, timeout: float | None = None) -> None:
-        """Without a timeout the current stream, not the host, waits for the end."""
-        if timeout is None:
-            torch.cuda.current_stream().wait_event(self._end)
-            self._waited = True
+        """The current stream, not the host, waits for the end: no time for the host to limit.
+
+        What the stream does next comes after the steps that were launched, so the copies have had the
+        time of a whole step by then.
+        """
+        torch.cuda.current_stream().wait_event(self._end)
+        self._waited = True
 
     def done(self) -> bool:
         """Whether what the current stream does next finds the copies made."""

@@ -114,6 +114,7 @@ class DeviceStepEngine:
         self.step_log: StepLog | None = None
         self.quality = None
         self._ring, self._life, self._epoch = ring, life, 0
+        ring.errors()  # of another engine are none of this one's
         self._inputs = StepInputs(shape.num_layers, max_batch, max_pages, device)
         self._follows = DeviceLayerInputs(
             shape.num_layers, max_batch, hidden_size, hidden_dtype, device

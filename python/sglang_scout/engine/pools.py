@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from sglang_scout.engine.device import upload
 from sglang_scout.engine.digest_forms import FORMS, unset
 
 
@@ -95,6 +96,7 @@ class DigestPool:
         self.high = torch.zeros(size, dtype=shape.dtype, device=device)
         unset(self.low, self.high, torch.arange(num_pages, device=device))
         self.valid = np.zeros(num_pages, bool)
+        self._built: torch.cuda.Event | None = None  # the last ones, on the stream of the steps
         self.received = 0
         self.computed = 0
 
@@ -104,6 +106,9 @@ class DigestPool:
 
     def poison(self, pages: npt.NDArray[np.integer]) -> None:
         """Mark the digests of freshly allocated pages as not written."""
+        if self._built is not None:
+            # Pages come from requests that have ended; what was launched for them ends first.
+            torch.cuda.current_stream().wait_event(self._built)
         unset(self.low, self.high, self._ids(pages))
         self.valid[pages] = False
 
@@ -121,6 +126,9 @@ class DigestPool:
         ids = self._ids(pages)
         for layer, k_layer in enumerate(k):
             self._form.build(k_layer, ids, self.low[layer], self.high[layer])
+        if self.low.device.type == "cuda":
+            self._built = torch.cuda.Event()
+            self._built.record()
         self.valid[pages] = True
         self.computed += len(pages)
 
@@ -138,7 +146,7 @@ class DigestPool:
         return self._form.score(query, low, high, table, n_full, scale, head_reduce)
 
     def _ids(self, pages: npt.NDArray[np.integer]) -> torch.Tensor:
-        return torch.from_numpy(np.asarray(pages, np.int64)).to(self.low.device)
+        return upload(np.ascontiguousarray(pages, np.int64), self.low.device)
 
 
 class ResidentCache:

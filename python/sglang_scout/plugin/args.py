@@ -287,6 +287,10 @@ def _apply_defaults(args: ServerArgs) -> None:
         args.attention_backend = args.prefill_attention_backend = "torch_native"
     if args.disaggregation_mode == "decode":
         args.decode_attention_backend = BACKEND_NAME
+        if (args.device or _default_device()) != "cpu":
+            args.disable_prefill_cuda_graph = (
+                True  # would write to the host's pages as if they were the device's
+            )
         if args.attention_backend is None and args.prefill_attention_backend is None:
             args.prefill_attention_backend = "triton"  # never runs here; the cheapest to set up
         if args.max_running_requests is None:

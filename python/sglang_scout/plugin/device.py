@@ -23,6 +23,7 @@ from sglang_scout.worker.client import WorkerClient
 
 logger = logging.getLogger(__name__)
 
+MIN_WAIT_S = 3.0
 MAX_TABLE_PAGES = 8192  # columns that select_pages takes on a device
 
 
@@ -58,6 +59,23 @@ def check_device_engine(args: ServerArgs, config: OffloadConfig, device: str) ->
         raise ConfigError(
             "--kv-offload infinigen: copies missing pages within a step, which the engine of this "
             "device does not do; choose scout"
+        )
+    if config.worker_wait_timeout_s < MIN_WAIT_S:
+        raise ConfigError(
+            f"{flag}: worker_wait_timeout_s = {config.worker_wait_timeout_s:g}: a device ends the server "
+            f"when it waits in vain, and a silent worker takes a second to be noticed; set {MIN_WAIT_S:g} "
+            "or more"
+        )
+    if args.enable_return_hidden_states:
+        raise ConfigError(
+            "--enable-return-hidden-states: makes SGLang capture graphs anew while it serves; drop it, or "
+            "use --device cpu"
+        )
+    prefill_graphs = getattr(args, "cuda_graph_backend_prefill", None)
+    if prefill_graphs not in (None, "disabled"):
+        raise ConfigError(
+            f"--cuda-graph-backend-prefill {prefill_graphs}: the decode server of --kv-offload does not "
+            "prefill; drop the flag"
         )
     if config.verify and on_cuda and not args.disable_cuda_graph:
         raise ConfigError(f"{flag}: verify = true needs --disable-cuda-graph")

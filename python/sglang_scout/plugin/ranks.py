@@ -66,10 +66,17 @@ def worker_cpus(runner: Any, config: OffloadConfig) -> list[int]:
     ranks = AttentionRanks()
     if ranks.size == 1:
         near = _near_cpus(runner) if torch.device(runner.device).type == "cuda" else set()
-        return list(config.cpus or sorted(near & PROCESS_CPUS or PROCESS_CPUS))
+        return list(config.cpus or _but_the_server_s(runner, near & PROCESS_CPUS or PROCESS_CPUS))
     found = ranks.gather([sorted(PROCESS_CPUS), sorted(_near_cpus(runner))])
     allowed = {cpu for cpus, _ in found for cpu in cpus}
-    return deal_cpus(config.cpus or allowed, [near or cpus for cpus, near in found])[ranks.rank]
+    dealt = deal_cpus(config.cpus or allowed, [near or cpus for cpus, near in found])[ranks.rank]
+    return dealt if config.cpus else _but_the_server_s(runner, dealt)
+
+
+def _but_the_server_s(runner: Any, cpus: Collection[int]) -> list[int]:
+    """All but two, beside a GPU: its worker's threads spin, and the server's own must run as well."""
+    beside_gpu = torch.device(runner.device).type == "cuda"
+    return sorted(cpus)[2 if beside_gpu and len(cpus) >= 4 else 0 :]
 
 
 def worker_nodes(cpus: Collection[int]) -> dict[int, list[int]]:

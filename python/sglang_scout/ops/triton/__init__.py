@@ -75,8 +75,9 @@ def _reasons(
 
 def _not_unasked(*args: Any, **_kwargs: Any) -> list[str]:
     """Why "auto" leaves the kernels out although they could run."""
-    first = next((x for x in args if isinstance(x, torch.Tensor)), None)
-    if first is not None and first.device.type == "cpu":
+    tensors = [x for x in args if isinstance(x, torch.Tensor)]
+    # One of them may be page-locked host memory.
+    if tensors and all(x.device.type == "cpu" for x in tensors):
         return ["on cpu the kernels are interpreted, only when asked for by name"]
     if interpreted():
         return ["TRITON_INTERPRET is set: the kernels would be interpreted on the host"]

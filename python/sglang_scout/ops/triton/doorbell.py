@@ -107,7 +107,8 @@ def at_array(address, dtype: tl.constexpr):
     return tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
 
 
-@triton.jit
+# One compilation for all layers.
+@triton.jit(do_not_specialize=["layer"])
 def post_kernel(
     q,
     pages,
@@ -192,7 +193,8 @@ def post_kernel(
                 tl.store(state + ERRORS, tl.load(state + ERRORS) | BUSY)
 
 
-@triton.jit
+# One compilation for all layers.
+@triton.jit(do_not_specialize=["layer"])
 def wait_kernel(
     state, open_seq, awaited, answered, waited_ns, replies, reply_stride, layer, timeout_ns, L
 ):
@@ -223,7 +225,8 @@ def wait_kernel(
     tl.store(answered, good)
 
 
-@triton.jit
+# One compilation for all layers.
+@triton.jit(do_not_specialize=["layer"])
 def merge_answer_kernel(
     state,
     answered,
