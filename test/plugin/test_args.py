@@ -75,6 +75,16 @@ CASES = [
         ["--kv-offload infinigen", "choose scout"],
     ),
     (
+        "short wait on cuda",
+        {"device": "cuda", "kv_offload_config": '{"worker_wait_timeout_s": 0.5}'},
+        ["--kv-offload-config", "worker_wait_timeout_s = 0.5", "set 3"],
+    ),
+    (
+        "hidden states on cuda",
+        {"device": "cuda", "enable_return_hidden_states": True},
+        ["--enable-return-hidden-states", "--device cpu"],
+    ),
+    (
         "verify on cuda",
         {"device": "cuda", "kv_offload_config": '{"verify": true}'},
         ["--kv-offload-config", "verify", "--disable-cuda-graph"],
