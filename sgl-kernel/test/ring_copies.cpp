@@ -27,6 +27,7 @@ constexpr bool kWaitsForLateOnes = false;
 const Arena* handler_arena = nullptr;
 std::string damage;
 std::atomic<uint64_t> thread_seeds{1};
+constexpr uint32_t kNoCopy = UINT32_MAX;
 
 void store_ready(uint32_t index) {
   const scout::Ring& ring = handler_arena->ring;
@@ -38,13 +39,18 @@ void store_ready(uint32_t index) {
 // Threads are late where it matters: with a copy claimed, and before they say that it is ready.
 void dawdle(scout::Point point, uint32_t index) {
   thread_local Rng rng(thread_seeds.fetch_add(1));
+  thread_local uint32_t written = kNoCopy;
   const bool of_copy = point == scout::Point::kCopyClaimed || point == scout::Point::kCopyWritten;
   if (point == scout::Point::kCopyClaimed && damage == "early-copy") store_ready(index);
   if (of_copy && rng() % 8 == 0)
     usleep(rng() % 2000);
   else if (rng() % 16 == 0)
     sched_yield();
-  if (point == scout::Point::kCopyWritten && damage == "old-copy") store_ready(index);
+  if (damage == "old-copy") {
+    // At the point after: its own word, of the generation that it was made of, is there by then.
+    if (written != kNoCopy) store_ready(written);
+    written = point == scout::Point::kCopyWritten ? index : kNoCopy;
+  }
 }
 
 class Reuse {
@@ -66,8 +72,8 @@ class Reuse {
     }
     runtime_->stop();
     std::printf(
-        "copies: %llu answers of workers, %llu of the fallback, all right; %llu pages given to "
-        "others, %llu quantised\n",
+        "copies: %llu answers of workers, %llu of the fallback, each as it should be; %llu pages "
+        "given to others, %llu quantised\n",
         u(by_worker_), u(by_fallback_), u(reused_),
         u(producer_.totals().quantized + producer_.quantized_pages()));
   }

@@ -64,7 +64,7 @@ def test_stress_finds_a_bug(mode, bug):
     name = sanitizer("address" if mode == "copies" else "thread")
     assert run_script(name, "--ring", "--build-only").returncode == 0
     program = BUILD / name / "ring_test"
-    command = [program, mode, "--seconds", "2", "--break", bug]
+    command = [program, mode, "--seconds", "60", "--break", bug]  # it ends when it is found
     # Without the sanitizer's report: the test itself has to notice.
     environment = os.environ | {"TSAN_OPTIONS": "report_bugs=0"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
