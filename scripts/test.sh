@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Set-up if needed, then the test suite: unit tests first, tests with real servers last.
 #
-#   scripts/test.sh                      everything, units side by side on up to four CPUs
+#   scripts/test.sh                      everything but the slow ones, units side by side on up to four CPUs
+#   scripts/test.sh -m slow              the slow ones: more models, the program that checks a GPU's server
 #   scripts/test.sh -m 'not e2e'         without servers, some minutes
 #   scripts/test.sh test/ops -k merge    any pytest arguments
 set -euo pipefail
@@ -18,5 +19,5 @@ fi
 status=0
 .venv/bin/python -m pytest -q --durations=10 -m 'not e2e' --ignore test/worker \
     -n "$(nproc)" --maxprocesses 4 --dist loadfile || status=$?
-.venv/bin/python -m pytest -q --durations=10 test/worker test/e2e || status=$?
+.venv/bin/python -m pytest -q --durations=15 -m 'not slow' test/worker test/e2e || status=$?
 exit "$status"

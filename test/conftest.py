@@ -48,6 +48,10 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "e2e: starts real servers (minutes); deselect with -m 'not e2e'"
     )
+    config.addinivalue_line(
+        "markers",
+        "slow: e2e that others cover but for a model's name or a program; run with -m slow",
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -12,6 +12,7 @@ sys.path.insert(0, str(ROOT / "benchmark"))
 import rows  # noqa: E402
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_every_check_passes_with_interpreted_kernels(tmp_path):
     out = tmp_path / "rows.jsonl"

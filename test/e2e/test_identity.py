@@ -22,8 +22,9 @@ LOGPROB_ATOL = 1e-3
 
 SCOUT = ("--kv-offload", "scout", "--kv-offload-budget", str(BUDGET_TOKENS))
 RADIX = "--disaggregation-decode-enable-radix-cache"
-ARCHITECTURES = ("qwen2", "qwen3", "llama", "mistral", "glm4")
-WITH_RADIX = ("qwen3", "glm4")
+SLOW = pytest.mark.slow
+ARCHITECTURES = ("qwen2", "qwen3", "llama", pytest.param("mistral", marks=SLOW), "glm4")
+WITH_RADIX = ("qwen3", pytest.param("glm4", marks=SLOW))
 RANKS_BUDGET_TOKENS = 320
 SHORT = 10  # so many of LENGTHS, with what is decoded, fit this budget
 

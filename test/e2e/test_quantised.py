@@ -8,6 +8,7 @@ import pytest
 from harness import PDCluster, ServerFailed, assert_same_tokens, random_prompts
 
 LENGTHS = (1, 31, 33, 64, 257, 415, 512, 700)
+BUDGET_TOKENS, SHORT = 320, 5  # so many of the lengths, with what is decoded, fit the budget
 LAYERS, TOKENS = 4, 40
 LOGPROB_ATOL = 1e-3  # as in test_identity
 
@@ -39,33 +40,28 @@ def cluster(model, env, *server_args, decode_args=()):
     )
 
 
-def test_tokens_equal_stock_and_predictions_are_as_good_as_with_plain_weights(
+def test_tokens_equal_stock_and_small_budgets_keep_to_their_pages(
     quantisation, tiny_model, tmp_path
 ):
+    """Requests that fit the budget, then longer ones, whose queries are predicted through the projection."""
     checkpoint, env = quantisation
-    plain = tiny_model("qwen3")
-    model, prompts = checkpoint(plain), random_prompts(LENGTHS, seed=7)
+    model, prompts = checkpoint(tiny_model("qwen3")), random_prompts(LENGTHS, seed=7)
     with cluster(model, env) as servers:
-        expected = servers.generate(prompts, max_new_tokens=TOKENS, logprobs=True)
-    scout = ("--kv-offload", "scout", "--kv-offload-budget")
-    with cluster(model, env, *scout, "1024") as servers:
-        actual = servers.generate(prompts, max_new_tokens=TOKENS, logprobs=True)
-        assert servers.kv_offload()["selected_pages"] > 0
+        expected = servers.generate(prompts[:SHORT], max_new_tokens=TOKENS, logprobs=True)
+    record = tmp_path / "quality.jsonl"
+    config = json.dumps({"verify": True, "quality": str(record)})
+    scout = ("--kv-offload", "scout", "--kv-offload-budget", str(BUDGET_TOKENS))
+    with cluster(model, env, *scout, decode_args=["--kv-offload-config", config]) as servers:
+        actual = servers.generate(prompts[:SHORT], max_new_tokens=TOKENS, logprobs=True)
+        assert servers.kv_offload()["cpu_pages"] == 0
+        servers.generate(prompts[SHORT:] * 2, max_new_tokens=TOKENS)
+        state = servers.kv_offload()
     assert_same_tokens(expected, actual, logprob_atol=LOGPROB_ATOL)
-
-    means = []
-    for number, served in enumerate((model, plain)):
-        record = tmp_path / f"{number}.jsonl"
-        config = ["--kv-offload-config", json.dumps({"verify": True, "quality": str(record)})]
-        with cluster(served, env, *scout, "128", decode_args=config) as servers:
-            servers.generate(prompts, max_new_tokens=TOKENS)
-            state = servers.kv_offload()
-        assert state["verify_checks"] == LAYERS * state["steps"] and state["cpu_pages"] > 0
-        assert 0 < state["verify_max_rel_error"] <= 1e-5
-        lines = [json.loads(line) for line in record.read_text().splitlines()]
-        found = [line["cosine"]["next_layer"] for line in lines if line["layer"]]
-        means.append(sum(found) / len(found))
-    assert means[0] == pytest.approx(means[1], abs=0.01)
+    assert state["verify_checks"] == LAYERS * state["steps"] and state["cpu_pages"] > 0
+    assert 0 < state["verify_max_rel_error"] <= 1e-5
+    lines = [json.loads(line) for line in record.read_text().splitlines()]
+    found = [line["cosine"]["next_layer"] for line in lines if line["layer"]]
+    assert sum(found) / len(found) > 0.5, "0.6 to 0.8 with plain weights, 0 with other weights"
 
 
 def test_a_checkpoint_that_sets_the_dtype_of_kv_is_refused(quantisation, tiny_model):
