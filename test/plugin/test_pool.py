@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from sglang_scout.engine.pools import DigestPool, ModelShape
 
 pool = pytest.importorskip("sglang_scout.plugin.pool", reason="needs SGLang")
+allocators = pytest.importorskip("sglang_scout.plugin.allocator", reason="needs SGLang")
 hooks = pytest.importorskip("sglang_scout.plugin.hooks", reason="needs SGLang")
 conn = pytest.importorskip("sglang.srt.disaggregation.common.conn", reason="needs SGLang")
 
@@ -45,7 +46,7 @@ class Lives:
 
 
 def allocator(tokens, need_sort=True):
-    made = pool.ScoutAllocator(
+    made = allocators.ScoutAllocator(
         tokens, page_size=SIZE, dtype=torch.float32, device="cpu", kvcache=None, need_sort=need_sort
     )
     made.listener = Lives()
@@ -105,7 +106,7 @@ def test_clear_reports():
 
 def two_node_allocator(tokens, stripe_pages):
     spec = SimpleNamespace(num_nodes=2, stripe_pages=stripe_pages)
-    made = pool.ScoutAllocator(
+    made = allocators.ScoutAllocator(
         tokens, page_size=SIZE, dtype=torch.float32, device="cpu",
         kvcache=SimpleNamespace(arena=SimpleNamespace(spec=spec)), need_sort=True,
     )  # fmt: skip
@@ -121,7 +122,7 @@ def two_node_allocator(tokens, stripe_pages):
 )
 def test_every_beginning_of_the_free_pages_is_of_all_nodes(pages, stripe, random):
     random.shuffle(pages)
-    made = pool.alternate_nodes(torch.tensor(pages, dtype=torch.int64), stripe).tolist()
+    made = allocators.alternate_nodes(torch.tensor(pages, dtype=torch.int64), stripe).tolist()
     assert sorted(made) == sorted(pages)
     left = {node: sum(p // stripe == node for p in pages) for node in {p // stripe for p in pages}}
     taken = dict.fromkeys(left, 0)
@@ -129,10 +130,10 @@ def test_every_beginning_of_the_free_pages_is_of_all_nodes(pages, stripe, random
         taken[page // stripe] += 1
         most = max(taken.values())
         for node, count in taken.items():
-            assert count >= min(left[node], most - pool.NODE_RUN_PAGES), "a node lags behind"
+            assert count >= min(left[node], most - allocators.NODE_RUN_PAGES), "a node lags behind"
     runs = sum(b != a + 1 for a, b in zip(made, made[1:], strict=False))
     gaps = sum(b != a + 1 for a, b in zip(sorted(pages), sorted(pages)[1:], strict=False))
-    assert runs <= gaps + len(pages) // pool.NODE_RUN_PAGES + len(left)
+    assert runs <= gaps + len(pages) // allocators.NODE_RUN_PAGES + len(left)
 
 
 def test_requests_take_pages_of_both_nodes_from_the_first_on():
@@ -153,7 +154,7 @@ def test_requests_take_pages_of_both_nodes_from_the_first_on():
 def test_one_node_keeps_the_order_of_sglang():
     made = allocator(64 * SIZE)
     assert torch.equal(made.free_pages, torch.arange(1, 65))
-    one = pool.ScoutAllocator(
+    one = allocators.ScoutAllocator(
         64 * SIZE, page_size=SIZE, dtype=torch.float32, device="cpu", need_sort=True,
         kvcache=SimpleNamespace(arena=SimpleNamespace(spec=SimpleNamespace(num_nodes=1))),
     )  # fmt: skip

@@ -69,7 +69,7 @@ class DeviceStepEngine:
         verify: as of :class:`StepEngine`; every layer then waits for the host, so no step can be captured.
 
     Attributes:
-        step_log, quality: as of :class:`StepEngine`; quality is never measured here.
+        step_log: as of :class:`StepEngine`.
     """
 
     def __init__(
@@ -112,7 +112,6 @@ class DeviceStepEngine:
             slots_on_host=False,
         )  # fmt: skip
         self.step_log: StepLog | None = None
-        self.quality = None
         self._ring, self._life, self._epoch = ring, life, 0
         ring.errors()  # of another engine are none of this one's
         self._inputs = StepInputs(shape.num_layers, max_batch, max_pages, device)

@@ -21,11 +21,11 @@ from sglang_scout.engine.step import StepEngine
 from sglang_scout.engine.step_log import StepLog
 from sglang_scout.engine.trace import Tracer
 from sglang_scout.plugin import status
+from sglang_scout.plugin.allocator import ScoutAllocator
 from sglang_scout.plugin.args import parse
 from sglang_scout.plugin.device import make_device_engine, uses_device_engine
 from sglang_scout.plugin.dummy_kv import DummyKV
 from sglang_scout.plugin.hooks import model_shape
-from sglang_scout.plugin.host_allocator import HostAllocator
 from sglang_scout.plugin.pool import HostKVPool
 from sglang_scout.plugin.prediction import learned_correction, make_quality
 from sglang_scout.plugin.ranks import AttentionRanks, worker_cpus, worker_nodes
@@ -58,7 +58,7 @@ class ScoutAttnBackend(AttentionBackend):
         self.ranks = AttentionRanks()
         self.config: OffloadConfig = parse(runner.server_args).of_rank(self.ranks.rank)
         self.pool: HostKVPool = runner.token_to_kv_pool
-        self.allocator: HostAllocator = runner.token_to_kv_pool_allocator
+        self.allocator: ScoutAllocator = runner.token_to_kv_pool_allocator
         self._device = runner.device
         layers = decoder_layers(runner.model)
         shape = model_shape(runner)

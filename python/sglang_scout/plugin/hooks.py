@@ -19,14 +19,12 @@ from sglang_scout.core.errors import ConfigError
 from sglang_scout.engine.memory import bytes_for_pages, check_memory, plan_memory
 from sglang_scout.engine.pools import ModelShape
 from sglang_scout.plugin import status
+from sglang_scout.plugin.allocator import DigestListener, ScoutAllocator
 from sglang_scout.plugin.args import BACKEND_NAME, parse
-from sglang_scout.plugin.host_allocator import HostAllocator
 from sglang_scout.plugin.install import TARGETS_OF_ROLE, verify
 from sglang_scout.plugin.pool import (
     DigestKVPool,
-    DigestListener,
     HostKVPool,
-    ScoutAllocator,
     without_digests,
 )
 from sglang_scout.plugin.ranks import AttentionRanks, worker_cpus, worker_nodes
@@ -146,7 +144,6 @@ def around_init_pools_decode(original: Callable[..., None], runner: Any) -> None
         runner,
         functools.partial(HostKVPool, arena_spec=spec, numa_nodes=list(nodes)),
         HostKVPool,
-        HostAllocator,
     )
     pool.attach(shape, plan, config.digest)
 
@@ -182,7 +179,7 @@ def around_init_pools_prefill(original: Callable[..., None], runner: Any) -> Non
     verify(TARGETS_OF_ROLE["prefill"])
     config: OffloadConfig = parse(runner.server_args)
     wanted = DigestKVPool if config.prefill_digests else pools_module.MHATokenToKVPool
-    pool = _init_pools_with(original, runner, wanted, wanted, ScoutAllocator)
+    pool = _init_pools_with(original, runner, wanted, wanted)
     if isinstance(pool, DigestKVPool):
         pool.attach(model_shape(runner), config.digest)
         runner.token_to_kv_pool_allocator.listener = DigestListener(pool.digests)
@@ -264,25 +261,21 @@ def after_get_internal_state(result: Any, scheduler: Any, *args: Any, **kwargs: 
 
 
 def _init_pools_with(
-    original: Callable[..., None],
-    runner: Any,
-    make_pool: Any,
-    pool_class: type,
-    allocator_class: type,
+    original: Callable[..., None], runner: Any, make_pool: Any, pool_class: type
 ) -> Any:
     """Build SGLang's pools with our classes in place of its own, and make sure that they were used."""
     stock = pools_module.MHATokenToKVPool, pools_module.PagedTokenToKVPoolAllocator
     pools_module.MHATokenToKVPool = make_pool
-    pools_module.PagedTokenToKVPoolAllocator = allocator_class
+    pools_module.PagedTokenToKVPoolAllocator = ScoutAllocator
     try:
         original(runner)
     finally:
         pools_module.MHATokenToKVPool, pools_module.PagedTokenToKVPoolAllocator = stock
     pool, allocator = runner.token_to_kv_pool, runner.token_to_kv_pool_allocator
-    if not isinstance(pool, pool_class) or not isinstance(allocator, allocator_class):
+    if not isinstance(pool, pool_class) or not isinstance(allocator, ScoutAllocator):
         raise RuntimeError(
             f"--kv-offload: SGLang built {type(pool).__name__} with {type(allocator).__name__}, "
-            f"expected {pool_class.__name__} with {allocator_class.__name__}"
+            f"expected {pool_class.__name__} with {ScoutAllocator.__name__}"
         )
     assert torch.is_tensor(pool.k_buffer[0])
     return pool

@@ -1,4 +1,4 @@
-"""The decode server's page allocator: its lists are on the host, whatever the device.
+"""SGLang's page allocator with its lists on the host, and who hears of pages.
 
 The step boundary needs the ids of new pages on the host. SGLang's own lists lie on the device, so that
 reading an id would wait for everything that was launched before.
@@ -6,25 +6,86 @@ reading an id would wait for everything that was launched before.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 
-from sglang_scout.plugin.pool import ScoutAllocator
+from sglang_scout.engine.pools import DigestPool
+
+NODE_RUN_PAGES = 8
+"""Neighbouring pages that a request gets of one NUMA node before it gets some of the next: 256 tokens."""
 
 _NO_PAGES = torch.empty(0, dtype=torch.int64)
 
 
-class HostAllocator(ScoutAllocator):
-    """As :class:`ScoutAllocator`; results are on ``device``, what they are made from is not.
+class PageListener(Protocol):
+    """Who wants to know about pages."""
+
+    def allocate_pages(self, pages: npt.NDArray[np.int64]) -> None: ...
+
+    def free_pages(self, pages: npt.NDArray[np.int64]) -> None: ...
+
+    def clear(self) -> None: ...
+
+
+class DigestListener:
+    """Prefill side: only digests follow the pages' lives."""
+
+    def __init__(self, digests: DigestPool) -> None:
+        self._digests = digests
+
+    def allocate_pages(self, pages: npt.NDArray[np.int64]) -> None:
+        self._digests.poison(pages)
+
+    def free_pages(self, pages: npt.NDArray[np.int64]) -> None:
+        self._digests.invalidate(pages)
+
+    def clear(self) -> None:
+        self._digests.valid[:] = False
+
+
+def alternate_nodes(pages: torch.Tensor, stripe_pages: int) -> torch.Tensor:
+    """Free pages so ordered that whoever takes the first n takes as many of each NUMA node.
+
+    In runs of ``NODE_RUN_PAGES`` neighbours, which the KV transfer sends in one piece. A node that
+    has fewer free pages than the others is used up first.
+
+    Args:
+        pages: int64 [n], page ids.
+        stripe_pages: page i is of node ``i // stripe_pages``.
+    """
+    pages = torch.sort(pages).values
+    _, counts = torch.unique_consecutive(pages // stripe_pages, return_counts=True)
+    begins = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
+    place_in_node = torch.arange(len(pages), device=pages.device) - begins
+    return pages[torch.argsort(place_in_node // NODE_RUN_PAGES, stable=True)]
+
+
+class ScoutAllocator(PagedTokenToKVPoolAllocator):
+    """SGLang's page allocator that reports pages' lives; what it hands out is on ``device``, its lists are not.
+
+    The truth about a page is here: pages outlive requests in the radix cache, and requests leave in
+    many ways (finished, aborted, retracted), but every page comes from and returns to this place.
 
     Attributes:
+        listener: told about every page that comes and goes.
         opened: ``[B]`` page that each row of the last :meth:`alloc_decode` has opened, -1: none.
     """
 
+    listener: PageListener | None = None
     opened: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+
+    @property
+    def used_pages(self) -> int:
+        return self.num_pages - len(self.free_pages) - len(self.release_pages)
+
+    def _alternate_nodes(self) -> None:
+        arena = getattr(self._kvcache, "arena", None)
+        if arena is not None and arena.spec.num_nodes > 1:
+            self.free_pages = alternate_nodes(self.free_pages, arena.spec.stripe_pages)
 
     def clear(self) -> None:
         self.free_pages = torch.arange(1, self.num_pages + 1, dtype=torch.int64)
@@ -117,6 +178,3 @@ class HostAllocator(ScoutAllocator):
         if torch.device(self.device).type == "cpu":
             return locations.clone()
         return locations.pin_memory().to(self.device, non_blocking=True)
-
-    def _report(self, locations: Any) -> Any:
-        raise NotImplementedError("every path reports in _take")

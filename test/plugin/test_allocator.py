@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-host_allocator = pytest.importorskip("sglang_scout.plugin.host_allocator", reason="needs SGLang")
-pool = pytest.importorskip("sglang_scout.plugin.pool", reason="needs SGLang")
+allocator = pytest.importorskip("sglang_scout.plugin.allocator", reason="needs SGLang")
+paged = pytest.importorskip("sglang.srt.mem_cache.allocator.paged", reason="needs SGLang")
 from sglang_scout.plugin.request_tables import RequestTables  # noqa: E402
 
 SIZE = 8
@@ -27,27 +27,57 @@ OPERATIONS = st.lists(
 
 
 class Listener:
+    """Remembers what it was told, and which pages are out."""
+
     def __init__(self):
-        self.calls = []
+        self.allocated, self.out = [], set()
 
     def allocate_pages(self, pages):
-        self.calls += [("allocate", page) for page in sorted(pages.tolist())]
+        pages = pages.tolist()
+        assert not self.out & set(pages), "a page was handed out twice"
+        self.allocated += pages
+        self.out |= set(pages)
 
     def free_pages(self, pages):
-        self.calls += [("free", page) for page in sorted(pages.tolist())]
+        assert set(pages.tolist()) <= self.out, "a page was freed that was not out"
+        self.out -= set(pages.tolist())
 
     def clear(self):
-        self.calls.append("clear")
+        self.out.clear()
 
 
-def make(kind, need_sort, num_nodes=1):
-    spec = SimpleNamespace(num_nodes=num_nodes, stripe_pages=31 // num_nodes)
-    made = kind(
+class Stock(paged.PagedTokenToKVPoolAllocator):
+    """SGLang's own; where it launches Triton, by its torch function or the rule in a line."""
+
+    def alloc_extend(self, before, before_cpu, after, after_cpu, last, count):
+        pages = (after + SIZE - 1) // SIZE - (before + SIZE - 1) // SIZE
+        if not self._has(int(pages.sum())):
+            return None
+        locations = torch.empty(count, dtype=torch.int64)
+        paged.alloc_extend_naive(before, after, last, self.free_pages, locations, SIZE, "cpu")
+        self.free_pages = self.free_pages[int(pages.sum()) :]
+        return locations
+
+    def alloc_decode(self, lengths, lengths_cpu, last):
+        opens = (lengths - 1) % SIZE == 0
+        if not self._has(int(opens.sum())):
+            return None
+        locations = last + 1
+        locations[opens] = self.free_pages[: int(opens.sum())] * SIZE
+        self.free_pages = self.free_pages[int(opens.sum()) :]
+        return locations
+
+    def _has(self, count):
+        if self.need_sort and count > len(self.free_pages):
+            self.merge_and_sort_free()
+        return count <= len(self.free_pages)
+
+
+def make(kind, need_sort):
+    return kind(
         30 * SIZE, page_size=SIZE, dtype=torch.float32, device="cpu", need_sort=need_sort,
-        kvcache=SimpleNamespace(arena=SimpleNamespace(spec=spec)),
+        kvcache=None,
     )  # fmt: skip
-    made.listener = Listener()
-    return made
 
 
 class User:
@@ -102,31 +132,30 @@ class User:
         return locations
 
 
-@given(OPERATIONS, st.booleans(), st.sampled_from([1, 3]))
-def test_hands_out_what_the_other_does(operations, need_sort, num_nodes):
-    ours = User(make(host_allocator.HostAllocator, need_sort, num_nodes))
-    theirs = User(make(pool.ScoutAllocator, need_sort, num_nodes))
+@given(OPERATIONS, st.booleans())
+def test_hands_out_what_sglang_s_own_does_and_says_so(operations, need_sort):
+    ours, theirs = (User(make(k, need_sort)) for k in (allocator.ScoutAllocator, Stock))
+    listener = ours.allocator.listener = Listener()
     for operation, number in operations:
         got, expected = ours.run(operation, number), theirs.run(operation, number)
         assert (got is None) == (expected is None)
         if got is not None:
             assert torch.equal(got, expected)
-        assert ours.allocator.used_pages == theirs.allocator.used_pages
         assert ours.allocator.available_size() == theirs.allocator.available_size()
-    assert {c for c in ours.allocator.listener.calls if c[0] == "free"} == {
-        c for c in theirs.allocator.listener.calls if c[0] == "free"
-    }
+        held = {int(x) // SIZE for r in ours.requests for x in r}
+        assert listener.out == held and ours.allocator.used_pages == len(held)
 
 
 def test_says_which_row_opened_which_page():
-    made = make(host_allocator.HostAllocator, True)
+    made = make(allocator.ScoutAllocator, True)
+    made.listener = Listener()
     first = made.alloc(2 * SIZE)
     assert first is not None
     lengths = torch.tensor([2 * SIZE + 1, 2 * SIZE])
     got = made.alloc_decode(lengths, lengths, torch.stack([first[-1], first[-2]]))
     assert got.tolist() == [3 * SIZE, int(first[-1])]
     assert made.opened.tolist() == [3, -1]
-    assert made.listener.calls == [("allocate", 1), ("allocate", 2), ("allocate", 3)]
+    assert made.listener.allocated == [1, 2, 3]
 
 
 def test_tables_follow_what_is_written():
