@@ -36,10 +36,10 @@ from typing import Any
 import numpy as np
 import torch
 
+import device_here
 import rows
 from decode_rig import PAGE, SIZES, DummyModel, ModelSize, QueryDrift, Rig, Store
 from full_rig import FullRig
-from sglang_scout.ops import triton
 from sglang_scout.worker.arena import available_bytes
 
 WARM_UP_STEPS = 24
@@ -336,24 +336,15 @@ def main() -> int:
     unknown = set(options.model) - set(SIZES)
     if unknown:
         parser.error(f"--model {','.join(sorted(unknown))}: choose of {', '.join(SIZES)}")
-    try:
-        from sglang_scout import _native  # noqa: F401
-    except ImportError as error:
-        print(f"the native module is absent ({error}): no worker could answer", file=sys.stderr)
+    if why := device_here.refusal(check_only=options.check_only, needs_worker=True):
+        print(why, file=sys.stderr)
         return 2
-    device = "cpu" if triton.interpreted() else "cuda"
-    if device == "cuda" and not torch.cuda.is_available():
-        print("no CUDA device: nothing can be measured here", file=sys.stderr)
-        return 2
-    wrong = [] if options.skip_check else check(device)
+    wrong = [] if options.skip_check else check(device_here.device())
     for line in wrong:
         print(f"FAILED: {line}")
     if wrong or options.check_only:
         print("the checks failed" if wrong else "equal")
         return 1 if wrong else 0
-    if device == "cpu":
-        print("TRITON_INTERPRET is set: unset it to measure", file=sys.stderr)
-        return 2
     if options.out is None:
         parser.error("--out FILE is missing")
     return measure(options)

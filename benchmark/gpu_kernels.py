@@ -20,9 +20,9 @@ from pathlib import Path
 
 import torch
 
+import device_here
 import rows
 from sglang_scout.core.registry import Op
-from sglang_scout.ops import triton
 from sglang_scout.ops.append import APPEND_TOKENS, Pool
 from sglang_scout.ops.attend import ATTEND_PAGES
 from sglang_scout.ops.digest import BUILD_DIGESTS
@@ -476,16 +476,11 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="JSON lines")
     parser.add_argument("--check-only", action="store_true")
     arguments = parser.parse_args()
-    if arguments.check_only and triton.interpreted():
-        return check("cpu")
-    if not torch.cuda.is_available():
-        print("no CUDA device: nothing can be measured here", file=sys.stderr)
-        return 2
-    if triton.interpreted():
-        print("TRITON_INTERPRET is set: unset it to measure kernels", file=sys.stderr)
+    if why := device_here.refusal(check_only=arguments.check_only):
+        print(why, file=sys.stderr)
         return 2
     if arguments.check_only:
-        return check("cuda")
+        return check(device_here.device())
     if arguments.out is None:
         parser.error("--out FILE is missing")
     return measure(arguments.out)

@@ -25,9 +25,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+import device_here
 import rows
 from sglang_scout.engine.device import lock_memory
-from sglang_scout.ops import triton
 from sglang_scout.ops.attend import attend_reference
 from sglang_scout.ops.doorbell import DeviceRing
 
@@ -203,22 +203,13 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="JSON lines")
     parser.add_argument("--check-only", action="store_true")
     arguments = parser.parse_args()
-    try:
-        from sglang_scout import _native  # noqa: F401
-    except ImportError as error:
-        print(f"the native module is absent ({error}): nobody could answer", file=sys.stderr)
-        return 2
-    device = "cpu" if triton.interpreted() else "cuda"
-    if device == "cuda" and not torch.cuda.is_available():
-        print("no CUDA device: nothing can be measured here", file=sys.stderr)
+    if why := device_here.refusal(check_only=arguments.check_only, needs_worker=True):
+        print(why, file=sys.stderr)
         return 2
     if arguments.check_only:
-        wrong = check(device)
+        wrong = check(device_here.device())
         print(wrong or "equal")
         return 1 if wrong else 0
-    if device == "cpu":
-        print("TRITON_INTERPRET is set: unset it to measure kernels", file=sys.stderr)
-        return 2
     if arguments.out is None:
         parser.error("--out FILE is missing")
     return measure(arguments.out)

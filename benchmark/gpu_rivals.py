@@ -20,10 +20,10 @@ from pathlib import Path
 
 import torch
 
+import device_here
 import gpu_kernels
 from gpu_kernels import DTYPE, HQ, REPEATS, Case, D, H, Pools, S
 from sglang_scout.core.registry import Tolerance
-from sglang_scout.ops import triton
 from sglang_scout.ops.attend import attend_reference
 from sglang_scout.ops.select import select_reference
 
@@ -174,11 +174,8 @@ def main() -> int:
     )
     parser.add_argument("--out", type=Path, required=True, help="JSON lines")
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("no CUDA device: nothing can be measured here", file=sys.stderr)
-        return 2
-    if triton.interpreted():
-        print("TRITON_INTERPRET is set: unset it to measure kernels", file=sys.stderr)
+    if why := device_here.refusal(check_only=False):
+        print(why, file=sys.stderr)
         return 2
     return measure(arguments.out)
 
