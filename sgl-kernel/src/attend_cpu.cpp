@@ -10,7 +10,8 @@ void attend(const AttendArgs& args) {
 #ifdef SCOUT_X86
   const Isa isa = current_isa();
   // A row of AVX-512 pairs is 32 elements; the odd multiples of 16 take the narrower kernel.
-  if (isa == Isa::kAvx512 && args.kv->head_dim % 32 == 0) {
+  if (isa >= Isa::kAvx512 && args.kv->head_dim % 32 == 0) {
+    if (isa == Isa::kAvx512Bf16 && args.kv->dtype == DType::kBF16) return attend_avx512bf16(args);
     if (args.kv->dtype != DType::kI8) return attend_avx512(args);
     if (has_vnni()) return attend_int8_avx512vnni(args);
   }

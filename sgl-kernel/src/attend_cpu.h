@@ -20,11 +20,12 @@ struct AttendArgs {
 };
 
 // head_dim must be a multiple of 16; of 32 for the AVX-512 ones. attend_avx512 takes no int8 pages,
-// attend_int8_avx512vnni no others.
+// attend_int8_avx512vnni no others, attend_avx512bf16 only bf16 ones.
 void attend_portable(const AttendArgs& args);
 #ifdef SCOUT_X86
 void attend_avx2(const AttendArgs& args);
 void attend_avx512(const AttendArgs& args);
+void attend_avx512bf16(const AttendArgs& args);
 void attend_int8_avx512vnni(const AttendArgs& args);
 #endif
 

@@ -38,7 +38,7 @@ struct Block {
   int group;               // query heads per KV head, of which the block function takes GB
   int stride;              // of a row of scores
   const float* q;          // [heads * group, D], column order of load_pair
-  const int16_t* q_codes;  // the same for attend_tile_int8.h, natural order
+  const int16_t* q_codes;  // the same for attend_tile_int8.h and attend_tile_bf16.h, natural order
   float* acc;              // [heads * group, D], same order: sum of weights * v
   float* scores;           // [heads * group, stride] from the block's first token on; later weights
   const float* rescale;    // [heads * group]: by which acc shrinks first; null: it stays
@@ -50,6 +50,35 @@ inline void prefetch_span(const char*& p) {
 #pragma GCC unroll 16
   for (int offset = 0; offset < kBytes; offset += kLineBytes) prefetch(p + offset);
   p += kBytes;
+}
+
+// scores[g][t] = sum of the lanes of acc[g][t].
+template <int TB, int GB>
+inline __attribute__((always_inline)) void store_sums(const Vec::F (&acc)[GB][TB], float* scores,
+                                                      int stride) {
+  using F = Vec::F;
+  if constexpr (TB == 4) {
+#pragma GCC unroll 8
+    for (int g = 0; g < GB; ++g) {
+      Vec::hsum4(acc[g][0], acc[g][1], acc[g][2], acc[g][3], scores + g * stride);
+    }
+  } else {
+    constexpr int kSums = GB * TB;
+#pragma GCC unroll 16
+    for (int i = 0; i < kSums; i += 4) {
+      F part[4];
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; ++j) {
+        part[j] = i + j < kSums ? acc[(i + j) % kSums / TB][(i + j) % TB] : Vec::zero();
+      }
+      float sums[4];
+      Vec::hsum4(part[0], part[1], part[2], part[3], sums);
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; ++j) {
+        if (i + j < kSums) scores[(i + j) / TB * stride + (i + j) % TB] = sums[j];
+      }
+    }
+  }
 }
 
 // scores[g][t] = <q[g], k[t]> for TB tokens.
@@ -83,28 +112,7 @@ inline void score_tokens(const char* k, ptrdiff_t row_bytes, const float* q, int
       for (int t = 0; t < TB; ++t) acc[g][t] = Vec::fma(q1, y[t], acc[g][t]);
     }
   }
-  if constexpr (TB == 4) {
-#pragma GCC unroll 8
-    for (int g = 0; g < GB; ++g) {
-      Vec::hsum4(acc[g][0], acc[g][1], acc[g][2], acc[g][3], scores + g * stride);
-    }
-  } else {
-    constexpr int kSums = GB * TB;
-#pragma GCC unroll 16
-    for (int i = 0; i < kSums; i += 4) {
-      F part[4];
-#pragma GCC unroll 4
-      for (int j = 0; j < 4; ++j) {
-        part[j] = i + j < kSums ? acc[(i + j) % kSums / TB][(i + j) % TB] : Vec::zero();
-      }
-      float sums[4];
-      Vec::hsum4(part[0], part[1], part[2], part[3], sums);
-#pragma GCC unroll 4
-      for (int j = 0; j < 4; ++j) {
-        if (i + j < kSums) scores[(i + j) / TB * stride + (i + j) % TB] = sums[j];
-      }
-    }
-  }
+  store_sums<TB, GB>(acc, scores, stride);
 }
 
 // acc[g] = rescale[g] * acc[g] + sum_t weights[g][t] * v[t], over 2 * NP vectors of columns.

@@ -81,26 +81,13 @@ inline void score_codes(const char* k, ptrdiff_t row_bytes, const int16_t* q, in
       for (int t = 0; t < TB; ++t) acc[g][t] = Vec::dot_shorts(acc[g][t], code, x[t]);
     }
   }
-  constexpr int kSums = GB * TB;
-#pragma GCC unroll 16
-  for (int i = 0; i < kSums; i += 4) {
-    Vec::F part[4];
-#pragma GCC unroll 4
-    for (int j = 0; j < 4; ++j) {
-      part[j] =
-          i + j < kSums ? Vec::from_words(acc[(i + j) % kSums / TB][(i + j) % TB]) : Vec::zero();
-    }
-    if constexpr (TB == 4) {
-      Vec::hsum4(part[0], part[1], part[2], part[3], scores + i / TB * stride);
-    } else {
-      float sums[4];
-      Vec::hsum4(part[0], part[1], part[2], part[3], sums);
-#pragma GCC unroll 4
-      for (int j = 0; j < 4; ++j) {
-        if (i + j < kSums) scores[(i + j) / TB * stride + (i + j) % TB] = sums[j];
-      }
-    }
+  Vec::F sums[GB][TB];
+#pragma GCC unroll 8
+  for (int g = 0; g < GB; ++g) {
+#pragma GCC unroll 8
+    for (int t = 0; t < TB; ++t) sums[g][t] = Vec::from_words(acc[g][t]);
   }
+  store_sums<TB, GB>(sums, scores, stride);
 }
 
 // acc[g] = rescale[g] * acc[g] + factor[g] * sum_t weights[g][t] * v[t], over 2 * NP vectors of

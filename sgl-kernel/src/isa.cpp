@@ -10,7 +10,7 @@
 namespace scout {
 namespace {
 
-constexpr const char* kNames[kNumIsas] = {"portable", "avx2", "avx512"};
+constexpr const char* kNames[kNumIsas] = {"portable", "avx2", "avx512", "avx512bf16"};
 
 int find_runnable(const char* name) {
   for (int i = 0; i <= static_cast<int>(best_isa()); ++i) {
@@ -45,7 +45,7 @@ Isa best_isa() {
                     __builtin_cpu_supports("f16c");
   if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
-    return Isa::kAvx512;
+    return __builtin_cpu_supports("avx512bf16") ? Isa::kAvx512Bf16 : Isa::kAvx512;
   }
   if (avx2) return Isa::kAvx2;
 #endif

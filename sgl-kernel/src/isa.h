@@ -1,10 +1,11 @@
-// Which instruction set the kernels use. Every kernel family has one entry per value of Isa.
+// Which instruction set the kernels use. A family without a variant for one takes the one below it.
 #pragma once
 
 namespace scout {
 
-enum class Isa : int { kPortable = 0, kAvx2 = 1, kAvx512 = 2 };
-inline constexpr int kNumIsas = 3;
+// Each has what those before it have: compare with >=.
+enum class Isa : int { kPortable = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Bf16 = 3 };
+inline constexpr int kNumIsas = 4;
 
 // The best that this machine and operating system support.
 Isa best_isa();

@@ -7,7 +7,7 @@ namespace scout {
 void quantize_pages(const QuantizeArgs& args) {
 #ifdef SCOUT_X86
   const Isa isa = current_isa();
-  if (isa == Isa::kAvx512 && args.head_dim % 32 == 0) return quantize_avx512(args);
+  if (isa >= Isa::kAvx512 && args.head_dim % 32 == 0) return quantize_avx512(args);
   if (isa != Isa::kPortable) return quantize_avx2(args);
 #endif
   quantize_portable(args);

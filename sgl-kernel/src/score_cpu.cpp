@@ -7,7 +7,7 @@ namespace scout {
 void score_sequence(const ScoreArgs& args) {
 #ifdef SCOUT_X86
   const Isa isa = current_isa();
-  if (isa == Isa::kAvx512 && args.digests->head_dim % 32 == 0) return score_avx512(args);
+  if (isa >= Isa::kAvx512 && args.digests->head_dim % 32 == 0) return score_avx512(args);
   if (isa != Isa::kPortable) return score_avx2(args);
 #endif
   score_portable(args);
@@ -16,7 +16,7 @@ void score_sequence(const ScoreArgs& args) {
 void score_signs_sequence(const SignArgs& args) {
 #ifdef SCOUT_X86
   const Isa isa = current_isa();
-  if (isa == Isa::kAvx512) return score_signs_avx512(args);
+  if (isa >= Isa::kAvx512) return score_signs_avx512(args);
   if (isa != Isa::kPortable) return score_signs_avx2(args);
 #endif
   score_signs_portable(args);

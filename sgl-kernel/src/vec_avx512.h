@@ -1,6 +1,6 @@
 // Sixteen-lane vectors: AVX-512 F, BW, DQ, VL. Same interface and rules as vec_portable.h.
 //
-// VDPBF16PS is not used: it would round the query to bf16 and flush denormals.
+// VDPBF16PS serves queries that are bf16 (attend_cpu_avx512bf16.cpp): others it would round.
 #pragma once
 
 #include <immintrin.h>
@@ -95,6 +95,13 @@ struct Vec {
     return _mm512_add_epi32(acc, _mm512_madd_epi16(a, b));
 #endif
   }
+#ifdef __AVX512BF16__
+  static S load_bf16(const char* p) { return _mm512_loadu_si512(p); }
+  // acc + sums of the products of pairs of bf16 numbers.
+  static F dot_bf16(F acc, S a, S b) {
+    return _mm512_dpbf16_ps(acc, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
+  }
+#endif
   static S zip_low(S a, S b) { return _mm512_unpacklo_epi16(a, b); }
   static S zip_high(S a, S b) { return _mm512_unpackhi_epi16(a, b); }
   static F from_words(I x) { return _mm512_cvtepi32_ps(x); }

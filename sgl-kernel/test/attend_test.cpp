@@ -53,6 +53,14 @@ float half_value(uint16_t bits) {
   return bits & 0x8000 ? -magnitude : magnitude;
 }
 
+float bf16_value(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  bits &= 0xffff0000u;
+  std::memcpy(&x, &bits, sizeof bits);
+  return x;
+}
+
 Tensor random_tensor(size_t n, DType dtype, std::mt19937& rng) {
   Tensor t{{}, std::vector<float>(n), dtype};
   std::normal_distribution<float> normal;
@@ -197,6 +205,7 @@ void check_attend(const Shape& s, std::mt19937& rng, const char* detail,
                        : trial == Trial::kExtremeLogits ? 1e30
                                                         : 1;
   for (float& x : q) x = factor * normal(rng);
+  if (rng() % 2) std::transform(q.begin(), q.end(), q.begin(), bf16_value);  // as of a bf16 model
   if (trial == Trial::kNoKeyCounts || trial == Trial::kSomeKeysCount)
     for (size_t i = 0; i < q.size(); i += s.dim) q[i] = 1.0f;
   std::vector<int32_t> ids(s.pages);
@@ -341,7 +350,7 @@ void check_pool() {
 
 int main() {
   std::mt19937 rng(7);
-  for (const char* isa : {"portable", "avx2", "avx512"}) {
+  for (const char* isa : {"portable", "avx2", "avx512", "avx512bf16"}) {
     if (!scout::set_isa(isa)) continue;
     for (DType dtype : {DType::kF32, DType::kBF16, DType::kF16, DType::kI8}) {
       for (int dim : {16, 64, 80, 96, 128, 256}) {

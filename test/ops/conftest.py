@@ -112,7 +112,7 @@ def pytest_configure(config):
         ]
 
 
-@pytest.fixture(params=["portable", "avx2", "avx512"])
+@pytest.fixture(params=["portable", "avx2", "avx512", "avx512bf16"])
 def isa(request):
     """The test runs once with every instruction set that this machine has, where it is of "native"."""
     if not native.available():

@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,6 +11,7 @@ from sglang_scout.ops.attend import ATTEND_PAGES, attend_pages, attend_reference
 
 IMPLS = pytest.mark.parametrize("impl", ATTEND_PAGES.names())
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ROUNDED = pytest.mark.parametrize("rounded", [False, True])
 
 
 def i32(values):
@@ -41,9 +44,13 @@ def poisoned(q):
     return torch.full(q.shape, torch.nan), torch.full(q.shape[:2], torch.nan)
 
 
-def inputs(seed, B=3, P=7, S=8, H=2, G=3, D=64, R=5, dtype=torch.float32, spread=1.0):
+def inputs(
+    seed, B=3, P=7, S=8, H=2, G=3, D=64, R=5, dtype=torch.float32, spread=1.0, rounded=False
+):
+    """rounded: to ``dtype``, as a model's query is. Then a kernel may multiply in that type."""
     rng = torch.Generator().manual_seed(seed)
     q = torch.randn(B, H * G, D, generator=rng) * spread
+    q = q.to(dtype).float() if rounded else q
     k, v = (torch.randn(P, S, H, D, generator=rng).to(dtype) for _ in range(2))
     pages = torch.randint(-1, P, (B, R), generator=rng, dtype=torch.int32)
     last_page = torch.randint(-1, P, (B,), generator=rng, dtype=torch.int32)
@@ -60,11 +67,14 @@ def inputs(seed, B=3, P=7, S=8, H=2, G=3, D=64, R=5, dtype=torch.float32, spread
     spread=st.sampled_from((0.1, 1.0, 8.0)),
     logit_cap=st.sampled_from((0.0, 30.0)),
     with_last=st.booleans(),
+    rounded=st.booleans(),
     seed=st.integers(0, 2**31),
 )
-def test_equals_dense_softmax(agree, impl, dtype, sizes, D, R, spread, logit_cap, with_last, seed):
+def test_equals_dense_softmax(
+    agree, impl, dtype, sizes, D, R, spread, logit_cap, with_last, rounded, seed
+):
     B, P, S, H, G = sizes
-    q, k, v, pages, *last = inputs(seed, B, P, S, H, G, D, R, dtype, spread)
+    q, k, v, pages, *last = inputs(seed, B, P, S, H, G, D, R, dtype, spread, rounded)
     last = last if with_last else (None, None)
     out = poisoned(q)
     got = attend_pages(q, k, v, pages, *last, D**-0.5, logit_cap, impl=impl, out=out)
@@ -91,8 +101,9 @@ def test_a_tile_of_pages_is_a_power_of_two(block_s, token_bytes):
     ("H", "G", "D"), [(8, 5, 128), (2, 16, 128), (4, 1, 64), (1, 8, 256), (3, 2, 96)]
 )
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_shapes_of_real_models(agree, impl, H, G, D, dtype):
-    q, k, v, pages, *last = inputs(11, B=2, P=40, S=32, H=H, G=G, D=D, R=24, dtype=dtype)
+@ROUNDED
+def test_shapes_of_real_models(agree, impl, H, G, D, dtype, rounded):
+    q, k, v, pages, *last = inputs(11, 2, 40, 32, H, G, D, 24, dtype, rounded=rounded)
     got = attend_pages(q, k, v, pages, *last, D**-0.5, impl=impl)
     agree(ATTEND_PAGES, got, densely(q, k, v, pages, *last, D**-0.5), dtype)
 
@@ -135,9 +146,10 @@ def test_empty_set(impl, last, R):
 
 @IMPLS
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_was_never_written_is_never_used(agree, impl, dtype):
+@ROUNDED
+def test_what_was_never_written_is_never_used(agree, impl, dtype, rounded):
     """NaN in unnamed pages, in page 0 behind a -1, and behind last_len changes nothing."""
-    q, k, v, _, _, _ = inputs(4, B=2, P=6, S=8, dtype=dtype)
+    q, k, v, _, _, _ = inputs(4, B=2, P=6, S=8, dtype=dtype, rounded=rounded)
     pages, last_page, last_len = i32([[-1, 2, -1, 3], [-1] * 4]), i32([4, 5]), i32([3, 1])
     expected = densely(q, k, v, pages, last_page, last_len, 0.125)
     for pool in (k, v):
@@ -148,8 +160,10 @@ def test_what_was_never_written_is_never_used(agree, impl, dtype):
 
 @IMPLS
 @pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_large_scores_do_not_overflow(agree, impl, sign):
-    q, k, v, pages, *last = inputs(6)
+@pytest.mark.parametrize("dtype", DTYPES)
+@ROUNDED
+def test_large_scores_do_not_overflow(impl, sign, dtype, rounded):
+    q, k, v, pages, *last = inputs(6, dtype=dtype, rounded=rounded)
     k[..., 0], q[..., 0] = 40.0, sign * 40.0  # every score near +-1600
     pages[:, 0] = 1
     got = attend_pages(q, k, v, pages, *last, 1.0, impl=impl)
@@ -161,9 +175,12 @@ def test_large_scores_do_not_overflow(agree, impl, sign):
 
 @pytest.mark.parametrize("impl", ["reference", "native"])  # triton splits floats: inf - inf
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_keys_that_mask_their_tokens(agree, impl, dtype):
+@ROUNDED
+def test_keys_that_mask_their_tokens(agree, impl, dtype, rounded):
     """A key of -inf where the query is positive hides its token; where it hides all, none is left."""
-    q, k, v, pages, last_page, last_len = inputs(5, B=2, H=2, G=4, D=64, dtype=dtype)
+    q, k, v, pages, last_page, last_len = inputs(
+        5, B=2, H=2, G=4, D=64, dtype=dtype, rounded=rounded
+    )
     q[..., 0] = 1.0
     pages[:] = i32([0, 1, 2, 3, 4])
     last = i32([5, 6]), last_len
@@ -264,7 +281,7 @@ def test_head_size_that_native_lacks_runs_on_the_reference(agree):
 
 
 @pytest.mark.parametrize("impl", ["native"])
-@pytest.mark.parametrize("isa", ["portable", "avx2", "avx512"])
+@pytest.mark.parametrize("isa", ["portable", "avx2", "avx512", "avx512bf16"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_instruction_set_of_this_machine(agree, impl, isa, dtype):
     usual = native.isa()
@@ -273,8 +290,8 @@ def test_every_instruction_set_of_this_machine(agree, impl, isa, dtype):
     except ValueError as refusal:
         pytest.skip(str(refusal))
     try:
-        for D in (16, 64, 80, 96, 128, 256):
-            q, k, v, pages, *last = inputs(12, S=32, D=D, dtype=dtype)
+        for D, rounded in itertools.product((16, 64, 80, 96, 128, 256), (False, True)):
+            q, k, v, pages, *last = inputs(12, S=32, D=D, dtype=dtype, rounded=rounded)
             got = attend_pages(q, k, v, pages, *last, D**-0.5, impl=impl)
             agree(ATTEND_PAGES, got, densely(q, k, v, pages, *last, D**-0.5), dtype)
         assert native.isa() == isa

@@ -1,0 +1,75 @@
+// score_block for pages of bf16 under queries of bf16: one product of pairs does the work of two
+// fused multiply-adds and needs no conversion to fp32. Include attend_tile.h first.
+//
+// The products are exact and the sums fp32, as in score_block. What the instruction takes away are
+// numbers below 2^-126, which it reads as zero.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "attend_tile.h"
+
+namespace scout {
+namespace {
+
+// scores[g][t] = <q[g], k[t]> for TB tokens.
+template <int kDim, int TB, int GB>
+inline void score_pairs(const char* k, ptrdiff_t row_bytes, const int16_t* q, int head_dim,
+                        const char*& ahead, float* scores, int stride) {
+  using F = Vec::F;
+  using S = Vec::S;
+  constexpr int W = 2 * Vec::kLanes;
+  const int dim = kDim != 0 ? kDim : head_dim;
+  F acc[GB][TB];
+#pragma GCC unroll 8
+  for (int g = 0; g < GB; ++g) {
+#pragma GCC unroll 8
+    for (int t = 0; t < TB; ++t) acc[g][t] = Vec::zero();
+  }
+#pragma GCC unroll 1
+  for (int d = 0; d < dim; d += W) {
+    S x[TB];
+#pragma GCC unroll 8
+    for (int t = 0; t < TB; ++t) x[t] = Vec::load_bf16(k + t * row_bytes + 2 * d);
+#pragma GCC unroll 8
+    for (int g = 0; g < GB; ++g) {
+      const S pairs = Vec::load_shorts(q + g * dim + d);
+#pragma GCC unroll 8
+      for (int t = 0; t < TB; ++t) {
+        acc[g][t] = Vec::dot_bf16(acc[g][t], pairs, x[t]);
+        // TB lines among TB * GB products, evenly: with so little work between them, several hints
+        // at once would be lost.
+        if ((g * TB + t) % GB == GB - 1) prefetch_span<kLineBytes>(ahead);
+      }
+    }
+  }
+  store_sums<TB, GB>(acc, scores, stride);
+}
+
+template <int kDim, int GB>
+void score_pairs_block(const Block& block) {
+  constexpr int TB = Vec::token_block(GB);
+  const int dim = kDim != 0 ? kDim : block.head_dim;
+  const char* ahead = block.ahead;
+  int t = 0;
+  for (; t + TB <= block.tokens; t += TB) {
+    for (int h = 0; h < block.heads; ++h) {
+      const ptrdiff_t at = t * block.row_bytes + 2 * h * dim;
+      score_pairs<kDim, TB, GB>(block.rows + at, block.row_bytes,
+                                block.q_codes + h * block.group * dim, dim, ahead,
+                                block.scores + h * block.group * block.stride + t, block.stride);
+    }
+  }
+  for (; t < block.tokens; ++t) {
+    for (int h = 0; h < block.heads; ++h) {
+      const ptrdiff_t at = t * block.row_bytes + 2 * h * dim;
+      score_pairs<kDim, 1, GB>(block.rows + at, block.row_bytes,
+                               block.q_codes + h * block.group * dim, dim, ahead,
+                               block.scores + h * block.group * block.stride + t, block.stride);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace scout
