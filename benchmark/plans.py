@@ -35,6 +35,7 @@ MODELS = (  # names, H, G, D
     ("Qwen3-8B, Llama-3.1-8B", 8, 4, 128),
     ("Qwen3-14B", 8, 5, 128),
     ("LLaMA-2-7B (MHA)", 32, 1, 128),
+    ("Qwen3-32B, Llama-3.1-70B", 8, 8, 128),
 )
 FULL = Plan(
     models=MODELS,
@@ -45,7 +46,7 @@ FULL = Plan(
     max_call_s=2.0,
 )
 QUICK = Plan(
-    models=MODELS,
+    models=MODELS[:3],
     sizes=((1, 8), (16, 64)),
     sizes_4k=(),
     pool_bytes=1 << 29,

@@ -175,6 +175,21 @@ def test_cpu_attention_runs(tmp_path):
     assert any(row["impl"].startswith("native-int8") for row in found)
 
 
+def test_attention_instructions_runs(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    done = run_benchmark("attention_instructions.py", "--quick", "--json", str(path))
+    found = rows.read_rows(path)
+    if found[0]["status"] == "absent":
+        pytest.skip(found[0]["reason"])
+    assert done.returncode == 0, done.stderr
+    assert len(found) == 2 and found[1]["impl"].startswith("native-int8")
+    for row in found:
+        kinds = ("multiply_adds", "other_vector", "moves", "hints", "scalar")
+        assert row["instructions"] == pytest.approx(sum(row[kind] for kind in kinds), abs=0.02)
+        # G=4: what a line needs at the least, with instructions of 64 bytes or of 16.
+        assert 2 <= row["multiply_adds"] <= 128 and row["cached_gb_per_s"] > 0
+
+
 def test_a_rival_that_was_not_built_is_a_row(tmp_path, monkeypatch):
     import cpu_attention
     import ipex_client
