@@ -88,6 +88,18 @@ def test_worker_threads_answer_until_they_die_and_the_attendant_after(make):
     assert worker.engine.counters.verify_max_rel_error <= TOLERANCE[torch.float32]
 
 
+def test_no_token_is_given_out_that_lacks_a_part_of_its_attention(make):
+    worker = make(budget_tokens=128, config='{"recall": "off"}')
+    worker.admit(500)
+    worker.step()
+    worker.engine.check()
+    worker.attendant.stop()
+    worker.ring.timeout_us = 1000
+    worker.step()
+    with pytest.raises(RuntimeError, match="no answer in time; its tokens are not given out"):
+        worker.engine.check()
+
+
 @pytest.mark.parametrize("cpu_pages", ["model", "int8"])
 def test_requests_come_and_go_and_their_pages_change_hands(make, cpu_pages):
     """Selections reach the host when their pages may belong to somebody else."""

@@ -185,11 +185,14 @@ def test_no_answer_is_an_error_and_never_hangs(arena):
     kept = out.clone()
     ring.merge(0, out, lse)
     assert torch.equal(out, kept)
-    assert ring.errors() == ["no answer in time"]
+    settle()
+    assert ring.faults() == ring.errors() == ["no answer in time"]
+    assert ring.faults() == []
     ring.begin_step(3)
     ring.post(0, *request(1))
     ring.merge(0, out, lse)  # returns at once: nothing was posted
-    assert ring.errors() == ["a slot was not answered"]
+    settle()
+    assert ring.faults() == ring.errors() == ["a slot was not answered"]
     assert int(arena.ring().control["head"]) == 1
     ring.set_life(2)
     ring.post(0, *request(1))

@@ -125,7 +125,7 @@ class DeviceStepEngine:
             (2, shape.num_layers, max_batch, budget_pages), -1, dtype=torch.int32, device=device
         )
         self._log_on_host = [
-            [t.cpu().pin_memory() for t in (self._log, ring.waited_ns, ring.state)]
+            [t.cpu().pin_memory() for t in (self._log, ring.waited_ns)]
             if device.type == "cuda"
             else None
             for _ in range(2)
@@ -206,7 +206,7 @@ class DeviceStepEngine:
         """Send for what the step before selected; it comes while the next one runs."""
         if self._launched:
             before = self._launched[-1]
-            tensors = [self._log, self._ring.waited_ns, self._ring.state]
+            tensors = [self._log, self._ring.waited_ns]
             before.log = Fetching(tensors, self._log_on_host[before.step & 1])
 
     def _take_in(self) -> tuple[_Launched, npt.NDArray[np.int32]]:
@@ -217,12 +217,8 @@ class DeviceStepEngine:
         """
         launched = self._launched.popleft()
         assert launched.log is not None
-        (pages, missing), waited_ns, state = launched.log.wait()
-        if state[3]:
-            raise RuntimeError(
-                f"--kv-offload: step {launched.step}: {', '.join(self._ring.errors())}; its tokens "
-                "cannot be trusted"
-            )
+        (pages, missing), waited_ns = launched.log.wait()
+        self.check()
         batch, step = launched.batch, launched.step
         rows, layers = len(batch.ages), self.shape.num_layers
         pages, missing = pages[:, :rows], missing[:, :rows]
@@ -263,6 +259,21 @@ class DeviceStepEngine:
             if len(wanted):
                 # The slots that this takes may be read by steps that run; copies wait for these.
                 self.recall.swap(layer, wanted, launched.step)
+
+    def check(self) -> None:
+        """Before a step's tokens are given out: none may lack a part of its attention.
+
+        The step's results have come, so what its merges wrote to the host has too. A later step's fault
+        ends this one as well: the server ends in any case.
+
+        Raises:
+            RuntimeError: no answer within the ring's timeout, or a refused record.
+        """
+        if faults := self._ring.faults():
+            raise RuntimeError(
+                f"--kv-offload: a decode step lacks a part of its attention: {', '.join(faults)}; its "
+                "tokens are not given out"
+            )
 
     # Step ----------------------------------------------------------------------------------------
 

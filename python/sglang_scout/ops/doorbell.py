@@ -16,6 +16,10 @@ from .shapes import Shapes
 ERRORS = {1: "no answer in time", 2: "the worker refused a record", 4: "a slot was not answered"}
 
 
+def texts(bits: int) -> list[str]:
+    return [text for bit, text in ERRORS.items() if bits & bit]
+
+
 class DeviceRing:
     """The producer of a ring in page-locked host memory, on a device's current stream.
 
@@ -36,6 +40,7 @@ class DeviceRing:
         state: [4] int64: epoch, step, number of the last post, error bits.
         open_seq: [2 L] int64, records without an answer.
         waited_ns: [L] int64, time that merges of each layer have waited, since the start.
+        fault: [1] int64 in the host's memory, the error bits of steps that are through.
     """
 
     def __init__(
@@ -67,6 +72,9 @@ class DeviceRing:
         self.waited_ns = torch.zeros(num_layers, dtype=torch.int64, device=device)
         self.arrivals = torch.zeros(1, dtype=torch.int32, device=device)
         self.answered = torch.zeros(1, dtype=torch.int32, device=device)
+        self.fault = torch.zeros(1, dtype=torch.int64)
+        if self.state.is_cuda:
+            self.fault = self.fault.pin_memory()
 
     def set_life(self, epoch: int, posts: int | None = None) -> None:
         """From the next step on, records go to the worker of ``epoch``, or to nobody (0).
@@ -132,7 +140,12 @@ class DeviceRing:
         """What went wrong since the last call. Waits for the stream: after a step, not within."""
         bits = int(self.state[3])
         self.state[3] = 0
-        return [text for bit, text in ERRORS.items() if bits & bit]
+        self.fault.zero_()
+        return texts(bits)
+
+    def faults(self) -> list[str]:
+        """What went wrong since the last call of `errors`, in steps that are through. Waits for nothing."""
+        return texts(int(self.fault[0]))
 
     def _check(self, op: str, layer: int, **tensors: torch.Tensor) -> None:
         if not 0 <= layer < self.num_layers:

@@ -239,6 +239,20 @@ class ScoutAttnBackend(AttentionBackend):
         self.engine.begin_step(pages, rows, seq_lens)
         return isinstance(self.engine, DeviceStepEngine) and not self.engine.needs_eager
 
+    def check_results(self, copied: torch.cuda.Event | None) -> None:
+        """A step's tokens are on the host once ``copied``, or with None the stream, is through.
+
+        Raises:
+            RuntimeError: they are not to be trusted.
+        """
+        if not isinstance(self.engine, DeviceStepEngine):
+            return
+        if copied is not None:
+            copied.synchronize()
+        elif self.engine.resident.k.is_cuda:
+            torch.cuda.current_stream().synchronize()
+        self.engine.check()
+
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Before a step that is not replayed; it has begun already if a replay was considered."""
         if forward_batch.forward_mode.is_decode() and not self._begun:

@@ -155,6 +155,13 @@ def after_prepare_for_prebuilt(_: None, batch: Any) -> None:
     current_backend().admit(batch.reqs)
 
 
+def before_process_batch_result(processor: Any, batch: Any, result: Any) -> None:
+    """A step's tokens are about to be given out."""
+    from sglang_scout.plugin.backend import current_backend
+
+    current_backend().check_results(result.copy_done)
+
+
 def after_alloc_for_decode(result: Any, batch: Any, token_per_req: int) -> Any:
     """Pages for the step that is about to run have been handed out, row by row."""
     from sglang_scout.plugin.backend import current_backend

@@ -39,6 +39,11 @@ DECODE_TARGETS = {
     + "disaggregation.decode_schedule_batch_mixin."
     + "ScheduleBatchDisaggregationDecodeMixin.prepare_for_prebuilt": "a request joins the batch",
     _SCHEDULER + "get_internal_state": "state for /server_info",
+    _SRT
+    + "managers.scheduler_components.batch_result_processor."
+    + "SchedulerBatchResultProcessor.process_batch_result_decode": (
+        "no token of a step that lacks a part of its attention"
+    ),
     _SRT + "managers.schedule_batch.alloc_for_decode": "know on the host which pages a step opens",
     _SRT + "model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.can_run_graph": (
         "begin the step before it is known whether a captured graph can run it"
@@ -125,6 +130,7 @@ def _hooks_of(role: str) -> dict[str, tuple[Callable[..., Any], HookType]]:
                     (hooks.around_init_pools_decode, HookType.AROUND),
                     (hooks.after_prepare_for_prebuilt, HookType.AFTER),
                     (hooks.after_get_internal_state, HookType.AFTER),
+                    (hooks.before_process_batch_result, HookType.BEFORE),
                     (hooks.after_alloc_for_decode, HookType.AFTER),
                     (hooks.around_can_run_graph, HookType.AROUND),
                 ),

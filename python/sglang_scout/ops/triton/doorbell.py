@@ -196,11 +196,22 @@ def post_kernel(
 # One compilation for all layers.
 @triton.jit(do_not_specialize=["layer"])
 def wait_kernel(
-    state, open_seq, awaited, answered, waited_ns, replies, reply_stride, layer, timeout_ns, L
+    state,
+    open_seq,
+    awaited,
+    answered,
+    waited_ns,
+    fault,
+    replies,
+    reply_stride,
+    layer,
+    timeout_ns,
+    L,
 ):
     """One program waits for the answer of a slot; answered [1] int32 says whether there is one.
 
     Bounded by the device's clock: a worker that does not answer sets an error, the stream goes on.
+    fault [1] int64, in the host's memory, gets the errors that there are, those of the post too.
     """
     slot = (tl.load(state + STEP) & 1) * L + layer
     seq = tl.load(awaited + slot)
@@ -223,6 +234,9 @@ def wait_kernel(
         tl.store(state + ERRORS, errors)
         tl.store(awaited + slot, tl.zeros([], tl.int64))
     tl.store(answered, good)
+    errors = tl.load(state + ERRORS)
+    if errors != 0:
+        tl.store(fault, errors)
 
 
 # One compilation for all layers.
@@ -311,6 +325,7 @@ def merge(ring, layer: int, out: torch.Tensor, lse: torch.Tensor) -> None:
         ring.awaited,
         ring.answered,
         ring.waited_ns,
+        ring.fault,
         replies,
         at.reply_stride,
         layer,
