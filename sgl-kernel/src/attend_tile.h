@@ -227,29 +227,36 @@ inline void softmax_rows(float* rows, int stride, int tokens, const Softmax& ste
   for (int r = 0; r < R; ++r) step.total[r] = totals[r];
 }
 
+template <int kTokens>
+struct Tokens {
+  static constexpr int kCount = kTokens;
+};
+
+// score(Tokens<n>, rows of a head, its first query, scores) for all heads of a block, in the order
+// of memory: as many tokens at a time as fit the registers, the rest one by one.
+template <int TB, typename Query, typename Score>
+inline __attribute__((always_inline)) void score_each(const Block& block, const Query* q, int dim,
+                                                      int head_bytes, Score score) {
+  int t = 0;
+  auto heads = [&](auto tokens) {
+    for (int h = 0; h < block.heads; ++h) {
+      score(tokens, block.rows + t * block.row_bytes + ptrdiff_t{h} * head_bytes,
+            q + h * block.group * dim, block.scores + h * block.group * block.stride + t);
+    }
+  };
+  for (; t + TB <= block.tokens; t += TB) heads(Tokens<TB>());
+  for (; t < block.tokens; ++t) heads(Tokens<1>());
+}
+
 template <DType T, int kDim, int GB>
 void score_block(const Block& block) {
-  constexpr int TB = Vec::token_block(GB);
   const int dim = kDim != 0 ? kDim : block.head_dim;
-  const ptrdiff_t head_bytes = static_cast<ptrdiff_t>(dim) * element_bytes<T>();
   const char* ahead = block.ahead;
-  int t = 0;
-  for (; t + TB <= block.tokens; t += TB) {
-    for (int h = 0; h < block.heads; ++h) {
-      const ptrdiff_t at = t * block.row_bytes + h * head_bytes;
-      score_tokens<T, kDim, TB, GB>(
-          block.rows + at, block.row_bytes, block.q + h * block.group * dim, dim, ahead,
-          block.scores + h * block.group * block.stride + t, block.stride);
-    }
-  }
-  for (; t < block.tokens; ++t) {
-    for (int h = 0; h < block.heads; ++h) {
-      const ptrdiff_t at = t * block.row_bytes + h * head_bytes;
-      score_tokens<T, kDim, 1, GB>(block.rows + at, block.row_bytes,
-                                   block.q + h * block.group * dim, dim, ahead,
-                                   block.scores + h * block.group * block.stride + t, block.stride);
-    }
-  }
+  score_each<Vec::token_block(GB)>(block, block.q, dim, dim * element_bytes<T>(),
+                                   [&](auto tokens, const char* k, const float* q, float* scores) {
+                                     score_tokens<T, kDim, tokens.kCount, GB>(
+                                         k, block.row_bytes, q, dim, ahead, scores, block.stride);
+                                   });
 }
 
 template <DType T, int kDim, int GB>

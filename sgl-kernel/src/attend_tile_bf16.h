@@ -49,26 +49,14 @@ inline void score_pairs(const char* k, ptrdiff_t row_bytes, const int16_t* q, in
 
 template <int kDim, int GB>
 void score_pairs_block(const Block& block) {
-  constexpr int TB = Vec::token_block(GB);
   const int dim = kDim != 0 ? kDim : block.head_dim;
   const char* ahead = block.ahead;
-  int t = 0;
-  for (; t + TB <= block.tokens; t += TB) {
-    for (int h = 0; h < block.heads; ++h) {
-      const ptrdiff_t at = t * block.row_bytes + 2 * h * dim;
-      score_pairs<kDim, TB, GB>(block.rows + at, block.row_bytes,
-                                block.q_codes + h * block.group * dim, dim, ahead,
-                                block.scores + h * block.group * block.stride + t, block.stride);
-    }
-  }
-  for (; t < block.tokens; ++t) {
-    for (int h = 0; h < block.heads; ++h) {
-      const ptrdiff_t at = t * block.row_bytes + 2 * h * dim;
-      score_pairs<kDim, 1, GB>(block.rows + at, block.row_bytes,
-                               block.q_codes + h * block.group * dim, dim, ahead,
-                               block.scores + h * block.group * block.stride + t, block.stride);
-    }
-  }
+  score_each<Vec::token_block(GB)>(
+      block, block.q_codes, dim, 2 * dim,
+      [&](auto tokens, const char* k, const int16_t* q, float* scores) {
+        score_pairs<kDim, tokens.kCount, GB>(k, block.row_bytes, q, dim, ahead, scores,
+                                             block.stride);
+      });
 }
 
 }  // namespace

@@ -145,26 +145,14 @@ inline void accumulate_codes(const char* v, ptrdiff_t row_bytes, int tokens, con
 
 template <int kDim, int GB>
 void score_codes_block(const Block& block) {
-  constexpr int TB = Vec::token_block(GB);
   const int dim = kDim != 0 ? kDim : block.head_dim;
   const char* ahead = block.ahead;
-  int t = 0;
-  for (; t + TB <= block.tokens; t += TB) {
-    for (int h = 0; h < block.heads; ++h) {
-      const ptrdiff_t at = t * block.row_bytes + h * dim;
-      score_codes<kDim, TB, GB>(block.rows + at, block.row_bytes,
-                                block.q_codes + h * block.group * dim, dim, ahead,
-                                block.scores + h * block.group * block.stride + t, block.stride);
-    }
-  }
-  for (; t < block.tokens; ++t) {
-    for (int h = 0; h < block.heads; ++h) {
-      const ptrdiff_t at = t * block.row_bytes + h * dim;
-      score_codes<kDim, 1, GB>(block.rows + at, block.row_bytes,
-                               block.q_codes + h * block.group * dim, dim, ahead,
-                               block.scores + h * block.group * block.stride + t, block.stride);
-    }
-  }
+  score_each<Vec::token_block(GB)>(
+      block, block.q_codes, dim, dim,
+      [&](auto tokens, const char* k, const int16_t* q, float* scores) {
+        score_codes<kDim, tokens.kCount, GB>(k, block.row_bytes, q, dim, ahead, scores,
+                                             block.stride);
+      });
 }
 
 // block.scores points to the first token's code of the block, as float*.
