@@ -29,10 +29,10 @@ void attend_sequence(const KvPages& kv, const AttendParams& params, const float*
 }
 
 void attend_records(const KvPages& kv, const AttendParams& params, const float* q,
-                    const int8_t* const* records, int32_t n, float* out, float* lse) {
+                    Int8Records& records, int32_t n, float* out, float* lse) {
   KvPages sizes = kv;
   sizes.dtype = DType::kI8;
-  attend({&sizes, &params, q, nullptr, n, -1, 0, out, lse, records});
+  attend({&sizes, &params, q, nullptr, n, -1, 0, out, lse, &records});
 }
 
 bool valid_pages(const KvPages& kv, const int32_t* pages, int32_t n) {

@@ -16,7 +16,7 @@ struct AttendArgs {
   int32_t last_len;
   float* out;
   float* lse;
-  const int8_t* const* records = nullptr;  // [n], of attend_records: in place of pages and planes
+  Int8Records* records = nullptr;  // n of them, of attend_records: in place of pages and planes
 };
 
 // head_dim must be a multiple of 16; of 32 for the AVX-512 ones. attend_avx512 takes no int8 pages,

@@ -97,24 +97,29 @@ struct HeadRange {
   int group_begin, group_end;
 };
 
-// Where one page begins, and the scales of its codes.
+// Where one page begins, and the scales of its codes; whether it is in cache.
 struct Place {
   const char* k;
   const char* v;
   const float* k_scale;
   const float* v_scale;
+  bool cached;
 };
 
-inline Place place_of(const AttendArgs& args, int entry, int64_t page, ptrdiff_t page_bytes) {
+// `ahead`: only for prefetching.
+inline Place place_of(const AttendArgs& args, int entry, int64_t page, ptrdiff_t page_bytes,
+                      bool ahead) {
   const KvPages& kv = *args.kv;
   if (args.records != nullptr) {
-    const char* const k = reinterpret_cast<const char*>(args.records[entry]);
+    const Int8Record record =
+        ahead ? Int8Record{args.records->first(entry), false} : args.records->get(entry);
+    const char* const k = reinterpret_cast<const char*>(record.at);
     const float* const scales = reinterpret_cast<const float*>(k + 2 * page_bytes);
-    return {k, k + page_bytes, scales, scales + kv.kv_heads};
+    return {k, k + page_bytes, scales, scales + kv.kv_heads, record.cached};
   }
   const ptrdiff_t at = page * page_bytes;
   Place place{static_cast<const char*>(kv.k) + at, static_cast<const char*>(kv.v) + at, nullptr,
-              nullptr};
+              nullptr, false};
   if (kv.dtype == DType::kI8) {
     place.k_scale = kv.k_scale + page * kv.kv_heads;
     place.v_scale = kv.v_scale + page * kv.kv_heads;
@@ -181,7 +186,7 @@ inline void attend_heads(const AttendArgs& args, HeadRange range) {
   const int most = static_cast<int>((coded ? kCodedBlockBytes : kBlockBytes) / row_bytes) / 4 * 4;
   const int step = most < 4 ? 4 : most;
   const int lead_blocks = static_cast<int>(kLeadBytes / (step * row_bytes));
-  const int lead = (lead_blocks < 1 ? 1 : lead_blocks) * step;
+  const int usual_lead = (lead_blocks < 1 ? 1 : lead_blocks) * step;
   const ptrdiff_t softmax_bytes =
       (step * row_bytes / rows + kLineBytes - 1) / kLineBytes * kLineBytes;
 
@@ -203,19 +208,21 @@ inline void attend_heads(const AttendArgs& args, HeadRange range) {
     return i;
   };
   const ptrdiff_t head_offset = range.head_begin * head_bytes;
-  auto place_at = [&](int i) { return place_of(args, i, page_at(i), page_bytes); };
+  auto place_at = [&](int i, bool ahead) {
+    return place_of(args, i, page_at(i), page_bytes, ahead);
+  };
   int entry = next_entry(0);
   Place here{};
   if (entry <= args.n) {
-    here = place_at(entry);
+    here = place_at(entry, false);
     // Nothing was computed while the first block could have come: ask for it at once.
     const char* const first = here.k + head_offset;
-    for (ptrdiff_t i = 0; i < lead * row_bytes; i += kLineBytes) prefetch(first + i);
+    for (ptrdiff_t i = 0; i < usual_lead * row_bytes; i += kLineBytes) prefetch(first + i);
   }
   while (entry <= args.n) {
     const int following = next_entry(entry + 1);
     // At the end the prefetches go to the page at hand, which is cached: cheaper than branches.
-    const Place next = following <= args.n ? place_at(following) : here;
+    const Place next = following <= args.n ? place_at(following, true) : here;
     const int page_tokens = entry < args.n ? kv.page_size : args.last_len;
     if (coded && following <= args.n) {
       prefetch(reinterpret_cast<const char*>(next.k_scale + range.head_begin));
@@ -227,6 +234,8 @@ inline void attend_heads(const AttendArgs& args, HeadRange range) {
       const char* const v = here.v + head_offset + begin * row_bytes;
       const char* const k_next =
           begin + tokens < page_tokens ? k + tokens * row_bytes : next.k + head_offset;
+      // Of a page in cache nothing has to be asked for: all hints are for what follows.
+      const int lead = here.cached ? 2 * tokens : usual_lead;
       // Token i of the walk: this tile's K, its V, what is next.
       auto walk = [&](int i) {
         return i < tokens       ? k + i * row_bytes
@@ -281,7 +290,7 @@ inline void attend_heads(const AttendArgs& args, HeadRange range) {
       }
     }
     entry = following;
-    here = next;
+    here = entry <= args.n ? place_at(entry, false) : here;
   }
 
   for (int h = 0; h < heads; ++h) {

@@ -7,6 +7,7 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "isa.h"
 #include "pages.h"
@@ -119,9 +120,16 @@ void attend_batch_int8(uintptr_t q, uintptr_t k, uintptr_t v, uintptr_t k_scale,
 void quantize_pages(uintptr_t src, int page_size, int heads, int dim, int dtype, uintptr_t src_ids,
                     uintptr_t dst_ids, int64_t n, uintptr_t codes, uintptr_t scales) {
   check_shape("quantize_pages", page_size, heads, dim, 1);
-  scout::quantize_pages({at<const void>(src), checked_dtype("quantize_pages", dtype), page_size,
-                         heads, dim, at<const int64_t>(src_ids), at<const int64_t>(dst_ids), n,
-                         at<int8_t>(codes), at<float>(scales)});
+  const scout::DType type = checked_dtype("quantize_pages", dtype);
+  const int64_t page = int64_t{page_size} * heads * dim;
+  const int64_t page_bytes = page * (type == DType::kF32 ? 4 : 2);
+  std::vector<scout::QuantizePlane> planes(n);
+  for (int64_t i = 0; i < n; ++i) {
+    const int64_t from = at<const int64_t>(src_ids)[i], to = at<const int64_t>(dst_ids)[i];
+    planes[i] = {at<const char>(src) + from * page_bytes, at<int8_t>(codes) + to * page,
+                 at<float>(scales) + to * heads, nullptr};
+  }
+  scout::quantize_planes({type, page_size, heads, dim, planes.data(), n, nullptr});
 }
 
 void copy_pages(uintptr_t src, uintptr_t dst, int64_t page_bytes, uintptr_t src_ids,

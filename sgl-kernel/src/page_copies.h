@@ -31,15 +31,16 @@
 
 #include <cstdint>
 #include <cstdlib>
+#include <cstring>
 #include <memory>
 #include <new>
 #include <stdexcept>
 #include <string>
 #include <utility>
-#include <vector>
 
 #include "quantize_cpu.h"
 #include "ring.h"
+#include "scout/attend.h"
 #include "test_points.h"
 
 namespace scout {
@@ -70,66 +71,84 @@ inline bool is_free(uint64_t word, uint32_t writer) {
 }
 
 // One thread's way to the int8 codes of pages.
-class PageCopies {
+class PageCopies final : public Int8Records {
  public:
-  // Throws std::bad_alloc. The memory for codes of its own costs nothing until it is needed.
-  PageCopies(const Ring& ring, uint32_t writer)
-      : ring_(ring), writer_(writer), stride_(ring.header().copy_stride) {
-    const uint64_t most = ring.header().max_pages;
-    own_.reset(static_cast<int8_t*>(std::aligned_alloc(64, most * stride_)));
+  // Throws std::bad_alloc.
+  PageCopies(const Ring& ring, uint32_t writer) : ring_(ring), writer_(writer) {
+    own_.reset(static_cast<int8_t*>(std::aligned_alloc(64, ring.header().copy_stride)));
     if (!own_) throw std::bad_alloc();
-    records_.resize(most);
   }
 
-  // Codes of pages[0, n), at most max_pages ids that have been checked; good until the next call.
-  const int8_t* const* find(uint32_t layer, const int32_t* pages, int32_t n) {
-    uint64_t used = 0;
-    for (int32_t i = 0; i < n; ++i) {
-      records_[i] = find_copy(layer, pages[i]);
-      if (records_[i] != nullptr) continue;
-      int8_t* const own = own_.get() + used++ * stride_;
-      quantize(layer, pages[i], own);
-      records_[i] = own;
+  // Makes records 0 to n - 1 those of pages[0, n), ids that have been checked and stay there.
+  void list(uint32_t layer, const int32_t* pages, int32_t n) {
+    layer_ = layer;
+    pages_ = pages;
+    count_ = n;
+  }
+
+  Int8Record get(int32_t i) override {
+    const int32_t page = pages_[i];
+    uint64_t* const at = ring_.copy_word(layer_, page);
+    uint64_t word = load_acquire(at);  // before the page word, see above
+    const uint64_t generation = load_acquire(ring_.page_word(page));
+    int8_t* const copy = ring_.copy(layer_, page);
+    if (is_final(generation) && is_ready(word, generation)) return {copy, false};
+    const bool claimed =
+        is_final(generation) && is_free(word, writer_) &&
+        __atomic_compare_exchange_n(at, &word, copy_word(generation, writer_, CopyState::kWriting),
+                                    false, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED);
+    if (!claimed) {
+      quantize(i, nullptr);
+    } else {
+      SCOUT_POINT(kCopyClaimed, layer_ * static_cast<uint32_t>(ring_.header().num_pages) + page);
+      quantize(i, copy);
+      SCOUT_POINT(kCopyWritten, layer_ * static_cast<uint32_t>(ring_.header().num_pages) + page);
+      store_release(at, copy_word(generation, writer_, CopyState::kReady));
+      // If the page was released meanwhile, the record is one that nobody waits for.
     }
-    return records_.data();
+    return {own_.get(), true};
+  }
+
+  const int8_t* first(int32_t i) const override {
+    const int32_t page = pages_[i];
+    if (holds(page)) return ring_.copy(layer_, page);
+    const KvPages kv = ring_.kv(layer_);
+    return static_cast<const int8_t*>(kv.k) + page * plane_bytes(kv);
   }
 
   // Pages quantised since the last call.
   uint64_t take_quantized() { return std::exchange(quantized_, 0); }
 
  private:
-  // The copy, made here if it did not hold; nullptr if it does not and cannot be made now.
-  const int8_t* find_copy(uint32_t layer, int32_t page) {
-    uint64_t* const at = ring_.copy_word(layer, page);
-    uint64_t word = load_acquire(at);  // before the page word, see above
-    const uint64_t generation = load_acquire(ring_.page_word(page));
-    if (!is_final(generation)) return nullptr;
-    int8_t* const copy = ring_.copy(layer, page);
-    if (is_ready(word, generation)) return copy;
-    if (!is_free(word, writer_) ||
-        !__atomic_compare_exchange_n(at, &word, copy_word(generation, writer_, CopyState::kWriting),
-                                     false, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED))
-      return nullptr;
-    SCOUT_POINT(kCopyClaimed, layer * static_cast<uint32_t>(ring_.header().num_pages) + page);
-    quantize(layer, page, copy);
-    SCOUT_POINT(kCopyWritten, layer * static_cast<uint32_t>(ring_.header().num_pages) + page);
-    store_release(at, copy_word(generation, writer_, CopyState::kReady));
-    // If the page was released meanwhile, the record is one that nobody waits for.
-    return copy;
+  // Whether the page has a copy, for who only wants to prefetch.
+  bool holds(int32_t page) const {
+    const uint64_t generation = load_relaxed(ring_.page_word(page));
+    return is_final(generation) &&
+           is_ready(load_relaxed(ring_.copy_word(layer_, page)), generation);
   }
 
-  void quantize(uint32_t layer, int32_t page, int8_t* to) {
-    const KvPages kv = ring_.kv(layer);
+  static int64_t plane_bytes(const KvPages& kv) {
+    return int64_t{kv.page_size} * kv.kv_heads * kv.head_dim * (kv.dtype == DType::kF32 ? 4 : 2);
+  }
+
+  // Record i, into memory that stays cached from page to page, to be attended to at once; and into
+  // `copy` if that is not null.
+  void quantize(int32_t i, int8_t* copy) {
+    const KvPages kv = ring_.kv(layer_);
+    const int32_t page = pages_[i];
     const int64_t codes = int64_t{kv.page_size} * kv.kv_heads * kv.head_dim;
-    float* const scales = reinterpret_cast<float*>(to + 2 * codes);
-    const int64_t from = page, first = 0;
-    QuantizeArgs args{kv.k,   kv.dtype, kv.page_size, kv.kv_heads, kv.head_dim, &from,
-                      &first, 1,        to,           scales};
-    quantize_pages(args);
-    args.src = kv.v;
-    args.codes = to + codes;
-    args.scales = scales + kv.kv_heads;
-    quantize_pages(args);
+    const int64_t from = page * plane_bytes(kv);
+    float* const scales = reinterpret_cast<float*>(own_.get() + 2 * codes);
+    const QuantizePlane planes[] = {
+        {static_cast<const char*>(kv.k) + from, own_.get(), scales, copy},
+        {static_cast<const char*>(kv.v) + from, own_.get() + codes, scales + kv.kv_heads,
+         copy != nullptr ? copy + codes : nullptr}};
+    // Of the next page V: while this one is attended to, its K is prefetched (attend_kernel.h).
+    const void* ahead = nullptr;
+    if (i + 1 < count_ && !holds(pages_[i + 1]))
+      ahead = static_cast<const char*>(kv.v) + pages_[i + 1] * plane_bytes(kv);
+    quantize_planes({kv.dtype, kv.page_size, kv.kv_heads, kv.head_dim, planes, 2, ahead});
+    if (copy != nullptr) std::memcpy(copy + 2 * codes, scales, 2 * kv.kv_heads * sizeof(float));
     ++quantized_;
   }
 
@@ -138,10 +157,11 @@ class PageCopies {
   };
   const Ring& ring_;
   uint32_t writer_;
-  uint64_t stride_;
+  uint32_t layer_ = 0;
+  int32_t count_ = 0;
+  const int32_t* pages_ = nullptr;
   uint64_t quantized_ = 0;
-  std::unique_ptr<int8_t[], Freed> own_;  // max_pages records
-  std::vector<const int8_t*> records_;
+  std::unique_ptr<int8_t[], Freed> own_;  // a record
 };
 
 // The producer's part. Final: the pages are full and stay as they are until they are not final any

@@ -4,7 +4,7 @@
 
 namespace scout {
 
-void quantize_pages(const QuantizeArgs& args) {
+void quantize_planes(const QuantizeArgs& args) {
 #ifdef SCOUT_X86
   const Isa isa = current_isa();
   if (isa >= Isa::kAvx512 && args.head_dim % 32 == 0) return quantize_avx512(args);

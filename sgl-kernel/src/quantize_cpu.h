@@ -7,25 +7,32 @@
 
 namespace scout {
 
-// One scale per page and KV head, symmetric (round half to even, all in fp32):
-//   a = max |x| over the page's tokens and columns of the head
+// One scale per plane (K or V of a page) and KV head, symmetric (round half to even, all in fp32):
+//   a = max |x| over the plane's tokens and columns of the head
 //   scale = a / 127, code = round(x * (127 / a)), so |x - code * scale| <= (0.5 + 1e-4) * scale
 // a < 2^-100 counts as zero: scale 0, codes 0. A value that is not finite makes the scale NaN, so
 // that it is not hidden.
-struct QuantizeArgs {
-  const void* src;  // [*, S, H, D] of dtype, not kI8
-  DType dtype;
-  int32_t page_size;
-  int32_t kv_heads;
-  int32_t head_dim;        // multiple of 16
-  const int64_t* src_ids;  // [n] pages of src
-  const int64_t* dst_ids;  // [n] pages of codes and scales
-  int64_t n;
-  int8_t* codes;  // [*, S, H, D]
-  float* scales;  // [*, H]
+struct QuantizePlane {
+  const void* src;  // [S, H, D] of the dtype
+  int8_t* codes;    // [S, H, D]
+  float* scales;    // [H]
+  // If not null, takes the codes as well, with stores past the caches if there are such, for later:
+  // memory does not have to be read for them. At a multiple of D bytes behind one of 64.
+  int8_t* stream;
 };
 
-void quantize_pages(const QuantizeArgs& args);
+struct QuantizeArgs {
+  DType dtype;  // not kI8
+  int32_t page_size;
+  int32_t kv_heads;
+  int32_t head_dim;  // multiple of 16
+  const QuantizePlane* planes;
+  int64_t n;
+  const void* ahead;  // null, or S * H * D bytes to prefetch while the last plane is encoded
+};
+
+// Other threads that acquire what the caller releases afterwards see all that was written.
+void quantize_planes(const QuantizeArgs& args);
 
 // head_dim must be a multiple of 16; of 32 for quantize_avx512.
 void quantize_portable(const QuantizeArgs& args);

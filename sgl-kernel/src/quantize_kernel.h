@@ -1,5 +1,10 @@
-// Quantising pages to int8, written once for every Vec. Include a vec_*.h first; see
-// attend_kernel.h for why nothing of the standard library is used.
+// Quantising planes (K or V of a page) to int8, written once for every Vec. Include a vec_*.h
+// first; see attend_kernel.h for why nothing of the standard library is used.
+//
+// A plane is scanned for its scales and then encoded, both in the order of memory. While one is
+// encoded, which reads it from the second cache, the next one is scanned, element by element in
+// turn: what binds is how fast memory comes, and hints and loads from it have to come evenly (see
+// attend_kernel.h).
 #pragma once
 
 #include <cstddef>
@@ -13,70 +18,153 @@ namespace {
 
 constexpr float kLargestCode = 127.0f;
 constexpr float kNoMagnitude = 0x1p-100f;
+constexpr int kHeadsAtOnce = 64;
+constexpr int kHintBytes = 6 << 10;  // between a hint and its use
 
-// One page and head: `tokens` rows of dim elements, row_elements apart in both. Returns the scale.
-// Heads follow each other, and hardware prefetchers see no order in rows that far apart.
+// What one row (token) takes part in; only what the template arguments of advance say is looked at.
+struct Rows {
+  const char* encoded;
+  const float* factors;  // by head
+  int8_t* codes;
+  int8_t* stream;
+  const char* scanned;
+  Vec::Bits* largest;  // by head
+  const char* ahead;   // prefetched: as many bytes as are scanned, or else as there are codes
+};
+
+// Some heads, which follow each other in a row.
 template <DType T>
-inline float quantize_head(const char* from, int8_t* to, int tokens, int dim,
-                           ptrdiff_t row_elements) {
-  using F = Vec::F;
-  constexpr int W = Vec::kLanes;
-  constexpr int kElement = T == DType::kF32 ? 4 : 2;
-  F largest0 = Vec::zero(), largest1 = Vec::zero();
-  F wrong = Vec::zero();  // 0 * x summed up: NaN if any x is not finite
-  const ptrdiff_t head_bytes = static_cast<ptrdiff_t>(dim) * kElement;
-  for (int t = 0; t < tokens; ++t) {
-    const char* const row = from + t * row_elements * kElement;
-    // The next head's elements, and where this one's codes go.
-    for (ptrdiff_t i = 0; i < head_bytes; i += 64) __builtin_prefetch(row + head_bytes + i);
-    for (ptrdiff_t i = 0; i < dim; i += 64) __builtin_prefetch(to + t * row_elements + i, 1);
-    for (int d = 0; d < dim; d += 2 * W) {
-      F x, y;
-      Vec::load_pair<T>(row + static_cast<ptrdiff_t>(d) * kElement, x, y);
-      wrong = Vec::fma(x, Vec::zero(), Vec::fma(y, Vec::zero(), wrong));
-      largest0 = Vec::max(largest0, Vec::abs(x));
-      largest1 = Vec::max(largest1, Vec::abs(y));
+struct Heads {
+  static constexpr int kElement = T == DType::kF32 ? 4 : 2;
+  static constexpr uint32_t kInfinite = T == DType::kF32    ? 0x7f800000
+                                        : T == DType::kBF16 ? 0x7f80
+                                                            : 0x7c00;
+
+  int count;
+  int dim;
+
+  // Encodes a row, and raises `largest` by the magnitudes of another one: without their signs, the
+  // bits of floats are in the order of their values, infinities and NaNs above all others.
+  template <bool kEncode, bool kStream, bool kScan>
+  void advance(Rows rows) const {
+    constexpr int kColumns = 2 * Vec::kLanes;
+    constexpr int kBytes = kColumns * kElement;
+    for (int h = 0; h < count; ++h) {
+      const bool finite = kEncode && rows.factors[h] == rows.factors[h];
+      const Vec::F factor = kEncode ? Vec::set1(rows.factors[h]) : Vec::zero();
+      Vec::Bits largest = rows.largest[h];
+      for (int d = 0; d < dim; d += kColumns) {
+        if (kEncode) {
+          Vec::F x = Vec::zero(), y = Vec::zero();
+          if (finite) {
+            Vec::load_pair<T>(rows.encoded, x, y);
+            x = Vec::mul(x, factor);
+            y = Vec::mul(y, factor);
+          }
+          const Vec::Codes codes = Vec::to_codes<T>(x, y);
+          Vec::store(rows.codes, codes);
+          if (kStream) Vec::stream(rows.stream, codes);
+          rows.encoded += kBytes;
+          rows.codes += kColumns;
+          rows.stream += kStream ? kColumns : 0;
+        }
+        if (kScan) {
+          for (int i = 0; i < kBytes; i += Vec::kBytes)
+            largest = Vec::max_magnitude<T>(largest, rows.scanned + i);
+          rows.scanned += kBytes;
+        }
+        constexpr int kAhead = kScan ? kBytes : kColumns;
+        for (int i = 0; i < kAhead; i += 64) prefetch(rows.ahead + i);
+        rows.ahead += kAhead;
+      }
+      rows.largest[h] = largest;
     }
   }
-  const float magnitude = Vec::hmax(Vec::max(largest0, largest1));
-  const float poison = Vec::hsum(wrong);
-  const bool finite = poison == poison;
-  const bool empty = !finite || magnitude < kNoMagnitude;
-  const F factor = Vec::set1(empty ? 0.0f : kLargestCode / magnitude);
-  for (int t = 0; t < tokens; ++t) {
-    const char* const row = from + t * row_elements * kElement;
-    for (int d = 0; d < dim; d += 2 * W) {
-      F x = Vec::zero(), y = Vec::zero();
-      if (finite) Vec::load_pair<T>(row + static_cast<ptrdiff_t>(d) * kElement, x, y);
-      Vec::template store_codes<T>(Vec::round(Vec::mul(x, factor)), Vec::round(Vec::mul(y, factor)),
-                                   to + t * row_elements + d);
+
+  // Scales, and the factors that make codes; both NaN where a value is not finite.
+  void measure(const Vec::Bits* largest, float* scales, float* factors) const {
+    for (int h = 0; h < count; ++h) {
+      const uint32_t bits = Vec::highest_magnitude<T>(largest[h]);
+      const uint32_t shifted = bits << (T == DType::kF32 ? 0 : T == DType::kBF16 ? 16 : 13);
+      float magnitude;
+      __builtin_memcpy(&magnitude, &shifted, sizeof magnitude);
+      if (T == DType::kF16) magnitude *= 0x1p112f;  // an exact product, also of denormals
+      const bool empty = magnitude < kNoMagnitude;
+      scales[h] = empty ? 0.0f : magnitude / kLargestCode;
+      factors[h] = empty ? 0.0f : kLargestCode / magnitude;
+      if (bits >= kInfinite) scales[h] = factors[h] = __builtin_nanf("");
     }
   }
-  if (!finite) return __builtin_nanf("");
-  return empty ? 0.0f : magnitude / kLargestCode;
+};
+
+template <DType T>
+void quantize_heads(const QuantizeArgs& args, int first, int count) {
+  const Heads<T> heads{count, args.head_dim};
+  const int tokens = args.page_size;
+  const ptrdiff_t row = static_cast<ptrdiff_t>(args.kv_heads) * args.head_dim;
+  const ptrdiff_t row_bytes = row * Heads<T>::kElement;
+  const ptrdiff_t begin = static_cast<ptrdiff_t>(first) * args.head_dim;
+  const int lead = static_cast<int>((kHintBytes + row_bytes - 1) / row_bytes);
+  auto row_at = [&](int64_t plane, int t) {
+    return static_cast<const char*>(args.planes[plane].src) + begin * Heads<T>::kElement +
+           t * row_bytes;
+  };
+  // What is asked for while a row is scanned; after the last plane, rows that are cached.
+  auto ahead_of = [&](int64_t plane, int t) {
+    if (t + lead < tokens) return row_at(plane, t + lead);
+    return plane + 1 < args.n ? row_at(plane + 1, (t + lead - tokens) % tokens) : row_at(plane, t);
+  };
+  Vec::Bits largest[kHeadsAtOnce];
+  float factors[kHeadsAtOnce];
+  auto clear = [&] {
+    for (int h = 0; h < count; ++h) largest[h] = Vec::Bits{};
+  };
+  clear();
+  for (int t = 0; t < tokens; ++t) {
+    heads.template advance<false, false, true>(
+        {nullptr, nullptr, nullptr, nullptr, row_at(0, t), largest, ahead_of(0, t)});
+  }
+  for (int64_t i = 0; i < args.n; ++i) {
+    const QuantizePlane& plane = args.planes[i];
+    heads.measure(largest, plane.scales + first, factors);
+    clear();
+    const bool streams = plane.stream != nullptr;
+    const bool scans = i + 1 < args.n;
+    const char* const ahead =
+        static_cast<const char*>(args.ahead != nullptr ? args.ahead : plane.codes);
+    for (int t = 0; t < tokens; ++t) {
+      const ptrdiff_t at = begin + t * row;
+      const Rows rows{row_at(i, t),
+                      factors,
+                      plane.codes + at,
+                      streams ? plane.stream + at : nullptr,
+                      scans ? row_at(i + 1, t) : nullptr,
+                      largest,
+                      scans ? ahead_of(i + 1, t) : ahead + at};
+      if (streams)
+        scans ? heads.template advance<true, true, true>(rows)
+              : heads.template advance<true, true, false>(rows);
+      else
+        scans ? heads.template advance<true, false, true>(rows)
+              : heads.template advance<true, false, false>(rows);
+    }
+  }
+  Vec::finish_streams();
 }
 
 template <DType T>
-void quantize_rows(const QuantizeArgs& args) {
-  constexpr int kElement = T == DType::kF32 ? 4 : 2;
-  const ptrdiff_t row = static_cast<ptrdiff_t>(args.kv_heads) * args.head_dim;
-  const ptrdiff_t page = row * args.page_size;
-  for (int64_t i = 0; i < args.n; ++i) {
-    const char* const from = static_cast<const char*>(args.src) + args.src_ids[i] * page * kElement;
-    int8_t* const to = args.codes + args.dst_ids[i] * page;
-    float* const scales = args.scales + args.dst_ids[i] * args.kv_heads;
-    for (int h = 0; h < args.kv_heads; ++h) {
-      const ptrdiff_t at = static_cast<ptrdiff_t>(h) * args.head_dim;
-      scales[h] =
-          quantize_head<T>(from + at * kElement, to + at, args.page_size, args.head_dim, row);
-    }
+void quantize_all_heads(const QuantizeArgs& args) {
+  for (int h = 0; h < args.kv_heads; h += kHeadsAtOnce) {
+    const int left = args.kv_heads - h;
+    quantize_heads<T>(args, h, left < kHeadsAtOnce ? left : kHeadsAtOnce);
   }
 }
 
 inline void quantize_all(const QuantizeArgs& args) {
-  if (args.dtype == DType::kBF16) return quantize_rows<DType::kBF16>(args);
-  if (args.dtype == DType::kF16) return quantize_rows<DType::kF16>(args);
-  quantize_rows<DType::kF32>(args);
+  if (args.n == 0) return;
+  if (args.dtype == DType::kBF16) return quantize_all_heads<DType::kBF16>(args);
+  if (args.dtype == DType::kF16) return quantize_all_heads<DType::kF16>(args);
+  quantize_all_heads<DType::kF32>(args);
 }
 
 }  // namespace

@@ -35,8 +35,8 @@ inline int32_t attend_part(const Ring& ring, uint32_t layer, const float* q, con
   for (int32_t i = lo; i < hi; ++i)
     if (scratch[i] >= 0) scratch[count++] = scratch[i];
   if (copies != nullptr) {
-    const int8_t* const* records = copies->find(layer, scratch, count);
-    attend_records(ring.kv(layer), ring.params(), q, records, count, out, lse);
+    copies->list(layer, scratch, count);
+    attend_records(ring.kv(layer), ring.params(), q, *copies, count, out, lse);
   } else {
     attend_sequence(ring.kv(layer), ring.params(), q, scratch, count, -1, 0, out, lse);
   }

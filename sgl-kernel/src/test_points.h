@@ -31,7 +31,7 @@ enum class Point : uint32_t {
   kGoingToSleep,  // counted as a sleeper
   kFallingAsleep,
   kAwake,
-  // Either side, in PageCopies::find_copy; with layer * num_pages + page in place of a slot.
+  // Either side, in PageCopies::get; with layer * num_pages + page in place of a slot.
   kCopyClaimed,
   kCopyWritten,  // not ready yet
   kCount,

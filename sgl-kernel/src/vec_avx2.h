@@ -102,21 +102,43 @@ struct Vec {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), codes);
   }
 
-  // The inverse of load_pair<T> for integral values in [-128, 127]: 2 * kLanes codes.
+  // Largest bits without the sign, of 16-bit or 32-bit elements.
+  using Bits = __m256i;
+  static constexpr int kBytes = 32;
   template <DType T>
-  static void store_codes(F x, F y, int8_t* p) {
+  static Bits max_magnitude(Bits a, const char* p) {
+    const __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    if constexpr (T == DType::kF32)
+      return _mm256_max_epu32(a, _mm256_and_si256(raw, _mm256_set1_epi32(0x7fffffff)));
+    else
+      return _mm256_max_epu16(a, _mm256_and_si256(raw, _mm256_set1_epi16(0x7fff)));
+  }
+  template <DType T>
+  static uint32_t highest_magnitude(Bits a) {
+    if constexpr (T != DType::kF32)
+      a = _mm256_max_epu32(_mm256_srli_epi32(a, 16),
+                           _mm256_and_si256(a, _mm256_set1_epi32(0xffff)));
+    __m128i m = _mm_max_epu32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+    m = _mm_max_epu32(m, _mm_unpackhi_epi64(m, m));
+    return _mm_cvtsi128_si32(_mm_max_epu32(m, _mm_shuffle_epi32(m, 1)));
+  }
+
+  // 2 * kLanes codes of what load_pair<T> gave, of values that round to [-128, 127], half to even.
+  using Codes = __m128i;
+  template <DType T>
+  static Codes to_codes(F x, F y) {
     const __m256i a = _mm256_cvtps_epi32(x), b = _mm256_cvtps_epi32(y);
     __m256i words;
     if constexpr (T == DType::kBF16) {
       words = _mm256_blend_epi16(a, _mm256_slli_epi32(b, 16), 0xaa);
-      words = _mm256_packs_epi16(words, words);
-      words = _mm256_permute4x64_epi64(words, 0x08);
     } else {
       words = _mm256_permute4x64_epi64(_mm256_packs_epi32(a, b), 0xd8);
-      words = _mm256_permute4x64_epi64(_mm256_packs_epi16(words, words), 0x08);
     }
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(words));
+    return _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
   }
+  static void store(int8_t* p, Codes x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), x); }
+  static void stream(int8_t* p, Codes x) { _mm_stream_si128(reinterpret_cast<__m128i*>(p), x); }
+  static void finish_streams() { _mm_sfence(); }
 
   template <DType T>
   static void load_pair(const char* p, F& x, F& y) {

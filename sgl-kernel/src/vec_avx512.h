@@ -110,19 +110,40 @@ struct Vec {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), codes);
   }
 
-  // The inverse of load_pair<T> for integral values in [-128, 127]: 2 * kLanes codes.
+  // Largest bits without the sign, of 16-bit or 32-bit elements.
+  using Bits = __m512i;
+  static constexpr int kBytes = 64;
   template <DType T>
-  static void store_codes(F x, F y, int8_t* p) {
+  static Bits max_magnitude(Bits a, const char* p) {
+    const __m512i raw = _mm512_loadu_si512(p);
+    if constexpr (T == DType::kF32)
+      return _mm512_max_epu32(a, _mm512_and_si512(raw, _mm512_set1_epi32(0x7fffffff)));
+    else
+      return _mm512_max_epu16(a, _mm512_and_si512(raw, _mm512_set1_epi16(0x7fff)));
+  }
+  template <DType T>
+  static uint32_t highest_magnitude(Bits a) {
+    if constexpr (T != DType::kF32)
+      a = _mm512_max_epu32(_mm512_srli_epi32(a, 16),
+                           _mm512_and_si512(a, _mm512_set1_epi32(0xffff)));
+    return _mm512_reduce_max_epu32(a);
+  }
+
+  // 2 * kLanes codes of what load_pair<T> gave, of values that round to [-128, 127], half to even.
+  using Codes = __m256i;
+  template <DType T>
+  static Codes to_codes(F x, F y) {
     const __m512i a = _mm512_cvtps_epi32(x), b = _mm512_cvtps_epi32(y);
     if constexpr (T == DType::kBF16) {
-      const __m512i low = _mm512_and_si512(a, _mm512_set1_epi32(0xff));
-      const __m512i both = _mm512_or_si512(low, _mm512_slli_epi32(b, 8));
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(both));
+      const __m512i words = _mm512_mask_blend_epi8(0x2222222222222222, a, _mm512_slli_epi32(b, 8));
+      return _mm512_cvtepi32_epi16(words);
     } else {
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a));
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(p) + 1, _mm512_cvtepi32_epi8(b));
+      return _mm256_set_m128i(_mm512_cvtepi32_epi8(b), _mm512_cvtepi32_epi8(a));
     }
   }
+  static void store(int8_t* p, Codes x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x); }
+  static void stream(int8_t* p, Codes x) { _mm256_stream_si256(reinterpret_cast<__m256i*>(p), x); }
+  static void finish_streams() { _mm_sfence(); }
 
   template <DType T>
   static void load_pair(const char* p, F& x, F& y) {

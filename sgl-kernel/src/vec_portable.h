@@ -121,15 +121,53 @@ struct Vec {
     __builtin_memcpy(p, codes, sizeof codes);
   }
 
-  // The inverse of load_pair<T> for integral values in [-128, 127]: 2 * kLanes codes.
+  // Largest bits without the sign, of 16-bit or 32-bit elements. Compared as signed numbers, as the
+  // base instruction set of x86 does.
+  using Bits = I;
+  static constexpr int kBytes = 16;
   template <DType T>
-  static void store_codes(F x, F y, int8_t* p) {
-    constexpr bool kInTurn = T == DType::kBF16;
-    for (int i = 0; i < kLanes; ++i) {
-      p[kInTurn ? 2 * i : i] = static_cast<int8_t>(x[i]);
-      p[kInTurn ? 2 * i + 1 : kLanes + i] = static_cast<int8_t>(y[i]);
+  static Bits max_magnitude(Bits most, const char* p) {
+    U raw;
+    __builtin_memcpy(&raw, p, sizeof raw);
+    if constexpr (T == DType::kF32) {
+      const I x = (I)(raw & 0x7fffffffu);
+      return x > most ? x : most;
+    } else {
+      const S x = (S)(raw & 0x7fff7fffu);
+      return (I)(x > (S)most ? x : (S)most);
     }
   }
+  template <DType T>
+  static uint32_t highest_magnitude(Bits a) {
+    uint32_t most = 0;
+    for (int i = 0; i < kLanes; ++i) {
+      const uint32_t x = static_cast<uint32_t>(a[i]);
+      const uint32_t high = T == DType::kF32 ? x : x >> 16;
+      const uint32_t low = T == DType::kF32 ? x : x & 0xffffu;
+      most = high > most ? high : most;
+      most = low > most ? low : most;
+    }
+    return most;
+  }
+
+  // 2 * kLanes codes of what load_pair<T> gave, of values that round to [-128, 127], half to even.
+  using Codes = int8_t __attribute__((vector_size(8)));
+  template <DType T>
+  static Codes to_codes(F x, F y) {
+    constexpr bool kInTurn = T == DType::kBF16;
+    const F a = round(x), b = round(y);
+    Codes to;
+    for (int i = 0; i < kLanes; ++i) {
+      to[kInTurn ? 2 * i : i] = static_cast<int8_t>(a[i]);
+      to[kInTurn ? 2 * i + 1 : kLanes + i] = static_cast<int8_t>(b[i]);
+    }
+    return to;
+  }
+  static void store(int8_t* p, Codes x) { __builtin_memcpy(p, &x, sizeof x); }
+  // Where the instruction set has them: stores past the caches, and the order of later stores
+  // behind them.
+  static void stream(int8_t* p, Codes x) { store(p, x); }
+  static void finish_streams() {}
 
   // Widens 2 * kLanes elements. bf16 comes as (even elements, odd elements), others in order.
   template <DType T>

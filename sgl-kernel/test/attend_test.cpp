@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <limits>
 #include <random>
@@ -92,10 +93,20 @@ Tensor random_codes(int pages, int page_size, int heads, int dim, DType from, st
   Tensor t{{}, std::vector<float>(src.full.size()), DType::kI8};
   t.codes.resize(src.full.size());
   t.scales.resize(static_cast<size_t>(pages) * heads);
-  std::vector<int64_t> ids(pages);
-  for (int i = 0; i < pages; ++i) ids[i] = i;
-  scout::quantize_pages({src.data(), from, page_size, heads, dim, ids.data(), ids.data(), pages,
-                         t.codes.data(), t.scales.data()});
+  std::vector<scout::QuantizePlane> planes;
+  const size_t page_bytes = page * (from == DType::kF32 ? 4 : 2);
+  int8_t* const stream = static_cast<int8_t*>(std::aligned_alloc(64, (page * pages + 63) & ~63ul));
+  for (int i = 0; i < pages; ++i) {
+    planes.push_back({static_cast<const char*>(src.data()) + i * page_bytes,
+                      t.codes.data() + i * page, t.scales.data() + i * heads,
+                      i % 3 == 1 ? nullptr : stream + i * page});
+  }
+  scout::quantize_planes({from, page_size, heads, dim, planes.data(), pages, nullptr});
+  for (int i = 0; i < pages; ++i) {
+    if (planes[i].stream == nullptr) continue;
+    expect(std::memcmp(planes[i].stream, planes[i].codes, page) == 0, "stream", detail);
+  }
+  std::free(stream);
   for (size_t i = 0; i < t.full.size(); ++i) {
     const float scale = t.scales[i / page * heads + i % row / dim];
     t.full[i] = t.codes[i] * scale;
@@ -155,6 +166,17 @@ double rounding_of_scores(const float* q, const Shape& s, double scale,
   return scale * largest_q / 65534 * 127 * largest_k * s.dim;
 }
 
+// Records as they are listed; every second one is said to be cached, which only moves hints.
+class Listed final : public scout::Int8Records {
+ public:
+  explicit Listed(std::vector<const int8_t*> records) : records_(std::move(records)) {}
+  scout::Int8Record get(int32_t i) override { return {records_[i], i % 2 == 1}; }
+  const int8_t* first(int32_t i) const override { return records_[i]; }
+
+ private:
+  std::vector<const int8_t*> records_;
+};
+
 // The same pages as records that lie here and there.
 void check_records(const scout::KvPages& kv, const scout::AttendParams& params,
                    const std::vector<float>& q, const std::vector<int32_t>& ids,
@@ -176,8 +198,9 @@ void check_records(const scout::KvPages& kv, const scout::AttendParams& params,
     records.push_back(to);
   }
   std::vector<float> got_out(out.size(), NAN), got_lse(lse.size(), NAN);
-  scout::attend_records(kv, params, q.data(), records.data(), static_cast<int32_t>(records.size()),
-                        got_out.data(), got_lse.data());
+  const int32_t n = static_cast<int32_t>(records.size());
+  Listed listed(std::move(records));
+  scout::attend_records(kv, params, q.data(), listed, n, got_out.data(), got_lse.data());
   expect(std::memcmp(got_out.data(), out.data(), out.size() * sizeof(float)) == 0, "records out",
          detail);
   expect(std::memcmp(got_lse.data(), lse.data(), lse.size() * sizeof(float)) == 0, "records lse",

@@ -52,6 +52,15 @@ def test_native_equals_the_reference_and_keeps_its_error(dtype, D, S, H, exponen
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_more_heads_than_are_walked_at_once(dtype):
+    torch.manual_seed(1)
+    pages = (torch.randn(3, 5, 130, 32) * torch.logspace(-4, 2, 130)[:, None]).to(dtype)
+    codes, scale = quantized(pages)
+    expected = quantize_pages_reference(pages)
+    assert torch.equal(codes, expected[0]) and torch.equal(scale, expected[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_every_code_comes_back(dtype):
     """Integers up to 127 are their own codes, in their places, with scale 1."""
     pages = (torch.arange(2 * 2 * 8 * 64) % 255 - 127).view(2, 2, 8, 64).to(dtype)

@@ -47,12 +47,30 @@ void attend_sequence(const KvPages& kv, const AttendParams& params, const float*
                      const int32_t* pages, int32_t n, int32_t last_page, int32_t last_len,
                      float* out, float* lse);
 
-// The same over pages of int8 codes that lie anywhere: records[i], i < n, is where one begins, with
-// its K codes [S, H, D], its V codes, its K scales [H] and its V scales (int8_record_bytes; fp32
-// scales at a multiple of four bytes). Of kv only the sizes count. Bitwise what attend_sequence
-// makes of the same pages in planes.
+// A page of int8 codes: its K codes [S, H, D], its V codes, its K scales [H] and its V scales
+// (int8_record_bytes; fp32 scales at a multiple of four bytes).
+struct Int8Record {
+  const int8_t* at;
+  bool cached;  // it has just been written, so it need not be prefetched
+};
+
+// A list of them.
+class Int8Records {
+ public:
+  // Record i; good until the next call.
+  virtual Int8Record get(int32_t i) = 0;
+  // Where get(i) begins to read, or where the record is: for prefetching.
+  virtual const int8_t* first(int32_t i) const = 0;
+
+ protected:
+  ~Int8Records() = default;
+};
+
+// The same over pages of int8 codes that lie anywhere. Each is asked for when it is its turn, so
+// that what was made for it is still in cache. Of kv only the sizes count. Bitwise what
+// attend_sequence makes of the same pages in planes.
 void attend_records(const KvPages& kv, const AttendParams& params, const float* q,
-                    const int8_t* const* records, int32_t n, float* out, float* lse);
+                    Int8Records& records, int32_t n, float* out, float* lse);
 
 // Bytes of the codes and scales of one page, K and V.
 inline int64_t int8_record_bytes(const KvPages& kv) {
