@@ -239,6 +239,15 @@ def test_a_pool_that_is_no_larger_than_the_cache_is_a_row(tmp_path, monkeypatch)
     assert row["status"] == "skipped" and "does not fit" in row["reason"]
 
 
+def test_int8_first_use_runs(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    done = run_benchmark("int8_first_use.py", "--smoke", "--json", str(path))
+    assert done.returncode == 0, done.stderr
+    found = {row["impl"]: row for row in rows.read_rows(path)}
+    assert set(found) == {"bfloat16", "int8-new", "int8-first", "int8-later"}
+    assert "pays_after" in found["int8-later"]
+
+
 def test_ring_latency_runs(tmp_path):
     path = tmp_path / "rows.jsonl"
     done = run_benchmark("ring_latency.py", "--smoke", "--json", str(path))
