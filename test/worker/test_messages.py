@@ -12,7 +12,7 @@ TOKEN = "ab" * 16
 CONFIGURE = m.Configure(
     token=TOKEN, epoch=3, arena_bytes=1 << 40, layout_version=1, cpus=list(range(512)),
     cpu_nodes=[0, 1] * 256,
-    threads_per_group=2, spin_us=50, heartbeat_interval_s=0.2,
+    threads_per_group=2, spin_us=50, populate=True, heartbeat_interval_s=0.2,
 )  # fmt: skip
 FROM_WORKER = [
     m.Hello(token=TOKEN, pid=1, epoch=2),
@@ -39,7 +39,7 @@ def test_wrong_token_version_size_and_fields_are_refused():
     with pytest.raises(WorkerError, match="boot token of another life"):
         m.decode(m.encode(hello), m.FromWorker, "cd" * 16)
     old = msgspec.structs.replace(hello, version=m.PROTOCOL_VERSION - 1)
-    with pytest.raises(WorkerError, match="Hello of protocol 1, this is 2"):
+    with pytest.raises(WorkerError, match="Hello of protocol 2, this is 3"):
         m.decode(m.encode(old), m.FromWorker, TOKEN)
     with pytest.raises(WorkerError, match="70000 bytes, the cap is 65536"):
         m.decode(b"x" * 70000, m.FromWorker, TOKEN)

@@ -179,6 +179,8 @@ class ScoutAttnBackend(AttentionBackend):
             wait_timeout_s=self.config.worker_wait_timeout_s,
             spin_us=self._spin_us(),
             threads_per_group=self.config.worker_threads_per_group,
+            # Where host pages are locked their memory is taken at start.
+            populate=torch.device(self._device).type == "cuda",
         )
 
     def _spin_us(self) -> int:

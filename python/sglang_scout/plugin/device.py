@@ -88,7 +88,7 @@ def lock_pages(arena: Arena) -> None:
         ConfigError: the system does not allow it.
     """
 
-    # int8 copies, at the end, are the worker's alone: locked, they would all take memory at once.
+    # int8 copies, at the end, are the worker's alone, which maps them behind its work.
     nbytes = arena.layout().page_words_offset or arena.nbytes
 
     def progress(done: int) -> None:

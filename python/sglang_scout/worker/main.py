@@ -29,6 +29,7 @@ from sglang_scout import _native
 from sglang_scout.core.errors import ScoutError, WorkerError
 from sglang_scout.worker import messages as m
 from sglang_scout.worker.arena import Arena
+from sglang_scout.worker.populate import Populating
 from sglang_scout.worker.ring import LAYOUT_VERSION
 
 logger = logging.getLogger("sglang_scout.worker")
@@ -67,9 +68,12 @@ class Worker:
             arena = attach(self._args.fd, configure)
             with contextlib.closing(arena):
                 runtime = start_runtime(arena, configure)
+                populating = Populating(arena) if configure.populate else None
                 try:
                     return self._serve(runtime, configure)
                 finally:
+                    if populating is not None:
+                        populating.stop()
                     runtime.stop()
         except ScoutError as e:
             logger.error("worker: %s", e)

@@ -23,7 +23,7 @@ import msgspec
 
 from sglang_scout.core.errors import WorkerError
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_MESSAGE_BYTES = 64 * 1024
 MAX_TEXT_CHARS = 4000  # of an error text, so that Failed stays far below the cap
 
@@ -74,6 +74,7 @@ class Configure(Message, frozen=True, kw_only=True):
         cpu_nodes: the arena's node of each, from 0.
         threads_per_group: threads of a node that may share one sequence.
         spin_us: how long a thread polls after its last work.
+        populate: map the whole arena once behind the work, see `populate.py`.
         heartbeat_interval_s: time between heartbeats.
     """
 
@@ -84,6 +85,7 @@ class Configure(Message, frozen=True, kw_only=True):
     cpu_nodes: list[int]
     threads_per_group: int
     spin_us: int
+    populate: bool
     heartbeat_interval_s: float
 
 

@@ -30,6 +30,8 @@ class WorkerConfig:
         threads_per_group: threads that share one sequence, its pages split evenly; 0: CPUs / rows,
             at most 8. With several nodes: threads and CPUs of each node. The same split is used when
             the caller computes, so results stay equal.
+        populate: the worker takes and maps all of the arena's memory behind its work, instead of
+            page by page when they are first needed.
 
     Raises:
         ConfigError: a value is out of range.
@@ -46,6 +48,7 @@ class WorkerConfig:
     stop_timeout_s: float = 1.0
     spin_us: int = 50
     threads_per_group: int = 1
+    populate: bool = False
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:

@@ -239,6 +239,7 @@ class Supervisor:
             cpu_nodes=list(self._cpu_nodes),
             threads_per_group=self._threads_per_group,
             spin_us=self._config.spin_us,
+            populate=self._config.populate,
             heartbeat_interval_s=self._config.heartbeat_interval_s,
         )
 

@@ -1,0 +1,65 @@
+"""Mapping an arena's pages into the worker before they are needed.
+
+The first access to each 4 KiB of a mapping is a fault. For a host page of some layer these are some
+32, for its int8 copy 16 that also take memory and clear it; both can cost more than the attention
+to the page. On a CUDA device the decode server locks the host pages at start, so that their memory
+is taken anyway, and the worker then goes through the arena once behind its work.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import os
+import threading
+import time
+
+from sglang_scout.worker.arena import Arena
+
+logger = logging.getLogger("sglang_scout.worker")
+
+# The process's other threads may have to wait for a piece: they hold the lock of the mappings.
+PIECE_BYTES = 256 * 1024
+_MADV_POPULATE_WRITE = 23  # of Linux 5.14, not in the mmap module
+
+
+class Populating:
+    """A thread that maps all of an arena behind its ring, at the lowest priority of its class."""
+
+    def __init__(self, arena: Arena) -> None:
+        self._begin = arena.address + arena.layout().kv_offset // mmap.PAGESIZE * mmap.PAGESIZE
+        self._nbytes = arena.address + arena.nbytes - self._begin
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="scout-populate", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread; the arena may be unmapped afterwards. Idempotent."""
+        self._stopping.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        madvise = ctypes.CDLL(None, use_errno=True).madvise  # called without the interpreter lock
+        madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+        begin_s = time.monotonic()
+        for done in range(0, self._nbytes, PIECE_BYTES):
+            if self._stopping.is_set():
+                return
+            size = min(PIECE_BYTES, self._nbytes - done)
+            if madvise(self._begin + done, size, _MADV_POPULATE_WRITE) != 0:
+                reason = os.strerror(ctypes.get_errno())
+                logger.warning(
+                    "worker: %.1f of %.1f GiB of the arena are mapped, the others will be when they are "
+                    "first needed: madvise: %s",
+                    done / 2**30,
+                    self._nbytes / 2**30,
+                    reason,
+                )
+                return
+        logger.info(
+            "worker: the arena's %.1f GiB are mapped, after %.1f s",
+            self._nbytes / 2**30,
+            time.monotonic() - begin_s,
+        )

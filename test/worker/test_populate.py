@@ -1,0 +1,67 @@
+"""A worker that maps the whole arena behind its work, and one that is told not to."""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+import numpy as np
+import psutil
+import pytest
+
+from sglang_scout.worker import populate
+from sglang_scout.worker.client import WorkerClient, WorkerConfig
+from sglang_scout.worker.populate import Populating
+
+
+def mapped_bytes(pid, address=None):
+    """Resident and mapped in a process, of all arenas or of the one at an address."""
+    maps = psutil.Process(pid).memory_maps(grouped=False)
+    return sum(
+        m.rss
+        for m in maps
+        if "sglang-scout" in m.path and address in (None, int(m.addr.split("-")[0], 16))
+    )
+
+
+def most(arena):
+    return arena.nbytes - arena.layout().kv_offset
+
+
+@pytest.mark.parametrize("cpu_pages", ["model", "int8"])
+def test_all_pages_and_copies_are_mapped_and_nothing_is_changed(
+    make_arena, make_request, cpu, until, cpu_pages
+):
+    arena = make_arena(num_pages=4000, cpu_pages=cpu_pages)
+    before = [arena.k_pages(layer).copy() for layer in range(arena.spec.num_layers)]
+    q, pages, n_pages = make_request(arena.spec, 4, 1)
+    with WorkerClient(arena, [cpu], config=WorkerConfig(populate=True)) as client:
+        pid = client.snapshot().pid
+        until(lambda: mapped_bytes(pid) >= most(arena), "everything is mapped")
+        out, lse = np.empty_like(q), np.empty(q.shape[:2], np.float32)
+        assert client.wait(client.post(0, 0, q, pages, n_pages), out, lse).fallback_pages == 0
+    for layer, k in enumerate(before):
+        np.testing.assert_array_equal(arena.k_pages(layer), k)
+
+
+def test_without_it_a_worker_maps_what_it_reads(make_arena, cpu):
+    arena = make_arena(num_pages=4000)
+    with WorkerClient(arena, [cpu]) as client:
+        assert mapped_bytes(client.snapshot().pid) < most(arena) / 2
+
+
+def test_it_stops_when_it_is_told_to(make_arena, monkeypatch):
+    monkeypatch.setattr(populate, "PIECE_BYTES", mmap.PAGESIZE)
+    arena = make_arena(num_pages=4000, cpu_pages="int8")
+    populating = Populating(arena)
+    populating.stop()
+    populating.stop()
+    assert mapped_bytes(os.getpid(), arena.address) < most(arena)
+
+
+def test_a_system_that_refuses_is_told_of(make_arena, caplog):
+    arena = make_arena()
+    arena.address = 2**46  # nothing is mapped there
+    Populating(arena)._thread.join()
+    assert "0.0 of 0.0 GiB of the arena are mapped" in caplog.text
+    assert "Cannot allocate memory" in caplog.text
