@@ -262,9 +262,38 @@ def _copy(
     )
 
 
+def _copy_layers_reasons(
+    source: Any, ids: torch.Tensor, dst_k: torch.Tensor, dst_v: torch.Tensor
+) -> list[str]:
+    reasons = _reasons(**{"source.k": source.k[0]}, ids=ids, dst_k=dst_k, dst_v=dst_v)
+    if not reasons and dst_k.untyped_storage().data_ptr() in {
+        half[0].untyped_storage().data_ptr() for half in (source.k, source.v)
+    }:
+        reasons.append("source and targets share memory; native copies page after page")
+    return reasons
+
+
+def _copy_layers(source: Any, ids: torch.Tensor, dst_k: torch.Tensor, dst_v: torch.Tensor) -> None:
+    assert _module is not None
+    op, (layers, pages, slots) = "copy_layer_pages", ids
+    _check_ids(op, "layers", layers, len(source.k), 0)
+    _check_ids(op, "pages", pages, source.k[0].shape[0], 0)
+    _check_ids(op, "slots", slots, dst_k.shape[1], 0)
+    page_bytes = dst_k[:1, :1].nbytes
+    begin = 0
+    for layer, count in zip(
+        *(x.tolist() for x in layers.unique_consecutive(return_counts=True)), strict=True
+    ):
+        at = pages[begin:].data_ptr(), slots[begin:].data_ptr(), count
+        for half, dst in ((source.k, dst_k), (source.v, dst_v)):
+            _module.copy_pages(half[layer].data_ptr(), dst[layer].data_ptr(), page_bytes, *at)
+        begin += count
+
+
 ATTEND_PAGES = attention(
     "attend_pages", "attend_batch", ("k", "v"), {dtype: (code,) for dtype, code in _DTYPES.items()}
 )
 SCORE_PAGES = Implementation("native", _score, _score_reasons)
 BUILD_DIGESTS = Implementation("native", _digest, _digest_reasons)
 COPY_PAGES = Implementation("native", _copy, _copy_reasons)
+COPY_LAYER_PAGES = Implementation("native", _copy_layers, _copy_layers_reasons)

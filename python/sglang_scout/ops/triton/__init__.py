@@ -200,6 +200,27 @@ def _copy(*args: Any, **kwargs: Any) -> None:
     copy_pages(*args, **kwargs)
 
 
+def _copy_layers_reasons(
+    source: Any, ids: torch.Tensor, dst_k: torch.Tensor, dst_v: torch.Tensor
+) -> list[str]:
+    pages = source.k[0]  # stands for all layers: they come from one arena
+    reasons = _reasons(
+        pinned=("source.k",), ids=ids, addresses=source.addresses, dst_k=dst_k, dst_v=dst_v,
+        **{"source.k": pages},
+    )  # fmt: skip
+    if not reasons and dst_k.untyped_storage().data_ptr() in {
+        half[0].untyped_storage().data_ptr() for half in (source.k, source.v)
+    }:
+        reasons.append("source and targets share memory; triton copies all pages at once")
+    return reasons
+
+
+def _copy_layers(*args: Any, **kwargs: Any) -> None:
+    from .pages import copy_layer_pages
+
+    copy_layer_pages(*args, **kwargs)
+
+
 def _merge_reasons(
     out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
 ) -> list[str]:
@@ -237,6 +258,7 @@ def _append(*args: Any, **kwargs: Any) -> None:
 
 BUILD_DIGESTS = Implementation("triton", _digest, _digest_reasons, _not_unasked)
 COPY_PAGES = Implementation("triton", _copy, _copy_reasons, _not_unasked)
+COPY_LAYER_PAGES = Implementation("triton", _copy_layers, _copy_layers_reasons, _not_unasked)
 MERGE_STATES = Implementation("triton", _merge, _merge_reasons, _not_unasked)
 APPEND_TOKENS = Implementation("triton", _append, _append_reasons, _not_unasked)
 

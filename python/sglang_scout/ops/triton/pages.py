@@ -1,4 +1,5 @@
-"""Whole pages and single tokens on the device: `build_digests`, `copy_pages`, `append_tokens`.
+"""Whole pages and single tokens on the device: `build_digests`, `copy_pages`, `copy_layer_pages`,
+`append_tokens`.
 
 Bytes that must move: a digest reads S H D e and writes 2 H D e; a copy reads and writes the page;
 an appended token is 2 H D e read, and the same written to each pool. An id outside its pool is
@@ -9,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..gather import LayerPages
 from .exact import rounded
 
 _COPY_WORDS = 4096  # of one program: 16 KiB where words have 4 bytes
@@ -50,6 +52,41 @@ def copy_kernel(src, src_ids, dst, dst_ids, P, slots, words, BLOCK: tl.constexpr
     if (page >= 0) & (page < P) & (slot >= 0) & (slot < slots):
         value = tl.load(src + page * words + at, mask=at < words)
         tl.store(dst + slot * words + at, value, mask=at < words)
+
+
+@triton.jit
+def copy_layers_kernel(
+    addresses,
+    ids,
+    dst_k,
+    dst_v,
+    n,
+    L,
+    P,
+    slots,
+    words,
+    ALIGN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One block of words of K (program 0 of axis 2) or of V of one page.
+
+    addresses [2, L] of [P, words]; ids [3, n]: layer, page, slot; dst_k, dst_v [L, slots, words].
+    """
+    i = tl.program_id(0)
+    layer, page = tl.load(ids + i), tl.load(ids + n + i)
+    slot = tl.load(ids + 2 * n + i)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = (layer >= 0) & (layer < L) & (page >= 0) & (page < P) & (slot >= 0) & (slot < slots)
+    if inside:
+        address = tl.load(addresses + tl.program_id(2) * L + layer)
+        src = address.to(tl.pointer_type(dst_k.dtype.element_ty))
+        src = tl.multiple_of(src, ALIGN)
+        value = tl.load(src + page * words + at, mask=at < words)
+        where = (layer * slots + slot) * words + at
+        if tl.program_id(2) == 0:
+            tl.store(dst_k + where, value, mask=at < words)
+        else:
+            tl.store(dst_v + where, value, mask=at < words)
 
 
 @triton.jit
@@ -132,6 +169,34 @@ def copy_pages(
         src.shape[0],
         dst.shape[0],
         words,
+        block,
+        num_warps=4,
+    )
+
+
+def copy_layer_pages(
+    source: LayerPages, ids: torch.Tensor, dst_k: torch.Tensor, dst_v: torch.Tensor
+) -> None:
+    """See `ops.gather.copy_layer_pages`."""
+    (L, slots), n = dst_k.shape[:2], ids.shape[1]
+    page_bytes = source.k[0][:1].nbytes
+    if n == 0 or page_bytes == 0:
+        return
+    aligned = all(x % 4 == 0 for x in (source.align_bytes, dst_k.data_ptr(), dst_v.data_ptr()))
+    word = torch.int32 if aligned else torch.uint8
+    words = page_bytes // word.itemsize
+    block = min(_COPY_WORDS, triton.next_power_of_2(words))
+    copy_layers_kernel[(n, triton.cdiv(words, block), 2)](
+        source.addresses,
+        ids,
+        dst_k.view(L, slots, -1).view(word),
+        dst_v.view(L, slots, -1).view(word),
+        n,
+        L,
+        source.k[0].shape[0],
+        slots,
+        words,
+        source.align_bytes,
         block,
         num_warps=4,
     )
