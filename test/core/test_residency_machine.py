@@ -21,6 +21,7 @@ from sglang_scout.core.pages import SWAP_MARGIN, ResidencyTable
 
 LAYERS, PAGES, SLOTS = 2, 14, 3
 layer_ids = st.integers(0, LAYERS - 1)
+some_layers = st.sets(layer_ids, min_size=1).map(sorted)  # that one call takes together
 choices = st.lists(st.integers(0, PAGES - 1), min_size=1, max_size=5)
 
 
@@ -94,51 +95,68 @@ class ResidencyMachine(RuleBasedStateMachine):
             weight = 1 / (1 - 2 ** (-1 / self.half_life_steps)) if is_fresh else 1.0
             self.selections.setdefault((layer, page), []).append((self.step, weight))
 
-    @rule(layer=layer_ids, chosen=choices)
-    def recall(self, layer, chosen):
+    @rule(layers=some_layers, chosen=choices)
+    def recall(self, layers, chosen):
         """As a policy that copies ahead does: free slots only."""
         pages = self._owned(chosen)
-        before, free = self.table.missing(layer, pages), self.table.num_free(layer)
-        resident = self._resident(layer)
-        taken = self.table.reserve(layer, pages)
-        assert len(taken.pages) == min(len(before), free)
-        assert self._resident(layer) == resident
-        self._begin(layer, taken, before)
+        before = {layer: self._missing(layer, pages) for layer in layers}
+        free = {layer: self.table.num_free(layer) for layer in layers}
+        resident = {layer: self._resident(layer) for layer in layers}
+        taken = self.table.reserve(np.array(layers)[:, None], np.tile(pages, (len(layers), 1)))
+        for layer in layers:
+            count = int((taken.layers == layer).sum())
+            assert count == min(len(before[layer]), free[layer])
+            assert self._resident(layer) == resident[layer]
+        self._begin(taken, before)
 
-    @rule(layer=layer_ids, chosen=choices)
-    def exchange(self, layer, chosen):
+    @rule(layers=some_layers, chosen=choices)
+    def exchange(self, layers, chosen):
         pages = self._owned(chosen)
-        before, free = self.table.missing(layer, pages), self.table.num_free(layer)
-        resident = self._resident(layer)
-        taken = self.table.exchange(layer, pages, self.step)
-        gone = resident - self._resident(layer)
-        assert not self._resident(layer) - resident, "nothing is readable before it has landed"
-        assert len(taken.pages) == min(len(before), free) + len(gone)
-        for page in gone:
-            assert (layer, page) not in self.selected_now, "in use in this very step"
-            hottest_loser = self._heat(layer, page)
-            assert any(self._heat(layer, int(p)) > hottest_loser for p in taken.pages)
-        if gone:
-            coldest_winner = sorted(self._heat(layer, int(p)) for p in taken.pages)
-            losers = sorted(self._heat(layer, p) for p in gone)
-            assert coldest_winner[-1] > SWAP_MARGIN * losers[0] * 0.999
-        self._begin(layer, taken, before)
+        before = {layer: self._missing(layer, pages) for layer in layers}
+        free = {layer: self.table.num_free(layer) for layer in layers}
+        resident = {layer: self._resident(layer) for layer in layers}
+        taken = self.table.exchange(
+            np.array(layers)[:, None], np.tile(pages, (len(layers), 1)), self.step
+        )
+        for layer in layers:
+            winners = taken.pages[taken.layers == layer]
+            gone = resident[layer] - self._resident(layer)
+            assert not self._resident(layer) - resident[layer], "readable before it has landed"
+            assert len(winners) == min(len(before[layer]), free[layer]) + len(gone)
+            for page in gone:
+                assert (layer, page) not in self.selected_now, "in use in this very step"
+                hottest_loser = self._heat(layer, page)
+                assert any(self._heat(layer, int(p)) > hottest_loser for p in winners)
+            if gone:
+                coldest_winner = sorted(self._heat(layer, int(p)) for p in winners)
+                losers = sorted(self._heat(layer, p) for p in gone)
+                assert coldest_winner[-1] > SWAP_MARGIN * losers[0] * 0.999
+        self._begin(taken, before)
 
     @rule(layer=layer_ids, chosen=choices, is_fresh=st.booleans(), in_time=st.booleans())
     def attend(self, layer, chosen, is_fresh, in_time):
         """A layer of a step as the engine runs it: select, then recall what was missing."""
         self.next_step()
         self.select(layer, chosen, is_fresh)
-        self.exchange(layer, chosen)
+        self.exchange([layer], chosen)
         if in_time:
             self.commit(len(self.in_flight) - 1)
 
-    def _begin(self, layer, taken, before):
-        assert set(taken.pages.tolist()) <= set(before.tolist())
-        assert len(set(taken.slots.tolist())) == len(taken.slots)
-        for slot in taken.slots.tolist():
+    def _begin(self, taken, before):
+        for layer, page, slot in self._entries(taken):
+            assert page in before[layer]
             self.bytes_in_slot.pop((layer, slot), None)
+        assert len({(layer, slot) for layer, _, slot in self._entries(taken)}) == len(taken.slots)
         self.in_flight.append([taken, None])
+
+    def _entries(self, taken):
+        return list(
+            zip(taken.layers.tolist(), taken.pages.tolist(), taken.slots.tolist(), strict=True)
+        )
+
+    def _missing(self, layer, pages):
+        found = self.table.missing(layer, pages) - layer * PAGES
+        return set(found.tolist())
 
     @precondition(lambda self: self.in_flight)
     @rule(index=st.integers(0, 9))
@@ -155,20 +173,35 @@ class ResidencyMachine(RuleBasedStateMachine):
         index %= len(self.in_flight)
         self.copy_runs(index)
         taken, owners = self.in_flight.pop(index)
-        for page, slot, owner in zip(taken.pages, taken.slots, owners, strict=True):
-            self.bytes_in_slot[(taken.layer, int(slot))] = (int(page), owner)
-        free = self.table.num_free(taken.layer)
+        for (layer, page, slot), owner in zip(self._entries(taken), owners, strict=True):
+            self.bytes_in_slot[(layer, slot)] = (page, owner)
+        free = sum(self.table.num_free(layer) for layer in range(LAYERS))
         wanted = self.table.commit(taken, self.step - 1)
-        assert self.table.num_free(taken.layer) == free + len(taken.pages) - wanted
+        now_free = sum(self.table.num_free(layer) for layer in range(LAYERS))
+        assert now_free == free + len(taken.pages) - wanted
 
-    @rule(layer=layer_ids, want=st.integers(0, SLOTS + 1), age=st.integers(0, 2))
-    def evict(self, layer, want, age):
+    @rule(
+        layers=some_layers,
+        want=st.lists(st.integers(0, SLOTS + 1), min_size=LAYERS, max_size=LAYERS),
+        age=st.integers(0, 2),
+    )
+    def evict(self, layers, want, age):
         before_step = self.step - age
-        resident, free = self._resident(layer), self.table.num_free(layer)
-        stamps = {p: self.table.stamp[layer, p] for p in resident}
-        gone_count = self.table.evict(layer, want, before_step)
+        want = want[: len(layers)]
+        resident = [self._resident(layer) for layer in layers]
+        free = [self.table.num_free(layer) for layer in layers]
+        stamps = [
+            {p: self.table.stamp[layer, p] for p in self._resident(layer)} for layer in layers
+        ]
+        gone_count = self.table.evict(np.array(layers), np.array(want), before_step)
+        gone = sum(
+            self._gone_of_layer(*about, before_step)
+            for about in zip(layers, want, resident, free, stamps, strict=True)
+        )
+        assert gone == gone_count
+
+    def _gone_of_layer(self, layer, want, resident, free, stamps, before_step):
         gone = resident - self._resident(layer)
-        assert len(gone) == gone_count
         may_go = {p for p in resident if stamps[p] < before_step}
         assert gone <= may_go
         assert len(gone) == min(max(want - free, 0), len(may_go))
@@ -176,6 +209,7 @@ class ResidencyMachine(RuleBasedStateMachine):
         if gone and stay:
             hottest = max(self._heat(layer, p) for p in gone)
             assert hottest <= min(self._heat(layer, p) for p in stay) * 1.001 + 1e-9
+        return len(gone)
 
     # What must always hold
 
@@ -185,7 +219,7 @@ class ResidencyMachine(RuleBasedStateMachine):
             return
         self.table.check()
         for layer in range(LAYERS):
-            reserved = sum(len(t.pages) for t, _ in self.in_flight if t.layer == layer)
+            reserved = sum(int((t.layers == layer).sum()) for t, _ in self.in_flight)
             mapped = len(self._resident(layer))
             assert self.table.num_free(layer) + mapped + reserved == SLOTS
 
@@ -206,7 +240,9 @@ class ResidencyMachine(RuleBasedStateMachine):
             pages = self._resident(layer)
             slots = [int(self.table.slot_of[layer, p]) for p in pages]
             assert len(set(slots)) == len(slots)
-            reserved = {s for t, _ in self.in_flight if t.layer == layer for s in t.slots.tolist()}
+            reserved = {
+                s for t, _ in self.in_flight for at, _, s in self._entries(t) if at == layer
+            }
             assert not reserved & set(slots), "a slot is read and written at once"
 
     @invariant()

@@ -41,7 +41,11 @@ def test_a_late_copy_does_not_hold_the_step_and_its_pages_stay_with_the_cpu(make
     recall = worker.engine.recall
     assert link.forced == 0 and recall.late_pages > 0
     assert worker.engine.counters.recalled_pages == 0
-    under_way = {(c.taken.layer, int(p)) for c in recall._in_flight for p in c.taken.pages}
+    under_way = {
+        key
+        for c in recall._in_flight
+        for key in zip(c.taken.layers.tolist(), c.taken.pages.tolist(), strict=True)
+    }
     worker.missing.asked.clear()
     worker.step()
     again = {(layer, int(p)) for layer, pages in worker.missing.asked for p in pages[pages >= 0]}
@@ -235,7 +239,7 @@ class ElasticMachine(RuleBasedStateMachine):
             table.check()
             for layer in range(2):
                 copies = [c.taken for c in self.worker.engine.recall._in_flight]
-                reserved = sum(len(t.pages) for t in copies if t.layer == layer)
+                reserved = sum(int((t.layers == layer).sum()) for t in copies)
                 mapped = int((table.page_of[layer] >= 0).sum())
                 assert table.num_free(layer) + mapped + reserved == table.num_slots
 

@@ -89,8 +89,9 @@ def test_recall_off(mode):
         config(config=f'{{"recall": "{mode}"}}'), num_layers=4, page_bytes=PAGE_BYTES
     )
     assert not any(policy.residency.due(layer, step) for layer in range(4) for step in range(99))
-    misses, heat = np.array([[7, 3], [5, -1]], np.int32), np.ones(9, np.float32)
-    assert list(policy.residency.pick(0, misses, np.array([0, 1]), heat)) == [3, 7]
+    misses, heat = np.array([[[7, 3], [5, -1]]] * 2, np.int32), np.ones((4, 9), np.float32)
+    layers, pages = policy.residency.pick(np.array([1, 2]), misses, np.array([0, 1]), heat)
+    assert (layers.tolist(), pages.tolist()) == ([1, 1, 2, 2], [3, 7, 3, 7])
 
 
 def test_profiled_intervals():

@@ -303,12 +303,19 @@ def test_shares_level_the_excess():
 
 
 def test_the_hottest_pages_win_and_those_of_first_rows_before_them():
-    heat = np.zeros(20, np.float32)
-    heat[[3, 5, 7, 9]] = [4, 3, 2, 1]
-    missed = np.array([[9, 7, -1], [3, 5, 9]], np.int32)
-    nobody = np.zeros(2, bool)
-    assert hottest(missed, nobody, heat, 2).tolist() == [3, 5]
-    assert sorted(hottest(missed, nobody, heat, 9).tolist()) == [3, 5, 7, 9]
-    assert hottest(missed, np.array([True, False]), heat, 3).tolist() == [7, 9, 3]
-    assert not len(hottest(missed, nobody, heat, 0))
-    assert not len(hottest(missed[:0], nobody[:0], heat, 4))
+    heat = np.zeros((3, 20), np.float32)
+    heat[1, [3, 5, 7, 9]] = [4, 3, 2, 1]
+    heat[2, [3, 5, 7, 9]] = [1, 2, 3, 3]
+    layers = np.array([1, 2])
+    missed = np.tile(np.array([[9, 7, -1], [3, 5, 9]], np.int32), (2, 1, 1))
+    nobody, everybody = np.zeros(2, bool), np.ones((2, 2), bool)
+
+    def best(limits, first=nobody, counts=everybody, missed=missed):
+        found, pages = hottest(layers, missed, counts, first, heat, np.array(limits))
+        return [pages[found == layer].tolist() for layer in layers]
+
+    assert best([2, 3]) == [[3, 5], [7, 9, 5]], "equal heat: by page"
+    assert best([9, 0]) == [[3, 5, 7, 9], []]
+    assert best([3, 1], np.array([True, False])) == [[7, 9, 3], [7]]
+    assert best([9, 9], counts=np.array([[True, False], [False, True]])) == [[7, 9], [9, 5, 3]]
+    assert best([4, 4], missed=missed[:, :0], first=nobody[:0], counts=everybody[:, :0]) == [[], []]

@@ -11,6 +11,10 @@ How useful a (layer, page) has been is its *heat*: one for each request and step
 halved every ``half_life_steps``. Pages that are not resident have heat too, so a copy can be judged
 before it is made: a page takes another one's slot only if it is clearly hotter. Recency alone is a
 poor judge: a page that is selected once pushes out one that is selected every other step.
+
+All methods take many layers at once, for the host has no time for one after the other between two
+steps of a device: ``layer`` is a number, or an array that broadcasts with ``pages``. Layers do not
+affect each other. Within, a (layer, page) is its index in the flattened tables, its *key*.
 """
 
 from __future__ import annotations
@@ -19,6 +23,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+
+from sglang_scout.core.coldest import ColdSlots
+from sglang_scout.core.ranking import distinct, rank_within
 
 Ints = npt.NDArray[np.integer]
 
@@ -38,12 +45,19 @@ _RESCALE_LOG2 = 64
 
 @dataclass(frozen=True)
 class Reservation:
-    """Slots taken for a copy: ``pages[i]`` of ``layer`` goes to ``slots[i]``."""
+    """Slots taken for copies: ``pages[i]`` of ``layers[i]`` goes to ``slots[i]`` of that layer.
 
-    layer: int
+    Ordered by layer, then page.
+    """
+
+    layers: npt.NDArray[np.int64]
     pages: npt.NDArray[np.int64]
     slots: npt.NDArray[np.int64]
     generations: npt.NDArray[np.int64]
+
+    def per_layer(self, num_layers: int) -> npt.NDArray[np.int64]:
+        """``[L]`` int64, pages of each layer."""
+        return np.bincount(self.layers, minlength=num_layers)
 
 
 class ResidencyTable:
@@ -87,6 +101,10 @@ class ResidencyTable:
         self._free = np.tile(np.arange(num_slots, dtype=np.int64), (num_layers, 1))
         self._num_free = np.full(num_layers, num_slots, np.int64)
         self._changed: list[npt.NDArray[np.int64]] | None = None
+        # The same memory by key.
+        self._slot, self._stamp = self.slot_of.reshape(-1), self.stamp.reshape(-1)
+        self._heat, self._is_pending = self.heat.reshape(-1), self._pending.reshape(-1)
+        self._cold = ColdSlots(self.page_of, self.heat, self.stamp)
 
     def take_changes(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
         """What :attr:`slot_of` has changed since the last call, for a copy of it elsewhere.
@@ -96,14 +114,14 @@ class ResidencyTable:
         Returns:
             ``[n]`` distinct indices into the flattened table, and ``[n]`` what stands there now.
         """
-        changed = np.unique(np.concatenate(self._changed)) if self._changed else _NONE
+        changed = distinct(np.concatenate(self._changed)) if self._changed else _NONE
         self._changed = []
-        return changed, self.slot_of.reshape(-1)[changed]
+        return changed, self._slot[changed]
 
-    def _set_slots(self, layer: int, pages: Ints, slots: Ints | int) -> None:
-        self.slot_of[layer, pages] = slots
+    def _set_slots(self, keys: npt.NDArray[np.int64], slots: Ints | int) -> None:
+        self._slot[keys] = slots
         if self._changed is not None:
-            self._changed.append(layer * self.num_pages + pages.astype(np.int64))
+            self._changed.append(keys)
 
     def num_free(self, layer: int) -> int:
         """Slots of ``layer`` that are neither mapped nor reserved."""
@@ -114,31 +132,39 @@ class ResidencyTable:
         """Mapped (layer, page) pairs over all layers."""
         return int((self.page_of >= 0).sum())
 
-    def missing(self, layer: int, pages: Ints) -> npt.NDArray[np.int64]:
-        """The distinct ids of ``pages`` that are neither resident nor on their way, ascending."""
-        ids = np.unique(pages[pages >= 0]).astype(np.int64)
-        return ids[(self.slot_of[layer, ids] < 0) & ~self._pending[layer, ids]]
+    def missing(self, layer: Ints | int, pages: Ints) -> npt.NDArray[np.int64]:
+        """The distinct keys of ``pages`` that are neither resident nor on their way, ascending."""
+        keys = distinct((np.multiply(layer, self.num_pages) + pages)[pages >= 0])
+        return keys[(self._slot[keys] < 0) & ~self._is_pending[keys]]
 
     def touch(
-        self, layer: int, pages: Ints, step: int, fresh: npt.NDArray[np.bool_] | None = None
+        self,
+        layer: Ints | int,
+        pages: Ints,
+        step: int,
+        fresh: npt.NDArray[np.bool_] | None = None,
     ) -> None:
         """Note that ``pages`` (-1 entries ignored) were selected in ``step``.
 
         Args:
-            pages: ``[B, k]`` or any other shape.
+            pages: ``[B, k]`` or ``[L, B, k]`` or any other shape.
             fresh: ``[B]`` rows of ``pages`` that belong to requests without a past. Their pages
                 count as if they had been selected for long: a newcomer's cold pages could not take
                 a slot from anybody for many steps.
         """
-        is_page = pages >= 0
-        ids = pages[is_page]
-        self.stamp[layer, ids] = step
+        keys = np.multiply(layer, self.num_pages) + pages
         weight = np.float32(self._weight(step))
-        if fresh is None or not fresh.any():
-            np.add.at(self.heat[layer], ids, weight)
-            return
-        weights = np.where(fresh, np.float32(weight * self._steady_heat), weight)[:, None]
-        np.add.at(self.heat[layer], ids, np.broadcast_to(weights, pages.shape)[is_page])
+        weights = np.asarray(weight)
+        if fresh is not None and fresh.any():
+            heavy = np.float32(weight * self._steady_heat)
+            by_row = np.where(fresh, heavy, weight)[:, None]
+            weights = np.broadcast_to(by_row, pages.shape)
+        is_page = pages >= 0
+        if not is_page.all():
+            keys = keys[is_page]
+            weights = weights[is_page] if weights.ndim else weights
+        self._stamp[keys] = step
+        np.add.at(self._heat, keys.reshape(-1), weights.reshape(-1) if weights.ndim else weights)
 
     def _weight(self, step: int) -> float:
         """Heat of one selection in ``step``."""
@@ -146,6 +172,7 @@ class ResidencyTable:
         if grown > _RESCALE_LOG2:
             self.heat *= np.float32(2.0 ** -min(grown, 120.0))
             self.heat[self.heat < 2.0**-60] = 0.0
+            self._cold.rescaled()
             self._scaled_at_step, grown = step, 0.0
         return float(2.0**grown)
 
@@ -153,82 +180,82 @@ class ResidencyTable:
         """Protect ``pages`` in ``step``, in every layer; says nothing about their heat."""
         self.stamp[:, pages[pages >= 0]] = step
 
-    def reserve(self, layer: int, pages: Ints) -> Reservation:
+    def reserve(self, layer: Ints | int, pages: Ints) -> Reservation:
         """Take free slots for those of ``pages`` that are missing, hottest first as far as they go."""
-        ids = self.missing(layer, pages)
-        free = int(self._num_free[layer])
-        if len(ids) > free:
-            ids = np.sort(self._hottest_first(layer, ids)[:free])
-        return self._reserve(layer, ids)
+        keys = self.missing(layer, pages)
+        if (self._per_layer(keys) > self._num_free).any():
+            keys, layers, rank = self._hottest_first(keys)
+            keys = np.sort(keys[rank < self._num_free[layers]])
+        return self._reserve(keys)
 
-    def exchange(self, layer: int, pages: Ints, before_step: int) -> Reservation:
+    def exchange(self, layer: Ints | int, pages: Ints, before_step: int) -> Reservation:
         """As :meth:`reserve`; when free slots end, clearly colder pages give theirs.
 
         Only pages last selected before ``before_step`` go, each for one that is ``SWAP_MARGIN`` times
         as hot. The caller must be done with reading the layer's slots in this step.
         """
-        ids = self.missing(layer, pages)
-        short = len(ids) - int(self._num_free[layer])
-        if short > 0:
-            ids = self._hottest_first(layer, ids)
-            heat = self.heat[layer]
-            slots = self._evictable(layer, before_step)
-            coldness = heat[self.page_of[layer, slots]]
-            coldest = np.argsort(coldness, kind="stable")[:short]
-            rivals = ids[int(self._num_free[layer]) :][: len(coldest)]
-            wins = heat[rivals] > SWAP_MARGIN * coldness[coldest]
+        keys = self.missing(layer, pages)
+        short = self._per_layer(keys) - self._num_free
+        if (short > 0).any():
+            keys, layers, rank = self._hottest_first(keys)
+            cold_layers, slots, coldness = self._cold.find(short, before_step)
+            # The hottest that finds no free slot meets the coldest.
+            rival = np.searchsorted(layers, cold_layers) + self._num_free[cold_layers]
+            rival += rank_within(cold_layers)
             # Rivals grow colder and the others hotter, so the wins come first.
-            count = int(wins.sum())
-            self._unmap(layer, slots[coldest[:count]])
-            ids = np.sort(ids[: int(self._num_free[layer])])
-        return self._reserve(layer, ids)
+            wins = self._heat[keys[rival]] > SWAP_MARGIN * coldness
+            self._unmap(cold_layers[wins], slots[wins])
+            keys = np.sort(keys[rank < self._num_free[layers]])
+        return self._reserve(keys)
 
-    def _hottest_first(self, layer: int, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        return ids[np.argsort(-self.heat[layer, ids], kind="stable")]
+    def _per_layer(self, keys: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        return np.bincount(keys // self.num_pages, minlength=self.num_layers)
 
-    def _reserve(self, layer: int, ids: npt.NDArray[np.int64]) -> Reservation:
-        end = self._num_free[layer]
-        slots = self._free[layer, end - len(ids) : end].copy()
-        self._num_free[layer] = end - len(ids)
-        self.page_of[layer, slots] = _RESERVED
-        self._pending[layer, ids] = True
-        return Reservation(layer, ids, slots, self._generation[ids].copy())
+    def _hottest_first(self, keys: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], ...]:
+        """Ascending ``keys`` by layer and then falling heat; layers, and places within them."""
+        layers = keys // self.num_pages
+        order = np.lexsort((-self._heat[keys], layers))
+        return keys[order], layers, rank_within(layers)
+
+    def _reserve(self, keys: npt.NDArray[np.int64]) -> Reservation:
+        layers, pages = np.divmod(keys, self.num_pages)
+        self._num_free -= np.bincount(layers, minlength=self.num_layers)
+        slots = self._free[layers, self._num_free[layers] + rank_within(layers)]
+        self.page_of[layers, slots] = _RESERVED
+        self._is_pending[keys] = True
+        return Reservation(layers, pages, slots, self._generation[pages])
 
     def commit(self, reservation: Reservation, step: int) -> int:
         """The copies have landed: map the pages. Returns how many were still wanted."""
-        layer = reservation.layer
-        current = reservation.generations == self._generation[reservation.pages]
-        pages, slots = reservation.pages[current], reservation.slots[current]
-        self._set_slots(layer, pages, slots)
-        self.page_of[layer, slots] = pages
-        self.stamp[layer, pages] = np.maximum(self.stamp[layer, pages], step)
-        self._pending[layer, pages] = False
-        self._give_back(layer, reservation.slots[~current])
+        r = reservation
+        current = r.generations == self._generation[r.pages]
+        if not current.all():
+            self._give_back(r.layers[~current], r.slots[~current])
+        layers, pages, slots = r.layers[current], r.pages[current], r.slots[current]
+        keys = layers * self.num_pages + pages
+        self._set_slots(keys, slots)
+        self.page_of[layers, slots] = pages
+        self._stamp[keys] = np.maximum(self._stamp[keys], step)
+        self._is_pending[keys] = False
+        self._cold.mapped(layers, slots)
         return len(pages)
 
-    def evict(self, layer: int, want_free: int, before_step: int) -> int:
-        """Unmap the coldest pages until ``want_free`` slots are free.
+    def evict(self, layer: Ints | int, want_free: Ints | int, before_step: int) -> int:
+        """Unmap the coldest pages until ``want_free`` slots of each ``layer`` (distinct) are free.
 
         Only pages last selected before ``before_step`` go. Returns how many went.
         """
-        short = want_free - int(self._num_free[layer])
-        if short <= 0:
+        short = np.zeros(self.num_layers, np.int64)
+        short[layer] = want_free - self._num_free[layer]
+        if (short <= 0).all():
             return 0
-        slots = self._evictable(layer, before_step)
-        if len(slots) > short:
-            pages = self.page_of[layer, slots]
-            order = np.lexsort((self.stamp[layer, pages], self.heat[layer, pages]))
-            slots = slots[order[:short]]
-        self._unmap(layer, slots)
+        layers, slots, _ = self._cold.find(short, before_step)
+        self._unmap(layers, slots)
         return len(slots)
 
-    def _evictable(self, layer: int, before_step: int) -> npt.NDArray[np.int64]:
-        slots = np.flatnonzero(self.page_of[layer] >= 0)
-        return slots[self.stamp[layer, self.page_of[layer, slots]] < before_step]
-
-    def _unmap(self, layer: int, slots: npt.NDArray[np.int64]) -> None:
-        self._set_slots(layer, self.page_of[layer, slots], -1)
-        self._give_back(layer, slots)
+    def _unmap(self, layers: npt.NDArray[np.int64], slots: npt.NDArray[np.int64]) -> None:
+        self._set_slots(layers * self.num_pages + self.page_of[layers, slots], -1)
+        self._give_back(layers, slots)
 
     def invalidate(self, pages: Ints) -> None:
         """``pages`` were freed or will be overwritten: drop them in every layer."""
@@ -238,20 +265,19 @@ class ResidencyTable:
         self.heat[:, ids] = 0.0
         self.stamp[:, ids] = -1
         slots = self.slot_of[:, ids]
-        for layer in map(int, np.flatnonzero((slots >= 0).any(axis=1))):
-            mapped = slots[layer] >= 0
-            self._give_back(layer, slots[layer][mapped].astype(np.int64))
-            self._set_slots(layer, ids[mapped], -1)
+        layers, which = np.nonzero(slots >= 0)
+        self._give_back(layers, slots[layers, which])
+        self._set_slots(layers * self.num_pages + ids[which], -1)
 
     def clear(self) -> None:
         """Drop every page (cache flush)."""
         self.invalidate(np.arange(self.num_pages))
 
-    def _give_back(self, layer: int, slots: npt.NDArray[np.int64]) -> None:
-        end = self._num_free[layer]
-        self._free[layer, end : end + len(slots)] = slots
-        self._num_free[layer] = end + len(slots)
-        self.page_of[layer, slots] = _FREE
+    def _give_back(self, layers: npt.NDArray[np.int64], slots: Ints) -> None:
+        """``layers`` ascending."""
+        self._free[layers, self._num_free[layers] + rank_within(layers)] = slots
+        self._num_free += np.bincount(layers, minlength=self.num_layers)
+        self.page_of[layers, slots] = _FREE
 
     def check(self) -> None:
         """Assert the invariants; for tests and debugging.

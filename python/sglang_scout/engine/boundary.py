@@ -90,6 +90,7 @@ class StepBoundary:
         self._filled_here = np.zeros(host.num_pages, bool)  # by decoding, so no digest was sent
         self._filled_last = np.zeros(0, np.int64)  # pages that were full at the last boundary first
         self.freed_at = np.full(host.num_pages, -1, np.int64)
+        self._last_freed = -1  # the largest of them
         self._step = 0
         self._first_step: dict[int, int] = {}  # by table row; 0: joins with the next step
 
@@ -108,7 +109,14 @@ class StepBoundary:
         self._digests.invalidate(pages)
         self._table.invalidate(pages)
         self._filled_here[pages] = False
-        self.freed_at[pages] = self._step
+        self.freed_at[pages] = self._last_freed = self._step
+
+    def still_held(self, step: int, *pages: npt.NDArray[np.int32]) -> list[npt.NDArray[np.int32]]:
+        """``pages`` as they are, but -1 for those that were freed since ``step`` began."""
+        if self._last_freed < step:
+            return list(pages)
+        is_held = np.append(self.freed_at < step, False)  # the last: of what is no page
+        return [np.where(is_held[some], some, -1) for some in pages]
 
     def _forget_final(self, pages: npt.NDArray[np.int64]) -> None:
         """Before anybody writes to ``pages``."""
@@ -243,26 +251,32 @@ class StepBoundary:
         if (self._table.slot_of[:, wanted] >= 0).all():
             return
         empty = tail_page[tail_len == 1]  # its first token comes with this step
-        for layer in range(self._shape.num_layers):
-            absent = self._table.missing(layer, empty)
-            self._table.evict(layer, len(absent), self._step)
-            self._recall.map_empty(layer, absent, self._step)
-            # Forced pages may push out anything else, warm ones only what was not just in use.
-            for pages, before in ((forced, self._step), (wanted, self._step - 1)):
-                absent = self._table.missing(layer, pages)
-                self._table.evict(layer, len(absent), before)
-                loaded = self._recall.load_now(layer, absent, self._step)
-                self._counters.warmed_pages += loaded
+        self._recall.map_empty(*self._with_slots(empty, self._step), self._step)
+        # Forced pages may push out anything else, warm ones only what was not just in use.
+        for pages, before in ((forced, self._step), (wanted, self._step - 1)):
+            self._load(pages, before)
         if (self._table.slot_of[:, forced] < 0).any():
             self._load_forced_late(forced)
+
+    def _with_slots(
+        self, pages: npt.NDArray[np.integer], before_step: int
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Layers and ids of those of ``pages`` that are missing, after room was made for them."""
+        every = np.arange(self._shape.num_layers)
+        pages = np.broadcast_to(pages, (len(every), len(pages)))
+        absent = self._table.missing(every[:, None], pages)
+        layers, absent = np.divmod(absent, self._table.num_pages)
+        self._table.evict(every, np.bincount(layers, minlength=len(every)), before_step)
+        return layers, absent
+
+    def _load(self, pages: npt.NDArray[np.integer], before_step: int) -> None:
+        absent = self._with_slots(pages, before_step)
+        self._counters.warmed_pages += self._recall.load_now(*absent, self._step)
 
     def _load_forced_late(self, forced: npt.NDArray[np.int64]) -> None:
         """Forced pages that found no slot, or are themselves on their way: copies hold what they need."""
         self._recall.commit(self._step)
-        for layer in range(self._shape.num_layers):
-            absent = self._table.missing(layer, forced)
-            self._table.evict(layer, len(absent), self._step)
-            self._counters.warmed_pages += self._recall.load_now(layer, absent, self._step)
+        self._load(forced, self._step)
         if (self._table.slot_of[:, forced] < 0).any():
             raise RuntimeError("no slot for a page that must be resident; the slot count is wrong")
 
@@ -273,8 +287,8 @@ class StepBoundary:
         when the pages are known.
         """
         first = int(fresh.sum()) * self._budget_pages
-        for layer, missed in enumerate(last_missed.sum(axis=1)):
-            self._table.evict(layer, int(missed) + first, self._step - 1)
+        every = np.arange(self._shape.num_layers)
+        self._table.evict(every, last_missed.sum(axis=1) + first, self._step - 1)
 
     def _fill_free_slots(
         self,

@@ -47,7 +47,20 @@ class Counters:
         self.cpu_pages_by_layer[layer] += missing
         self.budget_pages_by_layer[layer] += budget
 
+    def count_selections(self, selected: int, missing: npt.NDArray[np.int64], budget: int) -> None:
+        """As :meth:`count_selection`, of all layers: ``missing`` ``[L]``, ``budget`` of each."""
+        self.selected_pages += selected
+        self.cpu_pages += int(missing.sum())
+        self.budget_pages += budget * self.num_layers
+        self.cpu_pages_by_layer += missing
+        self.budget_pages_by_layer += budget
+
     def count_wait(self, layer: int, wait_us: int) -> None:
         """The device waited for pages of ``layer``: for the worker's answer, or for copies."""
         self.gpu_wait_us += wait_us
         self.gpu_wait_us_by_layer[layer] += wait_us
+
+    def count_waits(self, waits_us: npt.NDArray[np.int64]) -> None:
+        """As :meth:`count_wait`, of all layers: ``[L]``."""
+        self.gpu_wait_us += int(waits_us.sum())
+        self.gpu_wait_us_by_layer += waits_us

@@ -222,25 +222,20 @@ class DeviceStepEngine:
         batch, step = launched.batch, launched.step
         rows, layers = len(batch.ages), self.shape.num_layers
         pages, missing = pages[:, :rows], missing[:, :rows]
-        missed = (missing >= 0).sum(axis=2)
+        missed = np.count_nonzero(missing >= 0, axis=2)
         self._last = LastStep(batch.ages, missed)
-        live = np.append(self.boundary.freed_at < step, False)  # the last: of what is no page
-        waited_us = (waited_ns - self._waited_ns) // 1000
+        selected = np.count_nonzero(pages >= 0)
+        self.counters.count_selections(selected, missed.sum(axis=1), rows * self.budget_pages)
+        self.counters.count_waits((waited_ns - self._waited_ns) // 1000)
         self._waited_ns = waited_ns.copy()
-        for layer in range(layers):
-            selected = pages[layer]
-            self.counters.count_selection(
-                layer, int((selected >= 0).sum()), int(missed[layer].sum()),
-                rows * self.budget_pages,
-            )  # fmt: skip
-            self.counters.count_wait(layer, int(waited_us[layer]))
-            self.table.touch(layer, np.where(live[selected], selected, -1), step, batch.fresh)
+        pages, missing = self.boundary.still_held(step, pages, missing)
+        self.table.touch(np.arange(layers)[:, None, None], pages, step, batch.fresh)
         now_ns = time.monotonic_ns()
         took_us = (now_ns - launched.start_ns) / 1e3 / _KNOWN_AFTER
         self._step_us += (took_us - self._step_us) * (1 / 8 if self._step_us else 1.0)
         if self.step_log is not None:
             self._write_log(launched, missed, now_ns)
-        return launched, np.where(live[missing], missing, -1)
+        return launched, missing
 
     def _write_log(self, launched: _Launched, missed: npt.NDArray[np.int64], now_ns: int) -> None:
         assert self.step_log is not None
@@ -252,13 +247,12 @@ class DeviceStepEngine:
 
     def _recall_missing(self, launched: _Launched, missing: npt.NDArray[np.int32]) -> None:
         """Each layer recalls of what it missed the pages that the policy picks."""
-        for layer in np.flatnonzero((missing >= 0).any(axis=(1, 2))).tolist():
-            wanted = self.policy.residency.pick(
-                layer, missing[layer], launched.batch.ages, self.table.heat[layer]
-            )
-            if len(wanted):
-                # The slots that this takes may be read by steps that run; copies wait for these.
-                self.recall.swap(layer, wanted, launched.step)
+        layers, pages = self.policy.residency.pick(
+            np.arange(self.shape.num_layers), missing, launched.batch.ages, self.table.heat
+        )
+        if len(pages):
+            # The slots that this takes may be read by steps that run; copies wait for these.
+            self.recall.swap(layers, pages, launched.step)
 
     def check(self) -> None:
         """Before a step's tokens are given out: none may lack a part of its attention.

@@ -23,7 +23,9 @@ from sglang_scout.engine.counters import Counters
 from sglang_scout.engine.device import upload
 from sglang_scout.engine.pools import HostPages, ResidentCache
 from sglang_scout.engine.trace import Tracer
-from sglang_scout.ops.gather import copy_pages
+from sglang_scout.ops.gather import LayerPages, copy_layer_pages
+
+Layers = npt.NDArray[np.int64] | int
 
 _SMOOTH = 1 / 8
 
@@ -56,7 +58,7 @@ class Copies:
     was_missed: bool = True  # False: copied ahead of any need
 
     def slots_of(self, pages: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-        """The slot that each of ``pages`` is being copied to, -1 for any other page."""
+        """The slot that each of ``pages`` is being copied to, -1 for any other page; of one layer."""
         known = self.taken.pages  # ascending
         if not len(known):
             return np.full(pages.shape, -1, np.int32)
@@ -66,6 +68,9 @@ class Copies:
 
 class Recall:
     """Copies pages into resident slots and keeps the table true.
+
+    ``layer`` may be an array that broadcasts with ``pages``, as in :class:`ResidencyTable`: what one
+    call asks for is one launch.
 
     Args:
         host, resident, table, counters, tracer: of the engine.
@@ -91,7 +96,7 @@ class Recall:
         side: Side | None = None,
         known_after: int = 1,
     ) -> None:
-        self._host = host
+        self._source = LayerPages.of(host.k, host.v, resident.k.device)
         self._resident = resident
         self._table = table
         self._counters = counters
@@ -113,18 +118,18 @@ class Recall:
         """Right after :meth:`commit`: pages whose copies have not ended in time."""
         return sum(len(copies.taken.pages) for copies in self._in_flight)
 
-    def start(self, layer: int, pages: npt.NDArray[np.integer]) -> Copies:
+    def start(self, layer: Layers, pages: npt.NDArray[np.integer]) -> Copies:
         """Begin to copy ``pages`` of ``layer`` as far as free slots go; they are committed later."""
         return self._submit(self._table.reserve(layer, pages))
 
-    def swap(self, layer: int, pages: npt.NDArray[np.integer], step: int) -> Copies:
+    def swap(self, layer: Layers, pages: npt.NDArray[np.integer], step: int) -> Copies:
         """As :meth:`start`, also into slots of colder pages that ``step`` did not select.
 
-        The layer's attention in ``step`` must be over.
+        The layers' attention in ``step`` must be over.
         """
         return self._submit(self._table.exchange(layer, pages, step))
 
-    def fill(self, layer: int, pages: npt.NDArray[np.integer]) -> int:
+    def fill(self, layer: Layers, pages: npt.NDArray[np.integer]) -> int:
         """Begin to copy ``pages`` that nobody missed into free slots. Returns how many found one."""
         return len(self._submit(self._table.reserve(layer, pages), was_missed=False).taken.pages)
 
@@ -133,7 +138,7 @@ class Recall:
         copies = Copies(taken, self._side.submit(self._copy, taken, why), was_missed)
         if len(taken.pages):
             self._in_flight.append(copies)
-            self.started[taken.layer] += was_missed * len(taken.pages)
+            self.started += was_missed * taken.per_layer(len(self.started))
         return copies
 
     def commit(self, step: int, patience_us: float | None = None) -> None:
@@ -190,12 +195,12 @@ class Recall:
         self.used[:] = 0
         while self._landed and self._landed[0][0] <= step - self._known_after:
             first, taken = self._landed.popleft()
-            layer = taken.layer
-            self.landed[layer] += len(taken.pages)
-            resident = taken.pages[self._table.slot_of[layer, taken.pages] >= 0]
-            self.used[layer] += int((self._table.stamp[layer, resident] == first).sum())
+            self.landed += taken.per_layer(len(self.landed))
+            at = taken.layers, taken.pages
+            was_used = (self._table.slot_of[at] >= 0) & (self._table.stamp[at] == first)
+            self.used += np.bincount(taken.layers[was_used], minlength=len(self.used))
 
-    def load_now(self, layer: int, pages: npt.NDArray[np.integer], step: int) -> int:
+    def load_now(self, layer: Layers, pages: npt.NDArray[np.integer], step: int) -> int:
         """Copy ``pages`` before the step begins and map them. Returns how many found a slot."""
         taken = self._table.reserve(layer, pages)
         if len(taken.pages):
@@ -203,19 +208,20 @@ class Recall:
             self._table.commit(taken, step)
         return len(taken.pages)
 
-    def map_empty(self, layer: int, pages: npt.NDArray[np.integer], step: int) -> None:
+    def map_empty(self, layer: Layers, pages: npt.NDArray[np.integer], step: int) -> None:
         """Map pages that hold nothing yet to free slots: there is nothing to copy."""
         self._table.commit(self._table.reserve(layer, pages), step)
 
     def _copy(self, taken: Reservation, why: str) -> int:
         start_ns = time.monotonic_ns()
-        layer, pages = taken.layer, len(taken.pages)
-        moved_bytes = 2 * self._page_bytes * pages
-        device = self._resident.k.device
-        source, target = upload(taken.pages, device), upload(taken.slots, device)
-        with self._tracer.slice("copies", why, layer=layer, pages=pages, bytes=moved_bytes):
-            copy_pages(self._host.k[layer], source, self._resident.k[layer], target)
-            copy_pages(self._host.v[layer], source, self._resident.v[layer], target)
+        pages, layers = len(taken.pages), taken.layers
+        about = {"pages": pages, "bytes": 2 * self._page_bytes * pages}
+        if pages and layers[0] == layers[-1]:
+            about["layer"] = int(layers[0])
+        ids = np.stack([layers, taken.pages, taken.slots])
+        cache = self._resident
+        with self._tracer.slice("copies", why, **about):
+            copy_layer_pages(self._source, upload(ids, cache.k.device), cache.k, cache.v)
         return time.monotonic_ns() - start_ns
 
     def close(self) -> None:

@@ -330,10 +330,11 @@ class StepEngine:
         """After its attention, a layer recalls of what it missed the pages that the policy picks."""
         if ahead.ticket is None:
             return
-        ages, heat = self._current().ages, self.table.heat[layer]
-        pages = self.policy.residency.pick(layer, ahead.on_cpu, ages, heat)
+        layers, pages = self.policy.residency.pick(
+            np.array([layer]), ahead.on_cpu[None], self._current().ages, self.table.heat
+        )
         if len(pages):
-            self.recall.swap(layer, pages, self._step)
+            self.recall.swap(layers, pages, self._step)
 
     def _on_device(self, layer: int, ahead: _Ahead) -> npt.NDArray[np.int32]:
         """``[B, any]`` full pages that the device attended to, -1 in between."""

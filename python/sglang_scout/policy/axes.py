@@ -122,17 +122,20 @@ class ResidencyAxis(Protocol):
 
     def pick(
         self,
-        layer: int,
+        layers: npt.NDArray[np.int64],
         missed: npt.NDArray[np.int32],
         ages: npt.NDArray[np.int64],
         heat: npt.NDArray[np.float32],
-    ) -> npt.NDArray[np.int64]:
-        """The pages that ``layer`` would like to recall after its attention; distinct ids.
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """The pages that ``layers`` would like to recall after their attention.
 
         Args:
-            missed: ``[B, k]`` pages that were left to the CPU, -1 padded.
+            layers: ``[n]`` ascending.
+            missed: ``[n, B, k]`` pages that were left to the CPU, -1 padded.
             ages: ``[B]`` steps that each request has done before this one.
-            heat: ``[P]`` how much every page of the layer has been selected lately.
+            heat: ``[L, P]`` how much every page of every layer has been selected lately.
+        Returns:
+            Layers and pages, distinct pairs.
         """
 
     def fill_pages(self) -> int:

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_scout.core.pages import DEFAULT_HALF_LIFE_STEPS
+from sglang_scout.core.ranking import bits_of, distinct, least_of_each
 from sglang_scout.policy.axes import StepReport
 from sglang_scout.policy.recall_controller import RecallController
 
@@ -28,27 +29,38 @@ def whole_if_it_fits(n_full: int, quota_pages: int) -> Ids:
 
 
 def hottest(
+    layers: Ids,
     missed: npt.NDArray[np.int32],
+    counts: npt.NDArray[np.bool_],
     is_first: npt.NDArray[np.bool_],
     heat: npt.NDArray[np.float32],
-    limit_pages: int,
-) -> Ids:
-    """The ``limit_pages`` pages of ``missed`` that are worth most, as distinct ids.
+    limit_pages: Ids,
+) -> tuple[Ids, Ids]:
+    """Of each layer the ``limit_pages[i]`` pages of ``missed[i]`` that are worth most.
 
     Those of first rows come before all others, then the hottest: selected lately, often, and by
     many requests, whom one copy serves together.
 
     Args:
-        missed: ``[B, k]`` page ids, -1 padded.
+        layers: ``[n]`` ascending; ``limit_pages``: ``[n]``.
+        missed: ``[n, B, k]`` page ids, -1 padded.
+        counts: ``[n, B]`` rows of each layer whose pages may be chosen.
         is_first: ``[B]`` rows whose pages come first.
-        heat: ``[P]``.
+        heat: ``[L, P]``.
+    Returns:
+        Layers and pages, distinct pairs.
     """
-    is_page = missed >= 0
-    ids = np.unique(missed[is_page]).astype(np.int64)
-    if len(ids) <= limit_pages:
-        return ids
-    first = np.isin(ids, missed[is_page & is_first[:, None]])
-    return ids[np.lexsort((ids, -heat[ids], ~first))[:limit_pages]]
+    n, rows, k = missed.shape
+    at = np.flatnonzero((missed >= 0) & counts[:, :, None])
+    row, num_pages = at // k, heat.shape[1]
+    # The smallest number of a (layer, page) says whether a first row is among those that miss it.
+    codes = (row // max(rows, 1) * num_pages + missed.reshape(-1)[at]) * 2
+    codes = distinct(codes + ~is_first[row % max(rows, 1)])
+    codes = codes[np.append(True, codes[1:] >> 1 != codes[:-1] >> 1)[: len(codes)]]
+    group, pages = np.divmod(codes >> 1, num_pages)
+    coldness = (1 << 31) - bits_of(heat[layers[group], pages])
+    best = least_of_each(group, (codes & 1) << 32 | coldness, limit_pages)
+    return layers[group[best]], pages[best]
 
 
 @dataclass
@@ -85,10 +97,14 @@ class ImportantPages:
         self._step = report.step
 
     def pick(
-        self, layer: int, missed: npt.NDArray[np.int32], ages: Ids, heat: npt.NDArray[np.float32]
-    ) -> Ids:
-        rows = missed if self.due(layer, self._step) else missed[ages < self.young_steps]
-        return np.unique(rows[rows >= 0]).astype(np.int64)
+        self, layers: Ids, missed: npt.NDArray[np.int32], ages: Ids, heat: npt.NDArray[np.float32]
+    ) -> tuple[Ids, Ids]:
+        due = np.array([self.due(layer, self._step) for layer in layers.tolist()], bool)
+        counts = due[:, None] | (ages < self.young_steps)
+        at = np.flatnonzero((missed >= 0) & counts[:, :, None])
+        row = at // max(missed[0].size, 1)
+        keys = distinct(row * heat.shape[1] + missed.reshape(-1)[at])
+        return layers[keys // heat.shape[1]], keys % heat.shape[1]
 
     def fill_pages(self) -> int:
         return 0
@@ -124,12 +140,12 @@ class MeasuredRecall:
         self.controller.plan(report)
 
     def pick(
-        self, layer: int, missed: npt.NDArray[np.int32], ages: Ids, heat: npt.NDArray[np.float32]
-    ) -> Ids:
+        self, layers: Ids, missed: npt.NDArray[np.int32], ages: Ids, heat: npt.NDArray[np.float32]
+    ) -> tuple[Ids, Ids]:
         young = ages < self.controller.young_steps
-        counts = np.ones(len(ages), bool) if self.controller.is_due[layer] else young
-        limit_pages = int(self.controller.granted[layer])
-        return hottest(missed[counts], young[counts], heat, limit_pages)
+        counts = self.controller.is_due[layers][:, None] | young
+        limits = self.controller.granted[layers]
+        return hottest(layers, missed, counts, young, heat, limits)
 
     def fill_pages(self) -> int:
         return self.controller.spare_pages
