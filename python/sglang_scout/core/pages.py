@@ -163,6 +163,7 @@ class ResidencyTable:
         if not is_page.all():
             keys = keys[is_page]
             weights = weights[is_page] if weights.ndim else weights
+        self._cold.forget(np.ravel(layer))
         self._stamp[keys] = step
         np.add.at(self._heat, keys.reshape(-1), weights.reshape(-1) if weights.ndim else weights)
 
@@ -172,7 +173,7 @@ class ResidencyTable:
         if grown > _RESCALE_LOG2:
             self.heat *= np.float32(2.0 ** -min(grown, 120.0))
             self.heat[self.heat < 2.0**-60] = 0.0
-            self._cold.rescaled()
+            self._cold.forget(slice(None))
             self._scaled_at_step, grown = step, 0.0
         return float(2.0**grown)
 
@@ -198,12 +199,17 @@ class ResidencyTable:
         short = self._per_layer(keys) - self._num_free
         if (short > 0).any():
             keys, layers, rank = self._hottest_first(keys)
-            cold_layers, slots, coldness = self._cold.find(short, before_step)
+            heat = self._heat[keys]
+            best = np.zeros(self.num_layers, np.float32)  # heat of the first to find no free slot
+            is_best = rank == self._num_free[layers]
+            best[layers[is_best]] = heat[is_best]
+            below = best * np.float32(1.001 / SWAP_MARGIN)  # a little more than needed: rounding
+            cold_layers, slots, coldness = self._cold.find(short, before_step, below)
             # The hottest that finds no free slot meets the coldest.
             rival = np.searchsorted(layers, cold_layers) + self._num_free[cold_layers]
             rival += rank_within(cold_layers)
             # Rivals grow colder and the others hotter, so the wins come first.
-            wins = self._heat[keys[rival]] > SWAP_MARGIN * coldness
+            wins = heat[rival] > SWAP_MARGIN * coldness
             self._unmap(cold_layers[wins], slots[wins])
             keys = np.sort(keys[rank < self._num_free[layers]])
         return self._reserve(keys)
@@ -237,7 +243,7 @@ class ResidencyTable:
         self.page_of[layers, slots] = pages
         self._stamp[keys] = np.maximum(self._stamp[keys], step)
         self._is_pending[keys] = False
-        self._cold.mapped(layers, slots)
+        self._cold.mapped(layers, slots, keys)
         return len(pages)
 
     def evict(self, layer: Ints | int, want_free: Ints | int, before_step: int) -> int:
@@ -278,6 +284,7 @@ class ResidencyTable:
         self._free[layers, self._num_free[layers] + rank_within(layers)] = slots
         self._num_free += np.bincount(layers, minlength=self.num_layers)
         self.page_of[layers, slots] = _FREE
+        self._cold.unmapped(layers, slots)
 
     def check(self) -> None:
         """Assert the invariants; for tests and debugging.

@@ -92,6 +92,7 @@ class StepBoundary:
         self.freed_at = np.full(host.num_pages, -1, np.int64)
         self._last_freed = -1  # the largest of them
         self._step = 0
+        self._seen_full: dict[int, int] = {}  # by table row: full pages at the last boundary
         self._first_step: dict[int, int] = {}  # by table row; 0: joins with the next step
 
     def admit(self, request_slots: Iterable[int]) -> None:
@@ -152,13 +153,13 @@ class StepBoundary:
         full = (seq_lens - 1) // size
         tail_len = (seq_lens - 1) % size + 1
         column = np.arange(columns)
-        table = np.where(column <= full[:, None], page_table, -1).astype(np.int32)
+        table = np.where(column <= full[:, None], page_table, np.int32(-1))
         is_full = column < full[:, None]
         tail_page = table[np.arange(rows), full]
         ages = self._ages(request_slots)
         fresh = ages == 0
 
-        self._complete_digests(table[is_full])
+        self._complete_digests(table[is_full & self._not_seen(request_slots, full, fresh)])
         self._filled_here[tail_page] = True
         self._load_forced(table, full, tail_page, tail_len, fresh)
         if self._policy.missing.copy_ahead:
@@ -193,6 +194,18 @@ class StepBoundary:
         return np.array(
             [self._step - self._first_step.get(int(r), -(2**31)) for r in request_slots], np.int64
         )
+
+    def _not_seen(
+        self,
+        request_slots: npt.NDArray[np.int64],
+        full: npt.NDArray[np.int64],
+        fresh: npt.NDArray[np.bool_],
+    ) -> npt.NDArray[np.bool_]:
+        """``[B, N]`` columns that were not full at the last boundary of a request."""
+        slots = request_slots.tolist()
+        seen = np.array([self._seen_full.get(slot, 0) for slot in slots])
+        self._seen_full = dict(zip(slots, full.tolist(), strict=True))
+        return np.arange(full.max(initial=0) + 1) >= np.where(fresh, 0, seen)[:, None]
 
     def _report(self, last: LastStep, fresh: npt.NDArray[np.bool_], step_us: float) -> StepReport:
         """What the residency axis may know."""
@@ -239,9 +252,12 @@ class StepBoundary:
     ) -> None:
         """Sink, newest and tail pages of every request are resident; fresh requests that fit, whole."""
         digest = self._policy.digest
-        column = np.arange(table.shape[1])
-        forced = (column < digest.sink_pages) | (column >= full[:, None] - digest.recent_pages)
-        forced = np.concatenate([table[forced & (column < full[:, None])], tail_page])
+        first, newest = np.arange(digest.sink_pages), np.arange(1, digest.recent_pages + 1)
+        columns = np.concatenate(
+            [np.broadcast_to(first, (len(full), len(first))), full[:, None] - newest], axis=1
+        )
+        rows, which = np.nonzero((columns >= 0) & (columns < full[:, None]))
+        forced = np.concatenate([table[rows, columns[rows, which]], tail_page])
         self._table.touch_all_layers(forced, self._step)
         warm = [
             table[row, self._policy.residency.warm_columns(int(full[row]), self._budget_pages)]
@@ -253,8 +269,9 @@ class StepBoundary:
         empty = tail_page[tail_len == 1]  # its first token comes with this step
         self._recall.map_empty(*self._with_slots(empty, self._step), self._step)
         # Forced pages may push out anything else, warm ones only what was not just in use.
-        for pages, before in ((forced, self._step), (wanted, self._step - 1)):
-            self._load(pages, before)
+        self._load(forced, self._step)
+        if warm:
+            self._load(wanted, self._step - 1)
         if (self._table.slot_of[:, forced] < 0).any():
             self._load_forced_late(forced)
 

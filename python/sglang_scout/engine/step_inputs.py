@@ -51,8 +51,9 @@ class StepInputs:
         head[5:, :count] = batch.tail_slot
         table = words[self._head :].reshape(rows, columns)
         sent = max(count, self._rows)
-        table[:sent] = -1
-        is_full = np.arange(used) < batch.n_full.numpy()[:, None]
-        np.copyto(table[:count, :used], batch.table.numpy(), where=is_full)
+        table[:count, :used] = batch.table.numpy()
+        table[np.arange(count), batch.n_full.numpy()] = -1  # the page that is being filled
+        table[:count, used:] = -1
+        table[count:sent] = -1
         self._staging.send(self._head + sent * columns)
         self._rows = count

@@ -58,7 +58,7 @@ def hottest(
     codes = distinct(codes + ~is_first[row % max(rows, 1)])
     codes = codes[np.append(True, codes[1:] >> 1 != codes[:-1] >> 1)[: len(codes)]]
     group, pages = np.divmod(codes >> 1, num_pages)
-    coldness = (1 << 31) - bits_of(heat[layers[group], pages])
+    coldness = (1 << 31) - bits_of(heat.reshape(-1)[layers[group] * num_pages + pages])
     best = least_of_each(group, (codes & 1) << 32 | coldness, limit_pages)
     return layers[group[best]], pages[best]
 
