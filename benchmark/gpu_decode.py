@@ -123,7 +123,7 @@ def calibrated_rho(store: Store, size: ModelSize, context: int, budget_pages: in
     digests = DigestPool(store.shape, store.arena.spec.num_pages, store.device)
     layers = range(0, size.layers, max(1, size.layers // 4))
     ids = np.arange(1, pages + 1, dtype=np.int64)
-    digests.build(ids, store.host.k)
+    digests.build(ids, store.host)
     for _ in range(12):
         rho = (low + high) / 2
         ratios = []

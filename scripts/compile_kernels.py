@@ -58,6 +58,7 @@ def empty(*shape: int, dtype: torch.dtype = F32) -> torch.Tensor:
 def cases() -> Iterator[tuple[str, Callable[..., object], tuple]]:
     """A name, and a call with the shapes of a model that launches kernels."""
     from sglang_scout.ops.doorbell import DeviceRing
+    from sglang_scout.ops.gather import LayerPages
     from sglang_scout.ops.triton import (
         advance,
         attend,
@@ -110,6 +111,13 @@ def cases() -> Iterator[tuple[str, Callable[..., object], tuple]]:
         ids = empty(64, dtype=I64)
         yield f"build_digests, {model}", pages.build_digests, (k, ids, *digests)
         yield f"build_signs, {model}", signs.build_signs, (k, ids, *digests)
+        layers = LayerPages.of([k] * 3, [v] * 3, "meta")
+        of_layers = [torch.stack([x] * 3) for x in digests]
+        yield f"build_layer_digests, {model}", pages.build_layer_digests, (layers, ids, *of_layers)
+        yield f"build_layer_signs, {model}", signs.build_layer_signs, (layers, ids, *of_layers)
+        slots = [x.new_empty(3, 9, *x.shape[1:]) for x in (k, v)]
+        triples = empty(3, 64, dtype=I64)
+        yield f"copy_layer_pages, {model}", pages.copy_layer_pages, (layers, triples, *slots)
         yield f"score_signs, {model}", signs.score_signs, (q, *digests, table, row)
     out, lse, row = empty(16, 40, 128), empty(16, 40), empty(4, dtype=I32)
     x, known = empty(16, 5120, dtype=BF16), empty(16, dtype=torch.bool)

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_scout.engine.pools import DigestPool, ModelShape
+from sglang_scout.engine.pools import DigestPool, HostPages, ModelShape
 
 pool = pytest.importorskip("sglang_scout.plugin.pool", reason="needs SGLang")
 allocators = pytest.importorskip("sglang_scout.plugin.allocator", reason="needs SGLang")
@@ -292,14 +292,15 @@ def test_digests_of_another_form_count_as_not_arrived(form, other, dtype):
     shape = dataclasses.replace(SHAPE, page_size=32, head_dim=64, dtype=dtype)
     pages = np.array([1, 3, 4])
     k = [torch.randn(5, 32, shape.num_kv_heads, 64).to(dtype) for _ in range(shape.num_layers)]
+    host = HostPages(shape, *([x.flatten(0, 1) for x in k] for _ in "kv"))
     there, own, here = (DigestPool(shape, 5, "cpu", name) for name in (other, form, form))
-    there.build(pages, k)
-    own.build(pages[:1], k)
+    there.build(pages, host)
+    own.build(pages[:1], host)
     for source, arrived in ((there, pages[1:]), (own, pages[:1])):
         for half in ("low", "high"):
             getattr(here, half)[:, arrived] = getattr(source, half)[:, arrived]
     assert list(here.accept(pages)) == [3, 4] and here.received == 1
-    here.build(pages[1:], k)
+    here.build(pages[1:], host)
     assert here.valid[pages].all() and here.computed == 2
 
 

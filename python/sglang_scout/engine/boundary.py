@@ -240,7 +240,7 @@ class StepBoundary:
         here, elsewhere = pending[filled], pending[~filled]
         if len(elsewhere):
             here = np.concatenate([here, self._digests.accept(elsewhere)])
-        self._digests.build(here, self._host.k)
+        self._digests.build(here, self._host)
 
     def _load_forced(
         self,

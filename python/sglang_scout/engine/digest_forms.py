@@ -10,9 +10,10 @@ from typing import Protocol
 
 import torch
 
-from sglang_scout.ops.digest import build_digests
+from sglang_scout.ops.digest_layers import build_layer_digests, build_layer_signs
+from sglang_scout.ops.gather import LayerPages
 from sglang_scout.ops.score import score_pages
-from sglang_scout.ops.signs import as_bits, build_signs, score_signs
+from sglang_scout.ops.signs import as_bits, score_signs
 
 _UNSET_BITS = 0x7FC0
 """A NaN in bfloat16, and in any form a word that hardly any page has."""
@@ -22,9 +23,9 @@ class DigestForm(Protocol):
     """Shapes: P pages, n of them, S tokens a page, H KV heads, D head size."""
 
     def build(
-        self, k: torch.Tensor, ids: torch.Tensor, low: torch.Tensor, high: torch.Tensor
+        self, source: LayerPages, ids: torch.Tensor, low: torch.Tensor, high: torch.Tensor
     ) -> None:
-        """Write rows ``ids`` ``[n]`` of ``low``, ``high`` ``[P, H, D]`` from ``k`` ``[P, S, H, D]``."""
+        """Write rows ``ids`` ``[n]`` of ``low``, ``high`` ``[L, P, H, D]`` from K ``[P, S, H, D]``."""
 
     def score(
         self,
@@ -68,9 +69,9 @@ class MinMax:
     """Smallest and largest key of every channel (Quest)."""
 
     def build(
-        self, k: torch.Tensor, ids: torch.Tensor, low: torch.Tensor, high: torch.Tensor
+        self, source: LayerPages, ids: torch.Tensor, low: torch.Tensor, high: torch.Tensor
     ) -> None:
-        build_digests(k, ids, low, high)
+        build_layer_digests(source, ids, low, high)
 
     def score(
         self,
@@ -97,9 +98,9 @@ class Signs:
     """The sign of every key element."""
 
     def build(
-        self, k: torch.Tensor, ids: torch.Tensor, low: torch.Tensor, high: torch.Tensor
+        self, source: LayerPages, ids: torch.Tensor, low: torch.Tensor, high: torch.Tensor
     ) -> None:
-        build_signs(k, ids, low, high)
+        build_layer_signs(source, ids, low, high)
 
     def score(
         self,

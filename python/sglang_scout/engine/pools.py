@@ -14,6 +14,7 @@ import torch
 
 from sglang_scout.engine.device import upload
 from sglang_scout.engine.digest_forms import FORMS, unset
+from sglang_scout.ops.gather import LayerPages
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,13 @@ class HostPages:
         pages = (-1, shape.page_size, shape.num_kv_heads, shape.head_dim)
         self.k = [t.view(pages) for t in k]
         self.v = [t.view(pages) for t in v]
+        self._for_copies: dict[torch.device, LayerPages] = {}
+
+    def for_copies(self, device: torch.device) -> LayerPages:
+        """The pages as the ops take them that read any layer in one launch on ``device``."""
+        if device not in self._for_copies:
+            self._for_copies[device] = LayerPages.of(self.k, self.v, device)
+        return self._for_copies[device]
 
     @property
     def num_pages(self) -> int:
@@ -119,13 +127,12 @@ class DigestPool:
         self.received += int(complete.sum())
         return pages[~complete]
 
-    def build(self, pages: npt.NDArray[np.int64], k: Sequence[torch.Tensor]) -> None:
-        """Compute the digests of ``pages`` from ``k`` (per layer ``[P, S, H, D]``)."""
+    def build(self, pages: npt.NDArray[np.int64], host: HostPages) -> None:
+        """Compute the digests of ``pages`` from their K."""
         if not len(pages):
             return
-        ids = self._ids(pages)
-        for layer, k_layer in enumerate(k):
-            self._form.build(k_layer, ids, self.low[layer], self.high[layer])
+        source = host.for_copies(self.low.device)
+        self._form.build(source, self._ids(pages), self.low, self.high)
         if self.low.device.type == "cuda":
             self._built = torch.cuda.Event()
             self._built.record()

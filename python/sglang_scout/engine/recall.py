@@ -23,7 +23,7 @@ from sglang_scout.engine.counters import Counters
 from sglang_scout.engine.device import upload
 from sglang_scout.engine.pools import HostPages, ResidentCache
 from sglang_scout.engine.trace import Tracer
-from sglang_scout.ops.gather import LayerPages, copy_layer_pages
+from sglang_scout.ops.gather import copy_layer_pages
 
 Layers = npt.NDArray[np.int64] | int
 
@@ -96,7 +96,7 @@ class Recall:
         side: Side | None = None,
         known_after: int = 1,
     ) -> None:
-        self._source = LayerPages.of(host.k, host.v, resident.k.device)
+        self._source = host.for_copies(resident.k.device)
         self._resident = resident
         self._table = table
         self._counters = counters

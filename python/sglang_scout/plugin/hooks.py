@@ -208,7 +208,7 @@ def before_send_kv_chunk(
         req.req_pool_idx, first : end // size * size : size
     ]
     pages = (locations // size).cpu().numpy().astype("int64")
-    pool.digests.build(pages[~pool.digests.valid[pages]], pool.host_pages.k)
+    pool.digests.build(pages[~pool.digests.valid[pages]], pool.host_pages)
 
 
 def before_send_kvcache(manager: Any, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], Any]:

@@ -184,6 +184,27 @@ def _digest(*args: Any, **kwargs: Any) -> None:
     build_digests(*args, **kwargs)
 
 
+def _layer_digest_reasons(
+    source: Any, ids: torch.Tensor, low: torch.Tensor, high: torch.Tensor
+) -> list[str]:
+    reasons = _digest_reasons(source.k[0], ids, low, high)  # one layer stands for all
+    if source.addresses.device != ids.device:
+        reasons.append(f"source is for {source.addresses.device}, ids are on {ids.device}")
+    return reasons
+
+
+def _layer_digests(*args: Any, **kwargs: Any) -> None:
+    from .pages import build_layer_digests
+
+    build_layer_digests(*args, **kwargs)
+
+
+def _layer_signs(*args: Any, **kwargs: Any) -> None:
+    from .signs import build_layer_signs
+
+    build_layer_signs(*args, **kwargs)
+
+
 def _copy_reasons(
     src: torch.Tensor, src_ids: torch.Tensor, dst: torch.Tensor, dst_ids: torch.Tensor
 ) -> list[str]:
@@ -257,6 +278,8 @@ def _append(*args: Any, **kwargs: Any) -> None:
 
 
 BUILD_DIGESTS = Implementation("triton", _digest, _digest_reasons, _not_unasked)
+BUILD_LAYER_DIGESTS = Implementation("triton", _layer_digests, _layer_digest_reasons, _not_unasked)
+BUILD_LAYER_SIGNS = Implementation("triton", _layer_signs, _layer_digest_reasons, _not_unasked)
 COPY_PAGES = Implementation("triton", _copy, _copy_reasons, _not_unasked)
 COPY_LAYER_PAGES = Implementation("triton", _copy_layers, _copy_layers_reasons, _not_unasked)
 MERGE_STATES = Implementation("triton", _merge, _merge_reasons, _not_unasked)

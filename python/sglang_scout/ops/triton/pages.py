@@ -1,5 +1,5 @@
-"""Whole pages and single tokens on the device: `build_digests`, `copy_pages`, `copy_layer_pages`,
-`append_tokens`.
+"""Whole pages and single tokens on the device: `build_digests`, `copy_pages`, both of all layers in
+one launch, and `append_tokens`.
 
 Bytes that must move: a digest reads S H D e and writes 2 H D e; a copy reads and writes the page;
 an appended token is 2 H D e read, and the same written to each pool. An id outside its pool is
@@ -17,6 +17,31 @@ _COPY_WORDS = 4096  # of one program: 16 KiB where words have 4 bytes
 
 
 @triton.jit
+def digest_page(
+    k,
+    page,
+    h,
+    kmin,
+    kmax,
+    S: tl.constexpr,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Minimum and maximum over the tokens of one page and head. k [P, S, H, D]; kmin, kmax [P, H, D]."""
+    s = tl.arange(0, BLOCK_S)
+    d = tl.arange(0, BLOCK_D)
+    mask = (s < S)[:, None] & (d < D)[None, :]
+    at = ((page * S + s) * H + h)[:, None] * D + d[None, :]
+    low = tl.load(k + at, mask=mask, other=float("inf")).to(tl.float32)
+    high = tl.where(mask, low, float("-inf"))
+    row = (page * H + h) * D + d
+    tl.store(kmin + row, tl.min(low, axis=0).to(kmin.dtype.element_ty), mask=d < D)
+    tl.store(kmax + row, tl.max(high, axis=0).to(kmax.dtype.element_ty), mask=d < D)
+
+
+@triton.jit
 def digest_kernel(
     k,
     ids,
@@ -29,18 +54,39 @@ def digest_kernel(
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Minimum and maximum over the tokens of one page and head. k [P, S, H, D]; ids [n]."""
+    """One page and head. ids [n]."""
     page, h = tl.load(ids + tl.program_id(0)), tl.program_id(1)
-    s = tl.arange(0, BLOCK_S)
-    d = tl.arange(0, BLOCK_D)
     if (page >= 0) & (page < P):
-        mask = (s < S)[:, None] & (d < D)[None, :]
-        at = ((page * S + s) * H + h)[:, None] * D + d[None, :]
-        low = tl.load(k + at, mask=mask, other=float("inf")).to(tl.float32)
-        high = tl.where(mask, low, float("-inf"))
-        row = (page * H + h) * D + d
-        tl.store(kmin + row, tl.min(low, axis=0).to(kmin.dtype.element_ty), mask=d < D)
-        tl.store(kmax + row, tl.max(high, axis=0).to(kmax.dtype.element_ty), mask=d < D)
+        digest_page(k, page, h, kmin, kmax, S, H, D, BLOCK_S, BLOCK_D)
+
+
+@triton.jit
+def layer_pointer(addresses, layer, dtype: tl.constexpr, ALIGN: tl.constexpr):
+    """Where the pages of a layer begin."""
+    return tl.multiple_of(tl.load(addresses + layer).to(tl.pointer_type(dtype)), ALIGN)
+
+
+@triton.jit
+def digest_layers_kernel(
+    addresses,
+    ids,
+    kmin,
+    kmax,
+    P,
+    S: tl.constexpr,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
+    """One page, head and layer. addresses [L] of [P, S, H, D]; ids [n]; kmin, kmax [L, P, H, D]."""
+    page, h = tl.load(ids + tl.program_id(0)), tl.program_id(1)
+    layer = tl.program_id(2).to(tl.int64)
+    if (page >= 0) & (page < P):
+        k = layer_pointer(addresses, layer, kmin.dtype.element_ty, ALIGN)
+        first = layer * P * (H * D)
+        digest_page(k, page, h, kmin + first, kmax + first, S, H, D, BLOCK_S, BLOCK_D)
 
 
 @triton.jit
@@ -78,9 +124,8 @@ def copy_layers_kernel(
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = (layer >= 0) & (layer < L) & (page >= 0) & (page < P) & (slot >= 0) & (slot < slots)
     if inside:
-        address = tl.load(addresses + tl.program_id(2) * L + layer)
-        src = address.to(tl.pointer_type(dst_k.dtype.element_ty))
-        src = tl.multiple_of(src, ALIGN)
+        at_layer = tl.program_id(2) * L + layer
+        src = layer_pointer(addresses, at_layer, dst_k.dtype.element_ty, ALIGN)
         value = tl.load(src + page * words + at, mask=at < words)
         where = (layer * slots + slot) * words + at
         if tl.program_id(2) == 0:
@@ -148,6 +193,19 @@ def build_digests(
         return
     blocks = triton.next_power_of_2(S), triton.next_power_of_2(D)
     digest_kernel[(ids.numel(), H)](k, ids, kmin, kmax, P, S, H, D, *blocks, num_warps=4)
+
+
+def build_layer_digests(
+    source: LayerPages, ids: torch.Tensor, kmin: torch.Tensor, kmax: torch.Tensor
+) -> None:
+    """See `ops.digest_layers.build_layer_digests`."""
+    P, S, H, D = source.k[0].shape
+    if ids.numel() == 0:
+        return
+    blocks = triton.next_power_of_2(S), triton.next_power_of_2(D)
+    digest_layers_kernel[(ids.numel(), H, len(source.k))](
+        source.addresses, ids, kmin, kmax, P, S, H, D, *blocks, source.align_bytes, num_warps=4
+    )
 
 
 def copy_pages(

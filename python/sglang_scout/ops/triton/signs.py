@@ -13,7 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
+from ..gather import LayerPages
 from ..signs import LEAST_SPREAD, as_bits
+from .pages import layer_pointer
 
 _WORD_TOKENS = tl.constexpr(16)
 _TOP_EXPONENT = tl.constexpr(127 + 14)  # of the largest |q| of a head, once scaled
@@ -31,19 +33,46 @@ def word_of(k, page, h, first, S, H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.
 
 
 @triton.jit
+def sign_page(k, page, h, low, high, H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The words of one page and head. k [P, 32, H, D] and low, high [P, H, D], integers."""
+    d = tl.arange(0, BLOCK_D)
+    S: tl.constexpr = 2 * _WORD_TOKENS
+    row = (page * H + h) * D + d
+    word = word_of(k, page, h, 0, S, H, D, BLOCK_D)
+    tl.store(low + row, word.to(low.dtype.element_ty), mask=d < D)
+    word = word_of(k, page, h, _WORD_TOKENS, S, H, D, BLOCK_D)
+    tl.store(high + row, word.to(high.dtype.element_ty), mask=d < D)
+
+
+@triton.jit
 def build_signs_kernel(
     k, ids, low, high, P, H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    """The words of one page and head. k [P, 32, H, D] and low, high [P, H, D], integers; ids [n]."""
+    """One page and head. ids [n]."""
     page, h = tl.load(ids + tl.program_id(0)), tl.program_id(1)
-    d = tl.arange(0, BLOCK_D)
     if (page >= 0) & (page < P):
-        S: tl.constexpr = 2 * _WORD_TOKENS
-        row = (page * H + h) * D + d
-        word = word_of(k, page, h, 0, S, H, D, BLOCK_D)
-        tl.store(low + row, word.to(low.dtype.element_ty), mask=d < D)
-        word = word_of(k, page, h, _WORD_TOKENS, S, H, D, BLOCK_D)
-        tl.store(high + row, word.to(high.dtype.element_ty), mask=d < D)
+        sign_page(k, page, h, low, high, H, D, BLOCK_D)
+
+
+@triton.jit
+def sign_layers_kernel(
+    addresses,
+    ids,
+    low,
+    high,
+    P,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
+    """One page, head and layer. addresses [L] of [P, 32, H, D]; ids [n]; low, high [L, P, H, D]."""
+    page, h = tl.load(ids + tl.program_id(0)), tl.program_id(1)
+    layer = tl.program_id(2).to(tl.int64)
+    if (page >= 0) & (page < P):
+        k = layer_pointer(addresses, layer, low.dtype.element_ty, ALIGN)
+        first = layer * P * (H * D)
+        sign_page(k, page, h, low + first, high + first, H, D, BLOCK_D)
 
 
 @triton.jit
@@ -226,6 +255,19 @@ def build_signs(k: torch.Tensor, ids: torch.Tensor, low: torch.Tensor, high: tor
         return
     words = as_bits(k), ids, as_bits(low), as_bits(high)
     build_signs_kernel[(ids.numel(), H)](*words, P, H, D, triton.next_power_of_2(D), num_warps=4)
+
+
+def build_layer_signs(
+    source: LayerPages, ids: torch.Tensor, low: torch.Tensor, high: torch.Tensor
+) -> None:
+    """See `ops.digest_layers.build_layer_signs`."""
+    P, _, H, D = source.k[0].shape
+    if ids.numel() == 0:
+        return
+    sign_layers_kernel[(ids.numel(), H, len(source.k))](
+        source.addresses, ids, as_bits(low), as_bits(high), P, H, D, triton.next_power_of_2(D),
+        source.align_bytes, num_warps=4,
+    )  # fmt: skip
 
 
 def score_signs(
