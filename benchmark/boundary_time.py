@@ -40,7 +40,7 @@ import rows
 from sglang_scout.core.config import RECALL_MODES, parse_config
 from sglang_scout.core.pages import ResidencyTable
 from sglang_scout.core.registry import Op
-from sglang_scout.engine import device, device_step, pools, recall
+from sglang_scout.engine import device, device_step, pools, recall, step_inputs
 from sglang_scout.engine.device_step import DeviceStepEngine
 from sglang_scout.engine.pools import DigestPool, HostPages, ModelShape, ResidentCache
 from sglang_scout.policy.presets import POLICY_NAMES, make_policy
@@ -53,8 +53,7 @@ PARTS = {
     "take in": "_take_in",
     "prepare": "boundary.begin",
     "recall": "_recall_missing",
-    "send inputs": "_inputs.send",
-    "send slots": "_send_slots",
+    "send": "_send",
 }
 
 
@@ -149,7 +148,7 @@ def nothing_launched() -> Iterator[dict[str, int]]:
 
         setattr(owner, name, counted)
 
-    for module in (device_step, pools, recall):
+    for module in (device_step, pools, recall, step_inputs):
         if hasattr(module, "upload"):
             count(module, "upload", transfers=1)
     count(device.Staging, "send", transfers=1, stream_commands=1)

@@ -262,6 +262,17 @@ def test_ring_latency_runs(tmp_path):
         assert row["post_median_us"] < row["median_us"] <= row["p99_us"] <= row["max_us"]
 
 
+def test_boundary_time_runs(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    done = run_benchmark("boundary_time.py", "--quick", "--json", str(path))
+    assert done.returncode == 0, done.stderr
+    [row] = rows.read_rows(path)
+    assert row["status"] == "ok" and row["recalled"] > 0 and 0 < row["cpu_compute_ratio"] < 1
+    assert set(row["parts_us"]) == {"fetch", "take in", "prepare", "recall", "send", "rest"}
+    # One layer more would be one call more, were they made layer by layer.
+    assert row["calls"]["kernels"] <= 6 and row["calls"]["transfers"] <= 10
+
+
 # Plots --------------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 
@@ -70,7 +71,9 @@ class Selected:
         touch = worker.table.touch
 
         def remember(layer, pages, step, fresh):
-            self.pages.append((layer, pages.tolist()))
+            layers = np.ravel(layer)  # one, or all of a step
+            by_layer = pages.reshape(len(layers), *pages.shape[-2:]).tolist()
+            self.pages += zip(layers.tolist(), by_layer, strict=True)
             return touch(layer, pages, step, fresh)
 
         worker.table.touch = remember

@@ -143,7 +143,10 @@ def test_copies_say_what_they_moved(traced):
     page_bytes = 2 * 32 * 2 * 64 * 4  # K and V; 32 tokens, 2 heads, 64 channels, fp32
     for s in copies:
         assert s["args"]["pages"] > 0 and s["args"]["bytes"] == s["args"]["pages"] * page_bytes
-        assert s["name"].endswith(str(s["args"]["layer"]))
+        if s["args"]["layers"] == 1:
+            assert s["name"].endswith(str(s["args"]["layer"]))
+    of_many = {s["name"] for s in copies if s["args"]["layers"] > 1}
+    assert of_many == {"load"}, "recalls follow each layer's attention"
 
 
 def test_slices_lie_where_they_belong(traced):

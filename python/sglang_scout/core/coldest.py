@@ -31,7 +31,7 @@ class ColdSlots:
         self._num_pages = heat.shape[1]
         self._heat_of = np.zeros(page_of.shape, np.float32)  # of a slot's page; inf: has none
         self._is_known = np.zeros(len(page_of), bool)  # whether it holds, per layer
-        self._protected = 0  # slots of a layer that were cold and must stay, at the last look
+        self._protected = 0  # at the last look: cold slots of a layer that had to stay, at most
 
     def forget(self, layer: Ints | int | slice) -> None:
         """Heat of ``layer`` has changed."""
@@ -69,16 +69,15 @@ class ColdSlots:
             rows = at // heat_of.shape[1]
             keys = layers[rows] * self._num_pages + pages.reshape(-1)[at]
             heat, stamps = heat_of.reshape(-1)[at], self._stamp[keys]
-            is_free = stamps < before_step
-            may_go = np.flatnonzero(is_free & (heat < limit[rows]))
+            must_stay = stamps >= before_step
+            may_go = np.flatnonzero(~must_stay & (heat < limit[rows]))
+            self._protected = int(np.bincount(rows[must_stay], minlength=1).max())
             at, rows, heat, stamps = at[may_go], rows[may_go], heat[may_go], stamps[may_go]
             found = least_of_each(rows, bits_of(heat), counts, stamps)
             short = np.bincount(rows[found], minlength=len(layers)) < counts
             if most == last or not (short & (bound < limit)).any():
                 break
             most = min(2 * most + 1, last)
-        protected = len(is_free) - int(np.count_nonzero(is_free))
-        self._protected = protected // max(len(layers), 1)
         slots = at[found] - rows[found] * heat_of.shape[1]
         return layers[rows[found]], slots, heat[found]
 

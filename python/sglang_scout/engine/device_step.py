@@ -176,9 +176,8 @@ class DeviceStepEngine:
             self._recall_missing(*known)
         young = batch.ages < self.policy.predictor.exact_steps
         self._late = bool(young.any()) and self.policy.predictor.lead > 0
-        self._inputs.send(batch, young, self._sources(request_slots, batch.fresh))
+        self._send(batch, young, request_slots)
         self._follows.begin_step(self._inputs.source)
-        self._send_slots()
         if (epoch := self._life()) != self._epoch:
             self._ring.set_life(epoch)
             self._epoch = epoch
@@ -196,11 +195,14 @@ class DeviceStepEngine:
         self._rows_of = {slot: row for row, slot in enumerate(slots)}
         return np.where(fresh, -1, source)
 
-    def _send_slots(self) -> None:
-        changed, slots = self.table.take_changes()
+    def _send(
+        self, batch: Batch, young: npt.NDArray[np.bool_], request_slots: npt.NDArray[np.int64]
+    ) -> None:
+        """Bring what the step reads up to date on the device: one transfer."""
+        source = self._sources(request_slots, batch.fresh)
+        changed, slots = self._inputs.send(batch, young, source, *self.table.take_changes())
         if len(changed):
-            target = upload(changed, self._device)
-            self._slot_of.view(-1).index_copy_(0, target, upload(slots, self._device))
+            self._slot_of.view(-1).index_copy_(0, changed, slots)
 
     def _fetch(self) -> None:
         """Send for what the step before selected; it comes while the next one runs."""

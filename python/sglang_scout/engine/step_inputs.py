@@ -7,7 +7,7 @@ import numpy.typing as npt
 import torch
 
 from sglang_scout.engine.boundary import Batch
-from sglang_scout.engine.device import Staging
+from sglang_scout.engine.device import Staging, upload
 
 
 class StepInputs:
@@ -25,7 +25,12 @@ class StepInputs:
     def __init__(self, layers: int, max_batch: int, max_pages: int, device: torch.device) -> None:
         self._sizes = layers, max_batch, max_pages
         self._head = (5 + layers) * max_batch
-        self._staging = Staging(self._head + max_batch * max_pages, device)
+        self._device = device
+        self._most_changes = max(1024, 4 * layers * max_batch)
+        # Numbers of 8 bytes begin at even words. The table comes last: of it only rows in use are sent.
+        self._changes = self._head + self._head % 2
+        self._table = self._changes + 3 * self._most_changes
+        self._staging = Staging(self._table + max_batch * max_pages, device)
         self._rows = 0  # that the device's table has
         words = self._staging.device
         words.fill_(-1)
@@ -34,12 +39,23 @@ class StepInputs:
             words[i * max_batch : (i + 1) * max_batch] for i in range(5)
         )
         self.tail_slot = words[5 * max_batch : self._head].view(layers, max_batch)
-        self.table = words[self._head :].view(max_batch, max_pages)
+        self.table = words[self._table :].view(max_batch, max_pages)
 
     def send(
-        self, batch: Batch, young: npt.NDArray[np.bool_], source: npt.NDArray[np.int64]
-    ) -> None:
-        """Fill and send: the device has it when the current stream comes to what follows."""
+        self,
+        batch: Batch,
+        young: npt.NDArray[np.bool_],
+        source: npt.NDArray[np.int64],
+        changed: npt.NDArray[np.int64],
+        slots: npt.NDArray[np.int32],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Fill and send: the device has it when the current stream comes to what follows.
+
+        Args:
+            changed, slots: ``[n]``, see :meth:`ResidencyTable.take_changes`.
+        Returns:
+            ``changed`` and ``slots`` on the device, until the next call.
+        """
         layers, rows, columns = self._sizes
         count, used = batch.table.shape
         words = self._staging.fill()
@@ -49,11 +65,20 @@ class StepInputs:
         for i, values in enumerate((batch.n_full, batch.tail_len, batch.tail_page, young, source)):
             head[i, :count] = values
         head[5:, :count] = batch.tail_slot
-        table = words[self._head :].reshape(rows, columns)
+        table = words[self._table :].reshape(rows, columns)
         sent = max(count, self._rows)
         table[:count, :used] = batch.table.numpy()
         table[np.arange(count), batch.n_full.numpy()] = -1  # the page that is being filled
         table[:count, used:] = -1
         table[count:sent] = -1
-        self._staging.send(self._head + sent * columns)
         self._rows = count
+        n = len(changed)
+        if n > self._most_changes:
+            self._staging.send(self._table + sent * columns)
+            return upload(changed, self._device), upload(slots, self._device)
+        middle = self._changes + 2 * n
+        words[self._changes : middle] = changed.view(np.int32)
+        words[middle : middle + n] = slots
+        self._staging.send(self._table + sent * columns)
+        there = self._staging.device
+        return there[self._changes : middle].view(torch.int64), there[middle : middle + n]

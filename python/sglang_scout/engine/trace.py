@@ -6,7 +6,7 @@ Rows of the decode server, each a part of what its thread or its copy thread did
     attention  attend, wait for the worker, fallback (pages that the server computed in its place), merge
     ahead      predict, score, select and post, of the layer that is named, not the one that runs
     boundary   what the host decides between two steps
-    copies     recall and fill (behind a step), load (before one), with pages and bytes
+    copies     recall and fill (behind a step), load (before one), with layers, pages and bytes
 
 and one row for each thread of each life of the worker, with a slice per layer and step: what the
 thread itself wrote down (sgl-kernel/src/ring.h, Event), not what the server saw of it. Arrows go from

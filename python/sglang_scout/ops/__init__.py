@@ -5,7 +5,8 @@ from .append import append_tokens
 from .attend import attend_pages
 from .attend_int8 import attend_pages_int8
 from .digest import build_digests
-from .gather import copy_pages
+from .digest_layers import build_layer_digests, build_layer_signs
+from .gather import copy_layer_pages, copy_pages
 from .merge import merge_states
 from .predict import predict_query
 from .quantize import quantize_pages
@@ -20,7 +21,10 @@ __all__ = [
     "attend_pages",
     "attend_pages_int8",
     "build_digests",
+    "build_layer_digests",
+    "build_layer_signs",
     "build_signs",
+    "copy_layer_pages",
     "copy_pages",
     "merge_states",
     "predict_query",
