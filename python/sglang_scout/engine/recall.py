@@ -216,7 +216,7 @@ class Recall:
         start_ns = time.monotonic_ns()
         pages, layers = len(taken.pages), taken.layers
         about = {"pages": pages, "bytes": 2 * self._page_bytes * pages}
-        about["layers"] = np.count_nonzero(taken.per_layer(len(self.started)))
+        about["layers"] = int(np.count_nonzero(taken.per_layer(len(self.started))))
         if about["layers"] == 1:
             about["layer"] = int(layers[0])
         ids = np.stack([layers, taken.pages, taken.slots])
