@@ -1,10 +1,13 @@
 """The shortcut to the coldest slots against a look at all of them, and sorting within groups."""
 
+from unittest import mock
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sglang_scout.core import ranking
 from sglang_scout.core.pages import ResidencyTable
 from sglang_scout.core.ranking import bits_of, distinct, least_of_each, rank_within
 
@@ -52,14 +55,15 @@ def test_the_coldest_are_found_whatever_happened_before(slots, seed):
         table.check()
 
 
+@pytest.mark.parametrize("few", [0, 256])
 @given(
     groups=st.lists(st.integers(0, 4), max_size=30),
     counts=st.lists(st.integers(-1, 6), min_size=5, max_size=5),
     data=st.data(),
 )
-def test_the_least_of_each_group(groups, counts, data):
-    numbers = st.lists(st.integers(0, 2**33 - 1) | st.integers(0, 2), min_size=len(groups),
-                       max_size=len(groups))  # fmt: skip
+def test_the_least_of_each_group(few, groups, counts, data):
+    size = {"min_size": len(groups), "max_size": len(groups)}
+    numbers = st.lists(st.integers(0, 2**33 - 1) | st.integers(0, 2), **size)
     ranks, ties = data.draw(numbers), data.draw(numbers)
     arrays = [np.array(x, np.int64) for x in (groups, ranks, counts, ties)]
     for with_ties in (False, True):
@@ -68,7 +72,8 @@ def test_the_least_of_each_group(groups, counts, data):
             own = [i for i in range(len(groups)) if groups[i] == group]
             own.sort(key=lambda i: (ranks[i], ties[i] if with_ties else 0, i))
             expected += own[: max(count, 0)]
-        got = least_of_each(*arrays[:3], arrays[3] if with_ties else None)
+        with mock.patch.object(ranking, "_FEW", few):
+            got = least_of_each(*arrays[:3], arrays[3] if with_ties else None)
         assert got.tolist() == expected
 
 

@@ -317,5 +317,6 @@ def test_the_hottest_pages_win_and_those_of_first_rows_before_them():
     assert best([2, 3]) == [[3, 5], [7, 9, 5]], "equal heat: by page"
     assert best([9, 0]) == [[3, 5, 7, 9], []]
     assert best([3, 1], np.array([True, False])) == [[7, 9, 3], [7]]
-    assert best([9, 9], counts=np.array([[True, False], [False, True]])) == [[7, 9], [9, 5, 3]]
+    assert best([9, 2], counts=np.array([[True, False], [False, True]])) == [[7, 9], [9, 5]]
+    assert best([9, 9], counts=np.array([[True, False], [False, True]])) == [[7, 9], [3, 5, 9]]
     assert best([4, 4], missed=missed[:, :0], first=nobody[:0], counts=everybody[:, :0]) == [[], []]

@@ -8,6 +8,7 @@ import numpy.typing as npt
 Ints = npt.NDArray[np.int64]
 
 _RANK_BITS = 33
+_FEW = 256  # are sorted sooner than searched
 
 
 def rank_within(groups: Ints) -> Ints:
@@ -38,6 +39,9 @@ def least_of_each(groups: Ints, ranks: Ints, counts: Ints, ties: Ints | None = N
         Indices, by group and then from the smallest rank on; fewer of a group that has no more.
     """
     codes = (groups << _RANK_BITS) | ranks
+    if len(codes) <= _FEW:
+        order = np.lexsort((codes,) if ties is None else (ties, codes))
+        return order[rank_within(groups[order]) < counts[groups[order]]]
     ordered = np.sort(codes)
     first = np.searchsorted(ordered, np.arange(len(counts) + 1) << _RANK_BITS)
     taken = np.minimum(counts, np.diff(first))

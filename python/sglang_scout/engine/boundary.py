@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from sglang_scout.core.pages import ResidencyTable
+from sglang_scout.core.ranking import rank_within
 from sglang_scout.engine.counters import Counters
 from sglang_scout.engine.pools import DigestPool, HostPages, ModelShape
 from sglang_scout.engine.recall import Recall
@@ -159,7 +160,8 @@ class StepBoundary:
         ages = self._ages(request_slots)
         fresh = ages == 0
 
-        self._complete_digests(table[is_full & self._not_seen(request_slots, full, fresh)])
+        is_new = column >= self._seen_before(request_slots, full, fresh)[:, None]
+        self._complete_digests(table[is_full & is_new])
         self._filled_here[tail_page] = True
         self._load_forced(table, full, tail_page, tail_len, fresh)
         if self._policy.missing.copy_ahead:
@@ -195,17 +197,17 @@ class StepBoundary:
             [self._step - self._first_step.get(int(r), -(2**31)) for r in request_slots], np.int64
         )
 
-    def _not_seen(
+    def _seen_before(
         self,
         request_slots: npt.NDArray[np.int64],
         full: npt.NDArray[np.int64],
         fresh: npt.NDArray[np.bool_],
-    ) -> npt.NDArray[np.bool_]:
-        """``[B, N]`` columns that were not full at the last boundary of a request."""
+    ) -> npt.NDArray[np.int64]:
+        """``[B]`` how many pages of each request were full at the last boundary."""
         slots = request_slots.tolist()
         seen = np.array([self._seen_full.get(slot, 0) for slot in slots])
         self._seen_full = dict(zip(slots, full.tolist(), strict=True))
-        return np.arange(full.max(initial=0) + 1) >= np.where(fresh, 0, seen)[:, None]
+        return np.where(fresh, 0, seen)
 
     def _report(self, last: LastStep, fresh: npt.NDArray[np.bool_], step_us: float) -> StepReport:
         """What the residency axis may know."""
@@ -321,5 +323,9 @@ class StepBoundary:
         if left <= 0 or is_full.sum() + len(table) > self._table.num_slots:
             return
         absent = (np.take(self._table.slot_of, table, axis=1) < 0) & is_full
-        for layer in np.flatnonzero(absent.any(axis=(1, 2))):
-            left -= self._recall.fill(int(layer), table[absent[layer]][: max(left, 0)])
+        if absent.any():
+            layers, rows, columns = np.nonzero(absent)
+            # A layer without free slots must not use up what others could copy.
+            free = np.array([self._table.num_free(layer) for layer in range(len(absent))])
+            fits = np.flatnonzero(rank_within(layers) < free[layers])[:left]
+            self._recall.fill(layers[fits], table[rows[fits], columns[fits]])

@@ -18,6 +18,8 @@ from sglang_scout.policy.recall_controller import RecallController
 
 Ids = npt.NDArray[np.int64]
 
+_NONE = np.zeros(0, np.int64)
+
 
 def whole_if_it_fits(n_full: int, quota_pages: int) -> Ids:
     """Columns of a fresh request to load at once: all that it has, or none.
@@ -48,16 +50,21 @@ def hottest(
         is_first: ``[B]`` rows whose pages come first.
         heat: ``[L, P]``.
     Returns:
-        Layers and pages, distinct pairs.
+        Layers and pages, distinct pairs; ascending if there are none too many.
     """
     n, rows, k = missed.shape
+    if not limit_pages.any():
+        return _NONE, _NONE
     at = np.flatnonzero((missed >= 0) & counts[:, :, None])
     row, num_pages = at // k, heat.shape[1]
     # The smallest number of a (layer, page) says whether a first row is among those that miss it.
-    codes = (row // max(rows, 1) * num_pages + missed.reshape(-1)[at]) * 2
-    codes = distinct(codes + ~is_first[row % max(rows, 1)])
+    layer, row = np.divmod(row, max(rows, 1))
+    codes = (layer * num_pages + missed.reshape(-1)[at]) * 2
+    codes = distinct(codes + ~is_first[row])
     codes = codes[np.append(True, codes[1:] >> 1 != codes[:-1] >> 1)[: len(codes)]]
     group, pages = np.divmod(codes >> 1, num_pages)
+    if (np.bincount(group, minlength=n) <= limit_pages).all():
+        return layers[group], pages
     coldness = (1 << 31) - bits_of(heat.reshape(-1)[layers[group] * num_pages + pages])
     best = least_of_each(group, (codes & 1) << 32 | coldness, limit_pages)
     return layers[group[best]], pages[best]
