@@ -48,6 +48,7 @@ from sglang_scout.policy.presets import POLICY_NAMES, make_policy
 PAGE = 32
 REAL_PAGE_BYTES = 2 * PAGE * 8 * 128 * 2
 FIGURE_6_STEPS, FIGURE_6_SHARE = 8.7, 0.12
+FETCHED = 2  # tensors that come back from a step
 PARTS = {
     "fetch": "_fetch",
     "take in": "_take_in",
@@ -104,6 +105,9 @@ class NoRing:
     def errors(self) -> list[str]:
         return []
 
+    def faults(self) -> list[str]:
+        return []
+
     def set_life(self, epoch: int) -> None:
         self.state[0] = epoch
 
@@ -152,7 +156,7 @@ def nothing_launched() -> Iterator[dict[str, int]]:
         if hasattr(module, "upload"):
             count(module, "upload", transfers=1)
     count(device.Staging, "send", transfers=1, stream_commands=1)
-    count(device.Fetching, "__init__", transfers=3, stream_commands=1)
+    count(device.Fetching, "__init__", transfers=FETCHED, stream_commands=1)
     count(NoRing, "begin_step", kernels=1)
     # An event to wait for, others at begin and end, and the one that waits for it.
     count(Here, "submit", stream_commands=6)
