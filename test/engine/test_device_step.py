@@ -133,6 +133,8 @@ def test_what_the_device_sees_of_residency_is_the_table(make):
         worker.step()
         before = worker.table.slot_of.copy()
         assert np.array_equal(worker.engine._slot_of.numpy(), before), "fixed for the step"
+    totals = vars(worker.engine.counters).values()
+    json.dumps([total for total in totals if not isinstance(total, np.ndarray)])
 
 
 def test_rows_beyond_the_batch_change_nothing(make):

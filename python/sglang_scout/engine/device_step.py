@@ -226,7 +226,7 @@ class DeviceStepEngine:
         pages, missing = pages[:, :rows], missing[:, :rows]
         missed = np.count_nonzero(missing >= 0, axis=2)
         self._last = LastStep(batch.ages, missed)
-        selected = np.count_nonzero(pages >= 0)
+        selected = int(np.count_nonzero(pages >= 0))  # totals are plain numbers: they become JSON
         self.counters.count_selections(selected, missed.sum(axis=1), rows * self.budget_pages)
         self.counters.count_waits((waited_ns - self._waited_ns) // 1000)
         self._waited_ns = waited_ns.copy()
