@@ -14,9 +14,9 @@ Rows (format: rows.py). impl is native-<isa> or native-int8-<isa>; a line is 64 
     scalar           the rest
     samples_us       a call of 64 times the same page
     cached_gb_per_s  of these calls
-    multiply_adds_per_ns     in the cached calls
-    peak_per_ns      of independent multiply-adds of 64 bytes on the same core, in the same run: where the row before
-                     comes near it, arithmetic binds, whatever the memory does
+    instructions_per_ns, multiply_adds_per_ns    in the cached calls
+    peak_per_ns      of independent multiply-adds of 64 bytes on the same core, in turns with the calls: where the
+                     field before comes near it, arithmetic binds, whatever the memory does
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ import torch
 import attention_impls as impls
 import single_steps
 from read_loop import ReadLoopError, compiled
-from rows import Writer, environment, summary
+from rows import Writer, environment, percentile, summary
 from sglang_scout.ops import native
 from sglang_scout.ops.quantize import quantize_pages
 
@@ -92,9 +92,9 @@ def instructions_per_line(call: Call, page_bytes: int, names: dict[int, str]) ->
     return {name: round(value, 2) for name, value in kinds.items()}
 
 
-def peak_per_ns(library: ctypes.CDLL, rounds: int = 5) -> float:
-    count = ctypes.c_int64(20_000_000)
-    return max(count.value / library.scout_multiply_add(count) for _ in range(rounds))
+def multiply_adds_per_ns(library: ctypes.CDLL) -> float:
+    count = ctypes.c_int64(2_000_000)
+    return float(count.value / library.scout_multiply_add(count))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -128,32 +128,42 @@ def run(shapes: tuple[tuple[int, int, int], ...], isas: list[str], writer: Write
     library.scout_multiply_add.restype = ctypes.c_int64
     names = single_steps.mnemonics(Path(sys.modules["sglang_scout._native"].__file__ or ""))
     for H, G, D in shapes:
+        calls: dict[str, Call] = {}
+        kinds: dict[str, dict[str, float]] = {}
+        page_bytes: dict[str, int] = {}
         for isa, int8 in [(isa, False) for isa in isas] + [(isas[0], True)]:
             native.set_isa(isa)
-            call, page_bytes = call_of(H, G, D, int8)
-            call([0, 1])
-            kinds = instructions_per_line(call, page_bytes, names)
-            samples_us = []
-            for _ in range(ROUNDS):
+            name = f"native-int8-{isa}" if int8 else f"native-{isa}"
+            calls[name], page_bytes[name] = call_of(H, G, D, int8)
+            calls[name]([0, 1])
+            kinds[name] = instructions_per_line(calls[name], page_bytes[name], names)
+        samples_us: dict[str, list[float]] = {name: [] for name in calls}
+        peaks = []
+        for _ in range(ROUNDS):  # in turns: what a virtual machine gets varies
+            for name, call in calls.items():
+                native.set_isa(name.rpartition("-")[2])
                 begin_ns = time.perf_counter_ns()
                 call([0] * CACHED_PAGES)
-                samples_us.append((time.perf_counter_ns() - begin_ns) / 1e3)
-            timing = summary(samples_us)
-            lines_per_ns = CACHED_PAGES * page_bytes / LINE_BYTES / timing["median_us"] / 1e3
+                samples_us[name].append((time.perf_counter_ns() - begin_ns) / 1e3)
+            peaks.append(multiply_adds_per_ns(library))
+        for name in calls:
+            timing = summary(samples_us[name])
+            lines_per_ns = CACHED_PAGES * page_bytes[name] / LINE_BYTES / timing["median_us"] / 1e3
             row = writer.add(
-                f"native-int8-{isa}" if int8 else f"native-{isa}",
+                name,
                 H=H,
                 G=G,
                 D=D,
-                instructions=round(sum(kinds.values()), 2),
-                **kinds,
+                instructions=round(sum(kinds[name].values()), 2),
+                **kinds[name],
                 **timing,
                 cached_gb_per_s=round(lines_per_ns * LINE_BYTES, 2),
-                multiply_adds_per_ns=round(lines_per_ns * kinds["multiply_adds"], 2),
-                peak_per_ns=round(peak_per_ns(library), 2),
+                instructions_per_ns=round(lines_per_ns * sum(kinds[name].values()), 2),
+                multiply_adds_per_ns=round(lines_per_ns * kinds[name]["multiply_adds"], 2),
+                peak_per_ns=round(percentile(peaks, 50), 2),
             )
             print(
-                f"{row['impl']:24} G={G:<2}  {row['instructions']:5.1f} instructions a line, "
+                f"{name:24} G={G:<2}  {row['instructions']:5.1f} instructions a line, "
                 f"{row['multiply_adds']:5.2f} of them multiply-adds; cached {row['cached_gb_per_s']:5.1f} GB/s, "
                 f"{row['multiply_adds_per_ns']:.2f} of {row['peak_per_ns']:.2f} multiply-adds a ns",
                 file=sys.stderr,
