@@ -23,11 +23,8 @@ namespace {
 
 constexpr int kScratchFloats = 16384;  // of q, and of accumulators, in one pass over the pages
 constexpr int kScratchRows = kScratchFloats / 16;
-// The block, what was asked for, queries and sums should fit the first cache. Shorter blocks load
-// and store the sums more often: with eight heads a group 16 KiB are a fifth faster than 8.
 constexpr ptrdiff_t kBlockBytes = 16 << 10;
-constexpr ptrdiff_t kCodedBlockBytes = 8 << 10;  // as many tokens
-constexpr ptrdiff_t kLeadBytes = 16 << 10;       // between a hint and its use
+constexpr ptrdiff_t kLeadBytes = 16 << 10;  // between a hint and its use
 
 // Between natural column order and the order of load_pair (the same unless pairs are interleaved).
 inline void pack_row(bool interleaved, const float* from, float* to, int dim) {
@@ -127,6 +124,16 @@ inline Place place_of(const AttendArgs& args, int entry, int64_t page, ptrdiff_t
   return place;
 }
 
+// Tokens of a block. Sums are loaded and stored once a block, so large ones ask for a large block;
+// otherwise it should fit the first cache with them and with what is asked for meanwhile. A power
+// of two, as the size of a page is: hints would go astray where a block ends behind a page.
+inline int block_tokens(ptrdiff_t sums_bytes, bool coded, ptrdiff_t row_bytes, int most) {
+  const ptrdiff_t bytes = (sums_bytes > kBlockBytes ? sums_bytes : kBlockBytes) / (coded ? 2 : 1);
+  int tokens = 4;
+  while (2 * tokens <= most && tokens * 3 / 2 * row_bytes <= bytes) tokens *= 2;
+  return tokens;
+}
+
 inline void attend_heads(const AttendArgs& args, HeadRange range) {
   const KvPages& kv = *args.kv;
   const int dim = kv.head_dim;
@@ -183,10 +190,11 @@ inline void attend_heads(const AttendArgs& args, HeadRange range) {
   const Softmax softmax{row_scale, args.params->logit_cap, highest, shift, lift, total};
   const int fit = kScratchFloats / rows / 16 * 16;
   const int tile_tokens = fit < kTileTokens ? fit : kTileTokens;
-  const int most = static_cast<int>((coded ? kCodedBlockBytes : kBlockBytes) / row_bytes) / 4 * 4;
-  const int step = most < 4 ? 4 : most;
-  const int lead_blocks = static_cast<int>(kLeadBytes / (step * row_bytes));
-  const int usual_lead = (lead_blocks < 1 ? 1 : lead_blocks) * step;
+  const int most = kv.page_size < tile_tokens ? kv.page_size : tile_tokens;
+  const int step = block_tokens(rows * dim * sizeof(float), coded, row_bytes, most);
+  const int lead_tokens = static_cast<int>(kLeadBytes / row_bytes) / step * step;
+  // What lies further than a page behind a page's end is not known.
+  const int usual_lead = lead_tokens < step ? step : lead_tokens < most ? lead_tokens : most;
   const ptrdiff_t softmax_bytes =
       (step * row_bytes / rows + kLineBytes - 1) / kLineBytes * kLineBytes;
 
