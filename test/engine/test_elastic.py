@@ -99,6 +99,20 @@ def test_one_request_that_fits_is_resident_whole_and_exact(make):
     assert not worker.missing.asked, "the worker idles"
 
 
+def test_pages_that_requests_share_are_brought_in_once(make, monkeypatch):
+    worker = make(budget_tokens=128, max_batch=4)
+    boundary, asked = worker.engine.boundary, []
+    monkeypatch.setattr(worker.engine.policy.residency, "fill_pages", lambda: 15)
+    monkeypatch.setattr(worker.engine.recall, "fill", lambda *what: asked.append(what))
+    table = np.array([[*range(1, 11)], [*range(1, 9), 11, 12]], np.int32)
+    boundary._fill_free_slots(table, np.ones(table.shape, bool))
+    ((layers, pages),) = asked
+    assert list(zip(layers, pages, strict=True)) == [
+        *((0, page) for page in range(1, 13)),
+        *((1, page) for page in range(1, 4)),
+    ]
+
+
 def test_quotas_shrink_as_requests_join_coldest_pages_first(make):
     worker = make(budget_tokens=128, max_batch=4, pages=160, drift=0.2)
     worker.engine.policy.residency.patience_us = None

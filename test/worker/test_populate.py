@@ -59,6 +59,16 @@ def test_it_stops_when_it_is_told_to(make_arena, monkeypatch):
     assert mapped_bytes(os.getpid(), arena.address) < most(arena)
 
 
+def test_it_runs_where_it_disturbs_nobody(make_arena, monkeypatch):
+    asked = []
+    monkeypatch.setattr(os, "sched_setaffinity", lambda *arguments: asked.append(arguments))
+    for cpus in ({1, 3}, set()):
+        populating = Populating(make_arena(), cpus)
+        populating._thread.join()
+    (thread, cpus), *more = asked
+    assert cpus == {1, 3} and thread != os.getpid() and not more
+
+
 def test_a_system_that_refuses_is_told_of(make_arena, caplog):
     arena = make_arena()
     arena.address = 2**46  # nothing is mapped there

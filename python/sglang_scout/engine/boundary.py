@@ -324,8 +324,11 @@ class StepBoundary:
             return
         absent = (np.take(self._table.slot_of, table, axis=1) < 0) & is_full
         if absent.any():
-            layers, rows, columns = np.nonzero(absent)
-            # A layer without free slots must not use up what others could copy.
+            # Pages that requests share are one, and those on their way none; nor may a layer without
+            # free slots use up what others could copy.
+            every = np.arange(len(absent))[:, None, None]
+            keys = self._table.missing(every, np.where(absent, table, -1))
+            layers, pages = np.divmod(keys, self._table.num_pages)
             free = np.array([self._table.num_free(layer) for layer in range(len(absent))])
             fits = np.flatnonzero(rank_within(layers) < free[layers])[:left]
-            self._recall.fill(layers[fits], table[rows[fits], columns[fits]])
+            self._recall.fill(layers[fits], pages[fits])

@@ -67,14 +67,17 @@ class Worker:
         try:
             arena = attach(self._args.fd, configure)
             with contextlib.closing(arena):
+                others = os.sched_getaffinity(0) - set(configure.cpus)
                 runtime = start_runtime(arena, configure)
-                populating = Populating(arena) if configure.populate else None
+                populating = None
                 try:
+                    if configure.populate:
+                        populating = Populating(arena, others)
                     return self._serve(runtime, configure)
                 finally:
+                    runtime.stop()
                     if populating is not None:
                         populating.stop()
-                    runtime.stop()
         except ScoutError as e:
             logger.error("worker: %s", e)
             self._send(m.Failed(token=self._token, error=str(e)[: m.MAX_TEXT_CHARS]))

@@ -14,6 +14,7 @@ import mmap
 import os
 import threading
 import time
+from collections.abc import Collection
 
 from sglang_scout.worker.arena import Arena
 
@@ -25,9 +26,14 @@ _MADV_POPULATE_WRITE = 23  # of Linux 5.14, not in the mmap module
 
 
 class Populating:
-    """A thread that maps all of an arena behind its ring, at the lowest priority of its class."""
+    """A thread that maps all of an arena behind its ring, at the lowest priority of its class.
 
-    def __init__(self, arena: Arena) -> None:
+    Args:
+        cpus: where it runs; empty: where the process does. Beside threads that poll, hardly ever.
+    """
+
+    def __init__(self, arena: Arena, cpus: Collection[int] = ()) -> None:
+        self._cpus = cpus
         self._begin = arena.address + arena.layout().kv_offset // mmap.PAGESIZE * mmap.PAGESIZE
         self._nbytes = arena.address + arena.nbytes - self._begin
         self._stopping = threading.Event()
@@ -40,7 +46,10 @@ class Populating:
         self._thread.join()
 
     def _run(self) -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        thread = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, 19)
+        if self._cpus:
+            os.sched_setaffinity(thread, self._cpus)
         madvise = ctypes.CDLL(None, use_errno=True).madvise  # called without the interpreter lock
         madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
         begin_s = time.monotonic()
