@@ -266,9 +266,7 @@ def _copy_layers_reasons(
     source: Any, ids: torch.Tensor, dst_k: torch.Tensor, dst_v: torch.Tensor
 ) -> list[str]:
     reasons = _reasons(**{"source.k": source.k[0]}, ids=ids, dst_k=dst_k, dst_v=dst_v)
-    if not reasons and dst_k.untyped_storage().data_ptr() in {
-        half[0].untyped_storage().data_ptr() for half in (source.k, source.v)
-    }:
+    if not reasons and source.shares_memory_with(dst_k):
         reasons.append("source and targets share memory; native copies page after page")
     return reasons
 

@@ -229,9 +229,7 @@ def _copy_layers_reasons(
         pinned=("source.k",), ids=ids, addresses=source.addresses, dst_k=dst_k, dst_v=dst_v,
         **{"source.k": pages},
     )  # fmt: skip
-    if not reasons and dst_k.untyped_storage().data_ptr() in {
-        half[0].untyped_storage().data_ptr() for half in (source.k, source.v)
-    }:
+    if not reasons and source.shares_memory_with(dst_k):
         reasons.append("source and targets share memory; triton copies all pages at once")
     return reasons
 
