@@ -173,3 +173,18 @@ def test_layers_that_do_not_agree_are_named():
         copy_layer_pages(source, torch.zeros(3, 1).long(), dst, dst.half())
     with pytest.raises(ValueError, match="expected 1 layers"):
         copy_layer_pages(source, torch.zeros(3, 1).long(), dst.expand(2, 3, 8), dst)
+
+
+@pytest.mark.parametrize("impl", [x for x in COPY_LAYER_PAGES.names() if x != "reference"])
+@pytest.mark.parametrize("half", ["k", "v"])
+def test_kernels_refuse_to_copy_within_one_memory(impl, half):
+    pool = torch.arange(32.0).view(1, 4, 8)
+    planes = {"k": torch.zeros(4, 8), "v": torch.zeros(4, 8), half: pool[0]}
+    source = LayerPages.of([planes["k"]], [planes["v"]], "cpu")
+    ids = torch.tensor([[0], [1], [2]])
+    with pytest.raises(ImplementationError, match="source and targets share memory"):
+        copy_layer_pages(source, ids, pool, torch.zeros(1, 4, 8), impl=impl)
+    with pytest.raises(ImplementationError, match="source and targets share memory"):
+        copy_layer_pages(source, ids, torch.zeros(1, 4, 8), pool, impl=impl)
+    assert torch.equal(pool.flatten(), torch.arange(32.0))
+    copy_layer_pages(source, ids, torch.zeros(1, 4, 8), torch.zeros(1, 4, 8), impl=impl)

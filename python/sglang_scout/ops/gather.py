@@ -108,10 +108,10 @@ class LayerPages:
         align_bytes = min(part & -part for part in parts if part)
         return cls(list(k), list(v), torch.tensor(addresses, device=device), align_bytes)
 
-    def shares_memory_with(self, target: torch.Tensor) -> bool:
-        """Whether ``target`` lies in the storage of K or V; one layer stands for all, which come from one arena."""
-        storage = target.untyped_storage().data_ptr()
-        return any(half[0].untyped_storage().data_ptr() == storage for half in (self.k, self.v))
+    def shares_memory_with(self, *targets: torch.Tensor) -> bool:
+        """Whether a target lies in the storage of K or V; one layer stands for all, which come from one arena."""
+        own = {half[0].untyped_storage().data_ptr() for half in (self.k, self.v)}
+        return any(target.untyped_storage().data_ptr() in own for target in targets)
 
     def __repr__(self) -> str:
         return f"{len(self.k)} layers of {self.k[0].dtype}{list(self.k[0].shape)}"

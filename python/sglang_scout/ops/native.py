@@ -266,7 +266,7 @@ def _copy_layers_reasons(
     source: Any, ids: torch.Tensor, dst_k: torch.Tensor, dst_v: torch.Tensor
 ) -> list[str]:
     reasons = _reasons(**{"source.k": source.k[0]}, ids=ids, dst_k=dst_k, dst_v=dst_v)
-    if not reasons and source.shares_memory_with(dst_k):
+    if not reasons and source.shares_memory_with(dst_k, dst_v):
         reasons.append("source and targets share memory; native copies page after page")
     return reasons
 

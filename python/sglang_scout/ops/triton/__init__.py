@@ -229,7 +229,7 @@ def _copy_layers_reasons(
         pinned=("source.k",), ids=ids, addresses=source.addresses, dst_k=dst_k, dst_v=dst_v,
         **{"source.k": pages},
     )  # fmt: skip
-    if not reasons and source.shares_memory_with(dst_k):
+    if not reasons and source.shares_memory_with(dst_k, dst_v):
         reasons.append("source and targets share memory; triton copies all pages at once")
     return reasons
 
