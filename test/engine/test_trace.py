@@ -74,7 +74,7 @@ def check_rows_do_not_nest(slices):
     for row in {(s["pid"], s["tid"]) for s in slices}:
         own = sorted((s["ts"], s["dur"]) for s in slices if (s["pid"], s["tid"]) == row)
         for (start, dur), (following, _) in zip(own, own[1:], strict=False):
-            assert start + dur <= following + 1e-6, row
+            assert start + dur <= following + 1e-3, row  # a nanosecond, of rounding
 
 
 @pytest.fixture
