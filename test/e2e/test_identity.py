@@ -205,14 +205,16 @@ def test_the_engine_of_cuda_devices(stock, tiny_model):
         with ThreadPoolExecutor(1) as pool:
             long = pool.submit(servers.generate, prompts[-3:], max_new_tokens=2 * NEW_TOKENS)
             wait_until("steps", lambda: servers.kv_offload()["steps"] > before["steps"] + 20, 120)
-            os.kill(before["worker"]["pid"], signal.SIGSTOP)  # found out after 0.8 s
+            # Asked for now: on an overloaded machine a worker may have been replaced in between.
+            worker = servers.kv_offload()["worker"]
+            os.kill(worker["pid"], signal.SIGSTOP)  # found out after 0.8 s
             assert [len(a.output_ids) for a in long.result()] == [2 * NEW_TOKENS] * 3
         state = servers.kv_offload()
         assert state["verify_checks"] == 4 * state["steps"]
         assert 0 < state["verify_max_rel_error"] <= 1e-5
         assert state["cpu_pages"] > 0 and state["recalled_pages"] > 0
         assert state["fallback_pages"] > 0, "the attendant answered for the silent worker"
-        assert state["worker"]["restarts"] == 1
+        assert state["worker"]["restarts"] > worker["restarts"]
         assert state["host_pages_used"] == 0
         log = servers.servers["decode"].log()
         assert re.search(r"retracted_reqs: [1-9]", log), "no request was retracted"

@@ -115,9 +115,9 @@ def test_a_lost_worker_costs_no_request_and_no_token(servers, how):
     prompts = random_prompts([1500, 1300, 1100, 900], seed=31)
     expected = servers.generate(prompts, max_new_tokens=100)
     before = servers.kv_offload()
-    pid = before["worker"]["pid"]
 
     def disturb():
+        pid = servers.kv_offload()["worker"]["pid"]
         os.kill(pid, how)
         start = time.monotonic()
         wait_until("the loss is noticed", lambda: servers.kv_offload()["worker"]["pid"] != pid, 30)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
 import pytest
 
 from sglang_scout.worker.client import WorkerClient, WorkerConfig
+from sglang_scout.worker.life import Life
 
 TOLERANCE = {"atol": 3e-4, "rtol": 3e-4}  # fp32 sums over 200,000 tokens against float64
 
@@ -86,6 +89,48 @@ def test_stopped_worker_is_replaced(make_arena, make_request, cpu, until, gone, 
         status = client.snapshot()
         assert status.restarts == 1 and status.late_tickets == 0 and gone(pid)
         assert "was silent for" in status.last_error
+
+
+def test_worker_without_cpu_has_longer(make_arena, cpu, until, freeze, monkeypatch):
+    """Silence of a worker that is starved, not hung: a new one would be starved as well."""
+    monkeypatch.setattr(Life, "wants_cpu", lambda life: True)
+    config = WorkerConfig(heartbeat_timeout_s=0.4, stall_timeout_s=1.5)
+    with WorkerClient(make_arena(), [cpu], config=config) as client:
+        pid = client.snapshot().pid
+        freeze(pid)
+        until(lambda: client.snapshot().restarts == 1, "restart")
+        silent_s = float(re.search(r"silent for (\S+) s", client.snapshot().last_error)[1])
+        assert silent_s > 1.5
+        # Silent for less than that, it stays.
+        until(lambda: client.ready, "the next worker")
+        pid = client.snapshot().pid
+        freeze(pid)
+        time.sleep(1)
+        os.kill(pid, signal.SIGCONT)
+        time.sleep(1)
+        status = client.snapshot()
+        assert (status.state, status.pid, status.restarts) == ("ready", pid, 1)
+
+
+def test_who_wants_cpu(make_arena, cpu, until, freeze):
+    with WorkerClient(make_arena(), [cpu]) as client:
+        pid = client.snapshot().pid
+        names = [p.read_text().strip() for p in Path(f"/proc/{pid}/task").glob("*/comm")]
+        assert any(name.startswith("ZMQbg") for name in names), names
+        freeze(pid)
+        assert not Life.wants_cpu(SimpleNamespace(pid=pid))
+        os.kill(pid, signal.SIGCONT)
+    sleeping = subprocess.Popen(["sleep", "60"])
+    spinning = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        for process, wants in ((sleeping, False), (spinning, True)):
+            life = SimpleNamespace(pid=process.pid)
+            until(lambda life=life, wants=wants: Life.wants_cpu(life) == wants, f"{wants}")
+    finally:
+        for process in (sleeping, spinning):
+            process.kill()
+            process.wait()
+    assert not Life.wants_cpu(SimpleNamespace(pid=spinning.pid)), "it has ended"
 
 
 def test_heartbeats_without_progress_are_no_life(make_arena, make_request, cpu, until):

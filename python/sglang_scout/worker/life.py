@@ -113,6 +113,21 @@ class Life:
             with contextlib.suppress(zmq.ZMQError):
                 self._socket.send_multipart([self._peer, m.encode(message)], zmq.NOBLOCK)
 
+    def wants_cpu(self) -> bool:
+        """Whether a thread that takes part in heartbeats could run if a CPU were free.
+
+        A silent worker that wants one is starved: another in its place would be as well. Stopped
+        threads, and ones that sleep or are stuck in the kernel, want none. The threads that compute
+        do not count; they may be busy while the process is hung.
+        """
+        for thread in Path(f"/proc/{self.pid}/task").glob("*/stat"):
+            with contextlib.suppress(OSError):  # the thread, or all of them, may have ended
+                head, _, tail = thread.read_text().rpartition(")")
+                speaks = thread.parent.name == str(self.pid) or "(ZMQbg" in head
+                if speaks and tail.split()[0] == "R":
+                    return True
+        return False
+
     def exit_text(self) -> str:
         """How the process ended, for people. Call when it has ended."""
         code = self._process.wait()

@@ -19,8 +19,8 @@ class WorkerConfig:
         ready_timeout_s: from the start of the process to its Ready.
         heartbeat_interval_s: between heartbeats of the worker.
         heartbeat_timeout_s: a worker that is silent for so long is killed and replaced.
-        stall_timeout_s: the same for one that sends heartbeats and has work but finishes nothing;
-            at least two heartbeat intervals.
+        stall_timeout_s: the same for one that sends heartbeats and has work but finishes nothing,
+            and for one that is silent because it gets no CPU; at least two heartbeat intervals.
         wait_timeout_s: after this, wait() computes the pages itself.
         backoff_min_s: pause before the first restart; doubles with every further one.
         backoff_max_s: longest pause. A life that was ready for so long starts the doubling again.

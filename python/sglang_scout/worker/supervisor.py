@@ -221,7 +221,9 @@ class Supervisor:
                 if quiet_s > config.ready_timeout_s:
                     return f"worker {life.pid} was not ready within {config.ready_timeout_s} s"
                 continue
-            if quiet_s > config.heartbeat_timeout_s:
+            if quiet_s > config.heartbeat_timeout_s and not (
+                quiet_s <= config.stall_timeout_s and life.wants_cpu()
+            ):
                 return f"worker {life.pid} was silent for {quiet_s:.2f} s"
             if stalled_s > config.stall_timeout_s:
                 return f"worker {life.pid} has had work for {stalled_s:.1f} s and finished nothing"
