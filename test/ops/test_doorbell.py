@@ -70,7 +70,7 @@ def worker(arena):
         runtime.stop()
 
 
-def ring_of(arena, timeout_us=20_000_000, parts=1):
+def ring_of(arena, timeout_us=20_000_000, parts=1, **ranks):
     return DeviceRing(
         arena.address,
         arena.layout(),
@@ -83,6 +83,7 @@ def ring_of(arena, timeout_us=20_000_000, parts=1):
         timeout_us=timeout_us,
         device=DEVICE,
         num_nodes=arena.spec.num_nodes,
+        **ranks,
     )
 
 
@@ -335,3 +336,21 @@ def test_malformed_arguments_are_named(arena, change, message):
     arguments = dict(zip(("q", "pages", "n_pages"), request(0), strict=True)) | {"layer": 0}
     with pytest.raises(ValueError, match=message):
         ring_of(arena).post(**(arguments | change))
+
+
+def test_ranks_see_each_other_s_faults(arena):
+    """Those of a step that ends together; each clears its own alone."""
+    faults = torch.zeros(3, dtype=torch.int64, pin_memory=DEVICE != "cpu")
+    rings = [ring_of(arena, timeout_us=2000, faults=faults, rank=rank) for rank in range(3)]
+    ring = rings[1]
+    ring.set_life(1)
+    ring.begin_step(1)
+    ring.post(0, *request(0))
+    ring.merge(0, *state(0))
+    settle()
+    assert [r.faults() for r in rings] == [["no answer in time"]] * 3
+    assert faults.tolist() == [0, 1, 0]
+    assert rings[0].errors() == rings[2].errors() == []
+    assert rings[2].faults() == ["no answer in time"]
+    assert ring.errors() == ["no answer in time"]
+    assert [r.faults() for r in rings] == [[]] * 3

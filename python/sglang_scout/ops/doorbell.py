@@ -35,12 +35,15 @@ class DeviceRing:
         num_nodes: as in the ring's header.
         timeout_us: how long a merge waits for the worker.
         device: where the state lives.
+        faults: [R] int64 in the host's memory, one word for each of R ranks that take their steps
+            together; the device can write to it. None: one of this ring's own.
+        rank: whose of them is written here.
 
     Attributes:
         state: [4] int64: epoch, step, number of the last post, error bits.
         open_seq: [2 L] int64, records without an answer.
         waited_ns: [L] int64, time that merges of each layer have waited, since the start.
-        fault: [1] int64 in the host's memory, the error bits of steps that are through.
+        fault: [1] int64, this rank's word: the error bits of steps that are through.
     """
 
     def __init__(
@@ -57,6 +60,8 @@ class DeviceRing:
         timeout_us: int,
         device: torch.device | str,
         num_nodes: int = 1,
+        faults: torch.Tensor | None = None,
+        rank: int = 0,
     ) -> None:
         if timeout_us <= 0:
             raise ValueError(f"timeout_us is {timeout_us}; a wait must end, give 1 or more")
@@ -72,9 +77,9 @@ class DeviceRing:
         self.waited_ns = torch.zeros(num_layers, dtype=torch.int64, device=device)
         self.arrivals = torch.zeros(1, dtype=torch.int32, device=device)
         self.answered = torch.zeros(1, dtype=torch.int32, device=device)
-        self.fault = torch.zeros(1, dtype=torch.int64)
-        if self.state.is_cuda:
-            self.fault = self.fault.pin_memory()
+        if faults is None:
+            faults = torch.zeros(1, dtype=torch.int64, pin_memory=self.state.is_cuda)
+        self._faults, self.fault = faults, faults[rank : rank + 1]
 
     def set_life(self, epoch: int, posts: int | None = None) -> None:
         """From the next step on, records go to the worker of ``epoch``, or to nobody (0).
@@ -144,8 +149,14 @@ class DeviceRing:
         return texts(bits)
 
     def faults(self) -> list[str]:
-        """What went wrong since the last call of `errors`, in steps that are through. Waits for nothing."""
-        return texts(int(self.fault[0]))
+        """What went wrong on any rank since its last call of `errors`, in steps that are through.
+
+        Waits for nothing.
+        """
+        bits = 0
+        for word in self._faults.tolist():
+            bits |= word
+        return texts(bits)
 
     def _check(self, op: str, layer: int, **tensors: torch.Tensor) -> None:
         if not 0 <= layer < self.num_layers:

@@ -109,8 +109,15 @@ class ScoutAttnBackend(AttentionBackend):
         }
         self.engine: StepEngine | DeviceStepEngine
         if self.on_device:
+            faults = self.ranks.shared_words(self.ranks.size) if self.ranks.size > 1 else None
             self.engine = make_device_engine(
-                runner, self.pool.arena, self.worker, self.config.worker_wait_timeout_s, parts
+                runner,
+                self.pool.arena,
+                self.worker,
+                self.config.worker_wait_timeout_s,
+                faults,
+                self.ranks.rank,
+                parts,
             )
         else:
             self.engine = StepEngine(missing=self.worker, **parts)

@@ -103,10 +103,20 @@ def lock_pages(arena: Arena) -> None:
 
 
 def make_device_engine(
-    runner: Any, arena: Arena, worker: WorkerClient, timeout_s: float, parts: dict[str, Any]
+    runner: Any,
+    arena: Arena,
+    worker: WorkerClient,
+    timeout_s: float,
+    faults: torch.Tensor | None,
+    rank: int,
+    parts: dict[str, Any],
 ) -> DeviceStepEngine:
-    """The engine, and its ring to ``worker``; ``parts`` are what both engines take.
+    """The engine, and its ring to ``worker``.
 
+    Args:
+        timeout_s: how long a step waits for the worker.
+        faults, rank: as of :class:`DeviceRing`; the words lie in memory that the ranks share.
+        parts: what both engines take.
     Raises:
         ConfigError: the context is longer than the device can select from.
     """
@@ -119,6 +129,8 @@ def make_device_engine(
             f"{(MAX_TABLE_PAGES - 1) * spec.page_size}"
         )
     worker.serve_device()
+    if faults is not None and torch.device(runner.device).type == "cuda":
+        lock_memory(faults.data_ptr(), faults.nbytes)
     ring = DeviceRing(
         arena.address,
         arena.layout(),
@@ -131,6 +143,8 @@ def make_device_engine(
         timeout_us=int(timeout_s * 1e6),
         device=runner.device,
         num_nodes=spec.num_nodes,
+        faults=faults,
+        rank=rank,
     )
     return DeviceStepEngine(
         max_pages=max_pages,

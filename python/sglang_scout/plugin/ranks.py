@@ -6,6 +6,8 @@ Every rank makes the same calls in the same order, in the scheduler's thread.
 from __future__ import annotations
 
 import logging
+import mmap
+import os
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -58,6 +60,25 @@ class AttentionRanks:
         found = [torch.empty_like(padded) for _ in range(self.size)]
         torch.distributed.all_gather(found, padded, self._group.cpu_group)
         return [msgspec.json.decode(one.numpy().tobytes()) for one in found]
+
+    def shared_words(self, count: int) -> torch.Tensor:
+        """``[count]`` int64 zeros in memory that all ranks map; they are processes of one machine.
+
+        Nothing in the file system belongs to it, so nothing is left there whoever is killed.
+        """
+        fd = os.memfd_create("sglang-scout-ranks", os.MFD_CLOEXEC) if self.rank == 0 else -1
+        try:
+            if fd >= 0:
+                os.ftruncate(fd, 8 * count)
+            owner, number = self.gather([os.getpid(), fd])[0]
+            if fd < 0:
+                fd = os.open(f"/proc/{owner}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+            words = torch.frombuffer(mmap.mmap(fd, 8 * count), dtype=torch.int64)
+            self.least(0)  # until then the owner's descriptor has to be there
+            return words
+        finally:
+            if fd >= 0:
+                os.close(fd)
 
 
 def worker_cpus(runner: Any, config: OffloadConfig) -> list[int]:
