@@ -6,7 +6,8 @@
 #   scripts/gpu_bundle.sh --server OUTDIR   with SGLang as well (scripts/gpu_site.py), for its step "server"
 #   bash OUTDIR/run.sh RESULTS              there: unpacks, builds the native module if it can, runs gpu_check.sh
 #
-# run.sh leaves in RESULTS the rows (*.jsonl, *.json), the test report and all logs in one archive.
+# run.sh leaves in RESULTS the rows (*.jsonl) and, in one archive, all else: the test report, what the kernels
+# compiled to, the logs. Eight files or fewer.
 # Variables: PYTHON (here, with pip; python3), TARGET (the Python version there; 3.12), PLATFORM
 # (manylinux_2_17_x86_64). The whole must stay below 60 MiB, or this fails. --server needs scripts/setup.sh.
 set -euo pipefail
@@ -84,8 +85,8 @@ fi
 export SECONDS_LIMIT="${SECONDS_LIMIT:-$((570 - SECONDS))}"
 STATUS=0
 "$WORK/tree/scripts/gpu_check.sh" "$WORK/out" || STATUS=$?
-find "$WORK/out" -maxdepth 1 \( -name '*.json*' -o -name '*.xml' \) -exec cp {} "$RESULTS/" \;
-(cd "$WORK/out" && find . -maxdepth 1 -name '*.log' -print0 | tar --null -T - -czf "$RESULTS/logs.tar.gz")
+find "$WORK/out" -maxdepth 1 -name '*.jsonl' -exec cp {} "$RESULTS/" \;
+(cd "$WORK/out" && find . -maxdepth 1 -type f ! -name '*.jsonl' -print0 | tar --null -T - -czf "$RESULTS/more.tar.gz")
 exit "$STATUS"
 RUN
 chmod +x "$OUT/run.sh"
