@@ -227,7 +227,11 @@ class Rig:
         )
         self.positions = torch.zeros(batch, dtype=torch.int64, device=store.device)
         self.out = torch.empty_like(self.x)
-        self._graph = self._capture() if graph else None
+        self._graphs: dict[bool, Any] = {}  # by whether the step is a late one
+        if graph:
+            self._graphs[False] = self._capture()
+            with self.engine.captured_late():
+                self._graphs[True] = self._capture()
 
     def _projector(self, layer: int) -> Any:
         def project(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -262,10 +266,10 @@ class Rig:
         used = -(-int(self.lengths.max()) // PAGE)
         self.engine.begin_step(self.pages[:, :used], np.arange(self.batch), self.lengths)
         self.store.steps += 1
-        if self._graph is None or self.engine.needs_eager:
-            self._layers()
+        if self._graphs:
+            self._graphs[self.engine.is_late].replay()
         else:
-            self._graph.replay()
+            self._layers()
         self.drift.advance()
 
     def close(self) -> None:

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -143,10 +144,31 @@ class DeviceStepEngine:
         self._predicted: dict[int, torch.Tensor] = {}
 
     @property
-    def needs_eager(self) -> bool:
-        """Whether the step that was begun cannot be a captured one: a request's first steps here take
-        the real query in every layer."""
-        return self._late or self._verifier is not None
+    def can_be_captured(self) -> bool:
+        """Whether steps are the device's alone, so that a graph of one can be replayed."""
+        return self._verifier is None
+
+    @property
+    def has_late_steps(self) -> bool:
+        """Whether some steps take real queries, those of requests in their first steps here.
+
+        They launch other things than steps that predict all queries, and need a graph of their own.
+        """
+        return self.policy.predictor.lead > 0 and self.policy.predictor.exact_steps > 0
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the step that was begun is such a one."""
+        return self._late
+
+    @contextmanager
+    def captured_late(self) -> Iterator[None]:
+        """What is launched within is that of a late step; only while nothing has begun."""
+        self._late = True
+        try:
+            yield
+        finally:
+            self._late = False
 
     # Boundary ------------------------------------------------------------------------------------
 
@@ -175,7 +197,7 @@ class DeviceStepEngine:
         if known is not None:
             self._recall_missing(*known)
         young = batch.ages < self.policy.predictor.exact_steps
-        self._late = bool(young.any()) and self.policy.predictor.lead > 0
+        self._late = bool(young.any()) and self.has_late_steps
         self._send(batch, young, request_slots)
         self._follows.begin_step(self._inputs.source)
         if (epoch := self._life()) != self._epoch:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ from sglang_scout.policy.presets import make_policy
 from sglang_scout.worker.client import WorkerClient, WorkerConfig
 
 logger = logging.getLogger(__name__)
+
+_LATE_STEP = "scout-late"
 
 HOST_SPIN_US = 50
 DEVICE_SPIN_US = 20_000  # as long as a step
@@ -246,7 +249,21 @@ class ScoutAttnBackend(AttentionBackend):
         seq_lens = forward_batch.seq_lens_cpu.numpy().astype("int64")
         pages, rows = self._tables.of_step(seq_lens)
         self.engine.begin_step(pages, rows, seq_lens)
-        return isinstance(self.engine, DeviceStepEngine) and not self.engine.needs_eager
+        return isinstance(self.engine, DeviceStepEngine) and self.engine.can_be_captured
+
+    @property
+    def graph_variant(self) -> str | None:
+        """Label of the graph that runs the step that was begun; None as SGLang's own."""
+        is_late = isinstance(self.engine, DeviceStepEngine) and self.engine.is_late
+        return _LATE_STEP if is_late else None
+
+    def captures(self) -> Iterator[str | None]:
+        """Labels of the graphs that a batch size needs; each is to be captured before the next is asked
+        for."""
+        yield None
+        if isinstance(self.engine, DeviceStepEngine) and self.engine.has_late_steps:
+            with self.engine.captured_late():
+                yield _LATE_STEP
 
     def check_results(self, copied: torch.cuda.Event | None) -> None:
         """A step's tokens are on the host once ``copied``, or with None the stream, is through.

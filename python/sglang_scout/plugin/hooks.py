@@ -179,6 +179,28 @@ def around_can_run_graph(original: Callable[..., bool], runner: Any, forward_bat
     return current_backend().begin(forward_batch) and original(runner, forward_batch)
 
 
+def around_capture_one_shape(
+    original: Callable[..., None],
+    runner: Any,
+    size: int,
+    forward: Callable[..., Any],
+    stream_idx: int | None = None,
+    variant_label: str | None = None,
+) -> None:
+    """A batch size is captured, once for each kind of step; its labels are those of SGLang's LoRA."""
+    from sglang_scout.plugin.backend import current_backend
+
+    for variant in current_backend().captures():
+        original(runner, size, forward, stream_idx, variant or variant_label)
+
+
+def around_resolve_variant(original: Callable[..., Any], runner: Any, forward_batch: Any) -> Any:
+    """Which of a batch size's graphs is replayed; the step has begun."""
+    from sglang_scout.plugin.backend import current_backend
+
+    return current_backend().graph_variant or original(runner, forward_batch)
+
+
 # Prefill server ----------------------------------------------------------------------------------
 
 

@@ -26,6 +26,7 @@ _SRT = "sglang.srt."
 _SERVER_ARGS = _SRT + "server_args.ServerArgs."
 _POOLS = _SRT + "model_executor.model_runner_kv_cache_mixin.ModelRunnerKVCacheMixin."
 _SCHEDULER = _SRT + "managers.scheduler.Scheduler."
+_RUNNER = _SRT + "model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner."
 
 # target -> why it is hooked (the hook functions are named in _hooks_of).
 FLAG_TARGETS = {
@@ -45,9 +46,9 @@ DECODE_TARGETS = {
         "no token of a step that lacks a part of its attention"
     ),
     _SRT + "managers.schedule_batch.alloc_for_decode": "know on the host which pages a step opens",
-    _SRT + "model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.can_run_graph": (
-        "begin the step before it is known whether a captured graph can run it"
-    ),
+    _RUNNER + "can_run_graph": "begin the step before it is known whether a graph can run it",
+    _RUNNER + "capture_one_shape": "capture the steps in which a request is new as well",
+    _RUNNER + "_resolve_lora_variant": "replay the graph of such a step",
 }
 PREFILL_TARGETS = {
     _POOLS + "_init_pools": "a digest pool beside the KV pool",
@@ -133,6 +134,8 @@ def _hooks_of(role: str) -> dict[str, tuple[Callable[..., Any], HookType]]:
                     (hooks.before_process_batch_result, HookType.BEFORE),
                     (hooks.after_alloc_for_decode, HookType.AFTER),
                     (hooks.around_can_run_graph, HookType.AROUND),
+                    (hooks.around_capture_one_shape, HookType.AROUND),
+                    (hooks.around_resolve_variant, HookType.AROUND),
                 ),
                 strict=True,
             )
