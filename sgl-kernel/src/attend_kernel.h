@@ -128,8 +128,8 @@ inline Place place_of(const AttendArgs& args, int entry, int64_t page, ptrdiff_t
 // Tokens of a block. Sums are loaded and stored once a block, so large ones ask for a large block;
 // otherwise it should fit the first cache with them and with what is asked for meanwhile. A power
 // of two, as the size of a page is: hints would go astray where a block ends behind a page.
-inline int block_tokens(ptrdiff_t sums_bytes, bool coded, ptrdiff_t row_bytes, int most) {
-  const ptrdiff_t bytes = (sums_bytes > kBlockBytes ? sums_bytes : kBlockBytes) / (coded ? 2 : 1);
+inline int block_tokens(ptrdiff_t sums_bytes, ptrdiff_t row_bytes, int most) {
+  const ptrdiff_t bytes = sums_bytes > kBlockBytes ? sums_bytes : kBlockBytes;
   int tokens = 4;
   while (2 * tokens <= most && tokens * 3 / 2 * row_bytes <= bytes) tokens *= 2;
   return tokens;
@@ -192,7 +192,7 @@ inline void attend_heads(const AttendArgs& args, HeadRange range) {
   const int fit = kScratchFloats / rows / 16 * 16;
   const int tile_tokens = fit < kTileTokens ? fit : kTileTokens;
   const int most = kv.page_size < tile_tokens ? kv.page_size : tile_tokens;
-  const int step = block_tokens(rows * dim * sizeof(float), coded, row_bytes, most);
+  const int step = block_tokens(rows * dim * sizeof(float), row_bytes, most);
   const int lead_tokens = static_cast<int>(kLeadBytes / row_bytes) / step * step;
   // What lies further than a page behind a page's end is not known.
   const int usual_lead = lead_tokens < step ? step : lead_tokens < most ? lead_tokens : most;

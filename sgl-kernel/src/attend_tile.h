@@ -53,10 +53,9 @@ inline void prefetch_span(const char*& p) {
 }
 
 // scores[g][t] = sum of the lanes of acc[g][t].
-template <int TB, int GB>
-inline __attribute__((always_inline)) void store_sums(const Vec::F (&acc)[GB][TB], float* scores,
+template <int TB, int GB, typename X>
+inline __attribute__((always_inline)) void store_sums(const X (&acc)[GB][TB], float* scores,
                                                       int stride) {
-  using F = Vec::F;
   if constexpr (TB == 4) {
 #pragma GCC unroll 8
     for (int g = 0; g < GB; ++g) {
@@ -66,10 +65,10 @@ inline __attribute__((always_inline)) void store_sums(const Vec::F (&acc)[GB][TB
     constexpr int kSums = GB * TB;
 #pragma GCC unroll 16
     for (int i = 0; i < kSums; i += 4) {
-      F part[4];
+      X part[4];
 #pragma GCC unroll 4
       for (int j = 0; j < 4; ++j) {
-        part[j] = i + j < kSums ? acc[(i + j) % kSums / TB][(i + j) % TB] : Vec::zero();
+        part[j] = i + j < kSums ? acc[(i + j) % kSums / TB][(i + j) % TB] : X{};
       }
       float sums[4];
       Vec::hsum4(part[0], part[1], part[2], part[3], sums);
@@ -83,8 +82,8 @@ inline __attribute__((always_inline)) void store_sums(const Vec::F (&acc)[GB][TB
 
 // scores[g][t] = <q[g], k[t]> for TB tokens.
 template <DType T, int kDim, int TB, int GB>
-inline void score_tokens(const char* k, ptrdiff_t row_bytes, const float* q, int head_dim,
-                         const char*& ahead, float* scores, int stride) {
+inline const char* score_tokens(const char* k, ptrdiff_t row_bytes, const float* q, int head_dim,
+                                const char* ahead, float* scores, int stride) {
   using F = Vec::F;
   constexpr int W = Vec::kLanes;
   constexpr int kPairBytes = 2 * W * element_bytes<T>();
@@ -113,12 +112,14 @@ inline void score_tokens(const char* k, ptrdiff_t row_bytes, const float* q, int
     }
   }
   store_sums<TB, GB>(acc, scores, stride);
+  return ahead;
 }
 
 // acc[g] = rescale[g] * acc[g] + sum_t weights[g][t] * v[t], over 2 * NP vectors of columns.
 template <DType T, int NP, int GB>
-inline void accumulate(const char* v, ptrdiff_t row_bytes, int tokens, const float* weights,
-                       int stride, const float* rescale, float* acc, int dim, const char*& ahead) {
+inline const char* accumulate(const char* v, ptrdiff_t row_bytes, int tokens, const float* weights,
+                              int stride, const float* rescale, float* acc, int dim,
+                              const char* ahead) {
   using F = Vec::F;
   constexpr int W = Vec::kLanes;
   constexpr int kPairBytes = 2 * W * element_bytes<T>();
@@ -155,6 +156,7 @@ inline void accumulate(const char* v, ptrdiff_t row_bytes, int tokens, const flo
 #pragma GCC unroll 4
     for (int j = 0; j < 2 * NP; ++j) Vec::store(acc + g * dim + j * W, sums[g][j]);
   }
+  return ahead;
 }
 
 // One step of online softmax for R consecutive rows (query heads): raw dot products become weights.
@@ -254,7 +256,7 @@ void score_block(const Block& block) {
   const char* ahead = block.ahead;
   score_each<Vec::token_block(GB)>(block, block.q, dim, dim * element_bytes<T>(),
                                    [&](auto tokens, const char* k, const float* q, float* scores) {
-                                     score_tokens<T, kDim, tokens.kCount, GB>(
+                                     ahead = score_tokens<T, kDim, tokens.kCount, GB>(
                                          k, block.row_bytes, q, dim, ahead, scores, block.stride);
                                    });
 }
@@ -277,13 +279,13 @@ void weigh_block(const Block& block) {
     int d = 0;
     for (; d + kStep <= dim; d += kStep) {
       const ptrdiff_t at = d / (2 * W) * kPairBytes;
-      accumulate<T, NP, GB>(v + at, block.row_bytes, block.tokens, weights, block.stride, rescale,
-                            acc + d, dim, ahead);
+      ahead = accumulate<T, NP, GB>(v + at, block.row_bytes, block.tokens, weights, block.stride,
+                                    rescale, acc + d, dim, ahead);
     }
     for (; d < dim; d += 2 * W) {
       const ptrdiff_t at = d / (2 * W) * kPairBytes;
-      accumulate<T, 1, GB>(v + at, block.row_bytes, block.tokens, weights, block.stride, rescale,
-                           acc + d, dim, ahead);
+      ahead = accumulate<T, 1, GB>(v + at, block.row_bytes, block.tokens, weights, block.stride,
+                                   rescale, acc + d, dim, ahead);
     }
   }
 }

@@ -15,8 +15,8 @@ namespace {
 
 // scores[g][t] = <q[g], k[t]> for TB tokens.
 template <int kDim, int TB, int GB>
-inline void score_pairs(const char* k, ptrdiff_t row_bytes, const int16_t* q, int head_dim,
-                        const char*& ahead, float* scores, int stride) {
+inline const char* score_pairs(const char* k, ptrdiff_t row_bytes, const int16_t* q, int head_dim,
+                               const char* ahead, float* scores, int stride) {
   using F = Vec::F;
   using S = Vec::S;
   constexpr int W = 2 * Vec::kLanes;
@@ -45,6 +45,7 @@ inline void score_pairs(const char* k, ptrdiff_t row_bytes, const int16_t* q, in
     }
   }
   store_sums<TB, GB>(acc, scores, stride);
+  return ahead;
 }
 
 template <int kDim, int GB>
@@ -54,8 +55,8 @@ void score_pairs_block(const Block& block) {
   score_each<Vec::token_block(GB)>(
       block, block.q_codes, dim, 2 * dim,
       [&](auto tokens, const char* k, const int16_t* q, float* scores) {
-        score_pairs<kDim, tokens.kCount, GB>(k, block.row_bytes, q, dim, ahead, scores,
-                                             block.stride);
+        ahead = score_pairs<kDim, tokens.kCount, GB>(k, block.row_bytes, q, dim, ahead, scores,
+                                                     block.stride);
       });
 }
 

@@ -4,9 +4,9 @@
 //
 // The query becomes 16-bit codes once per call (scale = largest magnitude / 32767), the weights
 // once per tile and row (relative to the row's largest weight in the tile, softmax_rows). Products
-// are summed exactly: |code of a page| <= 128, so 32 tokens of a lane stay below 2^28. What is lost
-// is the rounding of the codes, at most 2^-16 of the largest element, where an int8 code loses
-// 2^-8.
+// are summed exactly: |code of a page| <= 128, so those of kMaxCodedDim elements stay below 2^31,
+// and those of a tile's tokens below 2^28. What is lost is the rounding of the codes, at most 2^-16
+// of the largest element, where an int8 code loses 2^-8.
 #pragma once
 
 #include <cstddef>
@@ -54,18 +54,14 @@ inline void unpack_zipped(const float* from, float factor, float* to, int dim) {
 
 // scores[g][t] = <q[g], k[t]> in codes, for TB tokens.
 template <int kDim, int TB, int GB>
-inline void score_codes(const char* k, ptrdiff_t row_bytes, const int16_t* q, int head_dim,
-                        const char*& ahead, float* scores, int stride) {
+inline const char* score_codes(const char* k, ptrdiff_t row_bytes, const int16_t* q, int head_dim,
+                               const char* ahead, float* scores, int stride) {
   using I = Vec::I;
   using S = Vec::S;
   constexpr int W = 2 * Vec::kLanes;
+  static_assert(kMaxCodedDim * 32767LL * 128 < 1LL << 31, "of all elements, in store_sums");
   const int dim = kDim != 0 ? kDim : head_dim;
   I acc[GB][TB];
-#pragma GCC unroll 8
-  for (int g = 0; g < GB; ++g) {
-#pragma GCC unroll 8
-    for (int t = 0; t < TB; ++t) acc[g][t] = Vec::zero_words();
-  }
 #pragma GCC unroll 8
   for (int d = 0; d < dim; d += W) {
     S x[TB];
@@ -78,24 +74,21 @@ inline void score_codes(const char* k, ptrdiff_t row_bytes, const int16_t* q, in
     for (int g = 0; g < GB; ++g) {
       const S code = Vec::load_shorts(q + g * dim + d);
 #pragma GCC unroll 8
-      for (int t = 0; t < TB; ++t) acc[g][t] = Vec::dot_shorts(acc[g][t], code, x[t]);
+      for (int t = 0; t < TB; ++t) {
+        acc[g][t] = d == 0 ? Vec::mul_shorts(code, x[t]) : Vec::dot_shorts(acc[g][t], code, x[t]);
+      }
     }
   }
-  Vec::F sums[GB][TB];
-#pragma GCC unroll 8
-  for (int g = 0; g < GB; ++g) {
-#pragma GCC unroll 8
-    for (int t = 0; t < TB; ++t) sums[g][t] = Vec::from_words(acc[g][t]);
-  }
-  store_sums<TB, GB>(sums, scores, stride);
+  store_sums<TB, GB>(acc, scores, stride);
+  return ahead;
 }
 
 // acc[g] = rescale[g] * acc[g] + factor[g] * sum_t weights[g][t] * v[t], over 2 * NP vectors of
 // columns, in the order of unpack_zipped. Weights are 16-bit codes, `stride` floats a row.
 template <int NP, int GB>
-inline void accumulate_codes(const char* v, ptrdiff_t row_bytes, int tokens, const float* weights,
-                             int stride, const float* rescale, const float* factor, float* acc,
-                             int dim, const char*& ahead) {
+inline const char* accumulate_codes(const char* v, ptrdiff_t row_bytes, int tokens,
+                                    const float* weights, int stride, const float* rescale,
+                                    const float* factor, float* acc, int dim, const char* ahead) {
   using I = Vec::I;
   using S = Vec::S;
   using F = Vec::F;
@@ -107,10 +100,7 @@ inline void accumulate_codes(const char* v, ptrdiff_t row_bytes, int tokens, con
 #pragma GCC unroll 4
     for (int j = 0; j < 2 * NP; ++j) sums[g][j] = Vec::zero_words();
   }
-  for (int t = 0; t < tokens; t += 2) {
-    // An odd last token is paired with itself: the weight behind the last one is zero.
-    const char* const even = v + t * row_bytes;
-    const char* const odd = t + 1 < tokens ? even + row_bytes : even;
+  auto add_pair = [&](int t, const char* even, const char* odd) {
     S low[NP], high[NP];
 #pragma GCC unroll 2
     for (int j = 0; j < NP; ++j) {
@@ -129,7 +119,11 @@ inline void accumulate_codes(const char* v, ptrdiff_t row_bytes, int tokens, con
         sums[g][2 * j + 1] = Vec::dot_shorts(sums[g][2 * j + 1], w, high[j]);
       }
     }
-  }
+  };
+  int t = 0;
+  for (; t + 2 <= tokens; t += 2) add_pair(t, v + t * row_bytes, v + (t + 1) * row_bytes);
+  // An odd last token is paired with itself: the weight behind the last one is zero.
+  if (t < tokens) add_pair(t, v + t * row_bytes, v + t * row_bytes);
 #pragma GCC unroll 8
   for (int g = 0; g < GB; ++g) {
     const F scale = Vec::set1(factor[g]);
@@ -141,6 +135,7 @@ inline void accumulate_codes(const char* v, ptrdiff_t row_bytes, int tokens, con
       Vec::store(at, Vec::fma(shrink, Vec::load(at), sum));
     }
   }
+  return ahead;
 }
 
 template <int kDim, int GB>
@@ -150,8 +145,8 @@ void score_codes_block(const Block& block) {
   score_each<Vec::token_block(GB)>(
       block, block.q_codes, dim, dim,
       [&](auto tokens, const char* k, const int16_t* q, float* scores) {
-        score_codes<kDim, tokens.kCount, GB>(k, block.row_bytes, q, dim, ahead, scores,
-                                             block.stride);
+        ahead = score_codes<kDim, tokens.kCount, GB>(k, block.row_bytes, q, dim, ahead, scores,
+                                                     block.stride);
       });
 }
 
@@ -168,14 +163,14 @@ void weigh_codes_block(const Block& block) {
     const float* const rescale = block.rescale != nullptr ? block.rescale + row : nullptr;
     int d = 0;
     for (; d + NP * kColumns <= dim; d += NP * kColumns) {
-      accumulate_codes<NP, GB>(block.rows + h * dim + d, block.row_bytes, block.tokens, weights,
-                               block.stride, rescale, block.factor + row, block.acc + row * dim + d,
-                               dim, ahead);
+      ahead = accumulate_codes<NP, GB>(block.rows + h * dim + d, block.row_bytes, block.tokens,
+                                       weights, block.stride, rescale, block.factor + row,
+                                       block.acc + row * dim + d, dim, ahead);
     }
     for (; d < dim; d += kColumns) {
-      accumulate_codes<1, GB>(block.rows + h * dim + d, block.row_bytes, block.tokens, weights,
-                              block.stride, rescale, block.factor + row, block.acc + row * dim + d,
-                              dim, ahead);
+      ahead = accumulate_codes<1, GB>(block.rows + h * dim + d, block.row_bytes, block.tokens,
+                                      weights, block.stride, rescale, block.factor + row,
+                                      block.acc + row * dim + d, dim, ahead);
     }
   }
 }

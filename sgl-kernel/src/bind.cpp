@@ -109,6 +109,8 @@ void attend_batch_int8(uintptr_t q, uintptr_t k, uintptr_t v, uintptr_t k_scale,
                        float logit_cap, uintptr_t pages, int batch, int columns,
                        uintptr_t last_page, uintptr_t last_len, uintptr_t out, uintptr_t lse,
                        int threads) {
+  require(dim <= scout::kMaxCodedDim, "attend_batch_int8: D=" + std::to_string(dim) + ", at most " +
+                                          std::to_string(scout::kMaxCodedDim));
   scout::KvPages kv{at<const void>(k), at<const void>(v), num_pages, page_size, heads, dim,
                     DType::kI8};
   kv.k_scale = at<const float>(k_scale);

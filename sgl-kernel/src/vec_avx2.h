@@ -91,9 +91,17 @@ struct Vec {
     __builtin_memcpy(&pair, p, sizeof pair);
     return _mm256_set1_epi32(pair);
   }
-  static I dot_shorts(I acc, S a, S b) { return _mm256_add_epi32(acc, _mm256_madd_epi16(a, b)); }
+  static I mul_shorts(S a, S b) { return _mm256_madd_epi16(a, b); }
+  static I dot_shorts(I acc, S a, S b) { return _mm256_add_epi32(acc, mul_shorts(a, b)); }
   static S zip_low(S a, S b) { return _mm256_unpacklo_epi16(a, b); }
   static S zip_high(S a, S b) { return _mm256_unpackhi_epi16(a, b); }
+  static void hsum4(I a, I b, I c, I d, float* sums) {
+    const I ab = _mm256_add_epi32(_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b));
+    const I cd = _mm256_add_epi32(_mm256_unpacklo_epi32(c, d), _mm256_unpackhi_epi32(c, d));
+    const I s = _mm256_add_epi32(_mm256_unpacklo_epi64(ab, cd), _mm256_unpackhi_epi64(ab, cd));
+    const __m128i four = _mm_add_epi32(_mm256_castsi256_si128(s), _mm256_extracti128_si256(s, 1));
+    _mm_storeu_ps(sums, _mm_cvtepi32_ps(four));
+  }
   static F from_words(I x) { return _mm256_cvtepi32_ps(x); }
   static void store_shorts(F x, int16_t* p) {
     const __m256i words = _mm256_cvtps_epi32(x);

@@ -105,14 +105,22 @@ struct Vec {
     return x;
   }
   static S set1_pair(const int16_t* p) { return S{p[0], p[1], p[0], p[1], p[0], p[1], p[0], p[1]}; }
-  // Adds to each word the products of its two pairs of codes.
-  static I dot_shorts(I acc, S a, S b) {
-    for (int i = 0; i < kLanes; ++i) acc[i] += a[2 * i] * b[2 * i] + a[2 * i + 1] * b[2 * i + 1];
-    return acc;
+  // For each word the sum of the products of its two pairs of codes.
+  static I mul_shorts(S a, S b) {
+    I sums;
+    for (int i = 0; i < kLanes; ++i) sums[i] = a[2 * i] * b[2 * i] + a[2 * i + 1] * b[2 * i + 1];
+    return sums;
   }
+  static I dot_shorts(I acc, S a, S b) { return acc + mul_shorts(a, b); }
   // Elements of a and b in turn: of the first four columns of every eight, of the last four.
   static S zip_low(S a, S b) { return S{a[0], b[0], a[1], b[1], a[2], b[2], a[3], b[3]}; }
   static S zip_high(S a, S b) { return S{a[4], b[4], a[5], b[5], a[6], b[6], a[7], b[7]}; }
+  static void hsum4(I a, I b, I c, I d, float* sums) {
+    const I all[4] = {a, b, c, d};
+    for (int i = 0; i < 4; ++i) {
+      sums[i] = static_cast<float>(all[i][0] + all[i][1] + all[i][2] + all[i][3]);
+    }
+  }
   static F from_words(I x) { return __builtin_convertvector(x, F); }
   static void store_shorts(F x, int16_t* p) {
     const F whole = round(x);

@@ -259,6 +259,18 @@ def test_query_is_rounded_once_and_finely():
     assert lse[0, 1] - lse[0, 0] == pytest.approx(64 * 2.0**-12, abs=64 * 2.0**-15)
 
 
+@pytest.mark.parametrize("code", [127, -128])
+def test_the_largest_sums_fit_their_words(code):
+    """Every product at its largest, in the largest head: 2^31 - 65536 in codes."""
+    k = torch.full((2, 32, 1, 512), code, dtype=torch.int8)
+    pool = (k, k, torch.ones(2, 1), torch.ones(2, 1))
+    q = torch.stack([torch.ones(512), -torch.ones(512)])[None]
+    out, lse = attend(q, pool, i32([[0, 1]]), None, None, 2.0**-12)
+    assert (out == code).all()
+    expected = torch.tensor([code, -code]) / 8 + math.log(64)
+    torch.testing.assert_close(lse[0], expected, rtol=1e-5, atol=1e-5)
+
+
 def test_small_weights_of_a_page_without_the_largest_one_are_kept():
     """Weights are coded relative to their own page: many small ones beside a large one count."""
     P, S, D = 65, 32, 64
@@ -317,3 +329,11 @@ def test_arguments_are_checked():
         call((6, torch.zeros_like(last_page)), (7, torch.full_like(last_len, 9)), impl="native")
     with pytest.raises(ImplementationError, match="k_scale is not contiguous"):
         call((3, pool[2].t().contiguous().t()), impl="native")
+    long = torch.ones(1, 1, 1, 528, dtype=torch.int8)
+    one = torch.ones(1, 1)
+    with pytest.raises(
+        ImplementationError, match="D=528; native supports multiples of 16 up to 512"
+    ):
+        attend_pages_int8(
+            torch.ones(1, 1, 528), long, long, one, one, i32([[0]]), None, None, 1.0, impl="native"
+        )

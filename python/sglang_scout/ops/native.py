@@ -52,6 +52,7 @@ def set_isa(name: str) -> None:
 def _reasons(
     kv: torch.Tensor | None = None,
     dtypes: Collection[torch.dtype] = _DTYPES,
+    max_dim: int = _MAX_DIM,
     **tensors: torch.Tensor | None,
 ) -> list[str]:
     """Why the C++ code cannot run; ``kv`` [..., D] stands for the tensors of the pool's dtype."""
@@ -61,9 +62,9 @@ def _reasons(
     if kv is not None and kv.dtype not in dtypes:
         known = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         reasons.append(f"dtype {kv.dtype}; native supports {known}")
-    if kv is not None and (kv.shape[-1] % _DIM_STEP or not 0 < kv.shape[-1] <= _MAX_DIM):
+    if kv is not None and (kv.shape[-1] % _DIM_STEP or not 0 < kv.shape[-1] <= max_dim):
         reasons.append(
-            f"D={kv.shape[-1]}; native supports multiples of {_DIM_STEP} up to {_MAX_DIM}"
+            f"D={kv.shape[-1]}; native supports multiples of {_DIM_STEP} up to {max_dim}"
         )
     for name, tensor in tensors.items():
         if tensor is None:
@@ -102,7 +103,11 @@ def _check_attend_ids(
 
 
 def attention(
-    op: str, function: str, pool: tuple[str, ...], dtypes: Mapping[torch.dtype, tuple[int, ...]]
+    op: str,
+    function: str,
+    pool: tuple[str, ...],
+    dtypes: Mapping[torch.dtype, tuple[int, ...]],
+    max_dim: int = _MAX_DIM,
 ) -> Implementation:
     """One of the module's batched attentions. Ops differ in the tensors that their pool has.
 
@@ -111,6 +116,7 @@ def attention(
         function: of the module.
         pool: names of the pool's tensors, in the place of the op's arguments behind ``q``; K is "k".
         dtypes: of K, each with the code that the function wants for it, if any.
+        max_dim: largest D.
     """
     tensors = ("q", *pool, "pages", "last_page", "last_len")
     names = (*tensors, "scale", "logit_cap", "out")
@@ -122,7 +128,7 @@ def attention(
         a = given(args, named)
         out = a["out"] if a["out"] is not None else (None, None)
         read = {name: a[name] for name in tensors}
-        return _reasons(a["k"], dtypes, **read, **{"out[0]": out[0], "out[1]": out[1]})
+        return _reasons(a["k"], dtypes, max_dim, **read, **{"out[0]": out[0], "out[1]": out[1]})
 
     def run(*args: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
         a = given(args, named)

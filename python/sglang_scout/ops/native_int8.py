@@ -48,5 +48,6 @@ ATTEND_PAGES_INT8 = native.attention(
     "attend_batch_int8",
     ("k", "v", "k_scale", "v_scale"),
     {torch.int8: ()},
+    max_dim=512,  # kMaxCodedDim
 )
 QUANTIZE_PAGES = Implementation("native", _quantize, _quantize_reasons)

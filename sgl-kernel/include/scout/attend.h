@@ -10,6 +10,8 @@ namespace scout {
 
 enum class DType : int32_t { kF32 = 0, kBF16 = 1, kF16 = 2, kI8 = 3 };
 
+constexpr int kMaxCodedDim = 512;  // largest head_dim of kI8 pages: their sums are of 32 bits
+
 // K and V pages of one layer, each [num_pages, page_size, kv_heads, head_dim], contiguous.
 // head_dim is a multiple of 16. kI8 pages hold codes; a value is its code times the scale of its
 // page and KV head, k_scale and v_scale [num_pages, kv_heads] fp32 (unused with other dtypes).
