@@ -4,15 +4,17 @@
     python benchmark/gpu_kernels.py --check-only    small sizes, nothing is timed (for sanitizers; in
                                                     the interpreter with TRITON_INTERPRET=1 too)
 
-Bytes are those that the kernel must move, once each, as its file says; scratch does not count. A time
-is that of a CUDA graph of REPEATS calls on different pages, divided by REPEATS, between two events: no
-launch from Python is in it. Before every sample a write larger than the L2 cache clears it. The device's
-bandwidth is that of a copy of 512 MiB, measured in the same way in the same run, read and write counted.
+Bytes are those that the kernel must move, once each, as its file says, or, where pages come from the host,
+those of them that take the bus; scratch does not count. A time is that of a CUDA graph of REPEATS calls on
+different pages, divided by REPEATS, between two events: no launch from Python is in it. Before every sample
+a write larger than the L2 cache clears it. The device's bandwidth is that of a copy of 512 MiB, measured in
+the same way in the same run, read and write counted.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,15 +27,17 @@ import rows
 from sglang_scout.core.registry import Op
 from sglang_scout.ops.append import APPEND_TOKENS, Pool
 from sglang_scout.ops.attend import ATTEND_PAGES
-from sglang_scout.ops.digest import BUILD_DIGESTS
+from sglang_scout.ops.digest import BUILD_LAYER_DIGESTS
 from sglang_scout.ops.digest_int8 import GROUP, SCORE_PAGES_INT8, pack_digests
-from sglang_scout.ops.gather import COPY_PAGES
+from sglang_scout.ops.gather import COPY_LAYER_PAGES
+from sglang_scout.ops.layers import LayerPages
 from sglang_scout.ops.merge import MERGE_STATES
 from sglang_scout.ops.score import SCORE_PAGES
 from sglang_scout.ops.select import SELECT_PAGES
-from sglang_scout.ops.signs import BUILD_SIGNS, SCORE_SIGNS, as_bits
+from sglang_scout.ops.signs import BUILD_LAYER_SIGNS, SCORE_SIGNS, as_bits
 
 S, H, G, D = 32, 8, 5, 128  # Qwen3-14B
+L = 8  # of its 40 layers
 HQ = H * G
 REPEATS = 8
 WARM_UP, SAMPLES = 5, 50
@@ -86,6 +90,14 @@ class Pools:
             raise ValueError(f"{count} different ids of {pages} pages")
         order = torch.randperm(pages, generator=self._rng, device=self.device)
         return order[:count].view(shape).to(dtype)
+
+    @functools.cache  # noqa: B019  # the pools live as long as the program
+    def layers(self, source: str) -> LayerPages:
+        """K and V as those of L layers: of "device", or of "host", page-locked as in an arena."""
+        halves = self.k, self.v
+        if source == "host" and self.device == "cuda":
+            halves = (x.cpu().pin_memory() for x in halves)
+        return LayerPages.of(*(x.view(L, -1, S, H, D).unbind() for x in halves), self.device)
 
     def full(self, value: int, *shape: int) -> torch.Tensor:
         return torch.full(shape, value, dtype=torch.int32, device=self.device)
@@ -238,58 +250,61 @@ def selection(pools: Pools, B: int, N: int, k: int) -> Case:
     )
 
 
-def digests(pools: Pools, n: int) -> Case:
-    ids = [pools.ids(n, dtype=torch.int64) for _ in range(REPEATS)]
-    low, high = (torch.zeros_like(pools.k[:, 0]) for _ in range(2))
-
-    def call(which: torch.Tensor, impl: str = "triton") -> object:
-        return BUILD_DIGESTS(pools.k, which, low, high, impl=impl)
-
+def digests(pools: Pools, n: int, source: str, op: Op) -> Case:
+    """Of n pages in every layer. A server reads their keys from the host."""
+    layers = pools.layers(source)
+    P = len(layers.k[0])
+    ids = [pools.ids(n, dtype=torch.int64, pages=P) for _ in range(REPEATS)]
+    low, high = (torch.zeros(L, P, H, D, dtype=DTYPE, device=pools.device) for _ in range(2))
+    row_bytes = H * D * DTYPE.itemsize
+    on_bus = layers.k[0].device.type != pools.device
     return Case(
-        "build_digests",
-        {"pages": n},
-        n * (S + 2) * H * D * DTYPE.itemsize + 8 * n,
-        [lambda i=i: call(i) for i in ids],
-        lambda: changed(BUILD_DIGESTS, [low, high], lambda impl: call(ids[0], impl)),
-    )
-
-
-def signs(pools: Pools, n: int) -> Case:
-    ids = [pools.ids(n, dtype=torch.int64) for _ in range(REPEATS)]
-    low, high = (torch.zeros_like(pools.k[:, 0]) for _ in range(2))
-
-    def call(which: torch.Tensor, impl: str = "triton") -> object:
-        return BUILD_SIGNS(pools.k, which, low, high, impl=impl)
-
-    return Case(
-        "build_signs",
-        {"pages": n},
-        n * (S + 2) * H * D * DTYPE.itemsize + 8 * n,
-        [lambda i=i: call(i) for i in ids],
-        # As integers: some words are NaNs, which differ from themselves.
+        op.name,
+        {"pages": n, "layers": L, "from": source},
+        n * L * S * row_bytes if on_bus else n * L * (S + 2) * row_bytes + 8 * n,
+        [lambda i=i: op(layers, i, low, high, impl="triton") for i in ids],
+        # As integers: some words of signs are NaNs, which differ from themselves.
         lambda: changed(
-            BUILD_SIGNS, [as_bits(low), as_bits(high)], lambda impl: call(ids[0], impl)
+            op, [as_bits(low), as_bits(high)], lambda impl: op(layers, ids[0], low, high, impl=impl)
         ),
+        "bus" if on_bus else "device",
     )
 
 
 def copies(pools: Pools, n: int, source: str) -> Case:
-    """Recall: pages from page-locked host memory, or within device memory."""
-    host = source == "host" and pools.device == "cuda"
-    src = pools.k[: pools.pages // 2]
-    src = src.cpu().pin_memory() if host else src.clone()
-    dst = torch.zeros_like(pools.k[: max(n, 1)])
+    """Recall: K and V of n pages, dealt out over the layers, from the host or within device memory."""
+    layers = pools.layers(source)
     slots = torch.arange(n, device=pools.device)
-    ids = [pools.ids(n, dtype=torch.int64) % len(src) for _ in range(REPEATS)]
-    page_bytes = src[:1].nbytes
-    return Case(
-        "copy_pages",
-        {"pages": n, "from": source},
-        n * page_bytes * (1 if host else 2),
-        [lambda i=i: COPY_PAGES(src, i, dst, slots, impl="triton") for i in ids],
-        lambda: changed(COPY_PAGES, [dst], lambda i: COPY_PAGES(src, ids[0], dst, slots, impl=i)),
-        "bus" if host else "device",
+    dst_k, dst_v = (
+        torch.zeros(L, -(-n // L), S, H, D, dtype=DTYPE, device=pools.device) for _ in range(2)
     )
+    ids = [
+        torch.stack(
+            [slots % L, pools.ids(n, dtype=torch.int64, pages=len(layers.k[0])), slots // L]
+        )
+        for _ in range(REPEATS)
+    ]
+
+    def call(which: torch.Tensor, impl: str = "triton") -> object:
+        return COPY_LAYER_PAGES(layers, which, dst_k, dst_v, impl=impl)
+
+    kv_bytes = 2 * S * H * D * DTYPE.itemsize
+    on_bus = layers.k[0].device.type != pools.device
+    return Case(
+        "copy_layer_pages",
+        {"pages": n, "layers": L, "from": source},
+        n * kv_bytes if on_bus else n * (2 * kv_bytes + 24),
+        [lambda i=i: call(i) for i in ids],
+        lambda: changed(COPY_LAYER_PAGES, [dst_k, dst_v], lambda impl: call(ids[0], impl)),
+        "bus" if on_bus else "device",
+    )
+
+
+def of_layers(pools: Pools, n: int) -> Iterator[Case]:
+    for source in ("device", "host"):
+        for op in (BUILD_LAYER_DIGESTS, BUILD_LAYER_SIGNS):
+            yield digests(pools, n, source, op)
+        yield copies(pools, n, source)
 
 
 def appended(pools: Pools, B: int) -> Case:
@@ -324,9 +339,7 @@ def cases(pools: Pools, small: bool) -> Iterator[Case]:
         yield scores_signs(pools, 2, 40)
         yield attention(pools, 2, 3, 9)
         yield selection(pools, 2, 40, 8)
-        yield digests(pools, 3)
-        yield signs(pools, 3)
-        yield from (copies(pools, 3, source) for source in ("device", "host"))
+        yield from of_layers(pools, 3)
         yield appended(pools, 3)
         yield merged(pools, 2)
         return
@@ -339,9 +352,7 @@ def cases(pools: Pools, small: bool) -> Iterator[Case]:
     for B, N in ((1, 4096), (16, 2048), (64, 1024)):
         yield selection(pools, B, N, 64)
     for n in (16, 512):
-        yield digests(pools, n)
-        yield signs(pools, n)
-        yield from (copies(pools, n, source) for source in ("device", "host"))
+        yield from of_layers(pools, n)
     for B in (1, 64):
         yield appended(pools, B)
         yield merged(pools, B)
@@ -418,7 +429,7 @@ def add_row(
         samples = timer.samples_us(case.calls)
     except Exception as error:
         writer.add(impl, "failed", f"{type(error).__name__}: {error}", **fields)
-        print(f"{impl:10} {case.op:16} {case.sizes}: FAILED {error}", flush=True)
+        print(f"{impl:10} {case.op:19} {case.sizes}: FAILED {error}", flush=True)
         return False
     summary = rows.summary(samples)
     reached = case.bytes_moved / summary["median_us"]
@@ -432,7 +443,7 @@ def add_row(
         **summary,
     )
     print(
-        f"{impl:10} {case.op:16} {summary['median_us']:9.2f} us {share:6.1%} of the "
+        f"{impl:10} {case.op:19} {summary['median_us']:9.2f} us {share:6.1%} of the "
         f"{case.resource}  {case.sizes}",
         flush=True,
     )
@@ -463,7 +474,7 @@ def check(device: str) -> int:
     for case in cases(Pools(device, pages=64), small=True):
         wrong = case.check()
         failed += bool(wrong)
-        print(f"{case.op:16} {case.sizes}: {wrong or 'equal'}", flush=True)
+        print(f"{case.op:19} {case.sizes}: {wrong or 'equal'}", flush=True)
     if device == "cuda":
         torch.cuda.synchronize()
     return 1 if failed else 0

@@ -58,7 +58,7 @@ def empty(*shape: int, dtype: torch.dtype = F32) -> torch.Tensor:
 def cases() -> Iterator[tuple[str, Callable[..., object], tuple]]:
     """A name, and a call with the shapes of a model that launches kernels."""
     from sglang_scout.ops.doorbell import DeviceRing
-    from sglang_scout.ops.gather import LayerPages
+    from sglang_scout.ops.layers import LayerPages
     from sglang_scout.ops.triton import (
         advance,
         attend,
@@ -109,8 +109,6 @@ def cases() -> Iterator[tuple[str, Callable[..., object], tuple]]:
             arguments = (empty(1, 1), table, row, row, 1, 1, 0)
             yield "select_pages, all one", select.select_pages, arguments
         ids = empty(64, dtype=I64)
-        yield f"build_digests, {model}", pages.build_digests, (k, ids, *digests)
-        yield f"build_signs, {model}", signs.build_signs, (k, ids, *digests)
         layers = LayerPages.of([k] * 3, [v] * 3, "meta")
         of_layers = [torch.stack([x] * 3) for x in digests]
         yield f"build_layer_digests, {model}", pages.build_layer_digests, (layers, ids, *of_layers)
@@ -147,7 +145,6 @@ def cases() -> Iterator[tuple[str, Callable[..., object], tuple]]:
         arguments = (empty(4, N), empty(4, N, dtype=I32), row, empty(99, dtype=I32), chosen)
         yield f"select_pages, {N} pages, k={chosen}", select.select_pages, arguments
     pool, new = empty(4096, 32, 8, 128, dtype=BF16), empty(4, 8, 128, dtype=BF16)
-    yield "copy_pages", pages.copy_pages, (pool, ids, pool, ids)
     yield "append_tokens", pages.append_tokens, (new, new, row, (pool, pool, row))
     mirrored = (new, new, row, *[(pool, pool, row)] * 2)
     yield "append_tokens with mirror", pages.append_tokens, mirrored

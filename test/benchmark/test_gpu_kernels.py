@@ -11,8 +11,8 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARK = ROOT / "benchmark" / "gpu_kernels.py"
 KERNELS = {
-    "score_pages", "score_pages_int8", "score_signs", "attend_pages", "select_pages", "build_digests",
-    "build_signs", "copy_pages", "append_tokens", "merge_states",
+    "score_pages", "score_pages_int8", "score_signs", "attend_pages", "select_pages",
+    "build_layer_digests", "build_layer_signs", "copy_layer_pages", "append_tokens", "merge_states",
 }  # fmt: skip
 
 without_a_device = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

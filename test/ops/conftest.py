@@ -13,7 +13,7 @@ from hypothesis import settings
 
 from sglang_scout import ops
 from sglang_scout.core.registry import Implementation, Op
-from sglang_scout.ops import native, triton
+from sglang_scout.ops import LayerPages, native, triton
 
 # The interpreter is a hundred times slower than the C++ code, and on a device each new size of an
 # axis that is a constant of the kernel takes a second to compile.
@@ -56,12 +56,25 @@ def pytest_runtest_call(item):
         test._hypothesis_internal_use_settings = usual
 
 
+def plane(values, shift=0, **where):
+    """``values`` in memory of their own, ``shift`` elements behind where it begins."""
+    memory = torch.empty(shift + values.numel(), dtype=values.dtype, **where)
+    return memory[shift:].view(values.shape).copy_(values)
+
+
 def travelling(implementation: Implementation) -> Implementation:
     """The same implementation on the CUDA device, for arguments on the CPU."""
 
     def moved(value, there):
         if isinstance(value, torch.Tensor) and value.device.type == "cpu":
             return there.setdefault(id(value), (value, value.to("cuda")))[1]
+        if isinstance(value, LayerPages) and value.addresses.device.type == "cpu":
+            # Page-locked, as an arena's; no op changes them.
+            halves = (
+                [plane(x, x.storage_offset(), pin_memory=True) for x in half]
+                for half in (value.k, value.v)
+            )
+            return LayerPages.of(*halves, "cuda")
         if isinstance(value, tuple):
             values = [moved(v, there) for v in value]
             return type(value)(*values) if hasattr(value, "_fields") else tuple(values)
@@ -127,6 +140,17 @@ def isa(request):
         pytest.skip(str(error))
     yield request.param
     native.set_isa(before)
+
+
+@pytest.fixture(scope="session")
+def layer_pages():
+    """layer_pages(k, v=None, shift=0): [L, P, ...] as layers that lie anywhere; V is K without ``v``."""
+
+    def make(k, v=None, shift=0):
+        halves = ([plane(x, shift) for x in half] for half in (k, k if v is None else v))
+        return LayerPages.of(*halves, "cpu")
+
+    return make
 
 
 @pytest.fixture(scope="session")

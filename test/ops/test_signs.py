@@ -8,13 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_scout.ops.digest import digest_reference
+from sglang_scout.ops.layers import LayerPages
 from sglang_scout.ops.score import score_reference
 from sglang_scout.ops.signs import (
-    BUILD_SIGNS,
+    BUILD_LAYER_SIGNS,
     LEAST_SPREAD,
     SCORE_SIGNS,
     as_bits,
-    build_signs,
+    build_layer_signs,
     score_signs,
     score_signs_reference,
     signs_of,
@@ -22,16 +23,21 @@ from sglang_scout.ops.signs import (
 
 pytestmark = pytest.mark.usefixtures("isa")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-BUILDS = pytest.mark.parametrize("impl", BUILD_SIGNS.names())
+BUILDS = pytest.mark.parametrize("impl", BUILD_LAYER_SIGNS.names())
 SCORES = pytest.mark.parametrize("impl", SCORE_SIGNS.names())
 SIZES = st.tuples(*(st.integers(1, n) for n in (4, 12, 20, 4, 6)))
 
 
+def poisoned(k):
+    """Rows for [L, P, 32, H, D]."""
+    return [torch.full((*k.shape[:2], *k.shape[3:]), math.nan, dtype=k.dtype) for _ in range(2)]
+
+
 def words(k, impl="reference"):
-    """(low, high) of all pages of ``k``, into poisoned rows."""
-    low, high = (torch.full((len(k), *k.shape[2:]), math.nan, dtype=k.dtype) for _ in range(2))
-    build_signs(k, torch.arange(len(k)), low, high, impl=impl)
-    return low, high
+    """(low, high) of all pages of one layer [P, 32, H, D]."""
+    low, high = poisoned(k[None])
+    build_layer_signs(LayerPages.of([k], [k], "cpu"), torch.arange(len(k)), low, high, impl=impl)
+    return low[0], high[0]
 
 
 def inputs(seed, B, N, P, H, G, D=64, dtype=torch.float32):
@@ -46,39 +52,53 @@ def inputs(seed, B, N, P, H, G, D=64, dtype=torch.float32):
 @BUILDS
 @given(
     dtype=st.sampled_from(DTYPES),
-    D=st.sampled_from((16, 48, 64, 128, 256)),
-    seed=st.integers(0, 99),
+    sizes=st.tuples(st.integers(1, 3), st.integers(4, 6), st.integers(1, 3)),
+    D=st.sampled_from((16, 48, 64, 80, 128, 256)),
+    shift=st.integers(0, 1),
+    seed=st.integers(0, 2**31),
+    data=st.data(),
 )
-def test_every_sign_can_be_read_back(impl, dtype, D, seed):
-    k = torch.randn(5, 32, 3, D, generator=torch.Generator().manual_seed(seed)).to(dtype)
-    k[0, 0], k[1, 31] = 0.0, -0.0
-    k[2, 5], k[3, 17] = math.inf, -math.inf
-    signs = signs_of(*words(k, impl))
-    assert torch.equal(signs, torch.where(torch.signbit(k), -1.0, 1.0))
-
-
-@BUILDS
-def test_only_the_named_rows_change(impl):
-    k = torch.randn(6, 32, 2, 64, dtype=torch.bfloat16)
-    low, high = torch.randn(2, 6, 2, 64).bfloat16()
+def test_every_sign_can_be_read_back_and_other_rows_stay(
+    impl, layer_pages, dtype, sizes, D, shift, seed, data
+):
+    L, P, H = sizes
+    rng = torch.Generator().manual_seed(seed)
+    k = torch.randn(L, P, 32, H, D, generator=rng).to(dtype)
+    k[-1, 0, 0], k[-1, 1, 31] = 0.0, -0.0
+    k[-1, 2, 5], k[-1, 3, 17] = math.inf, -math.inf
+    ids = torch.tensor(data.draw(st.lists(st.integers(0, P - 1), unique=True)), dtype=torch.int64)
+    low, high = torch.randn(2, L, P, H, D, generator=rng).to(dtype)
     before = low.clone(), high.clone()
-    build_signs(k, torch.tensor([4, 1]), low, high, impl=impl)
-    for now, was, full in zip((low, high), before, words(k), strict=True):
-        assert torch.equal(now[[0, 2, 3, 5]], was[[0, 2, 3, 5]])
-        assert torch.equal(as_bits(now)[[4, 1]], as_bits(full)[[4, 1]])
-    build_signs(k, torch.tensor([], dtype=torch.int64), low, high, impl=impl)
+    build_layer_signs(layer_pages(k, shift=shift), ids, low, high, impl=impl)
+    signs = signs_of(*(x[:, ids].flatten(0, 1) for x in (low, high)))
+    assert torch.equal(signs, torch.where(torch.signbit(k[:, ids]), -1.0, 1.0).flatten(0, 1))
+    rest = [page for page in range(P) if page not in ids.tolist()]
+    for now, was in zip((low, high), before, strict=True):
+        assert torch.equal(now[:, rest], was[:, rest])
+
+
+@pytest.mark.parametrize("impl", ["native", "reference"])
+@pytest.mark.parametrize("bad", [-1, 3])
+def test_page_out_of_range_is_refused_before_anything_is_written(impl, bad, layer_pages):
+    k = torch.randn(2, 3, 32, 2, 16)
+    low, high = poisoned(k)
+    message = f"build_layer_signs: ids has {bad}, expected" if impl == "native" else None
+    with pytest.raises((ValueError, IndexError, RuntimeError), match=message):
+        build_layer_signs(layer_pages(k), torch.tensor([0, bad]), low, high, impl=impl)
+    assert low.isnan().all() and high.isnan().all()
 
 
 @pytest.mark.parametrize("impl", ["triton"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_triton_skips_pages_out_of_range(impl, dtype):
+def test_triton_skips_pages_out_of_range(impl, dtype, layer_pages):
     """Ids on the device are not seen by the host: nothing outside is read or written."""
-    k = torch.randn(3, 32, 2, 16).to(dtype)
-    low, high = (torch.full((3, 2, 16), math.nan, dtype=dtype) for _ in range(2))
-    build_signs(k, torch.tensor([3, 1, -1, 2**40]), low, high, impl=impl)
-    for got, full in zip((low, high), words(k), strict=True):
-        assert torch.equal(as_bits(got)[1], as_bits(full)[1])
-        assert got[[0, 2]].isnan().all()
+    k = torch.randn(2, 3, 32, 2, 16).to(dtype)
+    low, high = poisoned(k)
+    build_layer_signs(layer_pages(k), torch.tensor([3, 1, -1, 2**40]), low, high, impl=impl)
+    for layer in range(2):
+        for got, full in zip((low[layer], high[layer]), words(k[layer]), strict=True):
+            assert torch.equal(as_bits(got)[1], as_bits(full)[1])
+            assert got[[0, 2]].isnan().all()
 
 
 @SCORES
@@ -203,21 +223,22 @@ def test_finds_the_one_key_that_a_query_looks_for(impl):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"k": torch.zeros(4, 16, 2, 64)}, "k has S=16, expected 32"),
-        ({"low": torch.zeros(4, 2, 32)}, "low has D=32, expected 64"),
-        ({"high": torch.zeros(4, 2, 64).half()}, "high has dtype torch.float16"),
+        ({"k": torch.zeros(2, 4, 16, 2, 64)}, "k has S=16, expected 32"),
+        ({"low": torch.zeros(3, 4, 2, 64)}, "low has L=3, expected 2"),
+        ({"low": torch.zeros(2, 4, 2, 32)}, "low has D=32, expected 64"),
+        ({"high": torch.zeros(2, 4, 2, 64).half()}, "high has dtype torch.float16"),
         ({"ids": torch.zeros(1, dtype=torch.int32)}, "ids has dtype torch.int32"),
     ],
 )
-def test_wrong_arguments_are_named(change, message):
+def test_wrong_arguments_are_named(change, message, layer_pages):
     args = {
-        "k": torch.zeros(4, 32, 2, 64),
+        "k": torch.zeros(2, 4, 32, 2, 64),
         "ids": torch.zeros(1, dtype=torch.int64),
-        "low": torch.zeros(4, 2, 64),
-        "high": torch.zeros(4, 2, 64),
+        "low": torch.zeros(2, 4, 2, 64),
+        "high": torch.zeros(2, 4, 2, 64),
     } | change
-    with pytest.raises(ValueError, match="build_signs: .*" + message.replace("[", r"\[")):
-        build_signs(**args)
+    with pytest.raises(ValueError, match="build_layer_signs: " + message):
+        build_layer_signs(layer_pages(args.pop("k")), **args)
 
 
 @pytest.mark.parametrize("impl", ["native"])

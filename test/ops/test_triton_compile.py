@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from sglang_scout.core.registry import chosen, forget_chosen
+from sglang_scout.ops import LayerPages, triton
 from sglang_scout.ops.score import SCORE_PAGES
 from sglang_scout.ops.select import SELECT_PAGES
 
@@ -94,6 +95,28 @@ def test_auto_leaves_cpu_tensors_to_the_others(monkeypatch):
     forget_chosen()
     SELECT_PAGES(*arguments)
     assert chosen()["select_pages"] == "reference"
+
+
+def test_pages_of_the_host_do_not_make_a_device_s_kernels_interpreted(monkeypatch):
+    """What "auto" must not take for a call on CPU tensors: locked host pages, and ids on a device."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    here, there = torch.zeros(2, 4), torch.zeros(2, device="meta")
+    source = LayerPages.of([here], [here], "meta")
+    for op in (triton.COPY_LAYER_PAGES, triton.BUILD_LAYER_DIGESTS, triton.BUILD_LAYER_SIGNS):
+        assert op.auto_reasons(source, there, there, there) == []
+        assert "interpreted" in op.auto_reasons(source, here, here, here)[0]
+    # The worker's answer, too, is in locked memory.
+    assert triton.MERGE_STATES.auto_reasons(there, there, here, here) == []
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert "interpreted" in triton.COPY_LAYER_PAGES.auto_reasons(source, there, there, there)[0]
+
+
+def test_layers_for_another_device_are_refused():
+    """Kernels read the addresses of the layers, so these are on the device of the ids."""
+    here, there = torch.zeros(2, 32, 1, 16), torch.zeros(1, 2, 1, 16, device="meta")
+    source, ids = LayerPages.of([here], [here], "cpu"), torch.zeros(1, device="meta").long()
+    for op in (triton.COPY_LAYER_PAGES, triton.BUILD_LAYER_DIGESTS, triton.BUILD_LAYER_SIGNS):
+        assert "tensors are on cpu and meta" in op.reasons(source, ids, there, there)[0]
 
 
 def test_importing_the_ops_does_not_import_triton():

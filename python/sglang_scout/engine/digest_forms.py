@@ -10,10 +10,10 @@ from typing import Protocol
 
 import torch
 
-from sglang_scout.ops.digest_layers import build_layer_digests, build_layer_signs
-from sglang_scout.ops.gather import LayerPages
+from sglang_scout.ops.digest import build_layer_digests
+from sglang_scout.ops.layers import LayerPages
 from sglang_scout.ops.score import score_pages
-from sglang_scout.ops.signs import as_bits, score_signs
+from sglang_scout.ops.signs import as_bits, build_layer_signs, score_signs
 
 _UNSET_BITS = 0x7FC0
 """A NaN in bfloat16, and in any form a word that hardly any page has."""

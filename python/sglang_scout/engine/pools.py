@@ -14,7 +14,7 @@ import torch
 
 from sglang_scout.engine.device import upload
 from sglang_scout.engine.digest_forms import FORMS, unset
-from sglang_scout.ops.gather import LayerPages
+from sglang_scout.ops.layers import LayerPages
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import torch
 
 from ..core.registry import Op, Tolerance
 from . import native, triton
+from .layers import LayerPages
 from .shapes import Shapes
 
 TOLERANCES = {
@@ -31,47 +32,50 @@ def digest_reference(k_pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     return torch.aminmax(k_pages, dim=1)
 
 
-def build_digests_reference(
-    k: torch.Tensor, ids: torch.Tensor, kmin: torch.Tensor, kmax: torch.Tensor
+def build_layer_digests_reference(
+    source: LayerPages, ids: torch.Tensor, kmin: torch.Tensor, kmax: torch.Tensor
 ) -> None:
-    """`build_digests` by gather, reduce, scatter."""
-    low, high = digest_reference(k.index_select(0, ids))
-    kmin.index_copy_(0, ids, low)
-    kmax.index_copy_(0, ids, high)
+    """`build_layer_digests` by gather, reduce, scatter, layer after layer."""
+    for layer, k in enumerate(source.k):
+        low, high = digest_reference(k.index_select(0, ids.to(k.device)))
+        kmin[layer].index_copy_(0, ids, low.to(kmin.device))
+        kmax[layer].index_copy_(0, ids, high.to(kmax.device))
 
 
-def _check(k: torch.Tensor, ids: torch.Tensor, kmin: torch.Tensor, kmax: torch.Tensor) -> None:
-    shapes = Shapes("build_digests")
-    shapes.bind("k", k, "PSHD")
+def _check(source: LayerPages, ids: torch.Tensor, kmin: torch.Tensor, kmax: torch.Tensor) -> None:
+    shapes = Shapes("build_layer_digests", L=len(source.k))
+    shapes.bind("k", source.k[0], "PSHD")
     shapes.bind("ids", ids, "n", torch.int64)
-    shapes.bind("kmin", kmin, "PHD", k.dtype)
-    shapes.bind("kmax", kmax, "PHD", k.dtype)
+    shapes.bind("kmin", kmin, "LPHD", source.k[0].dtype)
+    shapes.bind("kmax", kmax, "LPHD", source.k[0].dtype)
 
 
-BUILD_DIGESTS = Op(
-    "build_digests",
-    build_digests_reference,
-    [native.BUILD_DIGESTS, triton.BUILD_DIGESTS],
+BUILD_LAYER_DIGESTS = Op(
+    "build_layer_digests",
+    build_layer_digests_reference,
+    [native.BUILD_LAYER_DIGESTS, triton.BUILD_LAYER_DIGESTS],
     check=_check,
     tolerances=TOLERANCES,
 )
 
 
-def build_digests(
-    k: torch.Tensor,
+def build_layer_digests(
+    source: LayerPages,
     ids: torch.Tensor,
     kmin: torch.Tensor,
     kmax: torch.Tensor,
     impl: str = "auto",
 ) -> None:
-    """Write the digests of pages ``ids``, all other rows stay as they are.
+    """Write the digests of pages ``ids`` in every layer, all other rows stay as they are.
+
+    On a device one launch, whatever the number of layers.
 
     Args:
-        k: [P, S, H, D] any float dtype; the named pages are full.
+        source: K of each layer, [P, S, H, D] any float dtype; the named pages are full.
         ids: [n] int64 in [0, P); n may be 0.
-        kmin, kmax: [P, H, D] dtype of ``k``; mutated.
+        kmin, kmax: [L, P, H, D] dtype of K; mutated.
     Raises:
         ValueError: sizes or dtypes that do not agree. ImplementationError: see `registry.Op`.
     Source: Quest section 3.3, ScoutAttention section 3.2.
     """
-    BUILD_DIGESTS(k, ids, kmin, kmax, impl=impl)
+    BUILD_LAYER_DIGESTS(source, ids, kmin, kmax, impl=impl)

@@ -118,7 +118,8 @@ def pack_digests(
     """Round the digests of pages ``ids`` outward to int8; all other rows stay as they are.
 
     Args:
-        kmin, kmax: [P, H, D] float32, bfloat16 or float16, see `build_digests`; D % 32 == 0.
+        kmin, kmax: [P, H, D] float32, bfloat16 or float16, of one layer, see `build_layer_digests`;
+            D % 32 == 0.
         ids: [n] int64 in [0, P); n may be 0; no id twice.
         low, high: [P, H, D] int8, step: [P, H, D / 32] float32; mutated.
     Raises:

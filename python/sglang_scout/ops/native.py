@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ..core.registry import Implementation
+from .layers import LayerPages
 
 _module: ModuleType | None = None
 _ABSENT = ""
@@ -220,56 +221,32 @@ def _score(
 
 
 def _digest_reasons(
-    k: torch.Tensor, ids: torch.Tensor, kmin: torch.Tensor, kmax: torch.Tensor
+    source: LayerPages, ids: torch.Tensor, kmin: torch.Tensor, kmax: torch.Tensor
 ) -> list[str]:
-    return _reasons(k, k=k, ids=ids, kmin=kmin, kmax=kmax)
+    k = source.k[0]
+    return _reasons(k, **{"source.k": k}, ids=ids, kmin=kmin, kmax=kmax)
 
 
-def _digest(k: torch.Tensor, ids: torch.Tensor, kmin: torch.Tensor, kmax: torch.Tensor) -> None:
+def _digest(source: LayerPages, ids: torch.Tensor, kmin: torch.Tensor, kmax: torch.Tensor) -> None:
     assert _module is not None
-    P, S, H, D = k.shape
-    _check_ids("build_digests", "ids", ids, P, 0)
-    _module.digest_pages(
-        k.data_ptr(),
-        S,
-        H,
-        D,
-        _DTYPES[k.dtype],
-        ids.data_ptr(),
-        ids.numel(),
-        kmin.data_ptr(),
-        kmax.data_ptr(),
-    )
+    P, S, H, D = source.k[0].shape
+    _check_ids("build_layer_digests", "ids", ids, P, 0)
+    for k, low, high in zip(source.k, kmin, kmax, strict=True):
+        _module.digest_pages(
+            k.data_ptr(),
+            S,
+            H,
+            D,
+            _DTYPES[k.dtype],
+            ids.data_ptr(),
+            ids.numel(),
+            low.data_ptr(),
+            high.data_ptr(),
+        )
 
 
 def _copy_reasons(
-    src: torch.Tensor, src_ids: torch.Tensor, dst: torch.Tensor, dst_ids: torch.Tensor
-) -> list[str]:
-    reasons = _reasons(src=src, src_ids=src_ids, dst=dst, dst_ids=dst_ids)
-    if not reasons and src.untyped_storage().data_ptr() == dst.untyped_storage().data_ptr():
-        reasons.append("src and dst share memory; native copies page after page")
-    return reasons
-
-
-def _copy(
-    src: torch.Tensor, src_ids: torch.Tensor, dst: torch.Tensor, dst_ids: torch.Tensor
-) -> None:
-    assert _module is not None
-    _check_ids("copy_pages", "src_ids", src_ids, src.shape[0], 0)
-    _check_ids("copy_pages", "dst_ids", dst_ids, dst.shape[0], 0)
-    page_bytes = src[:1].nbytes
-    _module.copy_pages(
-        src.data_ptr(),
-        dst.data_ptr(),
-        page_bytes,
-        src_ids.data_ptr(),
-        dst_ids.data_ptr(),
-        src_ids.numel(),
-    )
-
-
-def _copy_layers_reasons(
-    source: Any, ids: torch.Tensor, dst_k: torch.Tensor, dst_v: torch.Tensor
+    source: LayerPages, ids: torch.Tensor, dst_k: torch.Tensor, dst_v: torch.Tensor
 ) -> list[str]:
     reasons = _reasons(**{"source.k": source.k[0]}, ids=ids, dst_k=dst_k, dst_v=dst_v)
     if not reasons and source.shares_memory_with(dst_k, dst_v):
@@ -277,7 +254,7 @@ def _copy_layers_reasons(
     return reasons
 
 
-def _copy_layers(source: Any, ids: torch.Tensor, dst_k: torch.Tensor, dst_v: torch.Tensor) -> None:
+def _copy(source: LayerPages, ids: torch.Tensor, dst_k: torch.Tensor, dst_v: torch.Tensor) -> None:
     assert _module is not None
     op, (layers, pages, slots) = "copy_layer_pages", ids
     _check_ids(op, "layers", layers, len(source.k), 0)
@@ -298,6 +275,5 @@ ATTEND_PAGES = attention(
     "attend_pages", "attend_batch", ("k", "v"), {dtype: (code,) for dtype, code in _DTYPES.items()}
 )
 SCORE_PAGES = Implementation("native", _score, _score_reasons)
-BUILD_DIGESTS = Implementation("native", _digest, _digest_reasons)
-COPY_PAGES = Implementation("native", _copy, _copy_reasons)
-COPY_LAYER_PAGES = Implementation("native", _copy_layers, _copy_layers_reasons)
+BUILD_LAYER_DIGESTS = Implementation("native", _digest, _digest_reasons)
+COPY_LAYER_PAGES = Implementation("native", _copy, _copy_reasons)

@@ -6,28 +6,31 @@ import torch
 
 from ..core.registry import Implementation
 from . import native
+from .layers import LayerPages
 
 
 def _sign_reasons(
-    k: torch.Tensor, ids: torch.Tensor, low: torch.Tensor, high: torch.Tensor
+    source: LayerPages, ids: torch.Tensor, low: torch.Tensor, high: torch.Tensor
 ) -> list[str]:
-    return native._reasons(k, k=k, ids=ids, low=low, high=high)
+    k = source.k[0]
+    return native._reasons(k, **{"source.k": k}, ids=ids, low=low, high=high)
 
 
-def _sign(k: torch.Tensor, ids: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> None:
+def _sign(source: LayerPages, ids: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> None:
     assert native._module is not None
-    P, _, H, D = k.shape
-    native._check_ids("build_signs", "ids", ids, P, 0)
-    native._module.sign_pages(
-        k.data_ptr(),
-        H,
-        D,
-        native._DTYPES[k.dtype],
-        ids.data_ptr(),
-        ids.numel(),
-        low.data_ptr(),
-        high.data_ptr(),
-    )
+    P, _, H, D = source.k[0].shape
+    native._check_ids("build_layer_signs", "ids", ids, P, 0)
+    for k, first, second in zip(source.k, low, high, strict=True):
+        native._module.sign_pages(
+            k.data_ptr(),
+            H,
+            D,
+            native._DTYPES[k.dtype],
+            ids.data_ptr(),
+            ids.numel(),
+            first.data_ptr(),
+            second.data_ptr(),
+        )
 
 
 def _score_signs_reasons(
@@ -77,5 +80,5 @@ def _score_signs(
     return out
 
 
-BUILD_SIGNS = Implementation("native", _sign, _sign_reasons)
+BUILD_LAYER_SIGNS = Implementation("native", _sign, _sign_reasons)
 SCORE_SIGNS = Implementation("native", _score_signs, _score_signs_reasons)

@@ -95,7 +95,7 @@ def score_pages(
 
     Args:
         q: [B, HQ, D] float32, after RoPE.
-        kmin, kmax: [P, H, D] any float dtype, see `build_digests`; H divides HQ.
+        kmin, kmax: [P, H, D] any float dtype, of one layer, see `build_layer_digests`; H divides HQ.
         table: [B, N] int32, page ids below P; negative ones are padding.
         n_full: [B] int32; of row b only the first n_full[b] columns are offered.
         scale: softmax scale, 1/sqrt(D) as a rule.

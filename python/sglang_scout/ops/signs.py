@@ -13,6 +13,7 @@ import torch
 
 from ..core.registry import Op, Tolerance
 from . import native_signs, triton
+from .layers import LayerPages
 from .shapes import Shapes
 
 PAGE_TOKENS = 32
@@ -40,16 +41,18 @@ def as_bits(x: torch.Tensor) -> torch.Tensor:
     return x.view(_BITS_OF[x.element_size()])
 
 
-def build_signs_reference(
-    k: torch.Tensor, ids: torch.Tensor, low: torch.Tensor, high: torch.Tensor
+def build_layer_signs_reference(
+    source: LayerPages, ids: torch.Tensor, low: torch.Tensor, high: torch.Tensor
 ) -> None:
-    """`build_signs` in plain torch."""
-    pages = k.index_select(0, ids)
-    bits = (~torch.signbit(pages)).view(-1, 2, _WORD_TOKENS, *pages.shape[2:]).int()
-    place = 1 << torch.arange(_WORD_TOKENS, dtype=torch.int32, device=k.device)
-    words = (bits * place.view(-1, 1, 1)).sum(2)  # [n, 2, H, D] int64
-    for half, target in enumerate((low, high)):
-        as_bits(target).index_copy_(0, ids, words[:, half].to(_BITS_OF[k.element_size()]))
+    """`build_layer_signs` in plain torch, layer after layer."""
+    for layer, k in enumerate(source.k):
+        pages = k.index_select(0, ids.to(k.device)).to(low.device)
+        bits = (~torch.signbit(pages)).view(-1, 2, _WORD_TOKENS, *pages.shape[2:]).int()
+        place = 1 << torch.arange(_WORD_TOKENS, dtype=torch.int32, device=low.device)
+        words = (bits * place.view(-1, 1, 1)).sum(2)  # [n, 2, H, D] int64
+        for half, target in enumerate((low, high)):
+            word = words[:, half].to(_BITS_OF[k.element_size()])
+            as_bits(target[layer]).index_copy_(0, ids, word)
 
 
 def signs_of(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
@@ -89,12 +92,14 @@ def score_signs_reference(
     return score if out is None else out.copy_(score)
 
 
-def _check_build(k: torch.Tensor, ids: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> None:
-    shapes = Shapes("build_signs", S=PAGE_TOKENS)
-    shapes.bind("k", k, "PSHD")
+def _check_build(
+    source: LayerPages, ids: torch.Tensor, low: torch.Tensor, high: torch.Tensor
+) -> None:
+    shapes = Shapes("build_layer_signs", L=len(source.k), S=PAGE_TOKENS)
+    shapes.bind("k", source.k[0], "PSHD")
     shapes.bind("ids", ids, "n", torch.int64)
-    shapes.bind("low", low, "PHD", k.dtype)
-    shapes.bind("high", high, "PHD", k.dtype)
+    shapes.bind("low", low, "LPHD", source.k[0].dtype)
+    shapes.bind("high", high, "LPHD", source.k[0].dtype)
 
 
 def _check_score(
@@ -111,10 +116,10 @@ def _check_score(
     shapes.bind_scoring(q, table, n_full, out)
 
 
-BUILD_SIGNS = Op(
-    "build_signs",
-    build_signs_reference,
-    [native_signs.BUILD_SIGNS, triton.BUILD_SIGNS],
+BUILD_LAYER_SIGNS = Op(
+    "build_layer_signs",
+    build_layer_signs_reference,
+    [native_signs.BUILD_LAYER_SIGNS, triton.BUILD_LAYER_SIGNS],
     check=_check_build,
     tolerances=TOLERANCES,
 )
@@ -127,24 +132,26 @@ SCORE_SIGNS = Op(
 )
 
 
-def build_signs(
-    k: torch.Tensor,
+def build_layer_signs(
+    source: LayerPages,
     ids: torch.Tensor,
     low: torch.Tensor,
     high: torch.Tensor,
     impl: str = "auto",
 ) -> None:
-    """Write the signs of pages ``ids``, all other rows stay as they are.
+    """Write the signs of pages ``ids`` in every layer, all other rows stay as they are.
+
+    On a device one launch, whatever the number of layers.
 
     Args:
-        k: [P, 32, H, D] any float dtype; the named pages are full.
+        source: K of each layer, [P, 32, H, D] any float dtype; the named pages are full.
         ids: [n] int64 in [0, P); n may be 0.
-        low, high: [P, H, D] dtype of ``k``, taken as integers of that size; mutated. Bit t is set
+        low, high: [L, P, H, D] dtype of K, taken as integers of that size; mutated. Bit t is set
             where token t (low) or 16 + t (high) has no minus sign; the other bits are 0.
     Raises:
         ValueError: sizes or dtypes that do not agree. ImplementationError: see `registry.Op`.
     """
-    BUILD_SIGNS(k, ids, low, high, impl=impl)
+    BUILD_LAYER_SIGNS(source, ids, low, high, impl=impl)
 
 
 def score_signs(
@@ -167,7 +174,7 @@ def score_signs(
 
     Args:
         q: [B, HQ, D] float32, after RoPE.
-        low, high: [P, H, D], see `build_signs`; H divides HQ.
+        low, high: [P, H, D] of one layer, see `build_layer_signs`; H divides HQ.
         table: [B, N] int32, page ids below P; negative ones are padding.
         n_full: [B] int32; of row b only the first n_full[b] columns are offered.
         out: [B, N] float32 to write into, instead of a new tensor.

@@ -8,13 +8,16 @@ for tests, and only when asked for by name.
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ...core.registry import Implementation
+from ..layers import LayerPages
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _DIM_STEP, _MAX_DIM = 16, 256
@@ -84,6 +87,15 @@ def _not_unasked(*args: Any, **_kwargs: Any) -> list[str]:
     return []
 
 
+def _kernel(module: str, op: str, reasons: Callable[..., list[str]]) -> Implementation:
+    """Function ``op`` of ``module``, whose import is that of triton."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return getattr(importlib.import_module(f".{module}", __name__), op)(*args, **kwargs)
+
+    return Implementation("triton", run, reasons, _not_unasked)
+
+
 def _score_reasons(
     q: torch.Tensor,
     kmin: torch.Tensor,
@@ -97,13 +109,7 @@ def _score_reasons(
     return _reasons(kmin, q=q, kmin=kmin, kmax=kmax, table=table, n_full=n_full, out=out)
 
 
-def _score(*args: Any, **kwargs: Any) -> torch.Tensor:
-    from .score import score_pages
-
-    return score_pages(*args, **kwargs)
-
-
-SCORE_PAGES = Implementation("triton", _score, _score_reasons, _not_unasked)
+SCORE_PAGES = _kernel("score", "score_pages", _score_reasons)
 
 
 def _attend_reasons(
@@ -133,13 +139,7 @@ def _attend_reasons(
     return reasons
 
 
-def _attend(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    from .attend import attend_pages
-
-    return attend_pages(*args, **kwargs)
-
-
-ATTEND_PAGES = Implementation("triton", _attend, _attend_reasons, _not_unasked)
+ATTEND_PAGES = _kernel("attend", "attend_pages", _attend_reasons)
 
 
 def _select_reasons(
@@ -159,85 +159,45 @@ def _select_reasons(
     return reasons
 
 
-def _select(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    from .select import select_pages
-
-    return select_pages(*args, **kwargs)
+SELECT_PAGES = _kernel("select", "select_pages", _select_reasons)
 
 
-SELECT_PAGES = Implementation("triton", _select, _select_reasons, _not_unasked)
+def _layer_reasons(
+    source: LayerPages, kv: torch.Tensor | None = None, **tensors: torch.Tensor
+) -> list[str]:
+    # One layer stands for all: they come from one arena, which may be page-locked memory of the host.
+    pages = {"source.k": source.k[0], "source.addresses": source.addresses}
+    return _reasons(kv, pinned=("source.k",), **pages, **tensors)
 
 
 def _digest_reasons(
-    k: torch.Tensor, ids: torch.Tensor, kmin: torch.Tensor, kmax: torch.Tensor
+    source: LayerPages, ids: torch.Tensor, kmin: torch.Tensor, kmax: torch.Tensor
 ) -> list[str]:
-    # The pages may be the host's, in page-locked memory.
-    reasons = _reasons(k, pinned=("k",), k=k, ids=ids, kmin=kmin, kmax=kmax)
+    k = source.k[0]
+    reasons = _layer_reasons(source, k, ids=ids, kmin=kmin, kmax=kmax)
     if k.shape[1] > _MAX_PAGE_TOKENS:
         reasons.append(f"S={k.shape[1]}; triton supports up to {_MAX_PAGE_TOKENS}")
     return reasons
 
 
-def _digest(*args: Any, **kwargs: Any) -> None:
-    from .pages import build_digests
-
-    build_digests(*args, **kwargs)
-
-
-def _layer_digest_reasons(
-    source: Any, ids: torch.Tensor, low: torch.Tensor, high: torch.Tensor
+def _sign_reasons(
+    source: LayerPages, ids: torch.Tensor, low: torch.Tensor, high: torch.Tensor
 ) -> list[str]:
-    reasons = _digest_reasons(source.k[0], ids, low, high)  # one layer stands for all
-    if source.addresses.device != ids.device:
-        reasons.append(f"source is for {source.addresses.device}, ids are on {ids.device}")
-    return reasons
-
-
-def _layer_digests(*args: Any, **kwargs: Any) -> None:
-    from .pages import build_layer_digests
-
-    build_layer_digests(*args, **kwargs)
-
-
-def _layer_signs(*args: Any, **kwargs: Any) -> None:
-    from .signs import build_layer_signs
-
-    build_layer_signs(*args, **kwargs)
+    return _layer_reasons(source, source.k[0], ids=ids, low=low, high=high)
 
 
 def _copy_reasons(
-    src: torch.Tensor, src_ids: torch.Tensor, dst: torch.Tensor, dst_ids: torch.Tensor
+    source: LayerPages, ids: torch.Tensor, dst_k: torch.Tensor, dst_v: torch.Tensor
 ) -> list[str]:
-    pinned = ("src", "dst")
-    reasons = _reasons(pinned=pinned, src=src, src_ids=src_ids, dst=dst, dst_ids=dst_ids)
-    if not reasons and src.untyped_storage().data_ptr() == dst.untyped_storage().data_ptr():
-        reasons.append("src and dst share memory; triton copies all pages at once")
-    return reasons
-
-
-def _copy(*args: Any, **kwargs: Any) -> None:
-    from .pages import copy_pages
-
-    copy_pages(*args, **kwargs)
-
-
-def _copy_layers_reasons(
-    source: Any, ids: torch.Tensor, dst_k: torch.Tensor, dst_v: torch.Tensor
-) -> list[str]:
-    pages = source.k[0]  # stands for all layers: they come from one arena
-    reasons = _reasons(
-        pinned=("source.k",), ids=ids, addresses=source.addresses, dst_k=dst_k, dst_v=dst_v,
-        **{"source.k": pages},
-    )  # fmt: skip
+    reasons = _layer_reasons(source, ids=ids, dst_k=dst_k, dst_v=dst_v)
     if not reasons and source.shares_memory_with(dst_k, dst_v):
         reasons.append("source and targets share memory; triton copies all pages at once")
     return reasons
 
 
-def _copy_layers(*args: Any, **kwargs: Any) -> None:
-    from .pages import copy_layer_pages
-
-    copy_layer_pages(*args, **kwargs)
+BUILD_LAYER_DIGESTS = _kernel("pages", "build_layer_digests", _digest_reasons)
+BUILD_LAYER_SIGNS = _kernel("signs", "build_layer_signs", _sign_reasons)
+COPY_LAYER_PAGES = _kernel("pages", "copy_layer_pages", _copy_reasons)
 
 
 def _merge_reasons(
@@ -248,10 +208,7 @@ def _merge_reasons(
     return _reasons(pinned=pinned, out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
 
 
-def _merge(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    from .merge import merge_states
-
-    return merge_states(*args, **kwargs)
+MERGE_STATES = _kernel("merge", "merge_states", _merge_reasons)
 
 
 def _append_reasons(
@@ -269,19 +226,7 @@ def _append_reasons(
     return _reasons(k, pinned=("mirror.k", "mirror.v"), **tensors, **rows)
 
 
-def _append(*args: Any, **kwargs: Any) -> None:
-    from .pages import append_tokens
-
-    append_tokens(*args, **kwargs)
-
-
-BUILD_DIGESTS = Implementation("triton", _digest, _digest_reasons, _not_unasked)
-BUILD_LAYER_DIGESTS = Implementation("triton", _layer_digests, _layer_digest_reasons, _not_unasked)
-BUILD_LAYER_SIGNS = Implementation("triton", _layer_signs, _layer_digest_reasons, _not_unasked)
-COPY_PAGES = Implementation("triton", _copy, _copy_reasons, _not_unasked)
-COPY_LAYER_PAGES = Implementation("triton", _copy_layers, _copy_layers_reasons, _not_unasked)
-MERGE_STATES = Implementation("triton", _merge, _merge_reasons, _not_unasked)
-APPEND_TOKENS = Implementation("triton", _append, _append_reasons, _not_unasked)
+APPEND_TOKENS = _kernel("pages", "append_tokens", _append_reasons)
 
 
 def _pack_reasons(
@@ -293,12 +238,6 @@ def _pack_reasons(
     step: torch.Tensor,
 ) -> list[str]:
     return _reasons(kmin, kmin=kmin, kmax=kmax, ids=ids, low=low, high=high, step=step)
-
-
-def _pack(*args: Any, **kwargs: Any) -> None:
-    from .score_int8 import pack_digests
-
-    pack_digests(*args, **kwargs)
 
 
 def _score_int8_reasons(
@@ -316,14 +255,8 @@ def _score_int8_reasons(
     return _reasons(q, out=out, **tensors)
 
 
-def _score_int8(*args: Any, **kwargs: Any) -> torch.Tensor:
-    from .score_int8 import score_pages_int8
-
-    return score_pages_int8(*args, **kwargs)
-
-
-PACK_DIGESTS = Implementation("triton", _pack, _pack_reasons, _not_unasked)
-SCORE_PAGES_INT8 = Implementation("triton", _score_int8, _score_int8_reasons, _not_unasked)
+PACK_DIGESTS = _kernel("score_int8", "pack_digests", _pack_reasons)
+SCORE_PAGES_INT8 = _kernel("score_int8", "score_pages_int8", _score_int8_reasons)
 
 
 def _advance_reasons(
@@ -343,13 +276,7 @@ def _advance_reasons(
     return reasons
 
 
-def _advance(*args: Any, **kwargs: Any) -> torch.Tensor:
-    from .advance import advance_input
-
-    return advance_input(*args, **kwargs)
-
-
-ADVANCE_INPUT = Implementation("triton", _advance, _advance_reasons, _not_unasked)
+ADVANCE_INPUT = _kernel("advance", "advance_input", _advance_reasons)
 
 
 def _predict_reasons(
@@ -376,25 +303,7 @@ def _predict_reasons(
     return reasons
 
 
-def _predict(*args: Any, **kwargs: Any) -> torch.Tensor:
-    from .predict import predict_query
-
-    return predict_query(*args, **kwargs)
-
-
-PREDICT_QUERY = Implementation("triton", _predict, _predict_reasons, _not_unasked)
-
-
-def _build_signs_reasons(
-    k: torch.Tensor, ids: torch.Tensor, low: torch.Tensor, high: torch.Tensor
-) -> list[str]:
-    return _reasons(k, pinned=("k",), k=k, ids=ids, low=low, high=high)
-
-
-def _build_signs(*args: Any, **kwargs: Any) -> None:
-    from .signs import build_signs
-
-    build_signs(*args, **kwargs)
+PREDICT_QUERY = _kernel("predict", "predict_query", _predict_reasons)
 
 
 def _score_signs_reasons(
@@ -408,11 +317,4 @@ def _score_signs_reasons(
     return _reasons(low, q=q, low=low, high=high, table=table, n_full=n_full, out=out)
 
 
-def _score_signs(*args: Any, **kwargs: Any) -> torch.Tensor:
-    from .signs import score_signs
-
-    return score_signs(*args, **kwargs)
-
-
-BUILD_SIGNS = Implementation("triton", _build_signs, _build_signs_reasons, _not_unasked)
-SCORE_SIGNS = Implementation("triton", _score_signs, _score_signs_reasons, _not_unasked)
+SCORE_SIGNS = _kernel("signs", "score_signs", _score_signs_reasons)

@@ -1,63 +1,19 @@
-"""Whole pages and single tokens on the device: `build_digests`, `copy_pages`, both of all layers in
-one launch, and `append_tokens`.
+"""Whole pages of all layers and single tokens on the device: `build_layer_digests`,
+`copy_layer_pages` and `append_tokens`.
 
-Bytes that must move: a digest reads S H D e and writes 2 H D e; a copy reads and writes the page;
-an appended token is 2 H D e read, and the same written to each pool. An id outside its pool is
-skipped: the host never sees ids that live on the device, and nothing may be written outside.
+Bytes that must move: a digest reads S H D e and writes 2 H D e; a copy reads and writes K and V of
+the page; an appended token is 2 H D e read, and the same written to each pool. An id outside its
+pool is skipped: the host never sees ids that live on the device, and nothing may be written outside.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from ..gather import LayerPages
+from ..layers import LayerPages
 from .exact import rounded
 
 _COPY_WORDS = 4096  # of one program: 16 KiB where words have 4 bytes
-
-
-@triton.jit
-def digest_page(
-    k,
-    page,
-    h,
-    kmin,
-    kmax,
-    S: tl.constexpr,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """Minimum and maximum over the tokens of one page and head. k [P, S, H, D]; kmin, kmax [P, H, D]."""
-    s = tl.arange(0, BLOCK_S)
-    d = tl.arange(0, BLOCK_D)
-    mask = (s < S)[:, None] & (d < D)[None, :]
-    at = ((page * S + s) * H + h)[:, None] * D + d[None, :]
-    low = tl.load(k + at, mask=mask, other=float("inf")).to(tl.float32)
-    high = tl.where(mask, low, float("-inf"))
-    row = (page * H + h) * D + d
-    tl.store(kmin + row, tl.min(low, axis=0).to(kmin.dtype.element_ty), mask=d < D)
-    tl.store(kmax + row, tl.max(high, axis=0).to(kmax.dtype.element_ty), mask=d < D)
-
-
-@triton.jit
-def digest_kernel(
-    k,
-    ids,
-    kmin,
-    kmax,
-    P,
-    S: tl.constexpr,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """One page and head. ids [n]."""
-    page, h = tl.load(ids + tl.program_id(0)), tl.program_id(1)
-    if (page >= 0) & (page < P):
-        digest_page(k, page, h, kmin, kmax, S, H, D, BLOCK_S, BLOCK_D)
 
 
 @triton.jit
@@ -67,7 +23,7 @@ def layer_pointer(addresses, layer, dtype: tl.constexpr, ALIGN: tl.constexpr):
 
 
 @triton.jit
-def digest_layers_kernel(
+def digest_kernel(
     addresses,
     ids,
     kmin,
@@ -85,23 +41,18 @@ def digest_layers_kernel(
     layer = tl.program_id(2).to(tl.int64)
     if (page >= 0) & (page < P):
         k = layer_pointer(addresses, layer, kmin.dtype.element_ty, ALIGN)
-        first = layer * P * (H * D)
-        digest_page(k, page, h, kmin + first, kmax + first, S, H, D, BLOCK_S, BLOCK_D)
+        s, d = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
+        mask = (s < S)[:, None] & (d < D)[None, :]
+        at = ((page * S + s) * H + h)[:, None] * D + d[None, :]
+        low = tl.load(k + at, mask=mask, other=float("inf")).to(tl.float32)
+        high = tl.where(mask, low, float("-inf"))
+        row = ((layer * P + page) * H + h) * D + d
+        tl.store(kmin + row, tl.min(low, axis=0).to(kmin.dtype.element_ty), mask=d < D)
+        tl.store(kmax + row, tl.max(high, axis=0).to(kmax.dtype.element_ty), mask=d < D)
 
 
 @triton.jit
-def copy_kernel(src, src_ids, dst, dst_ids, P, slots, words, BLOCK: tl.constexpr):
-    """One block of words of one page. src [P, words]; dst [slots, words]; ids [n]."""
-    i = tl.program_id(0)
-    page, slot = tl.load(src_ids + i), tl.load(dst_ids + i)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    if (page >= 0) & (page < P) & (slot >= 0) & (slot < slots):
-        value = tl.load(src + page * words + at, mask=at < words)
-        tl.store(dst + slot * words + at, value, mask=at < words)
-
-
-@triton.jit
-def copy_layers_kernel(
+def copy_kernel(
     addresses,
     ids,
     dst_k,
@@ -184,51 +135,16 @@ def append_kernel(
             tl.store(v_mirror + where, value, mask=mask)
 
 
-def build_digests(
-    k: torch.Tensor, ids: torch.Tensor, kmin: torch.Tensor, kmax: torch.Tensor
-) -> None:
-    """See `ops.digest.build_digests`."""
-    P, S, H, D = k.shape
-    if ids.numel() == 0:
-        return
-    blocks = triton.next_power_of_2(S), triton.next_power_of_2(D)
-    digest_kernel[(ids.numel(), H)](k, ids, kmin, kmax, P, S, H, D, *blocks, num_warps=4)
-
-
 def build_layer_digests(
     source: LayerPages, ids: torch.Tensor, kmin: torch.Tensor, kmax: torch.Tensor
 ) -> None:
-    """See `ops.digest_layers.build_layer_digests`."""
+    """See `ops.digest.build_layer_digests`."""
     P, S, H, D = source.k[0].shape
     if ids.numel() == 0:
         return
     blocks = triton.next_power_of_2(S), triton.next_power_of_2(D)
-    digest_layers_kernel[(ids.numel(), H, len(source.k))](
+    digest_kernel[(ids.numel(), H, len(source.k))](
         source.addresses, ids, kmin, kmax, P, S, H, D, *blocks, source.align_bytes, num_warps=4
-    )
-
-
-def copy_pages(
-    src: torch.Tensor, src_ids: torch.Tensor, dst: torch.Tensor, dst_ids: torch.Tensor
-) -> None:
-    """See `ops.gather.copy_pages`."""
-    page_bytes = src[:1].nbytes
-    if src_ids.numel() == 0 or page_bytes == 0:
-        return
-    aligned = all(x % 4 == 0 for x in (page_bytes, src.data_ptr(), dst.data_ptr()))
-    word = torch.int32 if aligned else torch.uint8
-    words = page_bytes // word.itemsize
-    block = min(_COPY_WORDS, triton.next_power_of_2(words))
-    copy_kernel[(src_ids.numel(), triton.cdiv(words, block))](
-        src.view(src.shape[0], -1).view(word),
-        src_ids,
-        dst.view(dst.shape[0], -1).view(word),
-        dst_ids,
-        src.shape[0],
-        dst.shape[0],
-        words,
-        block,
-        num_warps=4,
     )
 
 
@@ -244,7 +160,7 @@ def copy_layer_pages(
     word = torch.int32 if aligned else torch.uint8
     words = page_bytes // word.itemsize
     block = min(_COPY_WORDS, triton.next_power_of_2(words))
-    copy_layers_kernel[(n, triton.cdiv(words, block), 2)](
+    copy_kernel[(n, triton.cdiv(words, block), 2)](
         source.addresses,
         ids,
         dst_k.view(L, slots, -1).view(word),

@@ -1,4 +1,4 @@
-"""`build_signs` and `score_signs` on the device.
+"""`build_layer_signs` and `score_signs` on the device.
 
 Bytes that must move: a build reads S H D e and writes 2 H D e per page; a score reads 2 H D e per
 offered page and row and 8 for id and score. Between its two passes lie 4 HQ bytes per page and 16 HQ
@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..gather import LayerPages
+from ..layers import LayerPages
 from ..signs import LEAST_SPREAD, as_bits
 from .pages import layer_pointer
 
@@ -24,38 +24,16 @@ _BLOCK_HEADS = 16  # of the second pass at once: it holds numbers of all blocks 
 
 
 @triton.jit
-def word_of(k, page, h, first, S, H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """[BLOCK_D] int32: bit t is set where token first + t has no minus sign. k: [P, S, H, D] integers."""
+def word_of(k, page, h, first, H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """[BLOCK_D] int32: bit t is set where token first + t has no minus sign. k: [P, 32, H, D] integers."""
     t, d = tl.arange(0, _WORD_TOKENS), tl.arange(0, BLOCK_D)
-    at = ((page * S + first + t) * H + h)[:, None] * D + d[None, :]
+    at = ((page * 2 * _WORD_TOKENS + first + t) * H + h)[:, None] * D + d[None, :]
     keys = tl.load(k + at, mask=(d < D)[None, :], other=-1)
     return tl.sum((keys >= 0).to(tl.int32) << t[:, None], axis=0)
 
 
 @triton.jit
-def sign_page(k, page, h, low, high, H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The words of one page and head. k [P, 32, H, D] and low, high [P, H, D], integers."""
-    d = tl.arange(0, BLOCK_D)
-    S: tl.constexpr = 2 * _WORD_TOKENS
-    row = (page * H + h) * D + d
-    word = word_of(k, page, h, 0, S, H, D, BLOCK_D)
-    tl.store(low + row, word.to(low.dtype.element_ty), mask=d < D)
-    word = word_of(k, page, h, _WORD_TOKENS, S, H, D, BLOCK_D)
-    tl.store(high + row, word.to(high.dtype.element_ty), mask=d < D)
-
-
-@triton.jit
 def build_signs_kernel(
-    k, ids, low, high, P, H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
-):
-    """One page and head. ids [n]."""
-    page, h = tl.load(ids + tl.program_id(0)), tl.program_id(1)
-    if (page >= 0) & (page < P):
-        sign_page(k, page, h, low, high, H, D, BLOCK_D)
-
-
-@triton.jit
-def sign_layers_kernel(
     addresses,
     ids,
     low,
@@ -71,8 +49,12 @@ def sign_layers_kernel(
     layer = tl.program_id(2).to(tl.int64)
     if (page >= 0) & (page < P):
         k = layer_pointer(addresses, layer, low.dtype.element_ty, ALIGN)
-        first = layer * P * (H * D)
-        sign_page(k, page, h, low + first, high + first, H, D, BLOCK_D)
+        d = tl.arange(0, BLOCK_D)
+        row = ((layer * P + page) * H + h) * D + d
+        word = word_of(k, page, h, 0, H, D, BLOCK_D)
+        tl.store(low + row, word.to(low.dtype.element_ty), mask=d < D)
+        word = word_of(k, page, h, _WORD_TOKENS, H, D, BLOCK_D)
+        tl.store(high + row, word.to(high.dtype.element_ty), mask=d < D)
 
 
 @triton.jit
@@ -248,23 +230,14 @@ def stand_out_kernel(
     tl.store(out + row + n, tl.where(offered, score, float("-inf")), mask=n < N)
 
 
-def build_signs(k: torch.Tensor, ids: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> None:
-    """See `ops.signs.build_signs`."""
-    P, _, H, D = k.shape
-    if ids.numel() == 0:
-        return
-    words = as_bits(k), ids, as_bits(low), as_bits(high)
-    build_signs_kernel[(ids.numel(), H)](*words, P, H, D, triton.next_power_of_2(D), num_warps=4)
-
-
 def build_layer_signs(
     source: LayerPages, ids: torch.Tensor, low: torch.Tensor, high: torch.Tensor
 ) -> None:
-    """See `ops.digest_layers.build_layer_signs`."""
+    """See `ops.signs.build_layer_signs`."""
     P, _, H, D = source.k[0].shape
     if ids.numel() == 0:
         return
-    sign_layers_kernel[(ids.numel(), H, len(source.k))](
+    build_signs_kernel[(ids.numel(), H, len(source.k))](
         source.addresses, ids, as_bits(low), as_bits(high), P, H, D, triton.next_power_of_2(D),
         source.align_bytes, num_warps=4,
     )  # fmt: skip

@@ -1,0 +1,60 @@
+"""The pages of all layers, as the ops take them that read any layer in one launch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .shapes import Shapes
+
+
+@dataclass(frozen=True, repr=False)
+class LayerPages:
+    """The pages of all layers, each layer's K and V where they happen to lie.
+
+    Attributes:
+        k, v: per layer ``[P, ...]``, contiguous, of one shape and dtype; any device.
+        addresses: ``[2, L]`` int64, where K and V of each layer begin, for kernels: on their device.
+        align_bytes: that all of them are multiples of, 16 at most.
+    """
+
+    k: Sequence[torch.Tensor]
+    v: Sequence[torch.Tensor]
+    addresses: torch.Tensor
+    align_bytes: int
+
+    @classmethod
+    def of(
+        cls, k: Sequence[torch.Tensor], v: Sequence[torch.Tensor], device: torch.device | str
+    ) -> LayerPages:
+        """Pages as kernels on ``device`` read them.
+
+        Raises:
+            ValueError: no layers, or layers of different shape, dtype or layout.
+        """
+        shapes = Shapes("LayerPages")
+        if len(k) != len(v) or not k:
+            shapes.fail(f"{len(k)} layers of K, {len(v)} of V; expected as many, and at least one")
+        for name, planes in (("k", k), ("v", v)):
+            for layer, plane in enumerate(planes):
+                if plane.shape != k[0].shape or plane.dtype != k[0].dtype:
+                    shapes.fail(
+                        f"{name}[{layer}] is {plane.dtype}{list(plane.shape)}, "
+                        f"expected {k[0].dtype}{list(k[0].shape)}"
+                    )
+                if not plane.is_contiguous():
+                    shapes.fail(f"{name}[{layer}] is not contiguous, strides {plane.stride()}")
+        addresses = [[plane.data_ptr() for plane in planes] for planes in (k, v)]
+        parts = [*addresses[0], *addresses[1], k[0][:1].nbytes, 16]
+        align_bytes = min(part & -part for part in parts if part)
+        return cls(list(k), list(v), torch.tensor(addresses, device=device), align_bytes)
+
+    def shares_memory_with(self, *targets: torch.Tensor) -> bool:
+        """Whether a target lies in the storage of K or V; one layer stands for all, which come from one arena."""
+        own = {half[0].untyped_storage().data_ptr() for half in (self.k, self.v)}
+        return any(target.untyped_storage().data_ptr() in own for target in targets)
+
+    def __repr__(self) -> str:
+        return f"{len(self.k)} layers of {self.k[0].dtype}{list(self.k[0].shape)}"
