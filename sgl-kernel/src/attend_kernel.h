@@ -23,7 +23,7 @@ namespace scout {
 namespace {
 
 constexpr int kScratchFloats = 16384;  // of q, and of accumulators, in one pass over the pages
-constexpr int kScratchRows = kScratchFloats / 16;
+constexpr int kScratchRows = kScratchFloats / kTileTokens;
 constexpr ptrdiff_t kBlockBytes = 16 << 10;
 constexpr ptrdiff_t kLeadBytes = 16 << 10;  // between a hint and its use
 
@@ -65,19 +65,19 @@ inline void unpack_row(bool interleaved, const float* from, float factor, float*
   }
 }
 
-// softmax_rows for `rows` rows of `stride` floats.
+// softmax_rows for `rows` rows.
 template <bool kCodes>
-inline void softmax_tile(float* scores, int stride, int rows, int tokens, Softmax step,
-                         const char* ahead, ptrdiff_t row_ahead_bytes) {
+inline void softmax_tile(float* scores, int rows, int tokens, Softmax step, const char* ahead,
+                         ptrdiff_t row_ahead_bytes) {
   for (int row = 0; row < rows;) {
     const bool four = row + 4 <= rows;
     for (ptrdiff_t i = 0; i < (four ? 4 : 1) * row_ahead_bytes; i += kLineBytes)
       prefetch(ahead + i);
     ahead += (four ? 4 : 1) * row_ahead_bytes;
     if (four) {
-      softmax_rows<4, kCodes>(scores + row * stride, stride, tokens, step);
+      softmax_rows<4, kCodes>(scores + row * kTileTokens, tokens, step);
     } else {
-      softmax_rows<1, kCodes>(scores + row * stride, stride, tokens, step);
+      softmax_rows<1, kCodes>(scores + row * kTileTokens, tokens, step);
     }
     const int n = four ? 4 : 1;
     row += n;
@@ -189,9 +189,7 @@ inline void attend_heads(const AttendArgs& args, HeadRange range) {
   const int rows = heads * group;
   for (int row = 0; row < rows; ++row) row_scale[row] = args.params->scale;
   const Softmax softmax{row_scale, args.params->logit_cap, highest, shift, lift, total};
-  const int fit = kScratchFloats / rows / 16 * 16;
-  const int tile_tokens = fit < kTileTokens ? fit : kTileTokens;
-  const int most = kv.page_size < tile_tokens ? kv.page_size : tile_tokens;
+  const int most = kv.page_size < kTileTokens ? kv.page_size : kTileTokens;
   const int step = block_tokens(rows * dim * sizeof(float), row_bytes, most);
   const int lead_tokens = static_cast<int>(kLeadBytes / row_bytes) / step * step;
   // What lies further than a page behind a page's end is not known.
@@ -204,7 +202,6 @@ inline void attend_heads(const AttendArgs& args, HeadRange range) {
   block.heads = heads;
   block.head_dim = dim;
   block.group = group;
-  block.stride = tile_tokens;
 
   // The entry after the listed pages stands for last_page.
   const bool has_last = args.last_page >= 0 && args.last_len > 0;
@@ -237,8 +234,8 @@ inline void attend_heads(const AttendArgs& args, HeadRange range) {
       prefetch(reinterpret_cast<const char*>(next.k_scale + range.head_begin));
       prefetch(reinterpret_cast<const char*>(next.v_scale + range.head_begin));
     }
-    for (int begin = 0; begin < page_tokens; begin += tile_tokens) {
-      const int tokens = page_tokens - begin < tile_tokens ? page_tokens - begin : tile_tokens;
+    for (int begin = 0; begin < page_tokens; begin += kTileTokens) {
+      const int tokens = page_tokens - begin < kTileTokens ? page_tokens - begin : kTileTokens;
       const char* const k = here.k + head_offset + begin * row_bytes;
       const char* const v = here.v + head_offset + begin * row_bytes;
       const char* const k_next =
@@ -258,7 +255,7 @@ inline void attend_heads(const AttendArgs& args, HeadRange range) {
         for (int c = 0, g = 0; c < chunks; g += c < larger ? chunk + 1 : chunk, ++c) {
           block.q = q + g * dim;
           block.q_codes = q_codes + g * dim;
-          block.scores = scores + g * tile_tokens + t;
+          block.scores = scores + g * kTileTokens + t;
           (c < larger ? run_larger : run).score(block);
         }
       }
@@ -269,7 +266,7 @@ inline void attend_heads(const AttendArgs& args, HeadRange range) {
           row_scale[row] = args.params->scale * here.k_scale[head] * q_scale[row];
           factor[row] = here.v_scale[head] * (1.0f / kLargestShort);
         }
-        softmax_tile<true>(scores, tile_tokens, rows, tokens, softmax, ahead, softmax_bytes);
+        softmax_tile<true>(scores, rows, tokens, softmax, ahead, softmax_bytes);
         for (int row = 0; row < rows; row += Vec::kLanes) {
           Vec::store(lift + row, exp2_nonpositive(Vec::load(lift + row)));
         }
@@ -279,7 +276,7 @@ inline void attend_heads(const AttendArgs& args, HeadRange range) {
           factor[row] *= total[row] == total[row] ? lift[row] : total[row];
         }
       } else {
-        softmax_tile<false>(scores, tile_tokens, rows, tokens, softmax, ahead, softmax_bytes);
+        softmax_tile<false>(scores, rows, tokens, softmax, ahead, softmax_bytes);
       }
       for (int row = 0; row < rows; row += Vec::kLanes) {
         Vec::store(rescale + row, exp2_nonpositive(Vec::load(shift + row)));
@@ -291,7 +288,7 @@ inline void attend_heads(const AttendArgs& args, HeadRange range) {
         block.tokens = tokens - t < step ? tokens - t : step;
         for (int c = 0, g = 0; c < chunks; g += c < larger ? chunk + 1 : chunk, ++c) {
           block.acc = acc + g * dim;
-          block.scores = scores + g * tile_tokens + (coded ? t / 2 : t);
+          block.scores = scores + g * kTileTokens + (coded ? t / 2 : t);
           block.factor = factor + g;
           block.rescale = t == 0 ? rescale + g : nullptr;
           (c < larger ? run_larger : run).weigh(block);
@@ -327,7 +324,8 @@ inline void attend_heads(const AttendArgs& args, HeadRange range) {
 inline void attend_all(const AttendArgs& args) {
   const int heads = args.kv->kv_heads;
   const int group = args.params->group;
-  const int rows = kScratchFloats / args.kv->head_dim;
+  const int fit = kScratchFloats / args.kv->head_dim;
+  const int rows = fit < kScratchRows ? fit : kScratchRows;
   const int group_step = group < rows ? group : rows;
   const int head_step = rows / group_step;
   for (int h = 0; h < heads; h += head_step) {

@@ -18,8 +18,8 @@
 namespace scout {
 namespace {
 
-constexpr int kTileTokens = 64;
-constexpr int kMaxGroup = 16;  // at least the largest group chunk, a multiple of every lane count
+constexpr int kTileTokens = 64;  // of a page, at once; also the length of a row of scores
+constexpr int kMaxGroup = 16;    // at least the largest group chunk, a multiple of every lane count
 constexpr int kLineBytes = 64;
 constexpr float kLargestShort = 32767.0f;  // code of the largest query element or weight
 
@@ -36,13 +36,12 @@ struct Block {
   int heads;
   int head_dim;
   int group;               // query heads per KV head, of which the block function takes GB
-  int stride;              // of a row of scores
   const float* q;          // [heads * group, D], column order of load_pair
   const int16_t* q_codes;  // the same for attend_tile_int8.h and attend_tile_bf16.h, natural order
   float* acc;              // [heads * group, D], same order: sum of weights * v
-  float* scores;           // [heads * group, stride] from the block's first token on; later weights
-  const float* rescale;    // [heads * group]: by which acc shrinks first; null: it stays
-  const float* factor;     // [heads * group]: scale of the sums of codes (attend_tile_int8.h)
+  float* scores;  // [heads * group, kTileTokens] from the block's first token on; later weights
+  const float* rescale;  // [heads * group]: by which acc shrinks first; null: it stays
+  const float* factor;   // [heads * group]: scale of the sums of codes (attend_tile_int8.h)
 };
 
 template <int kBytes>
@@ -54,12 +53,11 @@ inline void prefetch_span(const char*& p) {
 
 // scores[g][t] = sum of the lanes of acc[g][t].
 template <int TB, int GB, typename X>
-inline __attribute__((always_inline)) void store_sums(const X (&acc)[GB][TB], float* scores,
-                                                      int stride) {
+inline __attribute__((always_inline)) void store_sums(const X (&acc)[GB][TB], float* scores) {
   if constexpr (TB == 4) {
 #pragma GCC unroll 8
     for (int g = 0; g < GB; ++g) {
-      Vec::hsum4(acc[g][0], acc[g][1], acc[g][2], acc[g][3], scores + g * stride);
+      Vec::hsum4(acc[g][0], acc[g][1], acc[g][2], acc[g][3], scores + g * kTileTokens);
     }
   } else {
     constexpr int kSums = GB * TB;
@@ -74,7 +72,7 @@ inline __attribute__((always_inline)) void store_sums(const X (&acc)[GB][TB], fl
       Vec::hsum4(part[0], part[1], part[2], part[3], sums);
 #pragma GCC unroll 4
       for (int j = 0; j < 4; ++j) {
-        if (i + j < kSums) scores[(i + j) / TB * stride + (i + j) % TB] = sums[j];
+        if (i + j < kSums) scores[(i + j) / TB * kTileTokens + (i + j) % TB] = sums[j];
       }
     }
   }
@@ -83,7 +81,7 @@ inline __attribute__((always_inline)) void store_sums(const X (&acc)[GB][TB], fl
 // scores[g][t] = <q[g], k[t]> for TB tokens.
 template <DType T, int kDim, int TB, int GB>
 inline const char* score_tokens(const char* k, ptrdiff_t row_bytes, const float* q, int head_dim,
-                                const char* ahead, float* scores, int stride) {
+                                const char* ahead, float* scores) {
   using F = Vec::F;
   constexpr int W = Vec::kLanes;
   constexpr int kPairBytes = 2 * W * element_bytes<T>();
@@ -111,15 +109,14 @@ inline const char* score_tokens(const char* k, ptrdiff_t row_bytes, const float*
       for (int t = 0; t < TB; ++t) acc[g][t] = Vec::fma(q1, y[t], acc[g][t]);
     }
   }
-  store_sums<TB, GB>(acc, scores, stride);
+  store_sums<TB, GB>(acc, scores);
   return ahead;
 }
 
 // acc[g] = rescale[g] * acc[g] + sum_t weights[g][t] * v[t], over 2 * NP vectors of columns.
 template <DType T, int NP, int GB>
 inline const char* accumulate(const char* v, ptrdiff_t row_bytes, int tokens, const float* weights,
-                              int stride, const float* rescale, float* acc, int dim,
-                              const char* ahead) {
+                              const float* rescale, float* acc, int dim, const char* ahead) {
   using F = Vec::F;
   constexpr int W = Vec::kLanes;
   constexpr int kPairBytes = 2 * W * element_bytes<T>();
@@ -146,7 +143,7 @@ inline const char* accumulate(const char* v, ptrdiff_t row_bytes, int tokens, co
     prefetch_span<NP * kPairBytes>(ahead);
 #pragma GCC unroll 8
     for (int g = 0; g < GB; ++g) {
-      const F w = Vec::set1(weights[g * stride + t]);
+      const F w = Vec::set1(weights[g * kTileTokens + t]);
 #pragma GCC unroll 4
       for (int j = 0; j < 2 * NP; ++j) sums[g][j] = Vec::fma(w, x[j], sums[g][j]);
     }
@@ -172,7 +169,7 @@ struct Softmax {
 // Weights are 2^(score - highest). kCodes: 2^(score - largest score of these tokens), as 16-bit
 // codes: code t of a row lies at half of float t's offset, zeros behind the last one.
 template <int R, bool kCodes>
-inline void softmax_rows(float* rows, int stride, int tokens, const Softmax& step) {
+inline void softmax_rows(float* rows, int tokens, const Softmax& step) {
   using F = Vec::F;
   constexpr int W = Vec::kLanes;
   static_assert(R <= 4);
@@ -184,7 +181,7 @@ inline void softmax_rows(float* rows, int stride, int tokens, const Softmax& ste
   F highest[4] = {Vec::zero(), Vec::zero(), Vec::zero(), Vec::zero()};
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) {
-    float* const row = rows + r * stride;
+    float* const row = rows + r * kTileTokens;
     const F scale = Vec::set1(capped ? step.scale[r] / step.logit_cap : step.scale[r] * kLog2e);
     highest[r] = Vec::set1(-kInfinity);
     for (int t = tokens; t < padded; ++t) row[t] = 0.0f;
@@ -206,7 +203,7 @@ inline void softmax_rows(float* rows, int stride, int tokens, const Softmax& ste
   F sums[4] = {Vec::zero(), Vec::zero(), Vec::zero(), Vec::zero()};
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) {
-    float* const row = rows + r * stride;
+    float* const row = rows + r * kTileTokens;
     const float before = step.highest[r];
     const float now = before > largest[r] ? before : largest[r];
     step.highest[r] = now;
@@ -243,7 +240,7 @@ inline __attribute__((always_inline)) void score_each(const Block& block, const 
   auto heads = [&](auto tokens) {
     for (int h = 0; h < block.heads; ++h) {
       score(tokens, block.rows + t * block.row_bytes + ptrdiff_t{h} * head_bytes,
-            q + h * block.group * dim, block.scores + h * block.group * block.stride + t);
+            q + h * block.group * dim, block.scores + h * block.group * kTileTokens + t);
     }
   };
   for (; t + TB <= block.tokens; t += TB) heads(Tokens<TB>());
@@ -257,7 +254,7 @@ void score_block(const Block& block) {
   score_each<Vec::token_block(GB)>(block, block.q, dim, dim * element_bytes<T>(),
                                    [&](auto tokens, const char* k, const float* q, float* scores) {
                                      ahead = score_tokens<T, kDim, tokens.kCount, GB>(
-                                         k, block.row_bytes, q, dim, ahead, scores, block.stride);
+                                         k, block.row_bytes, q, dim, ahead, scores);
                                    });
 }
 
@@ -272,20 +269,20 @@ void weigh_block(const Block& block) {
   const char* ahead = block.ahead;
   for (int h = 0; h < block.heads; ++h) {
     const char* const v = block.rows + h * head_bytes;
-    const float* const weights = block.scores + h * block.group * block.stride;
+    const float* const weights = block.scores + h * block.group * kTileTokens;
     const float* const rescale =
         block.rescale != nullptr ? block.rescale + h * block.group : nullptr;
     float* const acc = block.acc + h * block.group * dim;
     int d = 0;
     for (; d + kStep <= dim; d += kStep) {
       const ptrdiff_t at = d / (2 * W) * kPairBytes;
-      ahead = accumulate<T, NP, GB>(v + at, block.row_bytes, block.tokens, weights, block.stride,
-                                    rescale, acc + d, dim, ahead);
+      ahead = accumulate<T, NP, GB>(v + at, block.row_bytes, block.tokens, weights, rescale,
+                                    acc + d, dim, ahead);
     }
     for (; d < dim; d += 2 * W) {
       const ptrdiff_t at = d / (2 * W) * kPairBytes;
-      ahead = accumulate<T, 1, GB>(v + at, block.row_bytes, block.tokens, weights, block.stride,
-                                   rescale, acc + d, dim, ahead);
+      ahead = accumulate<T, 1, GB>(v + at, block.row_bytes, block.tokens, weights, rescale, acc + d,
+                                   dim, ahead);
     }
   }
 }
