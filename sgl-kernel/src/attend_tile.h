@@ -39,9 +39,9 @@ struct Block {
   const float* q;          // [heads * group, D], column order of load_pair
   const int16_t* q_codes;  // the same for attend_tile_int8.h and attend_tile_bf16.h, natural order
   float* acc;              // [heads * group, D], same order: sum of weights * v
-  float* scores;  // [heads * group, kTileTokens] from the block's first token on; later weights
-  const float* rescale;  // [heads * group]: by which acc shrinks first; null: it stays
-  const float* factor;   // [heads * group]: scale of the sums of codes (attend_tile_int8.h)
+  float* scores;           // [heads * group, kTileTokens] from the first token on; later weights
+  const float* rescale;    // [heads * group]: by which acc shrinks first; null: it stays
+  const float* factor;     // [heads * group]: scale of the sums of codes (attend_tile_int8.h)
 };
 
 template <int kBytes>
