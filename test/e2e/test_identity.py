@@ -9,6 +9,7 @@ import os
 import re
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -218,3 +219,38 @@ def test_the_engine_of_cuda_devices(stock, tiny_model):
         assert state["host_pages_used"] == 0
         log = servers.servers["decode"].log()
         assert re.search(r"retracted_reqs: [1-9]", log), "no request was retracted"
+
+
+@pytest.mark.slow
+def test_two_ranks_of_a_device(tiny_model):
+    """Every layer of both ranks agrees with a plain reference; both map the words of their faults."""
+    cpus = sorted(os.sched_getaffinity(0))
+    settings = {"step_engine": "device", "verify": True, "resident_tokens": 32}
+    settings |= {"recall": "fixed", "recall_interval": 50}
+    with PDCluster(
+        tiny_model("qwen3"),
+        server_args=[
+            *("--tp-size", "2", "--kv-offload", "scout"),
+            *("--kv-offload-budget", str(RANKS_BUDGET_TOKENS)),
+        ],
+        decode_args=["--kv-offload-config", json.dumps(settings)],
+        max_running_requests=6,
+        max_total_tokens=16384,
+        env={
+            "SGLANG_CPU_OMP_THREADS_BIND": f"{cpus[0]}|{cpus[-1]}",
+            "TORCHDYNAMO_DISABLE": "1",
+            "TRITON_INTERPRET": "1",
+        },
+    ) as servers:
+        servers.generate(random_prompts([900, 640, 37], seed=3), max_new_tokens=20)
+        state = servers.kv_offload()
+        maps = [Path(f"/proc/{pid}/maps").read_text() for pid in servers.processes()]
+        shared = [re.search(r"(\d+) +/memfd:sglang-scout-ranks", text) for text in maps]
+        inodes = [found[1] for found in shared if found]
+        assert len(inodes) == 2 and len(set(inodes)) == 1
+        assert state["step_engine"] == "device"
+        for rank in state["ranks"]:
+            assert rank["cpu_pages"] > 0
+            assert rank["verify_checks"] == 4 * state["steps"]
+            assert 0 < rank["verify_max_rel_error"] <= 1e-5
+            assert rank["verify_unequal_selections"] == 0
