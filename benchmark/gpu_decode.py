@@ -67,7 +67,9 @@ def check(device: str) -> list[str]:
             )  # fmt: skip
             model = DummyModel(size, torch.float32, device)
             drift = QueryDrift(size, batch, 0.9, device)
-            settings = '{"recall": "off"}' if kind == "off" else '{"recall": "fixed"}'
+            # With extrapolation a step launches all that it may.
+            settings = '{"recall": "%s", "predictor": "extrapolate"}'
+            settings %= "off" if kind == "off" else "fixed"
             rig = Rig(
                 store, model, drift, batch=batch, context=20 * PAGE - 3, budget_tokens=4 * PAGE,
                 settings=settings, graph=kind == "replayed", verify=kind == "verified",

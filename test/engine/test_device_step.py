@@ -1,5 +1,6 @@
 """The step of a CUDA device: the same guarantees as the host's, and nothing of the host within."""
 
+import contextlib
 import json
 import os
 import sys
@@ -16,6 +17,7 @@ if not triton.interpreted():
     pytest.skip("needs Triton's interpreter: the arena is not registered", allow_module_level=True)
 
 from device_worker import DeviceWorker  # noqa: E402  (needs the native module)
+from mini_worker import HIDDEN  # noqa: E402
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
@@ -150,6 +152,27 @@ def test_rows_beyond_the_batch_change_nothing(make):
         for layer in range(2):
             torch.testing.assert_close(plain[layer], padded[layer][:2], rtol=1e-5, atol=1e-5)
             assert (padded[layer][2:] == 0).all()
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("predictor", ["next_layer", "extrapolate"])
+def test_layers_run_before_any_step_as_they_are_captured(make, predictor, late):
+    """With the rows of a graph; nothing has begun, so they attend to nothing and post nothing."""
+    worker = make(budget_tokens=128, layers=3, verify=False,
+                  config=f'{{"predictor": "{predictor}"}}')  # fmt: skip
+    engine, shape, rows = worker.engine, worker.shape, 3
+    head = (shape.num_q_heads, shape.num_kv_heads, shape.num_kv_heads)
+    inputs = engine._inputs.source.data_ptr()
+    with engine.captured_late() if late else contextlib.nullcontext():
+        for layer in range(3):
+            engine.layer_input(layer, torch.randn(rows, HIDDEN), torch.zeros(rows).long())
+            q, k, v = (torch.randn(rows, n, shape.head_dim) for n in head)
+            assert (engine.attend(layer, q, k, v) == 0).all()
+    assert not engine._chosen and not engine._predicted and not engine.is_late
+    assert int(worker.arena.ring().control["head"]) == 0
+    worker.admit(200)
+    worker.step()
+    assert engine._follows._source.data_ptr() == engine._inputs.source.data_ptr() == inputs
 
 
 class NothingComesBack(torch.overrides.TorchFunctionMode):

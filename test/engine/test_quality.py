@@ -103,6 +103,13 @@ def plain_record(worker, layer, row, queries, k):
     return overlap, mass
 
 
+def test_a_correction_lies_where_the_inputs_do():
+    predictor = NextLayerQuery(correction=some_correction())
+    forecast = Forecast(predictor, [], LayerInputs(), "meta")
+    parts = [part for layer in forecast._corrections for part in layer]
+    assert len(parts) == 4 * (LAYERS - 1) and {part.device.type for part in parts} == {"meta"}
+
+
 def test_each_line_is_what_a_plain_recomputation_gives(tmp_path):
     worker = watched(tmp_path / "q.jsonl", budget_tokens=128, pages=120, max_batch=3, drift=0.3)
     for length in (40 * SIZE + 3, 12 * SIZE + 31, 100):

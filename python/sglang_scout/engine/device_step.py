@@ -117,9 +117,9 @@ class DeviceStepEngine:
         ring.errors()  # of another engine are none of this one's
         self._inputs = StepInputs(shape.num_layers, max_batch, max_pages, device)
         self._follows = DeviceLayerInputs(
-            shape.num_layers, max_batch, hidden_size, hidden_dtype, device
+            shape.num_layers, hidden_size, hidden_dtype, self._inputs.source
         )
-        self._forecast = Forecast(policy.predictor, projectors, self._follows)
+        self._forecast = Forecast(policy.predictor, projectors, self._follows, device)
         table.take_changes()
         self._slot_of = upload(table.slot_of, device).clone()
         self._log = torch.full(
@@ -199,7 +199,6 @@ class DeviceStepEngine:
         young = batch.ages < self.policy.predictor.exact_steps
         self._late = bool(young.any()) and self.has_late_steps
         self._send(batch, young, request_slots)
-        self._follows.begin_step(self._inputs.source)
         if (epoch := self._life()) != self._epoch:
             self._ring.set_life(epoch)
             self._epoch = epoch

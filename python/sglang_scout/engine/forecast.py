@@ -64,22 +64,16 @@ class DeviceLayerInputs:
     A layer's input may be noted only after all predictions that need the previous token's.
 
     Args:
-        layers, max_batch, hidden_size, dtype, device: of the inputs.
+        layers, hidden_size, dtype: of the inputs.
+        source: ``[max_batch]`` int32 on the device, which holds for each step the row of its requests
+            in the step before, -1: none. Steps are captured before there is one, with what lies there.
     """
 
     def __init__(
-        self,
-        layers: int,
-        max_batch: int,
-        hidden_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, layers: int, hidden_size: int, dtype: torch.dtype, source: torch.Tensor
     ) -> None:
-        self._last = torch.zeros(layers, max_batch, hidden_size, dtype=dtype, device=device)
-        self._source = torch.zeros(0, dtype=torch.int32, device=device)
-
-    def begin_step(self, source: torch.Tensor) -> None:
-        """``source`` ``[max_batch]`` int32: row of each request in the step before, -1: none."""
+        shape = layers, len(source), hidden_size
+        self._last = torch.zeros(shape, dtype=dtype, device=source.device)
         self._source = source
 
     @property
@@ -111,10 +105,15 @@ class Forecast:
         predictor: the choice.
         projectors: per layer, its query from a layer input.
         inputs: of the steps; only read.
+        device: where they are.
     """
 
     def __init__(
-        self, predictor: PredictorAxis, projectors: Sequence[QueryProjector], inputs: PreviousInputs
+        self,
+        predictor: PredictorAxis,
+        projectors: Sequence[QueryProjector],
+        inputs: PreviousInputs,
+        device: torch.device | str = "cpu",
     ) -> None:
         self._projectors = projectors
         self._inputs = inputs
@@ -123,7 +122,7 @@ class Forecast:
         if predictor.correction is not None:
             arrays = predictor.correction
             self._corrections = [
-                Correction(*map(torch.from_numpy, layer))
+                Correction(*(torch.from_numpy(part).to(device) for part in layer))
                 for layer in zip(arrays.now, arrays.previous, arrays.out, arrays.bias, strict=True)
             ]
 
