@@ -134,7 +134,7 @@ def test_int8_copies_for_the_worker(tiny_model, tmp_path):
         pages = host_gb * 2**30 / (page_bytes * 1.5)
         assert 0.97 * pages < state["host_pages_total"] <= pages
         assert 0 < state["worker"]["quantized_pages"] < state["cpu_pages"]
-        assert state["fallback_pages"] < state["cpu_pages"], "the worker computed most of them"
+        assert state["fallback_pages"] < state["cpu_pages"] / 2, "the worker computed most of them"
         os.kill(state["worker"]["pid"], signal.SIGKILL)
         answers = servers.generate(prompts, max_new_tokens=40)
         assert [len(a.output_ids) for a in answers] == [40] * 4

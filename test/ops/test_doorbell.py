@@ -341,6 +341,8 @@ def test_malformed_arguments_are_named(arena, change, message):
 def test_ranks_see_each_other_s_faults(arena):
     """Those of a step that ends together; each clears its own alone."""
     faults = torch.zeros(3, dtype=torch.int64, pin_memory=DEVICE != "cpu")
+    with pytest.raises(ValueError, match="rank is 3, faults has 3 words"):
+        ring_of(arena, faults=faults, rank=3)
     rings = [ring_of(arena, timeout_us=2000, faults=faults, rank=rank) for rank in range(3)]
     ring = rings[1]
     ring.set_life(1)

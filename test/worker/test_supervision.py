@@ -120,17 +120,46 @@ def test_who_wants_cpu(make_arena, cpu, until, freeze):
         freeze(pid)
         assert not Life.wants_cpu(SimpleNamespace(pid=pid))
         os.kill(pid, signal.SIGCONT)
-    sleeping = subprocess.Popen(["sleep", "60"])
-    spinning = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+
+
+SPINNING = """
+import sys, threading, time
+from pathlib import Path
+
+def spin():
+    Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(sys.argv[1])
+    print("spins", flush=True)
+    while True:
+        pass
+
+threading.Thread(target=spin, daemon=True).start()
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "wants"),
+    [
+        (["-c", "print('spins', flush=True)\nwhile True: pass"], True),
+        (["-c", "import time; print('waits', flush=True); time.sleep(600)"], False),
+        (["-c", SPINNING, "computes"], False),  # it may be busy while the process is hung
+        (["-c", SPINNING, "ZMQbg/IO/0"], True),
+        (["-c", SPINNING, "a) R (b"], False),
+    ],
+)
+def test_whose_thread_is_busy(command, wants, until):
+    process = subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE)
     try:
-        for process, wants in ((sleeping, False), (spinning, True)):
-            life = SimpleNamespace(pid=process.pid)
-            until(lambda life=life, wants=wants: Life.wants_cpu(life) == wants, f"{wants}")
+        process.stdout.readline()
+        life = SimpleNamespace(pid=process.pid)
+        until(lambda: Life.wants_cpu(life) == wants, f"{wants}")
+        found = [Life.wants_cpu(life) for _ in range(50) if time.sleep(0.002) is None]
+        assert sum(found) > 40 if wants else sum(found) < 10, found
     finally:
-        for process in (sleeping, spinning):
-            process.kill()
-            process.wait()
-    assert not Life.wants_cpu(SimpleNamespace(pid=spinning.pid)), "it has ended"
+        process.kill()
+        process.wait()
+        process.stdout.close()
+    assert not Life.wants_cpu(life), "it has ended"
 
 
 def test_heartbeats_without_progress_are_no_life(make_arena, make_request, cpu, until):

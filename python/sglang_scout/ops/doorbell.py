@@ -79,6 +79,8 @@ class DeviceRing:
         self.answered = torch.zeros(1, dtype=torch.int32, device=device)
         if faults is None:
             faults = torch.zeros(1, dtype=torch.int64, pin_memory=self.state.is_cuda)
+        if not 0 <= rank < len(faults):
+            raise ValueError(f"rank is {rank}, faults has {len(faults)} words")
         self._faults, self.fault = faults, faults[rank : rank + 1]
 
     def set_life(self, epoch: int, posts: int | None = None) -> None:

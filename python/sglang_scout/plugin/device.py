@@ -63,7 +63,7 @@ def check_device_engine(args: ServerArgs, config: OffloadConfig, device: str) ->
     if config.worker_wait_timeout_s < MIN_WAIT_S:
         raise ConfigError(
             f"{flag}: worker_wait_timeout_s = {config.worker_wait_timeout_s:g}: a device ends the server "
-            f"when it waits in vain, and a silent worker takes a second to be noticed; set {MIN_WAIT_S:g} "
+            f"when it waits in vain, and a silent worker takes up to two seconds to be noticed; set {MIN_WAIT_S:g} "
             "or more"
         )
     if args.enable_return_hidden_states:
@@ -118,7 +118,8 @@ def make_device_engine(
         faults, rank: as of :class:`DeviceRing`; the words lie in memory that the ranks share.
         parts: what both engines take.
     Raises:
-        ConfigError: the context is longer than the device can select from.
+        ConfigError: the context is longer than the device can select from, or the system does not allow
+            to page-lock ``faults``.
     """
     spec, model = arena.spec, runner.model_config
     max_pages = -(-runner.req_to_token_pool.req_to_token.shape[1] // spec.page_size)
@@ -130,7 +131,10 @@ def make_device_engine(
         )
     worker.serve_device()
     if faults is not None and torch.device(runner.device).type == "cuda":
-        lock_memory(faults.data_ptr(), faults.nbytes)
+        try:
+            lock_memory(faults.data_ptr(), faults.nbytes)
+        except MemoryError as error:
+            raise ConfigError(f"--tp-size: a page that the ranks share: {error}") from None
     ring = DeviceRing(
         arena.address,
         arena.layout(),

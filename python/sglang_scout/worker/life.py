@@ -120,10 +120,10 @@ class Life:
         threads, and ones that sleep or are stuck in the kernel, want none. The threads that compute
         do not count; they may be busy while the process is hung.
         """
-        for thread in Path(f"/proc/{self.pid}/task").glob("*/stat"):
-            with contextlib.suppress(OSError):  # the thread, or all of them, may have ended
-                head, _, tail = thread.read_text().rpartition(")")
-                speaks = thread.parent.name == str(self.pid) or "(ZMQbg" in head
+        with contextlib.suppress(OSError):  # a thread, or all of them, may have ended
+            for thread in Path(f"/proc/{self.pid}/task").iterdir():
+                head, _, tail = (thread / "stat").read_text().rpartition(")")
+                speaks = thread.name == str(self.pid) or "(ZMQbg" in head
                 if speaks and tail.split()[0] == "R":
                     return True
         return False

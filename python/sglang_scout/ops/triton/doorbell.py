@@ -236,7 +236,7 @@ def wait_kernel(
     tl.store(answered, good)
     errors = tl.load(state + ERRORS)
     if errors != 0:
-        tl.store(fault, errors)
+        store_release(fault, errors)  # other ranks' hosts look at it once their own step is through
 
 
 # One compilation for all layers.
