@@ -1,0 +1,169 @@
+"""Every tensor of a device's step lies on the device: tried with one that is not this machine's memory.
+
+Tensors of torch's "meta" device have no values, but most operations refuse to mix them with the host's, as
+they do with CUDA's. Our ops are not run: their arguments are looked at.
+"""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from sglang_scout.core.config import parse_config
+from sglang_scout.core.correction import StreamCorrection
+from sglang_scout.core.pages import ResidencyTable
+from sglang_scout.core.registry import Op
+from sglang_scout.engine import device_step, pools, recall, step_inputs
+from sglang_scout.engine.device_step import DeviceStepEngine
+from sglang_scout.engine.pools import DigestPool, HostPages, ModelShape, ResidentCache
+from sglang_scout.ops.layers import LayerPages
+from sglang_scout.policy.presets import POLICY_NAMES, make_policy
+
+LAYERS, HEADS, KV_HEADS, DIM, SIZE, HIDDEN, PAGES, BATCH = 3, 4, 2, 64, 32, 48, 60, 3
+META = torch.device("meta")
+GIVEN = {
+    "score_pages": lambda q, low, high, table, *_: torch.empty_like(table, dtype=torch.float32),
+    "score_signs": lambda q, low, high, table, *_: torch.empty_like(table, dtype=torch.float32),
+    "select_pages": lambda scores, table, n_full, slot_of, k, *_: (
+        *(table.new_empty(len(table), k) for _ in range(2)),
+        table.new_empty(len(table)),
+    ),
+    "attend_pages": lambda q, *_: (torch.empty_like(q), q.new_empty(q.shape[:2])),
+    "advance_input": lambda x, *_: torch.empty_like(x),
+}
+
+
+def tensors_in(value):
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, LayerPages):
+        yield value.addresses
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from tensors_in(part)
+
+
+class NoRing:
+    """Takes what a ring's kernels would."""
+
+    def __init__(self):
+        self.waited_ns = torch.zeros(LAYERS, dtype=torch.int64)  # fetched, not computed with
+        self.posted = []
+
+    def errors(self):
+        return []
+
+    faults = errors
+
+    def set_life(self, epoch):
+        pass
+
+    begin_step = set_life
+
+    def post(self, layer, *tensors):
+        assert all(t.device == META for t in tensors)
+        self.posted.append(layer)
+
+    def merge(self, layer, *tensors):
+        assert all(t.device == META for t in tensors)
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """Which ops were called; those of the host's pages may read and write these alone."""
+    names, host = set(), set()
+
+    def call(op, *args, impl="auto", **kwargs):
+        op.check(*args, **kwargs)
+        for tensor in tensors_in([args, list(kwargs.values())]):
+            is_host_s = tensor.device.type == "cpu" and tensor.data_ptr() in host
+            assert tensor.device == META or is_host_s, f"{op.name}: {tensor.shape} on the host"
+        names.add(op.name)
+        return GIVEN[op.name](*args) if op.name in GIVEN else None
+
+    def upload(values, device):
+        return torch.from_numpy(values).to(device)
+
+    monkeypatch.setattr(Op, "__call__", call)
+    for module in (device_step, pools, recall, step_inputs):
+        monkeypatch.setattr(module, "upload", upload)
+    # What has come is asked of the device, and waited for, at a boundary.
+    monkeypatch.setattr(DigestPool, "accept", lambda self, pages: pages)
+    return names, host
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"predictor": "extrapolate", "attend": "selected"},
+        {"predictor": "learned"},
+        {"digest": "signs", "resident_bonus": 1.0},
+        {"exact_steps": 0},
+        {"exact_layers": [1]},
+    ],
+)
+def test_every_tensor_of_a_step_is_on_the_device(ran, settings):
+    names, host_memory = ran
+    rng = np.random.default_rng(0)
+    learned = settings.get("predictor") == "learned"
+    parts = ((HIDDEN, 5), (HIDDEN, 5), (5, HIDDEN), (HIDDEN,))
+    correction = StreamCorrection(
+        "m", "w", 1, *(rng.normal(size=(LAYERS - 1, *part)).astype(np.float32) for part in parts)
+    )
+    if learned:
+        settings = settings | {"predictor_file": "correction.npz"}
+    config = parse_config(
+        policy="scout", policies=POLICY_NAMES, budget_tokens=4 * SIZE, config=json.dumps(settings)
+    )
+    shape = ModelShape(LAYERS, HEADS, KV_HEADS, DIM, SIZE, torch.bfloat16, 0.125)
+    policy = make_policy(
+        config, LAYERS, 2 * shape.page_bytes, correction=correction if learned else None
+    )
+    planes = [
+        torch.zeros(PAGES * SIZE, KV_HEADS, DIM, dtype=shape.dtype) for _ in range(2 * LAYERS)
+    ]
+    host_memory.update(plane.data_ptr() for plane in planes)
+    ring = NoRing()
+    slots = 4 * BATCH + BATCH + 4
+    engine = DeviceStepEngine(
+        shape=shape, policy=policy, budget_pages=4, max_batch=BATCH, max_pages=20,
+        host=HostPages(shape, planes[:LAYERS], planes[LAYERS:]),
+        digests=DigestPool(shape, PAGES, META, config.digest),
+        resident=ResidentCache(shape, slots, META),
+        table=ResidencyTable(LAYERS, PAGES, slots, policy.residency.half_life_steps),
+        projectors=[lambda x, positions: x.new_empty(len(x), HEADS, DIM, dtype=torch.float32)]
+        * LAYERS,
+        ring=ring, life=lambda: 1, hidden_size=HIDDEN, hidden_dtype=shape.dtype,
+    )  # fmt: skip
+
+    def layers():
+        positions = torch.zeros(BATCH, dtype=torch.int64, device=META)
+        for layer in range(LAYERS):
+            x = torch.empty(BATCH, HIDDEN, dtype=shape.dtype, device=META)
+            engine.layer_input(layer, x, positions)
+            engine.attend(
+                layer,
+                *(
+                    torch.empty(BATCH, heads, DIM, dtype=shape.dtype, device=META)
+                    for heads in (HEADS, KV_HEADS, KV_HEADS)
+                ),
+            )
+
+    layers()  # as SGLang captures it
+    if engine.has_late_steps:
+        with engine.captured_late():
+            layers()
+    tables = 1 + np.arange(BATCH * 18, dtype=np.int32).reshape(BATCH, 18)
+    engine.boundary.allocate_pages(tables.flatten().astype(np.int64))
+    engine.boundary.admit(range(BATCH))
+    lengths = np.array([520, 64, 33])
+    for _ in range(2):  # a third would take in what these have selected, of which there is nothing
+        lengths += 1
+        engine.begin_step(tables, np.arange(BATCH), lengths)
+        layers()
+    engine.close()
+    assert sorted(ring.posted) == sorted(list(range(LAYERS)) * (3 + engine.has_late_steps))
+    assert {"append_tokens", "attend_pages", "select_pages", "copy_layer_pages"} < names
+    assert ("advance_input" in names) == ("predictor" in settings)
