@@ -156,22 +156,36 @@ def test_rows_beyond_the_batch_change_nothing(make):
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("predictor", ["next_layer", "extrapolate"])
-def test_layers_run_before_any_step_as_they_are_captured(make, predictor, late):
+def test_layers_run_without_a_step_as_they_are_captured(make, predictor, late):
     """With the rows of a graph; nothing has begun, so they attend to nothing and post nothing."""
-    worker = make(budget_tokens=128, layers=3, verify=False,
-                  config=f'{{"predictor": "{predictor}"}}')  # fmt: skip
+    worker = make(budget_tokens=128, layers=3, verify=False, resident_tokens=32,
+                  config=f'{{"predictor": "{predictor}", "recall": "off"}}')  # fmt: skip
     engine, shape, rows = worker.engine, worker.shape, 3
     head = (shape.num_q_heads, shape.num_kv_heads, shape.num_kv_heads)
     inputs = engine._inputs.source.data_ptr()
-    with engine.captured_late() if late else contextlib.nullcontext():
-        for layer in range(3):
-            engine.layer_input(layer, torch.randn(rows, HIDDEN), torch.zeros(rows).long())
-            q, k, v = (torch.randn(rows, n, shape.head_dim) for n in head)
-            assert (engine.attend(layer, q, k, v) == 0).all()
+
+    def capture():
+        engine.begin_capture()
+        with engine.captured_late() if late else contextlib.nullcontext():
+            for layer in range(3):
+                engine.layer_input(layer, torch.randn(rows, HIDDEN), torch.zeros(rows).long())
+                q, k, v = (torch.randn(rows, n, shape.head_dim) for n in head)
+                assert (engine.attend(layer, q, k, v) == 0).all()
+
+    capture()
     assert not engine._chosen and not engine._predicted and not engine.is_late
     assert int(worker.arena.ring().control["head"]) == 0
-    worker.admit(200)
+    worker.admit(900)
     worker.step()
+    # Anew, with a request there, as after other weights were loaded.
+    kept = [x.clone() for x in (*worker.host.k, *worker.host.v, engine.resident.k)]
+    posted = int(worker.arena.ring().control["head"])
+    capture()
+    now = (*worker.host.k, *worker.host.v, engine.resident.k)
+    assert all(torch.equal(a, b) for a, b in zip(kept, now, strict=True))
+    assert int(worker.arena.ring().control["head"]) == posted
+    worker.step()
+    assert int(worker.arena.ring().control["head"]) > posted
     assert engine._follows._source.data_ptr() == engine._inputs.source.data_ptr() == inputs
 
 

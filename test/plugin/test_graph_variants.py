@@ -24,6 +24,8 @@ def engine_of(lead, exact_steps):
     engine = object.__new__(DeviceStepEngine)
     predictor = SimpleNamespace(lead=lead, exact_steps=exact_steps)
     engine.policy, engine._late = SimpleNamespace(predictor=predictor), False
+    engine.begin_capture = lambda: engine.begun.append(len(engine.begun))
+    engine.begun = []
     return engine
 
 
@@ -73,6 +75,7 @@ def test_each_batch_size_is_captured_for_both_kinds_of_step(runner):
     made = runner(engine)
     both = [(2, None, False), (2, LATE, True), (1, None, False), (1, LATE, True)]
     assert capture(made) == both
+    assert len(engine.begun) == 2, "of the requests that there are none may be reached"
     assert not engine.is_late
     keys = {key for key, _ in made.captured}
     for is_late in (False, True):

@@ -161,9 +161,16 @@ class DeviceStepEngine:
         """Whether the step that was begun is such a one."""
         return self._late
 
+    def begin_capture(self) -> None:
+        """What is launched until the next step reaches no request: it is warm-up, or captured."""
+        self._inputs.clear()
+        self._ring.set_life(0)
+        self._epoch = 0
+        self._late = False
+
     @contextmanager
     def captured_late(self) -> Iterator[None]:
-        """What is launched within is that of a late step; only while nothing has begun."""
+        """What is launched within is that of a late step."""
         self._late = True
         try:
             yield

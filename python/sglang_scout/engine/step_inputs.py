@@ -32,14 +32,19 @@ class StepInputs:
         self._table = self._changes + 3 * self._most_changes
         self._staging = Staging(self._table + max_batch * max_pages, device)
         self._rows = 0  # that the device's table has
+        self.clear()
         words = self._staging.device
-        words.fill_(-1)
-        words[: 2 * max_batch] = 0
         self.n_full, self.tail_len, self.tail_page, self.young, self.source = (
             words[i * max_batch : (i + 1) * max_batch] for i in range(5)
         )
         self.tail_slot = words[5 * max_batch : self._head].view(layers, max_batch)
         self.table = words[self._table :].view(max_batch, max_pages)
+
+    def clear(self) -> None:
+        """No row has a request, until the next step is sent."""
+        words = self._staging.device
+        words.fill_(-1)
+        words[: 2 * self._sizes[1]] = 0
 
     def send(
         self,

@@ -259,7 +259,9 @@ class ScoutAttnBackend(AttentionBackend):
 
     def captures(self) -> Iterator[str | None]:
         """Labels of the graphs that a batch size needs; each is to be captured before the next is asked
-        for."""
+        for. SGLang also captures anew while it serves, after other weights were loaded."""
+        if isinstance(self.engine, DeviceStepEngine):
+            self.engine.begin_capture()
         yield None
         if isinstance(self.engine, DeviceStepEngine) and self.engine.has_late_steps:
             with self.engine.captured_late():
