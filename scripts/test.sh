@@ -15,7 +15,7 @@ if [ $# -gt 0 ]; then
     exec .venv/bin/python -m pytest -q --durations=10 "$@"
 fi
 # Both always run, so that one report names every fault. Tests with a worker or servers run alone: a
-# worker that gets no CPU for a second is replaced.
+# worker that gets no CPU for two seconds is replaced.
 status=0
 .venv/bin/python -m pytest -q --durations=10 -m 'not e2e' --ignore test/worker \
     -n "$(nproc)" --maxprocesses 4 --dist loadfile || status=$?

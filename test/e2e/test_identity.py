@@ -79,7 +79,7 @@ def test_tokens_equal_stock(arch, stock, tiny_model):
         assert state["steps"] > NEW_TOKENS and state["selected_pages"] > 0
         assert state["cpu_pages"] == 0, "everything fits: nothing is left to the CPU"
         assert state["digests_received"] > 0 and state["host_pages_used"] == 0
-        # Starved for a second on a busy machine it is replaced, which costs no request.
+        # Starved for two seconds on a busy machine it is replaced, which costs no request.
         wait_until("a worker", lambda: servers.kv_offload()["worker"]["state"] == "ready", 60)
 
 
