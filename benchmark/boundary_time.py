@@ -43,6 +43,7 @@ from sglang_scout.core.registry import Op
 from sglang_scout.engine import device, device_step, pools, recall, step_inputs
 from sglang_scout.engine.device_step import DeviceStepEngine
 from sglang_scout.engine.pools import DigestPool, HostPages, ModelShape, ResidentCache
+from sglang_scout.ops.native_uses import NativePageUses
 from sglang_scout.policy.presets import POLICY_NAMES, make_policy
 
 PAGE = 32
@@ -191,7 +192,9 @@ class Bench:
             host=HostPages(shape, [plane] * layers, [plane] * layers),
             digests=DigestPool(shape, pages, "cpu", config.digest),
             resident=ResidentCache(shape, slots, "cpu"),
-            table=ResidencyTable(layers, pages, slots, policy.residency.half_life_steps),
+            table=ResidencyTable(
+                NativePageUses(layers, pages, slots, policy.residency.half_life_steps)
+            ),
             projectors=[], ring=NoRing(layers), life=lambda: 1, hidden_size=16,
             hidden_dtype=shape.dtype,
         )  # fmt: skip
@@ -208,7 +211,7 @@ class Bench:
         """What the rows select at first, as if they had decoded for long."""
         table = self.engine.table
         for layer, chosen in enumerate(self._chosen().numpy()):
-            table.touch(layer, chosen, 0)
+            table.uses.touch(np.array([layer]), chosen[None], 0, np.zeros(len(chosen), bool))
             table.commit(table.reserve(layer, chosen), 0)
 
     def step(self, begin: Callable[..., None]) -> float:

@@ -6,6 +6,9 @@ What makes an address valid is checked by the callers: ``ops/native.py`` and ``w
 
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 # Kernels -----------------------------------------------------------------------------------------
 
 def attend_batch(
@@ -98,6 +101,34 @@ def score_pages(
 def isa() -> str: ...
 def best_isa() -> str: ...
 def set_isa(name: str) -> None: ...
+
+# What pages have been of use; see core/uses.py -----------------------------------------------------
+
+def touch_pages(
+    uses: npt.NDArray[np.int32],
+    page_of: npt.NDArray[np.int32],
+    slot_heat: npt.NDArray[np.float32],
+    layers: npt.NDArray[np.int64],
+    pages: npt.NDArray[np.int32],
+    weights: npt.NDArray[np.float32],
+    step: int,
+) -> None: ...
+def coldest_slots(
+    uses: npt.NDArray[np.int32],
+    page_of: npt.NDArray[np.int32],
+    slot_heat: npt.NDArray[np.float32],
+    counts: npt.NDArray[np.int64],
+    before_step: int,
+    below: npt.NDArray[np.float32],
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.float32]]: ...
+def hottest_pages(
+    uses: npt.NDArray[np.int32],
+    layers: npt.NDArray[np.int64],
+    pages: npt.NDArray[np.int32],
+    counts: npt.NDArray[np.bool_],
+    is_first: npt.NDArray[np.bool_],
+    limits: npt.NDArray[np.int64],
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]: ...
 
 # Ring --------------------------------------------------------------------------------------------
 

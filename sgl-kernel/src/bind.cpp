@@ -18,6 +18,7 @@
 
 namespace nb = nanobind;
 
+void bind_uses(nb::module_& m);
 #ifdef SCOUT_HAVE_RUNTIME
 void bind_runtime(nb::module_& m);
 #endif
@@ -275,6 +276,7 @@ NB_MODULE(_native, m) {
                 "set_isa: " + name + " is unknown or not supported by this machine");
       },
       arg("name"), "Use another instruction set from the next call on, for tests and benchmarks.");
+  bind_uses(m);
 #ifdef SCOUT_HAVE_RUNTIME
   bind_runtime(m);
 #endif

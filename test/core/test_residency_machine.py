@@ -18,6 +18,8 @@ from hypothesis.stateful import (
 )
 
 from sglang_scout.core.pages import SWAP_MARGIN, ResidencyTable
+from sglang_scout.core.uses import PageUses
+from sglang_scout.ops.native_uses import NativePageUses
 
 LAYERS, PAGES, SLOTS = 2, 14, 3
 layer_ids = st.integers(0, LAYERS - 1)
@@ -27,10 +29,11 @@ choices = st.lists(st.integers(0, PAGES - 1), min_size=1, max_size=5)
 
 class ResidencyMachine(RuleBasedStateMachine):
     requests = Bundle("requests")
+    make_uses = PageUses
 
     @initialize(target=requests, half_life_steps=st.sampled_from([0.5, 2.0, 8.0]))
     def start(self, half_life_steps):
-        self.table = ResidencyTable(LAYERS, PAGES, SLOTS, half_life_steps)
+        self.table = ResidencyTable(self.make_uses(LAYERS, PAGES, SLOTS, half_life_steps))
         self.half_life_steps = half_life_steps
         self.table.take_changes()
         self.slots_elsewhere = self.table.slot_of.copy()  # kept by what changed alone
@@ -89,7 +92,9 @@ class ResidencyMachine(RuleBasedStateMachine):
     @rule(layer=layer_ids, chosen=choices, is_fresh=st.booleans())
     def select(self, layer, chosen, is_fresh):
         pages = self._owned(chosen)[None, :]
-        self.table.touch(layer, pages, self.step, np.array([is_fresh]))
+        self.table.uses.touch(
+            np.array([layer]), pages[None].astype(np.int32), self.step, np.array([is_fresh])
+        )
         for page in pages[pages >= 0].tolist():
             self.selected_now.add((layer, page))
             weight = 1 / (1 - 2 ** (-1 / self.half_life_steps)) if is_fresh else 1.0
@@ -191,7 +196,7 @@ class ResidencyMachine(RuleBasedStateMachine):
         resident = [self._resident(layer) for layer in layers]
         free = [self.table.num_free(layer) for layer in layers]
         stamps = [
-            {p: self.table.stamp[layer, p] for p in self._resident(layer)} for layer in layers
+            {p: self.table.uses.stamp[layer, p] for p in self._resident(layer)} for layer in layers
         ]
         gone_count = self.table.evict(np.array(layers), np.array(want), before_step)
         gone = sum(
@@ -279,5 +284,12 @@ class ResidencyMachine(RuleBasedStateMachine):
         )
 
 
+class NativeMachine(ResidencyMachine):
+    make_uses = NativePageUses
+
+
 TestResidencyMachine = ResidencyMachine.TestCase
-TestResidencyMachine.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+TestNativeMachine = NativeMachine.TestCase
+TestResidencyMachine.settings = TestNativeMachine.settings = settings(
+    max_examples=100, stateful_step_count=50, deadline=None
+)

@@ -14,6 +14,7 @@ from sglang_scout.core.config import parse_config
 from sglang_scout.core.correction import StreamCorrection
 from sglang_scout.core.pages import ResidencyTable
 from sglang_scout.core.registry import Op
+from sglang_scout.core.uses import PageUses
 from sglang_scout.engine import device_step, pools, recall, step_inputs
 from sglang_scout.engine.device_step import DeviceStepEngine
 from sglang_scout.engine.pools import DigestPool, HostPages, ModelShape, ResidentCache
@@ -132,7 +133,9 @@ def test_every_tensor_of_a_step_is_on_the_device(ran, settings):
         host=HostPages(shape, planes[:LAYERS], planes[LAYERS:]),
         digests=DigestPool(shape, PAGES, META, config.digest),
         resident=ResidentCache(shape, slots, META),
-        table=ResidencyTable(LAYERS, PAGES, slots, policy.residency.half_life_steps),
+        table=ResidencyTable(
+            PageUses(LAYERS, PAGES, slots, policy.residency.half_life_steps)
+        ),
         projectors=[lambda x, positions: x.new_empty(len(x), HEADS, DIM, dtype=torch.float32)]
         * LAYERS,
         ring=ring, life=lambda: 1, hidden_size=HIDDEN, hidden_dtype=shape.dtype,

@@ -124,7 +124,7 @@ def test_quotas_shrink_as_requests_join_coldest_pages_first(make):
     sizes = [len(before)]
     for _ in range(3):
         worker.admit(30 * SIZE)
-        heat = worker.table.heat[0].copy()
+        heat = worker.table.uses.heat[0].copy()
         worker.step()  # residency changes at its boundary and after its attention
         worker.step()
         left = resident_of(worker, first) & before

@@ -3,7 +3,6 @@
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import pytest
 import torch
 
@@ -68,15 +67,13 @@ class Selected:
 
     def __init__(self, worker):
         self.pages = []
-        touch = worker.table.touch
+        touch = worker.table.uses.touch
 
-        def remember(layer, pages, step, fresh):
-            layers = np.ravel(layer)  # one, or all of a step
-            by_layer = pages.reshape(len(layers), *pages.shape[-2:]).tolist()
-            self.pages += zip(layers.tolist(), by_layer, strict=True)
-            return touch(layer, pages, step, fresh)
+        def remember(layers, pages, step, fresh):  # of one layer, or all of a step
+            self.pages += zip(layers.tolist(), pages.tolist(), strict=True)
+            return touch(layers, pages, step, fresh)
 
-        worker.table.touch = remember
+        worker.table.uses.touch = remember
 
 
 def life(worker, before_step=lambda step: None, steps=STEPS):

@@ -10,6 +10,7 @@ from sglang_scout.core.config import PREDICTORS, parse_config
 from sglang_scout.core.correction import StreamCorrection
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.profile import RecallProfile
+from sglang_scout.core.uses import PageUses
 from sglang_scout.policy.predictors import CARRY, CurrentQuery, NextLayerQuery
 from sglang_scout.policy.presets import POLICY_NAMES, make_policy, predictors
 
@@ -89,8 +90,8 @@ def test_recall_off(mode):
         config(config=f'{{"recall": "{mode}"}}'), num_layers=4, page_bytes=PAGE_BYTES
     )
     assert not any(policy.residency.due(layer, step) for layer in range(4) for step in range(99))
-    misses, heat = np.array([[[7, 3], [5, -1]]] * 2, np.int32), np.ones((4, 9), np.float32)
-    layers, pages = policy.residency.pick(np.array([1, 2]), misses, np.array([0, 1]), heat)
+    misses, uses = np.array([[[7, 3], [5, -1]]] * 2, np.int32), PageUses(4, 9, 1)
+    layers, pages = policy.residency.pick(np.array([1, 2]), misses, np.array([0, 1]), uses)
     assert (layers.tolist(), pages.tolist()) == ([1, 1, 2, 2], [3, 7, 3, 7])
 
 

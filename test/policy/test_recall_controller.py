@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from sglang_scout.policy.axes import StepReport
 from sglang_scout.policy.recall_controller import MAX_INTERVAL_STEPS, RecallController, share
-from sglang_scout.policy.residency import hottest
 
 ROWS, BUDGET_PAGES = 4, 64
 CAPACITY = ROWS * BUDGET_PAGES
@@ -300,23 +299,3 @@ def test_shares_level_the_excess():
     assert share(99, np.array([50, 40, 5]), ones).tolist() == [50, 40, 5]
     assert share(0, np.array([50, 40, 5]), ones).tolist() == [0, 0, 0]
     assert share(5, np.array([10, 10]), np.array([1.0, 0.1])).tolist() == [5, 0]
-
-
-def test_the_hottest_pages_win_and_those_of_first_rows_before_them():
-    heat = np.zeros((3, 20), np.float32)
-    heat[1, [3, 5, 7, 9]] = [4, 3, 2, 1]
-    heat[2, [3, 5, 7, 9]] = [1, 2, 3, 3]
-    layers = np.array([1, 2])
-    missed = np.tile(np.array([[9, 7, -1], [3, 5, 9]], np.int32), (2, 1, 1))
-    nobody, everybody = np.zeros(2, bool), np.ones((2, 2), bool)
-
-    def best(limits, first=nobody, counts=everybody, missed=missed):
-        found, pages = hottest(layers, missed, counts, first, heat, np.array(limits))
-        return [pages[found == layer].tolist() for layer in layers]
-
-    assert best([2, 3]) == [[3, 5], [7, 9, 5]], "equal heat: by page"
-    assert best([9, 0]) == [[3, 5, 7, 9], []]
-    assert best([3, 1], np.array([True, False])) == [[7, 9, 3], [7]]
-    assert best([9, 2], counts=np.array([[True, False], [False, True]])) == [[7, 9], [9, 5]]
-    assert best([9, 9], counts=np.array([[True, False], [False, True]])) == [[7, 9], [3, 5, 9]]
-    assert best([4, 4], missed=missed[:, :0], first=nobody[:0], counts=everybody[:, :0]) == [[], []]

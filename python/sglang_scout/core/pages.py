@@ -7,10 +7,7 @@ States of a slot: free, reserved (a copy into it is under way) or mapped to one 
 freed or overwritten gets a new *generation*: copies that were started for the old content are then
 refused at commit, so a slot never shows another request's page.
 
-How useful a (layer, page) has been is its *heat*: one for each request and step that selected it,
-halved every ``half_life_steps``. Pages that are not resident have heat too, so a copy can be judged
-before it is made: a page takes another one's slot only if it is clearly hotter. Recency alone is a
-poor judge: a page that is selected once pushes out one that is selected every other step.
+How useful a (layer, page) has been is its *heat* (``uses.py``).
 
 All methods take many layers at once, for the host has no time for one after the other between two
 steps of a device: ``layer`` is a number, or an array that broadcasts with ``pages``. Layers do not
@@ -24,8 +21,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from sglang_scout.core.coldest import ColdSlots
 from sglang_scout.core.ranking import distinct, rank_within
+from sglang_scout.core.uses import PageUses
 
 Ints = npt.NDArray[np.integer]
 
@@ -33,14 +30,9 @@ _NONE = np.zeros(0, np.int64)
 _FREE = -1
 _RESERVED = -2
 
-DEFAULT_HALF_LIFE_STEPS = 8.0
 SWAP_MARGIN = 1.5
 """How many times hotter a page must be than the one whose slot it takes. Without a margin two pages
 of equal use change places for ever; measured, it halves the copies for the same misses."""
-
-# Heat is kept in units that grow with the step, so that nothing has to decay page by page. Before
-# they outgrow float32, everything is scaled down by this power of two.
-_RESCALE_LOG2 = 64
 
 
 @dataclass(frozen=True)
@@ -64,47 +56,28 @@ class ResidencyTable:
     """Books of the device's page slots, for all layers.
 
     Args:
-        num_layers: L.
-        num_pages: P, host pages including the padding page 0.
-        num_slots: slots per layer.
-        half_life_steps: steps after which a selection counts half.
+        uses: of L layers, P pages and S slots a layer. The table tells it which page is in which slot
+            and what pages to forget; what was selected comes from others.
 
     Attributes:
+        uses: as given.
         slot_of: ``[L, P]`` int32, slot of a page or -1. Shared with the engine, which reads it.
-        stamp: ``[L, P]`` int64, step in which the page was last selected or landed, -1: never. Pages
-            on their way have one too: what this step looked for is not given up as it lands.
-        heat: ``[L, P]`` float32, see above; only comparisons within one step mean something.
     """
 
-    def __init__(
-        self,
-        num_layers: int,
-        num_pages: int,
-        num_slots: int,
-        half_life_steps: float = DEFAULT_HALF_LIFE_STEPS,
-    ) -> None:
-        if min(num_layers, num_pages, num_slots) <= 0:
-            raise ValueError(f"empty table: {num_layers=} {num_pages=} {num_slots=}")
-        self.num_layers = num_layers
-        self.num_pages = num_pages
-        self.num_slots = num_slots
+    def __init__(self, uses: PageUses) -> None:
+        self.uses = uses
+        self.num_layers, self.num_pages = num_layers, num_pages = uses.heat.shape
+        self.num_slots = num_slots = uses.page_of.shape[1]
         self.slot_of = np.full((num_layers, num_pages), -1, np.int32)
-        self.page_of = np.full((num_layers, num_slots), _FREE, np.int32)
-        self.stamp = np.full((num_layers, num_pages), -1, np.int64)
-        self.heat = np.zeros((num_layers, num_pages), np.float32)
-        self._half_life_steps = half_life_steps
-        self._scaled_at_step = 0
-        # Heat, in selections, of a page that has been selected in every step for long.
-        self._steady_heat = 1 / (1 - 2 ** (-1 / half_life_steps))
+        self.page_of = uses.page_of
         self._pending = np.zeros((num_layers, num_pages), bool)
         self._generation = np.zeros(num_pages, np.int64)
         self._free = np.tile(np.arange(num_slots, dtype=np.int64), (num_layers, 1))
         self._num_free = np.full(num_layers, num_slots, np.int64)
         self._changed: list[npt.NDArray[np.int64]] | None = None
         # The same memory by key.
-        self._slot, self._stamp = self.slot_of.reshape(-1), self.stamp.reshape(-1)
-        self._heat, self._is_pending = self.heat.reshape(-1), self._pending.reshape(-1)
-        self._cold = ColdSlots(self.page_of, self.heat, self.stamp)
+        self._slot, self._is_pending = self.slot_of.reshape(-1), self._pending.reshape(-1)
+        self._heat = uses.heat.reshape(-1)
 
     def take_changes(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
         """What :attr:`slot_of` has changed since the last call, for a copy of it elsewhere.
@@ -134,52 +107,12 @@ class ResidencyTable:
 
     def missing(self, layer: Ints | int, pages: Ints) -> npt.NDArray[np.int64]:
         """The distinct keys of ``pages`` that are neither resident nor on their way, ascending."""
-        keys = distinct((np.multiply(layer, self.num_pages) + pages)[pages >= 0])
-        return keys[(self._slot[keys] < 0) & ~self._is_pending[keys]]
-
-    def touch(
-        self,
-        layer: Ints | int,
-        pages: Ints,
-        step: int,
-        fresh: npt.NDArray[np.bool_] | None = None,
-    ) -> None:
-        """Note that ``pages`` (-1 entries ignored) were selected in ``step``.
-
-        Args:
-            pages: ``[B, k]`` or ``[L, B, k]`` or any other shape.
-            fresh: ``[B]`` rows of ``pages`` that belong to requests without a past. Their pages
-                count as if they had been selected for long: a newcomer's cold pages could not take
-                a slot from anybody for many steps.
-        """
-        keys = np.multiply(layer, self.num_pages) + pages
-        weight = np.float32(self._weight(step))
-        weights = np.asarray(weight)
-        if fresh is not None and fresh.any():
-            heavy = np.float32(weight * self._steady_heat)
-            by_row = np.where(fresh, heavy, weight)[:, None]
-            weights = np.broadcast_to(by_row, pages.shape)
-        is_page = pages >= 0
-        if not is_page.all():
-            keys = keys[is_page]
-            weights = weights[is_page] if weights.ndim else weights
-        self._cold.forget(np.ravel(layer))
-        self._stamp[keys] = step
-        np.add.at(self._heat, keys.reshape(-1), weights.reshape(-1) if weights.ndim else weights)
-
-    def _weight(self, step: int) -> float:
-        """Heat of one selection in ``step``."""
-        grown = (step - self._scaled_at_step) / self._half_life_steps
-        if grown > _RESCALE_LOG2:
-            self.heat *= np.float32(2.0 ** -min(grown, 120.0))
-            self.heat[self.heat < 2.0**-60] = 0.0
-            self._cold.forget(slice(None))
-            self._scaled_at_step, grown = step, 0.0
-        return float(2.0**grown)
+        keys = (np.multiply(layer, self.num_pages) + pages)[pages >= 0]
+        return distinct(keys[(self._slot[keys] < 0) & ~self._is_pending[keys]])
 
     def touch_all_layers(self, pages: Ints, step: int) -> None:
         """Protect ``pages`` in ``step``, in every layer; says nothing about their heat."""
-        self.stamp[:, pages[pages >= 0]] = step
+        self.uses.stamp[:, pages[pages >= 0]] = step
 
     def reserve(self, layer: Ints | int, pages: Ints) -> Reservation:
         """Take free slots for those of ``pages`` that are missing, hottest first as far as they go."""
@@ -204,7 +137,7 @@ class ResidencyTable:
             is_best = rank == self._num_free[layers]
             best[layers[is_best]] = heat[is_best]
             below = best * np.float32(1.001 / SWAP_MARGIN)  # a little more than needed: rounding
-            cold_layers, slots, coldness = self._cold.find(short, before_step, below)
+            cold_layers, slots, coldness = self.uses.coldest(short, before_step, below)
             # The hottest that finds no free slot meets the coldest.
             rival = np.searchsorted(layers, cold_layers) + self._num_free[cold_layers]
             rival += rank_within(cold_layers)
@@ -227,7 +160,7 @@ class ResidencyTable:
         layers, pages = np.divmod(keys, self.num_pages)
         self._num_free -= np.bincount(layers, minlength=self.num_layers)
         slots = self._free[layers, self._num_free[layers] + rank_within(layers)]
-        self.page_of[layers, slots] = _RESERVED
+        self.uses.unmap(layers, slots, _RESERVED)
         self._is_pending[keys] = True
         return Reservation(layers, pages, slots, self._generation[pages])
 
@@ -240,10 +173,8 @@ class ResidencyTable:
         layers, pages, slots = r.layers[current], r.pages[current], r.slots[current]
         keys = layers * self.num_pages + pages
         self._set_slots(keys, slots)
-        self.page_of[layers, slots] = pages
-        self._stamp[keys] = np.maximum(self._stamp[keys], step)
+        self.uses.map(layers, slots, pages, step)
         self._is_pending[keys] = False
-        self._cold.mapped(layers, slots, keys)
         return len(pages)
 
     def evict(self, layer: Ints | int, want_free: Ints | int, before_step: int) -> int:
@@ -255,7 +186,8 @@ class ResidencyTable:
         short[layer] = want_free - self._num_free[layer]
         if (short <= 0).all():
             return 0
-        layers, slots, _ = self._cold.find(short, before_step)
+        any_heat = np.full(self.num_layers, np.inf, np.float32)
+        layers, slots, _ = self.uses.coldest(short, before_step, any_heat)
         self._unmap(layers, slots)
         return len(slots)
 
@@ -268,8 +200,7 @@ class ResidencyTable:
         ids = np.unique(pages).astype(np.int64)
         self._generation[ids] += 1
         self._pending[:, ids] = False
-        self.heat[:, ids] = 0.0
-        self.stamp[:, ids] = -1
+        self.uses.forget(ids)
         slots = self.slot_of[:, ids]
         layers, which = np.nonzero(slots >= 0)
         self._give_back(layers, slots[layers, which])
@@ -283,8 +214,7 @@ class ResidencyTable:
         """``layers`` ascending."""
         self._free[layers, self._num_free[layers] + rank_within(layers)] = slots
         self._num_free += np.bincount(layers, minlength=self.num_layers)
-        self.page_of[layers, slots] = _FREE
-        self._cold.unmapped(layers, slots)
+        self.uses.unmap(layers, slots, _FREE)
 
     def check(self) -> None:
         """Assert the invariants; for tests and debugging.

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from sglang_scout.core.pages import ResidencyTable
-from sglang_scout.core.ranking import rank_within
+from sglang_scout.core.ranking import distinct, rank_within
 from sglang_scout.engine.counters import Counters
 from sglang_scout.engine.pools import DigestPool, HostPages, ModelShape
 from sglang_scout.engine.recall import Recall
@@ -155,21 +155,21 @@ class StepBoundary:
         tail_len = (seq_lens - 1) % size + 1
         column = np.arange(columns)
         table = np.where(column <= full[:, None], page_table, np.int32(-1))
-        is_full = column < full[:, None]
         tail_page = table[np.arange(rows), full]
         ages = self._ages(request_slots)
         fresh = ages == 0
 
-        is_new = column >= self._seen_before(request_slots, full, fresh)[:, None]
-        self._complete_digests(table[is_full & is_new])
+        seen = self._seen_before(request_slots, full, fresh)
+        new = [table[row, seen[row] : full[row]] for row in np.flatnonzero(seen < full)]
+        self._complete_digests(np.concatenate([table[:0, 0], *new]))
         self._filled_here[tail_page] = True
         self._load_forced(table, full, tail_page, tail_len, fresh)
         if self._policy.missing.copy_ahead:
             self._make_room(fresh, last.missed)
         residency.plan(self._report(last, fresh, step_us))
 
-        slots = self._slots(table, is_full) if self._slots_on_host else None
-        self._fill_free_slots(table, is_full)
+        slots = self._slots(table, full) if self._slots_on_host else None
+        self._fill_free_slots(table, full)
         return Batch(
             table=torch.from_numpy(table),
             n_full=torch.from_numpy(full.astype(np.int32)),
@@ -181,11 +181,11 @@ class StepBoundary:
         )
 
     def _slots(
-        self, table: npt.NDArray[np.int32], is_full: npt.NDArray[np.bool_]
+        self, table: npt.NDArray[np.int32], full: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.int32]:
         # np.take, unlike fancy indexing, returns rows that are contiguous, as the kernels want them.
         slots = np.take(self._table.slot_of, table, axis=1)
-        slots[:, ~is_full] = -1
+        slots[:, np.arange(table.shape[1]) >= full[:, None]] = -1
         return slots
 
     def _ages(self, request_slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -230,7 +230,7 @@ class StepBoundary:
 
     def _complete_digests(self, pages: npt.NDArray[np.int32]) -> None:
         """Every full page needs a digest: taken from the prefill server, else computed here."""
-        pending = np.unique(pages[~self._digests.valid[pages]]).astype(np.int64)
+        pending = distinct(pages[~self._digests.valid[pages]])
         filled = self._filled_here[pending]
         # The step that filled a page may still run on a device; at the boundary after it is over.
         self._host.set_final(self._filled_last, True)
@@ -312,7 +312,7 @@ class StepBoundary:
     def _fill_free_slots(
         self,
         table: npt.NDArray[np.int32],
-        is_full: npt.NDArray[np.bool_],
+        full: npt.NDArray[np.int64],
     ) -> None:
         """If all pages of all requests fit, bring in those that nobody has missed yet.
 
@@ -320,8 +320,9 @@ class StepBoundary:
         selection: most of its pages would be copied for nothing.
         """
         left = self._policy.residency.fill_pages()
-        if left <= 0 or is_full.sum() + len(table) > self._table.num_slots:
+        if left <= 0 or full.sum() + len(table) > self._table.num_slots:
             return
+        is_full = np.arange(table.shape[1]) < full[:, None]
         absent = (np.take(self._table.slot_of, table, axis=1) < 0) & is_full
         if absent.any():
             # Pages that requests share are one, and those on their way none; nor may a layer without

@@ -259,7 +259,7 @@ class DeviceStepEngine:
         self.counters.count_waits((waited_ns - self._waited_ns) // 1000)
         self._waited_ns = waited_ns.copy()
         pages, missing = self.boundary.still_held(step, pages, missing)
-        self.table.touch(np.arange(layers)[:, None, None], pages, step, batch.fresh)
+        self.table.uses.touch(np.arange(layers), pages, step, batch.fresh)
         now_ns = time.monotonic_ns()
         took_us = (now_ns - launched.start_ns) / 1e3 / _KNOWN_AFTER
         self._step_us += (took_us - self._step_us) * (1 / 8 if self._step_us else 1.0)
@@ -278,7 +278,7 @@ class DeviceStepEngine:
     def _recall_missing(self, launched: _Launched, missing: npt.NDArray[np.int32]) -> None:
         """Each layer recalls of what it missed the pages that the policy picks."""
         layers, pages = self.policy.residency.pick(
-            np.arange(self.shape.num_layers), missing, launched.batch.ages, self.table.heat
+            np.arange(self.shape.num_layers), missing, launched.batch.ages, self.table.uses
         )
         if len(pages):
             # The slots that this takes may be read by steps that run; copies wait for these.

@@ -197,7 +197,7 @@ class Recall:
             first, taken = self._landed.popleft()
             self.landed += taken.per_layer(len(self.landed))
             at = taken.layers, taken.pages
-            was_used = (self._table.slot_of[at] >= 0) & (self._table.stamp[at] == first)
+            was_used = (self._table.slot_of[at] >= 0) & (self._table.uses.stamp[at] == first)
             self.used += np.bincount(taken.layers[was_used], minlength=len(self.used))
 
     def load_now(self, layer: Layers, pages: npt.NDArray[np.integer], step: int) -> int:

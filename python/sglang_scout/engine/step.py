@@ -228,7 +228,7 @@ class StepEngine:
             is_same = self._shared.is_same(selection.pages)
             self.counters.verify_unequal_selections += not is_same
         pages, missing = selection.pages.numpy(), selection.missing.numpy()
-        self.table.touch(layer, pages, self._step, batch.fresh)
+        self.table.uses.touch(np.array([layer]), pages[None], self._step, batch.fresh)
         copies, on_cpu = None, missing
         if self.policy.missing.copy_ahead and (missing >= 0).any():
             copies = self.recall.start(layer, missing)
@@ -331,7 +331,7 @@ class StepEngine:
         if ahead.ticket is None:
             return
         layers, pages = self.policy.residency.pick(
-            np.array([layer]), ahead.on_cpu[None], self._current().ages, self.table.heat
+            np.array([layer]), ahead.on_cpu[None], self._current().ages, self.table.uses
         )
         if len(pages):
             self.recall.swap(layers, pages, self._step)

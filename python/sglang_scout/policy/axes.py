@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_scout.core.correction import StreamCorrection
+from sglang_scout.core.uses import PageUses
 
 
 class DigestAxis(Protocol):
@@ -125,7 +126,7 @@ class ResidencyAxis(Protocol):
         layers: npt.NDArray[np.int64],
         missed: npt.NDArray[np.int32],
         ages: npt.NDArray[np.int64],
-        heat: npt.NDArray[np.float32],
+        uses: PageUses,
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """The pages that ``layers`` would like to recall after their attention.
 
@@ -133,7 +134,7 @@ class ResidencyAxis(Protocol):
             layers: ``[n]`` ascending.
             missed: ``[n, B, k]`` pages that were left to the CPU, -1 padded.
             ages: ``[B]`` steps that each request has done before this one.
-            heat: ``[L, P]`` how much every page of every layer has been selected lately.
+            uses: how much every page of every layer has been selected lately.
         Returns:
             Layers and pages, distinct pairs.
         """

@@ -11,14 +11,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sglang_scout.core.pages import DEFAULT_HALF_LIFE_STEPS
-from sglang_scout.core.ranking import bits_of, distinct, least_of_each
+from sglang_scout.core.ranking import distinct
+from sglang_scout.core.uses import DEFAULT_HALF_LIFE_STEPS, PageUses
 from sglang_scout.policy.axes import StepReport
 from sglang_scout.policy.recall_controller import RecallController
 
 Ids = npt.NDArray[np.int64]
-
-_NONE = np.zeros(0, np.int64)
 
 
 def whole_if_it_fits(n_full: int, quota_pages: int) -> Ids:
@@ -28,46 +26,6 @@ def whole_if_it_fits(n_full: int, quota_pages: int) -> Ids:
     gets its pages after its first selection has said which ones matter.
     """
     return np.arange(n_full if n_full <= quota_pages else 0, dtype=np.int64)
-
-
-def hottest(
-    layers: Ids,
-    missed: npt.NDArray[np.int32],
-    counts: npt.NDArray[np.bool_],
-    is_first: npt.NDArray[np.bool_],
-    heat: npt.NDArray[np.float32],
-    limit_pages: Ids,
-) -> tuple[Ids, Ids]:
-    """Of each layer the ``limit_pages[i]`` pages of ``missed[i]`` that are worth most.
-
-    Those of first rows come before all others, then the hottest: selected lately, often, and by
-    many requests, whom one copy serves together.
-
-    Args:
-        layers: ``[n]`` ascending; ``limit_pages``: ``[n]``.
-        missed: ``[n, B, k]`` page ids, -1 padded.
-        counts: ``[n, B]`` rows of each layer whose pages may be chosen.
-        is_first: ``[B]`` rows whose pages come first.
-        heat: ``[L, P]``.
-    Returns:
-        Layers and pages, distinct pairs; ascending if there are none too many.
-    """
-    n, rows, k = missed.shape
-    if not limit_pages.any():
-        return _NONE, _NONE
-    at = np.flatnonzero((missed >= 0) & counts[:, :, None])
-    row, num_pages = at // k, heat.shape[1]
-    # The smallest number of a (layer, page) says whether a first row is among those that miss it.
-    layer, row = np.divmod(row, max(rows, 1))
-    codes = (layer * num_pages + missed.reshape(-1)[at]) * 2
-    codes = distinct(codes + ~is_first[row])
-    codes = codes[np.append(True, codes[1:] >> 1 != codes[:-1] >> 1)[: len(codes)]]
-    group, pages = np.divmod(codes >> 1, num_pages)
-    if (np.bincount(group, minlength=n) <= limit_pages).all():
-        return layers[group], pages
-    coldness = (1 << 31) - bits_of(heat.reshape(-1)[layers[group] * num_pages + pages])
-    best = least_of_each(group, (codes & 1) << 32 | coldness, limit_pages)
-    return layers[group[best]], pages[best]
 
 
 @dataclass
@@ -104,14 +62,15 @@ class ImportantPages:
         self._step = report.step
 
     def pick(
-        self, layers: Ids, missed: npt.NDArray[np.int32], ages: Ids, heat: npt.NDArray[np.float32]
+        self, layers: Ids, missed: npt.NDArray[np.int32], ages: Ids, uses: PageUses
     ) -> tuple[Ids, Ids]:
         due = np.array([self.due(layer, self._step) for layer in layers.tolist()], bool)
         counts = due[:, None] | (ages < self.young_steps)
         at = np.flatnonzero((missed >= 0) & counts[:, :, None])
         row = at // max(missed[0].size, 1)
-        keys = distinct(row * heat.shape[1] + missed.reshape(-1)[at])
-        return layers[keys // heat.shape[1]], keys % heat.shape[1]
+        num_pages = uses.heat.shape[1]
+        keys = distinct(row * num_pages + missed.reshape(-1)[at])
+        return layers[keys // num_pages], keys % num_pages
 
     def fill_pages(self) -> int:
         return 0
@@ -147,12 +106,12 @@ class MeasuredRecall:
         self.controller.plan(report)
 
     def pick(
-        self, layers: Ids, missed: npt.NDArray[np.int32], ages: Ids, heat: npt.NDArray[np.float32]
+        self, layers: Ids, missed: npt.NDArray[np.int32], ages: Ids, uses: PageUses
     ) -> tuple[Ids, Ids]:
         young = ages < self.controller.young_steps
         counts = self.controller.is_due[layers][:, None] | young
         limits = self.controller.granted[layers]
-        return hottest(layers, missed, counts, young, heat, limits)
+        return uses.hottest(layers, missed, counts, young, limits)
 
     def fill_pages(self) -> int:
         return self.controller.spare_pages

@@ -1,0 +1,125 @@
+// Python bindings of page_uses.h, over numpy arrays. They keep the GIL: it can take 5 ms to get
+// back from a busy thread, and the passes take less than one.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "page_uses.h"
+
+namespace nb = nanobind;
+
+namespace {
+
+using nb::device::cpu;
+
+template <class T, int N>
+using Array = nb::ndarray<T, nb::ndim<N>, nb::c_contig, cpu>;
+using Uses = Array<int32_t, 3>;
+using Ids = nb::ndarray<const int32_t, nb::ndim<3>, cpu>;
+template <class T>
+using Found = nb::ndarray<nb::numpy, T, nb::ndim<1>>;
+
+void require(bool condition, const char* op, const char* message) {
+  if (!condition) throw nb::value_error((std::string(op) + ": " + message).c_str());
+}
+
+scout::PageUse* checked(const char* op, const Uses& uses) {
+  require(uses.shape(2) == 2, op, "uses must be [L, P, 2]");
+  return reinterpret_cast<scout::PageUse*>(uses.data());
+}
+
+scout::PageUses checked(const char* op, const Uses& uses, const Array<const int32_t, 2>& page_of,
+                        const Array<float, 2>& slot_heat) {
+  require(page_of.shape(0) == uses.shape(0) && slot_heat.shape(0) == uses.shape(0) &&
+              page_of.shape(1) == slot_heat.shape(1),
+          op, "page_of and slot_heat must be [L, S]");
+  return {checked(op, uses),
+          page_of.data(),
+          slot_heat.data(),
+          static_cast<int64_t>(uses.shape(0)),
+          static_cast<int64_t>(uses.shape(1)),
+          static_cast<int64_t>(page_of.shape(1))};
+}
+
+scout::LayerPageIds checked(const char* op, const scout::PageUses& uses,
+                            const Array<const int64_t, 1>& layers, const Ids& pages) {
+  const scout::LayerPageIds ids{layers.data(),
+                                pages.data(),
+                                static_cast<int64_t>(pages.shape(0)),
+                                static_cast<int64_t>(pages.shape(1)),
+                                static_cast<int64_t>(pages.shape(2)),
+                                pages.stride(0),
+                                pages.stride(1)};
+  require(layers.shape(0) == pages.shape(0), op, "layers must be [n] for pages of [n, B, k]");
+  require(pages.shape(2) <= 1 || pages.stride(2) == 1, op, "pages of a row must stand together");
+  require(scout::are_valid(uses, ids), op, "a layer or page is out of range");
+  return ids;
+}
+
+template <class T>
+Found<T> handed_over(std::vector<T>&& values) {
+  auto* const kept = new std::vector<T>(std::move(values));
+  nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
+  return Found<T>(kept->data(), {kept->size()}, owner);
+}
+
+void touch_pages(const Uses& array, const Array<const int32_t, 2>& page_of,
+                 const Array<float, 2>& slot_heat, const Array<const int64_t, 1>& layers,
+                 const Ids& pages, const Array<const float, 1>& weights, int32_t step) {
+  const char* const op = "touch_pages";
+  const scout::PageUses uses = checked(op, array, page_of, slot_heat);
+  const scout::LayerPageIds ids = checked(op, uses, layers, pages);
+  require(static_cast<int64_t>(weights.shape(0)) == ids.rows, op, "weights must be [B]");
+  const bool good = scout::touch_pages(uses, ids, weights.data(), step);
+  require(good, op, "a page of a slot is out of range");
+}
+
+nb::tuple coldest_slots(const Uses& array, const Array<const int32_t, 2>& page_of,
+                        const Array<float, 2>& slot_heat, const Array<const int64_t, 1>& counts,
+                        int32_t before_step, const Array<const float, 1>& below) {
+  const char* const op = "coldest_slots";
+  const scout::PageUses uses = checked(op, array, page_of, slot_heat);
+  require(counts.shape(0) == array.shape(0) && below.shape(0) == array.shape(0), op,
+          "counts and below must be [L]");
+  scout::FoundSlots found = scout::coldest_slots(uses, counts.data(), before_step, below.data());
+  require(found.are_valid, op, "a page of a slot is out of range");
+  return nb::make_tuple(handed_over(std::move(found.layers)), handed_over(std::move(found.slots)),
+                        handed_over(std::move(found.heat)));
+}
+
+nb::tuple hottest_pages(const Uses& array, const Array<const int64_t, 1>& layers, const Ids& pages,
+                        const Array<const bool, 2>& counts, const Array<const bool, 1>& is_first,
+                        const Array<const int64_t, 1>& limits) {
+  const char* const op = "hottest_pages";
+  const scout::PageUses uses{checked(op, array),
+                             nullptr,
+                             nullptr,
+                             static_cast<int64_t>(array.shape(0)),
+                             static_cast<int64_t>(array.shape(1)),
+                             0};
+  const scout::LayerPageIds ids = checked(op, uses, layers, pages);
+  require(counts.shape(0) == pages.shape(0) && counts.shape(1) == pages.shape(1) &&
+              is_first.shape(0) == pages.shape(1) && limits.shape(0) == pages.shape(0),
+          op, "counts must be [n, B], is_first [B], limits [n]");
+  scout::FoundPages found =
+      scout::hottest_pages(uses, ids, counts.data(), is_first.data(), limits.data());
+  return nb::make_tuple(handed_over(std::move(found.layers)), handed_over(std::move(found.pages)));
+}
+
+}  // namespace
+
+void bind_uses(nb::module_& m) {
+  // Arrays that are written to must not be converted: the caller would not see what was written.
+  using nb::arg;
+  const auto uses = arg("uses").noconvert();
+  const auto slot_heat = arg("slot_heat").noconvert();
+  m.def("touch_pages", &touch_pages, uses, arg("page_of"), slot_heat, arg("layers"), arg("pages"),
+        arg("weights"), arg("step"), "Adds heat to pages and stamps them.");
+  m.def("coldest_slots", &coldest_slots, uses, arg("page_of"), slot_heat, arg("counts"),
+        arg("before_step"), arg("below"), "Layers, slots and heat of the layers' coldest pages.");
+  m.def("hottest_pages", &hottest_pages, uses, arg("layers"), arg("pages"), arg("counts"),
+        arg("is_first"), arg("limits"), "Layers and pages worth most of those missed.");
+}

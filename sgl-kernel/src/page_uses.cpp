@@ -1,0 +1,193 @@
+#include "page_uses.h"
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+
+namespace scout {
+namespace {
+
+// How many pages ahead a line is asked for: enough for the latency of memory, few enough to be
+// there when its turn comes.
+constexpr int64_t kAhead = 128;
+
+constexpr float kNone = std::numeric_limits<float>::infinity();
+
+constexpr int64_t kBlock = 32;             // slots that are looked at together
+constexpr uint32_t kNoHeat = 0x7fffffffu;  // more than the bits of any heat
+
+// In the order of heat, which is not negative.
+uint32_t bits_of(float heat) {
+  heat += 0.0f;  // of -0.0 too
+  uint32_t bits;
+  std::memcpy(&bits, &heat, sizeof(bits));
+  return bits;
+}
+
+float heat_of(uint32_t bits) {
+  float heat;
+  std::memcpy(&heat, &bits, sizeof(heat));
+  return heat;
+}
+
+// A slot as what it is ordered by: heat, then stamp; then where it stands.
+struct ColdSlot {
+  uint64_t key;
+  int64_t slot;
+
+  bool operator<(const ColdSlot& other) const {
+    return key != other.key ? key < other.key : slot < other.slot;
+  }
+};
+
+}  // namespace
+
+bool are_valid(const PageUses& uses, const LayerPageIds& pages) {
+  for (int64_t i = 0; i < pages.n; ++i) {
+    if (pages.layers[i] < 0 || pages.layers[i] >= uses.num_layers) return false;
+    for (int64_t b = 0; b < pages.rows; ++b) {
+      const int32_t* const ids = pages.row(i, b);
+      bool good = true;
+      for (int64_t j = 0; j < pages.k; ++j) good &= ids[j] >= -1 && ids[j] < uses.num_pages;
+      if (!good) return false;
+    }
+  }
+  return true;
+}
+
+bool touch_pages(const PageUses& uses, const LayerPageIds& pages, const float* weights,
+                 int32_t step) {
+  bool good = true;
+  const int64_t all_rows = pages.n * pages.rows;
+  const int64_t rows_ahead = std::max<int64_t>(1, kAhead / std::max<int64_t>(1, pages.k));
+  for (int64_t i = 0; i < pages.n; ++i) {
+    const int64_t layer = pages.layers[i];
+    PageUse* const of_page = uses.uses + layer * uses.num_pages;
+    for (int64_t b = 0; b < pages.rows; ++b) {
+      // One by one: many at once wait for each other.
+      const int64_t next = std::min(i * pages.rows + b + rows_ahead, all_rows - 1);
+      const int32_t* const next_ids = pages.row(next / pages.rows, next % pages.rows);
+      PageUse* const of_next = uses.uses + pages.layers[next / pages.rows] * uses.num_pages;
+      const int32_t* const ids = pages.row(i, b);
+      const float weight = weights[b];
+      for (int64_t j = 0; j < pages.k; ++j) {
+        __builtin_prefetch(of_next + std::max(next_ids[j], 0), 1);
+        if (ids[j] < 0) continue;
+        PageUse& use = of_page[ids[j]];
+        use.heat += weight;
+        use.stamp = step;
+      }
+    }
+    // While the layer's lines are in the cache.
+    const int32_t* const page_of = uses.page_of + layer * uses.num_slots;
+    float* const slot_heat = uses.slot_heat + layer * uses.num_slots;
+    for (int64_t slot = 0; slot < uses.num_slots; ++slot) {
+      const int32_t page = page_of[slot];
+      const bool is_page = page >= 0 && page < uses.num_pages;
+      slot_heat[slot] = is_page ? of_page[page].heat : kNone;
+      good &= page < uses.num_pages;
+    }
+  }
+  return good;
+}
+
+FoundSlots coldest_slots(const PageUses& uses, const int64_t* counts, int32_t before_step,
+                         const float* below) {
+  FoundSlots found;
+  std::vector<ColdSlot> coldest;  // so far, as a heap: the warmest on top
+  for (int64_t layer = 0; layer < uses.num_layers; ++layer) {
+    const size_t count = static_cast<size_t>(std::clamp<int64_t>(counts[layer], 0, uses.num_slots));
+    if (count == 0) continue;
+    const PageUse* const of_page = uses.uses + layer * uses.num_pages;
+    const int32_t* const page_of = uses.page_of + layer * uses.num_slots;
+    const float* const heat = uses.slot_heat + layer * uses.num_slots;
+    coldest.clear();
+    float warmest = below[layer];  // of those that are still of interest
+    const auto look_at = [&](int64_t slot) {
+      const int32_t page = page_of[slot];
+      if (page < 0 || !(heat[slot] < below[layer])) return;
+      if (page >= uses.num_pages) {
+        found.are_valid = false;
+        return;
+      }
+      const int32_t stamp = of_page[page].stamp;
+      if (stamp >= before_step) return;
+      const uint32_t age = static_cast<uint32_t>(stamp) ^ 0x80000000u;  // in order as unsigned
+      const ColdSlot next{static_cast<uint64_t>(bits_of(heat[slot])) << 32 | age, slot};
+      if (coldest.size() == count) {
+        if (!(next < coldest.front())) return;
+        std::pop_heap(coldest.begin(), coldest.end());
+        coldest.pop_back();
+      }
+      coldest.push_back(next);
+      std::push_heap(coldest.begin(), coldest.end());
+      if (coldest.size() == count) warmest = heat_of(coldest.front().key >> 32);
+    };
+    // Few of many are wanted: most blocks of slots have nothing of interest.
+    for (int64_t first = 0; first < uses.num_slots; first += kBlock) {
+      const int64_t end = std::min(first + kBlock, uses.num_slots);
+      if (end - first == kBlock) {
+        int any = 0;
+        for (int64_t i = 0; i < kBlock; ++i) any |= heat[first + i] <= warmest;
+        if (!any) continue;
+      }
+      for (int64_t slot = first; slot < end; ++slot) {
+        if (heat[slot] <= warmest) look_at(slot);
+      }
+    }
+    std::sort_heap(coldest.begin(), coldest.end());
+    for (const ColdSlot& cold : coldest) {
+      found.layers.push_back(layer);
+      found.slots.push_back(cold.slot);
+      found.heat.push_back(heat_of(cold.key >> 32));
+    }
+  }
+  return found;
+}
+
+FoundPages hottest_pages(const PageUses& uses, const LayerPageIds& pages, const bool* counts,
+                         const bool* is_first, const int64_t* limits) {
+  FoundPages found;
+  std::vector<int32_t> missed(pages.rows * pages.k);
+  // The smaller the better: is of a later row, coldness, page.
+  std::vector<uint64_t> wanted(missed.size());
+  std::vector<int64_t> seen_for(uses.num_pages, -1);
+  const auto page_of = [](uint64_t code) { return static_cast<uint32_t>(code); };
+  for (int64_t i = 0; i < pages.n; ++i) {
+    if (limits[i] <= 0) continue;
+    const PageUse* const of_page = uses.uses + pages.layers[i] * uses.num_pages;
+    int64_t count = 0;
+    // First rows first: a page that several rows miss counts once, and as the best of them. Nothing
+    // here branches on what a row misses, which nobody can foretell.
+    for (const bool first : {true, false}) {
+      int64_t end = 0;
+      for (int64_t b = 0; b < pages.rows; ++b) {
+        if (is_first[b] != first || !counts[i * pages.rows + b]) continue;
+        const int32_t* const ids = pages.row(i, b);
+        for (int64_t j = 0; j < pages.k; ++j) {
+          missed[end] = ids[j];
+          end += ids[j] >= 0;
+        }
+      }
+      const uint64_t later = first ? 0 : 1;
+      for (int64_t j = 0; j < end; ++j) {
+        const int32_t page = missed[j];
+        const uint64_t coldness = kNoHeat - bits_of(of_page[page].heat);
+        wanted[count] = later << 63 | coldness << 32 | static_cast<uint64_t>(page);
+        count += seen_for[page] != i;
+        seen_for[page] = i;
+      }
+    }
+    const int64_t taken = std::min(count, limits[i]);
+    const auto first = wanted.begin(), end = first + taken;
+    if (taken < count) std::nth_element(first, end, first + count);
+    std::sort(first, end, [&](uint64_t a, uint64_t b) { return page_of(a) < page_of(b); });
+    for (auto code = first; code != end; ++code) {
+      found.layers.push_back(pages.layers[i]);
+      found.pages.push_back(page_of(*code));
+    }
+  }
+  return found;
+}
+
+}  // namespace scout
