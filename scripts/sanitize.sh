@@ -3,7 +3,7 @@
 #
 #   scripts/sanitize.sh [address|thread|all] [options]     default: all
 #
-#   address   address and undefined behaviour: attend_test; ring_test stress, fuzz, kill, copies
+#   address   address and undefined behaviour: attend_test, uses_test; ring_test stress, fuzz, kill, copies
 #   thread    data races: ring_test stress, copies (the others race on purpose or between processes)
 #
 #   --seconds N     how long each mode of ring_test runs (default 4)
@@ -19,7 +19,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 usage() { sed -n "2,/^set /s/^# \{0,1\}//p" scripts/sanitize.sh; }
 
-what=all seconds=4 seed=1 build=.cache/sanitize jobs=$(nproc) tests="attend_test ring_test"
+what=all seconds=4 seed=1 build=.cache/sanitize jobs=$(nproc) tests="attend_test uses_test ring_test"
 build_only=0
 while [ $# -gt 0 ]; do
     case "$1" in
@@ -61,7 +61,9 @@ run() {
 mkdir -p "$build"
 if [ "$what" != thread ]; then
     build_for address "$tests"
-    case "$tests" in *attend_test*) run "$build/address/attend_test" ;; esac
+    for test in $tests; do
+        [ "$test" = ring_test ] || run "$build/address/$test"
+    done
     run "$build/address/ring_test" all --seconds "$seconds" --seed "$seed"
 fi
 if [ "$what" != address ]; then
