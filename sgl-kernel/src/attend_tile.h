@@ -18,7 +18,7 @@
 namespace scout {
 namespace {
 
-constexpr int kTileTokens = 64;  // of a page, at once; also the length of a row of scores
+constexpr int kTileTokens = 64;  // of a page, at once
 constexpr int kMaxGroup = 16;    // at least the largest group chunk, a multiple of every lane count
 constexpr int kLineBytes = 64;
 constexpr float kLargestShort = 32767.0f;  // code of the largest query element or weight
@@ -39,9 +39,12 @@ struct Block {
   const float* q;          // [heads * group, D], column order of load_pair
   const int16_t* q_codes;  // the same for attend_tile_int8.h and attend_tile_bf16.h, natural order
   float* acc;              // [heads * group, D], same order: sum of weights * v
-  float* scores;           // [heads * group, kTileTokens] from the first token on; later weights
-  const float* rescale;    // [heads * group]: by which acc shrinks first; null: it stays
-  const float* factor;     // [heads * group]: scale of the sums of codes (attend_tile_int8.h)
+  // From the block's first token on: of token t and query head g at [t * score_stride + g]. Later
+  // the weights; as codes those of two tokens in 32 bits.
+  float* scores;
+  ptrdiff_t score_stride;
+  const float* rescale;  // [heads * group]: by which acc shrinks first; null: it stays
+  const float* factor;   // [heads * group]: scale of the sums of codes (attend_tile_int8.h)
 };
 
 template <int kBytes>
@@ -51,37 +54,43 @@ inline void prefetch_span(const char*& p) {
   p += kBytes;
 }
 
-// scores[g][t] = sum of the lanes of acc[g][t].
+// scores[t][g] = sum of the lanes of acc[g][t].
 template <int TB, int GB, typename X>
-inline __attribute__((always_inline)) void store_sums(const X (&acc)[GB][TB], float* scores) {
-  if constexpr (TB == 4) {
+inline __attribute__((always_inline)) void store_sums(const X (&acc)[GB][TB], float* scores,
+                                                      ptrdiff_t stride) {
+  constexpr int kWhole = GB / 4 * 4;
 #pragma GCC unroll 8
-    for (int g = 0; g < GB; ++g) {
-      Vec::hsum4(acc[g][0], acc[g][1], acc[g][2], acc[g][3], scores + g * kTileTokens);
+  for (int t = 0; t < TB; ++t) {
+#pragma GCC unroll 2
+    for (int g = 0; g < kWhole; g += 4) {
+      Vec::hsum4(acc[g][t], acc[g + 1][t], acc[g + 2][t], acc[g + 3][t], scores + t * stride + g);
     }
-  } else {
-    constexpr int kSums = GB * TB;
+  }
+  constexpr int kLeft = GB - kWhole;
+  if constexpr (kLeft > 0) {
+    constexpr int kSums = kLeft * TB;
 #pragma GCC unroll 16
     for (int i = 0; i < kSums; i += 4) {
       X part[4];
 #pragma GCC unroll 4
       for (int j = 0; j < 4; ++j) {
-        part[j] = i + j < kSums ? acc[(i + j) % kSums / TB][(i + j) % TB] : X{};
+        part[j] =
+            i + j < kSums ? acc[kWhole + (i + j) % kSums % kLeft][(i + j) % kSums / kLeft] : X{};
       }
       float sums[4];
       Vec::hsum4(part[0], part[1], part[2], part[3], sums);
 #pragma GCC unroll 4
       for (int j = 0; j < 4; ++j) {
-        if (i + j < kSums) scores[(i + j) / TB * kTileTokens + (i + j) % TB] = sums[j];
+        if (i + j < kSums) scores[(i + j) / kLeft * stride + kWhole + (i + j) % kLeft] = sums[j];
       }
     }
   }
 }
 
-// scores[g][t] = <q[g], k[t]> for TB tokens.
+// scores[t][g] = <q[g], k[t]> for TB tokens.
 template <DType T, int kDim, int TB, int GB>
 inline const char* score_tokens(const char* k, ptrdiff_t row_bytes, const float* q, int head_dim,
-                                const char* ahead, float* scores) {
+                                const char* ahead, float* scores, ptrdiff_t stride) {
   using F = Vec::F;
   constexpr int W = Vec::kLanes;
   constexpr int kPairBytes = 2 * W * element_bytes<T>();
@@ -109,14 +118,15 @@ inline const char* score_tokens(const char* k, ptrdiff_t row_bytes, const float*
       for (int t = 0; t < TB; ++t) acc[g][t] = Vec::fma(q1, y[t], acc[g][t]);
     }
   }
-  store_sums<TB, GB>(acc, scores);
+  store_sums<TB, GB>(acc, scores, stride);
   return ahead;
 }
 
-// acc[g] = rescale[g] * acc[g] + sum_t weights[g][t] * v[t], over 2 * NP vectors of columns.
+// acc[g] = rescale[g] * acc[g] + sum_t weights[t][g] * v[t], over 2 * NP vectors of columns.
 template <DType T, int NP, int GB>
 inline const char* accumulate(const char* v, ptrdiff_t row_bytes, int tokens, const float* weights,
-                              const float* rescale, float* acc, int dim, const char* ahead) {
+                              ptrdiff_t stride, const float* rescale, float* acc, int dim,
+                              const char* ahead) {
   using F = Vec::F;
   constexpr int W = Vec::kLanes;
   constexpr int kPairBytes = 2 * W * element_bytes<T>();
@@ -143,7 +153,7 @@ inline const char* accumulate(const char* v, ptrdiff_t row_bytes, int tokens, co
     prefetch_span<NP * kPairBytes>(ahead);
 #pragma GCC unroll 8
     for (int g = 0; g < GB; ++g) {
-      const F w = Vec::set1(weights[g * kTileTokens + t]);
+      const F w = Vec::set1(weights[t * stride + g]);
 #pragma GCC unroll 4
       for (int j = 0; j < 2 * NP; ++j) sums[g][j] = Vec::fma(w, x[j], sums[g][j]);
     }
@@ -156,74 +166,65 @@ inline const char* accumulate(const char* v, ptrdiff_t row_bytes, int tokens, co
   return ahead;
 }
 
-// One step of online softmax for R consecutive rows (query heads): raw dot products become weights.
+// One step of online softmax: raw dot products of all query heads become weights. Arrays are padded
+// to whole vectors.
 struct Softmax {
-  const float* scale;  // [R], of the dot products
+  const float* scale;  // [rows], of the dot products
   float logit_cap;
-  float* highest;  // [R] base-2 logarithm of the largest weight so far, -inf at first; brought up
-  float* shift;    // [R] base-2 logarithm of the factor by which earlier sums shrink
-  float* lift;     // [R] kCodes: base-2 logarithm of the factor that these weights lack
-  float* total;    // [R] sum of these weights
+  float* highest;  // [rows] base-2 logarithm of the largest weight so far, -inf at first
+  float* shift;    // [rows] base-2 logarithm of the factor by which earlier sums shrink
+  float* lift;     // [rows] kCodes: base-2 logarithm of the factor that these weights lack
+  float* total;    // [rows] sum of these weights
 };
 
 // Weights are 2^(score - highest). kCodes: 2^(score - largest score of these tokens), as 16-bit
-// codes: code t of a row lies at half of float t's offset, zeros behind the last one.
-template <int R, bool kCodes>
-inline void softmax_rows(float* rows, int tokens, const Softmax& step) {
+// codes, two tokens in 32 bits: those of tokens 2 p and 2 p + 1 where the scores of token p were,
+// zero behind the last token. Lanes are query heads, so that nothing has to be summed across them.
+template <bool kCodes>
+inline void softmax_rows(float* scores, ptrdiff_t stride, int rows, int tokens,
+                         const Softmax& step) {
   using F = Vec::F;
   constexpr int W = Vec::kLanes;
-  static_assert(R <= 4);
-  const int padded = (tokens + W - 1) / W * W;
   const bool capped = step.logit_cap > 0.0f;
   const F cap = Vec::set1(step.logit_cap * kLog2e);
+  const F unit = Vec::set1(capped ? 1.0f / step.logit_cap : kLog2e);
   const F limit = Vec::set1(kScoreLimit);
   const F lower_limit = Vec::set1(-kScoreLimit);
-  F highest[4] = {Vec::zero(), Vec::zero(), Vec::zero(), Vec::zero()};
-#pragma GCC unroll 4
-  for (int r = 0; r < R; ++r) {
-    float* const row = rows + r * kTileTokens;
-    const F scale = Vec::set1(capped ? step.scale[r] / step.logit_cap : step.scale[r] * kLog2e);
-    highest[r] = Vec::set1(-kInfinity);
-    for (int t = tokens; t < padded; ++t) row[t] = 0.0f;
-    for (int t = 0; t < padded; t += W) {
-      F s = Vec::mul(scale, Vec::load(row + t));
+  for (int row = 0; row < rows; row += W) {
+    float* const of_rows = scores + row;
+    const F scale = Vec::mul(unit, Vec::load(step.scale + row));
+    F largest = Vec::set1(-kInfinity);
+    for (int t = 0; t < tokens; ++t) {
+      F s = Vec::mul(scale, Vec::load(of_rows + t * stride));
       if (capped) s = Vec::mul(cap, tanh(s));
       s = Vec::max(lower_limit, Vec::min(limit, s));
-      Vec::store(row + t, s);
-      highest[r] = Vec::max(highest[r], s);
+      Vec::store(of_rows + t * stride, s);
+      largest = Vec::max(largest, s);
     }
-    if (padded > tokens) {  // once more, without what was padded
-      for (int t = tokens; t < padded; ++t) row[t] = -kInfinity;
-      highest[r] = Vec::set1(-kInfinity);
-      for (int t = 0; t < padded; t += W) highest[r] = Vec::max(highest[r], Vec::load(row + t));
-    }
-  }
-  float largest[4];
-  Vec::hmax4(highest[0], highest[1], highest[2], highest[3], largest);
-  F sums[4] = {Vec::zero(), Vec::zero(), Vec::zero(), Vec::zero()};
-#pragma GCC unroll 4
-  for (int r = 0; r < R; ++r) {
-    float* const row = rows + r * kTileTokens;
-    const float before = step.highest[r];
-    const float now = before > largest[r] ? before : largest[r];
-    step.highest[r] = now;
-    step.shift[r] = before - now;
-    if (kCodes) step.lift[r] = largest[r] - now;
-    const F base = Vec::set1(kCodes ? largest[r] : now);
-    for (int t = 0; t < padded; t += W) {
-      const F w = exp2_nonpositive(Vec::sub(Vec::load(row + t), base));
-      sums[r] = Vec::add(sums[r], w);
-      if (kCodes) {  // in place: codes never overtake the scores
-        Vec::store_shorts(Vec::mul(w, Vec::set1(kLargestShort)),
-                          reinterpret_cast<int16_t*>(row) + t);
-      } else {
-        Vec::store(row + t, w);
+    const F before = Vec::load(step.highest + row);
+    const F now = Vec::max(before, largest);
+    Vec::store(step.highest + row, now);
+    Vec::store(step.shift + row, Vec::sub(before, now));
+    if (kCodes) Vec::store(step.lift + row, Vec::sub(largest, now));
+    const F base = kCodes ? largest : now;
+    F total = Vec::zero();
+    auto weight = [&](int t) {
+      const F w = exp2_nonpositive(Vec::sub(Vec::load(of_rows + t * stride), base));
+      total = Vec::add(total, w);
+      return w;
+    };
+    if constexpr (kCodes) {
+      const F unit_code = Vec::set1(kLargestShort);
+      for (int t = 0; t < tokens; t += 2) {  // in place: pairs never overtake the scores
+        const F even = Vec::mul(unit_code, weight(t));
+        const F odd = t + 1 < tokens ? Vec::mul(unit_code, weight(t + 1)) : Vec::zero();
+        Vec::store_pairs(even, odd, of_rows + t / 2 * stride);
       }
+    } else {
+      for (int t = 0; t < tokens; ++t) Vec::store(of_rows + t * stride, weight(t));
     }
+    Vec::store(step.total + row, total);
   }
-  float totals[4];
-  Vec::hsum4(sums[0], sums[1], sums[2], sums[3], totals);
-  for (int r = 0; r < R; ++r) step.total[r] = totals[r];
 }
 
 template <int kTokens>
@@ -240,7 +241,7 @@ inline __attribute__((always_inline)) void score_each(const Block& block, const 
   auto heads = [&](auto tokens) {
     for (int h = 0; h < block.heads; ++h) {
       score(tokens, block.rows + t * block.row_bytes + ptrdiff_t{h} * head_bytes,
-            q + h * block.group * dim, block.scores + h * block.group * kTileTokens + t);
+            q + h * block.group * dim, block.scores + t * block.score_stride + h * block.group);
     }
   };
   for (; t + TB <= block.tokens; t += TB) heads(Tokens<TB>());
@@ -254,7 +255,8 @@ void score_block(const Block& block) {
   score_each<Vec::token_block(GB)>(block, block.q, dim, dim * element_bytes<T>(),
                                    [&](auto tokens, const char* k, const float* q, float* scores) {
                                      ahead = score_tokens<T, kDim, tokens.kCount, GB>(
-                                         k, block.row_bytes, q, dim, ahead, scores);
+                                         k, block.row_bytes, q, dim, ahead, scores,
+                                         block.score_stride);
                                    });
 }
 
@@ -269,20 +271,20 @@ void weigh_block(const Block& block) {
   const char* ahead = block.ahead;
   for (int h = 0; h < block.heads; ++h) {
     const char* const v = block.rows + h * head_bytes;
-    const float* const weights = block.scores + h * block.group * kTileTokens;
+    const float* const weights = block.scores + h * block.group;
     const float* const rescale =
         block.rescale != nullptr ? block.rescale + h * block.group : nullptr;
     float* const acc = block.acc + h * block.group * dim;
     int d = 0;
     for (; d + kStep <= dim; d += kStep) {
       const ptrdiff_t at = d / (2 * W) * kPairBytes;
-      ahead = accumulate<T, NP, GB>(v + at, block.row_bytes, block.tokens, weights, rescale,
-                                    acc + d, dim, ahead);
+      ahead = accumulate<T, NP, GB>(v + at, block.row_bytes, block.tokens, weights,
+                                    block.score_stride, rescale, acc + d, dim, ahead);
     }
     for (; d < dim; d += 2 * W) {
       const ptrdiff_t at = d / (2 * W) * kPairBytes;
-      ahead = accumulate<T, 1, GB>(v + at, block.row_bytes, block.tokens, weights, rescale, acc + d,
-                                   dim, ahead);
+      ahead = accumulate<T, 1, GB>(v + at, block.row_bytes, block.tokens, weights,
+                                   block.score_stride, rescale, acc + d, dim, ahead);
     }
   }
 }

@@ -13,10 +13,10 @@
 namespace scout {
 namespace {
 
-// scores[g][t] = <q[g], k[t]> for TB tokens.
+// scores[t][g] = <q[g], k[t]> for TB tokens.
 template <int kDim, int TB, int GB>
 inline const char* score_pairs(const char* k, ptrdiff_t row_bytes, const int16_t* q, int head_dim,
-                               const char* ahead, float* scores) {
+                               const char* ahead, float* scores, ptrdiff_t stride) {
   using F = Vec::F;
   using S = Vec::S;
   constexpr int W = 2 * Vec::kLanes;
@@ -44,7 +44,7 @@ inline const char* score_pairs(const char* k, ptrdiff_t row_bytes, const int16_t
       }
     }
   }
-  store_sums<TB, GB>(acc, scores);
+  store_sums<TB, GB>(acc, scores, stride);
   return ahead;
 }
 
@@ -55,7 +55,8 @@ void score_pairs_block(const Block& block) {
   score_each<Vec::token_block(GB)>(
       block, block.q_codes, dim, 2 * dim,
       [&](auto tokens, const char* k, const int16_t* q, float* scores) {
-        ahead = score_pairs<kDim, tokens.kCount, GB>(k, block.row_bytes, q, dim, ahead, scores);
+        ahead = score_pairs<kDim, tokens.kCount, GB>(k, block.row_bytes, q, dim, ahead, scores,
+                                                     block.score_stride);
       });
 }
 

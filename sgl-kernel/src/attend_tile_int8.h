@@ -52,10 +52,10 @@ inline void unpack_zipped(const float* from, float factor, float* to, int dim) {
   }
 }
 
-// scores[g][t] = <q[g], k[t]> in codes, for TB tokens.
+// scores[t][g] = <q[g], k[t]> in codes, for TB tokens.
 template <int kDim, int TB, int GB>
 inline const char* score_codes(const char* k, ptrdiff_t row_bytes, const int16_t* q, int head_dim,
-                               const char* ahead, float* scores) {
+                               const char* ahead, float* scores, ptrdiff_t stride) {
   using I = Vec::I;
   using S = Vec::S;
   constexpr int W = 2 * Vec::kLanes;
@@ -79,16 +79,16 @@ inline const char* score_codes(const char* k, ptrdiff_t row_bytes, const int16_t
       }
     }
   }
-  store_sums<TB, GB>(acc, scores);
+  store_sums<TB, GB>(acc, scores, stride);
   return ahead;
 }
 
-// acc[g] = rescale[g] * acc[g] + factor[g] * sum_t weights[g][t] * v[t], over 2 * NP vectors of
+// acc[g] = rescale[g] * acc[g] + factor[g] * sum_t weights[t][g] * v[t], over 2 * NP vectors of
 // columns, in the order of unpack_zipped. Weights are 16-bit codes.
 template <int NP, int GB>
 inline const char* accumulate_codes(const char* v, ptrdiff_t row_bytes, int tokens,
-                                    const float* weights, const float* rescale, const float* factor,
-                                    float* acc, int dim, const char* ahead) {
+                                    const float* weights, ptrdiff_t stride, const float* rescale,
+                                    const float* factor, float* acc, int dim, const char* ahead) {
   using I = Vec::I;
   using S = Vec::S;
   using F = Vec::F;
@@ -112,7 +112,7 @@ inline const char* accumulate_codes(const char* v, ptrdiff_t row_bytes, int toke
     prefetch_span<2 * NP * kColumns>(ahead);
 #pragma GCC unroll 8
     for (int g = 0; g < GB; ++g) {
-      const S w = Vec::set1_pair(reinterpret_cast<const int16_t*>(weights + g * kTileTokens) + t);
+      const S w = Vec::set1_pair(weights + t / 2 * stride + g);
 #pragma GCC unroll 2
       for (int j = 0; j < NP; ++j) {
         sums[g][2 * j] = Vec::dot_shorts(sums[g][2 * j], w, low[j]);
@@ -145,11 +145,11 @@ void score_codes_block(const Block& block) {
   score_each<Vec::token_block(GB)>(
       block, block.q_codes, dim, dim,
       [&](auto tokens, const char* k, const int16_t* q, float* scores) {
-        ahead = score_codes<kDim, tokens.kCount, GB>(k, block.row_bytes, q, dim, ahead, scores);
+        ahead = score_codes<kDim, tokens.kCount, GB>(k, block.row_bytes, q, dim, ahead, scores,
+                                                     block.score_stride);
       });
 }
 
-// block.scores points to the first token's code of the block, as float*.
 template <int kDim, int GB>
 void weigh_codes_block(const Block& block) {
   constexpr int NP = Vec::pairs_per_pass(GB);
@@ -158,17 +158,17 @@ void weigh_codes_block(const Block& block) {
   const char* ahead = block.ahead;
   for (int h = 0; h < block.heads; ++h) {
     const int row = h * block.group;
-    const float* const weights = block.scores + row * kTileTokens;
+    const float* const weights = block.scores + row;
     const float* const rescale = block.rescale != nullptr ? block.rescale + row : nullptr;
     int d = 0;
     for (; d + NP * kColumns <= dim; d += NP * kColumns) {
       ahead = accumulate_codes<NP, GB>(block.rows + h * dim + d, block.row_bytes, block.tokens,
-                                       weights, rescale, block.factor + row,
+                                       weights, block.score_stride, rescale, block.factor + row,
                                        block.acc + row * dim + d, dim, ahead);
     }
     for (; d < dim; d += kColumns) {
       ahead = accumulate_codes<1, GB>(block.rows + h * dim + d, block.row_bytes, block.tokens,
-                                      weights, rescale, block.factor + row,
+                                      weights, block.score_stride, rescale, block.factor + row,
                                       block.acc + row * dim + d, dim, ahead);
     }
   }

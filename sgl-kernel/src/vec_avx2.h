@@ -59,14 +59,6 @@ struct Vec {
     _mm_storeu_ps(sums, _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1)));
   }
 
-  static void hmax4(F a, F b, F c, F d, float* highest) {
-    const F ab = _mm256_max_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
-    const F cd = _mm256_max_ps(_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));
-    const F m = _mm256_max_ps(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xee));
-    const __m128 low = _mm256_castps256_ps128(m);
-    _mm_storeu_ps(highest, _mm_max_ps(low, _mm256_extractf128_ps(m, 1)));
-  }
-
   static F exp2_split(F x, F& fraction) {
     const F n = _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     fraction = _mm256_sub_ps(x, n);
@@ -86,7 +78,7 @@ struct Vec {
   static S load_shorts(const int16_t* p) {
     return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   }
-  static S set1_pair(const int16_t* p) {
+  static S set1_pair(const float* p) {
     int32_t pair;
     __builtin_memcpy(&pair, p, sizeof pair);
     return _mm256_set1_epi32(pair);
@@ -103,6 +95,11 @@ struct Vec {
     _mm_storeu_ps(sums, _mm_cvtepi32_ps(four));
   }
   static F from_words(I x) { return _mm256_cvtepi32_ps(x); }
+  // 16-bit codes of x in the lower halves, of y in the upper ones.
+  static void store_pairs(F x, F y, float* p) {
+    const I low = _mm256_cvtps_epi32(x), high = _mm256_slli_epi32(_mm256_cvtps_epi32(y), 16);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_blend_epi16(low, high, 0xaa));
+  }
   static void store_shorts(F x, int16_t* p) {
     const __m256i words = _mm256_cvtps_epi32(x);
     const __m128i codes =

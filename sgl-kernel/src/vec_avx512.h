@@ -56,15 +56,6 @@ struct Vec {
     _mm_storeu_ps(sums, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
   }
 
-  static void hmax4(F a, F b, F c, F d, float* highest) {
-    const F ab = _mm512_max_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
-    const F cd = _mm512_max_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
-    const F m = _mm512_max_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
-    const __m256 half = _mm256_max_ps(_mm512_castps512_ps256(m), _mm512_extractf32x8_ps(m, 1));
-    const __m128 low = _mm256_castps256_ps128(half);
-    _mm_storeu_ps(highest, _mm_max_ps(low, _mm256_extractf128_ps(half, 1)));
-  }
-
   static F exp2_split(F x, F& fraction) {
     const F n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     fraction = _mm512_sub_ps(x, n);
@@ -81,7 +72,7 @@ struct Vec {
   }
   static I zero_words() { return _mm512_setzero_si512(); }
   static S load_shorts(const int16_t* p) { return _mm512_loadu_si512(p); }
-  static S set1_pair(const int16_t* p) {
+  static S set1_pair(const float* p) {
     int32_t pair;
     __builtin_memcpy(&pair, p, sizeof pair);
     return _mm512_set1_epi32(pair);
@@ -119,6 +110,12 @@ struct Vec {
   static void store_shorts(F x, int16_t* p) {
     const __m256i codes = _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(x));
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), codes);
+  }
+
+  // 16-bit codes of x in the lower halves, of y in the upper ones.
+  static void store_pairs(F x, F y, float* p) {
+    const I low = _mm512_cvtps_epi32(x), high = _mm512_slli_epi32(_mm512_cvtps_epi32(y), 16);
+    _mm512_storeu_si512(p, _mm512_mask_blend_epi16(0xaaaaaaaau, low, high));
   }
 
   // Largest bits without the sign, of 16-bit or 32-bit elements.

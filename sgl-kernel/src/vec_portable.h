@@ -65,13 +65,6 @@ struct Vec {
     sums[3] = hsum(d);
   }
 
-  static void hmax4(F a, F b, F c, F d, float* highest) {
-    highest[0] = hmax(a);
-    highest[1] = hmax(b);
-    highest[2] = hmax(c);
-    highest[3] = hmax(d);
-  }
-
   // 2^n for integral n in [-126, 127] given as magic + n, magic = 1.5 * 2^23.
   static F pow2_of_magic(F shifted) { return (F)(((U)shifted - 0x4b400000u + 127u) << 23); }
   static F round_magic(F x) { return x + set1(12582912.0f); }
@@ -104,7 +97,11 @@ struct Vec {
     __builtin_memcpy(&x, p, sizeof x);
     return x;
   }
-  static S set1_pair(const int16_t* p) { return S{p[0], p[1], p[0], p[1], p[0], p[1], p[0], p[1]}; }
+  static S set1_pair(const float* p) {
+    int16_t pair[2];
+    __builtin_memcpy(pair, p, sizeof pair);
+    return S{pair[0], pair[1], pair[0], pair[1], pair[0], pair[1], pair[0], pair[1]};
+  }
   // For each word the sum of the products of its two pairs of codes.
   static I mul_shorts(S a, S b) {
     I sums;
@@ -122,6 +119,17 @@ struct Vec {
     }
   }
   static F from_words(I x) { return __builtin_convertvector(x, F); }
+  // 16-bit codes of x and y in turn.
+  static void store_pairs(F x, F y, float* p) {
+    int16_t even[kLanes], odd[kLanes], codes[2 * kLanes];
+    store_shorts(x, even);
+    store_shorts(y, odd);
+    for (int i = 0; i < kLanes; ++i) {
+      codes[2 * i] = even[i];
+      codes[2 * i + 1] = odd[i];
+    }
+    __builtin_memcpy(p, codes, sizeof codes);
+  }
   static void store_shorts(F x, int16_t* p) {
     const F whole = round(x);
     int16_t codes[kLanes];
