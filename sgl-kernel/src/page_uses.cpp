@@ -151,7 +151,7 @@ FoundPages hottest_pages(const PageUses& uses, const LayerPageIds& pages, const 
   std::vector<int32_t> missed(pages.rows * pages.k);
   // The smaller the better: is of a later row, coldness, page.
   std::vector<uint64_t> wanted(missed.size());
-  std::vector<int64_t> seen_for(uses.num_pages, -1);
+  std::vector<int32_t> seen_for(uses.num_pages, -1);
   const auto page_of = [](uint64_t code) { return static_cast<uint32_t>(code); };
   for (int64_t i = 0; i < pages.n; ++i) {
     if (limits[i] <= 0) continue;
@@ -175,7 +175,7 @@ FoundPages hottest_pages(const PageUses& uses, const LayerPageIds& pages, const 
         const uint64_t coldness = kNoHeat - bits_of(of_page[page].heat);
         wanted[count] = later << 63 | coldness << 32 | static_cast<uint64_t>(page);
         count += seen_for[page] != i;
-        seen_for[page] = i;
+        seen_for[page] = static_cast<int32_t>(i);
       }
     }
     const int64_t taken = std::min(count, limits[i]);
