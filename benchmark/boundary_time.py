@@ -51,7 +51,7 @@ REAL_PAGE_BYTES = 2 * PAGE * 8 * 128 * 2
 FIGURE_6_STEPS, FIGURE_6_SHARE = 8.7, 0.12
 FETCHED = 2  # tensors that come back from a step
 PARTS = {
-    "fetch": "_fetch",
+    "fetch": "_results.send_for",
     "take in": "_take_in",
     "prepare": "boundary.begin",
     "recall": "_recall_missing",
@@ -236,7 +236,8 @@ class Bench:
         pages = self._chosen()
         slots = self.engine._slot_of.gather(1, pages.flatten(1).long()).view_as(pages)
         missing = torch.where(slots < 0, pages, -1).sort(2, descending=True).values
-        self.engine._log[0], self.engine._log[1] = pages, missing
+        results = self.engine._results
+        results.pages[:], results.missing[:] = pages, missing
 
 
 def timed_parts(engine: DeviceStepEngine) -> dict[str, list[float]]:

@@ -213,8 +213,8 @@ def test_the_host_asks_for_nothing_within_a_step(make):
     worker.step(within=NothingComesBack())
     assert not worker.engine.is_late
     with pytest.raises(AssertionError, match="numpy within a step"), NothingComesBack():
-        worker.engine._fetch()
-        worker.engine._launched[-1].log.wait()
+        worker.engine._results.send_for()
+        worker.engine._results.running.results.wait()
 
 
 class FakeRuntime:

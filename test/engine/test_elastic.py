@@ -105,7 +105,7 @@ def test_pages_that_requests_share_are_brought_in_once(make, monkeypatch):
     monkeypatch.setattr(worker.engine.policy.residency, "fill_pages", lambda: 15)
     monkeypatch.setattr(worker.engine.recall, "fill", lambda *what: asked.append(what))
     table = np.array([[*range(1, 11)], [*range(1, 9), 11, 12]], np.int32)
-    boundary._fill_free_slots(table, np.ones(table.shape, bool))
+    boundary._fill_free_slots(table, np.array([10, 10]))
     ((layers, pages),) = asked
     assert list(zip(layers, pages, strict=True)) == [
         *((0, page) for page in range(1, 13)),

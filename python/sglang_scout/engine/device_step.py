@@ -14,10 +14,8 @@ move still depends on selections alone, never on how fast anything was.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -26,13 +24,14 @@ import torch
 from sglang_scout.core.pages import ResidencyTable
 from sglang_scout.engine.boundary import Batch, LastStep, StepBoundary
 from sglang_scout.engine.counters import Counters
-from sglang_scout.engine.device import Fetching, SideStream, upload
+from sglang_scout.engine.device import SideStream, upload
 from sglang_scout.engine.forecast import DeviceLayerInputs, Forecast, QueryProjector
 from sglang_scout.engine.pools import DigestPool, HostPages, ModelShape, ResidentCache
 from sglang_scout.engine.ranks import Ranks, SharedChoice
 from sglang_scout.engine.recall import Recall
 from sglang_scout.engine.step_inputs import StepInputs
 from sglang_scout.engine.step_log import StepLog
+from sglang_scout.engine.step_results import KNOWN_AFTER, LaunchedStep, StepResult, StepResults
 from sglang_scout.engine.trace import Tracer
 from sglang_scout.engine.verify import Verifier
 from sglang_scout.ops.append import Pool, append_tokens
@@ -40,19 +39,6 @@ from sglang_scout.ops.attend import attend_pages
 from sglang_scout.ops.doorbell import DeviceRing
 from sglang_scout.ops.select import select_pages
 from sglang_scout.policy.axes import Policy
-
-_KNOWN_AFTER = 2
-"""Boundaries until the host has what a step selected."""
-
-
-@dataclass
-class _Launched:
-    """A step whose selections the host has not seen yet."""
-
-    step: int
-    start_ns: int
-    batch: Batch
-    log: Fetching | None = None
 
 
 class DeviceStepEngine:
@@ -106,7 +92,7 @@ class DeviceStepEngine:
         side = SideStream(device) if device.type == "cuda" else None
         self.recall = Recall(
             host, resident, table, self.counters, shape.page_bytes, self.tracer, side,
-            known_after=_KNOWN_AFTER,
+            known_after=KNOWN_AFTER,
         )  # fmt: skip
         self.boundary = StepBoundary(
             shape, policy, budget_pages, host, digests, table, self.recall, self.counters,
@@ -122,17 +108,9 @@ class DeviceStepEngine:
         self._forecast = Forecast(policy.predictor, projectors, self._follows, device)
         table.take_changes()
         self._slot_of = upload(table.slot_of, device).clone()
-        self._log = torch.full(
-            (2, shape.num_layers, max_batch, budget_pages), -1, dtype=torch.int32, device=device
+        self._results = StepResults(
+            shape.num_layers, max_batch, budget_pages, ring.waited_ns, device
         )
-        self._log_on_host = [
-            [t.cpu().pin_memory() for t in (self._log, ring.waited_ns)]
-            if device.type == "cuda"
-            else None
-            for _ in range(2)
-        ]
-        self._launched: deque[_Launched] = deque()
-        self._waited_ns = ring.waited_ns.cpu().numpy().copy()  # another engine may have used it
         self._last = LastStep.none(shape.num_layers)
         self._rows_of: dict[int, int] = {}  # request slot -> row, of the step before
         self._step = 0
@@ -193,8 +171,8 @@ class DeviceStepEngine:
                 f"and {self.max_pages}"
             )
         trace_ns, start_ns = self.tracer.now(), time.monotonic_ns()
-        self._fetch()
-        known = self._take_in() if len(self._launched) == _KNOWN_AFTER else None
+        self._results.send_for()
+        known = self._take_in()
         self._step += 1
         self.counters.steps += 1
         self.tracer.step(self._step)
@@ -202,7 +180,7 @@ class DeviceStepEngine:
             self._step, page_table, request_slots, seq_lens, self._last, self._step_us
         )
         if known is not None:
-            self._recall_missing(*known)
+            self._recall_missing(known)
         young = batch.ages < self.policy.predictor.exact_steps
         self._late = bool(young.any()) and self.has_late_steps
         self._send(batch, young, request_slots)
@@ -212,7 +190,7 @@ class DeviceStepEngine:
         self._ring.begin_step(self._step)
         self._chosen.clear()
         self._predicted.clear()
-        self._launched.append(_Launched(self._step, start_ns, batch))
+        self._results.launch(self._step, start_ns, batch)
         self.tracer.cut("boundary", "step boundary", trace_ns, requests=rows)
 
     def _sources(
@@ -232,42 +210,36 @@ class DeviceStepEngine:
         if len(changed):
             self._slot_of.view(-1).index_copy_(0, changed, slots)
 
-    def _fetch(self) -> None:
-        """Send for what the step before selected; it comes while the next one runs."""
-        if self._launched:
-            before = self._launched[-1]
-            tensors = [self._log, self._ring.waited_ns]
-            before.log = Fetching(tensors, self._log_on_host[before.step & 1])
-
-    def _take_in(self) -> tuple[_Launched, npt.NDArray[np.int32]]:
-        """Books and counters of the oldest step that was launched.
+    def _take_in(self) -> StepResult | None:
+        """Books and counters of the oldest step whose results have come.
 
         Returns:
-            The step, and ``[L, B, k]`` what it missed, without pages that have changed hands since.
+            Them, without pages that have changed hands since.
         """
-        launched = self._launched.popleft()
-        assert launched.log is not None
-        (pages, missing), waited_ns = launched.log.wait()
+        result = self._results.take()
+        if result is None:
+            return None
         self.check()
+        launched, pages, missing = result.launched, result.pages, result.missing
         batch, step = launched.batch, launched.step
         rows, layers = len(batch.ages), self.shape.num_layers
-        pages, missing = pages[:, :rows], missing[:, :rows]
         missed = np.count_nonzero(missing >= 0, axis=2)
         self._last = LastStep(batch.ages, missed)
         selected = int(np.count_nonzero(pages >= 0))  # totals are plain numbers: they become JSON
         self.counters.count_selections(selected, missed.sum(axis=1), rows * self.budget_pages)
-        self.counters.count_waits((waited_ns - self._waited_ns) // 1000)
-        self._waited_ns = waited_ns.copy()
-        pages, missing = self.boundary.still_held(step, pages, missing)
-        self.table.uses.touch(np.arange(layers), pages, step, batch.fresh)
+        self.counters.count_waits(result.waited_ns // 1000)
+        result.pages, result.missing = self.boundary.still_held(step, pages, missing)
+        self.table.uses.touch(np.arange(layers), result.pages, step, batch.fresh)
         now_ns = time.monotonic_ns()
-        took_us = (now_ns - launched.start_ns) / 1e3 / _KNOWN_AFTER
+        took_us = (now_ns - launched.start_ns) / 1e3 / KNOWN_AFTER
         self._step_us += (took_us - self._step_us) * (1 / 8 if self._step_us else 1.0)
         if self.step_log is not None:
             self._write_log(launched, missed, now_ns)
-        return launched, missing
+        return result
 
-    def _write_log(self, launched: _Launched, missed: npt.NDArray[np.int64], now_ns: int) -> None:
+    def _write_log(
+        self, launched: LaunchedStep, missed: npt.NDArray[np.int64], now_ns: int
+    ) -> None:
         assert self.step_log is not None
         batch = launched.batch
         self.step_log.begin(launched.step, launched.start_ns, batch.ages, batch.n_full.numpy())
@@ -275,14 +247,17 @@ class DeviceStepEngine:
             self.step_log.layer(layer, counts)
         self.step_log.end(now_ns)
 
-    def _recall_missing(self, launched: _Launched, missing: npt.NDArray[np.int32]) -> None:
+    def _recall_missing(self, result: StepResult) -> None:
         """Each layer recalls of what it missed the pages that the policy picks."""
         layers, pages = self.policy.residency.pick(
-            np.arange(self.shape.num_layers), missing, launched.batch.ages, self.table.uses
+            np.arange(self.shape.num_layers),
+            result.missing,
+            result.launched.batch.ages,
+            self.table.uses,
         )
         if len(pages):
             # The slots that this takes may be read by steps that run; copies wait for these.
-            self.recall.swap(layers, pages, launched.step)
+            self.recall.swap(layers, pages, result.launched.step)
 
     def check(self) -> None:
         """Before a step's tokens are given out: none may lack a part of its attention.
@@ -339,8 +314,7 @@ class DeviceStepEngine:
         if self._shared is not None and self._verifier is not None:
             is_same = self._shared.is_same(selection.pages)
             self.counters.verify_unequal_selections += not is_same
-        self._log[0, layer, :rows].copy_(selection.pages)
-        self._log[1, layer, :rows].copy_(selection.missing)
+        self._results.keep(layer, selection)
         self._ring.post(layer, query.contiguous(), selection.missing, selection.n_missing)
         self._chosen[layer] = query, selection.pages
 
@@ -368,9 +342,9 @@ class DeviceStepEngine:
         self._ring.merge(layer, out, lse)
         if self._verifier is not None:
             on_device = torch.where(slots >= 0, pages, -1).cpu().numpy()
-            on_cpu = self._log[1, layer, :rows].cpu().numpy()
+            on_cpu = self._results.missing[layer, :rows].cpu().numpy()
             queries = query.cpu(), query_ahead.cpu()
-            batch = self._launched[-1].batch
+            batch = self._results.running.batch
             self._verifier.check(layer, out.cpu(), *queries, on_device, on_cpu, batch)
         return out
 

@@ -1,0 +1,112 @@
+"""What the steps of a device selected and waited for, on its way to the host.
+
+A step leaves it in buffers of the device. At the next boundary the host sends for it, before the next
+step overwrites it; it comes while that one runs, and the boundary after finds it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sglang_scout.engine.boundary import Batch
+from sglang_scout.engine.device import Fetching
+from sglang_scout.ops.select import Selection
+
+KNOWN_AFTER = 2
+"""Boundaries until the host has what a step selected."""
+
+
+@dataclass
+class LaunchedStep:
+    """A step whose results the host has not seen yet."""
+
+    step: int
+    start_ns: int  # of its boundary
+    batch: Batch
+    results: Fetching | None = None
+
+
+@dataclass
+class StepResult:
+    """What is known of a step, L layers, the B rows of its batch."""
+
+    launched: LaunchedStep
+    pages: npt.NDArray[np.int32]  # [L, B, k] selected, -1 where there is none
+    missing: npt.NDArray[np.int32]  # [L, B, k] those of them that were not resident, -1 padded
+    waited_ns: npt.NDArray[np.int64]  # [L] for the worker, since the result before
+
+
+class StepResults:
+    """Buffers of the device that steps write to, and steps that were launched.
+
+    Args:
+        layers, max_batch, budget_pages: L, most rows, k.
+        waited_ns: ``[L]`` int64, time waited since the ring was made; read only.
+        device: where steps run.
+
+    Attributes:
+        pages, missing: ``[L, max_batch, k]`` int32 on the device.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        max_batch: int,
+        budget_pages: int,
+        waited_ns: torch.Tensor,
+        device: torch.device,
+    ) -> None:
+        self._both = torch.full(
+            (2, layers, max_batch, budget_pages), -1, dtype=torch.int32, device=device
+        )
+        self.pages, self.missing = self._both
+        self._waited_ns = waited_ns
+        self._on_host = [
+            [t.cpu().pin_memory() for t in (self._both, waited_ns)]
+            if device.type == "cuda"
+            else None
+            for _ in range(2)
+        ]
+        self._launched: deque[LaunchedStep] = deque()
+        self._waited_before = waited_ns.cpu().numpy().copy()  # by another engine
+
+    @property
+    def running(self) -> LaunchedStep:
+        """The step that was launched last."""
+        return self._launched[-1]
+
+    def launch(self, step: int, start_ns: int, batch: Batch) -> None:
+        """A step is about to be launched."""
+        self._launched.append(LaunchedStep(step, start_ns, batch))
+
+    def keep(self, layer: int, selection: Selection) -> None:
+        """Within the step: what one layer selected."""
+        rows = len(selection.pages)
+        self.pages[layer, :rows].copy_(selection.pages)
+        self.missing[layer, :rows].copy_(selection.missing)
+
+    def send_for(self) -> None:
+        """Boundary: send for what the step launched last selects."""
+        if self._launched:
+            last = self._launched[-1]
+            last.results = Fetching([self._both, self._waited_ns], self._on_host[last.step & 1])
+
+    def take(self) -> StepResult | None:
+        """The results of the step launched ``KNOWN_AFTER`` boundaries ago, if there was one.
+
+        They hold until two more steps were sent for.
+        """
+        if len(self._launched) < KNOWN_AFTER:
+            return None
+        launched = self._launched.popleft()
+        assert launched.results is not None
+        (pages, missing), waited_ns = launched.results.wait()
+        rows = len(launched.batch.ages)
+        since = waited_ns - self._waited_before
+        self._waited_before = waited_ns.copy()
+        return StepResult(launched, pages[:, :rows], missing[:, :rows], since)
