@@ -165,12 +165,17 @@ inline void attend_heads(const AttendArgs& args, HeadRange range) {
 
   const int rows = heads * group;
   const int stride = (rows + Vec::kLanes - 1) / Vec::kLanes * Vec::kLanes;  // of scores
-  for (int row = 0; row < stride; ++row) row_scale[row] = args.params->scale;
-  for (int row = rows; row < stride; ++row) {  // of no query head
-    row_scale[row] = highest[row] = sum[row] = 0.0f;
+  alignas(64) float unit[kScratchRows];
+  for (int row = 0; row < rows; ++row) {
+    row_scale[row] = args.params->scale;
+    unit[row] = kLargestShort;
+  }
+  // Lanes of no query head: their scores are zero and stay finite, so no conversion meets a NaN.
+  for (int row = rows; row < stride; ++row) {
+    row_scale[row] = unit[row] = highest[row] = sum[row] = 0.0f;
     for (int t = 0; t < kTileTokens; ++t) scores[t * stride + row] = 0.0f;
   }
-  const Softmax softmax{row_scale, args.params->logit_cap, highest, shift, lift, total};
+  const Softmax softmax{row_scale, args.params->logit_cap, highest, shift, lift, unit, total};
   const int most = kv.page_size < kTileTokens ? kv.page_size : kTileTokens;
   const int step = block_tokens(rows * dim * sizeof(float), row_bytes, most);
   const int lead_tokens = static_cast<int>(kLeadBytes / row_bytes) / step * step;

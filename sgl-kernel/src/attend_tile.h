@@ -171,10 +171,11 @@ inline const char* accumulate(const char* v, ptrdiff_t row_bytes, int tokens, co
 struct Softmax {
   const float* scale;  // [rows], of the dot products
   float logit_cap;
-  float* highest;  // [rows] base-2 logarithm of the largest weight so far, -inf at first
-  float* shift;    // [rows] base-2 logarithm of the factor by which earlier sums shrink
-  float* lift;     // [rows] kCodes: base-2 logarithm of the factor that these weights lack
-  float* total;    // [rows] sum of these weights
+  float* highest;     // [rows] base-2 logarithm of the largest weight so far, -inf at first
+  float* shift;       // [rows] base-2 logarithm of the factor by which earlier sums shrink
+  float* lift;        // [rows] kCodes: base-2 logarithm of the factor that these weights lack
+  const float* unit;  // [rows] kCodes: code of the largest weight; 0 in lanes of no query head
+  float* total;       // [rows] sum of these weights
 };
 
 // Weights are 2^(score - highest). kCodes: 2^(score - largest score of these tokens), as 16-bit
@@ -187,12 +188,13 @@ inline void softmax_rows(float* scores, ptrdiff_t stride, int rows, int tokens,
   constexpr int W = Vec::kLanes;
   const bool capped = step.logit_cap > 0.0f;
   const F cap = Vec::set1(step.logit_cap * kLog2e);
-  const F unit = Vec::set1(capped ? 1.0f / step.logit_cap : kLog2e);
   const F limit = Vec::set1(kScoreLimit);
   const F lower_limit = Vec::set1(-kScoreLimit);
   for (int row = 0; row < rows; row += W) {
     float* const of_rows = scores + row;
-    const F scale = Vec::mul(unit, Vec::load(step.scale + row));
+    F scale = Vec::load(step.scale + row);
+    scale =
+        capped ? Vec::div(scale, Vec::set1(step.logit_cap)) : Vec::mul(scale, Vec::set1(kLog2e));
     F largest = Vec::set1(-kInfinity);
     for (int t = 0; t < tokens; ++t) {
       F s = Vec::mul(scale, Vec::load(of_rows + t * stride));
@@ -214,10 +216,10 @@ inline void softmax_rows(float* scores, ptrdiff_t stride, int rows, int tokens,
       return w;
     };
     if constexpr (kCodes) {
-      const F unit_code = Vec::set1(kLargestShort);
+      const F unit = Vec::load(step.unit + row);
       for (int t = 0; t < tokens; t += 2) {  // in place: pairs never overtake the scores
-        const F even = Vec::mul(unit_code, weight(t));
-        const F odd = t + 1 < tokens ? Vec::mul(unit_code, weight(t + 1)) : Vec::zero();
+        const F even = Vec::mul(unit, weight(t));
+        const F odd = t + 1 < tokens ? Vec::mul(unit, weight(t + 1)) : Vec::zero();
         Vec::store_pairs(even, odd, of_rows + t / 2 * stride);
       }
     } else {

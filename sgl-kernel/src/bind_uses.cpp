@@ -112,14 +112,15 @@ nb::tuple hottest_pages(const Uses& array, const Array<const int64_t, 1>& layers
 }  // namespace
 
 void bind_uses(nb::module_& m) {
-  // Arrays that are written to must not be converted: the caller would not see what was written.
-  using nb::arg;
-  const auto uses = arg("uses").noconvert();
-  const auto slot_heat = arg("slot_heat").noconvert();
-  m.def("touch_pages", &touch_pages, uses, arg("page_of"), slot_heat, arg("layers"), arg("pages"),
-        arg("weights"), arg("step"), "Adds heat to pages and stamps them.");
-  m.def("coldest_slots", &coldest_slots, uses, arg("page_of"), slot_heat, arg("counts"),
-        arg("before_step"), arg("below"), "Layers, slots and heat of the layers' coldest pages.");
-  m.def("hottest_pages", &hottest_pages, uses, arg("layers"), arg("pages"), arg("counts"),
-        arg("is_first"), arg("limits"), "Layers and pages worth most of those missed.");
+  // Nothing is converted: what is written to would be a copy, and ids of another size other pages.
+  const auto exact = [](const char* name) { return nb::arg(name).noconvert(); };
+  m.def("touch_pages", &touch_pages, exact("uses"), exact("page_of"), exact("slot_heat"),
+        exact("layers"), exact("pages"), exact("weights"), nb::arg("step"),
+        "Adds heat to pages and stamps them.");
+  m.def("coldest_slots", &coldest_slots, exact("uses"), exact("page_of"), exact("slot_heat"),
+        exact("counts"), nb::arg("before_step"), exact("below"),
+        "Layers, slots and heat of the layers' coldest pages.");
+  m.def("hottest_pages", &hottest_pages, exact("uses"), exact("layers"), exact("pages"),
+        exact("counts"), exact("is_first"), exact("limits"),
+        "Layers and pages worth most of those missed.");
 }

@@ -151,12 +151,20 @@ FoundPages hottest_pages(const PageUses& uses, const LayerPageIds& pages, const 
   std::vector<int32_t> missed(pages.rows * pages.k);
   // The smaller the better: is of a later row, coldness, page.
   std::vector<uint64_t> wanted(missed.size());
-  std::vector<int32_t> seen_for(uses.num_pages, -1);
+  // For which layer of which call a page was seen last. Kept, since to clear it takes longer than
+  // all else where there are many pages.
+  static thread_local std::vector<uint32_t> seen_for;
+  static thread_local uint32_t now = 0;
+  if (static_cast<int64_t>(seen_for.size()) < uses.num_pages) seen_for.resize(uses.num_pages, 0);
   const auto page_of = [](uint64_t code) { return static_cast<uint32_t>(code); };
   for (int64_t i = 0; i < pages.n; ++i) {
     if (limits[i] <= 0) continue;
     const PageUse* const of_page = uses.uses + pages.layers[i] * uses.num_pages;
     int64_t count = 0;
+    if (++now == 0) {  // once in 2^32 layers
+      std::fill(seen_for.begin(), seen_for.end(), 0u);
+      now = 1;
+    }
     // First rows first: a page that several rows miss counts once, and as the best of them. Nothing
     // here branches on what a row misses, which nobody can foretell.
     for (const bool first : {true, false}) {
@@ -174,8 +182,8 @@ FoundPages hottest_pages(const PageUses& uses, const LayerPageIds& pages, const 
         const int32_t page = missed[j];
         const uint64_t coldness = kNoHeat - bits_of(of_page[page].heat);
         wanted[count] = later << 63 | coldness << 32 | static_cast<uint64_t>(page);
-        count += seen_for[page] != i;
-        seen_for[page] = static_cast<int32_t>(i);
+        count += seen_for[page] != now;
+        seen_for[page] = now;
       }
     }
     const int64_t taken = std::min(count, limits[i]);

@@ -133,7 +133,9 @@ struct Vec {
   static void store_shorts(F x, int16_t* p) {
     const F whole = round(x);
     int16_t codes[kLanes];
-    for (int i = 0; i < kLanes; ++i) codes[i] = static_cast<int16_t>(whole[i]);
+    for (int i = 0; i < kLanes; ++i) {
+      codes[i] = whole[i] == whole[i] ? static_cast<int16_t>(whole[i]) : int16_t{0};
+    }
     __builtin_memcpy(p, codes, sizeof codes);
   }
 

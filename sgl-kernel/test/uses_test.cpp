@@ -43,6 +43,17 @@ void run(unsigned seed) {
   for (int step = 1; step < 12; ++step) {
     for (int32_t& id : ids) id = below(static_cast<int>(pages) + 1) - 1;
     require(scout::are_valid(all, missed), "valid ids are refused", seed);
+    if (layers * rows * k > 0) {
+      int32_t& one = ids[below(static_cast<int>(rows)) * wide + below(static_cast<int>(k))];
+      const int32_t kept = one;
+      one = below(2) ? static_cast<int32_t>(pages) : -2;
+      require(!scout::are_valid(all, missed), "ids out of range are taken", seed);
+      one = kept;
+      const int64_t layer = ids_of[0];
+      ids_of[0] = below(2) ? layers : -1;
+      require(!scout::are_valid(all, missed), "layers out of range are taken", seed);
+      ids_of[0] = layer;
+    }
     std::vector<float> weights(rows);
     for (float& weight : weights) weight = static_cast<float>(1 + below(3));
     std::vector<PageUse> expected = uses;

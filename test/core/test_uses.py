@@ -60,7 +60,9 @@ def test_the_coldest_and_the_hottest_whatever_happened_before(kind, slots, seed)
     step = 0
     for _ in range(25):
         step += int(rng.choice([1, 1, 60]))  # far apart, heat is rescaled
-        chosen = rng.integers(-1, PAGES, (LAYERS, BATCH, K), np.int32) // rng.integers(1, 4)
+        chosen = rng.integers(-1, PAGES, (LAYERS, BATCH, K), np.int32) // np.int32(
+            rng.choice([1, 2, 3])
+        )
         some = np.flatnonzero(rng.random(LAYERS) < 0.8)
         fresh = rng.random(BATCH) < 0.3
         protected = rng.integers(-1, PAGES, 2)
@@ -161,6 +163,8 @@ def test_what_is_out_of_range_is_refused_before_anything_is_written():
         with pytest.raises(ValueError, match="out of range"):
             uses.hottest(np.array(layers), missed, ~rows[None], rows, np.array([1]))
     assert (uses.heat == 0).all()
+    with pytest.raises(TypeError, match="int32"):  # would be another page
+        uses.touch(np.arange(1), np.full((1, 1, 1), 2**32 + 5), 1, rows)
     with pytest.raises(ValueError, match=r"\[n\]"):
         uses.touch(np.arange(2), np.zeros((1, 1, 1), np.int32), 1, rows)
     with pytest.raises(ValueError, match=r"\[B\]"):

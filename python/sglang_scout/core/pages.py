@@ -200,11 +200,11 @@ class ResidencyTable:
         ids = np.unique(pages).astype(np.int64)
         self._generation[ids] += 1
         self._pending[:, ids] = False
-        self.uses.forget(ids)
         slots = self.slot_of[:, ids]
         layers, which = np.nonzero(slots >= 0)
         self._give_back(layers, slots[layers, which])
         self._set_slots(layers * self.num_pages + ids[which], -1)
+        self.uses.forget(ids)
 
     def clear(self) -> None:
         """Drop every page (cache flush)."""

@@ -161,7 +161,7 @@ class StepBoundary:
 
         seen = self._seen_before(request_slots, full, fresh)
         new = [table[row, seen[row] : full[row]] for row in np.flatnonzero(seen < full)]
-        self._complete_digests(np.concatenate([table[:0, 0], *new]))
+        self._complete_digests(np.concatenate([np.zeros(0, np.int32), *new]))
         self._filled_here[tail_page] = True
         self._load_forced(table, full, tail_page, tail_len, fresh)
         if self._policy.missing.copy_ahead:

@@ -99,7 +99,7 @@ class StepResults:
     def take(self) -> StepResult | None:
         """The results of the step launched ``KNOWN_AFTER`` boundaries ago, if there was one.
 
-        They hold until two more steps were sent for.
+        They hold until the next call of :meth:`send_for`.
         """
         if len(self._launched) < KNOWN_AFTER:
             return None

@@ -13,7 +13,8 @@ class NativePageUses(PageUses):
     """As :class:`PageUses`, with the same results to the last bit.
 
     Raises:
-        ValueError: a page or layer out of range, in any of its methods.
+        ValueError: in touch, coldest and hottest, a page or layer out of range.
+        TypeError: there, arrays of other dtypes than those named.
     """
 
     def _touch(self, layers: Ids, pages: npt.NDArray[np.int32], step: int, weights: Floats) -> None:

@@ -82,8 +82,8 @@ inline int64_t int8_record_bytes(const KvPages& kv) {
 // True if every entry of pages[0, n) is below num_pages (negative entries are padding and valid).
 bool valid_pages(const KvPages& kv, const int32_t* pages, int32_t n);
 
-// What attend_sequence runs on this machine: "avx512", "avx2" or "portable". The environment
-// variable SCOUT_ISA, read once, may name a lower one.
+// What attend_sequence runs on this machine: "avx512bf16", "avx512", "avx2" or "portable". The
+// environment variable SCOUT_ISA, read once, may name a lower one.
 const char* attend_isa();
 
 }  // namespace scout
