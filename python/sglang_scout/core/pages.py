@@ -1,4 +1,4 @@
-"""Which (layer, page) lies in which device slot, and since when it was of use.
+"""Which (layer, page) lies in which device slot.
 
 Residency is a property of a (layer, page), not of a request: a page that two requests share through
 the radix cache is resident once. The table only keeps books; ``engine/`` moves the bytes.
