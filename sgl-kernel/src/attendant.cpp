@@ -8,6 +8,7 @@
 #include <stdexcept>
 
 #include "row.h"
+#include "split.h"
 
 namespace scout {
 
@@ -96,7 +97,7 @@ int64_t Attendant::compute(uint32_t slot) {
       total += pages;
     }
     if (row_parts > 1)
-      merge_parts(h.q_heads, h.head_dim, row_parts, parts_.data(), part_floats_, out, lse);
+      merge_runs(h.q_heads, h.head_dim, row_parts, parts_.data(), part_floats_, out, lse);
   }
   return total;
 }

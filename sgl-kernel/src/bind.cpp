@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "attend_batch.h"
 #include "isa.h"
 #include "pages.h"
 #include "quantize_cpu.h"
@@ -84,14 +85,10 @@ void attend_rows(const char* op, const scout::KvPages& kv, const scout::AttendPa
                             " and a length in 1.." + std::to_string(kv.page_size);
                    });
   }
-  const int64_t q_heads = static_cast<int64_t>(kv.kv_heads) * params.group;
-  scout::parallel_for(batch, threads, [&](int b) {
-    const int64_t row = b * q_heads * kv.head_dim;
-    scout::attend_sequence(
-        kv, params, at<const float>(q) + row, ids + static_cast<int64_t>(b) * columns, columns,
-        last_ids != nullptr ? last_ids[b] : -1, last_ids != nullptr ? last_lens[b] : 0,
-        at<float>(out) + row, at<float>(lse) + b * q_heads);
-  });
+  scout::attend_batch(kv, params,
+                      {at<const float>(q), ids, batch, columns, last_ids, last_lens, at<float>(out),
+                       at<float>(lse)},
+                      threads);
 }
 
 void attend_batch(uintptr_t q, uintptr_t k, uintptr_t v, int64_t num_pages, int page_size,

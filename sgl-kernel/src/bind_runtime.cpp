@@ -71,6 +71,8 @@ void bind_runtime(nb::module_& m) {
   m.attr("RING_LAYOUT_VERSION") = scout::kLayoutVersion;
   m.attr("RING_MAX_PARTS") = scout::kMaxParts;
   m.attr("RING_MAX_NODES") = scout::kMaxNodes;
+  m.def("least_run_pages", &scout::least_run_pages, nb::arg("page_bytes"),
+        "Pages of K and V of so many bytes in the shortest run that is worth a thread of its own.");
 
   nb::class_<Producer>(m, "RingProducer", "Posts records to the worker and takes its replies.")
       .def(
@@ -82,6 +84,12 @@ void bind_runtime(nb::module_& m) {
       .def("next_epoch", &Producer::next_epoch)
       .def("set_life", &Producer::set_life, nb::arg("epoch"))
       .def("live_epoch", &Producer::live_epoch)
+      .def(
+          "set_split",
+          [](Producer& self, int32_t threads, int32_t most, int32_t least_pages) {
+            self.set_split({threads, most, least_pages});
+          },
+          nb::arg("threads"), nb::arg("most"), nb::arg("least_pages"))
       .def("post", &post, nb::arg("layer"), nb::arg("step"), nb::arg("rows"), nb::arg("q_ptr"),
            nb::arg("pages_ptr"), nb::arg("k"), nb::arg("n_pages_ptr"), nb::arg("parts"),
            nb::arg("q_bytes"))

@@ -16,6 +16,7 @@
 #include "page_copies.h"
 #include "ring.h"
 #include "row.h"
+#include "split.h"
 #include "test_points.h"
 
 namespace scout {
@@ -72,19 +73,32 @@ class Producer {
     }
   }
 
+  // How post(parts = 0) splits; `most` is what the worker was started with.
+  void set_split(const Split& split) {
+    if (split.threads < 1 || split.least_pages < 1 || split.most < 1 ||
+        split.most > static_cast<int32_t>(kMaxParts))
+      throw std::invalid_argument(
+          "ring producer: a split of " + std::to_string(split.threads) + " threads, runs of " +
+          std::to_string(split.least_pages) + " pages, at most " + std::to_string(split.most) +
+          "; all must be 1 or more, the last up to " + std::to_string(kMaxParts));
+    split_ = split;
+  }
+
   // Hands rows [0, rows) to the worker. Returns the ticket. Copies everything. q fp32 [rows, HQ,
-  // D]; pages int32 [rows, k], of row b the first n_pages[b] count, ids < 0 skipped. Throws
-  // std::invalid_argument for a value out of range (nothing is posted then).
+  // D]; pages int32 [rows, k], of row b the first n_pages[b] count, ids < 0 skipped; parts: runs
+  // of each row, 0: as set_split said. Throws std::invalid_argument for a value out of range
+  // (nothing is posted then).
   uint64_t post(uint32_t layer, uint64_t step, uint32_t rows, const float* q, const int32_t* pages,
                 uint32_t k, const int32_t* n_pages, uint32_t parts) {
     const Header& h = ring_.header();
     if (layer >= h.num_layers) fail("layer", layer, 0, h.num_layers - 1);
     if (rows > h.max_batch) fail("rows", rows, 0, h.max_batch);
-    if (parts < 1 || parts > kMaxParts) fail("parts", parts, 1, kMaxParts);
-    int64_t total = 0;
+    if (parts > kMaxParts) fail("parts", parts, 0, kMaxParts);
+    int64_t total = 0, largest = 0;
     for (uint32_t b = 0; b < rows; ++b) {
       const int64_t limit = k < h.max_pages ? k : h.max_pages;
       if (n_pages[b] < 0 || n_pages[b] > limit) fail("n_pages", n_pages[b], 0, limit, b);
+      largest = n_pages[b] > largest ? n_pages[b] : largest;
       for (int32_t i = 0; i < n_pages[b]; ++i) {
         const int32_t id = pages[uint64_t{b} * k + i];
         if (id >= h.num_pages) fail("page id", id, 0, h.num_pages - 1, b);
@@ -96,7 +110,7 @@ class Producer {
     const uint32_t live = live_epoch_.load(std::memory_order_acquire);
     slot.ticket = ++tickets_;
     slot.rows = rows;
-    slot.parts = parts;
+    slot.parts = parts > 0 ? parts : split_.runs(total, largest);
     slot.pages = total;
     if (total == 0) {
       slot.kind = Kind::kEmpty;
@@ -385,8 +399,8 @@ class Producer {
                                    " was changed in shared memory");
       }
       if (parts > 1)
-        merge_parts(h.q_heads, h.head_dim, parts, scratch_parts_.data(), part_floats_, row_out,
-                    row_lse);
+        merge_runs(h.q_heads, h.head_dim, parts, scratch_parts_.data(), part_floats_, row_out,
+                   row_lse);
     }
     if (copies_)
       add_own<int64_t>(&quantized_pages_, static_cast<int64_t>(copies_->take_quantized()));
@@ -398,6 +412,7 @@ class Producer {
   std::vector<float> scratch_parts_;
   std::unique_ptr<PageCopies> copies_;  // if the arena has int8 copies
   uint64_t part_floats_ = 0;
+  Split split_;
   uint64_t tickets_ = 0;
   uint64_t posts_ = 0;
   int64_t fallback_pages_ = 0;

@@ -1,9 +1,7 @@
 // Attention of one row of a record, part by part: shared by worker threads and the producer.
 #pragma once
 
-#include <cmath>
 #include <cstdint>
-#include <cstring>
 
 #include "page_copies.h"
 #include "ring.h"
@@ -41,35 +39,6 @@ inline int32_t attend_part(const Ring& ring, uint32_t layer, const float* q, con
     attend_sequence(ring.kv(layer), ring.params(), q, scratch, count, -1, 0, out, lse);
   }
   return count;
-}
-
-// Merges the parts of one row by their log-sum-exp, in order: the result depends on the pages and
-// on `parts` only, not on who computed what. part p is at part_out + p * stride, its lse behind its
-// out.
-inline void merge_parts(uint32_t heads, uint32_t dim, uint32_t parts, const float* part_out,
-                        uint64_t stride, float* out, float* lse) {
-  const uint64_t lse_at = uint64_t{heads} * dim;
-  for (uint32_t head = 0; head < heads; ++head) {
-    float top = -INFINITY;
-    for (uint32_t p = 0; p < parts; ++p) {
-      const float l = part_out[p * stride + lse_at + head];
-      top = l > top ? l : top;
-    }
-    float* row = out + uint64_t{head} * dim;
-    std::memset(row, 0, dim * sizeof(float));
-    lse[head] = top;
-    if (top == -INFINITY) continue;
-    float total = 0;
-    for (uint32_t p = 0; p < parts; ++p) {
-      const float weight = std::exp(part_out[p * stride + lse_at + head] - top);
-      const float* from = part_out + p * stride + uint64_t{head} * dim;
-      total += weight;
-      for (uint32_t d = 0; d < dim; ++d) row[d] += weight * from[d];
-    }
-    const float inverse = 1.0f / total;
-    for (uint32_t d = 0; d < dim; ++d) row[d] *= inverse;
-    lse[head] = top + std::log(total);
-  }
 }
 
 }  // namespace scout

@@ -9,6 +9,7 @@
 #include <stdexcept>
 
 #include "row.h"
+#include "split.h"
 #include "test_points.h"
 
 namespace scout {
@@ -328,8 +329,8 @@ void Runtime::run_item(Thread& me, uint32_t slot, uint64_t seq, uint32_t layer, 
   if (row_parts > 1) {
     last = count_one(parts_done_[uint64_t{slot} * h.max_batch + row], tag) == row_parts;
     if (last) {
-      merge_parts(h.q_heads, h.head_dim, row_parts, partial(slot, row, 0), partial_floats_,
-                  me.result.data(), me.result.data() + ring_.q_floats());
+      merge_runs(h.q_heads, h.head_dim, row_parts, partial(slot, row, 0), partial_floats_,
+                 me.result.data(), me.result.data() + ring_.q_floats());
     }
   }
   // The slot is this record's until done is stored; the check stands for a producer that breaks

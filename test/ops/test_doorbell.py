@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from sglang_scout.core.split import Split
 from sglang_scout.ops import triton
 from sglang_scout.ops.attend import attend_reference
 from sglang_scout.ops.doorbell import DeviceRing
@@ -18,6 +19,7 @@ _native = pytest.importorskip("sglang_scout._native")
 from sglang_scout.worker.arena import Arena, ArenaSpec  # noqa: E402  (needs the native module)
 
 LAYERS, BATCH, K, HQ, D = 3, 4, 5, 4, 16
+SPLIT = Split(threads=6, most=3, least_pages=2)  # not all requests here in as many runs
 LONG_US = 60_000_000  # a worker that sleeps could not be woken by a kernel
 
 DEVICE = "cpu" if triton.interpreted() else "cuda"
@@ -70,7 +72,7 @@ def worker(arena):
         runtime.stop()
 
 
-def ring_of(arena, timeout_us=20_000_000, parts=1, **ranks):
+def ring_of(arena, timeout_us=20_000_000, parts=1, **more):
     return DeviceRing(
         arena.address,
         arena.layout(),
@@ -83,7 +85,7 @@ def ring_of(arena, timeout_us=20_000_000, parts=1, **ranks):
         timeout_us=timeout_us,
         device=DEVICE,
         num_nodes=arena.spec.num_nodes,
-        **ranks,
+        **more,
     )
 
 
@@ -112,7 +114,8 @@ def shared_bytes(arena):
 
 
 @TWO_KINDS
-def test_leaves_the_bytes_that_the_cpp_producer_leaves(arena):
+@pytest.mark.parametrize("parts", [2, 0])
+def test_leaves_the_bytes_that_the_cpp_producer_leaves(arena, parts):
     """But for the bell, which is the producer's futex."""
     requests = [
         (0, 7, request(1)),
@@ -121,13 +124,14 @@ def test_leaves_the_bytes_that_the_cpp_producer_leaves(arena):
         (1, 9, request(4)),
     ]
     producer = _native.RingProducer(arena.address, arena.nbytes)
+    producer.set_split(*SPLIT)
     epoch = producer.next_epoch()
     producer.set_life(epoch)
     for layer, step, request_ in requests:
         q, pages, n = (t.cpu() for t in request_)
         producer.post(
-            layer, step, len(q), q.data_ptr(), pages.data_ptr(), pages.shape[1], n.data_ptr(), 2,
-            q.nbytes,
+            layer, step, len(q), q.data_ptr(), pages.data_ptr(), pages.shape[1], n.data_ptr(),
+            parts, q.nbytes,
         )  # fmt: skip
     ring = arena.ring()
     assert int(ring.control["bell"]) == len(requests)
@@ -136,13 +140,15 @@ def test_leaves_the_bytes_that_the_cpp_producer_leaves(arena):
     ring.control["head"] = 0
     shared_bytes(arena)[1][:] = 0
 
-    device = ring_of(arena, parts=2)
+    device = ring_of(arena, parts=parts, split=SPLIT)
     device.set_life(epoch)
     for layer, step, (q, pages, n) in requests:
         device.begin_step(step)
         device.post(layer, q, pages, n)
     for got, want in zip(shared_bytes(arena), expected, strict=True):
         assert np.array_equal(got, want)
+    runs = {int(ring.record(slot)["parts"]) for slot in (0, 3, 4, 5)}
+    assert runs == {2} if parts else len(runs) > 1
     assert device.state.tolist() == [epoch, 9, len(requests), 0]
     assert device.errors() == []
 

@@ -13,6 +13,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from sglang_scout.core.split import Split
+
 _native = pytest.importorskip("sglang_scout._native", reason="the native module is not built")
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -256,6 +258,44 @@ def test_calls_from_several_threads_at_once():
     for caller in callers:
         caller.join(30)
     assert not wrong and not any(caller.is_alive() for caller in callers)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("rows", "threads"), [(1, 2), (1, 3), (2, 8), (3, 2), (3, 8)])
+def test_threads_share_a_sequence(dtype, rows, threads):
+    """Few sequences of many large pages, with holes in the lists and partial pages behind them."""
+    rng = torch.Generator().manual_seed(rows)
+    k, v = (torch.randn(12, 32, 8, 128, generator=rng).bfloat16().to(dtype) for _ in range(2))
+    q = torch.randn(rows, 16, 128, generator=rng)
+    pages = torch.randint(0, 12, (rows, 40), generator=rng, dtype=torch.int32)
+    pages[0, :9] = pages[0, 20:25] = -1
+    if rows > 1:
+        pages[1] = -1  # nothing but the partial page
+    last_page = torch.tensor([3, 4, -1][:rows], dtype=torch.int32)
+    last_len = torch.tensor([5, 32, 0][:rows], dtype=torch.int32)
+    alone = run_attend(q, k, v, pages, last_page, last_len)
+    shared = run_attend(q, k, v, pages, last_page, last_len, threads=threads)
+    again = run_attend(q, k, v, pages, last_page, last_len, threads=threads)
+    for b in range(rows):
+        tail = (int(last_page[b]), int(last_len[b]))
+        expected = plain_attend(q[b], k, v, pages[b].tolist(), *tail)
+        for got, want in zip(shared, expected, strict=True):
+            torch.testing.assert_close(got[b].double(), want, atol=TOLERANCE, rtol=TOLERANCE)
+    assert all(torch.equal(a, b) for a, b in zip(shared, again, strict=True))
+    counts = (pages >= 0).sum(1)
+    runs = Split(threads, 16, least_pages=2 if dtype == torch.bfloat16 else 1).runs(
+        int(counts.sum()), int(counts.max())
+    )
+    assert torch.equal(shared[0], alone[0]) == (runs == 1)  # split: sums in another order
+
+
+def test_a_nan_in_one_run_is_not_lost():
+    k = torch.zeros(8, 32, 8, 128)
+    k[5, 3, 2, 7] = math.nan
+    q, pages = torch.ones(1, 8, 128), torch.arange(8, dtype=torch.int32)[None]
+    out, lse = run_attend(q, k, k.nan_to_num(), pages, threads=4)
+    assert out[0, 2].isnan().all() and lse[0, 2].isnan()
+    assert not out[0, :2].isnan().any() and not lse[0, 3:].isnan().any()
 
 
 FORK = """

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sglang_scout import _native
+from sglang_scout.core.split import Split
 from sglang_scout.worker.ring import LAYOUT_VERSION
 from sglang_scout.worker.settings import MAX_THREADS_PER_GROUP
 from sglang_scout.worker.spec import MAX_NODES
@@ -56,6 +57,47 @@ def test_caller_computes_bitwise_the_same(make_arena, make_ring, make_request, p
     by_caller = ring.wait(ring.post(1, 1, *request), 1, 1, 4)
     assert by_worker[2] == 0 and by_caller[2] > 0
     assert (by_worker[0] == by_caller[0]).all() and (by_worker[1] == by_caller[1]).all()
+
+
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    counts=st.lists(st.integers(0, 8), min_size=1, max_size=4).filter(any),
+    split=st.builds(Split, st.integers(1, 12), st.integers(1, 4), st.integers(1, 5)),
+)
+def test_the_producer_splits_by_the_rule(posted_parts, counts, split):
+    assert posted_parts(counts, split) == split.runs(sum(counts), max(counts))
+
+
+@pytest.fixture
+def posted_parts(make_arena, make_ring, make_request):
+    """How many runs a record of rows with so many pages says, which the worker then serves."""
+    arena = make_arena()
+    ring = make_ring(arena, threads=2, parts=4)
+    ring.live()
+    step = 0
+
+    def parts_of(counts, split):
+        nonlocal step
+        step += 1
+        q, pages, n_pages = make_request(arena.spec, len(counts), step, full=True)
+        n_pages[:] = counts
+        ring.producer.set_split(*split)
+        ring.parts = 0
+        ticket = ring.post(0, step, q, pages, n_pages)
+        parts = int(arena.ring().record(step % 2 * arena.spec.num_layers)["parts"])
+        assert ring.wait(ticket, 0, step, len(counts))[2] == 0
+        return parts
+
+    return parts_of
+
+
+@pytest.mark.parametrize("split", [(0, 1, 1), (1, 0, 1), (1, 17, 1), (1, 1, 0)])
+def test_an_impossible_split_is_refused(make_arena, split):
+    arena = make_arena()
+    with pytest.raises(ValueError, match="split of"):
+        _native.RingProducer(arena.address, arena.nbytes).set_split(*split)
 
 
 def test_two_layers_in_flight_and_arguments_reused(make_arena, make_ring, make_request, oracle):

@@ -107,7 +107,7 @@ class OffloadConfig:
     """Who decides within a step: the host (``engine/step.py``), or nobody (``engine/device_step.py``)."""
     worker_spin_us: int | None = None
     """None: 50, or a whole step's time where records come from a device."""
-    worker_threads_per_group: int = 1
+    worker_threads_per_group: int = 0
     """Threads that share one sequence; 0: as many as there are CPUs for each row of the batch."""
     worker_ready_timeout_s: float = 60.0
     worker_heartbeat_timeout_s: float = 0.8

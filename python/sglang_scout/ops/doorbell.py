@@ -10,10 +10,14 @@ from typing import Any
 
 import torch
 
+from sglang_scout.core.split import Split
+
 from . import triton
 from .shapes import Shapes
 
 ERRORS = {1: "no answer in time", 2: "the worker refused a record", 4: "a slot was not answered"}
+
+ONE_THREAD = Split()
 
 
 def texts(bits: int) -> list[str]:
@@ -31,7 +35,8 @@ class DeviceRing:
         address: of the ring as the device sees it (its own, if the memory is registered as mapped).
         layout: offsets and strides in bytes, the fields of `worker.ring.Layout`.
         num_layers, max_batch, max_pages, num_q_heads, head_dim: as in the ring's header.
-        parts: runs of pages that each row is split into, as the worker's threads per group.
+        parts: runs of pages that each row is split into, as the worker's threads per group; 0: as
+            ``split`` says, which is that of the worker.
         num_nodes: as in the ring's header.
         timeout_us: how long a merge waits for the worker.
         device: where the state lives.
@@ -59,17 +64,19 @@ class DeviceRing:
         parts: int,
         timeout_us: int,
         device: torch.device | str,
+        split: Split = ONE_THREAD,
         num_nodes: int = 1,
         faults: torch.Tensor | None = None,
         rank: int = 0,
     ) -> None:
         if timeout_us <= 0:
             raise ValueError(f"timeout_us is {timeout_us}; a wait must end, give 1 or more")
-        if parts < 1:
-            raise ValueError(f"parts is {parts}, expected 1 or more")
+        if parts < 0:
+            raise ValueError(f"parts is {parts}, expected 0 or more")
         self.address, self.layout = address, layout
         self.num_layers, self.max_batch, self.max_pages = num_layers, max_batch, max_pages
-        self.parts, self.num_nodes, self.timeout_us = parts, num_nodes, timeout_us
+        self.parts, self.split = parts, split
+        self.num_nodes, self.timeout_us = num_nodes, timeout_us
         self._sizes = {"Q": num_q_heads, "D": head_dim}
         self.state = torch.zeros(4, dtype=torch.int64, device=device)
         self.open_seq = torch.zeros(2 * num_layers, dtype=torch.int64, device=device)

@@ -144,6 +144,7 @@ def make_device_engine(
         num_q_heads=spec.num_q_heads,
         head_dim=spec.head_dim,
         parts=worker.parts,
+        split=worker.split,
         timeout_us=int(timeout_s * 1e6),
         device=runner.device,
         num_nodes=spec.num_nodes,

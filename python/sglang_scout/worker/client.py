@@ -15,6 +15,7 @@ import numpy as np
 
 from sglang_scout import _native
 from sglang_scout.core.errors import WorkerError
+from sglang_scout.core.split import Split
 from sglang_scout.worker.arena import Arena
 from sglang_scout.worker.ring import EVENT_DTYPE
 from sglang_scout.worker.settings import WorkerConfig, WorkerStatus, check_cpus, check_nodes
@@ -22,7 +23,7 @@ from sglang_scout.worker.supervisor import Supervisor
 
 __all__ = ["Reply", "ThreadEvents", "Ticket", "WorkerClient", "WorkerConfig", "WorkerStatus"]
 
-_AUTO_THREADS_PER_GROUP = 8
+_MOST_THREADS_PER_GROUP = 8  # where their number is not fixed
 _F32 = np.dtype(np.float32)
 _I32 = np.dtype(np.int32)
 _I64 = np.dtype(np.int64)
@@ -90,14 +91,15 @@ class WorkerClient:
         self._mapping = arena.k_pages(0)  # keeps the mapping alive as long as this object
         self._cpu_nodes = check_nodes(nodes, self._cpus, self._spec.num_nodes)
         per_node = [self._cpu_nodes.count(node) for node in range(self._spec.num_nodes)]
-        self._node_cpus = max(1, min(per_node))
-        self._max_parts = self._config.threads_per_group or min(
-            self._node_cpus, _AUTO_THREADS_PER_GROUP
-        )
+        node_cpus = max(1, min(per_node))
+        most = self._config.threads_per_group or min(node_cpus, _MOST_THREADS_PER_GROUP)
+        least_pages = _native.least_run_pages(self._spec.read_bytes) * self._spec.num_nodes
+        self._split = Split(node_cpus, most, least_pages)
         self._timeout_us = int(self._config.wait_timeout_s * 1e6)
         self._q_shape = (self._spec.num_q_heads, self._spec.head_dim)
         self._q_row_bytes = 4 * self._spec.num_q_heads * self._spec.head_dim
         self._producer = _native.RingProducer(arena.address, arena.nbytes)
+        self._producer.set_split(*self._split)
         self._attendant: _native.RingAttendant | None = None
         self._own_epoch = 0
         self._next_event = [0] * len(self._cpus)
@@ -107,7 +109,7 @@ class WorkerClient:
             arena,
             self._cpus,
             self._cpu_nodes,
-            self._max_parts,
+            most,
             self._config,
             log or logging.getLogger(__name__),
         )
@@ -162,8 +164,13 @@ class WorkerClient:
 
     @property
     def parts(self) -> int:
-        """Runs of pages that a sequence is split into, one for each thread that works on it."""
-        return self._max_parts
+        """Runs of pages that every sequence is split into; 0: as many as ``split`` says."""
+        return self._config.threads_per_group
+
+    @property
+    def split(self) -> Split:
+        """The rule for the number of runs where it is not fixed."""
+        return self._split
 
     def set_final(self, pages: np.ndarray, final: bool) -> None:
         """Says that pages are full and stay as they are, or (``final`` false) that this is over.
@@ -208,9 +215,6 @@ class WorkerClient:
         _check("post", "n_pages", n_pages, _I32, (rows,))
         if layer < 0 or step < 0:
             raise ValueError(f"post: layer {layer} or step {step} is negative")
-        parts = self._max_parts
-        if self._config.threads_per_group == 0:
-            parts = min(parts, max(1, self._node_cpus // max(rows, 1)))
         number = self._producer.post(
             layer,
             step,
@@ -219,7 +223,7 @@ class WorkerClient:
             _address(pages),
             pages.shape[1],
             _address(n_pages),
-            parts,
+            self._config.threads_per_group,
             rows * self._q_row_bytes,
         )
         return Ticket(layer, step, rows, number)

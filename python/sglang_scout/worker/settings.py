@@ -27,9 +27,9 @@ class WorkerConfig:
         max_start_failures: lives in a row that never became ready before the state is "failed".
         stop_timeout_s: how long stop() lets the worker exit by itself.
         spin_us: how long a thread polls after its last work before it sleeps.
-        threads_per_group: threads that share one sequence, its pages split evenly; 0: CPUs / rows,
-            at most 8. With several nodes: threads and CPUs of each node. The same split is used when
-            the caller computes, so results stay equal.
+        threads_per_group: threads that share one sequence, its pages split evenly; 0: as many as keep
+            all CPUs busy, up to 8, see :class:`Split`. With several nodes: of each node. The same split
+            is used when the caller computes, so results stay equal.
         populate: the worker takes and maps all of the arena's memory behind its work, instead of
             page by page when they are first needed.
 
@@ -47,7 +47,7 @@ class WorkerConfig:
     max_start_failures: int = 8
     stop_timeout_s: float = 1.0
     spin_us: int = 50
-    threads_per_group: int = 1
+    threads_per_group: int = 0
     populate: bool = False
 
     def __post_init__(self) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sglang_scout.core.errors import ArenaError
-from sglang_scout.core.page_bytes import CPU_PAGES, copies_bytes
+from sglang_scout.core.page_bytes import CPU_PAGES, copies_bytes, copy_bytes
 
 KV_DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
 MAX_NODES = 16  # kMaxNodes in ring.h
@@ -95,6 +95,13 @@ class ArenaSpec:
     def page_bytes(self) -> int:
         """Bytes of K (or of V) of one page of one layer."""
         return self.page_size * self.num_kv_heads * self.head_dim * self.storage_dtype.itemsize
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes that the worker reads of one page of one layer, K and V."""
+        if self.cpu_pages == "int8":
+            return copy_bytes(self.page_size, self.num_kv_heads, self.head_dim)
+        return 2 * self.page_bytes
 
     @property
     def stripe_pages(self) -> int:

@@ -126,6 +126,9 @@ def post_kernel(
     layer,
     rows,
     parts,
+    threads,
+    most,
+    least_pages,
     nodes,
     k,
     max_pages,
@@ -148,7 +151,8 @@ def post_kernel(
     epoch = tl.load(state + EPOCH)
     slot = (step & 1) * L + layer
     row = tl.arange(0, BLOCK_B)
-    total = tl.sum(tl.load(n_pages + row, mask=row < rows, other=0), axis=0)
+    counts = tl.load(n_pages + row, mask=row < rows, other=0)
+    total = tl.sum(counts, axis=0)
     blocked = tl.load(open_seq + slot) != 0
     wanted = (epoch != 0) & (total > 0)
     post = tl.load(state + POSTS) + 1
@@ -174,11 +178,14 @@ def post_kernel(
     if tl.atomic_add(arrivals, 1, sem="acq_rel", scope="sys") == rows - 1:
         tl.store(arrivals, 0)
         if wanted & (blocked == 0):
+            # As `core.split.Split.runs`.
+            share = tl.maximum(tl.cdiv(total, threads), least_pages)
+            runs = tl.minimum(tl.maximum(tl.max(counts, axis=0) // share, 1), most)
             seq = (epoch << 40) | post
             tl.store(at_word(record), seq)
             tl.store(at_half(record + 8), layer)
             tl.store(at_half(record + 12), rows)
-            tl.store(at_half(record + 16), parts)
+            tl.store(at_half(record + 16), tl.where(parts > 0, parts, runs))
             tl.store(at_word(record + 24), step)
             for node in range(0, nodes):
                 tl.store(claim + node, post << 24)
@@ -301,6 +308,7 @@ def post(ring, layer: int, q: torch.Tensor, pages: torch.Tensor, n_pages: torch.
         layer,
         B,
         ring.parts,
+        *ring.split,
         ring.num_nodes,
         k,
         ring.max_pages,

@@ -1,0 +1,29 @@
+// Attention of a batch by the threads of this process, not by the worker.
+#pragma once
+
+#include <cstdint>
+
+#include "scout/attend.h"
+
+namespace scout {
+
+// `batch` sequences of attend_sequence, contiguous: q and out [batch, H*G, D], lse [batch, H*G],
+// pages [batch, columns]; last_page and last_len [batch], or both nullptr.
+struct AttendBatch {
+  const float* q;
+  const int32_t* pages;
+  int32_t batch;
+  int32_t columns;
+  const int32_t* last_page;
+  const int32_t* last_len;
+  float* out;
+  float* lse;
+};
+
+// Where there are fewer sequences than threads, or one is much longer than the others, several
+// threads share a sequence; so the number of threads decides the order of sums. Page ids and
+// lengths have been checked.
+void attend_batch(const KvPages& kv, const AttendParams& params, const AttendBatch& of,
+                  int threads);
+
+}  // namespace scout
