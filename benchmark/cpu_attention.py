@@ -15,7 +15,7 @@ All pages come from one pool much larger than the caches, in shuffled order; a p
 others. Samples are taken in turns, so that a slow moment hits all alike. An implementation is measured only
 after its output has been compared with the reference on the same inputs.
 
-Fields beside those of rows.py:
+Fields beside those of rows.py; null in rows that are not "ok", where they do not apply:
     models, batch, pages, page_size, H, G, D, threads, backing ("thp" or "4k")
     gb_per_s                  bytes of K and V (and their scales) that a call reads / median time; GB = 1e9
     read_gb_per_s             the larger medians of read and read-sequential, same shape and threads
@@ -51,6 +51,7 @@ from rows import ROOT, Writer, cache_bytes, environment
 from sampling import Benchmark, one_line
 
 MEMORY_CAP_BYTES = 8 << 30
+NOT_MEASURED = ("threads", "batch", "pages", "H", "G", "D", "gb_per_s", "read_gb_per_s", "samples_us")
 
 
 def _default_threads(cpus: int) -> list[int]:
@@ -186,7 +187,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     shared = environment("cpu_attention", ("sglang-scout", "torch", "numpy"))
     shared["native_best_isa"] = impls.isas()[0]
-    writer = Writer(args.json, shared)
+    writer = Writer(args.json, shared | dict.fromkeys(NOT_MEASURED))
     try:
         run(plan, threads, writer, cpus, set(filter(None, args.without.split(","))))
     except ReadLoopError as error:

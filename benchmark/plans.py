@@ -50,8 +50,8 @@ QUICK = Plan(
     sizes=((1, 8), (16, 64)),
     sizes_4k=(),
     pool_bytes=1 << 29,
-    budget_s=26.0,
-    max_call_s=0.4,
+    budget_s=30.0,
+    max_call_s=1.0,
     all_isas=False,
 )
 SMOKE = Plan(

@@ -66,7 +66,7 @@ def family(impl: str, best_isa: str) -> str | None:
 def plot_attention(rows: list[Row], out: Path) -> None:
     """Bars of all cores on huge pages, best instruction set."""
     best_isa = rows[0]["native_best_isa"]
-    sized = [r for r in rows if "batch" in r]
+    sized = [r for r in rows if r.get("batch")]
     backing = "thp" if any(r["backing"] == "thp" for r in sized) else sized[0]["backing"]
     sized = [r for r in sized if r["backing"] == backing]
     threads = max(r["threads"] for r in sized if r["threads"])
