@@ -2,19 +2,20 @@
 # Packs what a CUDA machine without a network needs for scripts/gpu_check.sh beside its own Python, torch 2.11
 # and Triton 3.6: this working tree, and wheels of the packages that such an image tends to lack.
 #
-#   scripts/gpu_bundle.sh OUTDIR            on a machine with a network; OUTDIR must be empty or new
-#   scripts/gpu_bundle.sh --server OUTDIR   with SGLang as well (scripts/gpu_site.py), for its step "server"
-#   bash OUTDIR/run.sh RESULTS              there: unpacks, builds the native module if it can, runs gpu_check.sh
+#   scripts/gpu_bundle.sh OUTDIR             on a machine with a network; OUTDIR must be empty or new
+#   scripts/gpu_bundle.sh --kernels OUTDIR   without SGLang (scripts/gpu_site.py), so without the step "server"
+#   bash OUTDIR/run.sh RESULTS               there: unpacks, builds the native module if it can, runs gpu_check.sh
 #
 # run.sh leaves in RESULTS the rows (*.jsonl) and, in one archive, all else: the test report, what the kernels
 # compiled to, the logs. Eight files or fewer.
 # Variables: PYTHON (here, with pip; python3), TARGET (the Python version there; 3.12), PLATFORM
-# (manylinux_2_17_x86_64). The whole must stay below 60 MiB, or this fails. --server needs scripts/setup.sh.
+# (manylinux_2_17_x86_64). The whole must stay below 60 MiB, or this fails. SGLang comes from the .venv of
+# scripts/setup.sh.
 set -euo pipefail
 
-SERVER=0
-[ "${1:-}" != --server ] || { SERVER=1; shift; }
-[ $# = 1 ] || { sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' "$0"; exit 64; }
+SERVER=1
+[ "${1:-}" != --kernels ] || { SERVER=0; shift; }
+[ $# = 1 ] && [ "${1#-}" = "$1" ] || { sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' "$0"; exit 64; }
 PYTHON="${PYTHON:-python3}" TARGET="${TARGET:-3.12}" PLATFORM="${PLATFORM:-manylinux_2_17_x86_64}"
 LIMIT_MIB=60
 # Read by the tests and benchmarks of the kernels; torch brings numpy and Triton.
@@ -29,7 +30,7 @@ OUT="$(cd "$1" && pwd)"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 if [ "$SERVER" = 1 ]; then
-    [ -x .venv/bin/python ] || die "--server packs what .venv has; run scripts/setup.sh first"
+    [ -x .venv/bin/python ] || die "SGLang is packed from .venv: run scripts/setup.sh first, or leave it out with --kernels"
     .venv/bin/python scripts/gpu_site.py "$OUT/site.tar.xz" --target "$TARGET"
 fi
 mkdir "$OUT/wheels"

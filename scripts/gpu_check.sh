@@ -56,10 +56,10 @@ left() { echo $((LIMIT_S - SECONDS)); }
 
 # step NAME SECONDS COMMAND...: runs it within that time and what is left, keeps its log, writes a row.
 step() {
-    local name="$1" limit_s="$2" status=0 begin_s=$SECONDS
+    local name="$1" limit_s="$2" status=0 begin_s=$SECONDS cut=0
     shift 2
-    [ -z "${ONLY:-}" ] || case " $ONLY " in *" $name "*) ;; *) return ;; esac
-    [ "$limit_s" -le "$(left)" ] || limit_s="$(left)"
+    [ -z "${ONLY:-}" ] || case " $ONLY " in *" $name "*) ;; *) return 0 ;; esac
+    [ "$limit_s" -le "$(left)" ] || { limit_s="$(left)"; cut=1; }
     if [ "$limit_s" -lt 10 ]; then
         echo "gpu_check: $name: no time left"
         printf '{"step": "%s", "skipped": "no time left"}\n' "$name" >>"$OUT/gpu_check.jsonl"
@@ -68,6 +68,11 @@ step() {
     echo "gpu_check: $name"
     timeout "$limit_s" "$@" >"$OUT/$name.log" 2>&1 || status=$?
     tail -n 25 "$OUT/$name.log" | sed 's/^/    /'
+    if [ "$status" = 124 ] && [ "$cut" = 1 ]; then # what it wrote until then stays
+        echo "gpu_check: $name: no time left after $limit_s s; run it alone with ONLY=$name"
+        printf '{"step": "%s", "skipped": "no time left", "seconds": %d}\n' "$name" "$limit_s" >>"$OUT/gpu_check.jsonl"
+        return
+    fi
     [ "$status" = 0 ] || { FAILED=1; echo "gpu_check: $name FAILED with status $status"; }
     printf '{"step": "%s", "exit_status": %d, "seconds": %d, "limit_s": %d}\n' \
         "$name" "$status" $((SECONDS - begin_s)) "$limit_s" >>"$OUT/gpu_check.jsonl"
@@ -88,6 +93,7 @@ HAS_SGLANG=0
     HAS_SGLANG=1
 
 step small-sizes 120 "$PYTHON" benchmark/gpu_kernels.py --check-only
+step benchmark 90 "$PYTHON" benchmark/gpu_kernels.py --out "$OUT/gpu_kernels.jsonl"
 if [ "$HAS_NATIVE" = 1 ]; then step decode-check 120 "$PYTHON" benchmark/gpu_decode.py --check-only
 else without_native decode-check; fi
 if [ "$HAS_NATIVE$HAS_SGLANG" = 11 ]; then
@@ -99,7 +105,6 @@ else
 fi
 step tests 200 "$PYTHON" -m pytest -q -p no:cacheprovider "${PARALLEL[@]}" test/ops -k "triton or doorbell" \
     --deselect test/ops/test_triton_compile.py --junitxml "$OUT/ops.xml"
-step benchmark 90 "$PYTHON" benchmark/gpu_kernels.py --out "$OUT/gpu_kernels.jsonl"
 if [ "$HAS_NATIVE" = 1 ]; then
     step ring 60 "$PYTHON" benchmark/gpu_ring.py --out "$OUT/gpu_ring.jsonl"
     # shellcheck disable=SC2086  # options, split on purpose
@@ -120,7 +125,9 @@ if [ -n "$SANITIZER" ]; then
     done
 else
     echo "gpu_check: compute-sanitizer is not installed, skipped"
-    echo '{"step": "memcheck", "skipped": "compute-sanitizer is not installed"}' >>"$OUT/gpu_check.jsonl"
+    for tool in memcheck racecheck; do
+        printf '{"step": "%s", "skipped": "compute-sanitizer is not installed"}\n' "$tool" >>"$OUT/gpu_check.jsonl"
+    done
 fi
 step resources 120 "$PYTHON" scripts/compile_kernels.py --json "$OUT/kernels.json"
 

@@ -1,5 +1,6 @@
 """What of the GPU kit runs without a device: the checks in the interpreter, and the refusal."""
 
+import json
 import os
 import subprocess
 import sys
@@ -66,3 +67,33 @@ def test_gpu_check_without_a_folder_explains_itself():
     done = run(ROOT / "scripts" / "gpu_check.sh")
     assert done.returncode == 64
     assert "scripts/gpu_check.sh OUTDIR" in done.stdout
+
+
+def test_gpu_check_says_what_there_was_no_time_for(tmp_path):
+    """A step that ends with the time has not failed, and the later ones have rows too."""
+    python = tmp_path / "python"
+    # "-": the look for a device; "-c": what is installed; anything else is a step.
+    python.write_text(
+        '#!/bin/sh\ncase "$1" in -) cat >/dev/null ;; -c) ;; *) exec sleep 60 ;; esac\n'
+    )
+    python.chmod(0o755)
+    done = run(
+        ROOT / "scripts" / "gpu_check.sh", tmp_path / "out", PYTHON=python, SECONDS_LIMIT="11"
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = (tmp_path / "out" / "gpu_check.jsonl").read_text().splitlines()
+    steps = {row["step"]: row for row in map(json.loads, lines)}
+    assert steps["small-sizes"]["seconds"] >= 10
+    assert {"server", "tests", "benchmark", "decode", "rivals"} <= set(steps)
+    assert {row["skipped"] for step, row in steps.items() if "check" not in step} == {
+        "no time left"
+    }
+
+
+def test_gpu_check_fails_with_a_step_that_fails(tmp_path):
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\ncase "$1" in -) cat >/dev/null ;; -c) ;; *) exit 3 ;; esac\n')
+    python.chmod(0o755)
+    check = ROOT / "scripts" / "gpu_check.sh"
+    done = run(check, tmp_path / "out", PYTHON=python, ONLY="server ring")
+    assert done.returncode == 1 and "server FAILED with status 3" in done.stdout
