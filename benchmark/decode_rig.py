@@ -157,7 +157,7 @@ class Store:
         self.ring = DeviceRing(
             self.arena.address, self.arena.layout(), num_layers=size.layers, max_batch=batch,
             max_pages=budget_pages, num_q_heads=size.q_heads, head_dim=size.head_dim,
-            parts=self.worker.parts, timeout_us=10_000_000, device=device,
+            parts=self.worker.parts, split=self.worker.split, timeout_us=10_000_000, device=device,
         )  # fmt: skip
         self.steps = 0  # over all engines: a ring's steps count up
 

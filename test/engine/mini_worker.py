@@ -206,24 +206,34 @@ class MiniWorker:
         self.check_digests()
         self.hidden = self.hidden + self.drift * self._randn(*self.hidden.shape)
         self.queries, self.outputs = [], []
+        new = [self._new_kv(rows + extra_rows) for _ in range(self.shape.num_layers)]
         with within or contextlib.nullcontext():
-            for layer in range(self.shape.num_layers):
-                self._layer(layer, rows + extra_rows)
+            self._layers(self.hidden[:, : rows + extra_rows], new)
         self.engine.layer_output()
+        for layer, (k, _) in enumerate(new):
+            self._check_appended(layer, k)
         return self.outputs
 
-    def _layer(self, layer: int, rows: int) -> None:
-        x = self.hidden[layer, :rows]
-        self.engine.layer_input(layer, x, torch.zeros(rows, dtype=torch.int64))
+    def _new_kv(self, rows: int) -> list[torch.Tensor]:
+        """K and V of the step's tokens in one layer, ones in the rows without a request."""
+        count = len(self.requests)
+        half = [self._heads(count) for _ in range(2)]
+        return [torch.cat([x, torch.ones(rows - count, *x.shape[1:])]) for x in half]
+
+    def _layers(self, hidden: torch.Tensor, new: list[list[torch.Tensor]]) -> None:
+        for layer, (k, v) in enumerate(new):
+            q, out = self._layer(layer, hidden[layer], k, v)
+            self.queries.append(q)
+            self.outputs.append(out)
+
+    def _layer(
+        self, layer: int, x: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.engine.layer_input(layer, x, torch.zeros(len(x), dtype=torch.int64))
         q = self._projector(layer)(x, None)
-        k, v = self._heads(len(self.requests)), self._heads(len(self.requests))
-        extra = torch.ones(rows - len(k), *k.shape[1:])
-        self.queries.append(q)
-        self.outputs.append(
-            self.engine.attend(
-                layer, q.to(self.shape.dtype), torch.cat([k, extra]), torch.cat([v, extra])
-            )
-        )
+        return q, self.engine.attend(layer, q.to(self.shape.dtype), k, v)
+
+    def _check_appended(self, layer: int, k: torch.Tensor) -> None:
         for row, request in enumerate(self.requests):
             page, offset = divmod(request.length - 1, SIZE)
             stored = self.host.k[layer][request.pages[page], offset]

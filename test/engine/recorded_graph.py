@@ -1,0 +1,92 @@
+"""A CUDA graph on CPU tensors: what was launched while it was captured, with the arguments of then.
+
+Replaying does to the same memory what was recorded, and runs no Python of the engine. So a step that only
+works because something of the host is looked at anew, or because a tensor is another one in every step,
+gives other results here as it would on a device. And what a capture does not allow is refused: reading a
+value from the device, or an operation whose result has a size that depends on values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from unittest import mock
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+from triton.runtime import interpreter
+
+from sglang_scout.core.registry import Op
+
+_WAITS = (
+    torch.ops.aten._local_scalar_dense,
+    torch.ops.aten.nonzero,
+    torch.ops.aten.masked_select,
+    torch.ops.aten.equal,
+    torch.ops.aten._unique2,
+    torch.ops.aten.is_nonzero,
+)
+
+
+class RecordedGraph(TorchDispatchMode):
+    """``with graph.capture(): ...`` runs and records; ``graph.replay()`` does it again."""
+
+    def __init__(self):
+        super().__init__()
+        self._calls = []
+
+    def __len__(self):
+        return len(self._calls)
+
+    @contextlib.contextmanager
+    def capture(self):
+        call_op, launch = Op.__call__, interpreter.GridExecutor.__call__
+
+        def op(op, *args, **kwargs):
+            return self._do(lambda: call_op(op, *args, **kwargs))
+
+        def kernel(executor, *args, **kwargs):
+            return self._do(lambda: launch(executor, *args, **kwargs))
+
+        self._nested = False
+        with (
+            mock.patch.object(Op, "__call__", op),
+            mock.patch.object(interpreter.GridExecutor, "__call__", kernel),
+            self,
+        ):
+            yield
+
+    def replay(self):
+        for call, kept in self._calls:
+            for old, new in zip(kept, _tensors(call()), strict=True):
+                # The same memory if the call wrote into an argument and returned it.
+                if old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+    def _do(self, call):
+        """An op or a kernel as a whole: what it is made of is not recorded."""
+        if self._nested:
+            return call()
+        self._nested = True
+        try:
+            with _disable_current_modes():
+                result = call()
+        finally:
+            self._nested = False
+        self._calls.append((call, _tensors(result)))
+        return result
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func.overloadpacket in _WAITS:
+            raise RuntimeError(f"captured: {func} waits for the device")
+        result = func(*args, **kwargs)
+        returns = func._schema.returns
+        is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+        if not is_view:  # a view of memory that stays needs no second look
+            self._calls.append((lambda: func(*args, **kwargs), _tensors(result)))
+        return result
+
+
+def _tensors(result):
+    return [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]

@@ -1,0 +1,112 @@
+"""The step of a CUDA device as a graph: recorded once, replayed ever after, equal to the eager one.
+
+The graph is `RecordedGraph`, which knows what CUDA's allows and forbids but not its streams.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+from sglang_scout.ops import triton
+
+pytest.importorskip("sglang_scout._native")
+if not triton.interpreted():
+    pytest.skip("needs Triton's interpreter: the arena is not registered", allow_module_level=True)
+
+from device_worker import DeviceWorker  # noqa: E402  (needs the native module)
+from mini_worker import HIDDEN  # noqa: E402
+from recorded_graph import RecordedGraph  # noqa: E402
+
+ROWS, STEPS = 3, 14
+
+
+class GraphWorker(DeviceWorker):
+    """As :class:`DeviceWorker`, with the layers of all steps replayed, late ones by a graph of their own."""
+
+    def __init__(self, **kwargs):
+        super().__init__(max_batch=ROWS, verify=False, **kwargs)
+        shape = self.shape
+        self.static_hidden = torch.randn(shape.num_layers, ROWS, HIDDEN)
+        self.static_new = [[torch.randn(ROWS, shape.num_kv_heads, shape.head_dim)
+                            for _ in range(2)] for _ in range(shape.num_layers)]  # fmt: skip
+        self.engine.begin_capture()
+        self.graphs = {False: self.capture()}
+        if self.engine.has_late_steps:
+            with self.engine.captured_late():
+                self.graphs[True] = self.capture()
+
+    def capture(self):
+        """The graph, and where it leaves queries and outputs of all layers."""
+        for graph in (RecordedGraph(), RecordedGraph()):  # the first is the warm-up
+            with graph.capture():
+                found = [self._layer(layer, self.static_hidden[layer], k, v)
+                         for layer, (k, v) in enumerate(self.static_new)]  # fmt: skip
+        return graph, found
+
+    def _layers(self, hidden, new):
+        self.static_hidden.copy_(hidden)
+        for static, now in zip(self.static_new, new, strict=True):
+            for old, x in zip(static, now, strict=True):
+                old.copy_(x)
+        graph, found = self.graphs[self.engine.is_late]
+        graph.replay()
+        for q, out in found:
+            self.queries.append(q.clone())
+            self.outputs.append(out.clone())
+
+
+@pytest.fixture
+def twins():
+    """Two workers of one seed: eager steps, and replayed ones."""
+    made = []
+
+    def build(**kwargs):
+        made.append(DeviceWorker(max_batch=ROWS, verify=False, **kwargs))
+        made.append(GraphWorker(**kwargs))
+        return made
+
+    yield build
+    for worker in made:
+        worker.close()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        '{"recall": "fixed"}',
+        '{"recall": "adaptive", "predictor": "extrapolate"}',
+        '{"digest": "signs", "exact_layers": [1], "resident_bonus": 1.0}',
+        '{"attend": "selected"}',
+        '{"precompute": false, "recall": "off"}',
+        '{"cpu_pages": "int8"}',
+    ],
+)
+def test_replayed_steps_equal_eager_ones(twins, config):
+    eager, replayed = both = twins(budget_tokens=128, pages=60, layers=3, config=config)
+    rng = np.random.default_rng(7)
+    late = 0
+    for _ in range(STEPS):
+        joins = len(eager.requests) < ROWS and (not eager.requests or rng.random() < 0.4)
+        length = int(rng.integers(1, 500))
+        leaves = int(rng.integers(ROWS)) if rng.random() < 0.2 else -1
+        for worker in both:
+            if joins:
+                worker.admit(length)
+            worker.step(extra_rows=ROWS - len(worker.requests))
+            if 0 <= leaves < len(worker.requests) - 1:
+                worker.finish(worker.requests[leaves])
+        assert eager.engine.is_late == replayed.engine.is_late
+        late += replayed.engine.is_late
+        for a, b in zip(eager.outputs, replayed.outputs, strict=True):
+            assert torch.equal(a, b)
+    for one, other in zip(eager.requests, replayed.requests, strict=True):
+        assert one == other
+        for half in ("k", "v"):
+            for a, b in zip(getattr(eager.host, half), getattr(replayed.host, half), strict=True):
+                a, b = (x[one.pages].flatten(0, 1)[: one.length] for x in (a, b))
+                assert torch.equal(a, b)
+    counts = [(c.cpu_pages, c.selected_pages, c.recalled_pages) for c in
+              (worker.engine.counters for worker in both)]  # fmt: skip
+    assert counts[0] == counts[1] and counts[0][0] > 0
+    assert 0 < late < STEPS or not replayed.engine.has_late_steps
+    assert replayed.ring.errors() == []
