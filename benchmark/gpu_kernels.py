@@ -322,7 +322,7 @@ def appended(pools: Pools, B: int) -> Case:
 
 
 def merged(pools: Pools, B: int) -> Case:
-    parts = [pools.random(B, HQ, D), pools.random(B, HQ)] * 2
+    parts = [pools.random(*size) for size in ((B, HQ, D), (B, HQ)) * 2]
     return Case(
         "merge_states",
         {"B": B},

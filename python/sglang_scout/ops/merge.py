@@ -8,7 +8,11 @@ from ..core.registry import Op, Tolerance
 from . import triton
 from .shapes import Shapes
 
-TOLERANCES = {"float32": Tolerance(1e-6, 1e-6, "a few fp32 roundings: one sigmoid, one sum")}
+TOLERANCES = {
+    "float32": Tolerance(
+        2e-6, 2e-6, "one sigmoid, whose exp and division a device approximates, and one sum"
+    )
+}
 
 
 def merge_reference(

@@ -128,4 +128,5 @@ def _near_cpus(runner: Any) -> set[int]:
     gpu = torch.cuda.get_device_properties(runner.gpu_id)
     address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
     near = Path("/sys/bus/pci/devices") / address / "local_cpulist"
-    return set(parse_cpu_list(near.read_text(), set(range(1 << 16)))) if near.exists() else set()
+    text = near.read_text().strip() if near.exists() else ""
+    return set(parse_cpu_list(text, set(range(1 << 16)))) if text else set()
