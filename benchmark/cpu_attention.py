@@ -51,7 +51,17 @@ from rows import ROOT, Writer, cache_bytes, environment
 from sampling import Benchmark, one_line
 
 MEMORY_CAP_BYTES = 8 << 30
-NOT_MEASURED = ("threads", "batch", "pages", "H", "G", "D", "gb_per_s", "read_gb_per_s", "samples_us")
+NOT_MEASURED = (
+    "threads",
+    "batch",
+    "pages",
+    "H",
+    "G",
+    "D",
+    "gb_per_s",
+    "read_gb_per_s",
+    "samples_us",
+)
 
 
 def _default_threads(cpus: int) -> list[int]:

@@ -150,7 +150,9 @@ class Store:
         )
         self.host = HostPages(self.shape, *([t.flatten(0, 1) for t in half] for half in kv))
         self.worker = WorkerClient(
-            self.arena, cpus, config=WorkerConfig(spin_us=SPIN_US, ready_timeout_s=120.0)
+            self.arena,
+            cpus,
+            config=WorkerConfig(spin_us=SPIN_US, ready_timeout_s=120.0, populate=device == "cuda"),
         )
         self.worker.serve_device()
         self.worker.start()

@@ -39,8 +39,9 @@ mkdir "$OUT/wheels"
     --platform manylinux_2_26_x86_64 --platform manylinux_2_28_x86_64 --dest "$OUT/wheels" "${PACKAGES[@]}" \
     || die "pip could not fetch wheels for Python $TARGET on $PLATFORM"
 
-# Tracked files, and new ones that git does not ignore: what is checked is what lies here.
-git ls-files -z --cached --others --exclude-standard |
+# Tracked files, and new ones that git does not ignore: what is checked is what lies here. Results and the accuracy
+# suite's model, most of the tree's bytes, are nothing that runs there.
+git ls-files -z --cached --others --exclude-standard -- . ':!docs/results' ':!benchmark/accuracy/recall_model' |
     while IFS= read -r -d '' path; do [ ! -e "$path" ] || printf '%s\0' "$path"; done |
     tar --null --files-from - --create --gzip --file "$OUT/tree.tar.gz"
 git rev-parse HEAD >"$OUT/commit"
@@ -66,6 +67,8 @@ if [ -e "$HERE/site.tar.xz" ]; then
     tar -xJf "$HERE/site.tar.xz" -C "$WORK/site"
 fi
 export PYTHONPATH="$WORK/site${PYTHONPATH:+:$PYTHONPATH}"
+# SGLang compiles kernels against the toolkit that it finds: where nvcc on the PATH is a link, in the wrong place.
+[ -n "${CUDA_HOME:-}" ] || [ ! -d /usr/local/cuda ] || export CUDA_HOME=/usr/local/cuda
 # Only what this Python lacks: its own versions stay as they are.
 for wheel in "$HERE"/wheels/*.whl; do
     name="$(basename "$wheel")"

@@ -52,6 +52,19 @@ def test_a_short_answer_is_wrong():
     assert wrong == ["request 1: 3 and 2 tokens"]
 
 
+@pytest.mark.parametrize(
+    ("at", "entry", "count"),
+    [
+        ((0, 1), (7, -1.4), 0),
+        ((0, 1), (8, -1.5), 1),
+        ((1, 1), (4, -2.5), 1),
+        ((1, 2), (9, -9.0), 0),
+    ],
+)
+def test_strangers_are_known_by_their_first_decoded_token(at, entry, count):
+    assert gpu_server.strangers(ANSWERS, changed(at, entry), 0.25) == count
+
+
 def test_state_of_a_server_that_did_its_work():
     assert gpu_server.state_problems(STATE, fallback=False) == []
     after = {**STATE, "fallback_pages": 5, "worker": {"restarts": 1}}
