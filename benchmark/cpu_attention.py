@@ -40,7 +40,7 @@ from pathlib import Path
 
 import attention_impls as impls
 import ipex_client
-import sgl_kernel
+import sgl_kernel_rival as sgl_kernel
 from attention_impls import Implementation, Ipex, Native, SdpaGather
 from int8_pages import Int8Pages, NativeInt8
 from int8_pages import absent_reason as int8_absent_reason

@@ -74,7 +74,7 @@ say "compiling for torch ${torch[1]}"
 "${CXX:-c++}" -shared -fPIC -std=c++17 -O3 -DNDEBUG -fopenmp -march=x86-64-v4 -mavx512bf16 -mavx512vnni \
     -mamx-tile -mamx-bf16 -mamx-int8 -DSGLANG_CPU_FP8_CVT_FTZ -D_GLIBCXX_USE_CXX11_ABI="${torch[2]}" \
     -Wno-unknown-pragmas -isystem "${torch[0]}/include" -isystem "${torch[0]}/include/torch/csrc/api/include" \
-    benchmark/sgl_kernel_binding.cpp "$DEST/source/sgl-kernel/csrc/cpu/decode.cpp" -o "$DEST/decode.so" \
+    benchmark/sgl_kernel_rival_binding.cpp "$DEST/source/sgl-kernel/csrc/cpu/decode.cpp" -o "$DEST/decode.so" \
     -L"${torch[0]}/lib" -Wl,-rpath,"${torch[0]}/lib" -ltorch -ltorch_cpu -lc10
 printf '{"version": "%s", "revision": "%s", "torch": "%s"}\n' "${version:-unknown}" "$revision" "${torch[1]}" \
     >"$DEST/about.json"

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import numpy as np
@@ -193,10 +194,10 @@ def test_attention_instructions_runs(tmp_path):
 def test_a_rival_that_was_not_built_is_a_row(tmp_path, monkeypatch):
     import cpu_attention
     import ipex_client
-    import sgl_kernel
+    import sgl_kernel_rival
 
     monkeypatch.setattr(ipex_client, "PYTHON", tmp_path / "python")
-    monkeypatch.setattr(sgl_kernel, "BUILT", tmp_path / "nothing")
+    monkeypatch.setattr(sgl_kernel_rival, "BUILT", tmp_path / "nothing")
     path = tmp_path / "rows.jsonl"
     without = "sdpa-gather,sdpa-gather-grouped,int8"
     arguments = ["--smoke", "--threads", "1", "--without", without, "--json", str(path)]
@@ -206,13 +207,19 @@ def test_a_rival_that_was_not_built_is_a_row(tmp_path, monkeypatch):
         assert by_impl[impl]["status"] == "absent" and script in by_impl[impl]["reason"]
 
 
-def test_a_rival_built_for_another_torch_is_not_loaded(tmp_path, monkeypatch):
-    import sgl_kernel
+def test_no_program_here_hides_a_package_from_its_neighbours():
+    # Python looks in the folder of the program first: a file of that name would be imported instead.
+    packages = set(packages_distributions())
+    assert [path.name for path in (ROOT / "benchmark").glob("*.py") if path.stem in packages] == []
 
-    monkeypatch.setattr(sgl_kernel, "BUILT", tmp_path)
+
+def test_a_rival_built_for_another_torch_is_not_loaded(tmp_path, monkeypatch):
+    import sgl_kernel_rival
+
+    monkeypatch.setattr(sgl_kernel_rival, "BUILT", tmp_path)
     about = {"version": "0.4.5", "revision": "x", "torch": "1.0"}
     (tmp_path / "about.json").write_text(json.dumps(about))
-    assert "built for torch 1.0" in sgl_kernel.absent_reason()
+    assert "built for torch 1.0" in sgl_kernel_rival.absent_reason()
 
 
 def test_the_build_of_a_rival_refuses_a_folder_without_its_source(tmp_path):
