@@ -199,6 +199,18 @@ def test_links_and_paths_exist(document):
         assert any(place.exists() for place in places), path
 
 
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_commands_run_without_an_activated_environment(document):
+    """The programs' own first line takes whatever python3 is on the path, which lacks the packages."""
+    for block in re.findall(r"```(?:bash|sh)\n(.*?)```", document.read_text(), re.DOTALL):
+        if "bin/activate" in block:
+            continue
+        block = re.sub(r"\s#.*", "", block)
+        for before, path in re.findall(r"(\S*?)[ \"]?((?:benchmark|scripts)/[\w/]+\.py)", block):
+            assert before.endswith("bin/python"), path
+        assert not re.search(r"^pip ", block, re.MULTILINE), "installs elsewhere than into .venv"
+
+
 def test_every_subcommand_is_documented():
     text = (PACKAGE / "cli" / "__init__.py").read_text()
     for name in re.findall(r'command\("(\w+)"', text):
