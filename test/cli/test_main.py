@@ -1,6 +1,7 @@
 """The command line itself: help that reads, starts quickly, and stays on its floor."""
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -38,6 +39,14 @@ def test_help(capsys, arguments):
     text = capsys.readouterr().out
     assert stop.value.code == 0 and text.startswith("usage: sglang-scout")
     assert all(len(line) <= 80 for line in text.splitlines())
+
+
+def test_the_help_says_what_each_command_is_for(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    description, _, commands = capsys.readouterr().out.partition("commands:")
+    names = re.findall(r"^    (\w+) ", commands, re.MULTILINE)
+    assert len(names) >= 4 and [n for n in names if f"({n})" not in description] == []
 
 
 def test_no_command_and_an_unknown_one(capsys):

@@ -1,4 +1,4 @@
-"""``sglang-scout``: checks, sizes and timings for people who run servers, without sglang or torch."""
+"""``sglang-scout``: checks, sizes, intervals and timings for people who run servers, without sglang or torch."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ __all__ = ["main"]
 
 _DESCRIPTION = (
     "KV offload for SGLang decode servers. The servers themselves are started with SGLang's own "
-    "commands plus --kv-offload; the commands here tell whether a machine can serve, and for how "
-    "many requests its memory is enough."
+    "commands plus --kv-offload; the commands here tell whether a machine can serve (doctor), how "
+    "many requests fit its memory (plan), how often each layer should recall (profile), and where "
+    "the time of a decode step goes (report)."
 )
 
 _DOCTOR = (
