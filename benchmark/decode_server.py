@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import shutil
 import sys
@@ -20,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sglang_scout.cli.pd_cluster import HOST, cpu_environment, flags
+from sglang_scout.cli.pd_cluster import HOST, flags, server_environment
 from sglang_scout.cli.server_process import (
     CLUSTER_VARIABLE,
     ServerFailed,
@@ -74,7 +73,7 @@ class DecodeServer:
         log: Path,
         ready_timeout_s: float = 240.0,
     ) -> None:
-        environment = cpu_environment() if device == "cpu" else dict(os.environ)
+        environment = server_environment(device)
         environment.setdefault("HF_HUB_OFFLINE", "1")
         environment.pop("TRITON_INTERPRET", None)
         if device == "cpu":

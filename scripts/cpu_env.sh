@@ -1,6 +1,6 @@
 # Environment for SGLang on a machine without a GPU. To be sourced (bash or sh): . scripts/cpu_env.sh
-# A variable that is already set keeps its value. With an NVIDIA GPU only the harmless part is set;
-# SCOUT_FORCE_CPU=1 asks for the CPU all the same.
+# A variable that is already set keeps its value, but for CUDA_VISIBLE_DEVICES. With an NVIDIA GPU only the harmless
+# part is set; SCOUT_FORCE_CPU=1 asks for the CPU all the same.
 
 export TOKENIZERS_PARALLELISM="${TOKENIZERS_PARALLELISM:-false}"
 
@@ -12,6 +12,8 @@ fi
 if [ "${SCOUT_FORCE_CPU:-0}" = 1 ] || [ ! -e /dev/nvidiactl ]; then
     # Chooses SGLang's CPU platform. Without it RoPE asks for vLLM's kernels and the server dies at start.
     export SGLANG_USE_CPU_ENGINE="${SGLANG_USE_CPU_ENGINE:-1}"
+    # Where torch sees a GPU, SGLang's layers take their CUDA kernels, whatever --device says.
+    export CUDA_VISIBLE_DEVICES=
     # Two servers and a worker share the cores. OpenMP threads that spin at the end of each parallel region
     # take them from whoever has work.
     export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}"

@@ -22,9 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from long_text import text_of_tokens
+from sglang_scout.cli import device
 from sglang_scout.cli.pd_cluster import PDCluster, flags
 from sglang_scout.cli.server_process import ServerFailed
 from sglang_scout.cli.sglang_http import RequestFailed, sse_events
+from sglang_scout.core.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "benchmark" / "accuracy" / "recall_model"
@@ -38,6 +40,8 @@ QUESTION_TASKS = ("needle", "multi_key", "variables")
 SEED = 4242
 QUESTION = "Read the text below and say in a few words what it is about."
 CHAT_TOKENS = 48
+READY_TIMEOUT_S = {device.CPU: 600.0, device.CUDA: 1200.0}
+"""On a GPU kernels may have to be compiled first."""
 BEGIN = time.monotonic()
 
 
@@ -57,6 +61,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--model", type=Path, help="folder of your own model (default: a small one, see its card)")
+    add("--device", default="auto", choices=device.CHOICES, help="auto: a GPU if it can be used")
     add("--kv-offload", default="scout", metavar="POLICY", help="of both servers")
     add("--budget", type=int, default=512, metavar="TOKENS", help="--kv-offload-budget")
     add("--prompts", type=int, default=16, help="requests of bench_serving")
@@ -67,32 +72,45 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def make_cluster(args: argparse.Namespace, model: Path, log_dir: Path) -> PDCluster:
+def make_cluster(
+    args: argparse.Namespace, where: device.Placement, model: Path, log_dir: Path
+) -> PDCluster:
     """The servers, sized for the demo's requests with some room."""
     requests = max(args.concurrency, 8)
     tokens_per_request = args.input_len + args.output_len + 256
+    # Room for twice as many. The device cache is sized for that, and what fits stays: the requests
+    # of the demo have two budgets each.
+    room = 2 * requests
     # SGLang's own choice of this share goes below zero on a CPU with the prefill size set below.
-    common = flags(mem_fraction_static=0.5)
+    prefill, decode = where.memory(cpu_share=0.5)
+    common = []
     if args.kv_offload != "none":
-        common += flags(kv_offload=args.kv_offload, kv_offload_budget=args.budget)
-        if args.model is None:
-            common += flags(kv_offload_config=json.dumps(MODEL_CONFIG))
+        common = flags(kv_offload=args.kv_offload, kv_offload_budget=args.budget)
+        shared = MODEL_CONFIG if args.model is None else {}
+        # On a GPU it would otherwise be what the memory leaves, and nothing be left to the CPU.
+        cache = {"resident_tokens": room * args.budget} if where.decode == device.CUDA else {}
+        digests = {} if where.prefill == where.decode else {"prefill_digests": False}
+        for options, config in ((prefill, shared | digests), (decode, shared | cache)):
+            if config:
+                options["kv_offload_config"] = json.dumps(config)
+    if where.prefill == device.CPU:
+        # All waiting prompts in one prefill batch: the decode server then gets them at about the
+        # same time and really runs them together. A GPU needs no help for that.
+        prefill |= {"max_prefill_tokens": requests * tokens_per_request}
+        prefill |= {"chunked_prefill_size": -1}
     return PDCluster(
         model,
-        device="cpu",  # the one device that this version's decode server runs on
+        device=where.decode,
+        prefill_device=where.prefill,
+        one_by_one=where.one_gpu_for_both,
         dtype="bfloat16",
         log_dir=log_dir,
-        # Room for twice as many. The device cache is sized for that, and what fits stays: the
-        # requests of the demo have two budgets each.
-        max_running_requests=2 * requests,
+        max_running_requests=room,
         max_total_tokens=(requests + 2) * tokens_per_request,
         server_args=common,
-        # All waiting prompts in one prefill batch: the decode server then gets them at about the
-        # same time and really runs them together.
-        prefill_args=flags(
-            max_prefill_tokens=requests * tokens_per_request, chunked_prefill_size=-1
-        ),
-        decode_args=flags(decode_log_interval=5),
+        prefill_args=flags(**prefill),
+        decode_args=flags(**decode, decode_log_interval=5),
+        ready_timeout_s=READY_TIMEOUT_S[where.decode],
     )
 
 
@@ -269,14 +287,14 @@ def use_cluster(cluster: PDCluster, model: Path, args: argparse.Namespace) -> No
         server.check()
 
 
-def run(args: argparse.Namespace, log_dir: Path) -> None:
+def run(args: argparse.Namespace, where: device.Placement, log_dir: Path) -> None:
     """The demo; raises DemoFailed or ServerFailed. No process is left, whatever happens."""
     model = args.model or MODEL
     if not (model / "config.json").is_file():
         raise DemoFailed(f"--model {model}: no config.json there; give the folder of a model")
     model = model.resolve()
-    say(f"starting the servers: {model.name}, --kv-offload {args.kv_offload}")
-    cluster = make_cluster(args, model, log_dir)
+    say(f"starting the servers: {model.name}, --kv-offload {args.kv_offload}, {where}")
+    cluster = make_cluster(args, where, model, log_dir)
     try:
         with cluster:
             say(f"ready after {cluster.startup_s:.0f} s, {len(cluster.processes())} processes")
@@ -293,13 +311,20 @@ def run(args: argparse.Namespace, log_dir: Path) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv)
+    try:
+        where = device.place(args.device)
+    except ConfigError as error:
+        print(f"scripts/demo.sh: {error}", file=sys.stderr)
+        return 2
     # Clean up as after Ctrl-C. Raised here, not sent on: a background job of a shell ignores SIGINT.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     log_dir = Path(tempfile.mkdtemp(prefix="sglang-scout-demo-"))
     try:
-        run(args, log_dir)
+        run(args, where, log_dir)
     except (DemoFailed, ServerFailed) as error:
         print(f"\n{error}\n\ndemo: FAILED; logs are in {log_dir}", file=sys.stderr)
+        if where.decode != device.CPU:
+            print("without the GPU: scripts/demo.sh --device cpu", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(f"\ndemo: interrupted, all stopped; logs are in {log_dir}", file=sys.stderr)

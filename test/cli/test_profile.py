@@ -358,7 +358,8 @@ def test_a_model_without_a_tokenizer_takes_ids_only(model, tmp_path):
 
 def arguments(model, tmp_path, *more):
     return ["profile", "--model-path", str(model), "--output", str(tmp_path / "p.json"),
-            "--budget", "128", "--input-len", "512", "--batch", "2", "--steps", "40", *more]  # fmt: skip
+            "--budget", "128", "--input-len", "512", "--batch", "2", "--steps", "40",
+            "--device", "cpu", *more]  # fmt: skip
 
 
 def test_the_command(model, tmp_path, monkeypatch, capsys):
@@ -367,6 +368,7 @@ def test_the_command(model, tmp_path, monkeypatch, capsys):
 
     def run_workload(model_path, prompts, steps, **kwargs):
         runs.append((kwargs["config"]["recall"], kwargs["decode_flags"]))
+        assert kwargs["config"]["resident_tokens"] == 256 and kwargs["where"].decode == "cpu"
         assert [len(p) for p in prompts] == [512, 512] and steps == 40
         growth = (0.02, 0.3) if kwargs["config"]["recall"] == "off" else (0.0, 0.02)
         return read_step_log(write_log(tmp_path / "s.jsonl", 41, growth=growth))

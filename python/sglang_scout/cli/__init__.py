@@ -104,6 +104,7 @@ def _profile(args: argparse.Namespace) -> int:
         dataset=args.dataset,
         plot=args.plot,
         check=args.check,
+        device=args.device,
         dtype=args.dtype,
         server_args=args.server_args,
         config=args.config,
@@ -232,6 +233,12 @@ def _parser() -> argparse.ArgumentParser:
         dest="check",
         action="store_false",
         help="do not run the workload again with the intervals",
+    )
+    add(
+        "--device",
+        default="auto",
+        choices=("auto", "cpu", "cuda"),
+        help="of the servers (default: auto, a GPU if there is one that can be used)",
     )
     add(
         "--dtype",

@@ -40,6 +40,7 @@ from sglang_scout.cli.sglang_http import Generation, generate_payload, http_json
 
 HOST = "127.0.0.1"
 POLL_S = 0.25
+NO_NCCL = "no-gpu"
 
 # ``python -m sglang_router.launch_router`` without its one costly import: the Python load balancer
 # for debugging, which pulls in all of SGLang (10 s) and is not the router that we start.
@@ -51,21 +52,45 @@ ROUTER_MAIN = (
 )
 
 
-def cpu_environment() -> dict[str, str]:
-    """Our own environment and what SGLang needs without a GPU, as ``scripts/cpu_env.sh`` exports it.
-
-    A variable that is already set keeps its value.
-    """
-    environment = {"TOKENIZERS_PARALLELISM": "false"}
+def _with_defaults(defaults: dict[str, str]) -> dict[str, str]:
+    """Our own environment and ``defaults``. A variable that is already set keeps its value."""
+    defaults = {"TOKENIZERS_PARALLELISM": "false", **defaults}
     if not has_rdma():
-        environment["MOONCAKE_PROTOCOL"] = "tcp"  # the default, rdma, would fail at start
-    if os.environ.get("SCOUT_FORCE_CPU", "0") == "1" or not Path("/dev/nvidiactl").exists():
-        environment["SGLANG_USE_CPU_ENGINE"] = "1"
-        # Threads that spin would take the cores from whoever has work.
-        environment["OMP_WAIT_POLICY"] = "PASSIVE"
-        # With --tp-size SGLang opens NCCL where it finds it, and needs a GPU for it. Not a file.
-        environment["SGLANG_NCCL_SO_PATH"] = "no-gpu"
-    return {**environment, **{k: v for k, v in os.environ.items() if v or k not in environment}}
+        defaults["MOONCAKE_PROTOCOL"] = "tcp"  # mooncake's own, rdma, would fail at start
+    return {**defaults, **{k: v for k, v in os.environ.items() if v or k not in defaults}}
+
+
+def cpu_environment() -> dict[str, str]:
+    """Our own environment and what SGLang needs to run on the CPU, whether or not there is a GPU.
+
+    It is what ``scripts/cpu_env.sh`` exports; a test compares them.
+    """
+    environment = _with_defaults(
+        {
+            "SGLANG_USE_CPU_ENGINE": "1",
+            # Threads that spin would take the cores from whoever has work.
+            "OMP_WAIT_POLICY": "PASSIVE",
+            # With --tp-size SGLang opens NCCL where it finds it, and needs a GPU for it. Not a file.
+            "SGLANG_NCCL_SO_PATH": NO_NCCL,
+        }
+    )
+    # Where torch sees a GPU, SGLang's layers take their CUDA kernels, whatever --device says.
+    environment["CUDA_VISIBLE_DEVICES"] = ""
+    return environment
+
+
+def cuda_environment() -> dict[str, str]:
+    """Our own environment and what SGLang needs on a CUDA device."""
+    environment = _with_defaults({})
+    environment.pop("SGLANG_USE_CPU_ENGINE", None)
+    if environment.get("SGLANG_NCCL_SO_PATH") == NO_NCCL:
+        del environment["SGLANG_NCCL_SO_PATH"]
+    return environment
+
+
+def server_environment(device: str) -> dict[str, str]:
+    """The environment of a server that is started with ``--device device``."""
+    return cpu_environment() if device == "cpu" else cuda_environment()
 
 
 def flags(**options: Any) -> list[str]:
@@ -89,9 +114,12 @@ class PDCluster:
         server_args: more flags for both servers.
         router: start the router and send requests through it. Without it only the servers run.
         device, dtype: as SGLang's flags.
+        prefill_device: of the prefill server, if not ``device``.
+        one_by_one: start a server only when the one before it is ready, the prefill server first. For
+            servers that share a GPU: each takes a share of what it finds free.
         max_total_tokens: KV capacity of each server. Never left to SGLang: on a CPU it would take
             most of the RAM.
-        env: environment variables on top of ours and, on the CPU, those of ``cpu_environment``.
+        env: environment variables on top of those of ``server_environment``.
         log_dir: for the three log files. Default: a fresh temporary folder, named after a failure
             and removed at the end of a ``with`` block that had none.
         ready_timeout_s: for all servers together.
@@ -111,6 +139,8 @@ class PDCluster:
         router: bool = True,
         router_args: Sequence[str] = (),
         device: str = "cpu",
+        prefill_device: str | None = None,
+        one_by_one: bool = False,
         dtype: str = "float32",
         max_total_tokens: int = 65536,
         max_running_requests: int = 32,
@@ -134,25 +164,18 @@ class PDCluster:
         self._urls = {name: f"http://{HOST}:{port}" for name, port in decode_ports.items()}
         self._bootstrap_port = ports[3]
         self.router_url = f"http://{HOST}:{ports[2]}" if router else ""
-        environment = cpu_environment() if device == "cpu" else dict(os.environ)
-        if self.model_dir.is_dir():
-            environment.setdefault("HF_HUB_OFFLINE", "1")  # all files are here: no look-ups by name
-        environment.pop("PYTHONDONTWRITEBYTECODE", None)  # would compile SGLang at every start
-        environment.pop("TRITON_INTERPRET", None)  # the unit tests' setting, not the servers'
-        environment.update(env or {})
-        environment[CLUSTER_VARIABLE] = self.cluster_id
         # SGLang makes its ipc sockets here and leaves them. Not below log_dir: the path of a socket
         # may have 107 characters only.
         self.scratch_dir = tempfile.mkdtemp(prefix="scout-")
-        environment["TMPDIR"] = self.scratch_dir
-        self.environment = environment
+        self._extra_environment = dict(env or {})
+        self.environment = self._environment(device)
+        self.one_by_one = one_by_one
 
         # --sleep-on-idle: an idle SGLang scheduler polls at full speed, and on two cores it would
         # take them from the server that has work. It acts only when the server holds no request.
         common = flags(
             model_path=model_dir,
             host=HOST,
-            device=device,
             dtype=dtype,
             max_total_tokens=max_total_tokens,
             max_running_requests=max_running_requests,
@@ -166,10 +189,13 @@ class PDCluster:
             ("prefill", ports[0], prefill_args),
             *((name, decode_ports[name], more) for name, more in decodes.items()),
         ):
-            mode = "prefill" if name == "prefill" else "decode"
+            mode, where = "decode", device
+            if name == "prefill":
+                mode, where = "prefill", prefill_device or device
             command = [sys.executable, "-m", "sglang.launch_server", *common]
-            command += [*flags(port=port, disaggregation_mode=mode), *map(str, more)]
-            self.servers[name] = self._server(name, command)
+            command += flags(device=where, port=port, disaggregation_mode=mode)
+            command += map(str, more)
+            self.servers[name] = self._server(name, command, self._environment(where))
         self.router: ServerProcess | None = None
         if router:
             command = [sys.executable, "-c", ROUTER_MAIN]
@@ -183,10 +209,21 @@ class PDCluster:
                 decode=self.decode_url,
             )
             command += ["--prefill", self.prefill_url, str(ports[3]), *map(str, router_args)]
-            self.router = self._server("router", command)
+            self.router = self._server("router", command, self.environment)
 
-    def _server(self, name: str, command: list[str]) -> ServerProcess:
-        return ServerProcess(name, command, self.environment, self.log_dir / f"{name}.log")
+    def _environment(self, device: str) -> dict[str, str]:
+        environment = server_environment(device)
+        if self.model_dir.is_dir():
+            environment.setdefault("HF_HUB_OFFLINE", "1")  # all files are here: no look-ups by name
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)  # would compile SGLang at every start
+        environment.pop("TRITON_INTERPRET", None)  # the unit tests' setting, not the servers'
+        environment.update(self._extra_environment)
+        environment[CLUSTER_VARIABLE] = self.cluster_id
+        environment["TMPDIR"] = self.scratch_dir
+        return environment
+
+    def _server(self, name: str, command: list[str], environment: dict[str, str]) -> ServerProcess:
+        return ServerProcess(name, command, environment, self.log_dir / f"{name}.log")
 
     @property
     def url(self) -> str:
@@ -226,9 +263,12 @@ class PDCluster:
         """
         begin = time.monotonic()
         deadline = begin + self.ready_timeout_s
-        for server in self.servers.values():
-            server.start()
+        if not self.one_by_one:
+            for server in self.servers.values():
+                server.start()
         for name, server in self.servers.items():
+            if self.one_by_one:
+                server.start()
             self._wait_healthy(server, self.server_url(name) + "/health", deadline)
         if self.router is not None:
             # Only now: it checks its workers at once when it starts, and again only after a while.

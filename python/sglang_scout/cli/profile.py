@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from sglang_scout import __version__
+from sglang_scout.cli.device import AUTO, Placement, place
 from sglang_scout.cli.model_config import read_model
 from sglang_scout.cli.profile_prompts import describe, make_prompts
 from sglang_scout.cli.profile_run import RunFailed, ends_orderly, run_workload
@@ -51,6 +52,7 @@ class Request:
         plot: a picture's file, or None.
         check: run the workload again with the intervals found.
         config: further keys of the servers' --kv-offload-config.
+        device: of the servers, "auto", "cpu" or "cuda".
         dtype, server_args: for both servers.
     """
 
@@ -65,6 +67,7 @@ class Request:
     dataset: str | None = None
     plot: str | None = None
     check: bool = True
+    device: str = AUTO
     dtype: str = "auto"
     server_args: str = ""
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -138,6 +141,11 @@ def server_config(request: Request) -> OffloadConfig:
     )
 
 
+def resident_tokens(request: Request) -> int:
+    """Capacity of the decode server's cache, over all requests."""
+    return request.resident_tokens or request.budget_tokens * request.batch
+
+
 def least_tokens(budget_tokens: int) -> int:
     """The shortest prompt of which some pages stay outside of the budget."""
     return budget_tokens + 2 * PAGE_SIZE_TOKENS
@@ -150,6 +158,7 @@ def make_profile(request: Request, progress: Progress) -> RecallProfile:
         ConfigError: a wrong value; RunFailed: servers or requests failed.
     """
     check_request(request)
+    where = place(request.device)
     prompts = make_prompts(
         request.model_path,
         request.dataset,
@@ -157,13 +166,13 @@ def make_profile(request: Request, progress: Progress) -> RecallProfile:
         length_tokens=request.input_tokens,
         least_tokens=least_tokens(request.budget_tokens),
     )
-    log = _run(request, prompts, progress, {"recall": "off"})
+    log = _run(request, where, prompts, progress, {"recall": "off"})
     profile = profile_of(log, request, [len(prompt) for prompt in prompts])
     # Written before the check: the intervals are worth keeping whatever happens then.
     save_profile(profile, request.output)
     if request.check:
         path = str(Path(request.output).absolute())
-        again = _run(request, prompts, progress, {"recall": "profile"}, (FLAG, path))
+        again = _run(request, where, prompts, progress, {"recall": "profile"}, (FLAG, path))
         curves, _ = ratios_by_age(again, request.steps + 1)
         check = ProfileCheck(
             ratios=curves[:, 1:].mean(axis=1).round(4).tolist(),
@@ -176,20 +185,21 @@ def make_profile(request: Request, progress: Progress) -> RecallProfile:
 
 def _run(
     request: Request,
+    where: Placement,
     prompts: list[list[int]],
     progress: Progress,
     config: dict[str, Any],
     decode_flags: tuple[str, ...] = (),
 ) -> StepLogFile:
-    config = {**request.config, **config}
-    if request.resident_tokens is not None:
-        config = {**config, "resident_tokens": request.resident_tokens}
+    # Said also where it is what a server on the CPU would take: one on a GPU would take all that is free.
+    cache = {"resident_tokens": resident_tokens(request)}
     return run_workload(
         request.model_path,
         prompts,
         request.steps,
+        where=where,
         budget_tokens=request.budget_tokens,
-        config=config,
+        config={**request.config, **config, **cache},
         decode_flags=decode_flags,
         dtype=request.dtype,
         server_args=request.server_args,
@@ -216,7 +226,6 @@ def profile_of(log: StepLogFile, request: Request, prompt_tokens: list[int]) -> 
     lengths = f"{min(prompt_tokens)} to {max(prompt_tokens)}"
     if min(prompt_tokens) == max(prompt_tokens):
         lengths = str(prompt_tokens[0])
-    resident = request.resident_tokens or request.budget_tokens * request.batch
     return RecallProfile(
         version=PROFILE_VERSION,
         model=Path(request.model_path).resolve().name,
@@ -226,7 +235,7 @@ def profile_of(log: StepLogFile, request: Request, prompt_tokens: list[int]) -> 
         intervals=[choose_interval(curve, weights, request.threshold) for curve in curves],
         num_layers=log.num_layers,
         workload=f"{len(prompt_tokens)} requests at once, prompts of {lengths} tokens of "
-        f"{describe(request.dataset)}, {request.steps} steps, {resident} resident tokens in all, "
+        f"{describe(request.dataset)}, {request.steps} steps, {resident_tokens(request)} resident tokens in all, "
         f"{request.dtype}" + (f", {json.dumps(dict(request.config))}" if request.config else ""),
         identity=msgspec.convert(log.facts["identity"], ModelIdentity),
         samples=samples.tolist(),

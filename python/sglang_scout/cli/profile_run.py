@@ -13,6 +13,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
+from sglang_scout.cli.device import CPU, CUDA, Placement
 from sglang_scout.cli.pd_cluster import PDCluster, flags
 from sglang_scout.cli.progress import Progress
 from sglang_scout.cli.server_process import ServerFailed
@@ -23,7 +24,9 @@ from sglang_scout.core.errors import ScoutError
 POLL_S = 0.5
 MARGIN_TOKENS = 256
 PREFILL_BATCH_TOKENS = 131072
-"""Up to so many all prompts are prefilled in one batch, so that they begin to decode together."""
+"""Up to so many, on the CPU, all prompts are prefilled in one batch, so that they begin to decode together."""
+READY_TIMEOUT_S = {CPU: 600.0, CUDA: 1200.0}
+"""On a GPU kernels may have to be compiled first."""
 
 
 class RunFailed(ScoutError):
@@ -45,6 +48,7 @@ def run_workload(
     prompts: Sequence[Sequence[int]],
     steps: int,
     *,
+    where: Placement,
     budget_tokens: int,
     config: dict[str, Any],
     decode_flags: Sequence[str] = (),
@@ -56,6 +60,7 @@ def run_workload(
 
     Args:
         prompts: token ids.
+        where: the servers' devices.
         config: of the decode server, without ``step_log``.
         server_args: more flags of both servers, as on a command line.
     Raises:
@@ -64,11 +69,12 @@ def run_workload(
     """
     folder = Path(tempfile.mkdtemp(prefix="sglang-scout-profile-"))
     kept = False
-    cluster = _cluster(
-        model_path, prompts, steps, folder, budget_tokens, config, decode_flags, dtype, server_args
-    )
+    cluster = make_cluster(
+        model_path, prompts, steps, folder, where=where, budget_tokens=budget_tokens,
+        config=config, decode_flags=decode_flags, dtype=dtype, server_args=server_args,
+    )  # fmt: skip
     try:
-        progress.say(f"starting the servers, recall {config['recall']!r}")
+        progress.say(f"starting the servers, {where}, recall {config['recall']!r}")
         try:
             cluster.start()
             progress.say(
@@ -81,40 +87,51 @@ def run_workload(
     except (ServerFailed, RequestFailed, OSError) as error:
         kept = True
         tails = "" if isinstance(error, ServerFailed) else "\n" + cluster.tails(15)
-        raise RunFailed(f"profile: {error}{tails}\nlogs are in {folder}") from error
+        without = "" if where.decode == CPU else "; --device cpu runs it without the GPU"
+        raise RunFailed(f"profile: {error}{tails}\nlogs are in {folder}{without}") from error
     finally:
         if not kept:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _cluster(
+def make_cluster(
     model_path: str,
     prompts: Sequence[Sequence[int]],
     steps: int,
     folder: Path,
+    *,
+    where: Placement,
     budget_tokens: int,
     config: dict[str, Any],
     decode_flags: Sequence[str],
     dtype: str,
     server_args: str,
 ) -> PDCluster:
+    """The servers of :func:`run_workload`; their logs and the step log go to ``folder``."""
     longest = max(map(len, prompts)) + steps + MARGIN_TOKENS
     total = (len(prompts) + 2) * longest
-    prefill = []
-    if total <= PREFILL_BATCH_TOKENS:
-        prefill = flags(max_prefill_tokens=total, chunked_prefill_size=-1)
-    common = flags(mem_fraction_static=0.85, kv_offload="scout", kv_offload_budget=budget_tokens)
+    prefill, decode = where.memory(cpu_share=0.85)
+    if where.prefill == CPU and total <= PREFILL_BATCH_TOKENS:
+        prefill |= {"max_prefill_tokens": total, "chunked_prefill_size": -1}
+    more = shlex.split(server_args)
+    prefill_args, decode_args = [*flags(**prefill), *more], [*flags(**decode), *more]
+    if where.prefill != where.decode:
+        prefill_args += flags(kv_offload_config=json.dumps({"prefill_digests": False}))
     settings = json.dumps({**config, "step_log": str(folder / "steps.jsonl")})
+    decode_args += [*flags(kv_offload_config=settings), *decode_flags]
     return PDCluster(
         model_path,
-        device="cpu",  # the one device that this version's decode server runs on
+        device=where.decode,
+        prefill_device=where.prefill,
+        one_by_one=where.one_gpu_for_both,
         dtype=dtype,
         log_dir=folder,
         max_running_requests=len(prompts),
         max_total_tokens=total,
-        server_args=[*common, *shlex.split(server_args)],
-        prefill_args=prefill,
-        decode_args=[*flags(kv_offload_config=settings), *decode_flags],
+        server_args=flags(kv_offload="scout", kv_offload_budget=budget_tokens),
+        prefill_args=prefill_args,
+        decode_args=decode_args,
+        ready_timeout_s=READY_TIMEOUT_S[where.decode],
     )
 
 

@@ -1,0 +1,122 @@
+"""Which device the servers of a pair run on, found out without importing torch here."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sglang_scout.core.errors import ConfigError
+
+AUTO, CPU, CUDA = CHOICES = ("auto", "cpu", "cuda")
+DRIVER_NODES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # the second: Windows' Linux
+ASK_TIMEOUT_S = 120.0
+COUNT_DEVICES = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
+
+# Shares of the device memory that is free when a server starts, as --mem-fraction-static counts. Of one GPU
+# the prefill server takes the first, and the decode server, started after it, the second of what it leaves.
+PREFILL_SHARE, DECODE_SHARE = 0.4, 0.7
+WHOLE_SHARE = 0.8
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the two servers run.
+
+    Attributes:
+        prefill, decode: "cpu" or "cuda". The prefill server stays on the CPU where the KV transfer cannot
+            read device memory.
+        gpus: CUDA devices that can be used; 0 on the CPU.
+    """
+
+    prefill: str
+    decode: str
+    gpus: int
+
+    @property
+    def one_gpu_for_both(self) -> bool:
+        return self.prefill == self.decode == CUDA and self.gpus == 1
+
+    def memory(self, cpu_share: float) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Flags about memory and GPU of the prefill and of the decode server.
+
+        Args:
+            cpu_share: --mem-fraction-static of a server on the CPU.
+        """
+        shares = [cpu_share if on == CPU else WHOLE_SHARE for on in (self.prefill, self.decode)]
+        if self.one_gpu_for_both:
+            shares = [PREFILL_SHARE, DECODE_SHARE]
+        prefill, decode = ({"mem_fraction_static": share} for share in shares)
+        if self.prefill == self.decode == CUDA and not self.one_gpu_for_both:
+            decode["base_gpu_id"] = 1
+        return prefill, decode
+
+    def __str__(self) -> str:
+        if self.prefill == self.decode:
+            text = f"both on {self.decode}"
+            return text + (", one GPU for both" if self.one_gpu_for_both else "")
+        return (
+            f"decode on {self.decode}, prefill on {self.prefill}: the installed mooncake cannot read "
+            "device memory (docs/operations.md, Before the first start)"
+        )
+
+
+def place(wanted: str) -> Placement:
+    """The servers' devices.
+
+    Args:
+        wanted: "cpu", "cuda", or "auto": cuda where a CUDA device can be used, unless the environment asks
+            for the CPU (SCOUT_FORCE_CPU=1, SGLANG_USE_CPU_ENGINE=1).
+    Raises:
+        ConfigError: "cuda", and torch sees no device.
+    """
+    forced = wants_cpu(os.environ)
+    if wanted == CPU or (wanted == AUTO and (forced or not any(p.exists() for p in DRIVER_NODES))):
+        return Placement(CPU, CPU, 0)
+    gpus, why = cuda_devices()
+    if not gpus:
+        if wanted == AUTO:
+            return Placement(CPU, CPU, 0)
+        raise ConfigError(f"--device cuda: torch sees no CUDA device ({why}); give --device cpu")
+    return Placement(CUDA if transfer_reads_device() else CPU, CUDA, gpus)
+
+
+def wants_cpu(environment: Mapping[str, str]) -> bool:
+    """Whether an environment asks for the CPU."""
+    return "1" in (environment.get("SCOUT_FORCE_CPU"), environment.get("SGLANG_USE_CPU_ENGINE"))
+
+
+def cuda_devices() -> tuple[int, str]:
+    """How many CUDA devices torch can use, and why none. Takes the seconds that torch takes to import."""
+    command = [sys.executable, "-c", COUNT_DEVICES]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=ASK_TIMEOUT_S)
+        count = int(done.stdout.split()[-1])
+    except (OSError, subprocess.SubprocessError) as error:
+        return 0, str(error)
+    except (IndexError, ValueError):
+        return 0, (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if count or hidden is None:
+        return count, "" if count else "no driver or no device"
+    return 0, f"CUDA_VISIBLE_DEVICES={hidden!r}"
+
+
+def transfer_reads_device() -> bool:
+    """Whether the installed mooncake was built with CUDA.
+
+    Without it mooncake hands the address of device memory to the socket, which refuses it, and every
+    transfer fails; so it does with digests that arrive in device memory. With it, memory of a device is
+    copied through the host.
+    """
+    spec = importlib.util.find_spec("mooncake")  # looks it up, imports nothing
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        for module in Path(folder).glob("engine*.so"):
+            if b"cudaMemcpy" in module.read_bytes():
+                return True
+    return False

@@ -1,0 +1,244 @@
+"""Where the demo's and the profile's servers run: the choice, their flags and their environments."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sglang_scout.cli import device, profile
+from sglang_scout.cli.device import Placement, place
+from sglang_scout.cli.pd_cluster import PDCluster
+from sglang_scout.cli.profile_run import RunFailed, make_cluster, run_workload
+from sglang_scout.cli.progress import Progress
+from sglang_scout.cli.server_process import ServerFailed
+from sglang_scout.core.errors import ConfigError
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+
+import demo  # noqa: E402
+
+ON_CPU = Placement("cpu", "cpu", 0)
+ONE_GPU = Placement("cuda", "cuda", 1)
+TWO_GPUS = Placement("cuda", "cuda", 2)
+PREFILL_ON_CPU = Placement("cpu", "cuda", 1)
+ALL = [ON_CPU, ONE_GPU, TWO_GPUS, PREFILL_ON_CPU]
+
+
+@pytest.fixture(autouse=True)
+def plain(monkeypatch):
+    for name in ("SCOUT_FORCE_CPU", "SGLANG_USE_CPU_ENGINE", "CUDA_VISIBLE_DEVICES",
+                 "SGLANG_NCCL_SO_PATH", "MOONCAKE_PROTOCOL"):  # fmt: skip
+        monkeypatch.delenv(name, raising=False)
+
+
+def machine_with(monkeypatch, tmp_path, *, gpus, mooncake=True, driver=True):
+    """A machine with a driver, ``gpus`` that torch sees, and a mooncake with or without CUDA."""
+    monkeypatch.setattr(device, "DRIVER_NODES", (Path("/") if driver else tmp_path / "none",))
+    monkeypatch.setattr(device, "cuda_devices", lambda: (gpus, "" if gpus else "it said so"))
+    monkeypatch.setattr(device, "transfer_reads_device", lambda: mooncake)
+
+
+def words(cluster, which):
+    """A server's flags; of one that is there twice the last, as it counts."""
+    command = cluster.servers[which].command[3:]
+    found, at = {}, 0
+    while at < len(command):
+        bare = at + 1 == len(command) or command[at + 1].startswith("--")
+        found[command[at]] = True if bare else command[at + 1]
+        at += 1 if bare else 2
+    return found
+
+
+# -- the choice ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wanted", "machine", "expected"),
+    [
+        ("auto", {"gpus": 0, "driver": False}, ON_CPU),
+        ("auto", {"gpus": 0}, ON_CPU),
+        ("auto", {"gpus": 1}, ONE_GPU),
+        ("auto", {"gpus": 2}, TWO_GPUS),
+        ("auto", {"gpus": 1, "mooncake": False}, PREFILL_ON_CPU),
+        ("cpu", {"gpus": 2}, ON_CPU),
+        ("cuda", {"gpus": 1, "driver": False}, ONE_GPU),
+    ],
+)
+def test_the_device_that_is_taken(monkeypatch, tmp_path, wanted, machine, expected):
+    machine_with(monkeypatch, tmp_path, **machine)
+    assert place(wanted) == expected
+
+
+@pytest.mark.parametrize("name", ["SCOUT_FORCE_CPU", "SGLANG_USE_CPU_ENGINE"])
+def test_the_environment_can_ask_for_the_cpu(monkeypatch, tmp_path, name):
+    machine_with(monkeypatch, tmp_path, gpus=1)
+    monkeypatch.setenv(name, "1")
+    assert place("auto") == ON_CPU and place("cuda") == ONE_GPU
+
+
+def test_cuda_without_a_device_is_an_error_that_names_the_way_out(monkeypatch, tmp_path, capsys):
+    machine_with(monkeypatch, tmp_path, gpus=0)
+    with pytest.raises(ConfigError, match=r"--device cuda: .*it said so.*--device cpu"):
+        place("cuda")
+    assert demo.main(["--device", "cuda"]) == 2 and "--device cpu" in capsys.readouterr().err
+
+
+def test_torch_is_asked_in_a_process_of_its_own(monkeypatch):
+    code = "from sglang_scout.cli import device, profile_run; import sys; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+    monkeypatch.setattr(device, "COUNT_DEVICES", "print('a warning'); print(3)")
+    assert device.cuda_devices() == (3, "")
+    monkeypatch.setattr(device, "COUNT_DEVICES", "print(0)")
+    assert device.cuda_devices() == (0, "no driver or no device")
+    monkeypatch.setattr(device, "COUNT_DEVICES", "raise ImportError('no torch')")
+    count, why = device.cuda_devices()
+    assert count == 0 and "no torch" in why
+    monkeypatch.setattr(device, "COUNT_DEVICES", "print(0)")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert device.cuda_devices() == (0, "CUDA_VISIBLE_DEVICES=''")
+
+
+def test_whether_mooncake_can_read_a_device(monkeypatch, tmp_path):
+    package = tmp_path / "mooncake"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('must not be imported')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert not device.transfer_reads_device()
+    module = package / "engine.cpython-312-x86_64-linux-gnu.so"
+    module.write_bytes(b"\x7fELF\0memcpy\0")
+    assert not device.transfer_reads_device()
+    module.write_bytes(b"\x7fELF\0cudaMemcpy\0")
+    assert device.transfer_reads_device()
+
+
+def test_the_mooncake_that_is_pinned_cannot():
+    """When this fails, a prefill server may run on a GPU beside the decode server: see the documents."""
+    assert not device.transfer_reads_device()
+
+
+# -- the servers -----------------------------------------------------------------------------------
+
+
+def demo_cluster(tmp_path, where, *arguments):
+    args = demo.parse_arguments(list(arguments))
+    return demo.make_cluster(args, where, demo.MODEL, tmp_path)
+
+
+def profile_cluster(tmp_path, where, server_args=""):
+    return make_cluster(
+        str(demo.MODEL), [[1] * 512] * 4, 40, tmp_path, where=where, budget_tokens=128,
+        config={"recall": "off", "resident_tokens": 512}, decode_flags=(), dtype="auto",
+        server_args=server_args,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("make", [demo_cluster, profile_cluster])
+@pytest.mark.parametrize("where", ALL, ids=str)
+def test_devices_and_environments(tmp_path, make, where):
+    cluster = make(tmp_path, where)
+    for which, on in (("prefill", where.prefill), ("decode", where.decode)):
+        server = cluster.servers[which]
+        assert words(cluster, which)["--device"] == on
+        assert server.env.get("SGLANG_USE_CPU_ENGINE") == ("1" if on == "cpu" else None)
+        assert server.env.get("CUDA_VISIBLE_DEVICES") == ("" if on == "cpu" else None)
+        assert "--attention-backend" not in server.command, "the plugin's and SGLang's choice"
+    assert cluster.one_by_one == where.one_gpu_for_both
+    cluster.stop()
+
+
+@pytest.mark.parametrize("make", [demo_cluster, profile_cluster])
+def test_two_servers_leave_each_other_room(tmp_path, make):
+    found = {}
+    for where in ALL:
+        cluster = make(tmp_path, where)
+        prefill, decode = (words(cluster, which) for which in ("prefill", "decode"))
+        assert "--base-gpu-id" not in prefill
+        assert decode.get("--base-gpu-id") == ("1" if where == TWO_GPUS else None)
+        assert int(prefill["--max-total-tokens"]) == int(decode["--max-total-tokens"]) > 0
+        found[where] = [float(x["--mem-fraction-static"]) for x in (prefill, decode)]
+        cluster.stop()
+    first, second = found[ONE_GPU]
+    assert first + second * (1 - first) < 0.9, "nothing is left for activations and graphs"
+    assert found[TWO_GPUS] == [0.8, 0.8]
+    assert found[PREFILL_ON_CPU] == [found[ON_CPU][0], 0.8]
+
+
+def test_the_demo_leaves_pages_to_the_cpu_on_a_gpu_too(tmp_path):
+    for where in ALL:
+        cluster = demo_cluster(tmp_path, where, "--budget", "256", "--concurrency", "16")
+        prefill, decode = (words(cluster, which) for which in ("prefill", "decode"))
+        of_prefill, of_decode = (json.loads(x["--kv-offload-config"]) for x in (prefill, decode))
+        for config in (of_prefill, of_decode):
+            assert {key: config[key] for key in demo.MODEL_CONFIG} == demo.MODEL_CONFIG
+        on_cpu = 256 * int(decode["--max-running-requests"])
+        assert of_decode.get("resident_tokens") == (None if where == ON_CPU else on_cpu)
+        assert ("prefill_digests" in of_prefill) == (where == PREFILL_ON_CPU)
+        assert ("--chunked-prefill-size" in prefill) == (where.prefill == "cpu")
+        cluster.stop()
+
+
+def test_the_demo_with_another_model_or_without_offload(tmp_path):
+    cluster = demo_cluster(tmp_path, ON_CPU, "--model", "elsewhere")
+    assert "--kv-offload-config" not in words(cluster, "decode") | words(cluster, "prefill")
+    cluster.stop()
+    cluster = demo_cluster(tmp_path, ONE_GPU, "--kv-offload", "none")
+    for which in ("prefill", "decode"):
+        assert not [word for word in words(cluster, which) if word.startswith("--kv-offload")]
+    cluster.stop()
+
+
+def test_the_flags_of_the_user_win_in_a_profile_but_for_what_it_needs(tmp_path):
+    more = "--mem-fraction-static 0.3 --kv-offload-config {}"
+    cluster = profile_cluster(tmp_path, ONE_GPU, more)
+    for which in ("prefill", "decode"):
+        assert words(cluster, which)["--mem-fraction-static"] == "0.3"
+    config = json.loads(words(cluster, "decode")["--kv-offload-config"])
+    assert config["step_log"] and config["resident_tokens"] == 512
+    cluster.stop()
+
+
+@pytest.mark.parametrize("one_by_one", [True, False])
+def test_servers_that_share_a_gpu_start_one_after_the_other(tmp_path, monkeypatch, one_by_one):
+    cluster = PDCluster(tmp_path, log_dir=tmp_path, one_by_one=one_by_one, router=False)
+    events = []
+    for name, server in cluster.servers.items():
+        monkeypatch.setattr(server, "start", lambda name=name: events.append(f"start {name}"))
+    monkeypatch.setattr(
+        cluster, "_wait_healthy", lambda server, *_: events.append(f"ready {server.name}")
+    )
+    cluster.start()
+    turns = ["start prefill", "ready prefill", "start decode", "ready decode"]
+    assert events == (turns if one_by_one else [turns[i] for i in (0, 2, 1, 3)])
+    cluster.stop()
+
+
+# -- failures --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", [ON_CPU, ONE_GPU], ids=str)
+def test_a_gpu_that_fails_is_told_from_the_way_without(tmp_path, monkeypatch, capsys, where):
+    def start(self):
+        raise ServerFailed("the decode server ended with exit code 1")
+
+    monkeypatch.setattr(PDCluster, "start", start)
+    monkeypatch.setattr(device, "place", lambda wanted: where)
+    monkeypatch.setattr(demo.tempfile, "mkdtemp", lambda prefix: str(tmp_path))
+    assert demo.main([]) == 1
+    assert ("--device cpu" in capsys.readouterr().err) == (where != ON_CPU)
+    with pytest.raises(RunFailed) as caught:
+        run_workload(
+            str(demo.MODEL), [[1] * 512], 8, where=where, budget_tokens=128,
+            config={"recall": "off"}, progress=Progress(),
+        )  # fmt: skip
+    assert ("--device cpu" in str(caught.value)) == (where != ON_CPU)
+
+
+def test_a_profile_says_the_capacity_of_its_cache():
+    request = profile.Request("m", "p.json", budget_tokens=128, batch=3)
+    assert profile.resident_tokens(request) == 384
+    given = profile.Request("m", "p.json", resident_tokens=64)
+    assert profile.resident_tokens(given) == 64
