@@ -158,6 +158,18 @@ def test_metrics():
         }
 
 
+READS_VARIABLE = re.compile(r'(?:getenv\(|environ(?:ment)?(?:\.get)?[\[(]|\$\{)"?(SCOUT_\w+)')
+
+
+def test_environment_variables():
+    """Those that an operator may set, read in C++, Python or a shell."""
+    places = ((PACKAGE, "*.py"), (ROOT / "scripts", "*.sh"), (ROOT / "sgl-kernel", "*.cpp"))
+    files = [path for folder, pattern in places for path in folder.rglob(pattern)]
+    read = {name for path in files for name in READS_VARIABLE.findall(path.read_text())}
+    table = section(OPERATIONS, "Environment variables")
+    assert read == set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE))
+
+
 def test_default_host_share_of_plan_is_the_servers():
     plan = assignments(PACKAGE / "cli" / "plan.py")["DEFAULT_HOST_SHARE"]
     server = assignments(PACKAGE / "plugin" / "hooks.py")["DEFAULT_HOST_SHARE"]
