@@ -2,12 +2,13 @@
 
 import json
 import os
+import resource
 import sys
 
 import numpy as np
 import pytest
 
-from sglang_scout.cli import doctor, machine, main, worker_check
+from sglang_scout.cli import device, doctor, machine, main, worker_check
 from sglang_scout.core.errors import WorkerError
 
 
@@ -144,7 +145,49 @@ def test_two_nodes_and_a_gpu(monkeypatch, tmp_path):
     assert "--kv-offload-cpus 4-7" in found
     assert "2 NUMA nodes (0: CPUs 0-3; 1: CPUs 4-7)" in found
     assert doctor.check_hugepages().state == "ok"
-    assert "--device cpu in this version" in doctor.check_gpu().found
+
+
+@pytest.mark.parametrize(
+    ("seen", "state", "parts"),
+    [
+        ((1, ""), "ok", ["0000:01:00.0 on node 1", "torch sees 1", "--device cuda"]),
+        ((0, "no driver"), "warning", ["torch sees no CUDA device (no driver)"]),
+    ],
+)
+def test_a_gpu_that_torch_can_or_cannot_use(monkeypatch, tmp_path, seen, state, parts):
+    monkeypatch.setattr(machine, "SYS", fake_sys(tmp_path, TWO_NODES))
+    monkeypatch.setattr(device, "cuda_devices", lambda: seen)
+    check = doctor.check_gpu()
+    assert check.state == state and all(part in check.found for part in parts)
+    assert ("--device cpu" in check.fix) == (state == "warning")
+
+
+@pytest.mark.parametrize("limit", [8 << 20, resource.RLIM_INFINITY])
+@pytest.mark.parametrize("gpu", [False, True])
+@pytest.mark.parametrize("rdma", [False, True])
+def test_locked_memory_is_needed_by_a_gpu_and_by_rdma(monkeypatch, tmp_path, limit, gpu, rdma):
+    wanted = ("bus/pci" if gpu else "-", "class/infiniband" if rdma else "-")
+    files = {name: text for name, text in TWO_NODES.items() if name.startswith(wanted)}
+    monkeypatch.setattr(machine, "SYS", fake_sys(tmp_path, files))
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (limit, limit))
+    check = doctor.check_locked_memory()
+    short = limit != resource.RLIM_INFINITY
+    assert check.state == ("warning" if short and (gpu or rdma) else "ok")
+    assert ("--device cuda page-locks" in check.fix) == (short and gpu)
+    assert ("MOONCAKE_PROTOCOL=tcp" in check.fix) == (short and rdma)
+    assert ("ulimit -l unlimited" in check.fix) == (check.state == "warning")
+
+
+def test_a_mooncake_without_cuda_matters_beside_a_gpu(monkeypatch, tmp_path):
+    monkeypatch.setattr(doctor, "_importable", lambda *_: doctor.Check("mooncake", "ok", "0.3"))
+    monkeypatch.setattr(machine, "SYS", tmp_path)
+    monkeypatch.setattr(device, "transfer_reads_device", lambda: False)
+    assert doctor.check_mooncake().state == "ok"
+    monkeypatch.setattr(machine, "SYS", fake_sys(tmp_path, TWO_NODES))
+    check = doctor.check_mooncake()
+    assert check.state == "warning" and "without CUDA" in check.found and "prefill" in check.fix
+    monkeypatch.setattr(device, "transfer_reads_device", lambda: True)
+    assert doctor.check_mooncake().state == "ok"
 
 
 def test_a_quota_below_the_cpus(monkeypatch, tmp_path):

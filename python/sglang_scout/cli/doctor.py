@@ -9,11 +9,11 @@ import resource
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, entry_points, requires, version
 from typing import Any
 
-from sglang_scout.cli import machine
+from sglang_scout.cli import device, machine
 from sglang_scout.cli.table import columns, gib, ranges
 from sglang_scout.core.cpu_list import parse_cpu_list
 
@@ -136,11 +136,16 @@ def check_cpus() -> Check:
 
 def check_gpu() -> Check:
     gpus = machine.nvidia_gpus()
-    values = {"gpus": [asdict(gpu) for gpu in gpus]}
+    values: dict[str, Any] = {"gpus": [asdict(gpu) for gpu in gpus]}
     if not gpus:
         return Check("gpu", OK, "none; servers run with --device cpu", values=values)
     found = ", ".join(f"{gpu.address} on node {gpu.numa_node}" for gpu in gpus)
-    note = "; the decode server of --kv-offload runs on --device cpu in this version"
+    count, why = device.cuda_devices()
+    values["cuda_devices"] = count
+    if not count:
+        fix = "NVIDIA's driver, and in a container access to the device; or --device cpu"
+        return Check("gpu", WARNING, f"{found}, but torch sees no CUDA device ({why})", fix, values)
+    note = f"; torch sees {count}: --device cuda, which has not been tried on a GPU (docs/gpu.md)"
     return Check("gpu", OK, found + note, values=values)
 
 
@@ -168,15 +173,24 @@ def check_hugepages() -> Check:
 
 def check_locked_memory() -> Check:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    unlimited, rdma = soft == resource.RLIM_INFINITY, machine.has_rdma()
+    unlimited = soft == resource.RLIM_INFINITY
+    rdma, gpu = machine.has_rdma(), bool(machine.nvidia_gpus())
     text = "unlimited" if unlimited else gib(soft)
-    values = {"limit_bytes": None if unlimited else soft, "rdma": rdma}
+    values = {"limit_bytes": None if unlimited else soft, "rdma": rdma, "gpu": gpu}
     if unlimited:
         return Check("locked memory", OK, text, values=values)
+    why, without = [], []
+    if gpu:
+        why.append("a decode server with --device cuda page-locks all KV pages")
+        without.append("--device cpu")
     if rdma:
-        fix = "RDMA transfer registers all KV pages: ulimit -l unlimited, or MOONCAKE_PROTOCOL=tcp"
-        return Check("locked memory", WARNING, text, fix, values)
-    return Check("locked memory", OK, f"{text}; not needed without an RDMA device", values=values)
+        why.append("RDMA transfer registers all KV pages")
+        without.append("MOONCAKE_PROTOCOL=tcp")
+    if why:
+        fix = f"{', and '.join(why)}: ulimit -l unlimited (LimitMEMLOCK=infinity of a service)"
+        return Check("locked memory", WARNING, text, f"{fix}, or {' and '.join(without)}", values)
+    note = "not needed without a GPU or an RDMA device"
+    return Check("locked memory", OK, f"{text}; {note}", values=values)
 
 
 def check_shared_memory() -> Check:
@@ -219,7 +233,12 @@ def _importable(name: str, module: str, distribution: str, packages: str = "") -
 
 def check_mooncake() -> Check:
     distribution = "mooncake-transfer-engine-non-cuda"
-    return _importable("mooncake", "mooncake.engine", distribution, "libibverbs1 librdmacm1")
+    check = _importable("mooncake", "mooncake.engine", distribution, "libibverbs1 librdmacm1")
+    if check.state == OK and machine.nvidia_gpus() and not device.transfer_reads_device():
+        found = f"{check.found}; built without CUDA, so TCP cannot send from a GPU"
+        fix = "prefill server with --device cpu, or another build: docs/operations.md"
+        return replace(check, state=WARNING, found=found, fix=fix)
+    return check
 
 
 def check_router() -> Check:
