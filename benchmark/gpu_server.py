@@ -16,7 +16,7 @@ Prompts' keys and values are noise (``dummy_kv``), the same for the same prompt.
 
 Speed: requests of one length at once, ours at the largest batch that host memory holds, then stock SGLang at
 the largest that its device memory holds; dummy weights. samples_us are the times between a request's
-tokens while all of them decode.
+tokens while all of them decode; wait_share is the share of that time in which the device waited for the worker.
 
 --device cpu runs the checks with the ring's kernels in Triton's interpreter.
 """

@@ -1,11 +1,19 @@
-"""Decode throughput of ``gpu_server.py``: stock SGLang and ours, dummy weights at the shape of a large model."""
+"""Decode throughput of ``gpu_server.py``: stock SGLang and ours, dummy weights at the shape of a large model.
+
+Which pages are selected comes from noise (``dummy_kv``, random weights), not from the drift that ``gpu_decode.py``
+calibrates to the paper's figures.
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import rows
 from decode_server import FAILURES, DecodeServer, offload, prompts_of
@@ -32,6 +40,52 @@ def write_config(shape: str, folder: Path, context: int) -> Path:
     return folder
 
 
+SAMPLE_S = 0.5
+
+
+class WaitSamples:
+    """While in a ``with`` block: twice a second, the device's waits so far, from a server's state.
+
+    Attributes:
+        samples: seconds (``time.monotonic``), and ``gpu_wait_us`` at that time.
+    """
+
+    def __init__(self, state: Callable[[], dict[str, Any]]) -> None:
+        self.samples: list[tuple[float, int]] = []
+        self._state = state
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def _run(self) -> None:
+        while not self._stop.wait(SAMPLE_S):
+            try:
+                waited_us = self._state()["gpu_wait_us"]
+            except FAILURES:
+                continue  # a server that fails is noticed by its requests
+            self.samples.append((time.monotonic(), waited_us))
+
+    def __enter__(self) -> WaitSamples:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def share(self, first: float, last: float) -> float | None:
+        """Waits as a share of the time between two moments; None where no two samples lie between."""
+        inside = [sample for sample in self.samples if first <= sample[0] <= last]
+        if len(inside) < 2:
+            return None
+        (begin, before), (end, after) = inside[0], inside[-1]
+        return (after - before) / (1e6 * (end - begin))
+
+
+def window(times: list[list[float]]) -> tuple[float, float]:
+    """When all requests had begun to decode, and when the first of them ended."""
+    return max(row[1] for row in times), min(row[-1] for row in times)
+
+
 def steady(times: list[list[float]]) -> tuple[list[float], float]:
     """Of what :meth:`DecodeServer.token_times` returns: µs between tokens of the first request, and
     tokens per second of all, while all of them decode.
@@ -39,7 +93,7 @@ def steady(times: list[list[float]]) -> tuple[list[float], float]:
     Raises:
         RuntimeError: they never all did.
     """
-    first, last = max(row[1] for row in times), min(row[-1] for row in times)
+    first, last = window(times)
     inside = [t for t in times[0] if first <= t <= last]
     if len(inside) < 3:
         raise RuntimeError("the requests did not decode at the same time; raise --speed-tokens")
@@ -79,9 +133,10 @@ def speed(
                     tokens = server.info()["max_total_num_tokens"]
                     batch = min(64, tokens // (options.speed_context + reserve))
                     prompts = prompts_of([options.speed_context] * batch, 100_000, seed=1)
-                    times = server.token_times(
-                        prompts, options.speed_tokens, max(10.0, end - time.monotonic())
-                    )
+                    limit_s = max(10.0, end - time.monotonic())
+                    waits = WaitSamples(server.kv_offload) if impl == "scout" else None
+                    with waits or contextlib.nullcontext():
+                        times = server.token_times(prompts, options.speed_tokens, limit_s)
                     gaps, rate = steady(times)
                     state = server.kv_offload() if impl == "scout" else {}
             except FAILURES as error:
@@ -90,6 +145,8 @@ def speed(
                 print(f"{impl} {about}: FAILED: {error}", flush=True)
                 continue
             found = {name: state[name] for name in ("cpu_compute_ratio", "fallback_pages") if state}
+            if waits is not None and (share := waits.share(*window(times))) is not None:
+                found["wait_share"] = round(share, 4)
             writer.add(
                 impl,
                 **about,

@@ -2,6 +2,7 @@
 
 import copy
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -95,3 +96,30 @@ def test_speed_counts_only_while_all_requests_decode():
 def test_requests_that_never_ran_together_give_no_speed():
     with pytest.raises(RuntimeError, match="same time"):
         server_speed.steady([[0.0, 0.1, 0.2, 0.3], [1.0, 1.1, 1.2, 1.3]])
+
+
+def test_the_share_of_waits_is_of_the_window_alone():
+    waits = server_speed.WaitSamples(dict)
+    waits.samples = [(0.0, 0), (1.0, 900_000), (2.0, 1_000_000), (3.0, 1_300_000), (4.0, 9_000_000)]
+    assert server_speed.window([[0.0, 1.0, 3.5], [0.1, 0.9, 3.6]]) == (1.0, 3.5)
+    assert waits.share(1.0, 3.5) == pytest.approx(0.2)
+    assert waits.share(3.2, 4.5) is None, "one sample says nothing"
+
+
+def test_waits_are_taken_while_requests_run(monkeypatch):
+    monkeypatch.setattr(server_speed, "SAMPLE_S", 0.001)
+    answers = iter([{"gpu_wait_us": 5}, OSError("gone for a moment"), {"gpu_wait_us": 7}])
+    taken = threading.Event()
+
+    def state():
+        answer = next(answers, None)
+        if answer is None:
+            taken.set()
+            raise OSError("no more")
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    with server_speed.WaitSamples(state) as waits:
+        assert taken.wait(30)
+    assert [waited for _, waited in waits.samples] == [5, 7]
