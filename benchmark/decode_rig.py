@@ -7,6 +7,9 @@ nothing about how the important pages drift, so queries follow a generator of it
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +30,24 @@ from sglang_scout.worker.client import WorkerClient, WorkerConfig
 PAGE = 32
 SPIN_US = 20_000
 _EPS = 1e-6
+
+
+@contextlib.contextmanager
+def no_waiting(device: str) -> Iterator[None]:
+    """On a CUDA device, whatever makes the host wait for it in this block raises RuntimeError.
+
+    torch notices its own waits: a value that is asked for, a copy to memory that is not page-locked, a
+    stream or device that is synchronised through torch. On the CPU device nothing is looked at.
+    """
+    if torch.device(device).type != "cuda":
+        yield
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 class ModelSize(NamedTuple):
@@ -180,7 +201,8 @@ class Rig:
         settings: of ``--kv-offload-config``.
         slots: resident pages per layer, beside tails and copies under way; None: the budget of all rows,
             as in the paper.
-        graph: capture the layers once and replay them.
+        graph: capture the layers once and replay them. Without it, and without ``verify``, which looks at
+            every layer, a step fails if its layers make the host wait.
     """
 
     def __init__(
@@ -199,6 +221,7 @@ class Rig:
         verify: bool = False,
     ) -> None:
         self.store, self.model, self.drift, self.batch = store, model, drift, batch
+        self._guard = contextlib.nullcontext if verify else partial(no_waiting, store.device)
         self.config: OffloadConfig = parse_config(
             policy="scout", policies=POLICY_NAMES, budget_tokens=budget_tokens, config=settings
         )
@@ -274,7 +297,8 @@ class Rig:
         if self._graphs:
             self._graphs[self.engine.is_late].replay()
         else:
-            self._layers()
+            with self._guard():
+                self._layers()
         self.drift.advance()
 
     def close(self) -> None:

@@ -75,9 +75,13 @@ def check(device: str) -> list[str]:
                 store, model, drift, batch=batch, context=20 * PAGE - 3, budget_tokens=4 * PAGE,
                 settings=settings, graph=kind == "replayed", verify=kind == "verified",
             )  # fmt: skip
-            for _ in range(steps):
-                rig.step()
-                outputs.setdefault(kind, []).append(rig.out.cpu())
+            outputs[kind] = []
+            try:
+                for _ in range(steps):
+                    rig.step()  # of "off" the host may not wait for the device within it
+                    outputs[kind].append(rig.out.cpu())
+            except RuntimeError as failure:
+                wrong.append(f"batch {batch}, {kind}: {failure}")
             counters = rig.engine.counters
             if kind == "verified":
                 error = counters.verify_max_rel_error
@@ -88,7 +92,7 @@ def check(device: str) -> list[str]:
         if not 0 < error <= 1e-5:
             wrong.append(f"batch {batch}: relative error {error:g} against the plain reference")
         for step, (a, b) in enumerate(
-            zip(outputs["verified"], outputs.get("replayed", outputs["verified"]), strict=True)
+            zip(outputs["verified"], outputs.get("replayed", outputs["verified"]), strict=False)
         ):
             if not torch.equal(a, b):
                 wrong.append(f"batch {batch}, step {step}: the replayed graph differs from eager")

@@ -1,0 +1,89 @@
+"""The rig of ``benchmark/gpu_decode.py``: that a step on a device which waits for the host is noticed."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "benchmark"))
+
+import decode_rig  # noqa: E402
+import gpu_decode  # noqa: E402
+from sglang_scout.ops import triton  # noqa: E402
+
+
+@pytest.fixture
+def modes(monkeypatch):
+    """What torch is told, without a device."""
+    told = []
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", told.append)
+    return told
+
+
+def test_waiting_is_an_error_within_the_block_alone(modes):
+    with decode_rig.no_waiting("cuda:0"):
+        assert modes == ["error"]
+    assert modes == ["error", 1]
+    with pytest.raises(RuntimeError, match="synchronizing"), decode_rig.no_waiting("cuda"):
+        raise RuntimeError("called a synchronizing CUDA operation")
+    assert modes == ["error", 1] * 2
+
+
+def test_nothing_is_asked_of_torch_on_the_cpu(modes):
+    with decode_rig.no_waiting("cpu"):
+        pass
+    assert modes == []
+
+
+@pytest.mark.skipif(not triton.interpreted(), reason="runs the device's step in the interpreter")
+def test_only_layers_of_steps_that_are_not_verified_may_not_wait(monkeypatch):
+    pytest.importorskip("sglang_scout._native")
+    inside = []
+
+    class Guard:
+        def __init__(self, device):
+            assert device == "cpu"
+
+        def __enter__(self):
+            inside.append("begin")
+
+        def __exit__(self, *_):
+            inside.append("end")
+
+    layers = decode_rig.Rig._layers
+    monkeypatch.setattr(decode_rig, "no_waiting", Guard)
+    monkeypatch.setattr(
+        decode_rig.Rig, "_layers", lambda rig: (inside.append("layers"), layers(rig))
+    )
+    size = decode_rig.SIZES["tiny"]
+    for verify in (False, True):
+        inside.clear()
+        store = decode_rig.Store(
+            size, pages=29, batch=1, budget_pages=4, device="cpu", dtype=torch.float32,
+            cpus=sorted(os.sched_getaffinity(0))[:1],
+        )  # fmt: skip
+        rig = decode_rig.Rig(
+            store, decode_rig.DummyModel(size, torch.float32, "cpu"),
+            decode_rig.QueryDrift(size, 1, 0.9, "cpu"), batch=1, context=500, budget_tokens=128,
+            graph=False, verify=verify,
+        )  # fmt: skip
+        rig.step()
+        rig.close()
+        store.close()
+        assert inside == (["layers"] if verify else ["begin", "layers", "end"])
+
+
+@pytest.mark.skipif(not triton.interpreted(), reason="runs the device's step in the interpreter")
+def test_a_step_that_waits_fails_the_check(monkeypatch):
+    pytest.importorskip("sglang_scout._native")
+
+    def step(rig):
+        raise RuntimeError("called a synchronizing CUDA operation")
+
+    monkeypatch.setattr(decode_rig.Rig, "step", step)
+    wrong = gpu_decode.check("cpu")
+    assert any("off: called a synchronizing CUDA operation" in line for line in wrong)
