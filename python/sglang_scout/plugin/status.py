@@ -17,6 +17,8 @@ PUBLISH_INTERVAL_S = 1.0
 
 # state key -> (kind, help). A counter's name gets the suffix _total from prometheus-client.
 _METRICS = {
+    "budget_tokens": ("gauge", "Tokens attended to in full pages, per request, layer and step."),
+    "page_size": ("gauge", "Tokens of a page."),
     "host_pages_total": ("gauge", "Host pages for KV."),
     "host_pages_used": ("gauge", "Host pages in use by requests or the radix cache."),
     "resident_pages": ("gauge", "Pages on the device, summed over layers."),

@@ -1,0 +1,44 @@
+"""/metrics against /server_info: the same numbers, under the names that are promised."""
+
+import pytest
+from prometheus_client import REGISTRY
+
+from sglang_scout.plugin import status
+
+STATE = {
+    "policy": "scout", "backend": "cpu-avx2", "budget_tokens": 512, "page_size": 32,
+    "host_pages_total": 1000, "host_pages_used": 7, "resident_pages": 5, "steps": 3,
+    "selected_pages": 96, "cpu_pages": 11, "cpu_compute_ratio": 0.25, "recalled_pages": 6,
+    "recall_bytes": 4096, "recall_wait_us": 8, "gpu_wait_us": 9, "fallback_pages": 2,
+    "worker": {"pid": 1, "state": "ready", "restarts": 4, "cpus": [0]},
+}  # fmt: skip
+PROMISED = {
+    "budget_tokens", "page_size", "host_pages_total", "host_pages_used", "resident_pages", "steps",
+    "selected_pages", "cpu_pages", "cpu_compute_ratio", "recalled_pages", "recall_bytes",
+    "gpu_wait_us", "fallback_pages",
+}  # fmt: skip
+
+
+@pytest.fixture
+def metrics(monkeypatch):
+    monkeypatch.setattr(status, "decode_state", lambda backend: STATE.copy())
+    monkeypatch.setattr(status, "PUBLISH_INTERVAL_S", 3600.0)
+    before = set(REGISTRY._collector_to_names)
+    made = status.Metrics(None, {"tp_rank": "0"})
+    yield made
+    made.close()
+    for collector in set(REGISTRY._collector_to_names) - before:
+        REGISTRY.unregister(collector)
+
+
+def published(name):
+    kind, _ = status._METRICS[name]
+    suffix = "_total" if kind == "counter" else ""
+    return REGISTRY.get_sample_value(f"sglang:kv_offload_{name}{suffix}", {"tp_rank": "0"})
+
+
+def test_metrics_have_the_numbers_of_the_state(metrics):
+    for _ in range(2):  # a counter is not counted twice
+        metrics.publish()
+        assert {name: published(name) for name in PROMISED} == {n: STATE[n] for n in PROMISED}
+    assert published("worker_restarts") == 4 and published("worker_up") == 1
