@@ -40,7 +40,7 @@ from pathlib import Path
 
 import attention_impls as impls
 import ipex_client
-import sgl_kernel_rival as sgl_kernel
+import sgl_kernel_rival
 from attention_impls import Implementation, Ipex, Native, SdpaGather
 from int8_pages import Int8Pages, NativeInt8
 from int8_pages import absent_reason as int8_absent_reason
@@ -125,12 +125,16 @@ def run(plan: Plan, threads: list[int], writer: Writer, cpus: list[int], without
             int8 = Int8Pages(huge=True)
             implementations += [NativeInt8(isa, int8) for isa in impls.isas()]
         implementations += [SdpaGather(grouped, plan.max_call_s) for grouped in (False, True)]
-        why = "left out by --without" if sgl_kernel.NAME in without else sgl_kernel.absent_reason()
+        why = (
+            "left out by --without"
+            if sgl_kernel_rival.NAME in without
+            else sgl_kernel_rival.absent_reason()
+        )
         if why:
-            writer.add(sgl_kernel.NAME, "absent", why)
+            writer.add(sgl_kernel_rival.NAME, "absent", why)
         else:
-            bench.say(f"{sgl_kernel.NAME} is ready ({sgl_kernel.about()})")
-            implementations.append(sgl_kernel.SglKernel())
+            bench.say(f"{sgl_kernel_rival.NAME} is ready ({sgl_kernel_rival.about()})")
+            implementations.append(sgl_kernel_rival.SglKernel())
         implementations = [x for x in implementations if x.name not in without]
         if client is None:
             why = "left out by --without" if "ipex-2.8" in without else ipex_client.ABSENT
