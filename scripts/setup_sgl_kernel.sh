@@ -12,6 +12,7 @@
 # Variables: PYTHON (with torch; default .venv/bin/python), CXX, DEST (default .cache/sgl-kernel-cpu, where the
 # benchmark looks).
 set -euo pipefail
+shopt -s inherit_errexit # what fails in $(...) ends the script too
 
 HOME_OF_SOURCE=https://github.com/sgl-project/sglang
 COMMIT=c00206c68c81551ce79c7c9b76c53f63a28b55ff # sets the version of the CPU kernels to 0.4.5
@@ -36,7 +37,8 @@ get_source() {
         git init -q "$DEST/clone"
         git -C "$DEST/clone" remote add origin "$HOME_OF_SOURCE"
         git -C "$DEST/clone" sparse-checkout set --no-cone "${parts[@]/#//}"
-        git -C "$DEST/clone" fetch -q --depth 1 --filter=blob:none origin "$COMMIT"
+        git -C "$DEST/clone" fetch -q --depth 1 --filter=blob:none origin "$COMMIT" \
+            || die "cannot clone $HOME_OF_SOURCE; give a folder that has it: scripts/setup_sgl_kernel.sh SOURCE"
         git -C "$DEST/clone" checkout -q FETCH_HEAD
         tar -C "$DEST/clone" -c "${parts[@]}" | tar -C "$DEST/source" -x
         rm -rf "$DEST/clone"
