@@ -55,6 +55,8 @@ def test_a_wrong_cpu_list_is_named(capsys):
     absent = max(os.sched_getaffinity(0)) + 1
     assert main(["doctor", "--cpus", f"0-{absent}"]) == 2
     assert f"may not run on CPU {absent}" in capsys.readouterr().err
+    assert main(["doctor", "--cpus", ""]) == 2, "an unset variable of a shell is not 'all'"
+    assert "--cpus ''" in capsys.readouterr().err
 
 
 def test_another_sglang_is_refused(monkeypatch):

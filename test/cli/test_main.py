@@ -9,7 +9,7 @@ import time
 import pytest
 
 from sglang_scout.cli import main
-from sglang_scout.cli.table import columns, gb, gib, ranges
+from sglang_scout.cli.table import columns, gb, gib
 
 HELP_LIMIT_S = 0.3
 
@@ -86,8 +86,6 @@ def test_table():
     assert columns([]) == ""
 
 
-def test_sizes_and_ranges():
+def test_sizes():
     assert gib(3 * 2**30) == "3.00 GiB" and gib(2**20) == "1.00 MiB" and gib(512) == "0.50 KiB"
     assert gb(1.5e9) == "1.50 GB" and gb(2e6) == "2.00 MB" and gb(0) == "0.00 KB"
-    assert ranges([8, 0, 1, 2, 5]) == "0-2,5,8"
-    assert ranges([]) == ""

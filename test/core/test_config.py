@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from sglang_scout.core.config import OffloadConfig, parse_config
-from sglang_scout.core.cpu_list import parse_cpu_list
+from sglang_scout.core.config import FLAGS, OffloadConfig, parse_config
+from sglang_scout.core.cpu_list import parse_cpu_list, ranges
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.profile import load_profile
 
@@ -70,7 +70,6 @@ def test_defaults():
         ({"config": '{"resident_bonus": 1.0}'}, ["resident_bonus = 1.0", "signs"]),
         ({"config": '{"trace": ""}'}, ["trace", "''", "name a file"]),
         ({"config": '{"trace": "."}'}, ["trace", "'.'", "name a file"]),
-        ({"cpus": ""}, ["--kv-offload-cpus", "''"]),
         ({"config": '{"resident_tokens": 33}'}, ["resident_tokens", "33", "32"]),
         ({"config": '{"verify": 1}'}, ["verify", "int", "bool"]),
         ({"config": '{"recall": "profile"}'}, ["--kv-offload-recall-profile"]),
@@ -82,6 +81,64 @@ def test_refused(kwargs, parts):
     assert isinstance(caught.value, ValueError)
     for part in parts:
         assert part in str(caught.value)
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "parts"),
+    [
+        ({"policy": None}, ["--kv-offload None", "NoneType", "'scout'"]),
+        ({"policy": ["scout"]}, ["--kv-offload ['scout']", "list", "'scout'"]),
+        ({"budget_tokens": "2048"}, ["--kv-offload-budget '2048'", "str", "example 2048"]),
+        ({"budget_tokens": 512.0}, ["--kv-offload-budget 512.0", "float", "whole number"]),
+        ({"budget_tokens": True}, ["--kv-offload-budget True", "bool", "whole number"]),
+        ({"budget_tokens": 32 * 10**400}, ["--kv-offload-budget", f"nearest is {2**40}"]),
+        ({"host_gb": "4"}, ["--kv-offload-host-gb '4'", "str", "number of GiB"]),
+        ({"host_gb": True}, ["--kv-offload-host-gb True", "bool", "number of GiB"]),
+        ({"recall_profile": 3}, ["--kv-offload-recall-profile 3", "int", "name of a file"]),
+        ({"recall_profile": ""}, ["--kv-offload-recall-profile ''", "empty", "leave it out"]),
+        ({"cpus": [0, 1]}, ["--kv-offload-cpus [0, 1]", "list", "'0-3,8'"]),
+        ({"cpus": 0}, ["--kv-offload-cpus 0", "int", "'0-3,8'"]),
+        ({"cpus": ""}, ["--kv-offload-cpus ''", "empty", "'0-3,8'"]),
+        ({"config": 5}, ["--kv-offload-config 5", "int", "@FILE"]),
+        ({"config": ["recall"]}, ["--kv-offload-config ['recall']", "list", "@FILE"]),
+        ({"config": ""}, ["--kv-offload-config ''", "valid JSON", "@FILE"]),
+        ({"config": "@"}, ["--kv-offload-config '@'", "cannot read"]),
+        ({"config": "@\0"}, ["--kv-offload-config", "cannot read"]),
+        ({"config": f'{{"trace": {DEEP}}}'}, ["--kv-offload-config", "recursion", "@FILE"]),
+        ({"config": '{"trace_steps": ' + "9" * 5000 + "}"}, ["--kv-offload-config", "5000 digits"]),
+        ({"config": {"recal": "off"}}, ["--kv-offload-config", "'recal'", "'recall'"]),
+        ({"config": {8: "off"}}, ["--kv-offload-config", "unknown key 8"]),
+    ],
+)
+def test_values_of_another_type_and_empty_ones_are_refused(kwargs, parts):
+    test_refused(kwargs, parts)
+
+
+def test_from_python_the_keys_may_be_an_object():
+    keys = {"recall": "fixed", "exact_layers": (2, 1)}
+    assert parse(config=keys) == parse(config='{"recall": "fixed", "exact_layers": [1, 2]}')
+    assert parse(config={}) == parse()
+    assert parse(host_gb=4).host_gb == 4
+
+
+def test_a_command_says_what_its_own_flags_are_called():
+    flags = FLAGS | {"budget_tokens": "plan: --budget", "config": "profile: --config"}
+    for kwargs, part in (
+        ({"budget_tokens": 32}, "plan: --budget 32: holds 1 pages"),
+        ({"budget_tokens": 33}, "plan: --budget 33: must be"),
+        ({"budget_tokens": "x"}, "plan: --budget 'x': is a str"),
+        ({"config": {"foo": 1}}, "profile: --config: unknown key 'foo'"),
+        ({"config": {"predictor": "learned"}}, "profile: --config: predictor = 'learned' needs"),
+        ({"config": {"resident_tokens": 33}}, "profile: --config: resident_tokens = 33"),
+        ({"config": {"exact_layers": 3}}, "profile: --config: exact_layers = 3"),
+        ({"config": "["}, "profile: --config '[': not valid JSON"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            parse(flags=flags, **kwargs)
+        assert str(caught.value).startswith(part)
 
 
 def test_config_from_file(tmp_path):
@@ -97,10 +154,26 @@ def test_recall_is_adaptive_unless_said_otherwise():
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"), [("0", (0,)), ("0-2,5", (0, 1, 2, 5)), ("3, 1", (1, 3))]
+    ("text", "expected"),
+    [("0", (0,)), ("0-2,5", (0, 1, 2, 5)), ("3, 1", (1, 3)), ("0 - 2", (0, 1, 2)), ("007", (7,))],
 )
 def test_cpu_list(text, expected):
     assert parse_cpu_list(text, set(range(8))) == expected
+
+
+@pytest.mark.parametrize(
+    "text", ["1_0", "+0", "-1", "\u0661", "\u00b2", "0-", "0-1-2", "0,", "1e1", "9" * 5000]
+)
+def test_no_cpu_list(text):
+    with pytest.raises(ConfigError, match="--kv-offload-cpus"):
+        parse_cpu_list(text, set(range(64)))
+
+
+def test_ranges():
+    assert ranges([8, 0, 1, 2, 5]) == "0-2,5,8"
+    assert ranges([]) == ""
+    with pytest.raises(ConfigError, match="available are 0-1,4$"):
+        parse_cpu_list("3", {0, 1, 4})
 
 
 def test_each_rank_writes_files_of_its_own(tmp_path):

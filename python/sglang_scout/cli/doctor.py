@@ -14,8 +14,8 @@ from importlib.metadata import PackageNotFoundError, entry_points, requires, ver
 from typing import Any
 
 from sglang_scout.cli import device, machine
-from sglang_scout.cli.table import columns, gib, ranges
-from sglang_scout.core.cpu_list import parse_cpu_list
+from sglang_scout.cli.table import columns, gib
+from sglang_scout.core.cpu_list import parse_cpu_list, ranges
 
 OK, WARNING, FAILED = "ok", "warning", "failed"
 PLUGIN_GROUP = "sglang.srt.plugins"
@@ -295,7 +295,11 @@ def run(*, cpus: str | None = None, as_json: bool = False) -> int:
     Raises:
         ConfigError: ``cpus`` is no list of CPUs of this process.
     """
-    chosen = list(parse_cpu_list(cpus)) if cpus else sorted(os.sched_getaffinity(0))
+    chosen = (
+        sorted(os.sched_getaffinity(0))
+        if cpus is None
+        else list(parse_cpu_list(cpus, flag="--cpus"))
+    )
     results = [check() for check in checks(chosen)]
     ok = all(check.state != FAILED for check in results)
     if as_json:

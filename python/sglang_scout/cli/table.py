@@ -42,17 +42,3 @@ def _scaled(nbytes: float, base: int, units: tuple[str, str, str]) -> str:
         if value >= 0.1 or unit == units[-1]:
             break
     return f"{value:.2f} {unit}"
-
-
-def ranges(numbers: Sequence[int]) -> str:
-    """Sorted numbers as a Linux list: 0-3,8."""
-    parts: list[str] = []
-    start = previous = None
-    for number in [*sorted(numbers), None]:
-        if previous is not None and number == previous + 1:
-            previous = number
-            continue
-        if previous is not None:
-            parts.append(str(start) if start == previous else f"{start}-{previous}")
-        start = previous = number
-    return ",".join(parts)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,27 @@ _FLAG_FIELDS = {"policy", "budget_tokens", "host_gb", "recall_profile", "cpus", 
 _WRITTEN = ("trace", "step_log", "quality")
 _FILE_KEYS = (*_WRITTEN, "predictor_file")
 CONFIG_KEYS = tuple(f.name for f in dataclasses.fields(OffloadConfig) if f.name not in _FLAG_FIELDS)
+FLAGS = {
+    "policy": "--kv-offload",
+    "budget_tokens": "--kv-offload-budget",
+    "host_gb": "--kv-offload-host-gb",
+    "recall_profile": "--kv-offload-recall-profile",
+    "cpus": "--kv-offload-cpus",
+    "config": "--kv-offload-config",
+}
+"""How refusals name the arguments of `parse_config`; a command with flags of its own says them."""
+
+MAX_BUDGET_TOKENS = 2**40
+
+# From the command line values have their types already; from Python they may be anything.
+_FLAG_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
+    "policy": ((str,), "the name of a policy, for example 'scout'"),
+    "budget_tokens": ((int,), f"a whole number of tokens, for example {DEFAULT_BUDGET_TOKENS}"),
+    "host_gb": ((int, float), "a number of GiB, for example 64.0"),
+    "recall_profile": ((str,), "the name of a file, or leave it out"),
+    "cpus": ((str,), "a list as text, for example '0-3,8'"),
+    "config": ((str, Mapping), "a JSON object as text or as a dict, or '@FILE'"),
+}
 # Smallest and largest value of the numeric keys. A heartbeat is sent every 0.2 s.
 _RANGES: dict[str, tuple[float, float]] = {
     "resident_tokens": (PAGE_SIZE_TOKENS, 2**40),
@@ -158,7 +180,7 @@ _RANGES: dict[str, tuple[float, float]] = {
 }
 
 
-def load_json(text: str, flag: str = "--kv-offload-config") -> dict[str, Any]:
+def load_json(text: str, flag: str = FLAGS["config"]) -> dict[str, Any]:
     """The object in ``text``, or in the file of ``@FILE``.
 
     Raises:
@@ -169,30 +191,36 @@ def load_json(text: str, flag: str = "--kv-offload-config") -> dict[str, Any]:
         path = Path(text[1:])
         try:
             source = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{flag} {text!r}: cannot read the file: {error}") from None
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"{flag} {text!r}: cannot read the file: {error}; name one that holds a JSON object"
+            ) from None
+    example = "write for example '{\"recall_interval\": 8}' or @FILE"
     try:
         value = json.loads(source)
     except json.JSONDecodeError as error:
         raise ConfigError(
             f"{flag} {text!r}: not valid JSON ({error.msg} at line {error.lineno}, column "
-            f"{error.colno}); write for example '{{\"recall_interval\": 8}}' or @FILE"
+            f"{error.colno}); {example}"
         ) from None
+    except (RecursionError, ValueError) as error:  # too deep, or a number of too many digits
+        raise ConfigError(f"{flag} {text[:60]!r}: cannot be read ({error}); {example}") from None
     if not isinstance(value, dict):
-        raise ConfigError(f"{flag} {text!r}: expected a JSON object, got {type(value).__name__}")
+        raise ConfigError(
+            f"{flag} {text!r}: expected a JSON object, got {type(value).__name__}; {example}"
+        )
     return value
 
 
-def _check_key(key: str, value: Any) -> Any:
-    """Check type and range of one ``--kv-offload-config`` entry and return it."""
-    flag = "--kv-offload-config"
+def _check_key(key: str, value: Any, flag: str) -> Any:
+    """Check type and range of one entry of ``flag`` and return it."""
     if key not in CONFIG_KEYS:
-        near = difflib.get_close_matches(key, CONFIG_KEYS, n=1)
+        near = difflib.get_close_matches(str(key), CONFIG_KEYS, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(CONFIG_KEYS)}"
         raise ConfigError(f"{flag}: unknown key {key!r} (value {value!r}); {hint}")
     default = getattr(OffloadConfig, key)
     if key == "exact_layers":
-        return _check_layers(value)
+        return _check_layers(value, flag)
     if key in ("resident_tokens", "worker_spin_us"):
         expected: tuple[type, ...] = (int,)
     elif key == "recall_threshold":
@@ -233,12 +261,12 @@ def _check_key(key: str, value: Any) -> Any:
     return value
 
 
-def _check_layers(value: Any) -> tuple[int, ...]:
+def _check_layers(value: Any, flag: str) -> tuple[int, ...]:
     """A list of layer numbers, ascending; which of them the model has is checked later."""
-    is_list = isinstance(value, list)
+    is_list = isinstance(value, (list, tuple))
     if not is_list or not all(type(layer) is int and layer >= 0 for layer in value):
         raise ConfigError(
-            f"--kv-offload-config: exact_layers = {value!r}: expected a list of layer numbers, for "
+            f"{flag}: exact_layers = {value!r}: expected a list of layer numbers, for "
             "example [1, 2]"
         )
     return tuple(sorted(set(value)))
@@ -252,13 +280,12 @@ def keys_without_effect(digest: str = "minmax", precompute: bool = True) -> set[
     return idle
 
 
-def _check_together(config: OffloadConfig, given: set[str]) -> None:
-    """Keys that mean something only together; ``given`` are those that the user wrote.
+def _check_together(config: OffloadConfig, given: set[str], flag: str) -> None:
+    """Keys that mean something only together; ``given`` are those that the user wrote in ``flag``.
 
     Raises:
         ConfigError: naming both.
     """
-    flag = "--kv-offload-config"
     idle = keys_without_effect(config.digest, config.precompute)
     if config.quality:
         idle.discard("predictor_file")  # measured beside what serves
@@ -289,6 +316,28 @@ def _check_together(config: OffloadConfig, given: set[str]) -> None:
         )
 
 
+def _check_flag_types(given: dict[str, Any], flags: Mapping[str, str]) -> None:
+    """Raises ConfigError for the first value that is of another type than its flag's."""
+    for name, value in given.items():
+        types, expected = _FLAG_TYPES[name]
+        if not isinstance(value, types) or isinstance(value, bool):
+            raise ConfigError(
+                f"{flags[name]} {value!r}: is a {type(value).__name__}; expected {expected}"
+            )
+        if value == "" and name != "config":  # that one is no JSON, which is said below
+            raise ConfigError(f"{flags[name]} '': is empty; expected {expected}")
+
+
+def _check_budget(budget_tokens: int, flag: str) -> None:
+    page = PAGE_SIZE_TOKENS
+    if not 0 < budget_tokens <= MAX_BUDGET_TOKENS or budget_tokens % page:
+        nearest = (budget_tokens + page // 2) // page * page
+        raise ConfigError(
+            f"{flag} {budget_tokens}: must be a positive multiple of the page size "
+            f"({page} tokens); the nearest is {min(max(page, nearest), MAX_BUDGET_TOKENS)}"
+        )
+
+
 def parse_config(
     *,
     policy: str,
@@ -297,57 +346,67 @@ def parse_config(
     host_gb: float | None = None,
     recall_profile: str | None = None,
     cpus: str | None = None,
-    config: str | None = None,
+    config: str | Mapping[str, Any] | None = None,
     available_cpus: set[int] | None = None,
+    flags: Mapping[str, str] = FLAGS,
 ) -> OffloadConfig:
     """Build the configuration from the flags' raw values.
 
     Args:
         policy: value of ``--kv-offload``; ``policies`` are the known ones besides ``none``.
         budget_tokens .. config: raw values of the other flags; None where not given.
+            ``config`` may be the object itself.
         available_cpus: CPUs of this process; None: ask the kernel.
+        flags: what to call the arguments, as ``FLAGS``.
     Raises:
-        ConfigError: a value is wrong; the text names flag, value and fix.
+        ConfigError: a value is wrong, or of a wrong type; the text names flag, value and fix.
     """
+    given = {
+        "policy": policy,
+        "budget_tokens": budget_tokens,
+        "host_gb": host_gb,
+        "recall_profile": recall_profile,
+        "cpus": cpus,
+        "config": config,
+    }
+    _check_flag_types({k: x for k, x in given.items() if x is not None or k == "policy"}, flags)
     if policy != "none" and policy not in policies:
         raise ConfigError(
-            f"--kv-offload {policy!r}: unknown policy; choose one of none, {', '.join(policies)}"
+            f"{flags['policy']} {policy!r}: unknown policy; choose one of none, {', '.join(policies)}"
         )
     page = PAGE_SIZE_TOKENS
     budget = DEFAULT_BUDGET_TOKENS if budget_tokens is None else budget_tokens
-    if budget <= 0 or budget % page:
-        nearest = max(page, round(budget / page) * page)
-        raise ConfigError(
-            f"--kv-offload-budget {budget}: must be a positive multiple of the page size "
-            f"({page} tokens); the nearest is {nearest}"
-        )
+    _check_budget(budget, flags["budget_tokens"])
     if host_gb is not None and not host_gb > 0:
-        raise ConfigError(f"--kv-offload-host-gb {host_gb}: must be greater than 0")
+        raise ConfigError(
+            f"{flags['host_gb']} {host_gb}: must be greater than 0; name the GiB for KV pages, or drop it"
+        )
+    keys = load_json(config, flags["config"]) if isinstance(config, str) else config or {}
     values: dict[str, Any] = {
-        key: _check_key(key, value) for key, value in load_json(config or "{}").items()
+        key: _check_key(key, value, flags["config"]) for key, value in keys.items()
     }
     result = OffloadConfig(
         policy=policy,
         budget_tokens=budget,
         host_gb=host_gb,
         recall_profile=recall_profile,
-        cpus=None if cpus is None else parse_cpu_list(cpus, available_cpus),
+        cpus=None if cpus is None else parse_cpu_list(cpus, available_cpus, flags["cpus"]),
         **values,
     )
     forced = result.sink_pages + result.recent_pages
     if forced > result.budget_pages:
         raise ConfigError(
-            f"--kv-offload-budget {budget}: holds {result.budget_pages} pages, fewer than "
+            f"{flags['budget_tokens']} {budget}: holds {result.budget_pages} pages, fewer than "
             f"sink_pages + recent_pages = {forced}; raise it to at least {forced * page}"
         )
     if result.recall == "profile" and not recall_profile:
         raise ConfigError(
-            "--kv-offload-config: recall = 'profile' needs --kv-offload-recall-profile FILE"
+            f"{flags['config']}: recall = 'profile' needs {flags['recall_profile']} FILE"
         )
-    _check_together(result, set(values))
+    _check_together(result, set(values), flags["config"])
     if result.resident_tokens is not None and result.resident_tokens % page:
         raise ConfigError(
-            f"--kv-offload-config: resident_tokens = {result.resident_tokens} must be a "
+            f"{flags['config']}: resident_tokens = {result.resident_tokens} must be a "
             f"multiple of the page size ({page} tokens)"
         )
     return result

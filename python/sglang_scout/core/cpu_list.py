@@ -3,35 +3,45 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Iterable
 
 from sglang_scout.core.errors import ConfigError
 
+# Not what int() takes: that would be 1_0, +0 and the digits of other scripts too.
+_RANGE = re.compile(r"([0-9]+)(?:\s*-\s*([0-9]+))?")
+_MOST_DIGITS = 9
 
-def parse_cpu_list(text: str, available: set[int] | None = None) -> tuple[int, ...]:
+
+def parse_cpu_list(
+    text: str, available: set[int] | None = None, flag: str = "--kv-offload-cpus"
+) -> tuple[int, ...]:
     """Parse a Linux CPU list such as ``0-3,8`` into sorted CPU numbers.
 
     Args:
         text: the list.
         available: CPUs that this process may run on; None: ask the kernel.
+        flag: where it was given.
     Raises:
         ConfigError: not a list, or a CPU that does not exist here.
     """
-    flag = "--kv-offload-cpus"
     cpus: set[int] = set()
-    for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        try:
-            low = int(first)
-            high = int(last) if dash else low
-        except ValueError:
+    for part in map(str.strip, text.split(",")):
+        found = _RANGE.fullmatch(part)
+        if found is None:
             raise ConfigError(
-                f"{flag} {text!r}: {part.strip()!r} is not a CPU number or a range; "
-                "write for example 0-3,8"
-            ) from None
-        if low < 0 or high < low:
-            raise ConfigError(f"{flag} {text!r}: {part.strip()!r} is not an ascending range")
+                f"{flag} {text!r}: {part!r} is not a CPU number or a range; write for example 0-3,8"
+            )
+        first, last = found[1], found[2] or found[1]
+        if max(len(first), len(last)) > _MOST_DIGITS:
+            raise ConfigError(f"{flag} {text!r}: {part!r} names more CPUs than exist")
+        low, high = int(first), int(last)
+        if high < low:
+            raise ConfigError(
+                f"{flag} {text!r}: {part!r} is not an ascending range; write {high}-{low}"
+            )
         if high - low > 65535:
-            raise ConfigError(f"{flag} {text!r}: {part.strip()!r} names more CPUs than exist")
+            raise ConfigError(f"{flag} {text!r}: {part!r} names more CPUs than exist")
         cpus.update(range(low, high + 1))
     if available is None:
         available = os.sched_getaffinity(0)
@@ -39,13 +49,20 @@ def parse_cpu_list(text: str, available: set[int] | None = None) -> tuple[int, .
     if absent:
         raise ConfigError(
             f"{flag} {text!r}: this process may not run on CPU {absent[0]}; "
-            f"available are {_format_cpus(available)}"
+            f"available are {ranges(available)}"
         )
     return tuple(sorted(cpus))
 
 
-def _format_cpus(cpus: set[int]) -> str:
-    ordered = sorted(cpus)
-    if ordered and ordered == list(range(ordered[0], ordered[-1] + 1)):
-        return str(ordered[0]) if len(ordered) == 1 else f"{ordered[0]}-{ordered[-1]}"
-    return ",".join(map(str, ordered))
+def ranges(numbers: Iterable[int]) -> str:
+    """Numbers as a Linux list, ascending: 0-3,8."""
+    parts: list[str] = []
+    start = previous = None
+    for number in [*sorted(numbers), None]:
+        if previous is not None and number == previous + 1:
+            previous = number
+            continue
+        if previous is not None:
+            parts.append(str(start) if start == previous else f"{start}-{previous}")
+        start = previous = number
+    return ",".join(parts)

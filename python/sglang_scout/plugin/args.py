@@ -138,7 +138,7 @@ def around_post_init(original: Callable[..., None], self: ServerArgs) -> None:
         check_device_engine(self, config, self.device or _default_device())
     _check_cpus(self, config)
     _check_machine(config)
-    profile = load_profile(config.recall_profile) if config.recall_profile else None
+    profile = None if config.recall_profile is None else load_profile(config.recall_profile)
     _apply_defaults(self)
     original(self)
     check_model(self, config, profile)

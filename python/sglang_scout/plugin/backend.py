@@ -67,7 +67,7 @@ class ScoutAttnBackend(AttentionBackend):
         layers = decoder_layers(runner.model)
         shape = model_shape(runner)
         profile = None
-        if self.config.recall_profile:
+        if self.config.recall_profile is not None:
             profile = load_profile(self.config.recall_profile)
             check_profile(
                 profile,
