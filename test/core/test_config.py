@@ -210,7 +210,10 @@ def test_a_profile_written_by_hand(tmp_path):
         (PROFILE.replace('"version": 1', '"version": 9'), "version 9"),
         (PROFILE.replace("[3, 4]", "[3]"), "2 layers"),
         (PROFILE.replace("[3, 4]", "[3, -1]"), "2 layers"),
+        (PROFILE.replace("[3, 4]", f"[{10**30}, 4]"), "interval from 0 to 2147483648"),
+        (PROFILE.replace("[3, 4]", "[]").replace('"num_layers": 2', '"num_layers": 0'), "0 layers"),
         (PROFILE.replace("0.12", "12"), "threshold = 12.0"),
+        (PROFILE.replace('"model"', f'"x": {DEEP}, "model"'), "recursion"),
     ],
 )
 def test_bad_profiles(tmp_path, text, part):

@@ -17,6 +17,7 @@ from sglang_scout.core.errors import ConfigError
 
 PROFILE_VERSION = 1
 FLAG = "--kv-offload-recall-profile"
+MAX_INTERVAL = 2**31
 REMAKE = "make one for this server with `sglang-scout profile`"
 
 NEIGHBOURS = 4
@@ -160,25 +161,28 @@ def load_profile(path: str) -> RecallProfile:
     """
     try:
         data = Path(path).read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{FLAG} {path!r}: cannot read the file: {error.strerror}") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{FLAG} {path!r}: cannot read the file: {error}; name one that `sglang-scout profile` wrote"
+        ) from None
     try:
         profile = msgspec.json.decode(data, type=RecallProfile)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{FLAG} {path!r}: not a recall profile: {error}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"{FLAG} {path!r}: not a recall profile: {error}; {REMAKE}") from None
     if profile.version != PROFILE_VERSION:
         raise ConfigError(
             f"{FLAG} {path!r}: version {profile.version}, this build reads {PROFILE_VERSION}; "
-            "make the profile anew"
+            f"{REMAKE}"
         )
-    if len(profile.intervals) != profile.num_layers or min(profile.intervals, default=-1) < 0:
+    fit = all(0 <= interval <= MAX_INTERVAL for interval in profile.intervals)
+    if not profile.intervals or len(profile.intervals) != profile.num_layers or not fit:
         raise ConfigError(
-            f"{FLAG} {path!r}: needs one interval >= 0 for each of {profile.num_layers} layers, "
-            f"found {profile.intervals!r}"
+            f"{FLAG} {path!r}: needs one interval from 0 to {MAX_INTERVAL} for each of "
+            f"{profile.num_layers} layers, found {profile.intervals!r}; {REMAKE}"
         )
     if not 0.0 <= profile.threshold <= 1.0:
         raise ConfigError(
-            f"{FLAG} {path!r}: threshold = {profile.threshold} must be between 0 and 1"
+            f"{FLAG} {path!r}: threshold = {profile.threshold} must be between 0 and 1; {REMAKE}"
         )
     return profile
 
