@@ -1,10 +1,17 @@
 """Every wrong value is refused with the flag, the value and the fix."""
 
 import json
+import os
 
 import pytest
 
-from sglang_scout.core.config import FLAGS, OffloadConfig, parse_config
+from sglang_scout.core.config import (
+    FLAGS,
+    OffloadConfig,
+    check_layers,
+    check_written,
+    parse_config,
+)
 from sglang_scout.core.cpu_list import parse_cpu_list, ranges
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.profile import load_profile
@@ -12,7 +19,7 @@ from sglang_scout.core.profile import load_profile
 
 def parse(**kwargs):
     kwargs.setdefault("policy", "scout")
-    return parse_config(policies=("scout",), available_cpus={0, 1}, **kwargs)
+    return parse_config(policies=("scout", "infinigen"), available_cpus={0, 1}, **kwargs)
 
 
 def test_defaults():
@@ -55,7 +62,16 @@ def test_defaults():
         ({"config": '{"quality_inputs": 9}'}, ["quality_inputs = 9", "needs quality"]),
         ({"config": '{"predictor": "oracle"}'}, ["predictor", "'oracle'", "next_layer"]),
         ({"config": '{"predictor": "learned"}'}, ["'learned'", "needs predictor_file"]),
-        ({"config": '{"predictor_file": "f.npz"}'}, ["'f.npz'", "no effect", "'learned'"]),
+        ({"config": {"predictor_file": __file__}}, [__file__, "no effect", "'learned'"]),
+        (
+            {"config": '{"predictor_file": "/no/f.npz"}'},
+            ["predictor_file = '/no/f.npz'", "no such"],
+        ),
+        ({"config": '{"predictor_file": "."}'}, ["predictor_file = '.'", "no such file"]),
+        (
+            {"policy": "infinigen", "config": '{"cpu_pages": "int8"}'},
+            ["cpu_pages = 'int8': --kv-offload infinigen copies", "drop the key"],
+        ),
         ({"config": '{"cpu_pages": "int4"}'}, ["cpu_pages = 'int4'", "choose one of model, int8"]),
         ({"config": '{"head_reduce": "sum", "digest": "signs"}'}, ["head_reduce = 'sum'", "signs"]),
         (
@@ -146,6 +162,33 @@ def test_config_from_file(tmp_path):
     path.write_text('{"recall_interval": 3, "head_reduce": "max"}')
     config = parse(config=f"@{path}")
     assert config.recall_interval == 3 and config.head_reduce == "max"
+
+
+def test_layers_that_the_model_does_not_have():
+    check_layers(parse(), 1)
+    some = parse(config={"exact_layers": [3, 0]})
+    check_layers(some, 4)
+    with pytest.raises(ConfigError, match=r"exact_layers = \[0, 3\].*layers 0 to 2; name some"):
+        check_layers(some, 3)
+
+
+@pytest.mark.parametrize("key", ["trace", "step_log", "quality"])
+def test_files_that_cannot_be_written(tmp_path, key):
+    for bad in ("/proc/x", f"{tmp_path}/a\0b"):
+        config = parse(config={key: bad})
+        with pytest.raises(ConfigError, match=f"^--kv-offload-config: {key} = .*cannot be written"):
+            check_written(config)
+    old, new = tmp_path / "old", tmp_path / "new"
+    old.write_text("kept")
+    for path in (old, new):
+        check_written(parse(config={key: str(path)}))
+    assert old.read_text() == "kept" and not new.exists()
+
+
+def test_a_pipe_is_not_opened_to_see_whether_it_can_be(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    check_written(parse(config={"step_log": str(pipe)}))
 
 
 def test_recall_is_adaptive_unless_said_otherwise():

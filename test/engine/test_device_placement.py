@@ -114,7 +114,7 @@ def test_every_tensor_of_a_step_is_on_the_device(ran, settings):
         "m", "w", 1, *(rng.normal(size=(LAYERS - 1, *part)).astype(np.float32) for part in parts)
     )
     if learned:
-        settings = settings | {"predictor_file": "correction.npz"}
+        settings = settings | {"predictor_file": __file__}
     config = parse_config(
         policy="scout", policies=POLICY_NAMES, budget_tokens=4 * SIZE, config=json.dumps(settings)
     )

@@ -244,7 +244,7 @@ def test_layer_inputs_are_copies():
 def test_every_predictor_serves(predictor, budget_tokens):
     """Small budget: each output is that of the chosen pages. A covering one: exact full attention."""
     config = json.dumps({"predictor": predictor} | (
-        {"predictor_file": "f.npz"} if predictor == "learned" else {}
+        {"predictor_file": __file__} if predictor == "learned" else {}
     ))  # fmt: skip
     worker = MiniWorker(
         layers=LAYERS, budget_tokens=budget_tokens, config=config, correction=some_correction()

@@ -48,6 +48,21 @@ CASES = [
     ("empty profile", {"kv_offload_recall_profile": ""}, ["--kv-offload-recall-profile ''"]),
     ("empty config", {"kv_offload_config": ""}, ["--kv-offload-config ''", "JSON"]),
     ("config as an object", {"kv_offload_config": {"recall": "fixed"}}, []),
+    (
+        "absent layer",
+        {"kv_offload_config": '{"exact_layers": [4]}'},
+        ["--kv-offload-config", "exact_layers = [4]", "layers 0 to 3", "drop the key"],
+    ),
+    (
+        "unwritable step log",
+        {"kv_offload_config": '{"step_log": "/proc/x"}'},
+        ["--kv-offload-config", "step_log = '/proc/x'", "cannot be written", "another file"],
+    ),
+    (
+        "unwritten on the prefill server",
+        {"kv_offload_config": '{"step_log": "/proc/x"}', "disaggregation_mode": "prefill"},
+        [],
+    ),
     ("json", {"kv_offload_config": "{"}, ["--kv-offload-config", "JSON"]),
     ("key", {"kv_offload_config": '{"x": 1}'}, ["--kv-offload-config", "'x'"]),
     ("fp8", {"kv_cache_dtype": "fp8_e4m3"}, ["--kv-cache-dtype", "fp8_e4m3", "auto"]),
@@ -224,10 +239,8 @@ def test_accepted_with_the_implied_defaults(outcome):
         kind, made = outcome[0][name]
         assert kind == "accepted", made
         assert made["page_size"] == 32 and made["attention"] == "torch_native"
-        assert made["role"].partition(":")[0] == (
-            "prefill" if name.startswith("prefill") else "decode"
-        )
-        assert made["decode"] == (None if name.startswith("prefill") else "scout")
+        assert made["role"].partition(":")[0] == ("prefill" if "prefill" in name else "decode")
+        assert made["decode"] == (None if "prefill" in name else "scout")
 
 
 def test_without_the_flag_sglang_is_as_it_was(outcome):

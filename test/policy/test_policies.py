@@ -27,13 +27,6 @@ def test_every_layer_is_predicted_exactly_once_and_one_layer_ahead():
     assert targets == [(0, 1), (2,), (3,), (4,), ()]
 
 
-def test_copies_for_a_worker_that_has_hardly_any_work_are_refused():
-    settings = config(config='{"cpu_pages": "int8"}')
-    make_policy(settings, 3, PAGE_BYTES)
-    with pytest.raises(ConfigError, match=r"cpu_pages = 'int8': --kv-offload infinigen copies"):
-        make_policy(replace(settings, policy="infinigen"), 3, PAGE_BYTES)
-
-
 def test_exact_layers_are_not_predicted_and_have_no_lead():
     exact = config(config='{"exact_layers": [3, 1, 1]}')
     policy = make_policy(exact, num_layers=6, page_bytes=PAGE_BYTES)
@@ -63,7 +56,7 @@ def test_the_predictor_is_a_choice():
         ("learned", NextLayerQuery(correction=learned)),
     ):
         settings = config(
-            config=json.dumps({"predictor": name, "predictor_file": "f", "quality": "q"})
+            config=json.dumps({"predictor": name, "predictor_file": __file__, "quality": "q"})
         )
         for policy in POLICY_NAMES:
             made = make_policy(replace(settings, policy=policy), 3, PAGE_BYTES, None, learned)

@@ -15,6 +15,7 @@ from typing import Any
 
 from sglang_scout.core.cpu_list import parse_cpu_list
 from sglang_scout.core.errors import ConfigError
+from sglang_scout.core.files import check_place, check_writable
 from sglang_scout.core.page_bytes import CPU_PAGES
 
 PAGE_SIZE_TOKENS = 32
@@ -241,12 +242,10 @@ def _check_key(key: str, value: Any, flag: str) -> Any:
     low, high = _RANGES.get(key, (value, value))
     if not low <= value <= high:
         raise ConfigError(f"{flag}: {key} = {value!r} must be between {low:g} and {high:g}")
-    if key in _FILE_KEYS:
-        path = Path(value).absolute()
-        if not value or path.is_dir() or not path.parent.is_dir():
-            raise ConfigError(
-                f"{flag}: {key} = {value!r}: not a file in a folder that exists; name a file"
-            )
+    if key in _WRITTEN:
+        check_place(f"{flag}: {key} = {value!r}", value)
+    elif key in _FILE_KEYS and not Path(value).is_file():
+        raise ConfigError(f"{flag}: {key} = {value!r}: there is no such file; name one that exists")
     choices = {
         "attend": ATTEND,
         "cpu_pages": CPU_PAGES,
@@ -262,7 +261,7 @@ def _check_key(key: str, value: Any, flag: str) -> Any:
 
 
 def _check_layers(value: Any, flag: str) -> tuple[int, ...]:
-    """A list of layer numbers, ascending; which of them the model has is checked later."""
+    """A list of layer numbers, ascending; `check_layers` knows which of them the model has."""
     is_list = isinstance(value, (list, tuple))
     if not is_list or not all(type(layer) is int and layer >= 0 for layer in value):
         raise ConfigError(
@@ -270,6 +269,31 @@ def _check_layers(value: Any, flag: str) -> tuple[int, ...]:
             "example [1, 2]"
         )
     return tuple(sorted(set(value)))
+
+
+def check_layers(config: OffloadConfig, num_layers: int, flag: str = FLAGS["config"]) -> None:
+    """Refuse layers that the model does not have.
+
+    Raises:
+        ConfigError: naming those that it has.
+    """
+    if max(config.exact_layers, default=0) >= num_layers:
+        raise ConfigError(
+            f"{flag}: exact_layers = {list(config.exact_layers)}: the model has layers 0 to "
+            f"{num_layers - 1}; name some of these, or drop the key"
+        )
+
+
+def check_written(config: OffloadConfig, flag: str = FLAGS["config"]) -> None:
+    """Refuse files that cannot be written, by trying; what they hold stays.
+
+    Raises:
+        ConfigError: naming key, file and reason.
+    """
+    for key in _WRITTEN:
+        path = getattr(config, key)
+        if path is not None:
+            check_writable(f"{flag}: {key} = {path!r}", path)
 
 
 def keys_without_effect(digest: str = "minmax", precompute: bool = True) -> set[str]:
@@ -293,6 +317,11 @@ def _check_together(config: OffloadConfig, given: set[str], flag: str) -> None:
         cause = "digest = 'signs'" if key == "head_reduce" else "precompute = false"
         raise ConfigError(
             f"{flag}: {key} = {getattr(config, key)!r} has no effect with {cause}; drop one of them"
+        )
+    if config.policy == "infinigen" and config.cpu_pages != "model":
+        raise ConfigError(
+            f"{flag}: cpu_pages = {config.cpu_pages!r}: --kv-offload infinigen copies its pages to the "
+            "device, and copies for the worker would only take host memory; drop the key"
         )
     if config.predictor == "learned" and config.predictor_file is None:
         raise ConfigError(

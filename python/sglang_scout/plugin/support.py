@@ -14,7 +14,7 @@ from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 from sglang.srt.layers.rotary_embedding.mrope import MRotaryEmbedding
 from transformers.utils.hub import cached_file
 
-from sglang_scout.core.config import OffloadConfig
+from sglang_scout.core.config import OffloadConfig, check_layers
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.profile import (
     ModelIdentity,
@@ -65,6 +65,7 @@ def check_model(server_args: Any, config: OffloadConfig, profile: RecallProfile 
         )
     if served.dtype not in DTYPES:
         raise ConfigError(f"{model}: dtype {served.dtype} is not supported with {policy}")
+    check_layers(config, served.num_hidden_layers)
     if profile is not None:
         check_profile(
             profile,

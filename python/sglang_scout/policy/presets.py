@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from sglang_scout.core.config import DEFAULT_RECALL_THRESHOLD, OffloadConfig
+from sglang_scout.core.config import DEFAULT_RECALL_THRESHOLD, OffloadConfig, check_layers
 from sglang_scout.core.correction import StreamCorrection
-from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.profile import RecallProfile
 from sglang_scout.policy.axes import Policy, PredictorAxis, ResidencyAxis
 from sglang_scout.policy.digests import PageDigest
@@ -110,11 +109,6 @@ def _infinigen(
     correction: StreamCorrection | None,
 ) -> Policy:
     """Recall-based offload as the paper's baseline does it: every miss is a copy, none is computed."""
-    if config.cpu_pages != "model":
-        raise ConfigError(
-            f"--kv-offload-config: cpu_pages = {config.cpu_pages!r}: --kv-offload infinigen copies its "
-            "pages to the device, and copies for the worker would only take host memory; drop the key"
-        )
     return Policy(
         name="infinigen",
         digest=_digest(config),
@@ -152,9 +146,5 @@ def make_policy(
     Raises:
         ConfigError: a layer is named that the model does not have.
     """
-    if config.exact_layers and max(config.exact_layers) >= num_layers:
-        raise ConfigError(
-            f"--kv-offload-config: exact_layers = {list(config.exact_layers)}: the model has layers 0 "
-            f"to {num_layers - 1}"
-        )
+    check_layers(config, num_layers)
     return PRESETS[config.policy](config, num_layers, page_bytes, profile, correction)

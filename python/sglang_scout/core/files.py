@@ -1,0 +1,45 @@
+"""Files that are written in the end, checked at the start: minutes of work should not be for nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+from sglang_scout.core.errors import ConfigError
+
+
+def check_place(what: str, path: str) -> None:
+    """Refuse a name that is empty, a folder, or in a folder that does not exist.
+
+    Args:
+        what: names the flag and its value.
+    Raises:
+        ConfigError: with ``what``.
+    """
+    place = Path(path).absolute()
+    if not path or place.is_dir() or not place.parent.is_dir():
+        raise ConfigError(f"{what}: not a file in a folder that exists; name a file")
+
+
+def check_writable(what: str, path: str) -> None:
+    """Refuse a file that cannot be made, or opened for writing. Changes nothing.
+
+    Args:
+        what: names the flag and its value.
+    Raises:
+        ConfigError: with ``what`` and the system's reason.
+    """
+    check_place(what, path)
+    if os.path.exists(path) and not os.path.isfile(path):
+        return  # a pipe, whose reader would see the attempt, or a device
+    is_new = not os.path.lexists(path)
+    try:
+        with open(path, "ab"):
+            pass
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{what}: cannot be written: {reason}; name another file") from None
+    if is_new:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
