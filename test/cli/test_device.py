@@ -128,7 +128,7 @@ def demo_cluster(tmp_path, where, *arguments):
     return demo.make_cluster(args, where, demo.MODEL, tmp_path)
 
 
-def profile_cluster(tmp_path, where, server_args=""):
+def profile_cluster(tmp_path, where, server_args=()):
     return make_cluster(
         str(demo.MODEL), [[1] * 512] * 4, 40, tmp_path, where=where, budget_tokens=128,
         config={"recall": "off", "resident_tokens": 512}, decode_flags=(), dtype="auto",
@@ -192,7 +192,7 @@ def test_the_demo_with_another_model_or_without_offload(tmp_path):
 
 
 def test_the_flags_of_the_user_win_in_a_profile_but_for_what_it_needs(tmp_path):
-    more = "--mem-fraction-static 0.3 --kv-offload-config {}"
+    more = ["--mem-fraction-static", "0.3", "--kv-offload-config", "{}"]
     cluster = profile_cluster(tmp_path, ONE_GPU, more)
     for which in ("prefill", "decode"):
         assert words(cluster, which)["--mem-fraction-static"] == "0.3"

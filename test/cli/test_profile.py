@@ -281,18 +281,26 @@ def model(tmp_path):
 @pytest.mark.parametrize(
     ("change", "parts"),
     [
-        ({"budget_tokens": 100}, ["--budget 100", "multiple of 32"]),
+        ({"budget_tokens": 100}, ["profile: --budget 100", "multiple of the page size (32"]),
+        ({"budget_tokens": 32}, ["profile: --budget 32", "at least 64"]),
         ({"threshold": 0.0}, ["--threshold 0.0"]),
         ({"threshold": float("nan")}, ["--threshold nan"]),
         ({"steps": 4}, ["--steps 4", "at least 8"]),
         ({"batch": 0}, ["--batch 0"]),
         ({"resident_tokens": 100}, ["--resident-tokens 100", "multiple of 32"]),
         ({"input_tokens": 128}, ["--input-len 128", "budget of 128", "at least 192"]),
-        ({"input_tokens": 4000}, ["--input-len 4000", "--steps 256", "4096 tokens"]),
-        ({"output": "/no/such/folder/p.json"}, ["--output /no/such/folder/p.json"]),
-        ({"output": "/"}, ["--output /"]),
-        ({"plot": "/no/such/folder/p.png"}, ["--plot /no/such/folder/p.png"]),
-        ({"plot": "p.gif"}, ["--plot p.gif", ".png"]),
+        ({"input_tokens": 4000}, ["--input-len 4000", "--steps 256", "4096 tokens", "lower"]),
+        ({"output": "/no/such/folder/p.json"}, ["--output '/no/such/folder/p.json'", "name a"]),
+        ({"output": "/"}, ["--output '/'", "name a file"]),
+        ({"output": ""}, ["--output ''", "name a file"]),
+        ({"output": "/proc/p.json"}, ["--output '/proc/p.json'", "cannot be written", "another"]),
+        ({"plot": "/no/such/folder/p.png"}, ["--plot '/no/such/folder/p.png'", "name a file"]),
+        ({"plot": "/proc/p.png"}, ["--plot '/proc/p.png'", "cannot be written"]),
+        ({"plot": "p.gif"}, ["--plot 'p.gif'", ".png"]),
+        ({"server_args": "'x"}, ['--server-args "\'x"', "No closing quotation"]),
+        ({"config": {"exact_layers": [2]}}, ["profile: --config: exact_layers", "layers 0 to 1"]),
+        ({"config": {"trace": "/proc/t"}}, ["profile: --config: trace = '/proc/t'", "written"]),
+        ({"config": {"foo": 1}}, ["profile: --config: unknown key 'foo'"]),
         ({"model_path": "/no/such/model"}, ["profile: --model-path /no/such/model"]),
     ],
 )
@@ -305,7 +313,13 @@ def test_wrong_arguments_are_refused_before_anything_starts(model, change, parts
 
 
 def test_right_arguments_are_not(model, tmp_path):
-    check_request(request(model_path=str(model), input_tokens=1024, plot=str(tmp_path / "p.png")))
+    output = tmp_path / "p.json"
+    values = {"model_path": str(model), "input_tokens": 1024, "output": str(output)}
+    check_request(request(**values, plot=str(tmp_path / "p.png"), server_args="--a 'b c'"))
+    assert not output.exists()
+    output.write_text("of an earlier run")
+    check_request(request(**values))
+    assert output.read_text() == "of an earlier run"
 
 
 def test_prompts_of_a_text_file_of_lines_and_of_nothing(model, tmp_path):
@@ -369,12 +383,15 @@ def test_the_command(model, tmp_path, monkeypatch, capsys):
     def run_workload(model_path, prompts, steps, **kwargs):
         runs.append((kwargs["config"]["recall"], kwargs["decode_flags"]))
         assert kwargs["config"]["resident_tokens"] == 256 and kwargs["where"].decode == "cpu"
+        assert kwargs["server_args"] == ["--log-level", "a b"]
         assert [len(p) for p in prompts] == [512, 512] and steps == 40
         growth = (0.02, 0.3) if kwargs["config"]["recall"] == "off" else (0.0, 0.02)
         return read_step_log(write_log(tmp_path / "s.jsonl", 41, growth=growth))
 
     monkeypatch.setattr(profile, "run_workload", run_workload)
-    assert main(arguments(model, tmp_path, "--json", "--plot", str(tmp_path / "p.png"))) == 0
+    more = ["--server-args", "--log-level 'a b'"]
+    plot = ["--json", "--plot", str(tmp_path / "p.png")]
+    assert main(arguments(model, tmp_path, *more, *plot)) == 0
     printed = json.loads(capsys.readouterr().out)
     found = load_profile(str(tmp_path / "p.json"))
     assert msgspec.to_builtins(found) == printed
@@ -383,7 +400,7 @@ def test_the_command(model, tmp_path, monkeypatch, capsys):
     assert runs == [("off", ()), ("profile", (FLAG, path))]
     assert (tmp_path / "p.png").exists()
 
-    assert main(arguments(model, tmp_path, "--no-check")) == 0
+    assert main(arguments(model, tmp_path, *more, "--no-check")) == 0
     assert "Mean interval 3.5" in capsys.readouterr().out and len(runs) == 3
 
 

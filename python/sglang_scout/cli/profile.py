@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,10 +21,18 @@ from sglang_scout.cli.profile_run import RunFailed, ends_orderly, run_workload
 from sglang_scout.cli.progress import Progress
 from sglang_scout.cli.step_log_file import StepLogFile, ratios_by_age
 from sglang_scout.cli.table import columns
-from sglang_scout.core.config import PAGE_SIZE_TOKENS, OffloadConfig, parse_config
+from sglang_scout.core.config import FLAGS as SERVER_FLAGS
+from sglang_scout.core.config import (
+    PAGE_SIZE_TOKENS,
+    OffloadConfig,
+    check_layers,
+    check_written,
+    parse_config,
+)
 from sglang_scout.core.errors import ConfigError
+from sglang_scout.core.files import check_writable
+from sglang_scout.core.profile import FLAG as PROFILE_FLAG
 from sglang_scout.core.profile import (
-    FLAG,
     PROFILE_VERSION,
     ModelIdentity,
     ProfileCheck,
@@ -33,6 +42,7 @@ from sglang_scout.core.profile import (
     selection_of,
 )
 
+FLAGS = SERVER_FLAGS | {"budget_tokens": "profile: --budget", "config": "profile: --config"}
 LEAST_STEPS = 8
 PICTURES = (".png", ".svg", ".pdf")
 
@@ -79,11 +89,14 @@ def check_request(request: Request) -> None:
     Raises:
         ConfigError: naming flag, value and fix.
     """
-    budget = request.budget_tokens
-    if budget <= 0 or budget % PAGE_SIZE_TOKENS:
+    own = sorted({"recall", "resident_tokens", "step_log"} & set(request.config))
+    if own:
         raise ConfigError(
-            f"profile: --budget {budget}: must be a positive multiple of {PAGE_SIZE_TOKENS} tokens"
+            f"profile: --config: {own[0]} is set by the command itself; leave it out"
+            + (" and give --resident-tokens" if "resident_tokens" in own else "")
         )
+    config = server_config(request)
+    server_words(request)
     if not 0.0 < request.threshold < 1.0:
         raise ConfigError(
             f"profile: --threshold {request.threshold}: must lie between 0 and 1, as 0.12"
@@ -98,17 +111,10 @@ def check_request(request: Request) -> None:
             f"profile: --resident-tokens {resident}: must be a positive multiple of "
             f"{PAGE_SIZE_TOKENS}"
         )
-    own = sorted({"recall", "resident_tokens", "step_log"} & set(request.config))
-    if own:
-        raise ConfigError(
-            f"profile: --config: {own[0]} is set by the command itself; leave it out"
-            + (" and give --resident-tokens" if "resident_tokens" in own else "")
-        )
-    server_config(request)
-    least = least_tokens(budget)
+    least = least_tokens(request.budget_tokens)
     if request.input_tokens < least:
         raise ConfigError(
-            f"profile: --input-len {request.input_tokens}: all of it fits the budget of {budget} "
+            f"profile: --input-len {request.input_tokens}: all of it fits the budget of {request.budget_tokens} "
             f"tokens, so that nothing would be left to the CPU; give at least {least}"
         )
     model = read_model(request.model_path, request.dtype, command="profile")
@@ -116,34 +122,51 @@ def check_request(request: Request) -> None:
     if context > model.max_context_tokens:
         raise ConfigError(
             f"profile: --input-len {request.input_tokens} and --steps {request.steps}: "
-            f"{request.model_path} allows {model.max_context_tokens} tokens"
+            f"{request.model_path} allows {model.max_context_tokens} tokens; lower one of them"
         )
+    check_layers(config, model.num_layers, FLAGS["config"])
+    check_written(config, FLAGS["config"])
     for flag, value in (("--output", request.output), ("--plot", request.plot)):
-        path = Path(value or "x").absolute()
-        if path.is_dir() or not path.parent.is_dir():
-            raise ConfigError(f"profile: {flag} {value}: not a file in a folder that exists")
-    if request.plot is not None:
-        if Path(request.plot).suffix not in PICTURES:
-            raise ConfigError(f"profile: --plot {request.plot}: name a {', '.join(PICTURES)} file")
+        if value is not None:
+            check_writable(f"profile: {flag} {value!r}", value)
+    if request.plot is not None and Path(request.plot).suffix not in PICTURES:
+        raise ConfigError(
+            f"profile: --plot {request.plot!r}: pictures are {', '.join(PICTURES)}; name such a file"
+        )
 
 
 def server_config(request: Request) -> OffloadConfig:
-    """What the decode server will have, but for recall.
+    """What the decode server will have in the first run.
 
     Raises:
-        ConfigError: a wrong value in ``request.config``.
+        ConfigError: a wrong budget, or a wrong value in ``request.config``.
     """
     return parse_config(
         policy="scout",
         policies=("scout",),
         budget_tokens=request.budget_tokens,
-        config=json.dumps(dict(request.config)),
+        config={**request.config, "recall": "off"},
+        flags=FLAGS,
     )
 
 
 def resident_tokens(request: Request) -> int:
     """Capacity of the decode server's cache, over all requests."""
     return request.resident_tokens or request.budget_tokens * request.batch
+
+
+def server_words(request: Request) -> list[str]:
+    """``request.server_args`` as single words.
+
+    Raises:
+        ConfigError: a quotation without an end.
+    """
+    try:
+        return shlex.split(request.server_args)
+    except ValueError as error:
+        raise ConfigError(
+            f"profile: --server-args {request.server_args!r}: {error}; write it as on a command line"
+        ) from None
 
 
 def least_tokens(budget_tokens: int) -> int:
@@ -172,7 +195,7 @@ def make_profile(request: Request, progress: Progress) -> RecallProfile:
     save_profile(profile, request.output)
     if request.check:
         path = str(Path(request.output).absolute())
-        again = _run(request, where, prompts, progress, {"recall": "profile"}, (FLAG, path))
+        again = _run(request, where, prompts, progress, {"recall": "profile"}, (PROFILE_FLAG, path))
         curves, _ = ratios_by_age(again, request.steps + 1)
         check = ProfileCheck(
             ratios=curves[:, 1:].mean(axis=1).round(4).tolist(),
@@ -202,7 +225,7 @@ def _run(
         config={**request.config, **config, **cache},
         decode_flags=decode_flags,
         dtype=request.dtype,
-        server_args=request.server_args,
+        server_args=server_words(request),
         progress=progress,
     )
 

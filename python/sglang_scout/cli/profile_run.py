@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shlex
 import shutil
 import signal
 import tempfile
@@ -53,7 +52,7 @@ def run_workload(
     config: dict[str, Any],
     decode_flags: Sequence[str] = (),
     dtype: str = "auto",
-    server_args: str = "",
+    server_args: Sequence[str] = (),
     progress: Progress,
 ) -> StepLogFile:
     """Decode ``steps`` steps after each request's first one, all requests together.
@@ -62,7 +61,7 @@ def run_workload(
         prompts: token ids.
         where: the servers' devices.
         config: of the decode server, without ``step_log``.
-        server_args: more flags of both servers, as on a command line.
+        server_args: more flags of both servers, word by word.
     Raises:
         RunFailed: with the end of the servers' logs.
         KeyboardInterrupt: after all processes have ended.
@@ -105,7 +104,7 @@ def make_cluster(
     config: dict[str, Any],
     decode_flags: Sequence[str],
     dtype: str,
-    server_args: str,
+    server_args: Sequence[str],
 ) -> PDCluster:
     """The servers of :func:`run_workload`; their logs and the step log go to ``folder``."""
     longest = max(map(len, prompts)) + steps + MARGIN_TOKENS
@@ -113,8 +112,8 @@ def make_cluster(
     prefill, decode = where.memory(cpu_share=0.85)
     if where.prefill == CPU and total <= PREFILL_BATCH_TOKENS:
         prefill |= {"max_prefill_tokens": total, "chunked_prefill_size": -1}
-    more = shlex.split(server_args)
-    prefill_args, decode_args = [*flags(**prefill), *more], [*flags(**decode), *more]
+    prefill_args = [*flags(**prefill), *server_args]
+    decode_args = [*flags(**decode), *server_args]
     if where.prefill != where.decode:
         prefill_args += flags(kv_offload_config=json.dumps({"prefill_digests": False}))
     settings = json.dumps({**config, "step_log": str(folder / "steps.jsonl")})
