@@ -175,7 +175,15 @@ def test_weights_from_files_from_the_index_or_estimated(model):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--budget", "1000"], "--budget 1000: must be a positive multiple of the page size"),
+        (["--budget", "1000"], "plan: --budget 1000: must be a positive multiple of the page size"),
+        (
+            ["--budget", "32"],
+            "plan: --budget 32: holds 1 pages, fewer than sink_pages + recent_pages",
+        ),
+        (["--gpu-gb", "inf"], "plan: --gpu-gb inf: must be greater than 0, and at most 1073741824"),
+        (["--gpu-gb", "1e300"], "--gpu-gb 1e+300: must be greater than 0, and at most"),
+        (["--host-gb", "1e300"], "--host-gb 1e+300"),
+        (["--context-tokens", "9" * 400], "--context-tokens 999"),
         (["--context-tokens", "0"], "--context-tokens 0: must be greater than 0"),
         (["--requests", "-1"], "--requests -1"),
         (["--host-gb", "nan"], "--host-gb nan"),
@@ -197,6 +205,83 @@ def test_quantised_weights_take_what_their_files_take(model):
     assert found.value_bytes == 4, "of KV, which is not quantised"
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_key_value_heads": "abc"}, "num_key_value_heads = 'abc', expected a positive whole"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads = 3, expected a divisor of 40"),
+        ({"num_attention_heads": True}, "num_attention_heads = True, expected a positive"),
+        ({"num_hidden_layers": 10**20}, "num_hidden_layers = 100000000000000000000, expected"),
+        ({"torch_dtype": ["bfloat16"]}, "torch_dtype = ['bfloat16'], expected one of bfloat16"),
+        ({"torch_dtype": "float64"}, "torch_dtype = 'float64', expected one of bfloat16"),
+        ({"max_position_embeddings": -5}, "max_position_embeddings = -5, expected a positive"),
+        ({"head_dim": None, "hidden_size": 2}, "hidden_size = 2, expected at least one for each"),
+        ({"head_dim": None, "hidden_size": None}, "hidden_size = None, expected a positive"),
+        ({"head_dim": -3}, "head_dim = -3, expected a positive whole number"),
+        ({"head_dim": "x" * 9999}, "...xxxxx"),
+        ({"intermediate_size": "big"}, "intermediate_size = 'big', expected a positive"),
+        ({"text_config": 5}, "text_config = 5, expected an object"),
+        ({"architectures": "Qwen3ForCausalLM"}, "does not support (no architecture named)"),
+        ({"architectures": [5]}, "does not support (no architecture named)"),
+        ({"architectures": []}, "does not support (no architecture named)"),
+        (
+            {"architectures": ["MixtralForCausalLM"]},
+            "does not support MixtralForCausalLM; supported",
+        ),
+        ({"use_sliding_window": True}, "does not support sliding-window attention"),
+        ({"architectures": ["MistralForCausalLM"]}, "does not support sliding-window attention"),
+        (
+            {"architectures": ["LlamaForCausalLM"], "sliding_window": 4096},
+            "does not support sliding-window attention",
+        ),
+        ({"head_dim": 80}, "head size 80 (values 80); --kv-offload supports 64, 96, 128, 256"),
+        ({"v_head_dim": 64}, "head size 128 (values 64)"),
+    ],
+)
+def test_models_that_the_server_refuses_or_cannot_read(model, capsys, changes, words):
+    folder = model(**changes)
+    assert main(["plan", "--model-path", str(folder), "--host-gb", "100"]) == 2
+    error = capsys.readouterr().err
+    assert f"plan: --model-path {folder}: " in error and words in error
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"sliding_window": 4096},  # a Qwen uses it only if it says so
+        {"sliding_window": 4096, "use_sliding_window": False},
+        {"architectures": ["LlamaForCausalLM"]},
+        {"architectures": ["Glm4ForCausalLM"]},
+        {"text_config": {}},
+    ],
+)
+def test_models_that_the_server_takes(model, changes):
+    assert plan_of(model(**changes), host_gib=100).fits
+
+
+def test_no_window_in_a_mistral_must_be_said(model):
+    folder = model(architectures=["MistralForCausalLM"])
+    config = json.loads((folder / "config.json").read_text()) | {"sliding_window": None}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert plan_of(folder, host_gib=100).fits
+
+
+def test_absent_sizes_do_not_stop_a_plan(model):
+    folder = model(intermediate_size=None, vocab_size=None)
+    assert 0 < read_model(str(folder), "auto").weight_bytes < 5 * 2**30
+    config = json.loads((folder / "config.json").read_text()) | {"intermediate_size": None}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert plan_of(folder, host_gib=100).fits
+
+
+def test_an_index_without_a_usable_size_is_passed_over(model):
+    folder = model()
+    for size in (-5, "x", 1e999, None):
+        index = {"metadata": {"total_size": size}, "weight_map": {}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        assert "estimated" in read_model(str(folder), "auto").weight_source
+
+
 def test_folders_that_are_no_model(tmp_path, model):
     with pytest.raises(ConfigError, match="cannot read config.json"):
         read_model(str(tmp_path), "auto")
@@ -207,5 +292,8 @@ def test_folders_that_are_no_model(tmp_path, model):
     with pytest.raises(ConfigError, match="num_hidden_layers = None"):
         read_model(str(model(num_hidden_layers=None)), "auto")
     (model() / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="not valid JSON"):
+        read_model(str(tmp_path / "model"), "auto")
+    (model() / "config.json").write_text("[" * 100_000)
     with pytest.raises(ConfigError, match="not valid JSON"):
         read_model(str(tmp_path / "model"), "auto")

@@ -268,7 +268,7 @@ def model(tmp_path):
 
     folder = tmp_path / "model"
     folder.mkdir()
-    config = {"architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 2, "hidden_size": 64,
+    config = {"architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 2, "hidden_size": 256,
               "num_attention_heads": 4, "max_position_embeddings": 4096}  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
     alphabet = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
@@ -301,6 +301,7 @@ def model(tmp_path):
         ({"config": {"exact_layers": [2]}}, ["profile: --config: exact_layers", "layers 0 to 1"]),
         ({"config": {"trace": "/proc/t"}}, ["profile: --config: trace = '/proc/t'", "written"]),
         ({"config": {"foo": 1}}, ["profile: --config: unknown key 'foo'"]),
+        ({"config": {"cpu_pages": "int4"}}, ["profile: --config: cpu_pages = 'int4'"]),
         ({"model_path": "/no/such/model"}, ["profile: --model-path /no/such/model"]),
     ],
 )

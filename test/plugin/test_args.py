@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from sglang_scout.cli.model_config import read_model
+from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.profile import ModelIdentity, RecallProfile, config_digest, save_profile
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -130,6 +132,11 @@ CASES = [
     ("mla", {"model_path": "MLA"}, ["--model-path", "DeepseekV2ForCausalLM", "Qwen3ForCausalLM"]),
     ("gemma", {"model_path": "GEMMA"}, ["--model-path", "Gemma2ForCausalLM"]),
     ("window", {"model_path": "WINDOW"}, ["--model-path", "sliding-window"]),
+    ("mixtral", {"model_path": "MIXTRAL"}, ["--model-path", "MixtralForCausalLM"]),
+    ("llama window", {"model_path": "LLAMA_WINDOW"}, ["--model-path", "sliding-window"]),
+    ("mistral's own window", {"model_path": "MISTRAL_WINDOW"}, ["--model-path", "sliding-window"]),
+    ("mistral", {"model_path": "MISTRAL"}, []),
+    ("window that is not used", {"model_path": "UNUSED_WINDOW"}, []),
     ("head size", {"model_path": "HEADS"}, ["--model-path", "head size 48", "64"]),
     ("quantised checkpoint", {"model_path": "QUANT"}, []),
     ("quantised on load", {"quantization": "fp8"}, []),
@@ -164,6 +171,9 @@ print("RESULT" + json.dumps([results, facts]))
 """
 
 
+ABSENT = "absent"
+
+
 def _variant(source: Path, target: Path, **changes) -> str:
     """A model folder that differs in its config; weights are not looked at before the refusal."""
     target.mkdir()
@@ -172,6 +182,7 @@ def _variant(source: Path, target: Path, **changes) -> str:
             (target / item.name).symlink_to(item)
     config = json.loads((source / "config.json").read_text())
     config.update(changes)
+    config = {key: value for key, value in config.items() if value != ABSENT}
     (target / "config.json").write_text(json.dumps(config))
     return str(target)
 
@@ -188,12 +199,33 @@ def outcome(tiny_model, tmp_path_factory):
     gemma = {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"}
     window = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0,
               "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}  # fmt: skip
+    mistral = {"architectures": ["MistralForCausalLM"], "model_type": "mistral",
+               "use_sliding_window": ABSENT, "layer_types": ABSENT}  # fmt: skip
     quant = {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128,
                                      "zero_point": True, "version": "gemm"}}  # fmt: skip
     paths = {
         "MLA": _variant(model, folder / "mla", **deepseek),
         "GEMMA": _variant(model, folder / "gemma", **gemma),
         "WINDOW": _variant(model, folder / "window", **window),
+        "MIXTRAL": _variant(
+            model, folder / "mixtral", architectures=["MixtralForCausalLM"], model_type="mixtral"
+        ),
+        "LLAMA_WINDOW": _variant(
+            model,
+            folder / "llama",
+            architectures=["LlamaForCausalLM"],
+            model_type="llama",
+            sliding_window=64,
+            use_sliding_window=ABSENT,
+            layer_types=ABSENT,
+        ),
+        "MISTRAL_WINDOW": _variant(
+            model, folder / "mistral_window", **mistral, sliding_window=ABSENT
+        ),
+        "MISTRAL": _variant(model, folder / "mistral", **mistral, sliding_window=None),
+        "UNUSED_WINDOW": _variant(
+            model, folder / "unused", sliding_window=64, use_sliding_window=ABSENT
+        ),
         "HEADS": _variant(model, folder / "heads", head_dim=48),
         "QUANT": _variant(model, folder / "quant", **quant),
         "MOVED": _variant(model, folder / "moved", transformers_version="4.0"),
@@ -222,7 +254,7 @@ def outcome(tiny_model, tmp_path_factory):
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
     assert lines, done.stdout[-2000:] + done.stderr[-4000:]
     results, facts = json.loads(lines[0][len("RESULT") :])
-    return dict(zip([name for name, _, _ in CASES], results, strict=True)), facts
+    return dict(zip([name for name, _, _ in CASES], results, strict=True)), facts, paths
 
 
 @pytest.mark.parametrize(("name", "parts"), [(n, p) for n, _, p in CASES if p])
@@ -241,6 +273,20 @@ def test_accepted_with_the_implied_defaults(outcome):
         assert made["page_size"] == 32 and made["attention"] == "torch_native"
         assert made["role"].partition(":")[0] == ("prefill" if "prefill" in name else "decode")
         assert made["decode"] == (None if "prefill" in name else "scout")
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "parts"),
+    [(n, g["model_path"], p) for n, g, p in CASES if "model_path" in g and len(g) == 1],
+)
+def test_the_plan_refuses_the_models_that_the_server_refuses(outcome, name, path, parts):
+    """From config.json alone, where transformers fills in what is absent for the server."""
+    assert (outcome[0][name][0] == "accepted") == (not parts)
+    if parts:
+        with pytest.raises(ConfigError, match="--model-path"):
+            read_model(outcome[2][path], "auto")
+    elif path != "QUANT":  # of which the plan needs the files
+        assert read_model(outcome[2][path], "auto").head_dim == 64
 
 
 def test_without_the_flag_sglang_is_as_it_was(outcome):

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import reprlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sglang_scout.core.errors import ConfigError
+from sglang_scout.core.served_models import check_architecture, check_attention
 
 VALUE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 DEFAULT_CONTEXT_TOKENS = 32768
+MAX_NUMBER = 2**40
 
 
 @dataclass(frozen=True)
@@ -52,8 +55,8 @@ def read_model(model_path: str, dtype: str, command: str = "plan") -> ModelConfi
         command: for messages.
 
     Raises:
-        ConfigError: no folder, no readable config.json, latent attention, which is not served, or
-            quantised weights without files, whose size cannot be told from config.json.
+        ConfigError: no folder, no readable config.json, a model that --kv-offload does not serve, as far
+            as config.json tells, or quantised weights without files, whose size it does not tell.
     """
     folder = Path(model_path)
     flag = f"{command}: --model-path {model_path}"
@@ -63,20 +66,37 @@ def read_model(model_path: str, dtype: str, command: str = "plan") -> ModelConfi
         raise ConfigError(
             f"{flag}: cannot read config.json: {error.strerror}; give the folder of a model"
         ) from None
-    except ValueError as error:
-        raise ConfigError(f"{flag}: config.json is not valid JSON: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"{flag}: config.json is not valid JSON: {error}; copy the model's own again"
+        ) from None
     if not isinstance(config, dict):
-        raise ConfigError(f"{flag}: config.json holds no object")
+        raise ConfigError(f"{flag}: config.json holds no object; copy the model's own again")
     text = config.get("text_config") or config
+    if not isinstance(text, dict):
+        raise _wrong(flag, "text_config", text, "an object")
     if text.get("kv_lora_rank"):
-        raise ConfigError(f"{flag}: has latent attention (MLA); --kv-offload serves MHA and GQA")
-    layers, heads = (
-        _number(flag, text, key) for key in ("num_hidden_layers", "num_attention_heads")
+        raise ConfigError(
+            f"{flag}: has latent attention (MLA); --kv-offload serves MHA and GQA, choose such a model"
+        )
+    architecture = _architecture(config)
+    check_architecture(flag, architecture)
+    layers = _number(flag, text, "num_hidden_layers")
+    heads = _number(flag, text, "num_attention_heads")
+    kv_heads = _number(flag, text, "num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise _wrong(flag, "num_key_value_heads", kv_heads, f"a divisor of {heads} query heads")
+    head_dim = _head_dim(flag, text)
+    check_attention(
+        flag,
+        head_dim=head_dim,
+        v_head_dim=_number(flag, text, "v_head_dim", head_dim),
+        has_window=_has_window(text, architecture),
     )
-    kv_heads = int(text.get("num_key_value_heads") or heads)
-    head_dim = int(text.get("head_dim") or _number(flag, text, "hidden_size") // heads)
     stored = config.get("torch_dtype") or config.get("dtype") or text.get("torch_dtype")
-    stored = stored if stored in VALUE_BYTES else "float32"
+    stored = "float32" if stored is None else stored
+    if not isinstance(stored, str) or stored not in VALUE_BYTES:
+        raise _wrong(flag, "torch_dtype", stored, f"one of {', '.join(VALUE_BYTES)}")
     used = dtype
     if dtype == "auto":
         used = "float16" if stored == "float32" else stored
@@ -84,33 +104,68 @@ def read_model(model_path: str, dtype: str, command: str = "plan") -> ModelConfi
         weight_bytes, source = _weight_files(folder)
         if not weight_bytes:
             raise ConfigError(
-                f"{flag}: is quantised and has no safetensors files to take sizes from"
+                f"{flag}: is quantised and has no safetensors files to take sizes from; give a "
+                "folder that has them"
             )
         source += ", quantised"
     else:
-        weight_bytes, source = _weights(folder, text, VALUE_BYTES[stored], VALUE_BYTES[used])
+        stored_bytes, used_bytes = VALUE_BYTES[stored], VALUE_BYTES[used]
+        weight_bytes, source = _weights(flag, folder, text, stored_bytes, used_bytes)
     return ModelConfig(
-        architecture=(config.get("architectures") or ["(no architecture named)"])[0],
+        architecture=architecture,
         num_layers=layers,
         num_q_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        max_context_tokens=int(text.get("max_position_embeddings") or DEFAULT_CONTEXT_TOKENS),
+        max_context_tokens=_number(flag, text, "max_position_embeddings", DEFAULT_CONTEXT_TOKENS),
         dtype=used,
         weight_bytes=weight_bytes,
         weight_source=source,
     )
 
 
-def _number(flag: str, config: dict[str, Any], key: str) -> int:
+def _wrong(flag: str, key: str, value: Any, expected: str) -> ConfigError:
+    return ConfigError(
+        f"{flag}: config.json has {key} = {reprlib.repr(value)}, expected {expected}; copy the model's "
+        "own file again, or give the folder of another model"
+    )
+
+
+def _number(flag: str, config: dict[str, Any], key: str, default: int | None = None) -> int:
+    """A positive whole number; ``default``, which may be 0, where the key is absent or null."""
     value = config.get(key)
-    if not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{flag}: config.json has {key} = {value!r}, expected a positive number")
+    if value is None and default is not None:
+        return default
+    if type(value) is not int or not 0 < value <= MAX_NUMBER:
+        raise _wrong(flag, key, value, "a positive whole number")
     return value
 
 
+def _architecture(config: dict[str, Any]) -> str:
+    names = config.get("architectures")
+    first = names[0] if isinstance(names, list) and names else None
+    return first if isinstance(first, str) else "(no architecture named)"
+
+
+def _head_dim(flag: str, config: dict[str, Any]) -> int:
+    if config.get("head_dim") is not None:
+        return _number(flag, config, "head_dim")
+    heads, hidden = (_number(flag, config, k) for k in ("num_attention_heads", "hidden_size"))
+    if hidden < heads:
+        raise _wrong(flag, "hidden_size", hidden, f"at least one for each of {heads} heads")
+    return hidden // heads
+
+
+def _has_window(config: dict[str, Any], architecture: str) -> bool:
+    """Whether attention is limited to the last tokens, with what transformers takes for absent keys."""
+    of_qwen = architecture.startswith("Qwen")
+    default = 4096 if of_qwen or architecture == "MistralForCausalLM" else None
+    is_used = config.get("use_sliding_window", not of_qwen)
+    return bool(config.get("sliding_window", default) and is_used)
+
+
 def _weights(
-    folder: Path, config: dict[str, Any], stored_bytes: int, used_bytes: int
+    flag: str, folder: Path, config: dict[str, Any], stored_bytes: int, used_bytes: int
 ) -> tuple[int, str]:
     """Bytes of the loaded weights, and where the number is from."""
     size, source = _weight_files(folder)
@@ -118,7 +173,7 @@ def _weights(
         if used_bytes != stored_bytes:
             source += ", converted"
         return size * used_bytes // stored_bytes, source
-    return _estimate(config) * used_bytes, "estimated from config.json, there are no files"
+    return _estimate(flag, config) * used_bytes, "estimated from config.json, there are no files"
 
 
 def _weight_files(folder: Path) -> tuple[int, str]:
@@ -129,19 +184,20 @@ def _weight_files(folder: Path) -> tuple[int, str]:
     if not size and index.is_file():
         try:
             size = int(json.loads(index.read_text(encoding="utf-8"))["metadata"]["total_size"])
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
             size = 0
+        size = max(0, size)
         source = f"from {index.name}"
     return size, source
 
 
-def _estimate(config: dict[str, Any]) -> int:
+def _estimate(flag: str, config: dict[str, Any]) -> int:
     """Parameters of a dense decoder with gated MLP; norms and biases are too small to count."""
-    hidden, layers = int(config.get("hidden_size", 0)), int(config["num_hidden_layers"])
-    heads = int(config["num_attention_heads"])
-    size = int(config.get("head_dim") or hidden // heads)
-    kv_heads = int(config.get("num_key_value_heads") or heads)
-    attention = hidden * size * (2 * heads + 2 * kv_heads)
-    mlp = 3 * hidden * int(config.get("intermediate_size", 0))
+    layers, heads = (_number(flag, config, k) for k in ("num_hidden_layers", "num_attention_heads"))
+    hidden, inner, words = (
+        _number(flag, config, key, 0) for key in ("hidden_size", "intermediate_size", "vocab_size")
+    )
+    kv_heads = _number(flag, config, "num_key_value_heads", heads)
+    attention = hidden * _head_dim(flag, config) * (2 * heads + 2 * kv_heads)
     tables = 1 if config.get("tie_word_embeddings") else 2
-    return layers * (attention + mlp) + tables * hidden * int(config.get("vocab_size", 0))
+    return layers * (attention + 3 * hidden * inner) + tables * hidden * words

@@ -16,13 +16,17 @@ import math
 from dataclasses import dataclass
 
 from sglang_scout.cli.model_config import ModelConfig, read_model
-from sglang_scout.core.config import DEFAULT_BUDGET_TOKENS, PAGE_SIZE_TOKENS
+from sglang_scout.core.config import (
+    DEFAULT_HOST_SHARE,
+    FLAGS,
+    PAGE_SIZE_TOKENS,
+    parse_config,
+)
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.page_bytes import copies_bytes
 
 GIB = 2**30
-DEFAULT_HOST_SHARE = 0.5
-"""Of the available memory, as the decode server takes without --kv-offload-host-gb."""
+MAX_TOKENS, MAX_GIB = 2**40, 2**30
 
 
 @dataclass(frozen=True)
@@ -146,8 +150,13 @@ def make_plan(request: Request) -> Plan:
         ConfigError: a wrong argument, or a model that cannot be read; names flag, value and fix.
     """
     _check(request)
+    budget = parse_config(
+        policy="scout",
+        policies=("scout",),
+        budget_tokens=request.budget_tokens,
+        flags=FLAGS | {"budget_tokens": "plan: --budget"},
+    ).budget_tokens
     model = read_model(request.model_path, request.dtype)
-    budget = request.budget_tokens or DEFAULT_BUDGET_TOKENS
     context = request.context_tokens or model.max_context_tokens
     sizes = sizes_of(model, context, budget, request.cpu_pages)
     host = _host_bytes(request.host_gib)
@@ -189,21 +198,17 @@ def _host_bytes(host_gib: float | None) -> int:
 
 
 def _check(request: Request) -> None:
-    for flag, value in (
-        ("--context-tokens", request.context_tokens),
-        ("--requests", request.requests),
-        ("--host-gb", request.host_gib),
-        ("--gpu-gb", request.gpu_gib),
+    for flag, value, most in (
+        ("--context-tokens", request.context_tokens, MAX_TOKENS),
+        ("--requests", request.requests, MAX_TOKENS),
+        ("--host-gb", request.host_gib, MAX_GIB),
+        ("--gpu-gb", request.gpu_gib, MAX_GIB),
     ):
-        if value is not None and not 0 < value < math.inf:
-            raise ConfigError(f"plan: {flag} {value}: must be greater than 0")
-    budget = request.budget_tokens
-    if budget is not None and (budget <= 0 or budget % PAGE_SIZE_TOKENS):
-        nearest = max(PAGE_SIZE_TOKENS, round(budget / PAGE_SIZE_TOKENS) * PAGE_SIZE_TOKENS)
-        raise ConfigError(
-            f"plan: --budget {budget}: must be a positive multiple of the page size "
-            f"({PAGE_SIZE_TOKENS} tokens); the nearest is {nearest}"
-        )
+        if value is not None and not 0 < value <= most:
+            raise ConfigError(
+                f"plan: {flag} {value}: must be greater than 0, and at most {most}; give a number "
+                "between these"
+            )
     if not 0 < request.mem_fraction <= 1:
         raise ConfigError(
             f"plan: --mem-fraction-static {request.mem_fraction}: must be in 0..1, for example 0.88"

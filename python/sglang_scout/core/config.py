@@ -24,6 +24,9 @@ PAGE_SIZE_TOKENS = 32
 DEFAULT_BUDGET_TOKENS = 2048
 """Sparse budget of the paper's experiments (section 4.3)."""
 
+DEFAULT_HOST_SHARE = 0.5
+"""Share of the available memory that KV pages take when --kv-offload-host-gb is not given."""
+
 DEFAULT_RECALL_INTERVAL = 8
 """Steps between two recalls of a layer when no profile is given; the paper's profiled mean is 8.7."""
 

@@ -14,7 +14,7 @@ from sglang.srt.layers.attention.attention_registry import register_attention_ba
 from sglang.srt.layers.dp_attention import get_attention_tp_size
 from sglang.srt.model_executor import model_runner_kv_cache_mixin as pools_module
 
-from sglang_scout.core.config import OffloadConfig
+from sglang_scout.core.config import DEFAULT_HOST_SHARE, OffloadConfig
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.engine.memory import bytes_for_pages, check_memory, plan_memory
 from sglang_scout.engine.pools import ModelShape
@@ -32,9 +32,6 @@ from sglang_scout.plugin.support import decoder_layers
 from sglang_scout.worker.arena import available_bytes
 
 logger = logging.getLogger(__name__)
-
-DEFAULT_HOST_SHARE = 0.5
-"""Share of the available memory that KV pages take when --kv-offload-host-gb is not given."""
 
 
 def register_backend() -> None:

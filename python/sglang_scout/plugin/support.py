@@ -22,18 +22,11 @@ from sglang_scout.core.profile import (
     check_profile,
     config_digest,
 )
+from sglang_scout.core.served_models import DTYPES, check_architecture, check_attention
 from sglang_scout.engine.forecast import QueryProjector
 from sglang_scout.ops.predict import predict_query, rms_norm, rotate
 
-ARCHITECTURES = (
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "Glm4ForCausalLM",
-)
-HEAD_SIZES = (64, 96, 128, 256)
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+TORCH_DTYPES = tuple(getattr(torch, name) for name in DTYPES)
 
 
 def check_model(server_args: Any, config: OffloadConfig, profile: RecallProfile | None) -> None:
@@ -45,26 +38,25 @@ def check_model(server_args: Any, config: OffloadConfig, profile: RecallProfile 
     model = f"--model-path {server_args.model_path}"
     policy = f"--kv-offload {server_args.kv_offload}"
     served = server_args.get_model_config()
-    architectures = served.hf_config.architectures or ["(none named)"]
-    if architectures[0] not in ARCHITECTURES:
-        raise ConfigError(
-            f"{model}: {policy} does not support {architectures[0]}; "
-            f"supported are {', '.join(ARCHITECTURES)}"
-        )
+    check_architecture(model, (served.hf_config.architectures or ["(none named)"])[0])
     if served.attention_arch.name != "MHA":
-        raise ConfigError(f"{model}: {policy} needs MHA or GQA, not {served.attention_arch.name}")
-    window = getattr(served.hf_text_config, "sliding_window", None)
-    if served.is_hybrid_swa or (
-        window and getattr(served.hf_text_config, "use_sliding_window", True)
-    ):
-        raise ConfigError(f"{model}: {policy} does not support sliding-window attention")
-    if served.head_dim not in HEAD_SIZES or served.v_head_dim != served.head_dim:
         raise ConfigError(
-            f"{model}: head size {served.head_dim} (values {served.v_head_dim}); {policy} supports "
-            f"{', '.join(map(str, HEAD_SIZES))} for both"
+            f"{model}: {policy} needs MHA or GQA, not {served.attention_arch.name}; choose a model "
+            "with one of these"
         )
-    if served.dtype not in DTYPES:
-        raise ConfigError(f"{model}: dtype {served.dtype} is not supported with {policy}")
+    text = served.hf_text_config
+    window = getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True)
+    check_attention(
+        model,
+        head_dim=served.head_dim,
+        v_head_dim=served.v_head_dim,
+        has_window=bool(served.is_hybrid_swa or window),
+    )
+    if served.dtype not in TORCH_DTYPES:
+        raise ConfigError(
+            f"{model}: dtype {served.dtype} is not supported with {policy}; set --dtype to one of "
+            f"{', '.join(DTYPES)}"
+        )
     check_layers(config, served.num_hidden_layers)
     if profile is not None:
         check_profile(
@@ -180,7 +172,7 @@ def _has_plain_rows(projection: Any) -> bool:
         and isinstance(weight, torch.Tensor)
         and type(weight.data) is torch.Tensor
         and weight.dim() == 2
-        and weight.dtype in DTYPES
+        and weight.dtype in TORCH_DTYPES
     )
 
 

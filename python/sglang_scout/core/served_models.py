@@ -1,0 +1,53 @@
+"""Which models are served, as plain data: for the server, which knows the model, and for commands that
+only have its config.json."""
+
+from __future__ import annotations
+
+from sglang_scout.core.errors import ConfigError
+
+ARCHITECTURES = (
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Glm4ForCausalLM",
+)
+HEAD_SIZES = (64, 96, 128, 256)
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def check_architecture(what: str, architecture: str) -> None:
+    """Refuse what the decode step does not compute.
+
+    Args:
+        what: the flag that names the model, and its value.
+    Raises:
+        ConfigError: with ``what`` and those that are served.
+    """
+    if architecture not in ARCHITECTURES:
+        raise ConfigError(
+            f"{what}: --kv-offload does not support {architecture}; "
+            f"supported are {', '.join(ARCHITECTURES)}"
+        )
+
+
+def check_attention(what: str, *, head_dim: int, v_head_dim: int, has_window: bool) -> None:
+    """Refuse attention that the decode step does not compute.
+
+    Args:
+        what: the flag that names the model, and its value.
+        head_dim, v_head_dim: elements of a key and of a value.
+        has_window: a layer attends to the last tokens alone.
+    Raises:
+        ConfigError: with ``what`` and what is not supported about it.
+    """
+    if has_window:
+        raise ConfigError(
+            f"{what}: --kv-offload does not support sliding-window attention; serve it without "
+            "--kv-offload, or choose a model with full attention"
+        )
+    if head_dim not in HEAD_SIZES or v_head_dim != head_dim:
+        raise ConfigError(
+            f"{what}: head size {head_dim} (values {v_head_dim}); --kv-offload supports "
+            f"{', '.join(map(str, HEAD_SIZES))} for both"
+        )
