@@ -177,12 +177,13 @@ class Bench:
         layers, budget = options.layers, options.budget // PAGE
         each = -(-options.context // PAGE) + 2 + (options.steps + options.warm_up) // PAGE
         pages = 1 + batch * each
-        settings = f'{{"recall": "{options.recall}", "recall_step_mib": %g}}'
         shape = ModelShape(layers, 4, 1, 16, PAGE, torch.bfloat16, 0.25)
-        step_mib = 256 * 2 * shape.page_bytes / REAL_PAGE_BYTES
+        settings: dict[str, Any] = {"recall": options.recall}
+        if options.recall == "adaptive":
+            settings["recall_step_mib"] = 256 * 2 * shape.page_bytes / REAL_PAGE_BYTES
         config = parse_config(
             policy="scout", policies=POLICY_NAMES, budget_tokens=options.budget,
-            config=settings % step_mib,
+            config=settings,
         )  # fmt: skip
         policy = make_policy(config, layers, 2 * shape.page_bytes)
         plane = torch.zeros(pages * PAGE, 1, 16, dtype=torch.bfloat16)  # one for all layers

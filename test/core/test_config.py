@@ -174,10 +174,11 @@ def test_layers_that_the_model_does_not_have():
 
 @pytest.mark.parametrize("key", ["trace", "step_log", "quality"])
 def test_files_that_cannot_be_written(tmp_path, key):
-    for bad in ("/proc/x", f"{tmp_path}/a\0b"):
-        config = parse(config={key: bad})
-        with pytest.raises(ConfigError, match=f"^--kv-offload-config: {key} = .*cannot be written"):
-            check_written(config)
+    config = parse(config={key: "/proc/x"})
+    with pytest.raises(ConfigError, match=f"^--kv-offload-config: {key} = .*cannot be written"):
+        check_written(config)
+    with pytest.raises(ConfigError, match=f"{key} = .*not a file in a folder that exists"):
+        parse(config={key: f"{tmp_path}/a\0b"})
     old, new = tmp_path / "old", tmp_path / "new"
     old.write_text("kept")
     for path in (old, new):
@@ -193,7 +194,80 @@ def test_a_pipe_is_not_opened_to_see_whether_it_can_be(tmp_path):
 
 def test_recall_is_adaptive_unless_said_otherwise():
     assert parse().recall == parse(recall_profile="some.json").recall == "adaptive"
-    assert parse(recall_profile="some.json", config='{"recall": "off"}').recall == "off"
+    assert parse(config='{"recall": "off"}').recall == "off"
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "parts"),
+    [
+        ({"config": {"recall": "off", "recall_interval": 4}}, ["recall_interval = 4", "'off'"]),
+        (
+            {"config": {"recall": "off", "recall_threshold": 0.1}},
+            ["recall_threshold = 0.1", "'off'"],
+        ),
+        ({"config": {"recall": "fixed", "recall_step_mib": 1}}, ["recall_step_mib = 1", "'fixed'"]),
+        (
+            {"config": {"recall": "profile", "recall_link_share": 0.4}, "recall_profile": "p"},
+            ["recall_link_share = 0.4", "recall = 'profile'"],
+        ),
+        (
+            {"config": {"recall": "profile", "recall_interval": 4}, "recall_profile": "p"},
+            ["recall_interval = 4", "recall = 'profile'"],
+        ),
+        (
+            {"config": {"recall_interval": 4}, "recall_profile": "p"},
+            ["recall_interval = 4", "--kv-offload-recall-profile"],
+        ),
+        (
+            {"policy": "infinigen", "config": {"recall_threshold": 0.1}},
+            ["recall_threshold = 0.1", "--kv-offload infinigen"],
+        ),
+        (
+            {"policy": "infinigen", "config": {"recall": "fixed"}},
+            ["recall = 'fixed'", "--kv-offload infinigen"],
+        ),
+        (
+            {"policy": "infinigen", "recall_profile": "p.json"},
+            ["--kv-offload-recall-profile 'p.json'", "--kv-offload infinigen", "drop one"],
+        ),
+        (
+            {"config": {"recall": "off"}, "recall_profile": "p.json"},
+            ["--kv-offload-recall-profile 'p.json'", "recall = 'off'", "drop one"],
+        ),
+        (
+            {"config": {"recall": "fixed"}, "recall_profile": "p.json"},
+            ["--kv-offload-recall-profile 'p.json'", "recall = 'fixed'"],
+        ),
+        ({"config": {"trace_steps": 5}}, ["trace_steps = 5", "needs trace"]),
+        ({"config": {"trace": "a", "step_log": "./a"}}, ["step_log = './a'", "file of trace"]),
+        (
+            {"config": {"quality": __file__, "predictor_file": __file__}},
+            [f"predictor_file = {__file__!r}", "file of quality"],
+        ),
+        (
+            {"config": '{"recall": "off", "recall": "fixed"}'},
+            ["'recall' is there twice", "'fixed'"],
+        ),
+    ],
+)
+def test_what_has_no_effect_is_refused(kwargs, parts):
+    test_refused(kwargs, ["--kv-offload", *parts])
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"config": {"recall": "off", "recall_interval": 8, "recall_step_mib": 256}},
+        {"config": {"recall": "fixed", "recall_interval": 4}},
+        {"config": {"recall_threshold": 0.1, "recall_step_mib": 9}, "recall_profile": "p"},
+        {"policy": "infinigen", "config": {"recall": "off"}},
+        {"policy": "infinigen", "config": {"recall": "adaptive", "heat_half_life_steps": 3}},
+        {"config": {"trace_steps": 64}},
+        {"config": {"trace": "a", "trace_steps": 5, "step_log": "b", "quality": "c"}},
+    ],
+)
+def test_what_has_an_effect_or_says_the_default_is_not(kwargs):
+    parse(**kwargs)
 
 
 @pytest.mark.parametrize(

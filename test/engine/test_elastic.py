@@ -1,5 +1,7 @@
 """Recall and residency under adaptive recall: late copies, free slots, and requests that come and go."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -204,7 +206,8 @@ class ElasticMachine(RuleBasedStateMachine):
         recall=st.sampled_from(["adaptive", "adaptive", "fixed"]),
     )
     def start(self, seed, budget_pages, extra_pages, step_mib, recall):
-        config = f'{{"recall": "{recall}", "recall_interval": 2, "recall_step_mib": {step_mib}}}'
+        keys = {"recall": recall, "recall_interval": 2}
+        config = json.dumps(keys | ({"recall_step_mib": step_mib} if recall == "adaptive" else {}))
         self.worker = MiniWorker(
             layers=2, heads=2, kv_heads=1, max_batch=3, pages=90, seed=seed, drift=0.7,
             budget_tokens=budget_pages * SIZE, resident_tokens=(6 + extra_pages) * SIZE,

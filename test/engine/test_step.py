@@ -216,7 +216,7 @@ def test_recall_lowers_the_cpu_share(make):
     for mode in ("off", "fixed"):
         worker = make(
             budget_tokens=160, max_batch=1, pages=120, drift=0.05, seed=3,
-            config=f'{{"recall": "{mode}", "recall_interval": 2}}',
+            config='{"recall": "fixed", "recall_interval": 2}' if mode == "fixed" else '{"recall": "off"}',
         )  # fmt: skip
         worker.admit(96 * SIZE)
         for _ in range(60):

@@ -118,7 +118,8 @@ def test_adaptive_recall_is_the_default_and_starts_from_the_profile():
     assert described(PROFILE)["threshold"] == 0.2
     assert described(PROFILE, recall_threshold=0.05)["threshold"] == 0.05
     assert described(PROFILE, recall_threshold=0)["threshold"] == 0
-    assert described(PROFILE, recall="fixed")["intervals"] == [8, 8, 8]
+    assert described(PROFILE, recall="profile")["intervals"] == [2, 0, 30]
+    assert described(recall="fixed", recall_interval=4)["intervals"] == [4, 4, 4]
 
 
 def test_the_bytes_of_a_step_are_counted_in_pages():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,6 +141,8 @@ class OffloadConfig:
 _FLAG_FIELDS = {"policy", "budget_tokens", "host_gb", "recall_profile", "cpus", "page_size_tokens"}
 _WRITTEN = ("trace", "step_log", "quality")
 _FILE_KEYS = (*_WRITTEN, "predictor_file")
+_PREDICTION_KEYS = ("predictor", "predictor_file", "exact_layers", "exact_steps")
+_RECALL_KEYS = ("recall_interval", "recall_threshold", "recall_step_mib", "recall_link_share")
 CONFIG_KEYS = tuple(f.name for f in dataclasses.fields(OffloadConfig) if f.name not in _FLAG_FIELDS)
 FLAGS = {
     "policy": "--kv-offload",
@@ -200,8 +203,21 @@ def load_json(text: str, flag: str = FLAGS["config"]) -> dict[str, Any]:
                 f"{flag} {text!r}: cannot read the file: {error}; name one that holds a JSON object"
             ) from None
     example = "write for example '{\"recall_interval\": 8}' or @FILE"
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, inner in pairs:
+            if key in found:
+                raise ConfigError(
+                    f"{flag}: {key!r} is there twice, as {found[key]!r} and as {inner!r}; drop one"
+                )
+            found[key] = inner
+        return found
+
     try:
-        value = json.loads(source)
+        value = json.loads(source, object_pairs_hook=unique)
+    except ConfigError:
+        raise
     except json.JSONDecodeError as error:
         raise ConfigError(
             f"{flag} {text!r}: not valid JSON ({error.msg} at line {error.lineno}, column "
@@ -299,28 +315,68 @@ def check_written(config: OffloadConfig, flag: str = FLAGS["config"]) -> None:
             check_writable(f"{flag}: {key} = {path!r}", path)
 
 
-def keys_without_effect(digest: str = "minmax", precompute: bool = True) -> set[str]:
-    """Keys of ``--kv-offload-config`` that are refused beside these two values."""
-    idle = {"head_reduce"} if digest == "signs" else set()
+def keys_without_effect(
+    digest: str = "minmax",
+    precompute: bool = True,
+    recall: str = "adaptive",
+    has_profile: bool = False,
+    policy: str = "scout",
+) -> dict[str, str]:
+    """Keys of ``--kv-offload-config`` that mean nothing beside these values, each with the one that
+    makes it so.
+
+    All are refused, those of recall where they differ from their defaults.
+    """
+    idle = {"head_reduce": "digest = 'signs'"} if digest == "signs" else {}
     if not precompute:
-        idle |= {"predictor", "predictor_file", "exact_layers", "exact_steps"}
+        idle |= dict.fromkeys(_PREDICTION_KEYS, "precompute = false")
+    if policy == "infinigen":
+        idle |= dict.fromkeys(_RECALL_KEYS, "--kv-offload infinigen")
+        if recall != "off":  # which is what it does
+            idle["recall"] = "--kv-offload infinigen"
+    elif recall != "adaptive":
+        cause = f"recall = {recall!r}"
+        idle |= dict.fromkeys(_RECALL_KEYS, cause)
+        if recall == "fixed":
+            del idle["recall_interval"]
+    elif has_profile:
+        idle["recall_interval"] = FLAGS["recall_profile"]
     return idle
 
 
-def _check_together(config: OffloadConfig, given: set[str], flag: str) -> None:
-    """Keys that mean something only together; ``given`` are those that the user wrote in ``flag``.
+def _check_together(config: OffloadConfig, given: set[str], flags: Mapping[str, str]) -> None:
+    """Values that mean something only together; ``given`` are the keys that the user wrote.
 
     Raises:
         ConfigError: naming both.
     """
-    idle = keys_without_effect(config.digest, config.precompute)
+    flag = flags["config"]
+    has_profile = config.recall_profile is not None
+    idle = keys_without_effect(
+        config.digest, config.precompute, config.recall, has_profile, config.policy
+    )
     if config.quality:
-        idle.discard("predictor_file")  # measured beside what serves
-    for key in sorted(given & idle):
-        cause = "digest = 'signs'" if key == "head_reduce" else "precompute = false"
+        idle.pop("predictor_file", None)  # measured beside what serves
+    for key, cause in sorted(idle.items()):
+        value = getattr(config, key)
+        is_default = key in ("recall", *_RECALL_KEYS) and value == getattr(OffloadConfig, key)
+        if key in given and not is_default:
+            raise ConfigError(
+                f"{flag}: {key} = {value!r} has no effect with {cause}; drop one of them"
+            )
+    if has_profile and (config.policy == "infinigen" or config.recall in ("off", "fixed")):
+        cause = f"recall = {config.recall!r}"
+        if config.policy == "infinigen":
+            cause = "--kv-offload infinigen"
         raise ConfigError(
-            f"{flag}: {key} = {getattr(config, key)!r} has no effect with {cause}; drop one of them"
+            f"{flags['recall_profile']} {config.recall_profile!r}: has no effect with {cause}; drop one "
+            "of them"
         )
+    if config.trace is None and config.trace_steps != OffloadConfig.trace_steps:
+        raise ConfigError(
+            f"{flag}: trace_steps = {config.trace_steps} needs trace, the file that they are written to"
+        )
+    _check_different_files(config, flag)
     if config.policy == "infinigen" and config.cpu_pages != "model":
         raise ConfigError(
             f"{flag}: cpu_pages = {config.cpu_pages!r}: --kv-offload infinigen copies its pages to the "
@@ -346,6 +402,17 @@ def _check_together(config: OffloadConfig, given: set[str], flag: str) -> None:
             f"{flag}: quality_inputs = {config.quality_inputs} needs quality, the file beside "
             "which they are written"
         )
+
+
+def _check_different_files(config: OffloadConfig, flag: str) -> None:
+    taken: dict[str, str] = {}
+    for key in _FILE_KEYS:
+        path = getattr(config, key)
+        if path is None:
+            continue
+        other = taken.setdefault(os.path.realpath(path), key)
+        if other != key:
+            raise ConfigError(f"{flag}: {key} = {path!r}: is the file of {other} too; name another")
 
 
 def _check_flag_types(given: dict[str, Any], flags: Mapping[str, str]) -> None:
@@ -435,7 +502,7 @@ def parse_config(
         raise ConfigError(
             f"{flags['config']}: recall = 'profile' needs {flags['recall_profile']} FILE"
         )
-    _check_together(result, set(values), flags["config"])
+    _check_together(result, set(values), flags)
     if result.resident_tokens is not None and result.resident_tokens % page:
         raise ConfigError(
             f"{flags['config']}: resident_tokens = {result.resident_tokens} must be a "

@@ -18,7 +18,7 @@ def check_place(what: str, path: str) -> None:
         ConfigError: with ``what``.
     """
     place = Path(path).absolute()
-    if not path or place.is_dir() or not place.parent.is_dir():
+    if not path or "\0" in path or place.is_dir() or not place.parent.is_dir():
         raise ConfigError(f"{what}: not a file in a folder that exists; name a file")
 
 
@@ -37,9 +37,10 @@ def check_writable(what: str, path: str) -> None:
     try:
         with open(path, "ab"):
             pass
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"{what}: cannot be written: {reason}; name another file") from None
+    except OSError as error:
+        raise ConfigError(
+            f"{what}: cannot be written: {error.strerror}; name another file"
+        ) from None
     if is_new:
         with contextlib.suppress(OSError):
             os.unlink(path)
