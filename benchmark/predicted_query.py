@@ -47,7 +47,6 @@ from sglang_scout.core.errors import ScoutError  # noqa: E402
 from sglang_scout.core.fit import LayerFit, fit_correction, read_inputs  # noqa: E402
 
 BENCHMARK = "predicted_query"
-BASE = "next_layer"
 FIT_NEW_TOKENS = 48
 WRITE_TIMEOUT_S = 60.0
 

@@ -16,6 +16,7 @@ from sglang_scout.cli.pd_cluster import PDCluster
 from sglang_scout.cli.server_process import (
     ServerFailed,
     ServerProcess,
+    children_of,
     free_ports,
     process_title,
     processes_of,
@@ -42,6 +43,7 @@ __all__ = [
     "process_title",
     "processes_of",
     "random_prompts",
+    "scheduler_pid",
     "wait_until",
 ]
 
@@ -53,6 +55,15 @@ def random_prompts(lengths: Sequence[int], *, vocab: int = 500, seed: int = 0) -
     """
     source = random.Random(seed)
     return [[source.randrange(vocab) for _ in range(length)] for length in lengths]
+
+
+def scheduler_pid(cluster: PDCluster, which: str = "decode") -> int:
+    """The process of a server that runs the model. Raises ServerFailed when there is none."""
+    server = cluster.servers[which]
+    for pid in children_of(server.pid):
+        if "::scheduler" in process_title(pid):
+            return pid
+    raise ServerFailed(f"the {which} server has no scheduler process\n{server.tail()}")
 
 
 def assert_same_tokens(

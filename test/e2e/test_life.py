@@ -18,6 +18,7 @@ from harness import (
     assert_same_tokens,
     http_json,
     random_prompts,
+    scheduler_pid,
     wait_until,
 )
 
@@ -43,7 +44,7 @@ def servers(tiny_model):
 
 
 def usage(servers):
-    return ProcessUsage.of(servers.scheduler_pid())
+    return ProcessUsage.of(scheduler_pid(servers))
 
 
 def test_a_chat_and_a_request_too_long(servers):
@@ -146,7 +147,7 @@ def _cut(answer, tokens):
 
 def test_killing_the_scheduler_leaves_no_process(servers):
     worker = servers.kv_offload()["worker"]["pid"]
-    scheduler = servers.scheduler_pid()
+    scheduler = scheduler_pid(servers)
     assert worker in servers.processes() and scheduler in servers.processes()
     os.kill(scheduler, signal.SIGKILL)
     wait_until("the worker has ended", lambda: worker not in servers.processes(), 30)

@@ -14,6 +14,7 @@ from sglang_scout.ops import triton
 from sglang_scout.ops.attend import attend_reference
 from sglang_scout.ops.doorbell import DeviceRing
 from sglang_scout.ops.merge import merge_reference
+from slot_data import reply_data
 
 _native = pytest.importorskip("sglang_scout._native")
 from sglang_scout.worker.arena import Arena, ArenaSpec  # noqa: E402  (needs the native module)
@@ -311,8 +312,8 @@ def test_only_a_good_answer_to_this_very_record_counts(arena, status):
     view = arena.ring()
     slot = view.slot(1, 2)
     reply = view.reply(slot)
-    view.reply_data(slot)[0][:] = 1.0
-    view.reply_data(slot)[1][:] = 100.0
+    out_there, lse_there = reply_data(view, slot)
+    out_there[:], lse_there[:] = 1.0, 100.0
     reply["done"] = (3 << 40) | 1  # of an earlier life
     out, lse = state(0)
     ring.merge(1, out, lse)

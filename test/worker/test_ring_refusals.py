@@ -7,6 +7,7 @@ import pytest
 
 from sglang_scout.worker.arena import Arena
 from sglang_scout.worker.ring import CLOSED_ITEM
+from slot_data import record_data, reply_data
 
 TOLERANCE = {"atol": 2e-5, "rtol": 2e-5}  # fp32 sums in another order than the oracle's float64
 
@@ -20,7 +21,7 @@ def raw_post(arena: Arena, at: tuple[int, int], epoch: int, request, **changes) 
     view = arena.ring()
     q, pages, n_pages = request
     slot = view.slot(layer, step)
-    data = view.record_data(slot)
+    data = record_data(view, slot)
     data[0][: len(q)], data[1][: len(q), : pages.shape[1]], data[2][: len(q)] = q, pages, n_pages
     post = int(view.control["head"]) + 1
     fields = {"seq": epoch << 40 | post, "layer": layer, "rows": len(q), "parts": 1} | changes
@@ -69,7 +70,7 @@ def test_bad_record_is_refused_counted_and_harmless(
     until(lambda: int(view.reply(slot)["done"]) == int(view.record(slot)["seq"]), "answer")
     assert int(view.reply(slot)["status"]) == 0
     expected = oracle(arena, 0, *request)
-    np.testing.assert_allclose(view.reply_data(slot)[0], expected[0], **TOLERANCE)
+    np.testing.assert_allclose(reply_data(view, slot)[0], expected[0], **TOLERANCE)
 
 
 def test_record_of_another_epoch_is_refused_unanswered(make_arena, make_ring, make_request, until):
@@ -108,7 +109,7 @@ def test_stale_answers_are_never_taken(make_arena, make_ring, make_request, orac
         slot = view.slot(0, step)
         seq = int(view.record(slot)["seq"])
         assert seq >> 40 == epoch
-        view.reply_data(slot)[0][:] = 1e9
+        reply_data(view, slot)[0][:] = 1e9
         for wrong in (seq - 1, seq - (1 << 40), seq + (1 << 40), seq & ((1 << 40) - 1)):
             view.reply(slot)["done"] = wrong
         out, lse, fallback = ring.wait(ticket, 0, step, 3, timeout_us=2000)
@@ -125,11 +126,11 @@ def test_a_busy_slot_is_not_filled_again(make_arena, make_ring, make_request, or
     first, second = (make_request(arena.spec, 3, seed, full=True) for seed in (1, 2))
     _, _, fallback = ring.wait(ring.post(0, 0, *first), 0, 0, 3, timeout_us=1000)
     assert fallback > 0
-    before = view.record(0).tobytes(), view.record_data(0)[0].copy()
+    before = view.record(0).tobytes(), record_data(view, 0)[0].copy()
     out, _, fallback = ring.wait(ring.post(0, 2, *second), 0, 2, 3)
     assert fallback > 0 and ring.producer.totals()["local_tickets"] == 1
     np.testing.assert_allclose(out, oracle(arena, 0, *second)[0], **TOLERANCE)
-    assert view.record(0).tobytes() == before[0] and (view.record_data(0)[0] == before[1]).all()
+    assert view.record(0).tobytes() == before[0] and (record_data(view, 0)[0] == before[1]).all()
     # The answer comes at last: the slot is free again. A new life frees it too.
     view.reply(0)["done"] = view.record(0)["seq"]
     ring.post(0, 4, *first)

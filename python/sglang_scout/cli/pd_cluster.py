@@ -30,9 +30,7 @@ from sglang_scout.cli.server_process import (
     CLUSTER_VARIABLE,
     ServerFailed,
     ServerProcess,
-    children_of,
     free_ports,
-    process_title,
     processes_of,
     stop_all,
 )
@@ -389,19 +387,6 @@ class PDCluster:
         """The Prometheus text of a server that was started with ``--enable-metrics``."""
         with urllib.request.urlopen(self.server_url(which) + "/metrics", timeout=60) as response:
             return response.read().decode()
-
-    def scheduler_pid(self, which: str = "decode") -> int:
-        """The process that runs the model. Raises ServerFailed when there is none."""
-        pids = [
-            pid
-            for pid in children_of(self.servers[which].pid)
-            if "::scheduler" in process_title(pid)
-        ]
-        if not pids:
-            raise ServerFailed(
-                f"the {which} server has no scheduler process\n{self.servers[which].tail()}"
-            )
-        return pids[0]
 
     def kill(self, pid: int, number: int = signal.SIGKILL) -> None:
         """Send a signal to a process of this cluster; refuses any other pid."""

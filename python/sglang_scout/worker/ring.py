@@ -316,15 +316,6 @@ class RingView:
         base = self._layout.records_offset + slot * self._layout.record_stride
         return self._view(base, (1,), RECORD_DTYPE)[0]
 
-    def record_data(self, slot: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """q f32 [max_batch, HQ, D], pages i32 [max_batch, k], n_pages i32 [max_batch]."""
-        s, at = self._spec, self._layout
-        base = at.records_offset + slot * at.record_stride
-        f32, i32 = np.dtype("<f4"), np.dtype("<i4")
-        q = self._view(base + at.q_offset, (s.max_batch, s.num_q_heads, s.head_dim), f32)
-        pages = self._view(base + at.pages_offset, (s.max_batch, s.max_pages), i32)
-        return q, pages, self._view(base + at.n_pages_offset, (s.max_batch,), i32)
-
     def copy(self, layer: int, page: int) -> np.ndarray:
         """The int8 copy of a page, uint8 [copy_stride]; only with int8 copies."""
         at = self._layout
@@ -335,11 +326,3 @@ class RingView:
         """The reply's header; fields done, status, waiters."""
         base = self._layout.replies_offset + slot * self._layout.reply_stride
         return self._view(base, (1,), REPLY_DTYPE)[0]
-
-    def reply_data(self, slot: int) -> tuple[np.ndarray, np.ndarray]:
-        """out f32 [max_batch, HQ, D], lse f32 [max_batch, HQ]."""
-        s, at = self._spec, self._layout
-        base = at.replies_offset + slot * at.reply_stride
-        f32 = np.dtype("<f4")
-        out = self._view(base + at.out_offset, (s.max_batch, s.num_q_heads, s.head_dim), f32)
-        return out, self._view(base + at.lse_offset, (s.max_batch, s.num_q_heads), f32)
