@@ -27,7 +27,6 @@ EPOCH = tl.constexpr(0)  # life of the worker that records go to; 0: post nothin
 STEP = tl.constexpr(1)
 POSTS = tl.constexpr(2)  # the number of the last post
 ERRORS = tl.constexpr(3)  # bits below, kept until the host clears them
-STATE_WORDS = 4
 
 LATE = tl.constexpr(1)  # no answer within the deadline
 REFUSED = tl.constexpr(2)  # the worker refused the record
