@@ -37,8 +37,9 @@ import numpy as np
 import torch
 
 import rows
-from sglang_scout.core.config import RECALL_MODES, parse_config
+from sglang_scout.core.config import RECALL_MODES
 from sglang_scout.core.pages import ResidencyTable
+from sglang_scout.core.parse_config import parse_config
 from sglang_scout.core.registry import Op
 from sglang_scout.engine import device, device_step, pools, recall, step_inputs
 from sglang_scout.engine.device_step import DeviceStepEngine

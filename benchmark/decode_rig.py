@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from sglang_scout.core.config import OffloadConfig, parse_config
+from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.pages import ResidencyTable
+from sglang_scout.core.parse_config import parse_config
 from sglang_scout.engine.device import lock_memory
 from sglang_scout.engine.device_step import DeviceStepEngine
 from sglang_scout.engine.pools import DigestPool, HostPages, ModelShape, ResidentCache

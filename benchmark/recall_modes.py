@@ -48,7 +48,7 @@ from sglang_scout.cli.profile_run import ends_orderly
 from sglang_scout.cli.progress import Progress
 from sglang_scout.cli.sglang_http import generate_payload
 from sglang_scout.cli.step_log_file import Step, StepLogFile, ratios_by_age, read_step_log
-from sglang_scout.core.config import keys_without_effect
+from sglang_scout.core.config_together import keys_without_effect
 from sglang_scout.core.profile import FLAG, load_profile
 
 BENCHMARK = "recall_modes"

@@ -18,7 +18,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_scout.core.config import PAGE_SIZE_TOKENS, keys_without_effect
+from sglang_scout.core.config import PAGE_SIZE_TOKENS
+from sglang_scout.core.config_together import keys_without_effect
 
 FULL = "full"
 NAMES = (FULL, "scout", "scout-signs", "scout-real-query", "quest", "recent")

@@ -5,15 +5,11 @@ import os
 
 import pytest
 
-from sglang_scout.core.config import (
-    FLAGS,
-    OffloadConfig,
-    check_layers,
-    check_written,
-    parse_config,
-)
+from sglang_scout.core.config import FLAGS, OffloadConfig
+from sglang_scout.core.config_keys import check_layers, check_written
 from sglang_scout.core.cpu_list import parse_cpu_list, ranges
 from sglang_scout.core.errors import ConfigError
+from sglang_scout.core.parse_config import parse_config
 from sglang_scout.core.profile import load_profile
 
 

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from sglang_scout.core.config import parse_config
 from sglang_scout.core.pages import ResidencyTable
+from sglang_scout.core.parse_config import parse_config
 from sglang_scout.engine.digest_forms import FORMS
 from sglang_scout.engine.pools import DigestPool, HostPages, ModelShape, ResidentCache
 from sglang_scout.engine.step import StepEngine

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_scout.core.config import parse_config
 from sglang_scout.core.correction import StreamCorrection
 from sglang_scout.core.pages import ResidencyTable
+from sglang_scout.core.parse_config import parse_config
 from sglang_scout.core.registry import Op
 from sglang_scout.core.uses import PageUses
 from sglang_scout.engine import device_step, pools, recall, step_inputs

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from sglang_scout.core.config import parse_config
 from sglang_scout.core.errors import ConfigError
+from sglang_scout.core.parse_config import parse_config
 from sglang_scout.engine.memory import bytes_for_pages, check_memory, plan_memory
 from sglang_scout.engine.pools import ModelShape
 from sglang_scout.policy.presets import POLICY_NAMES

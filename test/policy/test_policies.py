@@ -6,9 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from sglang_scout.core.config import PREDICTORS, parse_config
+from sglang_scout.core.config import PREDICTORS
 from sglang_scout.core.correction import StreamCorrection
 from sglang_scout.core.errors import ConfigError
+from sglang_scout.core.parse_config import parse_config
 from sglang_scout.core.profile import RecallProfile
 from sglang_scout.core.uses import PageUses
 from sglang_scout.policy.predictors import CARRY, CurrentQuery, NextLayerQuery

@@ -80,7 +80,7 @@ def _report(args: argparse.Namespace) -> int:
 
 
 def _config(text: str) -> dict[str, Any]:
-    from sglang_scout.core.config import load_json
+    from sglang_scout.core.config_keys import load_json
     from sglang_scout.core.errors import ConfigError
 
     try:

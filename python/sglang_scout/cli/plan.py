@@ -16,14 +16,10 @@ import math
 from dataclasses import dataclass
 
 from sglang_scout.cli.model_config import ModelConfig, read_model
-from sglang_scout.core.config import (
-    DEFAULT_HOST_SHARE,
-    FLAGS,
-    PAGE_SIZE_TOKENS,
-    parse_config,
-)
+from sglang_scout.core.config import DEFAULT_HOST_SHARE, FLAGS, PAGE_SIZE_TOKENS
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.page_bytes import copies_bytes
+from sglang_scout.core.parse_config import parse_config
 
 GIB = 2**30
 MAX_TOKENS, MAX_GIB = 2**40, 2**30

@@ -22,15 +22,11 @@ from sglang_scout.cli.progress import Progress
 from sglang_scout.cli.step_log_file import StepLogFile, ratios_by_age
 from sglang_scout.cli.table import columns
 from sglang_scout.core.config import FLAGS as SERVER_FLAGS
-from sglang_scout.core.config import (
-    PAGE_SIZE_TOKENS,
-    OffloadConfig,
-    check_layers,
-    check_written,
-    parse_config,
-)
+from sglang_scout.core.config import PAGE_SIZE_TOKENS, OffloadConfig
+from sglang_scout.core.config_keys import check_layers, check_written
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.files import check_writable
+from sglang_scout.core.parse_config import parse_config
 from sglang_scout.core.profile import FLAG as PROFILE_FLAG
 from sglang_scout.core.profile import (
     PROFILE_VERSION,

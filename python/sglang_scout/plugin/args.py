@@ -15,8 +15,10 @@ import psutil
 from sglang.srt.arg_groups.arg_utils import A, Arg
 from sglang.srt.server_args import ServerArgs, add_attention_backend_choices
 
-from sglang_scout.core.config import PAGE_SIZE_TOKENS, OffloadConfig, check_written, parse_config
+from sglang_scout.core.config import PAGE_SIZE_TOKENS, OffloadConfig
+from sglang_scout.core.config_keys import check_written
 from sglang_scout.core.errors import ConfigError
+from sglang_scout.core.parse_config import parse_config
 from sglang_scout.core.profile import load_profile
 from sglang_scout.plugin.device import check_device_engine
 from sglang_scout.plugin.install import ROLE_ENV, announce

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from sglang_scout.core.config import DEFAULT_RECALL_THRESHOLD, OffloadConfig, check_layers
+from sglang_scout.core.config import DEFAULT_RECALL_THRESHOLD, OffloadConfig
+from sglang_scout.core.config_keys import check_layers
 from sglang_scout.core.correction import StreamCorrection
 from sglang_scout.core.profile import RecallProfile
 from sglang_scout.policy.axes import Policy, PredictorAxis, ResidencyAxis

@@ -1,0 +1,175 @@
+"""The entries of ``--kv-offload-config``: read, and each checked by itself."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from pathlib import Path
+from typing import Any
+
+from sglang_scout.core.config import (
+    ATTEND,
+    CONFIG_KEYS,
+    DIGESTS,
+    FLAGS,
+    HEAD_REDUCTIONS,
+    PAGE_SIZE_TOKENS,
+    PREDICTORS,
+    RECALL_MODES,
+    STEP_ENGINES,
+    WRITTEN_KEYS,
+    OffloadConfig,
+)
+from sglang_scout.core.errors import ConfigError
+from sglang_scout.core.files import check_place, check_writable
+from sglang_scout.core.page_bytes import CPU_PAGES
+
+FILE_KEYS = (*WRITTEN_KEYS, "predictor_file")
+# Smallest and largest value of the numeric keys. A heartbeat is sent every 0.2 s.
+_RANGES: dict[str, tuple[float, float]] = {
+    "resident_tokens": (PAGE_SIZE_TOKENS, 2**40),
+    "recall_interval": (1, 2**31),
+    "recall_threshold": (0.0, 1.0),
+    "recall_step_mib": (0.001, 2**30),
+    "recall_link_share": (0.01, 1.0),
+    "heat_half_life_steps": (0.5, 10**6),
+    "quality_inputs": (0, 10**6),
+    "exact_steps": (0, 10**6),
+    "resident_bonus": (0.0, 100.0),
+    "trace_steps": (1, 10**6),
+    "sink_pages": (0, 2**20),
+    "recent_pages": (0, 2**20),
+    "worker_spin_us": (0, 10**6),
+    "worker_threads_per_group": (0, 16),
+    "worker_ready_timeout_s": (0.1, 3600),
+    "worker_heartbeat_timeout_s": (0.4, 3600),
+    "worker_wait_timeout_s": (0.01, 3600),
+}
+
+
+def load_json(text: str, flag: str = FLAGS["config"]) -> dict[str, Any]:
+    """The object in ``text``, or in the file of ``@FILE``.
+
+    Raises:
+        ConfigError: neither; names ``flag`` and the value.
+    """
+    source = text
+    if text.startswith("@"):
+        path = Path(text[1:])
+        try:
+            source = path.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"{flag} {text!r}: cannot read the file: {error}; name one that holds a JSON object"
+            ) from None
+    example = "write for example '{\"recall_interval\": 8}' or @FILE"
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, inner in pairs:
+            if key in found:
+                raise ConfigError(
+                    f"{flag}: {key!r} is there twice, as {found[key]!r} and as {inner!r}; drop one"
+                )
+            found[key] = inner
+        return found
+
+    try:
+        value = json.loads(source, object_pairs_hook=unique)
+    except ConfigError:
+        raise
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"{flag} {text!r}: not valid JSON ({error.msg} at line {error.lineno}, column "
+            f"{error.colno}); {example}"
+        ) from None
+    except (RecursionError, ValueError) as error:  # too deep, or a number of too many digits
+        raise ConfigError(f"{flag} {text[:60]!r}: cannot be read ({error}); {example}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(
+            f"{flag} {text!r}: expected a JSON object, got {type(value).__name__}; {example}"
+        )
+    return value
+
+
+def check_key(key: str, value: Any, flag: str) -> Any:
+    """Check type and range of one entry of ``flag`` and return it."""
+    if key not in CONFIG_KEYS:
+        near = difflib.get_close_matches(str(key), CONFIG_KEYS, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(CONFIG_KEYS)}"
+        raise ConfigError(f"{flag}: unknown key {key!r} (value {value!r}); {hint}")
+    default = getattr(OffloadConfig, key)
+    if key == "exact_layers":
+        return _check_layers(value, flag)
+    if key in ("resident_tokens", "worker_spin_us"):
+        expected: tuple[type, ...] = (int,)
+    elif key == "recall_threshold":
+        expected = (float,)
+    elif key in FILE_KEYS:
+        expected = (str,)
+    else:
+        expected = (type(default),)
+    if expected == (float,):
+        expected = (int, float)
+    is_bool_for_number = isinstance(value, bool) and expected != (bool,)
+    fits = isinstance(value, expected) and not is_bool_for_number
+    if not fits:
+        raise ConfigError(
+            f"{flag}: {key} = {value!r} is a {type(value).__name__}; "
+            f"expected {' or '.join(t.__name__ for t in expected)}"
+        )
+    low, high = _RANGES.get(key, (value, value))
+    if not low <= value <= high:
+        raise ConfigError(f"{flag}: {key} = {value!r} must be between {low:g} and {high:g}")
+    if key in WRITTEN_KEYS:
+        check_place(f"{flag}: {key} = {value!r}", value)
+    elif key in FILE_KEYS and not Path(value).is_file():
+        raise ConfigError(f"{flag}: {key} = {value!r}: there is no such file; name one that exists")
+    choices = {
+        "attend": ATTEND,
+        "cpu_pages": CPU_PAGES,
+        "digest": DIGESTS,
+        "head_reduce": HEAD_REDUCTIONS,
+        "predictor": PREDICTORS,
+        "recall": RECALL_MODES,
+        "step_engine": STEP_ENGINES,
+    }.get(key)
+    if choices and value not in choices:
+        raise ConfigError(f"{flag}: {key} = {value!r}; choose one of {', '.join(choices)}")
+    return value
+
+
+def _check_layers(value: Any, flag: str) -> tuple[int, ...]:
+    """A list of layer numbers, ascending; `check_layers` knows which of them the model has."""
+    is_list = isinstance(value, (list, tuple))
+    if not is_list or not all(type(layer) is int and layer >= 0 for layer in value):
+        raise ConfigError(
+            f"{flag}: exact_layers = {value!r}: expected a list of layer numbers, for "
+            "example [1, 2]"
+        )
+    return tuple(sorted(set(value)))
+
+
+def check_layers(config: OffloadConfig, num_layers: int, flag: str = FLAGS["config"]) -> None:
+    """Refuse layers that the model does not have.
+
+    Raises:
+        ConfigError: naming those that it has.
+    """
+    if max(config.exact_layers, default=0) >= num_layers:
+        raise ConfigError(
+            f"{flag}: exact_layers = {list(config.exact_layers)}: the model has layers 0 to "
+            f"{num_layers - 1}; name some of these, or drop the key"
+        )
+
+
+def check_written(config: OffloadConfig, flag: str = FLAGS["config"]) -> None:
+    """Refuse files that cannot be written, by trying; what they hold stays.
+
+    Raises:
+        ConfigError: naming key, file and reason.
+    """
+    for key in WRITTEN_KEYS:
+        path = getattr(config, key)
+        if path is not None:
+            check_writable(f"{flag}: {key} = {path!r}", path)
