@@ -30,6 +30,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from sglang_scout.core.split import Split
 from sglang_scout.ops import triton as kernels
 
 CAPABILITY = 90
@@ -151,7 +152,7 @@ def cases() -> Iterator[tuple[str, Callable[..., object], tuple]]:
     spec = ArenaSpec(40, 4096, 32, 8, 40, 128, "bfloat16", 0.1, 16, 64)
     ring = DeviceRing(
         1 << 46, layout_of(spec), num_layers=40, max_batch=16, max_pages=64, num_q_heads=40,
-        head_dim=128, parts=2, timeout_us=1000, device="meta",
+        head_dim=128, parts=0, split=Split(36, 8, 4), timeout_us=1000, device="meta",
     )  # fmt: skip
     chosen_pages = empty(16, 64, dtype=I32)
     yield "post", doorbell.post, (ring, 7, out, chosen_pages, empty(16, dtype=I32))

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <memory>
 
 #include "split.h"
@@ -79,10 +80,14 @@ void attend_batch(const KvPages& kv, const AttendParams& params, const AttendBat
     const uint32_t run = task % runs;
     float* const result = results.get() + stride * task;
     const Columns mine = columns_of(pages(b), of.columns, counts[b], run, runs);
-    const bool with_last = run + 1 == runs;
-    attend_sequence(kv, params, of.q + b * q_floats, pages(b) + mine.begin, mine.end - mine.begin,
-                    with_last ? last_page(b) : -1, with_last ? last_len(b) : 0, result,
-                    result + q_floats);
+    const bool with_last = run + 1 == runs && last_page(b) >= 0;
+    if (mine.begin == mine.end && !with_last) {
+      std::fill_n(result + q_floats, heads, -INFINITY);
+    } else {
+      attend_sequence(kv, params, of.q + b * q_floats, pages(b) + mine.begin, mine.end - mine.begin,
+                      with_last ? last_page(b) : -1, with_last ? last_len(b) : 0, result,
+                      result + q_floats);
+    }
     if (done[b].fetch_add(1, std::memory_order_acq_rel) + 1 == runs)
       merge_runs(heads, dim, runs, results.get() + stride * runs * b, stride, of.out + b * q_floats,
                  of.lse + uint64_t{heads} * b);

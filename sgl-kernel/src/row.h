@@ -1,6 +1,7 @@
 // Attention of one row of a record, part by part: shared by worker threads and the producer.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 
 #include "page_copies.h"
@@ -12,7 +13,8 @@ namespace scout {
 // `scratch` [max_pages] takes their ids: they are read once, checked and then used, so a record
 // that changes meanwhile cannot lead outside the arena. `copies`: the calling thread's, if the ring
 // has int8 copies, else nullptr. Returns the number of pages, or -1 if a count or an id is out of
-// range (then nothing is written).
+// range (then nothing is written). Of several parts of a row one without pages writes its lse
+// alone.
 inline int32_t attend_part(const Ring& ring, uint32_t layer, const float* q, const int32_t* pages,
                            int32_t n, uint32_t part, uint32_t parts, int32_t* scratch,
                            PageCopies* copies, float* out, float* lse) {
@@ -32,6 +34,10 @@ inline int32_t attend_part(const Ring& ring, uint32_t layer, const float* q, con
   int32_t count = 0;
   for (int32_t i = lo; i < hi; ++i)
     if (scratch[i] >= 0) scratch[count++] = scratch[i];
+  if (count == 0 && parts * h.num_nodes > 1) {  // one of several: `out` is not looked at
+    for (uint32_t head = 0; head < h.q_heads; ++head) lse[head] = -INFINITY;
+    return 0;
+  }
   if (copies != nullptr) {
     copies->list(layer, scratch, count);
     attend_records(ring.kv(layer), ring.params(), q, *copies, count, out, lse);

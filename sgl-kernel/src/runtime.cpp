@@ -66,7 +66,8 @@ Runtime::Runtime(void* base, uint64_t bytes, const RuntimeOptions& options) : op
   const uint64_t slots = ring_.num_slots();
   partial_floats_ = (ring_.q_floats() + h.q_heads + 31) / 32 * 32;
   if (most_parts_ > 1) {
-    // calloc takes fresh pages from the system, which cost nothing until a row really is split.
+    // calloc takes fresh pages from the system, which cost nothing until they are written: by runs
+    // with pages, of rows that are split.
     const uint64_t count = slots * h.max_batch * most_parts_ * partial_floats_;
     partials_.reset(static_cast<float*>(std::calloc(count, sizeof(float))));
     if (!partials_)

@@ -28,7 +28,7 @@ struct Split {
 // a second thread that was polling, and no faster with one that had to be woken.
 constexpr int64_t kRunBytes = 512 << 10;
 
-// Pages of K and V of so many bytes in the shortest run.
+// Pages of K and V of so many bytes in the shortest run of the longest sequence.
 inline int32_t least_run_pages(int64_t page_bytes) {
   return page_bytes >= kRunBytes ? 1
                                  : static_cast<int32_t>((kRunBytes + page_bytes - 1) / page_bytes);
@@ -52,7 +52,9 @@ inline void merge_runs(uint32_t heads, uint32_t dim, uint32_t runs, const float*
     if (top == -INFINITY) continue;
     float total = 0;
     for (uint32_t r = 0; r < runs; ++r) {
-      const float weight = std::exp(run_out[r * stride + lse_at + head] - top);
+      const float l = run_out[r * stride + lse_at + head];
+      if (l == -INFINITY) continue;  // a run without pages leaves its out as it was
+      const float weight = std::exp(l - top);
       const float* from = run_out + r * stride + uint64_t{head} * dim;
       total += weight;
       for (uint32_t d = 0; d < dim; ++d) row[d] += weight * from[d];

@@ -73,6 +73,8 @@ class DeviceRing:
             raise ValueError(f"timeout_us is {timeout_us}; a wait must end, give 1 or more")
         if parts < 0:
             raise ValueError(f"parts is {parts}, expected 0 or more")
+        if min(split) < 1:
+            raise ValueError(f"split is {split}, expected numbers of 1 or more")
         self.address, self.layout = address, layout
         self.num_layers, self.max_batch, self.max_pages = num_layers, max_batch, max_pages
         self.parts, self.split = parts, split
