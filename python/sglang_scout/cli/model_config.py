@@ -93,7 +93,8 @@ def read_model(model_path: str, dtype: str, command: str = "plan") -> ModelConfi
         v_head_dim=_number(flag, text, "v_head_dim", head_dim),
         has_window=_has_window(text, architecture),
     )
-    stored = config.get("torch_dtype") or config.get("dtype") or text.get("torch_dtype")
+    names = ("torch_dtype", "dtype")
+    stored = next((x for part in (config, text) for name in names if (x := part.get(name))), None)
     stored = "float32" if stored is None else stored
     if not isinstance(stored, str) or stored not in VALUE_BYTES:
         raise _wrong(flag, "torch_dtype", stored, f"one of {', '.join(VALUE_BYTES)}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +124,7 @@ def check_key(key: str, value: Any, flag: str) -> Any:
         raise ConfigError(f"{flag}: {key} = {value!r} must be between {low:g} and {high:g}")
     if key in WRITTEN_KEYS:
         check_place(f"{flag}: {key} = {value!r}", value)
-    elif key in FILE_KEYS and not Path(value).is_file():
+    elif key in FILE_KEYS and not os.path.isfile(value):
         raise ConfigError(f"{flag}: {key} = {value!r}: there is no such file; name one that exists")
     choices = {
         "attend": ATTEND,

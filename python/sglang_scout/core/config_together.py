@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from sglang_scout.core.config import FLAGS, OffloadConfig
+from sglang_scout.core.config import DEFAULT_RECALL_THRESHOLD, FLAGS, OffloadConfig
 from sglang_scout.core.config_keys import FILE_KEYS
 from sglang_scout.core.errors import ConfigError
 
@@ -57,7 +57,10 @@ def check_together(config: OffloadConfig, given: set[str], flags: Mapping[str, s
         idle.pop("predictor_file", None)  # measured beside what serves
     for key, cause in sorted(idle.items()):
         value = getattr(config, key)
-        is_default = key in ("recall", *_RECALL_KEYS) and value == getattr(OffloadConfig, key)
+        default = (
+            DEFAULT_RECALL_THRESHOLD if key == "recall_threshold" else getattr(OffloadConfig, key)
+        )
+        is_default = key in ("recall", *_RECALL_KEYS) and value == default
         if key in given and not is_default:
             raise ConfigError(
                 f"{flag}: {key} = {value!r} has no effect with {cause}; drop one of them"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from pathlib import Path
 
 from sglang_scout.core.errors import ConfigError
 
@@ -17,13 +16,15 @@ def check_place(what: str, path: str) -> None:
     Raises:
         ConfigError: with ``what``.
     """
-    place = Path(path).absolute()
-    if not path or "\0" in path or place.is_dir() or not place.parent.is_dir():
+    # os.path's answers, unlike pathlib's, are "no" also for what may not or cannot be looked at.
+    folder = os.path.dirname(os.path.abspath(path))
+    if not path or "\0" in path or os.path.isdir(path) or not os.path.isdir(folder):
         raise ConfigError(f"{what}: not a file in a folder that exists; name a file")
 
 
 def check_writable(what: str, path: str) -> None:
-    """Refuse a file that cannot be made, or opened for writing. Changes nothing.
+    """Refuse a file that cannot be made, or opened for writing. Leaves everything as it was, but for the
+    target of a link to nothing, which is made.
 
     Args:
         what: names the flag and its value.
@@ -37,10 +38,9 @@ def check_writable(what: str, path: str) -> None:
     try:
         with open(path, "ab"):
             pass
-    except OSError as error:
-        raise ConfigError(
-            f"{what}: cannot be written: {error.strerror}; name another file"
-        ) from None
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{what}: cannot be written: {why}; name another file") from None
     if is_new:
         with contextlib.suppress(OSError):
             os.unlink(path)
