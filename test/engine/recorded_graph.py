@@ -24,8 +24,13 @@ _WAITS = (
     torch.ops.aten.masked_select,
     torch.ops.aten.equal,
     torch.ops.aten._unique2,
+    torch.ops.aten.unique_consecutive,
     torch.ops.aten.is_nonzero,
+    torch.ops.aten.repeat_interleave,
+    torch.ops.aten.bincount,
 )
+_INDEXED = (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_)
+_COPIES = ("tolist", "numpy", "cpu")
 
 
 class RecordedGraph(TorchDispatchMode):
@@ -48,12 +53,25 @@ class RecordedGraph(TorchDispatchMode):
         def kernel(executor, *args, **kwargs):
             return self._do(lambda: launch(executor, *args, **kwargs))
 
+        def refusing(name):
+            original = getattr(torch.Tensor, name)
+
+            def copy(tensor, *args, **kwargs):
+                if not self._nested:
+                    raise RuntimeError(f"captured: {name} waits for the device")
+                return original(tensor, *args, **kwargs)
+
+            return mock.patch.object(torch.Tensor, name, copy)
+
         self._nested = False
         with (
+            contextlib.ExitStack() as stack,
             mock.patch.object(Op, "__call__", op),
             mock.patch.object(interpreter.GridExecutor, "__call__", kernel),
             self,
         ):
+            for name in _COPIES:
+                stack.enter_context(refusing(name))
             yield
 
     def replay(self):
@@ -78,7 +96,10 @@ class RecordedGraph(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func.overloadpacket in _WAITS:
+        is_masked = func.overloadpacket in _INDEXED and any(
+            x is not None and x.dtype == torch.bool for x in args[1]
+        )
+        if is_masked or func.overloadpacket in _WAITS:
             raise RuntimeError(f"captured: {func} waits for the device")
         result = func(*args, **kwargs)
         returns = func._schema.returns

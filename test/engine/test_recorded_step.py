@@ -110,3 +110,20 @@ def test_replayed_steps_equal_eager_ones(twins, config):
     assert counts[0] == counts[1] and counts[0][0] > 0
     assert 0 < late < STEPS or not replayed.engine.has_late_steps
     assert replayed.ring.errors() == []
+
+
+@pytest.mark.parametrize(
+    "asks",
+    [
+        lambda x: x.tolist(),
+        lambda x: x.numpy(),
+        lambda x: float(x[0]),
+        lambda x: x[x > 0],
+        lambda x: x.index_put_((x > 0,), torch.tensor(1.0)),
+        lambda x: torch.bincount(x.int()),
+        lambda x: bool((x > 0).any()),
+    ],
+)
+def test_a_record_refuses_what_asks_the_device(asks):
+    with pytest.raises(RuntimeError, match="waits for the device"), RecordedGraph().capture():
+        asks(torch.ones(3))
