@@ -175,15 +175,16 @@ def full_rows(
     if batch < 1:
         writer.add(kind, "skipped", "not one request fits the device", **sizes)
         return
+    rig = None
     try:
         rig = FullRig(model, size, int(batch), context, kind)
         step_times_us(rig.graph.replay, 4)
         report(writer, kind, sizes, step_times_us(rig.graph.replay, steps))
-        del rig
     except ImportError as error:
         writer.add(kind, "absent", str(error), **sizes)
     except Exception as error:  # a rival that does not run is a row, not the end
         writer.add(kind, "failed", f"{type(error).__name__}: {error}"[:500], **sizes)
+    rig = None
     free_device()
 
 

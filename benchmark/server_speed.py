@@ -60,7 +60,7 @@ class WaitSamples:
         while not self._stop.wait(SAMPLE_S):
             try:
                 waited_us = self._state()["gpu_wait_us"]
-            except FAILURES:
+            except (*FAILURES, KeyError):
                 continue  # a server that fails is noticed by its requests
             self.samples.append((time.monotonic(), waited_us))
 
@@ -132,6 +132,11 @@ def speed(
                 ) as server:  # fmt: skip
                     tokens = server.info()["max_total_num_tokens"]
                     batch = min(64, tokens // (options.speed_context + reserve))
+                    if batch < 1:
+                        writer.add(
+                            impl, "skipped", f"not one request fits {tokens} tokens", **about
+                        )
+                        continue
                     prompts = prompts_of([options.speed_context] * batch, 100_000, seed=1)
                     limit_s = max(10.0, end - time.monotonic())
                     waits = WaitSamples(server.kv_offload) if impl == "scout" else None

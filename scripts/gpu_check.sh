@@ -53,6 +53,7 @@ print(f"gpu_check: {name}, compute capability {capability[0]}.{capability[1]}, t
 PYTHON
 
 FAILED=0
+KNOWN=""
 : >"$OUT/gpu_check.jsonl"
 
 LIMIT_S="${SECONDS_LIMIT:-570}"
@@ -62,6 +63,7 @@ left() { echo $((LIMIT_S - SECONDS)); }
 step() {
     local name="$1" limit_s="$2" status=0 begin_s=$SECONDS cut=0
     shift 2
+    KNOWN="$KNOWN $name"
     [ -z "${ONLY:-}" ] || case " $ONLY " in *" $name "*) ;; *) return 0 ;; esac
     [ "$limit_s" -le "$(left)" ] || { limit_s="$(left)"; cut=1; }
     if [ "$limit_s" -lt 10 ]; then
@@ -88,6 +90,8 @@ PARALLEL=()
 HAS_NATIVE=0
 ! "$PYTHON" -c 'import sglang_scout._native' 2>/dev/null || HAS_NATIVE=1
 skip() { # NAME REASON
+    KNOWN="$KNOWN $1"
+    [ -z "${ONLY:-}" ] || case " $ONLY " in *" $1 "*) ;; *) return 0 ;; esac
     echo "gpu_check: $1: $2: skipped"
     printf '{"step": "%s", "skipped": "%s"}\n' "$1" "$2" >>"$OUT/gpu_check.jsonl"
 }
@@ -121,10 +125,7 @@ if [ -n "$SANITIZER" ]; then
             "$PYTHON" benchmark/gpu_kernels.py --check-only
     done
 else
-    echo "gpu_check: compute-sanitizer is not installed, skipped"
-    for tool in memcheck racecheck; do
-        printf '{"step": "%s", "skipped": "compute-sanitizer is not installed"}\n' "$tool" >>"$OUT/gpu_check.jsonl"
-    done
+    for tool in memcheck racecheck; do skip "$tool" "compute-sanitizer is not installed"; done
 fi
 step resources 120 "$PYTHON" scripts/compile_kernels.py --json "$OUT/kernels.json"
 
@@ -148,8 +149,11 @@ if "$PYTHON" -c 'import flashinfer' 2>/dev/null; then
     step rivals 180 "$PYTHON" benchmark/gpu_rivals.py --out "$OUT/gpu_rivals.jsonl"
     FAILED=$OURS
 else
-    echo '{"step": "rivals", "skipped": "flashinfer is absent"}' >>"$OUT/gpu_check.jsonl"
+    skip rivals "flashinfer is absent"
 fi
 
+for name in ${ONLY:-}; do
+    case " $KNOWN " in *" $name "*) ;; *) echo "gpu_check: ONLY: there is no step $name"; FAILED=1 ;; esac
+done
 [ "$FAILED" = 0 ] && echo "gpu_check: all steps passed, see $OUT" || echo "gpu_check: FAILED, see $OUT"
 exit "$FAILED"

@@ -97,3 +97,14 @@ def test_gpu_check_fails_with_a_step_that_fails(tmp_path):
     check = ROOT / "scripts" / "gpu_check.sh"
     done = run(check, tmp_path / "out", PYTHON=python, ONLY="server ring")
     assert done.returncode == 1 and "server FAILED with status 3" in done.stdout
+
+
+def test_gpu_check_knows_the_names_of_its_steps(tmp_path):
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\ncase "$1" in -) cat >/dev/null ;; -c) ;; *) exit 0 ;; esac\n')
+    python.chmod(0o755)
+    done = run(
+        ROOT / "scripts" / "gpu_check.sh", tmp_path / "out", PYTHON=python, ONLY="ring sever"
+    )
+    assert done.returncode == 1 and "there is no step sever" in done.stdout
+    assert "gpu_check: ring\n" in done.stdout
