@@ -14,9 +14,12 @@ from typing import Any
 from sglang_scout.core.errors import ConfigError
 
 AUTO, CPU, CUDA = CHOICES = ("auto", "cpu", "cuda")
-DRIVER_NODES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # the second: Windows' Linux
+DRIVER_NODES = (Path("/dev/nvidiactl"),)
 ASK_TIMEOUT_S = 120.0
-COUNT_DEVICES = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
+COUNT_DEVICES = (
+    "import torch, sys; torch.version.cuda or sys.exit('torch is built without CUDA'); "
+    "print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
+)
 
 # Shares of the device memory that is free when a server starts, as --mem-fraction-static counts. Of one GPU
 # the prefill server takes the first, and the decode server, started after it, the second of what it leaves.
@@ -53,7 +56,7 @@ class Placement:
             shares = [PREFILL_SHARE, DECODE_SHARE]
         prefill, decode = ({"mem_fraction_static": share} for share in shares)
         if self.prefill == self.decode == CUDA and not self.one_gpu_for_both:
-            decode["base_gpu_id"] = 1
+            decode["base_gpu_id"] = self.gpus // 2  # half for each, also with --tp-size
         return prefill, decode
 
     def __str__(self) -> str:
@@ -102,7 +105,7 @@ def cuda_devices() -> tuple[int, str]:
     except (IndexError, ValueError):
         return 0, (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if count or hidden is None:
+    if count or hidden not in ("", "-1"):
         return count, "" if count else "no driver or no device"
     return 0, f"CUDA_VISIBLE_DEVICES={hidden!r}"
 
