@@ -6,7 +6,7 @@ import os
 import pytest
 
 from sglang_scout.core.config import FLAGS, OffloadConfig
-from sglang_scout.core.config_keys import check_layers, check_written
+from sglang_scout.core.config_keys import check_files, check_layers
 from sglang_scout.core.cpu_list import parse_cpu_list, ranges
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.parse_config import parse_config
@@ -53,17 +53,13 @@ def test_defaults():
         ({"config": '{"sink_pages": -1}'}, ["sink_pages", "-1", "between 0"]),
         ({"config": '{"worker_heartbeat_timeout_s": NaN}'}, ["heartbeat", "nan", "0.4"]),
         ({"config": '{"worker_threads_per_group": 64}'}, ["threads_per_group", "64", "16"]),
-        ({"config": '{"trace": "/no/such/folder/t.json"}'}, ["trace", "/no/such/folder", "folder"]),
-        ({"config": '{"quality": "/no/such/folder/q"}'}, ["quality", "/no/such/folder", "folder"]),
+        ({"config": '{"trace": ""}'}, ["trace = ''", "name a file"]),
+        ({"config": {"step_log": "a\0b"}}, ["step_log", "name a file"]),
+        ({"config": {"step_log": "\ud800"}}, ["step_log", "name a file"]),
         ({"config": '{"quality_inputs": 9}'}, ["quality_inputs = 9", "needs quality"]),
         ({"config": '{"predictor": "oracle"}'}, ["predictor", "'oracle'", "next_layer"]),
         ({"config": '{"predictor": "learned"}'}, ["'learned'", "needs predictor_file"]),
         ({"config": {"predictor_file": __file__}}, [__file__, "no effect", "'learned'"]),
-        (
-            {"config": '{"predictor_file": "/no/f.npz"}'},
-            ["predictor_file = '/no/f.npz'", "no such"],
-        ),
-        ({"config": '{"predictor_file": "."}'}, ["predictor_file = '.'", "no such file"]),
         (
             {"policy": "infinigen", "config": '{"cpu_pages": "int8"}'},
             ["cpu_pages = 'int8': --kv-offload infinigen copies", "drop the key"],
@@ -81,7 +77,6 @@ def test_defaults():
         ),
         ({"config": '{"resident_bonus": 1.0}'}, ["resident_bonus = 1.0", "signs"]),
         ({"config": '{"trace": ""}'}, ["trace", "''", "name a file"]),
-        ({"config": '{"trace": "."}'}, ["trace", "'.'", "name a file"]),
         ({"config": '{"resident_tokens": 33}'}, ["resident_tokens", "33", "32"]),
         ({"config": '{"verify": 1}'}, ["verify", "int", "bool"]),
         ({"config": '{"recall": "profile"}'}, ["--kv-offload-recall-profile"]),
@@ -172,20 +167,28 @@ def test_layers_that_the_model_does_not_have():
 def test_files_that_cannot_be_written(tmp_path, key):
     config = parse(config={key: "/proc/x"})
     with pytest.raises(ConfigError, match=f"^--kv-offload-config: {key} = .*cannot be written"):
-        check_written(config)
-    with pytest.raises(ConfigError, match=f"{key} = .*not a file in a folder that exists"):
-        parse(config={key: f"{tmp_path}/a\0b"})
+        check_files(config)
+    for place in (f"{tmp_path}/none/a", str(tmp_path)):
+        with pytest.raises(ConfigError, match=f"{key} = .*(folder that exists|be written)"):
+            check_files(parse(config={key: place}))
     old, new = tmp_path / "old", tmp_path / "new"
     old.write_text("kept")
     for path in (old, new):
-        check_written(parse(config={key: str(path)}))
+        check_files(parse(config={key: str(path)}))
     assert old.read_text() == "kept" and not new.exists()
+
+
+@pytest.mark.parametrize("name", ["/no/f.npz", ".", "x" * 300])
+def test_files_that_are_read_exist_where_they_are_used(name):
+    config = parse(config={"predictor": "learned", "predictor_file": name})
+    with pytest.raises(ConfigError, match="predictor_file = .*no such file"):
+        check_files(config)
 
 
 def test_a_pipe_is_not_opened_to_see_whether_it_can_be(tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    check_written(parse(config={"step_log": str(pipe)}))
+    check_files(parse(config={"step_log": str(pipe)}))
 
 
 def test_recall_is_adaptive_unless_said_otherwise():

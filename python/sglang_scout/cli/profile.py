@@ -23,7 +23,7 @@ from sglang_scout.cli.step_log_file import StepLogFile, ratios_by_age
 from sglang_scout.cli.table import columns
 from sglang_scout.core.config import FLAGS as SERVER_FLAGS
 from sglang_scout.core.config import PAGE_SIZE_TOKENS, OffloadConfig
-from sglang_scout.core.config_keys import check_layers, check_written
+from sglang_scout.core.config_keys import check_files, check_layers
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.files import check_writable
 from sglang_scout.core.parse_config import parse_config
@@ -121,7 +121,7 @@ def check_request(request: Request) -> None:
             f"{request.model_path} allows {model.max_context_tokens} tokens; lower one of them"
         )
     check_layers(config, model.num_layers, FLAGS["config"])
-    check_written(config, FLAGS["config"])
+    check_files(config, FLAGS["config"])
     for flag, value in (("--output", request.output), ("--plot", request.plot)):
         if value is not None:
             check_writable(f"profile: {flag} {value!r}", value)

@@ -22,7 +22,7 @@ from sglang_scout.core.config import (
     OffloadConfig,
 )
 from sglang_scout.core.errors import ConfigError
-from sglang_scout.core.files import check_place, check_writable
+from sglang_scout.core.files import check_writable
 from sglang_scout.core.page_bytes import CPU_PAGES
 
 FILE_KEYS = (*WRITTEN_KEYS, "predictor_file")
@@ -93,6 +93,13 @@ def load_json(text: str, flag: str = FLAGS["config"]) -> dict[str, Any]:
     return value
 
 
+def _is_file_name(text: str) -> bool:
+    try:
+        return bool(text) and "\0" not in text and bool(os.fsencode(text))
+    except UnicodeEncodeError:
+        return False
+
+
 def check_key(key: str, value: Any, flag: str) -> Any:
     """Check type and range of one entry of ``flag`` and return it."""
     if key not in CONFIG_KEYS:
@@ -122,10 +129,10 @@ def check_key(key: str, value: Any, flag: str) -> Any:
     low, high = _RANGES.get(key, (value, value))
     if not low <= value <= high:
         raise ConfigError(f"{flag}: {key} = {value!r} must be between {low:g} and {high:g}")
-    if key in WRITTEN_KEYS:
-        check_place(f"{flag}: {key} = {value!r}", value)
-    elif key in FILE_KEYS and not os.path.isfile(value):
-        raise ConfigError(f"{flag}: {key} = {value!r}: there is no such file; name one that exists")
+    if key in FILE_KEYS and not _is_file_name(value):
+        raise ConfigError(
+            f"{flag}: {key} = {value!r}: is none; name a file, or drop the key"
+        )
     choices = {
         "attend": ATTEND,
         "cpu_pages": CPU_PAGES,
@@ -164,12 +171,19 @@ def check_layers(config: OffloadConfig, num_layers: int, flag: str = FLAGS["conf
         )
 
 
-def check_written(config: OffloadConfig, flag: str = FLAGS["config"]) -> None:
-    """Refuse files that cannot be written, by trying; what they hold stays.
+def check_files(config: OffloadConfig, flag: str = FLAGS["config"]) -> None:
+    """Refuse files that cannot be written, by trying, or that are read and do not exist. What they hold stays.
+
+    For the process that uses them: another machine may have none of their folders.
 
     Raises:
         ConfigError: naming key, file and reason.
     """
+    if config.predictor_file is not None and not os.path.isfile(config.predictor_file):
+        raise ConfigError(
+            f"{flag}: predictor_file = {config.predictor_file!r}: there is no such file; name one that "
+            "exists"
+        )
     for key in WRITTEN_KEYS:
         path = getattr(config, key)
         if path is not None:

@@ -17,8 +17,8 @@ def check_place(what: str, path: str) -> None:
         ConfigError: with ``what``.
     """
     # os.path's answers, unlike pathlib's, are "no" also for what may not or cannot be looked at.
-    folder = os.path.dirname(os.path.abspath(path))
-    if not path or "\0" in path or os.path.isdir(path) or not os.path.isdir(folder):
+    folder = os.path.dirname(path) or "."
+    if not path or os.path.isdir(path) or not os.path.isdir(folder):
         raise ConfigError(f"{what}: not a file in a folder that exists; name a file")
 
 

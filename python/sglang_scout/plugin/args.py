@@ -16,7 +16,7 @@ from sglang.srt.arg_groups.arg_utils import A, Arg
 from sglang.srt.server_args import ServerArgs, add_attention_backend_choices
 
 from sglang_scout.core.config import PAGE_SIZE_TOKENS, OffloadConfig
-from sglang_scout.core.config_keys import check_written
+from sglang_scout.core.config_keys import check_files
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.parse_config import parse_config
 from sglang_scout.core.profile import load_profile
@@ -138,7 +138,7 @@ def around_post_init(original: Callable[..., None], self: ServerArgs) -> None:
         )
     if self.disaggregation_mode == "decode":
         check_device_engine(self, config, self.device or _default_device())
-        check_written(config)
+        check_files(config)
     _check_cpus(self, config)
     _check_machine(config)
     profile = None if config.recall_profile is None else load_profile(config.recall_profile)
