@@ -131,7 +131,7 @@ def check_key(key: str, value: Any, flag: str) -> Any:
         raise ConfigError(f"{flag}: {key} = {value!r} must be between {low:g} and {high:g}")
     if key in FILE_KEYS and not _is_file_name(value):
         raise ConfigError(
-            f"{flag}: {key} = {value!r}: is none; name a file, or drop the key"
+            f"{flag}: {key} = {value!r}: cannot be a file; name a file, or drop the key"
         )
     choices = {
         "attend": ATTEND,
