@@ -97,16 +97,6 @@ def weights_digest(model_path: str) -> str:
     return digest.hexdigest()[:16]
 
 
-def without_idle(more: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    """Those keys of ``more`` that mean something to a server with ``config``, which may have a profile."""
-    idle = keys_without_effect(
-        precompute=config.get("precompute", True),
-        recall=config["recall"],
-        has_profile=config["recall"] in ("profile", "adaptive"),
-    )
-    return {key: value for key, value in more.items() if key not in idle}
-
-
 def make_cluster(
     args: argparse.Namespace, prompts: list[list[int]], logs: Path, profile: Path
 ) -> PDCluster:
@@ -115,7 +105,8 @@ def make_cluster(
     total = (len(prompts) + 2) * longest
     decodes = {}
     for name, config in modes(args.modes).items():
-        more = without_idle(args.config, config)
+        idle = keys_without_effect(precompute=config.get("precompute", True))
+        more = {key: value for key, value in args.config.items() if key not in idle}
         settings = {**more, **config, "step_log": str(logs / f"{name}.jsonl")}
         if args.resident_tokens:
             settings["resident_tokens"] = args.resident_tokens
@@ -220,7 +211,7 @@ def make_profile(args: argparse.Namespace, progress: Progress) -> Path:
         dataset=args.dataset,
         dtype=args.dtype,
         check=not args.quick,
-        config=without_idle(args.config, {"recall": "off"}),
+        config=args.config,
     )
     profile = profile_command.make_profile(request, progress)
     print(profile_command.as_text(profile))

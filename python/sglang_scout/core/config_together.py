@@ -5,40 +5,22 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from sglang_scout.core.config import DEFAULT_RECALL_THRESHOLD, FLAGS, OffloadConfig
+from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.config_keys import FILE_KEYS
 from sglang_scout.core.errors import ConfigError
 
 _PREDICTION_KEYS = ("predictor", "predictor_file", "exact_layers", "exact_steps")
-_RECALL_KEYS = ("recall_interval", "recall_threshold", "recall_step_mib", "recall_link_share")
 
 
-def keys_without_effect(
-    digest: str = "minmax",
-    precompute: bool = True,
-    recall: str = "adaptive",
-    has_profile: bool = False,
-    policy: str = "scout",
-) -> dict[str, str]:
-    """Keys of ``--kv-offload-config`` that mean nothing beside these values, each with the one that
-    makes it so.
+def keys_without_effect(digest: str = "minmax", precompute: bool = True) -> dict[str, str]:
+    """Keys of ``--kv-offload-config`` that are refused beside these values, each with the one that makes
+    it idle.
 
-    All are refused, those of recall where they differ from their defaults.
+    Those of recall are not among them: who switches it off to compare leaves the rest as it is.
     """
     idle = {"head_reduce": "digest = 'signs'"} if digest == "signs" else {}
     if not precompute:
         idle |= dict.fromkeys(_PREDICTION_KEYS, "precompute = false")
-    if policy == "infinigen":
-        idle |= dict.fromkeys(_RECALL_KEYS, "--kv-offload infinigen")
-        if recall != "off":  # which is what it does
-            idle["recall"] = "--kv-offload infinigen"
-    elif recall != "adaptive":
-        cause = f"recall = {recall!r}"
-        idle |= dict.fromkeys(_RECALL_KEYS, cause)
-        if recall == "fixed":
-            del idle["recall_interval"]
-    elif has_profile:
-        idle["recall_interval"] = FLAGS["recall_profile"]
     return idle
 
 
@@ -49,34 +31,14 @@ def check_together(config: OffloadConfig, given: set[str], flags: Mapping[str, s
         ConfigError: naming both.
     """
     flag = flags["config"]
-    has_profile = config.recall_profile is not None
-    idle = keys_without_effect(
-        config.digest, config.precompute, config.recall, has_profile, config.policy
-    )
+    idle = keys_without_effect(config.digest, config.precompute)
     if config.quality:
         idle.pop("predictor_file", None)  # measured beside what serves
     for key, cause in sorted(idle.items()):
-        value = getattr(config, key)
-        default = (
-            DEFAULT_RECALL_THRESHOLD if key == "recall_threshold" else getattr(OffloadConfig, key)
-        )
-        is_default = key in ("recall", *_RECALL_KEYS) and value == default
-        if key in given and not is_default:
+        if key in given:
             raise ConfigError(
-                f"{flag}: {key} = {value!r} has no effect with {cause}; drop one of them"
+                f"{flag}: {key} = {getattr(config, key)!r} has no effect with {cause}; drop one of them"
             )
-    if has_profile and (config.policy == "infinigen" or config.recall in ("off", "fixed")):
-        cause = f"recall = {config.recall!r}"
-        if config.policy == "infinigen":
-            cause = "--kv-offload infinigen"
-        raise ConfigError(
-            f"{flags['recall_profile']} {config.recall_profile!r}: has no effect with {cause}; drop one "
-            "of them"
-        )
-    if config.trace is None and config.trace_steps != OffloadConfig.trace_steps:
-        raise ConfigError(
-            f"{flag}: trace_steps = {config.trace_steps} needs trace, the file that they are written to"
-        )
     _check_different_files(config, flag)
     if config.policy == "infinigen" and config.cpu_pages != "model":
         raise ConfigError(
