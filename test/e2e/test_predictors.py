@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from harness import PDCluster, random_prompts
 from sglang_scout.core.correction import save_correction
 from sglang_scout.core.fit import fit_correction, read_inputs
@@ -33,6 +35,7 @@ def records(path):
     return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
 
 
+@pytest.mark.slow  # its parts have tests of their own: test_quality.py, test_correction.py
 def test_a_correction_fitted_on_what_a_server_recorded_serves_on_another(tiny_model, tmp_path):
     model, first, second = tiny_model("qwen2"), tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     with cluster(model, predictor="extrapolate", quality=str(first), quality_inputs=180) as servers:
