@@ -19,7 +19,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sglang_scout.cli.pd_cluster import HOST, flags, server_environment
+from sglang_scout.cli.pd_cluster import HOST, flags
+from sglang_scout.cli.server_environment import server_environment
 from sglang_scout.cli.server_process import (
     CLUSTER_VARIABLE,
     ServerFailed,

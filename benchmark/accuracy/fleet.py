@@ -19,7 +19,8 @@ from typing import Any
 
 from policies import FULL, Setting
 
-from sglang_scout.cli.pd_cluster import HOST, PDCluster, cpu_environment, flags
+from sglang_scout.cli.pd_cluster import HOST, PDCluster, flags
+from sglang_scout.cli.server_environment import cpu_environment
 from sglang_scout.cli.server_process import (
     CLUSTER_VARIABLE,
     ServerFailed,

@@ -25,7 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from sglang_scout.cli.machine import has_rdma
+from sglang_scout.cli.server_environment import server_environment
 from sglang_scout.cli.server_process import (
     CLUSTER_VARIABLE,
     ServerFailed,
@@ -38,7 +38,6 @@ from sglang_scout.cli.sglang_http import Generation, generate_payload, http_json
 
 HOST = "127.0.0.1"
 POLL_S = 0.25
-NO_NCCL = "no-gpu"
 
 # ``python -m sglang_router.launch_router`` without its one costly import: the Python load balancer
 # for debugging, which pulls in all of SGLang (10 s) and is not the router that we start.
@@ -48,47 +47,6 @@ ROUTER_MAIN = (
     "sys.modules[stub.__name__] = stub;"
     "from sglang_router.launch_router import main; main()"
 )
-
-
-def _with_defaults(defaults: dict[str, str]) -> dict[str, str]:
-    """Our own environment and ``defaults``. A variable that is already set keeps its value."""
-    defaults = {"TOKENIZERS_PARALLELISM": "false", **defaults}
-    if not has_rdma():
-        defaults["MOONCAKE_PROTOCOL"] = "tcp"  # mooncake's own, rdma, would fail at start
-    return {**defaults, **{k: v for k, v in os.environ.items() if v or k not in defaults}}
-
-
-def cpu_environment() -> dict[str, str]:
-    """Our own environment and what SGLang needs to run on the CPU, whether or not there is a GPU.
-
-    It is what ``scripts/cpu_env.sh`` exports; a test compares them.
-    """
-    environment = _with_defaults(
-        {
-            "SGLANG_USE_CPU_ENGINE": "1",
-            # Threads that spin would take the cores from whoever has work.
-            "OMP_WAIT_POLICY": "PASSIVE",
-            # With --tp-size SGLang opens NCCL where it finds it, and needs a GPU for it. Not a file.
-            "SGLANG_NCCL_SO_PATH": NO_NCCL,
-        }
-    )
-    # Where torch sees a GPU, SGLang's layers take their CUDA kernels, whatever --device says.
-    environment["CUDA_VISIBLE_DEVICES"] = ""
-    return environment
-
-
-def cuda_environment() -> dict[str, str]:
-    """Our own environment and what SGLang needs on a CUDA device."""
-    environment = _with_defaults({})
-    environment.pop("SGLANG_USE_CPU_ENGINE", None)
-    if environment.get("SGLANG_NCCL_SO_PATH") == NO_NCCL:
-        del environment["SGLANG_NCCL_SO_PATH"]
-    return environment
-
-
-def server_environment(device: str) -> dict[str, str]:
-    """The environment of a server that is started with ``--device device``."""
-    return cpu_environment() if device == "cpu" else cuda_environment()
 
 
 def flags(**options: Any) -> list[str]:

@@ -1,0 +1,50 @@
+"""Environment variables that SGLang's servers need, by device."""
+
+from __future__ import annotations
+
+import os
+
+from sglang_scout.cli.machine import has_rdma
+
+NO_NCCL = "no-gpu"
+
+
+def _with_defaults(defaults: dict[str, str]) -> dict[str, str]:
+    """Our own environment and ``defaults``. A variable that is already set keeps its value."""
+    defaults = {"TOKENIZERS_PARALLELISM": "false", **defaults}
+    if not has_rdma():
+        defaults["MOONCAKE_PROTOCOL"] = "tcp"  # mooncake's own, rdma, would fail at start
+    return {**defaults, **{k: v for k, v in os.environ.items() if v or k not in defaults}}
+
+
+def cpu_environment() -> dict[str, str]:
+    """Our own environment and what SGLang needs to run on the CPU, whether or not there is a GPU.
+
+    It is what ``scripts/cpu_env.sh`` exports; a test compares them.
+    """
+    environment = _with_defaults(
+        {
+            "SGLANG_USE_CPU_ENGINE": "1",
+            # Threads that spin would take the cores from whoever has work.
+            "OMP_WAIT_POLICY": "PASSIVE",
+            # With --tp-size SGLang opens NCCL where it finds it, and needs a GPU for it. Not a file.
+            "SGLANG_NCCL_SO_PATH": NO_NCCL,
+        }
+    )
+    # Where torch sees a GPU, SGLang's layers take their CUDA kernels, whatever --device says.
+    environment["CUDA_VISIBLE_DEVICES"] = ""
+    return environment
+
+
+def cuda_environment() -> dict[str, str]:
+    """Our own environment and what SGLang needs on a CUDA device."""
+    environment = _with_defaults({})
+    environment.pop("SGLANG_USE_CPU_ENGINE", None)
+    if environment.get("SGLANG_NCCL_SO_PATH") == NO_NCCL:
+        del environment["SGLANG_NCCL_SO_PATH"]
+    return environment
+
+
+def server_environment(device: str) -> dict[str, str]:
+    """The environment of a server that is started with ``--device device``."""
+    return cpu_environment() if device == "cpu" else cuda_environment()

@@ -1,0 +1,44 @@
+"""The launcher's environment is the one that scripts/cpu_env.sh gives to people."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from sglang_scout.cli import server_environment
+from sglang_scout.cli.server_environment import cpu_environment, cuda_environment
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "cpu_env.sh"
+NAMES = ("TOKENIZERS_PARALLELISM", "MOONCAKE_PROTOCOL", "SGLANG_USE_CPU_ENGINE", "OMP_WAIT_POLICY",
+         "SGLANG_NCCL_SO_PATH", "CUDA_VISIBLE_DEVICES")  # fmt: skip
+
+
+@pytest.mark.parametrize("given", [{}, {"MOONCAKE_PROTOCOL": "rdma"}, {"OMP_WAIT_POLICY": ""},
+                                   {"CUDA_VISIBLE_DEVICES": "0"}])  # fmt: skip
+def test_cpu_environment(monkeypatch, given):
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    # The script keeps out of the way of a GPU, this function is called only for the CPU.
+    command = ["bash", "-c", f'export SCOUT_FORCE_CPU=1; . "{SCRIPT}" && env -0']
+    dump = subprocess.run(command, capture_output=True, check=True, env=dict(os.environ)).stdout
+    exported = dict(item.split("=", 1) for item in dump.decode().split("\0") if item)
+    ours = cpu_environment()
+    assert {n: ours.get(n) for n in NAMES} == {n: exported.get(n) for n in NAMES}
+    assert ours["SGLANG_USE_CPU_ENGINE"] == "1" and ours["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_cuda_environment(monkeypatch):
+    """Without RDMA mooncake takes TCP here too; what cpu_env.sh has left is undone."""
+    for name, value in (*cpu_environment().items(), ("CUDA_VISIBLE_DEVICES", "1")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("MOONCAKE_PROTOCOL", raising=False)
+    for rdma, protocol in ((False, "tcp"), (True, None)):
+        monkeypatch.setattr(server_environment, "has_rdma", lambda rdma=rdma: rdma)
+        ours = cuda_environment()
+        assert ours.get("MOONCAKE_PROTOCOL") == protocol and ours["CUDA_VISIBLE_DEVICES"] == "1"
+        assert not {"SGLANG_USE_CPU_ENGINE", "SGLANG_NCCL_SO_PATH"} & set(ours)
+    monkeypatch.setenv("SGLANG_NCCL_SO_PATH", "/opt/libnccl.so.2")
+    assert cuda_environment()["SGLANG_NCCL_SO_PATH"] == "/opt/libnccl.so.2"
