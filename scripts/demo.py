@@ -40,8 +40,6 @@ QUESTION_TASKS = ("needle", "multi_key", "variables")
 SEED = 4242
 QUESTION = "Read the text below and say in a few words what it is about."
 CHAT_TOKENS = 48
-READY_TIMEOUT_S = {device.CPU: 600.0, device.CUDA: 1200.0}
-"""On a GPU kernels may have to be compiled first."""
 BEGIN = time.monotonic()
 
 
@@ -89,8 +87,7 @@ def make_cluster(
         shared = MODEL_CONFIG if args.model is None else {}
         # On a GPU it would otherwise be what the memory leaves, and nothing be left to the CPU.
         cache = {"resident_tokens": room * args.budget} if where.decode == device.CUDA else {}
-        digests = {} if where.prefill == where.decode else {"prefill_digests": False}
-        for options, config in ((prefill, shared | digests), (decode, shared | cache)):
+        for options, config in ((prefill, shared | where.prefill_config), (decode, shared | cache)):
             if config:
                 options["kv_offload_config"] = json.dumps(config)
     if where.prefill == device.CPU:
@@ -110,7 +107,7 @@ def make_cluster(
         server_args=common,
         prefill_args=flags(**prefill),
         decode_args=flags(**decode, decode_log_interval=5),
-        ready_timeout_s=READY_TIMEOUT_S[where.decode],
+        ready_timeout_s=where.ready_timeout_s,
     )
 
 

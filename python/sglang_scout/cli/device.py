@@ -45,6 +45,17 @@ class Placement:
     def one_gpu_for_both(self) -> bool:
         return self.prefill == self.decode == CUDA and self.gpus == 1
 
+    @property
+    def ready_timeout_s(self) -> float:
+        """For the servers' start; on a GPU kernels may have to be compiled first."""
+        return 600.0 if self.decode == CPU else 1200.0
+
+    @property
+    def prefill_config(self) -> dict[str, Any]:
+        """Keys of --kv-offload-config that the prefill server needs beside the decode server's own."""
+        # Digests lie on the decode server's device, where this transfer cannot bring them.
+        return {} if self.prefill == self.decode else {"prefill_digests": False}
+
     def memory(self, cpu_share: float) -> tuple[dict[str, Any], dict[str, Any]]:
         """Flags about memory and GPU of the prefill and of the decode server.
 

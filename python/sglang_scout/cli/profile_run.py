@@ -12,7 +12,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
-from sglang_scout.cli.device import CPU, CUDA, Placement
+from sglang_scout.cli.device import CPU, Placement
 from sglang_scout.cli.pd_cluster import PDCluster, flags
 from sglang_scout.cli.progress import Progress
 from sglang_scout.cli.server_process import ServerFailed
@@ -24,8 +24,6 @@ POLL_S = 0.5
 MARGIN_TOKENS = 256
 PREFILL_BATCH_TOKENS = 131072
 """Up to so many, on the CPU, all prompts are prefilled in one batch, so that they begin to decode together."""
-READY_TIMEOUT_S = {CPU: 600.0, CUDA: 1200.0}
-"""On a GPU kernels may have to be compiled first."""
 
 
 class RunFailed(ScoutError):
@@ -114,8 +112,8 @@ def make_cluster(
         prefill |= {"max_prefill_tokens": total, "chunked_prefill_size": -1}
     prefill_args = [*flags(**prefill), *server_args]
     decode_args = [*flags(**decode), *server_args]
-    if where.prefill != where.decode:
-        prefill_args += flags(kv_offload_config=json.dumps({"prefill_digests": False}))
+    if where.prefill_config:
+        prefill_args += flags(kv_offload_config=json.dumps(where.prefill_config))
     settings = json.dumps({**config, "step_log": str(folder / "steps.jsonl")})
     decode_args += [*flags(kv_offload_config=settings), *decode_flags]
     return PDCluster(
@@ -130,7 +128,7 @@ def make_cluster(
         server_args=flags(kv_offload="scout", kv_offload_budget=budget_tokens),
         prefill_args=prefill_args,
         decode_args=decode_args,
-        ready_timeout_s=READY_TIMEOUT_S[where.decode],
+        ready_timeout_s=where.ready_timeout_s,
     )
 
 
