@@ -35,7 +35,15 @@ from pathlib import Path
 
 import numpy as np
 
-from rows import FREE_CPU_IDLE_SHARE, Row, Writer, environment, percentile, summary
+from rows import (
+    FREE_CPU_IDLE_SHARE,
+    Row,
+    Writer,
+    environment,
+    of_worker,
+    percentile,
+    summary,
+)
 from sglang_scout.worker.arena import Arena, ArenaSpec
 from sglang_scout.worker.client import WorkerClient, WorkerConfig
 
@@ -222,11 +230,7 @@ def run(cases: tuple[Case, ...], writer: Writer, cpus: list[int], free: bool) ->
         }
         for row in rows:
             impl = row.pop("impl")
-            status, reason = "ok", ""
-            if row["fallback_pages"]:
-                status = "failed"
-                reason = f"the worker did not answer for {row['fallback_pages']} pages"
-            writer.add(impl, status, reason, **row, **shared)
+            writer.add(impl, *of_worker(row["fallback_pages"]), **row, **shared)
             print(
                 f"{impl:13s} gap {row['gap_us']:4d} us, {row['rows']:2d} rows: median "
                 f"{row['median_us']:7.2f}, p90 {row['p90_us']:7.2f}, p99 {row['p99_us']:8.2f}, max "

@@ -30,7 +30,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rows import Row, Writer, environment, percentile, summary
+from rows import Row, Writer, environment, of_worker, percentile, summary
 from sglang_scout.worker.arena import Arena, ArenaSpec
 from sglang_scout.worker.client import WorkerClient, WorkerConfig
 
@@ -153,9 +153,7 @@ def run(samples: int, writer: Writer) -> None:
             for counts in CASES:
                 for row in bench.measure(counts, samples):
                     impl = row.pop("impl")
-                    missed = row["fallback_pages"]
-                    reason = f"the worker did not answer for {missed} pages" if missed else ""
-                    writer.add(impl, "failed" if missed else "ok", reason, threads=len(cpus), **row)
+                    writer.add(impl, *of_worker(row["fallback_pages"]), threads=len(cpus), **row)
                     ratio = f", {row['of_one_thread']:.2f} of it" if "of_one_thread" in row else ""
                     print(
                         f"{impl:10s} pages {counts!s:16s} parts {row['parts']}: median "

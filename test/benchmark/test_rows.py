@@ -269,6 +269,21 @@ def test_ring_latency_runs(tmp_path):
         assert row["post_median_us"] < row["median_us"] <= row["p99_us"] <= row["max_us"]
 
 
+def test_thread_groups_runs(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    done = run_benchmark("thread_groups.py", "--quick", "--json", str(path))
+    assert done.returncode == 0, done.stderr
+    found = rows.read_rows(path)
+    if len(os.sched_getaffinity(0)) < 2:
+        assert [row["status"] for row in found] == ["skipped"]
+        return
+    assert {row["impl"] for row in found} == {"one-thread", "shared"}
+    for row in found:
+        assert row["status"] == "ok", row["reason"]
+        assert row["parts"] == 1 or row["impl"] == "shared"
+    assert max(row["parts"] for row in found if row["pages"] == [512]) > 1
+
+
 def test_boundary_time_runs(tmp_path):
     path = tmp_path / "rows.jsonl"
     done = run_benchmark("boundary_time.py", "--quick", "--json", str(path))
