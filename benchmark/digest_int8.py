@@ -26,8 +26,9 @@ from typing import NamedTuple
 import torch
 
 import rows
+from sglang_scout.core.page_bytes import digest_bytes
 from sglang_scout.ops.digest import digest_reference
-from sglang_scout.ops.digest_int8 import GROUP, pack_reference, score_pages_int8
+from sglang_scout.ops.digest_int8 import code_reference, score_pages_int8
 from sglang_scout.ops.score import score_pages
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -101,7 +102,7 @@ def compare(layers: Iterator[Layer]) -> tuple[dict, dict[int, dict]]:
         table = torch.arange(P, dtype=torch.int32).repeat(B, 1)
         full, scale = torch.full((B,), P, dtype=torch.int32), D**-0.5
         exact = score_pages(layer.q, *digests, table, full, scale)
-        loose = score_pages_int8(layer.q, *pack_reference(*digests), table, full, scale)
+        loose = score_pages_int8(layer.q, *code_reference(*digests), table, full, scale)
         mass = weights(layer)
         for k in (k for k in CHOSEN if k < P):
             want, got = (x.topk(k).indices for x in (exact, loose))
@@ -138,9 +139,11 @@ def main() -> None:
     }
     for keys, layers in kinds.items():
         sizes, results = compare(layers)
-        share = (2 * sizes["D"] + 4 * sizes["D"] // GROUP) / (4 * sizes["D"])
+        int8, bf16 = (digest_bytes(form, 1, sizes["D"], 2) for form in ("minmax-int8", "minmax"))
         for k, means in results.items():
-            writer.add("int8", untimed=True, keys=keys, k=k, bytes_share=share, **sizes, **means)
+            writer.add(
+                "int8", untimed=True, keys=keys, k=k, bytes_share=int8 / bf16, **sizes, **means
+            )
             print(f"{keys:9} k={k:3} of {sizes['pages']}: {means}", flush=True)
     writer.close()
 

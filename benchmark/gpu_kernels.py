@@ -24,17 +24,23 @@ import torch
 
 import device_here
 import rows
+from sglang_scout.core.page_bytes import digest_bytes
 from sglang_scout.core.registry import Op
+from sglang_scout.engine.digest_forms import FORMS
 from sglang_scout.ops.append import APPEND_TOKENS, Pool
 from sglang_scout.ops.attend import ATTEND_PAGES
 from sglang_scout.ops.digest import BUILD_LAYER_DIGESTS
-from sglang_scout.ops.digest_int8 import GROUP, SCORE_PAGES_INT8, pack_digests
+from sglang_scout.ops.digest_int8 import (
+    BUILD_LAYER_DIGESTS_INT8,
+    SCORE_PAGES_INT8,
+    code_reference,
+)
 from sglang_scout.ops.gather import COPY_LAYER_PAGES
 from sglang_scout.ops.layers import LayerPages
 from sglang_scout.ops.merge import MERGE_STATES
 from sglang_scout.ops.score import SCORE_PAGES
 from sglang_scout.ops.select import SELECT_PAGES
-from sglang_scout.ops.signs import BUILD_LAYER_SIGNS, SCORE_SIGNS, as_bits
+from sglang_scout.ops.signs import BUILD_LAYER_SIGNS, SCORE_SIGNS
 
 S, H, G, D = 32, 8, 5, 128  # Qwen3-14B
 L = 8  # of its 40 layers
@@ -136,11 +142,10 @@ def scores(pools: Pools, B: int, N: int) -> Case:
         digests = (pools.kmin, pools.kmax)
         return SCORE_PAGES(q, *digests, table, n_full, D**-0.5, "mass", impl=impl, out=out)
 
-    digest_bytes = 2 * H * D * DTYPE.itemsize
     return Case(
         "score_pages",
         {"B": B, "N": N, "reduce": "mass"},
-        B * N * (digest_bytes + 8) + q.nbytes,
+        B * N * (digest_bytes("minmax", H, D, DTYPE.itemsize) + 8) + q.nbytes,
         [lambda t=t: call(t) for t in tables],
         lambda: difference(
             SCORE_PAGES, q, pools.kmin, pools.kmax, tables[0], n_full, D**-0.5, "mass"
@@ -149,32 +154,21 @@ def scores(pools: Pools, B: int, N: int) -> Case:
 
 
 def scores_int8(pools: Pools, B: int, N: int) -> Case:
-    """On digests that are packed here, so this checks `pack_digests` too."""
     q, n_full = pools.random(B, HQ, D), pools.full(N, B)
     tables = [pools.ids(B, N, pages=len(pools.kmin)) for _ in range(REPEATS)]
-    low, high = (torch.zeros_like(pools.kmin, dtype=torch.int8) for _ in range(2))
-    step = torch.zeros(len(low), H, D // GROUP, device=pools.device)
-    every = torch.arange(len(low), device=pools.device)
+    coded = code_reference(pools.kmin, pools.kmax)
     out = pools.random(B, N)
 
-    def check() -> str:
-        pack_digests(pools.kmin, pools.kmax, every, low, high, step, impl="triton")
-        got = [x.clone() for x in (low, high, step)]
-        pack_digests(pools.kmin, pools.kmax, every, low, high, step, impl="reference")
-        if not all(torch.equal(a, b) for a, b in zip(got, (low, high, step), strict=True)):
-            return "pack_digests: not the bytes that the reference leaves"
-        return difference(SCORE_PAGES_INT8, q, low, high, step, tables[0], n_full, D**-0.5)
-
     def call(table: torch.Tensor) -> object:
-        arguments = (q, low, high, step, table, n_full, D**-0.5, "mass")
+        arguments = (q, *coded, table, n_full, D**-0.5, "mass")
         return SCORE_PAGES_INT8(*arguments, impl="triton", out=out)
 
     return Case(
         "score_pages_int8",
         {"B": B, "N": N, "reduce": "mass"},
-        B * N * (2 * H * D + 4 * H * D // GROUP + 8) + q.nbytes,
+        B * N * (digest_bytes("minmax-int8", H, D, DTYPE.itemsize) + 8) + q.nbytes,
         [lambda t=t: call(t) for t in tables],
-        check,
+        lambda: difference(SCORE_PAGES_INT8, q, *coded, tables[0], n_full, D**-0.5),
     )
 
 
@@ -250,22 +244,33 @@ def selection(pools: Pools, B: int, N: int, k: int) -> Case:
     )
 
 
-def digests(pools: Pools, n: int, source: str, op: Op) -> Case:
+BUILDERS = {
+    "minmax": BUILD_LAYER_DIGESTS,
+    "minmax-int8": BUILD_LAYER_DIGESTS_INT8,
+    "signs": BUILD_LAYER_SIGNS,
+}
+
+
+def digests(pools: Pools, n: int, source: str, form: str) -> Case:
     """Of n pages in every layer. A server reads their keys from the host."""
-    layers = pools.layers(source)
+    layers, op = pools.layers(source), BUILDERS[form]
     P = len(layers.k[0])
     ids = [pools.ids(n, dtype=torch.int64, pages=P) for _ in range(REPEATS)]
-    low, high = (torch.zeros(L, P, H, D, dtype=DTYPE, device=pools.device) for _ in range(2))
-    row_bytes = H * D * DTYPE.itemsize
+    halves = [FORMS[form].half((L, P, H, D), DTYPE, pools.device) for _ in range(2)]
+    written = [buffer for half in halves for buffer in half]
+    page_bytes = S * H * D * DTYPE.itemsize
+    moved = page_bytes + digest_bytes(form, H, D, DTYPE.itemsize)
     on_bus = layers.k[0].device.type != pools.device
     return Case(
         op.name,
         {"pages": n, "layers": L, "from": source},
-        n * L * S * row_bytes if on_bus else n * L * (S + 2) * row_bytes + 8 * n,
-        [lambda i=i: op(layers, i, low, high, impl="triton") for i in ids],
-        # As integers: some words of signs are NaNs, which differ from themselves.
+        n * L * page_bytes if on_bus else n * L * moved + 8 * n,
+        [lambda i=i: op(layers, i, *written, impl="triton") for i in ids],
+        # As bytes: some words of signs are NaNs, which differ from themselves.
         lambda: changed(
-            op, [as_bits(low), as_bits(high)], lambda impl: op(layers, ids[0], low, high, impl=impl)
+            op,
+            [buffer.view(torch.uint8) for buffer in written],
+            lambda impl: op(layers, ids[0], *written, impl=impl),
         ),
         "bus" if on_bus else "device",
     )
@@ -302,8 +307,8 @@ def copies(pools: Pools, n: int, source: str) -> Case:
 
 def of_layers(pools: Pools, n: int) -> Iterator[Case]:
     for source in ("device", "host"):
-        for op in (BUILD_LAYER_DIGESTS, BUILD_LAYER_SIGNS):
-            yield digests(pools, n, source, op)
+        for form in FORMS:
+            yield digests(pools, n, source, form)
         yield copies(pools, n, source)
 
 

@@ -63,12 +63,12 @@ def cases() -> Iterator[tuple[str, Callable[..., object], tuple]]:
     from sglang_scout.ops.triton import (
         advance,
         attend,
+        digest_int8,
         doorbell,
         merge,
         pages,
         predict,
         score,
-        score_int8,
         select,
         signs,
     )
@@ -94,13 +94,6 @@ def cases() -> Iterator[tuple[str, Callable[..., object], tuple]]:
         for reduce in ("mass", "max", "sum") if model == "Qwen3-14B" else ("mass",):
             arguments = (q, *digests, table, row, 0.1, reduce)
             yield f"score_pages {reduce}, {model}", score.score_pages, arguments
-        if model in ("Qwen3-14B", "D=256", "float32"):
-            codes = empty(P, H, D, dtype=torch.int8)
-            packed = (codes, codes, empty(P, H, D // 32))
-            arguments = (*digests, empty(64, dtype=I64), *packed)
-            yield f"pack_digests, {model}", score_int8.pack_digests, arguments
-            arguments = (q, *packed, table, row, 0.1)
-            yield f"score_pages_int8, {model}", score_int8.score_pages_int8, arguments
         for cap in (0.0, 30.0) if model == "D=256" else (0.0,):
             arguments = (q, k, v, table, row, row, 0.1, cap)
             yield f"attend_pages, cap {cap:g}, {model}", attend.attend_pages, arguments
@@ -113,6 +106,14 @@ def cases() -> Iterator[tuple[str, Callable[..., object], tuple]]:
         layers = LayerPages.of([k] * 3, [v] * 3, "meta")
         of_layers = [torch.stack([x] * 3) for x in digests]
         yield f"build_layer_digests, {model}", pages.build_layer_digests, (layers, ids, *of_layers)
+        if D % 32 == 0:
+            codes, steps = empty(P, H, D, dtype=torch.int8), empty(P, H, D // 32, dtype=BF16)
+            coded = (codes, steps, codes, steps)
+            arguments = (layers, ids, *(torch.stack([x] * 3) for x in coded))
+            function = digest_int8.build_layer_digests_int8
+            yield f"build_layer_digests_int8, {model}", function, arguments
+            arguments = (q, *coded, table, row, 0.1)
+            yield f"score_pages_int8, {model}", digest_int8.score_pages_int8, arguments
         yield f"build_layer_signs, {model}", signs.build_layer_signs, (layers, ids, *of_layers)
         slots = [x.new_empty(3, 9, *x.shape[1:]) for x in (k, v)]
         triples = empty(3, 64, dtype=I64)

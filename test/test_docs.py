@@ -12,12 +12,12 @@ from sglang_scout.core.config import (
     CONFIG_KEYS,
     DEFAULT_BUDGET_TOKENS,
     DEFAULT_HOST_SHARE,
-    DIGESTS,
     HEAD_REDUCTIONS,
     PREDICTORS,
     RECALL_MODES,
     OffloadConfig,
 )
+from sglang_scout.core.page_bytes import DIGESTS
 from sglang_scout.policy.presets import POLICY_NAMES
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -98,6 +98,57 @@ def score_pages(
     out_ptr: int,
     threads: int = 1,
 ) -> None: ...
+def digest_pages_int8(
+    k_ptr: int,
+    S: int,
+    H: int,
+    D: int,
+    dtype: int,
+    ids_ptr: int,
+    n: int,
+    low_ptr: int,
+    low_step_ptr: int,
+    high_ptr: int,
+    high_step_ptr: int,
+) -> None: ...
+def score_pages_int8(
+    q_ptr: int,
+    low_ptr: int,
+    low_step_ptr: int,
+    high_ptr: int,
+    high_step_ptr: int,
+    P: int,
+    H: int,
+    G: int,
+    D: int,
+    table_ptr: int,
+    n_full_ptr: int,
+    B: int,
+    N: int,
+    scale: float,
+    reduce: int,
+    out_ptr: int,
+    threads: int = 1,
+) -> None: ...
+def sign_pages(
+    k_ptr: int, H: int, D: int, dtype: int, ids_ptr: int, n: int, low_ptr: int, high_ptr: int
+) -> None: ...
+def score_signs(
+    q_ptr: int,
+    low_ptr: int,
+    high_ptr: int,
+    dtype: int,
+    P: int,
+    H: int,
+    G: int,
+    D: int,
+    table_ptr: int,
+    n_full_ptr: int,
+    B: int,
+    N: int,
+    out_ptr: int,
+    threads: int = 1,
+) -> None: ...
 def isa() -> str: ...
 def best_isa() -> str: ...
 def set_isa(name: str) -> None: ...

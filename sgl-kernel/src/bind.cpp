@@ -132,6 +132,11 @@ void quantize_pages(uintptr_t src, int page_size, int heads, int dim, int dtype,
   scout::quantize_planes({type, page_size, heads, dim, planes.data(), n, nullptr});
 }
 
+void check_coded(const char* op, int dim) {
+  require(dim % scout::kStepChannels == 0,
+          std::string(op) + ": D=" + std::to_string(dim) + " is not a multiple of 32");
+}
+
 void copy_pages(uintptr_t src, uintptr_t dst, int64_t page_bytes, uintptr_t src_ids,
                 uintptr_t dst_ids, int64_t n) {
   scout::copy_pages(at<const void>(src), at<void>(dst), page_bytes, at<const int64_t>(src_ids),
@@ -144,6 +149,17 @@ void digest_pages(uintptr_t k, int page_size, int heads, int dim, int dtype, uin
   scout::digest_pages(at<const void>(k), page_size, heads, dim,
                       checked_dtype("digest_pages", dtype), at<const int64_t>(ids), n,
                       at<void>(kmin), at<void>(kmax));
+}
+
+void digest_pages_int8(uintptr_t k, int page_size, int heads, int dim, int dtype, uintptr_t ids,
+                       int64_t n, uintptr_t low, uintptr_t low_step, uintptr_t high,
+                       uintptr_t high_step) {
+  check_shape("digest_pages_int8", page_size, heads, dim, 1);
+  check_coded("digest_pages_int8", dim);
+  scout::digest_pages_int8(
+      at<const void>(k), page_size, heads, dim, checked_dtype("digest_pages_int8", dtype),
+      at<const int64_t>(ids), n,
+      {at<int8_t>(low), at<uint16_t>(low_step), at<int8_t>(high), at<uint16_t>(high_step)});
 }
 
 void sign_pages(uintptr_t k, int heads, int dim, int dtype, uintptr_t ids, int64_t n, uintptr_t low,
@@ -182,17 +198,17 @@ void check_tables(const char* op, const int32_t* ids, const int32_t* counts, int
   }
 }
 
-void score_pages(uintptr_t q, uintptr_t kmin, uintptr_t kmax, int dtype, int64_t num_pages,
-                 int heads, int group, int dim, uintptr_t table, uintptr_t n_full, int batch,
-                 int columns, float scale, int reduce, uintptr_t out, int threads) {
-  const scout::Digests digests{at<const void>(kmin), at<const void>(kmax),
-                               checked_dtype("score_pages", dtype), heads, dim};
-  check_shape("score_pages", 1, heads, dim, group);
-  require(reduce >= 0 && reduce <= 2, "score_pages: reduce=" + std::to_string(reduce) +
+void score_digests(const char* op, uintptr_t q, const scout::Digests& digests, int64_t num_pages,
+                   int group, uintptr_t table, uintptr_t n_full, int batch, int columns,
+                   float scale, int reduce, uintptr_t out, int threads) {
+  const int heads = digests.kv_heads;
+  const int dim = digests.head_dim;
+  check_shape(op, 1, heads, dim, group);
+  require(reduce >= 0 && reduce <= 2, std::string(op) + ": reduce=" + std::to_string(reduce) +
                                           "; known are 0 (mass), 1 (max), 2 (sum)");
   const int32_t* const ids = at<const int32_t>(table);
   const int32_t* const counts = at<const int32_t>(n_full);
-  check_tables("score_pages", ids, counts, batch, columns, num_pages);
+  check_tables(op, ids, counts, batch, columns, num_pages);
   const int64_t q_heads = static_cast<int64_t>(heads) * group;
   const size_t floats = scout::score_scratch_floats(heads * group, dim, columns);
   scout::parallel_for(batch, threads, [&](int b) {
@@ -201,6 +217,27 @@ void score_pages(uintptr_t q, uintptr_t kmin, uintptr_t kmax, int dtype, int64_t
                            at<const float>(q) + b * q_heads * dim, ids + row, counts[b], columns,
                            scratch(floats), at<float>(out) + row});
   });
+}
+
+void score_pages(uintptr_t q, uintptr_t kmin, uintptr_t kmax, int dtype, int64_t num_pages,
+                 int heads, int group, int dim, uintptr_t table, uintptr_t n_full, int batch,
+                 int columns, float scale, int reduce, uintptr_t out, int threads) {
+  const scout::Digests digests{at<const void>(kmin), at<const void>(kmax),
+                               checked_dtype("score_pages", dtype), heads, dim};
+  score_digests("score_pages", q, digests, num_pages, group, table, n_full, batch, columns, scale,
+                reduce, out, threads);
+}
+
+void score_pages_int8(uintptr_t q, uintptr_t low, uintptr_t low_step, uintptr_t high,
+                      uintptr_t high_step, int64_t num_pages, int heads, int group, int dim,
+                      uintptr_t table, uintptr_t n_full, int batch, int columns, float scale,
+                      int reduce, uintptr_t out, int threads) {
+  check_coded("score_pages_int8", dim);
+  const scout::Digests digests{
+      at<const void>(low),          at<const void>(high),         DType::kI8, heads, dim,
+      at<const uint16_t>(low_step), at<const uint16_t>(high_step)};
+  score_digests("score_pages_int8", q, digests, num_pages, group, table, n_full, batch, columns,
+                scale, reduce, out, threads);
 }
 
 void score_signs(uintptr_t q, uintptr_t low, uintptr_t high, int dtype, int64_t num_pages,
@@ -253,6 +290,14 @@ NB_MODULE(_native, m) {
         arg("P"), arg("H"), arg("G"), arg("D"), arg("table_ptr"), arg("n_full_ptr"), arg("B"),
         arg("N"), arg("scale"), arg("reduce"), arg("out_ptr"), arg("threads") = 1, no_gil,
         "Quest bounds of the first n_full pages of B sequences, reduced over the query heads.");
+  m.def("digest_pages_int8", &digest_pages_int8, arg("k_ptr"), arg("S"), arg("H"), arg("D"),
+        arg("dtype"), arg("ids_ptr"), arg("n"), arg("low_ptr"), arg("low_step_ptr"),
+        arg("high_ptr"), arg("high_step_ptr"), no_gil,
+        "digest_pages rounded outward to int8, with a bf16 step for 32 channels.");
+  m.def("score_pages_int8", &score_pages_int8, arg("q_ptr"), arg("low_ptr"), arg("low_step_ptr"),
+        arg("high_ptr"), arg("high_step_ptr"), arg("P"), arg("H"), arg("G"), arg("D"),
+        arg("table_ptr"), arg("n_full_ptr"), arg("B"), arg("N"), arg("scale"), arg("reduce"),
+        arg("out_ptr"), arg("threads") = 1, no_gil, "score_pages of digests in int8.");
   m.def("sign_pages", &sign_pages, arg("k_ptr"), arg("H"), arg("D"), arg("dtype"), arg("ids_ptr"),
         arg("n"), arg("low_ptr"), arg("high_ptr"), no_gil,
         "Signs of K of n pages of 32 tokens, to rows ids[i]; int64 ids, not checked.");

@@ -154,6 +154,10 @@ struct Vec {
     } else if constexpr (T == DType::kF16) {
       x = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
       y = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p) + 1));
+    } else if constexpr (T == DType::kI8) {
+      const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+      x = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(codes));
+      y = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(codes, 8)));
     } else {
       x = load(reinterpret_cast<const float*>(p));
       y = load(reinterpret_cast<const float*>(p) + kLanes);

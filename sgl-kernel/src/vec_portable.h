@@ -201,6 +201,13 @@ struct Vec {
       __builtin_memcpy(&high, p + sizeof low, sizeof high);
       x = widen_half(__builtin_convertvector(low, U));
       y = widen_half(__builtin_convertvector(high, U));
+    } else if constexpr (T == DType::kI8) {
+      using C = int8_t __attribute__((vector_size(4)));
+      C low, high;
+      __builtin_memcpy(&low, p, sizeof low);
+      __builtin_memcpy(&high, p + sizeof low, sizeof high);
+      x = __builtin_convertvector(low, F);
+      y = __builtin_convertvector(high, F);
     } else {
       x = load(reinterpret_cast<const float*>(p));
       y = load(reinterpret_cast<const float*>(p) + kLanes);

@@ -13,7 +13,8 @@ ROOT = Path(__file__).resolve().parents[2]
 BENCHMARK = ROOT / "benchmark" / "gpu_kernels.py"
 KERNELS = {
     "score_pages", "score_pages_int8", "score_signs", "attend_pages", "select_pages",
-    "build_layer_digests", "build_layer_signs", "copy_layer_pages", "append_tokens", "merge_states",
+    "build_layer_digests", "build_layer_digests_int8", "build_layer_signs",
+    "copy_layer_pages", "append_tokens", "merge_states",
 }  # fmt: skip
 
 without_a_device = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -153,6 +153,23 @@ def test_int8_copies_take_host_memory(model, capsys):
     assert "int8" not in capsys.readouterr().out
 
 
+def test_int8_digests_leave_room_on_the_gpu(model, capsys):
+    sizes = {"context_tokens": 65536, "host_gib": 700, "gpu_gib": 80}
+    plain, int8 = (plan_of(model(), digest=digest, **sizes) for digest in ("minmax", "minmax-int8"))
+    assert plain.sizes.digest_bytes_per_page == 40 * 2 * 8 * 128 * 2
+    assert int8.sizes.digest_bytes_per_page == 40 * 2 * 8 * (
+        128 + 4 * 2
+    )  # codes, and a step for 32
+    assert int8.sizes.digest_bytes_per_request == 2048 * int8.sizes.digest_bytes_per_page
+    saved = plain.sizes.digest_bytes_per_request - int8.sizes.digest_bytes_per_request
+    assert saved == plain.sizes.device_bytes_per_request - int8.sizes.device_bytes_per_request
+    assert int8.offload.by_gpu > plain.offload.by_gpu
+    command = ["plan", "--model-path", str(model()), "--digest", "minmax-int8", "--json"]
+    assert main(command) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["digest_bytes_per_page"] == int8.sizes.digest_bytes_per_page
+
+
 def test_newer_configs_write_dtype(model):
     assert read_model(str(model(torch_dtype=None, dtype="bfloat16")), "auto").dtype == "bfloat16"
 

@@ -224,7 +224,7 @@ def request(**changes):
             "resident_tokens is set by the command itself.*--resident-tokens",
         ),
         ({"recall": "off"}, "recall is set by the command itself; leave it out$"),
-        ({"digest": "sings"}, "digest = 'sings'; choose one of minmax, signs"),
+        ({"digest": "sings"}, "digest = 'sings'; choose one of minmax, minmax-int8, signs"),
         ({"recent_pages": 4}, "budget 128: holds 4 pages, fewer than sink_pages .* = 5"),
     ],
 )

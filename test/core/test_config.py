@@ -76,6 +76,11 @@ def test_defaults():
             ["'extrapolate'", "no effect", "drop one"],
         ),
         ({"config": '{"resident_bonus": 1.0}'}, ["resident_bonus = 1.0", "signs"]),
+        (
+            {"config": '{"digest": "minmax-int8", "resident_bonus": 1.0}'},
+            ["resident_bonus = 1.0", "signs"],
+        ),
+        ({"config": '{"digest": "int8"}'}, ["digest = 'int8'", "minmax, minmax-int8, signs"]),
         ({"config": '{"trace": ""}'}, ["trace", "''", "name a file"]),
         ({"config": '{"resident_tokens": 33}'}, ["resident_tokens", "33", "32"]),
         ({"config": '{"verify": 1}'}, ["verify", "int", "bool"]),

@@ -115,9 +115,10 @@ def test_fp32_without_digests_from_prefill_and_with_retractions(tiny_model, tmp_
 
 def test_int8_copies_for_the_worker(tiny_model, tmp_path):
     """The worker reads int8 copies of pages; the host pages shrink by what the copies take. Requests
-    come one after the other into the same pages, and a worker dies among them."""
+    come one after the other into the same pages, and a worker dies among them. Digests are int8 too."""
     trace = tmp_path / "trace.json"
     config = {"cpu_pages": "int8", "recall": "off", "trace": str(trace), "trace_steps": 20}
+    config |= {"digest": "minmax-int8"}
     model = tiny_model("qwen3", dtype="bfloat16")
     host_gb = 0.03
     decode_args = ["--kv-offload-host-gb", str(host_gb), "--enable-metrics"]
@@ -131,6 +132,7 @@ def test_int8_copies_for_the_worker(tiny_model, tmp_path):
         page_bytes = (
             4 * 2 * 32 * 2 * 64 * 2
         )  # 4 layers; K and V, 32 tokens, 2 heads, 64 channels, bf16
+        assert state["digests_received"] > 0
         pages = host_gb * 2**30 / (page_bytes * 1.5)
         assert 0.97 * pages < state["host_pages_total"] <= pages
         assert 0 < state["worker"]["quantized_pages"] < state["cpu_pages"]

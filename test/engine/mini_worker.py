@@ -17,7 +17,6 @@ from sglang_scout.engine.step import StepEngine
 from sglang_scout.ops.attend import attend_pages
 from sglang_scout.ops.native_uses import NativePageUses
 from sglang_scout.ops.quantize import dequantize_pages, quantize_pages_reference
-from sglang_scout.ops.signs import as_bits
 from sglang_scout.policy.presets import POLICY_NAMES, make_policy
 
 SIZE = 32
@@ -247,9 +246,11 @@ class MiniWorker:
             source = self.host.for_copies(torch.device("cpu"))
             FORMS[expected.form].build(source, full, expected.low, expected.high)
             for layer in range(self.shape.num_layers):
-                half = expected.low[layer], expected.high[layer]
-                assert torch.equal(as_bits(self.digests.low[layer])[full], as_bits(half[0])[full])
-                assert torch.equal(as_bits(self.digests.high[layer])[full], as_bits(half[1])[full])
+                for half in ("low", "high"):
+                    pairs = zip(getattr(self.digests, half), getattr(expected, half), strict=True)
+                    for mine, theirs in pairs:
+                        bits = [x[layer][full].view(torch.uint8) for x in (mine, theirs)]
+                        assert torch.equal(*bits)
 
     def dense(self, row: int, layer: int, tokens: list[int] | None = None) -> torch.Tensor:
         """Attention of a row over ``tokens``, or its whole context, with the step's real query."""

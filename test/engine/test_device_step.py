@@ -60,6 +60,8 @@ def test_a_covering_budget_is_exact_full_attention(make, lengths):
         ('{"attend": "selected", "recall": "fixed"}', torch.bfloat16),
         ('{"digest": "signs", "exact_layers": [1], "resident_bonus": 1.0}', torch.float32),
         ('{"predictor": "extrapolate"}', torch.float32),
+        ('{"digest": "minmax-int8"}', torch.float32),
+        ('{"digest": "minmax-int8"}', torch.bfloat16),
     ],
 )
 def test_a_small_budget_attends_to_exactly_the_chosen_pages(make, dtype, config):

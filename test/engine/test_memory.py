@@ -1,12 +1,15 @@
 """The memory plan: what is bounded by what, and what is refused."""
 
+import dataclasses
+import json
+
 import pytest
 import torch
 
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.parse_config import parse_config
 from sglang_scout.engine.memory import bytes_for_pages, check_memory, plan_memory
-from sglang_scout.engine.pools import ModelShape
+from sglang_scout.engine.pools import DigestPool, ModelShape
 from sglang_scout.policy.presets import POLICY_NAMES
 
 SHAPE = ModelShape(40, 40, 8, 128, 32, torch.bfloat16, 128**-0.5)  # Qwen3-14B
@@ -28,6 +31,22 @@ def test_bytes_follow_the_model():
     assert made.digest_bytes == made.host_bytes // 32
     assert made.num_slots == 8 * 64 + 8 + 64
     assert made.resident_bytes == made.num_slots * PAGE_BYTES
+
+
+@pytest.mark.parametrize(
+    ("digest", "value_bytes", "of_head"),
+    [("minmax", 2, 512), ("signs", 2, 512), ("minmax", 4, 1024), ("minmax-int8", 2, 272),
+     ("minmax-int8", 4, 272)],
+)  # fmt: skip
+def test_bytes_of_digests_are_those_of_their_pool(digest, value_bytes, of_head):
+    dtype = {2: torch.bfloat16, 4: torch.float32}[value_bytes]
+    shape = dataclasses.replace(SHAPE, num_layers=3, dtype=dtype)
+    settings = config(config=json.dumps({"digest": digest}))
+    made = plan_memory(settings, shape, num_pages=7, max_batch=1, context_tokens=100)
+    held = DigestPool(shape, 7, "cpu", digest)
+    assert (
+        made.digest_bytes == sum(x.nbytes for x in (*held.low, *held.high)) == 7 * 3 * 8 * of_head
+    )
 
 
 INT8 = '{"cpu_pages": "int8"}'

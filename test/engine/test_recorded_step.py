@@ -76,7 +76,7 @@ def twins():
         '{"recall": "fixed"}',
         '{"recall": "adaptive", "predictor": "extrapolate"}',
         '{"digest": "signs", "exact_layers": [1], "resident_bonus": 1.0}',
-        '{"attend": "selected"}',
+        '{"attend": "selected", "digest": "minmax-int8"}',
         '{"precompute": false, "recall": "off"}',
         '{"cpu_pages": "int8"}',
     ],

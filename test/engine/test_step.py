@@ -58,6 +58,7 @@ def test_a_covering_budget_is_exact_full_attention(make, lengths):
         '{"recall": "off"}',
         '{"attend": "selected", "recall": "fixed"}',
         '{"digest": "signs", "exact_layers": [1]}',
+        '{"digest": "minmax-int8", "head_reduce": "max"}',
         '{"digest": "signs", "resident_bonus": 1.0}',
     ],
 )
@@ -130,7 +131,7 @@ def test_a_newcomer_uses_its_real_query_and_the_others_their_predictions(make):
 
 
 @pytest.mark.parametrize("policy", ["scout", "infinigen"])
-@pytest.mark.parametrize("digest", ["minmax", "signs"])
+@pytest.mark.parametrize("digest", ["minmax", "minmax-int8", "signs"])
 def test_a_selected_page_counts_once_wherever_it_is(make, policy, digest):
     """Resident, copied ahead in this step or with the CPU: the selection, and nothing else."""
     config = {"attend": "selected", "precompute": False, "digest": digest}
@@ -278,20 +279,20 @@ def test_digests_that_arrived_are_used_and_absent_ones_built(make):
     arrived = np.array(request.pages[:6], np.int64)
     for layer in range(3):
         k = worker.host.k[layer][torch.from_numpy(arrived)]
-        worker.digests.low[layer][arrived] = k.amin(1)
-        worker.digests.high[layer][arrived] = k.amax(1)
+        worker.digests.low[0][layer, arrived] = k.amin(1)
+        worker.digests.high[0][layer, arrived] = k.amax(1)
     worker.step()
     assert worker.digests.received == 6 and worker.digests.computed == 4
     for layer in range(3):
         k = worker.host.k[layer][torch.tensor(request.pages[:10])]
-        assert torch.equal(worker.digests.low[layer][request.pages[:10]], k.amin(1))
+        assert torch.equal(worker.digests.low[0][layer, request.pages[:10]], k.amin(1))
 
 
 def test_a_half_arrived_digest_is_rebuilt(make):
     worker = make(budget_tokens=128)
     request = worker.admit(3 * SIZE)
     page = request.pages[1]
-    worker.digests.low[:, page] = 0.0  # the other half never came
+    worker.digests.low[0][:, page] = 0.0  # the other half never came
     worker.step()
     assert worker.digests.received == 0 and worker.digests.computed == 3
 
@@ -306,7 +307,7 @@ def test_a_reused_page_gets_a_new_digest(make):
     assert set(second.pages) & set(first.pages)
     worker.step()
     page = second.pages[2]
-    assert torch.equal(worker.digests.high[0][page], worker.host.k[0][page].amax(0))
+    assert torch.equal(worker.digests.high[0][0, page], worker.host.k[0][page].amax(0))
     assert worker.engine.counters.verify_max_rel_error <= FP32_TOLERANCE
 
 

@@ -15,6 +15,7 @@ from sglang_scout.ops.select import SELECT_PAGES
 
 ROOT = Path(__file__).resolve().parents[2]
 WITHOUT_PTXAS = 77
+OPS_ON_LAYERS = (triton.COPY_LAYER_PAGES, triton.BUILD_LAYER_DIGESTS, triton.BUILD_LAYER_SIGNS)
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +45,15 @@ def test_products_run_on_tensor_cores_and_tiles_are_read_16_bytes_at_a_time(ptx,
     assert "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32" in ptx[name]
     assert "ld.global.v4" in ptx[name]
     assert ("cp.async.cg.shared.global" in ptx[name]) == (name == "attend_kernel")  # pipelined
+
+
+def test_codes_of_bounds_are_read_16_bytes_at_a_time(ptx):
+    code = ptx["bounds_int8_kernel"]
+    assert "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32" in code
+    assert "ld.global.v4" in code
+    build = ptx["build_kernel"]
+    assert "ld.global.v4" in build or "ld.global.v2" in build
+    assert "div.rn.f32" in build and "div.full" not in build
 
 
 def test_bits_of_keys_reach_the_tensor_cores_without_a_float_in_between(ptx):
@@ -102,7 +112,7 @@ def test_pages_of_the_host_do_not_make_a_device_s_kernels_interpreted(monkeypatc
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     here, there = torch.zeros(2, 4), torch.zeros(2, device="meta")
     source = LayerPages.of([here], [here], "meta")
-    for op in (triton.COPY_LAYER_PAGES, triton.BUILD_LAYER_DIGESTS, triton.BUILD_LAYER_SIGNS):
+    for op in OPS_ON_LAYERS:
         assert op.auto_reasons(source, there, there, there) == []
         assert "interpreted" in op.auto_reasons(source, here, here, here)[0]
     # The worker's answer, too, is in locked memory.
@@ -115,7 +125,7 @@ def test_layers_for_another_device_are_refused():
     """Kernels read the addresses of the layers, so these are on the device of the ids."""
     here, there = torch.zeros(2, 32, 1, 16), torch.zeros(1, 2, 1, 16, device="meta")
     source, ids = LayerPages.of([here], [here], "cpu"), torch.zeros(1, device="meta").long()
-    for op in (triton.COPY_LAYER_PAGES, triton.BUILD_LAYER_DIGESTS, triton.BUILD_LAYER_SIGNS):
+    for op in OPS_ON_LAYERS:
         assert "tensors are on cpu and meta" in op.reasons(source, ids, there, there)[0]
 
 

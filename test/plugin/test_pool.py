@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang_scout.engine.digest_forms import FORMS
 from sglang_scout.engine.pools import DigestPool, HostPages, ModelShape
 
 pool = pytest.importorskip("sglang_scout.plugin.pool", reason="needs SGLang")
@@ -166,7 +167,7 @@ SHAPE = ModelShape(3, 4, 2, 64, SIZE, torch.float32, 0.125)
 
 def lists():
     """Buffer lists of a stock pool: K of three layers, then V."""
-    return [10, 11, 12, 20, 21, 22], [1] * 6, [100, 101, 102, 200, 201, 202]
+    return [10, 11, 12, 20, 21, 22], [1] * 6, [100] * 6
 
 
 def transfers(source, target, items):
@@ -190,38 +191,54 @@ def sent(source_lists, target):
     return transfers(kwargs["src_data_ptrs"], kwargs["dst_data_ptrs"], kwargs["item_lens"])
 
 
-def test_digests_land_in_digests_and_kv_in_kv():
-    here, there = DigestPool(SHAPE, 4, "cpu"), DigestPool(SHAPE, 9, "cpu")
+ONLY_K_AND_V = [
+    (10, 50, 100), (11, 51, 100), (12, 52, 100), (20, 60, 100), (21, 61, 100), (22, 62, 100)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_digests_land_in_digests_and_kv_in_kv(form):
+    here, there = DigestPool(SHAPE, 4, "cpu", form), DigestPool(SHAPE, 9, "cpu", form)
     source = pool.with_digests(lists(), here)
     target = pool.with_digests(([50, 51, 52, 60, 61, 62], [1] * 6, [0] * 6), there)[0]
     pairs = {s: (d, n) for s, d, n in sent(source, target)}
     for layer in range(3):
-        assert pairs[10 + layer] == (50 + layer, 100 + layer)
-        assert pairs[20 + layer] == (60 + layer, 200 + layer)
-        for bound in ("low", "high"):
-            mine, theirs = getattr(here, bound)[layer], getattr(there, bound)[layer]
-            assert pairs[mine.data_ptr()] == (theirs.data_ptr(), mine[0].nbytes)
-    assert len(pairs) == 12
+        assert pairs[10 + layer] == (50 + layer, 100)
+        assert pairs[20 + layer] == (60 + layer, 100)
+        for half in ("low", "high"):
+            for mine, theirs in zip(getattr(here, half), getattr(there, half), strict=True):
+                expected = theirs[layer].data_ptr(), mine[layer][0].nbytes
+                assert pairs[mine[layer].data_ptr()] == expected
+    assert len(pairs) == 6 * (1 + len(here.low))
 
 
-def test_a_decode_server_without_the_flag_gets_k_and_v_only():
-    source = pool.with_digests(lists(), DigestPool(SHAPE, 4, "cpu"))
-    pairs = sent(source, [50, 51, 52, 60, 61, 62])
-    assert pairs == [
-        (10, 50, 100), (11, 51, 101), (12, 52, 102), (20, 60, 200), (21, 61, 201), (22, 62, 202)
-    ]  # fmt: skip
-
-
-def test_a_prefill_server_without_the_flag_leaves_digests_unwritten():
-    target = pool.with_digests(
-        ([50, 51, 52, 60, 61, 62], [1] * 6, [0] * 6), DigestPool(SHAPE, 9, "cpu")
+@pytest.mark.parametrize(("form", "other"), [("minmax", "minmax-int8"), ("minmax-int8", "signs")])
+def test_digests_of_another_size_are_not_sent(form, other):
+    """They would be written over what follows them."""
+    source = pool.with_digests(lists(), DigestPool(SHAPE, 4, "cpu", form))
+    target = ([50, 51, 52, 60, 61, 62], [1] * 6, [0] * 6)
+    assert (
+        sent(source, pool.with_digests(target, DigestPool(SHAPE, 9, "cpu", other))[0])
+        == ONLY_K_AND_V
     )
-    expected = [
-        (10, 50, 100), (11, 51, 101), (12, 52, 102), (20, 60, 200), (21, 61, 201), (22, 62, 202)
-    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_decode_server_without_the_flag_gets_k_and_v_only(form):
+    source = pool.with_digests(lists(), DigestPool(SHAPE, 4, "cpu", form))
+    assert sent(source, [50, 51, 52, 60, 61, 62]) == ONLY_K_AND_V
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_prefill_server_without_the_flag_leaves_digests_unwritten(form):
+    target = pool.with_digests(
+        ([50, 51, 52, 60, 61, 62], [1] * 6, [0] * 6), DigestPool(SHAPE, 9, "cpu", form)
+    )
     source, _, items = lists()
-    assert transfers(source, target[0], items) == expected
-    assert sent(lists(), target[0]) == expected, "with the flag, and prefill_digests switched off"
+    assert transfers(source, target[0], items) == ONLY_K_AND_V
+    assert sent(lists(), target[0]) == ONLY_K_AND_V, (
+        "with the flag, and prefill_digests switched off"
+    )
 
 
 class Engine:
@@ -235,8 +252,8 @@ class Engine:
         return 0
 
 
-@pytest.mark.parametrize("digests_here", [True, False])
-@pytest.mark.parametrize("digests_there", [True, False])
+@pytest.mark.parametrize("digests_here", [*FORMS, None])
+@pytest.mark.parametrize("digests_there", ["minmax", "minmax-int8", None])
 def test_a_decode_server_of_another_tp_size_gets_the_k_and_v_of_its_heads(
     digests_here, digests_there
 ):
@@ -248,11 +265,11 @@ def test_a_decode_server_of_another_tp_size_gets_the_k_and_v_of_its_heads(
     sources, targets = ([base + i * (1 << 20) for i in range(6)] for base in (1 << 30, 1 << 40))
     here = sources, [1 << 20] * 6, [item] * 6
     if digests_here:
-        here = pool.with_digests(here, DigestPool(SHAPE, 4, "cpu"))
+        here = pool.with_digests(here, DigestPool(SHAPE, 4, "cpu", digests_here))
     there = targets, [1 << 20] * 6, [item // 2] * 6
     if digests_there:
         half = dataclasses.replace(SHAPE, num_kv_heads=1)
-        there = pool.with_digests(there, DigestPool(half, 9, "cpu"))
+        there = pool.with_digests(there, DigestPool(half, 9, "cpu", digests_there))
     kv_args = SimpleNamespace(
         engine_rank=0, kv_item_lens=here[2], page_size=SIZE, kv_head_num=2, total_kv_head_num=2,
         kv_data_ptrs=here[0], prefill_start_layer=0,
@@ -298,17 +315,19 @@ def test_digests_of_another_form_count_as_not_arrived(form, other, dtype):
     own.build(pages[:1], host)
     for source, arrived in ((there, pages[1:]), (own, pages[:1])):
         for half in ("low", "high"):
-            getattr(here, half)[:, arrived] = getattr(source, half)[:, arrived]
+            getattr(here, half)[0][:, arrived] = getattr(source, half)[0][:, arrived]
     assert list(here.accept(pages)) == [3, 4] and here.received == 1
     here.build(pages[1:], host)
     assert here.valid[pages].all() and here.computed == 2
 
 
-def test_digests_are_unset_until_written():
-    digests = DigestPool(SHAPE, 5, "cpu")
+@pytest.mark.parametrize("form", ["minmax", "minmax-int8"])
+def test_digests_are_unset_until_written(form):
+    digests = DigestPool(SHAPE, 5, "cpu", form)
     pages = np.array([1, 2, 3])
     assert list(digests.accept(pages)) == [1, 2, 3]
-    digests.low[:, 2], digests.high[:, 2] = 0.0, 1.0
+    for low, high in zip(digests.low, digests.high, strict=True):
+        low[:, 2], high[:, 2] = 0, 1
     assert list(digests.accept(pages)) == [1, 3] and digests.valid[2]
     digests.poison(np.array([2]))
     assert list(digests.accept(np.array([2]))) == [2] and not digests.valid[2]

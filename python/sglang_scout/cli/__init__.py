@@ -10,7 +10,7 @@ from typing import Any
 
 from sglang_scout import __version__
 from sglang_scout.core.errors import ScoutError
-from sglang_scout.core.page_bytes import CPU_PAGES
+from sglang_scout.core.page_bytes import CPU_PAGES, DIGESTS
 
 __all__ = ["main"]
 
@@ -69,6 +69,7 @@ def _plan(args: argparse.Namespace) -> int:
         mem_fraction=args.mem_fraction_static,
         dtype=args.dtype,
         cpu_pages=args.cpu_pages,
+        digest=args.digest,
     )
     return plan_report.run(request, as_json=args.json)
 
@@ -184,6 +185,12 @@ def _parser() -> argparse.ArgumentParser:
         default="model",
         choices=CPU_PAGES,
         help="as the key cpu_pages of --kv-offload-config (default: model)",
+    )
+    plan.add_argument(
+        "--digest",
+        default="minmax",
+        choices=DIGESTS,
+        help="as the key digest of --kv-offload-config (default: minmax)",
     )
     report = command("report", _report, "where the time of a decode step goes", _REPORT)
     report.add_argument("trace", metavar="TRACE", help="the file that the server wrote")

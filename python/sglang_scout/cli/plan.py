@@ -6,6 +6,7 @@ tokens and values of w bytes:
     KV of a token      2 L H D w            (K and V)
     KV of a page       S times that         (host memory)
     digest of a page   2 L H D w            (minimum and maximum of K: 1/S of the page's KV)
+                       2 L H (D + D / 16)   (with --digest minmax-int8)
     int8 copies        2 L H (S D + 4)      (with --cpu-pages int8; host memory)
     resident pages     budget / S a request, its page being filled, and room for recalls once
 """
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from sglang_scout.cli.model_config import ModelConfig, read_model
 from sglang_scout.core.config import DEFAULT_HOST_SHARE, FLAGS, PAGE_SIZE_TOKENS
 from sglang_scout.core.errors import ConfigError
-from sglang_scout.core.page_bytes import copies_bytes
+from sglang_scout.core.page_bytes import copies_bytes, digest_bytes
 from sglang_scout.core.parse_config import parse_config
 
 GIB = 2**30
@@ -38,6 +39,7 @@ class Request:
     mem_fraction: float = 0.88
     dtype: str = "auto"
     cpu_pages: str = "model"
+    digest: str = "minmax"
 
 
 @dataclass(frozen=True)
@@ -79,13 +81,19 @@ class Sizes:
 
 
 def sizes_of(
-    model: ModelConfig, context_tokens: int, budget_tokens: int, cpu_pages: str = "model"
+    model: ModelConfig,
+    context_tokens: int,
+    budget_tokens: int,
+    cpu_pages: str = "model",
+    digest: str = "minmax",
 ) -> Sizes:
-    """The sizes for one model, context, budget and ``cpu_pages``."""
+    """The sizes for one model, context, budget, ``cpu_pages`` and ``digest``."""
     page = PAGE_SIZE_TOKENS
     per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * model.value_bytes
     pages = math.ceil(context_tokens / page)
     copies = copies_bytes(cpu_pages, model.num_layers, page, model.num_kv_heads, model.head_dim)
+    of_layer = digest_bytes(digest, model.num_kv_heads, model.head_dim, model.value_bytes)
+    of_page = model.num_layers * of_layer
     return Sizes(
         context_tokens=context_tokens,
         budget_tokens=budget_tokens,
@@ -93,11 +101,11 @@ def sizes_of(
         kv_bytes_per_token=per_token,
         kv_bytes_per_page=per_token * page,
         copies_bytes_per_page=copies,
-        digest_bytes_per_page=per_token,
+        digest_bytes_per_page=of_page,
         host_pages_per_request=pages,
         kv_bytes_per_request=pages * page * per_token,
         copies_bytes_per_request=pages * copies,
-        digest_bytes_per_request=pages * per_token,
+        digest_bytes_per_request=pages * of_page,
         resident_bytes_per_request=budget_tokens * per_token,
         tail_bytes_per_request=page * per_token,
     )
@@ -154,7 +162,7 @@ def make_plan(request: Request) -> Plan:
     ).budget_tokens
     model = read_model(request.model_path, request.dtype)
     context = request.context_tokens or model.max_context_tokens
-    sizes = sizes_of(model, context, budget, request.cpu_pages)
+    sizes = sizes_of(model, context, budget, request.cpu_pages, request.digest)
     host = _host_bytes(request.host_gib)
     if request.gpu_gib is None:
         # Digests and resident pages are host memory too, beside what --kv-offload-host-gb counts,

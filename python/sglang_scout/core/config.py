@@ -29,7 +29,6 @@ DEFAULT_RECALL_STEP_MIB = 256.0
 """What one step may copy: half of a step of 20 ms, the paper's window, at 25 GB/s, PCIe 4 x16."""
 
 ATTEND = ("resident", "selected")
-DIGESTS = ("minmax", "signs")
 HEAD_REDUCTIONS = ("mass", "max", "sum")
 PREDICTORS = ("next_layer", "extrapolate", "learned")
 RECALL_MODES = ("off", "fixed", "profile", "adaptive")
@@ -60,7 +59,8 @@ class OffloadConfig:
     recent_pages: int = 1
     """Leading and newest full pages that are always selected and therefore always resident."""
     digest: str = "minmax"
-    """What is kept of a page to score it by: bounds (``ops/digest.py``) or signs (``ops/signs.py``)."""
+    """What is kept of a page to score it by: bounds (``ops/digest.py``), the same in int8
+    (``ops/digest_int8.py``), or signs (``ops/signs.py``)."""
     head_reduce: str = "mass"
     """How the query heads' bounds combine into one score per page, see ``ops/score.py``."""
     resident_bonus: float = 0.0

@@ -11,7 +11,6 @@ from typing import Any
 from sglang_scout.core.config import (
     ATTEND,
     CONFIG_KEYS,
-    DIGESTS,
     FLAGS,
     HEAD_REDUCTIONS,
     PAGE_SIZE_TOKENS,
@@ -23,7 +22,7 @@ from sglang_scout.core.config import (
 )
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.files import check_writable
-from sglang_scout.core.page_bytes import CPU_PAGES
+from sglang_scout.core.page_bytes import CPU_PAGES, DIGESTS
 
 FILE_KEYS = (*WRITTEN_KEYS, "predictor_file")
 # Smallest and largest value of the numeric keys. A heartbeat is sent every 0.2 s.

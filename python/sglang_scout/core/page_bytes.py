@@ -1,12 +1,26 @@
-"""Bytes of the int8 copies of pages, as the arena, the memory plan and ``sglang-scout plan`` count them."""
+"""Bytes of digests and of the int8 copies of pages, as the arena, the memory plan and ``sglang-scout plan`` count
+them."""
 
 from __future__ import annotations
 
 CPU_PAGES = ("model", "int8")
 """What the CPU worker reads pages as: the model's dtype, or int8 copies of them."""
 
+DIGESTS = ("minmax", "minmax-int8", "signs")
+"""What is kept of a page to choose it by; see ``engine/digest_forms.py``."""
+STEP_CHANNELS = 32
+"""Channels of an int8 digest that share a step."""
+
+_STEP_BYTES = 2
 _COPY_ALIGN_BYTES = 64
 _WORD_BYTES = 8
+
+
+def digest_bytes(digest: str, num_kv_heads: int, head_dim: int, value_bytes: int) -> int:
+    """The digest of a page in one layer, for K of ``value_bytes`` a value."""
+    if digest == "minmax-int8":
+        return 2 * num_kv_heads * (head_dim + head_dim // STEP_CHANNELS * _STEP_BYTES)
+    return 2 * num_kv_heads * head_dim * value_bytes
 
 
 def copy_bytes(page_size: int, num_kv_heads: int, head_dim: int) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.errors import ConfigError
-from sglang_scout.core.page_bytes import copies_bytes
+from sglang_scout.core.page_bytes import copies_bytes, digest_bytes
 from sglang_scout.engine.pools import ModelShape
 
 HEADROOM_BYTES = 256 * 2**20
@@ -64,14 +64,18 @@ def plan_memory(
     budget_pages = min(config.budget_pages, -(-context_tokens // size))
     budget_pages = max(budget_pages, config.sink_pages + config.recent_pages)
     page_bytes = 2 * shape.page_bytes * shape.num_layers
-    digest_bytes = num_pages * page_bytes // size
+    on_digests = (
+        num_pages
+        * shape.num_layers
+        * digest_bytes(config.digest, shape.num_kv_heads, shape.head_dim, shape.dtype.itemsize)
+    )
     forced = (config.sink_pages + config.recent_pages) * max_batch
     beside = max_batch + budget_pages  # tails, and room for copies under way
     if config.resident_tokens is not None or device_bytes is None:
         resident = (config.resident_tokens or config.budget_tokens * max_batch) // size
         num_slots = max(resident, forced) + beside
     else:
-        num_slots = max(device_bytes - digest_bytes, 0) // page_bytes
+        num_slots = max(device_bytes - on_digests, 0) // page_bytes
     # With a slot for every page nothing is ever missing; more would stay empty.
     num_slots = min(num_slots, num_pages)
     plan = MemoryPlan(
@@ -80,7 +84,7 @@ def plan_memory(
         num_slots=num_slots,
         host_bytes=num_pages * page_bytes,
         copies_bytes=num_pages * _copies_bytes(config, shape),
-        digest_bytes=digest_bytes,
+        digest_bytes=on_digests,
         resident_bytes=num_slots * page_bytes,
     )
     if device_bytes is not None:

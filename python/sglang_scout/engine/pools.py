@@ -86,7 +86,7 @@ class DigestPool:
 
     Attributes:
         form: as given.
-        low, high: ``[L, P, H, D]`` of the KV dtype's size, on ``device``; see ``form``.
+        low, high: buffers ``[L, P, H, ...]`` on ``device``; see ``form``.
         valid: ``[P]`` bool on the host; the digest of every layer of this page holds.
     """
 
@@ -100,13 +100,16 @@ class DigestPool:
         size = (shape.num_layers, num_pages, shape.num_kv_heads, shape.head_dim)
         self.form = form
         self._form = FORMS[form]
-        self.low = torch.zeros(size, dtype=shape.dtype, device=device)
-        self.high = torch.zeros(size, dtype=shape.dtype, device=device)
+        self.low, self.high = (self._form.half(size, shape.dtype, device) for _ in range(2))
         unset(self.low, self.high, torch.arange(num_pages, device=device))
         self.valid = np.zeros(num_pages, bool)
         self._built: torch.cuda.Event | None = None  # the last ones, on the stream of the steps
         self.received = 0
         self.computed = 0
+
+    @property
+    def device(self) -> torch.device:
+        return self.low[0].device
 
     def invalidate(self, pages: npt.NDArray[np.integer]) -> None:
         """The pages were freed: their digests no longer hold."""
@@ -131,9 +134,9 @@ class DigestPool:
         """Compute the digests of ``pages`` from their K."""
         if not len(pages):
             return
-        source = host.for_copies(self.low.device)
+        source = host.for_copies(self.device)
         self._form.build(source, self._ids(pages), self.low, self.high)
-        if self.low.device.type == "cuda":
+        if self.device.type == "cuda":
             self._built = torch.cuda.Event()
             self._built.record()
         self.valid[pages] = True
@@ -149,11 +152,11 @@ class DigestPool:
         head_reduce: str,
     ) -> torch.Tensor:
         """``[B, N]`` fp32 scores of the full pages in ``table`` for ``query`` ``[B, HQ, D]``."""
-        low, high = self.low[layer], self.high[layer]
+        low, high = (tuple(buffer[layer] for buffer in half) for half in (self.low, self.high))
         return self._form.score(query, low, high, table, n_full, scale, head_reduce)
 
     def _ids(self, pages: npt.NDArray[np.integer]) -> torch.Tensor:
-        return upload(np.ascontiguousarray(pages, np.int64), self.low.device)
+        return upload(np.ascontiguousarray(pages, np.int64), self.device)
 
 
 class ResidentCache:

@@ -1,31 +1,38 @@
 """Page digests in int8, rounded outward: a bound stays a bound, in 53 % of the bytes of bfloat16.
 
-Minimum m and maximum M of the 32 channels of a group share one fp32 step, a little more than the
-largest magnitude / 127:
+32 channels of the minimum m of a page's keys share a step, and so do those of the maximum M. A step is
+a little more than the largest magnitude / 127, rounded up to bfloat16, and
 
     low = floor(m / step) <= m / step,  high = ceil(M / step) >= M / step,
 
-each corrected until low * step <= m and high * step >= M hold in fp32. Quest's u = sum_d max(q_d m_d,
-q_d M_d) only grows when m falls or M rises, so the score of a page bounds its tokens as before; it is
-looser by at most one step per channel. A group that holds an infinity or a NaN gets a NaN as its step,
-so that its page scores NaN, which `select_pages` puts last.
+each corrected until low * step <= m and high * step >= M hold. These products are exact in fp32: 8 bits
+by 8. Quest's u = sum_d max(q_d m_d, q_d M_d) only grows when m falls or M rises, so the score of a page
+bounds its tokens as before; it is looser by at most one step per channel. Where one of 32 channels of m
+or M is infinite or NaN, both get NaN as their step, so that the page scores NaN, which `select_pages`
+puts last.
 """
 
 from __future__ import annotations
 
 import torch
 
+from ..core.page_bytes import STEP_CHANNELS
 from ..core.registry import Op, Tolerance
+from . import native_digest_int8 as native
 from . import triton
+from .digest import digest_reference
+from .layers import LayerPages
 from .score import REDUCTIONS, score_reference
 from .shapes import Shapes
 
-GROUP = 32  # channels that share a step
+GROUP = STEP_CHANNELS
 # 1 / 127 and 4 units of fp32 more, so that no quotient reaches 127, whatever is rounded.
 STEPS = 1 / 127 * (1 + 2**-21)
 LEAST_STEP = 2.0**-120
+NO_STEP_BITS = 0x7FFF
+"""The NaN that stands for a step where there is none."""
 
-PACK_TOLERANCES = {
+BUILD_TOLERANCES = {
     name: Tolerance(0.0, 0.0, "the same fp32 operations element by element")
     for name in ("float32", "bfloat16", "float16")
 }
@@ -34,121 +41,140 @@ SCORE_TOLERANCES = {
 }
 
 
-def pack_reference(
+def _rounded_up(x: torch.Tensor) -> torch.Tensor:
+    """The nearest bfloat16 that is not below x, of positive finite fp32 numbers."""
+    bits = x.contiguous().view(torch.int32)
+    return ((bits + 0xFFFF) & ~0xFFFF).view(torch.float32).bfloat16()
+
+
+def code_reference(
     kmin: torch.Tensor, kmax: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes and steps of digests [n, H, D].
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes and steps of digests [..., D], D % 32 == 0.
 
     Returns:
-        (low [n, H, D] int8, high [n, H, D] int8, step [n, H, D / 32] float32).
+        (low [..., D] int8, its steps [..., D / 32] bfloat16, high, its steps).
     """
     m, M = (x.float().unflatten(-1, (-1, GROUP)) for x in (kmin, kmax))
     good = (m.isfinite() & M.isfinite()).all(-1, keepdim=True)
-    m, M = m.where(good, 0.0), M.where(good, 0.0)
-    size = torch.maximum(m.abs(), M.abs()).amax(-1, keepdim=True)
-    step = (size * STEPS).clamp(min=LEAST_STEP)
-    low, high = (m / step).floor(), (M / step).ceil()
-    low -= (low * step > m).float()
-    high += (high * step < M).float()
-    step = step.where(good, torch.nan).squeeze(-1)
-    return low.flatten(-2).to(torch.int8), high.flatten(-2).to(torch.int8), step
+    none = torch.tensor(NO_STEP_BITS, dtype=torch.int16, device=m.device).view(torch.bfloat16)
+    found = []
+    for bound, direction in ((m, -1.0), (M, 1.0)):
+        x = bound.where(good, 0.0) * direction
+        step = _rounded_up((x.abs().amax(-1, keepdim=True) * STEPS).clamp(min=LEAST_STEP))
+        code = (x / step.float()).ceil()
+        code += (code * step.float() < x).float()
+        codes = (code * direction).flatten(-2).to(torch.int8)
+        found += [codes, step.where(good, none).squeeze(-1)]
+    low, low_step, high, high_step = found
+    return low, low_step, high, high_step
 
 
-def unpack_digests(codes: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
-    """Values of codes [..., D] int8 with step [..., D / 32] float32, as float32."""
-    return (codes.unflatten(-1, (-1, GROUP)).float() * step[..., None]).flatten(-2)
+def decode(codes: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+    """Values of codes [..., D] int8 with steps [..., D / 32], as float32."""
+    return (codes.unflatten(-1, (-1, GROUP)).float() * step.float()[..., None]).flatten(-2)
 
 
-def _pack_reference(
-    kmin: torch.Tensor,
-    kmax: torch.Tensor,
+def _build_reference(
+    source: LayerPages,
     ids: torch.Tensor,
     low: torch.Tensor,
+    low_step: torch.Tensor,
     high: torch.Tensor,
-    step: torch.Tensor,
+    high_step: torch.Tensor,
 ) -> None:
-    """`pack_digests` by gather, round, scatter."""
-    packed = pack_reference(kmin.index_select(0, ids), kmax.index_select(0, ids))
-    for pool, new in zip((low, high, step), packed, strict=True):
-        pool.index_copy_(0, ids, new)
+    """`build_layer_digests_int8` by gather, reduce, round, scatter, layer after layer."""
+    for k, *pools in zip(source.k, low, low_step, high, high_step, strict=True):
+        new = code_reference(*digest_reference(k.index_select(0, ids.to(k.device))))
+        for pool, rows in zip(pools, new, strict=True):
+            pool.index_copy_(0, ids, rows.to(pool.device))
 
 
-def _bind_packed(shapes: Shapes, low: torch.Tensor, high: torch.Tensor, step: torch.Tensor) -> None:
-    shapes.bind("low", low, "PHD", torch.int8)
-    shapes.bind("high", high, "PHD", torch.int8)
+def _bind(
+    shapes: Shapes,
+    axes: str,
+    low: torch.Tensor,
+    low_step: torch.Tensor,
+    high: torch.Tensor,
+    high_step: torch.Tensor,
+) -> None:
+    """``axes`` are those of the codes; the steps have C = D / 32 in place of D."""
+    shapes.bind("low", low, axes, torch.int8)
+    shapes.bind("high", high, axes, torch.int8)
     if shapes["D"] % GROUP:
         shapes.fail(f"low has D={shapes['D']}, expected a multiple of {GROUP}")
     shapes.sizes["C"] = shapes["D"] // GROUP
-    shapes.bind("step", step, "PHC", torch.float32)
+    shapes.bind("low_step", low_step, axes[:-1] + "C", torch.bfloat16)
+    shapes.bind("high_step", high_step, axes[:-1] + "C", torch.bfloat16)
 
 
-def _check_pack(
-    kmin: torch.Tensor,
-    kmax: torch.Tensor,
+def _check_build(
+    source: LayerPages,
     ids: torch.Tensor,
     low: torch.Tensor,
+    low_step: torch.Tensor,
     high: torch.Tensor,
-    step: torch.Tensor,
+    high_step: torch.Tensor,
 ) -> None:
-    shapes = Shapes("pack_digests")
-    shapes.bind("kmin", kmin, "PHD")
-    shapes.bind("kmax", kmax, "PHD", kmin.dtype)
+    shapes = Shapes("build_layer_digests_int8", L=len(source.k))
+    shapes.bind("k", source.k[0], "PSHD")
     shapes.bind("ids", ids, "n", torch.int64)
-    _bind_packed(shapes, low, high, step)
+    _bind(shapes, "LPHD", low, low_step, high, high_step)
 
 
-PACK_DIGESTS = Op(
-    "pack_digests",
-    _pack_reference,
-    [triton.PACK_DIGESTS],
-    check=_check_pack,
-    tolerances=PACK_TOLERANCES,
+BUILD_LAYER_DIGESTS_INT8 = Op(
+    "build_layer_digests_int8",
+    _build_reference,
+    [native.BUILD_LAYER_DIGESTS_INT8, triton.BUILD_LAYER_DIGESTS_INT8],
+    check=_check_build,
+    tolerances=BUILD_TOLERANCES,
 )
 
 
-def pack_digests(
-    kmin: torch.Tensor,
-    kmax: torch.Tensor,
+def build_layer_digests_int8(
+    source: LayerPages,
     ids: torch.Tensor,
     low: torch.Tensor,
+    low_step: torch.Tensor,
     high: torch.Tensor,
-    step: torch.Tensor,
+    high_step: torch.Tensor,
     impl: str = "auto",
 ) -> None:
-    """Round the digests of pages ``ids`` outward to int8; all other rows stay as they are.
+    """`build_layer_digests`, rounded outward to int8. All other rows stay as they are.
 
     Args:
-        kmin, kmax: [P, H, D] float32, bfloat16 or float16, of one layer, see `build_layer_digests`;
-            D % 32 == 0.
+        source: K of each layer, [P, S, H, D] any float dtype, D % 32 == 0; the named pages are full.
         ids: [n] int64 in [0, P); n may be 0; no id twice.
-        low, high: [P, H, D] int8, step: [P, H, D / 32] float32; mutated.
+        low, high: [L, P, H, D] int8, low_step, high_step: [L, P, H, D / 32] bfloat16; mutated.
     Raises:
         ValueError: sizes or dtypes that do not agree. ImplementationError: see `registry.Op`.
     """
-    PACK_DIGESTS(kmin, kmax, ids, low, high, step, impl=impl)
+    BUILD_LAYER_DIGESTS_INT8(source, ids, low, low_step, high, high_step, impl=impl)
 
 
 def score_int8_reference(
     q: torch.Tensor,
     low: torch.Tensor,
+    low_step: torch.Tensor,
     high: torch.Tensor,
-    step: torch.Tensor,
+    high_step: torch.Tensor,
     table: torch.Tensor,
     n_full: torch.Tensor,
     scale: float,
     reduce: str = "mass",
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`score_pages` of the unpacked digests."""
-    values = (unpack_digests(codes, step) for codes in (low, high))
+    """`score_pages` of the decoded digests."""
+    values = decode(low, low_step), decode(high, high_step)
     return score_reference(q, *values, table, n_full, scale, reduce, out)
 
 
 def _check_score(
     q: torch.Tensor,
     low: torch.Tensor,
+    low_step: torch.Tensor,
     high: torch.Tensor,
-    step: torch.Tensor,
+    high_step: torch.Tensor,
     table: torch.Tensor,
     n_full: torch.Tensor,
     scale: float,
@@ -156,7 +182,7 @@ def _check_score(
     out: torch.Tensor | None = None,
 ) -> None:
     shapes = Shapes("score_pages_int8")
-    _bind_packed(shapes, low, high, step)
+    _bind(shapes, "PHD", low, low_step, high, high_step)
     shapes.bind_scoring(q, table, n_full, out)
     shapes.one_of("reduce", reduce, REDUCTIONS)
 
@@ -164,7 +190,7 @@ def _check_score(
 SCORE_PAGES_INT8 = Op(
     "score_pages_int8",
     score_int8_reference,
-    [triton.SCORE_PAGES_INT8],
+    [native.SCORE_PAGES_INT8, triton.SCORE_PAGES_INT8],
     check=_check_score,
     tolerances=SCORE_TOLERANCES,
 )
@@ -173,8 +199,9 @@ SCORE_PAGES_INT8 = Op(
 def score_pages_int8(
     q: torch.Tensor,
     low: torch.Tensor,
+    low_step: torch.Tensor,
     high: torch.Tensor,
-    step: torch.Tensor,
+    high_step: torch.Tensor,
     table: torch.Tensor,
     n_full: torch.Tensor,
     scale: float,
@@ -183,14 +210,16 @@ def score_pages_int8(
     *,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`score_pages` on packed digests: at least the score of the digests that were packed.
+    """`score_pages` on int8 digests: at least the score of the digests that were rounded.
 
     That holds for the bounds, so for reduce "sum"; "mass" and "max" compare pages of one request.
 
     Args:
-        low, high: [P, H, D] int8, step: [P, H, D / 32] float32, see `pack_digests`.
+        low, high: [P, H, D] int8, low_step, high_step: [P, H, D / 32] bfloat16, of one layer, see
+            `build_layer_digests_int8`.
         All others and the result: as `score_pages`.
     Raises:
         ValueError: sizes, dtypes or ``reduce``. ImplementationError: see `registry.Op`.
     """
-    return SCORE_PAGES_INT8(q, low, high, step, table, n_full, scale, reduce, impl=impl, out=out)
+    digests = low, low_step, high, high_step
+    return SCORE_PAGES_INT8(q, *digests, table, n_full, scale, reduce, impl=impl, out=out)

@@ -25,6 +25,8 @@ from sglang_scout.plugin.install import TARGETS_OF_ROLE, verify
 from sglang_scout.plugin.pool import (
     DigestKVPool,
     HostKVPool,
+    carries,
+    num_layers,
     without_digests,
 )
 from sglang_scout.plugin.ranks import AttentionRanks, worker_cpus, worker_nodes
@@ -231,19 +233,20 @@ def before_send_kv_chunk(
 
 
 def before_send_kvcache(manager: Any, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], Any]:
-    """A decode server without digests gets K and V only; SGLang would pair V with digests."""
+    """A decode server without digests, or with others, gets K and V only; SGLang would pair V with digests."""
     source, target = kwargs["src_data_ptrs"], kwargs["dst_data_ptrs"]
     of_kv = kwargs.get("state_type") is None and source == manager.kv_args.kv_data_ptrs
     if not of_kv:
         return (manager, *args), kwargs
-    if len(source) == 2 * len(target):
-        for name in ("src_data_ptrs", "item_lens"):
-            kwargs[name] = without_digests(kwargs[name])
-    elif len(target) not in (len(source), 2 * len(source)):
+    layers = num_layers(kwargs["item_lens"])
+    if not carries(len(target), layers):
         raise RuntimeError(
             f"--kv-offload: {len(source)} buffers here, {len(target)} on the decode server: "
             "the two serve different models, or only one uses pipeline parallelism"
         )
+    if len(source) != len(target):
+        for name in ("src_data_ptrs", "item_lens", "dst_data_ptrs"):
+            kwargs[name] = without_digests(kwargs[name], layers)
     return (manager, *args), kwargs
 
 
@@ -262,12 +265,12 @@ def around_send_kvcache_slice(
     """
     infos = manager.kv_args
     if len(set(infos.kv_item_lens)) > 1:
-        layers = len(infos.kv_data_ptrs) // 4
+        layers = num_layers(infos.kv_item_lens)
         manager, infos = copy.copy(manager), copy.copy(infos)
-        infos.kv_data_ptrs = without_digests(infos.kv_data_ptrs)
+        infos.kv_data_ptrs = without_digests(infos.kv_data_ptrs, layers)
         manager.kv_args = infos
-        if len(target) == 4 * layers:
-            target = without_digests(target)
+        if carries(len(target), layers):
+            target = without_digests(target, layers)
     return original(manager, session, pages, target, *args, **kwargs)
 
 

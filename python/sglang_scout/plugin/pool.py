@@ -1,8 +1,10 @@
 """KV pools, as subclasses of SGLang's.
 
 Both sides send and receive digests through the KV transfer itself: the transfer engine halves the
-list of buffers into keys and values, so ``[K.., Dmin.., V.., Dmax..]`` carries a page's digest with
-its K and V, each buffer with its own item length.
+list of buffers into keys and values, so ``[K.., low.., V.., high..]`` carries a page's digest with
+its K and V, each buffer with its own item length. A form of digest has as many buffers a half as it
+likes, each of all layers: the number of buffers tells forms of different size apart, and stays a
+multiple of the number of layers, which is what a prefill server without the flag goes by.
 """
 
 from __future__ import annotations
@@ -23,22 +25,35 @@ BufferInfos = tuple[list[int], list[int], list[int]]
 
 def with_digests(infos: BufferInfos, digests: DigestPool) -> BufferInfos:
     """Put the digest buffers behind the K and the V buffers. Lists: pointers, bytes, item bytes."""
-    half = len(infos[0]) // 2
-    halves = (digests.low, digests.high)
+    middle = len(infos[0]) // 2
+    low, high = (
+        [layer for buffer in half for layer in buffer] for half in (digests.low, digests.high)
+    )
     extra = [
         ([t.data_ptr() for t in half], [t.nbytes for t in half], [t[0].nbytes for t in half])
-        for half in halves
+        for half in (low, high)
     ]
     pointers, lengths, items = (
-        infos[i][:half] + extra[0][i] + infos[i][half:] + extra[1][i] for i in range(3)
+        infos[i][:middle] + extra[0][i] + infos[i][middle:] + extra[1][i] for i in range(3)
     )
     return pointers, lengths, items
 
 
-def without_digests(values: list[int]) -> list[int]:
-    """The K and V part of one of the lists that :func:`with_digests` made."""
-    quarter = len(values) // 4
-    return values[:quarter] + values[2 * quarter : 3 * quarter]
+def num_layers(item_lens: list[int]) -> int:
+    """Layers of a pool from the item bytes of its buffers, with digests or without."""
+    # The items of K and V are pages, those of digests a small part of one.
+    return item_lens.count(item_lens[0]) // 2
+
+
+def carries(buffers: int, layers: int) -> bool:
+    """Whether a list of so many buffers is of K and V of these layers, with digests of any form or without."""
+    return buffers in (2 * layers, 4 * layers, 6 * layers)
+
+
+def without_digests(values: list[int], layers: int) -> list[int]:
+    """The K and V part of one of the lists that :func:`with_digests` made, or of one without digests."""
+    middle = len(values) // 2
+    return values[:layers] + values[middle : middle + layers]
 
 
 class HostKVPool(MHATokenToKVPool):

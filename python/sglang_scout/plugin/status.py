@@ -42,7 +42,7 @@ def decode_state(backend: ScoutAttnBackend) -> dict[str, Any]:
     digests = backend.pool.digests
     return {
         "policy": backend.policy.name,
-        "backend": f"{digests.low.device.type}-{worker.isa}",
+        "backend": f"{digests.device.type}-{worker.isa}",
         "step_engine": "device" if backend.on_device else "host",
         "ops": chosen(),
         "plan": [

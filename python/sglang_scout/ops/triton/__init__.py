@@ -170,14 +170,19 @@ def _layer_reasons(
     return _reasons(kv, pinned=("source.k",), **pages, **tensors)
 
 
-def _digest_reasons(
-    source: LayerPages, ids: torch.Tensor, kmin: torch.Tensor, kmax: torch.Tensor
-) -> list[str]:
+def _whole_page_reasons(source: LayerPages, **tensors: torch.Tensor) -> list[str]:
+    """Of kernels that hold all of a page's K of one head at a time."""
     k = source.k[0]
-    reasons = _layer_reasons(source, k, ids=ids, kmin=kmin, kmax=kmax)
+    reasons = _layer_reasons(source, k, **tensors)
     if k.shape[1] > _MAX_PAGE_TOKENS:
         reasons.append(f"S={k.shape[1]}; triton supports up to {_MAX_PAGE_TOKENS}")
     return reasons
+
+
+def _digest_reasons(
+    source: LayerPages, ids: torch.Tensor, kmin: torch.Tensor, kmax: torch.Tensor
+) -> list[str]:
+    return _whole_page_reasons(source, ids=ids, kmin=kmin, kmax=kmax)
 
 
 def _sign_reasons(
@@ -229,34 +234,36 @@ def _append_reasons(
 APPEND_TOKENS = _kernel("pages", "append_tokens", _append_reasons)
 
 
-def _pack_reasons(
-    kmin: torch.Tensor,
-    kmax: torch.Tensor,
+def _build_int8_reasons(
+    source: LayerPages,
     ids: torch.Tensor,
     low: torch.Tensor,
+    low_step: torch.Tensor,
     high: torch.Tensor,
-    step: torch.Tensor,
+    high_step: torch.Tensor,
 ) -> list[str]:
-    return _reasons(kmin, kmin=kmin, kmax=kmax, ids=ids, low=low, high=high, step=step)
+    written = {"low": low, "low_step": low_step, "high": high, "high_step": high_step}
+    return _whole_page_reasons(source, ids=ids, **written)
 
 
 def _score_int8_reasons(
     q: torch.Tensor,
     low: torch.Tensor,
+    low_step: torch.Tensor,
     high: torch.Tensor,
-    step: torch.Tensor,
+    high_step: torch.Tensor,
     table: torch.Tensor,
     n_full: torch.Tensor,
     scale: float,
     reduce: str = "mass",
     out: torch.Tensor | None = None,
 ) -> list[str]:
-    tensors = {"q": q, "low": low, "high": high, "step": step, "table": table, "n_full": n_full}
-    return _reasons(q, out=out, **tensors)
+    read = {"low": low, "low_step": low_step, "high": high, "high_step": high_step}
+    return _reasons(q, q=q, **read, table=table, n_full=n_full, out=out)
 
 
-PACK_DIGESTS = _kernel("score_int8", "pack_digests", _pack_reasons)
-SCORE_PAGES_INT8 = _kernel("score_int8", "score_pages_int8", _score_int8_reasons)
+BUILD_LAYER_DIGESTS_INT8 = _kernel("digest_int8", "build_layer_digests_int8", _build_int8_reasons)
+SCORE_PAGES_INT8 = _kernel("digest_int8", "score_pages_int8", _score_int8_reasons)
 
 
 def _advance_reasons(
