@@ -300,6 +300,20 @@ def model(tmp_path):
         ({"server_args": "'x"}, ['--server-args "\'x"', "No closing quotation"]),
         ({"config": {"exact_layers": [2]}}, ["profile: --config: exact_layers", "layers 0 to 1"]),
         ({"config": {"trace": "/proc/t"}}, ["profile: --config: trace = '/proc/t'", "written"]),
+        ({"output": "p.png", "plot": "./p.png"}, ["--plot './p.png'", "the file of --output too"]),
+        (
+            {"output": "t", "config": {"trace": "t"}},
+            ["--output 't'", "the file of trace too; name"],
+        ),
+        (
+            {"plot": "t.png", "config": {"quality": "t.png"}},
+            ["--plot 't.png'", "file of quality too"],
+        ),
+        (
+            {"output": "d.txt", "dataset": "d.txt"},
+            ["--output 'd.txt'", "the file of --dataset too"],
+        ),
+        ({"dataset": "d", "config": {"trace": "d"}}, ["--config: trace = 'd'", "of --dataset too"]),
         ({"config": {"foo": 1}}, ["profile: --config: unknown key 'foo'"]),
         ({"config": {"cpu_pages": "int4"}}, ["profile: --config: cpu_pages = 'int4'"]),
         ({"model_path": "/no/such/model"}, ["profile: --model-path /no/such/model"]),

@@ -210,6 +210,10 @@ def test_recall_is_adaptive_unless_said_otherwise():
             [f"predictor_file = {__file__!r}", "file of quality"],
         ),
         (
+            {"config": {"quality": "q", "quality_inputs": 9, "predictor_file": "q.npz"}},
+            ["quality_inputs, kept in 'q.npz'", "file of predictor_file"],
+        ),
+        (
             {"config": '{"recall": "off", "recall": "fixed"}'},
             ["'recall' is there twice", "'fixed'"],
         ),

@@ -24,8 +24,9 @@ from sglang_scout.cli.table import columns
 from sglang_scout.core.config import FLAGS as SERVER_FLAGS
 from sglang_scout.core.config import PAGE_SIZE_TOKENS, OffloadConfig
 from sglang_scout.core.config_keys import check_files, check_layers
+from sglang_scout.core.config_together import named_files
 from sglang_scout.core.errors import ConfigError
-from sglang_scout.core.files import check_writable
+from sglang_scout.core.files import check_different, check_writable
 from sglang_scout.core.parse_config import parse_config
 from sglang_scout.core.profile import FLAG as PROFILE_FLAG
 from sglang_scout.core.profile import (
@@ -122,9 +123,15 @@ def check_request(request: Request) -> None:
         )
     check_layers(config, model.num_layers, FLAGS["config"])
     check_files(config, FLAGS["config"])
-    for flag, value in (("--output", request.output), ("--plot", request.plot)):
-        if value is not None:
-            check_writable(f"profile: {flag} {value!r}", value)
+    written = [
+        (flag, f"profile: {flag} {value!r}", value)
+        for flag, value in (("--output", request.output), ("--plot", request.plot))
+    ]
+    for _, what, path in written:
+        if path is not None:
+            check_writable(what, path)
+    dataset = ("--dataset", f"profile: --dataset {request.dataset!r}", request.dataset)
+    check_different([dataset, *named_files(config, FLAGS["config"]), *written])
     if request.plot is not None and Path(request.plot).suffix not in PICTURES:
         raise ConfigError(
             f"profile: --plot {request.plot!r}: pictures are {', '.join(PICTURES)}; name such a file"

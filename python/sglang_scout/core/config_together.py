@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 
 from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.config_keys import FILE_KEYS
 from sglang_scout.core.errors import ConfigError
+from sglang_scout.core.files import check_different
 
 _PREDICTION_KEYS = ("predictor", "predictor_file", "exact_layers", "exact_steps")
 
@@ -39,7 +39,7 @@ def check_together(config: OffloadConfig, given: set[str], flags: Mapping[str, s
             raise ConfigError(
                 f"{flag}: {key} = {getattr(config, key)!r} has no effect with {cause}; drop one of them"
             )
-    _check_different_files(config, flag)
+    check_different(named_files(config, flag))
     if config.policy == "infinigen" and config.cpu_pages != "model":
         raise ConfigError(
             f"{flag}: cpu_pages = {config.cpu_pages!r}: --kv-offload infinigen copies its pages to the "
@@ -67,12 +67,11 @@ def check_together(config: OffloadConfig, given: set[str], flags: Mapping[str, s
         )
 
 
-def _check_different_files(config: OffloadConfig, flag: str) -> None:
-    taken: dict[str, str] = {}
-    for key in FILE_KEYS:
-        path = getattr(config, key)
-        if path is None:
-            continue
-        other = taken.setdefault(os.path.realpath(path), key)
-        if other != key:
-            raise ConfigError(f"{flag}: {key} = {path!r}: is the file of {other} too; name another")
+def named_files(config: OffloadConfig, flag: str) -> list[tuple[str, str, str | None]]:
+    """The files of the keys of ``flag``, as :func:`check_different` takes them."""
+    paths = [(key, getattr(config, key)) for key in FILE_KEYS]
+    files = [(key, f"{flag}: {key} = {path!r}", path) for key, path in paths]
+    if config.quality and config.quality_inputs:
+        path = f"{config.quality}.npz"
+        files.append(("quality_inputs", f"{flag}: quality_inputs, kept in {path!r}", path))
+    return files

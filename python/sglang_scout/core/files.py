@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterable
 
 from sglang_scout.core.errors import ConfigError
 
@@ -44,3 +45,21 @@ def check_writable(what: str, path: str) -> None:
     if is_new:
         with contextlib.suppress(OSError):
             os.unlink(path)
+
+
+def check_different(files: Iterable[tuple[str, str, str | None]]) -> None:
+    """Refuse one file under two names: one would be written over the other.
+
+    Args:
+        files: of each its key or flag; that with its value, for the message; and the path, or None.
+    Raises:
+        ConfigError: naming the later one's value and whose file it is.
+    """
+    taken: dict[str, str] = {}
+    for name, what, path in files:
+        if path is None:
+            continue
+        file = os.path.realpath(path)
+        if file in taken:
+            raise ConfigError(f"{what}: is the file of {taken[file]} too; name another")
+        taken[file] = name
