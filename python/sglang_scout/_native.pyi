@@ -188,6 +188,9 @@ RING_MAX_PARTS: int
 RING_MAX_NODES: int
 
 def least_run_pages(page_bytes: int) -> int: ...
+def partial_bytes(
+    num_layers: int, max_batch: int, q_heads: int, head_dim: int, parts: int
+) -> int: ...
 
 class RingProducer:
     def __init__(self, address: int, nbytes: int) -> None: ...

@@ -73,6 +73,9 @@ void bind_runtime(nb::module_& m) {
   m.attr("RING_MAX_NODES") = scout::kMaxNodes;
   m.def("least_run_pages", &scout::least_run_pages, nb::arg("page_bytes"),
         "Pages of K and V of so many bytes in the shortest run that is worth a thread of its own.");
+  m.def("partial_bytes", &scout::partial_bytes, nb::arg("num_layers"), nb::arg("max_batch"),
+        nb::arg("q_heads"), nb::arg("head_dim"), nb::arg("parts"),
+        "What a RingRuntime reserves for the results of sequences that are split into parts.");
 
   nb::class_<Producer>(m, "RingProducer", "Posts records to the worker and takes its replies.")
       .def(

@@ -62,16 +62,17 @@ Runtime::Runtime(void* base, uint64_t bytes, const RuntimeOptions& options) : op
                              std::to_string(options_.max_parts) + ", allowed are 1 to " +
                              std::to_string(kMaxParts));
   check_nodes();
-  most_parts_ = uint64_t{options_.max_parts} * h.num_nodes;
+  most_parts_ = options_.max_parts * h.num_nodes;
   const uint64_t slots = ring_.num_slots();
-  partial_floats_ = (ring_.q_floats() + h.q_heads + 31) / 32 * 32;
+  partial_floats_ = partial_floats(h.q_heads, h.head_dim);
   if (most_parts_ > 1) {
     // calloc takes fresh pages from the system, which cost nothing until they are written: by runs
     // with pages, of rows that are split.
-    const uint64_t count = slots * h.max_batch * most_parts_ * partial_floats_;
-    partials_.reset(static_cast<float*>(std::calloc(count, sizeof(float))));
+    const uint64_t bytes =
+        partial_bytes(h.num_layers, h.max_batch, h.q_heads, h.head_dim, most_parts_);
+    partials_.reset(static_cast<float*>(std::calloc(bytes, 1)));
     if (!partials_)
-      throw std::runtime_error("worker runtime: no memory for " + std::to_string(count * 4) +
+      throw std::runtime_error("worker runtime: no memory for " + std::to_string(bytes) +
                                " bytes of partial results");
     parts_done_.reset(new std::atomic<uint64_t>[slots * h.max_batch]());
   }

@@ -24,6 +24,18 @@ struct RuntimeOptions {
   int64_t help_after_us = 50;
 };
 
+// One part's result of one sequence: out and lse, rounded up to whole cache lines.
+inline uint64_t partial_floats(uint32_t q_heads, uint32_t head_dim) {
+  return (uint64_t{q_heads} * (head_dim + 1) + 31) / 32 * 32;
+}
+
+// Memory for the results of sequences that are split into up to so many parts, over all nodes.
+inline uint64_t partial_bytes(uint32_t num_layers, uint32_t max_batch, uint32_t q_heads,
+                              uint32_t head_dim, uint32_t parts) {
+  const uint64_t rows = uint64_t{2} * num_layers * max_batch;
+  return parts > 1 ? rows * parts * partial_floats(q_heads, head_dim) * sizeof(float) : 0;
+}
+
 // Progress as the worker itself sees it, for heartbeats.
 struct Progress {
   uint64_t pending;  // records published and not finished
@@ -75,7 +87,6 @@ class Runtime {
   void publish_done(uint32_t slot, uint64_t seq, ReplyStatus status);
   void sleep(const Thread& me, uint64_t cursor);
 
-  // One row of partial results: out and lse, rounded up to whole cache lines.
   float* partial(uint32_t slot, uint32_t row, uint32_t part) const {
     return partials_.get() +
            ((uint64_t{slot} * ring_.header().max_batch + row) * most_parts_ + part) *
@@ -86,7 +97,7 @@ class Runtime {
   RuntimeOptions options_;
   uint64_t first_post_ = 0;  // posts up to here belong to earlier lives
   uint64_t partial_floats_ = 0;
-  uint64_t most_parts_ = 0;  // of a row, over all nodes
+  uint32_t most_parts_ = 0;  // of a row, over all nodes
   uint32_t node_threads_[kMaxNodes] = {};
   struct Freed {
     void operator()(float* p) const;

@@ -4,11 +4,15 @@ import json
 import math
 
 import pytest
+import torch
 
 from sglang_scout.cli import main
 from sglang_scout.cli.model_config import read_model
 from sglang_scout.cli.plan import GIB, Request, make_plan
 from sglang_scout.core.errors import ConfigError
+from sglang_scout.core.parse_config import parse_config
+from sglang_scout.engine.memory import plan_memory
+from sglang_scout.engine.pools import ModelShape
 
 QWEN3_14B = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -168,6 +172,24 @@ def test_int8_digests_leave_room_on_the_gpu(model, capsys):
     assert main(command) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["digest_bytes_per_page"] == int8.sizes.digest_bytes_per_page
+
+
+def test_host_memory_for_the_worker_beside_the_pages(model, capsys):
+    command = ["plan", "--model-path", str(model()), "--host-gb", "1000"]
+    assert main([*command, "--requests", "64"]) == 0
+    assert "partial results take up to 1.01 GiB of host memory" in capsys.readouterr().out
+    assert main([*command, "--requests", "64", "--json"]) == 0
+    of_64 = json.loads(capsys.readouterr().out)["requests_need_worker_bytes"]
+    settings = parse_config(policy="scout", policies=("scout",))
+    shape = ModelShape(40, 40, 8, 128, 32, torch.bfloat16, 128**-0.5)
+    server = plan_memory(
+        settings, shape, num_pages=9, max_batch=64, context_tokens=40960, node_cpus=[36]
+    )
+    assert of_64 == server.worker.total_bytes, "as the server reckons"
+    largest = plan_of(model(), requests=2**40, host_gib=1).worker_bytes
+    assert largest == plan_of(model(), requests=65536, host_gib=1).worker_bytes > 900 * of_64
+    with pytest.raises(ConfigError, match="--budget 1099511627776: max_pages=.*lower the budget"):
+        plan_of(model(), budget_tokens=2**40, context_tokens=2**40, host_gib=1)
 
 
 def test_newer_configs_write_dtype(model):

@@ -8,7 +8,7 @@ import torch
 
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.parse_config import parse_config
-from sglang_scout.engine.memory import bytes_for_pages, check_memory, plan_memory
+from sglang_scout.engine.memory import HEADROOM_BYTES, bytes_for_pages, check_memory, plan_memory
 from sglang_scout.engine.pools import DigestPool, ModelShape
 from sglang_scout.policy.presets import POLICY_NAMES
 
@@ -21,7 +21,7 @@ def config(**kwargs):
 
 
 def plan(settings, **kwargs):
-    sizes = {"num_pages": 4097, "max_batch": 8, "context_tokens": 131072} | kwargs
+    sizes = {"num_pages": 4097, "max_batch": 8, "context_tokens": 131072, "node_cpus": [8]} | kwargs
     return plan_memory(settings, SHAPE, **sizes)
 
 
@@ -42,7 +42,7 @@ def test_bytes_of_digests_are_those_of_their_pool(digest, value_bytes, of_head):
     dtype = {2: torch.bfloat16, 4: torch.float32}[value_bytes]
     shape = dataclasses.replace(SHAPE, num_layers=3, dtype=dtype)
     settings = config(config=json.dumps({"digest": digest}))
-    made = plan_memory(settings, shape, num_pages=7, max_batch=1, context_tokens=100)
+    made = plan_memory(settings, shape, num_pages=7, max_batch=1, context_tokens=100, node_cpus=[1])
     held = DigestPool(shape, 7, "cpu", digest)
     assert (
         made.digest_bytes == sum(x.nbytes for x in (*held.low, *held.high)) == 7 * 3 * 8 * of_head
@@ -59,7 +59,7 @@ def test_int8_copies_are_counted():
     assert made.host_bytes == plan(config()).host_bytes
     assert plan(config()).copies_bytes == 0
     assert [row[0] for row in made.rows] == [
-        "host pages", "int8 copies", "digests", "resident slots"
+        "host pages", "int8 copies", "digests", "resident slots", "ring", "partial results"
     ]  # fmt: skip
     with pytest.raises(ConfigError, match=r"int8 copies 10\.0"):
         check_memory(made, config(config=INT8), 30 << 30)
@@ -120,7 +120,7 @@ def test_too_little_device_memory_is_refused_with_the_numbers(settings):
 def test_a_device_of_its_own_does_not_take_host_memory():
     settings = config(host_gb=20)
     made = plan(settings, max_batch=64)
-    check_memory(made, settings, made.host_bytes + (1 << 30), shared=False)
+    check_memory(made, settings, made.host_bytes + (3 << 29), shared=False)
     with pytest.raises(ConfigError, match="host pages 20.0"):
         check_memory(made, settings, made.host_bytes, shared=False)
 
@@ -132,3 +132,39 @@ def test_every_rank_on_the_machine_counts():
     check_memory(made, settings, 2 * one + (1 << 30), ranks=2)
     with pytest.raises(ConfigError, match="on each of 4 ranks"):
         check_memory(made, settings, 2 * one + (1 << 30), ranks=4)
+
+
+def test_what_the_worker_needs_beside_the_pages_is_counted():
+    settings = config(host_gb=20)
+    made = plan(settings, max_batch=64, node_cpus=[36])
+    result = 4 * 32 * -(-(40 * 129) // 32)  # out and lse of all heads, whole cache lines
+    assert made.worker.partial_bytes == 2 * 40 * 64 * 8 * result == 849_346_560
+    rows = 2 * 40 * 64
+    requests, replies = rows * (40 * 128 + 64 + 1) * 4, rows * (40 * 128 + 40) * 4
+    assert requests + replies < made.worker.ring_bytes < requests + replies + 2**25, "and events"
+    assert made.rows[-2:] == (
+        ("ring", 64, made.worker.ring_bytes),
+        ("partial results", 8, 849_346_560),
+    )
+    needed = made.host_bytes + made.worker.total_bytes + HEADROOM_BYTES
+    check_memory(made, settings, needed, shared=False)
+    with pytest.raises(ConfigError) as caught:
+        check_memory(made, settings, needed - 1, shared=False)
+    for part in ("ring 0.2", "partial results 0.79 GiB", "--max-running-requests (64)",
+                 "worker_threads_per_group (0)"):  # fmt: skip
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("threads", "node_cpus", "most", "parts"),
+    [(0, [1], 1, 0), (1, [36], 1, 0), (0, [5], 5, 5), (0, [36], 8, 8), (16, [2], 16, 16),
+     (0, [18, 5], 5, 10), (1, [18, 18], 1, 2)],
+)  # fmt: skip
+def test_partial_results_are_of_the_threads_that_may_share_a_sequence(
+    threads, node_cpus, most, parts
+):
+    settings = config(config={"worker_threads_per_group": threads})
+    made = plan(settings, node_cpus=node_cpus)
+    eight = plan(config(), node_cpus=[8]).worker.partial_bytes
+    assert (made.worker.threads, made.worker.partial_bytes) == (most, parts * eight // 8)
+    assert len(made.rows) == (5 if parts else 4)

@@ -19,6 +19,7 @@ import pytest
 from sglang_scout.core.errors import ConfigError, WorkerError
 from sglang_scout.worker import life as life_module
 from sglang_scout.worker.client import WorkerClient, WorkerConfig
+from sglang_scout.worker.sizes import worker_memory
 
 TOLERANCE = {"atol": 2e-5, "rtol": 2e-5}
 
@@ -250,6 +251,28 @@ def test_no_growth_over_starts(make_arena, cpu, monkeypatch, tmp_path):
     assert len(os.listdir("/proc/self/task")) < 40
     assert list(tmp_path.iterdir()) == []
     assert [p for p in psutil.Process().children() if "worker.main" in " ".join(p.cmdline())] == []
+
+
+def test_partial_results_are_reserved_whole_and_taken_as_they_are_written(
+    make_arena, make_request, cpu, until
+):
+    arena = make_arena(max_batch=2048)
+    slots, parts, slack = 2 * arena.spec.num_layers, 16, 8 << 20
+    whole = worker_memory(arena.spec, parts).partial_bytes
+    assert whole == slots * 2048 * parts * 4 * 96  # 4 x (16 + 1) floats, rounded up to cache lines
+    reserved = []
+    for threads in (1, parts):
+        with WorkerClient(arena, [cpu], config=WorkerConfig(threads_per_group=threads)) as client:
+            worker = psutil.Process(client.snapshot().pid)
+            reserved.append(worker.memory_info().vms)
+            before = worker.memory_full_info().uss
+            for step in range(3):  # the first and the third have the same slot
+                request = make_request(arena.spec, 2048, step)
+                reply = client.wait(client.post(0, step, *request), *buffers(arena, 2048))
+                assert reply.fallback_pages == 0
+            taken = worker.memory_full_info().uss - before
+            assert abs(taken - (2 * whole / slots if threads > 1 else 0)) < slack
+    assert abs(reserved[1] - reserved[0] - whole) < slack
 
 
 def test_worker_process_has_no_torch(make_arena, cpu):

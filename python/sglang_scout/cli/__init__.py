@@ -158,7 +158,7 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         metavar="GB",
         help="as --kv-offload-host-gb: host memory for KV pages in GiB "
-        "(default: half of what is available here now, as the server takes)",
+        "(default: half of what is available here now, about what the server takes)",
     )
     plan.add_argument(
         "--gpu-gb",

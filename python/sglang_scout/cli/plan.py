@@ -9,6 +9,8 @@ tokens and values of w bytes:
                        2 L H (D + D / 16)   (with --digest minmax-int8)
     int8 copies        2 L H (S D + 4)      (with --cpu-pages int8; host memory)
     resident pages     budget / S a request, its page being filled, and room for recalls once
+    worker             the ring, and results of threads that share a request, for so many requests
+                       (host memory, beside --kv-offload-host-gb)
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from dataclasses import dataclass
 
 from sglang_scout.cli.model_config import ModelConfig, read_model
 from sglang_scout.core.config import DEFAULT_HOST_SHARE, FLAGS, PAGE_SIZE_TOKENS
-from sglang_scout.core.errors import ConfigError
+from sglang_scout.core.errors import ArenaError, ConfigError
 from sglang_scout.core.page_bytes import copies_bytes, digest_bytes
 from sglang_scout.core.parse_config import parse_config
 
@@ -140,6 +142,7 @@ class Plan:
     offload: Fit
     stock: Fit | None
     requests: int | None
+    worker_bytes: int
 
     @property
     def fits(self) -> bool:
@@ -174,6 +177,7 @@ def make_plan(request: Request) -> Plan:
         device = max(0, gpu_kv - sizes.device_bytes_once) // sizes.device_bytes_per_request
         offload = Fit(_host_fit(host, sizes), device)
         stock = Fit(None, gpu_kv // sizes.kv_bytes_per_request)
+    requests = max(request.requests or offload.requests, 1)
     return Plan(
         model=model,
         sizes=sizes,
@@ -184,7 +188,29 @@ def make_plan(request: Request) -> Plan:
         offload=offload,
         stock=stock,
         requests=request.requests,
+        worker_bytes=_worker_bytes(request.model_path, model, sizes, requests),
     )
+
+
+def _worker_bytes(model_path: str, model: ModelConfig, sizes: Sizes, requests: int) -> int:
+    """What a worker needs of host memory beside the pages, on one memory node and with CPUs enough."""
+    from sglang_scout.worker.sizes import MOST_THREADS_PER_GROUP, worker_memory
+    from sglang_scout.worker.spec import MAX_BATCH, ArenaSpec
+
+    page = sizes.page_size_tokens
+    budget = min(sizes.budget_tokens, sizes.context_tokens)
+    try:
+        spec = ArenaSpec(
+            num_layers=model.num_layers, num_pages=1, page_size=page, num_kv_heads=model.num_kv_heads,
+            num_q_heads=model.num_q_heads, head_dim=model.head_dim, kv_dtype=model.dtype, scale=1.0,
+            max_batch=min(requests, MAX_BATCH), max_pages=math.ceil(budget / page),
+        )  # fmt: skip
+    except ArenaError as error:
+        raise ConfigError(
+            f"plan: --model-path {model_path}, --budget {sizes.budget_tokens}: {error}; lower the budget, "
+            "or choose another model"
+        ) from None
+    return worker_memory(spec, MOST_THREADS_PER_GROUP).total_bytes
 
 
 def _host_fit(host_bytes: int, sizes: Sizes) -> int:

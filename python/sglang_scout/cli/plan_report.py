@@ -35,6 +35,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "requests_need_host_pages": needed["host_pages"],
         "requests_need_host_bytes": needed["host_bytes"],
         "requests_need_device_bytes": needed["device"],
+        "requests_need_worker_bytes": plan.worker_bytes,
         "fits": plan.fits,
     }
     for name, fit in (("offload", plan.offload), ("stock", plan.stock)):
@@ -114,7 +115,8 @@ def _verdict(plan: Plan) -> str:
     lines.append(
         f"For {_count(max(requests, 1))}: --max-running-requests {max(requests, 1)} "
         f"--kv-offload-host-gb {host_gib:.1f},\n"
-        f"and {gib(needed['device'])} of {place} beside the weights."
+        f"and {gib(needed['device'])} of {place} beside the weights.\n"
+        f"The worker's ring and partial results take up to {gib(plan.worker_bytes)} of host memory more."
     )
     if plan.gpu_bytes is None:
         lines.append(

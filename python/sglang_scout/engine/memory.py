@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.page_bytes import copies_bytes, digest_bytes
 from sglang_scout.engine.pools import ModelShape
+from sglang_scout.worker.arena import ArenaSpec
+from sglang_scout.worker.sizes import WorkerMemory, most_threads, worker_memory
 
 HEADROOM_BYTES = 256 * 2**20
-"""What the ring, the step's buffers and the interpreter may still need."""
+"""What the step's buffers and the interpreters may still need."""
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Counts and bytes of the three stores.
+    """Counts and bytes of the three stores, and what the worker needs beside them.
 
     Attributes:
         num_pages: P, host pages including the padding page.
@@ -31,6 +35,7 @@ class MemoryPlan:
     copies_bytes: int
     digest_bytes: int
     resident_bytes: int
+    worker: WorkerMemory
 
     @property
     def rows(self) -> tuple[tuple[str, int, int], ...]:
@@ -40,6 +45,7 @@ class MemoryPlan:
             *((("int8 copies", self.num_pages, self.copies_bytes),) if self.copies_bytes else ()),
             ("digests", self.num_pages, self.digest_bytes),
             ("resident slots", self.num_slots, self.resident_bytes),
+            *self.worker.rows,
         )
 
 
@@ -50,19 +56,20 @@ def plan_memory(
     num_pages: int,
     max_batch: int,
     context_tokens: int,
+    node_cpus: Sequence[int],
     device_bytes: int | None = None,
 ) -> MemoryPlan:
     """Sizes of the stores for ``num_pages`` host pages and at most ``max_batch`` requests.
 
     Args:
+        node_cpus: CPUs of the worker on each memory node that the pages are divided among.
         device_bytes: what a device of its own memory has left for digests and resident pages; the
             latter get all of it unless ``resident_tokens`` says otherwise. None: the CPU device.
     Raises:
         ConfigError: they do not fit; with the numbers.
     """
     size = shape.page_size
-    budget_pages = min(config.budget_pages, -(-context_tokens // size))
-    budget_pages = max(budget_pages, config.sink_pages + config.recent_pages)
+    budget_pages = most_pages(config, shape, context_tokens)
     page_bytes = 2 * shape.page_bytes * shape.num_layers
     on_digests = (
         num_pages
@@ -86,10 +93,50 @@ def plan_memory(
         copies_bytes=num_pages * _copies_bytes(config, shape),
         digest_bytes=on_digests,
         resident_bytes=num_slots * page_bytes,
+        worker=plan_worker(config, shape, max_batch, context_tokens, node_cpus),
     )
     if device_bytes is not None:
         _check_device(plan, config, max_batch, min(forced + beside, num_pages), device_bytes)
     return plan
+
+
+def most_pages(config: OffloadConfig, shape: ModelShape, context_tokens: int) -> int:
+    """k, that a request can select in a layer."""
+    pages = min(config.budget_pages, -(-context_tokens // shape.page_size))
+    return max(pages, config.sink_pages + config.recent_pages)
+
+
+def arena_sizes(
+    config: OffloadConfig, shape: ModelShape, max_batch: int, context_tokens: int, num_nodes: int
+) -> dict[str, Any]:
+    """Fields of :class:`ArenaSpec`, all but the number of pages."""
+    return {
+        "num_nodes": num_nodes,
+        "num_layers": shape.num_layers,
+        "page_size": shape.page_size,
+        "num_kv_heads": shape.num_kv_heads,
+        "num_q_heads": shape.num_q_heads,
+        "head_dim": shape.head_dim,
+        "kv_dtype": str(shape.dtype).removeprefix("torch."),
+        "scale": shape.scale,
+        "logit_cap": shape.logit_cap,
+        "max_batch": max_batch,
+        "max_pages": most_pages(config, shape, context_tokens),
+        "cpu_pages": config.cpu_pages,
+    }
+
+
+def plan_worker(
+    config: OffloadConfig,
+    shape: ModelShape,
+    max_batch: int,
+    context_tokens: int,
+    node_cpus: Sequence[int],
+) -> WorkerMemory:
+    """What the worker needs beside the pages, however many they are; arguments as of :func:`plan_memory`."""
+    sizes = arena_sizes(config, shape, max_batch, context_tokens, len(node_cpus))
+    spec = ArenaSpec(num_pages=1, **sizes)
+    return worker_memory(spec, most_threads(config.worker_threads_per_group, min(node_cpus)))
 
 
 def _check_device(
@@ -140,7 +187,8 @@ def check_memory(
         ConfigError: naming the parts and the flags that size them.
     """
     on_device = plan.digest_bytes + plan.resident_bytes if shared else 0
-    needed = ranks * (plan.host_bytes + plan.copies_bytes + on_device + HEADROOM_BYTES)
+    of_host = plan.host_bytes + plan.copies_bytes + plan.worker.total_bytes
+    needed = ranks * (of_host + on_device + HEADROOM_BYTES)
     if needed <= available_bytes:
         return
     parts = ", ".join(f"{what} {size / 2**30:.2f} GiB" for what, _, size in plan.rows)
@@ -149,6 +197,7 @@ def check_memory(
         f"{f' on each of {ranks} ranks' if ranks > 1 else ''}), but "
         f"{available_bytes / 2**30:.2f} GiB of memory are available; lower --kv-offload-host-gb "
         f"({'not given' if config.host_gb is None else format(config.host_gb, 'g')}), "
-        f"--kv-offload-budget ({config.budget_tokens}), --max-running-requests, or resident_tokens "
-        f"({config.resident_tokens}) in --kv-offload-config"
+        f"--kv-offload-budget ({config.budget_tokens}), --max-running-requests ({plan.worker.max_batch}), or "
+        f"resident_tokens ({config.resident_tokens}) in --kv-offload-config, or set "
+        f"worker_threads_per_group ({config.worker_threads_per_group}) there to 1"
     )

@@ -16,7 +16,13 @@ from sglang.srt.model_executor import model_runner_kv_cache_mixin as pools_modul
 
 from sglang_scout.core.config import DEFAULT_HOST_SHARE, OffloadConfig
 from sglang_scout.core.errors import ConfigError
-from sglang_scout.engine.memory import bytes_for_pages, check_memory, plan_memory
+from sglang_scout.engine.memory import (
+    arena_sizes,
+    bytes_for_pages,
+    check_memory,
+    plan_memory,
+    plan_worker,
+)
 from sglang_scout.engine.pools import ModelShape
 from sglang_scout.plugin import status
 from sglang_scout.plugin.allocator import DigestListener, ScoutAllocator
@@ -57,16 +63,35 @@ def around_profile_available_bytes(
 
     All ranks must come to the same number of pages, as they allocate them alike.
     """
-    config, ranks = parse(runner.server_args), AttentionRanks()
+    config, ranks, shape = parse(runner.server_args), AttentionRanks(), model_shape(runner)
     if torch.device(runner.device).type == "cuda":
         # What SGLang would give to KV pages is shared by digests and resident pages.
         runner.kv_offload_device_bytes = original(runner, *args, **kwargs)
     if config.host_gb is not None:
         size = int(config.host_gb * 2**30)
     else:
-        size = int(ranks.least(available_bytes()) * DEFAULT_HOST_SHARE)
+        most_requests = runner.server_args.max_running_requests
+        _, node_cpus = _nodes_of_worker(runner, config)
+        context = runner.model_config.context_len
+        worker = plan_worker(config, shape, most_requests, context, node_cpus).total_bytes
+        left = ranks.least(available_bytes() - ranks.size * worker)
+        if left <= 0:
+            raise ConfigError(
+                f"--max-running-requests {most_requests}: the worker's ring and partial results need "
+                f"{ranks.size * worker / 2**30:.2f} GiB, {-left / 2**30:.2f} more than are available; "
+                "lower it, or set worker_threads_per_group = 1 in --kv-offload-config"
+            )
+        size = int(left * DEFAULT_HOST_SHARE)
         logger.info("--kv-offload-host-gb not given: %.1f GiB for KV pages", size / 2**30)
-    return bytes_for_pages(config, model_shape(runner), size // ranks.size)
+    return bytes_for_pages(config, shape, size // ranks.size)
+
+
+def _nodes_of_worker(runner: Any, config: OffloadConfig) -> tuple[list[int], list[int]]:
+    """The nodes that this rank's pages are bound to, none where that is not known, and how many of its
+    worker's CPUs are on each node that the pages are divided among."""
+    cpus = worker_cpus(runner, config)
+    nodes = worker_nodes(cpus)
+    return list(nodes), [len(of_node) for of_node in nodes.values()] or [len(cpus)]
 
 
 def model_shape(runner: Any) -> ModelShape:
@@ -104,12 +129,15 @@ def model_shape(runner: Any) -> ModelShape:
 def around_init_pools_decode(original: Callable[..., None], runner: Any) -> None:
     config, shape, ranks = parse(runner.server_args), model_shape(runner), AttentionRanks()
     num_pages = runner.max_total_num_tokens // shape.page_size + 1
+    max_batch, context = runner.max_running_requests, runner.model_config.context_len
+    nodes, node_cpus = _nodes_of_worker(runner, config)
     plan = plan_memory(
         config,
         shape,
         num_pages=num_pages,
-        max_batch=runner.max_running_requests,
-        context_tokens=runner.model_config.context_len,
+        max_batch=max_batch,
+        context_tokens=context,
+        node_cpus=node_cpus,
         device_bytes=getattr(runner, "kv_offload_device_bytes", None),
     )
     on_cpu = torch.device(runner.device).type == "cpu"
@@ -123,25 +151,11 @@ def around_init_pools_decode(original: Callable[..., None], runner: Any) -> None
             runner.max_total_num_tokens,
             runner.model_config.context_len,
         )
-    nodes = worker_nodes(worker_cpus(runner, config))
-    spec = {
-        "num_nodes": max(1, len(nodes)),
-        "num_layers": shape.num_layers,
-        "page_size": shape.page_size,
-        "num_kv_heads": shape.num_kv_heads,
-        "num_q_heads": shape.num_q_heads,
-        "head_dim": shape.head_dim,
-        "kv_dtype": str(shape.dtype).removeprefix("torch."),
-        "scale": shape.scale,
-        "logit_cap": shape.logit_cap,
-        "max_batch": runner.max_running_requests,
-        "max_pages": plan.budget_pages,
-        "cpu_pages": config.cpu_pages,
-    }
+    spec = arena_sizes(config, shape, max_batch, context, len(node_cpus))
     pool = _init_pools_with(
         original,
         runner,
-        functools.partial(HostKVPool, arena_spec=spec, numa_nodes=list(nodes)),
+        functools.partial(HostKVPool, arena_spec=spec, numa_nodes=nodes),
         HostKVPool,
     )
     pool.attach(shape, plan, config.digest)

@@ -19,11 +19,11 @@ from sglang_scout.core.split import Split
 from sglang_scout.worker.arena import Arena
 from sglang_scout.worker.ring import EVENT_DTYPE
 from sglang_scout.worker.settings import WorkerConfig, WorkerStatus, check_cpus, check_nodes
+from sglang_scout.worker.sizes import most_threads
 from sglang_scout.worker.supervisor import Supervisor
 
 __all__ = ["Reply", "ThreadEvents", "Ticket", "WorkerClient", "WorkerConfig", "WorkerStatus"]
 
-_MOST_THREADS_PER_GROUP = 8  # where their number is not fixed
 _F32 = np.dtype(np.float32)
 _I32 = np.dtype(np.int32)
 _I64 = np.dtype(np.int64)
@@ -92,7 +92,7 @@ class WorkerClient:
         self._cpu_nodes = check_nodes(nodes, self._cpus, self._spec.num_nodes)
         per_node = [self._cpu_nodes.count(node) for node in range(self._spec.num_nodes)]
         node_cpus = max(1, min(per_node))
-        most = self._config.threads_per_group or min(node_cpus, _MOST_THREADS_PER_GROUP)
+        most = most_threads(self._config.threads_per_group, node_cpus)
         least_pages = _native.least_run_pages(self._spec.read_bytes) * self._spec.num_nodes
         self._split = Split(node_cpus, most, least_pages)
         self._timeout_us = int(self._config.wait_timeout_s * 1e6)

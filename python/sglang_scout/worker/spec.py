@@ -11,6 +11,7 @@ from sglang_scout.core.errors import ArenaError
 from sglang_scout.core.page_bytes import CPU_PAGES, copies_bytes, copy_bytes
 
 KV_DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
+MAX_BATCH = 1 << 16
 MAX_NODES = 16  # kMaxNodes in ring.h
 _HUGE_PAGE_BYTES = 2 * 1024 * 1024
 _STORAGE = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.uint16}
@@ -58,7 +59,7 @@ class ArenaSpec:
         limits = {
             "num_layers": 1 << 16, "num_pages": (1 << 31) - 1, "page_size": 2048,
             "num_kv_heads": 1024, "num_q_heads": 1 << 14, "head_dim": 512,
-            "max_batch": 1 << 16, "max_pages": 1 << 20, "num_nodes": MAX_NODES,
+            "max_batch": MAX_BATCH, "max_pages": 1 << 20, "num_nodes": MAX_NODES,
         }  # fmt: skip
         for name, limit in limits.items():
             value = getattr(self, name)

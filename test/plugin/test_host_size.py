@@ -1,0 +1,63 @@
+"""How much host memory the pages get where --kv-offload-host-gb is not given."""
+
+import os
+
+os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sglang_scout.core.errors import ConfigError
+from sglang_scout.core.parse_config import parse_config
+from sglang_scout.engine.memory import plan_worker
+from sglang_scout.engine.pools import ModelShape
+
+hooks = pytest.importorskip("sglang_scout.plugin.hooks", reason="needs SGLang")
+
+SHAPE = ModelShape(40, 40, 8, 128, 32, torch.bfloat16, 128**-0.5)
+PER_NODE = 5
+
+
+def size(monkeypatch, *, available, ranks=1, nodes=2, host_gb=None):
+    config = parse_config(policy="scout", policies=("scout",), host_gb=host_gb)
+    found = {node: list(range(PER_NODE)) for node in range(nodes)}
+    group = SimpleNamespace(size=ranks, least=lambda own: own)
+    monkeypatch.setattr(hooks, "parse", lambda args: config)
+    monkeypatch.setattr(hooks, "AttentionRanks", lambda: group)
+    monkeypatch.setattr(hooks, "model_shape", lambda runner: SHAPE)
+    monkeypatch.setattr(hooks, "worker_cpus", lambda runner, config: list(range(PER_NODE)))
+    monkeypatch.setattr(hooks, "worker_nodes", lambda cpus: found)
+    monkeypatch.setattr(hooks, "available_bytes", lambda: available)
+    runner = SimpleNamespace(
+        device="cpu",
+        server_args=SimpleNamespace(max_running_requests=64),
+        model_config=SimpleNamespace(context_len=40960),
+    )
+    return hooks.around_profile_available_bytes(None, runner)
+
+
+@pytest.mark.parametrize(("nodes", "node_cpus"), [(0, [5]), (1, [5]), (2, [5, 5])])
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_half_of_what_the_workers_do_not_need(monkeypatch, ranks, nodes, node_cpus):
+    config = parse_config(policy="scout", policies=("scout",))
+    worker = plan_worker(config, SHAPE, 64, 40960, node_cpus).total_bytes
+    assert worker > 2**29
+    got = size(monkeypatch, available=100 << 30, ranks=ranks, nodes=nodes)
+    assert got == ((100 << 30) - ranks * worker) // 2 // ranks
+
+
+def test_a_size_that_is_given_is_taken(monkeypatch):
+    assert size(monkeypatch, available=0, ranks=2, host_gb=3) == 3 * 2**29
+
+
+def test_no_room_for_the_worker(monkeypatch):
+    with pytest.raises(ConfigError) as caught:
+        size(monkeypatch, available=1 << 30, ranks=4)
+    for part in (
+        "--max-running-requests 64",
+        "need 4.81 GiB, 3.81 more",
+        "worker_threads_per_group = 1",
+    ):
+        assert part in str(caught.value)
