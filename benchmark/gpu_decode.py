@@ -15,9 +15,10 @@ Rows (format: rows.py); `model`, `context`, `batch`, `step_us` in samples_us, `t
     full-triton       all KV on the device, at the largest batch that fits, with this project's kernel. It keeps fp32
                       accuracy by three products where others make one, so it is no stand-in for stock attention
     full-flashinfer   the same with FlashInfer, which stock SGLang uses; absent where that is not installed
-    scout             co-attention; with rho, precompute, recall, cache (`budget`: as many resident pages as all rows
-                      select, the paper's; `device`: all that its memory holds, of which a step attends to the
-                      selected ones), cpu_compute_ratio, wait_share (of the step's time), fallback_pages, resident_pages
+    scout             co-attention; with rho, precompute, recall, digest (where it is not minmax), cache (`budget`: as
+                      many resident pages as all rows select, the paper's; `device`: all that its memory holds, of
+                      which a step attends to the selected ones), cpu_compute_ratio, wait_share (of the step's time),
+                      fallback_pages, resident_pages
 
 Nobody joins or leaves, and no server is around the steps: an upper bound of what one can reach.
 """
@@ -234,11 +235,12 @@ def scout_rows(
 
 
 def variants() -> Iterator[tuple[dict[str, Any], float, str]]:
-    """The four corners of the paper's ablation, a larger cache, and how much the drift matters."""
+    """The four corners of the paper's ablation, a larger cache, digests in int8, and how much the drift matters."""
     for precompute in (True, False):
         for recall in ("adaptive", "off"):
             yield {"precompute": precompute, "recall": recall}, 1.0, "budget"
     yield {"precompute": True, "recall": "adaptive", "attend": "selected"}, 1.0, "device"
+    yield {"precompute": True, "recall": "adaptive", "digest": "minmax-int8"}, 1.0, "budget"
     for factor in (0.5, 2.0):
         yield {"precompute": True, "recall": "adaptive"}, factor, "budget"
 
