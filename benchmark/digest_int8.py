@@ -102,7 +102,7 @@ def compare(layers: Iterator[Layer]) -> tuple[dict, dict[int, dict]]:
         table = torch.arange(P, dtype=torch.int32).repeat(B, 1)
         full, scale = torch.full((B,), P, dtype=torch.int32), D**-0.5
         exact = score_pages(layer.q, *digests, table, full, scale)
-        loose = score_pages_int8(layer.q, *code_reference(*digests), table, full, scale)
+        loose = score_pages_int8(layer.q, code_reference(*digests), table, full, scale)
         mass = weights(layer)
         for k in (k for k in CHOSEN if k < P):
             want, got = (x.topk(k).indices for x in (exact, loose))

@@ -33,6 +33,7 @@ from sglang_scout.ops.digest import BUILD_LAYER_DIGESTS
 from sglang_scout.ops.digest_int8 import (
     BUILD_LAYER_DIGESTS_INT8,
     SCORE_PAGES_INT8,
+    Int8Digests,
     code_reference,
 )
 from sglang_scout.ops.gather import COPY_LAYER_PAGES
@@ -160,7 +161,7 @@ def scores_int8(pools: Pools, B: int, N: int) -> Case:
     out = pools.random(B, N)
 
     def call(table: torch.Tensor) -> object:
-        arguments = (q, *coded, table, n_full, D**-0.5, "mass")
+        arguments = (q, coded, table, n_full, D**-0.5, "mass")
         return SCORE_PAGES_INT8(*arguments, impl="triton", out=out)
 
     return Case(
@@ -168,7 +169,7 @@ def scores_int8(pools: Pools, B: int, N: int) -> Case:
         {"B": B, "N": N, "reduce": "mass"},
         B * N * (digest_bytes("minmax-int8", H, D, DTYPE.itemsize) + 8) + q.nbytes,
         [lambda t=t: call(t) for t in tables],
-        lambda: difference(SCORE_PAGES_INT8, q, *coded, tables[0], n_full, D**-0.5),
+        lambda: difference(SCORE_PAGES_INT8, q, coded, tables[0], n_full, D**-0.5),
     )
 
 
@@ -258,6 +259,7 @@ def digests(pools: Pools, n: int, source: str, form: str) -> Case:
     ids = [pools.ids(n, dtype=torch.int64, pages=P) for _ in range(REPEATS)]
     halves = [FORMS[form].half((L, P, H, D), DTYPE, pools.device) for _ in range(2)]
     written = [buffer for half in halves for buffer in half]
+    into = [Int8Digests(*written)] if form == "minmax-int8" else written
     page_bytes = S * H * D * DTYPE.itemsize
     moved = page_bytes + digest_bytes(form, H, D, DTYPE.itemsize)
     on_bus = layers.k[0].device.type != pools.device
@@ -265,12 +267,12 @@ def digests(pools: Pools, n: int, source: str, form: str) -> Case:
         op.name,
         {"pages": n, "layers": L, "from": source},
         n * L * page_bytes if on_bus else n * L * moved + 8 * n,
-        [lambda i=i: op(layers, i, *written, impl="triton") for i in ids],
+        [lambda i=i: op(layers, i, *into, impl="triton") for i in ids],
         # As bytes: some words of signs are NaNs, which differ from themselves.
         lambda: changed(
             op,
             [buffer.view(torch.uint8) for buffer in written],
-            lambda impl: op(layers, ids[0], *written, impl=impl),
+            lambda impl: op(layers, ids[0], *into, impl=impl),
         ),
         "bus" if on_bus else "device",
     )

@@ -58,6 +58,7 @@ def empty(*shape: int, dtype: torch.dtype = F32) -> torch.Tensor:
 
 def cases() -> Iterator[tuple[str, Callable[..., object], tuple]]:
     """A name, and a call with the shapes of a model that launches kernels."""
+    from sglang_scout.ops.digest_int8 import Int8Digests
     from sglang_scout.ops.doorbell import DeviceRing
     from sglang_scout.ops.layers import LayerPages
     from sglang_scout.ops.triton import (
@@ -108,11 +109,11 @@ def cases() -> Iterator[tuple[str, Callable[..., object], tuple]]:
         yield f"build_layer_digests, {model}", pages.build_layer_digests, (layers, ids, *of_layers)
         if D % 32 == 0:
             codes, steps = empty(P, H, D, dtype=torch.int8), empty(P, H, D // 32, dtype=BF16)
-            coded = (codes, steps, codes, steps)
-            arguments = (layers, ids, *(torch.stack([x] * 3) for x in coded))
+            coded = Int8Digests(codes, steps, codes, steps)
+            arguments = (layers, ids, Int8Digests(*(torch.stack([x] * 3) for x in coded)))
             function = digest_int8.build_layer_digests_int8
             yield f"build_layer_digests_int8, {model}", function, arguments
-            arguments = (q, *coded, table, row, 0.1)
+            arguments = (q, coded, table, row, 0.1)
             yield f"score_pages_int8, {model}", digest_int8.score_pages_int8, arguments
         yield f"build_layer_signs, {model}", signs.build_layer_signs, (layers, ids, *of_layers)
         slots = [x.new_empty(3, 9, *x.shape[1:]) for x in (k, v)]

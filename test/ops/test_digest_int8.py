@@ -9,6 +9,7 @@ from sglang_scout.ops.digest_int8 import (
     BUILD_LAYER_DIGESTS_INT8,
     GROUP,
     SCORE_PAGES_INT8,
+    Int8Digests,
     build_layer_digests_int8,
     code_reference,
     decode,
@@ -34,7 +35,7 @@ def pools(L, P, H, D):
     """Pools that hold what no digest is: low, its steps, high, its steps."""
     codes = [torch.full((L, P, H, D), 99, dtype=torch.int8) for _ in range(2)]
     steps = [torch.full((L, P, H, D // GROUP), 99.0, dtype=torch.bfloat16) for _ in range(2)]
-    return codes[0], steps[0], codes[1], steps[1]
+    return Int8Digests(codes[0], steps[0], codes[1], steps[1])
 
 
 def built(layers, ids=None, impl="reference"):
@@ -42,7 +43,7 @@ def built(layers, ids=None, impl="reference"):
     P, _, H, D = layers[0].shape
     into = pools(len(layers), P, H, D)
     ids = torch.arange(P) if ids is None else torch.tensor(ids, dtype=torch.int64)
-    build_layer_digests_int8(LayerPages.of(layers, layers, "cpu"), ids, *into, impl=impl)
+    build_layer_digests_int8(LayerPages.of(layers, layers, "cpu"), ids, into, impl=impl)
     return into
 
 
@@ -146,7 +147,7 @@ def test_equals_the_scores_of_the_unpacked_digests(agree, impl, reduce, sizes, D
     table = torch.randint(-1, P, (B, N), generator=rng, dtype=torch.int32)
     n_full = torch.randint(0, N + 1, (B,), generator=rng, dtype=torch.int32)
     out = torch.full((B, N), torch.nan)
-    arguments = (q, *digests, table, n_full, D**-0.5, reduce)
+    arguments = (q, digests, table, n_full, D**-0.5, reduce)
     got = score_pages_int8(*arguments, impl=impl, out=out)
     assert got is out
     low, low_step, high, high_step = digests
@@ -165,7 +166,7 @@ def test_a_bound_stays_a_bound(impl, outliers, spread, seed):
     q = torch.randn(1, H * G, D, generator=rng) * spread
     table, n_full = torch.arange(P, dtype=torch.int32)[None], torch.tensor([P], dtype=torch.int32)
     exact = score_reference(q, *digest_reference(k), table, n_full, 1.0, "sum")
-    loose = score_pages_int8(q, *digests_of(k), table, n_full, 1.0, "sum", impl=impl)
+    loose = score_pages_int8(q, digests_of(k), table, n_full, 1.0, "sum", impl=impl)
     assert (loose >= exact - 1e-5 * exact.abs().max()).all()
 
 
@@ -178,7 +179,7 @@ def test_selection_holds(outliers):
     table = torch.arange(P, dtype=torch.int32).repeat(4, 1)
     n_full = torch.full((4,), P, dtype=torch.int32)
     exact = score_reference(q, *digest_reference(k), table, n_full, D**-0.5)
-    loose = score_pages_int8(q, *digests_of(k), table, n_full, D**-0.5)
+    loose = score_pages_int8(q, digests_of(k), table, n_full, D**-0.5)
     chosen = [set(row) for row in exact.topk(64).indices.tolist()]
     for row, want in zip(loose.topk(64).indices.tolist(), chosen, strict=True):
         assert len(set(row) & want) >= 60
@@ -191,7 +192,7 @@ def test_a_page_without_a_step_scores_nan(impl, reduce):
     k[2, 0, 0, 5] = torch.inf
     table, n_full = torch.arange(4, dtype=torch.int32)[None], torch.tensor([4], dtype=torch.int32)
     q = torch.randn(1, 2, 64, generator=torch.Generator().manual_seed(4))
-    scores = score_pages_int8(q, *digests_of(k), table, n_full, 0.125, reduce, impl=impl)
+    scores = score_pages_int8(q, digests_of(k), table, n_full, 0.125, reduce, impl=impl)
     assert scores[0, 2].isnan()
 
 
@@ -199,7 +200,7 @@ def test_a_page_without_a_step_scores_nan(impl, reduce):
 def test_triton_skips_pages_out_of_range(impl):
     k, into = keys(2, 2, 1, 32, torch.float32), pools(1, 2, 1, 32)
     ids = torch.tensor([2, -1, 2**40])
-    build_layer_digests_int8(LayerPages.of([k], [k], "cpu"), ids, *into, impl=impl)
+    build_layer_digests_int8(LayerPages.of([k], [k], "cpu"), ids, into, impl=impl)
     assert all((pool == 99).all() for pool in into)
 
 
@@ -209,11 +210,16 @@ def test_native_refuses_pages_out_of_range():
     with pytest.raises(
         ValueError, match=r"build_layer_digests_int8: ids has 2, expected values in"
     ):
-        build_layer_digests_int8(source, torch.tensor([0, 2]), *into, impl="native")
+        build_layer_digests_int8(source, torch.tensor([0, 2]), into, impl="native")
     one = torch.ones(1, dtype=torch.int32)
     with pytest.raises(ValueError, match="score_pages_int8: table has 2, expected values below 2"):
         score_pages_int8(
-            torch.zeros(1, 1, 32), *(x[0] for x in into), 2 * one[None], one, 1.0, impl="native"
+            torch.zeros(1, 1, 32),
+            Int8Digests(*(x[0] for x in into)),
+            2 * one[None],
+            one,
+            1.0,
+            impl="native",
         )
 
 
@@ -229,17 +235,16 @@ def test_native_refuses_pages_out_of_range():
 )
 def test_malformed_arguments_are_named(change, message):
     k = torch.zeros(2, 8, 1, 32)
-    names = ("low", "low_step", "high", "high_step")
-    arguments = dict(zip(names, pools(1, 2, 1, 32), strict=True)) | change
+    digests = pools(1, 2, 1, 32)._replace(**change)
     with pytest.raises(ValueError, match=f"build_layer_digests_int8: {message}"):
-        build_layer_digests_int8(LayerPages.of([k], [k], "cpu"), torch.tensor([0]), **arguments)
+        build_layer_digests_int8(LayerPages.of([k], [k], "cpu"), torch.tensor([0]), digests)
 
 
 def test_head_sizes_that_groups_do_not_divide_are_refused():
     narrow, wide = torch.zeros(2, 8, 1, 48), torch.zeros(2, 8, 1, 512)
     with pytest.raises(ValueError, match="low has D=48, expected a multiple of 32"):
         build_layer_digests_int8(
-            LayerPages.of([narrow], [narrow], "cpu"), torch.tensor([0]), *pools(1, 2, 1, 48)
+            LayerPages.of([narrow], [narrow], "cpu"), torch.tensor([0]), pools(1, 2, 1, 48)
         )
     with pytest.raises(
         ImplementationError, match="D=512; triton supports multiples of 16 up to 256"

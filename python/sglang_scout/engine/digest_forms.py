@@ -10,8 +10,13 @@ from typing import Protocol
 
 import torch
 
-from sglang_scout.ops import digest_int8
 from sglang_scout.ops.digest import build_layer_digests
+from sglang_scout.ops.digest_int8 import (
+    GROUP,
+    Int8Digests,
+    build_layer_digests_int8,
+    score_pages_int8,
+)
 from sglang_scout.ops.layers import LayerPages
 from sglang_scout.ops.score import score_pages
 from sglang_scout.ops.signs import as_bits, build_layer_signs, score_signs
@@ -113,14 +118,14 @@ class MinMaxInt8:
     def half(
         self, size: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device | str
     ) -> Half:
-        steps = (*size[:3], size[3] // digest_int8.GROUP)
+        steps = (*size[:3], size[3] // GROUP)
         return (
             torch.zeros(size, dtype=torch.int8, device=device),
             torch.zeros(steps, dtype=torch.bfloat16, device=device),
         )
 
     def build(self, source: LayerPages, ids: torch.Tensor, low: Half, high: Half) -> None:
-        digest_int8.build_layer_digests_int8(source, ids, *low, *high)
+        build_layer_digests_int8(source, ids, Int8Digests(*low, *high))
 
     def score(
         self,
@@ -132,7 +137,8 @@ class MinMaxInt8:
         scale: float,
         head_reduce: str,
     ) -> torch.Tensor:
-        return digest_int8.score_pages_int8(query, *low, *high, table, n_full, scale, head_reduce)
+        digests = Int8Digests(*low, *high)
+        return score_pages_int8(query, digests, table, n_full, scale, head_reduce)
 
     def across_heads(self, head_reduce: str) -> str:
         return _bounds_across_heads(head_reduce)

@@ -14,6 +14,8 @@ puts last.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from ..core.page_bytes import STEP_CHANNELS
@@ -41,20 +43,28 @@ SCORE_TOLERANCES = {
 }
 
 
+class Int8Digests(NamedTuple):
+    """Of P pages, of one layer or, with an axis [L, ...] before it, of all.
+
+    Attributes:
+        low, high: [P, H, D] int8, in units of
+        low_step, high_step: [P, H, D / 32] bfloat16.
+    """
+
+    low: torch.Tensor
+    low_step: torch.Tensor
+    high: torch.Tensor
+    high_step: torch.Tensor
+
+
 def _rounded_up(x: torch.Tensor) -> torch.Tensor:
     """The nearest bfloat16 that is not below x, of positive finite fp32 numbers."""
     bits = x.contiguous().view(torch.int32)
     return ((bits + 0xFFFF) & ~0xFFFF).view(torch.float32).bfloat16()
 
 
-def code_reference(
-    kmin: torch.Tensor, kmax: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes and steps of digests [..., D], D % 32 == 0.
-
-    Returns:
-        (low [..., D] int8, its steps [..., D / 32] bfloat16, high, its steps).
-    """
+def code_reference(kmin: torch.Tensor, kmax: torch.Tensor) -> Int8Digests:
+    """Digests [..., D], D % 32 == 0, rounded outward."""
     m, M = (x.float().unflatten(-1, (-1, GROUP)) for x in (kmin, kmax))
     good = (m.isfinite() & M.isfinite()).all(-1, keepdim=True)
     none = torch.tensor(NO_STEP_BITS, dtype=torch.int16, device=m.device).view(torch.bfloat16)
@@ -66,8 +76,7 @@ def code_reference(
         code += (code * step.float() < x).float()
         codes = (code * direction).flatten(-2).to(torch.int8)
         found += [codes, step.where(good, none).squeeze(-1)]
-    low, low_step, high, high_step = found
-    return low, low_step, high, high_step
+    return Int8Digests(*found)
 
 
 def decode(codes: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
@@ -78,13 +87,10 @@ def decode(codes: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
 def _build_reference(
     source: LayerPages,
     ids: torch.Tensor,
-    low: torch.Tensor,
-    low_step: torch.Tensor,
-    high: torch.Tensor,
-    high_step: torch.Tensor,
+    digests: Int8Digests,
 ) -> None:
     """`build_layer_digests_int8` by gather, reduce, round, scatter, layer after layer."""
-    for k, *pools in zip(source.k, low, low_step, high, high_step, strict=True):
+    for k, *pools in zip(source.k, *digests, strict=True):
         new = code_reference(*digest_reference(k.index_select(0, ids.to(k.device))))
         for pool, rows in zip(pools, new, strict=True):
             pool.index_copy_(0, ids, rows.to(pool.device))
@@ -93,12 +99,10 @@ def _build_reference(
 def _bind(
     shapes: Shapes,
     axes: str,
-    low: torch.Tensor,
-    low_step: torch.Tensor,
-    high: torch.Tensor,
-    high_step: torch.Tensor,
+    digests: Int8Digests,
 ) -> None:
     """``axes`` are those of the codes; the steps have C = D / 32 in place of D."""
+    low, low_step, high, high_step = digests
     shapes.bind("low", low, axes, torch.int8)
     shapes.bind("high", high, axes, torch.int8)
     if shapes["D"] % GROUP:
@@ -111,15 +115,12 @@ def _bind(
 def _check_build(
     source: LayerPages,
     ids: torch.Tensor,
-    low: torch.Tensor,
-    low_step: torch.Tensor,
-    high: torch.Tensor,
-    high_step: torch.Tensor,
+    digests: Int8Digests,
 ) -> None:
     shapes = Shapes("build_layer_digests_int8", L=len(source.k))
     shapes.bind("k", source.k[0], "PSHD")
     shapes.bind("ids", ids, "n", torch.int64)
-    _bind(shapes, "LPHD", low, low_step, high, high_step)
+    _bind(shapes, "LPHD", digests)
 
 
 BUILD_LAYER_DIGESTS_INT8 = Op(
@@ -134,10 +135,7 @@ BUILD_LAYER_DIGESTS_INT8 = Op(
 def build_layer_digests_int8(
     source: LayerPages,
     ids: torch.Tensor,
-    low: torch.Tensor,
-    low_step: torch.Tensor,
-    high: torch.Tensor,
-    high_step: torch.Tensor,
+    digests: Int8Digests,
     impl: str = "auto",
 ) -> None:
     """`build_layer_digests`, rounded outward to int8. All other rows stay as they are.
@@ -145,19 +143,16 @@ def build_layer_digests_int8(
     Args:
         source: K of each layer, [P, S, H, D] any float dtype, D % 32 == 0; the named pages are full.
         ids: [n] int64 in [0, P); n may be 0; no id twice.
-        low, high: [L, P, H, D] int8, low_step, high_step: [L, P, H, D / 32] bfloat16; mutated.
+        digests: [L, P, ...]; mutated.
     Raises:
         ValueError: sizes or dtypes that do not agree. ImplementationError: see `registry.Op`.
     """
-    BUILD_LAYER_DIGESTS_INT8(source, ids, low, low_step, high, high_step, impl=impl)
+    BUILD_LAYER_DIGESTS_INT8(source, ids, digests, impl=impl)
 
 
 def score_int8_reference(
     q: torch.Tensor,
-    low: torch.Tensor,
-    low_step: torch.Tensor,
-    high: torch.Tensor,
-    high_step: torch.Tensor,
+    digests: Int8Digests,
     table: torch.Tensor,
     n_full: torch.Tensor,
     scale: float,
@@ -165,16 +160,14 @@ def score_int8_reference(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`score_pages` of the decoded digests."""
+    low, low_step, high, high_step = digests
     values = decode(low, low_step), decode(high, high_step)
     return score_reference(q, *values, table, n_full, scale, reduce, out)
 
 
 def _check_score(
     q: torch.Tensor,
-    low: torch.Tensor,
-    low_step: torch.Tensor,
-    high: torch.Tensor,
-    high_step: torch.Tensor,
+    digests: Int8Digests,
     table: torch.Tensor,
     n_full: torch.Tensor,
     scale: float,
@@ -182,7 +175,7 @@ def _check_score(
     out: torch.Tensor | None = None,
 ) -> None:
     shapes = Shapes("score_pages_int8")
-    _bind(shapes, "PHD", low, low_step, high, high_step)
+    _bind(shapes, "PHD", digests)
     shapes.bind_scoring(q, table, n_full, out)
     shapes.one_of("reduce", reduce, REDUCTIONS)
 
@@ -198,10 +191,7 @@ SCORE_PAGES_INT8 = Op(
 
 def score_pages_int8(
     q: torch.Tensor,
-    low: torch.Tensor,
-    low_step: torch.Tensor,
-    high: torch.Tensor,
-    high_step: torch.Tensor,
+    digests: Int8Digests,
     table: torch.Tensor,
     n_full: torch.Tensor,
     scale: float,
@@ -215,11 +205,9 @@ def score_pages_int8(
     That holds for the bounds, so for reduce "sum"; "mass" and "max" compare pages of one request.
 
     Args:
-        low, high: [P, H, D] int8, low_step, high_step: [P, H, D / 32] bfloat16, of one layer, see
-            `build_layer_digests_int8`.
+        digests: [P, ...], of one layer, see `build_layer_digests_int8`.
         All others and the result: as `score_pages`.
     Raises:
         ValueError: sizes, dtypes or ``reduce``. ImplementationError: see `registry.Op`.
     """
-    digests = low, low_step, high, high_step
-    return SCORE_PAGES_INT8(q, *digests, table, n_full, scale, reduce, impl=impl, out=out)
+    return SCORE_PAGES_INT8(q, digests, table, n_full, scale, reduce, impl=impl, out=out)

@@ -8,8 +8,9 @@ function does so itself, here where it does not.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -86,6 +87,17 @@ def _check_ids(op: str, name: str, ids: torch.Tensor, high: int, low: int | None
         wrong = largest if largest >= high else smallest
         expected = f"values below {high}" if low is None else f"values in [{low}, {high})"
         raise ValueError(f"{op}: {name} has {wrong}, expected {expected}")
+
+
+@contextlib.contextmanager
+def naming_pages(op: str, table: torch.Tensor, n_full: torch.Tensor, P: int) -> Iterator[None]:
+    """Where the module refuses a table of page ids, say which value is wrong."""
+    try:
+        yield
+    except ValueError:
+        _check_ids(op, "n_full", n_full, table.shape[1] + 1, 0)
+        _check_ids(op, "table", table, P)
+        raise
 
 
 def _check_attend_ids(
@@ -194,7 +206,7 @@ def _score(
     (P, H, D), (B, N) = kmin.shape, table.shape
     if out is None:
         out = q.new_empty((B, N))
-    try:
+    with naming_pages("score_pages", table, n_full, P):
         _module.score_pages(
             q.data_ptr(),
             kmin.data_ptr(),
@@ -213,10 +225,6 @@ def _score(
             out.data_ptr(),
             torch.get_num_threads(),
         )
-    except ValueError:
-        _check_ids("score_pages", "n_full", n_full, N + 1, 0)
-        _check_ids("score_pages", "table", table, P)
-        raise
     return out
 
 

@@ -2,38 +2,36 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from ..core.registry import Implementation
 from . import native
 from .layers import LayerPages
 
+if TYPE_CHECKING:
+    from .digest_int8 import Int8Digests
+
 
 def _build_reasons(
     source: LayerPages,
     ids: torch.Tensor,
-    low: torch.Tensor,
-    low_step: torch.Tensor,
-    high: torch.Tensor,
-    high_step: torch.Tensor,
+    digests: Int8Digests,
 ) -> list[str]:
     k = source.k[0]
-    written = {"low": low, "low_step": low_step, "high": high, "high_step": high_step}
-    return native._reasons(k, **{"source.k": k}, ids=ids, **written)
+    return native._reasons(k, **{"source.k": k}, ids=ids, **digests._asdict())
 
 
 def _build(
     source: LayerPages,
     ids: torch.Tensor,
-    low: torch.Tensor,
-    low_step: torch.Tensor,
-    high: torch.Tensor,
-    high_step: torch.Tensor,
+    digests: Int8Digests,
 ) -> None:
     assert native._module is not None
     P, S, H, D = source.k[0].shape
     native._check_ids("build_layer_digests_int8", "ids", ids, P, 0)
-    for k, *written in zip(source.k, low, low_step, high, high_step, strict=True):
+    for k, *written in zip(source.k, *digests, strict=True):
         native._module.digest_pages_int8(
             k.data_ptr(),
             S,
@@ -48,27 +46,20 @@ def _build(
 
 def _score_reasons(
     q: torch.Tensor,
-    low: torch.Tensor,
-    low_step: torch.Tensor,
-    high: torch.Tensor,
-    high_step: torch.Tensor,
+    digests: Int8Digests,
     table: torch.Tensor,
     n_full: torch.Tensor,
     scale: float,
     reduce: str = "mass",
     out: torch.Tensor | None = None,
 ) -> list[str]:
-    read = {"low": low, "low_step": low_step, "high": high, "high_step": high_step}
-    tensors = read | {"q": q, "table": table, "n_full": n_full, "out": out}
-    return native._reasons(low, (torch.int8,), **tensors)
+    tensors = {"q": q, "table": table, "n_full": n_full, "out": out}
+    return native._reasons(digests.low, (torch.int8,), **tensors, **digests._asdict())
 
 
 def _score(
     q: torch.Tensor,
-    low: torch.Tensor,
-    low_step: torch.Tensor,
-    high: torch.Tensor,
-    high_step: torch.Tensor,
+    digests: Int8Digests,
     table: torch.Tensor,
     n_full: torch.Tensor,
     scale: float,
@@ -76,16 +67,13 @@ def _score(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     assert native._module is not None
-    (P, H, D), (B, N) = low.shape, table.shape
+    (P, H, D), (B, N) = digests.low.shape, table.shape
     if out is None:
         out = q.new_empty((B, N))
-    try:
+    with native.naming_pages("score_pages_int8", table, n_full, P):
         native._module.score_pages_int8(
             q.data_ptr(),
-            low.data_ptr(),
-            low_step.data_ptr(),
-            high.data_ptr(),
-            high_step.data_ptr(),
+            *(x.data_ptr() for x in digests),
             P,
             H,
             q.shape[1] // H,
@@ -99,10 +87,6 @@ def _score(
             out.data_ptr(),
             torch.get_num_threads(),
         )
-    except ValueError:
-        native._check_ids("score_pages_int8", "n_full", n_full, N + 1, 0)
-        native._check_ids("score_pages_int8", "table", table, P)
-        raise
     return out
 
 

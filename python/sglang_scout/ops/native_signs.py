@@ -56,7 +56,7 @@ def _score_signs(
     (P, H, D), (B, N) = low.shape, table.shape
     if out is None:
         out = q.new_empty((B, N))
-    try:
+    with native.naming_pages("score_signs", table, n_full, P):
         native._module.score_signs(
             q.data_ptr(),
             low.data_ptr(),
@@ -73,10 +73,6 @@ def _score_signs(
             out.data_ptr(),
             torch.get_num_threads(),
         )
-    except ValueError:
-        native._check_ids("score_signs", "n_full", n_full, N + 1, 0)
-        native._check_ids("score_signs", "table", table, P)
-        raise
     return out
 
 

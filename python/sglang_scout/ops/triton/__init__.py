@@ -12,12 +12,15 @@ import importlib
 import importlib.util
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ...core.registry import Implementation
 from ..layers import LayerPages
+
+if TYPE_CHECKING:
+    from ..digest_int8 import Int8Digests
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _DIM_STEP, _MAX_DIM = 16, 256
@@ -237,29 +240,21 @@ APPEND_TOKENS = _kernel("pages", "append_tokens", _append_reasons)
 def _build_int8_reasons(
     source: LayerPages,
     ids: torch.Tensor,
-    low: torch.Tensor,
-    low_step: torch.Tensor,
-    high: torch.Tensor,
-    high_step: torch.Tensor,
+    digests: Int8Digests,
 ) -> list[str]:
-    written = {"low": low, "low_step": low_step, "high": high, "high_step": high_step}
-    return _whole_page_reasons(source, ids=ids, **written)
+    return _whole_page_reasons(source, ids=ids, **digests._asdict())
 
 
 def _score_int8_reasons(
     q: torch.Tensor,
-    low: torch.Tensor,
-    low_step: torch.Tensor,
-    high: torch.Tensor,
-    high_step: torch.Tensor,
+    digests: Int8Digests,
     table: torch.Tensor,
     n_full: torch.Tensor,
     scale: float,
     reduce: str = "mass",
     out: torch.Tensor | None = None,
 ) -> list[str]:
-    read = {"low": low, "low_step": low_step, "high": high, "high_step": high_step}
-    return _reasons(q, q=q, **read, table=table, n_full=n_full, out=out)
+    return _reasons(q, q=q, **digests._asdict(), table=table, n_full=n_full, out=out)
 
 
 BUILD_LAYER_DIGESTS_INT8 = _kernel("digest_int8", "build_layer_digests_int8", _build_int8_reasons)

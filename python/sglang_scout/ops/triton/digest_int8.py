@@ -5,6 +5,8 @@ digests take, and 8 for id and score; building a page's digest reads S H D e and
 reads.
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
@@ -13,6 +15,9 @@ from ..layers import LayerPages
 from .exact import dot_fp32, rounded
 from .pages import layer_pointer
 from .score import Scratch, leave_bounds, leave_nothing
+
+if TYPE_CHECKING:
+    from ..digest_int8 import Int8Digests
 
 _BLOCK_PAGES = 64
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -140,10 +145,7 @@ def bounds_int8_kernel(
 def build_layer_digests_int8(
     source: LayerPages,
     ids: torch.Tensor,
-    low: torch.Tensor,
-    low_step: torch.Tensor,
-    high: torch.Tensor,
-    high_step: torch.Tensor,
+    digests: "Int8Digests",
 ) -> None:
     """See `ops.digest_int8.build_layer_digests_int8`."""
     from ..digest_int8 import GROUP, LEAST_STEP, NO_STEP_BITS, STEPS
@@ -154,10 +156,10 @@ def build_layer_digests_int8(
     build_kernel[(ids.numel(), H, len(source.k))](
         source.addresses,
         ids,
-        low,
-        low_step.view(torch.int16),
-        high,
-        high_step.view(torch.int16),
+        digests.low,
+        digests.low_step.view(torch.int16),
+        digests.high,
+        digests.high_step.view(torch.int16),
         P,
         NO_STEP_BITS,
         LEAST_STEP,
@@ -176,10 +178,7 @@ def build_layer_digests_int8(
 
 def score_pages_int8(
     q: torch.Tensor,
-    low: torch.Tensor,
-    low_step: torch.Tensor,
-    high: torch.Tensor,
-    high_step: torch.Tensor,
+    digests: "Int8Digests",
     table: torch.Tensor,
     n_full: torch.Tensor,
     scale: float,
@@ -187,7 +186,7 @@ def score_pages_int8(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `ops.digest_int8.score_pages_int8`."""
-    (B, N), (_, H, D), HQ = table.shape, low.shape, q.shape[1]
+    (B, N), (_, H, D), HQ = table.shape, digests.low.shape, q.shape[1]
     if out is None:
         out = q.new_empty((B, N))
     if B * N == 0:
@@ -196,10 +195,7 @@ def score_pages_int8(
     G = HQ // H
     bounds_int8_kernel[(scratch.blocks, H, B)](
         q,
-        low,
-        low_step,
-        high,
-        high_step,
+        *digests,
         table,
         n_full,
         *scratch.tensors,
@@ -209,7 +205,7 @@ def score_pages_int8(
         H,
         G,
         D,
-        D // low_step.shape[2],
+        D // digests.low_step.shape[2],
         scratch.block_n,
         max(16, triton.next_power_of_2(G)),
         num_warps=4,
