@@ -7,28 +7,16 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import shutil
-import sys
-import tempfile
 import threading
 import time
-import urllib.error
-import urllib.request
-import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sglang_scout.cli.pd_cluster import HOST, flags
-from sglang_scout.cli.server_environment import server_environment
-from sglang_scout.cli.server_process import (
-    CLUSTER_VARIABLE,
-    ServerFailed,
-    ServerProcess,
-    free_ports,
-    stop_all,
-)
+from sglang_scout.cli.pd_cluster import flags
+from sglang_scout.cli.server_process import ServerFailed
 from sglang_scout.cli.sglang_http import RequestFailed, generate_payload, http_json, sse_events
+from sglang_scout.cli.single_server import SingleServer
 
 FAKE_BOOTSTRAP_HOST = "2.2.2.2"
 """SGLang's mark of requests whose KV nobody sends; without an address a batch ends the server."""
@@ -54,15 +42,13 @@ def offload(
     }
 
 
-class DecodeServer:
-    """Context manager; all processes are gone after it.
+class DecodeServer(SingleServer):
+    """A decode server that is sent requests directly.
 
     Args:
         model_dir: folder of the model.
         options: flags of ``sglang.launch_server``.
-        device: as SGLang's flag; on the CPU the ring's kernels run in Triton's interpreter.
-        log: file for the server's output.
-        ready_timeout_s: for the start.
+        device, log, ready_timeout_s: see SingleServer. On the CPU the ring's kernels run in Triton's interpreter.
     """
 
     def __init__(
@@ -74,63 +60,20 @@ class DecodeServer:
         log: Path,
         ready_timeout_s: float = 240.0,
     ) -> None:
-        environment = server_environment(device)
-        environment.setdefault("HF_HUB_OFFLINE", "1")
-        environment.pop("TRITON_INTERPRET", None)
-        if device == "cpu":
-            environment["TRITON_INTERPRET"] = "1"
-        self._id = environment[CLUSTER_VARIABLE] = uuid.uuid4().hex
-        self._scratch = environment["TMPDIR"] = tempfile.mkdtemp(prefix="scout-")
-        [port] = free_ports(1)
-        self.url = f"http://{HOST}:{port}"
-        self._ready_timeout_s = ready_timeout_s
-        command = [sys.executable, "-m", "sglang.launch_server"]
-        command += flags(
+        arguments = flags(
             model_path=model_dir,
-            host=HOST,
-            port=port,
-            device=device,
             disaggregation_mode="decode",
             disaggregation_transfer_backend="fake",
             skip_tokenizer_init=True,
             grammar_backend="none",
             sampling_backend="pytorch",
-            sleep_on_idle=True,
             **options,
         )
-        self.process = ServerProcess("decode", command, environment, log)
-
-    def __enter__(self) -> DecodeServer:
-        try:
-            self.process.start()
-            self._wait_ready()
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        try:
-            stop_all([self.process], self._id, grace_s=0.0)
-        finally:
-            shutil.rmtree(self._scratch, ignore_errors=True)
-
-    def _wait_ready(self) -> None:
-        """Raises ServerFailed, with the log's end, if it ends or is not ready in time."""
-        deadline = time.monotonic() + self._ready_timeout_s
-        while time.monotonic() < deadline:
-            self.process.check()
-            try:
-                with urllib.request.urlopen(self.url + "/health", timeout=5):
-                    return
-            except (OSError, urllib.error.URLError):
-                time.sleep(0.25)
-        raise ServerFailed(
-            f"not healthy within {self._ready_timeout_s:.0f} s\n{self.process.tail()}"
-        )
+        environment = {"TRITON_INTERPRET": "1"} if device == "cpu" else {}
+        super().__init__(
+            "decode", arguments, device=device, log=log, environment=environment,
+            ready_timeout_s=ready_timeout_s,
+        )  # fmt: skip
 
     def info(self) -> dict[str, Any]:
         return http_json(self.url + "/server_info", timeout_s=60)

@@ -10,25 +10,15 @@ import shutil
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
-import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from policies import FULL, Setting
 
-from sglang_scout.cli.pd_cluster import HOST, PDCluster, flags
-from sglang_scout.cli.server_environment import cpu_environment
-from sglang_scout.cli.server_process import (
-    CLUSTER_VARIABLE,
-    ServerFailed,
-    ServerProcess,
-    free_ports,
-    stop_all,
-)
+from sglang_scout.cli.pd_cluster import PDCluster, flags
 from sglang_scout.cli.sglang_http import RequestFailed, http_json
+from sglang_scout.cli.single_server import SingleServer
 
 READY_TIMEOUT_S = 600.0
 REQUEST_TIMEOUT_S = 3600.0
@@ -94,16 +84,21 @@ class Fleet:
         whole_prompts = flags(max_prefill_tokens=longest_tokens + 1024, chunked_prefill_size=-1)
         shared = [*flags(mem_fraction_static=0.85), *server_flags]
         sparse = [setting for setting in settings if setting.policy != FULL]
-        self._stock: StockServer | None = None
+        self._stock: SingleServer | None = None
         if len(sparse) < len(settings):
-            self._stock = StockServer(
+            # SGLang without --kv-offload, prefill and decode in one server.
+            self._stock = SingleServer(
+                "stock",
                 [
                     *flags(model_path=model_dir, max_running_requests=1, **sizes),
+                    *flags(attention_backend="torch_native"),
                     *whole_prompts,
                     *shared,
                 ],
-                {**cpu_environment(), **(environment or {})},
-                self.log_dir,
+                device="cpu",
+                log=self.log_dir / "stock.log",
+                environment=environment,
+                ready_timeout_s=READY_TIMEOUT_S,
             )
         self._cluster: PDCluster | None = None
         self._server_of: dict[str, str] = {}
@@ -136,7 +131,7 @@ class Fleet:
             if self._cluster is not None:
                 self._cluster.start()
             if self._stock is not None:
-                self._stock.wait_ready(begin + READY_TIMEOUT_S)
+                self._stock.wait_ready()
         except BaseException:
             self.stop()
             print(f"the servers' logs are in {self.log_dir}", file=sys.stderr)
@@ -189,7 +184,7 @@ class Fleet:
     def check(self) -> None:
         """Raises ServerFailed, with the end of its log, if a server has ended."""
         servers = self._cluster.all_servers() if self._cluster is not None else []
-        for server in [*servers, *([self._stock.server] if self._stock is not None else [])]:
+        for server in [*servers, *([self._stock.process] if self._stock is not None else [])]:
             server.check()
 
     def counters(self, setting: Setting) -> dict[str, Any]:
@@ -197,46 +192,3 @@ class Fleet:
         if setting.policy == FULL or self._cluster is None:
             return {}
         return dict(self._cluster.kv_offload(self._server_of[setting.name]))
-
-
-class StockServer:
-    """SGLang without ``--kv-offload``, prefill and decode in one server."""
-
-    def __init__(
-        self, arguments: Sequence[str], environment: Mapping[str, str], log_dir: Path
-    ) -> None:
-        (port,) = free_ports(1)
-        self.url = f"http://{HOST}:{port}"
-        self.cluster_id = uuid.uuid4().hex
-        self._scratch_dir = tempfile.mkdtemp(prefix="scout-")
-        words = [sys.executable, "-m", "sglang.launch_server", *arguments]
-        words += flags(host=HOST, port=port, device="cpu", attention_backend="torch_native")
-        # As PDCluster does it: an idle scheduler must not take a core, and sockets go where we clean.
-        words += flags(sleep_on_idle=True)
-        own = {CLUSTER_VARIABLE: self.cluster_id, "TMPDIR": self._scratch_dir}
-        own["HF_HUB_OFFLINE"] = "1"
-        self.server = ServerProcess("stock", words, {**environment, **own}, log_dir / "stock.log")
-
-    def start(self) -> None:
-        self.server.start()
-
-    def wait_ready(self, deadline: float) -> None:
-        """Raises ServerFailed if it ends, or is not healthy at ``deadline`` (monotonic clock)."""
-        while True:
-            self.server.check()
-            try:
-                with urllib.request.urlopen(self.url + "/health", timeout=5):
-                    return
-            except (OSError, urllib.error.URLError):
-                pass
-            if time.monotonic() > deadline:
-                raise ServerFailed(
-                    f"the stock server was not healthy in time\n{self.server.tail()}"
-                )
-            time.sleep(0.25)
-
-    def stop(self) -> None:
-        try:
-            stop_all([self.server], self.cluster_id, grace_s=0.0)
-        finally:
-            shutil.rmtree(self._scratch_dir, ignore_errors=True)

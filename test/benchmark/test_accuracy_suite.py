@@ -234,7 +234,7 @@ def test_samples_are_fresh_and_the_same_for_all():
 
 def test_a_stock_server_gets_none_of_our_flags(tmp_path):
     made = fleet.Fleet("model", [FULL_SETTING], dtype="auto", longest_tokens=4096)
-    words = made._stock.server.command
+    words = made._stock.process.command
     assert made._cluster is None and not any("offload" in word for word in words)
     assert words[words.index("--max-running-requests") + 1] == "1"
     made.stop()

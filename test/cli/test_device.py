@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_scout.cli import device, profile
+from sglang_scout.cli import device, pd_cluster, profile
 from sglang_scout.cli.device import Placement, place
 from sglang_scout.cli.pd_cluster import PDCluster
 from sglang_scout.cli.profile_run import RunFailed, make_cluster, run_workload
@@ -208,7 +208,7 @@ def test_servers_that_share_a_gpu_start_one_after_the_other(tmp_path, monkeypatc
     for name, server in cluster.servers.items():
         monkeypatch.setattr(server, "start", lambda name=name: events.append(f"start {name}"))
     monkeypatch.setattr(
-        cluster, "_wait_healthy", lambda server, *_: events.append(f"ready {server.name}")
+        pd_cluster, "wait_healthy", lambda server, *_: events.append(f"ready {server.name}")
     )
     cluster.start()
     turns = ["start prefill", "ready prefill", "start decode", "ready decode"]

@@ -17,7 +17,6 @@ import signal
 import sys
 import tempfile
 import time
-import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Mapping, Sequence
@@ -28,16 +27,15 @@ from typing import Any
 from sglang_scout.cli.server_environment import server_environment
 from sglang_scout.cli.server_process import (
     CLUSTER_VARIABLE,
-    ServerFailed,
     ServerProcess,
     free_ports,
     processes_of,
     stop_all,
+    wait_healthy,
 )
 from sglang_scout.cli.sglang_http import Generation, generate_payload, http_json, parse_generation
 
 HOST = "127.0.0.1"
-POLL_S = 0.25
 
 # ``python -m sglang_router.launch_router`` without its one costly import: the Python load balancer
 # for debugging, which pulls in all of SGLang (10 s) and is not the router that we start.
@@ -225,28 +223,14 @@ class PDCluster:
         for name, server in self.servers.items():
             if self.one_by_one:
                 server.start()
-            self._wait_healthy(server, self.server_url(name) + "/health", deadline)
+            url = self.server_url(name) + "/health"
+            wait_healthy(server, url, deadline, self.all_servers())
         if self.router is not None:
             # Only now: it checks its workers at once when it starts, and again only after a while.
             self.router.start()
-            self._wait_healthy(self.router, self.router_url + "/readiness", deadline)
+            url = self.router_url + "/readiness"
+            wait_healthy(self.router, url, deadline, self.all_servers())
         self.startup_s = time.monotonic() - begin
-
-    def _wait_healthy(self, server: ServerProcess, url: str, deadline: float) -> None:
-        answer = "no answer yet"
-        while time.monotonic() < deadline:
-            for running in self.all_servers():
-                running.check()
-            try:
-                with urllib.request.urlopen(url, timeout=5):
-                    return
-            except (OSError, urllib.error.URLError) as error:
-                answer = str(error)
-            time.sleep(POLL_S)
-        raise ServerFailed(
-            f"the {server.name} server was not healthy within {self.ready_timeout_s:.0f} s "
-            f"({url}: {answer})\n{server.tail()}"
-        )
 
     def all_servers(self) -> list[ServerProcess]:
         return [*self.servers.values(), *([self.router] if self.router is not None else [])]

@@ -15,10 +15,13 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 CLUSTER_VARIABLE = "SCOUT_CLUSTER_ID"
+_POLL_S = 0.25
 
 # Runs in the child before the server: the kernel sends SIGKILL when the thread that started us
 # ends. The comparison catches a parent that died before prctl took effect.
@@ -213,6 +216,34 @@ class ServerProcess:
         except subprocess.TimeoutExpired:
             return False
         return True
+
+
+def wait_healthy(
+    server: ServerProcess, url: str, deadline: float, beside: Iterable[ServerProcess] = ()
+) -> None:
+    """Return when ``url`` answers.
+
+    Args:
+        deadline: of ``time.monotonic``.
+        beside: others that must not end meanwhile.
+    Raises:
+        ServerFailed: with the end of its log, for one that ends, or for ``server`` when it stays silent.
+    """
+    begin, answer = time.monotonic(), "no answer yet"
+    servers = (server, *beside)
+    while time.monotonic() < deadline:
+        for running in servers:
+            running.check()
+        try:
+            with urllib.request.urlopen(url, timeout=5):
+                return
+        except (OSError, urllib.error.URLError) as error:
+            answer = str(error)
+        time.sleep(_POLL_S)
+    raise ServerFailed(
+        f"the {server.name} server was not healthy within {time.monotonic() - begin:.0f} s "
+        f"({url}: {answer})\n{server.tail()}"
+    )
 
 
 def stop_all(

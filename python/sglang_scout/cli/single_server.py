@@ -1,0 +1,95 @@
+"""One SGLang server without a pair or a router, for benchmarks. This module never imports sglang."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from sglang_scout.cli.pd_cluster import HOST, flags
+from sglang_scout.cli.server_environment import server_environment
+from sglang_scout.cli.server_process import (
+    CLUSTER_VARIABLE,
+    ServerProcess,
+    free_ports,
+    stop_all,
+    wait_healthy,
+)
+
+
+class SingleServer:
+    """``python -m sglang.launch_server`` on a free port. A context manager; all processes are gone after it.
+
+    Args:
+        name: for messages.
+        arguments: flags, without host, port and device.
+        device: as SGLang's flag.
+        log: file for the server's output.
+        environment: variables on top of the usual ones.
+        ready_timeout_s: for the start.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        arguments: Sequence[str],
+        *,
+        device: str,
+        log: Path,
+        environment: Mapping[str, str] | None = None,
+        ready_timeout_s: float = 240.0,
+    ) -> None:
+        variables = server_environment(device)
+        variables.setdefault("HF_HUB_OFFLINE", "1")
+        variables.pop("TRITON_INTERPRET", None)  # the unit tests' setting, not a server's
+        variables.update(environment or {})
+        self._id = variables[CLUSTER_VARIABLE] = uuid.uuid4().hex
+        # Sockets go where they are removed; the folder's name is short, as a socket's must be.
+        self._scratch = variables["TMPDIR"] = tempfile.mkdtemp(prefix="scout-")
+        [port] = free_ports(1)
+        self.url = f"http://{HOST}:{port}"
+        self._ready_timeout_s = ready_timeout_s
+        self._deadline = 0.0
+        command = [sys.executable, "-m", "sglang.launch_server", *arguments]
+        # An idle scheduler must not take a core.
+        command += flags(host=HOST, port=port, device=device, sleep_on_idle=True)
+        self.process = ServerProcess(name, command, variables, log)
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+            self.wait_ready()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Start it and return at once; see ``ServerProcess.start``."""
+        self._deadline = time.monotonic() + self._ready_timeout_s
+        self.process.start()
+
+    def wait_ready(self) -> None:
+        """Raises ServerFailed, with the log's end, if it ends or is not healthy in time."""
+        wait_healthy(self.process, self.url + "/health", self._deadline)
+
+    def stop(self) -> None:
+        """End it, at once; may be called twice, and without a start."""
+        try:
+            stop_all([self.process], self._id, grace_s=0.0)
+        finally:
+            shutil.rmtree(self._scratch, ignore_errors=True)

@@ -1,0 +1,84 @@
+"""One server as the benchmarks start it: started, watched and cleaned up, without SGLang."""
+
+import sys
+import time
+
+import pytest
+
+from sglang_scout.cli.server_process import (
+    CLUSTER_VARIABLE,
+    ServerFailed,
+    ServerProcess,
+    free_ports,
+    processes_of,
+    wait_healthy,
+)
+from sglang_scout.cli.single_server import SingleServer
+
+ANSWERS = (
+    "import sys; from http.server import *;"
+    "HTTPServer(('127.0.0.1', int(sys.argv[1])), SimpleHTTPRequestHandler).serve_forever()"
+)
+SLEEPS = "import time; time.sleep(600)"
+
+
+def single(tmp_path, code, *, timeout_s=20.0):
+    server = SingleServer(
+        "stand-in", ["--page-size", "32"], device="cpu", log=tmp_path / "log",
+        environment={"MORE": "1"}, ready_timeout_s=timeout_s,
+    )  # fmt: skip
+    assert server.process.command[1:5] == ["-m", "sglang.launch_server", "--page-size", "32"]
+    assert server.process.env["MORE"] == "1" and server.process.env["CUDA_VISIBLE_DEVICES"] == ""
+    port = server.url.rpartition(":")[2]
+    server.process.command = [sys.executable, "-c", code, port]
+    return server
+
+
+def left_behind(server):
+    return processes_of(server.process.env[CLUSTER_VARIABLE])
+
+
+def test_it_answers_and_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    # The stand-in has no /health; a file of that name is one.
+    (tmp_path / "health").write_text("")
+    server = single(tmp_path, ANSWERS)
+    scratch = server.process.env["TMPDIR"]
+    with server:
+        assert left_behind(server)
+    assert not left_behind(server)
+    with pytest.raises(FileNotFoundError):
+        open(scratch)
+    server.stop()
+
+
+def test_one_that_ends_is_told_at_once_with_its_log(tmp_path):
+    with pytest.raises(ServerFailed, match="stand-in server ended with exit code 3") as caught:
+        with single(tmp_path, "print('why', flush=True); raise SystemExit(3)"):
+            pass
+    assert "why" in str(caught.value)
+
+
+def test_one_that_stays_silent_is_given_up_and_ended(tmp_path):
+    server = single(tmp_path, SLEEPS, timeout_s=0.6)
+    with pytest.raises(ServerFailed, match=r"not healthy within \d+ s \(.*/health: .*refused"):
+        server.__enter__()
+    assert not left_behind(server)
+
+
+def test_the_end_of_another_server_ends_the_wait(tmp_path):
+    environment = {CLUSTER_VARIABLE: "test_single_server"}
+    silent, ended = (
+        ServerProcess(name, [sys.executable, "-c", code], environment, tmp_path / name)
+        for name, code in (("silent", SLEEPS), ("ended", "pass"))
+    )
+    for server in (silent, ended):
+        server.start()
+    try:
+        [port] = free_ports(1)
+        url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 60
+        with pytest.raises(ServerFailed, match="the ended server ended with exit code 0"):
+            wait_healthy(silent, url, deadline, [silent, ended])
+    finally:
+        silent.signal(9)
+        silent.wait(10)
