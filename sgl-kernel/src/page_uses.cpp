@@ -9,7 +9,7 @@ namespace {
 
 // How many pages ahead a line is asked for: enough for the latency of memory, few enough to be
 // there when its turn comes.
-constexpr int64_t kAhead = 128;
+constexpr int64_t kAhead = 256;
 
 constexpr float kNone = std::numeric_limits<float>::infinity();
 
@@ -43,22 +43,36 @@ struct ColdSlot {
 }  // namespace
 
 bool are_valid(const PageUses& uses, const LayerPageIds& pages) {
+  const int32_t num_pages =
+      static_cast<int32_t>(std::min<int64_t>(uses.num_pages, std::numeric_limits<int32_t>::max()));
   for (int64_t i = 0; i < pages.n; ++i) {
     if (pages.layers[i] < 0 || pages.layers[i] >= uses.num_layers) return false;
     for (int64_t b = 0; b < pages.rows; ++b) {
       const int32_t* const ids = pages.row(i, b);
-      bool good = true;
-      for (int64_t j = 0; j < pages.k; ++j) good &= ids[j] >= -1 && ids[j] < uses.num_pages;
-      if (!good) return false;
+      int32_t bad = 0;  // as wide as what it is made of, or the loop is not vectorised
+      for (int64_t j = 0; j < pages.k; ++j) bad |= (ids[j] < -1) | (ids[j] >= num_pages);
+      if (bad) return false;
     }
   }
   return true;
+}
+
+void count_pages(const LayerPageIds& pages, int64_t* counts) {
+  for (int64_t i = 0; i < pages.n; ++i) {
+    for (int64_t b = 0; b < pages.rows; ++b) {
+      const int32_t* const ids = pages.row(i, b);
+      int32_t count = 0;
+      for (int64_t j = 0; j < pages.k; ++j) count += ids[j] >= 0;
+      *counts++ = count;
+    }
+  }
 }
 
 bool touch_pages(const PageUses& uses, const LayerPageIds& pages, const float* weights,
                  int32_t step) {
   bool good = true;
   const int64_t all_rows = pages.n * pages.rows;
+  const int64_t last_slot = uses.num_slots - 1;
   const int64_t rows_ahead = std::max<int64_t>(1, kAhead / std::max<int64_t>(1, pages.k));
   for (int64_t i = 0; i < pages.n; ++i) {
     const int64_t layer = pages.layers[i];
@@ -78,17 +92,41 @@ bool touch_pages(const PageUses& uses, const LayerPageIds& pages, const float* w
         use.stamp = step;
       }
     }
-    // While the layer's lines are in the cache.
+    // While the layer's lines are in the cache; those of pages that were not selected are not.
     const int32_t* const page_of = uses.page_of + layer * uses.num_slots;
     float* const slot_heat = uses.slot_heat + layer * uses.num_slots;
+    int32_t* const slot_stamp = uses.slot_stamp + layer * uses.num_slots;
     for (int64_t slot = 0; slot < uses.num_slots; ++slot) {
+      __builtin_prefetch(of_page + std::max(page_of[std::min(slot + kAhead, last_slot)], 0));
       const int32_t page = page_of[slot];
       const bool is_page = page >= 0 && page < uses.num_pages;
-      slot_heat[slot] = is_page ? of_page[page].heat : kNone;
+      const PageUse use = is_page ? of_page[page] : PageUse{kNone, -1};
+      slot_heat[slot] = use.heat;
+      slot_stamp[slot] = use.stamp;
       good &= page < uses.num_pages;
     }
   }
   return good;
+}
+
+int64_t protect_pages(const PageUses& uses, const int32_t* slot_of, const int64_t* pages, int64_t n,
+                      int32_t step) {
+  int64_t absent = 0;
+  for (int64_t layer = 0; layer < uses.num_layers; ++layer) {
+    const int64_t next = std::min(layer + 1, uses.num_layers - 1) * uses.num_pages;
+    PageUse* const of_page = uses.uses + layer * uses.num_pages;
+    const int32_t* const slot_of_page = slot_of + layer * uses.num_pages;
+    int32_t* const slot_stamp = uses.slot_stamp + layer * uses.num_slots;
+    for (int64_t i = 0; i < n; ++i) {
+      __builtin_prefetch(uses.uses + next + pages[i], 1);
+      __builtin_prefetch(slot_of + next + pages[i]);
+      const int32_t slot = slot_of_page[pages[i]];
+      of_page[pages[i]].stamp = step;
+      if (slot >= 0 && slot < uses.num_slots) slot_stamp[slot] = step;
+      absent += slot < 0;
+    }
+  }
+  return absent;
 }
 
 FoundSlots coldest_slots(const PageUses& uses, const int64_t* counts, int32_t before_step,
@@ -98,21 +136,14 @@ FoundSlots coldest_slots(const PageUses& uses, const int64_t* counts, int32_t be
   for (int64_t layer = 0; layer < uses.num_layers; ++layer) {
     const size_t count = static_cast<size_t>(std::clamp<int64_t>(counts[layer], 0, uses.num_slots));
     if (count == 0) continue;
-    const PageUse* const of_page = uses.uses + layer * uses.num_pages;
-    const int32_t* const page_of = uses.page_of + layer * uses.num_slots;
     const float* const heat = uses.slot_heat + layer * uses.num_slots;
+    const int32_t* const stamp = uses.slot_stamp + layer * uses.num_slots;
     coldest.clear();
     float warmest = below[layer];  // of those that are still of interest
     const auto look_at = [&](int64_t slot) {
-      const int32_t page = page_of[slot];
-      if (page < 0 || !(heat[slot] < below[layer])) return;
-      if (page >= uses.num_pages) {
-        found.are_valid = false;
-        return;
-      }
-      const int32_t stamp = of_page[page].stamp;
-      if (stamp >= before_step) return;
-      const uint32_t age = static_cast<uint32_t>(stamp) ^ 0x80000000u;  // in order as unsigned
+      if (!(heat[slot] < below[layer])) return;  // nor has a slot without a page
+      const uint32_t age =
+          static_cast<uint32_t>(stamp[slot]) ^ 0x80000000u;  // in order as unsigned
       const ColdSlot next{static_cast<uint64_t>(bits_of(heat[slot])) << 32 | age, slot};
       if (coldest.size() == count) {
         if (!(next < coldest.front())) return;
@@ -123,16 +154,19 @@ FoundSlots coldest_slots(const PageUses& uses, const int64_t* counts, int32_t be
       std::push_heap(coldest.begin(), coldest.end());
       if (coldest.size() == count) warmest = heat_of(coldest.front().key >> 32);
     };
+    const auto may_be_wanted = [&](int64_t slot) -> int {
+      return (heat[slot] <= warmest) & (stamp[slot] < before_step);
+    };
     // Few of many are wanted: most blocks of slots have nothing of interest.
     for (int64_t first = 0; first < uses.num_slots; first += kBlock) {
       const int64_t end = std::min(first + kBlock, uses.num_slots);
       if (end - first == kBlock) {
         int any = 0;
-        for (int64_t i = 0; i < kBlock; ++i) any |= heat[first + i] <= warmest;
+        for (int64_t i = 0; i < kBlock; ++i) any |= may_be_wanted(first + i);
         if (!any) continue;
       }
       for (int64_t slot = first; slot < end; ++slot) {
-        if (heat[slot] <= warmest) look_at(slot);
+        if (may_be_wanted(slot)) look_at(slot);
       }
     }
     std::sort_heap(coldest.begin(), coldest.end());
@@ -173,6 +207,8 @@ FoundPages hottest_pages(const PageUses& uses, const LayerPageIds& pages, const 
         if (is_first[b] != first || !counts[i * pages.rows + b]) continue;
         const int32_t* const ids = pages.row(i, b);
         for (int64_t j = 0; j < pages.k; ++j) {
+          __builtin_prefetch(of_page + std::max(ids[j], 0));
+          __builtin_prefetch(seen_for.data() + std::max(ids[j], 0), 1);
           missed[end] = ids[j];
           end += ids[j] >= 0;
         }

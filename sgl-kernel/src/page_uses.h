@@ -15,11 +15,13 @@ struct PageUse {
 };
 
 // uses [num_layers, num_pages], and of each layer's slots [num_layers, num_slots] the page,
-// negative where there is none, and its heat, there infinite.
+// negative where there is none, and its heat, there infinite, and stamp. These stand side by side:
+// of most slots only one is of interest, and not for long.
 struct PageUses {
   PageUse* uses;
   const int32_t* page_of;
   float* slot_heat;
+  int32_t* slot_stamp;
   int64_t num_layers, num_pages, num_slots;
 };
 
@@ -36,16 +38,23 @@ struct LayerPageIds {
 // All layers in [0, num_layers), all ids in [-1, num_pages).
 bool are_valid(const PageUses& uses, const LayerPageIds& pages);
 
+// counts [n, rows]: the ids of each row that are not negative.
+void count_pages(const LayerPageIds& pages, int64_t* counts);
+
 // heat += weights[b], stamp = step, for each page of row b; in this order, so that sums are the
-// same everywhere. Then slot_heat of these layers anew. Ids must be valid; false if a slot's page
-// is not.
+// same everywhere. Then heat and stamp of these layers' slots anew. Ids must be valid; false if a
+// slot's page is not.
 bool touch_pages(const PageUses& uses, const LayerPageIds& pages, const float* weights,
                  int32_t step);
+
+// stamp = step for `pages` [n], in every layer, and of their slots. slot_of [num_layers,
+// num_pages], negative where there is none. Ids must be valid. How many have no slot.
+int64_t protect_pages(const PageUses& uses, const int32_t* slot_of, const int64_t* pages, int64_t n,
+                      int32_t step);
 
 struct FoundSlots {
   std::vector<int64_t> layers, slots;
   std::vector<float> heat;
-  bool are_valid = true;  // the slots' pages, as far as they were looked at
 };
 
 // Of each layer l the counts[l] slots whose pages are the coldest of those with a stamp before

@@ -34,7 +34,9 @@ void run(unsigned seed) {
   for (int64_t i = 0; i < layers * slots; ++i) {
     if (below(4)) page_of[i] = below(static_cast<int>(pages));
   }
-  const scout::PageUses all{uses.data(), page_of.data(), slot_heat.data(), layers, pages, slots};
+  std::vector<int32_t> slot_stamp(layers * slots, -1);
+  const scout::PageUses all{
+      uses.data(), page_of.data(), slot_heat.data(), slot_stamp.data(), layers, pages, slots};
   std::vector<int64_t> ids_of(layers);
   for (int64_t l = 0; l < layers; ++l) ids_of[l] = l;
   std::vector<int32_t> ids(layers * rows * wide + 1);
@@ -73,10 +75,43 @@ void run(unsigned seed) {
               seed);
     }
 
+    std::vector<int64_t> row_counts(layers * rows);
+    scout::count_pages(missed, row_counts.data());
+    for (int64_t i = 0; i < layers * rows; ++i) {
+      const int32_t* const row = missed.row(i / rows, i % rows);
+      require(row_counts[i] == k - std::count(row, row + k, -1), "counts", seed);
+    }
+
+    // A page has no more than one slot in a layer here, or none.
+    std::vector<int32_t> slot_of(layers * pages, -1);
+    for (int64_t i = 0; i < layers * slots; ++i) {
+      if (page_of[i] < 0) continue;
+      int32_t& slot = slot_of[i / slots * pages + page_of[i]];
+      if (slot < 0)
+        slot = static_cast<int32_t>(i % slots);
+      else
+        page_of[i] = -1, slot_heat[i] = kInfinite;
+    }
+    std::vector<int64_t> in_use(below(4));
+    for (int64_t& page : in_use) page = below(static_cast<int>(pages));
+    int64_t absent = 0;
+    for (int64_t l = 0; l < layers; ++l) {
+      for (const int64_t page : in_use) {
+        expected[l * pages + page].stamp = step + 1;
+        absent += slot_of[l * pages + page] < 0;
+      }
+    }
+    require(
+        scout::protect_pages(all, slot_of.data(), in_use.data(), in_use.size(), step + 1) == absent,
+        "number of absent pages", seed);
+    for (int64_t i = 0; i < layers * pages; ++i) {
+      require(uses[i].stamp == expected[i].stamp, "protect", seed);
+    }
+
     std::vector<int64_t> counts(layers);
     std::vector<float> limits(layers);
     std::vector<std::tuple<int64_t, float, int32_t, int64_t>> cold;
-    const int before = step - below(3);
+    const int before = step + 2 - below(5);
     for (int64_t l = 0; l < layers; ++l) {
       counts[l] = below(9) - 1;
       limits[l] = below(2) ? kInfinite : static_cast<float>(below(12));
@@ -85,7 +120,8 @@ void run(unsigned seed) {
         const int32_t page = page_of[l * slots + s];
         if (page < 0) continue;
         const PageUse use = uses[l * pages + page];
-        require(slot_heat[l * slots + s] == use.heat, "heat of a slot", seed);
+        require(slot_heat[l * slots + s] == use.heat && slot_stamp[l * slots + s] == use.stamp,
+                "heat and stamp of a slot", seed);
         if (use.stamp < before && use.heat < limits[l]) own.push_back({l, use.heat, use.stamp, s});
       }
       std::sort(own.begin(), own.end());
@@ -93,7 +129,7 @@ void run(unsigned seed) {
       cold.insert(cold.end(), own.begin(), own.end());
     }
     const auto found = scout::coldest_slots(all, counts.data(), before, limits.data());
-    require(found.are_valid && found.slots.size() == cold.size(), "number of cold slots", seed);
+    require(found.slots.size() == cold.size(), "number of cold slots", seed);
     for (size_t i = 0; i < cold.size(); ++i) {
       require(found.layers[i] == std::get<0>(cold[i]) && found.slots[i] == std::get<3>(cold[i]) &&
                   found.heat[i] == std::get<1>(cold[i]),

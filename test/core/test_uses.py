@@ -44,6 +44,14 @@ def hottest_by_a_look_at_all(uses, layers, missed, counts, is_first, limits):
     return found
 
 
+def check_slots(uses):
+    """What is said of slots is what is said of their pages."""
+    is_page = uses.page_of >= 0
+    at = np.arange(len(is_page))[:, None], np.maximum(uses.page_of, 0)
+    assert (uses.slot_heat == np.where(is_page, uses.heat[at], np.inf)).all()
+    assert (uses.slot_stamp == uses.stamp[at])[is_page].all()
+
+
 def pairs(*arrays):
     return list(zip(*(a.tolist() for a in arrays), strict=True))
 
@@ -66,12 +74,12 @@ def test_the_coldest_and_the_hottest_whatever_happened_before(kind, slots, seed)
         some = np.flatnonzero(rng.random(LAYERS) < 0.8)
         fresh = rng.random(BATCH) < 0.3
         protected = rng.integers(-1, PAGES, 2)
+        absent = (table.slot_of[:, protected[protected >= 0]] < 0).sum()
         for each in (table, other):
             each.uses.touch(some, chosen[some], step, fresh)
-            each.touch_all_layers(protected, step)
+            assert each.touch_all_layers(protected, step) == absent
         assert (uses.both == plain.both).all()
-        heat = np.take_along_axis(uses.heat, np.maximum(uses.page_of, 0), 1)
-        assert (uses.slot_heat == np.where(uses.page_of >= 0, heat, np.inf)).all()
+        check_slots(uses)
 
         before_step = step - int(rng.integers(0, 3))
         counts = rng.integers(-1, 7, LAYERS)
@@ -97,6 +105,7 @@ def test_the_coldest_and_the_hottest_whatever_happened_before(kind, slots, seed)
             if what > 0.9:
                 each.invalidate(gone)
             each.check()
+            check_slots(each.uses)
         assert (table.slot_of == other.slot_of).all()
 
 
@@ -125,8 +134,8 @@ def test_the_hottest_pages_win_and_those_of_first_rows_before_them(kind):
 def test_pages_that_heat_does_not_tell_apart(kind):
     uses = kind(1, 9, 4)
     zeros = np.zeros(3, np.int64)
-    uses.map(zeros, np.array([0, 1, 3]), np.array([5, 4, 7]), 3)
-    uses.stamp[0, 7] = 1
+    uses.map(zeros[:2], np.array([0, 1]), np.array([5, 4]), 3)
+    uses.map(zeros[:1], np.array([3]), np.array([7]), 1)
     inf = np.full(1, np.inf, np.float32)
     assert pairs(*uses.coldest(np.array([9]), 9, inf)) == [(0, 3, 0.0), (0, 0, 0.0), (0, 1, 0.0)]
     assert not len(uses.coldest(np.array([9]), 9, np.zeros(1, np.float32))[0]), "none is below 0"
@@ -136,6 +145,34 @@ def test_pages_that_heat_does_not_tell_apart(kind):
         (0, 2),
         (0, 6),
     ]
+
+
+@BOTH
+@given(seed=st.integers(0, 2**32 - 1))
+def test_pages_are_counted_by_row(kind, seed):
+    rng = np.random.default_rng(seed)
+    layers, rows, k = rng.integers(0, 9, 3)
+    wide = rng.integers(-2, 3, (layers, rows + 2, k), np.int32)
+    pages = wide[:, :rows]
+    counts = kind(1, 1, 1).count(pages)
+    assert counts.dtype == np.int64
+    assert counts.tolist() == [[sum(p >= 0 for p in row) for row in of] for of in pages.tolist()]
+
+
+@BOTH
+@pytest.mark.parametrize("free", [0, 1])
+def test_what_is_in_use_does_not_go_whatever_its_heat(kind, free):
+    uses = kind(2, 9, 3 + free)
+    table = ResidencyTable(uses)
+    table.commit(table.reserve(EVERY[:2, None], np.tile([1, 2, 3], (2, 1))), 0)
+    table.evict(np.array([1]), 1 + free, 1)
+    assert table.touch_all_layers(np.array([2, 3, -1, 3, 8]), 4) == 2, "8, in both layers"
+    check_slots(uses)
+    inf = np.full(2, np.inf, np.float32)
+    layers, slots, _ = uses.coldest(np.full(2, 9), 4, inf)
+    assert pairs(layers, uses.page_of[layers, slots]) == [(0, 1)]
+    assert len(uses.coldest(np.full(2, 9), 5, inf)[0]) == 5
+    assert table.touch_all_layers(np.zeros(0, np.int64), 5) == 0
 
 
 @BOTH
@@ -171,10 +208,14 @@ def test_what_is_out_of_range_is_refused_before_anything_is_written():
         uses.touch(np.arange(1), np.zeros((1, 2, 1), np.int32), 1, rows)
     with pytest.raises(ValueError, match="limits"):
         uses.hottest(np.arange(1), np.zeros((1, 1, 1), np.int32), ~rows[None], rows, np.arange(2))
+    slot_of = np.full((2, 9), -1, np.int32)
+    for page in (-1, 9):
+        with pytest.raises(ValueError, match="out of range"):
+            uses.protect(np.array([3, page]), slot_of, 1)
+    assert (uses.stamp == -1).all()
+    with pytest.raises(ValueError, match="slot_of"):
+        uses.protect(np.array([3]), slot_of[:, :8].copy(), 1)
     uses.page_of[1, 2] = 9
-    uses.slot_heat[1, 2] = 0
-    with pytest.raises(ValueError, match="out of range"):
-        uses.coldest(np.full(2, 5), 9, np.full(2, np.inf, np.float32))
     with pytest.raises(ValueError, match="out of range"):
         uses.touch(np.arange(2), np.full((2, 1, 1), -1, np.int32), 1, rows)
 

@@ -110,9 +110,17 @@ class ResidencyTable:
         keys = (np.multiply(layer, self.num_pages) + pages)[pages >= 0]
         return distinct(keys[(self._slot[keys] < 0) & ~self._is_pending[keys]])
 
-    def touch_all_layers(self, pages: Ints, step: int) -> None:
-        """Protect ``pages`` in ``step``, in every layer; says nothing about their heat."""
-        self.uses.stamp[:, pages[pages >= 0]] = step
+    def touch_all_layers(self, pages: Ints, step: int) -> int:
+        """Protect ``pages`` in ``step``, in every layer; says nothing about their heat.
+
+        Returns:
+            How many of them are not resident, over all layers.
+        """
+        return self.uses.protect(pages[pages >= 0].astype(np.int64), self.slot_of, step)
+
+    def are_resident(self, pages: Ints) -> bool:
+        """Whether all of ``pages`` ``[n]`` are, in every layer."""
+        return bool((np.take(self.slot_of, pages, axis=1) >= 0).all())
 
     def reserve(self, layer: Ints | int, pages: Ints) -> Reservation:
         """Take free slots for those of ``pages`` that are missing, hottest first as far as they go."""

@@ -5,7 +5,7 @@ The *heat* of a (layer, page) is one for each request and step that selected it,
 made: a page takes another one's slot only if it is clearly hotter. Recency alone is a poor judge: a
 page that is selected once pushes out one that is selected every other step.
 
-The three passes here go over all that a step selected, or over all slots, however little changes. Between
+The passes here go over all that a step selected, or over all slots, however little changes. Between
 two steps of a device they are most of the host's time, so ``ops/native_uses.py`` does them in C++.
 """
 
@@ -28,7 +28,7 @@ _RESCALE_LOG2 = 64
 
 
 class PageUses:
-    """Heat and stamp of every page of every layer, and heat of the page in every slot.
+    """Heat and stamp of every page of every layer, and those of the page in every slot.
 
     Args:
         num_layers: L.
@@ -41,7 +41,8 @@ class PageUses:
         stamp: ``[L, P]`` int32, step in which the page was last selected or landed, -1: never. Pages
             on their way have one too: what this step looked for is not given up as it lands.
         page_of: ``[L, S]`` int32, page of a slot; negative: has none.
-        slot_heat: ``[L, S]`` float32, heat of that page; infinite where there is none.
+        slot_heat, slot_stamp: ``[L, S]`` float32 and int32, heat and stamp of that page; where there is
+            none, heat is infinite.
     """
 
     def __init__(
@@ -60,10 +61,16 @@ class PageUses:
         self.stamp[:] = -1
         self.page_of = np.full((num_layers, num_slots), -1, np.int32)
         self.slot_heat = np.full((num_layers, num_slots), np.inf, np.float32)
+        self.slot_stamp = np.full((num_layers, num_slots), -1, np.int32)
+        self._of_slots = self.page_of, self.slot_heat, self.slot_stamp
         self._half_life_steps = half_life_steps
         self._scaled_at_step = 0
         # Heat, in selections, of a page that has been selected in every step for long.
         self._steady_heat = 1 / (1 - 2 ** (-1 / half_life_steps))
+
+    def count(self, pages: npt.NDArray[np.int32]) -> Ids:
+        """``[n, B]`` how many there are in each row of ``pages`` ``[n, B, k]``, -1 where there is none."""
+        return np.count_nonzero(pages >= 0, axis=2)
 
     def touch(self, layers: Ids, pages: npt.NDArray[np.int32], step: int, fresh: Flags) -> None:
         """Note that ``pages`` were selected in ``step``.
@@ -83,11 +90,28 @@ class PageUses:
         where = layers[at[0]], pages[at]
         self.stamp[where] = step
         np.add.at(self.heat, where, weights[at[1]])
-        self.slot_heat[layers] = self._heat_in_slots(layers)
+        self._follow(layers)
 
-    def _heat_in_slots(self, layers: Ids) -> Floats:
+    def _follow(self, layers: Ids) -> None:
+        """Heat and stamp in the slots of ``layers`` anew."""
         pages = self.page_of[layers]
-        return np.where(pages >= 0, self.heat[layers[:, None], pages], np.float32(np.inf))
+        at = layers[:, None], pages
+        self.slot_heat[layers] = np.where(pages >= 0, self.heat[at], np.float32(np.inf))
+        self.slot_stamp[layers] = np.where(pages >= 0, self.stamp[at], -1)
+
+    def protect(self, pages: Ids, slot_of: npt.NDArray[np.int32], step: int) -> int:
+        """``pages`` ``[n]`` are in use in ``step``, in every layer; says nothing about their heat.
+
+        Args:
+            slot_of: ``[L, P]`` slot of each page, -1: none.
+        Returns:
+            How many have none, over all layers.
+        """
+        self.stamp[:, pages] = step
+        slots = slot_of[:, pages]
+        layers, which = np.nonzero(slots >= 0)
+        self.slot_stamp[layers, slots[layers, which]] = step
+        return slots.size - len(layers)
 
     def _weight(self, step: int) -> float:
         """Heat of one selection in ``step``."""
@@ -95,15 +119,16 @@ class PageUses:
         if grown > _RESCALE_LOG2:
             self.heat *= np.float32(2.0 ** -min(grown, 120.0))
             self.heat[self.heat < 2.0**-60] = 0.0
-            self.slot_heat[:] = self._heat_in_slots(np.arange(len(self.heat)))
+            self._follow(np.arange(len(self.heat)))
             self._scaled_at_step, grown = step, 0.0
         return float(2.0**grown)
 
     def map(self, layers: Ids, slots: Ids, pages: Ids, step: int) -> None:
         """``pages[i]`` of ``layers[i]`` came to ``slots[i]``, as if last selected in ``step``."""
-        self.stamp[layers, pages] = np.maximum(self.stamp[layers, pages], step)
+        self.stamp[layers, pages] = stamps = np.maximum(self.stamp[layers, pages], step)
         self.page_of[layers, slots] = pages
         self.slot_heat[layers, slots] = self.heat[layers, pages]
+        self.slot_stamp[layers, slots] = stamps
 
     def unmap(self, layers: Ids, slots: npt.NDArray[np.integer], state: int) -> None:
         """There is no page in ``slots`` any more; what says so in :attr:`page_of` is ``state`` < 0."""

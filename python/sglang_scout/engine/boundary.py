@@ -260,21 +260,22 @@ class StepBoundary:
         )
         rows, which = np.nonzero((columns >= 0) & (columns < full[:, None]))
         forced = np.concatenate([table[rows, columns[rows, which]], tail_page])
-        self._table.touch_all_layers(forced, self._step)
+        absent = self._table.touch_all_layers(forced, self._step)
         warm = [
             table[row, self._policy.residency.warm_columns(int(full[row]), self._budget_pages)]
             for row in np.flatnonzero(fresh)
         ]
-        wanted = np.concatenate([forced, *warm])
-        if (self._table.slot_of[:, wanted] >= 0).all():
+        if not absent and not warm:
             return
         empty = tail_page[tail_len == 1]  # its first token comes with this step
-        self._recall.map_empty(*self._with_slots(empty, self._step), self._step)
+        mapped = self._recall.map_empty(*self._with_slots(empty, self._step), self._step)
+        if mapped == absent and not warm:
+            return  # as in most steps: they are all that was absent
         # Forced pages may push out anything else, warm ones only what was not just in use.
         self._load(forced, self._step)
         if warm:
-            self._load(wanted, self._step - 1)
-        if (self._table.slot_of[:, forced] < 0).any():
+            self._load(np.concatenate([forced, *warm]), self._step - 1)
+        if not self._table.are_resident(forced):
             self._load_forced_late(forced)
 
     def _with_slots(
@@ -296,7 +297,7 @@ class StepBoundary:
         """Forced pages that found no slot, or are themselves on their way: copies hold what they need."""
         self._recall.commit(self._step)
         self._load(forced, self._step)
-        if (self._table.slot_of[:, forced] < 0).any():
+        if not self._table.are_resident(forced):
             raise RuntimeError("no slot for a page that must be resident; the slot count is wrong")
 
     def _make_room(self, fresh: npt.NDArray[np.bool_], last_missed: npt.NDArray[np.int64]) -> None:

@@ -223,7 +223,7 @@ class DeviceStepEngine:
         launched, pages, missing = result.launched, result.pages, result.missing
         batch, step = launched.batch, launched.step
         rows, layers = len(batch.ages), self.shape.num_layers
-        missed = np.count_nonzero(missing >= 0, axis=2)
+        missed = self.table.uses.count(missing)
         self._last = LastStep(batch.ages, missed)
         selected = int(np.count_nonzero(pages >= 0))  # totals are plain numbers: they become JSON
         self.counters.count_selections(selected, missed.sum(axis=1), rows * self.budget_pages)

@@ -208,9 +208,13 @@ class Recall:
             self._table.commit(taken, step)
         return len(taken.pages)
 
-    def map_empty(self, layer: Layers, pages: npt.NDArray[np.integer], step: int) -> None:
-        """Map pages that hold nothing yet to free slots: there is nothing to copy."""
-        self._table.commit(self._table.reserve(layer, pages), step)
+    def map_empty(self, layer: Layers, pages: npt.NDArray[np.integer], step: int) -> int:
+        """Map pages that hold nothing yet to free slots: there is nothing to copy.
+
+        Returns:
+            How many found one.
+        """
+        return self._table.commit(self._table.reserve(layer, pages), step)
 
     def _copy(self, taken: Reservation, why: str) -> int:
         start_ns = time.monotonic_ns()
