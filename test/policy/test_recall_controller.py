@@ -293,6 +293,22 @@ def test_shares_are_bounded_and_nothing_is_left_over(wanted, pages, random):
     assert given_.sum() >= min(pages, wanted.sum()) - len(wanted)
 
 
+@given(counts, st.integers(1, 3000), st.randoms(use_true_random=False))
+def test_shares_lie_at_a_common_level(wanted, pages, random):
+    wanted = np.array(wanted, np.int64)
+    worth = np.array([random.uniform(0.05, 1.0) for _ in wanted])
+    if wanted.sum() <= pages:
+        return
+    low, high = 0.0, float((wanted * worth).max())
+    for _ in range(60):  # by halving, until all that lies above takes as much as there is
+        level = (low + high) / 2
+        above = np.maximum(wanted - level / worth, 0.0)
+        low, high = (level, high) if above.sum() > pages else (low, level)
+    given_ = share(pages, wanted, worth)
+    assert given_.sum() == pages
+    assert (abs(given_ - above) < 1 + 1e-6).all()
+
+
 def test_shares_level_the_excess():
     ones = np.ones(3)
     assert share(30, np.array([50, 40, 5]), ones).tolist() == [20, 10, 0]

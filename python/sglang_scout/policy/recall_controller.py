@@ -189,15 +189,11 @@ def share(pages: int, wanted: Counts, worth: Floats) -> Counts:
         return np.zeros_like(wanted)
     if int(wanted.sum()) <= pages:
         return wanted.copy()
-    low, high = 0.0, float((wanted * worth).max())
-    for _ in range(40):
-        middle = (low + high) / 2
-        # The middle cannot lie above wanted: np.clip is this, and slower.
-        if np.maximum(wanted - middle / worth, 0.0).sum() > pages:
-            low = middle
-        else:
-            high = middle
-    level = np.clip(wanted - high / worth, 0, wanted)
+    # Were the n layers with the largest excess alone above the level, it would be their excess over
+    # `pages`, divided by what a unit of it costs them. Those below it would only lower it.
+    order = np.argsort(-wanted * worth, kind="stable")
+    alone = (wanted[order].cumsum() - pages) / (1 / worth[order]).cumsum()
+    level = np.clip(wanted - alone.max() / worth, 0, wanted)
     given = np.floor(level).astype(np.int64)
     # What rounding down has left goes to the largest fractions; equal ones in layer order.
     order = np.argsort(-(level - given) * worth, kind="stable")
