@@ -149,12 +149,13 @@ class StepBoundary:
         self._step = step
         residency = self._policy.residency
         self._recall.commit(step, residency.patience_us)
-        rows, columns = page_table.shape
+        rows = len(page_table)
         size = self._shape.page_size
         full = (seq_lens - 1) // size
         tail_len = (seq_lens - 1) % size + 1
-        column = np.arange(columns)
-        table = np.where(column <= full[:, None], page_table, np.int32(-1))
+        table = page_table.astype(np.int32)
+        for row, end in enumerate((full + 1).tolist()):
+            table[row, end:] = -1
         tail_page = table[np.arange(rows), full]
         ages = self._ages(request_slots)
         fresh = ages == 0
@@ -190,12 +191,11 @@ class StepBoundary:
 
     def _ages(self, request_slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """``[B]`` steps done here by each request; one that was never admitted counts as old."""
-        for request in map(int, request_slots):
-            if self._first_step.get(request) == 0:
-                self._first_step[request] = self._step
-        return np.array(
-            [self._step - self._first_step.get(int(r), -(2**31)) for r in request_slots], np.int64
-        )
+        slots = request_slots.tolist()
+        first = np.array([self._first_step.get(slot, -(2**31)) for slot in slots], np.int64)
+        for row in np.flatnonzero(first == 0):
+            self._first_step[slots[row]] = first[row] = self._step
+        return self._step - first
 
     def _seen_before(
         self,

@@ -141,6 +141,7 @@ class Staging:
         self._host = [torch.zeros(words, dtype=torch.int32) for _ in range(2)]
         if self._on_cuda:
             self._host = [h.pin_memory() for h in self._host]
+        self._words = [h.numpy() for h in self._host]
         self._sent: list[torch.cuda.Event | None] = [None, None]
         self._turn = 0
 
@@ -150,7 +151,7 @@ class Staging:
         sent = self._sent[self._turn]
         if sent is not None:
             sent.synchronize()  # of two steps ago: long over
-        return self._host[self._turn].numpy()
+        return self._words[self._turn]
 
     def send(self, words: int) -> None:
         """Copy the first ``words`` to the device, in the order of the current stream."""
