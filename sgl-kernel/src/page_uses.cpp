@@ -165,9 +165,13 @@ FoundSlots coldest_slots(const PageUses& uses, const int64_t* counts, int32_t be
         for (int64_t i = 0; i < kBlock; ++i) any |= may_be_wanted(first + i);
         if (!any) continue;
       }
+      // Found first, looked at then: which slots they are, nobody can foretell.
+      int64_t found_here[kBlock], count_here = 0;
       for (int64_t slot = first; slot < end; ++slot) {
-        if (may_be_wanted(slot)) look_at(slot);
+        found_here[count_here] = slot;
+        count_here += may_be_wanted(slot);
       }
+      for (int64_t i = 0; i < count_here; ++i) look_at(found_here[i]);
     }
     std::sort_heap(coldest.begin(), coldest.end());
     for (const ColdSlot& cold : coldest) {

@@ -225,7 +225,7 @@ class DeviceStepEngine:
         rows, layers = len(batch.ages), self.shape.num_layers
         missed = self.table.uses.count(missing)
         self._last = LastStep(batch.ages, missed)
-        selected = int(np.count_nonzero(pages >= 0))  # totals are plain numbers: they become JSON
+        selected = int(self.table.uses.count(pages).sum())  # a plain number: it becomes JSON
         self.counters.count_selections(selected, missed.sum(axis=1), rows * self.budget_pages)
         self.counters.count_waits(result.waited_ns // 1000)
         result.pages, result.missing = self.boundary.still_held(step, pages, missing)
