@@ -16,12 +16,12 @@ import numpy as np
 import torch
 
 from sglang_scout.core.config import OffloadConfig
-from sglang_scout.core.pages import ResidencyTable
 from sglang_scout.core.parse_config import parse_config
 from sglang_scout.engine.device import lock_memory
 from sglang_scout.engine.device_step import DeviceStepEngine
 from sglang_scout.engine.pools import DigestPool, HostPages, ModelShape, ResidentCache
 from sglang_scout.ops.doorbell import DeviceRing
+from sglang_scout.ops.native_slots import NativeResidencyTable
 from sglang_scout.ops.native_uses import NativePageUses
 from sglang_scout.ops.predict import rms_norm
 from sglang_scout.policy.presets import POLICY_NAMES, make_policy
@@ -230,7 +230,7 @@ class Rig:
         budget = self.config.budget_pages
         policy = make_policy(self.config, shape.num_layers, 2 * shape.page_bytes)
         slots = (slots or budget * batch) + batch + budget
-        table = ResidencyTable(
+        table = NativeResidencyTable(
             NativePageUses(shape.num_layers, pages, slots, policy.residency.half_life_steps)
         )
         each = -(-context // PAGE) + room

@@ -5,8 +5,8 @@
 
 #include <string>
 #include <utility>
-#include <vector>
 
+#include "bind_found.h"
 #include "page_uses.h"
 
 namespace nb = nanobind;
@@ -19,8 +19,6 @@ template <class T, int N>
 using Array = nb::ndarray<T, nb::ndim<N>, nb::c_contig, cpu>;
 using Uses = Array<int32_t, 3>;
 using Ids = nb::ndarray<const int32_t, nb::ndim<3>, cpu>;
-template <class T>
-using Found = nb::ndarray<nb::numpy, T, nb::ndim<1>>;
 
 void require(bool condition, const char* op, const char* message) {
   if (!condition) throw nb::value_error((std::string(op) + ": " + message).c_str());
@@ -66,13 +64,6 @@ scout::LayerPageIds checked(const char* op, const scout::PageUses& uses,
   return ids;
 }
 
-template <class T>
-Found<T> handed_over(std::vector<T>&& values) {
-  auto* const kept = new std::vector<T>(std::move(values));
-  nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
-  return Found<T>(kept->data(), {kept->size()}, owner);
-}
-
 nb::ndarray<nb::numpy, int64_t, nb::ndim<2>> count_pages(const Ids& pages) {
   const scout::LayerPageIds ids = ids_of("count_pages", nullptr, pages);
   auto* const counts = new int64_t[ids.n * ids.rows];
@@ -116,8 +107,9 @@ nb::tuple coldest_slots(const Uses& array, const Array<const int32_t, 2>& page_o
   require(counts.shape(0) == array.shape(0) && below.shape(0) == array.shape(0), op,
           "counts and below must be [L]");
   scout::FoundSlots found = scout::coldest_slots(uses, counts.data(), before_step, below.data());
-  return nb::make_tuple(handed_over(std::move(found.layers)), handed_over(std::move(found.slots)),
-                        handed_over(std::move(found.heat)));
+  return nb::make_tuple(scout::handed_over(std::move(found.layers)),
+                        scout::handed_over(std::move(found.slots)),
+                        scout::handed_over(std::move(found.heat)));
 }
 
 nb::tuple hottest_pages(const Uses& array, const Array<const int64_t, 1>& layers, const Ids& pages,
@@ -137,7 +129,8 @@ nb::tuple hottest_pages(const Uses& array, const Array<const int64_t, 1>& layers
           op, "counts must be [n, B], is_first [B], limits [n]");
   scout::FoundPages found =
       scout::hottest_pages(uses, ids, counts.data(), is_first.data(), limits.data());
-  return nb::make_tuple(handed_over(std::move(found.layers)), handed_over(std::move(found.pages)));
+  return nb::make_tuple(scout::handed_over(std::move(found.layers)),
+                        scout::handed_over(std::move(found.pages)));
 }
 
 }  // namespace

@@ -19,6 +19,7 @@ from hypothesis.stateful import (
 
 from sglang_scout.core.pages import SWAP_MARGIN, ResidencyTable
 from sglang_scout.core.uses import PageUses
+from sglang_scout.ops.native_slots import NativeResidencyTable
 from sglang_scout.ops.native_uses import NativePageUses
 
 LAYERS, PAGES, SLOTS = 2, 14, 3
@@ -29,11 +30,11 @@ choices = st.lists(st.integers(0, PAGES - 1), min_size=1, max_size=5)
 
 class ResidencyMachine(RuleBasedStateMachine):
     requests = Bundle("requests")
-    make_uses = PageUses
+    make_uses, make_table = PageUses, ResidencyTable
 
     @initialize(target=requests, half_life_steps=st.sampled_from([0.5, 2.0, 8.0]))
     def start(self, half_life_steps):
-        self.table = ResidencyTable(self.make_uses(LAYERS, PAGES, SLOTS, half_life_steps))
+        self.table = self.make_table(self.make_uses(LAYERS, PAGES, SLOTS, half_life_steps))
         self.half_life_steps = half_life_steps
         self.table.take_changes()
         self.slots_elsewhere = self.table.slot_of.copy()  # kept by what changed alone
@@ -285,7 +286,7 @@ class ResidencyMachine(RuleBasedStateMachine):
 
 
 class NativeMachine(ResidencyMachine):
-    make_uses = NativePageUses
+    make_uses, make_table = NativePageUses, NativeResidencyTable
 
 
 TestResidencyMachine = ResidencyMachine.TestCase

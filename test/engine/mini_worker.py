@@ -9,12 +9,12 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from sglang_scout.core.pages import ResidencyTable
 from sglang_scout.core.parse_config import parse_config
 from sglang_scout.engine.digest_forms import FORMS
 from sglang_scout.engine.pools import DigestPool, HostPages, ModelShape, ResidentCache
 from sglang_scout.engine.step import StepEngine
 from sglang_scout.ops.attend import attend_pages
+from sglang_scout.ops.native_slots import NativeResidencyTable
 from sglang_scout.ops.native_uses import NativePageUses
 from sglang_scout.ops.quantize import dequantize_pages, quantize_pages_reference
 from sglang_scout.policy.presets import POLICY_NAMES, make_policy
@@ -109,7 +109,7 @@ class MiniWorker:
         policy_of = make_policy(
             self.config, layers, 2 * self.shape.page_bytes, correction=correction
         )
-        self.table = ResidencyTable(
+        self.table = NativeResidencyTable(
             NativePageUses(layers, pages, slots, policy_of.residency.half_life_steps)
         )
         self.missing = HereInstead(self.shape, self.host)

@@ -11,7 +11,8 @@ How useful a (layer, page) has been is its *heat* (``uses.py``).
 
 All methods take many layers at once, for the host has no time for one after the other between two
 steps of a device: ``layer`` is a number, or an array that broadcasts with ``pages``. Layers do not
-affect each other. Within, a (layer, page) is its index in the flattened tables, its *key*.
+affect each other. Within, a (layer, page) is its index in the flattened tables, its *key*. What a step
+changes of the books, ``ops/native_slots.py`` does in C++.
 """
 
 from __future__ import annotations
@@ -91,10 +92,9 @@ class ResidencyTable:
         self._changed = []
         return changed, self._slot[changed]
 
-    def _set_slots(self, keys: npt.NDArray[np.int64], slots: Ints | int) -> None:
-        self._slot[keys] = slots
+    def _note(self, changed: npt.NDArray[np.int64]) -> None:
         if self._changed is not None:
-            self._changed.append(keys)
+            self._changed.append(changed)
 
     def num_free(self, layer: int) -> int:
         """Slots of ``layer`` that are neither mapped nor reserved."""
@@ -108,6 +108,9 @@ class ResidencyTable:
     def missing(self, layer: Ints | int, pages: Ints) -> npt.NDArray[np.int64]:
         """The distinct keys of ``pages`` that are neither resident nor on their way, ascending."""
         keys = (np.multiply(layer, self.num_pages) + pages)[pages >= 0]
+        return self._absent(keys.astype(np.int64, copy=False))
+
+    def _absent(self, keys: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         return distinct(keys[(self._slot[keys] < 0) & ~self._is_pending[keys]])
 
     def touch_all_layers(self, pages: Ints, step: int) -> int:
@@ -174,16 +177,20 @@ class ResidencyTable:
 
     def commit(self, reservation: Reservation, step: int) -> int:
         """The copies have landed: map the pages. Returns how many were still wanted."""
-        r = reservation
+        keys = self._land(reservation, step)
+        self._note(keys)
+        return len(keys)
+
+    def _land(self, r: Reservation, step: int) -> npt.NDArray[np.int64]:
         current = r.generations == self._generation[r.pages]
         if not current.all():
             self._give_back(r.layers[~current], r.slots[~current])
         layers, pages, slots = r.layers[current], r.pages[current], r.slots[current]
         keys = layers * self.num_pages + pages
-        self._set_slots(keys, slots)
+        self._slot[keys] = slots
         self.uses.map(layers, slots, pages, step)
         self._is_pending[keys] = False
-        return len(pages)
+        return keys
 
     def evict(self, layer: Ints | int, want_free: Ints | int, before_step: int) -> int:
         """Unmap the coldest pages until ``want_free`` slots of each ``layer`` (distinct) are free.
@@ -200,8 +207,15 @@ class ResidencyTable:
         return len(slots)
 
     def _unmap(self, layers: npt.NDArray[np.int64], slots: npt.NDArray[np.int64]) -> None:
-        self._set_slots(layers * self.num_pages + self.page_of[layers, slots], -1)
+        self._note(self._vacate(layers, slots))
+
+    def _vacate(
+        self, layers: npt.NDArray[np.int64], slots: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.int64]:
+        keys = layers * self.num_pages + self.page_of[layers, slots]
+        self._slot[keys] = -1
         self._give_back(layers, slots)
+        return keys
 
     def invalidate(self, pages: Ints) -> None:
         """``pages`` were freed or will be overwritten: drop them in every layer."""
@@ -211,7 +225,9 @@ class ResidencyTable:
         slots = self.slot_of[:, ids]
         layers, which = np.nonzero(slots >= 0)
         self._give_back(layers, slots[layers, which])
-        self._set_slots(layers * self.num_pages + ids[which], -1)
+        keys = layers * self.num_pages + ids[which]
+        self._slot[keys] = -1
+        self._note(keys)
         self.uses.forget(ids)
 
     def clear(self) -> None:

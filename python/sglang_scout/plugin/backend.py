@@ -14,13 +14,13 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.errors import ConfigError
-from sglang_scout.core.pages import ResidencyTable
 from sglang_scout.core.profile import check_profile, load_profile
 from sglang_scout.engine.device_step import DeviceStepEngine
 from sglang_scout.engine.pools import ResidentCache
 from sglang_scout.engine.step import StepEngine
 from sglang_scout.engine.step_log import StepLog
 from sglang_scout.engine.trace import Tracer
+from sglang_scout.ops.native_slots import NativeResidencyTable
 from sglang_scout.ops.native_uses import NativePageUses
 from sglang_scout.plugin import status
 from sglang_scout.plugin.allocator import ScoutAllocator
@@ -100,7 +100,7 @@ class ScoutAttnBackend(AttentionBackend):
             "host": self.pool.host_pages,
             "digests": self.pool.digests,
             "resident": ResidentCache(shape, self.plan.num_slots, runner.device),
-            "table": ResidencyTable(
+            "table": NativeResidencyTable(
                 NativePageUses(
                     shape.num_layers,
                     self.plan.num_pages,
