@@ -46,8 +46,9 @@ void digest_f32(const float* page, int32_t tokens, ptrdiff_t columns, float* low
   for (int32_t t = 1; t < tokens; ++t) {
     const float* row = page + t * columns;
     for (ptrdiff_t c = 0; c < columns; ++c) {
-      low[c] = row[c] < low[c] ? row[c] : low[c];
-      high[c] = row[c] > high[c] ? row[c] : high[c];
+      const bool is_nan = row[c] != row[c];  // and stays, as comparisons with it are false
+      low[c] = row[c] < low[c] || is_nan ? row[c] : low[c];
+      high[c] = row[c] > high[c] || is_nan ? row[c] : high[c];
     }
   }
 }
@@ -85,9 +86,7 @@ void code_bounds(const float* bounds, float direction, int8_t* codes, uint16_t* 
   const float unit = widened(step, 0, DType::kBF16);
   for (int c = 0; c < kStepChannels; ++c) {
     const float x = direction * bounds[c];
-    float code = std::ceil(x / unit);
-    code += code * unit < x ? 1.0f : 0.0f;
-    codes[c] = static_cast<int8_t>(direction * code);
+    codes[c] = static_cast<int8_t>(direction * std::ceil(x / unit));
   }
 }
 

@@ -12,8 +12,8 @@ void copy_pages(const void* src, void* dst, int64_t page_bytes, const int64_t* s
                 const int64_t* dst_ids, int64_t n);
 
 // Per page ids[i], head and column the smallest and largest K over the page's tokens, exact,
-// written to row ids[i] of kmin and kmax [P, H, D] (same dtype as k [P, S, H, D]). Requires K
-// without NaN; of 16-bit zeros, -0 counts as smaller than +0.
+// written to row ids[i] of kmin and kmax [P, H, D] (same dtype as k [P, S, H, D]). A NaN is the
+// smallest or the largest or both; of 16-bit zeros, -0 counts as smaller than +0.
 void digest_pages(const void* k, int32_t page_size, int32_t kv_heads, int32_t head_dim, DType dtype,
                   const int64_t* ids, int64_t n, void* kmin, void* kmax);
 
@@ -27,7 +27,7 @@ struct CodedDigests {
 };
 
 // digest_pages, rounded: low * low_step <= kmin and high * high_step >= kmax, by less than a step.
-// Where one of 32 channels is infinite the codes are zeros, the steps NaN. D a multiple of 32.
+// Where one of 32 channels is not finite the codes are zeros, the steps NaN. D a multiple of 32.
 void digest_pages_int8(const void* k, int32_t page_size, int32_t kv_heads, int32_t head_dim,
                        DType dtype, const int64_t* ids, int64_t n, const CodedDigests& to);
 

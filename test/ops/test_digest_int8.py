@@ -4,10 +4,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_scout.core.errors import ImplementationError
+from sglang_scout.engine import digest_forms
 from sglang_scout.ops.digest import digest_reference
 from sglang_scout.ops.digest_int8 import (
     BUILD_LAYER_DIGESTS_INT8,
     GROUP,
+    LEAST_STEP,
+    NO_STEP_BITS,
     SCORE_PAGES_INT8,
     Int8Digests,
     build_layer_digests_int8,
@@ -98,6 +101,35 @@ def test_equals_the_reference_bit_by_bit(impl, dtype, sizes, D, exponent, seed):
         assert torch.equal(words(got), words(want))
 
 
+def special_keys(dtype):
+    """Of each group something else: zeros, the least of steps, infinities, NaN, one large value, signed zeros."""
+    k = torch.randn(2, 4, 1, 256, generator=torch.Generator().manual_seed(7))
+    values = (0.0, 2.0**-130, 2.0**-119, torch.inf, -torch.inf, torch.nan)
+    for group, value in enumerate(values if dtype == torch.float32 else (0.0, *values[3:])):
+        k[:, :, :, group * GROUP : (group + 1) * GROUP] *= 0.0 if value in (0.0, 2.0**-130) else 1.0
+        k[:, 3, :, group * GROUP + 5] = value
+    k[0, 0, 0, 224:] = -0.0
+    return k.to(dtype)
+
+
+@BUILDERS
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_special_values_equal_the_reference_bit_by_bit(impl, dtype):
+    k = special_keys(dtype)
+    got, want = built([k], impl=impl), built([k])
+    for one, other in zip(got, want, strict=True):
+        assert torch.equal(words(one), words(other))
+    for step in (got.low_step, got.high_step):
+        assert step.isnan().any() and (words(step)[step.isnan()] == NO_STEP_BITS).all()
+        finite = step[~step.isnan()]
+        assert (finite > 0).all() and finite.min() == LEAST_STEP
+
+
+def test_no_step_is_not_taken_for_an_unset_digest():
+    assert NO_STEP_BITS != digest_forms._UNSET_BITS
+    assert torch.tensor(NO_STEP_BITS, dtype=torch.int16).view(torch.bfloat16).isnan()
+
+
 @BUILDERS
 @pytest.mark.parametrize("value", [0.0, 2.0**-130, 2.0**-120, -(2.0**-118), 3.0e38, -3.4e38])
 def test_extreme_values_stay_bounds(impl, value):
@@ -108,7 +140,7 @@ def test_extreme_values_stay_bounds(impl, value):
 
 
 @BUILDERS
-@pytest.mark.parametrize("bad", [torch.inf, -torch.inf])
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan, -torch.nan])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_values_that_are_not_finite_show_in_the_steps_of_their_group(impl, bad, dtype):
     k = torch.ones(1, 4, 2, 64, dtype=dtype)

@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 
 from sglang_scout.engine.digest_forms import FORMS
 from sglang_scout.engine.pools import DigestPool, HostPages, ModelShape
+from sglang_scout.ops.digest import digest_reference
+from sglang_scout.ops.score import score_reference
 
 pool = pytest.importorskip("sglang_scout.plugin.pool", reason="needs SGLang")
 allocators = pytest.importorskip("sglang_scout.plugin.allocator", reason="needs SGLang")
@@ -319,6 +321,46 @@ def test_digests_of_another_form_count_as_not_arrived(form, other, dtype):
     assert list(here.accept(pages)) == [3, 4] and here.received == 1
     here.build(pages[1:], host)
     assert here.valid[pages].all() and here.computed == 2
+
+
+@pytest.mark.parametrize("half", ["low", "high"])
+@pytest.mark.parametrize("layer", range(3))
+@pytest.mark.parametrize("form", FORMS)
+def test_a_digest_lacks_whatever_layer_or_half_did_not_arrive(form, layer, half):
+    shape = dataclasses.replace(SHAPE, page_size=32)
+    k = [torch.randn(5, 32, shape.num_kv_heads, 64) for _ in range(shape.num_layers)]
+    host = HostPages(shape, *([x.flatten(0, 1) for x in k] for _ in "kv"))
+    there, here = (DigestPool(shape, 5, "cpu", form) for _ in range(2))
+    there.build(np.array([1, 2]), host)
+    for name in ("low", "high"):
+        for mine, theirs in zip(getattr(here, name), getattr(there, name), strict=True):
+            mine[:, 2] = theirs[:, 2]
+            for i in range(shape.num_layers):
+                if (i, name) != (layer, half):
+                    mine[i, 1] = theirs[i, 1]
+    assert list(here.accept(np.array([1, 2]))) == [1]
+
+
+@pytest.mark.parametrize("head_reduce", ["mass", "sum"])
+@pytest.mark.parametrize("form", ["minmax", "minmax-int8"])
+def test_a_pool_scores_by_the_bounds_of_its_keys(form, head_reduce):
+    """Keys whose smallest values are a hundred times their largest, so that the halves are not alike."""
+    k = [-100 * torch.rand(9, SIZE, 2, 64) + 99 * (torch.rand(9, SIZE, 2, 64) < 0.1) for _ in "abc"]
+    k = [x.clamp(max=1.0) for x in k]
+    host = HostPages(SHAPE, *([x.flatten(0, 1) for x in k] for _ in "kv"))
+    digests = DigestPool(SHAPE, 9, "cpu", form)
+    digests.build(np.arange(9), host)
+    q = torch.randn(2, 4, 64)
+    table = torch.arange(9, dtype=torch.int32).repeat(2, 1)
+    n_full = torch.tensor([9, 5], dtype=torch.int32)
+    for layer in range(3):
+        got = digests.score(layer, q, table, n_full, 0.01, head_reduce)
+        exact = score_reference(q, *digest_reference(k[layer]), table, n_full, 0.01, head_reduce)
+        assert ((got == -torch.inf) == (exact == -torch.inf)).all()
+        off = (got - exact)[exact > -torch.inf].abs().max()
+        assert (
+            off <= (0.05 if form == "minmax-int8" else 1e-5) * exact[exact > -torch.inf].abs().max()
+        )
 
 
 @pytest.mark.parametrize("form", ["minmax", "minmax-int8"])

@@ -144,7 +144,7 @@ class MinMaxInt8:
         return _bounds_across_heads(head_reduce)
 
     def is_set(self, low: Half, high: Half, ids: torch.Tensor) -> torch.Tensor:
-        # Nothing else has these buffers. Steps arrive behind the codes; a step that is a NaN has other bits.
+        # Nothing else has these buffers, and a step that is a NaN has other bits.
         return ~_is_marked(low, high, ids)
 
 

@@ -3,13 +3,13 @@
 32 channels of the minimum m of a page's keys share a step, and so do those of the maximum M. A step is
 a little more than the largest magnitude / 127, rounded up to bfloat16, and
 
-    low = floor(m / step) <= m / step,  high = ceil(M / step) >= M / step,
+    low = floor(m / step),  high = ceil(M / step),  so that  low * step <= m,  M <= high * step.
 
-each corrected until low * step <= m and high * step >= M hold. These products are exact in fp32: 8 bits
-by 8. Quest's u = sum_d max(q_d m_d, q_d M_d) only grows when m falls or M rises, so the score of a page
+These products are exact in fp32, 8 bits by 8. So is the rounding: an m that is not n * step differs from
+it by a unit of its own last place at least, which is more than half of one of n's, and m / step in fp32 is
+not n. Quest's u = sum_d max(q_d m_d, q_d M_d) only grows when m falls or M rises, so the score of a page
 bounds its tokens as before; it is looser by at most one step per channel. Where one of 32 channels of m
-or M is infinite or NaN, both get NaN as their step, so that the page scores NaN, which `select_pages`
-puts last.
+or M is infinite or NaN, both get NaN as their step, and the page has a NaN as its bound.
 """
 
 from __future__ import annotations
@@ -72,9 +72,7 @@ def code_reference(kmin: torch.Tensor, kmax: torch.Tensor) -> Int8Digests:
     for bound, direction in ((m, -1.0), (M, 1.0)):
         x = bound.where(good, 0.0) * direction
         step = _rounded_up((x.abs().amax(-1, keepdim=True) * STEPS).clamp(min=LEAST_STEP))
-        code = (x / step.float()).ceil()
-        code += (code * step.float() < x).float()
-        codes = (code * direction).flatten(-2).to(torch.int8)
+        codes = ((x / step.float()).ceil() * direction).flatten(-2).to(torch.int8)
         found += [codes, step.where(good, none).squeeze(-1)]
     return Int8Digests(*found)
 

@@ -31,7 +31,6 @@ def coded(bound, good, DIRECTION: tl.constexpr, STEPS: tl.constexpr, LEAST_STEP:
     bits = (width.to(tl.int32, bitcast=True) + 0xFFFF) & -0x10000  # up to the next bfloat16
     wide = bits.to(tl.float32, bitcast=True)[:, None] + tl.zeros_like(x)
     code = tl.ceil(tl.div_rn(x, wide))
-    code += (code * wide < x).to(tl.float32)
     return (code * DIRECTION).to(tl.int8), (bits >> 16).to(tl.int16)
 
 
