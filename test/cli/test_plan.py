@@ -183,7 +183,7 @@ def test_host_memory_for_the_worker_beside_the_pages(model, capsys):
     settings = parse_config(policy="scout", policies=("scout",))
     shape = ModelShape(40, 40, 8, 128, 32, torch.bfloat16, 128**-0.5)
     server = plan_memory(
-        settings, shape, num_pages=9, max_batch=64, context_tokens=40960, node_cpus=[36]
+        settings, shape, num_pages=9, max_batch=64, context_tokens=40960, node_cpus=[64]
     )
     assert of_64 == server.worker.total_bytes, "as the server reckons"
     largest = plan_of(model(), requests=2**40, host_gib=1).worker_bytes

@@ -258,7 +258,7 @@ def test_partial_results_are_reserved_whole_and_taken_as_they_are_written(
 ):
     arena = make_arena(max_batch=2048)
     slots, parts, slack = 2 * arena.spec.num_layers, 16, 8 << 20
-    whole = worker_memory(arena.spec, parts).partial_bytes
+    whole = worker_memory(arena.spec, parts, [1]).partial_bytes
     assert whole == slots * 2048 * parts * 4 * 96  # 4 x (16 + 1) floats, rounded up to cache lines
     reserved = []
     for threads in (1, parts):

@@ -210,7 +210,8 @@ def _worker_bytes(model_path: str, model: ModelConfig, sizes: Sizes, requests: i
             f"plan: --model-path {model_path}, --budget {sizes.budget_tokens}: {error}; lower the budget, "
             "or choose another model"
         ) from None
-    return worker_memory(spec, MOST_THREADS_PER_GROUP).total_bytes
+    cpus = max(spec.max_batch, MOST_THREADS_PER_GROUP)
+    return worker_memory(spec, 0, [cpus]).total_bytes
 
 
 def _host_fit(host_bytes: int, sizes: Sizes) -> int:

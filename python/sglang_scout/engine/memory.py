@@ -11,7 +11,7 @@ from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.page_bytes import copies_bytes, digest_bytes
 from sglang_scout.engine.pools import ModelShape
 from sglang_scout.worker.arena import ArenaSpec
-from sglang_scout.worker.sizes import WorkerMemory, most_threads, worker_memory
+from sglang_scout.worker.sizes import WorkerMemory, worker_memory
 
 HEADROOM_BYTES = 256 * 2**20
 """What the step's buffers and the interpreters may still need."""
@@ -136,7 +136,7 @@ def plan_worker(
     """What the worker needs beside the pages, however many they are; arguments as of :func:`plan_memory`."""
     sizes = arena_sizes(config, shape, max_batch, context_tokens, len(node_cpus))
     spec = ArenaSpec(num_pages=1, **sizes)
-    return worker_memory(spec, most_threads(config.worker_threads_per_group, min(node_cpus)))
+    return worker_memory(spec, config.worker_threads_per_group, node_cpus)
 
 
 def _check_device(

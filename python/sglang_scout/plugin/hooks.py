@@ -38,6 +38,7 @@ from sglang_scout.plugin.pool import (
 from sglang_scout.plugin.ranks import AttentionRanks, worker_cpus, worker_nodes
 from sglang_scout.plugin.support import decoder_layers
 from sglang_scout.worker.arena import available_bytes
+from sglang_scout.worker.spec import MAX_BATCH
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +71,8 @@ def around_profile_available_bytes(
     if config.host_gb is not None:
         size = int(config.host_gb * 2**30)
     else:
-        most_requests = runner.server_args.max_running_requests
+        # SGLang lowers a larger number once the pages are counted.
+        most_requests = min(runner.server_args.max_running_requests, MAX_BATCH)
         _, node_cpus = _nodes_of_worker(runner, config)
         context = runner.model_config.context_len
         worker = plan_worker(config, shape, most_requests, context, node_cpus).total_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from sglang_scout import _native
@@ -20,7 +21,9 @@ class WorkerMemory(NamedTuple):
         ring_bytes: what of the arena is neither pages nor copies: requests, replies, events.
         partial_bytes: of the worker's own memory, for what threads that share a sequence have found until
             it is merged; 0 where none is shared. A place for each thread of each sequence of each record
-            that may be open, taken from the system as it is first written, until the worker ends.
+            that may be open, taken from the system as it is first written, until the worker ends. Where
+            threads share as is useful (``threads_per_group`` 0), counted for as many sequences as there
+            are CPUs: of a larger batch only those are shared that need far more pages than others.
     """
 
     max_batch: int
@@ -50,12 +53,28 @@ def most_threads(threads_per_group: int, node_cpus: int) -> int:
     return threads_per_group or min(node_cpus, MOST_THREADS_PER_GROUP)
 
 
-def worker_memory(spec: ArenaSpec, threads: int) -> WorkerMemory:
-    """For an arena of these sizes, whatever its number of pages, and :func:`most_threads`."""
-    shape = spec.num_layers, spec.max_batch, spec.num_q_heads, spec.head_dim
+def worker_memory(
+    spec: ArenaSpec, threads_per_group: int, node_cpus: Sequence[int]
+) -> WorkerMemory:
+    """For an arena of these sizes, whatever its number of pages.
+
+    Args:
+        threads_per_group: as of :class:`WorkerConfig`.
+        node_cpus: CPUs of the worker on each memory node.
+    """
+    nodes, threads = spec.num_nodes, most_threads(threads_per_group, min(node_cpus))
+    result_bytes = (
+        _native.partial_bytes(spec.num_layers, 1, spec.num_q_heads, spec.head_dim, 2) // 2
+    )
+    # Of every sequence: a result for each node, or with a fixed number for each thread. A whole one is none.
+    of_all = nodes * threads if threads_per_group else nodes
+    of_shared = nodes * threads
+    shared = min(spec.max_batch, sum(node_cpus))
+    results = shared * of_shared * (of_shared > 1)
+    results += (spec.max_batch - shared) * of_all * (of_all > 1)
     return WorkerMemory(
         max_batch=spec.max_batch,
         threads=threads,
         ring_bytes=layout_of(spec).kv_offset,
-        partial_bytes=_native.partial_bytes(*shape, threads * spec.num_nodes),
+        partial_bytes=results * result_bytes,
     )
