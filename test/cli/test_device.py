@@ -128,10 +128,10 @@ def demo_cluster(tmp_path, where, *arguments):
     return demo.make_cluster(args, where, demo.MODEL, tmp_path)
 
 
-def profile_cluster(tmp_path, where, server_args=()):
+def profile_cluster(tmp_path, where, server_args=(), **config):
     return make_cluster(
         str(demo.MODEL), [[1] * 512] * 4, 40, tmp_path, where=where, budget_tokens=128,
-        config={"recall": "off", "resident_tokens": 512}, decode_flags=(), dtype="auto",
+        config={"recall": "off", "resident_tokens": 512} | config, decode_flags=(), dtype="auto",
         server_args=server_args,
     )  # fmt: skip
 
@@ -188,6 +188,15 @@ def test_the_demo_with_another_model_or_without_offload(tmp_path):
     cluster = demo_cluster(tmp_path, ONE_GPU, "--kv-offload", "none")
     for which in ("prefill", "decode"):
         assert not [word for word in words(cluster, which) if word.startswith("--kv-offload")]
+    cluster.stop()
+
+
+@pytest.mark.parametrize("where", [ON_CPU, PREFILL_ON_CPU], ids=str)
+def test_both_servers_of_a_profile_make_the_same_digests(tmp_path, where):
+    cluster = profile_cluster(tmp_path, where, digest="minmax-int8")
+    for which in ("prefill", "decode"):
+        config = json.loads(words(cluster, which)["--kv-offload-config"])
+        assert config["digest"] == "minmax-int8"
     cluster.stop()
 
 

@@ -112,8 +112,10 @@ def make_cluster(
         prefill |= {"max_prefill_tokens": total, "chunked_prefill_size": -1}
     prefill_args = [*flags(**prefill), *server_args]
     decode_args = [*flags(**decode), *server_args]
-    if where.prefill_config:
-        prefill_args += flags(kv_offload_config=json.dumps(where.prefill_config))
+    # Of a decode server's keys this one concerns both.
+    of_prefill = {key: config[key] for key in ("digest",) if key in config} | where.prefill_config
+    if of_prefill:
+        prefill_args += flags(kv_offload_config=json.dumps(of_prefill))
     settings = json.dumps({**config, "step_log": str(folder / "steps.jsonl")})
     decode_args += [*flags(kv_offload_config=settings), *decode_flags]
     return PDCluster(
