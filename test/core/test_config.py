@@ -262,6 +262,23 @@ def test_ranges():
         parse_cpu_list("3", {0, 1, 4})
 
 
+def test_a_file_under_two_names(tmp_path):
+    """By another path, through a link, or as a profile that would be written over."""
+    one, other = tmp_path / "one", tmp_path / "other"
+    one.write_text("{}")
+    other.hardlink_to(one)
+    for trace in (str(other), str(tmp_path / "." / "one")):
+        keys = json.dumps({"step_log": str(one), "trace": trace})
+        with pytest.raises(
+            ConfigError, match=r"trace = .*: is the file of \w+ too|step_log = .*trace"
+        ):
+            parse(config=keys)
+    keys = json.dumps({"step_log": str(one)})
+    with pytest.raises(ConfigError, match="is the file of --kv-offload-recall-profile too"):
+        parse(config=keys, recall_profile=str(other))
+    parse(config=keys, recall_profile=str(tmp_path / "third"))
+
+
 def test_each_rank_writes_files_of_its_own(tmp_path):
     names = {"trace": "a.json", "step_log": "b", "quality": "c.d.jsonl"}
     given = {key: str(tmp_path / name) for key, name in names.items()}

@@ -39,7 +39,9 @@ def check_together(config: OffloadConfig, given: set[str], flags: Mapping[str, s
             raise ConfigError(
                 f"{flag}: {key} = {getattr(config, key)!r} has no effect with {cause}; drop one of them"
             )
-    check_different(named_files(config, flag))
+    profile = config.recall_profile
+    of_profile = flags["recall_profile"], f"{flags['recall_profile']} {profile!r}", profile
+    check_different([of_profile, *named_files(config, flag)])
     if config.policy == "infinigen" and config.cpu_pages != "model":
         raise ConfigError(
             f"{flag}: cpu_pages = {config.cpu_pages!r}: --kv-offload infinigen copies its pages to the "

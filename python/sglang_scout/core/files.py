@@ -55,11 +55,15 @@ def check_different(files: Iterable[tuple[str, str, str | None]]) -> None:
     Raises:
         ConfigError: naming the later one's value and whose file it is.
     """
-    taken: dict[str, str] = {}
+    taken: dict[str | tuple[int, int], str] = {}
     for name, what, path in files:
         if path is None:
             continue
-        file = os.path.realpath(path)
+        try:
+            found = os.stat(path)
+            file: str | tuple[int, int] = found.st_dev, found.st_ino  # as of a hard link
+        except (OSError, ValueError):
+            file = os.path.realpath(path)
         if file in taken:
             raise ConfigError(f"{what}: is the file of {taken[file]} too; name another")
         taken[file] = name
