@@ -81,13 +81,17 @@ def _bounds_across_heads(head_reduce: str) -> str:
     return "max" if head_reduce == "max" else "sum"
 
 
-class MinMax:
-    """Smallest and largest key of every channel (Quest)."""
+class _InWordsOfKeys:
+    """A half is one word of the size of a key element for every channel."""
 
     def half(
         self, size: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device | str
     ) -> Half:
         return (torch.zeros(size, dtype=dtype, device=device),)
+
+
+class MinMax(_InWordsOfKeys):
+    """Smallest and largest key of every channel (Quest)."""
 
     def build(self, source: LayerPages, ids: torch.Tensor, low: Half, high: Half) -> None:
         build_layer_digests(source, ids, *low, *high)
@@ -148,13 +152,8 @@ class MinMaxInt8:
         return ~_is_marked(low, high, ids)
 
 
-class Signs:
+class Signs(_InWordsOfKeys):
     """The sign of every key element."""
-
-    def half(
-        self, size: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device | str
-    ) -> Half:
-        return (torch.zeros(size, dtype=dtype, device=device),)
 
     def build(self, source: LayerPages, ids: torch.Tensor, low: Half, high: Half) -> None:
         build_layer_signs(source, ids, *low, *high)
