@@ -1,4 +1,4 @@
-"""What it is worth that worker threads share a sequence, where there are fewer sequences than threads.
+"""What it is worth that worker threads share sequences, where whole ones would leave some of them idle.
 
     python benchmark/thread_groups.py --json FILE     about half a minute; all cores should be free
     python benchmark/thread_groups.py --quick         some seconds
@@ -36,7 +36,10 @@ from sglang_scout.worker.client import WorkerClient, WorkerConfig
 
 NUM_PAGES = 4096
 MAX_PAGES = 512
-CASES = ([1], [2], [4], [8], [16], [64], [512], [64] * 2, [64] + [6] * 3)
+CASES = (
+    [1], [2], [4], [8], [16], [64], [512],
+    [64] * 2, [64] + [6] * 3, [8] * 3, [16] * 3, [64] * 3, [16] * 5, [64] * 5, [64] * 7,
+)  # fmt: skip
 WAYS = {"one-thread": 1, "shared": 0}
 TIMEOUT_US = 10_000_000
 WARM_UP = 5

@@ -55,14 +55,16 @@ void attend_batch(const KvPages& kv, const AttendParams& params, const AttendBat
   std::unique_ptr<int64_t[]> counts;
   if (threads > 1) {
     counts.reset(new int64_t[of.batch]);
-    int64_t total = 0, largest = 0;
+    int64_t sequences = 0, total = 0, largest = 0;
     for (int b = 0; b < of.batch; ++b) {
       counts[b] =
           std::count_if(pages(b), pages(b) + of.columns, [](int32_t id) { return id >= 0; });
+      sequences += counts[b] > 0;
       total += counts[b];
       largest = std::max(largest, counts[b]);
     }
-    runs = Split{threads, kMostRuns, least_run_pages(page_bytes(kv))}.runs(total, largest);
+    runs =
+        Split{threads, kMostRuns, least_run_pages(page_bytes(kv))}.runs(sequences, total, largest);
   }
   if (runs == 1) {
     parallel_for(of.batch, threads, [&](int b) {

@@ -20,8 +20,8 @@ struct AttendBatch {
   float* lse;
 };
 
-// Where there are fewer sequences than threads, or one is much longer than the others, several
-// threads share a sequence; so the number of threads decides the order of sums. Page ids and
+// Where whole sequences would leave threads idle, several share one (split.h); so the number of
+// threads decides the order of sums. Page ids and
 // lengths have been checked.
 void attend_batch(const KvPages& kv, const AttendParams& params, const AttendBatch& of,
                   int threads);

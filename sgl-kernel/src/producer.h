@@ -94,10 +94,11 @@ class Producer {
     if (layer >= h.num_layers) fail("layer", layer, 0, h.num_layers - 1);
     if (rows > h.max_batch) fail("rows", rows, 0, h.max_batch);
     if (parts > kMaxParts) fail("parts", parts, 0, kMaxParts);
-    int64_t total = 0, listed = 0, largest = 0;  // of total those that are no padding
+    int64_t sequences = 0, listed = 0, largest = 0, total = 0;  // total: those that are no padding
     for (uint32_t b = 0; b < rows; ++b) {
       const int64_t limit = k < h.max_pages ? k : h.max_pages;
       if (n_pages[b] < 0 || n_pages[b] > limit) fail("n_pages", n_pages[b], 0, limit, b);
+      sequences += n_pages[b] > 0;
       listed += n_pages[b];
       largest = n_pages[b] > largest ? n_pages[b] : largest;
       for (int32_t i = 0; i < n_pages[b]; ++i) {
@@ -111,7 +112,7 @@ class Producer {
     const uint32_t live = live_epoch_.load(std::memory_order_acquire);
     slot.ticket = ++tickets_;
     slot.rows = rows;
-    slot.parts = parts > 0 ? parts : split_.runs(listed, largest);
+    slot.parts = parts > 0 ? parts : split_.runs(sequences, listed, largest);
     slot.pages = total;
     if (total == 0) {
       slot.kind = Kind::kEmpty;

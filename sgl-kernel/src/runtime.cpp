@@ -313,13 +313,23 @@ void Runtime::serve_node(Thread& me, uint32_t slot, uint64_t post, uint32_t node
   }
 }
 
+// Rows with pages before this one. Damage may make two rows share a place, never leave the memory.
+uint32_t Runtime::place_of(uint32_t slot, uint32_t row) const {
+  const int32_t* n_pages = ring_.n_pages(slot);
+  uint32_t before = 0;
+  for (uint32_t i = 0; i < row; ++i) before += load_relaxed(n_pages + i) != 0;
+  return before;
+}
+
 void Runtime::run_item(Thread& me, uint32_t slot, uint64_t seq, uint32_t layer, uint32_t row,
                        uint32_t rows, uint32_t part, uint32_t parts) {
   const Header& h = ring_.header();
   const int64_t begin_ns = now_ns();
   const uint32_t row_parts = parts * h.num_nodes;
-  float* out = row_parts == 1 ? me.result.data() : partial(slot, row, part);
   const int32_t n = load_relaxed(ring_.n_pages(slot) + row);
+  const bool merged = row_parts > 1 && n != 0;
+  const uint32_t place = merged ? place_of(slot, row) : 0;
+  float* out = merged ? partial(slot, place, part, row_parts) : me.result.data();
   const int32_t attended =
       attend_part(ring_, layer, ring_.q(slot, row), ring_.pages(slot, row), n, part, parts,
                   me.pages.data(), me.copies.get(), out, out + ring_.q_floats());
@@ -330,9 +340,11 @@ void Runtime::run_item(Thread& me, uint32_t slot, uint64_t seq, uint32_t layer, 
   bool last = true;
   if (row_parts > 1) {
     last = count_one(parts_done_[uint64_t{slot} * h.max_batch + row], tag) == row_parts;
-    if (last) {
-      merge_runs(h.q_heads, h.head_dim, row_parts, partial(slot, row, 0), partial_floats_,
-                 me.result.data(), me.result.data() + ring_.q_floats());
+    if (last && merged) {
+      merge_runs(h.q_heads, h.head_dim, row_parts, partial(slot, place, 0, row_parts),
+                 partial_floats_, me.result.data(), me.result.data() + ring_.q_floats());
+    } else if (last) {
+      std::memset(out, 0, ring_.q_floats() * sizeof(float));
     }
   }
   // The slot is this record's until done is stored; the check stands for a producer that breaks

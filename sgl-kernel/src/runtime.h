@@ -87,10 +87,14 @@ class Runtime {
   void publish_done(uint32_t slot, uint64_t seq, ReplyStatus status);
   void sleep(const Thread& me, uint64_t cursor);
 
-  float* partial(uint32_t slot, uint32_t row, uint32_t part) const {
-    return partials_.get() +
-           ((uint64_t{slot} * ring_.header().max_batch + row) * most_parts_ + part) *
-               partial_floats_;
+  uint32_t place_of(uint32_t slot, uint32_t row) const;
+
+  // Part `part` of `parts` of the row at `place` among those with pages, over all nodes. A record's
+  // lie together, so that records of few rows in many parts and of many rows in few parts write the
+  // same memory.
+  float* partial(uint32_t slot, uint32_t place, uint32_t part, uint32_t parts) const {
+    const uint64_t first = uint64_t{slot} * ring_.header().max_batch * most_parts_;
+    return partials_.get() + (first + uint64_t{place} * parts + part) * partial_floats_;
   }
 
   Ring ring_;

@@ -2,11 +2,15 @@
 // what the threads found.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 
 namespace scout {
+
+// Of a record, at most, where its sequences are split.
+constexpr int64_t kRunsPerThread = 16;
 
 // Mirrors core/split.py, where the rule is explained.
 struct Split {
@@ -14,12 +18,24 @@ struct Split {
   int32_t most = 1;
   int32_t least_pages = 1;
 
-  // total: pages of all sequences; largest: of the longest one.
-  uint32_t runs(int64_t total, int64_t largest) const {
-    int64_t share = (total + threads - 1) / threads;
-    if (share < least_pages) share = least_pages;
-    const int64_t runs = largest / share;
-    return static_cast<uint32_t>(runs < 1 ? 1 : runs > most ? most : runs);
+  // sequences: that have pages; total: pages of all of them; largest: of the longest one.
+  uint32_t runs(int64_t sequences, int64_t total, int64_t largest) const {
+    if (sequences < 1) return 1;
+    const int64_t useful = std::min(largest / least_pages, kRunsPerThread * threads / sequences);
+    const int64_t end = std::min<int64_t>(most, useful);
+    uint32_t best = 1;
+    int64_t shortest = INT64_MAX;
+    for (int64_t r = 1; r <= end; ++r) {
+      const int64_t every = sequences * r;
+      const int64_t rounds = (every + threads - 1) / threads;
+      const int64_t time =
+          (rounds - 1) * 16 * total / every + 16 * largest / r + rounds * least_pages;
+      if (time < shortest) {
+        shortest = time;
+        best = static_cast<uint32_t>(r);
+      }
+    }
+    return best;
   }
 };
 

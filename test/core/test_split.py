@@ -1,15 +1,21 @@
-"""How many threads share a sequence: core/split.py, and that C++ does the same."""
+"""How many threads share a sequence: core/split.py."""
 
 from __future__ import annotations
+
+import heapq
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_scout.core.split import Split
+from sglang_scout.core.split import RUNS_PER_THREAD, Split
 
 counts = st.lists(st.integers(0, 4096), min_size=1, max_size=64)
 splits = st.builds(Split, st.integers(1, 256), st.integers(1, 16), st.integers(1, 600))
+
+
+def runs_of(split: Split, pages: list[int]) -> int:
+    return split.runs(sum(n > 0 for n in pages), sum(pages), max(pages))
 
 
 @pytest.mark.parametrize(
@@ -19,25 +25,54 @@ splits = st.builds(Split, st.integers(1, 256), st.integers(1, 16), st.integers(1
         ([6], 3),  # runs of at least two pages
         ([3], 1),
         ([64] * 5, 7),  # 36 threads: seven each, one is left over
-        ([64] * 10, 3),
+        ([64] * 10, 7),  # two rounds of nine pages; three runs each would be one round of 21
         ([64] * 36, 1),
-        ([64] * 64, 1),
-        ([6] * 63 + [64], 4),  # one that lacks ten times as many as the others
+        ([64] * 37, 8),  # one each would leave the last one to a single thread
+        ([64] * 64, 5),  # nine rounds of 13 pages, not two of 64
+        ([64] * 72, 1),
+        ([8, 64, 0, 0, 8], 8),
+        ([6] * 63 + [64], 8),  # one that lacks ten times as many as the others
+        ([6] * 600 + [64], 1),  # by the time that the others are done, so is it
         ([0, 0], 1),
     ],
 )
 def test_what_keeps_36_threads_busy(pages, runs):
-    assert Split(threads=36, most=8, least_pages=2).runs(sum(pages), max(pages)) == runs
+    assert runs_of(Split(threads=36, most=8, least_pages=2), pages) == runs
 
 
 def test_one_thread_splits_nothing():
-    assert Split().runs(512, 512) == 1
+    assert runs_of(Split(), [512]) == 1
 
 
 @given(counts, splits)
 def test_runs_are_within_bounds_and_no_shorter_than_worth_it(pages, split):
-    runs = split.runs(sum(pages), max(pages))
+    runs = runs_of(split, pages)
     assert 1 <= runs <= split.most
     if runs > 1:
         assert max(pages) >= runs * split.least_pages
-        assert max(pages) * split.threads >= runs * sum(pages)  # none below a thread's share
+        assert runs * sum(n > 0 for n in pages) <= RUNS_PER_THREAD * split.threads
+
+
+def rounds_took(split: Split, pages: list[int], runs: int) -> float:
+    """In pages: until the last of the threads is done, which take one run after the other."""
+    threads = [0.0] * split.threads
+    for n in pages:
+        for run in range(runs if n else 0):
+            took = n * (run + 1) // runs - n * run // runs + split.least_pages / 16
+            heapq.heappush(threads, heapq.heappop(threads) + took)
+    return max(threads)
+
+
+@given(st.integers(1, 80), st.integers(1, 256), splits)
+def test_no_other_split_of_equal_sequences_would_be_faster(sequences, pages, split):
+    """Beyond rounding: of pages to runs, and of the estimate."""
+    batch = [pages] * sequences
+    chosen = rounds_took(split, batch, runs_of(split, batch))
+    for runs in range(2, split.most + 1):
+        if (
+            pages >= runs * split.least_pages
+            and sequences * runs <= RUNS_PER_THREAD * split.threads
+        ):
+            rounds = -(-sequences * runs // split.threads)
+            assert chosen <= rounds_took(split, batch, runs) + rounds + 1
+    assert chosen <= rounds_took(split, batch, 1) + -(-sequences * split.most // split.threads)

@@ -138,19 +138,19 @@ def test_what_the_worker_needs_beside_the_pages_is_counted():
     settings = config(host_gb=20)
     made = plan(settings, max_batch=64, node_cpus=[36])
     result = 4 * 32 * -(-(40 * 129) // 32)  # out and lse of all heads, whole cache lines
-    assert made.worker.partial_bytes == 2 * 40 * 36 * 8 * result == 477_757_440
+    assert made.worker.partial_bytes == 2 * 40 * 64 * 8 * result == 849_346_560
     rows = 2 * 40 * 64
     requests, replies = rows * (40 * 128 + 64 + 1) * 4, rows * (40 * 128 + 40) * 4
     assert requests + replies < made.worker.ring_bytes < requests + replies + 2**25, "and events"
     assert made.rows[-2:] == (
         ("ring", 64, made.worker.ring_bytes),
-        ("partial results", 8, 477_757_440),
+        ("partial results", 8, 849_346_560),
     )
     needed = made.host_bytes + made.worker.total_bytes + HEADROOM_BYTES
     check_memory(made, settings, needed, shared=False)
     with pytest.raises(ConfigError) as caught:
         check_memory(made, settings, needed - 1, shared=False)
-    for part in ("ring 0.2", "partial results 0.44 GiB", "--max-running-requests (64)",
+    for part in ("ring 0.2", "partial results 0.79 GiB", "--max-running-requests (64)",
                  "worker_threads_per_group (0)"):  # fmt: skip
         assert part in str(caught.value)
 
@@ -160,8 +160,8 @@ RESULT_BYTES = 2 * 40 * 4 * 32 * -(-(40 * 129) // 32)  # of a sequence, in all s
 
 @pytest.mark.parametrize(
     ("threads", "node_cpus", "most", "results"),
-    [(0, [1], 1, 0), (1, [36], 1, 0), (0, [5], 5, 5 * 5), (0, [36], 8, 8 * 8), (16, [2], 16, 8 * 16),
-     (0, [3, 2], 2, 5 * 4 + 3 * 2), (1, [1, 2], 1, 8 * 2), (2, [1, 2], 2, 8 * 4)],
+    [(0, [1], 1, 0), (1, [36], 1, 0), (0, [5], 5, 8 * 5), (0, [36], 8, 8 * 8), (16, [2], 16, 8 * 16),
+     (0, [3, 2], 2, 8 * 4), (1, [1, 2], 1, 8 * 2), (2, [1, 2], 2, 8 * 4)],
 )  # fmt: skip
 def test_partial_results_are_of_the_threads_that_may_share_a_sequence(
     threads, node_cpus, most, results

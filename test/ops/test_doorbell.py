@@ -154,6 +154,25 @@ def test_leaves_the_bytes_that_the_cpp_producer_leaves(arena, parts):
     assert device.errors() == []
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_the_kernel_splits_by_the_rule(arena, seed):
+    """Batches of different need, with rows that need nothing."""
+    rng = np.random.default_rng(seed)
+    split = Split(int(rng.integers(1, 24)), int(rng.integers(1, 17)), int(rng.integers(1, 4)))
+    rows, k = int(rng.integers(1, arena.spec.max_batch + 1)), arena.spec.max_pages
+    counts = rng.integers(0, k + 1, rows) * (rng.random(rows) < 0.7)
+    counts[rng.integers(rows)] = k
+    q, pages, _ = request(seed, rows, k)
+    n_pages = torch.tensor(counts, dtype=torch.int32, device=DEVICE)
+    expected = split.runs(int((counts > 0).sum()), int(counts.sum()), k)
+    device = ring_of(arena, parts=0, split=split)
+    device.set_life(1)
+    device.begin_step(3)
+    device.post(1, q, pages, n_pages)
+    settle()
+    assert int(arena.ring().record(arena.spec.num_layers + 1)["parts"]) == expected
+
+
 @TWO_KINDS
 @pytest.mark.parametrize("parts", [1, 2])
 def test_answers_of_worker_threads_are_merged(arena, worker, parts):

@@ -22,6 +22,7 @@ from sglang_scout.worker.client import WorkerClient, WorkerConfig
 from sglang_scout.worker.sizes import worker_memory
 
 TOLERANCE = {"atol": 2e-5, "rtol": 2e-5}
+CPUS = sorted(os.sched_getaffinity(0))
 
 
 def buffers(arena, rows):
@@ -273,6 +274,35 @@ def test_partial_results_are_reserved_whole_and_taken_as_they_are_written(
             taken = worker.memory_full_info().uss - before
             assert abs(taken - (2 * whole / slots if threads > 1 else 0)) < slack
     assert abs(reserved[1] - reserved[0] - whole) < slack
+
+
+@pytest.mark.skipif(len(CPUS) < 2, reason="one CPU: nothing is shared")
+def test_partial_results_of_few_busy_rows_are_few_wherever_the_rows_are(make_arena, oracle):
+    arena = make_arena(num_layers=1, page_size=64, num_kv_heads=8, num_q_heads=32, head_dim=128,
+                       num_pages=20, max_batch=1024)  # fmt: skip
+    spec, rng = arena.spec, np.random.default_rng(5)
+    counted = worker_memory(spec, 0, [2]).partial_bytes
+    q = rng.standard_normal((spec.max_batch, spec.num_q_heads, spec.head_dim), np.float32)
+    pages = rng.integers(0, spec.num_pages, (spec.max_batch, spec.max_pages), np.int32)
+    with WorkerClient(arena, CPUS[:2]) as client:
+        worker = psutil.Process(client.snapshot().pid)
+        for step in range(50):
+            if step == 4:  # both slots have been served, and both threads have run
+                before = worker.memory_full_info().uss
+            busy = rng.choice(spec.max_batch, 9, replace=False)
+            n_pages = np.zeros(spec.max_batch, np.int32)
+            n_pages[busy] = rng.integers(2, spec.max_pages + 1, len(busy))
+            out, lse = buffers(arena, spec.max_batch)
+            ticket = client.post(0, step, q, pages, n_pages)
+            assert client.wait(ticket, out, lse).fallback_pages == 0
+            assert int(arena.ring().record(step % 2)["parts"]) == 2
+            if step % 10 == 0:
+                expected = oracle(arena, 0, q[busy], pages[busy], n_pages[busy])
+                for got, want in zip((out, lse), expected, strict=True):
+                    np.testing.assert_allclose(got[busy], want, **TOLERANCE)
+        others = np.delete(np.arange(spec.max_batch), busy)
+        assert not out[others].any() and np.isneginf(lse[others]).all()
+        assert worker.memory_full_info().uss - before < counted + (2 << 20)
 
 
 def test_worker_process_has_no_torch(make_arena, cpu):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from sglang_scout import _native
+from sglang_scout.core.split import RUNS_PER_THREAD
 from sglang_scout.worker.ring import layout_of
 from sglang_scout.worker.spec import ArenaSpec
 
@@ -20,10 +21,9 @@ class WorkerMemory(NamedTuple):
         threads: of a memory node that may share a sequence.
         ring_bytes: what of the arena is neither pages nor copies: requests, replies, events.
         partial_bytes: of the worker's own memory, for what threads that share a sequence have found until
-            it is merged; 0 where none is shared. A place for each thread of each sequence of each record
-            that may be open, taken from the system as it is first written, until the worker ends. Where
-            threads share as is useful (``threads_per_group`` 0), counted for as many sequences as there
-            are CPUs: of a larger batch only those are shared that need far more pages than others.
+            it is merged; 0 where none is shared. A place for each run of the record that may have the most
+            of them, of every record that may be open; taken from the system as it is first written, until
+            the worker ends.
     """
 
     max_batch: int
@@ -66,12 +66,11 @@ def worker_memory(
     result_bytes = (
         _native.partial_bytes(spec.num_layers, 1, spec.num_q_heads, spec.head_dim, 2) // 2
     )
-    # Of every sequence: a result for each node, or with a fixed number for each thread. A whole one is none.
-    of_all = nodes * threads if threads_per_group else nodes
-    of_shared = nodes * threads
-    shared = min(spec.max_batch, sum(node_cpus))
-    results = shared * of_shared * (of_shared > 1)
-    results += (spec.max_batch - shared) * of_all * (of_all > 1)
+    # In the largest record: of each sequence a result for each node and run, unless that is one.
+    shared = spec.max_batch * threads if threads > 1 else 0
+    if not threads_per_group:
+        shared = min(shared, RUNS_PER_THREAD * min(node_cpus))
+    results = nodes * max(shared, spec.max_batch if nodes > 1 else 0)
     return WorkerMemory(
         max_batch=spec.max_batch,
         threads=threads,

@@ -20,6 +20,8 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_scout.core import split
+
 from .merge import merge_rows
 
 # Words of the state tensor, int64. The host writes the first two between steps.
@@ -31,6 +33,9 @@ ERRORS = tl.constexpr(3)  # bits below, kept until the host clears them
 LATE = tl.constexpr(1)  # no answer within the deadline
 REFUSED = tl.constexpr(2)  # the worker refused the record
 BUSY = tl.constexpr(4)  # the slot still holds a record without an answer
+
+MAX_RUNS = tl.constexpr(16)  # kMaxParts in ring.h
+RUNS_PER_THREAD = tl.constexpr(split.RUNS_PER_THREAD)
 
 _CLOSED = tl.constexpr((1 << 24) - 1)
 
@@ -107,6 +112,21 @@ def at_array(address, dtype: tl.constexpr):
 
 
 # One compilation for all layers.
+@triton.jit
+def runs_of(sequences, total, largest, threads, most, least_pages):
+    """`core.split.Split.runs`: all numbers of runs at once, the smallest of the best ones.
+
+    32 bits are enough for 8 million pages: where more than one run is allowed, rounds are 16 or fewer.
+    """
+    runs = 1 + tl.arange(0, MAX_RUNS)
+    useful = tl.minimum(largest // least_pages, RUNS_PER_THREAD * threads // sequences)
+    every = sequences * runs
+    rounds = tl.cdiv(every, threads)
+    time = (rounds - 1) * 16 * total // every + 16 * largest // runs + rounds * least_pages
+    allowed = (runs == 1) | (runs <= tl.minimum(most, useful))
+    return 1 + tl.argmin(tl.where(allowed, time, 0x7FFFFFFF), axis=0, tie_break_left=True)
+
+
 @triton.jit(do_not_specialize=["layer"])
 def post_kernel(
     q,
@@ -177,9 +197,9 @@ def post_kernel(
     if tl.atomic_add(arrivals, 1, sem="acq_rel", scope="sys") == rows - 1:
         tl.store(arrivals, 0)
         if wanted & (blocked == 0):
-            # As `core.split.Split.runs`.
-            share = tl.maximum(tl.cdiv(total, threads), least_pages)
-            runs = tl.minimum(tl.maximum(tl.max(counts, axis=0) // share, 1), most)
+            largest = tl.max(counts, axis=0)
+            sequences = tl.sum((counts > 0).to(tl.int32), axis=0)
+            runs = runs_of(sequences, total, largest, threads, most, least_pages)
             seq = (epoch << 40) | post
             tl.store(at_word(record), seq)
             tl.store(at_half(record + 8), layer)
