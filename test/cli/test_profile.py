@@ -396,7 +396,9 @@ def test_the_command(model, tmp_path, monkeypatch, capsys):
     runs = []
 
     def run_workload(model_path, prompts, steps, **kwargs):
-        runs.append((kwargs["config"]["recall"], kwargs["decode_flags"]))
+        assert kwargs["config"]["sink_pages"] == 2
+        named = kwargs["config"].get("trace")
+        runs.append((kwargs["config"]["recall"], kwargs["decode_flags"], named))
         assert kwargs["config"]["resident_tokens"] == 256 and kwargs["where"].decode == "cpu"
         assert kwargs["server_args"] == ["--log-level", "a b"]
         assert [len(p) for p in prompts] == [512, 512] and steps == 40
@@ -404,7 +406,13 @@ def test_the_command(model, tmp_path, monkeypatch, capsys):
         return read_step_log(write_log(tmp_path / "s.jsonl", 41, growth=growth))
 
     monkeypatch.setattr(profile, "run_workload", run_workload)
-    more = ["--server-args", "--log-level 'a b'"]
+    trace = str(tmp_path / "trace.json")
+    more = [
+        "--server-args",
+        "--log-level 'a b'",
+        "--config",
+        json.dumps({"sink_pages": 2, "trace": trace}),
+    ]
     plot = ["--json", "--plot", str(tmp_path / "p.png")]
     assert main(arguments(model, tmp_path, *more, *plot)) == 0
     printed = json.loads(capsys.readouterr().out)
@@ -412,7 +420,7 @@ def test_the_command(model, tmp_path, monkeypatch, capsys):
     assert msgspec.to_builtins(found) == printed
     assert found.intervals == [6, 1] and found.check is not None and found.check.ratios[0] == 0.0
     path = str(tmp_path / "p.json")
-    assert runs == [("off", ()), ("profile", (FLAG, path))]
+    assert runs == [("off", (), trace), ("profile", (FLAG, path), None)]  # not written over
     assert (tmp_path / "p.png").exists()
 
     assert main(arguments(model, tmp_path, *more, "--no-check")) == 0

@@ -6,7 +6,7 @@ import json
 import shlex
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from sglang_scout.cli.progress import Progress
 from sglang_scout.cli.step_log_file import StepLogFile, ratios_by_age
 from sglang_scout.cli.table import columns
 from sglang_scout.core.config import FLAGS as SERVER_FLAGS
-from sglang_scout.core.config import PAGE_SIZE_TOKENS, OffloadConfig
+from sglang_scout.core.config import PAGE_SIZE_TOKENS, WRITTEN_KEYS, OffloadConfig
 from sglang_scout.core.config_keys import check_files, check_layers
 from sglang_scout.core.config_together import named_files
 from sglang_scout.core.errors import ConfigError
@@ -198,7 +198,10 @@ def make_profile(request: Request, progress: Progress) -> RecallProfile:
     save_profile(profile, request.output)
     if request.check:
         path = str(Path(request.output).absolute())
-        again = _run(request, where, prompts, progress, {"recall": "profile"}, (PROFILE_FLAG, path))
+        # What the first run has written stays.
+        kept = {key: value for key, value in request.config.items() if key not in WRITTEN_KEYS}
+        second = replace(request, config=kept)
+        again = _run(second, where, prompts, progress, {"recall": "profile"}, (PROFILE_FLAG, path))
         curves, _ = ratios_by_age(again, request.steps + 1)
         check = ProfileCheck(
             ratios=curves[:, 1:].mean(axis=1).round(4).tolist(),
