@@ -2,13 +2,10 @@
 //
 // The walk follows memory: page by page, of a page first K and then V, in blocks of a few tokens
 // with all their heads; while a block is computed, what comes 16 KiB later in this order is
-// prefetched line by line, in the order of addresses. What binds is how many lines can be on their
-// way: hardware prefetchers hardly help a reader that computes, but follow hints that rise evenly;
-// hints in bursts are dropped, so the softmax, which reads nothing, asks for nothing. Measured on
-// AMD Zen 5, one core, five heads a group, with blocks of 8 KiB: 28 to 29 GB/s of 35 that a read
-// loop over the same pages reaches; hints in the order in which the rows are used 26; a walk in the
-// order of heads with hints a whole page ahead two thirds of this; without hints 11; loads in place
-// of hints (four heads) a quarter.
+// prefetched line by line, in the order of addresses, and where memory binds what comes 8 KiB later
+// once more. What binds is how many lines can be on their way: hardware prefetchers hardly help a
+// reader that computes, but follow hints that rise evenly; hints in bursts are dropped, so the
+// softmax, which reads nothing, asks for nothing. docs/results/README.md has what was measured.
 //
 // As in attend_tile.h, nothing of the standard library is used.
 #pragma once
@@ -25,8 +22,16 @@ namespace {
 
 constexpr int kScratchFloats = 16384;  // of q, and of accumulators, in one pass over the pages
 constexpr int kScratchRows = kScratchFloats / kTileTokens;
-constexpr ptrdiff_t kBlockBytes = 16 << 10;
-constexpr ptrdiff_t kLeadBytes = 16 << 10;  // between a hint and its use
+
+// How a sequence is walked: blocks of about so many bytes; hints for what comes `leads` times
+// lead_bytes later, with two of them once more for what comes lead_bytes later.
+struct Pace {
+  ptrdiff_t block_bytes;
+  ptrdiff_t lead_bytes;
+  int leads;
+};
+constexpr Pace kByRows{8 << 10, 8 << 10, 2};
+constexpr Pace kByColumns{16 << 10, 16 << 10, 1};  // and of codes
 
 // Between natural column order and the order of load_pair (the same unless pairs are interleaved).
 inline void pack_row(bool interleaved, const float* from, float* to, int dim) {
@@ -102,12 +107,10 @@ inline Place place_of(const AttendArgs& args, int entry, int64_t page, ptrdiff_t
   return place;
 }
 
-// Tokens of a block. Sums are loaded and stored once a block, so large ones ask for a large block;
-// otherwise it should fit the first cache with them and with what is asked for meanwhile. A power
-// of two, as the size of a page is: hints would go astray where a block ends behind a page.
-inline int block_tokens(ptrdiff_t sums_bytes, ptrdiff_t row_bytes, int most) {
-  const ptrdiff_t bytes = sums_bytes > kBlockBytes ? sums_bytes : kBlockBytes;
-  int tokens = 4;
+// Tokens of a block. A power of two, as the size of a page is: hints would go astray where a block
+// ends behind a page.
+inline int block_tokens(ptrdiff_t bytes, ptrdiff_t row_bytes, int most) {
+  int tokens = kRowTokens;
   while (2 * tokens <= most && tokens * 3 / 2 * row_bytes <= bytes) tokens *= 2;
   return tokens;
 }
@@ -177,10 +180,14 @@ inline void attend_heads(const AttendArgs& args, HeadRange range) {
   }
   const Softmax softmax{row_scale, args.params->logit_cap, highest, shift, lift, unit, total};
   const int most = kv.page_size < kTileTokens ? kv.page_size : kTileTokens;
-  const int step = block_tokens(rows * dim * sizeof(float), row_bytes, most);
-  const int lead_tokens = static_cast<int>(kLeadBytes / row_bytes) / step * step;
-  // What lies further than a page behind a page's end is not known.
-  const int usual_lead = lead_tokens < step ? step : lead_tokens < most ? lead_tokens : most;
+  const bool by_rows = !coded && Vec::by_rows(larger > 0 ? chunk + 1 : chunk);
+  Pace pace = by_rows ? kByRows : kByColumns;
+  // By columns sums are loaded and stored once a block, so many of them ask for a large one.
+  const ptrdiff_t sums_bytes = rows * dim * sizeof(float);
+  if (!by_rows && sums_bytes > pace.block_bytes) pace.block_bytes = sums_bytes;
+  const int step = block_tokens(pace.block_bytes, row_bytes, most);
+  const int lead_tokens = static_cast<int>(pace.lead_bytes / row_bytes) / step * step;
+  const int lead = lead_tokens < step ? step : lead_tokens < most ? lead_tokens : most;
 
   Block block;
   block.row_bytes = row_bytes;
@@ -209,7 +216,8 @@ inline void attend_heads(const AttendArgs& args, HeadRange range) {
     here = place_at(entry, false);
     // Nothing was computed while the first block could have come: ask for it at once.
     const char* const first = here.k + head_offset;
-    for (ptrdiff_t i = 0; i < usual_lead * row_bytes; i += kLineBytes) prefetch(first + i);
+    const int tokens = pace.leads * lead < most ? pace.leads * lead : most;
+    for (ptrdiff_t i = 0; i < tokens * row_bytes; i += kLineBytes) prefetch(first + i);
   }
   while (entry <= args.n) {
     const int following = next_entry(entry + 1);
@@ -224,19 +232,25 @@ inline void attend_heads(const AttendArgs& args, HeadRange range) {
       const int tokens = page_tokens - begin < kTileTokens ? page_tokens - begin : kTileTokens;
       const char* const k = here.k + head_offset + begin * row_bytes;
       const char* const v = here.v + head_offset + begin * row_bytes;
-      const char* const k_next =
-          begin + tokens < page_tokens ? k + tokens * row_bytes : next.k + head_offset;
-      // Of a page in cache nothing has to be asked for: all hints are for what follows.
-      const int lead = here.cached ? 2 * tokens : usual_lead;
-      // Token i of the walk: this tile's K, its V, what is next.
+      const bool within = begin + tokens < page_tokens;
+      const char* const k_next = within ? k + tokens * row_bytes : next.k + head_offset;
+      const char* const v_next = within ? v + tokens * row_bytes : next.v + head_offset;
+      // Token i of the walk: this tile's K, its V, what is next, at most two tiles further.
       auto walk = [&](int i) {
-        return i < tokens       ? k + i * row_bytes
-               : i < 2 * tokens ? v + (i - tokens) * row_bytes
-                                : k_next + (i - 2 * tokens) * row_bytes;
+        if (i < tokens) return k + i * row_bytes;
+        if (i < 2 * tokens) return v + (i - tokens) * row_bytes;
+        i -= 2 * tokens;
+        return i < most ? k_next + i * row_bytes : v_next + (i - most) * row_bytes;
+      };
+      auto hints = [&](int i) -> Hints {
+        // Of a page in cache nothing has to be asked for: all hints are for what follows.
+        if (here.cached) return {walk(i + 2 * tokens), 0};
+        const char* const at = walk(i + pace.leads * lead);
+        return {at, walk(i + lead) - at};
       };
       for (int t = 0; t < tokens; t += step) {
         block.rows = k + t * row_bytes;
-        block.ahead = walk(t + lead);
+        block.ahead = hints(t);
         block.tokens = tokens - t < step ? tokens - t : step;
         for (int c = 0, g = 0; c < chunks; g += c < larger ? chunk + 1 : chunk, ++c) {
           block.q = q + g * dim;
@@ -272,7 +286,7 @@ inline void attend_heads(const AttendArgs& args, HeadRange range) {
       for (int row = 0; row < rows; ++row) sum[row] = sum[row] * rescale[row] + total[row];
       for (int t = 0; t < tokens; t += step) {
         block.rows = v + t * row_bytes;
-        block.ahead = walk(tokens + t + lead);
+        block.ahead = hints(tokens + t);
         block.tokens = tokens - t < step ? tokens - t : step;
         for (int c = 0, g = 0; c < chunks; g += c < larger ? chunk + 1 : chunk, ++c) {
           block.acc = acc + g * dim;

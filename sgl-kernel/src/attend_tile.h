@@ -2,8 +2,9 @@
 // query heads of its group, written once for every Vec. Include a vec_*.h first.
 //
 // score_block: dot products of all query heads; each K row is loaded once. softmax_rows: one step
-// of online softmax for some query heads. weigh_block: weighted sum of V with the accumulators in
-// registers. A block is walked in the order of memory as far as that is possible.
+// of online softmax for some query heads. weigh_block: weighted sum of V, for few query heads a few
+// tokens at a time with the accumulators in cache, for many a few columns at a time with the
+// accumulators in registers. A block is walked in the order of memory as far as that is possible.
 //
 // Only __builtin functions and this file's own code: an inline function of the standard library
 // compiled here with wide instructions could be what the linker keeps for everybody.
@@ -20,6 +21,7 @@ namespace {
 
 constexpr int kTileTokens = 64;  // of a page, at once
 constexpr int kMaxGroup = 16;    // at least the largest group chunk, a multiple of every lane count
+constexpr int kRowTokens = 4;    // of add_rows, at once
 constexpr int kLineBytes = 64;
 constexpr float kLargestShort = 32767.0f;  // code of the largest query element or weight
 
@@ -28,9 +30,17 @@ constexpr int element_bytes() {
   return T == DType::kF32 ? 4 : 2;
 }
 
+// What to prefetch: lines from `at` on; where kTwice, also those `again` bytes from there. A CPU
+// drops hints while as many lines are on their way as it can follow, and the second hint, nearer to
+// the use, is for what was dropped. Where arithmetic binds it is one instruction too many.
+struct Hints {
+  const char* at;
+  ptrdiff_t again;
+};
+
 struct Block {
-  const char* rows;   // K or V: first row of the first head; rows are row_bytes apart
-  const char* ahead;  // what to prefetch meanwhile, as many bytes as the block has
+  const char* rows;  // K or V: first row of the first head; rows are row_bytes apart
+  Hints ahead;       // for meanwhile, as many bytes as the block has
   ptrdiff_t row_bytes;
   int tokens;
   int heads;
@@ -47,11 +57,14 @@ struct Block {
   const float* factor;   // [heads * group]: scale of the sums of codes (attend_tile_int8.h)
 };
 
-template <int kBytes>
-inline void prefetch_span(const char*& p) {
+template <int kBytes, bool kTwice = false>
+inline void prefetch_span(Hints& hints) {
 #pragma GCC unroll 16
-  for (int offset = 0; offset < kBytes; offset += kLineBytes) prefetch(p + offset);
-  p += kBytes;
+  for (int offset = 0; offset < kBytes; offset += kLineBytes) {
+    prefetch(hints.at + offset);
+    if constexpr (kTwice) prefetch(hints.at + hints.again + offset);
+  }
+  hints.at += kBytes;
 }
 
 // scores[t][g] = sum of the lanes of acc[g][t].
@@ -89,8 +102,8 @@ inline __attribute__((always_inline)) void store_sums(const X (&acc)[GB][TB], fl
 
 // scores[t][g] = <q[g], k[t]> for TB tokens.
 template <DType T, int kDim, int TB, int GB>
-inline const char* score_tokens(const char* k, ptrdiff_t row_bytes, const float* q, int head_dim,
-                                const char* ahead, float* scores, ptrdiff_t stride) {
+inline Hints score_tokens(const char* k, ptrdiff_t row_bytes, const float* q, int head_dim,
+                          Hints ahead, float* scores, ptrdiff_t stride) {
   using F = Vec::F;
   constexpr int W = Vec::kLanes;
   constexpr int kPairBytes = 2 * W * element_bytes<T>();
@@ -107,7 +120,7 @@ inline const char* score_tokens(const char* k, ptrdiff_t row_bytes, const float*
     for (int t = 0; t < TB; ++t) {
       Vec::load_pair<T>(k + t * row_bytes + d * element_bytes<T>(), x[t], y[t]);
     }
-    prefetch_span<TB * kPairBytes>(ahead);
+    prefetch_span<TB * kPairBytes, Vec::by_rows(GB)>(ahead);
 #pragma GCC unroll 8
     for (int g = 0; g < GB; ++g) {
       const F q0 = Vec::load(q + g * dim + d);
@@ -122,11 +135,66 @@ inline const char* score_tokens(const char* k, ptrdiff_t row_bytes, const float*
   return ahead;
 }
 
+// acc[g] = rescale[g] * acc[g] + sum_t weights[t][g] * v[t], for TB tokens from `first` on, of all
+// heads; without `rescale` the factor is 1.
+template <DType T, int TB, int GB>
+inline __attribute__((always_inline)) Hints add_rows(const Block& block, int dim, int first,
+                                                     const float* rescale, Hints ahead) {
+  using F = Vec::F;
+  constexpr int W = Vec::kLanes;
+  constexpr int kPairBytes = 2 * W * element_bytes<T>();
+  const char* const v = block.rows + first * block.row_bytes;
+  const float* const weights = block.scores + first * block.score_stride;
+  const ptrdiff_t row_bytes = block.row_bytes, stride = block.score_stride;
+  const int heads = block.heads, group = block.group;
+  float* const sums_of_all = block.acc;
+  for (int h = 0; h < heads; ++h) {
+    F w[TB][GB];
+#pragma GCC unroll 8
+    for (int t = 0; t < TB; ++t) {
+#pragma GCC unroll 8
+      for (int g = 0; g < GB; ++g) w[t][g] = Vec::set1(weights[t * stride + h * group + g]);
+    }
+#pragma GCC unroll 4
+    for (int d = 0; d < dim; d += 2 * W) {
+      F sums[GB][2];
+#pragma GCC unroll 8
+      for (int g = 0; g < GB; ++g) {
+        const float* const at = sums_of_all + (h * group + g) * dim + d;
+        sums[g][0] = Vec::load(at);
+        sums[g][1] = Vec::load(at + W);
+        if (rescale != nullptr) {
+          const F factor = Vec::set1(rescale[h * group + g]);
+          sums[g][0] = Vec::mul(factor, sums[g][0]);
+          sums[g][1] = Vec::mul(factor, sums[g][1]);
+        }
+      }
+#pragma GCC unroll 8
+      for (int t = 0; t < TB; ++t) {
+        F x, y;
+        Vec::load_pair<T>(v + t * row_bytes + (h * dim + d) * element_bytes<T>(), x, y);
+        prefetch_span<kPairBytes, true>(ahead);
+#pragma GCC unroll 8
+        for (int g = 0; g < GB; ++g) {
+          sums[g][0] = Vec::fma(w[t][g], x, sums[g][0]);
+          sums[g][1] = Vec::fma(w[t][g], y, sums[g][1]);
+        }
+      }
+#pragma GCC unroll 8
+      for (int g = 0; g < GB; ++g) {
+        float* const at = sums_of_all + (h * group + g) * dim + d;
+        Vec::store(at, sums[g][0]);
+        Vec::store(at + W, sums[g][1]);
+      }
+    }
+  }
+  return ahead;
+}
+
 // acc[g] = rescale[g] * acc[g] + sum_t weights[t][g] * v[t], over 2 * NP vectors of columns.
 template <DType T, int NP, int GB>
-inline const char* accumulate(const char* v, ptrdiff_t row_bytes, int tokens, const float* weights,
-                              ptrdiff_t stride, const float* rescale, float* acc, int dim,
-                              const char* ahead) {
+inline Hints add_columns(const char* v, ptrdiff_t row_bytes, int tokens, const float* weights,
+                         ptrdiff_t stride, const float* rescale, float* acc, int dim, Hints ahead) {
   using F = Vec::F;
   constexpr int W = Vec::kLanes;
   constexpr int kPairBytes = 2 * W * element_bytes<T>();
@@ -253,7 +321,7 @@ inline __attribute__((always_inline)) void score_each(const Block& block, const 
 template <DType T, int kDim, int GB>
 void score_block(const Block& block) {
   const int dim = kDim != 0 ? kDim : block.head_dim;
-  const char* ahead = block.ahead;
+  Hints ahead = block.ahead;
   score_each<Vec::token_block(GB)>(block, block.q, dim, dim * element_bytes<T>(),
                                    [&](auto tokens, const char* k, const float* q, float* scores) {
                                      ahead = score_tokens<T, kDim, tokens.kCount, GB>(
@@ -263,14 +331,25 @@ void score_block(const Block& block) {
 }
 
 template <DType T, int kDim, int GB>
-void weigh_block(const Block& block) {
+inline void weigh_rows(const Block& block) {
+  const int dim = kDim != 0 ? kDim : block.head_dim;
+  Hints ahead = block.ahead;
+  int t = 0;
+  for (; t + kRowTokens <= block.tokens; t += kRowTokens)
+    ahead = add_rows<T, kRowTokens, GB>(block, dim, t, t == 0 ? block.rescale : nullptr, ahead);
+  for (; t < block.tokens; ++t)
+    ahead = add_rows<T, 1, GB>(block, dim, t, t == 0 ? block.rescale : nullptr, ahead);
+}
+
+template <DType T, int kDim, int GB>
+inline void weigh_columns(const Block& block) {
   constexpr int W = Vec::kLanes;
   constexpr int kPairBytes = 2 * W * element_bytes<T>();
-  const int dim = kDim != 0 ? kDim : block.head_dim;
-  const ptrdiff_t head_bytes = static_cast<ptrdiff_t>(dim) * element_bytes<T>();
   constexpr int NP = Vec::pairs_per_pass(GB);
   constexpr int kStep = 2 * W * NP;
-  const char* ahead = block.ahead;
+  const int dim = kDim != 0 ? kDim : block.head_dim;
+  const ptrdiff_t head_bytes = static_cast<ptrdiff_t>(dim) * element_bytes<T>();
+  Hints ahead = block.ahead;
   for (int h = 0; h < block.heads; ++h) {
     const char* const v = block.rows + h * head_bytes;
     const float* const weights = block.scores + h * block.group;
@@ -280,15 +359,23 @@ void weigh_block(const Block& block) {
     int d = 0;
     for (; d + kStep <= dim; d += kStep) {
       const ptrdiff_t at = d / (2 * W) * kPairBytes;
-      ahead = accumulate<T, NP, GB>(v + at, block.row_bytes, block.tokens, weights,
-                                    block.score_stride, rescale, acc + d, dim, ahead);
+      ahead = add_columns<T, NP, GB>(v + at, block.row_bytes, block.tokens, weights,
+                                     block.score_stride, rescale, acc + d, dim, ahead);
     }
     for (; d < dim; d += 2 * W) {
       const ptrdiff_t at = d / (2 * W) * kPairBytes;
-      ahead = accumulate<T, 1, GB>(v + at, block.row_bytes, block.tokens, weights,
-                                   block.score_stride, rescale, acc + d, dim, ahead);
+      ahead = add_columns<T, 1, GB>(v + at, block.row_bytes, block.tokens, weights,
+                                    block.score_stride, rescale, acc + d, dim, ahead);
     }
   }
+}
+
+template <DType T, int kDim, int GB>
+void weigh_block(const Block& block) {
+  if constexpr (Vec::by_rows(GB))
+    weigh_rows<T, kDim, GB>(block);
+  else
+    weigh_columns<T, kDim, GB>(block);
 }
 
 }  // namespace

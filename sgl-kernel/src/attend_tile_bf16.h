@@ -15,8 +15,8 @@ namespace {
 
 // scores[t][g] = <q[g], k[t]> for TB tokens.
 template <int kDim, int TB, int GB>
-inline const char* score_pairs(const char* k, ptrdiff_t row_bytes, const int16_t* q, int head_dim,
-                               const char* ahead, float* scores, ptrdiff_t stride) {
+inline Hints score_pairs(const char* k, ptrdiff_t row_bytes, const int16_t* q, int head_dim,
+                         Hints ahead, float* scores, ptrdiff_t stride) {
   using F = Vec::F;
   using S = Vec::S;
   constexpr int W = 2 * Vec::kLanes;
@@ -40,7 +40,7 @@ inline const char* score_pairs(const char* k, ptrdiff_t row_bytes, const int16_t
         acc[g][t] = Vec::dot_bf16(acc[g][t], pairs, x[t]);
         // TB lines among TB * GB products, evenly: with so little work between them, several hints
         // at once would be lost.
-        if ((g * TB + t) % GB == GB - 1) prefetch_span<kLineBytes>(ahead);
+        if ((g * TB + t) % GB == GB - 1) prefetch_span<kLineBytes, Vec::by_rows(GB)>(ahead);
       }
     }
   }
@@ -51,7 +51,7 @@ inline const char* score_pairs(const char* k, ptrdiff_t row_bytes, const int16_t
 template <int kDim, int GB>
 void score_pairs_block(const Block& block) {
   const int dim = kDim != 0 ? kDim : block.head_dim;
-  const char* ahead = block.ahead;
+  Hints ahead = block.ahead;
   score_each<Vec::token_block(GB)>(
       block, block.q_codes, dim, 2 * dim,
       [&](auto tokens, const char* k, const int16_t* q, float* scores) {

@@ -54,8 +54,8 @@ inline void unpack_zipped(const float* from, float factor, float* to, int dim) {
 
 // scores[t][g] = <q[g], k[t]> in codes, for TB tokens.
 template <int kDim, int TB, int GB>
-inline const char* score_codes(const char* k, ptrdiff_t row_bytes, const int16_t* q, int head_dim,
-                               const char* ahead, float* scores, ptrdiff_t stride) {
+inline Hints score_codes(const char* k, ptrdiff_t row_bytes, const int16_t* q, int head_dim,
+                         Hints ahead, float* scores, ptrdiff_t stride) {
   using I = Vec::I;
   using S = Vec::S;
   constexpr int W = 2 * Vec::kLanes;
@@ -86,9 +86,9 @@ inline const char* score_codes(const char* k, ptrdiff_t row_bytes, const int16_t
 // acc[g] = rescale[g] * acc[g] + factor[g] * sum_t weights[t][g] * v[t], over 2 * NP vectors of
 // columns, in the order of unpack_zipped. Weights are 16-bit codes.
 template <int NP, int GB>
-inline const char* accumulate_codes(const char* v, ptrdiff_t row_bytes, int tokens,
-                                    const float* weights, ptrdiff_t stride, const float* rescale,
-                                    const float* factor, float* acc, int dim, const char* ahead) {
+inline Hints accumulate_codes(const char* v, ptrdiff_t row_bytes, int tokens, const float* weights,
+                              ptrdiff_t stride, const float* rescale, const float* factor,
+                              float* acc, int dim, Hints ahead) {
   using I = Vec::I;
   using S = Vec::S;
   using F = Vec::F;
@@ -141,7 +141,7 @@ inline const char* accumulate_codes(const char* v, ptrdiff_t row_bytes, int toke
 template <int kDim, int GB>
 void score_codes_block(const Block& block) {
   const int dim = kDim != 0 ? kDim : block.head_dim;
-  const char* ahead = block.ahead;
+  Hints ahead = block.ahead;
   score_each<Vec::token_block(GB)>(
       block, block.q_codes, dim, dim,
       [&](auto tokens, const char* k, const int16_t* q, float* scores) {
@@ -155,7 +155,7 @@ void weigh_codes_block(const Block& block) {
   constexpr int NP = Vec::pairs_per_pass(GB);
   constexpr int kColumns = 2 * Vec::kLanes;
   const int dim = kDim != 0 ? kDim : block.head_dim;
-  const char* ahead = block.ahead;
+  Hints ahead = block.ahead;
   for (int h = 0; h < block.heads; ++h) {
     const int row = h * block.group;
     const float* const weights = block.scores + row;

@@ -19,6 +19,7 @@ struct Vec {
   static constexpr bool kSpecialiseDims = true;  // compile-time head sizes
   static constexpr int kMaxGroupChunk = 5;
   static constexpr int pairs_per_pass(int) { return 1; }
+  static constexpr bool by_rows(int group) { return group <= 4; }
   static constexpr int token_block(int group) { return group <= 1 ? 4 : group <= 5 ? 2 : 1; }
 
   static F zero() { return _mm256_setzero_ps(); }

@@ -21,6 +21,7 @@ struct Vec {
   static constexpr bool kSpecialiseDims = true;  // compile-time head sizes
   static constexpr int kMaxGroupChunk = 8;
   static constexpr int pairs_per_pass(int group) { return group <= 6 ? 2 : 1; }
+  static constexpr bool by_rows(int group) { return group <= 5; }
   static constexpr int token_block(int group) { return group <= 5 ? 4 : 2; }
 
   static F zero() { return _mm512_setzero_ps(); }

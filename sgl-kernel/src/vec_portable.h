@@ -24,6 +24,8 @@ struct Vec {
   static constexpr int kMaxGroupChunk = 4;        // query heads per pass over a K row
   // V column pairs held in registers at a time, by query heads.
   static constexpr int pairs_per_pass(int) { return 1; }
+  // Query heads for which memory binds rather than arithmetic, see weigh_block.
+  static constexpr bool by_rows(int) { return false; }
   static constexpr int token_block(int group) {  // tokens per pass over the query rows
     return group <= 2 ? 4 : group <= 3 ? 2 : 1;
   }
