@@ -31,7 +31,7 @@ struct Pace {
   int leads;
 };
 constexpr Pace kByRows{8 << 10, 8 << 10, 2};
-constexpr Pace kByColumns{16 << 10, 16 << 10, 1};  // and of codes
+constexpr Pace kByColumns{16 << 10, 16 << 10, 1};
 
 // Between natural column order and the order of load_pair (the same unless pairs are interleaved).
 inline void pack_row(bool interleaved, const float* from, float* to, int dim) {
@@ -109,8 +109,8 @@ inline Place place_of(const AttendArgs& args, int entry, int64_t page, ptrdiff_t
 
 // Tokens of a block. A power of two, as the size of a page is: hints would go astray where a block
 // ends behind a page.
-inline int block_tokens(ptrdiff_t bytes, ptrdiff_t row_bytes, int most) {
-  int tokens = kRowTokens;
+inline int block_tokens(ptrdiff_t bytes, ptrdiff_t row_bytes, int least, int most) {
+  int tokens = least;
   while (2 * tokens <= most && tokens * 3 / 2 * row_bytes <= bytes) tokens *= 2;
   return tokens;
 }
@@ -134,6 +134,7 @@ inline void attend_heads(const AttendArgs& args, HeadRange range) {
   alignas(64) float acc[kScratchFloats];
   float highest[kScratchRows];
   float sum[kScratchRows];
+  alignas(64) int32_t code_sums[kScratchFloats];  // of codes by rows only
   alignas(64) float scores[kScratchFloats];
   alignas(64) float shift[kScratchRows] = {};
   alignas(64) float rescale[kScratchRows];
@@ -180,12 +181,14 @@ inline void attend_heads(const AttendArgs& args, HeadRange range) {
   }
   const Softmax softmax{row_scale, args.params->logit_cap, highest, shift, lift, unit, total};
   const int most = kv.page_size < kTileTokens ? kv.page_size : kTileTokens;
-  const bool by_rows = !coded && Vec::by_rows(larger > 0 ? chunk + 1 : chunk);
+  const int most_heads = larger > 0 ? chunk + 1 : chunk;
+  const bool by_rows = coded ? Vec::codes_by_rows(most_heads) : Vec::by_rows(most_heads);
   Pace pace = by_rows ? kByRows : kByColumns;
   // By columns sums are loaded and stored once a block, so many of them ask for a large one.
   const ptrdiff_t sums_bytes = rows * dim * sizeof(float);
   if (!by_rows && sums_bytes > pace.block_bytes) pace.block_bytes = sums_bytes;
-  const int step = block_tokens(pace.block_bytes, row_bytes, most);
+  const int least = coded && by_rows && most >= kCodeRowTokens ? kCodeRowTokens : kRowTokens;
+  const int step = block_tokens(pace.block_bytes, row_bytes, least, most);
   const int lead_tokens = static_cast<int>(pace.lead_bytes / row_bytes) / step * step;
   const int lead = lead_tokens < step ? step : lead_tokens < most ? lead_tokens : most;
 
@@ -291,11 +294,13 @@ inline void attend_heads(const AttendArgs& args, HeadRange range) {
         for (int c = 0, g = 0; c < chunks; g += c < larger ? chunk + 1 : chunk, ++c) {
           block.acc = acc + g * dim;
           block.scores = scores + (coded ? t / 2 : t) * stride + g;
+          block.code_sums = coded && by_rows ? code_sums + g * dim : nullptr;
           block.factor = factor + g;
           block.rescale = t == 0 ? rescale + g : nullptr;
           (c < larger ? run_larger : run).weigh(block);
         }
       }
+      if (coded && by_rows) fold_code_rows(code_sums, factor, rescale, acc, rows, dim);
     }
     entry = following;
     here = entry <= args.n ? place_at(entry, false) : here;

@@ -22,6 +22,7 @@ namespace {
 constexpr int kTileTokens = 64;  // of a page, at once
 constexpr int kMaxGroup = 16;    // at least the largest group chunk, a multiple of every lane count
 constexpr int kRowTokens = 4;    // of add_rows, at once
+constexpr int kCodeRowTokens = 8;
 constexpr int kLineBytes = 64;
 constexpr float kLargestShort = 32767.0f;  // code of the largest query element or weight
 
@@ -53,6 +54,7 @@ struct Block {
   // the weights; as codes those of two tokens in 32 bits.
   float* scores;
   ptrdiff_t score_stride;
+  int32_t* code_sums;    // [heads * group, D]: of a tile, in codes; null: by columns
   const float* rescale;  // [heads * group]: by which acc shrinks first; null: it stays
   const float* factor;   // [heads * group]: scale of the sums of codes (attend_tile_int8.h)
 };

@@ -2,6 +2,10 @@
 // does the work of four fused multiply-adds and needs no conversion to float. Include
 // attend_tile.h first.
 //
+// For few query heads V is added some tokens at a time over all heads, with the sums in cache until
+// the tile ends (add_code_rows, fold_code_rows); for many a few columns at a time with the sums in
+// registers (accumulate_codes).
+//
 // The query becomes 16-bit codes once per call (scale = largest magnitude / 32767), the weights
 // once per tile and row (relative to the row's largest weight in the tile, softmax_rows). Products
 // are summed exactly: |code of a page| <= 128, so those of kMaxCodedDim elements stay below 2^31,
@@ -69,7 +73,7 @@ inline Hints score_codes(const char* k, ptrdiff_t row_bytes, const int16_t* q, i
     for (int t = 0; t < TB; ++t) {
       x[t] = Vec::widen_codes(k + t * row_bytes + d);
     }
-    prefetch_span<TB * W>(ahead);
+    prefetch_span<TB * W, Vec::codes_by_rows(GB)>(ahead);
 #pragma GCC unroll 8
     for (int g = 0; g < GB; ++g) {
       const S code = Vec::load_shorts(q + g * dim + d);
@@ -138,6 +142,77 @@ inline Hints accumulate_codes(const char* v, ptrdiff_t row_bytes, int tokens, co
   return ahead;
 }
 
+// code_sums[g] += sum_t weights[t][g] * v[t] for TB tokens from `first` on, of all heads, in the
+// order of unpack_zipped; kFresh: = in place of +=. Weights are 16-bit codes.
+template <int TB, int GB, bool kFresh>
+inline __attribute__((always_inline)) Hints add_code_rows(const Block& block, int dim, int first,
+                                                          Hints ahead) {
+  using I = Vec::I;
+  using S = Vec::S;
+  constexpr int W = Vec::kLanes;
+  constexpr int kColumns = 2 * W;
+  constexpr int kPairs = (TB + 1) / 2;
+  const char* const v = block.rows + first * block.row_bytes;
+  const float* const weights = block.scores + first / 2 * block.score_stride;
+  const ptrdiff_t row_bytes = block.row_bytes, stride = block.score_stride;
+  const int heads = block.heads, group = block.group;
+  int32_t* const code_sums = block.code_sums;
+  for (int h = 0; h < heads; ++h) {
+    S w[kPairs][GB];
+#pragma GCC unroll 8
+    for (int p = 0; p < kPairs; ++p) {
+#pragma GCC unroll 8
+      for (int g = 0; g < GB; ++g) w[p][g] = Vec::set1_pair(weights + p * stride + h * group + g);
+    }
+#pragma GCC unroll 4
+    for (int d = 0; d < dim; d += kColumns) {
+      I sums[GB][2];
+#pragma GCC unroll 8
+      for (int g = 0; g < GB; ++g) {
+        const int32_t* const at = code_sums + (h * group + g) * dim + d;
+        sums[g][0] = kFresh ? Vec::zero_words() : Vec::load_words(at);
+        sums[g][1] = kFresh ? Vec::zero_words() : Vec::load_words(at + W);
+      }
+#pragma GCC unroll 8
+      for (int p = 0; p < kPairs; ++p) {
+        const char* const even = v + 2 * p * row_bytes + h * dim + d;
+        // An odd last token is paired with itself: the weight behind the last one is zero.
+        const S x = Vec::widen_codes(even);
+        const S y = Vec::widen_codes(2 * p + 1 < TB ? even + row_bytes : even);
+        const S low = Vec::zip_low(x, y), high = Vec::zip_high(x, y);
+        prefetch_span<2 * kColumns, true>(ahead);
+#pragma GCC unroll 8
+        for (int g = 0; g < GB; ++g) {
+          sums[g][0] = Vec::dot_shorts(sums[g][0], w[p][g], low);
+          sums[g][1] = Vec::dot_shorts(sums[g][1], w[p][g], high);
+        }
+      }
+#pragma GCC unroll 8
+      for (int g = 0; g < GB; ++g) {
+        int32_t* const at = code_sums + (h * group + g) * dim + d;
+        Vec::store_words(at, sums[g][0]);
+        Vec::store_words(at + W, sums[g][1]);
+      }
+    }
+  }
+  return ahead;
+}
+
+// acc = rescale * acc + factor * code_sums, of `rows` query heads.
+inline void fold_code_rows(const int32_t* code_sums, const float* factor, const float* rescale,
+                           float* acc, int rows, int dim) {
+  using F = Vec::F;
+  for (int row = 0; row < rows; ++row) {
+    const F scale = Vec::set1(factor[row]);
+    const F shrink = Vec::set1(rescale[row]);
+    for (int d = 0; d < dim; d += Vec::kLanes) {
+      const F sum = Vec::mul(scale, Vec::from_words(Vec::load_words(code_sums + row * dim + d)));
+      float* const at = acc + row * dim + d;
+      Vec::store(at, Vec::fma(shrink, Vec::load(at), sum));
+    }
+  }
+}
+
 template <int kDim, int GB>
 void score_codes_block(const Block& block) {
   const int dim = kDim != 0 ? kDim : block.head_dim;
@@ -151,7 +226,30 @@ void score_codes_block(const Block& block) {
 }
 
 template <int kDim, int GB>
-void weigh_codes_block(const Block& block) {
+inline void weigh_code_rows(const Block& block) {
+  const int dim = kDim != 0 ? kDim : block.head_dim;
+  Hints ahead = block.ahead;
+  int t = 0;
+  if (block.rescale != nullptr) {  // the first block of a tile
+    if (block.tokens >= kCodeRowTokens) {
+      ahead = add_code_rows<kCodeRowTokens, GB, true>(block, dim, 0, ahead);
+      t = kCodeRowTokens;
+    } else if (block.tokens >= 2) {
+      ahead = add_code_rows<2, GB, true>(block, dim, 0, ahead);
+      t = 2;
+    } else {
+      ahead = add_code_rows<1, GB, true>(block, dim, 0, ahead);
+      t = 1;
+    }
+  }
+  for (; t + kCodeRowTokens <= block.tokens; t += kCodeRowTokens)
+    ahead = add_code_rows<kCodeRowTokens, GB, false>(block, dim, t, ahead);
+  for (; t + 2 <= block.tokens; t += 2) ahead = add_code_rows<2, GB, false>(block, dim, t, ahead);
+  if (t < block.tokens) ahead = add_code_rows<1, GB, false>(block, dim, t, ahead);
+}
+
+template <int kDim, int GB>
+inline void weigh_code_columns(const Block& block) {
   constexpr int NP = Vec::pairs_per_pass(GB);
   constexpr int kColumns = 2 * Vec::kLanes;
   const int dim = kDim != 0 ? kDim : block.head_dim;
@@ -172,6 +270,14 @@ void weigh_codes_block(const Block& block) {
                                       block.acc + row * dim + d, dim, ahead);
     }
   }
+}
+
+template <int kDim, int GB>
+void weigh_codes_block(const Block& block) {
+  if constexpr (Vec::codes_by_rows(GB)) {
+    if (block.code_sums != nullptr) return weigh_code_rows<kDim, GB>(block);
+  }
+  weigh_code_columns<kDim, GB>(block);
 }
 
 }  // namespace

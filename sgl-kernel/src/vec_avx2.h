@@ -20,6 +20,7 @@ struct Vec {
   static constexpr int kMaxGroupChunk = 5;
   static constexpr int pairs_per_pass(int) { return 1; }
   static constexpr bool by_rows(int group) { return group <= 4; }
+  static constexpr bool codes_by_rows(int) { return false; }
   static constexpr int token_block(int group) { return group <= 1 ? 4 : group <= 5 ? 2 : 1; }
 
   static F zero() { return _mm256_setzero_ps(); }
@@ -74,6 +75,12 @@ struct Vec {
   // 2 * kLanes codes as 16-bit integers, and what attend_tile_int8.h does with them.
   static S widen_codes(const char* p) {
     return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  }
+  static I load_words(const int32_t* p) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  }
+  static void store_words(int32_t* p, I x) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x);
   }
   static I zero_words() { return _mm256_setzero_si256(); }
   static S load_shorts(const int16_t* p) {

@@ -22,6 +22,7 @@ struct Vec {
   static constexpr int kMaxGroupChunk = 8;
   static constexpr int pairs_per_pass(int group) { return group <= 6 ? 2 : 1; }
   static constexpr bool by_rows(int group) { return group <= 5; }
+  static constexpr bool codes_by_rows(int group) { return group <= 4; }
   static constexpr int token_block(int group) { return group <= 5 ? 4 : 2; }
 
   static F zero() { return _mm512_setzero_ps(); }
@@ -71,6 +72,8 @@ struct Vec {
   static S widen_codes(const char* p) {
     return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
   }
+  static I load_words(const int32_t* p) { return _mm512_loadu_si512(p); }
+  static void store_words(int32_t* p, I x) { _mm512_storeu_si512(p, x); }
   static I zero_words() { return _mm512_setzero_si512(); }
   static S load_shorts(const int16_t* p) { return _mm512_loadu_si512(p); }
   static S set1_pair(const float* p) {

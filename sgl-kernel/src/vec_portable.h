@@ -26,6 +26,7 @@ struct Vec {
   static constexpr int pairs_per_pass(int) { return 1; }
   // Query heads for which memory binds rather than arithmetic, see weigh_block.
   static constexpr bool by_rows(int) { return false; }
+  static constexpr bool codes_by_rows(int) { return false; }
   static constexpr int token_block(int group) {  // tokens per pass over the query rows
     return group <= 2 ? 4 : group <= 3 ? 2 : 1;
   }
@@ -93,6 +94,12 @@ struct Vec {
     for (int i = 0; i < 2 * kLanes; ++i) x[i] = static_cast<int8_t>(p[i]);
     return x;
   }
+  static I load_words(const int32_t* p) {
+    I x;
+    __builtin_memcpy(&x, p, sizeof x);
+    return x;
+  }
+  static void store_words(int32_t* p, I x) { __builtin_memcpy(p, &x, sizeof x); }
   static I zero_words() { return I{}; }
   static S load_shorts(const int16_t* p) {
     S x;

@@ -44,7 +44,7 @@ struct AttendParams {
 // 16-bit and 8-bit K and V are widened exactly; q, products and sums stay fp32. Reads nothing
 // outside the listed pages and no K or V beyond last_len (prefetch hints aside, which cannot
 // fault). Page ids are the caller's to check (valid_pages). Thread-safe; allocates nothing; uses
-// about 220 KiB of stack.
+// about 290 KiB of stack.
 void attend_sequence(const KvPages& kv, const AttendParams& params, const float* q,
                      const int32_t* pages, int32_t n, int32_t last_page, int32_t last_len,
                      float* out, float* lse);
