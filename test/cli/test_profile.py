@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import hypothesis.strategies as st
 import msgspec
@@ -397,7 +398,9 @@ def test_the_command(model, tmp_path, monkeypatch, capsys):
 
     def run_workload(model_path, prompts, steps, **kwargs):
         assert kwargs["config"]["sink_pages"] == 2
-        named = kwargs["config"].get("trace")
+        assert kwargs["config"]["quality_inputs"] == 9
+        named = [kwargs["config"][key] for key in ("trace", "quality")]
+        assert all(Path(name).parent.is_dir() for name in named)
         runs.append((kwargs["config"]["recall"], kwargs["decode_flags"], named))
         assert kwargs["config"]["resident_tokens"] == 256 and kwargs["where"].decode == "cpu"
         assert kwargs["server_args"] == ["--log-level", "a b"]
@@ -406,12 +409,13 @@ def test_the_command(model, tmp_path, monkeypatch, capsys):
         return read_step_log(write_log(tmp_path / "s.jsonl", 41, growth=growth))
 
     monkeypatch.setattr(profile, "run_workload", run_workload)
-    trace = str(tmp_path / "trace.json")
+    written = [str(tmp_path / "trace.json"), str(tmp_path / "quality.jsonl")]
+    keys = {"sink_pages": 2, "trace": written[0], "quality": written[1], "quality_inputs": 9}
     more = [
         "--server-args",
         "--log-level 'a b'",
         "--config",
-        json.dumps({"sink_pages": 2, "trace": trace}),
+        json.dumps(keys),
     ]
     plot = ["--json", "--plot", str(tmp_path / "p.png")]
     assert main(arguments(model, tmp_path, *more, *plot)) == 0
@@ -420,7 +424,8 @@ def test_the_command(model, tmp_path, monkeypatch, capsys):
     assert msgspec.to_builtins(found) == printed
     assert found.intervals == [6, 1] and found.check is not None and found.check.ratios[0] == 0.0
     path = str(tmp_path / "p.json")
-    assert runs == [("off", (), trace), ("profile", (FLAG, path), None)]  # not written over
+    assert [run[:2] for run in runs] == [("off", ()), ("profile", (FLAG, path))]
+    assert runs[0][2] == written and not {*written} & {*runs[1][2]}  # not written over
     assert (tmp_path / "p.png").exists()
 
     assert main(arguments(model, tmp_path, *more, "--no-check")) == 0

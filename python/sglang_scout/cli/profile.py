@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -198,10 +199,19 @@ def make_profile(request: Request, progress: Progress) -> RecallProfile:
     save_profile(profile, request.output)
     if request.check:
         path = str(Path(request.output).absolute())
-        # What the first run has written stays.
-        kept = {key: value for key, value in request.config.items() if key not in WRITTEN_KEYS}
-        second = replace(request, config=kept)
-        again = _run(second, where, prompts, progress, {"recall": "profile"}, (PROFILE_FLAG, path))
+        with tempfile.TemporaryDirectory(prefix="sglang-scout-profile-") as folder:
+            # What the first run has written stays; keys that belong to such a file go on to have one.
+            elsewhere = {
+                key: str(Path(folder) / key) for key in WRITTEN_KEYS if key in request.config
+            }
+            again = _run(
+                request,
+                where,
+                prompts,
+                progress,
+                {"recall": "profile", **elsewhere},
+                (PROFILE_FLAG, path),
+            )
         curves, _ = ratios_by_age(again, request.steps + 1)
         check = ProfileCheck(
             ratios=curves[:, 1:].mean(axis=1).round(4).tolist(),
