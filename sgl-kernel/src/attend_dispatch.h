@@ -12,6 +12,7 @@
 
 #include "attend_tile.h"
 #include "attend_tile_int8.h"
+#include "attend_tile_values.h"
 #if SCOUT_STORAGE & SCOUT_BF16
 #include "attend_tile_bf16.h"
 #endif
