@@ -166,8 +166,24 @@ RESULT_BYTES = 2 * 40 * 4 * 32 * -(-(40 * 129) // 32)  # of a sequence, in all s
 def test_partial_results_are_of_the_threads_that_may_share_a_sequence(
     threads, node_cpus, most, results
 ):
-    """For eight requests."""
+    """For eight requests. With 16 runs a CPU or more than there could be; see below."""
     settings = config(config={"worker_threads_per_group": threads})
     made = plan(settings, node_cpus=node_cpus)
     assert (made.worker.threads, made.worker.partial_bytes) == (most, results * RESULT_BYTES)
     assert len(made.rows) == (5 if results else 4)
+
+
+@pytest.mark.parametrize(
+    ("max_batch", "node_cpus", "results"),
+    [
+        (1024, [2], 32),
+        (1024, [36], 16 * 36),
+        (64, [2, 2], 64 * 2),
+        (20, [2, 9], 32 * 2),
+        (64, [9, 2], 64 * 2),
+    ],
+)
+def test_partial_results_are_no_more_than_sixteen_runs_a_cpu(max_batch, node_cpus, results):
+    """Of the smallest node; but with several nodes every sequence has one of each."""
+    made = plan(config(), max_batch=max_batch, node_cpus=node_cpus)
+    assert made.worker.partial_bytes == results * RESULT_BYTES

@@ -16,6 +16,11 @@ from sglang_scout.ops.doorbell import DeviceRing
 from sglang_scout.ops.merge import merge_reference
 from slot_data import reply_data
 
+triton_language = pytest.importorskip("triton")
+import triton.language as tl  # noqa: E402
+
+from sglang_scout.ops.triton.doorbell import runs_of  # noqa: E402
+
 _native = pytest.importorskip("sglang_scout._native")
 from sglang_scout.worker.arena import Arena, ArenaSpec  # noqa: E402  (needs the native module)
 
@@ -152,6 +157,30 @@ def test_leaves_the_bytes_that_the_cpp_producer_leaves(arena, parts):
     assert runs == {2} if parts else len(runs) > 1
     assert device.state.tolist() == [epoch, 9, len(requests), 0]
     assert device.errors() == []
+
+
+@triton_language.jit
+def rule_kernel(cases, out):
+    at = cases + 6 * tl.program_id(0)
+    sequences, total, largest = tl.load(at), tl.load(at + 1), tl.load(at + 2)
+    threads, most, least_pages = tl.load(at + 3), tl.load(at + 4), tl.load(at + 5)
+    runs = runs_of(sequences, total, largest, threads, most, least_pages)
+    tl.store(out + tl.program_id(0), runs)
+
+
+def test_the_rule_for_runs_in_a_kernel():
+    rng = np.random.default_rng(1)
+    cases, expected = [], []
+    for _ in range(150):
+        split = Split(*(int(rng.integers(1, most + 1)) for most in (64, 16, 12)))
+        counts = rng.integers(1, int(rng.choice([4, 64, 4096])), int(rng.choice([1, 5, 40, 600])))
+        counts[0] = counts[0] * rng.integers(1, 8)
+        batch = len(counts), int(counts.sum()), int(counts.max())
+        cases.append([*batch, *split])
+        expected.append(split.runs(*batch))
+    out = torch.zeros(len(cases), dtype=torch.int32, device=DEVICE)
+    rule_kernel[(len(cases),)](torch.tensor(cases, dtype=torch.int32, device=DEVICE), out)
+    assert out.tolist() == expected and len(set(expected)) == 16
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -305,6 +305,29 @@ def test_partial_results_of_few_busy_rows_are_few_wherever_the_rows_are(make_are
         assert worker.memory_full_info().uss - before < counted + (2 << 20)
 
 
+def test_many_rows_in_few_runs_write_where_few_rows_in_many_runs_wrote(make_arena, cpu):
+    arena = make_arena(num_layers=1, page_size=16, num_kv_heads=8, num_q_heads=32, head_dim=128,
+                       max_batch=128)  # fmt: skip
+    spec = arena.spec
+    q = np.ones((spec.max_batch, spec.num_q_heads, spec.head_dim), np.float32)
+    pages = np.tile(np.arange(spec.max_pages, dtype=np.int32), (spec.max_batch, 1))
+    n_pages = np.full(spec.max_batch, spec.max_pages, np.int32)
+    out, lse = buffers(arena, spec.max_batch)
+    with WorkerClient(arena, [cpu], config=WorkerConfig(threads_per_group=8)) as client:
+        worker, taken = psutil.Process(client.snapshot().pid), []
+        for step, (rows, parts) in enumerate([(32, 8)] * 4 + [(128, 2)] * 4):
+            ticket = client._producer.post(
+                0, step, rows, q.ctypes.data, pages.ctypes.data, spec.max_pages,
+                n_pages.ctypes.data, parts, q[:rows].nbytes,
+            )  # fmt: skip
+            _, fallback = client._producer.wait(
+                ticket, 0, step, 10_000_000, 0, out.ctypes.data, lse.ctypes.data, out[:rows].nbytes
+            )
+            assert fallback == 0
+            taken.append(worker.memory_full_info().uss)
+    assert taken[-1] - taken[3] < 1 << 20  # of some 8 MiB in either shape
+
+
 def test_worker_process_has_no_torch(make_arena, cpu):
     with WorkerClient(make_arena(), [cpu]) as client:
         maps = Path(f"/proc/{client.snapshot().pid}/maps").read_text()

@@ -63,7 +63,7 @@ def test_caller_computes_bitwise_the_same(make_arena, make_ring, make_request, p
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(
-    counts=st.lists(st.integers(0, 8), min_size=1, max_size=4).filter(any),
+    counts=st.lists(st.integers(0, 8), min_size=1, max_size=64).filter(any),
     split=st.builds(Split, st.integers(1, 12), st.integers(1, 4), st.integers(1, 5)),
 )
 def test_the_producer_splits_by_the_rule(posted_parts, counts, split):
@@ -75,7 +75,7 @@ def test_the_producer_splits_by_the_rule(posted_parts, counts, split):
 @pytest.fixture
 def posted_parts(make_arena, make_ring, make_request):
     """How many runs a record of rows with so many pages says, which the worker then serves."""
-    arena = make_arena()
+    arena = make_arena(max_batch=64)
     ring = make_ring(arena, threads=2, parts=4)
     ring.live()
     step = 0

@@ -109,7 +109,7 @@ class OffloadConfig:
     worker_spin_us: int | None = None
     """None: 50, or a whole step's time where records come from a device."""
     worker_threads_per_group: int = 0
-    """Threads that share one sequence; 0: as many as keep all CPUs busy, see ``core/split.py``."""
+    """Threads that share one sequence; 0: as is fastest, see ``core/split.py``."""
     worker_ready_timeout_s: float = 60.0
     worker_heartbeat_timeout_s: float = 0.8
     worker_wait_timeout_s: float = 10.0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+MOST_RUNS = 16
+"""Of a sequence; kMaxParts in ring.h."""
 RUNS_PER_THREAD = 16
 """Of a record, at most, where sequences are split: more of them would make no difference but in memory."""
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from sglang_scout.core.split import Split
+from sglang_scout.core.split import MOST_RUNS, Split
 
 from . import triton
 from .shapes import Shapes
@@ -73,8 +73,10 @@ class DeviceRing:
             raise ValueError(f"timeout_us is {timeout_us}; a wait must end, give 1 or more")
         if parts < 0:
             raise ValueError(f"parts is {parts}, expected 0 or more")
-        if min(split) < 1:
-            raise ValueError(f"split is {split}, expected numbers of 1 or more")
+        if min(split) < 1 or split.most > MOST_RUNS:
+            raise ValueError(
+                f"split is {split}, expected numbers of 1 or more, and {MOST_RUNS} runs at most"
+            )
         self.address, self.layout = address, layout
         self.num_layers, self.max_batch, self.max_pages = num_layers, max_batch, max_pages
         self.parts, self.split = parts, split

@@ -27,8 +27,8 @@ class WorkerConfig:
         max_start_failures: lives in a row that never became ready before the state is "failed".
         stop_timeout_s: how long stop() lets the worker exit by itself.
         spin_us: how long a thread polls after its last work before it sleeps.
-        threads_per_group: threads that share one sequence, its pages split evenly; 0: as many as keep
-            all CPUs busy, up to 8, see :class:`Split`. With several nodes: of each node. The same split
+        threads_per_group: threads that share one sequence, its pages split evenly; 0: up to 8,
+            as is fastest, see :class:`Split`. With several nodes: of each node. The same split
             is used when the caller computes, so results stay equal.
         populate: the worker takes and maps all of the arena's memory behind its work, instead of
             page by page when they are first needed.

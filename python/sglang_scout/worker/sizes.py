@@ -47,7 +47,7 @@ def most_threads(threads_per_group: int, node_cpus: int) -> int:
     """Threads of a memory node that may share a sequence.
 
     Args:
-        threads_per_group: as of :class:`WorkerConfig`; 0: as many as keep all CPUs busy.
+        threads_per_group: as of :class:`WorkerConfig`; 0: up to 8, as is fastest.
         node_cpus: CPUs of the worker on the node that has the fewest.
     """
     return threads_per_group or min(node_cpus, MOST_THREADS_PER_GROUP)

@@ -34,7 +34,7 @@ LATE = tl.constexpr(1)  # no answer within the deadline
 REFUSED = tl.constexpr(2)  # the worker refused the record
 BUSY = tl.constexpr(4)  # the slot still holds a record without an answer
 
-MAX_RUNS = tl.constexpr(16)  # kMaxParts in ring.h
+MAX_RUNS = tl.constexpr(split.MOST_RUNS)
 RUNS_PER_THREAD = tl.constexpr(split.RUNS_PER_THREAD)
 
 _CLOSED = tl.constexpr((1 << 24) - 1)
@@ -111,7 +111,6 @@ def at_array(address, dtype: tl.constexpr):
     return tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
 
 
-# One compilation for all layers.
 @triton.jit
 def runs_of(sequences, total, largest, threads, most, least_pages):
     """`core.split.Split.runs`: all numbers of runs at once, the smallest of the best ones.
@@ -127,6 +126,7 @@ def runs_of(sequences, total, largest, threads, most, least_pages):
     return 1 + tl.argmin(tl.where(allowed, time, 0x7FFFFFFF), axis=0, tie_break_left=True)
 
 
+# One compilation for all layers.
 @triton.jit(do_not_specialize=["layer"])
 def post_kernel(
     q,

@@ -1,0 +1,85 @@
+"""Memory behind a sequence's last token is not touched: it may be another process's, or nobody's."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import mmap
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from sglang_scout.ops import native
+
+pytest.importorskip("sglang_scout._native")
+
+ZONE_BYTES = 4 << 20
+PROT_NONE = 0
+
+
+class Zone:
+    """Memory whose second half cannot be read."""
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, 2 * ZONE_BYTES)
+        base = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self._end = base + ZONE_BYTES
+        libc = ctypes.CDLL(None, use_errno=True)
+        arguments = ctypes.c_void_p(self._end), ctypes.c_size_t(ZONE_BYTES), PROT_NONE
+        assert libc.mprotect(*arguments) == 0, ctypes.get_errno()
+
+    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype, readable: int) -> torch.Tensor:
+        """Random data, of which so many elements lie before the end."""
+        count, size = math.prod(shape), dtype.itemsize
+        buffer = (ctypes.c_char * (count * size)).from_address(self._end - readable * size)
+        found = torch.frombuffer(buffer, dtype=dtype)
+        start = found[:readable]
+        if dtype == torch.int8:
+            start.copy_(torch.randint(-128, 128, (readable,), dtype=dtype))
+        else:
+            start.copy_(torch.randn(readable))
+        return found.view(shape)
+
+
+def attend_everywhere() -> None:
+    """All instruction sets, storage types and tails; the process dies if one reads on."""
+    from sglang_scout.ops import attend_pages, attend_pages_int8
+
+    zones = Zone(), Zone()
+    isas = []
+    for name in ("portable", "avx2", "avx512", "avx512bf16"):
+        with contextlib.suppress(ValueError):  # not of this machine
+            native.set_isa(name)
+            isas.append(name)
+    pages, last_page = torch.tensor([[0]], dtype=torch.int32), torch.tensor([1], dtype=torch.int32)
+    for H, G, D, S in (
+        (2, 4, 64, 16),
+        (1, 1, 128, 32),
+        (2, 5, 96, 16),
+        (1, 9, 32, 64),
+        (8, 2, 128, 16),
+    ):
+        for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.int8):
+            for tail in (1, 2, 3, 4, 5, 7, 8, 9, S - 1, S):
+                k, v = (zone.tensor((2, S, H, D), dtype, (S + tail) * H * D) for zone in zones)
+                q = torch.randn(1, H * G, D).bfloat16().float()
+                last_len = torch.tensor([tail], dtype=torch.int32)
+                for isa in isas:
+                    native.set_isa(isa)
+                    more = (torch.full((2, H), 0.01),) * 2 if dtype == torch.int8 else ()
+                    attend = attend_pages_int8 if more else attend_pages
+                    out, _ = attend(q, k, v, *more, pages, last_page, last_len, 0.1, impl="native")
+                    assert out.isfinite().all(), (isa, dtype, H, G, D, S, tail)
+    print("unharmed")
+
+
+def test_nothing_behind_the_last_token_is_read():
+    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True)
+    assert done.stdout == "unharmed\n", (done.returncode, done.stderr[-2000:])
+
+
+if __name__ == "__main__":
+    attend_everywhere()
