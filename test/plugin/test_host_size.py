@@ -57,7 +57,7 @@ def test_no_room_for_the_worker(monkeypatch):
         size(monkeypatch, available=1 << 30, ranks=4)
     for part in (
         "--max-running-requests 64",
-        "need 2.14 GiB, 1.14 more",
+        "need 1.85 GiB, 0.85 more",
         "worker_threads_per_group = 1",
     ):
         assert part in str(caught.value)
