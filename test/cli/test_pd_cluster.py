@@ -10,6 +10,10 @@ def test_several_decode_servers_have_their_own_ports_and_flags(tmp_path):
     assert list(cluster.servers) == ["prefill", "decode", "other"]
     urls = {cluster.server_url(name) for name in (*cluster.servers, "router")}
     assert len(urls) == 4
+    ports = {url.rpartition(":")[2] for url in urls}
+    for server in cluster.servers.values():
+        ports.add(server.command[server.command.index("--nccl-port") + 1])
+    assert len(ports) == 4 + 3
     for name, flag, mode in (("decode", "--a", "decode"), ("other", "--b", "decode"),
                              ("prefill", "--port", "prefill")):  # fmt: skip
         command = cluster.servers[name].command

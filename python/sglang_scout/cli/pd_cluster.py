@@ -33,7 +33,7 @@ from sglang_scout.cli.server_process import (
     stop_all,
     wait_healthy,
 )
-from sglang_scout.cli.sglang_http import Generation, generate_payload, http_json, parse_generation
+from sglang_scout.cli.sglang_http import Generation, generate, http_json
 
 HOST = "127.0.0.1"
 
@@ -112,12 +112,14 @@ class PDCluster:
         self.stop_grace_s = stop_grace_s
         self.startup_s = 0.0
         decodes = {"decode": decode_args, **(more_decodes or {})}
-        ports = free_ports(4 + len(decodes))
-        decode_ports = dict(zip(decodes, [ports[1], *ports[5:]], strict=True))
-        self.prefill_url, self.decode_url = (f"http://{HOST}:{port}" for port in ports[:2])
+        ports = iter(free_ports(5 + 2 * len(decodes)))
+        prefill_port, self._bootstrap_port = next(ports), next(ports)
+        router_port, prometheus_port = next(ports), next(ports)
+        decode_ports = dict(zip(decodes, ports, strict=False))
+        self.prefill_url = f"http://{HOST}:{prefill_port}"
         self._urls = {name: f"http://{HOST}:{port}" for name, port in decode_ports.items()}
-        self._bootstrap_port = ports[3]
-        self.router_url = f"http://{HOST}:{ports[2]}" if router else ""
+        self.decode_url = self._urls["decode"]
+        self.router_url = f"http://{HOST}:{router_port}" if router else ""
         # SGLang makes its ipc sockets here and leaves them. Not below log_dir: the path of a socket
         # may have 107 characters only.
         self.scratch_dir = tempfile.mkdtemp(prefix="scout-")
@@ -135,12 +137,12 @@ class PDCluster:
             max_running_requests=max_running_requests,
             sleep_on_idle=True,
             disaggregation_transfer_backend="mooncake",
-            disaggregation_bootstrap_port=ports[3],
+            disaggregation_bootstrap_port=self._bootstrap_port,
         )
         common += map(str, server_args)
         self.servers: dict[str, ServerProcess] = {}
         for name, port, more in (
-            ("prefill", ports[0], prefill_args),
+            ("prefill", prefill_port, prefill_args),
             *((name, decode_ports[name], more) for name, more in decodes.items()),
         ):
             mode, where = "decode", device
@@ -148,6 +150,8 @@ class PDCluster:
                 mode, where = "prefill", prefill_device or device
             command = [sys.executable, "-m", "sglang.launch_server", *common]
             command += flags(device=where, port=port, disaggregation_mode=mode)
+            # SGLang's own choice is free when its launcher starts, but is bound by the scheduler seconds later.
+            command += flags(nccl_port=next(ports))
             command += map(str, more)
             self.servers[name] = self._server(name, command, self._environment(where))
         self.router: ServerProcess | None = None
@@ -156,13 +160,18 @@ class PDCluster:
             command += flags(
                 pd_disaggregation=True,
                 host=HOST,
-                port=ports[2],
-                prometheus_port=ports[4],
+                port=router_port,
+                prometheus_port=prometheus_port,
                 policy="round_robin",
                 worker_startup_check_interval=1,
                 decode=self.decode_url,
             )
-            command += ["--prefill", self.prefill_url, str(ports[3]), *map(str, router_args)]
+            command += [
+                "--prefill",
+                self.prefill_url,
+                str(self._bootstrap_port),
+                *map(str, router_args),
+            ]
             self.router = self._server("router", command, self.environment)
 
     def _environment(self, device: str) -> dict[str, str]:
@@ -253,44 +262,9 @@ class PDCluster:
 
     # -- requests ----------------------------------------------------------------------------------
 
-    def generate(
-        self,
-        prompts: Sequence[str | Sequence[int]],
-        *,
-        max_new_tokens: int | Sequence[int] = 32,
-        logprobs: bool = False,
-        concurrency: int | None = None,
-        sampling: Mapping[str, Any] | None = None,
-        timeout_s: float = 600.0,
-    ) -> list[Generation]:
-        """Send all prompts (text or token ids) through the router at once; answers in the order of
-        the prompts.
-
-        Greedy, and to the full length, unless ``sampling`` says otherwise. One HTTP request per
-        prompt, ``concurrency`` of them at a time (default all). Raises the first request's failure.
-        """
-        lengths = (
-            [max_new_tokens] * len(prompts)
-            if isinstance(max_new_tokens, int)
-            else list(max_new_tokens)
-        )
-        if len(lengths) != len(prompts):
-            raise ValueError(
-                f"max_new_tokens has {len(lengths)} entries for {len(prompts)} prompts"
-            )
-
-        def one(prompt: str | Sequence[int], new_tokens: int) -> Generation:
-            begin = time.monotonic()
-            payload = generate_payload(prompt, new_tokens, logprobs=logprobs, sampling=sampling)
-            raw = http_json(self.url + "/generate", payload, timeout_s=timeout_s)
-            return parse_generation(raw, time.monotonic() - begin)
-
-        pool = ThreadPoolExecutor(max_workers=concurrency or max(1, len(prompts)))
-        try:
-            return list(pool.map(one, prompts, lengths))
-        finally:
-            # Not waiting: after Ctrl-C the servers are stopped, and that ends the requests.
-            pool.shutdown(wait=False, cancel_futures=True)
+    def generate(self, prompts: Sequence[str | Sequence[int]], **options: Any) -> list[Generation]:
+        """Send all prompts through the router at once; see ``sglang_http.generate``."""
+        return generate(self.url, prompts, **options)
 
     def ask_pair(self, payload: Mapping[str, Any], which: str = "decode") -> Any:
         """One request to the prefill server and the decode server ``which``, as the router would.

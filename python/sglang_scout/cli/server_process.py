@@ -32,6 +32,9 @@ _TIE_TO_PARENT = (
     "os.execvp(sys.argv[2],sys.argv[2:])"
 )
 
+MOONCAKE_PORTS = range(15000, 17001)
+"""Where mooncake's transfer engine listens, unless MC_MIN_PRC_PORT and MC_MAX_PRC_PORT say otherwise."""
+
 
 class ServerFailed(RuntimeError):
     """A server did not start, or ended when it should run; the message holds its log's tail."""
@@ -48,12 +51,13 @@ def _ephemeral_start() -> int:
 def free_ports(count: int) -> list[int]:
     """``count`` different TCP ports that can be bound right now.
 
-    They lie below the kernel's ephemeral range: SGLang and mooncake open many outgoing connections
-    and listeners of their own while they start, and one of those could take a port picked from that
-    range.
+    They lie below the kernel's ephemeral range and outside mooncake's: SGLang and mooncake open many
+    outgoing connections and listeners of their own while they start, and one of those could take a
+    port picked from these ranges.
     """
     found: list[int] = []
-    candidates = random.SystemRandom().sample(range(10000, max(12000, _ephemeral_start())), 1000)
+    ours = set(range(10000, max(15000, _ephemeral_start()))).difference(MOONCAKE_PORTS)
+    candidates = random.SystemRandom().sample(sorted(ours), 1000)
     for port in candidates:
         if len(found) == count:
             break

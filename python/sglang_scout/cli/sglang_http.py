@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import http.client
 import json
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -124,3 +126,38 @@ def parse_generation(raw: Mapping[str, Any], latency_s: float) -> Generation:
         latency_s=latency_s,
         raw=dict(raw),
     )
+
+
+def generate(
+    url: str,
+    prompts: Sequence[str | Sequence[int]],
+    *,
+    max_new_tokens: int | Sequence[int] = 32,
+    logprobs: bool = False,
+    concurrency: int | None = None,
+    sampling: Mapping[str, Any] | None = None,
+    timeout_s: float = 600.0,
+) -> list[Generation]:
+    """Send all prompts (text or token ids) to a server or router; answers in the order of the prompts.
+
+    Greedy, and to the full length, unless ``sampling`` says otherwise. One HTTP request per
+    prompt, ``concurrency`` of them at a time (default all). Raises the first request's failure.
+    """
+    lengths = (
+        [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
+    )
+    if len(lengths) != len(prompts):
+        raise ValueError(f"max_new_tokens has {len(lengths)} entries for {len(prompts)} prompts")
+
+    def one(prompt: str | Sequence[int], new_tokens: int) -> Generation:
+        begin = time.monotonic()
+        payload = generate_payload(prompt, new_tokens, logprobs=logprobs, sampling=sampling)
+        raw = http_json(url + "/generate", payload, timeout_s=timeout_s)
+        return parse_generation(raw, time.monotonic() - begin)
+
+    pool = ThreadPoolExecutor(max_workers=concurrency or max(1, len(prompts)))
+    try:
+        return list(pool.map(one, prompts, lengths))
+    finally:
+        # Not waiting: after Ctrl-C the servers are stopped, and that ends the requests.
+        pool.shutdown(wait=False, cancel_futures=True)

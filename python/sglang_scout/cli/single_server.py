@@ -1,4 +1,4 @@
-"""One SGLang server without a pair or a router, for benchmarks. This module never imports sglang."""
+"""One SGLang server without a pair or a router, for benchmarks and tests. This module never imports sglang."""
 
 from __future__ import annotations
 
@@ -52,13 +52,15 @@ class SingleServer:
         self._id = variables[CLUSTER_VARIABLE] = uuid.uuid4().hex
         # Sockets go where they are removed; the folder's name is short, as a socket's must be.
         self._scratch = variables["TMPDIR"] = tempfile.mkdtemp(prefix="scout-")
-        [port] = free_ports(1)
+        port, nccl_port = free_ports(2)
         self.url = f"http://{HOST}:{port}"
         self._ready_timeout_s = ready_timeout_s
         self._deadline = 0.0
         command = [sys.executable, "-m", "sglang.launch_server", *arguments]
-        # An idle scheduler must not take a core.
-        command += flags(host=HOST, port=port, device=device, sleep_on_idle=True)
+        # An idle scheduler must not take a core. As to the port, see PDCluster.
+        command += flags(
+            host=HOST, port=port, device=device, nccl_port=nccl_port, sleep_on_idle=True
+        )
         self.process = ServerProcess(name, command, variables, log)
 
     def __enter__(self) -> Self:
