@@ -9,6 +9,7 @@
 #   --seconds N     how long each mode of ring_test runs (default 4)
 #   --seed N        of ring_test (default 1)
 #   --ring          only ring_test
+#   --portable      with the portable kernels alone, which compile in a third of the time
 #   --build-only    do not run anything
 #   --build-dir D   where to build (default .cache/sanitize)
 #   --jobs N        compilers at a time (default: the number of cores)
@@ -20,11 +21,12 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 usage() { sed -n "2,/^set /s/^# \{0,1\}//p" scripts/sanitize.sh; }
 
 what=all seconds=4 seed=1 build=.cache/sanitize jobs=$(nproc) tests="attend_test batch_test slots_test uses_test ring_test"
-build_only=0
+build_only=0 portable=OFF
 while [ $# -gt 0 ]; do
     case "$1" in
         address | thread | all) what=$1 ;;
         --ring) tests=ring_test ;;
+        --portable) portable=ON ;;
         --build-only) build_only=1 ;;
         --seconds | --seed | --build-dir | --jobs)
             [ $# -ge 2 ] || { echo "$1 needs a value; see --help" >&2; exit 2; }
@@ -46,7 +48,7 @@ export TSAN_OPTIONS="halt_on_error=1:second_deadlock_stack=1:${TSAN_OPTIONS:-}"
 
 build_for() { # sanitizer, targets
     local dir="$build/$1"
-    cmake -S sgl-kernel -B "$dir" -DSCOUT_BUILD_TESTS=ON -DSCOUT_SANITIZE="$1" > "$dir.log" 2>&1 \
+    cmake -S sgl-kernel -B "$dir" -DSCOUT_BUILD_TESTS=ON -DSCOUT_SANITIZE="$1" -DSCOUT_PORTABLE="$portable" > "$dir.log" 2>&1 \
         && cmake --build "$dir" -j "$jobs" --target $2 >> "$dir.log" 2>&1 \
         || { cat "$dir.log" >&2; echo "$1: the build failed" >&2; exit 1; }
 }

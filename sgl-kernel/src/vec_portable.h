@@ -177,12 +177,18 @@ struct Vec {
     return most;
   }
 
+  // A page that is rewritten while a late thread reads it has values beyond the scale taken before,
+  // or no numbers. Their codes are thrown away, but C++ does not define such a conversion.
+  static F to_range(F x) {
+    x = x > set1(-128.0f) ? x : set1(-128.0f);
+    return x < set1(127.0f) ? x : set1(127.0f);
+  }
   // 2 * kLanes codes of what load_pair<T> gave, of values that round to [-128, 127], half to even.
   using Codes = int8_t __attribute__((vector_size(8)));
   template <DType T>
   static Codes to_codes(F x, F y) {
     constexpr bool kInTurn = T == DType::kBF16;
-    const F a = round(x), b = round(y);
+    const F a = to_range(round(x)), b = to_range(round(y));
     Codes to;
     for (int i = 0; i < kLanes; ++i) {
       to[kInTurn ? 2 * i : i] = static_cast<int8_t>(a[i]);
