@@ -8,11 +8,11 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sglang_scout.cli.pd_cluster import PDCluster
+from sglang_scout.cli.pd_cluster import PDCluster, flags
 from sglang_scout.cli.server_process import (
     ServerFailed,
     ServerProcess,
@@ -24,10 +24,12 @@ from sglang_scout.cli.server_process import (
 from sglang_scout.cli.sglang_http import (
     Generation,
     RequestFailed,
+    generate,
     generate_payload,
     http_json,
     sse_events,
 )
+from sglang_scout.cli.single_server import SingleServer
 
 __all__ = [
     "Generation",
@@ -44,6 +46,7 @@ __all__ = [
     "processes_of",
     "random_prompts",
     "scheduler_pid",
+    "stock_answers",
     "wait_until",
 ]
 
@@ -64,6 +67,23 @@ def scheduler_pid(cluster: PDCluster, which: str = "decode") -> int:
         if "::scheduler" in process_title(pid):
             return pid
     raise ServerFailed(f"the {which} server has no scheduler process\n{server.tail()}")
+
+
+def stock_answers(
+    model: Path,
+    log_dir: Path,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    env: Mapping[str, str] | None = None,
+) -> list[Generation]:
+    """What SGLang without this project answers in fp32, with log-probabilities: prefill and decode in
+    one server, so that the transfer of KV is under test too."""
+    arguments = flags(model_path=model, dtype="float32", max_total_tokens=32768)
+    arguments += flags(max_running_requests=16)
+    log = log_dir / "stock.log"
+    with SingleServer("stock", arguments, device="cpu", log=log, environment=env) as server:
+        return generate(server.url, prompts, max_new_tokens=max_new_tokens, logprobs=True)
 
 
 def assert_same_tokens(

@@ -1,4 +1,4 @@
-"""With a budget that covers the context, in fp32, greedy tokens equal stock SGLang's prefill-decode pair.
+"""With a budget that covers the context, in fp32, greedy tokens equal those of stock SGLang.
 
 Lengths are ragged, on and beside page borders; batches run from 1 to 16 requests. Two tensor-parallel
 ranks give the tokens of one.
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import PDCluster, assert_same_tokens, random_prompts, wait_until
+from harness import PDCluster, assert_same_tokens, random_prompts, stock_answers, wait_until
 
 LENGTHS = (1, 2, 31, 32, 33, 63, 64, 65, 100, 257, 300, 415, 511, 512, 513, 700)
 NEW_TOKENS = 40  # crosses a page border for every prompt
@@ -24,22 +24,21 @@ LOGPROB_ATOL = 1e-3
 SCOUT = ("--kv-offload", "scout", "--kv-offload-budget", str(BUDGET_TOKENS))
 RADIX = "--disaggregation-decode-enable-radix-cache"
 SLOW = pytest.mark.slow
-# The slow ones also run elsewhere, held to a plain reference layer by layer: qwen2 in test_predictors.py,
-# llama in test_small_budget.py.
+# Of the slow ones glm4 runs with the radix cache, llama in test_small_budget.py and qwen2 in
+# test_predictors.py, held to a plain reference layer by layer.
 ARCHITECTURES = (
     "qwen3",
-    "glm4",
-    *(pytest.param(arch, marks=SLOW) for arch in ("qwen2", "llama", "mistral")),
+    *(pytest.param(arch, marks=SLOW) for arch in ("glm4", "qwen2", "llama", "mistral")),
 )
-WITH_RADIX = ("qwen3", pytest.param("glm4", marks=SLOW))
+WITH_RADIX = ("glm4", pytest.param("qwen3", marks=SLOW))
 RANKS_BUDGET_TOKENS = 320
 SHORT = 10  # so many of LENGTHS, with what is decoded, fit this budget
 
 
-def cluster(model, *, scout, decode_args=()):
+def cluster(model, decode_args=()):
     return PDCluster(
         model,
-        server_args=SCOUT if scout else (),
+        server_args=SCOUT,
         decode_args=decode_args,
         max_running_requests=16,
         max_total_tokens=32768,
@@ -47,16 +46,18 @@ def cluster(model, *, scout, decode_args=()):
 
 
 @pytest.fixture(scope="module")
-def stock(tiny_model):
-    """Answers of the stock pair, per architecture; computed once."""
+def stock(tiny_model, tmp_path_factory):
+    """Answers of stock SGLang, per architecture; computed once."""
     known = {}
 
     def answers(arch):
         if arch not in known:
-            with cluster(tiny_model(arch), scout=False) as servers:
-                known[arch] = servers.generate(
-                    random_prompts(LENGTHS, seed=7), max_new_tokens=NEW_TOKENS, logprobs=True
-                )
+            known[arch] = stock_answers(
+                tiny_model(arch),
+                tmp_path_factory.mktemp("stock"),
+                random_prompts(LENGTHS, seed=7),
+                max_new_tokens=NEW_TOKENS,
+            )
             # A model that repeats one token would agree with anything.
             assert min(len(set(a.output_ids)) for a in known[arch]) >= 5
         return known[arch]
@@ -68,7 +69,7 @@ def stock(tiny_model):
 def test_tokens_equal_stock(arch, stock, tiny_model):
     prompts = random_prompts(LENGTHS, seed=7)
     expected = stock(arch)
-    with cluster(tiny_model(arch), scout=True) as servers:
+    with cluster(tiny_model(arch)) as servers:
         together = servers.generate(prompts, max_new_tokens=NEW_TOKENS, logprobs=True)
         assert_same_tokens(expected, together, logprob_atol=LOGPROB_ATOL)
         alone = servers.generate(
@@ -87,7 +88,7 @@ def test_tokens_equal_stock(arch, stock, tiny_model):
 def test_tokens_equal_stock_with_the_decode_radix_cache(arch, stock, tiny_model):
     prompts = random_prompts(LENGTHS, seed=7)
     expected = stock(arch)
-    with cluster(tiny_model(arch), scout=True, decode_args=[RADIX]) as servers:
+    with cluster(tiny_model(arch), [RADIX]) as servers:
         first = servers.generate(prompts, max_new_tokens=NEW_TOKENS, logprobs=True)
         assert_same_tokens(expected, first, logprob_atol=LOGPROB_ATOL)
         computed = servers.kv_offload()["digests_computed"]

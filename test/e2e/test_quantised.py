@@ -5,7 +5,9 @@ import os
 
 import pytest
 
-from harness import PDCluster, ServerFailed, assert_same_tokens, random_prompts
+from harness import PDCluster, ServerFailed, assert_same_tokens, random_prompts, stock_answers
+from sglang_scout.cli.pd_cluster import flags
+from sglang_scout.cli.single_server import SingleServer
 
 LENGTHS = (1, 31, 33, 64, 257, 415, 512, 700)
 BUDGET_TOKENS, SHORT = 320, 5  # so many of the lengths, with what is decoded, fit the budget
@@ -29,29 +31,24 @@ def quantisation(tmp_path_factory):
     return checkpoint, {"PYTHONPATH": path}
 
 
-def cluster(model, env, *server_args, decode_args=()):
-    return PDCluster(
-        model,
-        server_args=server_args,
-        decode_args=decode_args,
-        max_running_requests=8,
-        max_total_tokens=16384,
-        env=env,
-    )
-
-
 def test_tokens_equal_stock_and_small_budgets_keep_to_their_pages(
     quantisation, tiny_model, tmp_path
 ):
     """Requests that fit the budget, then longer ones, whose queries are predicted through the projection."""
     checkpoint, env = quantisation
     model, prompts = checkpoint(tiny_model("qwen3")), random_prompts(LENGTHS, seed=7)
-    with cluster(model, env) as servers:
-        expected = servers.generate(prompts[:SHORT], max_new_tokens=TOKENS, logprobs=True)
+    expected = stock_answers(model, tmp_path, prompts[:SHORT], max_new_tokens=TOKENS, env=env)
     record = tmp_path / "quality.jsonl"
     config = json.dumps({"verify": True, "quality": str(record)})
     scout = ("--kv-offload", "scout", "--kv-offload-budget", str(BUDGET_TOKENS))
-    with cluster(model, env, *scout, decode_args=["--kv-offload-config", config]) as servers:
+    with PDCluster(
+        model,
+        server_args=scout,
+        decode_args=["--kv-offload-config", config],
+        max_running_requests=8,
+        max_total_tokens=16384,
+        env=env,
+    ) as servers:
         actual = servers.generate(prompts[:SHORT], max_new_tokens=TOKENS, logprobs=True)
         assert servers.kv_offload()["cpu_pages"] == 0
         servers.generate(prompts[SHORT:] * 2, max_new_tokens=TOKENS)
@@ -64,11 +61,13 @@ def test_tokens_equal_stock_and_small_budgets_keep_to_their_pages(
     assert sum(found) / len(found) > 0.5, "0.6 to 0.8 with plain weights, 0 with other weights"
 
 
-def test_a_checkpoint_that_sets_the_dtype_of_kv_is_refused(quantisation, tiny_model):
+def test_a_checkpoint_that_sets_the_dtype_of_kv_is_refused(quantisation, tiny_model, tmp_path):
     checkpoint, env = quantisation
     model = checkpoint(tiny_model("qwen3"), kv_cache_quant_algo="FP8")
+    arguments = flags(model_path=model, disaggregation_mode="decode", kv_offload="scout")
+    log = tmp_path / "log"
     with (
         pytest.raises(ServerFailed, match="sets KV to torch.float8_e4m3fn"),
-        cluster(model, env, "--kv-offload", "scout"),
+        SingleServer("decode", arguments, device="cpu", log=log, environment=env),
     ):
         pass
