@@ -2,7 +2,7 @@
 # Set-up if needed, then the test suite: unit tests first, tests with real servers last.
 #
 #   scripts/test.sh                      everything but the slow ones, units side by side on up to four CPUs
-#   scripts/test.sh -m slow              the slow ones: more models, the program that checks a GPU's server
+#   scripts/test.sh -m slow              the slow ones: more models, a GPU's server, load while workers are killed
 #   scripts/test.sh -m 'not e2e'         without servers, some minutes
 #   scripts/test.sh test/ops -k merge    any pytest arguments
 set -euo pipefail
