@@ -101,13 +101,19 @@ def test_a_worker_that_does_not_start_or_is_wrong(monkeypatch):
     assert check.state == "failed" and "off by 1" in check.found
 
 
-def test_a_wrong_answer_is_noticed(monkeypatch):
+def of_other_pages(out, lse):
+    return np.roll(out, 1, axis=0), np.roll(lse, 1, axis=0)
+
+
+def with_a_nan_in_lse(out, lse):
+    lse[-1, -1] = np.nan
+    return out, lse
+
+
+@pytest.mark.parametrize("spoil", [of_other_pages, with_a_nan_in_lse])
+def test_a_wrong_answer_is_noticed(spoil, monkeypatch):
     plainly = worker_check.attend_plainly
-
-    def shifted(q, k, v, pages):
-        return plainly(q, k, v, np.roll(pages, 1, axis=0))
-
-    monkeypatch.setattr(worker_check, "attend_plainly", shifted)
+    monkeypatch.setattr(worker_check, "attend_plainly", lambda *args: spoil(*plainly(*args)))
     result = worker_check.compare_and_time(sorted(os.sched_getaffinity(0))[:1])
     assert not result.right and "off by" in result.problem
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -10,6 +12,9 @@ from sglang_scout.engine.boundary import Batch
 from sglang_scout.engine.counters import Counters
 from sglang_scout.engine.pools import HostPages, ModelShape
 from sglang_scout.ops.quantize import dequantize_pages, quantize_pages_reference
+
+NOT_FINITE = float(np.finfo(np.float32).max)
+"""The deviation of a NaN or infinity: larger than any other, and a number in JSON too."""
 
 
 class Verifier:
@@ -103,7 +108,8 @@ def relative_error(
     cpu_int8: bool = False,
 ) -> float:
     """Largest deviation of ``out`` from the reference over exactly the same pages, relative to its
-    largest value. All K and V are read from the host pages, the truth, not from the device's copies.
+    largest value; NOT_FINITE where either has a NaN or an infinity. All K and V are read from the host
+    pages, the truth, not from the device's copies.
 
     Args:
         out, q, q_ahead: ``[B, HQ, D]``.
@@ -130,6 +136,6 @@ def relative_error(
             scale,
             logit_cap,
         )
-        gap = (out[row] - reference).abs().max() / reference.abs().max().clamp_min(1e-20)
-        worst = max(worst, float(gap))
+        gap = float((out[row] - reference).abs().max() / reference.abs().max().clamp_min(1e-20))
+        worst = max(worst, gap if math.isfinite(gap) else NOT_FINITE)
     return worst
