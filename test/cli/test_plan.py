@@ -174,6 +174,26 @@ def test_int8_digests_leave_room_on_the_gpu(model, capsys):
     assert printed["digest_bytes_per_page"] == int8.sizes.digest_bytes_per_page
 
 
+@pytest.mark.parametrize("context", [33, 512, 2048, 4096, 65536])
+@pytest.mark.parametrize("requests", [1, 5, 64])
+def test_the_device_needs_what_the_server_takes(model, context, requests):
+    """Contexts below the budget too, where the server has a slot for every host page and no more."""
+    sizes = plan_of(model(), context_tokens=context, host_gib=1000, gpu_gib=80).sizes
+    shape = ModelShape(
+        num_layers=40, num_q_heads=40, num_kv_heads=8, head_dim=128, page_size=32, scale=1.0,
+        dtype=torch.bfloat16,
+    )  # fmt: skip
+    config = parse_config(policy="scout", policies=("scout",))
+    server = plan_memory(
+        config, shape, num_pages=sizes.host_pages(requests), max_batch=requests,
+        context_tokens=context, node_cpus=[8],
+    )  # fmt: skip
+    needed = sizes.device_bytes(requests)
+    assert needed == server.digest_bytes + server.resident_bytes
+    assert sizes.requests_on_device(needed) == requests
+    assert sizes.requests_on_device(needed - 1) == requests - 1
+
+
 def test_host_memory_for_the_worker_beside_the_pages(model, capsys):
     command = ["plan", "--model-path", str(model()), "--host-gb", "1000"]
     assert main([*command, "--requests", "64"]) == 0
@@ -186,8 +206,9 @@ def test_host_memory_for_the_worker_beside_the_pages(model, capsys):
         settings, shape, num_pages=9, max_batch=64, context_tokens=40960, node_cpus=[64]
     )
     assert of_64 == server.worker.total_bytes, "as the server reckons"
-    largest = plan_of(model(), requests=2**40, host_gib=1).worker_bytes
-    assert largest == plan_of(model(), requests=65536, host_gib=1).worker_bytes > 900 * of_64
+    assert plan_of(model(), requests=65536, host_gib=1).worker_bytes > 900 * of_64
+    many = plan_of(model(), context_tokens=1, host_gib=2**30)
+    assert many.offload.requests == 65536, "no more than the server takes"
     with pytest.raises(ConfigError, match="--budget 1099511627776: max_pages=.*lower the budget"):
         plan_of(model(), budget_tokens=2**40, context_tokens=2**40, host_gib=1)
 
@@ -225,9 +246,11 @@ def test_weights_from_files_from_the_index_or_estimated(model):
         (["--context-tokens", "9" * 400], "--context-tokens 999"),
         (["--context-tokens", "0"], "--context-tokens 0: must be greater than 0"),
         (["--requests", "-1"], "--requests -1"),
+        (["--requests", "65537"], "--requests 65537: must be greater than 0, and at most 65536"),
         (["--host-gb", "nan"], "--host-gb nan"),
         (["--gpu-gb", "-5"], "--gpu-gb -5"),
         (["--mem-fraction-static", "1.5"], "--mem-fraction-static 1.5"),
+        (["--mem-fraction-static", "0"], "--mem-fraction-static 0.0: must be greater than 0"),
     ],
 )
 def test_wrong_arguments_are_named(model, capsys, arguments, words):

@@ -164,8 +164,8 @@ def _parser() -> argparse.ArgumentParser:
         "--gpu-gb",
         type=float,
         metavar="GB",
-        help="memory of one GPU in GiB; without it no GPU is planned for, and digests and "
-        "resident pages are counted as host memory",
+        help="memory of one GPU in GiB; without it only --host-gb limits, and what digests and resident "
+        "pages take beside it is printed",
     )
     plan.add_argument(
         "--mem-fraction-static",
@@ -178,7 +178,7 @@ def _parser() -> argparse.ArgumentParser:
         "--dtype",
         default="auto",
         choices=("auto", "bfloat16", "float16", "float32"),
-        help="as SGLang's flag: type of weights and KV (default: auto, what config.json says)",
+        help="as SGLang's flag: type of weights and KV (default: auto, what config.json says, and float16 for float32)",
     )
     plan.add_argument(
         "--cpu-pages",

@@ -8,7 +8,8 @@ tokens and values of w bytes:
     digest of a page   2 L H D w            (minimum and maximum of K: 1/S of the page's KV)
                        2 L H (D + D / 16)   (with --digest minmax-int8)
     int8 copies        2 L H (S D + 4)      (with --cpu-pages int8; host memory)
-    resident pages     budget / S a request, its page being filled, and room for recalls once
+    resident pages     budget / S a request, its page being filled, and room for recalls once; at most
+                       as many as there are host pages
     worker             the ring, and results of threads that share a request, for so many requests
                        (host memory, beside --kv-offload-host-gb)
 """
@@ -26,6 +27,8 @@ from sglang_scout.core.parse_config import parse_config
 
 GIB = 2**30
 MAX_TOKENS, MAX_GIB = 2**40, 2**30
+MAX_REQUESTS = 2**16
+"""The server takes no more at once (``MAX_BATCH`` of the worker's arena)."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +81,27 @@ class Sizes:
 
     @property
     def device_bytes_once(self) -> int:
-        """On the device once per server: room for recalls under way, one budget of pages."""
-        return self.resident_bytes_per_request
+        """On the device once per server: room for recalls under way, one budget of pages, and the digest
+        of SGLang's padding page."""
+        return self.resident_bytes_per_request + self.digest_bytes_per_page
+
+    def host_pages(self, requests: int) -> int:
+        """Of so many requests. Page 0 is SGLang's padding and holds no request's tokens."""
+        return requests * self.host_pages_per_request + 1
+
+    def device_bytes(self, requests: int) -> int:
+        """What so many requests need on the device. With a slot for every host page none is missing, so
+        there are no more of them."""
+        by_budget = requests * self.device_bytes_per_request + self.device_bytes_once
+        of_page = self.kv_bytes_per_page + self.digest_bytes_per_page
+        return min(by_budget, self.host_pages(requests) * of_page)
+
+    def requests_on_device(self, size_bytes: int) -> int:
+        """The most requests whose device_bytes are no more than that."""
+        by_budget = (size_bytes - self.device_bytes_once) // self.device_bytes_per_request
+        of_page = self.kv_bytes_per_page + self.digest_bytes_per_page
+        by_page = (size_bytes // of_page - 1) // self.host_pages_per_request
+        return max(0, by_budget, by_page)
 
 
 def sizes_of(
@@ -108,7 +130,7 @@ def sizes_of(
         kv_bytes_per_request=pages * page * per_token,
         copies_bytes_per_request=pages * copies,
         digest_bytes_per_request=pages * of_page,
-        resident_bytes_per_request=budget_tokens * per_token,
+        resident_bytes_per_request=min(budget_tokens, pages * page) * per_token,
         tail_bytes_per_request=page * per_token,
     )
 
@@ -170,13 +192,13 @@ def make_plan(request: Request) -> Plan:
     if request.gpu_gib is None:
         # Digests and resident pages are host memory too, beside what --kv-offload-host-gb counts,
         # so they do not change how many requests the pages of that size hold.
-        offload, stock, gpu, gpu_kv = Fit(_host_fit(host, sizes), None), None, None, None
+        by_gpu, stock, gpu, gpu_kv = None, None, None, None
     else:
         gpu = int(request.gpu_gib * GIB)
         gpu_kv = max(0, int(gpu * request.mem_fraction) - model.weight_bytes)
-        device = max(0, gpu_kv - sizes.device_bytes_once) // sizes.device_bytes_per_request
-        offload = Fit(_host_fit(host, sizes), device)
+        by_gpu = sizes.requests_on_device(gpu_kv)
         stock = Fit(None, gpu_kv // sizes.kv_bytes_per_request)
+    offload = Fit(_host_fit(host, sizes), by_gpu)
     requests = max(request.requests or offload.requests, 1)
     return Plan(
         model=model,
@@ -195,7 +217,7 @@ def make_plan(request: Request) -> Plan:
 def _worker_bytes(model_path: str, model: ModelConfig, sizes: Sizes, requests: int) -> int:
     """What a worker needs of host memory beside the pages, on one memory node and with CPUs enough."""
     from sglang_scout.worker.sizes import MOST_THREADS_PER_GROUP, worker_memory
-    from sglang_scout.worker.spec import MAX_BATCH, ArenaSpec
+    from sglang_scout.worker.spec import ArenaSpec
 
     page = sizes.page_size_tokens
     budget = min(sizes.budget_tokens, sizes.context_tokens)
@@ -203,7 +225,7 @@ def _worker_bytes(model_path: str, model: ModelConfig, sizes: Sizes, requests: i
         spec = ArenaSpec(
             num_layers=model.num_layers, num_pages=1, page_size=page, num_kv_heads=model.num_kv_heads,
             num_q_heads=model.num_q_heads, head_dim=model.head_dim, kv_dtype=model.dtype, scale=1.0,
-            max_batch=min(requests, MAX_BATCH), max_pages=math.ceil(budget / page),
+            max_batch=requests, max_pages=math.ceil(budget / page),
         )  # fmt: skip
     except ArenaError as error:
         raise ConfigError(
@@ -215,9 +237,8 @@ def _worker_bytes(model_path: str, model: ModelConfig, sizes: Sizes, requests: i
 
 
 def _host_fit(host_bytes: int, sizes: Sizes) -> int:
-    # Page 0 is SGLang's padding and holds no request's tokens.
     pages = host_bytes // sizes.host_bytes_per_page - 1
-    return max(0, pages) // sizes.host_pages_per_request
+    return min(max(0, pages) // sizes.host_pages_per_request, MAX_REQUESTS)
 
 
 def _host_bytes(host_gib: float | None) -> int:
@@ -231,7 +252,7 @@ def _host_bytes(host_gib: float | None) -> int:
 def _check(request: Request) -> None:
     for flag, value, most in (
         ("--context-tokens", request.context_tokens, MAX_TOKENS),
-        ("--requests", request.requests, MAX_TOKENS),
+        ("--requests", request.requests, MAX_REQUESTS),
         ("--host-gb", request.host_gib, MAX_GIB),
         ("--gpu-gb", request.gpu_gib, MAX_GIB),
     ):
@@ -242,5 +263,6 @@ def _check(request: Request) -> None:
             )
     if not 0 < request.mem_fraction <= 1:
         raise ConfigError(
-            f"plan: --mem-fraction-static {request.mem_fraction}: must be in 0..1, for example 0.88"
+            f"plan: --mem-fraction-static {request.mem_fraction}: must be greater than 0, and at most 1; "
+            "for example 0.88"
         )

@@ -14,9 +14,9 @@ from sglang_scout.cli.table import columns, gb, gib
 def _needed(plan: Plan, requests: int) -> dict[str, int]:
     """Bytes that ``requests`` need: of host pages, and on the device."""
     sizes = plan.sizes
-    pages = requests * sizes.host_pages_per_request + 1
-    device = requests * sizes.device_bytes_per_request + sizes.device_bytes_once
-    return {"host_pages": pages, "host_bytes": pages * sizes.host_bytes_per_page, "device": device}
+    pages = sizes.host_pages(requests)
+    host_bytes = pages * sizes.host_bytes_per_page
+    return {"host_pages": pages, "host_bytes": host_bytes, "device": sizes.device_bytes(requests)}
 
 
 def as_dict(plan: Plan) -> dict[str, Any]:
