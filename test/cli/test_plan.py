@@ -238,7 +238,7 @@ def test_weights_from_files_from_the_index_or_estimated(model):
         (["--budget", "1000"], "plan: --budget 1000: must be a positive multiple of the page size"),
         (
             ["--budget", "32"],
-            "plan: --budget 32: holds 1 pages, fewer than sink_pages + recent_pages",
+            "plan: --budget 32: holds 1 page, fewer than sink_pages + recent_pages",
         ),
         (["--gpu-gb", "inf"], "plan: --gpu-gb inf: must be greater than 0, and at most 1073741824"),
         (["--gpu-gb", "1e300"], "--gpu-gb 1e+300: must be greater than 0, and at most"),

@@ -65,6 +65,12 @@ CASES = [
         {"kv_offload_config": '{"step_log": "/proc/x"}', "disaggregation_mode": "prefill"},
         [],
     ),
+    (
+        "no requests",
+        {"max_running_requests": 0},
+        ["--max-running-requests 0", "--kv-offload scout serves 1 to 65536"],
+    ),
+    ("requests", {"max_running_requests": 65537}, ["--max-running-requests 65537", "1 to 65536"]),
     ("json", {"kv_offload_config": "{"}, ["--kv-offload-config", "JSON"]),
     ("key", {"kv_offload_config": '{"x": 1}'}, ["--kv-offload-config", "'x'"]),
     ("fp8", {"kv_cache_dtype": "fp8_e4m3"}, ["--kv-cache-dtype", "fp8_e4m3", "auto"]),

@@ -52,6 +52,16 @@ def test_a_size_that_is_given_is_taken(monkeypatch):
     assert size(monkeypatch, available=0, ranks=2, host_gb=3) == 3 * 2**29
 
 
+def test_less_than_two_pages_is_refused_by_the_flag_that_gives_them(monkeypatch):
+    page_bytes = 40 * 2 * 32 * 8 * 128 * 2
+    assert size(monkeypatch, available=0, host_gb=2 * page_bytes / 2**30) == 2 * page_bytes
+    with pytest.raises(
+        ConfigError,
+        match=r"--kv-offload-host-gb \(0.009\): 0.009.* hold 1 of the 2 pages.* raise it",
+    ):
+        size(monkeypatch, available=0, host_gb=0.009)
+
+
 def test_no_room_for_the_worker(monkeypatch):
     with pytest.raises(ConfigError) as caught:
         size(monkeypatch, available=1 << 30, ranks=4)

@@ -46,6 +46,14 @@ _RANGES: dict[str, tuple[float, float]] = {
     "worker_wait_timeout_s": (0.01, 3600),
 }
 
+_OWN_FLAGS = {
+    name: flag
+    for key, flag in FLAGS.items()
+    if key not in ("policy", "config")
+    for name in (key, flag.removeprefix("--kv-offload-").replace("-", "_"))
+}
+"""What may be taken for a key, each with the flag that it is."""
+
 
 def load_json(text: str, flag: str = FLAGS["config"]) -> dict[str, Any]:
     """The object in ``text``, or in the file of ``@FILE``.
@@ -99,11 +107,21 @@ def _is_file_name(text: str) -> bool:
         return False
 
 
+def _number(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:g}"
+
+
 def check_key(key: str, value: Any, flag: str) -> Any:
     """Check type and range of one entry of ``flag`` and return it."""
     if key not in CONFIG_KEYS:
-        near = difflib.get_close_matches(str(key), CONFIG_KEYS, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(CONFIG_KEYS)}"
+        name = str(key).lstrip("-").replace("-", "_").removeprefix("kv_offload_")
+        near = difflib.get_close_matches(str(key), CONFIG_KEYS, n=1, cutoff=0.75)
+        if name in _OWN_FLAGS:
+            hint = f"that is a flag of its own, {_OWN_FLAGS[name]}"
+        elif near:
+            hint = f"did you mean {near[0]!r}?"
+        else:
+            hint = f"known keys: {', '.join(CONFIG_KEYS)}"
         raise ConfigError(f"{flag}: unknown key {key!r} (value {value!r}); {hint}")
     default = getattr(OffloadConfig, key)
     if key == "exact_layers":
@@ -122,12 +140,14 @@ def check_key(key: str, value: Any, flag: str) -> Any:
     fits = isinstance(value, expected) and not is_bool_for_number
     if not fits:
         raise ConfigError(
-            f"{flag}: {key} = {value!r} is a {type(value).__name__}; "
+            f"{flag}: {key} = {value!r} is of type {type(value).__name__}; "
             f"expected {' or '.join(t.__name__ for t in expected)}"
         )
     low, high = _RANGES.get(key, (value, value))
     if not low <= value <= high:
-        raise ConfigError(f"{flag}: {key} = {value!r} must be between {low:g} and {high:g}")
+        raise ConfigError(
+            f"{flag}: {key} = {value!r} must be between {_number(low)} and {_number(high)}"
+        )
     if key in FILE_KEYS and not _is_file_name(value):
         raise ConfigError(
             f"{flag}: {key} = {value!r}: cannot be a file; name a file, or drop the key"

@@ -45,9 +45,10 @@ def _check_budget(budget_tokens: int, flag: str) -> None:
     page = PAGE_SIZE_TOKENS
     if not 0 < budget_tokens <= MAX_BUDGET_TOKENS or budget_tokens % page:
         nearest = (budget_tokens + page // 2) // page * page
+        least = (OffloadConfig.sink_pages + OffloadConfig.recent_pages) * page
         raise ConfigError(
             f"{flag} {budget_tokens}: must be a positive multiple of the page size "
-            f"({page} tokens); the nearest is {min(max(page, nearest), MAX_BUDGET_TOKENS)}"
+            f"({page} tokens); the nearest is {min(max(least, nearest), MAX_BUDGET_TOKENS)}"
         )
 
 
@@ -108,8 +109,9 @@ def parse_config(
     )
     forced = result.sink_pages + result.recent_pages
     if forced > result.budget_pages:
+        plural = "" if result.budget_pages == 1 else "s"
         raise ConfigError(
-            f"{flags['budget_tokens']} {budget}: holds {result.budget_pages} pages, fewer than "
+            f"{flags['budget_tokens']} {budget}: holds {result.budget_pages} page{plural}, fewer than "
             f"sink_pages + recent_pages = {forced}; raise it to at least {forced * page}"
         )
     if result.recall == "profile" and not recall_profile:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,7 @@ from sglang_scout.plugin.install import ROLE_ENV, announce
 from sglang_scout.plugin.support import check_model
 from sglang_scout.policy.presets import POLICY_NAMES
 from sglang_scout.worker.arena import available_bytes
+from sglang_scout.worker.spec import MAX_BATCH
 
 logger = logging.getLogger(__name__)
 
@@ -124,6 +126,26 @@ def around_init(original: Callable[..., None], self: ServerArgs, *args: Any, **k
 
 def around_post_init(original: Callable[..., None], self: ServerArgs) -> None:
     """Validate before SGLang resolves its own defaults, check the model after it knows it."""
+    try:
+        _post_init(original, self)
+    except ConfigError:
+        sys.excepthook = _one_line(sys.excepthook)
+        raise
+
+
+def _one_line(otherwise: Callable[..., Any]) -> Callable[..., None]:
+    """What a launcher prints of a refused flag that nobody caught: the sentence, not the way to it."""
+
+    def print_error(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if isinstance(error, ConfigError):
+            print(f"sglang-scout: {error}", file=sys.stderr)
+        else:
+            otherwise(kind, error, trace)
+
+    return print_error
+
+
+def _post_init(original: Callable[..., None], self: ServerArgs) -> None:
     if self.kv_offload == "none":
         os.environ.pop(ROLE_ENV, None)
         _refuse_stray_flags(self)
@@ -244,6 +266,12 @@ def _check_deployment(args: ServerArgs) -> None:
 
 
 def _check_decode(args: ServerArgs, policy: str) -> None:
+    requests = args.max_running_requests
+    if requests is not None and not 1 <= requests <= MAX_BATCH:
+        raise ConfigError(
+            f"--max-running-requests {requests}: {policy} serves 1 to {MAX_BATCH} at once; choose a "
+            "number between these"
+        )
     if args.decode_attention_backend not in (None, BACKEND_NAME):
         raise ConfigError(
             f"--decode-attention-backend {args.decode_attention_backend}: {policy} brings its own; "

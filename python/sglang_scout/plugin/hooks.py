@@ -38,9 +38,11 @@ from sglang_scout.plugin.pool import (
 from sglang_scout.plugin.ranks import AttentionRanks, worker_cpus, worker_nodes
 from sglang_scout.plugin.support import decoder_layers
 from sglang_scout.worker.arena import available_bytes
-from sglang_scout.worker.spec import MAX_BATCH
 
 logger = logging.getLogger(__name__)
+
+LEAST_PAGES = 2
+"""SGLang's padding page, and one of a request."""
 
 
 def register_backend() -> None:
@@ -71,8 +73,8 @@ def around_profile_available_bytes(
     if config.host_gb is not None:
         size = int(config.host_gb * 2**30)
     else:
-        # SGLang lowers a larger number once the pages are counted.
-        most_requests = min(runner.server_args.max_running_requests, MAX_BATCH)
+        # SGLang lowers the number once the pages are counted.
+        most_requests = runner.server_args.max_running_requests
         _, node_cpus = _nodes_of_worker(runner, config)
         context = runner.model_config.context_len
         worker = plan_worker(config, shape, most_requests, context, node_cpus).total_bytes
@@ -85,7 +87,15 @@ def around_profile_available_bytes(
             )
         size = int(left * DEFAULT_HOST_SHARE)
         logger.info("--kv-offload-host-gb not given: %.1f GiB for KV pages", size / 2**30)
-    return bytes_for_pages(config, shape, size // ranks.size)
+    of_pages = bytes_for_pages(config, shape, size // ranks.size)
+    page_bytes = 2 * shape.page_bytes * shape.num_layers
+    if of_pages < LEAST_PAGES * page_bytes:
+        given = "not given" if config.host_gb is None else format(config.host_gb, "g")
+        raise ConfigError(
+            f"--kv-offload-host-gb ({given}): {size / 2**30:.6f} GiB hold {of_pages // page_bytes} of the "
+            f"{LEAST_PAGES} pages of {page_bytes} bytes that each rank needs at least; raise it, or free memory"
+        )
+    return of_pages
 
 
 def _nodes_of_worker(runner: Any, config: OffloadConfig) -> tuple[list[int], list[int]]:
