@@ -149,8 +149,11 @@ PY
 main() {
     if [ "${1:-}" = --force ]; then
         rm -f "$STAMP"
+    elif [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then
+        sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' scripts/setup.sh
+        return
     elif [ -n "${1:-}" ]; then
-        die "unknown argument $1; the only one is --force"
+        die "unknown argument $1; see --help"
     fi
     if up_to_date; then return; fi
     mkdir -p .cache
