@@ -51,6 +51,19 @@ def test_the_native_module(monkeypatch):
     assert doctor.check_native().values["isa"] in ("portable", "avx2", "avx512", "avx512bf16")
 
 
+def test_variables_without_which_a_server_ends(monkeypatch):
+    monkeypatch.setattr(doctor.machine, "nvidia_gpus", lambda: [])
+    monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
+    monkeypatch.setenv("MOONCAKE_PROTOCOL", "tcp")
+    assert doctor.check_environment().state == "ok"
+    monkeypatch.delenv("SGLANG_USE_CPU_ENGINE")
+    check = doctor.check_environment()
+    assert check.state == "warning" and check.found.startswith("SGLANG_USE_CPU_ENGINE not set")
+    assert "scripts/cpu_env.sh" in check.fix and "export SGLANG_USE_CPU_ENGINE=1" in check.fix
+    monkeypatch.setattr(doctor.machine, "nvidia_gpus", lambda: ["one"])
+    assert doctor.check_environment().state == "ok", "a GPU's server does without"
+
+
 def test_a_wrong_cpu_list_is_named(capsys):
     absent = max(os.sched_getaffinity(0)) + 1
     assert main(["doctor", "--cpus", f"0-{absent}"]) == 2

@@ -14,6 +14,7 @@ from importlib.metadata import PackageNotFoundError, entry_points, requires, ver
 from typing import Any
 
 from sglang_scout.cli import device, machine
+from sglang_scout.cli.server_environment import server_environment
 from sglang_scout.cli.table import columns, gib
 from sglang_scout.core.cpu_list import parse_cpu_list, ranges
 
@@ -149,6 +150,21 @@ def check_gpu() -> Check:
     return Check("gpu", OK, found + note, values=values)
 
 
+def check_environment() -> Check:
+    """The variables without which a server ends at start; what this command's siblings start has them."""
+    wanted = server_environment("cuda" if machine.nvidia_gpus() else "cpu")
+    names = ("SGLANG_USE_CPU_ENGINE", "MOONCAKE_PROTOCOL")
+    missing = {
+        name: wanted[name] for name in names if wanted.get(name) and not os.environ.get(name)
+    }
+    if not missing:
+        return Check("environment", OK, "what servers need is set", values={"missing": {}})
+    exports = " ".join(f"{name}={value}" for name, value in missing.items())
+    found = f"{' and '.join(missing)} not set; a server that you start by hand ends without them"
+    fix = f". scripts/cpu_env.sh, or export {exports}"
+    return Check("environment", WARNING, found, fix, {"missing": missing})
+
+
 def check_memory() -> Check:
     from sglang_scout.worker.arena import available_bytes
 
@@ -268,7 +284,7 @@ def checks(cpus: list[int]) -> list[Callable[[], Check]]:
     """All checks, in the order of the report."""
     return [
         check_python, check_sglang, check_plugin, check_native, check_cpus, check_gpu,
-        check_memory, check_hugepages, check_locked_memory, check_shared_memory, check_mooncake,
+        check_environment, check_memory, check_hugepages, check_locked_memory, check_shared_memory, check_mooncake,
         check_router, lambda: check_worker(cpus),
     ]  # fmt: skip
 
