@@ -159,18 +159,39 @@ def resident_tokens(request: Request) -> int:
     return request.resident_tokens or request.budget_tokens * request.batch
 
 
+_OWN_SERVER_FLAGS = {
+    "--model-path": "",
+    "--model": "",
+    "--host": "",
+    "--port": "",
+    "--nccl-port": "",
+    "--device": " and give --device",
+    "--dtype": " and give --dtype",
+    "--max-running-requests": " and give --batch",
+    "--max-total-tokens": " and give --batch and --input-len",
+}
+
+
 def server_words(request: Request) -> list[str]:
     """``request.server_args`` as single words.
 
     Raises:
-        ConfigError: a quotation without an end.
+        ConfigError: a quotation without an end, or a flag that the command sets itself.
     """
     try:
-        return shlex.split(request.server_args)
+        words = shlex.split(request.server_args)
     except ValueError as error:
         raise ConfigError(
             f"profile: --server-args {request.server_args!r}: {error}; write it as on a command line"
         ) from None
+    for word in words:
+        flag = word.partition("=")[0].replace("_", "-")
+        if flag.startswith(("--kv-offload", "--disaggregation")) or flag in _OWN_SERVER_FLAGS:
+            raise ConfigError(
+                f"profile: --server-args: {flag} is set by the command itself; leave it out"
+                + _OWN_SERVER_FLAGS.get(flag, "")
+            )
+    return words
 
 
 def least_tokens(budget_tokens: int) -> int:
