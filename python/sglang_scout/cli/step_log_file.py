@@ -11,9 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_scout.core.errors import ConfigError
-
-FORMAT = "sglang-scout-steps"
-FORMAT_VERSION = 1
+from sglang_scout.core.formats import STEP_LOG
 
 Floats = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
@@ -62,8 +60,10 @@ def read_step_log(path: str | Path) -> StepLogFile:
         raise ConfigError(f"step log {str(path)!r}: cannot read it: {error.strerror}") from None
     try:
         facts = msgspec.json.decode(lines[0], type=dict[str, Any])
-        if (facts.get("format"), facts.get("version")) != (FORMAT, FORMAT_VERSION):
-            raise ValueError(f"its first line is not that of a {FORMAT} file of version 1")
+        if (facts.get("format"), facts.get("version")) != STEP_LOG:
+            raise ValueError(
+                f"its first line is not that of a {STEP_LOG.name} file of version {STEP_LOG.version}"
+            )
         decoder = msgspec.json.Decoder(Step)
         steps = [decoder.decode(line) for line in lines[1:]]
     except (IndexError, ValueError) as error:

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sglang_scout.core.errors import ConfigError
+from sglang_scout.core.formats import TRACE
 
-FORMAT = "sglang-scout-trace"
-FORMAT_VERSION = 1
 _WORKER = "worker thread"
 _FIX = """give a file that --kv-offload-config '{"trace": "FILE"}' made on a decode server"""
 
@@ -74,12 +73,12 @@ def read_trace(path: str) -> Trace:
     except ValueError as error:
         raise ConfigError(f"report: {path} is not JSON ({error}); {_FIX}") from error
     about = document.get("otherData") if isinstance(document, dict) else None
-    if not isinstance(about, dict) or about.get("format") != FORMAT:
+    if not isinstance(about, dict) or about.get("format") != TRACE.name:
         raise ConfigError(f"report: {path} is not a timeline of sglang-scout; {_FIX}")
-    if about.get("version") != FORMAT_VERSION:
+    if about.get("version") != TRACE.version:
         raise ConfigError(
             f"report: {path} has version {about.get('version')!r}, this command reads version "
-            f"{FORMAT_VERSION}; use the sglang-scout that the server ran with"
+            f"{TRACE.version}; use the sglang-scout that the server ran with"
         )
     try:
         layers, lost = about["layers"], about["worker_events_lost"]

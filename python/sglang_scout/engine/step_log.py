@@ -23,12 +23,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from sglang_scout.core.formats import STEP_LOG
 from sglang_scout.engine.counters import Counters
 
 logger = logging.getLogger(__name__)
 
-FORMAT = "sglang-scout-steps"
-FORMAT_VERSION = 1
 _OLDEST = 2**30
 
 _TOTALS = ("recalled_pages", "recall_bytes", "recall_wait_us")
@@ -56,7 +55,7 @@ class StepLog:
         self._waited_us = counters.gpu_wait_us_by_layer.copy()
         self._totals = dict.fromkeys(_TOTALS, 0)
         self._num_layers = num_layers
-        self._write({"format": FORMAT, "version": FORMAT_VERSION, **facts})
+        self._write({"format": STEP_LOG.name, "version": STEP_LOG.version, **facts})
 
     def begin(
         self,

@@ -32,11 +32,11 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from sglang_scout.core.formats import TRACE
+
 logger = logging.getLogger(__name__)
 
 ROWS = ("device", "attention", "ahead", "boundary", "copies")
-FORMAT = "sglang-scout-trace"
-FORMAT_VERSION = 1
 _SERVER_PID = 1  # Numbers of rows and groups of rows; the real process ids are in their names.
 _WORKER_PID = 100
 _LANES = 1000
@@ -198,8 +198,8 @@ class Tracer:
             for s in slices
         ]
         about = {
-            "format": FORMAT,
-            "version": FORMAT_VERSION,
+            "format": TRACE.name,
+            "version": TRACE.version,
             "steps": self._steps(),
             "worker_events_lost": self._events_lost,
             **self._facts,
