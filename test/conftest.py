@@ -50,7 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     config.addinivalue_line(
         "markers",
-        "slow: e2e that others cover but for a model's name, a program or time; run with -m slow",
+        "slow: what others cover but for a model's name, a program or time; run with -m slow",
     )
 
 

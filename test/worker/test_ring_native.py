@@ -48,6 +48,17 @@ def test_ring_has_no_finding(name):
     assert ("all right" in done.stdout) == (name == "address")  # kill needs no sanitizer's help
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_no_kernel_has_a_finding():
+    """All that scripts/sanitize.sh has, with the instruction sets of this CPU."""
+    for name in FLAGS:
+        sanitizer(name)
+    command = [str(ROOT / "scripts" / "sanitize.sh"), "all"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 and "no finding" in done.stdout, done.stdout + done.stderr
+
+
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("mode", "bug"),
