@@ -61,7 +61,6 @@ class DecodeServer(SingleServer):
         ready_timeout_s: float = 240.0,
     ) -> None:
         arguments = flags(
-            model_path=model_dir,
             disaggregation_mode="decode",
             disaggregation_transfer_backend="fake",
             skip_tokenizer_init=True,
@@ -71,7 +70,7 @@ class DecodeServer(SingleServer):
         )
         environment = {"TRITON_INTERPRET": "1"} if device == "cpu" else {}
         super().__init__(
-            "decode", arguments, device=device, log=log, environment=environment,
+            "decode", model_dir, arguments, device=device, log=log, environment=environment,
             ready_timeout_s=ready_timeout_s,
         )  # fmt: skip
 

@@ -89,8 +89,9 @@ class Fleet:
             # SGLang without --kv-offload, prefill and decode in one server.
             self._stock = SingleServer(
                 "stock",
+                model_dir,
                 [
-                    *flags(model_path=model_dir, max_running_requests=1, **sizes),
+                    *flags(max_running_requests=1, **sizes),
                     *flags(attention_backend="torch_native"),
                     *whole_prompts,
                     *shared,

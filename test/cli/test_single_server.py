@@ -25,10 +25,17 @@ SLEEPS = "import time; time.sleep(600)"
 
 def single(tmp_path, code, *, timeout_s=20.0):
     server = SingleServer(
-        "stand-in", ["--page-size", "32"], device="cpu", log=tmp_path / "log",
+        "stand-in", tmp_path, ["--page-size", "32"], device="cpu", log=tmp_path / "log",
         environment={"MORE": "1"}, ready_timeout_s=timeout_s,
     )  # fmt: skip
-    assert server.process.command[1:5] == ["-m", "sglang.launch_server", "--page-size", "32"]
+    model = ["--model-path", str(tmp_path)]
+    assert server.process.command[1:7] == [
+        "-m",
+        "sglang.launch_server",
+        *model,
+        "--page-size",
+        "32",
+    ]
     assert server.process.env["MORE"] == "1" and server.process.env["CUDA_VISIBLE_DEVICES"] == ""
     port = server.url.rpartition(":")[2]
     server.process.command = [sys.executable, "-c", code, port]

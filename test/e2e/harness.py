@@ -79,10 +79,9 @@ def stock_answers(
 ) -> list[Generation]:
     """What SGLang without this project answers in fp32, with log-probabilities: prefill and decode in
     one server, so that the transfer of KV is under test too."""
-    arguments = flags(model_path=model, dtype="float32", max_total_tokens=32768)
-    arguments += flags(max_running_requests=16)
+    arguments = flags(dtype="float32", max_total_tokens=32768, max_running_requests=16)
     log = log_dir / "stock.log"
-    with SingleServer("stock", arguments, device="cpu", log=log, environment=env) as server:
+    with SingleServer("stock", model, arguments, device="cpu", log=log, environment=env) as server:
         return generate(server.url, prompts, max_new_tokens=max_new_tokens, logprobs=True)
 
 

@@ -64,10 +64,10 @@ def test_tokens_equal_stock_and_small_budgets_keep_to_their_pages(
 def test_a_checkpoint_that_sets_the_dtype_of_kv_is_refused(quantisation, tiny_model, tmp_path):
     checkpoint, env = quantisation
     model = checkpoint(tiny_model("qwen3"), kv_cache_quant_algo="FP8")
-    arguments = flags(model_path=model, disaggregation_mode="decode", kv_offload="scout")
+    arguments = flags(disaggregation_mode="decode", kv_offload="scout")
     log = tmp_path / "log"
     with (
         pytest.raises(ServerFailed, match="sets KV to torch.float8_e4m3fn"),
-        SingleServer("decode", arguments, device="cpu", log=log, environment=env),
+        SingleServer("decode", model, arguments, device="cpu", log=log, environment=env),
     ):
         pass

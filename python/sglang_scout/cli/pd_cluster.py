@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from sglang_scout.cli.server_environment import server_environment
+from sglang_scout.cli.server_environment import started_environment
 from sglang_scout.cli.server_process import (
     CLUSTER_VARIABLE,
     ServerProcess,
@@ -175,15 +175,8 @@ class PDCluster:
             self.router = self._server("router", command, self.environment)
 
     def _environment(self, device: str) -> dict[str, str]:
-        environment = server_environment(device)
-        if self.model_dir.is_dir():
-            environment.setdefault("HF_HUB_OFFLINE", "1")  # all files are here: no look-ups by name
-        environment.pop("PYTHONDONTWRITEBYTECODE", None)  # would compile SGLang at every start
-        environment.pop("TRITON_INTERPRET", None)  # the unit tests' setting, not the servers'
-        environment.update(self._extra_environment)
-        environment[CLUSTER_VARIABLE] = self.cluster_id
-        environment["TMPDIR"] = self.scratch_dir
-        return environment
+        more = {**self._extra_environment, CLUSTER_VARIABLE: self.cluster_id}
+        return started_environment(device, self.model_dir, self.scratch_dir, more)
 
     def _server(self, name: str, command: list[str], environment: dict[str, str]) -> ServerProcess:
         return ServerProcess(name, command, environment, self.log_dir / f"{name}.log")

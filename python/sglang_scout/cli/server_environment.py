@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from pathlib import Path
 
 from sglang_scout.cli.machine import has_rdma
 
@@ -48,3 +50,23 @@ def cuda_environment() -> dict[str, str]:
 def server_environment(device: str) -> dict[str, str]:
     """The environment of a server that is started with ``--device device``."""
     return cpu_environment() if device == "cpu" else cuda_environment()
+
+
+def started_environment(
+    device: str, model: str | Path, scratch_dir: str, more: Mapping[str, str]
+) -> dict[str, str]:
+    """The same for one that a command starts and watches.
+
+    Args:
+        model: folder or name. Of a folder all files are there, and nothing is looked up by name.
+        scratch_dir: for sockets and temporary files.
+        more: what comes on top, but for ``TMPDIR``.
+    """
+    environment = server_environment(device)
+    if Path(model).is_dir():
+        environment.setdefault("HF_HUB_OFFLINE", "1")
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # would compile SGLang at every start
+    environment.pop("TRITON_INTERPRET", None)  # the unit tests' setting, not the servers'
+    environment.update(more)
+    environment["TMPDIR"] = scratch_dir
+    return environment

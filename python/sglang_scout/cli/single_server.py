@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Self
 
 from sglang_scout.cli.pd_cluster import HOST, flags
-from sglang_scout.cli.server_environment import server_environment
+from sglang_scout.cli.server_environment import started_environment
 from sglang_scout.cli.server_process import (
     CLUSTER_VARIABLE,
     ServerProcess,
@@ -28,7 +28,8 @@ class SingleServer:
 
     Args:
         name: for messages.
-        arguments: flags, without host, port and device.
+        model: its folder or name.
+        arguments: flags, without model, host, port and device.
         device: as SGLang's flag.
         log: file for the server's output.
         environment: variables on top of the usual ones.
@@ -38,6 +39,7 @@ class SingleServer:
     def __init__(
         self,
         name: str,
+        model: str | Path,
         arguments: Sequence[str],
         *,
         device: str,
@@ -45,18 +47,22 @@ class SingleServer:
         environment: Mapping[str, str] | None = None,
         ready_timeout_s: float = 240.0,
     ) -> None:
-        variables = server_environment(device)
-        variables.setdefault("HF_HUB_OFFLINE", "1")
-        variables.pop("TRITON_INTERPRET", None)  # the unit tests' setting, not a server's
-        variables.update(environment or {})
-        self._id = variables[CLUSTER_VARIABLE] = uuid.uuid4().hex
+        self._id = uuid.uuid4().hex
         # Sockets go where they are removed; the folder's name is short, as a socket's must be.
-        self._scratch = variables["TMPDIR"] = tempfile.mkdtemp(prefix="scout-")
+        self._scratch = tempfile.mkdtemp(prefix="scout-")
+        more = {**(environment or {}), CLUSTER_VARIABLE: self._id}
+        variables = started_environment(device, model, self._scratch, more)
         port, nccl_port = free_ports(2)
         self.url = f"http://{HOST}:{port}"
         self._ready_timeout_s = ready_timeout_s
         self._deadline = 0.0
-        command = [sys.executable, "-m", "sglang.launch_server", *arguments]
+        command = [
+            sys.executable,
+            "-m",
+            "sglang.launch_server",
+            *flags(model_path=model),
+            *arguments,
+        ]
         # An idle scheduler must not take a core. As to the port, see PDCluster.
         command += flags(
             host=HOST, port=port, device=device, nccl_port=nccl_port, sleep_on_idle=True
