@@ -90,9 +90,14 @@ def _entries(dataset: str) -> Iterator[tuple[int, dict[str, Any]]]:
         try:
             entry = json.loads(line)
         except ValueError as error:
-            raise ConfigError(f"{DATASET} {dataset}: line {number} is no JSON: {error}") from None
+            raise ConfigError(
+                f"{DATASET} {dataset}: line {number} is no JSON: {error}; give one object in each line"
+            ) from None
         if not isinstance(entry, dict):
-            raise ConfigError(f"{DATASET} {dataset}: line {number} is no object")
+            raise ConfigError(
+                f"{DATASET} {dataset}: line {number} is no object; give one in each line, with prompt, "
+                "text or input_ids"
+            )
         yield number, entry
 
 
@@ -100,7 +105,10 @@ def _read(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{DATASET} {path}: cannot read it: {error}") from None
+        raise ConfigError(
+            f"{DATASET} {path}: cannot read it: {error}; name a text file "
+            "in UTF-8 or a .jsonl file, or leave the flag out"
+        ) from None
 
 
 def _tokenizer(model_path: str) -> Tokenizer:
