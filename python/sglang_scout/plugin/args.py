@@ -129,12 +129,15 @@ def around_post_init(original: Callable[..., None], self: ServerArgs) -> None:
     try:
         _post_init(original, self)
     except ConfigError:
-        sys.excepthook = _one_line(sys.excepthook)
+        _print_without_a_trace()
         raise
 
 
-def _one_line(otherwise: Callable[..., Any]) -> Callable[..., None]:
-    """What a launcher prints of a refused flag that nobody caught: the sentence, not the way to it."""
+def _print_without_a_trace() -> None:
+    """A refused flag that nobody catches ends the launcher with the sentence, not the way to it."""
+    otherwise = sys.excepthook
+    if getattr(otherwise, "prints_config_errors", False):
+        return
 
     def print_error(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         if isinstance(error, ConfigError):
@@ -142,7 +145,8 @@ def _one_line(otherwise: Callable[..., Any]) -> Callable[..., None]:
         else:
             otherwise(kind, error, trace)
 
-    return print_error
+    print_error.prints_config_errors = True  # type: ignore[attr-defined]
+    sys.excepthook = print_error
 
 
 def _post_init(original: Callable[..., None], self: ServerArgs) -> None:
