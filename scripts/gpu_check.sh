@@ -6,11 +6,12 @@
 #   scripts/gpu_check.sh OUTDIR
 #
 # OUTDIR gets gpu_check.jsonl (a row per step), ops.xml (the tests), gpu_kernels.jsonl (times and shares of the
-# bandwidth), gpu_ring.jsonl (cost of post and wait), gpu_decode.jsonl (whole decode steps, ours and full attention),
-# gpu_rivals.jsonl (FlashInfer beside our kernels, where it is installed), gpu_server.jsonl (a decode server of SGLang
-# with a small model: tokens, state, a killed worker), gpu_speed.jsonl (its throughput at the shape of a large one,
-# ours and stock), kernels.json (registers and shared memory), a log per step, and Triton's cache. Exit status 0 if
-# all steps passed, 1 if one failed, 2 without a CUDA device. What there was no time for is a row that says so.
+# bandwidth), gpu_ring.jsonl (cost of post and wait), gpu_handover.jsonl (three ways to wait), gpu_decode.jsonl
+# (whole decode steps, ours and full attention), gpu_rivals.jsonl (FlashInfer beside our kernels, where it is
+# installed), gpu_server.jsonl (a decode server of SGLang with a small model: tokens, state, a killed worker),
+# gpu_speed.jsonl (its throughput at the shape of a large one, ours and stock), kernels.json (registers and shared
+# memory), a log per step, and Triton's cache. Exit status 0 if all steps passed, 1 if one failed, 2 without a CUDA
+# device. What there was no time for is a row that says so.
 #
 # Ten minutes are enough for all that is about being right. The measurements of whole steps and servers, which fill
 # and page-lock much memory first, come last; each has ten minutes in a call of its own: ONLY=decode, then
@@ -106,6 +107,7 @@ if [ "$HAS_NATIVE" = 1 ]; then step decode-check 120 "$PYTHON" benchmark/gpu_dec
 else without_native decode-check; fi
 if [ "$HAS_NATIVE" = 1 ]; then step ring 60 "$PYTHON" benchmark/gpu_ring.py --out "$OUT/gpu_ring.jsonl"
 else without_native ring; fi
+step handover 40 "$PYTHON" benchmark/gpu_handover.py --out "$OUT/gpu_handover.jsonl"
 if [ "$HAS_NATIVE$HAS_SGLANG" = 11 ]; then
     # shellcheck disable=SC2086  # options, split on purpose
     step server 230 "$PYTHON" benchmark/gpu_server.py --out "$OUT/gpu_server.jsonl" --seconds 220 \

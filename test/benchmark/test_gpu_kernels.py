@@ -35,7 +35,7 @@ def test_every_case_equals_its_reference_in_the_interpreter():
 
 
 @without_a_device
-@pytest.mark.parametrize("program", ["gpu_ring.py", "gpu_decode.py"])
+@pytest.mark.parametrize("program", ["gpu_ring.py", "gpu_handover.py", "gpu_decode.py"])
 def test_the_ring_and_whole_steps_in_the_interpreter(program):
     pytest.importorskip("sglang_scout._native")
     path = ROOT / "benchmark" / program
@@ -46,7 +46,14 @@ def test_the_ring_and_whole_steps_in_the_interpreter(program):
 @without_a_device
 @pytest.mark.parametrize(
     "name",
-    ["gpu_kernels.py", "gpu_ring.py", "gpu_decode.py", "gpu_rivals.py", "gpu_server.py"],
+    [
+        "gpu_kernels.py",
+        "gpu_ring.py",
+        "gpu_handover.py",
+        "gpu_decode.py",
+        "gpu_rivals.py",
+        "gpu_server.py",
+    ],
 )
 def test_benchmarks_refuse_to_measure_without_a_device(tmp_path, name):
     done = run(sys.executable, ROOT / "benchmark" / name, "--out", tmp_path / "rows.jsonl")
