@@ -1,6 +1,11 @@
-"""Whether a benchmark of kernels can run here, and where."""
+"""Whether a benchmark of kernels can run here, and where; the command line that such benchmarks share."""
 
 from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -24,3 +29,38 @@ def refusal(*, check_only: bool, needs_worker: bool = False) -> str:
     if device() == "cpu" and not check_only:
         return "TRITON_INTERPRET is set: unset it to measure"
     return ""
+
+
+def run(
+    description: str | None,
+    check: Callable[[str], int],
+    measure: Callable[[Path], int],
+    *,
+    needs_worker: bool = False,
+) -> int:
+    """``--check-only`` or ``--out FILE``. Returns the exit code: 2 where it cannot run here.
+
+    Args:
+        check: takes "cpu" or "cuda" and returns an exit code.
+        measure: takes the file for rows and returns an exit code.
+    """
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, help="JSON lines")
+    parser.add_argument("--check-only", action="store_true")
+    arguments = parser.parse_args()
+    if why := refusal(check_only=arguments.check_only, needs_worker=needs_worker):
+        print(why, file=sys.stderr)
+        return 2
+    if arguments.check_only:
+        return check(device())
+    if arguments.out is None:
+        parser.error("--out FILE is missing")
+    return measure(arguments.out)
+
+
+def say(wrong: str) -> int:
+    """Prints what is wrong, "" for nothing, and returns the exit code."""
+    print(wrong or "equal")
+    return 1 if wrong else 0

@@ -13,7 +13,6 @@ the same way in the same run, read and write counted.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import sys
 from collections.abc import Callable, Iterator
@@ -487,22 +486,5 @@ def check(device: str) -> int:
     return 1 if failed else 0
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, help="JSON lines")
-    parser.add_argument("--check-only", action="store_true")
-    arguments = parser.parse_args()
-    if why := device_here.refusal(check_only=arguments.check_only):
-        print(why, file=sys.stderr)
-        return 2
-    if arguments.check_only:
-        return check(device_here.device())
-    if arguments.out is None:
-        parser.error("--out FILE is missing")
-    return measure(arguments.out)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(device_here.run(__doc__, check, measure))

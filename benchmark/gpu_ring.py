@@ -15,7 +15,6 @@ with B, layers, threads, p99_us, and answered: the worker's records of the run, 
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Iterator
@@ -196,24 +195,9 @@ def measure(out: Path) -> int:
     return 0
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, help="JSON lines")
-    parser.add_argument("--check-only", action="store_true")
-    arguments = parser.parse_args()
-    if why := device_here.refusal(check_only=arguments.check_only, needs_worker=True):
-        print(why, file=sys.stderr)
-        return 2
-    if arguments.check_only:
-        wrong = check(device_here.device())
-        print(wrong or "equal")
-        return 1 if wrong else 0
-    if arguments.out is None:
-        parser.error("--out FILE is missing")
-    return measure(arguments.out)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(
+        device_here.run(
+            __doc__, lambda device: device_here.say(check(device)), measure, needs_worker=True
+        )
+    )
