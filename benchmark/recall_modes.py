@@ -44,6 +44,7 @@ from sglang_scout.cli import profile as profile_command
 from sglang_scout.cli import profile_plot
 from sglang_scout.cli.pd_cluster import PDCluster, flags
 from sglang_scout.cli.profile_prompts import describe, make_prompts
+from sglang_scout.cli.profile_request import Request, least_tokens
 from sglang_scout.cli.profile_run import ends_orderly
 from sglang_scout.cli.progress import Progress
 from sglang_scout.cli.sglang_http import generate_payload
@@ -199,7 +200,7 @@ def make_profile(args: argparse.Namespace, progress: Progress) -> Path:
     """The profile of the same workload, beside the rows, and its picture."""
     rows = args.json or Path(tempfile.mkdtemp()) / "recall_modes.jsonl"
     output = rows.with_name(f"{rows.stem}_profile.json")
-    request = profile_command.Request(
+    request = Request(
         model_path=args.model_path,
         output=str(output),
         budget_tokens=args.budget,
@@ -226,7 +227,7 @@ def run(args: argparse.Namespace, writer: Writer) -> None:
         args.dataset,
         count=args.requests,
         length_tokens=args.input_len,
-        least_tokens=profile_command.least_tokens(args.budget),
+        least_tokens=least_tokens(args.budget),
     )
     path = (args.profile or make_profile(args, progress)).resolve()
     profile = load_profile(str(path))

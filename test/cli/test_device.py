@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_scout.cli import device, pd_cluster, profile
+from sglang_scout.cli import device, pd_cluster, profile_request
 from sglang_scout.cli.device import Placement, place
 from sglang_scout.cli.pd_cluster import PDCluster
 from sglang_scout.cli.profile_run import RunFailed, make_cluster, run_workload
@@ -247,7 +247,7 @@ def test_a_gpu_that_fails_is_told_from_the_way_without(tmp_path, monkeypatch, ca
 
 
 def test_a_profile_says_the_capacity_of_its_cache():
-    request = profile.Request("m", "p.json", budget_tokens=128, batch=3)
-    assert profile.resident_tokens(request) == 384
-    given = profile.Request("m", "p.json", resident_tokens=64)
-    assert profile.resident_tokens(given) == 64
+    request = profile_request.Request("m", "p.json", budget_tokens=128, batch=3)
+    assert profile_request.resident_tokens(request) == 384
+    given = profile_request.Request("m", "p.json", resident_tokens=64)
+    assert profile_request.resident_tokens(given) == 64

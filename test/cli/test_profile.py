@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given
 
 from sglang_scout.cli import main, profile, profile_plot
-from sglang_scout.cli.profile import Request, as_text, check_request, profile_of
+from sglang_scout.cli.profile import as_text, profile_of
 from sglang_scout.cli.profile_prompts import make_prompts
+from sglang_scout.cli.profile_request import Request, check_request
 from sglang_scout.cli.profile_run import RunFailed
 from sglang_scout.cli.step_log_file import ratios_by_age, read_step_log
 from sglang_scout.core.config import OffloadConfig

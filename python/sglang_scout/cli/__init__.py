@@ -92,8 +92,9 @@ def _config(text: str) -> dict[str, Any]:
 
 def _profile(args: argparse.Namespace) -> int:
     from sglang_scout.cli import profile
+    from sglang_scout.cli.profile_request import Request
 
-    request = profile.Request(
+    request = Request(
         model_path=args.model_path,
         output=args.output,
         budget_tokens=args.budget,
