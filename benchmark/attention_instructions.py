@@ -37,7 +37,7 @@ import single_steps
 from read_loop import ReadLoopError, compiled
 from rows import Writer, environment, percentile, summary
 from sglang_scout.ops import native
-from sglang_scout.ops.quantize import quantize_pages
+from sglang_scout.ops.quantize import quantize_pages, room_for
 
 S, LINE_BYTES = 32, 64
 SHAPES = ((8, 1, 128), (8, 4, 128), (8, 5, 128), (8, 8, 128), (2, 16, 128))
@@ -57,11 +57,9 @@ def call_of(H: int, G: int, D: int, int8: bool) -> tuple[Call, int]:
         run, pool = native.ATTEND_PAGES.run, (k, v)
     else:
         kernels = importlib.import_module("sglang_scout.ops.native_int8")
-        codes = [torch.empty_like(x, dtype=torch.int8) for x in (k, v)]
-        scales = [torch.empty(2, H) for _ in codes]
-        for x, to, scale in zip((k, v), codes, scales, strict=True):
-            quantize_pages(x, torch.arange(2), to, scale, torch.arange(2))
-        run, pool = kernels.ATTEND_PAGES_INT8.run, (*codes, *scales)
+        codes, scales = room_for(2, S, H, D)
+        quantize_pages(k, v, torch.arange(2), codes, scales, torch.arange(2))
+        run, pool = kernels.ATTEND_PAGES_INT8.run, (codes, scales, S)
 
     def call(pages: list[int]) -> object:
         ids = torch.tensor([pages], dtype=torch.int32)

@@ -30,9 +30,9 @@ def absent_reason() -> str:
     kernels, quantize = _op("native_int8"), _op("quantize")
     if kernels is None or quantize is None:
         return "this version has no int8 pages"
-    codes, scale = torch.zeros(1, 1, 1, 16, dtype=torch.int8), torch.zeros(1, 1)
+    codes, scales = quantize.room_for(1, 16, 1, 16)
     pages = torch.zeros(1, 1, dtype=torch.int32)
-    inputs = (torch.zeros(1, 1, 16), codes, codes, scale, scale, pages, None, None, 1.0)
+    inputs = (torch.zeros(1, 1, 16), codes.zero_(), scales.zero_(), 16, pages, None, None, 1.0)
     reasons = kernels.ATTEND_PAGES_INT8.reasons(*inputs)
     if reasons:
         return "; ".join(reasons)
@@ -46,10 +46,9 @@ def absent_reason() -> str:
 @dataclass
 class _Pages:
     pool: KvPool  # keeps the memory
-    k: torch.Tensor  # int8 [P, S, H, D]
-    v: torch.Tensor
-    k_scale: torch.Tensor  # float32 [P, H]
-    v_scale: torch.Tensor
+    codes: torch.Tensor  # as attend_pages_int8 takes them
+    scales: torch.Tensor
+    page_size: int
 
 
 class Int8Pages:
@@ -69,21 +68,15 @@ class Int8Pages:
     def _quantize(self, inputs: Inputs) -> _Pages:
         quantize = _op("quantize")
         assert quantize is not None
-        n = inputs.k.numel()
-        # K and V start at 2 MiB boundaries, as the memory of a pool is mapped.
-        half_bytes = -(-n // (2 << 20)) * (2 << 20)
-        pool = KvPool(2 * half_bytes, self._huge)
-        codes = torch.from_numpy(pool.bits.view(np.int8))
-        made = []
-        for x, at in ((inputs.k, 0), (inputs.v, half_bytes)):
-            to, scale = codes[at : at + n].view(x.shape), torch.empty(x.shape[0], x.shape[2])
-            for first in range(0, len(x), _CHUNK_PAGES):
-                ids = torch.arange(first, min(first + _CHUNK_PAGES, len(x)))
-                quantize.quantize_pages(x, ids, to, scale, ids)
-            made.append((to, scale))
-        (k, k_scale), (v, v_scale) = made
+        P, S, H, D = inputs.k.shape
+        codes, scales = quantize.room_for(P, S, H, D)
+        pool = KvPool(codes.numel(), self._huge)
+        codes = torch.from_numpy(pool.bits.view(np.int8))[: codes.numel()].view(codes.shape)
+        for first in range(0, P, _CHUNK_PAGES):
+            ids = torch.arange(first, min(first + _CHUNK_PAGES, P))
+            quantize.quantize_pages(inputs.k, inputs.v, ids, codes, scales, ids)
         pool.look()  # now that it has been written
-        return _Pages(pool, k, v, k_scale, v_scale)
+        return _Pages(pool, codes, scales, S)
 
 
 class NativeInt8:
@@ -111,7 +104,7 @@ class NativeInt8:
         attend = kernels.ATTEND_PAGES_INT8.run
         begin_ns = time.perf_counter_ns()
         for pages in tables:
-            attend(q, p.k, p.v, p.k_scale, p.v_scale, pages, None, None, scale, 0.0, out)
+            attend(q, p.codes, p.scales, p.page_size, pages, None, None, scale, 0.0, out)
         return time.perf_counter_ns() - begin_ns
 
     def output(self) -> torch.Tensor:
@@ -119,13 +112,13 @@ class NativeInt8:
 
     def expected(self, inputs: Inputs, at: int) -> torch.Tensor:
         p, s, pages = self._pages.of(inputs), inputs.shape, inputs.pages(at)
+        quantize = _op("quantize")
+        assert quantize is not None
         parts = []
         for b in checked_rows(s):
             ids = pages[b].long()
-            k, v = (
-                codes[ids].float() * scale[ids][:, None, :, None]
-                for codes, scale in ((p.k, p.k_scale), (p.v, p.v_scale))
-            )
+            codes = quantize.plain_codes(p.codes[ids], p.page_size, s.D)
+            k, v = map(quantize.dequantize_pages, codes, p.scales[ids].unbind(1))
             here = torch.arange(len(ids), dtype=torch.int32)[None]
             out, _ = attend_reference(inputs.q[b : b + 1], k, v, here, None, None, s.scale)
             parts.append(out)

@@ -34,10 +34,8 @@ def attend_batch(
 ) -> None: ...
 def attend_batch_int8(
     q_ptr: int,
-    k_ptr: int,
-    v_ptr: int,
-    k_scale_ptr: int,
-    v_scale_ptr: int,
+    codes_ptr: int,
+    scales_ptr: int,
     num_pages: int,
     S: int,
     H: int,
@@ -55,7 +53,8 @@ def attend_batch_int8(
     threads: int = 1,
 ) -> None: ...
 def quantize_pages(
-    src_ptr: int,
+    k_ptr: int,
+    v_ptr: int,
     S: int,
     H: int,
     D: int,
@@ -64,7 +63,7 @@ def quantize_pages(
     dst_ids_ptr: int,
     n: int,
     codes_ptr: int,
-    scale_ptr: int,
+    scales_ptr: int,
 ) -> None: ...
 def copy_pages(
     src_ptr: int, dst_ptr: int, page_bytes: int, src_ids_ptr: int, dst_ids_ptr: int, n: int

@@ -6,18 +6,30 @@ namespace scout {
 
 namespace {
 
-void attend(const AttendArgs& args) {
+void attend_floats(const AttendArgs& args) {
 #ifdef SCOUT_X86
   const Isa isa = current_isa();
   // A row of AVX-512 pairs is 32 elements; the odd multiples of 16 take the narrower kernel.
   if (isa >= Isa::kAvx512 && args.kv->head_dim % 32 == 0) {
     if (isa == Isa::kAvx512Bf16 && args.kv->dtype == DType::kBF16) return attend_avx512bf16(args);
-    if (args.kv->dtype != DType::kI8) return attend_avx512(args);
-    if (has_vnni()) return attend_int8_avx512vnni(args);
+    return attend_avx512(args);
   }
   if (isa != Isa::kPortable) return attend_avx2(args);
 #endif
   attend_portable(args);
+}
+
+void attend_codes(const AttendArgs& args) {
+#ifdef SCOUT_X86
+  const Isa isa = current_isa();
+  if (isa >= Isa::kAvx512 && has_vnni()) return attend_int8_avx512vnni(args);
+  if (isa != Isa::kPortable) return attend_int8_avx2(args);
+#endif
+  attend_int8_portable(args);
+}
+
+void attend(const AttendArgs& args) {
+  args.kv->dtype == DType::kI8 ? attend_codes(args) : attend_floats(args);
 }
 
 }  // namespace

@@ -19,13 +19,15 @@ struct AttendArgs {
   Int8Records* records = nullptr;  // n of them, of attend_records: in place of pages and planes
 };
 
-// head_dim must be a multiple of 16; of 32 for the AVX-512 ones. attend_avx512 takes no int8 pages,
-// attend_int8_avx512vnni no others, attend_avx512bf16 only bf16 ones.
+// head_dim must be a multiple of 16; of 32 for attend_avx512 and attend_avx512bf16. The latter
+// takes bf16 pages only, attend_int8_* int8 pages only, the others all but these.
 void attend_portable(const AttendArgs& args);
+void attend_int8_portable(const AttendArgs& args);
 #ifdef SCOUT_X86
 void attend_avx2(const AttendArgs& args);
 void attend_avx512(const AttendArgs& args);
 void attend_avx512bf16(const AttendArgs& args);
+void attend_int8_avx2(const AttendArgs& args);
 void attend_int8_avx512vnni(const AttendArgs& args);
 #endif
 

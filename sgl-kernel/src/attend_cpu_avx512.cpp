@@ -1,4 +1,3 @@
-#define SCOUT_STORAGE SCOUT_FLOATS  // int8 pages: attend_cpu_avx512vnni.cpp
 #include "vec_avx512.h"
 
 #include "attend_kernel.h"

@@ -2,25 +2,23 @@
 #pragma once
 
 #define SCOUT_FLOATS 1  // pages of fp32, bf16 and fp16
-#define SCOUT_CODES 2   // pages of int8
-#define SCOUT_BF16 4    // pages of bf16 under queries of bf16
+#define SCOUT_BF16 2    // pages of bf16 under queries of bf16
 
-// What this translation unit serves; a file that serves part of it says so before it includes this.
+// What this translation unit serves; one that serves the second says so before it includes this.
 #ifndef SCOUT_STORAGE
-#define SCOUT_STORAGE (SCOUT_FLOATS | SCOUT_CODES)
+#define SCOUT_STORAGE SCOUT_FLOATS
 #endif
 
 #include "attend_tile.h"
-#include "attend_tile_int8.h"
 #include "attend_tile_values.h"
-#if SCOUT_STORAGE & SCOUT_BF16
+#if SCOUT_STORAGE == SCOUT_BF16
 #include "attend_tile_bf16.h"
 #endif
 
 namespace scout {
 namespace {
 
-constexpr bool kBf16Queries = (SCOUT_STORAGE & SCOUT_BF16) != 0;
+constexpr bool kBf16Queries = SCOUT_STORAGE == SCOUT_BF16;
 
 struct BlockFns {
   void (*score)(const Block&);
@@ -29,13 +27,11 @@ struct BlockFns {
 
 template <DType T, int kDim, int GB>
 BlockFns fns() {
-  if constexpr (T == DType::kI8) return {score_codes_block<kDim, GB>, weigh_codes_block<kDim, GB>};
-#if SCOUT_STORAGE & SCOUT_BF16
-  else if constexpr (T == DType::kBF16)
-    return {score_pairs_block<kDim, GB>, weigh_block<T, kDim, GB>};
+#if SCOUT_STORAGE == SCOUT_BF16
+  return {score_pairs_block<kDim, GB>, weigh_block<T, kDim, GB>};
+#else
+  return {score_block<T, kDim, GB>, weigh_block<T, kDim, GB>};
 #endif
-  else
-    return {score_block<T, kDim, GB>, weigh_block<T, kDim, GB>};
 }
 
 template <DType T, int kDim>
@@ -73,15 +69,10 @@ BlockFns fns_for_dim(int dim, int group) {
 }
 
 inline BlockFns find_block_fns(DType dtype, int dim, int group) {
-#if SCOUT_STORAGE & (SCOUT_FLOATS | SCOUT_BF16)
   if (dtype == DType::kBF16) return fns_for_dim<DType::kBF16>(dim, group);
-#endif
-#if SCOUT_STORAGE & SCOUT_FLOATS
+#if SCOUT_STORAGE == SCOUT_FLOATS
   if (dtype == DType::kF16) return fns_for_dim<DType::kF16>(dim, group);
   if (dtype == DType::kF32) return fns_for_dim<DType::kF32>(dim, group);
-#endif
-#if SCOUT_STORAGE & SCOUT_CODES
-  if (dtype == DType::kI8) return fns_for_dim<DType::kI8>(dim, group);
 #endif
   return {nullptr, nullptr};
 }

@@ -12,31 +12,20 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "attend_shared.h"
 #include "scout/attend.h"
 #include "vec_math.h"
 
 namespace scout {
 namespace {
 
-constexpr int kTileTokens = 64;  // of a page, at once
-constexpr int kMaxGroup = 16;    // at least the largest group chunk, a multiple of every lane count
-constexpr int kRowTokens = 4;    // of add_rows, at once
-constexpr int kCodeRowTokens = 8;
-constexpr int kLineBytes = 64;
-constexpr float kLargestShort = 32767.0f;  // code of the largest query element or weight
+constexpr int kMaxGroup = 16;  // at least the largest group chunk, a multiple of every lane count
+constexpr int kRowTokens = 4;  // of add_rows, at once
 
 template <DType T>
 constexpr int element_bytes() {
   return T == DType::kF32 ? 4 : 2;
 }
-
-// What to prefetch: lines from `at` on; where kTwice, also those `again` bytes from there. A CPU
-// drops hints while as many lines are on their way as it can follow, and the second hint, nearer to
-// the use, is for what was dropped. Where arithmetic binds it is one instruction too many.
-struct Hints {
-  const char* at;
-  ptrdiff_t again;
-};
 
 struct Block {
   const char* rows;  // K or V: first row of the first head; rows are row_bytes apart
@@ -47,26 +36,14 @@ struct Block {
   int head_dim;
   int group;               // query heads per KV head, of which the block function takes GB
   const float* q;          // [heads * group, D], column order of load_pair
-  const int16_t* q_codes;  // the same for attend_tile_int8.h and attend_tile_bf16.h, natural order
+  const int16_t* q_words;  // the same as bf16 for attend_tile_bf16.h, natural order
   float* acc;              // [heads * group, D], same order: sum of weights * v
   // From the block's first token on: of token t and query head g at [t * score_stride + g]. Later
-  // the weights; as codes those of two tokens in 32 bits.
+  // the weights.
   float* scores;
   ptrdiff_t score_stride;
-  int32_t* code_sums;    // [heads * group, D]: of a tile, in codes; null: by columns
   const float* rescale;  // [heads * group]: by which acc shrinks first; null: it stays
-  const float* factor;   // [heads * group]: scale of the sums of codes (attend_tile_int8.h)
 };
-
-template <int kBytes, bool kTwice = false>
-inline void prefetch_span(Hints& hints) {
-#pragma GCC unroll 16
-  for (int offset = 0; offset < kBytes; offset += kLineBytes) {
-    prefetch(hints.at + offset);
-    if constexpr (kTwice) prefetch(hints.at + hints.again + offset);
-  }
-  hints.at += kBytes;
-}
 
 // scores[t][g] = sum of the lanes of acc[g][t].
 template <int TB, int GB, typename X>
@@ -141,35 +118,24 @@ inline Hints score_tokens(const char* k, ptrdiff_t row_bytes, const float* q, in
 struct Softmax {
   const float* scale;  // [rows], of the dot products
   float logit_cap;
-  float* highest;     // [rows] base-2 logarithm of the largest weight so far, -inf at first
-  float* shift;       // [rows] base-2 logarithm of the factor by which earlier sums shrink
-  float* lift;        // [rows] kCodes: base-2 logarithm of the factor that these weights lack
-  const float* unit;  // [rows] kCodes: code of the largest weight; 0 in lanes of no query head
-  float* total;       // [rows] sum of these weights
+  float* highest;  // [rows] base-2 logarithm of the largest weight so far, -inf at first
+  float* shift;    // [rows] base-2 logarithm of the factor by which earlier sums shrink
+  float* total;    // [rows] sum of these weights
 };
 
-// Weights are 2^(score - highest). kCodes: 2^(score - largest score of these tokens), as 16-bit
-// codes, two tokens in 32 bits: those of tokens 2 p and 2 p + 1 where the scores of token p were,
-// zero behind the last token. Lanes are query heads, so that nothing has to be summed across them.
-template <bool kCodes>
+// Weights are 2^(score - highest). Lanes are query heads, so that nothing has to be summed across
+// them.
 inline void softmax_rows(float* scores, ptrdiff_t stride, int rows, int tokens,
                          const Softmax& step) {
   using F = Vec::F;
   constexpr int W = Vec::kLanes;
-  const bool capped = step.logit_cap > 0.0f;
-  const F cap = Vec::set1(step.logit_cap * kLog2e);
-  const F limit = Vec::set1(kScoreLimit);
-  const F lower_limit = Vec::set1(-kScoreLimit);
+  const Scores to(step.logit_cap);
   for (int row = 0; row < rows; row += W) {
     float* const of_rows = scores + row;
-    F scale = Vec::load(step.scale + row);
-    scale =
-        capped ? Vec::div(scale, Vec::set1(step.logit_cap)) : Vec::mul(scale, Vec::set1(kLog2e));
+    const F factor = to.factor(Vec::load(step.scale + row));
     F largest = Vec::set1(-kInfinity);
     for (int t = 0; t < tokens; ++t) {
-      F s = Vec::mul(scale, Vec::load(of_rows + t * stride));
-      if (capped) s = Vec::mul(cap, tanh(s));
-      s = Vec::max(lower_limit, Vec::min(limit, s));
+      const F s = within(kScoreLimit, to.of(factor, Vec::load(of_rows + t * stride)));
       Vec::store(of_rows + t * stride, s);
       largest = Vec::max(largest, s);
     }
@@ -177,23 +143,11 @@ inline void softmax_rows(float* scores, ptrdiff_t stride, int rows, int tokens,
     const F now = Vec::max(before, largest);
     Vec::store(step.highest + row, now);
     Vec::store(step.shift + row, Vec::sub(before, now));
-    if (kCodes) Vec::store(step.lift + row, Vec::sub(largest, now));
-    const F base = kCodes ? largest : now;
     F total = Vec::zero();
-    auto weight = [&](int t) {
-      const F w = exp2_nonpositive(Vec::sub(Vec::load(of_rows + t * stride), base));
+    for (int t = 0; t < tokens; ++t) {
+      const F w = exp2_nonpositive(Vec::sub(Vec::load(of_rows + t * stride), now));
       total = Vec::add(total, w);
-      return w;
-    };
-    if constexpr (kCodes) {
-      const F unit = Vec::load(step.unit + row);
-      for (int t = 0; t < tokens; t += 2) {  // in place: pairs never overtake the scores
-        const F even = Vec::mul(unit, weight(t));
-        const F odd = t + 1 < tokens ? Vec::mul(unit, weight(t + 1)) : Vec::zero();
-        Vec::store_pairs(even, odd, of_rows + t / 2 * stride);
-      }
-    } else {
-      for (int t = 0; t < tokens; ++t) Vec::store(of_rows + t * stride, weight(t));
+      Vec::store(of_rows + t * stride, w);
     }
     Vec::store(step.total + row, total);
   }

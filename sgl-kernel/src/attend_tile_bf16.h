@@ -53,7 +53,7 @@ void score_pairs_block(const Block& block) {
   const int dim = kDim != 0 ? kDim : block.head_dim;
   Hints ahead = block.ahead;
   score_each<Vec::token_block(GB)>(
-      block, block.q_codes, dim, 2 * dim,
+      block, block.q_words, dim, 2 * dim,
       [&](auto tokens, const char* k, const int16_t* q, float* scores) {
         ahead = score_pairs<kDim, tokens.kCount, GB>(k, block.row_bytes, q, dim, ahead, scores,
                                                      block.score_stride);

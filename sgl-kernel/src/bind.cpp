@@ -103,34 +103,42 @@ void attend_batch(uintptr_t q, uintptr_t k, uintptr_t v, int64_t num_pages, int 
               last_len, out, lse, threads);
 }
 
-void attend_batch_int8(uintptr_t q, uintptr_t k, uintptr_t v, uintptr_t k_scale, uintptr_t v_scale,
-                       int64_t num_pages, int page_size, int heads, int dim, int group, float scale,
-                       float logit_cap, uintptr_t pages, int batch, int columns,
-                       uintptr_t last_page, uintptr_t last_len, uintptr_t out, uintptr_t lse,
-                       int threads) {
-  require(dim <= scout::kMaxCodedDim, "attend_batch_int8: D=" + std::to_string(dim) + ", at most " +
-                                          std::to_string(scout::kMaxCodedDim));
-  scout::KvPages kv{at<const void>(k), at<const void>(v), num_pages, page_size, heads, dim,
-                    DType::kI8};
-  kv.k_scale = at<const float>(k_scale);
-  kv.v_scale = at<const float>(v_scale);
+void check_coded_dim(const char* op, int dim) {
+  require_lazily(dim <= scout::kMaxCodedDim, [&] {
+    return std::string(op) + ": D=" + std::to_string(dim) + ", at most " +
+           std::to_string(scout::kMaxCodedDim);
+  });
+}
+
+void attend_batch_int8(uintptr_t q, uintptr_t codes, uintptr_t scales, int64_t num_pages,
+                       int page_size, int heads, int dim, int group, float scale, float logit_cap,
+                       uintptr_t pages, int batch, int columns, uintptr_t last_page,
+                       uintptr_t last_len, uintptr_t out, uintptr_t lse, int threads) {
+  check_coded_dim("attend_batch_int8", dim);
+  scout::KvPages kv{at<const void>(codes), nullptr, num_pages, page_size, heads, dim, DType::kI8};
+  kv.scales = at<const float>(scales);
   attend_rows("attend_batch_int8", kv, {group, scale, logit_cap}, q, pages, batch, columns,
               last_page, last_len, out, lse, threads);
 }
 
-void quantize_pages(uintptr_t src, int page_size, int heads, int dim, int dtype, uintptr_t src_ids,
-                    uintptr_t dst_ids, int64_t n, uintptr_t codes, uintptr_t scales) {
+void quantize_pages(uintptr_t k, uintptr_t v, int page_size, int heads, int dim, int dtype,
+                    uintptr_t src_ids, uintptr_t dst_ids, int64_t n, uintptr_t codes,
+                    uintptr_t scales) {
   check_shape("quantize_pages", page_size, heads, dim, 1);
+  check_coded_dim("quantize_pages", dim);
   const scout::DType type = checked_dtype("quantize_pages", dtype);
-  const int64_t page = int64_t{page_size} * heads * dim;
-  const int64_t page_bytes = page * (type == DType::kF32 ? 4 : 2);
-  std::vector<scout::QuantizePlane> planes(n);
+  const scout::KvPages kv{at<const void>(k), at<const void>(v), 0, page_size, heads, dim, type};
+  const int64_t plane_bytes = int64_t{page_size} * heads * dim * (type == DType::kF32 ? 4 : 2);
+  const int64_t page_codes = 2 * scout::coded_tokens(page_size) * heads * dim;
+  std::vector<scout::QuantizePlane> planes(2 * n);
   for (int64_t i = 0; i < n; ++i) {
-    const int64_t from = at<const int64_t>(src_ids)[i], to = at<const int64_t>(dst_ids)[i];
-    planes[i] = {at<const char>(src) + from * page_bytes, at<int8_t>(codes) + to * page,
-                 at<float>(scales) + to * heads, nullptr};
+    const int64_t from = at<const int64_t>(src_ids)[i] * plane_bytes;
+    const int64_t to = at<const int64_t>(dst_ids)[i];
+    scout::add_planes_of_page(at<const char>(k) + from, at<const char>(v) + from, kv,
+                              at<int8_t>(codes) + to * page_codes,
+                              at<float>(scales) + 2 * to * heads, nullptr, &planes[2 * i]);
   }
-  scout::quantize_planes({type, page_size, heads, dim, planes.data(), n, nullptr});
+  scout::quantize_planes({type, page_size, heads, dim, planes.data(), 2 * n, nullptr});
 }
 
 void check_coded(const char* op, int dim) {
@@ -271,15 +279,14 @@ NB_MODULE(_native, m) {
       arg("pages_ptr"), arg("B"), arg("R"), arg("last_page_ptr"), arg("last_len_ptr"),
       arg("out_ptr"), arg("lse_ptr"), arg("threads") = 1, no_gil,
       "Attention of B sequences, each over R pages (-1: none) and an optional partial last page.");
-  m.def("attend_batch_int8", &attend_batch_int8, arg("q_ptr"), arg("k_ptr"), arg("v_ptr"),
-        arg("k_scale_ptr"), arg("v_scale_ptr"), arg("num_pages"), arg("S"), arg("H"), arg("D"),
-        arg("G"), arg("scale"), arg("logit_cap"), arg("pages_ptr"), arg("B"), arg("R"),
-        arg("last_page_ptr"), arg("last_len_ptr"), arg("out_ptr"), arg("lse_ptr"),
-        arg("threads") = 1, no_gil,
+  m.def("attend_batch_int8", &attend_batch_int8, arg("q_ptr"), arg("codes_ptr"), arg("scales_ptr"),
+        arg("num_pages"), arg("S"), arg("H"), arg("D"), arg("G"), arg("scale"), arg("logit_cap"),
+        arg("pages_ptr"), arg("B"), arg("R"), arg("last_page_ptr"), arg("last_len_ptr"),
+        arg("out_ptr"), arg("lse_ptr"), arg("threads") = 1, no_gil,
         "attend_batch over int8 codes with one fp32 scale per page and KV head.");
-  m.def("quantize_pages", &quantize_pages, arg("src_ptr"), arg("S"), arg("H"), arg("D"),
+  m.def("quantize_pages", &quantize_pages, arg("k_ptr"), arg("v_ptr"), arg("S"), arg("H"), arg("D"),
         arg("dtype"), arg("src_ids_ptr"), arg("dst_ids_ptr"), arg("n"), arg("codes_ptr"),
-        arg("scale_ptr"), no_gil,
+        arg("scales_ptr"), no_gil,
         "int8 codes and scales of pages src_ids[i], to rows dst_ids[i]; int64 ids, not checked.");
   m.def("copy_pages", &copy_pages, arg("src_ptr"), arg("dst_ptr"), arg("page_bytes"),
         arg("src_ids_ptr"), arg("dst_ids_ptr"), arg("n"), no_gil,

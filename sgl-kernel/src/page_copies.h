@@ -8,7 +8,7 @@
 //   page word  [P]     the page's generation; odd while the page is final: full, and not to change
 //                      until it is released. Written by the producer only.
 //   copy word  [L, P]  generation << 26 | writer << 2 | state
-//   copy       [L, P]  K codes [S, H, D], V codes, K scales [H], V scales
+//   copy       [L, P]  codes and scales, an Int8Record (scout/attend.h)
 //
 // A copy holds if its state is ready and its generation is that of a final page. Otherwise a thread
 // may claim it by compare-and-swap (state writing), write it and store ready with the generation
@@ -136,19 +136,18 @@ class PageCopies final : public Int8Records {
   void quantize(int32_t i, int8_t* copy) {
     const KvPages kv = ring_.kv(layer_);
     const int32_t page = pages_[i];
-    const int64_t codes = int64_t{kv.page_size} * kv.kv_heads * kv.head_dim;
+    const int64_t codes = int8_record_bytes(kv) - 2 * kv.kv_heads * sizeof(float);
     const int64_t from = page * plane_bytes(kv);
-    float* const scales = reinterpret_cast<float*>(own_.get() + 2 * codes);
-    const QuantizePlane planes[] = {
-        {static_cast<const char*>(kv.k) + from, own_.get(), scales, copy},
-        {static_cast<const char*>(kv.v) + from, own_.get() + codes, scales + kv.kv_heads,
-         copy != nullptr ? copy + codes : nullptr}};
-    // Of the next page V: while this one is attended to, its K is prefetched (attend_kernel.h).
+    float* const scales = reinterpret_cast<float*>(own_.get() + codes);
+    QuantizePlane planes[2];
+    add_planes_of_page(static_cast<const char*>(kv.k) + from, static_cast<const char*>(kv.v) + from,
+                       kv, own_.get(), scales, copy, planes);
+    // Of the next page V: while this one is attended to, its K is prefetched (attend_int8.h).
     const void* ahead = nullptr;
     if (i + 1 < count_ && !holds(pages_[i + 1]))
       ahead = static_cast<const char*>(kv.v) + pages_[i + 1] * plane_bytes(kv);
     quantize_planes({kv.dtype, kv.page_size, kv.kv_heads, kv.head_dim, planes, 2, ahead});
-    if (copy != nullptr) std::memcpy(copy + 2 * codes, scales, 2 * kv.kv_heads * sizeof(float));
+    if (copy != nullptr) std::memcpy(copy + codes, scales, 2 * kv.kv_heads * sizeof(float));
     ++quantized_;
   }
 

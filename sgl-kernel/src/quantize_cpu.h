@@ -12,14 +12,29 @@ namespace scout {
 //   scale = a / 127, code = round(x * (127 / a)), so |x - code * scale| <= (0.5 + 1e-4) * scale
 // a < 2^-100 counts as zero: scale 0, codes 0. A value that is not finite makes the scale NaN, so
 // that it is not hidden.
+//
+// Codes lie in the order of kI8 pages (scout/attend.h); where a page has no token they are zero.
+enum class CodeOrder { kKeys, kValues };
+
 struct QuantizePlane {
   const void* src;  // [S, H, D] of the dtype
-  int8_t* codes;    // [S, H, D]
-  float* scales;    // [H]
+  // Of each head coded_tokens(S) * D codes in `order`, then as many of the other plane.
+  int8_t* codes;
+  float* scales;  // [H]
   // If not null, takes the codes as well, with stores past the caches if there are such, for later:
-  // memory does not have to be read for them. At a multiple of D bytes behind one of 64.
+  // memory does not have to be read for them. At a multiple of 64 bytes.
   int8_t* stream;
+  CodeOrder order;
 };
+
+// K and V of a page, to codes and scales of a kI8 page.
+inline void add_planes_of_page(const void* k, const void* v, const KvPages& kv, int8_t* codes,
+                               float* scales, int8_t* stream, QuantizePlane* to) {
+  const int64_t plane = coded_tokens(kv.page_size) * kv.head_dim;
+  to[0] = {k, codes, scales, stream, CodeOrder::kKeys};
+  to[1] = {v, codes + plane, scales + kv.kv_heads, stream != nullptr ? stream + plane : nullptr,
+           CodeOrder::kValues};
+}
 
 struct QuantizeArgs {
   DType dtype;  // not kI8

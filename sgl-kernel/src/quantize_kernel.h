@@ -4,12 +4,13 @@
 // A plane is scanned for its scales and then encoded, both in the order of memory. While one is
 // encoded, which reads it from the second cache, the next one is scanned, element by element in
 // turn: what binds is how fast memory comes, and hints and loads from it have to come evenly (see
-// attend_kernel.h).
+// attend_kernel.h). Codes of sixteen tokens go to a buffer, in rows, and from there to their order.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
+#include "code_order.h"
 #include "quantize_cpu.h"
 #include "vec_math.h"
 
@@ -19,6 +20,7 @@ namespace {
 constexpr float kLargestCode = 127.0f;
 constexpr float kNoMagnitude = 0x1p-100f;
 constexpr int kHeadsAtOnce = 64;
+constexpr int kRowCodes = 4096;      // of the heads that are walked at once
 constexpr int kHintBytes = 6 << 10;  // between a hint and its use
 
 // What one row (token) takes part in; only what the template arguments of advance say is looked at.
@@ -26,7 +28,6 @@ struct Rows {
   const char* encoded;
   const float* factors;  // by head
   int8_t* codes;
-  int8_t* stream;
   const char* scanned;
   Vec::Bits* largest;  // by head
   const char* ahead;   // prefetched: as many bytes as are scanned, or else as there are codes
@@ -45,7 +46,7 @@ struct Heads {
 
   // Encodes a row, and raises `largest` by the magnitudes of another one: without their signs, the
   // bits of floats are in the order of their values, infinities and NaNs above all others.
-  template <bool kEncode, bool kStream, bool kScan>
+  template <bool kEncode, bool kScan>
   void advance(Rows rows) const {
     constexpr int kColumns = 2 * Vec::kLanes;
     constexpr int kBytes = kColumns * kElement;
@@ -61,12 +62,9 @@ struct Heads {
             x = Vec::mul(x, factor);
             y = Vec::mul(y, factor);
           }
-          const Vec::Codes codes = Vec::to_codes<T>(x, y);
-          Vec::store(rows.codes, codes);
-          if (kStream) Vec::stream(rows.stream, codes);
+          Vec::store(rows.codes, Vec::to_codes<T>(x, y));
           rows.encoded += kBytes;
           rows.codes += kColumns;
-          rows.stream += kStream ? kColumns : 0;
         }
         if (kScan) {
           for (int i = 0; i < kBytes; i += Vec::kBytes)
@@ -97,13 +95,35 @@ struct Heads {
   }
 };
 
+// 64 bytes past the caches, from codes that are there to a multiple of 64.
+inline void stream_line(const int8_t* from, int8_t* to) {
+  for (int i = 0; i < 64; i += Vec::kBytes) Vec::stream(to + i, from + i);
+}
+
+// A block of tokens of `count` heads, from rows of count * dim codes, to their place in a plane.
+inline void order_block(const QuantizePlane& plane, const int8_t* rows, int count, int dim,
+                        ptrdiff_t head_codes, ptrdiff_t at) {
+  const int block = kCodedBlock * dim;
+  for (int h = 0; h < count; ++h) {
+    int8_t* const to = plane.codes + h * head_codes + at;
+    if (plane.order == CodeOrder::kKeys)
+      order_keys(rows + h * dim, count * dim, dim, to);
+    else
+      order_values(rows + h * dim, count * dim, dim, to);
+    if (plane.stream == nullptr) continue;
+    for (int i = 0; i < block; i += 64) stream_line(to + i, plane.stream + h * head_codes + at + i);
+  }
+}
+
 template <DType T>
 void quantize_heads(const QuantizeArgs& args, int first, int count) {
   const Heads<T> heads{count, args.head_dim};
   const int tokens = args.page_size;
+  const int codes_of_row = count * args.head_dim;
   const ptrdiff_t row = static_cast<ptrdiff_t>(args.kv_heads) * args.head_dim;
   const ptrdiff_t row_bytes = row * Heads<T>::kElement;
   const ptrdiff_t begin = static_cast<ptrdiff_t>(first) * args.head_dim;
+  const ptrdiff_t head_codes = 2 * coded_tokens(tokens) * args.head_dim;  // of both planes
   const int lead = static_cast<int>((kHintBytes + row_bytes - 1) / row_bytes);
   auto row_at = [&](int64_t plane, int t) {
     return static_cast<const char*>(args.planes[plane].src) + begin * Heads<T>::kElement +
@@ -114,6 +134,7 @@ void quantize_heads(const QuantizeArgs& args, int first, int count) {
     if (t + lead < tokens) return row_at(plane, t + lead);
     return plane + 1 < args.n ? row_at(plane + 1, (t + lead - tokens) % tokens) : row_at(plane, t);
   };
+  alignas(64) int8_t block[kCodedBlock * kRowCodes];
   Vec::Bits largest[kHeadsAtOnce];
   float factors[kHeadsAtOnce];
   auto clear = [&] {
@@ -121,32 +142,31 @@ void quantize_heads(const QuantizeArgs& args, int first, int count) {
   };
   clear();
   for (int t = 0; t < tokens; ++t) {
-    heads.template advance<false, false, true>(
-        {nullptr, nullptr, nullptr, nullptr, row_at(0, t), largest, ahead_of(0, t)});
+    heads.template advance<false, true>(
+        {nullptr, nullptr, nullptr, row_at(0, t), largest, ahead_of(0, t)});
   }
   for (int64_t i = 0; i < args.n; ++i) {
-    const QuantizePlane& plane = args.planes[i];
+    QuantizePlane plane = args.planes[i];
     heads.measure(largest, plane.scales + first, factors);
+    plane.codes += first * head_codes;
+    if (plane.stream != nullptr) plane.stream += first * head_codes;
     clear();
-    const bool streams = plane.stream != nullptr;
     const bool scans = i + 1 < args.n;
     const char* const ahead =
-        static_cast<const char*>(args.ahead != nullptr ? args.ahead : plane.codes);
+        static_cast<const char*>(args.ahead != nullptr ? args.ahead : args.planes[i].codes);
     for (int t = 0; t < tokens; ++t) {
-      const ptrdiff_t at = begin + t * row;
+      const int in_block = t % kCodedBlock;
       const Rows rows{row_at(i, t),
                       factors,
-                      plane.codes + at,
-                      streams ? plane.stream + at : nullptr,
+                      block + in_block * codes_of_row,
                       scans ? row_at(i + 1, t) : nullptr,
                       largest,
-                      scans ? ahead_of(i + 1, t) : ahead + at};
-      if (streams)
-        scans ? heads.template advance<true, true, true>(rows)
-              : heads.template advance<true, true, false>(rows);
-      else
-        scans ? heads.template advance<true, false, true>(rows)
-              : heads.template advance<true, false, false>(rows);
+                      scans ? ahead_of(i + 1, t) : ahead + begin + t * row};
+      scans ? heads.template advance<true, true>(rows) : heads.template advance<true, false>(rows);
+      if (in_block + 1 < kCodedBlock && t + 1 < tokens) continue;
+      for (int c = (in_block + 1) * codes_of_row; c < kCodedBlock * codes_of_row; ++c) block[c] = 0;
+      order_block(plane, block, count, args.head_dim, head_codes,
+                  static_cast<ptrdiff_t>(t - in_block) * args.head_dim);
     }
   }
   Vec::finish_streams();
@@ -154,9 +174,11 @@ void quantize_heads(const QuantizeArgs& args, int first, int count) {
 
 template <DType T>
 void quantize_all_heads(const QuantizeArgs& args) {
-  for (int h = 0; h < args.kv_heads; h += kHeadsAtOnce) {
+  const int fit = kRowCodes / args.head_dim;
+  const int step = fit < 1 ? 1 : fit < kHeadsAtOnce ? fit : kHeadsAtOnce;
+  for (int h = 0; h < args.kv_heads; h += step) {
     const int left = args.kv_heads - h;
-    quantize_heads<T>(args, h, left < kHeadsAtOnce ? left : kHeadsAtOnce);
+    quantize_heads<T>(args, h, left < step ? left : step);
   }
 }
 

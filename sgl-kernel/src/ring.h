@@ -64,7 +64,7 @@
 namespace scout {
 
 constexpr uint64_t kRingMagic = 0x31474E5254554353ull;  // "SCUTRNG1"
-constexpr uint32_t kLayoutVersion = 4;
+constexpr uint32_t kLayoutVersion = 5;
 constexpr uint32_t kHeaderBytes = 4096;
 constexpr uint64_t kPostMask = (1ull << 40) - 1;
 constexpr uint64_t kItemMask = (1ull << 24) - 1;

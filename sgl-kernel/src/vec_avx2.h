@@ -16,11 +16,11 @@ struct Vec {
   using S = __m256i;  // 16-bit codes
 
   static constexpr int kLanes = 8;
+  static constexpr int kRegisters = 16;
   static constexpr bool kSpecialiseDims = true;  // compile-time head sizes
   static constexpr int kMaxGroupChunk = 5;
   static constexpr int pairs_per_pass(int) { return 1; }
   static constexpr bool by_rows(int group) { return group <= 4; }
-  static constexpr bool codes_by_rows(int) { return false; }
   static constexpr int token_block(int group) { return group <= 1 ? 4 : group <= 5 ? 2 : 1; }
 
   static F zero() { return _mm256_setzero_ps(); }
@@ -42,6 +42,7 @@ struct Vec {
   static F abs(F x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
   static F round(F x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 
+  static float first(F x) { return _mm256_cvtss_f32(x); }
   static float hmax(F x) {
     __m128 m = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
     m = _mm_max_ps(m, _mm_movehl_ps(m, m));
@@ -72,42 +73,21 @@ struct Vec {
     return _mm256_andnot_ps(_mm256_cmp_ps(keep, _mm256_set1_ps(bound), _CMP_LT_OQ), x);
   }
 
-  // 2 * kLanes codes as 16-bit integers, and what attend_tile_int8.h does with them.
-  static S widen_codes(const char* p) {
-    return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-  }
-  static I load_words(const int32_t* p) {
-    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-  }
-  static void store_words(int32_t* p, I x) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x);
+  // 4 * kLanes codes as 16-bit integers: those of even bytes, those of odd ones.
+  static void split_codes(const char* p, S& even, S& odd) {
+    const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    even = _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8);
+    odd = _mm256_srai_epi16(x, 8);
   }
   static I zero_words() { return _mm256_setzero_si256(); }
-  static S load_shorts(const int16_t* p) {
-    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-  }
-  static S set1_pair(const float* p) {
+  static S set1_pair(const int16_t* p) {
     int32_t pair;
     __builtin_memcpy(&pair, p, sizeof pair);
     return _mm256_set1_epi32(pair);
   }
-  static I mul_shorts(S a, S b) { return _mm256_madd_epi16(a, b); }
-  static I dot_shorts(I acc, S a, S b) { return _mm256_add_epi32(acc, mul_shorts(a, b)); }
-  static S zip_low(S a, S b) { return _mm256_unpacklo_epi16(a, b); }
-  static S zip_high(S a, S b) { return _mm256_unpackhi_epi16(a, b); }
-  static void hsum4(I a, I b, I c, I d, float* sums) {
-    const I ab = _mm256_add_epi32(_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b));
-    const I cd = _mm256_add_epi32(_mm256_unpacklo_epi32(c, d), _mm256_unpackhi_epi32(c, d));
-    const I s = _mm256_add_epi32(_mm256_unpacklo_epi64(ab, cd), _mm256_unpackhi_epi64(ab, cd));
-    const __m128i four = _mm_add_epi32(_mm256_castsi256_si128(s), _mm256_extracti128_si256(s, 1));
-    _mm_storeu_ps(sums, _mm_cvtepi32_ps(four));
-  }
+  static I add_words(I a, I b) { return _mm256_add_epi32(a, b); }
+  static I dot_shorts(I acc, S a, S b) { return add_words(acc, _mm256_madd_epi16(a, b)); }
   static F from_words(I x) { return _mm256_cvtepi32_ps(x); }
-  // 16-bit codes of x in the lower halves, of y in the upper ones.
-  static void store_pairs(F x, F y, float* p) {
-    const I low = _mm256_cvtps_epi32(x), high = _mm256_slli_epi32(_mm256_cvtps_epi32(y), 16);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_blend_epi16(low, high, 0xaa));
-  }
   static void store_shorts(F x, int16_t* p) {
     const __m256i words = _mm256_cvtps_epi32(x);
     const __m128i codes =
@@ -150,7 +130,11 @@ struct Vec {
     return _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
   }
   static void store(int8_t* p, Codes x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), x); }
-  static void stream(int8_t* p, Codes x) { _mm_stream_si128(reinterpret_cast<__m128i*>(p), x); }
+  // kBytes past the caches.
+  static void stream(int8_t* to, const int8_t* from) {
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(to),
+                        _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+  }
   static void finish_streams() { _mm_sfence(); }
 
   template <DType T>

@@ -18,11 +18,11 @@ struct Vec {
   using S = __m512i;  // 16-bit codes
 
   static constexpr int kLanes = 16;
+  static constexpr int kRegisters = 32;
   static constexpr bool kSpecialiseDims = true;  // compile-time head sizes
   static constexpr int kMaxGroupChunk = 8;
   static constexpr int pairs_per_pass(int group) { return group <= 6 ? 2 : 1; }
   static constexpr bool by_rows(int group) { return group <= 5; }
-  static constexpr bool codes_by_rows(int group) { return group <= 4; }
   static constexpr int token_block(int group) { return group <= 5 ? 4 : 2; }
 
   static F zero() { return _mm512_setzero_ps(); }
@@ -46,6 +46,7 @@ struct Vec {
     return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   }
 
+  static float first(F x) { return _mm512_cvtss_f32(x); }
   static float hmax(F x) { return _mm512_reduce_max_ps(x); }
   static float hsum(F x) { return _mm512_reduce_add_ps(x); }
   static void hsum4(F a, F b, F c, F d, float* sums) {
@@ -68,20 +69,20 @@ struct Vec {
     return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(keep, _mm512_set1_ps(bound), _CMP_NLT_UQ), x);
   }
 
-  // 2 * kLanes codes as 16-bit integers, and what attend_tile_int8.h does with them.
-  static S widen_codes(const char* p) {
-    return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  // 4 * kLanes codes as 16-bit integers: those of even bytes, those of odd ones.
+  static void split_codes(const char* p, S& even, S& odd) {
+    const __m512i x = _mm512_loadu_si512(p);
+    even = _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8);
+    odd = _mm512_srai_epi16(x, 8);
   }
-  static I load_words(const int32_t* p) { return _mm512_loadu_si512(p); }
-  static void store_words(int32_t* p, I x) { _mm512_storeu_si512(p, x); }
   static I zero_words() { return _mm512_setzero_si512(); }
-  static S load_shorts(const int16_t* p) { return _mm512_loadu_si512(p); }
-  static S set1_pair(const float* p) {
+  static S set1_pair(const int16_t* p) {
     int32_t pair;
     __builtin_memcpy(&pair, p, sizeof pair);
     return _mm512_set1_epi32(pair);
   }
-  static I mul_shorts(S a, S b) { return _mm512_madd_epi16(a, b); }
+  static I add_words(I a, I b) { return _mm512_add_epi32(a, b); }
+  static S load_shorts(const int16_t* p) { return _mm512_loadu_si512(p); }
   static I dot_shorts(I acc, S a, S b) {
 #ifdef __AVX512VNNI__
     // Not the intrinsic: GCC 12 then copies the sums around the loop, 1.3 times slower.
@@ -98,28 +99,10 @@ struct Vec {
     return _mm512_dpbf16_ps(acc, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
   }
 #endif
-  static S zip_low(S a, S b) { return _mm512_unpacklo_epi16(a, b); }
-  static S zip_high(S a, S b) { return _mm512_unpackhi_epi16(a, b); }
-  static void hsum4(I a, I b, I c, I d, float* sums) {
-    const I ab = _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
-    const I cd = _mm512_add_epi32(_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
-    const I s = _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
-    const __m256i half =
-        _mm256_add_epi32(_mm512_castsi512_si256(s), _mm512_extracti64x4_epi64(s, 1));
-    const __m128i four =
-        _mm_add_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
-    _mm_storeu_ps(sums, _mm_cvtepi32_ps(four));
-  }
   static F from_words(I x) { return _mm512_cvtepi32_ps(x); }
   static void store_shorts(F x, int16_t* p) {
     const __m256i codes = _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(x));
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), codes);
-  }
-
-  // 16-bit codes of x in the lower halves, of y in the upper ones.
-  static void store_pairs(F x, F y, float* p) {
-    const I low = _mm512_cvtps_epi32(x), high = _mm512_slli_epi32(_mm512_cvtps_epi32(y), 16);
-    _mm512_storeu_si512(p, _mm512_mask_blend_epi16(0xaaaaaaaau, low, high));
   }
 
   // Largest bits without the sign, of 16-bit or 32-bit elements.
@@ -154,7 +137,10 @@ struct Vec {
     }
   }
   static void store(int8_t* p, Codes x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x); }
-  static void stream(int8_t* p, Codes x) { _mm256_stream_si256(reinterpret_cast<__m256i*>(p), x); }
+  // kBytes past the caches.
+  static void stream(int8_t* to, const int8_t* from) {
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(to), _mm512_loadu_si512(from));
+  }
   static void finish_streams() { _mm_sfence(); }
 
   template <DType T>

@@ -20,13 +20,13 @@ struct Vec {
   using S = int16_t __attribute__((vector_size(16)));  // 16-bit codes
 
   static constexpr int kLanes = 4;
+  static constexpr int kRegisters = 16;
   static constexpr bool kSpecialiseDims = false;  // compile-time head sizes
   static constexpr int kMaxGroupChunk = 4;        // query heads per pass over a K row
   // V column pairs held in registers at a time, by query heads.
   static constexpr int pairs_per_pass(int) { return 1; }
   // Query heads for which memory binds rather than arithmetic, see weigh_block.
   static constexpr bool by_rows(int) { return false; }
-  static constexpr bool codes_by_rows(int) { return false; }
   static constexpr int token_block(int group) {  // tokens per pass over the query rows
     return group <= 2 ? 4 : group <= 3 ? 2 : 1;
   }
@@ -55,6 +55,7 @@ struct Vec {
   static F abs(F x) { return (F)((U)x & 0x7fffffffu); }
   static F round(F x) { return round_magic(x) - set1(12582912.0f); }  // below 2^22
 
+  static float first(F x) { return x[0]; }
   static float hmax(F x) {
     float m = x[0];
     for (int i = 1; i < kLanes; ++i) m = x[i] > m ? x[i] : m;
@@ -88,57 +89,23 @@ struct Vec {
     return (F)(bits | ((h & 0x8000u) << 16));
   }
 
-  // 2 * kLanes codes as 16-bit integers, and what attend_tile_int8.h does with them.
-  static S widen_codes(const char* p) {
+  // 4 * kLanes codes as 16-bit integers, and what attend_int8.h does with them: those of even
+  // bytes, those of odd ones.
+  static void split_codes(const char* p, S& even, S& odd) {
     S x;
-    for (int i = 0; i < 2 * kLanes; ++i) x[i] = static_cast<int8_t>(p[i]);
-    return x;
-  }
-  static I load_words(const int32_t* p) {
-    I x;
     __builtin_memcpy(&x, p, sizeof x);
-    return x;
+    even = (x << 8) >> 8;
+    odd = x >> 8;
   }
-  static void store_words(int32_t* p, I x) { __builtin_memcpy(p, &x, sizeof x); }
   static I zero_words() { return I{}; }
-  static S load_shorts(const int16_t* p) {
-    S x;
-    __builtin_memcpy(&x, p, sizeof x);
-    return x;
+  static S set1_pair(const int16_t* p) { return S{p[0], p[1], p[0], p[1], p[0], p[1], p[0], p[1]}; }
+  static I add_words(I a, I b) { return a + b; }
+  // acc + for each word the sum of the products of its two pairs of codes.
+  static I dot_shorts(I acc, S a, S b) {
+    return acc + low_shorts(a) * low_shorts(b) + ((I)a >> 16) * ((I)b >> 16);
   }
-  static S set1_pair(const float* p) {
-    int16_t pair[2];
-    __builtin_memcpy(pair, p, sizeof pair);
-    return S{pair[0], pair[1], pair[0], pair[1], pair[0], pair[1], pair[0], pair[1]};
-  }
-  // For each word the sum of the products of its two pairs of codes.
-  static I mul_shorts(S a, S b) {
-    I sums;
-    for (int i = 0; i < kLanes; ++i) sums[i] = a[2 * i] * b[2 * i] + a[2 * i + 1] * b[2 * i + 1];
-    return sums;
-  }
-  static I dot_shorts(I acc, S a, S b) { return acc + mul_shorts(a, b); }
-  // Elements of a and b in turn: of the first four columns of every eight, of the last four.
-  static S zip_low(S a, S b) { return S{a[0], b[0], a[1], b[1], a[2], b[2], a[3], b[3]}; }
-  static S zip_high(S a, S b) { return S{a[4], b[4], a[5], b[5], a[6], b[6], a[7], b[7]}; }
-  static void hsum4(I a, I b, I c, I d, float* sums) {
-    const I all[4] = {a, b, c, d};
-    for (int i = 0; i < 4; ++i) {
-      sums[i] = static_cast<float>(all[i][0] + all[i][1] + all[i][2] + all[i][3]);
-    }
-  }
+  static I low_shorts(S x) { return (I)((U)x << 16) >> 16; }
   static F from_words(I x) { return __builtin_convertvector(x, F); }
-  // 16-bit codes of x and y in turn.
-  static void store_pairs(F x, F y, float* p) {
-    int16_t even[kLanes], odd[kLanes], codes[2 * kLanes];
-    store_shorts(x, even);
-    store_shorts(y, odd);
-    for (int i = 0; i < kLanes; ++i) {
-      codes[2 * i] = even[i];
-      codes[2 * i + 1] = odd[i];
-    }
-    __builtin_memcpy(p, codes, sizeof codes);
-  }
   static void store_shorts(F x, int16_t* p) {
     const F whole = round(x);
     int16_t codes[kLanes];
@@ -197,9 +164,9 @@ struct Vec {
     return to;
   }
   static void store(int8_t* p, Codes x) { __builtin_memcpy(p, &x, sizeof x); }
-  // Where the instruction set has them: stores past the caches, and the order of later stores
+  // Where the instruction set has them: kBytes past the caches, and the order of later stores
   // behind them.
-  static void stream(int8_t* p, Codes x) { store(p, x); }
+  static void stream(int8_t* to, const int8_t* from) { __builtin_memcpy(to, from, kBytes); }
   static void finish_streams() {}
 
   // Widens 2 * kLanes elements. bf16 comes as (even elements, odd elements), others in order.

@@ -37,11 +37,8 @@ struct Tensor {
   std::vector<uint16_t> half;
   std::vector<float> full;
   DType dtype;
-  std::vector<int8_t> codes = {};
-  std::vector<float> scales = {};
 
   const void* data() const {
-    if (dtype == DType::kI8) return codes.data();
     return dtype == DType::kF32 ? static_cast<const void*>(full.data()) : half.data();
   }
 };
@@ -84,34 +81,67 @@ Tensor random_tensor(size_t n, DType dtype, std::mt19937& rng) {
   return t;
 }
 
-// Codes and scales of random pages, and the values that they stand for. Checks the quantiser too.
-Tensor random_codes(int pages, int page_size, int heads, int dim, DType from, std::mt19937& rng,
-                    const char* detail) {
-  const size_t row = static_cast<size_t>(heads) * dim;
-  const size_t page = row * page_size;
-  const Tensor src = random_tensor(page * pages, from, rng);
-  Tensor t{{}, std::vector<float>(src.full.size()), DType::kI8};
-  t.codes.resize(src.full.size());
-  t.scales.resize(static_cast<size_t>(pages) * heads);
-  std::vector<scout::QuantizePlane> planes;
-  const size_t page_bytes = page * (from == DType::kF32 ? 4 : 2);
-  int8_t* const stream = static_cast<int8_t*>(std::aligned_alloc(64, (page * pages + 63) & ~63ul));
-  for (int i = 0; i < pages; ++i) {
-    planes.push_back({static_cast<const char*>(src.data()) + i * page_bytes,
-                      t.codes.data() + i * page, t.scales.data() + i * heads,
-                      i % 3 == 1 ? nullptr : stream + i * page});
+// kI8 pages.
+struct Codes {
+  int page_size, heads, dim;
+  std::vector<int8_t> codes = {};
+  std::vector<float> scales = {};  // [pages, 2, heads]
+
+  size_t plane() const { return scout::coded_tokens(page_size) * dim; }  // of a head
+  size_t page() const { return 2 * plane() * heads; }
+  // The code of token t and channel d.
+  int8_t& at(size_t page_id, int h, bool value, int t, int d) {
+    static const int place[] = {0, 2, 1, 3};
+    const size_t i = value ? t / 4 * 4 * dim + d * 4 + place[t % 4]
+                           : t / 16 * 16 * dim + d / 4 * 64 + t % 16 * 4 + place[d % 4];
+    return codes[page_id * page() + (2 * h + value) * plane() + i];
   }
-  scout::quantize_planes({from, page_size, heads, dim, planes.data(), pages, nullptr});
+  float& scale(size_t page_id, int h, bool value) {
+    return scales[(2 * page_id + value) * heads + h];
+  }
+};
+
+// Quantises K and V, and makes them the values that the codes stand for. Checks the quantiser too.
+Codes quantize(Tensor& k, Tensor& v, int pages, int page_size, int heads, int dim,
+               const char* detail) {
+  const size_t row = static_cast<size_t>(heads) * dim, plane = row * page_size;
+  Codes t{page_size, heads, dim};
+  t.codes.assign(t.page() * pages, 99);
+  t.scales.resize(2 * static_cast<size_t>(pages) * heads);
+  int8_t* const stream = static_cast<int8_t*>(std::aligned_alloc(64, t.page() * pages));
+  for (bool value : {false, true}) {
+    Tensor& of = value ? v : k;
+    const size_t bytes = plane * (of.dtype == DType::kF32 ? 4 : 2);
+    std::vector<scout::QuantizePlane> planes;
+    for (int i = 0; i < pages; ++i) {
+      const char* const src = static_cast<const char*>(of.data()) + i * bytes;
+      scout::KvPages kv{nullptr, nullptr, 0, page_size, heads, dim, of.dtype};
+      scout::QuantizePlane both[2];
+      scout::add_planes_of_page(src, src, kv, t.codes.data() + i * t.page(),
+                                t.scales.data() + 2 * i * heads,
+                                i % 3 == 1 ? nullptr : stream + i * t.page(), both);
+      planes.push_back(both[value]);
+    }
+    scout::quantize_planes({of.dtype, page_size, heads, dim, planes.data(), pages, nullptr});
+    for (size_t i = 0; i < of.full.size(); ++i) {
+      const int h = i % row / dim;
+      const float scale = t.scale(i / plane, h, value);
+      const float x = t.at(i / plane, h, value, i % plane / row, i % dim) * scale;
+      expect(std::fabs(x - of.full[i]) <= 0.5001f * scale, "quantize", detail);
+      of.full[i] = x;
+    }
+  }
   for (int i = 0; i < pages; ++i) {
-    if (planes[i].stream == nullptr) continue;
-    expect(std::memcmp(planes[i].stream, planes[i].codes, page) == 0, "stream", detail);
+    if (i % 3 != 1)
+      expect(std::memcmp(stream + i * t.page(), &t.codes[i * t.page()], t.page()) == 0, "stream",
+             detail);
+    for (int h = 0; h < heads; ++h)
+      for (int token = page_size; token < scout::coded_tokens(page_size); ++token)
+        for (int d = 0; d < dim; ++d)
+          expect(t.at(i, h, false, token, d) == 0 && t.at(i, h, true, token, d) == 0, "padding",
+                 detail);
   }
   std::free(stream);
-  for (size_t i = 0; i < t.full.size(); ++i) {
-    const float scale = t.scales[i / page * heads + i % row / dim];
-    t.full[i] = t.codes[i] * scale;
-    expect(std::fabs(t.full[i] - src.full[i]) <= 0.5001f * scale, "quantize", detail);
-  }
   return t;
 }
 
@@ -134,14 +164,12 @@ void put(Tensor& t, size_t i, float x) {
   if (t.dtype == DType::kF16) t.half[i] = bits >> 31 ? 0xfc00 : 0x7c00;  // only infinities
 }
 
-// All tokens get the keys of the first, in its form: codes and scales too.
-void repeat_first_token(Tensor& t, size_t columns, size_t heads) {
+// All tokens get the keys of the first.
+void repeat_first_token(Tensor& t, size_t columns) {
   for (size_t i = columns; i < t.full.size(); ++i) {
     t.full[i] = t.full[i % columns];
     if (!t.half.empty()) t.half[i] = t.half[i % columns];
-    if (!t.codes.empty()) t.codes[i] = t.codes[i % columns];
   }
-  for (size_t i = heads; i < t.scales.size(); ++i) t.scales[i] = t.scales[i % heads];
 }
 
 // K's first channel of each head becomes -inf, in every token or in every second one.
@@ -158,11 +186,9 @@ struct Shape {
 // int8 pages are multiplied in 16-bit integers: how far rounding a query to multiples of its
 // largest element / 32767 moves its scores. Weights are rounded likewise, to 1/32767 of a page's
 // largest.
-double rounding_of_scores(const float* q, const Shape& s, double scale,
-                          const std::vector<float>& k_scales) {
+double rounding_of_scores(const float* q, const Shape& s, double scale, double largest_k) {
   double largest_q = 0;
   for (int d = 0; d < s.dim; ++d) largest_q = std::max(largest_q, std::fabs(double{q[d]}));
-  const double largest_k = *std::max_element(k_scales.begin(), k_scales.end());
   return scale * largest_q / 65534 * 127 * largest_k * s.dim;
 }
 
@@ -182,19 +208,18 @@ void check_records(const scout::KvPages& kv, const scout::AttendParams& params,
                    const std::vector<float>& q, const std::vector<int32_t>& ids,
                    const std::vector<float>& out, const std::vector<float>& lse,
                    const char* detail) {
-  const size_t plane = static_cast<size_t>(kv.page_size) * kv.kv_heads * kv.head_dim;
-  const size_t row = kv.kv_heads * sizeof(float);
-  expect(scout::int8_record_bytes(kv) == static_cast<int64_t>(2 * (plane + row)), "bytes", detail);
+  const size_t codes =
+      2 * scout::coded_tokens(kv.page_size) * kv.kv_heads * static_cast<size_t>(kv.head_dim);
+  const size_t scales = 2 * kv.kv_heads * sizeof(float);
+  expect(scout::int8_record_bytes(kv) == static_cast<int64_t>(codes + scales), "bytes", detail);
   std::vector<std::vector<int8_t>> pages;
   std::vector<const int8_t*> records;
   for (int32_t id : ids) {
     if (id < 0) continue;
-    pages.emplace_back(2 * (plane + row));
+    pages.emplace_back(codes + scales);
     int8_t* const to = pages.back().data();
-    std::memcpy(to, static_cast<const int8_t*>(kv.k) + id * plane, plane);
-    std::memcpy(to + plane, static_cast<const int8_t*>(kv.v) + id * plane, plane);
-    std::memcpy(to + 2 * plane, kv.k_scale + id * kv.kv_heads, row);
-    std::memcpy(to + 2 * plane + row, kv.v_scale + id * kv.kv_heads, row);
+    std::memcpy(to, static_cast<const int8_t*>(kv.k) + id * codes, codes);
+    std::memcpy(to + codes, kv.scales + 2 * id * kv.kv_heads, scales);
     records.push_back(to);
   }
   std::vector<float> got_out(out.size(), NAN), got_lse(lse.size(), NAN);
@@ -212,16 +237,23 @@ void check_attend(const Shape& s, std::mt19937& rng, const char* detail,
   const int columns = s.heads * s.dim;
   const int q_heads = s.heads * s.group;
   const size_t page = static_cast<size_t>(s.page_size) * columns;
-  auto make = [&](DType source) {
-    return s.dtype == DType::kI8
-               ? random_codes(s.pages, s.page_size, s.heads, s.dim, source, rng, detail)
-               : random_tensor(page * s.pages, s.dtype, rng);
-  };
-  Tensor k = make(DType::kBF16);
-  if (trial == Trial::kIdenticalKeys) repeat_first_token(k, columns, s.heads);
+  const bool coded = s.dtype == DType::kI8;
+  const DType v_source = s.group % 2 ? DType::kF16 : DType::kF32;
+  Tensor k = random_tensor(page * s.pages, coded ? DType::kBF16 : s.dtype, rng);
+  Tensor v = random_tensor(page * s.pages, coded ? v_source : s.dtype, rng);
+  if (trial == Trial::kIdenticalKeys) repeat_first_token(k, columns);
   if (trial == Trial::kNoKeyCounts || trial == Trial::kSomeKeysCount)
     mask_keys(k, columns, s.dim, trial == Trial::kNoKeyCounts);
-  const Tensor v = make(s.group % 2 ? DType::kF16 : DType::kF32);
+  Codes codes{s.page_size, s.heads, s.dim};
+  double largest_k = 0, largest_v = 0;
+  if (coded) {
+    codes = quantize(k, v, s.pages, s.page_size, s.heads, s.dim, detail);
+    for (int i = 0; i < s.pages; ++i)
+      for (int h = 0; h < s.heads; ++h) {
+        largest_k = std::max<double>(largest_k, codes.scale(i, h, false));
+        largest_v = std::max<double>(largest_v, codes.scale(i, h, true));
+      }
+  }
   std::normal_distribution<float> normal;
   std::vector<float> q(static_cast<size_t>(q_heads) * s.dim);
   const float factor = trial == Trial::kLargeLogits     ? 300
@@ -242,8 +274,11 @@ void check_attend(const Shape& s, std::mt19937& rng, const char* detail,
   if (!ids.empty() && rng() % 2) ids[rng() % ids.size()] = -1;
 
   scout::KvPages kv{k.data(), v.data(), s.pages, s.page_size, s.heads, s.dim, s.dtype};
-  kv.k_scale = k.scales.data();
-  kv.v_scale = v.scales.data();
+  if (coded) {
+    kv.k = codes.codes.data();
+    kv.v = nullptr;
+    kv.scales = codes.scales.data();
+  }
   const scout::AttendParams params{s.group, 1.0f / std::sqrt(static_cast<float>(s.dim)),
                                    trial == Trial::kRandom && rng() % 2 ? 3.0f : 0.0f};
   const float nan = std::numeric_limits<float>::quiet_NaN();
@@ -251,7 +286,7 @@ void check_attend(const Shape& s, std::mt19937& rng, const char* detail,
   const int n = static_cast<int>(ids.size());
   scout::attend_sequence(kv, params, q.data(), ids.data(), n, last, last_len, out.data(),
                          lse.data());
-  if (s.dtype == DType::kI8 && last < 0) check_records(kv, params, q, ids, out, lse, detail);
+  if (coded && last < 0) check_records(kv, params, q, ids, out, lse, detail);
 
   for (int hq = 0; hq < q_heads; ++hq) {
     std::vector<double> scores;
@@ -297,10 +332,9 @@ void check_attend(const Shape& s, std::mt19937& rng, const char* detail,
     const double most = std::max(1.0, std::fabs(top));
     double lse_tolerance = 1e-5 * most;
     double tolerance = 1e-5 * (trial == Trial::kLargeLogits ? 100 * most : 1);
-    if (s.dtype == DType::kI8) {
+    if (coded) {
       const double moved =
-          rounding_of_scores(&q[static_cast<size_t>(hq) * s.dim], s, params.scale, k.scales);
-      const double largest_v = *std::max_element(v.scales.begin(), v.scales.end());
+          rounding_of_scores(&q[static_cast<size_t>(hq) * s.dim], s, params.scale, largest_k);
       lse_tolerance += moved;
       tolerance += 127 * largest_v * (std::min(std::expm1(2 * moved), 2.0) + s.page_size / 65534.0);
     }

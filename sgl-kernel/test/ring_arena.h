@@ -103,7 +103,7 @@ class Arena {
     h.v_offset = plane + kPage;
     h.layer_stride = 2 * h.v_offset;
     if (int8) {
-      const uint64_t row = kHeads * (uint64_t{kTokens} * kDim + 4);
+      const uint64_t row = kHeads * (uint64_t(scout::coded_tokens(kTokens)) * kDim + 4);
       h.copy_stride = (2 * row + 63) / 64 * 64;
       h.page_words_offset = place(8 * kNumPages);
       h.copy_words_offset = place(8 * kLayers * kNumPages);

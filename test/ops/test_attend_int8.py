@@ -15,7 +15,7 @@ from sglang_scout.ops.attend_int8 import (
     error_bound,
     rounding_bound,
 )
-from sglang_scout.ops.quantize import quantize_pages_reference
+from sglang_scout.ops.quantize import order_codes, plain_codes, quantize_pages_reference
 
 pytestmark = pytest.mark.usefixtures("isa")
 
@@ -24,16 +24,23 @@ def i32(values):
     return torch.tensor(values, dtype=torch.int32)
 
 
+def pool_of(k, v, k_scale, v_scale):
+    """(codes, scales, page_size) as `attend_pages_int8` takes them, of codes [P, S, H, D]."""
+    return order_codes(k, v), torch.stack((k_scale, v_scale), 1), k.shape[1]
+
+
 def int8_pages(k, v):
-    """(k, v, k_scale, v_scale) as `attend_pages_int8` takes them."""
-    k, k_scale = quantize_pages_reference(k)
-    v, v_scale = quantize_pages_reference(v)
-    return k, v, k_scale, v_scale
+    (k, k_scale), (v, v_scale) = (quantize_pages_reference(x) for x in (k, v))
+    return pool_of(k, v, k_scale, v_scale)
 
 
 def exactly(q, pool, pages, last_page, last_len, scale, logit_cap=0.0):
     """Oracle: the dequantised tokens written out, in float64, row by row and head by head."""
-    k, v = (c.double() * s.double()[:, None, :, None] for c, s in (pool[::2], pool[1::2]))
+    codes = plain_codes(pool[0], pool[2], q.shape[2])
+    k, v = (
+        of.double() * scale.double()[:, None, :, None]
+        for of, scale in zip(codes, pool[1].unbind(1), strict=True)
+    )
     G = q.shape[1] // k.shape[2]
     out = torch.zeros(q.shape, dtype=torch.float64)
     lse = torch.full(q.shape[:2], -math.inf, dtype=torch.float64)
@@ -70,7 +77,7 @@ def inputs(seed, B=3, P=7, S=8, H=2, G=3, D=64, R=5, spread=1.0):
 
 def assert_same_pages(q, got, expected, pool, pages, last, scale, rel=1e-5):
     """Against the reference over the same codes: what `rounding_bound` and the tolerance allow."""
-    bounds = rounding_bound(q, pool[2], pool[3], pages, last[0], scale, pool[0].shape[1])
+    bounds = rounding_bound(q, pool[1], pages, last[0], scale, pool[2])
     empty = expected[1].isinf()
     assert torch.equal(got[1].isinf(), empty)
     for a, e, bound in zip(got, expected, (bounds[0][..., None], bounds[1]), strict=True):
@@ -82,12 +89,12 @@ def assert_same_pages(q, got, expected, pool, pages, last, scale, rel=1e-5):
 def assert_within_bound(q, k, v, got, pool, pages, last, scale, logit_cap=0.0):
     """int8 against the pages before quantisation: what `error_bound` promises."""
     expected = attend_reference(q, k, v, pages, *last, scale, logit_cap)
-    bounds = error_bound(q, pool[2], pool[3], pages, last[0], scale)
+    bounds = error_bound(q, pool[1], pages, last[0], scale)
     empty = expected[1].isinf()
     assert torch.equal(got[1].isinf(), empty)
     lse_error = (got[1] - expected[1]).masked_fill(empty, 0).abs()
     magnitude = expected[1].masked_fill(empty, 0).abs()
-    rounding = rounding_bound(q, pool[2], pool[3], pages, last[0], scale, k.shape[1])
+    rounding = rounding_bound(q, pool[1], pages, last[0], scale, k.shape[1])
     assert (lse_error <= bounds[1] + rounding[1] + 1e-5 + 1e-5 * magnitude).all()
     out_bound = (bounds[0] + rounding[0])[..., None]
     assert ((got[0] - expected[0]).abs() <= out_bound + 1e-5).all()
@@ -152,7 +159,7 @@ def test_empty_set(last, R):
     pages = torch.full((2, R), -1, dtype=torch.int32)
     out, lse = attend(q, int8_pages(k, v), pages, *last, 0.125)
     assert (out == 0).all() and (lse == -math.inf).all()
-    bounds = error_bound(q, torch.ones(7, 2), torch.ones(7, 2), pages, last[0], 1.0)
+    bounds = error_bound(q, torch.ones(7, 2, 2), pages, last[0], 1.0)
     assert (bounds[0] == 0).all() and (bounds[1] == 0).all()
 
 
@@ -161,7 +168,7 @@ def test_pages_of_zeros():
     q, k, v, *_ = inputs(3, B=1, P=3, S=16)
     k[1] = v[1] = 0
     pool = int8_pages(k, v)
-    assert (pool[2][1] == 0).all() and (pool[3][1] == 0).all()
+    assert (pool[1][1] == 0).all()
     out, lse = attend(q, pool, i32([[1]]), None, None, 1.0)
     assert (out == 0).all()
     assert torch.allclose(lse, torch.full_like(lse, math.log(16)), rtol=1e-6)
@@ -189,9 +196,11 @@ def test_identical_keys_give_the_mean():
     k = torch.randn(1, 1, 2, 128).expand(4, 32, 2, 128).contiguous()
     v = torch.randn(4, 32, 2, 128)
     q = torch.randn(1, 10, 128)
-    k, v, k_scale, v_scale = int8_pages(k, v)
-    out, _ = attend(q, (k, v, k_scale, v_scale), i32([[3, 1, 0, 2]]), None, None, 128**-0.5)
-    mean = (v.double() * v_scale.double()[:, None, :, None]).mean((0, 1)).repeat_interleave(5, 0)
+    pool = int8_pages(k, v)
+    out, _ = attend(q, pool, i32([[3, 1, 0, 2]]), None, None, 128**-0.5)
+    scale = pool[1][:, 1].double()[:, None, :, None]
+    values = plain_codes(pool[0], 32, 128)[1].double() * scale
+    mean = values.mean((0, 1)).repeat_interleave(5, 0)
     assert torch.allclose(out[0].double(), mean, atol=1e-6)
 
 
@@ -209,7 +218,11 @@ def test_huge_scores_select_the_largest(magnitude, rising):
     assert out.isfinite().all() and lse.isfinite().all()
     if magnitude <= 1e18:
         best = -1 if rising else 0
-        assert torch.allclose(out[0, 0], (pool[1][best, best] * pool[3][best]).flatten(), rtol=1e-6)
+        assert torch.allclose(
+            out[0, 0],
+            (plain_codes(pool[0], S, D)[1][best, best] * pool[1][best, 1]).flatten(),
+            rtol=1e-6,
+        )
 
 
 @pytest.mark.parametrize("which", [2, 3])
@@ -229,10 +242,11 @@ def test_what_is_not_listed_is_never_used(agree):
     pool = int8_pages(k, v)
     pages, last_page, last_len = i32([[-1, 2, -1, 3], [-1] * 4]), i32([4, 5]), i32([3, 1])
     expected = attend(q, pool, pages, last_page, last_len, 0.125)
-    for codes, scale in (pool[::2], pool[1::2]):
-        scale[:2] = math.nan
+    pool[1][:2] = math.nan
+    changed = plain_codes(pool[0], 8, 64)
+    for codes in changed:
         codes[:2], codes[4, 3:], codes[5, 1:] = -128, 127, 127
-    got = attend(q, pool, pages, last_page, last_len, 0.125)
+    got = attend(q, (order_codes(*changed), *pool[1:]), pages, last_page, last_len, 0.125)
     assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
 
 
@@ -240,19 +254,20 @@ def test_every_code_is_widened_exactly():
     """With one token the result is V itself, in order, for all 256 codes; the scale is exact."""
     v = torch.arange(256 * 4).view(1, 1, 8, 128).to(torch.int8)
     k = torch.zeros_like(v)
-    pool = (k, v, torch.ones(1, 8), torch.full((1, 8), 0.25))
+    pool = pool_of(k, v, torch.ones(1, 8), torch.full((1, 8), 0.25))
     out, lse = attend(torch.ones(1, 8, 128), pool, i32([[0]]), None, None, 1.0)
     assert torch.equal(out.view(v.shape), v.float() / 4)
     assert (lse == 0).all()
 
 
 def test_query_is_rounded_once_and_finely():
-    pool = (torch.ones(1, 1, 1, 64, dtype=torch.int8),) * 2 + (torch.ones(1, 1),) * 2
+    codes = torch.ones(1, 1, 1, 64, dtype=torch.int8)
+    pool = pool_of(codes, codes, *(torch.ones(1, 1),) * 2)
     q = torch.linspace(-1, 1, 64).square().expand(1, 2, 64).contiguous()
     q[0, 1] += 2.0**-12
     _, lse = attend(q, pool, i32([[0]]), None, None, 1.0)
     _, expected = attend_int8_reference(q, *pool, i32([[0]]), None, None, 1.0)
-    _, bound = rounding_bound(q, *pool[2:], i32([[0]]), None, 1.0, 1)
+    _, bound = rounding_bound(q, pool[1], i32([[0]]), None, 1.0, 1)
     error = (lse - expected).abs()
     assert (error <= bound / 127 + 1e-5).all()  # the codes here are 1, not 127
     # 2^-12 of the largest element is seen; rounded to 8 bits it would be lost.
@@ -263,7 +278,7 @@ def test_query_is_rounded_once_and_finely():
 def test_the_largest_sums_fit_their_words(code):
     """Every product at its largest, in the largest head: 2^31 - 65536 in codes."""
     k = torch.full((2, 32, 1, 512), code, dtype=torch.int8)
-    pool = (k, k, torch.ones(2, 1), torch.ones(2, 1))
+    pool = pool_of(k, k, torch.ones(2, 1), torch.ones(2, 1))
     q = torch.stack([torch.ones(512), -torch.ones(512)])[None]
     out, lse = attend(q, pool, i32([[0, 1]]), None, None, 2.0**-12)
     assert (out == code).all()
@@ -278,7 +293,7 @@ def test_small_weights_of_a_page_without_the_largest_one_are_kept():
     k[0, 0] = 127
     v = torch.ones_like(k)
     v[0] = 0
-    pool = (k, v, torch.ones(P, 1), torch.ones(P, 1))
+    pool = pool_of(k, v, torch.ones(P, 1), torch.ones(P, 1))
     q = torch.full((1, 1, D), math.log(1e5) / (127 * D))  # one weight of 1, others of 1e-5
     args = (i32([list(range(P))]), None, None, 1.0)
     out, lse = attend(q, pool, *args)
@@ -315,25 +330,31 @@ def test_arguments_are_checked():
             args[index] = value
         return attend_pages_int8(*args, **named)
 
-    with pytest.raises(ValueError, match="attend_pages_int8: k has dtype torch.float32"):
-        call((1, k))
-    with pytest.raises(ValueError, match="attend_pages_int8: v_scale has P=3, expected 7"):
-        call((4, pool[3][:3]))
+    with pytest.raises(ValueError, match="attend_pages_int8: codes has dtype torch.float32"):
+        call((1, pool[0].float()))
+    with pytest.raises(ValueError, match=r"attend_pages_int8: codes has 3 axes.*\[P, H, 2, c\]"):
+        call((1, pool[0].flatten(2)))
+    with pytest.raises(ValueError, match="attend_pages_int8: codes has c=1024, expected 2048"):
+        call((3, 17))
+    with pytest.raises(ValueError, match="attend_pages_int8: scales has P=3, expected 7"):
+        call((2, pool[1][:3]))
     with pytest.raises(ValueError, match="last_page and last_len come together"):
-        call((6, None))
+        call((5, None))
     with pytest.raises(ValueError, match="logit_cap is -1"):
         call(logit_cap=-1)
     with pytest.raises(ValueError, match="attend_pages_int8: pages has 7, expected values below 7"):
-        call((5, torch.full_like(pages, 7)), impl="native")
+        call((4, torch.full_like(pages, 7)), impl="native")
     with pytest.raises(ValueError, match="attend_pages_int8: last_len has 9"):
-        call((6, torch.zeros_like(last_page)), (7, torch.full_like(last_len, 9)), impl="native")
-    with pytest.raises(ImplementationError, match="k_scale is not contiguous"):
-        call((3, pool[2].t().contiguous().t()), impl="native")
-    long = torch.ones(1, 1, 1, 528, dtype=torch.int8)
-    one = torch.ones(1, 1)
+        call((5, torch.zeros_like(last_page)), (6, torch.full_like(last_len, 9)), impl="native")
+    with pytest.raises(ImplementationError, match="scales is not contiguous"):
+        call((2, pool[1].transpose(1, 2).contiguous().transpose(1, 2)), impl="native")
+    long, one = torch.ones(1, 1, 1, 528, dtype=torch.int8), torch.ones(1, 1)
     with pytest.raises(
         ImplementationError, match="D=528; native supports multiples of 16 up to 512"
     ):
         attend_pages_int8(
-            torch.ones(1, 1, 528), long, long, one, one, i32([[0]]), None, None, 1.0, impl="native"
+            torch.ones(1, 1, 528),
+            *pool_of(long, long, one, one),
+            *(i32([[0]]), None, None, 1.0),
+            impl="native",
         )

@@ -1,5 +1,6 @@
 """Quantising pages to int8: exact agreement of the implementations, and the stated error."""
 
+import itertools
 import math
 
 import pytest
@@ -12,8 +13,11 @@ from sglang_scout.ops.quantize import (
     MAX_ERROR_STEPS,
     QUANTIZE_PAGES,
     dequantize_pages,
+    order_codes,
+    plain_codes,
     quantize_pages,
     quantize_pages_reference,
+    room_for,
 )
 
 pytestmark = pytest.mark.usefixtures("isa")
@@ -21,12 +25,35 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def quantized(pages, impl="native"):
-    """All pages, into poisoned rows."""
-    codes = torch.full(pages.shape, 99, dtype=torch.int8)
-    scale = torch.full((pages.shape[0], pages.shape[2]), math.inf)
-    every = torch.arange(pages.shape[0])
-    quantize_pages(pages, every, codes, scale, every, impl=impl)
-    return codes, scale
+    """All pages as K, and reversed ones as V, into poisoned rows; codes [n, S, H, D] and scales of K."""
+    n, S, H, D = pages.shape
+    codes, scales = room_for(n, S, H, D)
+    codes.fill_(99), scales.fill_(math.inf)
+    every = torch.arange(n)
+    quantize_pages(pages, pages.flip(0).contiguous(), every, codes, scales, every, impl=impl)
+    k, v = plain_codes(codes, S, D)
+    assert torch.equal(codes, order_codes(k, v)), "zeros where there is no token"
+    assert torch.equal(k, v.flip(0))
+    k_scale, v_scale = scales.unbind(1)
+    torch.testing.assert_close(k_scale, v_scale.flip(0), rtol=0, atol=0, equal_nan=True)
+    return k, k_scale
+
+
+@pytest.mark.parametrize("S", [1, 7, 16, 32, 33])
+def test_codes_lie_as_the_documentation_says(S):
+    k, v = torch.randint(-128, 128, (2, 2, S, 3, 32), dtype=torch.int8)
+    codes = order_codes(k, v)
+    blocks = -(-S // 16)
+    assert codes.shape == (2, 3, 2, 16 * blocks * 32)
+    keys, values = codes[:, :, 0].view(2, 3, blocks, 8, 16, 4), codes[:, :, 1].view(2, 3, -1, 32, 4)
+    place = [0, 2, 1, 3]
+    for p, t, h, d in itertools.product(range(2), range(S), range(3), range(32)):
+        assert keys[p, h, t // 16, d // 4, t % 16, place[d % 4]] == k[p, t, h, d]
+        assert values[p, h, t // 4, d, place[t % 4]] == v[p, t, h, d]
+    again = plain_codes(codes, S, 32)
+    assert torch.equal(again[0], k) and torch.equal(again[1], v)
+    padded = plain_codes(codes, 16 * blocks, 32)
+    assert not padded[0][:, S:].any() and not padded[1][:, S:].any()
 
 
 @given(
@@ -107,32 +134,39 @@ def test_values_that_are_not_finite_show_in_the_scale(dtype, wrong, channel):
 
 @pytest.mark.parametrize("impl", QUANTIZE_PAGES.names())
 def test_only_the_named_rows_are_written(impl):
-    src = torch.randn(5, 8, 2, 64)
-    codes = torch.full((4, 8, 2, 64), 99, dtype=torch.int8)
-    scale = torch.full((4, 2), -1.0)
+    k, v = torch.randn(2, 5, 8, 2, 64)
+    codes, scales = room_for(4, 8, 2, 64)
+    codes.fill_(99), scales.fill_(-1)
     src_ids, dst_ids = torch.tensor([4, 0, 4]), torch.tensor([1, 3, 0])
-    quantize_pages(src, src_ids[:0], codes, scale, dst_ids[:0], impl=impl)
-    assert (codes == 99).all() and (scale == -1).all()
-    quantize_pages(src, src_ids, codes, scale, dst_ids, impl=impl)
-    expected = quantize_pages_reference(src[src_ids])
-    assert torch.equal(codes[dst_ids], expected[0]) and torch.equal(scale[dst_ids], expected[1])
-    assert (codes[2] == 99).all() and (scale[2] == -1).all()
+    quantize_pages(k, v, src_ids[:0], codes, scales, dst_ids[:0], impl=impl)
+    assert (codes == 99).all() and (scales == -1).all()
+    quantize_pages(k, v, src_ids, codes, scales, dst_ids, impl=impl)
+    (k, k_scale), (v, v_scale) = (quantize_pages_reference(x[src_ids]) for x in (k, v))
+    assert torch.equal(codes[dst_ids], order_codes(k, v))
+    assert torch.equal(scales[dst_ids], torch.stack((k_scale, v_scale), 1))
+    assert (codes[2] == 99).all() and (scales[2] == -1).all()
 
 
 def test_arguments_are_checked():
-    src, codes = torch.randn(2, 8, 2, 64), torch.zeros(3, 8, 2, 64, dtype=torch.int8)
-    scale, one = torch.zeros(3, 2), torch.tensor([0])
-    with pytest.raises(ValueError, match="src has dtype torch.float64"):
-        quantize_pages(src.double(), one, codes, scale, one)
+    k = torch.randn(2, 8, 2, 64)
+    codes, scales = room_for(3, 8, 2, 64)
+    one = torch.tensor([0])
+    with pytest.raises(ValueError, match="k has dtype torch.float64"):
+        quantize_pages(k.double(), k.double(), one, codes, scales, one)
+    with pytest.raises(ValueError, match="v has dtype torch.bfloat16"):
+        quantize_pages(k, k.bfloat16(), one, codes, scales, one)
     with pytest.raises(ValueError, match="codes has dtype torch.uint8"):
-        quantize_pages(src, one, codes.to(torch.uint8), scale, one)
-    with pytest.raises(ValueError, match="scale has H=1, expected 2"):
-        quantize_pages(src, one, codes, scale[:, :1], one)
+        quantize_pages(k, k, one, codes.to(torch.uint8), scales, one)
+    with pytest.raises(ValueError, match="codes has c=1024, expected 2048"):
+        longer = torch.randn(2, 17, 2, 64)
+        quantize_pages(longer, longer, one, codes, scales, one)
+    with pytest.raises(ValueError, match="scales has H=1, expected 2"):
+        quantize_pages(k, k, one, codes, scales[..., :1], one)
     with pytest.raises(ValueError, match="quantize_pages: src_ids has 2"):
-        quantize_pages(src, torch.tensor([2]), codes, scale, one, impl="native")
+        quantize_pages(k, k, torch.tensor([2]), codes, scales, one, impl="native")
     with pytest.raises(ValueError, match="quantize_pages: dst_ids has -1"):
-        quantize_pages(src, one, codes, scale, torch.tensor([-1]), impl="native")
-    with pytest.raises(ImplementationError, match="D=24"):
-        quantize_pages(
-            torch.randn(2, 8, 2, 24), one, codes[..., :24].contiguous(), scale, one, impl="native"
-        )
+        quantize_pages(k, k, one, codes, scales, torch.tensor([-1]), impl="native")
+    for dim in (24, 528):
+        wide = torch.randn(2, 8, 2, dim)
+        with pytest.raises(ImplementationError, match=f"D={dim}"):
+            quantize_pages(wide, wide, one, *room_for(1, 8, 2, dim), one, impl="native")

@@ -95,7 +95,10 @@ def test_layout_has_no_overlap(values):
     for i in range(spec.num_layers):
         spans += [(at.kv_offset + i * at.layer_stride + j * at.v_offset, plane) for j in (0, 1)]
     if spec.cpu_pages == "int8":
-        codes = 2 * spec.page_size * spec.num_kv_heads * spec.head_dim + 8 * spec.num_kv_heads
+        codes = (
+            2 * -(-spec.page_size // 16) * 16 * spec.num_kv_heads * spec.head_dim
+            + 8 * spec.num_kv_heads
+        )
         assert at.copy_stride >= codes and at.copy_stride % 64 == 0
         spans += [(at.page_words_offset, 8 * spec.num_pages)]
         spans += [(at.copy_words_offset, 8 * spec.num_pages * spec.num_layers)]

@@ -13,7 +13,7 @@ import torch
 from sglang_scout.core.errors import ArenaError
 from sglang_scout.ops.attend import attend_reference
 from sglang_scout.ops.attend_int8 import attend_pages_int8, error_bound, rounding_bound
-from sglang_scout.ops.quantize import quantize_pages
+from sglang_scout.ops.quantize import quantize_pages, room_for
 from sglang_scout.worker.client import WorkerClient, WorkerConfig
 from sglang_scout.worker.ring import layout_of
 
@@ -30,16 +30,14 @@ def planes(arena, layer):
     ]
 
 
-def int8_planes(arena, layer):
-    """K and V codes and scales of all pages as they are now, as `attend_pages_int8` takes them."""
-    pool = []
-    for plane in planes(arena, layer):
-        codes, scale = torch.zeros(plane.shape, dtype=torch.int8), torch.zeros(plane.shape[::2])
-        every = torch.arange(len(plane))
-        quantize_pages(plane, every, codes, scale, every, impl="native")
-        pool.append((codes, scale))
-    (k, k_scale), (v, v_scale) = pool
-    return k, v, k_scale, v_scale
+def int8_pages(arena, layer):
+    """Codes and scales of all pages as they are now, and the size of a page, as `attend_pages_int8`
+    takes them."""
+    s, (k, v) = arena.spec, planes(arena, layer)
+    codes, scales = room_for(s.num_pages, s.page_size, s.num_kv_heads, s.head_dim)
+    every = torch.arange(s.num_pages)
+    quantize_pages(k, v, every, codes, scales, every, impl="native")
+    return codes, scales, s.page_size
 
 
 def listed(request):
@@ -52,7 +50,7 @@ def by_op(arena, layer, request):
     """out and lse over int8 pages, in one part."""
     s = arena.spec
     q = torch.from_numpy(request[0])
-    pool = int8_planes(arena, layer)
+    pool = int8_pages(arena, layer)
     answer = attend_pages_int8(
         q, *pool, listed(request), None, None, s.scale, s.logit_cap, impl="native"
     )
@@ -105,11 +103,11 @@ def test_the_worker_answers_as_the_op_does_and_reads_a_page_once(
 
                 # What int8 costs against the pages themselves is within the op's bound.
                 q = torch.from_numpy(request[0])
-                pool = int8_planes(arena, layer)
+                pool = int8_pages(arena, layer)
                 plain = attend_reference(
                     q, *planes(arena, layer), pages, None, None, s.scale, s.logit_cap
                 )
-                scales = pool[2], pool[3], pages, None, s.scale
+                scales = pool[1], pages, None, s.scale
                 bound = error_bound(q, *scales)[0] + rounding_bound(q, *scales, s.page_size)[0]
                 error = (torch.from_numpy(got[0]) - plain[0]).abs()
                 assert (error <= bound[..., None] + 1e-5).all()

@@ -11,6 +11,9 @@ DIGESTS = ("minmax", "minmax-int8", "signs")
 STEP_CHANNELS = 32
 """Channels of an int8 digest that share a step."""
 
+CODED_BLOCK_TOKENS = 16
+"""Tokens of a block of int8 codes."""
+
 _STEP_BYTES = 2
 _COPY_ALIGN_BYTES = 64
 _WORD_BYTES = 8
@@ -23,10 +26,15 @@ def digest_bytes(digest: str, num_kv_heads: int, head_dim: int, value_bytes: int
     return 2 * num_kv_heads * head_dim * value_bytes
 
 
+def coded_tokens(page_size: int) -> int:
+    """Tokens for which a page of int8 codes has room: whole blocks (``ops/quantize.py``)."""
+    return -(-page_size // CODED_BLOCK_TOKENS) * CODED_BLOCK_TOKENS
+
+
 def copy_bytes(page_size: int, num_kv_heads: int, head_dim: int) -> int:
     """The copy of K and V of a page in one layer: codes, an fp32 scale for each KV head of both, in
     whole cache lines."""
-    codes_and_scales = 2 * num_kv_heads * (page_size * head_dim + 4)
+    codes_and_scales = 2 * num_kv_heads * (coded_tokens(page_size) * head_dim + 4)
     return -(-codes_and_scales // _COPY_ALIGN_BYTES) * _COPY_ALIGN_BYTES
 
 

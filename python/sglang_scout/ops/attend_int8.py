@@ -13,7 +13,13 @@ import torch
 from ..core.registry import Op, Tolerance
 from . import native_int8
 from .attend import Partial, attend_reference, bind_attention
-from .quantize import LARGEST_CODE, MAX_ERROR_STEPS, dequantize_pages
+from .quantize import (
+    LARGEST_CODE,
+    MAX_ERROR_STEPS,
+    bind_codes,
+    dequantize_pages,
+    plain_codes,
+)
 from .shapes import Shapes
 
 LARGEST_SHORT = 32767
@@ -31,10 +37,9 @@ TOLERANCES = {
 
 def attend_int8_reference(
     q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_scale: torch.Tensor,
-    v_scale: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    page_size: int,
     pages: torch.Tensor,
     last_page: torch.Tensor | None,
     last_len: torch.Tensor | None,
@@ -43,14 +48,14 @@ def attend_int8_reference(
     out: Partial | None = None,
 ) -> Partial:
     """`attend_pages_int8` by dequantising the whole pool and attending to that."""
-    keys, values = dequantize_pages(k, k_scale), dequantize_pages(v, v_scale)
+    planes = plain_codes(codes, page_size, q.shape[2])
+    keys, values = map(dequantize_pages, planes, scales.unbind(1))
     return attend_reference(q, keys, values, pages, last_page, last_len, scale, logit_cap, out)
 
 
 def error_bound(
     q: torch.Tensor,
-    k_scale: torch.Tensor,
-    v_scale: torch.Tensor,
+    scales: torch.Tensor,
     pages: torch.Tensor,
     last_page: torch.Tensor | None,
     scale: float,
@@ -73,8 +78,7 @@ def error_bound(
         (bound of out [B, HQ], bound of lse [B, HQ]) float32, on top of fp32 rounding; 0 where
         nothing is attended to.
     """
-    group = q.shape[1] // k_scale.shape[1]
-    largest_k, largest_v = _largest_scales(q, group, k_scale, v_scale, pages, last_page)
+    largest_k, largest_v = _largest_scales(q, scales, pages, last_page)
     moved = abs(scale) * MAX_ERROR_STEPS * largest_k * q.abs().sum(-1)
     reweighted = torch.expm1(2 * moved).clamp(max=2.0) * LARGEST_CODE * largest_v
     return MAX_ERROR_STEPS * largest_v + reweighted, moved
@@ -82,9 +86,7 @@ def error_bound(
 
 def _largest_scales(
     q: torch.Tensor,
-    group: int,
-    k_scale: torch.Tensor,
-    v_scale: torch.Tensor,
+    scales: torch.Tensor,
     pages: torch.Tensor,
     last_page: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -93,19 +95,15 @@ def _largest_scales(
         pages = torch.cat((pages, last_page[:, None]), dim=1)
     if not pages.shape[1]:
         return q.new_zeros(q.shape[:2]), q.new_zeros(q.shape[:2])
-    none = (pages < 0)[..., None]
-    ids = pages.clamp(min=0).long()
-    largest_k, largest_v = (
-        s[ids].masked_fill(none, 0.0).amax(1).repeat_interleave(group, 1)
-        for s in (k_scale, v_scale)
-    )
+    none = (pages < 0)[..., None, None]
+    largest = scales[pages.clamp(min=0).long()].masked_fill(none, 0.0).amax(1)
+    largest_k, largest_v = largest.repeat_interleave(q.shape[1] // scales.shape[2], 2).unbind(1)
     return largest_k, largest_v
 
 
 def rounding_bound(
     q: torch.Tensor,
-    k_scale: torch.Tensor,
-    v_scale: torch.Tensor,
+    scales: torch.Tensor,
     pages: torch.Tensor,
     last_page: torch.Tensor | None,
     scale: float,
@@ -126,8 +124,7 @@ def rounding_bound(
     Returns:
         (bound of out [B, HQ], bound of lse [B, HQ]) float32; 0 where nothing is attended to.
     """
-    group = q.shape[1] // k_scale.shape[1]
-    largest_k, largest_v = _largest_scales(q, group, k_scale, v_scale, pages, last_page)
+    largest_k, largest_v = _largest_scales(q, scales, pages, last_page)
     step = q.abs().amax(-1) / LARGEST_SHORT
     moved = abs(scale) * 0.5 * step * LARGEST_CODE * largest_k * q.shape[2]
     share = torch.expm1(2 * moved).clamp(max=2.0) + page_size / (2 * LARGEST_SHORT)
@@ -136,10 +133,9 @@ def rounding_bound(
 
 def _check(
     q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_scale: torch.Tensor,
-    v_scale: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    page_size: int,
     pages: torch.Tensor,
     last_page: torch.Tensor | None,
     last_len: torch.Tensor | None,
@@ -148,10 +144,9 @@ def _check(
     out: Partial | None = None,
 ) -> None:
     shapes = Shapes("attend_pages_int8")
-    shapes.bind("k", k, "PSHD", torch.int8)
-    shapes.bind("v", v, "PSHD", torch.int8)
-    shapes.bind("k_scale", k_scale, "PH", torch.float32)
-    shapes.bind("v_scale", v_scale, "PH", torch.float32)
+    shapes.bind("codes", codes, "PH2c", torch.int8)
+    shapes.bind_query(q)
+    bind_codes(shapes, codes, scales, "P", page_size, shapes["D"])
     bind_attention(shapes, q, pages, last_page, last_len, logit_cap, out)
 
 
@@ -166,10 +161,9 @@ ATTEND_PAGES_INT8 = Op(
 
 def attend_pages_int8(
     q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_scale: torch.Tensor,
-    v_scale: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    page_size: int,
     pages: torch.Tensor,
     last_page: torch.Tensor | None,
     last_len: torch.Tensor | None,
@@ -183,8 +177,8 @@ def attend_pages_int8(
 
     Args:
         q: [B, HQ, D] float32; see `rounding_bound`.
-        k, v: [P, S, H, D] int8 codes, from `quantize_pages`.
-        k_scale, v_scale: [P, H] float32.
+        codes: [P, H, 2, c] int8, scales: [P, 2, H] float32; from `quantize_pages`.
+        page_size: S, tokens of a page.
         pages, last_page, last_len, scale, logit_cap, out: as `attend_pages`.
     Returns:
         (out [B, HQ, D] float32, lse [B, HQ] float32, natural logarithm), as `attend_pages`.
@@ -192,5 +186,15 @@ def attend_pages_int8(
         ValueError: sizes or dtypes that do not agree. ImplementationError: see `registry.Op`.
     """
     return ATTEND_PAGES_INT8(
-        q, k, v, k_scale, v_scale, pages, last_page, last_len, scale, logit_cap, impl=impl, out=out
+        q,
+        codes,
+        scales,
+        page_size,
+        pages,
+        last_page,
+        last_len,
+        scale,
+        logit_cap,
+        impl=impl,
+        out=out,
     )

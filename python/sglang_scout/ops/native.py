@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -55,19 +55,20 @@ def _reasons(
     kv: torch.Tensor | None = None,
     dtypes: Collection[torch.dtype] = _DTYPES,
     max_dim: int = _MAX_DIM,
+    dim: int | None = None,
     **tensors: torch.Tensor | None,
 ) -> list[str]:
-    """Why the C++ code cannot run; ``kv`` [..., D] stands for the tensors of the pool's dtype."""
+    """Why the C++ code cannot run; ``kv`` is of the pool's dtype, [..., D] unless ``dim`` says D."""
     if _module is None:
         return [_ABSENT]
     reasons = []
     if kv is not None and kv.dtype not in dtypes:
         known = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         reasons.append(f"dtype {kv.dtype}; native supports {known}")
-    if kv is not None and (kv.shape[-1] % _DIM_STEP or not 0 < kv.shape[-1] <= max_dim):
-        reasons.append(
-            f"D={kv.shape[-1]}; native supports multiples of {_DIM_STEP} up to {max_dim}"
-        )
+    if kv is not None:
+        dim = kv.shape[-1] if dim is None else dim
+        if dim % _DIM_STEP or not 0 < dim <= max_dim:
+            reasons.append(f"D={dim}; native supports multiples of {_DIM_STEP} up to {max_dim}")
     for name, tensor in tensors.items():
         if tensor is None:
             continue
@@ -121,18 +122,22 @@ def attention(
     pool: tuple[str, ...],
     dtypes: Mapping[torch.dtype, tuple[int, ...]],
     max_dim: int = _MAX_DIM,
+    sizes: Callable[[dict[str, Any]], Sequence[int]] = lambda given: given["k"].shape,
+    also: tuple[str, ...] = (),
 ) -> Implementation:
     """One of the module's batched attentions. Ops differ in the tensors that their pool has.
 
     Args:
         op: named in errors.
         function: of the module.
-        pool: names of the pool's tensors, in the place of the op's arguments behind ``q``; K is "k".
+        pool: names of the pool's tensors, in the place of the op's arguments behind ``q``; K is the first.
         dtypes: of K, each with the code that the function wants for it, if any.
         max_dim: largest D.
+        sizes: P, S, H and D, from the op's arguments by name.
+        also: the op's arguments between the pool's tensors and ``pages``.
     """
     tensors = ("q", *pool, "pages", "last_page", "last_len")
-    names = (*tensors, "scale", "logit_cap", "out")
+    names = ("q", *pool, *also, *tensors[-3:], "scale", "logit_cap", "out")
 
     def given(args: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
         return {"logit_cap": 0.0, "out": None, **dict(zip(names, args, strict=False)), **named}
@@ -141,14 +146,15 @@ def attention(
         a = given(args, named)
         out = a["out"] if a["out"] is not None else (None, None)
         read = {name: a[name] for name in tensors}
-        return _reasons(a["k"], dtypes, max_dim, **read, **{"out[0]": out[0], "out[1]": out[1]})
+        outs = {"out[0]": out[0], "out[1]": out[1]}
+        return _reasons(a[pool[0]], dtypes, max_dim, sizes(a)[3], **read, **outs)
 
     def run(*args: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
         a = given(args, named)
         q, k, pages, last_page, last_len, out = (
-            a[name] for name in ("q", "k", "pages", "last_page", "last_len", "out")
+            a[name] for name in ("q", pool[0], "pages", "last_page", "last_len", "out")
         )
-        (P, S, H, D), HQ = k.shape, q.shape[1]
+        (P, S, H, D), HQ = sizes(a), q.shape[1]
         if out is None:
             out = (q.new_empty(q.shape), q.new_empty(q.shape[:2]))
         try:

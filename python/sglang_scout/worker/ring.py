@@ -19,8 +19,8 @@ and with int8 copies of the pages, whose words sgl-kernel/src/page_copies.h expl
 
     page_words_offset  u64 [P]
     copy_words_offset  u64 [L, P]
-    copies_offset    L layers   [P] of copy_stride bytes: K codes [S,H,D], V codes, K scales f32 [H],
-                                V scales
+    copies_offset    L layers   [P] of copy_stride bytes: codes i8 [H, 2, S*D] in the order of
+                                ops/quantize.py, S whole blocks, and scales f32 [2, H]: K, V
 
 ``slot(layer, step) = (step & 1) * L + layer``, ``seq = epoch << 40 | post``. Who writes what, in
 which order and in which state of a slot is said in sgl-kernel/src/ring.h, which mirrors this file
@@ -42,7 +42,7 @@ from sglang_scout.core.page_bytes import copy_bytes
 from sglang_scout.worker.spec import KV_DTYPES, MAX_NODES, ArenaSpec
 
 MAGIC = 0x31474E5254554353
-LAYOUT_VERSION = 4
+LAYOUT_VERSION = 5
 HEADER_BYTES = 4096
 CONTROL_BYTES = 640
 STAT_LINE_BYTES = 128

@@ -11,10 +11,22 @@ namespace scout {
 enum class DType : int32_t { kF32 = 0, kBF16 = 1, kF16 = 2, kI8 = 3 };
 
 constexpr int kMaxCodedDim = 512;  // largest head_dim of kI8 pages: their sums are of 32 bits
+constexpr int kCodedBlock = 16;    // tokens of a block of kI8 pages
 
 // K and V pages of one layer, each [num_pages, page_size, kv_heads, head_dim], contiguous.
-// head_dim is a multiple of 16. kI8 pages hold codes; a value is its code times the scale of its
-// page and KV head, k_scale and v_scale [num_pages, kv_heads] fp32 (unused with other dtypes).
+// head_dim is a multiple of 16.
+//
+// kI8 pages hold codes, K and V in one; a value is its code times the scale of its page and KV
+// head. Codes lie in the order in which a vector of them meets query or weights without a shuffle,
+// S padded to whole blocks of 16 tokens:
+//
+//   k       [num_pages, kv_heads, 2, S * head_dim], v is null; of a page and head
+//     K     [S / 16, head_dim / 4, 16, 4]   a line: 4 channels of 16 tokens
+//     V     [S / 4, head_dim, 4]            a line: 4 tokens of 16 channels
+//   scales  [num_pages, 2, kv_heads] fp32: of K, of V
+//
+// Of each four (the last axis) the second and the third have changed places, so that the bytes of
+// a 16-bit word are split into neighbours by two shifts.
 struct KvPages {
   const void* k;
   const void* v;
@@ -23,8 +35,7 @@ struct KvPages {
   int32_t kv_heads;
   int32_t head_dim;
   DType dtype;
-  const float* k_scale = nullptr;
-  const float* v_scale = nullptr;
+  const float* scales = nullptr;
 };
 
 struct AttendParams {
@@ -41,16 +52,16 @@ struct AttendParams {
 // (1..S) are valid, attended in addition to `pages`. out [H*G, D] fp32, lse [H*G] fp32, natural
 // log. Empty set: out = 0, lse = -inf.
 //
-// 16-bit and 8-bit K and V are widened exactly; q, products and sums stay fp32. Reads nothing
-// outside the listed pages and no K or V beyond last_len (prefetch hints aside, which cannot
+// 16-bit K and V are widened exactly; q, products and sums stay fp32. With kI8 q and the weights
+// become 16-bit codes (attend_int8.h). Reads nothing outside the listed pages and no K or V
+// beyond last_len, with kI8 beyond the block that it lies in (prefetch hints aside, which cannot
 // fault). Page ids are the caller's to check (valid_pages). Thread-safe; allocates nothing; uses
-// about 290 KiB of stack.
+// about 200 KiB of stack.
 void attend_sequence(const KvPages& kv, const AttendParams& params, const float* q,
                      const int32_t* pages, int32_t n, int32_t last_page, int32_t last_len,
                      float* out, float* lse);
 
-// A page of int8 codes: its K codes [S, H, D], its V codes, its K scales [H] and its V scales
-// (int8_record_bytes; fp32 scales at a multiple of four bytes).
+// A page of int8 codes followed by its scales (int8_record_bytes; at a multiple of four bytes).
 struct Int8Record {
   const int8_t* at;
   bool cached;  // it has just been written, so it need not be prefetched
@@ -74,9 +85,14 @@ class Int8Records {
 void attend_records(const KvPages& kv, const AttendParams& params, const float* q,
                     Int8Records& records, int32_t n, float* out, float* lse);
 
+// Tokens for which a page of codes has room.
+static inline int64_t coded_tokens(int64_t page_size) {
+  return (page_size + kCodedBlock - 1) / kCodedBlock * kCodedBlock;
+}
+
 // Bytes of the codes and scales of one page, K and V.
-inline int64_t int8_record_bytes(const KvPages& kv) {
-  return 2ll * kv.kv_heads * (int64_t{kv.page_size} * kv.head_dim + 4);
+static inline int64_t int8_record_bytes(const KvPages& kv) {
+  return 2ll * kv.kv_heads * (coded_tokens(kv.page_size) * kv.head_dim + 4);
 }
 
 // True if every entry of pages[0, n) is below num_pages (negative entries are padding and valid).
