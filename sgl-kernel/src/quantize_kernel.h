@@ -100,20 +100,29 @@ inline void stream_line(const int8_t* from, int8_t* to) {
   for (int i = 0; i < 64; i += Vec::kBytes) Vec::stream(to + i, from + i);
 }
 
-// A block of tokens of `count` heads, from rows of count * dim codes, to their place in a plane.
-inline void order_block(const QuantizePlane& plane, const int8_t* rows, int count, int dim,
-                        ptrdiff_t head_codes, ptrdiff_t at) {
-  const int block = kCodedBlock * dim;
-  for (int h = 0; h < count; ++h) {
-    int8_t* const to = plane.codes + h * head_codes + at;
-    if (plane.order == CodeOrder::kKeys)
-      order_keys(rows + h * dim, count * dim, dim, to);
-    else
-      order_values(rows + h * dim, count * dim, dim, to);
-    if (plane.stream == nullptr) continue;
-    for (int i = 0; i < block; i += 64) stream_line(to + i, plane.stream + h * head_codes + at + i);
+// A block of tokens of some heads in rows, on its way to its place in a plane: a few heads at a
+// time, while the next block is encoded, as nothing is asked of memory meanwhile.
+struct FullBlock {
+  const int8_t* rows = nullptr;  // of count * dim codes
+  int8_t* codes = nullptr;       // of the first head
+  int8_t* stream = nullptr;
+  CodeOrder order = CodeOrder::kKeys;
+  int next_head = 0;
+
+  void order_until(int head, int count, int dim, ptrdiff_t head_codes) {
+    if (rows == nullptr) return;
+    for (int& h = next_head; h < head; ++h) {
+      int8_t* const to = codes + h * head_codes;
+      if (order == CodeOrder::kKeys)
+        order_keys(rows + h * dim, count * dim, dim, to);
+      else
+        order_values(rows + h * dim, count * dim, dim, to);
+      if (stream == nullptr) continue;
+      for (int i = 0; i < kCodedBlock * dim; i += 64)
+        stream_line(to + i, stream + h * head_codes + i);
+    }
   }
-}
+};
 
 template <DType T>
 void quantize_heads(const QuantizeArgs& args, int first, int count) {
@@ -134,7 +143,9 @@ void quantize_heads(const QuantizeArgs& args, int first, int count) {
     if (t + lead < tokens) return row_at(plane, t + lead);
     return plane + 1 < args.n ? row_at(plane + 1, (t + lead - tokens) % tokens) : row_at(plane, t);
   };
-  alignas(64) int8_t block[kCodedBlock * kRowCodes];
+  alignas(64) int8_t buffers[2][kCodedBlock * kRowCodes];
+  int8_t* block = buffers[0];
+  FullBlock full;
   Vec::Bits largest[kHeadsAtOnce];
   float factors[kHeadsAtOnce];
   auto clear = [&] {
@@ -146,14 +157,12 @@ void quantize_heads(const QuantizeArgs& args, int first, int count) {
         {nullptr, nullptr, nullptr, row_at(0, t), largest, ahead_of(0, t)});
   }
   for (int64_t i = 0; i < args.n; ++i) {
-    QuantizePlane plane = args.planes[i];
+    const QuantizePlane& plane = args.planes[i];
     heads.measure(largest, plane.scales + first, factors);
-    plane.codes += first * head_codes;
-    if (plane.stream != nullptr) plane.stream += first * head_codes;
     clear();
     const bool scans = i + 1 < args.n;
     const char* const ahead =
-        static_cast<const char*>(args.ahead != nullptr ? args.ahead : args.planes[i].codes);
+        static_cast<const char*>(args.ahead != nullptr ? args.ahead : plane.codes);
     for (int t = 0; t < tokens; ++t) {
       const int in_block = t % kCodedBlock;
       const Rows rows{row_at(i, t),
@@ -163,12 +172,17 @@ void quantize_heads(const QuantizeArgs& args, int first, int count) {
                       largest,
                       scans ? ahead_of(i + 1, t) : ahead + begin + t * row};
       scans ? heads.template advance<true, true>(rows) : heads.template advance<true, false>(rows);
+      full.order_until(count * (in_block + 1) / kCodedBlock, count, args.head_dim, head_codes);
       if (in_block + 1 < kCodedBlock && t + 1 < tokens) continue;
+      full.order_until(count, count, args.head_dim, head_codes);
       for (int c = (in_block + 1) * codes_of_row; c < kCodedBlock * codes_of_row; ++c) block[c] = 0;
-      order_block(plane, block, count, args.head_dim, head_codes,
-                  static_cast<ptrdiff_t>(t - in_block) * args.head_dim);
+      const ptrdiff_t at = first * head_codes + ptrdiff_t{t - in_block} * args.head_dim;
+      full = {block, plane.codes + at, plane.stream != nullptr ? plane.stream + at : nullptr,
+              plane.order, 0};
+      block = block == buffers[0] ? buffers[1] : buffers[0];
     }
   }
+  full.order_until(count, count, args.head_dim, head_codes);
   Vec::finish_streams();
 }
 
