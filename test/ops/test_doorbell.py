@@ -256,6 +256,25 @@ def test_no_answer_is_an_error_and_never_hangs(arena):
     assert int(arena.ring().control["head"]) == 2
 
 
+def test_after_an_error_nothing_is_waited_for(arena):
+    """A step has many slots: with the whole time for each of them its server would end late."""
+    ring = ring_of(arena, timeout_us=2000)
+    ring.set_life(1)
+    ring.begin_step(1)
+    for layer in range(LAYERS):
+        ring.post(layer, *request(layer))
+    assert int(arena.ring().control["head"]) == LAYERS
+    out, lse = state(0)
+    ring.merge(0, out, lse)
+    settle()
+    assert ring.faults() == ["no answer in time"]
+    ring.timeout_us = 10**15
+    for layer in range(1, LAYERS):
+        ring.merge(layer, out, lse)
+    settle()
+    assert ring.errors() == ["no answer in time"]
+
+
 @pytest.fixture
 def attended(arena):
     """A producer, which says who lives, and an attendant on its ring."""

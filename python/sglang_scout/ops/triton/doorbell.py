@@ -237,6 +237,8 @@ def wait_kernel(
     """One program waits for the answer of a slot; answered [1] int32 says whether there is one.
 
     Bounded by the device's clock: a worker that does not answer sets an error, the stream goes on.
+    After any error nothing is waited for: the server ends, and the slots left of the step would cost
+    the whole time each.
     fault [1] int64, in the host's memory, gets the errors that there are, those of the post too.
     """
     slot = (tl.load(state + STEP) & 1) * L + layer
@@ -244,9 +246,10 @@ def wait_kernel(
     good = tl.zeros([], tl.int32)
     if seq != 0:
         reply = replies + slot * reply_stride
+        limit_ns = tl.where(tl.load(state + ERRORS) == 0, timeout_ns, 0)
         begin = now_ns()
         done = load_acquire(at_word(reply))
-        while (done != seq) & (now_ns() - begin < timeout_ns):
+        while (done != seq) & (now_ns() - begin < limit_ns):
             done = load_acquire(at_word(reply))
         tl.store(waited_ns + layer, tl.load(waited_ns + layer) + now_ns() - begin)
         errors = tl.load(state + ERRORS)

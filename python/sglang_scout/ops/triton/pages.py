@@ -13,7 +13,11 @@ import triton.language as tl
 from ..layers import LayerPages
 from .exact import rounded
 
-_COPY_WORDS = 4096  # of one program: 16 KiB where words have 4 bytes
+_COPY_WORDS = 4096  # of one program at a time: 16 KiB where words have 4 bytes
+# A recall copies while a step runs. As many programs as keep the bus busy (16 KiB of each on their
+# way, bandwidth times latency is some 100 KiB) and no more: the step's kernels want the rest of the
+# device, and its waits for the worker stand behind all reads from the host that are on their way.
+_COPY_PROGRAMS = 16
 
 
 @triton.jit
@@ -51,7 +55,8 @@ def digest_kernel(
         tl.store(kmax + row, tl.max(high, axis=0).to(kmax.dtype.element_ty), mask=d < D)
 
 
-@triton.jit
+# One compilation for every number of pages.
+@triton.jit(do_not_specialize=["n"])
 def copy_kernel(
     addresses,
     ids,
@@ -65,24 +70,27 @@ def copy_kernel(
     ALIGN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One block of words of K (program 0 of axis 2) or of V of one page.
+    """Blocks of words, those of a page and layer first of K, then of V; every program takes its share.
 
     addresses [2, L] of [P, words]; ids [3, n]: layer, page, slot; dst_k, dst_v [L, slots, words].
     """
-    i = tl.program_id(0)
-    layer, page = tl.load(ids + i), tl.load(ids + n + i)
-    slot = tl.load(ids + 2 * n + i)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = (layer >= 0) & (layer < L) & (page >= 0) & (page < P) & (slot >= 0) & (slot < slots)
-    if inside:
-        at_layer = tl.program_id(2) * L + layer
-        src = layer_pointer(addresses, at_layer, dst_k.dtype.element_ty, ALIGN)
-        value = tl.load(src + page * words + at, mask=at < words)
-        where = (layer * slots + slot) * words + at
-        if tl.program_id(2) == 0:
-            tl.store(dst_k + where, value, mask=at < words)
-        else:
-            tl.store(dst_v + where, value, mask=at < words)
+    blocks = tl.cdiv(words, BLOCK)
+    for task in range(tl.program_id(0), 2 * blocks * n, tl.num_programs(0)):
+        i, block = task // (2 * blocks), task % (2 * blocks)
+        layer, page = tl.load(ids + i), tl.load(ids + n + i)
+        slot = tl.load(ids + 2 * n + i)
+        is_v = block // blocks
+        at = (block % blocks) * BLOCK + tl.arange(0, BLOCK)
+        inside = (layer >= 0) & (layer < L) & (page >= 0) & (page < P)
+        if inside & (slot >= 0) & (slot < slots):
+            at_layer = is_v * L + layer
+            src = layer_pointer(addresses, at_layer, dst_k.dtype.element_ty, ALIGN)
+            value = tl.load(src + page * words + at, mask=at < words)
+            where = (layer * slots + slot) * words + at
+            if is_v == 0:
+                tl.store(dst_k + where, value, mask=at < words)
+            else:
+                tl.store(dst_v + where, value, mask=at < words)
 
 
 @triton.jit
@@ -160,7 +168,9 @@ def copy_layer_pages(
     word = torch.int32 if aligned else torch.uint8
     words = page_bytes // word.itemsize
     block = min(_COPY_WORDS, triton.next_power_of_2(words))
-    copy_kernel[(n, triton.cdiv(words, block), 2)](
+    tasks = 2 * n * triton.cdiv(words, block)
+    from_host = source.k[0].device.type == "cpu"
+    copy_kernel[(min(tasks, _COPY_PROGRAMS) if from_host else tasks,)](
         source.addresses,
         ids,
         dst_k.view(L, slots, -1).view(word),
