@@ -96,7 +96,7 @@ def cases() -> Iterator[tuple[str, Callable[..., object], tuple]]:
             arguments = (q, *digests, table, row, 0.1, reduce)
             yield f"score_pages {reduce}, {model}", score.score_pages, arguments
         for cap in (0.0, 30.0) if model == "D=256" else (0.0,):
-            arguments = (q, k, v, table, row, row, 0.1, cap)
+            arguments = (q, k, v, table, row, row, 0.1, cap, None, table[0])
             yield f"attend_pages, cap {cap:g}, {model}", attend.attend_pages, arguments
         if model == "all one":
             arguments = (q, k, v, table, None, None, 0.1)

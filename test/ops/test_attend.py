@@ -210,6 +210,25 @@ def test_order_and_padding_of_pages_do_not_matter(agree, impl):
 
 
 @IMPLS
+@pytest.mark.parametrize("into", [False, True])
+def test_pages_are_looked_up_where_their_slots_are_given(impl, into):
+    q, k, v, pages, *last = inputs(9, B=3)
+    P, rng = len(k), torch.Generator().manual_seed(9)
+    ids = torch.randperm(2 * P, generator=rng)[:P].int()  # page ids[i] is at slot i
+    slot_of = torch.full((2 * P,), -1, dtype=torch.int32)
+    slot_of[ids.long()] = torch.arange(P, dtype=torch.int32)
+    away = (slot_of < 0).nonzero()[0].int()  # a page without a slot
+    named = ids[pages.clamp(min=0).long()].masked_fill(pages < 0, -1)
+    named = torch.where(pages < 0, away, named)
+    named[0, 0], pages[0, 0] = -1, -1
+    out = poisoned(q) if into else None
+    got = attend_pages(q, k, v, named, *last, 0.125, impl=impl, out=out, slot_of=slot_of)
+    expected = attend_pages(q, k, v, pages, *last, 0.125, impl=impl)
+    for a, b in zip(got, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+@IMPLS
 def test_full_last_page_is_an_ordinary_page(agree, impl):
     q, k, v, *_ = inputs(10, B=1, S=8)
     a = attend_pages(q, k, v, i32([[1, 4, 6]]), None, None, 0.125, impl=impl)

@@ -132,6 +132,20 @@ def test_a_row_does_not_depend_on_its_neighbours(impl):
             assert torch.equal(a, t[row])
 
 
+@IMPLS
+@given(case=cases())
+def test_writes_where_it_is_told_to(impl, case):
+    k, B = case[4], len(case[1])
+    rows = torch.full((2, B + 1, k), 99, dtype=torch.int32)
+    out = rows[0, :B], rows[1, :B]
+    expected = select_pages(*case, impl=impl)
+    got = select_pages(*case, impl=impl, out=out)
+    assert got.pages.data_ptr() == out[0].data_ptr() and got.missing.data_ptr() == out[1].data_ptr()
+    for a, b in zip(got, expected, strict=True):
+        assert torch.equal(a, b)
+    assert (rows[:, B] == 99).all()
+
+
 def test_inputs_are_not_changed():
     scores, table = torch.rand(2, 8), torch.arange(16).view(2, 8).int()
     n_full, slot_of = i32([8, 5]), i32([-1] * 16)

@@ -37,6 +37,7 @@ from sglang_scout.engine.verify import Verifier
 from sglang_scout.ops.append import Pool, append_tokens
 from sglang_scout.ops.attend import attend_pages
 from sglang_scout.ops.doorbell import DeviceRing
+from sglang_scout.ops.layers import resident_slots
 from sglang_scout.ops.select import select_pages
 from sglang_scout.policy.axes import Policy
 
@@ -304,17 +305,16 @@ class DeviceStepEngine:
             layer, query, table, n_full, self.shape.scale, digest.head_reduce
         )
         if digest.resident_bonus:
-            scores += digest.resident_bonus * (self._slots_of(layer, table) >= 0)
+            scores += digest.resident_bonus * (resident_slots(self._slot_of[layer], table) >= 0)
         if self._shared is not None:
             scores = self._shared.scores(scores)
         selection = select_pages(
             scores, table, n_full, self._slot_of[layer], self.budget_pages,
-            digest.sink_pages, digest.recent_pages,
+            digest.sink_pages, digest.recent_pages, out=self._results.of(layer, rows),
         )  # fmt: skip
         if self._shared is not None and self._verifier is not None:
             is_same = self._shared.is_same(selection.pages)
             self.counters.verify_unequal_selections += not is_same
-        self._results.keep(layer, selection)
         self._ring.post(layer, query.contiguous(), selection.missing, selection.n_missing)
         self._chosen[layer] = query, selection.pages
 
@@ -334,13 +334,13 @@ class DeviceStepEngine:
         query_ahead, pages = self._chosen.pop(layer)
         if not self.policy.digest.only_selected:
             pages = inputs.table[:rows]
-        slots = self._slots_of(layer, pages)
         out, lse = attend_pages(
-            query, self.resident.k[layer], self.resident.v[layer], slots,
-            tail_slot, tail_len, shape.scale, shape.logit_cap,
+            query, self.resident.k[layer], self.resident.v[layer], pages,
+            tail_slot, tail_len, shape.scale, shape.logit_cap, slot_of=self._slot_of[layer],
         )  # fmt: skip
         self._ring.merge(layer, out, lse)
         if self._verifier is not None:
+            slots = resident_slots(self._slot_of[layer], pages)
             on_device = torch.where(slots >= 0, pages, -1).cpu().numpy()
             on_cpu = self._results.missing[layer, :rows].cpu().numpy()
             queries = query.cpu(), query_ahead.cpu()
@@ -355,11 +355,6 @@ class DeviceStepEngine:
             return query
         young = self._inputs.young[: len(query)] > 0
         return torch.where(young[:, None, None], query, predicted)
-
-    def _slots_of(self, layer: int, pages: torch.Tensor) -> torch.Tensor:
-        """``[B, n]`` int32 slots of ``pages``, -1 where not resident."""
-        slots = self._slot_of[layer].index_select(0, pages.clamp(min=0).flatten())
-        return slots.view_as(pages).masked_fill_(pages < 0, -1)
 
     def close(self) -> None:
         """Wait for what was launched, stop the copies and write the trace."""

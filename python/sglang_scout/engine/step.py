@@ -34,6 +34,7 @@ from sglang_scout.engine.trace import Tracer
 from sglang_scout.engine.verify import Verifier
 from sglang_scout.ops.append import Pool, append_tokens
 from sglang_scout.ops.attend import attend_pages
+from sglang_scout.ops.layers import resident_slots
 from sglang_scout.ops.select import select_pages
 from sglang_scout.policy.axes import Policy
 
@@ -210,7 +211,9 @@ class StepEngine:
         )
         if digest.resident_bonus:
             # Of what no head looks for, any page is as good as another: take what is here.
-            scores += digest.resident_bonus * (self._slots_of(layer, batch.table) >= 0)
+            scores += digest.resident_bonus * (
+                resident_slots(self._slot_of[layer], batch.table) >= 0
+            )
         if self._shared is not None:
             # After the bonus: what is resident here need not be on the other ranks.
             scores = self._shared.scores(scores)
@@ -268,7 +271,7 @@ class StepEngine:
         assert batch.slots is not None
         slots = batch.slots[layer]
         if self.policy.digest.only_selected:
-            slots = self._slots_of(layer, ahead.pages)
+            slots = resident_slots(self._slot_of[layer], ahead.pages)
         if ahead.copies is not None:
             slots = self._with_copies(layer, slots, ahead)
         start_ns = self.tracer.now()
@@ -311,11 +314,6 @@ class StepEngine:
         young = self._current().ages < self.policy.predictor.exact_steps
         return torch.where(torch.from_numpy(young)[:, None, None], query, predicted)
 
-    def _slots_of(self, layer: int, pages: torch.Tensor) -> torch.Tensor:
-        """``[B, k]`` slots of ``pages``, -1 where not resident; fixed until the layer's attention ends."""
-        slots = self._slot_of[layer].index_select(0, pages.clamp(min=0).flatten())
-        return slots.view_as(pages).masked_fill(pages < 0, -1)
-
     def _with_copies(self, layer: int, slots: torch.Tensor, ahead: _Ahead) -> torch.Tensor:
         """Wait for the pages that were copied ahead, and attend to them as well."""
         assert ahead.copies is not None
@@ -342,7 +340,7 @@ class StepEngine:
         assert batch.slots is not None
         pages, slots = batch.table, batch.slots[layer]
         if self.policy.digest.only_selected:
-            pages, slots = ahead.pages, self._slots_of(layer, ahead.pages)
+            pages, slots = ahead.pages, resident_slots(self._slot_of[layer], ahead.pages)
         on_device = np.where(slots.numpy() >= 0, pages.numpy(), -1)
         if ahead.copies is not None:
             copied = np.where(ahead.copies.slots_of(ahead.missing) >= 0, ahead.missing, -1)

@@ -15,7 +15,6 @@ import torch
 
 from sglang_scout.engine.boundary import Batch
 from sglang_scout.engine.device import Fetching
-from sglang_scout.ops.select import Selection
 
 KNOWN_AFTER = 2
 """Boundaries until the host has what a step selected."""
@@ -84,11 +83,9 @@ class StepResults:
         """A step is about to be launched."""
         self._launched.append(LaunchedStep(step, start_ns, batch))
 
-    def keep(self, layer: int, selection: Selection) -> None:
-        """Within the step: what one layer selected."""
-        rows = len(selection.pages)
-        self.pages[layer, :rows].copy_(selection.pages)
-        self.missing[layer, :rows].copy_(selection.missing)
+    def of(self, layer: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where a step leaves the selected and the missing pages of a layer, each [rows, k]."""
+        return self.pages[layer, :rows], self.missing[layer, :rows]
 
     def send_for(self) -> None:
         """Boundary: send for what the step launched last selects."""

@@ -6,6 +6,7 @@ import torch
 
 from ..core.registry import Op, Tolerance
 from . import native, triton
+from .layers import resident_slots
 from .shapes import Shapes
 
 Partial = tuple[torch.Tensor, torch.Tensor]
@@ -26,6 +27,7 @@ def attend_reference(
     scale: float,
     logit_cap: float = 0.0,
     out: Partial | None = None,
+    slot_of: torch.Tensor | None = None,
 ) -> Partial:
     """`attend_pages` by gathering the pages.
 
@@ -33,6 +35,7 @@ def attend_reference(
     softcap s = c tanh(s / c) as in Gemma 2.
     """
     B, S, (H, D) = q.shape[0], k.shape[1], k.shape[2:]
+    pages = resident_slots(slot_of, pages)
     lengths = torch.full_like(pages, S)
     if last_page is not None and last_len is not None:
         pages = torch.cat((pages, last_page[:, None]), dim=1)
@@ -93,11 +96,14 @@ def _check(
     scale: float,
     logit_cap: float = 0.0,
     out: Partial | None = None,
+    slot_of: torch.Tensor | None = None,
 ) -> None:
     shapes = Shapes("attend_pages")
     shapes.bind("k", k, "PSHD")
     shapes.bind("v", v, "PSHD", k.dtype)
     bind_attention(shapes, q, pages, last_page, last_len, logit_cap, out)
+    if slot_of is not None:
+        shapes.bind("slot_of", slot_of, "I", torch.int32)
 
 
 ATTEND_PAGES = Op(
@@ -121,6 +127,7 @@ def attend_pages(
     impl: str = "auto",
     *,
     out: Partial | None = None,
+    slot_of: torch.Tensor | None = None,
 ) -> Partial:
     """Attend from one query per request to all tokens of the given pages.
 
@@ -134,6 +141,8 @@ def attend_pages(
         scale: factor on q.k, 1/sqrt(D) as a rule.
         logit_cap: 0 for none, otherwise scores become cap * tanh(score / cap).
         out: (out, lse) to write into, instead of new tensors.
+        slot_of: [I] int32 below P; then ``pages`` are ids below I, and page i is what lies at
+            slot_of[i] of the pool. Those with a negative slot are skipped. Not for ``last_page``.
     Returns:
         (out [B, HQ, D] float32, lse [B, HQ] float32, natural logarithm). An empty set attends to
         nothing: out = 0, lse = -inf; so do keys that make every score -inf ("triton" answers NaN: it
@@ -142,4 +151,6 @@ def attend_pages(
         ValueError: sizes or dtypes that do not agree. ImplementationError: see `registry.Op`.
     Source: ScoutAttention Algorithm 1 lines 7 and 10 (CPUATTN, GPUATTN).
     """
-    return ATTEND_PAGES(q, k, v, pages, last_page, last_len, scale, logit_cap, impl=impl, out=out)
+    return ATTEND_PAGES(
+        q, k, v, pages, last_page, last_len, scale, logit_cap, impl=impl, out=out, slot_of=slot_of
+    )

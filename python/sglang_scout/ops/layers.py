@@ -58,3 +58,12 @@ class LayerPages:
 
     def __repr__(self) -> str:
         return f"{len(self.k)} layers of {self.k[0].dtype}{list(self.k[0].shape)}"
+
+
+def resident_slots(slot_of: torch.Tensor | None, pages: torch.Tensor) -> torch.Tensor:
+    """[B, n] int32 slots of pages [B, n] int32, -1 where a page is none or has none; without
+    ``slot_of`` [I] int32 the pages themselves."""
+    if slot_of is None:
+        return pages
+    slots = slot_of.index_select(0, pages.clamp(min=0).flatten())
+    return slots.view_as(pages).masked_fill_(pages < 0, -1)

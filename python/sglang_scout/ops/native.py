@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ..core.registry import Implementation
-from .layers import LayerPages
+from .layers import LayerPages, resident_slots
 
 _module: ModuleType | None = None
 _ABSENT = ""
@@ -140,13 +140,14 @@ def attention(
     names = ("q", *pool, *also, *tensors[-3:], "scale", "logit_cap", "out")
 
     def given(args: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
-        return {"logit_cap": 0.0, "out": None, **dict(zip(names, args, strict=False)), **named}
+        rest = {"logit_cap": 0.0, "out": None, "slot_of": None}
+        return {**rest, **dict(zip(names, args, strict=False)), **named}
 
     def reasons(*args: Any, **named: Any) -> list[str]:
         a = given(args, named)
         out = a["out"] if a["out"] is not None else (None, None)
         read = {name: a[name] for name in tensors}
-        outs = {"out[0]": out[0], "out[1]": out[1]}
+        outs = {"out[0]": out[0], "out[1]": out[1], "slot_of": a["slot_of"]}
         return _reasons(a[pool[0]], dtypes, max_dim, sizes(a)[3], **read, **outs)
 
     def run(*args: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -155,6 +156,7 @@ def attention(
             a[name] for name in ("q", pool[0], "pages", "last_page", "last_len", "out")
         )
         (P, S, H, D), HQ = sizes(a), q.shape[1]
+        pages = resident_slots(a["slot_of"], pages)
         if out is None:
             out = (q.new_empty(q.shape), q.new_empty(q.shape[:2]))
         try:

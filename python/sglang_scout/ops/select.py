@@ -8,6 +8,7 @@ import torch
 
 from ..core.registry import Op, Tolerance
 from . import triton
+from .layers import resident_slots
 from .shapes import Shapes
 
 TOLERANCES = {
@@ -38,6 +39,7 @@ def select_reference(
     k: int,
     sink_pages: int = 1,
     recent_pages: int = 1,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> Selection:
     """`select_pages` in plain torch: no loop over rows, no shape that depends on values."""
     B, N = table.shape
@@ -54,13 +56,14 @@ def select_reference(
     top, best = torch.topk(key, min(k, N), dim=1)
     found = table.gather(1, best).masked_fill_(top == -torch.inf, -1)
     pages = found if k <= N else torch.nn.functional.pad(found, (0, k - N), value=-1)
-    slots = slot_of.index_select(0, pages.clamp(min=0).flatten()).view(B, k)
-    lacks_slot = (slots < 0) & (pages >= 0)
+    lacks_slot = (resident_slots(slot_of, pages) < 0) & (pages >= 0)
     # Pack to the left: a missing page goes to the place that its running count names; all others
     # send -1 to place 0, where the maximum ignores them.
     place = lacks_slot.cumsum(1).sub_(1).mul_(lacks_slot)
     missing = torch.full_like(pages, -1)
     missing.scatter_reduce_(1, place, pages.masked_fill(~lacks_slot, -1), "amax")
+    if out is not None:
+        pages, missing = out[0].copy_(pages), out[1].copy_(missing)
     return Selection(pages, missing, lacks_slot.sum(1, dtype=torch.int32))
 
 
@@ -72,6 +75,7 @@ def _check(
     k: int,
     sink_pages: int = 1,
     recent_pages: int = 1,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     shapes = Shapes("select_pages")
     shapes.bind("scores", scores, "BN", torch.float32)
@@ -82,6 +86,10 @@ def _check(
         shapes.fail("slot_of has P=0, expected at least one page")
     if min(sink_pages, recent_pages) < 0 or sink_pages + recent_pages > k or k < 1:
         shapes.fail(f"k={k} cannot hold sink_pages={sink_pages} + recent_pages={recent_pages}")
+    if out is not None:
+        shapes.sizes["k"] = k
+        shapes.bind("out[0]", out[0], "Bk", torch.int32)
+        shapes.bind("out[1]", out[1], "Bk", torch.int32)
 
 
 SELECT_PAGES = Op(
@@ -98,6 +106,8 @@ def select_pages(
     sink_pages: int = 1,
     recent_pages: int = 1,
     impl: str = "auto",
+    *,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> Selection:
     """The k best pages of every request, sink and newest always among them.
 
@@ -108,6 +118,7 @@ def select_pages(
         slot_of: [P] int32, slot of a resident page, -1 if the page is not resident.
         k: pages to choose, at least sink_pages + recent_pages.
         sink_pages, recent_pages: how many first and last full pages are chosen whatever they score.
+        out: ``pages`` and ``missing`` to write into, instead of new tensors.
     Returns:
         :class:`Selection`. Pages of equal score may be chosen either way.
     Raises:
@@ -116,5 +127,7 @@ def select_pages(
     static and nothing waits for the device, so it can be captured in a CUDA graph.
     """
     return Selection(
-        *SELECT_PAGES(scores, table, n_full, slot_of, k, sink_pages, recent_pages, impl=impl)
+        *SELECT_PAGES(
+            scores, table, n_full, slot_of, k, sink_pages, recent_pages, impl=impl, out=out
+        )
     )

@@ -125,6 +125,7 @@ def _attend_reasons(
     scale: float,
     logit_cap: float = 0.0,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    slot_of: torch.Tensor | None = None,
 ) -> list[str]:
     written, lse = out if out is not None else (None, None)
     reasons = _reasons(
@@ -135,6 +136,7 @@ def _attend_reasons(
         pages=pages,
         last_page=last_page,
         last_len=last_len,
+        slot_of=slot_of,
         **{"out[0]": written, "out[1]": lse},
     )
     if k.shape[1] > _MAX_PAGE_TOKENS:
@@ -153,8 +155,11 @@ def _select_reasons(
     k: int,
     sink_pages: int = 1,
     recent_pages: int = 1,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> list[str]:
-    reasons = _reasons(scores=scores, table=table, n_full=n_full, slot_of=slot_of)
+    pages, missing = out if out is not None else (None, None)
+    written = {"out[0]": pages, "out[1]": missing}
+    reasons = _reasons(scores=scores, table=table, n_full=n_full, slot_of=slot_of, **written)
     if table.shape[1] > _MAX_COLUMNS:
         reasons.append(f"N={table.shape[1]}; triton supports up to {_MAX_COLUMNS}")
     if k > _MAX_CHOSEN:

@@ -1,7 +1,7 @@
 """`attend_pages` on the device: split over the pages, then one program per query head combines.
 
-Bytes that must move: 2 S H D e per page of a row (K and V, e bytes per element), 4 for its id, and
-8 D + 8 per query head for q, out and lse. With more than one split each adds 8 D + 8 per query head,
+Bytes that must move: 2 S H D e per page of a row (K and V, e bytes per element), 4 for its id and 4 for
+its slot, and 8 D + 8 per query head for q, out and lse. With more than one split each adds 8 D + 8 per query head,
 written and read again; at 8 splits of 64 pages and 5 query heads per KV head, 8 % of the pages.
 """
 
@@ -23,6 +23,7 @@ def attend_kernel(
     k,
     v,
     pages,
+    slot_of,
     last_page,
     last_len,
     out,
@@ -35,6 +36,7 @@ def attend_kernel(
     H: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
+    HAS_SLOTS: tl.constexpr,
     HAS_LAST: tl.constexpr,
     HAS_CAP: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -73,6 +75,8 @@ def attend_kernel(
     for first in range(split, columns, splits * CHUNK):
         column = first + splits * tl.arange(0, CHUNK)
         page = tl.load(pages + b.to(tl.int64) * R + column, mask=column < R, other=-1)
+        if HAS_SLOTS:
+            page = tl.load(slot_of + page, mask=page >= 0, other=-1)
         if HAS_LAST:
             page = tl.where(column == R, tail, page)
         rank = tl.cumsum((page >= 0).to(tl.int32), axis=0)  # 1 for the first page
@@ -157,6 +161,7 @@ def attend_pages(
     scale: float,
     logit_cap: float = 0.0,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    slot_of: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `ops.attend.attend_pages`."""
     (B, HQ, D), (_, S, H, _), R = q.shape, k.shape, pages.shape[1]
@@ -175,6 +180,7 @@ def attend_pages(
         k,
         v,
         pages,
+        slot_of,
         last_page,
         last_len,
         parts,
@@ -187,6 +193,7 @@ def attend_pages(
         H,
         HQ // H,
         D,
+        slot_of is not None,
         last_page is not None,
         logit_cap > 0,
         max(16, min(_MAX_CHUNK, triton.next_power_of_2(triton.cdiv(max(1, columns), splits)))),

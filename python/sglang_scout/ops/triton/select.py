@@ -119,10 +119,11 @@ def select_pages(
     k: int,
     sink_pages: int = 1,
     recent_pages: int = 1,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """pages, missing and n_missing of `ops.select.select_pages`."""
     B, N = table.shape
-    pages, missing = table.new_empty((2, B, k)).unbind()
+    pages, missing = out if out is not None else table.new_empty((2, B, k)).unbind()
     n_missing = table.new_empty(B)
     if B == 0:
         return pages, missing, n_missing
