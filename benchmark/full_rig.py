@@ -26,6 +26,7 @@ class FullRig:
         self.model = model
         self._attend = self._flashinfer(each) if kind == "full-flashinfer" else self._triton
         side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())  # which may still fill the pages
         with torch.cuda.stream(side):
             self._layers()
         side.synchronize()

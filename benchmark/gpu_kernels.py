@@ -373,6 +373,7 @@ class Timer:
     def samples_us(self, calls: list[Callable[[], object]]) -> list[float]:
         """Microseconds of one call, SAMPLES times."""
         side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())  # which may still fill the arguments
         with torch.cuda.stream(side):  # kernels are compiled and loaded before the capture
             for call in calls:
                 call()

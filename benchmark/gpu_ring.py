@@ -135,10 +135,15 @@ def check(device: str) -> str:
 
 
 def samples_us(step: Step, epoch: int) -> tuple[list[float], int]:
-    """Microseconds per layer of each replay, and how many records were answered."""
+    """Microseconds per layer of each replay, and how many records were answered.
+
+    Raises:
+        RuntimeError: a replay went wrong. It is the last: after an error nothing is waited for.
+    """
     ring = step.running.ring
     ring.set_life(0)
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())  # which still says that nothing is to be posted
     with torch.cuda.stream(side):
         step()
     side.synchronize()
@@ -156,9 +161,8 @@ def samples_us(step: Step, epoch: int) -> tuple[list[float], int]:
         end.record()
         end.synchronize()
         samples.append(begin.elapsed_time(end) * 1e3 / LAYERS)
-    errors = ring.errors()
-    if errors:
-        raise RuntimeError("; ".join(errors))
+        if faults := ring.faults():
+            raise RuntimeError(f"replay {number}: {'; '.join(faults)}")
     return samples[WARM_UP:], step.running.records() - before
 
 
@@ -180,12 +184,19 @@ def measure(out: Path) -> int:
                 ("one_page", EPOCH, False),
                 ("one_page_in_front", EPOCH, True),
             ):
-                samples, answered = samples_us(Step(running, batch, in_front), epoch)
+                sizes = {"op": op, "B": batch, "threads": running.threads}
                 expected = (WARM_UP + SAMPLES) * LAYERS if epoch else 0
-                if answered != expected:
-                    raise RuntimeError(f"{op}: {answered} records answered, expected {expected}")
+                try:
+                    samples, answered = samples_us(Step(running, batch, in_front), epoch)
+                    if answered != expected:
+                        raise RuntimeError(f"{answered} records answered, expected {expected}")
+                except RuntimeError as error:
+                    writer.add("triton", "failed", str(error), **sizes)
+                    writer.close()
+                    print(f"{op:18} B={batch:2}: FAILED {error}", flush=True)
+                    return 1
                 p99_us = round(rows.percentile(samples, 99), 3)
-                sizes = {"op": op, "B": batch, "threads": running.threads, "answered": answered}
+                sizes["answered"] = answered
                 row = writer.add("triton", p99_us=p99_us, **sizes, **rows.summary(samples))
                 print(
                     f"{op:18} B={batch:2}: median {row['median_us']} us, p99 {p99_us} us",
