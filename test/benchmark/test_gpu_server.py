@@ -85,6 +85,14 @@ def test_a_worker_that_was_not_killed_is_noticed():
     assert gpu_server.state_problems(STATE, fallback=True) == ["worker.restarts = 0"]
 
 
+def test_whether_graphs_ran_is_read_from_decode_steps_alone():
+    log = (
+        "Prefill batch, #new-seq: 1, cuda graph: False, input throughput (token/s): 1.0\n"
+        "Decode batch, #running-req: 2, #token: 64, cuda graph: True, gen throughput (token/s): 1.0\n"
+    )
+    assert gpu_server.graphs_said(log) == {"True"}
+
+
 def test_speed_counts_only_while_all_requests_decode():
     first = [0.0, 1.0, 1.5, 2.0, 2.5, 3.0]
     second = [0.2, 1.5, 2.0, 2.5, 3.0, 3.5]

@@ -1,20 +1,28 @@
 """Two graphs for each batch size: SGLang's own capture and choice, with the hooks around them."""
 
+import argparse
 import os
+import sys
 
 os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 hooks = pytest.importorskip("sglang_scout.plugin.hooks", reason="needs SGLang")
 
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode  # noqa: E402
 from sglang.srt.model_executor.runner import decode_cuda_graph_runner as sglang_runner  # noqa: E402
+from sglang.srt.server_args import ServerArgs  # noqa: E402
 
 from sglang_scout.engine.device_step import DeviceStepEngine  # noqa: E402
 from sglang_scout.plugin import backend as backend_module  # noqa: E402
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmark"))
+import gpu_server  # noqa: E402
 
 Runner = sglang_runner.DecodeCudaGraphRunner
 LATE = backend_module._LATE_STEP
@@ -90,3 +98,31 @@ def test_one_graph_where_all_steps_are_alike(runner, engine):
     made = runner(engine)
     assert capture(made) == [(2, None, False), (1, None, False)]
     assert made._resolve_lora_variant(None) is None
+
+
+def test_every_batch_that_is_checked_on_a_device_finds_a_graph():
+    """With the flags of benchmark/gpu_server.py, by SGLang's own choice of sizes and of graphs."""
+    options = argparse.Namespace(
+        batch=[1, 2, 3, 5, 8, 16], context=1500, kill_tokens=1000, device="cuda"
+    )
+    flags = gpu_server.server_flags(options, "bfloat16")
+    unpadded = flags.get("disable_cuda_graph_padding", False)
+    asked = SimpleNamespace(disable_cuda_graph_padding=unpadded, speculative_algorithm=None)
+    most = flags["cuda_graph_max_bs_decode"]
+    sizes = ServerArgs._generate_decode_cuda_graph_batch_sizes(asked, most)
+    runner = object.__new__(Runner)
+    graphs = {runner._make_graph_key(size) for size in sizes}
+    runner.__dict__ |= dict(
+        backend=SimpleNamespace(can_run=lambda _, key: key in graphs), disable_padding=unpadded,
+        max_bs=max(sizes), num_tokens_per_bs=1, capture_hidden_mode=CaptureHiddenMode.NULL,
+        require_mlp_tp_gather=False, enable_pdmux=False, require_mlp_sync=False,
+        is_encoder_decoder=False, enable_two_batch_overlap=False,
+        model_runner=SimpleNamespace(spec_algorithm=SimpleNamespace(is_ngram=lambda: False)),
+    )  # fmt: skip
+    for size in options.batch:
+        batch = SimpleNamespace(
+            replace_embeds=None, batch_size=size, spec_info=None,
+            capture_hidden_mode=CaptureHiddenMode.NULL,
+        )  # fmt: skip
+        assert runner.can_run_graph(batch), size
+    assert sizes == [1, 2, 4, 8, 12, 16], "3 and 5 are padded"
