@@ -240,7 +240,7 @@ def test_memory_is_locked_in_chunks_with_progress_or_not_at_all(monkeypatch):
     chunk = device.LOCK_CHUNK_BYTES
     runtime = FakeRuntime(3 * chunk)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(device, "_uses_host_addresses", lambda: True)
+    monkeypatch.setattr(device, "_device_address", lambda address: address)
     seen = []
     unlock = device.lock_memory(4096, 2 * chunk + 5, seen.append)
     assert seen == [chunk, 2 * chunk, 2 * chunk + 5]
@@ -252,7 +252,26 @@ def test_memory_is_locked_in_chunks_with_progress_or_not_at_all(monkeypatch):
     assert len(runtime.locked) == 3, "nothing of it stays locked"
     unlock()
     assert not runtime.locked
-    monkeypatch.setattr(device, "_uses_host_addresses", lambda: False)
+
+
+@pytest.mark.parametrize("theirs", [lambda address: address + (1 << 40), lambda _: None])
+def test_memory_with_another_address_on_the_device_is_not_used(monkeypatch, theirs):
+    runtime = FakeRuntime(3 * device.LOCK_CHUNK_BYTES)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(device, "_device_address", theirs)
+    seen = []
     with pytest.raises(MemoryError, match="other addresses"):
-        device.lock_memory(4096, 5)
-    assert not runtime.locked
+        device.lock_memory(4096, 2 * device.LOCK_CHUNK_BYTES, seen.append)
+    assert not runtime.locked and not seen, "it is said before more is locked"
+
+
+@pytest.mark.parametrize(("status", "found"), [(0, 4096), (1, None)])
+def test_the_driver_is_asked_for_the_address_on_the_device(monkeypatch, status, found):
+    class Driver:
+        def cuMemHostGetDevicePointer_v2(self, there, host, flags):
+            there._obj.value = host.value
+            assert flags.value == 0
+            return status
+
+    monkeypatch.setattr(device.ctypes, "CDLL", lambda name: {"libcuda.so.1": Driver()}[name])
+    assert device._device_address(4096) == found

@@ -15,7 +15,6 @@ import torch
 
 LOCK_CHUNK_BYTES = 4 * 2**30
 _MAPPED = 2  # cudaHostRegisterMapped
-_HOST_POINTER_ATTRIBUTE = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
 
 
 def lock_memory(
@@ -49,24 +48,28 @@ def lock_memory(
                 "of the service)"
             )
         locked.append(address + done)
+        if _device_address(address + done) != address + done:
+            unlock()
+            raise MemoryError(
+                "this device has other addresses for page-locked memory than the host "
+                "(CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM is 0), which the kernels do not know; use another"
+            )
         if progress is not None:
             progress(done + size)
-    if not _uses_host_addresses():
-        unlock()
-        raise MemoryError(
-            "this device has other addresses for page-locked memory than the host "
-            "(CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM is 0), which the kernels do not know; use another"
-        )
     return unlock
 
 
-def _uses_host_addresses() -> bool:
-    """Whether a kernel may use the host's address of memory that was page-locked."""
-    value = ctypes.c_int(0)
+def _device_address(address: int) -> int | None:
+    """The device's address of page-locked memory, None if the driver knows none.
+
+    Asked of the memory itself: where the attribute that the message names is 0, the two may differ, but
+    need not.
+    """
+    there = ctypes.c_uint64(0)
     driver = ctypes.CDLL("libcuda.so.1")
-    device = torch.cuda.current_device()
-    failed = driver.cuDeviceGetAttribute(ctypes.byref(value), _HOST_POINTER_ATTRIBUTE, device)
-    return not failed and value.value != 0
+    host = ctypes.c_void_p(address)
+    failed = driver.cuMemHostGetDevicePointer_v2(ctypes.byref(there), host, ctypes.c_uint(0))
+    return None if failed else there.value
 
 
 def upload(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
