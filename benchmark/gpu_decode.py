@@ -53,20 +53,40 @@ DEVICE_RESERVE_BYTES = 6 * 2**30  # for graphs, activations and what else a serv
 
 
 def check(device: str) -> list[str]:
-    """What is wrong; empty if nothing is."""
-    wrong = []
+    """What is wrong with the first batch of which anything is; empty if nothing is.
+
+    Says of each kind of step how it went as soon as it has, so that a log which is cut short says how far
+    it got.
+    """
+    for batch in (1, 3) if device == "cpu" else (1, 4, 16, 64):
+        wrong = []
+        begin = time.monotonic()
+        for kind, found in findings(device, batch, steps=6 if device == "cpu" else 40):
+            took_s = time.monotonic() - begin
+            print(
+                f"batch {batch}, {kind}: {'; '.join(found) or 'equal'}, {took_s:.0f} s", flush=True
+            )
+            wrong += [f"batch {batch}, {kind}: {line}" for line in found]
+            begin = time.monotonic()
+        if wrong:
+            return wrong
+    return []
+
+
+def findings(device: str, batch: int, steps: int) -> Iterator[tuple[str, list[str]]]:
+    """Each kind of step of a batch, with what is wrong with it."""
     size = SIZES["tiny"]
-    batches = (1, 3) if device == "cpu" else (1, 4, 16, 64)
-    for batch in batches:
-        steps = 6 if device == "cpu" else 40
-        outputs, error = {}, 0.0
-        for kind in ("verified", "replayed", "off"):
-            if kind == "replayed" and device == "cpu":
-                continue
-            store = Store(
-                size, pages=1 + batch * 28, batch=batch, budget_pages=4, device=device,
-                dtype=torch.float32, cpus=_cpus()[:2],
-            )  # fmt: skip
+    expected: list[torch.Tensor] = []
+    for kind in ("verified", "replayed", "off"):
+        if kind == "replayed" and device == "cpu":
+            continue
+        outputs, wrong = [], []
+        store = Store(
+            size, pages=1 + batch * 28, batch=batch, budget_pages=4, device=device,
+            dtype=torch.float32, cpus=_cpus()[:2],
+        )  # fmt: skip
+        rig = None
+        try:
             model = DummyModel(size, torch.float32, device)
             drift = QueryDrift(size, batch, 0.9, device)
             # With extrapolation a step launches all that it may.
@@ -76,29 +96,30 @@ def check(device: str) -> list[str]:
                 store, model, drift, batch=batch, context=20 * PAGE - 3, budget_tokens=4 * PAGE,
                 settings=settings, graph=kind == "replayed", verify=kind == "verified",
             )  # fmt: skip
-            outputs[kind] = []
-            try:
-                for _ in range(steps):
-                    rig.step()  # of "off" the host may not wait for the device within it
-                    outputs[kind].append(rig.out.cpu())
-            except RuntimeError as failure:
-                wrong.append(f"batch {batch}, {kind}: {failure}")
+            for _ in range(steps):
+                rig.step()  # of "off" the host may not wait for the device within it
+                outputs.append(rig.out.cpu())
+                if faults := store.ring.faults():  # nor have later steps a result
+                    raise RuntimeError(f"step {len(outputs) - 1}: {'; '.join(faults)}")
             counters = rig.engine.counters
-            if kind == "verified":
-                error = counters.verify_max_rel_error
             if counters.cpu_pages == 0:
-                wrong.append(f"batch {batch}, {kind}: no page was missing, nothing was tested")
-            rig.close()
+                wrong.append("no page was missing, nothing was tested")
+            error = counters.verify_max_rel_error
+            if kind == "verified" and not 0 < error <= 1e-5:
+                wrong.append(f"relative error {error:g} against the plain reference")
+        except RuntimeError as failure:
+            wrong.append(str(failure))
+        finally:
+            if rig is not None:
+                rig.close()
             store.close()
-        if not 0 < error <= 1e-5:
-            wrong.append(f"batch {batch}: relative error {error:g} against the plain reference")
-        for step, (a, b) in enumerate(
-            zip(outputs["verified"], outputs.get("replayed", outputs["verified"]), strict=False)
-        ):
-            if not torch.equal(a, b):
-                wrong.append(f"batch {batch}, step {step}: the replayed graph differs from eager")
-                break
-    return wrong
+        if kind == "verified":
+            expected = outputs
+        elif kind == "replayed":
+            differ = (not torch.equal(a, b) for a, b in zip(expected, outputs, strict=False))
+            if (step := next((i for i, other in enumerate(differ) if other), None)) is not None:
+                wrong.append(f"step {step} differs from the eager one")
+        yield kind, wrong
 
 
 # Measurement --------------------------------------------------------------------------------------

@@ -87,3 +87,30 @@ def test_a_step_that_waits_fails_the_check(monkeypatch):
     monkeypatch.setattr(decode_rig.Rig, "step", step)
     wrong = gpu_decode.check("cpu")
     assert any("off: called a synchronizing CUDA operation" in line for line in wrong)
+
+
+def test_a_check_says_how_far_it_got_and_stops_at_the_first_batch_that_fails(monkeypatch, capsys):
+    said = []
+
+    def findings(device, batch, steps):
+        assert (device, steps) == ("cuda", 40)
+        for kind in ("verified", "replayed"):
+            said.append(capsys.readouterr().out)
+            yield kind, ["no page was missing"] if (batch, kind) == (4, "verified") else []
+
+    monkeypatch.setattr(gpu_decode, "findings", findings)
+    assert gpu_decode.check("cuda") == ["batch 4, verified: no page was missing"]
+    assert said == [
+        "",
+        "batch 1, verified: equal, 0 s\n",
+        "batch 1, replayed: equal, 0 s\n",
+        "batch 4, verified: no page was missing, 0 s\n",
+    ]
+
+
+@pytest.mark.skipif(not triton.interpreted(), reason="runs the device's step in the interpreter")
+def test_a_check_ends_with_the_first_step_that_lacks_an_answer(monkeypatch):
+    pytest.importorskip("sglang_scout._native")
+    monkeypatch.setattr(decode_rig.DeviceRing, "faults", lambda _: ["no answer in time"])
+    found = list(gpu_decode.findings("cpu", 1, steps=3))
+    assert found == [(kind, ["step 0: no answer in time"]) for kind in ("verified", "off")]
