@@ -4,8 +4,8 @@ inside a graph"): what each costs a layer before any work is done.
     python benchmark/gpu_handover.py --out FILE     on a machine with a CUDA device
     python benchmark/gpu_handover.py --check-only   the waiting kernel, in the interpreter with TRITON_INTERPRET=1 too
 
-A thread answers: it sees a layer's bell, takes it back and says that the layer is done. It is written in Python, so
-its part, some tenths of a microsecond, is in all rows alike. Times are per layer.
+A thread answers: it sees a layer's bell, takes it back and says that the layer is done. It runs in C++ (hand_over.cpp)
+without Python's lock, for which the thread that launches would otherwise wait. Times are per layer.
 
 Rows (format: rows.py), op being
     waiting_kernel      a kernel rings and polls, as `ops/doorbell.py` does. Between two events around a replay
@@ -16,6 +16,7 @@ with layers and p99_us. Where one of the other ways is not to be had, status is 
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import threading
 import time
@@ -30,8 +31,10 @@ import triton.language as tl
 
 import device_here
 import rows
+from read_loop import ReadLoopError, compiled
 from sglang_scout.ops.triton.doorbell import load_acquire, store_release
 
+SOURCE = Path(__file__).with_name("hand_over.cpp")
 LAYERS, WARM_UP, SAMPLES = 36, 20, 300
 MOST_POLLS = tl.constexpr(1 << 24)  # seconds; then the kernel gives up and the sample is no answer
 
@@ -51,31 +54,35 @@ def _hand_over(bell, done, lost):
 
 
 class Words:
-    """A bell and an answer per layer in memory that both sides see, and the thread that answers."""
+    """A bell and an answer per layer in memory that both sides see, and the thread that answers.
+
+    Raises:
+        ReadLoopError: the thread's code cannot be compiled here.
+    """
 
     def __init__(self, layers: int, device: str) -> None:
+        self._answer = ctypes.CDLL(str(compiled(SOURCE))).scout_answer_bells
+        self._answer.restype = None
         self.all = torch.zeros(2 * layers, dtype=torch.int64, pin_memory=device == "cuda")
         self.bell, self.done = self.all[:layers], self.all[layers:]
-        self.answered = 0
-        self._layers = layers
-        self._end = False
-        self._thread = threading.Thread(target=self._answer, daemon=True)
+        self._answered, self._end = (np.zeros(1, np.int64) for _ in range(2))
+        words = self.bell.data_ptr(), self.done.data_ptr()
+        control = self._answered.ctypes.data, self._end.ctypes.data
+        arguments = (
+            *(ctypes.c_void_p(x) for x in words),
+            ctypes.c_int64(layers),
+            *(ctypes.c_void_p(x) for x in control),
+        )
+        self._thread = threading.Thread(target=self._answer, args=arguments, daemon=True)
         self._thread.start()
 
-    def _answer(self) -> None:
-        bell, done = (np.asarray(x.numpy()) for x in (self.bell, self.done))
-        layer = 0
-        while not self._end:
-            if bell[layer] == 0:
-                continue
-            bell[layer] = 0
-            done[layer] = 1
-            self.answered += 1
-            layer = (layer + 1) % self._layers
+    @property
+    def answered(self) -> int:
+        return int(self._answered[0])
 
     def close(self) -> None:
         """Ends the thread. Whoever still waits on the device is let go."""
-        self._end = True
+        self._end[0] = 1
         self._thread.join()
         self.done.fill_(1)
 
@@ -121,12 +128,15 @@ def by_stream(words: Words) -> None:
 def check(device: str, layers: int = 3, rounds: int = 2) -> str:
     """What is wrong with the waiting kernel, "" if nothing."""
     lost = torch.zeros(1, dtype=torch.int32, device=device)
-    with answering(layers, device) as words:
-        for _ in range(rounds):
-            by_kernel(words, lost)
-        if device == "cuda":
-            torch.cuda.synchronize()
-        answered, left = words.answered, int(words.all.sum())
+    try:
+        with answering(layers, device) as words:
+            for _ in range(rounds):
+                by_kernel(words, lost)
+            if device == "cuda":
+                torch.cuda.synchronize()
+            answered, left = words.answered, int(words.all.sum())
+    except ReadLoopError as error:
+        return str(error)
     if int(lost) or answered != layers * rounds or left:
         return f"{answered} answers of {layers * rounds}, {left} words left, lost {int(lost)}"
     return ""
