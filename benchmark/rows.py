@@ -123,8 +123,7 @@ def environment(benchmark: str, packages: Iterable[str] = ()) -> Row:
     cpus = sorted(os.sched_getaffinity(0))
     return {
         "benchmark": benchmark,
-        "commit": _git("rev-parse", "HEAD") or "unknown",
-        "dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        **_source(),
         "cpu": cpu_model(),
         "cores": len(cpus),
         "versions": versions,
@@ -193,6 +192,17 @@ def _cpu_times(cpus: Sequence[int]) -> dict[int, tuple[int, int]]:
             ticks = [int(x) for x in match[2].split()]
             times[int(match[1])] = (ticks[3] + ticks[4], sum(ticks[:8]))
     return {cpu: times[cpu] for cpu in cpus}
+
+
+def _source() -> Row:
+    """commit and dirty: of BENCHMARK_COMMIT where a bundle says what it has (scripts/gpu_bundle.sh), else git's."""
+    if packed := os.environ.get("BENCHMARK_COMMIT"):
+        commit = packed.removesuffix("-dirty")
+        return {"commit": commit, "dirty": commit != packed}
+    return {
+        "commit": _git("rev-parse", "HEAD") or "unknown",
+        "dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
+    }
 
 
 def _git(*arguments: str) -> str:

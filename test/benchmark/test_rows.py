@@ -96,6 +96,16 @@ def test_a_bad_line_is_named(tmp_path, shared):
             rows.read_rows(path)
 
 
+@pytest.mark.parametrize(
+    ("packed", "expected"),
+    [("0123abc", ("0123abc", False)), ("0123abc-dirty", ("0123abc", True))],
+)
+def test_rows_of_a_bundle_name_the_commit_that_was_packed(monkeypatch, packed, expected):
+    monkeypatch.setenv("BENCHMARK_COMMIT", packed)
+    found = rows.environment("test")
+    assert (found["commit"], found["dirty"]) == expected
+
+
 def test_the_environment_names_the_machine_and_the_command(shared):
     assert shared["cores"] == len(os.sched_getaffinity(0)) == len(shared["idle_before"])
     assert all(0 <= share <= 1 for share in shared["idle_before"])

@@ -1,0 +1,105 @@
+#!/usr/bin/env bash
+# Runs scripts/gpu_check.sh of a bundle, in which scripts/gpu_bundle.sh puts this file as run.sh.
+#
+#   bash run.sh RESULTS
+#
+# RESULTS gets few files, which a caller can copy: the rows (*.jsonl), and in one archive all else. What is made on
+# the way stays in ${TMPDIR:-/tmp}/scout-work-COMMIT, for the next call: tree, packages, native module, and the
+# kernels that Triton has compiled. It is made anew where bundle or Python are others, or it was cut short.
+# Variables: PYTHON (with torch and Triton; python3), and those of gpu_check.sh.
+set -euo pipefail
+shopt -s nullglob
+
+[ $# = 1 ] || { sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' "$0"; exit 64; }
+mkdir -p "$1"
+RESULTS="$(cd "$1" && pwd)"
+HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+COMMIT="$(cat "$HERE/commit")"
+WORK="${TMPDIR:-/tmp}/scout-work-$COMMIT"
+export PYTHON="${PYTHON:-python3}"
+
+ABOUT="$("$PYTHON" -c 'import sys, torch
+print(sys.executable, sys.version.split()[0], torch.__version__)
+raise SystemExit(not torch.cuda.is_available())')" ||
+    { echo "run: $PYTHON sees no CUDA device, or has no torch; set PYTHON to one that does" >&2; exit 2; }
+ABOUT="$ABOUT
+$(cd "$HERE" && cat tree.tar.gz site.tar.* wheels/*.whl | sha256sum)"
+
+export PYTHONPATH="$WORK/site${PYTHONPATH:+:$PYTHONPATH}"
+export BENCHMARK_COMMIT="$COMMIT" # rows name it; there is no repository here
+export TRITON_CACHE_DIR="$WORK/triton"
+# SGLang compiles kernels against the toolkit that it finds: where nvcc on the PATH is a link, in the wrong place.
+[ -n "${CUDA_HOME:-}" ] || [ ! -d /usr/local/cuda ] || export CUDA_HOME=/usr/local/cuda
+
+# unpack ARCHIVE FOLDER: by Python, which has xz where the image does not.
+unpack() {
+    "$PYTHON" -c 'import sys, tarfile
+with tarfile.open(sys.argv[1]) as archive:
+    archive.extractall(sys.argv[2], filter="data")' "$1" "$2"
+}
+
+# Those wheels whose packages this Python lacks: its own versions stay as they are.
+absent_wheels() {
+    "$PYTHON" - "$@" <<'PY'
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+for wheel in sys.argv[1:]:
+    try:
+        version(Path(wheel).name.partition("-")[0])
+    except PackageNotFoundError:
+        print(wheel)
+PY
+}
+
+# Returns 1 if the next call should try again.
+build_native() {
+    if ! "$PYTHON" -c 'import nanobind, scikit_build_core' 2>/dev/null; then
+        echo "run: nanobind or scikit-build-core is absent" >"$WORK/native.log"
+        return 0
+    fi
+    "$PYTHON" -m pip install --quiet --no-index --no-deps --no-build-isolation --target "$WORK/built" \
+        "$WORK/tree" >"$WORK/native.log" 2>&1 &&
+        cp "$WORK"/built/sglang_scout/_native*.so "$WORK/tree/python/sglang_scout/" &&
+        cp -r "$WORK"/built/sglang_scout-*.dist-info "$WORK/site/" # by its entry point SGLang finds the plugin
+}
+
+prepare() {
+    local complete=1 site wheels
+    rm -rf "$WORK"
+    mkdir -p "$WORK/tree" "$WORK/site"
+    unpack "$HERE/tree.tar.gz" "$WORK/tree"
+    for site in "$HERE"/site.tar.*; do unpack "$site" "$WORK/site"; done
+    wheels=("$HERE"/wheels/*.whl)
+    mapfile -t wheels < <(absent_wheels "${wheels[@]}")
+    [ "${#wheels[@]}" = 0 ] || "$PYTHON" -m pip install --quiet --no-index --no-deps --no-compile \
+        --target "$WORK/site" "${wheels[@]}"
+    build_native || complete=0
+    # A server that starts would compile thousands of files one by one.
+    "$PYTHON" -m compileall -q -j "$(nproc)" "$WORK/site" "$WORK/tree/python" >"$WORK/compileall.log" 2>&1 || true
+    [ "$complete" = 0 ] || printf '%s\n' "$ABOUT" >"$WORK/ready"
+}
+
+if [ "$(cat "$WORK/ready" 2>/dev/null || true)" = "$ABOUT" ]; then
+    echo "run: $WORK is ready"
+else
+    prepare
+    echo "run: $WORK made in $SECONDS s"
+fi
+rm -rf "$WORK/out"
+mkdir "$WORK/out"
+cp "$WORK/native.log" "$WORK/out/"
+native=("$WORK"/tree/python/sglang_scout/_native*.so)
+if [ "${#native[@]}" = 0 ]; then
+    echo "run: no native module (needs nanobind, scikit-build-core, cmake and a compiler); its tests are skipped"
+    tail -n 5 "$WORK/native.log"
+fi
+
+# All of it, this preparation included, ends within ten minutes.
+export SECONDS_LIMIT="${SECONDS_LIMIT:-$((570 - SECONDS))}"
+STATUS=0
+"$WORK/tree/scripts/gpu_check.sh" "$WORK/out" || STATUS=$?
+find "$WORK/out" -maxdepth 1 -name '*.jsonl' -exec cp {} "$RESULTS/" \;
+(cd "$WORK/out" && find . -maxdepth 1 -type f ! -name '*.jsonl' -print0 | tar --null -T - -czf "$RESULTS/more.tar.gz")
+exit "$STATUS"

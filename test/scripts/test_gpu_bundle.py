@@ -1,0 +1,151 @@
+"""``run.sh`` of a bundle (scripts/gpu_bundle_run.sh), on a small bundle, with a Python that claims a device."""
+
+import io
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+CHECK = """#!/bin/sh
+[ ! -e "$1/kept" ] || echo "files of an earlier call"
+touch "$1/kept"
+mkdir -p "$TRITON_CACHE_DIR"
+touch "$TRITON_CACHE_DIR/kernel"
+echo "$BENCHMARK_COMMIT $SECONDS_LIMIT" >"$1/rows.jsonl"
+exit {status}
+"""
+# Has torch, a device and pip, whatever the real one has. Writes down what it is asked for.
+PYTHON = """#!/bin/sh
+echo "$*" >>"$CALLS"
+case "$*" in
+*"import sys, torch"*) echo "$VERSION"; exit "$NO_DEVICE" ;;
+*"import nanobind"*) exit "$NO_NANOBIND" ;;
+*--target*/built*)
+    [ "$NO_COMPILER" = 0 ] || { echo "no compiler"; exit 1; }
+    for tree; do :; done
+    built="$(dirname "$tree")/built"
+    mkdir -p "$built/sglang_scout" "$built/sglang_scout-0.dist-info"
+    touch "$built/sglang_scout/_native.so" ;;
+*"pip install"*) ;;
+*) exec "$REAL" "$@" ;;
+esac
+"""
+
+
+def pack(path, files):
+    with tarfile.open(path, "w:" + path.suffix[1:]) as archive:
+        for name, text in files.items():
+            about = tarfile.TarInfo(name)
+            about.size, about.mode = len(text), 0o755
+            archive.addfile(about, io.BytesIO(text.encode()))
+
+
+class Bundle:
+    """A bundle, and what its run.sh finds around it."""
+
+    def __init__(self, folder):
+        self.folder, self.here = folder, folder / "bundle"
+        self.work = folder / "scout-work-0123abc-dirty"
+        self.asked = ""
+        (self.here / "wheels").mkdir(parents=True)
+        for name in ("no_such_package", "pytest"):
+            (self.here / "wheels" / f"{name}-1-py3-none-any.whl").touch()
+        (self.here / "commit").write_text("0123abc-dirty\n")
+        pack(self.here / "site.tar.xz", {"carried.py": "x = 1\n"})
+        self.pack_tree(status=0)
+        shutil.copy(ROOT / "scripts" / "gpu_bundle_run.sh", self.here / "run.sh")
+        python = folder / "python"
+        python.write_text(PYTHON)
+        python.chmod(0o755)
+
+    def pack_tree(self, status):
+        check = CHECK.replace("{status}", str(status))
+        files = {"scripts/gpu_check.sh": check, "python/sglang_scout/__init__.py": ""}
+        pack(self.here / "tree.tar.gz", files)
+
+    def run(self, **variables):
+        calls = self.folder / "calls"
+        calls.write_text("")
+        variables = {
+            "NO_DEVICE": "0", "NO_NANOBIND": "0", "NO_COMPILER": "0", "VERSION": "3.12",
+            **variables, "PYTHON": str(self.folder / "python"), "REAL": sys.executable,
+            "CALLS": str(calls), "TMPDIR": str(self.folder), "SECONDS_LIMIT": "99",
+        }  # fmt: skip
+        done = subprocess.run(
+            ["bash", self.here / "run.sh", self.folder / "results"],
+            env={**os.environ, **variables}, capture_output=True, text=True,
+        )  # fmt: skip
+        self.asked = calls.read_text()
+        return done.returncode, done.stdout + done.stderr
+
+
+@pytest.fixture
+def bundle(tmp_path):
+    return Bundle(tmp_path)
+
+
+def test_the_first_call_makes_what_the_steps_need(bundle):
+    status, said = bundle.run()
+    assert status == 0, said
+    assert "made in" in said and "no native module" not in said
+    assert (bundle.work / "tree" / "python" / "sglang_scout" / "_native.so").exists()
+    assert (bundle.work / "site" / "sglang_scout-0.dist-info").is_dir()
+    assert list((bundle.work / "site" / "__pycache__").glob("carried.*.pyc"))
+    installed = next(x for x in bundle.asked.splitlines() if "--no-compile" in x)
+    assert "no_such_package" in installed and "/pytest-1-py3" not in installed
+    results = bundle.folder / "results"
+    assert (results / "rows.jsonl").read_text() == "0123abc-dirty 99\n"
+    with tarfile.open(results / "more.tar.gz") as more:
+        assert set(more.getnames()) == {"./kept", "./native.log"}
+
+
+def test_a_later_call_begins_with_the_steps(bundle):
+    bundle.run()
+    status, said = bundle.run()
+    assert status == 0 and "is ready" in said
+    assert "pip" not in bundle.asked and "compileall" not in bundle.asked
+    assert (bundle.work / "triton" / "kernel").exists()
+    assert "earlier call" not in said
+
+
+def test_the_status_is_that_of_the_steps(bundle):
+    bundle.pack_tree(status=3)
+    assert bundle.run()[0] == 3
+
+
+@pytest.mark.parametrize("other", ["tree", "python", "cut short"])
+def test_what_does_not_belong_to_this_bundle_is_made_anew(bundle, other):
+    bundle.run()
+    if other == "tree":
+        bundle.pack_tree(status=3)
+    elif other == "cut short":
+        (bundle.work / "ready").unlink()
+    stale = bundle.work / "site" / "stale.py"
+    stale.touch()
+    status, said = bundle.run(VERSION="3.13" if other == "python" else "3.12")
+    assert "made in" in said and not stale.exists()
+    assert status == (3 if other == "tree" else 0)
+
+
+def test_a_build_that_fails_is_tried_again(bundle):
+    status, said = bundle.run(NO_COMPILER="1")
+    assert status == 0 and "no native module" in said and "no compiler" in said
+    assert "no native module" not in bundle.run()[1]
+
+
+def test_where_nothing_can_be_built_nothing_is_tried_again(bundle):
+    status, said = bundle.run(NO_NANOBIND="1")
+    assert status == 0 and "no native module" in said
+    assert "is ready" in bundle.run(NO_NANOBIND="1")[1]
+
+
+def test_without_a_device_nothing_is_unpacked(bundle):
+    status, said = bundle.run(NO_DEVICE="1")
+    assert status == 2 and "sees no CUDA device" in said
+    assert not bundle.work.exists()
