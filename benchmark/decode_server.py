@@ -74,21 +74,21 @@ class DecodeServer(SingleServer):
             ready_timeout_s=ready_timeout_s,
         )  # fmt: skip
 
-    def info(self) -> dict[str, Any]:
-        return http_json(self.url + "/server_info", timeout_s=60)
+    def info(self, timeout_s: float = 60.0) -> dict[str, Any]:
+        return http_json(self.url + "/server_info", timeout_s=timeout_s)
 
-    def kv_offload(self) -> dict[str, Any]:
-        return self.info()["internal_states"][0]["kv_offload"]
+    def kv_offload(self, timeout_s: float = 60.0) -> dict[str, Any]:
+        return self.info(timeout_s)["internal_states"][0]["kv_offload"]
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], new_tokens: int
+        self, prompts: Sequence[Sequence[int]], new_tokens: int, timeout_s: float
     ) -> list[list[tuple[int, float]]]:
         """Greedy, all prompts in one call. Per prompt its tokens and their log-probabilities.
 
         The first token of each is SGLang's placeholder for what a prefill server would have sent.
         """
         payload = _payload(prompts, new_tokens, logprobs=True)
-        answers = http_json(self.url + "/generate", payload, timeout_s=600)
+        answers = http_json(self.url + "/generate", payload, timeout_s=timeout_s)
         return [
             [(entry[1], entry[0]) for entry in answer["meta_info"]["output_token_logprobs"]]
             for answer in answers

@@ -15,6 +15,8 @@ Prompts' keys and values are noise (``dummy_kv``), the same for the same prompt.
     state       of /server_info: pages that the CPU computed, none in use after the last request
     fallback    the worker is killed in mid-decode; all requests end, with the tokens that they had before
 
+Each has a row, in this order but for the graphs, which are last; what --seconds did not suffice for is skipped.
+
 Speed: requests of one length at once, ours at the largest batch that host memory holds, then stock SGLang at
 the largest that its device memory holds; dummy weights. samples_us are the times between a request's
 tokens while all of them decode; wait_share is the share of that time in which the device waited for the worker.
@@ -25,6 +27,7 @@ tokens while all of them decode; wait_share is the share of that time in which t
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import signal
@@ -32,12 +35,14 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import rows
+from checks_in_time import OutOfTime, Report, TimeLimit
 from decode_server import FAILURES, DecodeServer, offload, prompts_of
 from server_speed import SHAPES, speed
 
@@ -51,6 +56,10 @@ VERIFY_TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
 """Largest relative error; bfloat16 outputs alone are off by 0.4 %."""
 LOGPROB_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25}
 """Where captured and eager steps choose different tokens, these were as good as equal."""
+START_S, REQUEST_S = 300.0, {"cuda": 180.0, "cpu": 600.0}
+"""The longest that a server may take to start, which compiles kernels, and to answer one batch."""
+LEAST_START_S, LEAST_KILL_S = 60.0, 20.0
+"""With less time left a server is not started, and a worker not killed."""
 
 
 # Checks ------------------------------------------------------------------------------------------
@@ -90,13 +99,18 @@ def strangers(eager: Answers, graph: Answers, tolerance: float) -> int:
     return count
 
 
-def ask_all(server: DecodeServer, options: argparse.Namespace) -> dict[int, Answers]:
+def ask_all(
+    server: DecodeServer, options: argparse.Namespace, limit: TimeLimit
+) -> dict[int, Answers]:
     """Answers per batch size. All requests of one size start together."""
     answers = {}
     for size in options.batch:
         lengths = [options.context - 37 * row for row in range(size)]
         prompts = prompts_of(lengths, 500, seed=size)
-        answers[size] = server.generate(prompts, options.tokens)
+        timeout_s = limit.left_s(REQUEST_S[options.device])
+        begin = time.monotonic()
+        answers[size] = server.generate(prompts, options.tokens, timeout_s)
+        print(f"batch {size}: {time.monotonic() - begin:.1f} s", flush=True)
     return answers
 
 
@@ -122,30 +136,41 @@ def graphs_said(log: str) -> set[str]:
     return set(re.findall(r"Decode batch.*cuda graph: (\w+)", log))
 
 
-def kill_worker(server: DecodeServer, options: argparse.Namespace) -> list[str]:
+def kill_worker(server: DecodeServer, options: argparse.Namespace, limit: TimeLimit) -> list[str]:
     """Kill the worker in mid-decode; what is wrong then. Every request has to end."""
+    limit.needs(LEAST_KILL_S)
     rows_, tokens = max(options.batch), options.kill_tokens
     prompts = prompts_of([options.context] * rows_, 500, seed=99)
-    before = server.kv_offload()
     answers: list[Answers] = []
+    errors: list[str] = []
 
-    def ask() -> None:
-        answers.append(server.generate(prompts, tokens))
+    def state() -> dict[str, Any]:
+        return server.kv_offload(limit.left_s(60.0))
 
-    thread = threading.Thread(target=ask, daemon=True)
+    def ask(timeout_s: float) -> None:
+        try:
+            answers.append(server.generate(prompts, tokens, timeout_s))
+        except FAILURES as error:
+            errors.append(f"{type(error).__name__}: {error}")
+
+    before = state()
+    timeout_s = limit.left_s(REQUEST_S[options.device])
+    thread = threading.Thread(target=ask, args=(timeout_s,), daemon=True)
     thread.start()
-    deadline = time.monotonic() + 120
-    while server.kv_offload()["steps"] <= before["steps"] + 4 and time.monotonic() < deadline:
+    while state()["steps"] <= before["steps"] + 4 and thread.is_alive():
         time.sleep(0.02)
     os.kill(before["worker"]["pid"], signal.SIGKILL)
-    thread.join(240)
+    thread.join(limit.left_s(timeout_s))
     if not answers or [len(answer) for answer in answers[0]] != [tokens] * rows_:
-        return [f"{len(answers)} of {rows_} requests ended after the worker was killed"]
-    while server.kv_offload()["host_pages_used"] and time.monotonic() < deadline:
+        limit.left_s()
+        ended = f"{len(answers)} of {rows_} requests ended after the worker was killed"
+        return [ended, *errors]
+    deadline = time.monotonic() + limit.left_s(120.0)
+    while state()["host_pages_used"] and time.monotonic() < deadline:
         time.sleep(0.1)
-    state = server.kv_offload()
-    print(f"fallback_pages after the kill: {state['fallback_pages']}", flush=True)
-    return state_problems(state, fallback=True)
+    after = state()
+    print(f"fallback_pages after the kill: {after['fallback_pages']}", flush=True)
+    return state_problems(after, fallback=True)
 
 
 def server_flags(options: argparse.Namespace, dtype: str) -> dict[str, Any]:
@@ -162,71 +187,122 @@ def server_flags(options: argparse.Namespace, dtype: str) -> dict[str, Any]:
     return common
 
 
-def check(writer: rows.Writer, options: argparse.Namespace, logs: Path, model: Path) -> int:
-    """Two servers, with graphs and without. Rows; returns how many checks failed."""
-    dtype = "float32" if options.device == "cpu" else "bfloat16"
-    make_tiny_model(
-        TinyModelSpec(dtype=dtype, head_dim=64 if options.device == "cpu" else 128), model
-    )
-    common = server_flags(options, dtype)
-    failed = 0
-
-    def row(name: str, wrong: list[str], **more: Any) -> None:
-        nonlocal failed
-        failed += bool(wrong)
-        writer.add("scout", "failed" if wrong else "ok", "; ".join(wrong)[:1000], check=name,
-                   untimed=True, **more)  # fmt: skip
-        print(f"{name}: {'; '.join(wrong) or 'ok'} {more or ''}", flush=True)
-
-    def settings(**config: Any) -> dict[str, Any]:
-        return offload(options, budget=BUDGET_TOKENS, host_gb=options.check_host_gb,
-                       recall="fixed",
-                       resident_tokens=BUDGET_TOKENS * max(options.batch), **config)  # fmt: skip
-
+@contextlib.contextmanager
+def started(
+    name: str, model: Path, flags: dict[str, Any], options: argparse.Namespace, logs: Path,
+    limit: TimeLimit,
+) -> Iterator[DecodeServer]:  # fmt: skip
+    """A server of the checks."""
+    limit.needs(LEAST_START_S)
     begin = time.monotonic()
-    eager_log, graph_log = logs / "server-eager.log", logs / "server-graph.log"
     with DecodeServer(
-        model, common | settings(verify=True) | {"disable_cuda_graph": True},
-        device=options.device, log=eager_log,
+        model, flags, device=options.device, log=logs / f"server-{name}.log",
+        ready_timeout_s=limit.left_s(START_S),
     ) as server:  # fmt: skip
-        eager = ask_all(server, options)
-        state = server.kv_offload()
-        error, checks = state["verify_max_rel_error"], state["verify_checks"]
-        wrong = state_problems(state, fallback=False)
-        if not (checks > 0 and 0 < error <= VERIFY_TOLERANCE[dtype]):
-            wrong.append(f"verify_max_rel_error = {error}, of {checks} checks")
-        row("verify", wrong, max_rel_error=error, checks=checks)
-    with DecodeServer(model, common | settings(), device=options.device, log=graph_log) as server:
-        graph = ask_all(server, options)
-        tolerance = LOGPROB_TOLERANCE[dtype]
-        wrong, ties, apart, together = [], 0, 0, 0
-        for size in options.batch:
-            pair = eager[size], graph[size]
-            found, parted = differences(*pair, tolerance)
-            if size == 1 or options.device == "cpu":  # whose arithmetic depends on nothing else
-                wrong += [f"batch {size}, {line}" for line in found]
-                ties += parted
-            else:
-                wrong += [f"batch {size}, {line}" for line in found if line.endswith(" tokens")]
-                apart, together = apart + strangers(*pair, tolerance), together + size
-        if apart > together // 4:
-            wrong.append(
-                f"the first tokens of {apart} of {together} requests have nothing in common"
-            )
-        row("tokens", wrong, ties=ties, apart=apart, requests=sum(options.batch))
-        state = server.kv_offload()
-        row("state", state_problems(state, fallback=False),
-            **{name: state[name] for name in ("steps", "cpu_pages", "recalled_pages")})  # fmt: skip
-        row("fallback", kill_worker(server, options))
-    if options.device != "cpu":
-        wrong = []
-        for log, expected in ((eager_log, "False"), (graph_log, "True")):
-            said = graphs_said(log.read_text(errors="replace"))
-            if said != {expected}:
-                wrong.append(f"{log.name}: steps replayed a graph: {said or 'unknown'}")
-        row("graphs", wrong)
+        print(f"server-{name}: ready after {time.monotonic() - begin:.0f} s", flush=True)
+        yield server
+
+
+def offload_flags(options: argparse.Namespace, **config: Any) -> dict[str, Any]:
+    return offload(options, budget=BUDGET_TOKENS, host_gb=options.check_host_gb, recall="fixed",
+                   resident_tokens=BUDGET_TOKENS * max(options.batch), **config)  # fmt: skip
+
+
+def check_verified(report: Report, state: dict[str, Any], dtype: str) -> None:
+    """The state of the server without graphs."""
+    error, checks = state["verify_max_rel_error"], state["verify_checks"]
+    wrong = state_problems(state, fallback=False)
+    if not (checks > 0 and 0 < error <= VERIFY_TOLERANCE[dtype]):
+        wrong.append(f"verify_max_rel_error = {error}, of {checks} checks")
+    report.add("verify", wrong, max_rel_error=error, checks=checks)
+
+
+def check_replayed(
+    report: Report,
+    server: DecodeServer,
+    options: argparse.Namespace,
+    limit: TimeLimit,
+    dtype: str,
+    answers: dict[str, dict[int, Answers]],
+) -> None:
+    """The server with graphs, after its answers."""
+    if "eager" in answers:
+        wrong, found = tokens_problems(answers, options, LOGPROB_TOLERANCE[dtype])
+        report.add("tokens", wrong, **found)
+    else:
+        report.skip("tokens", "there are no answers of eager steps")
+    state = server.kv_offload(limit.left_s(60.0))
+    report.add("state", state_problems(state, fallback=False),
+               **{name: state[name] for name in ("steps", "cpu_pages", "recalled_pages")})  # fmt: skip
+    report.add("fallback", kill_worker(server, options, limit))
+
+
+def tokens_problems(
+    answers: dict[str, dict[int, Answers]], options: argparse.Namespace, tolerance: float
+) -> tuple[list[str], dict[str, int]]:
+    """What is wrong with the answers of captured steps, and how many requests part for which reason."""
+    wrong, ties, apart, together = [], 0, 0, 0
+    for size in options.batch:
+        pair = answers["eager"][size], answers["graph"][size]
+        found, parted = differences(*pair, tolerance)
+        if size == 1 or options.device == "cpu":  # whose arithmetic depends on nothing else
+            wrong += [f"batch {size}, {line}" for line in found]
+            ties += parted
+        else:
+            wrong += [f"batch {size}, {line}" for line in found if line.endswith(" tokens")]
+            apart, together = apart + strangers(*pair, tolerance), together + size
+    if apart > together // 4:
+        wrong.append(f"the first tokens of {apart} of {together} requests have nothing in common")
+    return wrong, {"ties": ties, "apart": apart, "requests": sum(options.batch)}
+
+
+def check_graphs(report: Report, answered: Collection[str], logs: Path) -> None:
+    """By what the logs of the servers that have answered say of their steps."""
+    wrong = []
+    for name in answered:
+        log = logs / f"server-{name}.log"
+        said = graphs_said(log.read_text(errors="replace"))
+        if said != {str(name == "graph")}:
+            wrong.append(f"{log.name}: steps replayed a graph: {said or 'unknown'}")
+    if wrong or len(answered) == 2:
+        report.add("graphs", wrong)
+    else:
+        report.skip("graphs", "not both servers have answered")
+
+
+def check(
+    writer: rows.Writer, options: argparse.Namespace, logs: Path, model: Path, end: float
+) -> int:
+    """Two servers, without graphs and with them. Rows; returns how many checks failed."""
+    begin, limit = time.monotonic(), TimeLimit(end)
+    on_cpu = options.device == "cpu"
+    dtype = "float32" if on_cpu else "bfloat16"
+    make_tiny_model(TinyModelSpec(dtype=dtype, head_dim=64 if on_cpu else 128), model)
+    common = server_flags(options, dtype)
+    answers: dict[str, dict[int, Answers]] = {}
+    first, second = Report(writer, ["verify"]), Report(writer, ["tokens", "state", "fallback"])
+    for report, name, more in (
+        (first, "eager", offload_flags(options, verify=True) | {"disable_cuda_graph": True}),
+        (second, "graph", offload_flags(options)),
+    ):
+        try:
+            try:
+                with started(name, model, common | more, options, logs, limit) as server:
+                    answers[name] = ask_all(server, options, limit)
+                    if report is first:
+                        check_verified(report, server.kv_offload(limit.left_s(60.0)), dtype)
+                    else:
+                        check_replayed(report, server, options, limit, dtype, answers)
+            except FAILURES as error:
+                limit.blame(error)
+                report.stop(error)
+        except OutOfTime as error:
+            report.skip_rest(str(error))
+    last = Report(writer, [] if on_cpu else ["graphs"])
+    if not on_cpu:
+        check_graphs(last, answers, logs)
     print(f"checks: {time.monotonic() - begin:.0f} s", flush=True)
-    return failed
+    return sum(report.failed for report in (first, second, last))
 
 
 def main() -> int:
@@ -250,7 +326,7 @@ def main() -> int:
     parser.add_argument("--speed-tokens", type=int, default=256)
     parser.add_argument("--host-gb", type=float, default=64.0)
     parser.add_argument("--budget", type=int, default=2048)
-    parser.add_argument("--seconds", type=float, default=300.0, help="for all of it")
+    parser.add_argument("--seconds", type=float, default=540.0, help="for all of it")
     options = parser.parse_args()
     if unknown := set(options.model) - set(SHAPES):
         parser.error(f"--model {','.join(sorted(unknown))}: choose of {', '.join(SHAPES)}")
@@ -272,12 +348,7 @@ def main() -> int:
         if options.speed:
             failed = speed(writer, options, logs, Path(scratch), end)
         else:
-            try:
-                failed = check(writer, options, logs, Path(scratch) / "model")
-            except FAILURES as error:
-                failed = 1
-                writer.add("scout", "failed", str(error)[-1000:], check="server")
-                print(f"FAILED: {error}", flush=True)
+            failed = check(writer, options, logs, Path(scratch) / "model", end)
     writer.close()
     return int(failed > 0)
 

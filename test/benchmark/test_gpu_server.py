@@ -1,8 +1,11 @@
 """What ``benchmark/gpu_server.py`` calls wrong, and how it measures; ``test/e2e/test_gpu_server.py`` runs it."""
 
+import argparse
+import contextlib
 import copy
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -10,7 +13,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmark"))
 
+import checks_in_time  # noqa: E402
 import gpu_server  # noqa: E402
+import rows  # noqa: E402
 import server_speed  # noqa: E402
 
 ANSWERS = [[(0, 0.0), (7, -1.5), (3, -0.5)], [(0, 0.0), (4, -2.0), (5, -0.1)]]
@@ -131,3 +136,124 @@ def test_waits_are_taken_while_requests_run(monkeypatch):
     with server_speed.WaitSamples(state) as waits:
         assert taken.wait(30)
     assert [waited for _, waited in waits.samples] == [5, 7]
+
+
+SHARED = {
+    "benchmark": "test", "commit": "none", "dirty": False, "cpu": "none", "cores": 1, "versions": {},
+    "command": "none", "time_utc": "never", "load_average": [], "idle_before": [],
+}  # fmt: skip
+
+
+class Servers:
+    """Stand for the servers of the checks. ``hours``: to add to the clock when a step begins; ``errors``: of it."""
+
+    def __init__(self, monkeypatch, tmp_path):
+        self.late_s, self.hours, self.errors, self.began = 0.0, {}, {}, []
+        self.logs = tmp_path
+        clock = time.monotonic
+        monkeypatch.setattr(time, "monotonic", lambda: clock() + self.late_s)
+        monkeypatch.setattr(gpu_server, "DecodeServer", self.server)
+        monkeypatch.setattr(gpu_server, "make_tiny_model", lambda *_: None)
+        monkeypatch.setattr(gpu_server, "kill_worker", lambda *_: self.begin("fallback") or [])
+
+    def begin(self, step):
+        self.began.append(step)
+        self.late_s += 3600 * self.hours.get(step, 0)
+        if step in self.errors:
+            raise self.errors[step]
+
+    @contextlib.contextmanager
+    def server(self, _model, flags, *, device, log, ready_timeout_s):
+        assert 0 < ready_timeout_s <= gpu_server.START_S
+        name = "eager" if "disable_cuda_graph" in flags else "graph"
+        self.begin(f"start {name}")
+        log.write_text(f"Decode batch, cuda graph: {name == 'graph'}, \n")
+
+        class Server:
+            def generate(_, prompts, _tokens, timeout_s):
+                assert timeout_s > 0
+                self.begin(f"ask {name}")
+                return [ANSWERS[0]] * len(prompts)
+
+            def kv_offload(_, timeout_s):
+                return {**STATE, "verify_max_rel_error": 1e-3, "verify_checks": 4}
+
+        yield Server()
+
+    def check(self):
+        """Exit status and the rows' statuses and reasons."""
+        writer = rows.Writer(None, SHARED)
+        options = argparse.Namespace(
+            device="cuda", batch=[1, 3], context=600, tokens=3, kill_tokens=9, check_host_gb=1.0
+        )
+        end = time.monotonic() + 540
+        failed = gpu_server.check(writer, options, self.logs, self.logs / "model", end)
+        return failed, {row["check"]: (row["status"], row["reason"]) for row in writer.rows}
+
+
+@pytest.fixture
+def servers(monkeypatch, tmp_path):
+    return Servers(monkeypatch, tmp_path)
+
+
+CHECKS = ["verify", "tokens", "state", "fallback", "graphs"]
+
+
+def statuses(found):
+    return [found[name][0] for name in CHECKS]
+
+
+def test_every_check_has_a_row(servers):
+    failed, found = servers.check()
+    assert (failed, statuses(found)) == (0, ["ok"] * 5)
+
+
+@pytest.mark.parametrize(
+    ("step", "ok"),
+    [
+        ("start eager", []),
+        ("ask eager", []),
+        ("start graph", ["verify"]),
+        ("fallback", ["verify", "tokens", "state", "graphs"]),
+    ],
+)
+def test_what_there_was_no_time_for_is_said_and_has_not_failed(servers, step, ok):
+    servers.hours = {step: 1}
+    servers.errors = {step: OSError("timed out")}
+    failed, found = servers.check()
+    assert failed == 0
+    assert [name for name in CHECKS if found[name][0] == "ok"] == ok
+    missing = [name for name in CHECKS if name not in ok]
+    assert [found[name][0] for name in missing] == ["skipped"] * len(missing)
+    assert "no time left" in found[missing[0]][1]
+
+
+def test_a_server_is_not_started_in_the_last_minute(servers):
+    servers.hours = {"ask eager": 500 / 3600 / 2}  # two batches
+    _, found = servers.check()
+    assert "start graph" not in servers.began
+    assert statuses(found) == ["ok", "skipped", "skipped", "skipped", "skipped"]
+
+
+def test_the_other_server_is_checked_though_one_fails(servers):
+    servers.errors = {"start eager": gpu_server.FAILURES[0]("exit code 1")}
+    failed, found = servers.check()
+    assert failed == 1 and "exit code 1" in found["verify"][1]
+    assert statuses(found) == ["failed", "skipped", "ok", "ok", "skipped"]
+
+
+def test_a_request_that_fails_in_time_is_a_failure(servers):
+    servers.errors = {"ask graph": OSError("refused")}
+    failed, found = servers.check()
+    assert failed == 1 and statuses(found) == ["ok", "failed", "skipped", "skipped", "skipped"]
+    assert found["state"][1] == "tokens failed"
+
+
+def test_a_limit_counts_down():
+    limit = checks_in_time.TimeLimit(time.monotonic() + 50)
+    assert limit.left_s(10) == 10 and 40 < limit.left_s() <= 50
+    limit.needs(40)
+    limit.blame(OSError("refused"))
+    for over in (lambda: limit.needs(60), checks_in_time.TimeLimit(time.monotonic()).left_s):
+        with pytest.raises(checks_in_time.OutOfTime, match="no time left"):
+            over()

@@ -16,7 +16,7 @@ import rows  # noqa: E402
 @pytest.mark.timeout(900)
 def test_every_check_passes_with_interpreted_kernels(tmp_path):
     out = tmp_path / "rows.jsonl"
-    sizes = "--batch 1,3 --context 600 --tokens 12 --kill-tokens 60 --check-host-gb 0.2".split()
+    sizes = "--batch 1,3 --context 600 --tokens 12 --kill-tokens 60 --check-host-gb 0.2 --seconds 850".split()
     program = [
         sys.executable,
         ROOT / "benchmark" / "gpu_server.py",
