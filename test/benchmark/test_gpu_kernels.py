@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -119,3 +120,64 @@ def test_gpu_check_knows_the_names_of_its_steps(tmp_path):
     )
     assert done.returncode == 1 and "there is no step sever" in done.stdout
     assert "gpu_check: ring\n" in done.stdout
+
+
+def test_gpu_check_begins_nothing_that_it_could_not_end(tmp_path):
+    """A server that has time to start, and for nothing else, tells nothing."""
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\ncase "$1" in -) cat >/dev/null ;; -c) ;; *) exit 0 ;; esac\n')
+    python.chmod(0o755)
+    check = ROOT / "scripts" / "gpu_check.sh"
+    only = {"PYTHON": python, "ONLY": "server resources"}
+    for limit_s, begun in ((230, {"resources"}), (260, {"server", "resources"})):
+        done = run(check, tmp_path / "out", **only, SECONDS_LIMIT=str(limit_s))
+        assert done.returncode == 0, done.stdout + done.stderr
+        lines = (tmp_path / "out" / "gpu_check.jsonl").read_text().splitlines()
+        found = [json.loads(line) for line in lines]
+        assert {row["step"] for row in found if "exit_status" in row} == begun
+
+
+def test_gpu_check_tells_a_program_how_long_it_may_take(tmp_path):
+    python = tmp_path / "python"
+    python.write_text(
+        '#!/bin/sh\ncase "$1" in -) cat >/dev/null ;; -c) ;; *) echo "$*" | sed "s/.*--seconds //" ;; esac\n'
+    )
+    python.chmod(0o755)
+    said = {}
+    for limit_s in ("570", "300"):
+        only = {"PYTHON": python, "ONLY": "server decode", "SECONDS_LIMIT": limit_s}
+        run(ROOT / "scripts" / "gpu_check.sh", tmp_path / "out", **only)
+        said[limit_s] = [
+            int((tmp_path / "out" / f"{step}.log").read_text()) for step in ("server", "decode")
+        ]
+    assert said["570"] == [520, 440]
+    assert 260 <= said["300"][0] <= 280 and 180 <= said["300"][1] <= 200
+
+
+@pytest.mark.parametrize(("tool", "failed"), [("memcheck", True), ("racecheck", False)])
+def test_gpu_check_takes_hazards_as_information(tmp_path, tool, failed):
+    python, sanitizer = tmp_path / "python", tmp_path / "compute-sanitizer"
+    python.write_text('#!/bin/sh\n[ "$1" != - ] || cat >/dev/null\n')
+    sanitizer.write_text("#!/bin/sh\nexit 9\n")
+    for path in (python, sanitizer):
+        path.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    check = ROOT / "scripts" / "gpu_check.sh"
+    done = run(check, tmp_path / "out", PYTHON=python, PATH=path, ONLY=tool)
+    assert done.returncode == failed, done.stdout
+    [row] = map(json.loads, (tmp_path / "out" / "gpu_check.jsonl").read_text().splitlines())
+    assert row["exit_status"] == 9 and row.get("information", False) is not failed
+
+
+def test_the_calls_of_the_documents_give_every_step_its_time():
+    text = (ROOT / "scripts" / "gpu_check.sh").read_text()
+    steps = re.findall(r"^ *(?:\S.* )?(?:step|information) ([a-z]\S+) (\d+)", text, re.MULTILINE)
+    limit_s = {name: int(limit) for name, limit in steps}
+    calls = re.findall(
+        r"^ONLY=(?:\"([^\"]+)\"|(\w+)) ", (ROOT / "docs" / "gpu.md").read_text(), re.MULTILINE
+    )
+    named = [(several or one).split() for several, one in calls]
+    assert sorted(step for call in named for step in call) == sorted(limit_s)
+    # The first call unpacks and builds, all look for a device.
+    for preparation_s, call in zip([60, *[15] * len(named)], named, strict=False):
+        assert preparation_s + sum(limit_s[step] for step in call) <= 570, call
