@@ -12,7 +12,8 @@ Rows (format: rows.py), per shape and thread count:
     sgl-kernel-<version>               SGLang's own CPU decode attention; scripts/setup_sgl_kernel.sh
 
 All pages come from one pool much larger than the caches, in shuffled order; a page is read again only after all
-others. Samples are taken in turns, so that a slow moment hits all alike. An implementation is measured only
+others. Samples are taken in turns, so that a slow moment hits all alike, and begin with threads that are awake
+(awake.py). An implementation is measured only
 after its output has been compared with the reference on the same inputs.
 
 Fields beside those of rows.py; null in rows that are not "ok", where they do not apply:

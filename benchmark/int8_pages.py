@@ -10,7 +10,8 @@ from types import ModuleType
 import numpy as np
 import torch
 
-from attention_impls import Inputs, Shape, checked_rows, reference_bf16
+import awake
+from attention_impls import Inputs, Shape, checked_rows, nowhere, reference_bf16
 from kv_pool import KvPool
 from sglang_scout.ops import native
 from sglang_scout.ops.attend import attend_reference
@@ -98,14 +99,16 @@ class NativeInt8:
         native.set_isa(self.isa)
         torch.set_num_threads(threads)
         p, q, scale = self._pages.of(inputs), inputs.q, inputs.shape.scale
-        self._out = torch.full_like(q, float("nan"))
-        out = (self._out, torch.full(q.shape[:2], float("nan")))
+        out = nowhere(q)
+        self._out = out[0]
         tables = [inputs.pages(at) for at in starts]
         attend = kernels.ATTEND_PAGES_INT8.run
-        begin_ns = time.perf_counter_ns()
-        for pages in tables:
-            attend(q, p.codes, p.scales, p.page_size, pages, None, None, scale, 0.0, out)
-        return time.perf_counter_ns() - begin_ns
+        few, pool = inputs.few(starts[0], threads), (p.codes, p.scales, p.page_size)
+        with awake.in_place(lambda: attend(few.q, *pool, few.pages, None, None, scale)):
+            begin_ns = time.perf_counter_ns()
+            for pages in tables:
+                attend(q, *pool, pages, None, None, scale, 0.0, out)
+            return time.perf_counter_ns() - begin_ns
 
     def output(self) -> torch.Tensor:
         return self._out

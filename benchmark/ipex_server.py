@@ -21,6 +21,7 @@ os.dup2(2, 1)
 import intel_extension_for_pytorch as ipex  # noqa: E402
 import torch  # noqa: E402
 
+import awake  # noqa: E402
 from kv_pool import KvPool  # noqa: E402
 
 
@@ -65,6 +66,7 @@ class Server:
             for at in starts
         ]
         attend = ipex.llm.modules.PagedAttention.single_query_cached_kv_attention
+        awake.openmp()
         begin_ns = time.perf_counter_ns()
         for table in tables:
             attend(

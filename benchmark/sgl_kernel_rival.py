@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+import awake
 from attention_impls import Inputs, OverBf16
 
 BUILT = Path(__file__).resolve().parent.parent / ".cache" / "sgl-kernel-cpu"
@@ -65,6 +66,7 @@ class SglKernel(OverBf16):
         tables = [
             (inputs.pages(at)[:, :, None] * s.S + tokens).view(s.B, s.R * s.S) for at in starts
         ]
+        awake.openmp()
         begin_ns = time.perf_counter_ns()
         for table in tables:
             self._decode(q, k, v, self._out, partial, table, rows, lengths, s.scale, threads)
