@@ -94,6 +94,8 @@ def strangers(eager: Answers, graph: Answers, tolerance: float) -> int:
     """
     count = 0
     for left, right in zip(eager, graph, strict=True):
+        if min(len(left), len(right)) < 2:  # of another length is a difference of its own
+            continue
         (token, score), (other, other_score) = left[1], right[1]
         count += token != other or not abs(score - other_score) <= tolerance
     return count
@@ -124,7 +126,7 @@ def state_problems(state: dict[str, Any], *, fallback: bool) -> list[str]:
         "cpu_pages": state["cpu_pages"] > 0,
         "recalled_pages": state["recalled_pages"] > 0,
         "host_pages_used": state["host_pages_used"] == 0,
-        "fallback_pages": fallback or state["fallback_pages"] == 0,
+        "fallback_pages": (state["fallback_pages"] > 0) == fallback,
         "worker.restarts": worker["restarts"] == int(fallback),
     }
     shown = {**state, "worker.restarts": worker["restarts"]}
@@ -159,6 +161,8 @@ def kill_worker(server: DecodeServer, options: argparse.Namespace, limit: TimeLi
     thread.start()
     while state()["steps"] <= before["steps"] + 4 and thread.is_alive():
         time.sleep(0.02)
+    if not thread.is_alive():
+        return ["all requests ended before the worker was killed", *errors]
     os.kill(before["worker"]["pid"], signal.SIGKILL)
     thread.join(limit.left_s(timeout_s))
     if not answers or [len(answer) for answer in answers[0]] != [tokens] * rows_:

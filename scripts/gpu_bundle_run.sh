@@ -19,7 +19,9 @@ WORK="${TMPDIR:-/tmp}/scout-work-$COMMIT"
 export PYTHON="${PYTHON:-python3}"
 
 ABOUT="$("$PYTHON" -c 'import sys, torch
+from importlib.util import find_spec
 print(sys.executable, sys.version.split()[0], torch.__version__)
+print(*(name for name in ("nanobind", "scikit_build_core") if find_spec(name)))
 raise SystemExit(not torch.cuda.is_available())')" ||
     { echo "run: $PYTHON sees no CUDA device, or has no torch; set PYTHON to one that does" >&2; exit 2; }
 ABOUT="$ABOUT

@@ -53,6 +53,12 @@ inline void order_value_line(const int8_t* rows, ptrdiff_t stride, int8_t* to) {
 
 #else  // sixteen bytes at a time, for any architecture
 
+#ifdef __clang__
+#define SCOUT_SHUFFLE(type, a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else  // GCC has the other one from version 12 on
+#define SCOUT_SHUFFLE(type, a, b, ...) __builtin_shuffle(a, b, type{__VA_ARGS__})
+#endif
+
 using CodeBytes = int8_t __attribute__((vector_size(16)));
 using CodePairs = int16_t __attribute__((vector_size(16)));
 using CodeWords = int32_t __attribute__((vector_size(16)));
@@ -69,36 +75,36 @@ inline void store_codes(int8_t* p, V x) {
 
 // Element by element of a and b in turn: of their first halves, of their second ones.
 inline CodePairs zip_low(CodeBytes a, CodeBytes b) {
-  return (CodePairs)__builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22,
-                                            7, 23);
+  return (CodePairs)SCOUT_SHUFFLE(CodeBytes, a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22,
+                                  7, 23);
 }
 inline CodePairs zip_high(CodeBytes a, CodeBytes b) {
-  return (CodePairs)__builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14,
-                                            30, 15, 31);
+  return (CodePairs)SCOUT_SHUFFLE(CodeBytes, a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14,
+                                  30, 15, 31);
 }
 inline CodePairs zip_low(CodePairs a, CodePairs b) {
-  return __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11);
+  return SCOUT_SHUFFLE(CodePairs, a, b, 0, 8, 1, 9, 2, 10, 3, 11);
 }
 inline CodePairs zip_high(CodePairs a, CodePairs b) {
-  return __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
+  return SCOUT_SHUFFLE(CodePairs, a, b, 4, 12, 5, 13, 6, 14, 7, 15);
 }
 inline CodeWords zip_low(CodeWords a, CodeWords b) {
-  return __builtin_shufflevector(a, b, 0, 4, 1, 5);
+  return SCOUT_SHUFFLE(CodeWords, a, b, 0, 4, 1, 5);
 }
 inline CodeWords zip_high(CodeWords a, CodeWords b) {
-  return __builtin_shufflevector(a, b, 2, 6, 3, 7);
+  return SCOUT_SHUFFLE(CodeWords, a, b, 2, 6, 3, 7);
 }
 // Of the first halves, or the second ones, of a and b; of each four bytes of them the second and
 // the third change places.
 inline CodeBytes swapped(CodeWords halves) {
   const CodeBytes x = (CodeBytes)halves;
-  return __builtin_shufflevector(x, x, 0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15);
+  return SCOUT_SHUFFLE(CodeBytes, x, x, 0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15);
 }
 inline CodeBytes first_halves(CodeWords a, CodeWords b) {
-  return swapped(__builtin_shufflevector(a, b, 0, 1, 4, 5));
+  return swapped(SCOUT_SHUFFLE(CodeWords, a, b, 0, 1, 4, 5));
 }
 inline CodeBytes second_halves(CodeWords a, CodeWords b) {
-  return swapped(__builtin_shufflevector(a, b, 2, 3, 6, 7));
+  return swapped(SCOUT_SHUFFLE(CodeWords, a, b, 2, 3, 6, 7));
 }
 
 inline void order_key_lines(const int8_t* rows, ptrdiff_t stride, int8_t* to) {
@@ -123,6 +129,7 @@ inline void order_value_line(const int8_t* rows, ptrdiff_t stride, int8_t* to) {
   store_codes(to + 48, zip_high(ac_high, bd_high));
 }
 
+#undef SCOUT_SHUFFLE
 #endif
 
 // A block of kCodedBlock tokens of one head, rows `stride` bytes apart, of `dim` codes (a multiple

@@ -1,5 +1,5 @@
 // Quantising planes (K or V of a page) to int8, written once for every Vec. Include a vec_*.h
-// first; see attend_kernel.h for why nothing of the standard library is used.
+// first; see attend_tile.h for why nothing of the standard library is used.
 //
 // A plane is scanned for its scales and then encoded, both in the order of memory. While one is
 // encoded, which reads it from the second cache, the next one is scanned, element by element in

@@ -1,4 +1,4 @@
-// Digest scores, written once for every Vec. Include a vec_*.h first; see attend_kernel.h for why
+// Digest scores, written once for every Vec. Include a vec_*.h first; see attend_tile.h for why
 // nothing of the standard library is used.
 #pragma once
 

@@ -1,5 +1,5 @@
 // Scores by key signs, written once and compiled for every instruction set; the 16 tokens of a
-// word are the lanes of a vector. See attend_kernel.h for why nothing of the standard library
+// word are the lanes of a vector. See attend_tile.h for why nothing of the standard library
 // is used.
 #pragma once
 

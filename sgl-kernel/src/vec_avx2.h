@@ -40,7 +40,6 @@ struct Vec {
   }
 
   static F abs(F x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
-  static F round(F x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 
   static float first(F x) { return _mm256_cvtss_f32(x); }
   static float hmax(F x) {

@@ -42,9 +42,6 @@ struct Vec {
   }
 
   static F abs(F x) { return _mm512_abs_ps(x); }
-  static F round(F x) {
-    return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  }
 
   static float first(F x) { return _mm512_cvtss_f32(x); }
   static float hmax(F x) { return _mm512_reduce_max_ps(x); }

@@ -87,7 +87,14 @@ def test_state_names_what_is_wrong(name, value):
 
 
 def test_a_worker_that_was_not_killed_is_noticed():
-    assert gpu_server.state_problems(STATE, fallback=True) == ["worker.restarts = 0"]
+    assert gpu_server.state_problems(STATE, fallback=True) == [
+        "fallback_pages = 0", "worker.restarts = 0",
+    ]  # fmt: skip
+
+
+def test_answers_of_another_length_have_no_first_token_to_compare():
+    short = [[(1, 0.0)], [(1, 0.0), (2, 0.0)]]
+    assert gpu_server.strangers(short, short, 0.25) == 0
 
 
 def test_whether_graphs_ran_is_read_from_decode_steps_alone():

@@ -228,6 +228,15 @@ def test_pages_are_looked_up_where_their_slots_are_given(impl, into):
         assert torch.equal(a, b)
 
 
+def test_triton_looks_up_no_slot_beyond_the_last():
+    q, k, v, *_ = inputs(9, B=1)
+    slot_of = torch.arange(8, dtype=torch.int32)[:3]  # what lies behind would be a slot
+    got = attend_pages(q, k, v, i32([[0, 5, 2]]), None, None, 0.125, impl="triton", slot_of=slot_of)
+    expected = attend_pages(q, k, v, i32([[0, 2]]), None, None, 0.125, impl="triton")
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
 @IMPLS
 def test_full_last_page_is_an_ordinary_page(agree, impl):
     q, k, v, *_ = inputs(10, B=1, S=8)

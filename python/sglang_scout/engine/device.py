@@ -48,11 +48,12 @@ def lock_memory(
                 "of the service)"
             )
         locked.append(address + done)
-        if _device_address(address + done) != address + done:
+        there = _device_address(address + done)
+        if there != address + done:
             unlock()
             raise MemoryError(
-                "this device has other addresses for page-locked memory than the host "
-                "(CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM is 0), which the kernels do not know; use another"
+                "this device has other addresses for page-locked memory than the host, which the kernels do not "
+                f"know: {'none' if there is None else hex(there)} for {address + done:#x}; use another device"
             )
         if progress is not None:
             progress(done + size)
@@ -62,8 +63,8 @@ def lock_memory(
 def _device_address(address: int) -> int | None:
     """The device's address of page-locked memory, None if the driver knows none.
 
-    Asked of the memory itself: where the attribute that the message names is 0, the two may differ, but
-    need not.
+    Asked of the memory itself: where CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM is 0, it may be another one than
+    the host's, but need not.
     """
     there = ctypes.c_uint64(0)
     driver = ctypes.CDLL("libcuda.so.1")

@@ -142,7 +142,8 @@ def attend_pages(
         logit_cap: 0 for none, otherwise scores become cap * tanh(score / cap).
         out: (out, lse) to write into, instead of new tensors.
         slot_of: [I] int32 below P; then ``pages`` are ids below I, and page i is what lies at
-            slot_of[i] of the pool. Those with a negative slot are skipped. Not for ``last_page``.
+            slot_of[i] of the pool. Those with a negative slot are skipped, by "triton" also ids beyond I. Not
+            for ``last_page``.
     Returns:
         (out [B, HQ, D] float32, lse [B, HQ] float32, natural logarithm). An empty set attends to
         nothing: out = 0, lse = -inf; so do keys that make every score -inf ("triton" answers NaN: it

@@ -56,7 +56,7 @@ struct AttendParams {
 // become 16-bit codes (attend_int8.h). Reads nothing outside the listed pages and no K or V
 // beyond last_len, with kI8 beyond the block that it lies in (prefetch hints aside, which cannot
 // fault). Page ids are the caller's to check (valid_pages). Thread-safe; allocates nothing; uses
-// about 200 KiB of stack.
+// about 260 KiB of stack.
 void attend_sequence(const KvPages& kv, const AttendParams& params, const float* q,
                      const int32_t* pages, int32_t n, int32_t last_page, int32_t last_len,
                      float* out, float* lse);

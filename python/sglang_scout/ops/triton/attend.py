@@ -1,8 +1,8 @@
 """`attend_pages` on the device: split over the pages, then one program per query head combines.
 
-Bytes that must move: 2 S H D e per page of a row (K and V, e bytes per element), 4 for its id and 4 for
-its slot, and 8 D + 8 per query head for q, out and lse. With more than one split each adds 8 D + 8 per query head,
-written and read again; at 8 splits of 64 pages and 5 query heads per KV head, 8 % of the pages.
+Bytes that must move: 2 S H D e per page of a row (K and V, e bytes per element), 4 for its id and, where it has to
+be looked up, 4 for its slot, and 8 D + 8 per query head for q, out and lse. With more than one split each adds
+8 D + 8 per query head, written and read again; at 8 splits of 64 pages and 5 query heads per KV head, 8 % of the pages.
 """
 
 import torch
@@ -31,6 +31,7 @@ def attend_kernel(
     scale,
     logit_cap,
     R,
+    ids,
     splits,
     S: tl.constexpr,
     H: tl.constexpr,
@@ -76,7 +77,7 @@ def attend_kernel(
         column = first + splits * tl.arange(0, CHUNK)
         page = tl.load(pages + b.to(tl.int64) * R + column, mask=column < R, other=-1)
         if HAS_SLOTS:
-            page = tl.load(slot_of + page, mask=page >= 0, other=-1)
+            page = tl.load(slot_of + page, mask=(page >= 0) & (page < ids), other=-1)
         if HAS_LAST:
             page = tl.where(column == R, tail, page)
         rank = tl.cumsum((page >= 0).to(tl.int32), axis=0)  # 1 for the first page
@@ -84,15 +85,15 @@ def attend_kernel(
         rank = tl.where(page >= 0, rank, 0)
         tail_rank = tl.max(tl.where(column == R, rank, 0), axis=0)
         for done in range(0, count, PAGES):
-            ids = tl.zeros([PAGES * BLOCK_S], tl.int32)
+            chosen = tl.zeros([PAGES * BLOCK_S], tl.int32)
             lens = tl.zeros([PAGES * BLOCK_S], tl.int32)
             for i in tl.static_range(PAGES):
                 at = done + i + 1
-                ids = tl.where(which == i, tl.max(tl.where(rank == at, page, 0), axis=0), ids)
+                chosen = tl.where(which == i, tl.max(tl.where(rank == at, page, 0), axis=0), chosen)
                 length = tl.where(at == tail_rank, tail_len, tl.where(at <= count, S, 0))
                 lens = tl.where(which == i, length, lens)
             here = s < lens
-            offset = ((ids.to(tl.int64) * S + s) * H + h)[:, None] * D + d[None, :]
+            offset = ((chosen.to(tl.int64) * S + s) * H + h)[:, None] * D + d[None, :]
             mask = here[:, None] & (d < D)[None, :]
             k_tile = tl.load(k + offset, mask=mask, other=0.0)
             v_tile = tl.load(v + offset, mask=mask, other=0.0)
@@ -188,6 +189,7 @@ def attend_pages(
         scale,
         logit_cap,
         R,
+        0 if slot_of is None else slot_of.numel(),
         splits,
         S,
         H,
