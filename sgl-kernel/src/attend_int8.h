@@ -351,16 +351,7 @@ inline void attend_coded_heads(const AttendArgs& args, HeadRange range) {
   for (int i = 0; i < rows * Vec::kLanes; ++i) totals[i] = 0.0f;
   for (int row = 0; row < rows; ++row) highest[row] = -kInfinity;
 
-  // The entry after the listed pages stands for last_page.
-  const bool has_last = args.last_page >= 0 && args.last_len > 0;
-  auto page_at = [&](int i) -> int64_t {
-    if (i < args.n) return args.records != nullptr ? 0 : args.pages[i];
-    return has_last ? args.last_page : -1;
-  };
-  auto next_entry = [&](int i) {
-    while (i <= args.n && page_at(i) < 0) ++i;
-    return i;
-  };
+  const Entries entries(args);
   // `ahead`: only for prefetching.
   auto place_at = [&](int i, bool ahead) -> CodePlace {
     if (args.records != nullptr) {
@@ -369,7 +360,7 @@ inline void attend_coded_heads(const AttendArgs& args, HeadRange range) {
       const char* const codes = reinterpret_cast<const char*>(record.at);
       return {codes, reinterpret_cast<const float*>(codes + page_bytes), record.cached};
     }
-    const int64_t page = page_at(i);
+    const int64_t page = entries.page(i);
     return {static_cast<const char*>(kv.k) + page * page_bytes, kv.scales + 2 * page * kv.kv_heads,
             false};
   };
@@ -382,20 +373,20 @@ inline void attend_coded_heads(const AttendArgs& args, HeadRange range) {
   const ptrdiff_t lead = whole < tile_bytes ? tile_bytes : whole < span ? whole : span;
   const ptrdiff_t lead_again = kCodeLeads * lead < span ? kCodeLeads * lead : span;
 
-  int entry = next_entry(0);
+  int entry = entries.from(0);
   CodePlace here{};
-  if (entry <= args.n) {
+  if (entries.has(entry)) {
     here = place_at(entry, false);
     // Nothing was computed while the first codes could have come: ask for them at once.
     for (ptrdiff_t i = 0; i < lead_again && !here.cached; i += kLineBytes)
       prefetch(here.codes + first + i);
   }
-  while (entry <= args.n) {
-    const int following = next_entry(entry + 1);
+  while (entries.has(entry)) {
+    const int following = entries.from(entry + 1);
     // At the end the prefetches go to the page at hand, which is cached: cheaper than branches.
-    const CodePlace next = following <= args.n ? place_at(following, true) : here;
-    const int page_tokens = entry < args.n ? kv.page_size : args.last_len;
-    if (following <= args.n) {
+    const CodePlace next = entries.has(following) ? place_at(following, true) : here;
+    const int page_tokens = entries.tokens(entry);
+    if (entries.has(following)) {
       prefetch(reinterpret_cast<const char*>(next.scales + range.head_begin));
       prefetch(reinterpret_cast<const char*>(next.scales + kv.kv_heads + range.head_begin));
     }
@@ -441,7 +432,7 @@ inline void attend_coded_heads(const AttendArgs& args, HeadRange range) {
       }
     }
     entry = following;
-    here = entry <= args.n ? place_at(entry, false) : here;
+    here = entries.has(entry) ? place_at(entry, false) : here;
   }
 
   for (int h = 0; h < heads; ++h) {

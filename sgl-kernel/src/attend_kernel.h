@@ -152,35 +152,26 @@ inline void attend_heads(const AttendArgs& args, HeadRange range) {
   block.group = group;
   block.score_stride = stride;
 
-  // The entry after the listed pages stands for last_page.
-  const bool has_last = args.last_page >= 0 && args.last_len > 0;
-  auto page_at = [&](int i) -> int64_t {
-    if (i < args.n) return args.pages[i];
-    return has_last ? args.last_page : -1;
-  };
-  auto next_entry = [&](int i) {
-    while (i <= args.n && page_at(i) < 0) ++i;
-    return i;
-  };
+  const Entries entries(args);
   const ptrdiff_t head_offset = range.head_begin * head_bytes;
   auto place_at = [&](int i) -> Place {
-    const ptrdiff_t at = page_at(i) * page_bytes;
+    const ptrdiff_t at = entries.page(i) * page_bytes;
     return {static_cast<const char*>(kv.k) + at, static_cast<const char*>(kv.v) + at};
   };
-  int entry = next_entry(0);
+  int entry = entries.from(0);
   Place here{};
-  if (entry <= args.n) {
+  if (entries.has(entry)) {
     here = place_at(entry);
     // Nothing was computed while the first block could have come: ask for it at once.
     const char* const first = here.k + head_offset;
     const int tokens = pace.leads * lead < most ? pace.leads * lead : most;
     for (ptrdiff_t i = 0; i < tokens * row_bytes; i += kLineBytes) prefetch(first + i);
   }
-  while (entry <= args.n) {
-    const int following = next_entry(entry + 1);
+  while (entries.has(entry)) {
+    const int following = entries.from(entry + 1);
     // At the end the prefetches go to the page at hand, which is cached: cheaper than branches.
-    const Place next = following <= args.n ? place_at(following) : here;
-    const int page_tokens = entry < args.n ? kv.page_size : args.last_len;
+    const Place next = entries.has(following) ? place_at(following) : here;
+    const int page_tokens = entries.tokens(entry);
     for (int begin = 0; begin < page_tokens; begin += kTileTokens) {
       const int tokens = page_tokens - begin < kTileTokens ? page_tokens - begin : kTileTokens;
       const char* const k = here.k + head_offset + begin * row_bytes;
@@ -228,7 +219,7 @@ inline void attend_heads(const AttendArgs& args, HeadRange range) {
       }
     }
     entry = following;
-    here = entry <= args.n ? place_at(entry) : here;
+    here = entries.has(entry) ? place_at(entry) : here;
   }
 
   for (int h = 0; h < heads; ++h) {

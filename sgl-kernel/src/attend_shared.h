@@ -103,6 +103,28 @@ struct Chunks {
   int most() const { return larger > 0 ? size + 1 : size; }
 };
 
+// The pages of a sequence by the place in its list; the entry after the listed ones stands for
+// last_page. With records every listed entry is one.
+class Entries {
+ public:
+  explicit Entries(const AttendArgs& args) : args_(args) {}
+
+  int64_t page(int entry) const {
+    if (entry < args_.n) return args_.records != nullptr ? 0 : args_.pages[entry];
+    return args_.last_page >= 0 && args_.last_len > 0 ? args_.last_page : -1;
+  }
+  bool has(int entry) const { return entry <= args_.n; }
+  // The first from `entry` on that names a page; if there is none, one that `has` denies.
+  int from(int entry) const {
+    while (has(entry) && page(entry) < 0) ++entry;
+    return entry;
+  }
+  int tokens(int entry) const { return entry < args_.n ? args_.kv->page_size : args_.last_len; }
+
+ private:
+  const AttendArgs& args_;
+};
+
 // What the sums over all tokens of a query head mean.
 struct RowResult {
   float inverse;  // by which the sum of weighted values becomes the output
