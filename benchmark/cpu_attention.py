@@ -9,7 +9,7 @@ Rows (format: rows.py), per shape and thread count:
     read-sequential                    the same loop over one contiguous range
     sdpa-gather, sdpa-gather-grouped   torch, after copying the pages together; see attention_impls.py
     ipex-2.8                           Intel Extension for PyTorch; scripts/setup_ipex.sh
-    sgl-kernel-<version>               SGLang's own CPU decode attention; scripts/setup_sgl_kernel.sh
+    sgl-kernel-<version>, vllm-<commit>   SGLang's and vLLM's decode attention; scripts/setup_rival_kernels.sh
 
 All pages come from one pool much larger than the caches, in shuffled order; a page is read again only after all
 others. Samples are taken in turns, so that a slow moment hits all alike, and begin with threads that are awake
@@ -25,7 +25,7 @@ Fields beside those of rows.py; null in rows that are not "ok", where they do no
     samples_us, median_us     per call; a sample is the mean of calls_per_sample calls
     max_abs_error, tolerance  of the check; for int8 against the reference over the same codes
     int8_max_abs_error, int8_rms_error, output_rms     int8 against fp32 over the bfloat16 pages; size of the output
-    revision                  of sgl-kernel: the commit of SGLang that it was compiled from
+    revision                  of sgl-kernel and vllm: the commit that it was compiled from
     pool_bytes
 """
 
@@ -40,8 +40,8 @@ import time
 from pathlib import Path
 
 import attention_impls as impls
+import compiled_rivals
 import ipex_client
-import sgl_kernel_rival
 from attention_impls import Implementation, Ipex, Native, SdpaGather
 from int8_pages import Int8Pages, NativeInt8
 from int8_pages import absent_reason as int8_absent_reason
@@ -126,16 +126,13 @@ def run(plan: Plan, threads: list[int], writer: Writer, cpus: list[int], without
             int8 = Int8Pages(huge=True)
             implementations += [NativeInt8(isa, int8) for isa in impls.isas()]
         implementations += [SdpaGather(grouped, plan.max_call_s) for grouped in (False, True)]
-        why = (
-            "left out by --without"
-            if sgl_kernel_rival.NAME in without
-            else sgl_kernel_rival.absent_reason()
-        )
-        if why:
-            writer.add(sgl_kernel_rival.NAME, "absent", why)
-        else:
-            bench.say(f"{sgl_kernel_rival.NAME} is ready ({sgl_kernel_rival.about()})")
-            implementations.append(sgl_kernel_rival.SglKernel())
+        for rival in compiled_rivals.ALL:
+            left_out = "left out by --without" if rival.NAME in without else ""
+            if why := left_out or compiled_rivals.absent_reason(rival.NAME):
+                writer.add(rival.NAME, "absent", why)
+            else:
+                implementations.append(rival())
+                bench.say(f"{implementations[-1].name} is ready")
         implementations = [x for x in implementations if x.name not in without]
         if client is None:
             why = "left out by --without" if "ipex-2.8" in without else ipex_client.ABSENT

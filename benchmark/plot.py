@@ -35,6 +35,7 @@ GOAL_MEDIAN_US, GOAL_P99_US = 10, 50
 COLORS = {
     "native": "#1b6ca8",
     "native-int8": "#5fb0d9",
+    "vllm": "#4f9a63",
     "sgl-kernel": "#7a4fa3",
     "ipex-2.8": "#d98032",
     "sdpa-gather-grouped": "#8d8d8d",
@@ -58,8 +59,9 @@ def family(impl: str, best_isa: str) -> str | None:
     """Which bar an implementation is; None: not in the picture (lower instruction sets, read loops)."""
     if impl in (f"native-{best_isa}", f"native-int8-{best_isa}"):
         return impl.removesuffix(f"-{best_isa}")
-    if impl.startswith("sgl-kernel-"):
-        return "sgl-kernel"
+    for rival in ("sgl-kernel", "vllm"):
+        if impl.startswith(f"{rival}-"):
+            return rival
     return impl if impl in COLORS else None
 
 

@@ -162,12 +162,13 @@ def test_the_read_loop_reads_every_line_once(ahead_bytes):
 
 def test_cpu_attention_runs(tmp_path):
     path = tmp_path / "rows.jsonl"
-    without = "sdpa-gather,ipex-2.8,sgl-kernel"
+    without = "sdpa-gather,ipex-2.8,sgl-kernel,vllm"
     done = run_benchmark("cpu_attention.py", "--smoke", "--without", without, "--json", str(path))
     assert done.returncode == 0, done.stderr
     found = rows.read_rows(path)
     by_impl = {row["impl"]: row for row in found}
-    assert by_impl["ipex-2.8"]["status"] == by_impl["sgl-kernel"]["status"] == "absent"
+    rivals = ("ipex-2.8", "sgl-kernel", "vllm")
+    assert {by_impl[name]["status"] for name in rivals} == {"absent"}
     assert "sdpa-gather" not in by_impl
     best = found[0]["native_best_isa"]
     for impl in (f"native-{best}", "read", "read-sequential", "sdpa-gather-grouped"):
@@ -202,18 +203,22 @@ def test_attention_instructions_runs(tmp_path):
 
 
 def test_a_rival_that_was_not_built_is_a_row(tmp_path, monkeypatch):
+    import compiled_rivals
     import cpu_attention
     import ipex_client
-    import sgl_kernel_rival
 
     monkeypatch.setattr(ipex_client, "PYTHON", tmp_path / "python")
-    monkeypatch.setattr(sgl_kernel_rival, "BUILT", tmp_path / "nothing")
+    monkeypatch.setattr(compiled_rivals, "BUILT", tmp_path / "nothing")
     path = tmp_path / "rows.jsonl"
     without = "sdpa-gather,sdpa-gather-grouped,int8"
     arguments = ["--smoke", "--threads", "1", "--without", without, "--json", str(path)]
     assert cpu_attention.main(arguments) == 0
     by_impl = {row["impl"]: row for row in rows.read_rows(path)}
-    for impl, script in (("ipex-2.8", "setup_ipex.sh"), ("sgl-kernel", "setup_sgl_kernel.sh")):
+    for impl, script in (
+        ("ipex-2.8", "setup_ipex.sh"),
+        ("sgl-kernel", "setup_rival_kernels.sh sgl-kernel"),
+        ("vllm", "setup_rival_kernels.sh vllm"),
+    ):
         assert by_impl[impl]["status"] == "absent" and script in by_impl[impl]["reason"]
 
 
@@ -224,21 +229,30 @@ def test_no_program_here_hides_a_package_from_its_neighbours():
 
 
 def test_a_rival_built_for_another_torch_is_not_loaded(tmp_path, monkeypatch):
-    import sgl_kernel_rival
+    import compiled_rivals
 
-    monkeypatch.setattr(sgl_kernel_rival, "BUILT", tmp_path)
+    monkeypatch.setattr(compiled_rivals, "BUILT", tmp_path)
     about = {"version": "0.4.5", "revision": "x", "torch": "1.0"}
-    (tmp_path / "about.json").write_text(json.dumps(about))
-    assert "built for torch 1.0" in sgl_kernel_rival.absent_reason()
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "about.json").write_text(json.dumps(about))
+    assert "built for torch 1.0" in compiled_rivals.absent_reason("vllm")
 
 
-def test_the_build_of_a_rival_refuses_a_folder_without_its_source(tmp_path):
-    script = ROOT / "scripts" / "setup_sgl_kernel.sh"
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("sgl-kernel", "has neither commit"),
+        ("vllm", "has neither commit"),
+        ("ipex", "ipex is no rival"),
+    ],
+)
+def test_the_build_of_a_rival_refuses_what_it_cannot_build(tmp_path, name, message):
+    script = ROOT / "scripts" / "setup_rival_kernels.sh"
     environment = {**os.environ, "PYTHON": sys.executable, "DEST": str(tmp_path / "made")}
     done = subprocess.run(
-        [str(script), str(tmp_path)], capture_output=True, text=True, env=environment
+        [str(script), name, str(tmp_path)], capture_output=True, text=True, env=environment
     )
-    assert done.returncode == 1 and "has neither commit" in done.stderr
+    assert done.returncode == 1 and message in done.stderr
 
 
 def test_cpu_attention_refuses_more_threads_than_cpus():
@@ -318,6 +332,7 @@ def test_plots_are_made_from_rows_alone(tmp_path, shared):
     attention.add("native-avx2", **sizes, **measured)
     attention.add("native-portable", **sizes, **measured)
     attention.add("sgl-kernel-0.4.5", **sizes, **measured)
+    attention.add("vllm-d2c671c", **sizes, **measured)
     attention.add("ipex-2.8", "absent", "no environment")
     attention.add("sdpa-gather", "skipped", "too slow", **sizes)
     attention.close()

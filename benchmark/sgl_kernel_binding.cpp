@@ -1,5 +1,5 @@
 // A torch operator around one function of SGLang's CPU kernels, so that a benchmark needs to
-// compile one of their files and not all. scripts/setup_sgl_kernel.sh builds it against SGLang's
+// compile one of their files and not all. scripts/setup_rival_kernels.sh builds it against SGLang's
 // source; nothing else uses it.
 #include <ATen/ATen.h>
 #include <omp.h>
@@ -29,10 +29,10 @@ void decode(at::Tensor q, at::Tensor k, at::Tensor v, at::Tensor out, at::Tensor
 
 }  // namespace
 
-TORCH_LIBRARY(scout_benchmark, m) {
+TORCH_LIBRARY(scout_benchmark_sgl_kernel, m) {
   m.def(
-      "sgl_kernel_decode(Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!) partial, Tensor "
+      "decode(Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!) partial, Tensor "
       "token_table, "
       "Tensor rows, Tensor lengths, float scale, int threads) -> ()");
-  m.impl("sgl_kernel_decode", c10::kCPU, &decode);
+  m.impl("decode", c10::kCPU, &decode);
 }
