@@ -114,6 +114,11 @@ CASES = [
         ["--enable-return-hidden-states", "--device cpu"],
     ),
     (
+        "graphs that are never replayed",
+        {"device": "cuda", "disable_cuda_graph_padding": True},
+        ["--disable-cuda-graph-padding", "drop it"],
+    ),
+    (
         "verify on cuda",
         {"device": "cuda", "kv_offload_config": '{"verify": true}'},
         ["--kv-offload-config", "verify", "--disable-cuda-graph"],

@@ -71,6 +71,12 @@ def check_device_engine(args: ServerArgs, config: OffloadConfig, device: str) ->
             "--enable-return-hidden-states: makes SGLang capture graphs anew while it serves; drop it, or "
             "use --device cpu"
         )
+    if on_cuda and args.disable_cuda_graph_padding and not args.disable_cuda_graph:
+        # It asks whether the number of requests is a key of its graphs, which have others.
+        raise ConfigError(
+            "--disable-cuda-graph-padding: this SGLang then captures a graph for each batch size and replays none; "
+            "drop it, or give --disable-cuda-graph to run without graphs"
+        )
     prefill_graphs = getattr(args, "cuda_graph_backend_prefill", None)
     if prefill_graphs not in (None, "disabled"):
         raise ConfigError(
