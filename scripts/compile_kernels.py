@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Compiles every Triton kernel for sm_90, as its op would launch it, on a machine without a GPU.
+"""Compiles every Triton kernel for a GPU, as its op would launch it, on a machine without one.
 
-    python scripts/compile_kernels.py [--json FILE] [--ptx FOLDER]
+    python scripts/compile_kernels.py [--arch 90] [--json FILE] [--ptx FOLDER]
 
 The ops' own functions run on tensors without data; instead of a launch each kernel is compiled for
 the types, alignments and constants of that launch. Prints registers, spilled bytes and shared memory of
-each. Fails if one does not compile, if one spills, or if a kernel of the package was not reached.
+each. Fails if one does not compile, asks for more shared memory than a program may have, spills on the architecture
+that it was written for (90), or if a kernel of the package was not reached.
 """
 
 from __future__ import annotations
@@ -28,12 +29,14 @@ if "TRITON_INTERPRET" in os.environ:  # before triton is imported
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime.jit import JITFunction
 
 from sglang_scout.core.split import Split
 from sglang_scout.ops import triton as kernels
 
-CAPABILITY = 90
+SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
+"""Shared memory that a program may have, by architecture: A100, A40, L40S, H100, B200, B300, RTX PRO 6000."""
 PROCESSORS = 132  # of an H100: how many programs attention is split into
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 I32, I64 = torch.int32, torch.int64
@@ -42,8 +45,11 @@ I32, I64 = torch.int32, torch.int64
 class Driver:
     """What triton asks of a device before it compiles."""
 
+    def __init__(self, arch: int) -> None:
+        self._arch = arch
+
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", CAPABILITY, 32)
+        return GPUTarget("cuda", self._arch, 32)
 
     def get_current_device(self) -> int:
         return 0
@@ -175,13 +181,16 @@ def kernels_of_package() -> set[str]:
     return names
 
 
-def resources(ptx: str) -> tuple[int, int]:
+def resources(ptx: str, arch: int) -> tuple[int, int]:
     """Registers of a thread and spilled bytes, as the assembler reports them."""
+    target = (
+        f"sm_{arch}a" if arch >= 90 else f"sm_{arch}"
+    )  # with what this architecture alone has, as triton does
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "kernel.ptx")
         source.write_text(ptx)
         done = subprocess.run(
-            [triton.knobs.nvidia.ptxas.path, "-v", f"-arch=sm_{CAPABILITY}a", str(source),
+            [get_ptxas(arch).path, "-v", f"-arch={target}", str(source),
              "-o", str(Path(folder, "kernel.cubin"))],
             capture_output=True, text=True, check=True,
         )  # fmt: skip
@@ -194,17 +203,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
+    parser.add_argument(
+        "--arch", type=int, default=90, choices=SHARED_KIB, help="90: H100 (default), 80: A100, ..."
+    )
     parser.add_argument("--json", type=Path, help="also write one row per kernel and case")
     parser.add_argument("--ptx", type=Path, help="also write the code of each kernel here")
     arguments = parser.parse_args()
     if arguments.ptx:
         arguments.ptx.mkdir(parents=True, exist_ok=True)
     try:
-        print(f"ptxas: {triton.knobs.nvidia.ptxas.path}")
+        print(f"ptxas: {get_ptxas(arguments.arch).path}")
     except RuntimeError as error:
         print(f"no ptxas: {error}")
         return 77
-    triton.runtime.driver.set_active(Driver())
+    triton.runtime.driver.set_active(Driver(arguments.arch))
     compiled: list[tuple[str, object]] = []
 
     def instead_of_launch(kernel: JITFunction, grid: object) -> Callable[..., None]:
@@ -223,7 +235,7 @@ def main() -> int:
             if (name, kernel.hash) in seen:
                 continue
             seen.add((name, kernel.hash))
-            registers, spilled = resources(kernel.asm["ptx"])
+            registers, spilled = resources(kernel.asm["ptx"], arguments.arch)
             if arguments.ptx:
                 (arguments.ptx / f"{name}-{len(rows)}.ptx").write_text(kernel.asm["ptx"])
             warps, shared = kernel.metadata.num_warps, kernel.metadata.shared
@@ -245,11 +257,18 @@ def main() -> int:
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1))
     missed = kernels_of_package() - {name for name, _ in seen}
-    spilling = {row["kernel"] for row in rows if row["spilled_bytes"]}
-    for what, names in (("never compiled here", missed), ("spills registers", spilling)):
+    spilling = {row["kernel"] for row in rows if row["spilled_bytes"] and arguments.arch == 90}
+    most = SHARED_KIB[arguments.arch] << 10
+    large = {row["kernel"] for row in rows if row["shared_bytes"] > most}
+    wrong = {
+        "never compiled here": missed,
+        "spills registers": spilling,
+        f"needs more than {most} bytes of shared memory": large,
+    }
+    for what, names in wrong.items():
         for name in sorted(names):
             print(f"error: {name} {what}")
-    return 1 if missed or spilling else 0
+    return 1 if any(wrong.values()) else 0
 
 
 if __name__ == "__main__":

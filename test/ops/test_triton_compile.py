@@ -18,13 +18,10 @@ WITHOUT_PTXAS = 77
 OPS_ON_LAYERS = (triton.COPY_LAYER_PAGES, triton.BUILD_LAYER_DIGESTS, triton.BUILD_LAYER_SIGNS)
 
 
-@pytest.fixture(scope="module")
-def ptx(tmp_path_factory):
-    """Kernel name -> its code, of the first case."""
-    folder = tmp_path_factory.mktemp("ptx")
+def compile_kernels(*arguments):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, ROOT / "scripts" / "compile_kernels.py", "--ptx", folder],
+        [sys.executable, ROOT / "scripts" / "compile_kernels.py", *arguments],
         env=environment | {"PYTHONPATH": str(ROOT / "python")},
         capture_output=True,
         text=True,
@@ -32,12 +29,25 @@ def ptx(tmp_path_factory):
     if done.returncode == WITHOUT_PTXAS:
         pytest.skip(done.stdout.strip())
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def ptx(tmp_path_factory):
+    """Kernel name -> its code, of the first case."""
+    folder = tmp_path_factory.mktemp("ptx")
+    compile_kernels("--ptx", folder)
     paths = sorted(folder.iterdir(), key=lambda p: int(p.stem.rpartition("-")[2]), reverse=True)
     return {path.stem.rpartition("-")[0]: path.read_text() for path in paths}
 
 
 def test_every_kernel_compiles_and_none_spills(ptx):
     assert {"bounds_kernel", "attend_kernel", "select_kernel", "post_kernel"} <= set(ptx)
+
+
+@pytest.mark.parametrize("arch", ["80", "120"])
+def test_other_devices_take_the_same_kernels(arch):
+    """The oldest, and the one with the least shared memory."""
+    compile_kernels("--arch", arch)
 
 
 @pytest.mark.parametrize("name", ["bounds_kernel", "attend_kernel"])
