@@ -2,8 +2,9 @@
 
     python benchmark/attention_tables.py docs/results/cpu_attention.jsonl
 
-Best instruction set, pages in huge pages. "Best read" is the faster of the two read loops in the same run, ratios are
-of rows of the same size and threads: a median over the sizes that both have, with its range.
+Best instruction set, pages in huge pages. A ratio is of two rows of the same size and number of threads: the median of
+the ratios within a round of samples, which a machine that gives now more and now less does not move. "Best read" is
+the faster of the two read loops. Over several sizes a table has the median and the range.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ RIVALS = {
 }
 VERSIONED = ("vllm", "sgl-kernel")
 """Rivals whose rows are named with what was built."""
+
+READS = ("read", "read-sequential")
 
 LARGE = (64, 64)
 """Batch and pages of the table of bandwidths."""
@@ -50,17 +53,34 @@ class Measured:
     def sizes(self) -> list[Size]:
         return list(self._rows["native"])
 
+    @property
+    def large(self) -> tuple[int, int]:
+        """Batch and pages that every shape has: LARGE, or what comes next to it in a quick run."""
+        found = {size[2:] for size in self.sizes()}
+        return LARGE if LARGE in found else max(found)
+
     def gb_per_s(self, name: str, size: Size) -> float | None:
         row = self._rows.get(name, {}).get(size)
         return None if row is None else row["gb_per_s"]
 
     def best_read(self, size: Size) -> float | None:
-        found = [self.gb_per_s(name, size) for name in ("read", "read-sequential")]
+        found = [self.gb_per_s(name, size) for name in READS]
         return max((x for x in found if x), default=None)
 
-    def tokens_per_s(self, name: str, size: Size) -> float | None:
-        row = self._rows.get(name, {}).get(size)
-        return None if row is None else row["tokens_per_s"]
+    def faster(self, ours: str, theirs: str, size: Size, of: str = "gb_per_s") -> float | None:
+        """How many times as many bytes, or tokens, a second one takes as the other."""
+        a, b = (self._rows.get(name, {}).get(size) for name in (ours, theirs))
+        if a is None or b is None:
+            return None
+        us, their_us = (dict(zip(r["rounds"], r["samples_us"], strict=True)) for r in (a, b))
+        in_turns = [their_us[r] / us[r] for r in us.keys() & their_us.keys()]
+        work = (a[of] * a["median_us"]) / (b[of] * b["median_us"])  # of a call, ours to theirs
+        return work * median(in_turns) if in_turns else None
+
+    def share(self, name: str, size: Size) -> float | None:
+        """Of the faster read loop."""
+        found = [self.faster(name, read, size) for read in READS]
+        return min((x for x in found if x), default=None)
 
     def spread(self, threads: int) -> float:
         """Of the median kernel row on so many threads."""
@@ -80,7 +100,7 @@ def shape_of(measured: Measured, group: int) -> str:
 
 def bandwidths(measured: Measured) -> list[str]:
     """Of a large batch, in GB/s."""
-    batch, pages = LARGE
+    batch, pages = measured.large
     lines = []
     for threads, group in keys(measured, largest_first=True):
         size = (threads, group, batch, pages)
@@ -95,29 +115,24 @@ def bandwidths(measured: Measured) -> list[str]:
 
 def ratios(measured: Measured) -> list[str]:
     """Of bytes a second to rivals, of int8's tokens a second, and to the best read loop."""
-    bytes_, tokens = measured.gb_per_s, measured.tokens_per_s
-    columns: dict[str, tuple[Callable[[Size], float | None], Callable[[Size], float | None], int]]
-    columns = {
-        f"to {label}": (lambda s: bytes_("native", s), lambda s, n=name: bytes_(n, s), 1)
-        for name, label in RIVALS.items()
-    }
-    int8 = lambda s: tokens("native-int8", s)  # noqa: E731
-    columns["int8 tokens to bf16"] = (int8, lambda s: tokens("native", s), 2)
-    columns["int8 tokens to IPEX"] = (int8, lambda s: tokens("ipex-2.8", s), 1)
-    columns["of the best read"] = (lambda s: bytes_("native", s), measured.best_read, 2)
+
+    def column(ours: str, theirs: str, of: str) -> Callable[[Size], float | None]:
+        return lambda size: measured.faster(ours, theirs, size, of)
+
+    columns = {f"to {label}": column("native", name, "gb_per_s") for name, label in RIVALS.items()}
+    columns["int8 tokens to bf16"] = column("native-int8", "native", "tokens_per_s")
+    columns["int8 tokens to IPEX"] = column("native-int8", "ipex-2.8", "tokens_per_s")
+    columns["of the best read"] = lambda size: measured.share("native", size)
     lines = []
     for threads, group in keys(measured):
         sizes = [size for size in measured.sizes() if size[:2] == (threads, group)]
-        cells = []
-        for ours, theirs, digits in columns.values():
-            found = [a / b for a, b in ((ours(s), theirs(s)) for s in sizes) if a and b]
-            cells.append(middle(found, digits if not found or max(found) < 20 else 0))
+        cells = [middle([x for x in map(of, sizes) if x]) for of in columns.values()]
         lines.append([f"G={group}", str(threads), *cells])
     return table(["shape", "threads", *columns], lines)
 
 
 def shares(measured: Measured) -> list[str]:
-    """Of the best read loop with all threads, where a batch keeps all of them busy."""
+    """Of the best read loop with all threads, bf16 and int8, where a batch keeps all of them busy."""
     threads = max(size[0] for size in measured.sizes())
     wanted = sorted({s[2:] for s in measured.sizes() if s[2] >= 16 and s[3] >= 64})
     lines = []
@@ -125,18 +140,16 @@ def shares(measured: Measured) -> list[str]:
         cells = []
         for batch, pages in wanted:
             size = (threads, group, batch, pages)
-            found = []
-            for name in ("native", "native-int8"):
-                ours, read = measured.gb_per_s(name, size), measured.best_read(size)
-                found.append(f"{ours / read:.0%}".replace("%", " %") if ours and read else "–")
-            cells.append(", ".join(found))
+            found = [measured.share(name, size) for name in ("native", "native-int8")]
+            cells.append(", ".join("–" if x is None else f"{100 * x:.0f} %" for x in found))
         lines.append([shape_of(measured, group), str(threads), *cells])
     return table(["shape", "threads", *(f"batch {b}, {p} pages" for b, p in wanted)], lines)
 
 
-def middle(found: Sequence[float], digits: int) -> str:
+def middle(found: Sequence[float]) -> str:
     if not found:
         return "–"
+    digits = 2 if max(found) < 3 else 1 if max(found) < 20 else 0
     x, least, most = (f"{v:.{digits}f}" for v in (median(found), min(found), max(found)))
     return f"{x} ({least} to {most})"
 

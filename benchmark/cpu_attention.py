@@ -23,6 +23,7 @@ Fields beside those of rows.py; null in rows that are not "ok", where they do no
     share_of_read             gb_per_s / read_gb_per_s
     tokens_per_s              B * R * S / median time: cached tokens attended, of one layer
     samples_us, median_us     per call; a sample is the mean of calls_per_sample calls
+    rounds                    of the samples: what was sampled in the same round lies some milliseconds apart
     max_abs_error, tolerance  of the check; for int8 against the reference over the same codes
     int8_max_abs_error, int8_rms_error, output_rms     int8 against fp32 over the bfloat16 pages; size of the output
     revision                  of sgl-kernel and vllm: the commit that it was compiled from
