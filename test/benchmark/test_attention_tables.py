@@ -1,5 +1,6 @@
 """Tables from the rows of the attention benchmark, and that the documents hold those of their rows."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -10,6 +11,8 @@ sys.path.insert(0, str(ROOT / "benchmark"))
 
 import attention_tables  # noqa: E402
 import rows  # noqa: E402
+
+RESULTS = ROOT / "docs" / "results"
 
 
 def measured(samples):
@@ -46,3 +49,11 @@ def test_a_machine_that_gets_faster_does_not_move_a_ratio():
     )
     assert slow_then_fast.share("native-int8", size) == pytest.approx(0.5)
     assert slow_then_fast.faster("native", "ipex-2.8", size) is None
+
+
+@pytest.mark.parametrize("name", ["bandwidths", "ratios", "shares"])
+def test_the_documents_hold_the_tables_of_their_rows(name):
+    [text] = re.findall(
+        rf"<!-- table: {name} -->\n(.*?)\n\n", (RESULTS / "README.md").read_text(), re.DOTALL
+    )
+    assert text.splitlines() == attention_tables.tables(RESULTS / "cpu_attention.jsonl")[name]
