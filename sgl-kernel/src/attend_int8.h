@@ -337,11 +337,11 @@ inline void attend_coded_heads(const AttendArgs& args, HeadRange range) {
   float rescale[Vec::kMaxGroupChunk];
   float factor[Vec::kMaxGroupChunk];
   for (int h = 0; h < heads; ++h) {
-    const int first = (range.head_begin + h) * args.params->group + range.group_begin;
+    const int q_head = (range.head_begin + h) * args.params->group + range.group_begin;
     for (int c = 0, g = 0; c < chunks.count; g += chunks.of(c), ++c) {
       const int row = h * group + g;
       for (int i = 0; i < chunks.of(c); ++i) {
-        const float* const from = args.q + static_cast<ptrdiff_t>(first + g + i) * dim;
+        const float* const from = args.q + static_cast<ptrdiff_t>(q_head + g + i) * dim;
         q_scale[row + i] = args.params->scale * encode_shorts(from, dim, natural + i * dim);
       }
       pack_query(natural, chunks.of(c), dim, q + row * dim);
@@ -367,7 +367,7 @@ inline void attend_coded_heads(const AttendArgs& args, HeadRange range) {
 
   // What is read of a page lies side by side; K and V of a head come in tiles, one after the other
   // if a page is one tile. Hints are that much ahead, in whole tiles.
-  const ptrdiff_t first = 2 * range.head_begin * head_bytes, span = 2 * heads * head_bytes;
+  const ptrdiff_t first_byte = 2 * range.head_begin * head_bytes, span = 2 * heads * head_bytes;
   const ptrdiff_t tile_bytes = head_bytes < kTileTokens * dim ? head_bytes : kTileTokens * dim;
   const ptrdiff_t whole = kCodeLeadBytes / tile_bytes * tile_bytes;
   const ptrdiff_t lead = whole < tile_bytes ? tile_bytes : whole < span ? whole : span;
@@ -379,7 +379,7 @@ inline void attend_coded_heads(const AttendArgs& args, HeadRange range) {
     here = place_at(entry, false);
     // Nothing was computed while the first codes could have come: ask for them at once.
     for (ptrdiff_t i = 0; i < lead_again && !here.cached; i += kLineBytes)
-      prefetch(here.codes + first + i);
+      prefetch(here.codes + first_byte + i);
   }
   while (entries.has(entry)) {
     const int following = entries.from(entry + 1);
@@ -391,11 +391,11 @@ inline void attend_coded_heads(const AttendArgs& args, HeadRange range) {
       prefetch(reinterpret_cast<const char*>(next.scales + kv.kv_heads + range.head_begin));
     }
     auto walk = [&](ptrdiff_t at) {
-      return at < span ? here.codes + first + at : next.codes + first + (at - span);
+      return at < span ? here.codes + first_byte + at : next.codes + first_byte + (at - span);
     };
     auto hints = [&](ptrdiff_t at) -> Hints {
       // Of a page in cache nothing has to be asked for: all hints are for what follows.
-      if (here.cached) return {next.codes + first + at, 0};
+      if (here.cached) return {next.codes + first_byte + at, 0};
       const char* const again = walk(at + lead_again);
       return {again, walk(at + lead) - again};
     };
@@ -416,14 +416,14 @@ inline void attend_coded_heads(const AttendArgs& args, HeadRange range) {
           const CodeFns& fns = c < chunks.larger ? run_larger : run;
           tile.q = q + row * dim;
           tile.acc = acc + row * dim;
-          tile.codes = here.codes + first + k_at;
+          tile.codes = here.codes + first_byte + k_at;
           tile.ahead = k_ahead;
           fns.score(tile);
           softmax_codes(tile, chunks.of(c),
                         {args.params->logit_cap, q_scale + row, here.scales[head],
                          here.scales[kv.kv_heads + head], highest + row, totals + row * Vec::kLanes,
                          rescale, factor});
-          tile.codes = here.codes + first + v_at;
+          tile.codes = here.codes + first_byte + v_at;
           tile.ahead = v_ahead;
           fns.weigh(tile);
           // Later chunks find the tile in cache: their hints are for lines that are there.
@@ -436,13 +436,13 @@ inline void attend_coded_heads(const AttendArgs& args, HeadRange range) {
   }
 
   for (int h = 0; h < heads; ++h) {
-    const int first = (range.head_begin + h) * args.params->group + range.group_begin;
+    const int q_head = (range.head_begin + h) * args.params->group + range.group_begin;
     for (int g = 0; g < group; ++g) {
       const int row = h * group + g;
       const RowResult result(highest[row], Vec::hsum(Vec::load(totals + row * Vec::kLanes)));
-      float* const out = args.out + static_cast<ptrdiff_t>(first + g) * dim;
+      float* const out = args.out + static_cast<ptrdiff_t>(q_head + g) * dim;
       for (int d = 0; d < dim; ++d) out[d] = result.inverse * acc[row * dim + d];
-      args.lse[first + g] = result.lse;
+      args.lse[q_head + g] = result.lse;
     }
   }
 }

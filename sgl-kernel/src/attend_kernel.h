@@ -106,10 +106,10 @@ inline void attend_heads(const AttendArgs& args, HeadRange range) {
   float row_scale[kScratchRows];
   float total[kScratchRows];
   for (int h = 0; h < heads; ++h) {
-    const int first = (range.head_begin + h) * args.params->group + range.group_begin;
+    const int q_head = (range.head_begin + h) * args.params->group + range.group_begin;
     for (int g = 0; g < group; ++g) {
       const int row = h * group + g;
-      const float* const from = args.q + static_cast<ptrdiff_t>(first + g) * dim;
+      const float* const from = args.q + static_cast<ptrdiff_t>(q_head + g) * dim;
       if (narrow) {
         narrow_row(from, q_words + row * dim, dim);
       } else {
@@ -223,13 +223,13 @@ inline void attend_heads(const AttendArgs& args, HeadRange range) {
   }
 
   for (int h = 0; h < heads; ++h) {
-    const int first = (range.head_begin + h) * args.params->group + range.group_begin;
+    const int q_head = (range.head_begin + h) * args.params->group + range.group_begin;
     for (int g = 0; g < group; ++g) {
       const int row = h * group + g;
       const RowResult result(highest[row], sum[row]);
       unpack_row(interleaved, acc + row * dim, result.inverse,
-                 args.out + static_cast<ptrdiff_t>(first + g) * dim, dim);
-      args.lse[first + g] = result.lse;
+                 args.out + static_cast<ptrdiff_t>(q_head + g) * dim, dim);
+      args.lse[q_head + g] = result.lse;
     }
   }
 }
