@@ -121,7 +121,26 @@ CASES = [
     (
         "verify on cuda",
         {"device": "cuda", "kv_offload_config": '{"verify": true}'},
-        ["--kv-offload-config", "verify", "--disable-cuda-graph"],
+        ["--kv-offload-config", "verify", "--cuda-graph-backend-decode disabled"],
+    ),
+    (
+        "verify on cuda without graphs",
+        {
+            "device": "cuda",
+            "kv_offload_config": '{"verify": true}',
+            "cuda_graph_config": {"decode": {"backend": "disabled"}},
+        },
+        [],
+    ),
+    (
+        "padding without graphs",
+        {"device": "cuda", "disable_cuda_graph_padding": True, "disable_decode_cuda_graph": True},
+        [],
+    ),
+    (
+        "graphs in pieces",
+        {"device": "cuda", "cuda_graph_backend_decode": "breakable"},
+        ["--cuda-graph-backend-decode breakable", "full or disabled"],
     ),
     (
         "noise over a transfer",
@@ -278,10 +297,11 @@ def test_refused(outcome, name, parts):
 
 
 def test_accepted_with_the_implied_defaults(outcome):
-    for name in (n for n, _, parts in CASES if not parts):
+    for name, given in ((n, given) for n, given, parts in CASES if not parts):
         kind, made = outcome[0][name]
         assert kind == "accepted", made
-        assert made["page_size"] == 32 and made["attention"] == "torch_native"
+        on_cpu = given.get("device", "cpu") == "cpu"
+        assert made["page_size"] == 32 and (made["attention"] == "torch_native") == on_cpu
         assert made["role"].partition(":")[0] == ("prefill" if "prefill" in name else "decode")
         assert made["decode"] == (None if "prefill" in name else "scout")
 

@@ -71,11 +71,17 @@ def check_device_engine(args: ServerArgs, config: OffloadConfig, device: str) ->
             "--enable-return-hidden-states: makes SGLang capture graphs anew while it serves; drop it, or "
             "use --device cpu"
         )
-    if on_cuda and args.disable_cuda_graph_padding and not args.disable_cuda_graph:
+    graphs = decode_graphs(args)
+    if on_cuda and graphs not in ("full", "disabled"):
+        raise ConfigError(
+            f"--cuda-graph-backend-decode {graphs}: a step of --kv-offload is one graph or none; choose full or "
+            "disabled"
+        )
+    if on_cuda and args.disable_cuda_graph_padding and graphs != "disabled":
         # It asks whether the number of requests is a key of its graphs, which have others.
         raise ConfigError(
             "--disable-cuda-graph-padding: this SGLang then captures a graph for each batch size and replays none; "
-            "drop it, or give --disable-cuda-graph to run without graphs"
+            "drop it, or give --cuda-graph-backend-decode disabled to run without graphs"
         )
     prefill_graphs = getattr(args, "cuda_graph_backend_prefill", None)
     if prefill_graphs not in (None, "disabled"):
@@ -83,8 +89,20 @@ def check_device_engine(args: ServerArgs, config: OffloadConfig, device: str) ->
             f"--cuda-graph-backend-prefill {prefill_graphs}: the decode server of --kv-offload does not "
             "prefill; drop the flag"
         )
-    if config.verify and on_cuda and not args.disable_cuda_graph:
-        raise ConfigError(f"{flag}: verify = true needs --disable-cuda-graph")
+    if config.verify and on_cuda and graphs != "disabled":
+        raise ConfigError(f"{flag}: verify = true needs --cuda-graph-backend-decode disabled")
+
+
+def decode_graphs(args: ServerArgs) -> str:
+    """What SGLang will make of its flags about graphs of decode steps: "full", "breakable", "tc_piecewise" or
+    "disabled". It folds them into one only later (``ServerArgs._parse_cuda_graph_config``, in this order)."""
+    explicit = args.cuda_graph_config
+    phases = explicit if isinstance(explicit, dict) else getattr(explicit, "to_dict", dict)()
+    if backend := phases.get("decode", {}).get("backend"):
+        return str(backend)
+    if args.cuda_graph_backend_decode is not None:
+        return str(args.cuda_graph_backend_decode)
+    return "disabled" if args.disable_decode_cuda_graph or args.disable_cuda_graph else "full"
 
 
 def lock_pages(arena: Arena) -> None:
