@@ -131,7 +131,7 @@ class OverBf16:
         return shape.call_bytes
 
     def expected(self, inputs: Inputs, at: int) -> torch.Tensor:
-        return reference_bf16(inputs, at, inputs.k, inputs.v)
+        return reference_bf16(inputs, inputs.pages(at), inputs.k, inputs.v)
 
     def more(self, inputs: Inputs, at: int, output: torch.Tensor) -> dict[str, float | str]:
         return {}
@@ -235,7 +235,7 @@ class Ipex(OverBf16):
     def expected(self, inputs: Inputs, at: int) -> torch.Tensor:
         s = inputs.shape
         k, v = (x.view(-1, s.H, s.S, s.D).transpose(1, 2) for x in (inputs.k, inputs.v))
-        return reference_bf16(inputs, at, k, v)
+        return reference_bf16(inputs, inputs.pages(at), k, v)
 
     def output(self) -> torch.Tensor:
         assert self._shape is not None
@@ -263,10 +263,11 @@ def checked_rows(shape: Shape) -> list[int]:
     return sorted({0, shape.B - 1})
 
 
-def reference_bf16(inputs: Inputs, at: int, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """float32 [rows, HQ, D] of the checked rows; k, v [P, S, H, D]: the pool as who is checked reads it."""
-    pages, scale = inputs.pages(at), inputs.shape.scale
-    parts = []
+def reference_bf16(
+    inputs: Inputs, pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> torch.Tensor:
+    """float32 [rows, HQ, D] of the checked rows; pages and k, v [P, S, H, D] as who is checked reads the pool."""
+    scale, parts = inputs.shape.scale, []
     for b in checked_rows(inputs.shape):
         out, _ = attend_reference(inputs.q[b : b + 1], k, v, pages[b : b + 1], None, None, scale)
         parts.append(out)

@@ -2,9 +2,10 @@
 
     python benchmark/attention_tables.py docs/results/cpu_attention.jsonl
 
-Best instruction set, pages in huge pages. A ratio is of two rows of the same size and number of threads: the median of
-the ratios within a round of samples, which a machine that gives now more and now less does not move. "Best read" is
-the faster of the two read loops. Over several sizes a table has the median and the range.
+Best instruction set, pages in huge pages. A ratio is of two rows of the same shape, size and number of threads: the
+median of the ratios within a round of samples, so that a machine that gives now more memory bandwidth and now less does
+not move what both sides take from it. Where fewer than three rounds have both, it is the ratio of the medians. "Best
+read" is the faster of the two read loops. Over several sizes a table has the median and the range.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ RIVALS = {
     "vllm": "vLLM",
     "sgl-kernel": "`sgl-kernel`",
     "sdpa-gather": "torch SDPA with gather",
+    "sdpa-gather-grouped": "torch SDPA, grouped",
 }
 VERSIONED = ("vllm", "sgl-kernel")
 """Rivals whose rows are named with what was built."""
@@ -30,25 +32,37 @@ READS = ("read", "read-sequential")
 LARGE = (64, 64)
 """Batch and pages of the table of bandwidths."""
 
-Size = tuple[int, int, int, int]
-"""Threads, query heads a KV head, batch, pages."""
+MIN_ROUNDS = 3
+
+Size = tuple[int, str, int, int]
+"""Threads, models, batch, pages."""
 
 
 class Measured:
     """The rows of one run by what they measure."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
+        """
+        Raises:
+            ValueError: they are of another benchmark, or nothing of ours was measured.
+        """
+        if not rows or rows[0]["benchmark"] != "cpu_attention":
+            raise ValueError("has no rows of benchmark/cpu_attention.py")
         best_isa = rows[0]["native_best_isa"]
         self._rows: dict[str, dict[Size, Row]] = {}
-        self.models: dict[int, str] = {}
+        self.group: dict[str, int] = {}  # query heads a KV head, by models
         for row in rows:
             if row["status"] != "ok" or row["backing"] != "thp":
                 continue
+            if "rounds" not in row:
+                raise ValueError("is of an older version: its rows do not say their rounds")
             name = row["impl"].removesuffix(f"-{best_isa}")
             name = next((rival for rival in VERSIONED if name.startswith(f"{rival}-")), name)
-            size = (row["threads"], row["G"], row["batch"], row["pages"])
+            size = (row["threads"], row["models"], row["batch"], row["pages"])
             self._rows.setdefault(name, {})[size] = row
-            self.models.setdefault(row["G"], row["models"])
+            self.group[row["models"]] = row["G"]
+        if "native" not in self._rows:
+            raise ValueError("has no measured row of ours in huge pages")
 
     def sizes(self) -> list[Size]:
         return list(self._rows["native"])
@@ -74,8 +88,10 @@ class Measured:
             return None
         us, their_us = (dict(zip(r["rounds"], r["samples_us"], strict=True)) for r in (a, b))
         in_turns = [their_us[r] / us[r] for r in us.keys() & their_us.keys()]
+        if len(in_turns) < MIN_ROUNDS:
+            in_turns = [b["median_us"] / a["median_us"]]
         work = (a[of] * a["median_us"]) / (b[of] * b["median_us"])  # of a call, ours to theirs
-        return work * median(in_turns) if in_turns else None
+        return work * median(in_turns)
 
     def share(self, name: str, size: Size) -> float | None:
         """Of the faster read loop."""
@@ -93,22 +109,22 @@ def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
     return [f"| {' | '.join(cells)} |" for cells in (head, rule, *lines)]
 
 
-def shape_of(measured: Measured, group: int) -> str:
-    models = measured.models[group].split(",")[0]
-    return "MHA (G=1)" if group == 1 else f"{models} (G={group})"
+def shape_of(measured: Measured, models: str) -> str:
+    group = measured.group[models]
+    return "MHA (G=1)" if group == 1 else f"{models.split(',')[0]} (G={group})"
 
 
 def bandwidths(measured: Measured) -> list[str]:
     """Of a large batch, in GB/s."""
     batch, pages = measured.large
     lines = []
-    for threads, group in keys(measured, largest_first=True):
-        size = (threads, group, batch, pages)
+    for threads, models in keys(measured, largest_first=True):
+        size = (threads, models, batch, pages)
         found = [measured.gb_per_s(name, size) for name in ("native", "native-int8", "read")]
         found += [measured.best_read(size)]
         found += [measured.gb_per_s(name, size) for name in RIVALS]
         cells = ["–" if x is None else f"{x:.1f}" for x in found]
-        lines.append([shape_of(measured, group), str(threads), *cells])
+        lines.append([shape_of(measured, models), str(threads), *cells])
     head = ["shape", "threads", "bf16", "int8", "read, same pages", "best read", *RIVALS.values()]
     return table(head, lines)
 
@@ -124,10 +140,10 @@ def ratios(measured: Measured) -> list[str]:
     columns["int8 tokens to IPEX"] = column("native-int8", "ipex-2.8", "tokens_per_s")
     columns["of the best read"] = lambda size: measured.share("native", size)
     lines = []
-    for threads, group in keys(measured):
-        sizes = [size for size in measured.sizes() if size[:2] == (threads, group)]
+    for threads, models in keys(measured):
+        sizes = [size for size in measured.sizes() if size[:2] == (threads, models)]
         cells = [middle([x for x in map(of, sizes) if x]) for of in columns.values()]
-        lines.append([f"G={group}", str(threads), *cells])
+        lines.append([f"G={measured.group[models]}", str(threads), *cells])
     return table(["shape", "threads", *columns], lines)
 
 
@@ -136,13 +152,13 @@ def shares(measured: Measured) -> list[str]:
     threads = max(size[0] for size in measured.sizes())
     wanted = sorted({s[2:] for s in measured.sizes() if s[2] >= 16 and s[3] >= 64})
     lines = []
-    for group in groups(measured):
+    for models in shapes(measured):
         cells = []
         for batch, pages in wanted:
-            size = (threads, group, batch, pages)
+            size = (threads, models, batch, pages)
             found = [measured.share(name, size) for name in ("native", "native-int8")]
             cells.append(", ".join("–" if x is None else f"{100 * x:.0f} %" for x in found))
-        lines.append([shape_of(measured, group), str(threads), *cells])
+        lines.append([shape_of(measured, models), str(threads), *cells])
     return table(["shape", "threads", *(f"batch {b}, {p} pages" for b, p in wanted)], lines)
 
 
@@ -154,21 +170,20 @@ def middle(found: Sequence[float]) -> str:
     return f"{x} ({least} to {most})"
 
 
-def groups(measured: Measured) -> list[int]:
+def shapes(measured: Measured) -> list[str]:
     """In the order of the documents: grouped queries first."""
-    return sorted(measured.models, key=lambda group: (group == 1, group))
+    return sorted(measured.group, key=lambda x: (measured.group[x] == 1, measured.group[x]))
 
 
-def keys(measured: Measured, largest_first: bool = False) -> list[tuple[int, int]]:
+def keys(measured: Measured, largest_first: bool = False) -> list[tuple[int, str]]:
     counts = sorted({size[0] for size in measured.sizes()}, reverse=largest_first)
     if largest_first:
-        return [(threads, group) for threads in counts for group in groups(measured)]
-    return [(threads, group) for group in groups(measured) for threads in counts]
+        return [(threads, models) for threads in counts for models in shapes(measured)]
+    return [(threads, models) for models in shapes(measured) for threads in counts]
 
 
-def tables(path: Path) -> dict[str, list[str]]:
+def tables(measured: Measured) -> dict[str, list[str]]:
     """By what they hold: lines of Markdown."""
-    measured = Measured(read_rows(path))
     return {
         "bandwidths": bandwidths(measured),
         "ratios": ratios(measured),
@@ -177,12 +192,16 @@ def tables(path: Path) -> dict[str, list[str]]:
 
 
 def main(argv: list[str]) -> int:
-    if len(argv) != 1:
+    if len(argv) != 1 or argv[0].startswith("-"):
         print((__doc__ or "").strip(), file=sys.stderr)
         return 64
-    for name, lines in tables(Path(argv[0])).items():
+    try:
+        measured = Measured(read_rows(Path(argv[0])))
+    except (OSError, ValueError) as error:
+        print(f"{argv[0]}: {error}", file=sys.stderr)
+        return 1
+    for name, lines in tables(measured).items():
         print(f"{name}\n\n" + "\n".join(lines) + "\n")
-    measured = Measured(read_rows(Path(argv[0])))
     for threads in sorted({size[0] for size in measured.sizes()}):
         print(f"spread with {threads} threads: {measured.spread(threads):.0%}")
     return 0

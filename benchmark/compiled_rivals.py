@@ -2,7 +2,8 @@
 
 They read the same pool in place, each as it lays out its cache:
     sgl-kernel  [tokens, H, D] and tables of tokens: page p of S tokens is tokens p * S to p * S + S - 1
-    vllm        K [pages, H, D, S], V [pages, H, S, D]: the same bytes with another meaning, so another reference
+    vllm        blocks of 128 tokens, what it takes on a CPU unless it is told otherwise: of a head K [D, 128], then V
+                [128, D]. The same bytes with another meaning, so another reference
 """
 
 from __future__ import annotations
@@ -12,14 +13,17 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 import awake
-from attention_impls import Inputs, OverBf16, reference_bf16
+from attention_impls import Inputs, OverBf16, Shape, reference_bf16
+from kv_pool import PageStream
 
 BUILT = Path(__file__).resolve().parent.parent / ".cache" / "rival-kernels"
 KV_SPLITS = 8  # what SGLang's intel_amx attention backend passes
-VLLM_ISA = "vec"  # what vLLM takes for pages of 32 tokens where a CPU has no AMX
+VLLM_BLOCK = 128  # tokens
+VLLM_ISA = "vec"  # what vLLM takes for such blocks where a CPU has no AMX
 
 
 def about(name: str) -> dict[str, Any]:
@@ -97,15 +101,19 @@ class Vllm(Compiled):
     one a step, for all layers."""
 
     NAME = "vllm"
-    layout = "heads first, K transposed"
+    layout = "blocks of vLLM"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._streams: dict[Shape, PageStream] = {}
 
     def run(self, inputs: Inputs, starts: list[int], threads: int) -> int:
         s, q = inputs.shape, self._begin(inputs, threads)
         ops = torch.ops.scout_benchmark_vllm
-        k, v = inputs.k.view(-1, s.H, s.S, s.D), inputs.v.view(-1, s.H, s.S, s.D)
+        k, v = self._cache(inputs)
         query_starts = torch.arange(s.B + 1, dtype=torch.int32)
         lengths = torch.full((s.B,), s.R * s.S, dtype=torch.int32)
-        tables = [inputs.pages(at) for at in starts]
+        tables = [self._blocks(inputs, at) for at in starts]
         plans = [
             ops.plan(s.H * s.G, s.H, s.D, lengths, query_starts, VLLM_ISA, threads) for _ in starts
         ]
@@ -117,9 +125,30 @@ class Vllm(Compiled):
 
     def expected(self, inputs: Inputs, at: int) -> torch.Tensor:
         s = inputs.shape
-        k = inputs.k.view(-1, s.H, s.D, s.S).permute(0, 3, 1, 2)
-        v = inputs.v.view(-1, s.H, s.S, s.D).transpose(1, 2)
-        return reference_bf16(inputs, at, k, v)
+        k, v = self._cache(inputs)
+        k = k.as_strided((len(k), s.H, s.D, VLLM_BLOCK), (*k.stride()[:2], VLLM_BLOCK, 1))
+        blocks = self._blocks(inputs, at)
+        return reference_bf16(inputs, blocks, k.permute(0, 3, 1, 2), v.transpose(1, 2))
+
+    def _cache(self, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V [blocks, H, 128, D] as vLLM passes them: two halves of each head's part of a block."""
+        s = inputs.shape
+        bits = torch.from_numpy(inputs.pool.bits.view(np.int16)).view(torch.bfloat16)
+        elements = s.H * 2 * VLLM_BLOCK * s.D
+        blocks = len(bits) // elements
+        both = bits[: blocks * elements].view(blocks, s.H, 2 * VLLM_BLOCK, s.D)
+        return both[:, :, :VLLM_BLOCK], both[:, :, VLLM_BLOCK:]
+
+    def _blocks(self, inputs: Inputs, at: int) -> torch.Tensor:
+        """int32 [B, blocks]: a block, too, comes back after all others."""
+        s = inputs.shape
+        columns = s.R * s.S // VLLM_BLOCK
+        assert columns * VLLM_BLOCK == s.R * s.S, "sizes are whole blocks"
+        if s not in self._streams:
+            self._streams[s] = PageStream(len(self._cache(inputs)[0]), s.B * columns, seed=1)
+        stream = self._streams[s]
+        begin = at * s.S // VLLM_BLOCK % stream.num_pages
+        return torch.from_numpy(stream.ids[begin : begin + s.B * columns]).view(s.B, columns)
 
 
 ALL = (SglKernel, Vllm)

@@ -129,7 +129,7 @@ class NativeInt8:
 
     def more(self, inputs: Inputs, at: int, output: torch.Tensor) -> dict[str, float | str]:
         """What quantising costs: against fp32 attention over the bfloat16 pages."""
-        exact = reference_bf16(inputs, at, inputs.k, inputs.v)
+        exact = reference_bf16(inputs, inputs.pages(at), inputs.k, inputs.v)
         error = output - exact
         return {
             "int8_max_abs_error": float(f"{error.abs().max():.3g}"),

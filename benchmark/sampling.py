@@ -112,7 +112,7 @@ class Benchmark:
             # The calls took longer than they promised: only what has too few samples goes on.
             late = time.monotonic() - begin_s > slice_s
             few_reads = max(map(len, reads.values()), default=0) < MIN_SAMPLES
-            if _due(r, rounds, read_samples) and (few_reads or not late):
+            if few_reads if late else _due(r, rounds, read_samples):
                 for threads in self.threads:
                     self._read(inputs, threads, read_calls, reads, r)
             for e in entries:
@@ -304,8 +304,12 @@ def _in_rounds(samples_us: dict[int, float]) -> Row:
 
 
 def _due(r: int, rounds: int, samples: int) -> bool:
-    """Spreads so many samples evenly over the rounds."""
-    return (r + 1) * samples // rounds > r * samples // rounds
+    """Spreads up to so many samples, MIN_SAMPLES at the least, over the rounds. The rounds of fewer samples are some
+    of those of more, so that everything has rounds in common."""
+    stride = 1
+    while -(-rounds // stride) > samples and -(-rounds // (2 * stride)) >= MIN_SAMPLES:
+        stride *= 2
+    return r % stride == 0
 
 
 def one_line(error: Exception) -> str:

@@ -16,16 +16,20 @@
 set -euo pipefail
 shopt -s inherit_errexit # what fails in $(...) ends the script too
 
+say() { printf 'setup_rival_kernels: %s\n' "$*" >&2; }
+die() { printf 'setup_rival_kernels: %s\n' "$*" >&2; exit 1; }
+
+case "$#:${1:-}" in
+    0: | [12]:[a-z]*) ;;
+    *) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' "$0"; exit 64 ;;
+esac
 NAME="${1:-}"
 SOURCE=""
-[ -z "${2:-}" ] || SOURCE="$(realpath -e "$2")"
+[ -z "${2:-}" ] || SOURCE="$(realpath -e -- "$2" 2>/dev/null)" || die "there is no $2"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 DEST="${DEST:-.cache/rival-kernels}"
 PYTHON="${PYTHON:-.venv/bin/python}"
-
-say() { printf 'setup_rival_kernels: %s\n' "$*" >&2; }
-die() { printf 'setup_rival_kernels: %s\n' "$*" >&2; exit 1; }
 
 AVX512=(-mavx512f -mavx512vl -mavx512bw -mavx512dq -mavx512bf16 -mavx512vnni -mamx-tile -mamx-bf16)
 
@@ -42,10 +46,10 @@ choose() {
             ;;
         vllm)
             HOME_OF_SOURCE=https://github.com/vllm-project/vllm
-            COMMIT=d2c671c29be7ffe3c4dc081c90a7ba12fd1a904e # four days before 0.24, with the same attention
+            COMMIT=d2c671c29be7ffe3c4dc081c90a7ba12fd1a904e # June 2026, before 0.24
             PARTS=(csrc/cpu)
             FILES=(csrc/cpu/cpu_attn.cpp csrc/cpu/utils.cpp)
-            OPTIONS=(-std=c++20 "${AVX512[@]}" -DCPU_CAPABILITY_AMXBF16 -DVLLM_CPU_EXTENSION -DVLLM_NUMA_DISABLED)
+            OPTIONS=(-std=c++20 -mf16c "${AVX512[@]}" -DCPU_CAPABILITY_AMXBF16 -DVLLM_CPU_EXTENSION -DVLLM_NUMA_DISABLED)
             BINDING=benchmark/vllm_binding.cpp
             ;;
         *) die "$1 is no rival; sgl-kernel and vllm are" ;;
@@ -53,9 +57,9 @@ choose() {
     FOLDER="$DEST/$1"
 }
 
-# Prints where the source came from.
+# Prints where the source came from, and puts it into $FOLDER/new.
 get_source() {
-    local into="$FOLDER/source" clone="$FOLDER/clone"
+    local into="$FOLDER/new" clone="$FOLDER/clone"
     rm -rf "$into"
     mkdir -p "$into"
     if [ -z "$SOURCE" ]; then
@@ -64,7 +68,8 @@ get_source() {
         git init -q "$clone"
         git -C "$clone" remote add origin "$HOME_OF_SOURCE"
         git -C "$clone" sparse-checkout set --no-cone "${PARTS[@]/#//}"
-        git -C "$clone" fetch -q --depth 1 --filter=blob:none origin "$COMMIT" \
+        git -C "$clone" fetch -q --depth 1 --filter=blob:none origin "$COMMIT" || rm -rf "$clone"
+        [ -d "$clone" ] \
             || die "cannot clone $HOME_OF_SOURCE; give a folder that has it: scripts/setup_rival_kernels.sh NAME SOURCE"
         git -C "$clone" checkout -q FETCH_HEAD
         tar -C "$clone" -c "${PARTS[@]}" | tar -C "$into" -x
@@ -77,6 +82,7 @@ get_source() {
         tar -C "$SOURCE" -c "${PARTS[@]}" | tar -C "$into" -x
         echo "a folder, sha256 of ${FILES[0]##*/} $(sha256sum <"$SOURCE/${FILES[0]}" | cut -c1-12)"
     else
+        rmdir "$into"
         die "$SOURCE has neither commit $COMMIT nor ${FILES[0]}; give a clone of $HOME_OF_SOURCE"
     fi
 }
@@ -95,8 +101,9 @@ build() { # NAME
     mkdir -p "$FOLDER"
     exec 9>"$FOLDER.lock"
     flock 9
-    rm -f "$FOLDER/about.json" # the benchmark takes what is described there, and nothing half made
-    revision="$(get_source)"
+    revision="$(get_source)" # what was built before stays until there is something to build
+    rm -rf "$FOLDER/about.json" "$FOLDER/source" # the benchmark takes what is described there, and nothing half made
+    mv "$FOLDER/new" "$FOLDER/source"
     version="$(version_of "$1" "$revision")"
     [ "$1" != vllm ] || "$PYTHON" "$FOLDER/source/csrc/cpu/generate_cpu_attn_dispatch.py"
     say "compiling $1 for torch ${TORCH[1]}"
@@ -109,6 +116,7 @@ build() { # NAME
     say "done: $FOLDER/attention.so"
 }
 
+command -v "${CXX:-c++}" >/dev/null || die "there is no C++ compiler (${CXX:-c++}); set CXX to one"
 [ "$(uname -m)" = x86_64 ] || die "for x86_64 only; the benchmark runs without them"
 "$PYTHON" -c 'import torch' 2>/dev/null || die "$PYTHON has no torch; run scripts/setup.sh first, or set PYTHON"
 mapfile -t TORCH < <("$PYTHON" - <<'PY'

@@ -21,34 +21,32 @@ def measured(samples):
     for impl, by_round in samples.items():
         timing = rows.summary(list(by_round.values()))
         nbytes = 5e5 if "int8" in impl else 1e6
-        found.append(
-            {"impl": impl, "status": "ok", "backing": "thp", "native_best_isa": "avx2", "threads": 2, "G": 4,
-             "batch": 16, "pages": 64, "models": "M", "gb_per_s": nbytes / timing["median_us"] / 1e3,
-             "tokens_per_s": 1e9 / timing["median_us"], "rounds": list(by_round), **timing}
-        )  # fmt: skip
+        row = {"benchmark": "cpu_attention", "impl": impl, "status": "ok", "backing": "thp"}
+        row |= {"native_best_isa": "avx2", "threads": 2, "G": 4, "batch": 16, "pages": 64}
+        row |= {"models": "M", "gb_per_s": nbytes / timing["median_us"] / 1e3}
+        row |= {"tokens_per_s": 1e9 / timing["median_us"], "rounds": list(by_round)}
+        found.append(row | timing)
     return attention_tables.Measured(found)
 
 
 def test_a_machine_that_gets_faster_does_not_move_a_ratio():
-    # Medians of all samples would say 60 / 100 and 50 / 40.
+    # Medians of all samples would say 60 / 100 and 40 / 100.
     slow_then_fast = measured(
         {
             "native-avx2": {0: 100.0, 1: 100.0, 2: 100.0, 3: 50.0},
             "read": {0: 80.0, 1: 80.0, 3: 40.0, 4: 40.0, 5: 40.0},
-            "read-sequential": {0: 60.0, 3: 30.0, 4: 30.0},
+            "read-sequential": {0: 60.0, 2: 60.0, 3: 30.0, 4: 30.0, 5: 30.0},
+            "native-int8-avx2": {0: 60.0, 1: 60.0, 3: 30.0},
             "vllm-1234567": {2: 200.0, 3: 100.0},
-            "native-int8-avx2": {0: 60.0, 3: 30.0},
         }
     )
-    size = (2, 4, 16, 64)
-    assert slow_then_fast.faster("native", "read", size) == pytest.approx(0.8)
-    assert slow_then_fast.share("native", size) == pytest.approx(0.6)
-    assert slow_then_fast.faster("native", "vllm", size) == pytest.approx(2)
-    assert slow_then_fast.faster("native-int8", "native", size, "tokens_per_s") == pytest.approx(
-        10 / 6
-    )
-    assert slow_then_fast.share("native-int8", size) == pytest.approx(0.5)
-    assert slow_then_fast.faster("native", "ipex-2.8", size) is None
+    size = (2, "M", 16, 64)
+    faster, share = slow_then_fast.faster, slow_then_fast.share
+    assert faster("native", "read", size) == pytest.approx(0.8)
+    assert share("native", size) == pytest.approx(0.6)
+    assert faster("native-int8", "native", size, "tokens_per_s") == pytest.approx(10 / 6)
+    assert faster("native", "vllm", size) == pytest.approx(1.5)  # of the medians: two rounds only
+    assert faster("native", "ipex-2.8", size) is None
 
 
 @pytest.mark.parametrize("name", ["bandwidths", "ratios", "shares"])
@@ -56,4 +54,17 @@ def test_the_documents_hold_the_tables_of_their_rows(name):
     [text] = re.findall(
         rf"<!-- table: {name} -->\n(.*?)\n\n", (RESULTS / "README.md").read_text(), re.DOTALL
     )
-    assert text.splitlines() == attention_tables.tables(RESULTS / "cpu_attention.jsonl")[name]
+    measured_rows = attention_tables.Measured(rows.read_rows(RESULTS / "cpu_attention.jsonl"))
+    assert text.splitlines() == attention_tables.tables(measured_rows)[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("ring_latency.jsonl", "no rows of benchmark/cpu_attention.py"),
+        ("absent.jsonl", "No such file"),
+    ],
+)
+def test_other_files_are_refused(name, message, capsys):
+    assert attention_tables.main([str(RESULTS / name)]) == 1
+    assert message in capsys.readouterr().err
