@@ -8,6 +8,7 @@ nothing about how the important pages drift, so queries follow a generator of it
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -204,6 +205,7 @@ class Rig:
             as in the paper.
         graph: capture the layers once and replay them. Without it, and without ``verify``, which looks at
             every layer, a step fails if its layers make the host wait.
+        strict: so does what comes before the layers, from the second step on: in the first requests join.
     """
 
     def __init__(
@@ -220,7 +222,10 @@ class Rig:
         slots: int | None = None,
         graph: bool,
         verify: bool = False,
+        strict: bool = False,
     ) -> None:
+        self._strict = strict
+        self._before: Any = contextlib.nullcontext
         self.store, self.model, self.drift, self.batch = store, model, drift, batch
         self._guard = contextlib.nullcontext if verify else partial(no_waiting, store.device)
         self.config: OffloadConfig = parse_config(
@@ -284,6 +289,7 @@ class Rig:
         with torch.cuda.stream(side):
             self._layers()  # nothing has begun: rows are empty and nothing is posted
         torch.cuda.current_stream().wait_stream(side)
+        gc.collect()  # an earlier rig's graphs, freed in the middle of a capture, would end it
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self._layers()
@@ -293,7 +299,10 @@ class Rig:
         """One decode step of all requests; the host does not wait for it."""
         self.lengths += 1
         used = -(-int(self.lengths.max()) // PAGE)
-        self.engine.begin_step(self.pages[:, :used], np.arange(self.batch), self.lengths)
+        with self._before():
+            self.engine.begin_step(self.pages[:, :used], np.arange(self.batch), self.lengths)
+        if self._strict:
+            self._before = self._guard
         self.store.steps += 1
         if self._graphs:
             self._graphs[self.engine.is_late].replay()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 
 import torch
@@ -30,6 +31,7 @@ class FullRig:
         with torch.cuda.stream(side):
             self._layers()
         side.synchronize()
+        gc.collect()  # an earlier rig's graphs, freed in the middle of a capture, would end it
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
             self._layers()

@@ -95,9 +95,10 @@ def findings(device: str, batch: int, steps: int) -> Iterator[tuple[str, list[st
             rig = Rig(
                 store, model, drift, batch=batch, context=20 * PAGE - 3, budget_tokens=4 * PAGE,
                 settings=settings, graph=kind == "replayed", verify=kind == "verified",
+                strict=kind == "off",
             )  # fmt: skip
             for _ in range(steps):
-                rig.step()  # of "off" the host may not wait for the device within it
+                rig.step()  # of "off" the host may not wait for the device in it
                 outputs.append(rig.out.cpu())
                 if faults := store.ring.faults():  # nor have later steps a result
                     raise RuntimeError(f"step {len(outputs) - 1}: {'; '.join(faults)}")

@@ -69,12 +69,17 @@ def test_only_layers_of_steps_that_are_not_verified_may_not_wait(monkeypatch):
         rig = decode_rig.Rig(
             store, decode_rig.DummyModel(size, torch.float32, "cpu"),
             decode_rig.QueryDrift(size, 1, 0.9, "cpu"), batch=1, context=500, budget_tokens=128,
-            graph=False, verify=verify,
+            graph=False, verify=verify, strict=True,
         )  # fmt: skip
+        rig.step()
+        first = list(inside)
         rig.step()
         rig.close()
         store.close()
-        assert inside == (["layers"] if verify else ["begin", "layers", "end"])
+        guarded = ["begin", "layers", "end"]
+        assert first == (["layers"] if verify else guarded)
+        # From the second step on what comes before the layers, too.
+        assert inside == (["layers"] * 2 if verify else guarded + ["begin", "end"] + guarded)
 
 
 @pytest.mark.skipif(not triton.interpreted(), reason="runs the device's step in the interpreter")

@@ -61,8 +61,8 @@ class DigestForm(Protocol):
 def unset(low: Half, high: Half, ids: torch.Tensor) -> None:
     """Mark rows ``ids`` of all layers as not written."""
     for half, corner in ((low, (0, 0)), (high, (-1, -1))):
-        bits = as_bits(half[-1])
-        bits[:, ids, *corner] = _UNSET_BITS
+        # Not an assignment: it would copy the number from host memory and wait for the stream.
+        as_bits(half[-1])[:, :, *corner].index_fill_(1, ids, _UNSET_BITS)
 
 
 def _is_marked(low: Half, high: Half, ids: torch.Tensor) -> torch.Tensor:

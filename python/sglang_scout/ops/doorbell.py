@@ -100,15 +100,17 @@ class DeviceRing:
         Only between steps, and for a new epoch only when its forerunner is dead: its unanswered
         records are forgotten. ``posts``: number of the last post in the ring, if others posted.
         """
-        self.state[0] = epoch
+        self.state[0].fill_(
+            epoch
+        )  # an assignment would copy the number from host memory and wait for the stream
         if posts is not None:
-            self.state[2] = posts
+            self.state[2].fill_(posts)
         self.open_seq.zero_()
         self.awaited.zero_()
 
     def begin_step(self, step: int) -> None:
         """Between steps: the number of the step that comes, counting up."""
-        self.state[1] = step
+        self.state[1].fill_(step)
 
     def post(self, layer: int, q: torch.Tensor, pages: torch.Tensor, n_pages: torch.Tensor) -> None:
         """Hand the missing pages of a layer to the worker; if no row has any, nothing is posted.
@@ -157,7 +159,7 @@ class DeviceRing:
     def errors(self) -> list[str]:
         """What went wrong since the last call. Waits for the stream: after a step, not within."""
         bits = int(self.state[3])
-        self.state[3] = 0
+        self.state[3].fill_(0)
         self.fault.zero_()
         return texts(bits)
 
