@@ -31,6 +31,7 @@ class Listener:
 
     def __init__(self):
         self.allocated, self.out = [], set()
+        self.fresh = set()  # freed last
 
     def allocate_pages(self, pages):
         pages = pages.tolist()
@@ -41,6 +42,10 @@ class Listener:
     def free_pages(self, pages):
         assert set(pages.tolist()) <= self.out, "a page was freed that was not out"
         self.out -= set(pages.tolist())
+        self.fresh = set(pages.tolist())
+
+    def may_be_written(self, pages):
+        return bool(self.fresh & set(pages.tolist()))
 
     def clear(self):
         self.out.clear()
@@ -182,3 +187,22 @@ def test_tables_follow_what_is_written():
     assert (found == expected.numpy())[:, :2].all()
     with pytest.raises(RuntimeError, match="a step of 1 requests, 2 were announced"):
         tables.of_step(np.array([25]))
+
+
+def test_a_transfer_waits_for_a_step_that_may_still_write_a_page(monkeypatch):
+    """SGLang launches a step before it learns that the last one has ended some of its requests."""
+    waits = []
+    monkeypatch.setattr(allocator.ScoutAllocator, "_wait_for_steps", lambda self: waits.append(1))
+    made = make(allocator.ScoutAllocator, True)
+    made.listener = listener = Listener()
+    most = made.alloc(28 * SIZE)
+    made.free(most[: 4 * SIZE])
+    assert made.alloc(2 * SIZE) is not None and not waits  # of pages that nobody has had
+    length = torch.tensor([SIZE + 1])
+    made.alloc_decode(length, length, most[-1:])  # of those just freed: in the order of the stream
+    assert listener.out & listener.fresh and not waits
+    made.alloc(SIZE)
+    assert len(waits) == 1
+    nothing, end = torch.zeros(1, dtype=torch.int64), torch.tensor([SIZE])
+    made.alloc_extend(nothing, nothing, end, end, nothing - 1, SIZE)
+    assert len(waits) == 2

@@ -44,6 +44,9 @@ class Lives:
         assert pages <= self.out, "a page was freed that was not out"
         self.out -= pages
 
+    def may_be_written(self, pages):
+        return False
+
     def clear(self):
         self.out.clear()
 

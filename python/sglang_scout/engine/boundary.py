@@ -120,6 +120,11 @@ class StepBoundary:
         is_held = np.append(self.freed_at < step, False)  # the last: of what is no page
         return [np.where(is_held[some], some, -1) for some in pages]
 
+    def may_be_written(self, pages: npt.NDArray[np.int64]) -> bool:
+        """Whether the step that began last may still append to some of ``pages``: SGLang takes in the results of a
+        step, and frees the pages of requests that it ended, when it has launched the next one with them."""
+        return self._last_freed == self._step and bool((self.freed_at[pages] == self._step).any())
+
     def _forget_final(self, pages: npt.NDArray[np.int64]) -> None:
         """Before anybody writes to ``pages``."""
         self._host.set_final(np.asarray(pages, np.int64), False)

@@ -28,6 +28,8 @@ class PageListener(Protocol):
 
     def free_pages(self, pages: npt.NDArray[np.int64]) -> None: ...
 
+    def may_be_written(self, pages: npt.NDArray[np.int64]) -> bool: ...
+
     def clear(self) -> None: ...
 
 
@@ -42,6 +44,9 @@ class DigestListener:
 
     def free_pages(self, pages: npt.NDArray[np.int64]) -> None:
         self._digests.invalidate(pages)
+
+    def may_be_written(self, pages: npt.NDArray[np.int64]) -> bool:
+        return False  # pages change hands in the order of the stream
 
     def clear(self) -> None:
         self._digests.valid[:] = False
@@ -113,8 +118,20 @@ class ScoutAllocator(PagedTokenToKVPoolAllocator):
             self.listener.allocate_pages(taken.numpy().copy())
         return taken
 
+    def _take_for_others(self, count: int) -> torch.Tensor | None:
+        """:meth:`_take` for what is written from outside of the stream: the KV transfer keeps no order with steps."""
+        taken = self._take(count)
+        if taken is not None and self.listener is not None:
+            if self.listener.may_be_written(taken.numpy()):
+                self._wait_for_steps()
+        return taken
+
+    def _wait_for_steps(self) -> None:
+        if torch.device(self.device).type != "cpu":
+            torch.cuda.synchronize(self.device)
+
     def alloc(self, need_size: int) -> torch.Tensor | None:
-        taken = self._take(need_size // self.page_size)
+        taken = self._take_for_others(need_size // self.page_size)
         if taken is None:
             return None
         locations = taken[:, None] * self.page_size + torch.arange(self.page_size)
@@ -132,7 +149,7 @@ class ScoutAllocator(PagedTokenToKVPoolAllocator):
     ) -> torch.Tensor | None:
         size = self.page_size
         opened = (seq_lens_cpu + size - 1) // size - (prefix_lens_cpu + size - 1) // size
-        taken = self._take(int(opened.sum()))
+        taken = self._take_for_others(int(opened.sum()))
         if taken is None:
             return None
         inside = prefix_lens_cpu % size != 0  # the last page of the prefix goes on
