@@ -102,6 +102,16 @@ def steady(times: list[list[float]]) -> tuple[list[float], float]:
     return gaps, tokens / (last - first)
 
 
+def _of_ours(
+    state: dict[str, Any], waits: WaitSamples | None, times: list[list[float]]
+) -> dict[str, Any]:
+    """Fields of a row of our server; of the stock server none."""
+    found = {name: state[name] for name in ("cpu_compute_ratio", "fallback_pages") if state}
+    if waits is not None and (share := waits.share(*window(times))) is not None:
+        found["wait_share"] = round(share, 4)
+    return found
+
+
 def speed(
     writer: rows.Writer, options: argparse.Namespace, logs: Path, folder: Path, end: float
 ) -> int:
@@ -144,21 +154,15 @@ def speed(
                         times = server.token_times(prompts, options.speed_tokens, limit_s)
                     gaps, rate = steady(times)
                     state = server.kv_offload() if impl == "scout" else {}
+                    # Before it is stopped: a server that is slow to go must not take its figures with it.
+                    found = _of_ours(state, waits, times)
+                    summary = rows.summary(gaps)
+                    writer.add(
+                        impl, **about, batch=batch, tokens_per_s=round(rate, 1), **found, **summary
+                    )
+                    print(f"{impl} {about} batch {batch}: {rate:.1f} tokens/s {found}", flush=True)
             except FAILURES as error:
                 failed += 1
                 writer.add(impl, "failed", str(error)[-1000:], **about)
                 print(f"{impl} {about}: FAILED: {error}", flush=True)
-                continue
-            found = {name: state[name] for name in ("cpu_compute_ratio", "fallback_pages") if state}
-            if waits is not None and (share := waits.share(*window(times))) is not None:
-                found["wait_share"] = round(share, 4)
-            writer.add(
-                impl,
-                **about,
-                batch=batch,
-                tokens_per_s=round(rate, 1),
-                **found,
-                **rows.summary(gaps),
-            )
-            print(f"{impl} {about} batch {batch}: {rate:.1f} tokens/s {found}", flush=True)
     return failed
