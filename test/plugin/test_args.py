@@ -138,6 +138,11 @@ CASES = [
         [],
     ),
     (
+        "prefill graphs in JSON",
+        {"device": "cuda", "cuda_graph_config": {"prefill": {"backend": "full"}}},
+        ["--cuda-graph-backend-prefill full", "drop the flag"],
+    ),
+    (
         "graphs in pieces",
         {"device": "cuda", "cuda_graph_backend_decode": "breakable"},
         ["--cuda-graph-backend-decode breakable", "full or disabled"],

@@ -71,8 +71,8 @@ def check_device_engine(args: ServerArgs, config: OffloadConfig, device: str) ->
             "--enable-return-hidden-states: makes SGLang capture graphs anew while it serves; drop it, or "
             "use --device cpu"
         )
-    graphs = decode_graphs(args)
-    if on_cuda and graphs not in ("full", "disabled"):
+    graphs = graphs_of(args, "decode")
+    if on_cuda and graphs not in (None, "full", "disabled"):
         raise ConfigError(
             f"--cuda-graph-backend-decode {graphs}: a step of --kv-offload is one graph or none; choose full or "
             "disabled"
@@ -83,7 +83,7 @@ def check_device_engine(args: ServerArgs, config: OffloadConfig, device: str) ->
             "--disable-cuda-graph-padding: this SGLang then captures a graph for each batch size and replays none; "
             "drop it, or give --cuda-graph-backend-decode disabled to run without graphs"
         )
-    prefill_graphs = getattr(args, "cuda_graph_backend_prefill", None)
+    prefill_graphs = graphs_of(args, "prefill")
     if prefill_graphs not in (None, "disabled"):
         raise ConfigError(
             f"--cuda-graph-backend-prefill {prefill_graphs}: the decode server of --kv-offload does not "
@@ -93,16 +93,18 @@ def check_device_engine(args: ServerArgs, config: OffloadConfig, device: str) ->
         raise ConfigError(f"{flag}: verify = true needs --cuda-graph-backend-decode disabled")
 
 
-def decode_graphs(args: ServerArgs) -> str:
-    """What SGLang will make of its flags about graphs of decode steps: "full", "breakable", "tc_piecewise" or
-    "disabled". It folds them into one only later (``ServerArgs._parse_cuda_graph_config``, in this order)."""
+def graphs_of(args: ServerArgs, phase: str) -> str | None:
+    """Which graphs SGLang's flags ask for in a phase, "decode" or "prefill": "full", "breakable", "tc_piecewise" or
+    "disabled"; None if they leave it to SGLang. It folds them into one only later, in this order
+    (``ServerArgs._parse_cuda_graph_config``)."""
     explicit = args.cuda_graph_config
     phases = explicit if isinstance(explicit, dict) else getattr(explicit, "to_dict", dict)()
-    if backend := phases.get("decode", {}).get("backend"):
+    if backend := phases.get(phase, {}).get("backend"):
         return str(backend)
-    if args.cuda_graph_backend_decode is not None:
-        return str(args.cuda_graph_backend_decode)
-    return "disabled" if args.disable_decode_cuda_graph or args.disable_cuda_graph else "full"
+    if (backend := getattr(args, f"cuda_graph_backend_{phase}")) is not None:
+        return str(backend)
+    is_off = getattr(args, f"disable_{phase}_cuda_graph") or args.disable_cuda_graph
+    return "disabled" if is_off else None
 
 
 def lock_pages(arena: Arena) -> None:
