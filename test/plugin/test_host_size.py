@@ -23,7 +23,7 @@ PER_NODE = 5
 def size(monkeypatch, *, available, ranks=1, nodes=2, host_gb=None):
     config = parse_config(policy="scout", policies=("scout",), host_gb=host_gb)
     found = {node: list(range(PER_NODE)) for node in range(nodes)}
-    group = SimpleNamespace(size=ranks, least=lambda own: own)
+    group = SimpleNamespace(size=ranks, least=lambda own: own, gather=lambda own: [own] * ranks)
     monkeypatch.setattr(hooks, "parse", lambda args: config)
     monkeypatch.setattr(hooks, "AttentionRanks", lambda: group)
     monkeypatch.setattr(hooks, "model_shape", lambda runner: SHAPE)
@@ -46,6 +46,35 @@ def test_half_of_what_the_workers_do_not_need(monkeypatch, ranks, nodes, node_cp
     assert worker > 2**28
     got = size(monkeypatch, available=100 << 30, ranks=ranks, nodes=nodes)
     assert got == ((100 << 30) - ranks * worker) // 2 // ranks
+
+
+@pytest.mark.parametrize(
+    ("ranks", "bound_to", "most"),
+    [
+        (1, [[1]], 30 << 30),  # of that node alone
+        (1, [[0, 1]], 60 << 30),
+        (2, [[0], [1]], 60 << 30),
+        (2, [[1], [1]], 30 << 30),  # shared out
+    ],
+)
+def test_no_more_than_the_nodes_have_that_it_is_bound_to(monkeypatch, ranks, bound_to, most):
+    monkeypatch.setattr(hooks.numa, "nodes", lambda: [0, 1])
+    monkeypatch.setattr(hooks.numa, "available_bytes", lambda node: 30 << 30)
+    group = SimpleNamespace(size=ranks, gather=lambda own: bound_to)
+    assert hooks._bound_bytes(bound_to[0], group) == most
+    monkeypatch.setattr(hooks.numa, "available_bytes", lambda node: None)
+    assert hooks._bound_bytes(bound_to[0], group) is None
+    monkeypatch.setattr(hooks.numa, "nodes", lambda: [0])
+    assert hooks._bound_bytes([0], group) is None
+
+
+def test_the_default_is_half_of_the_node_that_the_pages_are_bound_to(monkeypatch):
+    monkeypatch.setattr(hooks.numa, "nodes", lambda: [0, 1])
+    monkeypatch.setattr(hooks.numa, "available_bytes", lambda node: 40 << 30)
+    config = parse_config(policy="scout", policies=("scout",))
+    worker = plan_worker(config, SHAPE, 64, 40960, [PER_NODE]).total_bytes
+    got = size(monkeypatch, available=100 << 30, nodes=1)
+    assert got == ((40 << 30) - worker) // 2
 
 
 def test_a_size_that_is_given_is_taken(monkeypatch):

@@ -22,7 +22,7 @@ from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.parse_config import parse_config
 from sglang_scout.core.profile import load_profile
 from sglang_scout.plugin.device import check_device_engine
-from sglang_scout.plugin.install import ROLE_ENV, announce
+from sglang_scout.plugin.install import ROLE_ENV, announce, launched_as
 from sglang_scout.plugin.support import check_model
 from sglang_scout.policy.presets import POLICY_NAMES
 from sglang_scout.worker.arena import available_bytes
@@ -32,8 +32,10 @@ logger = logging.getLogger(__name__)
 
 BACKEND_NAME = "scout"
 DEFAULT_MAX_RUNNING_REQUESTS = 64
-PROCESS_CPUS = frozenset(os.sched_getaffinity(0))
-"""As the server was started; SGLang may bind the thread that runs the model to one of them."""
+_LAUNCHED = launched_as()
+PROCESS_CPUS = _LAUNCHED.cpus if _LAUNCHED else frozenset(os.sched_getaffinity(0))
+"""As the server was started; SGLang may bind a scheduler process to a NUMA node, and the thread that runs the model
+to one CPU."""
 
 # Annotations in the form that SGLang's own fields have: inner type and Arg(help).
 _FIELDS: dict[str, tuple[Any, Any]] = {
@@ -171,7 +173,7 @@ def _post_init(original: Callable[..., None], self: ServerArgs) -> None:
     _apply_defaults(self)
     original(self)
     check_model(self, config, profile)
-    announce(self.disaggregation_mode)
+    announce(self.disaggregation_mode, PROCESS_CPUS)
 
 
 def parse(server_args: ServerArgs) -> OffloadConfig:

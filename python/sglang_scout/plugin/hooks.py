@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -37,6 +38,7 @@ from sglang_scout.plugin.pool import (
 )
 from sglang_scout.plugin.ranks import AttentionRanks, worker_cpus, worker_nodes
 from sglang_scout.plugin.support import decoder_layers
+from sglang_scout.worker import numa
 from sglang_scout.worker.arena import available_bytes
 
 logger = logging.getLogger(__name__)
@@ -75,10 +77,11 @@ def around_profile_available_bytes(
     else:
         # SGLang lowers the number once the pages are counted.
         most_requests = runner.server_args.max_running_requests
-        _, node_cpus = _nodes_of_worker(runner, config)
+        nodes, node_cpus = _nodes_of_worker(runner, config)
         context = runner.model_config.context_len
         worker = plan_worker(config, shape, most_requests, context, node_cpus).total_bytes
-        left = ranks.least(available_bytes() - ranks.size * worker)
+        available = min(available_bytes(), _bound_bytes(nodes, ranks) or available_bytes())
+        left = ranks.least(available - ranks.size * worker)
         if left <= 0:
             raise ConfigError(
                 f"--max-running-requests {most_requests}: the worker's ring and partial results need "
@@ -96,6 +99,19 @@ def around_profile_available_bytes(
             f"{LEAST_PAGES} pages of {page_bytes} bytes that each rank needs at least; raise it, or free memory"
         )
     return of_pages
+
+
+def _bound_bytes(nodes: list[int], ranks: AttentionRanks) -> int | None:
+    """What the NUMA nodes have that this rank's pages are bound to, as if all ranks had as much; None if pages lie
+    anywhere. A node that several ranks' pages are bound to is shared out among them."""
+    bound_to = ranks.gather(nodes) if ranks.size > 1 else [nodes]
+    if len(numa.nodes()) <= 1 or not nodes:
+        return None
+    free = {node: numa.available_bytes(node) for node in nodes}
+    if None in free.values():
+        return None
+    users = Counter(node for of_rank in bound_to for node in of_rank)
+    return ranks.size * sum((free[node] or 0) // users[node] for node in nodes)
 
 
 def _nodes_of_worker(runner: Any, config: OffloadConfig) -> tuple[list[int], list[int]]:

@@ -2,8 +2,8 @@
 
 The launcher only gets the flags. Everything else is registered in the scheduler process of a server
 that was started with ``--kv-offload``; the launcher says so through ``SGLANG_SCOUT_ROLE``, which its
-children inherit with its pid: a process whose parent is another one is no scheduler of it. Without the
-flag SGLang stays as it is.
+children inherit with its pid and its CPUs: a process whose parent is another one is no scheduler of it.
+Without the flag SGLang stays as it is.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import ctypes
 import os
 import pkgutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.metadata import version
-from typing import Any
+from typing import Any, NamedTuple
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -91,15 +91,31 @@ def install() -> None:
             _SERVER_ARGS + "__post_init__": (args.around_post_init, HookType.AROUND),
         }
     )
-    role, _, launcher = os.environ.get(ROLE_ENV, "").partition(":")
-    if role and int(launcher) != os.getpid():
-        die_with_parent(int(launcher))
-        _register(_hooks_of(role))
+    if launched := launched_as():
+        die_with_parent(launched.launcher)
+        _register(_hooks_of(launched.role))
 
 
-def announce(role: str) -> None:
+class Launched(NamedTuple):
+    """What a launcher tells its scheduler processes: their role, its process, and the CPUs that it may run on."""
+
+    role: str
+    launcher: int
+    cpus: frozenset[int]
+
+
+def announce(role: str, cpus: Iterable[int]) -> None:
     """In the launcher: tell the scheduler processes to come what they are."""
-    os.environ[ROLE_ENV] = f"{role}:{os.getpid()}"
+    os.environ[ROLE_ENV] = f"{role}:{os.getpid()}:{','.join(map(str, sorted(cpus)))}"
+
+
+def launched_as() -> Launched | None:
+    """What the launcher has told this process; None in the launcher itself."""
+    role, _, rest = os.environ.get(ROLE_ENV, "").partition(":")
+    launcher, _, cpus = rest.partition(":")
+    if not role or int(launcher) == os.getpid():
+        return None
+    return Launched(role, int(launcher), frozenset(map(int, cpus.split(","))))
 
 
 def die_with_parent(parent: int) -> None:

@@ -286,7 +286,7 @@ def _check_fits(spec: ArenaSpec, layout: Layout) -> None:
 
 def _check_nodes_fit(spec: ArenaSpec, layout: Layout, numa_nodes: Sequence[int]) -> None:
     """Memory that is bound to a node comes from there or not at all."""
-    if len(numa_nodes) <= 1:
+    if not numa_nodes or len(numa.nodes()) <= 1:
         return
     needed = dict.fromkeys(numa_nodes, 0)
     for _, nbytes, node in node_spans(spec, layout, numa_nodes, mmap.PAGESIZE):
@@ -295,7 +295,7 @@ def _check_nodes_fit(spec: ArenaSpec, layout: Layout, numa_nodes: Sequence[int])
         available = numa.available_bytes(node)
         if available is not None and nbytes > available:
             raise ArenaError(
-                f"{_describe(spec, layout)} is divided among NUMA nodes {list(numa_nodes)}: node "
+                f"{_describe(spec, layout)} is bound to NUMA nodes {list(numa_nodes)}: node "
                 f"{node} would hold {_gib(nbytes)} and has {_gib(available)}; give the arena less "
                 "memory, or the worker no CPUs of that node"
             )
