@@ -397,3 +397,15 @@ def test_another_sglang_is_refused_and_not_just_logged():
     )  # fmt: skip
     assert done.returncode != 0 and "STILL HERE" not in done.stdout
     assert "cannot serve with --kv-offload" in done.stderr and "9.9" in done.stderr
+
+
+def test_a_scheduler_hears_what_the_launcher_may_run_on(monkeypatch):
+    """SGLang binds a scheduler to a NUMA node before it loads the plugin there."""
+    install = pytest.importorskip("sglang_scout.plugin.install", reason="needs SGLang")
+    monkeypatch.setenv(install.ROLE_ENV, "")
+    assert install.launched_as() is None
+    install.announce("decode", {3, 1, 64})
+    assert install.launched_as() is None  # in the launcher
+    launcher = os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: launcher + 1)
+    assert install.launched_as() == ("decode", launcher, {1, 3, 64})
