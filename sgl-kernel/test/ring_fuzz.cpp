@@ -240,7 +240,7 @@ class RecordFuzz {
         r.log_slot = (rng_() % 2 ? kSlots + rng_() % 3 : odd_number(rng_)) & scout::kItemMask;
         break;
       case 2:
-        r.claim = rng_() % 4 ? r.claim | rng_() % (r.rows + 3) : odd_number(rng_);
+        r.claim = rng_() % 4 ? r.claim | rng_() % (uint64_t{r.rows} + 3) : odd_number(rng_);
         break;
       case 3:
         r.claim |= scout::kClosed;
