@@ -216,7 +216,9 @@ def post_kernel(
         else:
             tl.store(awaited + slot, tl.zeros([], tl.int64))
             if wanted:
-                tl.store(state + ERRORS, tl.load(state + ERRORS) | BUSY)
+                errors = tl.load(state + ERRORS)
+                tl.debug_barrier()  # all threads read, the first one writes
+                tl.store(state + ERRORS, errors | BUSY)
 
 
 # One compilation for all layers.
@@ -306,6 +308,8 @@ def merge_answer_kernel(
             their_out,
             their_lse,
         )
+        # Every warp reads the lse of its rows and one of them writes all: not before the last has read.
+        tl.debug_barrier()
         tl.store(out + at, merged, mask=mask)
         tl.store(lse + r, total, mask=r < rows)
 

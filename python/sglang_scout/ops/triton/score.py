@@ -139,7 +139,11 @@ def reduce_kernel(
             if REDUCE == "mass":
                 score += tl.sum(tl.exp(x), axis=0)
             else:
-                score = tl.maximum(score, tl.max(x, axis=0))
+                # A device's maximum drops NaN, which says that a page has no bound.
+                largest = tl.where(
+                    tl.max((x != x).to(tl.int32), axis=0) > 0, float("nan"), tl.max(x, axis=0)
+                )
+                score = tl.maximum(score, largest, propagate_nan=tl.PropagateNan.ALL)
     tl.store(out + row + n, tl.where(offered, score, float("-inf")), mask=n < N)
 
 
