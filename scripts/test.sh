@@ -4,6 +4,7 @@
 #   scripts/test.sh                      everything but the slow ones, units side by side on up to four CPUs
 #   scripts/test.sh -m slow              the slow ones: more models, a GPU's server, load while workers are killed
 #   scripts/test.sh -m 'not e2e'         without servers, some minutes
+#   SCOUT_PTX_MACHINE=sm_90 scripts/test.sh test/ops -k triton   kernels as the code that a device gets
 #   scripts/test.sh test/ops -k merge    any pytest arguments
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -14,10 +15,12 @@ scripts/setup.sh
 if [ $# -gt 0 ]; then
     exec .venv/bin/python -m pytest -q --durations=10 "$@"
 fi
-# Both always run, so that one report names every fault. Tests with a worker or servers run alone: a
+# All always run, so that one report names every fault. Tests with a worker or servers run alone: a
 # worker that gets no CPU for two seconds is replaced.
 status=0
 .venv/bin/python -m pytest -q --durations=10 -m 'not e2e' --ignore test/worker \
     -n "$(nproc)" --maxprocesses 4 --dist loadfile || status=$?
+SCOUT_PTX_MACHINE=sm_90 .venv/bin/python -m pytest -q --durations=5 test/ptx_machine test/ops \
+    -k '(ptx_machine or triton or doorbell) and not compile' -n "$(nproc)" --maxprocesses 4 || status=$?
 .venv/bin/python -m pytest -q --durations=15 -m 'not slow' test/worker test/e2e || status=$?
 exit "$status"
