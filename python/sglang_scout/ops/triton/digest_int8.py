@@ -100,6 +100,7 @@ def bounds_int8_kernel(
     scale,
     N,
     row_stride,
+    part_stride,
     H: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
@@ -136,9 +137,9 @@ def bounds_int8_kernel(
             step = tl.load(low_step + step_at, mask=offered, other=0.0).to(tl.float32)
             u += lower * step[None, :]
         u = tl.where(offered[None, :], u, float("-inf"))
-        leave_bounds(u, bounds, block_top, block_mass, head, n, g < G, row_stride)
+        leave_bounds(u, bounds, block_top, block_mass, head, n, g < G, row_stride, part_stride)
     else:
-        leave_nothing(block_top, block_mass, head, g < G, BLOCK_G)
+        leave_nothing(block_top, block_mass, head, g < G, part_stride, BLOCK_G)
 
 
 def build_layer_digests_int8(
@@ -201,6 +202,7 @@ def score_pages_int8(
         scale,
         N,
         scratch.row_stride,
+        scratch.part_stride,
         H,
         G,
         D,

@@ -14,13 +14,16 @@ from .exact import dot_fp32, finite
 # Pages of one program, fewer for large heads: with 8 KV heads of 128 and 4,096 pages a single row
 # fills 512 programs.
 _BLOCK_PAGES, _BLOCK_VALUES = 64, 8192
+# Numbers of all blocks that a program of the second pass holds at once, for some of the heads. More take
+# so many registers that few programs fit.
+_HELD_PARTS = 4096
 
 
 @triton.jit
-def leave_bounds(u, bounds, block_top, block_mass, head, n, kept, row_stride):
+def leave_bounds(u, bounds, block_top, block_mass, head, n, kept, row_stride, part_stride):
     """Store a block's bounds u [BLOCK_G, BLOCK_N], the largest of each head and its sum of
     e^(u - largest); ``kept`` [BLOCK_G] are the heads that exist."""
-    part = head * tl.num_programs(0) + tl.program_id(0)
+    part = head * part_stride + tl.program_id(0)
     tl.store(bounds + head.to(tl.int64)[:, None] * row_stride + n[None, :], u, mask=kept[:, None])
     top = tl.max(u, axis=1)
     tl.store(block_top + part, top, mask=kept)
@@ -28,9 +31,9 @@ def leave_bounds(u, bounds, block_top, block_mass, head, n, kept, row_stride):
 
 
 @triton.jit
-def leave_nothing(block_top, block_mass, head, kept, BLOCK_G: tl.constexpr):
+def leave_nothing(block_top, block_mass, head, kept, part_stride, BLOCK_G: tl.constexpr):
     """What `leave_bounds` leaves of a block without pages; its bounds are never read."""
-    part = head * tl.num_programs(0) + tl.program_id(0)
+    part = head * part_stride + tl.program_id(0)
     tl.store(block_top + part, tl.full([BLOCK_G], float("-inf"), tl.float32), mask=kept)
     tl.store(block_mass + part, tl.zeros([BLOCK_G], tl.float32), mask=kept)
 
@@ -48,6 +51,7 @@ def bounds_kernel(
     scale,
     N,
     row_stride,
+    part_stride,
     H: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
@@ -62,7 +66,7 @@ def bounds_kernel(
     past n_full write only these.
 
     q [B, HQ, D]; kmin, kmax [P, H, D]; table [B, N]; bounds [B, HQ, row_stride];
-    block_top, block_mass [B, HQ, blocks].
+    block_top, block_mass [B, HQ, part_stride].
     """
     block, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     g = tl.arange(0, BLOCK_G)
@@ -85,9 +89,9 @@ def bounds_kernel(
         u = dot_fp32(tl.maximum(q_tile, 0.0), tl.trans(high), zero)
         u += dot_fp32(tl.minimum(q_tile, 0.0), tl.trans(low), zero)
         u = tl.where(offered[None, :], u, float("-inf"))
-        leave_bounds(u, bounds, block_top, block_mass, head, n, g < G, row_stride)
+        leave_bounds(u, bounds, block_top, block_mass, head, n, g < G, row_stride, part_stride)
     else:
-        leave_nothing(block_top, block_mass, head, g < G, BLOCK_G)
+        leave_nothing(block_top, block_mass, head, g < G, part_stride, BLOCK_G)
 
 
 @triton.jit
@@ -100,6 +104,7 @@ def reduce_kernel(
     out,
     N,
     row_stride,
+    part_stride,
     blocks,
     HQ: tl.constexpr,
     REDUCE: tl.constexpr,
@@ -112,39 +117,41 @@ def reduce_kernel(
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     full = tl.minimum(tl.load(n_full + b), N)
     row = b.to(tl.int64) * N
-    offered = tl.load(table + row + n, mask=n < full, other=-1) >= 0
-    part = tl.arange(0, BLOCK_BLOCKS)
-    score = tl.zeros([BLOCK_N], dtype=tl.float32)
-    if REDUCE == "max":
-        score = tl.full([BLOCK_N], float("-inf"), tl.float32)
-    for first in range(0, HQ, BLOCK_H):
-        h = first + tl.arange(0, BLOCK_H)
-        head = (b * HQ + h).to(tl.int64)
-        u = tl.load(
-            bounds + head[:, None] * row_stride + n[None, :],
-            mask=(h < HQ)[:, None] & offered[None, :],
-            other=float("-inf"),
-        )
-        if REDUCE == "sum":
-            score += tl.sum(tl.where((h < HQ)[:, None], u, 0.0), axis=0)
-        else:
-            parts_at = head[:, None] * blocks + part[None, :]
-            known = (h < HQ)[:, None] & (part < blocks)[None, :]
-            tops = tl.load(block_top + parts_at, mask=known, other=float("-inf"))
-            masses = tl.load(block_mass + parts_at, mask=known, other=0.0)
-            base = finite(tl.max(tops, axis=1))
-            total = tl.sum(masses * tl.exp(tops - base[:, None]), axis=1)
-            # Not u - lse: where bounds are large, that sum would lose what the softmax hangs on.
-            x = (u - base[:, None]) - tl.log(tl.maximum(total, 1.0))[:, None]
-            if REDUCE == "mass":
-                score += tl.sum(tl.exp(x), axis=0)
+    if block * BLOCK_N < full:
+        offered = tl.load(table + row + n, mask=n < full, other=-1) >= 0
+        part = tl.arange(0, BLOCK_BLOCKS)
+        score = tl.zeros([BLOCK_N], dtype=tl.float32)
+        if REDUCE == "max":
+            score = tl.full([BLOCK_N], float("-inf"), tl.float32)
+        for first in range(0, HQ, BLOCK_H):
+            h = first + tl.arange(0, BLOCK_H)
+            head = (b * HQ + h).to(tl.int64)
+            u = tl.load(
+                bounds + head[:, None] * row_stride + n[None, :],
+                mask=(h < HQ)[:, None] & offered[None, :],
+                other=float("-inf"),
+            )
+            if REDUCE == "sum":
+                score += tl.sum(tl.where((h < HQ)[:, None], u, 0.0), axis=0)
             else:
-                # A device's maximum drops NaN, which says that a page has no bound.
-                largest = tl.where(
-                    tl.max((x != x).to(tl.int32), axis=0) > 0, float("nan"), tl.max(x, axis=0)
-                )
-                score = tl.maximum(score, largest, propagate_nan=tl.PropagateNan.ALL)
-    tl.store(out + row + n, tl.where(offered, score, float("-inf")), mask=n < N)
+                parts_at = head[:, None] * part_stride + part[None, :]
+                known = (h < HQ)[:, None] & (part < blocks)[None, :]
+                tops = tl.load(block_top + parts_at, mask=known, other=float("-inf"))
+                masses = tl.load(block_mass + parts_at, mask=known, other=0.0)
+                base = finite(tl.max(tops, axis=1))
+                total = tl.sum(masses * tl.exp(tops - base[:, None]), axis=1)
+                # Not u - lse: where bounds are large, that sum would lose what the softmax hangs on.
+                x = (u - base[:, None]) - tl.log(tl.maximum(total, 1.0))[:, None]
+                if REDUCE == "mass":
+                    score += tl.sum(tl.exp(x), axis=0)
+                else:
+                    # A device's maximum drops NaN, which says that a page has no bound.
+                    broken = tl.max((x != x).to(tl.int32), axis=0) > 0
+                    largest = tl.where(broken, float("nan"), tl.max(x, axis=0))
+                    score = tl.maximum(score, largest, propagate_nan=tl.PropagateNan.ALL)
+        tl.store(out + row + n, tl.where(offered, score, float("-inf")), mask=n < N)
+    else:
+        tl.store(out + row + n, tl.full([BLOCK_N], float("-inf"), tl.float32), mask=n < N)
 
 
 def score_pages(
@@ -176,6 +183,7 @@ def score_pages(
         scale,
         N,
         scratch.row_stride,
+        scratch.part_stride,
         H,
         G,
         D,
@@ -196,7 +204,9 @@ class Scratch:
         self.block_n = min(most_pages, max(16, triton.next_power_of_2(N)))
         self.blocks = triton.cdiv(N, self.block_n)
         self.row_stride = self.blocks * self.block_n
-        parts = q.new_empty((2, B, HQ, self.blocks))
+        # So that a program reads the numbers of several blocks at once, whatever their count.
+        self.part_stride = 16 * triton.cdiv(self.blocks, 16)
+        parts = q.new_empty((2, B, HQ, self.part_stride))
         self.tensors = q.new_empty((B, HQ, self.row_stride)), *parts.unbind()
 
     def reduce(
@@ -204,6 +214,7 @@ class Scratch:
     ) -> None:
         """The second pass."""
         (B, N), HQ = table.shape, self.tensors[0].shape[1]
+        block_blocks = triton.next_power_of_2(self.blocks)
         reduce_kernel[(self.blocks, B)](
             *self.tensors,
             table,
@@ -211,11 +222,12 @@ class Scratch:
             out,
             N,
             self.row_stride,
+            self.part_stride,
             self.blocks,
             HQ,
             reduce,
             self.block_n,
-            min(64, triton.next_power_of_2(HQ)),
-            triton.next_power_of_2(self.blocks),
+            min(64, triton.next_power_of_2(HQ), _HELD_PARTS // block_blocks),
+            block_blocks,
             num_warps=4,
         )

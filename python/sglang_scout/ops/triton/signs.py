@@ -121,6 +121,7 @@ def sign_sums_kernel(
     largest,
     N,
     row_stride,
+    part_stride,
     H: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
@@ -134,13 +135,13 @@ def sign_sums_kernel(
     squares about it, and the largest |u|. A block past n_full has no pages and writes only these.
 
     q [B, HQ, D]; low, high: see `word_pairs`; table [B, N]; sums [B, HQ, row_stride]; counts, means,
-    squares, largest [B, HQ, blocks].
+    squares, largest [B, HQ, part_stride].
     """
     block, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     g = tl.arange(0, BLOCK_G)
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     head = (b * H + h) * G + g  # row of [B * HQ]
-    part = head * tl.num_programs(0) + block
+    part = head * part_stride + block
     kept = g < G
     full = tl.minimum(tl.load(n_full + b), N)
     count = tl.zeros([BLOCK_G], tl.float32)
@@ -189,6 +190,7 @@ def stand_out_kernel(
     out,
     N,
     row_stride,
+    part_stride,
     blocks,
     LEAST_SPREAD: tl.constexpr,
     HQ: tl.constexpr,
@@ -204,30 +206,33 @@ def stand_out_kernel(
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     full = tl.minimum(tl.load(n_full + b), N)
     row = b.to(tl.int64) * N
-    offered = tl.load(table + row + n, mask=n < full, other=-1) >= 0
-    part = tl.arange(0, BLOCK_BLOCKS)
-    score = tl.full([BLOCK_N], float("-inf"), tl.float32)
-    for first in range(0, HQ, BLOCK_H):
-        h = first + tl.arange(0, BLOCK_H)
-        head = (b * HQ + h).to(tl.int64)
-        at = head[:, None] * blocks + part[None, :]
-        known = (h < HQ)[:, None] & (part < blocks)[None, :]
-        count = tl.load(counts + at, mask=known, other=0.0)
-        each = tl.load(means + at, mask=known, other=0.0)
-        total = tl.maximum(tl.sum(count, axis=1), 1.0)
-        mean = tl.sum(count * each, axis=1) / total
-        off = each - mean[:, None]
-        square = tl.load(squares + at, mask=known, other=0.0) + count * off * off
-        spread = tl.sqrt(tl.sum(square, axis=1) / total)
-        size = tl.max(tl.load(largest + at, mask=known, other=0.0), axis=1)
-        # What is left of equal sums is rounding.
-        differs = spread > LEAST_SPREAD * size
-        unit = tl.where(differs, 1.0 / tl.where(differs, spread, 1.0), 0.0)
-        mask = (h < HQ)[:, None] & offered[None, :]
-        u = tl.load(sums + head[:, None] * row_stride + n[None, :], mask=mask, other=0.0)
-        u = tl.where(mask, (u - mean[:, None]) * unit[:, None], float("-inf"))
-        score = tl.maximum(score, tl.max(u, axis=0))
-    tl.store(out + row + n, tl.where(offered, score, float("-inf")), mask=n < N)
+    if block * BLOCK_N < full:
+        offered = tl.load(table + row + n, mask=n < full, other=-1) >= 0
+        part = tl.arange(0, BLOCK_BLOCKS)
+        score = tl.full([BLOCK_N], float("-inf"), tl.float32)
+        for first in range(0, HQ, BLOCK_H):
+            h = first + tl.arange(0, BLOCK_H)
+            head = (b * HQ + h).to(tl.int64)
+            at = head[:, None] * part_stride + part[None, :]
+            known = (h < HQ)[:, None] & (part < blocks)[None, :]
+            count = tl.load(counts + at, mask=known, other=0.0)
+            each = tl.load(means + at, mask=known, other=0.0)
+            total = tl.maximum(tl.sum(count, axis=1), 1.0)
+            mean = tl.sum(count * each, axis=1) / total
+            off = each - mean[:, None]
+            square = tl.load(squares + at, mask=known, other=0.0) + count * off * off
+            spread = tl.sqrt(tl.sum(square, axis=1) / total)
+            size = tl.max(tl.load(largest + at, mask=known, other=0.0), axis=1)
+            # What is left of equal sums is rounding.
+            differs = spread > LEAST_SPREAD * size
+            unit = tl.where(differs, 1.0 / tl.where(differs, spread, 1.0), 0.0)
+            mask = (h < HQ)[:, None] & offered[None, :]
+            u = tl.load(sums + head[:, None] * row_stride + n[None, :], mask=mask, other=0.0)
+            u = tl.where(mask, (u - mean[:, None]) * unit[:, None], float("-inf"))
+            score = tl.maximum(score, tl.max(u, axis=0))
+        tl.store(out + row + n, tl.where(offered, score, float("-inf")), mask=n < N)
+    else:
+        tl.store(out + row + n, tl.full([BLOCK_N], float("-inf"), tl.float32), mask=n < N)
 
 
 def build_layer_signs(
@@ -262,7 +267,8 @@ def score_signs(
     blocks = triton.cdiv(N, block_n)
     row_stride = blocks * block_n
     sums = q.new_empty((B, HQ, row_stride))
-    of_blocks = q.new_empty((4, B, HQ, blocks)).unbind()
+    part_stride = 16 * triton.cdiv(blocks, 16)  # as in `score.Scratch`
+    of_blocks = q.new_empty((4, B, HQ, part_stride)).unbind()
     pairs = {2: torch.int32, 4: torch.int64}[low.element_size()]
     sign_sums_kernel[(blocks, H, B)](
         q,
@@ -274,6 +280,7 @@ def score_signs(
         *of_blocks,
         N,
         row_stride,
+        part_stride,
         H,
         G,
         D,
@@ -290,6 +297,7 @@ def score_signs(
         out,
         N,
         row_stride,
+        part_stride,
         blocks,
         LEAST_SPREAD,
         HQ,
