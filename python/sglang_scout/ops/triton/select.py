@@ -1,8 +1,8 @@
 """`select_pages` on the device: one program per row, nothing comes back to the host.
 
 Bytes that must move: 8 per page of the table (score and id), 4 per chosen page for its slot, 8 k + 4
-written. At 4,096 pages that is 32 KiB: what counts is the number of dependent steps, 16 counts over
-the row, one prefix sum, one pass over the chosen.
+written. At 4,096 pages that is 32 KiB: what counts is the number of dependent steps, up to 16
+counts over the row, one prefix sum, one pass over the chosen.
 """
 
 import torch
@@ -44,7 +44,8 @@ def select_kernel(
     """The k best pages of a row, forced ones first, then by falling score, equal ones by column.
 
     1. Every column gets a key: 0 if it is not offered, the largest if it is forced.
-    2. The k-th largest key is found two bits at a time; one sum counts for three candidates.
+    2. The k-th largest key is found two bits at a time, or as many of its bits as tell it from the
+       next; one sum counts for three candidates.
     3. A prefix sum numbers the columns above it and, after them, as many equal ones as fit; their
        (key, column) goes to the scratch row [BLOCK_K].
     4. The rank of a chosen page is how many are before it, among all and among the missing ones;
@@ -60,19 +61,24 @@ def select_kernel(
     key = tl.where((page >= 0) & (n < full), key, tl.zeros([BLOCK_N], tl.uint32))
 
     bar = tl.zeros([], tl.uint32)
-    for step in tl.static_range(16):
-        one = bar + (1 << (30 - 2 * step))
-        two = bar + (2 << (30 - 2 * step))
-        three = bar + (3 << (30 - 2 * step))
+    at_bar = tl.where(full <= k, k, BLOCK_N)  # keys that are not below it
+    place_of_bits = 30
+    # Once k keys are left, these are the k largest, whatever the lower bits of the k-th are.
+    while (place_of_bits >= 0) & (at_bar != k):
+        one = bar + (tl.full([], 1, tl.uint32) << place_of_bits)
+        two = bar + (tl.full([], 2, tl.uint32) << place_of_bits)
+        three = bar + (tl.full([], 3, tl.uint32) << place_of_bits)
         counts = tl.sum(
             (key >= one).to(tl.int64)
             + ((key >= two).to(tl.int64) << 20)
             + ((key >= three).to(tl.int64) << 40),
             axis=0,
         )
-        bar = tl.where((counts & 0xFFFFF) >= k, one, bar)
-        bar = tl.where(((counts >> 20) & 0xFFFFF) >= k, two, bar)
-        bar = tl.where((counts >> 40) >= k, three, bar)
+        for i in tl.static_range(3):
+            count = ((counts >> (20 * i)) & 0xFFFFF).to(tl.int32)
+            bar = tl.where(count >= k, (one, two, three)[i], bar)
+            at_bar = tl.where(count >= k, count, at_bar)
+        place_of_bits -= 2
 
     above = key > bar
     equal = (key == bar) & (key > 0)
