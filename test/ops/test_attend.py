@@ -238,6 +238,31 @@ def test_triton_looks_up_no_slot_beyond_the_last():
 
 
 @IMPLS
+@pytest.mark.parametrize("columns", [7, 300, 700])
+@pytest.mark.parametrize("with_last", [False, True])
+def test_a_wide_table_gives_what_its_pages_give(agree, impl, columns, with_last):
+    """The tail counts behind a row's own columns, also where there are none."""
+    q, k, v, *_ = inputs(11, B=3, P=8)
+    last = (i32([5, 6, -1]), i32([1, 2, 1])) if with_last else (None, None)
+    n_pages = i32([4, 0, columns])
+    pages = torch.full((3, columns), -1, dtype=torch.int32)
+    pages[0, :4] = i32([0, -1, 2, 3])
+    pages[2, -1], pages[2, columns // 2], pages[2, 0] = 1, 4, 7
+    got = attend_pages(q, k, v, pages, *last, 0.125, impl=impl, n_pages=n_pages)
+    narrow = i32([[0, 2, 3], [-1, -1, -1], [1, 4, 7]])
+    agree(ATTEND_PAGES, got, attend_pages(q, k, v, narrow, *last, 0.125, impl="reference"))
+
+
+def test_triton_does_not_look_behind_the_pages_of_a_row():
+    q, k, v, *_ = inputs(11, B=1)
+    pages = i32([[1, 2, 3, 4]])
+    got = attend_pages(q, k, v, pages, None, None, 0.125, impl="triton", n_pages=i32([2]))
+    expected = attend_pages(q, k, v, pages[:, :2], None, None, 0.125, impl="triton")
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@IMPLS
 def test_full_last_page_is_an_ordinary_page(agree, impl):
     q, k, v, *_ = inputs(10, B=1, S=8)
     a = attend_pages(q, k, v, i32([[1, 4, 6]]), None, None, 0.125, impl=impl)

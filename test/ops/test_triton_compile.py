@@ -40,7 +40,7 @@ def ptx(tmp_path_factory):
     return {path.stem.rpartition("-")[0]: path.read_text() for path in paths}
 
 
-def test_every_kernel_compiles_and_none_spills(ptx):
+def test_every_kernel_compiles_and_none_spills_more_than_some_words(ptx):
     assert {"bounds_kernel", "attend_kernel", "select_kernel", "post_kernel"} <= set(ptx)
 
 

@@ -332,11 +332,13 @@ class DeviceStepEngine:
         if layer not in self._chosen:
             self._look_ahead(layer, self._late_query(layer, query))
         query_ahead, pages = self._chosen.pop(layer)
+        n_pages = None
         if not self.policy.digest.only_selected:
-            pages = inputs.table[:rows]
+            pages, n_pages = inputs.table[:rows], inputs.n_full[:rows]
         out, lse = attend_pages(
             query, self.resident.k[layer], self.resident.v[layer], pages,
             tail_slot, tail_len, shape.scale, shape.logit_cap, slot_of=self._slot_of[layer],
+            n_pages=n_pages,
         )  # fmt: skip
         self._ring.merge(layer, out, lse)
         if self._verifier is not None:

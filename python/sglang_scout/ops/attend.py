@@ -28,6 +28,7 @@ def attend_reference(
     logit_cap: float = 0.0,
     out: Partial | None = None,
     slot_of: torch.Tensor | None = None,
+    n_pages: torch.Tensor | None = None,
 ) -> Partial:
     """`attend_pages` by gathering the pages.
 
@@ -97,6 +98,7 @@ def _check(
     logit_cap: float = 0.0,
     out: Partial | None = None,
     slot_of: torch.Tensor | None = None,
+    n_pages: torch.Tensor | None = None,
 ) -> None:
     shapes = Shapes("attend_pages")
     shapes.bind("k", k, "PSHD")
@@ -104,6 +106,8 @@ def _check(
     bind_attention(shapes, q, pages, last_page, last_len, logit_cap, out)
     if slot_of is not None:
         shapes.bind("slot_of", slot_of, "I", torch.int32)
+    if n_pages is not None:
+        shapes.bind("n_pages", n_pages, "B", torch.int32)
 
 
 ATTEND_PAGES = Op(
@@ -128,6 +132,7 @@ def attend_pages(
     *,
     out: Partial | None = None,
     slot_of: torch.Tensor | None = None,
+    n_pages: torch.Tensor | None = None,
 ) -> Partial:
     """Attend from one query per request to all tokens of the given pages.
 
@@ -144,6 +149,8 @@ def attend_pages(
         slot_of: [I] int32 below P; then ``pages`` are ids below I, and page i is what lies at
             slot_of[i] of the pool. Those with a negative slot are skipped, by "triton" also ids beyond I. Not
             for ``last_page``.
+        n_pages: [B] int32; a promise that all of a row's ``pages`` from there on are negative, so that a wide
+            table costs a short request nothing. Whether it is used is up to the implementation.
     Returns:
         (out [B, HQ, D] float32, lse [B, HQ] float32, natural logarithm). An empty set attends to
         nothing: out = 0, lse = -inf; so do keys that make every score -inf ("triton" answers NaN: it
@@ -153,5 +160,6 @@ def attend_pages(
     Source: ScoutAttention Algorithm 1 lines 7 and 10 (CPUATTN, GPUATTN).
     """
     return ATTEND_PAGES(
-        q, k, v, pages, last_page, last_len, scale, logit_cap, impl=impl, out=out, slot_of=slot_of
-    )
+        q, k, v, pages, last_page, last_len, scale, logit_cap, impl=impl, out=out, slot_of=slot_of,
+        n_pages=n_pages,
+    )  # fmt: skip

@@ -148,12 +148,15 @@ def make_device_engine(
             to page-lock ``faults``.
     """
     spec, model = arena.spec, runner.model_config
-    max_pages = -(-runner.req_to_token_pool.req_to_token.shape[1] // spec.page_size)
+    # Not the width of SGLang's request table, which is a few tokens more: a step that is launched before the
+    # end of its request was seen writes to position context_len - 2 at most, and a page more makes the table
+    # of a context of 2^n tokens, and what the kernels take for one, twice as wide.
+    max_pages = -(-model.context_len // spec.page_size)
     if max_pages > MAX_TABLE_PAGES:
         raise ConfigError(
             f"--context-length {model.context_len}: {max_pages} pages of {spec.page_size} tokens, a "
             f"device selects from {MAX_TABLE_PAGES} at most; lower it to "
-            f"{(MAX_TABLE_PAGES - 1) * spec.page_size}"
+            f"{MAX_TABLE_PAGES * spec.page_size}"
         )
     worker.serve_device()
     if faults is not None and torch.device(runner.device).type == "cuda":

@@ -126,6 +126,7 @@ def _attend_reasons(
     logit_cap: float = 0.0,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
     slot_of: torch.Tensor | None = None,
+    n_pages: torch.Tensor | None = None,
 ) -> list[str]:
     written, lse = out if out is not None else (None, None)
     reasons = _reasons(
@@ -137,6 +138,7 @@ def _attend_reasons(
         last_page=last_page,
         last_len=last_len,
         slot_of=slot_of,
+        n_pages=n_pages,
         **{"out[0]": written, "out[1]": lse},
     )
     if k.shape[1] > _MAX_PAGE_TOKENS:

@@ -13,7 +13,9 @@ from .exact import dot_fp32, finite, tanh
 
 MAX_SPLITS = 64
 _TILE_TOKENS, _TILE_BYTES = 64, 16384  # of K, and of V
-_MAX_CHUNK = 64  # page ids that a program looks at together
+# Page ids that a program looks at together. A chunk costs two dependent loads and a dozen barriers, the same
+# for 64 ids as for 256, however few of them name a page.
+_MAX_CHUNK = 256
 _PROGRAMS_PER_SM = 4
 
 
@@ -26,6 +28,7 @@ def attend_kernel(
     slot_of,
     last_page,
     last_len,
+    n_pages,
     out,
     lse,
     scale,
@@ -39,6 +42,7 @@ def attend_kernel(
     D: tl.constexpr,
     HAS_SLOTS: tl.constexpr,
     HAS_LAST: tl.constexpr,
+    HAS_COUNT: tl.constexpr,
     HAS_CAP: tl.constexpr,
     CHUNK: tl.constexpr,
     PAGES: tl.constexpr,
@@ -50,10 +54,10 @@ def attend_kernel(
 
     Columns are dealt out one by one, not in runs, so that rows packed to the left keep all programs
     busy. A program reads CHUNK of its ids at once, numbers those that name a page, and goes through
-    these only: -1 costs 4 bytes wherever it stands. The tail counts as column R. PAGES pages make
-    one tile.
+    these only: -1 costs 4 bytes wherever it stands. The tail counts as the column behind the last one.
+    PAGES pages make one tile.
 
-    q [B, HQ, D]; k, v [P, S, H, D]; pages [B, R]; out [splits, B, HQ, D]; lse [splits, B, HQ].
+    q [B, HQ, D]; k, v [P, S, H, D]; pages [B, R]; n_pages [B]; out [splits, B, HQ, D]; lse [splits, B, HQ].
     """
     split, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     g = tl.arange(0, BLOCK_G)
@@ -66,24 +70,27 @@ def attend_kernel(
     top = tl.full([BLOCK_G], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
     acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-    columns = R
+    own = R
+    if HAS_COUNT:
+        own = tl.minimum(tl.load(n_pages + b), R)
+    columns = own
     tail = -1
     tail_len = 0
     if HAS_LAST:
-        columns = R + 1
+        columns = own + 1
         tail = tl.load(last_page + b)
         tail_len = tl.minimum(tl.load(last_len + b), S)
     for first in range(split, columns, splits * CHUNK):
         column = first + splits * tl.arange(0, CHUNK)
-        page = tl.load(pages + b.to(tl.int64) * R + column, mask=column < R, other=-1)
+        page = tl.load(pages + b.to(tl.int64) * R + column, mask=column < own, other=-1)
         if HAS_SLOTS:
             page = tl.load(slot_of + page, mask=(page >= 0) & (page < ids), other=-1)
         if HAS_LAST:
-            page = tl.where(column == R, tail, page)
+            page = tl.where(column == own, tail, page)
         rank = tl.cumsum((page >= 0).to(tl.int32), axis=0)  # 1 for the first page
         count = tl.max(rank, axis=0)
         rank = tl.where(page >= 0, rank, 0)
-        tail_rank = tl.max(tl.where(column == R, rank, 0), axis=0)
+        tail_rank = tl.max(tl.where(column == own, rank, 0), axis=0)
         for done in range(0, count, PAGES):
             chosen = tl.zeros([PAGES * BLOCK_S], tl.int32)
             lens = tl.zeros([PAGES * BLOCK_S], tl.int32)
@@ -163,6 +170,7 @@ def attend_pages(
     logit_cap: float = 0.0,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
     slot_of: torch.Tensor | None = None,
+    n_pages: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `ops.attend.attend_pages`."""
     (B, HQ, D), (_, S, H, _), R = q.shape, k.shape, pages.shape[1]
@@ -184,6 +192,7 @@ def attend_pages(
         slot_of,
         last_page,
         last_len,
+        n_pages,
         parts,
         part_lse,
         scale,
@@ -197,6 +206,7 @@ def attend_pages(
         D,
         slot_of is not None,
         last_page is not None,
+        n_pages is not None,
         logit_cap > 0,
         max(16, min(_MAX_CHUNK, triton.next_power_of_2(triton.cdiv(max(1, columns), splits)))),
         pages_per_tile(block_s, D * (2 if k.dtype == torch.bfloat16 else 4)),
