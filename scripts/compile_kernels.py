@@ -5,8 +5,8 @@
 
 The ops' own functions run on tensors without data; instead of a launch each kernel is compiled for
 the types, alignments and constants of that launch. Prints registers, spilled bytes and shared memory of
-each. Fails if one does not compile, asks for more shared memory than a program may have, spills more than a few words on the architecture
-that it was written for (90), or if a kernel of the package was not reached.
+each. Fails if one does not compile, asks for more shared memory than a program may have, spills more than a
+few words on the architecture that it was written for (90), or if a kernel of the package was not reached.
 """
 
 from __future__ import annotations
