@@ -85,6 +85,7 @@ class DeviceRing:
         self.state = torch.zeros(4, dtype=torch.int64, device=device)
         self.open_seq = torch.zeros(2 * num_layers, dtype=torch.int64, device=device)
         self.awaited = torch.zeros_like(self.open_seq)
+        self.asked = torch.zeros(2 * num_layers, max_batch, dtype=torch.int32, device=device)
         self.waited_ns = torch.zeros(num_layers, dtype=torch.int64, device=device)
         self.arrivals = torch.zeros(1, dtype=torch.int32, device=device)
         self.answered = torch.zeros(1, dtype=torch.int32, device=device)

@@ -3,8 +3,8 @@
 The producer's side of sgl-kernel/src/ring.h, in kernels: layout, states and numbers are said there.
 The ring is page-locked host memory; it comes as an address that the device can use.
 
-Bytes over the bus: a post writes 4 HQ D of query and 4 k of page ids per row; a merge reads 4 HQ D + 4
-HQ per row. With 40 heads of 128 at batch 16 that is 320 KiB each way, about 6 us at 55 GB/s.
+Bytes over the bus, of rows that miss pages: a post writes 4 HQ D of query and 4 k of page ids; a merge
+reads 4 HQ D + 4 HQ. With 40 heads of 128 at batch 16 that is 320 KiB each way, about 6 us at 55 GB/s.
 
 Order. All programs of a post write their row, then arrive at a counter with a release and an acquire
 in system scope; the last to arrive writes the header, opens the claim word, writes the log entry and
@@ -135,6 +135,7 @@ def post_kernel(
     state,
     open_seq,
     awaited,
+    asked,
     arrivals,
     control,
     log,
@@ -151,6 +152,7 @@ def post_kernel(
     nodes,
     k,
     max_pages,
+    max_batch,
     log_entries,
     L: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -163,6 +165,7 @@ def post_kernel(
 
     q [B, WIDTH]; pages [B, k]; n_pages [B]. open_seq [2 L]: the record of a slot that has no answer
     yet, 0 if the slot is free. awaited [2 L]: what `wait_kernel` waits for, 0: nothing was posted.
+    asked [2 L, max_batch]: pages that rows asked for, for `merge_answer_kernel`.
     control, log, records: addresses within the ring.
     """
     b = tl.program_id(0)
@@ -181,11 +184,15 @@ def post_kernel(
         if b == 0:
             for node in range(0, nodes):
                 tl.store(claim + node, (post << 24) | _CLOSED)
-        for first in range(0, WIDTH, BLOCK_Q):
-            i = first + tl.arange(0, BLOCK_Q)
-            value = tl.load(q + b.to(tl.int64) * WIDTH + i, mask=i < WIDTH)
-            tl.store(at_array(record + Q_OFFSET, tl.float32) + b * WIDTH + i, value, mask=i < WIDTH)
         n = tl.load(n_pages + b)
+        tl.store(asked + slot * max_batch + b, n)
+        if n > 0:  # nobody reads the query of a row without pages
+            for first in range(0, WIDTH, BLOCK_Q):
+                i = first + tl.arange(0, BLOCK_Q)
+                value = tl.load(q + b.to(tl.int64) * WIDTH + i, mask=i < WIDTH)
+                tl.store(
+                    at_array(record + Q_OFFSET, tl.float32) + b * WIDTH + i, value, mask=i < WIDTH
+                )
         for first in range(0, k, BLOCK_K):
             i = first + tl.arange(0, BLOCK_K)
             page = tl.load(pages + b.to(tl.int64) * k + i, mask=i < n)
@@ -275,6 +282,7 @@ def wait_kernel(
 def merge_answer_kernel(
     state,
     answered,
+    asked,
     out,
     lse,
     replies,
@@ -282,25 +290,36 @@ def merge_answer_kernel(
     lse_offset,
     layer,
     rows,
+    max_batch,
     L,
     OUT_OFFSET: tl.constexpr,
+    HQ: tl.constexpr,
     D: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     """Merges the answer into out [rows, D] and lse [rows], rows being those of [B, HQ]."""
     if tl.load(answered) != 0:
-        reply = replies + ((tl.load(state + STEP) & 1) * L + layer) * reply_stride
+        slot = (tl.load(state + STEP) & 1) * L + layer
+        reply = replies + slot * reply_stride
         r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
         d = tl.arange(0, BLOCK_D)
         at = r[:, None] * D + d[None, :]
         mask = (r < rows)[:, None] & (d < D)[None, :]
+        # Rows that asked for nothing got nothing, and do not cross the bus.
+        got = tl.load(asked + slot * max_batch + r // HQ, mask=r < rows, other=0) > 0
         # Volatile: the worker wrote this a moment ago, no cache may answer for it.
         their_out = tl.load(
-            at_array(reply + OUT_OFFSET, tl.float32) + at, mask=mask, other=0.0, volatile=True
+            at_array(reply + OUT_OFFSET, tl.float32) + at,
+            mask=mask & got[:, None],
+            other=0.0,
+            volatile=True,
         )
         their_lse = tl.load(
-            at_array(reply + lse_offset, tl.float32) + r, mask=r < rows, other=0.0, volatile=True
+            at_array(reply + lse_offset, tl.float32) + r,
+            mask=got,
+            other=float("-inf"),
+            volatile=True,
         )
         merged, total = merge_rows(
             tl.load(out + at, mask=mask, other=0.0),
@@ -324,6 +343,7 @@ def post(ring, layer: int, q: torch.Tensor, pages: torch.Tensor, n_pages: torch.
         ring.state,
         ring.open_seq,
         ring.awaited,
+        ring.asked,
         ring.arrivals,
         ring.address + at.control_offset,
         ring.address + at.log_offset,
@@ -338,6 +358,7 @@ def post(ring, layer: int, q: torch.Tensor, pages: torch.Tensor, n_pages: torch.
         ring.num_nodes,
         k,
         ring.max_pages,
+        ring.max_batch,
         at.log_entries,
         ring.num_layers,
         HQ * D,
@@ -372,6 +393,7 @@ def merge(ring, layer: int, out: torch.Tensor, lse: torch.Tensor) -> None:
     merge_answer_kernel[(triton.cdiv(B * HQ, block_r),)](
         ring.state,
         ring.answered,
+        ring.asked,
         out,
         lse,
         replies,
@@ -379,8 +401,10 @@ def merge(ring, layer: int, out: torch.Tensor, lse: torch.Tensor) -> None:
         at.lse_offset,
         layer,
         B * HQ,
+        ring.max_batch,
         ring.num_layers,
         at.out_offset,
+        HQ,
         D,
         block_r,
         block_d,
