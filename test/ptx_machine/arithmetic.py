@@ -151,17 +151,16 @@ def select(m: Machine, i: Instruction) -> None:
 def extract(m: Machine, i: Instruction) -> None:
     """bfe: ``length`` bits from ``first``; a signed one is extended by its highest bit."""
     kind, (out, a, first, length) = kind_of(i), i.operands
-    value = m.read(a, f"u{bits_of(kind)}").astype(np.uint64)
+    width = bits_of(kind)
+    value = m.read(a, f"u{width}").astype(np.uint64)
     first, length = (m.read(x, "u32").astype(np.uint64) & np.uint64(255) for x in (first, length))
-    if bits_of(kind) != 32 or (first + length > 32).any() or (length == 0).any():
+    if (first + length > width).any() or (length == 0).any() or (length > 63).any():
         raise NotImplementedError(f"PTX instruction: {i}")
     field = (value >> first) & ((np.uint64(1) << length) - np.uint64(1))
     if kind[0] == "s":
         top = np.uint64(1) << (length - np.uint64(1))
-        field = ((field ^ top).astype(np.int64) - top.astype(np.int64)).astype(np.int32)
-        m.write(out, field)
-    else:
-        m.write(out, field.astype(np.uint32))
+        field = (field ^ top).astype(np.int64) - top.astype(np.int64)
+    m.write(out, field.astype(dtype_of(kind)))
 
 
 def permute(m: Machine, i: Instruction) -> None:
