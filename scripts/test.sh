@@ -20,7 +20,7 @@ fi
 status=0
 .venv/bin/python -m pytest -q --durations=10 -m 'not e2e' --ignore test/worker \
     -n "$(nproc)" --maxprocesses 4 --dist loadfile || status=$?
-SCOUT_PTX_MACHINE=sm_90 .venv/bin/python -m pytest -q --durations=5 test/ptx_machine test/ops \
-    -k '(ptx_machine or triton or doorbell) and not compile' -n "$(nproc)" --maxprocesses 4 || status=$?
+SCOUT_PTX_MACHINE=sm_90 .venv/bin/python -m pytest -q --durations=5 test/ptx_machine test/ops test/engine \
+    -k '(ptx_machine or triton or doorbell or device_step or recorded) and not compile' -n "$(nproc)" --maxprocesses 4 || status=$?
 .venv/bin/python -m pytest -q --durations=15 -m 'not slow' test/worker test/e2e || status=$?
 exit "$status"

@@ -9,6 +9,7 @@ value from the device, or an operation whose result has a size that depends on v
 from __future__ import annotations
 
 import contextlib
+import os
 from unittest import mock
 
 import torch
@@ -32,6 +33,13 @@ _WAITS = (
 _INDEXED = (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_)
 _COPIES = ("tolist", "numpy", "cpu")
 
+if os.environ.get("SCOUT_PTX_MACHINE"):
+    from ptx_machine import launch
+
+    _LAUNCH = launch, "run"
+else:
+    _LAUNCH = interpreter.GridExecutor, "__call__"
+
 
 class RecordedGraph(TorchDispatchMode):
     """``with graph.capture(): ...`` runs and records; ``graph.replay()`` does it again."""
@@ -45,13 +53,13 @@ class RecordedGraph(TorchDispatchMode):
 
     @contextlib.contextmanager
     def capture(self):
-        call_op, launch = Op.__call__, interpreter.GridExecutor.__call__
+        call_op, kernel_call = Op.__call__, getattr(*_LAUNCH)
 
         def op(op, *args, **kwargs):
             return self._do(lambda: call_op(op, *args, **kwargs))
 
-        def kernel(executor, *args, **kwargs):
-            return self._do(lambda: launch(executor, *args, **kwargs))
+        def kernel(*args, **kwargs):
+            return self._do(lambda: kernel_call(*args, **kwargs))
 
         def refusing(name):
             original = getattr(torch.Tensor, name)
@@ -67,7 +75,7 @@ class RecordedGraph(TorchDispatchMode):
         with (
             contextlib.ExitStack() as stack,
             mock.patch.object(Op, "__call__", op),
-            mock.patch.object(interpreter.GridExecutor, "__call__", kernel),
+            mock.patch.object(*_LAUNCH, kernel),
             self,
         ):
             for name in _COPIES:

@@ -135,7 +135,9 @@ def test_leaves_the_bytes_that_the_cpp_producer_leaves(arena, parts):
     producer.set_life(epoch)
     for layer, step, request_ in requests:
         q, pages, n = (t.cpu() for t in request_)
-        q = torch.where((n > 0)[:, None, None], q, 0.0)  # a kernel leaves rows without pages as they are
+        q = torch.where(
+            (n > 0)[:, None, None], q, 0.0
+        )  # a kernel leaves rows without pages as they are
         producer.post(
             layer, step, len(q), q.data_ptr(), pages.data_ptr(), pages.shape[1], n.data_ptr(),
             parts, q.nbytes,
