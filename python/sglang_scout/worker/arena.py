@@ -9,18 +9,20 @@ one fault by truncating it. The worker gets it as an inherited descriptor.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import mmap
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from sglang_scout.core.errors import ArenaError
 from sglang_scout.worker import numa
+from sglang_scout.worker.fault_in import populate_together
 from sglang_scout.worker.ring import (
     KV_ALIGN_BYTES,
     Layout,
@@ -69,14 +71,15 @@ class Arena:
     def create(
         cls, spec: ArenaSpec, *, numa_nodes: Sequence[int] = (), hugepages: bool = True
     ) -> Arena:
-        """Makes, seals and maps a new arena. Pages take memory when they are first written.
+        """Makes, seals and maps a new arena. Pages take memory when they are first written, but for the
+        pool's.
 
         Args:
             spec: the sizes.
             numa_nodes: bind the memory to this node, or the pages of the spec's node i to the i-th
                 of these; a logged no-op on a machine without NUMA. Empty: bind nothing.
-            hugepages: use the huge page pool if it has enough free pages, otherwise ask for
-                transparent huge pages.
+            hugepages: use the huge page pool if it has enough free pages on each of these nodes, and
+                take them at once; otherwise ask for transparent huge pages.
 
         Raises:
             ArenaError: the memory that is available, of the machine or of a node, is smaller than
@@ -88,24 +91,19 @@ class Arena:
                 f"numa_nodes={list(numa_nodes)}: the spec has num_nodes={spec.num_nodes}"
             )
         layout = layout_of(spec)
-        nbytes = layout.total_bytes
-        from_pool = hugepages and _free_pool_bytes() >= nbytes
-        if not from_pool:
+        made = _take_from_pool(spec, layout, numa_nodes) if hugepages else None
+        if made is None:
             _check_fits(spec, layout)
             _check_nodes_fit(spec, layout, numa_nodes)
-        with contextlib.ExitStack() as undo:
             try:
-                fd, backing = _make_file(nbytes, from_pool)
-                undo.callback(os.close, fd)
-                memory, backing = _map(fd, nbytes, backing, hugepages)
+                fd, memory, backing = _make(layout.total_bytes, False, hugepages)
             except OSError as e:
                 raise ArenaError(f"cannot make {_describe(spec, layout)}: {e.strerror}") from e
-            if numa_nodes:
-                page_bytes = _HUGE_PAGE_BYTES if backing == "hugetlb" else mmap.PAGESIZE
-                spans = node_spans(spec, layout, numa_nodes, page_bytes)
-                numa.bind_memory(memory.ctypes.data, spans)
-            write_header(memory, spec, layout)
-            undo.pop_all()
+            made = fd, memory, backing
+            with _closed_on_error(fd):
+                _bind(memory, spec, layout, numa_nodes, mmap.PAGESIZE)
+        fd, memory, backing = made
+        write_header(memory, spec, layout)
         logger.info("arena: %s, %s pages", _describe(spec, layout), backing)
         return cls(fd, memory, spec, backing)
 
@@ -197,22 +195,70 @@ class Arena:
         return plane.view(s.storage_dtype).reshape(shape)
 
 
-def _make_file(nbytes: int, from_pool: bool) -> tuple[int, str]:
-    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-    huge = os.MFD_HUGETLB | _MFD_HUGE_2MB if from_pool else 0
+@contextlib.contextmanager
+def _closed_on_error(fd: int) -> Iterator[None]:
     try:
-        fd = os.memfd_create(MEMFD_NAME, flags | huge)
-    except OSError:
-        if not huge:
-            raise
-        fd, huge = os.memfd_create(MEMFD_NAME, flags), 0
-    try:
-        os.ftruncate(fd, nbytes)
-        fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
-    except OSError:
+        yield
+    except BaseException:
         os.close(fd)
         raise
-    return fd, "hugetlb" if huge else "4k"
+
+
+def _make(nbytes: int, from_pool: bool, hugepages: bool) -> tuple[int, np.ndarray, str]:
+    """A sealed file, its mapping, and how it is backed. Raises OSError."""
+    huge = os.MFD_HUGETLB | _MFD_HUGE_2MB if from_pool else 0
+    fd = os.memfd_create(MEMFD_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | huge)
+    with _closed_on_error(fd):
+        os.ftruncate(fd, nbytes)
+        fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
+        memory, backing = _map(fd, nbytes, "hugetlb" if from_pool else "4k", hugepages)
+    return fd, memory, backing
+
+
+def _bind(
+    memory: np.ndarray,
+    spec: ArenaSpec,
+    layout: Layout,
+    numa_nodes: Sequence[int],
+    page_bytes: int,
+) -> None:
+    if numa_nodes:
+        spans = node_spans(spec, layout, numa_nodes, page_bytes)
+        numa.bind_memory(memory.ctypes.data, spans)
+
+
+def _take_from_pool(
+    spec: ArenaSpec, layout: Layout, numa_nodes: Sequence[int]
+) -> tuple[int, np.ndarray, str] | None:
+    """As :func:`_make`, of huge pages that are taken already; None if the pool does not give them all.
+
+    A mapping reserves pages of the whole machine's pool. Whether these are on the nodes that it is bound
+    to, and within a control group's limit, shows when they are taken: later that would be a SIGBUS.
+    """
+    nbytes = layout.total_bytes
+    if _free_pool_bytes() < nbytes:
+        return None
+    for node, needed in _needed_of_nodes(spec, layout, numa_nodes, _HUGE_PAGE_BYTES).items():
+        free = numa.free_pool_bytes(node, _HUGE_PAGE_BYTES)
+        if free < needed:
+            logger.warning(
+                "arena: not of huge pages of the pool: NUMA node %d would hold %s and has %s there",
+                node,
+                _gib(needed),
+                _gib(free),
+            )
+            return None
+    try:
+        fd, memory, backing = _make(nbytes, True, True)
+        with _closed_on_error(fd):
+            _bind(memory, spec, layout, numa_nodes, _HUGE_PAGE_BYTES)
+            error = populate_together(memory.ctypes.data, nbytes)
+            if error not in (0, errno.EINVAL):  # a kernel that cannot say
+                raise OSError(error, os.strerror(error))
+    except OSError as e:
+        logger.warning("arena: not of huge pages of the pool, which has enough: %s", e.strerror)
+        return None
+    return fd, memory, backing
 
 
 def _map(fd: int, nbytes: int, backing: str, hugepages: bool) -> tuple[np.ndarray, str]:
@@ -284,13 +330,21 @@ def _check_fits(spec: ArenaSpec, layout: Layout) -> None:
         )
 
 
+def _needed_of_nodes(
+    spec: ArenaSpec, layout: Layout, numa_nodes: Sequence[int], page_bytes: int
+) -> dict[int, int]:
+    """Bytes that each node is to hold; empty where nothing is bound."""
+    if not numa_nodes or len(numa.nodes()) <= 1:
+        return {}
+    needed = dict.fromkeys(numa_nodes, 0)
+    for _, nbytes, node in node_spans(spec, layout, numa_nodes, page_bytes):
+        needed[node] += nbytes
+    return needed
+
+
 def _check_nodes_fit(spec: ArenaSpec, layout: Layout, numa_nodes: Sequence[int]) -> None:
     """Memory that is bound to a node comes from there or not at all."""
-    if not numa_nodes or len(numa.nodes()) <= 1:
-        return
-    needed = dict.fromkeys(numa_nodes, 0)
-    for _, nbytes, node in node_spans(spec, layout, numa_nodes, mmap.PAGESIZE):
-        needed[node] += nbytes
+    needed = _needed_of_nodes(spec, layout, numa_nodes, mmap.PAGESIZE)
     for node, nbytes in needed.items():
         available = numa.available_bytes(node)
         if available is not None and nbytes > available:

@@ -54,6 +54,15 @@ def available_bytes(node: int) -> int | None:
     return 1024 * (int(kib["MemFree"]) + int(kib.get("Inactive(file)", 0)))
 
 
+def free_pool_bytes(node: int, page_bytes: int) -> int:
+    """What the pool of huge pages of that size has free on a node. Some of it may be reserved."""
+    pool = _NODES / f"node{node}" / "hugepages" / f"hugepages-{page_bytes // 1024}kB"
+    try:
+        return int((pool / "free_hugepages").read_text()) * page_bytes
+    except (OSError, ValueError):
+        return 0
+
+
 def bind_memory(address: int, spans: Iterable[tuple[int, int, int]]) -> bool:
     """Binds spans of a mapping to nodes: their pages, not yet touched, will come from there.
 

@@ -8,7 +8,6 @@ is taken anyway, and the worker then goes through the arena once behind its work
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import mmap
 import os
@@ -17,12 +16,12 @@ import time
 from collections.abc import Collection
 
 from sglang_scout.worker.arena import Arena
+from sglang_scout.worker.fault_in import populate
 
 logger = logging.getLogger("sglang_scout.worker")
 
 # The process's other threads may have to wait for a piece: they hold the lock of the mappings.
 PIECE_BYTES = 256 * 1024
-_MADV_POPULATE_WRITE = 23  # of Linux 5.14, not in the mmap module
 
 
 class Populating:
@@ -50,21 +49,18 @@ class Populating:
         os.setpriority(os.PRIO_PROCESS, thread, 19)
         if self._cpus:
             os.sched_setaffinity(thread, self._cpus)
-        madvise = ctypes.CDLL(None, use_errno=True).madvise  # called without the interpreter lock
-        madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
         begin_s = time.monotonic()
         for done in range(0, self._nbytes, PIECE_BYTES):
             if self._stopping.is_set():
                 return
             size = min(PIECE_BYTES, self._nbytes - done)
-            if madvise(self._begin + done, size, _MADV_POPULATE_WRITE) != 0:
-                reason = os.strerror(ctypes.get_errno())
+            if error := populate(self._begin + done, size):
                 logger.warning(
                     "worker: %.1f of %.1f GiB of the arena are mapped, the others will be when they are "
                     "first needed: madvise: %s",
                     done / 2**30,
                     self._nbytes / 2**30,
-                    reason,
+                    os.strerror(error),
                 )
                 return
         logger.info(

@@ -1,0 +1,102 @@
+"""An arena of the huge page pool, and what happens where the pool cannot give it."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import mmap
+import os
+
+import pytest
+
+from sglang_scout.worker import arena as arena_module
+from sglang_scout.worker import fault_in, numa
+from sglang_scout.worker.arena import Arena
+from sglang_scout.worker.ring import layout_of
+
+HUGE = 2 << 20
+POOL = "hugepages/hugepages-2048kB"
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """machine(free huge pages of each node): their pool, and a file for an arena of it that is not of it."""
+
+    def make(*free):
+        for node, pages in enumerate(free):
+            pool = tmp_path / f"node{node}" / POOL
+            pool.mkdir(parents=True)
+            (pool / "free_hugepages").write_text(f"{pages}\n")
+        monkeypatch.setattr(numa, "_NODES", tmp_path)
+        monkeypatch.setattr(numa, "available_bytes", lambda node: None)
+        monkeypatch.setattr(numa, "_mbind", lambda *call: 0)
+        monkeypatch.setattr(arena_module, "_free_pool_bytes", lambda: sum(free) * HUGE)
+        monkeypatch.setattr(arena_module, "_MFD_HUGE_2MB", 0)
+        monkeypatch.setattr(os, "MFD_HUGETLB", 0)
+
+    return make
+
+
+def huge_pages_of(spec):
+    return layout_of(spec).total_bytes // HUGE
+
+
+def test_a_pool_that_does_not_give_what_it_has_free(make_spec, monkeypatch, caplog):
+    """As of a control group's limit, or if others were first: the system's refusal, not a pretended one."""
+    monkeypatch.setattr(arena_module, "_free_pool_bytes", lambda: 1 << 60)
+    before = len(os.listdir("/proc/self/fd"))
+    arena = Arena.create(make_spec(num_pages=10_000_000 // 4))
+    assert arena.backing in ("4k", "thp")
+    assert "not of huge pages of the pool" in caplog.text
+    arena.close()
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_what_is_taken_from_the_pool_is_there_at_once(make_spec, machine, caplog):
+    spec = make_spec(num_nodes=2, num_pages=4000)
+    machine(*[huge_pages_of(spec)] * 2)
+    with Arena.create(spec, numa_nodes=[0, 1]) as arena:
+        assert arena.backing == "hugetlb" and not caplog.text
+        assert os.fstat(arena.fd).st_blocks * 512 == arena.nbytes
+
+
+def test_each_node_must_have_its_share(make_spec, machine, caplog):
+    spec = make_spec(num_nodes=2, num_pages=4000)
+    machine(2 * huge_pages_of(spec), 1)
+    with Arena.create(spec, numa_nodes=[0, 1]) as arena:
+        assert arena.backing != "hugetlb"
+    assert "NUMA node 1 would hold" in caplog.text and "has 0.002 GiB there" in caplog.text
+    with Arena.create(make_spec(), numa_nodes=[0]) as arena:
+        assert arena.backing == "hugetlb"
+    with Arena.create(make_spec()) as arena:  # which is bound to none
+        assert arena.backing == "hugetlb"
+
+
+@pytest.mark.parametrize(
+    ("error", "backing"), [(errno.EFAULT, False), (errno.ENOMEM, False), (errno.EINVAL, True)]
+)
+def test_a_page_that_would_be_missing_later_is_missed_now(
+    make_spec, machine, monkeypatch, caplog, error, backing
+):
+    machine(10_000)
+    monkeypatch.setattr(fault_in, "populate", lambda address, nbytes: error)
+    before = len(os.listdir("/proc/self/fd"))
+    with Arena.create(make_spec(), numa_nodes=[0]) as arena:
+        assert (arena.backing == "hugetlb") == backing
+        assert len(os.listdir("/proc/self/fd")) == before + 2  # its own, and the mapping's
+    assert (os.strerror(error) in caplog.text) == (not backing)
+
+
+def test_all_of_a_range_is_taken_by_several_threads(monkeypatch):
+    monkeypatch.setattr(fault_in, "PIECE_BYTES", 8 * mmap.PAGESIZE)
+    nbytes = 1001 * mmap.PAGESIZE
+    fd = os.memfd_create("test")
+    os.ftruncate(fd, nbytes + mmap.PAGESIZE)
+    with mmap.mmap(fd, nbytes + mmap.PAGESIZE) as memory:
+        address = arena_module.np.frombuffer(memory, "u1").ctypes.data
+        for threads in (3, 0):
+            assert fault_in.populate_together(address, nbytes, threads) == 0
+            assert os.fstat(fd).st_blocks * 512 == nbytes
+        assert fault_in.populate_together(2**46, nbytes, 3) == errno.ENOMEM
+    os.close(fd)
