@@ -8,7 +8,14 @@ import torch
 
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.parse_config import parse_config
-from sglang_scout.engine.memory import HEADROOM_BYTES, bytes_for_pages, check_memory, plan_memory
+from sglang_scout.engine.memory import (
+    HEADROOM_BYTES,
+    bytes_for_pages,
+    bytes_of_pages,
+    check_memory,
+    most_host_pages,
+    plan_memory,
+)
 from sglang_scout.engine.pools import DigestPool, ModelShape
 from sglang_scout.policy.presets import POLICY_NAMES
 
@@ -68,6 +75,10 @@ def test_int8_copies_are_counted():
 def test_pages_and_their_copies_share_what_is_given():
     given = 100 << 30
     assert bytes_for_pages(config(), SHAPE, given) == given
+    for settings in (config(), config(config=INT8)):
+        of_thousand = bytes_of_pages(settings, SHAPE, 1000)
+        assert bytes_for_pages(settings, SHAPE, of_thousand) == 1000 * PAGE_BYTES
+        assert bytes_for_pages(settings, SHAPE, of_thousand - 1) < 1000 * PAGE_BYTES
     left = bytes_for_pages(config(config=INT8), SHAPE, given)
     made = plan(config(config=INT8), num_pages=left // PAGE_BYTES)
     taken = made.host_bytes + made.copies_bytes
@@ -115,6 +126,23 @@ def test_too_little_device_memory_is_refused_with_the_numbers(settings):
     for part in ("device memory", "4097 host pages 0.63 GiB", "8 requests need 88 at least",
                  "--max-running-requests (8)", "resident_tokens", "--mem-fraction-static"):  # fmt: skip
         assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("keys", [{}, {"resident_tokens": 16384}, {"digest": "minmax-int8"}])
+def test_a_device_has_room_for_the_digests_of_so_many_pages(keys):
+    settings, device_bytes = config(config=json.dumps(keys)), 10 << 30
+    sizes = {"max_batch": 64, "context_tokens": 40960}
+    most = most_host_pages(settings, SHAPE, device_bytes=device_bytes, **sizes)
+    made = plan(settings, num_pages=most, device_bytes=device_bytes, **sizes)
+    assert made.num_slots == (512 if "resident_tokens" in keys else 2 * 64) + 64 + 64
+    with pytest.raises(ConfigError, match=f"digests of {most + 1} host pages"):
+        plan(settings, num_pages=most + 1, device_bytes=device_bytes, **sizes)
+
+
+def test_a_device_without_room_for_the_least_has_no_most():
+    sizes = {"max_batch": 64, "context_tokens": 40960}
+    for device_bytes in (0, 256 * PAGE_BYTES, 257 * PAGE_BYTES):
+        assert most_host_pages(config(), SHAPE, device_bytes=device_bytes, **sizes) is None
 
 
 def test_a_device_of_its_own_does_not_take_host_memory():

@@ -11,7 +11,7 @@ import torch
 
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.parse_config import parse_config
-from sglang_scout.engine.memory import plan_worker
+from sglang_scout.engine.memory import plan_memory, plan_worker
 from sglang_scout.engine.pools import ModelShape
 
 hooks = pytest.importorskip("sglang_scout.plugin.hooks", reason="needs SGLang")
@@ -20,7 +20,7 @@ SHAPE = ModelShape(40, 40, 8, 128, 32, torch.bfloat16, 128**-0.5)
 PER_NODE = 5
 
 
-def size(monkeypatch, *, available, ranks=1, nodes=2, host_gb=None):
+def size(monkeypatch, *, available, ranks=1, nodes=2, host_gb=None, on_device=None):
     config = parse_config(policy="scout", policies=("scout",), host_gb=host_gb)
     found = {node: list(range(PER_NODE)) for node in range(nodes)}
     group = SimpleNamespace(size=ranks, least=lambda own: own, gather=lambda own: [own] * ranks)
@@ -31,11 +31,11 @@ def size(monkeypatch, *, available, ranks=1, nodes=2, host_gb=None):
     monkeypatch.setattr(hooks, "worker_nodes", lambda cpus: found)
     monkeypatch.setattr(hooks, "available_bytes", lambda: available)
     runner = SimpleNamespace(
-        device="cpu",
+        device="cpu" if on_device is None else "cuda",
         server_args=SimpleNamespace(max_running_requests=64),
         model_config=SimpleNamespace(context_len=40960),
     )
-    return hooks.around_profile_available_bytes(None, runner)
+    return hooks.around_profile_available_bytes(lambda runner: on_device, runner)
 
 
 @pytest.mark.parametrize(("nodes", "node_cpus"), [(0, [5]), (1, [5]), (2, [5, 5])])
@@ -75,6 +75,33 @@ def test_the_default_is_half_of_the_node_that_the_pages_are_bound_to(monkeypatch
     worker = plan_worker(config, SHAPE, 64, 40960, [PER_NODE]).total_bytes
     got = size(monkeypatch, available=100 << 30, nodes=1)
     assert got == ((40 << 30) - worker) // 2
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_default_is_no_more_than_a_device_has_digests_of(monkeypatch, ranks):
+    on_device = 8 << 30
+    got = size(monkeypatch, available=2000 << 30, ranks=ranks, on_device=on_device)
+    page_bytes = 2 * SHAPE.page_bytes * SHAPE.num_layers
+    config = parse_config(policy="scout", policies=("scout",))
+    sizes = {"max_batch": 64, "context_tokens": 40960, "node_cpus": [PER_NODE] * 2}
+    sizes |= {"device_bytes": on_device}
+    num_pages = got // page_bytes + 1  # SGLang's padding
+    plan_memory(config, SHAPE, num_pages=num_pages, **sizes)
+    with pytest.raises(ConfigError, match="device memory"):
+        plan_memory(config, SHAPE, num_pages=num_pages + 1, **sizes)
+    # What the host has, where that is less.
+    assert size(monkeypatch, available=100 << 30, on_device=on_device) == size(
+        monkeypatch, available=100 << 30
+    )
+
+
+def test_a_device_too_small_for_the_least_is_left_to_the_refusal_that_says_so(monkeypatch):
+    without = size(monkeypatch, available=2000 << 30)
+    assert size(monkeypatch, available=2000 << 30, on_device=1 << 28) == without
+
+
+def test_a_size_that_is_given_is_not_lowered_to_what_a_device_has_digests_of(monkeypatch):
+    assert size(monkeypatch, available=0, host_gb=1024, on_device=8 << 30) == 1024 << 30
 
 
 def test_a_size_that_is_given_is_taken(monkeypatch):

@@ -71,16 +71,11 @@ def plan_memory(
     size = shape.page_size
     budget_pages = most_pages(config, shape, context_tokens)
     page_bytes = 2 * shape.page_bytes * shape.num_layers
-    on_digests = (
-        num_pages
-        * shape.num_layers
-        * digest_bytes(config.digest, shape.num_kv_heads, shape.head_dim, shape.dtype.itemsize)
-    )
-    forced = (config.sink_pages + config.recent_pages) * max_batch
-    beside = max_batch + budget_pages  # tails, and room for copies under way
+    on_digests = num_pages * _digest_bytes(config, shape)
+    least_slots = _least_slots(config, max_batch, budget_pages)
     if config.resident_tokens is not None or device_bytes is None:
-        resident = (config.resident_tokens or config.budget_tokens * max_batch) // size
-        num_slots = max(resident, forced) + beside
+        resident = config.resident_tokens or config.budget_tokens * max_batch
+        num_slots = _least_slots(config, max_batch, budget_pages, resident // size)
     else:
         num_slots = max(device_bytes - on_digests, 0) // page_bytes
     # With a slot for every page nothing is ever missing; more would stay empty.
@@ -96,8 +91,34 @@ def plan_memory(
         worker=plan_worker(config, shape, max_batch, context_tokens, node_cpus),
     )
     if device_bytes is not None:
-        _check_device(plan, config, max_batch, min(forced + beside, num_pages), device_bytes)
+        _check_device(plan, config, max_batch, min(least_slots, num_pages), device_bytes)
     return plan
+
+
+def most_host_pages(
+    config: OffloadConfig,
+    shape: ModelShape,
+    *,
+    max_batch: int,
+    context_tokens: int,
+    device_bytes: int,
+) -> int | None:
+    """The most host pages that a device of its own memory has room for: for their digests, beside the
+    resident pages that :func:`plan_memory` insists on. None if there are more of those."""
+    page_bytes = 2 * shape.page_bytes * shape.num_layers
+    budget_pages = most_pages(config, shape, context_tokens)
+    resident = (config.resident_tokens or 0) // shape.page_size
+    slots = _least_slots(config, max_batch, budget_pages, resident)
+    pages = (device_bytes - slots * page_bytes) // _digest_bytes(config, shape)
+    return pages if pages >= slots else None
+
+
+def _least_slots(
+    config: OffloadConfig, max_batch: int, budget_pages: int, resident: int = 0
+) -> int:
+    """``resident`` pages, or as many as must be, tails, and room for copies under way."""
+    forced = (config.sink_pages + config.recent_pages) * max_batch
+    return max(resident, forced) + max_batch + budget_pages
 
 
 def most_pages(config: OffloadConfig, shape: ModelShape, context_tokens: int) -> int:
@@ -160,6 +181,12 @@ def _check_device(
     )
 
 
+def _digest_bytes(config: OffloadConfig, shape: ModelShape) -> int:
+    """Of one page, over all layers."""
+    sizes = shape.num_kv_heads, shape.head_dim, shape.dtype.itemsize
+    return shape.num_layers * digest_bytes(config.digest, *sizes)
+
+
 def _copies_bytes(config: OffloadConfig, shape: ModelShape) -> int:
     """Of one page, over all layers."""
     sizes = shape.num_layers, shape.page_size, shape.num_kv_heads, shape.head_dim
@@ -170,6 +197,11 @@ def bytes_for_pages(config: OffloadConfig, shape: ModelShape, host_bytes: int) -
     """What is left of ``host_bytes`` for the pages themselves if each of them may have copies."""
     page_bytes = 2 * shape.page_bytes * shape.num_layers
     return host_bytes * page_bytes // (page_bytes + _copies_bytes(config, shape))
+
+
+def bytes_of_pages(config: OffloadConfig, shape: ModelShape, num_pages: int) -> int:
+    """What so many pages take with their copies: the least that :func:`bytes_for_pages` makes them of."""
+    return num_pages * (2 * shape.page_bytes * shape.num_layers + _copies_bytes(config, shape))
 
 
 def check_memory(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +21,9 @@ from sglang_scout.core.errors import ConfigError
 from sglang_scout.engine.memory import (
     arena_sizes,
     bytes_for_pages,
+    bytes_of_pages,
     check_memory,
+    most_host_pages,
     plan_memory,
     plan_worker,
 )
@@ -88,7 +91,7 @@ def around_profile_available_bytes(
                 f"{ranks.size * worker / 2**30:.2f} GiB, {-left / 2**30:.2f} more than are available; "
                 "lower it, or set worker_threads_per_group = 1 in --kv-offload-config"
             )
-        size = int(left * DEFAULT_HOST_SHARE)
+        size = min(int(left * DEFAULT_HOST_SHARE), _room_for_digests(runner, config, shape, ranks))
         logger.info("--kv-offload-host-gb not given: %.1f GiB for KV pages", size / 2**30)
     of_pages = bytes_for_pages(config, shape, size // ranks.size)
     page_bytes = 2 * shape.page_bytes * shape.num_layers
@@ -99,6 +102,32 @@ def around_profile_available_bytes(
             f"{LEAST_PAGES} pages of {page_bytes} bytes that each rank needs at least; raise it, or free memory"
         )
     return of_pages
+
+
+def _room_for_digests(
+    runner: Any, config: OffloadConfig, shape: ModelShape, ranks: AttentionRanks
+) -> float:
+    """Host memory for the pages, of all ranks, whose digests their devices have room for; infinite where they are
+    in host memory themselves, and where the devices lack room for the least, which is refused later."""
+    device_bytes = getattr(runner, "kv_offload_device_bytes", None)
+    if device_bytes is None:
+        return math.inf
+    pages = most_host_pages(
+        config,
+        shape,
+        max_batch=runner.server_args.max_running_requests,
+        context_tokens=runner.model_config.context_len,
+        device_bytes=device_bytes,
+    )
+    least = ranks.least(-1 if pages is None else pages)
+    if least < 0:
+        return math.inf
+    size = ranks.size * bytes_of_pages(config, shape, least - 1)  # one is SGLang's padding
+    logger.info(
+        "--kv-offload-host-gb: the device has room for the digests of %.1f GiB of KV pages",
+        size / 2**30,
+    )
+    return size
 
 
 def _bound_bytes(nodes: list[int], ranks: AttentionRanks) -> int | None:
