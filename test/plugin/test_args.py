@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -146,6 +147,43 @@ CASES = [
         "graphs in pieces",
         {"device": "cuda", "cuda_graph_backend_decode": "breakable"},
         ["--cuda-graph-backend-decode breakable", "full or disabled"],
+    ),
+    (
+        "graphs for debugging",
+        {"device": "cuda", "debug_cuda_graph": True},
+        ["--debug-cuda-graph", "drop it", "--cuda-graph-backend-decode disabled"],
+    ),
+    ("graphs for debugging, without graphs", {"debug_cuda_graph": True}, []),
+    (
+        "weights in host memory",
+        {"device": "cuda", "cpu_offload_gb": 4},
+        ["--cpu-offload-gb 4", "drop the flag", "--tp-size"],
+    ),
+    (
+        "weights in host memory by groups",
+        {"device": "cuda", "offload_group_size": 2},
+        ["--offload-group-size 2", "drop the flag", "--tp-size"],
+    ),
+    ("weights in host memory, where all is", {"cpu_offload_gb": 4}, []),
+    (
+        "deterministic",
+        {"device": "cuda", "enable_deterministic_inference": True},
+        ["--enable-deterministic-inference True", "other requests", "drop the flag"],
+    ),
+    (
+        "deterministic for training",
+        {"device": "cuda", "rl_on_policy_target": "fsdp"},
+        ["--rl-on-policy-target fsdp", "drop the flag"],
+    ),
+    (
+        "deterministic on cpu",
+        {"enable_deterministic_inference": True},
+        ["--enable-deterministic-inference True", "drop the flag"],
+    ),
+    (
+        "deterministic prefill on cpu",
+        {"enable_deterministic_inference": True, "disaggregation_mode": "prefill"},
+        ["--enable-deterministic-inference True", "on a CPU", "drop the flag"],
     ),
     (
         "noise over a transfer",
@@ -353,6 +391,28 @@ def test_the_command_line_refuses(tiny_model, arguments, parts):
     assert "Traceback" not in done.stderr
     for part in parts:
         assert part in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("device", "decode", "prefill", "refused"),
+    [
+        ("cuda", "full", "disabled", None),
+        ("cuda:1", "disabled", "disabled", None),
+        ("cpu", "tc_piecewise", "breakable", None),
+        ("cuda", "breakable", "disabled", "--cuda-graph-backend-decode breakable: .* full or disabled"),
+        ("cuda", "full", "full", "--cuda-graph-backend-prefill full: .* needs disabled; give"),
+    ],
+)  # fmt: skip
+def test_what_sglang_makes_of_its_own_graphs(device, decode, prefill, refused):
+    module = pytest.importorskip("sglang_scout.plugin.device", reason="needs SGLang")
+    phases = {"decode": decode, "prefill": prefill}
+    config = SimpleNamespace(**{k: SimpleNamespace(backend=v) for k, v in phases.items()})
+    made = SimpleNamespace(device=device, cuda_graph_config=config)
+    if refused is None:
+        module.check_resolved_graphs(made)
+        return
+    with pytest.raises(ConfigError, match=refused):
+        module.check_resolved_graphs(made)
 
 
 BROKEN = """

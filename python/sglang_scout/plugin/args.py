@@ -21,7 +21,7 @@ from sglang_scout.core.config_keys import check_files
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.parse_config import parse_config
 from sglang_scout.core.profile import load_profile
-from sglang_scout.plugin.device import check_device_engine
+from sglang_scout.plugin.device import check_device_engine, check_resolved_graphs
 from sglang_scout.plugin.install import ROLE_ENV, announce, launched_as
 from sglang_scout.plugin.support import check_model
 from sglang_scout.policy.presets import POLICY_NAMES
@@ -172,6 +172,8 @@ def _post_init(original: Callable[..., None], self: ServerArgs) -> None:
     profile = None if config.recall_profile is None else load_profile(config.recall_profile)
     _apply_defaults(self)
     original(self)
+    if self.disaggregation_mode == "decode":
+        check_resolved_graphs(self)
     check_model(self, config, profile)
     announce(self.disaggregation_mode, PROCESS_CPUS)
 
@@ -262,6 +264,13 @@ def _check_deployment(args: ServerArgs) -> None:
     if args.disaggregation_mode == "decode":
         _check_decode(args, policy)
     if (args.device or _default_device()) == "cpu":
+        if (
+            args.enable_deterministic_inference
+        ):  # SGLang would name an attention backend that nobody gave
+            raise ConfigError(
+                "--enable-deterministic-inference True: on a CPU SGLang has no attention backend for it; "
+                "drop the flag"
+            )
         for name in ("attention_backend", "prefill_attention_backend"):
             if getattr(args, name) not in (None, "torch_native"):
                 flag = "--" + name.replace("_", "-")
@@ -283,6 +292,14 @@ def _check_decode(args: ServerArgs, policy: str) -> None:
             f"--decode-attention-backend {args.decode_attention_backend}: {policy} brings its own; "
             f"drop the flag or set it to {BACKEND_NAME}"
         )
+    for name in ("enable_deterministic_inference", "rl_on_policy_target"):  # which implies it
+        if value := getattr(args, name):
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(
+                f"{flag} {value}: which pages {policy} has on the device depends on the other requests, and on "
+                "them the order in which a request's attention is summed; drop the flag, or serve without "
+                "--kv-offload"
+            )
 
 
 def _check_cpus(args: ServerArgs, config: OffloadConfig) -> None:

@@ -71,6 +71,14 @@ def check_device_engine(args: ServerArgs, config: OffloadConfig, device: str) ->
             "--enable-return-hidden-states: makes SGLang capture graphs anew while it serves; drop it, or "
             "use --device cpu"
         )
+    if on_cuda:
+        _check_where_weights_are(args)
+    if on_cuda and args.debug_cuda_graph:
+        # SGLang runs it in pieces, and ends where the graphs are not of these.
+        raise ConfigError(
+            "--debug-cuda-graph True: a step of --kv-offload is one graph or none; drop it, or give "
+            "--cuda-graph-backend-decode disabled in its place to run without graphs"
+        )
     graphs = graphs_of(args, "decode")
     if on_cuda and graphs not in (None, "full", "disabled"):
         raise ConfigError(
@@ -91,6 +99,35 @@ def check_device_engine(args: ServerArgs, config: OffloadConfig, device: str) ->
         )
     if config.verify and on_cuda and graphs != "disabled":
         raise ConfigError(f"{flag}: verify = true needs --cuda-graph-backend-decode disabled")
+
+
+def _check_where_weights_are(args: ServerArgs) -> None:
+    """A layer that brings its weights to the device when it runs calls itself for that, which the hooks before
+    layers take for a second layer; and the next one's query is computed before that one has brought its own."""
+    for name in ("cpu_offload_gb", "offload_group_size"):
+        if (value := getattr(args, name)) > 0:
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(
+                f"{flag} {value}: --kv-offload predicts the queries of a layer before it runs, from weights that are "
+                "on the device; drop the flag, or spread the weights with --tp-size"
+            )
+
+
+def check_resolved_graphs(args: ServerArgs) -> None:
+    """Refuse what SGLang has made of its own flags and defaults, if a step would not be one graph or none.
+
+    Raises:
+        ConfigError: naming phase, value and fix.
+    """
+    if torch.device(args.device).type != "cuda":
+        return
+    for phase, fine in (("decode", ("full", "disabled")), ("prefill", ("disabled",))):
+        backend = getattr(args.cuda_graph_config, phase).backend
+        if backend not in fine:
+            raise ConfigError(
+                f"--cuda-graph-backend-{phase} {backend}: is what SGLang makes of this server's flags, and "
+                f"--kv-offload needs {' or '.join(fine)}; give --cuda-graph-backend-{phase} {fine[0]}"
+            )
 
 
 def graphs_of(args: ServerArgs, phase: str) -> str | None:
