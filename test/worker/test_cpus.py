@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_scout.worker.cpus import core_of, deal_cpus
+from sglang_scout.worker.cpus import beside_the_server, but_the_server_s, core_of, deal_cpus
 
 
 def alone(cpu):
@@ -57,6 +57,57 @@ def test_every_rank_has_cpus_of_its_own_if_there_are_enough(cpus, homes):
         assert sum(map(len, dealt)) == len(set().union(*dealt))
     else:
         assert all(set(part) == cpus for part in dealt)
+
+
+def of_64(cpu):
+    """Of a node with the CPUs 0-31 and 64-95: n and n + 64 are threads of one core."""
+    return cpu % 64
+
+
+@pytest.mark.parametrize(
+    ("cpus", "cores", "left"),
+    [
+        ([*range(32), *range(64, 96)], of_64, [0, 1, 64, 65]),
+        ([*range(7), *range(64, 71)], of_64, [0, 64]),
+        ([0, 64, 1, 65], of_64, [0, 64]),
+        ([*range(32)], of_64, [0, 1]),
+        ([5, 6, 7, 70], of_64, [5, 6, 70]),  # a group of CPUs that has one thread of most cores
+        (range(8), alone, [0, 1]),
+        (range(4), alone, [0, 1]),
+        (range(4), lambda cpu: 0, [0, 1]),  # one core
+        (range(3), alone, []),
+        ([0, 8], sibling, []),
+        ([0], alone, []),
+    ],
+)
+def test_whole_cores_are_left_to_a_server(cpus, cores, left):
+    assert but_the_server_s(cpus, cores) == sorted(set(cpus) - set(left))
+
+
+@given(SOME)
+def test_a_worker_has_cpus_whatever_is_left_to_the_server(cpus):
+    assert but_the_server_s(cpus, sibling)
+
+
+NODES = {0: [*range(4), *range(64, 68)], 1: range(4, 8)}
+
+
+@pytest.mark.parametrize(
+    ("allowed", "workers", "nodes", "expected"),
+    [
+        # What the server has kept of the GPU's node, but its first core.
+        ([*range(8), *range(64, 68)], [2, 3, 66, 67], NODES, [1, 65]),
+        ([0, 64, 2, 3], [2, 3], NODES, [0, 64]),  # it has kept one
+        # Nothing of that node is left: of the others.
+        (range(8), [0, 1, 2, 3], NODES, [5, 6, 7]),
+        (range(8), [0, 1, 4, 5], NODES, [3, 6, 7]),
+        (range(4), [2, 3], {}, [1]),
+        (range(2), [1], NODES, [0]),
+        (range(2), [0, 1], NODES, []),
+    ],
+)
+def test_what_can_wait_keeps_off_the_server_s_first_core(allowed, workers, nodes, expected):
+    assert beside_the_server(allowed, workers, nodes, of_64) == expected
 
 
 def test_core_of_this_machine():

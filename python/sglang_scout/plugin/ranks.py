@@ -19,7 +19,7 @@ from sglang.srt.layers.dp_attention import get_attention_tp_group
 from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.cpu_list import parse_cpu_list
 from sglang_scout.plugin.args import PROCESS_CPUS
-from sglang_scout.worker.cpus import deal_cpus
+from sglang_scout.worker.cpus import but_the_server_s, deal_cpus
 from sglang_scout.worker.numa import cpus_by_node
 from sglang_scout.worker.spec import MAX_NODES
 
@@ -95,9 +95,9 @@ def worker_cpus(runner: Any, config: OffloadConfig) -> list[int]:
 
 
 def _but_the_server_s(runner: Any, cpus: Collection[int]) -> list[int]:
-    """All but two, beside a GPU: its worker's threads spin, and the server's own must run as well."""
+    """All but some cores, beside a GPU: its worker's threads spin."""
     beside_gpu = torch.device(runner.device).type == "cuda"
-    return sorted(cpus)[2 if beside_gpu and len(cpus) >= 4 else 0 :]
+    return but_the_server_s(cpus) if beside_gpu else sorted(cpus)
 
 
 def worker_nodes(cpus: Collection[int]) -> dict[int, list[int]]:

@@ -1,9 +1,9 @@
-"""Which CPUs each tensor-parallel rank's worker gets."""
+"""Which CPUs each tensor-parallel rank's worker gets, and which are left to others."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 _CPUS = Path("/sys/devices/system/cpu")
@@ -17,6 +17,52 @@ def core_of(cpu: int) -> int:
         return cpu
     first = re.match(r"\d+", siblings)
     return int(first[0]) if first else cpu
+
+
+LEFT_CPUS = 2
+"""A server's own threads, at the least: the one that decides between steps, and those of transfers."""
+ROOMY_CORES = 8
+"""Of so many cores two are left, so that what a step waits for has one of its own."""
+
+
+def but_the_server_s(cpus: Collection[int], core_of: Callable[[int], int] = core_of) -> list[int]:
+    """Those of ``cpus`` for threads that spin, beside a server that must run as well.
+
+    Whole cores are left, the first ones: a thread that spins on one half of a core slows the other.
+    All, where there are few.
+    """
+    if len(cpus) < 2 * LEFT_CPUS:
+        return sorted(cpus)
+    units = _by_core(cpus, core_of)
+    left = 2 if len(units) >= ROOMY_CORES else 1
+    while len(sum(units[:left], [])) < LEFT_CPUS:
+        left += 1
+    if left == len(units):
+        return sorted(cpus)[LEFT_CPUS:]
+    return sorted(sum(units[left:], []))
+
+
+def beside_the_server(
+    cpus: Collection[int],
+    workers: Collection[int],
+    nodes: Mapping[int, Collection[int]],
+    core_of: Callable[[int], int] = core_of,
+) -> list[int]:
+    """Those of ``cpus`` for work that can wait: none of ``workers``, and not the server's first core.
+
+    Of the nodes that workers are on if there are such, as page tables lie where they are made.
+
+    Args:
+        nodes: CPUs by memory node; empty where that is not known.
+    Returns:
+        Ascending; all that are left where they are of one core, empty where none is.
+    """
+    others = set(cpus) - set(workers)
+    near = {
+        cpu for of_node in nodes.values() if not set(workers).isdisjoint(of_node) for cpu in of_node
+    }
+    units = _by_core(others & near or others, core_of)
+    return sorted(sum(units[1:], []) or sum(units, []))
 
 
 def deal_cpus(
@@ -50,13 +96,17 @@ def deal_cpus(
 
 
 def _split(cpus: Collection[int], parts: int, core_of: Callable[[int], int]) -> list[list[int]]:
-    cores: dict[int, list[int]] = {}
-    for cpu in sorted(cpus):
-        cores.setdefault(core_of(cpu), []).append(cpu)
-    units = list(cores.values())
+    units = _by_core(cpus, core_of)
     if len(units) < parts:
         units = [[cpu] for cpu in sorted(cpus)]
     if len(units) < parts:
         return [sorted(cpus)] * parts
     cuts = [len(units) * part // parts for part in range(parts + 1)]
     return [sorted(sum(units[cuts[p] : cuts[p + 1]], [])) for p in range(parts)]
+
+
+def _by_core(cpus: Collection[int], core_of: Callable[[int], int]) -> list[list[int]]:
+    cores: dict[int, list[int]] = {}
+    for cpu in sorted(cpus):
+        cores.setdefault(core_of(cpu), []).append(cpu)
+    return list(cores.values())

@@ -29,6 +29,8 @@ from sglang_scout import _native
 from sglang_scout.core.errors import ScoutError, WorkerError
 from sglang_scout.worker import messages as m
 from sglang_scout.worker.arena import Arena
+from sglang_scout.worker.cpus import beside_the_server
+from sglang_scout.worker.numa import cpus_by_node
 from sglang_scout.worker.populate import Populating
 from sglang_scout.worker.ring import LAYOUT_VERSION
 
@@ -67,7 +69,8 @@ class Worker:
         try:
             arena = attach(self._args.fd, configure)
             with contextlib.closing(arena):
-                others = os.sched_getaffinity(0) - set(configure.cpus)
+                allowed = os.sched_getaffinity(0)
+                others = beside_the_server(allowed, configure.cpus, cpus_by_node(allowed))
                 runtime = start_runtime(arena, configure)
                 populating = None
                 try:
