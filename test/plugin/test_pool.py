@@ -376,3 +376,31 @@ def test_digests_are_unset_until_written(form):
     assert list(digests.accept(pages)) == [1, 3] and digests.valid[2]
     digests.poison(np.array([2]))
     assert list(digests.accept(np.array([2]))) == [2] and not digests.valid[2]
+
+
+@pytest.fixture
+def transfer_engine(monkeypatch):
+    """SGLang's, over a real one that transfers nothing."""
+    monkeypatch.setenv("MC_FORCE_TCP", "1")
+    module = pytest.importorskip(
+        "sglang.srt.distributed.device_communicators.mooncake_transfer_engine"
+    )
+    mooncake = pytest.importorskip("mooncake.engine")
+    engine = object.__new__(module.MooncakeTransferEngine)
+    engine.engine = mooncake.TransferEngine()
+    assert engine.engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == 0
+    return engine
+
+
+def test_memory_that_the_transfer_engine_does_not_take_ends_the_server(transfer_engine):
+    original = type(transfer_engine).batch_register
+    buffers = [torch.zeros(1 << 16) for _ in range(4)]
+    pointers = [b.data_ptr() for b in buffers]
+    lengths = [b.nbytes for b in buffers]
+    assert hooks.around_batch_register(original, transfer_engine, pointers, lengths) == 0
+    with pytest.raises(RuntimeError) as caught:  # they overlap with themselves
+        hooks.around_batch_register(original, transfer_engine, pointers, lengths)
+    for part in ("4 buffers", "0.00 GiB", "limit on locked memory is", "nvidia_peermem",
+                 "--kv-offload-host-gb", "mooncake_tcp"):  # fmt: skip
+        assert part in str(caught.value)
+    transfer_engine.batch_deregister(pointers)

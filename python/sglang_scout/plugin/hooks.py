@@ -6,6 +6,7 @@ import copy
 import functools
 import logging
 import math
+import resource
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -346,6 +347,31 @@ def around_send_kvcache_slice(
 
 
 # Both --------------------------------------------------------------------------------------------
+
+
+def around_batch_register(
+    original: Callable[..., int], engine: Any, pointers: list[int], lengths: list[int]
+) -> int:
+    """SGLang goes on without memory that the transfer engine refuses; then every transfer fails.
+
+    Raises:
+        RuntimeError: the engine refused; with what may be the cause.
+    """
+    error = original(engine, pointers, lengths)
+    if error == 0:
+        return error
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    locked = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit / 2**20:.3g} MiB"
+    raise RuntimeError(
+        f"--kv-offload: the transfer engine does not register {len(pointers)} buffers of "
+        f"{sum(lengths) / 2**30:.2f} GiB (error {error}; its own lines above name the first), so no KV could be "
+        f"transferred. RDMA needs them locked: the limit on locked memory is {locked}; make it unlimited (ulimit -l, "
+        "LimitMEMLOCK of a service, --ulimit memlock=-1 of a container). It needs room for them in the tables of the "
+        "network device: lower --kv-offload-host-gb, or raise its limits (max_mr and max_mr_size of ibv_devinfo -v). "
+        "And for what lies on a GPU (digests on a decode server, all on a prefill server) the kernel module "
+        "nvidia_peermem, or a mooncake with CUDA and WITH_NVIDIA_PEERMEM=0. Without RDMA: "
+        "--disaggregation-transfer-backend mooncake_tcp"
+    )
 
 
 def after_get_internal_state(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:

@@ -26,6 +26,7 @@ _SRT = "sglang.srt."
 _SERVER_ARGS = _SRT + "server_args.ServerArgs."
 _POOLS = _SRT + "model_executor.model_runner_kv_cache_mixin.ModelRunnerKVCacheMixin."
 _SCHEDULER = _SRT + "managers.scheduler.Scheduler."
+_ENGINE = _SRT + "distributed.device_communicators.mooncake_transfer_engine.MooncakeTransferEngine."
 _RUNNER = _SRT + "model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner."
 
 # target -> why it is hooked (the hook functions are named in _hooks_of).
@@ -49,6 +50,7 @@ DECODE_TARGETS = {
     _RUNNER + "can_run_graph": "begin the step before it is known whether a graph can run it",
     _RUNNER + "capture_one_shape": "capture the steps in which a request is new as well",
     _RUNNER + "_resolve_lora_variant": "replay the graph of such a step",
+    _ENGINE + "batch_register": "no server whose memory the transfer engine does not take",
 }
 PREFILL_TARGETS = {
     _POOLS + "_init_pools": "a digest pool beside the KV pool",
@@ -66,6 +68,7 @@ PREFILL_TARGETS = {
     + "layers.attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_extend": (
         "no attention for tokens whose KV is there already; the CPU's backend only"
     ),
+    _ENGINE + "batch_register": "no server whose memory the transfer engine does not take",
 }
 TARGETS_OF_ROLE = {"decode": DECODE_TARGETS, "prefill": PREFILL_TARGETS}
 
@@ -152,6 +155,7 @@ def _hooks_of(role: str) -> dict[str, tuple[Callable[..., Any], HookType]]:
                     (hooks.around_can_run_graph, HookType.AROUND),
                     (hooks.around_capture_one_shape, HookType.AROUND),
                     (hooks.around_resolve_variant, HookType.AROUND),
+                    (hooks.around_batch_register, HookType.AROUND),
                 ),
                 strict=True,
             )
@@ -166,6 +170,7 @@ def _hooks_of(role: str) -> dict[str, tuple[Callable[..., Any], HookType]]:
                     (hooks.around_send_kvcache_slice, HookType.AROUND),
                     (hooks.after_get_internal_state, HookType.AFTER),
                     (cpu_extend.around_extend, HookType.AROUND),
+                    (hooks.around_batch_register, HookType.AROUND),
                 ),
                 strict=True,
             )
