@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -156,6 +158,34 @@ def test_a_node_that_is_too_small_is_named(make_spec, monkeypatch):
         Arena.create(make_spec(num_nodes=2), numa_nodes=[0, 1])
     with pytest.raises(ArenaError, match=r"is bound to NUMA nodes \[1\]: node 1 would hold"):
         Arena.create(make_spec(), numa_nodes=[1])
+
+
+BOUND = """
+import ctypes, os, platform
+from sglang_scout.worker.arena import Arena, ArenaSpec
+from sglang_scout.worker.client import WorkerClient
+
+def policies(pid):  # of what is nobody's but the process's
+    lines = [line.split() for line in open(f"/proc/{pid}/numa_maps")]
+    return {policy for _, policy, *rest in lines if any(word == "heap" or word == "stack" for word in rest)}
+
+mask = ctypes.c_ulong(1)
+call = ctypes.c_long({"x86_64": 238, "aarch64": 237}[platform.machine()])
+refused = ctypes.CDLL(None).syscall(
+    call, ctypes.c_int(2), ctypes.byref(mask), ctypes.c_ulong(65)
+)
+spec = ArenaSpec(2, 8, 4, 2, 4, 16, "float32", 0.25, 4, 4)
+with Arena.create(spec) as arena, WorkerClient(arena, [min(os.sched_getaffinity(0))]) as client:
+    print("refused" if refused else "bound", policies("self"), policies(client.snapshot().pid))
+"""
+
+
+@pytest.mark.skipif(not numa.nodes(), reason="kernel without NUMA")
+def test_a_worker_takes_memory_where_it_runs_wherever_its_server_must():
+    done = subprocess.run([sys.executable, "-c", BOUND], capture_output=True, text=True, timeout=60)
+    if "refused" in done.stdout:
+        pytest.skip("set_mempolicy is not permitted here")
+    assert done.stdout.split("\n")[0] == "bound {'bind:0'} {'default'}", done.stderr
 
 
 # Who computes what ---------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from sglang_scout.core.errors import ScoutError, WorkerError
 from sglang_scout.worker import messages as m
 from sglang_scout.worker.arena import Arena
 from sglang_scout.worker.cpus import beside_the_server
-from sglang_scout.worker.numa import cpus_by_node
+from sglang_scout.worker.numa import cpus_by_node, use_own_node
 from sglang_scout.worker.populate import Populating
 from sglang_scout.worker.ring import LAYOUT_VERSION
 
@@ -253,6 +253,7 @@ def main(argv: list[str] | None = None) -> int:
         level=logging.INFO, format=f"[scout-worker {os.getpid()}] %(levelname)s %(message)s"
     )
     faulthandler.enable()
+    use_own_node()  # before there are other threads
     token = read_token()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the decode server's to handle
     try:

@@ -1,4 +1,4 @@
-"""NUMA nodes: which CPUs are near which memory, and binding memory to a node by the mbind system call.
+"""NUMA nodes: which CPUs are near which memory, and the system calls that say where memory is taken from.
 
 Nothing here needs libnuma.
 """
@@ -19,7 +19,8 @@ logger = logging.getLogger(__name__)
 
 _NODES = Path("/sys/devices/system/node")
 _MBIND = {"x86_64": 237, "aarch64": 235}
-_MPOL_BIND = 2
+_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
+_MPOL_DEFAULT, _MPOL_BIND = 0, 2
 _BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
 
 
@@ -97,6 +98,17 @@ def bind_memory(address: int, spans: Iterable[tuple[int, int, int]]) -> bool:
             return False
     logger.info("arena: memory is bound to NUMA nodes %s", asked)
     return True
+
+
+def use_own_node() -> None:
+    """Lets this thread, and those that it starts, take memory from the node that they run on.
+
+    A process inherits what its parent was started with: SGLang starts a scheduler with
+    ``numactl --membind``. Does nothing where the kernel has no NUMA, or a sandbox no such call.
+    """
+    if number := _SET_MEMPOLICY.get(platform.machine()):
+        default = ctypes.c_long(number), ctypes.c_int(_MPOL_DEFAULT), None, ctypes.c_ulong(0)
+        ctypes.CDLL(None).syscall(*default)
 
 
 def _mbind(address: int, nbytes: int, node: int) -> int:
