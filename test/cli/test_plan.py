@@ -55,7 +55,10 @@ def test_one_request_of_64k_tokens_of_the_papers_model(model):
     assert sizes.resident_bytes_per_request == 2048 * 163840
     both = sizes.digest_bytes_per_request + sizes.resident_bytes_per_request
     assert round(both / 1e9, 2) == 0.67, "digests and resident pages, half and half"
-    assert sizes.device_bytes_per_request == both + 32 * 163840, "and the page being filled"
+    inputs = 65536 * 6 * 8
+    assert sizes.device_bytes_per_request == both + inputs + 32 * 163840, (
+        "and the page being filled"
+    )
 
 
 def test_how_many_fit_on_an_80_gb_card_with_110_gb_of_host_memory(model):
@@ -189,7 +192,7 @@ def test_the_device_needs_what_the_server_takes(model, context, requests):
         context_tokens=context, node_cpus=[8],
     )  # fmt: skip
     needed = sizes.device_bytes(requests)
-    assert needed == server.digest_bytes + server.resident_bytes
+    assert needed == server.digest_bytes + server.input_bytes + server.resident_bytes
     assert sizes.requests_on_device(needed) == requests
     assert sizes.requests_on_device(needed - 1) == requests - 1
 

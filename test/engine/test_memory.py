@@ -66,7 +66,7 @@ def test_int8_copies_are_counted():
     assert made.host_bytes == plan(config()).host_bytes
     assert plan(config()).copies_bytes == 0
     assert [row[0] for row in made.rows] == [
-        "host pages", "int8 copies", "digests", "resident slots", "ring", "partial results"
+        "host pages", "int8 copies", "digests", "input buffers", "resident slots", "ring", "partial results"
     ]  # fmt: skip
     with pytest.raises(ConfigError, match=r"int8 copies 10\.0"):
         check_memory(made, config(config=INT8), 30 << 30)
@@ -108,10 +108,10 @@ def test_too_little_memory_is_refused_with_the_parts_and_the_flags():
 
 
 def test_a_device_gives_what_digests_leave_to_resident_pages():
-    digests = 4097 * PAGE_BYTES // 32
+    digests = 4097 * (PAGE_BYTES // 32 + 32 * 48)  # and SGLang's words of each token
     made = plan(config(), device_bytes=digests + 700 * PAGE_BYTES + 5)
     assert made.num_slots == 700
-    assert made.digest_bytes + made.resident_bytes <= digests + 700 * PAGE_BYTES
+    assert made.digest_bytes + made.input_bytes + made.resident_bytes <= digests + 700 * PAGE_BYTES
     assert plan(config(), device_bytes=1 << 45).num_slots == 4097, "a slot for every page"
     asked = config(config='{"resident_tokens": 3200}')
     assert plan(asked, device_bytes=1 << 45).num_slots == 100 + 8 + 64
@@ -156,7 +156,7 @@ def test_a_device_of_its_own_does_not_take_host_memory():
 def test_every_rank_on_the_machine_counts():
     settings = config(host_gb=20)
     made = plan(settings)
-    one = made.host_bytes + made.digest_bytes + made.resident_bytes
+    one = made.host_bytes + made.digest_bytes + made.input_bytes + made.resident_bytes
     check_memory(made, settings, 2 * one + (1 << 30), ranks=2)
     with pytest.raises(ConfigError, match="on each of 4 ranks"):
         check_memory(made, settings, 2 * one + (1 << 30), ranks=4)
@@ -198,7 +198,7 @@ def test_partial_results_are_of_the_threads_that_may_share_a_sequence(
     settings = config(config={"worker_threads_per_group": threads})
     made = plan(settings, node_cpus=node_cpus)
     assert (made.worker.threads, made.worker.partial_bytes) == (most, results * RESULT_BYTES)
-    assert len(made.rows) == (5 if results else 4)
+    assert len(made.rows) == (6 if results else 5)
 
 
 @pytest.mark.parametrize(

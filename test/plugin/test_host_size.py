@@ -1,5 +1,6 @@
 """How much host memory the pages get where --kv-offload-host-gb is not given."""
 
+import math
 import os
 
 os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from sglang_scout.core.errors import ConfigError
+from sglang_scout.core.page_bytes import input_bytes
 from sglang_scout.core.parse_config import parse_config
 from sglang_scout.engine.memory import plan_memory, plan_worker
 from sglang_scout.engine.pools import ModelShape
@@ -102,6 +104,16 @@ def test_a_device_too_small_for_the_least_is_left_to_the_refusal_that_says_so(mo
 
 def test_a_size_that_is_given_is_not_lowered_to_what_a_device_has_digests_of(monkeypatch):
     assert size(monkeypatch, available=0, host_gb=1024, on_device=8 << 30) == 1024 << 30
+
+
+def test_sglang_keeps_as_many_words_of_each_token_as_are_counted():
+    made = pytest.importorskip("sglang.srt.model_executor.cuda_graph_buffer_registry")
+    registry = made.build_eager_registry(
+        device=torch.device("cpu"), max_bs=4, max_num_token=1000, cache_loc_dtype=torch.int64
+    )
+    slots = (registry.get_slot(name) for name in registry.slot_names())
+    shapes = [(slot.shape_fn(4, 1000), slot.dtype) for slot in slots if slot.axis == "tokens"]
+    assert sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes) == input_bytes(1000)
 
 
 def test_a_size_that_is_given_is_taken(monkeypatch):

@@ -7,6 +7,7 @@ tokens and values of w bytes:
     KV of a page       S times that         (host memory)
     digest of a page   2 L H D w            (minimum and maximum of K: 1/S of the page's KV)
                        2 L H (D + D / 16)   (with --digest minmax-int8)
+    input buffers      48 S                (SGLang's; 6 words a token)
     int8 copies        2 L H (S D + 4)      (with --cpu-pages int8; host memory)
     resident pages     budget / S a request, its page being filled, and room for recalls once; at most
                        as many as there are host pages
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 from sglang_scout.cli.model_config import ModelConfig, read_model
 from sglang_scout.core.config import DEFAULT_HOST_SHARE, FLAGS, PAGE_SIZE_TOKENS
 from sglang_scout.core.errors import ArenaError, ConfigError
-from sglang_scout.core.page_bytes import copies_bytes, digest_bytes
+from sglang_scout.core.page_bytes import copies_bytes, digest_bytes, input_bytes
 from sglang_scout.core.parse_config import parse_config
 
 GIB = 2**30
@@ -58,10 +59,12 @@ class Sizes:
     kv_bytes_per_page: int
     copies_bytes_per_page: int
     digest_bytes_per_page: int
+    input_bytes_per_page: int
     host_pages_per_request: int
     kv_bytes_per_request: int
     copies_bytes_per_request: int
     digest_bytes_per_request: int
+    input_bytes_per_request: int
     resident_bytes_per_request: int
     tail_bytes_per_request: int
 
@@ -72,9 +75,10 @@ class Sizes:
 
     @property
     def device_bytes_per_request(self) -> int:
-        """On the device beside the weights: digests, resident pages, the page being filled."""
+        """On the device beside the weights: digests, SGLang's input buffers, resident pages, the page being filled."""
         return (
             self.digest_bytes_per_request
+            + self.input_bytes_per_request
             + self.resident_bytes_per_request
             + self.tail_bytes_per_request
         )
@@ -83,7 +87,12 @@ class Sizes:
     def device_bytes_once(self) -> int:
         """On the device once per server: room for recalls under way, one budget of pages, and the digest
         of SGLang's padding page."""
-        return self.resident_bytes_per_request + self.digest_bytes_per_page
+        return self.resident_bytes_per_request + self._beside_bytes_per_page
+
+    @property
+    def _beside_bytes_per_page(self) -> int:
+        """On the device, of a page that is not resident."""
+        return self.digest_bytes_per_page + self.input_bytes_per_page
 
     def host_pages(self, requests: int) -> int:
         """Of so many requests. Page 0 is SGLang's padding and holds no request's tokens."""
@@ -93,13 +102,13 @@ class Sizes:
         """What so many requests need on the device. With a slot for every host page none is missing, so
         there are no more of them."""
         by_budget = requests * self.device_bytes_per_request + self.device_bytes_once
-        of_page = self.kv_bytes_per_page + self.digest_bytes_per_page
+        of_page = self.kv_bytes_per_page + self._beside_bytes_per_page
         return min(by_budget, self.host_pages(requests) * of_page)
 
     def requests_on_device(self, size_bytes: int) -> int:
         """The most requests whose device_bytes are no more than that."""
         by_budget = (size_bytes - self.device_bytes_once) // self.device_bytes_per_request
-        of_page = self.kv_bytes_per_page + self.digest_bytes_per_page
+        of_page = self.kv_bytes_per_page + self._beside_bytes_per_page
         by_page = (size_bytes // of_page - 1) // self.host_pages_per_request
         return max(0, by_budget, by_page)
 
@@ -126,10 +135,12 @@ def sizes_of(
         kv_bytes_per_page=per_token * page,
         copies_bytes_per_page=copies,
         digest_bytes_per_page=of_page,
+        input_bytes_per_page=input_bytes(page),
         host_pages_per_request=pages,
         kv_bytes_per_request=pages * page * per_token,
         copies_bytes_per_request=pages * copies,
         digest_bytes_per_request=pages * of_page,
+        input_bytes_per_request=pages * input_bytes(page),
         resident_bytes_per_request=min(budget_tokens, pages * page) * per_token,
         tail_bytes_per_request=page * per_token,
     )

@@ -75,6 +75,7 @@ def _request_rows(plan: Plan) -> list[tuple[str, ...]]:
         ("host: KV pages", sizes.kv_bytes_per_request, ""),
         ("host: int8 copies", sizes.copies_bytes_per_request, "for the worker; cpu_pages = int8"),
         (f"{where}: digests", sizes.digest_bytes_per_request, "one for each page"),
+        (f"{where}: input buffers", sizes.input_bytes_per_request, "of SGLang, for each token"),
         (f"{where}: resident pages", sizes.resident_bytes_per_request,
          f"budget of {sizes.budget_tokens} tokens"),
         (f"{where}: page being filled", sizes.tail_bytes_per_request, ""),

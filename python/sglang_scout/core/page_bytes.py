@@ -1,5 +1,5 @@
-"""Bytes of digests and of the int8 copies of pages, as the arena, the memory plan and ``sglang-scout plan`` count
-them."""
+"""Bytes of digests, of the int8 copies of pages and of what SGLang keeps for each token, as the arena, the memory plan
+and ``sglang-scout plan`` count them."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ CODED_BLOCK_TOKENS = 16
 _STEP_BYTES = 2
 _COPY_ALIGN_BYTES = 64
 _WORD_BYTES = 8
+_INPUT_WORDS = 6
+"""Of a token, in the buffers that SGLang's eager runner makes as long as all tokens of the KV pool: its id, position,
+place and three positions of multimodal models (``build_decode_registry``)."""
 
 
 def digest_bytes(digest: str, num_kv_heads: int, head_dim: int, value_bytes: int) -> int:
@@ -24,6 +27,11 @@ def digest_bytes(digest: str, num_kv_heads: int, head_dim: int, value_bytes: int
     if digest == "minmax-int8":
         return 2 * num_kv_heads * (head_dim + head_dim // STEP_CHANNELS * _STEP_BYTES)
     return 2 * num_kv_heads * head_dim * value_bytes
+
+
+def input_bytes(page_size: int) -> int:
+    """What the device keeps of a host page's tokens for SGLang's input buffers."""
+    return page_size * _INPUT_WORDS * _WORD_BYTES
 
 
 def coded_tokens(page_size: int) -> int:

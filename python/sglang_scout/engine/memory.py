@@ -8,7 +8,7 @@ from typing import Any
 
 from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.errors import ConfigError
-from sglang_scout.core.page_bytes import copies_bytes, digest_bytes
+from sglang_scout.core.page_bytes import copies_bytes, digest_bytes, input_bytes
 from sglang_scout.engine.pools import ModelShape
 from sglang_scout.worker.arena import ArenaSpec
 from sglang_scout.worker.sizes import WorkerMemory, worker_memory
@@ -25,6 +25,7 @@ class MemoryPlan:
         num_pages: P, host pages including the padding page.
         budget_pages: k, at most the pages of one context.
         num_slots: device slots per layer: resident pages, tails, and room for recalls under way.
+        input_bytes: SGLang's input buffers, which are as long as all tokens of the host pages.
         copies_bytes: the int8 copies that the CPU worker reads; 0 if it reads the host pages.
     """
 
@@ -34,6 +35,7 @@ class MemoryPlan:
     host_bytes: int
     copies_bytes: int
     digest_bytes: int
+    input_bytes: int
     resident_bytes: int
     worker: WorkerMemory
 
@@ -44,6 +46,7 @@ class MemoryPlan:
             ("host pages", self.num_pages, self.host_bytes),
             *((("int8 copies", self.num_pages, self.copies_bytes),) if self.copies_bytes else ()),
             ("digests", self.num_pages, self.digest_bytes),
+            ("input buffers", self.num_pages, self.input_bytes),
             ("resident slots", self.num_slots, self.resident_bytes),
             *self.worker.rows,
         )
@@ -63,21 +66,21 @@ def plan_memory(
 
     Args:
         node_cpus: CPUs of the worker on each memory node that the pages are divided among.
-        device_bytes: what a device of its own memory has left for digests and resident pages; the
-            latter get all of it unless ``resident_tokens`` says otherwise. None: the CPU device.
+        device_bytes: what a device of its own memory has left for digests, input buffers and resident pages; the
+            last get all of it unless ``resident_tokens`` says otherwise. None: the CPU device.
     Raises:
         ConfigError: they do not fit; with the numbers.
     """
     size = shape.page_size
     budget_pages = most_pages(config, shape, context_tokens)
     page_bytes = 2 * shape.page_bytes * shape.num_layers
-    on_digests = num_pages * _digest_bytes(config, shape)
+    on_digests, on_inputs = num_pages * _digest_bytes(config, shape), num_pages * input_bytes(size)
     least_slots = _least_slots(config, max_batch, budget_pages)
     if config.resident_tokens is not None or device_bytes is None:
         resident = config.resident_tokens or config.budget_tokens * max_batch
         num_slots = _least_slots(config, max_batch, budget_pages, resident // size)
     else:
-        num_slots = max(device_bytes - on_digests, 0) // page_bytes
+        num_slots = max(device_bytes - on_digests - on_inputs, 0) // page_bytes
     # With a slot for every page nothing is ever missing; more would stay empty.
     num_slots = min(num_slots, num_pages)
     plan = MemoryPlan(
@@ -87,6 +90,7 @@ def plan_memory(
         host_bytes=num_pages * page_bytes,
         copies_bytes=num_pages * _copies_bytes(config, shape),
         digest_bytes=on_digests,
+        input_bytes=on_inputs,
         resident_bytes=num_slots * page_bytes,
         worker=plan_worker(config, shape, max_batch, context_tokens, node_cpus),
     )
@@ -103,13 +107,14 @@ def most_host_pages(
     context_tokens: int,
     device_bytes: int,
 ) -> int | None:
-    """The most host pages that a device of its own memory has room for: for their digests, beside the
+    """The most host pages that a device of its own memory has room for: for their digests and tokens, beside the
     resident pages that :func:`plan_memory` insists on. None if there are more of those."""
     page_bytes = 2 * shape.page_bytes * shape.num_layers
     budget_pages = most_pages(config, shape, context_tokens)
     resident = (config.resident_tokens or 0) // shape.page_size
     slots = _least_slots(config, max_batch, budget_pages, resident)
-    pages = (device_bytes - slots * page_bytes) // _digest_bytes(config, shape)
+    beside = _digest_bytes(config, shape) + input_bytes(shape.page_size)
+    pages = (device_bytes - slots * page_bytes) // beside
     return pages if pages >= slots else None
 
 
@@ -168,12 +173,13 @@ def _check_device(
     device_bytes: int,
 ) -> None:
     slot_bytes = plan.host_bytes // plan.num_pages
-    needed = plan.digest_bytes + max(plan.num_slots, least_slots) * slot_bytes
+    needed = plan.digest_bytes + plan.input_bytes + max(plan.num_slots, least_slots) * slot_bytes
     if needed <= device_bytes:
         return
     raise ConfigError(
         f"--kv-offload {config.policy}: needs {needed / 2**30:.2f} GiB of device memory (digests of "
-        f"{plan.num_pages} host pages {plan.digest_bytes / 2**30:.2f} GiB, "
+        f"{plan.num_pages} host pages {plan.digest_bytes / 2**30:.2f} GiB, SGLang's input buffers for their tokens "
+        f"{plan.input_bytes / 2**30:.2f} GiB, "
         f"{max(plan.num_slots, least_slots)} resident pages; {max_batch} requests need {least_slots} at "
         f"least), but {device_bytes / 2**30:.2f} GiB are left; lower --kv-offload-host-gb, "
         f"--max-running-requests ({max_batch}), --kv-offload-budget ({config.budget_tokens}) or "
@@ -218,7 +224,7 @@ def check_memory(
     Raises:
         ConfigError: naming the parts and the flags that size them.
     """
-    on_device = plan.digest_bytes + plan.resident_bytes if shared else 0
+    on_device = plan.digest_bytes + plan.input_bytes + plan.resident_bytes if shared else 0
     of_host = plan.host_bytes + plan.copies_bytes + plan.worker.total_bytes
     needed = ranks * (of_host + on_device + HEADROOM_BYTES)
     if needed <= available_bytes:
