@@ -1,5 +1,6 @@
 """How much host memory the pages get where --kv-offload-host-gb is not given."""
 
+import dataclasses
 import math
 import os
 
@@ -14,7 +15,7 @@ from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.page_bytes import input_bytes
 from sglang_scout.core.parse_config import parse_config
 from sglang_scout.engine.memory import plan_memory, plan_worker
-from sglang_scout.engine.pools import ModelShape
+from sglang_scout.engine.pools import DigestPool, ModelShape
 
 hooks = pytest.importorskip("sglang_scout.plugin.hooks", reason="needs SGLang")
 
@@ -104,6 +105,22 @@ def test_a_device_too_small_for_the_least_is_left_to_the_refusal_that_says_so(mo
 
 def test_a_size_that_is_given_is_not_lowered_to_what_a_device_has_digests_of(monkeypatch):
     assert size(monkeypatch, available=0, host_gb=1024, on_device=8 << 30) == 1024 << 30
+
+
+@pytest.mark.parametrize("keys", [{}, {"digest": "minmax-int8"}, {"prefill_digests": False}])
+def test_pages_and_digests_of_a_prefill_server_share_what_sglang_found(monkeypatch, keys):
+    config = parse_config(policy="scout", policies=("scout",), config=keys)
+    monkeypatch.setattr(hooks, "parse", lambda args: config)
+    monkeypatch.setattr(hooks, "model_shape", lambda runner: SHAPE)
+    found, runner = 40 << 30, SimpleNamespace(server_args=None)
+    got = hooks.around_profile_available_bytes_prefill(lambda runner, before: found, runner, 0)
+    page_bytes = 2 * SHAPE.page_bytes * SHAPE.num_layers
+    num_pages = got // page_bytes
+    digests = 0
+    if config.prefill_digests:
+        held = DigestPool(dataclasses.replace(SHAPE, num_layers=1), 1, "cpu", config.digest)
+        digests = SHAPE.num_layers * sum(x.nbytes for x in (*held.low, *held.high))
+    assert num_pages * (page_bytes + digests) <= found < (num_pages + 1) * (page_bytes + digests)
 
 
 def test_sglang_keeps_as_many_words_of_each_token_as_are_counted():

@@ -210,6 +210,12 @@ def bytes_of_pages(config: OffloadConfig, shape: ModelShape, num_pages: int) -> 
     return num_pages * (2 * shape.page_bytes * shape.num_layers + _copies_bytes(config, shape))
 
 
+def bytes_beside_digests(config: OffloadConfig, shape: ModelShape, nbytes: int) -> int:
+    """What is left of ``nbytes`` for the pages themselves if each of them has a digest beside it."""
+    page_bytes = 2 * shape.page_bytes * shape.num_layers
+    return nbytes * page_bytes // (page_bytes + _digest_bytes(config, shape))
+
+
 def check_memory(
     plan: MemoryPlan,
     config: OffloadConfig,

@@ -21,6 +21,7 @@ from sglang_scout.core.config import DEFAULT_HOST_SHARE, OffloadConfig
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.engine.memory import (
     arena_sizes,
+    bytes_beside_digests,
     bytes_for_pages,
     bytes_of_pages,
     check_memory,
@@ -273,6 +274,16 @@ def around_resolve_variant(original: Callable[..., Any], runner: Any, forward_ba
 
 
 # Prefill server ----------------------------------------------------------------------------------
+
+
+def around_profile_available_bytes_prefill(
+    original: Callable[..., int], runner: Any, *args: Any, **kwargs: Any
+) -> int:
+    """Bytes for the KV pages of this rank: what SGLang finds, less the digests that will lie beside them."""
+    available, config = original(runner, *args, **kwargs), parse(runner.server_args)
+    if not config.prefill_digests:
+        return available
+    return bytes_beside_digests(config, model_shape(runner), available)
 
 
 def around_init_pools_prefill(original: Callable[..., None], runner: Any) -> None:

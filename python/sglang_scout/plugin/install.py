@@ -53,6 +53,7 @@ DECODE_TARGETS = {
     _ENGINE + "batch_register": "no server whose memory the transfer engine does not take",
 }
 PREFILL_TARGETS = {
+    _POOLS + "_profile_available_bytes": "leave room for the digests",
     _POOLS + "_init_pools": "a digest pool beside the KV pool",
     _SRT + "disaggregation.prefill.SchedulerDisaggregationPrefillMixin.send_kv_chunk": (
         "compute the digests of the pages that are about to be sent"
@@ -164,6 +165,7 @@ def _hooks_of(role: str) -> dict[str, tuple[Callable[..., Any], HookType]]:
             zip(
                 prefill,
                 (
+                    (hooks.around_profile_available_bytes_prefill, HookType.AROUND),
                     (hooks.around_init_pools_prefill, HookType.AROUND),
                     (hooks.before_send_kv_chunk, HookType.BEFORE),
                     (hooks.before_send_kvcache, HookType.BEFORE),
