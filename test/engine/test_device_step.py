@@ -1,7 +1,9 @@
 """The step of a CUDA device: the same guarantees as the host's, and nothing of the host within."""
 
 import contextlib
+import errno
 import json
+import mmap
 import os
 import sys
 
@@ -240,6 +242,7 @@ def test_memory_is_locked_in_chunks_with_progress_or_not_at_all(monkeypatch):
     chunk = device.LOCK_CHUNK_BYTES
     runtime = FakeRuntime(3 * chunk)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(device, "populate_together", lambda address, size: 0)
     monkeypatch.setattr(device, "_device_address", lambda address: address)
     seen = []
     unlock = device.lock_memory(4096, 2 * chunk + 5, seen.append)
@@ -254,10 +257,52 @@ def test_memory_is_locked_in_chunks_with_progress_or_not_at_all(monkeypatch):
     assert not runtime.locked
 
 
+def test_memory_is_taken_before_it_is_locked(monkeypatch):
+    chunk = 5 * mmap.PAGESIZE
+    nbytes = 2 * chunk + mmap.PAGESIZE
+    fd = os.memfd_create("test")
+    os.ftruncate(fd, nbytes)
+    memory = np.frombuffer(mmap.mmap(fd, nbytes), np.uint8)
+
+    class Runtime(FakeRuntime):
+        def cudaHostRegister(self, address, size, flags):
+            here = address - memory.ctypes.data + size
+            assert os.fstat(fd).st_blocks * 512 == here, "taken up to here, and no more"
+            return super().cudaHostRegister(address, size, flags)
+
+    runtime = Runtime(nbytes)
+    monkeypatch.setattr(device, "LOCK_CHUNK_BYTES", chunk)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(device, "_device_address", lambda address: address)
+    device.lock_memory(memory.ctypes.data, nbytes)
+    assert len(runtime.locked) == 3
+    os.close(fd)
+
+
+@pytest.mark.parametrize("error", [errno.ENOMEM, errno.EFAULT, errno.EINVAL])
+def test_memory_that_is_not_there_is_not_called_a_limit_on_locked_memory(monkeypatch, error):
+    chunk = device.LOCK_CHUNK_BYTES
+    runtime = FakeRuntime(3 * chunk)
+    taken = iter([0, error, 0])
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(device, "populate_together", lambda address, size: next(taken))
+    monkeypatch.setattr(device, "_device_address", lambda address: address)
+    if error == errno.EINVAL:  # of a kernel that cannot; the lock takes it
+        device.lock_memory(4096, 3 * chunk)
+        assert len(runtime.locked) == 3
+        return
+    with pytest.raises(
+        MemoryError, match=rf"12.0 GiB of host memory: {os.strerror(error)} after 4.0 GiB; free"
+    ):
+        device.lock_memory(4096, 3 * chunk)
+    assert not runtime.locked, "nothing of it stays locked"
+
+
 @pytest.mark.parametrize("theirs", [lambda address: address + (1 << 40), lambda _: None])
 def test_memory_with_another_address_on_the_device_is_not_used(monkeypatch, theirs):
     runtime = FakeRuntime(3 * device.LOCK_CHUNK_BYTES)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(device, "populate_together", lambda address, size: 0)
     monkeypatch.setattr(device, "_device_address", theirs)
     seen = []
     with pytest.raises(MemoryError, match="other addresses"):

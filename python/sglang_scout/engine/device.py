@@ -6,12 +6,16 @@ On the CPU device, where the same code runs in tests, memory is one and everythi
 from __future__ import annotations
 
 import ctypes
+import errno
+import os
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from sglang_scout.worker.fault_in import populate_together
 
 LOCK_CHUNK_BYTES = 4 * 2**30
 _MAPPED = 2  # cudaHostRegisterMapped
@@ -20,7 +24,10 @@ _MAPPED = 2  # cudaHostRegisterMapped
 def lock_memory(
     address: int, nbytes: int, progress: Callable[[int], None] | None = None
 ) -> Callable[[], None]:
-    """Page-lock host memory and map it for the device. Takes minutes for hundreds of GB.
+    """Page-lock host memory and map it for the device.
+
+    Pages that nobody has written yet are taken first, by several threads: the lock itself takes and clears
+    them on one, which is minutes for hundreds of GB.
 
     Args:
         address, nbytes: of the memory.
@@ -39,6 +46,13 @@ def lock_memory(
 
     for done in range(0, nbytes, LOCK_CHUNK_BYTES):
         size = min(LOCK_CHUNK_BYTES, nbytes - done)
+        error = populate_together(address + done, size)
+        if error not in (0, errno.EINVAL):  # a kernel that does not know how
+            unlock()
+            raise MemoryError(
+                f"cannot take {nbytes / 2**30:.1f} GiB of host memory: {os.strerror(error)} after "
+                f"{done / 2**30:.1f} GiB; free memory"
+            )
         status = int(runtime.cudaHostRegister(address + done, size, _MAPPED))
         if status != 0:
             unlock()
