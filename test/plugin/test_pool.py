@@ -301,6 +301,49 @@ def test_a_decode_server_of_another_tp_size_gets_the_k_and_v_of_its_heads(
     assert manager.kv_args is kv_args and kv_args.kv_data_ptrs == here[0]
 
 
+def host_pool(dtype, tokens=40 * SIZE):
+    made = pool.HostKVPool(
+        tokens, page_size=SIZE, dtype=dtype, head_num=2, head_dim=64, layer_num=3, device="cpu",
+        enable_memory_saver=False, numa_nodes=[],
+        arena_spec={
+            "num_layers": 3, "page_size": SIZE, "num_kv_heads": 2, "num_q_heads": 4, "head_dim": 64,
+            "kv_dtype": str(dtype).removeprefix("torch."), "scale": 0.125, "max_batch": 2, "max_pages": 4,
+        },
+    )  # fmt: skip
+    made.attach(dataclasses.replace(SHAPE, dtype=dtype), None, "minmax")
+    for plane in (*made.k_buffer, *made.v_buffer):
+        plane.copy_(torch.randn(plane.shape))
+    return made
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("length", [1, SIZE, 5 * SIZE + 7])
+def test_a_retracted_request_gets_its_k_and_v_back_elsewhere(dtype, length):
+    """In whole pages, which are copied many times as fast as tokens, and nothing else is written."""
+    made = host_pool(dtype)
+    old, new = [7, 8, 9, 3, 20, 21], [30, 4, 5, 6, 31, 2]
+    count = -(-length // SIZE)
+    old, new = old[:count], new[:count]
+
+    def locations(pages):
+        return (torch.tensor(pages)[:, None] * SIZE + torch.arange(SIZE)).flatten()[:length].int()
+
+    planes = (*made.k_buffer, *made.v_buffer)
+    expected = [plane[locations(old)].clone() for plane in planes]
+    kept = made.get_cpu_copy(locations(old))
+    assert kept.nbytes == 2 * 3 * count * SIZE * 2 * 64 * dtype.itemsize
+    for plane in planes:
+        plane.copy_(torch.randn(plane.shape))  # of other requests by now
+    before = [plane.clone() for plane in planes]
+    made.load_cpu_copy(kept, locations(new))
+    others = torch.from_numpy(np.setdiff1d(np.arange(41), new))
+    for plane, wanted, was in zip(planes, expected, before, strict=True):
+        assert torch.equal(plane[locations(new)], wanted)
+        assert torch.equal(plane.view(41, -1)[others], was.view(41, -1)[others])
+    with pytest.raises(ValueError, match=f"{count} pages were saved, cannot restore {count + 1}"):
+        made.load_cpu_copy(kept, torch.arange(length + SIZE))
+
+
 def test_other_differences_are_refused():
     source = pool.with_digests(lists(), DigestPool(SHAPE, 4, "cpu"))
     with pytest.raises(RuntimeError, match="12 buffers here, 4 on the decode server"):

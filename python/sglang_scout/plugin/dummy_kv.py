@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sglang_scout.engine.pools import HostPages
+from sglang_scout.engine.pools import HostPages, as_words
 
 _NOISE_PAGES = 1021  # a prime: no period of a prompt's pages meets that of the noise
 
@@ -29,7 +29,7 @@ class DummyKV:
         self._host = host
         page = host.k[0].shape[1:]
         noise = torch.randn((_NOISE_PAGES, *page), generator=torch.Generator().manual_seed(0))
-        self._noise = _bits(noise.to(host.k[0].dtype))
+        self._noise = as_words(noise.to(host.k[0].dtype))
 
     def fill(self, pages: npt.NDArray[np.int64], prompt: Sequence[int]) -> None:
         """K and V of all layers are standard normal; what used the pages before has ended.
@@ -43,14 +43,8 @@ class DummyKV:
         seed = zlib.crc32(np.asarray(prompt, np.int64).tobytes())
         where = pages.tolist()
         for layer, halves in enumerate(zip(self._host.k, self._host.v, strict=True)):
-            k, v = map(_bits, halves)
+            k, v = map(as_words, halves)
             row = seed + 2 * layer
             for position, page in enumerate(where):
                 k[page] = self._noise[(row + position * 7) % _NOISE_PAGES]
                 v[page] = self._noise[(row + position * 7 + _NOISE_PAGES // 2) % _NOISE_PAGES]
-
-
-def _bits(pages: torch.Tensor) -> npt.NDArray[np.signedinteger]:
-    """``[P, S, H, D]`` as integers of the same size. numpy copies whole pages at the speed of memory;
-    torch on the one thread that SGLang leaves to it takes ten times as long."""
-    return pages.view({2: torch.int16, 4: torch.int32}[pages.element_size()]).numpy()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
@@ -95,18 +96,21 @@ class HostKVPool(MHATokenToKVPool):
         self.digests = DigestPool(shape, self.host_pages.num_pages, self.device, digest)
 
     def get_cpu_copy(self, indices: torch.Tensor, mamba_indices: Any = None) -> Any:
-        return super().get_cpu_copy(self._on_host(indices), mamba_indices)
+        """SGLang retracts a request: its pages go to others. Whole pages are kept, the last one too."""
+        return self.host_pages.save(self._pages_of(indices))
 
     def load_cpu_copy(
         self, kv_cache_cpu: Any, indices: torch.Tensor, mamba_indices: Any = None
     ) -> None:
-        super().load_cpu_copy(kv_cache_cpu, self._on_host(indices), mamba_indices)
+        """It comes back, to other pages, whose tokens are as many."""
+        self.host_pages.restore(self._pages_of(indices), kv_cache_cpu)
 
-    def _on_host(self, indices: torch.Tensor) -> torch.Tensor:
-        """For a retraction: what running steps still write has been written after this."""
+    def _pages_of(self, indices: torch.Tensor) -> npt.NDArray[np.int64]:
+        """Of a request's tokens, which fill its pages in order; what running steps still write has been
+        written after this."""
         if torch.device(self.device).type == "cuda":
             torch.cuda.synchronize()
-        return indices.cpu()
+        return indices[:: self.page_size].cpu().numpy().astype(np.int64) // self.page_size
 
     def get_contiguous_buf_infos(self) -> BufferInfos:
         return with_digests(super().get_contiguous_buf_infos(), self.digests)
