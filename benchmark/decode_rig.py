@@ -205,7 +205,7 @@ class Rig:
             as in the paper.
         graph: capture the layers once and replay them. Without it, and without ``verify``, which looks at
             every layer, a step fails if its layers make the host wait.
-        strict: so does what comes before the layers, from the second step on: in the first requests join.
+        strict: so does what comes before the layers.
     """
 
     def __init__(
@@ -224,10 +224,9 @@ class Rig:
         verify: bool = False,
         strict: bool = False,
     ) -> None:
-        self._strict = strict
-        self._before: Any = contextlib.nullcontext
         self.store, self.model, self.drift, self.batch = store, model, drift, batch
-        self._guard = contextlib.nullcontext if verify else partial(no_waiting, store.device)
+        self._guard: Any = contextlib.nullcontext if verify else partial(no_waiting, store.device)
+        self._before = self._guard if strict else contextlib.nullcontext
         self.config: OffloadConfig = parse_config(
             policy="scout", policies=POLICY_NAMES, budget_tokens=budget_tokens, config=settings
         )
@@ -254,7 +253,8 @@ class Rig:
         # Pages fill at different steps, as those of requests that did not come together.
         self.lengths = context + 5 * np.arange(batch, dtype=np.int64) % PAGE
         self.engine.boundary.allocate_pages(self.pages.flatten().astype(np.int64))
-        self.engine.boundary.admit(range(batch))
+        full = [row[: length // PAGE] for row, length in zip(self.pages, self.lengths, strict=True)]
+        self.engine.boundary.admit(range(batch), np.concatenate(full))
         source = torch.Generator(store.device).manual_seed(3)
         self.x = torch.randn(batch, model.size.hidden, generator=source, device=store.device).to(
             shape.dtype
@@ -301,8 +301,6 @@ class Rig:
         used = -(-int(self.lengths.max()) // PAGE)
         with self._before():
             self.engine.begin_step(self.pages[:, :used], np.arange(self.batch), self.lengths)
-        if self._strict:
-            self._before = self._guard
         self.store.steps += 1
         if self._graphs:
             self._graphs[self.engine.is_late].replay()

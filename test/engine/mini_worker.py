@@ -159,8 +159,11 @@ class MiniWorker:
 
         return project
 
-    def admit(self, length: int, slot: int | None = None) -> Request:
-        """A request with ``length`` tokens of KV already in the host pages."""
+    def admit(self, length: int, slot: int | None = None, arrive=lambda pages: None) -> Request:
+        """A request with ``length`` tokens of KV already in the host pages.
+
+        ``arrive`` is called with its pages before it joins, to put down what else came with them.
+        """
         count = -(-length // SIZE)
         pages = [self.free_pages.pop(0) for _ in range(count)]
         taken = {r.slot for r in self.requests}
@@ -173,7 +176,8 @@ class MiniWorker:
                 self.host.k[layer][page] = self._heads(SIZE)
                 self.host.v[layer][page] = self._heads(SIZE)
         self.requests.append(request)
-        self.engine.boundary.admit([slot])
+        arrive(np.array(pages, np.int64))
+        self.engine.boundary.admit([slot], np.array(pages[: length // SIZE], np.int64))
         return request
 
     def finish(self, request: Request) -> None:

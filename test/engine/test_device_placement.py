@@ -90,7 +90,7 @@ def ran(monkeypatch):
     monkeypatch.setattr(Op, "__call__", call)
     for module in (device_step, pools, recall, step_inputs):
         monkeypatch.setattr(module, "upload", upload)
-    # What has come is asked of the device, and waited for, at a boundary.
+    # What has come is asked of the device, and waited for, when requests join.
     monkeypatch.setattr(DigestPool, "accept", lambda self, pages: pages)
     return names, host
 
@@ -162,8 +162,9 @@ def test_every_tensor_of_a_step_is_on_the_device(ran, settings):
             layers()
     tables = 1 + np.arange(BATCH * 18, dtype=np.int32).reshape(BATCH, 18)
     engine.boundary.allocate_pages(tables.flatten().astype(np.int64))
-    engine.boundary.admit(range(BATCH))
     lengths = np.array([520, 64, 33])
+    full = [row[: length // SIZE] for row, length in zip(tables, lengths, strict=True)]
+    engine.boundary.admit(range(BATCH), np.concatenate(full))
     for _ in range(2):  # a third would take in what these have selected, of which there is nothing
         lengths += 1
         engine.begin_step(tables, np.arange(BATCH), lengths)

@@ -273,15 +273,21 @@ def test_shared_prefix_pages_are_resident_once_and_digested_once(make):
     assert worker.engine.counters.verify_max_rel_error <= FP32_TOLERANCE
 
 
-def test_digests_that_arrived_are_used_and_absent_ones_built(make):
+def test_digests_that_arrived_are_used_and_absent_ones_built(make, monkeypatch):
     worker = make(budget_tokens=128)
-    request = worker.admit(10 * SIZE + 5)
-    arrived = np.array(request.pages[:6], np.int64)
-    for layer in range(3):
-        k = worker.host.k[layer][torch.from_numpy(arrived)]
-        worker.digests.low[0][layer, arrived] = k.amin(1)
-        worker.digests.high[0][layer, arrived] = k.amax(1)
+
+    def arrive(pages):
+        for layer in range(3):
+            k = worker.host.k[layer][torch.from_numpy(pages[:6])]
+            worker.digests.low[0][layer, pages[:6]] = k.amin(1)
+            worker.digests.high[0][layer, pages[:6]] = k.amax(1)
+
+    request = worker.admit(10 * SIZE + 5, arrive=arrive)
+    assert set(worker.missing.final) == set(request.pages[:6])
+    # A boundary's stream has a step to end first: nothing may be asked there.
+    monkeypatch.setattr(worker.digests, "accept", None)
     worker.step()
+    assert set(worker.missing.final) == set(request.pages[:10])
     assert worker.digests.received == 6 and worker.digests.computed == 4
     for layer in range(3):
         k = worker.host.k[layer][torch.tensor(request.pages[:10])]
@@ -290,9 +296,11 @@ def test_digests_that_arrived_are_used_and_absent_ones_built(make):
 
 def test_a_half_arrived_digest_is_rebuilt(make):
     worker = make(budget_tokens=128)
-    request = worker.admit(3 * SIZE)
-    page = request.pages[1]
-    worker.digests.low[0][:, page] = 0.0  # the other half never came
+
+    def arrive(pages):
+        worker.digests.low[0][:, pages[1]] = 0.0  # the other half never came
+
+    worker.admit(3 * SIZE, arrive=arrive)
     worker.step()
     assert worker.digests.received == 0 and worker.digests.computed == 3
 

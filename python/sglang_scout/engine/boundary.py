@@ -96,9 +96,23 @@ class StepBoundary:
         self._seen_full: dict[int, int] = {}  # by table row: full pages at the last boundary
         self._first_step: dict[int, int] = {}  # by table row; 0: joins with the next step
 
-    def admit(self, request_slots: Iterable[int]) -> None:
-        """Requests join the batch, new or after a retraction; ``request_slots`` are their table rows."""
+    def admit(self, request_slots: Iterable[int], full_pages: npt.NDArray[np.integer]) -> None:
+        """Requests join the batch, new or after a retraction: take the digests that came with their KV.
+
+        The host waits for what the device says of them. Here and not at the boundary, whose stream has a
+        step to end first: on a device this runs on the stream that the pages were handed out on.
+
+        Args:
+            request_slots: their table rows.
+            full_pages: ``[n]`` all full pages of theirs, shared ones too.
+        """
         self._first_step.update((int(r), 0) for r in request_slots)
+        unknown = ~self._digests.valid[full_pages] & ~self._filled_here[full_pages]
+        if not unknown.any():
+            return
+        pages = distinct(full_pages[unknown])
+        self._digests.accept(pages)
+        self._host.set_final(pages[self._digests.valid[pages]], True)
 
     def allocate_pages(self, pages: npt.NDArray[np.int64]) -> None:
         """Pages were handed to a request that is about to receive them."""
@@ -234,20 +248,14 @@ class StepBoundary:
         return report
 
     def _complete_digests(self, pages: npt.NDArray[np.int32]) -> None:
-        """Every full page needs a digest: taken from the prefill server, else computed here."""
+        """Every full page needs a digest: what has not come with its KV is computed here."""
         pending = distinct(pages[~self._digests.valid[pages]])
         filled = self._filled_here[pending]
         # The step that filled a page may still run on a device; at the boundary after it is over.
         self._host.set_final(self._filled_last, True)
         self._filled_last = pending[filled]
         self._host.set_final(pending[~filled], True)
-        if not len(pending):
-            return
-        # To look for digests that came means to wait for the device; these cannot have come.
-        here, elsewhere = pending[filled], pending[~filled]
-        if len(elsewhere):
-            here = np.concatenate([here, self._digests.accept(elsewhere)])
-        self._digests.build(here, self._host)
+        self._digests.build(pending, self._host)
 
     def _load_forced(
         self,

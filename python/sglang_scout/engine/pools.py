@@ -162,7 +162,10 @@ class DigestPool:
         self.valid[pages] = False
 
     def accept(self, pages: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Mark those of ``pages`` whose digests have been written as valid; return the others."""
+        """Mark those of ``pages`` whose digests have been written as valid; return the others.
+
+        The host waits for the current stream, which must be the one of :meth:`poison` or behind it.
+        """
         complete = self._form.is_set(self.low, self.high, self._ids(pages)).cpu().numpy()
         self.valid[pages[complete]] = True
         self.received += int(complete.sum())

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
@@ -226,15 +227,21 @@ class ScoutAttnBackend(AttentionBackend):
 
         return before_layer
 
-    def admit(self, requests: list[Any]) -> None:
-        """SGLang's requests that join the batch, new or after a retraction."""
+    def admit(self, requests: list[Any], tokens: list[int]) -> None:
+        """SGLang's requests that join the batch, new or after a retraction, with KV of so many ``tokens``."""
         if self._dummy_kv is not None:
             for request in requests:
                 if len(request.output_ids) == 1:  # a retracted one has its own pages back
                     prompt = request.origin_input_ids
                     pages = self._tables.pages_of(request.req_pool_idx, len(prompt))
                     self._dummy_kv.fill(pages, prompt)
-        self.engine.boundary.admit(request.req_pool_idx for request in requests)
+        rows = [request.req_pool_idx for request in requests]
+        size = self.config.page_size_tokens
+        full = [
+            self._tables.pages_of(row, count // size * size)
+            for row, count in zip(rows, tokens, strict=True)
+        ]
+        self.engine.boundary.admit(rows, np.concatenate(full))
 
     def announce_step(self, rows: torch.Tensor, positions: torch.Tensor) -> None:
         """A decode step is about to run for ``rows`` ``[B]`` of the request table, both on the host.

@@ -224,7 +224,7 @@ def after_prepare_for_prebuilt(_: None, batch: Any) -> None:
     """A batch of requests whose KV has arrived, or was restored after a retraction, joins."""
     from sglang_scout.plugin.backend import current_backend
 
-    current_backend().admit(batch.reqs)
+    current_backend().admit(batch.reqs, batch.seq_lens_cpu.tolist())
 
 
 def before_process_batch_result(processor: Any, batch: Any, result: Any) -> None:
