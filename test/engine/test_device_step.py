@@ -19,7 +19,7 @@ if not triton.interpreted():
     pytest.skip("needs Triton's interpreter: the arena is not registered", allow_module_level=True)
 
 from device_worker import DeviceWorker  # noqa: E402  (needs the native module)
-from mini_worker import HIDDEN  # noqa: E402
+from mini_worker import HIDDEN, SIZE  # noqa: E402
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
@@ -130,6 +130,32 @@ def test_requests_come_and_go_and_their_pages_change_hands(make, cpu_pages):
         # Queries and weights are rounded to 16 bits; int8 costs more, and queries here are long.
         assert counters.verify_max_rel_error <= 1e-3 < counters.verify_max_int8_error <= 0.2
         assert 0 < quantized < counters.cpu_pages
+
+
+def test_pages_that_running_steps_write_are_known_and_no_others(make):
+    """On a device two steps may run: the host has seen the results of the one before them."""
+    rng = np.random.default_rng(2)
+    worker = make(layers=2, max_batch=3, verify=False, config='{"recall": "fixed"}')
+    boundary, every = worker.engine.boundary, np.arange(worker.host.num_pages)
+    written, built = [set(), set()], [set(), set()]
+    for _ in range(50):
+        if len(worker.requests) < 3 and (not worker.requests or rng.random() < 0.5):
+            worker.admit(int(rng.integers(1, 200)))
+        before, known = worker.host.v[1].clone(), worker.digests.valid.copy()
+        worker.step()
+        new = every[worker.digests.valid & ~known]
+        built = [built[1], set(new.tolist())]
+        changed = (worker.host.v[1] != before).flatten(1).any(1)
+        written = [written[1], set(torch.nonzero(changed)[:, 0].tolist())]
+        assert written[1] == {r.pages[(r.length - 1) // SIZE] for r in worker.requests}
+        for request in [r for r in worker.requests if rng.random() < 0.1]:
+            full = np.array(request.pages[: (request.length - 1) // SIZE], np.int64)
+            worker.finish(request)  # SGLang learns of it when the next step has begun
+            full = np.setdiff1d(full, list(written[0] | built[0] | built[1]))
+            assert not boundary.may_be_written(full)
+        found = {page for page in every.tolist() if boundary.may_be_written(np.array([page]))}
+        assert found == set().union(*written, *built)
+        assert not boundary.may_be_written(np.zeros(0, np.int64))
 
 
 def test_what_the_device_sees_of_residency_is_the_table(make):

@@ -6,6 +6,7 @@ then the page tables are fixed, and what the step attends to does not change unt
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -62,6 +63,7 @@ class StepBoundary:
         counters: totals to add to.
         slots_on_host: whether batches say which slots their pages have; a device that keeps a copy of
             the residency table looks there.
+        known_after: boundaries until a step has surely ended: this one has waited for its results.
 
     Attributes:
         freed_at: ``[P]`` the last step that had begun when each page was last freed, -1: never.
@@ -78,6 +80,7 @@ class StepBoundary:
         recall: Recall,
         counters: Counters,
         slots_on_host: bool = True,
+        known_after: int = 1,
     ) -> None:
         self._shape = shape
         self._policy = policy
@@ -92,6 +95,7 @@ class StepBoundary:
         self._filled_last = np.zeros(0, np.int64)  # pages that were full at the last boundary first
         self.freed_at = np.full(host.num_pages, -1, np.int64)
         self._last_freed = -1  # the largest of them
+        self._written: deque[npt.NDArray[np.int64]] = deque(maxlen=known_after)  # by the last steps
         self._step = 0
         self._seen_full: dict[int, int] = {}  # by table row: full pages at the last boundary
         self._first_step: dict[int, int] = {}  # by table row; 0: joins with the next step
@@ -135,9 +139,17 @@ class StepBoundary:
         return [np.where(is_held[some], some, -1) for some in pages]
 
     def may_be_written(self, pages: npt.NDArray[np.int64]) -> bool:
-        """Whether the step that began last may still append to some of ``pages``: SGLang takes in the results of a
-        step, and frees the pages of requests that it ended, when it has launched the next one with them."""
-        return self._last_freed == self._step and bool((self.freed_at[pages] == self._step).any())
+        """Whether a step that may still run writes to some of ``pages``, or to their digests.
+
+        SGLang takes in the results of a step, and frees the pages of requests that it ended, when it has
+        launched the next one with them. Of all that a step does, ``append_tokens`` alone writes to host
+        pages: one token to each row's tail page, which its boundary has fixed; rows without a request have
+        none. Its boundary launches what writes the digests of pages that were found to lack them. So a
+        step writes to these, whoever they belong to by then, and to no others. And a boundary ends when the
+        results of the step ``known_after`` before it have come, so that only the last ``known_after`` steps
+        may run. Pages that had their digests before, a request's or the radix cache's, are none of them.
+        """
+        return any(bool(np.isin(pages, written).any()) for written in self._written)
 
     def _forget_final(self, pages: npt.NDArray[np.int64]) -> None:
         """Before anybody writes to ``pages``."""
@@ -181,8 +193,9 @@ class StepBoundary:
 
         seen = self._seen_before(request_slots, full, fresh)
         new = [table[row, seen[row] : full[row]] for row in np.flatnonzero(seen < full)]
-        self._complete_digests(np.concatenate([np.zeros(0, np.int32), *new]))
+        built = self._complete_digests(np.concatenate([np.zeros(0, np.int32), *new]))
         self._filled_here[tail_page] = True
+        self._written.append(np.concatenate([tail_page, built]))
         self._load_forced(table, full, tail_page, tail_len, fresh)
         if self._policy.missing.copy_ahead:
             self._make_room(fresh, last.missed)
@@ -247,8 +260,12 @@ class StepBoundary:
         recall.started[:] = 0
         return report
 
-    def _complete_digests(self, pages: npt.NDArray[np.int32]) -> None:
-        """Every full page needs a digest: what has not come with its KV is computed here."""
+    def _complete_digests(self, pages: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
+        """Every full page needs a digest: what has not come with its KV is computed here.
+
+        Returns:
+            Which pages those were.
+        """
         pending = distinct(pages[~self._digests.valid[pages]])
         filled = self._filled_here[pending]
         # The step that filled a page may still run on a device; at the boundary after it is over.
@@ -256,6 +273,7 @@ class StepBoundary:
         self._filled_last = pending[filled]
         self._host.set_final(pending[~filled], True)
         self._digests.build(pending, self._host)
+        return pending
 
     def _load_forced(
         self,

@@ -97,7 +97,7 @@ class DeviceStepEngine:
         )  # fmt: skip
         self.boundary = StepBoundary(
             shape, policy, budget_pages, host, digests, table, self.recall, self.counters,
-            slots_on_host=False,
+            slots_on_host=False, known_after=KNOWN_AFTER,
         )  # fmt: skip
         self.step_log: StepLog | None = None
         self._ring, self._life, self._epoch = ring, life, 0
