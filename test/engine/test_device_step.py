@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from sglang_scout.core.registry import chosen, forget_chosen
 from sglang_scout.engine import device
+from sglang_scout.engine.digest_forms import FORMS
 from sglang_scout.ops import triton
 
 pytest.importorskip("sglang_scout._native")
@@ -156,6 +158,22 @@ def test_pages_that_running_steps_write_are_known_and_no_others(make):
         found = {page for page in every.tolist() if boundary.may_be_written(np.array([page]))}
         assert found == set().union(*written, *built)
         assert not boundary.may_be_written(np.zeros(0, np.int64))
+
+
+@pytest.mark.parametrize("digest", FORMS)
+def test_what_boundaries_launch_is_compiled_before_the_first_request(make, digest):
+    """And leaves no trace: the padding page and a free slot are all that it touches."""
+    forget_chosen()
+    worker = make(layers=2, config=f'{{"digest": "{digest}"}}')
+    before = set(chosen())
+    counts = (worker.digests.computed, worker.digests.received, worker.digests.valid.sum())
+    assert counts == (0, 0, 0) and worker.table.resident_pages == 0
+    assert list(worker.digests.accept(np.arange(3))) == [0, 1, 2]
+    worker.admit(500)
+    worker.step()
+    assert worker.digests.computed == 15 and worker.engine.counters.warmed_pages > 0
+    of_boundaries = {op for op in chosen() if op.startswith(("build_", "copy_"))}
+    assert len(of_boundaries) == 2 and of_boundaries <= before
 
 
 def test_what_the_device_sees_of_residency_is_the_table(make):

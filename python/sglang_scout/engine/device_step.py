@@ -121,6 +121,9 @@ class DeviceStepEngine:
         self._verifier = Verifier(host, shape, self.counters) if verify else None
         self._chosen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # layer: query, pages
         self._predicted: dict[int, torch.Tensor] = {}
+        # Layers run when they are captured; what boundaries launch would be compiled in the first request.
+        digests.rehearse(host)
+        self.recall.rehearse()
 
     @property
     def can_be_captured(self) -> bool:

@@ -149,6 +149,14 @@ class DigestPool:
     def device(self) -> torch.device:
         return self.low[0].device
 
+    def rehearse(self, host: HostPages) -> None:
+        """Do what requests need once, before there are any, so that none waits while kernels are compiled
+        and loaded. With page 0, which is padding."""
+        padding = np.zeros(1, np.int64)
+        self._form.build(host.for_copies(self.device), self._ids(padding), self.low, self.high)
+        self.poison(padding)
+        self.accept(padding)
+
     def invalidate(self, pages: npt.NDArray[np.integer]) -> None:
         """The pages were freed: their digests no longer hold."""
         self.valid[pages] = False

@@ -113,6 +113,12 @@ class Recall:
         self.used = np.zeros(layers, np.int64)
         self.link_pages_per_us = 0.0
 
+    def rehearse(self) -> None:
+        """Copy once, so that no request waits while the kernel is compiled: the padding page to a slot that is
+        still free, and is written by whoever takes it."""
+        ids, cache = np.zeros((3, 1), np.int64), self._resident
+        copy_layer_pages(self._source, upload(ids, cache.k.device), cache.k, cache.v)
+
     @property
     def late_pages(self) -> int:
         """Right after :meth:`commit`: pages whose copies have not ended in time."""
