@@ -44,6 +44,38 @@ def test_named_rows_are_exact_and_others_untouched(
         assert got[:, rest].isnan().all()
 
 
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+@given(
+    dtype=st.sampled_from(DTYPES),
+    sizes=st.tuples(*(st.integers(1, n) for n in (3, 6, 9, 33, 4))),
+    D=st.sampled_from((16, 64, 96)),
+    seed=st.integers(0, 2**31),
+    data=st.data(),
+)
+def test_keys_that_lie_in_other_rows(impl, layer_pages, dtype, sizes, D, seed, data):
+    L, P, R, S, H = sizes
+    rng = torch.Generator().manual_seed(seed)
+    k = torch.randn(L, R, S, H, D, generator=rng).to(dtype)
+    ids = torch.tensor(data.draw(st.lists(st.integers(0, P - 1), unique=True)), dtype=torch.int64)
+    rows = torch.randint(R, (L, len(ids)), generator=rng)
+    kmin, kmax = poisoned(L, P, H, D, dtype=dtype)
+    build_layer_digests(layer_pages(k), ids, kmin, kmax, rows, impl=impl)
+    there = k[torch.arange(L)[:, None], rows]
+    rest = [page for page in range(P) if page not in ids.tolist()]
+    for got, expected in ((kmin, there.amin(2)), (kmax, there.amax(2))):
+        assert torch.equal(got[:, ids], expected)
+        assert got[:, rest].isnan().all()
+
+
+def test_native_leaves_other_rows_to_others(layer_pages):
+    kmin, kmax = poisoned(2, 3, 2, 16)
+    arguments = (layer_pages(torch.randn(2, 5, 4, 2, 16)), torch.tensor([1]), kmin, kmax)
+    with pytest.raises(ImplementationError, match="native reads a page in the row of its id"):
+        build_layer_digests(*arguments, torch.tensor([[4], [0]]), impl="native")
+    with pytest.raises(ValueError, match="rows has L=1, expected 2"):
+        build_layer_digests(*arguments, torch.tensor([[4]]))
+
+
 @IMPLS
 def test_extreme_values(impl, layer_pages):
     limits = torch.finfo(torch.float32)
@@ -77,6 +109,13 @@ def test_triton_skips_pages_out_of_range(impl, layer_pages):
     for got, expected in ((kmin, k.amin(2)), (kmax, k.amax(2))):
         assert torch.equal(got[:, 1], expected[:, 1])
         assert got[:, [0, 2]].isnan().all()
+    kmin, kmax = poisoned(2, 9, 2, 16)
+    rows = torch.tensor([[0, 3, 2], [-1, 1, 2**40]])
+    build_layer_digests(layer_pages(k), torch.tensor([8, 1, 4]), kmin, kmax, rows, impl=impl)
+    for got, expected in ((kmin, k.amin(2)), (kmax, k.amax(2))):
+        assert torch.equal(got[0, 8], expected[0, 0]) and torch.equal(got[0, 4], expected[0, 2])
+        assert torch.equal(got[1, 1], expected[1, 1])
+        assert (~got.isnan()).sum() == 3 * 2 * 16
 
 
 @pytest.mark.parametrize(

@@ -152,6 +152,33 @@ def test_values_that_are_not_finite_show_in_the_steps_of_their_group(impl, bad, 
     assert (decode(high, high_step)[0, 0, 1, :32] >= 1).all()
 
 
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+@given(
+    dtype=st.sampled_from(DTYPES),
+    sizes=st.tuples(*(st.integers(1, n) for n in (3, 6, 9, 3))),
+    seed=st.integers(0, 2**31),
+)
+def test_keys_that_lie_in_other_rows(impl, dtype, sizes, seed):
+    L, P, R, H = sizes
+    rng = torch.Generator().manual_seed(seed)
+    layers = [keys(seed + i, R, H, 64, dtype) for i in range(L)]
+    ids = torch.randperm(P, generator=rng)[: (P + 1) // 2]
+    rows = torch.randint(R, (L, len(ids)), generator=rng)
+    got, expected = pools(L, P, H, 64), pools(L, P, H, 64)
+    for layer, k in enumerate(layers):
+        for into, new in zip(expected, digests_of(k[rows[layer]]), strict=True):
+            into[layer, ids] = new
+    build_layer_digests_int8(LayerPages.of(layers, layers, "cpu"), ids, got, rows, impl=impl)
+    assert all(torch.equal(words(a), words(b)) for a, b in zip(got, expected, strict=True))
+
+
+def test_native_leaves_other_rows_to_others():
+    layers = [keys(0, 3, 2, 64, torch.float32)]
+    source, ids = LayerPages.of(layers, layers, "cpu"), torch.tensor([1])
+    with pytest.raises(ImplementationError, match="native reads a page in the row of its id"):
+        build_layer_digests_int8(source, ids, pools(1, 3, 2, 64), ids[None], impl="native")
+
+
 @BUILDERS
 def test_other_rows_are_untouched(impl):
     layers = [keys(i, 4, 2, 32, torch.bfloat16) for i in range(2)]
@@ -232,7 +259,10 @@ def test_a_page_without_a_step_scores_nan(impl, reduce):
 def test_triton_skips_pages_out_of_range(impl):
     k, into = keys(2, 2, 1, 32, torch.float32), pools(1, 2, 1, 32)
     ids = torch.tensor([2, -1, 2**40])
-    build_layer_digests_int8(LayerPages.of([k], [k], "cpu"), ids, into, impl=impl)
+    source = LayerPages.of([k], [k], "cpu")
+    build_layer_digests_int8(source, ids, into, impl=impl)
+    rows = torch.tensor([[2, -1]])
+    build_layer_digests_int8(source, torch.tensor([0, 1]), into, rows, impl=impl)
     assert all((pool == 99).all() for pool in into)
 
 

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sglang_scout.core.errors import ImplementationError
 from sglang_scout.ops.digest import digest_reference
 from sglang_scout.ops.layers import LayerPages
 from sglang_scout.ops.score import score_reference
@@ -77,6 +78,35 @@ def test_every_sign_can_be_read_back_and_other_rows_stay(
         assert torch.equal(now[:, rest], was[:, rest])
 
 
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+@given(
+    dtype=st.sampled_from(DTYPES),
+    sizes=st.tuples(*(st.integers(1, n) for n in (3, 6, 9, 3))),
+    seed=st.integers(0, 2**31),
+)
+def test_keys_that_lie_in_other_rows(impl, layer_pages, dtype, sizes, seed):
+    L, P, R, H = sizes
+    rng = torch.Generator().manual_seed(seed)
+    k = torch.randn(L, R, 32, H, 48, generator=rng).to(dtype)
+    ids = torch.randperm(P, generator=rng)[: (P + 1) // 2]
+    rows = torch.randint(R, (L, len(ids)), generator=rng)
+    low, high = torch.randn(2, L, P, H, 48, generator=rng).to(dtype)
+    expected = low.clone(), high.clone()
+    for layer in range(L):
+        for into, new in zip(expected, words(k[layer]), strict=True):
+            into[layer, ids] = new[rows[layer]]
+    build_layer_signs(layer_pages(k), ids, low, high, rows, impl=impl)
+    for got, wanted in zip((low, high), expected, strict=True):
+        assert torch.equal(as_bits(got), as_bits(wanted))
+
+
+def test_native_leaves_other_rows_to_others(layer_pages):
+    k = torch.randn(1, 3, 32, 2, 16)
+    arguments = layer_pages(k), torch.tensor([1]), *poisoned(k), torch.tensor([[2]])
+    with pytest.raises(ImplementationError, match="native reads a page in the row of its id"):
+        build_layer_signs(*arguments, impl="native")
+
+
 @pytest.mark.parametrize("impl", ["native", "reference"])
 @pytest.mark.parametrize("bad", [-1, 3])
 def test_page_out_of_range_is_refused_before_anything_is_written(impl, bad, layer_pages):
@@ -99,6 +129,10 @@ def test_triton_skips_pages_out_of_range(impl, dtype, layer_pages):
         for got, full in zip((low[layer], high[layer]), words(k[layer]), strict=True):
             assert torch.equal(as_bits(got)[1], as_bits(full)[1])
             assert got[[0, 2]].isnan().all()
+    low, high = poisoned(k)
+    rows = torch.tensor([[3], [-1]])
+    build_layer_signs(layer_pages(k), torch.tensor([1]), low, high, rows, impl=impl)
+    assert low.isnan().all() and high.isnan().all()
 
 
 @SCORES

@@ -10,7 +10,7 @@ import torch
 
 from ..core.registry import Op, Tolerance
 from . import native, triton
-from .layers import LayerPages
+from .layers import LayerPages, bind_source, source_rows
 from .shapes import Shapes
 
 TOLERANCES = {
@@ -33,19 +33,28 @@ def digest_reference(k_pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def build_layer_digests_reference(
-    source: LayerPages, ids: torch.Tensor, kmin: torch.Tensor, kmax: torch.Tensor
+    source: LayerPages,
+    ids: torch.Tensor,
+    kmin: torch.Tensor,
+    kmax: torch.Tensor,
+    rows: torch.Tensor | None = None,
 ) -> None:
     """`build_layer_digests` by gather, reduce, scatter, layer after layer."""
-    for layer, k in enumerate(source.k):
-        low, high = digest_reference(k.index_select(0, ids.to(k.device)))
+    for layer, k in enumerate(source_rows(source, ids, rows)):
+        low, high = digest_reference(k)
         kmin[layer].index_copy_(0, ids, low.to(kmin.device))
         kmax[layer].index_copy_(0, ids, high.to(kmax.device))
 
 
-def _check(source: LayerPages, ids: torch.Tensor, kmin: torch.Tensor, kmax: torch.Tensor) -> None:
+def _check(
+    source: LayerPages,
+    ids: torch.Tensor,
+    kmin: torch.Tensor,
+    kmax: torch.Tensor,
+    rows: torch.Tensor | None = None,
+) -> None:
     shapes = Shapes("build_layer_digests", L=len(source.k))
-    shapes.bind("k", source.k[0], "PSHD")
-    shapes.bind("ids", ids, "n", torch.int64)
+    bind_source(shapes, source, ids, rows)
     shapes.bind("kmin", kmin, "LPHD", source.k[0].dtype)
     shapes.bind("kmax", kmax, "LPHD", source.k[0].dtype)
 
@@ -64,6 +73,7 @@ def build_layer_digests(
     ids: torch.Tensor,
     kmin: torch.Tensor,
     kmax: torch.Tensor,
+    rows: torch.Tensor | None = None,
     impl: str = "auto",
 ) -> None:
     """Write the digests of pages ``ids`` in every layer, all other rows stay as they are.
@@ -71,11 +81,14 @@ def build_layer_digests(
     On a device one launch, whatever the number of layers.
 
     Args:
-        source: K of each layer, [P, S, H, D] any float dtype; the named pages are full.
+        source: K of each layer, [P, S, H, D] any float dtype; the named pages are full. With ``rows``
+            [R, S, H, D].
         ids: [n] int64 in [0, P); n may be 0.
         kmin, kmax: [L, P, H, D] dtype of K; mutated.
+        rows: [L, n] int64 in [0, R), where the K of each page lies in each layer of ``source``; None: in
+            the row of its id.
     Raises:
         ValueError: sizes or dtypes that do not agree. ImplementationError: see `registry.Op`.
     Source: Quest section 3.3, ScoutAttention section 3.2.
     """
-    BUILD_LAYER_DIGESTS(source, ids, kmin, kmax, impl=impl)
+    BUILD_LAYER_DIGESTS(source, ids, kmin, kmax, rows, impl=impl)

@@ -23,7 +23,7 @@ from ..core.registry import Op, Tolerance
 from . import native_digest_int8 as native
 from . import triton
 from .digest import digest_reference
-from .layers import LayerPages
+from .layers import LayerPages, bind_source, source_rows
 from .score import REDUCTIONS, score_reference
 from .shapes import Shapes
 
@@ -86,12 +86,13 @@ def _build_reference(
     source: LayerPages,
     ids: torch.Tensor,
     digests: Int8Digests,
+    rows: torch.Tensor | None = None,
 ) -> None:
     """`build_layer_digests_int8` by gather, reduce, round, scatter, layer after layer."""
-    for k, *pools in zip(source.k, *digests, strict=True):
-        new = code_reference(*digest_reference(k.index_select(0, ids.to(k.device))))
-        for pool, rows in zip(pools, new, strict=True):
-            pool.index_copy_(0, ids, rows.to(pool.device))
+    for k, *pools in zip(source_rows(source, ids, rows), *digests, strict=True):
+        new = code_reference(*digest_reference(k))
+        for pool, digest in zip(pools, new, strict=True):
+            pool.index_copy_(0, ids, digest.to(pool.device))
 
 
 def _bind(
@@ -114,10 +115,10 @@ def _check_build(
     source: LayerPages,
     ids: torch.Tensor,
     digests: Int8Digests,
+    rows: torch.Tensor | None = None,
 ) -> None:
     shapes = Shapes("build_layer_digests_int8", L=len(source.k))
-    shapes.bind("k", source.k[0], "PSHD")
-    shapes.bind("ids", ids, "n", torch.int64)
+    bind_source(shapes, source, ids, rows)
     _bind(shapes, "LPHD", digests)
 
 
@@ -134,6 +135,7 @@ def build_layer_digests_int8(
     source: LayerPages,
     ids: torch.Tensor,
     digests: Int8Digests,
+    rows: torch.Tensor | None = None,
     impl: str = "auto",
 ) -> None:
     """`build_layer_digests`, rounded outward to int8. All other rows stay as they are.
@@ -142,10 +144,11 @@ def build_layer_digests_int8(
         source: K of each layer, [P, S, H, D] any float dtype, D % 32 == 0; the named pages are full.
         ids: [n] int64 in [0, P); n may be 0; no id twice.
         digests: [L, P, ...]; mutated.
+        rows: as of `build_layer_digests`.
     Raises:
         ValueError: sizes or dtypes that do not agree. ImplementationError: see `registry.Op`.
     """
-    BUILD_LAYER_DIGESTS_INT8(source, ids, digests, impl=impl)
+    BUILD_LAYER_DIGESTS_INT8(source, ids, digests, rows, impl=impl)
 
 
 def score_int8_reference(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -58,6 +58,29 @@ class LayerPages:
 
     def __repr__(self) -> str:
         return f"{len(self.k)} layers of {self.k[0].dtype}{list(self.k[0].shape)}"
+
+
+def bind_source(
+    shapes: Shapes, source: LayerPages, ids: torch.Tensor, rows: torch.Tensor | None
+) -> None:
+    """Check K, ids and rows of an op that makes something of pages: of its own page each, or with ``rows`` of
+    a row of other pages, as many as there are.
+
+    Raises:
+        ValueError: as `Shapes.bind`.
+    """
+    shapes.bind("k", source.k[0], "PSHD" if rows is None else "RSHD")
+    shapes.bind("ids", ids, "n", torch.int64)
+    if rows is not None:
+        shapes.bind("rows", rows, "Ln", torch.int64)
+
+
+def source_rows(
+    source: LayerPages, ids: torch.Tensor, rows: torch.Tensor | None
+) -> Iterator[torch.Tensor]:
+    """K of each layer, [n, S, H, D], gathered."""
+    for layer, k in enumerate(source.k):
+        yield k.index_select(0, (ids if rows is None else rows[layer]).to(k.device))
 
 
 def resident_slots(slot_of: torch.Tensor | None, pages: torch.Tensor) -> torch.Tensor:

@@ -236,14 +236,35 @@ def _score(
     return out
 
 
-def _digest_reasons(
-    source: LayerPages, ids: torch.Tensor, kmin: torch.Tensor, kmax: torch.Tensor
+def source_reasons(
+    source: LayerPages, rows: torch.Tensor | None, **tensors: torch.Tensor
 ) -> list[str]:
+    """Why pages cannot be read, of ops that take ``rows``."""
     k = source.k[0]
-    return _reasons(k, **{"source.k": k}, ids=ids, kmin=kmin, kmax=kmax)
+    reasons = _reasons(k, **{"source.k": k}, **tensors)
+    if rows is not None:
+        # They are for a device whose cache is nearer than the host's pages.
+        reasons.append("rows are given; native reads a page in the row of its id")
+    return reasons
 
 
-def _digest(source: LayerPages, ids: torch.Tensor, kmin: torch.Tensor, kmax: torch.Tensor) -> None:
+def _digest_reasons(
+    source: LayerPages,
+    ids: torch.Tensor,
+    kmin: torch.Tensor,
+    kmax: torch.Tensor,
+    rows: torch.Tensor | None = None,
+) -> list[str]:
+    return source_reasons(source, rows, ids=ids, kmin=kmin, kmax=kmax)
+
+
+def _digest(
+    source: LayerPages,
+    ids: torch.Tensor,
+    kmin: torch.Tensor,
+    kmax: torch.Tensor,
+    rows: torch.Tensor | None = None,
+) -> None:
     assert _module is not None
     P, S, H, D = source.k[0].shape
     _check_ids("build_layer_digests", "ids", ids, P, 0)

@@ -18,15 +18,16 @@ def _build_reasons(
     source: LayerPages,
     ids: torch.Tensor,
     digests: Int8Digests,
+    rows: torch.Tensor | None = None,
 ) -> list[str]:
-    k = source.k[0]
-    return native._reasons(k, **{"source.k": k}, ids=ids, **digests._asdict())
+    return native.source_reasons(source, rows, ids=ids, **digests._asdict())
 
 
 def _build(
     source: LayerPages,
     ids: torch.Tensor,
     digests: Int8Digests,
+    rows: torch.Tensor | None = None,
 ) -> None:
     assert native._module is not None
     P, S, H, D = source.k[0].shape

@@ -10,13 +10,22 @@ from .layers import LayerPages
 
 
 def _sign_reasons(
-    source: LayerPages, ids: torch.Tensor, low: torch.Tensor, high: torch.Tensor
+    source: LayerPages,
+    ids: torch.Tensor,
+    low: torch.Tensor,
+    high: torch.Tensor,
+    rows: torch.Tensor | None = None,
 ) -> list[str]:
-    k = source.k[0]
-    return native._reasons(k, **{"source.k": k}, ids=ids, low=low, high=high)
+    return native.source_reasons(source, rows, ids=ids, low=low, high=high)
 
 
-def _sign(source: LayerPages, ids: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> None:
+def _sign(
+    source: LayerPages,
+    ids: torch.Tensor,
+    low: torch.Tensor,
+    high: torch.Tensor,
+    rows: torch.Tensor | None = None,
+) -> None:
     assert native._module is not None
     P, _, H, D = source.k[0].shape
     native._check_ids("build_layer_signs", "ids", ids, P, 0)

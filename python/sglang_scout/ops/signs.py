@@ -13,7 +13,7 @@ import torch
 
 from ..core.registry import Op, Tolerance
 from . import native_signs, triton
-from .layers import LayerPages
+from .layers import LayerPages, bind_source, source_rows
 from .shapes import Shapes
 
 PAGE_TOKENS = 32
@@ -42,11 +42,15 @@ def as_bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def build_layer_signs_reference(
-    source: LayerPages, ids: torch.Tensor, low: torch.Tensor, high: torch.Tensor
+    source: LayerPages,
+    ids: torch.Tensor,
+    low: torch.Tensor,
+    high: torch.Tensor,
+    rows: torch.Tensor | None = None,
 ) -> None:
     """`build_layer_signs` in plain torch, layer after layer."""
-    for layer, k in enumerate(source.k):
-        pages = k.index_select(0, ids.to(k.device)).to(low.device)
+    for layer, k in enumerate(source_rows(source, ids, rows)):
+        pages = k.to(low.device)
         bits = (~torch.signbit(pages)).view(-1, 2, _WORD_TOKENS, *pages.shape[2:]).int()
         place = 1 << torch.arange(_WORD_TOKENS, dtype=torch.int32, device=low.device)
         words = (bits * place.view(-1, 1, 1)).sum(2)  # [n, 2, H, D] int64
@@ -93,11 +97,14 @@ def score_signs_reference(
 
 
 def _check_build(
-    source: LayerPages, ids: torch.Tensor, low: torch.Tensor, high: torch.Tensor
+    source: LayerPages,
+    ids: torch.Tensor,
+    low: torch.Tensor,
+    high: torch.Tensor,
+    rows: torch.Tensor | None = None,
 ) -> None:
     shapes = Shapes("build_layer_signs", L=len(source.k), S=PAGE_TOKENS)
-    shapes.bind("k", source.k[0], "PSHD")
-    shapes.bind("ids", ids, "n", torch.int64)
+    bind_source(shapes, source, ids, rows)
     shapes.bind("low", low, "LPHD", source.k[0].dtype)
     shapes.bind("high", high, "LPHD", source.k[0].dtype)
 
@@ -137,6 +144,7 @@ def build_layer_signs(
     ids: torch.Tensor,
     low: torch.Tensor,
     high: torch.Tensor,
+    rows: torch.Tensor | None = None,
     impl: str = "auto",
 ) -> None:
     """Write the signs of pages ``ids`` in every layer, all other rows stay as they are.
@@ -148,10 +156,11 @@ def build_layer_signs(
         ids: [n] int64 in [0, P); n may be 0.
         low, high: [L, P, H, D] dtype of K, taken as integers of that size; mutated. Bit t is set
             where token t (low) or 16 + t (high) has no minus sign; the other bits are 0.
+        rows: as of `build_layer_digests`.
     Raises:
         ValueError: sizes or dtypes that do not agree. ImplementationError: see `registry.Op`.
     """
-    BUILD_LAYER_SIGNS(source, ids, low, high, impl=impl)
+    BUILD_LAYER_SIGNS(source, ids, low, high, rows, impl=impl)
 
 
 def score_signs(

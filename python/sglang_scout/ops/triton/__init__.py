@@ -173,14 +173,14 @@ SELECT_PAGES = _kernel("select", "select_pages", _select_reasons)
 
 
 def _layer_reasons(
-    source: LayerPages, kv: torch.Tensor | None = None, **tensors: torch.Tensor
+    source: LayerPages, kv: torch.Tensor | None = None, **tensors: torch.Tensor | None
 ) -> list[str]:
     # One layer stands for all: they come from one arena, which may be page-locked memory of the host.
     pages = {"source.k": source.k[0], "source.addresses": source.addresses}
     return _reasons(kv, pinned=("source.k",), **pages, **tensors)
 
 
-def _whole_page_reasons(source: LayerPages, **tensors: torch.Tensor) -> list[str]:
+def _whole_page_reasons(source: LayerPages, **tensors: torch.Tensor | None) -> list[str]:
     """Of kernels that hold all of a page's K of one head at a time."""
     k = source.k[0]
     reasons = _layer_reasons(source, k, **tensors)
@@ -190,15 +190,23 @@ def _whole_page_reasons(source: LayerPages, **tensors: torch.Tensor) -> list[str
 
 
 def _digest_reasons(
-    source: LayerPages, ids: torch.Tensor, kmin: torch.Tensor, kmax: torch.Tensor
+    source: LayerPages,
+    ids: torch.Tensor,
+    kmin: torch.Tensor,
+    kmax: torch.Tensor,
+    rows: torch.Tensor | None = None,
 ) -> list[str]:
-    return _whole_page_reasons(source, ids=ids, kmin=kmin, kmax=kmax)
+    return _whole_page_reasons(source, ids=ids, kmin=kmin, kmax=kmax, rows=rows)
 
 
 def _sign_reasons(
-    source: LayerPages, ids: torch.Tensor, low: torch.Tensor, high: torch.Tensor
+    source: LayerPages,
+    ids: torch.Tensor,
+    low: torch.Tensor,
+    high: torch.Tensor,
+    rows: torch.Tensor | None = None,
 ) -> list[str]:
-    return _layer_reasons(source, source.k[0], ids=ids, low=low, high=high)
+    return _layer_reasons(source, source.k[0], ids=ids, low=low, high=high, rows=rows)
 
 
 def _copy_reasons(
@@ -248,8 +256,9 @@ def _build_int8_reasons(
     source: LayerPages,
     ids: torch.Tensor,
     digests: Int8Digests,
+    rows: torch.Tensor | None = None,
 ) -> list[str]:
-    return _whole_page_reasons(source, ids=ids, **digests._asdict())
+    return _whole_page_reasons(source, ids=ids, rows=rows, **digests._asdict())
 
 
 def _score_int8_reasons(

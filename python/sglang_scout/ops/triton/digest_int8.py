@@ -13,7 +13,7 @@ import triton.language as tl
 
 from ..layers import LayerPages
 from .exact import dot_fp32, rounded
-from .pages import layer_pointer
+from .pages import layer_pointer, source_row
 from .score import Scratch, leave_bounds, leave_nothing
 
 if TYPE_CHECKING:
@@ -38,11 +38,13 @@ def coded(bound, good, DIRECTION: tl.constexpr, STEPS: tl.constexpr, LEAST_STEP:
 def build_kernel(
     addresses,
     ids,
+    rows,
     low,
     low_step,
     high,
     high_step,
     P,
+    R,
     NO_STEP: tl.constexpr,
     LEAST_STEP: tl.constexpr,
     STEPS: tl.constexpr,
@@ -55,15 +57,16 @@ def build_kernel(
     BLOCK_D: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
-    """One page, head and layer. addresses [L] of [P, S, H, D]; ids [n]; low, high [L, P, H, D];
-    low_step, high_step [L, P, H, D / GROUP] as int16."""
+    """One page, head and layer. addresses [L] of [R, S, H, D]; ids [n]; rows: see `source_row`; low, high
+    [L, P, H, D]; low_step, high_step [L, P, H, D / GROUP] as int16."""
     page, h = tl.load(ids + tl.program_id(0)), tl.program_id(1)
     layer = tl.program_id(2).to(tl.int64)
-    if (page >= 0) & (page < P):
+    source = source_row(rows, page, layer)
+    if (page >= 0) & (page < P) & (source >= 0) & (source < R):
         k = layer_pointer(addresses, layer, DTYPE, ALIGN)
         s, d = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
         mask = (s < S)[:, None] & (d < D)[None, :]
-        at = ((page * S + s) * H + h)[:, None] * D + d[None, :]
+        at = ((source * S + s) * H + h)[:, None] * D + d[None, :]
         x = tl.load(k + at, mask=mask, other=0.0).to(tl.float32)
         sound = (x - x == 0.0).to(tl.int32)  # neither infinite nor NaN
         least = tl.min(tl.where(mask, x, float("inf")), axis=0)
@@ -146,21 +149,24 @@ def build_layer_digests_int8(
     source: LayerPages,
     ids: torch.Tensor,
     digests: "Int8Digests",
+    rows: torch.Tensor | None = None,
 ) -> None:
     """See `ops.digest_int8.build_layer_digests_int8`."""
     from ..digest_int8 import GROUP, LEAST_STEP, NO_STEP_BITS, STEPS
 
-    P, S, H, D = source.k[0].shape
+    R, S, H, D = source.k[0].shape
     if ids.numel() == 0:
         return
     build_kernel[(ids.numel(), H, len(source.k))](
         source.addresses,
         ids,
+        rows,
         digests.low,
         digests.low_step.view(torch.int16),
         digests.high,
         digests.high_step.view(torch.int16),
-        P,
+        digests.low.shape[1],
+        R,
         NO_STEP_BITS,
         LEAST_STEP,
         STEPS,

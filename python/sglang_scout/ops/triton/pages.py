@@ -27,12 +27,23 @@ def layer_pointer(addresses, layer, dtype: tl.constexpr, ALIGN: tl.constexpr):
 
 
 @triton.jit
+def source_row(rows, page, layer):
+    """Where the K of program axis 0's page lies in a layer: rows [L, n], or None: in its own row."""
+    source = page
+    if rows is not None:
+        source = tl.load(rows + layer * tl.num_programs(0) + tl.program_id(0))
+    return source
+
+
+@triton.jit
 def digest_kernel(
     addresses,
     ids,
+    rows,
     kmin,
     kmax,
     P,
+    R,
     S: tl.constexpr,
     H: tl.constexpr,
     D: tl.constexpr,
@@ -40,14 +51,16 @@ def digest_kernel(
     BLOCK_D: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
-    """One page, head and layer. addresses [L] of [P, S, H, D]; ids [n]; kmin, kmax [L, P, H, D]."""
+    """One page, head and layer. addresses [L] of [R, S, H, D]; ids [n]; rows: see `source_row`; kmin,
+    kmax [L, P, H, D]."""
     page, h = tl.load(ids + tl.program_id(0)), tl.program_id(1)
     layer = tl.program_id(2).to(tl.int64)
-    if (page >= 0) & (page < P):
+    source = source_row(rows, page, layer)
+    if (page >= 0) & (page < P) & (source >= 0) & (source < R):
         k = layer_pointer(addresses, layer, kmin.dtype.element_ty, ALIGN)
         s, d = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
         mask = (s < S)[:, None] & (d < D)[None, :]
-        at = ((page * S + s) * H + h)[:, None] * D + d[None, :]
+        at = ((source * S + s) * H + h)[:, None] * D + d[None, :]
         low = tl.load(k + at, mask=mask, other=float("inf")).to(tl.float32)
         high = tl.where(mask, low, float("-inf"))
         row = ((layer * P + page) * H + h) * D + d
@@ -144,16 +157,21 @@ def append_kernel(
 
 
 def build_layer_digests(
-    source: LayerPages, ids: torch.Tensor, kmin: torch.Tensor, kmax: torch.Tensor
+    source: LayerPages,
+    ids: torch.Tensor,
+    kmin: torch.Tensor,
+    kmax: torch.Tensor,
+    rows: torch.Tensor | None = None,
 ) -> None:
     """See `ops.digest.build_layer_digests`."""
-    P, S, H, D = source.k[0].shape
+    R, S, H, D = source.k[0].shape
     if ids.numel() == 0:
         return
     blocks = triton.next_power_of_2(S), triton.next_power_of_2(D)
     digest_kernel[(ids.numel(), H, len(source.k))](
-        source.addresses, ids, kmin, kmax, P, S, H, D, *blocks, source.align_bytes, num_warps=4
-    )
+        source.addresses, ids, rows, kmin, kmax, kmin.shape[1], R, S, H, D, *blocks,
+        source.align_bytes, num_warps=4,
+    )  # fmt: skip
 
 
 def copy_layer_pages(

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from ..layers import LayerPages
 from ..signs import LEAST_SPREAD, as_bits
-from .pages import layer_pointer
+from .pages import layer_pointer, source_row
 
 _WORD_TOKENS = tl.constexpr(16)
 _TOP_EXPONENT = tl.constexpr(127 + 14)  # of the largest |q| of a head, once scaled
@@ -36,24 +36,28 @@ def word_of(k, page, h, first, H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.con
 def build_signs_kernel(
     addresses,
     ids,
+    rows,
     low,
     high,
     P,
+    R,
     H: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
-    """One page, head and layer. addresses [L] of [P, 32, H, D]; ids [n]; low, high [L, P, H, D]."""
+    """One page, head and layer. addresses [L] of [R, 32, H, D]; ids [n]; rows: see `source_row`; low, high
+    [L, P, H, D]."""
     page, h = tl.load(ids + tl.program_id(0)), tl.program_id(1)
     layer = tl.program_id(2).to(tl.int64)
-    if (page >= 0) & (page < P):
+    source = source_row(rows, page, layer)
+    if (page >= 0) & (page < P) & (source >= 0) & (source < R):
         k = layer_pointer(addresses, layer, low.dtype.element_ty, ALIGN)
         d = tl.arange(0, BLOCK_D)
         row = ((layer * P + page) * H + h) * D + d
-        word = word_of(k, page, h, 0, H, D, BLOCK_D)
+        word = word_of(k, source, h, 0, H, D, BLOCK_D)
         tl.store(low + row, word.to(low.dtype.element_ty), mask=d < D)
-        word = word_of(k, page, h, _WORD_TOKENS, H, D, BLOCK_D)
+        word = word_of(k, source, h, _WORD_TOKENS, H, D, BLOCK_D)
         tl.store(high + row, word.to(high.dtype.element_ty), mask=d < D)
 
 
@@ -236,15 +240,19 @@ def stand_out_kernel(
 
 
 def build_layer_signs(
-    source: LayerPages, ids: torch.Tensor, low: torch.Tensor, high: torch.Tensor
+    source: LayerPages,
+    ids: torch.Tensor,
+    low: torch.Tensor,
+    high: torch.Tensor,
+    rows: torch.Tensor | None = None,
 ) -> None:
     """See `ops.signs.build_layer_signs`."""
-    P, _, H, D = source.k[0].shape
+    R, _, H, D = source.k[0].shape
     if ids.numel() == 0:
         return
     build_signs_kernel[(ids.numel(), H, len(source.k))](
-        source.addresses, ids, as_bits(low), as_bits(high), P, H, D, triton.next_power_of_2(D),
-        source.align_bytes, num_warps=4,
+        source.addresses, ids, rows, as_bits(low), as_bits(high), low.shape[1], R, H, D,
+        triton.next_power_of_2(D), source.align_bytes, num_warps=4,
     )  # fmt: skip
 
 
