@@ -161,6 +161,27 @@ def test_pages_that_running_steps_write_are_known_and_no_others(make):
 
 
 @pytest.mark.parametrize("digest", FORMS)
+def test_pages_that_fill_get_their_digests_from_their_slots(make, digest, monkeypatch):
+    """The worker compares all digests with the host pages at every step."""
+    worker = make(layers=2, verify=False, config=f'{{"digest": "{digest}", "recall": "fixed"}}')
+    from_slots, build = [], worker.digests.build_from_slots
+
+    def note(pages, resident, slots):
+        from_slots.extend(pages.tolist())
+        build(pages, resident, slots)
+
+    monkeypatch.setattr(worker.digests, "build_from_slots", note)
+    first, second = worker.admit(300), worker.admit(30)
+    joined = worker.digests.computed
+    for step in range(70):
+        worker.step()
+        if step == 0:
+            assert worker.digests.computed - joined == 9 and not from_slots, "not on the device yet"
+    assert set(from_slots) == {*first.pages[9:11], *second.pages[:3]}
+    assert worker.digests.computed == 9 + len(from_slots)
+
+
+@pytest.mark.parametrize("digest", FORMS)
 def test_what_boundaries_launch_is_compiled_before_the_first_request(make, digest):
     """And leaves no trace: the padding page and a free slot are all that it touches."""
     forget_chosen()

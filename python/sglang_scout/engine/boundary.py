@@ -19,6 +19,7 @@ from sglang_scout.core.ranking import distinct, rank_within
 from sglang_scout.engine.counters import Counters
 from sglang_scout.engine.pools import DigestPool, HostPages, ModelShape
 from sglang_scout.engine.recall import Recall
+from sglang_scout.ops.layers import LayerPages
 from sglang_scout.policy.axes import Policy, StepReport
 
 
@@ -63,6 +64,8 @@ class StepBoundary:
         counters: totals to add to.
         slots_on_host: whether batches say which slots their pages have; a device that keeps a copy of
             the residency table looks there.
+        resident: the resident cache, where K of a page that has filled is nearer than in its host page; None:
+            it is not.
         known_after: boundaries until a step has surely ended: this one has waited for its results.
 
     Attributes:
@@ -80,6 +83,7 @@ class StepBoundary:
         recall: Recall,
         counters: Counters,
         slots_on_host: bool = True,
+        resident: LayerPages | None = None,
         known_after: int = 1,
     ) -> None:
         self._shape = shape
@@ -91,6 +95,7 @@ class StepBoundary:
         self._recall = recall
         self._counters = counters
         self._slots_on_host = slots_on_host
+        self._resident = resident
         self._filled_here = np.zeros(host.num_pages, bool)  # by decoding, so no digest was sent
         self._filled_last = np.zeros(0, np.int64)  # pages that were full at the last boundary first
         self.freed_at = np.full(host.num_pages, -1, np.int64)
@@ -272,7 +277,14 @@ class StepBoundary:
         self._host.set_final(self._filled_last, True)
         self._filled_last = pending[filled]
         self._host.set_final(pending[~filled], True)
-        self._digests.build(pending, self._host)
+        elsewhere = pending
+        if self._resident is not None:
+            # A page that the last step has filled is in its tail's slot still.
+            slots = np.take(self._table.slot_of, pending, axis=1)
+            is_here = (slots >= 0).all(axis=0)
+            elsewhere = pending[~is_here]
+            self._digests.build_from_slots(pending[is_here], self._resident, slots[:, is_here])
+        self._digests.build(elsewhere, self._host)
         return pending
 
     def _load_forced(

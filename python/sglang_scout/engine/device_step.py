@@ -95,9 +95,10 @@ class DeviceStepEngine:
             host, resident, table, self.counters, shape.page_bytes, self.tracer, side,
             known_after=KNOWN_AFTER,
         )  # fmt: skip
+        slots = resident.as_layers()
         self.boundary = StepBoundary(
             shape, policy, budget_pages, host, digests, table, self.recall, self.counters,
-            slots_on_host=False, known_after=KNOWN_AFTER,
+            slots_on_host=False, resident=slots, known_after=KNOWN_AFTER,
         )  # fmt: skip
         self.step_log: StepLog | None = None
         self._ring, self._life, self._epoch = ring, life, 0
@@ -122,7 +123,7 @@ class DeviceStepEngine:
         self._chosen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # layer: query, pages
         self._predicted: dict[int, torch.Tensor] = {}
         # Layers run when they are captured; what boundaries launch would be compiled in the first request.
-        digests.rehearse(host)
+        digests.rehearse(host, slots)
         self.recall.rehearse()
 
     @property

@@ -36,8 +36,16 @@ class DigestForm(Protocol):
     ) -> Half:
         """Zeroed buffers for ``size`` (L, P, H, D) and K of ``dtype``; page_bytes.py counts their bytes."""
 
-    def build(self, source: LayerPages, ids: torch.Tensor, low: Half, high: Half) -> None:
-        """Write rows ``ids`` ``[n]`` of the halves, of all layers, from K ``[P, S, H, D]``."""
+    def build(
+        self,
+        source: LayerPages,
+        ids: torch.Tensor,
+        low: Half,
+        high: Half,
+        rows: torch.Tensor | None = None,
+    ) -> None:
+        """Write rows ``ids`` ``[n]`` of the halves, of all layers, from K ``[P, S, H, D]``, or from ``rows``
+        ``[L, n]`` of K ``[R, S, H, D]``."""
 
     def score(
         self,
@@ -93,8 +101,15 @@ class _InWordsOfKeys:
 class MinMax(_InWordsOfKeys):
     """Smallest and largest key of every channel (Quest)."""
 
-    def build(self, source: LayerPages, ids: torch.Tensor, low: Half, high: Half) -> None:
-        build_layer_digests(source, ids, *low, *high)
+    def build(
+        self,
+        source: LayerPages,
+        ids: torch.Tensor,
+        low: Half,
+        high: Half,
+        rows: torch.Tensor | None = None,
+    ) -> None:
+        build_layer_digests(source, ids, *low, *high, rows)
 
     def score(
         self,
@@ -128,8 +143,15 @@ class MinMaxInt8:
             torch.zeros(steps, dtype=torch.bfloat16, device=device),
         )
 
-    def build(self, source: LayerPages, ids: torch.Tensor, low: Half, high: Half) -> None:
-        build_layer_digests_int8(source, ids, Int8Digests(*low, *high))
+    def build(
+        self,
+        source: LayerPages,
+        ids: torch.Tensor,
+        low: Half,
+        high: Half,
+        rows: torch.Tensor | None = None,
+    ) -> None:
+        build_layer_digests_int8(source, ids, Int8Digests(*low, *high), rows)
 
     def score(
         self,
@@ -155,8 +177,15 @@ class MinMaxInt8:
 class Signs(_InWordsOfKeys):
     """The sign of every key element."""
 
-    def build(self, source: LayerPages, ids: torch.Tensor, low: Half, high: Half) -> None:
-        build_layer_signs(source, ids, *low, *high)
+    def build(
+        self,
+        source: LayerPages,
+        ids: torch.Tensor,
+        low: Half,
+        high: Half,
+        rows: torch.Tensor | None = None,
+    ) -> None:
+        build_layer_signs(source, ids, *low, *high, rows)
 
     def score(
         self,

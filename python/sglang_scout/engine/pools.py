@@ -149,11 +149,13 @@ class DigestPool:
     def device(self) -> torch.device:
         return self.low[0].device
 
-    def rehearse(self, host: HostPages) -> None:
+    def rehearse(self, host: HostPages, resident: LayerPages) -> None:
         """Do what requests need once, before there are any, so that none waits while kernels are compiled
         and loaded. With page 0, which is padding."""
         padding = np.zeros(1, np.int64)
-        self._form.build(host.for_copies(self.device), self._ids(padding), self.low, self.high)
+        ids, slots = self._ids(padding), self._ids(np.zeros((len(resident.k), 1)))
+        for source, rows in ((host.for_copies(self.device), None), (resident, slots)):
+            self._form.build(source, ids, self.low, self.high, rows)
         self.poison(padding)
         self.accept(padding)
 
@@ -181,10 +183,25 @@ class DigestPool:
 
     def build(self, pages: npt.NDArray[np.int64], host: HostPages) -> None:
         """Compute the digests of ``pages`` from their K."""
-        if not len(pages):
-            return
-        source = host.for_copies(self.device)
-        self._form.build(source, self._ids(pages), self.low, self.high)
+        if len(pages):
+            self._build(pages, host.for_copies(self.device), self._ids(pages), None)
+
+    def build_from_slots(
+        self, pages: npt.NDArray[np.int64], resident: LayerPages, slots: npt.NDArray[np.integer]
+    ) -> None:
+        """Compute the digests of ``pages`` from the K in their ``slots`` ``[L, n]``."""
+        if len(pages):
+            both = self._ids(np.concatenate([pages[None], slots]))  # one transfer
+            self._build(pages, resident, both[0], both[1:])
+
+    def _build(
+        self,
+        pages: npt.NDArray[np.int64],
+        source: LayerPages,
+        ids: torch.Tensor,
+        rows: torch.Tensor | None,
+    ) -> None:
+        self._form.build(source, ids, self.low, self.high, rows)
         if self.device.type == "cuda":
             self._built = torch.cuda.Event()
             self._built.record()
@@ -221,3 +238,7 @@ class ResidentCache:
         )
         self.k = torch.zeros(size, dtype=shape.dtype, device=device)
         self.v = torch.zeros(size, dtype=shape.dtype, device=device)
+
+    def as_layers(self) -> LayerPages:
+        """The slots as the ops take pages of all layers."""
+        return LayerPages.of(self.k.unbind(), self.v.unbind(), self.k.device)
