@@ -47,7 +47,7 @@ def run(
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, help="JSON lines")
+    parser.add_argument("--out", type=Path, help="JSON lines; more are appended")
     parser.add_argument("--check-only", action="store_true")
     arguments = parser.parse_args()
     if why := refusal(check_only=arguments.check_only, needs_worker=needs_worker):

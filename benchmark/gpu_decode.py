@@ -332,7 +332,7 @@ def measure(options: argparse.Namespace) -> int:
     shared = rows.environment("gpu_decode", ("torch", "triton", "flashinfer-python"))
     shared |= {"device": torch.cuda.get_device_name(), "budget": options.budget,
                "host_gb": options.host_gb}  # fmt: skip
-    writer = rows.Writer(options.out, shared)
+    writer = rows.Writer(options.out, shared, append=True)
     end = time.monotonic() + options.seconds
 
     def in_time() -> bool:
@@ -359,7 +359,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, help="JSON lines")
+    parser.add_argument("--out", type=Path, help="JSON lines; more are appended")
     parser.add_argument("--check-only", action="store_true")
     parser.add_argument("--model", type=lambda s: s.split(","), default=["qwen3-8b"])
     parser.add_argument(

@@ -196,7 +196,8 @@ def broken_graph() -> list[float]:
 
 def measure(out: Path) -> int:
     shared = rows.environment("gpu_handover", ("torch", "triton"))
-    writer = rows.Writer(out, shared | {"device": torch.cuda.get_device_name(), "layers": LAYERS})
+    shared |= {"device": torch.cuda.get_device_name(), "layers": LAYERS}
+    writer = rows.Writer(out, shared, append=True)
     wrong = check("cuda")
     if wrong:
         writer.add("triton", "failed", wrong, op="check")

@@ -459,9 +459,8 @@ def add_row(
 
 def open_rows(benchmark: str, out: Path, packages: tuple[str, ...]) -> rows.Writer:
     shared = rows.environment(benchmark, packages)
-    return rows.Writer(
-        out, shared | {"device": torch.cuda.get_device_name(), "H": H, "G": G, "D": D, "S": S}
-    )
+    shared |= {"device": torch.cuda.get_device_name(), "H": H, "G": G, "D": D, "S": S}
+    return rows.Writer(out, shared, append=True)
 
 
 def measure(out: Path) -> int:

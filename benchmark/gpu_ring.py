@@ -217,7 +217,7 @@ def measure(out: Path) -> int:
     wrong = check("cuda")
     shared = rows.environment("gpu_ring", ("torch", "triton"))
     shared |= {"device": torch.cuda.get_device_name(), "layers": LAYERS}
-    writer = rows.Writer(out, shared)
+    writer = rows.Writer(out, shared, append=True)
     if wrong:
         writer.add("triton", "failed", wrong, op="check")
         writer.close()

@@ -317,7 +317,10 @@ def main() -> int:
     def numbers(text: str) -> list[int]:
         return [int(x) for x in text.split(",")]
 
-    parser.add_argument("--out", type=Path, required=True, help="JSON lines; logs lie beside it")
+    parser.add_argument("--out", type=Path, required=True, help="JSON lines; more are appended")
+    parser.add_argument(
+        "--logs", type=Path, help="folder for the servers' logs; default: that of --out"
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--batch", type=numbers, default=[1, 2, 3, 5, 8, 16])
     parser.add_argument("--context", type=int, default=1500, help="of the checks, tokens")
@@ -346,8 +349,9 @@ def main() -> int:
     shared |= {"device": options.device}
     if options.device == "cuda":
         shared["device"] = torch.cuda.get_device_name()
-    writer = rows.Writer(options.out, shared)
-    logs = options.out.parent
+    writer = rows.Writer(options.out, shared, append=True)
+    logs = options.logs or options.out.parent
+    logs.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="gpu-server-") as scratch:
         if options.speed:
             failed = speed(writer, options, logs, Path(scratch), end)

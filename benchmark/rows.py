@@ -216,15 +216,24 @@ def _git(*arguments: str) -> str:
 
 
 class Writer:
-    """Checks rows and writes each as a line as soon as it is there."""
+    """Checks rows and writes each as a line as soon as it is there.
 
-    def __init__(self, path: Path | None, shared: Row) -> None:
+    Args:
+        path: None: rows are kept alone.
+        shared: fields of all rows.
+        append: behind the rows that the file has; a line that was cut short goes. Without it the file begins anew.
+    """
+
+    def __init__(self, path: Path | None, shared: Row, *, append: bool = False) -> None:
         self._shared = shared
         self._file: TextIO | None = None
         self.rows: list[Row] = []
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("w", encoding="utf-8")
+            if append and path.exists():
+                kept = path.read_bytes()
+                os.truncate(path, kept.rfind(b"\n") + 1)
+            self._file = path.open("a" if append else "w", encoding="utf-8")
 
     def add(self, impl: str, status: str = "ok", reason: str = "", **fields: Any) -> Row:
         """Raises ValueError if the row is not well formed."""

@@ -3,10 +3,13 @@
 #
 #   bash run.sh RESULTS
 #
-# RESULTS gets few files, which a caller can copy: the rows (*.jsonl), and in one archive all else. What is made on
-# the way stays in ${TMPDIR:-/tmp}/scout-work-COMMIT, for the next call: tree, packages, native module, and the
-# kernels that Triton has compiled. It is made anew where bundle or Python are others, or it was cut short.
-# Variables: PYTHON (with torch and Triton; python3), and those of gpu_check.sh.
+# RESULTS gets seven files at most, which a caller can copy: the rows (*.jsonl), each as soon as it is there, and in
+# more.tar.gz the logs of all calls so far, made anew after each step. Nothing in RESULTS is ever removed: rows are
+# written behind those of earlier calls. What is made on the way stays in ${TMPDIR:-/tmp} for the next call:
+# scout-work-COMMIT, tree, packages and native module, made anew where bundle or Python are others, or it was cut
+# short; and scout-kept, logs and the kernels that Triton has compiled, which stay in any case.
+# Variables: PYTHON (with torch and Triton; python3), and those of gpu_check.sh. Where whoever calls ends a call, or
+# takes the machine back, after some time, SECONDS_LIMIT should be 40 s less than that.
 set -euo pipefail
 shopt -s nullglob
 
@@ -16,6 +19,7 @@ RESULTS="$(cd "$1" && pwd)"
 HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 COMMIT="$(cat "$HERE/commit")"
 WORK="${TMPDIR:-/tmp}/scout-work-$COMMIT"
+KEPT="${TMPDIR:-/tmp}/scout-kept"
 export PYTHON="${PYTHON:-python3}"
 
 ABOUT="$("$PYTHON" -c 'import sys, torch
@@ -29,7 +33,7 @@ $(cd "$HERE" && cat tree.tar.gz site.tar.* wheels/*.whl | sha256sum)"
 
 export PYTHONPATH="$WORK/site${PYTHONPATH:+:$PYTHONPATH}"
 export BENCHMARK_COMMIT="$COMMIT" # rows name it; there is no repository here
-export TRITON_CACHE_DIR="$WORK/triton"
+export TRITON_CACHE_DIR="$KEPT/triton"
 # SGLang compiles kernels against the toolkit that it finds: where nvcc on the PATH is a link, in the wrong place.
 [ -n "${CUDA_HOME:-}" ] || [ ! -d /usr/local/cuda ] || export CUDA_HOME=/usr/local/cuda
 
@@ -89,9 +93,9 @@ else
     prepare
     echo "run: $WORK made in $SECONDS s"
 fi
-rm -rf "$WORK/out"
-mkdir "$WORK/out"
-cp "$WORK/native.log" "$WORK/out/"
+LOGS="$KEPT/logs/$(date -u +%FT%H%M%SZ)"
+mkdir -p "$LOGS"
+cp "$WORK/native.log" "$LOGS/"
 native=("$WORK"/tree/python/sglang_scout/_native*.so)
 if [ "${#native[@]}" = 0 ]; then
     echo "run: no native module (needs nanobind, scikit-build-core, cmake and a compiler); its tests are skipped"
@@ -100,8 +104,12 @@ fi
 
 # All of it, this preparation included, ends within ten minutes.
 export SECONDS_LIMIT="${SECONDS_LIMIT:-$((570 - SECONDS))}"
+export ROWS="$RESULTS" KEPT
+after_step() { tar -C "$KEPT/logs" -czf "$ROWS/more.tar.gz.part" . && mv "$ROWS/more.tar.gz.part" "$ROWS/more.tar.gz"; }
+export -f after_step
 STATUS=0
-"$WORK/tree/scripts/gpu_check.sh" "$WORK/out" || STATUS=$?
-find "$WORK/out" -maxdepth 1 -name '*.jsonl' -exec cp {} "$RESULTS/" \;
-(cd "$WORK/out" && find . -maxdepth 1 -type f ! -name '*.jsonl' -print0 | tar --null -T - -czf "$RESULTS/more.tar.gz")
+"$WORK/tree/scripts/gpu_check.sh" "$LOGS" &
+trap 'kill "$!" || true; wait "$!" || true; after_step; exit 143' TERM INT HUP
+wait "$!" || STATUS=$?
+after_step
 exit "$STATUS"

@@ -5,13 +5,13 @@
 #
 #   scripts/gpu_check.sh OUTDIR
 #
-# OUTDIR gets gpu_check.jsonl (a row per step), ops.xml (the tests), gpu_kernels.jsonl (times and shares of the
-# bandwidth), gpu_ring.jsonl (cost of post and wait), gpu_handover.jsonl (three ways to wait), gpu_decode.jsonl
-# (whole decode steps, ours and full attention), gpu_rivals.jsonl (FlashInfer beside our kernels, where it is
-# installed), gpu_server.jsonl (a decode server of SGLang with a small model: tokens, state, a killed worker),
-# gpu_speed.jsonl (its throughput at the shape of a large one, ours and stock), kernels.json (registers and shared
-# memory), a log per step, and Triton's cache. Exit status 0 if all steps passed, 1 if one failed, 2 without a CUDA
-# device. What there was no time for is a row that says so.
+# OUTDIR gets rows, each as soon as it is there and behind those of earlier calls: gpu_check.jsonl (a row per step),
+# gpu_parts.jsonl (times of kernels and their shares of the bandwidth, cost of post and wait, three ways to wait,
+# FlashInfer beside our kernels where it is installed; each row names its benchmark), gpu_decode.jsonl (whole decode
+# steps, ours and full attention), gpu_server.jsonl (a decode server of SGLang with a small model: tokens, state, a
+# killed worker) and gpu_speed.jsonl (its throughput at the shape of a large one, ours and stock). Also ops.xml (the
+# tests), kernels.json (registers and shared memory), a log per step, and Triton's cache. Exit status 0 if all steps
+# passed, 1 if one failed, 2 without a CUDA device. What there was no time for is a row that says so.
 #
 # A call runs the steps in the order of this file, until its time is over. One call is not enough for all of them:
 # servers start slowly, and the measurements fill and page-lock much memory. docs/gpu.md has the calls, with ONLY,
@@ -19,13 +19,16 @@
 #
 # Variables: PYTHON (with torch, triton, numpy, msgspec, pytest, pytest-timeout and hypothesis; the .venv of this
 # repository if there is one), SECONDS_LIMIT (for all of it; 570), DECODE_ARGS (options of benchmark/gpu_decode.py),
-# SERVER_ARGS (of benchmark/gpu_server.py, for both of its steps), ONLY (names of steps, others are left out).
+# SERVER_ARGS (of benchmark/gpu_server.py, for both of its steps), ONLY (names of steps, others are left out), ROWS
+# (another folder for the rows). A function after_step that bash exports is called after each step.
 # Nothing is built and nothing is installed. Without the native module or SGLang what needs it is skipped.
 set -euo pipefail
 
 [ $# = 1 ] || { sed -n '2,/^set/s/^# \{0,1\}//p' "$0"; exit 64; }
 mkdir -p "$1"
 OUT="$(cd "$1" && pwd)"
+mkdir -p "${ROWS:=$OUT}"
+ROWS="$(cd "$ROWS" && pwd)"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 if [ -z "${PYTHON:-}" ]; then
@@ -56,7 +59,9 @@ PYTHON
 FAILED=0
 INFORMATION=""
 KNOWN=""
-: >"$OUT/gpu_check.jsonl"
+
+# row FIELDS: of a step, as JSON.
+row() { printf '{"time_utc": "%s", %s}\n' "$(date -u +%FT%TZ)" "$1" >>"$ROWS/gpu_check.jsonl"; }
 
 LIMIT_S="${SECONDS_LIMIT:-570}"
 left() { echo $((LIMIT_S - SECONDS)); }
@@ -76,24 +81,30 @@ step() {
     [ "$limit_s" -le "$(left)" ] || { limit_s="$(left)"; cut=1; }
     if [ "$limit_s" -lt "$least_s" ]; then
         echo "gpu_check: $name: no time left"
-        printf '{"step": "%s", "skipped": "no time left"}\n' "$name" >>"$OUT/gpu_check.jsonl"
+        row "\"step\": \"$name\", \"skipped\": \"no time left\""
         return
     fi
     echo "gpu_check: $name"
-    timeout -k 5 "$limit_s" "$@" >"$OUT/$name.log" 2>&1 || status=$?
+    timeout -k 5 "$limit_s" "$@" >"$OUT/$name.log" 2>&1 &
+    trap 'kill "$!"; exit 143' TERM INT HUP # timeout passes it on
+    wait "$!" || status=$?
+    trap - TERM INT HUP
     [ "$status" != 137 ] || [ $((SECONDS - begin_s)) -lt "$limit_s" ] || status=124 # it had to be killed
     tail -n 25 "$OUT/$name.log" | sed 's/^/    /'
     if [ "$status" = 124 ] && [ "$cut" = 1 ]; then # what it wrote until then stays
         echo "gpu_check: $name: no time left after $limit_s s; run it alone with ONLY=$name"
-        printf '{"step": "%s", "skipped": "no time left", "seconds": %d}\n' "$name" "$limit_s" >>"$OUT/gpu_check.jsonl"
+        row "\"step\": \"$name\", \"skipped\": \"no time left\", \"seconds\": $limit_s"
+        after_step
         return
     fi
     if [ "$status" = 0 ]; then :
     elif [ -n "$INFORMATION" ]; then echo "gpu_check: $name: status $status, which is no failure; see $name.log"
     else FAILED=1; echo "gpu_check: $name FAILED with status $status"; fi
-    printf '{"step": "%s", "exit_status": %d, "seconds": %d, "limit_s": %d%s}\n' "$name" "$status" \
-        $((SECONDS - begin_s)) "$limit_s" "${INFORMATION:+, \"information\": true}" >>"$OUT/gpu_check.jsonl"
+    row "\"step\": \"$name\", \"exit_status\": $status, \"seconds\": $((SECONDS - begin_s)), \"limit_s\": $limit_s${INFORMATION:+, \"information\": true}"
+    after_step
 }
+
+[ "$(type -t after_step)" = function ] || after_step() { :; }
 
 # The same for a step whose findings are to be read, but fail nothing.
 information() { local INFORMATION=1; step "$@"; }
@@ -107,7 +118,7 @@ skip() { # NAME REASON
     KNOWN="$KNOWN $1"
     [ -z "${ONLY:-}" ] || case " $ONLY " in *" $1 "*) ;; *) return 0 ;; esac
     echo "gpu_check: $1: $2: skipped"
-    printf '{"step": "%s", "skipped": "%s"}\n' "$1" "$2" >>"$OUT/gpu_check.jsonl"
+    row "\"step\": \"$1\", \"skipped\": \"$2\""
 }
 without_native() { skip "$1" "the native module is absent, so no worker could answer"; }
 HAS_SGLANG=0
@@ -117,13 +128,13 @@ HAS_SGLANG=0
 step small-sizes 120 "$PYTHON" benchmark/gpu_kernels.py --check-only
 if [ "$HAS_NATIVE" = 1 ]; then step decode-check 200 "$PYTHON" benchmark/gpu_decode.py --check-only
 else without_native decode-check; fi
-if [ "$HAS_NATIVE" = 1 ]; then step ring 60 "$PYTHON" benchmark/gpu_ring.py --out "$OUT/gpu_ring.jsonl"
+if [ "$HAS_NATIVE" = 1 ]; then step ring 60 "$PYTHON" benchmark/gpu_ring.py --out "$ROWS/gpu_parts.jsonl"
 else without_native ring; fi
-step handover 40 "$PYTHON" benchmark/gpu_handover.py --out "$OUT/gpu_handover.jsonl"
-step benchmark 90 "$PYTHON" benchmark/gpu_kernels.py --out "$OUT/gpu_kernels.jsonl"
+step handover 40 "$PYTHON" benchmark/gpu_handover.py --out "$ROWS/gpu_parts.jsonl"
+step benchmark 90 "$PYTHON" benchmark/gpu_kernels.py --out "$ROWS/gpu_parts.jsonl"
 if [ "$HAS_NATIVE$HAS_SGLANG" = 11 ]; then
     # shellcheck disable=SC2086  # options, split on purpose
-    step server 540:240 "$PYTHON" benchmark/gpu_server.py --out "$OUT/gpu_server.jsonl" \
+    step server 540:240 "$PYTHON" benchmark/gpu_server.py --out "$ROWS/gpu_server.jsonl" --logs "$OUT" \
         --seconds "$(within 540 20)" ${SERVER_ARGS:-}
 else
     skip server "sglang, sglang-scout or the native module is absent"
@@ -146,12 +157,12 @@ step resources 120 "$PYTHON" scripts/compile_kernels.py --json "$OUT/kernels.jso
 
 # shellcheck disable=SC2086  # options, split on purpose
 if [ "$HAS_NATIVE" = 1 ]; then
-    step decode 540:240 "$PYTHON" benchmark/gpu_decode.py --out "$OUT/gpu_decode.jsonl" \
+    step decode 540:240 "$PYTHON" benchmark/gpu_decode.py --out "$ROWS/gpu_decode.jsonl" \
         --skip-check --seconds "$(within 540 100)" ${DECODE_ARGS:-}
 else without_native decode; fi
 if [ "$HAS_NATIVE$HAS_SGLANG" = 11 ]; then
     # shellcheck disable=SC2086  # options, split on purpose
-    step speed 540:240 "$PYTHON" benchmark/gpu_server.py --out "$OUT/gpu_speed.jsonl" --speed \
+    step speed 540:240 "$PYTHON" benchmark/gpu_server.py --out "$ROWS/gpu_speed.jsonl" --logs "$OUT" --speed \
         --seconds "$(within 540 20)" ${SERVER_ARGS:-}
 else
     skip speed "sglang, sglang-scout or the native module is absent"
@@ -160,7 +171,7 @@ fi
 # Last, with the time that is left: FlashInfer compiles with nvcc when it is first used. Where it fails, or takes too
 # long, a row says so, and what is ours has passed all the same.
 if "$PYTHON" -c 'import flashinfer' 2>/dev/null; then
-    information rivals 180 "$PYTHON" benchmark/gpu_rivals.py --out "$OUT/gpu_rivals.jsonl"
+    information rivals 180 "$PYTHON" benchmark/gpu_rivals.py --out "$ROWS/gpu_parts.jsonl"
 else
     skip rivals "flashinfer is absent"
 fi

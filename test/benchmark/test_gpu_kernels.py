@@ -130,9 +130,10 @@ def test_gpu_check_begins_nothing_that_it_could_not_end(tmp_path):
     check = ROOT / "scripts" / "gpu_check.sh"
     only = {"PYTHON": python, "ONLY": "server resources"}
     for limit_s, begun in ((230, {"resources"}), (260, {"server", "resources"})):
-        done = run(check, tmp_path / "out", **only, SECONDS_LIMIT=str(limit_s))
+        out = tmp_path / str(limit_s)
+        done = run(check, out, **only, SECONDS_LIMIT=str(limit_s))
         assert done.returncode == 0, done.stdout + done.stderr
-        lines = (tmp_path / "out" / "gpu_check.jsonl").read_text().splitlines()
+        lines = (out / "gpu_check.jsonl").read_text().splitlines()
         found = [json.loads(line) for line in lines]
         assert {row["step"] for row in found if "exit_status" in row} == begun
 
@@ -152,6 +153,32 @@ def test_gpu_check_tells_a_program_how_long_it_may_take(tmp_path):
         ]
     assert said["570"] == [520, 440]
     assert 260 <= said["300"][0] <= 280 and 180 <= said["300"][1] <= 200
+
+
+def test_rows_of_gpu_check_lie_behind_each_other_where_they_shall(tmp_path):
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\ncase "$1" in -) cat >/dev/null ;; -c) ;; *) echo "$*" ;; esac\n')
+    python.chmod(0o755)
+    rows_folder = tmp_path / "rows"
+    check = ROOT / "scripts" / "gpu_check.sh"
+    done = [
+        run(check, tmp_path / f"out{i}", PYTHON=python, ONLY="ring speed", ROWS=rows_folder)
+        for i in range(2)
+    ]
+    assert [x.returncode for x in done] == [0, 0]
+    assert [path.name for path in rows_folder.iterdir()] == ["gpu_check.jsonl"]
+    lines = (rows_folder / "gpu_check.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == ["ring", "speed"] * 2
+    assert f"--out {rows_folder}/gpu_parts.jsonl" in (tmp_path / "out1" / "ring.log").read_text()
+    said = (tmp_path / "out1" / "speed.log").read_text()
+    assert f"--out {rows_folder}/gpu_speed.jsonl --logs {tmp_path}/out1" in said
+
+
+def test_all_calls_together_leave_few_files_of_rows():
+    text = (ROOT / "scripts" / "gpu_check.sh").read_text()
+    assert (
+        len(set(re.findall(r"\$ROWS/(\w+\.jsonl)", text))) <= 6
+    )  # beside more.tar.gz and its next
 
 
 @pytest.mark.parametrize(("tool", "failed"), [("memcheck", True), ("racecheck", False)])

@@ -157,6 +157,21 @@ def test_the_read_loop_reads_every_line_once(ahead_bytes):
         assert ns > 0 and checksum == int(np.bitwise_xor.reduce(memory))
 
 
+def test_rows_of_a_later_run_lie_behind_those_of_the_first(tmp_path, shared):
+    path = tmp_path / "rows.jsonl"
+    for name in ("a", "b"):
+        writer = rows.Writer(path, shared, append=True)
+        writer.add(name, "absent", "none")
+        writer.close()
+        with path.open("a") as torn:
+            torn.write('{"impl": "cut sh')  # as a run leaves it that is killed
+    writer = rows.Writer(path, shared, append=True)
+    assert [row["impl"] for row in rows.read_rows(path)] == ["a", "b"]
+    writer.close()
+    rows.Writer(path, shared).close()
+    assert rows.read_rows(path) == []
+
+
 # The benchmarks -----------------------------------------------------------------------------------
 
 

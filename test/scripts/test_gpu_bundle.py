@@ -3,21 +3,24 @@
 import io
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
+import time
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-CHECK = """#!/bin/sh
-[ ! -e "$1/kept" ] || echo "files of an earlier call"
-touch "$1/kept"
+CHECK = """#!/usr/bin/env bash
+touch "$1/step.log"
 mkdir -p "$TRITON_CACHE_DIR"
 touch "$TRITON_CACHE_DIR/kernel"
-echo "$BENCHMARK_COMMIT $SECONDS_LIMIT" >"$1/rows.jsonl"
+echo "$BENCHMARK_COMMIT $SECONDS_LIMIT" >>"$ROWS/rows.jsonl"
+after_step
+[ -z "$LONG" ] || { touch "$LONG"; sleep 60 & trap 'kill "$!"; exit 143' TERM; wait; }
 exit {status}
 """
 # Has torch, a device and pip, whatever the real one has. Writes down what it is asked for.
@@ -70,19 +73,29 @@ class Bundle:
         pack(self.here / "tree.tar.gz", files)
 
     def run(self, **variables):
+        started = self.start(**variables)
+        said, _ = started.communicate()
+        self.asked = (self.folder / "calls").read_text()
+        return started.returncode, said
+
+    def start(self, **variables):
         calls = self.folder / "calls"
         calls.write_text("")
         variables = {
-            "NO_DEVICE": "0", "NO_NANOBIND": "0", "NO_COMPILER": "0", "VERSION": "3.12",
+            "NO_DEVICE": "0", "NO_NANOBIND": "0", "NO_COMPILER": "0", "VERSION": "3.12", "LONG": "",
             **variables, "PYTHON": str(self.folder / "python"), "REAL": sys.executable,
             "CALLS": str(calls), "TMPDIR": str(self.folder), "SECONDS_LIMIT": "99",
         }  # fmt: skip
-        done = subprocess.run(
+        return subprocess.Popen(
             ["bash", self.here / "run.sh", self.folder / "results"],
-            env={**os.environ, **variables}, capture_output=True, text=True,
+            env={**os.environ, **variables}, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
-        self.asked = calls.read_text()
-        return done.returncode, done.stdout + done.stderr
+
+    def logs(self):
+        """Names of the logs in the archive, without the folder of their call."""
+        with tarfile.open(self.folder / "results" / "more.tar.gz") as more:
+            return sorted(Path(x.name).name for x in more if x.isfile())
 
 
 @pytest.fixture
@@ -101,8 +114,7 @@ def test_the_first_call_makes_what_the_steps_need(bundle):
     assert "no_such_package" in installed and "/pytest-1-py3" not in installed
     results = bundle.folder / "results"
     assert (results / "rows.jsonl").read_text() == "0123abc-dirty 99\n"
-    with tarfile.open(results / "more.tar.gz") as more:
-        assert set(more.getnames()) == {"./kept", "./native.log"}
+    assert bundle.logs() == ["native.log", "step.log"]
 
 
 def test_a_later_call_begins_with_the_steps(bundle):
@@ -110,8 +122,31 @@ def test_a_later_call_begins_with_the_steps(bundle):
     status, said = bundle.run()
     assert status == 0 and "is ready" in said
     assert "pip" not in bundle.asked and "compileall" not in bundle.asked
-    assert (bundle.work / "triton" / "kernel").exists()
-    assert "earlier call" not in said
+    assert (bundle.folder / "scout-kept" / "triton" / "kernel").exists()
+
+
+def test_rows_and_logs_of_earlier_calls_stay(bundle):
+    bundle.run()
+    time.sleep(1)  # a call's folder is named by the second
+    bundle.pack_tree(status=3)  # so that all is made anew
+    bundle.run()
+    results = bundle.folder / "results"
+    assert (results / "rows.jsonl").read_text() == "0123abc-dirty 99\n" * 2
+    assert bundle.logs() == ["native.log", "native.log", "step.log", "step.log"]
+    assert len(list(results.iterdir())) == 2
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_a_call_that_is_ended_has_left_its_rows_and_logs(bundle, how):
+    begun = bundle.folder / "begun"
+    started = bundle.start(LONG=str(begun))
+    while not begun.exists():
+        assert started.poll() is None
+        time.sleep(0.01)
+    started.send_signal(how)
+    assert started.wait(30) == (143 if how == signal.SIGTERM else -how)
+    assert (bundle.folder / "results" / "rows.jsonl").read_text() == "0123abc-dirty 99\n"
+    assert bundle.logs() == ["native.log", "step.log"]
 
 
 def test_the_status_is_that_of_the_steps(bundle):
