@@ -10,8 +10,9 @@
 # FlashInfer beside our kernels where it is installed; each row names its benchmark), gpu_decode.jsonl (whole decode
 # steps, ours and full attention), gpu_server.jsonl (a decode server of SGLang with a small model: tokens, state, a
 # killed worker) and gpu_speed.jsonl (its throughput at the shape of a large one, ours and stock). Also ops.xml (the
-# tests), kernels.json (registers and shared memory), a log per step, and Triton's cache. Exit status 0 if all steps
-# passed, 1 if one failed, 2 without a CUDA device. What there was no time for is a row that says so.
+# tests), kernels.json (registers and shared memory), a log per step, and Triton's cache. What was skipped, for lack
+# of time or of what it needs, is a row that says why. Exit status 0 if all steps that ran passed, 1 if one failed, none
+# ran to its end or one was skipped that ONLY names, 2 without a CUDA device.
 #
 # A call runs the steps in the order of this file, until its time is over. One call is not enough for all of them:
 # servers start slowly, and the measurements fill and page-lock much memory. docs/gpu.md has the calls, with ONLY,
@@ -56,7 +57,7 @@ name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capabilit
 print(f"gpu_check: {name}, compute capability {capability[0]}.{capability[1]}, torch {torch.__version__}")
 PYTHON
 
-FAILED=0
+FAILED=0 ENDED=0 SKIPPED=0
 INFORMATION=""
 KNOWN=""
 
@@ -70,6 +71,17 @@ left() { echo $((LIMIT_S - SECONDS)); }
 # that it ends by itself.
 within() { echo $((($(left) < $1 ? $(left) : $1) - $2)); }
 
+chosen() { [ -z "${ONLY:-}" ] || case " $ONLY " in *" $1 "*) ;; *) return 1 ;; esac; }
+
+skip() { # NAME REASON [MORE FIELDS]
+    KNOWN="$KNOWN $1"
+    chosen "$1" || return 0
+    echo "gpu_check: $1: skipped: $2"
+    row "\"step\": \"$1\", \"skipped\": \"$2\"${3:+, $3}"
+    SKIPPED=$((SKIPPED + 1))
+    [ -z "${ONLY:-}" ] || FAILED=1 # whoever names a step wants to know what it finds
+}
+
 # step NAME SECONDS[:LEAST] COMMAND...: runs it within that time and what is left, keeps its log, writes a row. It is
 # not begun with less than LEAST seconds (10).
 step() {
@@ -77,11 +89,10 @@ step() {
     case "$2" in *:*) least_s="${2#*:}" ;; esac
     shift 2
     KNOWN="$KNOWN $name"
-    [ -z "${ONLY:-}" ] || case " $ONLY " in *" $name "*) ;; *) return 0 ;; esac
+    chosen "$name" || return 0
     [ "$limit_s" -le "$(left)" ] || { limit_s="$(left)"; cut=1; }
     if [ "$limit_s" -lt "$least_s" ]; then
-        echo "gpu_check: $name: no time left"
-        row "\"step\": \"$name\", \"skipped\": \"no time left\""
+        skip "$name" "no time left: $limit_s s, of which it needs $least_s"
         return
     fi
     echo "gpu_check: $name"
@@ -92,11 +103,11 @@ step() {
     [ "$status" != 137 ] || [ $((SECONDS - begin_s)) -lt "$limit_s" ] || status=124 # it had to be killed
     tail -n 25 "$OUT/$name.log" | sed 's/^/    /'
     if [ "$status" = 124 ] && [ "$cut" = 1 ]; then # what it wrote until then stays
-        echo "gpu_check: $name: no time left after $limit_s s; run it alone with ONLY=$name"
-        row "\"step\": \"$name\", \"skipped\": \"no time left\", \"seconds\": $limit_s"
+        skip "$name" "no time left after $limit_s s; run it alone with ONLY=$name" "\"seconds\": $limit_s"
         after_step
         return
     fi
+    ENDED=$((ENDED + 1))
     if [ "$status" = 0 ]; then :
     elif [ -n "$INFORMATION" ]; then echo "gpu_check: $name: status $status, which is no failure; see $name.log"
     else FAILED=1; echo "gpu_check: $name FAILED with status $status"; fi
@@ -114,12 +125,6 @@ PARALLEL=()
 
 HAS_NATIVE=0
 ! "$PYTHON" -c 'import sglang_scout._native' 2>/dev/null || HAS_NATIVE=1
-skip() { # NAME REASON
-    KNOWN="$KNOWN $1"
-    [ -z "${ONLY:-}" ] || case " $ONLY " in *" $1 "*) ;; *) return 0 ;; esac
-    echo "gpu_check: $1: $2: skipped"
-    row "\"step\": \"$1\", \"skipped\": \"$2\""
-}
 without_native() { skip "$1" "the native module is absent, so no worker could answer"; }
 HAS_SGLANG=0
 ! "$PYTHON" -c 'from importlib.metadata import version; version("sglang"); version("sglang-scout")' 2>/dev/null ||
@@ -179,5 +184,10 @@ fi
 for name in ${ONLY:-}; do
     case " $KNOWN " in *" $name "*) ;; *) echo "gpu_check: ONLY: there is no step $name"; FAILED=1 ;; esac
 done
-[ "$FAILED" = 0 ] && echo "gpu_check: all steps passed, see $OUT" || echo "gpu_check: FAILED, see $OUT"
+if [ "$ENDED" = 0 ] && [ "$FAILED" = 0 ]; then
+    echo "gpu_check: no step ran to its end"
+    FAILED=1
+fi
+[ "$FAILED" = 0 ] || echo "gpu_check: FAILED"
+echo "gpu_check: $ENDED steps ran, $SKIPPED were skipped, see $OUT and the rows in $ROWS"
 exit "$FAILED"

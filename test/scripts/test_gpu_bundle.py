@@ -174,6 +174,13 @@ def test_a_build_that_fails_is_tried_again(bundle):
     assert "no native module" not in bundle.run()[1]
 
 
+@pytest.mark.parametrize(("only", "ends"), [("tests decode", True), ("tests", False)])
+def test_a_call_for_what_cannot_run_without_the_native_module_ends_at_once(bundle, only, ends):
+    status, said = bundle.run(NO_COMPILER="1", ONLY=only)
+    assert status == ends and "no compiler" in said
+    assert (bundle.folder / "results" / "rows.jsonl").exists() != ends
+
+
 def test_where_nothing_can_be_built_nothing_is_tried_again(bundle):
     status, said = bundle.run(NO_NANOBIND="1")
     assert status == 0 and "no native module" in said
