@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from mapped import wait_mapped
 from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.parse_config import parse_config
 from sglang_scout.engine.device import lock_memory
@@ -185,6 +186,11 @@ class Store:
             parts=self.worker.parts, split=self.worker.split, timeout_us=10_000_000, device=device,
         )  # fmt: skip
         self.steps = 0  # over all engines: a ring's steps count up
+
+    def wait_mapped(self, most_s: float) -> float:
+        """Wait until the worker has mapped the arena's pages; the share that it has."""
+        of_pages = self.arena.nbytes - self.arena.layout().kv_offset
+        return wait_mapped(self.worker.snapshot().pid, of_pages, most_s)
 
     def close(self) -> None:
         if self.device == "cuda":

@@ -18,7 +18,10 @@ Rows (format: rows.py); `model`, `context`, `batch`, `step_us` in samples_us, `t
     scout             co-attention; with rho, precompute, recall, digest (where it is not minmax), cache (`budget`: as
                       many resident pages as all rows select, the paper's; `device`: all that its memory holds, of
                       which a step attends to the selected ones), cpu_compute_ratio, wait_share (of the step's time),
-                      fallback_pages, resident_pages
+                      fallback_pages, resident_pages, mapped_share (of the arena, by the worker, before the first
+                      step), full_batch (that of full attention) and beyond_full: whether the batch is larger than
+                      it, without which the comparison says nothing. The last variant is the first again, with
+                      repeat = 1: what lies between the two is how much the order of the variants matters
 
 Nobody joins or leaves, and no server is around the steps: an upper bound of what one can reach.
 """
@@ -45,6 +48,8 @@ from full_rig import FullRig
 from sglang_scout.worker.arena import available_bytes
 
 WARM_UP_STEPS = 24
+MAPPED_S = 60.0
+"""The longest to wait until the worker has mapped the arena."""
 FIGURE_6_STEPS, FIGURE_6_RATIO = 8.7, 0.12
 DEVICE_RESERVE_BYTES = 6 * 2**30  # for graphs, activations and what else a server keeps
 
@@ -189,7 +194,8 @@ def free_device() -> None:
 
 def full_rows(
     writer: rows.Writer, model: DummyModel, name: str, context: int, steps: int, kind: str
-) -> None:
+) -> int:
+    """Returns the batch."""
     size = SIZES[name]
     kv_bytes = 2 * size.layers * context * size.kv_heads * size.head_dim * 2
     free = torch.cuda.mem_get_info()[0] - DEVICE_RESERVE_BYTES
@@ -197,7 +203,7 @@ def full_rows(
     sizes = {"model": name, "context": context, "batch": int(batch)}
     if batch < 1:
         writer.add(kind, "skipped", "not one request fits the device", **sizes)
-        return
+        return 0
     rig = None
     try:
         rig = FullRig(model, size, int(batch), context, kind)
@@ -209,6 +215,7 @@ def full_rows(
         writer.add(kind, "failed", f"{type(error).__name__}: {error}"[:500], **sizes)
     rig = None
     free_device()
+    return int(batch)
 
 
 def scout_rows(
@@ -218,6 +225,7 @@ def scout_rows(
     context: int,
     options: argparse.Namespace,
     in_time: Callable[[], bool],
+    full_batch: int,
 ) -> None:
     size = SIZES[name]
     budget_pages = options.budget // PAGE
@@ -228,6 +236,13 @@ def scout_rows(
     if batch < 1:
         writer.add("scout", "skipped", f"not one request fits {options.host_gb} GiB", **sizes)
         return
+    sizes |= {"full_batch": full_batch, "beyond_full": batch > full_batch}
+    if batch <= full_batch:
+        print(
+            f"WARNING: {name}, context {context}: {options.host_gb:.0f} GiB of host pages hold {batch} requests, "
+            f"the device {full_batch}: no larger batch to gain from; raise --host-gb",
+            flush=True,
+        )
     if not in_time():
         writer.add("scout", "skipped", "no time left", **sizes)
         return
@@ -241,9 +256,15 @@ def scout_rows(
         return
     try:
         rho = calibrated_rho(store, size, context, budget_pages)
-        for settings, factor, cache in variants():
+        sizes["mapped_share"] = store.wait_mapped(MAPPED_S)
+        seen: list[Any] = []
+        for variant in variants():
+            settings, factor, cache = variant
             about = {**sizes, "rho": 1 - (1 - rho) * factor, "drift": factor, "cache": cache}
             about |= settings
+            if repeat := seen.count(variant):
+                about["repeat"] = repeat
+            seen.append(variant)
             if not in_time():
                 writer.add("scout", "skipped", "no time left", **about)
                 continue
@@ -257,13 +278,14 @@ def scout_rows(
 
 
 def variants() -> Iterator[tuple[dict[str, Any], float, str]]:
-    """The four corners of the paper's ablation, a larger cache, digests in int8, and how much the drift matters."""
+    """The four corners of the paper's ablation, a larger cache, digests in int8, how much the drift matters, and how
+    much the order of all these: the first again."""
     for precompute in (True, False):
         for recall in ("adaptive", "off"):
             yield {"precompute": precompute, "recall": recall}, 1.0, "budget"
     yield {"precompute": True, "recall": "adaptive", "attend": "selected"}, 1.0, "device"
     yield {"precompute": True, "recall": "adaptive", "digest": "minmax-int8"}, 1.0, "budget"
-    for factor in (0.5, 2.0):
+    for factor in (0.5, 2.0, 1.0):
         yield {"precompute": True, "recall": "adaptive"}, factor, "budget"
 
 
@@ -344,8 +366,8 @@ def measure(options: argparse.Namespace) -> int:
             if not in_time():
                 writer.add("scout", "skipped", "no time left", model=name, context=context)
                 continue
-            full_rows(writer, model, name, context, options.steps, "full-triton")
-            scout_rows(writer, model, name, context, options, in_time)
+            full = full_rows(writer, model, name, context, options.steps, "full-triton")
+            scout_rows(writer, model, name, context, options, in_time, full)
             free_device()
             if in_time():  # last: it compiles for a minute or two
                 full_rows(writer, model, name, context, options.steps, "full-flashinfer")

@@ -1,5 +1,6 @@
 """The rig of ``benchmark/gpu_decode.py``: that a step on a device which waits for the host is noticed."""
 
+import argparse
 import os
 import sys
 from pathlib import Path
@@ -117,3 +118,38 @@ def test_a_check_ends_with_the_first_step_that_lacks_an_answer(monkeypatch):
     monkeypatch.setattr(decode_rig.DeviceRing, "faults", lambda _: ["no answer in time"])
     found = list(gpu_decode.findings("cpu", 1, steps=3))
     assert found == [(kind, ["step 0: no answer in time"]) for kind in ("verified", "off")]
+
+
+class HalfAStore:
+    """Of a store what the variants are told; ``one`` is a stand-in."""
+
+    def __init__(self, size, *, pages, **_):
+        self.pages = pages
+
+    def wait_mapped(self, most_s):
+        return 0.995
+
+    def close(self):
+        pass
+
+
+@pytest.mark.parametrize(("host_gb", "batch"), [(48.0, 10), (96.0, 21)])
+def test_rows_say_whether_the_batch_is_larger_than_that_of_full_attention(
+    monkeypatch, capsys, host_gb, batch
+):
+    found = []
+    monkeypatch.setattr(gpu_decode, "Store", HalfAStore)
+    monkeypatch.setattr(gpu_decode, "calibrated_rho", lambda *_: 0.99)
+    monkeypatch.setattr(
+        gpu_decode, "one", lambda writer, store, model, about, *_: found.append(about)
+    )
+    monkeypatch.setattr(gpu_decode, "free_device", lambda: None)
+    options = argparse.Namespace(budget=2048, steps=64, host_gb=host_gb)
+    gpu_decode.scout_rows(None, None, "qwen3-8b", 32768, options, lambda: True, 13)
+    assert {about["batch"] for about in found} == {batch}
+    assert {(about["full_batch"], about["beyond_full"]) for about in found} == {(13, batch > 13)}
+    assert ("WARNING" in capsys.readouterr().out) == (batch < 13)
+    assert {about["mapped_share"] for about in found} == {0.995}
+    # The first variant again, as the last.
+    first, *_, last = found
+    assert {**first, "repeat": 1} == last and [x.get("repeat", 0) for x in found].count(1) == 1
