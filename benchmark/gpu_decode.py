@@ -351,7 +351,7 @@ def report(
 
 
 def measure(options: argparse.Namespace) -> int:
-    shared = rows.environment("gpu_decode", ("torch", "triton", "flashinfer-python"))
+    shared = rows.environment("gpu_decode", ("torch", "triton", "flashinfer-python"), cuda=True)
     shared |= {"device": torch.cuda.get_device_name(), "budget": options.budget,
                "host_gb": options.host_gb}  # fmt: skip
     writer = rows.Writer(options.out, shared, append=True)

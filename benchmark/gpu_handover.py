@@ -195,7 +195,7 @@ def broken_graph() -> list[float]:
 
 
 def measure(out: Path) -> int:
-    shared = rows.environment("gpu_handover", ("torch", "triton"))
+    shared = rows.environment("gpu_handover", ("torch", "triton"), cuda=True)
     shared |= {"device": torch.cuda.get_device_name(), "layers": LAYERS}
     writer = rows.Writer(out, shared, append=True)
     wrong = check("cuda")

@@ -458,7 +458,7 @@ def add_row(
 
 
 def open_rows(benchmark: str, out: Path, packages: tuple[str, ...]) -> rows.Writer:
-    shared = rows.environment(benchmark, packages)
+    shared = rows.environment(benchmark, packages, cuda=True)
     shared |= {"device": torch.cuda.get_device_name(), "H": H, "G": G, "D": D, "S": S}
     return rows.Writer(out, shared, append=True)
 

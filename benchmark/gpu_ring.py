@@ -215,7 +215,7 @@ def samples_us(step: Step, epoch: int, beside: Recalled | None = None) -> tuple[
 
 def measure(out: Path) -> int:
     wrong = check("cuda")
-    shared = rows.environment("gpu_ring", ("torch", "triton"))
+    shared = rows.environment("gpu_ring", ("torch", "triton"), cuda=True)
     shared |= {"device": torch.cuda.get_device_name(), "layers": LAYERS}
     writer = rows.Writer(out, shared, append=True)
     if wrong:

@@ -345,7 +345,8 @@ def main() -> int:
         print("no CUDA device: --device cpu runs the checks", file=sys.stderr)
         return 2
     end = time.monotonic() + options.seconds
-    shared = rows.environment("gpu_server", ("torch", "triton", "sglang", "sglang-kernel"))
+    packages = ("torch", "triton", "sglang", "sglang-kernel", "flashinfer-python")
+    shared = rows.environment("gpu_server", packages, cuda=options.device == "cuda")
     shared |= {"device": options.device}
     if options.device == "cuda":
         shared["device"] = torch.cuda.get_device_name()

@@ -6,6 +6,8 @@ Every row has
     cpu, cores, versions          model name, CPUs of this process, versions of what ran
     command, time_utc, load_average, idle_before
                                   idle_before: idle share of each of those CPUs just before the run
+    nvidia_smi                    where a CUDA device is measured: its name, memory, driver, clocks, limit of power and
+                                  link, or {"absent": why that is not known}
 and, where something was measured,
     samples_us                    raw, in the order in which they were taken
     median_us, spread, unstable   spread = (p90 - p10) / median; unstable where it is above 10 %
@@ -31,6 +33,8 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
+
+import nvidia_smi
 
 Row = dict[str, Any]
 
@@ -112,8 +116,12 @@ def of_worker(fallback_pages: int) -> tuple[str, str]:
     return "ok", ""
 
 
-def environment(benchmark: str, packages: Iterable[str] = ()) -> Row:
-    """The fields that all rows of a run share. Takes a third of a second to look for idle CPUs."""
+def environment(benchmark: str, packages: Iterable[str] = (), *, cuda: bool = False) -> Row:
+    """The fields that all rows of a run share. Takes a third of a second to look for idle CPUs.
+
+    Args:
+        cuda: a CUDA device is measured.
+    """
     versions = {"python": platform.python_version(), "kernel": platform.release()}
     for package in packages:
         try:
@@ -121,8 +129,10 @@ def environment(benchmark: str, packages: Iterable[str] = ()) -> Row:
         except importlib.metadata.PackageNotFoundError:
             versions[package] = "absent"
     cpus = sorted(os.sched_getaffinity(0))
+    device = {"nvidia_smi": nvidia_smi.query(nvidia_smi.ABOUT)} if cuda else {}
     return {
         "benchmark": benchmark,
+        **device,
         **_source(),
         "cpu": cpu_model(),
         "cores": len(cpus),

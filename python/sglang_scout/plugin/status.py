@@ -59,6 +59,7 @@ def decode_state(backend: ScoutAttnBackend) -> dict[str, Any]:
         "steps": counters.steps,
         "selected_pages": counters.selected_pages,
         "cpu_pages": counters.cpu_pages,
+        "budget_pages": counters.budget_pages,
         "cpu_compute_ratio": counters.cpu_compute_ratio,
         "cpu_compute_ratio_by_layer": [
             float(c / b) if b else 0.0
