@@ -17,9 +17,18 @@ Prompts' keys and values are noise (``dummy_kv``), the same for the same prompt.
 
 Each has a row, in this order but for the graphs, which are last; what --seconds did not suffice for is skipped.
 
-Speed: requests of one length at once, ours at the largest batch that host memory holds, then stock SGLang at
-the largest that its device memory holds; dummy weights. samples_us are the times between a request's
-tokens while all of them decode; wait_share is the share of that time in which the device waited for the worker.
+Speed: requests of one length at once, ours at the largest batch that host memory holds, stock SGLang at the largest
+that its device memory holds; dummy weights. Which servers, and in which order, --sides says:
+
+    scout-budget      as many pages resident as all requests select, as in the paper (resident_tokens)
+    stock-triton      with Triton's attention
+    stock-flashinfer  with FlashInfer's, which is compiled when the server starts
+    scout-device      all pages resident that the device's memory holds; the selected ones are attended to
+
+Each is measured twice, a row each time; run_to_run is the difference over the mean. samples_us are the times between
+a request's tokens while all of them decode, without the first 50 steps. Of the same time are cpu_compute_ratio,
+fallback_pages and wait_share, in which the device waited for the worker. Rows name the attention that ran and have the
+server's memory, graphs and capacities, as /server_info says them.
 
 --device cpu runs the checks with the ring's kernels in Triton's interpreter.
 """
@@ -44,7 +53,8 @@ import torch
 import rows
 from checks_in_time import OutOfTime, Report, TimeLimit
 from decode_server import FAILURES, DecodeServer, offload, prompts_of
-from server_speed import SHAPES, speed
+from server_speed import SHAPES, SIDES, speed
+from sglang_scout.worker.arena import available_bytes
 
 sys.path.insert(0, str(rows.ROOT / "scripts"))
 from make_tiny_model import TinyModelSpec, make_tiny_model  # noqa: E402
@@ -330,13 +340,23 @@ def main() -> int:
     parser.add_argument("--speed", action="store_true", help="instead of the checks")
     parser.add_argument("--model", type=lambda s: s.split(","), default=["qwen3-8b"])
     parser.add_argument("--speed-context", type=int, default=32768)
-    parser.add_argument("--speed-tokens", type=int, default=256)
-    parser.add_argument("--host-gb", type=float, default=64.0)
+    parser.add_argument("--speed-tokens", type=int, default=384)
+    parser.add_argument(
+        "--host-gb",
+        type=float,
+        default=min(96.0, round(0.8 * available_bytes() / 2**30, 1)),
+        help="of --speed; with less of them more are resident, and fewer requests run than on a device alone",
+    )
+    parser.add_argument(
+        "--sides", type=lambda s: s.split(","), default=list(SIDES), help="of --speed"
+    )
     parser.add_argument("--budget", type=int, default=2048)
     parser.add_argument("--seconds", type=float, default=540.0, help="for all of it")
     options = parser.parse_args()
     if unknown := set(options.model) - set(SHAPES):
         parser.error(f"--model {','.join(sorted(unknown))}: choose of {', '.join(SHAPES)}")
+    if unknown := set(options.sides) - set(SIDES):
+        parser.error(f"--sides {','.join(sorted(unknown))}: choose of {', '.join(SIDES)}")
     if options.speed and options.device == "cpu":
         parser.error("--speed needs --device cuda")
     if min(options.context - 37 * max(options.batch), options.tokens - 2) <= 0:
@@ -348,14 +368,16 @@ def main() -> int:
     packages = ("torch", "triton", "sglang", "sglang-kernel", "flashinfer-python")
     shared = rows.environment("gpu_server", packages, cuda=options.device == "cuda")
     shared |= {"device": options.device}
+    device_bytes = 0
     if options.device == "cuda":
         shared["device"] = torch.cuda.get_device_name()
+        device_bytes = torch.cuda.get_device_properties(0).total_memory
     writer = rows.Writer(options.out, shared, append=True)
     logs = options.logs or options.out.parent
     logs.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="gpu-server-") as scratch:
         if options.speed:
-            failed = speed(writer, options, logs, Path(scratch), end)
+            failed = speed(writer, options, logs, Path(scratch), end, device_bytes)
         else:
             failed = check(writer, options, logs, Path(scratch) / "model", end)
     writer.close()

@@ -3,6 +3,8 @@
 import argparse
 import contextlib
 import copy
+import json
+import os
 import sys
 import threading
 import time
@@ -108,27 +110,47 @@ def test_whether_graphs_ran_is_read_from_decode_steps_alone():
 def test_speed_counts_only_while_all_requests_decode():
     first = [0.0, 1.0, 1.5, 2.0, 2.5, 3.0]
     second = [0.2, 1.5, 2.0, 2.5, 3.0, 3.5]
-    gaps, rate = server_speed.steady([first, second])
+    gaps, rate = server_speed.steady([first, second], skip=0)
     assert gaps == [5e5] * 3  # from 1.5, when both had begun, to 3.0, when one ended
     assert rate == pytest.approx(6 / 1.5)
 
 
-def test_requests_that_never_ran_together_give_no_speed():
-    with pytest.raises(RuntimeError, match="same time"):
-        server_speed.steady([[0.0, 0.1, 0.2, 0.3], [1.0, 1.1, 1.2, 1.3]])
+def test_the_first_steps_of_the_window_do_not_count():
+    first = [0.0, 1.0, 5.0, 9.0, 9.5, 10.0, 10.5]
+    gaps, rate = server_speed.steady([first, first], skip=2)
+    assert gaps == [5e5] * 3 and rate == pytest.approx(4)
+    assert server_speed.window([first, first], 2) == (9.0, 10.5)
 
 
-def test_the_share_of_waits_is_of_the_window_alone():
-    waits = server_speed.WaitSamples(dict)
-    waits.samples = [(0.0, 0), (1.0, 900_000), (2.0, 1_000_000), (3.0, 1_300_000), (4.0, 9_000_000)]
-    assert server_speed.window([[0.0, 1.0, 3.5], [0.1, 0.9, 3.6]]) == (1.0, 3.5)
-    assert waits.share(1.0, 3.5) == pytest.approx(0.2)
-    assert waits.share(3.2, 4.5) is None, "one sample says nothing"
+@pytest.mark.parametrize("skip", [0, server_speed.SKIPPED_STEPS])
+def test_requests_that_never_ran_together_give_no_speed(skip):
+    with pytest.raises(RuntimeError, match="same time.*--speed-tokens"):
+        server_speed.steady([[0.0, 0.1, 0.2, 0.3], [1.0, 1.1, 1.2, 1.3]], skip)
 
 
-def test_waits_are_taken_while_requests_run(monkeypatch):
+def counters(waited, cpu, budget, fallback=0, resident=5):
+    return {"steps": 1, "gpu_wait_us": waited, "cpu_pages": cpu, "budget_pages": budget,
+            "fallback_pages": fallback, "resident_pages": resident}  # fmt: skip
+
+
+def test_counters_are_of_the_window_alone():
+    samples = server_speed.Samples(dict)
+    samples.samples = [
+        (0.0, counters(0, 0, 0)),
+        (1.0, counters(900_000, 900, 1000)),
+        (2.0, counters(1_000_000, 950, 1500)),
+        (3.0, counters(1_300_000, 1000, 2000, 3, 7)),
+        (4.0, counters(9_000_000, 9000, 9000)),
+    ]
+    assert samples.of_window(1.0, 3.5) == {
+        "wait_share": 0.2, "cpu_compute_ratio": 0.1, "fallback_pages": 3, "resident_pages": 7,
+    }  # fmt: skip
+    assert samples.of_window(3.2, 4.5) == {}, "one sample says nothing"
+
+
+def test_counters_are_taken_while_requests_run_and_a_stock_server_is_asked_alike(monkeypatch):
     monkeypatch.setattr(server_speed, "SAMPLE_S", 0.001)
-    answers = iter([{"gpu_wait_us": 5}, OSError("gone for a moment"), {"gpu_wait_us": 7}])
+    answers = iter([counters(5, 0, 0), OSError("gone for a moment"), counters(7, 0, 0), {}])
     taken = threading.Event()
 
     def state():
@@ -140,9 +162,163 @@ def test_waits_are_taken_while_requests_run(monkeypatch):
             raise answer
         return answer
 
-    with server_speed.WaitSamples(state) as waits:
+    with server_speed.Samples(state) as samples:
         assert taken.wait(30)
-    assert [waited for _, waited in waits.samples] == [5, 7]
+    assert [state.get("gpu_wait_us") for _, state in samples.samples] == [5, 7, None]
+    assert samples.of_window(0.0, time.monotonic())["wait_share"] >= 0
+
+
+SPEED = argparse.Namespace(
+    model=["qwen3-8b"], speed_context=32768, speed_tokens=384, host_gb=96.0, budget=2048,
+    device="cuda", sides=list(server_speed.SIDES),
+)  # fmt: skip
+
+
+def flags_of(name, tokens=33344):
+    return server_speed.flags_of(server_speed.SIDES[name], "qwen3-8b", SPEED, tokens, 80 << 30)
+
+
+def test_ours_has_the_batch_of_the_host_and_in_one_row_the_cache_of_the_paper():
+    budget, device = flags_of("scout-budget"), flags_of("scout-device")
+    assert budget["max_running_requests"] == device["max_running_requests"] == 20
+    configs = [json.loads(flags["kv_offload_config"]) for flags in (budget, device)]
+    assert [config.get("resident_tokens") for config in configs] == [20 * 2048, None]
+    assert all(config["attend"] == "selected" for config in configs)
+    assert budget["kv_offload_host_gb"] == 96.0
+
+
+def test_stock_captures_no_graphs_that_it_never_runs():
+    for name in ("triton", "flashinfer"):
+        flags = flags_of(f"stock-{name}")
+        assert flags["attention_backend"] == name and flags["disable_prefill_cuda_graph"]
+        assert flags["max_running_requests"] == 17  # more than 80 GiB hold beside the weights
+
+
+def test_the_worker_leaves_cpus_to_server_and_client(monkeypatch):
+    assert server_speed.cpus_of(range(16)) == (",".join(map(str, range(12))), 15)
+    assert server_speed.cpus_of(range(4)) == (None, None)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    assert flags_of("scout-budget")["kv_offload_cpus"] == "0,1,2,3,4,5,6,7,8,9,10,11"
+
+
+def test_the_client_is_where_it_was_put_and_back_afterwards():
+    before = os.sched_getaffinity(0)
+    with server_speed.on_cpu(min(before)):
+        assert os.sched_getaffinity(0) == {min(before)}
+    with server_speed.on_cpu(None):
+        assert os.sched_getaffinity(0) == before
+    assert os.sched_getaffinity(0) == before
+
+
+def test_ours_leave_time_to_the_stock_servers():
+    sides = list(server_speed.SIDES.values())
+    assert [server_speed.deadline(sides, at, 100.0, 600.0) for at in range(4)] == [
+        385,
+        600,
+        600,
+        600,
+    ]
+    assert server_speed.deadline(sides, 0, 0.0, 300.0) == 150.0
+    assert server_speed.deadline(sides[:1], 0, 0.0, 300.0) == 300.0
+
+
+INFO = {
+    "max_total_num_tokens": 667_000, "attention_backend": None, "mem_fraction_static": 0.85,
+    "decode_attention_backend": None, "max_running_requests": 20,
+    "cuda_graph_config": {"decode": {"max_bs": 20}, "prefill": {"backend": "disabled"}},
+}  # fmt: skip
+
+
+class SpeedServer:
+    """Stands for a server; ``asked``: how long each answer takes, on a clock that it moves."""
+
+    clock_s = 0.0
+    started: list
+
+    def __init__(self, model, flags, *, device, log, ready_timeout_s):
+        self.flags = flags
+        SpeedServer.started.append((flags.get("attention_backend", "scout"), ready_timeout_s))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def info(self, timeout_s=60.0):
+        state = {"memory_usage": {"weight": 15.3, "token_capacity": 667_000}}
+        if "kv_offload" in self.flags:
+            worker = {"pid": None, "cpus": [0, 1]}
+            state |= {"decode_attention_backend": "scout"}
+            state["kv_offload"] = {"host_pages_total": 10, "worker": worker, **counters(0, 0, 0)}
+        else:
+            state |= {"kv_offload": "none", "attention_backend": self.flags["attention_backend"]}
+        return {**INFO, "internal_states": [state]}
+
+    def token_times(self, prompts, tokens, timeout_s):
+        SpeedServer.clock_s += 30.0
+        assert timeout_s > 0
+        return [[0.01 * i for i in range(tokens)] for _ in prompts]
+
+
+@pytest.fixture
+def speed(monkeypatch, tmp_path):
+    """Runs all sides in so many seconds; the failures and the rows."""
+    clock = time.monotonic
+    SpeedServer.clock_s, SpeedServer.started = 0.0, []
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + SpeedServer.clock_s)
+    monkeypatch.setattr(server_speed, "DecodeServer", SpeedServer)
+    monkeypatch.setattr(server_speed, "MAPPED_S", 0.0)
+    monkeypatch.setattr(server_speed, "absent_reason", lambda _: "")
+
+    def run(seconds):
+        writer = rows.Writer(None, SHARED)
+        end = time.monotonic() + seconds
+        failed = server_speed.speed(writer, SPEED, tmp_path, tmp_path / "m", end, 80 << 30)
+        return failed, writer.rows
+
+    return run
+
+
+def test_every_server_is_measured_twice_and_rows_say_what_ran(speed):
+    failed, found = speed(520)
+    assert failed == 0 and [row["status"] for row in found] == ["ok"] * 8
+    assert [(row["side"], row["run"]) for row in found] == [
+        (side, run) for side in server_speed.SIDES for run in (1, 2)
+    ]
+    attention = [row["attention_backend"] for row in found[::2]]
+    assert attention == ["scout", "triton", "flashinfer", "scout"]
+    assert all("run_to_run" in row for row in found[1::2])
+    for row in found:
+        assert row["token_capacity"] == 667_000 and row["mem_fraction_static"] == 0.85
+        assert row["cuda_graphs"]["prefill"] == {"backend": "disabled"}
+        assert row["batch"] == 20 and row["speed_tokens"] == 384 and row["ready_s"] >= 0
+        assert len(row["samples_us"]) == 384 - 2 - server_speed.SKIPPED_STEPS
+    assert found[0]["resident_tokens"] == 20 * 2048 and found[0]["host_gb"] == 96.0
+    assert found[0]["worker_cpus"] == [0, 1] and found[0]["mapped_share"] == 0.0
+
+
+def test_what_there_was_no_time_for_is_said_and_stock_had_its_time(speed):
+    failed, found = speed(235)
+    assert failed == 0
+    assert [row["side"] for row in found if row["status"] == "ok"] == [
+        "scout-budget", "scout-budget", "stock-triton", "stock-triton",
+        "stock-flashinfer", "stock-flashinfer",
+    ]  # fmt: skip
+    assert SpeedServer.started[0][1] < 86, "150 s are kept for the stock servers"
+    assert found[-1]["status"] == "skipped" and "no time left" in found[-1]["reason"]
+
+
+def test_a_stock_server_that_cannot_compile_flashinfer_is_no_failure(speed, monkeypatch):
+    def start(server):
+        if server.flags.get("attention_backend") == "flashinfer":
+            raise server_speed.FAILURES[1]("nvcc: not found")
+        return server
+
+    monkeypatch.setattr(SpeedServer, "__enter__", start)
+    failed, found = speed(520)
+    [row] = [row for row in found if row["side"] == "stock-flashinfer"]
+    assert failed == 0 and row["status"] == "failed" and "nvcc" in row["reason"]
 
 
 SHARED = {
