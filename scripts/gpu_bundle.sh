@@ -7,8 +7,8 @@
 #   bash OUTDIR/run.sh RESULTS               there: unpacks, builds the native module if it can, runs gpu_check.sh;
 #                                            scripts/gpu_bundle_run.sh, which says what it leaves where
 #
-# Variables: PYTHON (here, with pip; python3), TARGET (the Python version there; 3.12), PLATFORM
-# (manylinux_2_17_x86_64). The whole must stay below 50 MiB, or this fails. SGLang comes from the .venv of
+# Variables: PYTHON (here, with pip; python3), TARGET, TORCH and TRITON (the versions there, which run.sh insists on; 3.12,
+# 2.11, 3.6), PLATFORM (manylinux_2_17_x86_64). The whole must stay below 50 MiB, or this fails. SGLang comes from the .venv of
 # scripts/setup.sh.
 set -euo pipefail
 
@@ -16,6 +16,7 @@ SERVER=1
 [ "${1:-}" != --kernels ] || { SERVER=0; shift; }
 [ $# = 1 ] && [ "${1#-}" = "$1" ] || { sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' "$0"; exit 64; }
 PYTHON="${PYTHON:-python3}" TARGET="${TARGET:-3.12}" PLATFORM="${PLATFORM:-manylinux_2_17_x86_64}"
+TORCH="${TORCH:-2.11}" TRITON="${TRITON:-3.6}"
 LIMIT_MIB=50
 # Read by the tests and benchmarks of the kernels; torch brings numpy and Triton.
 PACKAGES=(msgspec pyzmq psutil pytest pytest-timeout pluggy iniconfig packaging pygments hypothesis
@@ -47,6 +48,8 @@ git ls-files -z --cached --others --exclude-standard -- "${PACKED[@]}" |
 # What rows will say they measured. "-dirty": what is packed is not what was committed.
 changes="$(git status --porcelain -- "${PACKED[@]}")"
 echo "$(git rev-parse HEAD)${changes:+-dirty}" >"$OUT/commit"
+# What the machine must have: run.sh compares it first.
+printf '%s\n' "python $TARGET" "torch $TORCH" "triton $TRITON" >"$OUT/needs"
 cp scripts/gpu_bundle_run.sh "$OUT/run.sh"
 
 mib="$(du -sm "$OUT" | cut -f1)"

@@ -22,6 +22,38 @@ WORK="${TMPDIR:-/tmp}/scout-work-$COMMIT"
 KEPT="${TMPDIR:-/tmp}/scout-kept"
 export PYTHON="${PYTHON:-python3}"
 
+# In the first second, not when the first kernel fails to compile.
+"$PYTHON" - "$HERE/needs" <<'PYTHON' || exit 2
+import importlib
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+
+def there(name):
+    if name == "python":
+        return platform.python_version()
+    try:
+        return version(name)
+    except PackageNotFoundError:  # one that was built from source may have another name
+        try:
+            return importlib.import_module(name).__version__
+        except ImportError:
+            return "none"
+
+
+wrong = []
+for line in Path(sys.argv[1]).read_text().splitlines():
+    name, needed = line.split()
+    if there(name).split(".")[:2] != needed.split(".")[:2]:
+        wrong.append(f"{name} {needed} is needed, there is {there(name)}")
+if wrong:
+    sys.exit(
+        f"run: {sys.executable}: {'; '.join(wrong)}. Set PYTHON to another, or pack a bundle for this one "
+        "(TARGET, TORCH, TRITON of scripts/gpu_bundle.sh)"
+    )
+PYTHON
 ABOUT="$("$PYTHON" -c 'import sys, torch
 from importlib.util import find_spec
 print(sys.executable, sys.version.split()[0], torch.__version__)
@@ -61,6 +93,7 @@ PY
 
 # Returns 1 if the next call should try again.
 build_native() {
+    rm -rf "$WORK/built"
     if ! "$PYTHON" -c 'import nanobind, scikit_build_core' 2>/dev/null; then
         echo "run: nanobind or scikit-build-core is absent" >"$WORK/native.log"
         return 0
@@ -72,7 +105,7 @@ build_native() {
 }
 
 prepare() {
-    local complete=1 site wheels
+    local site wheels
     rm -rf "$WORK"
     mkdir -p "$WORK/tree" "$WORK/site"
     unpack "$HERE/tree.tar.gz" "$WORK/tree"
@@ -81,10 +114,9 @@ prepare() {
     mapfile -t wheels < <(absent_wheels "${wheels[@]}")
     [ "${#wheels[@]}" = 0 ] || "$PYTHON" -m pip install --quiet --no-index --no-deps --no-compile \
         --target "$WORK/site" "${wheels[@]}"
-    build_native || complete=0
     # A server that starts would compile thousands of files one by one.
     "$PYTHON" -m compileall -q -j "$(nproc)" "$WORK/site" "$WORK/tree/python" >"$WORK/compileall.log" 2>&1 || true
-    [ "$complete" = 0 ] || printf '%s\n' "$ABOUT" >"$WORK/ready"
+    printf '%s\n' "$ABOUT" >"$WORK/ready"
 }
 
 if [ "$(cat "$WORK/ready" 2>/dev/null || true)" = "$ABOUT" ]; then
@@ -93,6 +125,8 @@ else
     prepare
     echo "run: $WORK made in $SECONDS s"
 fi
+# By itself, so that a call after one that could not build it makes nothing else anew.
+[ -e "$WORK/native-done" ] || ! build_native || touch "$WORK/native-done"
 LOGS="$KEPT/logs/$(date -u +%FT%H%M%SZ)"
 mkdir -p "$LOGS"
 cp "$WORK/native.log" "$LOGS/"
@@ -108,8 +142,7 @@ if [ "${#native[@]}" = 0 ]; then
     done
 fi
 
-# All of it, this preparation included, ends within ten minutes.
-export SECONDS_LIMIT="${SECONDS_LIMIT:-$((570 - SECONDS))}"
+export SECONDS_LIMIT=$((${SECONDS_LIMIT:-570} - SECONDS)) # is for all of it, this preparation included
 export ROWS="$RESULTS" KEPT
 after_step() { tar -C "$KEPT/logs" -czf "$ROWS/more.tar.gz.part" . && mv "$ROWS/more.tar.gz.part" "$ROWS/more.tar.gz"; }
 export -f after_step
