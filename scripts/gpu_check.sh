@@ -16,7 +16,8 @@
 #
 # A call runs the steps in the order of this file, until its time is over. One call is not enough for all of them:
 # servers start slowly, and the measurements fill and page-lock much memory. docs/gpu.md has the calls, with ONLY,
-# that give each step its time. What racecheck and rivals find is information and no failure.
+# that give each step its time. What flashinfer, which compiles what later steps use of it, racecheck and rivals find is
+# information and no failure.
 #
 # Variables: PYTHON (with torch, triton, numpy, msgspec, pytest, pytest-timeout and hypothesis; the .venv of this
 # repository if there is one), SECONDS_LIMIT (for all of it; 570), DECODE_ARGS (options of benchmark/gpu_decode.py),
@@ -40,8 +41,9 @@ export PYTHONPATH="$PWD/python${PYTHONPATH:+:$PYTHONPATH}"
 export TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-$OUT/triton-cache}"
 unset TRITON_INTERPRET # the kernels shall run on the device
 
-"$PYTHON" - <<'PYTHON' || exit 2
+"$PYTHON" - "$OUT/driver" <<'PYTHON' || exit 2
 import sys
+from pathlib import Path
 
 try:
     import torch
@@ -55,7 +57,13 @@ if not torch.cuda.is_available():
     )
 name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
 print(f"gpu_check: {name}, compute capability {capability[0]}.{capability[1]}, torch {torch.__version__}")
+sys.path.insert(0, "scripts")
+import driver_library  # noqa: E402
+
+if driver_library.link(Path(sys.argv[1])) is None:
+    print("gpu_check: libcuda.so.1 is not found: what is linked with -lcuda, as FlashInfer, may not be compiled")
 PYTHON
+[ ! -d "$OUT/driver" ] || export LIBRARY_PATH="$OUT/driver${LIBRARY_PATH:+:$LIBRARY_PATH}"
 
 FAILED=0 ENDED=0 SKIPPED=0
 INFORMATION=""
@@ -130,9 +138,23 @@ HAS_SGLANG=0
 ! "$PYTHON" -c 'from importlib.metadata import version; version("sglang"); version("sglang-scout")' 2>/dev/null ||
     HAS_SGLANG=1
 
+HAS_FLASHINFER=0
+! "$PYTHON" -c 'import flashinfer' 2>/dev/null || HAS_FLASHINFER=1
+# It compiles for a minute or two, which the checks before it leave it: the step waits for it, or does it itself.
+COMPILING=""
+if [ "$HAS_FLASHINFER" = 1 ] && [ -n "${ONLY:-}" ] && chosen flashinfer; then
+    nice timeout -k 5 "$(within 300 0)" "$PYTHON" benchmark/full_rig.py >"$OUT/flashinfer-early.log" 2>&1 &
+    COMPILING=$!
+fi
+stop_compiling() { [ -z "$COMPILING" ] || kill "$COMPILING" 2>/dev/null || true; }
+trap stop_compiling EXIT
+
 step small-sizes 120 "$PYTHON" benchmark/gpu_kernels.py --check-only
 if [ "$HAS_NATIVE" = 1 ]; then step decode-check 200 "$PYTHON" benchmark/gpu_decode.py --check-only
 else without_native decode-check; fi
+if [ "$HAS_FLASHINFER" = 1 ]; then information flashinfer 120 "$PYTHON" benchmark/full_rig.py
+else skip flashinfer "flashinfer is absent"; fi
+stop_compiling # nothing runs beside what is measured
 if [ "$HAS_NATIVE" = 1 ]; then step ring 60 "$PYTHON" benchmark/gpu_ring.py --out "$ROWS/gpu_parts.jsonl"
 else without_native ring; fi
 step handover 40 "$PYTHON" benchmark/gpu_handover.py --out "$ROWS/gpu_parts.jsonl"
@@ -173,9 +195,9 @@ else
     skip speed "sglang, sglang-scout or the native module is absent"
 fi
 
-# Last, with the time that is left: FlashInfer compiles with nvcc when it is first used. Where it fails, or takes too
-# long, a row says so, and what is ours has passed all the same.
-if "$PYTHON" -c 'import flashinfer' 2>/dev/null; then
+# Last, with the time that is left: it compiles more of FlashInfer with nvcc. Where that fails, or takes too long, a row
+# says so, and what is ours has passed all the same.
+if [ "$HAS_FLASHINFER" = 1 ]; then
     information rivals 180 "$PYTHON" benchmark/gpu_rivals.py --out "$ROWS/gpu_parts.jsonl"
 else
     skip rivals "flashinfer is absent"
