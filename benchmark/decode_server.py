@@ -21,6 +21,9 @@ from sglang_scout.cli.single_server import SingleServer
 FAKE_BOOTSTRAP_HOST = "2.2.2.2"
 """SGLang's mark of requests whose KV nobody sends; without an address a batch ends the server."""
 
+SETTLE_S = 40.0
+"""What a server's children may take to end: much page-locked memory is given back slowly."""
+
 FAILURES = (RequestFailed, ServerFailed, RuntimeError, OSError)
 
 
@@ -71,7 +74,7 @@ class DecodeServer(SingleServer):
         environment = {"TRITON_INTERPRET": "1"} if device == "cpu" else {}
         super().__init__(
             "decode", model_dir, arguments, device=device, log=log, environment=environment,
-            ready_timeout_s=ready_timeout_s,
+            ready_timeout_s=ready_timeout_s, settle_s=SETTLE_S,
         )  # fmt: skip
 
     def info(self, timeout_s: float = 60.0) -> dict[str, Any]:

@@ -50,10 +50,11 @@ from typing import Any
 
 import torch
 
+import nvidia_smi
 import rows
 from checks_in_time import OutOfTime, Report, TimeLimit
 from decode_server import FAILURES, DecodeServer, offload, prompts_of
-from server_speed import SHAPES, SIDES, speed
+from server_speed import DEVICE_FREE_S, SHAPES, SIDES, speed
 from sglang_scout.worker.arena import available_bytes
 
 sys.path.insert(0, str(rows.ROOT / "scripts"))
@@ -208,13 +209,16 @@ def started(
 ) -> Iterator[DecodeServer]:  # fmt: skip
     """A server of the checks."""
     limit.needs(LEAST_START_S)
-    begin = time.monotonic()
-    with DecodeServer(
-        model, flags, device=options.device, log=logs / f"server-{name}.log",
-        ready_timeout_s=limit.left_s(START_S),
-    ) as server:  # fmt: skip
-        print(f"server-{name}: ready after {time.monotonic() - begin:.0f} s", flush=True)
-        yield server
+    begin, free_mib = time.monotonic(), nvidia_smi.used_mib()
+    try:
+        with DecodeServer(
+            model, flags, device=options.device, log=logs / f"server-{name}.log",
+            ready_timeout_s=limit.left_s(START_S),
+        ) as server:  # fmt: skip
+            print(f"server-{name}: ready after {time.monotonic() - begin:.0f} s", flush=True)
+            yield server
+    finally:  # the next one takes a share of what it finds free
+        nvidia_smi.wait_free(free_mib, DEVICE_FREE_S)
 
 
 def offload_flags(options: argparse.Namespace, **config: Any) -> dict[str, Any]:

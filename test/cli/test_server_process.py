@@ -32,6 +32,11 @@ WITH_CHILD = (
 )
 ON_SIGTERM = "import signal,sys; signal.signal(15,lambda *_: sys.exit(3)); print('up',flush=True);"
 RENAMED = "import setproctitle; setproctitle.setproctitle('x'*2000); print('up',flush=True);"
+# At SIGTERM its first thread ends and another one lives on, as while much memory is given back.
+ENDING = (
+    "import ctypes,signal,threading,time;threading.Thread(target=time.sleep,args=(100,)).start();"
+    "signal.signal(15,lambda *_: ctypes.CDLL(None).syscall(60,0));print('up',flush=True);time.sleep(99)"
+)
 LAUNCHER = """
 import os, sys, time
 from pathlib import Path
@@ -97,6 +102,22 @@ def test_a_renamed_process_is_found_by_its_session(tmp_path, cluster_id):
     assert renamed.pid in processes_of(cluster_id, [renamed.pid])
     stop_all([renamed], cluster_id, grace_s=0.0)
     assert processes_of(cluster_id, [renamed.pid]) == {}
+
+
+def test_a_process_whose_threads_still_end_has_not_ended(tmp_path, cluster_id):
+    child = f"import subprocess,sys;subprocess.Popen([sys.executable,'-c',{ENDING!r}],start_new_session=True);"
+    parent = server(tmp_path, cluster_id, child + SLEEP)
+    parent.start()
+    wait_until("the child runs", lambda: "up" in parent.log(), 20)
+    [pid] = children_of(parent.pid)
+    os.kill(pid, signal.SIGTERM)
+    state = Path(f"/proc/{pid}/stat")
+    wait_until("its first thread has ended", lambda: ") Z " in state.read_text(), 20)
+    # Nothing in /proc names its cluster any more; whoever knew it before still sees it.
+    assert processes_of(cluster_id, known=[pid]).keys() == {parent.pid, pid}
+    os.kill(pid, signal.SIGKILL)
+    wait_until("the other one too", lambda: pid not in processes_of(cluster_id, known=[pid]), 20)
+    stop_all([parent], cluster_id, grace_s=0.0)
 
 
 def test_servers_die_with_their_launcher(tmp_path, cluster_id):

@@ -17,11 +17,13 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 CLUSTER_VARIABLE = "SCOUT_CLUSTER_ID"
 _POLL_S = 0.25
+KILLED_S = 60.0
+"""The longest that a killed process may take to end. With 64 GiB of page-locked memory it takes 18 s and more."""
 
 # Runs in the child before the server: the kernel sends SIGKILL when the thread that started us
 # ends. The comparison catches a parent that died before prctl took effect.
@@ -72,22 +74,29 @@ def free_ports(count: int) -> list[int]:
     return found
 
 
-def _stat(pid: int) -> tuple[str, int] | None:
-    """State letter and session id of ``pid``; None when it has ended."""
+def _stat(pid: int) -> tuple[bool, int] | None:
+    """Whether ``pid`` still holds anything, and its session id; None when it has ended.
+
+    A zombie holds nothing. But one whose other threads still end, which take tens of seconds to give
+    back much page-locked memory, has all of it: its state alone says zombie, that of its first thread.
+    """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
-    return fields[0], int(fields[3])
+    state, threads = fields[0], int(fields[17])
+    return state not in "ZX" or (state == "Z" and threads > 1), int(fields[3])
 
 
-def processes_of(cluster_id: str, sessions: Iterable[int] = ()) -> dict[int, str]:
-    """Live processes that carry ``cluster_id`` or belong to one of ``sessions``: pid to command
-    line.
+def processes_of(
+    cluster_id: str, sessions: Iterable[int] = (), known: Collection[int] = ()
+) -> dict[int, str]:
+    """Live processes that carry ``cluster_id``, belong to one of ``sessions`` or are ``known``: pid to
+    command line.
 
-    Both are needed: a process that renames itself (SGLang's schedulers do) overwrites the
-    environment that /proc shows, and one that opens a session of its own is found only by its
-    environment. Zombies do not count.
+    All are needed: a process that renames itself (SGLang's schedulers do) overwrites the
+    environment that /proc shows, one that opens a session of its own is found only by its
+    environment, and one that ends shows none any more. Zombies do not count, unless threads of theirs still end.
     """
     needle = f"{CLUSTER_VARIABLE}={cluster_id}".encode()
     wanted = set(sessions)
@@ -97,9 +106,9 @@ def processes_of(cluster_id: str, sessions: Iterable[int] = ()) -> dict[int, str
             continue
         pid = int(entry.name)
         stat = _stat(pid)
-        if stat is None or stat[0] in "ZX":
+        if stat is None or not stat[0]:
             continue
-        if stat[1] not in wanted:
+        if stat[1] not in wanted and pid not in known:
             try:
                 if needle not in Path(entry.path, "environ").read_bytes().split(b"\0"):
                     continue
@@ -261,10 +270,13 @@ def stop_all(
     3. Whatever still lives ``settle_s`` later is killed and returned (pid to command line); a
        correct shutdown, orderly or not, returns {}.
 
-    Raises ServerFailed if a process survives SIGKILL for 10 s.
+    A process has ended when all its threads have: only then is its memory free.
+
+    Raises ServerFailed if a process survives SIGKILL for ``KILLED_S``.
     """
     servers = [server for server in servers if server.started]
     sessions = [server.pid for server in servers]
+    known = processes_of(cluster_id, sessions)
     if grace_s > 0:
         deadline = time.monotonic() + grace_s
         for server in servers:
@@ -273,26 +285,29 @@ def stop_all(
             server.wait(deadline - time.monotonic())
     for server in servers:
         server.signal(signal.SIGKILL)
+    deadline = time.monotonic() + KILLED_S
     for server in servers:
-        server.wait(10.0)
-    outlived = _wait_gone(cluster_id, sessions, settle_s)
+        server.wait(deadline - time.monotonic())
+    outlived = _wait_gone(cluster_id, sessions, known, settle_s)
     for pid in outlived:
         try:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
             pass
     if outlived:
-        stuck = _wait_gone(cluster_id, sessions, 10.0)
+        stuck = _wait_gone(cluster_id, sessions, known, KILLED_S)
         if stuck:
             raise ServerFailed(f"these processes survive SIGKILL: {stuck}")
     return outlived
 
 
-def _wait_gone(cluster_id: str, sessions: Sequence[int], timeout_s: float) -> dict[int, str]:
+def _wait_gone(
+    cluster_id: str, sessions: Sequence[int], known: Collection[int], timeout_s: float
+) -> dict[int, str]:
     """Wait until no process of the cluster lives; returns those alive after ``timeout_s``."""
     deadline = time.monotonic() + timeout_s
     while True:
-        alive = processes_of(cluster_id, sessions)
+        alive = processes_of(cluster_id, sessions, known)
         if not alive or time.monotonic() > deadline:
             return alive
         time.sleep(0.05)

@@ -34,6 +34,7 @@ class SingleServer:
         log: file for the server's output.
         environment: variables on top of the usual ones.
         ready_timeout_s: for the start.
+        settle_s: what ``stop`` leaves the children to end by themselves.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class SingleServer:
         log: Path,
         environment: Mapping[str, str] | None = None,
         ready_timeout_s: float = 240.0,
+        settle_s: float = 8.0,
     ) -> None:
         self._id = uuid.uuid4().hex
         # Sockets go where they are removed; the folder's name is short, as a socket's must be.
@@ -54,7 +56,7 @@ class SingleServer:
         variables = started_environment(device, model, self._scratch, more)
         port, nccl_port = free_ports(2)
         self.url = f"http://{HOST}:{port}"
-        self._ready_timeout_s = ready_timeout_s
+        self._ready_timeout_s, self._settle_s = ready_timeout_s, settle_s
         self._deadline = 0.0
         command = [
             sys.executable,
@@ -98,6 +100,6 @@ class SingleServer:
     def stop(self) -> None:
         """End it, at once; may be called twice, and without a start."""
         try:
-            stop_all([self.process], self._id, grace_s=0.0)
+            stop_all([self.process], self._id, grace_s=0.0, settle_s=self._settle_s)
         finally:
             shutil.rmtree(self._scratch, ignore_errors=True)
