@@ -223,6 +223,44 @@ def test_gpu_check_takes_hazards_as_information(tmp_path, tool, failed):
     assert row["exit_status"] == 9 and row.get("information", False) is not failed
 
 
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_a_sanitizer_that_does_not_know_the_device_is_no_finding(tmp_path, tool):
+    python, sanitizer = tmp_path / "python", tmp_path / "compute-sanitizer"
+    python.write_text('#!/bin/sh\n[ "$1" != - ] || cat >/dev/null\n')
+    said = '========= Error: Device not supported. See the "Supported Devices" section'
+    sanitizer.write_text(f"#!/bin/sh\necho '{said}'\nexit 1\n")
+    for path in (python, sanitizer):
+        path.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    check = ROOT / "scripts" / "gpu_check.sh"
+    run(check, tmp_path / "out", PYTHON=python, PATH=path, ONLY=tool)
+    [row] = map(json.loads, (tmp_path / "out" / "gpu_check.jsonl").read_text().splitlines())
+    assert "Device not supported" in row["skipped"] and "exit_status" not in row
+
+
+def test_tests_on_a_device_never_choose_the_interpreter(tmp_path):
+    python = tmp_path / "python"
+    python.write_text(
+        '#!/bin/sh\ncase "$1" in -) cat >/dev/null ;; -c) ;; *) echo "interpret: $TRITON_INTERPRET" ;; esac\n'
+    )
+    python.chmod(0o755)
+    check = ROOT / "scripts" / "gpu_check.sh"
+    done = run(check, tmp_path / "out", PYTHON=python, ONLY="tests", TRITON_INTERPRET="1")
+    assert done.returncode == 0 and (tmp_path / "out" / "tests.log").read_text() == "interpret: 0\n"
+    # What the tests do with it, also where nothing says that there is a device.
+    code = (
+        "import importlib.util as u, os, sys\n"
+        "os.path.exists = lambda path, exists=os.path.exists: 'nvidiactl' not in path and exists(path)\n"
+        f"spec = u.spec_from_file_location('conftest', {str(ROOT / 'test' / 'conftest.py')!r})\n"
+        "spec.loader.exec_module(u.module_from_spec(spec))\n"
+        "from sglang_scout.ops import triton\n"
+        "print(triton.interpreted())"
+    )
+    for value, interpreted in (("0", "False"), ("1", "True")):
+        done = run(sys.executable, "-c", code, TRITON_INTERPRET=value)
+        assert done.stdout == f"{interpreted}\n", done.stderr
+
+
 def test_the_calls_of_the_documents_give_every_step_its_time():
     text = (ROOT / "scripts" / "gpu_check.sh").read_text()
     steps = re.findall(r"^ *(?:\S.* )?(?:step|information) ([a-z]\S+) (\d+)", text, re.MULTILINE)
