@@ -126,7 +126,10 @@ else
     echo "run: $WORK made in $SECONDS s"
 fi
 # By itself, so that a call after one that could not build it makes nothing else anew.
-[ -e "$WORK/native-done" ] || ! build_native || touch "$WORK/native-done"
+if [ ! -e "$WORK/native-done" ]; then
+    ! build_native || touch "$WORK/native-done"
+    echo "run: native module tried, $SECONDS s after the begin"
+fi
 LOGS="$KEPT/logs/$(date -u +%FT%H%M%SZ)"
 mkdir -p "$LOGS"
 cp "$WORK/native.log" "$LOGS/"
