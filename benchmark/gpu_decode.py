@@ -48,7 +48,7 @@ from full_rig import FullRig
 from sglang_scout.worker.arena import available_bytes
 
 WARM_UP_STEPS = 24
-MAPPED_S = 60.0
+MAPPED_S = 45.0
 """The longest to wait until the worker has mapped the arena."""
 FIGURE_6_STEPS, FIGURE_6_RATIO = 8.7, 0.12
 DEVICE_RESERVE_BYTES = 6 * 2**30  # for graphs, activations and what else a server keeps
@@ -226,7 +226,9 @@ def scout_rows(
     options: argparse.Namespace,
     in_time: Callable[[], bool],
     full_batch: int,
-) -> None:
+) -> float:
+    """Returns the seconds until the store was ready, which its next one will take, too."""
+    begin, ready_s = time.monotonic(), 0.0
     size = SIZES[name]
     budget_pages = options.budget // PAGE
     room = 2 + (WARM_UP_STEPS + options.steps) // PAGE
@@ -235,7 +237,7 @@ def scout_rows(
     sizes: dict[str, Any] = {"model": name, "context": context, "batch": batch}
     if batch < 1:
         writer.add("scout", "skipped", f"not one request fits {options.host_gb} GiB", **sizes)
-        return
+        return ready_s
     sizes |= {"full_batch": full_batch, "beyond_full": batch > full_batch}
     if batch <= full_batch:
         print(
@@ -245,7 +247,7 @@ def scout_rows(
         )
     if not in_time():
         writer.add("scout", "skipped", "no time left", **sizes)
-        return
+        return ready_s
     try:
         store = Store(
             size, pages=1 + batch * (context // PAGE + room), batch=batch, budget_pages=budget_pages,
@@ -253,10 +255,12 @@ def scout_rows(
         )  # fmt: skip
     except Exception as error:
         writer.add("scout", "failed", f"{type(error).__name__}: {error}"[:500], **sizes)
-        return
+        return ready_s
     try:
         rho = calibrated_rho(store, size, context, budget_pages)
         sizes["mapped_share"] = store.wait_mapped(MAPPED_S)
+        ready_s = time.monotonic() - begin
+        print(f"{name}, context {context}: host pages ready after {ready_s:.0f} s", flush=True)
         seen: list[Any] = []
         for variant in variants():
             settings, factor, cache = variant
@@ -275,6 +279,7 @@ def scout_rows(
             free_device()
     finally:
         store.close()
+    return ready_s
 
 
 def variants() -> Iterator[tuple[dict[str, Any], float, str]]:
@@ -357,17 +362,20 @@ def measure(options: argparse.Namespace) -> int:
     writer = rows.Writer(options.out, shared, append=True)
     end = time.monotonic() + options.seconds
 
-    def in_time() -> bool:
-        return time.monotonic() < end
+    ready_s = 0.0  # the longest that host pages took
+
+    def in_time(needed_s: float = 0.0) -> bool:
+        return time.monotonic() + needed_s < end
 
     for name in options.model:
         model = DummyModel(SIZES[name], torch.bfloat16, "cuda")
         for context in options.context:
-            if not in_time():
+            if not in_time(ready_s):
                 writer.add("scout", "skipped", "no time left", model=name, context=context)
                 continue
             full = full_rows(writer, model, name, context, options.steps, "full-triton")
-            scout_rows(writer, model, name, context, options, in_time, full)
+            took_s = scout_rows(writer, model, name, context, options, in_time, full)
+            ready_s = max(ready_s, took_s)
             free_device()
             if in_time():  # last: it compiles for a minute or two
                 full_rows(writer, model, name, context, options.steps, "full-flashinfer")

@@ -41,7 +41,8 @@ CPUS_OF_THE_SERVER = 4
 """That the worker leaves to the server and the client, the last of them to the client; where there are
 ``LEAST_CPUS``."""
 LEAST_CPUS = 8
-MAPPED_S = 60.0
+MAPPED_S = 45.0
+"""The longest to wait until the worker has mapped the arena."""
 DEVICE_FREE_S = 60.0
 
 

@@ -13,6 +13,7 @@ sys.path.insert(0, str(ROOT / "benchmark"))
 
 import decode_rig  # noqa: E402
 import gpu_decode  # noqa: E402
+import rows  # noqa: E402
 from sglang_scout.ops import triton  # noqa: E402
 
 
@@ -153,3 +154,28 @@ def test_rows_say_whether_the_batch_is_larger_than_that_of_full_attention(
     # The first variant again, as the last.
     first, *_, last = found
     assert {**first, "repeat": 1} == last and [x.get("repeat", 0) for x in found].count(1) == 1
+
+
+def test_host_pages_are_not_filled_for_a_context_that_there_is_no_time_for(monkeypatch, tmp_path):
+    """The second store takes as long as the first: more than what is left."""
+    begun = []
+
+    def scout_rows(writer, model, name, context, *_):
+        begun.append(context)
+        return 1000.0
+
+    monkeypatch.setattr(gpu_decode, "scout_rows", scout_rows)
+    monkeypatch.setattr(gpu_decode, "full_rows", lambda *_: 13)
+    monkeypatch.setattr(gpu_decode, "DummyModel", lambda *_: None)
+    monkeypatch.setattr(gpu_decode, "free_device", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "none")
+    options = argparse.Namespace(
+        out=tmp_path / "rows.jsonl", seconds=300.0, model=["qwen3-8b"], context=[32768, 65536],
+        budget=2048, host_gb=96.0, steps=4,
+    )  # fmt: skip
+    gpu_decode.measure(options)
+    assert begun == [32768]
+    [row] = rows.read_rows(options.out)
+    assert (row["context"], row["reason"]) == (65536, "no time left") and "absent" in row[
+        "nvidia_smi"
+    ]
