@@ -23,7 +23,7 @@ from pathlib import Path
 CLUSTER_VARIABLE = "SCOUT_CLUSTER_ID"
 _POLL_S = 0.25
 KILLED_S = 60.0
-"""The longest that a killed process may take to end. With 64 GiB of page-locked memory it takes 18 s and more."""
+"""The longest that a killed process may take to end. Much page-locked memory is given back slowly."""
 
 # Runs in the child before the server: the kernel sends SIGKILL when the thread that started us
 # ends. The comparison catches a parent that died before prctl took effect.
