@@ -46,6 +46,7 @@ import rows
 from decode_rig import PAGE, SIZES, DummyModel, ModelSize, QueryDrift, Rig, Store
 from full_rig import FullRig
 from sglang_scout.worker.arena import available_bytes
+from sglang_scout.worker.cpus import but_the_server_s
 
 WARM_UP_STEPS = 24
 MAPPED_S = 45.0
@@ -251,7 +252,7 @@ def scout_rows(
     try:
         store = Store(
             size, pages=1 + batch * (context // PAGE + room), batch=batch, budget_pages=budget_pages,
-            dtype=torch.bfloat16, device="cuda", cpus=_cpus()[2:] or _cpus(),
+            dtype=torch.bfloat16, device="cuda", cpus=but_the_server_s(_cpus()),
         )  # fmt: skip
     except Exception as error:
         writer.add("scout", "failed", f"{type(error).__name__}: {error}"[:500], **sizes)

@@ -13,7 +13,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ import rows
 from checks_in_time import OutOfTime, TimeLimit
 from decode_server import FAILURES, DecodeServer, offload, prompts_of
 from mapped import wait_mapped
+from sglang_scout.worker.cpus import but_the_server_s, core_of
 
 SHAPES = {"qwen3-8b": (36, 4096, 12288, 32, 8), "qwen3-14b": (40, 5120, 17408, 40, 8)}
 """Layers, hidden, intermediate, query heads, KV heads."""
@@ -37,10 +38,8 @@ SHARE_OF_OURS, LEAST_OF_STOCK_S = 0.57, 150.0
 """While a stock server is to come ours get no more of the time than this share, and leave so much."""
 LEAST_S = 60.0
 """With less time left a server is not started."""
-CPUS_OF_THE_SERVER = 4
-"""That the worker leaves to the server and the client, the last of them to the client; where there are
-``LEAST_CPUS``."""
 LEAST_CPUS = 8
+"""From so many on the client has a core of its own, beside those that the worker leaves to the server."""
 MAPPED_S = 45.0
 """The longest to wait until the worker has mapped the arena."""
 DEVICE_FREE_S = 60.0
@@ -184,21 +183,23 @@ def most_requests(shape: str, nbytes: float, tokens: int) -> int:
     return max(1, min(MOST_REQUESTS, int(nbytes // (token_bytes(shape) * tokens))))
 
 
-def cpus_of(available: Sequence[int]) -> tuple[str | None, int | None]:
-    """``--kv-offload-cpus`` and the client's CPU, so that neither client nor server takes the worker's; None and
-    None where there are too few to divide."""
+def cpus_of(
+    available: Collection[int], core_of: Callable[[int], int] = core_of
+) -> tuple[list[int], set[int]]:
+    """CPUs of the worker and of the client, whole cores, so that neither client nor server takes the worker's; none
+    and all where there are too few to divide."""
     if len(available) < LEAST_CPUS:
-        return None, None
-    *worker, client = sorted(available)
-    return ",".join(map(str, worker[: 1 - CPUS_OF_THE_SERVER])), client
+        return [], set(available)
+    worker = but_the_server_s(available, core_of)
+    client = {cpu for cpu in worker if core_of(cpu) == core_of(worker[-1])}
+    return [cpu for cpu in worker if cpu not in client], client
 
 
 @contextlib.contextmanager
-def on_cpu(cpu: int | None) -> Iterator[None]:
+def on_cpus(cpus: Collection[int]) -> Iterator[None]:
     """This thread and those that it starts meanwhile run there."""
     before = os.sched_getaffinity(0)
-    if cpu is not None:
-        os.sched_setaffinity(0, {cpu})
+    os.sched_setaffinity(0, cpus)
     try:
         yield
     finally:
@@ -224,8 +225,8 @@ def flags_of(
         config["resident_tokens"] = options.budget * batch
     flags = offload(options, budget=options.budget, host_gb=options.host_gb, **config)
     flags["max_running_requests"] = batch
-    if (cpus := cpus_of(sorted(os.sched_getaffinity(0)))[0]) is not None:
-        flags["kv_offload_cpus"] = cpus
+    if worker := cpus_of(os.sched_getaffinity(0))[0]:
+        flags["kv_offload_cpus"] = ",".join(map(str, worker))
     return flags
 
 
@@ -305,13 +306,13 @@ def run_server(
             most_s = limit.left_s(MAPPED_S)
             found["mapped_share"] = wait_mapped(state["worker"]["pid"], nbytes, most_s)
         prompts = prompts_of([options.speed_context] * batch, 100_000, seed=1)
-        _, client = cpus_of(sorted(os.sched_getaffinity(0)))
+        _, client = cpus_of(os.sched_getaffinity(0))
         rates: list[float] = []
         for run in range(1, RUNS + 1):
             before = time.monotonic()
             try:
                 with (
-                    on_cpu(client),
+                    on_cpus(client),
                     Samples(lambda: offload_state(server.info())) as samples,
                 ):
                     times = server.token_times(prompts, options.speed_tokens, limit.left_s())

@@ -194,19 +194,23 @@ def test_stock_captures_no_graphs_that_it_never_runs():
         assert flags["max_running_requests"] == 17  # more than 80 GiB hold beside the weights
 
 
-def test_the_worker_leaves_cpus_to_server_and_client(monkeypatch):
-    assert server_speed.cpus_of(range(16)) == (",".join(map(str, range(12))), 15)
-    assert server_speed.cpus_of(range(4)) == (None, None)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
-    assert flags_of("scout-budget")["kv_offload_cpus"] == "0,1,2,3,4,5,6,7,8,9,10,11"
+def test_the_worker_leaves_whole_cores_to_server_and_client(monkeypatch):
+    def half(cpu):  # as where the second halves of cores come behind the first ones
+        return cpu % 8
+
+    assert server_speed.cpus_of(range(16), half) == ([2, 3, 4, 5, 6, 10, 11, 12, 13, 14], {7, 15})
+    assert server_speed.cpus_of(range(16), int) == (list(range(2, 15)), {15})
+    assert server_speed.cpus_of(range(4), int) == ([], {0, 1, 2, 3})
+    monkeypatch.setattr(server_speed, "cpus_of", lambda _: ([2, 3], {4}))
+    assert flags_of("scout-budget")["kv_offload_cpus"] == "2,3"
+    monkeypatch.setattr(server_speed, "cpus_of", lambda _: ([], {4}))
+    assert "kv_offload_cpus" not in flags_of("scout-budget")
 
 
 def test_the_client_is_where_it_was_put_and_back_afterwards():
     before = os.sched_getaffinity(0)
-    with server_speed.on_cpu(min(before)):
+    with server_speed.on_cpus({min(before)}):
         assert os.sched_getaffinity(0) == {min(before)}
-    with server_speed.on_cpu(None):
-        assert os.sched_getaffinity(0) == before
     assert os.sched_getaffinity(0) == before
 
 
