@@ -93,7 +93,7 @@ PY
 
 # Returns 1 if the next call should try again.
 build_native() {
-    rm -rf "$WORK/built"
+    rm -rf "$WORK/built" "$WORK/tree/build" # CMake would go on with the compiler that it found first
     if ! "$PYTHON" -c 'import nanobind, scikit_build_core' 2>/dev/null; then
         echo "run: nanobind or scikit-build-core is absent" >"$WORK/native.log"
         return 0
@@ -136,7 +136,7 @@ cp "$WORK/native.log" "$LOGS/"
 native=("$WORK"/tree/python/sglang_scout/_native*.so)
 if [ "${#native[@]}" = 0 ]; then
     echo "run: no native module (needs nanobind, scikit-build-core, cmake and a compiler); what needs it is skipped"
-    tail -n 20 "$WORK/native.log"
+    tail -n 40 "$WORK/native.log"
     for name in ${ONLY:-}; do
         case "$name" in decode-check | ring | server | decode | speed)
             echo "run: FAILED: ONLY names $name, which needs the native module" >&2

@@ -32,8 +32,10 @@ case "$*" in
 *"import sys, torch"*) echo "$VERSION"; exit "$NO_DEVICE" ;;
 *"import nanobind"*) exit "$NO_NANOBIND" ;;
 *--target*/built*)
-    [ "$NO_COMPILER" = 0 ] || { echo "no compiler"; exit 1; }
     for tree; do :; done
+    # As CMake, which remembers what it found.
+    [ "$NO_COMPILER" = 0 ] || { mkdir -p "$tree/build/cache"; }
+    [ ! -e "$tree/build/cache" ] || { echo "no compiler"; exit 1; }
     built="$(dirname "$tree")/built"
     mkdir -p "$built/sglang_scout" "$built/sglang_scout-0.dist-info"
     touch "$built/sglang_scout/_native.so" ;;
