@@ -181,6 +181,8 @@ def _bytes_at(address: int, size: int) -> np.ndarray:
 
 def _allocation(address: int) -> tuple[int, int] | None:
     """Start and size of what a tensor of this process lies in at ``address``; the young ones first."""
+    if found := _mapping(address):
+        return found
     for generation in range(3):
         for thing in gc.get_objects(generation):
             if type(thing) is torch.Tensor and thing.device.type == "cpu":
@@ -188,7 +190,7 @@ def _allocation(address: int) -> tuple[int, int] | None:
                 start = storage.data_ptr()
                 if start <= address < start + storage.nbytes():
                     return start, storage.nbytes()
-    return _mapping(address)
+    return None
 
 
 def _mapping(address: int) -> tuple[int, int] | None:
