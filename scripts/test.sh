@@ -20,7 +20,10 @@ fi
 status=0
 .venv/bin/python -m pytest -q --durations=10 -m 'not e2e' --ignore test/worker \
     -n "$(nproc)" --maxprocesses 4 --dist loadfile || status=$?
-SCOUT_PTX_MACHINE=sm_90 .venv/bin/python -m pytest -q --durations=5 test/ptx_machine test/ops test/engine \
-    -k '(ptx_machine or triton or doorbell or device_step or recorded) and not compile' -n "$(nproc)" --maxprocesses 4 || status=$?
+for arch in sm_90 sm_80; do # of an H100, with products of warp groups, and an A100, without
+    SCOUT_PTX_MACHINE=$arch .venv/bin/python -m pytest -q --durations=3 test/ptx_machine test/ops test/engine \
+        -k '(ptx_machine or triton or doorbell or device_step or recorded) and not compile' \
+        -n "$(nproc)" --maxprocesses 4 || status=$?
+done
 .venv/bin/python -m pytest -q --durations=15 -m 'not slow' test/worker test/e2e || status=$?
 exit "$status"
