@@ -10,10 +10,26 @@ from .machine import Machine, dtype_of
 from .program import Instruction, Name, Vector, bits_of
 
 ROUNDING = {"rn", "rz", "rm", "rp", "rna", "rzi", "rpi", "rni", "rmi"}
-IGNORED = {"ftz", "approx", "full", "sat", "lo", "wide", "hi"} | ROUNDING
+_KNOWN = {  # beside the type; ftz is not modelled, what is denormal stays
+    "add": {"rn", "ftz"},
+    "sub": {"rn", "ftz"},
+    "mul": {"rn", "ftz", "lo", "wide"},
+    "mad": {"lo", "wide"},
+    "fma": {"rn", "ftz"},
+    "div": {"rn", "full", "ftz"},
+    "min": {"ftz", "NaN"},
+    "max": {"ftz", "NaN"},
+    "cvt": ROUNDING | {"ftz"},
+    "setp": {"ftz"},
+    **{name: {"approx", "rn", "ftz"} for name in ("ex2", "lg2", "sqrt", "rsqrt", "rcp")},
+    **{name: {"ftz"} for name in ("abs", "neg")},
+}
 
 
 def kind_of(instruction: Instruction) -> str:
+    """Its type; refuses what changes an instruction and is not known here."""
+    if set(instruction.modifiers[:-1]) - _KNOWN.get(instruction.opcode, set()):
+        raise NotImplementedError(f"PTX instruction: {instruction}")
     return instruction.modifiers[-1]
 
 
@@ -93,7 +109,11 @@ def binary(m: Machine, i: Instruction) -> None:
             halves.append(to_bf16(_BINARY[i.opcode](x.view(np.float32), y.view(np.float32))))
         m.write(out, halves[0].astype(np.uint32) | halves[1].astype(np.uint32) << np.uint32(16))
         return
-    m.write(out, _BINARY[i.opcode](m.read(a, kind), m.read(b, kind)))
+    x, y = m.read(a, kind), m.read(b, kind)
+    value = _BINARY[i.opcode](x, y)
+    if "NaN" in i.modifiers:
+        value = np.where((x != x) | (y != y), x.dtype.type(np.nan), value)
+    m.write(out, value)
 
 
 def unary(m: Machine, i: Instruction) -> None:
@@ -165,6 +185,7 @@ def extract(m: Machine, i: Instruction) -> None:
 
 def permute(m: Machine, i: Instruction) -> None:
     """prmt: four bytes of eight, each or its sign."""
+    kind_of(i)
     out, a, b, selector = i.operands
     source = m.read(a, "b32").astype(np.uint64) | m.read(b, "b32").astype(np.uint64) << np.uint64(
         32
@@ -203,6 +224,8 @@ def _halved(value: np.ndarray, to: str) -> np.ndarray:
 
 def convert(m: Machine, i: Instruction) -> None:
     *how, to, source = i.modifiers
+    if set(how) - _KNOWN["cvt"]:
+        raise NotImplementedError(f"PTX instruction: {i}")
     rounding, out = set(how) & ROUNDING, i.operands[0]
     value = m.read(i.operands[1], source)
     if to in ("bf16x2", "f16x2") and source == "f32" and rounding == {"rn"}:

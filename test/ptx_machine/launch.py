@@ -9,31 +9,14 @@ from typing import Any
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from compile_kernels import Driver
 from sglang_scout.ops import triton as kernels
 
 from .machine import Machine
 from .memory import Global
 from .program import Program, parse
-
-
-class Driver:
-    """What Triton asks of a device before it compiles."""
-
-    def __init__(self, arch: int) -> None:
-        self._arch = arch
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self._arch, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, _device: int) -> int:
-        return 0
-
 
 launches: dict[str, int] = {}
 """How often each kernel has run."""

@@ -1,8 +1,8 @@
 """Runs a program of PTX for all threads of a grid at once, as vectors with a mask.
 
 Of the threads that can run, those at the lowest instruction run next: they meet again where ways join, as
-the shuffles and barriers of compiled code expect. That is one of the orders that a device may choose; what
-depends on the order is found by `memory`'s watch over races, not by trying orders.
+the shuffles and barriers of compiled code expect. That is one of the orders that a device may choose. What
+depends on the order is looked for by `memory`'s watch over races, not by trying orders.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Machine:
         self.program_of, thread = lane // self.threads, lane % self.threads
         self.warp_of = thread // LANES
         self.shared = Shared(self.programs, shared_bytes)
-        self.clocks = Clocks(self.programs)
+        self.clocks = Clocks(self.programs, self.threads // LANES)
         self.phase = np.zeros(self.programs, np.int32)  # barriers so far
         x, y, z = grid
         flat = self.program_of
@@ -79,7 +79,8 @@ class Machine:
         self._registers: dict[str, np.ndarray] = {}
         self.mask = np.ones(self.lanes, bool)
         self.all = True  # whether the mask is all ones
-        self.copies: list[list] = [[]]  # groups of asynchronous copies; the last one is open
+        # Of each program, groups of asynchronous copies; the last one is open.
+        self.copies: list[list[list]] = [[[]] for _ in range(self.programs)]
 
     # Operands
 
@@ -187,6 +188,7 @@ class Machine:
                             at[mask] = here
                             break
                         instruction = code[here]
+                        self.clocks.time += 1
                         self.mask, self.all = mask, bool(mask.all())
                         if instruction.opcode == "bra":
                             target = self.program.labels[instruction.operands[0].name]
@@ -204,6 +206,8 @@ class Machine:
                             at[mask] = here + 1
                             break
                         elif instruction.opcode == "bar":
+                            if instruction.text != "bar.sync 0":
+                                raise NotImplementedError(f"PTX instruction: {instruction}")
                             at[mask] = here + 1
                             waiting |= mask
                             self._release(waiting, live, at)
@@ -220,7 +224,7 @@ class Machine:
                             here += 1
         except Fault as fault:
             raise Fault(f"{self.program.name}: {fault}\n  at {instruction}") from None
-        if any(group for group in self.copies):
+        if any(group for groups in self.copies for group in groups):
             raise Fault(f"{self.program.name} ends with asynchronous copies under way")
 
     def _guard(self, instruction: Instruction) -> np.ndarray:
@@ -237,6 +241,7 @@ class Machine:
             if len(np.unique(at.reshape(shape)[program][held[program]])) > 1:
                 raise Fault("threads of a program wait at different barriers")
         self.phase[complete] += 1
+        self.clocks.barrier(np.flatnonzero(complete))
         held[complete] = False
 
 

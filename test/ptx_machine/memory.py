@@ -1,8 +1,9 @@
 """Memory of a launch, and who touched what: bounds, alignment, races.
 
 A race is two accesses to one byte, one of them a write that changes it, by two warps with nothing between
-that orders them. Within a program a barrier orders; between programs atomics that release and acquire
-(`Clocks`). The threads of a warp count as one.
+that orders them. Within a program a barrier orders; between programs atomics that release and acquire,
+for the warp that executes them, and for the others behind the next barrier (`Clocks`). The threads of a warp
+count as one. Not looked for: atomics, volatile and acquiring or releasing accesses against plain ones.
 """
 
 from __future__ import annotations
@@ -23,38 +24,67 @@ class Fault(Exception):
 
 
 class Clocks:
-    """How far each program has come, and how far it has seen the others come."""
+    """Until when each warp of each program has seen what each other warp did.
 
-    def __init__(self, programs: int) -> None:
-        self.seen = np.zeros((programs, programs), np.int32)
+    Times are those of the machine, which counts instructions. Large grids have no clocks: nothing is
+    ordered between their programs, and they may have no atomics.
+    """
+
+    MOST_WARPS = 512
+
+    def __init__(self, programs: int, warps: int) -> None:
+        self._warps, count = warps, programs * warps
+        self._seen = np.zeros((count, count), np.int64) if count <= self.MOST_WARPS else None
         self._words: dict[int, np.ndarray] = {}  # address of a word of atomics: what it releases
+        self.time = 1
 
-    def synchronize(self, program: int, address: int) -> None:
-        """An atomic with release and acquire of ``program``."""
-        mine = self.seen[program]
-        mine[program] += 1
+    def _rows(self, programs: np.ndarray) -> np.ndarray:
+        """[n] programs -> [n, warps] of the matrix."""
+        return programs[:, None] * self._warps + np.arange(self._warps)
+
+    def barrier(self, programs: np.ndarray) -> None:
+        """All warps of each of ``programs`` know what any of them knows."""
+        if self._seen is not None and len(programs):
+            rows = self._rows(programs)
+            self._seen[rows, rows] = self.time
+            self._seen[rows] = self._seen[rows].max(axis=1, keepdims=True)
+
+    def synchronize(self, program: int, warp: int, address: int) -> None:
+        """An atomic that releases and acquires, by one warp."""
+        if self._seen is None:
+            raise NotImplementedError(f"atomics in a grid of more than {self.MOST_WARPS} warps")
+        row = program * self._warps + warp
+        mine = self._seen[row]
+        mine[row] = self.time
         released = self._words.get(address)
         if released is not None:
             np.maximum(mine, released, out=mine)
         self._words[address] = mine.copy()
 
-    def now(self, programs: np.ndarray) -> np.ndarray:
-        """[n] programs -> the time of each in its own clock."""
-        return self.seen[programs, programs]
-
-    def ordered(self, reader: np.ndarray, writer: np.ndarray, time: np.ndarray) -> np.ndarray:
-        """Whether what ``writer`` did at ``time`` comes before what ``reader`` does now."""
-        return self.seen[reader, writer] > time
-
-    def ordered_behind_all(self, program: np.ndarray, time: np.ndarray) -> np.ndarray:
-        others = self.seen[program].copy()
-        others[np.arange(len(program)), program] = np.iinfo(np.int32).max
-        return others.min(axis=1) > time
+    def ordered(
+        self,
+        by: Accessor,
+        program: np.ndarray,
+        warp: np.ndarray,
+        time: np.ndarray,
+    ) -> np.ndarray:
+        """[n] whether what another program's ``warp`` did at ``time`` comes before what ``by`` does now."""
+        if self._seen is None:
+            return np.zeros(len(program), bool)
+        seen = self._seen[by.program * self._warps + by.warp].reshape(len(program), -1, self._warps)
+        each = np.arange(len(program))
+        known = seen[each, np.maximum(program, 0)]  # [n, warps]
+        until = np.where(warp == MANY, known.min(axis=1), known[each, np.maximum(warp, 0)])
+        if (program == MANY).any():
+            others = seen.copy()
+            others[each, by.program] = np.iinfo(np.int64).max
+            until = np.where(program == MANY, others.min(axis=(1, 2)), until)
+        return until >= time
 
 
 @dataclass
 class Who:
-    """Per byte, the last access of one kind: program, warp, barriers before it, time of the program."""
+    """Per byte, the last access of one kind: program, warp, barriers before it, time. MANY: more than one."""
 
     program: np.ndarray
     warp: np.ndarray
@@ -65,7 +95,8 @@ class Who:
     def of(cls, size: int) -> Who:
         return cls(
             np.full(size, NOBODY, np.int32),
-            *(np.zeros(size, np.int32) for _ in range(3)),
+            *(np.zeros(size, np.int32) for _ in range(2)),
+            np.zeros(size, np.int64),
         )
 
 
@@ -77,6 +108,9 @@ class Accessor:
     warp: np.ndarray
     phase: np.ndarray
     clocks: Clocks
+
+    def at(self, lanes: np.ndarray) -> Accessor:
+        return Accessor(self.program[lanes], self.warp[lanes], self.phase[lanes], self.clocks)
 
     def over(self, nbytes: int) -> Accessor:
         """The same, once for each of ``nbytes`` bytes."""
@@ -101,12 +135,9 @@ class Watched:
         within = same & (warp != by.warp) & (who.phase[at] == by.phase)
         between = (program != NOBODY) & ~same
         if between.any():
-            known = np.maximum(program, 0)
-            ordered = by.clocks.ordered(by.program, known, who.time[at])
-            many = program == MANY
-            if many.any():
-                ordered[many] = by.clocks.ordered_behind_all(by.program[many], who.time[at[many]])
-            between &= ~ordered
+            some = np.flatnonzero(between)
+            ordered = by.clocks.ordered(by.at(some), program[some], warp[some], who.time[at[some]])
+            between[some] &= ~ordered
         return within | between
 
     def read(self, at: np.ndarray, nbytes: int, by: Accessor | None) -> np.ndarray:
@@ -123,7 +154,6 @@ class Watched:
 
     def _note_read(self, who: Who, at: np.ndarray, by: Accessor) -> None:
         before = who.program[at].copy(), who.warp[at].copy(), who.phase[at].copy()
-        time = np.maximum(by.clocks.now(by.program), np.where(before[0] >= 0, who.time[at], 0))
         who.program[at], who.warp[at], who.phase[at] = by.program, by.warp, by.phase
         # Lanes of this access, or earlier ones, of other programs or warps.
         others = (who.program[at] != by.program) | (
@@ -134,31 +164,48 @@ class Watched:
         )
         who.warp[at[warps]] = MANY
         who.program[at[others]] = MANY
-        who.time[at] = time
+        who.time[at] = by.clocks.time
 
     def write(self, at: np.ndarray, values: np.ndarray, by: Accessor | None) -> None:
         """``values`` [n, nbytes] to offsets [n]; of two lanes that write one byte the last one stays."""
         nbytes = values.shape[1]
-        flat, values = (at[:, None] + np.arange(nbytes)).reshape(-1), values.reshape(-1)
-        if by is not None:
-            by = by.over(nbytes)
-            changed = self.data[flat] != values
-            for who, what in ((self._wrote, "written"), (self._read, "read")):
-                if who is not None:
-                    conflict = self._conflict(who, flat, by) & changed
-                    self._refuse(conflict, flat, "write", what)
-            if self._wrote is None:
-                self._wrote = Who.of(len(self.data))
-            wrote = self._wrote
-            self.data[flat] = values
-            lost = self.data[flat] != values
-            wrote.program[flat], wrote.warp[flat] = by.program, by.warp
-            other = (wrote.program[flat] != by.program) | (wrote.warp[flat] != by.warp)
-            if not self._replicas:
-                self._refuse(lost & other, flat, "write", "written by the same instruction")
-            wrote.phase[flat], wrote.time[flat] = by.phase, by.clocks.now(by.program)
-        else:
-            self.data[flat] = values
+        flat = (at[:, None] + np.arange(nbytes)).reshape(-1)
+        if by is None:
+            self.data[flat] = values.reshape(-1)
+            return
+        by = by.over(nbytes)
+        changed = self.data[flat] != values.reshape(-1)
+        for who, what in ((self._wrote, "written"), (self._read, "read")):
+            if who is not None:
+                self._refuse(self._conflict(who, flat, by) & changed, flat, "write", what)
+        if self._wrote is None:
+            self._wrote = Who.of(len(self.data))
+        self.data[flat] = values.reshape(-1)
+        # What changes nothing leaves the record of the one who did.
+        noted = changed | (self._wrote.program[flat] == NOBODY)
+        self._note_written(flat[noted], by.at(np.flatnonzero(noted)))
+        lost = ~self._stays(at, values).repeat(nbytes)
+        other = (self._wrote.program[flat] != by.program) | (self._wrote.warp[flat] != by.warp)
+        self._refuse(lost & other, flat, "write", "written by the same instruction")
+
+    def settle(self, at: np.ndarray, by: Accessor) -> None:
+        """What was written to offsets [n] is there now: others see it behind the next barrier."""
+        if self._wrote is not None:
+            self._note_written(at, by)
+
+    def _note_written(self, at: np.ndarray, by: Accessor) -> None:
+        assert self._wrote is not None
+        self._wrote.program[at], self._wrote.warp[at] = by.program, by.warp
+        self._wrote.phase[at], self._wrote.time[at] = by.phase, by.clocks.time
+
+    def _stays(self, at: np.ndarray, values: np.ndarray) -> np.ndarray:
+        """[n] whether what was just written is there, and not what another lane wrote instead."""
+        there = self.data[at[:, None] + np.arange(values.shape[1])]
+        same = (there == values).all(axis=1)
+        if self._replicas and values.shape[1] % 4 == 0 and not same.all():
+            pair = (np.ascontiguousarray(x).view(np.float32) for x in (there, values))
+            same |= np.isclose(*pair, rtol=1e-5, atol=0, equal_nan=True).all(axis=1)
+        return same
 
     def _refuse(self, conflict: np.ndarray, at: np.ndarray, now: str, before: str) -> None:
         if conflict.any():
@@ -245,9 +292,7 @@ class Global:
 
     @staticmethod
     def _some(by: Accessor | None, lanes: np.ndarray) -> Accessor | None:
-        if by is None:
-            return None
-        return Accessor(by.program[lanes], by.warp[lanes], by.phase[lanes], by.clocks)
+        return None if by is None else by.at(lanes)
 
     def read(self, address: np.ndarray, nbytes: int, by: Accessor | None) -> np.ndarray:
         values = np.empty((len(address), nbytes), np.uint8)
@@ -303,5 +348,4 @@ class Shared:
     def end_copy(self, address: np.ndarray, nbytes: int, by: Accessor) -> None:
         at = self._at(address, nbytes, by.program)[:, None] + np.arange(nbytes)
         self._in_flight[at] = False
-        values = self._watched.data[at]
-        self._watched.write(at[:, 0], values, by)  # others see it behind the next barrier only
+        self._watched.settle(at.reshape(-1), by.over(nbytes))

@@ -151,6 +151,89 @@ def test_programs_that_nothing_orders_may_not():
         run(LAST.format(arrive="mov.b32 %r20, 3;"), words(4), words(1), programs=4)
 
 
+RELEASE = """
+    shr.u32 %r20, %r1, 5;
+    setp.eq.b32 %p1, %r1, 0;          // the thread that arrives
+    setp.eq.b32 %p2, %r1, 32;         // one of another warp
+    mad.wide.u32 %rd50, %r2, 4, %rd1;
+    {early}
+    {before}
+    mov.b32 %r21, 0;
+    @%p1 atom.global.sys.acq_rel.add.u32 %r21, [%rd2], 1;
+    @%p1 st.shared.b32 [%r3], %r21;
+    {after}
+    bar.sync 0;
+    ld.shared.b32 %r21, [%r3];
+    setp.eq.b32 %p3, %r21, 1;         // the second of two programs
+    and.pred %p3, %p3, %p2;
+    {late}
+"""
+WRITES, READS = "@%p2 st.global.b32 [%rd50], 7;", "@%p3 ld.global.b32 %r22, [%rd1];"
+
+
+def test_an_atomic_releases_what_other_warps_wrote_before_a_barrier_only():
+    run(
+        RELEASE.format(early=WRITES, before="bar.sync 0;", after="", late=READS),
+        words(2),
+        words(1),
+        programs=2,
+    )
+    with pytest.raises(Fault, match="race in global memory"):
+        run(
+            RELEASE.format(early=WRITES, before="", after="", late=READS),
+            words(2),
+            words(1),
+            programs=2,
+        )
+
+
+def test_other_warps_acquire_with_the_next_barrier_only():
+    """The number of the atomic reaches them here without one, as a shuffle or a lucky read could bring it."""
+    early = "and.pred %p4, %p2, %p2;" + WRITES
+    hasty = "setp.eq.b32 %p3, %r2, 1; and.pred %p3, %p3, %p2;" + READS
+    with pytest.raises(Fault, match="race in global memory"):
+        run(
+            RELEASE.format(early=early, before="bar.sync 0;", after=hasty, late=""),
+            words(2),
+            words(1),
+            programs=2,
+        )
+
+
+def test_a_write_that_changes_nothing_does_not_hide_the_one_before():
+    """Warp 0 writes 5, warp 1 writes 5 and then 7."""
+    body = """
+    setp.lt.u32 %p1, %r1, 1;
+    setp.eq.b32 %p2, %r1, 32;
+    @%p1 st.global.b32 [%rd1], 5;
+    @%p2 st.global.b32 [%rd1], 5;
+    @%p2 st.global.b32 [%rd1], 7;
+"""
+    with pytest.raises(Fault, match="write of byte 0 that another warp has written"):
+        run(body, words(1))
+
+
+def test_copies_of_a_value_in_shared_memory_may_differ_in_the_last_bits_alone():
+    store = "shr.u32 %r20, %r1, 5; add.s32 %r21, %r20, {first}; st.shared.b32 [%r3], %r21;"
+    run(store.format(first=0x3F800000), words(1))  # 1.0 and the next float
+    with pytest.raises(Fault, match="by the same instruction"):
+        run(store.format(first=100), words(1))
+
+
+@pytest.mark.parametrize(
+    "instruction",
+    [
+        "bar.warp.sync -1",
+        "@%p1 bar.sync 0",
+        "add.sat.f32 %r10, %r1, %r1",
+        "cvt.rzi.sat.s32.f32 %r10, %r1",
+    ],
+)
+def test_what_changes_an_instruction_and_is_not_known_is_refused(instruction):
+    with pytest.raises(NotImplementedError, match="PTX instruction"):
+        run(f"setp.eq.b32 %p1, %r1, 0; {instruction};")
+
+
 COPY = """
     setp.lt.u32 %p1, %r1, 16;
     shl.b32 %r10, %r1, 4;
@@ -173,6 +256,12 @@ def test_an_asynchronous_copy_is_there_once_it_has_been_waited_for():
         run(MINE + COPY.format(wait=""), out)
     with pytest.raises(Fault, match="race in shared memory"):  # waited, but only for its own
         run(MINE + COPY.format(wait="cp.async.wait_group 0;"), out)
+
+
+def test_each_program_waits_for_its_own_copies():
+    wait = "setp.eq.b32 %p5, %r2, 0; @%p5 bra $over; cp.async.wait_group 0; $over: bar.sync 0;"
+    with pytest.raises(Fault, match="asynchronous copy is still writing"):
+        run(MINE + COPY.format(wait=wait), words(THREADS, 3), programs=2)
 
 
 def test_a_barrier_that_some_threads_do_not_reach_is_refused():

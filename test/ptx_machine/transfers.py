@@ -69,30 +69,32 @@ def atomic(m: Machine, i: Instruction) -> None:
         old[lane] = m.memory.read(at, 4, None).view(np.uint32)[0, 0]
         new = np.array([[old[lane] + amounts[lane]]], np.uint32)
         m.memory.write(at, new.view(np.uint8), None)
-        m.clocks.synchronize(int(m.program_of[lane]), int(address))
+        m.clocks.synchronize(int(m.program_of[lane]), int(m.warp_of[lane]), int(address))
     m.write(out, old)
 
 
 def copy(m: Machine, i: Instruction) -> None:
     """cp.async: into shared memory, there when a group has been waited for."""
     what = i.modifiers[1:] if i.modifiers[0] == "async" else ()
+    lanes = m.active()
+    programs = np.unique(m.program_of[lanes])
+    if what[:1] in (("commit_group",), ("wait_group",)) and len(lanes) != len(programs) * m.threads:
+        raise Fault("some threads of a program do not commit, or wait for, copies")
     if what[:1] == ("commit_group",):
-        m.copies.append([])
+        for program in programs:
+            m.copies[program].append([])
     elif what[:1] == ("wait_group",):
         left = i.operands[0].bits
-        if not m.all and len(m.active()) % m.threads:
-            raise Fault("some threads of a program do not wait for copies")
-        committed, m.copies = m.copies[:-1], m.copies[-1:]
-        done, kept = committed[: len(committed) - left or None], committed[len(committed) - left :]
-        if left == 0 or len(committed) <= left:
-            done, kept = (committed, []) if left == 0 else ([], committed)
-        for group in done:
-            for address, nbytes, lanes in group:
-                m.shared.end_copy(address, nbytes, m.accessor(lanes))
-        m.copies = [*kept, *m.copies]
+        for program in programs:
+            *committed, still_open = m.copies[program]
+            done = max(0, len(committed) - left)
+            for group in committed[:done]:
+                for address, nbytes, of in group:
+                    m.shared.end_copy(address, nbytes, m.accessor(of))
+            m.copies[program] = [*committed[done:], still_open]
     elif what == ("cg", "shared", "global") or what == ("ca", "shared", "global"):
         to, source, size, *given = i.operands
-        lanes, nbytes = m.active(), size.bits
+        nbytes = size.bits
         values = np.zeros((len(lanes), nbytes), np.uint8)
         present = m.read(given[0], "u32")[lanes] if given else np.full(len(lanes), nbytes)
         if not np.isin(present, (0, nbytes)).all():
@@ -103,7 +105,9 @@ def copy(m: Machine, i: Instruction) -> None:
             values[some] = m.memory.read(where, nbytes, m.accessor(lanes[some]))
         address = m.address(to, lanes)
         m.shared.begin_copy(address, values, m.accessor(lanes))
-        m.copies[-1].append((address, nbytes, lanes))
+        for program in programs:
+            mine = m.program_of[lanes] == program
+            m.copies[program][-1].append((address[mine], nbytes, lanes[mine]))
     else:
         raise NotImplementedError(f"PTX instruction: {i}")
 

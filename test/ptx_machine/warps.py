@@ -180,8 +180,10 @@ def _described(m: Machine, descriptor: int, program: int, rows: int, columns: in
     n = np.tile(np.arange(columns), rows)
     address = start + k // 8 * stride + k % 8 * pitch + 2 * n
     address ^= (address >> 7 & (pitch // 16 - 1)) << 4
-    lanes = np.full(len(address), program * m.threads)
-    return m.shared.read(address.astype(np.uint64), 2, m.accessor(lanes)).reshape(rows, columns, 2)
+    for warp in range(4):  # all of them read it
+        lanes = np.full(len(address), program * m.threads + LANES * warp)
+        data = m.shared.read(address.astype(np.uint64), 2, m.accessor(lanes))
+    return data.reshape(rows, columns, 2)
 
 
 def warp_groups(m: Machine, i: Instruction) -> None:
