@@ -238,8 +238,11 @@ class ScoutAttnBackend(AttentionBackend):
         rows = [request.req_pool_idx for request in requests]
         size = self.config.page_size_tokens
         full = [
-            self._tables.pages_of(row, count // size * size)
-            for row, count in zip(rows, tokens, strict=True)
+            np.zeros(0, np.int64),
+            *(
+                self._tables.pages_of(row, count // size * size)
+                for row, count in zip(rows, tokens, strict=True)
+            ),
         ]
         self.engine.boundary.admit(rows, np.concatenate(full))
 

@@ -227,7 +227,7 @@ class Scratch:
             HQ,
             reduce,
             self.block_n,
-            min(64, triton.next_power_of_2(HQ), _HELD_PARTS // block_blocks),
+            min(64, triton.next_power_of_2(HQ), max(1, _HELD_PARTS // block_blocks)),
             block_blocks,
             num_warps=4,
         )
