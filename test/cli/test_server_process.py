@@ -20,6 +20,7 @@ from sglang_scout.cli.server_process import (
     ServerProcess,
     children_of,
     free_ports,
+    identities_of,
     processes_of,
     stop_all,
 )
@@ -110,14 +111,26 @@ def test_a_process_whose_threads_still_end_has_not_ended(tmp_path, cluster_id):
     parent.start()
     wait_until("the child runs", lambda: "up" in parent.log(), 20)
     [pid] = children_of(parent.pid)
+    known = [found for found in identities_of(cluster_id) if found[0] == pid]
     os.kill(pid, signal.SIGTERM)
     state = Path(f"/proc/{pid}/stat")
     wait_until("its first thread has ended", lambda: ") Z " in state.read_text(), 20)
     # Nothing in /proc names its cluster any more; whoever knew it before still sees it.
-    assert processes_of(cluster_id, known=[pid]).keys() == {parent.pid, pid}
+    assert processes_of(cluster_id, known=known).keys() == {parent.pid, pid}
     os.kill(pid, signal.SIGKILL)
-    wait_until("the other one too", lambda: pid not in processes_of(cluster_id, known=[pid]), 20)
+    wait_until("the other one too", lambda: pid not in processes_of(cluster_id, known=known), 20)
     stop_all([parent], cluster_id, grace_s=0.0)
+
+
+def test_a_pid_that_has_become_another_process_s_is_not_known(cluster_id):
+    with subprocess.Popen([sys.executable, "-c", SLEEP]) as unrelated:
+        try:
+            pid = unrelated.pid
+            started = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+            assert processes_of(cluster_id, known=[(pid, started)]).keys() == {pid}
+            assert processes_of(cluster_id, known=[(pid, started - 1)]) == {}
+        finally:
+            unrelated.kill()
 
 
 def test_servers_die_with_their_launcher(tmp_path, cluster_id):

@@ -74,8 +74,9 @@ def free_ports(count: int) -> list[int]:
     return found
 
 
-def _stat(pid: int) -> tuple[bool, int] | None:
-    """Whether ``pid`` still holds anything, and its session id; None when it has ended.
+def _stat(pid: int) -> tuple[bool, int, int] | None:
+    """Whether ``pid`` still holds anything, its session id and when it started, in ticks since the
+    machine's start; None when it has ended.
 
     A zombie holds nothing. But one whose other threads still end, which take tens of seconds to give
     back much page-locked memory, has all of it: its state alone says zombie, that of its first thread.
@@ -85,11 +86,11 @@ def _stat(pid: int) -> tuple[bool, int] | None:
     except OSError:
         return None
     state, threads = fields[0], int(fields[17])
-    return state not in "ZX" or (state == "Z" and threads > 1), int(fields[3])
+    return state not in "ZX" or (state == "Z" and threads > 1), int(fields[3]), int(fields[19])
 
 
 def processes_of(
-    cluster_id: str, sessions: Iterable[int] = (), known: Collection[int] = ()
+    cluster_id: str, sessions: Iterable[int] = (), known: Collection[tuple[int, int]] = ()
 ) -> dict[int, str]:
     """Live processes that carry ``cluster_id``, belong to one of ``sessions`` or are ``known``: pid to
     command line.
@@ -97,10 +98,22 @@ def processes_of(
     All are needed: a process that renames itself (SGLang's schedulers do) overwrites the
     environment that /proc shows, one that opens a session of its own is found only by its
     environment, and one that ends shows none any more. Zombies do not count, unless threads of theirs still end.
+
+    Args:
+        known: pids with the start times that :func:`identities_of` tells: a pid alone may have become
+            another process's.
     """
+    found = identities_of(cluster_id, sessions, known)
+    return {pid: process_title(pid) for pid, _ in found}
+
+
+def identities_of(
+    cluster_id: str, sessions: Iterable[int] = (), known: Collection[tuple[int, int]] = ()
+) -> list[tuple[int, int]]:
+    """(pid, start time) of the processes that :func:`processes_of` finds, by which they are known later."""
     needle = f"{CLUSTER_VARIABLE}={cluster_id}".encode()
     wanted = set(sessions)
-    found: dict[int, str] = {}
+    found: list[tuple[int, int]] = []
     for entry in os.scandir("/proc"):
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
@@ -108,13 +121,14 @@ def processes_of(
         stat = _stat(pid)
         if stat is None or not stat[0]:
             continue
-        if stat[1] not in wanted and pid not in known:
+        _, session, started = stat
+        if session not in wanted and (pid, started) not in known:
             try:
                 if needle not in Path(entry.path, "environ").read_bytes().split(b"\0"):
                     continue
             except OSError:  # ended meanwhile, or another user's
                 continue
-        found[pid] = process_title(pid)
+        found.append((pid, started))
     return found
 
 
@@ -276,7 +290,7 @@ def stop_all(
     """
     servers = [server for server in servers if server.started]
     sessions = [server.pid for server in servers]
-    known = processes_of(cluster_id, sessions)
+    known = identities_of(cluster_id, sessions)
     if grace_s > 0:
         deadline = time.monotonic() + grace_s
         for server in servers:
@@ -302,7 +316,10 @@ def stop_all(
 
 
 def _wait_gone(
-    cluster_id: str, sessions: Sequence[int], known: Collection[int], timeout_s: float
+    cluster_id: str,
+    sessions: Sequence[int],
+    known: Collection[tuple[int, int]],
+    timeout_s: float,
 ) -> dict[int, str]:
     """Wait until no process of the cluster lives; returns those alive after ``timeout_s``."""
     deadline = time.monotonic() + timeout_s
