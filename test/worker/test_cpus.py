@@ -101,6 +101,14 @@ NODES = {0: [*range(4), *range(64, 68)], 1: range(4, 8)}
         # Nothing of that node is left: of the others.
         (range(8), [0, 1, 2, 3], NODES, [5, 6, 7]),
         (range(8), [0, 1, 4, 5], NODES, [3, 6, 7]),
+        # The server's first core is on another node: all that it has kept of the workers'.
+        (range(16), range(8, 12), {0: range(8), 1: range(8, 16)}, [12, 13, 14, 15]),
+        (
+            range(8),
+            [1, 2, 3],
+            NODES,
+            [4, 5, 6, 7],
+        ),  # of the workers' node it has kept that core alone
         (range(4), [2, 3], {}, [1]),
         (range(2), [1], NODES, [0]),
         (range(2), [0, 1], NODES, []),

@@ -50,19 +50,19 @@ def beside_the_server(
 ) -> list[int]:
     """Those of ``cpus`` for work that can wait: none of ``workers``, and not the server's first core.
 
-    Of the nodes that workers are on if there are such, as page tables lie where they are made.
+    Of those, the ones on nodes that workers are on if there are such, as page tables lie where they are made.
 
     Args:
         nodes: CPUs by memory node; empty where that is not known.
     Returns:
         Ascending; all that are left where they are of one core, empty where none is.
     """
-    others = set(cpus) - set(workers)
+    units = _by_core(set(cpus) - set(workers), core_of)
+    free = sum(units[1:] or units, [])
     near = {
         cpu for of_node in nodes.values() if not set(workers).isdisjoint(of_node) for cpu in of_node
     }
-    units = _by_core(others & near or others, core_of)
-    return sorted(sum(units[1:], []) or sum(units, []))
+    return sorted(near.intersection(free) or free)
 
 
 def deal_cpus(
