@@ -14,15 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from sglang_scout.cli.pd_cluster import flags
-from sglang_scout.cli.server_process import ServerFailed
+from sglang_scout.cli.server_process import LOCKED_SETTLE_S, ServerFailed
 from sglang_scout.cli.sglang_http import RequestFailed, generate_payload, http_json, sse_events
 from sglang_scout.cli.single_server import SingleServer
 
 FAKE_BOOTSTRAP_HOST = "2.2.2.2"
 """SGLang's mark of requests whose KV nobody sends; without an address a batch ends the server."""
-
-SETTLE_S = 40.0
-"""What a server's children may take to end: much page-locked memory is given back slowly."""
 
 FAILURES = (RequestFailed, ServerFailed, RuntimeError, OSError)
 
@@ -74,7 +71,7 @@ class DecodeServer(SingleServer):
         environment = {"TRITON_INTERPRET": "1"} if device == "cpu" else {}
         super().__init__(
             "decode", model_dir, arguments, device=device, log=log, environment=environment,
-            ready_timeout_s=ready_timeout_s, settle_s=SETTLE_S,
+            ready_timeout_s=ready_timeout_s, settle_s=LOCKED_SETTLE_S,
         )  # fmt: skip
 
     def info(self, timeout_s: float = 60.0) -> dict[str, Any]:

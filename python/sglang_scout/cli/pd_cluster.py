@@ -30,6 +30,7 @@ from sglang_scout.cli.server_process import (
     ServerProcess,
     free_ports,
     processes_of,
+    settle_s_of,
     stop_all,
     wait_healthy,
 )
@@ -110,6 +111,7 @@ class PDCluster:
         self.log_dir.mkdir(parents=True, exist_ok=True)
         self.ready_timeout_s = ready_timeout_s
         self.stop_grace_s = stop_grace_s
+        self._settle_s = settle_s_of(device, prefill_device)
         self.startup_s = 0.0
         decodes = {"decode": decode_args, **(more_decodes or {})}
         ports = iter(free_ports(5 + 2 * len(decodes)))
@@ -241,7 +243,8 @@ class PDCluster:
         """End everything; may be called twice. Returns what did not end by itself: {}."""
         grace_s = self.stop_grace_s if grace_s is None else grace_s
         try:
-            return stop_all(self.all_servers()[::-1], self.cluster_id, grace_s=grace_s)
+            servers = self.all_servers()[::-1]
+            return stop_all(servers, self.cluster_id, grace_s=grace_s, settle_s=self._settle_s)
         finally:
             shutil.rmtree(self.scratch_dir, ignore_errors=True)
 

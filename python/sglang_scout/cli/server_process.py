@@ -22,6 +22,10 @@ from pathlib import Path
 
 CLUSTER_VARIABLE = "SCOUT_CLUSTER_ID"
 _POLL_S = 0.25
+SETTLE_S = 8.0
+"""What a server's children have to notice its end and to end themselves."""
+LOCKED_SETTLE_S = 40.0
+"""The same of servers that have page-locked memory: hundreds of GiB are given back slowly."""
 KILLED_S = 60.0
 """The longest that a killed process may take to end. Much page-locked memory is given back slowly."""
 
@@ -163,6 +167,11 @@ def process_title(pid: int) -> str:
     return raw.replace(b"\0", b" ").decode(errors="replace").strip()
 
 
+def settle_s_of(*devices: str | None) -> float:
+    """``settle_s`` of :func:`stop_all` for servers on ``devices``: a GPU's may have page-locked memory."""
+    return SETTLE_S if set(devices) <= {"cpu", None} else LOCKED_SETTLE_S
+
+
 class ServerProcess:
     """A command in its own process group, with stdout and stderr in ``log_path``.
 
@@ -274,7 +283,7 @@ def wait_healthy(
 
 
 def stop_all(
-    servers: Iterable[ServerProcess], cluster_id: str, *, grace_s: float, settle_s: float = 8.0
+    servers: Iterable[ServerProcess], cluster_id: str, *, grace_s: float, settle_s: float = SETTLE_S
 ) -> dict[int, str]:
     """End all ``servers`` and everything that belongs to them. Returns what did not end by itself.
 

@@ -18,6 +18,7 @@ from sglang_scout.cli.server_process import (
     CLUSTER_VARIABLE,
     ServerProcess,
     free_ports,
+    settle_s_of,
     stop_all,
     wait_healthy,
 )
@@ -34,7 +35,7 @@ class SingleServer:
         log: file for the server's output.
         environment: variables on top of the usual ones.
         ready_timeout_s: for the start.
-        settle_s: what ``stop`` leaves the children to end by themselves.
+        settle_s: what ``stop`` leaves the children to end by themselves. Default: as the device needs.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class SingleServer:
         log: Path,
         environment: Mapping[str, str] | None = None,
         ready_timeout_s: float = 240.0,
-        settle_s: float = 8.0,
+        settle_s: float | None = None,
     ) -> None:
         self._id = uuid.uuid4().hex
         # Sockets go where they are removed; the folder's name is short, as a socket's must be.
@@ -56,7 +57,8 @@ class SingleServer:
         variables = started_environment(device, model, self._scratch, more)
         port, nccl_port = free_ports(2)
         self.url = f"http://{HOST}:{port}"
-        self._ready_timeout_s, self._settle_s = ready_timeout_s, settle_s
+        self._ready_timeout_s = ready_timeout_s
+        self._settle_s = settle_s_of(device) if settle_s is None else settle_s
         self._deadline = 0.0
         command = [
             sys.executable,
