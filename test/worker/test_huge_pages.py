@@ -61,6 +61,20 @@ def test_what_is_taken_from_the_pool_is_there_at_once(make_spec, machine, caplog
         assert os.fstat(arena.fd).st_blocks * 512 == arena.nbytes
 
 
+def test_nothing_stays_open_of_an_arena_that_fails_late(make_spec, machine, monkeypatch):
+    def fail(*args):
+        raise MemoryError("of the test")
+
+    machine(10_000)
+    monkeypatch.setattr(arena_module, "write_header", fail)
+    before = len(os.listdir("/proc/self/fd"))
+    for hugepages in (True, False):
+        with pytest.raises(MemoryError, match="of the test"):
+            Arena.create(make_spec(), hugepages=hugepages)
+        gc.collect()
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_each_node_must_have_its_share(make_spec, machine, caplog):
     spec = make_spec(num_nodes=2, num_pages=4000)
     machine(2 * huge_pages_of(spec), 1)

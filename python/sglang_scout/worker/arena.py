@@ -103,7 +103,8 @@ class Arena:
             with _closed_on_error(fd):
                 _bind(memory, spec, layout, numa_nodes, mmap.PAGESIZE)
         fd, memory, backing = made
-        write_header(memory, spec, layout)
+        with _closed_on_error(fd):
+            write_header(memory, spec, layout)
         logger.info("arena: %s, %s pages", _describe(spec, layout), backing)
         return cls(fd, memory, spec, backing)
 
