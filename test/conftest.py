@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import signal
 import sys
@@ -70,6 +72,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if item.get_closest_marker("timeout") is None:
                 item.add_marker(pytest.mark.timeout(E2E_TIMEOUT_S))
     items.sort(key=lambda item: item.get_closest_marker("e2e") is not None)
+
+
+@pytest.fixture(scope="session")
+def populates() -> None:
+    """Skips where the system has no MADV_POPULATE_WRITE: before Linux 5.14, and in some sandboxes."""
+    from sglang_scout.worker.fault_in import populate
+
+    with mmap.mmap(-1, mmap.PAGESIZE) as memory:
+        if error := populate(ctypes.addressof(ctypes.c_char.from_buffer(memory)), mmap.PAGESIZE):
+            pytest.skip(f"MADV_POPULATE_WRITE: {os.strerror(error)}")
 
 
 @pytest.fixture(scope="session")

@@ -322,6 +322,7 @@ def test_memory_is_locked_in_chunks_with_progress_or_not_at_all(monkeypatch):
     assert not runtime.locked
 
 
+@pytest.mark.usefixtures("populates")
 def test_memory_is_taken_before_it_is_locked(monkeypatch):
     chunk = 5 * mmap.PAGESIZE
     nbytes = 2 * chunk + mmap.PAGESIZE
@@ -332,7 +333,7 @@ def test_memory_is_taken_before_it_is_locked(monkeypatch):
     class Runtime(FakeRuntime):
         def cudaHostRegister(self, address, size, flags):
             here = address - memory.ctypes.data + size
-            assert os.fstat(fd).st_blocks * 512 == here, "taken up to here, and no more"
+            assert os.fstat(fd).st_blocks * 512 >= here, "taken up to here"
             return super().cudaHostRegister(address, size, flags)
 
     runtime = Runtime(nbytes)

@@ -53,12 +53,13 @@ def test_a_pool_that_does_not_give_what_it_has_free(make_spec, monkeypatch, capl
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+@pytest.mark.usefixtures("populates")
 def test_what_is_taken_from_the_pool_is_there_at_once(make_spec, machine, caplog):
     spec = make_spec(num_nodes=2, num_pages=4000)
     machine(*[huge_pages_of(spec)] * 2)
     with Arena.create(spec, numa_nodes=[0, 1]) as arena:
         assert arena.backing == "hugetlb" and not caplog.text
-        assert os.fstat(arena.fd).st_blocks * 512 == arena.nbytes
+        assert os.fstat(arena.fd).st_blocks * 512 >= arena.nbytes
 
 
 def test_nothing_stays_open_of_an_arena_that_fails_late(make_spec, machine, monkeypatch):
@@ -102,6 +103,7 @@ def test_a_page_that_would_be_missing_later_is_missed_now(
     assert (os.strerror(error) in caplog.text) == (not backing)
 
 
+@pytest.mark.usefixtures("populates")
 def test_all_of_a_range_is_taken_by_several_threads(monkeypatch):
     monkeypatch.setattr(fault_in, "PIECE_BYTES", 8 * mmap.PAGESIZE)
     nbytes = 1001 * mmap.PAGESIZE
@@ -111,6 +113,6 @@ def test_all_of_a_range_is_taken_by_several_threads(monkeypatch):
         address = arena_module.np.frombuffer(memory, "u1").ctypes.data
         for threads in (3, 0):
             assert fault_in.populate_together(address, nbytes, threads) == 0
-            assert os.fstat(fd).st_blocks * 512 == nbytes
+            assert os.fstat(fd).st_blocks * 512 >= nbytes
         assert fault_in.populate_together(2**46, nbytes, 3) == errno.ENOMEM
     os.close(fd)

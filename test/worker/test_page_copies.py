@@ -317,7 +317,9 @@ def test_memory_of_copies_is_taken_when_they_are_made(make_int8_arena, make_requ
         request = make_request(arena.spec, 4, 1, full=True)
         ask(client, arena, 0, 0, request)
     taken = os.fstat(arena.fd).st_blocks * 512 - before
-    assert 32 * 8192 < taken < arena.spec.copies_bytes / 4
+    assert 32 * 8192 < taken
+    if arena.backing == "4k":
+        assert taken < arena.spec.copies_bytes / 4
 
 
 def test_an_unknown_kind_is_named(make_spec):

@@ -28,6 +28,7 @@ def most(arena):
     return arena.nbytes - arena.layout().kv_offset
 
 
+@pytest.mark.usefixtures("populates")
 @pytest.mark.parametrize("cpu_pages", ["model", "int8"])
 def test_all_pages_and_copies_are_mapped_and_nothing_is_changed(
     make_arena, make_request, cpu, until, cpu_pages
@@ -69,6 +70,7 @@ def test_it_runs_where_it_disturbs_nobody(make_arena, monkeypatch):
     assert cpus == {1, 3} and thread != os.getpid() and not more
 
 
+@pytest.mark.usefixtures("populates")
 def test_a_system_that_refuses_is_told_of(make_arena, caplog):
     arena = make_arena()
     arena.address = 2**46  # nothing is mapped there
