@@ -5,6 +5,8 @@ import json
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.parse_config import parse_config
@@ -128,21 +130,52 @@ def test_too_little_device_memory_is_refused_with_the_numbers(settings):
         assert part in str(caught.value)
 
 
-@pytest.mark.parametrize("keys", [{}, {"resident_tokens": 16384}, {"digest": "minmax-int8"}])
-def test_a_device_has_room_for_the_digests_of_so_many_pages(keys):
-    settings, device_bytes = config(config=json.dumps(keys)), 10 << 30
-    sizes = {"max_batch": 64, "context_tokens": 40960}
-    most = most_host_pages(settings, SHAPE, device_bytes=device_bytes, **sizes)
-    made = plan(settings, num_pages=most, device_bytes=device_bytes, **sizes)
-    assert made.num_slots == (512 if "resident_tokens" in keys else 2 * 64) + 64 + 64
-    with pytest.raises(ConfigError, match=f"digests of {most + 1} host pages"):
-        plan(settings, num_pages=most + 1, device_bytes=device_bytes, **sizes)
+@pytest.mark.parametrize(
+    ("keys", "gib", "num_slots"),
+    [
+        ({}, 64, 64 * 64 + 64 + 64),
+        ({}, 10, (5 << 30) // PAGE_BYTES),  # half of it
+        ({}, 2, 2 * 64 + 64 + 64),  # the least is more than half
+        ({"digest": "minmax-int8"}, 64, 64 * 64 + 64 + 64),
+        ({"resident_tokens": 16384}, 10, 512 + 64 + 64),
+        ({"resident_tokens": 49152}, 10, 1536 + 64 + 64),
+    ],
+)
+def test_a_device_has_room_for_the_digests_of_so_many_pages(keys, gib, num_slots):
+    settings, device_bytes = config(config=json.dumps(keys)), gib << 30
+    sizes = {"max_batch": 64, "context_tokens": 40960, "device_bytes": device_bytes}
+    room = most_host_pages(settings, SHAPE, **sizes)
+    made = plan(settings, num_pages=room.num_pages, **sizes)
+    assert made.num_slots == room.num_slots == min(num_slots, made.num_pages)
+    more = plan(settings, num_pages=room.num_pages + 1, **sizes) if not keys and gib > 2 else None
+    assert more is None or more.num_slots == num_slots - 1
+    assert (
+        room.wanted_slots == (64 * 64 if "resident_tokens" not in keys else num_slots - 128) + 128
+    )
 
 
-def test_a_device_without_room_for_the_least_has_no_most():
+@given(
+    st.integers(0, 1 << 36),
+    st.integers(1, 300),
+    st.sampled_from(["{}", '{"resident_tokens": 65536}']),
+)
+def test_as_many_pages_as_a_device_has_room_for_are_never_refused(device_bytes, max_batch, keys):
+    sizes = {"max_batch": max_batch, "context_tokens": 40960, "device_bytes": device_bytes}
+    room = most_host_pages(config(config=keys), SHAPE, **sizes)
+    assert 0 <= room.num_slots <= room.num_pages
+    if room.num_pages:
+        made = plan(config(config=keys), num_pages=room.num_pages, **sizes)
+        assert made.num_slots == room.num_slots
+    else:
+        assert device_bytes < PAGE_BYTES + PAGE_BYTES // 32 + 32 * 48
+
+
+def test_a_device_without_room_for_the_least_keeps_all_pages_resident():
     sizes = {"max_batch": 64, "context_tokens": 40960}
-    for device_bytes in (0, 256 * PAGE_BYTES, 257 * PAGE_BYTES):
-        assert most_host_pages(config(), SHAPE, device_bytes=device_bytes, **sizes) is None
+    each = PAGE_BYTES + PAGE_BYTES // 32 + 32 * 48
+    for pages in (0, 1, 255):
+        room = most_host_pages(config(), SHAPE, device_bytes=(pages + 1) * each - 1, **sizes)
+        assert (room.num_pages, room.num_slots) == (pages, pages)
 
 
 def test_a_device_of_its_own_does_not_take_host_memory():

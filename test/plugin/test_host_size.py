@@ -81,7 +81,7 @@ def test_the_default_is_half_of_the_node_that_the_pages_are_bound_to(monkeypatch
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_default_is_no_more_than_a_device_has_digests_of(monkeypatch, ranks):
+def test_the_default_is_no_more_than_a_device_has_digests_of(monkeypatch, caplog, ranks):
     on_device = 8 << 30
     got = size(monkeypatch, available=2000 << 30, ranks=ranks, on_device=on_device)
     page_bytes = 2 * SHAPE.page_bytes * SHAPE.num_layers
@@ -89,18 +89,29 @@ def test_the_default_is_no_more_than_a_device_has_digests_of(monkeypatch, ranks)
     sizes = {"max_batch": 64, "context_tokens": 40960, "node_cpus": [PER_NODE] * 2}
     sizes |= {"device_bytes": on_device}
     num_pages = got // page_bytes + 1  # SGLang's padding
-    plan_memory(config, SHAPE, num_pages=num_pages, **sizes)
-    with pytest.raises(ConfigError, match="device memory"):
-        plan_memory(config, SHAPE, num_pages=num_pages + 1, **sizes)
+    half = on_device // 2 // page_bytes
+    assert plan_memory(config, SHAPE, num_pages=num_pages, **sizes).num_slots == half > 256
+    assert f"beside {half} resident slots; a budget for each" in caplog.text
+    assert "--max-running-requests 64 would be 4224" in caplog.text
     # What the host has, where that is less.
     assert size(monkeypatch, available=100 << 30, on_device=on_device) == size(
         monkeypatch, available=100 << 30
     )
 
 
-def test_a_device_too_small_for_the_least_is_left_to_the_refusal_that_says_so(monkeypatch):
-    without = size(monkeypatch, available=2000 << 30)
-    assert size(monkeypatch, available=2000 << 30, on_device=1 << 28) == without
+def test_on_a_small_device_all_pages_are_resident(monkeypatch, caplog):
+    page_bytes = 2 * SHAPE.page_bytes * SHAPE.num_layers
+    num_pages = (1 << 28) // (page_bytes * 33 // 32 + input_bytes(SHAPE.page_size))
+    got = size(monkeypatch, available=2000 << 30, on_device=1 << 28)
+    assert got == (num_pages - 1) * page_bytes
+    assert f"beside {num_pages} resident slots" in caplog.text
+
+
+def test_a_device_with_room_for_nothing_is_named(monkeypatch):
+    page_bytes = 2 * SHAPE.page_bytes * SHAPE.num_layers
+    with pytest.raises(ConfigError, match="device memory.* hold 2 of the 3 pages") as caught:
+        size(monkeypatch, available=2000 << 30, on_device=3 * page_bytes)
+    assert "host-gb" not in str(caught.value) and "--mem-fraction-static" in str(caught.value)
 
 
 def test_a_size_that_is_given_is_not_lowered_to_what_a_device_has_digests_of(monkeypatch):

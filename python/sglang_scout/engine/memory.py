@@ -99,6 +99,21 @@ def plan_memory(
     return plan
 
 
+@dataclass(frozen=True)
+class DeviceRoom:
+    """What a device of its own memory has room for.
+
+    Attributes:
+        num_pages: the most host pages, by their digests and tokens; 0 if it has room for none.
+        num_slots: resident slots that are left beside these.
+        wanted_slots: with a budget for every request, or ``resident_tokens``.
+    """
+
+    num_pages: int
+    num_slots: int
+    wanted_slots: int
+
+
 def most_host_pages(
     config: OffloadConfig,
     shape: ModelShape,
@@ -106,16 +121,30 @@ def most_host_pages(
     max_batch: int,
     context_tokens: int,
     device_bytes: int,
-) -> int | None:
-    """The most host pages that a device of its own memory has room for: for their digests and tokens, beside the
-    resident pages that :func:`plan_memory` insists on. None if there are more of those."""
+) -> DeviceRoom:
+    """The most host pages that a device has room for, beside enough resident pages.
+
+    Enough is a budget for every request, but no more than half of the device's memory if that is above the
+    least; with ``resident_tokens`` those. Where not even the least leaves room for as many host pages, there
+    are as many as can all be resident.
+    """
     page_bytes = 2 * shape.page_bytes * shape.num_layers
-    budget_pages = most_pages(config, shape, context_tokens)
-    resident = (config.resident_tokens or 0) // shape.page_size
-    slots = _least_slots(config, max_batch, budget_pages, resident)
     beside = _digest_bytes(config, shape) + input_bytes(shape.page_size)
-    pages = (device_bytes - slots * page_bytes) // beside
-    return pages if pages >= slots else None
+    budget_pages = most_pages(config, shape, context_tokens)
+    least = _least_slots(config, max_batch, budget_pages)
+    if config.resident_tokens is None:
+        wanted = _least_slots(config, max_batch, budget_pages, budget_pages * max_batch)
+        tries = [max(min(wanted, device_bytes // 2 // page_bytes), least), least]
+    else:
+        resident = config.resident_tokens // shape.page_size
+        wanted = _least_slots(config, max_batch, budget_pages, resident)
+        tries = [wanted]
+    for slots in tries:
+        pages = (device_bytes - slots * page_bytes) // beside
+        if pages >= slots:
+            return DeviceRoom(pages, slots, wanted)
+    pages = max(device_bytes // (page_bytes + beside), 0)
+    return DeviceRoom(pages, pages, wanted)
 
 
 def _least_slots(

@@ -67,7 +67,8 @@ _FIELDS: dict[str, tuple[Any, Any]] = {
             float | None,
             Arg(
                 help="Host memory for KV pages, in GiB, over all ranks. Default: half of the memory that is "
-                "available when the server starts, but no more than a GPU has room for digests of."
+                "available when the server starts, but no more than a GPU has room for digests of, "
+                "beside resident pages."
             ),
         ],
         None,

@@ -93,7 +93,8 @@ def around_profile_available_bytes(
                 f"{ranks.size * worker / 2**30:.2f} GiB, {-left / 2**30:.2f} more than are available; "
                 "lower it, or set worker_threads_per_group = 1 in --kv-offload-config"
             )
-        size = min(int(left * DEFAULT_HOST_SHARE), _room_for_digests(runner, config, shape, ranks))
+        size = int(left * DEFAULT_HOST_SHARE)
+        size = min(size, _room_for_digests(runner, config, shape, ranks, size))
         logger.info("--kv-offload-host-gb not given: %.1f GiB for KV pages", size / 2**30)
     of_pages = bytes_for_pages(config, shape, size // ranks.size)
     page_bytes = 2 * shape.page_bytes * shape.num_layers
@@ -107,29 +108,48 @@ def around_profile_available_bytes(
 
 
 def _room_for_digests(
-    runner: Any, config: OffloadConfig, shape: ModelShape, ranks: AttentionRanks
+    runner: Any, config: OffloadConfig, shape: ModelShape, ranks: AttentionRanks, size: int
 ) -> float:
-    """Host memory for the pages, of all ranks, whose digests their devices have room for; infinite where they are
-    in host memory themselves, and where the devices lack room for the least, which is refused later."""
+    """Host memory for the pages, of all ranks, whose digests their devices have room for beside resident pages;
+    infinite where digests are in host memory themselves. Says so if that is less than ``size``.
+
+    Raises:
+        ConfigError: the device has no room for the least.
+    """
     device_bytes = getattr(runner, "kv_offload_device_bytes", None)
     if device_bytes is None:
         return math.inf
-    pages = most_host_pages(
+    max_batch = runner.server_args.max_running_requests
+    room = most_host_pages(
         config,
         shape,
-        max_batch=runner.server_args.max_running_requests,
+        max_batch=max_batch,
         context_tokens=runner.model_config.context_len,
         device_bytes=device_bytes,
     )
-    least = ranks.least(-1 if pages is None else pages)
-    if least < 0:
-        return math.inf
-    size = ranks.size * bytes_of_pages(config, shape, least - 1)  # one is SGLang's padding
-    logger.info(
-        "--kv-offload-host-gb: the device has room for the digests of %.1f GiB of KV pages",
-        size / 2**30,
+    least = ranks.least(room.num_pages)
+    if least < LEAST_PAGES + 1:
+        raise ConfigError(
+            f"--kv-offload {config.policy}: {device_bytes / 2**30:.2f} GiB of device memory are left for digests and "
+            f"resident pages, which hold {least} of the {LEAST_PAGES + 1} pages that each rank needs at least; "
+            "raise --mem-fraction-static"
+        )
+    of_digests = ranks.size * bytes_of_pages(config, shape, least - 1)  # one is SGLang's padding
+    if of_digests >= size:
+        return of_digests
+    few = room.num_slots < room.wanted_slots
+    logger.log(
+        logging.WARNING if few else logging.INFO,
+        "--kv-offload-host-gb not given: the device has room for the digests of %.1f GiB of KV pages beside %d "
+        "resident slots%s",
+        of_digests / 2**30,
+        room.num_slots,
+        f"; a budget for each of --max-running-requests {max_batch} would be {room.wanted_slots}: lower that, or "
+        "raise --mem-fraction-static"
+        if few
+        else "",
     )
-    return size
+    return of_digests
 
 
 def _bound_bytes(nodes: list[int], ranks: AttentionRanks) -> int | None:
