@@ -18,6 +18,8 @@ from sglang_scout.engine.memory import plan_memory, plan_worker
 from sglang_scout.engine.pools import DigestPool, ModelShape
 
 hooks = pytest.importorskip("sglang_scout.plugin.hooks", reason="needs SGLang")
+from sglang_scout.plugin import host_size  # noqa: E402
+from sglang_scout.plugin import ranks as ranks_module  # noqa: E402
 
 SHAPE = ModelShape(40, 40, 8, 128, 32, torch.bfloat16, 128**-0.5)
 PER_NODE = 5
@@ -30,9 +32,9 @@ def size(monkeypatch, *, available, ranks=1, nodes=2, host_gb=None, on_device=No
     monkeypatch.setattr(hooks, "parse", lambda args: config)
     monkeypatch.setattr(hooks, "AttentionRanks", lambda: group)
     monkeypatch.setattr(hooks, "model_shape", lambda runner: SHAPE)
-    monkeypatch.setattr(hooks, "worker_cpus", lambda runner, config: list(range(PER_NODE)))
-    monkeypatch.setattr(hooks, "worker_nodes", lambda cpus: found)
-    monkeypatch.setattr(hooks, "available_bytes", lambda: available)
+    monkeypatch.setattr(ranks_module, "worker_cpus", lambda runner, config: list(range(PER_NODE)))
+    monkeypatch.setattr(ranks_module, "worker_nodes", lambda cpus: found)
+    monkeypatch.setattr(host_size, "available_bytes", lambda: available)
     runner = SimpleNamespace(
         device="cpu" if on_device is None else "cuda",
         server_args=SimpleNamespace(max_running_requests=64),
@@ -61,19 +63,19 @@ def test_half_of_what_the_workers_do_not_need(monkeypatch, ranks, nodes, node_cp
     ],
 )
 def test_no_more_than_the_nodes_have_that_it_is_bound_to(monkeypatch, ranks, bound_to, most):
-    monkeypatch.setattr(hooks.numa, "nodes", lambda: [0, 1])
-    monkeypatch.setattr(hooks.numa, "available_bytes", lambda node: 30 << 30)
+    monkeypatch.setattr(host_size.numa, "nodes", lambda: [0, 1])
+    monkeypatch.setattr(host_size.numa, "available_bytes", lambda node: 30 << 30)
     group = SimpleNamespace(size=ranks, gather=lambda own: bound_to)
-    assert hooks._bound_bytes(bound_to[0], group) == most
-    monkeypatch.setattr(hooks.numa, "available_bytes", lambda node: None)
-    assert hooks._bound_bytes(bound_to[0], group) is None
-    monkeypatch.setattr(hooks.numa, "nodes", lambda: [0])
-    assert hooks._bound_bytes([0], group) is None
+    assert host_size._bound_bytes(bound_to[0], group) == most
+    monkeypatch.setattr(host_size.numa, "available_bytes", lambda node: None)
+    assert host_size._bound_bytes(bound_to[0], group) is None
+    monkeypatch.setattr(host_size.numa, "nodes", lambda: [0])
+    assert host_size._bound_bytes([0], group) is None
 
 
 def test_the_default_is_half_of_the_node_that_the_pages_are_bound_to(monkeypatch):
-    monkeypatch.setattr(hooks.numa, "nodes", lambda: [0, 1])
-    monkeypatch.setattr(hooks.numa, "available_bytes", lambda node: 40 << 30)
+    monkeypatch.setattr(host_size.numa, "nodes", lambda: [0, 1])
+    monkeypatch.setattr(host_size.numa, "available_bytes", lambda node: 40 << 30)
     config = parse_config(policy="scout", policies=("scout",))
     worker = plan_worker(config, SHAPE, 64, 40960, [PER_NODE]).total_bytes
     got = size(monkeypatch, available=100 << 30, nodes=1)

@@ -130,3 +130,11 @@ def _near_cpus(runner: Any) -> set[int]:
     near = Path("/sys/bus/pci/devices") / address / "local_cpulist"
     text = near.read_text().strip() if near.exists() else ""
     return set(parse_cpu_list(text, set(range(1 << 16)))) if text else set()
+
+
+def nodes_of_worker(runner: Any, config: OffloadConfig) -> tuple[list[int], list[int]]:
+    """The nodes that this rank's pages are bound to, none where that is not known, and how many of its
+    worker's CPUs are on each node that the pages are divided among."""
+    cpus = worker_cpus(runner, config)
+    nodes = worker_nodes(cpus)
+    return list(nodes), [len(of_node) for of_node in nodes.values()] or [len(cpus)]

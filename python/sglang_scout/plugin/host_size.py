@@ -1,0 +1,133 @@
+"""How much host memory the KV pages of a rank get."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from typing import Any
+
+from sglang_scout.core.config import DEFAULT_HOST_SHARE, OffloadConfig
+from sglang_scout.core.errors import ConfigError
+from sglang_scout.engine.memory import (
+    bytes_for_pages,
+    bytes_of_pages,
+    most_host_pages,
+    plan_worker,
+)
+from sglang_scout.engine.pools import ModelShape
+from sglang_scout.plugin.ranks import AttentionRanks, nodes_of_worker
+from sglang_scout.worker import numa
+from sglang_scout.worker.arena import available_bytes
+
+logger = logging.getLogger(__name__)
+
+LEAST_PAGES = 2
+"""SGLang's padding page, and one of a request."""
+
+
+def host_bytes(
+    runner: Any,
+    config: OffloadConfig,
+    shape: ModelShape,
+    ranks: AttentionRanks,
+    device_bytes: int | None,
+) -> int:
+    """For the KV pages of this rank: its share of ``--kv-offload-host-gb``, or of what is chosen without.
+
+    Args:
+        runner: SGLang's model runner, whose pools are not made yet.
+        device_bytes: what a device of its own memory has for digests and resident pages; None: the CPU device.
+    Raises:
+        ConfigError: that holds too few pages; with the numbers.
+    """
+    if config.host_gb is not None:
+        size = int(config.host_gb * 2**30)
+    else:
+        # SGLang lowers the number once the pages are counted.
+        most_requests = runner.server_args.max_running_requests
+        nodes, node_cpus = nodes_of_worker(runner, config)
+        context = runner.model_config.context_len
+        worker = plan_worker(config, shape, most_requests, context, node_cpus).total_bytes
+        available = min(available_bytes(), _bound_bytes(nodes, ranks) or available_bytes())
+        left = ranks.least(available - ranks.size * worker)
+        if left <= 0:
+            raise ConfigError(
+                f"--max-running-requests {most_requests}: the worker's ring and partial results need "
+                f"{ranks.size * worker / 2**30:.2f} GiB, {-left / 2**30:.2f} more than are available; "
+                "lower it, or set worker_threads_per_group = 1 in --kv-offload-config"
+            )
+        size = int(left * DEFAULT_HOST_SHARE)
+        size = int(min(size, _room_for_digests(runner, config, shape, ranks, device_bytes, size)))
+        logger.info("--kv-offload-host-gb not given: %.1f GiB for KV pages", size / 2**30)
+    of_pages = bytes_for_pages(config, shape, size // ranks.size)
+    page_bytes = 2 * shape.page_bytes * shape.num_layers
+    if of_pages < LEAST_PAGES * page_bytes:
+        given = "not given" if config.host_gb is None else format(config.host_gb, "g")
+        raise ConfigError(
+            f"--kv-offload-host-gb ({given}): {size / 2**30:.6f} GiB hold {of_pages // page_bytes} of the "
+            f"{LEAST_PAGES} pages of {page_bytes} bytes that each rank needs at least; raise it, or free memory"
+        )
+    return of_pages
+
+
+def _room_for_digests(
+    runner: Any,
+    config: OffloadConfig,
+    shape: ModelShape,
+    ranks: AttentionRanks,
+    device_bytes: int | None,
+    size: int,
+) -> float:
+    """Host memory for the pages, of all ranks, whose digests their devices have room for beside resident pages;
+    infinite where digests are in host memory themselves. Says so if that is less than ``size``.
+
+    Raises:
+        ConfigError: the device has no room for the least.
+    """
+    if device_bytes is None:
+        return math.inf
+    max_batch = runner.server_args.max_running_requests
+    room = most_host_pages(
+        config,
+        shape,
+        max_batch=max_batch,
+        context_tokens=runner.model_config.context_len,
+        device_bytes=device_bytes,
+    )
+    least = ranks.least(room.num_pages)
+    if least < LEAST_PAGES + 1:
+        raise ConfigError(
+            f"--kv-offload {config.policy}: {device_bytes / 2**30:.2f} GiB of device memory are left for digests and "
+            f"resident pages, which hold {least} of the {LEAST_PAGES + 1} pages that each rank needs at least; "
+            "raise --mem-fraction-static"
+        )
+    of_digests = ranks.size * bytes_of_pages(config, shape, least - 1)  # one is SGLang's padding
+    if of_digests >= size:
+        return of_digests
+    few = room.num_slots < room.wanted_slots
+    logger.log(
+        logging.WARNING if few else logging.INFO,
+        "--kv-offload-host-gb not given: the device has room for the digests of %.1f GiB of KV pages beside %d "
+        "resident slots%s",
+        of_digests / 2**30,
+        room.num_slots,
+        f"; a budget for each of --max-running-requests {max_batch} would be {room.wanted_slots}: lower that, or "
+        "raise --mem-fraction-static"
+        if few
+        else "",
+    )
+    return of_digests
+
+
+def _bound_bytes(nodes: list[int], ranks: AttentionRanks) -> int | None:
+    """What the NUMA nodes have that this rank's pages are bound to, as if all ranks had as much; None if pages lie
+    anywhere. A node that several ranks' pages are bound to is shared out among them."""
+    bound_to = ranks.gather(nodes) if ranks.size > 1 else [nodes]
+    if len(numa.nodes()) <= 1 or not nodes:
+        return None
+    free = {node: numa.available_bytes(node) for node in nodes}
+    if None in free.values():
+        return None
+    users = Counter(node for of_rank in bound_to for node in of_rank)
+    return ranks.size * sum((free[node] or 0) // users[node] for node in nodes)
