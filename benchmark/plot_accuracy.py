@@ -44,7 +44,7 @@ def draw(rows: list[Row]) -> Any:
             ax.axhline(value, color=COLORS[FULL], linewidth=1.2, label=PLAIN[FULL])
             ax.axhspan(low, high, color=COLORS[FULL], alpha=0.12, linewidth=0)
         for policy in scores.policies:
-            if policy != FULL:
+            if policy in MARKERS:
                 _line(ax, scores, policy, length)
         ax.set_title(f"{length} tokens", fontsize=10)
         ax.set_xscale("log", base=2)
@@ -74,7 +74,7 @@ def _line(ax: Any, scores: Scores, policy: str, length: int) -> None:
     known = [(b, *(100 * x for x in mean)) for b, mean in found if mean is not None]
     if not known:
         return
-    others = [name for name in scores.policies if name != FULL]
+    others = [name for name in scores.policies if name in MARKERS]
     shift = 1.03 ** (others.index(policy) - (len(others) - 1) / 2)
     budgets = [b * shift for b, *_ in known]
     values = [value for _, value, _, _ in known]

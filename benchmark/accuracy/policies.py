@@ -9,6 +9,7 @@
                       has work ahead of need, and pages that happen to be resident do not help
     recent            the first page and the newest pages
 
+`scout+KEY=VALUE+...` is `scout` with these keys of ``--kv-offload-config`` besides, as `scout+exact_steps=0`.
 ``budget_tokens`` counts full pages. All but `full` also attend to the page that is being filled.
 """
 
@@ -33,6 +34,12 @@ PLAIN = {
 }
 
 
+def plain(policy: str) -> str:
+    """The name for people."""
+    base, *more = policy.split("+")
+    return ", ".join([PLAIN[base], *more])
+
+
 @dataclass(frozen=True)
 class Setting:
     """A policy with its budget; `full` has none."""
@@ -41,7 +48,7 @@ class Setting:
     budget_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        if self.policy not in NAMES:
+        if self.base not in NAMES:
             raise ValueError(f"policy {self.policy!r}: choose one of {', '.join(NAMES)}")
         if (self.budget_tokens is None) != (self.policy == FULL):
             raise ValueError(
@@ -49,18 +56,29 @@ class Setting:
             )
 
     @property
+    def base(self) -> str:
+        return self.policy.partition("+")[0]
+
+    @property
     def name(self) -> str:
         return self.policy if self.budget_tokens is None else f"{self.policy}-{self.budget_tokens}"
 
     def offload_config(self) -> dict[str, Any]:
         """The keys of ``--kv-offload-config``."""
-        if self.policy == "scout-signs":
+        more = {}
+        for pair in self.policy.split("+")[1:]:
+            key, _, value = pair.partition("=")
+            more[key] = json.loads(value) if value[:1] in "[0123456789-" else value
+        return {**self._own_config(), **more}
+
+    def _own_config(self) -> dict[str, Any]:
+        if self.base == "scout-signs":
             return {"digest": "signs", "exact_layers": [1]}
-        if self.policy == "scout-real-query":
+        if self.base == "scout-real-query":
             return {"precompute": False}
-        if self.policy == "quest":
+        if self.base == "quest":
             return {"precompute": False, "attend": "selected"}
-        if self.policy == "recent":
+        if self.base == "recent":
             pages = (self.budget_tokens or 0) // PAGE_SIZE_TOKENS
             return {
                 "precompute": False,

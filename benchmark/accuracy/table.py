@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import tasks  # noqa: E402
 from perplexity_table import perplexity_section  # noqa: E402
-from policies import FULL, NAMES, PLAIN, Setting  # noqa: E402
+from policies import FULL, NAMES, Setting, plain  # noqa: E402
 from scoring import Loss, paired_loss, wilson_interval  # noqa: E402
 
 from rows import ROOT, Row, read_rows  # noqa: E402
@@ -51,9 +51,9 @@ class Scores:
                 self._found[key] = row
         settings = {key[0] for key in self._found}
         self.settings = sorted(
-            settings, key=lambda s: (NAMES.index(s.policy), s.budget_tokens or 0)
+            settings, key=lambda s: (NAMES.index(s.base), s.policy, s.budget_tokens or 0)
         )
-        self.policies = [name for name in NAMES if any(s.policy == name for s in settings)]
+        self.policies = list(dict.fromkeys(s.policy for s in self.settings))
         self.budgets = sorted({s.budget_tokens for s in settings if s.budget_tokens})
         self.lengths = sorted({key[1] for key in self._found})
         self.tasks = [t for t in tasks.TASKS if any(key[2] == t for key in self._found)]
@@ -110,7 +110,7 @@ def by_budget(scores: Scores, length: int, cell: Callable[[Setting, int], str]) 
         else:
             cells = [cell(Setting(policy, budget), length) for budget in scores.budgets]
         if any(x not in ("", "–") for x in cells):
-            lines.append([PLAIN[policy], *cells])
+            lines.append([plain(policy), *cells])
     return markdown_table(["policy", *(f"budget {b}" for b in scores.budgets)], lines)
 
 
@@ -182,7 +182,7 @@ def per_task(scores: Scores, length: int) -> str:
         rows = {row["task"]: row for row in scores.of(setting, length)}
         if not rows:
             continue
-        label = PLAIN[setting.policy]
+        label = plain(setting.policy)
         label += f", {setting.budget_tokens}" if setting.budget_tokens else ""
         cells = (rows.get(task) for task in scores.tasks)
         lines.append(
@@ -205,7 +205,7 @@ def cpu_ratios(scores: Scores) -> str:
             found = [r["cpu_compute_ratio"] for r in scores.of(setting, length)]
             known = [x for x in found if x is not None]
             cells.append(f"{sum(known) / len(known):.3f}" if known else "–")
-        lines.append([f"{PLAIN[setting.policy]}, {setting.budget_tokens}", *cells])
+        lines.append([f"{plain(setting.policy)}, {setting.budget_tokens}", *cells])
     return markdown_table(["policy, budget", *(f"{n} tokens" for n in scores.lengths)], lines)
 
 
