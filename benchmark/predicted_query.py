@@ -7,12 +7,12 @@ and keeps their layer inputs, from which a learned correction is fitted (``sglan
 decodes other prompts with the recorder on (key ``quality``, ``engine/quality.py``), which compares all predictors on
 the same steps: `next_layer` (the paper's), `extrapolate` and `learned`. What serves meanwhile is `next_layer`.
 
-Workloads: ``text``, prose and code of Python's standard library; ``retrieval``, the questions of
-benchmark/accuracy/tasks.py, of which only the answers are decoded, for a model that was trained on them. The prompts
-of the two runs differ.
+Workloads: ``text``, the files of --dataset in turn, or prose and code of Python's standard library; ``retrieval``, the
+questions of benchmark/accuracy/tasks.py, of which only the answers are decoded, for a model that was trained on them.
+The prompts of the two runs differ.
 
 Rows (format: rows.py, untimed), one for each layer from 1 on; impl is the predictor:
-    model, workload, layer, layers, dtype
+    model, weights, workload, text, layer, layers, dtype
     steps, tokens             decode steps, and tokens (rows of steps), in the means
     cosine                    of predicted and real query, mean over query heads and tokens
     at                        per k (pages), where the context has more: tokens; overlap of the page sets that predicted
@@ -39,9 +39,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "accuracy"))
 
 import tasks  # noqa: E402
 
+from recall_modes import mixed_prompts, weights_digest  # noqa: E402
 from rows import Row, Writer, environment  # noqa: E402
 from sglang_scout.cli.pd_cluster import PDCluster, flags  # noqa: E402
-from sglang_scout.cli.profile_prompts import make_prompts  # noqa: E402
+from sglang_scout.cli.profile_prompts import describe  # noqa: E402
 from sglang_scout.core.correction import save_correction  # noqa: E402
 from sglang_scout.core.errors import ScoutError  # noqa: E402
 from sglang_scout.core.fit import LayerFit, fit_correction, read_inputs  # noqa: E402
@@ -77,12 +78,9 @@ def make_work(args: argparse.Namespace, fit: bool) -> Work:
         ]
         lengths = [new if fit else len(sample.answer) for sample in samples]
         return Work([sample.prompt for sample in samples], lengths)
-    # One text, cut: the measured prompts come first, those of the fit after them.
-    used = 0 if not fit else args.requests * args.input_tokens
-    skipped = -(-used // length)
-    prompts = make_prompts(
-        args.model_path, None, count=skipped + count, length_tokens=length, least_tokens=length
-    )[skipped:]
+    # Each text is cut: the measured prompts come first, those of the fit after them.
+    used = -(-args.requests // len(args.dataset)) * args.input_tokens if fit else 0
+    prompts = mixed_prompts(args.model_path, args.dataset, count, length, used)
     return Work(prompts, [new] * count)
 
 
@@ -206,6 +204,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model-path", required=True, metavar="DIR")
     parser.add_argument("--name", help="of the model in the rows (default: its folder's)")
     parser.add_argument("--workload", choices=("text", "retrieval"), default="text")
+    parser.add_argument("--dataset", nargs="+", default=[None], metavar="FILE", help="texts")
     parser.add_argument("--requests", type=int, default=16, help="prompts that are measured")
     parser.add_argument("--input-tokens", type=int, default=3072, help="of each of them")
     parser.add_argument("--steps", type=int, default=48, help="tokens decoded after each (text)")
@@ -228,6 +227,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     shared = environment(BENCHMARK, ("torch", "sglang", "sglang-scout"))
     shared |= {"model": args.name or Path(args.model_path).name, "workload": args.workload}
+    shared |= {"weights": weights_digest(args.model_path)}
+    if args.workload == "text":
+        shared["text"] = ", ".join(map(describe, args.dataset))
     shared |= {"dtype": args.dtype, "budget_tokens": args.budget, "untimed": True}
     with tempfile.TemporaryDirectory(prefix="predicted-query-") as scratch:
         folder = Path(scratch)

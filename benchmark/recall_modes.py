@@ -75,17 +75,39 @@ def modes(names: Sequence[str]) -> dict[str, dict[str, Any]]:
     return {name: known[name] for name in names}
 
 
-def write_tasks(count: int, length_tokens: int) -> str:
-    """Texts of all retrieval tasks, as a dataset of token ids. Returns its path."""
+def task_prompts(count: int, length_tokens: int) -> list[list[int]]:
+    """Texts of all retrieval tasks."""
     sys.path.insert(0, str(ROOT / "benchmark" / "accuracy"))
     import tasks
 
-    path = Path(tempfile.mkdtemp(prefix="sglang-scout-tasks-")) / "retrieval-tasks.jsonl"
-    weights = dict.fromkeys(tasks.TASKS, 1.0)
-    with path.open("w") as file:
-        for index in range(count):
-            text = tasks.make_document(weights, length_tokens, [TASK_SEED, index], 0.05, 1)
-            file.write(json.dumps({"input_ids": text.tokens.tolist()}) + "\n")
+    weights, seeds = dict.fromkeys(tasks.TASKS, 1.0), [[TASK_SEED, i] for i in range(count)]
+    texts = [tasks.make_document(weights, length_tokens, seed, 0.05, 1) for seed in seeds]
+    return [text.tokens.tolist() for text in texts]
+
+
+def mixed_prompts(
+    model_path: str,
+    datasets: Sequence[str | None],
+    count: int,
+    length_tokens: int,
+    skip_tokens: int = 0,
+) -> list[list[int]]:
+    """Prompts of each text in turn; the first ``skip_tokens`` of each are left out.
+
+    Raises:
+        ScoutError: too little text.
+    """
+    skipped = -(-skip_tokens // length_tokens)
+    each = skipped + -(-count // len(datasets))
+    sizes = dict(count=each, length_tokens=length_tokens, least_tokens=length_tokens)
+    parts = [make_prompts(model_path, dataset, **sizes)[skipped:] for dataset in datasets]
+    return [prompt for group in zip(*parts, strict=True) for prompt in group][:count]
+
+
+def write_prompts(name: str, prompts: list[list[int]]) -> str:
+    """A dataset of token ids. Returns its path."""
+    path = Path(tempfile.mkdtemp(prefix="sglang-scout-prompts-")) / f"{name}.jsonl"
+    path.write_text("".join(json.dumps({"input_ids": ids}) + "\n" for ids in prompts))
     return str(path)
 
 
@@ -279,7 +301,7 @@ def main(argv: list[str] | None = None) -> int:
     add = parser.add_argument
     add("--json", type=Path, metavar="FILE", help="rows; the profile is written beside them")
     add("--model-path", help="folder of a model (default: the retrieval model, with --tasks)")
-    add("--dataset", metavar="FILE", help="as of `sglang-scout profile`")
+    add("--dataset", nargs="+", metavar="FILE", help="as of `sglang-scout profile`; in turn")
     add("--tasks", action="store_true", help="texts of benchmark/accuracy/tasks.py as prompts")
     add("--profile", type=Path, metavar="FILE", help="take this one (default: make one)")
     add("--threshold", type=float, default=0.12, help="of the profile that is made")
@@ -306,7 +328,11 @@ def main(argv: list[str] | None = None) -> int:
         args.model_path = str(ROOT / "benchmark" / "accuracy" / "recall_model")
         args.tasks = args.tasks or args.dataset is None
     if args.tasks:
-        args.dataset = write_tasks(args.requests, args.input_len)
+        prompts = task_prompts(args.requests, args.input_len)
+        args.dataset = write_prompts("retrieval-tasks", prompts)
+    elif args.dataset is not None:
+        prompts = mixed_prompts(args.model_path, args.dataset, args.requests, args.input_len)
+        args.dataset = write_prompts("-".join(map(describe, args.dataset)), prompts)
     writer = Writer(args.json, environment(BENCHMARK, PACKAGES))
     try:
         with ends_orderly():

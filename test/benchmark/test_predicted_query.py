@@ -11,6 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmark"))
 
 import predicted_query  # noqa: E402
+import recall_modes  # noqa: E402
 import rows  # noqa: E402
 
 
@@ -70,13 +71,13 @@ def test_retrieval_decodes_the_answers_and_fits_on_other_prompts():
 
 def test_text_prompts_of_the_two_runs_do_not_overlap(tiny_model):
     args = Namespace(
-        workload="text", model_path=str(tiny_model("qwen3")), steps=9, requests=3,
+        workload="text", dataset=[None], model_path=str(tiny_model("qwen3")), steps=9, requests=3,
         input_tokens=700, fit_tokens=200, fit_input_tokens=200,
     )  # fmt: skip
     measured, fit = (predicted_query.make_work(args, fit=fit) for fit in (False, True))
     text = [token for prompt in measured.prompts for token in prompt]
     assert len(text) == 2100 and measured.new_tokens == [9] * 3
-    everything = predicted_query.make_prompts(
+    everything = recall_modes.make_prompts(
         args.model_path, None, count=1, length_tokens=4000, least_tokens=4000
     )[0]
     assert everything[:2100] == text
