@@ -130,6 +130,8 @@ def make_cluster(
         server_args=flags(kv_offload="scout", kv_offload_budget=budget_tokens),
         prefill_args=prefill_args,
         decode_args=decode_args,
+        # Busy with a long prefill on a CPU, a server answers no health check for minutes.
+        router_args=flags(health_failure_threshold=1000),
         ready_timeout_s=where.ready_timeout_s,
     )
 
