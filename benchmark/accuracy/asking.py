@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import Any, Protocol
 
@@ -75,8 +75,7 @@ def cpu_ratio(before: dict[str, Any], after: dict[str, Any]) -> float | None:
 def ask_all(
     servers: Servers,
     tallies: Sequence[Tally],
-    sample: Callable[[int], tasks.Sample],
-    samples: int,
+    samples: Sequence[tasks.Sample],
     through: str,
     in_flight: int,
 ) -> None:
@@ -87,14 +86,14 @@ def ask_all(
     """
 
     def one(index: int, tally: Tally) -> None:
-        text, begin = sample(index), time.monotonic()
+        text, begin = samples[index], time.monotonic()
         answer = servers.ask(tally.setting, payload(text, through))
         seconds = time.monotonic() - begin
         tally.add(index, is_right(text, answer, through), seconds)
 
     pool = ThreadPoolExecutor(in_flight)
     try:
-        asked = [pool.submit(one, i, tally) for i in range(samples) for tally in tallies]
+        asked = [pool.submit(one, i, tally) for i in range(len(samples)) for tally in tallies]
         done, _ = wait(asked, return_when=FIRST_EXCEPTION)
         for finished in done:
             finished.result()

@@ -41,7 +41,14 @@ from questions import (  # noqa: E402
     forcing_grammar,
 )
 from row_file import RowFile  # noqa: E402
-from suite import PACKAGES, add_common_arguments, groups_of, key_of, shared_fields  # noqa: E402
+from suite import (  # noqa: E402
+    PACKAGES,
+    add_common_arguments,
+    complete,
+    groups_of,
+    key_of,
+    shared_fields,
+)
 
 from rows import Row, environment  # noqa: E402
 from sglang_scout.cli.profile_run import ends_orderly  # noqa: E402
@@ -211,6 +218,7 @@ def main(argv: list[str] | None = None) -> int:
     add_common_arguments(parser)
     args = parser.parse_args(argv)
     args.through = "decode"
+    complete(args, "tasks")
     sizes = {"length_tokens": args.length, "forced_tokens": args.forced, "texts": args.texts}
     fields = {**shared_fields(args), **sizes}
     file = RowFile(args.json, environment(BENCHMARK, PACKAGES), fields, ("policy", "budget_tokens"))

@@ -11,15 +11,19 @@ server will do, and the scores of sparse policies come out higher than they are.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import planted
 import tasks
 
-FIRST_SEED = 40_000_000  # far from the seeds of training and of the model card
-QUESTION_TOKENS = 4  # of every question that make_sample asks
-ANSWER_TOKENS = 24  # the longest right answer has 17
+ROOT = Path(__file__).resolve().parents[2]
+ANSWER_TOKENS = 24  # the longest right answer to a task has 17
 ANY_TOKEN = f"<[{len(tasks.SPECIAL_TOKENS)}-{tasks.ID_OF[tasks.WORDS[-1]]}]>"
+FIRST_WORD, LAST_WORD = 17, 49151  # token ids of SmolLM2 that are not special
 
 FORCING_FLAGS = ("--grammar-backend", "llguidance")
 FORCING_ENVIRONMENT = {
@@ -27,9 +31,71 @@ FORCING_ENVIRONMENT = {
 }  # the masks' kernel would be compiled at first use
 
 
-@functools.lru_cache(maxsize=256)
-def sample_of(task: str, length_tokens: int, index: int, first_seed: int) -> tasks.Sample:
-    return tasks.make_sample(task, length_tokens, first_seed + index)
+@dataclass(frozen=True)
+class Source:
+    """Where questions come from, and the model that can answer them.
+
+    ``sample``: from task, length and seed. ``first_seed``: of the suite; ``model``: makes it if need be.
+    """
+
+    tasks: tuple[str, ...]
+    lengths: tuple[int, ...]
+    sample: Callable[[str, int, int], tasks.Sample]
+    first_seed: int
+    model: Callable[[], Path]
+    dtype: str
+
+
+def planted_sample(task: str, length_tokens: int, index: int) -> tasks.Sample:
+    """A question about document ``index`` of planted.py."""
+    document = _planted_document(index)
+    kind = "single" if task == "another" else task
+    mine = [q for q in document.questions if (q.kind, q.cut) == (kind, length_tokens)]
+    question = mine[task == "another"]
+    last = question.numbers[-1][1]
+    prompt = document.tokens[:length_tokens] + question.ask
+    blanks = tuple(question.numbers)
+    return tasks.Sample(task, prompt, question.answer[:last], len(question.ask), blanks)
+
+
+@functools.cache
+def _planted_document(index: int) -> planted.Document:
+    sys.path.insert(0, str(ROOT / "scripts"))
+    from tokenizers import Tokenizer
+
+    from texts import load_text
+
+    tokenizer = Tokenizer.from_file(str(_smollm2() / "tokenizer.json"))
+    text = load_text(planted.SOURCES[index % len(planted.SOURCES)])
+    encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids  # noqa: E731
+    return planted.make_document(encode, text, index)
+
+
+def _smollm2() -> Path:
+    sys.path.insert(0, str(ROOT / "scripts"))
+    from smollm2 import smollm2
+
+    return smollm2()
+
+
+SOURCES = {
+    "tasks": Source(
+        tasks.TASKS,
+        (1024, 2048, 4096, 8192, 16384),
+        functools.lru_cache(maxsize=256)(tasks.make_sample),
+        40_000_000,  # far from the seeds of training and of the model card
+        lambda: Path(__file__).resolve().parent / "recall_model",
+        "bfloat16",
+    ),
+    "planted": Source(
+        ("single", "another", "several", "chained"),
+        planted.CUTS,
+        planted_sample,
+        0,
+        _smollm2,
+        "float32",
+    ),
+}
 
 
 def forcing_grammar(forced: Sequence[int], then: str = "") -> str:
@@ -38,18 +104,27 @@ def forcing_grammar(forced: Sequence[int], then: str = "") -> str:
 
 
 def payload(sample: tasks.Sample, through: str) -> dict[str, Any]:
-    """Body of a ``/generate`` request, greedy, up to the first ``;``."""
-    sampling: dict[str, Any] = {
-        "temperature": 0.0,
-        "max_new_tokens": ANSWER_TOKENS,
-        "stop_token_ids": [tasks.END],
-    }
+    """Body of a ``/generate`` request, greedy, up to the first ``;`` or to the last blank.
+
+    Raises ValueError for blanks in a prompt that is not read by the decode server.
+    """
+    sampling: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": ANSWER_TOKENS}
+    question = sample.prompt[-sample.question_tokens :]
+    if sample.blanks is not None:
+        if through != "decode":
+            raise ValueError(f"{sample.task}: answers with blanks need --through decode")
+        free = {place for begin, end in sample.blanks for place in range(begin, end)}
+        words = ["any" if i in free else f"<[{x}]>" for i, x in enumerate(sample.answer)]
+        grammar = forcing_grammar(question, f"{' '.join(words)}\nany: <[{FIRST_WORD}-{LAST_WORD}]>")
+        sampling |= {"max_new_tokens": len(question) + len(words), "ebnf": grammar}
+        return {"input_ids": sample.prompt[: -len(question)], "sampling_params": sampling}
+    sampling["stop_token_ids"] = [tasks.END]
     if through == "text":
         return {"text": sample.prompt_text, "sampling_params": sampling}
     prompt = sample.prompt
     if through == "decode":
-        prompt, question = prompt[:-QUESTION_TOKENS], prompt[-QUESTION_TOKENS:]
-        sampling["max_new_tokens"] += QUESTION_TOKENS
+        prompt = prompt[: -len(question)]
+        sampling["max_new_tokens"] += len(question)
         sampling["ebnf"] = forcing_grammar(question, f"any*\nany: {ANY_TOKEN}")
     return {"input_ids": prompt, "sampling_params": sampling}
 
@@ -71,9 +146,12 @@ def is_right(sample: tasks.Sample, answer: dict[str, Any], through: str) -> bool
         words = answer["text"].split()
         given = [tasks.ID_OF.get(word, -1) for word in words]
     elif through == "decode":
-        asked, given = given[:QUESTION_TOKENS], given[QUESTION_TOKENS:]
-        if asked != sample.prompt[-QUESTION_TOKENS:]:
-            raise ValueError(f"the question was not forced: {asked}; {sample.prompt[-4:]} was sent")
+        question = sample.prompt[-sample.question_tokens :]
+        asked, given = given[: len(question)], given[len(question) :]
+        if asked != question:
+            raise ValueError(f"the question was not forced: {asked}; {question} was sent")
+    if sample.blanks is not None:
+        return given[: len(sample.answer)] == sample.answer
     if reason.get("matched") == tasks.END and tasks.END not in given:
         given.append(tasks.END)
     return tasks.is_correct(sample.task, sample.answer, given)

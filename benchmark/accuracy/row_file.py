@@ -19,7 +19,6 @@ class RowFile:
         fields: fields of all new rows that do: a row of the file counts as done only if it has the
             same values.
         key: names of the fields that tell the rows of one run apart.
-        anew: begin with an empty file.
     Raises:
         ValueError: a line of the file is no row.
     """
@@ -30,8 +29,6 @@ class RowFile:
         environment: Row,
         fields: Row,
         key: Sequence[str],
-        *,
-        anew: bool = False,
     ) -> None:
         self._given = fields
         self.renew(environment)
@@ -42,9 +39,7 @@ class RowFile:
         self.rows: list[Row] = []
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            if anew:
-                path.write_text("")
-            elif path.exists():
+            if path.exists():
                 self.rows = [row for row in read_rows(path) if self._is_ours(row)]
 
     def renew(self, environment: Row) -> None:

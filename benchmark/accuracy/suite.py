@@ -5,8 +5,10 @@
     python benchmark/accuracy/table.py docs/results/accuracy.jsonl
     python benchmark/plot.py docs/results/accuracy.jsonl
 
-The tasks are those of tasks.py, in the manner of RULER. Each sample is a text of its own with one question, so samples
-are independent; all policies get the same samples. An answer counts if every token is right. With --grid the servers
+The tasks are those of tasks.py, in the manner of RULER, for the retrieval model: each sample is a text of its own with
+one question, so samples are independent. With --questions planted they are those of planted.py, for SmolLM2: a sample
+is a document, and all questions of all lengths are about the same ones. All policies get the same samples. An answer
+counts if every token, or every planted number, is right. With --grid the servers
 are started here, a few at a time (--at-once), and all of them are asked about a text while the prefill server still has
 it. --base-url asks a server or router that runs already, one whose model knows these tokens.
 
@@ -26,7 +28,6 @@ at one length and task:
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import sys
 import time
@@ -36,16 +37,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import tasks  # noqa: E402
 from asking import Servers, Tally, ask_all  # noqa: E402
 from fleet import Fleet, OneServer  # noqa: E402
 from policies import FULL, NAMES, Setting, grid  # noqa: E402
-from questions import (  # noqa: E402
-    FIRST_SEED,
-    FORCING_ENVIRONMENT,
-    FORCING_FLAGS,
-    sample_of,
-)
+from questions import FORCING_ENVIRONMENT, FORCING_FLAGS, SOURCES  # noqa: E402
 from row_file import RowFile  # noqa: E402
 
 from rows import Row, environment  # noqa: E402
@@ -54,8 +49,6 @@ from sglang_scout.cli.progress import Progress  # noqa: E402
 
 BENCHMARK = "accuracy"
 PACKAGES = ("sglang", "torch", "sglang-scout")
-MODEL = Path(__file__).resolve().parent / "recall_model"
-LENGTHS = (1024, 2048, 4096, 8192, 16384)
 BUDGETS = (256, 512, 1024, 2048)
 
 
@@ -76,8 +69,11 @@ def measure(
             progress.update(f"{length} tokens, {task}")
             begin = time.monotonic()
             tallies = [Tally(s, args.samples, servers.counters(s)) for s in missing]
-            sample = functools.partial(sample_of, task, length, first_seed=args.seed)
-            ask_all(servers, tallies, sample, args.samples, args.through, args.in_flight)
+            samples = [
+                SOURCES[args.questions].sample(task, length, args.seed + i)
+                for i in range(args.samples)
+            ]
+            ask_all(servers, tallies, samples, args.through, args.in_flight)
             for tally in tallies:
                 found = tally.row(servers.counters(tally.setting))
                 file.add(tally.setting.policy, **key_of(tally.setting), **place, **found)
@@ -121,7 +117,7 @@ def start_fleet(args: argparse.Namespace, settings: Sequence[Setting]) -> Fleet:
         args.model_path,
         settings,
         dtype=args.dtype,
-        longest_tokens=max(args.lengths) + 64,
+        longest_tokens=max(args.lengths) + 128,
         server_flags=FORCING_FLAGS if args.through == "decode" else (),
         environment={"OMP_NUM_THREADS": str(args.threads), **FORCING_ENVIRONMENT},
         config=args.config,
@@ -134,9 +130,9 @@ def add_common_arguments(
     """What the suite and the gate share; ``existing``: what becomes of a file that is there."""
     add = parser.add_argument
     add("--json", type=Path, metavar="FILE", help=f"one row a line; an existing file {existing}")
-    add("--model-path", default=str(MODEL), help="folder of the model")
-    add("--dtype", default="bfloat16")
-    add("--seed", type=int, default=FIRST_SEED, help="of the first sample")
+    add("--model-path", help="folder of the model (default: the one that can answer them)")
+    add("--dtype", help="default: the model's")
+    add("--seed", type=int, help="of the first sample")
     add("--threads", type=int, default=1, help="of each server")
     add(
         "--config",
@@ -145,6 +141,21 @@ def add_common_arguments(
         metavar="JSON",
         help="more keys for all policies (default: %(default)s)",
     )
+
+
+def complete(args: argparse.Namespace, questions: str) -> None:
+    """What was left out is as it suits ``questions``."""
+    source = SOURCES[questions]
+    args.questions = questions
+    args.model_path = args.model_path or str(source.model())
+    for name, value in (
+        ("dtype", source.dtype),
+        ("seed", source.first_seed),
+        ("lengths", list(source.lengths)),
+        ("tasks", list(source.tasks)),
+    ):
+        if getattr(args, name, None) is None:
+            setattr(args, name, value)
 
 
 def shared_fields(args: argparse.Namespace) -> Row:
@@ -168,10 +179,11 @@ def main(argv: list[str] | None = None) -> int:
     add("--base-url", metavar="URL", help="ask this server or router")
     add("--policy", choices=NAMES, default=FULL, help="of --base-url's server, a label")
     add("--budget", type=int, metavar="TOKENS", help="of --base-url's server, a label")
-    add("--policies", nargs="+", choices=NAMES, default=list(NAMES))
+    add("--policies", nargs="+", default=list(NAMES), help="see policies.py")
     add("--budgets", nargs="+", type=int, default=list(BUDGETS), metavar="TOKENS")
-    add("--lengths", nargs="+", type=int, default=list(LENGTHS), metavar="TOKENS")
-    add("--tasks", nargs="+", choices=tasks.TASKS, default=list(tasks.TASKS))
+    add("--questions", choices=SOURCES, default="tasks")
+    add("--lengths", nargs="+", type=int, metavar="TOKENS")
+    add("--tasks", nargs="+", choices=[task for s in SOURCES.values() for task in s.tasks])
     add("--samples", type=int, default=25, help="of each length and task")
     add("--at-once", type=int, default=6, metavar="SERVERS", help="settings started together")
     add(
@@ -184,6 +196,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--in-flight", type=int, default=8, metavar="N", help="requests at a time, of --base-url")
     add_common_arguments(parser)
     args = parser.parse_args(argv)
+    complete(args, args.questions)
     if args.grid:
         args.in_flight = 1
     if args.grid == bool(args.base_url):

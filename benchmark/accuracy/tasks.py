@@ -88,11 +88,17 @@ class Question:
 
 @dataclass(frozen=True)
 class Sample:
-    """One prompt with one question at its end: token ids, and the expected token ids."""
+    """One prompt with one question at its end: token ids, and the expected token ids.
+
+    ``blanks``: places [begin, end) in ``answer`` that are free while the rest of it is forced. None: all is
+    free, up to ``;``.
+    """
 
     task: str
     prompt: list[int]
     answer: list[int]
+    question_tokens: int = 4
+    blanks: tuple[tuple[int, int], ...] | None = None
 
     @property
     def prompt_text(self) -> str:

@@ -63,7 +63,7 @@ class Answering:
 def arguments(**changes):
     defaults = dict(
         lengths=[128, 160], tasks=["recall", "count"], samples=5, in_flight=1, seed=7,
-        through="decode",
+        through="decode", questions="tasks",
     )  # fmt: skip
     return argparse.Namespace(**{**defaults, **changes})
 
@@ -77,11 +77,11 @@ def samples_of(args):
     ]
 
 
-def row_file(path, anew=False, **fields):
+def row_file(path, **fields):
     known = {"model": "m", "weights": "w", "dtype": "d", "seed": 7, "through": "decode"}
     known |= {"config": {}, "untimed": True, **fields}
     key = ("policy", "budget_tokens", "length_tokens", "task")
-    return RowFile(path, environment("accuracy"), known, key, anew=anew)
+    return RowFile(path, environment("accuracy"), known, key)
 
 
 def measured_rows(path, fails, settings=(FULL_SETTING, SCOUT), **changes):
@@ -134,13 +134,24 @@ def test_a_grid_has_full_once_and_wrong_settings_are_refused():
 # Questions ----------------------------------------------------------------------------------------
 
 
+def test_a_policy_with_further_keys():
+    setting = Setting("scout-signs+resident_bonus=1.0+exact_layers=[1, 2]", 512)
+    config = {"digest": "signs", "resident_bonus": 1.0, "exact_layers": [1, 2]}
+    assert setting.offload_config() == config
+    assert policies.plain(setting.policy) == "scout, signs, resident_bonus=1.0, exact_layers=[1, 2]"
+    int8 = Setting("scout+digest=minmax-int8", 512).decode_flags({"resident_tokens": 32})
+    assert json.loads(int8[-1]) == {"digest": "minmax-int8", "resident_tokens": 32}
+    with pytest.raises(ValueError, match=r"policy 'best\+x=1'"):
+        Setting("best+x=1", 256)
+
+
 @pytest.mark.parametrize("task", tasks.TASKS)
 def test_the_decode_server_reads_the_question(task):
     sample = tasks.make_sample(task, 200, 3)
     body = questions.payload(sample, "decode")
     prompt, grammar = body["input_ids"], body["sampling_params"]["ebnf"]
     forced = [int(word.strip("<[]>")) for word in grammar.split("\n")[0].split()[1:-1]]
-    assert prompt + forced == sample.prompt and len(forced) == questions.QUESTION_TOKENS
+    assert prompt + forced == sample.prompt and len(forced) == sample.question_tokens
     assert len(sample.answer) <= questions.ANSWER_TOKENS
     right = {"output_ids": forced + sample.answer, "meta_info": {"finish_reason": {"type": "stop"}}}
     assert questions.is_right(sample, right, "decode")
@@ -150,13 +161,38 @@ def test_the_decode_server_reads_the_question(task):
         questions.is_right(sample, {**right, "output_ids": sample.answer + forced}, "decode")
 
 
+def test_of_a_planted_answer_only_the_numbers_are_free(monkeypatch):
+    text = "Some words of a long text, and a few more. " * 2000
+    encode = lambda text: [17 + ord(x) for x in text]  # noqa: E731
+    document = questions.planted.make_document(encode, text, 0)
+    monkeypatch.setattr(questions, "_planted_document", lambda index: document)
+    for task in questions.SOURCES["planted"].tasks:
+        sample = questions.planted_sample(task, 4096, 0)
+        body = questions.payload(sample, "decode")
+        assert body["input_ids"] == document.tokens[:4096]
+        words = body["sampling_params"]["ebnf"].split("\n")[0].split()[1:]
+        assert len(words) == body["sampling_params"]["max_new_tokens"]
+        free = [i - sample.question_tokens for i, word in enumerate(words) if word == "any"]
+        numbers = 3 if task == "several" else 1
+        assert len(free) == 5 * numbers and free[-1] == len(sample.answer) - 1
+        said = "".join(chr(x - 17) for x in sample.answer)
+        assert all(said[i].isdigit() for i in free)
+        given = sample.prompt[4096:] + sample.answer
+        right = {"output_ids": given, "meta_info": {"finish_reason": {"type": "length"}}}
+        assert questions.is_right(sample, right, "decode")
+        wrong = {**right, "output_ids": [*given[:-1], given[-1] - 1]}
+        assert not questions.is_right(sample, wrong, "decode")
+        with pytest.raises(ValueError, match="--through decode"):
+            questions.payload(sample, "prompt")
+
+
 def test_grammars_allow_exactly_the_forced_tokens():
     llguidance = pytest.importorskip("llguidance")
     from_tokenizer = pytest.importorskip("llguidance.hf").from_tokenizer
     masks = pytest.importorskip("llguidance.numpy")
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(str(suite.MODEL))
+    tokenizer = AutoTokenizer.from_pretrained(str(questions.SOURCES["tasks"].model()))
     vocabulary = from_tokenizer(tokenizer, None)
     sample = tasks.make_sample("copy", 200, 5)
     grammar = questions.payload(sample, "decode")["sampling_params"]["ebnf"]
@@ -208,9 +244,7 @@ def test_rows_hold_every_outcome_and_are_not_measured_twice(tmp_path):
     assert sorted(found) == sorted(
         (r["policy"], r["length_tokens"], r["task"], r["outcomes"]) for r in map(json.loads, lines)
     )
-    # Rows of other weights do not count, and the gate begins anew.
     assert not row_file(path, weights="other").rows
-    assert row_file(path, anew=True).rows == [] and path.read_text() == ""
 
 
 def test_a_failed_request_is_no_wrong_answer(tmp_path):
@@ -223,13 +257,6 @@ def test_a_failed_request_is_no_wrong_answer(tmp_path):
     with pytest.raises(OSError, match="refused"):
         suite.measure(Failing(samples_of(args)), [SCOUT], args, file, Progress())
     assert file.rows == []
-
-
-def test_samples_are_fresh_and_the_same_for_all():
-    seeds = range(questions.FIRST_SEED, questions.FIRST_SEED + 3)
-    mine = [questions.sample_of("recall", 128, i, questions.FIRST_SEED) for i in range(3)]
-    assert [s.prompt for s in mine] == [tasks.make_sample("recall", 128, s).prompt for s in seeds]
-    assert len({tuple(s.prompt) for s in mine}) == 3
 
 
 def test_a_stock_server_gets_none_of_our_flags(tmp_path):
@@ -271,13 +298,16 @@ def test_the_margin_is_exceeded_by_chance_once_in_twenty(allowed, asked):
 def test_the_gate_passes_equal_answers_and_fails_a_loss(tmp_path, capsys):
     full = [True] * 160 + [False] * 8
     worse = [False] * 8 + full[8:]
-    verdicts = gate.judge(full, {1024: full, 2048: worse}, None)
+    small, large = Setting("scout", 1024), Setting("scout", 2048)
+    verdicts = gate.judge(full, {small: full, large: worse}, None)
     assert [v.passed for v in verdicts] == [True, False]
-    assert gate.judge(full, {2048: worse}, 5.0)[0].passed
+    assert gate.judge(full, {large: worse}, 5.0)[0].passed
     text = gate.report(verdicts)
     assert "FAIL" in text.splitlines()[2] and "pass" in text.splitlines()[1]
+    (noted,) = gate.judge(full, {large: worse}, None, large)
+    assert noted.passed and "noted" in gate.report([noted])
     with pytest.raises(ValueError, match="--margin-points"):
-        gate.judge(full, {256: full}, None)
+        gate.judge(full, {Setting("scout", 256): full}, None)
     file, _ = measured_rows(tmp_path / "r", lambda setting, index: setting == SCOUT and index == 0)
     both = [gate.outcomes(file.rows, s) for s in (FULL_SETTING, SCOUT)]
     loss = scoring.paired_loss(*both)
