@@ -96,6 +96,7 @@ def decode(args: argparse.Namespace, work: Work, config: dict[str, Any], ready: 
             *("--kv-offload-config", json.dumps(config)),
         ],
         dtype=args.dtype,
+        router_args=flags(health_failure_threshold=1000),  # a long prefill on a CPU is no failure
         max_total_tokens=(longest + 96) // 32 * 32 * (concurrency + 1),
         max_running_requests=concurrency,
     )
