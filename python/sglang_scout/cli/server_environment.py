@@ -65,6 +65,8 @@ def started_environment(
     environment = server_environment(device)
     if Path(model).is_dir():
         environment.setdefault("HF_HUB_OFFLINE", "1")
+    # A prefill server that is busy on a CPU answers late; after 2 such heartbeats a decode server drops its requests.
+    environment.setdefault("SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE", "100")
     environment.pop("PYTHONDONTWRITEBYTECODE", None)  # would compile SGLang at every start
     environment.pop("TRITON_INTERPRET", None)  # the unit tests' setting, not the servers'
     environment.update(more)
