@@ -1,0 +1,201 @@
+"""What a way to choose pages costs a language model: loss, agreement and planted facts, teacher-forced, without servers.
+
+    python benchmark/accuracy/study/run.py --json docs/results/study.jsonl
+    python benchmark/accuracy/study/table.py docs/results/study.jsonl
+
+Documents of real text with planted facts (planted.py) are prefilled with full attention. Then windows are decoded after
+them with each setting of settings.py (selection.py says what a setting is), the text after each cut and the questions
+at it, and compared with full attention. Documents come one after the other, each with all settings, so an interrupted
+run leaves complete pairs; the same command again goes on where it stopped.
+
+A row is one setting on one part of one document; every list has an entry for each window:
+    setting, and its fields: budget_tokens, digest, reduce, grain, page_tokens, query, exact_layers, ...
+    document, source, part    "text" or "facts"
+    text:   cut, tokens; nats, full_nats, kl, agree, mass    means over the window's tokens; agree: same likeliest token
+    facts:  cut, kind; right, full_right (a list, one for each number asked for); nats, full_nats (of the answer's
+            numbers, sums); mass
+    mass_by_layer, cosine_by_layer    means over the windows; null where nothing was predicted
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[2]
+for folder in (HERE.parent, ROOT / "benchmark", ROOT / "scripts"):
+    sys.path.insert(0, str(folder))
+
+import planted  # noqa: E402
+import tasks  # noqa: E402
+from row_file import RowFile  # noqa: E402
+from study.decode import Text, Window, decode_window  # noqa: E402
+from study.model import Model  # noqa: E402
+from study.selection import Setting  # noqa: E402
+from study.settings import SETS  # noqa: E402
+from tokenizers import Tokenizer  # noqa: E402
+
+from recall_modes import weights_digest  # noqa: E402
+from rows import Row, environment  # noqa: E402
+from sglang_scout.cli.progress import Progress  # noqa: E402
+
+RECALL_MODEL = HERE.parent / "recall_model"
+RECALL_TASKS = ("recall", "needle", "multi_key", "variables", "copy", "count")
+RECALL_SEED = 70_000
+FULL = Setting()
+
+
+def real_documents(model_path: Path, numbers: range) -> Iterator[tuple[int, planted.Document]]:
+    """Documents of planted.py in the tokens of the model."""
+    from texts import load_text
+
+    tokenizer = Tokenizer.from_file(str(model_path / "tokenizer.json"))
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer.encode(text, add_special_tokens=False).ids)
+
+    for index in numbers:
+        source = planted.SOURCES[index % len(planted.SOURCES)]
+        yield index, planted.make_document(encode, load_text(source), index)
+
+
+def recall_documents(length: int, numbers: range) -> Iterator[tuple[int, planted.Document]]:
+    """Texts of the small retrieval model, cut to whole pages before the question; no plain text follows."""
+    for index in numbers:
+        task = RECALL_TASKS[index % len(RECALL_TASKS)]
+        sample = tasks.make_sample(task, length, RECALL_SEED + index)
+        cut = (len(sample.prompt) - 4) // 64 * 64
+        ask, answer = sample.prompt[cut:], list(sample.answer)
+        question = planted.Question(task, cut, ask, answer, [(0, len(answer))])
+        yield index, planted.Document(task, sample.prompt[:cut], [question])
+
+
+def plain_text(model: Model, text: Text, cut: int, setting: Setting) -> tuple[Row, Window]:
+    tokens = text.tokens[cut : cut + planted.WINDOW_TOKENS]
+    window = decode_window(model, text, cut, tokens[:-1], setting)
+    full = model.log_probs(text.last[cut : cut + len(tokens) - 1])
+    found, target = window.log_probs, tokens[1:, None]
+    return {
+        "cut": cut,
+        "tokens": len(target),
+        "nats": -float(found.gather(1, target).mean()),
+        "full_nats": -float(full.gather(1, target).mean()),
+        "kl": float((full.exp() * (full - found)).sum(-1).mean()),
+        "agree": float((full.argmax(-1) == found.argmax(-1)).float().mean()),
+        "mass": float(window.mass.mean()),
+    }, window
+
+
+def ask(model: Model, text: Text, question: planted.Question, setting: Setting) -> tuple[Row, Window]:
+    tokens = torch.tensor(question.ask + question.answer)
+    window = decode_window(model, text, question.cut, tokens[:-1], setting)
+    right, nats = [], 0.0
+    for begin, end in question.numbers:
+        first = len(question.ask) + begin
+        target = tokens[first : first + end - begin]
+        given = window.log_probs[first - 1 : first - 1 + end - begin]
+        right.append(int((given.argmax(-1) == target).all()))
+        nats -= float(given.gather(1, target[:, None]).sum())
+    found = {"cut": question.cut, "kind": question.kind, "right": right, "nats": nats}
+    return {**found, "mass": float(window.mass.mean())}, window
+
+
+def measure(
+    model: Model, text: Text, document: planted.Document, part: str, setting: Setting, full: list[Row]
+) -> Row:
+    """The fields of one row. ``full``: what `ask` found with full attention, for the part "facts"."""
+    if part == "text":
+        cuts = [c for c in planted.CUTS if c < len(document.tokens)]
+        found = [plain_text(model, text, cut, setting) for cut in cuts]
+    else:
+        found = [ask(model, text, question, setting) for question in document.questions]
+        for (row, _), base in zip(found, full, strict=True):
+            row |= {"full_right": base["right"], "full_nats": base["nats"]}
+    lists = {name: [_rounded(row[name]) for row, _ in found] for name in found[0][0]}
+    by_layer = {}
+    for name in ("mass", "cosine"):
+        mean = torch.stack([getattr(window, name) for _, window in found]).mean(0)
+        by_layer[f"{name}_by_layer"] = [_rounded(float(x)) for x in mean]
+    if setting.query == "real":
+        by_layer.pop("cosine_by_layer")
+    return {**lists, **by_layer}
+
+
+def _rounded(x: Any) -> Any:
+    if isinstance(x, float):
+        return None if math.isnan(x) else round(x, 5)
+    return x
+
+
+def run(args: argparse.Namespace, file: RowFile, progress: Progress) -> None:
+    settings: dict[str, Sequence[Setting]] = SETS[args.set]
+    numbers = range(args.first, args.first + args.documents)
+    if args.model == "recall":
+        model_path, documents = RECALL_MODEL, recall_documents(args.length, numbers)
+    else:
+        model_path = args.model_path
+        documents = real_documents(model_path, numbers)
+    model = Model(model_path)
+    for index, document in documents:
+        todo = [
+            (part, setting)
+            for part in args.parts
+            for setting in settings[part]
+            if not file.has(setting=setting.name, document=index, part=part)
+        ]
+        if not todo:
+            continue
+        # Settings with one digest stand together: the digests of a text are made once.
+        todo.sort(key=lambda x: (x[1].page_tokens, x[1].digest))
+        progress.say(f"document {index}, {document.source}: {len(todo)} settings")
+        text = Text(model, torch.tensor(document.tokens))
+        full = [ask(model, text, question, FULL)[0] for question in document.questions]
+        for part, setting in todo:
+            row = measure(model, text, document, part, setting, full)
+            place = {"setting": setting.name, "document": index, "part": part}
+            file.add(setting.digest, **place, source=document.source, **setting.fields(), **row)
+            shown = row["kl"] if part == "text" else row["right"]
+            progress.update(f"document {index}, {part}: {setting.name}: {shown}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").split("\n\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--json", type=Path, metavar="FILE", help="rows; an existing file is gone on with")
+    add("--model", choices=("real", "recall"), default="real", help="recall: the retrieval model, on its own tasks")
+    add("--model-path", type=Path, default=ROOT / ".cache" / "models" / "smollm2-135m", help="of the real one")
+    add("--set", choices=tuple(SETS), default="main", help="of settings, see settings.py")
+    add("--parts", nargs="+", choices=("facts", "text"), default=["facts", "text"])
+    add("--documents", type=int, default=10)
+    add("--first", type=int, default=0, help="number of the first document")
+    add("--length", type=int, default=4096, metavar="TOKENS", help="of the retrieval model's texts")
+    add("--threads", type=int, default=torch.get_num_threads())
+    args = parser.parse_args(argv)
+    torch.set_num_threads(args.threads)
+    if args.model == "recall":
+        args.parts = ["facts"]
+    elif not (args.model_path / "config.json").is_file():
+        parser.error(f"--model-path {args.model_path}: no model there; scripts/smollm2.py makes the default one")
+    path = RECALL_MODEL if args.model == "recall" else args.model_path
+    fields = {"untimed": True, "model": path.name, "weights": weights_digest(str(path)), "dtype": "float32"}
+    if args.model == "recall":
+        fields["length_tokens"] = args.length
+    file = RowFile(args.json, environment("study", ("torch",)), fields, ("setting", "document", "part"))
+    with torch.no_grad():
+        run(args, file, Progress())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,221 @@
+"""How a decode step chooses its pages: digests, reductions over heads, and the choice itself, as plain references.
+
+Shapes: W queries of a window, N pages of S tokens, H key-value heads, G query heads of each, D head size.
+
+A digest estimates the attention logits q.k (scaled by 1/sqrt(D), as the queries here are) of a page's tokens, and from
+them the page's log mass, log sum exp(q.k):
+    keys          the keys themselves: the true page mass, the oracle
+    mean-R        means of R consecutive tokens; mean-S is the page's mean key
+    rotated-B     mean key in int8; of each token its residual, rotated, in B = 1 or 2 bits a channel and a scale
+    rotated-1-C   the same with C of the D rotated channels
+    fixed-1       one bit a channel of the rotated residual about one mean key of all pages (calibrated on the text)
+    pca-C         the C leading principal components of all keys in four bits (calibrated on the text)
+    minmax-R      bounds over R consecutive tokens; minmax-S is Quest's, the paper's and ops/score.py's
+    signs         sums of +-q over a token's signs, the largest of a page; ops/signs.py's, with reduce = stand-out
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LEVELS = {1: (1.0,), 2: (0.4528, 1.51)}
+"""Magnitudes of a code in units of its scale: for one bit the mean magnitude, for two the root mean square; those of
+two bits minimise the squared error of a normal variable (Max, 1960)."""
+REDUCTIONS = ("mass", "max", "sum", "stand-out")
+QUERIES = ("real", "predicted", "extrapolated")
+ATTENDS = ("real", "predicted", "predicted-missing", "corrected", "corrected-missing")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to decode.
+
+    Attributes:
+        budget_tokens: in full pages, the first page and the newest among them; None: all, full attention.
+        digest, reduce: see above and `reduced`.
+        grain: "layer": one choice for all heads; "head": one for each key-value head.
+        query: what chooses: the layer's own query, the next layer's projection of this layer's input, or that of the
+            input moved by half of what the token before changed (policy/predictors.py).
+        exact_layers, exact_steps: layers, and first tokens of a window, that choose and attend with the real query.
+        dense_layers: that attend to everything.
+        attends: whose query attends to the chosen pages, but for the first and the newest, which are always on the
+            device: the real one; the predicted one to all of them, or to those that the token before had not chosen
+            ("-missing"); "corrected": with the page's log mass corrected by the digest, + est(q) - est(predicted q).
+    """
+
+    budget_tokens: int | None = None
+    digest: str = "minmax-32"
+    reduce: str = "mass"
+    grain: str = "layer"
+    page_tokens: int = 32
+    query: str = "real"
+    exact_layers: tuple[int, ...] = ()
+    exact_steps: int = 0
+    dense_layers: tuple[int, ...] = ()
+    attends: str = "real"
+
+    def __post_init__(self) -> None:
+        for name, choices in (
+            ("reduce", REDUCTIONS),
+            ("grain", ("layer", "head")),
+            ("query", QUERIES),
+            ("attends", ATTENDS),
+        ):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} = {getattr(self, name)!r}: choose one of {', '.join(choices)}")
+        if self.attends != "real" and self.query == "real":
+            raise ValueError(f"attends = {self.attends!r} needs a query that is not the real one")
+        if self.budget_tokens is not None and self.budget_tokens < 2 * self.page_tokens:
+            raise ValueError(f"budget_tokens = {self.budget_tokens}: less than two pages")
+
+    @property
+    def name(self) -> str:
+        """What differs from a plain choice by the real query, in a line."""
+        if self.budget_tokens is None:
+            return "full"
+        more = {k: v for k, v in asdict(self).items() if v != getattr(Setting, k)}
+        said = [f"{k}={v}" for k, v in more.items() if k not in ("budget_tokens", "digest")]
+        return " ".join([self.digest, str(self.budget_tokens), *said])
+
+    def fields(self) -> dict[str, Any]:
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
+
+
+@functools.cache
+def rotation(size: int) -> Tensor:
+    """[D, D] orthogonal: random sign flips, then a Hadamard transform. Raises ValueError unless D is a power of two."""
+    if size & (size - 1):
+        raise ValueError(f"D = {size}: the Hadamard transform needs a power of two")
+    matrix = torch.ones(1, 1)
+    while len(matrix) < size:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    flips = torch.randint(0, 2, (size,), generator=torch.Generator().manual_seed(size)) * 2 - 1
+    return (matrix * flips * size**-0.5).T.contiguous()
+
+
+def coded(rotated: Tensor, bits: int) -> Tensor:
+    """Each vector's channels as ``bits`` a channel and one scale: what of [..., D] is left, [..., D]."""
+    if bits == 1:
+        return rotated.sign() * rotated.abs().mean(-1, keepdim=True)
+    scale = rotated.square().mean(-1, keepdim=True).sqrt()
+    low, high = LEVELS[bits]
+    level = torch.where(rotated.abs() > (low + high) / 2 * scale, high, low)
+    return rotated.sign() * level * scale
+
+
+def in_int4(x: Tensor) -> Tensor:
+    """[..., D] as sixteen levels with one scale for each vector."""
+    step = (x.abs().amax(-1, keepdim=True) / 7.5).clamp(min=torch.finfo().tiny)
+    return ((x / step - 0.5).round().clamp(-8, 7) + 0.5) * step
+
+
+def in_int8(x: Tensor) -> Tensor:
+    """[..., D] as int8 with one scale for each vector."""
+    step = (x.abs().amax(-1, keepdim=True) / 127).clamp(min=torch.finfo().tiny)
+    return (x / step).round() * step
+
+
+class Digest:
+    """What a digest keeps of pages, and the scores of queries by it.
+
+    Args:
+        name: see the top of this file.
+        pages: [H, N, S, D], those of the text; calibrated digests are calibrated on them.
+    Raises:
+        ValueError: an unknown name.
+    """
+
+    def __init__(self, name: str, pages: Tensor) -> None:
+        self.kind, _, rest = name.partition("-")
+        first, _, second = rest.partition("-")
+        if self.kind not in ("keys", "mean", "rotated", "fixed", "pca", "minmax", "signs"):
+            raise ValueError(f"digest {name!r} is not known")
+        self._number = int(first or 1)  # rows' tokens, bits, or components
+        D = pages.shape[-1]
+        self._channels = int(second or D)
+        self._centre, self._axes = torch.zeros(1, 1, 1, D), torch.eye(D)
+        if self.kind in ("fixed", "pca"):
+            self._centre = pages.mean((1, 2), keepdim=True)
+        if self.kind == "pca":
+            flat = (pages - self._centre).flatten(1, 2)
+            self._axes = torch.linalg.eigh(flat.mT @ flat).eigenvectors[..., -self._number :]
+        if self.kind in ("fixed", "rotated"):
+            self._axes = rotation(D)[:, : self._channels]
+        self._text = self._summary(pages)
+
+    def _summary(self, pages: Tensor) -> tuple[Tensor, ...]:
+        """Of ``pages`` [H, N, S, D]: bounds, or R rows that stand for the keys of S / R tokens each; [H, N, R, D]."""
+        kind, number = self.kind, self._number
+        if kind == "keys":
+            return (pages,)
+        if kind == "minmax":
+            boxes = pages.unflatten(2, (-1, number))
+            return boxes.amax(3), boxes.amin(3)
+        if kind == "mean":
+            return (pages.unflatten(2, (-1, number)).mean(3),)
+        if kind == "signs":
+            return (torch.where(torch.signbit(pages), -1.0, 1.0),)
+        centre = in_int8(pages.mean(2, keepdim=True)) if kind == "rotated" else self._centre
+        parts = (pages - centre).flatten(1, 2) @ self._axes
+        parts = in_int4(parts) if kind == "pca" else coded(parts, number)
+        # Where some of the rotated channels are kept, they stand for all.
+        share = self._channels / pages.shape[-1] if kind == "rotated" else 1.0
+        return (centre + (parts @ self._axes.mT).view(pages.shape) / share,)
+
+    def scores(self, q: Tensor, pages: int, more: Tensor) -> Tensor:
+        """[H, M, N] for scaled queries ``q`` [H, M, D]: N are the first ``pages`` of the text, then ``more`` pages."""
+        text = tuple(x[:, :pages] for x in self._text)
+        return torch.cat([self._score(q, x) for x in (text, self._summary(more))], -1)
+
+    def _score(self, q: Tensor, summary: tuple[Tensor, ...]) -> Tensor:
+        H, N, R, _ = summary[0].shape
+        flat = [x.flatten(1, 2).mT for x in summary]
+        if self.kind == "minmax":
+            u = torch.baddbmm(q.clamp(max=0) @ flat[1], q.clamp(min=0), flat[0])
+        else:
+            u = q @ flat[0]
+        u = u.view(H, q.shape[1], N, R)
+        if self.kind in ("minmax", "signs"):
+            return u.amax(-1)
+        largest = u.amax(-1, keepdim=True)
+        tokens = self._number if self.kind == "mean" else 1
+        return (u.sub_(largest).exp_().sum(-1) * tokens).log_().add_(largest[..., 0])
+
+
+def reduced(how: str, u: Tensor, heads: tuple[int, ...]) -> Tensor:
+    """One score for each page from those of the heads, the dimensions ``heads`` of u [..., N]; void pages are -inf.
+
+    mass: sum of the heads' softmax over pages; max: largest log of that; sum: sum of the scores, as in ops/score.py.
+    stand-out: largest in units of the head's standard deviation over the pages, as in ops/signs.py.
+    """
+    if how == "mass":
+        return u.softmax(-1).sum(heads)
+    if how == "max":
+        return (u - u.logsumexp(-1, keepdim=True)).amax(heads)
+    if how == "sum":
+        return u.sum(heads)
+    there = u > -torch.inf
+    count = there.sum(-1, keepdim=True)
+    centred = u - u.where(there, 0.0).sum(-1, keepdim=True) / count
+    spread = (centred.where(there, 0.0).square().sum(-1, keepdim=True) / count).sqrt()
+    return (centred / spread.clamp(min=torch.finfo().tiny)).amax(heads)
+
+
+def choose(setting: Setting, u: Tensor, full: Tensor) -> Tensor:
+    """The chosen pages as bool [H or 1, W, N], from ``u`` [H, W, G, N] and each query's count of full pages [W]."""
+    assert setting.budget_tokens is not None
+    page = torch.arange(u.shape[-1])
+    offered = page < full[:, None]  # [W, N]
+    heads = (0, 2) if setting.grain == "layer" else (2,)
+    score = reduced(setting.reduce, u.masked_fill(~offered[:, None], -torch.inf), heads)
+    score = score.view(-1, *offered.shape).masked_fill(~offered, -torch.inf)
+    forced = (page == 0) | (page == full[:, None] - 1)
+    score = score.masked_fill(forced & offered, torch.inf)
+    k = min(setting.budget_tokens // setting.page_tokens, len(page))
+    chosen = torch.zeros_like(score, dtype=torch.bool).scatter_(-1, score.topk(k, -1).indices, True)
+    return chosen & offered

@@ -1,0 +1,52 @@
+"""The settings that the study compares, by set and part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from study.selection import Setting
+
+TWO_BITS, ONE_BIT, BOUNDS = "rotated-2", "rotated-1", "minmax-32"
+
+
+def _paper(budget: int) -> Setting:
+    """ScoutAttention's choices: Quest's digests, predicted queries, which also attend to what is missing."""
+    return Setting(budget, query="predicted", attends="predicted-missing")
+
+
+def _ahead(**more: object) -> Setting:
+    return Setting(512, TWO_BITS, **{"query": "predicted", **more})  # type: ignore[arg-type]
+
+
+DIGESTS = [
+    *(Setting(512, x) for x in ("keys", TWO_BITS, ONE_BIT, "fixed-1", "mean-8", "mean-32", "pca-16", BOUNDS)),
+    Setting(512, "signs", reduce="stand-out"),
+    *(Setting(256, x) for x in (TWO_BITS, BOUNDS)),
+    *(Setting(1024, x) for x in (TWO_BITS, BOUNDS)),
+    Setting(2048, BOUNDS),
+]
+"""One choice for all heads, by the real query."""
+
+QUERIES = [
+    _ahead(),
+    _ahead(exact_layers=(1, 2)),
+    *(_ahead(attends=x) for x in ("predicted-missing", "corrected-missing")),
+    _ahead(exact_layers=(1, 2), attends="corrected-missing"),
+    _paper(1024),
+    _paper(2048),
+]
+HEADS = [
+    *(Setting(512, TWO_BITS, reduce=x) for x in ("max", "sum")),
+    Setting(512, TWO_BITS, grain="head"),
+]
+PAGES = [Setting(512, x, page_tokens=s) for s in (16, 64) for x in (TWO_BITS, f"minmax-{s}")]
+TEXT = [
+    *(Setting(512, x) for x in ("keys", TWO_BITS, ONE_BIT, BOUNDS)),
+    _ahead(attends="corrected-missing"),
+    _paper(1024),
+]
+
+SETS: dict[str, dict[str, Sequence[Setting]]] = {
+    "main": {"facts": [*DIGESTS, *QUERIES, *HEADS, *PAGES], "text": TEXT},
+    "short": {"facts": [Setting(512, TWO_BITS), Setting(512)], "text": [Setting(512, TWO_BITS)]},
+}

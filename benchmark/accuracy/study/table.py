@@ -1,0 +1,157 @@
+"""Markdown tables of the study's rows: planted facts, plain text, and by layer.
+
+    python benchmark/accuracy/study/table.py docs/results/study.jsonl [--layers SETTING]
+
+Facts: numbers that were answered right of those asked for, by kind and by cut; points lost against full attention on
+the same numbers; and what a number's answer lost in nats. Text: KL to full attention, what the text lost in nats, how
+often the likeliest token is full attention's. mass: share of the attention that lies on what was attended to.
+Intervals are 95 %, of a bootstrap over documents, paired with full attention.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+for folder in (Path(__file__).resolve().parents[1], Path(__file__).resolve().parents[2]):
+    sys.path.insert(0, str(folder))
+
+from rows import Row, read_rows  # noqa: E402
+
+SAMPLES = 2000
+
+
+def interval(documents: Sequence[Row], mean: Callable[[Sequence[Row]], float]) -> tuple[float, float]:
+    """95 % of the means over documents drawn with replacement; the same draws for the same number of documents."""
+    rng = random.Random(0)
+    means = sorted(mean(rng.choices(documents, k=len(documents))) for _ in range(SAMPLES))
+    return means[round(0.025 * SAMPLES)], means[round(0.975 * SAMPLES) - 1]
+
+
+def points_lost(rows: Sequence[Row]) -> float:
+    """Numbers that full attention has right less those that the setting has, in points."""
+    full, own = (sum(sum(map(sum, row[name])) for row in rows) for name in ("full_right", "right"))
+    return 100 * (full - own) / sum(len(x) for row in rows for x in row["right"])
+
+
+def number_nats(rows: Sequence[Row]) -> float:
+    """Loss of a number's digits against full attention."""
+    lost = sum(sum(row["nats"]) - sum(row["full_nats"]) for row in rows)
+    return lost / sum(len(x) for row in rows for x in row["right"])
+
+
+def token_mean(name: str, less: str = "") -> Callable[[Sequence[Row]], float]:
+    """Mean of a field over tokens; less another one, if it is named."""
+
+    def mean(rows: Sequence[Row]) -> float:
+        total = sum(
+            n * (row[name][i] - (row[less][i] if less else 0.0))
+            for row in rows
+            for i, n in enumerate(row["tokens"])
+        )
+        return total / sum(sum(row["tokens"]) for row in rows)
+
+    return mean
+
+
+def share(rows: Sequence[Row], field: str, value: object) -> str:
+    """Right answers of those with this kind or cut, as "n/m"."""
+    outcomes = [
+        outcome
+        for row in rows
+        for key, right in zip(row[field], row["right"], strict=True)
+        if key == value
+        for outcome in right
+    ]
+    return f"{sum(outcomes)}/{len(outcomes)}"
+
+
+def _mean_mass(rows: Sequence[Row]) -> float:
+    found = [x for row in rows for x in row["mass"]]
+    return sum(found) / len(found)
+
+
+def _with_interval(rows: Sequence[Row], mean: Callable[[Sequence[Row]], float], digits: int) -> str:
+    low, high = interval(rows, mean)
+    return f"{mean(rows):.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
+
+
+def facts_table(by_setting: dict[str, list[Row]]) -> list[str]:
+    rows = next(iter(by_setting.values()))
+    kinds = list(dict.fromkeys(k for row in rows for k in row["kind"]))
+    cuts = sorted({c for row in rows for c in row["cut"]})
+    head = ["setting", *kinds, *(f"at {c:,}" for c in cuts), "points lost", "nats a number", "mass"]
+    full = [{**row, "right": row["full_right"]} for row in rows]
+    lines = [head, ["---", *["---:"] * (len(head) - 1)]]
+    cells = [share(full, "kind", k) for k in kinds] + [share(full, "cut", c) for c in cuts]
+    lines.append(["full attention", *cells, "", "", "1"])
+    for name, own in by_setting.items():
+        cells = [share(own, "kind", k) for k in kinds] + [share(own, "cut", c) for c in cuts]
+        lost, nats = _with_interval(own, points_lost, 1), _with_interval(own, number_nats, 2)
+        lines.append([name, *cells, lost, nats, f"{_mean_mass(own):.3f}"])
+    return [f"| {' | '.join(line)} |" for line in lines]
+
+
+def text_table(by_setting: dict[str, list[Row]]) -> list[str]:
+    lines = ["| setting | tokens | KL | nats | agreement | mass |", "| --- | ---: | ---: | ---: | ---: | ---: |"]
+    for name, rows in by_setting.items():
+        kl = _with_interval(rows, token_mean("kl"), 3)
+        nats = _with_interval(rows, token_mean("nats", "full_nats"), 3)
+        agree = f"{token_mean('agree')(rows):.1%}"
+        tokens = sum(sum(row["tokens"]) for row in rows)
+        lines.append(f"| {name} | {tokens:,} | {kl} | {nats} | {agree} | {_mean_mass(rows):.3f} |")
+    return lines
+
+
+def layers_table(rows: Sequence[Row]) -> list[str]:
+    """Cosine and mass of every layer, means over documents."""
+    lines = ["| layer | cosine | mass |", "| ---: | ---: | ---: |"]
+    for layer in range(len(rows[0]["mass_by_layer"])):
+        cells = []
+        for name in ("cosine_by_layer", "mass_by_layer"):
+            found = [row[name][layer] for row in rows if row.get(name)]
+            cells.append("" if None in found or not found else f"{sum(found) / len(found):.3f}")
+        lines.append(f"| {layer} | {' | '.join(cells)} |")
+    return lines
+
+
+def paired(rows: Sequence[Row], part: str) -> dict[str, list[Row]]:
+    """Rows by setting, in order of budget, of the documents that every setting has."""
+    mine = [row for row in rows if row["part"] == part]
+    found: dict[str, list[Row]] = {}
+    for row in sorted(mine, key=lambda row: row["document"]):
+        found.setdefault(row["setting"], []).append(row)
+    common = set.intersection(*({row["document"] for row in own} for own in found.values())) if found else set()
+    ordered = sorted(found, key=lambda name: found[name][0]["budget_tokens"])
+    return {name: [row for row in found[name] if row["document"] in common] for name in ordered}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("rows", type=Path, metavar="FILE")
+    parser.add_argument("--layers", metavar="SETTING", help="its cosine and mass by layer")
+    args = parser.parse_args(argv)
+    try:
+        rows = [row for row in read_rows(args.rows) if row["benchmark"] == "study"]
+    except (OSError, ValueError, json.JSONDecodeError) as error:
+        print(f"{args.rows}: {error}", file=sys.stderr)
+        return 2
+    if args.layers:
+        own = [row for row in rows if row["setting"] == args.layers]
+        print("\n".join(layers_table(own)) if own else f"no row of {args.layers!r}")
+        return 0 if own else 1
+    for part, table in (("facts", facts_table), ("text", text_table)):
+        by_setting = paired(rows, part)
+        if by_setting:
+            documents = len(next(iter(by_setting.values())))
+            print(f"\n{part}, {documents} documents\n")
+            print("\n".join(table(by_setting)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
