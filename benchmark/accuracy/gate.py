@@ -54,23 +54,23 @@ loses at 1024."""
 
 @dataclass(frozen=True)
 class Form:
-    """``samples`` of each length and task, from ``seed`` on."""
+    """``samples`` of each length and task. ``noted``: compared as well, whatever it loses."""
 
     budgets: tuple[int, ...]
     lengths: tuple[int, ...]
     samples: int
-    seed: int | None = None
+    noted: Setting | None = None
 
 
 @dataclass(frozen=True)
 class Judge:
-    """A model with its questions. ``noted``: compared as well, whatever it loses."""
+    """A model with its questions and the policy it is asked about; ``seed`` of the first sample."""
 
     questions: str
     policy: str
     long: Form
     short: Form
-    noted: Setting | None = None
+    seed: int | None = None
 
 
 JUDGES = {
@@ -80,9 +80,9 @@ JUDGES = {
     "smollm2": Judge(
         "planted",
         "scout-signs",
-        Form((1024, 2048), (4096, 7600), 6, HELD_OUT),
-        Form((2048,), (4096,), 2, HELD_OUT),
-        Setting("scout", 2048),
+        Form((1024, 2048), (4096, 7600), 6, Setting("scout", 2048)),
+        Form((1024,), (2048,), 2, Setting("scout", 512)),
+        HELD_OUT,
     ),
 }
 
@@ -164,10 +164,10 @@ def run(args: argparse.Namespace, judge_: Judge, progress: Progress) -> list[Ver
     form = judge_.short if args.short else judge_.long
     args = argparse.Namespace(**vars(args))
     args.budgets, args.lengths = args.budgets or form.budgets, args.lengths or list(form.lengths)
-    args.samples, args.seed = args.samples or form.samples, args.seed or form.seed
+    args.samples, args.seed = args.samples or form.samples, args.seed or judge_.seed
     complete(args, judge_.questions)
     settings = [Setting(args.policy or judge_.policy, budget) for budget in args.budgets]
-    noted = None if args.policy else judge_.noted
+    noted = None if args.policy else form.noted
     settings = [Setting(FULL), *settings, *([noted] if noted else [])]
     key = ("policy", "budget_tokens", "length_tokens", "task")
     fields = {**shared_fields(args), "samples": args.samples}
