@@ -125,13 +125,13 @@ def test_the_mooncake_that_is_pinned_cannot():
 
 
 def demo_cluster(tmp_path, where, *arguments):
-    args = demo.parse_arguments(list(arguments))
-    return demo.make_cluster(args, where, demo.MODEL, tmp_path)
+    args = demo.parse_arguments(["--model", "recall", *arguments])
+    return demo.make_cluster(args, where, demo.RECALL_MODEL, tmp_path)
 
 
 def profile_cluster(tmp_path, where, server_args=(), **config):
     return make_cluster(
-        str(demo.MODEL), [[1] * 512] * 4, 40, tmp_path, where=where, budget_tokens=128,
+        str(demo.RECALL_MODEL), [[1] * 512] * 4, 40, tmp_path, where=where, budget_tokens=128,
         config={"recall": "off", "resident_tokens": 512} | config, decode_flags=(), dtype="auto",
         server_args=server_args,
     )  # fmt: skip
@@ -174,7 +174,7 @@ def test_the_demo_leaves_pages_to_the_cpu_on_a_gpu_too(tmp_path):
         prefill, decode = (words(cluster, which) for which in ("prefill", "decode"))
         of_prefill, of_decode = (json.loads(x["--kv-offload-config"]) for x in (prefill, decode))
         for config in (of_prefill, of_decode):
-            assert {key: config[key] for key in demo.MODEL_CONFIG} == demo.MODEL_CONFIG
+            assert config | demo.RECALL.config == config
         on_cpu = 256 * int(decode["--max-running-requests"])
         assert of_decode.get("resident_tokens") == (None if where == ON_CPU else on_cpu)
         assert ("prefill_digests" in of_prefill) == (where == PREFILL_ON_CPU)
@@ -189,6 +189,19 @@ def test_the_demo_with_another_model_or_without_offload(tmp_path):
     cluster = demo_cluster(tmp_path, ONE_GPU, "--kv-offload", "none")
     for which in ("prefill", "decode"):
         assert not [word for word in words(cluster, which) if word.startswith("--kv-offload")]
+    cluster.stop()
+
+
+@pytest.mark.parametrize("where", ALL, ids=str)
+def test_the_demo_compares_with_a_server_whose_budget_covers_the_text(tmp_path, where):
+    cluster = demo_cluster(tmp_path, where, "--model", "smollm2")
+    decode, full = words(cluster, "decode"), words(cluster, "full")
+    config, of_full = (json.loads(x["--kv-offload-config"]) for x in (decode, full))
+    assert of_full == demo.SMOLLM2.config and config["resident_tokens"] < demo.TEXT_TOKENS
+    assert int(decode["--kv-offload-budget"]) < demo.TEXT_TOKENS < int(full["--kv-offload-budget"])
+    assert full["--max-running-requests"] == "1" and full["--device"] == decode["--device"]
+    assert decode["--dtype"] == ("bfloat16" if where.prefill == "cuda" else "float32")
+    assert cluster.one_by_one == (where.decode == "cuda")
     cluster.stop()
 
 
@@ -237,11 +250,11 @@ def test_a_gpu_that_fails_is_told_from_the_way_without(tmp_path, monkeypatch, ca
     monkeypatch.setattr(PDCluster, "start", start)
     monkeypatch.setattr(device, "place", lambda wanted: where)
     monkeypatch.setattr(demo.tempfile, "mkdtemp", lambda prefix: str(tmp_path))
-    assert demo.main([]) == 1
+    assert demo.main(["--model", "recall"]) == 1
     assert ("--device cpu" in capsys.readouterr().err) == (where != ON_CPU)
     with pytest.raises(RunFailed) as caught:
         run_workload(
-            str(demo.MODEL), [[1] * 512], 8, where=where, budget_tokens=128,
+            str(demo.RECALL_MODEL), [[1] * 512], 8, where=where, budget_tokens=128,
             config={"recall": "off"}, progress=Progress(),
         )  # fmt: skip
     assert ("--device cpu" in str(caught.value)) == (where != ON_CPU)

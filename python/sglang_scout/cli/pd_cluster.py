@@ -262,7 +262,9 @@ class PDCluster:
         """Send all prompts through the router at once; see ``sglang_http.generate``."""
         return generate(self.url, prompts, **options)
 
-    def ask_pair(self, payload: Mapping[str, Any], which: str = "decode") -> Any:
+    def ask_pair(
+        self, payload: Mapping[str, Any], which: str = "decode", path: str = "/generate"
+    ) -> Any:
         """One request to the prefill server and the decode server ``which``, as the router would.
 
         Returns the decode server's answer. Raises RequestFailed or OSError.
@@ -274,8 +276,8 @@ class PDCluster:
         }
         both = {**payload, **meeting}
         with ThreadPoolExecutor(max_workers=1) as pool:
-            prefill = pool.submit(http_json, self.prefill_url + "/generate", both)
-            answer = http_json(self.server_url(which) + "/generate", both)
+            prefill = pool.submit(http_json, self.prefill_url + path, both)
+            answer = http_json(self.server_url(which) + path, both)
             prefill.result()
         return answer
 
