@@ -1,0 +1,302 @@
+"""The selection study without servers: its model, its digests and its attention against plain references."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "benchmark"), str(ROOT / "benchmark" / "accuracy")]
+
+import planted  # noqa: E402
+from study import run, table  # noqa: E402
+from study.decode import Text, decode_window  # noqa: E402
+from study.model import Model  # noqa: E402
+from study.selection import Digest, Setting, choose, coded, rotation  # noqa: E402
+
+from sglang_scout.ops.score import score_pages  # noqa: E402
+from sglang_scout.ops.select import select_pages  # noqa: E402
+from sglang_scout.ops.signs import build_layer_signs_reference, score_signs_reference  # noqa: E402
+from sglang_scout.ops.layers import LayerPages  # noqa: E402
+
+LENGTH, START = 640, 512
+
+
+def tokens_of(seed: int = 0, count: int = LENGTH) -> torch.Tensor:
+    return torch.randint(0, 500, (count,), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(scope="module")
+def decoder(tiny_model):
+    model = Model(tiny_model("qwen3"))
+    tokens = tokens_of()
+    return model, Text(model, tokens), tokens
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
+def test_log_probs_are_those_of_transformers(tiny_model, arch):
+    from transformers import AutoModelForCausalLM
+
+    folder, tokens = tiny_model(arch), tokens_of(1, 300)
+    expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(tokens[None])
+    model = Model(folder)
+    _, last = model.prefill(tokens)
+    torch.testing.assert_close(
+        model.log_probs(last), expected.logits[0].log_softmax(-1), atol=2e-4, rtol=1e-4
+    )
+
+
+def test_other_models_are_refused(tmp_path):
+    config = {"model_type": "gemma3", "num_attention_heads": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="gemma3.*llama, qwen2, qwen3"):
+        Model(tmp_path)
+
+
+@pytest.mark.parametrize("setting", [Setting(), Setting(LENGTH), Setting(128, "keys", dense_layers=(0, 1, 2, 3))])
+def test_a_budget_that_covers_the_text_is_full_attention(decoder, setting):
+    model, text, tokens = decoder
+    window = decode_window(model, text, START, tokens[START:], setting)
+    torch.testing.assert_close(window.log_probs, model.log_probs(text.last[START:]), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(window.mass, torch.ones(model.config.layers))
+
+
+def token_by_token(model, text, tokens, setting, chosen):
+    """The same window, a token at a time, with attention to a list of tokens: the oracle of `decode_window`."""
+    kv = [(k[:, :START], v[:, :START]) for k, v in text.kv]
+    group = model.config.q_heads // model.config.kv_heads
+    rows, previous = [], None
+    for i, token in enumerate(tokens):
+        at = torch.tensor([START + i])
+        x, before = model.embed(token[None]), None
+        for layer in range(model.config.layers):
+            q = model.query(layer, x, at)[0]
+            ahead = q if before is None or setting.query == "real" else model.query(layer, before, at)[0]
+            k, v = model.keys_values(layer, x, at)
+            kv[layer] = tuple(torch.cat([a, b], 1) for a, b in zip(kv[layer], (k, v), strict=True))
+            keys, values = kv[layer]
+            full = int(at) // 32
+            pages = chosen[layer][0, i].nonzero().ravel().tolist()
+            before_it = pages if previous is None or i == 0 else chosen[layer][0, i - 1].nonzero().ravel().tolist()
+            out = torch.zeros_like(q)
+            for head in range(len(q)):
+                logits, seen = [], []
+                for page in [*pages, full]:
+                    place = torch.arange(page * 32, min(page * 32 + 32, int(at) + 1))
+                    own = keys[head // group, place]
+                    part = own @ q[head] * model.scale
+                    far = page not in (0, full - 1, full) and setting.attends != "real"
+                    if far and (not setting.attends.endswith("missing") or page not in before_it):
+                        theirs = own @ ahead[head] * model.scale
+                        # With the keys themselves as digest a page's mass is corrected to the true one.
+                        correct = part.logsumexp(0) - theirs.logsumexp(0)
+                        part = theirs + (correct if setting.attends.startswith("corrected") else 0.0)
+                    logits.append(part)
+                    seen.append(values[head // group, place])
+                out[head] = torch.cat(logits).softmax(0) @ torch.cat(seen)
+            before, x = x, model.after_attention(layer, x, out[None])
+        previous = True
+        rows.append(model.log_probs(x)[0])
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        Setting(128, "keys"),
+        Setting(96, "rotated-1"),
+        Setting(128, "keys", query="predicted"),
+        *(
+            Setting(128, "keys", query="predicted", attends=x)
+            for x in ("predicted", "predicted-missing", "corrected", "corrected-missing")
+        ),
+    ],
+    ids=lambda setting: setting.name,
+)
+def test_a_window_is_what_decoding_token_by_token_gives(decoder, setting):
+    model, text, tokens = decoder
+    window = decode_window(model, text, START, tokens[START : START + 70], setting, keep_chosen=True)
+    expected = token_by_token(model, text, tokens[START : START + 70], setting, window.chosen)
+    torch.testing.assert_close(window.log_probs, expected, atol=2e-4, rtol=1e-4)
+    for chosen in window.chosen:
+        full = torch.arange(START, START + 70) // 32
+        assert (chosen.sum(-1)[0] == setting.budget_tokens // 32).all()
+        rows = torch.arange(70)
+        assert chosen[0, :, 0].all() and chosen[0, rows, full - 1].all()
+        assert not (chosen[0] & (torch.arange(chosen.shape[-1]) >= full[:, None])).any()
+
+
+def test_predictions_and_exact_layers_and_steps(decoder):
+    model, text, tokens = decoder
+    tokens = tokens[START : START + 40]
+
+    def log_probs(**more):
+        return decode_window(model, text, START, tokens, Setting(96, "keys", **more)).log_probs
+
+    real, predicted = log_probs(), log_probs(query="predicted")
+    assert (real - predicted).abs().max() > 0.01
+    layers = tuple(range(model.config.layers))
+    torch.testing.assert_close(log_probs(query="predicted", exact_layers=layers), real)
+    torch.testing.assert_close(log_probs(query="predicted", exact_steps=len(tokens)), real)
+    first = log_probs(query="predicted", exact_steps=1)
+    torch.testing.assert_close(first[0], real[0])
+    assert (first[1:] - real[1:]).abs().max() > 0.01
+    assert (log_probs(query="extrapolated") - predicted).abs().max() > 0.01
+    window = decode_window(model, text, START, tokens, Setting(96, query="predicted"))
+    assert window.cosine[0].isnan() and (window.cosine[1:].abs() <= 1).all()
+    assert (0 < window.mass).all() and (window.mass < 1).all()
+
+
+@pytest.mark.parametrize("reduce", ["mass", "max", "sum"])
+def test_bounds_choose_what_the_servers_op_chooses(reduce):
+    generator = torch.Generator().manual_seed(3)
+    H, N, S, D, W, G, k = 2, 23, 32, 64, 5, 3, 6
+    pages = torch.randn(H, N, S, D, generator=generator)
+    q = torch.randn(W, H * G, D, generator=generator)
+    full = torch.tensor([23, 22, 20, 7, 6])
+    grouped = q.view(W, H, G, D).transpose(0, 1).flatten(1, 2) * D**-0.5
+    u = Digest("minmax-32", pages).scores(grouped, N, pages[:, :0]).view(H, W, G, N)
+    chosen = choose(Setting(k * S, reduce=reduce), u, full)[0]
+    low, high = pages.amin(2).transpose(0, 1).contiguous(), pages.amax(2).transpose(0, 1).contiguous()
+    paging = torch.arange(N, dtype=torch.int32).expand(W, N).contiguous()
+    count = full.int()
+    scores = score_pages(q, low, high, paging, count, D**-0.5, reduce, impl="reference")
+    slots = torch.full((N,), -1, dtype=torch.int32)
+    selected = select_pages(scores, paging, count, slots, k, 1, 1).pages
+    for row in range(W):
+        assert set(chosen[row].nonzero().ravel().tolist()) == set(selected[row].tolist()) - {-1}
+
+
+def test_signs_score_as_the_servers_op():
+    generator = torch.Generator().manual_seed(4)
+    H, N, S, D, W, G = 2, 9, 32, 64, 3, 2
+    pages = torch.randn(H, N, S, D, generator=generator)
+    q = torch.randn(W, H * G, D, generator=generator)
+    by_page = pages.permute(1, 2, 0, 3).contiguous()  # [N, S, H, D]
+    low, high = (torch.zeros(1, N, H, D) for _ in range(2))
+    build_layer_signs_reference(LayerPages.of([by_page], [by_page], "cpu"), torch.arange(N), low, high)
+    paging = torch.arange(N, dtype=torch.int32).expand(W, N).contiguous()
+    expected = score_signs_reference(q, low[0], high[0], paging, torch.full((W,), N, dtype=torch.int32))
+    grouped = q.view(W, H, G, D).transpose(0, 1).flatten(1, 2)
+    u = Digest("signs", pages).scores(grouped, N, pages[:, :0]).view(H, W, G, N)
+    setting = Setting(4 * S, "signs", reduce="stand-out")
+    chosen = choose(setting, u, torch.full((W,), N))[0]
+    expected[:, [0, -1]] = torch.inf
+    for row in range(W):
+        assert set(chosen[row].nonzero().ravel().tolist()) == set(expected[row].topk(4).indices.tolist())
+
+
+def test_better_digests_estimate_the_page_mass_better():
+    """Keys with a mean and channels that stand out, as those of a language model have."""
+    generator = torch.Generator().manual_seed(5)
+    H, N, S, D = 2, 16, 32, 64
+    outlier = torch.ones(D)
+    outlier[:4] = 6.0
+    pages = (torch.randn(H, N, S, D, generator=generator) + 1.0) * outlier
+    q = torch.randn(H, 50, D, generator=generator) / outlier / 2
+
+    def error(name):
+        truth, found = (Digest(x, pages).scores(q, N, pages[:, :0]) for x in ("keys", name))
+        return float((truth - found).square().mean().sqrt())
+
+    def order(*names):
+        errors = [error(name) for name in names]
+        assert errors == sorted(errors), dict(zip(names, errors, strict=True))
+
+    torch.testing.assert_close(Digest("mean-1", pages).scores(q, N, pages[:, :0]), Digest("keys", pages).scores(q, N, pages[:, :0]))
+    order("keys", "rotated-2", "rotated-1", "mean-32", "minmax-32")
+    order("rotated-1", "rotated-1-32")
+    order("rotated-1", "fixed-1")
+    order("pca-64", "pca-16")
+
+
+@pytest.mark.parametrize("name", ["keys", "rotated-2", "rotated-1", "mean-8", "pca-16", "fixed-1", "minmax-32", "signs"])
+@pytest.mark.parametrize("fill", [0.0, 3.0, 1e20])
+def test_zero_constant_and_huge_keys_give_finite_scores(name, fill):
+    pages = torch.full((1, 4, 32, 64), fill)
+    scores = Digest(name, pages).scores(torch.ones(1, 2, 64) * 1e-3, 4, pages[:, :0])
+    assert scores.isfinite().all() and (scores == scores[..., :1]).all()
+
+
+def test_the_rotation_is_orthogonal_and_codes_keep_what_they_say():
+    for size in (64, 128):
+        turn = rotation(size)
+        torch.testing.assert_close(turn @ turn.mT, torch.eye(size), atol=1e-5, rtol=0)
+    with pytest.raises(ValueError, match="power of two"):
+        rotation(96)
+    x = torch.randn(1000, 64, generator=torch.Generator().manual_seed(6))
+    kept = [float(torch.cosine_similarity(coded(x, bits), x, dim=-1).mean()) for bits in (1, 2)]
+    assert kept == pytest.approx([0.798, 0.940], abs=0.01)  # (2/pi)^0.5, and (1 - 0.1175)^0.5
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"reduce": "best"}, {"attends": "predicted"}, {"budget_tokens": 32}, {"query": "guessed"}]
+)
+def test_settings_that_mean_nothing_are_refused(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        Setting(**{"budget_tokens": 512, **wrong})
+
+
+def words(text: str) -> list[int]:
+    """A token for each word and sign, a digit by itself."""
+    import re
+
+    return [hash(x) % 100_003 for x in re.findall(r"\d|[a-zA-Z]+|\s|[^\w\s]", text)]
+
+
+def test_documents_hold_the_facts_that_are_asked_for():
+    text = "and they went up to the city, and there was no end of it. " * 3000
+    for index in range(4):
+        document = planted.make_document(words, text, index)
+        again = planted.make_document(words, text, index)
+        assert document == again
+        assert len(document.tokens) == planted.CUTS[-1] + planted.WINDOW_TOKENS
+        assert {q.cut for q in document.questions} == set(planted.CUTS)
+        marker = words("Remember")[0]
+        for cut in planted.CUTS:
+            assert marker not in document.tokens[cut : cut + planted.WINDOW_TOKENS]
+        for question in document.questions:
+            known = document.tokens[: question.cut]
+            for begin, end in question.numbers:
+                assert end - begin == 5
+                number = question.answer[begin:end]
+                assert any(known[i : i + 5] == number for i in range(len(known)))
+    kinds = {q.kind for i in (0, 1) for q in planted.make_document(words, text, i).questions}
+    assert kinds == set(planted.KINDS)
+    with pytest.raises(ValueError, match="tokens left"):
+        planted.make_document(words, text[:9000], 0)
+
+
+def test_the_command_resumes_and_its_rows_make_tables(tmp_path, capsys, monkeypatch):
+    """On the retrieval model, whose texts need no network."""
+    settings = {"facts": [Setting(256, "keys"), Setting(64)], "text": []}
+    monkeypatch.setitem(run.SETS, "main", settings)
+    path = tmp_path / "study.jsonl"
+    command = ["--model", "recall", "--length", "512", "--json", str(path), "--threads", "1"]
+    assert run.main([*command, "--documents", "3"]) == 0
+    assert run.main([*command, "--documents", "6"]) == 0
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len(rows) == 12 and len({(r["setting"], r["document"]) for r in rows}) == 12
+    by_setting = table.paired(rows, "facts")
+    assert list(by_setting) == ["minmax-32 64", "keys 256"]
+    assert table.points_lost(by_setting["keys 256"]) <= table.points_lost(by_setting["minmax-32 64"])
+    assert table.main([str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert "| full attention |" in shown and "facts, 6 documents" in shown
+    assert table.main([str(path), "--layers", "keys 256"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2 + 4
+
+
+def test_intervals_are_of_documents_and_text_means_are_of_tokens():
+    rows = [{"right": [[1, 0]], "full_right": [[1, 1]], "nats": [3.0], "full_nats": [1.0], "tokens": [10, 30],
+             "kl": [0.0, 0.4]}] * 5  # fmt: skip
+    assert table.points_lost(rows) == 50 and table.number_nats(rows) == 1.0
+    assert table.token_mean("kl")(rows) == pytest.approx(0.3)
+    assert table.interval(rows, table.points_lost) == (50, 50)
+    other = [*rows[:4], {**rows[0], "right": [[1, 1]]}]
+    low, high = table.interval(other, table.points_lost)
+    assert low < table.points_lost(other) == 40 < high
