@@ -46,7 +46,8 @@ def draw(rows: list[Row]) -> Any:
         line[2].set_title(f"attention weight in the pages, k={k}", fontsize=9, loc="left")
         for ax in line:
             ax.set_xlabel("layer")
-            ax.set_xticks(sorted({r["layer"] for r in mine}))
+            layers = sorted({r["layer"] for r in mine})
+            ax.set_xticks(layers[:: 1 + len(layers) // 12])
             ax.grid(axis="y", alpha=0.3)
             ax.set_axisbelow(True)
     axes[0, 0].set_ylim(0, 1.02)

@@ -43,8 +43,10 @@ from rows import Row, environment  # noqa: E402
 from sglang_scout.cli.profile_run import ends_orderly  # noqa: E402
 from sglang_scout.cli.progress import Progress  # noqa: E402
 from sglang_scout.cli.table import columns  # noqa: E402
+from sglang_scout.core.config import DEFAULT_BUDGET_TOKENS  # noqa: E402
 
-HELD_OUT = 27
+FULL_SETTING = Setting(FULL)
+HELD_OUT = 21
 """First document of the gate; the suite's and the study's come before it."""
 
 ALLOWED_POINTS = {512: 2.5, 1024: 1.0, 2048: 0.3}
@@ -54,12 +56,12 @@ loses at 1024."""
 
 @dataclass(frozen=True)
 class Form:
-    """``samples`` of each length and task. ``noted``: compared as well, whatever it loses."""
+    """``samples`` of each length and task. ``noted``: compared as well, at a length of its own, whatever it loses."""
 
     budgets: tuple[int, ...]
     lengths: tuple[int, ...]
     samples: int
-    noted: Setting | None = None
+    noted: tuple[Setting, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -79,9 +81,9 @@ JUDGES = {
     ),
     "smollm2": Judge(
         "planted",
-        "scout-signs",
-        Form((1024, 2048), (4096, 7600), 6, Setting("scout", 2048)),
-        Form((1024,), (2048,), 2, Setting("scout", 512)),
+        "scout+exact_layers=[1,2]",
+        Form((2048,), (4096,), 12, (Setting("scout", DEFAULT_BUDGET_TOKENS), 7616)),
+        Form((1024,), (2048,), 3),
         HELD_OUT,
     ),
 }
@@ -156,7 +158,7 @@ def report(verdicts: Sequence[Verdict]) -> str:
                 "noted" if v.margin_points is None else "pass" if v.passed else "FAIL",
             ]
         )
-    asked = verdicts[0].loss.asked
+    asked = ", ".join(str(v.loss.asked) for v in verdicts)
     return f"{columns(lines)}\nof {asked} questions; a loss above its margin fails"
 
 
@@ -167,17 +169,25 @@ def run(args: argparse.Namespace, judge_: Judge, progress: Progress) -> list[Ver
     args.samples, args.seed = args.samples or form.samples, args.seed or judge_.seed
     complete(args, judge_.questions)
     settings = [Setting(args.policy or judge_.policy, budget) for budget in args.budgets]
-    noted = None if args.policy else form.noted
-    settings = [Setting(FULL), *settings, *([noted] if noted else [])]
+    noted, length = (None if args.policy else form.noted) or (None, 0)
+    others = [*settings, *([noted] if noted else [])]
     key = ("policy", "budget_tokens", "length_tokens", "task")
     fields = {**shared_fields(args), "samples": args.samples}
     file = RowFile(args.json, environment(BENCHMARK, PACKAGES), fields, key)
-    progress.say(f"starting servers for {', '.join(s.name for s in settings)}")
-    with start_fleet(args, settings) as fleet:
+    progress.say(f"starting servers for {', '.join(s.name for s in [FULL_SETTING, *others])}")
+    lengths = {setting: [length] if setting == noted else args.lengths for setting in others}
+    with start_fleet(args, [FULL_SETTING, *others], max(args.lengths[-1], length)) as fleet:
         progress.say(f"ready after {fleet.startup_s:.0f} s")
-        measure(fleet, settings, args, file, progress)
-    answers = {s: outcomes(file.rows, s) for s in settings}
-    return judge(answers.pop(Setting(FULL)), answers, args.margin_points, noted)
+        measure(fleet, [FULL_SETTING, *settings], args, file, progress)
+        if noted:
+            of_noted = argparse.Namespace(**{**vars(args), "lengths": [length]})
+            measure(fleet, [FULL_SETTING, noted], of_noted, file, progress)
+    verdicts = []
+    for setting in others:
+        rows = [row for row in file.rows if row["length_tokens"] in lengths[setting]]
+        full, other = outcomes(rows, FULL_SETTING), outcomes(rows, setting)
+        verdicts += judge(full, {setting: other}, args.margin_points, noted)
+    return verdicts
 
 
 def _margin(text: str) -> float:

@@ -47,11 +47,10 @@ class Source:
 
 
 def planted_sample(task: str, length_tokens: int, index: int) -> tasks.Sample:
-    """A question about document ``index`` of planted.py."""
+    """A question about document ``index`` of planted.py; `joined`: several facts, or a chain of them."""
     document = _planted_document(index)
-    kind = "single" if task == "another" else task
-    mine = [q for q in document.questions if (q.kind, q.cut) == (kind, length_tokens)]
-    question = mine[task == "another"]
+    mine = [q for q in document.questions if q.cut == length_tokens]
+    (question,) = [q for q in mine if (q.kind == "single") == (task == "single")]
     last = question.numbers[-1][1]
     prompt = document.tokens[:length_tokens] + question.ask
     blanks = tuple(question.numbers)
@@ -88,7 +87,7 @@ SOURCES = {
         "bfloat16",
     ),
     "planted": Source(
-        ("single", "another", "several", "chained"),
+        ("single", "joined"),
         planted.CUTS,
         planted_sample,
         0,

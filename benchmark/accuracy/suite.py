@@ -107,17 +107,19 @@ def run_grid(args: argparse.Namespace, file: RowFile, progress: Progress) -> Non
             continue
         progress.say(f"starting servers for {', '.join(s.name for s in missing)}")
         file.renew(environment(BENCHMARK, PACKAGES))
-        with start_fleet(args, missing) as fleet:
+        with start_fleet(args, missing, max(args.lengths)) as fleet:
             progress.say(f"ready after {fleet.startup_s:.0f} s")
             measure(fleet, missing, args, file, progress)
 
 
-def start_fleet(args: argparse.Namespace, settings: Sequence[Setting]) -> Fleet:
+def start_fleet(
+    args: argparse.Namespace, settings: Sequence[Setting], longest_tokens: int
+) -> Fleet:
     return Fleet(
         args.model_path,
         settings,
         dtype=args.dtype,
-        longest_tokens=max(args.lengths) + 128,
+        longest_tokens=longest_tokens + 128,
         server_flags=FORCING_FLAGS if args.through == "decode" else (),
         environment={"OMP_NUM_THREADS": str(args.threads), **FORCING_ENVIRONMENT},
         config=args.config,

@@ -173,7 +173,7 @@ def test_of_a_planted_answer_only_the_numbers_are_free(monkeypatch):
         words = body["sampling_params"]["ebnf"].split("\n")[0].split()[1:]
         assert len(words) == body["sampling_params"]["max_new_tokens"]
         free = [i - sample.question_tokens for i, word in enumerate(words) if word == "any"]
-        numbers = 3 if task == "several" else 1
+        numbers = 3 if task == "joined" else 1
         assert len(free) == 5 * numbers and free[-1] == len(sample.answer) - 1
         said = "".join(chr(x - 17) for x in sample.answer)
         assert all(said[i].isdigit() for i in free)
