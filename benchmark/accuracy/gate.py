@@ -83,7 +83,7 @@ JUDGES = {
         "planted",
         "scout+exact_layers=[1,2]",
         Form((2048,), (4096,), 12, (Setting("scout", DEFAULT_BUDGET_TOKENS), 7616)),
-        Form((1024,), (2048,), 3),
+        Form((1024,), (2048,), 2),
         HELD_OUT,
     ),
 }
