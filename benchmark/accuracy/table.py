@@ -13,9 +13,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import tasks  # noqa: E402
 from perplexity_table import perplexity_section  # noqa: E402
 from policies import FULL, NAMES, Setting, plain  # noqa: E402
+from questions import SOURCES  # noqa: E402
 from scoring import Loss, paired_loss, wilson_interval  # noqa: E402
 
 from rows import ROOT, Row, read_rows  # noqa: E402
@@ -56,7 +56,8 @@ class Scores:
         self.policies = list(dict.fromkeys(s.policy for s in self.settings))
         self.budgets = sorted({s.budget_tokens for s in settings if s.budget_tokens})
         self.lengths = sorted({key[1] for key in self._found})
-        self.tasks = [t for t in tasks.TASKS if any(key[2] == t for key in self._found)]
+        known = [task for source in SOURCES.values() for task in source.tasks]
+        self.tasks = [t for t in known if any(key[2] == t for key in self._found)]
 
     def of(self, setting: Setting, length: int) -> list[Row]:
         """One row for each task that was asked."""
