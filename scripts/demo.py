@@ -68,13 +68,14 @@ class Job:
     input_len: int
     config: dict[str, Any] = field(default_factory=dict)
     cpu_dtype: str = "bfloat16"
+    output_len: int = 64
 
 
 # Keys of the recall model have no channels that stand out, and layer 1 asks for what layer 0 has just gathered.
 RECALL = Job(512, 16, 4096, {"digest": "signs", "exact_layers": [1], "resident_bonus": 1.0})
 OWN = Job(512, 16, 4096)
 # Without AMX, CPUs are several times slower in bfloat16.
-SMOLLM2 = Job(1024, 4, 2048, {"digest": "signs"}, "float32")
+SMOLLM2 = Job(1024, 4, 1536, {"digest": "signs"}, "float32", output_len=32)
 JOBS = {"smollm2": SMOLLM2, "recall": RECALL}
 
 
@@ -109,7 +110,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         description=(__doc__ or "").split("\n\n")[0],
         epilog="; ".join(
             f"--model {name}: --budget {job.budget} --prompts {job.prompts} --concurrency "
-            f"{job.prompts} --input-len {job.input_len}"
+            f"{job.prompts} --input-len {job.input_len} --output-len {job.output_len}"
             for name, job in {**JOBS, "PATH": OWN}.items()
         ),
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -123,11 +124,11 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--prompts", help="requests of bench_serving", **size)
     add("--concurrency", help="of them at once", **size)
     add("--input-len", metavar="TOKENS", help="of each of its prompts", **size)
-    add("--output-len", type=int, default=64, metavar="TOKENS", help="of each of its answers")
+    add("--output-len", metavar="TOKENS", help="of each of its answers", **size)
     add("--keep-logs", action="store_true", help="keep the logs also when all went well")
     args = parser.parse_args(argv)
     args.job = JOBS.get(args.model, OWN)
-    for name in ("budget", "prompts", "input_len"):
+    for name in ("budget", "prompts", "input_len", "output_len"):
         setattr(args, name, getattr(args, name, getattr(args.job, name)))
     args.concurrency = getattr(args, "concurrency", args.prompts)
     return args
@@ -447,7 +448,7 @@ def run(args: argparse.Namespace, where: device.Placement, log_dir: Path) -> Non
             use_cluster(cluster, model, args)
             say("stopping the servers")
             with stage("stop"):
-                outlived = cluster.stop(grace_s=40.0)
+                outlived = cluster.stop()
             if outlived:
                 raise DemoFailed(f"processes had to be killed one by one: {outlived}")
     except (DemoFailed, RequestFailed, Unavailable, OSError, ValueError, KeyError) as error:

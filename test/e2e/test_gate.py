@@ -15,14 +15,17 @@ sys.path[:0] = [str(ROOT / "benchmark"), str(ROOT / "benchmark" / "accuracy")]
 import gate  # noqa: E402
 from questions import SOURCES  # noqa: E402
 
-MARGIN_POINTS = 12.5
+# By model: points that may be lost, and the least share that full attention has to know. Four questions are asked of
+# the language model, so one that is lost fails.
+MARGIN_POINTS = {"recall": 10.0, "smollm2": 12.5}
+KNOWN_SHARE = {"recall": 0.9, "smollm2": 0.7}
 
 
 @pytest.mark.parametrize("name", gate.JUDGES)
 def test_scout_answers_as_full_attention_does(name, tmp_path):
     judge, path = gate.JUDGES[name], tmp_path / "gate.jsonl"
     command = [sys.executable, str(ROOT / "benchmark" / "accuracy" / "gate.py"), "--short"]
-    command += ["--models", name, "--margin-points", str(MARGIN_POINTS), "--json", str(path)]
+    command += ["--models", name, "--margin-points", str(MARGIN_POINTS[name]), "--json", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=800)
     assert path.exists(), f"{done.stdout}\n{done.stderr}"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
@@ -38,10 +41,12 @@ def test_scout_answers_as_full_attention_does(name, tmp_path):
     # pages out, and the worker computed some.
     asked = sum(row["asked"] for row in full.values())
     right = sum(row["right"] for row in full.values())
-    assert right > 0.7 * asked
+    assert right > KNOWN_SHARE[name] * asked
     for row in scout.values():
         assert row["budget_tokens"] < row["length_tokens"]
         assert row["offload"]["cpu_pages"] > 0
+    if name == "recall":
+        assert scout["needle"]["right"] == scout["needle"]["asked"]
 
     loss_points = 100 * (right - sum(row["right"] for row in scout.values())) / asked
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
