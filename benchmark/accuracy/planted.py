@@ -7,7 +7,7 @@ A document is an excerpt of prose, technical prose or code (scripts/texts.py) wi
     Remember this: locker number 27095 opens with the code 71449.
 
 It has four cuts. After each stand 512 tokens of plain text without a planted sentence (for loss and KL), and at each
-two questions are asked about what stands before it, in place of the plain text: a single one, and one of the others:
+two questions are asked about what stands before it, in place of the plain text: one single, one of the others:
 
     single     What is the ticket number of the winner?
     several    What are the ..., the ... and the ...?                    three facts in one answer
@@ -54,7 +54,7 @@ Encode = Callable[[str], list[int]]
 class Question:
     """One question at a cut of a document.
 
-    ``ask`` and ``answer`` are token ids; ``numbers`` are the places [begin, end) in ``answer`` of the digits that count.
+    ``ask`` and ``answer`` are token ids; ``numbers``: [begin, end) in ``answer`` of the digits that count.
     """
 
     kind: str
@@ -105,12 +105,16 @@ def make_document(encode: Encode, text: str, index: int) -> Document:
         rng.shuffle(sentences)
         plain = window - len(tokens) - sum(map(len, sentences))
         places = sorted(rng.sample(range(plain), len(sentences)))
-        for begin, end, sentence in zip([0, *places], [*places, plain], [*sentences, []], strict=True):
+        for begin, end, sentence in zip(
+            [0, *places], [*places, plain], [*sentences, []], strict=True
+        ):
             tokens += filler[used + begin : used + end] + sentence
         tokens += filler[used + plain : used + plain + WINDOW_TOKENS]
         used += plain + WINDOW_TOKENS
     if used > len(filler):
-        raise ValueError(f"document {index}: the text has {len(filler)} tokens left, {used} are needed")
+        raise ValueError(
+            f"document {index}: the text has {len(filler)} tokens left, {used} are needed"
+        )
     questions: list[Question] = []
     for cut, at in enumerate(CUTS):
         known, linked = singles[: SINGLES_BEFORE[cut]], chains[: CHAINS_BEFORE[cut]]
@@ -136,7 +140,8 @@ def _question(encode: Encode, kind: str, cut: int, facts: Sequence[tuple[str, st
 
 def _chained(encode: Encode, cut: int, chain: tuple[str, str, str]) -> Question:
     owner, locker, code = chain
-    ask = f"\n\nQuestion: With which code does the locker of {owner} open?\nAnswer: The locker of {owner} has the number"
+    ask = f"\n\nQuestion: With which code does the locker of {owner} open?\nAnswer: "
+    ask += f"The locker of {owner} has the number"
     parts = [f" {locker}", f". Locker number {locker} opens with the code", f" {code}", "."]
     return _assemble(encode, "chained", cut, ask, parts, counted=parts[2:3])
 

@@ -18,10 +18,10 @@ from study.decode import Text, decode_window  # noqa: E402
 from study.model import Model  # noqa: E402
 from study.selection import Digest, Setting, choose, coded, rotation  # noqa: E402
 
+from sglang_scout.ops.layers import LayerPages  # noqa: E402
 from sglang_scout.ops.score import score_pages  # noqa: E402
 from sglang_scout.ops.select import select_pages  # noqa: E402
 from sglang_scout.ops.signs import build_layer_signs_reference, score_signs_reference  # noqa: E402
-from sglang_scout.ops.layers import LayerPages  # noqa: E402
 
 LENGTH, START = 640, 512
 
@@ -57,11 +57,15 @@ def test_other_models_are_refused(tmp_path):
         Model(tmp_path)
 
 
-@pytest.mark.parametrize("setting", [Setting(), Setting(LENGTH), Setting(128, "keys", dense_layers=(0, 1, 2, 3))])
+@pytest.mark.parametrize(
+    "setting", [Setting(), Setting(LENGTH), Setting(128, "keys", dense_layers=(0, 1, 2, 3))]
+)
 def test_a_budget_that_covers_the_text_is_full_attention(decoder, setting):
     model, text, tokens = decoder
     window = decode_window(model, text, START, tokens[START:], setting)
-    torch.testing.assert_close(window.log_probs, model.log_probs(text.last[START:]), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        window.log_probs, model.log_probs(text.last[START:]), atol=1e-4, rtol=1e-4
+    )
     torch.testing.assert_close(window.mass, torch.ones(model.config.layers))
 
 
@@ -75,13 +79,21 @@ def token_by_token(model, text, tokens, setting, chosen):
         x, before = model.embed(token[None]), None
         for layer in range(model.config.layers):
             q = model.query(layer, x, at)[0]
-            ahead = q if before is None or setting.query == "real" else model.query(layer, before, at)[0]
+            ahead = (
+                q
+                if before is None or setting.query == "real"
+                else model.query(layer, before, at)[0]
+            )
             k, v = model.keys_values(layer, x, at)
             kv[layer] = tuple(torch.cat([a, b], 1) for a, b in zip(kv[layer], (k, v), strict=True))
             keys, values = kv[layer]
             full = int(at) // 32
             pages = chosen[layer][0, i].nonzero().ravel().tolist()
-            before_it = pages if previous is None or i == 0 else chosen[layer][0, i - 1].nonzero().ravel().tolist()
+            before_it = (
+                pages
+                if previous is None or i == 0
+                else chosen[layer][0, i - 1].nonzero().ravel().tolist()
+            )
             out = torch.zeros_like(q)
             for head in range(len(q)):
                 logits, seen = [], []
@@ -94,7 +106,9 @@ def token_by_token(model, text, tokens, setting, chosen):
                         theirs = own @ ahead[head] * model.scale
                         # With the keys themselves as digest a page's mass is corrected to the true one.
                         correct = part.logsumexp(0) - theirs.logsumexp(0)
-                        part = theirs + (correct if setting.attends.startswith("corrected") else 0.0)
+                        part = theirs + (
+                            correct if setting.attends.startswith("corrected") else 0.0
+                        )
                     logits.append(part)
                     seen.append(values[head // group, place])
                 out[head] = torch.cat(logits).softmax(0) @ torch.cat(seen)
@@ -119,7 +133,9 @@ def token_by_token(model, text, tokens, setting, chosen):
 )
 def test_a_window_is_what_decoding_token_by_token_gives(decoder, setting):
     model, text, tokens = decoder
-    window = decode_window(model, text, START, tokens[START : START + 70], setting, keep_chosen=True)
+    window = decode_window(
+        model, text, START, tokens[START : START + 70], setting, keep_chosen=True
+    )
     expected = token_by_token(model, text, tokens[START : START + 70], setting, window.chosen)
     torch.testing.assert_close(window.log_probs, expected, atol=2e-4, rtol=1e-4)
     for chosen in window.chosen:
@@ -161,7 +177,10 @@ def test_bounds_choose_what_the_servers_op_chooses(reduce):
     grouped = q.view(W, H, G, D).transpose(0, 1).flatten(1, 2) * D**-0.5
     u = Digest("minmax-32", pages).scores(grouped, N, pages[:, :0]).view(H, W, G, N)
     chosen = choose(Setting(k * S, reduce=reduce), u, full)[0]
-    low, high = pages.amin(2).transpose(0, 1).contiguous(), pages.amax(2).transpose(0, 1).contiguous()
+    low, high = (
+        pages.amin(2).transpose(0, 1).contiguous(),
+        pages.amax(2).transpose(0, 1).contiguous(),
+    )
     paging = torch.arange(N, dtype=torch.int32).expand(W, N).contiguous()
     count = full.int()
     scores = score_pages(q, low, high, paging, count, D**-0.5, reduce, impl="reference")
@@ -178,16 +197,22 @@ def test_signs_score_as_the_servers_op():
     q = torch.randn(W, H * G, D, generator=generator)
     by_page = pages.permute(1, 2, 0, 3).contiguous()  # [N, S, H, D]
     low, high = (torch.zeros(1, N, H, D) for _ in range(2))
-    build_layer_signs_reference(LayerPages.of([by_page], [by_page], "cpu"), torch.arange(N), low, high)
+    build_layer_signs_reference(
+        LayerPages.of([by_page], [by_page], "cpu"), torch.arange(N), low, high
+    )
     paging = torch.arange(N, dtype=torch.int32).expand(W, N).contiguous()
-    expected = score_signs_reference(q, low[0], high[0], paging, torch.full((W,), N, dtype=torch.int32))
+    expected = score_signs_reference(
+        q, low[0], high[0], paging, torch.full((W,), N, dtype=torch.int32)
+    )
     grouped = q.view(W, H, G, D).transpose(0, 1).flatten(1, 2)
     u = Digest("signs", pages).scores(grouped, N, pages[:, :0]).view(H, W, G, N)
     setting = Setting(4 * S, "signs", reduce="stand-out")
     chosen = choose(setting, u, torch.full((W,), N))[0]
     expected[:, [0, -1]] = torch.inf
     for row in range(W):
-        assert set(chosen[row].nonzero().ravel().tolist()) == set(expected[row].topk(4).indices.tolist())
+        assert set(chosen[row].nonzero().ravel().tolist()) == set(
+            expected[row].topk(4).indices.tolist()
+        )
 
 
 def test_better_digests_estimate_the_page_mass_better():
@@ -207,14 +232,19 @@ def test_better_digests_estimate_the_page_mass_better():
         errors = [error(name) for name in names]
         assert errors == sorted(errors), dict(zip(names, errors, strict=True))
 
-    torch.testing.assert_close(Digest("mean-1", pages).scores(q, N, pages[:, :0]), Digest("keys", pages).scores(q, N, pages[:, :0]))
+    torch.testing.assert_close(
+        Digest("mean-1", pages).scores(q, N, pages[:, :0]),
+        Digest("keys", pages).scores(q, N, pages[:, :0]),
+    )
     order("keys", "rotated-2", "rotated-1", "mean-32", "minmax-32")
     order("rotated-1", "rotated-1-32")
     order("rotated-1", "fixed-1")
     order("pca-64", "pca-16")
 
 
-@pytest.mark.parametrize("name", ["keys", "rotated-2", "rotated-1", "mean-8", "pca-16", "fixed-1", "minmax-32", "signs"])
+@pytest.mark.parametrize(
+    "name", ["keys", "rotated-2", "rotated-1", "mean-8", "pca-16", "fixed-1", "minmax-32", "signs"]
+)
 @pytest.mark.parametrize("fill", [0.0, 3.0, 1e20])
 def test_zero_constant_and_huge_keys_give_finite_scores(name, fill):
     pages = torch.full((1, 4, 32, 64), fill)
@@ -234,7 +264,8 @@ def test_the_rotation_is_orthogonal_and_codes_keep_what_they_say():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"reduce": "best"}, {"attends": "predicted"}, {"budget_tokens": 32}, {"query": "guessed"}]
+    "wrong",
+    [{"reduce": "best"}, {"attends": "predicted"}, {"budget_tokens": 32}, {"query": "guessed"}],
 )
 def test_settings_that_mean_nothing_are_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
@@ -283,7 +314,9 @@ def test_the_command_resumes_and_its_rows_make_tables(tmp_path, capsys, monkeypa
     assert len(rows) == 12 and len({(r["setting"], r["document"]) for r in rows}) == 12
     by_setting = table.paired(rows, "facts")
     assert list(by_setting) == ["minmax-32 64", "keys 256"]
-    assert table.points_lost(by_setting["keys 256"]) <= table.points_lost(by_setting["minmax-32 64"])
+    assert table.points_lost(by_setting["keys 256"]) <= table.points_lost(
+        by_setting["minmax-32 64"]
+    )
     assert table.main([str(path)]) == 0
     shown = capsys.readouterr().out
     assert "| full attention |" in shown and "facts, 6 documents" in shown

@@ -25,7 +25,7 @@ from study.selection import Setting  # noqa: E402
 
 PROMPT_TOKENS, STEPS = planted.CUTS[0], 8
 # As the server runs, and as the study does. Without pre-computation every query is the real one. With it, a request's
-# first step has no page on the device but the first and the newest, so predicted queries attend to all that they choose.
+# first step has no page on the device but the first and the newest: predicted queries attend to all that they choose.
 CASES = {
     "decode": ({"precompute": False}, Setting(512), STEPS),
     "ahead": (
@@ -67,7 +67,9 @@ def recorder(tmp_path):
     info = tmp_path / "selections-1.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: selections\nVersion: 1\n")
-    (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nselections = selections:register\n")
+    (info / "entry_points.txt").write_text(
+        "[sglang.srt.plugins]\nselections = selections:register\n"
+    )
     (tmp_path / "selections.py").write_text(RECORDER)
     return {"PYTHONPATH": str(tmp_path), "SELECTIONS": str(tmp_path / "chosen")}
 

@@ -20,7 +20,7 @@ CARRY = 0.5  # of the extrapolating predictor, policy/predictors.py
 
 
 class Text:
-    """A prefilled text: KV of each layer [H, T, D], the last layer's output [T, d], and its digests as they are made."""
+    """A prefilled text: KV of each layer [H, T, D], the last layer's output [T, d], and digests of one kind."""
 
     def __init__(self, model: Model, tokens: Tensor) -> None:
         self.tokens = tokens
@@ -85,7 +85,9 @@ def decode_window(
         ahead = q if is_real else predicted
         if setting.exact_steps:
             ahead = torch.cat([q[: setting.exact_steps], ahead[setting.exact_steps :]])
-        out, mass, chosen = attend(setting, digest, q * model.scale, ahead * model.scale, keys, values, start)
+        out, mass, chosen = attend(
+            setting, digest, q * model.scale, ahead * model.scale, keys, values, start
+        )
         window.mass[layer] = mass
         if before is not None:
             window.cosine[layer] = torch.cosine_similarity(q, predicted, dim=-1).mean()

@@ -128,9 +128,7 @@ class Model:
 
     def _linear(self, layer: int, name: str, x: Tensor) -> Tensor:
         prefix = f"model.layers.{layer}.{name}"
-        return F.linear(
-            x, self._weights[f"{prefix}.weight"], self._weights.get(f"{prefix}.bias")
-        )
+        return F.linear(x, self._weights[f"{prefix}.weight"], self._weights.get(f"{prefix}.bias"))
 
     def _norm(self, layer: int, name: str, x: Tensor) -> Tensor:
         return self._rms(x, self._weights[f"model.layers.{layer}.{name}.weight"])

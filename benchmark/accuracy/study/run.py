@@ -1,4 +1,4 @@
-"""What a way to choose pages costs a language model: loss, agreement and planted facts, teacher-forced, without servers.
+"""What a selection of pages costs a language model: loss, agreement, planted facts; teacher-forced, without servers.
 
     python benchmark/accuracy/study/run.py --json docs/results/study.jsonl
     python benchmark/accuracy/study/table.py docs/results/study.jsonl
@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
@@ -94,7 +93,9 @@ def plain_text(model: Model, text: Text, cut: int, setting: Setting) -> tuple[Ro
     }, window
 
 
-def ask(model: Model, text: Text, question: planted.Question, setting: Setting) -> tuple[Row, Window]:
+def ask(
+    model: Model, text: Text, question: planted.Question, setting: Setting
+) -> tuple[Row, Window]:
     tokens = torch.tensor(question.ask + question.answer)
     window = decode_window(model, text, question.cut, tokens[:-1], setting)
     right, nats = [], 0.0
@@ -109,7 +110,12 @@ def ask(model: Model, text: Text, question: planted.Question, setting: Setting) 
 
 
 def measure(
-    model: Model, text: Text, document: planted.Document, part: str, setting: Setting, full: list[Row]
+    model: Model,
+    text: Text,
+    document: planted.Document,
+    part: str,
+    setting: Setting,
+    full: list[Row],
 ) -> Row:
     """The fields of one row. ``full``: what `ask` found with full attention, for the part "facts"."""
     if part == "text":
@@ -173,8 +179,18 @@ def main(argv: list[str] | None = None) -> int:
     )
     add = parser.add_argument
     add("--json", type=Path, metavar="FILE", help="rows; an existing file is gone on with")
-    add("--model", choices=("real", "recall"), default="real", help="recall: the retrieval model, on its own tasks")
-    add("--model-path", type=Path, default=ROOT / ".cache" / "models" / "smollm2-135m", help="of the real one")
+    add(
+        "--model",
+        choices=("real", "recall"),
+        default="real",
+        help="recall: the retrieval model, on its own tasks",
+    )
+    add(
+        "--model-path",
+        type=Path,
+        default=ROOT / ".cache" / "models" / "smollm2-135m",
+        help="of the real one",
+    )
     add("--set", choices=tuple(SETS), default="main", help="of settings, see settings.py")
     add("--parts", nargs="+", choices=("facts", "text"), default=["facts", "text"])
     add("--documents", type=int, default=10)
@@ -186,12 +202,21 @@ def main(argv: list[str] | None = None) -> int:
     if args.model == "recall":
         args.parts = ["facts"]
     elif not (args.model_path / "config.json").is_file():
-        parser.error(f"--model-path {args.model_path}: no model there; scripts/smollm2.py makes the default one")
+        parser.error(
+            f"--model-path {args.model_path}: no model there; scripts/smollm2.py makes the default one"
+        )
     path = RECALL_MODEL if args.model == "recall" else args.model_path
-    fields = {"untimed": True, "model": path.name, "weights": weights_digest(str(path)), "dtype": "float32"}
+    fields = {
+        "untimed": True,
+        "model": path.name,
+        "weights": weights_digest(str(path)),
+        "dtype": "float32",
+    }
     if args.model == "recall":
         fields["length_tokens"] = args.length
-    file = RowFile(args.json, environment("study", ("torch",)), fields, ("setting", "document", "part"))
+    file = RowFile(
+        args.json, environment("study", ("torch",)), fields, ("setting", "document", "part")
+    )
     with torch.no_grad():
         run(args, file, Progress())
     return 0

@@ -67,7 +67,9 @@ class Setting:
             ("attends", ATTENDS),
         ):
             if getattr(self, name) not in choices:
-                raise ValueError(f"{name} = {getattr(self, name)!r}: choose one of {', '.join(choices)}")
+                raise ValueError(
+                    f"{name} = {getattr(self, name)!r}: choose one of {', '.join(choices)}"
+                )
         if self.attends != "real" and self.query == "real":
             raise ValueError(f"attends = {self.attends!r} needs a query that is not the real one")
         if self.budget_tokens is not None and self.budget_tokens < 2 * self.page_tokens:

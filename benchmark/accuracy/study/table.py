@@ -25,7 +25,9 @@ from rows import Row, read_rows  # noqa: E402
 SAMPLES = 2000
 
 
-def interval(documents: Sequence[Row], mean: Callable[[Sequence[Row]], float]) -> tuple[float, float]:
+def interval(
+    documents: Sequence[Row], mean: Callable[[Sequence[Row]], float]
+) -> tuple[float, float]:
     """95 % of the means over documents drawn with replacement; the same draws for the same number of documents."""
     rng = random.Random(0)
     means = sorted(mean(rng.choices(documents, k=len(documents))) for _ in range(SAMPLES))
@@ -97,7 +99,10 @@ def facts_table(by_setting: dict[str, list[Row]]) -> list[str]:
 
 
 def text_table(by_setting: dict[str, list[Row]]) -> list[str]:
-    lines = ["| setting | tokens | KL | nats | agreement | mass |", "| --- | ---: | ---: | ---: | ---: | ---: |"]
+    lines = [
+        "| setting | tokens | KL | nats | agreement | mass |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
     for name, rows in by_setting.items():
         kl = _with_interval(rows, token_mean("kl"), 3)
         nats = _with_interval(rows, token_mean("nats", "full_nats"), 3)
@@ -125,7 +130,11 @@ def paired(rows: Sequence[Row], part: str) -> dict[str, list[Row]]:
     found: dict[str, list[Row]] = {}
     for row in sorted(mine, key=lambda row: row["document"]):
         found.setdefault(row["setting"], []).append(row)
-    common = set.intersection(*({row["document"] for row in own} for own in found.values())) if found else set()
+    common = (
+        set.intersection(*({row["document"] for row in own} for own in found.values()))
+        if found
+        else set()
+    )
     ordered = sorted(found, key=lambda name: found[name][0]["budget_tokens"])
     return {name: [row for row in found[name] if row["document"] in common] for name in ordered}
 
