@@ -11,7 +11,7 @@ two questions are asked about what stands before it, in place of the plain text:
 
     single     What is the ticket number of the winner?
     several    What are the ..., the ... and the ...?                    three facts in one answer
-    chained    With which code does the locker of Margaret open?         the answer names the first link, then the second
+    chained    With which code does the locker of Margaret open?         the answer names both links
 
 An answer is teacher-forced; what counts is each number in it, of a chain the last. Everything derives from the
 document's index: the same index gives the same tokens with the same tokenizer and texts.

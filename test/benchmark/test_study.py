@@ -146,6 +146,15 @@ def test_a_window_is_what_decoding_token_by_token_gives(decoder, setting):
         assert not (chosen[0] & (torch.arange(chosen.shape[-1]) >= full[:, None])).any()
 
 
+def test_prefilled_tokens_attend_to_everything(decoder):
+    model, text, tokens = decoder
+    setting = Setting(96, query="predicted", attends="predicted")
+    log_probs = decode_window(model, text, START, tokens[START:], setting, prefilled=10).log_probs
+    full = model.log_probs(text.last[START:])
+    torch.testing.assert_close(log_probs[:10], full[:10], atol=1e-4, rtol=1e-4)
+    assert ((log_probs - full)[10:].abs().amax(-1) > 0.01).all()
+
+
 def test_predictions_and_exact_layers_and_steps(decoder):
     model, text, tokens = decoder
     tokens = tokens[START : START + 40]

@@ -60,10 +60,14 @@ def decode_window(
     start: int,
     tokens: Tensor,
     setting: Setting,
+    prefilled: int = 0,
     keep_chosen: bool = False,
 ) -> Window:
     """Decode ``tokens`` [W] at positions from ``start`` on, after the first ``start`` tokens of ``text``.
 
+    Args:
+        prefilled: so many of the tokens belong to the prompt: they attend to everything.
+        keep_chosen: the window has what was chosen.
     Raises:
         ValueError: ``start`` lies within a page.
     """
@@ -86,7 +90,7 @@ def decode_window(
         if setting.exact_steps:
             ahead = torch.cat([q[: setting.exact_steps], ahead[setting.exact_steps :]])
         out, mass, chosen = attend(
-            setting, digest, q * model.scale, ahead * model.scale, keys, values, start
+            setting, digest, q * model.scale, ahead * model.scale, keys, values, start, prefilled
         )
         window.mass[layer] = mass
         if before is not None:
@@ -117,6 +121,7 @@ def attend(
     keys: Tensor,
     values: Tensor,
     start: int,
+    prefilled: int,
 ) -> tuple[Tensor, float, Tensor]:
     """One layer's attention of the tokens from position ``start`` on.
 
@@ -124,6 +129,7 @@ def attend(
         digest: None attends to everything.
         q, ahead: [W, HQ, D], scaled: the real query, and the one that chooses.
         keys, values: [H, T, D] from position 0 on.
+        prefilled: so many of the tokens attend to everything.
     Returns:
         out [W, HQ, D], the share of the attention caught, and what was chosen, bool [H or 1, W, N].
     """
@@ -151,12 +157,13 @@ def attend(
             in_full = torch.arange(T) < (full * S)[:, None]
             counts = torch.ones(len(chosen), *in_full.shape, dtype=torch.bool)
             counts[..., : N * S] = chosen.repeat_interleave(S, -1)
-            counts = (counts | ~in_full)[:, :, None]  # [H or 1, w, 1, T]
+            of_prompt = (at < start + prefilled)[:, None]
+            counts = (counts | ~in_full | of_prompt)[:, :, None]  # [H or 1, w, 1, T]
             weights = logits.softmax(-1).mul_(counts)
             caught = weights.sum(-1, keepdim=True)
             kept.append(chosen)
             if setting.attends != "real":
-                remote = _remote(setting, chosen, full, previous)
+                remote = _remote(setting, chosen, full, previous) & ~of_prompt
                 previous = chosen[:, -1:]
                 theirs = (chooser @ keys[:, : N * S].mT).view(H, -1, G, N * S)
                 if setting.attends.startswith("corrected"):

@@ -10,9 +10,10 @@ run leaves complete pairs; the same command again goes on where it stopped.
 
 A row is one setting on one part of one document; every list has an entry for each window:
     setting, and its fields: budget_tokens, digest, reduce, grain, page_tokens, query, exact_layers, ...
-    document, source, part    "text" or "facts"
+    document, source
+    part    "text"; "facts": the question is decoded too; "prompt": it is part of the prompt, which is prefilled
     text:   cut, tokens; nats, full_nats, kl, agree, mass    means over the window's tokens; agree: same likeliest token
-    facts:  cut, kind; right, full_right (a list, one for each number asked for); nats, full_nats (of the answer's
+    others: cut, kind; right, full_right (a list, one for each number asked for); nats, full_nats (of the answer's
             numbers, sums); mass
     mass_by_layer, cosine_by_layer    means over the windows; null where nothing was predicted
 """
@@ -50,6 +51,7 @@ RECALL_MODEL = HERE.parent / "recall_model"
 RECALL_TASKS = ("recall", "needle", "multi_key", "variables", "copy", "count")
 RECALL_SEED = 70_000
 FULL = Setting()
+PARTS = ("facts", "prompt", "text")
 
 
 def real_documents(model_path: Path, numbers: range) -> Iterator[tuple[int, planted.Document]]:
@@ -94,10 +96,12 @@ def plain_text(model: Model, text: Text, cut: int, setting: Setting) -> tuple[Ro
 
 
 def ask(
-    model: Model, text: Text, question: planted.Question, setting: Setting
+    model: Model, text: Text, question: planted.Question, setting: Setting, prefilled: bool = False
 ) -> tuple[Row, Window]:
+    """``prefilled``: the question was."""
     tokens = torch.tensor(question.ask + question.answer)
-    window = decode_window(model, text, question.cut, tokens[:-1], setting)
+    whole = len(question.ask) * prefilled
+    window = decode_window(model, text, question.cut, tokens[:-1], setting, whole)
     right, nats = [], 0.0
     for begin, end in question.numbers:
         first = len(question.ask) + begin
@@ -117,12 +121,12 @@ def measure(
     setting: Setting,
     full: list[Row],
 ) -> Row:
-    """The fields of one row. ``full``: what `ask` found with full attention, for the part "facts"."""
+    """The fields of one row. ``full``: what `ask` found with full attention, for the parts with questions."""
     if part == "text":
         cuts = [c for c in planted.CUTS if c < len(document.tokens)]
         found = [plain_text(model, text, cut, setting) for cut in cuts]
     else:
-        found = [ask(model, text, question, setting) for question in document.questions]
+        found = [ask(model, text, q, setting, part == "prompt") for q in document.questions]
         for (row, _), base in zip(found, full, strict=True):
             row |= {"full_right": base["right"], "full_nats": base["nats"]}
     lists = {name: [_rounded(row[name]) for row, _ in found] for name in found[0][0]}
@@ -154,7 +158,7 @@ def run(args: argparse.Namespace, file: RowFile, progress: Progress) -> None:
         todo = [
             (part, setting)
             for part in args.parts
-            for setting in settings[part]
+            for setting in settings.get(part, ())
             if not file.has(setting=setting.name, document=index, part=part)
         ]
         if not todo:
@@ -192,7 +196,7 @@ def main(argv: list[str] | None = None) -> int:
         help="of the real one",
     )
     add("--set", choices=tuple(SETS), default="main", help="of settings, see settings.py")
-    add("--parts", nargs="+", choices=("facts", "text"), default=["facts", "text"])
+    add("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     add("--documents", type=int, default=10)
     add("--first", type=int, default=0, help="number of the first document")
     add("--length", type=int, default=4096, metavar="TOKENS", help="of the retrieval model's texts")

@@ -49,7 +49,17 @@ TEXT = [
     _paper(1024),
 ]
 
+PROMPT = [
+    *(Setting(256, x) for x in (TWO_BITS, BOUNDS)),
+    *(Setting(512, x) for x in ("keys", TWO_BITS, ONE_BIT, BOUNDS)),
+    *(_ahead(attends=x) for x in ("predicted-missing", "corrected-missing")),
+    *(Setting(1024, x) for x in (TWO_BITS, BOUNDS)),
+    _paper(1024),
+    _paper(2048),
+]
+"""With the question in the prompt, as in a chat."""
+
 SETS: dict[str, dict[str, Sequence[Setting]]] = {
-    "main": {"facts": [*DIGESTS, *QUERIES, *HEADS, *PAGES], "text": TEXT},
+    "main": {"facts": [*DIGESTS, *QUERIES, *HEADS, *PAGES], "prompt": PROMPT, "text": TEXT},
     "short": {"facts": [Setting(512, TWO_BITS), Setting(512)], "text": [Setting(512, TWO_BITS)]},
 }

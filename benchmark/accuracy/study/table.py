@@ -2,11 +2,10 @@
 
     python benchmark/accuracy/study/table.py docs/results/study.jsonl [--layers SETTING]
 
-Facts: numbers that were answered right of those asked for, by kind and by cut; points lost against full attention on
-the same numbers; and what a number's answer lost in nats. Text: KL to full attention, what the text lost in nats, how
-often the likeliest token is full attention's. mass: share of the attention that lies on what was attended to.
-Intervals are 95 %, of a bootstrap over documents, paired with full attention.
-"""
+Facts, prompt: numbers that were answered right of those asked for, by kind and by cut; points lost against full
+attention on the same numbers; and what a number's answer lost in nats. Text: KL to full attention, what the text lost
+in nats, how often the likeliest token is full attention's. mass: share of the attention that lies on what was
+attended to. Intervals are 95 %, of a bootstrap over documents, paired with full attention. """
 
 from __future__ import annotations
 
@@ -153,7 +152,7 @@ def main(argv: list[str] | None = None) -> int:
         own = [row for row in rows if row["setting"] == args.layers]
         print("\n".join(layers_table(own)) if own else f"no row of {args.layers!r}")
         return 0 if own else 1
-    for part, table in (("facts", facts_table), ("text", text_table)):
+    for part, table in (("facts", facts_table), ("prompt", facts_table), ("text", text_table)):
         by_setting = paired(rows, part)
         if by_setting:
             documents = len(next(iter(by_setting.values())))
