@@ -173,7 +173,7 @@ else
     skip server "sglang, sglang-scout or the native module is absent"
 fi
 # 0, not unset: without the driver's usual device file the tests would choose the interpreter.
-step tests 150 env -u SCOUT_PTX_MACHINE TRITON_INTERPRET=0 "$PYTHON" -m pytest -q -p no:cacheprovider "${PARALLEL[@]}" test/ops -k "triton or doorbell" \
+step tests 150 env TRITON_INTERPRET=0 "$PYTHON" -m pytest -q -p no:cacheprovider "${PARALLEL[@]}" test/ops -k "triton or doorbell" \
     --deselect test/ops/test_triton_compile.py --junitxml "$OUT/ops.xml"
 SANITIZER="$(command -v compute-sanitizer || true)"
 [ -n "$SANITIZER" ] || [ ! -x /usr/local/cuda/bin/compute-sanitizer ] || SANITIZER=/usr/local/cuda/bin/compute-sanitizer

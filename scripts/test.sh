@@ -4,7 +4,6 @@
 #   scripts/test.sh                      everything but the slow ones, units side by side on up to four CPUs
 #   scripts/test.sh -m slow              the slow ones: more models, a GPU's server, load while workers are killed
 #   scripts/test.sh -m 'not e2e'         without servers, some minutes
-#   SCOUT_PTX_MACHINE=sm_90 scripts/test.sh test/ops -k triton   kernels as the code that a device gets
 #   scripts/test.sh test/ops -k merge    any pytest arguments
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -20,10 +19,5 @@ fi
 status=0
 .venv/bin/python -m pytest -q --durations=10 -m 'not e2e' --ignore test/worker \
     -n "$(nproc)" --maxprocesses 4 --dist loadfile || status=$?
-for arch in sm_90 sm_80; do # of an H100, with products of warp groups, and an A100, without
-    SCOUT_PTX_MACHINE=$arch .venv/bin/python -m pytest -q --durations=3 test/ptx_machine test/ops test/engine \
-        -k '(ptx_machine or triton or doorbell or device_step or recorded) and not compile' \
-        -n "$(nproc)" --maxprocesses 4 || status=$?
-done
 .venv/bin/python -m pytest -q --durations=15 -m 'not slow' test/worker test/e2e || status=$?
 exit "$status"

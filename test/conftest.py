@@ -19,12 +19,8 @@ sys.path.insert(0, str(ROOT / "scripts"))
 for folder in ("", "e2e", "engine", "worker"):
     sys.path.insert(0, str(ROOT / "test" / folder))
 
-# Before anything imports triton: without a GPU its kernels run in the interpreter, on CPU tensors, or, if
-# asked for, what they compile to does in test/ptx_machine.
-ON_PTX_MACHINE = bool(os.environ.get("SCOUT_PTX_MACHINE"))
-if ON_PTX_MACHINE:
-    os.environ.pop("TRITON_INTERPRET", None)
-elif not os.path.exists("/dev/nvidiactl"):
+# Before anything imports triton: without a GPU its kernels run in the interpreter, on CPU tensors.
+if not os.path.exists("/dev/nvidiactl"):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # The tensors of unit tests are small: torch's thread pool costs more than it saves, most of all where
@@ -49,10 +45,6 @@ def pytest_configure(config: pytest.Config) -> None:
     # which several tests send them, would not be heard.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if ON_PTX_MACHINE:
-        from ptx_machine import launch
-
-        launch.install(os.environ["SCOUT_PTX_MACHINE"])
     # Test files mirror the package, so two folders may hold files of the same name.
     config.option.importmode = "importlib"
     config.addinivalue_line(

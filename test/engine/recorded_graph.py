@@ -9,7 +9,6 @@ value from the device, or an operation whose result has a size that depends on v
 from __future__ import annotations
 
 import contextlib
-import os
 from unittest import mock
 
 import torch
@@ -33,12 +32,7 @@ _WAITS = (
 _INDEXED = (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_)
 _COPIES = ("tolist", "numpy", "cpu")
 
-if os.environ.get("SCOUT_PTX_MACHINE"):
-    from ptx_machine import launch
-
-    _LAUNCH = launch, "run"
-else:
-    _LAUNCH = interpreter.GridExecutor, "__call__"
+_LAUNCH = interpreter.GridExecutor, "__call__"
 
 
 class RecordedGraph(TorchDispatchMode):

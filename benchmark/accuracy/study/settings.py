@@ -32,6 +32,7 @@ DIGESTS = [
 
 QUERIES = [
     _ahead(),
+    _ahead(query="extrapolated"),
     _ahead(exact_layers=(1, 2)),
     *(_ahead(attends=x) for x in ("predicted-missing", "corrected-missing")),
     _ahead(exact_layers=(1, 2), attends="corrected-missing"),
@@ -53,6 +54,7 @@ PROMPT = [
     *(Setting(256, x) for x in (TWO_BITS, BOUNDS)),
     *(Setting(512, x) for x in ("keys", TWO_BITS, ONE_BIT, BOUNDS)),
     *(_ahead(attends=x) for x in ("predicted-missing", "corrected-missing")),
+    _ahead(query="extrapolated", attends="corrected-missing"),
     *(Setting(1024, x) for x in (TWO_BITS, BOUNDS)),
     _paper(1024),
     _paper(2048),

@@ -5,7 +5,7 @@
 Facts, prompt: numbers that were answered right of those asked for, by kind and by cut; points lost against full
 attention on the same numbers; and what a number's answer lost in nats. Text: KL to full attention, what the text lost
 in nats, how often the likeliest token is full attention's. mass: share of the attention that lies on what was
-attended to. Intervals are 95 %, of a bootstrap over documents, paired with full attention. """
+attended to. Intervals are 95 %, of a bootstrap over documents, paired with full attention."""
 
 from __future__ import annotations
 
