@@ -43,7 +43,8 @@ class Window:
 
     Attributes:
         log_probs: [W, V], of the token after each.
-        mass: [L] share of the real query's attention that lies on what was attended to, mean over heads and tokens.
+        mass: [L] share of the real query's attention that lies on what was attended to, mean over heads and the tokens
+            that were not prefilled.
         cosine: [L] of predicted and real query, mean over heads and tokens; NaN for layer 0, which nobody predicts.
         chosen: per layer bool [H or 1, W, N], if asked for; empty where everything was attended to.
     """
@@ -141,6 +142,7 @@ def attend(
     previous: Tensor | None = None  # what the token before a block chose
     for rows in _blocks(W):
         at = torch.arange(start, T)[rows]
+        of_prompt = (at < start + prefilled)[:, None]
         real = _grouped(q[rows], H)  # [H, w * G, D]
         logits = (real @ keys.mT).view(H, -1, G, T)
         later = torch.arange(start, T) > at[:, None]  # [w, W]
@@ -157,7 +159,6 @@ def attend(
             in_full = torch.arange(T) < (full * S)[:, None]
             counts = torch.ones(len(chosen), *in_full.shape, dtype=torch.bool)
             counts[..., : N * S] = chosen.repeat_interleave(S, -1)
-            of_prompt = (at < start + prefilled)[:, None]
             counts = (counts | ~in_full | of_prompt)[:, :, None]  # [H or 1, w, 1, T]
             weights = logits.softmax(-1).mul_(counts)
             caught = weights.sum(-1, keepdim=True)
@@ -174,10 +175,10 @@ def attend(
                 weights = logits.masked_fill_(~counts, -torch.inf).softmax(-1)
             else:
                 weights /= caught
-        mass += float(caught.sum())
+        mass += float((caught * ~of_prompt[:, None]).sum())
         part = weights.flatten(1, 2) @ values
         out[rows] = part.unflatten(1, (-1, G)).transpose(0, 1).flatten(1, 2)
-    return out, mass / (W * HQ), torch.cat(kept, 1) if kept else torch.empty(0)
+    return out, mass / max(1, (W - prefilled) * HQ), torch.cat(kept, 1) if kept else torch.empty(0)
 
 
 def _remote(setting: Setting, chosen: Tensor, full: Tensor, previous: Tensor | None) -> Tensor:
