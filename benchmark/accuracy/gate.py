@@ -77,7 +77,7 @@ class Judge:
 
 JUDGES = {
     "recall": Judge(
-        "tasks", "scout-signs", Form((512, 1024, 2048), (4096,), 24), Form((1024,), (2048,), 4)
+        "tasks", "scout-signs", Form((512, 1024, 2048), (4096,), 24), Form((1024,), (2048,), 2)
     ),
     "smollm2": Judge(
         "planted",
