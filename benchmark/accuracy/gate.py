@@ -5,9 +5,9 @@
 Two models judge (JUDGES): the retrieval model of this folder, on the tasks of tasks.py, and SmolLM2-135M-Instruct, on
 facts planted in real text (planted.py). Each has the policy, of policies.py, that it is judged with.
 
-Full attention and scout answer the same questions, so the loss is counted by sample: answers that only full has right,
-less those that only scout has right. A budget fails when its loss exceeds its margin. What the paper's own choices lose
-is printed beside it and fails nothing.
+Full attention, in plain PyTorch (plain_answers.py), and servers of scout answer the same questions, so the loss is
+counted by sample: answers that only full has right, less those that only scout has right. A budget fails when its loss
+exceeds its margin. What the paper's own choices lose is printed beside it and fails nothing.
 
 The default margin follows from what is allowed to be lost (ALLOWED_POINTS) and the size of the sample: a policy that
 loses exactly as much as is allowed fails with a probability of 5 % at most, and one that loses more fails the more
@@ -26,7 +26,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from plain_answers import PlainAnswers  # noqa: E402
 from policies import FULL, Setting  # noqa: E402
+from questions import SOURCES  # noqa: E402
 from row_file import RowFile  # noqa: E402
 from scoring import Loss, margin_points, paired_loss  # noqa: E402
 from suite import (  # noqa: E402
@@ -34,6 +36,7 @@ from suite import (  # noqa: E402
     PACKAGES,
     add_common_arguments,
     complete,
+    key_of,
     measure,
     shared_fields,
     start_fleet,
@@ -174,20 +177,40 @@ def run(args: argparse.Namespace, judge_: Judge, progress: Progress) -> list[Ver
     key = ("policy", "budget_tokens", "length_tokens", "task")
     fields = {**shared_fields(args), "samples": args.samples}
     file = RowFile(args.json, environment(BENCHMARK, PACKAGES), fields, key)
-    progress.say(f"starting servers for {', '.join(s.name for s in [FULL_SETTING, *others])}")
     lengths = {setting: [length] if setting == noted else args.lengths for setting in others}
-    with start_fleet(args, [FULL_SETTING, *others], max(args.lengths[-1], length)) as fleet:
+    ask_full(args, sorted(set().union(*lengths.values())), file, progress)
+    progress.say(f"starting servers for {', '.join(s.name for s in others)}")
+    with start_fleet(args, others, max(args.lengths[-1], length)) as fleet:
         progress.say(f"ready after {fleet.startup_s:.0f} s")
-        measure(fleet, [FULL_SETTING, *settings], args, file, progress)
+        measure(fleet, settings, args, file, progress)
         if noted:
             of_noted = argparse.Namespace(**{**vars(args), "lengths": [length]})
-            measure(fleet, [FULL_SETTING, noted], of_noted, file, progress)
+            measure(fleet, [noted], of_noted, file, progress)
     verdicts = []
     for setting in others:
         rows = [row for row in file.rows if row["length_tokens"] in lengths[setting]]
         full, other = outcomes(rows, FULL_SETTING), outcomes(rows, setting)
         verdicts += judge(full, {setting: other}, args.margin_points, noted)
     return verdicts
+
+
+def ask_full(
+    args: argparse.Namespace, lengths: Sequence[int], file: RowFile, progress: Progress
+) -> None:
+    """Rows of full attention. Text by text, as tasks may share one."""
+    plain = PlainAnswers(args.model_path)
+    for length in lengths:
+        outcomes: dict[str, str] = dict.fromkeys(args.tasks, "")
+        for seed in range(args.seed, args.seed + args.samples):
+            progress.update(f"full attention, {length} tokens, sample {seed - args.seed + 1}")
+            for task in args.tasks:
+                sample = SOURCES[args.questions].sample(task, length, seed)
+                outcomes[task] += str(int(plain.is_right(sample)))
+        for task, found in outcomes.items():
+            counts = {"right": found.count("1"), "asked": len(found), "outcomes": found}
+            file.add(FULL, **key_of(FULL_SETTING), length_tokens=length, task=task, **counts)
+        right = ", ".join(f"{task} {found.count('1')}" for task, found in outcomes.items())
+        progress.say(f"full attention, {length} tokens, of {args.samples}: {right}")
 
 
 def _margin(text: str) -> float:

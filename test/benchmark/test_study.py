@@ -13,6 +13,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "benchmark"), str(ROOT / "benchmark" / "accuracy")]
 
 import planted  # noqa: E402
+import tasks  # noqa: E402
+from plain_answers import PlainAnswers, right_answers  # noqa: E402
 from study import run, table  # noqa: E402
 from study.decode import Text, decode_window  # noqa: E402
 from study.model import Model  # noqa: E402
@@ -350,3 +352,39 @@ def test_intervals_are_of_documents_and_text_means_are_of_tokens():
     other = [*rows[:4], {**rows[0], "right": [[1, 1]]}]
     low, high = table.interval(other, table.points_lost)
     assert low < table.points_lost(other) == 40 < high
+
+
+# The gate's full attention ------------------------------------------------------------------------
+
+
+def test_an_answer_is_right_if_greedy_decoding_gives_it(tiny_model):
+    plain, prompt, free = PlainAnswers(tiny_model("qwen3")), tokens_of(2, 75).tolist(), (1, 4)
+    model = Model(tiny_model("qwen3"))
+    written = list(prompt)
+    for _ in range(5):
+        _, last = model.prefill(torch.tensor(written))
+        written.append(int(model.log_probs(last[-1:]).argmax()))
+    answer = written[75:]
+    assert len(set(answer)) > 1, "tokens that repeat would agree with anything"
+
+    def right(answer, blanks=None, task="recall"):
+        return plain.is_right(tasks.Sample(task, prompt, answer, 4, blanks))
+
+    assert right(answer)
+    for i in range(5):
+        wrong = [*answer[:i], answer[i] + 1, *answer[i + 1 :]]
+        assert not right(wrong)
+        if i >= free[0]:  # of what follows a token that was forced nothing is known
+            assert right(wrong, (free,)) == (i >= free[1]), "what is forced is not asked for"
+    swapped = [answer[2], answer[1], answer[0], answer[3], answer[4]]
+    assert right(swapped, task="multi_value")
+    assert right(swapped) == (answer[0] == answer[2])
+
+
+def test_the_values_of_multi_value_are_right_in_any_order():
+    sample = tasks.make_sample("multi_value", 400, 5)
+    found = right_answers(sample)
+    assert len(found) == 6 and all(tasks.is_correct("multi_value", sample.answer, x) for x in found)
+    assert right_answers(tasks.make_sample("copy", 400, 5)) == [
+        tasks.make_sample("copy", 400, 5).answer
+    ]

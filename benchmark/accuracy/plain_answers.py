@@ -1,0 +1,62 @@
+"""What full attention answers, by the study's plain PyTorch model: the other side of the gate, without a server."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import tasks
+import torch
+from questions import FIRST_WORD, LAST_WORD
+from study.decode import Text, decode_window
+from study.model import Model
+from study.selection import Setting
+
+FULL = Setting()
+
+
+class PlainAnswers:
+    """Samples of questions.py, answered greedily by the model in a folder."""
+
+    def __init__(self, model_path: str | Path) -> None:
+        self._model = Model(model_path)
+        self._context: list[int] = []
+        self._text: Text | None = None
+
+    @torch.no_grad()
+    def is_right(self, sample: tasks.Sample) -> bool:
+        """As questions.is_right says of a server's answer. Samples about one text should follow each other."""
+        start = len(sample.prompt) - sample.question_tokens
+        start -= start % FULL.page_tokens
+        context, question = sample.prompt[:start], sample.prompt[start:]
+        if self._text is None or self._context != context:
+            self._context, self._text = context, Text(self._model, torch.tensor(context))
+        return any(
+            self._follows(question, answer, sample.blanks) for answer in right_answers(sample)
+        )
+
+    def _follows(
+        self, question: list[int], answer: list[int], blanks: tuple[tuple[int, int], ...] | None
+    ) -> bool:
+        """Whether greedy decoding gives this answer: given what is right before it, each token is the likeliest."""
+        assert self._text is not None
+        tokens = torch.tensor(question + answer)
+        start = len(self._context)
+        found = decode_window(self._model, self._text, start, tokens[:-1], FULL).log_probs
+        found, free = found[len(question) - 1 :], list(range(len(answer)))
+        if blanks is not None:  # where words alone are allowed
+            free = [i for begin, end in blanks for i in range(begin, end)]
+            found = found[:, : LAST_WORD + 1].index_fill(1, torch.arange(FIRST_WORD), -torch.inf)
+        return bool((found.argmax(-1)[free] == tokens[len(question) :][free]).all())
+
+
+def right_answers(sample: tasks.Sample) -> list[list[int]]:
+    """One, or of multi_value one for each order of the values."""
+    answer = list(sample.answer)
+    if sample.task != "multi_value":
+        return [answer]
+    orders = []
+    for values in itertools.permutations(answer[::2]):
+        orders.append(list(answer))
+        orders[-1][::2] = values
+    return orders
