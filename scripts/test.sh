@@ -17,7 +17,7 @@ fi
 # All always run, so that one report names every fault. Tests with a worker or servers run alone: a
 # worker that gets no CPU for two seconds is replaced.
 status=0
-.venv/bin/python -m pytest -q --durations=10 -m 'not e2e' --ignore test/worker \
+.venv/bin/python -m pytest -q --durations=10 -m 'not e2e and not slow' --ignore test/worker \
     -n "$(nproc)" --maxprocesses 4 --dist loadfile || status=$?
 .venv/bin/python -m pytest -q --durations=15 -m 'not slow' test/worker test/e2e || status=$?
 exit "$status"

@@ -6,6 +6,8 @@ import os
 import re
 import signal
 
+import pytest
+
 from harness import PDCluster, random_prompts
 from sglang_scout.cli.breakdown import break_down
 from sglang_scout.cli.trace_file import read_trace
@@ -113,6 +115,7 @@ def test_fp32_without_digests_from_prefill_and_with_retractions(tiny_model, tmp_
         check_timeline(trace, steps=50, ahead=False)
 
 
+@pytest.mark.slow
 def test_int8_copies_for_the_worker(tiny_model, tmp_path):
     """The worker reads int8 copies of pages; the host pages shrink by what the copies take. Requests
     come one after the other into the same pages, and a worker dies among them. Digests are int8 too."""

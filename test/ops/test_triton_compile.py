@@ -44,6 +44,7 @@ def test_every_kernel_compiles_and_none_spills_more_than_some_words(ptx):
     assert {"bounds_kernel", "attend_kernel", "select_kernel", "post_kernel"} <= set(ptx)
 
 
+@pytest.mark.slow  # a minute each
 @pytest.mark.parametrize("arch", ["80", "120"])
 def test_other_devices_take_the_same_kernels(arch):
     """The oldest, and the one with the least shared memory."""

@@ -43,15 +43,21 @@ def losses(plan: trm.Plan, steps: int | None = None) -> list[float]:
     return trainer.losses
 
 
-def test_same_seed_gives_the_same_losses():
-    first = losses(PLAN)
-    assert first == losses(PLAN)
-    assert first != losses(replace(PLAN, seed=1))
+@pytest.fixture(scope="module")
+def whole():
+    """Losses of an uninterrupted run."""
+    torch.set_num_threads(1)
+    return losses(PLAN)
 
 
-def test_weight_of_count_changes_only_texts_with_counts():
+def test_same_seed_gives_the_same_losses(whole):
+    assert losses(PLAN, 4) == whole[:4]
+    assert losses(replace(PLAN, seed=1), 1) != whole[:1]
+
+
+def test_weight_of_count_changes_only_texts_with_counts(whole):
     focused = replace(PLAN, stages=tuple(replace(s, count_focus=4.0) for s in PLAN.stages))
-    assert losses(focused, 1) != losses(PLAN, 1)
+    assert losses(focused, 1) != whole[:1]
     document = tasks.make_document({"count": 1.0}, 500, 3, max_count=1)
     ones = [int(document.tokens[begin]) for _, begin, _ in document.answers]
     assert set(ones) == {tasks.ID_OF["1"]}
@@ -65,13 +71,12 @@ def test_stages_and_rates_follow_the_plan():
 
 
 def test_training_lowers_the_loss():
-    plan = trm.Plan((trm.Stage(128, 8, 25),), warmup_steps=5, lr=2e-3)
+    plan = trm.Plan((trm.Stage(128, 2, 12),), warmup_steps=3, lr=3e-3)
     curve = losses(plan)
-    assert np.mean(curve[-5:]) < 0.8 * np.mean(curve[:5])
+    assert np.mean(curve[-4:]) < 0.85 * np.mean(curve[:4])
 
 
-def test_resumed_run_equals_an_uninterrupted_one(tmp_path):
-    whole = losses(PLAN)
+def test_resumed_run_equals_an_uninterrupted_one(tmp_path, whole):
     trainer = trm.Trainer(PLAN, SPEC)
     for _ in range(2):
         trainer.train_step()
