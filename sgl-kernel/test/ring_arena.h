@@ -306,7 +306,6 @@ std::vector<int> pick_cpus(uint32_t count);
 std::vector<int> pick_nodes(uint32_t count, uint32_t nodes);
 
 int run_stress(const Options& options);
-int run_fuzz(const Options& options);
 int run_kill(const Options& options);
 int run_copies(const Options& options);
 

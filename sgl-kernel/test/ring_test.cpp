@@ -1,9 +1,8 @@
 // Tests of the shared ring without Python, for sanitizer builds (scripts/sanitize.sh):
 //
-//   ring_test [stress|fuzz|kill|copies|all] [--seconds N] [--seed N] [--break NAME]
+//   ring_test [stress|kill|copies|all] [--seconds N] [--seed N] [--break NAME]
 //
 //   stress  producer and runtime in one process, lives that change, every answer compared
-//   fuzz    headers, records and words that are damaged while the runtime serves
 //   kill    two processes, either one killed at every named place of the protocol and at random
 //   copies  int8 copies of pages that are given to others while threads are late
 //
@@ -54,7 +53,7 @@ struct Mode {
   int (*run)(const Options&);
 };
 constexpr Mode kModes[] = {
-    {"stress", run_stress}, {"fuzz", run_fuzz}, {"kill", run_kill}, {"copies", run_copies}};
+    {"stress", run_stress}, {"kill", run_kill}, {"copies", run_copies}};
 constexpr const char* kBugs[] = {"", "early-done", "twice", "early-copy", "old-copy"};
 
 // In a process of its own: a crash or a hang is a result too.
@@ -84,7 +83,7 @@ int run_apart(const Mode& mode, const Options& options) {
 
 [[noreturn]] void usage() {
   std::fputs(
-      "usage: ring_test [stress|fuzz|kill|copies|all] [--seconds N] [--seed N] "
+      "usage: ring_test [stress|kill|copies|all] [--seconds N] [--seed N] "
       "[--break early-done|twice|early-copy|old-copy]\n",
       stderr);
   std::exit(2);
