@@ -94,10 +94,6 @@ class Implementation(Protocol):
     tolerance: float
     layout: str
 
-    def call_bytes(self, shape: Shape) -> int:
-        """Of K and V, and of what comes with them, that a call reads."""
-        ...
-
     def run(self, inputs: Inputs, starts: list[int], threads: int) -> int:
         """Nanoseconds of one call per start."""
         ...
@@ -108,10 +104,6 @@ class Implementation(Protocol):
 
     def expected(self, inputs: Inputs, at: int) -> torch.Tensor:
         """float32 [rows, HQ, D] of ``checked_rows``, in plain torch."""
-        ...
-
-    def more(self, inputs: Inputs, at: int, output: torch.Tensor) -> dict[str, float | str]:
-        """Further fields of the row, from the checked rows of an output."""
         ...
 
 
@@ -127,14 +119,8 @@ class OverBf16:
 
     layout = "tokens first"
 
-    def call_bytes(self, shape: Shape) -> int:
-        return shape.call_bytes
-
     def expected(self, inputs: Inputs, at: int) -> torch.Tensor:
         return reference_bf16(inputs, inputs.pages(at), inputs.k, inputs.v)
-
-    def more(self, inputs: Inputs, at: int, output: torch.Tensor) -> dict[str, float | str]:
-        return {}
 
 
 class Native(OverBf16):

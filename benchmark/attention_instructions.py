@@ -4,7 +4,7 @@ machine are while everything is in the cache.
     python benchmark/attention_instructions.py --json FILE     some two minutes
     python benchmark/attention_instructions.py --quick         one small shape
 
-Rows (format: rows.py). impl is native-<isa> or native-int8-<isa>; a line is 64 bytes. Pages of 32 tokens, one thread:
+Rows (format: rows.py). impl is native-<isa>; a line is 64 bytes. Pages of 32 tokens, one thread:
     H, G, D
     instructions     per line, of all kinds; counted by stepping through a call of 1 and one of 2 pages
     multiply_adds    of these: fused multiply-adds and dot products
@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import importlib
 import os
 import sys
 import time
@@ -37,7 +36,6 @@ import single_steps
 from read_loop import ReadLoopError, compiled
 from rows import Writer, environment, percentile, summary
 from sglang_scout.ops import native
-from sglang_scout.ops.quantize import quantize_pages, room_for
 
 S, LINE_BYTES = 32, 64
 SHAPES = ((8, 1, 128), (8, 4, 128), (8, 5, 128), (8, 8, 128), (2, 16, 128))
@@ -47,25 +45,18 @@ ROUNDS, CACHED_PAGES = 15, 64
 Call = Callable[[list[int]], object]
 
 
-def call_of(H: int, G: int, D: int, int8: bool) -> tuple[Call, int]:
+def call_of(H: int, G: int, D: int) -> tuple[Call, int]:
     """A call of the kernel with a list of pages of a pool of two, and the bytes of K and V of a page."""
     rng = torch.Generator().manual_seed(1)
     q = torch.randn(1, H * G, D, generator=rng).bfloat16().float()
     k, v = (torch.randn(2, S, H, D, generator=rng).bfloat16() for _ in range(2))
     out = (torch.empty_like(q), torch.empty(1, H * G))
-    if not int8:
-        run, pool = native.ATTEND_PAGES.run, (k, v)
-    else:
-        kernels = importlib.import_module("sglang_scout.ops.native_int8")
-        codes, scales = room_for(2, S, H, D)
-        quantize_pages(k, v, torch.arange(2), codes, scales, torch.arange(2))
-        run, pool = kernels.ATTEND_PAGES_INT8.run, (codes, scales, S)
 
     def call(pages: list[int]) -> object:
         ids = torch.tensor([pages], dtype=torch.int32)
-        return run(q, *pool, ids, None, None, D**-0.5, 0.0, out)
+        return native.ATTEND_PAGES.run(q, k, v, ids, None, None, D**-0.5, 0.0, out)
 
-    return call, 2 * S * H * D * (1 if int8 else 2)
+    return call, 4 * S * H * D
 
 
 def kind(mnemonic: str) -> str:
@@ -129,10 +120,10 @@ def run(shapes: tuple[tuple[int, int, int], ...], isas: list[str], writer: Write
         calls: dict[str, Call] = {}
         kinds: dict[str, dict[str, float]] = {}
         page_bytes: dict[str, int] = {}
-        for isa, int8 in [(isa, False) for isa in isas] + [(isas[0], True)]:
+        for isa in isas:
             native.set_isa(isa)
-            name = f"native-int8-{isa}" if int8 else f"native-{isa}"
-            calls[name], page_bytes[name] = call_of(H, G, D, int8)
+            name = f"native-{isa}"
+            calls[name], page_bytes[name] = call_of(H, G, D)
             calls[name]([0, 1])
             kinds[name] = instructions_per_line(calls[name], page_bytes[name], names)
         samples_us: dict[str, list[float]] = {name: [] for name in calls}

@@ -81,8 +81,8 @@ class Measured:
         found = [self.gb_per_s(name, size) for name in READS]
         return max((x for x in found if x), default=None)
 
-    def faster(self, ours: str, theirs: str, size: Size, of: str = "gb_per_s") -> float | None:
-        """How many times as many bytes, or tokens, a second one takes as the other."""
+    def faster(self, ours: str, theirs: str, size: Size) -> float | None:
+        """How many times as many bytes a second one takes as the other."""
         a, b = (self._rows.get(name, {}).get(size) for name in (ours, theirs))
         if a is None or b is None:
             return None
@@ -90,12 +90,14 @@ class Measured:
         in_turns = [their_us[r] / us[r] for r in us.keys() & their_us.keys()]
         if len(in_turns) < MIN_ROUNDS:
             in_turns = [b["median_us"] / a["median_us"]]
-        work = (a[of] * a["median_us"]) / (b[of] * b["median_us"])  # of a call, ours to theirs
+        work = (a["gb_per_s"] * a["median_us"]) / (
+            b["gb_per_s"] * b["median_us"]
+        )  # of a call, ours to theirs
         return work * median(in_turns)
 
-    def share(self, name: str, size: Size) -> float | None:
+    def share(self, size: Size) -> float | None:
         """Of the faster read loop."""
-        found = [self.faster(name, read, size) for read in READS]
+        found = [self.faster("native", read, size) for read in READS]
         return min((x for x in found if x), default=None)
 
     def spread(self, threads: int) -> float:
@@ -120,25 +122,23 @@ def bandwidths(measured: Measured) -> list[str]:
     lines = []
     for threads, models in keys(measured, largest_first=True):
         size = (threads, models, batch, pages)
-        found = [measured.gb_per_s(name, size) for name in ("native", "native-int8", "read")]
+        found = [measured.gb_per_s(name, size) for name in ("native", "read")]
         found += [measured.best_read(size)]
         found += [measured.gb_per_s(name, size) for name in RIVALS]
         cells = ["–" if x is None else f"{x:.1f}" for x in found]
         lines.append([shape_of(measured, models), str(threads), *cells])
-    head = ["shape", "threads", "bf16", "int8", "read, same pages", "best read", *RIVALS.values()]
+    head = ["shape", "threads", "ours", "read, same pages", "best read", *RIVALS.values()]
     return table(head, lines)
 
 
 def ratios(measured: Measured) -> list[str]:
-    """Of bytes a second to rivals, of int8's tokens a second, and to the best read loop."""
+    """Of bytes a second to rivals and to the best read loop."""
 
-    def column(ours: str, theirs: str, of: str) -> Callable[[Size], float | None]:
-        return lambda size: measured.faster(ours, theirs, size, of)
+    def column(theirs: str) -> Callable[[Size], float | None]:
+        return lambda size: measured.faster("native", theirs, size)
 
-    columns = {f"to {label}": column("native", name, "gb_per_s") for name, label in RIVALS.items()}
-    columns["int8 tokens to bf16"] = column("native-int8", "native", "tokens_per_s")
-    columns["int8 tokens to IPEX"] = column("native-int8", "ipex-2.8", "tokens_per_s")
-    columns["of the best read"] = lambda size: measured.share("native", size)
+    columns = {f"to {label}": column(name) for name, label in RIVALS.items()}
+    columns["of the best read"] = measured.share
     lines = []
     for threads, models in keys(measured):
         sizes = [size for size in measured.sizes() if size[:2] == (threads, models)]
@@ -148,7 +148,7 @@ def ratios(measured: Measured) -> list[str]:
 
 
 def shares(measured: Measured) -> list[str]:
-    """Of the best read loop with all threads, bf16 and int8, where a batch keeps all of them busy."""
+    """Of the best read loop with all threads, where a batch keeps all of them busy."""
     threads = max(size[0] for size in measured.sizes())
     wanted = sorted({s[2:] for s in measured.sizes() if s[2] >= 16 and s[3] >= 64})
     lines = []
@@ -156,8 +156,8 @@ def shares(measured: Measured) -> list[str]:
         cells = []
         for batch, pages in wanted:
             size = (threads, models, batch, pages)
-            found = [measured.share(name, size) for name in ("native", "native-int8")]
-            cells.append(", ".join("–" if x is None else f"{100 * x:.0f} %" for x in found))
+            found = measured.share(size)
+            cells.append("–" if found is None else f"{100 * found:.0f} %")
         lines.append([shape_of(measured, models), str(threads), *cells])
     return table(["shape", "threads", *(f"batch {b}, {p} pages" for b, p in wanted)], lines)
 

@@ -4,7 +4,7 @@
     python benchmark/cpu_attention.py --quick         under a minute, fewer shapes
 
 Rows (format: rows.py), per shape and thread count:
-    native-<isa>, native-int8-<isa>    this project's kernel, per instruction set; int8: pages of int8
+    native-<isa>                       this project's kernel, per instruction set
     read                               a read loop over the same pages in the same order
     read-sequential                    the same loop over one contiguous range
     sdpa-gather, sdpa-gather-grouped   torch, after copying the pages together; see attention_impls.py
@@ -24,8 +24,7 @@ Fields beside those of rows.py; null in rows that are not "ok", where they do no
     tokens_per_s              B * R * S / median time: cached tokens attended, of one layer
     samples_us, median_us     per call; a sample is the mean of calls_per_sample calls
     rounds                    of the samples: what was sampled in the same round lies some milliseconds apart
-    max_abs_error, tolerance  of the check; for int8 against the reference over the same codes
-    int8_max_abs_error, int8_rms_error, output_rms     int8 against fp32 over the bfloat16 pages; size of the output
+    max_abs_error, tolerance  of the check
     revision                  of sgl-kernel and vllm: the commit that it was compiled from
     pool_bytes
 """
@@ -44,8 +43,6 @@ import attention_impls as impls
 import compiled_rivals
 import ipex_client
 from attention_impls import Implementation, Ipex, Native, SdpaGather
-from int8_pages import Int8Pages, NativeInt8
-from int8_pages import absent_reason as int8_absent_reason
 from kv_pool import TILE_ELEMENTS, KvPool, available_bytes, make_tile
 from plans import FULL, QUICK, SMOKE, Plan
 from read_loop import ReadLoopError
@@ -83,10 +80,7 @@ def _fitting_pool_bytes(wanted: int, copies: float) -> int:
 
 def run(plan: Plan, threads: list[int], writer: Writer, cpus: list[int], without: set[str]) -> None:
     ipex_wanted = "ipex-2.8" not in without and ipex_client.PYTHON.exists()
-    int8_reason = "left out by --without" if "int8" in without else int8_absent_reason()
-    geometries = len({(H, D) for _, H, _, D in plan.models})
-    copies = 1 + ipex_wanted + (0 if int8_reason else 0.5 * geometries)
-    pool_bytes = _fitting_pool_bytes(plan.pool_bytes, copies)
+    pool_bytes = _fitting_pool_bytes(plan.pool_bytes, 1 + ipex_wanted)
     if pool_bytes < min(plan.pool_bytes, 8 * cache_bytes()):
         for models, H, G, D in plan.models:
             writer.add(
@@ -121,11 +115,6 @@ def run(plan: Plan, threads: list[int], writer: Writer, cpus: list[int], without
         tile = make_tile(seed=0)
         pool = KvPool(pool_bytes, True, tile)
         implementations: list[Implementation] = [Native(isa) for isa in impls.isas()]
-        if int8_reason:
-            writer.add(f"native-int8-{impls.isas()[0]}", "absent", int8_reason)
-        else:
-            int8 = Int8Pages(huge=True)
-            implementations += [NativeInt8(isa, int8) for isa in impls.isas()]
         implementations += [SdpaGather(grouped, plan.max_call_s) for grouped in (False, True)]
         for rival in compiled_rivals.ALL:
             left_out = "left out by --without" if rival.NAME in without else ""
@@ -152,13 +141,9 @@ def run(plan: Plan, threads: list[int], writer: Writer, cpus: list[int], without
         bench.run_pool(pool, implementations, plan.sizes, deadline_s)
     if plan.sizes_4k:
         del pool, implementations
-        if not int8_reason:
-            del int8
         pool = KvPool(pool_bytes, False, tile)
-        best: list[Implementation] = [Native(impls.isas()[0])]
-        if not int8_reason:
-            best.append(NativeInt8(impls.isas()[0], Int8Pages(huge=False)))
-        bench.run_pool(pool, best, plan.sizes_4k, time.monotonic() + budget_4k_s)
+        best = Native(impls.isas()[0])
+        bench.run_pool(pool, [best], plan.sizes_4k, time.monotonic() + budget_4k_s)
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:

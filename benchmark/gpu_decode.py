@@ -15,13 +15,13 @@ Rows (format: rows.py); `model`, `context`, `batch`, `step_us` in samples_us, `t
     full-triton       all KV on the device, at the largest batch that fits, with this project's kernel. It keeps fp32
                       accuracy by three products where others make one, so it is no stand-in for stock attention
     full-flashinfer   the same with FlashInfer, which stock SGLang uses; absent where that is not installed
-    scout             co-attention; with rho, precompute, recall, digest (where it is not minmax), cache (`budget`: as
-                      many resident pages as all rows select, the paper's; `device`: all that its memory holds, of
-                      which a step attends to the selected ones), cpu_compute_ratio, wait_share (of the step's time),
-                      fallback_pages, resident_pages, mapped_share (of the arena, by the worker, before the first
-                      step), full_batch (that of full attention) and beyond_full: whether the batch is larger than
-                      it, without which the comparison says nothing. The last variant is the first again, with
-                      repeat = 1: what lies between the two is how much the order of the variants matters
+    scout             co-attention; with rho, precompute, recall, cache (`budget`: as many resident pages as all rows
+                      select, the paper's; `device`: all that its memory holds, of which a step attends to the selected
+                      ones), cpu_compute_ratio, wait_share (of the step's time), fallback_pages, resident_pages,
+                      mapped_share (of the arena, by the worker, before the first step), full_batch (that of full
+                      attention) and beyond_full: whether the batch is larger than it, without which the comparison
+                      says nothing. The last variant is the first again, with repeat = 1: what lies between the two is
+                      how much the order of the variants matters
 
 Nobody joins or leaves, and no server is around the steps: an upper bound of what one can reach.
 """
@@ -284,13 +284,12 @@ def scout_rows(
 
 
 def variants() -> Iterator[tuple[dict[str, Any], float, str]]:
-    """The four corners of the paper's ablation, a larger cache, digests in int8, how much the drift matters, and how
-    much the order of all these: the first again."""
+    """The four corners of the paper's ablation, a larger cache, how much the drift matters, and how much the order of
+    all these: the first again."""
     for precompute in (True, False):
         for recall in ("adaptive", "off"):
             yield {"precompute": precompute, "recall": recall}, 1.0, "budget"
     yield {"precompute": True, "recall": "adaptive", "attend": "selected"}, 1.0, "device"
-    yield {"precompute": True, "recall": "adaptive", "digest": "minmax-int8"}, 1.0, "budget"
     for factor in (0.5, 2.0, 1.0):
         yield {"precompute": True, "recall": "adaptive"}, factor, "budget"
 

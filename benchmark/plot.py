@@ -34,7 +34,6 @@ GOAL_SHARE = 0.85
 GOAL_MEDIAN_US, GOAL_P99_US = 10, 50
 COLORS = {
     "native": "#1b6ca8",
-    "native-int8": "#5fb0d9",
     "vllm": "#4f9a63",
     "sgl-kernel": "#7a4fa3",
     "ipex-2.8": "#d98032",
@@ -57,8 +56,8 @@ def caption(row: Row) -> str:
 
 def family(impl: str, best_isa: str) -> str | None:
     """Which bar an implementation is; None: not in the picture (lower instruction sets, read loops)."""
-    if impl in (f"native-{best_isa}", f"native-int8-{best_isa}"):
-        return impl.removesuffix(f"-{best_isa}")
+    if impl == f"native-{best_isa}":
+        return "native"
     for rival in ("sgl-kernel", "vllm"):
         if impl.startswith(f"{rival}-"):
             return rival
@@ -117,7 +116,7 @@ def plot_attention(rows: list[Row], out: Path) -> None:
         range(len(sizes)), [f"{r} pages\nbatch {b}" for r, b in sizes], fontsize=9
     )
     handles: list[Any] = [plt.Rectangle((0, 0), 1, 1, color=COLORS[n]) for n in names]
-    labels = [f"{n} ({best_isa})" if n.startswith("native") else n for n in names]
+    labels = [f"{n} ({best_isa})" if n == "native" else n for n in names]
     handles.append(plt.Line2D([], [], color="#b03030", linestyle="--"))
     labels.append(f"goal {GOAL_SHARE:.0%}")
     title = f"Decode attention over pages of 32 tokens, {threads} threads, {backing} memory pages"

@@ -11,7 +11,6 @@ import torch
 
 import attention_impls as impls
 from attention_impls import Implementation, Inputs, Native, Shape
-from int8_pages import NativeInt8
 from kv_pool import KvPool, PageStream
 from plans import Plan
 from read_loop import AHEAD_BYTES, ReadLoop
@@ -31,7 +30,6 @@ class Entry:
 
     impl: Implementation
     threads: int
-    more: Row
     error: float
     call_s: float
     calls: int = 1
@@ -40,7 +38,7 @@ class Entry:
 
     @property
     def is_ours(self) -> bool:
-        return isinstance(self.impl, Native | NativeInt8)
+        return isinstance(self.impl, Native)
 
 
 class Failed(Exception):
@@ -180,7 +178,7 @@ class Benchmark:
         return entries
 
     def _threads_of(self, impl: Implementation, shape: Shape) -> list[int]:
-        lower = isinstance(impl, Native | NativeInt8) and impl.isa != self.best_isa
+        lower = isinstance(impl, Native) and impl.isa != self.best_isa
         first = self.plan.all_isas and (shape.B, shape.R) in self.plan.first
         return self.threads[-1:] if lower and not first else self.threads
 
@@ -201,7 +199,7 @@ class Benchmark:
             call_s = impl.run(inputs, inputs.take(1), threads) / 1e9
         key = _rate_key(impl, threads, inputs.shape)
         self.rate[key] = max(self.rate.get(key, 0.0), inputs.shape.call_bytes / call_s)
-        return Entry(impl, threads, impl.more(inputs, at, output), error, call_s)
+        return Entry(impl, threads, error, call_s)
 
     def _read(
         self,
@@ -237,8 +235,8 @@ class Benchmark:
             gb_per_s = shape.call_bytes / s["median_us"] / 1e3
             rates[threads] = max(rates.get(threads, 0.0), gb_per_s)
 
-        def add(impl: str, threads: int, s: Row, call_bytes: float, calls: int, more: Row) -> Row:
-            gb_per_s = call_bytes / s["median_us"] / 1e3
+        def add(impl: str, threads: int, s: Row, calls: int, more: Row) -> Row:
+            gb_per_s = shape.call_bytes / s["median_us"] / 1e3
             return self.writer.add(
                 impl,
                 threads=threads,
@@ -254,17 +252,12 @@ class Benchmark:
 
         for (name, threads), s in found.items():
             ahead: Row = {"prefetch_ahead_bytes": self.loop.ahead_bytes[threads]}
-            add(name, threads, s, shape.call_bytes, read_calls, ahead)
+            add(name, threads, s, read_calls, ahead)
         for e in entries:
             if not e.samples_us:
                 continue
-            more: Row = {
-                "max_abs_error": float(f"{e.error:.3g}"),
-                "tolerance": e.impl.tolerance,
-                **e.more,
-            }
-            call_bytes = e.impl.call_bytes(shape)
-            row = add(e.impl.name, e.threads, _in_rounds(e.samples_us), call_bytes, e.calls, more)
+            more: Row = {"max_abs_error": float(f"{e.error:.3g}"), "tolerance": e.impl.tolerance}
+            row = add(e.impl.name, e.threads, _in_rounds(e.samples_us), e.calls, more)
             self.say(
                 f"    {e.impl.name:22s} {e.threads} threads {row['gb_per_s']:7.2f} GB/s "
                 f"{row['share_of_read']:5.0%} of read, {row['tokens_per_s'] / 1e6:7.2f} M tokens/s, "

@@ -139,8 +139,8 @@ def test_a_policy_with_further_keys():
     config = {"digest": "signs", "resident_bonus": 1.0, "exact_layers": [1, 2]}
     assert setting.offload_config() == config
     assert policies.plain(setting.policy) == "scout, signs, resident_bonus=1.0, exact_layers=[1, 2]"
-    int8 = Setting("scout+digest=minmax-int8", 512).decode_flags({"resident_tokens": 32})
-    assert json.loads(int8[-1]) == {"digest": "minmax-int8", "resident_tokens": 32}
+    signs = Setting("scout+digest=signs", 512).decode_flags({"resident_tokens": 32})
+    assert json.loads(signs[-1]) == {"digest": "signs", "resident_tokens": 32}
     with pytest.raises(ValueError, match=r"policy 'best\+x=1'"):
         Setting("best+x=1", 256)
 

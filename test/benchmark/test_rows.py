@@ -199,7 +199,6 @@ def test_cpu_attention_runs(tmp_path):
         )
     assert {row["backing"] for row in found if row["impl"] == "read"} >= {"4k"}
     assert all(row["max_abs_error"] <= 1e-4 for row in found if row["impl"] == f"native-{best}")
-    assert any(row["impl"].startswith("native-int8") for row in found)
 
 
 def test_attention_instructions_runs(tmp_path):
@@ -209,7 +208,7 @@ def test_attention_instructions_runs(tmp_path):
     if found[0]["status"] == "absent":
         pytest.skip(found[0]["reason"])
     assert done.returncode == 0, done.stderr
-    assert len(found) == 2 and found[1]["impl"].startswith("native-int8")
+    assert len(found) == 1 and found[0]["impl"].startswith("native-")
     for row in found:
         kinds = ("multiply_adds", "other_vector", "moves", "hints", "scalar")
         assert row["instructions"] == pytest.approx(sum(row[kind] for kind in kinds), abs=0.02)
@@ -225,7 +224,7 @@ def test_a_rival_that_was_not_built_is_a_row(tmp_path, monkeypatch):
     monkeypatch.setattr(ipex_client, "PYTHON", tmp_path / "python")
     monkeypatch.setattr(compiled_rivals, "BUILT", tmp_path / "nothing")
     path = tmp_path / "rows.jsonl"
-    without = "sdpa-gather,sdpa-gather-grouped,int8"
+    without = "sdpa-gather,sdpa-gather-grouped"
     arguments = ["--smoke", "--threads", "1", "--without", without, "--json", str(path)]
     assert cpu_attention.main(arguments) == 0
     by_impl = {row["impl"]: row for row in rows.read_rows(path)}
@@ -283,15 +282,6 @@ def test_a_pool_that_is_no_larger_than_the_cache_is_a_row(tmp_path, monkeypatch)
     assert cpu_attention.main(["--smoke", "--json", str(path)]) == 0
     [row] = rows.read_rows(path)
     assert row["status"] == "skipped" and "does not fit" in row["reason"]
-
-
-def test_int8_first_use_runs(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    done = run_benchmark("int8_first_use.py", "--smoke", "--json", str(path))
-    assert done.returncode == 0, done.stderr
-    found = {row["impl"]: row for row in rows.read_rows(path)}
-    assert set(found) == {"bfloat16", "int8-new", "int8-first", "int8-later"}
-    assert "pays_after" in found["int8-later"]
 
 
 def test_ring_latency_runs(tmp_path):
