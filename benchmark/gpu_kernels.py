@@ -29,12 +29,6 @@ from sglang_scout.engine.digest_forms import FORMS
 from sglang_scout.ops.append import APPEND_TOKENS, Pool
 from sglang_scout.ops.attend import ATTEND_PAGES
 from sglang_scout.ops.digest import BUILD_LAYER_DIGESTS
-from sglang_scout.ops.digest_int8 import (
-    BUILD_LAYER_DIGESTS_INT8,
-    SCORE_PAGES_INT8,
-    Int8Digests,
-    code_reference,
-)
 from sglang_scout.ops.gather import COPY_LAYER_PAGES
 from sglang_scout.ops.layers import LayerPages
 from sglang_scout.ops.merge import MERGE_STATES
@@ -145,30 +139,11 @@ def scores(pools: Pools, B: int, N: int) -> Case:
     return Case(
         "score_pages",
         {"B": B, "N": N, "reduce": "mass"},
-        B * N * (digest_bytes("minmax", H, D, DTYPE.itemsize) + 8) + q.nbytes,
+        B * N * (digest_bytes(H, D, DTYPE.itemsize) + 8) + q.nbytes,
         [lambda t=t: call(t) for t in tables],
         lambda: difference(
             SCORE_PAGES, q, pools.kmin, pools.kmax, tables[0], n_full, D**-0.5, "mass"
         ),
-    )
-
-
-def scores_int8(pools: Pools, B: int, N: int) -> Case:
-    q, n_full = pools.random(B, HQ, D), pools.full(N, B)
-    tables = [pools.ids(B, N, pages=len(pools.kmin)) for _ in range(REPEATS)]
-    coded = code_reference(pools.kmin, pools.kmax)
-    out = pools.random(B, N)
-
-    def call(table: torch.Tensor) -> object:
-        arguments = (q, coded, table, n_full, D**-0.5, "mass")
-        return SCORE_PAGES_INT8(*arguments, impl="triton", out=out)
-
-    return Case(
-        "score_pages_int8",
-        {"B": B, "N": N, "reduce": "mass"},
-        B * N * (digest_bytes("minmax-int8", H, D, DTYPE.itemsize) + 8) + q.nbytes,
-        [lambda t=t: call(t) for t in tables],
-        lambda: difference(SCORE_PAGES_INT8, q, coded, tables[0], n_full, D**-0.5),
     )
 
 
@@ -246,7 +221,6 @@ def selection(pools: Pools, B: int, N: int, k: int) -> Case:
 
 BUILDERS = {
     "minmax": BUILD_LAYER_DIGESTS,
-    "minmax-int8": BUILD_LAYER_DIGESTS_INT8,
     "signs": BUILD_LAYER_SIGNS,
 }
 
@@ -258,20 +232,19 @@ def digests(pools: Pools, n: int, source: str, form: str) -> Case:
     ids = [pools.ids(n, dtype=torch.int64, pages=P) for _ in range(REPEATS)]
     halves = [FORMS[form].half((L, P, H, D), DTYPE, pools.device) for _ in range(2)]
     written = [buffer for half in halves for buffer in half]
-    into = [Int8Digests(*written)] if form == "minmax-int8" else written
     page_bytes = S * H * D * DTYPE.itemsize
-    moved = page_bytes + digest_bytes(form, H, D, DTYPE.itemsize)
+    moved = page_bytes + digest_bytes(H, D, DTYPE.itemsize)
     on_bus = layers.k[0].device.type != pools.device
     return Case(
         op.name,
         {"pages": n, "layers": L, "from": source},
         n * L * page_bytes if on_bus else n * L * moved + 8 * n,
-        [lambda i=i: op(layers, i, *into, impl="triton") for i in ids],
+        [lambda i=i: op(layers, i, *written, impl="triton") for i in ids],
         # As bytes: some words of signs are NaNs, which differ from themselves.
         lambda: changed(
             op,
             [buffer.view(torch.uint8) for buffer in written],
-            lambda impl: op(layers, ids[0], *into, impl=impl),
+            lambda impl: op(layers, ids[0], *written, impl=impl),
         ),
         "bus" if on_bus else "device",
     )
@@ -341,7 +314,6 @@ def merged(pools: Pools, B: int) -> Case:
 def cases(pools: Pools, small: bool) -> Iterator[Case]:
     if small:
         yield scores(pools, 2, 40)
-        yield scores_int8(pools, 2, 40)
         yield scores_signs(pools, 2, 40)
         yield attention(pools, 2, 3, 9)
         yield selection(pools, 2, 40, 8)
@@ -351,7 +323,6 @@ def cases(pools: Pools, small: bool) -> Iterator[Case]:
         return
     for B, N in ((1, 4096), (16, 2048), (64, 1024)):
         yield scores(pools, B, N)
-        yield scores_int8(pools, B, N)
         yield scores_signs(pools, B, N)
     for B, resident, columns in ((1, 64, 64), (16, 64, 64), (16, 64, 2048), (64, 64, 64)):
         yield attention(pools, B, resident, columns)

@@ -65,13 +65,11 @@ def empty(*shape: int, dtype: torch.dtype = F32) -> torch.Tensor:
 
 def cases() -> Iterator[tuple[str, Callable[..., object], tuple]]:
     """A name, and a call with the shapes of a model that launches kernels."""
-    from sglang_scout.ops.digest_int8 import Int8Digests
     from sglang_scout.ops.doorbell import DeviceRing
     from sglang_scout.ops.layers import LayerPages
     from sglang_scout.ops.triton import (
         advance,
         attend,
-        digest_int8,
         doorbell,
         merge,
         pages,
@@ -121,16 +119,6 @@ def cases() -> Iterator[tuple[str, Callable[..., object], tuple]]:
         for of, source in (("", arguments), (" of slots", (*arguments, rows))):
             yield f"build_layer_digests{of}, {model}", pages.build_layer_digests, source
             yield f"build_layer_signs{of}, {model}", signs.build_layer_signs, source
-        if D % 32 == 0:
-            codes, steps = empty(P, H, D, dtype=torch.int8), empty(P, H, D // 32, dtype=BF16)
-            coded = Int8Digests(codes, steps, codes, steps)
-            arguments = (layers, ids, Int8Digests(*(torch.stack([x] * 3) for x in coded)))
-            function = digest_int8.build_layer_digests_int8
-            yield f"build_layer_digests_int8, {model}", function, arguments
-            arguments = (*arguments, rows)
-            yield f"build_layer_digests_int8 of slots, {model}", function, arguments
-            arguments = (q, coded, table, row, 0.1)
-            yield f"score_pages_int8, {model}", digest_int8.score_pages_int8, arguments
         slots = [x.new_empty(3, 9, *x.shape[1:]) for x in (k, v)]
         triples = empty(3, 64, dtype=I64)
         yield f"copy_layer_pages, {model}", pages.copy_layer_pages, (layers, triples, *slots)

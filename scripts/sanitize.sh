@@ -3,8 +3,8 @@
 #
 #   scripts/sanitize.sh [address|thread|all] [options]     default: all
 #
-#   address   address and undefined behaviour: attend_test, batch_test, slots_test, uses_test; ring_test stress, kill, copies
-#   thread    data races: batch_test; ring_test stress, copies (the others race on purpose or between processes)
+#   address   address and undefined behaviour: attend_test, batch_test, slots_test, uses_test; ring_test stress, kill
+#   thread    data races: batch_test; ring_test stress (kill races between processes)
 #
 #   --seconds N     how long each mode of ring_test runs (default 4)
 #   --seed N        of ring_test (default 1)

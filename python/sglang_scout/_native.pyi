@@ -32,39 +32,6 @@ def attend_batch(
     lse_ptr: int,
     threads: int = 1,
 ) -> None: ...
-def attend_batch_int8(
-    q_ptr: int,
-    codes_ptr: int,
-    scales_ptr: int,
-    num_pages: int,
-    S: int,
-    H: int,
-    D: int,
-    G: int,
-    scale: float,
-    logit_cap: float,
-    pages_ptr: int,
-    B: int,
-    R: int,
-    last_page_ptr: int,
-    last_len_ptr: int,
-    out_ptr: int,
-    lse_ptr: int,
-    threads: int = 1,
-) -> None: ...
-def quantize_pages(
-    k_ptr: int,
-    v_ptr: int,
-    S: int,
-    H: int,
-    D: int,
-    dtype: int,
-    src_ids_ptr: int,
-    dst_ids_ptr: int,
-    n: int,
-    codes_ptr: int,
-    scales_ptr: int,
-) -> None: ...
 def copy_pages(
     src_ptr: int, dst_ptr: int, page_bytes: int, src_ids_ptr: int, dst_ids_ptr: int, n: int
 ) -> None: ...
@@ -84,38 +51,6 @@ def score_pages(
     kmin_ptr: int,
     kmax_ptr: int,
     dtype: int,
-    P: int,
-    H: int,
-    G: int,
-    D: int,
-    table_ptr: int,
-    n_full_ptr: int,
-    B: int,
-    N: int,
-    scale: float,
-    reduce: int,
-    out_ptr: int,
-    threads: int = 1,
-) -> None: ...
-def digest_pages_int8(
-    k_ptr: int,
-    S: int,
-    H: int,
-    D: int,
-    dtype: int,
-    ids_ptr: int,
-    n: int,
-    low_ptr: int,
-    low_step_ptr: int,
-    high_ptr: int,
-    high_step_ptr: int,
-) -> None: ...
-def score_pages_int8(
-    q_ptr: int,
-    low_ptr: int,
-    low_step_ptr: int,
-    high_ptr: int,
-    high_step_ptr: int,
     P: int,
     H: int,
     G: int,
@@ -221,8 +156,6 @@ class RingProducer:
         out_bytes: int,
     ) -> tuple[int, int]:
         """Time waited in microseconds and pages that the caller computed."""
-    def set_final(self, pages_ptr: int, n: int, final: bool) -> None:
-        """Pages int64 [n] are full and stay as they are, or are to be written again."""
     def totals(self) -> dict[str, int]: ...
     def set_trace(self, on: bool) -> None: ...
     def next_event(self, line: int) -> int: ...

@@ -14,7 +14,6 @@ namespace {
 constexpr int kMostRuns = 16;
 
 int64_t page_bytes(const KvPages& kv) {
-  if (kv.dtype == DType::kI8) return int8_record_bytes(kv);
   return int64_t{2} * kv.page_size * kv.kv_heads * kv.head_dim * (kv.dtype == DType::kF32 ? 4 : 2);
 }
 

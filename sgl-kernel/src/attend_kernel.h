@@ -15,11 +15,14 @@
 
 #include "attend_cpu.h"
 #include "attend_dispatch.h"
-#include "attend_shared.h"
 #include "scout/attend.h"
 
 namespace scout {
 namespace {
+
+constexpr int kTileTokens = 64;        // of a page, at once
+constexpr int kScratchFloats = 16384;  // of q, and of accumulators, in one pass over the pages
+constexpr int kScratchRows = kScratchFloats / kTileTokens;
 
 // How a sequence is walked: blocks of about so many bytes; hints for what comes `leads` times
 // lead_bytes later, with two of them once more for what comes lead_bytes later.
@@ -69,6 +72,60 @@ inline void unpack_row(bool interleaved, const float* from, float factor, float*
   }
 }
 
+// KV heads [head_begin, head_end) and, of each, query heads [group_begin, group_end) of the group.
+struct HeadRange {
+  int head_begin, head_end;
+  int group_begin, group_end;
+};
+
+// A group in chunks of nearly equal size: `larger` of size + 1 query heads, then chunks of size.
+struct Chunks {
+  int count, size, larger;
+
+  explicit Chunks(int group)
+      : count((group + Vec::kMaxGroupChunk - 1) / Vec::kMaxGroupChunk),
+        size(group / count),
+        larger(group % count) {}
+  int of(int chunk) const { return chunk < larger ? size + 1 : size; }
+  int most() const { return larger > 0 ? size + 1 : size; }
+};
+
+// The pages of a sequence by the place in its list; the entry after the listed ones stands for
+// last_page.
+class Entries {
+ public:
+  explicit Entries(const AttendArgs& args) : args_(args) {}
+
+  int64_t page(int entry) const {
+    if (entry < args_.n) return args_.pages[entry];
+    return args_.last_page >= 0 && args_.last_len > 0 ? args_.last_page : -1;
+  }
+  bool has(int entry) const { return entry <= args_.n; }
+  // The first from `entry` on that names a page; if there is none, one that `has` denies.
+  int from(int entry) const {
+    while (has(entry) && page(entry) < 0) ++entry;
+    return entry;
+  }
+  int tokens(int entry) const { return entry < args_.n ? args_.kv->page_size : args_.last_len; }
+
+ private:
+  const AttendArgs& args_;
+};
+
+// What the sums over all tokens of a query head mean.
+struct RowResult {
+  float inverse;  // by which the sum of weighted values becomes the output
+  float lse;
+
+  RowResult(float highest, float sum) {
+    // At the limit: every score was -inf, as if there were no token. A NaN among them is no score.
+    const bool hidden = highest <= -kScoreLimit && sum == sum;
+    const bool empty = hidden || sum == 0.0f;
+    inverse = empty ? 0.0f : 1.0f / sum;
+    lse = empty ? -kInfinity : static_cast<float>(highest * kLn2 + __builtin_log(sum));
+  }
+};
+
 // Where one page begins.
 struct Place {
   const char* k;
@@ -103,7 +160,6 @@ inline void attend_heads(const AttendArgs& args, HeadRange range) {
   alignas(64) float scores[kScratchFloats];
   alignas(64) float shift[kScratchRows] = {};
   alignas(64) float rescale[kScratchRows];
-  float row_scale[kScratchRows];
   float total[kScratchRows];
   for (int h = 0; h < heads; ++h) {
     const int q_head = (range.head_begin + h) * args.params->group + range.group_begin;
@@ -128,13 +184,12 @@ inline void attend_heads(const AttendArgs& args, HeadRange range) {
 
   const int rows = heads * group;
   const int stride = (rows + Vec::kLanes - 1) / Vec::kLanes * Vec::kLanes;  // of scores
-  for (int row = 0; row < rows; ++row) row_scale[row] = args.params->scale;
   // Lanes of no query head: their scores are zero and stay finite.
   for (int row = rows; row < stride; ++row) {
-    row_scale[row] = highest[row] = sum[row] = 0.0f;
+    highest[row] = sum[row] = 0.0f;
     for (int t = 0; t < kTileTokens; ++t) scores[t * stride + row] = 0.0f;
   }
-  const Softmax softmax{row_scale, args.params->logit_cap, highest, shift, total};
+  const Softmax softmax{args.params->scale, args.params->logit_cap, highest, shift, total};
   const int most = kv.page_size < kTileTokens ? kv.page_size : kTileTokens;
   const bool by_rows = Vec::by_rows(chunks.most());
   Pace pace = by_rows ? kByRows : kByColumns;
@@ -234,8 +289,24 @@ inline void attend_heads(const AttendArgs& args, HeadRange range) {
   }
 }
 
+// As many heads at a time as fit the scratch; nearly always all of them.
 inline void attend_all(const AttendArgs& args) {
-  for_heads_that_fit(args, [&](HeadRange range) { attend_heads(args, range); });
+  const int heads = args.kv->kv_heads;
+  const int group = args.params->group;
+  const int fit = kScratchFloats / args.kv->head_dim;
+  const int rows = fit < kScratchRows ? fit : kScratchRows;
+  const int group_step = group < rows ? group : rows;
+  const int head_step = rows / group_step;
+  for (int h = 0; h < heads; h += head_step) {
+    for (int g = 0; g < group; g += group_step) {
+      HeadRange range;
+      range.head_begin = h;
+      range.head_end = h + head_step < heads ? h + head_step : heads;
+      range.group_begin = g;
+      range.group_end = g + group_step < group ? g + group_step : group;
+      attend_heads(args, range);
+    }
+  }
 }
 
 }  // namespace

@@ -12,19 +12,37 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "attend_shared.h"
 #include "scout/attend.h"
 #include "vec_math.h"
 
 namespace scout {
 namespace {
 
+constexpr int kLineBytes = 64;
 constexpr int kMaxGroup = 16;  // at least the largest group chunk, a multiple of every lane count
 constexpr int kRowTokens = 4;  // of add_rows, at once
 
 template <DType T>
 constexpr int element_bytes() {
   return T == DType::kF32 ? 4 : 2;
+}
+
+// What to prefetch: lines from `at` on; where kTwice, also those `again` bytes from there. A CPU
+// drops hints while as many lines are on their way as it can follow, and the second hint, nearer to
+// the use, is for what was dropped. Where arithmetic binds it is one instruction too many.
+struct Hints {
+  const char* at;
+  ptrdiff_t again;
+};
+
+template <int kBytes, bool kTwice = false>
+inline void prefetch_span(Hints& hints) {
+#pragma GCC unroll 16
+  for (int offset = 0; offset < kBytes; offset += kLineBytes) {
+    prefetch(hints.at + offset);
+    if constexpr (kTwice) prefetch(hints.at + hints.again + offset);
+  }
+  hints.at += kBytes;
 }
 
 struct Block {
@@ -113,10 +131,37 @@ inline Hints score_tokens(const char* k, ptrdiff_t row_bytes, const float* q, in
   return ahead;
 }
 
+// Scores in units of log2, from dot products.
+class Scores {
+ public:
+  explicit Scores(float logit_cap)
+      : capped_(logit_cap > 0.0f),
+        given_(Vec::set1(logit_cap)),
+        cap_(Vec::set1(logit_cap * kLog2e)) {}
+
+  // The factor of `of`, from that of natural scores.
+  Vec::F factor(Vec::F scale) const {
+    return capped_ ? Vec::div(scale, given_) : Vec::mul(scale, Vec::set1(kLog2e));
+  }
+  Vec::F of(Vec::F factor, Vec::F dot) const {
+    const Vec::F s = Vec::mul(factor, dot);
+    return capped_ ? Vec::mul(cap_, tanh(s)) : s;
+  }
+
+ private:
+  bool capped_;
+  Vec::F given_, cap_;
+};
+
+// What is not within the limit at it; NaN stays NaN.
+inline Vec::F within(float limit, Vec::F x) {
+  return Vec::max(Vec::set1(-limit), Vec::min(Vec::set1(limit), x));
+}
+
 // One step of online softmax: raw dot products of all query heads become weights. Arrays are padded
 // to whole vectors.
 struct Softmax {
-  const float* scale;  // [rows], of the dot products
+  float scale;  // of the dot products
   float logit_cap;
   float* highest;  // [rows] base-2 logarithm of the largest weight so far, -inf at first
   float* shift;    // [rows] base-2 logarithm of the factor by which earlier sums shrink
@@ -130,9 +175,9 @@ inline void softmax_rows(float* scores, ptrdiff_t stride, int rows, int tokens,
   using F = Vec::F;
   constexpr int W = Vec::kLanes;
   const Scores to(step.logit_cap);
+  const F factor = to.factor(Vec::set1(step.scale));
   for (int row = 0; row < rows; row += W) {
     float* const of_rows = scores + row;
-    const F factor = to.factor(Vec::load(step.scale + row));
     F largest = Vec::set1(-kInfinity);
     for (int t = 0; t < tokens; ++t) {
       const F s = within(kScoreLimit, to.of(factor, Vec::load(of_rows + t * stride)));

@@ -20,7 +20,6 @@ Attendant::Attendant(const Producer& producer, int64_t poll_us)
   const Header& h = ring_.header();
   scratch_pages_.resize(h.max_pages);
   part_floats_ = ring_.q_floats() + h.q_heads;
-  if (ring_.has_copies()) copies_ = std::make_unique<PageCopies>(ring_, kReader);
   parts_.resize(uint64_t{kMaxParts} * h.num_nodes * part_floats_);
   rung_ = load_acquire(&ring_.control()->head);
   sigset_t all, before;
@@ -90,9 +89,8 @@ int64_t Attendant::compute(uint32_t slot) {
     for (uint32_t part = 0; part < row_parts; ++part) {
       float* to = row_parts == 1 ? out : parts_.data() + part * part_floats_;
       float* to_lse = row_parts == 1 ? lse : to + ring_.q_floats();
-      const int32_t pages =
-          attend_part(ring_, layer, ring_.q(slot, row), ring_.pages(slot, row), n, part, parts,
-                      scratch_pages_.data(), copies_.get(), to, to_lse);
+      const int32_t pages = attend_part(ring_, layer, ring_.q(slot, row), ring_.pages(slot, row), n,
+                                        part, parts, scratch_pages_.data(), to, to_lse);
       if (pages < 0) return -1;
       total += pages;
     }

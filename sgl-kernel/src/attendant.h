@@ -8,11 +8,9 @@
 
 #include <atomic>
 #include <cstdint>
-#include <memory>
 #include <thread>
 #include <vector>
 
-#include "page_copies.h"
 #include "producer.h"
 #include "ring.h"
 
@@ -46,7 +44,6 @@ class Attendant {
   std::vector<int32_t> scratch_pages_;
   std::vector<float> parts_;
   uint64_t part_floats_ = 0;
-  std::unique_ptr<PageCopies> copies_;  // if the arena has int8 copies
   std::atomic<int64_t> pages_{0};
   std::atomic<bool> stopping_{false};
   std::thread thread_;

@@ -7,12 +7,10 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
-#include <vector>
 
 #include "attend_batch.h"
 #include "isa.h"
 #include "pages.h"
-#include "quantize_cpu.h"
 #include "score_cpu.h"
 #include "scout/attend.h"
 #include "thread_pool.h"
@@ -60,90 +58,41 @@ void check_shape(const char* op, int page_size, int heads, int dim, int group) {
               "; all must be positive, D a multiple of 16 up to 16384");
 }
 
-void attend_rows(const char* op, const scout::KvPages& kv, const scout::AttendParams& params,
-                 uintptr_t q, uintptr_t pages, int batch, int columns, uintptr_t last_page,
-                 uintptr_t last_len, uintptr_t out, uintptr_t lse, int threads) {
-  const std::string name = op;
-  check_shape(op, kv.page_size, kv.kv_heads, kv.head_dim, params.group);
-  const int32_t* const ids = at<const int32_t>(pages);
-  const int32_t* const last_ids = at<const int32_t>(last_page);
-  const int32_t* const last_lens = at<const int32_t>(last_len);
-  require((last_ids == nullptr) == (last_lens == nullptr),
-          name + ": last_page and last_len go together");
-  for (int b = 0; b < batch; ++b) {
-    const int64_t row = static_cast<int64_t>(b) * columns;
-    require_lazily(columns == 0 || scout::valid_pages(kv, ids + row, columns), [&] {
-      return name + ": a page id of row " + std::to_string(b) +
-             " is not below num_pages=" + std::to_string(kv.num_pages);
-    });
-    if (last_ids == nullptr || last_ids[b] < 0) continue;
-    require_lazily(last_ids[b] < kv.num_pages && last_lens[b] >= 1 && last_lens[b] <= kv.page_size,
-                   [&] {
-                     return name + ": row " + std::to_string(b) +
-                            " has last_page=" + std::to_string(last_ids[b]) +
-                            " last_len=" + std::to_string(last_lens[b]) +
-                            "; expected a page below " + std::to_string(kv.num_pages) +
-                            " and a length in 1.." + std::to_string(kv.page_size);
-                   });
-  }
-  scout::attend_batch(kv, params,
-                      {at<const float>(q), ids, batch, columns, last_ids, last_lens, at<float>(out),
-                       at<float>(lse)},
-                      threads);
-}
-
 void attend_batch(uintptr_t q, uintptr_t k, uintptr_t v, int64_t num_pages, int page_size,
                   int heads, int dim, int dtype, int group, float scale, float logit_cap,
                   uintptr_t pages, int batch, int columns, uintptr_t last_page, uintptr_t last_len,
                   uintptr_t out, uintptr_t lse, int threads) {
-  scout::KvPages kv{at<const void>(k), at<const void>(v), num_pages, page_size, heads, dim,
-                    DType::kF32};
-  kv.dtype = checked_dtype("attend_batch", dtype);
-  attend_rows("attend_batch", kv, {group, scale, logit_cap}, q, pages, batch, columns, last_page,
-              last_len, out, lse, threads);
-}
-
-void check_coded_dim(const char* op, int dim) {
-  require_lazily(dim <= scout::kMaxCodedDim, [&] {
-    return std::string(op) + ": D=" + std::to_string(dim) + ", at most " +
-           std::to_string(scout::kMaxCodedDim);
-  });
-}
-
-void attend_batch_int8(uintptr_t q, uintptr_t codes, uintptr_t scales, int64_t num_pages,
-                       int page_size, int heads, int dim, int group, float scale, float logit_cap,
-                       uintptr_t pages, int batch, int columns, uintptr_t last_page,
-                       uintptr_t last_len, uintptr_t out, uintptr_t lse, int threads) {
-  check_coded_dim("attend_batch_int8", dim);
-  scout::KvPages kv{at<const void>(codes), nullptr, num_pages, page_size, heads, dim, DType::kI8};
-  kv.scales = at<const float>(scales);
-  attend_rows("attend_batch_int8", kv, {group, scale, logit_cap}, q, pages, batch, columns,
-              last_page, last_len, out, lse, threads);
-}
-
-void quantize_pages(uintptr_t k, uintptr_t v, int page_size, int heads, int dim, int dtype,
-                    uintptr_t src_ids, uintptr_t dst_ids, int64_t n, uintptr_t codes,
-                    uintptr_t scales) {
-  check_shape("quantize_pages", page_size, heads, dim, 1);
-  check_coded_dim("quantize_pages", dim);
-  const scout::DType type = checked_dtype("quantize_pages", dtype);
-  const scout::KvPages kv{at<const void>(k), at<const void>(v), 0, page_size, heads, dim, type};
-  const int64_t plane_bytes = int64_t{page_size} * heads * dim * (type == DType::kF32 ? 4 : 2);
-  const int64_t page_codes = 2 * scout::coded_tokens(page_size) * heads * dim;
-  std::vector<scout::QuantizePlane> planes(2 * n);
-  for (int64_t i = 0; i < n; ++i) {
-    const int64_t from = at<const int64_t>(src_ids)[i] * plane_bytes;
-    const int64_t to = at<const int64_t>(dst_ids)[i];
-    scout::add_planes_of_page(at<const char>(k) + from, at<const char>(v) + from, kv,
-                              at<int8_t>(codes) + to * page_codes,
-                              at<float>(scales) + 2 * to * heads, nullptr, &planes[2 * i]);
+  check_shape("attend_batch", page_size, heads, dim, group);
+  const scout::KvPages kv{at<const void>(k),
+                          at<const void>(v),
+                          num_pages,
+                          page_size,
+                          heads,
+                          dim,
+                          checked_dtype("attend_batch", dtype)};
+  const int32_t* const ids = at<const int32_t>(pages);
+  const int32_t* const last_ids = at<const int32_t>(last_page);
+  const int32_t* const last_lens = at<const int32_t>(last_len);
+  require((last_ids == nullptr) == (last_lens == nullptr),
+          "attend_batch: last_page and last_len go together");
+  for (int b = 0; b < batch; ++b) {
+    const int64_t row = static_cast<int64_t>(b) * columns;
+    require_lazily(columns == 0 || scout::valid_pages(kv, ids + row, columns), [&] {
+      return "attend_batch: a page id of row " + std::to_string(b) +
+             " is not below num_pages=" + std::to_string(num_pages);
+    });
+    if (last_ids == nullptr || last_ids[b] < 0) continue;
+    require_lazily(last_ids[b] < num_pages && last_lens[b] >= 1 && last_lens[b] <= page_size, [&] {
+      return "attend_batch: row " + std::to_string(b) +
+             " has last_page=" + std::to_string(last_ids[b]) +
+             " last_len=" + std::to_string(last_lens[b]) + "; expected a page below " +
+             std::to_string(num_pages) + " and a length in 1.." + std::to_string(page_size);
+    });
   }
-  scout::quantize_planes({type, page_size, heads, dim, planes.data(), 2 * n, nullptr});
-}
-
-void check_coded(const char* op, int dim) {
-  require(dim % scout::kStepChannels == 0,
-          std::string(op) + ": D=" + std::to_string(dim) + " is not a multiple of 32");
+  scout::attend_batch(kv, {group, scale, logit_cap},
+                      {at<const float>(q), ids, batch, columns, last_ids, last_lens, at<float>(out),
+                       at<float>(lse)},
+                      threads);
 }
 
 void copy_pages(uintptr_t src, uintptr_t dst, int64_t page_bytes, uintptr_t src_ids,
@@ -158,17 +107,6 @@ void digest_pages(uintptr_t k, int page_size, int heads, int dim, int dtype, uin
   scout::digest_pages(at<const void>(k), page_size, heads, dim,
                       checked_dtype("digest_pages", dtype), at<const int64_t>(ids), n,
                       at<void>(kmin), at<void>(kmax));
-}
-
-void digest_pages_int8(uintptr_t k, int page_size, int heads, int dim, int dtype, uintptr_t ids,
-                       int64_t n, uintptr_t low, uintptr_t low_step, uintptr_t high,
-                       uintptr_t high_step) {
-  check_shape("digest_pages_int8", page_size, heads, dim, 1);
-  check_coded("digest_pages_int8", dim);
-  scout::digest_pages_int8(
-      at<const void>(k), page_size, heads, dim, checked_dtype("digest_pages_int8", dtype),
-      at<const int64_t>(ids), n,
-      {at<int8_t>(low), at<uint16_t>(low_step), at<int8_t>(high), at<uint16_t>(high_step)});
 }
 
 void sign_pages(uintptr_t k, int heads, int dim, int dtype, uintptr_t ids, int64_t n, uintptr_t low,
@@ -207,17 +145,17 @@ void check_tables(const char* op, const int32_t* ids, const int32_t* counts, int
   }
 }
 
-void score_digests(const char* op, uintptr_t q, const scout::Digests& digests, int64_t num_pages,
-                   int group, uintptr_t table, uintptr_t n_full, int batch, int columns,
-                   float scale, int reduce, uintptr_t out, int threads) {
-  const int heads = digests.kv_heads;
-  const int dim = digests.head_dim;
-  check_shape(op, 1, heads, dim, group);
-  require(reduce >= 0 && reduce <= 2, std::string(op) + ": reduce=" + std::to_string(reduce) +
+void score_pages(uintptr_t q, uintptr_t kmin, uintptr_t kmax, int dtype, int64_t num_pages,
+                 int heads, int group, int dim, uintptr_t table, uintptr_t n_full, int batch,
+                 int columns, float scale, int reduce, uintptr_t out, int threads) {
+  check_shape("score_pages", 1, heads, dim, group);
+  require(reduce >= 0 && reduce <= 2, "score_pages: reduce=" + std::to_string(reduce) +
                                           "; known are 0 (mass), 1 (max), 2 (sum)");
+  const scout::Digests digests{at<const void>(kmin), at<const void>(kmax),
+                               checked_dtype("score_pages", dtype), heads, dim};
   const int32_t* const ids = at<const int32_t>(table);
   const int32_t* const counts = at<const int32_t>(n_full);
-  check_tables(op, ids, counts, batch, columns, num_pages);
+  check_tables("score_pages", ids, counts, batch, columns, num_pages);
   const int64_t q_heads = static_cast<int64_t>(heads) * group;
   const size_t floats = scout::score_scratch_floats(heads * group, dim, columns);
   scout::parallel_for(batch, threads, [&](int b) {
@@ -226,27 +164,6 @@ void score_digests(const char* op, uintptr_t q, const scout::Digests& digests, i
                            at<const float>(q) + b * q_heads * dim, ids + row, counts[b], columns,
                            scratch(floats), at<float>(out) + row});
   });
-}
-
-void score_pages(uintptr_t q, uintptr_t kmin, uintptr_t kmax, int dtype, int64_t num_pages,
-                 int heads, int group, int dim, uintptr_t table, uintptr_t n_full, int batch,
-                 int columns, float scale, int reduce, uintptr_t out, int threads) {
-  const scout::Digests digests{at<const void>(kmin), at<const void>(kmax),
-                               checked_dtype("score_pages", dtype), heads, dim};
-  score_digests("score_pages", q, digests, num_pages, group, table, n_full, batch, columns, scale,
-                reduce, out, threads);
-}
-
-void score_pages_int8(uintptr_t q, uintptr_t low, uintptr_t low_step, uintptr_t high,
-                      uintptr_t high_step, int64_t num_pages, int heads, int group, int dim,
-                      uintptr_t table, uintptr_t n_full, int batch, int columns, float scale,
-                      int reduce, uintptr_t out, int threads) {
-  check_coded("score_pages_int8", dim);
-  const scout::Digests digests{
-      at<const void>(low),          at<const void>(high),         DType::kI8, heads, dim,
-      at<const uint16_t>(low_step), at<const uint16_t>(high_step)};
-  score_digests("score_pages_int8", q, digests, num_pages, group, table, n_full, batch, columns,
-                scale, reduce, out, threads);
 }
 
 void score_signs(uintptr_t q, uintptr_t low, uintptr_t high, int dtype, int64_t num_pages,
@@ -279,15 +196,6 @@ NB_MODULE(_native, m) {
       arg("pages_ptr"), arg("B"), arg("R"), arg("last_page_ptr"), arg("last_len_ptr"),
       arg("out_ptr"), arg("lse_ptr"), arg("threads") = 1, no_gil,
       "Attention of B sequences, each over R pages (-1: none) and an optional partial last page.");
-  m.def("attend_batch_int8", &attend_batch_int8, arg("q_ptr"), arg("codes_ptr"), arg("scales_ptr"),
-        arg("num_pages"), arg("S"), arg("H"), arg("D"), arg("G"), arg("scale"), arg("logit_cap"),
-        arg("pages_ptr"), arg("B"), arg("R"), arg("last_page_ptr"), arg("last_len_ptr"),
-        arg("out_ptr"), arg("lse_ptr"), arg("threads") = 1, no_gil,
-        "attend_batch over int8 codes with one fp32 scale per page and KV head.");
-  m.def("quantize_pages", &quantize_pages, arg("k_ptr"), arg("v_ptr"), arg("S"), arg("H"), arg("D"),
-        arg("dtype"), arg("src_ids_ptr"), arg("dst_ids_ptr"), arg("n"), arg("codes_ptr"),
-        arg("scales_ptr"), no_gil,
-        "int8 codes and scales of pages src_ids[i], to rows dst_ids[i]; int64 ids, not checked.");
   m.def("copy_pages", &copy_pages, arg("src_ptr"), arg("dst_ptr"), arg("page_bytes"),
         arg("src_ids_ptr"), arg("dst_ids_ptr"), arg("n"), no_gil,
         "dst[dst_ids[i]] = src[src_ids[i]] for n pages of page_bytes; int64 ids, not checked.");
@@ -298,14 +206,6 @@ NB_MODULE(_native, m) {
         arg("P"), arg("H"), arg("G"), arg("D"), arg("table_ptr"), arg("n_full_ptr"), arg("B"),
         arg("N"), arg("scale"), arg("reduce"), arg("out_ptr"), arg("threads") = 1, no_gil,
         "Quest bounds of the first n_full pages of B sequences, reduced over the query heads.");
-  m.def("digest_pages_int8", &digest_pages_int8, arg("k_ptr"), arg("S"), arg("H"), arg("D"),
-        arg("dtype"), arg("ids_ptr"), arg("n"), arg("low_ptr"), arg("low_step_ptr"),
-        arg("high_ptr"), arg("high_step_ptr"), no_gil,
-        "digest_pages rounded outward to int8, with a bf16 step for 32 channels.");
-  m.def("score_pages_int8", &score_pages_int8, arg("q_ptr"), arg("low_ptr"), arg("low_step_ptr"),
-        arg("high_ptr"), arg("high_step_ptr"), arg("P"), arg("H"), arg("G"), arg("D"),
-        arg("table_ptr"), arg("n_full_ptr"), arg("B"), arg("N"), arg("scale"), arg("reduce"),
-        arg("out_ptr"), arg("threads") = 1, no_gil, "score_pages of digests in int8.");
   m.def("sign_pages", &sign_pages, arg("k_ptr"), arg("H"), arg("D"), arg("dtype"), arg("ids_ptr"),
         arg("n"), arg("low_ptr"), arg("high_ptr"), no_gil,
         "Signs of K of n pages of 32 tokens, to rows ids[i]; int64 ids, not checked.");

@@ -58,7 +58,6 @@ nb::dict totals(const Producer& self) {
   d["stale"] = sum.stale;
   d["records"] = sum.records;
   d["remote_pages"] = sum.remote_pages;
-  d["quantized_pages"] = static_cast<int64_t>(sum.quantized) + self.quantized_pages();
   d["fallback_pages"] = self.fallback_pages();
   d["local_tickets"] = self.local_tickets();
   d["late_tickets"] = self.late_tickets();
@@ -99,12 +98,6 @@ void bind_runtime(nb::module_& m) {
       .def("wait", &wait, nb::arg("ticket"), nb::arg("layer"), nb::arg("step"),
            nb::arg("timeout_us"), nb::arg("spin_us"), nb::arg("out_ptr"), nb::arg("lse_ptr"),
            nb::arg("out_bytes"))
-      .def(
-          "set_final",
-          [](Producer& self, uintptr_t pages, int64_t n, bool final) {
-            self.set_final(pointer<const int64_t>(pages), n, final);
-          },
-          nb::arg("pages_ptr"), nb::arg("n"), nb::arg("final"))
       .def("totals", &totals)
       .def("set_trace", &Producer::set_trace, nb::arg("on"))
       .def("next_event", &Producer::next_event, nb::arg("line"))

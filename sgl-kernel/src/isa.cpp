@@ -52,15 +52,6 @@ Isa best_isa() {
   return Isa::kPortable;
 }
 
-bool has_vnni() {
-#ifdef SCOUT_X86
-  static const bool found = __builtin_cpu_supports("avx512vnni");
-  return found;
-#else
-  return false;
-#endif
-}
-
 Isa current_isa() { return static_cast<Isa>(selected().load(std::memory_order_relaxed)); }
 
 bool set_isa(const char* name) {

@@ -10,9 +10,6 @@ inline constexpr int kNumIsas = 4;
 // The best that this machine and operating system support.
 Isa best_isa();
 
-// Whether AVX-512 comes with 16-bit dot products, as on every machine since 2019.
-bool has_vnni();
-
 // What the kernels use now: best_isa(), lowered by SCOUT_ISA (read once) or by set_isa.
 Isa current_isa();
 

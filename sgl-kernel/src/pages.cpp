@@ -1,11 +1,7 @@
 #include "pages.h"
 
-#include <cmath>
 #include <cstddef>
 #include <cstring>
-#include <vector>
-
-#include "score_cpu.h"
 
 namespace scout {
 namespace {
@@ -53,43 +49,6 @@ void digest_f32(const float* page, int32_t tokens, ptrdiff_t columns, float* low
   }
 }
 
-float widened(const void* values, ptrdiff_t i, DType dtype) {
-  if (dtype == DType::kF32) return static_cast<const float*>(values)[i];
-  const uint32_t bits = static_cast<const uint16_t*>(values)[i];
-  uint32_t wide = bits << 16;
-  if (dtype == DType::kF16) {
-    wide = (bits & 0x8000) << 16 | (bits & 0x7fff) << 13;
-    if ((bits & 0x7c00) == 0x7c00) wide |= 0x7f800000;
-  }
-  float x;
-  std::memcpy(&x, &wide, sizeof x);
-  return dtype == DType::kF16 ? x * 0x1p112f : x;
-}
-
-// The nearest bf16 that is not below x, of a positive x.
-uint16_t rounded_up(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, sizeof bits);
-  return static_cast<uint16_t>((bits + 0xffff) >> 16);
-}
-
-constexpr uint16_t kNoStep = 0x7fff;  // a NaN, and not the one that marks an unset digest
-// As in ops/digest_int8.py, whose results these are bit by bit.
-constexpr float kSteps = static_cast<float>(1.0 / 127 * (1 + 0x1p-21));
-constexpr float kLeastStep = 0x1p-120f;
-
-// Rounds 32 bounds in one direction: -1 down, 1 up.
-void code_bounds(const float* bounds, float direction, int8_t* codes, uint16_t* step) {
-  float size = 0.0f;
-  for (int c = 0; c < kStepChannels; ++c) size = std::fmax(size, std::fabs(bounds[c]));
-  *step = rounded_up(std::fmax(size * kSteps, kLeastStep));
-  const float unit = widened(step, 0, DType::kBF16);
-  for (int c = 0; c < kStepChannels; ++c) {
-    const float x = direction * bounds[c];
-    codes[c] = static_cast<int8_t>(direction * std::ceil(x / unit));
-  }
-}
-
 // One word for every column from 16 rows: bit t is set where row t is not negative.
 template <typename Bits>
 void sign_words(const Bits* rows, ptrdiff_t columns, Bits* words) {
@@ -132,38 +91,6 @@ void copy_pages(const void* src, void* dst, int64_t page_bytes, const int64_t* s
   for (int64_t i = 0; i < n; ++i) {
     std::memcpy(to + dst_ids[i] * page_bytes, from + src_ids[i] * page_bytes,
                 static_cast<size_t>(page_bytes));
-  }
-}
-
-void digest_pages_int8(const void* k, int32_t page_size, int32_t kv_heads, int32_t head_dim,
-                       DType dtype, const int64_t* ids, int64_t n, const CodedDigests& to) {
-  const ptrdiff_t columns = static_cast<ptrdiff_t>(kv_heads) * head_dim;
-  const ptrdiff_t element = dtype == DType::kF32 ? 4 : 2;
-  std::vector<float> extremes(2 * columns);  // of the page's dtype
-  float* const kmin = extremes.data();
-  float* const kmax = kmin + columns;
-  for (int64_t i = 0; i < n; ++i) {
-    const int64_t first = 0;
-    const char* const page = static_cast<const char*>(k) + ids[i] * columns * page_size * element;
-    digest_pages(page, page_size, kv_heads, head_dim, dtype, &first, 1, kmin, kmax);
-    for (ptrdiff_t c = 0; c < columns; c += kStepChannels) {
-      const ptrdiff_t at = ids[i] * columns + c;
-      float low[kStepChannels], high[kStepChannels];
-      bool finite = true;
-      for (int j = 0; j < kStepChannels; ++j) {
-        low[j] = widened(kmin, c + j, dtype);
-        high[j] = widened(kmax, c + j, dtype);
-        finite = finite && std::isfinite(low[j]) && std::isfinite(high[j]);
-      }
-      if (finite) {
-        code_bounds(low, -1.0f, to.low + at, to.low_step + at / kStepChannels);
-        code_bounds(high, 1.0f, to.high + at, to.high_step + at / kStepChannels);
-      } else {
-        std::memset(to.low + at, 0, kStepChannels);
-        std::memset(to.high + at, 0, kStepChannels);
-        to.low_step[at / kStepChannels] = to.high_step[at / kStepChannels] = kNoStep;
-      }
-    }
   }
 }
 

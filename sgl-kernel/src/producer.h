@@ -8,12 +8,10 @@
 #include <climits>
 #include <cmath>
 #include <cstring>
-#include <memory>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
-#include "page_copies.h"
 #include "ring.h"
 #include "row.h"
 #include "split.h"
@@ -41,18 +39,12 @@ class Producer {
     slots_.resize(ring_.num_slots());
     scratch_pages_.resize(h.max_pages);
     part_floats_ = ring_.q_floats() + h.q_heads;
-    if (ring_.has_copies()) copies_ = std::make_unique<PageCopies>(ring_, kCaller);
     // An arena may see several producers, one after the other.
     posts_ = load_acquire(&ring_.control()->head);
     // What the one before left in the ring may still be served by a worker that outlived it.
     for (uint32_t i = 0; i < ring_.num_slots(); ++i)
       slots_[i].seq = load_acquire(&ring_.record(i)->seq);
     set_trace(false);
-  }
-
-  // See set_final.
-  void set_final(const int64_t* pages, int64_t n, bool final) {
-    scout::set_final(ring_, pages, n, final);
   }
 
   // Reserves the number of a new worker life; only when no earlier worker is alive any more.
@@ -186,9 +178,6 @@ class Producer {
   int64_t local_tickets() const { return load_relaxed(&local_tickets_); }
   int64_t late_tickets() const { return load_relaxed(&late_tickets_); }
 
-  // Pages that the producer itself quantised to int8.
-  int64_t quantized_pages() const { return load_relaxed(&quantized_pages_); }
-
   // Sums over all worker threads and lives; `events` is left out.
   StatLine totals() const {
     StatLine sum{};
@@ -201,7 +190,6 @@ class Producer {
       sum.stale += load_relaxed(&s->stale);
       sum.records += load_relaxed(&s->records);
       sum.remote_pages += load_relaxed(&s->remote_pages);
-      sum.quantized += load_relaxed(&s->quantized);
     }
     return sum;
   }
@@ -396,7 +384,7 @@ class Producer {
         float* to = parts == 1 ? row_out : scratch_parts_.data() + p * part_floats_;
         float* to_lse = parts == 1 ? row_lse : to + q_floats;
         if (attend_part(ring_, layer, q + b * q_floats, pages + b * pages_stride, n_pages[b], p,
-                        slot.parts, scratch_pages_.data(), copies_.get(), to, to_lse) < 0)
+                        slot.parts, scratch_pages_.data(), to, to_lse) < 0)
           throw std::runtime_error("wait: the record of row " + std::to_string(b) +
                                    " was changed in shared memory");
       }
@@ -404,21 +392,17 @@ class Producer {
         merge_runs(h.q_heads, h.head_dim, parts, scratch_parts_.data(), part_floats_, row_out,
                    row_lse);
     }
-    if (copies_)
-      add_own<int64_t>(&quantized_pages_, static_cast<int64_t>(copies_->take_quantized()));
   }
 
   Ring ring_;
   std::vector<Slot> slots_;
   std::vector<int32_t> scratch_pages_;
   std::vector<float> scratch_parts_;
-  std::unique_ptr<PageCopies> copies_;  // if the arena has int8 copies
   uint64_t part_floats_ = 0;
   Split split_;
   uint64_t tickets_ = 0;
   uint64_t posts_ = 0;
   int64_t fallback_pages_ = 0;
-  int64_t quantized_pages_ = 0;
   int64_t local_tickets_ = 0;
   int64_t late_tickets_ = 0;  // deadlines that passed while the worker was alive
   std::atomic<uint32_t> live_epoch_{0};

@@ -10,9 +10,6 @@
 //   replies_offset   2*L slots of reply_stride bytes:  ReplyHeader, out, lse
 //   events_offset    stat_lines rings of event_entries Events, each written by one worker thread
 //   kv_offset        L layers of layer_stride bytes: K [P,S,H,D], at +v_offset V [P,S,H,D]
-//   page_words_offset  u64[P], copy_words_offset  u64[L, P], copies_offset  L layers of
-//                    copy_layer_stride bytes, P copies of copy_stride bytes in each: int8 copies of
-//                    the pages, see page_copies.h; all 0 where there are none
 //
 // Slot of (layer, step): (step & 1) * L + layer.
 //
@@ -64,7 +61,7 @@
 namespace scout {
 
 constexpr uint64_t kRingMagic = 0x31474E5254554353ull;  // "SCUTRNG1"
-constexpr uint32_t kLayoutVersion = 5;
+constexpr uint32_t kLayoutVersion = 6;
 constexpr uint32_t kHeaderBytes = 4096;
 constexpr uint64_t kPostMask = (1ull << 40) - 1;
 constexpr uint64_t kItemMask = (1ull << 24) - 1;
@@ -108,14 +105,9 @@ struct Header {
   uint64_t events_offset;
   uint64_t event_entries;  // of one thread; a power of two
   uint32_t num_nodes;
-  uint32_t stripe_pages;       // of a node, in every plane
-  uint64_t page_words_offset;  // these five: 0 where the arena has no int8 copies
-  uint64_t copy_words_offset;
-  uint64_t copies_offset;
-  uint64_t copy_layer_stride;
-  uint64_t copy_stride;
+  uint32_t stripe_pages;  // of a node, in every plane
 };
-static_assert(sizeof(Header) == 264, "ring.py mirrors this layout");
+static_assert(sizeof(Header) == 224, "ring.py mirrors this layout");
 
 // Words of different writers lie 128 bytes apart: two cache lines, as adjacent ones come together.
 struct Control {
@@ -136,7 +128,6 @@ struct StatLine {
   uint64_t records;             // records finished, refused and stale ones included
   uint64_t events;              // events ever written by the thread
   uint64_t remote_pages;        // of `pages`: those of another node than the thread's
-  uint64_t quantized;           // pages quantised to int8
 };
 static_assert(sizeof(StatLine) == 128, "ring.py mirrors this layout");
 
@@ -236,7 +227,7 @@ class Ring {
         h_.out_offset >= sizeof(ReplyHeader) && fits(h_.out_offset, q, h_.reply_stride, 64) &&
         fits(h_.lse_offset, 4ull * h_.max_batch * h_.q_heads, h_.reply_stride, 64) &&
         fits(h_.v_offset, plane, h_.layer_stride, 64) && plane <= h_.layer_stride &&
-        h_.layer_stride % 64 == 0 && (!has_copies() || copies_fit());
+        h_.layer_stride % 64 == 0;
     return ok ? "" : "an offset in the header lies outside the mapping";
   }
 
@@ -288,36 +279,11 @@ class Ring {
             static_cast<int32_t>(h_.head_dim),
             static_cast<DType>(h_.dtype)};
   }
-  // Whether the pages have int8 copies, which are then what is attended to; see page_copies.h.
-  bool has_copies() const { return h_.copies_offset != 0; }
-  uint64_t* page_word(int64_t page) const { return at<uint64_t>(h_.page_words_offset) + page; }
-  uint64_t* copy_word(uint32_t layer, int64_t page) const {
-    return at<uint64_t>(h_.copy_words_offset) + uint64_t{layer} * h_.num_pages + page;
-  }
-  int8_t* copy(uint32_t layer, int64_t page) const {
-    return at<int8_t>(h_.copies_offset + layer * h_.copy_layer_stride + page * h_.copy_stride);
-  }
   AttendParams params() const {
     return {static_cast<int32_t>(h_.q_heads / h_.kv_heads), h_.scale, h_.logit_cap};
   }
 
  private:
-  // Called when every other size has been found to be good.
-  bool copies_fit() const {
-    const uint64_t pages = h_.num_pages;
-    const uint64_t all = h_.total_bytes;
-    auto array_fits = [&](uint64_t offset, uint64_t count) {
-      return offset % 64 == 0 && offset <= all && count <= (all - offset) / 8;
-    };
-    return array_fits(h_.page_words_offset, pages) &&
-           array_fits(h_.copy_words_offset, pages * h_.num_layers) && h_.copies_offset % 64 == 0 &&
-           h_.copies_offset <= all &&
-           h_.copy_layer_stride <= (all - h_.copies_offset) / h_.num_layers &&
-           h_.copy_layer_stride % 64 == 0 && h_.copy_stride <= h_.copy_layer_stride / pages &&
-           h_.copy_stride % 64 == 0 &&
-           h_.copy_stride >= static_cast<uint64_t>(int8_record_bytes(kv(0)));
-  }
-
   template <class T>
   T* at(uint64_t offset) const {
     return reinterpret_cast<T*>(base_ + offset);

@@ -4,20 +4,18 @@
 #include <cmath>
 #include <cstdint>
 
-#include "page_copies.h"
 #include "ring.h"
 
 namespace scout {
 
 // Attends to one part of a row's pages: run `part % parts` of those of node `part / parts`.
 // `scratch` [max_pages] takes their ids: they are read once, checked and then used, so a record
-// that changes meanwhile cannot lead outside the arena. `copies`: the calling thread's, if the ring
-// has int8 copies, else nullptr. Returns the number of pages, or -1 if a count or an id is out of
-// range (then nothing is written). Of several parts of a row one without pages writes its lse
-// alone.
+// that changes meanwhile cannot lead outside the arena. Returns the number of pages, or -1 if a
+// count or an id is out of range (then nothing is written). Of several parts of a row one without
+// pages writes its lse alone.
 inline int32_t attend_part(const Ring& ring, uint32_t layer, const float* q, const int32_t* pages,
-                           int32_t n, uint32_t part, uint32_t parts, int32_t* scratch,
-                           PageCopies* copies, float* out, float* lse) {
+                           int32_t n, uint32_t part, uint32_t parts, int32_t* scratch, float* out,
+                           float* lse) {
   const Header& h = ring.header();
   if (n < 0 || n > static_cast<int32_t>(h.max_pages)) return -1;
   const int64_t first = int64_t{h.stripe_pages} * (part / parts);
@@ -38,12 +36,7 @@ inline int32_t attend_part(const Ring& ring, uint32_t layer, const float* q, con
     for (uint32_t head = 0; head < h.q_heads; ++head) lse[head] = -INFINITY;
     return 0;
   }
-  if (copies != nullptr) {
-    copies->list(layer, scratch, count);
-    attend_records(ring.kv(layer), ring.params(), q, *copies, count, out, lse);
-  } else {
-    attend_sequence(ring.kv(layer), ring.params(), q, scratch, count, -1, 0, out, lse);
-  }
+  attend_sequence(ring.kv(layer), ring.params(), q, scratch, count, -1, 0, out, lse);
   return count;
 }
 

@@ -111,7 +111,6 @@ void Runtime::start_thread(uint32_t index, int cpu) {
   me.node = options_.nodes.empty() ? 0 : static_cast<uint32_t>(options_.nodes[index]);
   me.pages.resize(h.max_pages);
   me.result.resize(partial_floats_);
-  if (ring_.has_copies()) me.copies = std::make_unique<PageCopies>(ring_, options_.epoch);
   // Pinned before the thread runs, so that its stack is first touched on its own node.
   cpu_set_t set;
   CPU_ZERO(&set);
@@ -330,9 +329,8 @@ void Runtime::run_item(Thread& me, uint32_t slot, uint64_t seq, uint32_t layer, 
   const bool merged = row_parts > 1 && n != 0;
   const uint32_t place = merged ? place_of(slot, row) : 0;
   float* out = merged ? partial(slot, place, part, row_parts) : me.result.data();
-  const int32_t attended =
-      attend_part(ring_, layer, ring_.q(slot, row), ring_.pages(slot, row), n, part, parts,
-                  me.pages.data(), me.copies.get(), out, out + ring_.q_floats());
+  const int32_t attended = attend_part(ring_, layer, ring_.q(slot, row), ring_.pages(slot, row), n,
+                                       part, parts, me.pages.data(), out, out + ring_.q_floats());
   const bool refused = attended < 0;
   const uint64_t tag = post_of(seq) << 24;
   if (refused) refused_[slot].store(tag | 1, std::memory_order_relaxed);
@@ -355,7 +353,6 @@ void Runtime::run_item(Thread& me, uint32_t slot, uint64_t seq, uint32_t layer, 
                 h.q_heads * sizeof(float));
     SCOUT_POINT(kRowWritten, slot);
   }
-  if (me.copies) add_own<uint64_t>(&me.stats->quantized, me.copies->take_quantized());
   add_own<uint64_t>(&me.stats->items, 1);
   add_own<uint64_t>(&me.items, 1);
   const int64_t end_ns = now_ns();

@@ -8,7 +8,6 @@
 #include <thread>
 #include <vector>
 
-#include "page_copies.h"
 #include "ring.h"
 
 namespace scout {
@@ -66,10 +65,9 @@ class Runtime {
     std::thread handle;
     StatLine* stats = nullptr;
     uint32_t node = 0;
-    std::vector<int32_t> pages;          // checked page ids of the current item
-    std::vector<float> result;           // out and lse of one row, before they go to the reply
-    std::unique_ptr<PageCopies> copies;  // if the arena has int8 copies
-    Event span{};  // what it does of the current record; `pages` and times so far
+    std::vector<int32_t> pages;  // checked page ids of the current item
+    std::vector<float> result;   // out and lse of one row, before they go to the reply
+    Event span{};                // what it does of the current record; `pages` and times so far
     // Own totals of this life; the StatLine goes on over lives.
     alignas(128) uint64_t items = 0;
   };

@@ -10,18 +10,13 @@ namespace scout {
 
 enum class Reduce : int32_t { kMass = 0, kMax = 1, kSum = 2 };
 
-constexpr int kStepChannels = 32;  // of a head, that share the step of their codes
-
-// kmin, kmax: [P, H, D] of dtype, contiguous; D a multiple of 16. Codes (kI8) are in units of
-// min_step and max_step, [P, H, D / 32] bf16; D is a multiple of 32 then.
+// kmin, kmax: [P, H, D] of dtype, contiguous; D a multiple of 16.
 struct Digests {
   const void* kmin;
   const void* kmax;
   DType dtype;
   int32_t kv_heads;
   int32_t head_dim;
-  const uint16_t* min_step = nullptr;
-  const uint16_t* max_step = nullptr;
 };
 
 struct ScoreArgs {

@@ -14,37 +14,14 @@ namespace {
 constexpr int kHeadsAtOnce = 4;
 
 template <DType T>
-constexpr int kElementBytes = T == DType::kF32  ? 4
-                              : T == DType::kI8 ? 1
-                                                : 2;
+constexpr int kElementBytes = T == DType::kF32 ? 4 : 2;
 
-// One head of one page.
-struct Bounds {
-  const char* kmin;
-  const char* kmax;
-  const uint16_t* min_step;  // of codes
-  const uint16_t* max_step;
-};
-
-// 2 * kLanes columns, of codes with their step multiplied in.
-template <DType T>
-inline void load_bound(const char* bound, const uint16_t* step, int d, Vec::F& x, Vec::F& y) {
-  Vec::load_pair<T>(bound + d * kElementBytes<T>, x, y);
-  if constexpr (T == DType::kI8) {
-    const uint32_t bits = static_cast<uint32_t>(step[d / kStepChannels]) << 16;
-    float unit;
-    __builtin_memcpy(&unit, &bits, sizeof unit);
-    x = Vec::mul(x, Vec::set1(unit));
-    y = Vec::mul(y, Vec::set1(unit));
-  }
-}
-
-// Bounds of GB query heads for one page, to bounds[g * stride]. q holds max(q, 0) and min(q, 0) in
-// the column order of load_pair: max(q kmin, q kmax) = max(q, 0) kmax + min(q, 0) kmin, as one of
-// the two products is exactly zero.
+// Bounds of GB query heads for one head of one page, to bounds[g * stride]. q holds max(q, 0) and
+// min(q, 0) in the column order of load_pair: max(q kmin, q kmax) = max(q, 0) kmax + min(q, 0)
+// kmin, as one of the two products is exactly zero.
 template <DType T, int GB>
-inline void bound_heads(const Bounds& page, const float* q_positive, const float* q_negative,
-                        int dim, float* bounds, ptrdiff_t stride) {
+inline void bound_heads(const char* kmin, const char* kmax, const float* q_positive,
+                        const float* q_negative, int dim, float* bounds, ptrdiff_t stride) {
   using F = Vec::F;
   constexpr int W = Vec::kLanes;
   F acc[kHeadsAtOnce];
@@ -52,8 +29,8 @@ inline void bound_heads(const Bounds& page, const float* q_positive, const float
   for (int g = 0; g < kHeadsAtOnce; ++g) acc[g] = Vec::zero();
   for (int d = 0; d < dim; d += 2 * W) {
     F low0, low1, high0, high1;
-    load_bound<T>(page.kmin, page.min_step, d, low0, low1);
-    load_bound<T>(page.kmax, page.max_step, d, high0, high1);
+    Vec::load_pair<T>(kmin + d * kElementBytes<T>, low0, low1);
+    Vec::load_pair<T>(kmax + d * kElementBytes<T>, high0, high1);
 #pragma GCC unroll 4
     for (int g = 0; g < GB; ++g) {
       const ptrdiff_t at = static_cast<ptrdiff_t>(g) * dim + d;
@@ -76,7 +53,6 @@ void bound_pages(const ScoreArgs& args, const float* q_positive, const float* q_
   const int heads = args.digests->kv_heads;
   const int group = args.group;
   const ptrdiff_t head_bytes = static_cast<ptrdiff_t>(dim) * kElementBytes<T>;
-  const ptrdiff_t steps = T == DType::kI8 ? dim / kStepChannels : 0;  // of a head
   const char* const kmin = static_cast<const char*>(args.digests->kmin);
   const char* const kmax = static_cast<const char*>(args.digests->kmax);
   for (int n = 0; n < args.n_full; ++n) {
@@ -87,19 +63,11 @@ void bound_pages(const ScoreArgs& args, const float* q_positive, const float* q_
     }
     const int64_t coming = n + 1 < args.n_full && args.table[n + 1] >= 0 ? args.table[n + 1] : page;
     for (int h = 0; h < heads; ++h) {
-      const ptrdiff_t row_of_head = page * heads + h;
-      const Bounds bound{kmin + row_of_head * head_bytes, kmax + row_of_head * head_bytes,
-                         args.digests->min_step + row_of_head * steps,
-                         args.digests->max_step + row_of_head * steps};
+      const ptrdiff_t here = (page * heads + h) * head_bytes;
       const ptrdiff_t ahead = (coming * heads + h) * head_bytes;
       for (ptrdiff_t line = 0; line < head_bytes; line += 64) {
         prefetch(kmin + ahead + line);
         prefetch(kmax + ahead + line);
-      }
-      if constexpr (T == DType::kI8) {
-        const ptrdiff_t next = (coming * heads + h) * steps;
-        prefetch(reinterpret_cast<const char*>(args.digests->min_step + next));
-        prefetch(reinterpret_cast<const char*>(args.digests->max_step + next));
       }
       for (int g = 0; g < group; g += kHeadsAtOnce) {
         const ptrdiff_t row = static_cast<ptrdiff_t>(h) * group + g;
@@ -108,16 +76,16 @@ void bound_pages(const ScoreArgs& args, const float* q_positive, const float* q_
         float* to = bounds + row * stride + n;
         switch (group - g) {
           case 1:
-            bound_heads<T, 1>(bound, qp, qn, dim, to, stride);
+            bound_heads<T, 1>(kmin + here, kmax + here, qp, qn, dim, to, stride);
             break;
           case 2:
-            bound_heads<T, 2>(bound, qp, qn, dim, to, stride);
+            bound_heads<T, 2>(kmin + here, kmax + here, qp, qn, dim, to, stride);
             break;
           case 3:
-            bound_heads<T, 3>(bound, qp, qn, dim, to, stride);
+            bound_heads<T, 3>(kmin + here, kmax + here, qp, qn, dim, to, stride);
             break;
           default:
-            bound_heads<T, 4>(bound, qp, qn, dim, to, stride);
+            bound_heads<T, 4>(kmin + here, kmax + here, qp, qn, dim, to, stride);
             break;
         }
       }
@@ -203,9 +171,6 @@ inline void score_all(const ScoreArgs& args) {
       break;
     case DType::kF32:
       bound_pages<DType::kF32>(args, q_positive, q_negative, bounds, padded);
-      break;
-    case DType::kI8:
-      bound_pages<DType::kI8>(args, q_positive, q_negative, bounds, padded);
       break;
   }
   const float start = args.reduce == Reduce::kMax ? -kInfinity : 0.0f;

@@ -31,9 +31,6 @@ enum class Point : uint32_t {
   kGoingToSleep,  // counted as a sleeper
   kFallingAsleep,
   kAwake,
-  // Either side, in PageCopies::get; with layer * num_pages + page in place of a slot.
-  kCopyClaimed,
-  kCopyWritten,  // not ready yet
   kCount,
 };
 

@@ -15,7 +15,6 @@
 
 #include "isa.h"
 #include "pages.h"
-#include "quantize_cpu.h"
 #include "score_cpu.h"
 #include "scout/attend.h"
 #include "thread_pool.h"
@@ -81,70 +80,6 @@ Tensor random_tensor(size_t n, DType dtype, std::mt19937& rng) {
   return t;
 }
 
-// kI8 pages.
-struct Codes {
-  int page_size, heads, dim;
-  std::vector<int8_t> codes = {};
-  std::vector<float> scales = {};  // [pages, 2, heads]
-
-  size_t plane() const { return scout::coded_tokens(page_size) * dim; }  // of a head
-  size_t page() const { return 2 * plane() * heads; }
-  // The code of token t and channel d.
-  int8_t& at(size_t page_id, int h, bool value, int t, int d) {
-    static const int place[] = {0, 2, 1, 3};
-    const size_t i = value ? t / 4 * 4 * dim + d * 4 + place[t % 4]
-                           : t / 16 * 16 * dim + d / 4 * 64 + t % 16 * 4 + place[d % 4];
-    return codes[page_id * page() + (2 * h + value) * plane() + i];
-  }
-  float& scale(size_t page_id, int h, bool value) {
-    return scales[(2 * page_id + value) * heads + h];
-  }
-};
-
-// Quantises K and V, and makes them the values that the codes stand for. Checks the quantiser too.
-Codes quantize(Tensor& k, Tensor& v, int pages, int page_size, int heads, int dim,
-               const char* detail) {
-  const size_t row = static_cast<size_t>(heads) * dim, plane = row * page_size;
-  Codes t{page_size, heads, dim};
-  t.codes.assign(t.page() * pages, 99);
-  t.scales.resize(2 * static_cast<size_t>(pages) * heads);
-  int8_t* const stream = static_cast<int8_t*>(std::aligned_alloc(64, t.page() * pages));
-  for (bool value : {false, true}) {
-    Tensor& of = value ? v : k;
-    const size_t bytes = plane * (of.dtype == DType::kF32 ? 4 : 2);
-    std::vector<scout::QuantizePlane> planes;
-    for (int i = 0; i < pages; ++i) {
-      const char* const src = static_cast<const char*>(of.data()) + i * bytes;
-      scout::KvPages kv{nullptr, nullptr, 0, page_size, heads, dim, of.dtype};
-      scout::QuantizePlane both[2];
-      scout::add_planes_of_page(src, src, kv, t.codes.data() + i * t.page(),
-                                t.scales.data() + 2 * i * heads,
-                                i % 3 == 1 ? nullptr : stream + i * t.page(), both);
-      planes.push_back(both[value]);
-    }
-    scout::quantize_planes({of.dtype, page_size, heads, dim, planes.data(), pages, nullptr});
-    for (size_t i = 0; i < of.full.size(); ++i) {
-      const int h = i % row / dim;
-      const float scale = t.scale(i / plane, h, value);
-      const float x = t.at(i / plane, h, value, i % plane / row, i % dim) * scale;
-      expect(std::fabs(x - of.full[i]) <= 0.5001f * scale, "quantize", detail);
-      of.full[i] = x;
-    }
-  }
-  for (int i = 0; i < pages; ++i) {
-    if (i % 3 != 1)
-      expect(std::memcmp(stream + i * t.page(), &t.codes[i * t.page()], t.page()) == 0, "stream",
-             detail);
-    for (int h = 0; h < heads; ++h)
-      for (int token = page_size; token < scout::coded_tokens(page_size); ++token)
-        for (int d = 0; d < dim; ++d)
-          expect(t.at(i, h, false, token, d) == 0 && t.at(i, h, true, token, d) == 0, "padding",
-                 detail);
-  }
-  std::free(stream);
-  return t;
-}
-
 // Inputs that a kernel may trip over.
 enum class Trial {
   kRandom,
@@ -183,77 +118,16 @@ struct Shape {
   int page_size, heads, dim, group, pages;
 };
 
-// int8 pages are multiplied in 16-bit integers: how far rounding a query to multiples of its
-// largest element / 32767 moves its scores. Weights are rounded likewise, to 1/32767 of a page's
-// largest.
-double rounding_of_scores(const float* q, const Shape& s, double scale, double largest_k) {
-  double largest_q = 0;
-  for (int d = 0; d < s.dim; ++d) largest_q = std::max(largest_q, std::fabs(double{q[d]}));
-  return scale * largest_q / 65534 * 127 * largest_k * s.dim;
-}
-
-// Records as they are listed; every second one is said to be cached, which only moves hints.
-class Listed final : public scout::Int8Records {
- public:
-  explicit Listed(std::vector<const int8_t*> records) : records_(std::move(records)) {}
-  scout::Int8Record get(int32_t i) override { return {records_[i], i % 2 == 1}; }
-  const int8_t* first(int32_t i) const override { return records_[i]; }
-
- private:
-  std::vector<const int8_t*> records_;
-};
-
-// The same pages as records that lie here and there.
-void check_records(const scout::KvPages& kv, const scout::AttendParams& params,
-                   const std::vector<float>& q, const std::vector<int32_t>& ids,
-                   const std::vector<float>& out, const std::vector<float>& lse,
-                   const char* detail) {
-  const size_t codes =
-      2 * scout::coded_tokens(kv.page_size) * kv.kv_heads * static_cast<size_t>(kv.head_dim);
-  const size_t scales = 2 * kv.kv_heads * sizeof(float);
-  expect(scout::int8_record_bytes(kv) == static_cast<int64_t>(codes + scales), "bytes", detail);
-  std::vector<std::vector<int8_t>> pages;
-  std::vector<const int8_t*> records;
-  for (int32_t id : ids) {
-    if (id < 0) continue;
-    pages.emplace_back(codes + scales);
-    int8_t* const to = pages.back().data();
-    std::memcpy(to, static_cast<const int8_t*>(kv.k) + id * codes, codes);
-    std::memcpy(to + codes, kv.scales + 2 * id * kv.kv_heads, scales);
-    records.push_back(to);
-  }
-  std::vector<float> got_out(out.size(), NAN), got_lse(lse.size(), NAN);
-  const int32_t n = static_cast<int32_t>(records.size());
-  Listed listed(std::move(records));
-  scout::attend_records(kv, params, q.data(), listed, n, got_out.data(), got_lse.data());
-  expect(std::memcmp(got_out.data(), out.data(), out.size() * sizeof(float)) == 0, "records out",
-         detail);
-  expect(std::memcmp(got_lse.data(), lse.data(), lse.size() * sizeof(float)) == 0, "records lse",
-         detail);
-}
-
 void check_attend(const Shape& s, std::mt19937& rng, const char* detail,
                   Trial trial = Trial::kRandom) {
   const int columns = s.heads * s.dim;
   const int q_heads = s.heads * s.group;
   const size_t page = static_cast<size_t>(s.page_size) * columns;
-  const bool coded = s.dtype == DType::kI8;
-  const DType v_source = s.group % 2 ? DType::kF16 : DType::kF32;
-  Tensor k = random_tensor(page * s.pages, coded ? DType::kBF16 : s.dtype, rng);
-  Tensor v = random_tensor(page * s.pages, coded ? v_source : s.dtype, rng);
+  Tensor k = random_tensor(page * s.pages, s.dtype, rng);
+  const Tensor v = random_tensor(page * s.pages, s.dtype, rng);
   if (trial == Trial::kIdenticalKeys) repeat_first_token(k, columns);
   if (trial == Trial::kNoKeyCounts || trial == Trial::kSomeKeysCount)
     mask_keys(k, columns, s.dim, trial == Trial::kNoKeyCounts);
-  Codes codes{s.page_size, s.heads, s.dim};
-  double largest_k = 0, largest_v = 0;
-  if (coded) {
-    codes = quantize(k, v, s.pages, s.page_size, s.heads, s.dim, detail);
-    for (int i = 0; i < s.pages; ++i)
-      for (int h = 0; h < s.heads; ++h) {
-        largest_k = std::max<double>(largest_k, codes.scale(i, h, false));
-        largest_v = std::max<double>(largest_v, codes.scale(i, h, true));
-      }
-  }
   std::normal_distribution<float> normal;
   std::vector<float> q(static_cast<size_t>(q_heads) * s.dim);
   const float factor = trial == Trial::kLargeLogits     ? 300
@@ -273,12 +147,7 @@ void check_attend(const Shape& s, std::mt19937& rng, const char* detail,
   if (one) ids.assign(ids.size(), -1);
   if (!ids.empty() && rng() % 2) ids[rng() % ids.size()] = -1;
 
-  scout::KvPages kv{k.data(), v.data(), s.pages, s.page_size, s.heads, s.dim, s.dtype};
-  if (coded) {
-    kv.k = codes.codes.data();
-    kv.v = nullptr;
-    kv.scales = codes.scales.data();
-  }
+  const scout::KvPages kv{k.data(), v.data(), s.pages, s.page_size, s.heads, s.dim, s.dtype};
   const scout::AttendParams params{s.group, 1.0f / std::sqrt(static_cast<float>(s.dim)),
                                    trial == Trial::kRandom && rng() % 2 ? 3.0f : 0.0f};
   const float nan = std::numeric_limits<float>::quiet_NaN();
@@ -286,7 +155,6 @@ void check_attend(const Shape& s, std::mt19937& rng, const char* detail,
   const int n = static_cast<int>(ids.size());
   scout::attend_sequence(kv, params, q.data(), ids.data(), n, last, last_len, out.data(),
                          lse.data());
-  if (coded && last < 0) check_records(kv, params, q, ids, out, lse, detail);
 
   for (int hq = 0; hq < q_heads; ++hq) {
     std::vector<double> scores;
@@ -330,17 +198,10 @@ void check_attend(const Shape& s, std::mt19937& rng, const char* detail,
     }
     // fp32 rounding of the scores enters weights and lse in proportion to them.
     const double most = std::max(1.0, std::fabs(top));
-    double lse_tolerance = 1e-5 * most;
-    double tolerance = 1e-5 * (trial == Trial::kLargeLogits ? 100 * most : 1);
-    if (coded) {
-      const double moved =
-          rounding_of_scores(&q[static_cast<size_t>(hq) * s.dim], s, params.scale, largest_k);
-      lse_tolerance += moved;
-      tolerance += 127 * largest_v * (std::min(std::expm1(2 * moved), 2.0) + s.page_size / 65534.0);
-    }
+    const double tolerance = 1e-5 * (trial == Trial::kLargeLogits ? 100 * most : 1);
     double total = 0;
     for (double x : scores) total += std::exp(x - top);
-    expect(std::fabs(lse[hq] - (top + std::log(total))) < lse_tolerance, "lse", detail);
+    expect(std::fabs(lse[hq] - (top + std::log(total))) < 1e-5 * most, "lse", detail);
     for (int d = 0; d < s.dim; ++d) {
       double expected = 0;
       for (size_t j = 0; j < scores.size(); ++j) {
@@ -409,7 +270,7 @@ int main() {
   std::mt19937 rng(7);
   for (const char* isa : {"portable", "avx2", "avx512", "avx512bf16"}) {
     if (!scout::set_isa(isa)) continue;
-    for (DType dtype : {DType::kF32, DType::kBF16, DType::kF16, DType::kI8}) {
+    for (DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
       for (int dim : {16, 64, 80, 96, 128, 256}) {
         for (int group : {1, 2, 3, 5, 6, 7, 8, 12, 16}) {
           const int page_size = (dim + group) % 3 == 0 ? 32 : (dim + group) % 3 == 1 ? 16 : 7;
@@ -418,15 +279,13 @@ int main() {
           std::snprintf(detail, sizeof detail, "%s dtype=%d S=%d D=%d G=%d P=%d", isa,
                         static_cast<int>(dtype), page_size, dim, group, shape.pages);
           check_attend(shape, rng, detail);
-          if (group <= 5 && dtype != DType::kI8) check_digest_and_score(shape, rng, detail);
+          if (group <= 5) check_digest_and_score(shape, rng, detail);
         }
       }
     }
-    for (DType dtype : {DType::kF32, DType::kBF16, DType::kF16, DType::kI8}) {
+    for (DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
       for (Trial trial : {Trial::kLargeLogits, Trial::kExtremeLogits, Trial::kIdenticalKeys,
                           Trial::kNoKeyCounts, Trial::kSomeKeysCount, Trial::kOneToken}) {
-        const bool masked = trial == Trial::kNoKeyCounts || trial == Trial::kSomeKeysCount;
-        if (masked && dtype == DType::kI8) continue;  // a code times a scale is finite
         for (int group : {1, 4, 5}) {
           char detail[96];
           std::snprintf(detail, sizeof detail, "%s dtype=%d G=%d trial=%d", isa,
@@ -439,8 +298,6 @@ int main() {
     check_attend({DType::kBF16, 16, 40, 128, 8, 2}, rng, "many heads");
     check_attend({DType::kF32, 16, 1, 256, 70, 2}, rng, "large group");
     check_attend({DType::kF16, 150, 2, 64, 5, 3}, rng, "long pages");
-    check_attend({DType::kI8, 16, 40, 128, 8, 2}, rng, "many heads of codes");
-    check_attend({DType::kI8, 150, 2, 64, 5, 3}, rng, "long pages of codes");
     check_attend({DType::kBF16, 40, 32, 16, 32, 2}, rng, "tiles shorter than pages");
   }
   check_pool();

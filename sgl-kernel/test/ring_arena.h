@@ -9,7 +9,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <numeric>
 #include <random>
 #include <string>
 #include <vector>
@@ -42,7 +41,7 @@ constexpr uint32_t kRowFloats = kQHeads * kDim;
 
 class Arena {
  public:
-  explicit Arena(uint32_t nodes = 1, bool int8 = false) : int8_(int8) {
+  explicit Arena(uint32_t nodes = 1) {
     scout::Header h{};
     h.magic = scout::kRingMagic;
     h.layout_version = scout::kLayoutVersion;
@@ -102,17 +101,6 @@ class Arena {
     for (uint32_t i = 0; i < 2 * kLayers; ++i) place(plane);
     h.v_offset = plane + kPage;
     h.layer_stride = 2 * h.v_offset;
-    if (int8) {
-      const uint64_t row = kHeads * (uint64_t(scout::coded_tokens(kTokens)) * kDim + 4);
-      h.copy_stride = (2 * row + 63) / 64 * 64;
-      h.page_words_offset = place(8 * kNumPages);
-      h.copy_words_offset = place(8 * kLayers * kNumPages);
-      h.copies_offset = place(kNumPages * h.copy_stride);
-      const uint64_t first_end = end_;
-      for (uint32_t i = 1; i < kLayers; ++i) place(kNumPages * h.copy_stride);
-      h.copy_layer_stride = (end_ - first_end) / (kLayers - 1);
-      end_ += kPage;  // the last layer's stride ends there
-    }
     h.total_bytes = end_;
 
     void* memory = mmap(nullptr, end_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
@@ -145,36 +133,18 @@ class Arena {
         float* to = const_cast<float*>(static_cast<const float*>(values ? kv.v : kv.k)) + at;
         float* meant = &(values ? v : k)[layer][at];
         for (uint32_t i = 0; i < kPageFloats; ++i) meant[i] = to[i] = normal(rng);
-        if (int8_) round_to_codes(meant);
       }
     }
   }
 
-  // How far an answer may be from the right one: by the order of sums; with int8 by the rounding of
-  // queries and weights to 16 bits.
-  float tolerance() const { return int8_ ? 2e-3f : 1e-4f; }
-
   char* base = nullptr;
   uint64_t bytes = 0;
   scout::Ring ring;
-  // What is attended to, by layer: the pages, with int8 as their codes say.
+  // The pages, by layer.
   std::vector<float> k[kLayers], v[kLayers];
 
  private:
   static constexpr uint32_t kPageFloats = kTokens * kHeads * kDim;
-
-  // One scale for each head of a page.
-  static void round_to_codes(float* page) {
-    for (uint32_t head = 0; head < kHeads; ++head) {
-      auto each = [&](auto visit) {
-        for (uint32_t t = 0; t < kTokens; ++t)
-          for (uint32_t d = 0; d < kDim; ++d) visit(page[(t * kHeads + head) * kDim + d]);
-      };
-      float largest = 0;
-      each([&](float x) { largest = std::fmax(largest, std::fabs(x)); });
-      each([&](float& x) { x = std::nearbyint(x * (127.0f / largest)) * (largest / 127.0f); });
-    }
-  }
 
   // Room for `size` bytes that end at a guard page.
   uint64_t place(uint64_t size) {
@@ -185,7 +155,6 @@ class Arena {
     return guard - size;
   }
 
-  bool int8_;
   uint64_t end_ = 0;
   std::vector<uint64_t> guards_;
 };
@@ -197,7 +166,6 @@ struct Answer {
 struct Request {
   uint32_t rows = 0;
   uint32_t parts = 1;
-  float tolerance = 0;
   std::vector<float> q;
   std::vector<int32_t> pages;  // [rows, kMaxPages]
   std::vector<int32_t> n_pages;
@@ -248,7 +216,6 @@ inline Request random_request(const Arena& arena, Rng& rng, uint32_t max_parts) 
   Request r;
   r.rows = 1 + rng() % 6;
   r.parts = 1 + rng() % max_parts;
-  r.tolerance = arena.tolerance();
   std::normal_distribution<float> normal;
   r.q.resize(uint64_t{r.rows} * kRowFloats);
   for (float& x : r.q) x = normal(rng);
@@ -271,13 +238,14 @@ inline std::vector<Request> random_requests(const Arena& arena, uint64_t seed, i
   return requests;
 }
 
-// Different requests differ by far more than this, the orders of summation by far less.
 inline bool is_right(const Request& r, uint32_t layer, const float* out, const float* lse) {
+  // Different requests differ by far more than this, the orders of summation by far less.
+  constexpr float kTolerance = 1e-4f;
   const Answer& a = r.answers[layer];
   for (size_t i = 0; i < a.out.size(); ++i)
-    if (!(std::fabs(out[i] - a.out[i]) <= r.tolerance)) return false;
+    if (!(std::fabs(out[i] - a.out[i]) <= kTolerance)) return false;
   for (size_t i = 0; i < a.lse.size(); ++i)
-    if (lse[i] != a.lse[i] && !(std::fabs(lse[i] - a.lse[i]) <= r.tolerance)) return false;
+    if (lse[i] != a.lse[i] && !(std::fabs(lse[i] - a.lse[i]) <= kTolerance)) return false;
   return true;
 }
 
@@ -293,13 +261,6 @@ extern PointHandler point_handler;
 
 inline double now_s() { return static_cast<double>(scout::now_ns()) * 1e-9; }
 
-// Says of all pages that they are final, or that they are not.
-inline void set_all_final(scout::Producer& producer, bool final) {
-  std::vector<int64_t> pages(kNumPages);
-  std::iota(pages.begin(), pages.end(), 0);
-  producer.set_final(pages.data(), kNumPages, final);
-}
-
 // So many CPUs of this process, some several times if there are fewer.
 std::vector<int> pick_cpus(uint32_t count);
 // Nodes of so many threads, in turns: with more nodes than threads some have none.
@@ -307,6 +268,5 @@ std::vector<int> pick_nodes(uint32_t count, uint32_t nodes);
 
 int run_stress(const Options& options);
 int run_kill(const Options& options);
-int run_copies(const Options& options);
 
 }  // namespace ring_test

@@ -74,13 +74,9 @@ void die_here(scout::Point point, uint32_t) {
     const Request* request;
   } before{0, nullptr};
   std::vector<float> out(kMaxBatch * kRowFloats), lse(kMaxBatch * kQHeads);
-  set_all_final(producer, true);
   for (uint64_t n = rng() % 2 * kLayers; scout::load_acquire(&board->stop) == 0; ++n) {
     const uint32_t layer = n % kLayers;
     const Request& r = requests[rng() % requests.size()];
-    // Copies are made again and again, though of the same content.
-    const int64_t page = rng() % kNumPages;
-    for (bool final : {false, true}) producer.set_final(&page, 1, final);
     const InFlight next{producer.post(layer, n / kLayers, r.rows, r.q.data(), r.pages.data(),
                                       kMaxPages, r.n_pages.data(), r.parts),
                         &r};
@@ -110,8 +106,7 @@ class Parent {
     start_worker();
     start_producer();
     expect_service();
-    const uint32_t points = static_cast<uint32_t>(
-        arena_.ring.has_copies() ? scout::Point::kCount : scout::Point::kCopyClaimed);
+    const uint32_t points = static_cast<uint32_t>(scout::Point::kCount);
     for (int pass = 0; pass < 2; ++pass)
       for (uint32_t p = 0; p < points; ++p) die_at(static_cast<scout::Point>(p));
     uint64_t at_random = 0;
@@ -130,9 +125,8 @@ class Parent {
     collect(producer_, 0);
     collect(worker_, 0);
     std::printf(
-        "kill%s: %llu deaths at %u places, %llu at random; %llu answers of workers, %llu of "
+        "kill: %llu deaths at %u places, %llu at random; %llu answers of workers, %llu of "
         "the fallback, all right\n",
-        arena_.ring.has_copies() ? " with copies" : "",
         static_cast<unsigned long long>(deaths_ - at_random), points,
         static_cast<unsigned long long>(at_random),
         static_cast<unsigned long long>(board->by_worker),
@@ -253,7 +247,7 @@ int run_kill(const Options& options) {
   for (uint32_t nodes : {1u, 2u}) {
     std::memset(static_cast<void*>(board), 0, sizeof(Board));
     const double begin_s = now_s();
-    const Arena arena(nodes, nodes == 2);
+    const Arena arena(nodes);
     const std::vector<Request> requests = random_requests(arena, options.seed, 24);
     Parent(arena, requests, options.seed).run(begin_s + options.seconds / 2);
   }

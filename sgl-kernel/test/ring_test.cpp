@@ -1,14 +1,12 @@
 // Tests of the shared ring without Python, for sanitizer builds (scripts/sanitize.sh):
 //
-//   ring_test [stress|kill|copies|all] [--seconds N] [--seed N] [--break NAME]
+//   ring_test [stress|kill|all] [--seconds N] [--seed N] [--break NAME]
 //
 //   stress  producer and runtime in one process, lives that change, every answer compared
 //   kill    two processes, either one killed at every named place of the protocol and at random
-//   copies  int8 copies of pages that are given to others while threads are late
 //
-// --break builds in a bug. One that stress must find: early-done (answers are announced before they
-// are computed), twice (items are handed out twice). One that copies must find: early-copy (a copy
-// is ready before it is written), old-copy (a late thread takes the page's generation for its own).
+// --break builds in a bug that stress must find: early-done (answers are announced before they are
+// computed), twice (items are handed out twice).
 #include <sched.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -52,9 +50,8 @@ struct Mode {
   const char* name;
   int (*run)(const Options&);
 };
-constexpr Mode kModes[] = {
-    {"stress", run_stress}, {"kill", run_kill}, {"copies", run_copies}};
-constexpr const char* kBugs[] = {"", "early-done", "twice", "early-copy", "old-copy"};
+constexpr Mode kModes[] = {{"stress", run_stress}, {"kill", run_kill}};
+constexpr const char* kBugs[] = {"", "early-done", "twice"};
 
 // In a process of its own: a crash or a hang is a result too.
 int run_apart(const Mode& mode, const Options& options) {
@@ -83,8 +80,7 @@ int run_apart(const Mode& mode, const Options& options) {
 
 [[noreturn]] void usage() {
   std::fputs(
-      "usage: ring_test [stress|kill|copies|all] [--seconds N] [--seed N] "
-      "[--break early-done|twice|early-copy|old-copy]\n",
+      "usage: ring_test [stress|kill|all] [--seconds N] [--seed N] [--break early-done|twice]\n",
       stderr);
   std::exit(2);
 }

@@ -14,8 +14,8 @@ ROOT = Path(__file__).resolve().parents[2]
 BENCHMARK = ROOT / "benchmark" / "gpu_kernels.py"
 BUNDLE_RUN = ROOT / "scripts" / "gpu_bundle_run.sh"
 KERNELS = {
-    "score_pages", "score_pages_int8", "score_signs", "attend_pages", "select_pages",
-    "build_layer_digests", "build_layer_digests_int8", "build_layer_signs",
+    "score_pages", "score_signs", "attend_pages", "select_pages",
+    "build_layer_digests", "build_layer_signs",
     "copy_layer_pages", "append_tokens", "merge_states",
 }  # fmt: skip
 

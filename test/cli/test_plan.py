@@ -142,41 +142,6 @@ def test_dtype(model, stored, asked, used):
     assert read_model(str(model(torch_dtype=stored)), asked).dtype == used
 
 
-def test_int8_copies_take_host_memory(model, capsys):
-    one_page = 2 * 8 * (32 * 128 + 4)  # codes of K and V and their scales, in one layer
-    plain = plan_of(model(), context_tokens=65536, host_gib=103)
-    int8 = plan_of(model(), context_tokens=65536, host_gib=103, cpu_pages="int8")
-    per_page = 40 * (one_page + 8) + 8  # and the words about them
-    assert int8.sizes.copies_bytes_per_page == per_page
-    assert per_page / int8.sizes.kv_bytes_per_page == pytest.approx(0.5, abs=1e-3)
-    assert int8.sizes.copies_bytes_per_request == 2048 * per_page
-    assert plain.offload.by_host == 10 and int8.offload.by_host == 6
-    need = int8.sizes.host_bytes_per_page * (6 * 2048 + 1)
-    assert need <= int8.host_bytes < need + int8.sizes.host_bytes_per_page * 2048
-    command = ["plan", "--model-path", str(model()), "--host-gb", "103"]
-    assert main([*command, "--cpu-pages", "int8"]) == 0
-    assert "host: int8 copies" in capsys.readouterr().out
-    assert main(command) == 0
-    assert "int8" not in capsys.readouterr().out
-
-
-def test_int8_digests_leave_room_on_the_gpu(model, capsys):
-    sizes = {"context_tokens": 65536, "host_gib": 700, "gpu_gib": 80}
-    plain, int8 = (plan_of(model(), digest=digest, **sizes) for digest in ("minmax", "minmax-int8"))
-    assert plain.sizes.digest_bytes_per_page == 40 * 2 * 8 * 128 * 2
-    assert int8.sizes.digest_bytes_per_page == 40 * 2 * 8 * (
-        128 + 4 * 2
-    )  # codes, and a step for 32
-    assert int8.sizes.digest_bytes_per_request == 2048 * int8.sizes.digest_bytes_per_page
-    saved = plain.sizes.digest_bytes_per_request - int8.sizes.digest_bytes_per_request
-    assert saved == plain.sizes.device_bytes_per_request - int8.sizes.device_bytes_per_request
-    assert int8.offload.by_gpu > plain.offload.by_gpu
-    command = ["plan", "--model-path", str(model()), "--digest", "minmax-int8", "--json"]
-    assert main(command) == 0
-    printed = json.loads(capsys.readouterr().out)
-    assert printed["digest_bytes_per_page"] == int8.sizes.digest_bytes_per_page
-
-
 @pytest.mark.parametrize("context", [33, 512, 2048, 4096, 65536])
 @pytest.mark.parametrize("requests", [1, 5, 64])
 def test_the_device_needs_what_the_server_takes(model, context, requests):

@@ -226,7 +226,7 @@ def request(**changes):
             "resident_tokens is set by the command itself.*--resident-tokens",
         ),
         ({"recall": "off"}, "recall is set by the command itself; leave it out$"),
-        ({"digest": "sings"}, "digest = 'sings'; choose one of minmax, minmax-int8, signs"),
+        ({"digest": "sings"}, "digest = 'sings'; choose one of minmax, signs"),
         ({"recent_pages": 4}, "budget 128: holds 4 pages, fewer than sink_pages .* = 5"),
     ],
 )
@@ -320,7 +320,6 @@ def model(tmp_path):
         ),
         ({"dataset": "d", "config": {"trace": "d"}}, ["--config: trace = 'd'", "of --dataset too"]),
         ({"config": {"foo": 1}}, ["profile: --config: unknown key 'foo'"]),
-        ({"config": {"cpu_pages": "int4"}}, ["profile: --config: cpu_pages = 'int4'"]),
         ({"model_path": "/no/such/model"}, ["profile: --model-path /no/such/model"]),
     ],
 )

@@ -60,11 +60,6 @@ def test_defaults():
         ({"config": '{"predictor": "oracle"}'}, ["predictor", "'oracle'", "next_layer"]),
         ({"config": '{"predictor": "learned"}'}, ["'learned'", "needs predictor_file"]),
         ({"config": {"predictor_file": __file__}}, [__file__, "no effect", "'learned'"]),
-        (
-            {"policy": "infinigen", "config": '{"cpu_pages": "int8"}'},
-            ["cpu_pages = 'int8': --kv-offload infinigen copies", "drop the key"],
-        ),
-        ({"config": '{"cpu_pages": "int4"}'}, ["cpu_pages = 'int4'", "choose one of model, int8"]),
         ({"config": '{"head_reduce": "sum", "digest": "signs"}'}, ["head_reduce = 'sum'", "signs"]),
         (
             {"config": '{"exact_layers": [1], "precompute": false}'},
@@ -76,11 +71,7 @@ def test_defaults():
             ["'extrapolate'", "no effect", "drop one"],
         ),
         ({"config": '{"resident_bonus": 1.0}'}, ["resident_bonus = 1.0", "signs"]),
-        (
-            {"config": '{"digest": "minmax-int8", "resident_bonus": 1.0}'},
-            ["resident_bonus = 1.0", "signs"],
-        ),
-        ({"config": '{"digest": "int8"}'}, ["digest = 'int8'", "minmax, minmax-int8, signs"]),
+        ({"config": '{"digest": "mean"}'}, ["digest = 'mean'", "minmax, signs"]),
         ({"config": '{"trace": ""}'}, ["trace", "''", "name a file"]),
         ({"config": '{"resident_tokens": 33}'}, ["resident_tokens", "33", "32"]),
         ({"config": '{"verify": 1}'}, ["verify", "int", "bool"]),

@@ -2,11 +2,7 @@
 
 import itertools
 import json
-import os
 import re
-import signal
-
-import pytest
 
 from harness import PDCluster, random_prompts
 from sglang_scout.cli.breakdown import break_down
@@ -113,39 +109,3 @@ def test_fp32_without_digests_from_prefill_and_with_retractions(tiny_model, tmp_
         log = servers.servers["decode"].log()
         assert re.search(r"retracted_reqs: [1-9]", log), "no request was retracted"
         check_timeline(trace, steps=50, ahead=False)
-
-
-@pytest.mark.slow
-def test_int8_copies_for_the_worker(tiny_model, tmp_path):
-    """The worker reads int8 copies of pages; the host pages shrink by what the copies take. Requests
-    come one after the other into the same pages, and a worker dies among them. Digests are int8 too."""
-    trace = tmp_path / "trace.json"
-    config = {"cpu_pages": "int8", "recall": "off", "trace": str(trace), "trace_steps": 20}
-    config |= {"digest": "minmax-int8"}
-    model = tiny_model("qwen3", dtype="bfloat16")
-    host_gb = 0.03
-    decode_args = ["--kv-offload-host-gb", str(host_gb), "--enable-metrics"]
-    with cluster(model, config, dtype="bfloat16", decode_args=decode_args) as servers:
-        prompts = random_prompts([900, 1200, 37, 640], seed=5)
-        for _ in range(2):
-            answers = servers.generate(prompts, max_new_tokens=40)
-            assert [len(a.output_ids) for a in answers] == [40] * 4
-        state = servers.kv_offload()
-        assert state["cpu_pages_dtype"] == "int8"
-        page_bytes = (
-            4 * 2 * 32 * 2 * 64 * 2
-        )  # 4 layers; K and V, 32 tokens, 2 heads, 64 channels, bf16
-        assert state["digests_received"] > 0
-        pages = host_gb * 2**30 / (page_bytes * 1.5)
-        assert 0.97 * pages < state["host_pages_total"] <= pages
-        assert 0 < state["worker"]["quantized_pages"] < state["cpu_pages"]
-        assert state["fallback_pages"] < state["cpu_pages"] / 2, "the worker computed most of them"
-        os.kill(state["worker"]["pid"], signal.SIGKILL)
-        answers = servers.generate(prompts, max_new_tokens=40)
-        assert [len(a.output_ids) for a in answers] == [40] * 4
-        state = servers.kv_offload()
-        assert state["verify_checks"] == 4 * state["steps"]
-        # Against what the codes say, the tolerance of bf16 pages; against the pages, that of int8.
-        assert 0 < state["verify_max_rel_error"] <= 1e-2
-        assert state["verify_max_rel_error"] < state["verify_max_int8_error"] <= 5e-2
-        assert json.loads(trace.read_text())["otherData"]["cpu_pages"] == "int8"

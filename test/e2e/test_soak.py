@@ -42,9 +42,6 @@ CASES = {
     "recall": (
         "float32", 1e-5, RETRACTED, {"recall": "fixed", "recall_interval": 3, "resident_tokens": 192},
     ),
-    "int8": (
-        "bfloat16", 1e-2, {}, {"cpu_pages": "int8", "digest": "minmax-int8", "resident_tokens": 192},
-    ),
     "device": (
         "float32", 1e-5, {**RETRACTED, "TRITON_INTERPRET": "1"},
         {"step_engine": "device", "recall": "fixed", "recall_interval": 20, "resident_tokens": 64},

@@ -32,7 +32,7 @@ class DeviceWorker(MiniWorker):
         dtype = str(s.dtype).removeprefix("torch.")
         spec = ArenaSpec(
             s.num_layers, pages, SIZE, s.num_kv_heads, s.num_q_heads, s.head_dim, dtype, s.scale,
-            self.max_batch, self.budget_tokens // SIZE, s.logit_cap, cpu_pages=self.config.cpu_pages,
+            self.max_batch, self.budget_tokens // SIZE, s.logit_cap,
         )  # fmt: skip
         self.arena = Arena.create(spec, hugepages=False)
         planes = (self.arena.k_pages, self.arena.v_pages)
@@ -40,16 +40,11 @@ class DeviceWorker(MiniWorker):
               for plane in planes]  # fmt: skip
         for plane in (*kv[0], *kv[1]):
             plane.copy_(torch.randn(plane.shape))
-        return HostPages(
-            s, *([t.flatten(0, 1) for t in half] for half in kv), self.config.cpu_pages
-        )
+        return HostPages(s, *([t.flatten(0, 1) for t in half] for half in kv))
 
     def _make_engine(self, missing, **parts):
         arena, s = self.arena, self.shape
         self.producer = _native.RingProducer(arena.address, arena.nbytes)
-        self.host.set_final = lambda pages, final: self.producer.set_final(
-            pages.ctypes.data, len(pages), final
-        )
         self.epoch = self.producer.next_epoch()
         self.runtime = None
         if self.threads:

@@ -16,7 +16,6 @@ from sglang_scout.engine.step import StepEngine
 from sglang_scout.ops.attend import attend_pages
 from sglang_scout.ops.native_slots import NativeResidencyTable
 from sglang_scout.ops.native_uses import NativePageUses
-from sglang_scout.ops.quantize import dequantize_pages, quantize_pages_reference
 from sglang_scout.policy.presets import POLICY_NAMES, make_policy
 
 SIZE = 32
@@ -24,36 +23,11 @@ HIDDEN = 48  # of the layer inputs
 
 
 class HereInstead:
-    """Answers for the worker with the plain op, and remembers what it was asked for.
-
-    It may keep copies of final pages, as the worker does: these must stay as they are.
-    """
+    """Answers for the worker with the plain op, and remembers what it was asked for."""
 
     def __init__(self, shape: ModelShape, host: HostPages) -> None:
         self.shape, self.host = shape, host
         self.asked: list[tuple[int, np.ndarray]] = []
-        self.final: dict[int, list[torch.Tensor]] = {}
-        host.set_final = self.set_final
-
-    def set_final(self, pages, final):
-        assert pages.dtype == np.int64
-        for page in map(int, pages):
-            if final:
-                assert page not in self.final
-                self.final[page] = [x[page].clone() for x in (*self.host.k, *self.host.v)]
-            else:
-                self.final.pop(page, None)
-
-    def read(self, layer, pages):
-        """K and V of the layer as the worker reads them, and a check of ``pages``."""
-        k, v = self.host.k[layer], self.host.v[layer]
-        for page in set(pages[pages >= 0].tolist()):
-            kept = self.final[page]  # whatever the worker gets is final
-            assert torch.equal(k[page], kept[layer])
-            assert torch.equal(v[page], kept[self.shape.num_layers + layer])
-        if self.host.cpu_pages == "int8":
-            k, v = (dequantize_pages(*quantize_pages_reference(x)) for x in (k, v))
-        return k, v
 
     def post(self, layer, step, q, pages, n_pages):
         assert (np.sum(pages >= 0, axis=1) == n_pages).all()
@@ -63,7 +37,7 @@ class HereInstead:
     def wait(self, ticket, out, lse):
         layer, q, pages = ticket
         got, got_lse = attend_pages(
-            torch.from_numpy(q), *self.read(layer, pages), torch.from_numpy(pages),
+            torch.from_numpy(q), self.host.k[layer], self.host.v[layer], torch.from_numpy(pages),
             None, None, self.shape.scale, self.shape.logit_cap, impl="reference",
         )  # fmt: skip
         out[:], lse[:] = got.numpy(), got_lse.numpy()
@@ -147,7 +121,7 @@ class MiniWorker:
     def _make_host(self, pages):
         layers = range(self.shape.num_layers)
         kv = ([self._heads(pages * SIZE).to(self.shape.dtype) for _ in layers] for _ in range(2))
-        return HostPages(self.shape, *kv, self.config.cpu_pages)
+        return HostPages(self.shape, *kv)
 
     def _make_engine(self, missing, **parts):
         return StepEngine(missing=missing, **parts)

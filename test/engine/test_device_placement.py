@@ -25,7 +25,6 @@ LAYERS, HEADS, KV_HEADS, DIM, SIZE, HIDDEN, PAGES, BATCH = 3, 4, 2, 64, 32, 48, 
 META = torch.device("meta")
 GIVEN = {
     "score_pages": lambda q, low, high, table, *_: torch.empty_like(table, dtype=torch.float32),
-    "score_pages_int8": lambda q, digests, table, *_: torch.empty_like(table, dtype=torch.float32),
     "score_signs": lambda q, low, high, table, *_: torch.empty_like(table, dtype=torch.float32),
     "select_pages": lambda scores, table, n_full, slot_of, k, *_: (
         *(table.new_empty(len(table), k) for _ in range(2)),
@@ -102,7 +101,6 @@ def ran(monkeypatch):
         {"predictor": "extrapolate", "attend": "selected"},
         {"predictor": "learned"},
         {"digest": "signs", "resident_bonus": 1.0},
-        {"digest": "minmax-int8"},
         {"exact_steps": 0},
         {"exact_layers": [1]},
     ],

@@ -12,8 +12,6 @@ from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.parse_config import parse_config
 from sglang_scout.engine.memory import (
     HEADROOM_BYTES,
-    bytes_for_pages,
-    bytes_of_pages,
     check_memory,
     most_host_pages,
     plan_memory,
@@ -44,9 +42,8 @@ def test_bytes_follow_the_model():
 
 @pytest.mark.parametrize(
     ("digest", "value_bytes", "of_head"),
-    [("minmax", 2, 512), ("signs", 2, 512), ("minmax", 4, 1024), ("minmax-int8", 2, 272),
-     ("minmax-int8", 4, 272)],
-)  # fmt: skip
+    [("minmax", 2, 512), ("signs", 2, 512), ("minmax", 4, 1024)],
+)
 def test_bytes_of_digests_are_those_of_their_pool(digest, value_bytes, of_head):
     dtype = {2: torch.bfloat16, 4: torch.float32}[value_bytes]
     shape = dataclasses.replace(SHAPE, num_layers=3, dtype=dtype)
@@ -56,35 +53,6 @@ def test_bytes_of_digests_are_those_of_their_pool(digest, value_bytes, of_head):
     assert (
         made.digest_bytes == sum(x.nbytes for x in (*held.low, *held.high)) == 7 * 3 * 8 * of_head
     )
-
-
-INT8 = '{"cpu_pages": "int8"}'
-
-
-def test_int8_copies_are_counted():
-    made = plan(config(config=INT8))
-    copy = 2 * 8 * (32 * 128 + 4)  # codes and scales of one layer
-    assert made.copies_bytes == 4097 * (40 * (copy + 8) + 8)
-    assert made.host_bytes == plan(config()).host_bytes
-    assert plan(config()).copies_bytes == 0
-    assert [row[0] for row in made.rows] == [
-        "host pages", "int8 copies", "digests", "input buffers", "resident slots", "ring", "partial results"
-    ]  # fmt: skip
-    with pytest.raises(ConfigError, match=r"int8 copies 10\.0"):
-        check_memory(made, config(config=INT8), 30 << 30)
-
-
-def test_pages_and_their_copies_share_what_is_given():
-    given = 100 << 30
-    assert bytes_for_pages(config(), SHAPE, given) == given
-    for settings in (config(), config(config=INT8)):
-        of_thousand = bytes_of_pages(settings, SHAPE, 1000)
-        assert bytes_for_pages(settings, SHAPE, of_thousand) == 1000 * PAGE_BYTES
-        assert bytes_for_pages(settings, SHAPE, of_thousand - 1) < 1000 * PAGE_BYTES
-    left = bytes_for_pages(config(config=INT8), SHAPE, given)
-    made = plan(config(config=INT8), num_pages=left // PAGE_BYTES)
-    taken = made.host_bytes + made.copies_bytes
-    assert given - 2 * PAGE_BYTES < taken <= given
 
 
 def test_no_more_slots_than_pages_and_no_more_budget_than_context():
@@ -136,7 +104,6 @@ def test_too_little_device_memory_is_refused_with_the_numbers(settings):
         ({}, 64, 64 * 64 + 64 + 64),
         ({}, 10, (5 << 30) // PAGE_BYTES),  # half of it
         ({}, 2, 2 * 64 + 64 + 64),  # the least is more than half
-        ({"digest": "minmax-int8"}, 64, 64 * 64 + 64 + 64),
         ({"resident_tokens": 16384}, 10, 512 + 64 + 64),
         ({"resident_tokens": 49152}, 10, 1536 + 64 + 64),
     ],

@@ -125,7 +125,6 @@ def run():
         ('{"recall": "fixed"}', "sum"),
         ('{"recall": "fixed", "head_reduce": "sum"}', "sum"),
         ('{"recall": "fixed", "head_reduce": "max"}', "max"),
-        ('{"recall": "fixed", "digest": "minmax-int8"}', "sum"),
         ('{"recall": "fixed", "digest": "signs"}', "max"),
         ('{"recall": "fixed", "digest": "signs", "resident_bonus": 1.0}', "max"),
         ('{"recall": "fixed", "precompute": false, "attend": "selected"}', "sum"),

@@ -76,9 +76,8 @@ def twins():
         '{"recall": "fixed"}',
         '{"recall": "adaptive", "predictor": "extrapolate"}',
         '{"digest": "signs", "exact_layers": [1], "resident_bonus": 1.0}',
-        '{"attend": "selected", "digest": "minmax-int8"}',
+        '{"attend": "selected"}',
         '{"precompute": false, "recall": "off"}',
-        '{"cpu_pages": "int8"}',
     ],
 )
 def test_replayed_steps_equal_eager_ones(twins, config):

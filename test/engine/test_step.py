@@ -58,7 +58,7 @@ def test_a_covering_budget_is_exact_full_attention(make, lengths):
         '{"recall": "off"}',
         '{"attend": "selected", "recall": "fixed"}',
         '{"digest": "signs", "exact_layers": [1]}',
-        '{"digest": "minmax-int8", "head_reduce": "max"}',
+        '{"head_reduce": "max"}',
         '{"digest": "signs", "resident_bonus": 1.0}',
     ],
 )
@@ -131,7 +131,7 @@ def test_a_newcomer_uses_its_real_query_and_the_others_their_predictions(make):
 
 
 @pytest.mark.parametrize("policy", ["scout", "infinigen"])
-@pytest.mark.parametrize("digest", ["minmax", "minmax-int8", "signs"])
+@pytest.mark.parametrize("digest", ["minmax", "signs"])
 def test_a_selected_page_counts_once_wherever_it_is(make, policy, digest):
     """Resident, copied ahead in this step or with the CPU: the selection, and nothing else."""
     config = {"attend": "selected", "precompute": False, "digest": digest}
@@ -317,44 +317,6 @@ def test_a_reused_page_gets_a_new_digest(make):
     page = second.pages[2]
     assert torch.equal(worker.digests.high[0][0, page], worker.host.k[0][page].amax(0))
     assert worker.engine.counters.verify_max_rel_error <= FP32_TOLERANCE
-
-
-def test_int8_pages_of_the_worker(make):
-    """The check expects what the codes say, and keeps what int8 costs beside it."""
-    config = '{"cpu_pages": "int8", "recall": "off"}'
-    worker = make(budget_tokens=128, config=config)
-    worker.admit(1000)
-    worker.admit(700)
-    for _ in range(3):
-        worker.step()
-    counters = worker.engine.counters
-    assert counters.cpu_pages > 0 and counters.verify_max_rel_error <= FP32_TOLERANCE
-    assert 1e-4 < counters.verify_max_int8_error < 5e-2
-    worker.host.cpu_pages = "model"  # a worker that reads other pages than it should
-    worker.step()
-    assert counters.verify_max_rel_error > 1e-4
-
-
-def test_pages_are_final_when_nobody_writes_them_any_more(make):
-    """Those that came with the request at once; one that a step fills when that step is surely over."""
-    worker = make()
-    final = worker.missing.final
-    request = worker.admit(SIZE * 5 - 1)
-    worker.step()
-    assert set(final) == set(request.pages[:4])
-    worker.step()  # the fifth page was filled by the step before
-    assert set(final) == set(request.pages[:4])
-    other = worker.admit(100)
-    worker.step()
-    assert set(final) == set(request.pages[:5]) | set(other.pages[:3])
-    while request.length < SIZE * 6 + 1:
-        worker.step()
-    filled = request.pages[5]
-    assert filled not in final
-    worker.finish(request)
-    assert set(final) <= set(other.pages)
-    worker.step()
-    assert filled not in final, "it was given away before it was said to be final"
 
 
 def test_flush_forgets_everything(make):

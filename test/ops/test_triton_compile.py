@@ -58,15 +58,6 @@ def test_products_run_on_tensor_cores_and_tiles_are_read_16_bytes_at_a_time(ptx,
     assert ("cp.async.cg.shared.global" in ptx[name]) == (name == "attend_kernel")  # pipelined
 
 
-def test_codes_of_bounds_are_read_16_bytes_at_a_time(ptx):
-    code = ptx["bounds_int8_kernel"]
-    assert "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32" in code
-    assert "ld.global.v4" in code
-    build = ptx["build_kernel"]
-    assert "ld.global.v4" in build or "ld.global.v2" in build
-    assert "div.rn.f32" in build and "div.full" not in build
-
-
 def test_bits_of_keys_reach_the_tensor_cores_without_a_float_in_between(ptx):
     """Warp-group products of 64 pages whose bits come from registers; both words read 16 bytes at a time."""
     code = ptx["sign_sums_kernel"]

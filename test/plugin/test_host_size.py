@@ -120,7 +120,7 @@ def test_a_size_that_is_given_is_not_lowered_to_what_a_device_has_digests_of(mon
     assert size(monkeypatch, available=0, host_gb=1024, on_device=8 << 30) == 1024 << 30
 
 
-@pytest.mark.parametrize("keys", [{}, {"digest": "minmax-int8"}, {"prefill_digests": False}])
+@pytest.mark.parametrize("keys", [{}, {"prefill_digests": False}])
 def test_pages_and_digests_of_a_prefill_server_share_what_sglang_found(monkeypatch, keys):
     config = parse_config(policy="scout", policies=("scout",), config=keys)
     monkeypatch.setattr(hooks, "parse", lambda args: config)

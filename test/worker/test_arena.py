@@ -68,7 +68,6 @@ sizes = st.fixed_dictionaries(
         "scale": st.floats(1e-3, 10), "logit_cap": st.floats(0, 100),
         "max_batch": st.integers(1, 40), "max_pages": st.integers(1, 70),
         "num_nodes": st.sampled_from([1, 1, 2, 5]),
-        "cpu_pages": st.sampled_from(["model", "int8"]),
     }
 )  # fmt: skip
 
@@ -94,20 +93,6 @@ def test_layout_has_no_overlap(values):
         spans += [(base + at.lse_offset, spec.max_batch * spec.num_q_heads * 4)]
     for i in range(spec.num_layers):
         spans += [(at.kv_offset + i * at.layer_stride + j * at.v_offset, plane) for j in (0, 1)]
-    if spec.cpu_pages == "int8":
-        codes = (
-            2 * -(-spec.page_size // 16) * 16 * spec.num_kv_heads * spec.head_dim
-            + 8 * spec.num_kv_heads
-        )
-        assert at.copy_stride >= codes and at.copy_stride % 64 == 0
-        spans += [(at.page_words_offset, 8 * spec.num_pages)]
-        spans += [(at.copy_words_offset, 8 * spec.num_pages * spec.num_layers)]
-        size = spec.num_pages * at.copy_stride
-        spans += [
-            (at.copies_offset + i * at.copy_layer_stride, size) for i in range(spec.num_layers)
-        ]
-        counted = size * spec.num_layers + 8 * spec.num_pages * (spec.num_layers + 1)
-        assert spec.copies_bytes == counted
     spans.sort()
     for (a, size), (b, _) in zip(spans, spans[1:], strict=False):
         assert a + size <= b
@@ -155,18 +140,16 @@ def test_bad_sizes_are_named(make_spec, change, text):
     assert isinstance(caught.value, ValueError) and isinstance(caught.value, ScoutError)
 
 
-@pytest.mark.parametrize("cpu_pages", ["model", "int8"])
-def test_too_large_names_sizes_and_what_would_fit(make_spec, monkeypatch, cpu_pages):
-    spec = make_spec(num_pages=10_000_000, cpu_pages=cpu_pages)
+def test_too_large_names_sizes_and_what_would_fit(make_spec, monkeypatch):
+    spec = make_spec(num_pages=10_000_000)
     monkeypatch.setattr(arena_module, "available_bytes", lambda: 1 << 30)
     with pytest.raises(ArenaError) as caught:
         Arena.create(spec)
     text = str(caught.value)
     assert "1.000 GiB of host memory are available" in text and "3 layers x 10000000 pages" in text
     fits = int(text.split("to at most ")[1])
-    assert ("int8 copies" in text) == (cpu_pages == "int8")
-    page_bytes = (spec.kv_bytes + spec.copies_bytes) // spec.num_pages
-    nbytes = layout_of(make_spec(num_pages=fits, cpu_pages=cpu_pages)).total_bytes
+    page_bytes = spec.kv_bytes // spec.num_pages
+    nbytes = layout_of(make_spec(num_pages=fits)).total_bytes
     assert (1 << 30) - page_bytes - (4 << 20) < nbytes <= 1 << 30
 
 

@@ -29,11 +29,8 @@ def most(arena):
 
 
 @pytest.mark.usefixtures("populates")
-@pytest.mark.parametrize("cpu_pages", ["model", "int8"])
-def test_all_pages_and_copies_are_mapped_and_nothing_is_changed(
-    make_arena, make_request, cpu, until, cpu_pages
-):
-    arena = make_arena(num_pages=4000, cpu_pages=cpu_pages)
+def test_all_pages_are_mapped_and_nothing_is_changed(make_arena, make_request, cpu, until):
+    arena = make_arena(num_pages=4000)
     before = [arena.k_pages(layer).copy() for layer in range(arena.spec.num_layers)]
     q, pages, n_pages = make_request(arena.spec, 4, 1)
     with WorkerClient(arena, [cpu], config=WorkerConfig(populate=True)) as client:
@@ -53,7 +50,7 @@ def test_without_it_a_worker_maps_what_it_reads(make_arena, cpu):
 
 def test_it_stops_when_it_is_told_to(make_arena, monkeypatch):
     monkeypatch.setattr(populate, "PIECE_BYTES", mmap.PAGESIZE)
-    arena = make_arena(num_pages=4000, cpu_pages="int8")
+    arena = make_arena(num_pages=4000)
     populating = Populating(arena)
     populating.stop()
     populating.stop()

@@ -44,7 +44,7 @@ def run_script(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_ring_has_no_finding(name):
     done = run_script(sanitizer(name), *RING, "--seconds", "2")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "each once" in done.stdout and "pages given to others" in done.stdout
+    assert "each once" in done.stdout
     assert ("all right" in done.stdout) == (name == "address")  # kill needs no sanitizer's help
 
 
@@ -60,27 +60,17 @@ def test_no_kernel_has_a_finding():
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(
-    ("mode", "bug"),
-    [
-        ("stress", "early-done"),
-        ("stress", "twice"),
-        ("copies", "early-copy"),
-        ("copies", "old-copy"),
-    ],
-)
-def test_stress_finds_a_bug(mode, bug):
-    """What the tests are worth: answers announced too early, items handed out twice, int8 copies that
-    are ready before they are written or for another page than they were made of."""
-    # Under the thread sanitizer copies waits for late threads, and they are what old-copy is about.
-    name = sanitizer("address" if mode == "copies" else "thread")
+@pytest.mark.parametrize("bug", ["early-done", "twice"])
+def test_stress_finds_a_bug(bug):
+    """What the tests are worth: answers announced too early, items handed out twice."""
+    name = sanitizer("thread")
     assert run_script(name, *RING, "--build-only").returncode == 0
     program = BUILD / name / "ring_test"
-    command = [program, mode, "--seconds", "60", "--break", bug]  # it ends when it is found
+    command = [program, "stress", "--seconds", "60", "--break", bug]  # it ends when it is found
     # Without the sanitizer's report: the test itself has to notice.
     environment = os.environ | {"TSAN_OPTIONS": "report_bugs=0"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 1 and f"FAILED: {mode}" in done.stderr, done.stdout + done.stderr
+    assert done.returncode == 1 and "FAILED: stress" in done.stderr, done.stdout + done.stderr
 
 
 def test_script_explains_itself_and_refuses_what_it_does_not_know():

@@ -10,7 +10,6 @@ from typing import Any
 
 from sglang_scout import __version__
 from sglang_scout.core.errors import ScoutError
-from sglang_scout.core.page_bytes import CPU_PAGES, DIGESTS
 
 __all__ = ["main"]
 
@@ -68,8 +67,6 @@ def _plan(args: argparse.Namespace) -> int:
         gpu_gib=args.gpu_gb,
         mem_fraction=args.mem_fraction_static,
         dtype=args.dtype,
-        cpu_pages=args.cpu_pages,
-        digest=args.digest,
     )
     return plan_report.run(request, as_json=args.json)
 
@@ -180,18 +177,6 @@ def _parser() -> argparse.ArgumentParser:
         default="auto",
         choices=("auto", "bfloat16", "float16", "float32"),
         help="as SGLang's flag: type of weights and KV (default: auto, what config.json says, and float16 for float32)",
-    )
-    plan.add_argument(
-        "--cpu-pages",
-        default="model",
-        choices=CPU_PAGES,
-        help="as the key cpu_pages of --kv-offload-config (default: model)",
-    )
-    plan.add_argument(
-        "--digest",
-        default="minmax",
-        choices=DIGESTS,
-        help="as the key digest of --kv-offload-config (default: minmax)",
     )
     report = command("report", _report, "where the time of a decode step goes", _REPORT)
     report.add_argument("trace", metavar="TRACE", help="the file that the server wrote")

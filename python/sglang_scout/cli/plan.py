@@ -6,9 +6,7 @@ tokens and values of w bytes:
     KV of a token      2 L H D w            (K and V)
     KV of a page       S times that         (host memory)
     digest of a page   2 L H D w            (minimum and maximum of K: 1/S of the page's KV)
-                       2 L H (D + D / 16)   (with --digest minmax-int8)
     input buffers      48 S                (SGLang's; 6 words a token)
-    int8 copies        2 L H (S D + 4)      (with --cpu-pages int8; host memory)
     resident pages     budget / S a request, its page being filled, and room for recalls once; at most
                        as many as there are host pages
     worker             the ring, and results of threads that share a request, for so many requests
@@ -23,7 +21,7 @@ from dataclasses import dataclass
 from sglang_scout.cli.model_config import ModelConfig, read_model
 from sglang_scout.core.config import DEFAULT_HOST_SHARE, FLAGS, PAGE_SIZE_TOKENS
 from sglang_scout.core.errors import ArenaError, ConfigError
-from sglang_scout.core.page_bytes import copies_bytes, digest_bytes, input_bytes
+from sglang_scout.core.page_bytes import digest_bytes, input_bytes
 from sglang_scout.core.parse_config import parse_config
 
 GIB = 2**30
@@ -44,8 +42,6 @@ class Request:
     gpu_gib: float | None = None
     mem_fraction: float = 0.88
     dtype: str = "auto"
-    cpu_pages: str = "model"
-    digest: str = "minmax"
 
 
 @dataclass(frozen=True)
@@ -57,21 +53,14 @@ class Sizes:
     page_size_tokens: int
     kv_bytes_per_token: int
     kv_bytes_per_page: int
-    copies_bytes_per_page: int
     digest_bytes_per_page: int
     input_bytes_per_page: int
     host_pages_per_request: int
     kv_bytes_per_request: int
-    copies_bytes_per_request: int
     digest_bytes_per_request: int
     input_bytes_per_request: int
     resident_bytes_per_request: int
     tail_bytes_per_request: int
-
-    @property
-    def host_bytes_per_page(self) -> int:
-        """What --kv-offload-host-gb counts: the page and its int8 copies."""
-        return self.kv_bytes_per_page + self.copies_bytes_per_page
 
     @property
     def device_bytes_per_request(self) -> int:
@@ -113,19 +102,12 @@ class Sizes:
         return max(0, by_budget, by_page)
 
 
-def sizes_of(
-    model: ModelConfig,
-    context_tokens: int,
-    budget_tokens: int,
-    cpu_pages: str = "model",
-    digest: str = "minmax",
-) -> Sizes:
-    """The sizes for one model, context, budget, ``cpu_pages`` and ``digest``."""
+def sizes_of(model: ModelConfig, context_tokens: int, budget_tokens: int) -> Sizes:
+    """The sizes for one model, context and budget."""
     page = PAGE_SIZE_TOKENS
     per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * model.value_bytes
     pages = math.ceil(context_tokens / page)
-    copies = copies_bytes(cpu_pages, model.num_layers, page, model.num_kv_heads, model.head_dim)
-    of_layer = digest_bytes(digest, model.num_kv_heads, model.head_dim, model.value_bytes)
+    of_layer = digest_bytes(model.num_kv_heads, model.head_dim, model.value_bytes)
     of_page = model.num_layers * of_layer
     return Sizes(
         context_tokens=context_tokens,
@@ -133,12 +115,10 @@ def sizes_of(
         page_size_tokens=page,
         kv_bytes_per_token=per_token,
         kv_bytes_per_page=per_token * page,
-        copies_bytes_per_page=copies,
         digest_bytes_per_page=of_page,
         input_bytes_per_page=input_bytes(page),
         host_pages_per_request=pages,
         kv_bytes_per_request=pages * page * per_token,
-        copies_bytes_per_request=pages * copies,
         digest_bytes_per_request=pages * of_page,
         input_bytes_per_request=pages * input_bytes(page),
         resident_bytes_per_request=min(budget_tokens, pages * page) * per_token,
@@ -198,7 +178,7 @@ def make_plan(request: Request) -> Plan:
     ).budget_tokens
     model = read_model(request.model_path, request.dtype)
     context = request.context_tokens or model.max_context_tokens
-    sizes = sizes_of(model, context, budget, request.cpu_pages, request.digest)
+    sizes = sizes_of(model, context, budget)
     host = _host_bytes(request.host_gib)
     if request.gpu_gib is None:
         # Digests and resident pages are host memory too, beside what --kv-offload-host-gb counts,
@@ -248,7 +228,7 @@ def _worker_bytes(model_path: str, model: ModelConfig, sizes: Sizes, requests: i
 
 
 def _host_fit(host_bytes: int, sizes: Sizes) -> int:
-    pages = host_bytes // sizes.host_bytes_per_page - 1
+    pages = host_bytes // sizes.kv_bytes_per_page - 1
     return min(max(0, pages) // sizes.host_pages_per_request, MAX_REQUESTS)
 
 

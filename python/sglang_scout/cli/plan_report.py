@@ -15,7 +15,7 @@ def _needed(plan: Plan, requests: int) -> dict[str, int]:
     """Bytes that ``requests`` need: of host pages, and on the device."""
     sizes = plan.sizes
     pages = sizes.host_pages(requests)
-    host_bytes = pages * sizes.host_bytes_per_page
+    host_bytes = pages * sizes.kv_bytes_per_page
     return {"host_pages": pages, "host_bytes": host_bytes, "device": sizes.device_bytes(requests)}
 
 
@@ -73,7 +73,6 @@ def _request_rows(plan: Plan) -> list[tuple[str, ...]]:
     where = "GPU" if plan.gpu_bytes is not None else "device"
     parts = (
         ("host: KV pages", sizes.kv_bytes_per_request, ""),
-        ("host: int8 copies", sizes.copies_bytes_per_request, "for the worker; cpu_pages = int8"),
         (f"{where}: digests", sizes.digest_bytes_per_request, "one for each page"),
         (f"{where}: input buffers", sizes.input_bytes_per_request, "of SGLang, for each token"),
         (f"{where}: resident pages", sizes.resident_bytes_per_request,
@@ -82,7 +81,7 @@ def _request_rows(plan: Plan) -> list[tuple[str, ...]]:
         (f"{where}: together", sizes.device_bytes_per_request,
          f"and {gb(sizes.device_bytes_once)} once, for recalls under way"),
     )  # fmt: skip
-    return [(name, gb(size), gib(size), note) for name, size, note in parts if size]
+    return [(name, gb(size), gib(size), note) for name, size, note in parts]
 
 
 def _fit_rows(plan: Plan) -> list[tuple[str, ...]]:

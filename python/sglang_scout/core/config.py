@@ -59,8 +59,7 @@ class OffloadConfig:
     recent_pages: int = 1
     """Leading and newest full pages that are always selected and therefore always resident."""
     digest: str = "minmax"
-    """What is kept of a page to score it by: bounds (``ops/digest.py``), the same in int8
-    (``ops/digest_int8.py``), or signs (``ops/signs.py``)."""
+    """What is kept of a page to score it by: bounds (``ops/digest.py``) or signs (``ops/signs.py``)."""
     head_reduce: str = "mass"
     """How the query heads' bounds combine into one score per page, see ``ops/score.py``."""
     resident_bonus: float = 0.0
@@ -77,8 +76,6 @@ class OffloadConfig:
     """First steps of a request in which no layer predicts; see ``policy/predictors.py``."""
     predictor_file: str | None = None
     """The learned correction that ``predictor`` = learned needs, see ``core/correction.py``."""
-    cpu_pages: str = "model"
-    """What the CPU worker reads pages as: the model's dtype, or int8 copies (``core/page_bytes.py``)."""
     recall: str = "adaptive"
     recall_interval: int = DEFAULT_RECALL_INTERVAL
     """Steps between two recalls of a layer: always with fixed recall, at first with adaptive."""

@@ -22,7 +22,7 @@ from sglang_scout.core.config import (
 )
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.files import check_writable
-from sglang_scout.core.page_bytes import CPU_PAGES, DIGESTS
+from sglang_scout.core.page_bytes import DIGESTS
 
 FILE_KEYS = (*WRITTEN_KEYS, "predictor_file")
 # Smallest and largest value of the numeric keys. A heartbeat is sent every 0.2 s.
@@ -154,7 +154,6 @@ def check_key(key: str, value: Any, flag: str) -> Any:
         )
     choices = {
         "attend": ATTEND,
-        "cpu_pages": CPU_PAGES,
         "digest": DIGESTS,
         "head_reduce": HEAD_REDUCTIONS,
         "predictor": PREDICTORS,

@@ -42,11 +42,6 @@ def check_together(config: OffloadConfig, given: set[str], flags: Mapping[str, s
     profile = config.recall_profile
     of_profile = flags["recall_profile"], f"{flags['recall_profile']} {profile!r}", profile
     check_different([of_profile, *named_files(config, flag)])
-    if config.policy == "infinigen" and config.cpu_pages != "model":
-        raise ConfigError(
-            f"{flag}: cpu_pages = {config.cpu_pages!r}: --kv-offload infinigen copies its pages to the "
-            "device, and copies for the worker would only take host memory; drop the key"
-        )
     if config.predictor == "learned" and config.predictor_file is None:
         raise ConfigError(
             f"{flag}: predictor = 'learned' needs predictor_file; make one with "

@@ -97,7 +97,6 @@ class StepBoundary:
         self._slots_on_host = slots_on_host
         self._resident = resident
         self._filled_here = np.zeros(host.num_pages, bool)  # by decoding, so no digest was sent
-        self._filled_last = np.zeros(0, np.int64)  # pages that were full at the last boundary first
         self.freed_at = np.full(host.num_pages, -1, np.int64)
         self._last_freed = -1  # the largest of them
         self._written: deque[npt.NDArray[np.int64]] = deque(maxlen=known_after)  # by the last steps
@@ -119,18 +118,14 @@ class StepBoundary:
         unknown = ~self._digests.valid[full_pages] & ~self._filled_here[full_pages]
         if not unknown.any():
             return
-        pages = distinct(full_pages[unknown])
-        self._digests.accept(pages)
-        self._host.set_final(pages[self._digests.valid[pages]], True)
+        self._digests.accept(distinct(full_pages[unknown]))
 
     def allocate_pages(self, pages: npt.NDArray[np.int64]) -> None:
         """Pages were handed to a request that is about to receive them."""
-        self._forget_final(pages)
         self._digests.poison(pages)
 
     def free_pages(self, pages: npt.NDArray[np.int64]) -> None:
         """Pages went back to the allocator: nothing that is known about them holds any more."""
-        self._forget_final(pages)
         self._digests.invalidate(pages)
         self._table.invalidate(pages)
         self._filled_here[pages] = False
@@ -155,12 +150,6 @@ class StepBoundary:
         may run. Pages that had their digests before, a request's or the radix cache's, are none of them.
         """
         return any(bool(np.isin(pages, written).any()) for written in self._written)
-
-    def _forget_final(self, pages: npt.NDArray[np.int64]) -> None:
-        """Before anybody writes to ``pages``."""
-        self._host.set_final(np.asarray(pages, np.int64), False)
-        if len(self._filled_last):
-            self._filled_last = np.setdiff1d(self._filled_last, pages)
 
     def clear(self) -> None:
         """All pages were freed (cache flush)."""
@@ -272,11 +261,6 @@ class StepBoundary:
             Which pages those were.
         """
         pending = distinct(pages[~self._digests.valid[pages]])
-        filled = self._filled_here[pending]
-        # The step that filled a page may still run on a device; at the boundary after it is over.
-        self._host.set_final(self._filled_last, True)
-        self._filled_last = pending[filled]
-        self._host.set_final(pending[~filled], True)
         elsewhere = pending
         if self._resident is not None:
             # A page that the last step has filled is in its tail's slot still.

@@ -26,7 +26,6 @@ class Counters:
     verify_checks: int = 0
     verify_max_rel_error: float = 0.0
     verify_unequal_selections: int = 0
-    verify_max_int8_error: float = 0.0
     cpu_pages_by_layer: npt.NDArray[np.int64] = field(init=False)
     budget_pages_by_layer: npt.NDArray[np.int64] = field(init=False)
     gpu_wait_us_by_layer: npt.NDArray[np.int64] = field(init=False)

@@ -1,7 +1,7 @@
 """What a page's digest holds, behind one interface: two halves, each of one buffer or more.
 
 A form's name is a choice of the digest axis. The halves go with K and V from the prefill server. The
-minimum and maximum of keys and their signs take the same bytes; in int8 it is 53 % of them.
+minimum and maximum of keys and their signs take the same bytes.
 """
 
 from __future__ import annotations
@@ -11,12 +11,6 @@ from typing import Protocol
 import torch
 
 from sglang_scout.ops.digest import build_layer_digests
-from sglang_scout.ops.digest_int8 import (
-    GROUP,
-    Int8Digests,
-    build_layer_digests_int8,
-    score_pages_int8,
-)
 from sglang_scout.ops.layers import LayerPages
 from sglang_scout.ops.score import score_pages
 from sglang_scout.ops.signs import as_bits, build_layer_signs, score_signs
@@ -84,11 +78,6 @@ def _is_in_order(low: Half, high: Half, ids: torch.Tensor) -> torch.Tensor:
     return (low[0][0, ids] <= high[0][0, ids]).flatten(1).all(1)
 
 
-def _bounds_across_heads(head_reduce: str) -> str:
-    # Softmax shares are of one head over its pages, so that they add up over any heads.
-    return "max" if head_reduce == "max" else "sum"
-
-
 class _InWordsOfKeys:
     """A half is one word of the size of a key element for every channel."""
 
@@ -124,54 +113,12 @@ class MinMax(_InWordsOfKeys):
         return score_pages(query, *low, *high, table, n_full, scale, head_reduce)
 
     def across_heads(self, head_reduce: str) -> str:
-        return _bounds_across_heads(head_reduce)
+        # Softmax shares are of one head over its pages, so that they add up over any heads.
+        return "max" if head_reduce == "max" else "sum"
 
     def is_set(self, low: Half, high: Half, ids: torch.Tensor) -> torch.Tensor:
         # Half of the channels of signs, which take the same buffers, are out of order.
         return _is_in_order(low, high, ids) & ~_is_marked(low, high, ids)
-
-
-class MinMaxInt8:
-    """The same, rounded outward to int8: codes, and the steps that they count."""
-
-    def half(
-        self, size: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device | str
-    ) -> Half:
-        steps = (*size[:3], size[3] // GROUP)
-        return (
-            torch.zeros(size, dtype=torch.int8, device=device),
-            torch.zeros(steps, dtype=torch.bfloat16, device=device),
-        )
-
-    def build(
-        self,
-        source: LayerPages,
-        ids: torch.Tensor,
-        low: Half,
-        high: Half,
-        rows: torch.Tensor | None = None,
-    ) -> None:
-        build_layer_digests_int8(source, ids, Int8Digests(*low, *high), rows)
-
-    def score(
-        self,
-        query: torch.Tensor,
-        low: Half,
-        high: Half,
-        table: torch.Tensor,
-        n_full: torch.Tensor,
-        scale: float,
-        head_reduce: str,
-    ) -> torch.Tensor:
-        digests = Int8Digests(*low, *high)
-        return score_pages_int8(query, digests, table, n_full, scale, head_reduce)
-
-    def across_heads(self, head_reduce: str) -> str:
-        return _bounds_across_heads(head_reduce)
-
-    def is_set(self, low: Half, high: Half, ids: torch.Tensor) -> torch.Tensor:
-        # Nothing else has these buffers, and a step that is a NaN has other bits.
-        return ~_is_marked(low, high, ids)
 
 
 class Signs(_InWordsOfKeys):
@@ -210,6 +157,5 @@ class Signs(_InWordsOfKeys):
 
 FORMS: dict[str, DigestForm] = {
     "minmax": MinMax(),
-    "minmax-int8": MinMaxInt8(),
     "signs": Signs(),
 }

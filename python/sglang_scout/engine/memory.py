@@ -8,7 +8,7 @@ from typing import Any
 
 from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.errors import ConfigError
-from sglang_scout.core.page_bytes import copies_bytes, digest_bytes, input_bytes
+from sglang_scout.core.page_bytes import digest_bytes, input_bytes
 from sglang_scout.engine.pools import ModelShape
 from sglang_scout.worker.arena import ArenaSpec
 from sglang_scout.worker.sizes import WorkerMemory, worker_memory
@@ -26,14 +26,12 @@ class MemoryPlan:
         budget_pages: k, at most the pages of one context.
         num_slots: device slots per layer: resident pages, tails, and room for recalls under way.
         input_bytes: SGLang's input buffers, which are as long as all tokens of the host pages.
-        copies_bytes: the int8 copies that the CPU worker reads; 0 if it reads the host pages.
     """
 
     num_pages: int
     budget_pages: int
     num_slots: int
     host_bytes: int
-    copies_bytes: int
     digest_bytes: int
     input_bytes: int
     resident_bytes: int
@@ -44,7 +42,6 @@ class MemoryPlan:
         """(what, count, bytes) for a table."""
         return (
             ("host pages", self.num_pages, self.host_bytes),
-            *((("int8 copies", self.num_pages, self.copies_bytes),) if self.copies_bytes else ()),
             ("digests", self.num_pages, self.digest_bytes),
             ("input buffers", self.num_pages, self.input_bytes),
             ("resident slots", self.num_slots, self.resident_bytes),
@@ -74,7 +71,7 @@ def plan_memory(
     size = shape.page_size
     budget_pages = most_pages(config, shape, context_tokens)
     page_bytes = 2 * shape.page_bytes * shape.num_layers
-    on_digests, on_inputs = num_pages * _digest_bytes(config, shape), num_pages * input_bytes(size)
+    on_digests, on_inputs = num_pages * _digest_bytes(shape), num_pages * input_bytes(size)
     least_slots = _least_slots(config, max_batch, budget_pages)
     if config.resident_tokens is not None or device_bytes is None:
         resident = config.resident_tokens or config.budget_tokens * max_batch
@@ -88,7 +85,6 @@ def plan_memory(
         budget_pages=budget_pages,
         num_slots=num_slots,
         host_bytes=num_pages * page_bytes,
-        copies_bytes=num_pages * _copies_bytes(config, shape),
         digest_bytes=on_digests,
         input_bytes=on_inputs,
         resident_bytes=num_slots * page_bytes,
@@ -129,7 +125,7 @@ def most_host_pages(
     are as many as can all be resident.
     """
     page_bytes = 2 * shape.page_bytes * shape.num_layers
-    beside = _digest_bytes(config, shape) + input_bytes(shape.page_size)
+    beside = _digest_bytes(shape) + input_bytes(shape.page_size)
     budget_pages = most_pages(config, shape, context_tokens)
     least = _least_slots(config, max_batch, budget_pages)
     if config.resident_tokens is None:
@@ -177,7 +173,6 @@ def arena_sizes(
         "logit_cap": shape.logit_cap,
         "max_batch": max_batch,
         "max_pages": most_pages(config, shape, context_tokens),
-        "cpu_pages": config.cpu_pages,
     }
 
 
@@ -216,33 +211,15 @@ def _check_device(
     )
 
 
-def _digest_bytes(config: OffloadConfig, shape: ModelShape) -> int:
+def _digest_bytes(shape: ModelShape) -> int:
     """Of one page, over all layers."""
-    sizes = shape.num_kv_heads, shape.head_dim, shape.dtype.itemsize
-    return shape.num_layers * digest_bytes(config.digest, *sizes)
+    return shape.num_layers * digest_bytes(shape.num_kv_heads, shape.head_dim, shape.dtype.itemsize)
 
 
-def _copies_bytes(config: OffloadConfig, shape: ModelShape) -> int:
-    """Of one page, over all layers."""
-    sizes = shape.num_layers, shape.page_size, shape.num_kv_heads, shape.head_dim
-    return copies_bytes(config.cpu_pages, *sizes)
-
-
-def bytes_for_pages(config: OffloadConfig, shape: ModelShape, host_bytes: int) -> int:
-    """What is left of ``host_bytes`` for the pages themselves if each of them may have copies."""
-    page_bytes = 2 * shape.page_bytes * shape.num_layers
-    return host_bytes * page_bytes // (page_bytes + _copies_bytes(config, shape))
-
-
-def bytes_of_pages(config: OffloadConfig, shape: ModelShape, num_pages: int) -> int:
-    """What so many pages take with their copies: the least that :func:`bytes_for_pages` makes them of."""
-    return num_pages * (2 * shape.page_bytes * shape.num_layers + _copies_bytes(config, shape))
-
-
-def bytes_beside_digests(config: OffloadConfig, shape: ModelShape, nbytes: int) -> int:
+def bytes_beside_digests(shape: ModelShape, nbytes: int) -> int:
     """What is left of ``nbytes`` for the pages themselves if each of them has a digest beside it."""
     page_bytes = 2 * shape.page_bytes * shape.num_layers
-    return nbytes * page_bytes // (page_bytes + _digest_bytes(config, shape))
+    return nbytes * page_bytes // (page_bytes + _digest_bytes(shape))
 
 
 def check_memory(
@@ -260,7 +237,7 @@ def check_memory(
         ConfigError: naming the parts and the flags that size them.
     """
     on_device = plan.digest_bytes + plan.input_bytes + plan.resident_bytes if shared else 0
-    of_host = plan.host_bytes + plan.copies_bytes + plan.worker.total_bytes
+    of_host = plan.host_bytes + plan.worker.total_bytes
     needed = ranks * (of_host + on_device + HEADROOM_BYTES)
     if needed <= available_bytes:
         return

@@ -6,7 +6,7 @@ Shapes: L layers, P host pages (page 0 is padding), S tokens a page, H KV heads,
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,11 +42,6 @@ class HostPages:
 
     Args:
         k, v: per layer ``[P * S, H, D]``, as SGLang's pool holds them; viewed here as pages.
-        cpu_pages: what the worker reads them as, see ``OffloadConfig``.
-
-    Attributes:
-        set_final: called with pages ``[n]`` int64 and True when these are full and stay as they are,
-            with False before they may be written again. For who keeps copies of them.
     """
 
     def __init__(
@@ -54,10 +49,7 @@ class HostPages:
         shape: ModelShape,
         k: Sequence[torch.Tensor],
         v: Sequence[torch.Tensor],
-        cpu_pages: str = "model",
     ) -> None:
-        self.cpu_pages = cpu_pages
-        self.set_final: Callable[[npt.NDArray[np.int64], bool], None] = lambda pages, final: None
         pages = (-1, shape.page_size, shape.num_kv_heads, shape.head_dim)
         self.k = [t.view(pages) for t in k]
         self.v = [t.view(pages) for t in v]

@@ -11,24 +11,18 @@ import torch
 from sglang_scout.engine.boundary import Batch
 from sglang_scout.engine.counters import Counters
 from sglang_scout.engine.pools import HostPages, ModelShape
-from sglang_scout.ops.quantize import dequantize_pages, quantize_pages_reference
 
 NOT_FINITE = float(np.finfo(np.float32).max)
 """The deviation of a NaN or infinity: larger than any other, and a number in JSON too."""
 
 
 class Verifier:
-    """Compares layers' outputs with the plain reference and keeps the largest deviation.
-
-    Where the worker reads int8 copies, the reference attends to what the codes of the CPU's pages say, so that
-    what is left is rounding, and a wrong page shows; what int8 itself costs is kept beside it.
-    """
+    """Compares layers' outputs with the plain reference and keeps the largest deviation."""
 
     def __init__(self, host: HostPages, shape: ModelShape, counters: Counters) -> None:
         self._host = host
         self._shape = shape
         self._counters = counters
-        self._int8 = host.cpu_pages == "int8"
 
     def check(
         self,
@@ -42,7 +36,7 @@ class Verifier:
     ) -> None:
         """Arguments as of :func:`relative_error`."""
         counters = self._counters
-        args = (
+        error = relative_error(
             out,
             q,
             q_ahead,
@@ -55,12 +49,8 @@ class Verifier:
             self._shape.scale,
             self._shape.logit_cap,
         )
-        error = relative_error(*args, cpu_int8=self._int8)
         counters.verify_checks += 1
         counters.verify_max_rel_error = max(counters.verify_max_rel_error, error)
-        if self._int8:
-            error = relative_error(*args)
-            counters.verify_max_int8_error = max(counters.verify_max_int8_error, error)
 
 
 def co_attention_reference(
@@ -105,7 +95,6 @@ def relative_error(
     v: torch.Tensor,
     scale: float,
     logit_cap: float,
-    cpu_int8: bool = False,
 ) -> float:
     """Largest deviation of ``out`` from the reference over exactly the same pages, relative to its
     largest value; NOT_FINITE where either has a NaN or an infinity. All K and V are read from the host
@@ -116,23 +105,19 @@ def relative_error(
         on_device, on_cpu: ``[B, any]`` full host pages of each part, -1 entries ignored.
         tail_page, tail_len: ``[B]`` the page being filled, and its valid tokens.
         k, v: ``[P, S, H, D]`` host pages of the layer.
-        cpu_int8: round the pages ``on_cpu`` to int8 first.
     """
     worst = 0.0
     for row in range(out.shape[0]):
         device = torch.from_numpy(on_device[row][on_device[row] >= 0]).long()
         cpu = torch.from_numpy(on_cpu[row][on_cpu[row] >= 0]).long()
         length, tail = int(tail_len[row]), int(tail_page[row])
-        k_cpu, v_cpu = k[cpu], v[cpu]
-        if cpu_int8:
-            k_cpu, v_cpu = (dequantize_pages(*quantize_pages_reference(x)) for x in (k_cpu, v_cpu))
         reference = co_attention_reference(
             q[row],
             q_ahead[row],
             torch.cat([k[device].flatten(0, 1), k[tail, :length]]),
             torch.cat([v[device].flatten(0, 1), v[tail, :length]]),
-            k_cpu.flatten(0, 1),
-            v_cpu.flatten(0, 1),
+            k[cpu].flatten(0, 1),
+            v[cpu].flatten(0, 1),
             scale,
             logit_cap,
         )

@@ -3,13 +3,11 @@
 from .advance import advance_input
 from .append import append_tokens
 from .attend import attend_pages
-from .attend_int8 import attend_pages_int8
 from .digest import build_layer_digests
 from .gather import copy_layer_pages
 from .layers import LayerPages
 from .merge import merge_states
 from .predict import predict_query
-from .quantize import quantize_pages
 from .score import score_pages
 from .select import Selection, select_pages
 from .signs import build_layer_signs, score_signs
@@ -20,13 +18,11 @@ __all__ = [
     "advance_input",
     "append_tokens",
     "attend_pages",
-    "attend_pages_int8",
     "build_layer_digests",
     "build_layer_signs",
     "copy_layer_pages",
     "merge_states",
     "predict_query",
-    "quantize_pages",
     "score_pages",
     "score_signs",
     "select_pages",

@@ -58,35 +58,6 @@ def attend_reference(
     return out[0].copy_(mean), out[1].copy_(lse.flatten(1))
 
 
-def bind_attention(
-    shapes: Shapes,
-    q: torch.Tensor,
-    pages: torch.Tensor,
-    last_page: torch.Tensor | None,
-    last_len: torch.Tensor | None,
-    logit_cap: float,
-    out: Partial | None,
-) -> None:
-    """Check what every kind of attention over pages takes, once the pool's P, S, H, D are bound.
-
-    Raises:
-        ValueError: as `Shapes.bind`.
-    """
-    shapes.bind("pages", pages, "BR", torch.int32)
-    shapes.bind_query(q)
-    if (last_page is None) != (last_len is None):
-        shapes.fail("last_page and last_len come together or not at all")
-    if last_page is not None and last_len is not None:
-        shapes.bind("last_page", last_page, "B", torch.int32)
-        shapes.bind("last_len", last_len, "B", torch.int32)
-    if not logit_cap >= 0:
-        shapes.fail(f"logit_cap is {logit_cap}, expected 0 (none) or more")
-    if out is not None:
-        shapes.sizes["Q"] = q.shape[1]
-        shapes.bind("out[0]", out[0], "BQD", torch.float32)
-        shapes.bind("out[1]", out[1], "BQ", torch.float32)
-
-
 def _check(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -103,7 +74,19 @@ def _check(
     shapes = Shapes("attend_pages")
     shapes.bind("k", k, "PSHD")
     shapes.bind("v", v, "PSHD", k.dtype)
-    bind_attention(shapes, q, pages, last_page, last_len, logit_cap, out)
+    shapes.bind("pages", pages, "BR", torch.int32)
+    shapes.bind_query(q)
+    if (last_page is None) != (last_len is None):
+        shapes.fail("last_page and last_len come together or not at all")
+    if last_page is not None and last_len is not None:
+        shapes.bind("last_page", last_page, "B", torch.int32)
+        shapes.bind("last_len", last_len, "B", torch.int32)
+    if not logit_cap >= 0:
+        shapes.fail(f"logit_cap is {logit_cap}, expected 0 (none) or more")
+    if out is not None:
+        shapes.sizes["Q"] = q.shape[1]
+        shapes.bind("out[0]", out[0], "BQD", torch.float32)
+        shapes.bind("out[1]", out[1], "BQ", torch.float32)
     if slot_of is not None:
         shapes.bind("slot_of", slot_of, "I", torch.int32)
     if n_pages is not None:

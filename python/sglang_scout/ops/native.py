@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from types import ModuleType
-from typing import Any
 
 import torch
 
@@ -53,22 +52,19 @@ def set_isa(name: str) -> None:
 
 def _reasons(
     kv: torch.Tensor | None = None,
-    dtypes: Collection[torch.dtype] = _DTYPES,
-    max_dim: int = _MAX_DIM,
-    dim: int | None = None,
     **tensors: torch.Tensor | None,
 ) -> list[str]:
-    """Why the C++ code cannot run; ``kv`` is of the pool's dtype, [..., D] unless ``dim`` says D."""
+    """Why the C++ code cannot run; ``kv`` [..., D] is of the pool's dtype."""
     if _module is None:
         return [_ABSENT]
     reasons = []
-    if kv is not None and kv.dtype not in dtypes:
-        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    if kv is not None and kv.dtype not in _DTYPES:
+        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
         reasons.append(f"dtype {kv.dtype}; native supports {known}")
-    if kv is not None:
-        dim = kv.shape[-1] if dim is None else dim
-        if dim % _DIM_STEP or not 0 < dim <= max_dim:
-            reasons.append(f"D={dim}; native supports multiples of {_DIM_STEP} up to {max_dim}")
+    if kv is not None and (kv.shape[-1] % _DIM_STEP or not 0 < kv.shape[-1] <= _MAX_DIM):
+        reasons.append(
+            f"D={kv.shape[-1]}; native supports multiples of {_DIM_STEP} up to {_MAX_DIM}"
+        )
     for name, tensor in tensors.items():
         if tensor is None:
             continue
@@ -101,90 +97,79 @@ def naming_pages(op: str, table: torch.Tensor, n_full: torch.Tensor, P: int) -> 
         raise
 
 
-def _check_attend_ids(
-    op: str,
+def _attend_reasons(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
     pages: torch.Tensor,
     last_page: torch.Tensor | None,
     last_len: torch.Tensor | None,
-    P: int,
-    S: int,
-) -> None:
-    """The module found a value out of range: say which."""
-    _check_ids(op, "pages", pages, P)
-    if last_page is not None and last_len is not None:
-        _check_ids(op, "last_page", last_page, P)
-        _check_ids(op, "last_len", last_len[last_page >= 0], S + 1, 1)
+    scale: float,
+    logit_cap: float = 0.0,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    slot_of: torch.Tensor | None = None,
+    n_pages: torch.Tensor | None = None,
+) -> list[str]:
+    written, lse = out if out is not None else (None, None)
+    return _reasons(
+        k,
+        q=q,
+        k=k,
+        v=v,
+        pages=pages,
+        last_page=last_page,
+        last_len=last_len,
+        slot_of=slot_of,
+        **{"out[0]": written, "out[1]": lse},
+    )
 
 
-def attention(
-    op: str,
-    function: str,
-    pool: tuple[str, ...],
-    dtypes: Mapping[torch.dtype, tuple[int, ...]],
-    max_dim: int = _MAX_DIM,
-    sizes: Callable[[dict[str, Any]], Sequence[int]] = lambda given: given["k"].shape,
-    also: tuple[str, ...] = (),
-) -> Implementation:
-    """One of the module's batched attentions. Ops differ in the tensors that their pool has.
-
-    Args:
-        op: named in errors.
-        function: of the module.
-        pool: names of the pool's tensors, in the place of the op's arguments behind ``q``; K is the first.
-        dtypes: of K, each with the code that the function wants for it, if any.
-        max_dim: largest D.
-        sizes: P, S, H and D, from the op's arguments by name.
-        also: the op's arguments between the pool's tensors and ``pages``.
-    """
-    tensors = ("q", *pool, "pages", "last_page", "last_len")
-    names = ("q", *pool, *also, *tensors[-3:], "scale", "logit_cap", "out")
-
-    def given(args: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
-        rest = {"logit_cap": 0.0, "out": None, "slot_of": None}
-        return {**rest, **dict(zip(names, args, strict=False)), **named}
-
-    def reasons(*args: Any, **named: Any) -> list[str]:
-        a = given(args, named)
-        out = a["out"] if a["out"] is not None else (None, None)
-        read = {name: a[name] for name in tensors}
-        outs = {"out[0]": out[0], "out[1]": out[1], "slot_of": a["slot_of"]}
-        return _reasons(a[pool[0]], dtypes, max_dim, sizes(a)[3], **read, **outs)
-
-    def run(*args: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        a = given(args, named)
-        q, k, pages, last_page, last_len, out = (
-            a[name] for name in ("q", pool[0], "pages", "last_page", "last_len", "out")
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    pages: torch.Tensor,
+    last_page: torch.Tensor | None,
+    last_len: torch.Tensor | None,
+    scale: float,
+    logit_cap: float = 0.0,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    slot_of: torch.Tensor | None = None,
+    n_pages: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    assert _module is not None
+    P, S, H, D = k.shape
+    pages = resident_slots(slot_of, pages)
+    if out is None:
+        out = (q.new_empty(q.shape), q.new_empty(q.shape[:2]))
+    try:
+        _module.attend_batch(
+            q.data_ptr(),
+            k.data_ptr(),
+            v.data_ptr(),
+            P,
+            S,
+            H,
+            D,
+            _DTYPES[k.dtype],
+            q.shape[1] // H,
+            float(scale),
+            float(logit_cap),
+            pages.data_ptr(),
+            *pages.shape,
+            0 if last_page is None else last_page.data_ptr(),
+            0 if last_len is None else last_len.data_ptr(),
+            out[0].data_ptr(),
+            out[1].data_ptr(),
+            torch.get_num_threads(),
         )
-        (P, S, H, D), HQ = sizes(a), q.shape[1]
-        pages = resident_slots(a["slot_of"], pages)
-        if out is None:
-            out = (q.new_empty(q.shape), q.new_empty(q.shape[:2]))
-        try:
-            getattr(_module, function)(
-                q.data_ptr(),
-                *(a[name].data_ptr() for name in pool),
-                P,
-                S,
-                H,
-                D,
-                *dtypes[k.dtype],
-                HQ // H,
-                float(a["scale"]),
-                float(a["logit_cap"]),
-                pages.data_ptr(),
-                *pages.shape,
-                0 if last_page is None else last_page.data_ptr(),
-                0 if last_len is None else last_len.data_ptr(),
-                out[0].data_ptr(),
-                out[1].data_ptr(),
-                torch.get_num_threads(),
-            )
-        except ValueError:
-            _check_attend_ids(op, pages, last_page, last_len, P, S)
-            raise
-        return out
-
-    return Implementation("native", run, reasons)
+    except ValueError:  # the module found a value out of range: say which
+        _check_ids("attend_pages", "pages", pages, P)
+        if last_page is not None and last_len is not None:
+            _check_ids("attend_pages", "last_page", last_page, P)
+            _check_ids("attend_pages", "last_len", last_len[last_page >= 0], S + 1, 1)
+        raise
+    return out
 
 
 def _score_reasons(
@@ -308,9 +293,7 @@ def _copy(source: LayerPages, ids: torch.Tensor, dst_k: torch.Tensor, dst_v: tor
         begin += count
 
 
-ATTEND_PAGES = attention(
-    "attend_pages", "attend_batch", ("k", "v"), {dtype: (code,) for dtype, code in _DTYPES.items()}
-)
+ATTEND_PAGES = Implementation("native", _attend, _attend_reasons)
 SCORE_PAGES = Implementation("native", _score, _score_reasons)
 BUILD_LAYER_DIGESTS = Implementation("native", _digest, _digest_reasons)
 COPY_LAYER_PAGES = Implementation("native", _copy, _copy_reasons)

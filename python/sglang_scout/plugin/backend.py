@@ -137,8 +137,6 @@ class ScoutAttnBackend(AttentionBackend):
             self.engine.quality = make_quality(
                 self.config, self.engine, projectors, correction, layers, model_path
             )
-        if self.config.cpu_pages == "int8":
-            self.pool.host_pages.set_final = self.worker.set_final
         self.allocator.listener = self.engine.boundary
         for index, layer in enumerate(layers):
             layer.register_forward_pre_hook(self._layer_hook(index), with_kwargs=True)
@@ -181,7 +179,6 @@ class ScoutAttnBackend(AttentionBackend):
             "predictor": self.config.predictor,
             "exact_layers": list(self.config.exact_layers),
             "exact_steps": self.config.exact_steps,
-            "cpu_pages": self.config.cpu_pages,
             "recall": self.config.recall,
             "worker_cpus": list(self.cpus),
         }

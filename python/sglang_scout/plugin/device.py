@@ -151,16 +151,13 @@ def lock_pages(arena: Arena) -> None:
         ConfigError: the system does not allow it.
     """
 
-    # int8 copies, at the end, are the worker's alone, which maps them behind its work.
-    nbytes = arena.layout().page_words_offset or arena.nbytes
-
     def progress(done: int) -> None:
-        if nbytes > LOCK_CHUNK_BYTES:
-            of = nbytes / 2**30
+        if arena.nbytes > LOCK_CHUNK_BYTES:
+            of = arena.nbytes / 2**30
             logger.info("--kv-offload: %.0f of %.0f GiB are page-locked", done / 2**30, of)
 
     try:
-        lock_memory(arena.address, nbytes, progress)
+        lock_memory(arena.address, arena.nbytes, progress)
     except MemoryError as error:
         raise ConfigError(f"--kv-offload-host-gb: {error}, or lower the flag") from None
 

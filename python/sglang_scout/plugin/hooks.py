@@ -202,7 +202,7 @@ def around_profile_available_bytes_prefill(
     available, config = original(runner, *args, **kwargs), parse(runner.server_args)
     if not config.prefill_digests:
         return available
-    return bytes_beside_digests(config, model_shape(runner), available)
+    return bytes_beside_digests(model_shape(runner), available)
 
 
 def around_init_pools_prefill(original: Callable[..., None], runner: Any) -> None:
@@ -235,7 +235,7 @@ def before_send_kv_chunk(
 
 
 def before_send_kvcache(manager: Any, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], Any]:
-    """A decode server without digests, or with others, gets K and V only; SGLang would pair V with digests."""
+    """A decode server without digests gets K and V only; SGLang would pair V with digests."""
     source, target = kwargs["src_data_ptrs"], kwargs["dst_data_ptrs"]
     of_kv = kwargs.get("state_type") is None and source == manager.kv_args.kv_data_ptrs
     if not of_kv:

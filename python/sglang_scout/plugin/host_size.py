@@ -9,12 +9,7 @@ from typing import Any
 
 from sglang_scout.core.config import DEFAULT_HOST_SHARE, OffloadConfig
 from sglang_scout.core.errors import ConfigError
-from sglang_scout.engine.memory import (
-    bytes_for_pages,
-    bytes_of_pages,
-    most_host_pages,
-    plan_worker,
-)
+from sglang_scout.engine.memory import most_host_pages, plan_worker
 from sglang_scout.engine.pools import ModelShape
 from sglang_scout.plugin.ranks import AttentionRanks, nodes_of_worker
 from sglang_scout.worker import numa
@@ -60,7 +55,7 @@ def host_bytes(
         size = int(left * DEFAULT_HOST_SHARE)
         size = int(min(size, _room_for_digests(runner, config, shape, ranks, device_bytes, size)))
         logger.info("--kv-offload-host-gb not given: %.1f GiB for KV pages", size / 2**30)
-    of_pages = bytes_for_pages(config, shape, size // ranks.size)
+    of_pages = size // ranks.size
     page_bytes = 2 * shape.page_bytes * shape.num_layers
     if of_pages < LEAST_PAGES * page_bytes:
         given = "not given" if config.host_gb is None else format(config.host_gb, "g")
@@ -102,7 +97,8 @@ def _room_for_digests(
             f"resident pages, which hold {least} of the {LEAST_PAGES + 1} pages that each rank needs at least; "
             "raise --mem-fraction-static"
         )
-    of_digests = ranks.size * bytes_of_pages(config, shape, least - 1)  # one is SGLang's padding
+    page_bytes = 2 * shape.page_bytes * shape.num_layers
+    of_digests = ranks.size * (least - 1) * page_bytes  # one is SGLang's padding
     if of_digests >= size:
         return of_digests
     few = room.num_slots < room.wanted_slots

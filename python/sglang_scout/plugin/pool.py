@@ -47,8 +47,8 @@ def num_layers(item_lens: list[int]) -> int:
 
 
 def carries(buffers: int, layers: int) -> bool:
-    """Whether a list of so many buffers is of K and V of these layers, with digests of any form or without."""
-    return buffers in (2 * layers, 4 * layers, 6 * layers)
+    """Whether a list of so many buffers is of K and V of these layers, with digests or without."""
+    return buffers in (2 * layers, 4 * layers)
 
 
 def without_digests(values: list[int], layers: int) -> list[int]:
@@ -91,8 +91,7 @@ class HostKVPool(MHATokenToKVPool):
     def attach(self, shape: ModelShape, plan: MemoryPlan, digest: str) -> None:
         """Make the page view and the digest pool, once the model's shape is known."""
         self.plan = plan
-        cpu_pages = self.arena.spec.cpu_pages
-        self.host_pages = HostPages(shape, self.k_buffer, self.v_buffer, cpu_pages)
+        self.host_pages = HostPages(shape, self.k_buffer, self.v_buffer)
         self.digests = DigestPool(shape, self.host_pages.num_pages, self.device, digest)
 
     def get_cpu_copy(self, indices: torch.Tensor, mamba_indices: Any = None) -> Any:

@@ -51,7 +51,6 @@ def decode_state(backend: ScoutAttnBackend) -> dict[str, Any]:
         "tp_size": backend.ranks.size,
         "budget_tokens": backend.config.budget_tokens,
         "page_size": backend.config.page_size_tokens,
-        "cpu_pages_dtype": cpu_pages_dtype(backend),
         "host_pages_total": backend.allocator.num_pages,
         "host_pages_used": backend.allocator.used_pages,
         "resident_pages": backend.engine.table.resident_pages,
@@ -80,7 +79,6 @@ def decode_state(backend: ScoutAttnBackend) -> dict[str, Any]:
         "verify_checks": counters.verify_checks,
         "verify_max_rel_error": counters.verify_max_rel_error,
         "verify_unequal_selections": counters.verify_unequal_selections,
-        "verify_max_int8_error": counters.verify_max_int8_error,
         "worker": {
             "pid": worker.pid,
             "state": worker.state,
@@ -92,23 +90,15 @@ def decode_state(backend: ScoutAttnBackend) -> dict[str, Any]:
             "refused": worker.refused,
             "local_tickets": worker.local_tickets,
             "late_tickets": worker.late_tickets,
-            "quantized_pages": worker.quantized_pages,
             "last_error": worker.last_error,
         },
     }
 
 
-def cpu_pages_dtype(backend: ScoutAttnBackend) -> str:
-    """What the worker reads: ``"int8"``, or the dtype of the host pages."""
-    if backend.config.cpu_pages == "int8":
-        return "int8"
-    return str(backend.engine.shape.dtype).removeprefix("torch.")
-
-
 _OF_EACH_RANK = (
     "resident_pages", "selected_pages", "cpu_pages", "cpu_compute_ratio", "recalled_pages",
     "gpu_wait_us", "fallback_pages", "digests_received", "digests_computed", "verify_checks",
-    "verify_max_rel_error", "verify_max_int8_error", "verify_unequal_selections", "worker",
+    "verify_max_rel_error", "verify_unequal_selections", "worker",
 )  # fmt: skip
 
 

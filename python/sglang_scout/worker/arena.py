@@ -1,5 +1,4 @@
-"""The arena: one sealed memory file with the host KV pages, the request ring and the replies, and
-int8 copies of the pages if they are asked for.
+"""The arena: one sealed memory file with the host KV pages, the request ring and the replies.
 
 A memfd has no name in any file system: it disappears with the last process that has it open or
 mapped, however these die. It is sealed against growing and shrinking, so no holder can make another
@@ -320,9 +319,8 @@ def available_bytes() -> int:
 def _check_fits(spec: ArenaSpec, layout: Layout) -> None:
     available = available_bytes()
     if layout.total_bytes > available:
-        planes = (2 if spec.cpu_pages == "model" else 3) * (spec.num_layers + 1)
-        rounding = KV_ALIGN_BYTES + planes * plane_align_bytes(spec)
-        page_bytes = (spec.kv_bytes + spec.copies_bytes) // spec.num_pages
+        rounding = KV_ALIGN_BYTES + 2 * spec.num_layers * plane_align_bytes(spec)
+        page_bytes = spec.kv_bytes // spec.num_pages
         for_kv = max(0, available - layout.kv_offset - rounding)
         raise ArenaError(
             f"{_describe(spec, layout)} does not fit: {_gib(available)} of host memory are "
@@ -357,11 +355,9 @@ def _check_nodes_fit(spec: ArenaSpec, layout: Layout, numa_nodes: Sequence[int])
 
 
 def _describe(spec: ArenaSpec, layout: Layout) -> str:
-    copies = f"int8 copies {_gib(spec.copies_bytes)}; " if spec.copies_bytes else ""
     return (
         f"an arena of {_gib(layout.total_bytes)} (KV {_gib(spec.kv_bytes)}: {spec.num_layers} "
-        f"layers x {spec.num_pages} pages x 2 x {spec.page_bytes} bytes; {copies}"
-        f"ring {_gib(layout.kv_offset)})"
+        f"layers x {spec.num_pages} pages x 2 x {spec.page_bytes} bytes; ring {_gib(layout.kv_offset)})"
     )
 
 

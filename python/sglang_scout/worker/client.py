@@ -93,7 +93,7 @@ class WorkerClient:
         per_node = [self._cpu_nodes.count(node) for node in range(self._spec.num_nodes)]
         node_cpus = max(1, min(per_node))
         most = most_threads(self._config.threads_per_group, node_cpus)
-        least_pages = _native.least_run_pages(self._spec.read_bytes) * self._spec.num_nodes
+        least_pages = _native.least_run_pages(2 * self._spec.page_bytes) * self._spec.num_nodes
         self._split = Split(node_cpus, most, least_pages)
         self._timeout_us = int(self._config.wait_timeout_s * 1e6)
         self._q_shape = (self._spec.num_q_heads, self._spec.head_dim)
@@ -171,22 +171,6 @@ class WorkerClient:
     def split(self) -> Split:
         """The rule for the number of runs where it is not fixed."""
         return self._split
-
-    def set_final(self, pages: np.ndarray, final: bool) -> None:
-        """Says that pages are full and stay as they are, or (``final`` false) that this is over.
-
-        Only then does the worker keep an int8 copy of a page; pages of which this is never said are
-        quantised anew each time that they are used. To be called before the content of a page
-        changes, from the thread of ``post``. Without int8 copies it does nothing.
-
-        Args:
-            pages: int64 [n], host page ids.
-
-        Raises:
-            ValueError: dtype, layout or an id is wrong; nothing is changed.
-        """
-        _check("set_final", "pages", pages, _I64, (len(pages),))
-        self._producer.set_final(_address(pages), len(pages), final)
 
     def post(
         self, layer: int, step: int, q: np.ndarray, pages: np.ndarray, n_pages: np.ndarray

@@ -1,9 +1,9 @@
 """Mapping an arena's pages into the worker before they are needed.
 
 The first access to each 4 KiB of a mapping is a fault. For a host page of some layer these are some
-32, for its int8 copy 16 that also take memory and clear it; both can cost more than the attention
-to the page. On a CUDA device the decode server locks the host pages at start, so that their memory
-is taken anyway, and the worker then goes through the arena once behind its work.
+32, which can cost more than the attention to the page. On a CUDA device the decode server locks the
+host pages at start, so that their memory is taken anyway, and the worker then goes through the arena
+once behind its work.
 """
 
 from __future__ import annotations

@@ -15,13 +15,6 @@ One memory file, mapped by the decode server and by its worker; all values littl
     kv_offset        L layers   K [P,S,H,D], then V [P,S,H,D]; kv_offset is a multiple of 2 MiB, with
                                 several nodes every plane begins at one
 
-and with int8 copies of the pages, whose words sgl-kernel/src/page_copies.h explains::
-
-    page_words_offset  u64 [P]
-    copy_words_offset  u64 [L, P]
-    copies_offset    L layers   [P] of copy_stride bytes: codes i8 [H, 2, S*D] in the order of
-                                ops/quantize.py, S whole blocks, and scales f32 [2, H]: K, V
-
 ``slot(layer, step) = (step & 1) * L + layer``, ``seq = epoch << 40 | post``. Who writes what, in
 which order and in which state of a slot is said in sgl-kernel/src/ring.h, which mirrors this file
 and refuses a header that it cannot follow. The hot path is C++; here are the sizes, and numpy views
@@ -38,11 +31,10 @@ from typing import NamedTuple
 import numpy as np
 
 from sglang_scout.core.errors import ArenaError
-from sglang_scout.core.page_bytes import copy_bytes
 from sglang_scout.worker.spec import KV_DTYPES, MAX_NODES, ArenaSpec
 
 MAGIC = 0x31474E5254554353
-LAYOUT_VERSION = 5
+LAYOUT_VERSION = 6
 HEADER_BYTES = 4096
 CONTROL_BYTES = 640
 STAT_LINE_BYTES = 128
@@ -66,12 +58,10 @@ _HEADER_DTYPE = np.dtype(
         ("v_offset", "<u8"), ("q_offset", "<u8"), ("pages_offset", "<u8"),
         ("n_pages_offset", "<u8"), ("out_offset", "<u8"), ("lse_offset", "<u8"),
         ("events_offset", "<u8"), ("event_entries", "<u8"),
-        ("num_nodes", "<u4"), ("stripe_pages", "<u4"), ("page_words_offset", "<u8"),
-        ("copy_words_offset", "<u8"), ("copies_offset", "<u8"), ("copy_layer_stride", "<u8"),
-        ("copy_stride", "<u8"),
+        ("num_nodes", "<u4"), ("stripe_pages", "<u4"),
     ]
 )  # fmt: skip
-assert _HEADER_DTYPE.itemsize == 264
+assert _HEADER_DTYPE.itemsize == 224
 
 
 def _at(offsets: dict[str, tuple[str, int]], size: int) -> np.dtype:
@@ -92,8 +82,7 @@ CONTROL_DTYPE = _at(
 )  # fmt: skip
 STAT_DTYPE = _at(
     {n: ("<u8", 8 * i) for i, n in enumerate(
-        ("items", "pages", "busy_ns", "refused", "stale", "records", "events", "remote_pages",
-         "quantized"))},
+        ("items", "pages", "busy_ns", "refused", "stale", "records", "events", "remote_pages"))},
     STAT_LINE_BYTES,
 )  # fmt: skip
 RECORD_DTYPE = _at(
@@ -136,11 +125,6 @@ class Layout(NamedTuple):
     lse_offset: int
     events_offset: int
     event_entries: int
-    page_words_offset: int = 0  # these five: 0 where there are no int8 copies
-    copy_words_offset: int = 0
-    copies_offset: int = 0
-    copy_layer_stride: int = 0
-    copy_stride: int = 0
 
 
 def _up(value: int, align: int) -> int:
@@ -170,10 +154,8 @@ def layout_of(spec: ArenaSpec) -> Layout:
     events_bytes = STAT_LINES * EVENT_ENTRIES * EVENT_DTYPE.itemsize
     kv_offset = _up(events_offset + events_bytes, KV_ALIGN_BYTES)
     plane = _up(spec.num_pages * spec.page_bytes, plane_align_bytes(spec))
-    kv_end = kv_offset + 2 * spec.num_layers * plane
-    end, copies = _place_copies(spec, kv_end) if spec.copies_bytes else (kv_end, {})
     return Layout(
-        total_bytes=_up(end, KV_ALIGN_BYTES),
+        total_bytes=_up(kv_offset + 2 * spec.num_layers * plane, KV_ALIGN_BYTES),
         log_entries=log_entries,
         control_offset=HEADER_BYTES,
         stats_offset=stats_offset,
@@ -192,24 +174,7 @@ def layout_of(spec: ArenaSpec) -> Layout:
         lse_offset=lse_offset,
         events_offset=events_offset,
         event_entries=EVENT_ENTRIES,
-        **copies,
     )
-
-
-def _place_copies(spec: ArenaSpec, begin: int) -> tuple[int, dict[str, int]]:
-    """Where the int8 copies end, and where they lie; ``begin`` is a multiple of 4096."""
-    stride = copy_bytes(spec.page_size, spec.num_kv_heads, spec.head_dim)
-    layer_stride = _up(spec.num_pages * stride, plane_align_bytes(spec))
-    copy_words = _up(begin + 8 * spec.num_pages, 128)
-    words_end = copy_words + 8 * spec.num_layers * spec.num_pages
-    copies = _up(words_end, plane_align_bytes(spec))
-    return copies + spec.num_layers * layer_stride, {
-        "page_words_offset": begin,
-        "copy_words_offset": copy_words,
-        "copies_offset": copies,
-        "copy_layer_stride": layer_stride,
-        "copy_stride": stride,
-    }
 
 
 def node_spans(
@@ -232,11 +197,6 @@ def node_spans(
             first = min(i * spec.stripe_pages, spec.num_pages) * spec.page_bytes
             offset = layout.kv_offset + plane * layout.v_offset + first
             starts.append((offset // align_bytes * align_bytes, node))
-    for layer in range(spec.num_layers if spec.copies_bytes else 0):
-        for i, node in enumerate(numa_nodes):
-            first = min(i * spec.stripe_pages, spec.num_pages) * layout.copy_stride
-            offset = layout.copies_offset + layer * layout.copy_layer_stride + first
-            starts.append((offset // align_bytes * align_bytes, node))
     ends = [start for start, _ in starts[1:]] + [layout.total_bytes]
     spans = zip(starts, ends, strict=True)
     return [(start, end - start, node) for (start, node), end in spans if end > start]
@@ -247,7 +207,6 @@ def write_header(memory: np.ndarray, spec: ArenaSpec, layout: Layout) -> None:
     header = memory[: _HEADER_DTYPE.itemsize].view(_HEADER_DTYPE)[0]
     values = asdict(spec) | layout._asdict()
     values["dtype"] = KV_DTYPES[values.pop("kv_dtype")]
-    del values["cpu_pages"]  # said by copies_offset
     values |= {
         "layout_version": LAYOUT_VERSION,
         "header_bytes": HEADER_BYTES,
@@ -273,12 +232,8 @@ def read_header(memory: np.ndarray) -> tuple[ArenaSpec, Layout]:
     names = {v: k for k, v in KV_DTYPES.items()}
     if int(header["dtype"]) not in names:
         raise ArenaError(f"arena header has dtype {header['dtype']}, known are {names}")
-    fields = [f for f in ArenaSpec.__dataclass_fields__ if f not in ("kv_dtype", "cpu_pages")]
-    spec = ArenaSpec(
-        **{f: header[f].item() for f in fields},
-        kv_dtype=names[int(header["dtype"])],
-        cpu_pages="int8" if header["copies_offset"] else "model",
-    )
+    fields = [f for f in ArenaSpec.__dataclass_fields__ if f != "kv_dtype"]
+    spec = ArenaSpec(**{f: header[f].item() for f in fields}, kv_dtype=names[int(header["dtype"])])
     layout = layout_of(spec)
     if layout.total_bytes != int(header["total_bytes"]) or layout.total_bytes > memory.nbytes:
         raise ArenaError(
@@ -296,11 +251,6 @@ class RingView:
         self.control = self._view(layout.control_offset, (1,), CONTROL_DTYPE)[0]
         self.stats = self._view(layout.stats_offset, (STAT_LINES,), STAT_DTYPE)
         self.log = self._view(layout.log_offset, (layout.log_entries,), np.dtype("<u8"))
-        if spec.copies_bytes:
-            pages = (spec.num_pages,)
-            self.page_words = self._view(layout.page_words_offset, pages, np.dtype("<u8"))
-            words = (spec.num_layers, *pages)
-            self.copy_words = self._view(layout.copy_words_offset, words, np.dtype("<u8"))
         events = (STAT_LINES, layout.event_entries)
         self.events = self._view(layout.events_offset, events, EVENT_DTYPE)
 
@@ -315,12 +265,6 @@ class RingView:
         """The record's header; fields seq, layer, rows, parts, claim."""
         base = self._layout.records_offset + slot * self._layout.record_stride
         return self._view(base, (1,), RECORD_DTYPE)[0]
-
-    def copy(self, layer: int, page: int) -> np.ndarray:
-        """The int8 copy of a page, uint8 [copy_stride]; only with int8 copies."""
-        at = self._layout
-        offset = at.copies_offset + layer * at.copy_layer_stride + page * at.copy_stride
-        return self._view(offset, (at.copy_stride,), np.dtype(np.uint8))
 
     def reply(self, slot: int) -> np.void:
         """The reply's header; fields done, status, waiters."""

@@ -99,7 +99,6 @@ class WorkerStatus:
         refused: records that a worker refused because a field was out of range.
         busy_us: time that worker threads spent computing, summed.
         stale: records of another life that a worker met and did not serve.
-        quantized_pages: pages of a layer that worker and caller quantised to int8.
         fallback_pages: pages that the caller computed instead.
         local_tickets: posts that never went to a worker: none was ready, or the slot was busy.
         late_tickets: waits that ran into wait_timeout_s.
@@ -119,7 +118,6 @@ class WorkerStatus:
     refused: int
     busy_us: int
     stale: int
-    quantized_pages: int
     fallback_pages: int
     local_tickets: int
     late_tickets: int

@@ -19,7 +19,7 @@ class WorkerMemory(NamedTuple):
     Attributes:
         max_batch: requests that it is for.
         threads: of a memory node that may share a sequence.
-        ring_bytes: what of the arena is neither pages nor copies: requests, replies, events.
+        ring_bytes: what of the arena is not pages: requests, replies, events.
         partial_bytes: of the worker's own memory, for what threads that share a sequence have found until
             it is merged; 0 where none is shared. A place for each run of the record that may have the most
             of them, of every record that may be open; taken from the system as it is first written, until

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from sglang_scout.core.errors import ArenaError
-from sglang_scout.core.page_bytes import CPU_PAGES, copies_bytes, copy_bytes
 
 KV_DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
 MAX_BATCH = 1 << 16
@@ -34,8 +33,6 @@ class ArenaSpec:
         max_batch: rows of a record.
         max_pages: k, pages per row of a record.
         num_nodes: memory nodes that the pages are divided among by their index; see ``stripe_pages``.
-        cpu_pages: ``"model"``: the worker reads the pages as they are; ``"int8"``: int8 copies of
-            them, which lie in the arena too.
 
     Raises:
         ArenaError: a value is out of range.
@@ -53,7 +50,6 @@ class ArenaSpec:
     max_pages: int
     logit_cap: float = 0.0
     num_nodes: int = 1
-    cpu_pages: str = "model"
 
     def __post_init__(self) -> None:
         limits = {
@@ -77,8 +73,6 @@ class ArenaSpec:
             raise ArenaError(f"head_dim={self.head_dim} is not a multiple of 16")
         if self.kv_dtype not in KV_DTYPES:
             raise ArenaError(f"kv_dtype={self.kv_dtype!r}; supported are {', '.join(KV_DTYPES)}")
-        if self.cpu_pages not in CPU_PAGES:
-            raise ArenaError(f"cpu_pages={self.cpu_pages!r}; supported are {', '.join(CPU_PAGES)}")
         if not (math.isfinite(self.scale) and self.scale > 0):
             raise ArenaError(f"scale={self.scale} is not a positive number")
         if not (math.isfinite(self.logit_cap) and self.logit_cap >= 0):
@@ -96,13 +90,6 @@ class ArenaSpec:
     def page_bytes(self) -> int:
         """Bytes of K (or of V) of one page of one layer."""
         return self.page_size * self.num_kv_heads * self.head_dim * self.storage_dtype.itemsize
-
-    @property
-    def read_bytes(self) -> int:
-        """Bytes that the worker reads of one page of one layer, K and V."""
-        if self.cpu_pages == "int8":
-            return copy_bytes(self.page_size, self.num_kv_heads, self.head_dim)
-        return 2 * self.page_bytes
 
     @property
     def stripe_pages(self) -> int:
@@ -124,9 +111,3 @@ class ArenaSpec:
     def kv_bytes(self) -> int:
         """Bytes of K and V of all pages of all layers."""
         return 2 * self.num_layers * self.num_pages * self.page_bytes
-
-    @property
-    def copies_bytes(self) -> int:
-        """Bytes of the int8 copies of all pages of all layers; 0 if there are none."""
-        sizes = self.num_layers, self.page_size, self.num_kv_heads, self.head_dim
-        return self.num_pages * copies_bytes(self.cpu_pages, *sizes)

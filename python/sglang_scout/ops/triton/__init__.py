@@ -12,15 +12,12 @@ import importlib
 import importlib.util
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ...core.registry import Implementation
 from ..layers import LayerPages
-
-if TYPE_CHECKING:
-    from ..digest_int8 import Int8Digests
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _DIM_STEP, _MAX_DIM = 16, 256
@@ -180,15 +177,6 @@ def _layer_reasons(
     return _reasons(kv, pinned=("source.k",), **pages, **tensors)
 
 
-def _whole_page_reasons(source: LayerPages, **tensors: torch.Tensor | None) -> list[str]:
-    """Of kernels that hold all of a page's K of one head at a time."""
-    k = source.k[0]
-    reasons = _layer_reasons(source, k, **tensors)
-    if k.shape[1] > _MAX_PAGE_TOKENS:
-        reasons.append(f"S={k.shape[1]}; triton supports up to {_MAX_PAGE_TOKENS}")
-    return reasons
-
-
 def _digest_reasons(
     source: LayerPages,
     ids: torch.Tensor,
@@ -196,7 +184,12 @@ def _digest_reasons(
     kmax: torch.Tensor,
     rows: torch.Tensor | None = None,
 ) -> list[str]:
-    return _whole_page_reasons(source, ids=ids, kmin=kmin, kmax=kmax, rows=rows)
+    k = source.k[0]
+    reasons = _layer_reasons(source, k, ids=ids, kmin=kmin, kmax=kmax, rows=rows)
+    # The kernel holds all of a page's K of one head at a time.
+    if k.shape[1] > _MAX_PAGE_TOKENS:
+        reasons.append(f"S={k.shape[1]}; triton supports up to {_MAX_PAGE_TOKENS}")
+    return reasons
 
 
 def _sign_reasons(
@@ -250,31 +243,6 @@ def _append_reasons(
 
 
 APPEND_TOKENS = _kernel("pages", "append_tokens", _append_reasons)
-
-
-def _build_int8_reasons(
-    source: LayerPages,
-    ids: torch.Tensor,
-    digests: Int8Digests,
-    rows: torch.Tensor | None = None,
-) -> list[str]:
-    return _whole_page_reasons(source, ids=ids, rows=rows, **digests._asdict())
-
-
-def _score_int8_reasons(
-    q: torch.Tensor,
-    digests: Int8Digests,
-    table: torch.Tensor,
-    n_full: torch.Tensor,
-    scale: float,
-    reduce: str = "mass",
-    out: torch.Tensor | None = None,
-) -> list[str]:
-    return _reasons(q, q=q, **digests._asdict(), table=table, n_full=n_full, out=out)
-
-
-BUILD_LAYER_DIGESTS_INT8 = _kernel("digest_int8", "build_layer_digests_int8", _build_int8_reasons)
-SCORE_PAGES_INT8 = _kernel("digest_int8", "score_pages_int8", _score_int8_reasons)
 
 
 def _advance_reasons(

@@ -20,25 +20,6 @@ _HELD_PARTS = 4096
 
 
 @triton.jit
-def leave_bounds(u, bounds, block_top, block_mass, head, n, kept, row_stride, part_stride):
-    """Store a block's bounds u [BLOCK_G, BLOCK_N], the largest of each head and its sum of
-    e^(u - largest); ``kept`` [BLOCK_G] are the heads that exist."""
-    part = head * part_stride + tl.program_id(0)
-    tl.store(bounds + head.to(tl.int64)[:, None] * row_stride + n[None, :], u, mask=kept[:, None])
-    top = tl.max(u, axis=1)
-    tl.store(block_top + part, top, mask=kept)
-    tl.store(block_mass + part, tl.sum(tl.exp(u - finite(top)[:, None]), axis=1), mask=kept)
-
-
-@triton.jit
-def leave_nothing(block_top, block_mass, head, kept, part_stride, BLOCK_G: tl.constexpr):
-    """What `leave_bounds` leaves of a block without pages; its bounds are never read."""
-    part = head * part_stride + tl.program_id(0)
-    tl.store(block_top + part, tl.full([BLOCK_G], float("-inf"), tl.float32), mask=kept)
-    tl.store(block_mass + part, tl.zeros([BLOCK_G], tl.float32), mask=kept)
-
-
-@triton.jit
 def bounds_kernel(
     q,
     kmin,
@@ -73,6 +54,7 @@ def bounds_kernel(
     d = tl.arange(0, BLOCK_D)
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     head = (b * H + h) * G + g  # row of [B * HQ]
+    part = head * part_stride + block
     full = tl.minimum(tl.load(n_full + b), N)
     if block * BLOCK_N < full:
         page = tl.load(table + b.to(tl.int64) * N + n, mask=n < full, other=-1)
@@ -89,9 +71,15 @@ def bounds_kernel(
         u = dot_fp32(tl.maximum(q_tile, 0.0), tl.trans(high), zero)
         u += dot_fp32(tl.minimum(q_tile, 0.0), tl.trans(low), zero)
         u = tl.where(offered[None, :], u, float("-inf"))
-        leave_bounds(u, bounds, block_top, block_mass, head, n, g < G, row_stride, part_stride)
+        tl.store(
+            bounds + head.to(tl.int64)[:, None] * row_stride + n[None, :], u, mask=(g < G)[:, None]
+        )
+        top = tl.max(u, axis=1)
+        tl.store(block_top + part, top, mask=g < G)
+        tl.store(block_mass + part, tl.sum(tl.exp(u - finite(top)[:, None]), axis=1), mask=g < G)
     else:
-        leave_nothing(block_top, block_mass, head, g < G, part_stride, BLOCK_G)
+        tl.store(block_top + part, tl.full([BLOCK_G], float("-inf"), tl.float32), mask=g < G)
+        tl.store(block_mass + part, tl.zeros([BLOCK_G], tl.float32), mask=g < G)
 
 
 @triton.jit
@@ -171,63 +159,52 @@ def score_pages(
     if B * N == 0:
         return out
     block_d = triton.next_power_of_2(D)
-    scratch = Scratch(q, table, min(_BLOCK_PAGES, _BLOCK_VALUES // block_d))
+    block_n = min(_BLOCK_PAGES, _BLOCK_VALUES // block_d, max(16, triton.next_power_of_2(N)))
+    blocks = triton.cdiv(N, block_n)
+    block_blocks = triton.next_power_of_2(blocks)
+    row_stride = blocks * block_n
+    # So that a program reads the numbers of several blocks at once, whatever their count.
+    part_stride = 16 * triton.cdiv(blocks, 16)
+    bounds = q.new_empty((B, HQ, row_stride))
+    block_top, block_mass = q.new_empty((2, B, HQ, part_stride)).unbind()
     G = HQ // H
-    bounds_kernel[(scratch.blocks, H, B)](
+    bounds_kernel[(blocks, H, B)](
         q,
         kmin,
         kmax,
         table,
         n_full,
-        *scratch.tensors,
+        bounds,
+        block_top,
+        block_mass,
         scale,
         N,
-        scratch.row_stride,
-        scratch.part_stride,
+        row_stride,
+        part_stride,
         H,
         G,
         D,
-        scratch.block_n,
+        block_n,
         max(16, triton.next_power_of_2(G)),
         block_d,
         num_warps=4,
     )
-    scratch.reduce(table, n_full, out, reduce)
+    reduce_kernel[(blocks, B)](
+        bounds,
+        block_top,
+        block_mass,
+        table,
+        n_full,
+        out,
+        N,
+        row_stride,
+        part_stride,
+        blocks,
+        HQ,
+        reduce,
+        block_n,
+        min(64, triton.next_power_of_2(HQ), max(1, _HELD_PARTS // block_blocks)),
+        block_blocks,
+        num_warps=4,
+    )
     return out
-
-
-class Scratch:
-    """What lies between the two passes; ``tensors`` are bounds, block_top and block_mass."""
-
-    def __init__(self, q: torch.Tensor, table: torch.Tensor, most_pages: int) -> None:
-        (B, N), HQ = table.shape, q.shape[1]
-        self.block_n = min(most_pages, max(16, triton.next_power_of_2(N)))
-        self.blocks = triton.cdiv(N, self.block_n)
-        self.row_stride = self.blocks * self.block_n
-        # So that a program reads the numbers of several blocks at once, whatever their count.
-        self.part_stride = 16 * triton.cdiv(self.blocks, 16)
-        parts = q.new_empty((2, B, HQ, self.part_stride))
-        self.tensors = q.new_empty((B, HQ, self.row_stride)), *parts.unbind()
-
-    def reduce(
-        self, table: torch.Tensor, n_full: torch.Tensor, out: torch.Tensor, reduce: str
-    ) -> None:
-        """The second pass."""
-        (B, N), HQ = table.shape, self.tensors[0].shape[1]
-        block_blocks = triton.next_power_of_2(self.blocks)
-        reduce_kernel[(self.blocks, B)](
-            *self.tensors,
-            table,
-            n_full,
-            out,
-            N,
-            self.row_stride,
-            self.part_stride,
-            self.blocks,
-            HQ,
-            reduce,
-            self.block_n,
-            min(64, triton.next_power_of_2(HQ), max(1, _HELD_PARTS // block_blocks)),
-            block_blocks,
-            num_warps=4,
-        )

@@ -275,7 +275,7 @@ def score_signs(
     blocks = triton.cdiv(N, block_n)
     row_stride = blocks * block_n
     sums = q.new_empty((B, HQ, row_stride))
-    part_stride = 16 * triton.cdiv(blocks, 16)  # as in `score.Scratch`
+    part_stride = 16 * triton.cdiv(blocks, 16)  # as in `score.score_pages`
     of_blocks = q.new_empty((4, B, HQ, part_stride)).unbind()
     pairs = {2: torch.int32, 4: torch.int64}[low.element_size()]
     sign_sums_kernel[(blocks, H, B)](
