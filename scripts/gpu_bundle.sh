@@ -7,15 +7,15 @@
 #   bash OUTDIR/run.sh RESULTS               there: unpacks, builds the native module if it can, runs gpu_check.sh;
 #                                            scripts/gpu_bundle_run.sh, which says what it leaves where
 #
-# Variables: PYTHON (here, with pip; python3), TARGET, TORCH and TRITON (the versions there, which run.sh insists on; 3.12,
-# 2.11, 3.6), PLATFORM (manylinux_2_17_x86_64). The whole must stay below 50 MiB, or this fails. SGLang comes from the .venv of
-# scripts/setup.sh.
+# Variables: PYTHON (here, with pip; default: python3, .venv or the one beside scripts/setup.sh's uv, whichever has pip), TARGET,
+# TORCH and TRITON (the versions there, which run.sh insists on; 3.12, 2.11, 3.6), PLATFORM (manylinux_2_17_x86_64). The whole must
+# stay below 50 MiB, or this fails. SGLang comes from the .venv of scripts/setup.sh.
 set -euo pipefail
 
 SERVER=1
 [ "${1:-}" != --kernels ] || { SERVER=0; shift; }
 [ $# = 1 ] && [ "${1#-}" = "$1" ] || { sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' "$0"; exit 64; }
-PYTHON="${PYTHON:-python3}" TARGET="${TARGET:-3.12}" PLATFORM="${PLATFORM:-manylinux_2_17_x86_64}"
+TARGET="${TARGET:-3.12}" PLATFORM="${PLATFORM:-manylinux_2_17_x86_64}"
 TORCH="${TORCH:-2.11}" TRITON="${TRITON:-3.6}"
 LIMIT_MIB=50
 # Read by the tests and benchmarks of the kernels; torch brings numpy and Triton.
@@ -24,17 +24,32 @@ PACKAGES=(msgspec pyzmq psutil pytest pytest-timeout pluggy iniconfig packaging 
 
 die() { printf 'gpu_bundle: %s\n' "$*" >&2; exit 1; }
 
+# Sets PIP. An environment that uv made, as .venv, has no pip, and uv itself downloads no wheels.
+find_pip() {
+    local python
+    local -a candidates=(python3 .venv/bin/python .cache/uv-bootstrap/bin/python)
+    [ -z "${PYTHON:-}" ] || candidates=("$PYTHON")
+    for python in "${candidates[@]}"; do
+        PIP=("$python" -m pip)
+        if "${PIP[@]}" --version >/dev/null 2>&1; then return; fi
+    done
+    PIP=(uv tool run pip)
+    [ -z "${PYTHON:-}" ] && "${PIP[@]}" --version >/dev/null 2>&1 \
+        || die "no pip in ${candidates[*]}; set PYTHON to a Python that has it, or install uv"
+}
+
 mkdir -p "$1"
 OUT="$(cd "$1" && pwd)"
 [ -z "$(ls -A "$OUT")" ] || die "$OUT is not empty; name a new folder"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+find_pip
 if [ "$SERVER" = 1 ]; then
     [ -x .venv/bin/python ] || die "SGLang is packed from .venv: run scripts/setup.sh first, or leave it out with --kernels"
-    .venv/bin/python scripts/gpu_site.py "$OUT/site.tar.xz" --target "$TARGET"
+    .venv/bin/python scripts/gpu_site.py --target "$TARGET" "$OUT/site.tar.xz" -- "${PIP[@]}"
 fi
 mkdir "$OUT/wheels"
-"$PYTHON" -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: \
+"${PIP[@]}" download --quiet --disable-pip-version-check --no-deps --only-binary=:all: \
     --implementation cp --python-version "$TARGET" --platform "$PLATFORM" --platform manylinux2014_x86_64 \
     --platform manylinux_2_26_x86_64 --platform manylinux_2_28_x86_64 --dest "$OUT/wheels" "${PACKAGES[@]}" \
     || die "pip could not fetch wheels for Python $TARGET on $PLATFORM"

@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
 """Pack the Python packages that an SGLang server needs beside those of a CUDA image, without a network.
 
-    .venv/bin/python scripts/gpu_site.py OUT.tar.xz [--target 3.12]
+    .venv/bin/python scripts/gpu_site.py [--target 3.12] OUT.tar.xz -- PIP
+
+PIP is a command that is pip, as "python3 -m pip"; an environment that uv made has none.
 
 Which: START, and what the imports of a server still lack. The imports are tried here, in the environment of
 scripts/setup.sh, once as on the CPU and once as on a CUDA device (torch is told that there is one), in a
@@ -16,11 +18,11 @@ import argparse
 import importlib.metadata
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -133,19 +135,21 @@ def needed(image: set[str]) -> set[str]:
     return chosen
 
 
-def install(names: set[str], target: str, folder: Path) -> None:
-    """Unpack the wheels of ``names`` for Python ``target``."""
+def install(names: set[str], target: str, folder: Path, pip: Sequence[str]) -> None:
+    """Unpack the wheels of ``names`` for Python ``target``.
+
+    Raises:
+        SystemExit: pip fails, after it has said why.
+    """
     pins = [f"{name}=={importlib.metadata.version(name)}" for name in sorted(names)]
-    common = ["--quiet", "--no-deps", "--only-binary", ":all:", "--target", str(folder)]
-    if uv := shutil.which("uv"):
-        command = [uv, "pip", "install", "--python-version", target, "--python-platform",
-                   "x86_64-manylinux_2_34"]  # fmt: skip
-    else:
-        command = [sys.executable, "-m", "pip", "install", "--python-version", target]
-        for platform in ("2_34", "2_28", "2_27", "2_24", "2_17"):
-            command += ["--platform", f"manylinux_{platform}_x86_64"]
-        command += ["--platform", "manylinux2014_x86_64"]
-    subprocess.run([*command, *common, *pins], check=True)
+    # pip tries the first platform first, and knows no order among those of glibc's versions.
+    platforms = [f"manylinux_2_{minor}_x86_64" for minor in range(34, 16, -1)]
+    command = [*pip, "install", "--quiet", "--no-compile", "--no-deps", "--only-binary", ":all:"]
+    command += ["--python-version", target, "--target", str(folder)]
+    for platform in [*platforms, "manylinux2014_x86_64"]:
+        command += ["--platform", platform]
+    if subprocess.run([*command, *pins]).returncode:
+        sys.exit(f"gpu_site: {' '.join(pip)} could not install the wheels for Python {target}")
 
 
 def pack(folder: Path, out: Path) -> None:
@@ -163,12 +167,13 @@ def main() -> int:
     )
     parser.add_argument("out", type=Path)
     parser.add_argument("--target", default="3.12", help="Python version of the image")
+    parser.add_argument("pip", nargs="+", metavar="PIP", help="behind --: a command that is pip")
     options = parser.parse_args()
     lines = IMAGE.read_text().splitlines()
     image = {canonical(line) for line in lines if line and not line.startswith("#")}
     names = needed(image - {canonical(name) for name in START})
     with tempfile.TemporaryDirectory(dir=options.out.resolve().parent) as scratch:
-        install(names, options.target, Path(scratch) / "site")
+        install(names, options.target, Path(scratch) / "site", options.pip)
         pack(Path(scratch) / "site", options.out)
     print(f"gpu_site: {len(names)} packages, {options.out.stat().st_size / 2**20:.1f} MiB: "
           f"{' '.join(sorted(names))}")  # fmt: skip

@@ -7,256 +7,222 @@
 
 The first asks the paper's eight sets and writes every answer as it comes; the same command again goes on where it
 stopped, and asks what failed once more. It exits with 1 where answers are missing. ``compare`` takes the stock server's
-file first. Needs LongBench's repository and data (longbench_data.py says how they lie); scoring runs LongBench's own
-metrics.py.
+file first. longbench_data.py says how LongBench's repository and data lie; scoring runs LongBench's own metrics.py.
 """
 
 from __future__ import annotations
 
 import argparse
+import http.client
 import sys
 import threading
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from longbench_answers import AnswerFile, Answers, Settings, read_answers  # noqa: E402
-from longbench_compare import (  # noqa: E402
-    RESAMPLES,
-    SEED,
-    differences,
-    find_copy,
-    markdown,
-    notes,
-    score_sets,
-)
-from longbench_data import PAPER_SETS, LongBench, Question  # noqa: E402
-from longbench_prompts import CHAT_CHOICES, Encoder, sampling_for  # noqa: E402
-from longbench_run import Tally, ask, ask_server, run_questions  # noqa: E402
+import longbench_data as data  # noqa: E402
+from longbench_data import LongBench, Question  # noqa: E402
+from longbench_table import KEY, SETTINGS, Answers, table  # noqa: E402
+from row_file import RowFile  # noqa: E402
 
-from rows import Row, Writer, environment  # noqa: E402
+from rows import Row, environment  # noqa: E402
 from sglang_scout.cli.progress import Progress  # noqa: E402
-from sglang_scout.cli.table import columns  # noqa: E402
+from sglang_scout.cli.sglang_http import RequestFailed, generate, http_json  # noqa: E402
 from sglang_scout.core.errors import ConfigError, ScoutError  # noqa: E402
 
-BENCHMARK = "longbench"
+TIMEOUT_S = 3600.0
+WAITS_S = (0.0, 1.0, 4.0, 16.0)  # before each try of a request
+# No answer, or none of the shape that SGLang's have.
+FAILURES = (RequestFailed, OSError, http.client.HTTPException, LookupError, TypeError, ValueError)
 
 
-def _count(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no count; give a whole number from 1 on")
-    return int(text)
+class Prompts:
+    """Questions as token ids, as LongBench makes them: cut in the middle, then the chat template.
+
+    Ids, not text for the chat endpoint: LongBench cuts by tokens and continues few-shot prompts without
+    a template, and two servers get the same whatever they would make of a text.
+    """
+
+    def __init__(self, name: str, chat: str, max_tokens: int) -> None:
+        # Here, not above: a second of imports that comparing files does without.
+        from transformers import AutoTokenizer
+
+        self._lock = threading.Lock()  # a tokenizer must not be used by two threads at once
+        self._chat, self._max_tokens = chat == "auto", max_tokens
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(name)
+            if self._chat:
+                self._chat_ids("")  # raises without a template
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"--tokenizer {name}: {error}; name the folder of the served model's tokenizer, and "
+                "give --chat off for a base model"
+            ) from None
+        self.newline_ids = self._tokenizer.encode("\n", add_special_tokens=False)[-1:]
+
+    def encode(self, question: Question) -> tuple[list[int], int]:
+        """Token ids, and how many were left out in the middle."""
+        with self._lock:
+            text, cut = question.prompt, 0
+            ids = self._ids(text)
+            if len(ids) > self._max_tokens:
+                half = self._max_tokens // 2
+                cut = len(ids) - 2 * half
+                parts = (ids[:half], ids[half + cut :])
+                text = "".join(self._tokenizer.decode(x, skip_special_tokens=True) for x in parts)
+                ids = self._ids(text)
+            if self._chat and question.set_name not in data.WITHOUT_CHAT:
+                ids = self._chat_ids(text)
+            return ids, cut
+
+    def _ids(self, text: str, **options: bool) -> list[int]:
+        return list(self._tokenizer(text, verbose=False, **options).input_ids)
+
+    def _chat_ids(self, text: str) -> list[int]:
+        # Answers are at most 512 tokens long: no room to think aloud first. Templates that know
+        # nothing of thinking ignore the word.
+        options = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": False}
+        messages = [{"role": "user", "content": text}]
+        written = self._tokenizer.apply_chat_template(messages, **options)
+        return self._ids(written, add_special_tokens=False)
 
 
-def _seconds(text: str) -> float:
+def ask_server(url: str) -> tuple[str, str]:
+    """The paths of its model and its tokenizer."""
     try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no time; give seconds above 0, as 1800")
-    return value
+        info = http_json(f"{url}/get_model_info", timeout_s=30)
+        return info["model_path"], info.get("tokenizer_path") or info["model_path"]
+    except FAILURES as error:
+        raise ConfigError(
+            f"--base-url {url}: {error!r}; start an SGLang server or router first, and name it as "
+            "http://HOST:PORT"
+        ) from None
 
 
-def run_parser() -> argparse.ArgumentParser:
+def ask(url: str, prompts: Prompts, question: Question) -> Row:
+    """One question to the fields of its row. Greedy, to the end of text; a failed request is repeated."""
+    ids, cut = prompts.encode(question)
+    row: Row = {"prompt_tokens": len(ids), "cut_tokens": cut, "prompt_sha": data.sha(ids)}
+    options: dict[str, Any] = {"ignore_eos": False}
+    if question.set_name in data.STOP_AT_NEWLINE:
+        options |= {"stop_token_ids": prompts.newline_ids, "min_new_tokens": 1}
+    length = question.max_new_tokens
+    for wait_s in WAITS_S:
+        time.sleep(wait_s)
+        try:
+            [answer] = generate(
+                url, [ids], max_new_tokens=length, sampling=options, timeout_s=TIMEOUT_S
+            )
+            # A server told to truncate by itself would answer another question.
+            if answer.prompt_tokens != len(ids):
+                raise RequestFailed(
+                    f"the server read {answer.prompt_tokens} of {len(ids)} prompt tokens; start it "
+                    "without --allow-auto-truncate, or give --max-prompt-tokens"
+                )
+        except FAILURES as error:
+            row |= {"status": "failed", "reason": repr(error)[:1000]}
+        else:
+            found = {"text": answer.text, "finish_reason": answer.finish_reason}
+            return row | found | {"status": "ok", "reason": "", "latency_s": answer.latency_s}
+    return row
+
+
+def ask_all(
+    args: argparse.Namespace, prompts: Prompts, questions: Sequence[Question], file: RowFile
+) -> str:
+    """Write each answer when it comes. Returns why some are missing, "" if none is."""
+    lock, progress, in_a_row, failed, reason = threading.Lock(), Progress(), 0, 0, ""
+
+    def work(question: Question) -> Row:
+        found = dict(zip(KEY, question.key, strict=True)) | ask(args.base_url, prompts, question)
+        with lock:
+            return file.add(args.label, **found)
+
+    progress.say(f"{len(questions)} questions to ask, {args.concurrency} at a time")
+    pool = ThreadPoolExecutor(args.concurrency)
+    try:
+        for done, future in enumerate(as_completed([pool.submit(work, q) for q in questions]), 1):
+            row = future.result()
+            in_a_row = in_a_row + 1 if row["status"] == "failed" else 0
+            failed, reason = failed + (in_a_row > 0), row["reason"] or reason
+            progress.update(f"{row['set']}: {done} of {len(questions)} asked, {failed} failed")
+            if in_a_row >= max(8, 2 * args.concurrency):  # the server is gone
+                break
+        return f"{failed} failed, the last with {reason}" if failed else ""
+    except KeyboardInterrupt:
+        return "interrupted; waiting for the requests under way, Ctrl-C again leaves at once"
+    finally:
+        # Python waits for the threads at its end; until then they write what comes.
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def command_run(args: argparse.Namespace) -> int:
+    args.base_url = args.base_url.rstrip("/")
+    copy, sets = LongBench(args.longbench), dict.fromkeys(args.sets)
+    questions = [q for name in sets for q in copy.questions(name)[: args.limit]]
+    model, tokenizer = ask_server(args.base_url)
+    prompts = Prompts(args.tokenizer or tokenizer, args.chat, args.max_prompt_tokens)
+    values = (args.label, model, args.chat, args.max_prompt_tokens)
+    settings = dict(zip(SETTINGS, values, strict=True))
+    try:
+        about = environment("longbench", ["transformers"])
+        about |= {"longbench": str(args.longbench.resolve()), "untimed": True}
+        file = RowFile(args.output, about, settings, KEY)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--output {args.output}: {error}; name another file") from None
+    if args.output.exists() and args.output.stat().st_size:
+        Answers(args.output, settings)
+    left = [q for q in questions if not file.has(**dict(zip(KEY, q.key, strict=True)))]
+    missing = ask_all(args, prompts, left, file)
+    if missing:
+        print(f"longbench.py: answers are missing: {missing}", file=sys.stderr)
+        print("The same command again asks only those.", file=sys.stderr)
+        return 1
+    print(table([args.output], args.longbench), end="")
+    return 0
+
+
+def command_table(args: argparse.Namespace) -> int:
+    text, output = table(args.files, args.longbench), args.files[-1].with_suffix(".md")
+    print(text, end="")
+    if len(args.files) > 1 and output not in args.files:
+        output.write_text(text, encoding="utf-8")
+        print(f"written to {output}", file=sys.stderr)
+    return 0
+
+
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="longbench.py", description="Ask LongBench's questions; 'compare' and 'score' follow."
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
+    if arguments and arguments[0] in ("compare", "score"):
+        add("command", choices=["compare", "score"])
+        add("files", nargs="+", type=Path, metavar="FILE")
+        add("--longbench", type=Path, metavar="DIR", help="default: that of the first file's run")
+        return parser.parse_args(arguments)
     add("--longbench", type=Path, required=True, metavar="DIR", help="copy of its repository")
-    add("--data", type=Path, metavar="DIR", help="where data.zip was unpacked, if not in the copy")
     add("--base-url", required=True, metavar="URL", help="SGLang server or router")
     add("--label", required=True, help="name of what is served, for tables")
     add("--output", type=Path, required=True, metavar="FILE", help="answers, JSON lines")
-    add("--sets", nargs="+", default=list(PAPER_SETS), metavar="SET", help="default: the paper's")
-    add("--limit", type=_count, metavar="N", help="only the first N questions of each set")
-    add("--concurrency", type=_count, default=16, metavar="N", help="requests at a time")
+    add("--sets", nargs="+", default=data.PAPER_SETS, metavar="SET", help="default: the paper's")
+    add("--limit", type=int, metavar="N", help="only the first N questions of each set")
+    add("--concurrency", type=int, default=16, metavar="N", help="requests at a time")
     add("--tokenizer", metavar="DIR", help="default: the one that the server names")
-    add(
-        "--max-prompt-tokens",
-        type=_count,
-        metavar="N",
-        help="longer prompts lose their middle; default: what the context leaves",
-    )
-    add("--chat", choices=CHAT_CHOICES, default="auto", help="off: no template, for base models")
-    add("--tries", type=_count, default=4, metavar="N", help="of each request")
-    add("--timeout-s", type=_seconds, default=1800.0, metavar="S", help="of each try")
-    return parser
-
-
-def files_parser(name: str, files: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=f"longbench.py {name}")
-    add = parser.add_argument
-    add("files", nargs=files, type=Path, metavar="FILE")
-    add("--longbench", type=Path, metavar="DIR", help="default: the copy of the first file's run")
-    add("--data", type=Path, metavar="DIR", help="where data.zip was unpacked, if not in the copy")
-    if name == "compare":
-        add("--output", type=Path, metavar="FILE", help="default: the last file's name with .md")
-        add("--json", type=Path, metavar="FILE", help="the table as rows")
-    return parser
-
-
-def command_run(arguments: Sequence[str]) -> int:
-    args = run_parser().parse_args(arguments)
-    base_url = args.base_url.rstrip("/")
-    progress = Progress()
-    copy = LongBench(args.longbench, args.data)
-    names = list(dict.fromkeys(args.sets))
-    copy.check_sets(names)
-    digests = {name: copy.digest(name) for name in names}
-    questions = [q for name in names for q in copy.questions(name, args.limit)]
-    absent = copy.absent_packages()
-    if absent:
-        progress.say(
-            f"scoring will need {', '.join(absent)} (pip install {' '.join(absent)}); asking "
-            "does not"
-        )
-    served = ask_server(base_url)
-    encoder = Encoder(
-        args.tokenizer or served.tokenizer,
-        chat=args.chat,
-        context_tokens=served.context_tokens,
-        longest_answer_tokens=copy.longest_answer_tokens,
-        max_prompt_tokens=args.max_prompt_tokens,
-    )
-    file = AnswerFile(args.output)
-    try:
-        shared = {
-            **environment(BENCHMARK, ["transformers"]),
-            "model": served.model,
-            "base_url": base_url,
-            "longbench": str(args.longbench.resolve()),
-            "data": str(args.data.resolve()) if args.data else "",
-        }
-        settings = Settings(
-            args.label, served.model, args.chat, encoder.max_prompt_tokens, encoder.sha
-        )
-        file.begin(shared, settings, digests)
-        left = [q for q in questions if not file.done((q.set_name, q.key))]
-        progress.say(
-            f"{len(left)} of {len(questions)} questions to ask, {args.concurrency} at a time; "
-            f"prompts up to {encoder.max_prompt_tokens} tokens"
-        )
-
-        def make_row(question: Question, stop: threading.Event) -> Row:
-            return ask(
-                base_url,
-                encoder.encode(question),
-                copy.max_new_tokens(question.set_name),
-                sampling_for(question.set_name, encoder.newline_id),
-                tries=args.tries,
-                timeout_s=args.timeout_s,
-                stop=stop,
-            )
-
-        tally = run_questions(left, make_row, file, concurrency=args.concurrency, progress=progress)
-    finally:
-        file.close()
-    return _finish_run(args, tally, absent, progress)
-
-
-def _finish_run(
-    args: argparse.Namespace, tally: Tally, absent: Sequence[str], progress: Progress
-) -> int:
-    """Say how it went and, where all is there, the scores. 0 if every question is answered."""
-    answered = tally.done - tally.failed
-    progress.say(f"{answered} answered, {tally.failed} failed, in {args.output}")
-    if answered < tally.total:
-        why = tally.stopped or f"{tally.failed} failed"
-        last = f"; the last said: {tally.last_reason}" if tally.last_reason else ""
-        print(
-            f"longbench.py: {tally.total - answered} questions have no answer ({why}{last}). "
-            "The same command again asks only those.",
-            file=sys.stderr,
-        )
-        return 1
-    if absent:
-        print(
-            f"All answers are in {args.output}. For scores: pip install {' '.join(absent)}, then "
-            f"longbench.py score {args.output}"
-        )
-        return 0
-    _print_scores(args.output, args.longbench, args.data)
-    return 0
-
-
-def _print_scores(path: Path, folder: Path | None, data: Path | None) -> None:
-    answers = read_answers(path)
-    sets = score_sets([answers], find_copy([answers], folder, data))
-    used = [one for one in sets if one.points.shape[1]]
-    lines = [["set", "metric", "questions", answers.label]]
-    for one in used:
-        count = one.points.shape[1]
-        lines.append([one.name, one.metric, str(count), f"{one.points.mean():.2f}"])
-    total = sum(one.points.shape[1] for one in used)
-    mean = sum(float(one.points.mean()) for one in used) / len(used)
-    lines.append(["mean", "", str(total), f"{mean:.2f}"])
-    print(columns(lines, right=(2, 3)))
-    print(notes([answers], sets))
-
-
-def command_score(arguments: Sequence[str]) -> int:
-    args = files_parser("score", "+").parse_args(arguments)
-    for path in args.files:
-        _print_scores(path, args.longbench, args.data)
-    return 0
-
-
-def command_compare(arguments: Sequence[str]) -> int:
-    args = files_parser("compare", "+").parse_args(arguments)
-    if len(args.files) < 2:
-        raise ConfigError(
-            f"compare {args.files[0]}: one file; give the stock server's file, then others "
-            "('score' is for one)"
-        )
-    output = args.output or args.files[-1].with_suffix(".md")
-    if output.suffix == ".jsonl" or output in args.files:
-        raise ConfigError(f"--output {output}: would write over answers; name a .md file")
-    files: list[Answers] = [read_answers(path) for path in args.files]
-    sets = score_sets(files, find_copy(files, args.longbench, args.data))
-    text = markdown(files, sets)
-    print(text, end="")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(text, encoding="utf-8")
-    print(f"\nwritten to {output}", file=sys.stderr)
-    if args.json is not None:
-        writer = Writer(args.json, environment(BENCHMARK, ["numpy"]))
-        counts = {one.name: one.points.shape[1] for one in sets}
-        left_out = {one.name: one.left_out for one in sets}
-        for number, file in enumerate(files[1:], 1):
-            for change in differences(sets, number):
-                name = change.set_name
-                writer.add(
-                    file.label,
-                    untimed=True,
-                    model=file.runs[-1]["model"],
-                    settings=file.runs[-1]["settings"],
-                    set=name,
-                    questions=counts.get(name, sum(counts.values())),
-                    left_out=left_out.get(name, sum(left_out.values())),
-                    score=round(change.score, 4),
-                    baseline=files[0].label,
-                    baseline_score=round(change.baseline, 4),
-                    difference=round(change.difference, 4),
-                    interval=[change.low, change.high],
-                    resamples=RESAMPLES,
-                    seed=SEED,
-                )
-        writer.close()
-    return 0
-
-
-COMMANDS = {"compare": command_compare, "score": command_score}
+    add("--chat", choices=["auto", "off"], default="auto", help="off: no template, for base models")
+    text = "longer prompts lose their middle; default: LongBench's own for a context of 32k"
+    add("--max-prompt-tokens", type=int, default=31500, metavar="N", help=text)
+    return parser.parse_args(arguments)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    args = parse_arguments(sys.argv[1:] if argv is None else argv)
     try:
-        if arguments and arguments[0] in COMMANDS:
-            return COMMANDS[arguments[0]](arguments[1:])
-        return command_run(arguments)
+        return command_table(args) if "files" in args else command_run(args)
     except ScoutError as error:
         print(f"longbench.py: {error}", file=sys.stderr)
         return 2

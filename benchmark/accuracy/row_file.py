@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,10 @@ class RowFile:
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.exists():
+                kept = path.read_bytes()
+                begun = kept.rpartition(b"\n")[2]
+                if begun.startswith(b'{"benchmark"'):  # a row whose writer was killed
+                    os.truncate(path, len(kept) - len(begun))
                 self.rows = [row for row in read_rows(path) if self._is_ours(row)]
 
     def renew(self, environment: Row) -> None:

@@ -1,4 +1,4 @@
-"""``run.sh`` of a bundle (scripts/gpu_bundle_run.sh), on a small bundle, with a Python that claims a device."""
+"""Packing a bundle (scripts/gpu_bundle.sh), and the ``run.sh`` of a small one, with a Python that claims a device."""
 
 import io
 import os
@@ -226,3 +226,63 @@ def test_without_a_device_nothing_is_unpacked(bundle):
     status, said = bundle.run(NO_DEVICE="1")
     assert status == 2 and "sees no CUDA device" in said
     assert not bundle.work.exists()
+
+
+# Pythons and a uv that have pip or do not. Each writes down its place and what it is asked for.
+TOOL = """#!/bin/sh
+[ {has_pip} = 1 ] || case "$*" in *pip*--version) exit 1 ;; esac
+echo "$0 $*" >>"$CALLS"
+"""
+PYTHONS = {"bin/python3", ".venv/bin/python", ".cache/uv-bootstrap/bin/python"}
+
+
+@pytest.fixture
+def pack_with(tmp_path):
+    """Runs gpu_bundle.sh in a small tree where only some tools have pip: status, words and calls."""
+
+    def pack_with(*having, **variables):
+        calls = tmp_path / "calls"
+        for path in (*PYTHONS, "bin/uv", "scripts/gpu_bundle.sh"):
+            (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        for path in (*PYTHONS, "bin/uv"):
+            (tmp_path / path).write_text(TOOL.format(has_pip=int(path in having)))
+            (tmp_path / path).chmod(0o755)
+        for name in ("gpu_bundle.sh", "gpu_bundle_run.sh"):
+            shutil.copy(ROOT / "scripts" / name, tmp_path / "scripts")
+        git = ["git", "-c", "user.name=x", "-c", "user.email=x", "-C", tmp_path]
+        for command in (["init"], ["commit", "--allow-empty", "--message", "x"]):
+            subprocess.run([*git, *command], check=True, capture_output=True)
+        environment = {k: v for k, v in os.environ.items() if k != "PYTHON"} | variables
+        environment |= {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "CALLS": str(calls)}
+        done = subprocess.run(
+            ["bash", tmp_path / "scripts" / "gpu_bundle.sh", tmp_path / "out"],
+            env=environment, capture_output=True, text=True,
+        )  # fmt: skip
+        asked = calls.read_text().replace(f"{tmp_path}/", "") if calls.exists() else ""
+        return done.returncode, done.stderr, asked
+
+    return pack_with
+
+
+@pytest.mark.parametrize(
+    ("having", "pip"),
+    [
+        ("bin/python3", "python3 -m pip"),
+        (".venv/bin/python", ".venv/bin/python -m pip"),
+        (".cache/uv-bootstrap/bin/python", ".cache/uv-bootstrap/bin/python -m pip"),
+        ("bin/uv", "uv tool run pip"),
+    ],
+)
+def test_a_bundle_is_packed_with_the_pip_that_there_is(having, pip, pack_with):
+    status, said, asked = pack_with(having)
+    assert status == 0, said
+    assert f".venv/bin/python scripts/gpu_site.py --target 3.12 out/site.tar.xz -- {pip}\n" in asked
+    assert f"{pip} download" in asked
+
+
+@pytest.mark.parametrize("variables", [{}, {"PYTHON": ".venv/bin/python"}])
+def test_without_pip_the_message_says_what_helps(variables, pack_with):
+    having = ["bin/python3"] if variables else []
+    status, said, asked = pack_with(*having, **variables)
+    assert status == 1 and "no pip in " in said and "set PYTHON" in said
+    assert not asked, "before anything is packed"
