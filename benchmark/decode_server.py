@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sglang_scout.cli.pd_cluster import flags
-from sglang_scout.cli.server_process import LOCKED_SETTLE_S, ServerFailed
-from sglang_scout.cli.sglang_http import RequestFailed, generate_payload, http_json, sse_events
-from sglang_scout.cli.single_server import SingleServer
+from servers.pd_cluster import flags
+from servers.server_process import LOCKED_SETTLE_S, ServerFailed
+from servers.sglang_http import RequestFailed, generate_payload, http_json, sse_events
+from servers.single_server import SingleServer
 
 FAKE_BOOTSTRAP_HOST = "2.2.2.2"
 """SGLang's mark of requests whose KV nobody sends; without an address a batch ends the server."""

@@ -41,7 +41,7 @@ import tasks  # noqa: E402
 
 from recall_modes import mixed_prompts, weights_digest  # noqa: E402
 from rows import Row, Writer, environment  # noqa: E402
-from sglang_scout.cli.pd_cluster import PDCluster, flags  # noqa: E402
+from servers.pd_cluster import PDCluster, flags  # noqa: E402
 from sglang_scout.cli.profile_prompts import describe  # noqa: E402
 from sglang_scout.core.correction import save_correction  # noqa: E402
 from sglang_scout.core.errors import ScoutError  # noqa: E402

@@ -40,14 +40,14 @@ import msgspec
 import numpy as np
 
 from rows import ROOT, Row, Writer, environment, summary
+from servers.pd_cluster import PDCluster, flags
+from servers.server_process import ends_orderly
+from servers.sglang_http import generate_payload
 from sglang_scout.cli import profile as profile_command
 from sglang_scout.cli import profile_plot
-from sglang_scout.cli.pd_cluster import PDCluster, flags
 from sglang_scout.cli.profile_prompts import describe, make_prompts
 from sglang_scout.cli.profile_request import Request, least_tokens
-from sglang_scout.cli.profile_run import ends_orderly
 from sglang_scout.cli.progress import Progress
-from sglang_scout.cli.sglang_http import generate_payload
 from sglang_scout.cli.step_log_file import Step, StepLogFile, ratios_by_age, read_step_log
 from sglang_scout.core.config_together import keys_without_effect
 from sglang_scout.core.profile import FLAG, load_profile

@@ -30,18 +30,19 @@ from typing import Any
 
 from packages import Unavailable
 from sglang_scout.cli import device
-from sglang_scout.cli.pd_cluster import PDCluster, flags
-from sglang_scout.cli.server_process import ServerFailed
-from sglang_scout.cli.sglang_http import RequestFailed, sse_events
 from sglang_scout.core.errors import ConfigError
 from smollm2 import smollm2
 from texts import load_text
 
 ROOT = Path(__file__).resolve().parents[1]
 RECALL_MODEL = ROOT / "benchmark" / "accuracy" / "recall_model"
-sys.path.insert(0, str(RECALL_MODEL.parent))
+sys.path[:0] = [str(RECALL_MODEL.parent), str(ROOT / "test")]
 
 import tasks  # noqa: E402
+
+from servers.pd_cluster import PDCluster, flags  # noqa: E402
+from servers.server_process import ServerFailed  # noqa: E402
+from servers.sglang_http import RequestFailed, sse_events  # noqa: E402
 
 QUESTION_TASKS = ("needle", "multi_key", "variables")
 SEED = 4242

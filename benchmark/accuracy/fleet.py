@@ -16,9 +16,9 @@ from typing import Any
 
 from policies import FULL, Setting
 
-from sglang_scout.cli.pd_cluster import PDCluster, flags
-from sglang_scout.cli.sglang_http import RequestFailed, http_json
-from sglang_scout.cli.single_server import SingleServer
+from servers.pd_cluster import PDCluster, flags
+from servers.sglang_http import RequestFailed, http_json
+from servers.single_server import SingleServer
 
 READY_TIMEOUT_S = 600.0
 REQUEST_TIMEOUT_S = 3600.0

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from sglang_scout.cli import device, pd_cluster, profile_request
+from servers import pd_cluster
+from servers.pd_cluster import PDCluster
+from servers.server_process import ServerFailed
+from sglang_scout.cli import device, profile_request
 from sglang_scout.cli.device import Placement, place
-from sglang_scout.cli.pd_cluster import PDCluster
 from sglang_scout.cli.profile_run import RunFailed, make_cluster, run_workload
 from sglang_scout.cli.progress import Progress
-from sglang_scout.cli.server_process import ServerFailed
 from sglang_scout.core.errors import ConfigError
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sglang_scout.cli.pd_cluster import PDCluster, flags
-from sglang_scout.cli.server_process import (
+from servers.pd_cluster import PDCluster, flags
+from servers.server_process import (
     ServerFailed,
     ServerProcess,
     children_of,
@@ -21,7 +21,7 @@ from sglang_scout.cli.server_process import (
     process_title,
     processes_of,
 )
-from sglang_scout.cli.sglang_http import (
+from servers.sglang_http import (
     Generation,
     RequestFailed,
     generate,
@@ -29,7 +29,7 @@ from sglang_scout.cli.sglang_http import (
     http_json,
     sse_events,
 )
-from sglang_scout.cli.single_server import SingleServer
+from servers.single_server import SingleServer
 
 __all__ = [
     "Generation",

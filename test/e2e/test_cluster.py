@@ -12,11 +12,11 @@ import time
 import pytest
 
 from harness import PDCluster, ServerFailed, process_title, processes_of, wait_until
-from sglang_scout.cli.server_process import children_of
+from servers.server_process import children_of
 
 LAUNCHER = """
 import json, sys, time
-from sglang_scout.cli.pd_cluster import PDCluster
+from servers.pd_cluster import PDCluster
 cluster = PDCluster(sys.argv[1], log_dir=sys.argv[2], server_args=["--kv-offload", "scout"])
 cluster.start()
 answer = cluster.generate([[1, 2, 3] * 50], max_new_tokens=4)[0]

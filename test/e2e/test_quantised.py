@@ -6,8 +6,8 @@ import os
 import pytest
 
 from harness import PDCluster, ServerFailed, assert_same_tokens, random_prompts, stock_answers
-from sglang_scout.cli.pd_cluster import flags
-from sglang_scout.cli.single_server import SingleServer
+from servers.pd_cluster import flags
+from servers.single_server import SingleServer
 
 LENGTHS = (1, 31, 33, 64, 257, 415, 512, 700)
 BUDGET_TOKENS, SHORT = 320, 5  # so many of the lengths, with what is decoded, fit the budget

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from harness import PDCluster
-from sglang_scout.cli.pd_cluster import flags
-from sglang_scout.cli.sglang_http import generate_payload
+from servers.pd_cluster import flags
+from servers.sglang_http import generate_payload
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "benchmark"), str(ROOT / "benchmark" / "accuracy")]

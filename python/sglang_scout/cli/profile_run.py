@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
-import signal
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -28,16 +26,6 @@ PREFILL_BATCH_TOKENS = 131072
 
 class RunFailed(ScoutError):
     """The servers or a request failed; the message says how."""
-
-
-@contextlib.contextmanager
-def ends_orderly() -> Iterator[None]:
-    """SIGTERM is treated as Ctrl-C, so that the servers are stopped by us."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def run_workload(

@@ -1,6 +1,6 @@
 """What a cluster's servers are started with."""
 
-from sglang_scout.cli.pd_cluster import PDCluster
+from servers.pd_cluster import PDCluster
 
 
 def test_several_decode_servers_have_their_own_ports_and_flags(tmp_path):

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from sglang_scout.cli.server_process import (
+from servers.server_process import (
     CLUSTER_VARIABLE,
     ServerFailed,
     ServerProcess,
@@ -14,7 +14,7 @@ from sglang_scout.cli.server_process import (
     processes_of,
     wait_healthy,
 )
-from sglang_scout.cli.single_server import SingleServer
+from servers.single_server import SingleServer
 
 ANSWERS = (
     "import sys; from http.server import *;"

@@ -17,7 +17,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 CLUSTER_VARIABLE = "SCOUT_CLUSTER_ID"
@@ -337,3 +337,13 @@ def _wait_gone(
         if not alive or time.monotonic() > deadline:
             return alive
         time.sleep(0.05)
+
+
+@contextmanager
+def ends_orderly() -> Iterator[None]:
+    """SIGTERM is treated as Ctrl-C, so that the servers are stopped by us."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from harness import wait_until
-from sglang_scout.cli.server_process import (
+from servers.server_process import (
     CLUSTER_VARIABLE,
     LOCKED_SETTLE_S,
     MOONCAKE_PORTS,
@@ -46,7 +46,7 @@ LAUNCHER = """
 import os, sys, time
 from pathlib import Path
 log, program = sys.argv[1:]
-from sglang_scout.cli.server_process import ServerProcess
+from servers.server_process import ServerProcess
 command = [sys.executable, "-c", program]
 ServerProcess("small", command, dict(os.environ), Path(log)).start()
 print("started", flush=True)

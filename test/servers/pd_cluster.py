@@ -24,8 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from sglang_scout.cli.server_environment import started_environment
-from sglang_scout.cli.server_process import (
+from servers.server_process import (
     CLUSTER_VARIABLE,
     ServerProcess,
     free_ports,
@@ -34,7 +33,8 @@ from sglang_scout.cli.server_process import (
     stop_all,
     wait_healthy,
 )
-from sglang_scout.cli.sglang_http import Generation, generate, http_json
+from servers.sglang_http import Generation, generate, http_json
+from sglang_scout.cli.server_environment import started_environment
 
 HOST = "127.0.0.1"
 

@@ -12,9 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from sglang_scout.cli.pd_cluster import HOST, flags
-from sglang_scout.cli.server_environment import started_environment
-from sglang_scout.cli.server_process import (
+from servers.pd_cluster import HOST, flags
+from servers.server_process import (
     CLUSTER_VARIABLE,
     ServerProcess,
     free_ports,
@@ -22,6 +21,7 @@ from sglang_scout.cli.server_process import (
     stop_all,
     wait_healthy,
 )
+from sglang_scout.cli.server_environment import started_environment
 
 
 class SingleServer:
