@@ -1,30 +1,48 @@
-"""What the step boundary fixes for a step on a device, in buffers that stay where they are."""
+"""What the step boundary fixes for a step, on the host and on the device."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from sglang_scout.engine.boundary import Batch
 from sglang_scout.engine.device import Staging, upload
 
 
+@dataclass
+class Batch:
+    """What the boundary fixed for the step, on the host; N = pages of the longest request."""
+
+    table: torch.Tensor  # [B, N] int32 host page ids, -1 beyond the last page
+    n_full: torch.Tensor  # [B] int32 full pages, candidates for selection
+    tail_slot: torch.Tensor  # [L, B] int32 slot of the page being filled
+    tail_len: torch.Tensor  # [B] int32 valid tokens in it, this step's included
+    tail_page: torch.Tensor  # [B] int32 host page id of it
+    ages: npt.NDArray[np.int64]  # [B] steps that each request has done here before this one
+
+    @property
+    def fresh(self) -> npt.NDArray[np.bool_]:
+        """``[B]`` requests in their first step here."""
+        return self.ages == 0
+
+
 class StepInputs:
-    """What a boundary fixes for the device, B = ``max_batch`` rows, N = ``max_pages`` columns.
+    """The same in buffers on the device that stay where they are, B = ``max_batch`` rows, N = ``max_pages`` columns.
 
     Rows without a request attend to nothing and write nothing.
 
     Attributes, int32 on the device:
-        n_full, tail_len, tail_page, young, source: ``[B]``; see :class:`Batch`. ``source``: row of the
-            request in the step before, -1: none.
+        n_full, tail_len, tail_page: ``[B]``; see :class:`Batch`.
+        warming: ``[B]`` 1 where a request takes its real queries.
         tail_slot: ``[L, B]``.
         table: ``[B, N]`` ids of full pages, -1 behind them.
     """
 
     def __init__(self, layers: int, max_batch: int, max_pages: int, device: torch.device) -> None:
         self._sizes = layers, max_batch, max_pages
-        self._head = (5 + layers) * max_batch
+        self._head = (4 + layers) * max_batch
         self._device = device
         self._most_changes = max(1024, 4 * layers * max_batch)
         # Numbers of 8 bytes begin at even words. The table comes last: of it only rows in use are sent.
@@ -34,10 +52,10 @@ class StepInputs:
         self._rows = 0  # that the device's table has
         self.clear()
         words = self._staging.device
-        self.n_full, self.tail_len, self.tail_page, self.young, self.source = (
-            words[i * max_batch : (i + 1) * max_batch] for i in range(5)
+        self.n_full, self.tail_len, self.tail_page, self.warming = (
+            words[i * max_batch : (i + 1) * max_batch] for i in range(4)
         )
-        self.tail_slot = words[5 * max_batch : self._head].view(layers, max_batch)
+        self.tail_slot = words[4 * max_batch : self._head].view(layers, max_batch)
         self.table = words[self._table :].view(max_batch, max_pages)
 
     def clear(self) -> None:
@@ -49,8 +67,7 @@ class StepInputs:
     def send(
         self,
         batch: Batch,
-        young: npt.NDArray[np.bool_],
-        source: npt.NDArray[np.int64],
+        warming: npt.NDArray[np.bool_],
         changed: npt.NDArray[np.int64],
         slots: npt.NDArray[np.int32],
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -64,12 +81,12 @@ class StepInputs:
         layers, rows, columns = self._sizes
         count, used = batch.table.shape
         words = self._staging.fill()
-        head = words[: self._head].reshape(5 + layers, rows)
+        head = words[: self._head].reshape(4 + layers, rows)
         head[:] = -1
         head[:2] = 0
-        for i, values in enumerate((batch.n_full, batch.tail_len, batch.tail_page, young, source)):
+        for i, values in enumerate((batch.n_full, batch.tail_len, batch.tail_page, warming)):
             head[i, :count] = values
-        head[5:, :count] = batch.tail_slot
+        head[4:, :count] = batch.tail_slot
         table = words[self._table :].reshape(rows, columns)
         sent = max(count, self._rows)
         table[:count, :used] = batch.table.numpy()
