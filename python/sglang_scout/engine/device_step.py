@@ -25,7 +25,6 @@ from sglang_scout.core.pages import ResidencyTable
 from sglang_scout.engine.boundary import Batch, LastStep, StepBoundary
 from sglang_scout.engine.counters import Counters
 from sglang_scout.engine.device import SideStream, upload
-from sglang_scout.engine.forecast import DeviceLayerInputs, Forecast, QueryProjector
 from sglang_scout.engine.pools import DigestPool, HostPages, ModelShape, ResidentCache
 from sglang_scout.engine.ranks import Ranks, SharedChoice
 from sglang_scout.engine.recall import Recall
@@ -38,6 +37,7 @@ from sglang_scout.ops.append import Pool, append_tokens
 from sglang_scout.ops.attend import attend_pages
 from sglang_scout.ops.doorbell import DeviceRing
 from sglang_scout.ops.layers import resident_slots
+from sglang_scout.ops.predict import QueryProjector
 from sglang_scout.ops.select import select_pages
 from sglang_scout.policy.axes import Policy
 
@@ -52,7 +52,6 @@ class DeviceStepEngine:
         max_pages: N, most pages of a request.
         ring: to the worker.
         life: epoch that records of the next step go to; never 0.
-        hidden_size, hidden_dtype: of the layers' inputs.
         ranks: as of :class:`StepEngine`; their calls are captured with the step.
         verify: as of :class:`StepEngine`; every layer then waits for the host, so no step can be captured.
 
@@ -75,8 +74,6 @@ class DeviceStepEngine:
         projectors: Sequence[QueryProjector],
         ring: DeviceRing,
         life: Callable[[], int],
-        hidden_size: int,
-        hidden_dtype: torch.dtype,
         tracer: Tracer | None = None,
         verify: bool = False,
         ranks: Ranks | None = None,
@@ -104,17 +101,13 @@ class DeviceStepEngine:
         self._ring, self._life, self._epoch = ring, life, 0
         ring.errors()  # of another engine are none of this one's
         self._inputs = StepInputs(shape.num_layers, max_batch, max_pages, device)
-        self._follows = DeviceLayerInputs(
-            shape.num_layers, hidden_size, hidden_dtype, self._inputs.source
-        )
-        self._forecast = Forecast(policy.predictor, projectors, self._follows, device)
+        self._projectors = projectors
         table.take_changes()
         self._slot_of = upload(table.slot_of, device).clone()
         self._results = StepResults(
             shape.num_layers, max_batch, budget_pages, ring.waited_ns, device
         )
         self._last = LastStep.none(shape.num_layers)
-        self._rows_of: dict[int, int] = {}  # request slot -> row, of the step before
         self._step = 0
         self._step_us = 0.0
         self._late = False
@@ -188,7 +181,7 @@ class DeviceStepEngine:
             self._recall_missing(known)
         young = batch.ages < self.policy.predictor.exact_steps
         self._late = bool(young.any()) and self.has_late_steps
-        self._send(batch, young, request_slots)
+        self._send(batch, young)
         if (epoch := self._life()) != self._epoch:
             self._ring.set_life(epoch)
             self._epoch = epoch
@@ -198,20 +191,9 @@ class DeviceStepEngine:
         self._results.launch(self._step, start_ns, batch)
         self.tracer.cut("boundary", "step boundary", trace_ns, requests=rows)
 
-    def _sources(
-        self, request_slots: npt.NDArray[np.int64], fresh: npt.NDArray[np.bool_]
-    ) -> npt.NDArray[np.int64]:
-        slots = request_slots.tolist()
-        source = np.array([self._rows_of.get(slot, -1) for slot in slots], np.int64)
-        self._rows_of = {slot: row for row, slot in enumerate(slots)}
-        return np.where(fresh, -1, source)
-
-    def _send(
-        self, batch: Batch, young: npt.NDArray[np.bool_], request_slots: npt.NDArray[np.int64]
-    ) -> None:
+    def _send(self, batch: Batch, young: npt.NDArray[np.bool_]) -> None:
         """Bring what the step reads up to date on the device: one transfer."""
-        source = self._sources(request_slots, batch.fresh)
-        changed, slots = self._inputs.send(batch, young, source, *self.table.take_changes())
+        changed, slots = self._inputs.send(batch, young, *self.table.take_changes())
         if len(changed):
             self._slot_of.view(-1).index_copy_(0, changed, slots)
 
@@ -290,13 +272,11 @@ class DeviceStepEngine:
         """
         predictor = self.policy.predictor
         for target in predictor.targets(layer, self.shape.num_layers):
-            query = self._forecast.query(layer, target, x, positions)
+            query = self._projectors[target](x, positions)
             if self._late:
                 self._predicted[target] = query
             else:
                 self._look_ahead(target, query)
-        if self._forecast.needs_previous:
-            self._follows.see(layer, x)
 
     def layer_output(self) -> None:
         """For the timeline of :class:`StepEngine`; a graph has none."""

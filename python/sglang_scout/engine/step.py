@@ -24,9 +24,7 @@ from sglang_scout.core.pages import ResidencyTable
 from sglang_scout.engine.boundary import Batch, LastStep, StepBoundary
 from sglang_scout.engine.counters import Counters
 from sglang_scout.engine.cpu_part import CpuPart, MissingCompute
-from sglang_scout.engine.forecast import Forecast, LayerInputs, QueryProjector
 from sglang_scout.engine.pools import DigestPool, HostPages, ModelShape, ResidentCache
-from sglang_scout.engine.quality import QualityRecorder
 from sglang_scout.engine.ranks import Ranks, SharedChoice
 from sglang_scout.engine.recall import Copies, Recall
 from sglang_scout.engine.step_log import StepLog
@@ -35,6 +33,7 @@ from sglang_scout.engine.verify import Verifier
 from sglang_scout.ops.append import Pool, append_tokens
 from sglang_scout.ops.attend import attend_pages
 from sglang_scout.ops.layers import resident_slots
+from sglang_scout.ops.predict import QueryProjector
 from sglang_scout.ops.select import select_pages
 from sglang_scout.policy.axes import Policy
 
@@ -68,8 +67,6 @@ class StepEngine:
 
     Attributes:
         step_log: gets a line for each step, if there is one.
-        quality: measures predictors beside the one that serves, if there is one.
-        inputs: what they predict from.
     """
 
     def __init__(
@@ -114,9 +111,7 @@ class StepEngine:
             shape, policy, budget_pages, host, digests, table, self.recall, self.counters
         )
         self.step_log: StepLog | None = None
-        self.quality: QualityRecorder | None = None
-        self.inputs = LayerInputs()
-        self._forecast = Forecast(policy.predictor, projectors, self.inputs)
+        self._projectors = projectors
         self._cpu_part = CpuPart(missing, shape, max_batch, self.counters, self.tracer)
         self.ranks = ranks
         self._shared = None if ranks is None else SharedChoice(ranks, policy.digest)
@@ -161,8 +156,6 @@ class StepEngine:
         )
         missed = np.zeros((self.shape.num_layers, len(page_table)), np.int64)
         self._now = LastStep(self._batch.ages, missed)
-        if self._follows_inputs:
-            self.inputs.begin_step(request_slots, self._batch.fresh)
         if self.step_log is not None:
             batch = self._batch
             self.step_log.begin(self._step, self._step_start_ns, batch.ages, batch.n_full.numpy())
@@ -177,17 +170,13 @@ class StepEngine:
         """
         self.layer_output()
         self._open_layer, self._layer_start_ns = layer, self.tracer.now()
-        if self._follows_inputs:
-            self.inputs.see(layer, x)
-        if self.quality is not None:
-            self.quality.layer_input(layer, x, positions)
         predictor = self.policy.predictor
         young = self._current().ages < predictor.exact_steps
         if young.all():
             return
         for target in predictor.targets(layer, self.shape.num_layers):
             start_ns = self.tracer.now()
-            query = self._forecast.query(layer, target, x, positions)
+            query = self._projectors[target](x, positions)
             self.tracer.cut("ahead", "predict", start_ns, layer=target)
             # With a young request in the batch, all of the layer waits for its real query.
             if young.any():
@@ -288,8 +277,6 @@ class StepEngine:
         self.tracer.cut("attention", "attend", start_ns, layer=layer)
         if ahead.ticket is not None:
             out, lse = self._cpu_part.merge(layer, ahead.ticket, out, lse)
-        if self.quality is not None:
-            self.quality.attention(layer, self._step, query, batch)
         if self._verifier is not None:
             start_ns = self.tracer.now()
             self._verifier.check(
@@ -347,10 +334,6 @@ class StepEngine:
             on_device = np.concatenate([on_device, copied], axis=1)
         return on_device
 
-    @property
-    def _follows_inputs(self) -> bool:
-        return self._forecast.needs_previous or self.quality is not None
-
     def _current(self) -> Batch:
         if self._batch is None:
             raise RuntimeError("no step has begun: begin_step must run before a layer does")
@@ -362,8 +345,6 @@ class StepEngine:
         self.tracer.write()
         if self.step_log is not None:
             self.step_log.close()
-        if self.quality is not None:
-            self.quality.close()
 
 
 def _pack_left(pages: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:

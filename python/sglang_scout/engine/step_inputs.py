@@ -16,15 +16,14 @@ class StepInputs:
     Rows without a request attend to nothing and write nothing.
 
     Attributes, int32 on the device:
-        n_full, tail_len, tail_page, young, source: ``[B]``; see :class:`Batch`. ``source``: row of the
-            request in the step before, -1: none.
+        n_full, tail_len, tail_page, young: ``[B]``; see :class:`Batch`.
         tail_slot: ``[L, B]``.
         table: ``[B, N]`` ids of full pages, -1 behind them.
     """
 
     def __init__(self, layers: int, max_batch: int, max_pages: int, device: torch.device) -> None:
         self._sizes = layers, max_batch, max_pages
-        self._head = (5 + layers) * max_batch
+        self._head = (4 + layers) * max_batch
         self._device = device
         self._most_changes = max(1024, 4 * layers * max_batch)
         # Numbers of 8 bytes begin at even words. The table comes last: of it only rows in use are sent.
@@ -34,10 +33,10 @@ class StepInputs:
         self._rows = 0  # that the device's table has
         self.clear()
         words = self._staging.device
-        self.n_full, self.tail_len, self.tail_page, self.young, self.source = (
-            words[i * max_batch : (i + 1) * max_batch] for i in range(5)
+        self.n_full, self.tail_len, self.tail_page, self.young = (
+            words[i * max_batch : (i + 1) * max_batch] for i in range(4)
         )
-        self.tail_slot = words[5 * max_batch : self._head].view(layers, max_batch)
+        self.tail_slot = words[4 * max_batch : self._head].view(layers, max_batch)
         self.table = words[self._table :].view(max_batch, max_pages)
 
     def clear(self) -> None:
@@ -50,7 +49,6 @@ class StepInputs:
         self,
         batch: Batch,
         young: npt.NDArray[np.bool_],
-        source: npt.NDArray[np.int64],
         changed: npt.NDArray[np.int64],
         slots: npt.NDArray[np.int32],
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -64,12 +62,12 @@ class StepInputs:
         layers, rows, columns = self._sizes
         count, used = batch.table.shape
         words = self._staging.fill()
-        head = words[: self._head].reshape(5 + layers, rows)
+        head = words[: self._head].reshape(4 + layers, rows)
         head[:] = -1
         head[:2] = 0
-        for i, values in enumerate((batch.n_full, batch.tail_len, batch.tail_page, young, source)):
+        for i, values in enumerate((batch.n_full, batch.tail_len, batch.tail_page, young)):
             head[i, :count] = values
-        head[5:, :count] = batch.tail_slot
+        head[4:, :count] = batch.tail_slot
         table = words[self._table :].reshape(rows, columns)
         sent = max(count, self._rows)
         table[:count, :used] = batch.table.numpy()

@@ -11,7 +11,6 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from sglang_scout.core.correction import StreamCorrection
 from sglang_scout.core.uses import PageUses
 
 
@@ -49,14 +48,6 @@ class PredictorAxis(Protocol):
     @property
     def lead(self) -> int:
         """Layers of head start: 1 = predicted at the previous layer's input, 0 = the real query."""
-
-    @property
-    def carry(self) -> float:
-        """Share of the previous token's change across a layer that is added to the layer's input."""
-
-    @property
-    def correction(self) -> StreamCorrection | None:
-        """What was learned about the change of a layer's input across the layer."""
 
     @property
     def exact_steps(self) -> int:

@@ -4,19 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sglang_scout.core.correction import StreamCorrection
-
-CARRY = 0.5
-"""Share of the previous token's change across a layer that ``extrapolate`` adds; measured, see
-docs/results."""
-
 
 @dataclass(frozen=True)
 class NextLayerQuery:
     """One layer ahead: W_q of layer l+1 applied to the input of layer l (paper Algorithm 1, line 4).
-
-    The input may first be moved towards that of layer l+1: by a share (``carry``) of what the
-    request's previous token changed across layer l, or by a learned ``correction``.
 
     Layer 0 has no layer before it: its query comes from its own input, exact but without lead. The
     layers named in ``exact`` have no lead either: they use the real query, for models in which a
@@ -29,8 +20,6 @@ class NextLayerQuery:
     """
 
     lead: int = 1
-    carry: float = 0.0
-    correction: StreamCorrection | None = None
     exact: tuple[int, ...] = ()
     exact_steps: int = 1
 
@@ -44,8 +33,6 @@ class CurrentQuery:
     """The layer's real query: nothing is predicted and the device waits (ablation without pre-computation)."""
 
     lead: int = 0
-    carry: float = 0.0
-    correction: StreamCorrection | None = None
     exact_steps: int = 0
 
     def targets(self, layer: int, num_layers: int) -> tuple[int, ...]:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from sglang_scout.core.config import DEFAULT_RECALL_THRESHOLD, OffloadConfig
 from sglang_scout.core.config_keys import check_layers
-from sglang_scout.core.correction import StreamCorrection
 from sglang_scout.core.profile import RecallProfile
 from sglang_scout.policy.axes import Policy, PredictorAxis, ResidencyAxis
 from sglang_scout.policy.digests import PageDigest
 from sglang_scout.policy.missing import CopyAhead, CpuAttention
-from sglang_scout.policy.predictors import CARRY, CurrentQuery, NextLayerQuery
+from sglang_scout.policy.predictors import CurrentQuery, NextLayerQuery
 from sglang_scout.policy.recall_controller import RecallController
 from sglang_scout.policy.residency import ImportantPages, MeasuredRecall
 
@@ -28,24 +26,10 @@ def _digest(config: OffloadConfig) -> PageDigest:
     )
 
 
-def predictors(
-    correction: StreamCorrection | None, exact_layers: tuple[int, ...] = (), exact_steps: int = 1
-) -> dict[str, PredictorAxis]:
-    """What the key ``predictor`` may name; ``learned`` only where there is a ``correction``."""
-    found = {"next_layer": NextLayerQuery(), "extrapolate": NextLayerQuery(carry=CARRY)}
-    if correction is not None:
-        found["learned"] = NextLayerQuery(correction=correction)
-    return {
-        name: replace(predictor, exact=exact_layers, exact_steps=exact_steps)
-        for name, predictor in found.items()
-    }
-
-
-def _predictor(config: OffloadConfig, correction: StreamCorrection | None) -> PredictorAxis:
+def _predictor(config: OffloadConfig) -> PredictorAxis:
     if not config.precompute:
         return CurrentQuery()
-    found = predictors(correction, config.exact_layers, config.exact_steps)
-    return found[config.predictor]
+    return NextLayerQuery(exact=config.exact_layers, exact_steps=config.exact_steps)
 
 
 def _residency(
@@ -90,9 +74,8 @@ def _scout(
     num_layers: int,
     page_bytes: int,
     profile: RecallProfile | None,
-    correction: StreamCorrection | None,
 ) -> Policy:
-    predictor = _predictor(config, correction)
+    predictor = _predictor(config)
     return Policy(
         name="scout",
         digest=_digest(config),
@@ -107,13 +90,12 @@ def _infinigen(
     num_layers: int,
     page_bytes: int,
     profile: RecallProfile | None,
-    correction: StreamCorrection | None,
 ) -> Policy:
     """Recall-based offload as the paper's baseline does it: every miss is a copy, none is computed."""
     return Policy(
         name="infinigen",
         digest=_digest(config),
-        predictor=_predictor(config, correction),
+        predictor=_predictor(config),
         missing=CopyAhead(),
         residency=ImportantPages(
             (0,) * num_layers, enabled=False, half_life_steps=config.heat_half_life_steps
@@ -121,7 +103,7 @@ def _infinigen(
     )
 
 
-_Preset = Callable[[OffloadConfig, int, int, RecallProfile | None, StreamCorrection | None], Policy]
+_Preset = Callable[[OffloadConfig, int, int, RecallProfile | None], Policy]
 PRESETS: dict[str, _Preset] = {
     "scout": _scout,
     "infinigen": _infinigen,
@@ -134,7 +116,6 @@ def make_policy(
     num_layers: int,
     page_bytes: int,
     profile: RecallProfile | None = None,
-    correction: StreamCorrection | None = None,
 ) -> Policy:
     """The policy that ``config`` names.
 
@@ -142,10 +123,9 @@ def make_policy(
         num_layers: of the model.
         page_bytes: K and V of one page in one layer, what one recalled page costs on the link.
         profile: of this model, or None.
-        correction: of this model; needed by ``predictor`` = learned.
 
     Raises:
         ConfigError: a layer is named that the model does not have.
     """
     check_layers(config, num_layers)
-    return PRESETS[config.policy](config, num_layers, page_bytes, profile, correction)
+    return PRESETS[config.policy](config, num_layers, page_bytes, profile)
