@@ -197,8 +197,7 @@ class Bench:
             table=NativeResidencyTable(
                 NativePageUses(layers, pages, slots, policy.residency.half_life_steps)
             ),
-            projectors=[], ring=NoRing(layers), life=lambda: 1, hidden_size=16,
-            hidden_dtype=shape.dtype,
+            projectors=[], ring=NoRing(layers), life=lambda: 1,
         )  # fmt: skip
         self.engine.recall.close()
         self.engine.recall._side = Here()

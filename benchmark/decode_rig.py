@@ -249,8 +249,7 @@ class Rig:
             host=store.host, digests=DigestPool(shape, pages, store.device, self.config.digest),
             resident=ResidentCache(shape, slots, store.device), table=table,
             projectors=[self._projector(layer) for layer in range(shape.num_layers)],
-            ring=store.ring, life=lambda: store.worker.device_epoch, hidden_size=model.size.hidden,
-            hidden_dtype=shape.dtype, verify=verify,
+            ring=store.ring, life=lambda: store.worker.device_epoch, verify=verify,
         )  # fmt: skip
         self.engine._step = store.steps  # the ring's slots alternate over all engines
         self.pages = 1 + np.arange(batch * each, dtype=np.int32).reshape(batch, each)

@@ -95,9 +95,7 @@ def findings(device: str, batch: int, steps: int) -> Iterator[tuple[str, list[st
         try:
             model = DummyModel(size, torch.float32, device)
             drift = QueryDrift(size, batch, 0.9, device)
-            # With extrapolation a step launches all that it may.
-            settings = '{"recall": "%s", "predictor": "extrapolate"}'
-            settings %= "off" if kind == "off" else "fixed"
+            settings = '{"recall": "%s"}' % ("off" if kind == "off" else "fixed")
             rig = Rig(
                 store, model, drift, batch=batch, context=20 * PAGE - 3, budget_tokens=4 * PAGE,
                 settings=settings, graph=kind == "replayed", verify=kind == "verified",

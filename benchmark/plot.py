@@ -5,11 +5,10 @@
 Rows of cpu_attention make cpu_attention.png: share of the machine's read bandwidth by shape, one panel per model.
 Bars are medians, whiskers go from the 10th to the 90th percentile of the samples, an open bar is unstable (spread
 above 10 %), a cross stands where an implementation was left out or failed. Rows of ring_latency make
-ring_latency.png: the distribution of the round trips. Rows of predicted_query make predicted_query.png: cosine,
-overlap and attention weight by layer. Rows of recall_modes make recall_modes.png: CPU compute ratio by step and
-layer, copies, and time per token with and without recall and pre-computation. Rows of accuracy make accuracy.png:
-right answers by budget, one panel per length. --name calls a picture otherwise. The captions hold command, commit and
-machine.
+ring_latency.png: the distribution of the round trips. Rows of recall_modes make recall_modes.png: CPU compute ratio
+by step and layer, copies, and time per token with and without recall and pre-computation. Rows of accuracy make
+accuracy.png: right answers by budget, one panel per length. --name calls a picture otherwise. The captions hold
+command, commit and machine.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from plot_accuracy import draw as draw_accuracy
-from plot_predicted_query import draw as draw_predicted_query
 from plot_recall_modes import draw as draw_recall_modes
 from rows import ROOT, Row, percentile, read_rows
 
@@ -168,10 +166,6 @@ def plot_ring(rows: list[Row], out: Path) -> None:
     _save(fig, rows[0], out)
 
 
-def plot_predicted_query(rows: list[Row], out: Path) -> None:
-    _save(draw_predicted_query(rows), rows[0], out)
-
-
 def plot_recall_modes(rows: list[Row], out: Path) -> None:
     _save(draw_recall_modes(rows), rows[0], out)
 
@@ -192,7 +186,6 @@ def _save(fig: Any, row: Row, out: Path) -> None:
 PLOTS = {
     "cpu_attention": plot_attention,
     "ring_latency": plot_ring,
-    "predicted_query": plot_predicted_query,
     "recall_modes": plot_recall_modes,
     "accuracy": plot_accuracy,
 }

@@ -68,7 +68,6 @@ def cases() -> Iterator[tuple[str, Callable[..., object], tuple]]:
     from sglang_scout.ops.doorbell import DeviceRing
     from sglang_scout.ops.layers import LayerPages
     from sglang_scout.ops.triton import (
-        advance,
         attend,
         doorbell,
         merge,
@@ -124,12 +123,7 @@ def cases() -> Iterator[tuple[str, Callable[..., object], tuple]]:
         yield f"copy_layer_pages, {model}", pages.copy_layer_pages, (layers, triples, *slots)
         yield f"score_signs, {model}", signs.score_signs, (q, *digests, table, row)
     out, lse, row = empty(16, 40, 128), empty(16, 40), empty(4, dtype=I32)
-    x, known = empty(16, 5120, dtype=BF16), empty(16, dtype=torch.bool)
-    for r in (64, 128):
-        correction = (empty(5120, r), empty(5120, r), empty(r, 5120), empty(5120))
-        arguments = (x, x, x, known, 0.5, correction)
-        yield f"advance_input, rank {r}", advance.advance_input, arguments
-    yield "advance_input, carry alone", advance.advance_input, (x, x, x, known, 0.5)
+    x = empty(16, 5120, dtype=BF16)
     table, at = empty(40960, 128), empty(16, dtype=I64)
     norm, head_norm = empty(5120, dtype=BF16), empty(128, dtype=BF16)
     arguments = (x, norm, 1e-6, empty(5120, 5120, dtype=BF16), None, head_norm, 1e-6, table, at)

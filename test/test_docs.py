@@ -13,7 +13,6 @@ from sglang_scout.core.config import (
     DEFAULT_BUDGET_TOKENS,
     DEFAULT_HOST_SHARE,
     HEAD_REDUCTIONS,
-    PREDICTORS,
     RECALL_MODES,
     OffloadConfig,
 )
@@ -129,7 +128,7 @@ def test_no_key_that_does_not_exist():
     assert sorted(written) == sorted(CONFIG_KEYS)
 
 
-@pytest.mark.parametrize("value", [*ATTEND, *DIGESTS, *HEAD_REDUCTIONS, *PREDICTORS, *RECALL_MODES])
+@pytest.mark.parametrize("value", [*ATTEND, *DIGESTS, *HEAD_REDUCTIONS, *RECALL_MODES])
 def test_choices(value):
     assert f"`{value}`" in section(OPERATIONS, "Keys of `--kv-offload-config`")
 

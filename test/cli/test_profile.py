@@ -311,8 +311,8 @@ def model(tmp_path):
             ["--output 't'", "the file of trace too; name"],
         ),
         (
-            {"plot": "t.png", "config": {"quality": "t.png"}},
-            ["--plot 't.png'", "file of quality too"],
+            {"plot": "t.png", "config": {"trace": "t.png"}},
+            ["--plot 't.png'", "file of trace too"],
         ),
         (
             {"output": "d.txt", "dataset": "d.txt"},
@@ -401,8 +401,7 @@ def test_the_command(model, tmp_path, monkeypatch, capsys):
 
     def run_workload(model_path, prompts, steps, **kwargs):
         assert kwargs["config"]["sink_pages"] == 2
-        assert kwargs["config"]["quality_inputs"] == 9
-        named = [kwargs["config"][key] for key in ("trace", "quality")]
+        named = [kwargs["config"][key] for key in ("trace",)]
         assert all(Path(name).parent.is_dir() for name in named)
         runs.append((kwargs["config"]["recall"], kwargs["decode_flags"], named))
         assert kwargs["config"]["resident_tokens"] == 256 and kwargs["where"].decode == "cpu"
@@ -412,8 +411,8 @@ def test_the_command(model, tmp_path, monkeypatch, capsys):
         return read_step_log(write_log(tmp_path / "s.jsonl", 41, growth=growth))
 
     monkeypatch.setattr(profile, "run_workload", run_workload)
-    written = [str(tmp_path / "trace.json"), str(tmp_path / "quality.jsonl")]
-    keys = {"sink_pages": 2, "trace": written[0], "quality": written[1], "quality_inputs": 9}
+    written = [str(tmp_path / "trace.json")]
+    keys = {"sink_pages": 2, "trace": written[0]}
     more = [
         "--server-args",
         "--log-level 'a b'",

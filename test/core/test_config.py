@@ -56,20 +56,12 @@ def test_defaults():
         ({"config": '{"trace": ""}'}, ["trace = ''", "name a file"]),
         ({"config": {"step_log": "a\0b"}}, ["step_log", "name a file"]),
         ({"config": {"step_log": "\ud800"}}, ["step_log", "name a file"]),
-        ({"config": '{"quality_inputs": 9}'}, ["quality_inputs = 9", "needs quality"]),
-        ({"config": '{"predictor": "oracle"}'}, ["predictor", "'oracle'", "next_layer"]),
-        ({"config": '{"predictor": "learned"}'}, ["'learned'", "needs predictor_file"]),
-        ({"config": {"predictor_file": __file__}}, [__file__, "no effect", "'learned'"]),
         ({"config": '{"head_reduce": "sum", "digest": "signs"}'}, ["head_reduce = 'sum'", "signs"]),
         (
             {"config": '{"exact_layers": [1], "precompute": false}'},
             ["exact_layers = (1,)", "no effect", "precompute = false"],
         ),
         ({"config": '{"exact_steps": 1, "precompute": false}'}, ["exact_steps = 1", "no effect"]),
-        (
-            {"config": '{"predictor": "extrapolate", "precompute": false}'},
-            ["'extrapolate'", "no effect", "drop one"],
-        ),
         ({"config": '{"resident_bonus": 1.0}'}, ["resident_bonus = 1.0", "signs"]),
         ({"config": '{"digest": "mean"}'}, ["digest = 'mean'", "minmax, signs"]),
         ({"config": '{"trace": ""}'}, ["trace", "''", "name a file"]),
@@ -148,7 +140,6 @@ def test_a_command_says_what_its_own_flags_are_called():
             "profile: --config: unknown key 'budget' (value 1); that is a flag of its own, "
             "--kv-offload-budget",
         ),
-        ({"config": {"predictor": "learned"}}, "profile: --config: predictor = 'learned' needs"),
         ({"config": {"resident_tokens": 33}}, "profile: --config: resident_tokens = 33"),
         ({"config": {"exact_layers": 3}}, "profile: --config: exact_layers = 3"),
         ({"config": "["}, "profile: --config '[': not valid JSON"),
@@ -173,7 +164,7 @@ def test_layers_that_the_model_does_not_have():
         check_layers(some, 3)
 
 
-@pytest.mark.parametrize("key", ["trace", "step_log", "quality"])
+@pytest.mark.parametrize("key", ["trace", "step_log"])
 def test_files_that_cannot_be_written(tmp_path, key):
     config = parse(config={key: "/proc/x"})
     with pytest.raises(ConfigError, match=f"^--kv-offload-config: {key} = .*cannot be written"):
@@ -186,13 +177,6 @@ def test_files_that_cannot_be_written(tmp_path, key):
     for path in (old, new):
         check_files(parse(config={key: str(path)}))
     assert old.read_text() == "kept" and not new.exists()
-
-
-@pytest.mark.parametrize("name", ["/no/f.npz", ".", "x" * 300])
-def test_files_that_are_read_exist_where_they_are_used(name):
-    config = parse(config={"predictor": "learned", "predictor_file": name})
-    with pytest.raises(ConfigError, match="predictor_file = .*no such file"):
-        check_files(config)
 
 
 def test_a_pipe_is_not_opened_to_see_whether_it_can_be(tmp_path):
@@ -210,14 +194,6 @@ def test_recall_is_adaptive_unless_said_otherwise():
     ("kwargs", "parts"),
     [
         ({"config": {"trace": "a", "step_log": "./a"}}, ["step_log = './a'", "file of trace"]),
-        (
-            {"config": {"quality": __file__, "predictor_file": __file__}},
-            [f"predictor_file = {__file__!r}", "file of quality"],
-        ),
-        (
-            {"config": {"quality": "q", "quality_inputs": 9, "predictor_file": "q.npz"}},
-            ["quality_inputs, kept in 'q.npz'", "file of predictor_file"],
-        ),
         (
             {"config": '{"recall": "off", "recall": "fixed"}'},
             ["'recall' is there twice", "'fixed'"],
@@ -237,7 +213,7 @@ def test_what_cannot_be_meant_is_refused(kwargs, parts):
         {"config": {"trace_steps": 5}},
         {"config": {"recall_threshold": 0.1, "recall_step_mib": 9}, "recall_profile": "p"},
         {"policy": "infinigen", "config": {"recall": "fixed", "heat_half_life_steps": 3}},
-        {"config": {"trace": "a", "trace_steps": 5, "step_log": "b", "quality": "c"}},
+        {"config": {"trace": "a", "trace_steps": 5, "step_log": "b"}},
     ],
 )
 def test_one_key_can_be_changed_to_compare_with_the_rest_as_it_is(kwargs):
@@ -285,15 +261,13 @@ def test_a_file_under_two_names(tmp_path):
 
 
 def test_each_rank_writes_files_of_its_own(tmp_path):
-    names = {"trace": "a.json", "step_log": "b", "quality": "c.d.jsonl"}
+    names = {"trace": "a.d.json", "step_log": "b"}
     given = {key: str(tmp_path / name) for key, name in names.items()}
     found = parse_config(policy="scout", policies=("scout",), config=json.dumps(given))
     assert found.of_rank(0) == found
     second = found.of_rank(2)
-    written = (second.trace, second.step_log, second.quality)
-    assert written == tuple(
-        str(tmp_path / name) for name in ("a.rank2.json", "b.rank2", "c.d.rank2.jsonl")
-    )
+    written = (second.trace, second.step_log)
+    assert written == tuple(str(tmp_path / name) for name in ("a.d.rank2.json", "b.rank2"))
     plain = parse_config(policy="scout", policies=("scout",))
     assert plain.of_rank(1) == plain
 

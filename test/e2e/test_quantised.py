@@ -38,13 +38,11 @@ def test_tokens_equal_stock_and_small_budgets_keep_to_their_pages(
     checkpoint, env = quantisation
     model, prompts = checkpoint(tiny_model("qwen3")), random_prompts(LENGTHS, seed=7)
     expected = stock_answers(model, tmp_path, prompts[:SHORT], max_new_tokens=TOKENS, env=env)
-    record = tmp_path / "quality.jsonl"
-    config = json.dumps({"verify": True, "quality": str(record)})
     scout = ("--kv-offload", "scout", "--kv-offload-budget", str(BUDGET_TOKENS))
     with PDCluster(
         model,
         server_args=scout,
-        decode_args=["--kv-offload-config", config],
+        decode_args=["--kv-offload-config", json.dumps({"verify": True})],
         max_running_requests=8,
         max_total_tokens=16384,
         env=env,
@@ -56,9 +54,6 @@ def test_tokens_equal_stock_and_small_budgets_keep_to_their_pages(
     assert_same_tokens(expected, actual, logprob_atol=LOGPROB_ATOL)
     assert state["verify_checks"] == LAYERS * state["steps"] and state["cpu_pages"] > 0
     assert 0 < state["verify_max_rel_error"] <= 1e-5
-    lines = [json.loads(line) for line in record.read_text().splitlines()]
-    found = [line["cosine"]["next_layer"] for line in lines if line["layer"]]
-    assert sum(found) / len(found) > 0.5, "0.6 to 0.8 with plain weights, 0 with other weights"
 
 
 def test_a_checkpoint_that_sets_the_dtype_of_kv_is_refused(quantisation, tiny_model, tmp_path):

@@ -10,7 +10,7 @@ import os
 
 import torch
 
-from mini_worker import HIDDEN, SIZE, MiniWorker
+from mini_worker import SIZE, MiniWorker
 from sglang_scout import _native
 from sglang_scout.engine.device_step import DeviceStepEngine
 from sglang_scout.engine.pools import HostPages
@@ -58,8 +58,7 @@ class DeviceWorker(MiniWorker):
             parts=1, timeout_us=20_000_000, device="cpu",
         )  # fmt: skip
         return DeviceStepEngine(
-            max_pages=MAX_PAGES, ring=self.ring, life=lambda: self.epoch, hidden_size=HIDDEN,
-            hidden_dtype=torch.float32, **parts,
+            max_pages=MAX_PAGES, ring=self.ring, life=lambda: self.epoch, **parts,
         )  # fmt: skip
 
     def end_threads(self):

@@ -65,7 +65,7 @@ class MiniWorker:
     def __init__(self, *, layers=3, heads=4, kv_heads=2, dim=64, pages=80, max_batch=4,
                  budget_tokens=128, resident_tokens=None, dtype=torch.float32, seed=0,
                  config="{}", drift=0.5, logit_cap=0.0, policy="scout", tracer=None,
-                 correction=None, around_missing=None, pool_form=None, verify=True, rank=0,
+                 around_missing=None, pool_form=None, verify=True, rank=0,
                  of_ranks=1, ranks=None):  # fmt: skip
         self.config = parse_config(
             policy=policy, policies=POLICY_NAMES, budget_tokens=budget_tokens, config=config
@@ -80,9 +80,7 @@ class MiniWorker:
         self.digests = DigestPool(self.shape, pages, "cpu", pool_form or self.config.digest)
         budget = self.config.budget_pages
         slots = (resident_tokens or budget_tokens * max_batch) // SIZE + max_batch + budget
-        policy_of = make_policy(
-            self.config, layers, 2 * self.shape.page_bytes, correction=correction
-        )
+        policy_of = make_policy(self.config, layers, 2 * self.shape.page_bytes)
         self.table = NativeResidencyTable(
             NativePageUses(layers, pages, slots, policy_of.residency.half_life_steps)
         )

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_scout.core.correction import StreamCorrection
 from sglang_scout.core.pages import ResidencyTable
 from sglang_scout.core.parse_config import parse_config
 from sglang_scout.core.registry import Op
@@ -31,7 +30,6 @@ GIVEN = {
         table.new_empty(len(table)),
     ),
     "attend_pages": lambda q, *_: (torch.empty_like(q), q.new_empty(q.shape[:2])),
-    "advance_input": lambda x, *_: torch.empty_like(x),
 }
 
 
@@ -98,8 +96,7 @@ def ran(monkeypatch):
     "settings",
     [
         {},
-        {"predictor": "extrapolate", "attend": "selected"},
-        {"predictor": "learned"},
+        {"attend": "selected"},
         {"digest": "signs", "resident_bonus": 1.0},
         {"exact_steps": 0},
         {"exact_layers": [1]},
@@ -107,21 +104,11 @@ def ran(monkeypatch):
 )
 def test_every_tensor_of_a_step_is_on_the_device(ran, settings):
     names, host_memory = ran
-    rng = np.random.default_rng(0)
-    learned = settings.get("predictor") == "learned"
-    parts = ((HIDDEN, 5), (HIDDEN, 5), (5, HIDDEN), (HIDDEN,))
-    correction = StreamCorrection(
-        "m", "w", 1, *(rng.normal(size=(LAYERS - 1, *part)).astype(np.float32) for part in parts)
-    )
-    if learned:
-        settings = settings | {"predictor_file": __file__}
     config = parse_config(
         policy="scout", policies=POLICY_NAMES, budget_tokens=4 * SIZE, config=json.dumps(settings)
     )
     shape = ModelShape(LAYERS, HEADS, KV_HEADS, DIM, SIZE, torch.bfloat16, 0.125)
-    policy = make_policy(
-        config, LAYERS, 2 * shape.page_bytes, correction=correction if learned else None
-    )
+    policy = make_policy(config, LAYERS, 2 * shape.page_bytes)
     planes = [
         torch.zeros(PAGES * SIZE, KV_HEADS, DIM, dtype=shape.dtype) for _ in range(2 * LAYERS)
     ]
@@ -138,7 +125,7 @@ def test_every_tensor_of_a_step_is_on_the_device(ran, settings):
         ),
         projectors=[lambda x, positions: x.new_empty(len(x), HEADS, DIM, dtype=torch.float32)]
         * LAYERS,
-        ring=ring, life=lambda: 1, hidden_size=HIDDEN, hidden_dtype=shape.dtype,
+        ring=ring, life=lambda: 1,
     )  # fmt: skip
 
     def layers():
@@ -170,4 +157,3 @@ def test_every_tensor_of_a_step_is_on_the_device(ran, settings):
     engine.close()
     assert sorted(ring.posted) == sorted(list(range(LAYERS)) * (3 + engine.has_late_steps))
     assert {"append_tokens", "attend_pages", "select_pages", "copy_layer_pages"} < names
-    assert ("advance_input" in names) == ("predictor" in settings)

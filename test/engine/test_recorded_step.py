@@ -74,7 +74,7 @@ def twins():
     "config",
     [
         '{"recall": "fixed"}',
-        '{"recall": "adaptive", "predictor": "extrapolate"}',
+        '{"recall": "adaptive"}',
         '{"digest": "signs", "exact_layers": [1], "resident_bonus": 1.0}',
         '{"attend": "selected"}',
         '{"precompute": false, "recall": "off"}',

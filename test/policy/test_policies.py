@@ -1,19 +1,15 @@
 """What the presets decide."""
 
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from sglang_scout.core.config import PREDICTORS
-from sglang_scout.core.correction import StreamCorrection
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.parse_config import parse_config
 from sglang_scout.core.profile import RecallProfile
 from sglang_scout.core.uses import PageUses
-from sglang_scout.policy.predictors import CARRY, CurrentQuery, NextLayerQuery
-from sglang_scout.policy.presets import POLICY_NAMES, make_policy, predictors
+from sglang_scout.policy.presets import POLICY_NAMES, make_policy
 
 PAGE_BYTES = 2 * 32 * 8 * 128 * 2
 
@@ -47,25 +43,6 @@ def test_without_precompute_nothing_is_predicted():
     )
     assert not any(policy.predictor.targets(layer, 5) for layer in range(5))
     assert policy.predictor.lead == 0
-
-
-def test_the_predictor_is_a_choice():
-    learned = StreamCorrection("m", "w", 1, *(np.zeros(0, np.float32) for _ in range(4)))
-    for name, expected in (
-        ("next_layer", NextLayerQuery()),
-        ("extrapolate", NextLayerQuery(carry=CARRY)),
-        ("learned", NextLayerQuery(correction=learned)),
-    ):
-        settings = config(
-            config=json.dumps({"predictor": name, "predictor_file": __file__, "quality": "q"})
-        )
-        for policy in POLICY_NAMES:
-            made = make_policy(replace(settings, policy=policy), 3, PAGE_BYTES, None, learned)
-            assert made.predictor == expected
-        assert set(predictors(learned)) == set(PREDICTORS)
-    off = make_policy(replace(settings, precompute=False), 3, PAGE_BYTES, None, learned)
-    assert off.predictor == CurrentQuery(), "nothing is predicted, whatever the predictor"
-    assert set(predictors(None)) == set(PREDICTORS) - {"learned"}
 
 
 def test_layers_take_turns():

@@ -16,7 +16,7 @@ from study.selection import Digest, Setting, choose
 from torch import Tensor
 
 ROWS = 64  # queries at a time
-CARRY = 0.5  # of the extrapolating predictor, policy/predictors.py
+CARRY = 0.5  # of the change across the layer at the token before, which an extrapolated input adds
 
 
 class Text:

@@ -30,12 +30,11 @@ DEFAULT_RECALL_STEP_MIB = 256.0
 
 ATTEND = ("resident", "selected")
 HEAD_REDUCTIONS = ("mass", "max", "sum")
-PREDICTORS = ("next_layer", "extrapolate", "learned")
 RECALL_MODES = ("off", "fixed", "profile", "adaptive")
 STEP_ENGINES = ("auto", "host", "device")
 
 
-WRITTEN_KEYS = ("trace", "step_log", "quality")
+WRITTEN_KEYS = ("trace", "step_log")
 """Keys that name a file to write."""
 
 
@@ -68,14 +67,10 @@ class OffloadConfig:
     """What a step attends to: the selected pages and all others that are resident, or the selected alone."""
     precompute: bool = True
     """False: the missing pages are computed in their own layer, from the real query (the paper's ablation)."""
-    predictor: str = "next_layer"
-    """What a layer's query is predicted from, one layer ahead; see ``policy/predictors.py``."""
     exact_layers: tuple[int, ...] = ()
     """Layers whose query is not predicted: they choose and compute with the real one, without lead."""
     exact_steps: int = 1
     """First steps of a request in which no layer predicts; see ``policy/predictors.py``."""
-    predictor_file: str | None = None
-    """The learned correction that ``predictor`` = learned needs, see ``core/correction.py``."""
     recall: str = "adaptive"
     recall_interval: int = DEFAULT_RECALL_INTERVAL
     """Steps between two recalls of a layer: always with fixed recall, at first with adaptive."""
@@ -95,10 +90,6 @@ class OffloadConfig:
     """File for a Chrome/Perfetto trace of the decode steps."""
     trace_steps: int = 64
     """Steps that the trace keeps; tracing stops by itself after them."""
-    quality: str | None = None
-    """File for a record of how good the predicted queries are, see ``engine/quality.py``."""
-    quality_inputs: int = 0
-    """Decoded tokens whose layer inputs are kept beside that file, to fit a ``predictor_file``."""
     step_log: str | None = None
     """File for one JSON line per decode step, see ``engine/step_log.py``."""
     step_engine: str = "auto"

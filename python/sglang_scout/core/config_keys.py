@@ -14,7 +14,6 @@ from sglang_scout.core.config import (
     FLAGS,
     HEAD_REDUCTIONS,
     PAGE_SIZE_TOKENS,
-    PREDICTORS,
     RECALL_MODES,
     STEP_ENGINES,
     WRITTEN_KEYS,
@@ -24,7 +23,6 @@ from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.files import check_writable
 from sglang_scout.core.page_bytes import DIGESTS
 
-FILE_KEYS = (*WRITTEN_KEYS, "predictor_file")
 # Smallest and largest value of the numeric keys. A heartbeat is sent every 0.2 s.
 _RANGES: dict[str, tuple[float, float]] = {
     "resident_tokens": (PAGE_SIZE_TOKENS, 2**40),
@@ -33,7 +31,6 @@ _RANGES: dict[str, tuple[float, float]] = {
     "recall_step_mib": (0.001, 2**30),
     "recall_link_share": (0.01, 1.0),
     "heat_half_life_steps": (0.5, 10**6),
-    "quality_inputs": (0, 10**6),
     "exact_steps": (0, 10**6),
     "resident_bonus": (0.0, 100.0),
     "trace_steps": (1, 10**6),
@@ -130,7 +127,7 @@ def check_key(key: str, value: Any, flag: str) -> Any:
         expected: tuple[type, ...] = (int,)
     elif key == "recall_threshold":
         expected = (float,)
-    elif key in FILE_KEYS:
+    elif key in WRITTEN_KEYS:
         expected = (str,)
     else:
         expected = (type(default),)
@@ -148,7 +145,7 @@ def check_key(key: str, value: Any, flag: str) -> Any:
         raise ConfigError(
             f"{flag}: {key} = {value!r} must be between {_number(low)} and {_number(high)}"
         )
-    if key in FILE_KEYS and not _is_file_name(value):
+    if key in WRITTEN_KEYS and not _is_file_name(value):
         raise ConfigError(
             f"{flag}: {key} = {value!r}: cannot be a file; name a file, or drop the key"
         )
@@ -156,7 +153,6 @@ def check_key(key: str, value: Any, flag: str) -> Any:
         "attend": ATTEND,
         "digest": DIGESTS,
         "head_reduce": HEAD_REDUCTIONS,
-        "predictor": PREDICTORS,
         "recall": RECALL_MODES,
         "step_engine": STEP_ENGINES,
     }.get(key)
@@ -190,18 +186,13 @@ def check_layers(config: OffloadConfig, num_layers: int, flag: str = FLAGS["conf
 
 
 def check_files(config: OffloadConfig, flag: str = FLAGS["config"]) -> None:
-    """Refuse files that cannot be written, by trying, or that are read and do not exist. What they hold stays.
+    """Refuse files that cannot be written, by trying. What they hold stays.
 
     For the process that uses them: another machine may have none of their folders.
 
     Raises:
         ConfigError: naming key, file and reason.
     """
-    if config.predictor_file is not None and not os.path.isfile(config.predictor_file):
-        raise ConfigError(
-            f"{flag}: predictor_file = {config.predictor_file!r}: there is no such file; name one that "
-            "exists"
-        )
     for key in WRITTEN_KEYS:
         path = getattr(config, key)
         if path is not None:

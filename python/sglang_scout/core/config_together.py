@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from sglang_scout.core.config import OffloadConfig
-from sglang_scout.core.config_keys import FILE_KEYS
+from sglang_scout.core.config import WRITTEN_KEYS, OffloadConfig
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.files import check_different
 
-_PREDICTION_KEYS = ("predictor", "predictor_file", "exact_layers", "exact_steps")
+_PREDICTION_KEYS = ("exact_layers", "exact_steps")
 
 
 def keys_without_effect(digest: str = "minmax", precompute: bool = True) -> dict[str, str]:
@@ -32,8 +31,6 @@ def check_together(config: OffloadConfig, given: set[str], flags: Mapping[str, s
     """
     flag = flags["config"]
     idle = keys_without_effect(config.digest, config.precompute)
-    if config.quality:
-        idle.pop("predictor_file", None)  # measured beside what serves
     for key, cause in sorted(idle.items()):
         if key in given:
             raise ConfigError(
@@ -42,33 +39,14 @@ def check_together(config: OffloadConfig, given: set[str], flags: Mapping[str, s
     profile = config.recall_profile
     of_profile = flags["recall_profile"], f"{flags['recall_profile']} {profile!r}", profile
     check_different([of_profile, *named_files(config, flag)])
-    if config.predictor == "learned" and config.predictor_file is None:
-        raise ConfigError(
-            f"{flag}: predictor = 'learned' needs predictor_file; make one with "
-            "benchmark/predicted_query.py"
-        )
-    if config.predictor_file is not None and config.predictor != "learned" and not config.quality:
-        raise ConfigError(
-            f"{flag}: predictor_file = {config.predictor_file!r} has no effect with predictor = "
-            f"{config.predictor!r}; choose predictor = 'learned' or drop the file"
-        )
     if config.resident_bonus and config.digest != "signs":
         raise ConfigError(
             f"{flag}: resident_bonus = {config.resident_bonus!r} is in units of the scores of digest = "
             f"'signs'; choose that digest or drop the bonus"
         )
-    if config.quality_inputs and not config.quality:
-        raise ConfigError(
-            f"{flag}: quality_inputs = {config.quality_inputs} needs quality, the file beside "
-            "which they are written"
-        )
 
 
 def named_files(config: OffloadConfig, flag: str) -> list[tuple[str, str, str | None]]:
     """The files of the keys of ``flag``, as :func:`check_different` takes them."""
-    paths = [(key, getattr(config, key)) for key in FILE_KEYS]
-    files = [(key, f"{flag}: {key} = {path!r}", path) for key, path in paths]
-    if config.quality and config.quality_inputs:
-        path = f"{config.quality}.npz"
-        files.append(("quality_inputs", f"{flag}: quality_inputs, kept in {path!r}", path))
-    return files
+    paths = [(key, getattr(config, key)) for key in WRITTEN_KEYS]
+    return [(key, f"{flag}: {key} = {path!r}", path) for key, path in paths]

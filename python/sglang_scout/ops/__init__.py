@@ -1,6 +1,5 @@
 """Ops on torch tensors: one file per op, its reference first, other implementations beside it."""
 
-from .advance import advance_input
 from .append import append_tokens
 from .attend import attend_pages
 from .digest import build_layer_digests
@@ -15,7 +14,6 @@ from .signs import build_layer_signs, score_signs
 __all__ = [
     "LayerPages",
     "Selection",
-    "advance_input",
     "append_tokens",
     "attend_pages",
     "build_layer_digests",

@@ -7,11 +7,16 @@ this layer's input come close to the query that it will compute.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from ..core.registry import Op, Tolerance
 from . import triton
 from .shapes import Shapes
+
+QueryProjector = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""(layer input [B, hidden], positions [B]) -> query after RoPE, [B, HQ, D] float32."""
 
 TOLERANCES = {
     "float32": Tolerance(2e-5, 2e-5, "fp32 matrix product over the hidden size in another order"),

@@ -30,7 +30,6 @@ from sglang_scout.plugin.device import make_device_engine, uses_device_engine
 from sglang_scout.plugin.dummy_kv import DummyKV
 from sglang_scout.plugin.hooks import model_shape
 from sglang_scout.plugin.pool import HostKVPool
-from sglang_scout.plugin.prediction import learned_correction, make_quality
 from sglang_scout.plugin.ranks import AttentionRanks, worker_cpus, worker_nodes
 from sglang_scout.plugin.request_tables import RequestTables
 from sglang_scout.plugin.support import decoder_layers, make_projectors, model_identity
@@ -78,11 +77,7 @@ class ScoutAttnBackend(AttentionBackend):
                 model=runner.server_args.model_path,
                 identity=model_identity(runner.model_config),
             )
-        model_path = runner.server_args.model_path
-        correction = learned_correction(self.config, layers, model_path)
-        self.policy = make_policy(
-            self.config, shape.num_layers, 2 * shape.page_bytes, profile, correction
-        )
+        self.policy = make_policy(self.config, shape.num_layers, 2 * shape.page_bytes, profile)
         self.plan = self.pool.plan
         self.cpus = worker_cpus(runner, self.config)
         self.worker = WorkerClient(
@@ -91,7 +86,6 @@ class ScoutAttnBackend(AttentionBackend):
             nodes=list(worker_nodes(self.cpus).values()) or None,
             config=self._worker_config(),
         )
-        projectors = make_projectors(layers)
         self.on_device = uses_device_engine(self.config, runner.device)
         parts: dict[str, Any] = {
             "shape": shape,
@@ -109,7 +103,7 @@ class ScoutAttnBackend(AttentionBackend):
                     self.policy.residency.half_life_steps,
                 )
             ),
-            "projectors": projectors,
+            "projectors": make_projectors(layers),
             "tracer": self._tracer(shape.num_layers),
             "verify": self.config.verify,
             "ranks": self.ranks if self.ranks.size > 1 else None,
@@ -133,10 +127,6 @@ class ScoutAttnBackend(AttentionBackend):
         self._dummy_kv = DummyKV(self.pool.host_pages) if self.config.dummy_kv else None
         if self.config.step_log is not None:
             self.engine.step_log = self._step_log(self.config.step_log, runner.model_config)
-        if isinstance(self.engine, StepEngine):
-            self.engine.quality = make_quality(
-                self.config, self.engine, projectors, correction, layers, model_path
-            )
         self.allocator.listener = self.engine.boundary
         for index, layer in enumerate(layers):
             layer.register_forward_pre_hook(self._layer_hook(index), with_kwargs=True)
@@ -176,7 +166,6 @@ class ScoutAttnBackend(AttentionBackend):
             "resident_bonus": self.config.resident_bonus,
             "attend": self.config.attend,
             "precompute": self.config.precompute,
-            "predictor": self.config.predictor,
             "exact_layers": list(self.config.exact_layers),
             "exact_steps": self.config.exact_steps,
             "recall": self.config.recall,

@@ -51,10 +51,6 @@ def check_device_engine(args: ServerArgs, config: OffloadConfig, device: str) ->
             f"{flag}: step_engine = 'device' on --device {device} needs Triton's interpreter; set "
             "TRITON_INTERPRET=1, or drop the key"
         )
-    if config.quality is not None:
-        raise ConfigError(
-            f"{flag}: quality = {config.quality!r} is recorded on --device cpu only; drop it"
-        )
     if config.policy == "infinigen":
         raise ConfigError(
             "--kv-offload infinigen: copies missing pages within a step, which the engine of this "
@@ -218,7 +214,5 @@ def make_device_engine(
         max_pages=max_pages,
         ring=ring,
         life=lambda: worker.device_epoch,
-        hidden_size=model.hidden_size,
-        hidden_dtype=model.dtype,
         **parts,
     )

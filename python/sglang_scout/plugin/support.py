@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,7 @@ from sglang_scout.core.profile import (
     config_digest,
 )
 from sglang_scout.core.served_models import DTYPES, check_architecture, check_attention
-from sglang_scout.engine.forecast import QueryProjector
-from sglang_scout.ops.predict import predict_query, rms_norm, rotate
+from sglang_scout.ops.predict import QueryProjector, predict_query, rms_norm, rotate
 
 TORCH_DTYPES = tuple(getattr(torch, name) for name in DTYPES)
 
@@ -91,15 +89,6 @@ def model_identity(config: Any) -> ModelIdentity:
         head_dim=config.head_dim,
         config_digest=digest,
     )
-
-
-def weights_fingerprint(layers: list[torch.nn.Module]) -> str:
-    """16 hex digits over the weights of the layers' norms: tells trainings of one model apart."""
-    found = hashlib.sha256()
-    for layer in layers:
-        for norm in (layer.input_layernorm, layer.post_attention_layernorm):
-            found.update(norm.weight.detach().float().cpu().numpy().tobytes())  # type: ignore
-    return found.hexdigest()[:16]
 
 
 def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:

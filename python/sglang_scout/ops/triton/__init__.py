@@ -23,7 +23,6 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _DIM_STEP, _MAX_DIM = 16, 256
 _MAX_PAGE_TOKENS = 128
 _MAX_COLUMNS, _MAX_CHOSEN = 8192, 512
-_MAX_RANK = 128
 _TRUE = ("1", "true", "on", "yes", "y")
 
 
@@ -243,26 +242,6 @@ def _append_reasons(
 
 
 APPEND_TOKENS = _kernel("pages", "append_tokens", _append_reasons)
-
-
-def _advance_reasons(
-    x: torch.Tensor,
-    before: torch.Tensor,
-    after: torch.Tensor,
-    known: torch.Tensor,
-    carry: float = 0.0,
-    correction: tuple[torch.Tensor, ...] | None = None,
-) -> list[str]:
-    learned = {f"correction[{i}]": t for i, t in enumerate(correction or ())}
-    reasons = _reasons(x=x, before=before, after=after, known=known, **learned)
-    if x.dtype not in _DTYPES:
-        reasons.append(f"dtype {x.dtype}; triton supports float32, bfloat16, float16")
-    if correction is not None and not 0 < correction[0].shape[1] <= _MAX_RANK:
-        reasons.append(f"rank {correction[0].shape[1]}; triton supports 1 to {_MAX_RANK}")
-    return reasons
-
-
-ADVANCE_INPUT = _kernel("advance", "advance_input", _advance_reasons)
 
 
 def _predict_reasons(
