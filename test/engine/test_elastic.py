@@ -103,11 +103,11 @@ def test_one_request_that_fits_is_resident_whole_and_exact(make):
 
 def test_pages_that_requests_share_are_brought_in_once(make, monkeypatch):
     worker = make(budget_tokens=128, max_batch=4)
-    boundary, asked = worker.engine.boundary, []
+    placement, asked = worker.engine.boundary._placement, []
     monkeypatch.setattr(worker.engine.policy.residency, "fill_pages", lambda: 15)
     monkeypatch.setattr(worker.engine.recall, "fill", lambda *what: asked.append(what))
     table = np.array([[*range(1, 11)], [*range(1, 9), 11, 12]], np.int32)
-    boundary._fill_free_slots(table, np.array([10, 10]))
+    placement.fill_free_slots(table, np.array([10, 10]))
     ((layers, pages),) = asked
     assert list(zip(layers, pages, strict=True)) == [
         *((0, page) for page in range(1, 13)),
@@ -233,7 +233,7 @@ class ElasticMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.worker.requests)
     @rule()
     def flush(self):
-        self.worker.engine.boundary.clear()
+        self.worker.engine.pages.clear()
         assert self.worker.table.resident_pages == 0
 
     @precondition(lambda self: self.worker.requests)

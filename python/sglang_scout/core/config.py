@@ -31,7 +31,7 @@ DEFAULT_RECALL_STEP_MIB = 256.0
 ATTEND = ("resident", "selected")
 HEAD_REDUCTIONS = ("mass", "max", "sum")
 RECALL_MODES = ("off", "fixed", "profile", "adaptive")
-STEP_ENGINES = ("auto", "host", "device")
+TRANSPORTS = ("auto", "host", "graph")
 
 
 WRITTEN_KEYS = ("trace", "step_log")
@@ -92,8 +92,8 @@ class OffloadConfig:
     """Steps that the trace keeps; tracing stops by itself after them."""
     step_log: str | None = None
     """File for one JSON line per decode step, see ``engine/step_log.py``."""
-    step_engine: str = "auto"
-    """Who decides within a step: the host (``engine/step.py``), or nobody (``engine/device_step.py``)."""
+    transport: str = "auto"
+    """Who posts missing pages to the worker: the host, or kernels in a graph (``engine/transport.py``)."""
     worker_spin_us: int | None = None
     """None: 50, or a whole step's time where records come from a device."""
     worker_threads_per_group: int = 0

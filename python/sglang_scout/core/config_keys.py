@@ -15,7 +15,7 @@ from sglang_scout.core.config import (
     HEAD_REDUCTIONS,
     PAGE_SIZE_TOKENS,
     RECALL_MODES,
-    STEP_ENGINES,
+    TRANSPORTS,
     WRITTEN_KEYS,
     OffloadConfig,
 )
@@ -154,7 +154,7 @@ def check_key(key: str, value: Any, flag: str) -> Any:
         "digest": DIGESTS,
         "head_reduce": HEAD_REDUCTIONS,
         "recall": RECALL_MODES,
-        "step_engine": STEP_ENGINES,
+        "transport": TRANSPORTS,
     }.get(key)
     if choices and value not in choices:
         raise ConfigError(f"{flag}: {key} = {value!r}; choose one of {', '.join(choices)}")

@@ -11,6 +11,11 @@ from sglang_scout.ops.layers import LayerPages
 from sglang_scout.ops.merge import merge_states
 
 
+def staging_bytes(shape: ModelShape, max_batch: int, budget_pages: int) -> int:
+    """Device memory of :class:`Fetch`."""
+    return 2 * 2 * max_batch * budget_pages * shape.page_bytes
+
+
 class Fetch:
     """Route ``fetch``: pages come to the device ahead of their layer, ids and all from the device.
 

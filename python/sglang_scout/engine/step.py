@@ -17,7 +17,7 @@ On the CPU device the same code runs on the host's memory.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -39,11 +39,9 @@ from sglang_scout.engine.verify import Verifier
 from sglang_scout.ops.append import Pool, append_tokens
 from sglang_scout.ops.attend import attend_pages
 from sglang_scout.ops.layers import resident_slots
+from sglang_scout.ops.predict import QueryProjector
 from sglang_scout.ops.select import select_pages
 from sglang_scout.policy.base import Policy
-
-QueryProjector = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""(layer input ``[B, hidden]``, positions ``[B]``) -> query after RoPE, ``[B, HQ, D]`` fp32."""
 
 
 class StepEngine:

@@ -3,14 +3,15 @@
 The first line is an object with ``format``, ``version`` and what the server says of itself (facts).
 Each further line is one step, of B requests and L layers:
 
-    step, start_us, step_us   number; from its boundary (CLOCK_MONOTONIC) to the end of its last attention
+    step, start_us, step_us   number; from its boundary (CLOCK_MONOTONIC) until its tokens are on the host
     ages           [B]        steps that each request had done here before; -1 where that is not known
     full_pages     [B]        full pages of each request, among which it selects
     cpu_pages      [L, B]     selected pages that were computed on the CPU
     gpu_wait_us    [L]        time that the device waited for them
     recalled_pages, recall_bytes, recall_wait_us     of the recalls that ended at its boundary
 
-Lines are written as the steps end: a server that is killed loses at most the step under way.
+A line is written when the results of its step have come, two boundaries later: a server that is killed loses
+two steps.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import numpy.typing as npt
 
 from sglang_scout.core.formats import STEP_LOG
 from sglang_scout.engine.counters import Counters
+from sglang_scout.engine.step_results import LaunchedStep
 
 logger = logging.getLogger(__name__)
 
@@ -50,41 +52,24 @@ class StepLog:
     ) -> None:
         self._counters = counters
         self._file: IO[bytes] | None = open(path, "wb", buffering=0)
-        self._line: dict[str, Any] = {}
-        self._cpu_pages: list[list[int]] = []
         self._waited_us = counters.gpu_wait_us_by_layer.copy()
         self._totals = dict.fromkeys(_TOTALS, 0)
-        self._num_layers = num_layers
         self._write({"format": STEP_LOG.name, "version": STEP_LOG.version, **facts})
 
-    def begin(
-        self,
-        step: int,
-        start_ns: int,
-        ages: npt.NDArray[np.int64],
-        full_pages: npt.NDArray[np.integer],
-    ) -> None:
-        """A step's boundary has ended. ``ages``, ``full_pages`` are ``[B]``."""
-        self._cpu_pages = [[] for _ in range(self._num_layers)]
-        self._line = {
-            "step": step,
-            "start_us": start_ns // 1000,
-            "ages": np.where(ages < _OLDEST, ages, -1).tolist(),
-            "full_pages": full_pages.tolist(),
-        }
-
-    def layer(self, layer: int, cpu_pages: npt.NDArray[np.integer]) -> None:
-        """``layer`` has selected and leaves ``[B]`` pages to the CPU."""
-        self._cpu_pages[layer] = cpu_pages.tolist()
-
-    def end(self, end_ns: int) -> None:
-        """The step's last attention has ended: write its line."""
+    def write(self, launched: LaunchedStep, cpu_pages: npt.NDArray[np.int64]) -> None:
+        """Write the line of a step whose results have come; ``cpu_pages`` ``[L, B]``."""
         if self._file is None:
             return
-        line, counters = self._line, self._counters
-        line["step_us"] = end_ns // 1000 - line["start_us"]
-        line["cpu_pages"] = self._cpu_pages
-        line["gpu_wait_us"] = (counters.gpu_wait_us_by_layer - self._waited_us).tolist()
+        batch, counters = launched.batch, self._counters
+        line = {
+            "step": launched.step,
+            "start_us": launched.start_ns // 1000,
+            "step_us": (launched.end_ns - launched.start_ns) // 1000,
+            "ages": np.where(batch.ages < _OLDEST, batch.ages, -1).tolist(),
+            "full_pages": batch.n_full.tolist(),
+            "cpu_pages": cpu_pages.tolist(),
+            "gpu_wait_us": (counters.gpu_wait_us_by_layer - self._waited_us).tolist(),
+        }
         self._waited_us[:] = counters.gpu_wait_us_by_layer
         for name, before in self._totals.items():
             now = getattr(counters, name)

@@ -21,10 +21,10 @@ from sglang_scout.core.config_keys import check_files
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.parse_config import parse_config
 from sglang_scout.core.profile import load_profile
-from sglang_scout.plugin.device import check_device_engine, check_resolved_graphs
+from sglang_scout.plugin.device import check_graph_transport, check_resolved_graphs
 from sglang_scout.plugin.install import ROLE_ENV, announce, launched_as
 from sglang_scout.plugin.support import check_model
-from sglang_scout.policy.presets import POLICY_NAMES
+from sglang_scout.policy.base import policy_names
 from sglang_scout.worker.arena import available_bytes
 from sglang_scout.worker.spec import MAX_BATCH
 
@@ -46,7 +46,7 @@ _FIELDS: dict[str, tuple[Any, Any]] = {
                 help="GPU-CPU co-attention decoding: KV pages live in host memory, the GPU keeps "
                 "page digests and the important pages, a CPU worker computes the rest. Give it to "
                 "both servers of a prefill-decode pair. Policies: none, "
-                + ", ".join(POLICY_NAMES)
+                + ", ".join(policy_names())
                 + "."
             ),
         ],
@@ -166,7 +166,7 @@ def _post_init(original: Callable[..., None], self: ServerArgs) -> None:
             "set --disaggregation-transfer-backend fake"
         )
     if self.disaggregation_mode == "decode":
-        check_device_engine(self, config, self.device or _default_device())
+        check_graph_transport(self, config, self.device or _default_device())
         check_files(config)
     _check_cpus(self, config)
     _check_machine(config)
@@ -187,7 +187,7 @@ def parse(server_args: ServerArgs) -> OffloadConfig:
     """
     return parse_config(
         policy=server_args.kv_offload,
-        policies=POLICY_NAMES,
+        policies=policy_names(),
         budget_tokens=server_args.kv_offload_budget,
         host_gb=server_args.kv_offload_host_gb,
         recall_profile=server_args.kv_offload_recall_profile,
@@ -205,7 +205,7 @@ def _refuse_stray_flags(args: ServerArgs) -> None:
             flag = "--" + name.replace("_", "-")
             raise ConfigError(
                 f"{flag} {value!r}: has no effect without --kv-offload; add --kv-offload "
-                f"{POLICY_NAMES[0]} or drop it"
+                "POLICY or drop it"
             )
 
 

@@ -38,6 +38,7 @@ from sglang_scout.plugin.pool import (
 )
 from sglang_scout.plugin.ranks import AttentionRanks, nodes_of_worker
 from sglang_scout.plugin.support import decoder_layers
+from sglang_scout.policy.base import Context, make_policy
 from sglang_scout.worker.arena import available_bytes
 
 logger = logging.getLogger(__name__)
@@ -117,6 +118,7 @@ def around_init_pools_decode(original: Callable[..., None], runner: Any) -> None
         context_tokens=context,
         node_cpus=node_cpus,
         device_bytes=getattr(runner, "kv_offload_device_bytes", None),
+        route=make_policy(Context(config, shape.num_layers, 2 * shape.page_bytes)).route,
     )
     on_cpu = torch.device(runner.device).type == "cpu"
     # Looked at by all before any has taken its part.
@@ -168,28 +170,6 @@ def around_can_run_graph(original: Callable[..., bool], runner: Any, forward_bat
     if not forward_batch.forward_mode.is_decode():
         return original(runner, forward_batch)
     return current_backend().begin(forward_batch) and original(runner, forward_batch)
-
-
-def around_capture_one_shape(
-    original: Callable[..., None],
-    runner: Any,
-    size: int,
-    forward: Callable[..., Any],
-    stream_idx: int | None = None,
-    variant_label: str | None = None,
-) -> None:
-    """A batch size is captured, once for each kind of step; its labels are those of SGLang's LoRA."""
-    from sglang_scout.plugin.backend import current_backend
-
-    for variant in current_backend().captures():
-        original(runner, size, forward, stream_idx, variant or variant_label)
-
-
-def around_resolve_variant(original: Callable[..., Any], runner: Any, forward_batch: Any) -> Any:
-    """Which of a batch size's graphs is replayed; the step has begun."""
-    from sglang_scout.plugin.backend import current_backend
-
-    return current_backend().graph_variant or original(runner, forward_batch)
 
 
 # Prefill server ----------------------------------------------------------------------------------

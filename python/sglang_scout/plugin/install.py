@@ -48,8 +48,6 @@ DECODE_TARGETS = {
     ),
     _SRT + "managers.schedule_batch.alloc_for_decode": "know on the host which pages a step opens",
     _RUNNER + "can_run_graph": "begin the step before it is known whether a graph can run it",
-    _RUNNER + "capture_one_shape": "capture the steps in which a request is new as well",
-    _RUNNER + "_resolve_lora_variant": "replay the graph of such a step",
     _ENGINE + "batch_register": "no server whose memory the transfer engine does not take",
 }
 PREFILL_TARGETS = {
@@ -154,8 +152,6 @@ def _hooks_of(role: str) -> dict[str, tuple[Callable[..., Any], HookType]]:
                     (hooks.before_process_batch_result, HookType.BEFORE),
                     (hooks.after_alloc_for_decode, HookType.AFTER),
                     (hooks.around_can_run_graph, HookType.AROUND),
-                    (hooks.around_capture_one_shape, HookType.AROUND),
-                    (hooks.around_resolve_variant, HookType.AROUND),
                     (hooks.around_batch_register, HookType.AROUND),
                 ),
                 strict=True,
