@@ -18,6 +18,7 @@ from sglang_scout.engine.device import LOCK_CHUNK_BYTES, lock_memory
 from sglang_scout.engine.device_step import DeviceStepEngine
 from sglang_scout.ops import triton
 from sglang_scout.ops.doorbell import DeviceRing
+from sglang_scout.policy.presets import COPY_AHEAD_POLICIES, POLICY_NAMES
 from sglang_scout.worker.arena import Arena
 from sglang_scout.worker.client import WorkerClient
 
@@ -51,10 +52,10 @@ def check_device_engine(args: ServerArgs, config: OffloadConfig, device: str) ->
             f"{flag}: step_engine = 'device' on --device {device} needs Triton's interpreter; set "
             "TRITON_INTERPRET=1, or drop the key"
         )
-    if config.policy == "infinigen":
+    if config.policy in COPY_AHEAD_POLICIES:
         raise ConfigError(
-            "--kv-offload infinigen: copies missing pages within a step, which the engine of this "
-            "device does not do; choose scout"
+            f"--kv-offload {config.policy}: copies missing pages within a step, which the engine of this "
+            f"device does not do; choose {POLICY_NAMES[0]}"
         )
     if config.worker_wait_timeout_s < MIN_WAIT_S:
         raise ConfigError(

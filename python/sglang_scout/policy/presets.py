@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from sglang_scout.core.config import DEFAULT_RECALL_THRESHOLD, OffloadConfig
-from sglang_scout.core.config_keys import check_layers
+from sglang_scout.core.parse_config import check_layers
 from sglang_scout.core.profile import RecallProfile
 from sglang_scout.policy.axes import Policy, PredictorAxis, ResidencyAxis
 from sglang_scout.policy.digests import PageDigest
@@ -45,9 +45,8 @@ def _residency(
         if profile is not None and from_profile
         else (config.recall_interval,) * num_layers
     )
-    half_life = config.heat_half_life_steps
     if config.recall != "adaptive":
-        return ImportantPages(intervals, enabled=config.recall != "off", half_life_steps=half_life)
+        return ImportantPages(intervals, enabled=config.recall != "off")
     threshold = config.recall_threshold
     if threshold is None:
         threshold = profile.threshold if profile is not None else DEFAULT_RECALL_THRESHOLD
@@ -63,10 +62,9 @@ def _residency(
         intervals=intervals,
         threshold=threshold,
         step_pages=max(1, int(config.recall_step_mib * 2**20) // page_bytes),
-        link_share=config.recall_link_share,
         eager_layers=eager,
     )
-    return MeasuredRecall(controller, half_life_steps=half_life)
+    return MeasuredRecall(controller)
 
 
 def _scout(
@@ -97,9 +95,7 @@ def _infinigen(
         digest=_digest(config),
         predictor=_predictor(config),
         missing=CopyAhead(),
-        residency=ImportantPages(
-            (0,) * num_layers, enabled=False, half_life_steps=config.heat_half_life_steps
-        ),
+        residency=ImportantPages((0,) * num_layers, enabled=False),
     )
 
 
@@ -109,6 +105,8 @@ PRESETS: dict[str, _Preset] = {
     "infinigen": _infinigen,
 }
 POLICY_NAMES = tuple(PRESETS)
+COPY_AHEAD_POLICIES = ("infinigen",)
+"""Those that copy within a step, which a step without the host cannot do."""
 
 
 def make_policy(
