@@ -49,7 +49,7 @@ from sglang_scout.cli.profile_prompts import describe, make_prompts
 from sglang_scout.cli.profile_request import Request, least_tokens
 from sglang_scout.cli.progress import Progress
 from sglang_scout.cli.step_log_file import Step, StepLogFile, ratios_by_age, read_step_log
-from sglang_scout.core.config_together import keys_without_effect
+from sglang_scout.core.parse_config import idle_keys
 from sglang_scout.core.profile import FLAG, load_profile
 
 BENCHMARK = "recall_modes"
@@ -128,7 +128,7 @@ def make_cluster(
     total = (len(prompts) + 2) * longest
     decodes = {}
     for name, config in modes(args.modes).items():
-        idle = keys_without_effect(precompute=config.get("precompute", True))
+        idle = idle_keys({**args.config, **config})
         more = {key: value for key, value in args.config.items() if key not in idle}
         settings = {**more, **config, "step_log": str(logs / f"{name}.jsonl")}
         if args.resident_tokens:

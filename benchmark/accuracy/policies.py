@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_scout.core.config import PAGE_SIZE_TOKENS
-from sglang_scout.core.config_together import keys_without_effect
+from sglang_scout.core.parse_config import idle_keys
 
 FULL = "full"
 NAMES = (FULL, "scout", "scout-signs", "scout-real-query", "quest", "recent")
@@ -94,7 +94,7 @@ class Setting:
         if self.policy == FULL:
             return []
         own = self.offload_config()
-        idle = keys_without_effect(own.get("digest", "minmax"), own.get("precompute", True))
+        idle = idle_keys(own)
         config = {**own, **{key: x for key, x in (more or {}).items() if key not in idle}}
         words = ["--kv-offload", "scout", "--kv-offload-budget", str(self.budget_tokens)]
         return [*words, "--kv-offload-config", json.dumps(config)] if config else words

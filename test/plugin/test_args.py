@@ -91,13 +91,13 @@ CASES = [
     ("scattered", {"enable_attn_tp_input_scattered": True}, ["--enable-attn-tp-input-scattered"]),
     (
         "host engine on cuda",
-        {"device": "cuda", "kv_offload_config": '{"step_engine": "host"}'},
-        ["--kv-offload-config", "step_engine", "--device cpu"],
+        {"device": "cuda", "kv_offload_config": '{"transport": "host"}'},
+        ["--kv-offload-config", "transport", "--device cpu"],
     ),
     (
         "device engine on cpu",
-        {"kv_offload_config": '{"step_engine": "device"}'},
-        ["--kv-offload-config", "step_engine", "--device cpu", "TRITON_INTERPRET"],
+        {"kv_offload_config": '{"transport": "graph"}'},
+        ["--kv-offload-config", "transport", "--device cpu", "TRITON_INTERPRET"],
     ),
     (
         "infinigen on cuda",

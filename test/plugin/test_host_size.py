@@ -166,6 +166,6 @@ def test_no_room_for_the_worker(monkeypatch):
     for part in (
         "--max-running-requests 64",
         "need 1.85 GiB, 0.85 more",
-        "worker_threads_per_group = 1",
+        "fewer --kv-offload-cpus",
     ):
         assert part in str(caught.value)

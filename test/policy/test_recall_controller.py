@@ -236,7 +236,7 @@ def test_one_overload_is_one_back_off_however_long_it_drains():
 
 def test_a_late_link_s_measured_speed_bounds_the_pages():
     def limit(**measured):
-        control = controller(1, step_pages=1000, link_share=0.5)
+        control = controller(1, step_pages=1000)
         control.plan(report(late_pages=50, started=400, **measured))
         return control.limit_pages
 

@@ -78,8 +78,8 @@ def _report(args: argparse.Namespace) -> int:
 
 
 def _config(text: str) -> dict[str, Any]:
-    from sglang_scout.core.config_keys import load_json
     from sglang_scout.core.errors import ConfigError
+    from sglang_scout.core.parse_config import load_json
 
     try:
         return load_json(text, "--config")

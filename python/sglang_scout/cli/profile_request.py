@@ -12,11 +12,9 @@ from sglang_scout.cli.device import AUTO
 from sglang_scout.cli.model_config import read_model
 from sglang_scout.core.config import FLAGS as SERVER_FLAGS
 from sglang_scout.core.config import PAGE_SIZE_TOKENS, OffloadConfig
-from sglang_scout.core.config_keys import check_files, check_layers
-from sglang_scout.core.config_together import named_files
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.files import check_different, check_writable
-from sglang_scout.core.parse_config import parse_config
+from sglang_scout.core.parse_config import check_files, check_layers, parse_config, written_files
 
 FLAGS = SERVER_FLAGS | {"budget_tokens": "profile: --budget", "config": "profile: --config"}
 LEAST_STEPS = 8
@@ -110,7 +108,7 @@ def check_request(request: Request) -> None:
         if path is not None:
             check_writable(what, path)
     dataset = ("--dataset", f"profile: --dataset {request.dataset!r}", request.dataset)
-    check_different([dataset, *named_files(config, FLAGS["config"]), *written])
+    check_different([dataset, *written_files(config, FLAGS["config"]), *written])
     if request.plot is not None and Path(request.plot).suffix not in PICTURES:
         raise ConfigError(
             f"profile: --plot {request.plot!r}: pictures are {', '.join(PICTURES)}; name such a file"

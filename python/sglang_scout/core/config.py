@@ -1,14 +1,18 @@
 """The one configuration object: parsed and validated once, then passed down, never read from the environment.
 
-``parse_config.py`` makes it; what it refuses ends in a :class:`ConfigError` (a ``ValueError``) that names the flag,
-the value and the fix.
+Its fields are the table of all keys: type, default, range, help, public or for tests. ``parse_config.py`` checks
+values by it, and docs/operations.md shows it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
+
+from sglang_scout.core.page_bytes import DIGESTS
 
 PAGE_SIZE_TOKENS = 32
 """Page size that ``--kv-offload`` implies (the paper's block size)."""
@@ -19,97 +23,135 @@ DEFAULT_BUDGET_TOKENS = 2048
 DEFAULT_HOST_SHARE = 0.5
 """Share of the available memory that KV pages take when --kv-offload-host-gb is not given."""
 
-DEFAULT_RECALL_INTERVAL = 8
-"""Steps between two recalls of a layer when no profile is given; the paper's profiled mean is 8.7."""
-
 DEFAULT_RECALL_THRESHOLD = 0.12
 """The paper's β: the CPU compute ratio that no layer should exceed (section 3.4)."""
 
-DEFAULT_RECALL_STEP_MIB = 256.0
-"""What one step may copy: half of a step of 20 ms, the paper's window, at 25 GB/s, PCIe 4 x16."""
-
-ATTEND = ("resident", "selected")
-HEAD_REDUCTIONS = ("mass", "max", "sum")
 RECALL_MODES = ("off", "fixed", "profile", "adaptive")
-TRANSPORTS = ("auto", "host", "graph")
 
 
-WRITTEN_KEYS = ("trace", "step_log")
-"""Keys that name a file to write."""
+@dataclass(frozen=True)
+class Key:
+    """What ``--kv-offload-config`` may say about a field of :class:`OffloadConfig`.
+
+    Attributes:
+        help: when to change it, as docs/operations.md says it.
+        limits: smallest and largest number.
+        choices: of a text.
+        multiple_of: of a number.
+        is_written: it names a file that the server writes.
+        needs: another key and its value without which this one has no effect.
+        is_public: False: for tests and measurements, and in no document for users.
+        kind, default: of the field.
+    """
+
+    help: str
+    limits: tuple[float, float] | None = None
+    choices: tuple[str, ...] = ()
+    multiple_of: int = 1
+    is_written: bool = False
+    needs: tuple[str, Any] | None = None
+    is_public: bool = True
+    kind: str = ""
+    default: Any = None
+
+
+def _key(default: Any, help: str, *args: Any, **rules: Any) -> Any:
+    return field(default=default, metadata={"key": Key(help, *args, **rules)})
+
+
+_for_tests = partial(_key, is_public=False)
 
 
 @dataclass(frozen=True)
 class OffloadConfig:
-    """What the user asked for, validated.
-
-    The first block mirrors the server flags, the second the keys of ``--kv-offload-config``.
-    """
+    """What the user asked for, validated: the server flags, then the keys of ``--kv-offload-config``."""
 
     policy: str = "none"
     budget_tokens: int = DEFAULT_BUDGET_TOKENS
     host_gb: float | None = None
     recall_profile: str | None = None
     cpus: tuple[int, ...] | None = None
-
     page_size_tokens: int = PAGE_SIZE_TOKENS
-    resident_tokens: int | None = None
-    """Device capacity for resident pages over all requests; None: budget x max running requests."""
-    sink_pages: int = 1
-    recent_pages: int = 1
-    """Leading and newest full pages that are always selected and therefore always resident."""
-    digest: str = "minmax"
-    """What is kept of a page to score it by: bounds (``ops/digest.py``) or signs (``ops/signs.py``)."""
-    head_reduce: str = "mass"
-    """How the query heads' bounds combine into one score per page, see ``ops/score.py``."""
-    resident_bonus: float = 0.0
-    """Added to the scores of pages that are on the device already, with digest = signs."""
-    attend: str = "resident"
-    """What a step attends to: the selected pages and all others that are resident, or the selected alone."""
-    precompute: bool = True
-    """False: the missing pages are computed in their own layer, from the real query (the paper's ablation)."""
-    exact_layers: tuple[int, ...] = ()
-    """Layers whose query is not predicted: they choose and compute with the real one, without lead."""
-    exact_steps: int = 1
-    """First steps of a request in which no layer predicts; see ``policy/predictors.py``."""
-    recall: str = "adaptive"
-    recall_interval: int = DEFAULT_RECALL_INTERVAL
-    """Steps between two recalls of a layer: always with fixed recall, at first with adaptive."""
-    recall_threshold: float | None = None
-    """β; None: the profile's, or DEFAULT_RECALL_THRESHOLD without one."""
-    recall_step_mib: float = DEFAULT_RECALL_STEP_MIB
-    recall_link_share: float = 0.5
-    """Share of a step's time that copies may take once one was late."""
-    heat_half_life_steps: float = 8.0
-    prefill_digests: bool = True
-    """Prefill server: compute page digests and send them with the KV."""
-    verify: bool = False
-    """Recompute every layer's output in fp32 from the host pages and record the largest relative error."""
-    dummy_kv: bool = False
-    """With the fake transfer backend: fill the pages of a new request with noise that its prompt seeds."""
-    trace: str | None = None
-    """File for a Chrome/Perfetto trace of the decode steps."""
-    trace_steps: int = 64
-    """Steps that the trace keeps; tracing stops by itself after them."""
-    step_log: str | None = None
-    """File for one JSON line per decode step, see ``engine/step_log.py``."""
-    transport: str = "auto"
-    """Who posts missing pages to the worker: the host, or kernels in a graph (``engine/transport.py``)."""
-    worker_spin_us: int | None = None
-    """None: 50, or a whole step's time where records come from a device."""
-    worker_threads_per_group: int = 0
-    """Threads that share one sequence; 0: as is fastest, see ``core/split.py``."""
-    worker_ready_timeout_s: float = 60.0
-    worker_heartbeat_timeout_s: float = 0.8
-    worker_wait_timeout_s: float = 10.0
+
+    resident_tokens: int | None = _key(
+        None,
+        "Capacity for resident pages over all requests. None: budget × `--max-running-requests` on the CPU, and what "
+        "the memory leaves on a CUDA device. Less saves memory and moves work to the CPU",
+        (PAGE_SIZE_TOKENS, 2**40),
+        multiple_of=PAGE_SIZE_TOKENS,
+    )
+    digest: str = _key(
+        "minmax", "What is kept of each page to choose by. Give it to both servers", choices=DIGESTS
+    )
+    attend: str = _key(
+        "resident",
+        "What the device attends to: all that is resident, as in the paper, or the selected pages alone",
+        choices=("resident", "selected"),
+    )
+    exact_layers: tuple[int, ...] = _key(
+        (),
+        "Layers that choose with the real query and wait for the worker, where predicted ones are poor",
+        needs=("precompute", True),
+    )
+    resident_bonus: float = _key(
+        0.0,
+        "Added to the score of a resident page, in standard deviations over the pages: 1.0 keeps pages that no head "
+        "looks for where they are, and the CPU's share small",
+        (0.0, 100.0),
+        needs=("digest", "signs"),
+    )
+    recall: str = _key("adaptive", "When a layer recalls what it misses", choices=RECALL_MODES)
+    recall_interval: int = _key(
+        8,  # the paper's profiled mean is 8.7
+        "Steps between two recalls of a layer: always with `fixed`, at first with `adaptive`",
+        (1, 2**31),
+    )
+    recall_threshold: float | None = _key(
+        None,
+        "β, the CPU compute ratio that `adaptive` holds each layer under. None: the profile's, or 0.12 without one",
+        (0.0, 1.0),
+    )
+    recall_step_mib: float = _key(
+        256.0,  # half of the paper's 20 ms at 25 GB/s
+        "What `adaptive` copies in a step at most: half of a step's time times the link's speed",
+        (0.001, 2**30),
+    )
+    prefill_digests: bool = _key(
+        True, "False on the prefill server: the decode server computes the digests"
+    )
+    trace: str | None = _key(None, "File for a timeline in Chrome's format", is_written=True)
+    step_log: str | None = _key(
+        None,
+        "File for one JSON line per decode step: pages left to the CPU by layer and request, waits, recalls; it grows",
+        is_written=True,
+    )
+
+    sink_pages: int = _for_tests(1, "First pages that are always selected", (0, 2**20))
+    recent_pages: int = _for_tests(1, "Newest full pages that are always selected", (0, 2**20))
+    head_reduce: str = _for_tests(
+        "mass", "How heads' scores become one", choices=("mass", "max"), needs=("digest", "minmax")
+    )
+    precompute: bool = _for_tests(True, "False: missing pages wait for the real query")
+    exact_steps: int = _for_tests(
+        1, "First steps of a request without prediction", (0, 10**6), needs=("precompute", True)
+    )
+    transport: str = _for_tests(
+        "auto", "Who posts to the worker: the host, or kernels", choices=("auto", "host", "graph")
+    )
+    verify: bool = _for_tests(False, "Compare every layer with fp32 attention over host pages")
+    dummy_kv: bool = _for_tests(False, "With the fake transfer backend: pages of seeded noise")
+    trace_steps: int = _for_tests(64, "Steps that the trace keeps", (1, 10**6))
+    worker_spin_us: int | None = _for_tests(None, "Polling before a thread sleeps", (0, 10**6))
+    worker_threads_per_group: int = _for_tests(0, "Per sequence; 0: as is fastest", (0, 16))
+    worker_ready_timeout_s: float = _for_tests(60.0, "For a worker to start", (0.1, 3600))
+    # A heartbeat is sent every 0.2 s.
+    worker_heartbeat_timeout_s: float = _for_tests(0.8, "Silence that ends it", (0.4, 3600))
+    worker_wait_timeout_s: float = _for_tests(10.0, "For an answer", (0.01, 3600))
 
     @property
     def budget_pages(self) -> int:
         """Pages selected per request, layer and step: the k of top-k."""
         return self.budget_tokens // self.page_size_tokens
-
-    @property
-    def enabled(self) -> bool:
-        return self.policy != "none"
 
     def of_rank(self, rank: int) -> OffloadConfig:
         """The same for a tensor-parallel rank: from rank 1 on it writes to files of its own, with
@@ -123,8 +165,15 @@ class OffloadConfig:
         return dataclasses.replace(self, **own)  # type: ignore[arg-type]
 
 
-_FLAG_FIELDS = {"policy", "budget_tokens", "host_gb", "recall_profile", "cpus", "page_size_tokens"}
-CONFIG_KEYS = tuple(f.name for f in dataclasses.fields(OffloadConfig) if f.name not in _FLAG_FIELDS)
+KEYS: dict[str, Key] = {
+    f.name: dataclasses.replace(
+        f.metadata["key"], kind=str(f.type).removesuffix(" | None"), default=f.default
+    )
+    for f in dataclasses.fields(OffloadConfig)
+    if "key" in f.metadata
+}
+PUBLIC_KEYS = tuple(name for name, key in KEYS.items() if key.is_public)
+WRITTEN_KEYS = tuple(name for name, key in KEYS.items() if key.is_written)
 FLAGS = {
     "policy": "--kv-offload",
     "budget_tokens": "--kv-offload-budget",

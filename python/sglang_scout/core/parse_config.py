@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import difflib
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from sglang_scout.core.config import (
     DEFAULT_BUDGET_TOKENS,
     FLAGS,
+    KEYS,
     PAGE_SIZE_TOKENS,
+    PUBLIC_KEYS,
+    WRITTEN_KEYS,
     OffloadConfig,
 )
-from sglang_scout.core.config_keys import check_key, load_json
-from sglang_scout.core.config_together import check_together
 from sglang_scout.core.cpu_list import parse_cpu_list
 from sglang_scout.core.errors import ConfigError
+from sglang_scout.core.files import check_different, check_writable
 
 MAX_BUDGET_TOKENS = 2**40
 
@@ -27,6 +32,117 @@ _FLAG_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "cpus": ((str,), "a list as text, for example '0-3,8'"),
     "config": ((str, Mapping), "a JSON object as text or as a dict, or '@FILE'"),
 }
+_KINDS: dict[str, tuple[type, ...]] = {
+    "int": (int,),
+    "float": (int, float),
+    "str": (str,),
+    "bool": (bool,),
+}
+
+
+def load_json(text: str, flag: str = FLAGS["config"]) -> dict[str, Any]:
+    """The object in ``text``, or in the file of ``@FILE``.
+
+    Raises:
+        ConfigError: neither; names ``flag`` and the value.
+    """
+    example = "write for example '{\"recall_interval\": 8}' or @FILE"
+    try:
+        source = Path(text[1:]).read_text(encoding="utf-8") if text.startswith("@") else text
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{flag} {text!r}: cannot read the file: {error}; {example}") from None
+    try:
+        value = json.loads(source, object_pairs_hook=_without_repeats)
+    except (RecursionError, ValueError) as error:  # also too deep, or a number of too many digits
+        raise ConfigError(f"{flag} {text[:60]!r}: not valid JSON ({error}); {example}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(
+            f"{flag} {text!r}: expected a JSON object, got {type(value).__name__}; {example}"
+        )
+    return value
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError(f"a key is there twice in {[name for name, _ in pairs]}")
+    return found
+
+
+def _check_value(name: str, value: Any, flag: str) -> Any:
+    """One entry of ``flag``, checked by the table of keys."""
+    if name not in KEYS:
+        near = difflib.get_close_matches(str(name), KEYS, n=1, cutoff=0.75)
+        hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(PUBLIC_KEYS)}"
+        raise ConfigError(f"{flag}: unknown key {name!r} (value {value!r}); {hint}")
+    key = KEYS[name]
+    what = f"{flag}: {name} = {value!r}"
+    if key.kind == "tuple[int, ...]":
+        is_list = isinstance(value, (list, tuple))
+        if not is_list or not all(type(layer) is int and layer >= 0 for layer in value):
+            raise ConfigError(f"{what}: expected a list of layer numbers, for example [1, 2]")
+        return tuple(sorted(set(value)))
+    types = _KINDS[key.kind]
+    if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+        raise ConfigError(
+            f"{what} is of type {type(value).__name__}; "
+            f"expected {' or '.join(t.__name__ for t in types)}"
+        )
+    if key.limits and not key.limits[0] <= value <= key.limits[1]:
+        low, high = (str(x) if isinstance(x, int) else f"{x:g}" for x in key.limits)
+        raise ConfigError(f"{what} must be between {low} and {high}")
+    if key.multiple_of > 1 and value % key.multiple_of:
+        raise ConfigError(f"{what} must be a multiple of the page size ({key.multiple_of} tokens)")
+    if key.choices and value not in key.choices:
+        raise ConfigError(f"{what}; choose one of {', '.join(key.choices)}")
+    if key.is_written and not (value and value.isprintable()):
+        raise ConfigError(f"{what}: cannot be a file; name a file, or drop the key")
+    return value
+
+
+def idle_keys(values: Mapping[str, Any]) -> dict[str, str]:
+    """Keys without effect beside ``values`` of others, each with the setting that makes it idle.
+
+    Those of recall are not among them: who switches it off to compare leaves the rest as it is.
+    """
+    return {
+        name: f"{key.needs[0]} = {json.dumps(found)}"
+        for name, key in KEYS.items()
+        if key.needs
+        and (found := values.get(key.needs[0], KEYS[key.needs[0]].default)) != key.needs[1]
+    }
+
+
+def check_layers(config: OffloadConfig, num_layers: int, flag: str = FLAGS["config"]) -> None:
+    """Refuse layers that the model does not have.
+
+    Raises:
+        ConfigError: naming those that it has.
+    """
+    if max(config.exact_layers, default=0) >= num_layers:
+        raise ConfigError(
+            f"{flag}: exact_layers = {list(config.exact_layers)}: the model has layers 0 to "
+            f"{num_layers - 1}; name some of these, or drop the key"
+        )
+
+
+def written_files(config: OffloadConfig, flag: str) -> list[tuple[str, str, str | None]]:
+    """The files of the keys of ``flag``, as :func:`check_different` takes them."""
+    paths = [(key, getattr(config, key)) for key in WRITTEN_KEYS]
+    return [(key, f"{flag}: {key} = {path!r}", path) for key, path in paths]
+
+
+def check_files(config: OffloadConfig, flag: str = FLAGS["config"]) -> None:
+    """Refuse files that cannot be written, by trying. What they hold stays.
+
+    For the process that uses them: another machine may have none of their folders.
+
+    Raises:
+        ConfigError: naming key, file and reason.
+    """
+    for _, what, path in written_files(config, flag):
+        if path is not None:
+            check_writable(what, path)
 
 
 def _check_flag_types(given: dict[str, Any], flags: Mapping[str, str]) -> None:
@@ -50,6 +166,29 @@ def _check_budget(budget_tokens: int, flag: str) -> None:
             f"{flag} {budget_tokens}: must be a positive multiple of the page size "
             f"({page} tokens); the nearest is {min(max(least, nearest), MAX_BUDGET_TOKENS)}"
         )
+
+
+def _check_together(
+    config: OffloadConfig, keys: Mapping[str, Any], flags: Mapping[str, str]
+) -> None:
+    """Values that exclude or need each other."""
+    forced = config.sink_pages + config.recent_pages
+    if forced > config.budget_pages:
+        plural = "" if config.budget_pages == 1 else "s"
+        raise ConfigError(
+            f"{flags['budget_tokens']} {config.budget_tokens}: holds {config.budget_pages} page{plural}, fewer "
+            f"than sink_pages + recent_pages = {forced}; raise it to at least {forced * PAGE_SIZE_TOKENS}"
+        )
+    flag, profile = flags["config"], config.recall_profile
+    if config.recall == "profile" and not profile:
+        raise ConfigError(f"{flag}: recall = 'profile' needs {flags['recall_profile']} FILE")
+    for name, cause in idle_keys(keys).items():
+        if name in keys:
+            raise ConfigError(
+                f"{flag}: {name} = {keys[name]!r} has no effect with {cause}; drop one of them"
+            )
+    of_profile = flags["recall_profile"], f"{flags['recall_profile']} {profile!r}", profile
+    check_different([of_profile, *written_files(config, flag)])
 
 
 def parse_config(
@@ -88,40 +227,21 @@ def parse_config(
         raise ConfigError(
             f"{flags['policy']} {policy!r}: unknown policy; choose one of none, {', '.join(policies)}"
         )
-    page = PAGE_SIZE_TOKENS
     budget = DEFAULT_BUDGET_TOKENS if budget_tokens is None else budget_tokens
     _check_budget(budget, flags["budget_tokens"])
     if host_gb is not None and not host_gb > 0:
         raise ConfigError(
             f"{flags['host_gb']} {host_gb}: must be greater than 0; name the GiB for KV pages, or drop it"
         )
-    keys = load_json(config, flags["config"]) if isinstance(config, str) else config or {}
-    values: dict[str, Any] = {
-        key: check_key(key, value, flags["config"]) for key, value in keys.items()
-    }
+    raw = load_json(config, flags["config"]) if isinstance(config, str) else config or {}
+    keys = {name: _check_value(name, value, flags["config"]) for name, value in raw.items()}
     result = OffloadConfig(
         policy=policy,
         budget_tokens=budget,
         host_gb=host_gb,
         recall_profile=recall_profile,
         cpus=None if cpus is None else parse_cpu_list(cpus, available_cpus, flags["cpus"]),
-        **values,
+        **keys,
     )
-    forced = result.sink_pages + result.recent_pages
-    if forced > result.budget_pages:
-        plural = "" if result.budget_pages == 1 else "s"
-        raise ConfigError(
-            f"{flags['budget_tokens']} {budget}: holds {result.budget_pages} page{plural}, fewer than "
-            f"sink_pages + recent_pages = {forced}; raise it to at least {forced * page}"
-        )
-    if result.recall == "profile" and not recall_profile:
-        raise ConfigError(
-            f"{flags['config']}: recall = 'profile' needs {flags['recall_profile']} FILE"
-        )
-    check_together(result, set(values), flags)
-    if result.resident_tokens is not None and result.resident_tokens % page:
-        raise ConfigError(
-            f"{flags['config']}: resident_tokens = {result.resident_tokens} must be a "
-            f"multiple of the page size ({page} tokens)"
-        )
+    _check_together(result, keys, flags)
     return result

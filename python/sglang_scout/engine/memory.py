@@ -259,6 +259,5 @@ def check_memory(
         f"{available_bytes / 2**30:.2f} GiB of memory are available; lower --kv-offload-host-gb "
         f"({'not given' if config.host_gb is None else format(config.host_gb, 'g')}), "
         f"--kv-offload-budget ({config.budget_tokens}), --max-running-requests ({plan.worker.max_batch}), or "
-        f"resident_tokens ({config.resident_tokens}) in --kv-offload-config, or set "
-        f"worker_threads_per_group ({config.worker_threads_per_group}) there to 1"
+        f"resident_tokens ({config.resident_tokens}) in --kv-offload-config"
     )

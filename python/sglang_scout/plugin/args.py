@@ -6,6 +6,7 @@ The dataclass is extended in place, not replaced, because SGLang and its plugins
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import os
 import sys
@@ -16,10 +17,9 @@ import psutil
 from sglang.srt.arg_groups.arg_utils import A, Arg
 from sglang.srt.server_args import ServerArgs, add_attention_backend_choices
 
-from sglang_scout.core.config import PAGE_SIZE_TOKENS, OffloadConfig
-from sglang_scout.core.config_keys import check_files
+from sglang_scout.core.config import PAGE_SIZE_TOKENS, PUBLIC_KEYS, OffloadConfig
 from sglang_scout.core.errors import ConfigError
-from sglang_scout.core.parse_config import parse_config
+from sglang_scout.core.parse_config import check_files, load_json, parse_config
 from sglang_scout.core.profile import load_profile
 from sglang_scout.plugin.device import check_graph_transport, check_resolved_graphs
 from sglang_scout.plugin.install import ROLE_ENV, announce, launched_as
@@ -94,7 +94,11 @@ _FIELDS: dict[str, tuple[Any, Any]] = {
     "kv_offload_config": (
         A[
             str | None,
-            Arg(help="Rarer settings as a JSON object, or @FILE; see docs/operations.md."),
+            Arg(
+                help="Rarer settings as a JSON object, or @FILE: "
+                + ", ".join(PUBLIC_KEYS)
+                + "; see docs/operations.md."
+            ),
         ],
         None,
     ),
@@ -158,6 +162,9 @@ def _post_init(original: Callable[..., None], self: ServerArgs) -> None:
         _refuse_stray_flags(self)
         original(self)
         return
+    if isinstance(self.kv_offload_config, str) and self.kv_offload_config.startswith("@"):
+        # The scheduler processes parse it again, and the file may change or be gone by then.
+        self.kv_offload_config = json.dumps(load_json(self.kv_offload_config))
     config = parse(self)
     _check_deployment(self)
     if config.dummy_kv and self.disaggregation_transfer_backend != "fake":

@@ -50,7 +50,7 @@ def host_bytes(
             raise ConfigError(
                 f"--max-running-requests {most_requests}: the worker's ring and partial results need "
                 f"{ranks.size * worker / 2**30:.2f} GiB, {-left / 2**30:.2f} more than are available; "
-                "lower it, or set worker_threads_per_group = 1 in --kv-offload-config"
+                "lower it, or give fewer --kv-offload-cpus"
             )
         size = int(left * DEFAULT_HOST_SHARE)
         size = int(min(size, _room_for_digests(runner, config, shape, ranks, device_bytes, size)))

@@ -14,8 +14,8 @@ from sglang.srt.layers.rotary_embedding.mrope import MRotaryEmbedding
 from transformers.utils.hub import cached_file
 
 from sglang_scout.core.config import OffloadConfig
-from sglang_scout.core.config_keys import check_layers
 from sglang_scout.core.errors import ConfigError
+from sglang_scout.core.parse_config import check_layers
 from sglang_scout.core.profile import (
     ModelIdentity,
     RecallProfile,

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_scout.core.config import OffloadConfig
+from sglang_scout.core.parse_config import check_layers
 from sglang_scout.core.profile import RecallProfile
 from sglang_scout.core.uses import PageUses
 
@@ -224,5 +225,10 @@ def policy_names() -> tuple[str, ...]:
 
 
 def make_policy(context: Context) -> Policy:
-    """The policy that the configuration names."""
+    """The policy that the configuration names.
+
+    Raises:
+        ConfigError: a layer is named that the model does not have.
+    """
+    check_layers(context.config, context.num_layers)
     return _policies()[context.config.policy](context)

@@ -24,6 +24,8 @@ Counts = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
 YOUNG_STEPS = 4
+LINK_SHARE = 0.5
+"""Share of a step's time that copies may take once the link has been late."""
 MAX_INTERVAL_STEPS = 64
 """A layer that misses anything recalls it at the latest after so many steps."""
 
@@ -48,7 +50,6 @@ class RecallController:
         intervals: per layer, steps between two recalls to start from; 0 = as if nothing drifted.
         threshold: β, the ratio that no layer should exceed.
         step_pages: pages that one step may copy, over all layers.
-        link_share: share of a step's time that copies may take once the link has been late.
         eager_layers: layers without a lead, where every page on the CPU is waited for. They recall
             whatever they miss in every step: their β is 0.
         young_steps: first steps of a request, in which its misses come before those of others.
@@ -68,7 +69,6 @@ class RecallController:
         intervals: Sequence[int],
         threshold: float,
         step_pages: int,
-        link_share: float = 0.5,
         eager_layers: Sequence[int] = (),
         young_steps: int = YOUNG_STEPS,
     ) -> None:
@@ -82,7 +82,6 @@ class RecallController:
         self.ratio = np.zeros(layers)
         self.limit_pages = float(step_pages)
         self.backoffs = 0
-        self._link_share = link_share
         self._target = np.full(layers, threshold)
         self._target[list(eager_layers)] = 0.0
         self._interval = np.array(intervals, np.int64)
@@ -159,7 +158,7 @@ class RecallController:
         self.backoffs += 1
         self._ceiling = float(max(report.late_pages, started))
         self.limit_pages = min(self.limit_pages, self._ceiling) / 2
-        fits = self._link_share * report.step_us * report.link_pages_per_us
+        fits = LINK_SHARE * report.step_us * report.link_pages_per_us
         if fits > 0:
             self.limit_pages = min(self.limit_pages, fits)
         self.limit_pages = max(self.limit_pages, 1.0)
