@@ -63,7 +63,7 @@ class MiniWorker:
 
     def __init__(self, *, layers=3, heads=4, kv_heads=2, dim=64, pages=80, max_batch=4,
                  budget_tokens=128, resident_tokens=None, dtype=torch.float32, seed=0,
-                 config="{}", drift=0.5, logit_cap=0.0, max_pages=80, policy="scout", tracer=None,
+                 config="{}", drift=0.5, logit_cap=0.0, max_pages=120, policy="scout", tracer=None,
                  around_missing=None, pool_form=None, verify=True, rank=0,
                  of_ranks=1, ranks=None):  # fmt: skip
         self.config = parse_config(

@@ -211,7 +211,7 @@ def test_rows_beyond_the_batch_change_nothing(make):
 
 def test_layers_run_without_a_step_as_they_are_captured(make):
     """With the rows of a graph; nothing has begun, so they attend to nothing and post nothing."""
-    worker = make(budget_tokens=128, layers=3, verify=False, resident_tokens=32,
+    worker = make(budget_tokens=128, layers=3, verify=False, resident_tokens=128,
                   config='{"recall": "off"}')  # fmt: skip
     engine, shape, rows = worker.engine, worker.shape, 3
     head = (shape.num_q_heads, shape.num_kv_heads, shape.num_kv_heads)

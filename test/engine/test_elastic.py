@@ -76,8 +76,8 @@ def test_pages_that_must_be_resident_get_their_slots_back_from_late_copies(make)
     link = with_slow_link(worker)
     assert worker.table.num_slots == 12  # the forced pages of four requests and no more
     worker.admit(640)
-    worker.step()
-    worker.step()
+    for _ in range(4):  # its first misses are known at the third boundary
+        worker.step()
     assert worker.engine.recall.late_pages > 0
     for _ in range(3):
         worker.admit(600)
@@ -188,7 +188,7 @@ def test_layer_0_hands_over_far_fewer_pages_than_layers_with_a_lead(make):
     for _ in range(40):
         worker.step()
     pages = worker.engine.counters.cpu_pages_by_layer - before
-    assert pages[0] < min(pages[1:]) / 2, pages
+    assert pages[0] < 0.6 * min(pages[1:]), pages
 
 
 class ElasticMachine(RuleBasedStateMachine):

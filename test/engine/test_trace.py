@@ -209,13 +209,6 @@ def test_what_the_server_computed_itself_is_on_the_device_s_side(traced):
     assert break_down(read_trace(str(path))).parts_us["fallback"] > 0
 
 
-def test_copying_ahead_shows_its_waits(traced):
-    _, _, slices = traced(policy="infinigen", resident_tokens=1024)
-    waits = [s for s in slices if s["name"].startswith("wait")]
-    assert waits and all(s["args"]["copies"] for s in waits)
-    check_rows_do_not_nest(slices)
-
-
 def test_without_a_file_nothing_is_kept(tmp_path):
     log = Log()
     tracer = Tracer(None, 4, log)

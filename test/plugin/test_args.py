@@ -90,19 +90,14 @@ CASES = [
     ("dp", {"dp_size": 2}, ["--dp-size", "2"]),
     ("scattered", {"enable_attn_tp_input_scattered": True}, ["--enable-attn-tp-input-scattered"]),
     (
-        "host engine on cuda",
+        "host transport on cuda",
         {"device": "cuda", "kv_offload_config": '{"transport": "host"}'},
         ["--kv-offload-config", "transport", "--device cpu"],
     ),
     (
-        "device engine on cpu",
+        "graph transport on cpu",
         {"kv_offload_config": '{"transport": "graph"}'},
         ["--kv-offload-config", "transport", "--device cpu", "TRITON_INTERPRET"],
-    ),
-    (
-        "infinigen on cuda",
-        {"device": "cuda", "kv_offload": "infinigen"},
-        ["--kv-offload infinigen", "choose scout"],
     ),
     (
         "short wait on cuda",

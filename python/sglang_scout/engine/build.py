@@ -142,7 +142,7 @@ def _transport(
     if policy.route == "fetch":
         return Fetch(host, shape, sizes.max_batch, sizes.budget_pages, device)
     if policy.route == "drop":
-        return Drop(shape, device)
+        return Drop(shape)
     if isinstance(worker, Ring):
         return GraphTransport(worker.ring, worker.epoch)
     return HostTransport(worker, shape, sizes.max_batch, tracer)

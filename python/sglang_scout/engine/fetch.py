@@ -39,7 +39,7 @@ class Fetch:
         device: torch.device,
     ) -> None:
         self._shape, self._budget_pages = shape, budget_pages
-        self.waited_ns = torch.zeros(shape.num_layers, dtype=torch.int64, device=device)
+        self.waited_ns = torch.zeros(shape.num_layers, dtype=torch.int64)  # nobody waits
         staging = max_batch * budget_pages
         page = shape.page_size, shape.num_kv_heads, shape.head_dim
         # [K or V, layer parity, slot, S, H, D]
@@ -66,14 +66,12 @@ class Fetch:
         wanted = pages.flatten()
         ids = self._ids[parity, :, :count]
         ids[1].copy_(wanted)
-        torch.where(wanted >= 0, self._slots[:count], -1, out=self._there[parity, :count])
+        self._there[parity, :count].copy_(self._slots[:count].masked_fill(wanted < 0, -1))
         copy_layer_pages(
             self._layers[layer], ids.contiguous(), *self._staged[:, parity].unsqueeze(1)
         )
 
-    def merge(
-        self, layer: int, query: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
-    ) -> None:
+    def merge(self, layer: int, query: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
         rows, parity = len(query), layer % 2
         slots = self._there[parity, : rows * self._budget_pages].view(rows, -1)
         fetched = attend_pages(
@@ -93,8 +91,8 @@ class Drop:
 
     capturable = True
 
-    def __init__(self, shape: ModelShape, device: torch.device) -> None:
-        self.waited_ns = torch.zeros(shape.num_layers, dtype=torch.int64, device=device)
+    def __init__(self, shape: ModelShape) -> None:
+        self.waited_ns = torch.zeros(shape.num_layers, dtype=torch.int64)  # nobody waits
 
     def pause(self) -> None:
         pass
@@ -107,9 +105,7 @@ class Drop:
     ) -> None:
         pass
 
-    def merge(
-        self, layer: int, query: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
-    ) -> None:
+    def merge(self, layer: int, query: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
         pass
 
     def faults(self) -> list[str]:

@@ -58,7 +58,6 @@ class Copies:
     was_missed: bool = True  # False: copied ahead of any need
 
 
-
 class Recall:
     """Copies pages into resident slots and keeps the table true.
 

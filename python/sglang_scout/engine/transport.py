@@ -51,9 +51,7 @@ class Transport(Protocol):
         ``query`` ``[B, HQ, D]`` fp32 is what the pages were chosen with.
         """
 
-    def merge(
-        self, layer: int, query: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
-    ) -> None:
+    def merge(self, layer: int, query: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
         """Merge the answer into ``out`` ``[B, HQ, D]`` and ``lse`` ``[B, HQ]``, in place.
 
         ``query`` ``[B, HQ, D]`` fp32 is the layer's real query.
@@ -125,9 +123,7 @@ class HostTransport:
         )
         self._tracer.cut("ahead", "post", start_ns, layer=layer, pages=posted)
 
-    def merge(
-        self, layer: int, query: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
-    ) -> None:
+    def merge(self, layer: int, query: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
         ticket = self._tickets.pop(layer, None)
         if ticket is None:
             return
@@ -184,9 +180,7 @@ class GraphTransport:
     ) -> None:
         self._ring.post(layer, query, pages, n_pages)
 
-    def merge(
-        self, layer: int, query: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
-    ) -> None:
+    def merge(self, layer: int, query: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
         self._ring.merge(layer, out, lse)
 
     def faults(self) -> list[str]:

@@ -110,7 +110,9 @@ class ScoutAttnBackend(AttentionBackend):
         self._announced = self._begun = False
         self._dummy_kv = DummyKV(self.pool.host_pages) if self.config.dummy_kv else None
         if self.config.step_log is not None:
-            self.engine.boundary.step_log = self._step_log(self.config.step_log, runner.model_config)
+            self.engine.boundary.step_log = self._step_log(
+                self.config.step_log, runner.model_config
+            )
         self.allocator.listener = self.engine.pages
         for index, layer in enumerate(layers):
             layer.register_forward_pre_hook(self._layer_hook(index), with_kwargs=True)

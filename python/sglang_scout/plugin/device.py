@@ -7,6 +7,7 @@ slow, for tests.
 from __future__ import annotations
 
 import logging
+
 import torch
 from sglang.srt.server_args import ServerArgs
 

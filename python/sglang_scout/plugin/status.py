@@ -26,7 +26,10 @@ _METRICS = {
     "steps": ("counter", "Decode steps."),
     "selected_pages": ("counter", "Pages selected, summed over requests, layers and steps."),
     "cpu_pages": ("counter", "Selected pages that were computed on the CPU."),
-    "fetched_pages": ("counter", "Selected pages that were copied to the device ahead of their layer."),
+    "fetched_pages": (
+        "counter",
+        "Selected pages that were copied to the device ahead of their layer.",
+    ),
     "recalled_pages": ("counter", "Pages recalled to the device asynchronously."),
     "recall_bytes": ("counter", "Bytes copied by recalls."),
     "recall_wait_us": ("counter", "Microseconds that step boundaries waited for recalls."),
