@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-hooks = pytest.importorskip("sglang_scout.plugin.hooks", reason="needs SGLang")
+hooks = pytest.importorskip("sglang_scout.plugin.decode_hooks", reason="needs SGLang")
 
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode  # noqa: E402
 from sglang.srt.model_executor.runner import decode_cuda_graph_runner as sglang_runner  # noqa: E402
@@ -44,7 +44,7 @@ def runner(monkeypatch):
     def make(engine):
         backend = object.__new__(backend_module.ScoutAttnBackend)
         backend.engine = engine
-        monkeypatch.setattr(backend_module, "current_backend", lambda: backend)
+        monkeypatch.setattr(hooks, "current_backend", lambda: backend)
         made = object.__new__(Runner)
         made.captured = []
 
