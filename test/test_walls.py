@@ -11,8 +11,10 @@ sees a broken wall is tested here too, on small trees that break one each.
 """
 
 import ast
+import graphlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -153,8 +155,51 @@ def broken_in(path: Path, floor: str, module: list[str], is_package: bool) -> li
     return found
 
 
+def import_cycles(package: Path) -> list[str]:
+    """Modules that import each other in a circle, as graphlib finds the first. Imports for type checkers do not run."""
+    paths = {}
+    for path in package.rglob("*.py"):
+        parts = [package.name, *path.relative_to(package).with_suffix("").parts]
+        paths[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    graph: dict[str, set[str]] = {name: set() for name in paths}
+    for name, path in paths.items():
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.If) and last_name(node.test) == "TYPE_CHECKING":
+                node.body = []
+        for imported, _ in imports(tree, name.split("."), path.name == "__init__.py"):
+            if imported not in paths:  # a name in a module
+                imported = imported.rpartition(".")[0]
+            graph[name] |= {imported} & paths.keys() - {name}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return error.args[1]
+    return []
+
+
+def policies_named(package: Path) -> list[str]:
+    """Lines outside of policy/ that name a policy. "scout" and "none" also name the product and its absence."""
+    name = re.compile(rf"\b({'|'.join(PRESETS - {'scout', 'none'})})\b", re.IGNORECASE)
+    return [
+        f"{path.relative_to(package)}:{number}"
+        for path in sorted(package.rglob("*.py"))
+        if floor_of(path, package) != "policy"
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if name.search(line)
+    ]
+
+
 def test_the_walls_stand():
     assert broken_walls(PACKAGE, ROOT / "benchmark") == []
+
+
+def test_no_modules_import_each_other():
+    assert import_cycles(PACKAGE) == []
+
+
+def test_no_policy_is_named_outside_of_its_folder():
+    assert policies_named(PACKAGE) == []
 
 
 GOOD = {
@@ -183,6 +228,18 @@ def tree_with(tmp_path: Path, changes: dict[str, str]) -> list[str]:
 
 def test_a_good_tree_has_no_broken_walls(tmp_path):
     assert tree_with(tmp_path, {}) == []
+    package = tmp_path / "sglang_scout"
+    assert import_cycles(package) == [] and policies_named(package) == []
+
+
+def test_circles_and_names_of_policies_are_seen(tmp_path):
+    lazy = "def f():\n    from ..engine import step\n"
+    checked = "if TYPE_CHECKING:\n    from . import step\n"
+    tree_with(tmp_path, {"policy/presets.py": lazy, "engine/typed.py": checked})
+    package = tmp_path / "sglang_scout"
+    assert {"sglang_scout.policy.presets", "sglang_scout.engine.step"} == {*import_cycles(package)}
+    tree_with(tmp_path, {"cli/x.py": "ok = 1\nif policy == 'hgca':\n    pass\n"})
+    assert policies_named(package) == ["cli/x.py:2"]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ Runs in one child process, because installing the plugin extends SGLang's class 
 """
 
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -411,14 +412,14 @@ def test_what_sglang_makes_of_its_own_graphs(device, decode, prefill, refused):
 
 
 BROKEN = """
-import sys
-from sglang_scout.plugin import install
-install.FLAG_TARGETS  # the module imports
-install.DECODE_TARGETS
-from sglang_scout.plugin.install import resolve, verify
-for call, argument in ((resolve, "sglang.srt.server_args.ServerArgs.gone"), (verify, ["a.b.c"])):
+from sglang.srt.plugins.hook_registry import HookRegistry
+from sglang_scout.plugin.hooks import HOOKS
+from sglang_scout.plugin.install import apply
+hook = HOOKS["flags"][0]
+HookRegistry.apply_hooks = lambda: None
+for wrong in (hook._replace(target="server_args.ServerArgs.gone"), hook):
     try:
-        call(argument)
+        apply([wrong])
     except RuntimeError as error:
         print("REFUSED", error)
 """
@@ -431,7 +432,7 @@ def test_a_missing_hook_target_is_named():
     )  # fmt: skip
     refused = [line for line in done.stdout.splitlines() if line.startswith("REFUSED")]
     assert len(refused) == 2, done.stderr[-3000:]
-    assert "ServerArgs.gone" in refused[0] and "a.b.c" in refused[1]
+    assert "ServerArgs.gone" in refused[0] and "did not take: sglang.srt.server_args" in refused[1]
 
 
 WRONG_VERSION = """
@@ -456,11 +457,14 @@ def test_another_sglang_is_refused_and_not_just_logged():
 
 def test_a_scheduler_hears_what_the_launcher_may_run_on(monkeypatch):
     """SGLang binds a scheduler to a NUMA node before it loads the plugin there."""
-    install = pytest.importorskip("sglang_scout.plugin.install", reason="needs SGLang")
-    monkeypatch.setenv(install.ROLE_ENV, "")
-    assert install.launched_as() is None
-    install.announce("decode", {3, 1, 64})
-    assert install.launched_as() is None  # in the launcher
-    launcher = os.getpid()
-    monkeypatch.setattr(os, "getpid", lambda: launcher + 1)
-    assert install.launched_as() == ("decode", launcher, {1, 3, 64})
+    launch = pytest.importorskip("sglang_scout.plugin.launch")
+    monkeypatch.setenv(launch.ROLE_ENV, "")
+    assert launch.launched_as() is None
+    launch.announce("decode", {3, 1, 64})
+    for parent, found in (
+        (None, None),  # the launcher, or a server that one of its children has started
+        (SimpleNamespace(pid=os.getpid() + 1), None),  # a scheduler of such a server
+        (SimpleNamespace(pid=os.getpid()), ("decode", os.getpid(), {1, 3, 64})),
+    ):
+        monkeypatch.setattr(multiprocessing, "parent_process", lambda parent=parent: parent)
+        assert launch.launched_as() == found

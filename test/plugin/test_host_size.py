@@ -17,8 +17,8 @@ from sglang_scout.core.parse_config import parse_config
 from sglang_scout.engine.memory import plan_memory, plan_worker
 from sglang_scout.engine.pools import DigestPool, ModelShape
 
-hooks = pytest.importorskip("sglang_scout.plugin.hooks", reason="needs SGLang")
-from sglang_scout.plugin import host_size  # noqa: E402
+hooks = pytest.importorskip("sglang_scout.plugin.decode_hooks", reason="needs SGLang")
+from sglang_scout.plugin import host_size, prefill_hooks  # noqa: E402
 from sglang_scout.plugin import ranks as ranks_module  # noqa: E402
 
 SHAPE = ModelShape(40, 40, 8, 128, 32, torch.bfloat16, 128**-0.5)
@@ -123,10 +123,10 @@ def test_a_size_that_is_given_is_not_lowered_to_what_a_device_has_digests_of(mon
 @pytest.mark.parametrize("keys", [{}, {"prefill_digests": False}])
 def test_pages_and_digests_of_a_prefill_server_share_what_sglang_found(monkeypatch, keys):
     config = parse_config(policy="scout", policies=("scout",), config=keys)
-    monkeypatch.setattr(hooks, "parse", lambda args: config)
-    monkeypatch.setattr(hooks, "model_shape", lambda runner: SHAPE)
+    monkeypatch.setattr(prefill_hooks, "parse", lambda args: config)
+    monkeypatch.setattr(prefill_hooks, "model_shape", lambda runner: SHAPE)
     found, runner = 40 << 30, SimpleNamespace(server_args=None)
-    got = hooks.around_profile_available_bytes_prefill(lambda runner, before: found, runner, 0)
+    got = prefill_hooks.around_profile_available_bytes(lambda runner, before: found, runner, 0)
     page_bytes = 2 * SHAPE.page_bytes * SHAPE.num_layers
     num_pages = got // page_bytes
     digests = 0

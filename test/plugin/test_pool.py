@@ -21,7 +21,7 @@ from sglang_scout.ops.score import score_reference
 
 pool = pytest.importorskip("sglang_scout.plugin.pool", reason="needs SGLang")
 allocators = pytest.importorskip("sglang_scout.plugin.allocator", reason="needs SGLang")
-hooks = pytest.importorskip("sglang_scout.plugin.hooks", reason="needs SGLang")
+hooks = pytest.importorskip("sglang_scout.plugin.prefill_hooks", reason="needs SGLang")
 conn = pytest.importorskip("sglang.srt.disaggregation.common.conn", reason="needs SGLang")
 
 
@@ -425,9 +425,9 @@ def test_memory_that_the_transfer_engine_does_not_take_ends_the_server(transfer_
     buffers = [torch.zeros(1 << 16) for _ in range(4)]
     pointers = [b.data_ptr() for b in buffers]
     lengths = [b.nbytes for b in buffers]
-    assert hooks.around_batch_register(original, transfer_engine, pointers, lengths) == 0
+    assert pool.around_batch_register(original, transfer_engine, pointers, lengths) == 0
     with pytest.raises(RuntimeError) as caught:  # they overlap with themselves
-        hooks.around_batch_register(original, transfer_engine, pointers, lengths)
+        pool.around_batch_register(original, transfer_engine, pointers, lengths)
     for part in ("4 buffers", "0.00 GiB", "limit on locked memory is", "nvidia_peermem",
                  "--kv-offload-host-gb", "mooncake_tcp"):  # fmt: skip
         assert part in str(caught.value)

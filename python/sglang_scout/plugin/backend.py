@@ -23,11 +23,15 @@ from sglang_scout.plugin.allocator import ScoutAllocator
 from sglang_scout.plugin.args import parse
 from sglang_scout.plugin.device import check_context, lock_shared_page, uses_graph_transport
 from sglang_scout.plugin.dummy_kv import DummyKV
-from sglang_scout.plugin.hooks import model_shape
 from sglang_scout.plugin.pool import HostKVPool
 from sglang_scout.plugin.ranks import AttentionRanks, worker_cpus, worker_nodes
 from sglang_scout.plugin.request_tables import RequestTables
-from sglang_scout.plugin.support import decoder_layers, make_projectors, model_identity
+from sglang_scout.plugin.support import (
+    decoder_layers,
+    make_projectors,
+    model_identity,
+    model_shape,
+)
 from sglang_scout.policy.base import Context, make_policy
 from sglang_scout.worker.client import WorkerClient, WorkerConfig
 

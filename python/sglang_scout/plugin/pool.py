@@ -9,15 +9,19 @@ multiple of the number of layers, which is what a prefill server without the fla
 
 from __future__ import annotations
 
+import resource
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.model_executor import model_runner_kv_cache_mixin as pools_module
 
 from sglang_scout.engine.memory import MemoryPlan
 from sglang_scout.engine.pools import DigestPool, HostPages, ModelShape
+from sglang_scout.plugin.allocator import ScoutAllocator
 from sglang_scout.plugin.device import lock_pages
 from sglang_scout.worker.arena import Arena, ArenaSpec
 
@@ -127,6 +131,52 @@ class DigestKVPool(MHATokenToKVPool):
 
     def get_contiguous_buf_infos(self) -> BufferInfos:
         return with_digests(super().get_contiguous_buf_infos(), self.digests)
+
+
+def build_pools(
+    original: Callable[..., None], runner: Any, make_pool: Any, pool_class: type
+) -> Any:
+    """Build SGLang's pools with our classes in place of its own, and make sure that they were used."""
+    stock = pools_module.MHATokenToKVPool, pools_module.PagedTokenToKVPoolAllocator
+    pools_module.MHATokenToKVPool = make_pool
+    pools_module.PagedTokenToKVPoolAllocator = ScoutAllocator
+    try:
+        original(runner)
+    finally:
+        pools_module.MHATokenToKVPool, pools_module.PagedTokenToKVPoolAllocator = stock
+    pool, allocator = runner.token_to_kv_pool, runner.token_to_kv_pool_allocator
+    if not isinstance(pool, pool_class) or not isinstance(allocator, ScoutAllocator):
+        raise RuntimeError(
+            f"--kv-offload: SGLang built {type(pool).__name__} with {type(allocator).__name__}, "
+            f"expected {pool_class.__name__} with {ScoutAllocator.__name__}"
+        )
+    assert torch.is_tensor(pool.k_buffer[0])
+    return pool
+
+
+def around_batch_register(
+    original: Callable[..., int], engine: Any, pointers: list[int], lengths: list[int]
+) -> int:
+    """SGLang goes on without memory that the transfer engine refuses; then every transfer fails.
+
+    Raises:
+        RuntimeError: the engine refused; with what may be the cause.
+    """
+    error = original(engine, pointers, lengths)
+    if error == 0:
+        return error
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    locked = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit / 2**20:.3g} MiB"
+    raise RuntimeError(
+        f"--kv-offload: the transfer engine does not register {len(pointers)} buffers of "
+        f"{sum(lengths) / 2**30:.2f} GiB (error {error}; its own lines above name the first), so no KV could be "
+        f"transferred. RDMA needs them locked: the limit on locked memory is {locked}; make it unlimited (ulimit -l, "
+        "LimitMEMLOCK of a service, --ulimit memlock=-1 of a container). It needs room for them in the tables of the "
+        "network device: lower --kv-offload-host-gb, or raise its limits (max_mr and max_mr_size of ibv_devinfo -v). "
+        "And for what lies on a GPU (digests on a decode server, all on a prefill server) the kernel module "
+        "nvidia_peermem, or a mooncake with CUDA and WITH_NVIDIA_PEERMEM=0. Without RDMA: "
+        "--disaggregation-transfer-backend mooncake_tcp"
+    )
 
 
 def _tensor(pages: npt.NDArray[Any], dtype: torch.dtype, size: tuple[int, ...]) -> torch.Tensor:

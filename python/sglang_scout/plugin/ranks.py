@@ -18,7 +18,7 @@ from sglang.srt.layers.dp_attention import get_attention_tp_group
 
 from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.cpu_list import parse_cpu_list
-from sglang_scout.plugin.args import PROCESS_CPUS
+from sglang_scout.plugin.launch import PROCESS_CPUS
 from sglang_scout.worker.cpus import but_the_server_s, deal_cpus
 from sglang_scout.worker.numa import cpus_by_node
 from sglang_scout.worker.spec import MAX_NODES

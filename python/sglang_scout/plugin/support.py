@@ -1,4 +1,4 @@
-"""Which models are served, and how a query is predicted from their weights."""
+"""Which models are served, their sizes, and how a query is predicted from their weights."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from sglang.srt.layers.dp_attention import get_attention_tp_size
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
@@ -23,6 +24,7 @@ from sglang_scout.core.profile import (
     config_digest,
 )
 from sglang_scout.core.served_models import DTYPES, check_architecture, check_attention
+from sglang_scout.engine.pools import ModelShape
 from sglang_scout.ops.predict import QueryProjector, predict_query, rms_norm, rotate
 
 TORCH_DTYPES = tuple(getattr(torch, name) for name in DTYPES)
@@ -94,6 +96,38 @@ def model_identity(config: Any) -> ModelIdentity:
 def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The decoder layers of a supported model, in order."""
     return list(model.model.layers)  # type: ignore[union-attr, arg-type]
+
+
+def model_shape(runner: Any) -> ModelShape:
+    """Sizes of the attention on this rank, read from the loaded model.
+
+    Raises:
+        ConfigError: the layers do not all have the same attention.
+    """
+    config = runner.model_config
+    attentions = [layer.self_attn.attn for layer in decoder_layers(runner.model)]  # type: ignore[union-attr]
+    kinds = {(a.scaling, a.logit_cap, a.sliding_window_size, a.attn_type) for a in attentions}
+    if len(kinds) != 1 or attentions[0].sliding_window_size > 0:
+        raise ConfigError(
+            f"--model-path {config.model_path}: layers differ in scaling, logit cap or window; "
+            "not supported with --kv-offload"
+        )
+    if runner.kv_cache_dtype != config.dtype:
+        raise ConfigError(
+            f"--model-path {config.model_path}: its quantisation ({config.quantization}) sets KV to "
+            f"{runner.kv_cache_dtype}; --kv-offload keeps KV in the model's dtype, {config.dtype}; "
+            "serve a checkpoint without KV quantisation (kv_cache_quant_algo, kv_cache_scheme)"
+        )
+    return ModelShape(
+        num_layers=len(attentions),
+        num_q_heads=attentions[0].tp_q_head_num,
+        num_kv_heads=config.get_num_kv_heads(get_attention_tp_size()),
+        head_dim=config.head_dim,
+        page_size=runner.page_size,
+        dtype=runner.kv_cache_dtype,
+        scale=float(attentions[0].scaling),
+        logit_cap=float(attentions[0].logit_cap or 0.0),
+    )
 
 
 def make_projectors(layers: list[torch.nn.Module]) -> list[QueryProjector]:

@@ -1,0 +1,102 @@
+"""The hook functions of a decode server; ``hooks.py`` says where and why."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from sglang_scout.engine.memory import arena_sizes, check_memory, plan_memory
+from sglang_scout.plugin import status
+from sglang_scout.plugin.args import parse
+from sglang_scout.plugin.backend import current_backend
+from sglang_scout.plugin.host_size import host_bytes
+from sglang_scout.plugin.pool import HostKVPool, build_pools
+from sglang_scout.plugin.ranks import AttentionRanks, nodes_of_worker
+from sglang_scout.plugin.support import model_shape
+from sglang_scout.policy.base import Context, make_policy
+from sglang_scout.worker.arena import available_bytes
+
+logger = logging.getLogger(__name__)
+
+
+def around_profile_available_bytes(
+    original: Callable[..., int], runner: Any, *args: Any, **kwargs: Any
+) -> int:
+    """Bytes for the KV pages of this rank: its share of host memory, whatever the GPU has.
+
+    All ranks must come to the same number of pages, as they allocate them alike.
+    """
+    config, ranks, shape = parse(runner.server_args), AttentionRanks(), model_shape(runner)
+    if torch.device(runner.device).type == "cuda":
+        # What SGLang would give to KV pages is shared by digests and resident pages.
+        runner.kv_offload_device_bytes = original(runner, *args, **kwargs)
+    device_bytes = getattr(runner, "kv_offload_device_bytes", None)
+    return host_bytes(runner, config, shape, ranks, device_bytes)
+
+
+def around_init_pools(original: Callable[..., None], runner: Any) -> None:
+    config, shape, ranks = parse(runner.server_args), model_shape(runner), AttentionRanks()
+    num_pages = runner.max_total_num_tokens // shape.page_size + 1
+    max_batch, context = runner.max_running_requests, runner.model_config.context_len
+    nodes, node_cpus = nodes_of_worker(runner, config)
+    plan = plan_memory(
+        config,
+        shape,
+        num_pages=num_pages,
+        max_batch=max_batch,
+        context_tokens=context,
+        node_cpus=node_cpus,
+        device_bytes=getattr(runner, "kv_offload_device_bytes", None),
+        route=make_policy(Context(config, shape.num_layers, 2 * shape.page_bytes)).route,
+    )
+    on_cpu = torch.device(runner.device).type == "cpu"
+    # Looked at by all before any has taken its part.
+    available = ranks.least(available_bytes())
+    check_memory(plan, config, available, shared=on_cpu, ranks=ranks.size)
+    if runner.max_total_num_tokens < runner.model_config.context_len:
+        logger.warning(
+            "host memory holds %d tokens of KV, less than one context of %d: longer requests are "
+            "refused; raise --kv-offload-host-gb or --max-total-tokens",
+            runner.max_total_num_tokens,
+            runner.model_config.context_len,
+        )
+    spec = arena_sizes(config, shape, max_batch, context, len(node_cpus))
+    pool = build_pools(
+        original,
+        runner,
+        functools.partial(HostKVPool, arena_spec=spec, numa_nodes=nodes),
+        HostKVPool,
+    )
+    pool.attach(shape, plan, config.digest)
+
+
+def after_prepare_for_prebuilt(_: None, batch: Any) -> None:
+    """A batch of requests whose KV has arrived, or was restored after a retraction, joins."""
+    current_backend().admit(batch.reqs, batch.seq_lens_cpu.tolist())
+
+
+def before_process_batch_result(processor: Any, batch: Any, result: Any) -> None:
+    """A step's tokens are about to be given out."""
+    current_backend().check_results(result.copy_done)
+
+
+def after_alloc_for_decode(result: Any, batch: Any, token_per_req: int) -> Any:
+    """Pages for the step that is about to run have been handed out, row by row."""
+    current_backend().announce_step(batch.req_pool_indices_cpu, batch.seq_lens_cpu)
+    return result
+
+
+def around_can_run_graph(original: Callable[..., bool], runner: Any, forward_batch: Any) -> bool:
+    """Only the step that has begun knows whether all of it was captured."""
+    if not forward_batch.forward_mode.is_decode():
+        return original(runner, forward_batch)
+    return current_backend().begin(forward_batch) and original(runner, forward_batch)
+
+
+def after_get_internal_state(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    result.internal_state["kv_offload"] = status.decode_state_of_ranks(current_backend())
+    return result

@@ -1,0 +1,157 @@
+"""What a server with ``--kv-offload`` may be: the flags of SGLang that do not go with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import psutil
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils import get_device
+
+from sglang_scout.core.config import PAGE_SIZE_TOKENS, OffloadConfig
+from sglang_scout.core.errors import ConfigError
+from sglang_scout.worker.arena import available_bytes
+from sglang_scout.worker.spec import MAX_BATCH
+
+BACKEND_NAME = "scout"
+# Fields of ServerArgs and what they must be. Queries are predicted from layer inputs, which every rank must have whole.
+_UNSUPPORTED: dict[str, Any] = {
+    "speculative_algorithm": None,
+    "nnodes": 1,
+    "pp_size": 1,
+    "dp_size": 1,
+    "attn_cp_size": 1,
+    "dcp_size": 1,
+    "enable_dp_attention": False,
+    "enable_attn_tp_input_scattered": False,
+    "moe_dense_tp_size": None,
+    "enable_lora": None,
+    "lora_paths": None,
+    "enable_hierarchical_cache": False,
+    "disaggregation_decode_enable_offload_kvcache": False,
+    "enable_hisparse": False,
+    "enable_pdmux": False,
+    "enable_two_batch_overlap": False,
+    "enable_unified_memory": False,
+    "enable_page_major_kv_layout": False,
+    "enable_torch_compile": False,
+    "kv_canary": "none",
+    "model_impl": "sglang",
+}
+
+
+def flag_of(name: str) -> str:
+    """The flag of a field of ``ServerArgs``."""
+    return "--" + name.replace("_", "-")
+
+
+def device_of(args: ServerArgs) -> str:
+    """What SGLang will run on, before it has written it down."""
+    return str(args.device or get_device())
+
+
+def on_cpu(args: ServerArgs) -> bool:
+    return device_of(args) == "cpu"
+
+
+def check_deployment(args: ServerArgs, config: OffloadConfig) -> None:
+    """Refuse what this version does not serve correctly.
+
+    Raises:
+        ConfigError: naming flag, value and fix.
+    """
+    policy = f"--kv-offload {args.kv_offload}"
+    if args.disaggregation_mode not in ("prefill", "decode"):
+        raise ConfigError(
+            f"{policy}: works on the servers of a prefill-decode pair, this one has "
+            f"--disaggregation-mode {args.disaggregation_mode}; set it to prefill or decode"
+        )
+    if args.page_size not in (None, PAGE_SIZE_TOKENS):
+        raise ConfigError(
+            f"--page-size {args.page_size}: {policy} uses pages of {PAGE_SIZE_TOKENS} tokens; "
+            f"drop the flag or set it to {PAGE_SIZE_TOKENS}"
+        )
+    if args.kv_cache_dtype != "auto":
+        raise ConfigError(
+            f"--kv-cache-dtype {args.kv_cache_dtype}: {policy} keeps KV in the model's dtype; "
+            "set it to auto"
+        )
+    backends = ("mooncake", "mooncake_tcp", "fake")
+    if args.disaggregation_transfer_backend not in backends:
+        raise ConfigError(
+            f"--disaggregation-transfer-backend {args.disaggregation_transfer_backend}: {policy} "
+            f"works with {', '.join(backends)}"
+        )
+    for name, fine in _UNSUPPORTED.items():
+        value = getattr(args, name, fine)
+        if value not in (fine, "auto") and value:
+            raise ConfigError(
+                f"{flag_of(name)} {value}: not supported with {policy}; drop one of the two"
+            )
+    if config.dummy_kv and args.disaggregation_transfer_backend != "fake":
+        raise ConfigError(
+            "--kv-offload-config: dummy_kv = true overwrites what a prefill server sends; drop it, or "
+            "set --disaggregation-transfer-backend fake"
+        )
+    if config.cpus is not None and len(config.cpus) < args.tp_size:
+        raise ConfigError(
+            f"--kv-offload-cpus {args.kv_offload_cpus!r}: {len(config.cpus)} CPU for the workers of "
+            f"--tp-size {args.tp_size} ranks; name at least {args.tp_size}, or drop the flag"
+        )
+    _check_memory(config)
+    if args.disaggregation_mode == "decode":
+        _check_decode(args, policy)
+    if on_cpu(args):
+        _check_cpu_device(args, policy)
+
+
+def _check_cpu_device(args: ServerArgs, policy: str) -> None:
+    if args.enable_deterministic_inference:
+        # SGLang would name an attention backend that nobody gave.
+        raise ConfigError(
+            "--enable-deterministic-inference True: on a CPU SGLang has no attention backend for it; "
+            "drop the flag"
+        )
+    for name in ("attention_backend", "prefill_attention_backend"):
+        if (value := getattr(args, name)) not in (None, "torch_native"):
+            raise ConfigError(
+                f"{flag_of(name)} {value}: on a CPU {policy} works with torch_native; drop the flag"
+            )
+
+
+def _check_decode(args: ServerArgs, policy: str) -> None:
+    requests = args.max_running_requests
+    if requests is not None and not 1 <= requests <= MAX_BATCH:
+        raise ConfigError(
+            f"--max-running-requests {requests}: {policy} serves 1 to {MAX_BATCH} at once; choose a "
+            "number between these"
+        )
+    if args.decode_attention_backend not in (None, BACKEND_NAME):
+        raise ConfigError(
+            f"--decode-attention-backend {args.decode_attention_backend}: {policy} brings its own; "
+            f"drop the flag or set it to {BACKEND_NAME}"
+        )
+    for name in ("enable_deterministic_inference", "rl_on_policy_target"):  # which implies it
+        if value := getattr(args, name):
+            raise ConfigError(
+                f"{flag_of(name)} {value}: which pages {policy} has on the device depends on the other requests, and "
+                "on them the order in which a request's attention is summed; drop the flag, or serve without "
+                "--kv-offload"
+            )
+
+
+def _check_memory(config: OffloadConfig) -> None:
+    if config.host_gb is None:
+        return
+    total_gb, free_gb = psutil.virtual_memory().total / 2**30, available_bytes() / 2**30
+    flag = f"--kv-offload-host-gb {config.host_gb:g}"
+    if config.host_gb >= total_gb:
+        raise ConfigError(
+            f"{flag}: this machine has {total_gb:.1f} GiB of memory; at most "
+            f"{max(total_gb - 1, 0.1):.1f} can hold KV pages"
+        )
+    if config.host_gb > free_gb:
+        raise ConfigError(
+            f"{flag}: only {free_gb:.1f} GiB of memory are available now; lower it or stop what "
+            "else uses memory"
+        )
