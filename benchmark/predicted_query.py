@@ -39,10 +39,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "accuracy"))
 
 import tasks  # noqa: E402
 
+from prompts import describe  # noqa: E402
 from recall_modes import mixed_prompts, weights_digest  # noqa: E402
 from rows import Row, Writer, environment  # noqa: E402
 from servers.pd_cluster import PDCluster, flags  # noqa: E402
-from sglang_scout.cli.profile_prompts import describe  # noqa: E402
 from sglang_scout.core.correction import save_correction  # noqa: E402
 from sglang_scout.core.errors import ScoutError  # noqa: E402
 from sglang_scout.core.fit import LayerFit, fit_correction, read_inputs  # noqa: E402

@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from sglang_scout.cli import device, doctor, machine, main, worker_check
+from sglang_scout.cli import doctor, machine, main, worker_check
 from sglang_scout.core.errors import WorkerError
 
 
@@ -27,8 +27,7 @@ def test_this_machine_can_serve(capsys):
 
 def run_with(monkeypatch, capsys, *results):
     monkeypatch.setattr(doctor, "checks", lambda cpus: [lambda r=r: r for r in results])
-    code = doctor.run()
-    return code, capsys.readouterr().out
+    return main(["doctor"]), capsys.readouterr().out
 
 
 def test_report_and_exit_code(monkeypatch, capsys):
@@ -53,6 +52,7 @@ def test_the_native_module(monkeypatch):
 
 def test_variables_without_which_a_server_ends(monkeypatch):
     monkeypatch.setattr(doctor.machine, "nvidia_gpus", lambda: [])
+    monkeypatch.setattr(doctor.machine, "has_rdma", lambda: False)
     monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
     monkeypatch.setenv("MOONCAKE_PROTOCOL", "tcp")
     assert doctor.check_environment().state == "ok"
@@ -164,7 +164,7 @@ def test_two_nodes_and_a_gpu(monkeypatch, tmp_path):
     assert machine.free_hugepages() == 64 and machine.has_rdma()
     found = doctor.check_cpus().found
     assert "--kv-offload-cpus 4-7" in found
-    assert "2 NUMA nodes (0: CPUs 0-3; 1: CPUs 4-7)" in found
+    assert "2 NUMA nodes (0: CPUs 0-3; 1: CPUs 4-7)" in found and "node 1, the GPU's" in found
     assert doctor.check_hugepages().state == "ok"
 
 
@@ -177,7 +177,7 @@ def test_two_nodes_and_a_gpu(monkeypatch, tmp_path):
 )
 def test_a_gpu_that_torch_can_or_cannot_use(monkeypatch, tmp_path, seen, state, parts):
     monkeypatch.setattr(machine, "SYS", fake_sys(tmp_path, TWO_NODES))
-    monkeypatch.setattr(device, "cuda_devices", lambda: seen)
+    monkeypatch.setattr(machine, "cuda_devices", lambda: seen)
     check = doctor.check_gpu()
     assert check.state == state and all(part in check.found for part in parts)
     assert ("--device cpu" in check.fix) == (state == "warning")
@@ -202,12 +202,12 @@ def test_locked_memory_is_needed_by_a_gpu_and_by_rdma(monkeypatch, tmp_path, lim
 def test_a_mooncake_without_cuda_matters_beside_a_gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(doctor, "_importable", lambda *_: doctor.Check("mooncake", "ok", "0.3"))
     monkeypatch.setattr(machine, "SYS", tmp_path)
-    monkeypatch.setattr(device, "transfer_reads_device", lambda: False)
+    monkeypatch.setattr(machine, "transfer_reads_device", lambda: False)
     assert doctor.check_mooncake().state == "ok"
     monkeypatch.setattr(machine, "SYS", fake_sys(tmp_path, TWO_NODES))
     check = doctor.check_mooncake()
     assert check.state == "warning" and "without CUDA" in check.found and "prefill" in check.fix
-    monkeypatch.setattr(device, "transfer_reads_device", lambda: True)
+    monkeypatch.setattr(machine, "transfer_reads_device", lambda: True)
     assert doctor.check_mooncake().state == "ok"
 
 
@@ -231,3 +231,36 @@ def test_an_empty_sys_is_no_crash(monkeypatch, tmp_path):
 def test_python_versions(monkeypatch, found, state):
     monkeypatch.setattr(sys, "version_info", found)
     assert doctor.check_python().state == state
+
+
+def test_torch_is_asked_in_a_process_of_its_own(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(machine, "COUNT_DEVICES", "print('a warning'); print(3)")
+    assert machine.cuda_devices() == (3, "")
+    monkeypatch.setattr(machine, "COUNT_DEVICES", "print(0)")
+    assert machine.cuda_devices() == (0, "no driver or no device")
+    monkeypatch.setattr(machine, "COUNT_DEVICES", "raise ImportError('no torch')")
+    count, why = machine.cuda_devices()
+    assert count == 0 and "no torch" in why
+    monkeypatch.setattr(machine, "COUNT_DEVICES", "print(0)")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert machine.cuda_devices() == (0, "CUDA_VISIBLE_DEVICES=''")
+
+
+def test_whether_mooncake_can_read_a_device(monkeypatch, tmp_path):
+    package = tmp_path / "mooncake"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('must not be imported')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "mooncake", raising=False)  # other tests use it
+    assert not machine.transfer_reads_device()
+    module = package / "engine.cpython-312-x86_64-linux-gnu.so"
+    module.write_bytes(b"\x7fELF\0memcpy\0")
+    assert not machine.transfer_reads_device()
+    module.write_bytes(b"\x7fELF\0cudaMemcpy\0")
+    assert machine.transfer_reads_device()
+
+
+def test_the_mooncake_that_is_pinned_cannot():
+    """When this fails, a prefill server may run on a GPU beside the decode server: see the documents."""
+    assert not machine.transfer_reads_device()

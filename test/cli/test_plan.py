@@ -8,7 +8,7 @@ import torch
 
 from sglang_scout.cli import main
 from sglang_scout.cli.model_config import read_model
-from sglang_scout.cli.plan import GIB, Request, make_plan
+from sglang_scout.cli.sizes import GIB, make_plan
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.parse_config import parse_config
 from sglang_scout.engine.memory import plan_memory
@@ -42,7 +42,7 @@ def model(tmp_path):
 
 
 def plan_of(folder, **kwargs):
-    return make_plan(Request(model_path=str(folder), **kwargs))
+    return make_plan(str(folder), **kwargs)
 
 
 def test_one_request_of_64k_tokens_of_the_papers_model(model):

@@ -15,7 +15,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.errors import ConfigError
-from sglang_scout.core.profile import check_profile, load_profile
+from sglang_scout.core.profile import check_profile, load_profile, selection_of
 from sglang_scout.engine.device_step import DeviceStepEngine
 from sglang_scout.engine.pools import ResidentCache
 from sglang_scout.engine.step import StepEngine
@@ -153,6 +153,7 @@ class ScoutAttnBackend(AttentionBackend):
             "page_size_tokens": self.config.page_size_tokens,
             "model": Path(model_config.model_path).name,
             "identity": msgspec.to_builtins(identity),
+            "selection": selection_of(self.config),
         }
         try:
             return StepLog(path, identity.num_layers, self.engine.counters, facts)
