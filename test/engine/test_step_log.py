@@ -4,18 +4,27 @@ import numpy as np
 import pytest
 
 from mini_worker import SIZE, MiniWorker
-from sglang_scout.cli import step_log_file
+from sglang_scout.core.step_log import ratios_by_age, read_step_log
 from sglang_scout.engine.step_log import StepLog
 
+IDENTITY = {
+    "architecture": "A",
+    "num_layers": 3,
+    "num_q_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 64,
+}
+FACTS = {"policy": "scout", "recall": "fixed", "model": "m", "layers": 3, "budget_tokens": 128,
+         "page_size_tokens": SIZE, "identity": IDENTITY | {"config_digest": "0"}, "selection": {},
+         "precompute": True}  # fmt: skip
 RECALLS = ("recalled_pages", "recall_bytes", "recall_wait_us")
-FACTS = {"layers": 3, "budget_tokens": 128, "page_size_tokens": SIZE}
 
 
 @pytest.fixture
 def mini(tmp_path):
     worker = MiniWorker(config='{"recall": "fixed", "recall_interval": 2}')
     engine = worker.engine
-    engine.boundary.step_log = StepLog(str(tmp_path / "steps.jsonl"), 3, engine.counters, FACTS)
+    engine.boundary.step_log = StepLog(str(tmp_path / "steps.jsonl"), engine.counters, FACTS)
     yield worker
     worker.close()
 
@@ -27,8 +36,8 @@ def test_lines_are_what_was_counted(mini, tmp_path):
             mini.admit(11 * SIZE + 5)
         recalled = {name: getattr(mini.engine.counters, name) for name in RECALLS}
         mini.step()
-    log = step_log_file.read_step_log(tmp_path / "steps.jsonl")  # while the engine still runs
-    assert log.facts["layers"] == 3 and log.budget_pages == 4
+    log = read_step_log(tmp_path / "steps.jsonl")  # while the engine still runs
+    assert log.facts.layers == 3 and log.budget_pages == 4
     assert [s.step for s in log.steps] == list(range(1, 10))
     assert [s.ages for s in log.steps[3:6]] == [[3], [4, 0], [5, 1]]
     assert log.steps[4].full_pages == [20, 11]
@@ -43,7 +52,7 @@ def test_lines_are_what_was_counted(mini, tmp_path):
     for before, after in zip(log.steps, log.steps[1:], strict=False):
         assert before.start_us + before.step_us <= after.start_us
 
-    ratios, rows = step_log_file.ratios_by_age(log, 9)
+    ratios, rows = ratios_by_age(log, 9)
     assert rows.tolist() == [2] * 5 + [1] * 4
     budget = 4 * rows.sum()
     mean = (ratios * rows).sum(axis=1) / rows.sum()
@@ -55,12 +64,12 @@ def test_a_request_of_unknown_age_is_marked(mini, tmp_path):
     mini.engine.boundary._first_step.clear()
     for _ in range(3):
         mini.step()
-    log = step_log_file.read_step_log(tmp_path / "steps.jsonl")
+    log = read_step_log(tmp_path / "steps.jsonl")
     assert log.steps[0].ages == [-1]
 
 
 def test_a_full_disk_ends_the_log_and_nothing_else(mini, caplog):
-    mini.engine.boundary.step_log = StepLog("/dev/full", 3, mini.engine.counters, FACTS)
+    mini.engine.boundary.step_log = StepLog("/dev/full", mini.engine.counters, FACTS)
     mini.admit(20 * SIZE)
     for _ in range(3):
         mini.step()

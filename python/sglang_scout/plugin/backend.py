@@ -14,7 +14,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.errors import ConfigError
-from sglang_scout.core.profile import check_profile, load_profile
+from sglang_scout.core.profile import check_profile, load_profile, selection_of
 from sglang_scout.engine.build import Ring, Sizes, build_engine, device_ring
 from sglang_scout.engine.step_log import StepLog
 from sglang_scout.engine.trace import Tracer
@@ -148,9 +148,10 @@ class ScoutAttnBackend(AttentionBackend):
             "page_size_tokens": self.config.page_size_tokens,
             "model": Path(model_config.model_path).name,
             "identity": msgspec.to_builtins(identity),
+            "selection": selection_of(self.config),
         }
         try:
-            return StepLog(path, identity.num_layers, self.engine.counters, facts)
+            return StepLog(path, self.engine.counters, facts)
         except OSError as error:
             raise ConfigError(
                 f"--kv-offload-config: step_log = {path!r}: cannot write it: {error.strerror}"
