@@ -110,7 +110,8 @@ class StepEngine:
         self._shared = None if ranks is None else SharedChoice(ranks, policy.digest)
         self._verifier = Verifier(host, shape, self.counters) if verify else None
         self._step = 0
-        self._warms_up = False  # some request of this step takes its real queries
+        # Some request of this step, and all of them, take their real queries.
+        self._warms_up = self._all_warm_up = False
         self._chosen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # layer: query, pages
         self._predicted: dict[int, torch.Tensor] = {}  # in a step that warms up
         self._open_layer, self._layer_start_ns = -1, 0  # for the timeline
@@ -130,7 +131,7 @@ class StepEngine:
         """What is launched until the next step reaches no request: it is warm-up, or captured."""
         self._inputs.clear()
         self.transport.pause()
-        self._warms_up = False
+        self._warms_up = self._all_warm_up = False
 
     def begin_step(
         self,
@@ -158,7 +159,7 @@ class StepEngine:
         batch = self.boundary.begin(self._step, page_table, request_slots, seq_lens)
         self._check_faults()
         warming = batch.ages < self.policy.query.exact_steps
-        self._warms_up = bool(warming.any())
+        self._warms_up, self._all_warm_up = bool(warming.any()), bool(warming.all())
         changed, slots = self._inputs.send(batch, warming, *self.table.take_changes())
         if len(changed):
             self._slot_of.view(-1).index_copy_(0, changed, slots)
@@ -195,6 +196,8 @@ class StepEngine:
         """
         self.layer_output()
         self._open_layer, self._layer_start_ns = layer, self.tracer.now()
+        if self._all_warm_up:
+            return
         for target in self.policy.query.targets(layer, self.shape.num_layers):
             start_ns = self.tracer.now()
             query = self._projectors[target](x, positions)
