@@ -8,18 +8,17 @@ Without the flag SGLang stays as it is.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import pkgutil
-import signal
 from collections.abc import Callable, Iterable
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+from sglang_scout.worker.die_with_parent import die_with_parent
+
 ROLE_ENV = "SGLANG_SCOUT_ROLE"
-_PR_SET_PDEATHSIG = 1
 SUPPORTED_SGLANG = "0.5.15.post1"
 
 _SRT = "sglang.srt."
@@ -96,6 +95,8 @@ def install() -> None:
         }
     )
     if launched := launched_as():
+        # SGLang asks for the same later; a scheduler whose launcher ended before that would fail without
+        # ending, because the transfer engine's threads hold it, and so would its attention worker.
         die_with_parent(launched.launcher)
         _register(_hooks_of(launched.role))
 
@@ -120,21 +121,6 @@ def launched_as() -> Launched | None:
     if not role or int(launcher) == os.getpid():
         return None
     return Launched(role, int(launcher), frozenset(map(int, cpus.split(","))))
-
-
-def die_with_parent(parent: int) -> None:
-    """In a scheduler process: end with the launcher, also if it is killed while this one starts.
-
-    SGLang asks for the same later; a scheduler whose launcher ended before that would fail without
-    ending, because the transfer engine's threads hold it, and so would its attention worker.
-
-    Raises:
-        SystemExit: the launcher has ended already.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        raise SystemExit("sglang-scout: the launcher of this scheduler has ended")
 
 
 def _hooks_of(role: str) -> dict[str, tuple[Callable[..., Any], HookType]]:
