@@ -207,7 +207,7 @@ def make_plan(request: Request) -> Plan:
 
 def _worker_bytes(model_path: str, model: ModelConfig, sizes: Sizes, requests: int) -> int:
     """What a worker needs of host memory beside the pages, on one memory node and with CPUs enough."""
-    from sglang_scout.worker.sizes import MOST_THREADS_PER_GROUP, worker_memory
+    from sglang_scout.worker.ring import MOST_THREADS_PER_GROUP, worker_memory
     from sglang_scout.worker.spec import ArenaSpec
 
     page = sizes.page_size_tokens
@@ -235,7 +235,7 @@ def _host_fit(host_bytes: int, sizes: Sizes) -> int:
 def _host_bytes(host_gib: float | None) -> int:
     if host_gib is not None:
         return int(host_gib * GIB)
-    from sglang_scout.worker.arena import available_bytes  # numpy: only where it is needed
+    from sglang_scout.worker.host_memory import available_bytes  # numpy: only where it is needed
 
     return int(available_bytes() * DEFAULT_HOST_SHARE)
 

@@ -25,7 +25,7 @@ from sglang_scout.plugin.device import check_device_engine, check_resolved_graph
 from sglang_scout.plugin.install import ROLE_ENV, announce, launched_as
 from sglang_scout.plugin.support import check_model
 from sglang_scout.policy.presets import POLICY_NAMES
-from sglang_scout.worker.arena import available_bytes
+from sglang_scout.worker.host_memory import available_bytes
 from sglang_scout.worker.spec import MAX_BATCH
 
 logger = logging.getLogger(__name__)

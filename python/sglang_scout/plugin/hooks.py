@@ -38,7 +38,7 @@ from sglang_scout.plugin.pool import (
 )
 from sglang_scout.plugin.ranks import AttentionRanks, nodes_of_worker
 from sglang_scout.plugin.support import decoder_layers
-from sglang_scout.worker.arena import available_bytes
+from sglang_scout.worker.host_memory import available_bytes
 
 logger = logging.getLogger(__name__)
 
