@@ -50,7 +50,7 @@ class DeviceWorker(MiniWorker):
         if self.threads:
             cpu = sorted(os.sched_getaffinity(0))[-1]
             self.runtime = _native.RingRuntime(arena.address, arena.nbytes, self.epoch, [cpu], 0, 1)
-            self.producer.set_life(self.epoch)
+            self.producer.set_live_epoch(self.epoch)
         self.attendant = _native.RingAttendant(self.producer, 50)
         self.ring = DeviceRing(
             arena.address, arena.layout(), num_layers=s.num_layers, max_batch=self.max_batch,
@@ -61,7 +61,7 @@ class DeviceWorker(MiniWorker):
 
     def end_threads(self):
         """The worker's life ends; from the next step on nobody leads one."""
-        self.producer.set_life(0)
+        self.producer.set_live_epoch(0)
         self.runtime.stop()
         self.epoch = self.producer.next_epoch()
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from ring_view import RingView
 from sglang_scout.core.registry import chosen, forget_chosen
 from sglang_scout.engine.digest_forms import FORMS
 from sglang_scout.ops import triton
@@ -225,18 +226,18 @@ def test_layers_run_without_a_step_as_they_are_captured(make):
 
     capture()
     assert not engine._chosen and not engine._predicted
-    assert int(worker.arena.ring().control["head"]) == 0
+    assert int(RingView(worker.arena).control["head"]) == 0
     worker.admit(900)
     worker.step()
     # Anew, with a request there, as after other weights were loaded.
     kept = [x.clone() for x in (*worker.host.k, *worker.host.v, engine.resident.k)]
-    posted = int(worker.arena.ring().control["head"])
+    posted = int(RingView(worker.arena).control["head"])
     capture()
     now = (*worker.host.k, *worker.host.v, engine.resident.k)
     assert all(torch.equal(a, b) for a, b in zip(kept, now, strict=True))
-    assert int(worker.arena.ring().control["head"]) == posted
+    assert int(RingView(worker.arena).control["head"]) == posted
     worker.step()
-    assert int(worker.arena.ring().control["head"]) > posted
+    assert int(RingView(worker.arena).control["head"]) > posted
 
 
 class NothingComesBack(torch.overrides.TorchFunctionMode):

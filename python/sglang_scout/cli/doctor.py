@@ -160,7 +160,7 @@ def check_environment() -> Check:
 
 
 def check_memory() -> Check:
-    from sglang_scout.worker.arena import available_bytes
+    from sglang_scout.worker.host_memory import available_bytes
 
     available = available_bytes()
     text = f"{gib(available)} available; {gib(available / 2)} for KV pages by default"

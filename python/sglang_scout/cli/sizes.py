@@ -23,8 +23,8 @@ from sglang_scout.core.config import DEFAULT_HOST_SHARE, FLAGS, PAGE_SIZE_TOKENS
 from sglang_scout.core.errors import ArenaError, ConfigError
 from sglang_scout.core.page_bytes import digest_bytes, input_bytes
 from sglang_scout.core.parse_config import parse_config
-from sglang_scout.worker.arena import available_bytes
-from sglang_scout.worker.sizes import MOST_THREADS_PER_GROUP, worker_memory
+from sglang_scout.worker.host_memory import available_bytes
+from sglang_scout.worker.ring import MOST_THREADS_PER_GROUP, worker_memory
 from sglang_scout.worker.spec import ArenaSpec
 
 GIB = 2**30

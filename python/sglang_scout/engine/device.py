@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sglang_scout.worker.fault_in import populate_together
+from sglang_scout.worker.host_memory import populate_together
 
 LOCK_CHUNK_BYTES = 4 * 2**30
 _MAPPED = 2  # cudaHostRegisterMapped

@@ -13,7 +13,7 @@ from sglang_scout.engine.fetch import staging_bytes
 from sglang_scout.engine.pools import ModelShape
 from sglang_scout.policy.base import Route
 from sglang_scout.worker.arena import ArenaSpec
-from sglang_scout.worker.sizes import WorkerMemory, worker_memory
+from sglang_scout.worker.ring import WorkerMemory, worker_memory
 
 HEADROOM_BYTES = 256 * 2**20
 """What the step's buffers and the interpreters may still need."""

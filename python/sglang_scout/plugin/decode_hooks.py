@@ -18,7 +18,7 @@ from sglang_scout.plugin.pool import HostKVPool, build_pools
 from sglang_scout.plugin.ranks import AttentionRanks, nodes_of_worker
 from sglang_scout.plugin.support import model_shape
 from sglang_scout.policy.base import Context, make_policy
-from sglang_scout.worker.arena import available_bytes
+from sglang_scout.worker.host_memory import available_bytes
 
 logger = logging.getLogger(__name__)
 
