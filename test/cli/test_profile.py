@@ -120,9 +120,6 @@ def test_the_profile_of_this_server_is_taken():
             ({"config": replace(CONFIG, **{key: value})}, [key, repr(value), "--kv-offload-config"])
             for key, value in (
                 ("digest", "signs"),
-                ("head_reduce", "sum"),
-                ("resident_bonus", 1.0),
-                ("sink_pages", 0),
                 ("recent_pages", 3),
             )
         ),
@@ -130,9 +127,6 @@ def test_the_profile_of_this_server_is_taken():
             ({"identity": msgspec.structs.replace(IDENTITY, **{field: value})}, [str(value)])
             for field, value in (
                 ("architecture", "LlamaForCausalLM"),
-                ("num_q_heads", 8),
-                ("num_kv_heads", 4),
-                ("head_dim", 128),
                 ("config_digest", "fedcba9876543210"),
             )
         ),

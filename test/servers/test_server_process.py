@@ -26,6 +26,7 @@ from servers.server_process import (
     stop_all,
 )
 
+TEST = Path(__file__).resolve().parents[1]
 SLEEP = "import time; time.sleep(100)"
 # Starts a child in a session of its own, then sleeps: the child is no longer in our process group.
 WITH_CHILD = (
@@ -42,7 +43,8 @@ ENDING = (
 LAUNCHER = """
 import os, sys, time
 from pathlib import Path
-log, program = sys.argv[1:]
+log, program, folder = sys.argv[1:]
+sys.path.insert(0, folder)
 from servers.server_process import ServerProcess
 command = [sys.executable, "-c", program]
 ServerProcess("small", command, dict(os.environ), Path(log)).start()
@@ -139,7 +141,7 @@ def test_a_pid_that_has_become_another_process_s_is_not_known(cluster_id):
 
 def test_servers_die_with_their_launcher(tmp_path, cluster_id):
     with subprocess.Popen(
-        [sys.executable, "-c", LAUNCHER, str(tmp_path / "small.log"), SLEEP],
+        [sys.executable, "-c", LAUNCHER, str(tmp_path / "small.log"), SLEEP, str(TEST)],
         env={**os.environ, CLUSTER_VARIABLE: cluster_id},
         stdout=subprocess.PIPE,
     ) as process:
