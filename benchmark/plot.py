@@ -1,6 +1,6 @@
 """Pictures of benchmark rows; reads JSON lines only.
 
-    python benchmark/plot.py FILE.jsonl [--out docs/results]
+    python -m benchmark.plot FILE.jsonl [--out docs/results]
 
 Rows of cpu_attention make cpu_attention.png: share of the machine's read bandwidth by shape, one panel per model.
 Bars are medians, whiskers go from the 10th to the 90th percentile of the samples, an open bar is unstable (spread
@@ -24,11 +24,11 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-
-from plot_accuracy import draw as draw_accuracy
 from plot_predicted_query import draw as draw_predicted_query
-from plot_recall_modes import draw as draw_recall_modes
-from rows import ROOT, Row, percentile, read_rows
+
+from benchmark.accuracy.plot_accuracy import draw as draw_accuracy
+from benchmark.rows import ROOT, Row, percentile, read_rows
+from benchmark.server.plot_recall_modes import draw as draw_recall_modes
 
 GOAL_SHARE = 0.85
 GOAL_MEDIAN_US, GOAL_P99_US = 10, 50

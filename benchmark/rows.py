@@ -20,6 +20,7 @@ benchmark.
 from __future__ import annotations
 
 import datetime
+import hashlib
 import importlib.metadata
 import json
 import math
@@ -34,7 +35,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-import nvidia_smi
+from benchmark import nvidia_smi
 
 Row = dict[str, Any]
 
@@ -145,11 +146,12 @@ def environment(benchmark: str, packages: Iterable[str] = (), *, cuda: bool = Fa
 
 
 def command_line(argv: Sequence[str]) -> str:
-    """As one would type it in the repository: the path of the script is relative to it."""
+    """As one would type it in the root of the repository."""
     script = Path(argv[0]).resolve()
-    if script.is_relative_to(ROOT):
-        script = script.relative_to(ROOT)
-    return shlex.join(["python", str(script), *argv[1:]])
+    if not script.is_relative_to(ROOT):
+        return shlex.join(["python", str(script), *argv[1:]])
+    module = ".".join(script.relative_to(ROOT).with_suffix("").parts)
+    return shlex.join(["python", "-m", module, *argv[1:]])
 
 
 def cpu_model() -> str:
@@ -223,6 +225,15 @@ def _git(*arguments: str) -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def weights_digest(model_path: str) -> str:
+    """16 hex digits over the weights, in the order of the files' names."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(model_path).glob("*.safetensors")):
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()[:16]
 
 
 class Writer:

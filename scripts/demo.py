@@ -36,10 +36,9 @@ from texts import load_text
 
 ROOT = Path(__file__).resolve().parents[1]
 RECALL_MODEL = ROOT / "benchmark" / "accuracy" / "recall_model"
-sys.path[:0] = [str(RECALL_MODEL.parent), str(ROOT / "test")]
+sys.path.insert(0, str(ROOT))  # of which benchmark adds test/ with the launchers of servers
 
-import tasks  # noqa: E402
-
+from benchmark.accuracy import tasks  # noqa: E402
 from servers.pd_cluster import PDCluster, flags  # noqa: E402
 from servers.server_process import ServerFailed  # noqa: E402
 from servers.sglang_http import RequestFailed, sse_events  # noqa: E402

@@ -20,8 +20,8 @@
 # information and no failure.
 #
 # Variables: PYTHON (with torch, triton, numpy, msgspec, pytest, pytest-timeout and hypothesis; the .venv of this
-# repository if there is one), SECONDS_LIMIT (for all of it; 570), DECODE_ARGS (options of benchmark/gpu_decode.py),
-# SERVER_ARGS (of benchmark/gpu_server.py, for both of its steps), ONLY (names of steps, others are left out), ROWS
+# repository if there is one), SECONDS_LIMIT (for all of it; 570), DECODE_ARGS (options of benchmark/decode/gpu_decode.py),
+# SERVER_ARGS (of benchmark/server/gpu_server.py, for both of its steps), ONLY (names of steps, others are left out), ROWS
 # (another folder for the rows). A function after_step that bash exports is called after each step.
 # Nothing is built and nothing is installed. Without the native module or SGLang what needs it is skipped.
 set -euo pipefail
@@ -149,25 +149,25 @@ HAS_FLASHINFER=0
 # It compiles for a minute or two, which the checks before it leave it: the step waits for it, or does it itself.
 COMPILING=""
 if [ "$HAS_FLASHINFER" = 1 ] && [ -n "${ONLY:-}" ] && chosen flashinfer; then
-    nice timeout -k 5 "$(within 300 0)" "$PYTHON" benchmark/full_rig.py >"$OUT/flashinfer-early.log" 2>&1 &
+    nice timeout -k 5 "$(within 300 0)" "$PYTHON" -m benchmark.decode.full_attention >"$OUT/flashinfer-early.log" 2>&1 &
     COMPILING=$!
 fi
 stop_compiling() { [ -z "$COMPILING" ] || kill "$COMPILING" 2>/dev/null || true; }
 trap stop_compiling EXIT
 
-step small-sizes 120 "$PYTHON" benchmark/gpu_kernels.py --check-only
-if [ "$HAS_NATIVE" = 1 ]; then step decode-check 200 "$PYTHON" benchmark/gpu_decode.py --check-only
+step small-sizes 120 "$PYTHON" -m benchmark.kernels.gpu_kernels --check-only
+if [ "$HAS_NATIVE" = 1 ]; then step decode-check 200 "$PYTHON" -m benchmark.decode.gpu_decode --check-only
 else without_native decode-check; fi
-if [ "$HAS_FLASHINFER" = 1 ]; then information flashinfer 120 "$PYTHON" benchmark/full_rig.py
+if [ "$HAS_FLASHINFER" = 1 ]; then information flashinfer 120 "$PYTHON" -m benchmark.decode.full_attention
 else skip flashinfer "flashinfer is absent"; fi
 stop_compiling # nothing runs beside what is measured
-if [ "$HAS_NATIVE" = 1 ]; then step ring 60 "$PYTHON" benchmark/gpu_ring.py --out "$ROWS/gpu_parts.jsonl"
+if [ "$HAS_NATIVE" = 1 ]; then step ring 60 "$PYTHON" -m benchmark.ring.gpu_ring --out "$ROWS/gpu_parts.jsonl"
 else without_native ring; fi
-step handover 40 "$PYTHON" benchmark/gpu_handover.py --out "$ROWS/gpu_parts.jsonl"
-step benchmark 90 "$PYTHON" benchmark/gpu_kernels.py --out "$ROWS/gpu_parts.jsonl"
+step handover 40 "$PYTHON" -m benchmark.gpu_handover --out "$ROWS/gpu_parts.jsonl"
+step benchmark 90 "$PYTHON" -m benchmark.kernels.gpu_kernels --out "$ROWS/gpu_parts.jsonl"
 if [ "$HAS_NATIVE$HAS_SGLANG" = 11 ]; then
     # shellcheck disable=SC2086  # options, split on purpose
-    step server 540:240 "$PYTHON" benchmark/gpu_server.py --out "$ROWS/gpu_server.jsonl" --logs "$OUT" \
+    step server 540:240 "$PYTHON" -m benchmark.server.gpu_server --out "$ROWS/gpu_server.jsonl" --logs "$OUT" \
         --seconds "$(within 540 20)" ${SERVER_ARGS:-}
 else
     skip server "sglang, sglang-scout or the native module is absent"
@@ -178,7 +178,7 @@ step tests 150 env TRITON_INTERPRET=0 "$PYTHON" -m pytest -q -p no:cacheprovider
 SANITIZER="$(command -v compute-sanitizer || true)"
 [ -n "$SANITIZER" ] || [ ! -x /usr/local/cuda/bin/compute-sanitizer ] || SANITIZER=/usr/local/cuda/bin/compute-sanitizer
 if [ -n "$SANITIZER" ]; then
-    SANITIZED=(--error-exitcode 9 "$PYTHON" benchmark/gpu_kernels.py --check-only)
+    SANITIZED=(--error-exitcode 9 "$PYTHON" -m benchmark.kernels.gpu_kernels --check-only)
     EXCUSE="Device not supported" # by this sanitizer, as devices in part of a machine are
     step memcheck 90 "$SANITIZER" --tool memcheck "${SANITIZED[@]}"
     # Hazards that it reports are to be read: it may not know how Triton waits for its asynchronous copies.
@@ -191,12 +191,12 @@ step resources 120 "$PYTHON" scripts/compile_kernels.py --json "$OUT/kernels.jso
 
 # shellcheck disable=SC2086  # options, split on purpose
 if [ "$HAS_NATIVE" = 1 ]; then
-    step decode 540:240 "$PYTHON" benchmark/gpu_decode.py --out "$ROWS/gpu_decode.jsonl" \
+    step decode 540:240 "$PYTHON" -m benchmark.decode.gpu_decode --out "$ROWS/gpu_decode.jsonl" \
         --skip-check --seconds "$(within 540 100)" ${DECODE_ARGS:-}
 else without_native decode; fi
 if [ "$HAS_NATIVE$HAS_SGLANG" = 11 ]; then
     # shellcheck disable=SC2086  # options, split on purpose
-    step speed 540:240 "$PYTHON" benchmark/gpu_server.py --out "$ROWS/gpu_speed.jsonl" --logs "$OUT" --speed \
+    step speed 540:240 "$PYTHON" -m benchmark.server.gpu_server --out "$ROWS/gpu_speed.jsonl" --logs "$OUT" --speed \
         --seconds "$(within 540 20)" ${SERVER_ARGS:-}
 else
     skip speed "sglang, sglang-scout or the native module is absent"
@@ -205,7 +205,7 @@ fi
 # Last, with the time that is left: it compiles more of FlashInfer with nvcc. Where that fails, or takes too long, a row
 # says so, and what is ours has passed all the same.
 if [ "$HAS_FLASHINFER" = 1 ]; then
-    information rivals 180 "$PYTHON" benchmark/gpu_rivals.py --out "$ROWS/gpu_parts.jsonl"
+    information rivals 180 "$PYTHON" -m benchmark.kernels.gpu_baselines --out "$ROWS/gpu_parts.jsonl"
 else
     skip rivals "flashinfer is absent"
 fi

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Benchmark rivals: the decode attention of other engines on a CPU, compiled from their source into
-# .cache/rival-kernels. Only benchmark/cpu_attention.py uses them; without one it writes a row that says so. Nothing
+# .cache/rival-kernels. Only benchmark/kernels/cpu_attention.py uses them; without one it writes a row that says so. Nothing
 # else in this project needs them, and none of that source is in this repository.
 #
 #   scripts/setup_rival_kernels.sh                  both: clone what is needed from GitHub, compile

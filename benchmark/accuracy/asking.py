@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import Any, Protocol
 
-import tasks
-from policies import Setting
-from questions import is_right, payload
-from scoring import wilson_interval
-
-from rows import Row
+from benchmark.accuracy import tasks
+from benchmark.accuracy.policies import Setting
+from benchmark.accuracy.questions import is_right, payload
+from benchmark.accuracy.scoring import wilson_interval
+from benchmark.rows import Row
 
 COUNTED = ("steps", "selected_pages", "cpu_pages", "recalled_pages", "fallback_pages")
 

@@ -14,8 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from policies import FULL, Setting
-
+from benchmark.accuracy.policies import FULL, Setting
 from servers.pd_cluster import PDCluster, flags
 from servers.sglang_http import RequestFailed, http_json
 from servers.single_server import SingleServer

@@ -1,6 +1,6 @@
 """Perplexity on held-out texts, teacher-forced through the decode path: full attention against the others.
 
-    python benchmark/accuracy/perplexity.py --json docs/results/perplexity.jsonl
+    python -m benchmark.accuracy.perplexity --json docs/results/perplexity.jsonl
 
 The end of each text is forced token by token on the decode server, by a grammar that allows exactly one token at each
 step, so every step has the right text before it and attends to it with the policy that is measured. A mask hides what
@@ -28,20 +28,17 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-import tasks  # noqa: E402
-from asking import cpu_ratio  # noqa: E402
-from fleet import Fleet  # noqa: E402
-from policies import FULL, NAMES, Setting, grid  # noqa: E402
-from questions import (  # noqa: E402
+from benchmark.accuracy import tasks
+from benchmark.accuracy.asking import cpu_ratio
+from benchmark.accuracy.fleet import Fleet
+from benchmark.accuracy.policies import FULL, NAMES, Setting, grid
+from benchmark.accuracy.questions import (
     FORCING_ENVIRONMENT,
     FORCING_FLAGS,
     forcing_grammar,
 )
-from row_file import RowFile  # noqa: E402
-from suite import (  # noqa: E402
+from benchmark.accuracy.row_file import RowFile
+from benchmark.accuracy.suite import (
     PACKAGES,
     add_common_arguments,
     complete,
@@ -49,10 +46,9 @@ from suite import (  # noqa: E402
     key_of,
     shared_fields,
 )
-
-from rows import Row, environment  # noqa: E402
-from servers.server_process import ends_orderly  # noqa: E402
-from sglang_scout.cli.progress import Progress  # noqa: E402
+from benchmark.rows import Row, environment
+from servers.server_process import ends_orderly
+from sglang_scout.cli.progress import Progress
 
 BENCHMARK = "perplexity"
 

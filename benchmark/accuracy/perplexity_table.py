@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from policies import FULL, PLAIN
-
-from rows import Row
+from benchmark.accuracy.policies import FULL, PLAIN
+from benchmark.rows import Row
 
 
 def perplexity_section(

@@ -11,16 +11,13 @@ server will do, and the scores of sparse policies come out higher than they are.
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import planted
-import tasks
+from benchmark.accuracy import planted, tasks
 
-ROOT = Path(__file__).resolve().parents[2]
 ANSWER_TOKENS = 24  # the longest right answer to a task has 17
 ANY_TOKEN = f"<[{len(tasks.SPECIAL_TOKENS)}-{tasks.ID_OF[tasks.WORDS[-1]]}]>"
 FIRST_WORD, LAST_WORD = 17, 49151  # token ids of SmolLM2 that are not special
@@ -59,7 +56,6 @@ def planted_sample(task: str, length_tokens: int, index: int) -> tasks.Sample:
 
 @functools.cache
 def _planted_document(index: int) -> planted.Document:
-    sys.path.insert(0, str(ROOT / "scripts"))
     from tokenizers import Tokenizer
 
     from texts import load_text
@@ -71,7 +67,6 @@ def _planted_document(index: int) -> planted.Document:
 
 
 def _smollm2() -> Path:
-    sys.path.insert(0, str(ROOT / "scripts"))
     from smollm2 import smollm2
 
     return smollm2()

@@ -1,9 +1,9 @@
 """How many questions about long texts are answered right, by policy, budget, length and task.
 
-    python benchmark/accuracy/suite.py --grid --json docs/results/accuracy.jsonl
-    python benchmark/accuracy/suite.py --base-url URL --policy scout --budget 1024 --json FILE
-    python benchmark/accuracy/table.py docs/results/accuracy.jsonl
-    python benchmark/plot.py docs/results/accuracy.jsonl
+    python -m benchmark.accuracy.suite --grid --json docs/results/accuracy.jsonl
+    python -m benchmark.accuracy.suite --base-url URL --policy scout --budget 1024 --json FILE
+    python -m benchmark.accuracy.table docs/results/accuracy.jsonl
+    python -m benchmark.plot docs/results/accuracy.jsonl
 
 The tasks are those of tasks.py, in the manner of RULER, for the retrieval model: each sample is a text of its own with
 one question, so samples are independent. With --questions planted they are those of planted.py, for SmolLM2: a sample
@@ -34,18 +34,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-from asking import Servers, Tally, ask_all  # noqa: E402
-from fleet import Fleet, OneServer  # noqa: E402
-from policies import FULL, NAMES, Setting, grid  # noqa: E402
-from questions import FORCING_ENVIRONMENT, FORCING_FLAGS, SOURCES  # noqa: E402
-from row_file import RowFile  # noqa: E402
-
-from rows import Row, environment  # noqa: E402
-from servers.server_process import ends_orderly  # noqa: E402
-from sglang_scout.cli.progress import Progress  # noqa: E402
+from benchmark.accuracy.asking import Servers, Tally, ask_all
+from benchmark.accuracy.fleet import Fleet, OneServer
+from benchmark.accuracy.policies import FULL, NAMES, Setting, grid
+from benchmark.accuracy.questions import FORCING_ENVIRONMENT, FORCING_FLAGS, SOURCES
+from benchmark.accuracy.row_file import RowFile
+from benchmark.rows import Row, environment, weights_digest
+from servers.server_process import ends_orderly
+from sglang_scout.cli.progress import Progress
 
 BENCHMARK = "accuracy"
 PACKAGES = ("sglang", "torch", "sglang-scout")
@@ -161,7 +157,6 @@ def complete(args: argparse.Namespace, questions: str) -> None:
 
 
 def shared_fields(args: argparse.Namespace) -> Row:
-    from recall_modes import weights_digest
 
     return {
         "untimed": True,

@@ -1,6 +1,6 @@
 """The tables of docs/results/accuracy.md, from rows of suite.py and perplexity.py.
 
-python benchmark/accuracy/table.py docs/results/accuracy.jsonl [MORE.jsonl] [--out FILE.md]
+python -m benchmark.accuracy.table docs/results/accuracy.jsonl [MORE.jsonl] [--out FILE.md]
 """
 
 from __future__ import annotations
@@ -10,15 +10,11 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-from perplexity_table import perplexity_section  # noqa: E402
-from policies import FULL, NAMES, Setting, plain  # noqa: E402
-from questions import SOURCES  # noqa: E402
-from scoring import Loss, paired_loss, wilson_interval  # noqa: E402
-
-from rows import ROOT, Row, read_rows  # noqa: E402
+from benchmark.accuracy.perplexity_table import perplexity_section
+from benchmark.accuracy.policies import FULL, NAMES, Setting, plain
+from benchmark.accuracy.questions import SOURCES
+from benchmark.accuracy.scoring import Loss, paired_loss, wilson_interval
+from benchmark.rows import ROOT, Row, read_rows
 
 DETAIL_TOKENS = 8192
 

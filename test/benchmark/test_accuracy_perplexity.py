@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import math
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "benchmark"), str(ROOT / "benchmark" / "accuracy")]
+from benchmark.accuracy import perplexity, table, tasks
+from benchmark.accuracy.perplexity_table import perplexity_section
 
-import perplexity  # noqa: E402
-import table  # noqa: E402
-import tasks  # noqa: E402
-from perplexity_table import perplexity_section  # noqa: E402
+ROOT = Path(__file__).resolve().parents[2]
 
 FORCED = 64
 MODEL = str(ROOT / "benchmark" / "accuracy" / "recall_model")

@@ -4,30 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "benchmark"), str(ROOT / "benchmark" / "accuracy")]
-
-import fleet  # noqa: E402
-import gate  # noqa: E402
-import policies  # noqa: E402
-import questions  # noqa: E402
-import scoring  # noqa: E402
-import suite  # noqa: E402
-import table  # noqa: E402
-import tasks  # noqa: E402
-from policies import FULL, Setting  # noqa: E402
-from row_file import RowFile  # noqa: E402
-
-import plot  # noqa: E402
-from rows import environment  # noqa: E402
-from sglang_scout.cli.progress import Progress  # noqa: E402
-from sglang_scout.core.parse_config import parse_config  # noqa: E402
+from benchmark import plot
+from benchmark.accuracy import fleet, gate, policies, questions, scoring, suite, table, tasks
+from benchmark.accuracy.policies import FULL, Setting
+from benchmark.accuracy.row_file import RowFile
+from benchmark.rows import environment
+from sglang_scout.cli.progress import Progress
+from sglang_scout.core.parse_config import parse_config
 
 FULL_SETTING, SCOUT = Setting(FULL), Setting("scout", 512)
 

@@ -1,16 +1,14 @@
 """Tables from the rows of the attention benchmark, and that the documents hold those of their rows."""
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmark"))
+from benchmark import rows
+from benchmark.kernels import attention_tables
 
-import attention_tables  # noqa: E402
-import rows  # noqa: E402
+ROOT = Path(__file__).resolve().parents[2]
 
 RESULTS = ROOT / "docs" / "results"
 
@@ -57,7 +55,7 @@ def test_the_documents_hold_the_tables_of_their_rows(name):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("ring_latency.jsonl", "no rows of benchmark/cpu_attention.py"),
+        ("ring_latency.jsonl", "no rows of benchmark/kernels/cpu_attention.py"),
         ("absent.jsonl", "No such file"),
     ],
 )

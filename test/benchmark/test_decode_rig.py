@@ -1,20 +1,15 @@
-"""The rig of ``benchmark/gpu_decode.py``: that a step on a device which waits for the host is noticed."""
+"""The rig of ``benchmark/decode/gpu_decode.py``: that a step on a device which waits for the host is noticed."""
 
 import argparse
 import os
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmark"))
-
-import decode_rig  # noqa: E402
-import gpu_decode  # noqa: E402
-import rows  # noqa: E402
-from sglang_scout.ops import triton  # noqa: E402
+from benchmark import rows
+from benchmark.decode import gpu_decode
+from benchmark.decode import harness as decode_rig
+from sglang_scout.ops import triton
 
 
 @pytest.fixture

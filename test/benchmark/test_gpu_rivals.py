@@ -2,17 +2,14 @@
 
 import inspect
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmark"))
-
-import gpu_kernels  # noqa: E402
-import gpu_rivals  # noqa: E402
-import rows  # noqa: E402
+from benchmark import rows
+from benchmark.kernels import gpu_baselines as gpu_rivals
+from benchmark.kernels import gpu_kernels
 
 
 class PlainWrapper:

@@ -1,24 +1,18 @@
-"""What ``benchmark/gpu_server.py`` calls wrong, and how it measures; ``test/e2e/test_gpu_server.py`` runs it."""
+"""What ``benchmark/server/gpu_server.py`` calls wrong, and how it measures; ``test/e2e/test_gpu_server.py`` runs it."""
 
 import argparse
 import contextlib
 import copy
 import json
 import os
-import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmark"))
-
-import checks_in_time  # noqa: E402
-import gpu_server  # noqa: E402
-import rows  # noqa: E402
-import server_speed  # noqa: E402
+from benchmark import rows
+from benchmark.server import checks, gpu_server
+from benchmark.server import speed as server_speed
 
 ANSWERS = [[(0, 0.0), (7, -1.5), (3, -0.5)], [(0, 0.0), (4, -2.0), (5, -0.1)]]
 STATE = {
@@ -437,10 +431,10 @@ def test_a_request_that_fails_in_time_is_a_failure(servers):
 
 
 def test_a_limit_counts_down():
-    limit = checks_in_time.TimeLimit(time.monotonic() + 50)
+    limit = checks.TimeLimit(time.monotonic() + 50)
     assert limit.left_s(10) == 10 and 40 < limit.left_s() <= 50
     limit.needs(40)
     limit.blame(OSError("refused"))
-    for over in (lambda: limit.needs(60), checks_in_time.TimeLimit(time.monotonic()).left_s):
-        with pytest.raises(checks_in_time.OutOfTime, match="no time left"):
+    for over in (lambda: limit.needs(60), checks.TimeLimit(time.monotonic()).left_s):
+        with pytest.raises(checks.OutOfTime, match="no time left"):
             over()

@@ -18,13 +18,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "benchmark" / "accuracy"), str(ROOT / "benchmark")]
-
-import longbench  # noqa: E402
-import longbench_table  # noqa: E402
-
-import rows  # noqa: E402
+from benchmark import rows
+from benchmark.accuracy import longbench, longbench_table
 
 SETS = longbench.data.PAPER_SETS
 ROWS = 3
@@ -38,6 +33,8 @@ def shared_words(prediction, answer, all_classes=None):
 """
 EVAL = f"""
 from metrics import same, shared_words
+
+ROOT = Path(__file__).resolve().parents[2]
 dataset2metric = dict.fromkeys({SETS}, same) | {{"samsum": shared_words}}
 assert __name__ != "__main__"
 """
@@ -274,7 +271,7 @@ def test_ctrl_c_keeps_what_is_under_way(copy, server, tmp_path):
         return right_answer(prompt)
 
     server.answer, output = slow, tmp_path / "a.jsonl"
-    command = [sys.executable, str(ROOT / "benchmark/accuracy/longbench.py"), "--concurrency", "2"]
+    command = [sys.executable, "-m", "benchmark.accuracy.longbench", "--concurrency", "2"]
     command += ["--longbench", str(copy.folder), "--base-url", server.url, "--label", "stock"]
     with subprocess.Popen(
         [*command, "--output", str(output)], stderr=subprocess.PIPE, text=True

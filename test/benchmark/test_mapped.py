@@ -2,16 +2,11 @@
 
 import mmap
 import os
-import sys
 import threading
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmark"))
-
-import mapped  # noqa: E402
+from benchmark import mapped
 
 NBYTES = 64 << 20
 

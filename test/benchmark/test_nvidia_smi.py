@@ -1,15 +1,8 @@
 """What rows say of the device, by a stand-in for nvidia-smi."""
 
-import sys
-from pathlib import Path
-
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmark"))
-
-import nvidia_smi  # noqa: E402
-import rows  # noqa: E402
+from benchmark import nvidia_smi, rows
 
 
 @pytest.fixture

@@ -12,12 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmark"))
+from benchmark import rows
+from benchmark.kernels import kv_pool
+from benchmark.kernels.read_loop import ReadLoop, ReadLoopError
 
-import kv_pool  # noqa: E402
-import rows  # noqa: E402
-from read_loop import ReadLoop, ReadLoopError  # noqa: E402
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +109,7 @@ def test_the_environment_names_the_machine_and_the_command(shared):
     assert shared["cores"] == len(os.sched_getaffinity(0)) == len(shared["idle_before"])
     assert all(0 <= share <= 1 for share in shared["idle_before"])
     command = rows.command_line([str(ROOT / "benchmark" / "x.py"), "--json", "a b"])
-    assert command == "python benchmark/x.py --json 'a b'"
+    assert command == "python -m benchmark.x --json 'a b'"
 
 
 # Pages and the read loop --------------------------------------------------------------------------
@@ -217,12 +216,10 @@ def test_attention_instructions_runs(tmp_path):
 
 
 def test_a_rival_that_was_not_built_is_a_row(tmp_path, monkeypatch):
-    import compiled_rivals
-    import cpu_attention
-    import ipex_client
+    from benchmark.kernels import compiled_baselines, cpu_attention, ipex_client
 
     monkeypatch.setattr(ipex_client, "PYTHON", tmp_path / "python")
-    monkeypatch.setattr(compiled_rivals, "BUILT", tmp_path / "nothing")
+    monkeypatch.setattr(compiled_baselines, "BUILT", tmp_path / "nothing")
     path = tmp_path / "rows.jsonl"
     without = "sdpa-gather,sdpa-gather-grouped"
     arguments = ["--smoke", "--threads", "1", "--without", without, "--json", str(path)]
@@ -243,13 +240,13 @@ def test_no_program_here_hides_a_package_from_its_neighbours():
 
 
 def test_a_rival_built_for_another_torch_is_not_loaded(tmp_path, monkeypatch):
-    import compiled_rivals
+    from benchmark.kernels import compiled_baselines
 
-    monkeypatch.setattr(compiled_rivals, "BUILT", tmp_path)
+    monkeypatch.setattr(compiled_baselines, "BUILT", tmp_path)
     about = {"version": "0.4.5", "revision": "x", "torch": "1.0"}
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm" / "about.json").write_text(json.dumps(about))
-    assert "built for torch 1.0" in compiled_rivals.absent_reason("vllm")
+    assert "built for torch 1.0" in compiled_baselines.absent_reason("vllm")
 
 
 @pytest.mark.parametrize(
@@ -275,7 +272,7 @@ def test_cpu_attention_refuses_more_threads_than_cpus():
 
 
 def test_a_pool_that_is_no_larger_than_the_cache_is_a_row(tmp_path, monkeypatch):
-    import cpu_attention
+    from benchmark.kernels import cpu_attention
 
     monkeypatch.setattr(cpu_attention, "available_bytes", lambda: 1 << 20)
     path = tmp_path / "rows.jsonl"

@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "benchmark"), str(ROOT / "benchmark" / "accuracy")]
-
-import planted  # noqa: E402
-import tasks  # noqa: E402
-from plain_answers import PlainAnswers, right_answers  # noqa: E402
-from study import run, table  # noqa: E402
-from study.decode import Text, decode_window  # noqa: E402
-from study.model import Model  # noqa: E402
-from study.selection import Digest, Setting, choose, coded, rotation  # noqa: E402
-
-from sglang_scout.ops.layers import LayerPages  # noqa: E402
-from sglang_scout.ops.score import score_pages  # noqa: E402
-from sglang_scout.ops.select import select_pages  # noqa: E402
-from sglang_scout.ops.signs import build_layer_signs_reference, score_signs_reference  # noqa: E402
+from benchmark.accuracy import planted, tasks
+from benchmark.accuracy.plain_answers import PlainAnswers, right_answers
+from benchmark.accuracy.study import run, table
+from benchmark.accuracy.study.decode import Text, decode_window
+from benchmark.accuracy.study.model import Model
+from benchmark.accuracy.study.selection import Digest, Setting, choose, coded, rotation
+from sglang_scout.ops.layers import LayerPages
+from sglang_scout.ops.score import score_pages
+from sglang_scout.ops.select import select_pages
+from sglang_scout.ops.signs import build_layer_signs_reference, score_signs_reference
 
 LENGTH, START = 640, 512
 

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmark" / "accuracy"))
-
-import tasks  # noqa: E402
+from benchmark.accuracy import tasks
 
 LENGTHS = st.integers(min_value=tasks.MIN_LENGTH_TOKENS, max_value=1500)
 SEEDS = st.integers(min_value=0, max_value=2**32)

@@ -2,12 +2,10 @@
 
 import argparse
 import os
-import sys
 
 os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,11 +16,9 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode  # no
 from sglang.srt.model_executor.runner import decode_cuda_graph_runner as sglang_runner  # noqa: E402
 from sglang.srt.server_args import ServerArgs  # noqa: E402
 
+from benchmark.server import gpu_server  # noqa: E402
 from sglang_scout.engine.device_step import DeviceStepEngine  # noqa: E402
 from sglang_scout.plugin import backend as backend_module  # noqa: E402
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmark"))
-import gpu_server  # noqa: E402
 
 Runner = sglang_runner.DecodeCudaGraphRunner
 LATE = backend_module._LATE_STEP
@@ -101,7 +97,7 @@ def test_one_graph_where_all_steps_are_alike(runner, engine):
 
 
 def test_every_batch_that_is_checked_on_a_device_finds_a_graph():
-    """With the flags of benchmark/gpu_server.py, by SGLang's own choice of sizes and of graphs."""
+    """With the flags of benchmark/server/gpu_server.py, by SGLang's own choice of sizes and of graphs."""
     options = argparse.Namespace(
         batch=[1, 2, 3, 5, 8, 16], context=1500, kill_tokens=1000, device="cuda"
     )

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-import recall_model
-import train_recall_model as trm
-from recall_eval import (
+from benchmark.accuracy.recall_training import model as recall_model
+from benchmark.accuracy.recall_training import train as trm
+from benchmark.accuracy.recall_training.evaluate import (
     count_correct,
     evaluate,
     format_table,
@@ -19,8 +19,8 @@ from recall_eval import (
     make_batch,
     wilson_interval,
 )
-from recall_init import init_weights
-from recall_model import RecallModel, RecallSpec, export_model, tasks
+from benchmark.accuracy.recall_training.init import init_weights
+from benchmark.accuracy.recall_training.model import RecallModel, RecallSpec, export_model, tasks
 
 SPEC = RecallSpec(layers=2)
 PLAN = trm.Plan(
@@ -209,7 +209,7 @@ def test_evaluation_covers_what_was_asked_and_makes_a_table():
 
 
 def test_card_says_how_it_was_made(tmp_path):
-    from recall_card import make_card
+    from benchmark.accuracy.recall_training.card import make_card
 
     trainer = trm.Trainer(PLAN, SPEC)
     progress = {"step": 2, "steps": PLAN.steps, "seen_tokens": 1_000_000, "loss": 1.5}
