@@ -4,7 +4,6 @@ directly. This module never imports sglang.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import threading
@@ -24,15 +23,13 @@ FAKE_BOOTSTRAP_HOST = "2.2.2.2"
 FAILURES = (RequestFailed, ServerFailed, RuntimeError, OSError)
 
 
-def prompts_of(lengths: Sequence[int], vocab: int, seed: int) -> list[list[int]]:
+def make_prompts(lengths: Sequence[int], vocab: int, seed: int) -> list[list[int]]:
     source = random.Random(seed)
     return [[source.randrange(vocab) for _ in range(length)] for length in lengths]
 
 
-def offload(
-    options: argparse.Namespace, *, budget: int, host_gb: float, **config: Any
-) -> dict[str, Any]:
-    if options.device == "cpu":
+def offload_flags(device: str, *, budget: int, host_gb: float, **config: Any) -> dict[str, Any]:
+    if device == "cpu":
         config["step_engine"] = "device"
     return {
         "kv_offload": "scout",

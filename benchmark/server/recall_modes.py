@@ -1,12 +1,13 @@
 """What recall and pre-computation are worth: one prefill server, a decode server for each mode, the same prompts.
 
-    python -m benchmark.server.recall_modes --json docs/results/recall_modes.jsonl
+    python -m benchmark.server.recall_modes --modes off --logs LOGS               # the step log of a profile's run
+    sglang-scout profile ...                                                      # makes PROFILE from LOGS/off.jsonl
+    python -m benchmark.server.recall_modes --profile PROFILE --json docs/results/recall_modes.jsonl
     python -m benchmark.plot docs/results/recall_modes.jsonl
 
 Modes are recall off, fixed, profile and adaptive, each with layer-ahead pre-computation, and off, profile and
-adaptive without it: among them the four corners of the paper's Figure 12. First a profile is made from the same
-prompts and written beside the rows (--profile FILE takes one that is there). Then all servers are started, sized as
-those of scripts/demo.sh, and decode in turns, forward and backward, for --rounds rounds. Idle servers sleep.
+adaptive without it: among them the four corners of the paper's Figure 12. All servers are started, sized as those of
+scripts/demo.sh, and decode in turns, forward and backward, for --rounds rounds. Idle servers sleep.
 
 A row is one run of one mode, from the decode server's step log (sglang_scout/engine/step_log.py):
     recall, precompute, round, budget_tokens, requests, input_tokens, steps, resident_tokens, threshold
@@ -18,10 +19,9 @@ A row is one run of one mode, from the decode server's step log (sglang_scout/en
     attempts             1, or more where requests had not run together
     ratio_from_first, ratio_curve              of all steps but a request's first; mean of the layers by step
     recalled_pages_per_step, recall_bytes_per_step              of all steps but the first
-The model's identity, a digest of its weights and the name of the prompts' text are in each row as well.
 
 A model with random weights selects other pages at every step, whatever was recalled. One that has learned to look
-things up does not: by default it is benchmark/accuracy/recall_model, with texts that it knows (--tasks).
+things up does not: by default it is benchmark/accuracy/recall_model, with texts that it knows.
 """
 
 from __future__ import annotations
@@ -35,23 +35,21 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
+from tokenizers import Tokenizer
 
+from benchmark.accuracy import tasks
 from benchmark.rows import ROOT, Row, Writer, environment, summary, weights_digest
 from servers.pd_cluster import PDCluster, flags
 from servers.server_process import ends_orderly
 from servers.sglang_http import generate_payload
-from sglang_scout.cli import profile as profile_command
-from sglang_scout.cli import profile_plot
-from sglang_scout.cli.profile_prompts import describe, make_prompts
-from sglang_scout.cli.profile_request import Request, least_tokens
 from sglang_scout.cli.progress import Progress
 from sglang_scout.cli.step_log_file import Step, StepLogFile, ratios_by_age, read_step_log
 from sglang_scout.core.config_together import keys_without_effect
 from sglang_scout.core.profile import FLAG, load_profile
 
-BENCHMARK = "recall_modes"
+RECALL_MODEL = ROOT / "benchmark" / "accuracy" / "recall_model"
+THRESHOLD = 0.12  # the paper's, of the CPU compute ratio
 PACKAGES = ("sglang", "torch", "sglang-scout")
 READY_TIMEOUT_S = 1200.0
 TASK_SEED = 777
@@ -62,61 +60,43 @@ class NotTogether(Exception):
     """A run that is none: the machine stood still, or not all requests fit."""
 
 
-def modes(names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Name to configuration; ``names`` are as in --modes."""
-    known: dict[str, dict[str, Any]] = {}
-    for recall in ("off", "fixed", "profile", "adaptive"):
-        known[recall] = {"recall": recall}
-        known[f"{recall}-no-precompute"] = {"recall": recall, "precompute": False}
-    wrong = [name for name in names if name not in known]
-    if wrong:
-        raise SystemExit(f"--modes: {wrong[0]!r} is unknown; choose of {', '.join(known)}")
-    return {name: known[name] for name in names}
+MODES: dict[str, dict[str, Any]] = {
+    recall + suffix: {"recall": recall, **more}
+    for suffix, more in (("", {}), ("-no-precompute", {"precompute": False}))
+    for recall in ("off", "fixed", "profile", "adaptive")
+    if recall + suffix != "fixed-no-precompute"
+}
 
 
 def task_prompts(count: int, length_tokens: int) -> list[list[int]]:
     """Texts of all retrieval tasks."""
-    from benchmark.accuracy import tasks
-
     weights, seeds = dict.fromkeys(tasks.TASKS, 1.0), [[TASK_SEED, i] for i in range(count)]
     texts = [tasks.make_document(weights, length_tokens, seed, 0.05, 1) for seed in seeds]
     return [text.tokens.tolist() for text in texts]
 
 
-def mixed_prompts(
-    model_path: str,
-    datasets: Sequence[str | None],
-    count: int,
-    length_tokens: int,
-    skip_tokens: int = 0,
+def file_prompts(
+    model_path: str, files: Sequence[Path], count: int, length_tokens: int
 ) -> list[list[int]]:
-    """Prompts of each text in turn; the first ``skip_tokens`` of each are left out.
-
-    Raises:
-        ScoutError: too little text.
-    """
-    skipped = -(-skip_tokens // length_tokens)
-    each = skipped + -(-count // len(datasets))
-    sizes = dict(count=each, length_tokens=length_tokens, least_tokens=length_tokens)
-    parts = [make_prompts(model_path, dataset, **sizes)[skipped:] for dataset in datasets]
-    return [prompt for group in zip(*parts, strict=True) for prompt in group][:count]
-
-
-def write_prompts(name: str, prompts: list[list[int]]) -> str:
-    """A dataset of token ids. Returns its path."""
-    path = Path(tempfile.mkdtemp(prefix="sglang-scout-prompts-")) / f"{name}.jsonl"
-    path.write_text("".join(json.dumps({"input_ids": ids}) + "\n" for ids in prompts))
-    return str(path)
+    """Pieces of the files' texts, each file in turn."""
+    tokenizer = Tokenizer.from_file(str(Path(model_path) / "tokenizer.json"))
+    texts = [tokenizer.encode(path.read_text(), add_special_tokens=False).ids for path in files]
+    prompts = []
+    for i in range(count):
+        at = i // len(texts) * length_tokens
+        prompts.append(texts[i % len(texts)][at : at + length_tokens])
+        if len(prompts[-1]) < length_tokens:
+            raise SystemExit(f"{files[i % len(texts)]} is too short for so many prompts")
+    return prompts
 
 
-def make_cluster(
-    args: argparse.Namespace, prompts: list[list[int]], logs: Path, profile: Path
-) -> PDCluster:
+def make_cluster(args: argparse.Namespace, prompts: list[list[int]], logs: Path) -> PDCluster:
     """All servers. The logs of the steps are ``logs``/MODE.jsonl."""
     longest = max(map(len, prompts)) + args.steps + 256
     total = (len(prompts) + 2) * longest
     decodes = {}
-    for name, config in modes(args.modes).items():
+    for name in args.modes:
+        config = MODES[name]
         idle = keys_without_effect(precompute=config.get("precompute", True))
         more = {key: value for key, value in args.config.items() if key not in idle}
         settings = {**more, **config, "step_log": str(logs / f"{name}.jsonl")}
@@ -124,7 +104,7 @@ def make_cluster(
             settings["resident_tokens"] = args.resident_tokens
         decodes[name] = flags(kv_offload_config=json.dumps(settings))
         if config["recall"] in ("profile", "adaptive"):
-            decodes[name] += [FLAG, str(profile)]
+            decodes[name] += [FLAG, str(args.profile.resolve())]
     first, *others = decodes
     return PDCluster(
         args.model_path,
@@ -207,68 +187,36 @@ def one_run(
                 raise
 
 
-def make_profile(args: argparse.Namespace, progress: Progress) -> Path:
-    """The profile of the same workload, beside the rows, and its picture."""
-    rows = args.json or Path(tempfile.mkdtemp()) / "recall_modes.jsonl"
-    output = rows.with_name(f"{rows.stem}_profile.json")
-    request = Request(
-        model_path=args.model_path,
-        output=str(output),
-        budget_tokens=args.budget,
-        threshold=args.threshold,
-        steps=args.steps,
-        batch=args.requests,
-        input_tokens=args.input_len,
-        resident_tokens=args.resident_tokens,
-        dataset=args.dataset,
-        dtype=args.dtype,
-        check=not args.quick,
-        config=args.config,
-    )
-    profile = profile_command.make_profile(request, progress)
-    print(profile_command.as_text(profile))
-    profile_plot.draw(profile, output.with_suffix(".png"))
-    return output
-
-
-def run(args: argparse.Namespace, writer: Writer) -> None:
+def run(args: argparse.Namespace, prompts: list[list[int]], writer: Writer) -> None:
     progress = Progress()
-    prompts = make_prompts(
-        args.model_path,
-        args.dataset,
-        count=args.requests,
-        length_tokens=args.input_len,
-        least_tokens=least_tokens(args.budget),
-    )
-    path = (args.profile or make_profile(args, progress)).resolve()
-    profile = load_profile(str(path))
     shared = {
-        "model": profile.model,
-        "identity": msgspec.to_builtins(profile.identity),
+        "model": Path(args.model_path).name,
         "weights": weights_digest(args.model_path),
-        "text": describe(args.dataset),
+        "text": [path.name for path in args.dataset] or "retrieval tasks",
         "budget_tokens": args.budget,
         "requests": args.requests,
         "input_tokens": args.input_len,
         "steps": args.steps,
         "skipped_steps": args.skip,
         "resident_tokens": args.resident_tokens or args.budget * args.requests,
-        "threshold": profile.threshold,
-        "intervals": profile.intervals,
+        "threshold": THRESHOLD,
         "config": args.config,
     }
-    logs = Path(tempfile.mkdtemp(prefix="sglang-scout-recall-"))
-    names = list(modes(args.modes))
+    if args.profile:
+        shared["intervals"] = load_profile(str(args.profile)).intervals
+    logs = args.logs or Path(tempfile.mkdtemp(prefix="sglang-scout-recall-"))
+    logs.mkdir(parents=True, exist_ok=True)
+    names = args.modes
     progress.say(f"starting {len(names) + 1} servers; logs are in {logs}")
     server_of = dict(zip(names, ["decode", *names[1:]], strict=True))
-    with make_cluster(args, prompts, logs, path) as cluster:
+    with make_cluster(args, prompts, logs) as cluster:
         progress.say(f"ready after {cluster.startup_s:.0f} s")
         for name in names:
             decode(cluster, server_of[name], prompts, 4)
         progress.say("measuring")
         for number in range(args.rounds):
             for name in names if number % 2 == 0 else reversed(names):
-                config = modes([name])[name]
+                config = MODES[name]
                 row = writer.add(
                     name,
                     **shared,
@@ -288,12 +236,23 @@ def run(args: argparse.Namespace, writer: Writer) -> None:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     add = parser.add_argument
-    add("--json", type=Path, metavar="FILE", help="rows; the profile is written beside them")
-    add("--model-path", help="folder of a model (default: the retrieval model, with --tasks)")
-    add("--dataset", nargs="+", metavar="FILE", help="as of `sglang-scout profile`; in turn")
-    add("--tasks", action="store_true", help="texts of benchmark/accuracy/tasks.py as prompts")
-    add("--profile", type=Path, metavar="FILE", help="take this one (default: make one)")
-    add("--threshold", type=float, default=0.12, help="of the profile that is made")
+    add("--json", type=Path, metavar="FILE", help="rows")
+    add("--model-path", default=str(RECALL_MODEL), help="folder (default: the retrieval model)")
+    add(
+        "--dataset",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="FILE",
+        help="texts, in turn; without: tasks.py's",
+    )
+    add("--profile", type=Path, metavar="FILE", help="recall intervals, of `sglang-scout profile`")
+    add(
+        "--logs",
+        type=Path,
+        metavar="FOLDER",
+        help="of servers and steps (default: a temporary one)",
+    )
     add("--budget", type=int, default=512, metavar="TOKENS")
     add("--resident-tokens", type=int, metavar="TOKENS", help="default: budget x requests")
     add("--requests", type=int, default=16)
@@ -302,30 +261,19 @@ def main(argv: list[str] | None = None) -> int:
     add("--skip", type=int, default=128, help="steps before those that count")
     add("--rounds", type=int, default=3)
     add("--dtype", default="bfloat16")
-    add(
-        "--modes",
-        nargs="+",
-        default=["off", "fixed", "profile", "adaptive", "off-no-precompute",
-                 "profile-no-precompute", "adaptive-no-precompute"],
-    )  # fmt: skip
+    add("--modes", nargs="+", default=list(MODES), choices=MODES)
     add("--config", type=json.loads, default={}, metavar="JSON", help="more keys for every mode")
-    add("--quick", action="store_true", help="one round, the profile unchecked")
     args = parser.parse_args(argv)
-    if args.quick:
-        args.rounds = 1
-    if args.model_path is None:
-        args.model_path = str(ROOT / "benchmark" / "accuracy" / "recall_model")
-        args.tasks = args.tasks or args.dataset is None
-    if args.tasks:
+    if args.profile is None and any("profile" in name or "adaptive" in name for name in args.modes):
+        parser.error("--profile is missing, which modes profile and adaptive start from")
+    if args.dataset:
+        prompts = file_prompts(args.model_path, args.dataset, args.requests, args.input_len)
+    else:
         prompts = task_prompts(args.requests, args.input_len)
-        args.dataset = write_prompts("retrieval-tasks", prompts)
-    elif args.dataset is not None:
-        prompts = mixed_prompts(args.model_path, args.dataset, args.requests, args.input_len)
-        args.dataset = write_prompts("-".join(map(describe, args.dataset)), prompts)
-    writer = Writer(args.json, environment(BENCHMARK, PACKAGES))
+    writer = Writer(args.json, environment("recall_modes", PACKAGES))
     try:
         with ends_orderly():
-            run(args, writer)
+            run(args, prompts, writer)
     finally:
         writer.close()
     return 0
