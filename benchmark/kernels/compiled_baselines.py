@@ -1,4 +1,4 @@
-"""CPU decode attention of other engines, as rivals in benchmark/kernels/cpu_attention.py; scripts/setup_rival_kernels.sh.
+"""CPU decode attention of other engines, baselines of cpu_attention.py; built by scripts/setup_baseline_kernels.sh.
 
 They read the same pool in place, each as it lays out its cache:
     sgl-kernel  [tokens, H, D] and tables of tokens: page p of S tokens is tokens p * S to p * S + S - 1
@@ -37,11 +37,13 @@ def absent_reason(name: str) -> str:
     """Why it cannot be measured, "" if it can."""
     built = about(name)
     if not built:
-        return f"no .cache/rival-kernels/{name}; scripts/setup_rival_kernels.sh {name} makes it"
+        return (
+            f"no .cache/baseline-kernels/{name}; scripts/setup_baseline_kernels.sh {name} makes it"
+        )
     if built["torch"] != torch.__version__:
         return (
             f"built for torch {built['torch']}, this is {torch.__version__}; "
-            f"scripts/setup_rival_kernels.sh {name} builds it again"
+            f"scripts/setup_baseline_kernels.sh {name} builds it again"
         )
     if "avx512_bf16" not in Path("/proc/cpuinfo").read_text():
         return "needs a CPU with AVX-512 BF16"
@@ -61,9 +63,6 @@ class Compiled(OverBf16):
 
     def output(self) -> torch.Tensor:
         return self._out.float()
-
-    def more(self, inputs: Inputs, at: int, output: torch.Tensor) -> dict[str, float | str]:
-        return {"revision": str(self._about["revision"])}
 
     def _begin(self, inputs: Inputs, threads: int) -> torch.Tensor:
         """The query as it takes it, and room for its output."""

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 from benchmark.kernels import awake
-from benchmark.kernels.ipex_client import Exchange, IpexClient
 from benchmark.kernels.kv_pool import KvPool, PageStream
 from benchmark.kernels.read_loop import ReadLoop
 from sglang_scout.ops import native
 from sglang_scout.ops.attend import attend_reference
+
+if TYPE_CHECKING:
+    from benchmark.kernels.ipex_client import IpexClient
 
 PAGE_SIZE = 32
 ISAS = ("amx", "avx512bf16", "avx512", "avx2", "portable")  # the best first
@@ -164,7 +166,11 @@ class SdpaGather(OverBf16):
         """``limit_s``: run() gives up after this time. With fewer free cores than threads, torch can take a
         hundred times longer than it should."""
         self._grouped, self._limit_ns = grouped, int(limit_s * 1e9)
-        self.name = "sdpa-gather-grouped" if grouped else "sdpa-gather"
+        self.name = self.name_of(grouped)
+
+    @staticmethod
+    def name_of(grouped: bool) -> str:
+        return "sdpa-gather-grouped" if grouped else "sdpa-gather"
 
     def run(self, inputs: Inputs, starts: list[int], threads: int) -> int:
         torch.set_num_threads(threads)
@@ -204,19 +210,11 @@ class Ipex(OverBf16):
     tolerance = 2e-2
     layout = "heads first"
 
-    def __init__(self, client: IpexClient, exchange: Exchange) -> None:
-        self._client, self._exchange = client, exchange
-        self._shape: Shape | None = None
+    def __init__(self, client: IpexClient) -> None:
+        self._client = client
 
     def run(self, inputs: Inputs, starts: list[int], threads: int) -> int:
-        s = inputs.shape
-        if s is not self._shape:
-            n = len(inputs.stream.ids)
-            self._exchange.array("ids")[:n] = inputs.stream.ids
-            self._exchange.array("q")[: inputs.q.numel()] = inputs.q.flatten().numpy()
-            self._client.shape(B=s.B, R=s.R, S=s.S, H=s.H, G=s.G, D=s.D, scale=s.scale)
-            self._shape = s
-        return self._client.run(threads, starts, keep=len(starts) == 1)
+        return self._client.run(inputs, starts, threads)
 
     def expected(self, inputs: Inputs, at: int) -> torch.Tensor:
         s = inputs.shape
@@ -224,11 +222,7 @@ class Ipex(OverBf16):
         return reference_bf16(inputs, inputs.pages(at), k, v)
 
     def output(self) -> torch.Tensor:
-        assert self._shape is not None
-        s = self._shape
-        n = s.B * s.H * s.G * s.D
-        out = self._exchange.array("out")[:n].copy()
-        return torch.from_numpy(out).view(s.B, s.H * s.G, s.D)
+        return torch.from_numpy(self._client.output())
 
 
 def isas() -> list[str]:

@@ -3,132 +3,89 @@
 from __future__ import annotations
 
 import json
-import math
 import mmap
 import os
 import select
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 
+from benchmark.kernels.implementations import Inputs, Shape
+
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / ".cache" / "ipex-venv" / "bin" / "python"
 ABSENT = "no .cache/ipex-venv; scripts/setup_ipex.sh makes it"
-_START_TIMEOUT_S = 120.0
-_CALL_TIMEOUT_S = 120.0
+TIMEOUT_S = 120.0
 
 
-class RivalError(RuntimeError):
-    """The rival's process failed or is silent."""
-
-
-class Exchange:
-    """Named arrays in one memory file, for two processes."""
-
-    def __init__(self, **arrays: tuple[str, int]) -> None:
-        """name = (dtype, elements)."""
-        self.places: dict[str, tuple[int, str, int]] = {}
-        at = 0
-        for name, (dtype, count) in arrays.items():
-            self.places[name] = (at, dtype, count)
-            at += math.ceil(np.dtype(dtype).itemsize * count / 4096) * 4096
-        self.nbytes = at
-        self.fd = os.memfd_create("scout-benchmark", os.MFD_CLOEXEC)
-        os.ftruncate(self.fd, at)
-        self._map = mmap.mmap(self.fd, at)
-
-    def array(self, name: str) -> np.ndarray:
-        offset, dtype, count = self.places[name]
-        return np.frombuffer(self._map, dtype, count, offset)
-
-    def close(self) -> None:
-        os.close(self.fd)
+class BaselineError(RuntimeError):
+    """The process failed or is silent."""
 
 
 class IpexClient:
-    """Start-up takes seconds: ``connect`` waits for it.
+    """The process, which makes the same pool from the same seed, and one memory file shared with it: int32 page ids,
+    float32 q and out.
 
     Raises:
-        RivalError: from every method.
+        BaselineError: from every method.
     """
 
-    def __init__(self, exchange: Exchange, log: Path) -> None:
-        log.parent.mkdir(parents=True, exist_ok=True)
+    def __init__(self, shapes: Sequence[Shape], pool_bytes: int, log: Path) -> None:
+        ids = max(2 * (pool_bytes // 2 // s.page_bytes) + s.B * s.R for s in shapes)
+        queries = max(s.B * s.H * s.G * s.D for s in shapes)
+        self._fd = os.memfd_create("scout-benchmark", os.MFD_CLOEXEC)
+        os.ftruncate(self._fd, 4 * (ids + 2 * queries))
+        words = np.frombuffer(mmap.mmap(self._fd, 4 * (ids + 2 * queries)), np.int32)
+        self._ids = words[:ids]
+        self._q, self._out = words[ids:].view(np.float32).reshape(2, queries)
+        self._shape: Shape | None = None
         self._log = log
-        self._exchange = exchange
+        log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("wb") as stderr:
             self._process = subprocess.Popen(
-                [str(PYTHON), "-m", "benchmark.kernels.ipex_server"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                pass_fds=[exchange.fd],
-                text=True,
-                bufsize=1,
-            )
+                [str(PYTHON), "-m", "benchmark.kernels.ipex_server"], cwd=ROOT, text=True,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr,
+                pass_fds=[self._fd], bufsize=1,
+            )  # fmt: skip
+        self._ask(op="init", fd=self._fd, ids=ids, queries=queries, pool_bytes=pool_bytes)
 
-    def connect(self, pool_bytes: int) -> dict[str, Any]:
-        """Versions of the libraries and the backing of its pool."""
-        return self._ask(
-            _START_TIMEOUT_S,
-            op="init",
-            fd=self._exchange.fd,
-            nbytes=self._exchange.nbytes,
-            places=self._exchange.places,
-            pool_bytes=pool_bytes,
-        )
+    def run(self, inputs: Inputs, starts: list[int], threads: int) -> int:
+        """Nanoseconds of the calls."""
+        s = inputs.shape
+        if s is not self._shape:
+            self._ids[: len(inputs.stream.ids)] = inputs.stream.ids
+            self._q[: inputs.q.numel()] = inputs.q.flatten().numpy()
+            self._ask(op="shape", B=s.B, R=s.R, S=s.S, H=s.H, G=s.G, D=s.D, scale=s.scale)
+            self._shape = s
+        return int(self._ask(op="run", threads=threads, starts=starts)["ns"])
 
-    def shape(self, **sizes: float) -> None:
-        self._ask(_CALL_TIMEOUT_S, op="shape", **sizes)
-
-    def run(self, threads: int, starts: list[int], keep: bool = False) -> int:
-        """Nanoseconds of the calls; with ``keep`` the last output is in the exchange's "out"."""
-        answer = self._ask(_CALL_TIMEOUT_S, op="run", threads=threads, starts=starts, keep=keep)
-        return int(answer["ns"])
-
-    def close(self) -> None:
-        """Ends the process. Idempotent."""
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-        try:
-            self._process.wait(10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        if self._process.stdout is not None:
-            self._process.stdout.close()
+    def output(self) -> np.ndarray:
+        """float32 [B, HQ, D] of the last run."""
+        assert self._shape is not None
+        s = self._shape
+        return self._out[: s.B * s.H * s.G * s.D].copy().reshape(s.B, s.H * s.G, s.D)
 
     def __enter__(self) -> IpexClient:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+        os.close(self._fd)
 
-    def _ask(self, timeout_s: float, **request: Any) -> dict[str, Any]:
+    def _ask(self, **request: Any) -> dict[str, Any]:
         assert self._process.stdin is not None and self._process.stdout is not None
         try:
             self._process.stdin.write(json.dumps(request) + "\n")
-        except (OSError, ValueError) as e:
-            raise RivalError(f"the process has ended; {self._last_words()}") from e
-        if not select.select([self._process.stdout], [], [], timeout_s)[0]:
-            self._process.kill()
-            raise RivalError(f"{request['op']}: no answer within {timeout_s:.0f} s")
+        except OSError as error:
+            raise BaselineError(f"the process has ended, see {self._log}") from error
+        if not select.select([self._process.stdout], [], [], TIMEOUT_S)[0]:
+            raise BaselineError(f"{request['op']}: no answer within {TIMEOUT_S:.0f} s")
         line = self._process.stdout.readline()
-        if not line:
-            raise RivalError(f"{request['op']}: the process ended; {self._last_words()}")
-        answer = json.loads(line)
+        answer = json.loads(line) if line else {"error": f"the process ended, see {self._log}"}
         if "error" in answer:
-            raise RivalError(f"{request['op']}: {answer['error']}")
+            raise BaselineError(f"{request['op']}: {answer['error']}")
         return answer
-
-    def _last_words(self) -> str:
-        lines = self._log.read_text(errors="replace").strip().splitlines()
-        return lines[-1][:300] if lines else "it said nothing"

@@ -1,5 +1,4 @@
-// Bounds for the CPU attention: how fast this machine reads the bytes that attention reads, for
-// benchmark/kernels/cpu_attention.py, and how fast it multiplies, for benchmark/attention_instructions.py.
+// How fast this machine reads the bytes that attention reads, for benchmark/kernels/cpu_attention.py.
 // Compiled by read_loop.py for the machine at hand. Every 64-byte line is loaded once and folded into a
 // register; nothing is stored but one checksum per thread, by which the caller knows that all was read.
 #include <pthread.h>
@@ -113,31 +112,5 @@ int64_t scout_read_span(const char* base, int64_t bytes, const int32_t* cpus, in
         }
       },
       checksum);
-}
-
-// Nanoseconds of `count` multiply-adds of 64-byte vectors of floats that do not wait for each other.
-int64_t scout_multiply_add(int64_t count) {
-#if defined(__AVX512F__)
-  constexpr int kBytes = 64, kSums = 16;  // a register, and as many as hide the latency and fit
-#elif defined(__AVX__)
-  constexpr int kBytes = 32, kSums = 12;
-#else
-  constexpr int kBytes = 16, kSums = 12;
-#endif
-  typedef float Floats __attribute__((vector_size(kBytes)));
-  Floats sums[kSums] = {};
-  for (int j = 0; j < kSums; ++j) asm volatile("" : "+x"(sums[j]));  // nothing is known of them
-  Floats factor = Floats{} + 0.5f;
-  const int64_t begin_ns = now_ns();
-  for (int64_t i = 0; i < count * 64; i += kSums * kBytes) {
-    for (int j = 0; j < kSums; ++j) sums[j] = sums[j] * factor + factor;
-    asm volatile("" : "+x"(factor));  // each round is computed
-  }
-  const int64_t ns = now_ns() - begin_ns;
-  Floats all = {};
-  for (int j = 0; j < kSums; ++j) all += sums[j];
-  volatile float kept = all[0];
-  (void)kept;
-  return ns;
 }
 }

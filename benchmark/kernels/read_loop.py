@@ -19,7 +19,7 @@ AHEAD_BYTES = (0, 2048)  # software prefetch distances to choose from
 
 
 class ReadLoopError(RuntimeError):
-    """The read loop, or another C++ file of the benchmarks, cannot be compiled here; the message says why."""
+    """The read loop cannot be compiled here; the message says why."""
 
 
 class ReadLoop:
@@ -70,27 +70,27 @@ class ReadLoop:
         return int(ns), checksum.value
 
 
-def compiled(source: Path = SOURCE) -> Path:
-    """The shared library of a C++ file for this machine, made if it is not in the cache.
+def compiled() -> Path:
+    """The shared library of read_loop.cpp for this machine, made if it is not in the cache.
 
     Raises:
         ReadLoopError: no compiler, or it fails.
     """
     compiler = shlex.split(os.environ.get("CXX", "c++"))
     if shutil.which(compiler[0]) is None:
-        raise ReadLoopError(f"{compiler[0]} is not there; {source.name} needs a C++ compiler")
+        raise ReadLoopError(f"{compiler[0]} is not there; {SOURCE.name} needs a C++ compiler")
     command = [*compiler, "-std=c++17", "-O3", "-march=native", "-shared", "-fPIC", "-pthread"]
     # -march=native means another thing on another machine.
     flags = next(
         (x for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("flags")), ""
     )
-    key = hashlib.sha256(source.read_bytes() + " ".join([*command, flags]).encode()).hexdigest()
-    library = CACHE / f"{source.stem}-{key[:16]}.so"
+    key = hashlib.sha256(SOURCE.read_bytes() + " ".join([*command, flags]).encode()).hexdigest()
+    library = CACHE / f"{SOURCE.stem}-{key[:16]}.so"
     if not library.exists():
         CACHE.mkdir(parents=True, exist_ok=True)
         part = library.with_suffix(f".{os.getpid()}.part")
         done = subprocess.run(
-            [*command, "-o", str(part), str(source)], capture_output=True, text=True, timeout=120
+            [*command, "-o", str(part), str(SOURCE)], capture_output=True, text=True, timeout=120
         )
         if done.returncode != 0:
             raise ReadLoopError(f"{shlex.join(command)} failed: {done.stderr.strip()[-500:]}")

@@ -1,5 +1,5 @@
 // A torch operator around one function of SGLang's CPU kernels, so that a benchmark needs to
-// compile one of their files and not all. scripts/setup_rival_kernels.sh builds it against SGLang's
+// compile one of their files and not all. scripts/setup_baseline_kernels.sh builds it against SGLang's
 // source; nothing else uses it.
 #include <ATen/ATen.h>
 #include <omp.h>

@@ -1,5 +1,5 @@
 // Torch operators around two functions of vLLM's CPU attention, so that a benchmark needs to
-// compile two of its files and not all. scripts/setup_rival_kernels.sh builds it against vLLM's
+// compile two of its files and not all. scripts/setup_baseline_kernels.sh builds it against vLLM's
 // source; nothing else uses it.
 #include <omp.h>
 #include <torch/all.h>

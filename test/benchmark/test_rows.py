@@ -227,8 +227,8 @@ def test_a_rival_that_was_not_built_is_a_row(tmp_path, monkeypatch):
     by_impl = {row["impl"]: row for row in rows.read_rows(path)}
     for impl, script in (
         ("ipex-2.8", "setup_ipex.sh"),
-        ("sgl-kernel", "setup_rival_kernels.sh sgl-kernel"),
-        ("vllm", "setup_rival_kernels.sh vllm"),
+        ("sgl-kernel", "setup_baseline_kernels.sh sgl-kernel"),
+        ("vllm", "setup_baseline_kernels.sh vllm"),
     ):
         assert by_impl[impl]["status"] == "absent" and script in by_impl[impl]["reason"]
 
@@ -258,7 +258,7 @@ def test_a_rival_built_for_another_torch_is_not_loaded(tmp_path, monkeypatch):
     ],
 )
 def test_the_build_of_a_rival_refuses_what_it_cannot_build(tmp_path, name, message):
-    script = ROOT / "scripts" / "setup_rival_kernels.sh"
+    script = ROOT / "scripts" / "setup_baseline_kernels.sh"
     environment = {**os.environ, "PYTHON": sys.executable, "DEST": str(tmp_path / "made")}
     done = subprocess.run(
         [str(script), name, str(tmp_path)], capture_output=True, text=True, env=environment

@@ -1,23 +1,23 @@
 #!/usr/bin/env bash
-# Benchmark rivals: the decode attention of other engines on a CPU, compiled from their source into
-# .cache/rival-kernels. Only benchmark/kernels/cpu_attention.py uses them; without one it writes a row that says so. Nothing
+# Baselines: the decode attention of other engines on a CPU, compiled from their source into
+# .cache/baseline-kernels. Only benchmark/kernels/cpu_attention.py uses them; without one it writes a row that says so. Nothing
 # else in this project needs them, and none of that source is in this repository.
 #
-#   scripts/setup_rival_kernels.sh                  both: clone what is needed from GitHub, compile
-#   scripts/setup_rival_kernels.sh NAME [SOURCE]    one of them: sgl-kernel (SGLang's sglang-kernel-cpu 0.4.5) or
+#   scripts/setup_baseline_kernels.sh                  both: clone what is needed from GitHub, compile
+#   scripts/setup_baseline_kernels.sh NAME [SOURCE]    one of them: sgl-kernel (SGLang's sglang-kernel-cpu 0.4.5) or
 #                                                   vllm (vLLM's CPU backend, June 2026). SOURCE: a clone that has
 #                                                   the commit, bare or not, or a folder with that source in it,
 #                                                   whatever its version
 #
 # A minute or two each. One or two files of each are compiled, with the options of the engine's own build. They take
 # the torch of this project's environment and need a CPU with AVX-512 BF16; AMX is not needed.
-# Variables: PYTHON (with torch; default .venv/bin/python), CXX, DEST (default .cache/rival-kernels, where the
+# Variables: PYTHON (with torch; default .venv/bin/python), CXX, DEST (default .cache/baseline-kernels, where the
 # benchmark looks).
 set -euo pipefail
 shopt -s inherit_errexit # what fails in $(...) ends the script too
 
-say() { printf 'setup_rival_kernels: %s\n' "$*" >&2; }
-die() { printf 'setup_rival_kernels: %s\n' "$*" >&2; exit 1; }
+say() { printf 'setup_baseline_kernels: %s\n' "$*" >&2; }
+die() { printf 'setup_baseline_kernels: %s\n' "$*" >&2; exit 1; }
 
 case "$#:${1:-}" in
     0: | [12]:[a-z]*) ;;
@@ -28,7 +28,7 @@ SOURCE=""
 [ -z "${2:-}" ] || SOURCE="$(realpath -e -- "$2" 2>/dev/null)" || die "there is no $2"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-DEST="${DEST:-.cache/rival-kernels}"
+DEST="${DEST:-.cache/baseline-kernels}"
 PYTHON="${PYTHON:-.venv/bin/python}"
 
 AVX512=(-mavx512f -mavx512vl -mavx512bw -mavx512dq -mavx512bf16 -mavx512vnni -mamx-tile -mamx-bf16)
@@ -42,7 +42,7 @@ choose() {
             PARTS=(sgl-kernel/csrc/cpu sgl-kernel/pyproject_cpu.toml)
             FILES=(sgl-kernel/csrc/cpu/decode.cpp)
             OPTIONS=(-std=c++17 -march=x86-64-v4 "${AVX512[@]}" -mamx-int8 -DSGLANG_CPU_FP8_CVT_FTZ)
-            BINDING=benchmark/sgl_kernel_binding.cpp
+            BINDING=benchmark/kernels/sgl_kernel_binding.cpp
             ;;
         vllm)
             HOME_OF_SOURCE=https://github.com/vllm-project/vllm
@@ -50,9 +50,9 @@ choose() {
             PARTS=(csrc/cpu)
             FILES=(csrc/cpu/cpu_attn.cpp csrc/cpu/utils.cpp)
             OPTIONS=(-std=c++20 -mf16c "${AVX512[@]}" -DCPU_CAPABILITY_AMXBF16 -DVLLM_CPU_EXTENSION -DVLLM_NUMA_DISABLED)
-            BINDING=benchmark/vllm_binding.cpp
+            BINDING=benchmark/kernels/vllm_binding.cpp
             ;;
-        *) die "$1 is no rival; sgl-kernel and vllm are" ;;
+        *) die "$1 is no baseline; sgl-kernel and vllm are" ;;
     esac
     FOLDER="$DEST/$1"
 }
@@ -70,7 +70,7 @@ get_source() {
         git -C "$clone" sparse-checkout set --no-cone "${PARTS[@]/#//}"
         git -C "$clone" fetch -q --depth 1 --filter=blob:none origin "$COMMIT" || rm -rf "$clone"
         [ -d "$clone" ] \
-            || die "cannot clone $HOME_OF_SOURCE; give a folder that has it: scripts/setup_rival_kernels.sh NAME SOURCE"
+            || die "cannot clone $HOME_OF_SOURCE; give a folder that has it: scripts/setup_baseline_kernels.sh NAME SOURCE"
         git -C "$clone" checkout -q FETCH_HEAD
         tar -C "$clone" -c "${PARTS[@]}" | tar -C "$into" -x
         rm -rf "$clone"
