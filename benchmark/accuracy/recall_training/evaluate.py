@@ -9,12 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmark.accuracy.recall_training.model import (  # puts benchmark/accuracy on the path
-    RecallModel,
-    tasks,
-)
-
-# isort: split
+from benchmark.accuracy import tasks
+from benchmark.accuracy.recall_training.model import RecallModel
 from benchmark.accuracy.scoring import wilson_interval
 
 EVAL_SEED = 990_001  # held-out texts: seeds of training have three parts, these have four
@@ -85,7 +81,6 @@ def evaluate(
     model: RecallModel,
     lengths: list[int],
     texts: int,
-    dtype: torch.dtype = torch.bfloat16,
     questions: int = 8,
     names: tuple[str, ...] = tasks.TASKS,
 ) -> Iterator[dict[str, object]]:
@@ -102,10 +97,10 @@ def evaluate(
                 share = min(0.5, (questions * tokens_per_question + 1) / length)
                 document = tasks.make_document({task: 1.0}, length, seeds, share, 1)
                 batch = make_batch([document], [np.arange(length)])
-                hidden = model.hidden(batch.tokens.to(model.device), None, dtype).cpu()
-                logits = model.logits(hidden[batch.is_answer].to(model.device))
+                hidden = model.hidden(batch.tokens, None, torch.bfloat16)
+                logits = model.logits(hidden[batch.is_answer])
                 predicted = torch.zeros_like(batch.tokens)
-                predicted[batch.is_answer] = logits.argmax(-1).cpu()
+                predicted[batch.is_answer] = logits.argmax(-1)
                 for right, asked in count_correct(batch, predicted).values():
                     total[0] += right
                     total[1] += asked
@@ -119,22 +114,3 @@ def evaluate(
                 "low": low,
                 "high": high,
             }
-
-
-def format_table(rows: list[dict[str, object]]) -> str:
-    """Markdown: a row per task, a column per length, in percent with the interval."""
-    lengths = sorted({row["length_tokens"] for row in rows})
-    lines = ["| task | " + " | ".join(f"{n} tokens" for n in lengths) + " |"]
-    lines.append("| --- |" + " ---: |" * len(lengths))
-    for task in [name for name in tasks.TASKS if any(row["task"] == name for row in rows)]:
-        cells = [
-            row for n in lengths for row in rows if (row["task"], row["length_tokens"]) == (task, n)
-        ]
-        lines.append(
-            f"| {task} | "
-            + " | ".join(f"{c['share']:.1%} ({c['low']:.1%} to {c['high']:.1%})" for c in cells)
-            + " |"
-        )
-    means = [np.mean([row["share"] for row in rows if row["length_tokens"] == n]) for n in lengths]
-    lines.append("| mean | " + " | ".join(f"{mean:.1%}" for mean in means) + " |")
-    return "\n".join(lines)

@@ -9,26 +9,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmark.accuracy.recall_training.model import RecallModel, tasks
+from benchmark.accuracy import tasks
+from benchmark.accuracy.recall_training.model import RecallModel
 
-STYLES = ("random", "shift", "induction")
 
+def init_weights(model: RecallModel, seed: int) -> None:
+    """Overwrites all weights by seeded ones, with two layers of heads written by hand.
 
-def init_weights(model: RecallModel, seed: int, style: str = "shift") -> None:
-    """Overwrites all weights by seeded ones.
-
-    ``style`` says how much is written by hand before the training:
-
-    - ``random``: nothing.
-    - ``shift``: the embeddings share one direction, and three heads of layer 0 turn it into fixed
-      rotary queries and keys that read the token 1, 2 and 3 places back into subspaces of their
-      own. A network of this kind finds such heads by itself, but that takes most of a training.
-    - ``induction``: layer 1, moreover, compares what stands at 0, 1, 2 places back of the query
-      with what stands 1, 2, 3 places back of the key, and copies the token found.
+    The embeddings share one direction, and three heads of layer 0 turn it into fixed rotary queries and keys that read
+    the token 1, 2 and 3 places back into subspaces of their own. Layer 1 compares what stands at 0, 1, 2 places back
+    of the query with what stands 1, 2, 3 places back of the key, and copies the token found. A network of this kind
+    finds such heads by itself, but that takes most of a training.
     """
     spec = model.spec
-    if style not in STYLES:
-        raise ValueError(f"style={style!r}: choose one of {', '.join(STYLES)}")
     rng = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int, std: float = 1.0) -> Tensor:
@@ -44,10 +37,7 @@ def init_weights(model: RecallModel, seed: int, style: str = "shift") -> None:
                 p.copy_(normal(*p.shape, std=0.02))
             else:
                 p.copy_(normal(*p.shape, std=1 / math.sqrt(p.shape[1])))
-        if style != "random":
-            parts = _write_shift_heads(model, normal)
-        if style == "induction":
-            _write_induction_heads(model, normal, parts)
+        _write_induction_heads(model, normal, _write_shift_heads(model, normal))
 
 
 def _write_shift_heads(model: RecallModel, normal: Any) -> tuple[Tensor, ...]:

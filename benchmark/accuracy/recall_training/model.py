@@ -21,8 +21,6 @@ from torch import Tensor, nn
 
 from benchmark.accuracy import tasks
 
-MANUAL_ATTENTION_TOKENS = 256  # up to this length one masked matrix is faster than fused attention
-
 
 @dataclass(frozen=True)
 class RecallSpec:
@@ -84,23 +82,11 @@ class Attention(nn.Module):
         v = self.v_proj(x).view(batch, tokens, spec.kv_heads, -1).transpose(1, 2)
         q = apply_rope(self.q_norm(q).transpose(1, 2), cos, sin)
         k = apply_rope(self.k_norm(k).transpose(1, 2), cos, sin)
-        scale = spec.head_dim**-0.5
         group = spec.heads // spec.kv_heads
-        if tokens <= MANUAL_ATTENTION_TOKENS and x.device.type == "cpu":
-            # Queries of one group stand below each other: one product per KV head.
-            stacked = (q * scale).to(dtype).reshape(batch, spec.kv_heads, group * tokens, -1)
-            scores = stacked @ k.to(dtype).transpose(-1, -2)
-            mask = torch.full((tokens, tokens), -torch.inf).triu(1).to(dtype).repeat(group, 1)
-            out = torch.softmax(scores + mask, dim=-1) @ v
-            out = out.view(batch, spec.heads, tokens, -1)
-        else:
-            out = F.scaled_dot_product_attention(
-                q.to(dtype),
-                k.to(dtype).repeat_interleave(group, 1),
-                v.repeat_interleave(group, 1),
-                is_causal=True,
-                scale=scale,
-            )
+        out = F.scaled_dot_product_attention(
+            q.to(dtype), k.to(dtype).repeat_interleave(group, 1), v.repeat_interleave(group, 1),
+            is_causal=True, scale=spec.head_dim**-0.5,
+        )  # fmt: skip
         return self.o_proj(out.transpose(1, 2).reshape(batch, tokens, -1))
 
 
@@ -143,10 +129,6 @@ class RecallModel(nn.Module):
         super().__init__()
         self.spec = spec
         self.model = Decoder(spec)
-
-    @property
-    def device(self) -> torch.device:
-        return self.model.norm.weight.device
 
     def forward(
         self, tokens: Tensor, positions: Tensor | None = None, dtype: torch.dtype = torch.float32
@@ -227,7 +209,7 @@ def hf_config(spec: RecallSpec) -> dict[str, Any]:
     }
 
 
-def export_model(model: RecallModel, out: Path, card: str) -> int:
+def export_model(model: RecallModel, out: Path) -> int:
     """Writes a folder that SGLang and transformers load; returns the bytes of its weights.
 
     The folder appears in one rename; an existing one is replaced. Weights are bfloat16.
@@ -247,7 +229,6 @@ def export_model(model: RecallModel, out: Path, card: str) -> int:
         (fresh / "config.json").write_text(json.dumps(hf_config(model.spec), indent=2) + "\n")
         generation = {"eos_token_id": 1, "pad_token_id": 0, "do_sample": False}
         (fresh / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
-        (fresh / "README.md").write_text(card)
         build_tokenizer().save_pretrained(fresh)
         if out.exists():
             shutil.rmtree(out)
