@@ -41,8 +41,8 @@ def used_mib() -> int | None:
 
 
 def wait_free(before_mib: int | None, most_s: float = 60.0) -> None:
-    """Wait until no more memory is taken than ``before_mib`` and a little: the driver frees a process's memory some time
-    after the process is gone."""
+    """Wait until no more memory is taken than ``before_mib`` and a little: the driver frees memory some time after
+    its process is gone."""
     end = time.monotonic() + most_s
     while before_mib is not None and (now := used_mib()) is not None and now > before_mib + 512:
         if time.monotonic() >= end:

@@ -2,13 +2,11 @@
 
     taskset -c 0 env OMP_NUM_THREADS=1 python -m benchmark.decode.boundary_time --json FILE
 
-Options: --batch 16,64  --layers N  --context TOKENS  --steps N  --recall MODE  --quick.
-
 A device's step is one CUDA graph; beside it the host has as long as the graph runs to prepare the next one
 (docs/gpu.md). Here engine, residency table, policy and boundary are the real ones, on CPU tensors of pages so
 small (1 KV head of 16) that copying them costs nothing. The graph is not run: a generator writes what it would have
-selected. Scores of pages are Gaussian and follow s(t+1) = rho s(t) + sqrt(1 - rho^2) noise, with rho calibrated to
-the paper's Figures 6a and 6b: 12 % of the selected pages are others after 8.7 steps. As many pages are resident as all
+selected. Scores of pages are Gaussian and follow s(t+1) = rho s(t) + sqrt(1 - rho^2) noise, with a rho
+that gives the paper's Figures 6a and 6b: 12 % of the selected pages are others after 8.7 steps. As many pages are resident as all
 rows select, and a step may copy as many as 256 MiB hold in a model with 8 KV heads of 128.
 
 Rows (format: rows.py), one per batch; impl is "device-engine":
@@ -24,6 +22,7 @@ Rows (format: rows.py), one per batch; impl is "device-engine":
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import statistics
 import sys
 import time
@@ -37,7 +36,6 @@ import numpy as np
 import torch
 
 from benchmark import rows
-from sglang_scout.core.config import RECALL_MODES
 from sglang_scout.core.parse_config import parse_config
 from sglang_scout.core.registry import Op
 from sglang_scout.engine import device, device_step, pools, recall, step_inputs
@@ -49,7 +47,7 @@ from sglang_scout.policy.presets import POLICY_NAMES, make_policy
 
 PAGE = 32
 REAL_PAGE_BYTES = 2 * PAGE * 8 * 128 * 2
-FIGURE_6_STEPS, FIGURE_6_SHARE = 8.7, 0.12
+RHO = 0.999034  # 12 % of 64 pages of 2,048 are others after 8.7 steps
 FETCHED = 2  # tensors that come back from a step
 PARTS = {
     "fetch": "_results.send_for",
@@ -60,17 +58,29 @@ PARTS = {
 }
 
 
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    layers: int
+    context: int
+    budget: int
+    steps: int
+    warm_up: int
+
+
+FULL, QUICK = Sizes(36, 65536, 2048, 64, 24), Sizes(3, 2048, 256, 8, 4)
+
+
 class Drift:
     """Which columns each layer and row selects, from step to step; the first and the newest always."""
 
-    def __init__(self, layers: int, batch: int, pages: int, budget: int, rho: float, seed: int = 1):
-        self._source = torch.Generator().manual_seed(seed)
-        self._budget, self._rho = budget, rho
+    def __init__(self, layers: int, batch: int, pages: int, budget: int):
+        self._source = torch.Generator().manual_seed(1)
+        self._budget = budget
         self._scores = torch.randn(layers, batch, pages, generator=self._source)
 
     def advance(self) -> None:
         noise = torch.randn(self._scores.shape, generator=self._source)
-        self._scores.mul_(self._rho).add_(noise, alpha=(1 - self._rho**2) ** 0.5)
+        self._scores.mul_(RHO).add_(noise, alpha=(1 - RHO**2) ** 0.5)
 
     def columns(self, n_full: torch.Tensor) -> torch.Tensor:
         """``[L, B, k]`` for rows of ``n_full`` ``[B]`` pages."""
@@ -80,21 +90,6 @@ class Drift:
         scores[:, :, 0] = torch.inf
         scores[:, torch.arange(len(n_full)), n_full - 1] = torch.inf
         return scores.topk(self._budget, dim=2).indices
-
-
-def calibrated_rho(pages: int, budget: int) -> float:
-    """The drift at which Figure 6's share of a selection is new after its steps."""
-    low, high = 0.9, 0.99999
-    source = torch.Generator().manual_seed(5)
-    before, noise = torch.randn(2, 256, pages, generator=source).unbind()
-    chosen = before.topk(budget).indices
-    for _ in range(20):
-        rho = (low + high) / 2
-        kept = rho**FIGURE_6_STEPS
-        after = (kept * before + (1 - kept**2) ** 0.5 * noise).topk(budget).indices
-        share = 1 - (after[:, :, None] == chosen[:, None, :]).any(2).float().mean().item()
-        low, high = (low, rho) if share < FIGURE_6_SHARE else (rho, high)
-    return (low + high) / 2
 
 
 class NoRing:
@@ -174,14 +169,13 @@ def nothing_launched() -> Iterator[dict[str, int]]:
 class Bench:
     """An engine whose steps are only selections; requests of equal length decode on and on."""
 
-    def __init__(self, options: argparse.Namespace, batch: int, rho: float) -> None:
+    def __init__(self, options: Sizes, batch: int) -> None:
         layers, budget = options.layers, options.budget // PAGE
         each = -(-options.context // PAGE) + 2 + (options.steps + options.warm_up) // PAGE
         pages = 1 + batch * each
         shape = ModelShape(layers, 4, 1, 16, PAGE, torch.bfloat16, 0.25)
-        settings: dict[str, Any] = {"recall": options.recall}
-        if options.recall == "adaptive":
-            settings["recall_step_mib"] = 256 * 2 * shape.page_bytes / REAL_PAGE_BYTES
+        mib = 256 * 2 * shape.page_bytes / REAL_PAGE_BYTES
+        settings = {"recall": "adaptive", "recall_step_mib": mib}
         config = parse_config(
             policy="scout", policies=POLICY_NAMES, budget_tokens=options.budget,
             config=settings,
@@ -206,7 +200,7 @@ class Bench:
         self.slots = np.arange(batch)
         self.lengths = options.context + 7 * np.arange(batch, dtype=np.int64) % PAGE
         self.engine.digests.valid[self.pages[:, : options.context // PAGE]] = True
-        self.drift = Drift(layers, batch, each, budget, rho)
+        self.drift = Drift(layers, batch, each, budget)
         self._make_resident()
 
     def _make_resident(self) -> None:
@@ -266,8 +260,8 @@ def timed_parts(engine: DeviceStepEngine) -> dict[str, list[float]]:
     return times
 
 
-def measure(options: argparse.Namespace, batch: int, rho: float) -> dict[str, Any]:
-    bench = Bench(options, batch, rho)
+def measure(options: Sizes, batch: int) -> dict[str, Any]:
+    bench = Bench(options, batch)
     engine, counters = bench.engine, bench.engine.counters
     with nothing_launched() as calls:
         for _ in range(options.warm_up):
@@ -301,34 +295,16 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", type=Path, help="JSON lines")
-    parser.add_argument("--batch", type=lambda s: [int(x) for x in s.split(",")], default=[16, 64])
-    parser.add_argument("--layers", type=int, default=36)
-    parser.add_argument("--context", type=int, default=65536)
-    parser.add_argument("--budget", type=int, default=2048)
-    parser.add_argument("--steps", type=int, default=64)
-    parser.add_argument("--warm-up", type=int, default=24)
-    parser.add_argument("--recall", choices=[m for m in RECALL_MODES if m != "profile"],
-                        default="adaptive")  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="small sizes: does it run?")
-    options = parser.parse_args(argv)
-    if options.quick:
-        options.batch, options.layers, options.context, options.budget = [2], 3, 2048, 256
-        options.steps, options.warm_up = 8, 4
+    args = parser.parse_args(argv)
+    sizes = QUICK if args.quick else FULL
     torch.set_num_threads(1)
-    shared = rows.environment("boundary_time", ("torch", "numpy"))
-    writer = rows.Writer(options.json, shared)
-    rho = calibrated_rho(options.context // PAGE, options.budget // PAGE)
-    for batch in options.batch:
-        sizes = {"layers": options.layers, "context": options.context, "budget": options.budget,
-                 "batch": batch, "recall": options.recall, "rho": round(rho, 6)}  # fmt: skip
-        row = writer.add("device-engine", **sizes, **measure(options, batch, rho))
-        print(
-            f"batch {batch}: {row['median_us'] / 1e3:.2f} ms, mean {row['mean_us'] / 1e3:.2f} "
-            f"(spread {row['spread']:.2f}), "
-            f"{row['recalled']} pages recalled, ratio {row['cpu_compute_ratio']}\n"
-            f"  {row['parts_us']}\n  {row['calls']}",
-            flush=True,
-        )
+    writer = rows.Writer(args.json, rows.environment("boundary_time", ("torch", "numpy")))
+    for batch in (2,) if args.quick else (16, 64):
+        about = {**dataclasses.asdict(sizes), "batch": batch, "recall": "adaptive", "rho": RHO}
+        row = writer.add("device-engine", **about, **measure(sizes, batch))
+        print(f"batch {batch}: {row['median_us'] / 1e3:.2f} ms (spread {row['spread']:.2f}), "
+              f"{row['parts_us']}, {row['calls']}", flush=True)  # fmt: skip
     writer.close()
     return 0
 

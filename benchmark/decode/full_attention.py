@@ -9,11 +9,12 @@ from collections.abc import Callable
 
 import torch
 
-from benchmark.decode.harness import PAGE, DummyModel, ModelSize
+from benchmark.decode.harness import PAGE
+from benchmark.decode.model import DummyModel, ModelSize
 from sglang_scout.ops.attend import attend_pages
 
 
-class FullRig:
+class FullAttention:
     """All KV on the device, as stock attention has it; ``attend`` by our kernel or by FlashInfer."""
 
     def __init__(self, model: DummyModel, size: ModelSize, batch: int, context: int, kind: str):
@@ -33,7 +34,7 @@ class FullRig:
         with torch.cuda.stream(side):
             self._layers()
         side.synchronize()
-        gc.collect()  # an earlier rig's graphs, freed in the middle of a capture, would end it
+        gc.collect()  # an earlier harness's graphs, freed in the middle of a capture, would end it
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
             self._layers()
@@ -81,10 +82,10 @@ def main() -> int:
     begin = time.monotonic()
     size = ModelSize(1, 256, 32, 8, 128, 512)
     model = DummyModel(size, torch.bfloat16, "cuda")
-    rig = FullRig(model, size, 1, 2 * PAGE, "full-flashinfer")
-    rig.graph.replay()
+    harness = FullAttention(model, size, 1, 2 * PAGE, "full-flashinfer")
+    harness.graph.replay()
     torch.cuda.synchronize()
-    finite = bool(torch.isfinite(rig.out).all())
+    finite = bool(torch.isfinite(harness.out).all())
     print(f"FlashInfer: {'ready' if finite else 'wrong'} after {time.monotonic() - begin:.0f} s")
     return 0 if finite else 1
 

@@ -11,11 +11,12 @@ import contextlib
 import gc
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
+from benchmark.decode.model import DummyModel, ModelSize, QueryDrift
 from benchmark.mapped import wait_mapped
 from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.parse_config import parse_config
@@ -25,14 +26,12 @@ from sglang_scout.engine.pools import DigestPool, HostPages, ModelShape, Residen
 from sglang_scout.ops.doorbell import DeviceRing
 from sglang_scout.ops.native_slots import NativeResidencyTable
 from sglang_scout.ops.native_uses import NativePageUses
-from sglang_scout.ops.predict import rms_norm
 from sglang_scout.policy.presets import POLICY_NAMES, make_policy
 from sglang_scout.worker.arena import Arena, ArenaSpec
 from sglang_scout.worker.client import WorkerClient, WorkerConfig
 
 PAGE = 32
 SPIN_US = 20_000
-_EPS = 1e-6
 
 
 @contextlib.contextmanager
@@ -51,88 +50,6 @@ def no_waiting(device: str) -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode(before)
-
-
-class ModelSize(NamedTuple):
-    """Sizes of a dense model with grouped-query attention."""
-
-    layers: int
-    hidden: int
-    q_heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate: int
-
-
-SIZES = {
-    "qwen3-8b": ModelSize(36, 4096, 32, 8, 128, 12288),
-    "qwen3-14b": ModelSize(40, 5120, 40, 8, 128, 17408),
-    "tiny": ModelSize(3, 64, 4, 2, 32, 96),
-}
-
-
-class DummyModel:
-    """Decoder layers of random weights; ``attend`` stands for what the weights do not decide."""
-
-    def __init__(self, size: ModelSize, dtype: torch.dtype, device: str, seed: int = 0) -> None:
-        self.size = size
-        source = torch.Generator(device).manual_seed(seed)
-        width = size.q_heads * size.head_dim
-
-        def weights(rows: int, columns: int) -> torch.Tensor:
-            shape = (rows, columns)
-            made = torch.randn(shape, generator=source, device=device, dtype=torch.float32)
-            return made.mul_(columns**-0.5).to(dtype)
-
-        qkv = width + 2 * size.kv_heads * size.head_dim
-        self.norm = torch.ones(size.hidden, dtype=dtype, device=device)
-        self.layers = [
-            (
-                weights(qkv, size.hidden),
-                weights(size.hidden, width),
-                weights(2 * size.intermediate, size.hidden),
-                weights(size.hidden, size.intermediate),
-            )
-            for _ in range(size.layers)
-        ]
-
-    def project_q(self, layer: int, x: torch.Tensor) -> torch.Tensor:
-        """``[B, HQ, D]`` query of ``layer`` from any layer input."""
-        width = self.size.q_heads * self.size.head_dim
-        q = rms_norm(x, self.norm, _EPS) @ self.layers[layer][0][:width].T
-        return q.view(len(x), self.size.q_heads, self.size.head_dim)
-
-    def forward(self, x: torch.Tensor, before_layer: Any, attend: Any) -> torch.Tensor:
-        """``before_layer(layer, x)``; ``attend(layer, q, k, v)`` gives ``[B, HQ, D]``."""
-        size = self.size
-        heads = [size.q_heads, size.kv_heads, size.kv_heads]
-        for layer, (w_qkv, w_out, w_up, w_down) in enumerate(self.layers):
-            before_layer(layer, x)
-            qkv = rms_norm(x, self.norm, _EPS) @ w_qkv.T
-            q, k, v = qkv.view(len(x), -1, size.head_dim).split(heads, dim=1)
-            out = attend(layer, q, k, v).to(x.dtype)
-            x = x + out.flatten(1) @ w_out.T
-            gate, up = (rms_norm(x, self.norm, _EPS) @ w_up.T).chunk(2, dim=1)
-            x = x + (torch.nn.functional.silu(gate) * up) @ w_down.T
-        return x
-
-
-class QueryDrift:
-    """Queries of all layers and rows: q(t+1) = rho q(t) + sqrt(1 - rho^2) noise, seeded.
-
-    With rho = 1 the important pages never change, with 0 they are new in every step. Attributes:
-        q: ``[L, B, HQ, D]`` fp32, of the step that comes; stays where it is.
-    """
-
-    def __init__(self, size: ModelSize, batch: int, rho: float, device: str, seed: int = 1) -> None:
-        self._source = torch.Generator(device).manual_seed(seed)
-        self._device, self.rho = device, rho
-        shape = (size.layers, batch, size.q_heads, size.head_dim)
-        self.q = torch.randn(shape, generator=self._source, device=device)
-
-    def advance(self) -> None:
-        noise = torch.randn(self.q.shape, generator=self._source, device=self._device)
-        self.q.mul_(self.rho).add_(noise, alpha=(1 - self.rho**2) ** 0.5)
 
 
 class Store:
@@ -201,7 +118,7 @@ class Store:
         self.arena.close()
 
 
-class Rig:
+class Harness:
     """One engine on a store, with requests of equal length that decode on and on.
 
     Args:
@@ -295,7 +212,7 @@ class Rig:
         with torch.cuda.stream(side):
             self._layers()  # nothing has begun: rows are empty and nothing is posted
         torch.cuda.current_stream().wait_stream(side)
-        gc.collect()  # an earlier rig's graphs, freed in the middle of a capture, would end it
+        gc.collect()  # an earlier harness's graphs, freed in the middle of a capture, would end it
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self._layers()
