@@ -1,6 +1,6 @@
-"""The tables of docs/results/accuracy.md, from rows of suite.py and perplexity.py.
+"""The tables of docs/results/accuracy.md, from rows of suite.py.
 
-python -m benchmark.accuracy.table docs/results/accuracy.jsonl [MORE.jsonl] [--out FILE.md]
+python -m benchmark.accuracy.table docs/results/accuracy.jsonl [--out FILE.md]
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from benchmark.accuracy.perplexity_table import perplexity_section
 from benchmark.accuracy.policies import FULL, NAMES, Setting, plain
 from benchmark.accuracy.questions import SOURCES
 from benchmark.accuracy.scoring import Loss, paired_loss, wilson_interval
@@ -169,8 +168,7 @@ def document(rows: Sequence[Row], files: Sequence[str]) -> str:
     length = max([n for n in scores.lengths if n <= DETAIL_TOKENS] or scores.lengths)
     parts += [f"## Each task at {length} tokens, percent", per_task(scores, length)]
     parts += ["## Pages computed on the CPU over the budget", cpu_ratios(scores)]
-    extra = perplexity_section(rows, markdown_table)
-    return "\n\n".join([*parts, *extra]) + "\n"
+    return "\n\n".join(parts) + "\n"
 
 
 def per_task(scores: Scores, length: int) -> str:

@@ -11,13 +11,14 @@ read" is the faster of the two read loops. Over several sizes a table has the me
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
+from benchmark.accuracy.table import markdown_table
 from benchmark.rows import Row, read_rows
 
-RIVALS = {
+BASELINES = {
     "ipex-2.8": "IPEX 2.8",
     "vllm": "vLLM",
     "sgl-kernel": "`sgl-kernel`",
@@ -25,13 +26,8 @@ RIVALS = {
     "sdpa-gather-grouped": "torch SDPA, grouped",
 }
 VERSIONED = ("vllm", "sgl-kernel")
-"""Rivals whose rows are named with what was built."""
-
+"""Baselines whose rows are named with what was built."""
 READS = ("read", "read-sequential")
-
-LARGE = (64, 64)
-"""Batch and pages of the table of bandwidths."""
-
 MIN_ROUNDS = 3
 
 Size = tuple[int, str, int, int]
@@ -39,13 +35,9 @@ Size = tuple[int, str, int, int]
 
 
 class Measured:
-    """The rows of one run by what they measure."""
+    """The rows of one run by what they measure. Raises ValueError for rows of another benchmark, or none of ours."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
-        """
-        Raises:
-            ValueError: they are of another benchmark, or nothing of ours was measured.
-        """
         if not rows or rows[0]["benchmark"] != "cpu_attention":
             raise ValueError("has no rows of benchmark/kernels/cpu_attention.py")
         best_isa = rows[0]["native_best_isa"]
@@ -54,141 +46,97 @@ class Measured:
         for row in rows:
             if row["status"] != "ok" or row["backing"] != "thp":
                 continue
-            if "rounds" not in row:
-                raise ValueError("is of an older version: its rows do not say their rounds")
             name = row["impl"].removesuffix(f"-{best_isa}")
-            name = next((rival for rival in VERSIONED if name.startswith(f"{rival}-")), name)
+            name = next((known for known in VERSIONED if name.startswith(f"{known}-")), name)
             size = (row["threads"], row["models"], row["batch"], row["pages"])
             self._rows.setdefault(name, {})[size] = row
             self.group[row["models"]] = row["G"]
         if "native" not in self._rows:
             raise ValueError("has no measured row of ours in huge pages")
-
-    def sizes(self) -> list[Size]:
-        return list(self._rows["native"])
-
-    @property
-    def large(self) -> tuple[int, int]:
-        """Batch and pages that every shape has: LARGE, or what comes next to it in a quick run."""
-        found = {size[2:] for size in self.sizes()}
-        return LARGE if LARGE in found else max(found)
+        self.sizes = list(self._rows["native"])
 
     def gb_per_s(self, name: str, size: Size) -> float | None:
         row = self._rows.get(name, {}).get(size)
         return None if row is None else row["gb_per_s"]
 
     def best_read(self, size: Size) -> float | None:
-        found = [self.gb_per_s(name, size) for name in READS]
-        return max((x for x in found if x), default=None)
+        return max((x for x in (self.gb_per_s(name, size) for name in READS) if x), default=None)
 
-    def faster(self, ours: str, theirs: str, size: Size) -> float | None:
-        """How many times as many bytes a second one takes as the other."""
-        a, b = (self._rows.get(name, {}).get(size) for name in (ours, theirs))
+    def faster(self, theirs: str, size: Size) -> float | None:
+        """How many times as many bytes a second ours takes."""
+        a, b = (self._rows.get(name, {}).get(size) for name in ("native", theirs))
         if a is None or b is None:
             return None
         us, their_us = (dict(zip(r["rounds"], r["samples_us"], strict=True)) for r in (a, b))
         in_turns = [their_us[r] / us[r] for r in us.keys() & their_us.keys()]
         if len(in_turns) < MIN_ROUNDS:
             in_turns = [b["median_us"] / a["median_us"]]
-        work = (a["gb_per_s"] * a["median_us"]) / (
-            b["gb_per_s"] * b["median_us"]
-        )  # of a call, ours to theirs
+        # Bytes of a call, ours to theirs.
+        work = (a["gb_per_s"] * a["median_us"]) / (b["gb_per_s"] * b["median_us"])
         return work * median(in_turns)
 
     def share(self, size: Size) -> float | None:
         """Of the faster read loop."""
-        found = [self.faster("native", read, size) for read in READS]
-        return min((x for x in found if x), default=None)
+        return min((x for x in (self.faster(read, size) for read in READS) if x), default=None)
 
-    def spread(self, threads: int) -> float:
-        """Of the median kernel row on so many threads."""
-        found = (row["spread"] for size, row in self._rows["native"].items() if size[0] == threads)
-        return median(found)
+    def models(self) -> list[str]:
+        """In the order of the documents: grouped queries first."""
+        return sorted(self.group, key=lambda x: (self.group[x] == 1, self.group[x]))
 
-
-def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
-    rule = ["---", "---:", *["---"] * (len(head) - 2)]
-    return [f"| {' | '.join(cells)} |" for cells in (head, rule, *lines)]
+    def label(self, models: str) -> str:
+        group = self.group[models]
+        return "MHA (G=1)" if group == 1 else f"{models.split(',')[0]} (G={group})"
 
 
-def shape_of(measured: Measured, models: str) -> str:
-    group = measured.group[models]
-    return "MHA (G=1)" if group == 1 else f"{models.split(',')[0]} (G={group})"
-
-
-def bandwidths(measured: Measured) -> list[str]:
-    """Of a large batch, in GB/s."""
-    batch, pages = measured.large
+def bandwidths(measured: Measured) -> str:
+    """Of batch 64 and 64 pages, in GB/s."""
     lines = []
-    for threads, models in keys(measured, largest_first=True):
-        size = (threads, models, batch, pages)
-        found = [measured.gb_per_s(name, size) for name in ("native", "read")]
-        found += [measured.best_read(size)]
-        found += [measured.gb_per_s(name, size) for name in RIVALS]
-        cells = ["–" if x is None else f"{x:.1f}" for x in found]
-        lines.append([shape_of(measured, models), str(threads), *cells])
-    head = ["shape", "threads", "ours", "read, same pages", "best read", *RIVALS.values()]
-    return table(head, lines)
+    for threads in sorted({size[0] for size in measured.sizes}, reverse=True):
+        for models in measured.models():
+            size = (threads, models, 64, 64)
+            found = [measured.gb_per_s(name, size) for name in ("native", "read")]
+            found += [measured.best_read(size)]
+            found += [measured.gb_per_s(name, size) for name in BASELINES]
+            cells = ["–" if x is None else f"{x:.1f}" for x in found]
+            lines.append([measured.label(models), str(threads), *cells])
+    head = ["shape", "threads", "ours", "read, same pages", "best read", *BASELINES.values()]
+    return markdown_table(head, lines)
 
 
-def ratios(measured: Measured) -> list[str]:
-    """Of bytes a second to rivals and to the best read loop."""
-
-    def column(theirs: str) -> Callable[[Size], float | None]:
-        return lambda size: measured.faster("native", theirs, size)
-
-    columns = {f"to {label}": column(name) for name, label in RIVALS.items()}
-    columns["of the best read"] = measured.share
+def ratios(measured: Measured) -> str:
+    """Of bytes a second to baselines and to the best read loop."""
     lines = []
-    for threads, models in keys(measured):
-        sizes = [size for size in measured.sizes() if size[:2] == (threads, models)]
-        cells = [middle([x for x in map(of, sizes) if x]) for of in columns.values()]
-        lines.append([f"G={measured.group[models]}", str(threads), *cells])
-    return table(["shape", "threads", *columns], lines)
+    for models in measured.models():
+        for threads in sorted({size[0] for size in measured.sizes}):
+            sizes = [size for size in measured.sizes if size[:2] == (threads, models)]
+            cells = [middle([measured.faster(name, s) for s in sizes]) for name in BASELINES]
+            cells.append(middle([measured.share(s) for s in sizes]))
+            lines.append([f"G={measured.group[models]}", str(threads), *cells])
+    heads = [f"to {label}" for label in BASELINES.values()]
+    return markdown_table(["shape", "threads", *heads, "of the best read"], lines)
 
 
-def shares(measured: Measured) -> list[str]:
+def shares(measured: Measured) -> str:
     """Of the best read loop with all threads, where a batch keeps all of them busy."""
-    threads = max(size[0] for size in measured.sizes())
-    wanted = sorted({s[2:] for s in measured.sizes() if s[2] >= 16 and s[3] >= 64})
+    threads = max(size[0] for size in measured.sizes)
+    wanted = sorted({s[2:] for s in measured.sizes if s[2] >= 16 and s[3] >= 64})
     lines = []
-    for models in shapes(measured):
-        cells = []
-        for batch, pages in wanted:
-            size = (threads, models, batch, pages)
-            found = measured.share(size)
-            cells.append("–" if found is None else f"{100 * found:.0f} %")
-        lines.append([shape_of(measured, models), str(threads), *cells])
-    return table(["shape", "threads", *(f"batch {b}, {p} pages" for b, p in wanted)], lines)
+    for models in measured.models():
+        found = [measured.share((threads, models, *size)) for size in wanted]
+        cells = ["–" if x is None else f"{100 * x:.0f} %" for x in found]
+        lines.append([measured.label(models), str(threads), *cells])
+    return markdown_table(
+        ["shape", "threads", *(f"batch {b}, {p} pages" for b, p in wanted)], lines
+    )
 
 
-def middle(found: Sequence[float]) -> str:
+def middle(values: Sequence[float | None]) -> str:
+    found = [x for x in values if x]
     if not found:
         return "–"
     digits = 2 if max(found) < 3 else 1 if max(found) < 20 else 0
     x, least, most = (f"{v:.{digits}f}" for v in (median(found), min(found), max(found)))
     return f"{x} ({least} to {most})"
-
-
-def shapes(measured: Measured) -> list[str]:
-    """In the order of the documents: grouped queries first."""
-    return sorted(measured.group, key=lambda x: (measured.group[x] == 1, measured.group[x]))
-
-
-def keys(measured: Measured, largest_first: bool = False) -> list[tuple[int, str]]:
-    counts = sorted({size[0] for size in measured.sizes()}, reverse=largest_first)
-    if largest_first:
-        return [(threads, models) for threads in counts for models in shapes(measured)]
-    return [(threads, models) for models in shapes(measured) for threads in counts]
-
-
-def tables(measured: Measured) -> dict[str, list[str]]:
-    """By what they hold: lines of Markdown."""
-    return {
-        "bandwidths": bandwidths(measured),
-        "ratios": ratios(measured),
-        "shares": shares(measured),
-    }
 
 
 def main(argv: list[str]) -> int:
@@ -200,10 +148,8 @@ def main(argv: list[str]) -> int:
     except (OSError, ValueError) as error:
         print(f"{argv[0]}: {error}", file=sys.stderr)
         return 1
-    for name, lines in tables(measured).items():
-        print(f"{name}\n\n" + "\n".join(lines) + "\n")
-    for threads in sorted({size[0] for size in measured.sizes()}):
-        print(f"spread with {threads} threads: {measured.spread(threads):.0%}")
+    for table in (bandwidths, ratios, shares):
+        print(f"{table.__name__}\n\n{table(measured)}\n")
     return 0
 
 

@@ -109,15 +109,6 @@ def test_the_flags_of_every_policy_are_understood(setting):
         assert parsed.sink_pages + parsed.recent_pages == setting.budget_tokens // 32
 
 
-def test_a_grid_has_full_once_and_wrong_settings_are_refused():
-    names = [s.name for s in policies.grid(["full", "scout", "recent"], [256, 512])]
-    assert names == ["full", "scout-256", "recent-256", "scout-512", "recent-512"]
-    with pytest.raises(ValueError, match="policy 'best'"):
-        Setting("best", 256)
-    with pytest.raises(ValueError, match="only `full` has none"):
-        Setting("scout")
-
-
 # Questions ----------------------------------------------------------------------------------------
 
 
@@ -195,19 +186,6 @@ def test_grammars_allow_exactly_the_forced_tokens():
         assert matcher.consume_token(token)
 
 
-def test_answers_as_text_and_aborts():
-    sample = tasks.make_sample("recall", 128, 1)
-    body = questions.payload(sample, "text")
-    assert body["text"] == sample.prompt_text and "ebnf" not in body["sampling_params"]
-    meta = {"finish_reason": {"type": "stop", "matched": tasks.END}}
-    text = " ".join(sample.answer_text.split()[:-1])  # servers cut the stop word off
-    assert questions.is_right(sample, {"text": text, "meta_info": meta}, "text")
-    assert not questions.is_right(sample, {"text": "no idea", "meta_info": meta}, "text")
-    aborted = {"meta_info": {"finish_reason": {"type": "abort", "message": "bad grammar"}}}
-    with pytest.raises(ValueError, match=r"bad grammar.*--grammar-backend llguidance"):
-        questions.is_right(sample, aborted, "decode")
-
-
 # Measuring ----------------------------------------------------------------------------------------
 
 
@@ -232,18 +210,6 @@ def test_rows_hold_every_outcome_and_are_not_measured_twice(tmp_path):
         (r["policy"], r["length_tokens"], r["task"], r["outcomes"]) for r in map(json.loads, lines)
     )
     assert not row_file(path, weights="other").rows
-
-
-def test_a_failed_request_is_no_wrong_answer(tmp_path):
-    class Failing(Answering):
-        def ask(self, setting, payload):
-            raise OSError("connection refused")
-
-    args = arguments()
-    file = row_file(tmp_path / "rows.jsonl")
-    with pytest.raises(OSError, match="refused"):
-        suite.measure(Failing(samples_of(args)), [SCOUT], args, file, Progress())
-    assert file.rows == []
 
 
 def test_a_stock_server_gets_none_of_our_flags(tmp_path):
@@ -320,14 +286,3 @@ def test_the_table_and_the_figure_hold_the_rows(tmp_path):
     assert "| scout, 512 | 0.250 | 0.250 |" in lines
     assert plot.main([str(path), "--out", str(tmp_path)]) == 0
     assert (tmp_path / "accuracy.png").stat().st_size > 10_000
-
-
-def test_rows_that_do_not_belong_together_make_no_table(tmp_path):
-    file, _ = measured_rows(tmp_path / "r", lambda setting, index: False)
-    other = [{**row, "weights": "other"} for row in file.rows]
-    with pytest.raises(ValueError, match="differ in weights"):
-        table.Scores([*file.rows, *other])
-    with pytest.raises(ValueError, match="twice"):
-        table.Scores([*file.rows, file.rows[0]])
-    with pytest.raises(ValueError, match="no measured rows"):
-        table.Scores([])

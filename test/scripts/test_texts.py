@@ -30,15 +30,6 @@ def test_a_page_without_its_navigation():
     assert texts.page_text(PAGE) == expected
 
 
-def test_a_paragraph_a_chapter():
-    verses = "Ge1:1 In the beginning. \nGe1:2 And the earth.\nGe2:1 Thus the heavens.\n"
-    assert texts.chapters(verses) == "In the beginning. And the earth.\n\nThus the heavens."
-
-
-def test_plain_signs():
-    assert texts.ascii_text("“Raphaël’s” — a → b…\t\n") == '"Raphael\'s" -- a -> b...\t\n'
-
-
 def test_an_excerpt_ends_with_a_line(monkeypatch):
     monkeypatch.setattr(texts, "CHARACTERS", 10)
     assert texts.excerpt("abc\ndef\nghijkl\n") == "abc\ndef\n"
@@ -64,7 +55,3 @@ def test_without_a_network_it_says_what_to_do(cache, monkeypatch, capsys, kind):
     assert texts.main([kind]) == 1
     words = capsys.readouterr().err
     assert "cannot be downloaded. Run this again where" in words
-
-
-def test_an_unknown_kind(capsys):
-    assert texts.main(["verse"]) == 2 and "verse" in capsys.readouterr().err

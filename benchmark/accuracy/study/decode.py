@@ -17,7 +17,7 @@ from benchmark.accuracy.study.model import KV, Model
 from benchmark.accuracy.study.selection import Digest, Setting, choose
 
 ROWS = 64  # queries at a time
-CARRY = 0.5  # of the extrapolating predictor, policy/predictors.py
+CARRY = 0.5  # of the change across the layer at the token before, which an extrapolated input adds
 
 
 class Text:

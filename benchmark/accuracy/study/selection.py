@@ -40,7 +40,7 @@ class Setting:
         digest, reduce: see above and `reduced`.
         grain: "layer": one choice for all heads; "head": one for each key-value head.
         query: what chooses: the layer's own query, the next layer's projection of this layer's input, or that of the
-            input moved by half of what the token before changed (policy/predictors.py).
+            input moved by half of what the token before changed.
         exact_layers, exact_steps: layers, and first tokens of a window, that choose and attend with the real query.
         dense_layers: that attend to everything.
         attends: whose query attends to the chosen pages, but for the first and the newest, which are always on the
