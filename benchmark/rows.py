@@ -13,7 +13,7 @@ and, where something was measured,
     median_us, spread, unstable   spread = (p90 - p10) / median; unstable where it is above 10 %
 Where what was measured is not a time, untimed is true in place of these.
 
-A failure, an absent rival and a size that does not fit are rows too. Sizes and results are added by each
+A failure, an absent baseline and a size that does not fit are rows too. Sizes and results are added by each
 benchmark.
 """
 

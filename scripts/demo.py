@@ -38,7 +38,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RECALL_MODEL = ROOT / "benchmark" / "accuracy" / "recall_model"
 sys.path.insert(0, str(ROOT))  # of which benchmark adds test/ with the launchers of servers
 
-from benchmark.accuracy import tasks  # noqa: E402
+from benchmark.accuracy import tasks, vocabulary  # noqa: E402
 from servers.pd_cluster import PDCluster, flags  # noqa: E402
 from servers.server_process import ServerFailed  # noqa: E402
 from servers.sglang_http import RequestFailed, sse_events  # noqa: E402
@@ -337,10 +337,10 @@ def ask_facts(cluster: PDCluster, model: Path, args: argparse.Namespace) -> None
     """Asks the recall model for facts in long texts. Raises DemoFailed unless it finds them all."""
     for index, task in enumerate(QUESTION_TASKS):
         sample = tasks.make_sample(task, max(args.input_len, 4096), SEED - 1 - index)
-        asked = tasks.to_text(sample.prompt[-4:])
+        asked = vocabulary.to_text(sample.prompt[-4:])
         print(f"\n  {task}: ... {asked}")
         answer = chat(cluster, model, sample.prompt_text, len(sample.answer))
-        if not tasks.is_correct(task, sample.answer, tasks.to_ids(answer.strip())):
+        if not tasks.is_correct(task, sample.answer, vocabulary.to_ids(answer.strip())):
             raise DemoFailed(f"the right answer to {asked!r} is {sample.answer_text!r}")
 
 

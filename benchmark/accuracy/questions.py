@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmark.accuracy import planted, tasks
+from benchmark.accuracy import planted, tasks, vocabulary
 
 ANSWER_TOKENS = 24  # the longest right answer to a task has 17
-ANY_TOKEN = f"<[{len(tasks.SPECIAL_TOKENS)}-{tasks.ID_OF[tasks.WORDS[-1]]}]>"
+ANY_TOKEN = f"<[{len(vocabulary.SPECIAL_TOKENS)}-{vocabulary.ID_OF[vocabulary.WORDS[-1]]}]>"
 FIRST_WORD, LAST_WORD = 17, 49151  # token ids of SmolLM2 that are not special
 
 FORCING_FLAGS = ("--grammar-backend", "llguidance")
@@ -112,7 +112,7 @@ def payload(sample: tasks.Sample, through: str) -> dict[str, Any]:
         grammar = forcing_grammar(question, f"{' '.join(words)}\nany: <[{FIRST_WORD}-{LAST_WORD}]>")
         sampling |= {"max_new_tokens": len(question) + len(words), "ebnf": grammar}
         return {"input_ids": sample.prompt[: -len(question)], "sampling_params": sampling}
-    sampling["stop_token_ids"] = [tasks.END]
+    sampling["stop_token_ids"] = [vocabulary.END]
     if through == "text":
         return {"text": sample.prompt_text, "sampling_params": sampling}
     prompt = sample.prompt
@@ -138,7 +138,7 @@ def is_right(sample: tasks.Sample, answer: dict[str, Any], through: str) -> bool
     given = list(answer.get("output_ids") or [])
     if through == "text":
         words = answer["text"].split()
-        given = [tasks.ID_OF.get(word, -1) for word in words]
+        given = [vocabulary.ID_OF.get(word, -1) for word in words]
     elif through == "decode":
         question = sample.prompt[-sample.question_tokens :]
         asked, given = given[: len(question)], given[len(question) :]
@@ -146,6 +146,6 @@ def is_right(sample: tasks.Sample, answer: dict[str, Any], through: str) -> bool
             raise ValueError(f"the question was not forced: {asked}; {question} was sent")
     if sample.blanks is not None:
         return given[: len(sample.answer)] == sample.answer
-    if reason.get("matched") == tasks.END and tasks.END not in given:
-        given.append(tasks.END)
+    if reason.get("matched") == vocabulary.END and vocabulary.END not in given:
+        given.append(vocabulary.END)
     return tasks.is_correct(sample.task, sample.answer, given)

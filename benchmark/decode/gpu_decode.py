@@ -129,7 +129,7 @@ def full_rows(
         report(writer, kind, sizes, step_times_us(harness.graph.replay, steps))
     except ImportError as error:
         writer.add(kind, "absent", str(error), **sizes)
-    except Exception as error:  # a rival that does not run is a row, not the end
+    except Exception as error:  # a baseline that does not run is a row, not the end
         writer.add(kind, "failed", f"{type(error).__name__}: {error}"[:500], **sizes)
     harness = None
     free_device()

@@ -1,6 +1,6 @@
 """Memory for KV pages, far larger than the caches, and page lists that never come back while cached.
 
-No torch here: the environment of the rival benchmark imports this module too.
+No torch here: the environment of IPEX imports this module too.
 """
 
 from __future__ import annotations

@@ -9,7 +9,17 @@ import numpy as np
 import pytest
 
 from benchmark import plot
-from benchmark.accuracy import fleet, gate, policies, questions, scoring, suite, table, tasks
+from benchmark.accuracy import (
+    fleet,
+    gate,
+    policies,
+    questions,
+    scoring,
+    suite,
+    table,
+    tasks,
+    vocabulary,
+)
 from benchmark.accuracy.policies import FULL, Setting
 from benchmark.accuracy.row_file import RowFile
 from benchmark.rows import environment
@@ -35,7 +45,7 @@ class Answering:
             forced = [int(word.strip("<[]>")) for word in words]
         index, answer = self.answers[tuple(prompt + forced)]
         self.asked.append((setting, index))
-        given = [tasks.ID_OF["0"]] if self.fails(setting, index) else answer
+        given = [vocabulary.ID_OF["0"]] if self.fails(setting, index) else answer
         return {"output_ids": forced + given, "meta_info": {"finish_reason": {"type": "stop"}}}
 
     def counters(self, setting):
@@ -133,7 +143,7 @@ def test_the_decode_server_reads_the_question(task):
     assert len(sample.answer) <= questions.ANSWER_TOKENS
     right = {"output_ids": forced + sample.answer, "meta_info": {"finish_reason": {"type": "stop"}}}
     assert questions.is_right(sample, right, "decode")
-    wrong = {**right, "output_ids": forced + sample.answer[:-2] + [tasks.END]}
+    wrong = {**right, "output_ids": forced + sample.answer[:-2] + [vocabulary.END]}
     assert not questions.is_right(sample, wrong, "decode")
     with pytest.raises(ValueError, match="was not forced"):
         questions.is_right(sample, {**right, "output_ids": sample.answer + forced}, "decode")
@@ -182,7 +192,9 @@ def test_grammars_allow_exactly_the_forced_tokens():
         if number < 4:
             assert allowed == [token]
         else:
-            assert set(allowed) >= set(range(tasks.WORD_BASE, tasks.ID_OF[tasks.WORDS[-1]] + 1))
+            assert set(allowed) >= set(
+                range(vocabulary.WORD_BASE, vocabulary.ID_OF[vocabulary.WORDS[-1]] + 1)
+            )
         assert matcher.consume_token(token)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmark.accuracy import tasks
+from benchmark.accuracy import tasks, vocabulary
 from benchmark.accuracy.recall_training import train as trm
 from benchmark.accuracy.recall_training.evaluate import (
     count_correct,
@@ -92,7 +92,7 @@ def test_scores_and_interval():
     # Another value first is right as well, a number that is none of the values is not.
     predicted[0, begin - 1] = batch.tokens[0, begin + 2]
     assert count_correct(batch, predicted)["multi_value"][0] == asked
-    predicted[0, begin - 1] = tasks.ID_OF["0"]
+    predicted[0, begin - 1] = vocabulary.ID_OF["0"]
     assert count_correct(batch, predicted)["multi_value"][0] == asked - 1
     low, high = wilson_interval(19, 20)
     assert 0.75 < low < 0.95 < high <= 1.0

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmark.accuracy import tasks
+from benchmark.accuracy import tasks, vocabulary
 
 LENGTHS = st.integers(min_value=tasks.MIN_LENGTH_TOKENS, max_value=1500)
 SEEDS = st.integers(min_value=0, max_value=2**32)
@@ -62,7 +62,7 @@ def test_answer_follows_from_the_text_and_length_is_exact(task, length, seed):
     sample = tasks.make_sample(task, length, seed)
     assert len(sample.prompt) == length
     words = sample.prompt_text.split()
-    found = tasks.to_ids(" ".join(solve(" ".join(words[:-4]), " ".join(words[-4:]))))
+    found = vocabulary.to_ids(" ".join(solve(" ".join(words[:-4]), " ".join(words[-4:]))))
     assert tasks.is_correct(task, sample.answer, found)
 
 
@@ -78,7 +78,7 @@ def test_texts_stay_as_they_are():
     sample = tasks.make_sample("variables", 96, 7)
     assert sample.prompt_text == PINNED_PROMPT
     assert sample.answer_text == PINNED_ANSWER
-    assert tasks.VOCAB_TOKENS == 576
+    assert vocabulary.VOCAB_TOKENS == 576
 
 
 @settings(max_examples=40, deadline=None)
@@ -91,17 +91,17 @@ def test_texts_stay_as_they_are():
 def test_every_answer_of_a_document_follows_from_its_body(length, seed, share, mixed):
     document = tasks.make_document(EVERY_TASK, length, seed, share, mixed)
     assert document.tokens.shape == (length,) and document.tokens.dtype == np.int64
-    words = tasks.to_text(document.tokens.tolist()).split()
+    words = vocabulary.to_text(document.tokens.tolist()).split()
     body = " ".join(words[: document.answers[0][1] - 4])
     for task, begin, end in document.answers:
-        found = tasks.to_ids(" ".join(solve(body, " ".join(words[begin - 4 : begin]))))
+        found = vocabulary.to_ids(" ".join(solve(body, " ".join(words[begin - 4 : begin]))))
         assert tasks.is_correct(task, document.tokens[begin:end].tolist(), found)
     again = tasks.make_document(EVERY_TASK, length, seed, share, mixed)
     assert (again.tokens == document.tokens).all() and again.answers == document.answers
 
 
 def test_scoring():
-    ids = tasks.to_ids
+    ids = vocabulary.to_ids
     assert tasks.is_correct("recall", ids("42 17 ;"), ids("42 17 ; ? amber"))
     assert not tasks.is_correct("recall", ids("42 17 ;"), ids("42 17"))
     assert not tasks.is_correct("recall", ids("42 17 ;"), ids("17 42 ;"))
@@ -112,7 +112,7 @@ def test_scoring():
 
 
 def test_words_are_one_token_each_and_pools_do_not_overlap():
-    assert len(set(tasks.WORDS)) == len(tasks.WORDS)
-    assert all(word.isascii() and " " not in word for word in tasks.WORDS)
+    assert len(set(vocabulary.WORDS)) == len(vocabulary.WORDS)
+    assert all(word.isascii() and " " not in word for word in vocabulary.WORDS)
     text = "# amber river = 42 17 ;"
-    assert tasks.to_text(tasks.to_ids(text)) == text
+    assert vocabulary.to_text(vocabulary.to_ids(text)) == text

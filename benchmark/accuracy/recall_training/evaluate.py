@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmark.accuracy import tasks
+from benchmark.accuracy import tasks, vocabulary
 from benchmark.accuracy.recall_training.model import RecallModel
 from benchmark.accuracy.scoring import wilson_interval
 
@@ -45,7 +45,7 @@ def jump_positions(tokens: np.ndarray, rng: np.random.Generator, limit: int) -> 
     """
     gaps = np.ones(len(tokens), dtype=np.int64)
     gaps[0] = 0
-    ends = np.flatnonzero(tokens[:-1] == tasks.END) + 1
+    ends = np.flatnonzero(tokens[:-1] == vocabulary.END) + 1
     chosen = rng.choice(ends, min(len(ends), int(rng.integers(1, 9))), replace=False)
     total = int(rng.integers(limit))
     gaps[chosen] += rng.multinomial(total, np.full(len(chosen), 1 / len(chosen)))

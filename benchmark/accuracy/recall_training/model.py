@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmark.accuracy import tasks
+from benchmark.accuracy import vocabulary
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Layer(nn.Module):
 class Decoder(nn.Module):
     def __init__(self, spec: RecallSpec) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(tasks.VOCAB_TOKENS, spec.hidden)
+        self.embed_tokens = nn.Embedding(vocabulary.VOCAB_TOKENS, spec.hidden)
         self.layers = nn.ModuleList(Layer(spec) for _ in range(spec.layers))
         self.norm = RMSNorm(spec.hidden, spec.eps)
 
@@ -165,16 +165,16 @@ def build_tokenizer() -> Any:
     from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {token: index for index, token in enumerate(tasks.SPECIAL_TOKENS)}
-    vocab.update({char: tasks.BYTE_BASE + index for index, char in enumerate(alphabet)})
-    vocab.update({"Ġ" + word: index for word, index in tasks.ID_OF.items()})
+    vocab = {token: index for index, token in enumerate(vocabulary.SPECIAL_TOKENS)}
+    vocab.update({char: vocabulary.BYTE_BASE + index for index, char in enumerate(alphabet)})
+    vocab.update({"Ġ" + word: index for word, index in vocabulary.ID_OF.items()})
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], ignore_merges=True))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     tokenizer.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        pad_token=tasks.SPECIAL_TOKENS[0],
-        eos_token=tasks.SPECIAL_TOKENS[1],
+        pad_token=vocabulary.SPECIAL_TOKENS[0],
+        eos_token=vocabulary.SPECIAL_TOKENS[1],
         clean_up_tokenization_spaces=False,
     )
     fast.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -186,7 +186,7 @@ def hf_config(spec: RecallSpec) -> dict[str, Any]:
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
-        "vocab_size": tasks.VOCAB_TOKENS,
+        "vocab_size": vocabulary.VOCAB_TOKENS,
         "hidden_size": spec.hidden,
         "intermediate_size": spec.intermediate,
         "num_hidden_layers": spec.layers,
