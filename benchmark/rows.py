@@ -110,13 +110,6 @@ def problems(row: Row) -> list[str]:
     return found
 
 
-def of_worker(fallback_pages: int) -> tuple[str, str]:
-    """Status and reason of a row about the worker, which counts only where it computed all pages itself."""
-    if fallback_pages:
-        return "failed", f"the worker did not answer for {fallback_pages} pages"
-    return "ok", ""
-
-
 def environment(benchmark: str, packages: Iterable[str] = (), *, cuda: bool = False) -> Row:
     """The fields that all rows of a run share. Takes a third of a second to look for idle CPUs.
 

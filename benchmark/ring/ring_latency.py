@@ -1,7 +1,7 @@
 """From doorbell to done: what handing a layer's request to the worker process costs.
 
     python -m benchmark.ring.ring_latency --json FILE     about a minute; two cores should be free
-    python -m benchmark.ring.ring_latency --quick         some seconds
+    python -m benchmark.ring.ring_latency --quick         20 samples: does it run at all
 
 One WorkerClient with its real process. The worker's thread is pinned to one core, the poster to another. An item
 is as small as items get: one page of 16 tokens, one head of 64 (10 KiB with q and pages, some 0.2 us of
@@ -29,37 +29,20 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from benchmark.rows import (
-    FREE_CPU_IDLE_SHARE,
-    Row,
-    Writer,
-    environment,
-    of_worker,
-    percentile,
-    summary,
-)
+from benchmark.rows import FREE_CPU_IDLE_SHARE, Row, Writer, environment, percentile, summary
 from sglang_scout.worker.arena import Arena, ArenaSpec
 from sglang_scout.worker.client import WorkerClient, WorkerConfig
 
 MAX_ROWS = 16
 SPEC = ArenaSpec(
-    num_layers=2,
-    num_pages=64,
-    page_size=16,
-    num_kv_heads=1,
-    num_q_heads=1,
-    head_dim=64,
-    kv_dtype="bfloat16",
-    scale=0.125,
-    max_batch=MAX_ROWS,
-    max_pages=1,
-)
+    num_layers=2, num_pages=64, page_size=16, num_kv_heads=1, num_q_heads=1, head_dim=64,
+    kv_dtype="bfloat16", scale=0.125, max_batch=MAX_ROWS, max_pages=1,
+)  # fmt: skip
 WARM_UP = 200
 TIMEOUT_US = 1_000_000
 
@@ -81,8 +64,7 @@ FULL = (
     Case("client", 1000, 1, 10_000),
     Case("client-empty", 0, 1, 10_000),
 )
-QUICK = tuple(Case(c.impl, c.gap_us, c.rows, 1000 if c.gap_us else 3000) for c in FULL)
-SMOKE = tuple(Case(c.impl, c.gap_us, c.rows, 20) for c in FULL)
+QUICK = tuple(Case(c.impl, c.gap_us, c.rows, 20) for c in FULL)
 BLOCKS = 10  # the cases take turns, a tenth of their samples each
 
 
@@ -164,13 +146,12 @@ def check_result(bench: Bench, arena: Arena) -> None:
     np.testing.assert_allclose(bench._out[:, 0], expected, rtol=1e-5, atol=1e-5)
 
 
-def measure(bench: Bench, cases: tuple[Case, ...], say: Callable[[str], None]) -> list[Row]:
+def measure(bench: Bench, cases: tuple[Case, ...]) -> list[Row]:
     """Fields of one row per case."""
     totals: dict[Case, list[float]] = {case: [] for case in cases}
     posts: dict[Case, list[float]] = {case: [] for case in cases}
     fallback = dict.fromkeys(cases, 0)
     for i in range(BLOCKS):
-        say(f"[{i + 1}/{BLOCKS}]")
         for case in cases:
             bench.block(case, WARM_UP if i == 0 else 20)
             bench.fallback_pages = 0
@@ -219,7 +200,7 @@ def run(cases: tuple[Case, ...], writer: Writer, cpus: list[int], free: bool) ->
             os.sched_setaffinity(0, {poster_cpu})  # after the start: the worker inherits nothing
             bench = Bench(client, config.spin_us)
             check_result(bench, arena)
-            rows = measure(bench, cases, lambda t: print(t, file=sys.stderr, flush=True))
+            rows = measure(bench, cases)
             restarts = client.snapshot().restarts
         shared = {
             "worker_cpu": worker_cpu,
@@ -229,14 +210,11 @@ def run(cases: tuple[Case, ...], writer: Writer, cpus: list[int], free: bool) ->
             "restarts": restarts,
         }
         for row in rows:
-            impl = row.pop("impl")
-            writer.add(impl, *of_worker(row["fallback_pages"]), **row, **shared)
-            print(
-                f"{impl:13s} gap {row['gap_us']:4d} us, {row['rows']:2d} rows: median "
-                f"{row['median_us']:7.2f}, p90 {row['p90_us']:7.2f}, p99 {row['p99_us']:8.2f}, max "
-                f"{row['max_us']:9.1f} us; post {row['post_median_us']:.2f}",
-                file=sys.stderr,
-            )
+            missed = row["fallback_pages"]
+            status = ("failed", f"the worker did not answer for {missed} pages") if missed else ()
+            writer.add(row.pop("impl"), *status, **row, **shared)
+            print(f"gap {row['gap_us']:4d} us, {row['rows']:2d} rows: median {row['median_us']:7.2f}, p99 "
+                  f"{row['p99_us']:8.2f}, max {row['max_us']:9.1f} us", file=sys.stderr)  # fmt: skip
     finally:
         arena.close()
 
@@ -246,9 +224,7 @@ def main(argv: list[str] | None = None) -> int:
         description=(__doc__ or "").split("\n\n")[0], epilog="Rows: see the top of this file."
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
-    size = parser.add_mutually_exclusive_group()
-    size.add_argument("--quick", action="store_true", help="fewer samples, some seconds")
-    size.add_argument("--smoke", action="store_true", help="hardly any: does it run at all")
+    parser.add_argument("--quick", action="store_true", help="hardly any samples")
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.WARNING)
     before = os.sched_getaffinity(0)
@@ -262,7 +238,7 @@ def main(argv: list[str] | None = None) -> int:
         if len(cpus) < 2:
             writer.add("ring", "skipped", "one CPU: poster and worker would share it")
         else:
-            run(QUICK if args.quick else SMOKE if args.smoke else FULL, writer, cpus, free)
+            run(QUICK if args.quick else FULL, writer, cpus, free)
     finally:
         os.sched_setaffinity(0, before)
         writer.close()
