@@ -26,26 +26,6 @@ TRIES = 3
 PATIENCE = {"SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "60"}
 
 
-class OneServer:
-    """Any SGLang server or router that runs already."""
-
-    def __init__(self, base_url: str) -> None:
-        self.base_url = base_url.rstrip("/")
-
-    def ask(self, setting: Setting, payload: Mapping[str, Any]) -> dict[str, Any]:
-        """Raises RequestFailed, or OSError when nobody answers."""
-        url = self.base_url + "/generate"
-        return dict(http_json(url, dict(payload), timeout_s=REQUEST_TIMEOUT_S))
-
-    def counters(self, setting: Setting) -> dict[str, Any]:
-        """The offload counters; {} where the server has none or is a router that hides them."""
-        try:
-            info = http_json(self.base_url + "/server_info", timeout_s=60)
-            return dict(info["internal_states"][0].get("kv_offload") or {})
-        except (OSError, KeyError, IndexError, TypeError, RuntimeError):
-            return {}
-
-
 class Fleet:
     """Context manager that starts and stops a server for each setting; each runs one request at a time.
 
@@ -169,7 +149,8 @@ class Fleet:
         try:
             if setting.policy == FULL:
                 assert self._stock is not None
-                return OneServer(self._stock.url).ask(setting, payload)
+                url = self._stock.url + "/generate"
+                return dict(http_json(url, dict(payload), timeout_s=REQUEST_TIMEOUT_S))
             assert self._cluster is not None
             return dict(self._cluster.ask_pair(payload, self._server_of[setting.name]))
         except OSError:

@@ -230,7 +230,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--samples", type=int, help="of each length and task")
     add_common_arguments(parser, existing="is overwritten")
     args = parser.parse_args(argv)
-    args.tasks, args.through, args.in_flight = None, "decode", 1
+    args.tasks = None
     if args.margin_points is None and not set(args.budgets or []) <= set(ALLOWED_POINTS):
         parser.error(f"--margin-points is needed for budgets other than {list(ALLOWED_POINTS)}")
     if args.json:

@@ -124,13 +124,6 @@ def document(rows: Sequence[Row], files: Sequence[str]) -> str:
     scores = Scores(rows)
     first = scores.rows[0]
     samples = sorted({row["asked"] for row in scores.rows})
-    question = {
-        "decode": "The prompt ends before the question, and a grammar forces the question's tokens on the "
-        "decode server: it is read with the policy that is measured.",
-        "prompt": "The question is in the prompt: the prefill server reads it, with full attention, and gives "
-        "the first token of the answer.",
-        "text": "Questions are sent as text, in the prompt.",
-    }[first["through"]]
 
     def mean_cell(setting: Setting, length: int) -> str:
         found = scores.mean(setting, length)
@@ -150,7 +143,8 @@ def document(rows: Sequence[Row], files: Sequence[str]) -> str:
         f"[{first['model']}](../../benchmark/accuracy/{first['model']}/README.md) (weights {first['weights']}, "
         f"{first['dtype']}), tasks of `benchmark/accuracy/tasks.py`: {', '.join(scores.tasks)}. "
         f"{' and '.join(map(str, samples))} texts for each task and length, one question each, the same for all "
-        f"policies; an answer counts if every token is right. {question} Intervals are 95 %.",
+        f"policies; an answer counts if every token is right. The prompt ends before the question, and a grammar "
+        "forces the question's tokens on the decode server: it is read with the policy that is measured. Intervals are 95 %.",
         f"{first['cpu']}, {first['cores']} cores, {runs_of(scores.rows)}",
         "Policies are described in `benchmark/accuracy/policies.py`. Where a budget covers the whole text, every "
         "policy is full attention.",

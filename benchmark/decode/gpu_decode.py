@@ -212,14 +212,8 @@ def one(
         counters = harness.engine.counters
         before = counters.cpu_pages, counters.budget_pages, counters.gpu_wait_us
         times = step_times_us(harness.step, options.steps)
-        pages, budget, waited = (
-            now - then
-            for now, then in zip(
-                (counters.cpu_pages, counters.budget_pages, counters.gpu_wait_us),
-                before,
-                strict=True,
-            )
-        )
+        after = counters.cpu_pages, counters.budget_pages, counters.gpu_wait_us
+        pages, budget, waited = (now - then for now, then in zip(after, before, strict=True))
         report(
             writer, "scout", about, times,
             cpu_compute_ratio=round(pages / max(budget, 1), 4),

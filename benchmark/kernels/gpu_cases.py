@@ -202,10 +202,7 @@ def selection(pools: Pools, B: int, N: int, k: int) -> Case:
     )
 
 
-BUILDERS = {
-    "minmax": BUILD_LAYER_DIGESTS,
-    "signs": BUILD_LAYER_SIGNS,
-}
+BUILDERS = {"minmax": BUILD_LAYER_DIGESTS, "signs": BUILD_LAYER_SIGNS}
 
 
 def digests(pools: Pools, n: int, source: str, form: str) -> Case:
@@ -237,13 +234,11 @@ def copies(pools: Pools, n: int, source: str) -> Case:
     """Recall: K and V of n pages, dealt out over the layers, from the host or within device memory."""
     layers = pools.layers(source)
     slots = torch.arange(n, device=pools.device)
-    dst_k, dst_v = (
-        torch.zeros(L, -(-n // L), S, H, D, dtype=DTYPE, device=pools.device) for _ in range(2)
-    )
+    shape = (L, -(-n // L), S, H, D)
+    dst_k, dst_v = (torch.zeros(shape, dtype=DTYPE, device=pools.device) for _ in range(2))
+    P = len(layers.k[0])
     ids = [
-        torch.stack(
-            [slots % L, pools.ids(n, dtype=torch.int64, pages=len(layers.k[0])), slots // L]
-        )
+        torch.stack([slots % L, pools.ids(n, dtype=torch.int64, pages=P), slots // L])
         for _ in range(REPEATS)
     ]
 
@@ -265,14 +260,16 @@ def copies(pools: Pools, n: int, source: str) -> Case:
 def appended(pools: Pools, B: int) -> Case:
     k, v = (pools.random(B, H, D).to(DTYPE) for _ in range(2))
     to, lens = Pool(pools.k.clone(), pools.v.clone(), pools.ids(B)), pools.full(7, B)
+
+    def call(impl: str = "triton") -> object:
+        return APPEND_TOKENS(k, v, lens, to, impl=impl)
+
     return Case(
         "append_tokens",
         {"B": B},
         2 * (k.nbytes + v.nbytes) + 8 * B,
-        [lambda: APPEND_TOKENS(k, v, lens, to, impl="triton")] * REPEATS,
-        lambda: changed(
-            APPEND_TOKENS, [to.k, to.v], lambda i: APPEND_TOKENS(k, v, lens, to, impl=i)
-        ),
+        [call] * REPEATS,
+        lambda: changed(APPEND_TOKENS, [to.k, to.v], call),
     )
 
 
@@ -288,8 +285,7 @@ def merged(pools: Pools, B: int) -> Case:
 
 
 def cases(pools: Pools, small: bool) -> Iterator[Case]:
-    rows = ((2, 40),) if small else ((1, 4096), (16, 2048), (64, 1024))
-    for B, N in rows:
+    for B, N in ((2, 40),) if small else ((1, 4096), (16, 2048), (64, 1024)):
         yield scores(pools, B, N)
         yield scores_signs(pools, B, N)
         yield selection(pools, B, N, 8 if small else 64)

@@ -10,7 +10,6 @@ Rows (format: rows.py), op being
     idle        epoch 0: nothing is posted. What the nodes themselves cost
     one_page    a page per row: the round trip over the bus, and next to no attention
     one_page_in_front   the same, all layers posted before the first is awaited, as a layer ahead does
-    one_page_recall     as one_page, while a recall copies RECALLED pages of host memory on a side stream
 with B, layers, threads, p99_us, and answered: the worker's records of the run, which must be all.
 """
 
@@ -29,12 +28,9 @@ from benchmark import device, rows
 from sglang_scout.engine.device import lock_memory
 from sglang_scout.ops.attend import attend_reference
 from sglang_scout.ops.doorbell import DeviceRing
-from sglang_scout.ops.gather import copy_layer_pages
-from sglang_scout.ops.layers import LayerPages
 
 LAYERS, PAGES, S, H, HQ, D, K = 8, 256, 32, 8, 40, 128, 64
 EPOCH, SPIN_US = 1, 600_000_000
-RECALLED = 128  # 32 MiB: the copy takes longer than the replay beside it
 WARM_UP, SAMPLES = 20, 500
 
 
@@ -54,17 +50,9 @@ class Server:
         self.runtime = _native.RingRuntime(arena.address, arena.nbytes, EPOCH, cpus, SPIN_US, 1)
         spec = arena.spec
         self.ring = DeviceRing(
-            arena.address,
-            arena.layout(),
-            num_layers=LAYERS,
-            max_batch=spec.max_batch,
-            max_pages=K,
-            num_q_heads=HQ,
-            head_dim=D,
-            parts=1,
-            timeout_us=5_000_000,
-            device=device,
-        )
+            arena.address, arena.layout(), num_layers=LAYERS, max_batch=spec.max_batch, max_pages=K,
+            num_q_heads=HQ, head_dim=D, parts=1, timeout_us=5_000_000, device=device,
+        )  # fmt: skip
 
     def records(self) -> int:
         return int(self.arena.ring().stats["records"].sum())
@@ -117,44 +105,9 @@ class Step:
                 ring.merge(layer, self.out, self.lse)
 
 
-class Recalled:
-    """Copies of pages of all layers to the device, as a recall makes them."""
-
-    def __init__(self, running: Server, pages: int) -> None:
-        arena, device = running.arena, running.device
-        planes = (
-            [torch.from_numpy(plane(layer)) for layer in range(LAYERS)]
-            for plane in (arena.k_pages, arena.v_pages)
-        )
-        self._source = LayerPages.of(*planes, device)
-        slots = -(-pages // LAYERS)
-        number = torch.arange(pages)
-        self.ids = torch.stack((number % LAYERS, number % PAGES, number // LAYERS)).to(device)
-        self.k, self.v = (torch.zeros(LAYERS, slots, S, H, D, device=device) for _ in range(2))
-
-    def __call__(self) -> None:
-        copy_layer_pages(self._source, self.ids, self.k, self.v)
-
-
-def check_recall(running: Server) -> str:
-    """What is wrong with copied pages, "" if nothing."""
-    recalled = Recalled(running, 11)
-    recalled()
-    for layer, page, slot in recalled.ids.T.tolist():
-        for got, plane in (
-            (recalled.k, running.arena.k_pages),
-            (recalled.v, running.arena.v_pages),
-        ):
-            if not torch.equal(got[layer, slot].cpu(), torch.from_numpy(plane(layer)[page])):
-                return f"page {page} of layer {layer} was copied wrongly"
-    return ""
-
-
 def check(device: str) -> str:
-    """What is wrong with an answer, or with a copied page, "" if nothing."""
+    """What is wrong with an answer, "" if nothing."""
     with server(device, 2, 1) as running:
-        if wrong := check_recall(running):
-            return wrong
         step, ring = Step(running, 2), running.ring
         ring.set_life(EPOCH)
         for number in (1, 2):
@@ -172,11 +125,8 @@ def check(device: str) -> str:
     return "" if same and torch.allclose(step.lse.cpu(), want[1], atol=1e-5) else "another answer"
 
 
-def samples_us(step: Step, epoch: int, beside: Recalled | None = None) -> tuple[list[float], int]:
+def samples_us(step: Step, epoch: int) -> tuple[list[float], int]:
     """Microseconds per layer of each replay, and how many records were answered.
-
-    Args:
-        beside: launched on another stream before each replay.
 
     Raises:
         RuntimeError: a replay went wrong. It is the last: after an error nothing is waited for.
@@ -184,7 +134,6 @@ def samples_us(step: Step, epoch: int, beside: Recalled | None = None) -> tuple[
     ring = step.running.ring
     ring.set_life(0)
     side = torch.cuda.Stream()
-    other = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())  # which still says that nothing is to be posted
     with torch.cuda.stream(side):
         step()
@@ -198,14 +147,10 @@ def samples_us(step: Step, epoch: int, beside: Recalled | None = None) -> tuple[
         ring.begin_step(number)
         torch.cuda.synchronize()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        if beside is not None:
-            with torch.cuda.stream(other):
-                beside()
         begin.record()
         graph.replay()
         end.record()
         end.synchronize()
-        other.synchronize()
         samples.append(begin.elapsed_time(end) * 1e3 / LAYERS)
         if faults := ring.faults():
             raise RuntimeError(f"replay {number}: {'; '.join(faults)}")
@@ -225,17 +170,15 @@ def measure(out: Path) -> int:
     threads = max(1, min(8, len(os.sched_getaffinity(0)) - 2))
     for batch in (1, 16):
         with server("cuda", batch, threads) as running:
-            recalled = Recalled(running, RECALLED)
-            for op, epoch, in_front, beside in (
-                ("idle", 0, False, None),
-                ("one_page", EPOCH, False, None),
-                ("one_page_in_front", EPOCH, True, None),
-                ("one_page_recall", EPOCH, False, recalled),
+            for op, epoch, in_front in (
+                ("idle", 0, False),
+                ("one_page", EPOCH, False),
+                ("one_page_in_front", EPOCH, True),
             ):
                 sizes = {"op": op, "B": batch, "threads": running.threads}
                 expected = (WARM_UP + SAMPLES) * LAYERS if epoch else 0
                 try:
-                    samples, answered = samples_us(Step(running, batch, in_front), epoch, beside)
+                    samples, answered = samples_us(Step(running, batch, in_front), epoch)
                     if answered != expected:
                         raise RuntimeError(f"{answered} records answered, expected {expected}")
                 except RuntimeError as error:

@@ -39,9 +39,7 @@ from make_tiny_model import TinyModelSpec, make_tiny_model
 from servers.server_process import ends_orderly
 from sglang_scout.worker.arena import available_bytes
 
-Answers = list[list[tuple[int, float]]]
-"""Per request its tokens and their log-probabilities."""
-
+Answers = list[list[tuple[int, float]]]  # per request its tokens and their log-probabilities
 BUDGET_TOKENS = 128
 VERIFY_TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
 """Largest relative error; bfloat16 outputs alone are off by 0.4 %."""
@@ -135,7 +133,6 @@ def ask_all(server: DecodeServer, options: argparse.Namespace) -> dict[int, Answ
         lengths = [options.context - 37 * row for row in range(size)]
         prompts = make_prompts(lengths, 500, seed=size)
         answers[size] = server.generate(prompts, options.tokens, REQUEST_S[options.device])
-        print(f"batch {size}: answered", flush=True)
     return answers
 
 
@@ -172,11 +169,8 @@ def kill_worker(server: DecodeServer, options: argparse.Namespace) -> list[str]:
 def server_flags(options: argparse.Namespace, dtype: str) -> dict[str, Any]:
     """What both servers of the checks are started with."""
     most = max(options.batch)
-    common: dict[str, Any] = {
-        "dtype": dtype,
-        "max_running_requests": most,
-        "max_total_tokens": 2 * most * (options.context + options.kill_tokens),
-    }
+    total = 2 * most * (options.context + options.kill_tokens)
+    common = {"dtype": dtype, "max_running_requests": most, "max_total_tokens": total}
     if options.device != "cpu":
         # Not disable_cuda_graph_padding: with it this SGLang looks for graphs by a key that none has.
         common |= {"cuda_graph_max_bs_decode": most, "mem_fraction_static": 0.5}
@@ -202,16 +196,15 @@ class Checks:
 
     def _row(self, name: str, wrong: list[str], **more: Any) -> None:
         self.failed += bool(wrong)
-        status = "failed" if wrong else "ok"
-        self._writer.add("scout", status, "; ".join(wrong)[:1000], check=name, untimed=True, **more)
-        print(f"{name}: {'; '.join(wrong) or 'ok'} {more or ''}", flush=True)
+        status, reason = "failed" if wrong else "ok", "; ".join(wrong)[:1000]
+        self._writer.add("scout", status, reason, check=name, untimed=True, **more)
+        print(f"{name}: {reason or 'ok'} {more or ''}", flush=True)
 
     def _serve(self, name: str, check: Callable[[DecodeServer], None], **config: Any) -> None:
         options, log = self._options, self._logs / f"server-{name}.log"
-        resident = BUDGET_TOKENS * max(options.batch)
         flags = server_flags(options, self._dtype) | offload_flags(
             options.device, budget=BUDGET_TOKENS, host_gb=options.check_host_gb, recall="fixed",
-            resident_tokens=resident, **config,
+            resident_tokens=BUDGET_TOKENS * max(options.batch), **config,
         )  # fmt: skip
         if name == "eager":
             flags["disable_cuda_graph"] = True
@@ -287,7 +280,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     packages = ("torch", "triton", "sglang", "sglang-kernel", "flashinfer-python")
     shared = rows.environment("gpu_server", packages, cuda=cuda)
-    shared |= {"device": torch.cuda.get_device_name() if cuda else "cpu"}
+    shared["device"] = torch.cuda.get_device_name() if cuda else "cpu"
     writer = rows.Writer(options.out, shared, append=True)
     logs = options.logs or options.out.parent
     logs.mkdir(parents=True, exist_ok=True)

@@ -177,12 +177,8 @@ def reserved_tokens(options: argparse.Namespace) -> int:
 def flags_of(name: str, options: argparse.Namespace, device_bytes: int) -> dict[str, Any]:
     """Flags of a server."""
     room = options.speed_context + options.speed_tokens + 64
-    common = {
-        "dtype": "bfloat16",
-        "load_format": "dummy",
-        "context_length": room,
-        "disable_radix_cache": True,
-    }
+    common = {"dtype": "bfloat16", "load_format": "dummy", "context_length": room,
+              "disable_radix_cache": True}  # fmt: skip
     about, tokens = SERVERS[name], options.speed_context + reserved_tokens(options)
     if "attention_backend" in about:
         batch = most_requests(options.model, device_bytes, tokens)
@@ -224,8 +220,6 @@ def about_server(info: dict[str, Any]) -> dict[str, Any]:
         "token_capacity": info["max_total_num_tokens"],
         "mem_fraction_static": found("mem_fraction_static"),
         "max_running_requests": found("max_running_requests"),
-        "cuda_graphs": found("cuda_graph_config"),
-        "memory_usage_gb": state.get("memory_usage"),
     }
     if ours := offload_state(info):
         names = ("backend", "ops", "plan", "host_pages_total", "resident_slots", "resident_pages")
@@ -290,12 +284,9 @@ def measure_speed(
             about |= {"host_gb": options.host_gb, "budget": options.budget}
             about |= {"resident_tokens": resident}
         try:
+            log = logs / f"server-{name}.log"
             with DecodeServer(
-                model,
-                flags,
-                device="cuda",
-                log=logs / f"server-{name}.log",
-                ready_timeout_s=START_S,
+                model, flags, device="cuda", log=log, ready_timeout_s=START_S
             ) as server:
                 run_server(writer, impl, server, about, options)
         except FAILURES as error:

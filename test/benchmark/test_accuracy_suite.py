@@ -59,8 +59,7 @@ class Answering:
 
 def arguments(**changes):
     defaults = dict(
-        lengths=[128, 160], tasks=["recall", "count"], samples=5, in_flight=1, seed=7,
-        through="decode", questions="tasks",
+        lengths=[128, 160], tasks=["recall", "count"], samples=5, seed=7, questions="tasks",
     )  # fmt: skip
     return argparse.Namespace(**{**defaults, **changes})
 
@@ -136,17 +135,17 @@ def test_a_policy_with_further_keys():
 @pytest.mark.parametrize("task", tasks.TASKS)
 def test_the_decode_server_reads_the_question(task):
     sample = tasks.make_sample(task, 200, 3)
-    body = questions.payload(sample, "decode")
+    body = questions.payload(sample)
     prompt, grammar = body["input_ids"], body["sampling_params"]["ebnf"]
     forced = [int(word.strip("<[]>")) for word in grammar.split("\n")[0].split()[1:-1]]
     assert prompt + forced == sample.prompt and len(forced) == sample.question_tokens
     assert len(sample.answer) <= questions.ANSWER_TOKENS
     right = {"output_ids": forced + sample.answer, "meta_info": {"finish_reason": {"type": "stop"}}}
-    assert questions.is_right(sample, right, "decode")
+    assert questions.is_right(sample, right)
     wrong = {**right, "output_ids": forced + sample.answer[:-2] + [vocabulary.END]}
-    assert not questions.is_right(sample, wrong, "decode")
+    assert not questions.is_right(sample, wrong)
     with pytest.raises(ValueError, match="was not forced"):
-        questions.is_right(sample, {**right, "output_ids": sample.answer + forced}, "decode")
+        questions.is_right(sample, {**right, "output_ids": sample.answer + forced})
 
 
 def test_of_a_planted_answer_only_the_numbers_are_free(monkeypatch):
@@ -156,7 +155,7 @@ def test_of_a_planted_answer_only_the_numbers_are_free(monkeypatch):
     monkeypatch.setattr(questions, "_planted_document", lambda index: document)
     for task in questions.SOURCES["planted"].tasks:
         sample = questions.planted_sample(task, 4096, 0)
-        body = questions.payload(sample, "decode")
+        body = questions.payload(sample)
         assert body["input_ids"] == document.tokens[:4096]
         words = body["sampling_params"]["ebnf"].split("\n")[0].split()[1:]
         assert len(words) == body["sampling_params"]["max_new_tokens"]
@@ -167,11 +166,9 @@ def test_of_a_planted_answer_only_the_numbers_are_free(monkeypatch):
         assert all(said[i].isdigit() for i in free)
         given = sample.prompt[4096:] + sample.answer
         right = {"output_ids": given, "meta_info": {"finish_reason": {"type": "length"}}}
-        assert questions.is_right(sample, right, "decode")
+        assert questions.is_right(sample, right)
         wrong = {**right, "output_ids": [*given[:-1], given[-1] - 1]}
-        assert not questions.is_right(sample, wrong, "decode")
-        with pytest.raises(ValueError, match="--through decode"):
-            questions.payload(sample, "prompt")
+        assert not questions.is_right(sample, wrong)
 
 
 def test_grammars_allow_exactly_the_forced_tokens():
@@ -183,7 +180,7 @@ def test_grammars_allow_exactly_the_forced_tokens():
     tokenizer = AutoTokenizer.from_pretrained(str(questions.SOURCES["tasks"].model()))
     vocabulary = from_tokenizer(tokenizer, None)
     sample = tasks.make_sample("copy", 200, 5)
-    grammar = questions.payload(sample, "decode")["sampling_params"]["ebnf"]
+    grammar = questions.payload(sample)["sampling_params"]["ebnf"]
     matcher = llguidance.LLMatcher(vocabulary, llguidance.grammar_from("ebnf", grammar))
     for number, token in enumerate(sample.prompt[-4:] + sample.answer):
         mask = masks.allocate_token_bitmask(1, vocabulary.vocab_size)

@@ -295,19 +295,6 @@ REFUSALS = [
 ]
 
 
-@pytest.mark.parametrize(("what", "value", "parts"), REFUSALS)
-def test_refusals_name_what_is_wrong_and_what_helps(what, value, parts, run, copy, server, capsys):
-    if what.startswith("--"):
-        assert run(what, value) == 2
-    else:
-        path = copy.inner / what
-        path.unlink() if value is None else path.write_text(value)
-        assert run() == 2
-        assert not path.exists() if value is None else path.read_text() == value
-    error = capsys.readouterr().err
-    assert [part for part in parts if part not in error] == [] and server.requests == []
-
-
 @pytest.mark.parametrize("change", ["impl", "model", "max_prompt_tokens", "chat"])
 def test_a_file_keeps_to_what_it_was_begun_with(change, run, server, tmp_path, capsys):
     assert run("--sets", "qasper", "--limit", "1") == 0
@@ -319,12 +306,3 @@ def test_a_file_keeps_to_what_it_was_begun_with(change, run, server, tmp_path, c
     error = capsys.readouterr().err
     assert f"with {change} " in error and str(tmp_path / "a.jsonl") in error
     assert len(server.requests) == 1
-
-
-def test_answers_to_other_data_do_not_count(run, copy, server, tmp_path, capsys):
-    assert run("--sets", "qasper") == 0
-    copy.write_rows("qasper", [make_row("qasper", 7) | {"_id": "qasper-0"}])
-    assert longbench.main(["score", str(tmp_path / "a.jsonl")]) == 2
-    assert "no question" in capsys.readouterr().err
-    assert run("--sets", "qasper") == 0 and len(server.requests) == ROWS + 1
-    assert table_of(capsys.readouterr().out)["qasper"] == ["same", "1", "100.00"]
