@@ -143,8 +143,9 @@ def document(rows: Sequence[Row], files: Sequence[str]) -> str:
         f"[{first['model']}](../../benchmark/accuracy/{first['model']}/README.md) (weights {first['weights']}, "
         f"{first['dtype']}), tasks of `benchmark/accuracy/tasks.py`: {', '.join(scores.tasks)}. "
         f"{' and '.join(map(str, samples))} texts for each task and length, one question each, the same for all "
-        f"policies; an answer counts if every token is right. The prompt ends before the question, and a grammar "
-        "forces the question's tokens on the decode server: it is read with the policy that is measured. Intervals are 95 %.",
+        "policies; an answer counts if every token is right. The prompt ends before the question, and a grammar "
+        "forces the question's tokens on the decode server: it is read with the policy that is measured. Intervals are "
+        "95 %.",
         f"{first['cpu']}, {first['cores']} cores, {runs_of(scores.rows)}",
         "Policies are described in `benchmark/accuracy/policies.py`. Where a budget covers the whole text, every "
         "policy is full attention.",

@@ -275,13 +275,9 @@ def appended(pools: Pools, B: int) -> Case:
 
 def merged(pools: Pools, B: int) -> Case:
     parts = [pools.random(*size) for size in ((B, HQ, D), (B, HQ)) * 2]
-    return Case(
-        "merge_states",
-        {"B": B},
-        3 * sum(p.nbytes for p in parts[:2]),
-        [lambda: MERGE_STATES(*parts, impl="triton")] * REPEATS,
-        lambda: difference(MERGE_STATES, *parts),
-    )
+    calls = [lambda: MERGE_STATES(*parts, impl="triton")] * REPEATS
+    nbytes = 3 * sum(p.nbytes for p in parts[:2])
+    return Case("merge_states", {"B": B}, nbytes, calls, lambda: difference(MERGE_STATES, *parts))
 
 
 def cases(pools: Pools, small: bool) -> Iterator[Case]:

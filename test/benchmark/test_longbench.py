@@ -277,24 +277,6 @@ def test_compare(run, server, tmp_path, capsys):
     assert table_of(capsys.readouterr().out)["mean"][-1] == "-100.00 (-100.00 to -100.00)"
 
 
-# What is written where (None: removed) or which flags are given, and what the message names.
-REFUSALS = [
-    ("config/dataset2prompt.json", None, ["--longbench", "dataset2prompt.json", "git clone"]),
-    ("config/dataset2maxlen.json", "[1]", ["dataset2maxlen.json", "git clone"]),
-    ("data/dureader.jsonl", None, ["dureader.jsonl", "data.zip", "--sets"]),
-    ("data/qmsum.jsonl", "", ["qmsum.jsonl", "no rows"]),
-    (
-        "data/qmsum.jsonl",
-        '\n{"_id": "x", "context": "", "input": ""}',
-        ["qmsum.jsonl:2", "answers"],
-    ),
-    ("../../a.jsonl", "my notes", ["--output", "a.jsonl", "another file"]),
-    ("--sets", "qaspr", ["--sets qaspr", "qasper"]),
-    ("--tokenizer", "/no/such", ["--tokenizer /no/such", "folder"]),
-    ("--base-url", "http://127.0.0.1:9", ["--base-url", "start an SGLang server"]),
-]
-
-
 @pytest.mark.parametrize("change", ["impl", "model", "max_prompt_tokens", "chat"])
 def test_a_file_keeps_to_what_it_was_begun_with(change, run, server, tmp_path, capsys):
     assert run("--sets", "qasper", "--limit", "1") == 0
