@@ -10,7 +10,6 @@ import pytest
 
 from benchmark import plot
 from benchmark.accuracy import (
-    fleet,
     gate,
     policies,
     questions,
@@ -121,17 +120,6 @@ def test_the_flags_of_every_policy_are_understood(setting):
 # Questions ----------------------------------------------------------------------------------------
 
 
-def test_a_policy_with_further_keys():
-    setting = Setting("scout-signs+resident_bonus=1.0+exact_layers=[1, 2]", 512)
-    config = {"digest": "signs", "resident_bonus": 1.0, "exact_layers": [1, 2]}
-    assert setting.offload_config() == config
-    assert policies.plain(setting.policy) == "scout, signs, resident_bonus=1.0, exact_layers=[1, 2]"
-    signs = Setting("scout+digest=signs", 512).decode_flags({"resident_tokens": 32})
-    assert json.loads(signs[-1]) == {"digest": "signs", "resident_tokens": 32}
-    with pytest.raises(ValueError, match=r"policy 'best\+x=1'"):
-        Setting("best+x=1", 256)
-
-
 @pytest.mark.parametrize("task", tasks.TASKS)
 def test_the_decode_server_reads_the_question(task):
     sample = tasks.make_sample(task, 200, 3)
@@ -178,12 +166,12 @@ def test_grammars_allow_exactly_the_forced_tokens():
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(str(questions.SOURCES["tasks"].model()))
-    vocabulary = from_tokenizer(tokenizer, None)
+    known = from_tokenizer(tokenizer, None)
     sample = tasks.make_sample("copy", 200, 5)
     grammar = questions.payload(sample)["sampling_params"]["ebnf"]
-    matcher = llguidance.LLMatcher(vocabulary, llguidance.grammar_from("ebnf", grammar))
+    matcher = llguidance.LLMatcher(known, llguidance.grammar_from("ebnf", grammar))
     for number, token in enumerate(sample.prompt[-4:] + sample.answer):
-        mask = masks.allocate_token_bitmask(1, vocabulary.vocab_size)
+        mask = masks.allocate_token_bitmask(1, known.vocab_size)
         masks.fill_next_token_bitmask(matcher, mask, 0)
         allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
         if number < 4:
@@ -219,14 +207,6 @@ def test_rows_hold_every_outcome_and_are_not_measured_twice(tmp_path):
         (r["policy"], r["length_tokens"], r["task"], r["outcomes"]) for r in map(json.loads, lines)
     )
     assert not row_file(path, weights="other").rows
-
-
-def test_a_stock_server_gets_none_of_our_flags(tmp_path):
-    made = fleet.Fleet("model", [FULL_SETTING], dtype="auto", longest_tokens=4096)
-    words = made._stock.process.command
-    assert made._cluster is None and not any("offload" in word for word in words)
-    assert words[words.index("--max-running-requests") + 1] == "1"
-    made.stop()
 
 
 # Scores and the gate ------------------------------------------------------------------------------

@@ -50,15 +50,3 @@ def test_the_documents_hold_the_tables_of_their_rows(name):
     )
     measured_rows = attention_tables.Measured(rows.read_rows(RESULTS / "cpu_attention.jsonl"))
     assert text == getattr(attention_tables, name)(measured_rows)
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("ring_latency.jsonl", "no rows of benchmark/kernels/cpu_attention.py"),
-        ("absent.jsonl", "No such file"),
-    ],
-)
-def test_other_files_are_refused(name, message, capsys):
-    assert attention_tables.main([str(RESULTS / name)]) == 1
-    assert message in capsys.readouterr().err

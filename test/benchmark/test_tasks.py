@@ -109,10 +109,3 @@ def test_scoring():
     assert not tasks.is_correct("multi_value", ids("1 , 2 , 3 ;"), ids("3 , 3 , 2 ;"))
     assert not tasks.is_correct("multi_value", ids("1 , 2 , 3 ;"), ids("1 , 2 ;"))
     assert not tasks.is_correct("multi_value", ids("1 , 2 , 3 ;"), ids("1 2 , 3 , ;"))
-
-
-def test_words_are_one_token_each_and_pools_do_not_overlap():
-    assert len(set(vocabulary.WORDS)) == len(vocabulary.WORDS)
-    assert all(word.isascii() and " " not in word for word in vocabulary.WORDS)
-    text = "# amber river = 42 17 ;"
-    assert vocabulary.to_text(vocabulary.to_ids(text)) == text

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 
 import demo
-import demo_bench
 import demo_jobs
 import demo_questions
 from packages import Unavailable
@@ -22,7 +21,8 @@ def text(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("model", "job"), [("smollm2", demo_jobs.SMOLLM2), ("recall", demo_jobs.RECALL), ("a/b", demo_jobs.OWN)]
+    ("model", "job"),
+    [("smollm2", demo_jobs.SMOLLM2), ("recall", demo_jobs.RECALL), ("a/b", demo_jobs.OWN)],
 )
 def test_a_flag_wins_over_what_a_model_comes_with(model, job):
     args = demo.parse_arguments(["--model", model])
@@ -44,14 +44,6 @@ def test_a_model_that_cannot_be_had_or_is_none(monkeypatch, tmp_path, capsys):
     assert "no config.json there" in capsys.readouterr().err
 
 
-def test_pieces_of_a_text(tmp_path, text):
-    assert demo_jobs.text_of_tokens(tmp_path, 100) == text[:400]
-    assert demo_jobs.text_of_tokens(tmp_path, 10, start=100) == text[400:440]
-    args = demo.parse_arguments(["--prompts", "2", "--input-len", "50"])
-    (one, _), (other, _) = demo_bench.bench_texts(args, tmp_path)
-    assert len(one) == len(other) == 200
-
-
 @pytest.mark.parametrize("answer", ["It is 7413.", "I do not know."])
 def test_the_hidden_fact_must_be_found(monkeypatch, tmp_path, capsys, answer):
     asked = []
@@ -60,7 +52,9 @@ def test_the_hidden_fact_must_be_found(monkeypatch, tmp_path, capsys, answer):
     cluster = SimpleNamespace(servers={"full": None}, ask_pair=lambda *_: words)
     if demo_questions.NUMBER in answer:
         demo_questions.converse(cluster, tmp_path)
-        assert capsys.readouterr().out.count("what full attention says") == len(demo_questions.QUESTIONS)
+        assert capsys.readouterr().out.count("what full attention says") == len(
+            demo_questions.QUESTIONS
+        )
     else:
         with pytest.raises(demo_jobs.DemoFailed, match=demo_questions.NUMBER):
             demo_questions.converse(cluster, tmp_path)
