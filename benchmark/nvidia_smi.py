@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 ABOUT = ("name", "memory.total", "driver_version", "clocks.sm", "clocks.mem", "power.limit",
          "pcie.link.gen.current")  # fmt: skip
@@ -40,16 +40,12 @@ def used_mib() -> int | None:
         return None
 
 
-def wait_free(
-    before_mib: int | None, most_s: float, used: Callable[[], int | None] = used_mib
-) -> bool:
-    """Wait until no more memory is taken than ``before_mib``, and a little. False if it was not after ``most_s``.
-
-    The driver frees a process's memory some time after the process is gone. True where nothing is known.
-    """
+def wait_free(before_mib: int | None, most_s: float = 60.0) -> None:
+    """Wait until no more memory is taken than ``before_mib`` and a little: the driver frees memory some time after
+    its process is gone."""
     end = time.monotonic() + most_s
-    while before_mib is not None and (now := used()) is not None and now > before_mib + 512:
+    while before_mib is not None and (now := used_mib()) is not None and now > before_mib + 512:
         if time.monotonic() >= end:
-            return False
+            print("memory of the device is still taken", flush=True)
+            return
         time.sleep(0.5)
-    return True

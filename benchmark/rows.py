@@ -13,13 +13,14 @@ and, where something was measured,
     median_us, spread, unstable   spread = (p90 - p10) / median; unstable where it is above 10 %
 Where what was measured is not a time, untimed is true in place of these.
 
-A failure, an absent rival and a size that does not fit are rows too. Sizes and results are added by each
+A failure, an absent baseline and a size that does not fit are rows too. Sizes and results are added by each
 benchmark.
 """
 
 from __future__ import annotations
 
 import datetime
+import hashlib
 import importlib.metadata
 import json
 import math
@@ -34,7 +35,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-import nvidia_smi
+from benchmark import nvidia_smi
 
 Row = dict[str, Any]
 
@@ -44,20 +45,10 @@ STATUSES = ("ok", "absent", "skipped", "failed")
 FREE_CPU_IDLE_SHARE = 0.95
 
 _REQUIRED = {
-    "benchmark": str,
-    "impl": str,
-    "status": str,
-    "reason": str,
-    "commit": str,
-    "dirty": bool,
-    "cpu": str,
-    "cores": int,
-    "versions": dict,
-    "command": str,
-    "time_utc": str,
-    "load_average": list,
-    "idle_before": list,
-}
+    "benchmark": str, "impl": str, "status": str, "reason": str, "commit": str, "dirty": bool,
+    "cpu": str, "cores": int, "versions": dict, "command": str, "time_utc": str,
+    "load_average": list, "idle_before": list,
+}  # fmt: skip
 _MEASURED = {"samples_us": list, "median_us": float, "spread": float, "unstable": bool}
 
 
@@ -109,13 +100,6 @@ def problems(row: Row) -> list[str]:
     return found
 
 
-def of_worker(fallback_pages: int) -> tuple[str, str]:
-    """Status and reason of a row about the worker, which counts only where it computed all pages itself."""
-    if fallback_pages:
-        return "failed", f"the worker did not answer for {fallback_pages} pages"
-    return "ok", ""
-
-
 def environment(benchmark: str, packages: Iterable[str] = (), *, cuda: bool = False) -> Row:
     """The fields that all rows of a run share. Takes a third of a second to look for idle CPUs.
 
@@ -145,63 +129,49 @@ def environment(benchmark: str, packages: Iterable[str] = (), *, cuda: bool = Fa
 
 
 def command_line(argv: Sequence[str]) -> str:
-    """As one would type it in the repository: the path of the script is relative to it."""
+    """As one would type it in the root of the repository."""
     script = Path(argv[0]).resolve()
-    if script.is_relative_to(ROOT):
-        script = script.relative_to(ROOT)
-    return shlex.join(["python", str(script), *argv[1:]])
+    if not script.is_relative_to(ROOT):
+        return shlex.join(["python", str(script), *argv[1:]])
+    module = ".".join(script.relative_to(ROOT).with_suffix("").parts)
+    return shlex.join(["python", "-m", module, *argv[1:]])
 
 
 def cpu_model() -> str:
     """Model name with what tells its generation, as "AMD EPYC (family 26 model 2)"."""
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return platform.processor() or platform.machine()
+    text = Path("/proc/cpuinfo").read_text()
     found = dict(re.findall(r"^(model name|cpu family|model)\s*: (.*)$", text, re.MULTILINE))
     if "model name" not in found:
         return platform.machine()
-    return (
-        f"{found['model name'].strip()} (family {found.get('cpu family')} "
-        f"model {found.get('model')})"
-    )
+    name, family = found["model name"].strip(), found.get("cpu family")
+    return f"{name} (family {family} model {found.get('model')})"
 
 
 def cache_bytes() -> int:
     """Size of the largest cache of CPU 0, 0 if it is not known."""
-    sizes = [0]
+    paths = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+    sizes = (path.read_text().strip() for path in paths)
     units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
-        match = re.fullmatch(r"(\d+)([KMG])", path.read_text().strip())
-        if match:
-            sizes.append(int(match[1]) * units[match[2]])
-    return max(sizes)
+    return max((int(size[:-1]) * units[size[-1]] for size in sizes), default=0)
 
 
 def idle_shares(cpus: Sequence[int], window_s: float = 0.3) -> list[float]:
     """How much of a short time each CPU was idle, 0..1; an empty list where that is not known."""
     try:
-        before = _cpu_times(cpus)
+        before = _cpu_times()
         time.sleep(window_s)
-        after = _cpu_times(cpus)
-    except (OSError, KeyError, ValueError):
+        after = _cpu_times()
+        spent = [(after[cpu][0] - before[cpu][0], after[cpu][1] - before[cpu][1]) for cpu in cpus]
+    except (OSError, KeyError):
         return []
-    shares = []
-    for cpu in cpus:
-        idle = after[cpu][0] - before[cpu][0]
-        total = after[cpu][1] - before[cpu][1]
-        shares.append(round(idle / total, 3) if total > 0 else 1.0)
-    return shares
+    return [round(idle / total, 3) if total > 0 else 1.0 for idle, total in spent]
 
 
-def _cpu_times(cpus: Sequence[int]) -> dict[int, tuple[int, int]]:
-    times = {}
-    for line in Path("/proc/stat").read_text().splitlines():
-        match = re.match(r"cpu(\d+) (.*)", line)
-        if match and int(match[1]) in cpus:
-            ticks = [int(x) for x in match[2].split()]
-            times[int(match[1])] = (ticks[3] + ticks[4], sum(ticks[:8]))
-    return {cpu: times[cpu] for cpu in cpus}
+def _cpu_times() -> dict[int, tuple[int, int]]:
+    """Idle and all ticks of each CPU."""
+    lines = re.findall(r"^cpu(\d+) (.*)$", Path("/proc/stat").read_text(), re.MULTILINE)
+    ticks = {int(cpu): [int(x) for x in line.split()] for cpu, line in lines}
+    return {cpu: (of[3] + of[4], sum(of[:8])) for cpu, of in ticks.items()}
 
 
 def _source() -> Row:
@@ -223,6 +193,15 @@ def _git(*arguments: str) -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def weights_digest(model_path: str) -> str:
+    """16 hex digits over the weights, in the order of the files' names."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(model_path).glob("*.safetensors")):
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()[:16]
 
 
 class Writer:

@@ -91,7 +91,7 @@ def cases() -> Iterator[tuple[str, Callable[..., object], tuple]]:
         "D=96": (8, 3, 96, BF16, 8, 1024),
         "float32": (2, 2, 64, F32, 4, 64),
         "float16": (8, 8, 128, F16, 4, 256),
-        "float32, small": (2, 2, 32, F32, 4, 16),  # of benchmark/gpu_decode.py --check-only
+        "float32, small": (2, 2, 32, F32, 4, 16),  # of benchmark/decode/gpu_decode.py --check-only
         "all one": (1, 1, 16, BF16, 1, 1),  # Triton takes arguments that are 1 as constants
     }
     for model, (H, G, D, dtype, B, N) in models.items():
@@ -160,7 +160,7 @@ def cases() -> Iterator[tuple[str, Callable[..., object], tuple]]:
     one = out[:1], chosen_pages[:1, :1], empty(1, dtype=I32)
     yield "post of one page", doorbell.post, (ring, 1, *one)
     yield "wait and merge of one row", doorbell.merge, (ring, 1, out[:1], lse[:1])
-    # As benchmark/gpu_ring.py has it: all of the split is one, the wait is longer than 2^31 nanoseconds.
+    # As benchmark/ring/gpu_ring.py has it: all of the split is one, the wait is longer than 2^31 nanoseconds.
     ring = DeviceRing(
         1 << 46, layout_of(spec), num_layers=1, max_batch=16, max_pages=64, num_q_heads=40,
         head_dim=128, parts=1, split=Split(), timeout_us=10_000_000, device="meta",

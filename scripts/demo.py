@@ -15,73 +15,34 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from packages import Unavailable
 from sglang_scout.core.errors import ConfigError
 from smollm2 import smollm2
-from texts import load_text
 
 ROOT = Path(__file__).resolve().parents[1]
 RECALL_MODEL = ROOT / "benchmark" / "accuracy" / "recall_model"
-sys.path[:0] = [str(RECALL_MODEL.parent), str(ROOT / "test")]
+sys.path.insert(0, str(ROOT))  # of which benchmark adds test/ with the launchers of servers
 
-import tasks  # noqa: E402
-
+import benchmark  # noqa: E402, F401
+from demo_bench import print_report, run_bench  # noqa: E402
+from demo_jobs import JOBS, OWN, RECALL, SMOLLM2, TEXT_TOKENS, DemoFailed  # noqa: E402
+from demo_questions import ask_about_text, ask_facts, converse  # noqa: E402
 from servers import placement  # noqa: E402
 from servers.pd_cluster import PDCluster, flags  # noqa: E402
 from servers.server_process import ServerFailed  # noqa: E402
-from servers.sglang_http import RequestFailed, sse_events  # noqa: E402
+from servers.sglang_http import RequestFailed  # noqa: E402
 
-QUESTION_TASKS = ("needle", "multi_key", "variables")
-SEED = 4242
-QUESTION = "Read the text below and say in a few words what it is about."
-CHAT_TOKENS = 48
-TEXT_TOKENS = 5800
-NUMBER = "7413"
-FACT = f"The secret number of the lighthouse is {NUMBER}."
-FACT_QUESTION = "What is the secret number of the lighthouse?"
-QUESTIONS = (
-    FACT_QUESTION,
-    "What is this text about? Answer in one sentence.",
-    "Who built the ark, and why?",
-)
 BEGIN = time.monotonic()
-
-
-@dataclass(frozen=True)
-class Job:
-    """What is served and asked: defaults of the flags, and keys of ``--kv-offload-config``."""
-
-    budget: int
-    prompts: int
-    input_len: int
-    config: dict[str, Any] = field(default_factory=dict)
-    cpu_dtype: str = "bfloat16"
-    output_len: int = 64
-
-
-# Keys of the recall model have no channels that stand out, and layer 1 asks for what layer 0 has just gathered.
-RECALL = Job(512, 16, 4096, {"digest": "signs", "exact_layers": [1], "resident_bonus": 1.0})
-OWN = Job(512, 16, 4096)
-# Without AMX, CPUs are several times slower in bfloat16.
-SMOLLM2 = Job(1024, 4, 1536, {"digest": "signs"}, "float32", output_len=32)
-JOBS = {"smollm2": SMOLLM2, "recall": RECALL}
-
-
-class DemoFailed(RuntimeError):
-    """Something that the demo promises did not happen."""
 
 
 def say(text: str) -> None:
@@ -205,153 +166,6 @@ def full_attention(decode: dict[str, Any], config: dict[str, Any]) -> list[str]:
     return flags(**decode, **offload, max_running_requests=1)
 
 
-def text_of_tokens(model: Path, tokens: int, start: int = 0) -> str:
-    """So many tokens of a text, from this one on. Of a model without tokenizer.json one has 4 characters."""
-    text = load_text("prose")
-    if not (model / "tokenizer.json").is_file():
-        return text[4 * start : 4 * (start + tokens)]
-    from tokenizers import Tokenizer
-
-    # No token is shorter than a byte: enough characters to count so many tokens in.
-    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-    offsets = tokenizer.encode(text[: 8 * (start + tokens)], add_special_tokens=False).offsets
-    return text[offsets[start][0] : offsets[start + tokens - 1][1]]
-
-
-def bench_texts(args: argparse.Namespace, model: Path) -> Iterator[tuple[str, str]]:
-    """Prompts and answers for bench_serving, of the tasks that the recall model knows, or of the text."""
-    for index in range(args.prompts):
-        if args.job is RECALL:
-            task = tasks.TASKS[index % len(tasks.TASKS)]
-            sample = tasks.make_sample(task, args.input_len, SEED + index)
-            yield sample.prompt_text, sample.answer_text
-        else:
-            begin = TEXT_TOKENS + index * args.input_len
-            yield text_of_tokens(model, args.input_len, begin), "."
-
-
-def bench_prompts(cluster: PDCluster, model: Path, args: argparse.Namespace) -> list[str]:
-    """Flags of bench_serving that name its prompts."""
-    if args.job is OWN:
-        return flags(
-            dataset_name="random-ids",
-            tokenize_prompt=True,  # token ids: exact prompt lengths
-            random_range_ratio=1,
-            random_input_len=args.input_len,
-            random_output_len=args.output_len,
-        )
-    path = cluster.log_dir / "prompts.jsonl"
-    with path.open("w") as file:
-        for turns in bench_texts(args, model):
-            file.write(json.dumps({"conversations": [{"content": x} for x in turns]}) + "\n")
-    return flags(dataset_name="custom", dataset_path=path, sharegpt_output_len=args.output_len)
-
-
-def run_bench(cluster: PDCluster, model: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """SGLang's own bench_serving through the router; returns its result row.
-
-    Raises DemoFailed unless every request was answered with all its tokens.
-    """
-    result_file = cluster.log_dir / "bench_serving.jsonl"
-    log = cluster.log_dir / "bench_serving.log"
-    command = [sys.executable, "-m", "sglang.bench_serving"]
-    command += flags(
-        backend="sglang",
-        base_url=cluster.url,
-        model=model,
-        num_prompts=args.prompts,
-        max_concurrency=args.concurrency,
-        disable_tqdm=True,
-        output_file=result_file,
-    ) + bench_prompts(cluster, model, args)
-    with open(log, "wb") as sink:
-        code = subprocess.run(
-            command,
-            env=cluster.environment,
-            stdin=subprocess.DEVNULL,
-            stdout=sink,
-            stderr=subprocess.STDOUT,
-        ).returncode
-    if code != 0 or not result_file.is_file():
-        tail = "\n".join(log.read_text(errors="replace").splitlines()[-30:])
-        raise DemoFailed(f"bench_serving ended with exit code {code}:\n{tail}")
-    row = json.loads(result_file.read_text().splitlines()[-1])
-    tokens = args.prompts * args.output_len
-    if row["completed"] != args.prompts or row["total_output_tokens"] != tokens:
-        raise DemoFailed(
-            f"bench_serving: {row['completed']} of {args.prompts} requests answered, "
-            f"{row['total_output_tokens']} of {tokens} tokens (see {log})"
-        )
-    return row
-
-
-def chat_payload(model: Path, content: str, max_tokens: int) -> dict[str, Any]:
-    messages = [{"role": "user", "content": content}]
-    return dict(model=str(model), messages=messages, max_tokens=max_tokens, temperature=0)
-
-
-def chat(cluster: PDCluster, model: Path, content: str, max_tokens: int) -> str:
-    """One chat completion, printed as it comes, then a line on its tokens and times."""
-    payload = chat_payload(model, content, max_tokens)
-    payload |= {"stream": True, "stream_options": {"include_usage": True}}
-    begin = time.monotonic()
-    answer, finish, usage, first_s = "", None, {}, 0.0
-    print("  answer:   ", end="", flush=True)
-    for event in sse_events(cluster.url + "/v1/chat/completions", payload):
-        usage = event.get("usage") or usage
-        for choice in event.get("choices") or []:
-            first_s = first_s or time.monotonic() - begin
-            more = choice["delta"].get("content") or ""
-            print(more.replace("\n", "\n            "), end="", flush=True)
-            answer += more
-            finish = choice.get("finish_reason") or finish
-    total_s = time.monotonic() - begin
-    print()
-    if finish not in ("stop", "length") or not answer:
-        raise DemoFailed(f"the chat gave no answer (finish_reason {finish!r}, answer {answer!r})")
-    print(
-        f"            ({usage['prompt_tokens']} tokens in, {usage['completion_tokens']} out; "
-        f"the first after {first_s:.1f} s, the last after {total_s:.1f} s)"
-    )
-    return answer
-
-
-def converse(cluster: PDCluster, model: Path) -> None:
-    """Asks about a text with a fact in its middle. Raises DemoFailed unless the fact is found."""
-    text = text_of_tokens(model, TEXT_TOKENS)
-    middle = text.index(". ", len(text) // 2) + 2
-    text = f"{text[:middle]}{FACT} {text[middle:]}"
-    print(f"  the text: {text[:72]}...\n  in its middle: {FACT}")
-    for question in QUESTIONS:
-        print(f"\n  question: {question}")
-        content = f"{text}\n\n{question}"
-        answer = chat(cluster, model, content, CHAT_TOKENS)
-        if "full" in cluster.servers:
-            payload = chat_payload(model, content, CHAT_TOKENS)
-            full = cluster.ask_pair(payload, "full", "/v1/chat/completions")
-            print(f"  full:     {full['choices'][0]['message']['content']}")
-        if question == FACT_QUESTION and NUMBER not in answer:
-            raise DemoFailed(f"the secret number in the text is {NUMBER}")
-
-
-def ask_facts(cluster: PDCluster, model: Path, args: argparse.Namespace) -> None:
-    """Asks the recall model for facts in long texts. Raises DemoFailed unless it finds them all."""
-    for index, task in enumerate(QUESTION_TASKS):
-        sample = tasks.make_sample(task, max(args.input_len, 4096), SEED - 1 - index)
-        asked = tasks.to_text(sample.prompt[-4:])
-        print(f"\n  {task}: ... {asked}")
-        answer = chat(cluster, model, sample.prompt_text, len(sample.answer))
-        if not tasks.is_correct(task, sample.answer, tasks.to_ids(answer.strip())):
-            raise DemoFailed(f"the right answer to {asked!r} is {sample.answer_text!r}")
-
-
-def ask_about_text(cluster: PDCluster, model: Path, args: argparse.Namespace) -> None:
-    """One question about a real text, to a model of which nothing is known."""
-    print(f"\n  question: {QUESTION} (+ text)")
-    text = text_of_tokens(model, max(args.input_len, 4096))
-    chat(cluster, model, f"{QUESTION}\n\n{text}", CHAT_TOKENS)
-
-
 def offload_state(cluster: PDCluster, args: argparse.Namespace) -> dict[str, Any]:
     return {} if args.kv_offload == "none" else cluster.kv_offload("decode")
 
@@ -364,35 +178,6 @@ def check_offload(state: dict[str, Any]) -> None:
             raise DemoFailed(f"kv_offload.{name} is {state[name]}, expected more than 0: {state}")
     if state["worker"]["state"] != "ready":
         raise DemoFailed(f"the CPU worker is not ready: {state['worker']}")
-
-
-def print_report(bench: dict[str, Any], state: dict[str, Any], decode_log: str) -> None:
-    batches = map(int, re.findall(r"Decode batch.*?#running-req: (\d+)", decode_log))
-    rows = {
-        "requests answered": f"{bench['completed']} of bench_serving, and the questions above",
-        "throughput": f"{bench['output_throughput']:.1f} output tokens/s "
-        f"({bench['input_throughput']:.0f} input)",
-        "TPOT": f"{bench['mean_tpot_ms']:.1f} ms mean, {bench['median_tpot_ms']:.1f} ms median",
-        "TTFT": f"{bench['mean_ttft_ms'] / 1e3:.1f} s mean",
-        "largest decode batch": max(batches, default=0),
-        "policy": "none (stock SGLang)",
-    }
-    if state:
-        worker = state["worker"]
-        rows |= {
-            "policy": f"{state['policy']} ({state['backend']}), "
-            f"budget {state['budget_tokens']} tokens, pages of {state['page_size']}",
-            "cpu compute ratio": f"{state['cpu_compute_ratio']:.3f}",
-            "pages computed on CPU": f"{state['cpu_pages']} of {state['selected_pages']} selected",
-            "pages recalled": f"{state['recalled_pages']} "
-            f"({state['recall_bytes'] / 2**20:.1f} MiB)",
-            "fallback pages": state["fallback_pages"],
-            "worker": f"{worker['state']}, pid {worker['pid']}, {worker['restarts']} restarts",
-        }
-    print()
-    for name, value in rows.items():
-        print(f"  {name:<22} {value}")
-    print(flush=True)
 
 
 def use_cluster(cluster: PDCluster, model: Path, args: argparse.Namespace) -> None:

@@ -3,13 +3,10 @@
 #
 #   bash run.sh RESULTS
 #
-# RESULTS gets seven files at most, which a caller can copy: the rows (*.jsonl), each as soon as it is there, and in
-# more.tar.gz the logs of all calls so far, made anew after each step. Nothing in RESULTS is ever removed: rows are
-# written behind those of earlier calls. What is made on the way stays in ${TMPDIR:-/tmp} for the next call:
-# scout-work-COMMIT, tree, packages and native module, made anew where bundle or Python are others, or it was cut
-# short; and scout-kept, logs and the kernels that Triton has compiled, which stay in any case.
-# Variables: PYTHON (with torch and Triton; python3), and those of gpu_check.sh. Where whoever calls ends a call, or
-# takes the machine back, after some time, SECONDS_LIMIT should be 40 s less than that.
+# RESULTS gets what gpu_check.sh writes. The first call unpacks and builds in ${TMPDIR:-/tmp}/scout-COMMIT-*; later ones begin
+# with their first step there, and find the kernels that Triton has compiled.
+# Variables: PYTHON (with torch and Triton; python3) and those of gpu_check.sh. SECONDS_LIMIT (570) includes the preparation;
+# give 30 s less than whoever calls allows.
 set -euo pipefail
 shopt -s nullglob
 
@@ -18,8 +15,7 @@ mkdir -p "$1"
 RESULTS="$(cd "$1" && pwd)"
 HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 COMMIT="$(cat "$HERE/commit")"
-WORK="${TMPDIR:-/tmp}/scout-work-$COMMIT"
-KEPT="${TMPDIR:-/tmp}/scout-kept"
+WORK="${TMPDIR:-/tmp}/scout-$COMMIT-$(cksum <"$HERE/tree.tar.gz" | cut -d' ' -f1)"
 export PYTHON="${PYTHON:-python3}"
 
 # In the first second, not when the first kernel fails to compile.
@@ -27,131 +23,87 @@ export PYTHON="${PYTHON:-python3}"
 import importlib
 import platform
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 
 def there(name):
-    if name == "python":
-        return platform.python_version()
-    try:
-        return version(name)
-    except PackageNotFoundError:  # one that was built from source may have another name
-        try:
-            return importlib.import_module(name).__version__
-        except ImportError:
-            return "none"
+    try:  # not by the package's name: one that was built from source may have another
+        return platform.python_version() if name == "python" else importlib.import_module(name).__version__
+    except ImportError:
+        return "none"
 
 
-wrong = []
-for line in Path(sys.argv[1]).read_text().splitlines():
-    name, needed = line.split()
-    if there(name).split(".")[:2] != needed.split(".")[:2]:
-        wrong.append(f"{name} {needed} is needed, there is {there(name)}")
+needs = dict(line.split() for line in Path(sys.argv[1]).read_text().splitlines())
+wrong = [
+    f"{name} {needed} is needed, there is {there(name)}"
+    for name, needed in needs.items()
+    if there(name).split(".")[:2] != needed.split(".")[:2]
+]
 if wrong:
     sys.exit(
         f"run: {sys.executable}: {'; '.join(wrong)}. Set PYTHON to another, or pack a bundle for this one "
         "(TARGET, TORCH, TRITON of scripts/gpu_bundle.sh)"
     )
 PYTHON
-ABOUT="$("$PYTHON" -c 'import sys, torch
-from importlib.util import find_spec
-print(sys.executable, sys.version.split()[0], torch.__version__)
-print(*(name for name in ("nanobind", "scikit_build_core") if find_spec(name)))
-raise SystemExit(not torch.cuda.is_available())')" ||
-    { echo "run: $PYTHON sees no CUDA device, or has no torch; set PYTHON to one that does" >&2; exit 2; }
-ABOUT="$ABOUT
-$(cd "$HERE" && cat tree.tar.gz site.tar.* wheels/*.whl | sha256sum)"
+"$PYTHON" -c 'import torch; raise SystemExit(not torch.cuda.is_available())' ||
+    { echo "run: $PYTHON sees no CUDA device; set PYTHON to one that does" >&2; exit 2; }
 
-export PYTHONPATH="$WORK/site${PYTHONPATH:+:$PYTHONPATH}"
-export BENCHMARK_COMMIT="$COMMIT" # rows name it; there is no repository here
-export TRITON_CACHE_DIR="$KEPT/triton"
-# SGLang compiles kernels against the toolkit that it finds: where nvcc on the PATH is a link, in the wrong place.
-[ -n "${CUDA_HOME:-}" ] || [ ! -d /usr/local/cuda ] || export CUDA_HOME=/usr/local/cuda
-
-# unpack ARCHIVE FOLDER: by Python, which has xz where the image does not.
+# What Python has xz for and tar may not; and of the wheels those whose packages this Python lacks.
 unpack() {
-    "$PYTHON" -c 'import sys, tarfile
-with tarfile.open(sys.argv[1]) as archive:
-    archive.extractall(sys.argv[2], filter="data")' "$1" "$2"
-}
-
-# Those wheels whose packages this Python lacks: its own versions stay as they are.
-absent_wheels() {
-    "$PYTHON" - "$@" <<'PY'
+    "$PYTHON" - "$HERE" "$WORK" <<'PYTHON'
 import sys
+import tarfile
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-for wheel in sys.argv[1:]:
+here, work = map(Path, sys.argv[1:])
+for pattern, folder in (("tree.tar.gz", "tree"), ("site.tar.*", "site")):
+    (work / folder).mkdir()
+    for path in here.glob(pattern):
+        with tarfile.open(path) as archive:
+            archive.extractall(work / folder, filter="data")
+for wheel in (here / "wheels").glob("*.whl"):
     try:
-        version(Path(wheel).name.partition("-")[0])
+        version(wheel.name.partition("-")[0])
     except PackageNotFoundError:
         print(wheel)
-PY
-}
-
-# Returns 1 if the next call should try again.
-build_native() {
-    rm -rf "$WORK/built" "$WORK/tree/build" # CMake would go on with the compiler that it found first
-    if ! "$PYTHON" -c 'import nanobind, scikit_build_core' 2>/dev/null; then
-        echo "run: nanobind or scikit-build-core is absent" >"$WORK/native.log"
-        return 0
-    fi
-    "$PYTHON" -m pip install --quiet --no-index --no-deps --no-build-isolation --target "$WORK/built" \
-        "$WORK/tree" >"$WORK/native.log" 2>&1 &&
-        cp "$WORK"/built/sglang_scout/_native*.so "$WORK/tree/python/sglang_scout/" &&
-        cp -r "$WORK"/built/sglang_scout-*.dist-info "$WORK/site/" # by its entry point SGLang finds the plugin
+PYTHON
 }
 
 prepare() {
-    local site wheels
+    local wheels
     rm -rf "$WORK"
-    mkdir -p "$WORK/tree" "$WORK/site"
-    unpack "$HERE/tree.tar.gz" "$WORK/tree"
-    for site in "$HERE"/site.tar.*; do unpack "$site" "$WORK/site"; done
-    wheels=("$HERE"/wheels/*.whl)
-    mapfile -t wheels < <(absent_wheels "${wheels[@]}")
+    mkdir -p "$WORK"
+    mapfile -t wheels < <(unpack)
     [ "${#wheels[@]}" = 0 ] || "$PYTHON" -m pip install --quiet --no-index --no-deps --no-compile \
         --target "$WORK/site" "${wheels[@]}"
     # A server that starts would compile thousands of files one by one.
     "$PYTHON" -m compileall -q -j "$(nproc)" "$WORK/site" "$WORK/tree/python" >"$WORK/compileall.log" 2>&1 || true
-    printf '%s\n' "$ABOUT" >"$WORK/ready"
+    touch "$WORK/ready"
 }
 
-if [ "$(cat "$WORK/ready" 2>/dev/null || true)" = "$ABOUT" ]; then
-    echo "run: $WORK is ready"
-else
-    prepare
-    echo "run: $WORK made in $SECONDS s"
-fi
-# By itself, so that a call after one that could not build it makes nothing else anew.
-if [ ! -e "$WORK/native-done" ]; then
-    ! build_native || touch "$WORK/native-done"
-    echo "run: native module tried, $SECONDS s after the begin"
-fi
-LOGS="$KEPT/logs/$(date -u +%FT%H%M%SZ)"
-mkdir -p "$LOGS"
-cp "$WORK/native.log" "$LOGS/"
+build_native() {
+    rm -rf "$WORK/built" "$WORK/tree/build" # CMake would go on with the compiler that it found first
+    "$PYTHON" -m pip install --quiet --no-index --no-deps --no-build-isolation --target "$WORK/built" "$WORK/tree" \
+        >"$WORK/native.log" 2>&1 &&
+        cp "$WORK"/built/sglang_scout/_native*.so "$WORK/tree/python/sglang_scout/" &&
+        cp -r "$WORK"/built/sglang_scout-*.dist-info "$WORK/site/" # by its entry point SGLang finds the plugin
+}
+
+export PYTHONPATH="$WORK/site${PYTHONPATH:+:$PYTHONPATH}"
+export BENCHMARK_COMMIT="$COMMIT" # rows name it; there is no repository here
+export TRITON_CACHE_DIR="$WORK/triton" LOGS="$WORK/logs"
+# SGLang compiles kernels against the toolkit that it finds: where nvcc on the PATH is a link, in the wrong place.
+[ -n "${CUDA_HOME:-}" ] || [ ! -d /usr/local/cuda ] || export CUDA_HOME=/usr/local/cuda
+
+[ -e "$WORK/ready" ] || prepare
 native=("$WORK"/tree/python/sglang_scout/_native*.so)
-if [ "${#native[@]}" = 0 ]; then
+if [ "${#native[@]}" = 0 ] && ! build_native; then
     echo "run: no native module (needs nanobind, scikit-build-core, cmake and a compiler); what needs it is skipped"
     tail -n 40 "$WORK/native.log"
-    for name in ${ONLY:-}; do
-        case "$name" in decode-check | ring | server | decode | speed)
-            echo "run: FAILED: ONLY names $name, which needs the native module" >&2
-            exit 1 ;;
-        esac
-    done
 fi
-
-export SECONDS_LIMIT=$((${SECONDS_LIMIT:-570} - SECONDS)) # is for all of it, this preparation included
-export ROWS="$RESULTS" KEPT
-after_step() { tar -C "$KEPT/logs" -czf "$ROWS/more.tar.gz.part" . && mv "$ROWS/more.tar.gz.part" "$ROWS/more.tar.gz"; }
-export -f after_step
-STATUS=0
-"$WORK/tree/scripts/gpu_check.sh" "$LOGS" &
-trap 'kill "$!" || true; wait "$!" || true; after_step; exit 143' TERM INT HUP
-wait "$!" || STATUS=$?
-after_step
-exit "$STATUS"
+mkdir -p "$LOGS"
+cp "$WORK/native.log" "$LOGS/" 2>/dev/null || true
+echo "run: $WORK is ready after $SECONDS s"
+export SECONDS_LIMIT=$((${SECONDS_LIMIT:-570} - SECONDS))
+exec "$WORK/tree/scripts/gpu_check.sh" "$RESULTS"

@@ -67,9 +67,8 @@ class TinyModelSpec:
 
     arch: str = "qwen3"
     layers: int = 4
-    hidden: int | None = (
-        None  # None: heads * head_dim for qwen2, which has no head size of its own, else 128
-    )
+    # None: heads * head_dim for qwen2, which has no head size of its own, else 128.
+    hidden: int | None = None
     heads: int = 4
     kv_heads: int = 2
     head_dim: int = 64
@@ -93,17 +92,9 @@ class TinyModelSpec:
             raise ValueError(f"arch={self.arch!r}: choose one of {', '.join(ARCHITECTURES)}")
         if self.dtype not in ("float32", "bfloat16", "float16"):
             raise ValueError(f"dtype={self.dtype!r}: choose float32, bfloat16 or float16")
-        for name in (
-            "layers",
-            "hidden",
-            "heads",
-            "kv_heads",
-            "head_dim",
-            "intermediate",
-            "max_len",
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+        for name, value in asdict(self).items():
+            if isinstance(value, int) and name not in ("seed", "vocab") and value < 1:
+                raise ValueError(f"{name}={value}: must be at least 1")
         if self.heads % self.kv_heads:
             raise ValueError(f"heads={self.heads}: must be a multiple of kv_heads={self.kv_heads}")
         if self.head_dim % 4:
@@ -156,23 +147,13 @@ def build_config(spec: TinyModelSpec, eos_token_id: int, pad_token_id: int) -> A
     from transformers import AutoConfig
 
     common: dict[str, Any] = dict(
-        vocab_size=spec.vocab,
-        hidden_size=spec.hidden,
-        intermediate_size=spec.intermediate,
-        num_hidden_layers=spec.layers,
-        num_attention_heads=spec.heads,
-        num_key_value_heads=spec.kv_heads,
-        head_dim=spec.head_dim,
-        max_position_embeddings=spec.max_len,
-        rms_norm_eps=1e-6,
-        rope_theta=1_000_000.0,
-        hidden_act="silu",
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=eos_token_id,
-        pad_token_id=pad_token_id,
-        dtype=spec.dtype,
-    )
+        vocab_size=spec.vocab, hidden_size=spec.hidden, intermediate_size=spec.intermediate,
+        num_hidden_layers=spec.layers, num_attention_heads=spec.heads,
+        num_key_value_heads=spec.kv_heads, head_dim=spec.head_dim,
+        max_position_embeddings=spec.max_len, rms_norm_eps=1e-6, rope_theta=1_000_000.0,
+        hidden_act="silu", tie_word_embeddings=False, bos_token_id=None, eos_token_id=eos_token_id,
+        pad_token_id=pad_token_id, dtype=spec.dtype,
+    )  # fmt: skip
     if spec.arch == "mistral":
         common["sliding_window"] = None
     elif spec.arch == "glm4":
@@ -235,11 +216,8 @@ def printable_ids(tokenizer: Any, vocab: int) -> list[bool]:
     special = set(tokenizer.all_special_ids)
     flags = []
     for token_id in range(vocab):
-        text = (
-            ""
-            if token_id in special or token_id >= len(tokenizer)
-            else tokenizer.decode([token_id])
-        )
+        known = token_id not in special and token_id < len(tokenizer)
+        text = tokenizer.decode([token_id]) if known else ""
         flags.append(bool(text) and all(" " <= c <= "~" for c in text))
     return flags
 
@@ -286,19 +264,11 @@ def cached_tiny_model(spec: TinyModelSpec, cache_dir: Path) -> Path:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    defaults = TinyModelSpec()
-    parser.add_argument(
-        "--out", type=Path, required=True, help="folder to write; an existing one is replaced"
-    )
-    parser.add_argument("--arch", choices=ARCHITECTURES, default=defaults.arch)
-    parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"), default=defaults.dtype
-    )
-    for name, value in asdict(defaults).items():
-        if name not in ("arch", "dtype"):
-            parser.add_argument(
-                "--" + name.replace("_", "-"), type=int, default=None if name == "hidden" else value
-            )
+    add = parser.add_argument
+    add("--out", type=Path, required=True, help="folder to write; an existing one is replaced")
+    for name, value in asdict(TinyModelSpec()).items():
+        kind = str if name in ("arch", "dtype") else int
+        add(f"--{name.replace('_', '-')}", type=kind, default=None if name == "hidden" else value)
     values = vars(parser.parse_args(argv))
     out = values.pop("out")
     try:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Environment of a benchmark rival: Intel Extension for PyTorch 2.8.0 with torch 2.8.0, in .cache/ipex-venv.
-# Only benchmark/cpu_attention.py uses it, in a process of its own; without it that benchmark writes a row that
+# Environment of a baseline: Intel Extension for PyTorch 2.8.0 with torch 2.8.0, in .cache/ipex-venv.
+# Only benchmark/kernels/cpu_attention.py uses it, in a process of its own; without it that benchmark writes a row that
 # says so. Nothing else in this project needs it.
 #
 #   scripts/setup_ipex.sh              install what is missing

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import settings
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "scripts"))
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 # Their helper modules; test modules are imported by file, see below.
 for folder in ("", "e2e", "engine", "worker"):
     sys.path.insert(0, str(ROOT / "test" / folder))

@@ -206,7 +206,9 @@ def test_commands_run_without_an_activated_environment(document):
         if "bin/activate" in block:
             continue
         block = re.sub(r"\s#.*", "", block)
-        for before, path in re.findall(r"(\S*?)[ \"]?((?:benchmark|scripts)/[\w/]+\.py)", block):
+        for before, path in re.findall(
+            r"(\S*?)[ \"]?(scripts/[\w/]+\.py|-m benchmark[\w.]+)", block
+        ):
             assert before.endswith("bin/python"), path
         assert not re.search(r"^pip ", block, re.MULTILINE), "installs elsewhere than into .venv"
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import Any, Protocol
 
-import tasks
-from policies import Setting
-from questions import is_right, payload
-from scoring import wilson_interval
-
-from rows import Row
+from benchmark.accuracy import tasks
+from benchmark.accuracy.policies import Setting
+from benchmark.accuracy.questions import is_right, payload
+from benchmark.accuracy.scoring import wilson_interval
+from benchmark.rows import Row
 
 COUNTED = ("steps", "selected_pages", "cpu_pages", "recalled_pages", "fallback_pages")
 
@@ -31,13 +28,7 @@ class Tally:
         self.setting = setting
         self.outcomes: list[bool | None] = [None] * samples
         self.seconds = 0.0
-        self._lock = threading.Lock()
         self._before = before
-
-    def add(self, index: int, outcome: bool, seconds: float) -> None:
-        with self._lock:
-            self.outcomes[index] = outcome
-            self.seconds += seconds
 
     def row(self, after: dict[str, Any]) -> Row:
         right, asked = sum(map(bool, self.outcomes)), len(self.outcomes)
@@ -72,31 +63,13 @@ def cpu_ratio(before: dict[str, Any], after: dict[str, Any]) -> float | None:
     return round(pages / budget, 5) if pages and budget > 0 else 0.0
 
 
-def ask_all(
-    servers: Servers,
-    tallies: Sequence[Tally],
-    samples: Sequence[tasks.Sample],
-    through: str,
-    in_flight: int,
-) -> None:
-    """Sample by sample, all settings one after the other, ``in_flight`` requests at a time in all.
-
-    So a text is prefilled once and asked about while it is still cached. Raises ValueError,
-    RequestFailed, OSError or ServerFailed for the first request that fails.
+def ask_all(servers: Servers, tallies: Sequence[Tally], samples: Sequence[tasks.Sample]) -> None:
+    """Sample by sample, all settings one after the other, so that a text is prefilled once and asked about while it is
+    still cached. Raises ValueError, RequestFailed, OSError or ServerFailed for the first request that fails.
     """
-
-    def one(index: int, tally: Tally) -> None:
-        text, begin = samples[index], time.monotonic()
-        answer = servers.ask(tally.setting, payload(text, through))
-        seconds = time.monotonic() - begin
-        tally.add(index, is_right(text, answer, through), seconds)
-
-    pool = ThreadPoolExecutor(in_flight)
-    try:
-        asked = [pool.submit(one, i, tally) for i in range(len(samples)) for tally in tallies]
-        done, _ = wait(asked, return_when=FIRST_EXCEPTION)
-        for finished in done:
-            finished.result()
-    finally:
-        # Not waiting: after a failure or Ctrl-C the servers are stopped, which ends the requests.
-        pool.shutdown(wait=False, cancel_futures=True)
+    for index, sample in enumerate(samples):
+        for tally in tallies:
+            begin = time.monotonic()
+            answer = servers.ask(tally.setting, payload(sample))
+            tally.seconds += time.monotonic() - begin
+            tally.outcomes[index] = is_right(sample, answer)

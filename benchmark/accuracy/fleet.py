@@ -14,8 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from policies import FULL, Setting
-
+from benchmark.accuracy.policies import FULL, Setting
 from servers.pd_cluster import PDCluster, flags
 from servers.sglang_http import RequestFailed, http_json
 from servers.single_server import SingleServer
@@ -25,26 +24,6 @@ REQUEST_TIMEOUT_S = 3600.0
 TRIES = 3
 # After a transfer that a decode server gave up on a busy machine, the prefill server waits so long for it.
 PATIENCE = {"SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "60"}
-
-
-class OneServer:
-    """Any SGLang server or router that runs already."""
-
-    def __init__(self, base_url: str) -> None:
-        self.base_url = base_url.rstrip("/")
-
-    def ask(self, setting: Setting, payload: Mapping[str, Any]) -> dict[str, Any]:
-        """Raises RequestFailed, or OSError when nobody answers."""
-        url = self.base_url + "/generate"
-        return dict(http_json(url, dict(payload), timeout_s=REQUEST_TIMEOUT_S))
-
-    def counters(self, setting: Setting) -> dict[str, Any]:
-        """The offload counters; {} where the server has none or is a router that hides them."""
-        try:
-            info = http_json(self.base_url + "/server_info", timeout_s=60)
-            return dict(info["internal_states"][0].get("kv_offload") or {})
-        except (OSError, KeyError, IndexError, TypeError, RuntimeError):
-            return {}
 
 
 class Fleet:
@@ -170,7 +149,8 @@ class Fleet:
         try:
             if setting.policy == FULL:
                 assert self._stock is not None
-                return OneServer(self._stock.url).ask(setting, payload)
+                url = self._stock.url + "/generate"
+                return dict(http_json(url, dict(payload), timeout_s=REQUEST_TIMEOUT_S))
             assert self._cluster is not None
             return dict(self._cluster.ask_pair(payload, self._server_of[setting.name]))
         except OSError:

@@ -1,6 +1,6 @@
 """Does scout answer as well as full attention? Exit code 0 if it does at every budget, 1 if not.
 
-    python benchmark/accuracy/gate.py [--short] [--json FILE]
+    python -m benchmark.accuracy.gate [--short] [--json FILE]
 
 Two models judge (JUDGES): the retrieval model of this folder, on the tasks of tasks.py, and SmolLM2-135M-Instruct, on
 facts planted in real text (planted.py). Each has the policy, of policies.py, that it is judged with.
@@ -21,17 +21,13 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-from plain_answers import PlainAnswers  # noqa: E402
-from policies import FULL, Setting  # noqa: E402
-from questions import SOURCES  # noqa: E402
-from row_file import RowFile  # noqa: E402
-from scoring import Loss, margin_points, paired_loss  # noqa: E402
-from suite import (  # noqa: E402
+from benchmark.accuracy.plain_answers import PlainAnswers
+from benchmark.accuracy.policies import FULL, Setting
+from benchmark.accuracy.questions import SOURCES
+from benchmark.accuracy.row_file import RowFile
+from benchmark.accuracy.scoring import Loss, margin_points, paired_loss
+from benchmark.accuracy.suite import (
     BENCHMARK,
     PACKAGES,
     add_common_arguments,
@@ -41,12 +37,11 @@ from suite import (  # noqa: E402
     shared_fields,
     start_fleet,
 )
-
-from progress import Progress  # noqa: E402
-from rows import Row, environment  # noqa: E402
-from servers.server_process import ends_orderly  # noqa: E402
-from sglang_scout.cli.table import columns  # noqa: E402
-from sglang_scout.core.config import DEFAULT_BUDGET_TOKENS  # noqa: E402
+from benchmark.progress import Progress
+from benchmark.rows import Row, environment
+from servers.server_process import ends_orderly
+from sglang_scout.cli.table import columns
+from sglang_scout.core.config import DEFAULT_BUDGET_TOKENS
 
 FULL_SETTING = Setting(FULL)
 HELD_OUT = 21
@@ -235,7 +230,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--samples", type=int, help="of each length and task")
     add_common_arguments(parser, existing="is overwritten")
     args = parser.parse_args(argv)
-    args.tasks, args.through, args.in_flight = None, "decode", 1
+    args.tasks = None
     if args.margin_points is None and not set(args.budgets or []) <= set(ALLOWED_POINTS):
         parser.error(f"--margin-points is needed for budgets other than {list(ALLOWED_POINTS)}")
     if args.json:

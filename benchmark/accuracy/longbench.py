@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """LongBench with your model and your copy of LongBench, against any SGLang server or router.
 
-    benchmark/accuracy/longbench.py --longbench DIR --base-url URL --label NAME --output FILE.jsonl
-    benchmark/accuracy/longbench.py compare STOCK.jsonl OTHER.jsonl [OTHER.jsonl ...]
-    benchmark/accuracy/longbench.py score FILE.jsonl
+    python -m benchmark.accuracy.longbench --longbench DIR --base-url URL --label NAME --output FILE.jsonl
+    python -m benchmark.accuracy.longbench compare STOCK.jsonl OTHER.jsonl [OTHER.jsonl ...]
+    python -m benchmark.accuracy.longbench score FILE.jsonl
 
 The first asks the paper's eight sets and writes every answer as it comes; the same command again goes on where it
 stopped, and asks what failed once more. It exits with 1 where answers are missing. ``compare`` takes the stock server's
@@ -22,17 +22,14 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import longbench_data as data  # noqa: E402
-from longbench_data import LongBench, Question  # noqa: E402
-from longbench_table import KEY, SETTINGS, Answers, table  # noqa: E402
-from row_file import RowFile  # noqa: E402
-
-from progress import Progress  # noqa: E402
-from rows import Row, environment  # noqa: E402
-from servers.sglang_http import RequestFailed, generate, http_json  # noqa: E402
-from sglang_scout.core.errors import ConfigError, ScoutError  # noqa: E402
+from benchmark.accuracy import longbench_data as data
+from benchmark.accuracy.longbench_data import LongBench, Question
+from benchmark.accuracy.longbench_table import KEY, SETTINGS, Answers, table
+from benchmark.accuracy.row_file import RowFile
+from benchmark.progress import Progress
+from benchmark.rows import Row, environment
+from servers.sglang_http import RequestFailed, generate, http_json
+from sglang_scout.core.errors import ConfigError, ScoutError
 
 TIMEOUT_S = 3600.0
 WAITS_S = (0.0, 1.0, 4.0, 16.0)  # before each try of a request

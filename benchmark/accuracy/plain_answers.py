@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 
-import tasks
 import torch
-from questions import FIRST_WORD, LAST_WORD
-from study.decode import Text, decode_window
-from study.model import Model
-from study.selection import Setting
+
+from benchmark.accuracy import tasks
+from benchmark.accuracy.questions import FIRST_WORD, LAST_WORD
+from benchmark.accuracy.study.decode import Text, decode_window
+from benchmark.accuracy.study.model import Model
+from benchmark.accuracy.study.selection import Setting
 
 FULL = Setting()
 

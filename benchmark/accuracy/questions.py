@@ -1,28 +1,23 @@
 """Samples as requests: what is sent to a server, and what its answer is worth.
 
 The first token after a prompt comes from the prefill server, which always attends to everything; for
-`count` that is the whole answer. With ``through="decode"`` the prompt therefore ends before the
-question. A grammar forces the tokens of the question, so that the decode server reads it, with the
-policy that is measured, and then leaves the answer free. That takes servers with
-``--grammar-backend llguidance``, whose grammars may name token ids; with ``through="prompt"`` any
-server will do, and the scores of sparse policies come out higher than they are.
+`count` that is the whole answer. The prompt therefore ends before the question. A grammar forces the tokens of the
+question, so that the decode server reads it, with the policy that is measured, and then leaves the answer free. That
+takes servers with ``--grammar-backend llguidance``, whose grammars may name token ids.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import planted
-import tasks
+from benchmark.accuracy import planted, tasks, vocabulary
 
-ROOT = Path(__file__).resolve().parents[2]
 ANSWER_TOKENS = 24  # the longest right answer to a task has 17
-ANY_TOKEN = f"<[{len(tasks.SPECIAL_TOKENS)}-{tasks.ID_OF[tasks.WORDS[-1]]}]>"
+ANY_TOKEN = f"<[{len(vocabulary.SPECIAL_TOKENS)}-{vocabulary.ID_OF[vocabulary.WORDS[-1]]}]>"
 FIRST_WORD, LAST_WORD = 17, 49151  # token ids of SmolLM2 that are not special
 
 FORCING_FLAGS = ("--grammar-backend", "llguidance")
@@ -59,7 +54,6 @@ def planted_sample(task: str, length_tokens: int, index: int) -> tasks.Sample:
 
 @functools.cache
 def _planted_document(index: int) -> planted.Document:
-    sys.path.insert(0, str(ROOT / "scripts"))
     from tokenizers import Tokenizer
 
     from texts import load_text
@@ -71,7 +65,6 @@ def _planted_document(index: int) -> planted.Document:
 
 
 def _smollm2() -> Path:
-    sys.path.insert(0, str(ROOT / "scripts"))
     from smollm2 import smollm2
 
     return smollm2()
@@ -102,55 +95,36 @@ def forcing_grammar(forced: Sequence[int], then: str = "") -> str:
     return f"start: {' '.join(f'<[{token}]>' for token in forced)} {then}"
 
 
-def payload(sample: tasks.Sample, through: str) -> dict[str, Any]:
-    """Body of a ``/generate`` request, greedy, up to the first ``;`` or to the last blank.
-
-    Raises ValueError for blanks in a prompt that is not read by the decode server.
-    """
-    sampling: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": ANSWER_TOKENS}
+def payload(sample: tasks.Sample) -> dict[str, Any]:
+    """Body of a ``/generate`` request, greedy, up to the first ``;`` or to the last blank."""
     question = sample.prompt[-sample.question_tokens :]
+    sampling: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": len(question) + ANSWER_TOKENS}
     if sample.blanks is not None:
-        if through != "decode":
-            raise ValueError(f"{sample.task}: answers with blanks need --through decode")
         free = {place for begin, end in sample.blanks for place in range(begin, end)}
         words = ["any" if i in free else f"<[{x}]>" for i, x in enumerate(sample.answer)]
         grammar = forcing_grammar(question, f"{' '.join(words)}\nany: <[{FIRST_WORD}-{LAST_WORD}]>")
         sampling |= {"max_new_tokens": len(question) + len(words), "ebnf": grammar}
-        return {"input_ids": sample.prompt[: -len(question)], "sampling_params": sampling}
-    sampling["stop_token_ids"] = [tasks.END]
-    if through == "text":
-        return {"text": sample.prompt_text, "sampling_params": sampling}
-    prompt = sample.prompt
-    if through == "decode":
-        prompt = prompt[: -len(question)]
-        sampling["max_new_tokens"] += len(question)
+    else:
+        sampling["stop_token_ids"] = [vocabulary.END]
         sampling["ebnf"] = forcing_grammar(question, f"any*\nany: {ANY_TOKEN}")
-    return {"input_ids": prompt, "sampling_params": sampling}
+    return {"input_ids": sample.prompt[: -len(question)], "sampling_params": sampling}
 
 
-def is_right(sample: tasks.Sample, answer: dict[str, Any], through: str) -> bool:
+def is_right(sample: tasks.Sample, answer: dict[str, Any]) -> bool:
     """Exact match of a server's answer.
 
     Raises ValueError for an aborted request, and where the question was not forced.
     """
-    meta = answer["meta_info"]
-    reason = meta.get("finish_reason") or {}
+    reason = answer["meta_info"].get("finish_reason") or {}
     if reason.get("type") == "abort":
-        hint = ""
-        if through == "decode":
-            hint = "; is it a server with --grammar-backend llguidance? Otherwise --through prompt"
-        raise ValueError(f"the server ended a request: {reason.get('message', reason)}{hint}")
+        raise ValueError(f"the server ended a request: {reason.get('message', reason)}")
     given = list(answer.get("output_ids") or [])
-    if through == "text":
-        words = answer["text"].split()
-        given = [tasks.ID_OF.get(word, -1) for word in words]
-    elif through == "decode":
-        question = sample.prompt[-sample.question_tokens :]
-        asked, given = given[: len(question)], given[len(question) :]
-        if asked != question:
-            raise ValueError(f"the question was not forced: {asked}; {question} was sent")
+    question = sample.prompt[-sample.question_tokens :]
+    asked, given = given[: len(question)], given[len(question) :]
+    if asked != question:
+        raise ValueError(f"the question was not forced: {asked}; {question} was sent")
     if sample.blanks is not None:
         return given[: len(sample.answer)] == sample.answer
-    if reason.get("matched") == tasks.END and tasks.END not in given:
-        given.append(tasks.END)
+    if reason.get("matched") == vocabulary.END and vocabulary.END not in given:
+        given.append(vocabulary.END)
     return tasks.is_correct(sample.task, sample.answer, given)

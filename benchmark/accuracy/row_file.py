@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rows import Row, Writer, read_rows
+from benchmark.rows import Row, Writer, read_rows
 
 
 class RowFile:

@@ -1,18 +1,15 @@
 """How many questions about long texts are answered right, by policy, budget, length and task.
 
-    python benchmark/accuracy/suite.py --grid --json docs/results/accuracy.jsonl
-    python benchmark/accuracy/suite.py --base-url URL --policy scout --budget 1024 --json FILE
-    python benchmark/accuracy/table.py docs/results/accuracy.jsonl
-    python benchmark/plot.py docs/results/accuracy.jsonl
+    python -m benchmark.accuracy.suite --json docs/results/accuracy.jsonl
+    python -m benchmark.accuracy.table docs/results/accuracy.jsonl
+    python -m benchmark.plot docs/results/accuracy.jsonl
 
 The tasks are those of tasks.py, in the manner of RULER, for the retrieval model: each sample is a text of its own with
 one question, so samples are independent. With --questions planted they are those of planted.py, for SmolLM2: a sample
 is a document, and all questions of all lengths are about the same ones. All policies get the same samples. An answer
-counts if every token, or every planted number, is right. With --grid the servers
-are started here, a few at a time (--at-once), and all of them are asked about a text while the prefill server still has
-it. --base-url asks a server or router that runs already, one whose model knows these tokens.
-
-With --grid a decode server has one request at a time, and its device cache room for the budget of one and three pages
+counts if every token, or every planted number, is right. The servers are started here, a few at a time (--at-once), and
+all of them are asked about a text while the prefill server still has it. A decode server has one request at a time, and
+its device cache room for the budget of one and three pages
 (the tail and the least that `resident_tokens` can be, see --config). With room for more, a request would attend to all
 that fits, and with several at a time that would depend on who else runs.
 
@@ -34,18 +31,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-from asking import Servers, Tally, ask_all  # noqa: E402
-from fleet import Fleet, OneServer  # noqa: E402
-from policies import FULL, NAMES, Setting, grid  # noqa: E402
-from questions import FORCING_ENVIRONMENT, FORCING_FLAGS, SOURCES  # noqa: E402
-from row_file import RowFile  # noqa: E402
-
-from progress import Progress  # noqa: E402
-from rows import Row, environment  # noqa: E402
-from servers.server_process import ends_orderly  # noqa: E402
+from benchmark.accuracy.asking import Servers, Tally, ask_all
+from benchmark.accuracy.fleet import Fleet
+from benchmark.accuracy.policies import NAMES, Setting, grid
+from benchmark.accuracy.questions import FORCING_ENVIRONMENT, FORCING_FLAGS, SOURCES
+from benchmark.accuracy.row_file import RowFile
+from benchmark.progress import Progress
+from benchmark.rows import Row, environment, weights_digest
+from servers.server_process import ends_orderly
 
 BENCHMARK = "accuracy"
 PACKAGES = ("sglang", "torch", "sglang-scout")
@@ -73,7 +66,7 @@ def measure(
                 SOURCES[args.questions].sample(task, length, args.seed + i)
                 for i in range(args.samples)
             ]
-            ask_all(servers, tallies, samples, args.through, args.in_flight)
+            ask_all(servers, tallies, samples)
             for tally in tallies:
                 found = tally.row(servers.counters(tally.setting))
                 file.add(tally.setting.policy, **key_of(tally.setting), **place, **found)
@@ -120,7 +113,7 @@ def start_fleet(
         settings,
         dtype=args.dtype,
         longest_tokens=longest_tokens + 128,
-        server_flags=FORCING_FLAGS if args.through == "decode" else (),
+        server_flags=FORCING_FLAGS,
         environment={"OMP_NUM_THREADS": str(args.threads), **FORCING_ENVIRONMENT},
         config=args.config,
     )
@@ -161,15 +154,13 @@ def complete(args: argparse.Namespace, questions: str) -> None:
 
 
 def shared_fields(args: argparse.Namespace) -> Row:
-    from recall_modes import weights_digest
-
     return {
         "untimed": True,
         "model": Path(args.model_path).name,
         "weights": weights_digest(args.model_path),
         "dtype": args.dtype,
         "seed": args.seed,
-        "through": args.through,
+        "through": "decode",  # the decode server reads the question
         "config": args.config,
     }
 
@@ -177,10 +168,6 @@ def shared_fields(args: argparse.Namespace) -> Row:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     add = parser.add_argument
-    add("--grid", action="store_true", help="start servers for all settings here")
-    add("--base-url", metavar="URL", help="ask this server or router")
-    add("--policy", choices=NAMES, default=FULL, help="of --base-url's server, a label")
-    add("--budget", type=int, metavar="TOKENS", help="of --base-url's server, a label")
     add("--policies", nargs="+", default=list(NAMES), help="see policies.py")
     add("--budgets", nargs="+", type=int, default=list(BUDGETS), metavar="TOKENS")
     add("--questions", choices=SOURCES, default="tasks")
@@ -188,31 +175,15 @@ def main(argv: list[str] | None = None) -> int:
     add("--tasks", nargs="+", choices=[task for s in SOURCES.values() for task in s.tasks])
     add("--samples", type=int, default=25, help="of each length and task")
     add("--at-once", type=int, default=6, metavar="SERVERS", help="settings started together")
-    add(
-        "--through",
-        choices=("decode", "prompt", "text"),
-        default="decode",
-        help="decode: the decode server reads the question (needs --grammar-backend llguidance); "
-        "prompt: it is in the prompt; text: the same as words, for other tokenizers",
-    )
-    add("--in-flight", type=int, default=8, metavar="N", help="requests at a time, of --base-url")
     add_common_arguments(parser)
     args = parser.parse_args(argv)
     complete(args, args.questions)
-    if args.grid:
-        args.in_flight = 1
-    if args.grid == bool(args.base_url):
-        parser.error("give either --grid or --base-url URL")
     progress = Progress()
     key = ("policy", "budget_tokens", "length_tokens", "task")
     fields = {**shared_fields(args), "samples": args.samples}
     file = RowFile(args.json, environment(BENCHMARK, PACKAGES), fields, key)
     with ends_orderly():
-        if args.grid:
-            run_grid(args, file, progress)
-        else:
-            setting = Setting(args.policy, args.budget)
-            measure(OneServer(args.base_url), [setting], args, file, progress)
+        run_grid(args, file, progress)
     return 0
 
 

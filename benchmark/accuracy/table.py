@@ -1,6 +1,6 @@
-"""The tables of docs/results/accuracy.md, from rows of suite.py and perplexity.py.
+"""The tables of docs/results/accuracy.md, from rows of suite.py.
 
-python benchmark/accuracy/table.py docs/results/accuracy.jsonl [MORE.jsonl] [--out FILE.md]
+python -m benchmark.accuracy.table docs/results/accuracy.jsonl [--out FILE.md]
 """
 
 from __future__ import annotations
@@ -10,15 +10,10 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-from perplexity_table import perplexity_section  # noqa: E402
-from policies import FULL, NAMES, Setting, plain  # noqa: E402
-from questions import SOURCES  # noqa: E402
-from scoring import Loss, paired_loss, wilson_interval  # noqa: E402
-
-from rows import ROOT, Row, read_rows  # noqa: E402
+from benchmark.accuracy.policies import FULL, NAMES, Setting, plain
+from benchmark.accuracy.questions import SOURCES
+from benchmark.accuracy.scoring import Loss, paired_loss, wilson_interval
+from benchmark.rows import ROOT, Row, read_rows
 
 DETAIL_TOKENS = 8192
 
@@ -129,13 +124,6 @@ def document(rows: Sequence[Row], files: Sequence[str]) -> str:
     scores = Scores(rows)
     first = scores.rows[0]
     samples = sorted({row["asked"] for row in scores.rows})
-    question = {
-        "decode": "The prompt ends before the question, and a grammar forces the question's tokens on the "
-        "decode server: it is read with the policy that is measured.",
-        "prompt": "The question is in the prompt: the prefill server reads it, with full attention, and gives "
-        "the first token of the answer.",
-        "text": "Questions are sent as text, in the prompt.",
-    }[first["through"]]
 
     def mean_cell(setting: Setting, length: int) -> str:
         found = scores.mean(setting, length)
@@ -155,7 +143,9 @@ def document(rows: Sequence[Row], files: Sequence[str]) -> str:
         f"[{first['model']}](../../benchmark/accuracy/{first['model']}/README.md) (weights {first['weights']}, "
         f"{first['dtype']}), tasks of `benchmark/accuracy/tasks.py`: {', '.join(scores.tasks)}. "
         f"{' and '.join(map(str, samples))} texts for each task and length, one question each, the same for all "
-        f"policies; an answer counts if every token is right. {question} Intervals are 95 %.",
+        "policies; an answer counts if every token is right. The prompt ends before the question, and a grammar "
+        "forces the question's tokens on the decode server: it is read with the policy that is measured. Intervals are "
+        "95 %.",
         f"{first['cpu']}, {first['cores']} cores, {runs_of(scores.rows)}",
         "Policies are described in `benchmark/accuracy/policies.py`. Where a budget covers the whole text, every "
         "policy is full attention.",
@@ -173,8 +163,7 @@ def document(rows: Sequence[Row], files: Sequence[str]) -> str:
     length = max([n for n in scores.lengths if n <= DETAIL_TOKENS] or scores.lengths)
     parts += [f"## Each task at {length} tokens, percent", per_task(scores, length)]
     parts += ["## Pages computed on the CPU over the budget", cpu_ratios(scores)]
-    extra = perplexity_section(rows, markdown_table)
-    return "\n\n".join([*parts, *extra]) + "\n"
+    return "\n\n".join(parts) + "\n"
 
 
 def per_task(scores: Scores, length: int) -> str:

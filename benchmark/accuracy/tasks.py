@@ -28,62 +28,27 @@ from dataclasses import dataclass
 
 import numpy as np
 
-ADJECTIVES = """amber ancient autumn bitter blue bold brave bright broken calm clever cold copper
-coral crimson crystal curious dark deep distant dusty early eager empty faint fierce fragile frozen
-gentle giant golden grand hidden hollow humble icy iron ivory jade late little lonely loud lucky
-mellow misty narrow noble olive pale plain polar proud purple quick quiet rapid royal rusty sacred
-scarlet secret silver sleepy""".split()
-NOUNS = """anchor anvil arrow basket beacon bell bridge candle canyon castle cedar circle cloud
-compass cradle dagger desert dragon eagle engine falcon feather fiddle forest fountain garden gate
-glacier hammer harbor island jungle kettle kite ladder lantern lion magnet maple marble meadow
-mirror mountain needle oak ocean orchard palace panther pepper pillar planet prairie rabbit river
-rocket saddle spider temple thunder tiger tower valley window""".split()
-NUMBERS = [str(n) for n in range(100)]
-MARKS = "# ? = ; : , + . all trace copy count".split()
-FILLER_SENTENCES = [
-    sentence.split() + ["."]
-    for sentence in (
-        "the grass is green and the sky has no end",
-        "we go there and come back again",
-        "people walked along while rain fell",
-        "nobody knew how long it would take",
-        "they sat down and talked about many things",
-        "it was time to rest before night came",
-        "some children played near an old house",
-        "she read her book until sleep came",
-        "he wrote his name upon paper",
-        "then everyone went home to eat",
-        "days passed and nothing changed here",
-        "the sun is up and we go",
-    )
-]
-
-SPECIAL_TOKENS = ("<|pad|>", "<|end|>")
-BYTE_BASE = len(SPECIAL_TOKENS)  # ids of the 256 single bytes follow the special tokens
-WORD_BASE = BYTE_BASE + 256
-FILLER_WORDS = sorted({word for sentence in FILLER_SENTENCES for word in sentence} - set(MARKS))
-WORDS = MARKS + NUMBERS + ADJECTIVES + NOUNS + FILLER_WORDS
-VOCAB_TOKENS = -(-(WORD_BASE + len(WORDS)) // 64) * 64  # the rest is padding
-ID_OF = {word: WORD_BASE + index for index, word in enumerate(WORDS)}
-
-START, ASK, IS, END, COLON, COMMA, TALLY, DOT, ALL, TRACE, COPY, COUNT = (ID_OF[m] for m in MARKS)
-_NUMBER0, _ADJECTIVE0, _NOUN0 = ID_OF["0"], ID_OF[ADJECTIVES[0]], ID_OF[NOUNS[0]]
-_KEYS = len(ADJECTIVES) * len(NOUNS)
-_FILLER = [[ID_OF[word] for word in sentence] for sentence in FILLER_SENTENCES]
+from benchmark.accuracy.task_writer import MAX_COUNT, MULTI_VALUES, Question, Writer
+from benchmark.accuracy.vocabulary import (
+    ADJECTIVES,
+    ALL,
+    COLON,
+    COMMA,
+    COPY,
+    COUNT,
+    END,
+    FILLER,
+    IS,
+    NOUNS,
+    NUMBER0,
+    START,
+    TALLY,
+    TRACE,
+    to_text,
+)
 
 TASKS = ("recall", "needle", "multi_key", "multi_value", "variables", "copy", "count")
-MULTI_VALUES = 3  # values of one key in multi_value
-MAX_COUNT = 5  # marks of one key in count
 MIN_LENGTH_TOKENS = 96  # below this not every task fits
-
-
-@dataclass(frozen=True)
-class Question:
-    """The token ids of a question and of its answer, which ends with ``;``."""
-
-    task: str
-    ask: list[int]
-    answer: list[int]
 
 
 @dataclass(frozen=True)
@@ -111,30 +76,13 @@ class Sample:
 
 @dataclass(frozen=True)
 class Document:
-    """A text with many questions, each followed by its answer (for training and perplexity).
+    """A text with many questions, each followed by its answer (for training).
 
     ``tokens`` [T] int64; ``answers``: (task, begin, end) of each answer in ``tokens``.
     """
 
     tokens: np.ndarray
     answers: list[tuple[str, int, int]]
-
-
-def to_text(ids: Sequence[int]) -> str:
-    """The words of ``ids`` joined by single spaces; raises ValueError for an id without a word."""
-    for token in ids:
-        if not WORD_BASE <= token < WORD_BASE + len(WORDS):
-            raise ValueError(f"token id {token}: words are {WORD_BASE}..{ID_OF[WORDS[-1]]}")
-    return " ".join(WORDS[token - WORD_BASE] for token in ids)
-
-
-def to_ids(text: str) -> list[int]:
-    """Token ids of ``text``; raises ValueError for a word outside the vocabulary."""
-    words = text.split()
-    for word in words:
-        if word not in ID_OF:
-            raise ValueError(f"word {word!r} is not in the vocabulary of these tasks")
-    return [ID_OF[word] for word in words]
 
 
 def is_correct(task: str, answer: Sequence[int], given: Sequence[int]) -> bool:
@@ -148,82 +96,19 @@ def is_correct(task: str, answer: Sequence[int], given: Sequence[int]) -> bool:
     return given == list(answer)
 
 
-class _Writer:
-    """Collects the statements and questions of one text; no key has two meanings in it."""
-
-    def __init__(self, rng: np.random.Generator, max_count: int = MAX_COUNT) -> None:
-        self.rng = rng
-        self.max_count = max_count
-        self.used: set[int] = set()
-        self.statements: list[list[int]] = []
-        self.questions: list[Question] = []
-        self.room_tokens = 0
-        self._fresh = rng.permutation(_KEYS).tolist()
-
-    def key(self) -> list[int]:
-        """Two words, a key not used before in this text."""
-        while self._fresh:
-            index = self._fresh.pop()
-            if index not in self.used:
-                return self._take(index)
-        raise ValueError(f"a text needs more than {_KEYS} keys; use a shorter one")
-
-    def near_key(self, key: list[int]) -> list[int]:
-        """A new key that shares one word with ``key``."""
-        first, second = key[0] - _ADJECTIVE0, key[1] - _NOUN0
-        for _ in range(32):
-            if self.rng.integers(2):
-                index = first * len(NOUNS) + int(self.rng.integers(len(NOUNS)))
-            else:
-                index = int(self.rng.integers(len(ADJECTIVES))) * len(NOUNS) + second
-            if index not in self.used:
-                return self._take(index)
-        return self.key()
-
-    def _take(self, index: int) -> list[int]:
-        self.used.add(index)
-        first, second = divmod(index, len(NOUNS))
-        return [_ADJECTIVE0 + first, _NOUN0 + second]
-
-    def numbers(self, n: int) -> list[int]:
-        """``n`` different two-digit numbers."""
-        if n == 2:  # the usual case, without the cost of choice()
-            first = int(self.rng.integers(90))
-            second = int(self.rng.integers(89))
-            return [_NUMBER0 + 10 + first, _NUMBER0 + 10 + second + (second >= first)]
-        return (_NUMBER0 + 10 + self.rng.choice(90, n, replace=False)).tolist()
-
-    def state(self, *statements: list[int]) -> bool:
-        """Adds the statements if all fit; a text that is full gets none of them."""
-        need = sum(map(len, statements))
-        if need > self.room_tokens:
-            return False
-        self.room_tokens -= need
-        self.statements.extend(statements)
-        return True
-
-    def fact(self, key: list[int], ask: str | None = None) -> bool:
-        value = [*self.numbers(2), END]
-        if not self.state([*key, IS, *value]):
-            return False
-        if ask:
-            self.questions.append(Question(ask, [ASK, *key, IS], value))
-        return True
-
-
-def _write_recall(w: _Writer, questions: int) -> None:
+def _write_recall(w: Writer, questions: int) -> None:
     asked = 0
     while w.room_tokens >= 6:
         w.fact(w.key(), "recall" if asked < questions else None)
         asked += 1
 
 
-def _write_needle(w: _Writer, questions: int) -> None:
+def _write_needle(w: Writer, questions: int) -> None:
     for _ in range(questions):
         w.fact(w.key(), "needle")
 
 
-def _write_multi_key(w: _Writer, questions: int) -> None:
+def _write_multi_key(w: Writer, questions: int) -> None:
     room_at_end = w.room_tokens // 2
     asked: list[list[int]] = []
     for _ in range(questions):
@@ -235,7 +120,7 @@ def _write_multi_key(w: _Writer, questions: int) -> None:
             break
 
 
-def _write_multi_value(w: _Writer, questions: int) -> None:
+def _write_multi_value(w: Writer, questions: int) -> None:
     room_at_end = w.room_tokens // 2
     for _ in range(questions):
         key, values = w.key(), w.numbers(MULTI_VALUES)
@@ -249,7 +134,7 @@ def _write_multi_value(w: _Writer, questions: int) -> None:
             break
 
 
-def _write_variables(w: _Writer, questions: int) -> None:
+def _write_variables(w: Writer, questions: int) -> None:
     room_at_end = w.room_tokens // 2
     asked = 0
     while asked < questions or w.room_tokens > room_at_end:
@@ -264,13 +149,13 @@ def _write_variables(w: _Writer, questions: int) -> None:
         asked += 1
 
 
-def _write_copy(w: _Writer, questions: int) -> None:
+def _write_copy(w: Writer, questions: int) -> None:
     room_at_end = w.room_tokens // 2
     asked = 0
     while asked < questions or w.room_tokens > room_at_end:
         key, n = w.key(), int(w.rng.integers(8, 17))
         # Numbers, adjectives and nouns follow each other in the vocabulary.
-        span = (_NUMBER0 + 10 + w.rng.integers(90 + len(ADJECTIVES) + len(NOUNS), size=n)).tolist()
+        span = (NUMBER0 + 10 + w.rng.integers(90 + len(ADJECTIVES) + len(NOUNS), size=n)).tolist()
         if not w.state([*key, IS, *span, END]):
             break
         if asked < questions:
@@ -278,7 +163,7 @@ def _write_copy(w: _Writer, questions: int) -> None:
         asked += 1
 
 
-def _write_count(w: _Writer, questions: int) -> None:
+def _write_count(w: Writer, questions: int) -> None:
     room_at_end = w.room_tokens // 2
     asked = 0
     while asked < questions or w.room_tokens > room_at_end:
@@ -286,7 +171,7 @@ def _write_count(w: _Writer, questions: int) -> None:
         if not w.state(*([*key, TALLY, END] for _ in range(n))):
             break
         if asked < questions:
-            w.questions.append(Question("count", [COUNT, *key, COLON], [_NUMBER0 + n, END]))
+            w.questions.append(Question("count", [COUNT, *key, COLON], [NUMBER0 + n, END]))
         asked += 1
 
 
@@ -301,12 +186,12 @@ _WRITERS = {
 }
 
 
-def _body(w: _Writer, length_tokens: int) -> list[int]:
+def _body(w: Writer, length_tokens: int) -> list[int]:
     """``#``, the statements and as much filler as is missing, shuffled: ``length_tokens`` ids."""
     missing = length_tokens - 1 - sum(map(len, w.statements))
     units = list(w.statements)
     while missing > 0:
-        sentence = _FILLER[int(w.rng.integers(len(_FILLER)))]
+        sentence = FILLER[int(w.rng.integers(len(FILLER)))]
         units.append(sentence if len(sentence) <= missing else sentence[-missing:])
         missing -= len(units[-1])
     body = [START]
@@ -324,7 +209,7 @@ def make_sample(task: str, length_tokens: int, seed: int) -> Sample:
         raise ValueError(f"task={task!r}: choose one of {', '.join(TASKS)}")
     if length_tokens < MIN_LENGTH_TOKENS:
         raise ValueError(f"length_tokens={length_tokens}: use at least {MIN_LENGTH_TOKENS}")
-    w = _Writer(np.random.default_rng([seed, length_tokens, TASKS.index(task)]))
+    w = Writer(np.random.default_rng([seed, length_tokens, TASKS.index(task)]))
     w.room_tokens = length_tokens - 5  # the start mark and a question of four tokens
     _WRITERS[task](w, 1)
     (question,) = w.questions
@@ -348,7 +233,7 @@ def make_document(
     names = [name for name in TASKS if weights.get(name, 0) > 0]
     p = np.array([weights[name] for name in names])
     drawn = rng.choice(len(names), min(mixed_tasks, len(names)), replace=False, p=p / p.sum())
-    w = _Writer(rng, max_count)
+    w = Writer(rng, max_count)
     body_tokens = max(64, int(length_tokens * (1 - question_share)))
     question_tokens = length_tokens - body_tokens
     for order, index in enumerate(drawn):

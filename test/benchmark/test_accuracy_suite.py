@@ -4,30 +4,26 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "benchmark"), str(ROOT / "benchmark" / "accuracy")]
-
-import fleet  # noqa: E402
-import gate  # noqa: E402
-import policies  # noqa: E402
-import questions  # noqa: E402
-import scoring  # noqa: E402
-import suite  # noqa: E402
-import table  # noqa: E402
-import tasks  # noqa: E402
-from policies import FULL, Setting  # noqa: E402
-from row_file import RowFile  # noqa: E402
-
-import plot  # noqa: E402
-from progress import Progress  # noqa: E402
-from rows import environment  # noqa: E402
-from sglang_scout.core.parse_config import parse_config  # noqa: E402
+from benchmark import plot
+from benchmark.accuracy import (
+    gate,
+    policies,
+    questions,
+    scoring,
+    suite,
+    table,
+    tasks,
+    vocabulary,
+)
+from benchmark.accuracy.policies import FULL, Setting
+from benchmark.accuracy.row_file import RowFile
+from benchmark.progress import Progress
+from benchmark.rows import environment
+from sglang_scout.core.parse_config import parse_config
 
 FULL_SETTING, SCOUT = Setting(FULL), Setting("scout", 512)
 
@@ -48,7 +44,7 @@ class Answering:
             forced = [int(word.strip("<[]>")) for word in words]
         index, answer = self.answers[tuple(prompt + forced)]
         self.asked.append((setting, index))
-        given = [tasks.ID_OF["0"]] if self.fails(setting, index) else answer
+        given = [vocabulary.ID_OF["0"]] if self.fails(setting, index) else answer
         return {"output_ids": forced + given, "meta_info": {"finish_reason": {"type": "stop"}}}
 
     def counters(self, setting):
@@ -62,8 +58,7 @@ class Answering:
 
 def arguments(**changes):
     defaults = dict(
-        lengths=[128, 160], tasks=["recall", "count"], samples=5, in_flight=1, seed=7,
-        through="decode", questions="tasks",
+        lengths=[128, 160], tasks=["recall", "count"], samples=5, seed=7, questions="tasks",
     )  # fmt: skip
     return argparse.Namespace(**{**defaults, **changes})
 
@@ -122,43 +117,23 @@ def test_the_flags_of_every_policy_are_understood(setting):
         assert parsed.sink_pages + parsed.recent_pages == setting.budget_tokens // 32
 
 
-def test_a_grid_has_full_once_and_wrong_settings_are_refused():
-    names = [s.name for s in policies.grid(["full", "scout", "recent"], [256, 512])]
-    assert names == ["full", "scout-256", "recent-256", "scout-512", "recent-512"]
-    with pytest.raises(ValueError, match="policy 'best'"):
-        Setting("best", 256)
-    with pytest.raises(ValueError, match="only `full` has none"):
-        Setting("scout")
-
-
 # Questions ----------------------------------------------------------------------------------------
-
-
-def test_a_policy_with_further_keys():
-    setting = Setting("scout-signs+resident_bonus=1.0+exact_layers=[1, 2]", 512)
-    config = {"digest": "signs", "resident_bonus": 1.0, "exact_layers": [1, 2]}
-    assert setting.offload_config() == config
-    assert policies.plain(setting.policy) == "scout, signs, resident_bonus=1.0, exact_layers=[1, 2]"
-    signs = Setting("scout+digest=signs", 512).decode_flags({"resident_tokens": 32})
-    assert json.loads(signs[-1]) == {"digest": "signs", "resident_tokens": 32}
-    with pytest.raises(ValueError, match=r"policy 'best\+x=1'"):
-        Setting("best+x=1", 256)
 
 
 @pytest.mark.parametrize("task", tasks.TASKS)
 def test_the_decode_server_reads_the_question(task):
     sample = tasks.make_sample(task, 200, 3)
-    body = questions.payload(sample, "decode")
+    body = questions.payload(sample)
     prompt, grammar = body["input_ids"], body["sampling_params"]["ebnf"]
     forced = [int(word.strip("<[]>")) for word in grammar.split("\n")[0].split()[1:-1]]
     assert prompt + forced == sample.prompt and len(forced) == sample.question_tokens
     assert len(sample.answer) <= questions.ANSWER_TOKENS
     right = {"output_ids": forced + sample.answer, "meta_info": {"finish_reason": {"type": "stop"}}}
-    assert questions.is_right(sample, right, "decode")
-    wrong = {**right, "output_ids": forced + sample.answer[:-2] + [tasks.END]}
-    assert not questions.is_right(sample, wrong, "decode")
+    assert questions.is_right(sample, right)
+    wrong = {**right, "output_ids": forced + sample.answer[:-2] + [vocabulary.END]}
+    assert not questions.is_right(sample, wrong)
     with pytest.raises(ValueError, match="was not forced"):
-        questions.is_right(sample, {**right, "output_ids": sample.answer + forced}, "decode")
+        questions.is_right(sample, {**right, "output_ids": sample.answer + forced})
 
 
 def test_of_a_planted_answer_only_the_numbers_are_free(monkeypatch):
@@ -168,7 +143,7 @@ def test_of_a_planted_answer_only_the_numbers_are_free(monkeypatch):
     monkeypatch.setattr(questions, "_planted_document", lambda index: document)
     for task in questions.SOURCES["planted"].tasks:
         sample = questions.planted_sample(task, 4096, 0)
-        body = questions.payload(sample, "decode")
+        body = questions.payload(sample)
         assert body["input_ids"] == document.tokens[:4096]
         words = body["sampling_params"]["ebnf"].split("\n")[0].split()[1:]
         assert len(words) == body["sampling_params"]["max_new_tokens"]
@@ -179,11 +154,9 @@ def test_of_a_planted_answer_only_the_numbers_are_free(monkeypatch):
         assert all(said[i].isdigit() for i in free)
         given = sample.prompt[4096:] + sample.answer
         right = {"output_ids": given, "meta_info": {"finish_reason": {"type": "length"}}}
-        assert questions.is_right(sample, right, "decode")
+        assert questions.is_right(sample, right)
         wrong = {**right, "output_ids": [*given[:-1], given[-1] - 1]}
-        assert not questions.is_right(sample, wrong, "decode")
-        with pytest.raises(ValueError, match="--through decode"):
-            questions.payload(sample, "prompt")
+        assert not questions.is_right(sample, wrong)
 
 
 def test_grammars_allow_exactly_the_forced_tokens():
@@ -193,32 +166,21 @@ def test_grammars_allow_exactly_the_forced_tokens():
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(str(questions.SOURCES["tasks"].model()))
-    vocabulary = from_tokenizer(tokenizer, None)
+    known = from_tokenizer(tokenizer, None)
     sample = tasks.make_sample("copy", 200, 5)
-    grammar = questions.payload(sample, "decode")["sampling_params"]["ebnf"]
-    matcher = llguidance.LLMatcher(vocabulary, llguidance.grammar_from("ebnf", grammar))
+    grammar = questions.payload(sample)["sampling_params"]["ebnf"]
+    matcher = llguidance.LLMatcher(known, llguidance.grammar_from("ebnf", grammar))
     for number, token in enumerate(sample.prompt[-4:] + sample.answer):
-        mask = masks.allocate_token_bitmask(1, vocabulary.vocab_size)
+        mask = masks.allocate_token_bitmask(1, known.vocab_size)
         masks.fill_next_token_bitmask(matcher, mask, 0)
         allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
         if number < 4:
             assert allowed == [token]
         else:
-            assert set(allowed) >= set(range(tasks.WORD_BASE, tasks.ID_OF[tasks.WORDS[-1]] + 1))
+            assert set(allowed) >= set(
+                range(vocabulary.WORD_BASE, vocabulary.ID_OF[vocabulary.WORDS[-1]] + 1)
+            )
         assert matcher.consume_token(token)
-
-
-def test_answers_as_text_and_aborts():
-    sample = tasks.make_sample("recall", 128, 1)
-    body = questions.payload(sample, "text")
-    assert body["text"] == sample.prompt_text and "ebnf" not in body["sampling_params"]
-    meta = {"finish_reason": {"type": "stop", "matched": tasks.END}}
-    text = " ".join(sample.answer_text.split()[:-1])  # servers cut the stop word off
-    assert questions.is_right(sample, {"text": text, "meta_info": meta}, "text")
-    assert not questions.is_right(sample, {"text": "no idea", "meta_info": meta}, "text")
-    aborted = {"meta_info": {"finish_reason": {"type": "abort", "message": "bad grammar"}}}
-    with pytest.raises(ValueError, match=r"bad grammar.*--grammar-backend llguidance"):
-        questions.is_right(sample, aborted, "decode")
 
 
 # Measuring ----------------------------------------------------------------------------------------
@@ -245,26 +207,6 @@ def test_rows_hold_every_outcome_and_are_not_measured_twice(tmp_path):
         (r["policy"], r["length_tokens"], r["task"], r["outcomes"]) for r in map(json.loads, lines)
     )
     assert not row_file(path, weights="other").rows
-
-
-def test_a_failed_request_is_no_wrong_answer(tmp_path):
-    class Failing(Answering):
-        def ask(self, setting, payload):
-            raise OSError("connection refused")
-
-    args = arguments()
-    file = row_file(tmp_path / "rows.jsonl")
-    with pytest.raises(OSError, match="refused"):
-        suite.measure(Failing(samples_of(args)), [SCOUT], args, file, Progress())
-    assert file.rows == []
-
-
-def test_a_stock_server_gets_none_of_our_flags(tmp_path):
-    made = fleet.Fleet("model", [FULL_SETTING], dtype="auto", longest_tokens=4096)
-    words = made._stock.process.command
-    assert made._cluster is None and not any("offload" in word for word in words)
-    assert words[words.index("--max-running-requests") + 1] == "1"
-    made.stop()
 
 
 # Scores and the gate ------------------------------------------------------------------------------
@@ -333,14 +275,3 @@ def test_the_table_and_the_figure_hold_the_rows(tmp_path):
     assert "| scout, 512 | 0.250 | 0.250 |" in lines
     assert plot.main([str(path), "--out", str(tmp_path)]) == 0
     assert (tmp_path / "accuracy.png").stat().st_size > 10_000
-
-
-def test_rows_that_do_not_belong_together_make_no_table(tmp_path):
-    file, _ = measured_rows(tmp_path / "r", lambda setting, index: False)
-    other = [{**row, "weights": "other"} for row in file.rows]
-    with pytest.raises(ValueError, match="differ in weights"):
-        table.Scores([*file.rows, *other])
-    with pytest.raises(ValueError, match="twice"):
-        table.Scores([*file.rows, file.rows[0]])
-    with pytest.raises(ValueError, match="no measured rows"):
-        table.Scores([])

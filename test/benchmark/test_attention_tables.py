@@ -1,16 +1,14 @@
 """Tables from the rows of the attention benchmark, and that the documents hold those of their rows."""
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmark"))
+from benchmark import rows
+from benchmark.kernels import attention_tables
 
-import attention_tables  # noqa: E402
-import rows  # noqa: E402
+ROOT = Path(__file__).resolve().parents[2]
 
 RESULTS = ROOT / "docs" / "results"
 
@@ -39,10 +37,10 @@ def test_a_machine_that_gets_faster_does_not_move_a_ratio():
     )
     size = (2, "M", 16, 64)
     faster = slow_then_fast.faster
-    assert faster("native", "read", size) == pytest.approx(0.8)
+    assert faster("read", size) == pytest.approx(0.8)
     assert slow_then_fast.share(size) == pytest.approx(0.6)
-    assert faster("native", "vllm", size) == pytest.approx(1.5)  # of the medians: two rounds only
-    assert faster("native", "ipex-2.8", size) is None
+    assert faster("vllm", size) == pytest.approx(1.5)  # of the medians: two rounds only
+    assert faster("ipex-2.8", size) is None
 
 
 @pytest.mark.parametrize("name", ["bandwidths", "ratios", "shares"])
@@ -51,16 +49,4 @@ def test_the_documents_hold_the_tables_of_their_rows(name):
         rf"<!-- table: {name} -->\n(.*?)\n\n", (RESULTS / "README.md").read_text(), re.DOTALL
     )
     measured_rows = attention_tables.Measured(rows.read_rows(RESULTS / "cpu_attention.jsonl"))
-    assert text.splitlines() == attention_tables.tables(measured_rows)[name]
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("ring_latency.jsonl", "no rows of benchmark/cpu_attention.py"),
-        ("absent.jsonl", "No such file"),
-    ],
-)
-def test_other_files_are_refused(name, message, capsys):
-    assert attention_tables.main([str(RESULTS / name)]) == 1
-    assert message in capsys.readouterr().err
+    assert text == getattr(attention_tables, name)(measured_rows)

@@ -6,18 +6,16 @@ import json
 import os
 import subprocess
 import sys
-from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmark"))
+from benchmark import rows
+from benchmark.kernels import kv_pool
+from benchmark.kernels.read_loop import ReadLoop, ReadLoopError
 
-import kv_pool  # noqa: E402
-import rows  # noqa: E402
-from read_loop import ReadLoop, ReadLoopError  # noqa: E402
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -25,24 +23,17 @@ def shared() -> rows.Row:
     return rows.environment("test", ("numpy", "no-such-package"))
 
 
-def run_benchmark(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_benchmark(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, str(ROOT / "benchmark" / script), *arguments],
+        [sys.executable, "-m", f"benchmark.{module}", *arguments],
         capture_output=True,
         text=True,
         timeout=240,
-        env={**os.environ, "MPLCONFIGDIR": "/tmp/scout-matplotlib"},
+        cwd=ROOT,
     )
 
 
 # Rows ---------------------------------------------------------------------------------------------
-
-
-def test_percentiles_are_numpys():
-    samples = np.random.default_rng(0).exponential(size=37).tolist()
-    for percent in (0, 10, 50, 90, 99, 100):
-        assert rows.percentile(samples, percent) == pytest.approx(np.percentile(samples, percent))
-    assert rows.percentile([3.0], 90) == 3.0
 
 
 @pytest.mark.parametrize(
@@ -56,35 +47,16 @@ def test_a_spread_over_ten_percent_is_called_unstable(samples, unstable):
     assert found["unstable"] is unstable is (found["spread"] > 0.1)
 
 
-@pytest.mark.parametrize("samples", [[], [1.0, 0.0], [float("nan")], [float("inf")]])
-def test_samples_that_cannot_be_are_refused(samples):
-    with pytest.raises(ValueError, match="samples_us"):
-        rows.summary(samples)
-
-
 def test_rows_are_written_as_they_come_and_read_again(tmp_path, shared):
     path = tmp_path / "new" / "rows.jsonl"
     writer = rows.Writer(path, shared)
     writer.add("fast", threads=2, **rows.summary([1.0, 1.1]))
     assert len(path.read_text().splitlines()) == 1
-    writer.add("rival", "absent", "not installed")
+    writer.add("other", "absent", "not installed")
     writer.close()
     assert rows.read_rows(path) == writer.rows
     assert writer.rows[0]["versions"]["no-such-package"] == "absent"
     assert writer.rows[0]["versions"]["numpy"] == np.__version__
-
-
-@pytest.mark.parametrize(
-    ("status", "reason", "what"),
-    [
-        ("ok", "", "samples_us is missing"),
-        ("absent", "", "no reason"),
-        ("fine", "", "status is 'fine'"),
-    ],
-)
-def test_rows_that_are_not_well_formed_are_refused(shared, status, reason, what):
-    with pytest.raises(ValueError, match=what):
-        rows.Writer(None, shared).add("x", status, reason)
 
 
 def test_a_bad_line_is_named(tmp_path, shared):
@@ -106,13 +78,6 @@ def test_rows_of_a_bundle_name_the_commit_that_was_packed(monkeypatch, packed, e
     assert (found["commit"], found["dirty"]) == expected
 
 
-def test_the_environment_names_the_machine_and_the_command(shared):
-    assert shared["cores"] == len(os.sched_getaffinity(0)) == len(shared["idle_before"])
-    assert all(0 <= share <= 1 for share in shared["idle_before"])
-    command = rows.command_line([str(ROOT / "benchmark" / "x.py"), "--json", "a b"])
-    assert command == "python benchmark/x.py --json 'a b'"
-
-
 # Pages and the read loop --------------------------------------------------------------------------
 
 
@@ -123,17 +88,6 @@ def test_a_page_comes_back_only_after_all_others():
     )
     for begin in range(len(taken) - 9):
         assert sorted(taken[begin : begin + 10]) == list(range(10))
-
-
-def test_pools_differ_in_backing_and_not_in_content():
-    tile = np.arange(1000, dtype=np.uint16)
-    tile = np.resize(tile, kv_pool.TILE_ELEMENTS)
-    pools = [kv_pool.KvPool(16 << 20, huge, tile) for huge in (True, False)]
-    assert pools[1].backing == "4k"
-    assert np.array_equal(pools[0].bits, pools[1].bits)
-    half = len(pools[0].bits) // 2
-    assert not np.array_equal(pools[0].bits[:half], pools[0].bits[half:])
-    assert pools[0].num_pages(1 << 20) == 8
 
 
 @pytest.mark.parametrize("ahead_bytes", [0, 2048])
@@ -178,12 +132,14 @@ def test_rows_of_a_later_run_lie_behind_those_of_the_first(tmp_path, shared):
 def test_cpu_attention_runs(tmp_path):
     path = tmp_path / "rows.jsonl"
     without = "sdpa-gather,ipex-2.8,sgl-kernel,vllm"
-    done = run_benchmark("cpu_attention.py", "--smoke", "--without", without, "--json", str(path))
+    done = run_benchmark(
+        "kernels.cpu_attention", "--quick", "--without", without, "--json", str(path)
+    )
     assert done.returncode == 0, done.stderr
     found = rows.read_rows(path)
     by_impl = {row["impl"]: row for row in found}
-    rivals = ("ipex-2.8", "sgl-kernel", "vllm")
-    assert {by_impl[name]["status"] for name in rivals} == {"absent"}
+    baselines = ("ipex-2.8", "sgl-kernel", "vllm")
+    assert {by_impl[name]["status"] for name in baselines} == {"absent"}
     assert "sdpa-gather" not in by_impl
     best = found[0]["native_best_isa"]
     for impl in (f"native-{best}", "read", "read-sequential", "sdpa-gather-grouped"):
@@ -201,92 +157,21 @@ def test_cpu_attention_runs(tmp_path):
     assert all(row["max_abs_error"] <= 1e-4 for row in found if row["impl"] == f"native-{best}")
 
 
-def test_attention_instructions_runs(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    done = run_benchmark("attention_instructions.py", "--quick", "--json", str(path))
-    found = rows.read_rows(path)
-    if found[0]["status"] == "absent":
-        pytest.skip(found[0]["reason"])
-    assert done.returncode == 0, done.stderr
-    assert len(found) == 1 and found[0]["impl"].startswith("native-")
-    for row in found:
-        kinds = ("multiply_adds", "other_vector", "moves", "hints", "scalar")
-        assert row["instructions"] == pytest.approx(sum(row[kind] for kind in kinds), abs=0.02)
-        # G=4: what a line needs at the least, with instructions of 64 bytes or of 16.
-        assert 2 <= row["multiply_adds"] <= 128 and row["cached_gb_per_s"] > 0
+def test_a_baseline_that_was_not_built_or_for_another_torch_says_so(tmp_path, monkeypatch):
+    from benchmark.kernels import compiled_baselines
 
-
-def test_a_rival_that_was_not_built_is_a_row(tmp_path, monkeypatch):
-    import compiled_rivals
-    import cpu_attention
-    import ipex_client
-
-    monkeypatch.setattr(ipex_client, "PYTHON", tmp_path / "python")
-    monkeypatch.setattr(compiled_rivals, "BUILT", tmp_path / "nothing")
-    path = tmp_path / "rows.jsonl"
-    without = "sdpa-gather,sdpa-gather-grouped"
-    arguments = ["--smoke", "--threads", "1", "--without", without, "--json", str(path)]
-    assert cpu_attention.main(arguments) == 0
-    by_impl = {row["impl"]: row for row in rows.read_rows(path)}
-    for impl, script in (
-        ("ipex-2.8", "setup_ipex.sh"),
-        ("sgl-kernel", "setup_rival_kernels.sh sgl-kernel"),
-        ("vllm", "setup_rival_kernels.sh vllm"),
-    ):
-        assert by_impl[impl]["status"] == "absent" and script in by_impl[impl]["reason"]
-
-
-def test_no_program_here_hides_a_package_from_its_neighbours():
-    # Python looks in the folder of the program first: a file of that name would be imported instead.
-    packages = set(packages_distributions())
-    assert [path.name for path in (ROOT / "benchmark").glob("*.py") if path.stem in packages] == []
-
-
-def test_a_rival_built_for_another_torch_is_not_loaded(tmp_path, monkeypatch):
-    import compiled_rivals
-
-    monkeypatch.setattr(compiled_rivals, "BUILT", tmp_path)
+    monkeypatch.setattr(compiled_baselines, "BUILT", tmp_path)
+    reason = compiled_baselines.absent_reason("vllm")
+    assert "scripts/setup_baseline_kernels.sh vllm" in reason
     about = {"version": "0.4.5", "revision": "x", "torch": "1.0"}
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm" / "about.json").write_text(json.dumps(about))
-    assert "built for torch 1.0" in compiled_rivals.absent_reason("vllm")
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("sgl-kernel", "has neither commit"),
-        ("vllm", "has neither commit"),
-        ("ipex", "ipex is no rival"),
-    ],
-)
-def test_the_build_of_a_rival_refuses_what_it_cannot_build(tmp_path, name, message):
-    script = ROOT / "scripts" / "setup_rival_kernels.sh"
-    environment = {**os.environ, "PYTHON": sys.executable, "DEST": str(tmp_path / "made")}
-    done = subprocess.run(
-        [str(script), name, str(tmp_path)], capture_output=True, text=True, env=environment
-    )
-    assert done.returncode == 1 and message in done.stderr
-
-
-def test_cpu_attention_refuses_more_threads_than_cpus():
-    done = run_benchmark("cpu_attention.py", "--smoke", "--threads", "100000")
-    assert done.returncode == 2 and "CPUs" in done.stderr
-
-
-def test_a_pool_that_is_no_larger_than_the_cache_is_a_row(tmp_path, monkeypatch):
-    import cpu_attention
-
-    monkeypatch.setattr(cpu_attention, "available_bytes", lambda: 1 << 20)
-    path = tmp_path / "rows.jsonl"
-    assert cpu_attention.main(["--smoke", "--json", str(path)]) == 0
-    [row] = rows.read_rows(path)
-    assert row["status"] == "skipped" and "does not fit" in row["reason"]
+    assert "built for torch 1.0" in compiled_baselines.absent_reason("vllm")
 
 
 def test_ring_latency_runs(tmp_path):
     path = tmp_path / "rows.jsonl"
-    done = run_benchmark("ring_latency.py", "--smoke", "--json", str(path))
+    done = run_benchmark("ring.ring_latency", "--quick", "--json", str(path))
     assert done.returncode == 0, done.stderr
     found = rows.read_rows(path)
     if len(os.sched_getaffinity(0)) < 2:
@@ -296,64 +181,3 @@ def test_ring_latency_runs(tmp_path):
     for row in found:
         assert row["status"] == "ok", row["reason"]
         assert row["post_median_us"] < row["median_us"] <= row["p99_us"] <= row["max_us"]
-
-
-def test_thread_groups_runs(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    done = run_benchmark("thread_groups.py", "--quick", "--json", str(path))
-    assert done.returncode == 0, done.stderr
-    found = rows.read_rows(path)
-    if len(os.sched_getaffinity(0)) < 2:
-        assert [row["status"] for row in found] == ["skipped"]
-        return
-    assert {row["impl"] for row in found} == {"one-thread", "shared"}
-    for row in found:
-        assert row["status"] == "ok", row["reason"]
-        assert row["parts"] == 1 or row["impl"] == "shared"
-    assert max(row["parts"] for row in found if row["pages"] == [512]) > 1
-
-
-def test_boundary_time_runs(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    done = run_benchmark("boundary_time.py", "--quick", "--json", str(path))
-    assert done.returncode == 0, done.stderr
-    [row] = rows.read_rows(path)
-    assert row["status"] == "ok" and row["recalled"] > 0 and 0 < row["cpu_compute_ratio"] < 1
-    assert set(row["parts_us"]) == {"fetch", "take in", "prepare", "recall", "send", "rest"}
-    # One layer more would be one call more, were they made layer by layer.
-    assert row["calls"]["kernels"] <= 6 and row["calls"]["transfers"] <= 10
-
-
-# Plots --------------------------------------------------------------------------------------------
-
-
-def test_plots_are_made_from_rows_alone(tmp_path, shared):
-    sizes = {"models": "M", "batch": 1, "pages": 8, "page_size": 32, "H": 8, "G": 4, "D": 128,
-             "threads": 2, "backing": "thp"}  # fmt: skip
-    measured = {"read_gb_per_s": 40.0, "share_of_read": 0.9, **rows.summary([1.0, 1.02, 1.3])}
-    attention = rows.Writer(
-        tmp_path / "a.jsonl", {**shared, "benchmark": "cpu_attention", "native_best_isa": "avx2"}
-    )
-    attention.add("native-avx2", **sizes, **measured)
-    attention.add("native-portable", **sizes, **measured)
-    attention.add("sgl-kernel-0.4.5", **sizes, **measured)
-    attention.add("vllm-d2c671c", **sizes, **measured)
-    attention.add("ipex-2.8", "absent", "no environment")
-    attention.add("sdpa-gather", "skipped", "too slow", **sizes)
-    attention.close()
-    ring = rows.Writer(tmp_path / "r.jsonl", {**shared, "benchmark": "ring_latency"})
-    ring.add("ring", gap_us=0, rows=1, p99_us=1.3, **rows.summary([1.0, 1.02, 1.3]))
-    ring.close()
-    files = [str(tmp_path / name) for name in ("a.jsonl", "r.jsonl")]
-    done = run_benchmark("plot.py", *files, "--out", str(tmp_path / "out"))
-    assert done.returncode == 0, done.stderr
-    for name in ("cpu_attention.png", "ring_latency.png"):
-        assert (tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_plot_without_measured_rows_says_so(tmp_path, shared):
-    writer = rows.Writer(tmp_path / "a.jsonl", {**shared, "benchmark": "cpu_attention"})
-    writer.add("read", "absent", "no compiler")
-    writer.close()
-    done = run_benchmark("plot.py", str(tmp_path / "a.jsonl"), "--out", str(tmp_path))
-    assert done.returncode == 1 and "no measured rows" in done.stderr

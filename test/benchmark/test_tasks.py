@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmark" / "accuracy"))
-
-import tasks  # noqa: E402
+from benchmark.accuracy import tasks, vocabulary
 
 LENGTHS = st.integers(min_value=tasks.MIN_LENGTH_TOKENS, max_value=1500)
 SEEDS = st.integers(min_value=0, max_value=2**32)
@@ -67,7 +62,7 @@ def test_answer_follows_from_the_text_and_length_is_exact(task, length, seed):
     sample = tasks.make_sample(task, length, seed)
     assert len(sample.prompt) == length
     words = sample.prompt_text.split()
-    found = tasks.to_ids(" ".join(solve(" ".join(words[:-4]), " ".join(words[-4:]))))
+    found = vocabulary.to_ids(" ".join(solve(" ".join(words[:-4]), " ".join(words[-4:]))))
     assert tasks.is_correct(task, sample.answer, found)
 
 
@@ -83,7 +78,7 @@ def test_texts_stay_as_they_are():
     sample = tasks.make_sample("variables", 96, 7)
     assert sample.prompt_text == PINNED_PROMPT
     assert sample.answer_text == PINNED_ANSWER
-    assert tasks.VOCAB_TOKENS == 576
+    assert vocabulary.VOCAB_TOKENS == 576
 
 
 @settings(max_examples=40, deadline=None)
@@ -96,27 +91,17 @@ def test_texts_stay_as_they_are():
 def test_every_answer_of_a_document_follows_from_its_body(length, seed, share, mixed):
     document = tasks.make_document(EVERY_TASK, length, seed, share, mixed)
     assert document.tokens.shape == (length,) and document.tokens.dtype == np.int64
-    words = tasks.to_text(document.tokens.tolist()).split()
+    words = vocabulary.to_text(document.tokens.tolist()).split()
     body = " ".join(words[: document.answers[0][1] - 4])
     for task, begin, end in document.answers:
-        found = tasks.to_ids(" ".join(solve(body, " ".join(words[begin - 4 : begin]))))
+        found = vocabulary.to_ids(" ".join(solve(body, " ".join(words[begin - 4 : begin]))))
         assert tasks.is_correct(task, document.tokens[begin:end].tolist(), found)
     again = tasks.make_document(EVERY_TASK, length, seed, share, mixed)
     assert (again.tokens == document.tokens).all() and again.answers == document.answers
 
 
-def test_questions_differ_and_depth_varies():
-    samples = [tasks.make_sample("needle", 512, seed) for seed in range(64)]
-    depths = []
-    for sample in samples:
-        words = sample.prompt_text.split()
-        depths.append(words.index("=") / len(words))
-    assert min(depths) < 0.15 and max(depths) > 0.85
-    assert len({tuple(sample.prompt[-4:]) for sample in samples}) > 50
-
-
 def test_scoring():
-    ids = tasks.to_ids
+    ids = vocabulary.to_ids
     assert tasks.is_correct("recall", ids("42 17 ;"), ids("42 17 ; ? amber"))
     assert not tasks.is_correct("recall", ids("42 17 ;"), ids("42 17"))
     assert not tasks.is_correct("recall", ids("42 17 ;"), ids("17 42 ;"))
@@ -124,24 +109,3 @@ def test_scoring():
     assert not tasks.is_correct("multi_value", ids("1 , 2 , 3 ;"), ids("3 , 3 , 2 ;"))
     assert not tasks.is_correct("multi_value", ids("1 , 2 , 3 ;"), ids("1 , 2 ;"))
     assert not tasks.is_correct("multi_value", ids("1 , 2 , 3 ;"), ids("1 2 , 3 , ;"))
-
-
-def test_words_are_one_token_each_and_pools_do_not_overlap():
-    assert len(set(tasks.WORDS)) == len(tasks.WORDS)
-    assert all(word.isascii() and " " not in word for word in tasks.WORDS)
-    text = "# amber river = 42 17 ;"
-    assert tasks.to_text(tasks.to_ids(text)) == text
-
-
-@pytest.mark.parametrize(
-    "call, text",
-    [
-        (lambda: tasks.make_sample("no", 500, 1), "task='no'"),
-        (lambda: tasks.make_sample("recall", 50, 1), "length_tokens=50"),
-        (lambda: tasks.to_ids("unknownword"), "unknownword"),
-        (lambda: tasks.to_text([0]), "token id 0"),
-    ],
-)
-def test_errors_name_the_value(call, text):
-    with pytest.raises(ValueError, match=text):
-        call()

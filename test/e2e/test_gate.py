@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "benchmark"), str(ROOT / "benchmark" / "accuracy")]
+from benchmark.accuracy import gate
+from benchmark.accuracy.questions import SOURCES
 
-import gate  # noqa: E402
-from questions import SOURCES  # noqa: E402
+ROOT = Path(__file__).resolve().parents[2]
 
 # By model: points that may be lost, and the least share that full attention has to know. Four questions are asked of
 # the language model, so one that is lost fails.
@@ -24,9 +23,9 @@ KNOWN_SHARE = {"recall": 0.9, "smollm2": 0.7}
 @pytest.mark.parametrize("name", gate.JUDGES)
 def test_scout_answers_as_full_attention_does(name, tmp_path):
     judge, path = gate.JUDGES[name], tmp_path / "gate.jsonl"
-    command = [sys.executable, str(ROOT / "benchmark" / "accuracy" / "gate.py"), "--short"]
+    command = [sys.executable, "-m", "benchmark.accuracy.gate", "--short"]
     command += ["--models", name, "--margin-points", str(MARGIN_POINTS[name]), "--json", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=800)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=800, cwd=ROOT)
     assert path.exists(), f"{done.stdout}\n{done.stderr}"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     full = {row["task"]: row for row in rows if row["policy"] == "full"}

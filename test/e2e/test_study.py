@@ -4,24 +4,19 @@ The pages are seen by a plugin of SGLang's own kind that wraps the engine's sele
 """
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from benchmark.accuracy import planted
+from benchmark.accuracy.study.decode import Text, decode_window
+from benchmark.accuracy.study.model import Model
+from benchmark.accuracy.study.run import real_documents
+from benchmark.accuracy.study.selection import Setting
 from harness import PDCluster
 from servers.pd_cluster import flags
 from servers.sglang_http import generate_payload
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "benchmark"), str(ROOT / "benchmark" / "accuracy")]
-
-import planted  # noqa: E402
-from study.decode import Text, decode_window  # noqa: E402
-from study.model import Model  # noqa: E402
-from study.run import real_documents  # noqa: E402
-from study.selection import Setting  # noqa: E402
 
 PROMPT_TOKENS, STEPS = planted.CUTS[0], 8
 # As the server runs, and as the study does. Without pre-computation every query is the real one. With it, a request's

@@ -7,6 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 import demo
+import demo_jobs
+import demo_questions
 from packages import Unavailable
 
 
@@ -14,12 +16,13 @@ from packages import Unavailable
 def text(monkeypatch):
     """A text of which 4 characters make a token, in a model without tokenizer."""
     text = "Some words. " * 10_000
-    monkeypatch.setattr(demo, "load_text", lambda kind: text)
+    monkeypatch.setattr(demo_jobs, "load_text", lambda kind: text)
     return text
 
 
 @pytest.mark.parametrize(
-    ("model", "job"), [("smollm2", demo.SMOLLM2), ("recall", demo.RECALL), ("a/b", demo.OWN)]
+    ("model", "job"),
+    [("smollm2", demo_jobs.SMOLLM2), ("recall", demo_jobs.RECALL), ("a/b", demo_jobs.OWN)],
 )
 def test_a_flag_wins_over_what_a_model_comes_with(model, job):
     args = demo.parse_arguments(["--model", model])
@@ -41,35 +44,20 @@ def test_a_model_that_cannot_be_had_or_is_none(monkeypatch, tmp_path, capsys):
     assert "no config.json there" in capsys.readouterr().err
 
 
-def test_pieces_of_a_text(tmp_path, text):
-    assert demo.text_of_tokens(tmp_path, 100) == text[:400]
-    assert demo.text_of_tokens(tmp_path, 10, start=100) == text[400:440]
-    args = demo.parse_arguments(["--prompts", "2", "--input-len", "50"])
-    (one, _), (other, _) = demo.bench_texts(args, tmp_path)
-    assert len(one) == len(other) == 200
-
-
 @pytest.mark.parametrize("answer", ["It is 7413.", "I do not know."])
 def test_the_hidden_fact_must_be_found(monkeypatch, tmp_path, capsys, answer):
     asked = []
-    monkeypatch.setattr(demo, "chat", lambda *words: asked.append(words[2]) or answer)
+    monkeypatch.setattr(demo_questions, "chat", lambda *words: asked.append(words[2]) or answer)
     words = {"choices": [{"message": {"content": "what full attention says"}}]}
     cluster = SimpleNamespace(servers={"full": None}, ask_pair=lambda *_: words)
-    if demo.NUMBER in answer:
-        demo.converse(cluster, tmp_path)
-        assert capsys.readouterr().out.count("what full attention says") == len(demo.QUESTIONS)
+    if demo_questions.NUMBER in answer:
+        demo_questions.converse(cluster, tmp_path)
+        assert capsys.readouterr().out.count("what full attention says") == len(
+            demo_questions.QUESTIONS
+        )
     else:
-        with pytest.raises(demo.DemoFailed, match=demo.NUMBER):
-            demo.converse(cluster, tmp_path)
+        with pytest.raises(demo_jobs.DemoFailed, match=demo_questions.NUMBER):
+            demo_questions.converse(cluster, tmp_path)
     half = len(asked[0]) // 2
-    assert half - 100 < asked[0].index(demo.FACT) < half + 100
+    assert half - 100 < asked[0].index(demo_questions.FACT) < half + 100
     assert len({question.partition("\n\n")[0] for question in asked}) == 1, "one shared prefix"
-
-
-def test_the_table_of_times(capsys):
-    with demo.stage("questions"):
-        pass
-    demo.TIMES["set-up"] = 12.4
-    demo.print_times()
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[-1].split()[0] == "all" and any("set-up" in x and "12 s" in x for x in lines)

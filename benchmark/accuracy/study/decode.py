@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
-from study.model import KV, Model
-from study.selection import Digest, Setting, choose
 from torch import Tensor
+
+from benchmark.accuracy.study.model import KV, Model
+from benchmark.accuracy.study.selection import Digest, Setting, choose
 
 ROWS = 64  # queries at a time
 CARRY = 0.5  # of the change across the layer at the token before, which an extrapolated input adds

@@ -1,7 +1,7 @@
 """What a selection of pages costs a language model: loss, agreement, planted facts; teacher-forced, without servers.
 
-    python benchmark/accuracy/study/run.py --json docs/results/study.jsonl
-    python benchmark/accuracy/study/table.py docs/results/study.jsonl
+    python -m benchmark.accuracy.study.run --json docs/results/study.jsonl
+    python -m benchmark.accuracy.study.table docs/results/study.jsonl
 
 Documents of real text with planted facts (planted.py) are prefilled with full attention. Then windows are decoded after
 them with each setting of settings.py (selection.py says what a setting is), the text after each cut and the questions
@@ -28,26 +28,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[2]
-for folder in (HERE.parent, ROOT / "benchmark", ROOT / "scripts"):
-    sys.path.insert(0, str(folder))
+from benchmark.accuracy import planted, tasks
+from benchmark.accuracy.row_file import RowFile
+from benchmark.accuracy.study.decode import Text, Window, decode_window
+from benchmark.accuracy.study.model import Model
+from benchmark.accuracy.study.selection import Setting
+from benchmark.accuracy.study.settings import SETS
+from benchmark.progress import Progress
+from benchmark.rows import ROOT, Row, environment, weights_digest
 
-import planted  # noqa: E402
-import tasks  # noqa: E402
-from row_file import RowFile  # noqa: E402
-from study.decode import Text, Window, decode_window  # noqa: E402
-from study.model import Model  # noqa: E402
-from study.selection import Setting  # noqa: E402
-from study.settings import SETS  # noqa: E402
-from tokenizers import Tokenizer  # noqa: E402
-
-from progress import Progress  # noqa: E402
-from recall_modes import weights_digest  # noqa: E402
-from rows import Row, environment  # noqa: E402
-
-RECALL_MODEL = HERE.parent / "recall_model"
+RECALL_MODEL = ROOT / "benchmark" / "accuracy" / "recall_model"
 RECALL_TASKS = ("recall", "needle", "multi_key", "variables", "copy", "count")
 RECALL_SEED = 70_000
 FULL = Setting()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from study.selection import Setting
+from benchmark.accuracy.study.selection import Setting
 
 TWO_BITS, ONE_BIT, BOUNDS = "rotated-2", "rotated-1", "minmax-32"
 

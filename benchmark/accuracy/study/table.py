@@ -1,6 +1,6 @@
 """Markdown tables of the study's rows: planted facts, plain text, and by layer.
 
-    python benchmark/accuracy/study/table.py docs/results/study.jsonl [--layers SETTING]
+    python -m benchmark.accuracy.study.table docs/results/study.jsonl [--layers SETTING]
 
 Facts, prompt: numbers that were answered right of those asked for, by kind and by cut; points lost against full
 attention on the same numbers; and what a number's answer lost in nats. Text: KL to full attention, what the text lost
@@ -16,10 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-for folder in (Path(__file__).resolve().parents[1], Path(__file__).resolve().parents[2]):
-    sys.path.insert(0, str(folder))
-
-from rows import Row, read_rows  # noqa: E402
+from benchmark.rows import Row, read_rows
 
 SAMPLES = 2000
 

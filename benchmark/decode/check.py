@@ -1,0 +1,81 @@
+"""Decode steps of a small model are right: verified layer by layer, replayed as eager, without waits of the host."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+
+import torch
+
+from benchmark.decode.harness import PAGE, Harness, Store
+from benchmark.decode.model import SIZES, DummyModel, QueryDrift
+
+
+def check(device: str) -> list[str]:
+    """What is wrong with the first batch of which anything is; empty if nothing is.
+
+    Says of each kind of step how it went as soon as it has, so that a log which is cut short says how far
+    it got.
+    """
+    for batch in (1, 3) if device == "cpu" else (1, 4, 16, 64):
+        wrong = []
+        begin = time.monotonic()
+        for kind, found in findings(device, batch, steps=6 if device == "cpu" else 40):
+            took_s = time.monotonic() - begin
+            print(
+                f"batch {batch}, {kind}: {'; '.join(found) or 'equal'}, {took_s:.0f} s", flush=True
+            )
+            wrong += [f"batch {batch}, {kind}: {line}" for line in found]
+            begin = time.monotonic()
+        if wrong:
+            return wrong
+    return []
+
+
+def findings(device: str, batch: int, steps: int) -> Iterator[tuple[str, list[str]]]:
+    """Each kind of step of a batch, with what is wrong with it."""
+    size = SIZES["tiny"]
+    expected: list[torch.Tensor] = []
+    for kind in ("verified", "replayed", "off"):
+        if kind == "replayed" and device == "cpu":
+            continue
+        outputs, wrong = [], []
+        store = Store(
+            size, pages=1 + batch * 28, batch=batch, budget_pages=4, device=device,
+            dtype=torch.float32, cpus=sorted(os.sched_getaffinity(0))[:2],
+        )  # fmt: skip
+        harness = None
+        try:
+            model = DummyModel(size, torch.float32, device)
+            drift = QueryDrift(size, batch, 0.9, device)
+            settings = '{"recall": "%s"}' % ("off" if kind == "off" else "fixed")
+            harness = Harness(
+                store, model, drift, batch=batch, context=20 * PAGE - 3, budget_tokens=4 * PAGE,
+                settings=settings, graph=kind == "replayed", verify=kind == "verified",
+                strict=kind == "off",
+            )  # fmt: skip
+            for _ in range(steps):
+                harness.step()  # of "off" the host may not wait for the device in it
+                outputs.append(harness.out.cpu())
+                if faults := store.ring.faults():  # nor have later steps a result
+                    raise RuntimeError(f"step {len(outputs) - 1}: {'; '.join(faults)}")
+            counters = harness.engine.counters
+            if counters.cpu_pages == 0:
+                wrong.append("no page was missing, nothing was tested")
+            error = counters.verify_max_rel_error
+            if kind == "verified" and not 0 < error <= 1e-5:
+                wrong.append(f"relative error {error:g} against the plain reference")
+        except RuntimeError as failure:
+            wrong.append(str(failure))
+        finally:
+            if harness is not None:
+                harness.close()
+            store.close()
+        if kind == "verified":
+            expected = outputs
+        elif kind == "replayed":
+            differ = (not torch.equal(a, b) for a, b in zip(expected, outputs, strict=False))
+            if (step := next((i for i, other in enumerate(differ) if other), None)) is not None:
+                wrong.append(f"step {step} differs from the eager one")
+        yield kind, wrong

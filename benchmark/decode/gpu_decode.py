@@ -1,0 +1,298 @@
+"""Decode steps of a whole model on a CUDA device: co-attention against full attention, each at its largest batch.
+
+    python -m benchmark.decode.gpu_decode --check-only    correctness; with TRITON_INTERPRET=1 without a device too
+    python -m benchmark.decode.gpu_decode --out FILE      the measurement, on a machine with a CUDA device
+
+Options: --model qwen3-8b,qwen3-14b  --context 32768,65536  --host-gb N (of page-locked pages; most of what is free)
+--budget TOKENS  --steps N.
+
+Layers have the model's sizes and random weights (harness.py). How the important pages drift is set by a generator,
+q(t+1) = rho q(t) + sqrt(1 - rho^2) noise, whose rho is calibrated to the paper's Figures 6a and 6b: without recall
+12 % of the selected pages are no longer resident after 8.7 steps (its mean recall interval at its threshold). Rows at
+half and at twice that drift, in 1 - rho, show how much the result depends on it.
+
+Rows (format: rows.py); `model`, `context`, `batch`, `step_us` in samples_us, `tokens_per_s`, and
+    full-triton       all KV on the device, at the largest batch that fits, with this project's kernel. It keeps fp32
+                      accuracy by three products where others make one, so it is no stand-in for stock attention
+    full-flashinfer   the same with FlashInfer, which stock SGLang uses; absent where that is not installed
+    scout             co-attention; with rho, precompute, recall, cache (`budget`: as many resident pages as all rows
+                      select, the paper's; `device`: all that its memory holds, of which a step attends to the selected
+                      ones), cpu_compute_ratio, wait_share (of the step's time), fallback_pages, resident_pages,
+                      mapped_share (of the arena, by the worker, before the first step), full_batch (that of full
+                      attention) and beyond_full: whether the batch is larger than it, without which the comparison
+                      says nothing. The last variant is the first again, with repeat = 1: what lies between the two is
+                      how much the order of the variants matters
+
+Nobody joins or leaves, and no server is around the steps: an upper bound of what one can reach.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmark import device, rows
+from benchmark.decode.check import check
+from benchmark.decode.full_attention import FullAttention
+from benchmark.decode.harness import PAGE, Harness, Store
+from benchmark.decode.model import SIZES, DummyModel, ModelSize, QueryDrift
+from sglang_scout.engine.pools import DigestPool
+from sglang_scout.worker.cpus import reserve_server_cores
+from sglang_scout.worker.host_memory import available_bytes
+
+WARM_UP_STEPS = 24
+MAPPED_S = 45.0
+"""The longest to wait until the worker has mapped the arena."""
+FIGURE_6_STEPS, FIGURE_6_RATIO = 8.7, 0.12
+DEVICE_RESERVE_BYTES = 6 * 2**30  # for graphs, activations and what else a server keeps
+
+
+def _cpus() -> list[int]:
+    return sorted(os.sched_getaffinity(0))
+
+
+def step_times_us(step: Callable[[], None], steps: int) -> list[float]:
+    """Times of steps that follow each other without a pause, between events."""
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+    events[0].record()
+    for i in range(steps):
+        step()
+        events[i + 1].record()
+    torch.cuda.synchronize()
+    pairs = zip(events[:-1], events[1:], strict=True)
+    return [begin.elapsed_time(end) * 1e3 for begin, end in pairs]
+
+
+def calibrated_rho(store: Store, size: ModelSize, context: int, budget_pages: int) -> float:
+    """The drift at which, without recall, Figure 6's share of the selection is new after its steps."""
+    pages = context // PAGE
+    table = torch.arange(1, pages + 1, dtype=torch.int32, device=store.device)[None]
+    n_full = torch.full((1,), pages, dtype=torch.int32, device=store.device)
+    digests = DigestPool(store.shape, store.arena.spec.num_pages, store.device)
+    digests.build(np.arange(1, pages + 1, dtype=np.int64), store.host)
+    layers = range(0, size.layers, max(1, size.layers // 4))
+    source = torch.Generator(store.device).manual_seed(1)
+    shape = (2, len(layers), 1, size.q_heads, size.head_dim)
+    q, noise = torch.randn(shape, generator=source, device=store.device)
+
+    def chosen(queries: torch.Tensor) -> list[torch.Tensor]:
+        found = []
+        for layer, query in zip(layers, queries, strict=True):
+            scores = digests.score(layer, query, table, n_full, store.shape.scale, "mass")
+            found.append(scores[0].topk(min(budget_pages, pages)).indices)
+        return found
+
+    before = chosen(q)
+    low, high = 0.9, 0.99999
+    for _ in range(12):
+        rho = (low + high) / 2
+        kept = (
+            rho**FIGURE_6_STEPS
+        )  # after so many steps of q(t+1) = rho q(t) + sqrt(1 - rho^2) noise
+        after = chosen(kept * q + (1 - kept**2) ** 0.5 * noise)
+        new = [(~torch.isin(a, b)).float().mean() for a, b in zip(after, before, strict=True)]
+        low, high = (low, rho) if float(torch.stack(new).mean()) < FIGURE_6_RATIO else (rho, high)
+    return (low + high) / 2
+
+
+def free_device() -> None:
+    """Harnesses refer to themselves through what they hand to their engines, so memory waits for this."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def full_rows(
+    writer: rows.Writer, model: DummyModel, name: str, context: int, steps: int, kind: str
+) -> int:
+    """Returns the batch."""
+    size = SIZES[name]
+    kv_bytes = 2 * size.layers * context * size.kv_heads * size.head_dim * 2
+    free = torch.cuda.mem_get_info()[0] - DEVICE_RESERVE_BYTES
+    batch = free // kv_bytes
+    sizes = {"model": name, "context": context, "batch": int(batch)}
+    if batch < 1:
+        writer.add(kind, "skipped", "not one request fits the device", **sizes)
+        return 0
+    harness = None
+    try:
+        harness = FullAttention(model, size, int(batch), context, kind)
+        step_times_us(harness.graph.replay, 4)
+        report(writer, kind, sizes, step_times_us(harness.graph.replay, steps))
+    except ImportError as error:
+        writer.add(kind, "absent", str(error), **sizes)
+    except Exception as error:  # a baseline that does not run is a row, not the end
+        writer.add(kind, "failed", f"{type(error).__name__}: {error}"[:500], **sizes)
+    harness = None
+    free_device()
+    return int(batch)
+
+
+def scout_rows(
+    writer: rows.Writer, model: DummyModel, name: str, context: int, options: argparse.Namespace,
+    full_batch: int,
+) -> None:  # fmt: skip
+    """Rows of all variants; one that fails is a row, not the end."""
+    size = SIZES[name]
+    room = 2 + (WARM_UP_STEPS + options.steps) // PAGE
+    page_bytes = 2 * size.layers * PAGE * size.kv_heads * size.head_dim * 2
+    batch = int(options.host_gb * 2**30 // ((context // PAGE + room) * page_bytes))
+    sizes: dict[str, Any] = {"model": name, "context": context, "batch": batch}
+    if batch < 1:
+        writer.add("scout", "skipped", f"not one request fits {options.host_gb} GiB", **sizes)
+        return
+    sizes |= {"full_batch": full_batch, "beyond_full": batch > full_batch}
+    if batch <= full_batch:
+        print(f"WARNING: {options.host_gb:.0f} GiB of host pages hold {batch} requests, the device {full_batch}: "
+              "no larger batch to gain from; raise --host-gb", flush=True)  # fmt: skip
+    try:
+        store = Store(
+            size, pages=1 + batch * (context // PAGE + room), batch=batch,
+            budget_pages=options.budget // PAGE, dtype=torch.bfloat16, device="cuda",
+            cpus=reserve_server_cores(_cpus()),
+        )  # fmt: skip
+    except Exception as error:
+        writer.add("scout", "failed", f"{type(error).__name__}: {error}"[:500], **sizes)
+        return
+    try:
+        rho = calibrated_rho(store, size, context, options.budget // PAGE)
+        sizes["mapped_share"] = store.wait_mapped(MAPPED_S)
+        seen: list[Any] = []
+        for variant in variants():
+            settings, factor, cache = variant
+            about = {**sizes, "rho": 1 - (1 - rho) * factor, "drift": factor, "cache": cache}
+            about |= settings | {"repeat": seen.count(variant)}
+            seen.append(variant)
+            try:
+                one(writer, store, model, about, settings, options, room)
+            except Exception as error:
+                writer.add("scout", "failed", f"{type(error).__name__}: {error}"[:500], **about)
+            free_device()
+    finally:
+        store.close()
+
+
+def variants() -> Iterator[tuple[dict[str, Any], float, str]]:
+    """The four corners of the paper's ablation, a larger cache, how much the drift matters, and how much the order of
+    all these: the first again."""
+    for precompute in (True, False):
+        for recall in ("adaptive", "off"):
+            yield {"precompute": precompute, "recall": recall}, 1.0, "budget"
+    yield {"precompute": True, "recall": "adaptive", "attend": "selected"}, 1.0, "device"
+    for factor in (0.5, 2.0, 1.0):
+        yield {"precompute": True, "recall": "adaptive"}, factor, "budget"
+
+
+def one(
+    writer: rows.Writer,
+    store: Store,
+    model: DummyModel,
+    about: dict[str, Any],
+    settings: dict[str, Any],
+    options: argparse.Namespace,
+    room: int,
+) -> None:
+    size = SIZES[about["model"]]
+    drift = QueryDrift(size, about["batch"], about["rho"], "cuda")
+    harness = Harness(
+        store, model, drift, batch=about["batch"], context=about["context"],
+        budget_tokens=options.budget, room=room, settings=json.dumps(settings), graph=True,
+        slots=None if about["cache"] == "budget" else slots_of_device(store),
+    )  # fmt: skip
+    try:
+        step_times_us(harness.step, WARM_UP_STEPS)
+        counters = harness.engine.counters
+        before = counters.cpu_pages, counters.budget_pages, counters.gpu_wait_us
+        times = step_times_us(harness.step, options.steps)
+        after = counters.cpu_pages, counters.budget_pages, counters.gpu_wait_us
+        pages, budget, waited = (now - then for now, then in zip(after, before, strict=True))
+        report(
+            writer, "scout", about, times,
+            cpu_compute_ratio=round(pages / max(budget, 1), 4),
+            wait_share=round(waited / max(sum(times), 1), 4),
+            fallback_pages=store.worker.snapshot().fallback_pages,
+            resident_pages=harness.engine.table.resident_pages,
+        )  # fmt: skip
+    finally:
+        harness.close()
+
+
+def slots_of_device(store: Store) -> int:
+    """Pages that the device's free memory holds beside their digests, tails and copies under way."""
+    shape, pages = store.shape, store.arena.spec.num_pages
+    page_bytes = 2 * shape.page_bytes * shape.num_layers
+    free = torch.cuda.mem_get_info()[0] - DEVICE_RESERVE_BYTES - pages * page_bytes // PAGE
+    beside = store.batch + store.arena.spec.max_pages
+    return max(store.batch, min(free // page_bytes, pages) - beside)
+
+
+def report(
+    writer: rows.Writer, impl: str, sizes: dict[str, Any], times: list[float], **more: Any
+) -> None:
+    row = writer.add(impl, **sizes, **more, **rows.summary(times), tokens_per_s=round(
+        sizes["batch"] * len(times) / (sum(times) / 1e6), 1))  # fmt: skip
+    print(
+        f"{impl:16} {sizes}: step {row['median_us'] / 1e3:.2f} ms, {row['tokens_per_s']} tokens/s "
+        + " ".join(f"{k}={v}" for k, v in more.items()),
+        flush=True,
+    )
+
+
+def measure(options: argparse.Namespace) -> int:
+    shared = rows.environment("gpu_decode", ("torch", "triton", "flashinfer-python"), cuda=True)
+    shared |= {"device": torch.cuda.get_device_name(), "budget": options.budget,
+               "host_gb": options.host_gb}  # fmt: skip
+    writer = rows.Writer(options.out, shared, append=True)
+    for name in options.model:
+        model = DummyModel(SIZES[name], torch.bfloat16, "cuda")
+        for context in options.context:
+            full = full_rows(writer, model, name, context, options.steps, "full-triton")
+            scout_rows(writer, model, name, context, options, full)
+            free_device()
+            # Last: it compiles for a minute or two where that has not been done.
+            full_rows(writer, model, name, context, options.steps, "full-flashinfer")
+        del model
+        free_device()
+    writer.close()
+    return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, help="JSON lines; more are appended")
+    parser.add_argument("--check-only", action="store_true")
+    parser.add_argument("--model", type=lambda s: s.split(","), default=["qwen3-8b"])
+    parser.add_argument(
+        "--context", type=lambda s: [int(x) for x in s.split(",")], default=[32768, 65536]
+    )
+    parser.add_argument("--host-gb", type=float, default=0.8 * available_bytes() / 2**30)
+    parser.add_argument("--budget", type=int, default=2048)
+    parser.add_argument("--steps", type=int, default=64)
+    options = parser.parse_args()
+    unknown = set(options.model) - set(SIZES)
+    if unknown:
+        parser.error(f"--model {','.join(sorted(unknown))}: choose of {', '.join(SIZES)}")
+    if why := device.refusal(check_only=options.check_only, needs_worker=True):
+        print(why, file=sys.stderr)
+        return 2
+    if options.check_only:
+        wrong = check(device.device())
+        print("\n".join(f"FAILED: {line}" for line in wrong) or "equal")
+        return int(bool(wrong))
+    if options.out is None:
+        parser.error("--out FILE is missing")
+    return measure(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,223 @@
+"""A decode worker without SGLang: a model of random weights around the step engine.
+
+What is real: engine, ring, worker process, page-locked host pages, digests, selection, recall, and the matrix
+products of every layer at the model's sizes. What is not: the weights, and with them the queries. Random weights say
+nothing about how the important pages drift, so queries follow a generator of its own (`QueryDrift`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmark.decode.model import DummyModel, ModelSize, QueryDrift
+from benchmark.mapped import wait_mapped
+from sglang_scout.core.config import OffloadConfig
+from sglang_scout.core.parse_config import parse_config
+from sglang_scout.engine.build import Sizes, build_engine, device_ring
+from sglang_scout.engine.device import lock_memory
+from sglang_scout.engine.pools import HostPages, ModelShape
+from sglang_scout.policy.base import Context, make_policy, policy_names
+from sglang_scout.worker.arena import Arena, ArenaSpec
+from sglang_scout.worker.client import WorkerClient, WorkerConfig
+
+PAGE = 32
+SPIN_US = 20_000
+
+
+@contextlib.contextmanager
+def no_waiting(device: str) -> Iterator[None]:
+    """On a CUDA device, whatever makes the host wait for it in this block raises RuntimeError.
+
+    torch notices its own waits: a value that is asked for, a copy to memory that is not page-locked, a
+    stream or device that is synchronised through torch. On the CPU device nothing is looked at.
+    """
+    if torch.device(device).type != "cuda":
+        yield
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+class Store:
+    """Host pages of random keys and values in a page-locked arena, with a worker process on it."""
+
+    def __init__(
+        self,
+        size: ModelSize,
+        *,
+        pages: int,
+        batch: int,
+        budget_pages: int,
+        dtype: torch.dtype,
+        device: str,
+        cpus: list[int],
+        seed: int = 2,
+    ) -> None:
+        self.size, self.device, self.batch = size, device, batch
+        self.shape = ModelShape(
+            size.layers, size.q_heads, size.kv_heads, size.head_dim, PAGE, dtype,
+            size.head_dim**-0.5,
+        )  # fmt: skip
+        self.arena = Arena.create(
+            ArenaSpec(
+                size.layers, pages, PAGE, size.kv_heads, size.q_heads, size.head_dim,
+                str(dtype).removeprefix("torch."), self.shape.scale, batch, budget_pages,
+            )
+        )  # fmt: skip
+        planes = (self.arena.k_pages, self.arena.v_pages)
+        kv = [[torch.from_numpy(plane(i)).view(dtype) for i in range(size.layers)]
+              for plane in planes]  # fmt: skip
+        source = torch.Generator(device).manual_seed(seed)
+        for plane in (*kv[0], *kv[1]):
+            for some in plane.split(4096):
+                some.copy_(torch.randn(some.shape, generator=source, device=device, dtype=dtype))
+        # After it is filled: a copy by the driver must not span two locked ranges.
+        self._unlock = (
+            lock_memory(self.arena.address, self.arena.nbytes) if device == "cuda" else None
+        )
+        self.host = HostPages(self.shape, *([t.flatten(0, 1) for t in half] for half in kv))
+        self.worker = WorkerClient(
+            self.arena,
+            cpus,
+            config=WorkerConfig(spin_us=SPIN_US, ready_timeout_s=120.0, populate=device == "cuda"),
+        )
+        self.ring = device_ring(self.arena, self.worker, device, timeout_s=10.0)
+        self.worker.start()
+        self.steps = 0  # over all engines: a ring's steps count up
+
+    def wait_mapped(self, most_s: float) -> float:
+        """Wait until the worker has mapped the arena's pages; the share that it has."""
+        of_pages = self.arena.nbytes - self.arena.layout().kv_offset
+        return wait_mapped(self.worker.snapshot().pid, of_pages, most_s)
+
+    def close(self) -> None:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        self.worker.stop()
+        if self._unlock is not None:
+            self._unlock()
+        self.arena.close()
+
+
+class Harness:
+    """One engine on a store, with requests of equal length that decode on and on.
+
+    Args:
+        context: tokens of each request at the start, or up to a page more; each gets ``room`` more pages.
+        settings: of ``--kv-offload-config``.
+        slots: resident pages per layer, beside tails and copies under way; None: the budget of all rows,
+            as in the paper.
+        graph: capture the layers once and replay them. Without it, and without ``verify``, which looks at
+            every layer, a step fails if its layers make the host wait.
+        strict: so does what comes before the layers.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        model: DummyModel,
+        drift: QueryDrift,
+        *,
+        batch: int,
+        context: int,
+        budget_tokens: int,
+        room: int = 8,
+        settings: str = "{}",
+        slots: int | None = None,
+        graph: bool,
+        verify: bool = False,
+        strict: bool = False,
+    ) -> None:
+        self.store, self.model, self.drift, self.batch = store, model, drift, batch
+        self._guard: Any = contextlib.nullcontext if verify else partial(no_waiting, store.device)
+        self._before = self._guard if strict else contextlib.nullcontext
+        self.config: OffloadConfig = parse_config(
+            policy="scout", policies=policy_names(), budget_tokens=budget_tokens, config=settings
+        )
+        shape, pages = store.shape, store.arena.spec.num_pages
+        budget = self.config.budget_pages
+        slots = (slots or budget * batch) + batch + budget
+        each = -(-context // PAGE) + room
+        self.engine = build_engine(
+            dataclasses.replace(self.config, verify=verify),
+            make_policy(Context(self.config, shape.num_layers, 2 * shape.page_bytes)),
+            shape,
+            Sizes(budget, slots, store.batch, each),
+            store.host,
+            [self._projector(layer) for layer in range(shape.num_layers)],
+            store.ring,
+            device=store.device,
+        )
+        self.engine._step = store.steps  # the ring's slots alternate over all engines
+        self.pages = 1 + np.arange(batch * each, dtype=np.int32).reshape(batch, each)
+        if self.pages.max() >= pages:
+            raise ValueError(f"{batch} requests of {each} pages; the store has {pages}")
+        # Pages fill at different steps, as those of requests that did not come together.
+        self.lengths = context + 5 * np.arange(batch, dtype=np.int64) % PAGE
+        self.engine.pages.allocate_pages(self.pages.flatten().astype(np.int64))
+        full = [row[: length // PAGE] for row, length in zip(self.pages, self.lengths, strict=True)]
+        self.engine.boundary.admit(range(batch), np.concatenate(full))
+        source = torch.Generator(store.device).manual_seed(3)
+        self.x = torch.randn(batch, model.size.hidden, generator=source, device=store.device).to(
+            shape.dtype
+        )
+        self.positions = torch.zeros(batch, dtype=torch.int64, device=store.device)
+        self.out = torch.empty_like(self.x)
+        self._graph = self._capture() if graph else None
+
+    def _projector(self, layer: int) -> Any:
+        def project(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+            # The product costs what it costs; what it says is the generator's.
+            return self.drift.q[layer, : len(x)] + 0.0 * self.model.project_q(layer, x)
+
+        return project
+
+    def _layers(self) -> None:
+        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return self.engine.attend(layer, self.drift.q[layer, : len(q)] + 0.0 * q, k, v)
+
+        def before(layer: int, x: torch.Tensor) -> None:
+            self.engine.layer_input(layer, x, self.positions)
+
+        self.out.copy_(self.model.forward(self.x, before, attend))
+
+    def _capture(self) -> Any:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            self._layers()  # nothing has begun: rows are empty and nothing is posted
+        torch.cuda.current_stream().wait_stream(side)
+        gc.collect()  # an earlier harness's graphs, freed in the middle of a capture, would end it
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._layers()
+        return graph
+
+    def step(self) -> None:
+        """One decode step of all requests; the host does not wait for it."""
+        self.lengths += 1
+        used = -(-int(self.lengths.max()) // PAGE)
+        with self._before():
+            self.engine.begin_step(self.pages[:, :used], np.arange(self.batch), self.lengths)
+        self.store.steps += 1
+        if self._graph is not None and self.engine.can_replay:
+            self._graph.replay()
+        else:
+            with self._guard():
+                self._layers()
+        self.drift.advance()
+
+    def close(self) -> None:
+        self.engine.close()

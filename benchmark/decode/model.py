@@ -1,0 +1,93 @@
+"""A decoder of random weights at a model's sizes, and queries that drift from step to step."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from sglang_scout.ops.predict import rms_norm
+
+_EPS = 1e-6
+
+
+class ModelSize(NamedTuple):
+    """Sizes of a dense model with grouped-query attention."""
+
+    layers: int
+    hidden: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+
+
+SIZES = {
+    "qwen3-8b": ModelSize(36, 4096, 32, 8, 128, 12288),
+    "qwen3-14b": ModelSize(40, 5120, 40, 8, 128, 17408),
+    "tiny": ModelSize(3, 64, 4, 2, 32, 96),
+}
+
+
+class DummyModel:
+    """Decoder layers of random weights; ``attend`` stands for what the weights do not decide."""
+
+    def __init__(self, size: ModelSize, dtype: torch.dtype, device: str, seed: int = 0) -> None:
+        self.size = size
+        source = torch.Generator(device).manual_seed(seed)
+        width = size.q_heads * size.head_dim
+
+        def weights(rows: int, columns: int) -> torch.Tensor:
+            shape = (rows, columns)
+            made = torch.randn(shape, generator=source, device=device, dtype=torch.float32)
+            return made.mul_(columns**-0.5).to(dtype)
+
+        qkv = width + 2 * size.kv_heads * size.head_dim
+        self.norm = torch.ones(size.hidden, dtype=dtype, device=device)
+        self.layers = [
+            (
+                weights(qkv, size.hidden),
+                weights(size.hidden, width),
+                weights(2 * size.intermediate, size.hidden),
+                weights(size.hidden, size.intermediate),
+            )
+            for _ in range(size.layers)
+        ]
+
+    def project_q(self, layer: int, x: torch.Tensor) -> torch.Tensor:
+        """``[B, HQ, D]`` query of ``layer`` from any layer input."""
+        width = self.size.q_heads * self.size.head_dim
+        q = rms_norm(x, self.norm, _EPS) @ self.layers[layer][0][:width].T
+        return q.view(len(x), self.size.q_heads, self.size.head_dim)
+
+    def forward(self, x: torch.Tensor, before_layer: Any, attend: Any) -> torch.Tensor:
+        """``before_layer(layer, x)``; ``attend(layer, q, k, v)`` gives ``[B, HQ, D]``."""
+        size = self.size
+        heads = [size.q_heads, size.kv_heads, size.kv_heads]
+        for layer, (w_qkv, w_out, w_up, w_down) in enumerate(self.layers):
+            before_layer(layer, x)
+            qkv = rms_norm(x, self.norm, _EPS) @ w_qkv.T
+            q, k, v = qkv.view(len(x), -1, size.head_dim).split(heads, dim=1)
+            out = attend(layer, q, k, v).to(x.dtype)
+            x = x + out.flatten(1) @ w_out.T
+            gate, up = (rms_norm(x, self.norm, _EPS) @ w_up.T).chunk(2, dim=1)
+            x = x + (torch.nn.functional.silu(gate) * up) @ w_down.T
+        return x
+
+
+class QueryDrift:
+    """Queries of all layers and rows: q(t+1) = rho q(t) + sqrt(1 - rho^2) noise, seeded.
+
+    With rho = 1 the important pages never change, with 0 they are new in every step. Attributes:
+        q: ``[L, B, HQ, D]`` fp32, of the step that comes; stays where it is.
+    """
+
+    def __init__(self, size: ModelSize, batch: int, rho: float, device: str, seed: int = 1) -> None:
+        self._source = torch.Generator(device).manual_seed(seed)
+        self._device, self.rho = device, rho
+        shape = (size.layers, batch, size.q_heads, size.head_dim)
+        self.q = torch.randn(shape, generator=self._source, device=device)
+
+    def advance(self) -> None:
+        noise = torch.randn(self.q.shape, generator=self._source, device=self._device)
+        self.q.mul_(self.rho).add_(noise, alpha=(1 - self.rho**2) ** 0.5)

@@ -1,0 +1,298 @@
+"""Every kernel of a decode step at some sizes: its inputs, bytes, calls and check. gpu_kernels.py runs them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from sglang_scout.core.page_bytes import digest_bytes
+from sglang_scout.core.registry import Op
+from sglang_scout.engine.digest_forms import FORMS
+from sglang_scout.ops.append import APPEND_TOKENS, Pool
+from sglang_scout.ops.attend import ATTEND_PAGES
+from sglang_scout.ops.digest import BUILD_LAYER_DIGESTS
+from sglang_scout.ops.gather import COPY_LAYER_PAGES
+from sglang_scout.ops.layers import LayerPages
+from sglang_scout.ops.merge import MERGE_STATES
+from sglang_scout.ops.score import SCORE_PAGES
+from sglang_scout.ops.select import SELECT_PAGES
+from sglang_scout.ops.signs import BUILD_LAYER_SIGNS, SCORE_SIGNS
+
+S, H, G, D = 32, 8, 5, 128  # Qwen3-14B
+L = 8  # of its 40 layers
+HQ = H * G
+REPEATS = 8
+DTYPE = torch.bfloat16
+
+
+@dataclass
+class Case:
+    """One kernel at one size.
+
+    Attributes:
+        sizes: what the row says of it.
+        bytes_moved: by one call.
+        calls: like calls on different data, to be timed.
+        check: what differs from the reference, "" if nothing.
+        resource: "device" or "bus", which bandwidth its bytes take.
+    """
+
+    op: str
+    sizes: dict[str, int | str]
+    bytes_moved: int
+    calls: list[Callable[[], object]]
+    check: Callable[[], str]
+    resource: str = "device"
+
+
+class Pools:
+    """Pages for all cases: random, in device memory, more than the caches hold."""
+
+    def __init__(self, device: str, pages: int) -> None:
+        self.device, self.pages = device, pages
+        self._rng = torch.Generator(device).manual_seed(1)
+        self.k, self.v = (self.random(pages, S, H, D).to(DTYPE) for _ in range(2))
+        # More digests than pages: those of 65,536 pages are 256 MiB, no cache holds them either.
+        one, other = (self.random(4 * pages, H, D).to(DTYPE) for _ in range(2))
+        self.kmin, self.kmax = torch.minimum(one, other), torch.maximum(one, other)
+
+    def random(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=self._rng, device=self.device)
+
+    def ids(self, *shape: int, dtype: torch.dtype = torch.int32, pages: int = 0) -> torch.Tensor:
+        """Different pages in random order, of the first ``pages`` (0: of all that have K and V).
+
+        Raises:
+            ValueError: there are fewer.
+        """
+        pages, count = pages or self.pages, torch.Size(shape).numel()
+        if count > pages:
+            raise ValueError(f"{count} different ids of {pages} pages")
+        order = torch.randperm(pages, generator=self._rng, device=self.device)
+        return order[:count].view(shape).to(dtype)
+
+    @functools.cache  # noqa: B019  # the pools live as long as the program
+    def layers(self, source: str) -> LayerPages:
+        """K and V as those of L layers: of "device", or of "host", page-locked as in an arena."""
+        halves = self.k, self.v
+        if source == "host" and self.device == "cuda":
+            halves = (x.cpu().pin_memory() for x in halves)
+        return LayerPages.of(*(x.view(L, -1, S, H, D).unbind() for x in halves), self.device)
+
+    def full(self, value: int, *shape: int) -> torch.Tensor:
+        return torch.full(shape, value, dtype=torch.int32, device=self.device)
+
+
+def difference(op: Op, *arguments: object) -> str:
+    """Of the kernel's result from the reference's, by the tolerance of the op for this dtype."""
+    name = "bfloat16" if "bfloat16" in op.tolerances else "float32"
+    results = [op(*arguments, impl=impl) for impl in ("triton", "reference")]
+    got, want = ((x,) if isinstance(x, torch.Tensor) else x for x in results)
+    found = (
+        op.tolerances[name].mismatch(g.double().cpu(), w.double().cpu())
+        for g, w in zip(got, want, strict=True)
+    )
+    return next(filter(None, found), "")
+
+
+def changed(op: Op, mutable: list[torch.Tensor], call: Callable[[str], object]) -> str:
+    """The same for ops that write into their arguments: these are compared, byte for byte."""
+    before = [t.clone() for t in mutable]
+    call("triton")
+    got = [t.clone() for t in mutable]
+    for tensor, old in zip(mutable, before, strict=True):
+        tensor.copy_(old)
+    call("reference")
+    same = all(torch.equal(a, b) for a, b in zip(got, mutable, strict=True))
+    return "" if same else f"{op.name}: not the bytes that the reference leaves"
+
+
+def scores(pools: Pools, B: int, N: int) -> Case:
+    q, n_full = pools.random(B, HQ, D), pools.full(N, B)
+    tables = [pools.ids(B, N, pages=len(pools.kmin)) for _ in range(REPEATS)]
+    out = pools.random(B, N)
+
+    def call(table: torch.Tensor, impl: str = "triton") -> torch.Tensor:
+        digests = (pools.kmin, pools.kmax)
+        return SCORE_PAGES(q, *digests, table, n_full, D**-0.5, "mass", impl=impl, out=out)
+
+    return Case(
+        "score_pages",
+        {"B": B, "N": N, "reduce": "mass"},
+        B * N * (digest_bytes(H, D, DTYPE.itemsize) + 8) + q.nbytes,
+        [lambda t=t: call(t) for t in tables],
+        lambda: difference(
+            SCORE_PAGES, q, pools.kmin, pools.kmax, tables[0], n_full, D**-0.5, "mass"
+        ),
+    )
+
+
+def scores_signs(pools: Pools, B: int, N: int) -> Case:
+    """On words of random bits; the reference, which unpacks them, takes one row at a time."""
+    q, n_full = pools.random(B, HQ, D), pools.full(N, B)
+    tables = [pools.ids(B, N, pages=len(pools.kmin)) for _ in range(REPEATS)]
+    out = pools.random(B, N)
+
+    def call(table: torch.Tensor, rows: slice = slice(None), impl: str = "triton") -> torch.Tensor:
+        arguments = (q[rows], pools.kmin, pools.kmax, table[rows], n_full[rows])
+        return SCORE_SIGNS(*arguments, impl=impl, out=out[rows])
+
+    def check() -> str:
+        got = call(tables[0]).clone()
+        for b in range(B):
+            call(tables[0], slice(b, b + 1), "reference")
+        return SCORE_SIGNS.tolerances["bfloat16"].mismatch(got.cpu(), out.cpu())
+
+    return Case(
+        "score_signs",
+        {"B": B, "N": N},
+        B * N * (2 * H * D * DTYPE.itemsize + 8) + q.nbytes,
+        [lambda t=t: call(t) for t in tables],
+        check,
+    )
+
+
+def attention(pools: Pools, B: int, resident: int, columns: int) -> Case:
+    """``resident`` pages of each row lie in a table of ``columns``, at random places."""
+    q, tail, length = pools.random(B, HQ, D), pools.ids(B), pools.full(S // 2, B)
+    tables = []
+    for _ in range(REPEATS):
+        table = pools.full(-1, B, columns)
+        where = torch.argsort(pools.random(B, columns), dim=1)[:, :resident]
+        tables.append(table.scatter_(1, where, pools.ids(B, resident)))
+    out = torch.empty_like(q), torch.empty(B, HQ, device=q.device)
+
+    def call(table: torch.Tensor) -> object:
+        arguments = (q, pools.k, pools.v, table, tail, length, D**-0.5)
+        return ATTEND_PAGES(*arguments, impl="triton", out=out)
+
+    token_bytes = 2 * H * D * DTYPE.itemsize
+    return Case(
+        "attend_pages",
+        {"B": B, "resident": resident, "columns": columns},
+        B * ((resident * S + S // 2) * token_bytes + 4 * columns) + 2 * q.nbytes + 4 * B * HQ,
+        [lambda t=t: call(t) for t in tables],
+        lambda: difference(ATTEND_PAGES, q, pools.k, pools.v, tables[0], tail, length, D**-0.5),
+    )
+
+
+def selection(pools: Pools, B: int, N: int, k: int) -> Case:
+    table, n_full = pools.ids(B, N, pages=len(pools.kmin)), pools.full(N, B)
+    given = [torch.rand(B, N, device=pools.device) for _ in range(REPEATS)]
+    slot_of = pools.ids(len(pools.kmin), pages=len(pools.kmin)) - len(pools.kmin) // 2
+
+    def check() -> str:
+        arguments = (given[0], table, n_full, slot_of, k)
+        got, want = (SELECT_PAGES(*arguments, impl=i) for i in ("triton", "reference"))
+        # Forced pages stand first, in any order among themselves; random scores have no ties.
+        pages = all(
+            set(a) == set(b) for a, b in zip(got[0].tolist(), want[0].tolist(), strict=True)
+        )
+        return "" if pages and torch.equal(got[2], want[2]) else "other pages than the reference"
+
+    return Case(
+        "select_pages",
+        {"B": B, "N": N, "k": k},
+        B * (8 * N + 12 * k + 4),
+        [lambda s=s: SELECT_PAGES(s, table, n_full, slot_of, k, impl="triton") for s in given],
+        check,
+    )
+
+
+BUILDERS = {"minmax": BUILD_LAYER_DIGESTS, "signs": BUILD_LAYER_SIGNS}
+
+
+def digests(pools: Pools, n: int, source: str, form: str) -> Case:
+    """Of n pages in every layer. A server reads their keys from the host."""
+    layers, op = pools.layers(source), BUILDERS[form]
+    P = len(layers.k[0])
+    ids = [pools.ids(n, dtype=torch.int64, pages=P) for _ in range(REPEATS)]
+    halves = [FORMS[form].half((L, P, H, D), DTYPE, pools.device) for _ in range(2)]
+    written = [buffer for half in halves for buffer in half]
+    page_bytes = S * H * D * DTYPE.itemsize
+    moved = page_bytes + digest_bytes(H, D, DTYPE.itemsize)
+    on_bus = layers.k[0].device.type != pools.device
+    return Case(
+        op.name,
+        {"pages": n, "layers": L, "from": source},
+        n * L * page_bytes if on_bus else n * L * moved + 8 * n,
+        [lambda i=i: op(layers, i, *written, impl="triton") for i in ids],
+        # As bytes: some words of signs are NaNs, which differ from themselves.
+        lambda: changed(
+            op,
+            [buffer.view(torch.uint8) for buffer in written],
+            lambda impl: op(layers, ids[0], *written, impl=impl),
+        ),
+        "bus" if on_bus else "device",
+    )
+
+
+def copies(pools: Pools, n: int, source: str) -> Case:
+    """Recall: K and V of n pages, dealt out over the layers, from the host or within device memory."""
+    layers = pools.layers(source)
+    slots = torch.arange(n, device=pools.device)
+    shape = (L, -(-n // L), S, H, D)
+    dst_k, dst_v = (torch.zeros(shape, dtype=DTYPE, device=pools.device) for _ in range(2))
+    P = len(layers.k[0])
+    ids = [
+        torch.stack([slots % L, pools.ids(n, dtype=torch.int64, pages=P), slots // L])
+        for _ in range(REPEATS)
+    ]
+
+    def call(which: torch.Tensor, impl: str = "triton") -> object:
+        return COPY_LAYER_PAGES(layers, which, dst_k, dst_v, impl=impl)
+
+    kv_bytes = 2 * S * H * D * DTYPE.itemsize
+    on_bus = layers.k[0].device.type != pools.device
+    return Case(
+        "copy_layer_pages",
+        {"pages": n, "layers": L, "from": source},
+        n * kv_bytes if on_bus else n * (2 * kv_bytes + 24),
+        [lambda i=i: call(i) for i in ids],
+        lambda: changed(COPY_LAYER_PAGES, [dst_k, dst_v], lambda impl: call(ids[0], impl)),
+        "bus" if on_bus else "device",
+    )
+
+
+def appended(pools: Pools, B: int) -> Case:
+    k, v = (pools.random(B, H, D).to(DTYPE) for _ in range(2))
+    to, lens = Pool(pools.k.clone(), pools.v.clone(), pools.ids(B)), pools.full(7, B)
+
+    def call(impl: str = "triton") -> object:
+        return APPEND_TOKENS(k, v, lens, to, impl=impl)
+
+    return Case(
+        "append_tokens",
+        {"B": B},
+        2 * (k.nbytes + v.nbytes) + 8 * B,
+        [call] * REPEATS,
+        lambda: changed(APPEND_TOKENS, [to.k, to.v], call),
+    )
+
+
+def merged(pools: Pools, B: int) -> Case:
+    parts = [pools.random(*size) for size in ((B, HQ, D), (B, HQ)) * 2]
+    calls = [lambda: MERGE_STATES(*parts, impl="triton")] * REPEATS
+    nbytes = 3 * sum(p.nbytes for p in parts[:2])
+    return Case("merge_states", {"B": B}, nbytes, calls, lambda: difference(MERGE_STATES, *parts))
+
+
+def cases(pools: Pools, small: bool) -> Iterator[Case]:
+    for B, N in ((2, 40),) if small else ((1, 4096), (16, 2048), (64, 1024)):
+        yield scores(pools, B, N)
+        yield scores_signs(pools, B, N)
+        yield selection(pools, B, N, 8 if small else 64)
+    tables = ((2, 3, 9),) if small else ((1, 64, 64), (16, 64, 64), (16, 64, 2048), (64, 64, 64))
+    for B, resident, columns in tables:
+        yield attention(pools, B, resident, columns)
+    for n in (3,) if small else (16, 512):
+        for source in ("device", "host"):
+            for form in FORMS:
+                yield digests(pools, n, source, form)
+            yield copies(pools, n, source)
+    for B in (3,) if small else (1, 64):
+        yield appended(pools, B)
+        yield merged(pools, B)

@@ -1,0 +1,124 @@
+"""Every kernel on a CUDA device: equal to its reference, then its time and share of the bandwidth.
+
+    python -m benchmark.kernels.gpu_kernels --out FILE      check and time, a row per kernel and size
+    python -m benchmark.kernels.gpu_kernels --check-only    small sizes, nothing is timed (for sanitizers; in
+                                                    the interpreter with TRITON_INTERPRET=1 too)
+
+Bytes are those that the kernel must move, once each, as its file says, or, where pages come from the host,
+those of them that take the bus; scratch does not count. A time is that of a CUDA graph of REPEATS calls on
+different pages, divided by REPEATS, between two events: no launch from Python is in it. Before every sample
+a write larger than the L2 cache clears it. The device's bandwidth is that of a copy of 512 MiB, measured in
+the same way in the same run, read and write counted.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from benchmark import device, rows
+from benchmark.kernels.gpu_cases import Case, D, G, H, Pools, S, cases
+
+WARM_UP, SAMPLES = 5, 50
+FLUSH_BYTES, COPY_BYTES = 256 << 20, 512 << 20
+
+
+class Timer:
+    """Samples of a list of calls, captured as one graph."""
+
+    def __init__(self) -> None:
+        self._flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+
+    def samples_us(self, calls: list[Callable[[], object]]) -> list[float]:
+        """Microseconds of one call, SAMPLES times."""
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())  # which may still fill the arguments
+        with torch.cuda.stream(side):  # kernels are compiled and loaded before the capture
+            for call in calls:
+                call()
+        side.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for call in calls:
+                call()
+        samples = []
+        for number in range(WARM_UP + SAMPLES):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            self._flush.fill_(number % 256)
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            if number >= WARM_UP:
+                samples.append(begin.elapsed_time(end) * 1e3 / len(calls))
+        return samples
+
+
+def bandwidths(writer: rows.Writer, timer: Timer) -> dict[str, float]:
+    """Bytes per microsecond of a copy on the "device" and over the "bus"; a row for each."""
+    big = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda")
+    pinned = torch.empty(COPY_BYTES // 4, dtype=torch.uint8).pin_memory()
+    speed = {}
+    for resource, src, dst, times in (
+        ("device", big, torch.empty_like(big), 2),
+        ("bus", pinned, big[: len(pinned)], 1),
+    ):
+        samples = timer.samples_us([lambda to=dst, of=src: to.copy_(of, non_blocking=True)])
+        found = rows.summary(samples)
+        speed[resource] = times * src.nbytes / found["median_us"]
+        gb_per_s = round(speed[resource] / 1e3, 1)
+        writer.add("copy", op=f"{resource} bandwidth", gb_per_s=gb_per_s, **found)
+        print(f"{resource}: {gb_per_s} GB/s", flush=True)
+    return speed
+
+
+def add_row(writer: rows.Writer, timer: Timer, speed: dict[str, float], case: Case) -> bool:
+    """Check and time a case; False, with a row that says why, where that did not go well."""
+    fields = {"op": case.op, "bytes_moved": case.bytes_moved, **case.sizes}
+    try:
+        if wrong := case.check():
+            raise RuntimeError(wrong)
+        found = rows.summary(timer.samples_us(case.calls))
+    except Exception as error:
+        writer.add("triton", "failed", f"{type(error).__name__}: {error}", **fields)
+        print(f"{case.op:19} {case.sizes}: FAILED {error}", flush=True)
+        return False
+    reached = case.bytes_moved / found["median_us"]
+    share = reached / speed[case.resource]
+    fields |= {"resource": case.resource, "bandwidth_share": round(share, 4)}
+    writer.add("triton", gb_per_s=round(reached / 1e3, 1), **fields, **found)
+    print(f"{case.op:19} {found['median_us']:9.2f} us {share:6.1%} of the {case.resource} {case.sizes}",
+          flush=True)  # fmt: skip
+    return True
+
+
+def measure(out: Path) -> int:
+    shared = rows.environment("gpu_kernels", ("torch", "triton"), cuda=True)
+    shared |= {"device": torch.cuda.get_device_name(), "H": H, "G": G, "D": D, "S": S}
+    writer, timer = rows.Writer(out, shared, append=True), Timer()
+    speed = bandwidths(writer, timer)
+    done = [
+        add_row(writer, timer, speed, case)
+        for case in cases(Pools("cuda", pages=16384), small=False)
+    ]
+    writer.close()
+    return 0 if all(done) else 1
+
+
+def check(device: str) -> int:
+    """Small sizes, results only."""
+    failed = 0
+    for case in cases(Pools(device, pages=64), small=True):
+        wrong = case.check()
+        failed += bool(wrong)
+        print(f"{case.op:19} {case.sizes}: {wrong or 'equal'}", flush=True)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(device.run(__doc__, check, measure))

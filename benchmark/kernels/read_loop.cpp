@@ -1,0 +1,116 @@
+// How fast this machine reads the bytes that attention reads, for benchmark/kernels/cpu_attention.py.
+// Compiled by read_loop.py for the machine at hand. Every 64-byte line is loaded once and folded into a
+// register; nothing is stored but one checksum per thread, by which the caller knows that all was read.
+#include <pthread.h>
+#include <sched.h>
+#include <time.h>
+
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+#include <thread>
+#include <vector>
+
+namespace {
+
+// A GCC and Clang vector of one cache line; the compiler maps it to the widest registers there are.
+typedef uint64_t Line __attribute__((vector_size(64), aligned(64)));
+constexpr int64_t kLineBytes = 64;
+constexpr int64_t kStripeLines = 8;  // loads in flight that do not wait for each other
+
+// XOR of all lines of [p, p + bytes); bytes is a multiple of 512. ahead_bytes > 0: software prefetch.
+inline void fold(const char* p, int64_t bytes, int64_t ahead_bytes, Line (&acc)[kStripeLines]) {
+  for (int64_t i = 0; i < bytes; i += kStripeLines * kLineBytes) {
+    const Line* line = reinterpret_cast<const Line*>(p + i);
+    if (ahead_bytes > 0) {
+      for (int j = 0; j < kStripeLines; ++j) {
+        __builtin_prefetch(p + i + ahead_bytes + j * kLineBytes);
+      }
+    }
+    for (int j = 0; j < kStripeLines; ++j) acc[j] ^= line[j];
+  }
+}
+
+int64_t now_ns() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return t.tv_sec * 1000000000ll + t.tv_nsec;
+}
+
+void pin(int cpu) {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  CPU_SET(cpu, &set);
+  pthread_setaffinity_np(pthread_self(), sizeof set, &set);  // best effort
+}
+
+// Runs work(next) on each of `cpus`; `next` hands out the units [0, units). Returns the nanoseconds from the
+// moment all threads stand ready to the moment the last one is through.
+template <typename Work>
+int64_t timed(const int32_t* cpus, int32_t threads, Work work, uint64_t* checksum) {
+  std::atomic<int64_t> next{0};
+  std::atomic<int32_t> ready{0};
+  std::atomic<bool> go{false};
+  std::vector<int64_t> end_ns(threads);
+  std::vector<uint64_t> sums(threads);
+  auto body = [&](int32_t t) {
+    pin(cpus[t]);
+    ready.fetch_add(1);
+    while (!go.load(std::memory_order_acquire)) {
+    }
+    Line acc[kStripeLines] = {};
+    work(next, acc);
+    end_ns[t] = now_ns();
+    uint64_t sum = 0;
+    for (int j = 0; j < kStripeLines; ++j) {
+      for (int w = 0; w < 8; ++w) sum ^= acc[j][w];
+    }
+    sums[t] = sum;
+  };
+  std::vector<std::thread> pool;
+  for (int32_t t = 0; t < threads; ++t) pool.emplace_back(body, t);
+  while (ready.load() < threads) std::this_thread::yield();
+  const int64_t begin_ns = now_ns();
+  go.store(true, std::memory_order_release);
+  for (std::thread& t : pool) t.join();
+  int64_t last_ns = begin_ns;
+  *checksum = 0;
+  for (int32_t t = 0; t < threads; ++t) {
+    if (end_ns[t] > last_ns) last_ns = end_ns[t];
+    *checksum ^= sums[t];
+  }
+  return last_ns - begin_ns;
+}
+
+}  // namespace
+
+extern "C" {
+
+// Reads K and V of pages ids[0..n), in this order: K of a page, then its V. page_bytes is a multiple of 512.
+int64_t scout_read_pages(const char* k, const char* v, int64_t page_bytes, const int32_t* ids, int64_t n,
+                         const int32_t* cpus, int32_t threads, int64_t ahead_bytes, uint64_t* checksum) {
+  return timed(
+      cpus, threads,
+      [&](std::atomic<int64_t>& next, Line(&acc)[kStripeLines]) {
+        for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < n;) {
+          fold(k + ids[i] * page_bytes, page_bytes, ahead_bytes, acc);
+          fold(v + ids[i] * page_bytes, page_bytes, ahead_bytes, acc);
+        }
+      },
+      checksum);
+}
+
+// Reads [base, base + bytes), a multiple of 512, once, in pieces of 1 MiB.
+int64_t scout_read_span(const char* base, int64_t bytes, const int32_t* cpus, int32_t threads, int64_t ahead_bytes,
+                        uint64_t* checksum) {
+  constexpr int64_t kPieceBytes = 1 << 20;
+  return timed(
+      cpus, threads,
+      [&](std::atomic<int64_t>& next, Line(&acc)[kStripeLines]) {
+        for (int64_t at; (at = next.fetch_add(1, std::memory_order_relaxed) * kPieceBytes) < bytes;) {
+          fold(base + at, bytes - at < kPieceBytes ? bytes - at : kPieceBytes, ahead_bytes, acc);
+        }
+      },
+      checksum);
+}
+}

@@ -1,0 +1,204 @@
+"""The ring between a CUDA graph and worker threads: what a post, a wait and an answer cost a step.
+
+    python -m benchmark.ring.gpu_ring --out FILE     on a machine with a CUDA device and the native module
+    python -m benchmark.ring.gpu_ring --check-only   answers only, in the interpreter with TRITON_INTERPRET=1 too
+
+A graph of one post and one merge per layer is replayed, a step a replay; worker threads of this process, which
+do not sleep, answer with C++ attention. Times are between two events around a replay, divided by the layers.
+
+Rows (format: rows.py), op being
+    idle        epoch 0: nothing is posted. What the nodes themselves cost
+    one_page    a page per row: the round trip over the bus, and next to no attention
+    one_page_in_front   the same, all layers posted before the first is awaited, as a layer ahead does
+with B, layers, threads, p99_us, and answered: the worker's records of the run, which must be all.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from benchmark import device, rows
+from sglang_scout.engine.device import lock_memory
+from sglang_scout.ops.attend import attend_reference
+from sglang_scout.ops.doorbell import DeviceRing
+
+LAYERS, PAGES, S, H, HQ, D, K = 8, 256, 32, 8, 40, 128, 64
+EPOCH, SPIN_US = 1, 600_000_000
+WARM_UP, SAMPLES = 20, 500
+
+
+class Server:
+    """An arena, worker threads on it, and the ring as the device sees it."""
+
+    def __init__(self, arena, device: str, threads: int) -> None:
+        from sglang_scout import _native
+
+        self.arena, self.device = arena, device
+        rng = np.random.default_rng(1)
+        for layer in range(LAYERS):
+            for plane in (arena.k_pages(layer), arena.v_pages(layer)):
+                plane[:] = rng.standard_normal(plane.shape, np.float32)
+        cpus = sorted(os.sched_getaffinity(0))[-threads:]
+        self.threads = len(cpus)
+        self._producer = _native.RingProducer(arena.address, arena.nbytes)  # to read the counters
+        self.runtime = _native.RingRuntime(arena.address, arena.nbytes, EPOCH, cpus, SPIN_US, 1)
+        spec = arena.spec
+        self.ring = DeviceRing(
+            arena.address, arena.layout(), num_layers=LAYERS, max_batch=spec.max_batch, max_pages=K,
+            num_q_heads=HQ, head_dim=D, parts=1, timeout_us=5_000_000, device=device,
+        )  # fmt: skip
+
+    def records(self) -> int:
+        return self._producer.totals()["records"]
+
+
+@contextmanager
+def server(device: str, batch: int, threads: int) -> Iterator[Server]:
+    from sglang_scout.worker.arena import Arena, ArenaSpec
+
+    spec = ArenaSpec(LAYERS, PAGES, S, H, HQ, D, "float32", D**-0.5, batch, K)
+    arena = Arena.create(spec)
+    unlock = None
+    try:
+        if device == "cuda":
+            unlock = lock_memory(arena.address, arena.nbytes)
+        running = Server(arena, device, threads)
+        try:
+            yield running
+        finally:
+            if device == "cuda":
+                torch.cuda.synchronize()
+            running.runtime.stop()
+    finally:
+        if unlock is not None:
+            unlock()
+        arena.close()
+
+
+class Step:
+    """Post and merge of all layers, on buffers that stay where they are."""
+
+    def __init__(self, running: Server, batch: int, in_front: bool = False) -> None:
+        self.running, self.in_front = running, in_front
+        rng = torch.Generator().manual_seed(2)
+        device = running.device
+        self.q = torch.randn(batch, HQ, D, generator=rng).to(device)
+        pages = torch.full((batch, K), -1, dtype=torch.int32)
+        pages[:, 0] = torch.randint(0, PAGES, (batch,), generator=rng, dtype=torch.int32)
+        self.pages, self.counts = pages.to(device), torch.ones(batch, dtype=torch.int32).to(device)
+        self.out = torch.zeros(batch, HQ, D, device=device)
+        self.lse = torch.full((batch, HQ), -torch.inf, device=device)
+
+    def __call__(self) -> None:
+        ring = self.running.ring
+        layers = range(LAYERS)
+        for block in (layers,) if self.in_front else ((layer,) for layer in layers):
+            for layer in block:
+                ring.post(layer, self.q, self.pages, self.counts)
+            for layer in block:
+                ring.merge(layer, self.out, self.lse)
+
+
+def check(device: str) -> str:
+    """What is wrong with an answer, "" if nothing."""
+    with server(device, 2, 1) as running:
+        step, ring = Step(running, 2), running.ring
+        ring.set_life(EPOCH)
+        for number in (1, 2):
+            ring.begin_step(number)
+            ring.post(3, step.q, step.pages, step.counts)
+            step.out.zero_()
+            step.lse.fill_(-torch.inf)
+            ring.merge(3, step.out, step.lse)
+        errors = ring.errors()
+        k, v = (torch.from_numpy(x(3)) for x in (running.arena.k_pages, running.arena.v_pages))
+        want = attend_reference(step.q.cpu(), k, v, step.pages.cpu(), None, None, D**-0.5)
+    if errors:
+        return "; ".join(errors)
+    same = torch.allclose(step.out.cpu(), want[0], atol=1e-5)
+    return "" if same and torch.allclose(step.lse.cpu(), want[1], atol=1e-5) else "another answer"
+
+
+def samples_us(step: Step, epoch: int) -> tuple[list[float], int]:
+    """Microseconds per layer of each replay, and how many records were answered.
+
+    Raises:
+        RuntimeError: a replay went wrong. It is the last: after an error nothing is waited for.
+    """
+    ring = step.running.ring
+    ring.set_life(0)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())  # which still says that nothing is to be posted
+    with torch.cuda.stream(side):
+        step()
+    side.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    ring.set_life(epoch)
+    before, samples = step.running.records(), []
+    for number in range(1, WARM_UP + SAMPLES + 1):
+        ring.begin_step(number)
+        torch.cuda.synchronize()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        samples.append(begin.elapsed_time(end) * 1e3 / LAYERS)
+        if faults := ring.faults():
+            raise RuntimeError(f"replay {number}: {'; '.join(faults)}")
+    return samples[WARM_UP:], step.running.records() - before
+
+
+def measure(out: Path) -> int:
+    wrong = check("cuda")
+    shared = rows.environment("gpu_ring", ("torch", "triton"), cuda=True)
+    shared |= {"device": torch.cuda.get_device_name(), "layers": LAYERS}
+    writer = rows.Writer(out, shared, append=True)
+    if wrong:
+        writer.add("triton", "failed", wrong, op="check")
+        writer.close()
+        print(f"FAILED: {wrong}")
+        return 1
+    threads = max(1, min(8, len(os.sched_getaffinity(0)) - 2))
+    for batch in (1, 16):
+        with server("cuda", batch, threads) as running:
+            for op, epoch, in_front in (
+                ("idle", 0, False),
+                ("one_page", EPOCH, False),
+                ("one_page_in_front", EPOCH, True),
+            ):
+                sizes = {"op": op, "B": batch, "threads": running.threads}
+                expected = (WARM_UP + SAMPLES) * LAYERS if epoch else 0
+                try:
+                    samples, answered = samples_us(Step(running, batch, in_front), epoch)
+                    if answered != expected:
+                        raise RuntimeError(f"{answered} records answered, expected {expected}")
+                except RuntimeError as error:
+                    writer.add("triton", "failed", str(error), **sizes)
+                    writer.close()
+                    print(f"{op:18} B={batch:2}: FAILED {error}", flush=True)
+                    return 1
+                p99_us = round(rows.percentile(samples, 99), 3)
+                sizes["answered"] = answered
+                row = writer.add("triton", p99_us=p99_us, **sizes, **rows.summary(samples))
+                print(
+                    f"{op:18} B={batch:2}: median {row['median_us']} us, p99 {p99_us} us",
+                    flush=True,
+                )
+    writer.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(
+        device.run(__doc__, lambda device: device.say(check(device)), measure, needs_worker=True)
+    )

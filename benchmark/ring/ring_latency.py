@@ -1,0 +1,249 @@
+"""From doorbell to done: what handing a layer's request to the worker process costs.
+
+    python -m benchmark.ring.ring_latency --json FILE     about a minute; two cores should be free
+    python -m benchmark.ring.ring_latency --quick         20 samples: does it run at all
+
+One WorkerClient with its real process. The worker's thread is pinned to one core, the poster to another. An item
+is as small as items get: one page of 16 tokens, one head of 64 (10 KiB with q and pages, some 0.2 us of
+computing). A record without any page is never sent; a row shows what that costs.
+
+Rows (format: rows.py); samples_us are round trips unless the field ``what`` says otherwise:
+    ring            RingProducer.post and wait, the calls beneath WorkerClient
+    client          WorkerClient.post and wait, with the checks and tickets in Python
+    client-empty    the same with a record that has no pages: nothing is sent
+Fields beside those of rows.py:
+    gap_us          busy pause of the poster before each item; with 200 and more the worker is asleep, as it
+                    spins for spin_us after its last work; 0: back to back
+    rows            sequences of the record, each with one page
+    p90_us, p99_us, max_us, mean_us
+    post_median_us, post_p99_us     post alone: within the round trip, until the call returns
+    per_row_us      (median of this row - median of the same with one row) / (rows - 1)
+    fallback_pages  pages that the poster computed itself; 0 in a valid run
+    worker_cpu, poster_cpu, spin_us, cores_free (both at least 95 % idle before the run)
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from benchmark.rows import FREE_CPU_IDLE_SHARE, Row, Writer, environment, percentile, summary
+from sglang_scout.worker.arena import Arena, ArenaSpec
+from sglang_scout.worker.client import WorkerClient, WorkerConfig
+
+MAX_ROWS = 16
+SPEC = ArenaSpec(
+    num_layers=2, num_pages=64, page_size=16, num_kv_heads=1, num_q_heads=1, head_dim=64,
+    kv_dtype="bfloat16", scale=0.125, max_batch=MAX_ROWS, max_pages=1,
+)  # fmt: skip
+WARM_UP = 200
+TIMEOUT_US = 1_000_000
+
+
+@dataclass(frozen=True)
+class Case:
+    impl: str
+    gap_us: int
+    rows: int
+    samples: int
+
+
+FULL = (
+    Case("ring", 0, 1, 20_000),
+    Case("ring", 200, 1, 10_000),
+    Case("ring", 1000, 1, 10_000),
+    Case("ring", 0, MAX_ROWS, 10_000),
+    Case("client", 0, 1, 10_000),
+    Case("client", 1000, 1, 10_000),
+    Case("client-empty", 0, 1, 10_000),
+)
+QUICK = tuple(Case(c.impl, c.gap_us, c.rows, 20) for c in FULL)
+BLOCKS = 10  # the cases take turns, a tenth of their samples each
+
+
+class Bench:
+    """Buffers of a request, and the ways to send it."""
+
+    def __init__(self, client: WorkerClient, spin_us: int) -> None:
+        rng = np.random.default_rng(1)
+        self._client = client
+        # The calls beneath the client, without its checks: the cost of the ring itself.
+        self._producer = client._producer
+        self._spin_us = spin_us
+        self._q = rng.standard_normal((MAX_ROWS, 1, SPEC.head_dim), np.float32)
+        self._pages = np.arange(MAX_ROWS, dtype=np.int32)[:, None]
+        self._ones = np.ones(MAX_ROWS, np.int32)
+        self._none = np.zeros(MAX_ROWS, np.int32)
+        self._out = np.empty_like(self._q)
+        self._lse = np.empty((MAX_ROWS, 1), np.float32)
+        self._step = 0
+        self.fallback_pages = 0
+
+    def block(self, case: Case, samples: int) -> tuple[list[float], list[float]]:
+        """(round trips, posts) in microseconds."""
+        once = self._ring if case.impl == "ring" else self._through_client
+        totals, posts = [], []
+        for _ in range(samples):
+            _pause(case.gap_us)
+            self._step += 1
+            total_ns, post_ns = once(case)
+            totals.append(total_ns / 1e3)
+            posts.append(post_ns / 1e3)
+        return totals, posts
+
+    def _ring(self, case: Case) -> tuple[int, int]:
+        n = case.rows
+        q, pages, ones = (x.ctypes.data for x in (self._q, self._pages, self._ones))
+        out, lse = self._out.ctypes.data, self._lse.ctypes.data
+        nbytes = n * self._q[0].nbytes
+        post, wait, step = self._producer.post, self._producer.wait, self._step
+        begin_ns = time.perf_counter_ns()
+        ticket = post(0, step, n, q, pages, 1, ones, 1, nbytes)
+        posted_ns = time.perf_counter_ns()
+        _, fallback = wait(ticket, 0, step, TIMEOUT_US, self._spin_us, out, lse, nbytes)
+        end_ns = time.perf_counter_ns()
+        self.fallback_pages += fallback
+        return end_ns - begin_ns, posted_ns - begin_ns
+
+    def _through_client(self, case: Case) -> tuple[int, int]:
+        n = case.rows
+        counts = (self._none if case.impl == "client-empty" else self._ones)[:n]
+        q, pages, out, lse = self._q[:n], self._pages[:n], self._out[:n], self._lse[:n]
+        begin_ns = time.perf_counter_ns()
+        ticket = self._client.post(0, self._step, q, pages, counts)
+        posted_ns = time.perf_counter_ns()
+        reply = self._client.wait(ticket, out, lse)
+        end_ns = time.perf_counter_ns()
+        self.fallback_pages += reply.fallback_pages
+        return end_ns - begin_ns, posted_ns - begin_ns
+
+
+def _pause(gap_us: int) -> None:
+    """Busy: a poster that sleeps would measure its own wake-up as well."""
+    if gap_us:
+        until_ns = time.perf_counter_ns() + gap_us * 1000
+        while time.perf_counter_ns() < until_ns:
+            pass
+
+
+def check_result(bench: Bench, arena: Arena) -> None:
+    """The worker's answer against numpy in float64; raises AssertionError."""
+    bench.block(Case("client", 0, MAX_ROWS, 1), 1)
+    k, v = (
+        (plane[:MAX_ROWS, :, 0].astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+        for plane in (arena.k_pages(0), arena.v_pages(0))
+    )
+    logits = np.einsum("rtd,rd->rt", k, bench._q[:, 0].astype(np.float64)) * SPEC.scale
+    weights = np.exp(logits - logits.max(1, keepdims=True))
+    expected = np.einsum("rt,rtd->rd", weights / weights.sum(1, keepdims=True), v)
+    np.testing.assert_allclose(bench._out[:, 0], expected, rtol=1e-5, atol=1e-5)
+
+
+def measure(bench: Bench, cases: tuple[Case, ...]) -> list[Row]:
+    """Fields of one row per case."""
+    totals: dict[Case, list[float]] = {case: [] for case in cases}
+    posts: dict[Case, list[float]] = {case: [] for case in cases}
+    fallback = dict.fromkeys(cases, 0)
+    for i in range(BLOCKS):
+        for case in cases:
+            bench.block(case, WARM_UP if i == 0 else 20)
+            bench.fallback_pages = 0
+            total, post = bench.block(case, case.samples // BLOCKS)
+            totals[case] += total
+            posts[case] += post
+            fallback[case] += bench.fallback_pages
+    single = {(c.impl, c.gap_us): percentile(totals[c], 50) for c in cases if c.rows == 1}
+    found = []
+    for case in cases:
+        us = totals[case]
+        row: Row = {
+            "impl": case.impl,
+            "what": "round trip",
+            "gap_us": case.gap_us,
+            "rows": case.rows,
+            **summary(us),
+            "mean_us": round(sum(us) / len(us), 3),
+            "p90_us": round(percentile(us, 90), 3),
+            "p99_us": round(percentile(us, 99), 3),
+            "max_us": round(max(us), 3),
+            "post_median_us": round(percentile(posts[case], 50), 3),
+            "post_p99_us": round(percentile(posts[case], 99), 3),
+            "fallback_pages": fallback[case],
+        }
+        if case.rows > 1 and (case.impl, case.gap_us) in single:
+            more_us = row["median_us"] - single[case.impl, case.gap_us]
+            row["per_row_us"] = round(more_us / (case.rows - 1), 3)
+        found.append(row)
+    return found
+
+
+def run(cases: tuple[Case, ...], writer: Writer, cpus: list[int], free: bool) -> None:
+    """Pins this process; the caller undoes it."""
+    poster_cpu, worker_cpu = cpus[0], cpus[-1]
+    # What is measured is the ring, on a busy machine too: a worker that had to wait for a CPU stays.
+    config = WorkerConfig(heartbeat_timeout_s=30, stall_timeout_s=30)
+    arena = Arena.create(SPEC)
+    try:
+        rng = np.random.default_rng(0)
+        for layer in range(SPEC.num_layers):
+            for plane in (arena.k_pages(layer), arena.v_pages(layer)):
+                values = rng.standard_normal(plane.shape, np.float32)
+                plane[:] = (values.view(np.uint32) >> 16).astype(np.uint16)
+        with WorkerClient(arena, [worker_cpu], config=config) as client:
+            os.sched_setaffinity(0, {poster_cpu})  # after the start: the worker inherits nothing
+            bench = Bench(client, config.spin_us)
+            check_result(bench, arena)
+            rows = measure(bench, cases)
+            restarts = client.snapshot().restarts
+        shared = {
+            "worker_cpu": worker_cpu,
+            "poster_cpu": poster_cpu,
+            "spin_us": config.spin_us,
+            "cores_free": free,
+            "restarts": restarts,
+        }
+        for row in rows:
+            missed = row["fallback_pages"]
+            status = ("failed", f"the worker did not answer for {missed} pages") if missed else ()
+            writer.add(row.pop("impl"), *status, **row, **shared)
+            print(f"gap {row['gap_us']:4d} us, {row['rows']:2d} rows: median {row['median_us']:7.2f}, p99 "
+                  f"{row['p99_us']:8.2f}, max {row['max_us']:9.1f} us", file=sys.stderr)  # fmt: skip
+    finally:
+        arena.close()
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").split("\n\n")[0], epilog="Rows: see the top of this file."
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
+    parser.add_argument("--quick", action="store_true", help="hardly any samples")
+    args = parser.parse_args(argv)
+    logging.basicConfig(level=logging.WARNING)
+    before = os.sched_getaffinity(0)
+    cpus = sorted(before)
+    shared = environment("ring_latency", ("sglang-scout", "numpy"))
+    idle = shared["idle_before"]
+    ends = [idle[0], idle[-1]] if idle else [0.0]
+    free = len(cpus) > 1 and min(ends) >= FREE_CPU_IDLE_SHARE
+    writer = Writer(args.json, shared)
+    try:
+        if len(cpus) < 2:
+            writer.add("ring", "skipped", "one CPU: poster and worker would share it")
+        else:
+            run(QUICK if args.quick else FULL, writer, cpus, free)
+    finally:
+        os.sched_setaffinity(0, before)
+        writer.close()
+    return 1 if any(row["status"] == "failed" for row in writer.rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,128 @@
+"""One decode server without a prefill server, for benchmarks: SGLang's fake transfer, requests sent to it
+directly. This module never imports sglang.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from servers.pd_cluster import flags
+from servers.server_process import LOCKED_SETTLE_S, ServerFailed
+from servers.sglang_http import RequestFailed, generate_payload, http_json, sse_events
+from servers.single_server import SingleServer
+
+FAKE_BOOTSTRAP_HOST = "2.2.2.2"
+"""SGLang's mark of requests whose KV nobody sends; without an address a batch ends the server."""
+
+FAILURES = (RequestFailed, ServerFailed, RuntimeError, OSError)
+
+
+def make_prompts(lengths: Sequence[int], vocab: int, seed: int) -> list[list[int]]:
+    source = random.Random(seed)
+    return [[source.randrange(vocab) for _ in range(length)] for length in lengths]
+
+
+def offload_flags(device: str, *, budget: int, host_gb: float, **config: Any) -> dict[str, Any]:
+    if device == "cpu":
+        config["step_engine"] = "device"
+    return {
+        "kv_offload": "scout",
+        "kv_offload_budget": budget,
+        "kv_offload_host_gb": host_gb,
+        "kv_offload_config": json.dumps({"dummy_kv": True, **config}),
+    }
+
+
+class DecodeServer(SingleServer):
+    """A decode server that is sent requests directly.
+
+    Args:
+        model_dir: folder of the model.
+        options: flags of ``sglang.launch_server``.
+        device, log, ready_timeout_s: see SingleServer. On the CPU the ring's kernels run in Triton's interpreter.
+    """
+
+    def __init__(
+        self,
+        model_dir: Path,
+        options: Mapping[str, Any],
+        *,
+        device: str,
+        log: Path,
+        ready_timeout_s: float = 240.0,
+    ) -> None:
+        arguments = flags(
+            disaggregation_mode="decode",
+            disaggregation_transfer_backend="fake",
+            skip_tokenizer_init=True,
+            grammar_backend="none",
+            sampling_backend="pytorch",
+            **options,
+        )
+        environment = {"TRITON_INTERPRET": "1"} if device == "cpu" else {}
+        super().__init__(
+            "decode", model_dir, arguments, device=device, log=log, environment=environment,
+            ready_timeout_s=ready_timeout_s, settle_s=LOCKED_SETTLE_S,
+        )  # fmt: skip
+
+    def info(self, timeout_s: float = 60.0) -> dict[str, Any]:
+        return http_json(self.url + "/server_info", timeout_s=timeout_s)
+
+    def kv_offload(self, timeout_s: float = 60.0) -> dict[str, Any]:
+        return self.info(timeout_s)["internal_states"][0]["kv_offload"]
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], new_tokens: int, timeout_s: float
+    ) -> list[list[tuple[int, float]]]:
+        """Greedy, all prompts in one call. Per prompt its tokens and their log-probabilities.
+
+        The first token of each is SGLang's placeholder for what a prefill server would have sent.
+        """
+        payload = _payload(prompts, new_tokens, logprobs=True)
+        answers = http_json(self.url + "/generate", payload, timeout_s=timeout_s)
+        return [
+            [(entry[1], entry[0]) for entry in answer["meta_info"]["output_token_logprobs"]]
+            for answer in answers
+        ]
+
+    def token_times(
+        self, prompts: Sequence[Sequence[int]], new_tokens: int, timeout_s: float
+    ) -> list[list[float]]:
+        """Seconds at which each token of each prompt came, all prompts at once.
+
+        Raises:
+            RuntimeError: a request failed or was cut short.
+        """
+        times: list[list[float]] = [[] for _ in prompts]
+
+        def one(row: int) -> None:
+            payload = _payload(prompts[row], new_tokens, stream=True)
+            for event in sse_events(self.url + "/generate", payload, timeout_s=timeout_s):
+                now = time.monotonic()
+                times[row] += [now] * (event["meta_info"]["completion_tokens"] - len(times[row]))
+
+        threads = [
+            threading.Thread(target=one, args=(row,), daemon=True) for row in range(len(prompts))
+        ]
+        for thread in threads:
+            thread.start()
+        deadline = time.monotonic() + timeout_s
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        if any(len(row) < new_tokens for row in times):
+            done = [len(row) for row in times]
+            raise RuntimeError(f"of {new_tokens} tokens each there came {done}")
+        return times
+
+
+def _payload(prompts: Sequence[Any], new_tokens: int, **more: Any) -> dict[str, Any]:
+    payload = generate_payload([], new_tokens, **more)
+    payload["input_ids"] = prompts
+    payload["bootstrap_host"] = FAKE_BOOTSTRAP_HOST
+    return payload

@@ -1,0 +1,299 @@
+"""A decode server with --kv-offload scout on a CUDA device, without a prefill server: is it right, how fast?
+
+    python -m benchmark.server.gpu_server --out FILE            checks, on a small model with random weights
+    python -m benchmark.server.gpu_server --out FILE --speed    decode throughput of a large model's shape (speed.py)
+
+Keys and values of prompts are noise (``dummy_kv``), the same for the same prompt. Checked at batches of 1 to 16 with a
+budget far below the context, a row each:
+
+    verify      every layer of the server without graphs equals attention to the chosen pages
+    tokens      with captured graphs as without: of single requests, but where the two best tokens are closer than
+                rounding; of several at once, for whose first tokens most have to agree (`count_apart`)
+    state       of /server_info: pages that the CPU computed, none in use after the last request
+    fallback    the worker is killed in mid-decode; all requests end, with the tokens that they had before
+    graphs      were replayed in every step, and in none of the other server
+
+--device cpu runs the checks with the ring's kernels in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmark import nvidia_smi, rows
+from benchmark.server.decode_server import FAILURES, DecodeServer, make_prompts, offload_flags
+from benchmark.server.speed import SERVERS, SHAPES, measure_speed
+from make_tiny_model import TinyModelSpec, make_tiny_model
+from servers.server_process import ends_orderly
+from sglang_scout.worker.host_memory import available_bytes
+
+Answers = list[list[tuple[int, float]]]  # per request its tokens and their log-probabilities
+BUDGET_TOKENS = 128
+VERIFY_TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
+"""Largest relative error; bfloat16 outputs alone are off by 0.4 %."""
+LOGPROB_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25}
+"""Where captured and eager steps choose different tokens, these were as good as equal."""
+START_S, REQUEST_S = 300.0, {"cuda": 180.0, "cpu": 600.0}
+"""The longest that a server may take to start, which compiles kernels, and to answer one batch."""
+
+
+def differences(eager: Answers, graph: Answers, tolerance: float) -> tuple[list[str], int]:
+    """What is wrong, and how many requests part where two tokens are as good as equal.
+
+    Behind the first token that differs two answers have nothing in common.
+    """
+    wrong, ties = [], 0
+    for row, (left, right) in enumerate(zip(eager, graph, strict=True)):
+        if len(left) != len(right):
+            wrong.append(f"request {row}: {len(left)} and {len(right)} tokens")
+            continue
+        for at, ((token, score), (other, other_score)) in enumerate(zip(left, right, strict=True)):
+            gap = abs(score - other_score)
+            if not gap <= tolerance:
+                wrong.append(f"request {row}, token {at}: log-probabilities differ by {gap:.3g}")
+            if token != other:
+                ties += 1
+            if token != other or not gap <= tolerance:
+                break
+    return wrong, ties
+
+
+def count_apart(eager: Answers, graph: Answers, tolerance: float) -> int:
+    """Requests whose first decoded tokens have nothing in common.
+
+    Requests that are sent at once need not join the batch in the same steps, so sums round differently, and
+    now and then another page is selected. That parts a request; steps that are wrong part nearly all.
+    """
+    count = 0
+    for left, right in zip(eager, graph, strict=True):
+        if min(len(left), len(right)) < 2:  # of another length is a difference of its own
+            continue
+        (token, score), (other, other_score) = left[1], right[1]
+        count += token != other or not abs(score - other_score) <= tolerance
+    return count
+
+
+def token_problems(
+    eager: dict[int, Answers], graph: dict[int, Answers], device: str, tolerance: float
+) -> tuple[list[str], dict[str, int]]:
+    """What is wrong with the answers of captured steps, by batch size, and how many requests part for which reason."""
+    wrong, ties, apart, together = [], 0, 0, 0
+    for size, answers in eager.items():
+        found, parted = differences(answers, graph[size], tolerance)
+        if size == 1 or device == "cpu":  # whose arithmetic depends on nothing else
+            wrong += [f"batch {size}, {line}" for line in found]
+            ties += parted
+        else:
+            wrong += [f"batch {size}, {line}" for line in found if line.endswith(" tokens")]
+            apart, together = apart + count_apart(answers, graph[size], tolerance), together + size
+    if apart > together // 4:
+        wrong.append(f"the first tokens of {apart} of {together} requests have nothing in common")
+    return wrong, {"ties": ties, "apart": apart, "requests": sum(eager)}
+
+
+def state_problems(state: dict[str, Any], *, fallback: bool) -> list[str]:
+    """What is wrong with the state of a server after its last request."""
+    worker = state["worker"]
+    expected = {
+        "policy": state["policy"] == "scout",
+        "steps": state["steps"] > 0,
+        "selected_pages": state["selected_pages"] > 0,
+        "cpu_pages": state["cpu_pages"] > 0,
+        "recalled_pages": state["recalled_pages"] > 0,
+        "host_pages_used": state["host_pages_used"] == 0,
+        "fallback_pages": (state["fallback_pages"] > 0) == fallback,
+        "worker.restarts": worker["restarts"] == int(fallback),
+    }
+    shown = {**state, "worker.restarts": worker["restarts"]}
+    return [f"{name} = {shown[name]!r}" for name, fine in expected.items() if not fine]
+
+
+def graph_problems(log: str, replayed: bool) -> list[str]:
+    """By what a server's log says of its decode steps: whether a graph ran them."""
+    said = set(re.findall(r"Decode batch.*cuda graph: (\w+)", log))
+    return [] if said == {str(replayed)} else [f"steps replayed a graph: {said or 'unknown'}"]
+
+
+def ask_all(server: DecodeServer, options: argparse.Namespace) -> dict[int, Answers]:
+    """Answers per batch size. All requests of one size start together."""
+    answers = {}
+    for size in options.batch:
+        lengths = [options.context - 37 * row for row in range(size)]
+        prompts = make_prompts(lengths, 500, seed=size)
+        answers[size] = server.generate(prompts, options.tokens, REQUEST_S[options.device])
+    return answers
+
+
+def kill_worker(server: DecodeServer, options: argparse.Namespace) -> list[str]:
+    """Kill the worker in mid-decode; what is wrong then. Every request has to end."""
+    count, tokens = max(options.batch), options.kill_tokens
+    prompts = make_prompts([options.context] * count, 500, seed=99)
+    answers: list[Answers] = []
+    errors: list[str] = []
+
+    def ask() -> None:
+        try:
+            answers.append(server.generate(prompts, tokens, REQUEST_S[options.device]))
+        except FAILURES as error:
+            errors.append(f"{type(error).__name__}: {error}")
+
+    before = server.kv_offload()
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    while server.kv_offload()["steps"] <= before["steps"] + 4 and thread.is_alive():
+        time.sleep(0.02)
+    if not thread.is_alive():
+        return ["all requests ended before the worker was killed", *errors]
+    os.kill(before["worker"]["pid"], signal.SIGKILL)
+    thread.join(REQUEST_S[options.device])
+    if not answers or [len(answer) for answer in answers[0]] != [tokens] * count:
+        return [f"{len(answers)} of {count} requests ended after the worker was killed", *errors]
+    deadline = time.monotonic() + 120.0
+    while server.kv_offload()["host_pages_used"] and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return state_problems(server.kv_offload(), fallback=True)
+
+
+def server_flags(options: argparse.Namespace, dtype: str) -> dict[str, Any]:
+    """What both servers of the checks are started with."""
+    most = max(options.batch)
+    total = 2 * most * (options.context + options.kill_tokens)
+    common = {"dtype": dtype, "max_running_requests": most, "max_total_tokens": total}
+    if options.device != "cpu":
+        # Not disable_cuda_graph_padding: with it this SGLang looks for graphs by a key that none has.
+        common |= {"cuda_graph_max_bs_decode": most, "mem_fraction_static": 0.5}
+        common |= {"decode_log_interval": 1}  # says of each step whether a graph ran it
+    return common
+
+
+class Checks:
+    """Rows of the checks, and the two servers that they need: first without graphs, then with them."""
+
+    def __init__(self, writer: rows.Writer, options: argparse.Namespace, logs: Path, model: Path):
+        self.failed = 0
+        self._writer, self._options, self._logs, self._model = writer, options, logs, model
+        self._dtype = "float32" if options.device == "cpu" else "bfloat16"
+        self._eager: dict[int, Answers] = {}
+
+    def run(self) -> None:
+        on_cpu = self._options.device == "cpu"
+        spec = TinyModelSpec(dtype=self._dtype, head_dim=64 if on_cpu else 128)
+        make_tiny_model(spec, self._model)
+        self._serve("eager", self._check_eager, verify=True)
+        self._serve("graph", self._check_graph)
+
+    def _row(self, name: str, wrong: list[str], **more: Any) -> None:
+        self.failed += bool(wrong)
+        status, reason = "failed" if wrong else "ok", "; ".join(wrong)[:1000]
+        self._writer.add("scout", status, reason, check=name, untimed=True, **more)
+        print(f"{name}: {reason or 'ok'} {more or ''}", flush=True)
+
+    def _serve(self, name: str, check: Callable[[DecodeServer], None], **config: Any) -> None:
+        options, log = self._options, self._logs / f"server-{name}.log"
+        flags = server_flags(options, self._dtype) | offload_flags(
+            options.device, budget=BUDGET_TOKENS, host_gb=options.check_host_gb, recall="fixed",
+            resident_tokens=BUDGET_TOKENS * max(options.batch), **config,
+        )  # fmt: skip
+        if name == "eager":
+            flags["disable_cuda_graph"] = True
+        free_mib = nvidia_smi.used_mib()
+        try:
+            with DecodeServer(
+                self._model, flags, device=options.device, log=log, ready_timeout_s=START_S
+            ) as server:
+                check(server)
+        except FAILURES as error:
+            self._row(f"server-{name}", [f"{type(error).__name__}: {error}"[-1000:]])
+            return
+        finally:  # the next one takes a share of what it finds free
+            nvidia_smi.wait_free(free_mib)
+        if options.device != "cpu":
+            wrong = graph_problems(log.read_text(errors="replace"), name == "graph")
+            self._row("graphs", wrong, server=name)
+
+    def _check_eager(self, server: DecodeServer) -> None:
+        self._eager = ask_all(server, self._options)
+        state = server.kv_offload()
+        error, checks = state["verify_max_rel_error"], state["verify_checks"]
+        wrong = state_problems(state, fallback=False)
+        if not (checks > 0 and 0 < error <= VERIFY_TOLERANCE[self._dtype]):
+            wrong.append(f"verify_max_rel_error = {error}, of {checks} checks")
+        self._row("verify", wrong, max_rel_error=error, checks=checks)
+
+    def _check_graph(self, server: DecodeServer) -> None:
+        answers, tolerance = ask_all(server, self._options), LOGPROB_TOLERANCE[self._dtype]
+        if self._eager:
+            wrong, found = token_problems(self._eager, answers, self._options.device, tolerance)
+            self._row("tokens", wrong, **found)
+        state = server.kv_offload()
+        counts = {name: state[name] for name in ("steps", "cpu_pages", "recalled_pages")}
+        self._row("state", state_problems(state, fallback=False), **counts)
+        self._row("fallback", kill_worker(server, self._options))
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--out", type=Path, required=True, help="JSON lines; more are appended")
+    add("--logs", type=Path, help="folder for the servers' logs; default: that of --out")
+    add("--device", choices=("cuda", "cpu"), default="cuda")
+    add("--batch", type=lambda s: [int(x) for x in s.split(",")], default=[1, 2, 3, 5, 8, 16])
+    add("--context", type=int, default=1500, help="of the checks, tokens")
+    add("--tokens", type=int, default=40, help="of each answer in the checks")
+    add("--kill-tokens", type=int, default=1000, help="where the worker is killed")
+    add("--check-host-gb", type=float, default=2.0)
+    add("--speed", action="store_true", help="instead of the checks")
+    add("--model", choices=SHAPES, default="qwen3-8b", help="of --speed")
+    add("--servers", nargs="+", choices=SERVERS, default=list(SERVERS), help="of --speed")
+    add("--speed-context", type=int, default=32768)
+    add("--speed-tokens", type=int, default=384)
+    host_gb = min(96.0, round(0.8 * available_bytes() / 2**30, 1))
+    add("--host-gb", type=float, default=host_gb, help="host pages of --speed")
+    add("--budget", type=int, default=2048, help="of --speed")
+    options = parser.parse_args(argv)
+    if options.speed and options.device == "cpu":
+        parser.error("--speed needs --device cuda")
+    if min(options.context - 37 * max(options.batch), options.tokens - 2) <= 0:
+        parser.error("--context and --tokens are too small for --batch")
+    return options
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = parse(argv)
+    cuda = options.device == "cuda"
+    if cuda and not torch.cuda.is_available():
+        print("no CUDA device: --device cpu runs the checks", file=sys.stderr)
+        return 2
+    packages = ("torch", "triton", "sglang", "sglang-kernel", "flashinfer-python")
+    shared = rows.environment("gpu_server", packages, cuda=cuda)
+    shared["device"] = torch.cuda.get_device_name() if cuda else "cpu"
+    writer = rows.Writer(options.out, shared, append=True)
+    logs = options.logs or options.out.parent
+    logs.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="gpu-server-") as scratch, ends_orderly():
+        if options.speed:
+            failed = measure_speed(writer, options, logs, Path(scratch))
+        else:
+            checks = Checks(writer, options, logs, Path(scratch) / "model")
+            checks.run()
+            failed = checks.failed
+    writer.close()
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,298 @@
+"""Decode throughput of stock SGLang and ours: dummy weights at the shape of a large model, requests of one length.
+
+Ours runs the largest batch that host memory holds, stock the largest that its device memory holds. Each server is
+measured twice, a row each; run_to_run is the difference over the mean. samples_us are the times between a request's
+tokens while all of them decode, without the first 50 steps. Of the same time are cpu_compute_ratio, fallback_pages and
+wait_share, in which the device waited for the worker. Which pages are selected comes from noise (``dummy_kv``, random
+weights), not from the drift that gpu_decode.py calibrates to the paper's figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmark import nvidia_smi, rows
+from benchmark.mapped import wait_mapped
+from benchmark.server.decode_server import FAILURES, DecodeServer, make_prompts, offload_flags
+from sglang_scout.worker.cpus import core_of, reserve_server_cores
+
+SHAPES = {"qwen3-8b": (36, 4096, 12288, 32, 8), "qwen3-14b": (40, 5120, 17408, 40, 8)}
+"""Layers, hidden, intermediate, query heads, KV heads."""
+HEAD_DIM, PAGE = 128, 32
+NUM_RESERVED_DECODE_TOKENS = 512
+"""SGLang's default of ``--num-reserved-decode-tokens``."""
+MOST_REQUESTS = 64
+SKIPPED_STEPS = 50
+"""Of the window, at its begin: the cache fills, and the recall finds its pace."""
+RUNS = 2
+LEAST_CPUS = 8
+"""From so many on the client has a core of its own, beside those that the worker leaves to the server."""
+START_S, MAPPED_S, RUN_S, SAMPLE_S = 300.0, 45.0, 300.0, 0.5
+
+SERVERS = {
+    # As the paper: as many pages resident as all requests select, and what is not is computed by the CPU.
+    "scout-budget": {"cache": "budget"},
+    "stock-triton": {"attention_backend": "triton"},
+    "stock-flashinfer": {"attention_backend": "flashinfer"},
+    # All pages that the device's memory holds; still only the selected ones are attended to.
+    "scout-device": {"cache": "device"},
+}
+
+
+def write_config(shape: str, folder: Path, context: int) -> Path:
+    """A model folder without weights: what ``--load-format dummy`` needs."""
+    layers, hidden, intermediate, heads, kv_heads = SHAPES[shape]
+    folder.mkdir(parents=True)
+    config = {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_hidden_layers": layers,
+        "hidden_size": hidden, "intermediate_size": intermediate, "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads, "head_dim": HEAD_DIM, "vocab_size": 151936,
+        "max_position_embeddings": context, "rope_theta": 1e6, "rms_norm_eps": 1e-6,
+        "hidden_act": "silu", "attention_bias": False, "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+class Samples:
+    """While in a ``with`` block: twice a second, a server's counters. A stock server has none, and is asked all the
+    same, as asking takes its time."""
+
+    def __init__(self, state: Callable[[], dict[str, Any]]) -> None:
+        self.samples: list[tuple[float, dict[str, Any]]] = []  # time.monotonic() and the state
+        self._state = state
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def _run(self) -> None:
+        while not self._stop.wait(SAMPLE_S):
+            with contextlib.suppress(
+                *FAILURES, KeyError
+            ):  # its requests notice a server that fails
+                state = self._state()
+                self.samples.append((time.monotonic(), state))
+
+    def __enter__(self) -> Samples:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def of_window(self, first: float, last: float) -> dict[str, Any]:
+        """Fields of a row about the time between two moments; none where no two samples of ours lie between."""
+        inside = [s for s in self.samples if first <= s[0] <= last and "steps" in s[1]]
+        if len(inside) < 2:
+            return {}
+        (begin, before), (end, after) = inside[0], inside[-1]
+        more = {
+            name: after[name] - before[name]
+            for name in ("gpu_wait_us", "cpu_pages", "budget_pages", "fallback_pages")
+        }
+        budget = more["budget_pages"]
+        return {
+            "wait_share": round(more["gpu_wait_us"] / (1e6 * (end - begin)), 4),
+            "cpu_compute_ratio": round(more["cpu_pages"] / budget, 4) if budget else None,
+            "fallback_pages": more["fallback_pages"],
+            "resident_pages": after["resident_pages"],
+        }
+
+
+def window(times: list[list[float]], skip: int) -> tuple[float, float]:
+    """When all requests had begun to decode and ``skip`` steps had passed, and when the first of them ended.
+
+    Raises:
+        RuntimeError: they did not decode together for so long.
+    """
+    begun, last = max(row[1] for row in times), min(row[-1] for row in times)
+    together = [t for t in times[0] if begun <= t <= last]
+    if len(together) < skip + 3:
+        raise RuntimeError(
+            f"the requests decoded at the same time for {len(together)} steps, {skip + 3} are needed; "
+            "raise --speed-tokens"
+        )
+    return together[skip], last
+
+
+def steady(times: list[list[float]], skip: int = SKIPPED_STEPS) -> tuple[list[float], float]:
+    """In the window: µs between tokens of the first request, and tokens per second of all."""
+    first, last = window(times, skip)
+    inside = [t for t in times[0] if first <= t <= last]
+    tokens = sum(first < t <= last for row in times for t in row)
+    gaps = [max(1e6 * (b - a), 1.0) for a, b in zip(inside, inside[1:], strict=False)]
+    return gaps, tokens / (last - first)
+
+
+def token_bytes(shape: str) -> int:
+    """Of keys and values of all layers, in bfloat16."""
+    layers, _, _, _, kv_heads = SHAPES[shape]
+    return 2 * layers * kv_heads * HEAD_DIM * 2
+
+
+def most_requests(shape: str, nbytes: float, tokens: int) -> int:
+    """Requests of so many tokens that so much memory holds, at most ``MOST_REQUESTS``."""
+    return max(1, min(MOST_REQUESTS, int(nbytes // (token_bytes(shape) * tokens))))
+
+
+def cpus_of(
+    available: Collection[int], core_of: Callable[[int], int] = core_of
+) -> tuple[list[int], set[int]]:
+    """CPUs of the worker and of the client, whole cores, so that neither client nor server takes the worker's; none
+    and all where there are too few to divide."""
+    if len(available) < LEAST_CPUS:
+        return [], set(available)
+    worker = reserve_server_cores(available, core_of)
+    client = {cpu for cpu in worker if core_of(cpu) == core_of(worker[-1])}
+    return [cpu for cpu in worker if cpu not in client], client
+
+
+@contextlib.contextmanager
+def on_cpus(cpus: Collection[int]) -> Iterator[None]:
+    """This thread and those that it starts meanwhile run there."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cpus)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def reserved_tokens(options: argparse.Namespace) -> int:
+    """SGLang admits a request only while so many tokens more are free for each that runs."""
+    return max(NUM_RESERVED_DECODE_TOKENS, options.speed_tokens) + 64
+
+
+def flags_of(name: str, options: argparse.Namespace, device_bytes: int) -> dict[str, Any]:
+    """Flags of a server."""
+    room = options.speed_context + options.speed_tokens + 64
+    common = {"dtype": "bfloat16", "load_format": "dummy", "context_length": room,
+              "disable_radix_cache": True}  # fmt: skip
+    about, tokens = SERVERS[name], options.speed_context + reserved_tokens(options)
+    if "attention_backend" in about:
+        batch = most_requests(options.model, device_bytes, tokens)
+        # A decode server never runs a prefill.
+        stock = {
+            "page_size": PAGE,
+            "max_running_requests": batch,
+            "disable_prefill_cuda_graph": True,
+        }
+        return common | about | stock
+    batch = most_requests(options.model, options.host_gb * 2**30, tokens)
+    # As the paper: the selected pages alone, however many more are resident.
+    config: dict[str, Any] = {"attend": "selected"}
+    if about["cache"] == "budget":
+        config["resident_tokens"] = options.budget * batch
+    flags = offload_flags("cuda", budget=options.budget, host_gb=options.host_gb, **config)
+    flags["max_running_requests"] = batch
+    if worker := cpus_of(os.sched_getaffinity(0))[0]:
+        flags["kv_offload_cpus"] = ",".join(map(str, worker))
+    return common | flags
+
+
+def offload_state(info: dict[str, Any]) -> dict[str, Any]:
+    """Of a ``/server_info``; empty for a stock server, which has our flag's value there."""
+    state = info["internal_states"][0].get("kv_offload")
+    return state if isinstance(state, dict) else {}
+
+
+def about_server(info: dict[str, Any]) -> dict[str, Any]:
+    """Fields of a row about a server, from its ``/server_info``."""
+    state = info["internal_states"][0]
+
+    def found(*names: str) -> Any:
+        values = (source.get(name) for name in names for source in (state, info))
+        return next((value for value in values if value is not None), None)
+
+    fields = {
+        "attention_backend": found("decode_attention_backend", "attention_backend"),
+        "token_capacity": info["max_total_num_tokens"],
+        "mem_fraction_static": found("mem_fraction_static"),
+        "max_running_requests": found("max_running_requests"),
+    }
+    if ours := offload_state(info):
+        names = ("backend", "ops", "plan", "host_pages_total", "resident_slots", "resident_pages")
+        fields |= {name: ours.get(name) for name in names}
+        fields["worker_cpus"] = ours["worker"]["cpus"]
+    return fields
+
+
+def run_server(
+    writer: rows.Writer, impl: str, server: DecodeServer, about: dict[str, Any],
+    options: argparse.Namespace,
+) -> None:  # fmt: skip
+    """Measure a server ``RUNS`` times, a row each. Raises one of FAILURES."""
+    info = server.info()
+    found = about | about_server(info)
+    room = options.speed_context + reserved_tokens(options)
+    batch = min(found["max_running_requests"], found["token_capacity"] // room)
+    if batch < 1:
+        reason = f"not one request fits {found['token_capacity']} tokens"
+        writer.add(impl, "skipped", reason, **found)
+        return
+    if state := offload_state(info):
+        nbytes = state["host_pages_total"] * PAGE * token_bytes(options.model)
+        found["mapped_share"] = wait_mapped(state["worker"]["pid"], nbytes, MAPPED_S)
+    prompts = make_prompts([options.speed_context] * batch, 100_000, seed=1)
+    _, client = cpus_of(os.sched_getaffinity(0))
+    rates: list[float] = []
+    for run in range(1, RUNS + 1):
+        with on_cpus(client), Samples(lambda: offload_state(server.info())) as samples:
+            times = server.token_times(prompts, options.speed_tokens, RUN_S)
+        gaps, rate = steady(times)
+        rates.append(rate)
+        row = {**found, "batch": batch, "tokens_per_s": round(rate, 1), "run": run}
+        row |= samples.of_window(*window(times, SKIPPED_STEPS))
+        if run > 1:
+            row["run_to_run"] = round((max(rates) - min(rates)) * run / sum(rates), 4)
+        writer.add(impl, **row, **rows.summary(gaps))
+        shown = ("cpu_compute_ratio", "wait_share", "fallback_pages", "run_to_run")
+        print(
+            f"{about['server']}: batch {batch}, run {run}: {row['tokens_per_s']} tokens/s "
+            + " ".join(f"{x}={row[x]}" for x in shown if x in row),
+            flush=True,
+        )
+
+
+def measure_speed(
+    writer: rows.Writer, options: argparse.Namespace, logs: Path, folder: Path
+) -> int:
+    """Rows of all servers; returns how many failed that should not have."""
+    failed, shape = 0, options.model
+    room = options.speed_context + options.speed_tokens + 64
+    model = write_config(shape, folder / shape, room)
+    device_bytes = torch.cuda.get_device_properties(0).total_memory
+    free_mib = nvidia_smi.used_mib()
+    for name in options.servers:
+        impl = name.partition("-")[0]
+        flags = flags_of(name, options, device_bytes)
+        about = {"model": shape, "context": options.speed_context, "server": name, **SERVERS[name]}
+        about |= {"speed_tokens": options.speed_tokens}
+        if impl == "scout":
+            resident = json.loads(flags["kv_offload_config"]).get("resident_tokens")
+            about |= {"host_gb": options.host_gb, "budget": options.budget}
+            about |= {"resident_tokens": resident}
+        try:
+            log = logs / f"server-{name}.log"
+            with DecodeServer(
+                model, flags, device="cuda", log=log, ready_timeout_s=START_S
+            ) as server:
+                run_server(writer, impl, server, about, options)
+        except FAILURES as error:
+            # FlashInfer is compiled when the server starts, which not every machine can do.
+            failed += name != "stock-flashinfer"
+            writer.add(impl, "failed", str(error)[-1000:], **about)
+            print(f"{name}: FAILED: {error}", flush=True)
+        nvidia_smi.wait_free(free_mib)
+    return failed

@@ -1,0 +1,92 @@
+"""The demo's questions: chats through the router, printed as the answers come."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmark.accuracy import tasks, vocabulary
+from demo_jobs import SEED, TEXT_TOKENS, DemoFailed, text_of_tokens
+from servers.pd_cluster import PDCluster
+from servers.sglang_http import sse_events
+
+QUESTION_TASKS = ("needle", "multi_key", "variables")
+QUESTION = "Read the text below and say in a few words what it is about."
+CHAT_TOKENS = 48
+NUMBER = "7413"
+FACT = f"The secret number of the lighthouse is {NUMBER}."
+FACT_QUESTION = "What is the secret number of the lighthouse?"
+QUESTIONS = (
+    FACT_QUESTION,
+    "What is this text about? Answer in one sentence.",
+    "Who built the ark, and why?",
+)
+
+
+def chat_payload(model: Path, content: str, max_tokens: int) -> dict[str, Any]:
+    messages = [{"role": "user", "content": content}]
+    return dict(model=str(model), messages=messages, max_tokens=max_tokens, temperature=0)
+
+
+def chat(cluster: PDCluster, model: Path, content: str, max_tokens: int) -> str:
+    """One chat completion, printed as it comes, then a line on its tokens and times."""
+    payload = chat_payload(model, content, max_tokens)
+    payload |= {"stream": True, "stream_options": {"include_usage": True}}
+    begin = time.monotonic()
+    answer, finish, usage, first_s = "", None, {}, 0.0
+    print("  answer:   ", end="", flush=True)
+    for event in sse_events(cluster.url + "/v1/chat/completions", payload):
+        usage = event.get("usage") or usage
+        for choice in event.get("choices") or []:
+            first_s = first_s or time.monotonic() - begin
+            more = choice["delta"].get("content") or ""
+            print(more.replace("\n", "\n            "), end="", flush=True)
+            answer += more
+            finish = choice.get("finish_reason") or finish
+    total_s = time.monotonic() - begin
+    print()
+    if finish not in ("stop", "length") or not answer:
+        raise DemoFailed(f"the chat gave no answer (finish_reason {finish!r}, answer {answer!r})")
+    print(
+        f"            ({usage['prompt_tokens']} tokens in, {usage['completion_tokens']} out; "
+        f"the first after {first_s:.1f} s, the last after {total_s:.1f} s)"
+    )
+    return answer
+
+
+def converse(cluster: PDCluster, model: Path) -> None:
+    """Asks about a text with a fact in its middle. Raises DemoFailed unless the fact is found."""
+    text = text_of_tokens(model, TEXT_TOKENS)
+    middle = text.index(". ", len(text) // 2) + 2
+    text = f"{text[:middle]}{FACT} {text[middle:]}"
+    print(f"  the text: {text[:72]}...\n  in its middle: {FACT}")
+    for question in QUESTIONS:
+        print(f"\n  question: {question}")
+        content = f"{text}\n\n{question}"
+        answer = chat(cluster, model, content, CHAT_TOKENS)
+        if "full" in cluster.servers:
+            payload = chat_payload(model, content, CHAT_TOKENS)
+            full = cluster.ask_pair(payload, "full", "/v1/chat/completions")
+            print(f"  full:     {full['choices'][0]['message']['content']}")
+        if question == FACT_QUESTION and NUMBER not in answer:
+            raise DemoFailed(f"the secret number in the text is {NUMBER}")
+
+
+def ask_facts(cluster: PDCluster, model: Path, args: argparse.Namespace) -> None:
+    """Asks the recall model for facts in long texts. Raises DemoFailed unless it finds them all."""
+    for index, task in enumerate(QUESTION_TASKS):
+        sample = tasks.make_sample(task, max(args.input_len, 4096), SEED - 1 - index)
+        asked = vocabulary.to_text(sample.prompt[-4:])
+        print(f"\n  {task}: ... {asked}")
+        answer = chat(cluster, model, sample.prompt_text, len(sample.answer))
+        if not tasks.is_correct(task, sample.answer, vocabulary.to_ids(answer.strip())):
+            raise DemoFailed(f"the right answer to {asked!r} is {sample.answer_text!r}")
+
+
+def ask_about_text(cluster: PDCluster, model: Path, args: argparse.Namespace) -> None:
+    """One question about a real text, to a model of which nothing is known."""
+    print(f"\n  question: {QUESTION} (+ text)")
+    text = text_of_tokens(model, max(args.input_len, 4096))
+    chat(cluster, model, f"{QUESTION}\n\n{text}", CHAT_TOKENS)

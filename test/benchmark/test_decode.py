@@ -1,0 +1,79 @@
+"""``benchmark/decode``: that a step on a device which waits for the host is noticed, and what its rows say."""
+
+import argparse
+
+import pytest
+import torch
+
+from benchmark.decode import check, gpu_decode, harness
+from sglang_scout.ops import triton
+
+interpreted = pytest.mark.skipif(
+    not triton.interpreted(), reason="runs the device's step in the interpreter"
+)
+
+
+def test_waiting_is_an_error_within_the_block_alone(monkeypatch):
+    told = []
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", told.append)
+    with harness.no_waiting("cuda:0"):
+        assert told == ["error"]
+    with pytest.raises(RuntimeError, match="synchronizing"), harness.no_waiting("cuda"):
+        raise RuntimeError("called a synchronizing CUDA operation")
+    with harness.no_waiting("cpu"):
+        pass
+    assert told == ["error", 1] * 2
+
+
+@interpreted
+def test_a_step_that_waits_fails_the_check(monkeypatch):
+    pytest.importorskip("sglang_scout._native")
+
+    def step(harness):
+        raise RuntimeError("called a synchronizing CUDA operation")
+
+    monkeypatch.setattr(harness.Harness, "step", step)
+    wrong = check.check("cpu")
+    assert any("off: called a synchronizing CUDA operation" in line for line in wrong)
+
+
+@interpreted
+def test_a_check_ends_with_the_first_step_that_lacks_an_answer(monkeypatch):
+    pytest.importorskip("sglang_scout._native")
+    monkeypatch.setattr(harness.DeviceRing, "faults", lambda _: ["no answer in time"])
+    found = list(check.findings("cpu", 1, steps=3))
+    assert found == [(kind, ["step 0: no answer in time"]) for kind in ("verified", "off")]
+
+
+class HalfAStore:
+    """Of a store what the variants are told; ``one`` is a stand-in."""
+
+    def __init__(self, size, *, pages, **_):
+        self.pages = pages
+
+    def wait_mapped(self, most_s):
+        return 0.995
+
+    def close(self):
+        pass
+
+
+@pytest.mark.parametrize(("host_gb", "batch"), [(48.0, 10), (96.0, 21)])
+def test_rows_say_whether_the_batch_is_larger_than_that_of_full_attention(
+    monkeypatch, capsys, host_gb, batch
+):
+    found = []
+    monkeypatch.setattr(gpu_decode, "Store", HalfAStore)
+    monkeypatch.setattr(gpu_decode, "calibrated_rho", lambda *_: 0.99)
+    monkeypatch.setattr(
+        gpu_decode, "one", lambda writer, store, model, about, *_: found.append(about)
+    )
+    monkeypatch.setattr(gpu_decode, "free_device", lambda: None)
+    options = argparse.Namespace(budget=2048, steps=64, host_gb=host_gb)
+    gpu_decode.scout_rows(None, None, "qwen3-8b", 32768, options, 13)
+    assert {about["batch"] for about in found} == {batch}
+    assert {(about["full_batch"], about["beyond_full"]) for about in found} == {(13, batch > 13)}
+    assert ("WARNING" in capsys.readouterr().out) == (batch < 13)
+    first, *_, last = found  # the first variant again, as the last
+    assert {**first, "repeat": 1} == last
