@@ -30,7 +30,7 @@ def make_prompts(lengths: Sequence[int], vocab: int, seed: int) -> list[list[int
 
 def offload_flags(device: str, *, budget: int, host_gb: float, **config: Any) -> dict[str, Any]:
     if device == "cpu":
-        config["step_engine"] = "device"
+        config["transport"] = "graph"
     return {
         "kv_offload": "scout",
         "kv_offload_budget": budget,
