@@ -23,47 +23,71 @@ def test_defaults():
     assert config.resident_tokens is None and config.recall == "adaptive"
 
 
+DEEP = "[" * 100_000 + "]" * 100_000
+REFUSED_FLAGS = [
+    ({"policy": "magic"}, ["--kv-offload", "'magic'", "scout"]),
+    ({"policy": None}, ["--kv-offload None", "NoneType", "'scout'"]),
+    ({"budget_tokens": 0}, ["--kv-offload-budget", "0", "32"]),
+    ({"budget_tokens": -32}, ["--kv-offload-budget", "-32"]),
+    ({"budget_tokens": 1000}, ["--kv-offload-budget", "1000", "992"]),
+    ({"budget_tokens": 32}, ["--kv-offload-budget", "32", "64"]),
+    ({"budget_tokens": "2048"}, ["--kv-offload-budget '2048'", "str", "example 2048"]),
+    ({"budget_tokens": True}, ["--kv-offload-budget True", "bool", "whole number"]),
+    ({"budget_tokens": 32 * 10**400}, ["--kv-offload-budget", f"nearest is {2**40}"]),
+    ({"host_gb": 0.0}, ["--kv-offload-host-gb", "0"]),
+    ({"host_gb": float("nan")}, ["--kv-offload-host-gb", "nan"]),
+    ({"host_gb": "4"}, ["--kv-offload-host-gb '4'", "str", "number of GiB"]),
+    ({"recall_profile": 3}, ["--kv-offload-recall-profile 3", "int", "name of a file"]),
+    ({"recall_profile": ""}, ["--kv-offload-recall-profile ''", "empty", "leave it out"]),
+    ({"cpus": "0,x"}, ["--kv-offload-cpus", "'x'"]),
+    ({"cpus": "0-7"}, ["--kv-offload-cpus", "'0-7'", "CPU 2", "0-1"]),
+    ({"cpus": "1-0"}, ["--kv-offload-cpus", "ascending"]),
+    ({"cpus": [0, 1]}, ["--kv-offload-cpus [0, 1]", "list", "'0-3,8'"]),
+    ({"cpus": ""}, ["--kv-offload-cpus ''", "empty", "'0-3,8'"]),
+]
+REFUSED_CONFIGS = [
+    (5, ["5", "int", "@FILE"]),
+    ("", ["''", "valid JSON", "@FILE"]),
+    ("{", ["valid JSON", "line 1"]),
+    ("[]", ["object", "list"]),
+    ("@/no/such/file", ["/no/such/file", "cannot read"]),
+    ("@\0", ["cannot read"]),
+    (f'{{"trace": {DEEP}}}', ["recursion", "@FILE"]),
+    ('{"trace_steps": ' + "9" * 5000 + "}", ["5000 digits"]),
+    ('{"recall": "off", "recall": "fixed"}', ["a key is there twice", "'recall', 'recall'"]),
+    ({"recal": "off"}, ["'recal'", "'recall'"]),
+    ({8: "off"}, ["unknown key 8", "known keys: resident_tokens, digest"]),
+    ({"recall": "often"}, ["recall", "'often'", "fixed"]),
+    ({"recall": "profile"}, ["--kv-offload-recall-profile"]),
+    ({"recall_interval": "8"}, ["recall_interval", "str", "int"]),
+    ({"recall_interval": True}, ["recall_interval", "bool", "int"]),
+    ({"recall_interval": 0}, ["recall_interval", "0", "between 1"]),
+    ({"recall_threshold": 1.5}, ["recall_threshold", "1.5", "between 0 and 1"]),
+    ({"recall_threshold": "low"}, ["recall_threshold", "'low'", "float"]),
+    ({"sink_pages": -1}, ["sink_pages", "-1", "between 0"]),
+    ('{"worker_heartbeat_timeout_s": NaN}', ["heartbeat", "nan", "0.4"]),
+    ({"trace": ""}, ["trace = ''", "name a file"]),
+    ({"step_log": "a\0b"}, ["step_log", "name a file"]),
+    ({"step_log": "\ud800"}, ["step_log", "name a file"]),
+    ({"trace": "a", "step_log": "./a"}, ["step_log = './a'", "file of trace"]),
+    ({"verify": 1}, ["verify", "int", "bool"]),
+    ({"resident_tokens": 33}, ["resident_tokens", "33", "32"]),
+    ({"digest": "mean"}, ["digest = 'mean'", "minmax, signs"]),
+    ({"head_reduce": "max", "digest": "signs"}, ["head_reduce = 'max'", "signs"]),
+    ({"resident_bonus": 1.0}, ["resident_bonus = 1.0", "no effect", 'digest = "minmax"']),
+    ({"exact_layers": 3}, ["exact_layers = 3", "list of layer numbers"]),
+    (
+        {"exact_layers": [1], "precompute": False},
+        ["exact_layers = (1,)", "no effect", "precompute = false"],
+    ),
+]
+
+
 @pytest.mark.parametrize(
     ("kwargs", "parts"),
     [
-        ({"policy": "magic"}, ["--kv-offload", "'magic'", "scout"]),
-        ({"budget_tokens": 0}, ["--kv-offload-budget", "0", "32"]),
-        ({"budget_tokens": -32}, ["--kv-offload-budget", "-32"]),
-        ({"budget_tokens": 1000}, ["--kv-offload-budget", "1000", "992"]),
-        ({"budget_tokens": 32}, ["--kv-offload-budget", "32", "64"]),
-        ({"host_gb": 0.0}, ["--kv-offload-host-gb", "0"]),
-        ({"host_gb": float("nan")}, ["--kv-offload-host-gb", "nan"]),
-        ({"cpus": "0,x"}, ["--kv-offload-cpus", "'x'"]),
-        ({"cpus": "0-7"}, ["--kv-offload-cpus", "'0-7'", "CPU 2", "0-1"]),
-        ({"cpus": "1-0"}, ["--kv-offload-cpus", "ascending"]),
-        ({"config": "{"}, ["--kv-offload-config", "valid JSON", "line 1"]),
-        ({"config": "[]"}, ["--kv-offload-config", "object", "list"]),
-        ({"config": "@/no/such/file"}, ["--kv-offload-config", "/no/such/file", "cannot read"]),
-        ({"config": '{"recal": "off"}'}, ["--kv-offload-config", "'recal'", "'recall'"]),
-        ({"config": '{"recall": "often"}'}, ["recall", "'often'", "fixed"]),
-        ({"config": '{"recall_interval": "8"}'}, ["recall_interval", "str", "int"]),
-        ({"config": '{"recall_interval": true}'}, ["recall_interval", "bool", "int"]),
-        ({"config": '{"recall_interval": 0}'}, ["recall_interval", "0", "between 1"]),
-        ({"config": '{"recall_threshold": 1.5}'}, ["recall_threshold", "1.5", "between 0 and 1"]),
-        ({"config": '{"recall_threshold": "low"}'}, ["recall_threshold", "'low'", "float"]),
-        ({"config": '{"recall_step_mib": 0}'}, ["recall_step_mib", "0"]),
-        ({"config": '{"sink_pages": -1}'}, ["sink_pages", "-1", "between 0"]),
-        ({"config": '{"worker_heartbeat_timeout_s": NaN}'}, ["heartbeat", "nan", "0.4"]),
-        ({"config": '{"worker_threads_per_group": 64}'}, ["threads_per_group", "64", "16"]),
-        ({"config": '{"trace": ""}'}, ["trace = ''", "name a file"]),
-        ({"config": {"step_log": "a\0b"}}, ["step_log", "name a file"]),
-        ({"config": {"step_log": "\ud800"}}, ["step_log", "name a file"]),
-        ({"config": '{"head_reduce": "max", "digest": "signs"}'}, ["head_reduce = 'max'", "signs"]),
-        (
-            {"config": '{"exact_layers": [1], "precompute": false}'},
-            ["exact_layers = (1,)", "no effect", "precompute = false"],
-        ),
-        ({"config": '{"exact_steps": 1, "precompute": false}'}, ["exact_steps = 1", "no effect"]),
-        ({"config": '{"resident_bonus": 1.0}'}, ["resident_bonus = 1.0", 'digest = "minmax"']),
-        ({"config": '{"digest": "mean"}'}, ["digest = 'mean'", "minmax, signs"]),
-        ({"config": '{"resident_tokens": 33}'}, ["resident_tokens", "33", "32"]),
-        ({"config": '{"verify": 1}'}, ["verify", "int", "bool"]),
-        ({"config": '{"recall": "profile"}'}, ["--kv-offload-recall-profile"]),
+        *REFUSED_FLAGS,
+        *(({"config": x}, ["--kv-offload-config", *parts]) for x, parts in REFUSED_CONFIGS),
     ],
 )
 def test_refused(kwargs, parts):
@@ -72,40 +96,6 @@ def test_refused(kwargs, parts):
     assert isinstance(caught.value, ValueError)
     for part in parts:
         assert part in str(caught.value)
-
-
-DEEP = "[" * 100_000 + "]" * 100_000
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "parts"),
-    [
-        ({"policy": None}, ["--kv-offload None", "NoneType", "'scout'"]),
-        ({"policy": ["scout"]}, ["--kv-offload ['scout']", "list", "'scout'"]),
-        ({"budget_tokens": "2048"}, ["--kv-offload-budget '2048'", "str", "example 2048"]),
-        ({"budget_tokens": 512.0}, ["--kv-offload-budget 512.0", "float", "whole number"]),
-        ({"budget_tokens": True}, ["--kv-offload-budget True", "bool", "whole number"]),
-        ({"budget_tokens": 32 * 10**400}, ["--kv-offload-budget", f"nearest is {2**40}"]),
-        ({"host_gb": "4"}, ["--kv-offload-host-gb '4'", "str", "number of GiB"]),
-        ({"host_gb": True}, ["--kv-offload-host-gb True", "bool", "number of GiB"]),
-        ({"recall_profile": 3}, ["--kv-offload-recall-profile 3", "int", "name of a file"]),
-        ({"recall_profile": ""}, ["--kv-offload-recall-profile ''", "empty", "leave it out"]),
-        ({"cpus": [0, 1]}, ["--kv-offload-cpus [0, 1]", "list", "'0-3,8'"]),
-        ({"cpus": 0}, ["--kv-offload-cpus 0", "int", "'0-3,8'"]),
-        ({"cpus": ""}, ["--kv-offload-cpus ''", "empty", "'0-3,8'"]),
-        ({"config": 5}, ["--kv-offload-config 5", "int", "@FILE"]),
-        ({"config": ["recall"]}, ["--kv-offload-config ['recall']", "list", "@FILE"]),
-        ({"config": ""}, ["--kv-offload-config ''", "valid JSON", "@FILE"]),
-        ({"config": "@"}, ["--kv-offload-config '@'", "cannot read"]),
-        ({"config": "@\0"}, ["--kv-offload-config", "cannot read"]),
-        ({"config": f'{{"trace": {DEEP}}}'}, ["--kv-offload-config", "recursion", "@FILE"]),
-        ({"config": '{"trace_steps": ' + "9" * 5000 + "}"}, ["--kv-offload-config", "5000 digits"]),
-        ({"config": {"recal": "off"}}, ["--kv-offload-config", "'recal'", "'recall'"]),
-        ({"config": {8: "off"}}, ["--kv-offload-config", "unknown key 8"]),
-    ],
-)
-def test_values_of_another_type_and_empty_ones_are_refused(kwargs, parts):
-    test_refused(kwargs, parts)
 
 
 def test_from_python_the_keys_may_be_an_object():
@@ -169,25 +159,6 @@ def test_a_pipe_is_not_opened_to_see_whether_it_can_be(tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     check_files(parse(config={"step_log": str(pipe)}))
-
-
-def test_recall_is_adaptive_unless_said_otherwise():
-    assert parse().recall == parse(recall_profile="some.json").recall == "adaptive"
-    assert parse(config='{"recall": "off"}').recall == "off"
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "parts"),
-    [
-        ({"config": {"trace": "a", "step_log": "./a"}}, ["step_log = './a'", "file of trace"]),
-        (
-            {"config": '{"recall": "off", "recall": "fixed"}'},
-            ["a key is there twice", "'recall', 'recall'"],
-        ),
-    ],
-)
-def test_what_cannot_be_meant_is_refused(kwargs, parts):
-    test_refused(kwargs, ["--kv-offload", *parts])
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 allocator = pytest.importorskip("sglang_scout.plugin.allocator", reason="needs SGLang")
@@ -78,10 +78,10 @@ class Stock(paged.PagedTokenToKVPoolAllocator):
         return count <= len(self.free_pages)
 
 
-def make(kind, need_sort):
+def make(kind, need_sort, pages=30, kvcache=None):
     return kind(
-        30 * SIZE, page_size=SIZE, dtype=torch.float32, device="cpu", need_sort=need_sort,
-        kvcache=None,
+        pages * SIZE, page_size=SIZE, dtype=torch.float32, device="cpu", need_sort=need_sort,
+        kvcache=kvcache,
     )  # fmt: skip
 
 
@@ -206,3 +206,57 @@ def test_a_transfer_waits_for_a_step_that_may_still_write_a_page(monkeypatch):
     nothing, end = torch.zeros(1, dtype=torch.int64), torch.tensor([SIZE])
     made.alloc_extend(nothing, nothing, end, end, nothing - 1, SIZE)
     assert len(waits) == 2
+
+
+def extend(made, total):
+    """A new request of ``total`` tokens."""
+    none, end = torch.zeros(1, dtype=torch.int64), torch.tensor([total])
+    return made.alloc_extend(none, none, end, end, none - 1, total)
+
+
+def kv_cache(**spec):
+    return SimpleNamespace(arena=SimpleNamespace(spec=SimpleNamespace(**spec)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(0, 500), unique=True),
+    st.integers(1, 300),
+    st.randoms(use_true_random=False),
+)
+def test_every_beginning_of_the_free_pages_is_of_all_nodes(pages, stripe, random):
+    random.shuffle(pages)
+    made = allocator.alternate_nodes(torch.tensor(pages, dtype=torch.int64), stripe).tolist()
+    assert sorted(made) == sorted(pages)
+    left = {node: sum(p // stripe == node for p in pages) for node in {p // stripe for p in pages}}
+    taken = dict.fromkeys(left, 0)
+    for page in made:
+        taken[page // stripe] += 1
+        most = max(taken.values())
+        for node, count in taken.items():
+            assert count >= min(left[node], most - allocator.NODE_RUN_PAGES), "a node lags behind"
+    runs = sum(b != a + 1 for a, b in zip(made, made[1:], strict=False))
+    gaps = sum(b != a + 1 for a, b in zip(sorted(pages), sorted(pages)[1:], strict=False))
+    assert runs <= gaps + len(pages) // allocator.NODE_RUN_PAGES + len(left)
+
+
+def test_requests_take_pages_of_both_nodes_from_the_first_on():
+    made = make(allocator.ScoutAllocator, True, 256, kv_cache(num_nodes=2, stripe_pages=128))
+    made.listener = Listener()
+    held = []
+    for _ in range(4):
+        held.append(extend(made, 32 * SIZE))
+        pages = torch.unique(held[-1] // SIZE)
+        assert (pages < 128).sum() == 16
+    for locations in held[::2]:
+        made.free(locations)
+    again = [extend(made, 32 * SIZE) for _ in range(6)]  # more than was left: all is sorted anew
+    assert made.used_pages == 256 and len(made.listener.out) == 256
+    counts = [int((torch.unique(a // SIZE) < 128).sum()) for a in again]
+    assert all(8 <= count <= 24 for count in counts), counts
+
+
+def test_one_node_keeps_the_order_of_sglang():
+    for cache in (None, kv_cache(num_nodes=1)):
+        made = make(allocator.ScoutAllocator, True, 64, cache)
+        assert torch.equal(made.free_pages, torch.arange(1, 65))

@@ -20,196 +20,150 @@ from sglang_scout.core.profile import ModelIdentity, RecallProfile, config_diges
 ROOT = Path(__file__).resolve().parents[2]
 ONE_CPU = str(min(os.sched_getaffinity(0)))
 
-CASES = [
-    # (name, arguments, parts of the refusal; none = accepted)
-    ("decode", {}, []),
-    ("prefill", {"disaggregation_mode": "prefill"}, []),
-    ("policy", {"kv_offload": "magic"}, ["--kv-offload", "'magic'", "scout"]),
-    ("budget", {"kv_offload_budget": 100}, ["--kv-offload-budget", "100", "32"]),
-    ("zero budget", {"kv_offload_budget": 0}, ["--kv-offload-budget", "0"]),
-    ("memory", {"kv_offload_host_gb": 1e6}, ["--kv-offload-host-gb", "1e+06", "GiB"]),
-    ("cpus", {"kv_offload_cpus": "0-9999"}, ["--kv-offload-cpus", "9999", "available"]),
-    ("profile", {"kv_offload_recall_profile": "/none"}, ["--kv-offload-recall-profile", "/none"]),
-    ("own profile", {"kv_offload_recall_profile": "OWN", "kv_offload_budget": 128}, []),
-    (
-        "moved model",
-        {"kv_offload_recall_profile": "OWN", "kv_offload_budget": 128, "model_path": "MOVED"},
-        [],
+
+def keys(**config):
+    return {"kv_offload_config": json.dumps(config)}
+
+
+def cuda(**arguments):
+    return {"device": "cuda", **arguments}
+
+
+OWN_PROFILE = {"kv_offload_recall_profile": "OWN", "kv_offload_budget": 128}
+PREFILL = {"disaggregation_mode": "prefill"}
+NO_GRAPHS = {"cuda_graph_config": {"decode": {"backend": "disabled"}}}
+DETERMINISTIC = {"enable_deterministic_inference": True}
+# name: (arguments, parts of the refusal; none = accepted). What core refuses by itself: test/core/test_config.py.
+CASES = {
+    "decode": ({}, []),
+    "prefill": (PREFILL, []),
+    "policy": ({"kv_offload": "magic"}, ["--kv-offload", "'magic'", "scout"]),
+    "budget": ({"kv_offload_budget": 100}, ["--kv-offload-budget", "100", "32"]),
+    "memory": ({"kv_offload_host_gb": 1e6}, ["--kv-offload-host-gb", "1e+06", "GiB"]),
+    "cpus": ({"kv_offload_cpus": "0-9999"}, ["--kv-offload-cpus", "9999", "available"]),
+    "profile": (
+        {"kv_offload_recall_profile": "/none"}, ["--kv-offload-recall-profile", "/none"]
     ),
-    (
-        "budget of profile",
-        {"kv_offload_recall_profile": "OWN", "kv_offload_budget": 256},
+    "own profile": (OWN_PROFILE, []),
+    "moved model": (OWN_PROFILE | {"model_path": "MOVED"}, []),
+    "budget of profile": (
+        OWN_PROFILE | {"kv_offload_budget": 256},
         ["--kv-offload-recall-profile", "own.json", "budget of 128", "--kv-offload-budget 256"],
     ),
-    (
-        "model of profile",
-        {"kv_offload_recall_profile": "OWN", "kv_offload_budget": 128, "model_path": "THETA"},
+    "model of profile": (
+        OWN_PROFILE | {"model_path": "THETA"},
         ["--kv-offload-recall-profile", "own.json", "'tiny'", "theta", "Qwen3ForCausalLM"],
     ),
-    ("budget as text", {"kv_offload_budget": "64"}, ["--kv-offload-budget '64'", "str", "whole"]),
-    ("memory as text", {"kv_offload_host_gb": "4"}, ["--kv-offload-host-gb '4'", "str", "GiB"]),
-    ("cpus as a list", {"kv_offload_cpus": [0, 1]}, ["--kv-offload-cpus [0, 1]", "list", "0-3,8"]),
-    ("empty profile", {"kv_offload_recall_profile": ""}, ["--kv-offload-recall-profile ''"]),
-    ("empty config", {"kv_offload_config": ""}, ["--kv-offload-config ''", "JSON"]),
-    ("config as an object", {"kv_offload_config": {"recall": "fixed"}}, []),
-    (
-        "absent layer",
-        {"kv_offload_config": '{"exact_layers": [4]}'},
+    "key": (keys(x=1), ["--kv-offload-config", "'x'"]),
+    "config as an object": ({"kv_offload_config": {"recall": "fixed"}}, []),
+    "config in a file": ({"kv_offload_config": "FILE"}, []),
+    "absent layer": (
+        keys(exact_layers=[4]),
         ["--kv-offload-config", "exact_layers = [4]", "layers 0 to 3", "drop the key"],
     ),
-    (
-        "unwritable step log",
-        {"kv_offload_config": '{"step_log": "/proc/x"}'},
+    "unwritable step log": (
+        keys(step_log="/proc/x"),
         ["--kv-offload-config", "step_log = '/proc/x'", "cannot be written", "another file"],
     ),
-    (
-        "unwritten on the prefill server",
-        {"kv_offload_config": '{"step_log": "/proc/x"}', "disaggregation_mode": "prefill"},
-        [],
-    ),
-    (
-        "no requests",
+    "unwritten on the prefill server": (keys(step_log="/proc/x") | PREFILL, []),
+    "no requests": (
         {"max_running_requests": 0},
         ["--max-running-requests 0", "--kv-offload scout serves 1 to 65536"],
     ),
-    ("requests", {"max_running_requests": 65537}, ["--max-running-requests 65537", "1 to 65536"]),
-    ("json", {"kv_offload_config": "{"}, ["--kv-offload-config", "JSON"]),
-    ("key", {"kv_offload_config": '{"x": 1}'}, ["--kv-offload-config", "'x'"]),
-    ("fp8", {"kv_cache_dtype": "fp8_e4m3"}, ["--kv-cache-dtype", "fp8_e4m3", "auto"]),
-    ("spec", {"speculative_algorithm": "EAGLE"}, ["--speculative-algorithm", "EAGLE"]),
-    ("mode", {"disaggregation_mode": "null"}, ["--disaggregation-mode", "null", "decode"]),
-    ("page", {"page_size": 16}, ["--page-size", "16", "32"]),
-    ("ranks", {"tp_size": 2}, []),
-    ("prefill ranks", {"tp_size": 2, "disaggregation_mode": "prefill"}, []),
-    (
-        "too few cpus",
+    "requests": ({"max_running_requests": 65537}, ["--max-running-requests 65537", "1 to 65536"]),
+    "fp8": ({"kv_cache_dtype": "fp8_e4m3"}, ["--kv-cache-dtype", "fp8_e4m3", "auto"]),
+    "spec": ({"speculative_algorithm": "EAGLE"}, ["--speculative-algorithm", "EAGLE"]),
+    "mode": ({"disaggregation_mode": "null"}, ["--disaggregation-mode", "null", "decode"]),
+    "page": ({"page_size": 16}, ["--page-size", "16", "32"]),
+    "ranks": ({"tp_size": 2}, []),
+    "prefill ranks": (PREFILL | {"tp_size": 2}, []),
+    "too few cpus": (
         {"tp_size": 2, "kv_offload_cpus": ONE_CPU},
         ["--kv-offload-cpus", "1 CPU", "--tp-size 2", "at least 2"],
     ),
-    ("nodes", {"tp_size": 2, "nnodes": 2}, ["--nnodes", "2"]),
-    ("pp", {"pp_size": 2}, ["--pp-size", "2"]),
-    ("dp", {"dp_size": 2}, ["--dp-size", "2"]),
-    ("scattered", {"enable_attn_tp_input_scattered": True}, ["--enable-attn-tp-input-scattered"]),
-    (
-        "host transport on cuda",
-        {"device": "cuda", "kv_offload_config": '{"transport": "host"}'},
-        ["--kv-offload-config", "transport", "--device cpu"],
+    "nodes": ({"tp_size": 2, "nnodes": 2}, ["--nnodes", "2"]),
+    "scattered": (
+        {"enable_attn_tp_input_scattered": True}, ["--enable-attn-tp-input-scattered"]
     ),
-    (
-        "graph transport on cpu",
-        {"kv_offload_config": '{"transport": "graph"}'},
+    "host transport on cuda": (
+        cuda(**keys(transport="host")), ["--kv-offload-config", "transport", "--device cpu"]
+    ),
+    "graph transport on cpu": (
+        keys(transport="graph"),
         ["--kv-offload-config", "transport", "--device cpu", "TRITON_INTERPRET"],
     ),
-    (
-        "short wait on cuda",
-        {"device": "cuda", "kv_offload_config": '{"worker_wait_timeout_s": 0.5}'},
+    "short wait on cuda": (
+        cuda(**keys(worker_wait_timeout_s=0.5)),
         ["--kv-offload-config", "worker_wait_timeout_s = 0.5", "set 3"],
     ),
-    (
-        "hidden states on cuda",
-        {"device": "cuda", "enable_return_hidden_states": True},
-        ["--enable-return-hidden-states", "--device cpu"],
+    "hidden states on cuda": (
+        cuda(enable_return_hidden_states=True), ["--enable-return-hidden-states", "--device cpu"]
     ),
-    (
-        "graphs that are never replayed",
-        {"device": "cuda", "disable_cuda_graph_padding": True},
-        ["--disable-cuda-graph-padding", "drop it"],
+    "graphs that are never replayed": (
+        cuda(disable_cuda_graph_padding=True), ["--disable-cuda-graph-padding", "drop it"]
     ),
-    (
-        "verify on cuda",
-        {"device": "cuda", "kv_offload_config": '{"verify": true}'},
+    "verify on cuda": (
+        cuda(**keys(verify=True)),
         ["--kv-offload-config", "verify", "--cuda-graph-backend-decode disabled"],
     ),
-    (
-        "verify on cuda without graphs",
-        {
-            "device": "cuda",
-            "kv_offload_config": '{"verify": true}',
-            "cuda_graph_config": {"decode": {"backend": "disabled"}},
-        },
-        [],
+    "verify on cuda without graphs": (cuda(**keys(verify=True), **NO_GRAPHS), []),
+    "padding without graphs": (
+        cuda(disable_cuda_graph_padding=True, disable_decode_cuda_graph=True), []
     ),
-    (
-        "padding without graphs",
-        {"device": "cuda", "disable_cuda_graph_padding": True, "disable_decode_cuda_graph": True},
-        [],
-    ),
-    (
-        "prefill graphs in JSON",
-        {"device": "cuda", "cuda_graph_config": {"prefill": {"backend": "full"}}},
+    "prefill graphs in JSON": (
+        cuda(cuda_graph_config={"prefill": {"backend": "full"}}),
         ["--cuda-graph-backend-prefill full", "drop the flag"],
     ),
-    (
-        "graphs in pieces",
-        {"device": "cuda", "cuda_graph_backend_decode": "breakable"},
+    "graphs in pieces": (
+        cuda(cuda_graph_backend_decode="breakable"),
         ["--cuda-graph-backend-decode breakable", "full or disabled"],
     ),
-    (
-        "graphs for debugging",
-        {"device": "cuda", "debug_cuda_graph": True},
+    "graphs for debugging": (
+        cuda(debug_cuda_graph=True),
         ["--debug-cuda-graph", "drop it", "--cuda-graph-backend-decode disabled"],
     ),
-    ("graphs for debugging, without graphs", {"debug_cuda_graph": True}, []),
-    (
-        "weights in host memory",
-        {"device": "cuda", "cpu_offload_gb": 4},
-        ["--cpu-offload-gb 4", "drop the flag", "--tp-size"],
+    "graphs for debugging, without graphs": ({"debug_cuda_graph": True}, []),
+    "weights in host memory": (
+        cuda(cpu_offload_gb=4), ["--cpu-offload-gb 4", "drop the flag", "--tp-size"]
     ),
-    (
-        "weights in host memory by groups",
-        {"device": "cuda", "offload_group_size": 2},
-        ["--offload-group-size 2", "drop the flag", "--tp-size"],
+    "weights in host memory by groups": (
+        cuda(offload_group_size=2), ["--offload-group-size 2", "drop the flag", "--tp-size"]
     ),
-    ("weights in host memory, where all is", {"cpu_offload_gb": 4}, []),
-    (
-        "deterministic",
-        {"device": "cuda", "enable_deterministic_inference": True},
+    "weights in host memory, where all is": ({"cpu_offload_gb": 4}, []),
+    "deterministic": (
+        cuda(**DETERMINISTIC),
         ["--enable-deterministic-inference True", "other requests", "drop the flag"],
     ),
-    (
-        "deterministic for training",
-        {"device": "cuda", "rl_on_policy_target": "fsdp"},
-        ["--rl-on-policy-target fsdp", "drop the flag"],
+    "deterministic for training": (
+        cuda(rl_on_policy_target="fsdp"), ["--rl-on-policy-target fsdp", "drop the flag"]
     ),
-    (
-        "deterministic on cpu",
-        {"enable_deterministic_inference": True},
-        ["--enable-deterministic-inference True", "drop the flag"],
-    ),
-    (
-        "deterministic prefill on cpu",
-        {"enable_deterministic_inference": True, "disaggregation_mode": "prefill"},
+    "deterministic prefill on cpu": (
+        DETERMINISTIC | PREFILL,
         ["--enable-deterministic-inference True", "on a CPU", "drop the flag"],
     ),
-    (
-        "noise over a transfer",
-        {"kv_offload_config": '{"dummy_kv": true}'},
+    "noise over a transfer": (
+        keys(dummy_kv=True),
         ["--kv-offload-config", "dummy_kv", "--disaggregation-transfer-backend fake"],
     ),
-    (
-        "noise without one",
-        {
-            "kv_offload_config": '{"dummy_kv": true}',
-            "disaggregation_transfer_backend": "fake",
-        },
-        [],
+    "noise without one": (keys(dummy_kv=True) | {"disaggregation_transfer_backend": "fake"}, []),
+    "backend": ({"attention_backend": "flashinfer"}, ["--attention-backend", "torch_native"]),
+    "transfer": ({"disaggregation_transfer_backend": "nixl"}, ["transfer-backend", "nixl"]),
+    "canary": ({"kv_canary": "raise"}, ["--kv-canary", "raise"]),
+    "stray": ({"kv_offload": "none", "kv_offload_budget": 64}, ["--kv-offload-budget", "64"]),
+    "mla": (
+        {"model_path": "MLA"}, ["--model-path", "DeepseekV2ForCausalLM", "Qwen3ForCausalLM"]
     ),
-    ("backend", {"attention_backend": "flashinfer"}, ["--attention-backend", "torch_native"]),
-    ("transfer", {"disaggregation_transfer_backend": "nixl"}, ["transfer-backend", "nixl"]),
-    ("canary", {"kv_canary": "raise"}, ["--kv-canary", "raise"]),
-    ("stray", {"kv_offload": "none", "kv_offload_budget": 64}, ["--kv-offload-budget", "64"]),
-    ("mla", {"model_path": "MLA"}, ["--model-path", "DeepseekV2ForCausalLM", "Qwen3ForCausalLM"]),
-    ("gemma", {"model_path": "GEMMA"}, ["--model-path", "Gemma2ForCausalLM"]),
-    ("window", {"model_path": "WINDOW"}, ["--model-path", "sliding-window"]),
-    ("mixtral", {"model_path": "MIXTRAL"}, ["--model-path", "MixtralForCausalLM"]),
-    ("llama window", {"model_path": "LLAMA_WINDOW"}, ["--model-path", "sliding-window"]),
-    ("mistral's own window", {"model_path": "MISTRAL_WINDOW"}, ["--model-path", "sliding-window"]),
-    ("mistral", {"model_path": "MISTRAL"}, []),
-    ("window that is not used", {"model_path": "UNUSED_WINDOW"}, []),
-    ("head size", {"model_path": "HEADS"}, ["--model-path", "head size 48", "64"]),
-    ("quantised checkpoint", {"model_path": "QUANT"}, []),
-    ("quantised on load", {"quantization": "fp8"}, []),
-]
+    "gemma": ({"model_path": "GEMMA"}, ["--model-path", "Gemma2ForCausalLM"]),
+    "window": ({"model_path": "WINDOW"}, ["--model-path", "sliding-window"]),
+    "mixtral": ({"model_path": "MIXTRAL"}, ["--model-path", "MixtralForCausalLM"]),
+    "llama window": ({"model_path": "LLAMA_WINDOW"}, ["--model-path", "sliding-window"]),
+    "mistral's own window": ({"model_path": "MISTRAL_WINDOW"}, ["--model-path", "sliding-window"]),
+    "mistral": ({"model_path": "MISTRAL"}, []),
+    "window that is not used": ({"model_path": "UNUSED_WINDOW"}, []),
+    "head size": ({"model_path": "HEADS"}, ["--model-path", "head size 48", "64"]),
+    "quantised checkpoint": ({"model_path": "QUANT"}, []),
+    "quantised on load": ({"quantization": "fp8"}, []),
+}  # fmt: skip
 
 CHILD = """
 import json, os, sys
@@ -230,7 +184,8 @@ for given in cases:
     else:
         results.append(["accepted", {
             "page_size": made.page_size, "decode": made.decode_attention_backend,
-            "attention": made.attention_backend, "role": os.environ.get("SGLANG_SCOUT_ROLE")}])
+            "attention": made.attention_backend, "role": os.environ.get("SGLANG_SCOUT_ROLE"),
+            "config": made.kv_offload_config}])
 os.environ.pop("SGLANG_SCOUT_ROLE", None)
 plain = ServerArgs(model_path=model, device="cpu", disaggregation_mode="decode")
 facts = {"role": os.environ.get("SGLANG_SCOUT_ROLE"), "page_size": plain.page_size,
@@ -270,6 +225,8 @@ def outcome(tiny_model, tmp_path_factory):
               "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}  # fmt: skip
     mistral = {"architectures": ["MistralForCausalLM"], "model_type": "mistral",
                "use_sliding_window": ABSENT, "layer_types": ABSENT}  # fmt: skip
+    llama = {"architectures": ["LlamaForCausalLM"], "model_type": "llama",
+             "use_sliding_window": ABSENT, "layer_types": ABSENT}  # fmt: skip
     quant = {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128,
                                      "zero_point": True, "version": "gemm"}}  # fmt: skip
     paths = {
@@ -279,15 +236,7 @@ def outcome(tiny_model, tmp_path_factory):
         "MIXTRAL": _variant(
             model, folder / "mixtral", architectures=["MixtralForCausalLM"], model_type="mixtral"
         ),
-        "LLAMA_WINDOW": _variant(
-            model,
-            folder / "llama",
-            architectures=["LlamaForCausalLM"],
-            model_type="llama",
-            sliding_window=64,
-            use_sliding_window=ABSENT,
-            layer_types=ABSENT,
-        ),
+        "LLAMA_WINDOW": _variant(model, folder / "llama", **llama, sliding_window=64),
         "MISTRAL_WINDOW": _variant(
             model, folder / "mistral_window", **mistral, sliding_window=ABSENT
         ),
@@ -307,11 +256,14 @@ def outcome(tiny_model, tmp_path_factory):
         RecallProfile(1, "tiny", 32, 128, 0.12, [8] * 4, 4, identity=identity), str(profile)
     )
     cases = []
-    for _, given, _ in CASES:
+    (folder / "config.json").write_text('{"recall": "fixed"}')
+    for given, _ in CASES.values():
         given = dict(given)
         given["model_path"] = paths.get(given.get("model_path"), str(model))
         if given.get("kv_offload_recall_profile") == "OWN":
             given["kv_offload_recall_profile"] = str(profile)
+        if given.get("kv_offload_config") == "FILE":
+            given["kv_offload_config"] = f"@{folder}/config.json"
         cases.append(given)
     environment = {**os.environ, "SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1"}
     for name in ("SGLANG_SCOUT_ROLE", "TRITON_INTERPRET"):  # the second: of the unit tests
@@ -323,10 +275,10 @@ def outcome(tiny_model, tmp_path_factory):
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
     assert lines, done.stdout[-2000:] + done.stderr[-4000:]
     results, facts = json.loads(lines[0][len("RESULT") :])
-    return dict(zip([name for name, _, _ in CASES], results, strict=True)), facts, paths
+    return dict(zip(CASES, results, strict=True)), facts, paths
 
 
-@pytest.mark.parametrize(("name", "parts"), [(n, p) for n, _, p in CASES if p])
+@pytest.mark.parametrize(("name", "parts"), [(n, p) for n, (_, p) in CASES.items() if p])
 def test_refused(outcome, name, parts):
     kind, message = outcome[0][name]
     assert kind != "accepted", message
@@ -336,18 +288,20 @@ def test_refused(outcome, name, parts):
 
 
 def test_accepted_with_the_implied_defaults(outcome):
-    for name, given in ((n, given) for n, given, parts in CASES if not parts):
+    for name, given in ((n, given) for n, (given, parts) in CASES.items() if not parts):
         kind, made = outcome[0][name]
         assert kind == "accepted", made
         on_cpu = given.get("device", "cpu") == "cpu"
         assert made["page_size"] == 32 and (made["attention"] == "torch_native") == on_cpu
         assert made["role"].partition(":")[0] == ("prefill" if "prefill" in name else "decode")
         assert made["decode"] == (None if "prefill" in name else "scout")
+    made = outcome[0]["config in a file"][1]
+    assert json.loads(made["config"]) == {"recall": "fixed"}, "read once, by the launcher"
 
 
 @pytest.mark.parametrize(
     ("name", "path", "parts"),
-    [(n, g["model_path"], p) for n, g, p in CASES if "model_path" in g and len(g) == 1],
+    [(n, g["model_path"], p) for n, (g, p) in CASES.items() if "model_path" in g and len(g) == 1],
 )
 def test_the_plan_refuses_the_models_that_the_server_refuses(outcome, name, path, parts):
     """From config.json alone, where transformers fills in what is absent for the server."""

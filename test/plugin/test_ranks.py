@@ -1,14 +1,15 @@
-"""What the ranks of a server tell each other, between real processes."""
+"""What the ranks of a server tell each other, and how their host pages are divided among NUMA nodes."""
 
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 
-pytest.importorskip("sglang_scout.plugin.ranks", reason="needs SGLang")
+ranks_module = pytest.importorskip("sglang_scout.plugin.ranks", reason="needs SGLang")
 
 RANK = """
 import os, sys, types
@@ -52,3 +53,20 @@ def test_two_ranks(tmp_path):
             rank.kill()
     for text, rank in zip(told, ranks, strict=True):
         assert rank.returncode == 0 and "as it should be" in text, text
+
+
+@pytest.mark.parametrize(
+    ("nodes", "others", "divided"),
+    [
+        (0, [], 0), (1, [], 1), (2, [], 2), (16, [], 16), (17, [], 0),
+        (2, [2, 2], 2), (2, [1], 0), (1, [2], 1), (17, [17], 0), (0, [1], 0),
+    ],
+)  # fmt: skip
+def test_pages_are_divided_the_same_way_on_all_ranks(nodes, others, divided, monkeypatch, caplog):
+    found = {node: [2 * node, 2 * node + 1] for node in range(nodes)}
+    group = SimpleNamespace(size=1 + len(others), gather=lambda own: [own, *others])
+    monkeypatch.setattr(ranks_module, "AttentionRanks", lambda: group)
+    monkeypatch.setattr(ranks_module, "cpus_by_node", lambda cpus: found)
+    made = ranks_module.worker_nodes(range(2 * nodes))
+    assert made == (found if divided else {})
+    assert ("--kv-offload-cpus" in caplog.text) == (nodes > 1 and not divided)
