@@ -40,7 +40,7 @@ MAY_IMPORT = {
 OUTSIDE = {
     "": set(),
     "core": {"numpy", "msgspec"},
-    "worker": {"numpy", "msgspec", "zmq", "psutil"},
+    "worker": {"numpy", "msgspec"},
 }
 PICKLE_MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "shelve", "joblib"}
 PICKLE_CALLS = {"send_pyobj", "recv_pyobj", "send_serialized", "recv_serialized"}
@@ -206,7 +206,7 @@ GOOD = {
     "__init__.py": '__version__ = "1"\n',
     "core/config.py": "import json\nimport numpy as np\nfrom msgspec import Struct\n",
     "ops/attend.py": "import torch\nfrom ..core.config import np\nfrom .. import _native\n",
-    "worker/main.py": "import zmq\nfrom ..core import config\n"
+    "worker/main.py": "import msgspec\nfrom ..core import config\n"
     "from sglang_scout.core.config import np\n",
     "policy/presets.py": "import torch\nfrom ..ops.attend import torch as t\nname = 'scout'\n",
     "engine/step.py": "from .. import __version__\nfrom ..policy import presets\n"

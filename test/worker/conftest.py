@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -140,18 +139,6 @@ def is_gone(pid: int) -> bool:
 def gone() -> Callable[[int], bool]:
     """True if a process is dead (an orphan may stay a zombie where nobody collects it)."""
     return is_gone
-
-
-@pytest.fixture
-def sockets_in() -> Callable[[Path], list[str]]:
-    return lambda folder: sorted(p.name for p in folder.glob("sglang-scout-*"))
-
-
-@pytest.fixture
-def tmp_path() -> Iterator[Path]:
-    """Short, unlike pytest's own: the path of a unix socket has 107 bytes."""
-    with tempfile.TemporaryDirectory(prefix="scout-test-") as folder:
-        yield Path(folder)
 
 
 @pytest.fixture

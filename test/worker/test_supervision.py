@@ -219,18 +219,15 @@ print(client.snapshot().pid, flush=True)
 q = np.zeros((4, 4, 16), np.float32)
 step = 0
 while True:
-    if len(sys.argv) > 2:
-        time.sleep(1)
     client.post(0, step, q, np.zeros((4, 8), np.int32), np.full(4, 8, np.int32))
     step += 1
 """
 
 
-def run_parent(tmp_path: Path, cpu: int, *args: str) -> subprocess.Popen:
+def run_parent(cpu: int) -> subprocess.Popen:
     return subprocess.Popen(
-        [sys.executable, "-c", PARENT, str(cpu), *args],
+        [sys.executable, "-c", PARENT, str(cpu)],
         stdout=subprocess.PIPE,
-        env=os.environ | {"TMPDIR": str(tmp_path)},
         text=True,
     )
 
@@ -249,10 +246,8 @@ def holders(inode: int) -> list[int]:
 
 
 @pytest.mark.parametrize("worker_stopped", [False, True])
-def test_killed_decode_server_leaves_nothing(
-    tmp_path, cpu, until, gone, sockets_in, freeze, worker_stopped
-):
-    parent = run_parent(tmp_path, cpu)
+def test_killed_decode_server_leaves_nothing(cpu, until, gone, freeze, worker_stopped):
+    parent = run_parent(cpu)
     try:
         inode, pid = int(parent.stdout.readline()), int(parent.stdout.readline())
         assert set(holders(inode)) == {parent.pid, pid}
@@ -262,20 +257,20 @@ def test_killed_decode_server_leaves_nothing(
         parent.kill()
     until(lambda: gone(pid), "end of the worker", 20)
     parent.wait()
-    assert holders(inode) == [] and sockets_in(tmp_path) == []
+    assert holders(inode) == []
 
 
-def test_decode_server_killed_while_the_worker_starts(tmp_path, cpu, until, gone, sockets_in):
+def test_decode_server_killed_while_the_worker_starts(cpu, until, gone):
     def workers() -> list[int]:
         found = []
         for process in psutil.Process(parent.pid).children():
             try:
-                found += [process.pid] * (str(tmp_path) in " ".join(process.cmdline()))
+                found += [process.pid] * ("sglang_scout.worker.main" in " ".join(process.cmdline()))
             except psutil.Error:
                 continue
         return found
 
-    parent = run_parent(tmp_path, cpu)
+    parent = run_parent(cpu)
     try:
         inode = int(parent.stdout.readline())
         until(lambda: workers() != [], "a worker's process")
@@ -285,4 +280,4 @@ def test_decode_server_killed_while_the_worker_starts(tmp_path, cpu, until, gone
     parent.wait()
     for pid in pids:
         until(lambda pid=pid: gone(pid), "end of the worker", 20)
-    assert holders(inode) == [] and sockets_in(tmp_path) == []
+    assert holders(inode) == []

@@ -1,12 +1,9 @@
-"""The worker process: ``python -m sglang_scout.worker.main --fd N --endpoint ipc://... ...``.
-
-Its boot token comes on standard input, where no other user can read it.
+"""The worker process: ``python -m sglang_scout.worker.main --arena-fd N --control-fd N ...``.
 
 This file is the control side: it says hello, starts the C++ threads that serve the ring, sends a
 heartbeat now and then and otherwise sleeps. It never touches a record, and never imports torch or
-sglang. It ends when it is told to, and at once when the decode server dies, by whatever signal:
-until it is configured it watches the parent's pidfd and removes the socket's directory, afterwards
-(the directory is gone by then) the kernel kills it with its parent.
+sglang. It ends when it is told to, and is killed by the kernel when the decode server dies, by
+whatever signal.
 """
 
 from __future__ import annotations
@@ -16,13 +13,12 @@ import contextlib
 import faulthandler
 import logging
 import os
-import shutil
+import select
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
-
-import zmq
 
 from sglang_scout import _native
 from sglang_scout.core.errors import ScoutError, WorkerError
@@ -37,35 +33,24 @@ from sglang_scout.worker.ring import LAYOUT_VERSION
 logger = logging.getLogger("sglang_scout.worker")
 
 _CONFIGURE_TIMEOUT_S = 60.0
-_TOKEN_CHARS = 32
 
 
 class Worker:
     """A socket to the client, an arena, the threads."""
 
-    def __init__(self, args: argparse.Namespace, token: str, parent_fd: int) -> None:
+    def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
-        self._parent_fd = parent_fd
-        self._token = token
-        self._context = zmq.Context(io_threads=1)
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 500)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, 2 * m.MAX_MESSAGE_BYTES)
-        self._socket.connect(args.endpoint)
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(parent_fd, zmq.POLLIN)
+        self._socket = socket.socket(fileno=args.control_fd)
         self._refused = 0
 
     def run(self) -> int:
         """Serves until told to stop. Returns the exit code."""
-        self._send(m.Hello(token=self._token, pid=os.getpid(), epoch=self._args.epoch))
+        self._send(m.Hello(pid=os.getpid(), epoch=self._args.epoch))
         configure = self._await_configure()
         if configure is None:
             return 0
-        die_with_parent(self._args.parent)
         try:
-            arena = attach(self._args.fd, configure)
+            arena = attach(self._args.arena_fd, configure)
             with contextlib.closing(arena):
                 allowed = os.sched_getaffinity(0)
                 others = background_cpus(allowed, configure.cpus, cpus_by_node(allowed))
@@ -81,17 +66,11 @@ class Worker:
                         populating.stop()
         except ScoutError as e:
             logger.error("worker: %s", e)
-            self._send(m.Failed(token=self._token, error=str(e)[: m.MAX_TEXT_CHARS]))
+            self._send(m.Failed(error=str(e)[: m.MAX_TEXT_CHARS]))
             return 1
 
-    def close(self) -> None:
-        """Sends what is queued (within the linger time) and ends the socket."""
-        self._socket.close()
-        self._context.term()
-
     def _serve(self, runtime: _native.RingRuntime, configure: m.Configure) -> int:
-        ready = m.Ready(token=self._token, isa=_native.isa(), threads=len(configure.cpus))
-        self._send(ready)
+        self._send(m.Ready(isa=_native.isa(), threads=len(configure.cpus)))
         interval_s = configure.heartbeat_interval_s
         number = 0
         due_s = time.monotonic()
@@ -99,40 +78,34 @@ class Worker:
             now_s = time.monotonic()
             if now_s >= due_s:
                 number += 1
-                stats = self._stats(runtime)
-                self._send(m.Heartbeat(token=self._token, number=number, stats=stats))
+                self._send(m.Heartbeat(number=number, stats=self._stats(runtime)))
                 due_s = now_s + interval_s
-            if any(isinstance(message, m.Stop) for message in self._receive(due_s - now_s)):
+            if isinstance(self._receive(due_s - now_s), m.Stop):
                 return 0
 
     def _await_configure(self) -> m.Configure | None:
         deadline_s = time.monotonic() + _CONFIGURE_TIMEOUT_S
         while (left_s := deadline_s - time.monotonic()) > 0:
-            for message in self._receive(left_s):
-                if isinstance(message, m.Configure):
-                    return message
-                if isinstance(message, m.Stop):
-                    return None
+            message = self._receive(left_s)
+            if isinstance(message, m.Configure):
+                return message
+            if isinstance(message, m.Stop):
+                return None
         raise WorkerError(f"no configuration within {_CONFIGURE_TIMEOUT_S:.0f} s")
 
-    def _receive(self, wait_s: float) -> list[m.Message]:
-        """Waits for messages; exits the process when the parent is gone."""
-        # Rounded up: a poll that ends too early would turn the wait into a spin.
-        events = dict(self._poller.poll(int(max(wait_s, 0.0) * 1000) + 1))
-        if self._parent_fd in events:
-            leave(self._args.endpoint)
-        received: list[m.Message] = []
-        while self._socket in events:
-            try:
-                frame = self._socket.recv(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                break
-            try:
-                received.append(m.decode(frame.buffer, m.FromClient, self._token))
-            except WorkerError as e:
-                self._refused += 1
-                logger.warning("worker: dropped a message: %s", e)
-        return received
+    def _receive(self, wait_s: float) -> m.Message | None:
+        """Waits for a message. A closed socket means Stop: the client is gone."""
+        if not select.select([self._socket], [], [], max(wait_s, 0.0))[0]:
+            return None
+        data = b""
+        with contextlib.suppress(ConnectionResetError):
+            data = self._socket.recv(m.MAX_MESSAGE_BYTES + 1)
+        try:
+            return m.decode(data, m.FromClient) if data else m.Stop()
+        except WorkerError as e:
+            self._refused += 1
+            logger.warning("worker: dropped a message: %s", e)
+            return None
 
     def _stats(self, runtime: _native.RingRuntime) -> m.Stats:
         pending, items = runtime.progress()
@@ -147,8 +120,8 @@ class Worker:
     def _send(self, message: m.Message) -> None:
         # If the client does not read, buffers fill up: then a heartbeat is dropped, which says the
         # same as one that is late.
-        with contextlib.suppress(zmq.Again):
-            self._socket.send(m.encode(message), zmq.NOBLOCK)
+        with contextlib.suppress(OSError):
+            self._socket.send(m.encode(message), socket.MSG_DONTWAIT)
 
 
 def attach(fd: int, configure: m.Configure) -> Arena:
@@ -196,59 +169,33 @@ def _cpu_hint() -> str:
     return f"online are {online}, allowed to this process {sorted(os.sched_getaffinity(0))}"
 
 
-def leave(endpoint: str) -> None:
-    """Ends a worker whose parent died; removes the socket's directory if it is still there."""
-    path = Path(endpoint.removeprefix("ipc://"))
-    with contextlib.suppress(OSError):
-        if path.parent.name.startswith("sglang-scout-"):
-            shutil.rmtree(path.parent)
-    os._exit(0)
-
-
-def read_token() -> str:
-    """The boot token: all of standard input, at most as long as a token is."""
-    data = b""
-    while len(data) < _TOKEN_CHARS and (more := os.read(0, _TOKEN_CHARS - len(data))):
-        data += more
-    return data.decode("ascii", "replace")
-
-
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="sglang_scout.worker.main",
         description="CPU attention process of sglang-scout; the decode server starts it.",
     )
-    parser.add_argument("--fd", type=int, required=True, help="inherited arena descriptor")
-    parser.add_argument("--endpoint", required=True, help="ipc:// address of the control socket")
+    parser.add_argument("--arena-fd", type=int, required=True, help="inherited memory file")
+    parser.add_argument("--control-fd", type=int, required=True, help="inherited control socket")
     parser.add_argument("--epoch", type=int, required=True, help="number of this process")
     parser.add_argument("--parent", type=int, required=True, help="pid of the decode server")
     return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one worker. Returns the exit code."""
+    """Runs a worker. Returns the exit code."""
     args = parse(sys.argv[1:] if argv is None else argv)
     logging.basicConfig(
         level=logging.INFO, format=f"[scout-worker {os.getpid()}] %(levelname)s %(message)s"
     )
     faulthandler.enable()
+    die_with_parent(args.parent)
     use_own_node()  # before there are other threads
-    token = read_token()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the decode server's to handle
     try:
-        parent_fd = os.pidfd_open(args.parent)
-    except ProcessLookupError:
-        leave(args.endpoint)
-    if os.getppid() != args.parent:
-        leave(args.endpoint)
-    worker = Worker(args, token, parent_fd)
-    try:
-        return worker.run()
+        return Worker(args).run()
     except WorkerError as e:
         logger.error("worker: %s", e)
         return 1
-    finally:
-        worker.close()
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
 """Control messages between the decode server and its worker: small, typed, bounded.
 
-msgspec structs in MessagePack over a ZMQ socket; no pickle, no tensor bytes. Every message carries
-the protocol version and the boot token of one worker process, so a message of an earlier one, or of
-anybody else, is recognised and refused. The receiver looks at the size first and decodes nothing
-that is larger than :data:`MAX_MESSAGE_BYTES`.
+msgspec structs in MessagePack over a socket pair; no pickle, no tensor bytes. Every message carries
+the protocol version. The receiver looks at the size first and decodes nothing that is larger than
+:data:`MAX_MESSAGE_BYTES`.
 
 Course of a worker::
 
@@ -28,14 +27,8 @@ MAX_TEXT_CHARS = 4000  # of an error text, so that Failed stays far below the ca
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
-    """Fields of every message.
+    """What every message has: PROTOCOL_VERSION of the sender."""
 
-    Attributes:
-        token: boot token of the process, 32 hex digits.
-        version: PROTOCOL_VERSION of the sender.
-    """
-
-    token: str
     version: int = PROTOCOL_VERSION
 
 
@@ -131,16 +124,15 @@ def encode(message: Message) -> bytes:
     return data
 
 
-def decode(data: bytes | memoryview, kind: UnionType, token: str) -> Message:
+def decode(data: bytes, kind: UnionType) -> Message:
     """Reads a message of one direction.
 
     Args:
         data: what came over the socket.
         kind: ``FromWorker`` or ``FromClient``.
-        token: the boot token that it must carry.
 
     Raises:
-        WorkerError: too large, malformed, unknown, of another version or with another token.
+        WorkerError: too large, malformed, unknown or of another version.
     """
     if len(data) > MAX_MESSAGE_BYTES:
         raise WorkerError(f"message of {len(data)} bytes, the cap is {MAX_MESSAGE_BYTES}")
@@ -152,6 +144,4 @@ def decode(data: bytes | memoryview, kind: UnionType, token: str) -> Message:
         raise WorkerError(
             f"{type(message).__name__} of protocol {message.version}, this is {PROTOCOL_VERSION}"
         )
-    if message.token != token:
-        raise WorkerError(f"{type(message).__name__} with the boot token of another worker")
     return message

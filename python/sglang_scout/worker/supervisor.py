@@ -15,13 +15,11 @@ import select
 import threading
 import time
 
-import zmq
-
 from sglang_scout import _native
 from sglang_scout.core.errors import WorkerError
 from sglang_scout.worker import messages as m
 from sglang_scout.worker.arena import Arena
-from sglang_scout.worker.process import WorkerProcess, sweep_directories
+from sglang_scout.worker.process import WorkerProcess
 from sglang_scout.worker.ring import LAYOUT_VERSION
 from sglang_scout.worker.settings import WorkerConfig
 
@@ -72,7 +70,6 @@ class Supervisor:
         """
         if self._thread is not None:
             raise WorkerError("the worker has been started already")
-        sweep_directories()
         self._stopping.clear()
         self._first_outcome.clear()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -99,24 +96,22 @@ class Supervisor:
         self.state = "stopped"
 
     def _run(self) -> None:
-        context = zmq.Context(io_threads=1)
         try:
-            self._keep_running(context)
+            self._keep_running()
         except Exception as e:  # a defect here must not leave a caller waiting for a worker
             self._log.exception("worker supervisor")
             self.last_error = f"worker supervisor: {e!r}"
             self.state = "failed"
         finally:
             self._producer.set_live_epoch(0)
-            context.term()
             self._first_outcome.set()
 
-    def _keep_running(self, context: zmq.Context) -> None:
+    def _keep_running(self) -> None:
         config = self._config
         backoff_s = config.backoff_min_s
         failures = 0
         while True:
-            served_s = self._run_process(context)
+            served_s = self._run_process()
             if self._stopping.is_set():
                 return
             if not self._first_outcome.is_set():
@@ -135,11 +130,11 @@ class Supervisor:
             backoff_s = min(2 * backoff_s, config.backoff_max_s)
             self.restarts += 1
 
-    def _run_process(self, context: zmq.Context) -> float | None:
+    def _run_process(self) -> float | None:
         """One worker from start to death. Returns for how long it was ready, None if it never was."""
         epoch = self._producer.next_epoch()
         try:
-            process = WorkerProcess(epoch, self._arena.fd, context, self._log)
+            process = WorkerProcess(epoch, self._arena.fd, self._log)
         except WorkerError as e:
             self.last_error = str(e)
             return None
@@ -221,7 +216,6 @@ class Supervisor:
 
     def _configure(self, process: WorkerProcess) -> m.Configure:
         return m.Configure(
-            token=process.token,
             epoch=process.epoch,
             arena_bytes=self._arena.nbytes,
             layout_version=LAYOUT_VERSION,
@@ -235,7 +229,7 @@ class Supervisor:
 
     def _stop_gently(self, process: WorkerProcess) -> None:
         self._producer.set_live_epoch(0)
-        process.send(m.Stop(token=process.token))
+        process.send(m.Stop())
         deadline_s = time.monotonic() + self._config.stop_timeout_s
         while (left_s := deadline_s - time.monotonic()) > 0:
             if process.wait(left_s, self._wake_fd)[1]:
