@@ -39,12 +39,11 @@ import torch
 import rows
 from sglang_scout.core.config import RECALL_MODES
 from sglang_scout.core.parse_config import parse_config
-from sglang_scout.core.registry import Op
 from sglang_scout.engine import device, device_step, pools, recall, step_inputs
 from sglang_scout.engine.device_step import DeviceStepEngine
 from sglang_scout.engine.pools import DigestPool, HostPages, ModelShape, ResidentCache
-from sglang_scout.ops.native_slots import NativeResidencyTable
-from sglang_scout.ops.native_uses import NativePageUses
+from sglang_scout.ops.op import Op
+from sglang_scout.ops.residency import ResidencyTable
 from sglang_scout.policy.presets import POLICY_NAMES, make_policy
 
 PAGE = 32
@@ -194,9 +193,7 @@ class Bench:
             host=HostPages(shape, [plane] * layers, [plane] * layers),
             digests=DigestPool(shape, pages, "cpu", config.digest),
             resident=ResidentCache(shape, slots, "cpu"),
-            table=NativeResidencyTable(
-                NativePageUses(layers, pages, slots, policy.residency.half_life_steps)
-            ),
+            table=ResidencyTable(layers, pages, slots, policy.residency.half_life_steps),
             projectors=[], ring=NoRing(layers), life=lambda: 1, hidden_size=16,
             hidden_dtype=shape.dtype,
         )  # fmt: skip

@@ -23,9 +23,8 @@ from sglang_scout.engine.device import lock_memory
 from sglang_scout.engine.device_step import DeviceStepEngine
 from sglang_scout.engine.pools import DigestPool, HostPages, ModelShape, ResidentCache
 from sglang_scout.ops.doorbell import DeviceRing
-from sglang_scout.ops.native_slots import NativeResidencyTable
-from sglang_scout.ops.native_uses import NativePageUses
 from sglang_scout.ops.predict import rms_norm
+from sglang_scout.ops.residency import ResidencyTable
 from sglang_scout.policy.presets import POLICY_NAMES, make_policy
 from sglang_scout.worker.arena import Arena, ArenaSpec
 from sglang_scout.worker.client import WorkerClient, WorkerConfig
@@ -240,9 +239,7 @@ class Rig:
         budget = self.config.budget_pages
         policy = make_policy(self.config, shape.num_layers, 2 * shape.page_bytes)
         slots = (slots or budget * batch) + batch + budget
-        table = NativeResidencyTable(
-            NativePageUses(shape.num_layers, pages, slots, policy.residency.half_life_steps)
-        )
+        table = ResidencyTable(shape.num_layers, pages, slots, policy.residency.half_life_steps)
         each = -(-context // PAGE) + room
         self.engine = DeviceStepEngine(
             shape=shape, policy=policy, budget_pages=budget, max_batch=store.batch, max_pages=each,

@@ -14,8 +14,7 @@ from sglang_scout.engine.digest_forms import FORMS
 from sglang_scout.engine.pools import DigestPool, HostPages, ModelShape, ResidentCache
 from sglang_scout.engine.step import StepEngine
 from sglang_scout.ops.attend import attend_pages
-from sglang_scout.ops.native_slots import NativeResidencyTable
-from sglang_scout.ops.native_uses import NativePageUses
+from sglang_scout.ops.residency import ResidencyTable
 from sglang_scout.policy.presets import POLICY_NAMES, make_policy
 
 SIZE = 32
@@ -83,9 +82,7 @@ class MiniWorker:
         policy_of = make_policy(
             self.config, layers, 2 * self.shape.page_bytes, correction=correction
         )
-        self.table = NativeResidencyTable(
-            NativePageUses(layers, pages, slots, policy_of.residency.half_life_steps)
-        )
+        self.table = ResidencyTable(layers, pages, slots, policy_of.residency.half_life_steps)
         self.missing = HereInstead(self.shape, self.host)
         weights = [self._randn(heads * dim, HIDDEN) * 0.4 for _ in range(layers)]
         self.weights = [w.chunk(of_ranks)[rank] for w in weights]

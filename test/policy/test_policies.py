@@ -11,7 +11,7 @@ from sglang_scout.core.correction import StreamCorrection
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.parse_config import parse_config
 from sglang_scout.core.profile import RecallProfile
-from sglang_scout.core.uses import PageUses
+from sglang_scout.ops.residency import ResidencyTable
 from sglang_scout.policy.predictors import CARRY, CurrentQuery, NextLayerQuery
 from sglang_scout.policy.presets import POLICY_NAMES, make_policy, predictors
 
@@ -84,7 +84,7 @@ def test_recall_off(mode):
         config(config=f'{{"recall": "{mode}"}}'), num_layers=4, page_bytes=PAGE_BYTES
     )
     assert not any(policy.residency.due(layer, step) for layer in range(4) for step in range(99))
-    misses, uses = np.array([[[7, 3], [5, -1]]] * 2, np.int32), PageUses(4, 9, 1)
+    misses, uses = np.array([[[7, 3], [5, -1]]] * 2, np.int32), ResidencyTable(4, 9, 1).uses
     layers, pages = policy.residency.pick(np.array([1, 2]), misses, np.array([0, 1]), uses)
     assert (layers.tolist(), pages.tolist()) == ([1, 1, 2, 2], [3, 7, 3, 7])
 

@@ -14,12 +14,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sglang_scout.core.pages import ResidencyTable
 from sglang_scout.core.ranking import distinct, rank_within
 from sglang_scout.engine.counters import Counters
 from sglang_scout.engine.pools import DigestPool, HostPages, ModelShape
 from sglang_scout.engine.recall import Recall
 from sglang_scout.ops.layers import LayerPages
+from sglang_scout.ops.residency import ResidencyTable
 from sglang_scout.policy.axes import Policy, StepReport
 
 

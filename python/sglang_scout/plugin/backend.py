@@ -21,8 +21,7 @@ from sglang_scout.engine.pools import ResidentCache
 from sglang_scout.engine.step import StepEngine
 from sglang_scout.engine.step_log import StepLog
 from sglang_scout.engine.trace import Tracer
-from sglang_scout.ops.native_slots import NativeResidencyTable
-from sglang_scout.ops.native_uses import NativePageUses
+from sglang_scout.ops.residency import ResidencyTable
 from sglang_scout.plugin import status
 from sglang_scout.plugin.allocator import ScoutAllocator
 from sglang_scout.plugin.args import parse
@@ -101,13 +100,11 @@ class ScoutAttnBackend(AttentionBackend):
             "host": self.pool.host_pages,
             "digests": self.pool.digests,
             "resident": ResidentCache(shape, self.plan.num_slots, runner.device),
-            "table": NativeResidencyTable(
-                NativePageUses(
-                    shape.num_layers,
-                    self.plan.num_pages,
-                    self.plan.num_slots,
-                    self.policy.residency.half_life_steps,
-                )
+            "table": ResidencyTable(
+                shape.num_layers,
+                self.plan.num_pages,
+                self.plan.num_slots,
+                self.policy.residency.half_life_steps,
             ),
             "projectors": projectors,
             "tracer": self._tracer(shape.num_layers),

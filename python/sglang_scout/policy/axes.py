@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_scout.core.correction import StreamCorrection
-from sglang_scout.core.uses import PageUses
+from sglang_scout.ops.residency import PageUses
 
 
 class DigestAxis(Protocol):
