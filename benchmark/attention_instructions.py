@@ -94,7 +94,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
     writer = Writer(args.json, environment("attention_instructions", ("sglang-scout", "torch")))
-    why = single_steps.absent_reason() or native._ABSENT
+    why = single_steps.absent_reason() or native.ABSENT
     try:
         if why:
             writer.add("native", "absent", why)
@@ -121,7 +121,7 @@ def run(shapes: tuple[tuple[int, int, int], ...], isas: list[str], writer: Write
         kinds: dict[str, dict[str, float]] = {}
         page_bytes: dict[str, int] = {}
         for isa in isas:
-            native.set_isa(isa)
+            native.module.set_isa(isa)
             name = f"native-{isa}"
             calls[name], page_bytes[name] = call_of(H, G, D)
             calls[name]([0, 1])
@@ -130,7 +130,7 @@ def run(shapes: tuple[tuple[int, int, int], ...], isas: list[str], writer: Write
         peaks = []
         for _ in range(ROUNDS):  # in turns: what a virtual machine gets varies
             for name, call in calls.items():
-                native.set_isa(name.rpartition("-")[2])
+                native.module.set_isa(name.rpartition("-")[2])
                 begin_ns = time.perf_counter_ns()
                 call([0] * CACHED_PAGES)
                 samples_us[name].append((time.perf_counter_ns() - begin_ns) / 1e3)

@@ -28,7 +28,7 @@ import torch
 import device_here
 import rows
 from sglang_scout.engine.device import lock_memory
-from sglang_scout.ops.attend import attend_reference
+from sglang_scout.ops.attend import attend_pages
 from sglang_scout.ops.doorbell import DeviceRing
 from sglang_scout.ops.gather import copy_layer_pages
 from sglang_scout.ops.layers import LayerPages
@@ -166,7 +166,7 @@ def check(device: str) -> str:
             ring.merge(3, step.out, step.lse)
         errors = ring.errors()
         k, v = (torch.from_numpy(x(3)) for x in (running.arena.k_pages, running.arena.v_pages))
-        want = attend_reference(step.q.cpu(), k, v, step.pages.cpu(), None, None, D**-0.5)
+        want = attend_pages.reference(step.q.cpu(), k, v, step.pages.cpu(), None, None, D**-0.5)
     if errors:
         return "; ".join(errors)
     same = torch.allclose(step.out.cpu(), want[0], atol=1e-5)

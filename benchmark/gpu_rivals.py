@@ -24,8 +24,8 @@ import device_here
 import gpu_kernels
 from gpu_kernels import DTYPE, HQ, REPEATS, Case, D, H, Pools, S
 from sglang_scout.core.registry import Tolerance
-from sglang_scout.ops.attend import attend_reference
-from sglang_scout.ops.select import select_reference
+from sglang_scout.ops.attend import attend_pages
+from sglang_scout.ops.select import select_pages
 
 WORKSPACE_BYTES = 128 << 20
 PAGES = 16384
@@ -65,7 +65,7 @@ def attention(pools: Pools, B: int, resident: int) -> Case:
     def check() -> str:
         call(planned[0])
         half = torch.full_like(tail, S // 2)
-        want = attend_reference(q.float(), pools.k, pools.v, tables[0], tail, half, D**-0.5)
+        want = attend_pages.reference(q.float(), pools.k, pools.v, tables[0], tail, half, D**-0.5)
         natural = lse * math.log(2)  # theirs is to base 2
         return OUT_TOLERANCE.mismatch(out.float(), want[0]) or LSE_TOLERANCE.mismatch(
             natural, want[1]
@@ -99,7 +99,7 @@ def selection(pools: Pools, B: int, N: int, k: int) -> Case:
 
     def check() -> str:
         slots = pools.full(0, len(pools.kmin))
-        want = select_reference(given[0], table, lengths, slots, k, 0, 0).pages
+        want = select_pages.reference(given[0], table, lengths, slots, k, 0, 0).pages
         same = torch.equal(call(given[0]).sort(1).values, want.sort(1).values)
         return "" if same else "other pages than the reference"
 

@@ -142,7 +142,7 @@ def test_the_profile_of_this_server_is_taken():
             ({"config": replace(CONFIG, **{key: value})}, [key, repr(value), "--kv-offload-config"])
             for key, value in (
                 ("digest", "signs"),
-                ("head_reduce", "sum"),
+                ("head_reduce", "max"),
                 ("resident_bonus", 1.0),
                 ("sink_pages", 0),
                 ("recent_pages", 3),

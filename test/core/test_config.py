@@ -60,7 +60,7 @@ def test_defaults():
         ({"config": '{"predictor": "oracle"}'}, ["predictor", "'oracle'", "next_layer"]),
         ({"config": '{"predictor": "learned"}'}, ["'learned'", "needs predictor_file"]),
         ({"config": {"predictor_file": __file__}}, [__file__, "no effect", "'learned'"]),
-        ({"config": '{"head_reduce": "sum", "digest": "signs"}'}, ["head_reduce = 'sum'", "signs"]),
+        ({"config": '{"head_reduce": "max", "digest": "signs"}'}, ["head_reduce = 'max'", "signs"]),
         (
             {"config": '{"exact_layers": [1], "precompute": false}'},
             ["exact_layers = (1,)", "no effect", "precompute = false"],

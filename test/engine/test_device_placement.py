@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from sglang_scout.core.correction import StreamCorrection
-from sglang_scout.core.pages import ResidencyTable
 from sglang_scout.core.parse_config import parse_config
-from sglang_scout.core.registry import Op
-from sglang_scout.core.uses import PageUses
 from sglang_scout.engine import device_step, pools, recall, step_inputs
 from sglang_scout.engine.device_step import DeviceStepEngine
 from sglang_scout.engine.pools import DigestPool, HostPages, ModelShape, ResidentCache
 from sglang_scout.ops.layers import LayerPages
+from sglang_scout.ops.op import Op
+from sglang_scout.ops.residency import ResidencyTable
+from sglang_scout.ops.select import Selection
 from sglang_scout.policy.presets import POLICY_NAMES, make_policy
 
 LAYERS, HEADS, KV_HEADS, DIM, SIZE, HIDDEN, PAGES, BATCH = 3, 4, 2, 64, 32, 48, 60, 3
@@ -26,7 +26,7 @@ META = torch.device("meta")
 GIVEN = {
     "score_pages": lambda q, low, high, table, *_: torch.empty_like(table, dtype=torch.float32),
     "score_signs": lambda q, low, high, table, *_: torch.empty_like(table, dtype=torch.float32),
-    "select_pages": lambda scores, table, n_full, slot_of, k, *_: (
+    "select_pages": lambda scores, table, n_full, slot_of, k, *_: Selection(
         *(table.new_empty(len(table), k) for _ in range(2)),
         table.new_empty(len(table)),
     ),
@@ -133,9 +133,7 @@ def test_every_tensor_of_a_step_is_on_the_device(ran, settings):
         host=HostPages(shape, planes[:LAYERS], planes[LAYERS:]),
         digests=DigestPool(shape, PAGES, META, config.digest),
         resident=ResidentCache(shape, slots, META),
-        table=ResidencyTable(
-            PageUses(LAYERS, PAGES, slots, policy.residency.half_life_steps)
-        ),
+        table=ResidencyTable(LAYERS, PAGES, slots, policy.residency.half_life_steps),
         projectors=[lambda x, positions: x.new_empty(len(x), HEADS, DIM, dtype=torch.float32)]
         * LAYERS,
         ring=ring, life=lambda: 1, hidden_size=HIDDEN, hidden_dtype=shape.dtype,

@@ -123,7 +123,6 @@ def run():
     ("config", "how"),
     [
         ('{"recall": "fixed"}', "sum"),
-        ('{"recall": "fixed", "head_reduce": "sum"}', "sum"),
         ('{"recall": "fixed", "head_reduce": "max"}', "max"),
         ('{"recall": "fixed", "digest": "signs"}', "max"),
         ('{"recall": "fixed", "digest": "signs", "resident_bonus": 1.0}', "max"),

@@ -29,7 +29,7 @@ DEFAULT_RECALL_STEP_MIB = 256.0
 """What one step may copy: half of a step of 20 ms, the paper's window, at 25 GB/s, PCIe 4 x16."""
 
 ATTEND = ("resident", "selected")
-HEAD_REDUCTIONS = ("mass", "max", "sum")
+HEAD_REDUCTIONS = ("mass", "max")
 PREDICTORS = ("next_layer", "extrapolate", "learned")
 RECALL_MODES = ("off", "fixed", "profile", "adaptive")
 STEP_ENGINES = ("auto", "host", "device")

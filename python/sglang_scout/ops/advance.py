@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import torch
 
-from ..core.registry import Op, Tolerance
+from ..core.registry import Tolerance
 from . import triton
-from .shapes import Shapes
+from .op import op
 
 _NORM_EPS = 1e-12
 
@@ -31,52 +31,14 @@ class Correction(NamedTuple):
     bias: torch.Tensor
 
 
-def advance_input_reference(
-    x: torch.Tensor,
-    before: torch.Tensor,
-    after: torch.Tensor,
-    known: torch.Tensor,
-    carry: float = 0.0,
-    correction: Correction | None = None,
-) -> torch.Tensor:
-    """`advance_input` in plain torch, fp32, rounded once to the dtype of ``x``."""
-    now, after = x.float(), after.float()
-    moved = now + carry * (after - before.float())
-    if correction is not None:
-        size = now.pow(2).mean(-1, keepdim=True).add(_NORM_EPS).sqrt()
-        last = after * torch.rsqrt(after.pow(2).mean(-1, keepdim=True) + _NORM_EPS)
-        low = (now / size) @ correction.now + last @ correction.previous
-        moved = moved + size * (low @ correction.out + correction.bias)
-    return torch.where(known[:, None], moved.to(x.dtype), x)
-
-
-def _check(
-    x: torch.Tensor,
-    before: torch.Tensor,
-    after: torch.Tensor,
-    known: torch.Tensor,
-    carry: float = 0.0,
-    correction: Correction | None = None,
-) -> None:
-    shapes = Shapes("advance_input")
-    shapes.bind("x", x, "BC")
-    shapes.bind("before", before, "BC", x.dtype)
-    shapes.bind("after", after, "BC", x.dtype)
-    shapes.bind("known", known, "B", torch.bool)
-    if correction is not None:
-        for name, axes in (("now", "CR"), ("previous", "CR"), ("out", "RC"), ("bias", "C")):
-            shapes.bind(f"correction.{name}", getattr(correction, name), axes, torch.float32)
-
-
-ADVANCE_INPUT = Op(
-    "advance_input",
-    advance_input_reference,
-    [triton.ADVANCE_INPUT],
-    check=_check,
+@op(
+    x="B C model",
+    before="B C model",
+    after="B C model",
+    known="B bool",
+    correction=("C R float32", "C R float32", "R C float32", "C float32"),
     tolerances=TOLERANCES,
 )
-
-
 def advance_input(
     x: torch.Tensor,
     before: torch.Tensor,
@@ -84,7 +46,6 @@ def advance_input(
     known: torch.Tensor,
     carry: float = 0.0,
     correction: Correction | None = None,
-    impl: str = "auto",
 ) -> torch.Tensor:
     """The input that the next layer will (nearly) get, from this layer's input x.
 
@@ -99,9 +60,17 @@ def advance_input(
         known: [B] bool; rows whose previous token was not seen come back as they are.
         carry: share of the previous token's change across the layer that is added.
     Returns:
-        [B, C], dtype of ``x``, a new tensor.
-    Raises:
-        ValueError: sizes or dtypes that do not agree.
+        [B, C], rounded once from fp32 to the dtype of ``x``, a new tensor.
     Source: ScoutAttention section 3.3 uses x as it is; both terms are ours.
     """
-    return ADVANCE_INPUT(x, before, after, known, carry, correction, impl=impl)
+    now, after = x.float(), after.float()
+    moved = now + carry * (after - before.float())
+    if correction is not None:
+        size = now.pow(2).mean(-1, keepdim=True).add(_NORM_EPS).sqrt()
+        last = after * torch.rsqrt(after.pow(2).mean(-1, keepdim=True) + _NORM_EPS)
+        low = (now / size) @ correction.now + last @ correction.previous
+        moved = moved + size * (low @ correction.out + correction.bias)
+    return torch.where(known[:, None], moved.to(x.dtype), x)
+
+
+triton.implements(advance_input, "advance", sizes={"R": range(1, 129)})

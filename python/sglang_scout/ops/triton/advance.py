@@ -45,6 +45,7 @@ def lower_kernel(
     for which in tl.static_range(2):
         source = x if which == 0 else after
         matrix = now if which == 0 else previous
+        # [BLOCK_B, BLOCK_C], [BLOCK_C, BLOCK_R] and their product [BLOCK_B, BLOCK_R]
         value = tl.load(source + b[:, None] * C + c[None, :], mask=rows, other=0.0).to(tl.float32)
         weight = tl.load(matrix + c[:, None] * R + r[None, :], mask=weights, other=0.0)
         part = dot_fp32(value, weight, tl.zeros([BLOCK_B, BLOCK_R], tl.float32))
@@ -81,6 +82,7 @@ def condense_kernel(
             at = (block * 2 + which) * B + b
             some = block < blocks
             mask = some[:, None] & (r < R)[None, :]
+            # [SUMMED, BLOCK_R]
             part += tl.sum(
                 tl.load(low + at[:, None] * R + r[None, :], mask=mask, other=0.0), axis=0
             )
@@ -118,6 +120,7 @@ def advance_kernel(
     c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     mask = (b < B)[:, None] & (c < C)[None, :]
     at = b[:, None] * C + c[None, :]
+    # [BLOCK_B, BLOCK_C]
     kept = tl.load(x + at, mask=mask, other=0.0)
     value = kept.to(tl.float32)
     newer = tl.load(after + at, mask=mask, other=0.0).to(tl.float32)
@@ -127,6 +130,7 @@ def advance_kernel(
         r = tl.arange(0, BLOCK_R)
         size = tl.load(sizes + b, mask=b < B, other=1.0)
         kept_rank = (b < B)[:, None] & (r < R)[None, :]
+        # [BLOCK_B, BLOCK_R] and [BLOCK_R, BLOCK_C]
         low_rank = tl.load(lower + b[:, None] * R + r[None, :], mask=kept_rank, other=0.0)
         matrix = tl.load(
             out_matrix + r[:, None] * C + c[None, :],
@@ -141,14 +145,7 @@ def advance_kernel(
     tl.store(out + at, tl.where(seen[:, None], moved, kept), mask=mask)
 
 
-def advance_input(
-    x: torch.Tensor,
-    before: torch.Tensor,
-    after: torch.Tensor,
-    known: torch.Tensor,
-    carry: float = 0.0,
-    correction: tuple[torch.Tensor, ...] | None = None,
-) -> torch.Tensor:
+def advance_input(x, before, after, known, carry, correction):
     """See `ops.advance.advance_input`."""
     (B, C), out = x.shape, torch.empty_like(x)
     if x.numel() == 0:
