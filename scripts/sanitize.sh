@@ -3,7 +3,7 @@
 #
 #   scripts/sanitize.sh [address|thread|all] [options]     default: all
 #
-#   address   address and undefined behaviour: attend_test, batch_test, slots_test, uses_test; ring_test stress, kill
+#   address   address and undefined behaviour: attend_test, batch_test, residency_test; ring_test stress, kill
 #   thread    data races: batch_test; ring_test stress (kill races between processes)
 #
 #   --seconds N     how long each mode of ring_test runs (default 4)
@@ -20,7 +20,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 usage() { sed -n "2,/^set /s/^# \{0,1\}//p" scripts/sanitize.sh; }
 
-what=all seconds=4 seed=1 build=.cache/sanitize jobs=$(nproc) tests="attend_test batch_test slots_test uses_test ring_test"
+what=all seconds=4 seed=1 build=.cache/sanitize jobs=$(nproc) tests="attend_test batch_test residency_test ring_test"
 build_only=0 portable=OFF
 while [ $# -gt 0 ]; do
     case "$1" in

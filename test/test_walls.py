@@ -306,7 +306,9 @@ def test_each_broken_wall_is_seen(tmp_path, name, text, what):
 def test_benchmarks_drive_servers_and_do_not_import_sglang(tmp_path):
     benchmark = tmp_path / "benchmark"
     benchmark.mkdir()
-    (benchmark / "serve.py").write_text("import torch\nfrom sglang_scout.ops import attend_pages\n")
+    (benchmark / "serve.py").write_text(
+        "import torch\nfrom sglang_scout.ops.attend import attend_pages\n"
+    )
     assert broken_walls(tmp_path / "none", benchmark) == []
     (benchmark / "serve.py").write_text("from sglang.srt import utils\n")
     assert broken_walls(tmp_path / "none", benchmark) == [
@@ -335,4 +337,4 @@ def test_a_fresh_worker_process_loads_neither_torch_nor_sglang():
 
 
 def test_the_fresh_process_check_sees_what_it_looks_for():
-    assert "torch" in loaded_by("sglang_scout.ops")
+    assert "torch" in loaded_by("sglang_scout.ops.attend")

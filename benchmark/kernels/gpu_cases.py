@@ -9,17 +9,17 @@ from dataclasses import dataclass
 import torch
 
 from sglang_scout.core.page_bytes import digest_bytes
-from sglang_scout.core.registry import Op
 from sglang_scout.engine.digest_forms import FORMS
-from sglang_scout.ops.append import APPEND_TOKENS, Pool
-from sglang_scout.ops.attend import ATTEND_PAGES
-from sglang_scout.ops.digest import BUILD_LAYER_DIGESTS
-from sglang_scout.ops.gather import COPY_LAYER_PAGES
+from sglang_scout.ops.append import Pool, append_tokens
+from sglang_scout.ops.attend import attend_pages
+from sglang_scout.ops.digest import build_layer_digests
+from sglang_scout.ops.gather import copy_layer_pages
 from sglang_scout.ops.layers import LayerPages
-from sglang_scout.ops.merge import MERGE_STATES
-from sglang_scout.ops.score import SCORE_PAGES
-from sglang_scout.ops.select import SELECT_PAGES
-from sglang_scout.ops.signs import BUILD_LAYER_SIGNS, SCORE_SIGNS
+from sglang_scout.ops.merge import merge_states
+from sglang_scout.ops.op import Op
+from sglang_scout.ops.score import score_pages
+from sglang_scout.ops.select import select_pages
+from sglang_scout.ops.signs import build_layer_signs, score_signs
 
 S, H, G, D = 32, 8, 5, 128  # Qwen3-14B
 L = 8  # of its 40 layers
@@ -117,7 +117,7 @@ def scores(pools: Pools, B: int, N: int) -> Case:
 
     def call(table: torch.Tensor, impl: str = "triton") -> torch.Tensor:
         digests = (pools.kmin, pools.kmax)
-        return SCORE_PAGES(q, *digests, table, n_full, D**-0.5, "mass", impl=impl, out=out)
+        return score_pages(q, *digests, table, n_full, D**-0.5, "mass", impl=impl, out=out)
 
     return Case(
         "score_pages",
@@ -125,7 +125,7 @@ def scores(pools: Pools, B: int, N: int) -> Case:
         B * N * (digest_bytes(H, D, DTYPE.itemsize) + 8) + q.nbytes,
         [lambda t=t: call(t) for t in tables],
         lambda: difference(
-            SCORE_PAGES, q, pools.kmin, pools.kmax, tables[0], n_full, D**-0.5, "mass"
+            score_pages, q, pools.kmin, pools.kmax, tables[0], n_full, D**-0.5, "mass"
         ),
     )
 
@@ -138,13 +138,13 @@ def scores_signs(pools: Pools, B: int, N: int) -> Case:
 
     def call(table: torch.Tensor, rows: slice = slice(None), impl: str = "triton") -> torch.Tensor:
         arguments = (q[rows], pools.kmin, pools.kmax, table[rows], n_full[rows])
-        return SCORE_SIGNS(*arguments, impl=impl, out=out[rows])
+        return score_signs(*arguments, impl=impl, out=out[rows])
 
     def check() -> str:
         got = call(tables[0]).clone()
         for b in range(B):
             call(tables[0], slice(b, b + 1), "reference")
-        return SCORE_SIGNS.tolerances["bfloat16"].mismatch(got.cpu(), out.cpu())
+        return score_signs.tolerances["bfloat16"].mismatch(got.cpu(), out.cpu())
 
     return Case(
         "score_signs",
@@ -167,7 +167,7 @@ def attention(pools: Pools, B: int, resident: int, columns: int) -> Case:
 
     def call(table: torch.Tensor) -> object:
         arguments = (q, pools.k, pools.v, table, tail, length, D**-0.5)
-        return ATTEND_PAGES(*arguments, impl="triton", out=out)
+        return attend_pages(*arguments, impl="triton", out=out)
 
     token_bytes = 2 * H * D * DTYPE.itemsize
     return Case(
@@ -175,7 +175,7 @@ def attention(pools: Pools, B: int, resident: int, columns: int) -> Case:
         {"B": B, "resident": resident, "columns": columns},
         B * ((resident * S + S // 2) * token_bytes + 4 * columns) + 2 * q.nbytes + 4 * B * HQ,
         [lambda t=t: call(t) for t in tables],
-        lambda: difference(ATTEND_PAGES, q, pools.k, pools.v, tables[0], tail, length, D**-0.5),
+        lambda: difference(attend_pages, q, pools.k, pools.v, tables[0], tail, length, D**-0.5),
     )
 
 
@@ -186,7 +186,7 @@ def selection(pools: Pools, B: int, N: int, k: int) -> Case:
 
     def check() -> str:
         arguments = (given[0], table, n_full, slot_of, k)
-        got, want = (SELECT_PAGES(*arguments, impl=i) for i in ("triton", "reference"))
+        got, want = (select_pages(*arguments, impl=i) for i in ("triton", "reference"))
         # Forced pages stand first, in any order among themselves; random scores have no ties.
         pages = all(
             set(a) == set(b) for a, b in zip(got[0].tolist(), want[0].tolist(), strict=True)
@@ -197,12 +197,12 @@ def selection(pools: Pools, B: int, N: int, k: int) -> Case:
         "select_pages",
         {"B": B, "N": N, "k": k},
         B * (8 * N + 12 * k + 4),
-        [lambda s=s: SELECT_PAGES(s, table, n_full, slot_of, k, impl="triton") for s in given],
+        [lambda s=s: select_pages(s, table, n_full, slot_of, k, impl="triton") for s in given],
         check,
     )
 
 
-BUILDERS = {"minmax": BUILD_LAYER_DIGESTS, "signs": BUILD_LAYER_SIGNS}
+BUILDERS = {"minmax": build_layer_digests, "signs": build_layer_signs}
 
 
 def digests(pools: Pools, n: int, source: str, form: str) -> Case:
@@ -243,7 +243,7 @@ def copies(pools: Pools, n: int, source: str) -> Case:
     ]
 
     def call(which: torch.Tensor, impl: str = "triton") -> object:
-        return COPY_LAYER_PAGES(layers, which, dst_k, dst_v, impl=impl)
+        return copy_layer_pages(layers, which, dst_k, dst_v, impl=impl)
 
     kv_bytes = 2 * S * H * D * DTYPE.itemsize
     on_bus = layers.k[0].device.type != pools.device
@@ -252,7 +252,7 @@ def copies(pools: Pools, n: int, source: str) -> Case:
         {"pages": n, "layers": L, "from": source},
         n * kv_bytes if on_bus else n * (2 * kv_bytes + 24),
         [lambda i=i: call(i) for i in ids],
-        lambda: changed(COPY_LAYER_PAGES, [dst_k, dst_v], lambda impl: call(ids[0], impl)),
+        lambda: changed(copy_layer_pages, [dst_k, dst_v], lambda impl: call(ids[0], impl)),
         "bus" if on_bus else "device",
     )
 
@@ -262,22 +262,22 @@ def appended(pools: Pools, B: int) -> Case:
     to, lens = Pool(pools.k.clone(), pools.v.clone(), pools.ids(B)), pools.full(7, B)
 
     def call(impl: str = "triton") -> object:
-        return APPEND_TOKENS(k, v, lens, to, impl=impl)
+        return append_tokens(k, v, lens, to, impl=impl)
 
     return Case(
         "append_tokens",
         {"B": B},
         2 * (k.nbytes + v.nbytes) + 8 * B,
         [call] * REPEATS,
-        lambda: changed(APPEND_TOKENS, [to.k, to.v], call),
+        lambda: changed(append_tokens, [to.k, to.v], call),
     )
 
 
 def merged(pools: Pools, B: int) -> Case:
     parts = [pools.random(*size) for size in ((B, HQ, D), (B, HQ)) * 2]
-    calls = [lambda: MERGE_STATES(*parts, impl="triton")] * REPEATS
+    calls = [lambda: merge_states(*parts, impl="triton")] * REPEATS
     nbytes = 3 * sum(p.nbytes for p in parts[:2])
-    return Case("merge_states", {"B": B}, nbytes, calls, lambda: difference(MERGE_STATES, *parts))
+    return Case("merge_states", {"B": B}, nbytes, calls, lambda: difference(merge_states, *parts))
 
 
 def cases(pools: Pools, small: bool) -> Iterator[Case]:

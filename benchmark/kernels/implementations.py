@@ -14,7 +14,7 @@ from benchmark.kernels import awake
 from benchmark.kernels.kv_pool import KvPool, PageStream
 from benchmark.kernels.read_loop import ReadLoop
 from sglang_scout.ops import native
-from sglang_scout.ops.attend import attend_reference
+from sglang_scout.ops.attend import attend_pages
 
 if TYPE_CHECKING:
     from benchmark.kernels.ipex_client import IpexClient
@@ -134,7 +134,7 @@ class Native(OverBf16):
         self.isa, self.name = isa, f"native-{isa}"
 
     def run(self, inputs: Inputs, starts: list[int], threads: int) -> int:
-        native.set_isa(self.isa)
+        native.module.set_isa(self.isa)
         torch.set_num_threads(threads)  # the kernel's own pool takes as many
         q, k, v, scale = inputs.q, inputs.k, inputs.v, inputs.shape.scale
         out = nowhere(q)
@@ -227,14 +227,14 @@ class Ipex(OverBf16):
 
 def isas() -> list[str]:
     """Instruction sets that this build and this machine have, the best first."""
-    found, current = [], native.isa()
+    found, current = [], native.module.isa()
     for name in ISAS:
         try:
-            native.set_isa(name)
+            native.module.set_isa(name)
         except ValueError:
             continue
         found.append(name)
-    native.set_isa(current)
+    native.module.set_isa(current)
     return found
 
 
@@ -249,7 +249,9 @@ def reference_bf16(
     """float32 [rows, HQ, D] of the checked rows; pages and k, v [P, S, H, D] as who is checked reads the pool."""
     scale, parts = inputs.shape.scale, []
     for b in checked_rows(inputs.shape):
-        out, _ = attend_reference(inputs.q[b : b + 1], k, v, pages[b : b + 1], None, None, scale)
+        out, _ = attend_pages.reference(
+            inputs.q[b : b + 1], k, v, pages[b : b + 1], None, None, scale
+        )
         parts.append(out)
     return torch.cat(parts)
 

@@ -26,7 +26,7 @@ import torch
 
 from benchmark import device, rows
 from sglang_scout.engine.device import lock_memory
-from sglang_scout.ops.attend import attend_reference
+from sglang_scout.ops.attend import attend_pages
 from sglang_scout.ops.doorbell import DeviceRing
 
 LAYERS, PAGES, S, H, HQ, D, K = 8, 256, 32, 8, 40, 128, 64
@@ -119,7 +119,7 @@ def check(device: str) -> str:
             ring.merge(3, step.out, step.lse)
         errors = ring.errors()
         k, v = (torch.from_numpy(x(3)) for x in (running.arena.k_pages, running.arena.v_pages))
-        want = attend_reference(step.q.cpu(), k, v, step.pages.cpu(), None, None, D**-0.5)
+        want = attend_pages.reference(step.q.cpu(), k, v, step.pages.cpu(), None, None, D**-0.5)
     if errors:
         return "; ".join(errors)
     same = torch.allclose(step.out.cpu(), want[0], atol=1e-5)

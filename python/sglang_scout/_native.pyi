@@ -1,7 +1,7 @@
-"""The nanobind module of sgl-kernel (src/bind.cpp, src/bind_runtime.cpp), for type checkers.
+"""The nanobind module of sgl-kernel (src/bind.cpp, src/bind_residency.cpp, src/bind_runtime.cpp), for type checkers.
 
 ``*_ptr`` and ``address`` are addresses of contiguous buffers. Sizes carry the package's axis names.
-What makes an address valid is checked by the callers: ``ops/native.py`` and ``worker/client.py``.
+What makes an address valid is checked by the callers: ``ops/op.py``, ``ops/native.py`` and ``worker/client.py``.
 """
 
 from collections.abc import Sequence
@@ -84,37 +84,51 @@ def score_signs(
     out_ptr: int,
     threads: int = 1,
 ) -> None: ...
+
+RUNS_PER_THREAD: int
+
+def split_runs(
+    threads: int, most: int, least_pages: int, sequences: int, total: int, largest: int
+) -> int: ...
 def isa() -> str: ...
 def best_isa() -> str: ...
 def set_isa(name: str) -> None: ...
 
-# What pages have been of use; see core/uses.py -----------------------------------------------------
+# Residency; see ops/residency.py -------------------------------------------------------------------
 
-def touch_pages(
-    uses: npt.NDArray[np.int32],
-    page_of: npt.NDArray[np.int32],
-    slot_heat: npt.NDArray[np.float32],
-    layers: npt.NDArray[np.int64],
-    pages: npt.NDArray[np.int32],
-    weights: npt.NDArray[np.float32],
-    step: int,
-) -> None: ...
-def coldest_slots(
-    uses: npt.NDArray[np.int32],
-    page_of: npt.NDArray[np.int32],
-    slot_heat: npt.NDArray[np.float32],
-    counts: npt.NDArray[np.int64],
-    before_step: int,
-    below: npt.NDArray[np.float32],
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.float32]]: ...
-def hottest_pages(
-    uses: npt.NDArray[np.int32],
-    layers: npt.NDArray[np.int64],
-    pages: npt.NDArray[np.int32],
-    counts: npt.NDArray[np.bool_],
-    is_first: npt.NDArray[np.bool_],
-    limits: npt.NDArray[np.int64],
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]: ...
+_Ids = npt.NDArray[np.int64]
+_Pages = npt.NDArray[np.int32]
+_Floats = npt.NDArray[np.float32]
+_Flags = npt.NDArray[np.bool_]
+
+def count_pages(pages: _Pages) -> _Ids: ...
+
+class Residency:
+    frequency: _Floats
+    stamp: npt.NDArray[np.int32]
+    slot_of: npt.NDArray[np.int32]
+    is_pending: _Flags
+    generation: _Ids
+    page_of: npt.NDArray[np.int32]
+    slot_frequency: _Floats
+    slot_stamp: npt.NDArray[np.int32]
+    free: _Ids
+    num_free: _Ids
+    def __init__(self, layers: int, pages: int, slots: int) -> None: ...
+    def touch(self, layers: _Ids, pages: _Pages, weights: _Floats, step: int) -> None: ...
+    def protect(self, pages: _Ids, step: int) -> int: ...
+    def coldest(
+        self, counts: _Ids, before_step: int, below: _Floats
+    ) -> tuple[_Ids, _Ids, _Floats]: ...
+    def hottest(
+        self, layers: _Ids, pages: _Pages, counts: _Flags, is_first: _Flags, limits: _Ids
+    ) -> tuple[_Ids, _Ids]: ...
+    def absent(self, keys: _Ids) -> _Ids: ...
+    def reserve(self, keys: _Ids) -> tuple[_Ids, _Ids, _Ids, _Ids]: ...
+    def land(
+        self, layers: _Ids, pages: _Ids, slots: _Ids, generations: _Ids, step: int
+    ) -> _Ids: ...
+    def vacate(self, layers: _Ids, slots: _Ids) -> _Ids: ...
 
 # Ring --------------------------------------------------------------------------------------------
 

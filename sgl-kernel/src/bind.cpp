@@ -1,5 +1,5 @@
 // Python module sglang_scout._native. Tensors come as addresses and sizes; shapes and dtypes are
-// checked by the callers (ops/native.py), page ids here. Every call releases the GIL.
+// checked by the callers (ops/op.py, ops/native.py), page ids here. Every call releases the GIL.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
@@ -13,12 +13,12 @@
 #include "pages.h"
 #include "score_cpu.h"
 #include "scout/attend.h"
+#include "split.h"
 #include "thread_pool.h"
 
 namespace nb = nanobind;
 
-void bind_slots(nb::module_& m);
-void bind_uses(nb::module_& m);
+void bind_residency(nb::module_& m);
 void bind_runtime(nb::module_& m);
 
 namespace {
@@ -147,8 +147,8 @@ void score_pages(uintptr_t q, uintptr_t kmin, uintptr_t kmax, int dtype, int64_t
                  int heads, int group, int dim, uintptr_t table, uintptr_t n_full, int batch,
                  int columns, float scale, int reduce, uintptr_t out, int threads) {
   check_shape("score_pages", 1, heads, dim, group);
-  require(reduce >= 0 && reduce <= 2, "score_pages: reduce=" + std::to_string(reduce) +
-                                          "; known are 0 (mass), 1 (max), 2 (sum)");
+  require(reduce == 0 || reduce == 1,
+          "score_pages: reduce=" + std::to_string(reduce) + "; known are 0 (mass), 1 (max)");
   const scout::Digests digests{at<const void>(kmin), at<const void>(kmax),
                                checked_dtype("score_pages", dtype), heads, dim};
   const int32_t* const ids = at<const int32_t>(table);
@@ -211,6 +211,15 @@ NB_MODULE(_native, m) {
         arg("P"), arg("H"), arg("G"), arg("D"), arg("table_ptr"), arg("n_full_ptr"), arg("B"),
         arg("N"), arg("out_ptr"), arg("threads") = 1, no_gil,
         "Scores by key signs of the first n_full pages of B sequences.");
+  m.attr("RUNS_PER_THREAD") = scout::kRunsPerThread;
+  m.def(
+      "split_runs",
+      [](int32_t threads, int32_t most, int32_t least_pages, int64_t sequences, int64_t total,
+         int64_t largest) {
+        return scout::Split{threads, most, least_pages}.runs(sequences, total, largest);
+      },
+      arg("threads"), arg("most"), arg("least_pages"), arg("sequences"), arg("total"),
+      arg("largest"), "Runs that each of so many sequences with pages is split into; see split.h.");
   m.def(
       "isa", [] { return std::string(scout::attend_isa()); },
       "Instruction set in use: avx512, avx2 or portable.");
@@ -224,7 +233,6 @@ NB_MODULE(_native, m) {
                 "set_isa: " + name + " is unknown or not supported by this machine");
       },
       arg("name"), "Use another instruction set from the next call on, for tests and benchmarks.");
-  bind_slots(m);
-  bind_uses(m);
+  bind_residency(m);
   bind_runtime(m);
 }

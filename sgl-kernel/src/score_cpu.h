@@ -8,7 +8,7 @@
 
 namespace scout {
 
-enum class Reduce : int32_t { kMass = 0, kMax = 1, kSum = 2 };
+enum class Reduce : int32_t { kMass = 0, kMax = 1 };
 
 // kmin, kmax: [P, H, D] of dtype, contiguous; D a multiple of 16.
 struct Digests {
@@ -34,8 +34,8 @@ struct ScoreArgs {
 
 // Upper bound of a page's scores (Quest, arXiv:2406.10774):
 //   u[h, page] = scale * sum_d max(q[h, d] kmin[page, d], q[h, d] kmax[page, d])
-// reduced over the query heads: kMass: sum_h softmax_page(u); kMax: max_h (u - logsumexp_page(u));
-// kSum: sum_h u. Columns >= n_full and those without a page are -inf.
+// reduced over the query heads: kMass: sum_h softmax_page(u); kMax: max_h (u - logsumexp_page(u)).
+// Columns >= n_full and those without a page are -inf.
 void score_sequence(const ScoreArgs& args);
 
 size_t score_scratch_floats(int32_t query_heads, int32_t head_dim, int32_t columns);

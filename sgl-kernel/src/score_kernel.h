@@ -100,17 +100,10 @@ inline void reduce_head(const ScoreArgs& args, float* bounds, int padded, float*
   const F scale = Vec::set1(args.scale);
   const F limit = Vec::set1(kScoreLimit);
   const F lower_limit = Vec::set1(-kScoreLimit);
-  const bool sum_only = args.reduce == Reduce::kSum;
   for (int n = args.n_full; n < padded; ++n) bounds[n] = 0.0f;
   for (int n = 0; n < padded; n += W) {
     const F u = Vec::mul(scale, Vec::load(bounds + n));
     Vec::store(bounds + n, Vec::max(lower_limit, Vec::min(limit, u)));
-  }
-  if (sum_only) {
-    for (int n = 0; n < padded; n += W) {
-      Vec::store(result + n, Vec::add(Vec::load(result + n), Vec::load(bounds + n)));
-    }
-    return;
   }
   for (int n = 0; n < args.n_full; ++n) {
     if (args.table[n] < 0) bounds[n] = -kInfinity;  // also with a negative scale

@@ -1,4 +1,4 @@
-"""How many threads share a sequence: core/split.py."""
+"""How many threads share a sequence: sgl-kernel/src/split.h."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_scout.core.split import RUNS_PER_THREAD, Split
+from sglang_scout.core.split import Split
+
+_native = pytest.importorskip("sglang_scout._native")
 
 counts = st.lists(st.integers(0, 4096), min_size=1, max_size=64)
 splits = st.builds(Split, st.integers(1, 256), st.integers(1, 16), st.integers(1, 600))
 
 
 def runs_of(split: Split, pages: list[int]) -> int:
-    return split.runs(sum(n > 0 for n in pages), sum(pages), max(pages))
+    return _native.split_runs(*split, sum(n > 0 for n in pages), sum(pages), max(pages))
 
 
 @pytest.mark.parametrize(
@@ -50,7 +52,7 @@ def test_runs_are_within_bounds_and_no_shorter_than_worth_it(pages, split):
     assert 1 <= runs <= split.most
     if runs > 1:
         assert max(pages) >= runs * split.least_pages
-        assert runs * sum(n > 0 for n in pages) <= RUNS_PER_THREAD * split.threads
+        assert runs * sum(n > 0 for n in pages) <= _native.RUNS_PER_THREAD * split.threads
 
 
 def rounds_took(split: Split, pages: list[int], runs: int) -> float:
@@ -71,7 +73,7 @@ def test_no_other_split_of_equal_sequences_would_be_faster(sequences, pages, spl
     for runs in range(2, split.most + 1):
         if (
             pages >= runs * split.least_pages
-            and sequences * runs <= RUNS_PER_THREAD * split.threads
+            and sequences * runs <= _native.RUNS_PER_THREAD * split.threads
         ):
             rounds = -(-sequences * runs // split.threads)
             assert chosen <= rounds_took(split, batch, runs) + rounds + 1

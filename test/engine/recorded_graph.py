@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 from triton.runtime import interpreter
 
-from sglang_scout.core.registry import Op
+from sglang_scout.ops.op import Op
 
 _WAITS = (
     torch.ops.aten._local_scalar_dense,

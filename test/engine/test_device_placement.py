@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_scout.core.pages import ResidencyTable
 from sglang_scout.core.parse_config import parse_config
-from sglang_scout.core.registry import Op
-from sglang_scout.core.uses import PageUses
-from sglang_scout.engine import build, pools, recall, step, step_inputs
+from sglang_scout.engine import pools, recall, step, step_inputs
 from sglang_scout.engine.build import Ring, Sizes, build_engine
 from sglang_scout.engine.pools import DigestPool, HostPages, ModelShape
 from sglang_scout.ops.layers import LayerPages
+from sglang_scout.ops.op import Op
+from sglang_scout.ops.select import Selection
 from sglang_scout.policy.base import Context, make_policy, policy_names
 
 LAYERS, HEADS, KV_HEADS, DIM, SIZE, HIDDEN, PAGES, BATCH = 3, 4, 2, 64, 32, 48, 60, 3
@@ -25,7 +24,7 @@ META = torch.device("meta")
 GIVEN = {
     "score_pages": lambda q, low, high, table, *_: torch.empty_like(table, dtype=torch.float32),
     "score_signs": lambda q, low, high, table, *_: torch.empty_like(table, dtype=torch.float32),
-    "select_pages": lambda scores, table, n_full, slot_of, k, *_: (
+    "select_pages": lambda scores, table, n_full, slot_of, k, *_: Selection(
         *(table.new_empty(len(table), k) for _ in range(2)),
         table.new_empty(len(table)),
     ),
@@ -104,7 +103,7 @@ def ran(monkeypatch):
         ("infinigen", {}),
     ],
 )
-def test_every_tensor_of_a_step_is_on_the_device(ran, policy, settings, monkeypatch):
+def test_every_tensor_of_a_step_is_on_the_device(ran, policy, settings):
     names, host_memory = ran
     config = parse_config(
         policy=policy, policies=policy_names(), budget_tokens=4 * SIZE, config=json.dumps(settings)
@@ -115,8 +114,6 @@ def test_every_tensor_of_a_step_is_on_the_device(ran, policy, settings, monkeypa
     ]
     host_memory.update(plane.data_ptr() for plane in planes)
     ring = NoRing()
-    monkeypatch.setattr(build, "NativePageUses", PageUses)
-    monkeypatch.setattr(build, "NativeResidencyTable", ResidencyTable)
     engine = build_engine(
         config,
         make_policy(Context(config, LAYERS, 2 * shape.page_bytes)),

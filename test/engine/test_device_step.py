@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ring_view import RingView
-from sglang_scout.core.registry import chosen, forget_chosen
+from sglang_scout.core.registry import _chosen, chosen
 from sglang_scout.engine.digest_forms import FORMS
 from sglang_scout.ops import triton
 
@@ -171,7 +171,7 @@ def test_pages_that_fill_get_their_digests_from_their_slots(make, digest, monkey
 @pytest.mark.parametrize("digest", FORMS)
 def test_what_boundaries_launch_is_compiled_before_the_first_request(make, digest):
     """And leaves no trace: the padding page and a free slot are all that it touches."""
-    forget_chosen()
+    _chosen.clear()
     worker = make(layers=2, config=f'{{"digest": "{digest}"}}')
     before = set(chosen())
     counts = (worker.digests.computed, worker.digests.received, worker.digests.valid.sum())

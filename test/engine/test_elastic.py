@@ -126,13 +126,13 @@ def test_quotas_shrink_as_requests_join_coldest_pages_first(make):
     sizes = [len(before)]
     for _ in range(3):
         worker.admit(30 * SIZE)
-        heat = worker.table.uses.heat[0].copy()
+        frequency = worker.table.uses.frequency[0].copy()
         worker.step()  # residency changes at its boundary and after its attention
         worker.step()
         left = resident_of(worker, first) & before
         lost, kept = before - left, left - set(first.pages[:1]) - set(first.pages[-3:])
         if lost and kept:
-            assert max(heat[p] for p in lost) <= 3 * (min(heat[p] for p in kept) + 1e-3)
+            assert max(frequency[p] for p in lost) <= 3 * (min(frequency[p] for p in kept) + 1e-3)
         before = left
         sizes.append(len(left))
     assert sizes == sorted(sizes, reverse=True) and sizes[-1] < sizes[0]

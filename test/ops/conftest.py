@@ -4,6 +4,7 @@ On a machine with a CUDA device the cases of "triton" travel to it: their tensor
 CPU as for every implementation; arguments go to the device, results and changed arguments come back.
 """
 
+import dataclasses
 import importlib
 import pkgutil
 
@@ -12,26 +13,25 @@ import torch
 from hypothesis import settings
 
 from sglang_scout import ops
-from sglang_scout.core.registry import Implementation, Op
-from sglang_scout.ops import LayerPages, native, triton
+from sglang_scout.ops import native, triton
+from sglang_scout.ops.layers import LayerPages
+from sglang_scout.ops.op import Implementation, Op
 
 # The interpreter is a hundred times slower than the C++ code, and on a device each new size of an
 # axis that is a constant of the kernel takes a second to compile.
 TRITON_SHARE = 0.25
 
+HAS_TRITON = triton.interpreted() or torch.cuda.is_available()
 ABSENT = {
-    "native": lambda: "" if native.available() else native._ABSENT,
-    "triton": lambda: "" if triton.available() else "no CUDA device, TRITON_INTERPRET is not set",
+    "native": lambda: native.ABSENT,
+    "triton": lambda: "" if HAS_TRITON else "no CUDA device, TRITON_INTERPRET is not set",
 }
 
 
 def implementations_of(item):
-    callspec = getattr(item, "callspec", None)
-    return (
-        set(ABSENT) & {v for v in callspec.params.values() if isinstance(v, str)}
-        if callspec
-        else ()
-    )
+    """Those that the test is parametrised with."""
+    values = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    return set(ABSENT) & {v for v in values if isinstance(v, str)}
 
 
 def pytest_runtest_setup(item):
@@ -65,46 +65,39 @@ def plane(values, shift=0, **where):
 def travelling(implementation: Implementation) -> Implementation:
     """The same implementation on the CUDA device, for arguments on the CPU."""
 
-    def moved(value, there):
-        if isinstance(value, torch.Tensor) and value.device.type == "cpu":
-            return there.setdefault(id(value), (value, value.to("cuda")))[1]
-        if isinstance(value, LayerPages) and value.addresses.device.type == "cpu":
-            # Page-locked, as an arena's; no op changes them.
-            halves = (
-                [plane(x, x.storage_offset(), pin_memory=True) for x in half]
-                for half in (value.k, value.v)
-            )
-            return LayerPages.of(*halves, "cuda")
+    def over(value, move):
         if isinstance(value, tuple):
-            values = [moved(v, there) for v in value]
+            values = [over(v, move) for v in value]
             return type(value)(*values) if hasattr(value, "_fields") else tuple(values)
-        return value
+        return move(value)
 
-    def back(value, there):
-        if isinstance(value, torch.Tensor):
-            home = next((old for old, new in there.values() if new is value), None)
-            return value.cpu() if home is None else home
-        if isinstance(value, tuple):
-            values = [back(v, there) for v in value]
-            return type(value)(*values) if hasattr(value, "_fields") else tuple(values)
-        return value
+    def run(*args):
+        there = {}  # of each tensor by identity: as it was, and on the device
 
-    def reasons(*args, **kwargs):
-        there = {}
-        return implementation.reasons(
-            *moved(args, there), **{k: moved(v, there) for k, v in kwargs.items()}
-        )
+        def go(value):
+            if isinstance(value, torch.Tensor):
+                return there.setdefault(id(value), (value, value.to("cuda")))[1]
+            if isinstance(value, LayerPages):  # page-locked, as an arena's; no op changes them
+                halves = (
+                    [plane(x, x.storage_offset(), pin_memory=True) for x in half]
+                    for half in (value.k, value.v)
+                )
+                return LayerPages.of(*halves, "cuda")
+            return value
 
-    def run(*args, **kwargs):
-        there = {}
-        result = implementation.run(
-            *moved(args, there), **{k: moved(v, there) for k, v in kwargs.items()}
-        )
+        def come(value):
+            if not isinstance(value, torch.Tensor):
+                return value
+            return next((old for old, new in there.values() if new is value), value.cpu())
+
+        result = implementation.run(*over(args, go))
         for old, new in there.values():
             old.copy_(new)
-        return back(result, there)
+        return over(result, come)
 
-    return Implementation(implementation.name, run, reasons, implementation.auto_reasons)
+    return dataclasses.replace(
+        implementation, run=run, devices=lambda tensors: [], unasked=lambda: "for tests by name"
+    )
 
 
 def pytest_configure(config):
@@ -117,9 +110,8 @@ def pytest_configure(config):
         importlib.import_module(f"{ops.__name__}.{m.name}")
         for m in pkgutil.iter_modules(ops.__path__)
     ]
-    for op in {
-        id(op): op for m in modules for op in vars(m).values() if isinstance(op, Op)
-    }.values():
+    every = {x.name: x for module in modules for x in vars(module).values() if isinstance(x, Op)}
+    for op in every.values():
         op.implementations[:] = [
             travelling(i) if i.name == "triton" else i for i in op.implementations
         ]
@@ -128,18 +120,18 @@ def pytest_configure(config):
 @pytest.fixture(params=["portable", "avx2", "avx512", "avx512bf16"])
 def isa(request):
     """The test runs once with every instruction set that this machine has, where it is of "native"."""
-    if not native.available():
-        pytest.skip(native._ABSENT)
     impl = request.node.callspec.params.get("impl", "native")
     if impl != "native" and request.param != "portable":
         pytest.skip(f"{impl} has no instruction sets: once is enough")
-    before = native.isa()
+    if native.module is None:
+        pytest.skip(native.ABSENT)
+    before = native.module.isa()
     try:
-        native.set_isa(request.param)
+        native.module.set_isa(request.param)
     except ValueError as error:
         pytest.skip(str(error))
     yield request.param
-    native.set_isa(before)
+    native.module.set_isa(before)
 
 
 @pytest.fixture(scope="session")

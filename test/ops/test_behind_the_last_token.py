@@ -42,13 +42,13 @@ class Zone:
 
 def attend_everywhere() -> None:
     """All instruction sets, storage types and tails; the process dies if one reads on."""
-    from sglang_scout.ops import attend_pages
+    from sglang_scout.ops.attend import attend_pages
 
     zones = Zone(), Zone()
     isas = []
     for name in ("portable", "avx2", "avx512", "avx512bf16"):
         with contextlib.suppress(ValueError):  # not of this machine
-            native.set_isa(name)
+            native.module.set_isa(name)
             isas.append(name)
     pages, last_page = torch.tensor([[0]], dtype=torch.int32), torch.tensor([1], dtype=torch.int32)
     for H, G, D, S in (
@@ -65,7 +65,7 @@ def attend_everywhere() -> None:
                 q = torch.randn(1, H * G, D).bfloat16().float()
                 last_len = torch.tensor([tail], dtype=torch.int32)
                 for isa in isas:
-                    native.set_isa(isa)
+                    native.module.set_isa(isa)
                     out, _ = attend_pages(q, k, v, pages, last_page, last_len, 0.1, impl="native")
                     assert out.isfinite().all(), (isa, dtype, H, G, D, S, tail)
     print("unharmed")

@@ -4,21 +4,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_scout.core.errors import ImplementationError
-from sglang_scout.ops.digest import BUILD_LAYER_DIGESTS, build_layer_digests, digest_reference
+from sglang_scout.ops.digest import build_layer_digests
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-IMPLS = pytest.mark.parametrize("impl", BUILD_LAYER_DIGESTS.names())
+IMPLS = pytest.mark.parametrize("impl", build_layer_digests.names())
 
 
 def poisoned(*shape, dtype=torch.float32):
     return [torch.full(shape, torch.nan, dtype=dtype) for _ in range(2)]
-
-
-def test_reference_is_the_minimum_and_maximum_over_the_tokens():
-    k = torch.tensor([[[[1.0, -2.0]], [[3.0, -5.0]], [[2.0, 0.0]]]])  # [1, 3, 1, 2]
-    kmin, kmax = digest_reference(k)
-    assert kmin.tolist() == [[[1.0, -5.0]]]
-    assert kmax.tolist() == [[[3.0, 0.0]]]
 
 
 @IMPLS
@@ -116,37 +109,3 @@ def test_triton_skips_pages_out_of_range(impl, layer_pages):
         assert torch.equal(got[0, 8], expected[0, 0]) and torch.equal(got[0, 4], expected[0, 2])
         assert torch.equal(got[1, 1], expected[1, 1])
         assert (~got.isnan()).sum() == 3 * 2 * 16
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"kmin": torch.zeros(3, 3, 2, 8)}, "build_layer_digests: kmin has L=3, expected 2"),
-        ({"kmin": torch.zeros(2, 3, 4, 8)}, "build_layer_digests: kmin has H=4, expected 2"),
-        ({"kmax": torch.zeros(2, 3, 2, 9)}, "build_layer_digests: kmax has D=9, expected 8"),
-        ({"kmin": torch.zeros(2, 3, 2, 8).half()}, "kmin has dtype torch.float16, expected"),
-        ({"ids": torch.zeros(1, dtype=torch.int32)}, "ids has dtype torch.int32, expected"),
-        ({"k": torch.zeros(2, 3, 2, 8)}, "k has 3 axes"),
-        ({"ids": [0]}, "ids is a list, expected a tensor"),
-    ],
-)
-def test_malformed_arguments_are_named(change, message, layer_pages):
-    arguments = {
-        "k": torch.zeros(2, 3, 4, 2, 8),
-        "ids": torch.tensor([0]),
-        "kmin": torch.zeros(2, 3, 2, 8),
-        "kmax": torch.zeros(2, 3, 2, 8),
-    } | change
-    with pytest.raises(ValueError, match=message):
-        build_layer_digests(layer_pages(arguments.pop("k")), **arguments)
-
-
-def test_strided_digests_are_left_to_the_reference(layer_pages):
-    k = torch.randn(2, 3, 4, 2, 16)
-    kmin, kmax = (x.transpose(0, 1) for x in poisoned(3, 2, 2, 16))
-    build_layer_digests(layer_pages(k), torch.arange(3), kmin, kmax)
-    assert torch.equal(kmin, k.amin(2))
-    with pytest.raises(
-        ImplementationError, match="implementation 'native' .*kmin is not contiguous"
-    ):
-        build_layer_digests(layer_pages(k), torch.arange(3), kmin, kmax, impl="native")

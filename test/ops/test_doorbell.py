@@ -11,17 +11,16 @@ import torch
 
 from sglang_scout.core.split import Split
 from sglang_scout.ops import triton
-from sglang_scout.ops.attend import attend_reference
-from sglang_scout.ops.doorbell import DeviceRing
-from sglang_scout.ops.merge import merge_reference
+from sglang_scout.ops.attend import attend_pages
+from sglang_scout.ops.merge import merge_states
 
 triton_language = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
-from sglang_scout.ops.triton.doorbell import runs_of  # noqa: E402
-
 _native = pytest.importorskip("sglang_scout._native")
 from ring_view import RingView  # noqa: E402
+from sglang_scout.ops.doorbell import DeviceRing  # noqa: E402
+from sglang_scout.ops.triton.doorbell import runs_of  # noqa: E402
 from sglang_scout.worker.arena import Arena, ArenaSpec  # noqa: E402  (needs the native module)
 
 LAYERS, BATCH, K, HQ, D = 3, 4, 5, 4, 16
@@ -32,7 +31,8 @@ DEVICE = "cpu" if triton.interpreted() else "cuda"
 MAPPED = 2  # cudaHostRegisterMapped
 
 pytestmark = pytest.mark.skipif(
-    not triton.available(), reason="no CUDA device, TRITON_INTERPRET is not set"
+    not (triton.interpreted() or torch.cuda.is_available()),
+    reason="no CUDA device, TRITON_INTERPRET is not set",
 )
 
 
@@ -180,29 +180,10 @@ def test_the_rule_for_runs_in_a_kernel():
         counts[0] = counts[0] * rng.integers(1, 8)
         batch = len(counts), int(counts.sum()), int(counts.max())
         cases.append([*batch, *split])
-        expected.append(split.runs(*batch))
+        expected.append(_native.split_runs(*split, *batch))
     out = torch.zeros(len(cases), dtype=torch.int32, device=DEVICE)
     rule_kernel[(len(cases),)](torch.tensor(cases, dtype=torch.int32, device=DEVICE), out)
     assert out.tolist() == expected and len(set(expected)) == 16
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_the_kernel_splits_by_the_rule(arena, seed):
-    """Batches of different need, with rows that need nothing."""
-    rng = np.random.default_rng(seed)
-    split = Split(int(rng.integers(1, 24)), int(rng.integers(1, 17)), int(rng.integers(1, 4)))
-    rows, k = int(rng.integers(1, arena.spec.max_batch + 1)), arena.spec.max_pages
-    counts = rng.integers(0, k + 1, rows) * (rng.random(rows) < 0.7)
-    counts[rng.integers(rows)] = k
-    q, pages, _ = request(seed, rows, k)
-    n_pages = torch.tensor(counts, dtype=torch.int32, device=DEVICE)
-    expected = split.runs(int((counts > 0).sum()), int(counts.sum()), k)
-    device = ring_of(arena, parts=0, split=split)
-    device.set_life(1)
-    device.begin_step(3)
-    device.post(1, q, pages, n_pages)
-    settle()
-    assert int(RingView(arena).record(arena.spec.num_layers + 1)["parts"]) == expected
 
 
 @TWO_KINDS
@@ -297,8 +278,8 @@ def exchange(arena, ring, step):
     for layer, (q, pages, _) in enumerate(requests):
         out, lse = state(layer)
         pool = (torch.from_numpy(x(layer)) for x in (arena.k_pages, arena.v_pages))
-        answer = attend_reference(q.cpu(), *pool, pages.cpu(), None, None, D**-0.5)
-        expected = merge_reference(out.cpu(), lse.cpu(), *answer)
+        answer = attend_pages.reference(q.cpu(), *pool, pages.cpu(), None, None, D**-0.5)
+        expected = merge_states.reference(out.cpu(), lse.cpu(), *answer)
         ring.merge(layer, out, lse)
         assert torch.allclose(out.cpu(), expected[0], atol=1e-5)
         assert torch.allclose(lse.cpu(), expected[1], atol=1e-5)
@@ -404,9 +385,12 @@ def test_only_a_good_answer_to_this_very_record_counts(arena, status):
     ("change", "message"),
     [
         ({"layer": 3}, "post: layer is 3, expected 0..2"),
-        ({"q": torch.zeros(3, HQ, 32)}, "post: q has D=32, expected 16"),
+        (
+            {"q": torch.zeros(3, HQ, 32)},
+            r"post: q is torch.float32\[3, 4, 32\] .* expected torch.float32\[3, 4, 16\]",
+        ),
         ({"pages": torch.zeros(3, 6).int()}, r"pages is \[3, 6\], the ring has room for \[4, 5\]"),
-        ({"n_pages": torch.zeros(2).int()}, "post: n_pages has B=2, expected 3"),
+        ({"n_pages": torch.zeros(2).int()}, r"post: n_pages is torch.int32\[2\]"),
     ],
 )
 def test_malformed_arguments_are_named(arena, change, message):

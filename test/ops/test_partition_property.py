@@ -6,7 +6,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from sglang_scout.ops.attend import ATTEND_PAGES, attend_pages
+from sglang_scout.ops.attend import attend_pages
 from sglang_scout.ops.merge import merge_states
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -39,7 +39,7 @@ assignments = st.lists(
 )
 
 
-@pytest.mark.parametrize("cpu_impl", ATTEND_PAGES.names())
+@pytest.mark.parametrize("cpu_impl", attend_pages.names())
 @settings(max_examples=60)
 @given(
     where=assignments,
@@ -85,4 +85,4 @@ def test_merged_parts_equal_dense_attention_over_the_union(
         kept = [(page, S) for page, place in parts[b] if place != NOTHING]
         kept += [tails[b]] if tails[b][1] else []
         expected = dense(q[b], k, v, kept, scale)
-        agree(ATTEND_PAGES, (merged[0][b], merged[1][b]), expected, dtype)
+        agree(attend_pages, (merged[0][b], merged[1][b]), expected, dtype)

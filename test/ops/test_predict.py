@@ -6,14 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_scout.ops.predict import (
-    PREDICT_QUERY,
-    predict_query,
-    predict_query_reference,
-    rms_norm,
-)
+from sglang_scout.ops.predict import predict_query, rms_norm
 
-IMPLS = pytest.mark.parametrize("impl", PREDICT_QUERY.names())
+IMPLS = pytest.mark.parametrize("impl", predict_query.names())
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -91,7 +86,7 @@ def test_equals_double_precision(
     assert got.dtype == torch.float32
     assert got.shape == (B, HQ, D)
     assert torch.equal(got, got.to(dtype).float())  # as the model's own query, rounded to its dtype
-    agree(PREDICT_QUERY, got, by_complex_numbers(c), dtype)
+    agree(predict_query, got, by_complex_numbers(c), dtype)
 
 
 @IMPLS
@@ -99,27 +94,17 @@ def test_a_float32_table_is_used_as_it_is(agree, impl):
     """On CUDA SGLang keeps the table in float32 beside a bfloat16 model."""
     c = case(dtype=torch.bfloat16) | {"cos_sin": table(4096, 16)}
     c["positions"] = torch.tensor([4095, 4001, 0])
-    agree(PREDICT_QUERY, predict_query(**c, impl=impl), by_complex_numbers(c), torch.bfloat16)
-
-
-def test_inputs_are_not_changed_and_no_value_is_needed_on_the_host():
-    c = case()
-    before = {name: t.clone() for name, t in c.items() if isinstance(t, torch.Tensor)}
-    predict_query(**c)
-    assert all(torch.equal(t, c[name]) for name, t in before.items())
-    meta = {n: t.to("meta") if isinstance(t, torch.Tensor) else t for n, t in c.items()}
-    assert predict_query_reference(**meta).shape == (3, 4, 16)
+    agree(predict_query, predict_query(**c, impl=impl), by_complex_numbers(c), torch.bfloat16)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"w_q": torch.zeros(64, 47)}, "predict_query: w_q has C=47, expected 48"),
-        ({"w_q": torch.zeros(60, 48)}, "predict_query: w_q has Q=60, expected 64"),
-        ({"w_q": torch.zeros(64, 48).half()}, "predict_query: w_q has dtype torch.float16"),
-        ({"q_norm_weight": torch.zeros(8)}, "predict_query: q_norm_weight has D=8, expected 16"),
-        ({"positions": torch.zeros(2).long()}, "predict_query: positions has B=2, expected 3"),
-        ({"rotary_dim": 18}, "predict_query: rotary_dim is 18, expected an even number in 2..16"),
+        ({"w_q": torch.zeros(60, 48)}, r"predict_query: w_q has HQ\*D=60, expected 64"),
+        (
+            {"rotary_dim": 18, "cos_sin": torch.zeros(64, 18)},
+            "predict_query: rotary_dim is 18, expected an even number in 2..16",
+        ),
         ({"rotary_dim": 8}, "predict_query: cos_sin has R=16, expected 8"),
     ],
 )
@@ -190,7 +175,7 @@ def test_equals_the_modules_of_sglang(sgl, impl, model, dtype):
         got = predict_query(**c, impl=impl)
     if impl == "reference":
         assert torch.equal(got, q.view(-1, HQ, D).float())
-    mismatch = PREDICT_QUERY.tolerances[str(dtype).removeprefix("torch.")].mismatch(
+    mismatch = predict_query.tolerances[str(dtype).removeprefix("torch.")].mismatch(
         got, q.view(-1, HQ, D).float()
     )
     assert not mismatch

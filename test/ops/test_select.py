@@ -3,9 +3,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_scout.ops.select import SELECT_PAGES, select_pages, select_reference
+from sglang_scout.ops.select import select_pages
 
-IMPLS = pytest.mark.parametrize("impl", SELECT_PAGES.names())
+IMPLS = pytest.mark.parametrize("impl", select_pages.names())
 
 
 def i32(values):
@@ -146,36 +146,9 @@ def test_writes_where_it_is_told_to(impl, case):
     assert (rows[:, B] == 99).all()
 
 
-def test_inputs_are_not_changed():
-    scores, table = torch.rand(2, 8), torch.arange(16).view(2, 8).int()
-    n_full, slot_of = i32([8, 5]), i32([-1] * 16)
-    before = [t.clone() for t in (scores, table, n_full, slot_of)]
-    select_pages(scores, table, n_full, slot_of, 4)
-    assert all(
-        torch.equal(a, b) for a, b in zip(before, (scores, table, n_full, slot_of), strict=True)
-    )
-
-
-@pytest.mark.parametrize("N", [3, 40])
-def test_needs_no_value_on_the_host(N):
-    """Tensors without data: anything that looks at a value, as a host sync would, fails."""
-    with torch.device("meta"):
-        got = select_reference(
-            torch.empty(4, N),
-            torch.empty(4, N, dtype=torch.int32),
-            torch.empty(4, dtype=torch.int32),
-            torch.empty(100, dtype=torch.int32),
-            16,
-        )
-    assert got.pages.shape == got.missing.shape == (4, 16)
-    assert got.n_missing.shape == (4,)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"table": i32([[0, 1]])}, "select_pages: table has N=2, expected 3"),
-        ({"slot_of": torch.zeros(4)}, "slot_of has dtype torch.float32, expected torch.int32"),
         ({"slot_of": i32([])}, "slot_of has P=0"),
         ({"k": 1}, "k=1 cannot hold sink_pages=1 \\+ recent_pages=1"),
         ({"k": 0, "sink_pages": 0, "recent_pages": 0}, "k=0 cannot hold"),

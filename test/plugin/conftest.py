@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sglang_scout.core.registry import Op
+from sglang_scout.ops.op import Op
 
 
 @pytest.fixture(scope="session")

@@ -14,8 +14,7 @@ import torch
 
 from sglang_scout.engine.digest_forms import FORMS
 from sglang_scout.engine.pools import DigestPool, HostPages, ModelShape
-from sglang_scout.ops.digest import digest_reference
-from sglang_scout.ops.score import score_reference
+from sglang_scout.ops.score import score_pages
 
 pool = pytest.importorskip("sglang_scout.plugin.pool", reason="needs SGLang")
 hooks = pytest.importorskip("sglang_scout.plugin.prefill_hooks", reason="needs SGLang")
@@ -247,7 +246,8 @@ def test_a_pool_scores_by_the_bounds_of_its_keys(head_reduce):
     n_full = torch.tensor([9, 5], dtype=torch.int32)
     for layer in range(3):
         got = digests.score(layer, q, table, n_full, 0.01, head_reduce)
-        exact = score_reference(q, *digest_reference(k[layer]), table, n_full, 0.01, head_reduce)
+        bounds = k[layer].aminmax(dim=1)
+        exact = score_pages.reference(q, *bounds, table, n_full, 0.01, head_reduce)
         assert ((got == -torch.inf) == (exact == -torch.inf)).all()
         scored = exact > -torch.inf
         assert (got - exact)[scored].abs().max() <= 1e-5 * exact[scored].abs().max()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sglang_scout.core.errors import ConfigError
-from sglang_scout.ops.predict import PREDICT_QUERY, predict_query
+from sglang_scout.ops.predict import predict_query
 
 support = pytest.importorskip("sglang_scout.plugin.support", reason="needs SGLang")
 quantised_linear = pytest.importorskip("quantised_linear", reason="needs SGLang")
@@ -101,7 +101,7 @@ def test_plain_weights_are_sliced(agree, token, given):
     layer, weight, bias = attention_layer(**given)
     calls = counted(layer)
     (project,) = support.make_projectors([layer])
-    agree(PREDICT_QUERY, project(*token), predicted(layer, weight, bias, *token))
+    agree(predict_query, project(*token), predicted(layer, weight, bias, *token))
     assert not calls
 
 
@@ -113,7 +113,7 @@ def test_quantised_weights_go_through_the_module(agree, token, given):
     (project,) = support.make_projectors([layer])
     codes, step = quantised_linear.quantise(weight)
     got = project(*token)
-    agree(PREDICT_QUERY, got, predicted(layer, codes * step, bias, *token))
+    agree(predict_query, got, predicted(layer, codes * step, bias, *token))
     assert len(calls) == 1
     assert (got - predicted(layer, weight, bias, *token)).abs().max() > 1e-3, "not the old weight"
 
@@ -121,7 +121,7 @@ def test_quantised_weights_go_through_the_module(agree, token, given):
 def test_a_float_weight_of_another_method_is_not_sliced(agree, token):
     layer, weight, bias = attention_layer(method=RotatedInput())
     (project,) = support.make_projectors([layer])
-    agree(PREDICT_QUERY, project(*token), predicted(layer, weight.flip(-1), bias, *token))
+    agree(predict_query, project(*token), predicted(layer, weight.flip(-1), bias, *token))
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])

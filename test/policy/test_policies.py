@@ -8,7 +8,7 @@ import pytest
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.parse_config import parse_config
 from sglang_scout.core.profile import RecallProfile
-from sglang_scout.core.uses import PageUses
+from sglang_scout.ops.residency import ResidencyTable
 from sglang_scout.policy.base import Context, make_policy, policy_names
 
 PAGE_BYTES = 2 * 32 * 8 * 128 * 2
@@ -57,7 +57,7 @@ def test_layers_take_turns():
 def test_recall_off(mode):
     policy = make(config(config=f'{{"recall": "{mode}"}}'), 4)
     assert not any(policy.residency.due(layer, step) for layer in range(4) for step in range(99))
-    misses, uses = np.array([[[7, 3], [5, -1]]] * 2, np.int32), PageUses(4, 9, 1)
+    misses, uses = np.array([[[7, 3], [5, -1]]] * 2, np.int32), ResidencyTable(4, 9, 1).uses
     layers, pages = policy.residency.pick(np.array([1, 2]), misses, np.array([0, 1]), uses)
     assert (layers.tolist(), pages.tolist()) == ([1, 1, 2, 2], [3, 7, 3, 7])
 

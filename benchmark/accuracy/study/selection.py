@@ -192,7 +192,7 @@ class Digest:
 def reduced(how: str, u: Tensor, heads: tuple[int, ...]) -> Tensor:
     """One score for each page from those of the heads, the dimensions ``heads`` of u [..., N]; void pages are -inf.
 
-    mass: sum of the heads' softmax over pages; max: largest log of that; sum: sum of the scores, as in ops/score.py.
+    mass: sum of the heads' softmax over pages; max: largest log of that (both as in ops/score.py); sum: of the scores.
     stand-out: largest in units of the head's standard deviation over the pages, as in ops/signs.py.
     """
     if how == "mass":

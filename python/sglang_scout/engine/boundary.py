@@ -20,7 +20,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sglang_scout.core.pages import ResidencyTable
 from sglang_scout.engine.counters import Counters
 from sglang_scout.engine.lifecycle import PageLifecycle
 from sglang_scout.engine.placement import Placement
@@ -28,6 +27,7 @@ from sglang_scout.engine.recall import Recall
 from sglang_scout.engine.step_inputs import Batch
 from sglang_scout.engine.step_log import StepLog
 from sglang_scout.engine.step_results import StepResult, StepResults
+from sglang_scout.ops.residency import ResidencyTable
 from sglang_scout.policy.base import Policy, StepReport
 
 Ids = npt.NDArray[np.int64]

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 
 from sglang_scout.core.config import OffloadConfig
-from sglang_scout.core.pages import ResidencyTable
 from sglang_scout.engine.fetch import Drop, Fetch
 from sglang_scout.engine.pools import DigestPool, HostPages, ModelShape, ResidentCache
 from sglang_scout.engine.ranks import Ranks
@@ -16,9 +15,8 @@ from sglang_scout.engine.step import StepEngine
 from sglang_scout.engine.trace import Tracer
 from sglang_scout.engine.transport import GraphTransport, HostTransport, RingClient, Transport
 from sglang_scout.ops.doorbell import DeviceRing
-from sglang_scout.ops.native_slots import NativeResidencyTable
-from sglang_scout.ops.native_uses import NativePageUses
 from sglang_scout.ops.predict import QueryProjector
+from sglang_scout.ops.residency import ResidencyTable
 from sglang_scout.policy.base import Policy
 from sglang_scout.worker.arena import Arena
 from sglang_scout.worker.client import WorkerClient
@@ -107,10 +105,8 @@ def build_engine(
         ValueError: sizes that do not fit the policy.
     """
     tracer = tracer or Tracer(None, 0)
-    table: ResidencyTable = NativeResidencyTable(
-        NativePageUses(
-            shape.num_layers, host.num_pages, sizes.num_slots, policy.residency.half_life_steps
-        )
+    table = ResidencyTable(
+        shape.num_layers, host.num_pages, sizes.num_slots, policy.residency.half_life_steps
     )
     return StepEngine(
         shape=shape,

@@ -7,11 +7,11 @@ from collections import deque
 import numpy as np
 import numpy.typing as npt
 
-from sglang_scout.core.pages import ResidencyTable
 from sglang_scout.core.ranking import distinct
 from sglang_scout.engine.pools import DigestPool, HostPages
 from sglang_scout.engine.step_results import KNOWN_AFTER
 from sglang_scout.ops.layers import LayerPages
+from sglang_scout.ops.residency import ResidencyTable
 
 
 class PageLifecycle:

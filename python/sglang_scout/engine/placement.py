@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from sglang_scout.core.pages import ResidencyTable
 from sglang_scout.core.ranking import rank_within
 from sglang_scout.engine.recall import Recall
+from sglang_scout.ops.residency import ResidencyTable
 from sglang_scout.policy.base import Policy
 
 

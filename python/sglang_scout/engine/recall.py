@@ -17,13 +17,13 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from sglang_scout.core.pages import Reservation, ResidencyTable
 from sglang_scout.engine.counters import Counters
 from sglang_scout.engine.device import upload
 from sglang_scout.engine.pools import HostPages, ResidentCache
 from sglang_scout.engine.step_results import KNOWN_AFTER
 from sglang_scout.engine.trace import Tracer
 from sglang_scout.ops.gather import copy_layer_pages
+from sglang_scout.ops.residency import Reservation, ResidencyTable
 
 Layers = npt.NDArray[np.int64] | int
 

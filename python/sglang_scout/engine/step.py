@@ -23,7 +23,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sglang_scout.core.pages import ResidencyTable
 from sglang_scout.engine.boundary import StepBoundary
 from sglang_scout.engine.counters import Counters
 from sglang_scout.engine.device import SideStream, upload
@@ -40,6 +39,7 @@ from sglang_scout.ops.append import Pool, append_tokens
 from sglang_scout.ops.attend import attend_pages
 from sglang_scout.ops.layers import resident_slots
 from sglang_scout.ops.predict import QueryProjector
+from sglang_scout.ops.residency import ResidencyTable
 from sglang_scout.ops.select import select_pages
 from sglang_scout.policy.base import Policy
 

@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import torch
 
-from ..core.registry import Op, Tolerance
+from ..core.registry import Tolerance
 from . import triton
-from .shapes import Shapes
+from .op import op
 
 TOLERANCES = {
     name: Tolerance(0.0, 0.0, "one rounding to the dtype of the pages, to the nearest even")
@@ -27,57 +27,24 @@ class Pool(NamedTuple):
     ids: torch.Tensor
 
 
-def append_reference(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    lens: torch.Tensor,
-    pool: Pool,
-    mirror: Pool | None = None,
-) -> None:
-    """`append_tokens` in plain torch: pages[ids[b], lens[b] - 1] = new[b] where ids[b] >= 0."""
-    for pages_k, pages_v, ids in (pool,) if mirror is None else (pool, mirror):
-        rows = (ids >= 0).nonzero().squeeze(1)
-        at = [x.to(pages_k.device) for x in (ids[rows].long(), lens[rows].long() - 1)]
-        for new, pages in ((k, pages_k), (v, pages_v)):
-            pages[at[0], at[1]] = new[rows].to(pages.device, pages.dtype)
-
-
-def _check(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    lens: torch.Tensor,
-    pool: Pool,
-    mirror: Pool | None = None,
-) -> None:
-    shapes = Shapes("append_tokens")
-    shapes.bind("k", k, "BHD")
-    shapes.bind("v", v, "BHD", k.dtype)
-    shapes.bind("lens", lens, "B", torch.int32)
-    for name, to, page in (("pool", pool, "P"), ("mirror", mirror, "M")):
-        if to is not None:
-            shapes.bind(f"{name}.k", to.k, f"{page}SHD", pool.k.dtype)
-            shapes.bind(f"{name}.v", to.v, f"{page}SHD", pool.k.dtype)
-            shapes.bind(f"{name}.ids", to.ids, "B", torch.int32)
-
-
-APPEND_TOKENS = Op(
-    "append_tokens",
-    append_reference,
-    [triton.APPEND_TOKENS],
-    check=_check,
+@op(
+    k="B H D new",
+    v="B H D new",
+    lens="B int32",
+    pool=("P S H D kv", "P S H D kv", "B int32"),
+    mirror=("M S H D kv", "M S H D kv", "B int32"),
     tolerances=TOLERANCES,
 )
-
-
 def append_tokens(
     k: torch.Tensor,
     v: torch.Tensor,
     lens: torch.Tensor,
     pool: Pool,
     mirror: Pool | None = None,
-    impl: str = "auto",
 ) -> None:
     """Write each request's new token as the last of the page that it is filling.
+
+    pages[ids[b], lens[b] - 1] = new[b] where ids[b] >= 0.
 
     Args:
         k, v: [B, H, D] any float dtype; rows may be strided, as views of a fused projection are.
@@ -85,8 +52,19 @@ def append_tokens(
         pool: the resident slots; mutated.
         mirror: the host pages, dtype of ``pool``, its own page ids; mutated. On a CUDA device they
             are page-locked memory that the device can write. No page may be named twice.
-    Raises:
-        ValueError: sizes or dtypes that do not agree. ImplementationError: see `registry.Op`.
     Source: the operation is ours (step 4 of the decode step in docs/architecture.md).
     """
-    APPEND_TOKENS(k, v, lens, pool, mirror, impl=impl)
+    for pages_k, pages_v, ids in (pool,) if mirror is None else (pool, mirror):
+        rows = (ids >= 0).nonzero().squeeze(1)
+        at = [x.to(pages_k.device) for x in (ids[rows].long(), lens[rows].long() - 1)]
+        for new, pages in ((k, pages_k), (v, pages_v)):
+            pages[at[0], at[1]] = new[rows].to(pages.device, pages.dtype)
+
+
+triton.implements(
+    append_tokens,
+    "pages",
+    pinned=("mirror.k", "mirror.v"),
+    sizes={"D": triton.HEAD_DIMS},
+    strided_rows=("k", "v"),
+)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from ..core.registry import Op, Tolerance
+from ..core.registry import Tolerance
 from . import native, triton
 from .layers import resident_slots
-from .shapes import Shapes
+from .op import Call, op
 
 Partial = tuple[torch.Tensor, torch.Tensor]
 
@@ -17,7 +17,28 @@ _REASON = "same fp32 products, summed in another order; vector exp within a few 
 TOLERANCES = {name: Tolerance(1e-5, 1e-5, _REASON) for name in ("float32", "bfloat16", "float16")}
 
 
-def attend_reference(
+def _valid(call: Call) -> str:
+    if (call["last_page"] is None) != (call["last_len"] is None):
+        return "last_page and last_len come together or not at all"
+    if not call["logit_cap"] >= 0:
+        return f"logit_cap is {call['logit_cap']}, expected 0 (none) or more"
+    return ""
+
+
+@op(
+    _valid,
+    k="P S H D kv",
+    v="P S H D kv",
+    pages="B R int32",
+    q="B H*G D float32",
+    last_page="B int32",
+    last_len="B int32",
+    out=("B H*G D float32", "B H*G float32"),
+    slot_of="I int32",
+    n_pages="B int32",
+    tolerances=TOLERANCES,
+)
+def attend_pages(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -30,10 +51,31 @@ def attend_reference(
     slot_of: torch.Tensor | None = None,
     n_pages: torch.Tensor | None = None,
 ) -> Partial:
-    """`attend_pages` by gathering the pages.
+    """Attend from one query per request to all tokens of the given pages.
 
     s = scale q.K, lse = log sum e^s, out = sum e^(s - lse) V: FlashAttention-2 section 3.1;
     softcap s = c tanh(s / c) as in Gemma 2.
+
+    Args:
+        q: [B, HQ, D] float32, after RoPE; query head h uses KV head h // (HQ / H).
+        k, v: [P, S, H, D] float32, bfloat16 or float16; K after RoPE.
+        pages: [B, R] int32 below P, all S tokens of each are attended to; negative ones, anywhere,
+            are skipped.
+        last_page, last_len: [B] int32 or both None: one more page (negative: none), of which only
+            the first last_len (1..S) tokens count. What lies behind them is never used.
+        scale: factor on q.k, 1/sqrt(D) as a rule.
+        logit_cap: 0 for none, otherwise scores become cap * tanh(score / cap).
+        out: (out, lse) to write into, instead of new tensors.
+        slot_of: [I] int32 below P; then ``pages`` are ids below I, and page i is what lies at
+            slot_of[i] of the pool. Those with a negative slot are skipped, by "triton" also ids beyond I. Not
+            for ``last_page``.
+        n_pages: [B] int32; a promise that all of a row's ``pages`` from there on are negative, so that a wide
+            table costs a short request nothing. Whether it is used is up to the implementation.
+    Returns:
+        (out [B, HQ, D] float32, lse [B, HQ] float32, natural logarithm). An empty set attends to
+        nothing: out = 0, lse = -inf; so do keys that make every score -inf ("triton" answers NaN: it
+        splits floats into parts, and inf has none).
+    Source: ScoutAttention Algorithm 1 lines 7 and 10 (CPUATTN, GPUATTN).
     """
     B, S, (H, D) = q.shape[0], k.shape[1], k.shape[2:]
     pages = resident_slots(slot_of, pages)
@@ -58,91 +100,18 @@ def attend_reference(
     return out[0].copy_(mean), out[1].copy_(lse.flatten(1))
 
 
-def _check(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    pages: torch.Tensor,
-    last_page: torch.Tensor | None,
-    last_len: torch.Tensor | None,
-    scale: float,
-    logit_cap: float = 0.0,
-    out: Partial | None = None,
-    slot_of: torch.Tensor | None = None,
-    n_pages: torch.Tensor | None = None,
-) -> None:
-    shapes = Shapes("attend_pages")
-    shapes.bind("k", k, "PSHD")
-    shapes.bind("v", v, "PSHD", k.dtype)
-    shapes.bind("pages", pages, "BR", torch.int32)
-    shapes.bind_query(q)
-    if (last_page is None) != (last_len is None):
-        shapes.fail("last_page and last_len come together or not at all")
-    if last_page is not None and last_len is not None:
-        shapes.bind("last_page", last_page, "B", torch.int32)
-        shapes.bind("last_len", last_len, "B", torch.int32)
-    if not logit_cap >= 0:
-        shapes.fail(f"logit_cap is {logit_cap}, expected 0 (none) or more")
-    if out is not None:
-        shapes.sizes["Q"] = q.shape[1]
-        shapes.bind("out[0]", out[0], "BQD", torch.float32)
-        shapes.bind("out[1]", out[1], "BQ", torch.float32)
-    if slot_of is not None:
-        shapes.bind("slot_of", slot_of, "I", torch.int32)
-    if n_pages is not None:
-        shapes.bind("n_pages", n_pages, "B", torch.int32)
-
-
-ATTEND_PAGES = Op(
-    "attend_pages",
-    attend_reference,
-    [native.ATTEND_PAGES, triton.ATTEND_PAGES],
-    check=_check,
-    tolerances=TOLERANCES,
-)
-
-
-def attend_pages(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    pages: torch.Tensor,
-    last_page: torch.Tensor | None,
-    last_len: torch.Tensor | None,
-    scale: float,
-    logit_cap: float = 0.0,
-    impl: str = "auto",
-    *,
-    out: Partial | None = None,
-    slot_of: torch.Tensor | None = None,
-    n_pages: torch.Tensor | None = None,
-) -> Partial:
-    """Attend from one query per request to all tokens of the given pages.
-
-    Args:
-        q: [B, HQ, D] float32, after RoPE; query head h uses KV head h // (HQ / H).
-        k, v: [P, S, H, D] float32, bfloat16 or float16; K after RoPE.
-        pages: [B, R] int32 below P, all S tokens of each are attended to; negative ones, anywhere,
-            are skipped.
-        last_page, last_len: [B] int32 or both None: one more page (negative: none), of which only
-            the first last_len (1..S) tokens count. What lies behind them is never used.
-        scale: factor on q.k, 1/sqrt(D) as a rule.
-        logit_cap: 0 for none, otherwise scores become cap * tanh(score / cap).
-        out: (out, lse) to write into, instead of new tensors.
-        slot_of: [I] int32 below P; then ``pages`` are ids below I, and page i is what lies at
-            slot_of[i] of the pool. Those with a negative slot are skipped, by "triton" also ids beyond I. Not
-            for ``last_page``.
-        n_pages: [B] int32; a promise that all of a row's ``pages`` from there on are negative, so that a wide
-            table costs a short request nothing. Whether it is used is up to the implementation.
-    Returns:
-        (out [B, HQ, D] float32, lse [B, HQ] float32, natural logarithm). An empty set attends to
-        nothing: out = 0, lse = -inf; so do keys that make every score -inf ("triton" answers NaN: it
-        splits floats into parts, and inf has none).
-    Raises:
-        ValueError: sizes or dtypes that do not agree. ImplementationError: see `registry.Op`.
-    Source: ScoutAttention Algorithm 1 lines 7 and 10 (CPUATTN, GPUATTN).
-    """
-    return ATTEND_PAGES(
-        q, k, v, pages, last_page, last_len, scale, logit_cap, impl=impl, out=out, slot_of=slot_of,
-        n_pages=n_pages,
+@native.implements(attend_pages)
+def _native(q, k, v, pages, last_page, last_len, scale, logit_cap, out, slot_of, n_pages):
+    P, S, H, D = k.shape
+    pages = resident_slots(slot_of, pages)
+    out = (q.new_empty(q.shape), q.new_empty(q.shape[:2])) if out is None else out
+    last = [0 if x is None else x.data_ptr() for x in (last_page, last_len)]
+    native.module.attend_batch(
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), P, S, H, D, native.DTYPES[k.dtype],
+        q.shape[1] // H, float(scale), float(logit_cap), pages.data_ptr(), *pages.shape, *last,
+        out[0].data_ptr(), out[1].data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
+    return out
+
+
+triton.implements(attend_pages, "attend", sizes={"D": triton.HEAD_DIMS, "S": triton.PAGE_TOKENS})

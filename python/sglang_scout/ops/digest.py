@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from ..core.registry import Op, Tolerance
+from ..core.registry import Tolerance
 from . import native, triton
-from .layers import LayerPages, bind_source, source_rows
-from .shapes import Shapes
+from .layers import LayerPages, source_rows
+from .op import Call, op
 
 TOLERANCES = {
     name: Tolerance(0.0, 0.0, "a minimum is one of the inputs: nothing is rounded")
@@ -19,66 +19,43 @@ TOLERANCES = {
 }
 
 
-def digest_reference(k_pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Smallest and largest value of every key channel within each page.
-
-    Quest: m_d = min_t K[t, d], M_d = max_t K[t, d] over the tokens t of the page.
-
-    Args:
-        k_pages: [n, S, H, D], full pages.
-    Returns:
-        (kmin [n, H, D], kmax [n, H, D]) in the dtype of ``k_pages``; exact.
-    """
-    return torch.aminmax(k_pages, dim=1)
+def same_rows(call: Call) -> str:
+    """For ops that read each page in the row of its id, unless ``rows`` are given."""
+    pages, rows = call.sizes["P"], call.sizes["R"]
+    return (
+        f"source.k has P={rows}, expected {pages}" if call["rows"] is None and rows != pages else ""
+    )
 
 
-def build_layer_digests_reference(
-    source: LayerPages,
-    ids: torch.Tensor,
-    kmin: torch.Tensor,
-    kmax: torch.Tensor,
-    rows: torch.Tensor | None = None,
-) -> None:
-    """`build_layer_digests` by gather, reduce, scatter, layer after layer."""
-    for layer, k in enumerate(source_rows(source, ids, rows)):
-        low, high = digest_reference(k)
-        kmin[layer].index_copy_(0, ids, low.to(kmin.device))
-        kmax[layer].index_copy_(0, ids, high.to(kmax.device))
+def given_rows(call: Call) -> str:
+    """Why the C++ code, which is for pages of the host, does not take ``rows``: they are of a device's slots."""
+    return (
+        "rows are given; native reads a page in the row of its id"
+        if call["rows"] is not None
+        else ""
+    )
 
 
-def _check(
-    source: LayerPages,
-    ids: torch.Tensor,
-    kmin: torch.Tensor,
-    kmax: torch.Tensor,
-    rows: torch.Tensor | None = None,
-) -> None:
-    shapes = Shapes("build_layer_digests", L=len(source.k))
-    bind_source(shapes, source, ids, rows)
-    shapes.bind("kmin", kmin, "LPHD", source.k[0].dtype)
-    shapes.bind("kmax", kmax, "LPHD", source.k[0].dtype)
-
-
-BUILD_LAYER_DIGESTS = Op(
-    "build_layer_digests",
-    build_layer_digests_reference,
-    [native.BUILD_LAYER_DIGESTS, triton.BUILD_LAYER_DIGESTS],
-    check=_check,
+@op(
+    same_rows,
+    source="L R S H D kv",
+    ids="n int64",
+    rows="L n int64",
+    kmin="L P H D kv",
+    kmax="L P H D kv",
     tolerances=TOLERANCES,
 )
-
-
 def build_layer_digests(
     source: LayerPages,
     ids: torch.Tensor,
     kmin: torch.Tensor,
     kmax: torch.Tensor,
     rows: torch.Tensor | None = None,
-    impl: str = "auto",
 ) -> None:
     """Write the digests of pages ``ids`` in every layer, all other rows stay as they are.
 
-    On a device one launch, whatever the number of layers.
+    m_d = min_t K[t, d], M_d = max_t K[t, d] over the tokens t of the page. On a device one launch, whatever
+    the number of layers.
 
     Args:
         source: K of each layer, [P, S, H, D] any float dtype; the named pages are full. With ``rows``
@@ -87,8 +64,28 @@ def build_layer_digests(
         kmin, kmax: [L, P, H, D] dtype of K; mutated.
         rows: [L, n] int64 in [0, R), where the K of each page lies in each layer of ``source``; None: in
             the row of its id.
-    Raises:
-        ValueError: sizes or dtypes that do not agree. ImplementationError: see `registry.Op`.
     Source: Quest section 3.3, ScoutAttention section 3.2.
     """
-    BUILD_LAYER_DIGESTS(source, ids, kmin, kmax, rows, impl=impl)
+    for layer, k in enumerate(source_rows(source, ids, rows)):
+        low, high = torch.aminmax(k, dim=1)
+        kmin[layer].index_copy_(0, ids, low.to(kmin.device))
+        kmax[layer].index_copy_(0, ids, high.to(kmax.device))
+
+
+@native.implements(build_layer_digests, unless=given_rows)
+def _native(source, ids, kmin, kmax, rows):
+    P, S, H, D = source.k[0].shape
+    native.check_ids("build_layer_digests", "ids", ids, P)
+    for k, low, high in zip(source.k, kmin, kmax, strict=True):
+        native.module.digest_pages(
+            k.data_ptr(), S, H, D, native.DTYPES[k.dtype], ids.data_ptr(), ids.numel(),
+            low.data_ptr(), high.data_ptr(),
+        )  # fmt: skip
+
+
+triton.implements(
+    build_layer_digests,
+    "pages",
+    pinned=("source.k",),
+    sizes={"D": triton.HEAD_DIMS, "S": triton.PAGE_TOKENS},
+)

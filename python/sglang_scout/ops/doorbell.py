@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from sglang_scout.core.split import MOST_RUNS, Split
+from sglang_scout import _native
+from sglang_scout.core.split import Split
 
 from . import triton
-from .shapes import Shapes
 
 ERRORS = {1: "no answer in time", 2: "the worker refused a record", 4: "a slot was not answered"}
 
@@ -73,15 +73,16 @@ class DeviceRing:
             raise ValueError(f"timeout_us is {timeout_us}; a wait must end, give 1 or more")
         if parts < 0:
             raise ValueError(f"parts is {parts}, expected 0 or more")
-        if min(split) < 1 or split.most > MOST_RUNS:
+        if min(split) < 1 or split.most > _native.RING_MAX_PARTS:
+            most = _native.RING_MAX_PARTS
             raise ValueError(
-                f"split is {split}, expected numbers of 1 or more, and {MOST_RUNS} runs at most"
+                f"split is {split}, expected numbers of 1 or more, {most} runs at most"
             )
         self.address, self.layout = address, layout
         self.num_layers, self.max_batch, self.max_pages = num_layers, max_batch, max_pages
         self.parts, self.split = parts, split
         self.num_nodes, self.timeout_us = num_nodes, timeout_us
-        self._sizes = {"Q": num_q_heads, "D": head_dim}
+        self._heads = num_q_heads, head_dim
         self.state = torch.zeros(4, dtype=torch.int64, device=device)
         self.open_seq = torch.zeros(2 * num_layers, dtype=torch.int64, device=device)
         self.awaited = torch.zeros_like(self.open_seq)
@@ -124,19 +125,19 @@ class DeviceRing:
             ValueError: sizes or dtypes that do not agree.
             RuntimeError: the kernels cannot run on these tensors; says why.
         """
-        shapes = Shapes("post", **self._sizes)
-        shapes.bind("q", q, "BQD", torch.float32)
-        shapes.bind("pages", pages, "Bk", torch.int32)
-        shapes.bind("n_pages", n_pages, "B", torch.int32)
-        if shapes["B"] > self.max_batch or shapes["k"] > self.max_pages:
-            shapes.fail(
-                f"pages is {list(pages.shape)}, the ring has room for "
+        B, k = pages.shape
+        if B > self.max_batch or k > self.max_pages:
+            raise ValueError(
+                f"post: pages is {list(pages.shape)}, the ring has room for "
                 f"[{self.max_batch}, {self.max_pages}]"
             )
-        self._check("post", layer, q=q, pages=pages, n_pages=n_pages)
+        self._check(
+            "post", layer, q=(q, [B, *self._heads], torch.float32),
+            pages=(pages, [B, k], torch.int32), n_pages=(n_pages, [B], torch.int32),
+        )  # fmt: skip
         from .triton.doorbell import post
 
-        if shapes["B"]:
+        if B:
             post(self, layer, q, pages, n_pages)
 
     def merge(self, layer: int, out: torch.Tensor, lse: torch.Tensor) -> None:
@@ -148,13 +149,13 @@ class DeviceRing:
         Args:
             out: [B, HQ, D] float32, lse: [B, HQ] float32; mutated. B as posted.
         """
-        shapes = Shapes("merge", **self._sizes)
-        shapes.bind("out", out, "BQD", torch.float32)
-        shapes.bind("lse", lse, "BQ", torch.float32)
-        self._check("merge", layer, out=out, lse=lse)
+        B, (HQ, D) = len(out), self._heads
+        self._check(
+            "merge", layer, out=(out, [B, HQ, D], torch.float32), lse=(lse, [B, HQ], torch.float32)
+        )
         from .triton.doorbell import merge
 
-        if shapes["B"]:
+        if len(out):
             merge(self, layer, out, lse)
 
     def errors(self) -> list[str]:
@@ -174,9 +175,17 @@ class DeviceRing:
             bits |= word
         return texts(bits)
 
-    def _check(self, op: str, layer: int, **tensors: torch.Tensor) -> None:
+    def _check(
+        self, op: str, layer: int, **tensors: tuple[torch.Tensor, list[int], torch.dtype]
+    ) -> None:
         if not 0 <= layer < self.num_layers:
             raise ValueError(f"{op}: layer is {layer}, expected 0..{self.num_layers - 1}")
-        reasons = triton._reasons(state=self.state, **tensors)
-        if reasons:
+        for name, (x, shape, dtype) in tensors.items():
+            if list(x.shape) != shape or x.dtype != dtype or not x.is_contiguous():
+                raise ValueError(
+                    f"{op}: {name} is {x.dtype}{list(x.shape)} with strides {x.stride()}, "
+                    f"expected {dtype}{shape}, contiguous"
+                )
+        every = [("state", self.state), *((name, of[0]) for name, of in tensors.items())]
+        if reasons := triton.device_reasons(every):
             raise RuntimeError(f"{op}: the kernels cannot run: {'; '.join(reasons)}")

@@ -4,61 +4,31 @@ from __future__ import annotations
 
 import torch
 
-from ..core.registry import Op, Tolerance
+from ..core.registry import Tolerance
 from . import native, triton
 from .layers import LayerPages
-from .shapes import Shapes
+from .op import Call, op
 
 TOLERANCES = {
     name: Tolerance(0.0, 0.0, "bytes are copied") for name in ("float32", "bfloat16", "float16")
 }
 
 
-def copy_layer_pages_reference(
-    source: LayerPages, ids: torch.Tensor, dst_k: torch.Tensor, dst_v: torch.Tensor
-) -> None:
-    """`copy_layer_pages` as gather, move, scatter of each layer, K and V."""
-    layers, pages, slots = ids[:, ids[1] >= 0].cpu()
-    named = layers.unique().tolist()
-    if not all(0 <= layer < len(source.k) for layer in named):
-        raise IndexError(f"layers are {named}, expected values in [0, {len(source.k)})")
-    for layer in named:
-        here = layers == layer
-        for planes, dst in ((source.k, dst_k), (source.v, dst_v)):
-            copied = planes[layer].index_select(0, pages[here].to(planes[layer].device))
-            dst[layer].index_copy_(0, slots[here].to(dst.device), copied.to(dst.device))
+def _valid(call: Call) -> str:
+    three = call.sizes["three"]
+    return "" if three == 3 else f"ids has {three} rows, expected layers, pages and slots"
 
 
-def _check(source: LayerPages, ids: torch.Tensor, dst_k: torch.Tensor, dst_v: torch.Tensor) -> None:
-    shapes = Shapes("copy_layer_pages")
-    if ids.dtype != torch.int64 or ids.dim() != 2 or len(ids) != 3:
-        shapes.fail(f"ids is {ids.dtype}{list(ids.shape)}, expected torch.int64[3, n]")
-    page = source.k[0]
-    for name, dst in (("dst_k", dst_k), ("dst_v", dst_v)):
-        if dst.dtype != page.dtype or dst.dim() < 2 or dst.shape[2:] != page.shape[1:]:
-            shapes.fail(
-                f"{name} has pages {dst.dtype}{list(dst.shape[2:])}, "
-                f"expected {page.dtype}{list(page.shape[1:])}"
-            )
-        if len(dst) != len(source.k) or dst.shape != dst_k.shape:
-            shapes.fail(f"{name} is {list(dst.shape)}, expected {len(source.k)} layers, as dst_k")
-
-
-COPY_LAYER_PAGES = Op(
-    "copy_layer_pages",
-    copy_layer_pages_reference,
-    [native.COPY_LAYER_PAGES, triton.COPY_LAYER_PAGES],
-    check=_check,
+@op(
+    _valid,
+    ids="three n int64",
+    source="L P ... kv",
+    dst_k="L slots ... kv",
+    dst_v="L slots ... kv",
     tolerances=TOLERANCES,
 )
-
-
 def copy_layer_pages(
-    source: LayerPages,
-    ids: torch.Tensor,
-    dst_k: torch.Tensor,
-    dst_v: torch.Tensor,
-    impl: str = "auto",
+    source: LayerPages, ids: torch.Tensor, dst_k: torch.Tensor, dst_v: torch.Tensor
 ) -> None:
     """Copy K and V of pages of any layers: page ids[1, i] of layer ids[0, i] goes to slot ids[2, i].
 
@@ -70,8 +40,39 @@ def copy_layer_pages(
             be 0, no (layer, slot) twice, a page as often as you like.
         dst_k, dst_v: [L, Ns, ...] dtype and page shape of ``source``, contiguous; mutated, on their
             device's current stream.
-    Raises:
-        ValueError: sizes or dtypes that do not agree. ImplementationError: see `registry.Op`.
     Source: recall of ScoutAttention section 3.4; the operation itself is ours.
     """
-    COPY_LAYER_PAGES(source, ids, dst_k, dst_v, impl=impl)
+    layers, pages, slots = ids[:, ids[1] >= 0].cpu()
+    named = layers.unique().tolist()
+    if not all(0 <= layer < len(source.k) for layer in named):
+        raise IndexError(f"layers are {named}, expected values in [0, {len(source.k)})")
+    for layer in named:
+        here = layers == layer
+        for planes, dst in ((source.k, dst_k), (source.v, dst_v)):
+            copied = planes[layer].index_select(0, pages[here].to(planes[layer].device))
+            dst[layer].index_copy_(0, slots[here].to(dst.device), copied.to(dst.device))
+
+
+def _shared(call: Call) -> str:
+    if call["source"].shares_memory_with(call["dst_k"], call["dst_v"]):
+        return "source and targets share memory; a kernel does not read all before it writes"
+    return ""
+
+
+@native.implements(copy_layer_pages, dtypes=None, unless=_shared)
+def _native(source, ids, dst_k, dst_v):
+    name, (layers, pages, slots) = "copy_layer_pages", ids[:, ids[1] >= 0]
+    native.check_ids(name, "layers", layers, len(source.k))
+    native.check_ids(name, "pages", pages, source.k[0].shape[0])
+    native.check_ids(name, "slots", slots, dst_k.shape[1])
+    page_bytes = dst_k[:1, :1].nbytes
+    begin = 0
+    runs = layers.unique_consecutive(return_counts=True)
+    for layer, count in zip(*(x.tolist() for x in runs), strict=True):
+        at = pages[begin:].data_ptr(), slots[begin:].data_ptr(), count
+        for half, dst in ((source.k, dst_k), (source.v, dst_v)):
+            native.module.copy_pages(half[layer].data_ptr(), dst[layer].data_ptr(), page_bytes, *at)
+        begin += count
+
+
+triton.implements(copy_layer_pages, "pages", pinned=("source.k",), dtypes=None, unless=_shared)

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from .shapes import Shapes
-
 
 @dataclass(frozen=True, repr=False)
 class LayerPages:
@@ -34,18 +32,21 @@ class LayerPages:
         Raises:
             ValueError: no layers, or layers of different shape, dtype or layout.
         """
-        shapes = Shapes("LayerPages")
         if len(k) != len(v) or not k:
-            shapes.fail(f"{len(k)} layers of K, {len(v)} of V; expected as many, and at least one")
+            raise ValueError(
+                f"LayerPages: {len(k)} layers of K, {len(v)} of V; expected as many, 1 or more"
+            )
         for name, planes in (("k", k), ("v", v)):
             for layer, plane in enumerate(planes):
                 if plane.shape != k[0].shape or plane.dtype != k[0].dtype:
-                    shapes.fail(
-                        f"{name}[{layer}] is {plane.dtype}{list(plane.shape)}, "
+                    raise ValueError(
+                        f"LayerPages: {name}[{layer}] is {plane.dtype}{list(plane.shape)}, "
                         f"expected {k[0].dtype}{list(k[0].shape)}"
                     )
                 if not plane.is_contiguous():
-                    shapes.fail(f"{name}[{layer}] is not contiguous, strides {plane.stride()}")
+                    raise ValueError(
+                        f"LayerPages: {name}[{layer}] is not contiguous, strides {plane.stride()}"
+                    )
         addresses = [[plane.data_ptr() for plane in planes] for planes in (k, v)]
         parts = [*addresses[0], *addresses[1], k[0][:1].nbytes, 16]
         align_bytes = min(part & -part for part in parts if part)
@@ -60,25 +61,10 @@ class LayerPages:
         return f"{len(self.k)} layers of {self.k[0].dtype}{list(self.k[0].shape)}"
 
 
-def bind_source(
-    shapes: Shapes, source: LayerPages, ids: torch.Tensor, rows: torch.Tensor | None
-) -> None:
-    """Check K, ids and rows of an op that makes something of pages: of its own page each, or with ``rows`` of
-    a row of other pages, as many as there are.
-
-    Raises:
-        ValueError: as `Shapes.bind`.
-    """
-    shapes.bind("k", source.k[0], "PSHD" if rows is None else "RSHD")
-    shapes.bind("ids", ids, "n", torch.int64)
-    if rows is not None:
-        shapes.bind("rows", rows, "Ln", torch.int64)
-
-
 def source_rows(
     source: LayerPages, ids: torch.Tensor, rows: torch.Tensor | None
 ) -> Iterator[torch.Tensor]:
-    """K of each layer, [n, S, H, D], gathered."""
+    """K of each layer, [n, S, H, D], gathered: the rows ``ids``, or the layer's of ``rows``."""
     for layer, k in enumerate(source.k):
         yield k.index_select(0, (ids if rows is None else rows[layer]).to(k.device))
 

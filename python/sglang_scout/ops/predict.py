@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 import torch
 
-from ..core.registry import Op, Tolerance
+from ..core.registry import Tolerance
 from . import triton
-from .shapes import Shapes
+from .op import Call, op
 
 QueryProjector = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(layer input [B, hidden], positions [B]) -> query after RoPE, [B, HQ, D] float32."""
@@ -50,70 +50,27 @@ def rotate(q: torch.Tensor, cos_sin: torch.Tensor, rotary_dim: int, is_neox: boo
     return torch.cat((turned.to(q.dtype), passed), -1) if passed.shape[-1] else turned.to(q.dtype)
 
 
-def predict_query_reference(
-    x: torch.Tensor,
-    norm_weight: torch.Tensor,
-    norm_eps: float,
-    w_q: torch.Tensor,
-    b_q: torch.Tensor | None,
-    q_norm_weight: torch.Tensor | None,
-    q_norm_eps: float,
-    cos_sin: torch.Tensor | None,
-    positions: torch.Tensor,
-    rotary_dim: int,
-    is_neox: bool,
-    HQ: int,
-    D: int,
-) -> torch.Tensor:
-    """`predict_query` in plain torch, rounding where SGLang rounds."""
-    q = torch.nn.functional.linear(rms_norm(x, norm_weight, norm_eps), w_q, b_q).view(-1, HQ, D)
-    if q_norm_weight is not None:
-        q = rms_norm(q, q_norm_weight, q_norm_eps)
-    if cos_sin is not None:
-        q = rotate(q, cos_sin.index_select(0, positions), rotary_dim, is_neox)
-    return q.float()
+def _valid(call: Call) -> str:
+    rotary_dim, D = call["rotary_dim"], call["D"]
+    if call["cos_sin"] is not None and (not 0 < rotary_dim <= D or rotary_dim % 2):
+        return f"rotary_dim is {rotary_dim}, expected an even number in 2..{D}"
+    return ""
 
 
-def _check(
-    x: torch.Tensor,
-    norm_weight: torch.Tensor,
-    norm_eps: float,
-    w_q: torch.Tensor,
-    b_q: torch.Tensor | None,
-    q_norm_weight: torch.Tensor | None,
-    q_norm_eps: float,
-    cos_sin: torch.Tensor | None,
-    positions: torch.Tensor,
-    rotary_dim: int,
-    is_neox: bool,
-    HQ: int,
-    D: int,
-) -> None:
-    shapes = Shapes("predict_query", Q=HQ * D, D=D)
-    shapes.bind("x", x, "BC")
-    shapes.bind("norm_weight", norm_weight, "C")
-    shapes.bind("w_q", w_q, "QC", x.dtype)
-    if b_q is not None:
-        shapes.bind("b_q", b_q, "Q", x.dtype)
-    if q_norm_weight is not None:
-        shapes.bind("q_norm_weight", q_norm_weight, "D")
-    if cos_sin is not None:
-        shapes.bind("positions", positions, "B", torch.int64)
-        if not 0 < rotary_dim <= D or rotary_dim % 2:
-            shapes.fail(f"rotary_dim is {rotary_dim}, expected an even number in 2..{D}")
-        shapes.sizes["R"] = rotary_dim
-        shapes.bind("cos_sin", cos_sin, "MR")
-
-
-PREDICT_QUERY = Op(
-    "predict_query",
-    predict_query_reference,
-    [triton.PREDICT_QUERY],
-    check=_check,
+@op(
+    _valid,
+    HQ="HQ",
+    D="D",
+    rotary_dim="R",
+    x="B C model",
+    norm_weight="C norm_dtype",
+    w_q="HQ*D C model",
+    b_q="HQ*D model",
+    q_norm_weight="D q_norm_dtype",
+    cos_sin="M R table_dtype",
+    positions="B int64",
     tolerances=TOLERANCES,
 )
-
-
 def predict_query(
     x: torch.Tensor,
     norm_weight: torch.Tensor,
@@ -128,11 +85,10 @@ def predict_query(
     is_neox: bool,
     HQ: int,
     D: int,
-    impl: str = "auto",
 ) -> torch.Tensor:
     """The query that a layer will (nearly) compute, from an earlier layer's input.
 
-    All weights belong to the layer predicted for; ``x`` is not changed.
+    All weights belong to the layer predicted for; ``x`` is not changed. Rounds where SGLang rounds.
 
     Args:
         x: [B, hidden] model dtype: residual stream at the input of an earlier (or the same) layer.
@@ -145,23 +101,14 @@ def predict_query(
         HQ, D: query heads and head size.
     Returns:
         [B, HQ, D] float32; the values are rounded to the dtype of ``x``, as the model's query is.
-    Raises:
-        ValueError: sizes or dtypes that do not agree.
     Source: ScoutAttention Algorithm 1 line 4, section 3.3.
     """
-    return PREDICT_QUERY(
-        x,
-        norm_weight,
-        norm_eps,
-        w_q,
-        b_q,
-        q_norm_weight,
-        q_norm_eps,
-        cos_sin,
-        positions,
-        rotary_dim,
-        is_neox,
-        HQ,
-        D,
-        impl=impl,
-    )
+    q = torch.nn.functional.linear(rms_norm(x, norm_weight, norm_eps), w_q, b_q).view(-1, HQ, D)
+    if q_norm_weight is not None:
+        q = rms_norm(q, q_norm_weight, q_norm_eps)
+    if cos_sin is not None:
+        q = rotate(q, cos_sin.index_select(0, positions), rotary_dim, is_neox)
+    return q.float()
+
+
+triton.implements(predict_query, "predict")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from ..core.registry import Op, Tolerance
+from ..core.registry import Tolerance
 from . import native, triton
-from .shapes import Shapes
+from .op import op
 
-REDUCTIONS = ("mass", "max", "sum")
+REDUCTIONS = ["mass", "max"]
 
 # fp32 accumulates at most D=256 products per head whatever the digest's dtype (16-bit digests are
 # widened exactly), so what is left is the order of summation; "max" subtracts two such sums.
@@ -16,7 +16,17 @@ _REASON = "fp32 sums of up to 256 products in another order, then exp or log"
 TOLERANCES = {name: Tolerance(2e-5, 2e-5, _REASON) for name in ("float32", "bfloat16", "float16")}
 
 
-def score_reference(
+@op(
+    kmin="P H D kv",
+    kmax="P H D kv",
+    table="B N int32",
+    n_full="B int32",
+    q="B H*G D float32",
+    reduce=REDUCTIONS,
+    out="B N float32",
+    tolerances=TOLERANCES,
+)
+def score_pages(
     q: torch.Tensor,
     kmin: torch.Tensor,
     kmax: torch.Tensor,
@@ -26,10 +36,24 @@ def score_reference(
     reduce: str = "mass",
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`score_pages` in plain torch, fp32.
+    """Score every full page of every request against its (predicted) query.
 
     Quest: u = sum_d max(q_d m_d, q_d M_d). Since m_d <= M_d, the maximum is q_d M_d where q_d > 0
     and q_d m_d elsewhere, so u = max(q, 0) . M + min(q, 0) . m: two matrix products.
+    A page is chosen for all heads together, so the bounds of the query heads are reduced to one
+    number: "mass" sums every head's softmax over the request's pages, "max" takes the largest log
+    of that softmax over the heads.
+
+    Args:
+        q: [B, HQ, D] float32, after RoPE.
+        kmin, kmax: [P, H, D] any float dtype, of one layer, see `build_layer_digests`; H divides HQ.
+        table: [B, N] int32, page ids below P; negative ones are padding.
+        n_full: [B] int32; of row b only the first n_full[b] columns are offered.
+        scale: softmax scale, 1/sqrt(D) as a rule.
+        out: [B, N] float32 to write into, instead of a new tensor.
+    Returns:
+        [B, N] float32; -inf in columns >= n_full and where table < 0. A row may be all -inf.
+    Source: Quest section 3.3 (bound), ScoutAttention Algorithm 1 line 5 (use); reductions: ours.
     """
     (B, N), (H, D) = table.shape, kmin.shape[1:]
     ids = table.clamp(min=0).flatten()
@@ -41,69 +65,23 @@ def score_reference(
     void = (columns >= n_full[:, None]) | (table < 0)  # [B, N]
     u = u.flatten(1, 2).masked_fill_(void[:, None], -torch.inf)  # [B, HQ, N]
     if reduce == "mass":
-        u = torch.softmax(u, dim=-1)
-    elif reduce == "max":
-        u = u - torch.logsumexp(u, dim=-1, keepdim=True)
-    score = u.amax(dim=1) if reduce == "max" else u.sum(dim=1)
+        score = torch.softmax(u, dim=-1).sum(dim=1)
+    else:
+        score = (u - torch.logsumexp(u, dim=-1, keepdim=True)).amax(dim=1)
     score.masked_fill_(void, -torch.inf)  # also where a row without pages made NaN
     return score if out is None else out.copy_(score)
 
 
-def _check(
-    q: torch.Tensor,
-    kmin: torch.Tensor,
-    kmax: torch.Tensor,
-    table: torch.Tensor,
-    n_full: torch.Tensor,
-    scale: float,
-    reduce: str = "mass",
-    out: torch.Tensor | None = None,
-) -> None:
-    shapes = Shapes("score_pages")
-    shapes.bind("kmin", kmin, "PHD")
-    shapes.bind("kmax", kmax, "PHD", kmin.dtype)
-    shapes.bind_scoring(q, table, n_full, out)
-    shapes.one_of("reduce", reduce, REDUCTIONS)
+@native.implements(score_pages)
+def _native(q, kmin, kmax, table, n_full, scale, reduce, out):
+    (P, H, D), (B, N) = kmin.shape, table.shape
+    out = q.new_empty((B, N)) if out is None else out
+    native.module.score_pages(
+        q.data_ptr(), kmin.data_ptr(), kmax.data_ptr(), native.DTYPES[kmin.dtype],
+        P, H, q.shape[1] // H, D, table.data_ptr(), n_full.data_ptr(), B, N,
+        float(scale), REDUCTIONS.index(reduce), out.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    return out
 
 
-SCORE_PAGES = Op(
-    "score_pages",
-    score_reference,
-    [native.SCORE_PAGES, triton.SCORE_PAGES],
-    check=_check,
-    tolerances=TOLERANCES,
-)
-
-
-def score_pages(
-    q: torch.Tensor,
-    kmin: torch.Tensor,
-    kmax: torch.Tensor,
-    table: torch.Tensor,
-    n_full: torch.Tensor,
-    scale: float,
-    reduce: str = "mass",
-    impl: str = "auto",
-    *,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Score every full page of every request against its (predicted) query.
-
-    A page is chosen for all heads together, so the bounds of the query heads are reduced to one
-    number: "mass" sums every head's softmax over the request's pages, "max" takes the largest log
-    of that softmax over the heads, "sum" adds the bounds up.
-
-    Args:
-        q: [B, HQ, D] float32, after RoPE.
-        kmin, kmax: [P, H, D] any float dtype, of one layer, see `build_layer_digests`; H divides HQ.
-        table: [B, N] int32, page ids below P; negative ones are padding.
-        n_full: [B] int32; of row b only the first n_full[b] columns are offered.
-        scale: softmax scale, 1/sqrt(D) as a rule.
-        out: [B, N] float32 to write into, instead of a new tensor.
-    Returns:
-        [B, N] float32; -inf in columns >= n_full and where table < 0. A row may be all -inf.
-    Raises:
-        ValueError: sizes, dtypes or ``reduce``. ImplementationError: see `registry.Op`.
-    Source: Quest section 3.3 (bound), ScoutAttention Algorithm 1 line 5 (use); reductions: ours.
-    """
-    return SCORE_PAGES(q, kmin, kmax, table, n_full, scale, reduce, impl=impl, out=out)
+triton.implements(score_pages, "score", sizes={"D": triton.HEAD_DIMS})

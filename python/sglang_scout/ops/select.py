@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import torch
 
-from ..core.registry import Op, Tolerance
+from ..core.registry import Tolerance
 from . import triton
 from .layers import resident_slots
-from .shapes import Shapes
+from .op import Call, op
 
 TOLERANCES = {
     "float32": Tolerance(0.0, 0.0, "ids, not values; sets may differ only between equal scores")
@@ -31,7 +31,26 @@ class Selection(NamedTuple):
     n_missing: torch.Tensor
 
 
-def select_reference(
+def _valid(call: Call) -> str:
+    k, sink, recent = call["k"], call["sink_pages"], call["recent_pages"]
+    if call.sizes["P"] == 0:
+        return "slot_of has P=0, expected at least one page"
+    if min(sink, recent) < 0 or sink + recent > k or k < 1:
+        return f"k={k} cannot hold sink_pages={sink} + recent_pages={recent}"
+    return ""
+
+
+@op(
+    _valid,
+    k="k",
+    scores="B N float32",
+    table="B N int32",
+    n_full="B int32",
+    slot_of="P int32",
+    out=("B k int32", "B k int32"),
+    tolerances=TOLERANCES,
+)
+def select_pages(
     scores: torch.Tensor,
     table: torch.Tensor,
     n_full: torch.Tensor,
@@ -41,7 +60,21 @@ def select_reference(
     recent_pages: int = 1,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> Selection:
-    """`select_pages` in plain torch: no loop over rows, no shape that depends on values."""
+    """The k best pages of every request, sink and newest always among them.
+
+    Args:
+        scores: [B, N] float32, see `score_pages`; only columns < n_full count, a NaN comes last.
+        table: [B, N] int32, page ids below P; negative ones are padding.
+        n_full: [B] int32, full pages per request; may be 0, or less than k: then all are chosen.
+        slot_of: [P] int32, slot of a resident page, -1 if the page is not resident.
+        k: pages to choose, at least sink_pages + recent_pages.
+        sink_pages, recent_pages: how many first and last full pages are chosen whatever they score.
+        out: ``pages`` and ``missing`` to write into, instead of new tensors.
+    Returns:
+        :class:`Selection`. Pages of equal score may be chosen either way.
+    Source: ScoutAttention Algorithm 1 lines 5 and 6; forced pages: ours. Shapes are
+    static and nothing waits for the device, so it can be captured in a CUDA graph.
+    """
     B, N = table.shape
     last = n_full[:, None] - 1  # column of the newest full page
     void = (torch.arange(N, dtype=torch.int32, device=table.device) > last) | (table < 0)
@@ -67,67 +100,4 @@ def select_reference(
     return Selection(pages, missing, lacks_slot.sum(1, dtype=torch.int32))
 
 
-def _check(
-    scores: torch.Tensor,
-    table: torch.Tensor,
-    n_full: torch.Tensor,
-    slot_of: torch.Tensor,
-    k: int,
-    sink_pages: int = 1,
-    recent_pages: int = 1,
-    out: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> None:
-    shapes = Shapes("select_pages")
-    shapes.bind("scores", scores, "BN", torch.float32)
-    shapes.bind("table", table, "BN", torch.int32)
-    shapes.bind("n_full", n_full, "B", torch.int32)
-    shapes.bind("slot_of", slot_of, "P", torch.int32)
-    if shapes["P"] == 0:
-        shapes.fail("slot_of has P=0, expected at least one page")
-    if min(sink_pages, recent_pages) < 0 or sink_pages + recent_pages > k or k < 1:
-        shapes.fail(f"k={k} cannot hold sink_pages={sink_pages} + recent_pages={recent_pages}")
-    if out is not None:
-        shapes.sizes["k"] = k
-        shapes.bind("out[0]", out[0], "Bk", torch.int32)
-        shapes.bind("out[1]", out[1], "Bk", torch.int32)
-
-
-SELECT_PAGES = Op(
-    "select_pages", select_reference, [triton.SELECT_PAGES], check=_check, tolerances=TOLERANCES
-)
-
-
-def select_pages(
-    scores: torch.Tensor,
-    table: torch.Tensor,
-    n_full: torch.Tensor,
-    slot_of: torch.Tensor,
-    k: int,
-    sink_pages: int = 1,
-    recent_pages: int = 1,
-    impl: str = "auto",
-    *,
-    out: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> Selection:
-    """The k best pages of every request, sink and newest always among them.
-
-    Args:
-        scores: [B, N] float32, see `score_pages`; only columns < n_full count, a NaN comes last.
-        table: [B, N] int32, page ids below P; negative ones are padding.
-        n_full: [B] int32, full pages per request; may be 0, or less than k: then all are chosen.
-        slot_of: [P] int32, slot of a resident page, -1 if the page is not resident.
-        k: pages to choose, at least sink_pages + recent_pages.
-        sink_pages, recent_pages: how many first and last full pages are chosen whatever they score.
-        out: ``pages`` and ``missing`` to write into, instead of new tensors.
-    Returns:
-        :class:`Selection`. Pages of equal score may be chosen either way.
-    Raises:
-        ValueError: sizes, dtypes, or a k that cannot hold the forced pages.
-    Source: ScoutAttention Algorithm 1 lines 5 and 6; forced pages: ours. Shapes are
-    static and nothing waits for the device, so it can be captured in a CUDA graph.
-    """
-    return Selection(
-        *SELECT_PAGES(
-            scores, table, n_full, slot_of, k, sink_pages, recent_pages, impl=impl, out=out
-        )
-    )
+triton.implements(select_pages, "select", sizes={"N": range(8193), "k": range(1, 513)})

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import torch
 
-from ..core.registry import Op, Tolerance
-from . import native_signs, triton
-from .layers import LayerPages, bind_source, source_rows
-from .shapes import Shapes
+from ..core.registry import Tolerance
+from . import native, triton
+from .digest import given_rows, same_rows
+from .layers import LayerPages, source_rows
+from .op import Call, op
 
 PAGE_TOKENS = 32
 _WORD_TOKENS = 16
@@ -41,24 +42,6 @@ def as_bits(x: torch.Tensor) -> torch.Tensor:
     return x.view(_BITS_OF[x.element_size()])
 
 
-def build_layer_signs_reference(
-    source: LayerPages,
-    ids: torch.Tensor,
-    low: torch.Tensor,
-    high: torch.Tensor,
-    rows: torch.Tensor | None = None,
-) -> None:
-    """`build_layer_signs` in plain torch, layer after layer."""
-    for layer, k in enumerate(source_rows(source, ids, rows)):
-        pages = k.to(low.device)
-        bits = (~torch.signbit(pages)).view(-1, 2, _WORD_TOKENS, *pages.shape[2:]).int()
-        place = 1 << torch.arange(_WORD_TOKENS, dtype=torch.int32, device=low.device)
-        words = (bits * place.view(-1, 1, 1)).sum(2)  # [n, 2, H, D] int64
-        for half, target in enumerate((low, high)):
-            word = words[:, half].to(_BITS_OF[k.element_size()])
-            as_bits(target[layer]).index_copy_(0, ids, word)
-
-
 def signs_of(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
     """[n, H, D] words, two for every channel -> [n, 32, H, D] float32, +1 or -1."""
     place = torch.arange(_WORD_TOKENS, dtype=torch.int32, device=low.device).view(-1, 1, 1)
@@ -66,86 +49,27 @@ def signs_of(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
     return torch.cat(halves, dim=1).float() * 2 - 1
 
 
-def score_signs_reference(
-    q: torch.Tensor,
-    low: torch.Tensor,
-    high: torch.Tensor,
-    table: torch.Tensor,
-    n_full: torch.Tensor,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """`score_signs` in plain torch, fp32."""
-    (B, N), (H, D) = table.shape, low.shape[1:]
-    if not table.numel():
-        return q.new_empty(table.shape) if out is None else out
-    ids = table.clamp(min=0).flatten()
-    signs = signs_of(low.index_select(0, ids), high.index_select(0, ids))
-    u = torch.einsum("bhgd,bnthd->bhgnt", q.view(B, H, -1, D), signs.view(B, N, -1, H, D))
-    u = u.amax(-1).flatten(1, 2)  # [B, HQ, N]
-    void = (torch.arange(N, device=table.device) >= n_full[:, None]) | (table < 0)
-    count = (~void).sum(1).clamp(min=1)[:, None, None]
-    hidden = void[:, None]
-    largest = u.masked_fill(hidden, 0.0).abs().amax(-1, keepdim=True)
-    u = u - u.masked_fill(hidden, 0.0).sum(-1, keepdim=True) / count
-    spread = (u.masked_fill(hidden, 0.0).square().sum(-1, keepdim=True) / count).sqrt()
-    score = (
-        torch.where(spread > LEAST_SPREAD * largest, u / spread, 0.0)
-        .amax(1)
-        .masked_fill_(void, -torch.inf)
-    )
-    return score if out is None else out.copy_(score)
+def _valid(call: Call) -> str:
+    tokens = call.sizes["S"]
+    wrong = f"source.k has S={tokens}, expected {PAGE_TOKENS}" if tokens != PAGE_TOKENS else ""
+    return wrong or same_rows(call)
 
 
-def _check_build(
-    source: LayerPages,
-    ids: torch.Tensor,
-    low: torch.Tensor,
-    high: torch.Tensor,
-    rows: torch.Tensor | None = None,
-) -> None:
-    shapes = Shapes("build_layer_signs", L=len(source.k), S=PAGE_TOKENS)
-    bind_source(shapes, source, ids, rows)
-    shapes.bind("low", low, "LPHD", source.k[0].dtype)
-    shapes.bind("high", high, "LPHD", source.k[0].dtype)
-
-
-def _check_score(
-    q: torch.Tensor,
-    low: torch.Tensor,
-    high: torch.Tensor,
-    table: torch.Tensor,
-    n_full: torch.Tensor,
-    out: torch.Tensor | None = None,
-) -> None:
-    shapes = Shapes("score_signs")
-    shapes.bind("low", low, "PHD")
-    shapes.bind("high", high, "PHD", low.dtype)
-    shapes.bind_scoring(q, table, n_full, out)
-
-
-BUILD_LAYER_SIGNS = Op(
-    "build_layer_signs",
-    build_layer_signs_reference,
-    [native_signs.BUILD_LAYER_SIGNS, triton.BUILD_LAYER_SIGNS],
-    check=_check_build,
+@op(
+    _valid,
+    source="L R S H D kv",
+    ids="n int64",
+    rows="L n int64",
+    low="L P H D kv",
+    high="L P H D kv",
     tolerances=TOLERANCES,
 )
-SCORE_SIGNS = Op(
-    "score_signs",
-    score_signs_reference,
-    [native_signs.SCORE_SIGNS, triton.SCORE_SIGNS],
-    check=_check_score,
-    tolerances=SCORE_TOLERANCES,
-)
-
-
 def build_layer_signs(
     source: LayerPages,
     ids: torch.Tensor,
     low: torch.Tensor,
     high: torch.Tensor,
     rows: torch.Tensor | None = None,
-    impl: str = "auto",
 ) -> None:
     """Write the signs of pages ``ids`` in every layer, all other rows stay as they are.
 
@@ -157,20 +81,32 @@ def build_layer_signs(
         low, high: [L, P, H, D] dtype of K, taken as integers of that size; mutated. Bit t is set
             where token t (low) or 16 + t (high) has no minus sign; the other bits are 0.
         rows: as of `build_layer_digests`.
-    Raises:
-        ValueError: sizes or dtypes that do not agree. ImplementationError: see `registry.Op`.
     """
-    BUILD_LAYER_SIGNS(source, ids, low, high, rows, impl=impl)
+    for layer, k in enumerate(source_rows(source, ids, rows)):
+        pages = k.to(low.device)
+        bits = (~torch.signbit(pages)).view(-1, 2, _WORD_TOKENS, *pages.shape[2:]).int()
+        place = 1 << torch.arange(_WORD_TOKENS, dtype=torch.int32, device=low.device)
+        words = (bits * place.view(-1, 1, 1)).sum(2)  # [n, 2, H, D] int64
+        for half, target in enumerate((low, high)):
+            word = words[:, half].to(_BITS_OF[k.element_size()])
+            as_bits(target[layer]).index_copy_(0, ids, word)
 
 
+@op(
+    low="P H D kv",
+    high="P H D kv",
+    table="B N int32",
+    n_full="B int32",
+    q="B H*G D float32",
+    out="B N float32",
+    tolerances=SCORE_TOLERANCES,
+)
 def score_signs(
     q: torch.Tensor,
     low: torch.Tensor,
     high: torch.Tensor,
     table: torch.Tensor,
     n_full: torch.Tensor,
-    impl: str = "auto",
-    *,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Score every full page of every request against its (predicted) query.
@@ -189,8 +125,48 @@ def score_signs(
         out: [B, N] float32 to write into, instead of a new tensor.
     Returns:
         [B, N] float32; -inf in columns >= n_full and where table < 0. A row may be all -inf.
-    Raises:
-        ValueError: sizes or dtypes. ImplementationError: see `registry.Op`.
     Source: one-bit codes as in RaBitQ (arXiv 2405.12497); their use for pages and the reduction: ours.
     """
-    return SCORE_SIGNS(q, low, high, table, n_full, impl=impl, out=out)
+    (B, N), (H, D) = table.shape, low.shape[1:]
+    if not table.numel():
+        return q.new_empty(table.shape) if out is None else out
+    ids = table.clamp(min=0).flatten()
+    signs = signs_of(low.index_select(0, ids), high.index_select(0, ids))
+    u = torch.einsum("bhgd,bnthd->bhgnt", q.view(B, H, -1, D), signs.view(B, N, -1, H, D))
+    u = u.amax(-1).flatten(1, 2)  # [B, HQ, N]
+    void = (torch.arange(N, device=table.device) >= n_full[:, None]) | (table < 0)
+    count = (~void).sum(1).clamp(min=1)[:, None, None]
+    hidden = void[:, None]
+    largest = u.masked_fill(hidden, 0.0).abs().amax(-1, keepdim=True)
+    u = u - u.masked_fill(hidden, 0.0).sum(-1, keepdim=True) / count
+    spread = (u.masked_fill(hidden, 0.0).square().sum(-1, keepdim=True) / count).sqrt()
+    score = torch.where(spread > LEAST_SPREAD * largest, u / spread, 0.0).amax(1)
+    score.masked_fill_(void, -torch.inf)
+    return score if out is None else out.copy_(score)
+
+
+@native.implements(build_layer_signs, unless=given_rows)
+def _native_build(source, ids, low, high, rows):
+    P, _, H, D = source.k[0].shape
+    native.check_ids("build_layer_signs", "ids", ids, P)
+    for k, first, second in zip(source.k, low, high, strict=True):
+        native.module.sign_pages(
+            k.data_ptr(), H, D, native.DTYPES[k.dtype], ids.data_ptr(), ids.numel(),
+            first.data_ptr(), second.data_ptr(),
+        )  # fmt: skip
+
+
+@native.implements(score_signs)
+def _native_score(q, low, high, table, n_full, out):
+    (P, H, D), (B, N) = low.shape, table.shape
+    out = q.new_empty((B, N)) if out is None else out
+    native.module.score_signs(
+        q.data_ptr(), low.data_ptr(), high.data_ptr(), native.DTYPES[low.dtype],
+        P, H, q.shape[1] // H, D, table.data_ptr(), n_full.data_ptr(), B, N,
+        out.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    return out
+
+
+triton.implements(build_layer_signs, "signs", pinned=("source.k",), sizes={"D": triton.HEAD_DIMS})
+triton.implements(score_signs, "signs", sizes={"D": triton.HEAD_DIMS})

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.parse_config import check_layers
 from sglang_scout.core.profile import RecallProfile
-from sglang_scout.core.uses import PageUses
+from sglang_scout.ops.residency import PageUses
 
 Route = Literal["cpu", "fetch", "drop"]
 """What becomes of chosen pages that are not resident: attended to by the CPU worker where they lie; copied to the

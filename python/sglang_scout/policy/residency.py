@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_scout.core.ranking import distinct
-from sglang_scout.core.uses import DEFAULT_HALF_LIFE_STEPS, PageUses
+from sglang_scout.ops.residency import DEFAULT_HALF_LIFE_STEPS, PageUses
 from sglang_scout.policy.base import StepReport
 from sglang_scout.policy.recall_controller import RecallController
 
@@ -68,7 +68,7 @@ class ImportantPages:
         counts = due[:, None] | (ages < self.young_steps)
         at = np.flatnonzero((missed >= 0) & counts[:, :, None])
         row = at // max(missed[0].size, 1)
-        num_pages = uses.heat.shape[1]
+        num_pages = uses.frequency.shape[1]
         keys = distinct(row * num_pages + missed.reshape(-1)[at])
         return layers[keys // num_pages], keys % num_pages
 

@@ -13,7 +13,6 @@ import numpy as np
 
 from sglang_scout import _native
 from sglang_scout.core.errors import ArenaError
-from sglang_scout.core.split import RUNS_PER_THREAD
 from sglang_scout.worker.spec import KV_DTYPES, ArenaSpec
 
 LAYOUT_VERSION = _native.RING_LAYOUT_VERSION
@@ -161,7 +160,7 @@ def worker_memory(
     # In the largest record: of each sequence a result for each node and run, unless that is one.
     shared = spec.max_batch * threads if threads > 1 else 0
     if not threads_per_group:
-        shared = min(shared, RUNS_PER_THREAD * min(node_cpus))
+        shared = min(shared, _native.RUNS_PER_THREAD * min(node_cpus))
     results = nodes * max(shared, spec.max_batch if nodes > 1 else 0)
     return WorkerMemory(
         max_batch=spec.max_batch,

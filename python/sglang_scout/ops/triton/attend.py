@@ -66,6 +66,7 @@ def attend_kernel(
     which, s = token // BLOCK_S, token % BLOCK_S
     head = (b * H + h) * G + g
     q_mask = (g < G)[:, None] & (d < D)[None, :]
+    # [BLOCK_G, BLOCK_D]
     q_tile = tl.load(q + head[:, None] * D + d[None, :], mask=q_mask, other=0.0)
     top = tl.full([BLOCK_G], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
@@ -82,6 +83,7 @@ def attend_kernel(
         tail_len = tl.minimum(tl.load(last_len + b), S)
     for first in range(split, columns, splits * CHUNK):
         column = first + splits * tl.arange(0, CHUNK)
+        # [CHUNK]
         page = tl.load(pages + b.to(tl.int64) * R + column, mask=column < own, other=-1)
         if HAS_SLOTS:
             page = tl.load(slot_of + page, mask=(page >= 0) & (page < ids), other=-1)
@@ -102,8 +104,10 @@ def attend_kernel(
             here = s < lens
             offset = ((chosen.to(tl.int64) * S + s) * H + h)[:, None] * D + d[None, :]
             mask = here[:, None] & (d < D)[None, :]
+            # [PAGES * BLOCK_S, BLOCK_D]
             k_tile = tl.load(k + offset, mask=mask, other=0.0)
             v_tile = tl.load(v + offset, mask=mask, other=0.0)
+            # [BLOCK_G, PAGES * BLOCK_S]
             x = tl.zeros([BLOCK_G, PAGES * BLOCK_S], tl.float32)
             x = dot_fp32(q_tile, tl.trans(k_tile), x) * scale
             if HAS_CAP:
@@ -147,6 +151,7 @@ def combine_kernel(
     total = tl.sum(weights, axis=0)
     mask = (split < splits)[:, None] & (d < D)[None, :]
     at = (split * rows + row).to(tl.int64)[:, None] * D + d[None, :]
+    # [BLOCK_SPLITS, BLOCK_D]
     values = tl.load(parts + at, mask=mask, other=0.0)
     mean = tl.sum(values * weights[:, None], axis=0) / tl.maximum(total, 1.0)
     tl.store(out + row.to(tl.int64) * D + d, mean, mask=d < D)
@@ -159,19 +164,7 @@ def split_count(B: int, H: int, columns: int, processors: int) -> int:
     return min(MAX_SPLITS, triton.next_power_of_2(wanted), triton.next_power_of_2(max(1, columns)))
 
 
-def attend_pages(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    pages: torch.Tensor,
-    last_page: torch.Tensor | None,
-    last_len: torch.Tensor | None,
-    scale: float,
-    logit_cap: float = 0.0,
-    out: tuple[torch.Tensor, torch.Tensor] | None = None,
-    slot_of: torch.Tensor | None = None,
-    n_pages: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def attend_pages(q, k, v, pages, last_page, last_len, scale, logit_cap, out, slot_of, n_pages):
     """See `ops.attend.attend_pages`."""
     (B, HQ, D), (_, S, H, _), R = q.shape, k.shape, pages.shape[1]
     if out is None:

@@ -22,7 +22,6 @@ import triton
 import triton.language as tl
 
 from sglang_scout import _native
-from sglang_scout.core import split
 
 from .merge import merge_rows
 
@@ -36,8 +35,8 @@ LATE = tl.constexpr(1)  # no answer within the deadline
 REFUSED = tl.constexpr(2)  # the worker refused the record
 BUSY = tl.constexpr(4)  # the slot still holds a record without an answer
 
-MAX_RUNS = tl.constexpr(split.MOST_RUNS)
-RUNS_PER_THREAD = tl.constexpr(split.RUNS_PER_THREAD)
+MAX_RUNS = tl.constexpr(_native.RING_MAX_PARTS)
+RUNS_PER_THREAD = tl.constexpr(_native.RUNS_PER_THREAD)
 
 # Offsets within the ring's structs, in bytes.
 _CONTROL, _RECORD, _REPLY = (
@@ -130,7 +129,7 @@ def at_array(address, dtype: tl.constexpr):
 
 @triton.jit
 def runs_of(sequences, total, largest, threads, most, least_pages):
-    """`core.split.Split.runs`: all numbers of runs at once, the smallest of the best ones.
+    """`Split::runs` of sgl-kernel/src/split.h: all numbers of runs at once, the smallest of the best ones.
 
     32 bits are enough for 8 million pages: where more than one run is allowed, rounds are 16 or fewer.
     """
@@ -190,6 +189,7 @@ def post_kernel(
     epoch = tl.load(state + EPOCH)
     slot = (step & 1) * L + layer
     row = tl.arange(0, BLOCK_B)
+    # [BLOCK_B]
     counts = tl.load(n_pages + row, mask=row < rows, other=0)
     total = tl.sum(counts, axis=0)
     blocked = tl.load(open_seq + slot) != 0
@@ -326,6 +326,7 @@ def merge_answer_kernel(
         # Rows that asked for nothing got nothing, and do not cross the bus.
         got = tl.load(asked + slot * max_batch + r // HQ, mask=r < rows, other=0) > 0
         # Volatile: the worker wrote this a moment ago, no cache may answer for it.
+        # [BLOCK_R, BLOCK_D]
         their_out = tl.load(
             at_array(reply + OUT_OFFSET, tl.float32) + at,
             mask=mask & got[:, None],

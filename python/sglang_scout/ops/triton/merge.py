@@ -41,6 +41,7 @@ def merge_kernel(
     d = tl.arange(0, BLOCK_D)
     at = r.to(tl.int64)[:, None] * D + d[None, :]
     mask = (r < rows)[:, None] & (d < D)[None, :]
+    # [BLOCK_R, BLOCK_D] and [BLOCK_R]
     merged, total = merge_rows(
         tl.load(out_a + at, mask=mask, other=0.0),
         tl.load(lse_a + r, mask=r < rows, other=0.0),
@@ -51,9 +52,7 @@ def merge_kernel(
     tl.store(lse + r, total, mask=r < rows)
 
 
-def merge_states(
-    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def merge_states(out_a, lse_a, out_b, lse_b):
     """See `ops.merge.merge_states`."""
     B, HQ, D = out_a.shape
     out, lse = torch.empty_like(out_a), torch.empty_like(lse_a)

@@ -10,7 +10,6 @@ import torch
 import triton
 import triton.language as tl
 
-from ..layers import LayerPages
 from .exact import rounded
 
 _COPY_WORDS = 4096  # of one program at a time: 16 KiB where words have 4 bytes
@@ -61,6 +60,7 @@ def digest_kernel(
         s, d = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
         mask = (s < S)[:, None] & (d < D)[None, :]
         at = ((source * S + s) * H + h)[:, None] * D + d[None, :]
+        # [BLOCK_S, BLOCK_D]
         low = tl.load(k + at, mask=mask, other=float("inf")).to(tl.float32)
         high = tl.where(mask, low, float("-inf"))
         row = ((layer * P + page) * H + h) * D + d
@@ -98,6 +98,7 @@ def copy_kernel(
         if inside & (slot >= 0) & (slot < slots):
             at_layer = is_v * L + layer
             src = layer_pointer(addresses, at_layer, dst_k.dtype.element_ty, ALIGN)
+            # [BLOCK]
             value = tl.load(src + page * words + at, mask=at < words)
             where = (layer * slots + slot) * words + at
             if is_v == 0:
@@ -134,6 +135,7 @@ def append_kernel(
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     offset = tl.load(lens + b) - 1
     page = tl.load(ids + b).to(tl.int64)
+    # [BLOCK]
     if tl.program_id(2) == 0:
         value = tl.load(k + b.to(tl.int64) * k_stride + at, mask=at < WIDTH)
     else:
@@ -156,13 +158,7 @@ def append_kernel(
             tl.store(v_mirror + where, value, mask=mask)
 
 
-def build_layer_digests(
-    source: LayerPages,
-    ids: torch.Tensor,
-    kmin: torch.Tensor,
-    kmax: torch.Tensor,
-    rows: torch.Tensor | None = None,
-) -> None:
+def build_layer_digests(source, ids, kmin, kmax, rows):
     """See `ops.digest.build_layer_digests`."""
     R, S, H, D = source.k[0].shape
     if ids.numel() == 0:
@@ -174,9 +170,7 @@ def build_layer_digests(
     )  # fmt: skip
 
 
-def copy_layer_pages(
-    source: LayerPages, ids: torch.Tensor, dst_k: torch.Tensor, dst_v: torch.Tensor
-) -> None:
+def copy_layer_pages(source, ids, dst_k, dst_v):
     """See `ops.gather.copy_layer_pages`."""
     (L, slots), n = dst_k.shape[:2], ids.shape[1]
     page_bytes = source.k[0][:1].nbytes
@@ -204,13 +198,7 @@ def copy_layer_pages(
     )
 
 
-def append_tokens(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    lens: torch.Tensor,
-    pool: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    mirror: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
-) -> None:
+def append_tokens(k, v, lens, pool, mirror):
     """See `ops.append.append_tokens`."""
     B, H, D = k.shape
     if B == 0:

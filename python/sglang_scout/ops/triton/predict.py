@@ -16,6 +16,7 @@ def norm_kernel(x, weight, out, eps, C, BLOCK: tl.constexpr):
     """RMSNorm of one row. x, out [B, C]; weight [C]."""
     b = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK)
+    # [BLOCK]
     value = tl.load(x + b * C + c, mask=c < C, other=0.0).to(tl.float32)
     scale = 1 / tl.sqrt(tl.sum(value * value, axis=0) / C + eps)
     scaled = value * scale * tl.load(weight + c, mask=c < C, other=0.0).to(tl.float32)
@@ -44,6 +45,7 @@ def rotate_kernel(
     b, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     d = tl.arange(0, BLOCK_D)
     row = (b * HQ + h) * D
+    # [BLOCK_D]
     own = tl.load(q + row + d, mask=d < D, other=0.0).to(tl.float32)
     if HAS_NORM:
         scale = 1 / tl.sqrt(tl.sum(own * own, axis=0) / D + eps)
@@ -80,20 +82,20 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def predict_query(
-    x: torch.Tensor,
-    norm_weight: torch.Tensor,
-    norm_eps: float,
-    w_q: torch.Tensor,
-    b_q: torch.Tensor | None,
-    q_norm_weight: torch.Tensor | None,
-    q_norm_eps: float,
-    cos_sin: torch.Tensor | None,
-    positions: torch.Tensor,
-    rotary_dim: int,
-    is_neox: bool,
-    HQ: int,
-    D: int,
-) -> torch.Tensor:
+    x,
+    norm_weight,
+    norm_eps,
+    w_q,
+    b_q,
+    q_norm_weight,
+    q_norm_eps,
+    cos_sin,
+    positions,
+    rotary_dim,
+    is_neox,
+    HQ,
+    D,
+):
     """See `ops.predict.predict_query`."""
     q = torch.nn.functional.linear(rms_norm(x, norm_weight, norm_eps), w_q, b_q)
     B = q.shape[0]

@@ -5,7 +5,6 @@ for its score. The bounds in between, 4 HQ per page, are written and read once m
 the L2 cache (40 heads, 2,048 pages, batch 16: 5 MiB) and are 4 % of the digests of 8 heads of 128.
 """
 
-import torch
 import triton
 import triton.language as tl
 
@@ -59,14 +58,17 @@ def bounds_kernel(
     if block * BLOCK_N < full:
         page = tl.load(table + b.to(tl.int64) * N + n, mask=n < full, other=-1)
         offered = page >= 0
+        # [BLOCK_G, BLOCK_D]
         q_tile = tl.load(
             q + head[:, None] * D + d[None, :], mask=(g < G)[:, None] & (d < D)[None, :], other=0.0
         )
         q_tile = q_tile * scale
         at = (page.to(tl.int64) * H + h)[:, None] * D + d[None, :]
         here = offered[:, None] & (d < D)[None, :]
+        # [BLOCK_N, BLOCK_D]
         low = tl.load(kmin + at, mask=here, other=0.0)
         high = tl.load(kmax + at, mask=here, other=0.0)
+        # [BLOCK_G, BLOCK_N]
         zero = tl.zeros([BLOCK_G, BLOCK_N], dtype=tl.float32)
         u = dot_fp32(tl.maximum(q_tile, 0.0), tl.trans(high), zero)
         u += dot_fp32(tl.minimum(q_tile, 0.0), tl.trans(low), zero)
@@ -114,44 +116,34 @@ def reduce_kernel(
         for first in range(0, HQ, BLOCK_H):
             h = first + tl.arange(0, BLOCK_H)
             head = (b * HQ + h).to(tl.int64)
+            # [BLOCK_H, BLOCK_N]
             u = tl.load(
                 bounds + head[:, None] * row_stride + n[None, :],
                 mask=(h < HQ)[:, None] & offered[None, :],
                 other=float("-inf"),
             )
-            if REDUCE == "sum":
-                score += tl.sum(tl.where((h < HQ)[:, None], u, 0.0), axis=0)
+            parts_at = head[:, None] * part_stride + part[None, :]
+            known = (h < HQ)[:, None] & (part < blocks)[None, :]
+            # [BLOCK_H, BLOCK_BLOCKS]
+            tops = tl.load(block_top + parts_at, mask=known, other=float("-inf"))
+            masses = tl.load(block_mass + parts_at, mask=known, other=0.0)
+            base = finite(tl.max(tops, axis=1))
+            total = tl.sum(masses * tl.exp(tops - base[:, None]), axis=1)
+            # Not u - lse: where bounds are large, that sum would lose what the softmax hangs on.
+            x = (u - base[:, None]) - tl.log(tl.maximum(total, 1.0))[:, None]
+            if REDUCE == "mass":
+                score += tl.sum(tl.exp(x), axis=0)
             else:
-                parts_at = head[:, None] * part_stride + part[None, :]
-                known = (h < HQ)[:, None] & (part < blocks)[None, :]
-                tops = tl.load(block_top + parts_at, mask=known, other=float("-inf"))
-                masses = tl.load(block_mass + parts_at, mask=known, other=0.0)
-                base = finite(tl.max(tops, axis=1))
-                total = tl.sum(masses * tl.exp(tops - base[:, None]), axis=1)
-                # Not u - lse: where bounds are large, that sum would lose what the softmax hangs on.
-                x = (u - base[:, None]) - tl.log(tl.maximum(total, 1.0))[:, None]
-                if REDUCE == "mass":
-                    score += tl.sum(tl.exp(x), axis=0)
-                else:
-                    # A device's maximum drops NaN, which says that a page has no bound.
-                    broken = tl.max((x != x).to(tl.int32), axis=0) > 0
-                    largest = tl.where(broken, float("nan"), tl.max(x, axis=0))
-                    score = tl.maximum(score, largest, propagate_nan=tl.PropagateNan.ALL)
+                # A device's maximum drops NaN, which says that a page has no bound.
+                broken = tl.max((x != x).to(tl.int32), axis=0) > 0
+                largest = tl.where(broken, float("nan"), tl.max(x, axis=0))
+                score = tl.maximum(score, largest, propagate_nan=tl.PropagateNan.ALL)
         tl.store(out + row + n, tl.where(offered, score, float("-inf")), mask=n < N)
     else:
         tl.store(out + row + n, tl.full([BLOCK_N], float("-inf"), tl.float32), mask=n < N)
 
 
-def score_pages(
-    q: torch.Tensor,
-    kmin: torch.Tensor,
-    kmax: torch.Tensor,
-    table: torch.Tensor,
-    n_full: torch.Tensor,
-    scale: float,
-    reduce: str = "mass",
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+def score_pages(q, kmin, kmax, table, n_full, scale, reduce, out):
     """See `ops.score.score_pages`."""
     (B, N), (_, H, D), HQ = table.shape, kmin.shape, q.shape[1]
     if out is None:

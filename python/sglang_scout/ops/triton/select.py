@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from ..select import Selection
+
 _LANE_KEYS = 8  # keys that a thread holds
 
 
@@ -55,6 +57,7 @@ def select_kernel(
     n = tl.arange(0, BLOCK_N)
     full = tl.minimum(tl.load(n_full + b), N)
     page = tl.load(table + b * N + n, mask=n < N, other=-1)
+    # [BLOCK_N]
     key = ordered_bits(tl.load(scores + b * N + n, mask=n < N, other=0.0))
     forced = (n < sink_pages) | (n >= full - recent_pages)
     key = tl.where(forced, tl.full([BLOCK_N], 0xFFFFFFFF, tl.uint32), key)
@@ -92,6 +95,7 @@ def select_kernel(
     tl.debug_barrier()  # what other threads of this program stored is read below
 
     i = tl.arange(0, BLOCK_K)
+    # [BLOCK_K]
     mine = tl.load(scratch + b * BLOCK_K + i, mask=i < n_chosen, other=-1)
     column = BLOCK_N - 1 - (mine & 0xFFFFFF).to(tl.int32)
     my_page = tl.load(table + b * N + column, mask=i < n_chosen, other=-1)
@@ -104,6 +108,7 @@ def select_kernel(
         other_column = BLOCK_N - 1 - (other & 0xFFFFFF).to(tl.int32)
         other_page = tl.load(table + b * N + other_column, mask=j < n_chosen, other=-1)
         other_lacks = tl.load(slot_of + other_page, mask=j < n_chosen, other=0) < 0
+        # [BLOCK_K, CHUNK_K]
         before = other[None, :] > mine[:, None]
         rank += tl.sum(before.to(tl.int32), axis=1)
         missing_rank += tl.sum((before & other_lacks[None, :]).to(tl.int32), axis=1)
@@ -117,22 +122,13 @@ def select_kernel(
     tl.store(n_missing + b, count)
 
 
-def select_pages(
-    scores: torch.Tensor,
-    table: torch.Tensor,
-    n_full: torch.Tensor,
-    slot_of: torch.Tensor,
-    k: int,
-    sink_pages: int = 1,
-    recent_pages: int = 1,
-    out: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """pages, missing and n_missing of `ops.select.select_pages`."""
+def select_pages(scores, table, n_full, slot_of, k, sink_pages, recent_pages, out):
+    """See `ops.select.select_pages`."""
     B, N = table.shape
     pages, missing = out if out is not None else table.new_empty((2, B, k)).unbind()
     n_missing = table.new_empty(B)
     if B == 0:
-        return pages, missing, n_missing
+        return Selection(pages, missing, n_missing)
     block_n = max(16, triton.next_power_of_2(N))
     block_k = max(16, triton.next_power_of_2(k))
     select_kernel[(B,)](
@@ -153,4 +149,4 @@ def select_pages(
         max(16, min(block_k, 64, 8192 // block_k)),
         num_warps=min(16, max(4, block_n // (32 * _LANE_KEYS))),
     )
-    return pages, missing, n_missing
+    return Selection(pages, missing, n_missing)

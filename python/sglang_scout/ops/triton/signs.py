@@ -13,7 +13,6 @@ import torch
 import triton
 import triton.language as tl
 
-from ..layers import LayerPages
 from ..signs import LEAST_SPREAD, as_bits
 from .pages import layer_pointer, source_row
 
@@ -28,6 +27,7 @@ def word_of(k, page, h, first, H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.con
     """[BLOCK_D] int32: bit t is set where token first + t has no minus sign. k: [P, 32, H, D] integers."""
     t, d = tl.arange(0, _WORD_TOKENS), tl.arange(0, BLOCK_D)
     at = ((page * 2 * _WORD_TOKENS + first + t) * H + h)[:, None] * D + d[None, :]
+    # [16, BLOCK_D]
     keys = tl.load(k + at, mask=(d < D)[None, :], other=-1)
     return tl.sum((keys >= 0).to(tl.int32) << t[:, None], axis=0)
 
@@ -71,6 +71,7 @@ def query_parts(q, head, kept, D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: 
     bits of all elements within 2^-17 of it.
     """
     d = tl.arange(0, BLOCK_D)
+    # [BLOCK_D, BLOCK_G]
     x = tl.load(
         q + head[None, :] * D + d[:, None], mask=kept[None, :] & (d < D)[:, None], other=0.0
     )
@@ -156,6 +157,7 @@ def sign_sums_kernel(
         parts, total = query_parts(q, head, kept, D, BLOCK_G, BLOCK_D)
         u = tl.full([BLOCK_N, BLOCK_G], float("-inf"), tl.float32)
         for half in tl.static_range(2):
+            # [BLOCK_N, BLOCK_D / 2] words, [BLOCK_N, BLOCK_G] sums
             pair = word_pairs(
                 low if half == 0 else high, page.to(tl.int64) * H + h, offered, D, BLOCK_D
             )
@@ -219,6 +221,7 @@ def stand_out_kernel(
             head = (b * HQ + h).to(tl.int64)
             at = head[:, None] * part_stride + part[None, :]
             known = (h < HQ)[:, None] & (part < blocks)[None, :]
+            # [BLOCK_H, BLOCK_BLOCKS]
             count = tl.load(counts + at, mask=known, other=0.0)
             each = tl.load(means + at, mask=known, other=0.0)
             total = tl.maximum(tl.sum(count, axis=1), 1.0)
@@ -231,6 +234,7 @@ def stand_out_kernel(
             differs = spread > LEAST_SPREAD * size
             unit = tl.where(differs, 1.0 / tl.where(differs, spread, 1.0), 0.0)
             mask = (h < HQ)[:, None] & offered[None, :]
+            # [BLOCK_H, BLOCK_N]
             u = tl.load(sums + head[:, None] * row_stride + n[None, :], mask=mask, other=0.0)
             u = tl.where(mask, (u - mean[:, None]) * unit[:, None], float("-inf"))
             score = tl.maximum(score, tl.max(u, axis=0))
@@ -239,13 +243,7 @@ def stand_out_kernel(
         tl.store(out + row + n, tl.full([BLOCK_N], float("-inf"), tl.float32), mask=n < N)
 
 
-def build_layer_signs(
-    source: LayerPages,
-    ids: torch.Tensor,
-    low: torch.Tensor,
-    high: torch.Tensor,
-    rows: torch.Tensor | None = None,
-) -> None:
+def build_layer_signs(source, ids, low, high, rows):
     """See `ops.signs.build_layer_signs`."""
     R, _, H, D = source.k[0].shape
     if ids.numel() == 0:
@@ -256,14 +254,7 @@ def build_layer_signs(
     )  # fmt: skip
 
 
-def score_signs(
-    q: torch.Tensor,
-    low: torch.Tensor,
-    high: torch.Tensor,
-    table: torch.Tensor,
-    n_full: torch.Tensor,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+def score_signs(q, low, high, table, n_full, out):
     """See `ops.signs.score_signs`."""
     (B, N), (_, H, D), HQ = table.shape, low.shape, q.shape[1]
     if out is None:

@@ -1,4 +1,4 @@
-#include "page_uses.h"
+#include "residency.h"
 
 #include <algorithm>
 #include <cstring>
@@ -14,23 +14,23 @@ constexpr int64_t kAhead = 256;
 constexpr float kNone = std::numeric_limits<float>::infinity();
 
 constexpr int64_t kBlock = 32;             // slots that are looked at together
-constexpr uint32_t kNoHeat = 0x7fffffffu;  // more than the bits of any heat
+constexpr uint32_t kNoFrequency = 0x7fffffffu;  // more than the bits of any frequency
 
-// In the order of heat, which is not negative.
-uint32_t bits_of(float heat) {
-  heat += 0.0f;  // of -0.0 too
+// In the order of frequency, which is not negative.
+uint32_t bits_of(float frequency) {
+  frequency += 0.0f;  // of -0.0 too
   uint32_t bits;
-  std::memcpy(&bits, &heat, sizeof(bits));
+  std::memcpy(&bits, &frequency, sizeof(bits));
   return bits;
 }
 
-float heat_of(uint32_t bits) {
-  float heat;
-  std::memcpy(&heat, &bits, sizeof(heat));
-  return heat;
+float frequency_of(uint32_t bits) {
+  float frequency;
+  std::memcpy(&frequency, &bits, sizeof(frequency));
+  return frequency;
 }
 
-// A slot as what it is ordered by: heat, then stamp; then where it stands.
+// A slot as what it is ordered by: frequency, then stamp; then where it stands.
 struct ColdSlot {
   uint64_t key;
   int64_t slot;
@@ -42,11 +42,11 @@ struct ColdSlot {
 
 }  // namespace
 
-bool are_valid(const PageUses& uses, const LayerPageIds& pages) {
+bool are_valid(const Residency& r, const LayerPageIds& pages) {
   const int32_t num_pages =
-      static_cast<int32_t>(std::min<int64_t>(uses.num_pages, std::numeric_limits<int32_t>::max()));
+      static_cast<int32_t>(std::min<int64_t>(r.num_pages, std::numeric_limits<int32_t>::max()));
   for (int64_t i = 0; i < pages.n; ++i) {
-    if (pages.layers[i] < 0 || pages.layers[i] >= uses.num_layers) return false;
+    if (pages.layers[i] < 0 || pages.layers[i] >= r.num_layers) return false;
     for (int64_t b = 0; b < pages.rows; ++b) {
       const int32_t* const ids = pages.row(i, b);
       int32_t bad = 0;  // as wide as what it is made of, or the loop is not vectorised
@@ -68,83 +68,77 @@ void count_pages(const LayerPageIds& pages, int64_t* counts) {
   }
 }
 
-bool touch_pages(const PageUses& uses, const LayerPageIds& pages, const float* weights,
-                 int32_t step) {
-  bool good = true;
+void touch_pages(Residency& r, const LayerPageIds& pages, const float* weights, int32_t step) {
   const int64_t all_rows = pages.n * pages.rows;
-  const int64_t last_slot = uses.num_slots - 1;
+  const int64_t last_slot = r.num_slots - 1;
   const int64_t rows_ahead = std::max<int64_t>(1, kAhead / std::max<int64_t>(1, pages.k));
   for (int64_t i = 0; i < pages.n; ++i) {
     const int64_t layer = pages.layers[i];
-    PageUse* const of_page = uses.uses + layer * uses.num_pages;
+    PageUse* const of_page = r.uses.data() + layer * r.num_pages;
     for (int64_t b = 0; b < pages.rows; ++b) {
       // One by one: many at once wait for each other.
       const int64_t next = std::min(i * pages.rows + b + rows_ahead, all_rows - 1);
       const int32_t* const next_ids = pages.row(next / pages.rows, next % pages.rows);
-      PageUse* const of_next = uses.uses + pages.layers[next / pages.rows] * uses.num_pages;
+      PageUse* const of_next = r.uses.data() + pages.layers[next / pages.rows] * r.num_pages;
       const int32_t* const ids = pages.row(i, b);
       const float weight = weights[b];
       for (int64_t j = 0; j < pages.k; ++j) {
         __builtin_prefetch(of_next + std::max(next_ids[j], 0), 1);
         if (ids[j] < 0) continue;
         PageUse& use = of_page[ids[j]];
-        use.heat += weight;
+        use.frequency += weight;
         use.stamp = step;
       }
     }
     // While the layer's lines are in the cache; those of pages that were not selected are not.
-    const int32_t* const page_of = uses.page_of + layer * uses.num_slots;
-    float* const slot_heat = uses.slot_heat + layer * uses.num_slots;
-    int32_t* const slot_stamp = uses.slot_stamp + layer * uses.num_slots;
-    for (int64_t slot = 0; slot < uses.num_slots; ++slot) {
+    const int32_t* const page_of = r.page_of.data() + layer * r.num_slots;
+    float* const slot_frequency = r.slot_frequency.data() + layer * r.num_slots;
+    int32_t* const slot_stamp = r.slot_stamp.data() + layer * r.num_slots;
+    for (int64_t slot = 0; slot < r.num_slots; ++slot) {
       __builtin_prefetch(of_page + std::max(page_of[std::min(slot + kAhead, last_slot)], 0));
       const int32_t page = page_of[slot];
-      const bool is_page = page >= 0 && page < uses.num_pages;
-      const PageUse use = is_page ? of_page[page] : PageUse{kNone, -1};
-      slot_heat[slot] = use.heat;
+      const PageUse use = page >= 0 ? of_page[page] : PageUse{kNone, -1};
+      slot_frequency[slot] = use.frequency;
       slot_stamp[slot] = use.stamp;
-      good &= page < uses.num_pages;
     }
   }
-  return good;
 }
 
-int64_t protect_pages(const PageUses& uses, const int32_t* slot_of, const int64_t* pages, int64_t n,
-                      int32_t step) {
+int64_t protect_pages(Residency& r, const int64_t* pages, int64_t n, int32_t step) {
   int64_t absent = 0;
-  for (int64_t layer = 0; layer < uses.num_layers; ++layer) {
-    const int64_t next = std::min(layer + 1, uses.num_layers - 1) * uses.num_pages;
-    PageUse* const of_page = uses.uses + layer * uses.num_pages;
-    const int32_t* const slot_of_page = slot_of + layer * uses.num_pages;
-    int32_t* const slot_stamp = uses.slot_stamp + layer * uses.num_slots;
+  for (int64_t layer = 0; layer < r.num_layers; ++layer) {
+    const int64_t next = std::min(layer + 1, r.num_layers - 1) * r.num_pages;
+    PageUse* const of_page = r.uses.data() + layer * r.num_pages;
+    const int32_t* const slot_of = r.slot_of.data() + layer * r.num_pages;
+    int32_t* const slot_stamp = r.slot_stamp.data() + layer * r.num_slots;
     for (int64_t i = 0; i < n; ++i) {
-      __builtin_prefetch(uses.uses + next + pages[i], 1);
-      __builtin_prefetch(slot_of + next + pages[i]);
-      const int32_t slot = slot_of_page[pages[i]];
+      __builtin_prefetch(r.uses.data() + next + pages[i], 1);
+      __builtin_prefetch(r.slot_of.data() + next + pages[i]);
+      const int32_t slot = slot_of[pages[i]];
       of_page[pages[i]].stamp = step;
-      if (slot >= 0 && slot < uses.num_slots) slot_stamp[slot] = step;
+      if (slot >= 0) slot_stamp[slot] = step;
       absent += slot < 0;
     }
   }
   return absent;
 }
 
-FoundSlots coldest_slots(const PageUses& uses, const int64_t* counts, int32_t before_step,
+FoundSlots coldest_slots(const Residency& r, const int64_t* counts, int32_t before_step,
                          const float* below) {
   FoundSlots found;
   std::vector<ColdSlot> coldest;  // so far, as a heap: the warmest on top
-  for (int64_t layer = 0; layer < uses.num_layers; ++layer) {
-    const size_t count = static_cast<size_t>(std::clamp<int64_t>(counts[layer], 0, uses.num_slots));
+  for (int64_t layer = 0; layer < r.num_layers; ++layer) {
+    const size_t count = static_cast<size_t>(std::clamp<int64_t>(counts[layer], 0, r.num_slots));
     if (count == 0) continue;
-    const float* const heat = uses.slot_heat + layer * uses.num_slots;
-    const int32_t* const stamp = uses.slot_stamp + layer * uses.num_slots;
+    const float* const frequency = r.slot_frequency.data() + layer * r.num_slots;
+    const int32_t* const stamp = r.slot_stamp.data() + layer * r.num_slots;
     coldest.clear();
     float warmest = below[layer];  // of those that are still of interest
     const auto look_at = [&](int64_t slot) {
-      if (!(heat[slot] < below[layer])) return;  // nor has a slot without a page
+      if (!(frequency[slot] < below[layer])) return;  // nor has a slot without a page
       const uint32_t age =
           static_cast<uint32_t>(stamp[slot]) ^ 0x80000000u;  // in order as unsigned
-      const ColdSlot next{static_cast<uint64_t>(bits_of(heat[slot])) << 32 | age, slot};
+      const ColdSlot next{static_cast<uint64_t>(bits_of(frequency[slot])) << 32 | age, slot};
       if (coldest.size() == count) {
         if (!(next < coldest.front())) return;
         std::pop_heap(coldest.begin(), coldest.end());
@@ -152,14 +146,14 @@ FoundSlots coldest_slots(const PageUses& uses, const int64_t* counts, int32_t be
       }
       coldest.push_back(next);
       std::push_heap(coldest.begin(), coldest.end());
-      if (coldest.size() == count) warmest = heat_of(coldest.front().key >> 32);
+      if (coldest.size() == count) warmest = frequency_of(coldest.front().key >> 32);
     };
     const auto may_be_wanted = [&](int64_t slot) -> int {
-      return (heat[slot] <= warmest) & (stamp[slot] < before_step);
+      return (frequency[slot] <= warmest) & (stamp[slot] < before_step);
     };
     // Few of many are wanted: most blocks of slots have nothing of interest.
-    for (int64_t first = 0; first < uses.num_slots; first += kBlock) {
-      const int64_t end = std::min(first + kBlock, uses.num_slots);
+    for (int64_t first = 0; first < r.num_slots; first += kBlock) {
+      const int64_t end = std::min(first + kBlock, r.num_slots);
       if (end - first == kBlock) {
         int any = 0;
         for (int64_t i = 0; i < kBlock; ++i) any |= may_be_wanted(first + i);
@@ -177,13 +171,13 @@ FoundSlots coldest_slots(const PageUses& uses, const int64_t* counts, int32_t be
     for (const ColdSlot& cold : coldest) {
       found.layers.push_back(layer);
       found.slots.push_back(cold.slot);
-      found.heat.push_back(heat_of(cold.key >> 32));
+      found.frequency.push_back(frequency_of(cold.key >> 32));
     }
   }
   return found;
 }
 
-FoundPages hottest_pages(const PageUses& uses, const LayerPageIds& pages, const bool* counts,
+FoundPages hottest_pages(const Residency& r, const LayerPageIds& pages, const bool* counts,
                          const bool* is_first, const int64_t* limits) {
   FoundPages found;
   std::vector<int32_t> missed(pages.rows * pages.k);
@@ -193,11 +187,11 @@ FoundPages hottest_pages(const PageUses& uses, const LayerPageIds& pages, const 
   // all else where there are many pages.
   static thread_local std::vector<uint32_t> seen_for;
   static thread_local uint32_t now = 0;
-  if (static_cast<int64_t>(seen_for.size()) < uses.num_pages) seen_for.resize(uses.num_pages, 0);
+  if (static_cast<int64_t>(seen_for.size()) < r.num_pages) seen_for.resize(r.num_pages, 0);
   const auto page_of = [](uint64_t code) { return static_cast<uint32_t>(code); };
   for (int64_t i = 0; i < pages.n; ++i) {
     if (limits[i] <= 0) continue;
-    const PageUse* const of_page = uses.uses + pages.layers[i] * uses.num_pages;
+    const PageUse* const of_page = r.uses.data() + pages.layers[i] * r.num_pages;
     int64_t count = 0;
     if (++now == 0) {  // once in 2^32 layers
       std::fill(seen_for.begin(), seen_for.end(), 0u);
@@ -220,7 +214,7 @@ FoundPages hottest_pages(const PageUses& uses, const LayerPageIds& pages, const 
       const uint64_t later = first ? 0 : 1;
       for (int64_t j = 0; j < end; ++j) {
         const int32_t page = missed[j];
-        const uint64_t coldness = kNoHeat - bits_of(of_page[page].heat);
+        const uint64_t coldness = kNoFrequency - bits_of(of_page[page].frequency);
         wanted[count] = later << 63 | coldness << 32 | static_cast<uint64_t>(page);
         count += seen_for[page] != now;
         seen_for[page] = now;

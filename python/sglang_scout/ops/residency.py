@@ -1,0 +1,299 @@
+"""Which (layer, page) lies in which device slot, and how much each has been of use.
+
+Residency is a property of a (layer, page), not of a request: a page that two requests share through
+the radix cache is resident once. The table is only metadata; ``engine/`` moves the bytes.
+
+States of a slot: free, reserved (a copy into it is under way) or mapped to one page. A page that is
+freed or overwritten gets a new *generation*: copies that were started for the old content are then
+refused at commit, so a slot never shows another request's page.
+
+The *decayed frequency* of a (layer, page) is one for each request and step that selected it, halved
+every ``half_life_steps``. Pages that are not resident have one too, so a copy can be judged before it
+is made: a page takes another one's slot only if it is clearly more frequent. Recency alone is a poor
+judge: a page that is selected once pushes out one that is selected every other step.
+
+All methods take many layers at once, for the host has no time for one after the other between two
+steps of a device: ``layer`` is a number, or an array that broadcasts with ``pages``. Layers do not
+affect each other. Within, a (layer, page) is its index in the flattened tables, its *key*. What a step
+changes is C++ (``sgl-kernel/src/residency.h``), the rest numpy on the same memory.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from sglang_scout import _native
+from sglang_scout.core.ranking import distinct, rank_within
+
+Ints = npt.NDArray[np.integer]
+Ids = npt.NDArray[np.int64]
+Pages = npt.NDArray[np.int32]
+Floats = npt.NDArray[np.float32]
+Flags = npt.NDArray[np.bool_]
+
+DEFAULT_HALF_LIFE_STEPS = 8.0
+SWAP_MARGIN = 1.5
+"""How many times as frequent as another a page must be to take its slot. Without a margin two pages
+of equal use change places for ever; measured, it halves the copies for the same misses."""
+
+# Frequencies are kept in units that grow with the step, so that nothing has to decay page by page.
+# Before they outgrow float32, everything is scaled down by this power of two.
+_RESCALE_LOG2 = 64
+
+
+class Reservation(NamedTuple):
+    """Slots taken for copies: ``pages[i]`` of ``layers[i]`` goes to ``slots[i]`` of that layer.
+
+    Ordered by layer, then page.
+    """
+
+    layers: Ids
+    pages: Ids
+    slots: Ids
+    generations: Ids
+
+    def per_layer(self, num_layers: int) -> Ids:
+        """``[L]`` int64, pages of each layer."""
+        return np.bincount(self.layers, minlength=num_layers)
+
+
+class PageUses:
+    """How much every page of every layer has been selected lately.
+
+    Attributes:
+        frequency: ``[L, P]`` float32, decayed; only comparisons within one step mean something.
+        stamp: ``[L, P]`` int32, step in which the page was last selected or landed, -1: never. Pages
+            on their way have one too: what this step looked for is not given up as it lands.
+    """
+
+    def __init__(self, metadata: _native.Residency, half_life_steps: float) -> None:
+        self._metadata = metadata
+        self.frequency, self.stamp = metadata.frequency, metadata.stamp
+        self._half_life_steps = half_life_steps
+        self._scaled_at_step = 0
+        # Frequency, in selections, of a page that has been selected in every step for long.
+        self._steady = 1 / (1 - 2 ** (-1 / half_life_steps))
+
+    def count(self, pages: Pages) -> Ids:
+        """``[n, B]`` how many there are in each row of ``pages`` ``[n, B, k]``, -1 where there is none."""
+        return _native.count_pages(pages)
+
+    def touch(self, layers: Ids, pages: Pages, step: int, fresh: Flags) -> None:
+        """Note that ``pages`` were selected in ``step``.
+
+        Args:
+            layers: ``[n]``; pages: ``[n, B, k]`` of these layers, -1 where there is none.
+            fresh: ``[B]`` rows of requests without a past. Their pages count as if they had been
+                selected for long: a newcomer's pages could not take a slot from anybody for many
+                steps.
+        """
+        weight = np.float32(self._weight(step))
+        heavy = np.float32(weight * self._steady)
+        self._metadata.touch(layers, pages, np.where(fresh, heavy, weight), step)
+
+    def _weight(self, step: int) -> float:
+        """Frequency that one selection in ``step`` adds."""
+        grown = (step - self._scaled_at_step) / self._half_life_steps
+        if grown > _RESCALE_LOG2:
+            self.frequency *= np.float32(2.0 ** -min(grown, 120.0))
+            self.frequency[self.frequency < 2.0**-60] = 0.0
+            every = np.arange(len(self.frequency))
+            nothing = np.zeros((len(every), 0, 0), np.int32)
+            self._metadata.touch(every, nothing, np.zeros(0, np.float32), step)  # the slots' copies
+            self._scaled_at_step, grown = step, 0.0
+        return float(2.0**grown)
+
+    def hottest(
+        self, layers: Ids, missed: Pages, counts: Flags, is_first: Flags, limit_pages: Ids
+    ) -> tuple[Ids, Ids]:
+        """Of each layer the ``limit_pages[i]`` pages of ``missed[i]`` that are worth most.
+
+        Those of first rows come before all others, then the most frequent: selected lately, often, and
+        by many requests, whom one copy serves together; then the smaller id.
+
+        Args:
+            layers: ``[n]``; limit_pages: ``[n]``.
+            missed: ``[n, B, k]`` page ids, -1 padded.
+            counts: ``[n, B]`` rows of each layer whose pages may be chosen.
+            is_first: ``[B]`` rows whose pages come first.
+        Returns:
+            Layers and pages, distinct pairs, in the order of ``layers`` and then ascending.
+        """
+        return self._metadata.hottest(layers, missed, counts, is_first, limit_pages)
+
+
+class ResidencyTable:
+    """Metadata of the device's page slots, for all layers.
+
+    Args:
+        num_layers: L.
+        num_pages: P, host pages including the padding page 0.
+        num_slots: S, slots per layer.
+        half_life_steps: steps after which a selection counts half.
+
+    Attributes:
+        uses: how much pages have been selected; the engine says it what was.
+        slot_of: ``[L, P]`` int32, slot of a page or -1. Shared with the engine, which reads it.
+        page_of: ``[L, S]`` int32, page of a slot; negative: has none.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_pages: int,
+        num_slots: int,
+        half_life_steps: float = DEFAULT_HALF_LIFE_STEPS,
+    ) -> None:
+        if min(num_layers, num_pages, num_slots) <= 0:
+            raise ValueError(f"a table of nothing: {num_layers=} {num_pages=} {num_slots=}")
+        self.num_layers, self.num_pages, self.num_slots = num_layers, num_pages, num_slots
+        self.metadata = metadata = _native.Residency(num_layers, num_pages, num_slots)
+        self.uses = PageUses(metadata, half_life_steps)
+        self.slot_of, self.page_of = metadata.slot_of, metadata.page_of
+        self._slot, self._num_free = self.slot_of.reshape(-1), metadata.num_free
+        self._changed: list[Ids] | None = None
+
+    def take_changes(self) -> tuple[Ids, Pages]:
+        """What :attr:`slot_of` has changed since the last call, for a copy of it elsewhere.
+
+        The first call returns nothing and begins to record.
+
+        Returns:
+            ``[n]`` distinct indices into the flattened table, and ``[n]`` what stands there now.
+        """
+        changed = distinct(np.concatenate(self._changed or [np.zeros(0, np.int64)]))
+        self._changed = []
+        return changed, self._slot[changed]
+
+    def _note(self, changed: Ids) -> int:
+        if self._changed is not None:
+            self._changed.append(changed)
+        return len(changed)
+
+    def num_free(self, layer: int) -> int:
+        """Slots of ``layer`` that are neither mapped nor reserved."""
+        return int(self._num_free[layer])
+
+    @property
+    def resident_pages(self) -> int:
+        """Mapped (layer, page) pairs over all layers."""
+        return int((self.page_of >= 0).sum())
+
+    def missing(self, layer: Ints | int, pages: Ints) -> Ids:
+        """The distinct keys of ``pages`` that are neither resident nor on their way, ascending."""
+        keys = (np.multiply(layer, self.num_pages) + pages)[pages >= 0]
+        return self.metadata.absent(keys.astype(np.int64, copy=False))
+
+    def touch_all_layers(self, pages: Ints, step: int) -> int:
+        """Protect ``pages`` in ``step``, in every layer; says nothing about their frequency.
+
+        Returns:
+            How many of them are not resident, over all layers.
+        """
+        return self.metadata.protect(pages[pages >= 0].astype(np.int64), step)
+
+    def are_resident(self, pages: Ints) -> bool:
+        """Whether all of ``pages`` ``[n]`` are, in every layer."""
+        return bool((np.take(self.slot_of, pages, axis=1) >= 0).all())
+
+    def reserve(self, layer: Ints | int, pages: Ints) -> Reservation:
+        """Take free slots for those of ``pages`` that are missing, the most frequent as far as they go."""
+        keys = self.missing(layer, pages)
+        if (self._per_layer(keys) > self._num_free).any():
+            keys, layers, rank = self._hottest_first(keys)
+            keys = np.sort(keys[rank < self._num_free[layers]])
+        return Reservation(*self.metadata.reserve(keys))
+
+    def exchange(self, layer: Ints | int, pages: Ints, before_step: int) -> Reservation:
+        """As :meth:`reserve`; when free slots end, clearly less frequent pages give theirs.
+
+        Only pages last selected before ``before_step`` go, each for one that is ``SWAP_MARGIN`` times
+        as frequent. The caller must be done with reading the layer's slots in this step.
+        """
+        keys = self.missing(layer, pages)
+        short = self._per_layer(keys) - self._num_free
+        if (short > 0).any():
+            keys, layers, rank = self._hottest_first(keys)
+            frequency = self._frequency_of(keys)
+            best = np.zeros(self.num_layers, np.float32)  # of the first to find no free slot
+            is_best = rank == self._num_free[layers]
+            best[layers[is_best]] = frequency[is_best]
+            below = best * np.float32(1.001 / SWAP_MARGIN)  # a little more than needed: rounding
+            cold_layers, slots, coldness = self.metadata.coldest(short, before_step, below)
+            # The hottest that finds no free slot meets the coldest.
+            contender = np.searchsorted(layers, cold_layers) + self._num_free[cold_layers]
+            contender += rank_within(cold_layers)
+            # Contenders grow colder and the others hotter, so the wins come first.
+            wins = frequency[contender] > SWAP_MARGIN * coldness
+            self._note(self.metadata.vacate(cold_layers[wins], slots[wins]))
+            keys = np.sort(keys[rank < self._num_free[layers]])
+        return Reservation(*self.metadata.reserve(keys))
+
+    def _per_layer(self, keys: Ids) -> Ids:
+        return np.bincount(keys // self.num_pages, minlength=self.num_layers)
+
+    def _frequency_of(self, keys: Ids) -> Floats:
+        return self.uses.frequency[np.divmod(keys, self.num_pages)]
+
+    def _hottest_first(self, keys: Ids) -> tuple[Ids, Ids, Ids]:
+        """Ascending ``keys`` by layer and then falling frequency; layers, and places within them."""
+        layers = keys // self.num_pages
+        order = np.lexsort((-self._frequency_of(keys), layers))
+        return keys[order], layers, rank_within(layers)
+
+    def commit(self, reservation: Reservation, step: int) -> int:
+        """The copies have landed: map the pages. Returns how many were still wanted."""
+        return self._note(self.metadata.land(*reservation, step))
+
+    def evict(self, layer: Ints | int, want_free: Ints | int, before_step: int) -> int:
+        """Unmap the least frequent pages until ``want_free`` slots of each ``layer`` (distinct) are free.
+
+        Only pages last selected before ``before_step`` go. Returns how many went.
+        """
+        short = np.zeros(self.num_layers, np.int64)
+        short[layer] = want_free - self._num_free[layer]
+        if (short <= 0).all():
+            return 0
+        any_frequency = np.full(self.num_layers, np.inf, np.float32)
+        layers, slots, _ = self.metadata.coldest(short, before_step, any_frequency)
+        return self._note(self.metadata.vacate(layers, slots))
+
+    def invalidate(self, pages: Ints) -> None:
+        """``pages`` were freed or will be overwritten: drop them in every layer."""
+        ids = np.unique(pages).astype(np.int64)
+        self.metadata.generation[ids] += 1
+        self.metadata.is_pending[:, ids] = False
+        slots = self.slot_of[:, ids].astype(np.int64)
+        layers = np.nonzero(slots >= 0)[0].copy()  # contiguous
+        self._note(self.metadata.vacate(layers, slots[slots >= 0]))
+        self.uses.frequency[:, ids] = 0.0
+        self.uses.stamp[:, ids] = -1
+
+    def clear(self) -> None:
+        """Drop every page (cache flush)."""
+        self.invalidate(np.arange(self.num_pages))
+
+    def check(self) -> None:
+        """Assert the invariants; for tests and debugging.
+
+        Raises:
+            AssertionError: slots lost or doubled, or the two directions of the map disagree.
+        """
+        pending = self.metadata.is_pending
+        for layer in range(self.num_layers):
+            free = self.metadata.free[layer, : self._num_free[layer]]
+            states, slot_of = self.page_of[layer], self.slot_of[layer]
+            mapped = np.flatnonzero(states >= 0)
+            reserved = (states < -1).sum()
+            assert len(np.unique(free)) == len(free), f"layer {layer}: a slot is free twice"
+            assert (states[free] == -1).all(), f"layer {layer}: free but mapped"
+            assert (slot_of[states[mapped]] == mapped).all(), f"layer {layer}: map"
+            assert (slot_of >= 0).sum() == len(mapped), f"layer {layer}: stale page"
+            total = len(free) + len(mapped) + reserved
+            assert total == self.num_slots, f"layer {layer}: {total} of {self.num_slots} slots"
+            assert pending[layer].sum() <= reserved, f"layer {layer}: pending without a slot"
+            both = pending[layer] & (slot_of >= 0)
+            assert not both.any(), f"layer {layer}: pending and resident"

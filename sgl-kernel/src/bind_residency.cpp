@@ -1,0 +1,206 @@
+// Python bindings of residency.h, with numpy arrays. They keep the GIL: it can take 5 ms to get back
+// from a busy thread, and the passes take less than one.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include <initializer_list>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "residency.h"
+
+namespace nb = nanobind;
+
+namespace {
+
+using scout::Residency;
+
+template <class T, int N>
+using Array = nb::ndarray<T, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
+using Keys = Array<const int64_t, 1>;
+using PageIds = nb::ndarray<const int32_t, nb::ndim<3>, nb::device::cpu>;
+
+void require(bool condition, const char* op, const char* message) {
+  if (!condition) throw nb::value_error((std::string(op) + ": " + message).c_str());
+}
+
+// An array that owns what was found.
+template <class T>
+nb::ndarray<nb::numpy, T, nb::ndim<1>> handed_over(std::vector<T>&& values) {
+  auto* const kept = new std::vector<T>(std::move(values));
+  nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
+  return {kept->data(), {kept->size()}, owner};
+}
+
+// Memory of the residency as an array, which keeps it alive.
+template <class T>
+using View = nb::ndarray<nb::numpy, T>;
+
+template <class T>
+View<T> of_pages(Residency& r, T* data, int64_t step = 1) {
+  const auto layers = static_cast<size_t>(r.num_layers), pages = static_cast<size_t>(r.num_pages);
+  return View<T>(data, {layers, pages}, nb::handle(), {step * r.num_pages, step});
+}
+
+template <class T>
+View<T> of_slots(Residency& r, T* data) {
+  return View<T>(data, {static_cast<size_t>(r.num_layers), static_cast<size_t>(r.num_slots)});
+}
+
+void check_below(const char* op, const Keys& ids, int64_t end) {
+  bool good = true;
+  for (size_t i = 0; i < ids.shape(0); ++i) good &= ids.data()[i] >= 0 && ids.data()[i] < end;
+  require(good, op, "a layer, page or slot is out of range");
+}
+
+void check_slots(const char* op, const Residency& r, const Keys& layers, const Keys& slots) {
+  require(slots.shape(0) == layers.shape(0), op, "as many slots as layers");
+  check_below(op, layers, r.num_layers);
+  check_below(op, slots, r.num_slots);
+}
+
+scout::LayerPageIds ids_of(const char* op, const int64_t* layers, const PageIds& pages) {
+  require(pages.shape(2) <= 1 || pages.stride(2) == 1, op, "pages of a row must stand together");
+  const auto size = [&](int axis) { return static_cast<int64_t>(pages.shape(axis)); };
+  return {layers, pages.data(), size(0), size(1), size(2), pages.stride(0), pages.stride(1)};
+}
+
+scout::LayerPageIds checked(const char* op, const Residency& r, const Keys& layers,
+                            const PageIds& pages) {
+  const scout::LayerPageIds ids = ids_of(op, layers.data(), pages);
+  require(layers.shape(0) == pages.shape(0), op, "layers must be [n] for pages of [n, B, k]");
+  require(scout::are_valid(r, ids), op, "a layer or page is out of range");
+  return ids;
+}
+
+nb::ndarray<nb::numpy, int64_t, nb::ndim<2>> count_pages(const PageIds& pages) {
+  const scout::LayerPageIds ids = ids_of("count_pages", nullptr, pages);
+  auto* const counts = new int64_t[ids.n * ids.rows];
+  nb::capsule owner(counts, [](void* p) noexcept { delete[] static_cast<int64_t*>(p); });
+  scout::count_pages(ids, counts);
+  return {counts, {pages.shape(0), pages.shape(1)}, owner};
+}
+
+void touch(Residency& r, const Keys& layers, const PageIds& pages,
+           const Array<const float, 1>& weights, int32_t step) {
+  const scout::LayerPageIds ids = checked("touch", r, layers, pages);
+  require(static_cast<int64_t>(weights.shape(0)) == ids.rows, "touch", "weights must be [B]");
+  scout::touch_pages(r, ids, weights.data(), step);
+}
+
+int64_t protect(Residency& r, const Keys& pages, int32_t step) {
+  check_below("protect", pages, r.num_pages);
+  return scout::protect_pages(r, pages.data(), pages.shape(0), step);
+}
+
+nb::tuple coldest(const Residency& r, const Keys& counts, int32_t before_step,
+                  const Array<const float, 1>& below) {
+  const auto layers = static_cast<size_t>(r.num_layers);
+  require(counts.shape(0) == layers && below.shape(0) == layers, "coldest",
+          "counts and below must be [L]");
+  auto found = scout::coldest_slots(r, counts.data(), before_step, below.data());
+  return nb::make_tuple(handed_over(std::move(found.layers)), handed_over(std::move(found.slots)),
+                        handed_over(std::move(found.frequency)));
+}
+
+nb::tuple hottest(const Residency& r, const Keys& layers, const PageIds& pages,
+                  const Array<const bool, 2>& counts, const Array<const bool, 1>& is_first,
+                  const Keys& limits) {
+  const scout::LayerPageIds ids = checked("hottest", r, layers, pages);
+  require(counts.shape(0) == pages.shape(0) && counts.shape(1) == pages.shape(1) &&
+              is_first.shape(0) == pages.shape(1) && limits.shape(0) == pages.shape(0),
+          "hottest", "counts must be [n, B], is_first [B], limits [n]");
+  auto found = scout::hottest_pages(r, ids, counts.data(), is_first.data(), limits.data());
+  return nb::make_tuple(handed_over(std::move(found.layers)), handed_over(std::move(found.pages)));
+}
+
+auto absent(const Residency& r, const Keys& keys) {
+  check_below("absent", keys, r.num_layers * r.num_pages);
+  return handed_over(scout::absent_keys(r, keys.data(), keys.shape(0)));
+}
+
+nb::tuple reserve(Residency& r, const Keys& keys) {
+  check_below("reserve", keys, r.num_layers * r.num_pages);
+  scout::Reserved found;
+  require(scout::reserve(r, keys.data(), keys.shape(0), &found), "reserve",
+          "more pages than free slots");
+  return nb::make_tuple(handed_over(std::move(found.layers)), handed_over(std::move(found.pages)),
+                        handed_over(std::move(found.slots)),
+                        handed_over(std::move(found.generations)));
+}
+
+auto land(Residency& r, const Keys& layers, const Keys& pages, const Keys& slots,
+          const Keys& generations, int32_t step) {
+  check_slots("land", r, layers, slots);
+  check_below("land", pages, r.num_pages);
+  require(pages.shape(0) == layers.shape(0) && generations.shape(0) == layers.shape(0), "land",
+          "as many pages and generations as layers");
+  return handed_over(scout::land(r, layers.data(), pages.data(), slots.data(), generations.data(),
+                                 layers.shape(0), step));
+}
+
+auto vacate(Residency& r, const Keys& layers, const Keys& slots) {
+  check_slots("vacate", r, layers, slots);
+  for (size_t i = 0; i < slots.shape(0); ++i) {
+    const int32_t page = r.page_of[layers.data()[i] * r.num_slots + slots.data()[i]];
+    require(page >= 0, "vacate", "no page there");
+  }
+  return handed_over(scout::vacate(r, layers.data(), slots.data(), layers.shape(0)));
+}
+
+}  // namespace
+
+void bind_residency(nb::module_& m) {
+  // Nothing is converted: ids of another size would be other pages.
+  const auto exact = [](const char* name) { return nb::arg(name).noconvert(); };
+  const auto inside = nb::rv_policy::reference_internal;
+  m.def("count_pages", &count_pages, exact("pages"), "How many pages each row has.");
+  nb::class_<Residency>(m, "Residency", "Metadata of page slots; see ops/residency.py.")
+      .def(nb::init<int64_t, int64_t, int64_t>(), nb::arg("layers"), nb::arg("pages"),
+           nb::arg("slots"))
+      .def_prop_ro(
+          "frequency",
+          [](Residency& r) { return of_pages(r, &r.uses[0].frequency, 2); }, inside)
+      .def_prop_ro(
+          "stamp", [](Residency& r) { return of_pages(r, &r.uses[0].stamp, 2); }, inside)
+      .def_prop_ro(
+          "slot_of", [](Residency& r) { return of_pages(r, r.slot_of.data()); }, inside)
+      .def_prop_ro(
+          "is_pending", [](Residency& r) { return of_pages(r, r.is_pending.get()); }, inside)
+      .def_prop_ro(
+          "generation",
+          [](Residency& r) {
+            return View<int64_t>(r.generation.data(), {r.generation.size()});
+          },
+          inside)
+      .def_prop_ro(
+          "page_of", [](Residency& r) { return of_slots(r, r.page_of.data()); }, inside)
+      .def_prop_ro(
+          "slot_frequency", [](Residency& r) { return of_slots(r, r.slot_frequency.data()); },
+          inside)
+      .def_prop_ro(
+          "slot_stamp", [](Residency& r) { return of_slots(r, r.slot_stamp.data()); }, inside)
+      .def_prop_ro(
+          "free", [](Residency& r) { return of_slots(r, r.free.data()); }, inside)
+      .def_prop_ro(
+          "num_free",
+          [](Residency& r) { return View<int64_t>(r.num_free.data(), {r.num_free.size()}); },
+          inside)
+      .def("touch", &touch, exact("layers"), exact("pages"), exact("weights"), nb::arg("step"),
+           "Adds to the frequency of pages and stamps them.")
+      .def("protect", &protect, exact("pages"), nb::arg("step"),
+           "Stamps pages in every layer; returns how many have no slot.")
+      .def("coldest", &coldest, exact("counts"), nb::arg("before_step"), exact("below"),
+           "Layers, slots and frequency of the layers' least frequent pages.")
+      .def("hottest", &hottest, exact("layers"), exact("pages"), exact("counts"),
+           exact("is_first"), exact("limits"), "Layers and pages worth most of those missed.")
+      .def("absent", &absent, exact("keys"),
+           "The distinct keys without a slot that are not pending, ascending.")
+      .def("reserve", &reserve, exact("keys"),
+           "Takes free slots; returns layers, pages, slots and generations.")
+      .def("land", &land, exact("layers"), exact("pages"), exact("slots"), exact("generations"),
+           nb::arg("step"), "Maps reserved pages; returns the keys of those still wanted.")
+      .def("vacate", &vacate, exact("layers"), exact("slots"),
+           "Frees slots; returns the keys of the pages that were there.");
+}

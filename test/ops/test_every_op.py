@@ -1,0 +1,129 @@
+"""What holds of every op: wrong arguments are named, inputs stay as they are, and shapes never depend on values."""
+
+import pytest
+import torch
+
+from sglang_scout.core.errors import ImplementationError
+from sglang_scout.ops.append import Pool, append_tokens
+from sglang_scout.ops.attend import attend_pages
+from sglang_scout.ops.digest import build_layer_digests
+from sglang_scout.ops.gather import copy_layer_pages
+from sglang_scout.ops.layers import LayerPages
+from sglang_scout.ops.merge import merge_states
+from sglang_scout.ops.predict import predict_query
+from sglang_scout.ops.score import score_pages
+from sglang_scout.ops.select import select_pages
+from sglang_scout.ops.signs import build_layer_signs, score_signs
+
+L, B, P, S, H, HQ, D, N, C = 2, 3, 7, 32, 2, 4, 16, 5, 24
+
+
+def real(*shape):
+    return torch.rand(shape) + 0.5
+
+
+def ints(*shape, dtype=torch.int32):
+    return torch.ones(shape, dtype=dtype)
+
+
+def cases():
+    """Op -> arguments that fit."""
+    layers = LayerPages.of(*[[real(P, S, H, D) for _ in range(L)] for _ in "kv"], "cpu")
+    ids, slots = torch.arange(4), [real(L, 4, S, H, D) for _ in "kv"]
+    of_pages, of_layers = [real(P, H, D) for _ in "ab"], [real(L, P, H, D) for _ in "ab"]
+    q, table, n_full = real(B, HQ, D), ints(B, N), ints(B)
+    pools = [Pool(real(n, S, H, D), real(n, S, H, D), torch.arange(B).int()) for n in (P, P + 1)]
+    weights = real(C), 1e-6, real(HQ * D, C), real(HQ * D), real(D), 1e-6
+    return {
+        append_tokens: (real(B, H, D), real(B, H, D), n_full, *pools),
+        attend_pages: (q, *slots_of(P), table, n_full, n_full, 0.1, 0.0, (real(B, HQ, D), real(B, HQ)),
+                       ints(9), n_full),
+        build_layer_digests: (layers, ids, *of_layers, torch.stack([ids] * L)),
+        build_layer_signs: (layers, ids, *of_layers, torch.stack([ids] * L)),
+        copy_layer_pages: (layers, torch.stack([ids % L, ids, ids]), *slots),
+        merge_states: (real(B, HQ, D), real(B, HQ), real(B, HQ, D), real(B, HQ)),
+        predict_query: (real(B, C), *weights, real(9, D), torch.arange(B), D, True, HQ, D),
+        score_pages: (q, *of_pages, table, n_full, 0.1, "mass", real(B, N)),
+        score_signs: (q, *of_pages, table, n_full, real(B, N)),
+        select_pages: (real(B, N), table, n_full, ints(P), 4, 1, 1, (ints(B, 4), ints(B, 4))),
+    }  # fmt: skip
+
+
+def slots_of(pages):
+    return [real(pages, S, H, D) for _ in "kv"]
+
+
+OPS = pytest.mark.parametrize("op", cases(), ids=lambda op: op.name)
+ANY_DTYPE = {"norm_weight", "q_norm_weight", "cos_sin"}
+ANY_SIZE = {"slot_of", "ids", "pages"}  # of the last axis
+MUTATES = {append_tokens, build_layer_digests, build_layer_signs, copy_layer_pages}
+
+
+def changed(value, name, change):
+    """``value`` with the tensor of that name, as in `Call.tensors`, put through ``change``."""
+    if "." not in name and "[" not in name:
+        return change(value)
+    part = name.partition(".")[2] or int(name[-2])
+    if isinstance(part, str):
+        return value._replace(**{part: change(getattr(value, part))})
+    return tuple(change(x) if i == part else x for i, x in enumerate(value))
+
+
+@OPS
+def test_every_wrong_tensor_is_named(op):
+    arguments = cases()[op]
+    call = op.check(*arguments)
+    names = [name for name, _ in call.tensors if not name.startswith("source.")]
+    for name in names:
+        index = op.index[name.partition(".")[0].partition("[")[0]]
+        changes = [lambda x: x[None], lambda x: x.tolist()]
+        if name not in ANY_DTYPE:
+            changes.append(lambda x: x.to(torch.int8))
+        if name not in ANY_SIZE:
+            changes.append(lambda x: x.repeat_interleave(3, -1))
+        for change in changes:
+            wrong = [*arguments]
+            wrong[index] = changed(arguments[index], name, change)
+            with pytest.raises(ValueError, match=f"^{op.name}: "):
+                op(*wrong)
+
+
+@OPS
+def test_strided_tensors_are_refused_by_kernels_and_taken_by_the_reference(op):
+    arguments = cases()[op]
+    for name, tensor in op.check(*arguments).tensors:
+        if tensor.dim() < 2 or name.startswith("source.") or name in ("k", "v"):
+            continue
+        index = op.index[name.partition(".")[0].partition("[")[0]]
+        strided = [*arguments]
+        strided[index] = changed(arguments[index], name, lambda x: x.mT.contiguous().mT)
+        reasons = op.reasons(*strided)
+        assert reasons.pop("reference") == []
+        for found in reasons.values():
+            assert any(f"{name} is not contiguous" in reason for reason in found)
+        with pytest.raises(
+            ImplementationError, match=f"{op.name}: implementation 'triton' cannot run"
+        ):
+            op(*strided, impl="triton")
+
+
+@OPS
+def test_inputs_stay_as_they_are_and_no_value_is_needed_on_the_host(op):
+    """On tensors without data anything that looks at a value, as a host sync would, fails."""
+    if op in MUTATES:
+        pytest.skip("changes its arguments")
+    arguments = cases()[op]
+    given = [(n, x, x.clone()) for n, x in op.check(*arguments).tensors if not n.startswith("out")]
+    results = op(*arguments)
+    assert all(torch.equal(x, before) for _, x, before in given)
+
+    def to_meta(value):
+        if isinstance(value, tuple):
+            values = [to_meta(v) for v in value]
+            return type(value)(*values) if hasattr(value, "_fields") else tuple(values)
+        return value.to("meta") if isinstance(value, torch.Tensor) else value
+
+    of_meta = op.reference(*to_meta(arguments))
+    both = ((x,) if isinstance(x, torch.Tensor) else x for x in (results, of_meta))
+    for result, without_data in zip(*both, strict=True):
+        assert (result.shape, result.dtype) == (without_data.shape, without_data.dtype)
