@@ -33,7 +33,7 @@ def offload(
     options: argparse.Namespace, *, budget: int, host_gb: float, **config: Any
 ) -> dict[str, Any]:
     if options.device == "cpu":
-        config["step_engine"] = "device"
+        config["transport"] = "graph"
     return {
         "kv_offload": "scout",
         "kv_offload_budget": budget,

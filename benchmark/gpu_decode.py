@@ -45,8 +45,8 @@ import device_here
 import rows
 from decode_rig import PAGE, SIZES, DummyModel, ModelSize, QueryDrift, Rig, Store
 from full_rig import FullRig
-from sglang_scout.worker.arena import available_bytes
-from sglang_scout.worker.cpus import but_the_server_s
+from sglang_scout.worker.cpus import reserve_server_cores
+from sglang_scout.worker.host_memory import available_bytes
 
 WARM_UP_STEPS = 24
 MAPPED_S = 45.0
@@ -250,7 +250,7 @@ def scout_rows(
     try:
         store = Store(
             size, pages=1 + batch * (context // PAGE + room), batch=batch, budget_pages=budget_pages,
-            dtype=torch.bfloat16, device="cuda", cpus=but_the_server_s(_cpus()),
+            dtype=torch.bfloat16, device="cuda", cpus=reserve_server_cores(_cpus()),
         )  # fmt: skip
     except Exception as error:
         writer.add("scout", "failed", f"{type(error).__name__}: {error}"[:500], **sizes)

@@ -55,7 +55,7 @@ import rows
 from checks_in_time import OutOfTime, Report, TimeLimit
 from decode_server import FAILURES, DecodeServer, offload, prompts_of
 from server_speed import DEVICE_FREE_S, SHAPES, SIDES, speed
-from sglang_scout.worker.arena import available_bytes
+from sglang_scout.worker.host_memory import available_bytes
 
 sys.path.insert(0, str(rows.ROOT / "scripts"))
 from make_tiny_model import TinyModelSpec, make_tiny_model  # noqa: E402

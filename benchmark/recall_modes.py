@@ -38,19 +38,17 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from sglang_scout.core.config_together import keys_without_effect
 
+from progress import Progress
+from prompts import describe, make_prompts
 from rows import ROOT, Row, Writer, environment, summary
 from servers.pd_cluster import PDCluster, flags
 from servers.server_process import ends_orderly
 from servers.sglang_http import generate_payload
 from sglang_scout.cli import profile as profile_command
-from sglang_scout.cli import profile_plot
-from sglang_scout.cli.profile_prompts import describe, make_prompts
-from sglang_scout.cli.profile_request import Request, least_tokens
-from sglang_scout.cli.progress import Progress
-from sglang_scout.cli.step_log_file import Step, StepLogFile, ratios_by_age, read_step_log
-from sglang_scout.core.parse_config import idle_keys
-from sglang_scout.core.profile import FLAG, load_profile
+from sglang_scout.core.profile import FLAG, load_profile, save_profile
+from sglang_scout.core.step_log import Step, StepLogFile, ratios_by_age, read_step_log
 
 BENCHMARK = "recall_modes"
 PACKAGES = ("sglang", "torch", "sglang-scout")
@@ -121,14 +119,18 @@ def weights_digest(model_path: str) -> str:
 
 
 def make_cluster(
-    args: argparse.Namespace, prompts: list[list[int]], logs: Path, profile: Path
+    args: argparse.Namespace,
+    names: Sequence[str],
+    prompts: list[list[int]],
+    logs: Path,
+    profile: Path | None = None,
 ) -> PDCluster:
-    """All servers. The logs of the steps are ``logs``/MODE.jsonl."""
+    """The servers of the modes ``names``. The logs of their steps are ``logs``/MODE.jsonl."""
     longest = max(map(len, prompts)) + args.steps + 256
     total = (len(prompts) + 2) * longest
     decodes = {}
-    for name, config in modes(args.modes).items():
-        idle = idle_keys({**args.config, **config})
+    for name, config in modes(names).items():
+        idle = keys_without_effect(precompute=config.get("precompute", True))
         more = {key: value for key, value in args.config.items() if key not in idle}
         settings = {**more, **config, "step_log": str(logs / f"{name}.jsonl")}
         if args.resident_tokens:
@@ -218,27 +220,19 @@ def one_run(
                 raise
 
 
-def make_profile(args: argparse.Namespace, progress: Progress) -> Path:
-    """The profile of the same workload, beside the rows, and its picture."""
+def make_profile(
+    args: argparse.Namespace, prompts: list[list[int]], logs: Path, progress: Progress
+) -> Path:
+    """The profile of the same workload without recall, beside the rows, and its picture."""
     rows = args.json or Path(tempfile.mkdtemp()) / "recall_modes.jsonl"
     output = rows.with_name(f"{rows.stem}_profile.json")
-    request = Request(
-        model_path=args.model_path,
-        output=str(output),
-        budget_tokens=args.budget,
-        threshold=args.threshold,
-        steps=args.steps,
-        batch=args.requests,
-        input_tokens=args.input_len,
-        resident_tokens=args.resident_tokens,
-        dataset=args.dataset,
-        dtype=args.dtype,
-        check=not args.quick,
-        config=args.config,
-    )
-    profile = profile_command.make_profile(request, progress)
+    progress.say("making the profile")
+    with make_cluster(args, ["off"], prompts, logs) as cluster:
+        decode(cluster, "decode", prompts, args.steps + 2)
+    profile = profile_command.profile_of(read_step_log(logs / "off.jsonl"), args.threshold)
+    save_profile(profile, str(output))
     print(profile_command.as_text(profile))
-    profile_plot.draw(profile, output.with_suffix(".png"))
+    profile_command.draw(profile, output.with_suffix(".png"))
     return output
 
 
@@ -249,9 +243,10 @@ def run(args: argparse.Namespace, writer: Writer) -> None:
         args.dataset,
         count=args.requests,
         length_tokens=args.input_len,
-        least_tokens=least_tokens(args.budget),
+        least_tokens=args.budget + 64,  # some pages stay outside of the budget
     )
-    path = (args.profile or make_profile(args, progress)).resolve()
+    logs = Path(tempfile.mkdtemp(prefix="sglang-scout-recall-"))
+    path = (args.profile or make_profile(args, prompts, logs, progress)).resolve()
     profile = load_profile(str(path))
     shared = {
         "model": profile.model,
@@ -268,11 +263,10 @@ def run(args: argparse.Namespace, writer: Writer) -> None:
         "intervals": profile.intervals,
         "config": args.config,
     }
-    logs = Path(tempfile.mkdtemp(prefix="sglang-scout-recall-"))
     names = list(modes(args.modes))
     progress.say(f"starting {len(names) + 1} servers; logs are in {logs}")
     server_of = dict(zip(names, ["decode", *names[1:]], strict=True))
-    with make_cluster(args, prompts, logs, path) as cluster:
+    with make_cluster(args, names, prompts, logs, path) as cluster:
         progress.say(f"ready after {cluster.startup_s:.0f} s")
         for name in names:
             decode(cluster, server_of[name], prompts, 4)
@@ -301,7 +295,7 @@ def main(argv: list[str] | None = None) -> int:
     add = parser.add_argument
     add("--json", type=Path, metavar="FILE", help="rows; the profile is written beside them")
     add("--model-path", help="folder of a model (default: the retrieval model, with --tasks)")
-    add("--dataset", nargs="+", metavar="FILE", help="as of `sglang-scout profile`; in turn")
+    add("--dataset", nargs="+", metavar="FILE", help="texts, see prompts.py; in turn")
     add("--tasks", action="store_true", help="texts of benchmark/accuracy/tasks.py as prompts")
     add("--profile", type=Path, metavar="FILE", help="take this one (default: make one)")
     add("--threshold", type=float, default=0.12, help="of the profile that is made")
@@ -320,7 +314,7 @@ def main(argv: list[str] | None = None) -> int:
                  "profile-no-precompute", "adaptive-no-precompute"],
     )  # fmt: skip
     add("--config", type=json.loads, default={}, metavar="JSON", help="more keys for every mode")
-    add("--quick", action="store_true", help="one round, the profile unchecked")
+    add("--quick", action="store_true", help="one round")
     args = parser.parse_args(argv)
     if args.quick:
         args.rounds = 1

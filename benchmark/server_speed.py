@@ -22,7 +22,7 @@ import rows
 from checks_in_time import OutOfTime, TimeLimit
 from decode_server import FAILURES, DecodeServer, offload, prompts_of
 from mapped import wait_mapped
-from sglang_scout.worker.cpus import but_the_server_s, core_of
+from sglang_scout.worker.cpus import core_of, reserve_server_cores
 
 SHAPES = {"qwen3-8b": (36, 4096, 12288, 32, 8), "qwen3-14b": (40, 5120, 17408, 40, 8)}
 """Layers, hidden, intermediate, query heads, KV heads."""
@@ -190,7 +190,7 @@ def cpus_of(
     and all where there are too few to divide."""
     if len(available) < LEAST_CPUS:
         return [], set(available)
-    worker = but_the_server_s(available, core_of)
+    worker = reserve_server_cores(available, core_of)
     client = {cpu for cpu in worker if core_of(cpu) == core_of(worker[-1])}
     return [cpu for cpu in worker if cpu not in client], client
 

@@ -49,8 +49,8 @@ class Bench:
     """An arena of random pages, and requests over them."""
 
     def __init__(self, arena: Arena, client: WorkerClient) -> None:
-        self._arena = arena
         self._producer = client._producer  # its post takes the number of runs
+        self._split = client.split
         rng = np.random.default_rng(1)
         bits = rng.standard_normal(1 << 22, np.float32).view(np.uint32) >> 16
         for plane in (arena.k_pages(0), arena.v_pages(0)):
@@ -97,10 +97,6 @@ class Bench:
         self.fallback_pages += fallback
         return (time.perf_counter_ns() - begin_ns) / 1e3
 
-    def parts(self) -> int:
-        """Of the last record."""
-        return int(self._arena.ring().record(self._step % 2)["parts"])
-
     def check(self, counts: list[int]) -> None:
         """Both ways give the same for the same pages; raises AssertionError."""
         pages, n = self._take(counts), len(counts)
@@ -115,12 +111,11 @@ class Bench:
         """Fields of a row for each way."""
         self.check(counts)
         times: dict[str, list[float]] = {way: [] for way in WAYS}
-        parts = {}
+        rule = self._split.runs(sum(n > 0 for n in counts), sum(counts), max(counts))
         self.fallback_pages = 0
         for i in range(samples + WARM_UP):
             for way, runs in WAYS.items():
                 took_us = self.once(counts, runs, self._take(counts))
-                parts[way] = self.parts()
                 if i >= WARM_UP:
                     times[way].append(took_us)
         ratios = [b / a for a, b in zip(times["one-thread"], times["shared"], strict=True)]
@@ -128,7 +123,7 @@ class Bench:
             {
                 "impl": way,
                 "pages": counts,
-                "parts": parts[way],
+                "parts": WAYS[way] or rule,
                 "fallback_pages": self.fallback_pages,
                 **summary(times[way]),
             }

@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Any
 
 from packages import Unavailable
-from sglang_scout.cli import device
 from sglang_scout.core.errors import ConfigError
 from smollm2 import smollm2
 from texts import load_text
@@ -40,6 +39,7 @@ sys.path[:0] = [str(RECALL_MODEL.parent), str(ROOT / "test")]
 
 import tasks  # noqa: E402
 
+from servers import placement  # noqa: E402
 from servers.pd_cluster import PDCluster, flags  # noqa: E402
 from servers.server_process import ServerFailed  # noqa: E402
 from servers.sglang_http import RequestFailed, sse_events  # noqa: E402
@@ -118,7 +118,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--model", default="smollm2", help="smollm2, recall, or the folder of your own model")
-    add("--device", default="auto", choices=device.CHOICES, help="auto: a GPU if it can be used")
+    add("--device", default="auto", choices=placement.CHOICES, help="auto: a GPU if it can be used")
     add("--kv-offload", default="scout", metavar="POLICY", help="of both servers")
     size = dict(type=int, default=argparse.SUPPRESS)
     add("--budget", metavar="TOKENS", help="--kv-offload-budget", **size)
@@ -147,7 +147,7 @@ def find_model(name: str) -> Path:
 
 
 def make_cluster(
-    args: argparse.Namespace, where: device.Placement, model: Path, log_dir: Path
+    args: argparse.Namespace, where: placement.Placement, model: Path, log_dir: Path
 ) -> PDCluster:
     """The servers, sized for the demo's requests with some room."""
     requests = max(args.concurrency, 8)
@@ -165,7 +165,7 @@ def make_cluster(
             # One text at a time: of what is resident it would soon need nothing else.
             cache = {"resident_tokens": 2 * args.budget}
             more_decodes["full"] = full_attention(decode, shared)
-        elif where.decode == device.CUDA:
+        elif where.decode == placement.CUDA:
             # It would otherwise be what the memory leaves, and nothing be left to the CPU.
             cache = {"resident_tokens": room * args.budget}
         else:
@@ -174,7 +174,7 @@ def make_cluster(
             if config:
                 options["kv_offload_config"] = json.dumps(config)
     max_total_tokens = max((requests + 2) * tokens_per_request, 3 * TEXT_TOKENS)
-    if where.prefill == device.CPU:
+    if where.prefill == placement.CPU:
         # All waiting prompts in one prefill batch: the decode server then gets them at about the
         # same time and really runs them together. A GPU needs no help for that.
         prefill |= {"max_prefill_tokens": max_total_tokens}
@@ -183,8 +183,8 @@ def make_cluster(
         model,
         device=where.decode,
         prefill_device=where.prefill,
-        one_by_one=where.one_gpu_for_both or bool(more_decodes) and where.decode == device.CUDA,
-        dtype=args.job.cpu_dtype if device.CPU in (where.prefill, where.decode) else "bfloat16",
+        one_by_one=where.one_gpu_for_both or bool(more_decodes) and where.decode == placement.CUDA,
+        dtype=args.job.cpu_dtype if placement.CPU in (where.prefill, where.decode) else "bfloat16",
         log_dir=log_dir,
         max_running_requests=room,
         max_total_tokens=max_total_tokens,
@@ -436,7 +436,7 @@ def describe(args: argparse.Namespace) -> str:
     return text
 
 
-def run(args: argparse.Namespace, where: device.Placement, log_dir: Path) -> None:
+def run(args: argparse.Namespace, where: placement.Placement, log_dir: Path) -> None:
     """The demo; raises DemoFailed or ServerFailed. No process is left, whatever happens."""
     with stage("model and text"):
         model = find_model(args.model)
@@ -461,7 +461,7 @@ def run(args: argparse.Namespace, where: device.Placement, log_dir: Path) -> Non
 def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv)
     try:
-        where = device.place(args.device)
+        where = placement.place(args.device)
     except ConfigError as error:
         print(f"scripts/demo.sh: {error}", file=sys.stderr)
         return 2
@@ -473,7 +473,7 @@ def main(argv: list[str] | None = None) -> int:
         run(args, where, log_dir)
     except (DemoFailed, ServerFailed) as error:
         print(f"\n{error}\n\ndemo: FAILED; logs are in {log_dir}", file=sys.stderr)
-        if where.decode != device.CPU:
+        if where.decode != placement.CPU:
             print("without the GPU: scripts/demo.sh --device cpu", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -69,7 +69,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def populates() -> None:
     """Skips where the system has no MADV_POPULATE_WRITE: before Linux 5.14, and in some sandboxes."""
-    from sglang_scout.worker.fault_in import populate
+    from sglang_scout.worker.host_memory import populate
 
     with mmap.mmap(-1, mmap.PAGESIZE) as memory:
         if error := populate(ctypes.addressof(ctypes.c_char.from_buffer(memory)), mmap.PAGESIZE):

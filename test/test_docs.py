@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from sglang_scout.cli import COMMANDS
 from sglang_scout.core.config import (
     DEFAULT_BUDGET_TOKENS,
     DEFAULT_HOST_SHARE,
@@ -14,7 +15,7 @@ from sglang_scout.core.config import (
     Key,
 )
 from sglang_scout.plugin.hooks import HOOKS
-from sglang_scout.policy.presets import POLICY_NAMES
+from sglang_scout.policy.base import policy_names
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "python" / "sglang_scout"
@@ -82,7 +83,7 @@ def test_flags(flag):
     assert len(rows(section(README, "Flags"), f"`{flag}`")) == 1
 
 
-@pytest.mark.parametrize("policy", [*POLICY_NAMES, "none"])
+@pytest.mark.parametrize("policy", [*policy_names(), "none"])
 def test_policies(policy):
     assert len(rows(section(OPERATIONS, "Policies"), f"`{policy}`")) == 1
 
@@ -211,8 +212,7 @@ def test_commands_run_without_an_activated_environment(document):
 
 
 def test_every_subcommand_is_documented():
-    text = (PACKAGE / "cli" / "__init__.py").read_text()
-    for name in re.findall(r'command\("(\w+)"', text):
+    for name in COMMANDS:
         assert f"`sglang-scout {name}" in OPERATIONS or f"sglang-scout {name}" in README
 
 

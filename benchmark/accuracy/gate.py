@@ -42,9 +42,9 @@ from suite import (  # noqa: E402
     start_fleet,
 )
 
+from progress import Progress  # noqa: E402
 from rows import Row, environment  # noqa: E402
 from servers.server_process import ends_orderly  # noqa: E402
-from sglang_scout.cli.progress import Progress  # noqa: E402
 from sglang_scout.cli.table import columns  # noqa: E402
 from sglang_scout.core.config import DEFAULT_BUDGET_TOKENS  # noqa: E402
 

@@ -29,9 +29,9 @@ from longbench_data import LongBench, Question  # noqa: E402
 from longbench_table import KEY, SETTINGS, Answers, table  # noqa: E402
 from row_file import RowFile  # noqa: E402
 
+from progress import Progress  # noqa: E402
 from rows import Row, environment  # noqa: E402
 from servers.sglang_http import RequestFailed, generate, http_json  # noqa: E402
-from sglang_scout.cli.progress import Progress  # noqa: E402
 from sglang_scout.core.errors import ConfigError, ScoutError  # noqa: E402
 
 TIMEOUT_S = 3600.0

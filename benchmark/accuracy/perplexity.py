@@ -50,9 +50,9 @@ from suite import (  # noqa: E402
     shared_fields,
 )
 
+from progress import Progress  # noqa: E402
 from rows import Row, environment  # noqa: E402
 from servers.server_process import ends_orderly  # noqa: E402
-from sglang_scout.cli.progress import Progress  # noqa: E402
 
 BENCHMARK = "perplexity"
 

@@ -43,9 +43,9 @@ from policies import FULL, NAMES, Setting, grid  # noqa: E402
 from questions import FORCING_ENVIRONMENT, FORCING_FLAGS, SOURCES  # noqa: E402
 from row_file import RowFile  # noqa: E402
 
+from progress import Progress  # noqa: E402
 from rows import Row, environment  # noqa: E402
 from servers.server_process import ends_orderly  # noqa: E402
-from sglang_scout.cli.progress import Progress  # noqa: E402
 
 BENCHMARK = "accuracy"
 PACKAGES = ("sglang", "torch", "sglang-scout")

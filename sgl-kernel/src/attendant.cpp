@@ -7,9 +7,6 @@
 #include <climits>
 #include <stdexcept>
 
-#include "row.h"
-#include "split.h"
-
 namespace scout {
 
 Attendant::Attendant(const Producer& producer, int64_t poll_us)
@@ -17,10 +14,6 @@ Attendant::Attendant(const Producer& producer, int64_t poll_us)
   if (poll_us < 1 || poll_us > 100000)
     throw std::invalid_argument("ring attendant: poll_us is " + std::to_string(poll_us) +
                                 ", allowed are 1 to 100000");
-  const Header& h = ring_.header();
-  scratch_pages_.resize(h.max_pages);
-  part_floats_ = ring_.q_floats() + h.q_heads;
-  parts_.resize(uint64_t{kMaxParts} * h.num_nodes * part_floats_);
   rung_ = load_acquire(&ring_.control()->head);
   sigset_t all, before;
   sigfillset(&all);
@@ -80,22 +73,13 @@ int64_t Attendant::compute(uint32_t slot) {
   const uint32_t parts = load_relaxed(&record->parts);
   if (layer >= h.num_layers || rows < 1 || rows > h.max_batch || parts < 1 || parts > kMaxParts)
     return -1;
-  const uint32_t row_parts = parts * h.num_nodes;
   int64_t total = 0;
   for (uint32_t row = 0; row < rows; ++row) {
-    float* out = ring_.out(slot, row);
-    float* lse = ring_.lse(slot, row);
-    const int32_t n = load_relaxed(ring_.n_pages(slot) + row);
-    for (uint32_t part = 0; part < row_parts; ++part) {
-      float* to = row_parts == 1 ? out : parts_.data() + part * part_floats_;
-      float* to_lse = row_parts == 1 ? lse : to + ring_.q_floats();
-      const int32_t pages = attend_part(ring_, layer, ring_.q(slot, row), ring_.pages(slot, row), n,
-                                        part, parts, scratch_pages_.data(), to, to_lse);
-      if (pages < 0) return -1;
-      total += pages;
-    }
-    if (row_parts > 1)
-      merge_runs(h.q_heads, h.head_dim, row_parts, parts_.data(), part_floats_, out, lse);
+    const int64_t pages = row_attention_.attend(
+        ring_, layer, ring_.q(slot, row), ring_.pages(slot, row),
+        load_relaxed(ring_.n_pages(slot) + row), parts, ring_.out(slot, row), ring_.lse(slot, row));
+    if (pages < 0) return -1;
+    total += pages;
   }
   return total;
 }

@@ -9,17 +9,16 @@
 #include <atomic>
 #include <cstdint>
 #include <thread>
-#include <vector>
 
 #include "producer.h"
-#include "ring.h"
+#include "row.h"
 
 namespace scout {
 
 class Attendant {
  public:
-  // `producer` says which life is the worker's (set_life); both stay valid until stop(). Looks at
-  // the ring every `poll_us`.
+  // `producer` says which epoch has a worker (set_live_epoch); it stays valid until stop(). Looks
+  // at the ring every `poll_us`.
   Attendant(const Producer& producer, int64_t poll_us);
   ~Attendant();
   Attendant(const Attendant&) = delete;
@@ -41,9 +40,7 @@ class Attendant {
   const Ring& ring_;
   const int64_t poll_us_;
   uint64_t rung_ = 0;
-  std::vector<int32_t> scratch_pages_;
-  std::vector<float> parts_;
-  uint64_t part_floats_ = 0;
+  RowAttention row_attention_;
   std::atomic<int64_t> pages_{0};
   std::atomic<bool> stopping_{false};
   std::thread thread_;

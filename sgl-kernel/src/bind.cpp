@@ -19,9 +19,7 @@ namespace nb = nanobind;
 
 void bind_slots(nb::module_& m);
 void bind_uses(nb::module_& m);
-#ifdef SCOUT_HAVE_RUNTIME
 void bind_runtime(nb::module_& m);
-#endif
 
 namespace {
 
@@ -228,7 +226,5 @@ NB_MODULE(_native, m) {
       arg("name"), "Use another instruction set from the next call on, for tests and benchmarks.");
   bind_slots(m);
   bind_uses(m);
-#ifdef SCOUT_HAVE_RUNTIME
   bind_runtime(m);
-#endif
 }

@@ -5,11 +5,16 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <initializer_list>
 #include <optional>
+#include <string>
+#include <type_traits>
 
 #include "attendant.h"
 #include "producer.h"
 #include "runtime.h"
+#include "split.h"
+#include "thread_reports.h"
 
 namespace nb = nanobind;
 
@@ -49,7 +54,7 @@ nb::tuple wait(Producer& self, uint64_t ticket, uint32_t layer, uint64_t step, i
 }
 
 nb::dict totals(const Producer& self) {
-  const scout::StatLine sum = self.totals();
+  const scout::StatLine sum = scout::stat_totals(self.ring());
   nb::dict d;
   d["items"] = sum.items;
   d["pages"] = sum.pages;
@@ -64,12 +69,110 @@ nb::dict totals(const Producer& self) {
   return d;
 }
 
-}  // namespace
+// A field of a shared struct, as numpy's dtype takes it.
+struct Field {
+  const char* name;
+  size_t offset;
+  std::string format;
+};
 
-void bind_runtime(nb::module_& m) {
+template <class T>
+std::string format_of() {
+  using E = std::remove_extent_t<T>;
+  const char* kind = std::is_floating_point_v<E> ? "<f" : std::is_signed_v<E> ? "<i" : "<u";
+  const std::string count = std::is_array_v<T> ? "(" + std::to_string(std::extent_v<T>) + ",)" : "";
+  return count + kind + std::to_string(sizeof(E));
+}
+
+nb::dict dtype_of(size_t itemsize, std::initializer_list<Field> fields) {
+  nb::list names, formats, offsets;
+  for (const Field& field : fields) {
+    names.append(field.name);
+    formats.append(field.format);
+    offsets.append(field.offset);
+  }
+  nb::dict d;
+  d["names"] = names;
+  d["formats"] = formats;
+  d["offsets"] = offsets;
+  d["itemsize"] = itemsize;
+  return d;
+}
+
+#define F(name) \
+  Field { #name, offsetof(S, name), format_of<decltype(S::name)>() }
+
+nb::dict header_dtype() {
+  using S = scout::Header;
+  return dtype_of(
+      sizeof(S),
+      {F(magic),          F(layout_version), F(header_bytes),   F(total_bytes),   F(num_pages),
+       F(num_layers),     F(page_size),      F(num_kv_heads),   F(num_q_heads),   F(head_dim),
+       F(dtype),          F(max_batch),      F(max_pages),      F(scale),         F(logit_cap),
+       F(log_entries),    F(stat_lines),     F(control_offset), F(stats_offset),  F(log_offset),
+       F(records_offset), F(record_stride),  F(replies_offset), F(reply_stride),  F(kv_offset),
+       F(layer_stride),   F(v_offset),       F(q_offset),       F(pages_offset),  F(n_pages_offset),
+       F(out_offset),     F(lse_offset),     F(events_offset),  F(event_entries), F(num_nodes),
+       F(stripe_pages)});
+}
+
+nb::dict control_dtype() {
+  using S = scout::Control;
+  return dtype_of(sizeof(S), {F(head), F(bell), F(sleepers), F(epoch), F(trace)});
+}
+
+nb::dict stat_line_dtype() {
+  using S = scout::StatLine;
+  return dtype_of(sizeof(S), {F(items), F(pages), F(busy_ns), F(refused), F(stale), F(records),
+                              F(events), F(remote_pages)});
+}
+
+nb::dict record_dtype() {
+  using S = scout::RecordHeader;
+  return dtype_of(sizeof(S), {F(seq), F(layer), F(rows), F(parts), F(step), F(claim)});
+}
+
+nb::dict reply_dtype() {
+  using S = scout::ReplyHeader;
+  return dtype_of(sizeof(S), {F(done), F(status), F(waiters)});
+}
+
+nb::dict event_dtype() {
+  using S = scout::Event;
+  return dtype_of(sizeof(S), {F(stamp), F(seq), F(step), F(begin_ns), F(end_ns), F(layer),
+                              F(first_item), F(items), F(parts), F(pages)});
+}
+
+#undef F
+
+void bind_layout(nb::module_& m) {
   m.attr("RING_LAYOUT_VERSION") = scout::kLayoutVersion;
   m.attr("RING_MAX_PARTS") = scout::kMaxParts;
   m.attr("RING_MAX_NODES") = scout::kMaxNodes;
+  m.attr("RING_CLOSED_ITEM") = scout::kClosed;
+  nb::dict structs;
+  structs["Header"] = header_dtype();
+  structs["Control"] = control_dtype();
+  structs["StatLine"] = stat_line_dtype();
+  structs["RecordHeader"] = record_dtype();
+  structs["ReplyHeader"] = reply_dtype();
+  structs["Event"] = event_dtype();
+  m.attr("RING_STRUCTS") = structs;
+  m.def(
+      "ring_lay_out", [](uintptr_t header) { scout::lay_out(*pointer<scout::Header>(header)); },
+      nb::arg("header_ptr"), "Fills offsets and strides of a Header of which the sizes are set.");
+  m.def(
+      "ring_defect",
+      [](uintptr_t address, uint64_t nbytes) {
+        return scout::Ring().open(pointer<void>(address), nbytes);
+      },
+      nb::arg("address"), nb::arg("nbytes"), "Why the memory is no ring of this build, or \"\".");
+}
+
+}  // namespace
+
+void bind_runtime(nb::module_& m) {
+  bind_layout(m);
   m.def("least_run_pages", &scout::least_run_pages, nb::arg("page_bytes"),
         "Pages of K and V of so many bytes in the shortest run that is worth a thread of its own.");
   m.def("partial_bytes", &scout::partial_bytes, nb::arg("num_layers"), nb::arg("max_batch"),
@@ -84,7 +187,7 @@ void bind_runtime(nb::module_& m) {
           },
           nb::arg("address"), nb::arg("nbytes"))
       .def("next_epoch", &Producer::next_epoch)
-      .def("set_life", &Producer::set_life, nb::arg("epoch"))
+      .def("set_live_epoch", &Producer::set_live_epoch, nb::arg("epoch"))
       .def("live_epoch", &Producer::live_epoch)
       .def(
           "set_split",
@@ -99,13 +202,21 @@ void bind_runtime(nb::module_& m) {
            nb::arg("timeout_us"), nb::arg("spin_us"), nb::arg("out_ptr"), nb::arg("lse_ptr"),
            nb::arg("out_bytes"))
       .def("totals", &totals)
-      .def("set_trace", &Producer::set_trace, nb::arg("on"))
-      .def("next_event", &Producer::next_event, nb::arg("line"))
+      .def(
+          "set_trace",
+          [](Producer& self, bool on) {
+            scout::store_relaxed(&self.ring().control()->trace, on ? 1u : 0u);
+          },
+          nb::arg("on"))
+      .def(
+          "next_event",
+          [](const Producer& self, uint32_t line) { return scout::next_event(self.ring(), line); },
+          nb::arg("line"))
       .def(
           "read_events",
           [](const Producer& self, uint32_t line, uint64_t from, uintptr_t to) {
-            const Producer::EventsRead read =
-                self.read_events(line, from, pointer<scout::Event>(to));
+            const auto read = scout::read_events(self.ring(), line, from, self.last_epoch(),
+                                                 pointer<scout::Event>(to));
             return nb::make_tuple(read.next, read.count, read.lost);
           },
           nb::arg("line"), nb::arg("start"), nb::arg("to_ptr"));

@@ -1,68 +1,62 @@
-// The shared ring between the decode server (producer) and the CPU attention worker (consumer).
+// The ring between the decode server (producer) and the CPU attention worker (consumer): a slot for
+// each layer and step parity, in memory that both processes map.
 //
-// Byte layout of the arena, one memory file mapped by both (little-endian; offsets in the header):
+//   producer                                   worker threads
+//   --------                                   --------------
+//        +----------+
+//   +--->|  0 FREE  |  reply.done == seq of the slot's last record, or that is of an older epoch
+//   |    +----------+
+//   |         | (a)  claims = post|CLOSED (relaxed), fence; header, q, pages, n_pages (plain)
+//   |    +-----------+
+//   |    | 1 FILLING |  no item can be claimed
+//   |    +-----------+
+//   |         | (b)  claims = post|0, log entry, head (release each); bell (seq_cst), fence, futex
+//   |    +----------+
+//   |    | 2 POSTED |<--+  (c)  head, log entry, claim, header (acquire); claim + 1 (CAS, acq_rel)
+//   |    +----------+---+       takes one item; q, pages are read; out, lse are written (plain)
+//   |         |        (d)  items done + 1 (acq_rel); the last thread: status (relaxed),
+//   |    +----------+       done = seq (release), fence, futex
+//   +----|  3 DONE  |
+//    (e) +----------+
+//   done == seq (acquire), then out and lse are copied
 //
-//   0                Header      written once by Arena.create, read-only afterwards
-//   control_offset   Control     doorbell
-//   stats_offset     StatLine[stat_lines]   one per worker thread, each written by that thread only
-//   log_offset       u64[log_entries]       order of the posts: post n is at (n % log_entries)
-//   records_offset   2*L slots of record_stride bytes: RecordHeader, q, pages, n_pages
-//   replies_offset   2*L slots of reply_stride bytes:  ReplyHeader, out, lse
-//   events_offset    stat_lines rings of event_entries Events, each written by one worker thread
-//   kv_offset        L layers of layer_stride bytes: K [P,S,H,D], at +v_offset V [P,S,H,D]
+// (a) Only from FREE: a living worker never sees a record change that it reads.
+// (c) The post in the claim makes the swap of a thread fail that is late, because the slot was
+//     filled again. Whoever finds a field out of range, or another epoch, closes the claim of node
+//     0 and announces kReplyRefused.
+// (e) Without an answer in time the producer computes the same pages from its copy or the record;
+//     the slot stays POSTED until it is answered. When a worker process is dead the next one has a
+//     new epoch, and all slots of older epochs are FREE.
 //
-// Slot of (layer, step): (step & 1) * L + layer.
+// Numbers. post: 40 bits, from 1, one more with every record, never starts again. epoch: 24 bits,
+// from 1, one more with every worker process; begins when the process before is known to be dead.
+// seq = epoch << 40 | post names one record of one process. claim = post << 24 | item, item being
+// the next row * parts + run to be taken.
 //
-// Numbers:
-//   post   40 bits, from 1, grows by one with every published record, never starts again.
-//   epoch  24 bits, from 1, the life of the worker process. A new life begins only after the
-//          process of the one before is known to be dead.
-//   seq    epoch << 40 | post: names one record of one life.
-//   claim  post << 24 | item: which item (row * parts + run) of the record is to be taken next. One
-//          for each NUMA node, as below.
+// Nodes. Page i of every plane is of memory node i / stripe_pages. A row's pages are split by node,
+// in the order of the list, and those of a node into `parts` runs: part node * parts + run. Empty
+// parts are items too. There is a claim for each node; a thread takes items of its own node first.
 //
-// Nodes: the pages of every plane are divided among num_nodes memory nodes by their index, page i
-// is of node i / stripe_pages. A row's pages are split by node first, in the order of the list, and
-// then into `parts` runs: part node * parts + run. Empty parts are items too. A thread takes the
-// items of its own node first, then those that other nodes' threads leave lying (runtime.cpp).
+// The log (post n at n % log_entries: n << 24 | slot) says in which order slots were posted.
+// Entries may be overwritten unread: log_entries > 2 * slots, of which at most `slots` are
+// unfinished, so some post newer than the lost entry is finished, so some thread has gone past the
+// lost one, which it does only when all its items are claimed.
 //
-// States of a slot, who writes, in which order:
-//   free     done == seq of the slot's last record, or that record is of an earlier life.
-//   filling  producer: claims = post<<24 | kClosed, then header, q, pages, n_pages.
-//   posted   producer: claims = post<<24 | 0 (release), log entry, Control.head (release), bell,
-//            futex.
-//   claimed  worker threads raise a claim by compare-and-swap, one item each; the tag makes a
-//   thread
-//            that is late miss a slot that was filled again. A record that is refused is closed in
-//            the claim of node 0.
-//   done     worker: out and lse rows, then the last finisher stores status and done = seq
-//            (release).
-// The producer fills a slot only when it is free. So a living worker never sees a record change
-// that it reads, and never writes a reply that has been assigned again; the tags guard the rest.
-//
-// Why log entries may be overwritten unread: an entry is lost to a lagging thread only when
-// log_entries (> 2*L) newer posts exist. At most 2*L are unfinished, so some newer post is
-// finished, so some thread has gone past the lost entry, and a thread goes past a record only when
-// all its items, of all nodes, are claimed.
-//
-// Events say what a worker thread did and when, for the timeline. They are written only while
-// Control.trace is set. Event n of a thread, counted over all lives, is at n % event_entries; a
-// reader that comes too late finds another number in the stamp and counts a loss.
+// This file says the layout once: lay_out() computes it, bind_runtime.cpp exports fields and sizes
+// to Python (worker/ring.py) and to the kernels of a CUDA device (ops/triton/doorbell.py).
 #pragma once
 
-#include <climits>
 #include <cstdint>
-#include <cstring>
-#include <string>
-
-#include "scout/attend.h"
-#include "shared_words.h"
 
 namespace scout {
 
 constexpr uint64_t kRingMagic = 0x31474E5254554353ull;  // "SCUTRNG1"
 constexpr uint32_t kLayoutVersion = 6;
 constexpr uint32_t kHeaderBytes = 4096;
+constexpr uint32_t kStatLines = 1024;    // most threads of a worker
+constexpr uint64_t kEventEntries = 256;  // of a thread: four steps of 64 layers, read at every step
+constexpr uint64_t kSmallPage = 4096;
+constexpr uint64_t kHugePage = 2 << 20;
 constexpr uint64_t kPostMask = (1ull << 40) - 1;
 constexpr uint64_t kItemMask = (1ull << 24) - 1;
 constexpr uint64_t kClosed = kItemMask;  // no item can be taken
@@ -77,8 +71,8 @@ struct Header {
   int64_t num_pages;
   uint32_t num_layers;
   uint32_t page_size;
-  uint32_t kv_heads;
-  uint32_t q_heads;
+  uint32_t num_kv_heads;
+  uint32_t num_q_heads;
   uint32_t head_dim;
   uint32_t dtype;
   uint32_t max_batch;
@@ -107,29 +101,29 @@ struct Header {
   uint32_t num_nodes;
   uint32_t stripe_pages;  // of a node, in every plane
 };
-static_assert(sizeof(Header) == 224, "ring.py mirrors this layout");
+static_assert(sizeof(Header) == 224);  // no padding: headers are compared by bytes
 
 // Words of different writers lie 128 bytes apart: two cache lines, as adjacent ones come together.
 struct Control {
   alignas(128) uint64_t head;  // posts ever published; producer
   alignas(128) uint32_t bell;  // futex, raised with every post; producer (a stopping worker too)
   alignas(128) uint32_t sleepers;  // worker threads about to wait on bell or waiting; worker
-  alignas(128) uint32_t epoch;     // the last life that was begun; producer
+  alignas(128) uint32_t epoch;     // of the last worker process; producer
   alignas(128) uint32_t trace;     // nonzero: worker threads write events; producer
 };
-static_assert(sizeof(Control) == 640, "ring.py mirrors this layout");
+static_assert(sizeof(Control) == 640);
 
 struct StatLine {
   alignas(128) uint64_t items;  // (row, part) items computed
   uint64_t pages;               // pages attended
   uint64_t busy_ns;             // time within items
   uint64_t refused;             // records refused: a field out of range
-  uint64_t stale;               // records of another life that were not served
+  uint64_t stale;               // records of another epoch, not served
   uint64_t records;             // records finished, refused and stale ones included
   uint64_t events;              // events ever written by the thread
   uint64_t remote_pages;        // of `pages`: those of another node than the thread's
 };
-static_assert(sizeof(StatLine) == 128, "ring.py mirrors this layout");
+static_assert(sizeof(StatLine) == 128);
 
 struct RecordHeader {
   alignas(128) uint64_t seq;
@@ -139,7 +133,7 @@ struct RecordHeader {
   uint64_t step;   // decode step, for events only
   alignas(128) uint64_t claim[kMaxNodes];  // the first num_nodes count
 };
-static_assert(sizeof(RecordHeader) == 256, "ring.py mirrors this layout");
+static_assert(sizeof(RecordHeader) == 256);
 
 enum ReplyStatus : uint32_t { kReplyOk = 0, kReplyRefused = 1 };
 
@@ -148,7 +142,7 @@ struct ReplyHeader {
   uint32_t status;
   alignas(128) uint32_t waiters;  // producer: nonzero while it sleeps on done
 };
-static_assert(sizeof(ReplyHeader) == 256, "ring.py mirrors this layout");
+static_assert(sizeof(ReplyHeader) == 256);
 
 // The items of one record that one thread computed, which it does in one go. Times are
 // CLOCK_MONOTONIC. A stamp other than the event's number + 1 means that it is being written or was
@@ -165,131 +159,64 @@ struct Event {
   uint32_t parts;
   uint32_t pages;
 };
-static_assert(sizeof(Event) == 64, "ring.py mirrors this layout");
+static_assert(sizeof(Event) == 64);
 
 inline uint64_t make_seq(uint64_t epoch, uint64_t post) { return epoch << 40 | (post & kPostMask); }
 inline uint64_t epoch_of(uint64_t seq) { return seq >> 40; }
 inline uint64_t post_of(uint64_t seq) { return seq & kPostMask; }
 
-// ---- the mapped ring --------------------------------------------------------------------------
+// K, or V, of a layer.
+inline uint64_t plane_bytes(const Header& h) {
+  return static_cast<uint64_t>(h.num_pages) * h.page_size * h.num_kv_heads * h.head_dim *
+         (h.dtype == 0 ? 4 : 2);
+}
 
-// A mapping of which every offset has been checked; the header is a private copy, so a later change
-// of the shared one cannot move anything.
-class Ring {
- public:
-  // Returns an empty string, or why `bytes` at `base` are no ring of this version.
-  std::string open(void* base, uint64_t bytes) {
-    base_ = static_cast<char*>(base);
-    if (base == nullptr || bytes < kHeaderBytes) return "mapping smaller than its header";
-    std::memcpy(&h_, base, sizeof(Header));
-    if (h_.magic != kRingMagic) return "no sglang-scout arena (magic differs)";
-    if (h_.layout_version != kLayoutVersion)
-      return "layout version " + std::to_string(h_.layout_version) + ", this build has " +
-             std::to_string(kLayoutVersion);
-    if (h_.total_bytes > bytes) return "header asks for more bytes than are mapped";
-    auto in = [&](uint64_t v, uint64_t lo, uint64_t hi) { return v >= lo && v <= hi; };
-    if (!in(h_.num_layers, 1, 1u << 16) || !in(h_.page_size, 1, 2048) ||
-        !in(h_.kv_heads, 1, 1024) || !in(h_.q_heads, 1, 1u << 14) ||
-        h_.q_heads % h_.kv_heads != 0 || !in(h_.head_dim, 16, 512) || h_.head_dim % 16 != 0 ||
-        h_.dtype > 2 || !in(h_.max_batch, 1, 1u << 16) || !in(h_.max_pages, 1, 1u << 20) ||
-        !in(static_cast<uint64_t>(h_.num_pages), 1, INT32_MAX) || !in(h_.stat_lines, 1, 1u << 16) ||
-        h_.log_entries <= 2 * h_.num_layers || (h_.log_entries & (h_.log_entries - 1)) != 0 ||
-        h_.log_entries > 1u << 24 || !in(h_.event_entries, 1, 1u << 20) ||
-        (h_.event_entries & (h_.event_entries - 1)) != 0 || !in(h_.num_nodes, 1, kMaxNodes) ||
-        !in(h_.stripe_pages, 1, INT32_MAX) ||
-        uint64_t{h_.stripe_pages} * h_.num_nodes < static_cast<uint64_t>(h_.num_pages))
-      return "a size in the header is out of range";
-    const uint64_t esize = h_.dtype == 0 ? 4 : 2;
-    const uint64_t plane =
-        static_cast<uint64_t>(h_.num_pages) * h_.page_size * h_.kv_heads * h_.head_dim * esize;
-    const uint64_t q = uint64_t{h_.max_batch} * q_floats() * 4;
-    // [offset, offset + size) within limit, aligned; every product above fits 64 bits.
-    auto fits = [](uint64_t offset, uint64_t size, uint64_t limit, uint64_t align) {
-      return offset % align == 0 && offset <= limit && size <= limit - offset;
-    };
-    const uint64_t all = h_.total_bytes;
-    const uint64_t slots = num_slots();
-    if (h_.record_stride > all || h_.reply_stride > all || h_.layer_stride > all)
-      return "a stride in the header is out of range";
-    const bool ok =
-        fits(h_.control_offset, sizeof(Control), all, 128) &&
-        fits(h_.stats_offset, sizeof(StatLine) * h_.stat_lines, all, 128) &&
-        fits(h_.log_offset, 8ull * h_.log_entries, all, 128) &&
-        fits(h_.events_offset, sizeof(Event) * h_.event_entries * h_.stat_lines, all, 64) &&
-        h_.record_stride % 128 == 0 && h_.reply_stride % 128 == 0 && h_.records_offset <= all &&
-        h_.record_stride <= (all - h_.records_offset) / slots && h_.replies_offset <= all &&
-        h_.reply_stride <= (all - h_.replies_offset) / slots && h_.kv_offset <= all &&
-        h_.layer_stride <= (all - h_.kv_offset) / h_.num_layers && h_.records_offset % 128 == 0 &&
-        h_.replies_offset % 128 == 0 && h_.kv_offset % 64 == 0 &&
-        h_.q_offset >= sizeof(RecordHeader) && fits(h_.q_offset, q, h_.record_stride, 64) &&
-        fits(h_.pages_offset, 4ull * h_.max_batch * h_.max_pages, h_.record_stride, 64) &&
-        fits(h_.n_pages_offset, 4ull * h_.max_batch, h_.record_stride, 64) &&
-        h_.out_offset >= sizeof(ReplyHeader) && fits(h_.out_offset, q, h_.reply_stride, 64) &&
-        fits(h_.lse_offset, 4ull * h_.max_batch * h_.q_heads, h_.reply_stride, 64) &&
-        fits(h_.v_offset, plane, h_.layer_stride, 64) && plane <= h_.layer_stride &&
-        h_.layer_stride % 64 == 0;
-    return ok ? "" : "an offset in the header lies outside the mapping";
-  }
-
-  const Header& header() const { return h_; }
-  uint32_t num_slots() const { return 2 * h_.num_layers; }
-  uint64_t q_floats() const { return uint64_t{h_.q_heads} * h_.head_dim; }  // of one row
-  uint32_t slot(uint32_t layer, uint64_t step) const {
-    return static_cast<uint32_t>(step & 1) * h_.num_layers + layer;
-  }
-  Control* control() const { return at<Control>(h_.control_offset); }
-  StatLine* stats(uint32_t i) const { return at<StatLine>(h_.stats_offset) + i; }
-  uint64_t* log_entry(uint64_t post) const {
-    return at<uint64_t>(h_.log_offset) + (post & (h_.log_entries - 1));
-  }
-  Event* event(uint32_t line, uint64_t number) const {
-    return at<Event>(h_.events_offset) + line * h_.event_entries +
-           (number & (h_.event_entries - 1));
-  }
-  RecordHeader* record(uint32_t slot) const {
-    return at<RecordHeader>(h_.records_offset + slot * h_.record_stride);
-  }
-  float* q(uint32_t slot, uint32_t row) const {
-    return at<float>(h_.records_offset + slot * h_.record_stride + h_.q_offset) + row * q_floats();
-  }
-  int32_t* pages(uint32_t slot, uint32_t row) const {
-    return at<int32_t>(h_.records_offset + slot * h_.record_stride + h_.pages_offset) +
-           uint64_t{row} * h_.max_pages;
-  }
-  int32_t* n_pages(uint32_t slot) const {
-    return at<int32_t>(h_.records_offset + slot * h_.record_stride + h_.n_pages_offset);
-  }
-  ReplyHeader* reply(uint32_t slot) const {
-    return at<ReplyHeader>(h_.replies_offset + slot * h_.reply_stride);
-  }
-  float* out(uint32_t slot, uint32_t row) const {
-    return at<float>(h_.replies_offset + slot * h_.reply_stride + h_.out_offset) + row * q_floats();
-  }
-  float* lse(uint32_t slot, uint32_t row) const {
-    return at<float>(h_.replies_offset + slot * h_.reply_stride + h_.lse_offset) +
-           uint64_t{row} * h_.q_heads;
-  }
-  KvPages kv(uint32_t layer) const {
-    const char* k = base_ + h_.kv_offset + layer * h_.layer_stride;
-    return {k,
-            k + h_.v_offset,
-            h_.num_pages,
-            static_cast<int32_t>(h_.page_size),
-            static_cast<int32_t>(h_.kv_heads),
-            static_cast<int32_t>(h_.head_dim),
-            static_cast<DType>(h_.dtype)};
-  }
-  AttendParams params() const {
-    return {static_cast<int32_t>(h_.q_heads / h_.kv_heads), h_.scale, h_.logit_cap};
-  }
-
- private:
-  template <class T>
-  T* at(uint64_t offset) const {
-    return reinterpret_cast<T*>(base_ + offset);
-  }
-  char* base_ = nullptr;
-  Header h_{};
-};
+// Fills the rest of a header of which the sizes are set (num_pages to logit_cap, num_nodes,
+// stripe_pages). In the order of the memory file, mapped from 0:
+//
+//   Header    written once by Arena.create, read-only afterwards
+//   Control   doorbell
+//   stats     StatLine[stat_lines], each written by one worker thread only
+//   log       u64[log_entries]
+//   records   2 L slots, slot (step & 1) * L + layer: RecordHeader, q, pages, n_pages
+//   replies   2 L slots: ReplyHeader, out, lse
+//   events    stat_lines rings of event_entries Events, each written by one worker thread
+//   kv        L layers: K [P, S, H, D], V [P, S, H, D]; with several nodes planes begin at huge
+//             pages, so that none holds pages of two nodes
+inline void lay_out(Header& h) {
+  const auto up = [](uint64_t v, uint64_t align) { return (v + align - 1) / align * align; };
+  uint64_t end = kHeaderBytes;
+  const auto place = [&](uint64_t bytes, uint64_t align) {
+    const uint64_t at = up(end, align);
+    end = at + bytes;
+    return at;
+  };
+  const uint32_t slots = 2 * h.num_layers;
+  const uint64_t q_bytes = 4ull * h.max_batch * h.num_q_heads * h.head_dim;
+  h.magic = kRingMagic;
+  h.layout_version = kLayoutVersion;
+  h.header_bytes = kHeaderBytes;
+  h.stat_lines = kStatLines;
+  h.event_entries = kEventEntries;
+  h.log_entries = 1;
+  while (h.log_entries <= 2 * slots) h.log_entries *= 2;
+  h.q_offset = sizeof(RecordHeader);
+  h.pages_offset = h.q_offset + up(q_bytes, 128);
+  h.n_pages_offset = h.pages_offset + up(4ull * h.max_batch * h.max_pages, 128);
+  h.record_stride = h.n_pages_offset + up(4ull * h.max_batch, 128);
+  h.out_offset = sizeof(ReplyHeader);
+  h.lse_offset = h.out_offset + up(q_bytes, 128);
+  h.reply_stride = h.lse_offset + up(4ull * h.max_batch * h.num_q_heads, 128);
+  h.control_offset = place(sizeof(Control), 128);
+  h.stats_offset = place(sizeof(StatLine) * h.stat_lines, 128);
+  h.log_offset = place(8ull * h.log_entries, 128);
+  h.records_offset = place(h.record_stride * slots, kSmallPage);
+  h.replies_offset = place(h.reply_stride * slots, kSmallPage);
+  h.events_offset = place(sizeof(Event) * h.event_entries * h.stat_lines, kSmallPage);
+  h.v_offset = up(plane_bytes(h), h.num_nodes > 1 ? kHugePage : kSmallPage);
+  h.layer_stride = 2 * h.v_offset;
+  h.kv_offset = place(h.layer_stride * h.num_layers, kHugePage);
+  h.total_bytes = up(end, kHugePage);
+}
 
 }  // namespace scout

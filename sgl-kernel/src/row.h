@@ -1,10 +1,12 @@
-// Attention of one row of a record, part by part: shared by worker threads and the producer.
+// Attention of one row of a record, part by part: shared by the worker, producer and attendant.
 #pragma once
 
 #include <cmath>
 #include <cstdint>
+#include <vector>
 
-#include "ring.h"
+#include "mapped_ring.h"
+#include "split.h"
 
 namespace scout {
 
@@ -33,11 +35,40 @@ inline int32_t attend_part(const Ring& ring, uint32_t layer, const float* q, con
   for (int32_t i = lo; i < hi; ++i)
     if (scratch[i] >= 0) scratch[count++] = scratch[i];
   if (count == 0 && parts * h.num_nodes > 1) {  // one of several: `out` is not looked at
-    for (uint32_t head = 0; head < h.q_heads; ++head) lse[head] = -INFINITY;
+    for (uint32_t head = 0; head < h.num_q_heads; ++head) lse[head] = -INFINITY;
     return 0;
   }
   attend_sequence(ring.kv(layer), ring.params(), q, scratch, count, -1, 0, out, lse);
   return count;
 }
+
+// Attends to whole rows outside the worker, part by part as a worker would, so to the same bits.
+class RowAttention {
+ public:
+  // Writes out [HQ, D] and lse [HQ]. Returns the number of pages, or -1 as attend_part.
+  int64_t attend(const Ring& ring, uint32_t layer, const float* q, const int32_t* pages, int32_t n,
+                 uint32_t parts, float* out, float* lse) {
+    const Header& h = ring.header();
+    const uint32_t all = parts * h.num_nodes;
+    const uint64_t stride = ring.q_floats() + h.num_q_heads;
+    ids_.resize(h.max_pages);
+    if (all > 1) results_.resize(all * stride);
+    int64_t total = 0;
+    for (uint32_t part = 0; part < all; ++part) {
+      float* to = all == 1 ? out : results_.data() + part * stride;
+      float* to_lse = all == 1 ? lse : to + ring.q_floats();
+      const int32_t count =
+          attend_part(ring, layer, q, pages, n, part, parts, ids_.data(), to, to_lse);
+      if (count < 0) return -1;
+      total += count;
+    }
+    if (all > 1) merge_runs(h.num_q_heads, h.head_dim, all, results_.data(), stride, out, lse);
+    return total;
+  }
+
+ private:
+  std::vector<int32_t> ids_;
+  std::vector<float> results_;
+};
 
 }  // namespace scout

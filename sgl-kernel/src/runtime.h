@@ -1,4 +1,4 @@
-// The consumer of the ring: the CPU attention worker's threads. Layout and states: ring.h.
+// The consumer of the ring: the CPU attention worker's threads. Protocol: ring.h.
 #pragma once
 
 #include <atomic>
@@ -8,12 +8,12 @@
 #include <thread>
 #include <vector>
 
-#include "ring.h"
+#include "mapped_ring.h"
 
 namespace scout {
 
 struct RuntimeOptions {
-  uint32_t epoch = 1;      // this life; records of any other are refused
+  uint32_t epoch = 1;      // of this process; records of any other are refused
   std::vector<int> cpus;   // one thread pinned to each
   std::vector<int> nodes;  // of each CPU, 0..num_nodes-1 of the header; empty: all 0
   int64_t spin_us = 50;    // how long a thread polls after its last work before it sleeps
@@ -38,7 +38,7 @@ inline uint64_t partial_bytes(uint32_t num_layers, uint32_t max_batch, uint32_t 
 // Progress as the worker itself sees it, for heartbeats.
 struct Progress {
   uint64_t pending;  // records published and not finished
-  uint64_t items;    // of this life
+  uint64_t items;    // of this process
 };
 
 // Threads that serve the ring from construction until stop(). Post n is visited by every thread in
@@ -68,7 +68,7 @@ class Runtime {
     std::vector<int32_t> pages;  // checked page ids of the current item
     std::vector<float> result;   // out and lse of one row, before they go to the reply
     Event span{};                // what it does of the current record; `pages` and times so far
-    // Own totals of this life; the StatLine goes on over lives.
+    // Own totals of this process; the StatLine goes on over epochs.
     alignas(128) uint64_t items = 0;
   };
 
@@ -78,7 +78,6 @@ class Runtime {
   void serve(Thread& me, uint32_t index, uint64_t post);
   void serve_record(Thread& me, uint32_t index, uint64_t post);
   void serve_node(Thread& me, uint32_t slot, uint64_t post, uint32_t node, int64_t not_before_ns);
-  void write_event(Thread& me, uint32_t index);
   void run_item(Thread& me, uint32_t slot, uint64_t seq, uint32_t layer, uint32_t row,
                 uint32_t rows, uint32_t part, uint32_t parts);  // parts: of one node
   void finish_row(Thread& me, uint32_t slot, uint64_t seq, uint32_t rows);
@@ -97,7 +96,7 @@ class Runtime {
 
   Ring ring_;
   RuntimeOptions options_;
-  uint64_t first_post_ = 0;  // posts up to here belong to earlier lives
+  uint64_t first_post_ = 0;  // posts up to here belong to earlier epochs
   uint64_t partial_floats_ = 0;
   uint32_t most_parts_ = 0;  // of a row, over all nodes
   uint32_t node_threads_[kMaxNodes] = {};

@@ -1,5 +1,4 @@
-// An arena for the ring's tests: small, with a page that nobody may touch behind everything that is
-// indexed, and requests whose answers are known.
+// An arena for the ring's tests: small, with requests whose answers are known.
 #pragma once
 
 #include <sys/mman.h>
@@ -13,15 +12,14 @@
 #include <string>
 #include <vector>
 
+#include "mapped_ring.h"
 #include "producer.h"
-#include "ring.h"
 #include "test_points.h"
 
 namespace ring_test {
 
 using Rng = std::mt19937_64;
 
-constexpr uint64_t kPage = 4096;
 constexpr uint32_t kLayers = 3;
 constexpr uint32_t kMaxBatch = 16;
 constexpr uint32_t kMaxPages = 8;
@@ -30,7 +28,6 @@ constexpr uint32_t kQHeads = 4;
 constexpr uint32_t kDim = 16;
 constexpr uint32_t kTokens = 4;  // of a page
 constexpr uint32_t kNumPages = 40;
-constexpr uint32_t kLines = 4;  // most worker threads
 constexpr uint32_t kMaxSplit = 3;
 constexpr uint32_t kRowFloats = kQHeads * kDim;
 
@@ -43,120 +40,47 @@ class Arena {
  public:
   explicit Arena(uint32_t nodes = 1) {
     scout::Header h{};
-    h.magic = scout::kRingMagic;
-    h.layout_version = scout::kLayoutVersion;
-    h.header_bytes = scout::kHeaderBytes;
     h.num_pages = kNumPages;
     h.num_layers = kLayers;
     h.page_size = kTokens;
-    h.kv_heads = kHeads;
-    h.q_heads = kQHeads;
+    h.num_kv_heads = kHeads;
+    h.num_q_heads = kQHeads;
     h.head_dim = kDim;
-    h.dtype = 0;
     h.max_batch = kMaxBatch;
     h.max_pages = kMaxPages;
     h.scale = 0.25f;
-    h.log_entries = 16;
-    h.stat_lines = kLines;
-    h.event_entries = 8;
     h.num_nodes = nodes;
     h.stripe_pages = (kNumPages + nodes - 1) / nodes;
-    end_ = kPage;  // behind the header
-    h.control_offset = place(sizeof(scout::Control));
-    h.stats_offset = place(sizeof(scout::StatLine) * kLines);
-    h.log_offset = place(8 * h.log_entries);
-    h.events_offset = place(sizeof(scout::Event) * h.event_entries * kLines);
-    // A slot is laid out like an arena of its own, from 0; its stride includes the guards.
-    auto lay_out = [this](uint32_t slots, auto place_all) {
-      const uint64_t begin = end_;
-      const std::vector<uint64_t> outer = std::move(guards_);
-      guards_ = {};
-      end_ = kPage;  // the slot's header
-      place_all();
-      const uint64_t stride = end_;
-      const std::vector<uint64_t> inner = std::move(guards_);
-      guards_ = outer;
-      for (uint32_t i = 0; i < slots; ++i)
-        for (uint64_t guard : inner) guards_.push_back(begin + i * stride + guard);
-      end_ = begin + slots * stride;
-      return std::pair<uint64_t, uint64_t>(begin, stride);
-    };
-    const uint64_t q_bytes = uint64_t{kMaxBatch} * kRowFloats * 4;
-    const auto records = lay_out(2 * kLayers, [&] {
-      h.q_offset = place(q_bytes);
-      h.pages_offset = place(4 * kMaxBatch * kMaxPages);
-      h.n_pages_offset = place(4 * kMaxBatch);
-    });
-    h.records_offset = records.first;
-    h.record_stride = records.second;
-    const auto replies = lay_out(2 * kLayers, [&] {
-      h.out_offset = place(q_bytes);
-      h.lse_offset = place(4 * kMaxBatch * kQHeads);
-    });
-    h.replies_offset = replies.first;
-    h.reply_stride = replies.second;
-    const uint64_t plane = uint64_t{kNumPages} * kTokens * kHeads * kDim * 4;
-    static_assert(uint64_t{kNumPages} * kTokens * kHeads * kDim * 4 % kPage == 0);
-    h.kv_offset = end_;
-    for (uint32_t i = 0; i < 2 * kLayers; ++i) place(plane);
-    h.v_offset = plane + kPage;
-    h.layer_stride = 2 * h.v_offset;
-    h.total_bytes = end_;
-
-    void* memory = mmap(nullptr, end_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    scout::lay_out(h);
+    bytes = h.total_bytes;
+    void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     if (memory == MAP_FAILED) die("no memory for an arena");
     base = static_cast<char*>(memory);
-    bytes = end_;
     std::memcpy(base, &h, sizeof h);
-    for (uint64_t guard : guards_)
-      if (mprotect(base + guard, kPage, PROT_NONE) != 0) die("no guard page");
     const std::string why = ring.open(base, bytes);
     if (!why.empty()) die(why.c_str());
     Rng rng(11);
-    for (uint32_t layer = 0; layer < kLayers; ++layer) {
-      k[layer].resize(plane / 4);
-      v[layer].resize(plane / 4);
-    }
-    for (uint32_t page = 0; page < kNumPages; ++page) fill_page(page, rng);
+    std::normal_distribution<float> normal;
+    for (uint32_t layer = 0; layer < kLayers; ++layer)
+      for (uint32_t i = 0; i < kNumPages * kTokens * kHeads * kDim; ++i) {
+        k(layer)[i] = normal(rng);
+        v(layer)[i] = normal(rng);
+      }
   }
   ~Arena() { munmap(base, bytes); }
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
 
-  // New content for a page, in all layers.
-  void fill_page(uint32_t page, Rng& rng) {
-    std::normal_distribution<float> normal;
-    const uint64_t at = uint64_t{page} * kPageFloats;
-    for (uint32_t layer = 0; layer < kLayers; ++layer) {
-      const scout::KvPages kv = ring.kv(layer);
-      for (bool values : {false, true}) {
-        float* to = const_cast<float*>(static_cast<const float*>(values ? kv.v : kv.k)) + at;
-        float* meant = &(values ? v : k)[layer][at];
-        for (uint32_t i = 0; i < kPageFloats; ++i) meant[i] = to[i] = normal(rng);
-      }
-    }
+  float* k(uint32_t layer) const {
+    return static_cast<float*>(const_cast<void*>(ring.kv(layer).k));
+  }
+  float* v(uint32_t layer) const {
+    return static_cast<float*>(const_cast<void*>(ring.kv(layer).v));
   }
 
   char* base = nullptr;
   uint64_t bytes = 0;
   scout::Ring ring;
-  // The pages, by layer.
-  std::vector<float> k[kLayers], v[kLayers];
-
- private:
-  static constexpr uint32_t kPageFloats = kTokens * kHeads * kDim;
-
-  // Room for `size` bytes that end at a guard page.
-  uint64_t place(uint64_t size) {
-    const uint64_t pages = (size + kPage - 1) / kPage;
-    const uint64_t guard = end_ + pages * kPage;
-    guards_.push_back(guard);
-    end_ = guard + kPage;
-    return guard - size;
-  }
-
-  uint64_t end_ = 0;
-  std::vector<uint64_t> guards_;
 };
 
 struct Answer {
@@ -176,8 +100,8 @@ struct Request {
 
 // softmax(scale * q k^T) v in double, one row and head after the other.
 inline Answer attend_plainly(const Arena& arena, uint32_t layer, const Request& r) {
-  const float* k = arena.k[layer].data();
-  const float* v = arena.v[layer].data();
+  const float* k = arena.k(layer);
+  const float* v = arena.v(layer);
   Answer a{std::vector<float>(uint64_t{r.rows} * kRowFloats),
            std::vector<float>(uint64_t{r.rows} * kQHeads, -INFINITY)};
   for (uint32_t b = 0; b < r.rows; ++b) {

@@ -20,8 +20,8 @@ enum class Role : uint32_t { kNobody, kProducer, kWorker };
 
 // What the three processes tell each other. The parent plays the supervisor.
 struct Board {
-  uint32_t life;       // parent: the life that gets work, 0: none
-  uint32_t life_seen;  // producer: what it was told last
+  uint32_t live;       // parent: the epoch that gets work, 0: none
+  uint32_t live_seen;  // producer: what it was told last
   uint32_t ready;      // worker: its epoch
   uint32_t stop;       // parent
   uint32_t victim;     // parent: Role
@@ -63,9 +63,9 @@ void die_here(scout::Point point, uint32_t) {
   std::thread watcher([&] {
     uint32_t told = 0;
     while (scout::load_acquire(&board->stop) == 0) {
-      const uint32_t life = scout::load_acquire(&board->life);
-      if (life != told) producer.set_life(told = life);
-      scout::store_release(&board->life_seen, told);
+      const uint32_t live = scout::load_acquire(&board->live);
+      if (live != told) producer.set_live_epoch(told = live);
+      scout::store_release(&board->live_seen, told);
       usleep(100);
     }
   });
@@ -153,11 +153,11 @@ class Parent {
     epoch_ = keeper_.next_epoch();
     worker_ = start(Role::kWorker, [&](Rng& rng) { be_worker(arena_, epoch_, rng); });
     while (scout::load_acquire(&board->ready) != epoch_) check_alive(worker_);
-    scout::store_release(&board->life, epoch_);
+    scout::store_release(&board->live, epoch_);
   }
 
   void start_producer() {
-    scout::store_release(&board->life_seen, UINT32_MAX);
+    scout::store_release(&board->live_seen, UINT32_MAX);
     producer_ = start(Role::kProducer, [&](Rng& rng) { be_producer(arena_, requests_, rng); });
   }
 
@@ -195,23 +195,23 @@ class Parent {
     ++deaths_;
     scout::store_release(&board->victim, static_cast<uint32_t>(Role::kNobody));
     if (victim == Role::kWorker) {
-      lives_kept_ = 0;
+      workers_kept_ = 0;
       if (rng_() % 2) usleep(rng_() % 2000);  // nobody has noticed yet
-      scout::store_release(&board->life, 0u);
+      scout::store_release(&board->live, 0u);
       expect_more(&board->by_fallback);
       start_worker();
-    } else if (lives_kept_ < 2 && rng_() % 2) {
-      ++lives_kept_;  // the worker outlives its producer; a half written record costs it a slot
+    } else if (workers_kept_ < 2 && rng_() % 2) {
+      ++workers_kept_;  // the worker outlives its producer; a half written record costs it a slot
       start_producer();
     } else {
-      lives_kept_ = 0;
+      workers_kept_ = 0;
       kill(worker_, SIGKILL);
       collect(worker_, SIGKILL);
       if (rng_() % 2) {
         start_worker();
         start_producer();
       } else {
-        scout::store_release(&board->life, 0u);
+        scout::store_release(&board->live, 0u);
         start_producer();
         expect_more(&board->by_fallback);
         start_worker();
@@ -228,7 +228,7 @@ class Parent {
   pid_t producer_ = -1;
   pid_t worker_ = -1;
   uint64_t deaths_ = 0;
-  int lives_kept_ = 0;
+  int workers_kept_ = 0;
 };
 
 }  // namespace

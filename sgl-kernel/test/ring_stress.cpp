@@ -9,6 +9,7 @@
 #include "producer.h"
 #include "ring_arena.h"
 #include "runtime.h"
+#include "thread_reports.h"
 
 namespace ring_test {
 namespace {
@@ -113,8 +114,8 @@ class Poster {
   uint32_t layer_ = kLayers - 1;
 };
 
-std::unique_ptr<scout::Runtime> begin_life(const Arena& arena, scout::Producer& producer, Rng& rng,
-                                           uint32_t threads, uint32_t max_parts) {
+std::unique_ptr<scout::Runtime> begin_epoch(const Arena& arena, scout::Producer& producer, Rng& rng,
+                                            uint32_t threads, uint32_t max_parts) {
   scout::RuntimeOptions o;
   o.epoch = producer.next_epoch();
   o.cpus = pick_cpus(threads);
@@ -122,16 +123,16 @@ std::unique_ptr<scout::Runtime> begin_life(const Arena& arena, scout::Producer& 
   o.spin_us = rng() % 3 == 0 ? 0 : rng() % 100;
   o.max_parts = max_parts;
   auto runtime = std::make_unique<scout::Runtime>(arena.base, arena.bytes, o);
-  producer.set_life(o.epoch);
+  producer.set_live_epoch(o.epoch);
   return runtime;
 }
 
-// One life: every item is computed exactly once, every answer is the worker's.
-void run_one_life(const Arena& arena, const std::vector<Request>& requests, const Options& options,
-                  double until_s) {
+// One worker: every item is computed exactly once, every answer is the worker's.
+void run_one_epoch(const Arena& arena, const std::vector<Request>& requests, const Options& options,
+                   double until_s) {
   Rng rng(options.seed);
   scout::Producer producer(arena.base, arena.bytes);
-  auto runtime = begin_life(arena, producer, rng, 3, kMaxSplit);
+  auto runtime = begin_epoch(arena, producer, rng, 3, kMaxSplit);
   Poster poster(producer, requests, options.seed + 1);
   poster.run(false, [&] { return now_s() >= until_s; });
   while (runtime->progress().pending != 0) usleep(100);
@@ -145,31 +146,31 @@ void run_one_life(const Arena& arena, const std::vector<Request>& requests, cons
                  static_cast<unsigned long long>(items));
     die("stress: items are not computed exactly once");
   }
-  std::printf("stress: one life, %u nodes, %llu records, %llu items, each once\n",
+  std::printf("stress: one worker, %u nodes, %llu records, %llu items, each once\n",
               arena.ring.header().num_nodes, static_cast<unsigned long long>(poster.by_worker),
               static_cast<unsigned long long>(items));
 }
 
-// Lives come and go while the poster goes on.
-void run_lives(const Arena& arena, const std::vector<Request>& requests, const Options& options,
-               double until_s) {
+// Workers come and go while the poster goes on.
+void run_epochs(const Arena& arena, const std::vector<Request>& requests, const Options& options,
+                double until_s) {
   scout::Producer producer(arena.base, arena.bytes);
   std::atomic<bool> over{false};
-  uint32_t lives = 0;
+  uint32_t epochs = 0;
   std::thread supervisor([&] {
     Rng rng(options.seed + 2);
     while (!over.load()) {
       // A worker that cannot split rows so far refuses some records; the poster computes them.
-      auto runtime = begin_life(arena, producer, rng, 1 + rng() % 3, 1 + rng() % kMaxSplit);
-      ++lives;
+      auto runtime = begin_epoch(arena, producer, rng, 1 + rng() % 3, 1 + rng() % kMaxSplit);
+      ++epochs;
       usleep(1000 + rng() % 30000);
-      producer.totals();
+      scout::stat_totals(producer.ring());
       // Either the death is noticed first, or there is nobody left to answer for a while.
       const bool noticed = rng() % 2 == 0;
-      if (noticed) producer.set_life(0);
+      if (noticed) producer.set_live_epoch(0);
       runtime->stop();
       if (rng() % 4 == 0) usleep(rng() % 3000);
-      producer.set_life(0);
+      producer.set_live_epoch(0);
     }
   });
   Poster poster(producer, requests, options.seed + 3);
@@ -178,7 +179,7 @@ void run_lives(const Arena& arena, const std::vector<Request>& requests, const O
              [&] { return now_s() >= until_s && poster.by_worker > 0 && poster.by_fallback > 0; });
   over = true;
   supervisor.join();
-  std::printf("stress: %u lives, %llu answers of the worker, %llu of the fallback\n", lives,
+  std::printf("stress: %u workers, %llu answers of the worker, %llu of the fallback\n", epochs,
               static_cast<unsigned long long>(poster.by_worker),
               static_cast<unsigned long long>(poster.by_fallback));
 }
@@ -194,8 +195,8 @@ int run_stress(const Options& options) {
     const std::vector<Request> requests = random_requests(arena, options.seed, 24);
     point_handler = dawdle;
     const double begin_s = now_s();
-    run_one_life(arena, requests, options, begin_s + options.seconds * 0.2);
-    run_lives(arena, requests, options, begin_s + options.seconds * 0.5);
+    run_one_epoch(arena, requests, options, begin_s + options.seconds * 0.2);
+    run_epochs(arena, requests, options, begin_s + options.seconds * 0.5);
     point_handler = nullptr;
   }
   return 0;

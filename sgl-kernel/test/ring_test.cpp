@@ -2,7 +2,7 @@
 //
 //   ring_test [stress|kill|all] [--seconds N] [--seed N] [--break NAME]
 //
-//   stress  producer and runtime in one process, lives that change, every answer compared
+//   stress  producer and runtime in one process, workers that change, every answer compared
 //   kill    two processes, either one killed at every named place of the protocol and at random
 //
 // --break builds in a bug that stress must find: early-done (answers are announced before they are

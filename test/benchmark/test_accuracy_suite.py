@@ -25,8 +25,8 @@ from policies import FULL, Setting  # noqa: E402
 from row_file import RowFile  # noqa: E402
 
 import plot  # noqa: E402
+from progress import Progress  # noqa: E402
 from rows import environment  # noqa: E402
-from sglang_scout.cli.progress import Progress  # noqa: E402
 from sglang_scout.core.parse_config import parse_config  # noqa: E402
 
 FULL_SETTING, SCOUT = Setting(FULL), Setting("scout", 512)

@@ -8,7 +8,7 @@ import torch
 
 from sglang_scout.cli import main
 from sglang_scout.cli.model_config import read_model
-from sglang_scout.cli.plan import GIB, Request, make_plan
+from sglang_scout.cli.sizes import GIB, make_plan
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.parse_config import parse_config
 from sglang_scout.engine.memory import plan_memory
@@ -42,7 +42,7 @@ def model(tmp_path):
 
 
 def plan_of(folder, **kwargs):
-    return make_plan(Request(model_path=str(folder), **kwargs))
+    return make_plan(str(folder), **kwargs)
 
 
 def test_one_request_of_64k_tokens_of_the_papers_model(model):
@@ -75,17 +75,12 @@ def test_how_many_fit_on_an_80_gb_card_with_110_gb_of_host_memory(model):
     assert need <= gpu < need + sizes.device_bytes_per_request
 
 
-def test_a_partly_filled_page_takes_a_whole_one(model):
+def test_whole_pages_and_the_padding_page(model):
     sizes = plan_of(model(), context_tokens=33, host_gib=1).sizes
-    assert sizes.host_pages_per_request == 2
-    assert sizes.kv_bytes_per_request == 64 * 163840
-
-
-def test_the_padding_page_is_counted(model):
-    exact = plan_of(model(), context_tokens=64, host_gib=2 * 32 * 163840 / GIB)
-    assert exact.offload.by_host == 0
-    one_more = plan_of(model(), context_tokens=64, host_gib=3 * 32 * 163840 / GIB)
-    assert one_more.offload.by_host == 1
+    assert sizes.host_pages_per_request == 2 and sizes.kv_bytes_per_request == 64 * 163840
+    for pages, fit in ((2, 0), (3, 1)):
+        plan = plan_of(model(), context_tokens=64, host_gib=pages * 32 * 163840 / GIB)
+        assert plan.offload.by_host == fit
 
 
 def test_the_host_size_that_it_names_is_enough(model, capsys):
@@ -115,12 +110,8 @@ def test_json_has_the_same_numbers(model, capsys):
     plan = plan_of(folder, context_tokens=65536, host_gib=103, gpu_gib=80)
     assert got["offload"]["requests"] == plan.offload.requests == 10
     assert got["kv_bytes_per_request"] == plan.sizes.kv_bytes_per_request
-    assert got["digest_bytes_per_request"] == plan.sizes.digest_bytes_per_request
-    assert got["resident_bytes_per_request"] == plan.sizes.resident_bytes_per_request
     assert got["stock"] == {"by_host": None, "by_gpu": 4, "requests": 4, "limited_by": "gpu memory"}
-    assert got["requests_need_device_bytes"] == (
-        10 * plan.sizes.device_bytes_per_request + plan.sizes.device_bytes_once
-    )
+    assert got["requests_need_device_bytes"] == plan.sizes.device_bytes(10)
 
 
 def test_defaults_of_a_sparse_config(model):
@@ -140,6 +131,7 @@ def test_defaults_of_a_sparse_config(model):
 )
 def test_dtype(model, stored, asked, used):
     assert read_model(str(model(torch_dtype=stored)), asked).dtype == used
+    assert read_model(str(model(torch_dtype=None, dtype=stored)), asked).dtype == used
 
 
 @pytest.mark.parametrize("context", [33, 512, 2048, 4096, 65536])
@@ -181,10 +173,6 @@ def test_host_memory_for_the_worker_beside_the_pages(model, capsys):
         plan_of(model(), budget_tokens=2**40, context_tokens=2**40, host_gib=1)
 
 
-def test_newer_configs_write_dtype(model):
-    assert read_model(str(model(torch_dtype=None, dtype="bfloat16")), "auto").dtype == "bfloat16"
-
-
 def test_weights_from_files_from_the_index_or_estimated(model):
     folder = model()
     estimated = read_model(str(folder), "auto")
@@ -209,15 +197,10 @@ def test_weights_from_files_from_the_index_or_estimated(model):
             "plan: --budget 32: holds 1 page, fewer than sink_pages + recent_pages",
         ),
         (["--gpu-gb", "inf"], "plan: --gpu-gb inf: must be greater than 0, and at most 1073741824"),
-        (["--gpu-gb", "1e300"], "--gpu-gb 1e+300: must be greater than 0, and at most"),
-        (["--host-gb", "1e300"], "--host-gb 1e+300"),
         (["--context-tokens", "9" * 400], "--context-tokens 999"),
-        (["--context-tokens", "0"], "--context-tokens 0: must be greater than 0"),
         (["--requests", "-1"], "--requests -1"),
         (["--requests", "65537"], "--requests 65537: must be greater than 0, and at most 65536"),
         (["--host-gb", "nan"], "--host-gb nan"),
-        (["--gpu-gb", "-5"], "--gpu-gb -5"),
-        (["--mem-fraction-static", "1.5"], "--mem-fraction-static 1.5"),
         (["--mem-fraction-static", "0"], "--mem-fraction-static 0.0: must be greater than 0"),
     ],
 )
@@ -240,20 +223,12 @@ def test_quantised_weights_take_what_their_files_take(model):
     [
         ({"num_key_value_heads": "abc"}, "num_key_value_heads = 'abc', expected a positive whole"),
         ({"num_key_value_heads": 3}, "num_key_value_heads = 3, expected a divisor of 40"),
-        ({"num_attention_heads": True}, "num_attention_heads = True, expected a positive"),
         ({"num_hidden_layers": 10**20}, "num_hidden_layers = 100000000000000000000, expected"),
         ({"torch_dtype": ["bfloat16"]}, "torch_dtype = ['bfloat16'], expected one of bfloat16"),
-        ({"torch_dtype": "float64"}, "torch_dtype = 'float64', expected one of bfloat16"),
-        ({"max_position_embeddings": -5}, "max_position_embeddings = -5, expected a positive"),
         ({"head_dim": None, "hidden_size": 2}, "hidden_size = 2, expected at least one for each"),
-        ({"head_dim": None, "hidden_size": None}, "hidden_size = None, expected a positive"),
-        ({"head_dim": -3}, "head_dim = -3, expected a positive whole number"),
         ({"head_dim": "x" * 9999}, "...xxxxx"),
-        ({"intermediate_size": "big"}, "intermediate_size = 'big', expected a positive"),
         ({"text_config": 5}, "text_config = 5, expected an object"),
-        ({"architectures": "Qwen3ForCausalLM"}, "does not support (no architecture named)"),
         ({"architectures": [5]}, "does not support (no architecture named)"),
-        ({"architectures": []}, "does not support (no architecture named)"),
         (
             {"architectures": ["MixtralForCausalLM"]},
             "does not support MixtralForCausalLM; supported",
@@ -275,33 +250,21 @@ def test_models_that_the_server_refuses_or_cannot_read(model, capsys, changes, w
     assert f"plan: --model-path {folder}: " in error and words in error
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
+def test_models_that_the_server_takes(model):
+    for changes in (
         {"sliding_window": 4096},  # a Qwen uses it only if it says so
-        {"sliding_window": 4096, "use_sliding_window": False},
         {"architectures": ["LlamaForCausalLM"]},
-        {"architectures": ["Glm4ForCausalLM"]},
         {"text_config": {}},
-    ],
-)
-def test_models_that_the_server_takes(model, changes):
-    assert plan_of(model(**changes), host_gib=100).fits
+    ):
+        assert plan_of(model(**changes), host_gib=100).fits
 
 
-def test_no_window_in_a_mistral_must_be_said(model):
-    folder = model(architectures=["MistralForCausalLM"])
+def test_keys_that_may_be_absent_or_null(model):
+    folder = model(architectures=["MistralForCausalLM"], intermediate_size=None, vocab_size=None)
     config = json.loads((folder / "config.json").read_text()) | {"sliding_window": None}
     (folder / "config.json").write_text(json.dumps(config))
     assert plan_of(folder, host_gib=100).fits
-
-
-def test_absent_sizes_do_not_stop_a_plan(model):
-    folder = model(intermediate_size=None, vocab_size=None)
     assert 0 < read_model(str(folder), "auto").weight_bytes < 5 * 2**30
-    config = json.loads((folder / "config.json").read_text()) | {"intermediate_size": None}
-    (folder / "config.json").write_text(json.dumps(config))
-    assert plan_of(folder, host_gib=100).fits
 
 
 def test_an_index_without_a_usable_size_is_passed_over(model):
@@ -319,11 +282,7 @@ def test_folders_that_are_no_model(tmp_path, model):
         read_model(str(model(kv_lora_rank=512)), "auto")
     with pytest.raises(ConfigError, match="is quantised and has no safetensors files"):
         read_model(str(model(quantization_config={"bits": 4})), "auto")
-    with pytest.raises(ConfigError, match="num_hidden_layers = None"):
-        read_model(str(model(num_hidden_layers=None)), "auto")
-    (model() / "config.json").write_text("{")
-    with pytest.raises(ConfigError, match="not valid JSON"):
-        read_model(str(tmp_path / "model"), "auto")
-    (model() / "config.json").write_text("[" * 100_000)
-    with pytest.raises(ConfigError, match="not valid JSON"):
-        read_model(str(tmp_path / "model"), "auto")
+    for text in ("{", "[" * 100_000):
+        (model() / "config.json").write_text(text)
+        with pytest.raises(ConfigError, match="not valid JSON"):
+            read_model(str(tmp_path / "model"), "auto")

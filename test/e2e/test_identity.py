@@ -181,7 +181,7 @@ def test_the_engine_of_cuda_devices(stock, tiny_model):
     context, plain attention to exactly the chosen pages elsewhere, through retractions and while the
     worker is silent. What SGLang does to requests and pages is the same as with a device."""
     # Newcomers recall what they miss at first, then next to nobody does: every step misses pages.
-    settings = {"step_engine": "device", "verify": True, "resident_tokens": 32}
+    settings = {"transport": "graph", "verify": True, "resident_tokens": 32}
     settings |= {"recall": "fixed", "recall_interval": 50}
     with PDCluster(
         tiny_model("qwen3"),
@@ -202,7 +202,7 @@ def test_the_engine_of_cuda_devices(stock, tiny_model):
         )
         assert_same_tokens(stock("qwen3")[4:SHORT], short, logprob_atol=LOGPROB_ATOL)
         before = servers.kv_offload()
-        assert before["step_engine"] == "device" and before["cpu_pages"] == 0
+        assert before["transport"] == "graph" and before["cpu_pages"] == 0
         with ThreadPoolExecutor(1) as pool:
             long = pool.submit(servers.generate, prompts[-3:], max_new_tokens=2 * NEW_TOKENS)
             wait_until("steps", lambda: servers.kv_offload()["steps"] > before["steps"] + 20, 120)
@@ -225,7 +225,7 @@ def test_the_engine_of_cuda_devices(stock, tiny_model):
 def test_two_ranks_of_a_device(tiny_model):
     """Every layer of both ranks agrees with a plain reference; both map the words of their faults."""
     cpus = sorted(os.sched_getaffinity(0))
-    settings = {"step_engine": "device", "verify": True, "resident_tokens": 32}
+    settings = {"transport": "graph", "verify": True, "resident_tokens": 32}
     settings |= {"recall": "fixed", "recall_interval": 50}
     with PDCluster(
         tiny_model("qwen3"),
@@ -248,7 +248,7 @@ def test_two_ranks_of_a_device(tiny_model):
         shared = [re.search(r"(\d+) +/memfd:sglang-scout-ranks", text) for text in maps]
         inodes = [found[1] for found in shared if found]
         assert len(inodes) == 2 and len(set(inodes)) == 1
-        assert state["step_engine"] == "device"
+        assert state["transport"] == "graph"
         for rank in state["ranks"]:
             assert rank["cpu_pages"] > 0
             assert rank["verify_checks"] == 4 * state["steps"]

@@ -5,8 +5,6 @@ import json
 import re
 
 from harness import PDCluster, random_prompts
-from sglang_scout.cli.breakdown import break_down
-from sglang_scout.cli.trace_file import read_trace
 
 BUDGET_TOKENS = 128
 """Traced requests all exceed it: any of them may be the first to arrive, and alone for the trace's steps."""
@@ -28,37 +26,42 @@ def cluster(model, config, **kwargs):
 
 def check_timeline(path, *, steps, ahead):
     """Every row is there, rows do not nest, and the worker's own slices say whether it was ahead."""
-    trace = read_trace(str(path))
-    found = break_down(trace)
-    assert found.steps == steps and trace.events_lost == 0
-    kinds = {(s.row, s.kind) for s in trace.slices}
-    assert kinds >= {("device", "layer"), ("boundary", "step"), ("ahead", "score")}
-    assert kinds >= {("ahead", "post"), ("attention", "wait"), ("copies", "recall")}
-    events = [e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X"]
-    for row in {(e["pid"], e["tid"]) for e in events}:
-        own = sorted((e["ts"], e["dur"]) for e in events if (e["pid"], e["tid"]) == row)
-        for (start, dur), (following, _) in itertools.pairwise(own):
-            assert start + dur <= following + 1e-3, "a nanosecond, of rounding"
+    events = json.loads(path.read_text())
+    rows = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    slices: dict = {}
+    for e in events:
+        if e["ph"] == "X":
+            row, kind = rows[e["pid"], e["tid"]].partition(",")[0], e["name"].split()[0]
+            kind = "worker" if row.startswith("worker") else f"{row} {kind}"
+            slices.setdefault(kind, []).append(e)
+    assert set(slices) >= {"device layer", "boundary step", "ahead score", "ahead post",
+                           "attention wait", "copies recall", "worker"}  # fmt: skip
+    for row in rows:
+        own = [e for e in events if e["ph"] == "X" and (e["pid"], e["tid"]) == row]
+        own.sort(key=lambda e: e["ts"])
+        for e, following in itertools.pairwise(own):
+            assert e["ts"] + e["dur"] <= following["ts"] + 1e-3, "a nanosecond, of rounding"
 
-    fallen = {(s.step, s.layer) for s in trace.slices if s.kind == "fallback"}
-    posted = {(s.step, s.layer): s for s in trace.slices if s.kind == "post"}
-    device = {(s.step, s.layer): s for s in trace.slices if s.row == "device"}
-    worker = [s for s in trace.slices if s.by_worker]
-    served = {(s.step, s.layer) for s in worker}
+    def by_layer(kind):
+        return {(e["args"]["step"], e["args"]["layer"]): e for e in slices.get(kind, ())}
+
+    device, posted, worker = by_layer("device layer"), by_layer("ahead post"), slices["worker"]
+    assert len(device) == len(slices["device layer"]) == 4 * steps
+    fallen, served = set(by_layer("attention fallback")), set(by_layer("worker"))
     assert served <= set(posted) <= served | fallen
     for key in served - fallen:
-        pages = sum(s.pages for s in worker if (s.step, s.layer) == key)
-        assert pages == posted[key].pages
-    # Which of them began before the layer before ended.
-    early = [s.start_us < device[s.step, s.layer - 1].end_us for s in worker if s.layer > 0]
-    assert len(early) > steps / 4
-    waited = {(s.step, s.layer) for s in trace.slices if s.kind == "wait"}
-    assert served <= waited, "the wait at each merge is visible"
-    if ahead:  # how much is the machine's affair
-        assert any(early) and found.ahead_share > 0
-        assert any(lead.in_time for lead in found.leads if lead.layer > 0)
-    else:
-        assert not any(early) and found.ahead_share == 0
+        pages = [
+            e["args"]["pages"] for e in worker if (e["args"]["step"], e["args"]["layer"]) == key
+        ]
+        assert sum(pages) == posted[key]["args"]["pages"]
+    assert served <= set(by_layer("attention wait")), "the wait at each merge is visible"
+    # Which of them began before the layer before ended; how many is the machine's affair.
+    early = []
+    for e in worker:
+        if e["args"]["layer"] > 0:
+            before = device[e["args"]["step"], e["args"]["layer"] - 1]
+            early.append(e["ts"] < before["ts"] + before["dur"])
+    assert len(early) > steps / 4 and any(early) == ahead
 
 
 def test_bf16_with_metrics_and_trace(tiny_model, tmp_path):

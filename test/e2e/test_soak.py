@@ -44,7 +44,7 @@ CASES = {
     ),
     "device": (
         "float32", 1e-5, {**RETRACTED, "TRITON_INTERPRET": "1"},
-        {"step_engine": "device", "recall": "fixed", "recall_interval": 20, "resident_tokens": 64},
+        {"transport": "graph", "recall": "fixed", "recall_interval": 20, "resident_tokens": 64},
     ),
 }  # fmt: skip
 

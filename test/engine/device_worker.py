@@ -1,4 +1,4 @@
-"""A decode worker in miniature whose steps are those of a CUDA device, in Triton's interpreter.
+"""A decode worker in miniature that posts as a CUDA device does, in Triton's interpreter.
 
 The pages lie in a real arena; what is missing goes through the ring's kernels to real worker threads,
 or to the attendant where there are none.
@@ -12,7 +12,7 @@ import torch
 
 from mini_worker import SIZE, MiniWorker
 from sglang_scout import _native
-from sglang_scout.engine.device_step import DeviceStepEngine
+from sglang_scout.engine.build import Ring
 from sglang_scout.engine.pools import HostPages
 from sglang_scout.ops.doorbell import DeviceRing
 from sglang_scout.worker.arena import Arena, ArenaSpec
@@ -25,7 +25,7 @@ class DeviceWorker(MiniWorker):
 
     def __init__(self, *, threads=False, budget_tokens=128, **kwargs):
         self.threads, self.budget_tokens = threads, budget_tokens
-        super().__init__(budget_tokens=budget_tokens, **kwargs)
+        super().__init__(budget_tokens=budget_tokens, max_pages=MAX_PAGES, **kwargs)
 
     def _make_host(self, pages):
         s = self.shape
@@ -42,7 +42,7 @@ class DeviceWorker(MiniWorker):
             plane.copy_(torch.randn(plane.shape))
         return HostPages(s, *([t.flatten(0, 1) for t in half] for half in kv))
 
-    def _make_engine(self, missing, **parts):
+    def _worker(self, missing):
         arena, s = self.arena, self.shape
         self.producer = _native.RingProducer(arena.address, arena.nbytes)
         self.epoch = self.producer.next_epoch()
@@ -50,20 +50,18 @@ class DeviceWorker(MiniWorker):
         if self.threads:
             cpu = sorted(os.sched_getaffinity(0))[-1]
             self.runtime = _native.RingRuntime(arena.address, arena.nbytes, self.epoch, [cpu], 0, 1)
-            self.producer.set_life(self.epoch)
+            self.producer.set_live_epoch(self.epoch)
         self.attendant = _native.RingAttendant(self.producer, 50)
         self.ring = DeviceRing(
             arena.address, arena.layout(), num_layers=s.num_layers, max_batch=self.max_batch,
             max_pages=arena.spec.max_pages, num_q_heads=s.num_q_heads, head_dim=s.head_dim,
             parts=1, timeout_us=20_000_000, device="cpu",
         )  # fmt: skip
-        return DeviceStepEngine(
-            max_pages=MAX_PAGES, ring=self.ring, life=lambda: self.epoch, **parts,
-        )  # fmt: skip
+        return Ring(self.ring, lambda: self.epoch)
 
     def end_threads(self):
         """The worker's life ends; from the next step on nobody leads one."""
-        self.producer.set_life(0)
+        self.producer.set_live_epoch(0)
         self.runtime.stop()
         self.epoch = self.producer.next_epoch()
 

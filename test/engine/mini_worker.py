@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -10,13 +11,11 @@ import numpy as np
 import torch
 
 from sglang_scout.core.parse_config import parse_config
+from sglang_scout.engine.build import Sizes, build_engine
 from sglang_scout.engine.digest_forms import FORMS
-from sglang_scout.engine.pools import DigestPool, HostPages, ModelShape, ResidentCache
-from sglang_scout.engine.step import StepEngine
+from sglang_scout.engine.pools import DigestPool, HostPages, ModelShape
 from sglang_scout.ops.attend import attend_pages
-from sglang_scout.ops.native_slots import NativeResidencyTable
-from sglang_scout.ops.native_uses import NativePageUses
-from sglang_scout.policy.presets import POLICY_NAMES, make_policy
+from sglang_scout.policy.base import Context, make_policy, policy_names
 
 SIZE = 32
 HIDDEN = 48  # of the layer inputs
@@ -64,11 +63,11 @@ class MiniWorker:
 
     def __init__(self, *, layers=3, heads=4, kv_heads=2, dim=64, pages=80, max_batch=4,
                  budget_tokens=128, resident_tokens=None, dtype=torch.float32, seed=0,
-                 config="{}", drift=0.5, logit_cap=0.0, policy="scout", tracer=None,
+                 config="{}", drift=0.5, logit_cap=0.0, max_pages=120, policy="scout", tracer=None,
                  around_missing=None, pool_form=None, verify=True, rank=0,
                  of_ranks=1, ranks=None):  # fmt: skip
         self.config = parse_config(
-            policy=policy, policies=POLICY_NAMES, budget_tokens=budget_tokens, config=config
+            policy=policy, policies=policy_names(), budget_tokens=budget_tokens, config=config
         )
         # Its own, as ranks run beside each other.
         self.random = torch.Generator().manual_seed(seed)
@@ -80,29 +79,24 @@ class MiniWorker:
         self.digests = DigestPool(self.shape, pages, "cpu", pool_form or self.config.digest)
         budget = self.config.budget_pages
         slots = (resident_tokens or budget_tokens * max_batch) // SIZE + max_batch + budget
-        policy_of = make_policy(self.config, layers, 2 * self.shape.page_bytes)
-        self.table = NativeResidencyTable(
-            NativePageUses(layers, pages, slots, policy_of.residency.half_life_steps)
-        )
+        policy_of = make_policy(Context(self.config, layers, 2 * self.shape.page_bytes))
         self.missing = HereInstead(self.shape, self.host)
         weights = [self._randn(heads * dim, HIDDEN) * 0.4 for _ in range(layers)]
         self.weights = [w.chunk(of_ranks)[rank] for w in weights]
         missing = around_missing(self.missing) if around_missing else self.missing
-        self.engine = self._make_engine(
-            missing,
-            shape=self.shape,
-            policy=policy_of,
-            budget_pages=budget,
-            max_batch=max_batch,
-            host=self.host,
+        self.engine = build_engine(
+            dataclasses.replace(self.config, verify=verify),
+            policy_of,
+            self.shape,
+            Sizes(budget, slots, max_batch, max_pages),
+            self.host,
+            [self._projector(layer) for layer in range(layers)],
+            self._worker(missing),
             digests=self.digests,
-            resident=ResidentCache(self.shape, slots, "cpu"),
-            table=self.table,
-            projectors=[self._projector(layer) for layer in range(layers)],
             tracer=tracer,
-            verify=verify,
             ranks=ranks,
         )
+        self.table = self.engine.table
         self.free_pages = list(range(1, pages))
         self.requests: list[Request] = []
         self.drift = drift
@@ -121,8 +115,8 @@ class MiniWorker:
         kv = ([self._heads(pages * SIZE).to(self.shape.dtype) for _ in layers] for _ in range(2))
         return HostPages(self.shape, *kv)
 
-    def _make_engine(self, missing, **parts):
-        return StepEngine(missing=missing, **parts)
+    def _worker(self, missing):
+        return missing
 
     def _projector(self, layer):
         def project(x, positions):
@@ -142,7 +136,7 @@ class MiniWorker:
         if slot is None:
             slot = next(i for i in range(99) if i not in taken)
         request = Request(slot, pages, length)
-        self.engine.boundary.allocate_pages(np.array(pages, np.int64))
+        self.engine.pages.allocate_pages(np.array(pages, np.int64))
         for page in pages:
             for layer in range(self.shape.num_layers):
                 self.host.k[layer][page] = self._heads(SIZE)
@@ -154,7 +148,7 @@ class MiniWorker:
 
     def finish(self, request: Request) -> None:
         self.requests.remove(request)
-        self.engine.boundary.free_pages(np.array(request.pages, np.int64))
+        self.engine.pages.free_pages(np.array(request.pages, np.int64))
         self.free_pages.extend(request.pages)
 
     def step(self, extra_rows=0, within=None) -> list[torch.Tensor]:
@@ -167,7 +161,7 @@ class MiniWorker:
             request.length += 1
             if request.length > len(request.pages) * SIZE:
                 request.pages.append(self.free_pages.pop(0))
-                self.engine.boundary.allocate_pages(np.array(request.pages[-1:], np.int64))
+                self.engine.pages.allocate_pages(np.array(request.pages[-1:], np.int64))
         rows = len(self.requests)
         longest = max(len(r.pages) for r in self.requests)
         table = np.zeros((rows, longest), np.int32)

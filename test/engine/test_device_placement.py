@@ -14,11 +14,11 @@ from sglang_scout.core.pages import ResidencyTable
 from sglang_scout.core.parse_config import parse_config
 from sglang_scout.core.registry import Op
 from sglang_scout.core.uses import PageUses
-from sglang_scout.engine import device_step, pools, recall, step_inputs
-from sglang_scout.engine.device_step import DeviceStepEngine
-from sglang_scout.engine.pools import DigestPool, HostPages, ModelShape, ResidentCache
+from sglang_scout.engine import build, pools, recall, step, step_inputs
+from sglang_scout.engine.build import Ring, Sizes, build_engine
+from sglang_scout.engine.pools import DigestPool, HostPages, ModelShape
 from sglang_scout.ops.layers import LayerPages
-from sglang_scout.policy.presets import POLICY_NAMES, make_policy
+from sglang_scout.policy.base import Context, make_policy, policy_names
 
 LAYERS, HEADS, KV_HEADS, DIM, SIZE, HIDDEN, PAGES, BATCH = 3, 4, 2, 64, 32, 48, 60, 3
 META = torch.device("meta")
@@ -30,6 +30,7 @@ GIVEN = {
         table.new_empty(len(table)),
     ),
     "attend_pages": lambda q, *_: (torch.empty_like(q), q.new_empty(q.shape[:2])),
+    "merge_states": lambda out, lse, *_: (out, lse),
 }
 
 
@@ -85,7 +86,7 @@ def ran(monkeypatch):
         return torch.from_numpy(values).to(device)
 
     monkeypatch.setattr(Op, "__call__", call)
-    for module in (device_step, pools, recall, step_inputs):
+    for module in (step, pools, recall, step_inputs):
         monkeypatch.setattr(module, "upload", upload)
     # What has come is asked of the device, and waited for, when requests join.
     monkeypatch.setattr(DigestPool, "accept", lambda self, pages: pages)
@@ -93,40 +94,39 @@ def ran(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("policy", "settings"),
     [
-        {},
-        {"attend": "selected"},
-        {"digest": "signs", "resident_bonus": 1.0},
-        {"exact_steps": 0},
-        {"exact_layers": [1]},
+        ("scout", {}),
+        ("scout", {"attend": "selected"}),
+        ("scout", {"digest": "signs", "resident_bonus": 1.0}),
+        ("scout", {"exact_steps": 0}),
+        ("scout", {"exact_layers": [1]}),
+        ("infinigen", {}),
     ],
 )
-def test_every_tensor_of_a_step_is_on_the_device(ran, settings):
+def test_every_tensor_of_a_step_is_on_the_device(ran, policy, settings, monkeypatch):
     names, host_memory = ran
     config = parse_config(
-        policy="scout", policies=POLICY_NAMES, budget_tokens=4 * SIZE, config=json.dumps(settings)
+        policy=policy, policies=policy_names(), budget_tokens=4 * SIZE, config=json.dumps(settings)
     )
     shape = ModelShape(LAYERS, HEADS, KV_HEADS, DIM, SIZE, torch.bfloat16, 0.125)
-    policy = make_policy(config, LAYERS, 2 * shape.page_bytes)
     planes = [
         torch.zeros(PAGES * SIZE, KV_HEADS, DIM, dtype=shape.dtype) for _ in range(2 * LAYERS)
     ]
     host_memory.update(plane.data_ptr() for plane in planes)
     ring = NoRing()
-    slots = 4 * BATCH + BATCH + 4
-    engine = DeviceStepEngine(
-        shape=shape, policy=policy, budget_pages=4, max_batch=BATCH, max_pages=20,
-        host=HostPages(shape, planes[:LAYERS], planes[LAYERS:]),
-        digests=DigestPool(shape, PAGES, META, config.digest),
-        resident=ResidentCache(shape, slots, META),
-        table=ResidencyTable(
-            PageUses(LAYERS, PAGES, slots, policy.residency.half_life_steps)
-        ),
-        projectors=[lambda x, positions: x.new_empty(len(x), HEADS, DIM, dtype=torch.float32)]
-        * LAYERS,
-        ring=ring, life=lambda: 1,
-    )  # fmt: skip
+    monkeypatch.setattr(build, "NativePageUses", PageUses)
+    monkeypatch.setattr(build, "NativeResidencyTable", ResidencyTable)
+    engine = build_engine(
+        config,
+        make_policy(Context(config, LAYERS, 2 * shape.page_bytes)),
+        shape,
+        Sizes(budget_pages=4, num_slots=4 * BATCH + BATCH + 4, max_batch=BATCH, max_pages=20),
+        HostPages(shape, planes[:LAYERS], planes[LAYERS:]),
+        [lambda x, positions: x.new_empty(len(x), HEADS, DIM, dtype=torch.float32)] * LAYERS,
+        Ring(ring, lambda: 1),
+        device=META,
+    )
 
     def layers():
         positions = torch.zeros(BATCH, dtype=torch.int64, device=META)
@@ -141,12 +141,10 @@ def test_every_tensor_of_a_step_is_on_the_device(ran, settings):
                 ),
             )
 
+    engine.pause()
     layers()  # as SGLang captures it
-    if engine.has_late_steps:
-        with engine.captured_late():
-            layers()
     tables = 1 + np.arange(BATCH * 18, dtype=np.int32).reshape(BATCH, 18)
-    engine.boundary.allocate_pages(tables.flatten().astype(np.int64))
+    engine.pages.allocate_pages(tables.flatten().astype(np.int64))
     lengths = np.array([520, 64, 33])
     full = [row[: length // SIZE] for row, length in zip(tables, lengths, strict=True)]
     engine.boundary.admit(range(BATCH), np.concatenate(full))
@@ -155,5 +153,5 @@ def test_every_tensor_of_a_step_is_on_the_device(ran, settings):
         engine.begin_step(tables, np.arange(BATCH), lengths)
         layers()
     engine.close()
-    assert sorted(ring.posted) == sorted(list(range(LAYERS)) * (3 + engine.has_late_steps))
-    assert {"append_tokens", "attend_pages", "select_pages", "copy_layer_pages"} < names
+    assert sorted(ring.posted) == (sorted(list(range(LAYERS)) * 3) if policy == "scout" else [])
+    assert {"append_tokens", "attend_pages", "select_pages", "copy_layer_pages"} <= names

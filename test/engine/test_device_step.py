@@ -1,9 +1,6 @@
-"""The step of a CUDA device: the same guarantees as the host's, and nothing of the host within."""
+"""The step with the ring's kernels: the same guarantees as with the host's client, and nothing of the host within."""
 
-import contextlib
-import errno
 import json
-import mmap
 import os
 import sys
 
@@ -11,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from ring_view import RingView
 from sglang_scout.core.registry import chosen, forget_chosen
-from sglang_scout.engine import device
 from sglang_scout.engine.digest_forms import FORMS
 from sglang_scout.ops import triton
 
@@ -97,12 +94,12 @@ def test_no_token_is_given_out_that_lacks_a_part_of_its_attention(make):
     worker = make(budget_tokens=128, config='{"recall": "off"}')
     worker.admit(500)
     worker.step()
-    worker.engine.check()
+    worker.engine.end_step()
     worker.attendant.stop()
     worker.ring.timeout_us = 1000
     worker.step()
     with pytest.raises(RuntimeError, match="no answer in time; its tokens are not given out"):
-        worker.engine.check()
+        worker.engine.end_step()
 
 
 @pytest.mark.parametrize("threads", [False, True])
@@ -128,7 +125,7 @@ def test_pages_that_running_steps_write_are_known_and_no_others(make):
     """On a device two steps may run: the host has seen the results of the one before them."""
     rng = np.random.default_rng(2)
     worker = make(layers=2, max_batch=3, verify=False, config='{"recall": "fixed"}')
-    boundary, every = worker.engine.boundary, np.arange(worker.host.num_pages)
+    life, every = worker.engine.pages, np.arange(worker.host.num_pages)
     written, built = [set(), set()], [set(), set()]
     for _ in range(50):
         if len(worker.requests) < 3 and (not worker.requests or rng.random() < 0.5):
@@ -144,10 +141,10 @@ def test_pages_that_running_steps_write_are_known_and_no_others(make):
             full = np.array(request.pages[: (request.length - 1) // SIZE], np.int64)
             worker.finish(request)  # SGLang learns of it when the next step has begun
             full = np.setdiff1d(full, list(written[0] | built[0] | built[1]))
-            assert not boundary.may_be_written(full)
-        found = {page for page in every.tolist() if boundary.may_be_written(np.array([page]))}
+            assert not life.may_be_written(full)
+        found = {page for page in every.tolist() if life.may_be_written(np.array([page]))}
         assert found == set().union(*written, *built)
-        assert not boundary.may_be_written(np.zeros(0, np.int64))
+        assert not life.may_be_written(np.zeros(0, np.int64))
 
 
 @pytest.mark.parametrize("digest", FORMS)
@@ -213,36 +210,34 @@ def test_rows_beyond_the_batch_change_nothing(make):
             assert (padded[layer][2:] == 0).all()
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_layers_run_without_a_step_as_they_are_captured(make, late):
+def test_layers_run_without_a_step_as_they_are_captured(make):
     """With the rows of a graph; nothing has begun, so they attend to nothing and post nothing."""
-    worker = make(budget_tokens=128, layers=3, verify=False, resident_tokens=32,
+    worker = make(budget_tokens=128, layers=3, verify=False, resident_tokens=128,
                   config='{"recall": "off"}')  # fmt: skip
     engine, shape, rows = worker.engine, worker.shape, 3
     head = (shape.num_q_heads, shape.num_kv_heads, shape.num_kv_heads)
 
     def capture():
-        engine.begin_capture()
-        with engine.captured_late() if late else contextlib.nullcontext():
-            for layer in range(3):
-                engine.layer_input(layer, torch.randn(rows, HIDDEN), torch.zeros(rows).long())
-                q, k, v = (torch.randn(rows, n, shape.head_dim) for n in head)
-                assert (engine.attend(layer, q, k, v) == 0).all()
+        engine.pause()
+        for layer in range(3):
+            engine.layer_input(layer, torch.randn(rows, HIDDEN), torch.zeros(rows).long())
+            q, k, v = (torch.randn(rows, n, shape.head_dim) for n in head)
+            assert (engine.attend(layer, q, k, v) == 0).all()
 
     capture()
-    assert not engine._chosen and not engine._predicted and not engine.is_late
-    assert int(worker.arena.ring().control["head"]) == 0
+    assert not engine._chosen and not engine._predicted
+    assert int(RingView(worker.arena).control["head"]) == 0
     worker.admit(900)
     worker.step()
     # Anew, with a request there, as after other weights were loaded.
     kept = [x.clone() for x in (*worker.host.k, *worker.host.v, engine.resident.k)]
-    posted = int(worker.arena.ring().control["head"])
+    posted = int(RingView(worker.arena).control["head"])
     capture()
     now = (*worker.host.k, *worker.host.v, engine.resident.k)
     assert all(torch.equal(a, b) for a, b in zip(kept, now, strict=True))
-    assert int(worker.arena.ring().control["head"]) == posted
+    assert int(RingView(worker.arena).control["head"]) == posted
     worker.step()
-    assert int(worker.arena.ring().control["head"]) > posted
+    assert int(RingView(worker.arena).control["head"]) > posted
 
 
 class NothingComesBack(torch.overrides.TorchFunctionMode):
@@ -263,113 +258,10 @@ def test_the_host_asks_for_nothing_within_a_step(make):
     worker = make(budget_tokens=128, layers=2, verify=False,
                   config='{"digest": "signs", "resident_bonus": 1.0}')  # fmt: skip
     worker.admit(400)
-    assert worker.engine.has_late_steps and worker.engine.can_be_captured
     worker.step(within=NothingComesBack())
-    assert worker.engine.is_late, "in its first step a request takes the real query"
+    assert not worker.engine.can_replay, "in its first step a request takes the real query"
     worker.step(within=NothingComesBack())
-    assert not worker.engine.is_late
+    assert worker.engine.can_replay
     with pytest.raises(AssertionError, match="numpy within a step"), NothingComesBack():
         worker.engine._results.send_for()
         worker.engine._results.running.results.wait()
-
-
-class FakeRuntime:
-    """cudaHostRegister of a machine that locks ``limit`` bytes at most."""
-
-    def __init__(self, limit):
-        self.limit, self.locked = limit, {}
-
-    def cudaHostRegister(self, address, size, flags):
-        if sum(self.locked.values()) + size > self.limit:
-            return 2
-        self.locked[address] = size
-        return 0
-
-    def cudaHostUnregister(self, address):
-        del self.locked[address]
-        return 0
-
-
-def test_memory_is_locked_in_chunks_with_progress_or_not_at_all(monkeypatch):
-    chunk = device.LOCK_CHUNK_BYTES
-    runtime = FakeRuntime(3 * chunk)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(device, "populate_together", lambda address, size: 0)
-    monkeypatch.setattr(device, "_device_address", lambda address: address)
-    seen = []
-    unlock = device.lock_memory(4096, 2 * chunk + 5, seen.append)
-    assert seen == [chunk, 2 * chunk, 2 * chunk + 5]
-    assert runtime.locked == {4096: chunk, 4096 + chunk: chunk, 4096 + 2 * chunk: 5}
-    with pytest.raises(
-        MemoryError, match=r"16.0 GiB of host memory: CUDA error 2 after 0.0 GiB; .*ulimit -l"
-    ):
-        device.lock_memory(1 << 40, 4 * chunk)
-    assert len(runtime.locked) == 3, "nothing of it stays locked"
-    unlock()
-    assert not runtime.locked
-
-
-@pytest.mark.usefixtures("populates")
-def test_memory_is_taken_before_it_is_locked(monkeypatch):
-    chunk = 5 * mmap.PAGESIZE
-    nbytes = 2 * chunk + mmap.PAGESIZE
-    fd = os.memfd_create("test")
-    os.ftruncate(fd, nbytes)
-    memory = np.frombuffer(mmap.mmap(fd, nbytes), np.uint8)
-
-    class Runtime(FakeRuntime):
-        def cudaHostRegister(self, address, size, flags):
-            here = address - memory.ctypes.data + size
-            assert os.fstat(fd).st_blocks * 512 >= here, "taken up to here"
-            return super().cudaHostRegister(address, size, flags)
-
-    runtime = Runtime(nbytes)
-    monkeypatch.setattr(device, "LOCK_CHUNK_BYTES", chunk)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(device, "_device_address", lambda address: address)
-    device.lock_memory(memory.ctypes.data, nbytes)
-    assert len(runtime.locked) == 3
-    os.close(fd)
-
-
-@pytest.mark.parametrize("error", [errno.ENOMEM, errno.EFAULT, errno.EINVAL])
-def test_memory_that_is_not_there_is_not_called_a_limit_on_locked_memory(monkeypatch, error):
-    chunk = device.LOCK_CHUNK_BYTES
-    runtime = FakeRuntime(3 * chunk)
-    taken = iter([0, error, 0])
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(device, "populate_together", lambda address, size: next(taken))
-    monkeypatch.setattr(device, "_device_address", lambda address: address)
-    if error == errno.EINVAL:  # of a kernel that cannot; the lock takes it
-        device.lock_memory(4096, 3 * chunk)
-        assert len(runtime.locked) == 3
-        return
-    with pytest.raises(
-        MemoryError, match=rf"12.0 GiB of host memory: {os.strerror(error)} after 4.0 GiB; free"
-    ):
-        device.lock_memory(4096, 3 * chunk)
-    assert not runtime.locked, "nothing of it stays locked"
-
-
-@pytest.mark.parametrize("theirs", [lambda address: address + (1 << 40), lambda _: None])
-def test_memory_with_another_address_on_the_device_is_not_used(monkeypatch, theirs):
-    runtime = FakeRuntime(3 * device.LOCK_CHUNK_BYTES)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(device, "populate_together", lambda address, size: 0)
-    monkeypatch.setattr(device, "_device_address", theirs)
-    seen = []
-    with pytest.raises(MemoryError, match="other addresses"):
-        device.lock_memory(4096, 2 * device.LOCK_CHUNK_BYTES, seen.append)
-    assert not runtime.locked and not seen, "it is said before more is locked"
-
-
-@pytest.mark.parametrize(("status", "found"), [(0, 4096), (1, None)])
-def test_the_driver_is_asked_for_the_address_on_the_device(monkeypatch, status, found):
-    class Driver:
-        def cuMemHostGetDevicePointer_v2(self, there, host, flags):
-            there._obj.value = host.value
-            assert flags.value == 0
-            return status
-
-    monkeypatch.setattr(device.ctypes, "CDLL", lambda name: {"libcuda.so.1": Driver()}[name])
-    assert device._device_address(4096) == found

@@ -76,8 +76,8 @@ def test_pages_that_must_be_resident_get_their_slots_back_from_late_copies(make)
     link = with_slow_link(worker)
     assert worker.table.num_slots == 12  # the forced pages of four requests and no more
     worker.admit(640)
-    worker.step()
-    worker.step()
+    for _ in range(4):  # its first misses are known at the third boundary
+        worker.step()
     assert worker.engine.recall.late_pages > 0
     for _ in range(3):
         worker.admit(600)
@@ -103,11 +103,11 @@ def test_one_request_that_fits_is_resident_whole_and_exact(make):
 
 def test_pages_that_requests_share_are_brought_in_once(make, monkeypatch):
     worker = make(budget_tokens=128, max_batch=4)
-    boundary, asked = worker.engine.boundary, []
+    placement, asked = worker.engine.boundary._placement, []
     monkeypatch.setattr(worker.engine.policy.residency, "fill_pages", lambda: 15)
     monkeypatch.setattr(worker.engine.recall, "fill", lambda *what: asked.append(what))
     table = np.array([[*range(1, 11)], [*range(1, 9), 11, 12]], np.int32)
-    boundary._fill_free_slots(table, np.array([10, 10]))
+    placement.fill_free_slots(table, np.array([10, 10]))
     ((layers, pages),) = asked
     assert list(zip(layers, pages, strict=True)) == [
         *((0, page) for page in range(1, 13)),
@@ -188,7 +188,7 @@ def test_layer_0_hands_over_far_fewer_pages_than_layers_with_a_lead(make):
     for _ in range(40):
         worker.step()
     pages = worker.engine.counters.cpu_pages_by_layer - before
-    assert pages[0] < min(pages[1:]) / 2, pages
+    assert pages[0] < 0.6 * min(pages[1:]), pages
 
 
 class ElasticMachine(RuleBasedStateMachine):
@@ -233,7 +233,7 @@ class ElasticMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.worker.requests)
     @rule()
     def flush(self):
-        self.worker.engine.boundary.clear()
+        self.worker.engine.pages.clear()
         assert self.worker.table.resident_pages == 0
 
     @precondition(lambda self: self.worker.requests)

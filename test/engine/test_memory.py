@@ -17,14 +17,14 @@ from sglang_scout.engine.memory import (
     plan_memory,
 )
 from sglang_scout.engine.pools import DigestPool, ModelShape
-from sglang_scout.policy.presets import POLICY_NAMES
+from sglang_scout.policy.base import policy_names
 
 SHAPE = ModelShape(40, 40, 8, 128, 32, torch.bfloat16, 128**-0.5)  # Qwen3-14B
 PAGE_BYTES = 2 * 32 * 8 * 128 * 2 * 40
 
 
 def config(**kwargs):
-    return parse_config(policy="scout", policies=POLICY_NAMES, available_cpus={0}, **kwargs)
+    return parse_config(policy="scout", policies=policy_names(), available_cpus={0}, **kwargs)
 
 
 def plan(settings, **kwargs):

@@ -9,7 +9,7 @@ import torch
 from mini_worker import MiniWorker
 from sglang_scout.engine.ranks import SharedChoice
 from sglang_scout.ops import triton
-from sglang_scout.policy.digests import PageDigest
+from sglang_scout.policy.base import Digest
 from slow_link import with_slow_link
 
 TOLERANCE = 2e-5
@@ -217,4 +217,4 @@ def test_the_check_sees_selections_that_differ(run):
 
 def test_a_bonus_that_would_count_once_per_rank_is_refused():
     with pytest.raises(ValueError, match=r"resident_bonus=0.5: minmax scores are summed"):
-        SharedChoice(Meeting(2).rank(0), PageDigest(resident_bonus=0.5))
+        SharedChoice(Meeting(2).rank(0), Digest(resident_bonus=0.5))

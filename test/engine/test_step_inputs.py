@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_scout.engine.boundary import Batch
-from sglang_scout.engine.step_inputs import StepInputs
+from sglang_scout.engine.step_inputs import Batch, StepInputs
 
 LAYERS, ROWS, COLUMNS = 3, 5, 7
 
@@ -16,7 +15,7 @@ def batch(full, rng):
     pages = rng.integers(1, 99, (len(full), COLUMNS))
     table = np.where(column <= full[:, None], pages, -1)[:, : full.max() + 1].astype(np.int32)
     return Batch(
-        table=torch.from_numpy(table), n_full=torch.from_numpy(full.astype(np.int32)), slots=None,
+        table=torch.from_numpy(table), n_full=torch.from_numpy(full.astype(np.int32)),
         tail_slot=torch.from_numpy(rng.integers(0, 9, (LAYERS, len(full))).astype(np.int32)),
         tail_len=torch.from_numpy(rng.integers(1, 33, len(full)).astype(np.int32)),
         tail_page=torch.from_numpy(table[np.arange(len(full)), full]), ages=np.zeros(len(full)),
@@ -32,14 +31,14 @@ def test_the_device_has_what_was_sent_and_nothing_of_before(rows_of_steps, chang
         sent, n = batch(full, rng), len(full)
         keys = rng.permutation(10_000)[:changes] + 2**33
         slots = rng.integers(-1, 9, changes).astype(np.int32)
-        young, source = np.arange(n) % 2 > 0, np.arange(n)[::-1]
-        got = inputs.send(sent, young, source, keys, slots)
+        warming = np.arange(n) % 2 > 0
+        got = inputs.send(sent, warming, keys, slots)
         assert got[0].dtype == torch.int64 and got[1].dtype == torch.int32
         assert np.array_equal(got[0], keys) and np.array_equal(got[1], slots)
-        empty = [0, 0, -1, -1, -1]
+        empty = [0, 0, -1, -1]
         for name, expected, rest in zip(
-            ("n_full", "tail_len", "tail_page", "young", "source"),
-            (sent.n_full, sent.tail_len, sent.tail_page, young, source),
+            ("n_full", "tail_len", "tail_page", "warming"),
+            (sent.n_full, sent.tail_len, sent.tail_page, warming),
             empty,
             strict=True,
         ):

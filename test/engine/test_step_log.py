@@ -4,29 +4,40 @@ import numpy as np
 import pytest
 
 from mini_worker import SIZE, MiniWorker
-from sglang_scout.cli import step_log_file
+from sglang_scout.core.step_log import ratios_by_age, read_step_log
 from sglang_scout.engine.step_log import StepLog
 
-FACTS = {"layers": 3, "budget_tokens": 128, "page_size_tokens": SIZE}
+IDENTITY = {
+    "architecture": "A",
+    "num_layers": 3,
+    "num_q_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 64,
+}
+FACTS = {"policy": "scout", "recall": "fixed", "model": "m", "layers": 3, "budget_tokens": 128,
+         "page_size_tokens": SIZE, "identity": IDENTITY | {"config_digest": "0"}, "selection": {},
+         "precompute": True}  # fmt: skip
+RECALLS = ("recalled_pages", "recall_bytes", "recall_wait_us")
 
 
 @pytest.fixture
 def mini(tmp_path):
     worker = MiniWorker(config='{"recall": "fixed", "recall_interval": 2}')
     engine = worker.engine
-    engine.step_log = StepLog(str(tmp_path / "steps.jsonl"), 3, engine.counters, FACTS)
+    engine.boundary.step_log = StepLog(str(tmp_path / "steps.jsonl"), engine.counters, FACTS)
     yield worker
     worker.close()
 
 
 def test_lines_are_what_was_counted(mini, tmp_path):
     mini.admit(20 * SIZE)
-    for step in range(9):
+    for step in range(11):  # what two of them selected is not known at the end
         if step == 4:
             mini.admit(11 * SIZE + 5)
+        recalled = {name: getattr(mini.engine.counters, name) for name in RECALLS}
         mini.step()
-    log = step_log_file.read_step_log(tmp_path / "steps.jsonl")  # while the engine still runs
-    assert log.facts["layers"] == 3 and log.budget_pages == 4
+    log = read_step_log(tmp_path / "steps.jsonl")  # while the engine still runs
+    assert log.facts.layers == 3 and log.budget_pages == 4
     assert [s.step for s in log.steps] == list(range(1, 10))
     assert [s.ages for s in log.steps[3:6]] == [[3], [4, 0], [5, 1]]
     assert log.steps[4].full_pages == [20, 11]
@@ -34,14 +45,14 @@ def test_lines_are_what_was_counted(mini, tmp_path):
     by_layer = np.array([[sum(rows) for rows in s.cpu_pages] for s in log.steps])
     assert by_layer.sum(axis=0).tolist() == counters.cpu_pages_by_layer.tolist()
     assert counters.cpu_pages > 0 and counters.recalled_pages > 0
-    for name in ("recalled_pages", "recall_bytes", "recall_wait_us"):
-        assert sum(getattr(s, name) for s in log.steps) == getattr(counters, name)
+    for name in RECALLS:  # those of the last boundary came after the last line
+        assert sum(getattr(s, name) for s in log.steps) == recalled[name]
     waits = np.array([s.gpu_wait_us for s in log.steps]).sum(axis=0)
     assert waits.tolist() == counters.gpu_wait_us_by_layer.tolist()
     for before, after in zip(log.steps, log.steps[1:], strict=False):
         assert before.start_us + before.step_us <= after.start_us
 
-    ratios, rows = step_log_file.ratios_by_age(log, 9)
+    ratios, rows = ratios_by_age(log, 9)
     assert rows.tolist() == [2] * 5 + [1] * 4
     budget = 4 * rows.sum()
     mean = (ratios * rows).sum(axis=1) / rows.sum()
@@ -51,14 +62,16 @@ def test_lines_are_what_was_counted(mini, tmp_path):
 def test_a_request_of_unknown_age_is_marked(mini, tmp_path):
     mini.admit(20 * SIZE)
     mini.engine.boundary._first_step.clear()
-    mini.step()
-    log = step_log_file.read_step_log(tmp_path / "steps.jsonl")
+    for _ in range(3):
+        mini.step()
+    log = read_step_log(tmp_path / "steps.jsonl")
     assert log.steps[0].ages == [-1]
 
 
 def test_a_full_disk_ends_the_log_and_nothing_else(mini, caplog):
-    mini.engine.step_log = StepLog("/dev/full", 3, mini.engine.counters, FACTS)
+    mini.engine.boundary.step_log = StepLog("/dev/full", mini.engine.counters, FACTS)
     mini.admit(20 * SIZE)
-    mini.step()
+    for _ in range(3):
+        mini.step()
     assert "no more steps are written" in caplog.text
     mini.step()

@@ -14,7 +14,6 @@ from sglang_scout.ops import triton
 from sglang_scout.ops.attend import attend_reference
 from sglang_scout.ops.doorbell import DeviceRing
 from sglang_scout.ops.merge import merge_reference
-from slot_data import reply_data
 
 triton_language = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
@@ -22,6 +21,7 @@ import triton.language as tl  # noqa: E402
 from sglang_scout.ops.triton.doorbell import runs_of  # noqa: E402
 
 _native = pytest.importorskip("sglang_scout._native")
+from ring_view import RingView  # noqa: E402
 from sglang_scout.worker.arena import Arena, ArenaSpec  # noqa: E402  (needs the native module)
 
 LAYERS, BATCH, K, HQ, D = 3, 4, 5, 4, 16
@@ -132,7 +132,7 @@ def test_leaves_the_bytes_that_the_cpp_producer_leaves(arena, parts):
     producer = _native.RingProducer(arena.address, arena.nbytes)
     producer.set_split(*SPLIT)
     epoch = producer.next_epoch()
-    producer.set_life(epoch)
+    producer.set_live_epoch(epoch)
     for layer, step, request_ in requests:
         q, pages, n = (t.cpu() for t in request_)
         q = torch.where(
@@ -142,7 +142,7 @@ def test_leaves_the_bytes_that_the_cpp_producer_leaves(arena, parts):
             layer, step, len(q), q.data_ptr(), pages.data_ptr(), pages.shape[1], n.data_ptr(),
             parts, q.nbytes,
         )  # fmt: skip
-    ring = arena.ring()
+    ring = RingView(arena)
     assert int(ring.control["bell"]) == len(requests)
     ring.control["bell"] = 0
     expected = [part.copy() for part in shared_bytes(arena)]
@@ -202,7 +202,7 @@ def test_the_kernel_splits_by_the_rule(arena, seed):
     device.begin_step(3)
     device.post(1, q, pages, n_pages)
     settle()
-    assert int(arena.ring().record(arena.spec.num_layers + 1)["parts"]) == expected
+    assert int(RingView(arena).record(arena.spec.num_layers + 1)["parts"]) == expected
 
 
 @TWO_KINDS
@@ -252,11 +252,11 @@ def test_no_answer_is_an_error_and_never_hangs(arena):
     ring.merge(0, out, lse)  # returns at once: nothing was posted
     settle()
     assert ring.faults() == ring.errors() == ["a slot was not answered"]
-    assert int(arena.ring().control["head"]) == 1
+    assert int(RingView(arena).control["head"]) == 1
     ring.set_life(2)
     ring.post(0, *request(1))
     assert ring.errors() == []
-    assert int(arena.ring().control["head"]) == 2
+    assert int(RingView(arena).control["head"]) == 2
 
 
 def test_after_an_error_nothing_is_waited_for(arena):
@@ -266,7 +266,7 @@ def test_after_an_error_nothing_is_waited_for(arena):
     ring.begin_step(1)
     for layer in range(LAYERS):
         ring.post(layer, *request(layer))
-    assert int(arena.ring().control["head"]) == LAYERS
+    assert int(RingView(arena).control["head"]) == LAYERS
     out, lse = state(0)
     ring.merge(0, out, lse)
     settle()
@@ -324,13 +324,13 @@ def test_the_attendant_leaves_a_living_worker_its_records(arena, attended):
     cpu = sorted(os.sched_getaffinity(0))[-1]
     runtime = _native.RingRuntime(arena.address, arena.nbytes, epoch, [cpu], 0, 1)
     try:
-        producer.set_life(epoch)
+        producer.set_live_epoch(epoch)
         ring = ring_of(arena)
         ring.set_life(epoch)
         for step in range(1, 5):
             exchange(arena, ring, step)
         assert attendant.pages() == 0
-        assert int(arena.ring().stats["records"].sum()) == 4 * LAYERS
+        assert int(RingView(arena).stats["records"].sum()) == 4 * LAYERS
     finally:
         runtime.stop()
 
@@ -339,7 +339,7 @@ def test_the_attendant_takes_over_in_the_middle_of_a_step(arena, attended):
     """The worker's life ends between the post and the answer."""
     producer, attendant = attended
     epoch = producer.next_epoch()
-    producer.set_life(epoch)  # alive as far as anybody knows, but it serves nothing
+    producer.set_live_epoch(epoch)  # alive as far as anybody knows, but it serves nothing
     ring = ring_of(arena)
     ring.set_life(epoch)
     ring.begin_step(1)
@@ -347,7 +347,7 @@ def test_the_attendant_takes_over_in_the_middle_of_a_step(arena, attended):
     ring.post(1, q, pages, n_pages)
     settle()
     assert attendant.pages() == 0
-    producer.set_life(0)
+    producer.set_live_epoch(0)
     out, lse = state(1)
     ring.merge(1, out, lse)
     assert ring.errors() == []
@@ -357,7 +357,7 @@ def test_the_attendant_takes_over_in_the_middle_of_a_step(arena, attended):
 def test_the_attendant_refuses_a_record_that_makes_no_sense(arena, attended):
     producer, attendant = attended
     epoch = producer.next_epoch()
-    producer.set_life(epoch)
+    producer.set_live_epoch(epoch)
     ring = ring_of(arena)
     ring.set_life(epoch)
     ring.begin_step(1)
@@ -365,7 +365,7 @@ def test_the_attendant_refuses_a_record_that_makes_no_sense(arena, attended):
     pages[0, 0] = 20  # there are 20 pages
     ring.post(1, q, pages, n_pages)
     settle()
-    producer.set_life(0)
+    producer.set_live_epoch(0)
     ring.merge(1, *state(1))
     assert ring.errors() == ["the worker refused a record"]
     assert attendant.pages() == 0
@@ -379,10 +379,10 @@ def test_only_a_good_answer_to_this_very_record_counts(arena, status):
     q, pages, n_pages = request(0)
     ring.post(1, q, pages, n_pages)
     settle()
-    view = arena.ring()
+    view = RingView(arena)
     slot = view.slot(1, 2)
     reply = view.reply(slot)
-    out_there, lse_there = reply_data(view, slot)
+    out_there, lse_there = view.reply_data(slot)
     out_there[:], lse_there[:] = 1.0, 100.0
     reply["done"] = (3 << 40) | 1  # of an earlier life
     out, lse = state(0)

@@ -85,15 +85,12 @@ CASES = {
     "scattered": (
         {"enable_attn_tp_input_scattered": True}, ["--enable-attn-tp-input-scattered"]
     ),
-    "host engine on cuda": (
-        cuda(**keys(step_engine="host")), ["--kv-offload-config", "step_engine", "--device cpu"]
+    "host transport on cuda": (
+        cuda(**keys(transport="host")), ["--kv-offload-config", "transport", "--device cpu"]
     ),
-    "device engine on cpu": (
-        keys(step_engine="device"),
-        ["--kv-offload-config", "step_engine", "--device cpu", "TRITON_INTERPRET"],
-    ),
-    "infinigen on cuda": (
-        cuda(kv_offload="infinigen"), ["--kv-offload infinigen", "choose scout"]
+    "graph transport on cpu": (
+        keys(transport="graph"),
+        ["--kv-offload-config", "transport", "--device cpu", "TRITON_INTERPRET"],
     ),
     "short wait on cuda": (
         cuda(**keys(worker_wait_timeout_s=0.5)),

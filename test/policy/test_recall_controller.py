@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_scout.policy.axes import StepReport
+from sglang_scout.policy.base import StepReport
 from sglang_scout.policy.recall_controller import MAX_INTERVAL_STEPS, RecallController, share
 
 ROWS, BUDGET_PAGES = 4, 64

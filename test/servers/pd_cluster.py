@@ -24,6 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from servers.environment import started_environment
 from servers.server_process import (
     CLUSTER_VARIABLE,
     ServerProcess,
@@ -34,7 +35,6 @@ from servers.server_process import (
     wait_healthy,
 )
 from servers.sglang_http import Generation, generate, http_json
-from sglang_scout.cli.server_environment import started_environment
 
 HOST = "127.0.0.1"
 

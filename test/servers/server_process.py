@@ -1,7 +1,7 @@
 """One server process with a log file: started so that it cannot outlive us, stopped with all its
 children.
 
-Only the standard library and Linux. Every process started here carries the environment variable
+Linux only. Every process started here carries the environment variable
 ``SCOUT_CLUSTER_ID``; children inherit it, so whatever is left behind can be found again, also a
 process whose parent has died and which nobody's process tree shows any more.
 """
@@ -18,7 +18,10 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+
+from sglang_scout.worker import die_with_parent
 
 CLUSTER_VARIABLE = "SCOUT_CLUSTER_ID"
 _POLL_S = 0.25
@@ -28,15 +31,6 @@ LOCKED_SETTLE_S = 40.0
 """The same of servers that have page-locked memory: hundreds of GiB are given back slowly."""
 KILLED_S = 60.0
 """The longest that a killed process may take to end. Much page-locked memory is given back slowly."""
-
-# Runs in the child before the server: the kernel sends SIGKILL when the thread that started us
-# ends. The comparison catches a parent that died before prctl took effect.
-_TIE_TO_PARENT = (
-    "import ctypes,os,signal,sys;"
-    "ctypes.CDLL(None,use_errno=True).prctl(1,signal.SIGKILL,0,0,0);"
-    "os.getppid()==int(sys.argv[1]) or os._exit(1);"
-    "os.execvp(sys.argv[2],sys.argv[2:])"
-)
 
 MOONCAKE_PORTS = range(15000, 17001)
 """Where mooncake's transfer engine listens, unless MC_MIN_PRC_PORT and MC_MAX_PRC_PORT say otherwise."""
@@ -195,7 +189,7 @@ class ServerProcess:
         """Start it, from a thread that lives as long: the end of the thread kills the server."""
         if self._process is not None:
             raise RuntimeError(f"{self.name} was already started")
-        tied = [sys.executable, "-S", "-c", _TIE_TO_PARENT, str(os.getpid()), *self.command]
+        tied = [sys.executable, "-SP", die_with_parent.__file__, str(os.getpid()), *self.command]
         with open(self.log_path, "wb") as log:
             self._process = subprocess.Popen(
                 tied,

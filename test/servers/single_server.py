@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from servers.environment import started_environment
 from servers.pd_cluster import HOST, flags
 from servers.server_process import (
     CLUSTER_VARIABLE,
@@ -21,7 +22,6 @@ from servers.server_process import (
     stop_all,
     wait_healthy,
 )
-from sglang_scout.cli.server_environment import started_environment
 
 
 class SingleServer:

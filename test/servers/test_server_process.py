@@ -16,16 +16,13 @@ import pytest
 from harness import wait_until
 from servers.server_process import (
     CLUSTER_VARIABLE,
-    LOCKED_SETTLE_S,
     MOONCAKE_PORTS,
-    SETTLE_S,
     ServerFailed,
     ServerProcess,
     children_of,
     free_ports,
     identities_of,
     processes_of,
-    settle_s_of,
     stop_all,
 )
 
@@ -138,12 +135,6 @@ def test_a_pid_that_has_become_another_process_s_is_not_known(cluster_id):
             assert processes_of(cluster_id, known=[(pid, started - 1)]) == {}
         finally:
             unrelated.kill()
-
-
-def test_servers_of_a_gpu_have_longer_to_end():
-    assert settle_s_of("cpu") == settle_s_of("cpu", None) == SETTLE_S < LOCKED_SETTLE_S
-    assert settle_s_of("cuda") == settle_s_of("cuda", None) == LOCKED_SETTLE_S
-    assert settle_s_of("cpu", "cuda") == LOCKED_SETTLE_S
 
 
 def test_servers_die_with_their_launcher(tmp_path, cluster_id):

@@ -28,14 +28,8 @@ def single(tmp_path, code, *, timeout_s=20.0):
         "stand-in", tmp_path, ["--page-size", "32"], device="cpu", log=tmp_path / "log",
         environment={"MORE": "1"}, ready_timeout_s=timeout_s,
     )  # fmt: skip
-    model = ["--model-path", str(tmp_path)]
-    assert server.process.command[1:7] == [
-        "-m",
-        "sglang.launch_server",
-        *model,
-        "--page-size",
-        "32",
-    ]
+    wanted = ["-m", "sglang.launch_server", "--model-path", str(tmp_path), "--page-size", "32"]
+    assert server.process.command[1:7] == wanted
     assert server.process.env["MORE"] == "1" and server.process.env["CUDA_VISIBLE_DEVICES"] == ""
     port = server.url.rpartition(":")[2]
     server.process.command = [sys.executable, "-c", code, port]

@@ -188,11 +188,11 @@ class Ring:
             self.arena.address, self.arena.nbytes, epoch, self.cpus, spin_us, self.parts,
             self.nodes, self.help_after_us,
         )  # fmt: skip
-        self.producer.set_life(epoch)
+        self.producer.set_live_epoch(epoch)
         return epoch
 
     def die(self) -> None:
-        self.producer.set_life(0)
+        self.producer.set_live_epoch(0)
         if self.runtime is not None:
             self.runtime.stop()
             self.runtime = None

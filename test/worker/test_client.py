@@ -10,16 +10,14 @@ import sys
 import tempfile
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 
 from sglang_scout.core.errors import ConfigError, WorkerError
-from sglang_scout.worker import life as life_module
+from sglang_scout.worker import process as process_module
 from sglang_scout.worker.client import WorkerClient, WorkerConfig
-from sglang_scout.worker.sizes import worker_memory
 
 TOLERANCE = {"atol": 2e-5, "rtol": 2e-5}
 CPUS = sorted(os.sched_getaffinity(0))
@@ -62,23 +60,12 @@ def test_round_trips_match_the_oracle(
     assert (after.state, after.pid, after.pages) == ("stopped", None, pages)
 
 
-def test_pages_written_after_the_start_are_seen(make_arena, make_request, oracle, cpu):
-    arena = make_arena()
-    request = make_request(arena.spec, 4, 1, full=True)
-    with WorkerClient(arena, [cpu]) as client:
-        for step in range(3):
-            arena.v_pages(0)[:] += 1.0
-            out, lse = buffers(arena, 4)
-            assert client.wait(client.post(0, step, *request), out, lse).fallback_pages == 0
-            np.testing.assert_allclose(out, oracle(arena, 0, *request)[0], **TOLERANCE)
-
-
 def test_before_start_and_after_stop_the_caller_computes(make_arena, make_request, oracle, cpu):
     arena = make_arena()
     request = make_request(arena.spec, 4, 1, full=True)
     expected = oracle(arena, 1, *request)
     client = WorkerClient(arena, [cpu])
-    assert not client.ready and client.snapshot().state == "stopped" and not client.drain(0.1)
+    assert not client.ready and client.snapshot().state == "stopped"
     for step in range(2):
         out, lse = buffers(arena, 4)
         reply = client.wait(client.post(1, step, *request), out, lse)
@@ -94,16 +81,6 @@ def test_before_start_and_after_stop_the_caller_computes(make_arena, make_reques
     out, lse = buffers(arena, 4)
     assert client.wait(client.post(1, 2, *request), out, lse).fallback_pages == 0
     client.stop()
-
-
-def test_drain_waits_for_everything_posted(make_arena, make_request, cpu, until):
-    arena = make_arena()
-    request = make_request(arena.spec, 4, 1, full=True)
-    with WorkerClient(arena, [cpu]) as client:
-        for layer in range(3):
-            client.post(layer, 0, *request)
-        assert client.drain(5.0)
-        until(lambda: client.snapshot().items == 12, "every item in the totals")
 
 
 def test_mistakes_are_named(make_arena, make_request, cpu):
@@ -141,7 +118,7 @@ def test_mistakes_are_named(make_arena, make_request, cpu):
 @pytest.mark.parametrize(
     "change",
     [
-        {"ready_timeout_s": 0}, {"heartbeat_timeout_s": 0.3}, {"spin_us": -1}, {"stall_timeout_s": 0.3},
+        {"ready_timeout_s": 0}, {"heartbeat_timeout_s": 0.3}, {"spin_us": -1},
         {"threads_per_group": 17}, {"backoff_max_s": 0.05}, {"max_start_failures": 0},
         {"wait_timeout_s": float("nan")},
     ],
@@ -166,7 +143,7 @@ def test_worker_that_exits_or_says_nothing(make_arena, cpu, monkeypatch):
     def spawn(*_: object) -> subprocess.Popen:
         return subprocess.Popen([sys.executable, "-c", program])
 
-    monkeypatch.setattr(life_module, "_spawn", spawn)
+    monkeypatch.setattr(process_module, "_spawn", spawn)
     client = WorkerClient(make_arena(), [cpu], config=WorkerConfig(ready_timeout_s=0.5))
     with pytest.raises(WorkerError, match=r"worker \d+ ended with exit code 3"):
         client.start()
@@ -178,8 +155,10 @@ def test_worker_that_exits_or_says_nothing(make_arena, cpu, monkeypatch):
 def test_token_is_on_no_command_line(make_arena, cpu, monkeypatch):
     """Any user may read that, and the token lets one speak for the worker."""
     tokens: list[str] = []
-    spawn = life_module._spawn
-    monkeypatch.setattr(life_module, "_spawn", lambda *args: tokens.append(args[1]) or spawn(*args))
+    spawn = process_module._spawn
+    monkeypatch.setattr(
+        process_module, "_spawn", lambda *args: tokens.append(args[1]) or spawn(*args)
+    )
     with WorkerClient(make_arena(), [cpu]) as client:
         process = psutil.Process(client.snapshot().pid)
         assert len(tokens) == 1 and len(process.cmdline()) > 5
@@ -252,86 +231,3 @@ def test_no_growth_over_starts(make_arena, cpu, monkeypatch, tmp_path):
     assert len(os.listdir("/proc/self/task")) < 40
     assert list(tmp_path.iterdir()) == []
     assert [p for p in psutil.Process().children() if "worker.main" in " ".join(p.cmdline())] == []
-
-
-def test_partial_results_are_reserved_whole_and_taken_as_they_are_written(
-    make_arena, make_request, cpu, until
-):
-    arena = make_arena(max_batch=2048)
-    slots, parts, slack = 2 * arena.spec.num_layers, 16, 8 << 20
-    whole = worker_memory(arena.spec, parts, [1]).partial_bytes
-    assert whole == slots * 2048 * parts * 4 * 96  # 4 x (16 + 1) floats, rounded up to cache lines
-    reserved = []
-    for threads in (1, parts):
-        with WorkerClient(arena, [cpu], config=WorkerConfig(threads_per_group=threads)) as client:
-            worker = psutil.Process(client.snapshot().pid)
-            reserved.append(worker.memory_info().vms)
-            before = worker.memory_full_info().uss
-            for step in range(3):  # the first and the third have the same slot
-                request = make_request(arena.spec, 2048, step)
-                reply = client.wait(client.post(0, step, *request), *buffers(arena, 2048))
-                assert reply.fallback_pages == 0
-            taken = worker.memory_full_info().uss - before
-            assert abs(taken - (2 * whole / slots if threads > 1 else 0)) < slack
-    assert abs(reserved[1] - reserved[0] - whole) < slack
-
-
-@pytest.mark.skipif(len(CPUS) < 2, reason="one CPU: nothing is shared")
-def test_partial_results_of_few_busy_rows_are_few_wherever_the_rows_are(make_arena, oracle):
-    arena = make_arena(num_layers=1, page_size=64, num_kv_heads=8, num_q_heads=32, head_dim=128,
-                       num_pages=20, max_batch=1024)  # fmt: skip
-    spec, rng = arena.spec, np.random.default_rng(5)
-    counted = worker_memory(spec, 0, [2]).partial_bytes
-    q = rng.standard_normal((spec.max_batch, spec.num_q_heads, spec.head_dim), np.float32)
-    pages = rng.integers(0, spec.num_pages, (spec.max_batch, spec.max_pages), np.int32)
-    with WorkerClient(arena, CPUS[:2]) as client:
-        worker = psutil.Process(client.snapshot().pid)
-        for step in range(50):
-            if step == 4:  # both slots have been served, and both threads have run
-                before = worker.memory_full_info().uss
-            busy = rng.choice(spec.max_batch, 9, replace=False)
-            n_pages = np.zeros(spec.max_batch, np.int32)
-            n_pages[busy] = rng.integers(2, spec.max_pages + 1, len(busy))
-            out, lse = buffers(arena, spec.max_batch)
-            ticket = client.post(0, step, q, pages, n_pages)
-            assert client.wait(ticket, out, lse).fallback_pages == 0
-            assert int(arena.ring().record(step % 2)["parts"]) == 2
-            if step % 10 == 0:
-                expected = oracle(arena, 0, q[busy], pages[busy], n_pages[busy])
-                for got, want in zip((out, lse), expected, strict=True):
-                    np.testing.assert_allclose(got[busy], want, **TOLERANCE)
-        others = np.delete(np.arange(spec.max_batch), busy)
-        assert not out[others].any() and np.isneginf(lse[others]).all()
-        assert worker.memory_full_info().uss - before < counted + (2 << 20)
-
-
-def test_many_rows_in_few_runs_write_where_few_rows_in_many_runs_wrote(make_arena, cpu):
-    arena = make_arena(num_layers=1, page_size=16, num_kv_heads=8, num_q_heads=32, head_dim=128,
-                       max_batch=128)  # fmt: skip
-    spec = arena.spec
-    q = np.ones((spec.max_batch, spec.num_q_heads, spec.head_dim), np.float32)
-    pages = np.tile(np.arange(spec.max_pages, dtype=np.int32), (spec.max_batch, 1))
-    n_pages = np.full(spec.max_batch, spec.max_pages, np.int32)
-    out, lse = buffers(arena, spec.max_batch)
-    with WorkerClient(arena, [cpu], config=WorkerConfig(threads_per_group=8)) as client:
-        worker, taken = psutil.Process(client.snapshot().pid), []
-        for step, (rows, parts) in enumerate([(32, 8)] * 4 + [(128, 2)] * 4):
-            ticket = client._producer.post(
-                0, step, rows, q.ctypes.data, pages.ctypes.data, spec.max_pages,
-                n_pages.ctypes.data, parts, q[:rows].nbytes,
-            )  # fmt: skip
-            _, fallback = client._producer.wait(
-                ticket, 0, step, 10_000_000, 0, out.ctypes.data, lse.ctypes.data, out[:rows].nbytes
-            )
-            assert fallback == 0
-            taken.append(worker.memory_full_info().uss)
-    assert taken[-1] - taken[3] < 1 << 20  # of some 8 MiB in either shape
-
-
-def test_worker_process_has_no_torch(make_arena, cpu):
-    with WorkerClient(make_arena(), [cpu]) as client:
-        maps = Path(f"/proc/{client.snapshot().pid}/maps").read_text()
-        assert "libtorch" not in maps and "memfd:sglang-scout" in maps
-        tasks = Path(f"/proc/{client.snapshot().pid}/task")
-        (thread,) = [t for t in tasks.iterdir() if (t / "comm").read_text() == f"scout-cpu{cpu}\n"]
-        assert os.sched_getaffinity(int(thread.name)) == {cpu}

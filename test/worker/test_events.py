@@ -9,11 +9,12 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
+from ring_view import RingView
 from sglang_scout.worker.client import WorkerClient
-from sglang_scout.worker.ring import EVENT_DTYPE, EVENT_ENTRIES
+from sglang_scout.worker.ring import EVENT_DTYPE
+
+EVENT_ENTRIES = 256  # of a thread
 
 
 def read(ring, line, start=0):
@@ -35,20 +36,15 @@ def serve(ring, requests):
 def test_nothing_is_written_while_off(make_arena, make_ring, make_request):
     arena = make_arena()
     ring = make_ring(arena)
-    assert int(arena.ring().control["trace"]) == 0
+    assert int(RingView(arena).control["trace"]) == 0
     ring.live()
     serve(ring, [make_request(arena.spec, 4, n, full=True) for n in range(9)])
     ring.die()
-    assert not arena.ring().events.view(np.uint8).any()
-    assert not arena.ring().stats["events"].any() and int(arena.ring().stats["items"].sum()) == 36
-
-
-def test_a_new_producer_switches_it_off(make_arena, make_ring):
-    arena = make_arena()
-    make_ring(arena).producer.set_trace(True)
-    assert int(arena.ring().control["trace"]) == 1
-    make_ring(arena)
-    assert int(arena.ring().control["trace"]) == 0
+    assert not RingView(arena).events.view(np.uint8).any()
+    assert (
+        not RingView(arena).stats["events"].any()
+        and int(RingView(arena).stats["items"].sum()) == 36
+    )
 
 
 def test_events_are_in_order_and_say_what_was_done(make_arena, make_ring, make_request):
@@ -72,54 +68,14 @@ def test_events_are_in_order_and_say_what_was_done(make_arena, make_ring, make_r
     times = [before_ns, *(int(e[k]) for e in events for k in ("begin_ns", "end_ns"))]
     assert times == sorted(times) and times[-1] <= time.monotonic_ns()
     busy_ns = sum(int(e["end_ns"] - e["begin_ns"]) for e in events)
-    assert busy_ns >= int(arena.ring().stats["busy_ns"].sum())
+    assert busy_ns >= int(RingView(arena).stats["busy_ns"].sum())
     assert read(ring, 0, following)[1:] == (7, 0)
-
-
-def test_threads_share_a_record_and_each_says_its_part(make_arena, make_ring, make_request):
-    arena = make_arena()
-    ring = make_ring(arena, threads=3, parts=2)
-    ring.producer.set_trace(True)
-    ring.live()
-    serve(ring, [make_request(arena.spec, 4, n, full=True) for n in range(120)])
-    ring.die()
-    events = np.concatenate([read(ring, line)[0] for line in range(3)])
-    for seq in np.unique(events["seq"]):
-        of_one = events[events["seq"] == seq]
-        assert of_one["items"].sum() == 4 * 2 and of_one["pages"].sum() == 4 * 8
-        assert set(of_one["parts"]) == {2}
-    assert len(np.unique(events["seq"])) == 120
-
-
-def test_switched_off_and_on_between_records(make_arena, make_ring, make_request):
-    arena = make_arena()
-    ring = make_ring(arena)
-    ring.live()
-    request = make_request(arena.spec, 2, 1, full=True)
-    for on in (True, False, True):
-        ring.producer.set_trace(on)
-        serve(ring, [request])
-        ring.live()  # the life before has ended: its last event is written
-    assert len(read(ring, 0)[0]) == 2
-
-
-def test_a_new_life_goes_on_where_the_last_one_ended(make_arena, make_ring, make_request):
-    arena = make_arena()
-    ring = make_ring(arena)
-    ring.producer.set_trace(True)
-    for _ in range(3):
-        ring.live()
-        serve(ring, [make_request(arena.spec, 2, 1, full=True)] * 3)
-    ring.die()
-    events, following, lost = read(ring, 0)
-    assert (len(events), following, lost) == (9, 9, 0)
-    assert [int(s) >> 40 for s in events["seq"]] == [1] * 3 + [2] * 3 + [3] * 3
 
 
 @pytest.mark.parametrize("first", [0, (1 << 32) - 100, (1 << 64) - 100])
 def test_wrap_around_keeps_the_newest(make_arena, make_ring, make_request, first):
     arena = make_arena()
-    arena.ring().stats["events"][0] = first
+    RingView(arena).stats["events"][0] = first
     ring = make_ring(arena)
     ring.producer.set_trace(True)
     ring.live()
@@ -177,7 +133,7 @@ def test_reading_while_the_worker_writes(make_arena, make_ring, make_request):
             assert (e["layer"], e["step"]) == (n % 3, n // 3)
             assert e["items"] <= n % 4 + 1 and e["pages"] == e["items"] * arena.spec.max_pages
             items += e["items"]
-        assert following[line] == int(arena.ring().stats["events"][line])
+        assert following[line] == int(RingView(arena).stats["events"][line])
     written = sum(following)
     assert sum(map(len, seen.values())) + lost == written
     assert lost or items == sum(n % 4 + 1 for n in range(posts))
@@ -210,36 +166,9 @@ def test_a_damaged_event_is_left_out_and_counted(make_arena, make_ring, make_req
     serve(ring, [make_request(arena.spec, 4, 1, full=True)] * 3)
     ring.die()
     field, value = BAD_FIELDS[what]
-    arena.ring().events[0, 1][field] = value
+    RingView(arena).events[0, 1][field] = value
     events, following, lost = read(ring, 0)
     assert [int(e["seq"]) & 0xFF for e in events] == [1, 3] and (following, lost) == (3, 1)
-
-
-@pytest.fixture
-def noise_ring(make_arena, make_ring):
-    return make_ring(make_arena())
-
-
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(
-    st.binary(min_size=64, max_size=64 * 8), st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1)
-)
-def test_no_bytes_break_the_reader(noise_ring, noise, head, start):
-    arena, ring = noise_ring.arena, noise_ring
-    view = arena.ring()
-    lane = view.events[0].view(np.uint8).reshape(-1)
-    lane[:] = np.resize(np.frombuffer(noise, np.uint8), lane.size)
-    view.stats["events"][0] = head
-    events, following, lost = read(ring, 0, start)
-    assert len(events) <= EVENT_ENTRIES and following == head and lost >= 0
-
-
-def test_no_such_thread(make_arena, make_ring):
-    ring = make_ring(make_arena())
-    with pytest.raises(ValueError, match="events: no worker thread 1024"):
-        ring.producer.next_event(1024)
 
 
 def test_client_reads_each_event_once_over_a_restart(make_arena, make_request, cpu, until):
@@ -280,4 +209,5 @@ def test_client_reads_each_event_once_over_a_restart(make_arena, make_request, c
         assert after[0].events["seq"][0] >> 40 > before[-1].events["seq"][-1] >> 40
         client.record_events(False)
         serve_one(3)
-        assert client.drain() and client.take_events() == ([], 0)
+        until(lambda: client.snapshot().items == 8, "every item in the totals")
+        assert client.take_events() == ([], 0)

@@ -10,7 +10,7 @@ import os
 import pytest
 
 from sglang_scout.worker import arena as arena_module
-from sglang_scout.worker import fault_in, numa
+from sglang_scout.worker import host_memory, numa
 from sglang_scout.worker.arena import Arena
 from sglang_scout.worker.ring import layout_of
 
@@ -30,7 +30,7 @@ def machine(tmp_path, monkeypatch):
         monkeypatch.setattr(numa, "_NODES", tmp_path)
         monkeypatch.setattr(numa, "available_bytes", lambda node: None)
         monkeypatch.setattr(numa, "_mbind", lambda *call: 0)
-        monkeypatch.setattr(arena_module, "_free_pool_bytes", lambda: sum(free) * HUGE)
+        monkeypatch.setattr(host_memory, "free_pool_bytes", lambda: sum(free) * HUGE)
         monkeypatch.setattr(arena_module, "_MFD_HUGE_2MB", 0)
         monkeypatch.setattr(os, "MFD_HUGETLB", 0)
 
@@ -39,18 +39,6 @@ def machine(tmp_path, monkeypatch):
 
 def huge_pages_of(spec):
     return layout_of(spec).total_bytes // HUGE
-
-
-def test_a_pool_that_does_not_give_what_it_has_free(make_spec, monkeypatch, caplog):
-    """As of a control group's limit, or if others were first: the system's refusal, not a pretended one."""
-    monkeypatch.setattr(arena_module, "_free_pool_bytes", lambda: 1 << 60)
-    before = len(os.listdir("/proc/self/fd"))
-    arena = Arena.create(make_spec(num_pages=10_000_000 // 4))
-    assert arena.backing in ("4k", "thp")
-    assert "not of huge pages of the pool" in caplog.text
-    arena.close()
-    gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == before
 
 
 @pytest.mark.usefixtures("populates")
@@ -95,7 +83,7 @@ def test_a_page_that_would_be_missing_later_is_missed_now(
     make_spec, machine, monkeypatch, caplog, error, backing
 ):
     machine(10_000)
-    monkeypatch.setattr(fault_in, "populate", lambda address, nbytes: error)
+    monkeypatch.setattr(host_memory, "populate", lambda address, nbytes: error)
     before = len(os.listdir("/proc/self/fd"))
     with Arena.create(make_spec(), numa_nodes=[0]) as arena:
         assert (arena.backing == "hugetlb") == backing
@@ -105,14 +93,14 @@ def test_a_page_that_would_be_missing_later_is_missed_now(
 
 @pytest.mark.usefixtures("populates")
 def test_all_of_a_range_is_taken_by_several_threads(monkeypatch):
-    monkeypatch.setattr(fault_in, "PIECE_BYTES", 8 * mmap.PAGESIZE)
+    monkeypatch.setattr(host_memory, "PIECE_BYTES", 8 * mmap.PAGESIZE)
     nbytes = 1001 * mmap.PAGESIZE
     fd = os.memfd_create("test")
     os.ftruncate(fd, nbytes + mmap.PAGESIZE)
     with mmap.mmap(fd, nbytes + mmap.PAGESIZE) as memory:
         address = arena_module.np.frombuffer(memory, "u1").ctypes.data
         for threads in (3, 0):
-            assert fault_in.populate_together(address, nbytes, threads) == 0
+            assert host_memory.populate_together(address, nbytes, threads) == 0
             assert os.fstat(fd).st_blocks * 512 >= nbytes
-        assert fault_in.populate_together(2**46, nbytes, 3) == errno.ENOMEM
+        assert host_memory.populate_together(2**46, nbytes, 3) == errno.ENOMEM
     os.close(fd)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 
@@ -12,10 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ring_view import RingView
 from sglang_scout.core.errors import ArenaError, ConfigError
 from sglang_scout.worker import numa
 from sglang_scout.worker.arena import Arena, ArenaSpec
-from sglang_scout.worker.client import WorkerClient, WorkerConfig
+from sglang_scout.worker.client import WorkerClient
 from sglang_scout.worker.ring import layout_of, node_spans
 
 TOLERANCE = {"atol": 2e-5, "rtol": 2e-5}  # fp32 sums in another order than the oracle's float64
@@ -58,17 +58,7 @@ def test_memory_of_a_node(two_nodes):
     assert numa.available_bytes(0) is None
 
 
-def test_a_kernel_without_nodes(monkeypatch, tmp_path):
-    monkeypatch.setattr(numa, "_NODES", tmp_path / "nothing")
-    assert numa.nodes() == [] and numa.cpus_by_node([0]) == {}
-
-
 # What lies where -----------------------------------------------------------------------------------
-
-LARGE = {  # Qwen3-32B on a machine with a terabyte: 64 layers, 64 KiB a page of K
-    "num_layers": 64, "num_pages": 1 << 16, "page_size": 32, "num_kv_heads": 8, "num_q_heads": 64,
-    "head_dim": 128, "kv_dtype": "bfloat16", "scale": 0.1, "max_batch": 256, "max_pages": 64,
-}  # fmt: skip
 
 
 def offsets_of(spec, page):
@@ -78,31 +68,6 @@ def offsets_of(spec, page):
         for plane in (0, at.v_offset):
             begin = at.kv_offset + layer * at.layer_stride + plane + page * spec.page_bytes
             yield begin, begin + spec.page_bytes - 1
-
-
-@pytest.mark.parametrize("num_nodes", [2, 3, 8, 16])
-def test_large_planes_are_divided_at_huge_pages_by_few_calls(num_nodes):
-    spec = ArenaSpec(**LARGE, num_nodes=num_nodes)
-    spans = node_spans(spec, layout_of(spec), range(num_nodes), HUGE)
-    assert len(spans) <= 1 + 2 * 64 * num_nodes < 65530 // 16
-    assert all(offset % HUGE == 0 for offset, _, _ in spans)
-    for page in (0, spec.stripe_pages - 1, spec.stripe_pages, spec.num_pages - 1):
-        for byte in (b for ends in offsets_of(spec, page) for b in ends):
-            [node] = [n for begin, nbytes, n in spans if begin <= byte < begin + nbytes]
-            assert node == page // spec.stripe_pages
-    held = np.zeros(num_nodes)
-    for offset, nbytes, node in spans:
-        held[node] += nbytes if offset else 0
-    assert held.max() < 1.2 * held.min()
-
-
-def test_one_node_is_one_span_and_the_layout_of_old():
-    spec = ArenaSpec(**LARGE)
-    at = layout_of(spec)
-    assert spec.stripe_pages == spec.num_pages
-    assert node_spans(spec, at, [3], 4096) == [(0, at.total_bytes, 3)]
-    odd = ArenaSpec(**LARGE | {"num_pages": 1001})
-    assert layout_of(odd).v_offset == 1001 * odd.page_bytes < 1002 * odd.page_bytes
 
 
 @settings(max_examples=200, deadline=None)
@@ -141,14 +106,6 @@ def test_the_system_is_asked_for_each_span(make_spec, monkeypatch):
         Arena.create(spec, numa_nodes=[2, 7])
     with pytest.raises(ArenaError, match=r"numa_nodes=\[2\]: the spec has num_nodes=2"):
         Arena.create(spec, numa_nodes=[2])
-
-
-def test_a_system_that_refuses_is_logged_once(make_spec, monkeypatch, caplog):
-    monkeypatch.setattr(numa, "nodes", lambda: [0, 1])
-    monkeypatch.setattr(numa, "available_bytes", lambda node: None)
-    monkeypatch.setattr(numa, "_mbind", lambda *call: 1)
-    Arena.create(make_spec(num_nodes=2), numa_nodes=[0, 1]).close()
-    assert caplog.text.count("cannot bind memory to NUMA node 0: Operation not permitted") == 1
 
 
 def test_a_node_that_is_too_small_is_named(make_spec, monkeypatch):
@@ -248,42 +205,16 @@ def test_threads_read_the_pages_of_their_own_node(make_arena, make_ring, until, 
         expected += pages_by_node(arena.spec, request)
         ring.wait(ring.post(0, step, *request), 0, step, 4)
     until(lambda: ring.producer.totals()["pages"] == expected.sum(), "every page in the totals")
-    stats = arena.ring().stats
+    stats = RingView(arena).stats
     assert ring.producer.totals()["remote_pages"] == 0
     for node in range(3):
         lines = [i for i, of in enumerate(threads) if of == node]
         assert stats["pages"][lines].sum() == expected[node]
         # Items are numbered by row, then node, then run.
         for line in lines:
-            events = arena.ring().events[line]
+            events = RingView(arena).events[line]
             events = events[events["stamp"] > 0]
             assert (events["first_item"] // parts % 3 == node).all() and len(events) > 0
-
-
-def test_a_node_without_threads_is_served_by_the_others(make_arena, make_ring, until):
-    """At once: there is nobody to leave the work to."""
-    arena = make_arena(num_nodes=2)
-    ring = make_ring(arena, 1, 1, [1], NEVER_US)
-    ring.live()
-    request = ragged(arena.spec, 1)
-    assert ring.wait(ring.post(0, 0, *request), 0, 0, 4)[2] == 0
-    remote = pages_by_node(arena.spec, request)[0]
-    until(lambda: ring.producer.totals()["remote_pages"] == remote > 0, "remote pages counted")
-
-
-def test_idle_threads_help_a_node_that_has_more_to_do(make_arena, make_ring):
-    """All pages are on node 1, which has one thread; that of node 0 takes some of its rows."""
-    arena = make_arena(num_nodes=2)
-    ring = make_ring(arena, 2, 3, [0, 1], help_after_us=0)
-    ring.live()
-    q, pages, n_pages = ragged(arena.spec, 1)
-    pages[:] = arena.spec.num_pages - 1
-    for step in range(100_000):  # some threads are slow to come; how slow is the machine's affair
-        assert ring.wait(ring.post(0, step, q, pages, n_pages), 0, step, 4)[2] == 0
-        totals = ring.producer.totals()
-        if 0 < totals["remote_pages"] < totals["pages"]:
-            return
-    pytest.fail("one thread took everything")
 
 
 def test_threads_of_each_node_sleep_and_wake(make_arena, make_ring):
@@ -297,16 +228,6 @@ def test_threads_of_each_node_sleep_and_wake(make_arena, make_ring):
     assert ring.producer.totals()["remote_pages"] == 0
 
 
-@pytest.mark.parametrize(
-    ("nodes", "text"),
-    [([0, 2], "node 2 of a CPU is outside 0..1"), ([0], "1 nodes given for 2 CPUs")],
-)
-def test_nodes_that_cannot_be_are_refused(make_arena, make_ring, nodes, text):
-    ring = make_ring(make_arena(num_nodes=2), 2, 1, nodes)
-    with pytest.raises(RuntimeError, match=text):
-        ring.live()
-
-
 # With a worker process -----------------------------------------------------------------------------
 
 
@@ -318,44 +239,6 @@ def halves():
 def buffers(spec, rows):
     out = np.full((rows, spec.num_q_heads, spec.head_dim), np.nan, np.float32)
     return out, np.full((rows, spec.num_q_heads), np.nan, np.float32)
-
-
-@pytest.mark.parametrize("threads_per_group", [1, 2, 0])
-def test_a_worker_of_two_nodes(make_arena, oracle, threads_per_group, until):
-    arena = make_arena(num_nodes=2)
-    config = WorkerConfig(threads_per_group=threads_per_group)
-    with WorkerClient(arena, CPUS, nodes=halves(), config=config) as client:
-        for step in range(10):
-            request = ragged(arena.spec, step)
-            out, lse = buffers(arena.spec, 4)
-            reply = client.wait(client.post(1, step, *request), out, lse)
-            assert reply.fallback_pages == 0
-            expected = oracle(arena, 1, *request)
-            np.testing.assert_allclose(out, expected[0], **TOLERANCE)
-            np.testing.assert_allclose(lse, expected[1], **TOLERANCE)
-        until(lambda: client.snapshot().items >= 10 * 4 * 2, "every item in the totals")
-        status = client.snapshot()
-        assert status.cpu_nodes == tuple(i % 2 for i in range(len(CPUS)))
-        assert 0 <= status.remote_pages <= status.pages
-
-
-def test_a_worker_that_is_killed_at_work(make_arena, freeze, until):
-    """What it leaves undone has the same bits as its own answer; the next one goes on."""
-    arena = make_arena(num_nodes=2, kv_dtype="bfloat16")
-    with WorkerClient(arena, CPUS, nodes=halves()) as client:
-        request = ragged(arena.spec, 5)
-        by_worker, by_caller, by_next = (buffers(arena.spec, 4) for _ in range(3))
-        assert client.wait(client.post(0, 0, *request), *by_worker).fallback_pages == 0
-        pid = client.snapshot().pid
-        freeze(pid)
-        ticket = client.post(0, 1, *request)
-        os.kill(pid, signal.SIGKILL)
-        reply = client.wait(ticket, *by_caller)
-        assert reply.fallback_pages == pages_by_node(arena.spec, request).sum()
-        until(lambda: client.ready and client.snapshot().restarts == 1, "the next worker")
-        assert client.wait(client.post(0, 2, *request), *by_next).fallback_pages == 0
-        for mine, caller, following in zip(by_worker, by_caller, by_next, strict=True):
-            assert (mine == caller).all() and (mine == following).all()
 
 
 def test_nodes_and_cpus_must_agree(make_arena):

@@ -11,7 +11,7 @@ import pytest
 
 from sglang_scout.worker import populate
 from sglang_scout.worker.client import WorkerClient, WorkerConfig
-from sglang_scout.worker.populate import Populating
+from sglang_scout.worker.populate import PopulateThread
 
 
 def mapped_bytes(pid, address=None):
@@ -42,35 +42,19 @@ def test_all_pages_are_mapped_and_nothing_is_changed(make_arena, make_request, c
         np.testing.assert_array_equal(arena.k_pages(layer), k)
 
 
-def test_without_it_a_worker_maps_what_it_reads(make_arena, cpu):
-    arena = make_arena(num_pages=4000)
-    with WorkerClient(arena, [cpu]) as client:
-        assert mapped_bytes(client.snapshot().pid) < most(arena) / 2
-
-
 def test_it_stops_when_it_is_told_to(make_arena, monkeypatch):
     monkeypatch.setattr(populate, "PIECE_BYTES", mmap.PAGESIZE)
     arena = make_arena(num_pages=4000)
-    populating = Populating(arena)
+    populating = PopulateThread(arena)
     populating.stop()
     populating.stop()
     assert mapped_bytes(os.getpid(), arena.address) < most(arena)
-
-
-def test_it_runs_where_it_disturbs_nobody(make_arena, monkeypatch):
-    asked = []
-    monkeypatch.setattr(os, "sched_setaffinity", lambda *arguments: asked.append(arguments))
-    for cpus in ({1, 3}, set()):
-        populating = Populating(make_arena(), cpus)
-        populating._thread.join()
-    (thread, cpus), *more = asked
-    assert cpus == {1, 3} and thread != os.getpid() and not more
 
 
 @pytest.mark.usefixtures("populates")
 def test_a_system_that_refuses_is_told_of(make_arena, caplog):
     arena = make_arena()
     arena.address = 2**46  # nothing is mapped there
-    Populating(arena)._thread.join()
+    PopulateThread(arena)._thread.join()
     assert "0.0 of 0.0 GiB of the arena are mapped" in caplog.text
     assert "Cannot allocate memory" in caplog.text

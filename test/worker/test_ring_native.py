@@ -71,9 +71,3 @@ def test_stress_finds_a_bug(bug):
     environment = os.environ | {"TSAN_OPTIONS": "report_bugs=0"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 1 and "FAILED: stress" in done.stderr, done.stdout + done.stderr
-
-
-def test_script_explains_itself_and_refuses_what_it_does_not_know():
-    assert "usage" not in run_script("--help").stderr and "--seconds" in run_script("--help").stdout
-    wrong = run_script("memory")
-    assert wrong.returncode == 2 and "unknown argument memory" in wrong.stderr

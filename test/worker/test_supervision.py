@@ -15,8 +15,9 @@ import numpy as np
 import psutil
 import pytest
 
+from sglang_scout.worker import process as process_module
 from sglang_scout.worker.client import WorkerClient, WorkerConfig
-from sglang_scout.worker.life import Life
+from sglang_scout.worker.process import WorkerProcess
 
 TOLERANCE = {"atol": 3e-4, "rtol": 3e-4}  # fp32 sums over 200,000 tokens against float64
 
@@ -31,7 +32,7 @@ def buffers(arena, rows):
 
 
 def check_served_again(client, arena, request, expected, until, step):
-    """The next life answers, in bits the same."""
+    """The next worker answers, in bits the same."""
     took_s = until(lambda: client.ready, "restart", 10)
     out, lse = buffers(arena, len(request[0]))
     reply = client.wait(client.post(0, step, *request), out, lse)
@@ -93,7 +94,7 @@ def test_stopped_worker_is_replaced(make_arena, make_request, cpu, until, gone, 
 
 def test_worker_without_cpu_has_longer(make_arena, cpu, until, freeze, monkeypatch):
     """Silence of a worker that is starved, not hung: a new one would be starved as well."""
-    monkeypatch.setattr(Life, "wants_cpu", lambda life: True)
+    monkeypatch.setattr(WorkerProcess, "wants_cpu", lambda life: True)
     config = WorkerConfig(heartbeat_timeout_s=0.4, stall_timeout_s=1.5)
     with WorkerClient(make_arena(), [cpu], config=config) as client:
         pid = client.snapshot().pid
@@ -112,39 +113,11 @@ def test_worker_without_cpu_has_longer(make_arena, cpu, until, freeze, monkeypat
         assert (status.state, status.pid, status.restarts) == ("ready", pid, 1)
 
 
-def test_who_wants_cpu(make_arena, cpu, until, freeze):
-    with WorkerClient(make_arena(), [cpu]) as client:
-        pid = client.snapshot().pid
-        names = [p.read_text().strip() for p in Path(f"/proc/{pid}/task").glob("*/comm")]
-        assert any(name.startswith("ZMQbg") for name in names), names
-        freeze(pid)
-        assert not Life.wants_cpu(SimpleNamespace(pid=pid))
-        os.kill(pid, signal.SIGCONT)
-
-
-SPINNING = """
-import sys, threading, time
-from pathlib import Path
-
-def spin():
-    Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(sys.argv[1])
-    print("spins", flush=True)
-    while True:
-        pass
-
-threading.Thread(target=spin, daemon=True).start()
-time.sleep(600)
-"""
-
-
 @pytest.mark.parametrize(
     ("command", "wants"),
     [
         (["-c", "print('spins', flush=True)\nwhile True: pass"], True),
         (["-c", "import time; print('waits', flush=True); time.sleep(600)"], False),
-        (["-c", SPINNING, "computes"], False),  # it may be busy while the process is hung
-        (["-c", SPINNING, "ZMQbg/IO/0"], True),
-        (["-c", SPINNING, "a) R (b"], False),
     ],
 )
 def test_whose_thread_is_busy(command, wants, until):
@@ -152,22 +125,34 @@ def test_whose_thread_is_busy(command, wants, until):
     try:
         process.stdout.readline()
         life = SimpleNamespace(pid=process.pid)
-        until(lambda: Life.wants_cpu(life) == wants, f"{wants}")
-        found = [Life.wants_cpu(life) for _ in range(50) if time.sleep(0.002) is None]
+        until(lambda: WorkerProcess.wants_cpu(life) == wants, f"{wants}")
+        found = [WorkerProcess.wants_cpu(life) for _ in range(50) if time.sleep(0.002) is None]
         assert sum(found) > 40 if wants else sum(found) < 10, found
     finally:
         process.kill()
         process.wait()
         process.stdout.close()
-    assert not Life.wants_cpu(life), "it has ended"
+    assert not WorkerProcess.wants_cpu(life), "it has ended"
 
 
-def test_heartbeats_without_progress_are_no_life(make_arena, make_request, cpu, until):
-    """A record that takes longer than stall_timeout_s per item: the worker counts as hung."""
+def test_an_idle_worker_is_not_stalled(make_arena, cpu, freeze):
+    """Silence has the heartbeat's timeout, however long that is."""
+    with WorkerClient(make_arena(), [cpu], config=WorkerConfig(heartbeat_timeout_s=30)) as client:
+        pid = client.snapshot().pid
+        freeze(pid)
+        time.sleep(3)
+        os.kill(pid, signal.SIGCONT)
+        time.sleep(0.5)
+        status = client.snapshot()
+        assert (status.state, status.pid, status.restarts) == ("ready", pid, 0)
+
+
+def test_heartbeats_without_progress_are_not_enough(make_arena, make_request, cpu, until):
+    """A record that takes longer than the timeouts per item: the worker counts as hung."""
     # Several times the timeout even on a fast CPU, where 16 tokens per page take 60 ms in all.
-    arena = make_arena(**(HEAVY | {"page_size": 128, "max_pages": 300_000, "max_batch": 1}))
+    arena = make_arena(**(HEAVY | {"page_size": 512, "max_pages": 300_000, "max_batch": 1}))
     heavy = make_request(arena.spec, 1, 2, full=True)
-    config = WorkerConfig(stall_timeout_s=0.1, heartbeat_interval_s=0.05)
+    config = WorkerConfig(heartbeat_interval_s=0.05, heartbeat_timeout_s=0.4, stall_timeout_s=0.1)
     with WorkerClient(arena, [cpu], config=config) as client:
         reply = client.wait(client.post(0, 0, *heavy), *buffers(arena, 1))
         assert reply.fallback_pages == 300_000
@@ -175,7 +160,7 @@ def test_heartbeats_without_progress_are_no_life(make_arena, make_request, cpu, 
         until(lambda: client.ready, "restart")
 
 
-def test_slow_worker_is_never_overtaken(make_arena, make_request, oracle, cpu, freeze):
+def test_slow_worker_is_never_overtaken(make_arena, make_request, oracle, cpu, until, freeze):
     """It is stopped, not dead: its slot is left alone, and its late answer is not mistaken."""
     arena = make_arena()
     config = WorkerConfig(wait_timeout_s=0.05, heartbeat_timeout_s=30, stall_timeout_s=30)
@@ -195,47 +180,27 @@ def test_slow_worker_is_never_overtaken(make_arena, make_request, oracle, cpu, f
         assert status.local_tickets == 1  # step 2 found the slot of step 0 busy
         assert status.late_tickets == 2 and status.restarts == 0
         os.kill(pid, signal.SIGCONT)
-        assert client.drain(5)
+        until(lambda: client.snapshot().items == 8, "the answers of the two posted")
         out, lse = buffers(arena, 4)
         reply = client.wait(client.post(0, 4, *requests[3]), out, lse)
         assert reply.fallback_pages == 0
         np.testing.assert_allclose(out, oracle(arena, 0, *requests[3])[0], **TOLERANCE)
 
 
-def test_repeated_deaths_back_off(make_arena, make_request, oracle, cpu, until):
+def test_failed_starts_are_tried_again(make_arena, make_request, cpu, until, monkeypatch):
     arena = make_arena()
-    request = make_request(arena.spec, 4, 1, full=True)
-    expected = oracle(arena, 0, *request)
-    config = WorkerConfig(backoff_min_s=0.05, backoff_max_s=0.2)
+    config = WorkerConfig(backoff_min_s=0.01, backoff_max_s=0.02, max_start_failures=3, retry_s=0.1)
     with WorkerClient(arena, [cpu], config=config) as client:
-        for death in range(3):
-            pid = client.snapshot().pid
-            os.kill(pid, signal.SIGKILL)
-            # Requests go on all the while, whatever the state.
-            step = 0
-            while client.snapshot().restarts == death or not client.ready:
-                out, lse = buffers(arena, 4)
-                client.wait(client.post(0, step, *request), out, lse)
-                np.testing.assert_allclose(out, expected[0], **TOLERANCE)
-                step += 1
-                time.sleep(0.005)
-        assert client.snapshot().restarts == 3
-
-
-def test_gives_up_when_it_never_starts_again(make_arena, make_request, cpu, until, monkeypatch):
-    from sglang_scout.worker import life as life_module
-
-    arena = make_arena()
-    config = WorkerConfig(backoff_min_s=0.01, backoff_max_s=0.02, max_start_failures=3)
-    with WorkerClient(arena, [cpu], config=config) as client:
-        monkeypatch.setattr(life_module, "_spawn", lambda *_: subprocess.Popen(["false"]))
-        os.kill(client.snapshot().pid, signal.SIGKILL)
-        until(lambda: client.snapshot().state == "failed", "giving up")
-        assert client.snapshot().restarts == 3
-        assert client.snapshot().last_error.endswith("ended with exit code 1")
-        out, lse = buffers(arena, 4)
-        ticket = client.post(0, 0, *make_request(arena.spec, 4, 1, full=True))
-        assert client.wait(ticket, out, lse).fallback_pages == 32
+        with monkeypatch.context() as patch:
+            patch.setattr(process_module, "_spawn", lambda *_: subprocess.Popen(["false"]))
+            os.kill(client.snapshot().pid, signal.SIGKILL)
+            until(lambda: client.snapshot().state == "failed", "three failures")
+            assert client.snapshot().restarts >= 3
+            assert client.snapshot().last_error.endswith("ended with exit code 1")
+            out, lse = buffers(arena, 4)
+            ticket = client.post(0, 0, *make_request(arena.spec, 4, 1, full=True))
+            assert client.wait(ticket, out, lse).fallback_pages == 32
+        until(lambda: client.ready, "a worker that starts")
 
 
 PARENT = """
@@ -321,13 +286,3 @@ def test_decode_server_killed_while_the_worker_starts(tmp_path, cpu, until, gone
     for pid in pids:
         until(lambda pid=pid: gone(pid), "end of the worker", 20)
     assert holders(inode) == [] and sockets_in(tmp_path) == []
-
-
-def test_ordinary_exit_without_stop_leaves_nothing(tmp_path, cpu, until, gone, sockets_in):
-    parent = run_parent(tmp_path, cpu, "slow")
-    parent.stdout.readline()
-    pid = int(parent.stdout.readline())
-    parent.send_signal(signal.SIGINT)  # KeyboardInterrupt ends the script
-    parent.wait(30)
-    until(lambda: gone(pid), "end of the worker", 20)
-    assert sockets_in(tmp_path) == []

@@ -43,9 +43,9 @@ from study.selection import Setting  # noqa: E402
 from study.settings import SETS  # noqa: E402
 from tokenizers import Tokenizer  # noqa: E402
 
+from progress import Progress  # noqa: E402
 from recall_modes import weights_digest  # noqa: E402
 from rows import Row, environment  # noqa: E402
-from sglang_scout.cli.progress import Progress  # noqa: E402
 
 RECALL_MODEL = HERE.parent / "recall_model"
 RECALL_TASKS = ("recall", "needle", "multi_key", "variables", "copy", "count")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -13,11 +14,15 @@ from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, entry_points, requires, version
 from typing import Any
 
-from sglang_scout.cli import device, machine
-from sglang_scout.cli.server_environment import server_environment
+from sglang_scout.cli import machine
 from sglang_scout.cli.table import columns, gib
 from sglang_scout.core.cpu_list import parse_cpu_list, ranges
 
+DESCRIPTION = (
+    "Check that this machine can serve. Each line says ok, warning or failed, what was found, and "
+    "what to do. The last check starts a real attention worker, has it compute a few pages and "
+    "compares the result. The exit code is 1 if a check failed, otherwise 0."
+)
 OK, WARNING, FAILED = "ok", "warning", "failed"
 PLUGIN_GROUP = "sglang.srt.plugins"
 PLUGIN_NAME = "scout"
@@ -107,16 +112,9 @@ def check_native() -> Check:
 
 def check_cpus() -> Check:
     cpus = sorted(os.sched_getaffinity(0))
-    nodes, gpus = machine.numa_nodes(), machine.nvidia_gpus()
-    quota = machine.cpu_quota()
+    nodes, quota = machine.numa_nodes(), machine.cpu_quota()
     text = f"{len(cpus)} for this process ({ranges(cpus)})"
-    text += f", {len(nodes)} NUMA nodes" if len(nodes) > 1 else ""
-    values = {
-        "cpus": cpus,
-        "numa_nodes": {str(n): c for n, c in nodes.items()},
-        "gpus": [asdict(gpu) for gpu in gpus],
-        "quota": quota,
-    }
+    values = {"cpus": cpus, "numa_nodes": {str(n): of for n, of in nodes.items()}, "quota": quota}
     if quota is not None and quota < len(cpus):
         fix = "give --kv-offload-cpus no more CPUs than the quota, or raise it"
         return Check("cpus", WARNING, f"{text}, but a quota of {quota:g}", fix, values)
@@ -124,14 +122,11 @@ def check_cpus() -> Check:
         fix = "the worker and the server share one CPU; give the process more"
         return Check("cpus", WARNING, text, fix, values)
     if len(nodes) > 1:
-        text += f" ({'; '.join(f'{node}: CPUs {ranges(of)}' for node, of in nodes.items())})"
-        text += "; with CPUs of several, host pages are divided among their nodes"
-        near = next((n for gpu in gpus if (n := gpu.numa_node) in nodes), None)
-        if near is not None:
-            text += f"; the GPU is on node {near}: --kv-offload-cpus {ranges(nodes[near])}"
-        else:
-            first = min(nodes)
-            text += f"; one node alone is --kv-offload-cpus {ranges(nodes[first])}"
+        listed = "; ".join(f"{node}: CPUs {ranges(of)}" for node, of in nodes.items())
+        text += f", {len(nodes)} NUMA nodes ({listed}); with CPUs of several, host pages are divided among them"
+        near = [gpu.numa_node for gpu in machine.nvidia_gpus() if gpu.numa_node in nodes]
+        which = f"node {near[0]}, the GPU's, alone" if near else f"node {min(nodes)} alone"
+        text += f"; {which} is --kv-offload-cpus {ranges(nodes[(near or [min(nodes)])[0]])}"
     return Check("cpus", OK, text, values=values)
 
 
@@ -141,7 +136,7 @@ def check_gpu() -> Check:
     if not gpus:
         return Check("gpu", OK, "none; servers run with --device cpu", values=values)
     found = ", ".join(f"{gpu.address} on node {gpu.numa_node}" for gpu in gpus)
-    count, why = device.cuda_devices()
+    count, why = machine.cuda_devices()
     values["cuda_devices"] = count
     if not count:
         fix = "NVIDIA's driver, and in a container access to the device; or --device cpu"
@@ -151,22 +146,21 @@ def check_gpu() -> Check:
 
 
 def check_environment() -> Check:
-    """The variables without which a server ends at start; what this command's siblings start has them."""
-    wanted = server_environment("cuda" if machine.nvidia_gpus() else "cpu")
-    names = ("SGLANG_USE_CPU_ENGINE", "MOONCAKE_PROTOCOL")
-    missing = {
-        name: wanted[name] for name in names if wanted.get(name) and not os.environ.get(name)
-    }
+    """The variables without which a server that is started by hand ends at start."""
+    wanted = {} if machine.nvidia_gpus() else {"SGLANG_USE_CPU_ENGINE": "1"}
+    if not machine.has_rdma():
+        wanted["MOONCAKE_PROTOCOL"] = "tcp"
+    missing = {name: value for name, value in wanted.items() if not os.environ.get(name)}
     if not missing:
         return Check("environment", OK, "what servers need is set", values={"missing": {}})
     exports = " ".join(f"{name}={value}" for name, value in missing.items())
     found = f"{' and '.join(missing)} not set; a server that you start by hand ends without them"
-    fix = f". scripts/cpu_env.sh, or export {exports}"
+    fix = f"source scripts/cpu_env.sh, or export {exports}"
     return Check("environment", WARNING, found, fix, {"missing": missing})
 
 
 def check_memory() -> Check:
-    from sglang_scout.worker.arena import available_bytes
+    from sglang_scout.worker.host_memory import available_bytes
 
     available = available_bytes()
     text = f"{gib(available)} available; {gib(available / 2)} for KV pages by default"
@@ -188,34 +182,22 @@ def check_hugepages() -> Check:
 
 
 def check_locked_memory() -> Check:
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    unlimited = soft == resource.RLIM_INFINITY
-    rdma, gpu = machine.has_rdma(), bool(machine.nvidia_gpus())
-    text = "unlimited" if unlimited else gib(soft)
-    values = {"limit_bytes": None if unlimited else soft, "rdma": rdma, "gpu": gpu}
-    if unlimited:
-        return Check("locked memory", OK, text, values=values)
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if limit == resource.RLIM_INFINITY:
+        return Check("locked memory", OK, "unlimited", values={"limit_bytes": None})
     why, without = [], []
-    if gpu:
+    if machine.nvidia_gpus():
         why.append("a decode server with --device cuda page-locks all KV pages")
         without.append("--device cpu")
-    if rdma:
+    if machine.has_rdma():
         why.append("RDMA transfer registers all KV pages")
         without.append("MOONCAKE_PROTOCOL=tcp")
-    if why:
-        fix = f"{', and '.join(why)}: ulimit -l unlimited (LimitMEMLOCK=infinity of a service)"
-        return Check("locked memory", WARNING, text, f"{fix}, or {' and '.join(without)}", values)
-    note = "not needed without a GPU or an RDMA device"
-    return Check("locked memory", OK, f"{text}; {note}", values=values)
-
-
-def check_shared_memory() -> Check:
-    try:
-        machine.try_sealed_memfd()
-    except OSError as error:
-        fix = "needs Linux 4.14 or later with memfd_create, and a sandbox that allows it"
-        return Check("shared memory", FAILED, f"no sealed memfd: {error}", fix)
-    return Check("shared memory", OK, "memfd with seals")
+    values = {"limit_bytes": limit}
+    if not why:
+        note = "not needed without a GPU or an RDMA device"
+        return Check("locked memory", OK, f"{gib(limit)}; {note}", values=values)
+    fix = f"{', and '.join(why)}: ulimit -l unlimited (LimitMEMLOCK=infinity of a service), or {' and '.join(without)}"
+    return Check("locked memory", WARNING, gib(limit), fix, values)
 
 
 def _python(code: str) -> subprocess.CompletedProcess[str]:
@@ -250,7 +232,7 @@ def _importable(name: str, module: str, distribution: str, packages: str = "") -
 def check_mooncake() -> Check:
     distribution = "mooncake-transfer-engine-non-cuda"
     check = _importable("mooncake", "mooncake.engine", distribution, "libibverbs1 librdmacm1")
-    if check.state == OK and machine.nvidia_gpus() and not device.transfer_reads_device():
+    if check.state == OK and machine.nvidia_gpus() and not machine.transfer_reads_device():
         found = f"{check.found}; built without CUDA, so TCP cannot send from a GPU"
         fix = "prefill server with --device cpu, or another build: docs/operations.md"
         return replace(check, state=WARNING, found=found, fix=fix)
@@ -284,7 +266,7 @@ def checks(cpus: list[int]) -> list[Callable[[], Check]]:
     """All checks, in the order of the report."""
     return [
         check_python, check_sglang, check_plugin, check_native, check_cpus, check_gpu,
-        check_environment, check_memory, check_hugepages, check_locked_memory, check_shared_memory, check_mooncake,
+        check_environment, check_memory, check_hugepages, check_locked_memory, check_mooncake,
         check_router, lambda: check_worker(cpus),
     ]  # fmt: skip
 
@@ -305,20 +287,27 @@ def report(results: list[Check]) -> str:
     return "\n".join(out)
 
 
-def run(*, cpus: str | None = None, as_json: bool = False) -> int:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--cpus",
+        metavar="LIST",
+        help="CPUs of the worker in the last check, as in --kv-offload-cpus, for example 0-35 "
+        "(default: every CPU of this process)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
     """Makes all checks, prints them, returns the exit code.
 
     Raises:
-        ConfigError: ``cpus`` is no list of CPUs of this process.
+        ConfigError: ``args.cpus`` is no list of CPUs of this process.
     """
-    chosen = (
-        sorted(os.sched_getaffinity(0))
-        if cpus is None
-        else list(parse_cpu_list(cpus, flag="--cpus"))
-    )
-    results = [check() for check in checks(chosen)]
+    cpus = sorted(os.sched_getaffinity(0))
+    if args.cpus is not None:
+        cpus = list(parse_cpu_list(args.cpus, flag="--cpus"))
+    results = [check() for check in checks(cpus)]
     ok = all(check.state != FAILED for check in results)
-    if as_json:
+    if args.json:
         print(json.dumps({"ok": ok, "checks": [asdict(check) for check in results]}, indent=2))
     else:
         print(report(results))

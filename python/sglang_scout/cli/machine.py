@@ -1,11 +1,13 @@
-"""What the kernel says about this machine, read from /sys and /proc; nothing is changed."""
+"""What this machine has: /sys and /proc, CUDA devices, the installed mooncake. Torch is not imported here."""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import importlib.util
 import os
 import re
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,10 +15,13 @@ from sglang_scout.core.cpu_list import parse_cpu_list
 
 SYS = Path("/sys")
 SHMEM_MODES_THAT_HELP = ("always", "within_size", "advise", "force")
+ASK_TIMEOUT_S = 120.0
+COUNT_DEVICES = (
+    "import torch, sys; torch.version.cuda or sys.exit('torch is built without CUDA'); "
+    "print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
+)
 _NVIDIA = "0x10de"
 _DISPLAY = "0x03"  # PCI class 03: display controllers, 0302 for those without a screen
-_ADD_SEALS = 1033
-_ALL_BUT_WRITE = 0x1 | 0x2 | 0x4
 
 
 @dataclass(frozen=True)
@@ -86,11 +91,32 @@ def has_rdma() -> bool:
     return False
 
 
-def try_sealed_memfd() -> None:
-    """Makes and drops a memory file as the arena does. Raises OSError where it cannot be made."""
-    fd = os.memfd_create("sglang-scout-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+def cuda_devices() -> tuple[int, str]:
+    """How many CUDA devices torch can use, and why none. Takes the seconds that torch takes to import."""
+    command = [sys.executable, "-c", COUNT_DEVICES]
     try:
-        os.ftruncate(fd, 4096)
-        fcntl.fcntl(fd, _ADD_SEALS, _ALL_BUT_WRITE)
-    finally:
-        os.close(fd)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=ASK_TIMEOUT_S)
+        count = int(done.stdout.split()[-1])
+    except (OSError, subprocess.SubprocessError) as error:
+        return 0, str(error)
+    except (IndexError, ValueError):
+        return 0, (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if count or hidden not in ("", "-1"):
+        return count, "" if count else "no driver or no device"
+    return 0, f"CUDA_VISIBLE_DEVICES={hidden!r}"
+
+
+def transfer_reads_device() -> bool:
+    """Whether the installed mooncake was built with CUDA.
+
+    Without it mooncake hands the address of device memory to the socket, which refuses it, and every
+    transfer fails; so it does with digests that arrive in device memory. With it, memory of a device is
+    copied through the host.
+    """
+    spec = importlib.util.find_spec("mooncake")  # looks it up, imports nothing
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        for module in Path(folder).glob("engine*.so"):
+            if b"cudaMemcpy" in module.read_bytes():
+                return True
+    return False

@@ -46,20 +46,18 @@ class ModelConfig:
         )
 
 
-def read_model(model_path: str, dtype: str, command: str = "plan") -> ModelConfig:
+def read_model(model_path: str, dtype: str) -> ModelConfig:
     """Reads a model folder.
 
     Args:
         model_path: folder with config.json.
         dtype: "auto" or a type; auto takes the checkpoint's, and float16 for float32, as SGLang.
-        command: for messages.
-
     Raises:
         ConfigError: no folder, no readable config.json, a model that --kv-offload does not serve, as far
             as config.json tells, or quantised weights without files, whose size it does not tell.
     """
     folder = Path(model_path)
-    flag = f"{command}: --model-path {model_path}"
+    flag = f"plan: --model-path {model_path}"
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except OSError as error:

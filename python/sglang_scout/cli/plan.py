@@ -1,259 +1,197 @@
-"""``sglang-scout plan``: memory per token and per request, and how many requests fit.
-
-Only arithmetic on config.json and file sizes. With L layers, H KV heads, head size D, pages of S
-tokens and values of w bytes:
-
-    KV of a token      2 L H D w            (K and V)
-    KV of a page       S times that         (host memory)
-    digest of a page   2 L H D w            (minimum and maximum of K: 1/S of the page's KV)
-    input buffers      48 S                (SGLang's; 6 words a token)
-    resident pages     budget / S a request, its page being filled, and room for recalls once; at most
-                       as many as there are host pages
-    worker             the ring, and results of threads that share a request, for so many requests
-                       (host memory, beside --kv-offload-host-gb)
-"""
+"""``sglang-scout plan``: memory per token and per request, and how many requests fit; text or one JSON object."""
 
 from __future__ import annotations
 
+import argparse
+import json
 import math
-from dataclasses import dataclass
+from dataclasses import asdict
+from typing import Any
 
-from sglang_scout.cli.model_config import ModelConfig, read_model
-from sglang_scout.core.config import DEFAULT_HOST_SHARE, FLAGS, PAGE_SIZE_TOKENS
-from sglang_scout.core.errors import ArenaError, ConfigError
-from sglang_scout.core.page_bytes import digest_bytes, input_bytes
-from sglang_scout.core.parse_config import parse_config
+from sglang_scout.cli.sizes import GIB, Plan, make_plan
+from sglang_scout.cli.table import columns, gb, gib
 
-GIB = 2**30
-MAX_TOKENS, MAX_GIB = 2**40, 2**30
-MAX_REQUESTS = 2**16
-"""The server takes no more at once (``MAX_BATCH`` of the worker's arena)."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """The command's arguments, None where not given. ``*_gib`` count GiB."""
-
-    model_path: str
-    context_tokens: int | None = None
-    requests: int | None = None
-    budget_tokens: int | None = None
-    host_gib: float | None = None
-    gpu_gib: float | None = None
-    mem_fraction: float = 0.88
-    dtype: str = "auto"
+DESCRIPTION = (
+    "Say how much memory a model's KV pages take and how many requests fit, from the model's "
+    "config.json and the sizes of its files; nothing is loaded. GiB counts 2**30 bytes, as "
+    "--kv-offload-host-gb does, and GB 10**9. The exit code is 1 if the requests do not fit."
+)
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """What one token, page and request of ``context_tokens`` take, in bytes."""
-
-    context_tokens: int
-    budget_tokens: int
-    page_size_tokens: int
-    kv_bytes_per_token: int
-    kv_bytes_per_page: int
-    digest_bytes_per_page: int
-    input_bytes_per_page: int
-    host_pages_per_request: int
-    kv_bytes_per_request: int
-    digest_bytes_per_request: int
-    input_bytes_per_request: int
-    resident_bytes_per_request: int
-    tail_bytes_per_request: int
-
-    @property
-    def device_bytes_per_request(self) -> int:
-        """On the device beside the weights: digests, SGLang's input buffers, resident pages, the page being filled."""
-        return (
-            self.digest_bytes_per_request
-            + self.input_bytes_per_request
-            + self.resident_bytes_per_request
-            + self.tail_bytes_per_request
-        )
-
-    @property
-    def device_bytes_once(self) -> int:
-        """On the device once per server: room for recalls under way, one budget of pages, and the digest
-        of SGLang's padding page."""
-        return self.resident_bytes_per_request + self._beside_bytes_per_page
-
-    @property
-    def _beside_bytes_per_page(self) -> int:
-        """On the device, of a page that is not resident."""
-        return self.digest_bytes_per_page + self.input_bytes_per_page
-
-    def host_pages(self, requests: int) -> int:
-        """Of so many requests. Page 0 is SGLang's padding and holds no request's tokens."""
-        return requests * self.host_pages_per_request + 1
-
-    def device_bytes(self, requests: int) -> int:
-        """What so many requests need on the device. With a slot for every host page none is missing, so
-        there are no more of them."""
-        by_budget = requests * self.device_bytes_per_request + self.device_bytes_once
-        of_page = self.kv_bytes_per_page + self._beside_bytes_per_page
-        return min(by_budget, self.host_pages(requests) * of_page)
-
-    def requests_on_device(self, size_bytes: int) -> int:
-        """The most requests whose device_bytes are no more than that."""
-        by_budget = (size_bytes - self.device_bytes_once) // self.device_bytes_per_request
-        of_page = self.kv_bytes_per_page + self._beside_bytes_per_page
-        by_page = (size_bytes // of_page - 1) // self.host_pages_per_request
-        return max(0, by_budget, by_page)
-
-
-def sizes_of(model: ModelConfig, context_tokens: int, budget_tokens: int) -> Sizes:
-    """The sizes for one model, context and budget."""
-    page = PAGE_SIZE_TOKENS
-    per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * model.value_bytes
-    pages = math.ceil(context_tokens / page)
-    of_layer = digest_bytes(model.num_kv_heads, model.head_dim, model.value_bytes)
-    of_page = model.num_layers * of_layer
-    return Sizes(
-        context_tokens=context_tokens,
-        budget_tokens=budget_tokens,
-        page_size_tokens=page,
-        kv_bytes_per_token=per_token,
-        kv_bytes_per_page=per_token * page,
-        digest_bytes_per_page=of_page,
-        input_bytes_per_page=input_bytes(page),
-        host_pages_per_request=pages,
-        kv_bytes_per_request=pages * page * per_token,
-        digest_bytes_per_request=pages * of_page,
-        input_bytes_per_request=pages * input_bytes(page),
-        resident_bytes_per_request=min(budget_tokens, pages * page) * per_token,
-        tail_bytes_per_request=page * per_token,
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model-path", required=True, metavar="DIR", help="folder of the model")
+    add(
+        "--context-tokens",
+        type=int,
+        metavar="N",
+        help="tokens of one request, prompt and answer (default: what the model allows)",
+    )
+    add(
+        "--requests",
+        type=int,
+        metavar="N",
+        help="requests at the same time, to see what they need (default: as many as fit)",
+    )
+    add(
+        "--budget",
+        type=int,
+        metavar="TOKENS",
+        help="as --kv-offload-budget, a multiple of 32 (default: 2048)",
+    )
+    add(
+        "--host-gb",
+        type=float,
+        metavar="GB",
+        help="as --kv-offload-host-gb: host memory for KV pages in GiB "
+        "(default: half of what is available here now, about what the server takes)",
+    )
+    add(
+        "--gpu-gb",
+        type=float,
+        metavar="GB",
+        help="memory of one GPU in GiB; without it only --host-gb limits, and what digests and resident "
+        "pages take beside it is printed",
+    )
+    add(
+        "--mem-fraction-static",
+        type=float,
+        default=0.88,
+        metavar="SHARE",
+        help="as SGLang's flag: share of the GPU for weights and KV (default: 0.88)",
+    )
+    add(
+        "--dtype",
+        default="auto",
+        choices=("auto", "bfloat16", "float16", "float32"),
+        help="as SGLang's flag: type of weights and KV (default: auto, what config.json says, and float16 for float32)",
     )
 
 
-@dataclass(frozen=True)
-class Fit:
-    """How many requests fit, by each memory, and which one binds. None: not looked at."""
-
-    by_host: int | None
-    by_gpu: int | None
-
-    @property
-    def requests(self) -> int:
-        return min(n for n in (self.by_host, self.by_gpu) if n is not None)
-
-    @property
-    def limited_by(self) -> str:
-        return "host memory" if self.by_host == self.requests else "gpu memory"
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Everything that the command prints."""
-
-    model: ModelConfig
-    sizes: Sizes
-    host_bytes: int
-    host_bytes_given: bool
-    gpu_bytes: int | None
-    gpu_kv_bytes: int | None
-    offload: Fit
-    stock: Fit | None
-    requests: int | None
-    worker_bytes: int
-
-    @property
-    def fits(self) -> bool:
-        """Whether the asked number of requests, or any at all, fits with offload."""
-        return self.offload.requests >= (self.requests or 1)
-
-
-def make_plan(request: Request) -> Plan:
-    """The plan for the command's arguments.
+def run(args: argparse.Namespace) -> int:
+    """Prints the plan. Returns 0, or 1 if the asked number of requests does not fit.
 
     Raises:
-        ConfigError: a wrong argument, or a model that cannot be read; names flag, value and fix.
+        ConfigError: see :func:`make_plan`.
     """
-    _check(request)
-    budget = parse_config(
-        policy="scout",
-        policies=("scout",),
-        budget_tokens=request.budget_tokens,
-        flags=FLAGS | {"budget_tokens": "plan: --budget"},
-    ).budget_tokens
-    model = read_model(request.model_path, request.dtype)
-    context = request.context_tokens or model.max_context_tokens
-    sizes = sizes_of(model, context, budget)
-    host = _host_bytes(request.host_gib)
-    if request.gpu_gib is None:
-        # Digests and resident pages are host memory too, beside what --kv-offload-host-gb counts,
-        # so they do not change how many requests the pages of that size hold.
-        by_gpu, stock, gpu, gpu_kv = None, None, None, None
-    else:
-        gpu = int(request.gpu_gib * GIB)
-        gpu_kv = max(0, int(gpu * request.mem_fraction) - model.weight_bytes)
-        by_gpu = sizes.requests_on_device(gpu_kv)
-        stock = Fit(None, gpu_kv // sizes.kv_bytes_per_request)
-    offload = Fit(_host_fit(host, sizes), by_gpu)
-    requests = max(request.requests or offload.requests, 1)
-    return Plan(
-        model=model,
-        sizes=sizes,
-        host_bytes=host,
-        host_bytes_given=request.host_gib is not None,
-        gpu_bytes=gpu,
-        gpu_kv_bytes=gpu_kv,
-        offload=offload,
-        stock=stock,
-        requests=request.requests,
-        worker_bytes=_worker_bytes(request.model_path, model, sizes, requests),
+    plan = make_plan(
+        args.model_path,
+        context_tokens=args.context_tokens,
+        requests=args.requests,
+        budget_tokens=args.budget,
+        host_gib=args.host_gb,
+        gpu_gib=args.gpu_gb,
+        mem_fraction=args.mem_fraction_static,
+        dtype=args.dtype,
     )
+    print(json.dumps(as_dict(plan), indent=2) if args.json else as_text(plan))
+    return 0 if plan.fits else 1
 
 
-def _worker_bytes(model_path: str, model: ModelConfig, sizes: Sizes, requests: int) -> int:
-    """What a worker needs of host memory beside the pages, on one memory node and with CPUs enough."""
-    from sglang_scout.worker.sizes import MOST_THREADS_PER_GROUP, worker_memory
-    from sglang_scout.worker.spec import ArenaSpec
-
-    page = sizes.page_size_tokens
-    budget = min(sizes.budget_tokens, sizes.context_tokens)
-    try:
-        spec = ArenaSpec(
-            num_layers=model.num_layers, num_pages=1, page_size=page, num_kv_heads=model.num_kv_heads,
-            num_q_heads=model.num_q_heads, head_dim=model.head_dim, kv_dtype=model.dtype, scale=1.0,
-            max_batch=requests, max_pages=math.ceil(budget / page),
-        )  # fmt: skip
-    except ArenaError as error:
-        raise ConfigError(
-            f"plan: --model-path {model_path}, --budget {sizes.budget_tokens}: {error}; lower the budget, "
-            "or choose another model"
-        ) from None
-    cpus = max(spec.max_batch, MOST_THREADS_PER_GROUP)
-    return worker_memory(spec, 0, [cpus]).total_bytes
-
-
-def _host_fit(host_bytes: int, sizes: Sizes) -> int:
-    pages = host_bytes // sizes.kv_bytes_per_page - 1
-    return min(max(0, pages) // sizes.host_pages_per_request, MAX_REQUESTS)
+def as_dict(plan: Plan) -> dict[str, Any]:
+    """The plan as plain numbers; sizes in bytes."""
+    requests = plan.requests or plan.offload.requests
+    pages = plan.sizes.host_pages(requests)
+    result: dict[str, Any] = {
+        "model": asdict(plan.model),
+        **asdict(plan.sizes),
+        "device_bytes_per_request": plan.sizes.device_bytes_per_request,
+        "device_bytes_once": plan.sizes.device_bytes_once,
+        "host_bytes": plan.host_bytes,
+        "gpu_bytes_after_weights": plan.gpu_kv_bytes,
+        "requests": requests,
+        "requests_need_host_pages": pages,
+        "requests_need_host_bytes": pages * plan.sizes.kv_bytes_per_page,
+        "requests_need_device_bytes": plan.sizes.device_bytes(requests),
+        "requests_need_worker_bytes": plan.worker_bytes,
+        "fits": plan.fits,
+    }
+    for name, fit in (("offload", plan.offload), ("stock", plan.stock)):
+        if fit is not None:
+            result[name] = {**asdict(fit), "requests": fit.requests, "limited_by": fit.limited_by}
+    return result
 
 
-def _host_bytes(host_gib: float | None) -> int:
-    if host_gib is not None:
-        return int(host_gib * GIB)
-    from sglang_scout.worker.arena import available_bytes  # numpy: only where it is needed
+def as_text(plan: Plan) -> str:
+    """The plan for people."""
+    model, sizes = plan.model, plan.sizes
+    blocks = [
+        columns(
+            [
+                ("model", model.describe()),
+                ("weights", f"{gib(model.weight_bytes)} ({model.weight_source})"),
+                ("KV per token", f"{sizes.kv_bytes_per_token} bytes, {model.dtype}"),
+                (
+                    "page",
+                    f"{sizes.page_size_tokens} tokens: {gib(sizes.kv_bytes_per_page)} of KV, "
+                    f"{gib(sizes.digest_bytes_per_page)} of digest, over all layers",
+                ),
+            ]
+        ),  # fmt: skip
+        f"One request of {sizes.context_tokens} tokens ({sizes.host_pages_per_request} pages)\n"
+        + columns(_request_rows(plan), right=(1, 2), indent=2),
+        "Requests that fit at once\n" + columns(_fit_rows(plan), right=(1, 2), indent=2),
+        _verdict(plan),
+    ]
+    return "\n\n".join(blocks)
 
-    return int(available_bytes() * DEFAULT_HOST_SHARE)
+
+def _request_rows(plan: Plan) -> list[tuple[str, ...]]:
+    sizes = plan.sizes
+    where = "device" if plan.gpu_kv_bytes is None else "GPU"
+    parts = (
+        ("host: KV pages", sizes.kv_bytes_per_request, ""),
+        (f"{where}: digests", sizes.digest_bytes_per_request, "one for each page"),
+        (f"{where}: input buffers", sizes.input_bytes_per_request, "of SGLang, for each token"),
+        (f"{where}: resident pages", sizes.resident_bytes_per_request,
+         f"budget of {sizes.budget_tokens} tokens"),
+        (f"{where}: page being filled", sizes.tail_bytes_per_request, ""),
+        (f"{where}: together", sizes.device_bytes_per_request,
+         f"and {gb(sizes.device_bytes_once)} once, for recalls under way"),
+    )  # fmt: skip
+    return [(name, gb(size), gib(size), note) for name, size, note in parts]
 
 
-def _check(request: Request) -> None:
-    for flag, value, most in (
-        ("--context-tokens", request.context_tokens, MAX_TOKENS),
-        ("--requests", request.requests, MAX_REQUESTS),
-        ("--host-gb", request.host_gib, MAX_GIB),
-        ("--gpu-gb", request.gpu_gib, MAX_GIB),
-    ):
-        if value is not None and not 0 < value <= most:
-            raise ConfigError(
-                f"plan: {flag} {value}: must be greater than 0, and at most {most}; give a number "
-                "between these"
-            )
-    if not 0 < request.mem_fraction <= 1:
-        raise ConfigError(
-            f"plan: --mem-fraction-static {request.mem_fraction}: must be greater than 0, and at most 1; "
-            "for example 0.88"
+def _fit_rows(plan: Plan) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = [("", "offload", "stock")]
+    rows.append((f"by host memory ({gib(plan.host_bytes)})", str(plan.offload.by_host), "-"))
+    if plan.gpu_kv_bytes is not None and plan.stock is not None:
+        name = f"by GPU memory ({gib(plan.gpu_kv_bytes)} after the weights)"
+        rows.append((name, str(plan.offload.by_gpu), str(plan.stock.by_gpu)))
+    return rows
+
+
+def _verdict(plan: Plan) -> str:
+    requests = plan.requests or plan.offload.requests
+    binds = plan.offload.limited_by.replace("gpu", "GPU")
+    if plan.requests is None:
+        lines = [f"{_count(requests)} at once; {binds} is what limits."]
+    elif plan.fits:
+        lines = [f"{_count(requests)} would fit; {binds} is what limits more."]
+    else:
+        lines = [f"{_count(requests)} would not fit: {binds} is too small."]
+    sizes, requests = plan.sizes, max(requests, 1)
+    # Rounded up: a tenth less would be a page short.
+    host_gib = math.ceil(sizes.host_pages(requests) * sizes.kv_bytes_per_page / GIB * 10) / 10
+    place = "device memory" if plan.gpu_kv_bytes is None else "GPU memory"
+    lines.append(
+        f"For {_count(requests)}: --max-running-requests {requests} "
+        f"--kv-offload-host-gb {host_gib:.1f},\n"
+        f"and {gib(sizes.device_bytes(requests))} of {place} beside the weights.\n"
+        f"The worker's ring and partial results take up to {gib(plan.worker_bytes)} of host memory more."
+    )
+    if plan.gpu_kv_bytes is None:
+        lines.append(
+            "No --gpu-gb given: with --device cpu, device memory is host memory too, on top of "
+            "--kv-offload-host-gb."
         )
+    if sizes.context_tokens > plan.model.max_context_tokens:
+        lines.append(
+            f"The model's config.json allows {plan.model.max_context_tokens} tokens; more needs "
+            "its RoPE scaling."
+        )
+    return "\n".join(lines)
+
+
+def _count(requests: int) -> str:
+    return f"{requests} request" + ("" if requests == 1 else "s")

@@ -1,10 +1,9 @@
-"""``sglang-scout profile``: per-layer recall intervals from real decoding (paper section 3.4)."""
+"""``sglang-scout profile``: per-layer recall intervals from a step log (paper section 3.4)."""
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -12,165 +11,132 @@ import msgspec
 import numpy as np
 
 from sglang_scout import __version__
-from sglang_scout.cli.device import Placement, place
-from sglang_scout.cli.profile_prompts import describe, make_prompts
-from sglang_scout.cli.profile_request import (
-    Request,
-    check_request,
-    least_tokens,
-    resident_tokens,
-    server_config,
-    server_words,
-)
-from sglang_scout.cli.profile_run import RunFailed, ends_orderly, run_workload
-from sglang_scout.cli.progress import Progress
-from sglang_scout.cli.step_log_file import StepLogFile, ratios_by_age
 from sglang_scout.cli.table import columns
-from sglang_scout.core.config import WRITTEN_KEYS
-from sglang_scout.core.profile import FLAG as PROFILE_FLAG
+from sglang_scout.core.errors import ConfigError
+from sglang_scout.core.files import check_different
 from sglang_scout.core.profile import (
     PROFILE_VERSION,
-    ModelIdentity,
-    ProfileCheck,
     RecallProfile,
     choose_interval,
     save_profile,
-    selection_of,
 )
+from sglang_scout.core.step_log import StepLogFile, ratios_by_age, read_step_log
+
+DESCRIPTION = (
+    "Find out how often each layer should recall. Reads the step log of a decode server that served a "
+    'workload without recall (--kv-offload-config \'{"step_log": "FILE", "recall": "off"}\'), follows '
+    "how the share of pages that the CPU computes grows in each layer, and takes for each layer the "
+    "longest interval that keeps it at the threshold. Decode servers load the result with "
+    "--kv-offload-recall-profile."
+)
+LEAST_STEPS = 8
 
 
-def make_profile(request: Request, progress: Progress) -> RecallProfile:
-    """Run the workload without recall, choose the intervals, and run it with them.
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("step_log", metavar="STEP_LOG", help="the file that the server wrote")
+    add("--output", required=True, metavar="FILE", help="the profile to write, JSON")
+    add(
+        "--threshold",
+        type=float,
+        default=0.12,
+        metavar="RATIO",
+        help="share of the budget that the CPU may compute (default: 0.12)",
+    )
+    add("--plot", metavar="FILE", help="also draw it, to FILE.png, .svg or .pdf")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Makes, writes and prints a profile. Returns 0.
 
     Raises:
-        ConfigError: a wrong value; RunFailed: servers or requests failed.
+        ConfigError: a wrong argument, or a log that tells no intervals.
     """
-    check_request(request)
-    where = place(request.device)
-    prompts = make_prompts(
-        request.model_path,
-        request.dataset,
-        count=request.batch,
-        length_tokens=request.input_tokens,
-        least_tokens=least_tokens(request.budget_tokens),
-    )
-    log = _run(request, where, prompts, progress, {"recall": "off"})
-    profile = profile_of(log, request, [len(prompt) for prompt in prompts])
-    # Written before the check: the intervals are worth keeping whatever happens then.
-    save_profile(profile, request.output)
-    if request.check:
-        path = str(Path(request.output).absolute())
-        with tempfile.TemporaryDirectory(prefix="sglang-scout-profile-") as folder:
-            # What the first run has written stays; keys that belong to such a file go on to have one.
-            elsewhere = {
-                key: str(Path(folder) / key) for key in WRITTEN_KEYS if key in request.config
-            }
-            again = _run(
-                request,
-                where,
-                prompts,
-                progress,
-                {"recall": "profile", **elsewhere},
-                (PROFILE_FLAG, path),
-            )
-        curves, _ = ratios_by_age(again, request.steps + 1)
-        check = ProfileCheck(
-            ratios=curves[:, 1:].mean(axis=1).round(4).tolist(),
-            curves=curves[:, 1:].round(4).tolist(),
-        )
-        profile = msgspec.structs.replace(profile, check=check)
-        save_profile(profile, request.output)
-    return profile
+    files = [("STEP_LOG", args.step_log), ("--output", args.output), ("--plot", args.plot)]
+    check_different((flag, f"profile: {flag} {path!r}", path) for flag, path in files)
+    profile = profile_of(read_step_log(args.step_log), args.threshold)
+    try:
+        save_profile(profile, args.output)
+    except OSError as error:
+        raise ConfigError(
+            f"profile: --output {args.output!r}: cannot be written: {error.strerror}; name another file"
+        ) from None
+    if args.plot is not None:
+        try:
+            draw(profile, Path(args.plot))
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"profile: --plot {args.plot!r}: {error}; name a .png, .svg or .pdf in a folder that exists"
+            ) from None
+    print(json.dumps(msgspec.to_builtins(profile)) if args.json else as_text(profile))
+    return 0
 
 
-def _run(
-    request: Request,
-    where: Placement,
-    prompts: list[list[int]],
-    progress: Progress,
-    config: dict[str, Any],
-    decode_flags: tuple[str, ...] = (),
-) -> StepLogFile:
-    # Said also where it is what a server on the CPU would take: one on a GPU would take all that is free.
-    cache = {"resident_tokens": resident_tokens(request)}
-    return run_workload(
-        request.model_path,
-        prompts,
-        request.steps,
-        where=where,
-        budget_tokens=request.budget_tokens,
-        config={**request.config, **config, **cache},
-        decode_flags=decode_flags,
-        dtype=request.dtype,
-        server_args=server_words(request),
-        progress=progress,
-    )
-
-
-def profile_of(log: StepLogFile, request: Request, prompt_tokens: list[int]) -> RecallProfile:
+def profile_of(log: StepLogFile, threshold: float) -> RecallProfile:
     """The profile of a run without recall.
 
     Raises:
-        RunFailed: the log has not every step.
+        ConfigError: a wrong threshold, a run with recall, or too few steps of requests that are larger
+            than the budget.
     """
+    if not 0.0 < threshold < 1.0:
+        raise ConfigError(f"profile: --threshold {threshold}: must lie between 0 and 1, as 0.12")
+    facts = log.facts
+    if facts.recall != "off":
+        raise ConfigError(
+            f'profile: the step log is of a server with "recall": "{facts.recall}"; record it with '
+            '"recall": "off"'
+        )
     # The first step of a request finds none of its pages on the device. What it selects is loaded
     # in every mode; the curve begins after that.
-    curves, samples = ratios_by_age(log, request.steps + 1)
-    curves, samples = curves[:, 1:], samples[1:]
-    if not samples.all():
-        raise RunFailed(
-            f"profile: no request was recorded at step {int(np.argmin(samples)) + 1} of "
-            f"{request.steps}; they ended early, or fit their budget"
+    oldest = max((age for step in log.steps for age in step.ages), default=0)
+    curves, samples = ratios_by_age(log, oldest + 1)
+    steps = int(np.argmin(np.append(samples[1:], 0)))
+    curves, samples = curves[:, 1 : steps + 1], samples[1 : steps + 1]
+    if steps < LEAST_STEPS:
+        raise ConfigError(
+            f"profile: the step log has {steps} steps of requests that are larger than the budget of "
+            f"{facts.budget_tokens} tokens, at least {LEAST_STEPS} are needed; send longer prompts, or ask "
+            "for more tokens"
         )
+    pages = [
+        pages
+        for step in log.steps
+        for age, pages in zip(step.ages, step.full_pages, strict=True)
+        if age == 0 and pages > log.budget_pages
+    ]
+    lengths = "-".join(str(n * facts.page_size_tokens) for n in sorted({min(pages), max(pages)}))
     weights = samples.astype(np.float64)
-    lengths = f"{min(prompt_tokens)} to {max(prompt_tokens)}"
-    if min(prompt_tokens) == max(prompt_tokens):
-        lengths = str(prompt_tokens[0])
     return RecallProfile(
         version=PROFILE_VERSION,
-        model=Path(request.model_path).resolve().name,
-        page_size_tokens=int(log.facts["page_size_tokens"]),
-        budget_tokens=request.budget_tokens,
-        threshold=request.threshold,
-        intervals=[choose_interval(curve, weights, request.threshold) for curve in curves],
-        num_layers=log.num_layers,
-        workload=f"{len(prompt_tokens)} requests at once, prompts of {lengths} tokens of "
-        f"{describe(request.dataset)}, {request.steps} steps, {resident_tokens(request)} resident tokens in all, "
-        f"{request.dtype}" + (f", {json.dumps(dict(request.config))}" if request.config else ""),
-        identity=msgspec.convert(log.facts["identity"], ModelIdentity),
+        model=facts.model,
+        page_size_tokens=facts.page_size_tokens,
+        budget_tokens=facts.budget_tokens,
+        threshold=threshold,
+        intervals=[choose_interval(curve, weights, threshold) for curve in curves],
+        num_layers=facts.layers,
+        workload=f"{len(pages)} requests of {lengths} tokens, {steps} steps",
+        identity=facts.identity,
         samples=samples.tolist(),
         curves=curves.round(4).tolist(),
         made_by=f"sglang-scout {__version__}",
-        selection=selection_of(server_config(request)),
+        selection=facts.selection,
     )
 
 
 def as_text(profile: RecallProfile) -> str:
     """The profile for people."""
-    check, last = profile.check, len(profile.samples)
-    head: tuple[str, ...] = ("layer", "interval", "ratio after 1 step", "at the interval")
-    rows = [(*head, f"after {last}, no recall", "mean with these intervals")]
-    for layer, (interval, curve) in enumerate(zip(profile.intervals, profile.curves, strict=True)):
-        held = f"{check.ratios[layer]:.3f}" if check else ""
-        shown = (curve[0], curve[interval - 1], curve[-1])
-        rows.append((str(layer), str(interval), *(f"{x:.3f}" for x in shown), held))
-    beta = profile.threshold
-    lines = [f"{profile.model}: {profile.workload}", columns(rows, right=range(6))]
-    mean = float(np.mean(profile.intervals))
-    text = f"Mean interval {mean:.1f} steps at a threshold of {beta:g}. Mean ratio: "
-    text += f"{np.mean(profile.curves):.3f} without recall"
-    text += f", {np.mean(check.ratios):.3f} with these intervals." if check else "."
-    lines.append(text)
-    notes = _notes(profile)
-    return "\n\n".join([*lines, *(["\n".join(notes)] if notes else [])])
-
-
-def _notes(profile: RecallProfile) -> list[str]:
-    """What is not as one would wish."""
     beta, last = profile.threshold, len(profile.samples)
+    rows = [("layer", "interval", "ratio after 1 step", "at the interval", f"after {last}")]
+    for layer, (interval, curve) in enumerate(zip(profile.intervals, profile.curves, strict=True)):
+        ratios = (curve[0], curve[interval - 1], curve[-1])
+        rows.append((str(layer), str(interval), *(f"{x:.3f}" for x in ratios)))
     at_once = [i for i, n in enumerate(profile.intervals) if n == 1 and profile.curves[i][0] > beta]
     whole = [i for i, n in enumerate(profile.intervals) if n == last]
-    notes = []
+    notes = [
+        f"Mean interval {np.mean(profile.intervals):.1f} steps at a threshold of {beta:g}; mean ratio "
+        f"{np.mean(profile.curves):.3f} without recall."
+    ]
     if at_once:
         notes.append(
             f"Layers above {beta:g} one step after their pages were loaded: {at_once}. They recall "
@@ -178,37 +144,47 @@ def _notes(profile: RecallProfile) -> list[str]:
         )
     if whole:
         notes.append(
-            f"Layers that stayed below {beta:g} for all {last} steps: {whole}. Longer intervals may "
-            "do; more --steps would tell."
+            f"Layers that stayed at {beta:g} or below for all {last} steps: {whole}. Longer intervals may "
+            "do; more steps would tell."
         )
-    if profile.check:
-        above = [i for i, ratio in enumerate(profile.check.ratios) if ratio > beta]
-        if above:
-            notes.append(f"Layers whose mean is above {beta:g} with these intervals: {above}.")
-    return notes
+    head = f"{profile.model}: {profile.workload}"
+    return "\n\n".join([head, columns(rows, right=range(5)), "\n".join(notes)])
 
 
-def run(request: Request, *, as_json: bool) -> int:
-    """Makes, writes and prints a profile. Returns 0, 1 if a run failed, 130 after Ctrl-C.
+def draw(profile: RecallProfile, target: Path) -> None:
+    """Writes a picture in the form of the paper's Figure 6a: ratios by step, and the intervals.
 
     Raises:
-        ConfigError: a wrong argument.
+        OSError, ValueError: the file cannot be written, or is of no kind that matplotlib knows.
     """
-    progress = Progress()
-    try:
-        with ends_orderly():
-            profile = make_profile(request, progress)
-    except RunFailed as error:
-        print(f"sglang-scout: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\nsglang-scout: interrupted; the servers are stopped", file=sys.stderr)
-        return 130
-    progress.say(f"wrote {request.output}")
-    if request.plot is not None:
-        from sglang_scout.cli import profile_plot
+    import matplotlib
 
-        profile_plot.draw(profile, Path(request.plot))
-        progress.say(f"wrote {request.plot}")
-    print(json.dumps(msgspec.to_builtins(profile)) if as_json else as_text(profile))
-    return 0
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4.6), width_ratios=(4, 3), layout="constrained")
+    try:
+        colors = plt.get_cmap("viridis")(np.linspace(0.0, 0.9, profile.num_layers))
+        _draw_curves(axes[0], profile, colors)
+        axes[1].bar(range(profile.num_layers), profile.intervals, color=colors)
+        axes[1].set_title(f"Recall intervals: mean {np.mean(profile.intervals):.1f}")
+        axes[1].set_xlabel("layer")
+        axes[1].set_ylabel("steps")
+        head = f"{profile.model}, budget {profile.budget_tokens} tokens: {profile.workload}"
+        figure.suptitle(head, fontsize="medium")
+        figure.savefig(target, dpi=130)
+    finally:
+        plt.close(figure)
+
+
+def _draw_curves(axes: Any, profile: RecallProfile, colors: Any) -> None:
+    steps = np.arange(1, len(profile.samples) + 1)
+    for color, curve in zip(colors, profile.curves, strict=True):
+        axes.plot(steps, curve, color=color, linewidth=0.6)
+    axes.plot(steps, np.mean(profile.curves, axis=0), color="black", label="mean of the layers")
+    axes.axhline(profile.threshold, color="#e15759", linestyle="--", label="threshold")
+    axes.set_title(f"Without recall: mean {np.mean(profile.curves):.3f}")
+    axes.set_xlabel("steps after a request's pages were loaded")
+    axes.set_ylabel("CPU compute ratio")
+    axes.set_ylim(bottom=0)
+    axes.legend(fontsize="small")

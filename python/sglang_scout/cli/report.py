@@ -1,138 +1,125 @@
-"""``sglang-scout report``: a timeline as a table, one JSON object, or a plot."""
+"""``sglang-scout report``: a step log as a table or one JSON object."""
 
 from __future__ import annotations
 
+import argparse
 import json
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any
+from dataclasses import asdict, dataclass
+from itertools import pairwise
 
-from sglang_scout.cli.breakdown import PARTS, Breakdown, Lead, break_down
+import numpy as np
+
 from sglang_scout.cli.table import columns, gb
-from sglang_scout.cli.trace_file import Trace, read_trace
 from sglang_scout.core.errors import ConfigError
+from sglang_scout.core.step_log import StepLogFile, ratios_by_age, read_step_log
 
-AHEAD_SHARE = 0.5
-"""From this share of overlap on, the worker is said to have computed ahead."""
+DESCRIPTION = (
+    "Say where the time of a decode step goes and what each layer leaves to the CPU, from a step log, "
+    'which a decode server writes with --kv-offload-config \'{"step_log": "FILE"}\'. For a timeline of '
+    'single steps use {"trace": "FILE"} and ui.perfetto.dev.'
+)
+CAUSES = {
+    "cpu_wait_us": "waiting for missing pages",
+    "recall_wait_us": "waiting for recalled pages",
+    "rest_us": "rest of the step",
+    "between_us": "until the next one begins",
+}
+"""What a step's time is spent on, by field of :class:`Report`; they add up to ``period_us``."""
 
-_FACTS = ("policy", "layers", "budget_tokens", "precompute", "recall")
+
+@dataclass(frozen=True)
+class Report:
+    """Means over ``steps`` steps that another one follows.
+
+    Attributes:
+        period_us: from the begin of a step to that of the next one.
+        ratio_by_layer: CPU compute ratio of requests that are larger than the budget, without their
+            first step.
+        cpu_wait_us_by_layer: time that the device waited for missing pages.
+    """
+
+    policy: str
+    recall: str
+    steps: int
+    requests: float
+    period_us: float
+    cpu_wait_us: float
+    recall_wait_us: float
+    rest_us: float
+    between_us: float
+    ratio_by_layer: list[float]
+    cpu_wait_us_by_layer: list[float]
+    recalled_pages: float
+    recall_bytes: float
 
 
-def run(path: str, *, as_json: bool, plot: str | None) -> int:
-    """Prints the report of the timeline ``path`` and, if asked for, draws it. Returns 0.
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("step_log", metavar="STEP_LOG", help="the file that the server wrote")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the report. Returns 0.
 
     Raises:
-        ConfigError: no such timeline, or the plot cannot be made; says what to do.
+        ConfigError: no such step log, or none of whose steps another one follows.
     """
-    trace = read_trace(path)
-    found = break_down(trace)
-    if plot is not None:
-        _draw(found, trace, plot)
-    print(json.dumps(as_dict(found, trace)) if as_json else as_text(found, trace))
+    found = report_of(read_step_log(args.step_log))
+    print(json.dumps(asdict(found)) if args.json else as_text(found))
     return 0
 
 
-def as_dict(found: Breakdown, trace: Trace) -> dict[str, Any]:
-    """The report as plain numbers, times in microseconds; means per step but for ``copies``."""
-    return {
-        "trace": trace.path,
-        **{name: trace.facts[name] for name in _FACTS if name in trace.facts},
-        "worker_events_lost": trace.events_lost,
-        **asdict(found),
-        "worker_busy_share": found.worker_busy_us / found.step_us,
-        "ahead_share": found.ahead_share,
-        "ahead_sentence": ahead_sentence(found),
-    }
+def report_of(log: StepLogFile) -> Report:
+    """The report of a step log.
 
-
-def as_text(found: Breakdown, trace: Trace) -> str:
-    """The report for people."""
-    known = ", ".join(f"{n} {trace.facts[n]}" for n in _FACTS if n in trace.facts)
-    blocks = [f"{trace.path}: {found.steps} whole steps ({known})", _parts(found)]
-    blocks += [_worker(found), _copies(found), _leads(found.leads), ahead_sentence(found)]
-    if trace.events_lost:
-        blocks.append(
-            f"{trace.events_lost} events of the worker are lost: its busy times are too small."
+    Raises:
+        ConfigError: no step is followed by another one of the same requests.
+    """
+    # Where all requests of the next step are new, the server may have been idle between the two.
+    pairs = [(step, after) for step, after in pairwise(log.steps) if any(after.ages)]
+    if not pairs:
+        raise ConfigError(
+            "report: the step log has no steps in a row; record it with requests running"
         )
-    return "\n\n".join(block for block in blocks if block)
-
-
-def ahead_sentence(found: Breakdown) -> str:
-    """Whether the worker computed layer l+1 while layer l ran."""
-    share = found.ahead_share
-    if share is None:
-        return "The worker computed nothing in these steps, but perhaps layer 0."
-    did = "computed" if share >= AHEAD_SHARE else "did not compute"
-    return (
-        f"The worker {did} layer l+1 while layer l ran: {_percent(share)} of its time for the layers "
-        "from 1 on lies within the layer before."
+    steps = [step for step, _ in pairs]
+    period = np.array([after.start_us - step.start_us for step, after in pairs])
+    waited = np.array([step.gpu_wait_us for step in steps])
+    recall_wait = np.array([step.recall_wait_us for step in steps])
+    inside = np.minimum([step.step_us for step in steps], period)
+    oldest = max(age for step in log.steps for age in step.ages)
+    ratios, rows = ratios_by_age(log, oldest + 1)
+    ratio = (ratios[:, 1:] * rows[1:]).sum(axis=1) / max(1, rows[1:].sum())
+    return Report(
+        policy=log.facts.policy,
+        recall=log.facts.recall,
+        steps=len(steps),
+        requests=float(np.mean([len(step.ages) for step in steps])),
+        period_us=float(period.mean()),
+        cpu_wait_us=float(waited.sum(axis=1).mean()),
+        recall_wait_us=float(recall_wait.mean()),
+        rest_us=float((inside - waited.sum(axis=1) - recall_wait).mean()),
+        between_us=float((period - inside).mean()),
+        ratio_by_layer=ratio.round(4).tolist(),
+        cpu_wait_us_by_layer=waited.mean(axis=0).round(1).tolist(),
+        recalled_pages=float(np.mean([step.recalled_pages for step in steps])),
+        recall_bytes=float(np.mean([step.recall_bytes for step in steps])),
     )
 
 
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
-
-
-def _us(value: float) -> str:
-    return f"{value:.0f}"
-
-
-def _parts(found: Breakdown) -> str:
-    rows: list[tuple[str, ...]] = [("decode step", "us", "share")]
-    for key, text in PARTS.items():
-        us = found.parts_us[key]
-        if us or key not in ("fallback", "verify"):
-            rows.append((text, _us(us), _percent(us / found.step_us)))
-    rows.append(("whole step", _us(found.step_us), _percent(1)))
-    if found.between_us is not None:
-        rows.append(("until the next one begins", _us(found.between_us), ""))
-    return columns(rows, right=(1, 2))
-
-
-def _worker(found: Breakdown) -> str:
-    if not found.thread_busy_us:
-        return "The worker was idle in these steps."
-    rows: list[tuple[str, ...]] = [("worker busy, per step", "us", "of the step")]
-    for name, us in found.thread_busy_us.items():
-        rows.append((name.removeprefix("worker "), _us(us), _percent(us / found.step_us)))
-    us = found.worker_busy_us
-    rows.append(("any thread", _us(us), _percent(us / found.step_us)))
-    return columns(rows, right=(1, 2))
-
-
-def _copies(found: Breakdown) -> str:
-    rows: list[tuple[str, ...]] = [
-        ("copies, all steps", "number", "pages", "bytes", "us", "GB/s", "while layers ran")
-    ]
-    for c in found.copies:
-        speed = f"{c.bytes / c.us / 1e3:.2f}" if c.us else ""
-        hidden = _percent(c.within_layers_us / c.us) if c.us else ""
-        row = (str(c.copies), str(c.pages), gb(c.bytes), _us(c.us), speed, hidden)
-        rows.append((c.kind, *row))
-    return columns(rows, right=range(1, 7)) if len(rows) > 1 else "No page was copied."
-
-
-def _leads(leads: list[Lead]) -> str:
-    if not leads:
-        return ""
-    rows: list[tuple[str, ...]] = [
-        ("answer ready before need, us", "answers", "in time", "min", "p10", "median", "p90", "max",
-         "mean wait"),
-    ]  # fmt: skip
-    for lead in leads:
-        times = (lead.min_us, lead.p10_us, lead.median_us, lead.p90_us, lead.max_us, lead.wait_us)
-        name = f"layer {lead.layer}" + (" (no layer before it)" if lead.layer == 0 else "")
-        share = _percent(lead.in_time / lead.answers)
-        rows.append((name, str(lead.answers), share, *map(_us, times)))
-    return columns(rows, right=range(1, 9))
-
-
-def _draw(found: Breakdown, trace: Trace, target: str) -> None:
-    from sglang_scout.cli import report_plot  # matplotlib takes a second to import
-
-    try:
-        report_plot.draw(found, trace, Path(target))
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"report: --plot {target}: {error}; name a .png, .svg or .pdf in a folder that exists"
-        ) from error
+def as_text(found: Report) -> str:
+    """The report for people."""
+    shares: list[tuple[str, ...]] = [("decode step", "us", "share")]
+    for name, text in {**CAUSES, "period_us": "together"}.items():
+        us = getattr(found, name)
+        shares.append((text, f"{us:.0f}", f"{100 * us / found.period_us:.1f} %"))
+    layers: list[tuple[str, ...]] = [("layer", "CPU compute ratio", "wait, us")]
+    for layer, ratio in enumerate(found.ratio_by_layer):
+        layers.append((str(layer), f"{ratio:.3f}", f"{found.cpu_wait_us_by_layer[layer]:.0f}"))
+    layers.append(("mean", f"{np.mean(found.ratio_by_layer):.3f}", ""))
+    return "\n\n".join(
+        [
+            f"{found.steps} steps of {found.requests:.1f} requests; policy {found.policy}, recall {found.recall}",
+            columns(shares, right=(1, 2)),
+            columns(layers, right=(0, 1, 2)),
+            f"Recalled per step: {found.recalled_pages:.1f} pages, {gb(found.recall_bytes)}.",
+        ]
+    )

@@ -135,7 +135,9 @@ class OffloadConfig:
     exact_steps: int = _for_tests(
         1, "First steps of a request without prediction", (0, 10**6), needs=("precompute", True)
     )
-    step_engine: str = _for_tests("auto", "Which engine", choices=("auto", "host", "device"))
+    transport: str = _for_tests(
+        "auto", "Who posts to the worker: the host, or kernels", choices=("auto", "host", "graph")
+    )
     verify: bool = _for_tests(False, "Compare every layer with fp32 attention over host pages")
     dummy_kv: bool = _for_tests(False, "With the fake transfer backend: pages of seeded noise")
     trace_steps: int = _for_tests(64, "Steps that the trace keeps", (1, 10**6))

@@ -9,30 +9,19 @@ from collections.abc import Iterable
 from sglang_scout.core.errors import ConfigError
 
 
-def check_place(what: str, path: str) -> None:
-    """Refuse a name that is empty, a folder, or in a folder that does not exist.
-
-    Args:
-        what: names the flag and its value.
-    Raises:
-        ConfigError: with ``what``.
-    """
-    # os.path's answers, unlike pathlib's, are "no" also for what may not or cannot be looked at.
-    folder = os.path.dirname(path) or "."
-    if not path or os.path.isdir(path) or not os.path.isdir(folder):
-        raise ConfigError(f"{what}: not a file in a folder that exists; name a file")
-
-
 def check_writable(what: str, path: str) -> None:
-    """Refuse a file that cannot be made, or opened for writing. Leaves everything as it was, but for the
-    target of a link to nothing, which is made.
+    """Refuse a name that is empty, a folder, or in a folder that does not exist, and a file that cannot be
+    opened for writing. Leaves everything as it was, but for the target of a link to nothing, which is made.
 
     Args:
         what: names the flag and its value.
     Raises:
         ConfigError: with ``what`` and the system's reason.
     """
-    check_place(what, path)
+    # os.path's answers, unlike pathlib's, are "no" also for what may not or cannot be looked at.
+    folder = os.path.dirname(path) or "."
+    if not path or os.path.isdir(path) or not os.path.isdir(folder):
+        raise ConfigError(f"{what}: not a file in a folder that exists; name a file")
     if os.path.exists(path) and not os.path.isfile(path):
         return  # a pipe, whose reader would see the attempt, or a device
     is_new = not os.path.lexists(path)

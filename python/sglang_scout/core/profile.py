@@ -50,17 +50,6 @@ class ModelIdentity(msgspec.Struct, frozen=True):
         )
 
 
-class ProfileCheck(msgspec.Struct, frozen=True):
-    """What the intervals gave when the same workload ran with them.
-
-    ``ratios[l]`` is the mean CPU compute ratio of layer l over all steps but each request's first,
-    ``curves[l][t-1]`` the mean at its step t.
-    """
-
-    ratios: list[float]
-    curves: list[list[float]]
-
-
 class RecallProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     """Contents of a profile file.
 
@@ -83,7 +72,6 @@ class RecallProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     identity: ModelIdentity | None = None
     samples: list[int] = []
     curves: list[list[float]] = []
-    check: ProfileCheck | None = None
     made_by: str = ""
     selection: dict[str, str | int | float] = {}
 

@@ -17,6 +17,7 @@ class Counters:
     steps: int = 0
     selected_pages: int = 0
     cpu_pages: int = 0
+    fetched_pages: int = 0
     budget_pages: int = 0
     recalled_pages: int = 0
     recall_bytes: int = 0
@@ -39,27 +40,20 @@ class Counters:
     def cpu_compute_ratio(self) -> float:
         return self.cpu_pages / self.budget_pages if self.budget_pages else 0.0
 
-    def count_selection(self, layer: int, selected: int, missing: int, budget: int) -> None:
+    def count_step(
+        self, selected: int, missing: npt.NDArray[np.int64], budget: int, route: str
+    ) -> None:
+        """A step's selections: pages chosen over all layers, ``missing`` ``[L]`` of them, ``budget`` of a layer."""
         self.selected_pages += selected
-        self.cpu_pages += missing
-        self.budget_pages += budget
-        self.cpu_pages_by_layer[layer] += missing
-        self.budget_pages_by_layer[layer] += budget
-
-    def count_selections(self, selected: int, missing: npt.NDArray[np.int64], budget: int) -> None:
-        """As :meth:`count_selection`, of all layers: ``missing`` ``[L]``, ``budget`` of each."""
-        self.selected_pages += selected
-        self.cpu_pages += int(missing.sum())
         self.budget_pages += budget * self.num_layers
-        self.cpu_pages_by_layer += missing
         self.budget_pages_by_layer += budget
-
-    def count_wait(self, layer: int, wait_us: int) -> None:
-        """The device waited for pages of ``layer``: for the worker's answer, or for copies."""
-        self.gpu_wait_us += wait_us
-        self.gpu_wait_us_by_layer[layer] += wait_us
+        if route == "cpu":
+            self.cpu_pages += int(missing.sum())
+            self.cpu_pages_by_layer += missing
+        elif route == "fetch":
+            self.fetched_pages += int(missing.sum())
 
     def count_waits(self, waits_us: npt.NDArray[np.int64]) -> None:
-        """As :meth:`count_wait`, of all layers: ``[L]``."""
+        """The device waited for the worker's answers: ``[L]``."""
         self.gpu_wait_us += int(waits_us.sum())
         self.gpu_wait_us_by_layer += waits_us

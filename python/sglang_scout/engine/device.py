@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sglang_scout.worker.fault_in import populate_together
+from sglang_scout.worker.host_memory import populate_together
 
 LOCK_CHUNK_BYTES = 4 * 2**30
 _MAPPED = 2  # cudaHostRegisterMapped
@@ -104,7 +104,7 @@ class SideStream:
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
 
-    def submit(self, function: Callable[..., Any], /, *args: Any) -> StreamEnding:
+    def submit(self, function: Callable[..., Any], /, *args: Any) -> StreamCopy:
         """Launch what ``function`` launches, behind everything that the current stream has to do."""
         self._stream.wait_stream(torch.cuda.current_stream())
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -112,14 +112,14 @@ class SideStream:
             begin.record()
             function(*args)
             end.record()
-        return StreamEnding(begin, end)
+        return StreamCopy(begin, end)
 
     def shutdown(self, wait: bool = True) -> None:
         if wait:
             self._stream.synchronize()
 
 
-class StreamEnding:
+class StreamCopy:
     """The end of copies on a side stream, as a future would tell it."""
 
     def __init__(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> None:

@@ -9,9 +9,11 @@ from typing import Any
 from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.page_bytes import digest_bytes, input_bytes
+from sglang_scout.engine.fetch import staging_bytes
 from sglang_scout.engine.pools import ModelShape
+from sglang_scout.policy.base import Route
 from sglang_scout.worker.arena import ArenaSpec
-from sglang_scout.worker.sizes import WorkerMemory, worker_memory
+from sglang_scout.worker.ring import WorkerMemory, worker_memory
 
 HEADROOM_BYTES = 256 * 2**20
 """What the step's buffers and the interpreters may still need."""
@@ -26,6 +28,7 @@ class MemoryPlan:
         budget_pages: k, at most the pages of one context.
         num_slots: device slots per layer: resident pages, tails, and room for recalls under way.
         input_bytes: SGLang's input buffers, which are as long as all tokens of the host pages.
+        staging_bytes: where missing pages arrive that a policy fetches.
     """
 
     num_pages: int
@@ -36,6 +39,7 @@ class MemoryPlan:
     input_bytes: int
     resident_bytes: int
     worker: WorkerMemory
+    staging_bytes: int = 0
 
     @property
     def rows(self) -> tuple[tuple[str, int, int], ...]:
@@ -45,6 +49,7 @@ class MemoryPlan:
             ("digests", self.num_pages, self.digest_bytes),
             ("input buffers", self.num_pages, self.input_bytes),
             ("resident slots", self.num_slots, self.resident_bytes),
+            *([("staging", 2, self.staging_bytes)] if self.staging_bytes else []),
             *self.worker.rows,
         )
 
@@ -58,6 +63,7 @@ def plan_memory(
     context_tokens: int,
     node_cpus: Sequence[int],
     device_bytes: int | None = None,
+    route: Route = "cpu",
 ) -> MemoryPlan:
     """Sizes of the stores for ``num_pages`` host pages and at most ``max_batch`` requests.
 
@@ -65,11 +71,15 @@ def plan_memory(
         node_cpus: CPUs of the worker on each memory node that the pages are divided among.
         device_bytes: what a device of its own memory has left for digests, input buffers and resident pages; the
             last get all of it unless ``resident_tokens`` says otherwise. None: the CPU device.
+        route: of missing pages, see ``policy/base.py``.
     Raises:
         ConfigError: they do not fit; with the numbers.
     """
     size = shape.page_size
     budget_pages = most_pages(config, shape, context_tokens)
+    staging = staging_bytes(shape, max_batch, budget_pages) if route == "fetch" else 0
+    if device_bytes is not None:
+        device_bytes -= staging
     page_bytes = 2 * shape.page_bytes * shape.num_layers
     on_digests, on_inputs = num_pages * _digest_bytes(shape), num_pages * input_bytes(size)
     least_slots = _least_slots(config, max_batch, budget_pages)
@@ -89,6 +99,7 @@ def plan_memory(
         input_bytes=on_inputs,
         resident_bytes=num_slots * page_bytes,
         worker=plan_worker(config, shape, max_batch, context_tokens, node_cpus),
+        staging_bytes=staging,
     )
     if device_bytes is not None:
         _check_device(plan, config, max_batch, min(least_slots, num_pages), device_bytes)
@@ -236,9 +247,9 @@ def check_memory(
     Raises:
         ConfigError: naming the parts and the flags that size them.
     """
-    on_device = plan.digest_bytes + plan.input_bytes + plan.resident_bytes if shared else 0
+    on_device = plan.digest_bytes + plan.input_bytes + plan.resident_bytes + plan.staging_bytes
     of_host = plan.host_bytes + plan.worker.total_bytes
-    needed = ranks * (of_host + on_device + HEADROOM_BYTES)
+    needed = ranks * (of_host + (on_device if shared else 0) + HEADROOM_BYTES)
     if needed <= available_bytes:
         return
     parts = ", ".join(f"{what} {size / 2**30:.2f} GiB" for what, _, size in plan.rows)

@@ -141,21 +141,21 @@ class DigestPool:
     def device(self) -> torch.device:
         return self.low[0].device
 
-    def rehearse(self, host: HostPages, resident: LayerPages) -> None:
+    def warm_up(self, host: HostPages, resident: LayerPages) -> None:
         """Do what requests need once, before there are any, so that none waits while kernels are compiled
         and loaded. With page 0, which is padding."""
         padding = np.zeros(1, np.int64)
         ids, slots = self._ids(padding), self._ids(np.zeros((len(resident.k), 1)))
         for source, rows in ((host.for_copies(self.device), None), (resident, slots)):
             self._form.build(source, ids, self.low, self.high, rows)
-        self.poison(padding)
+        self.unset(padding)
         self.accept(padding)
 
     def invalidate(self, pages: npt.NDArray[np.integer]) -> None:
         """The pages were freed: their digests no longer hold."""
         self.valid[pages] = False
 
-    def poison(self, pages: npt.NDArray[np.integer]) -> None:
+    def unset(self, pages: npt.NDArray[np.integer]) -> None:
         """Mark the digests of freshly allocated pages as not written."""
         if self._built is not None:
             # Pages come from requests that have ended; what was launched for them ends first.
@@ -166,7 +166,7 @@ class DigestPool:
     def accept(self, pages: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Mark those of ``pages`` whose digests have been written as valid; return the others.
 
-        The host waits for the current stream, which must be the one of :meth:`poison` or behind it.
+        The host waits for the current stream, which must be the one of :meth:`unset` or behind it.
         """
         complete = self._form.is_set(self.low, self.high, self._ids(pages)).cpu().numpy()
         self.valid[pages[complete]] = True

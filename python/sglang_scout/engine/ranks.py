@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from sglang_scout.engine.digest_forms import FORMS
-from sglang_scout.policy.axes import DigestAxis
+from sglang_scout.policy.base import Digest
 
 
 class Ranks(Protocol):
@@ -37,7 +37,7 @@ class SharedChoice:
         ValueError: a bonus for resident pages on scores that are summed would count once per rank.
     """
 
-    def __init__(self, ranks: Ranks, digest: DigestAxis) -> None:
+    def __init__(self, ranks: Ranks, digest: Digest) -> None:
         self._ranks = ranks
         self._how = FORMS[digest.form].across_heads(digest.head_reduce)
         if digest.resident_bonus and self._how == "sum":

@@ -1,9 +1,8 @@
-"""Page copies from host to device: at once before a step, or asynchronously behind one (paper section 3.4).
+"""Page copies from host to device: at once before a step, or asynchronously beside one (paper section 3.4).
 
-A recall starts after a layer's attention and is committed at the next step boundary: a page that was
-handed to the CPU in step t is still not resident in step t, and is in step t+1. The slots that it
-takes may be those of pages of the same layer: their attention of step t is over, and what the step
-still reads of residency was fixed at its boundary.
+A recall starts at a step boundary and is committed at the next one: a page that was handed to the CPU in step t is
+still not resident in step t. The slots that it takes were taken from their pages at the boundary, so that the step
+does not read them; steps that still run may, and on a device copies wait for these.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from sglang_scout.core.pages import Reservation, ResidencyTable
 from sglang_scout.engine.counters import Counters
 from sglang_scout.engine.device import upload
 from sglang_scout.engine.pools import HostPages, ResidentCache
+from sglang_scout.engine.step_results import KNOWN_AFTER
 from sglang_scout.engine.trace import Tracer
 from sglang_scout.ops.gather import copy_layer_pages
 
@@ -30,8 +30,8 @@ Layers = npt.NDArray[np.int64] | int
 _SMOOTH = 1 / 8
 
 
-class Ending(Protocol):
-    """When copies end: a future of the nanoseconds that they took, or what looks like one."""
+class CopyHandle(Protocol):
+    """Future-like; the result is the elapsed nanoseconds."""
 
     def exception(self, timeout: float | None = None) -> BaseException | None: ...
 
@@ -54,16 +54,8 @@ class Copies:
     """Copies under way."""
 
     taken: Reservation
-    done: Ending
+    done: CopyHandle
     was_missed: bool = True  # False: copied ahead of any need
-
-    def slots_of(self, pages: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-        """The slot that each of ``pages`` is being copied to, -1 for any other page; of one layer."""
-        known = self.taken.pages  # ascending
-        if not len(known):
-            return np.full(pages.shape, -1, np.int32)
-        at = np.minimum(np.searchsorted(known, pages), len(known) - 1)
-        return np.where(known[at] == pages, self.taken.slots[at], -1).astype(np.int32)
 
 
 class Recall:
@@ -76,11 +68,10 @@ class Recall:
         host, resident, table, counters, tracer: of the engine.
         page_bytes: of the K, or the V, of one page in one layer.
         side: where copies run; None: a thread, which needs no interpreter lock for them.
-        known_after: boundaries until it is known what a step has selected.
 
     Attributes:
         started: ``[L]`` int64, pages whose recall has begun since the caller last set it to 0.
-        landed, used: ``[L]`` int64, pages recalled ``known_after`` boundaries before the last
+        landed, used: ``[L]`` int64, pages recalled ``KNOWN_AFTER`` boundaries before the last
             :meth:`commit`, and those of them that the step after that selected.
         link_pages_per_us: speed of finished copies, smoothed; 0 until there was one.
     """
@@ -94,7 +85,6 @@ class Recall:
         page_bytes: int,
         tracer: Tracer,
         side: Side | None = None,
-        known_after: int = 1,
     ) -> None:
         self._source = host.for_copies(resident.k.device)
         self._resident = resident
@@ -104,7 +94,6 @@ class Recall:
         self._tracer = tracer
         self._side: Side = side or ThreadPoolExecutor(1, thread_name_prefix="scout-recall")
         self._in_flight: deque[Copies] = deque()
-        self._known_after = known_after
         self._landed: deque[tuple[int, Reservation]] = deque()  # with the step since when
         self._judged_step = -1
         layers = table.num_layers
@@ -113,7 +102,7 @@ class Recall:
         self.used = np.zeros(layers, np.int64)
         self.link_pages_per_us = 0.0
 
-    def rehearse(self) -> None:
+    def warm_up(self) -> None:
         """Copy once, so that no request waits while the kernel is compiled: the padding page to a slot that is
         still free, and is written by whoever takes it."""
         ids, cache = np.zeros((3, 1), np.int64), self._resident
@@ -124,15 +113,8 @@ class Recall:
         """Right after :meth:`commit`: pages whose copies have not ended in time."""
         return sum(len(copies.taken.pages) for copies in self._in_flight)
 
-    def start(self, layer: Layers, pages: npt.NDArray[np.integer]) -> Copies:
-        """Begin to copy ``pages`` of ``layer`` as far as free slots go; they are committed later."""
-        return self._submit(self._table.reserve(layer, pages))
-
     def swap(self, layer: Layers, pages: npt.NDArray[np.integer], step: int) -> Copies:
-        """As :meth:`start`, also into slots of colder pages that ``step`` did not select.
-
-        The layers' attention in ``step`` must be over.
-        """
+        """Begin to copy ``pages`` of ``layer`` to free slots and those of colder pages that ``step`` did not select."""
         return self._submit(self._table.exchange(layer, pages, step))
 
     def fill(self, layer: Layers, pages: npt.NDArray[np.integer]) -> int:
@@ -199,20 +181,20 @@ class Recall:
         self._judged_step = step
         self.landed[:] = 0
         self.used[:] = 0
-        while self._landed and self._landed[0][0] <= step - self._known_after:
+        while self._landed and self._landed[0][0] <= step - KNOWN_AFTER:
             first, taken = self._landed.popleft()
             self.landed += taken.per_layer(len(self.landed))
             at = taken.layers, taken.pages
             was_used = (self._table.slot_of[at] >= 0) & (self._table.uses.stamp[at] == first)
             self.used += np.bincount(taken.layers[was_used], minlength=len(self.used))
 
-    def load_now(self, layer: Layers, pages: npt.NDArray[np.integer], step: int) -> int:
-        """Copy ``pages`` before the step begins and map them. Returns how many found a slot."""
+    def load_now(self, layer: Layers, pages: npt.NDArray[np.integer], step: int) -> None:
+        """Copy those of ``pages`` that find a slot before the step begins, and map them."""
         taken = self._table.reserve(layer, pages)
         if len(taken.pages):
             self._copy(taken, "load")
             self._table.commit(taken, step)
-        return len(taken.pages)
+        self._counters.warmed_pages += len(taken.pages)
 
     def map_empty(self, layer: Layers, pages: npt.NDArray[np.integer], step: int) -> int:
         """Map pages that hold nothing yet to free slots: there is nothing to copy.

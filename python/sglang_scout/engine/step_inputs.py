@@ -1,22 +1,41 @@
-"""What the step boundary fixes for a step on a device, in buffers that stay where they are."""
+"""What the step boundary fixes for a step, on the host and on the device."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from sglang_scout.engine.boundary import Batch
 from sglang_scout.engine.device import Staging, upload
 
 
+@dataclass
+class Batch:
+    """What the boundary fixed for the step, on the host; N = pages of the longest request."""
+
+    table: torch.Tensor  # [B, N] int32 host page ids, -1 beyond the last page
+    n_full: torch.Tensor  # [B] int32 full pages, candidates for selection
+    tail_slot: torch.Tensor  # [L, B] int32 slot of the page being filled
+    tail_len: torch.Tensor  # [B] int32 valid tokens in it, this step's included
+    tail_page: torch.Tensor  # [B] int32 host page id of it
+    ages: npt.NDArray[np.int64]  # [B] steps that each request has done here before this one
+
+    @property
+    def fresh(self) -> npt.NDArray[np.bool_]:
+        """``[B]`` requests in their first step here."""
+        return self.ages == 0
+
+
 class StepInputs:
-    """What a boundary fixes for the device, B = ``max_batch`` rows, N = ``max_pages`` columns.
+    """The same in buffers on the device that stay where they are, B = ``max_batch`` rows, N = ``max_pages`` columns.
 
     Rows without a request attend to nothing and write nothing.
 
     Attributes, int32 on the device:
-        n_full, tail_len, tail_page, young: ``[B]``; see :class:`Batch`.
+        n_full, tail_len, tail_page: ``[B]``; see :class:`Batch`.
+        warming: ``[B]`` 1 where a request takes its real queries.
         tail_slot: ``[L, B]``.
         table: ``[B, N]`` ids of full pages, -1 behind them.
     """
@@ -33,7 +52,7 @@ class StepInputs:
         self._rows = 0  # that the device's table has
         self.clear()
         words = self._staging.device
-        self.n_full, self.tail_len, self.tail_page, self.young = (
+        self.n_full, self.tail_len, self.tail_page, self.warming = (
             words[i * max_batch : (i + 1) * max_batch] for i in range(4)
         )
         self.tail_slot = words[4 * max_batch : self._head].view(layers, max_batch)
@@ -48,7 +67,7 @@ class StepInputs:
     def send(
         self,
         batch: Batch,
-        young: npt.NDArray[np.bool_],
+        warming: npt.NDArray[np.bool_],
         changed: npt.NDArray[np.int64],
         slots: npt.NDArray[np.int32],
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -65,7 +84,7 @@ class StepInputs:
         head = words[: self._head].reshape(4 + layers, rows)
         head[:] = -1
         head[:2] = 0
-        for i, values in enumerate((batch.n_full, batch.tail_len, batch.tail_page, young)):
+        for i, values in enumerate((batch.n_full, batch.tail_len, batch.tail_page, warming)):
             head[i, :count] = values
         head[4:, :count] = batch.tail_slot
         table = words[self._table :].reshape(rows, columns)

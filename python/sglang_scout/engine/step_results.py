@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sglang_scout.engine.boundary import Batch
 from sglang_scout.engine.device import Fetching
+from sglang_scout.engine.step_inputs import Batch
 
 KNOWN_AFTER = 2
 """Boundaries until the host has what a step selected."""
@@ -28,6 +28,7 @@ class LaunchedStep:
     start_ns: int  # of its boundary
     batch: Batch
     results: Fetching | None = None
+    end_ns: int = 0  # 0: not known yet
 
 
 @dataclass
@@ -83,6 +84,13 @@ class StepResults:
         """A step is about to be launched."""
         self._launched.append(LaunchedStep(step, start_ns, batch))
 
+    def ended(self, end_ns: int) -> None:
+        """The tokens of the oldest step that has not ended yet are on the host."""
+        for launched in self._launched:
+            if not launched.end_ns:
+                launched.end_ns = end_ns
+                return
+
     def of(self, layer: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Where a step leaves the selected and the missing pages of a layer, each [rows, k]."""
         return self.pages[layer, :rows], self.missing[layer, :rows]
@@ -101,6 +109,7 @@ class StepResults:
         if len(self._launched) < KNOWN_AFTER:
             return None
         launched = self._launched.popleft()
+        launched.end_ns = launched.end_ns or self._launched[0].start_ns
         assert launched.results is not None
         (pages, missing), waited_ns = launched.results.wait()
         rows = len(launched.batch.ages)

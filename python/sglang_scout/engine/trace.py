@@ -8,13 +8,13 @@ Rows of the decode server, each a part of what its thread or its copy thread did
     boundary   what the host decides between two steps
     copies     recall and fill (behind a step), load (before one), with layers, pages and bytes
 
-and one row for each thread of each life of the worker, with a slice per layer and step: what the
+and one row for each thread of each incarnation of the worker, with a slice per layer and step: what the
 thread itself wrote down (sgl-kernel/src/ring.h, Event), not what the server saw of it. Arrows go from
 a post over the worker's slices to the merge. Rows never nest: what runs at the same time as another
 slice of its row goes to a row of its own.
 
-Slices are kept in memory and written once, when the asked number of steps is complete or the server
-stops, so tracing adds no file access to a step.
+The file is a JSON array to which each step boundary appends the slices of the step before. The format lets
+the closing bracket be absent, so that a server that is killed loses only the step under way.
 """
 
 from __future__ import annotations
@@ -25,14 +25,12 @@ import logging
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import IO, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
-
-from sglang_scout.core.formats import TRACE
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +62,7 @@ class WorkerLog(Protocol):
 class _Slice(NamedTuple):
     pid: int
     tid: int
+    row: str
     name: str
     start_ns: int
     end_ns: int
@@ -71,7 +70,7 @@ class _Slice(NamedTuple):
 
 
 class Tracer:
-    """Collects slices; does nothing without a file.
+    """Writes slices; does nothing without a file.
 
     Args:
         path: output file, or None.
@@ -93,10 +92,11 @@ class Tracer:
         self._facts = dict(facts or {})
         self._start_ns = time.monotonic_ns()
         self._first_step = self._step = 0
-        self._slices: list[_Slice] = []  # list.append is atomic: the copy thread adds too
-        self._worker_events: list[ThreadEvents] = []
+        self._slices: deque[_Slice] = deque()  # the copy thread adds too
+        self._file: IO[str] | None = None
+        self._free_at: dict[tuple[int, int], int] = {}  # rows so far, and the end of their slices
         self._events_lost = 0
-        self._closing = threading.Lock()
+        self._writing = threading.RLock()
         self.active = path is not None
         if self.active and worker is not None:
             worker.record_events(True)
@@ -109,7 +109,7 @@ class Tracer:
         if step >= self._first_step + self._max_steps:
             self.write()
             return
-        self._take_worker_events()
+        self._append()
         self._step = step
 
     def now(self) -> int:
@@ -135,7 +135,7 @@ class Tracer:
         if "layer" in args:
             name = f"{name} {args['layer']}"
         args.setdefault("step", self._step)
-        self._slices.append(_Slice(_SERVER_PID, ROWS.index(row), name, start_ns, end_ns, args))
+        self._slices.append(_Slice(_SERVER_PID, ROWS.index(row), row, name, start_ns, end_ns, args))
 
     @contextlib.contextmanager
     def slice(self, row: str, name: str, **args: Any) -> Iterator[None]:
@@ -147,146 +147,111 @@ class Tracer:
             self.cut(row, name, start_ns, step=step, **args)
 
     def write(self) -> None:
-        """Write the file and stop tracing."""
-        with self._closing:
-            if not self.active or self._path is None:
+        """Write what is left and stop tracing."""
+        with self._writing:
+            if not self.active:
                 return
-            self._take_worker_events()
-            self.active = False
-            if self._worker is not None:
-                self._worker.record_events(False)
-        text = json.dumps(self._document())
-        target = Path(self._path)
-        try:
-            partial = target.with_name(target.name + ".part")
-            partial.write_text(text, encoding="utf-8")
-            partial.replace(target)
-            logger.info("trace of %d steps written to %s", self._steps(), target)
-        except (OSError, ValueError) as error:
-            # Serving goes on: a trace is not worth a request.
-            logger.error("cannot write the trace %s: %s", target, error)
+            self._append()
+            if not self.active:
+                return  # it could not be written
+            self._close()
+            logger.info(
+                "trace of %d steps written to %s; %d events of the worker are lost",
+                self._step - self._first_step + 1 if self._first_step else 0,
+                self._path,
+                self._events_lost,
+            )
 
-    def _steps(self) -> int:
-        return self._step - self._first_step + 1 if self._first_step else 0
+    def _append(self) -> None:
+        """Append what was recorded since the last time to the file."""
+        with self._writing:
+            slices = [self._slices.popleft() for _ in range(len(self._slices))]
+            slices += self._worker_slices()
+            events = [e for s in sorted(slices, key=lambda s: s.start_ns) for e in self._events(s)]
+            try:
+                if self._file is None:
+                    assert self._path is not None
+                    self._file = open(self._path, "w", encoding="utf-8")
+                    self._file.write("[\n" + json.dumps(self._about()))
+                self._file.write("".join(",\n" + json.dumps(event) for event in events))
+                self._file.flush()
+            except (OSError, ValueError) as error:
+                # Serving goes on: a trace is not worth a request.
+                logger.error("cannot write the trace %s: %s", self._path, error)
+                self._close()
 
-    def _take_worker_events(self) -> None:
+    def _close(self) -> None:
+        self.active = False
         if self._worker is not None:
-            taken, lost = self._worker.take_events()
-            self._worker_events.extend(taken)
-            self._events_lost += lost
+            self._worker.record_events(False)
+        if self._file is not None:
+            with contextlib.suppress(OSError), self._file:
+                self._file.write("\n]\n")
 
-    def _document(self) -> dict[str, Any]:
-        names: dict[tuple[int, int], str] = {(_SERVER_PID, i): row for i, row in enumerate(ROWS)}
-        groups = {_SERVER_PID: f"decode server (pid {os.getpid()})"}
-        slices = _in_lanes([*self._slices, *self._worker_slices(names, groups)], names)
-        metadata = [_metadata("process_name", pid, 0, name=name) for pid, name in groups.items()]
-        metadata += [_metadata("process_sort_index", pid, 0, sort_index=pid) for pid in groups]
-        for (pid, tid), name in sorted(names.items()):
-            metadata.append(_metadata("thread_name", pid, tid, name=name))
-            sort_index = tid % _LANES * _LANES + tid // _LANES  # a row's lanes lie together
-            metadata.append(_metadata("thread_sort_index", pid, tid, sort_index=sort_index))
-        events = [
-            {
-                "name": s.name,
-                "ph": "X",
-                "pid": s.pid,
-                "tid": s.tid,
-                "ts": self._us(s.start_ns),
-                "dur": (s.end_ns - s.start_ns) / 1e3,
-                "args": s.args,
-            }
-            for s in slices
-        ]
-        about = {
-            "format": TRACE.name,
-            "version": TRACE.version,
-            "steps": self._steps(),
-            "worker_events_lost": self._events_lost,
-            **self._facts,
-        }
-        return {
-            "traceEvents": metadata + events + self._arrows(slices),
-            "displayTimeUnit": "ms",
-            "otherData": about,
-        }
+    def _about(self) -> dict[str, Any]:
+        labels = ", ".join(f"{name} {value}" for name, value in self._facts.items())
+        return _metadata("process_labels", _SERVER_PID, 0, labels=labels)
 
-    def _us(self, time_ns: int) -> float:
-        # From the start of the trace: a double then holds every nanosecond.
-        return (time_ns - self._start_ns) / 1e3
-
-    def _worker_slices(
-        self, names: dict[tuple[int, int], str], groups: dict[int, str]
-    ) -> list[_Slice]:
-        """The worker's events as slices; adds their rows. What cannot be of this trace is dropped."""
-        slices = []
+    def _worker_slices(self) -> Iterator[_Slice]:
+        """The worker's new events as slices. What cannot be of this trace is dropped."""
+        if self._worker is None:
+            return
+        taken, lost = self._worker.take_events()
+        self._events_lost += lost
         now_ns = time.monotonic_ns()
-        for taken in self._worker_events:
-            events = taken.events
+        for thread in taken:
+            events = thread.events
             good = (events["step"] >= self._first_step) & (events["step"] <= self._step)
             good &= (events["begin_ns"] >= self._start_ns) & (events["end_ns"] <= now_ns)
             self._events_lost += int(len(events) - np.count_nonzero(good))
+            row = f"worker thread {thread.thread} (CPU {thread.cpu})"
             for event in events[good]:
-                life = int(event["seq"]) >> 40
-                row = (_WORKER_PID + life, taken.thread)
-                names[row] = f"worker thread {taken.thread} (CPU {taken.cpu})"
-                groups[row[0]] = f"attention worker, life {life}"
-                layer = int(event["layer"])
+                pid = _WORKER_PID + (int(event["seq"]) >> 40)
                 args = {name: int(event[name]) for name in ("layer", "pages", "items", "step")}
-                begin_ns, end_ns = int(event["begin_ns"]), int(event["end_ns"])
-                slices.append(_Slice(*row, f"layer {layer}", begin_ns, end_ns, args))
-        return slices
+                times = int(event["begin_ns"]), int(event["end_ns"])
+                yield _Slice(pid, thread.thread, row, f"layer {args['layer']}", *times, args)
 
-    def _arrows(self, slices: Sequence[_Slice]) -> list[dict[str, Any]]:
-        """Post of a layer -> the worker's slices of it -> its merge."""
-        ends: dict[tuple[int, int], dict[str, _Slice]] = {}
-        answers: dict[tuple[int, int], list[_Slice]] = {}
-        for s in slices:
-            key = (s.args["step"], s.args.get("layer", -1))
-            if s.pid >= _WORKER_PID:
-                answers.setdefault(key, []).append(s)
-            elif (kind := s.name.partition(" ")[0]) in ("post", "merge"):
-                ends.setdefault(key, {})[kind] = s
-        arrows = []
-        for number, (key, answered) in enumerate(sorted(answers.items())):
-            known = ends.get(key, {})
-            if "post" not in known or "merge" not in known:
-                continue
-            answered = sorted(answered, key=lambda s: s.start_ns)
-            path = [("s", known["post"]), *(("t", s) for s in answered), ("f", known["merge"])]
-            arrows += [
-                {
-                    "name": "missing pages",
-                    "cat": "answer",
-                    "ph": phase,
-                    "bp": "e",
-                    "id": number,
-                    "pid": s.pid,
-                    "tid": s.tid,
-                    "ts": self._us(s.start_ns),
-                }
-                for phase, s in path
-            ]
-        return arrows
+    def _events(self, s: _Slice) -> Iterator[dict[str, Any]]:
+        """A slice as an event, after those that name its row if that is new.
+
+        A slice that begins before its row's last one ends goes to another row like it.
+        """
+        tid = s.tid
+        while self._free_at.get((s.pid, tid), 0) > s.start_ns:
+            tid += _LANES
+        if (s.pid, tid) not in self._free_at:
+            group = f"attention worker, incarnation {s.pid - _WORKER_PID}"
+            if s.pid == _SERVER_PID:
+                group = f"decode server (pid {os.getpid()})"
+            yield _metadata("process_name", s.pid, 0, name=group)
+            yield _metadata("process_sort_index", s.pid, 0, sort_index=s.pid)
+            name = s.row if tid == s.tid else f"{s.row}, beside"
+            yield _metadata("thread_name", s.pid, tid, name=name)
+            sort_index = s.tid * _LANES + tid // _LANES  # a row's lanes lie together
+            yield _metadata("thread_sort_index", s.pid, tid, sort_index=sort_index)
+        self._free_at[s.pid, tid] = s.end_ns
+        yield {
+            "name": s.name,
+            "ph": "X",
+            "pid": s.pid,
+            "tid": tid,
+            # From the start of the trace: a double then holds every nanosecond.
+            "ts": (s.start_ns - self._start_ns) / 1e3,
+            "dur": (s.end_ns - s.start_ns) / 1e3,
+            "args": s.args,
+            **_arrow(s),
+        }
 
 
 def _metadata(kind: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
     return {"name": kind, "ph": "M", "pid": pid, "tid": tid, "args": args}
 
 
-def _in_lanes(slices: list[_Slice], names: dict[tuple[int, int], str]) -> list[_Slice]:
-    """By start; a slice that begins before its row's last one ends goes to another row like it.
-
-    Adds the rows that this takes to ``names``.
-    """
-    placed = []
-    free_at: dict[tuple[int, int], int] = {}
-    for s in sorted(slices, key=lambda s: (s.start_ns, s.end_ns)):
-        lane = 0
-        while free_at.get((s.pid, s.tid + lane * _LANES), s.start_ns) > s.start_ns:
-            lane += 1
-        row = (s.pid, s.tid + lane * _LANES)
-        free_at[row] = s.end_ns
-        if lane:
-            names[row] = f"{names[(s.pid, s.tid)]}, beside"
-        placed.append(s._replace(tid=row[1]))
-    return placed
+def _arrow(s: _Slice) -> dict[str, Any]:
+    """What joins the post of a layer, the worker's slices of it, and its merge."""
+    kind = "answer" if s.pid >= _WORKER_PID else s.name.partition(" ")[0]
+    ends = {"post": (False, True), "answer": (True, True), "merge": (True, False)}.get(kind)
+    if ends is None:
+        return {}
+    number = s.args["step"] << 16 | s.args["layer"]
+    return {"bind_id": hex(number), "flow_in": ends[0], "flow_out": ends[1]}

@@ -18,7 +18,7 @@ def copy_layer_pages_reference(
     source: LayerPages, ids: torch.Tensor, dst_k: torch.Tensor, dst_v: torch.Tensor
 ) -> None:
     """`copy_layer_pages` as gather, move, scatter of each layer, K and V."""
-    layers, pages, slots = ids.cpu()
+    layers, pages, slots = ids[:, ids[1] >= 0].cpu()
     named = layers.unique().tolist()
     if not all(0 <= layer < len(source.k) for layer in named):
         raise IndexError(f"layers are {named}, expected values in [0, {len(source.k)})")
@@ -66,8 +66,8 @@ def copy_layer_pages(
 
     Args:
         source: the pages, on any device; kernels refuse memory of the targets.
-        ids: [3, n] int64: layers in [0, L), pages in [0, P), slots in [0, Ns); n may be 0, no (layer,
-            slot) twice, a page as often as you like.
+        ids: [3, n] int64: layers in [0, L), pages below P, those below 0 are skipped, slots in [0, Ns); n may
+            be 0, no (layer, slot) twice, a page as often as you like.
         dst_k, dst_v: [L, Ns, ...] dtype and page shape of ``source``, contiguous; mutated, on their
             device's current stream.
     Raises:

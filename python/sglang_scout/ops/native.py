@@ -278,7 +278,7 @@ def _copy_reasons(
 
 def _copy(source: LayerPages, ids: torch.Tensor, dst_k: torch.Tensor, dst_v: torch.Tensor) -> None:
     assert _module is not None
-    op, (layers, pages, slots) = "copy_layer_pages", ids
+    op, (layers, pages, slots) = "copy_layer_pages", ids[:, ids[1] >= 0]
     _check_ids(op, "layers", layers, len(source.k), 0)
     _check_ids(op, "pages", pages, source.k[0].shape[0], 0)
     _check_ids(op, "slots", slots, dst_k.shape[1], 0)

@@ -40,7 +40,7 @@ class DigestListener:
         self._digests = digests
 
     def allocate_pages(self, pages: npt.NDArray[np.int64]) -> None:
-        self._digests.poison(pages)
+        self._digests.unset(pages)
 
     def free_pages(self, pages: npt.NDArray[np.int64]) -> None:
         self._digests.invalidate(pages)

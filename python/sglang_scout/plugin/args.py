@@ -31,10 +31,10 @@ from sglang_scout.plugin.deployment import (
     flag_of,
     on_cpu,
 )
-from sglang_scout.plugin.device import check_device_engine, check_resolved_graphs
+from sglang_scout.plugin.device import check_graph_transport, check_resolved_graphs
 from sglang_scout.plugin.launch import PROCESS_CPUS, ROLE_ENV, announce
 from sglang_scout.plugin.support import check_model
-from sglang_scout.policy.presets import POLICY_NAMES
+from sglang_scout.policy.base import policy_names
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ _FIELDS: dict[str, tuple[Any, Any, str]] = {
         "none",
         "GPU-CPU co-attention decoding: KV pages live in host memory, the GPU keeps page digests and the important "
         "pages, a CPU worker computes the rest. Give it to both servers of a prefill-decode pair. Policies: none, "
-        + ", ".join(POLICY_NAMES),
+        + ", ".join(policy_names()),
     ),
     "kv_offload_budget": (
         int | None,
@@ -142,7 +142,7 @@ def _post_init(original: Callable[..., None], self: ServerArgs) -> None:
     config = parse(self)
     check_deployment(self, config)
     if self.disaggregation_mode == "decode":
-        check_device_engine(self, config, device_of(self))
+        check_graph_transport(self, config, device_of(self))
         check_files(config)
     profile = None if config.recall_profile is None else load_profile(config.recall_profile)
     _apply_defaults(self)
@@ -161,7 +161,7 @@ def parse(server_args: ServerArgs) -> OffloadConfig:
     """
     return parse_config(
         policy=server_args.kv_offload,
-        policies=POLICY_NAMES,
+        policies=policy_names(),
         budget_tokens=server_args.kv_offload_budget,
         host_gb=server_args.kv_offload_host_gb,
         recall_profile=server_args.kv_offload_recall_profile,
@@ -178,7 +178,7 @@ def _refuse_stray_flags(args: ServerArgs) -> None:
         if name != "kv_offload" and value is not None:
             raise ConfigError(
                 f"{flag_of(name)} {value!r}: has no effect without --kv-offload; add --kv-offload "
-                f"{POLICY_NAMES[0]} or drop it"
+                "POLICY or drop it"
             )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +14,14 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.errors import ConfigError
-from sglang_scout.core.profile import check_profile, load_profile
-from sglang_scout.engine.device_step import DeviceStepEngine
-from sglang_scout.engine.pools import ResidentCache
-from sglang_scout.engine.step import StepEngine
+from sglang_scout.core.profile import check_profile, load_profile, selection_of
+from sglang_scout.engine.build import Ring, Sizes, build_engine, device_ring
 from sglang_scout.engine.step_log import StepLog
 from sglang_scout.engine.trace import Tracer
-from sglang_scout.ops.native_slots import NativeResidencyTable
-from sglang_scout.ops.native_uses import NativePageUses
 from sglang_scout.plugin import status
 from sglang_scout.plugin.allocator import ScoutAllocator
 from sglang_scout.plugin.args import parse
-from sglang_scout.plugin.device import make_device_engine, uses_device_engine
+from sglang_scout.plugin.device import check_context, lock_shared_page, uses_graph_transport
 from sglang_scout.plugin.dummy_kv import DummyKV
 from sglang_scout.plugin.pool import HostKVPool
 from sglang_scout.plugin.ranks import AttentionRanks, worker_cpus, worker_nodes
@@ -37,12 +32,10 @@ from sglang_scout.plugin.support import (
     model_identity,
     model_shape,
 )
-from sglang_scout.policy.presets import make_policy
+from sglang_scout.policy.base import Context, make_policy
 from sglang_scout.worker.client import WorkerClient, WorkerConfig
 
 logger = logging.getLogger(__name__)
-
-_LATE_STEP = "scout-late"
 
 HOST_SPIN_US = 50
 DEVICE_SPIN_US = 20_000  # as long as a step
@@ -81,7 +74,9 @@ class ScoutAttnBackend(AttentionBackend):
                 model=runner.server_args.model_path,
                 identity=model_identity(runner.model_config),
             )
-        self.policy = make_policy(self.config, shape.num_layers, 2 * shape.page_bytes, profile)
+        self.policy = make_policy(
+            Context(self.config, shape.num_layers, 2 * shape.page_bytes, profile)
+        )
         self.plan = self.pool.plan
         self.cpus = worker_cpus(runner, self.config)
         self.worker = WorkerClient(
@@ -90,48 +85,39 @@ class ScoutAttnBackend(AttentionBackend):
             nodes=list(worker_nodes(self.cpus).values()) or None,
             config=self._worker_config(),
         )
-        self.on_device = uses_device_engine(self.config, runner.device)
-        parts: dict[str, Any] = {
-            "shape": shape,
-            "policy": self.policy,
-            "budget_pages": self.plan.budget_pages,
-            "max_batch": runner.max_running_requests,
-            "host": self.pool.host_pages,
-            "digests": self.pool.digests,
-            "resident": ResidentCache(shape, self.plan.num_slots, runner.device),
-            "table": NativeResidencyTable(
-                NativePageUses(
-                    shape.num_layers,
-                    self.plan.num_pages,
-                    self.plan.num_slots,
-                    self.policy.residency.half_life_steps,
-                )
+        context_tokens, page_size = runner.model_config.context_len, shape.page_size
+        # Not the width of SGLang's request table, which is a few tokens more: a step that is launched before the
+        # end of its request was seen writes to position context_len - 2 at most, and a page more makes the table
+        # of a context of 2^n tokens, and what the kernels take for one, twice as wide.
+        max_pages = -(-context_tokens // page_size)
+        self.transport = "host"
+        worker: WorkerClient | Ring = self.worker
+        if uses_graph_transport(self.config, runner.device):
+            check_context(context_tokens, page_size)
+            self.transport, worker = "graph", self._device_ring()
+        self.engine = build_engine(
+            self.config,
+            self.policy,
+            shape,
+            Sizes(
+                self.plan.budget_pages, self.plan.num_slots, runner.max_running_requests, max_pages
             ),
-            "projectors": make_projectors(layers),
-            "tracer": self._tracer(shape.num_layers),
-            "verify": self.config.verify,
-            "ranks": self.ranks if self.ranks.size > 1 else None,
-        }
-        self.engine: StepEngine | DeviceStepEngine
-        if self.on_device:
-            faults = self.ranks.shared_words(self.ranks.size) if self.ranks.size > 1 else None
-            self.engine = make_device_engine(
-                runner,
-                self.pool.arena,
-                self.worker,
-                self.config.worker_wait_timeout_s,
-                faults,
-                self.ranks.rank,
-                parts,
-            )
-        else:
-            self.engine = StepEngine(missing=self.worker, **parts)
+            self.pool.host_pages,
+            make_projectors(layers),
+            worker,
+            device=runner.device,
+            digests=self.pool.digests,
+            tracer=self._tracer(shape.num_layers),
+            ranks=self.ranks if self.ranks.size > 1 else None,
+        )
         self._tables = RequestTables(runner.req_to_token_pool, self.config.page_size_tokens)
         self._announced = self._begun = False
         self._dummy_kv = DummyKV(self.pool.host_pages) if self.config.dummy_kv else None
         if self.config.step_log is not None:
-            self.engine.step_log = self._step_log(self.config.step_log, runner.model_config)
-        self.allocator.listener = self.engine.boundary
+            self.engine.boundary.step_log = self._step_log(
+                self.config.step_log, runner.model_config
+            )
+        self.allocator.listener = self.engine.pages
         for index, layer in enumerate(layers):
             layer.register_forward_pre_hook(self._layer_hook(index), with_kwargs=True)
         layers[-1].register_forward_hook(lambda *_: self.engine.layer_output())
@@ -141,15 +127,31 @@ class ScoutAttnBackend(AttentionBackend):
         self.metrics = status.start_metrics(self, runner.server_args)
         self._log_plan(runner)
 
+    def _device_ring(self) -> Ring:
+        faults = None
+        if self.ranks.size > 1:
+            faults = self.ranks.shared_words(self.ranks.size)
+            if torch.device(self._device).type == "cuda":
+                lock_shared_page(faults)
+        return device_ring(
+            self.pool.arena,
+            self.worker,
+            self._device,
+            self.config.worker_wait_timeout_s,
+            faults,
+            self.ranks.rank,
+        )
+
     def _step_log(self, path: str, model_config: Any) -> StepLog:
         identity = model_identity(model_config)
         facts = self._facts(identity.num_layers) | {
             "page_size_tokens": self.config.page_size_tokens,
             "model": Path(model_config.model_path).name,
             "identity": msgspec.to_builtins(identity),
+            "selection": selection_of(self.config),
         }
         try:
-            return StepLog(path, identity.num_layers, self.engine.counters, facts)
+            return StepLog(path, self.engine.counters, facts)
         except OSError as error:
             raise ConfigError(
                 f"--kv-offload-config: step_log = {path!r}: cannot write it: {error.strerror}"
@@ -191,7 +193,7 @@ class ScoutAttnBackend(AttentionBackend):
         if self.config.worker_spin_us is not None:
             return self.config.worker_spin_us
         # A kernel cannot wake a thread that sleeps: the attendant does, but later.
-        return DEVICE_SPIN_US if uses_device_engine(self.config, self._device) else HOST_SPIN_US
+        return DEVICE_SPIN_US if uses_graph_transport(self.config, self._device) else HOST_SPIN_US
 
     def _log_plan(self, runner: Any) -> None:
         lines = "\n".join(f"  {n:<15}{c:>9} {b / 2**30:9.2f} GiB" for n, c, b in self.plan.rows)
@@ -252,23 +254,7 @@ class ScoutAttnBackend(AttentionBackend):
         seq_lens = forward_batch.seq_lens_cpu.numpy().astype("int64")
         pages, rows = self._tables.of_step(seq_lens)
         self.engine.begin_step(pages, rows, seq_lens)
-        return isinstance(self.engine, DeviceStepEngine) and self.engine.can_be_captured
-
-    @property
-    def graph_variant(self) -> str | None:
-        """Label of the graph that runs the step that was begun; None as SGLang's own."""
-        is_late = isinstance(self.engine, DeviceStepEngine) and self.engine.is_late
-        return _LATE_STEP if is_late else None
-
-    def captures(self) -> Iterator[str | None]:
-        """Labels of the graphs that a batch size needs; each is to be captured before the next is asked
-        for. SGLang also captures anew while it serves, after other weights were loaded."""
-        if isinstance(self.engine, DeviceStepEngine):
-            self.engine.begin_capture()
-        yield None
-        if isinstance(self.engine, DeviceStepEngine) and self.engine.has_late_steps:
-            with self.engine.captured_late():
-                yield _LATE_STEP
+        return self.engine.can_replay
 
     def check_results(self, copied: torch.cuda.Event | None) -> None:
         """A step's tokens are on the host once ``copied``, or with None the stream, is through.
@@ -276,13 +262,11 @@ class ScoutAttnBackend(AttentionBackend):
         Raises:
             RuntimeError: they are not to be trusted.
         """
-        if not isinstance(self.engine, DeviceStepEngine):
-            return
         if copied is not None:
             copied.synchronize()
         elif self.engine.resident.k.is_cuda:
             torch.cuda.current_stream().synchronize()
-        self.engine.check()
+        self.engine.end_step()
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Before a step that is not replayed; it has begun already if a replay was considered."""
@@ -291,8 +275,11 @@ class ScoutAttnBackend(AttentionBackend):
         self._begun = False
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """Before a replay, or the capture of an empty step."""
+        """Before a replay, or the capture of an empty step; SGLang also captures while it serves, after other weights
+        were loaded."""
         self._begun = False
+        if in_capture:
+            self.engine.pause()
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """All buffers are there already.

@@ -17,7 +17,8 @@ from sglang_scout.plugin.host_size import host_bytes
 from sglang_scout.plugin.pool import HostKVPool, build_pools
 from sglang_scout.plugin.ranks import AttentionRanks, nodes_of_worker
 from sglang_scout.plugin.support import model_shape
-from sglang_scout.worker.arena import available_bytes
+from sglang_scout.policy.base import Context, make_policy
+from sglang_scout.worker.host_memory import available_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +51,7 @@ def around_init_pools(original: Callable[..., None], runner: Any) -> None:
         context_tokens=context,
         node_cpus=node_cpus,
         device_bytes=getattr(runner, "kv_offload_device_bytes", None),
+        route=make_policy(Context(config, shape.num_layers, 2 * shape.page_bytes)).route,
     )
     on_cpu = torch.device(runner.device).type == "cpu"
     # Looked at by all before any has taken its part.
@@ -93,24 +95,6 @@ def around_can_run_graph(original: Callable[..., bool], runner: Any, forward_bat
     if not forward_batch.forward_mode.is_decode():
         return original(runner, forward_batch)
     return current_backend().begin(forward_batch) and original(runner, forward_batch)
-
-
-def around_capture_one_shape(
-    original: Callable[..., None],
-    runner: Any,
-    size: int,
-    forward: Callable[..., Any],
-    stream_idx: int | None = None,
-    variant_label: str | None = None,
-) -> None:
-    """A batch size is captured, once for each kind of step; its labels are those of SGLang's LoRA."""
-    for variant in current_backend().captures():
-        original(runner, size, forward, stream_idx, variant or variant_label)
-
-
-def around_resolve_variant(original: Callable[..., Any], runner: Any, forward_batch: Any) -> Any:
-    """Which of a batch size's graphs is replayed; the step has begun."""
-    return current_backend().graph_variant or original(runner, forward_batch)
 
 
 def after_get_internal_state(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:

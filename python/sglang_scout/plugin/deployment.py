@@ -10,7 +10,7 @@ from sglang.srt.utils import get_device
 
 from sglang_scout.core.config import PAGE_SIZE_TOKENS, OffloadConfig
 from sglang_scout.core.errors import ConfigError
-from sglang_scout.worker.arena import available_bytes
+from sglang_scout.worker.host_memory import available_bytes
 from sglang_scout.worker.spec import MAX_BATCH
 
 BACKEND_NAME = "scout"

@@ -1,13 +1,12 @@
-"""The decode server on a CUDA device: page-locked host pages, and the engine whose steps are graphs.
+"""The decode server on a CUDA device: page-locked host pages, and steps that are graphs.
 
-``step_engine = device`` runs the same on the CPU device, with the ring's kernels in Triton's interpreter:
+``transport = graph`` runs the same on the CPU device, with the ring's kernels in Triton's interpreter:
 slow, for tests.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import torch
 from sglang.srt.server_args import ServerArgs
@@ -15,12 +14,8 @@ from sglang.srt.server_args import ServerArgs
 from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.engine.device import LOCK_CHUNK_BYTES, lock_memory
-from sglang_scout.engine.device_step import DeviceStepEngine
 from sglang_scout.ops import triton
-from sglang_scout.ops.doorbell import DeviceRing
-from sglang_scout.policy.presets import COPY_AHEAD_POLICIES, POLICY_NAMES
 from sglang_scout.worker.arena import Arena
-from sglang_scout.worker.client import WorkerClient
 
 logger = logging.getLogger(__name__)
 
@@ -28,14 +23,14 @@ MIN_WAIT_S = 3.0
 MAX_TABLE_PAGES = 8192  # columns that select_pages takes on a device
 
 
-def uses_device_engine(config: OffloadConfig, device: str) -> bool:
-    """Whether steps run without the host in between."""
-    if config.step_engine != "auto":
-        return config.step_engine == "device"
+def uses_graph_transport(config: OffloadConfig, device: str) -> bool:
+    """Whether the device's stream posts to the worker, and not the host."""
+    if config.transport != "auto":
+        return config.transport == "graph"
     return torch.device(device).type == "cuda"
 
 
-def check_device_engine(args: ServerArgs, config: OffloadConfig, device: str) -> None:
+def check_graph_transport(args: ServerArgs, config: OffloadConfig, device: str) -> None:
     """Refuse what the device's engine does not do.
 
     Raises:
@@ -43,19 +38,14 @@ def check_device_engine(args: ServerArgs, config: OffloadConfig, device: str) ->
     """
     on_cuda = torch.device(device).type == "cuda"
     flag = "--kv-offload-config"
-    if config.step_engine == "host" and on_cuda:
-        raise ConfigError(f"{flag}: step_engine = 'host' needs --device cpu; drop it")
-    if not uses_device_engine(config, device):
+    if config.transport == "host" and on_cuda:
+        raise ConfigError(f"{flag}: transport = 'host' needs --device cpu; drop it")
+    if not uses_graph_transport(config, device):
         return
     if not on_cuda and not triton.interpreted():
         raise ConfigError(
-            f"{flag}: step_engine = 'device' on --device {device} needs Triton's interpreter; set "
+            f"{flag}: transport = 'graph' on --device {device} needs Triton's interpreter; set "
             "TRITON_INTERPRET=1, or drop the key"
-        )
-    if config.policy in COPY_AHEAD_POLICIES:
-        raise ConfigError(
-            f"--kv-offload {config.policy}: copies missing pages within a step, which the engine of this "
-            f"device does not do; choose {POLICY_NAMES[0]}"
         )
     if config.worker_wait_timeout_s < MIN_WAIT_S:
         raise ConfigError(
@@ -159,61 +149,27 @@ def lock_pages(arena: Arena) -> None:
         raise ConfigError(f"--kv-offload-host-gb: {error}, or lower the flag") from None
 
 
-def make_device_engine(
-    runner: Any,
-    arena: Arena,
-    worker: WorkerClient,
-    timeout_s: float,
-    faults: torch.Tensor | None,
-    rank: int,
-    parts: dict[str, Any],
-) -> DeviceStepEngine:
-    """The engine, and its ring to ``worker``.
+def check_context(context_tokens: int, page_size: int) -> None:
+    """Refuse a context that a device cannot select from.
 
-    Args:
-        timeout_s: how long a step waits for the worker.
-        faults, rank: as of :class:`DeviceRing`; the words lie in memory that the ranks share.
-        parts: what both engines take.
     Raises:
-        ConfigError: the context is longer than the device can select from, or the system does not allow
-            to page-lock ``faults``.
+        ConfigError: naming the longest.
     """
-    spec, model = arena.spec, runner.model_config
-    # Not the width of SGLang's request table, which is a few tokens more: a step that is launched before the
-    # end of its request was seen writes to position context_len - 2 at most, and a page more makes the table
-    # of a context of 2^n tokens, and what the kernels take for one, twice as wide.
-    max_pages = -(-model.context_len // spec.page_size)
-    if max_pages > MAX_TABLE_PAGES:
+    pages = -(-context_tokens // page_size)
+    if pages > MAX_TABLE_PAGES:
         raise ConfigError(
-            f"--context-length {model.context_len}: {max_pages} pages of {spec.page_size} tokens, a "
-            f"device selects from {MAX_TABLE_PAGES} at most; lower it to "
-            f"{MAX_TABLE_PAGES * spec.page_size}"
+            f"--context-length {context_tokens}: {pages} pages of {page_size} tokens, a device selects from "
+            f"{MAX_TABLE_PAGES} at most; lower it to {MAX_TABLE_PAGES * page_size}"
         )
-    worker.serve_device()
-    if faults is not None and torch.device(runner.device).type == "cuda":
-        try:
-            lock_memory(faults.data_ptr(), faults.nbytes)
-        except MemoryError as error:
-            raise ConfigError(f"--tp-size: a page that the ranks share: {error}") from None
-    ring = DeviceRing(
-        arena.address,
-        arena.layout(),
-        num_layers=spec.num_layers,
-        max_batch=spec.max_batch,
-        max_pages=spec.max_pages,
-        num_q_heads=spec.num_q_heads,
-        head_dim=spec.head_dim,
-        parts=worker.parts,
-        split=worker.split,
-        timeout_us=int(timeout_s * 1e6),
-        device=runner.device,
-        num_nodes=spec.num_nodes,
-        faults=faults,
-        rank=rank,
-    )
-    return DeviceStepEngine(
-        max_pages=max_pages,
-        ring=ring,
-        life=lambda: worker.device_epoch,
-        **parts,
-    )
+
+
+def lock_shared_page(words: torch.Tensor) -> None:
+    """Page-lock a page that tensor-parallel ranks share, for a device to write to.
+
+    Raises:
+        ConfigError: the system does not allow it.
+    """
+    try:
+        lock_memory(words.data_ptr(), words.nbytes)
+    except MemoryError as error:
+        raise ConfigError(f"--tp-size: a page that the ranks share: {error}") from None

@@ -88,18 +88,6 @@ HOOKS: dict[str, tuple[Hook, ...]] = {
             "begin the step before it is known whether a graph can run it",
         ),
         Hook(
-            _GRAPHS + "capture_one_shape",
-            "decode_hooks:around_capture_one_shape",
-            "around",
-            "capture the steps in which a request is new as well",
-        ),
-        Hook(
-            _GRAPHS + "_resolve_lora_variant",
-            "decode_hooks:around_resolve_variant",
-            "around",
-            "replay the graph of such a step",
-        ),
-        Hook(
             "managers.scheduler.Scheduler.get_internal_state",
             "decode_hooks:after_get_internal_state",
             "after",

@@ -13,7 +13,7 @@ from sglang_scout.engine.memory import most_host_pages, plan_worker
 from sglang_scout.engine.pools import ModelShape
 from sglang_scout.plugin.ranks import AttentionRanks, nodes_of_worker
 from sglang_scout.worker import numa
-from sglang_scout.worker.arena import available_bytes
+from sglang_scout.worker.host_memory import available_bytes
 
 logger = logging.getLogger(__name__)
 

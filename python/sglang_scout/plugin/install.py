@@ -16,7 +16,8 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang_scout.plugin.args import add_fields
 from sglang_scout.plugin.deployment import BACKEND_NAME
 from sglang_scout.plugin.hooks import HOOKS, Hook
-from sglang_scout.plugin.launch import die_with_parent, launched_as
+from sglang_scout.plugin.launch import launched_as
+from sglang_scout.worker.die_with_parent import die_with_parent
 
 SUPPORTED_SGLANG = "0.5.15.post1"
 
@@ -36,6 +37,8 @@ def install() -> None:
     add_fields()
     apply(HOOKS["flags"])
     if launched := launched_as():
+        # SGLang asks for the same later; a scheduler whose launcher ended before that would fail without
+        # ending, because the transfer engine's threads hold it, and so would its attention worker.
         die_with_parent(launched.launcher)
         apply(HOOKS[launched.role])
         if launched.role == "decode":

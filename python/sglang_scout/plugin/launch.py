@@ -6,15 +6,12 @@ Only the scheduler processes of a server that was started with ``--kv-offload`` 
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
-import signal
 from collections.abc import Iterable
 from typing import NamedTuple
 
 ROLE_ENV = "SGLANG_SCOUT_ROLE"
-_PR_SET_PDEATHSIG = 1
 
 
 class Launched(NamedTuple):
@@ -38,21 +35,6 @@ def launched_as() -> Launched | None:
     if not role or parent is None or parent.pid != int(launcher):
         return None
     return Launched(role, int(launcher), frozenset(map(int, cpus.split(","))))
-
-
-def die_with_parent(parent: int) -> None:
-    """In a scheduler process: end with the launcher, also if it is killed while this one starts.
-
-    SGLang asks for the same later; a scheduler whose launcher ended before that would fail without
-    ending, because the transfer engine's threads hold it, and so would its attention worker.
-
-    Raises:
-        SystemExit: the launcher has ended already.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        raise SystemExit("sglang-scout: the launcher of this scheduler has ended")
 
 
 _LAUNCHED = launched_as()

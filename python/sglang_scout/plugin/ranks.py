@@ -19,7 +19,7 @@ from sglang.srt.layers.dp_attention import get_attention_tp_group
 from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.cpu_list import parse_cpu_list
 from sglang_scout.plugin.launch import PROCESS_CPUS
-from sglang_scout.worker.cpus import but_the_server_s, deal_cpus
+from sglang_scout.worker.cpus import deal_cpus, reserve_server_cores
 from sglang_scout.worker.numa import cpus_by_node
 from sglang_scout.worker.spec import MAX_NODES
 
@@ -87,17 +87,19 @@ def worker_cpus(runner: Any, config: OffloadConfig) -> list[int]:
     ranks = AttentionRanks()
     if ranks.size == 1:
         near = _near_cpus(runner) if torch.device(runner.device).type == "cuda" else set()
-        return list(config.cpus or _but_the_server_s(runner, near & PROCESS_CPUS or PROCESS_CPUS))
+        return list(
+            config.cpus or _reserve_server_cores(runner, near & PROCESS_CPUS or PROCESS_CPUS)
+        )
     found = ranks.gather([sorted(PROCESS_CPUS), sorted(_near_cpus(runner))])
     allowed = {cpu for cpus, _ in found for cpu in cpus}
     dealt = deal_cpus(config.cpus or allowed, [near or cpus for cpus, near in found])[ranks.rank]
-    return dealt if config.cpus else _but_the_server_s(runner, dealt)
+    return dealt if config.cpus else _reserve_server_cores(runner, dealt)
 
 
-def _but_the_server_s(runner: Any, cpus: Collection[int]) -> list[int]:
+def _reserve_server_cores(runner: Any, cpus: Collection[int]) -> list[int]:
     """All but some cores, beside a GPU: its worker's threads spin."""
     beside_gpu = torch.device(runner.device).type == "cuda"
-    return but_the_server_s(cpus) if beside_gpu else sorted(cpus)
+    return reserve_server_cores(cpus) if beside_gpu else sorted(cpus)
 
 
 def worker_nodes(cpus: Collection[int]) -> dict[int, list[int]]:

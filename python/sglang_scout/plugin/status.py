@@ -26,6 +26,10 @@ _METRICS = {
     "steps": ("counter", "Decode steps."),
     "selected_pages": ("counter", "Pages selected, summed over requests, layers and steps."),
     "cpu_pages": ("counter", "Selected pages that were computed on the CPU."),
+    "fetched_pages": (
+        "counter",
+        "Selected pages that were copied to the device ahead of their layer.",
+    ),
     "recalled_pages": ("counter", "Pages recalled to the device asynchronously."),
     "recall_bytes": ("counter", "Bytes copied by recalls."),
     "recall_wait_us": ("counter", "Microseconds that step boundaries waited for recalls."),
@@ -43,7 +47,7 @@ def decode_state(backend: ScoutAttnBackend) -> dict[str, Any]:
     return {
         "policy": backend.policy.name,
         "backend": f"{digests.device.type}-{worker.isa}",
-        "step_engine": "device" if backend.on_device else "host",
+        "transport": backend.transport,
         "ops": chosen(),
         "plan": [
             {"what": what, "count": count, "bytes": size} for what, count, size in backend.plan.rows
@@ -58,6 +62,7 @@ def decode_state(backend: ScoutAttnBackend) -> dict[str, Any]:
         "steps": counters.steps,
         "selected_pages": counters.selected_pages,
         "cpu_pages": counters.cpu_pages,
+        "fetched_pages": counters.fetched_pages,
         "budget_pages": counters.budget_pages,
         "cpu_compute_ratio": counters.cpu_compute_ratio,
         "cpu_compute_ratio_by_layer": [

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sglang_scout.policy.axes import StepReport
+from sglang_scout.policy.base import StepReport
 
 Counts = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from sglang_scout.core.ranking import distinct
 from sglang_scout.core.uses import DEFAULT_HALF_LIFE_STEPS, PageUses
-from sglang_scout.policy.axes import StepReport
+from sglang_scout.policy.base import StepReport
 from sglang_scout.policy.recall_controller import RecallController
 
 Ids = npt.NDArray[np.int64]

@@ -13,25 +13,16 @@ import fcntl
 import logging
 import mmap
 import os
-import re
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from dataclasses import replace
 
 import numpy as np
 
 from sglang_scout.core.errors import ArenaError
-from sglang_scout.worker import numa
-from sglang_scout.worker.fault_in import populate_together
-from sglang_scout.worker.ring import (
-    KV_ALIGN_BYTES,
-    Layout,
-    RingView,
-    layout_of,
-    node_spans,
-    plane_align_bytes,
-    read_header,
-    write_header,
-)
+from sglang_scout.worker import host_memory, numa
+from sglang_scout.worker.host_memory import HUGE_PAGE_BYTES, populate_together
+from sglang_scout.worker.ring import Layout, layout_of, node_spans, read_header, write_header
 from sglang_scout.worker.spec import ArenaSpec
 
 __all__ = ["Arena", "ArenaSpec"]
@@ -42,8 +33,8 @@ MEMFD_NAME = "sglang-scout"
 _F_ADD_SEALS = 1033
 _F_GET_SEALS = 1034
 _SEALS = 0x1 | 0x2 | 0x4  # F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW
+_MFD_NOEXEC_SEAL = 8  # of Linux 6.3
 _MFD_HUGE_2MB = 21 << 26
-_HUGE_PAGE_BYTES = 2 * 1024 * 1024
 
 
 class Arena:
@@ -95,15 +86,14 @@ class Arena:
             _check_fits(spec, layout)
             _check_nodes_fit(spec, layout, numa_nodes)
             try:
-                fd, memory, backing = _make(layout.total_bytes, False, hugepages)
+                made = _make(layout.total_bytes, False, hugepages)
             except OSError as e:
                 raise ArenaError(f"cannot make {_describe(spec, layout)}: {e.strerror}") from e
-            made = fd, memory, backing
-            with _closed_on_error(fd):
-                _bind(memory, spec, layout, numa_nodes, mmap.PAGESIZE)
+            with _closed_on_error(made[0]):
+                _bind(made[1], spec, numa_nodes, mmap.PAGESIZE)
         fd, memory, backing = made
         with _closed_on_error(fd):
-            write_header(memory, spec, layout)
+            write_header(memory, spec)
         logger.info("arena: %s, %s pages", _describe(spec, layout), backing)
         return cls(fd, memory, spec, backing)
 
@@ -124,32 +114,17 @@ class Arena:
         if nbytes == 0:
             raise ArenaError(f"memory file {fd} is empty")
         own = os.dup(fd)
-        try:
-            memory, backing = _map(own, nbytes, "4k", True)
-            spec, _ = read_header(memory)
-        except OSError as e:
-            os.close(own)
-            raise ArenaError(f"cannot map {nbytes} bytes: {e.strerror}") from e
-        except ArenaError:
-            os.close(own)
-            raise
+        with _closed_on_error(own):
+            try:
+                memory, backing = _map(own, nbytes, "4k", True)
+            except OSError as e:
+                raise ArenaError(f"cannot map {nbytes} bytes: {e.strerror}") from e
+            spec = read_header(memory)
         return cls(own, memory, spec, backing)
 
     def layout(self) -> Layout:
         """Offsets and strides in bytes."""
         return self._layout
-
-    def ring(self) -> RingView:
-        """Views of the ring's words, for diagnosis."""
-        return RingView(self._mapped(), self.spec, self._layout)
-
-    def k_address(self, layer: int) -> int:
-        """Address of K [P, S, H, D] of a layer in this process."""
-        return self.address + self._plane_offset(layer, 0)
-
-    def v_address(self, layer: int) -> int:
-        """Address of V [P, S, H, D] of a layer in this process."""
-        return self.address + self._plane_offset(layer, 1)
 
     def k_pages(self, layer: int) -> np.ndarray:
         """K of a layer, [P, S, H, D], float32 or uint16 (the bits of a 16-bit type); no copy."""
@@ -163,7 +138,7 @@ class Arena:
         """Closes the file and gives up the mapping; idempotent.
 
         The mapping itself ends when the last array made from it is gone. Addresses taken from
-        ``address``, ``k_address`` and ``v_address`` must not be used any more.
+        ``address`` must not be used any more.
         """
         if self._memory is not None:
             self._memory = None
@@ -181,17 +156,13 @@ class Arena:
             raise ArenaError("the arena is closed")
         return self._memory
 
-    def _plane_offset(self, layer: int, which: int) -> int:
-        if not 0 <= layer < self.spec.num_layers:
-            raise ArenaError(f"layer {layer} is outside 0..{self.spec.num_layers - 1}")
-        at = self._layout
-        return at.kv_offset + layer * at.layer_stride + which * at.v_offset
-
     def _plane(self, layer: int, which: int) -> np.ndarray:
-        s = self.spec
-        offset = self._plane_offset(layer, which)
-        shape = (s.num_pages, s.page_size, s.num_kv_heads, s.head_dim)
+        s, at = self.spec, self._layout
+        if not 0 <= layer < s.num_layers:
+            raise ArenaError(f"layer {layer} is outside 0..{s.num_layers - 1}")
+        offset = at.kv_offset + layer * at.layer_stride + which * at.v_offset
         plane = self._mapped()[offset : offset + s.num_pages * s.page_bytes]
+        shape = (s.num_pages, s.page_size, s.num_kv_heads, s.head_dim)
         return plane.view(s.storage_dtype).reshape(shape)
 
 
@@ -206,8 +177,14 @@ def _closed_on_error(fd: int) -> Iterator[None]:
 
 def _make(nbytes: int, from_pool: bool, hugepages: bool) -> tuple[int, np.ndarray, str]:
     """A sealed file, its mapping, and how it is backed. Raises OSError."""
-    huge = os.MFD_HUGETLB | _MFD_HUGE_2MB if from_pool else 0
-    fd = os.memfd_create(MEMFD_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | huge)
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    flags |= os.MFD_HUGETLB | _MFD_HUGE_2MB if from_pool else 0
+    try:
+        fd = os.memfd_create(MEMFD_NAME, flags | _MFD_NOEXEC_SEAL)
+    except OSError as e:
+        if e.errno != errno.EINVAL:
+            raise
+        fd = os.memfd_create(MEMFD_NAME, flags)
     with _closed_on_error(fd):
         os.ftruncate(fd, nbytes)
         fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
@@ -215,15 +192,9 @@ def _make(nbytes: int, from_pool: bool, hugepages: bool) -> tuple[int, np.ndarra
     return fd, memory, backing
 
 
-def _bind(
-    memory: np.ndarray,
-    spec: ArenaSpec,
-    layout: Layout,
-    numa_nodes: Sequence[int],
-    page_bytes: int,
-) -> None:
+def _bind(memory: np.ndarray, spec: ArenaSpec, numa_nodes: Sequence[int], page_bytes: int) -> None:
     if numa_nodes:
-        spans = node_spans(spec, layout, numa_nodes, page_bytes)
+        spans = node_spans(spec, layout_of(spec), numa_nodes, page_bytes)
         numa.bind_memory(memory.ctypes.data, spans)
 
 
@@ -236,10 +207,10 @@ def _take_from_pool(
     to, and within a control group's limit, shows when they are taken: later that would be a SIGBUS.
     """
     nbytes = layout.total_bytes
-    if _free_pool_bytes() < nbytes:
+    if host_memory.free_pool_bytes() < nbytes:
         return None
-    for node, needed in _needed_of_nodes(spec, layout, numa_nodes, _HUGE_PAGE_BYTES).items():
-        free = numa.free_pool_bytes(node, _HUGE_PAGE_BYTES)
+    for node, needed in _needed_of_nodes(spec, layout, numa_nodes, HUGE_PAGE_BYTES).items():
+        free = numa.free_pool_bytes(node, HUGE_PAGE_BYTES)
         if free < needed:
             logger.warning(
                 "arena: not of huge pages of the pool: NUMA node %d would hold %s and has %s there",
@@ -251,7 +222,7 @@ def _take_from_pool(
     try:
         fd, memory, backing = _make(nbytes, True, True)
         with _closed_on_error(fd):
-            _bind(memory, spec, layout, numa_nodes, _HUGE_PAGE_BYTES)
+            _bind(memory, spec, numa_nodes, HUGE_PAGE_BYTES)
             error = populate_together(memory.ctypes.data, nbytes)
             if error not in (0, errno.EINVAL):  # a kernel that cannot say
                 raise OSError(error, os.strerror(error))
@@ -263,70 +234,30 @@ def _take_from_pool(
 
 def _map(fd: int, nbytes: int, backing: str, hugepages: bool) -> tuple[np.ndarray, str]:
     mapping = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED)
-    if backing == "4k" and hugepages and _shmem_huge_pages_allowed():
+    if backing == "4k" and hugepages and host_memory.shared_huge_pages_allowed():
         with contextlib.suppress(OSError):
             mapping.madvise(mmap.MADV_HUGEPAGE)
             backing = "thp"
-    with contextlib.suppress(OSError):
-        mapping.madvise(mmap.MADV_DONTFORK)  # a forked child must not keep hundreds of GB alive
+    # A forked child must not keep hundreds of GB alive, a core dump must not hold users' data.
+    for advice in (mmap.MADV_DONTFORK, mmap.MADV_DONTDUMP):
+        with contextlib.suppress(OSError):
+            mapping.madvise(advice)
     return np.frombuffer(mapping, dtype=np.uint8), backing
 
 
-def _shmem_huge_pages_allowed() -> bool:
-    try:
-        text = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled").read_text()
-    except OSError:
-        return False
-    return re.search(r"\[(always|within_size|advise|force)\]", text) is not None
-
-
-def _free_pool_bytes() -> int:
-    pool = Path("/sys/kernel/mm/hugepages/hugepages-2048kB")
-    try:
-        free = int((pool / "free_hugepages").read_text())
-        reserved = int((pool / "resv_hugepages").read_text())
-    except (OSError, ValueError):
-        return 0
-    return (free - reserved) * _HUGE_PAGE_BYTES
-
-
-def available_bytes() -> int:
-    """Memory that a new arena may take: the system's, or what the control group leaves."""
-    meminfo = Path("/proc/meminfo").read_text()
-    line = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo, re.MULTILINE)
-    if line is None:
-        raise ArenaError("/proc/meminfo has no MemAvailable")
-    available = int(line[1]) * 1024
-    for folder, limit_name, used_name, cache_name in (
-        ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
-        (
-            "/sys/fs/cgroup/memory",
-            "memory.limit_in_bytes",
-            "memory.usage_in_bytes",
-            "total_inactive_file",
-        ),
-    ):
-        with contextlib.suppress(OSError, ValueError):  # no such control group, or "max"
-            limit = int(Path(folder, limit_name).read_text())
-            used = int(Path(folder, used_name).read_text())
-            stat = Path(folder, "memory.stat").read_text()
-            cache = re.search(rf"^{cache_name} (\d+)$", stat, re.MULTILINE)
-            used -= int(cache[1]) if cache else 0  # file cache that gives way
-            available = min(available, max(limit - used, 0))
-    return available
-
-
 def _check_fits(spec: ArenaSpec, layout: Layout) -> None:
-    available = available_bytes()
-    if layout.total_bytes > available:
-        rounding = KV_ALIGN_BYTES + 2 * spec.num_layers * plane_align_bytes(spec)
-        page_bytes = spec.kv_bytes // spec.num_pages
-        for_kv = max(0, available - layout.kv_offset - rounding)
-        raise ArenaError(
-            f"{_describe(spec, layout)} does not fit: {_gib(available)} of host memory are "
-            f"available; lower num_pages={spec.num_pages} to at most "
-            f"{for_kv // page_bytes}"
-        )
+    available = host_memory.available_bytes()
+    if layout.total_bytes <= available:
+        return
+    fitting = bisect_right(
+        range(1, spec.num_pages),
+        available,
+        key=lambda pages: layout_of(replace(spec, num_pages=pages)).total_bytes,
+    )
+    raise ArenaError(
+        f"{_describe(spec, layout)} does not fit: {_gib(available)} of host memory are available; "
+        f"lower num_pages={spec.num_pages} to at most {fitting}"
+    )
 
 
 def _needed_of_nodes(

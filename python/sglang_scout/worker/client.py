@@ -17,9 +17,8 @@ from sglang_scout import _native
 from sglang_scout.core.errors import WorkerError
 from sglang_scout.core.split import Split
 from sglang_scout.worker.arena import Arena
-from sglang_scout.worker.ring import EVENT_DTYPE
+from sglang_scout.worker.ring import EVENT_DTYPE, most_threads
 from sglang_scout.worker.settings import WorkerConfig, WorkerStatus, check_cpus, check_nodes
-from sglang_scout.worker.sizes import most_threads
 from sglang_scout.worker.supervisor import Supervisor
 
 __all__ = ["Reply", "ThreadEvents", "Ticket", "WorkerClient", "WorkerConfig", "WorkerStatus"]
@@ -51,7 +50,7 @@ class ThreadEvents(NamedTuple):
     Attributes:
         thread: its number, from 0.
         cpu: the CPU that it is pinned to.
-        events: EVENT_DTYPE ``[n]`` in the order of time, over lives; checked, not believed: of the
+        events: EVENT_DTYPE ``[n]`` in the order of time, over restarts; checked, not believed: of the
             fields only ``step`` may still be any number.
     """
 
@@ -143,10 +142,6 @@ class WorkerClient:
     def ready(self) -> bool:
         """Whether a worker serves now."""
         return self._supervisor.state == "ready" and self._supervisor.pid is not None
-
-    def drain(self, timeout_s: float = 10.0) -> bool:
-        """Waits until the worker has answered all that was posted. False if it did not in time."""
-        return self._supervisor.drain(timeout_s)
 
     def serve_device(self, poll_us: int = 50) -> None:
         """From now on records come from a device's stream (``ops.doorbell.DeviceRing``).
@@ -249,7 +244,7 @@ class WorkerClient:
     def record_events(self, on: bool) -> None:
         """Whether the worker's threads write down what they do. Off costs next to nothing.
 
-        Takes effect at once, in this and later lives; what was written before is not read.
+        Takes effect at once, in this worker and later ones; what was written before is not read.
         """
         if on:
             lines = range(len(self._cpus))
@@ -259,7 +254,7 @@ class WorkerClient:
     def take_events(self) -> tuple[list[ThreadEvents], int]:
         """What each thread wrote since the last call, and how many events were lost.
 
-        A thread keeps its newest ``EVENT_ENTRIES`` events: call this once a step. Lost are those
+        A thread keeps its newest ``event_entries`` events: call this once a step. Lost are those
         that were overwritten before, and those that the worker's memory holds damaged. Belongs to
         the thread of ``post`` and ``wait``.
         """
@@ -274,7 +269,7 @@ class WorkerClient:
         return taken, lost_total
 
     def snapshot(self) -> WorkerStatus:
-        """The worker's state and the totals over all lives; callable from any thread."""
+        """The worker's state and the totals over all workers; callable from any thread."""
         s = self._supervisor
         totals = self._producer.totals()
         del totals["records"]

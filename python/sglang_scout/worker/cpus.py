@@ -25,7 +25,9 @@ ROOMY_CORES = 8
 """Of so many cores two are left, so that what a step waits for has one of its own."""
 
 
-def but_the_server_s(cpus: Collection[int], core_of: Callable[[int], int] = core_of) -> list[int]:
+def reserve_server_cores(
+    cpus: Collection[int], core_of: Callable[[int], int] = core_of
+) -> list[int]:
     """Those of ``cpus`` for threads that spin, beside a server that must run as well.
 
     Whole cores are left, the first ones: a thread that spins on one half of a core slows the other.
@@ -42,13 +44,13 @@ def but_the_server_s(cpus: Collection[int], core_of: Callable[[int], int] = core
     return sorted(sum(units[left:], []))
 
 
-def beside_the_server(
+def background_cpus(
     cpus: Collection[int],
     workers: Collection[int],
     nodes: Mapping[int, Collection[int]],
     core_of: Callable[[int], int] = core_of,
 ) -> list[int]:
-    """Those of ``cpus`` for work that can wait: none of ``workers``, and not the server's first core.
+    """Those of ``cpus`` for background work: none of ``workers``, and not the server's first core.
 
     Of those, the ones on nodes that workers are on if there are such, as page tables lie where they are made.
 

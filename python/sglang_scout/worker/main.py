@@ -1,6 +1,6 @@
 """The worker process: ``python -m sglang_scout.worker.main --fd N --endpoint ipc://... ...``.
 
-The boot token of its life comes on standard input, where no other user can read it.
+Its boot token comes on standard input, where no other user can read it.
 
 This file is the control side: it says hello, starts the C++ threads that serve the ring, sends a
 heartbeat now and then and otherwise sleeps. It never touches a record, and never imports torch or
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import faulthandler
 import logging
 import os
@@ -29,20 +28,20 @@ from sglang_scout import _native
 from sglang_scout.core.errors import ScoutError, WorkerError
 from sglang_scout.worker import messages as m
 from sglang_scout.worker.arena import Arena
-from sglang_scout.worker.cpus import beside_the_server
+from sglang_scout.worker.cpus import background_cpus
+from sglang_scout.worker.die_with_parent import die_with_parent
 from sglang_scout.worker.numa import cpus_by_node, use_own_node
-from sglang_scout.worker.populate import Populating
+from sglang_scout.worker.populate import PopulateThread
 from sglang_scout.worker.ring import LAYOUT_VERSION
 
 logger = logging.getLogger("sglang_scout.worker")
 
-_PR_SET_PDEATHSIG = 1
 _CONFIGURE_TIMEOUT_S = 60.0
 _TOKEN_CHARS = 32
 
 
 class Worker:
-    """One life: a socket to the client, an arena, the threads."""
+    """A socket to the client, an arena, the threads."""
 
     def __init__(self, args: argparse.Namespace, token: str, parent_fd: int) -> None:
         self._args = args
@@ -57,7 +56,6 @@ class Worker:
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(parent_fd, zmq.POLLIN)
         self._refused = 0
-        self._drains: list[int] = []
 
     def run(self) -> int:
         """Serves until told to stop. Returns the exit code."""
@@ -70,12 +68,12 @@ class Worker:
             arena = attach(self._args.fd, configure)
             with contextlib.closing(arena):
                 allowed = os.sched_getaffinity(0)
-                others = beside_the_server(allowed, configure.cpus, cpus_by_node(allowed))
+                others = background_cpus(allowed, configure.cpus, cpus_by_node(allowed))
                 runtime = start_runtime(arena, configure)
                 populating = None
                 try:
                     if configure.populate:
-                        populating = Populating(arena, others)
+                        populating = PopulateThread(arena, others)
                     return self._serve(runtime, configure)
                 finally:
                     runtime.stop()
@@ -104,18 +102,8 @@ class Worker:
                 stats = self._stats(runtime)
                 self._send(m.Heartbeat(token=self._token, number=number, stats=stats))
                 due_s = now_s + interval_s
-            # While a drain waits, look often; nobody else shortens the sleep.
-            wait_s = min(due_s - now_s, 0.005) if self._drains else due_s - now_s
-            for message in self._receive(wait_s):
-                if isinstance(message, m.Stop):
-                    return 0
-                if isinstance(message, m.Drain):
-                    self._drains.append(message.number)
-            if self._drains and runtime.progress()[0] == 0:
-                for drain in self._drains:
-                    stats = self._stats(runtime)
-                    self._send(m.Drained(token=self._token, number=drain, stats=stats))
-                self._drains.clear()
+            if any(isinstance(message, m.Stop) for message in self._receive(due_s - now_s)):
+                return 0
 
     def _await_configure(self) -> m.Configure | None:
         deadline_s = time.monotonic() + _CONFIGURE_TIMEOUT_S
@@ -208,15 +196,6 @@ def _cpu_hint() -> str:
     return f"online are {online}, allowed to this process {sorted(os.sched_getaffinity(0))}"
 
 
-def die_with_parent(parent_pid: int) -> None:
-    """Lets the kernel kill this process, even a stopped one, when the thread that made it ends."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
-        logger.warning("worker: PR_SET_PDEATHSIG: %s", os.strerror(ctypes.get_errno()))
-    if os.getppid() != parent_pid:  # it died just before
-        os._exit(0)
-
-
 def leave(endpoint: str) -> None:
     """Ends a worker whose parent died; removes the socket's directory if it is still there."""
     path = Path(endpoint.removeprefix("ipc://"))
@@ -227,7 +206,7 @@ def leave(endpoint: str) -> None:
 
 
 def read_token() -> str:
-    """The boot token of this life: all of standard input, at most as long as a token is."""
+    """The boot token: all of standard input, at most as long as a token is."""
     data = b""
     while len(data) < _TOKEN_CHARS and (more := os.read(0, _TOKEN_CHARS - len(data))):
         data += more
@@ -241,13 +220,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--fd", type=int, required=True, help="inherited arena descriptor")
     parser.add_argument("--endpoint", required=True, help="ipc:// address of the control socket")
-    parser.add_argument("--epoch", type=int, required=True, help="number of this life")
+    parser.add_argument("--epoch", type=int, required=True, help="number of this process")
     parser.add_argument("--parent", type=int, required=True, help="pid of the decode server")
     return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one life. Returns the exit code."""
+    """Runs one worker. Returns the exit code."""
     args = parse(sys.argv[1:] if argv is None else argv)
     logging.basicConfig(
         level=logging.INFO, format=f"[scout-worker {os.getpid()}] %(levelname)s %(message)s"

@@ -1,17 +1,16 @@
 """Control messages between the decode server and its worker: small, typed, bounded.
 
 msgspec structs in MessagePack over a ZMQ socket; no pickle, no tensor bytes. Every message carries
-the protocol version and the boot token of one worker life, so a message of an earlier life, or of
+the protocol version and the boot token of one worker process, so a message of an earlier one, or of
 anybody else, is recognised and refused. The receiver looks at the size first and decodes nothing
 that is larger than :data:`MAX_MESSAGE_BYTES`.
 
-Life of a worker::
+Course of a worker::
 
     worker -> Hello                       who I am
     client -> Configure                   arena, CPUs, threads
     worker -> Ready | Failed              serving, or why not (then it exits)
     worker -> Heartbeat ...               every heartbeat interval, with statistics
-    client -> Drain    worker -> Drained  everything published before is answered
     client -> Stop                        the worker exits with code 0
 """
 
@@ -23,7 +22,7 @@ import msgspec
 
 from sglang_scout.core.errors import WorkerError
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MAX_MESSAGE_BYTES = 64 * 1024
 MAX_TEXT_CHARS = 4000  # of an error text, so that Failed stays far below the cap
 
@@ -32,7 +31,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknow
     """Fields of every message.
 
     Attributes:
-        token: boot token of the life, 32 hex digits.
+        token: boot token of the process, 32 hex digits.
         version: PROTOCOL_VERSION of the sender.
     """
 
@@ -44,7 +43,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker says of itself.
 
     Attributes:
-        items: (sequence, part) items computed in this life.
+        items: (sequence, part) items that it computed.
         pending: records published and not finished.
         rss_bytes: resident memory, shared pages included.
         refused_messages: messages that the worker dropped.
@@ -57,7 +56,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Hello(Message, frozen=True, kw_only=True):
-    """First message of a life."""
+    """First message of a worker."""
 
     pid: int
     epoch: int
@@ -67,7 +66,7 @@ class Configure(Message, frozen=True, kw_only=True):
     """Which arena to serve and with what.
 
     Attributes:
-        epoch: number of this life, in every sequence number.
+        epoch: number of this worker process, in every sequence number.
         arena_bytes: size of the memory file; the worker compares.
         layout_version: of the ring.
         cpus: one thread is pinned to each.
@@ -109,25 +108,12 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     stats: Stats
 
 
-class Drain(Message, frozen=True, kw_only=True):
-    """Asks for Drained once nothing is pending."""
-
-    number: int
-
-
-class Drained(Message, frozen=True, kw_only=True):
-    """Answer to the Drain of the same number."""
-
-    number: int
-    stats: Stats
-
-
 class Stop(Message, frozen=True, kw_only=True):
     """Asks the worker to exit."""
 
 
-FromWorker = Hello | Ready | Failed | Heartbeat | Drained
-FromClient = Configure | Drain | Stop
+FromWorker = Hello | Ready | Failed | Heartbeat
+FromClient = Configure | Stop
 
 _encoder = msgspec.msgpack.Encoder()
 _decoders: dict[UnionType, msgspec.msgpack.Decoder[Message]] = {
@@ -167,5 +153,5 @@ def decode(data: bytes | memoryview, kind: UnionType, token: str) -> Message:
             f"{type(message).__name__} of protocol {message.version}, this is {PROTOCOL_VERSION}"
         )
     if message.token != token:
-        raise WorkerError(f"{type(message).__name__} with the boot token of another life")
+        raise WorkerError(f"{type(message).__name__} with the boot token of another worker")
     return message

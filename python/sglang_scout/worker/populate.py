@@ -16,7 +16,7 @@ import time
 from collections.abc import Collection
 
 from sglang_scout.worker.arena import Arena
-from sglang_scout.worker.fault_in import populate
+from sglang_scout.worker.host_memory import populate
 
 logger = logging.getLogger("sglang_scout.worker")
 
@@ -24,7 +24,7 @@ logger = logging.getLogger("sglang_scout.worker")
 PIECE_BYTES = 256 * 1024
 
 
-class Populating:
+class PopulateThread:
     """A thread that maps all of an arena behind its ring, at the lowest priority of its class.
 
     Args:

@@ -6,9 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from sglang_scout import _native
 from sglang_scout.core.errors import ConfigError
 
-MAX_THREADS_PER_GROUP = 16  # kMaxParts in ring.h
+MAX_THREADS_PER_GROUP = _native.RING_MAX_PARTS
 
 
 @dataclass(frozen=True)
@@ -20,11 +21,12 @@ class WorkerConfig:
         heartbeat_interval_s: between heartbeats of the worker.
         heartbeat_timeout_s: a worker that is silent for so long is killed and replaced.
         stall_timeout_s: the same for one that sends heartbeats and has work but finishes nothing,
-            and for one that is silent because it gets no CPU; at least two heartbeat intervals.
+            and for one that is silent because it gets no CPU; never less than heartbeat_timeout_s.
         wait_timeout_s: after this, wait() computes the pages itself.
         backoff_min_s: pause before the first restart; doubles with every further one.
-        backoff_max_s: longest pause. A life that was ready for so long starts the doubling again.
-        max_start_failures: lives in a row that never became ready before the state is "failed".
+        backoff_max_s: longest pause. A worker that was ready for so long starts the doubling again.
+        max_start_failures: workers in a row that never became ready before the state is "failed".
+        retry_s: pause between further starts then.
         stop_timeout_s: how long stop() lets the worker exit by itself.
         spin_us: how long a thread polls after its last work before it sleeps.
         threads_per_group: threads that share one sequence, its pages split evenly; 0: up to 8,
@@ -45,6 +47,7 @@ class WorkerConfig:
     backoff_min_s: float = 0.1
     backoff_max_s: float = 5.0
     max_start_failures: int = 8
+    retry_s: float = 30.0
     stop_timeout_s: float = 1.0
     spin_us: int = 50
     threads_per_group: int = 0
@@ -60,13 +63,8 @@ class WorkerConfig:
                 f"worker heartbeat_timeout_s={self.heartbeat_timeout_s} is less than two intervals "
                 f"of {self.heartbeat_interval_s} s"
             )
-        if self.stall_timeout_s < 2 * self.heartbeat_interval_s:
-            # Progress is seen in heartbeats only: a shorter time would end workers that are well.
-            raise ConfigError(
-                f"worker stall_timeout_s={self.stall_timeout_s} is less than two heartbeat "
-                f"intervals of {self.heartbeat_interval_s} s; give a longer time or a shorter "
-                f"heartbeat_interval_s"
-            )
+        stall_timeout_s = max(self.stall_timeout_s, self.heartbeat_timeout_s)
+        object.__setattr__(self, "stall_timeout_s", stall_timeout_s)
         if self.backoff_max_s < self.backoff_min_s:
             raise ConfigError(
                 f"worker backoff_max_s={self.backoff_max_s} is less than "
@@ -90,7 +88,7 @@ class WorkerStatus:
     Attributes:
         pid: of the living process; None if there is none.
         state: "starting", "ready", "restarting", "stopped" or "failed".
-        restarts: lives after the first.
+        restarts: workers after the first.
         cpus: CPUs of the threads.
         cpu_nodes: the arena's node of each, from 0.
         items: (sequence, part) items computed by workers.
@@ -98,13 +96,13 @@ class WorkerStatus:
         remote_pages: of these, pages of another node than the thread's.
         refused: records that a worker refused because a field was out of range.
         busy_us: time that worker threads spent computing, summed.
-        stale: records of another life that a worker met and did not serve.
+        stale: records of another epoch that a worker met and did not serve.
         fallback_pages: pages that the caller computed instead.
         local_tickets: posts that never went to a worker: none was ready, or the slot was busy.
         late_tickets: waits that ran into wait_timeout_s.
         refused_messages: control messages dropped for size, form, version or token.
         isa: instruction set of the worker's kernel, "" before the first Ready.
-        last_error: why the last life ended, or "".
+        last_error: why the last worker ended, or "".
     """
 
     pid: int | None

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sglang_scout import _native
 from sglang_scout.core.errors import ArenaError
 
-KV_DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
+KV_DTYPES = ("float32", "bfloat16", "float16")  # as numbered in scout/attend.h
 MAX_BATCH = 1 << 16
-MAX_NODES = 16  # kMaxNodes in ring.h
+MAX_NODES = _native.RING_MAX_NODES
 _HUGE_PAGE_BYTES = 2 * 1024 * 1024
 _STORAGE = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.uint16}
 

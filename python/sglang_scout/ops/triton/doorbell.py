@@ -16,10 +16,12 @@ from here, so a thread on the host has to watch the head, or the worker does not
 
 import time
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 
+from sglang_scout import _native
 from sglang_scout.core import split
 
 from .merge import merge_rows
@@ -37,7 +39,22 @@ BUSY = tl.constexpr(4)  # the slot still holds a record without an answer
 MAX_RUNS = tl.constexpr(split.MOST_RUNS)
 RUNS_PER_THREAD = tl.constexpr(split.RUNS_PER_THREAD)
 
-_CLOSED = tl.constexpr((1 << 24) - 1)
+# Offsets within the ring's structs, in bytes.
+_CONTROL, _RECORD, _REPLY = (
+    np.dtype(_native.RING_STRUCTS[name]).fields
+    for name in ("Control", "RecordHeader", "ReplyHeader")
+)
+CONTROL_HEAD = tl.constexpr(_CONTROL["head"][1])
+RECORD_SEQ = tl.constexpr(_RECORD["seq"][1])
+RECORD_LAYER = tl.constexpr(_RECORD["layer"][1])
+RECORD_ROWS = tl.constexpr(_RECORD["rows"][1])
+RECORD_PARTS = tl.constexpr(_RECORD["parts"][1])
+RECORD_STEP = tl.constexpr(_RECORD["step"][1])
+RECORD_CLAIM = tl.constexpr(_RECORD["claim"][1])
+REPLY_DONE = tl.constexpr(_REPLY["done"][1])
+REPLY_STATUS = tl.constexpr(_REPLY["status"][1])
+
+CLOSED_ITEM = tl.constexpr(_native.RING_CLOSED_ITEM)
 
 if triton.knobs.runtime.interpret:
 
@@ -179,11 +196,11 @@ def post_kernel(
     wanted = (epoch != 0) & (total > 0)
     post = tl.load(state + POSTS) + 1
     record = records + slot * record_stride
-    claim = at_word(record + 128)
+    claim = at_word(record + RECORD_CLAIM)
     if wanted & (blocked == 0):
         if b == 0:
             for node in range(0, nodes):
-                tl.store(claim + node, (post << 24) | _CLOSED)
+                tl.store(claim + node, (post << 24) | CLOSED_ITEM)
         n = tl.load(n_pages + b)
         tl.store(asked + slot * max_batch + b, n)
         if n > 0:  # nobody reads the query of a row without pages
@@ -208,15 +225,15 @@ def post_kernel(
             sequences = tl.sum((counts > 0).to(tl.int32), axis=0)
             runs = runs_of(sequences, total, largest, threads, most, least_pages)
             seq = (epoch << 40) | post
-            tl.store(at_word(record), seq)
-            tl.store(at_half(record + 8), layer)
-            tl.store(at_half(record + 12), rows)
-            tl.store(at_half(record + 16), tl.where(parts > 0, parts, runs))
-            tl.store(at_word(record + 24), step)
+            tl.store(at_word(record + RECORD_SEQ), seq)
+            tl.store(at_half(record + RECORD_LAYER), layer)
+            tl.store(at_half(record + RECORD_ROWS), rows)
+            tl.store(at_half(record + RECORD_PARTS), tl.where(parts > 0, parts, runs))
+            tl.store(at_word(record + RECORD_STEP), step)
             for node in range(0, nodes):
                 tl.store(claim + node, post << 24)
             tl.store(at_array(log, tl.int64) + (post & (log_entries - 1)), (post << 24) | slot)
-            store_release(at_word(control), post)
+            store_release(at_word(control + CONTROL_HEAD), post)
             tl.store(state + POSTS, post)
             tl.store(open_seq + slot, seq)
             tl.store(awaited + slot, seq)
@@ -257,13 +274,13 @@ def wait_kernel(
         reply = replies + slot * reply_stride
         limit_ns = tl.where(tl.load(state + ERRORS) == 0, timeout_ns, 0)
         begin = now_ns()
-        done = load_acquire(at_word(reply))
+        done = load_acquire(at_word(reply + REPLY_DONE))
         while (done != seq) & (now_ns() - begin < limit_ns):
-            done = load_acquire(at_word(reply))
+            done = load_acquire(at_word(reply + REPLY_DONE))
         tl.store(waited_ns + layer, tl.load(waited_ns + layer) + now_ns() - begin)
         errors = tl.load(state + ERRORS)
         if done == seq:
-            status = tl.load(at_half(reply + 8), volatile=True)
+            status = tl.load(at_half(reply + REPLY_STATUS), volatile=True)
             good = (status == 0).to(tl.int32)
             errors = tl.where(status == 0, errors, errors | REFUSED)
             tl.store(open_seq + slot, tl.zeros([], tl.int64))

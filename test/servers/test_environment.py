@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from sglang_scout.cli import server_environment
-from sglang_scout.cli.server_environment import cpu_environment, cuda_environment
+from servers import environment
+from servers.environment import cpu_environment, cuda_environment
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "cpu_env.sh"
 NAMES = ("TOKENIZERS_PARALLELISM", "MOONCAKE_PROTOCOL", "SGLANG_USE_CPU_ENGINE", "OMP_WAIT_POLICY",
@@ -36,7 +36,7 @@ def test_cuda_environment(monkeypatch):
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("MOONCAKE_PROTOCOL", raising=False)
     for rdma, protocol in ((False, "tcp"), (True, None)):
-        monkeypatch.setattr(server_environment, "has_rdma", lambda rdma=rdma: rdma)
+        monkeypatch.setattr(environment, "has_rdma", lambda rdma=rdma: rdma)
         ours = cuda_environment()
         assert ours.get("MOONCAKE_PROTOCOL") == protocol and ours["CUDA_VISIBLE_DEVICES"] == "1"
         assert not {"SGLANG_USE_CPU_ENGINE", "SGLANG_NCCL_SO_PATH"} & set(ours)

@@ -1,25 +1,18 @@
-"""Which device the servers of a pair run on, found out without importing torch here."""
+"""Which device the servers of a pair run on, and their shares of its memory."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sglang_scout.cli import machine
 from sglang_scout.core.errors import ConfigError
 
 AUTO, CPU, CUDA = CHOICES = ("auto", "cpu", "cuda")
 DRIVER_NODES = (Path("/dev/nvidiactl"),)
-ASK_TIMEOUT_S = 120.0
-COUNT_DEVICES = (
-    "import torch, sys; torch.version.cuda or sys.exit('torch is built without CUDA'); "
-    "print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
-)
 
 # Shares of the device memory that is free when a server starts, as --mem-fraction-static counts. Of one GPU
 # the prefill server takes the first, and the decode server, started after it, the second of what it leaves.
@@ -92,45 +85,14 @@ def place(wanted: str) -> Placement:
     forced = wants_cpu(os.environ)
     if wanted == CPU or (wanted == AUTO and (forced or not any(p.exists() for p in DRIVER_NODES))):
         return Placement(CPU, CPU, 0)
-    gpus, why = cuda_devices()
+    gpus, why = machine.cuda_devices()
     if not gpus:
         if wanted == AUTO:
             return Placement(CPU, CPU, 0)
         raise ConfigError(f"--device cuda: torch sees no CUDA device ({why}); give --device cpu")
-    return Placement(CUDA if transfer_reads_device() else CPU, CUDA, gpus)
+    return Placement(CUDA if machine.transfer_reads_device() else CPU, CUDA, gpus)
 
 
 def wants_cpu(environment: Mapping[str, str]) -> bool:
     """Whether an environment asks for the CPU."""
     return "1" in (environment.get("SCOUT_FORCE_CPU"), environment.get("SGLANG_USE_CPU_ENGINE"))
-
-
-def cuda_devices() -> tuple[int, str]:
-    """How many CUDA devices torch can use, and why none. Takes the seconds that torch takes to import."""
-    command = [sys.executable, "-c", COUNT_DEVICES]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=ASK_TIMEOUT_S)
-        count = int(done.stdout.split()[-1])
-    except (OSError, subprocess.SubprocessError) as error:
-        return 0, str(error)
-    except (IndexError, ValueError):
-        return 0, (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if count or hidden not in ("", "-1"):
-        return count, "" if count else "no driver or no device"
-    return 0, f"CUDA_VISIBLE_DEVICES={hidden!r}"
-
-
-def transfer_reads_device() -> bool:
-    """Whether the installed mooncake was built with CUDA.
-
-    Without it mooncake hands the address of device memory to the socket, which refuses it, and every
-    transfer fails; so it does with digests that arrive in device memory. With it, memory of a device is
-    copied through the host.
-    """
-    spec = importlib.util.find_spec("mooncake")  # looks it up, imports nothing
-    for folder in (spec.submodule_search_locations or ()) if spec else ():
-        for module in Path(folder).glob("engine*.so"):
-            if b"cudaMemcpy" in module.read_bytes():
-                return True
-    return False

@@ -15,9 +15,9 @@ import pytest
 import zmq
 
 from sglang_scout.core.errors import WorkerError
-from sglang_scout.worker import life as life_module
 from sglang_scout.worker import messages as m
-from sglang_scout.worker.life import Life, owner_name, sweep_directories
+from sglang_scout.worker import process as process_module
+from sglang_scout.worker.process import WorkerProcess, owner_name, sweep_directories
 
 
 @pytest.fixture
@@ -35,8 +35,8 @@ def wake_fd():
 
 
 @pytest.fixture
-def life(make_arena, context, monkeypatch, tmp_path):
-    """A life whose process only sleeps; `endpoint` is where a worker would connect."""
+def process(make_arena, context, monkeypatch, tmp_path):
+    """A process whose process only sleeps; `endpoint` is where a worker would connect."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     endpoints: list[str] = []
 
@@ -44,11 +44,11 @@ def life(make_arena, context, monkeypatch, tmp_path):
         endpoints.append(endpoint)
         return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
 
-    monkeypatch.setattr(life_module, "_spawn", spawn)
-    life = Life(5, make_arena().fd, context, logging.getLogger("test"))
-    life.endpoint = endpoints[0]
-    yield life
-    life.end()
+    monkeypatch.setattr(process_module, "_spawn", spawn)
+    process = WorkerProcess(5, make_arena().fd, context, logging.getLogger("test"))
+    process.endpoint = endpoints[0]
+    yield process
+    process.end()
 
 
 def connect(context: zmq.Context, endpoint: str) -> zmq.Socket:
@@ -58,64 +58,64 @@ def connect(context: zmq.Context, endpoint: str) -> zmq.Socket:
     return socket
 
 
-def receive(life: Life, wake_fd: int, count: int) -> list[m.Message]:
+def receive(process: WorkerProcess, wake_fd: int, count: int) -> list[m.Message]:
     """Waits until `count` messages came or were refused."""
     received: list[m.Message] = []
     deadline_s = time.monotonic() + 5
-    before = life.refused_messages
-    while len(received) + life.refused_messages - before < count:
+    before = process.refused_messages
+    while len(received) + process.refused_messages - before < count:
         assert time.monotonic() < deadline_s, "message lost"
-        received += life.wait(0.05, wake_fd)[0]
+        received += process.wait(0.05, wake_fd)[0]
     return received
 
 
-def test_directory_is_private_and_goes_with_the_hello(life, context, wake_fd, tmp_path):
+def test_directory_is_private_and_goes_with_the_hello(process, context, wake_fd, tmp_path):
     (folder,) = tmp_path.iterdir()
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and owner_name() in folder.name
-    peer = connect(context, life.endpoint)
-    hello = m.Hello(token=life.token, pid=life.pid, epoch=5)
+    peer = connect(context, process.endpoint)
+    hello = m.Hello(token=process.token, pid=process.pid, epoch=5)
     peer.send(m.encode(hello))
-    assert receive(life, wake_fd, 1) == [hello]
+    assert receive(process, wake_fd, 1) == [hello]
     assert list(tmp_path.iterdir()) == []
-    life.send(m.Stop(token=life.token))  # the connection goes on without a name
+    process.send(m.Stop(token=process.token))  # the connection goes on without a name
     assert peer.poll(5000)
-    assert m.decode(peer.recv(), m.FromClient, life.token) == m.Stop(token=life.token)
+    assert m.decode(peer.recv(), m.FromClient, process.token) == m.Stop(token=process.token)
 
 
-def test_strangers_are_refused_counted_and_do_not_block(life, context, wake_fd):
-    stranger, worker = connect(context, life.endpoint), connect(context, life.endpoint)
-    good = m.Hello(token=life.token, pid=life.pid, epoch=5)
+def test_strangers_are_refused_counted_and_do_not_block(process, context, wake_fd):
+    stranger, worker = connect(context, process.endpoint), connect(context, process.endpoint)
+    good = m.Hello(token=process.token, pid=process.pid, epoch=5)
     bad = [
         m.encode(msgspec.structs.replace(good, token="0" * 32)),
         m.encode(msgspec.structs.replace(good, version=9)),
         m.encode(msgspec.structs.replace(good, epoch=4)),
         m.encode(msgspec.structs.replace(good, pid=1)),
-        m.encode(m.Ready(token=life.token, isa="", threads=1)),  # before any hello
+        m.encode(m.Ready(token=process.token, isa="", threads=1)),  # before any hello
         b"\x00" * (m.MAX_MESSAGE_BYTES + 1),
         b"noise",
     ]
     for data in bad:
         stranger.send(data)
     stranger.send_multipart([m.encode(good), b""])
-    assert receive(life, wake_fd, len(bad) + 1) == []
-    assert life.refused_messages == len(bad) + 1
+    assert receive(process, wake_fd, len(bad) + 1) == []
+    assert process.refused_messages == len(bad) + 1
     worker.send(m.encode(good))
-    assert receive(life, wake_fd, 1) == [good]
-    stranger.send(m.encode(m.Heartbeat(token=life.token, number=1, stats=m.Stats())))
+    assert receive(process, wake_fd, 1) == [good]
+    stranger.send(m.encode(m.Heartbeat(token=process.token, number=1, stats=m.Stats())))
     worker.send(m.encode(good))  # a second hello
-    assert receive(life, wake_fd, 2) == []
+    assert receive(process, wake_fd, 2) == []
 
 
-def test_end_of_the_process_is_noticed_at_once(life, wake_fd, gone):
-    assert life.wait(0.01, wake_fd) == ([], False)
-    os.kill(life.pid, 9)
+def test_end_of_the_process_is_noticed_at_once(process, wake_fd, gone):
+    assert process.wait(0.01, wake_fd) == ([], False)
+    os.kill(process.pid, 9)
     begin_s = time.monotonic()
-    assert life.wait(5.0, wake_fd) == ([], True)
+    assert process.wait(5.0, wake_fd) == ([], True)
     assert time.monotonic() - begin_s < 4.5, "not the end of the wait"
-    assert life.exit_text() == f"worker {life.pid} was killed by SIGKILL"
-    life.end()
-    life.end()
-    assert gone(life.pid)
+    assert process.exit_text() == f"worker {process.pid} was killed by SIGKILL"
+    process.end()
+    process.end()
+    assert gone(process.pid)
 
 
 def test_failing_spawn_leaves_nothing(make_arena, context, monkeypatch, tmp_path):
@@ -124,7 +124,7 @@ def test_failing_spawn_leaves_nothing(make_arena, context, monkeypatch, tmp_path
     fd = make_arena().fd
     count = len(os.listdir("/proc/self/fd"))
     with pytest.raises(WorkerError, match="cannot start the worker process: .*No such file"):
-        Life(1, fd, context, logging.getLogger("test"))
+        WorkerProcess(1, fd, context, logging.getLogger("test"))
     assert list(tmp_path.iterdir()) == []
     context.destroy(linger=0)
     assert len(os.listdir("/proc/self/fd")) <= count
@@ -135,7 +135,7 @@ def test_long_temporary_directory_is_named(make_arena, context, monkeypatch, tmp
     deep.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(deep))
     with pytest.raises(WorkerError, match="too long; set TMPDIR"):
-        Life(1, make_arena().fd, context, logging.getLogger("test"))
+        WorkerProcess(1, make_arena().fd, context, logging.getLogger("test"))
     assert list(deep.iterdir()) == []
 
 

@@ -1,4 +1,4 @@
-"""One life of the worker process as its client holds it: directory, socket, process, pidfd.
+"""A worker process as its client holds it: directory, socket, process, pidfd.
 
 The control socket lives in a fresh 0700 directory, which is removed as soon as the worker has said
 hello: an established connection needs no name. So in steady state nothing in the file system
@@ -34,13 +34,13 @@ _KILL_LOG_S = 5.0
 _WORKER_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
-class Life:
+class WorkerProcess:
     """A started worker process and the socket to it. Owned by one thread; ``end`` frees everything.
 
-    The thread that makes a life must outlast it: the kernel kills the worker when that thread ends.
+    The thread that makes it must outlast it: the kernel kills the worker when that thread ends.
 
     Args:
-        epoch: number of the life.
+        epoch: its number, counted over restarts.
         arena_fd: memory file that the process inherits.
         context: ZMQ context of the owner.
         log: where refused messages are reported.
@@ -150,7 +150,7 @@ class Life:
                 self._process.wait(_KILL_LOG_S)
                 return
             except subprocess.TimeoutExpired:
-                # Only a process stuck in the kernel; no new life may begin before it is gone.
+                # Only a process stuck in the kernel; no other may be started before it is gone.
                 self._log.error("worker %d does not die after SIGKILL, waiting", self.pid)
 
     def _receive(self) -> list[m.Message]:
@@ -201,20 +201,16 @@ def _spawn(endpoint: str, token: str, epoch: int, arena_fd: int) -> subprocess.P
     reading, writing = os.pipe()
     try:
         os.write(writing, token.encode())  # fits into a pipe, so it does not block
-        return _popen(command, arena_fd, reading)
+        return subprocess.Popen(
+            command,
+            stdin=reading,
+            pass_fds=(arena_fd,),
+            process_group=0,
+            env=os.environ | _WORKER_ENVIRONMENT,
+        )
     finally:
         os.close(reading)
         os.close(writing)
-
-
-def _popen(command: list[str], arena_fd: int, stdin_fd: int) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        command,
-        stdin=stdin_fd,
-        pass_fds=(arena_fd,),
-        process_group=0,
-        env=os.environ | _WORKER_ENVIRONMENT,
-    )
 
 
 def owner_name() -> str:

@@ -1,19 +1,16 @@
-"""Where the demo's and the profile's servers run: the choice, their flags and their environments."""
+"""Where the demo's servers run: the choice, their flags and their environments."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from servers import pd_cluster
+from servers import pd_cluster, placement
 from servers.pd_cluster import PDCluster
+from servers.placement import Placement, place
 from servers.server_process import ServerFailed
-from sglang_scout.cli import device, profile_request
-from sglang_scout.cli.device import Placement, place
-from sglang_scout.cli.profile_run import RunFailed, make_cluster, run_workload
-from sglang_scout.cli.progress import Progress
+from sglang_scout.cli import machine
 from sglang_scout.core.errors import ConfigError
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
@@ -37,9 +34,9 @@ def plain(monkeypatch):
 
 def machine_with(monkeypatch, tmp_path, *, gpus, mooncake=True, driver=True):
     """A machine with a driver, ``gpus`` that torch sees, and a mooncake with or without CUDA."""
-    monkeypatch.setattr(device, "DRIVER_NODES", (Path("/") if driver else tmp_path / "none",))
-    monkeypatch.setattr(device, "cuda_devices", lambda: (gpus, "" if gpus else "it said so"))
-    monkeypatch.setattr(device, "transfer_reads_device", lambda: mooncake)
+    monkeypatch.setattr(placement, "DRIVER_NODES", (Path("/") if driver else tmp_path / "none",))
+    monkeypatch.setattr(machine, "cuda_devices", lambda: (gpus, "" if gpus else "it said so"))
+    monkeypatch.setattr(machine, "transfer_reads_device", lambda: mooncake)
 
 
 def words(cluster, which):
@@ -73,11 +70,12 @@ def test_the_device_that_is_taken(monkeypatch, tmp_path, wanted, machine, expect
     assert place(wanted) == expected
 
 
-@pytest.mark.parametrize("name", ["SCOUT_FORCE_CPU", "SGLANG_USE_CPU_ENGINE"])
-def test_the_environment_can_ask_for_the_cpu(monkeypatch, tmp_path, name):
+def test_the_environment_can_ask_for_the_cpu(monkeypatch, tmp_path):
     machine_with(monkeypatch, tmp_path, gpus=1)
-    monkeypatch.setenv(name, "1")
-    assert place("auto") == ON_CPU and place("cuda") == ONE_GPU
+    for name in ("SCOUT_FORCE_CPU", "SGLANG_USE_CPU_ENGINE"):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "1")
+            assert place("auto") == ON_CPU and place("cuda") == ONE_GPU
 
 
 def test_cuda_without_a_device_is_an_error_that_names_the_way_out(monkeypatch, tmp_path, capsys):
@@ -85,41 +83,6 @@ def test_cuda_without_a_device_is_an_error_that_names_the_way_out(monkeypatch, t
     with pytest.raises(ConfigError, match=r"--device cuda: .*it said so.*--device cpu"):
         place("cuda")
     assert demo.main(["--device", "cuda"]) == 2 and "--device cpu" in capsys.readouterr().err
-
-
-def test_torch_is_asked_in_a_process_of_its_own(monkeypatch):
-    code = "from sglang_scout.cli import device, profile_run; import sys; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "False\n"
-    monkeypatch.setattr(device, "COUNT_DEVICES", "print('a warning'); print(3)")
-    assert device.cuda_devices() == (3, "")
-    monkeypatch.setattr(device, "COUNT_DEVICES", "print(0)")
-    assert device.cuda_devices() == (0, "no driver or no device")
-    monkeypatch.setattr(device, "COUNT_DEVICES", "raise ImportError('no torch')")
-    count, why = device.cuda_devices()
-    assert count == 0 and "no torch" in why
-    monkeypatch.setattr(device, "COUNT_DEVICES", "print(0)")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert device.cuda_devices() == (0, "CUDA_VISIBLE_DEVICES=''")
-
-
-def test_whether_mooncake_can_read_a_device(monkeypatch, tmp_path):
-    package = tmp_path / "mooncake"
-    package.mkdir()
-    (package / "__init__.py").write_text("raise RuntimeError('must not be imported')")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "mooncake", raising=False)  # other tests use it
-    assert not device.transfer_reads_device()
-    module = package / "engine.cpython-312-x86_64-linux-gnu.so"
-    module.write_bytes(b"\x7fELF\0memcpy\0")
-    assert not device.transfer_reads_device()
-    module.write_bytes(b"\x7fELF\0cudaMemcpy\0")
-    assert device.transfer_reads_device()
-
-
-def test_the_mooncake_that_is_pinned_cannot():
-    """When this fails, a prefill server may run on a GPU beside the decode server: see the documents."""
-    assert not device.transfer_reads_device()
 
 
 # -- the servers -----------------------------------------------------------------------------------
@@ -130,18 +93,9 @@ def demo_cluster(tmp_path, where, *arguments):
     return demo.make_cluster(args, where, demo.RECALL_MODEL, tmp_path)
 
 
-def profile_cluster(tmp_path, where, server_args=(), **config):
-    return make_cluster(
-        str(demo.RECALL_MODEL), [[1] * 512] * 4, 40, tmp_path, where=where, budget_tokens=128,
-        config={"recall": "off", "resident_tokens": 512} | config, decode_flags=(), dtype="auto",
-        server_args=server_args,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("make", [demo_cluster, profile_cluster])
 @pytest.mark.parametrize("where", ALL, ids=str)
-def test_devices_and_environments(tmp_path, make, where):
-    cluster = make(tmp_path, where)
+def test_devices_and_environments(tmp_path, where):
+    cluster = demo_cluster(tmp_path, where)
     for which, on in (("prefill", where.prefill), ("decode", where.decode)):
         server = cluster.servers[which]
         assert words(cluster, which)["--device"] == on
@@ -152,11 +106,10 @@ def test_devices_and_environments(tmp_path, make, where):
     cluster.stop()
 
 
-@pytest.mark.parametrize("make", [demo_cluster, profile_cluster])
-def test_two_servers_leave_each_other_room(tmp_path, make):
+def test_two_servers_leave_each_other_room(tmp_path):
     found = {}
     for where in ALL:
-        cluster = make(tmp_path, where)
+        cluster = demo_cluster(tmp_path, where)
         prefill, decode = (words(cluster, which) for which in ("prefill", "decode"))
         assert "--base-gpu-id" not in prefill
         assert decode.get("--base-gpu-id") == ("1" if where == TWO_GPUS else None)
@@ -183,16 +136,6 @@ def test_the_demo_leaves_pages_to_the_cpu_on_a_gpu_too(tmp_path):
         cluster.stop()
 
 
-def test_the_demo_with_another_model_or_without_offload(tmp_path):
-    cluster = demo_cluster(tmp_path, ON_CPU, "--model", "elsewhere")
-    assert "--kv-offload-config" not in words(cluster, "decode") | words(cluster, "prefill")
-    cluster.stop()
-    cluster = demo_cluster(tmp_path, ONE_GPU, "--kv-offload", "none")
-    for which in ("prefill", "decode"):
-        assert not [word for word in words(cluster, which) if word.startswith("--kv-offload")]
-    cluster.stop()
-
-
 @pytest.mark.parametrize("where", ALL, ids=str)
 def test_the_demo_compares_with_a_server_whose_budget_covers_the_text(tmp_path, where):
     cluster = demo_cluster(tmp_path, where, "--model", "smollm2")
@@ -203,25 +146,6 @@ def test_the_demo_compares_with_a_server_whose_budget_covers_the_text(tmp_path, 
     assert full["--max-running-requests"] == "1" and full["--device"] == decode["--device"]
     assert decode["--dtype"] == ("bfloat16" if where.prefill == "cuda" else "float32")
     assert cluster.one_by_one == (where.decode == "cuda")
-    cluster.stop()
-
-
-@pytest.mark.parametrize("where", [ON_CPU, PREFILL_ON_CPU], ids=str)
-def test_both_servers_of_a_profile_make_the_same_digests(tmp_path, where):
-    cluster = profile_cluster(tmp_path, where, digest="signs")
-    for which in ("prefill", "decode"):
-        config = json.loads(words(cluster, which)["--kv-offload-config"])
-        assert config["digest"] == "signs"
-    cluster.stop()
-
-
-def test_the_flags_of_the_user_win_in_a_profile_but_for_what_it_needs(tmp_path):
-    more = ["--mem-fraction-static", "0.3", "--kv-offload-config", "{}"]
-    cluster = profile_cluster(tmp_path, ONE_GPU, more)
-    for which in ("prefill", "decode"):
-        assert words(cluster, which)["--mem-fraction-static"] == "0.3"
-    config = json.loads(words(cluster, "decode")["--kv-offload-config"])
-    assert config["step_log"] and config["resident_tokens"] == 512
     cluster.stop()
 
 
@@ -249,20 +173,7 @@ def test_a_gpu_that_fails_is_told_from_the_way_without(tmp_path, monkeypatch, ca
         raise ServerFailed("the decode server ended with exit code 1")
 
     monkeypatch.setattr(PDCluster, "start", start)
-    monkeypatch.setattr(device, "place", lambda wanted: where)
+    monkeypatch.setattr(placement, "place", lambda wanted: where)
     monkeypatch.setattr(demo.tempfile, "mkdtemp", lambda prefix: str(tmp_path))
     assert demo.main(["--model", "recall"]) == 1
     assert ("--device cpu" in capsys.readouterr().err) == (where != ON_CPU)
-    with pytest.raises(RunFailed) as caught:
-        run_workload(
-            str(demo.RECALL_MODEL), [[1] * 512], 8, where=where, budget_tokens=128,
-            config={"recall": "off"}, progress=Progress(),
-        )  # fmt: skip
-    assert ("--device cpu" in str(caught.value)) == (where != ON_CPU)
-
-
-def test_a_profile_says_the_capacity_of_its_cache():
-    request = profile_request.Request("m", "p.json", budget_tokens=128, batch=3)
-    assert profile_request.resident_tokens(request) == 384
-    given = profile_request.Request("m", "p.json", resident_tokens=64)
-    assert profile_request.resident_tokens(given) == 64

@@ -1,0 +1,121 @@
+"""The step log: one JSON line per decode step, which a server writes and `report` and `profile` read.
+
+The first line has the format, its version and what the server says of itself (:class:`Facts`); each further
+line is a :class:`Step`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from sglang_scout.core.errors import ConfigError
+from sglang_scout.core.profile import ModelIdentity
+
+FORMAT, VERSION = "sglang-scout-steps", 2
+
+Floats = npt.NDArray[np.float64]
+Counts = npt.NDArray[np.int64]
+
+
+class Facts(msgspec.Struct, frozen=True):
+    """What the first line must say; the server adds more. ``selection`` has ``SELECTION_KEYS``."""
+
+    format: str
+    version: int
+    policy: str
+    recall: str
+    model: str
+    layers: int
+    budget_tokens: int
+    page_size_tokens: int
+    identity: ModelIdentity
+    selection: dict[str, str | int | float]
+
+
+class Step(msgspec.Struct, frozen=True):
+    """One decode step of B requests and L layers.
+
+    Attributes:
+        start_us, step_us: from its boundary (CLOCK_MONOTONIC) to the end of its last attention.
+        ages: ``[B]`` steps that each request had done here before; -1 where that is not known.
+        full_pages: ``[B]`` full pages of each request, among which it selects.
+        cpu_pages: ``[L, B]`` selected pages that were computed on the CPU.
+        gpu_wait_us: ``[L]`` time that the device waited for them.
+        recalled_pages, recall_bytes, recall_wait_us: of the recalls that ended at its boundary.
+    """
+
+    step: int
+    start_us: int
+    step_us: int
+    ages: list[int]
+    full_pages: list[int]
+    cpu_pages: list[list[int]]
+    gpu_wait_us: list[int]
+    recalled_pages: int
+    recall_bytes: int
+    recall_wait_us: int
+
+
+@dataclass(frozen=True)
+class StepLogFile:
+    """The contents of a step log."""
+
+    facts: Facts
+    steps: list[Step]
+
+    @property
+    def budget_pages(self) -> int:
+        return self.facts.budget_tokens // self.facts.page_size_tokens
+
+
+def read_step_log(path: str | Path) -> StepLogFile:
+    """All complete lines of a log; the server may still be writing.
+
+    Raises:
+        ConfigError: not a step log, or of another version.
+    """
+    try:
+        lines = Path(path).read_bytes().split(b"\n")[:-1]
+    except OSError as error:
+        raise ConfigError(
+            f"step log {str(path)!r}: cannot read it: {error.strerror}; name the step_log of a server"
+        ) from None
+    try:
+        about = msgspec.json.decode(lines[0], type=dict) if lines else {}
+        if (about.get("format"), about.get("version")) != (FORMAT, VERSION):
+            raise ValueError(f"its first line is not that of a {FORMAT} file of version {VERSION}")
+        facts = msgspec.convert(about, Facts)
+        decoder = msgspec.json.Decoder(Step)
+        steps = [decoder.decode(line) for line in lines[1:]]
+    except ValueError as error:
+        raise ConfigError(
+            f"step log {str(path)!r}: {error}; give a file that "
+            """--kv-offload-config '{"step_log": "FILE"}' made on a decode server"""
+        ) from None
+    return StepLogFile(facts, steps)
+
+
+def ratios_by_age(log: StepLogFile, num_ages: int) -> tuple[Floats, Counts]:
+    """Mean CPU compute ratio per layer and age, over requests that are larger than the budget.
+
+    Returns:
+        ``[L, num_ages]`` ratio of requests that had done 0, 1, .. steps before; 0 where there was
+        none, and ``[num_ages]`` their number.
+    """
+    pages = np.zeros((log.facts.layers, num_ages))
+    rows = np.zeros(num_ages, np.int64)
+    for step in log.steps:
+        ages = np.array(step.ages, np.int64)
+        counts = (ages >= 0) & (ages < num_ages)
+        counts &= np.array(step.full_pages) > log.budget_pages
+        if not counts.any():
+            continue
+        np.add.at(rows, ages[counts], 1)
+        missed = np.array(step.cpu_pages, np.int64)[:, counts]
+        np.add.at(pages, (slice(None), ages[counts]), missed)
+    return pages / np.maximum(rows, 1) / log.budget_pages, rows

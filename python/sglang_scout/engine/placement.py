@@ -1,0 +1,109 @@
+"""Which pages are made resident before a step begins: forced ones, whole new requests, and what fits."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from sglang_scout.core.pages import ResidencyTable
+from sglang_scout.core.ranking import rank_within
+from sglang_scout.engine.recall import Recall
+from sglang_scout.policy.base import Policy
+
+
+class Placement:
+    """Loads pages into the resident cache at step boundaries.
+
+    Args:
+        policy, budget_pages: as of :class:`StepEngine`.
+        table: what is where in the resident cache.
+        recall: copies pages.
+    """
+
+    def __init__(
+        self, policy: Policy, budget_pages: int, table: ResidencyTable, recall: Recall
+    ) -> None:
+        self._policy, self._budget_pages = policy, budget_pages
+        self._table, self._recall = table, recall
+        self._step = 0
+
+    def load_forced(
+        self,
+        step: int,
+        table: npt.NDArray[np.int32],
+        full: npt.NDArray[np.int64],
+        tail_page: npt.NDArray[np.int32],
+        tail_len: npt.NDArray[np.int64],
+        fresh: npt.NDArray[np.bool_],
+    ) -> None:
+        """Sink, newest and tail pages of every request are resident; of fresh requests what the policy warms.
+
+        Args:
+            table: ``[B, N]`` host page ids; full, tail_page, tail_len: ``[B]`` full pages of each row, the
+                page being filled and the tokens in it.
+            fresh: ``[B]`` rows in their first step here.
+        """
+        self._step = step
+        digest = self._policy.digest
+        first, newest = np.arange(digest.sink_pages), np.arange(1, digest.recent_pages + 1)
+        columns = np.concatenate(
+            [np.broadcast_to(first, (len(full), len(first))), full[:, None] - newest], axis=1
+        )
+        rows, which = np.nonzero((columns >= 0) & (columns < full[:, None]))
+        forced = np.concatenate([table[rows, columns[rows, which]], tail_page])
+        absent = self._table.touch_all_layers(forced, step)
+        warm = [
+            table[row, self._policy.residency.warm_columns(int(full[row]), self._budget_pages)]
+            for row in np.flatnonzero(fresh)
+        ]
+        if not absent and not warm:
+            return
+        empty = tail_page[tail_len == 1]  # its first token comes with this step
+        mapped = self._recall.map_empty(*self._with_slots(empty, step), step)
+        if mapped == absent and not warm:
+            return  # as in most steps: they are all that was absent
+        # Forced pages may push out anything else, warm ones only what was not just in use.
+        self._load(forced, step)
+        if warm:
+            self._load(np.concatenate([forced, *warm]), step - 1)
+        if not self._table.are_resident(forced):
+            # They found no slot, or are themselves on their way: copies hold what they need.
+            self._recall.commit(step)
+            self._load(forced, step)
+        if not self._table.are_resident(forced):
+            raise RuntimeError("no slot for a page that must be resident; the slot count is wrong")
+
+    def _with_slots(
+        self, pages: npt.NDArray[np.integer], before_step: int
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Layers and ids of those of ``pages`` that are missing, after room was made for them."""
+        every = np.arange(self._table.num_layers)
+        pages = np.broadcast_to(pages, (len(every), len(pages)))
+        absent = self._table.missing(every[:, None], pages)
+        layers, absent = np.divmod(absent, self._table.num_pages)
+        self._table.evict(every, np.bincount(layers, minlength=len(every)), before_step)
+        return layers, absent
+
+    def _load(self, pages: npt.NDArray[np.integer], before_step: int) -> None:
+        self._recall.load_now(*self._with_slots(pages, before_step), self._step)
+
+    def fill_free_slots(self, table: npt.NDArray[np.int32], full: npt.NDArray[np.int64]) -> None:
+        """If all pages of all requests fit, bring in those that nobody has missed yet.
+
+        Then nothing will be missing, and attention is exact. What does not fit whole is left to
+        selection: most of its pages would be copied for nothing.
+        """
+        left = self._policy.residency.fill_pages()
+        if left <= 0 or full.sum() + len(table) > self._table.num_slots:
+            return
+        is_full = np.arange(table.shape[1]) < full[:, None]
+        absent = (np.take(self._table.slot_of, table, axis=1) < 0) & is_full
+        if absent.any():
+            # Pages that requests share are one, and those on their way none; nor may a layer without
+            # free slots use up what others could copy.
+            every = np.arange(len(absent))[:, None, None]
+            keys = self._table.missing(every, np.where(absent, table, -1))
+            layers, pages = np.divmod(keys, self._table.num_pages)
+            free = np.array([self._table.num_free(layer) for layer in range(len(absent))])
+            fits = np.flatnonzero(rank_within(layers) < free[layers])[:left]
+            self._recall.fill(layers[fits], pages[fits])

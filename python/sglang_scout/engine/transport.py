@@ -1,0 +1,187 @@
+"""How a layer's missing pages come back as attention: the routes ``cpu``, ``fetch`` and ``drop``.
+
+A step posts the missing pages of a layer as soon as they are chosen and merges their attention into the
+device's own when it is due. A missing page is not resident in the step in which it is missing, so that no page
+counts twice.
+
+    route   post                                       merge
+    cpu     ids and query go to the worker's ring      the worker's (out, lse) by log-sum-exp
+    fetch   pages are copied into staging slots        attention of the real query over these
+    drop    nothing                                    nothing
+
+Route ``cpu`` has two forms. :class:`HostTransport` is the ring's client on the host. :class:`GraphTransport`
+launches the ring's kernels, which a CUDA graph captures and replays. The other routes are in ``fetch.py``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sglang_scout.engine.pools import ModelShape
+from sglang_scout.engine.trace import Tracer
+from sglang_scout.ops.doorbell import DeviceRing
+from sglang_scout.ops.merge import merge_states
+
+
+class Transport(Protocol):
+    """One layer's post and merge. B rows, k pages a row."""
+
+    capturable: bool
+    """Whether post and merge may be captured in a graph."""
+    waited_ns: torch.Tensor
+    """``[L]`` int64, time that merges of each layer have waited since the start."""
+
+    def pause(self) -> None:
+        """What is launched until the next step begins belongs to no request: warm-up or capture."""
+
+    def begin_step(self, step: int) -> None:
+        """Step boundary; ``step`` counts up."""
+
+    def post(
+        self, layer: int, query: torch.Tensor, pages: torch.Tensor, n_pages: torch.Tensor
+    ) -> None:
+        """Ask for attention over ``pages`` ``[B, k]`` int32, packed to the left, ``n_pages`` ``[B]`` of each row.
+
+        ``query`` ``[B, HQ, D]`` fp32 is what the pages were chosen with.
+        """
+
+    def merge(self, layer: int, query: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """Merge the answer into ``out`` ``[B, HQ, D]`` and ``lse`` ``[B, HQ]``, in place.
+
+        ``query`` ``[B, HQ, D]`` fp32 is the layer's real query.
+        """
+
+    def faults(self) -> list[str]:
+        """Why a step that has ended lacks a part of its attention; empty if none does."""
+
+
+class Reply(Protocol):
+    waited_us: float
+    fallback_pages: int
+
+
+class RingClient(Protocol):
+    """Attention over host pages; :class:`sglang_scout.worker.client.WorkerClient`."""
+
+    def post(
+        self,
+        layer: int,
+        step: int,
+        q: npt.NDArray[np.float32],
+        pages: npt.NDArray[np.int32],
+        n_pages: npt.NDArray[np.int32],
+    ) -> Any: ...
+
+    def wait(
+        self, ticket: Any, out: npt.NDArray[np.float32], lse: npt.NDArray[np.float32]
+    ) -> Reply: ...
+
+
+class HostTransport:
+    """Route ``cpu`` from the host: the tensors are in its memory (paper Algorithm 1, lines 7 and 12).
+
+    The client answers in any case: what the worker does not compute in time is computed here.
+    """
+
+    capturable = False
+
+    def __init__(
+        self, client: RingClient, shape: ModelShape, max_batch: int, tracer: Tracer
+    ) -> None:
+        self._client = client
+        self._tracer = tracer
+        self._step = 0
+        self._tickets: dict[int, Any] = {}
+        self._waited_ns = np.zeros(shape.num_layers, np.int64)
+        self.waited_ns = torch.from_numpy(self._waited_ns)
+        self._out = torch.zeros(max_batch, shape.num_q_heads, shape.head_dim)
+        self._lse = torch.zeros(max_batch, shape.num_q_heads)
+
+    def pause(self) -> None:
+        """Rows without requests miss nothing, so nothing is posted."""
+
+    def begin_step(self, step: int) -> None:
+        self._step = step
+        self._tickets.clear()
+
+    def post(
+        self, layer: int, query: torch.Tensor, pages: torch.Tensor, n_pages: torch.Tensor
+    ) -> None:
+        counts = n_pages.numpy()
+        posted = int(counts.sum())
+        if not posted:
+            return
+        start_ns = self._tracer.now()
+        self._tickets[layer] = self._client.post(
+            layer, self._step, query.numpy(), pages.numpy(), counts
+        )
+        self._tracer.cut("ahead", "post", start_ns, layer=layer, pages=posted)
+
+    def merge(self, layer: int, query: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
+        ticket = self._tickets.pop(layer, None)
+        if ticket is None:
+            return
+        cpu_out, cpu_lse = self._out[: len(out)], self._lse[: len(out)]
+        start_ns = time.monotonic_ns()
+        reply = self._client.wait(ticket, cpu_out.numpy(), cpu_lse.numpy())
+        end_ns = time.monotonic_ns()
+        self._waited_ns[layer] += end_ns - start_ns
+        self._trace_answer(layer, start_ns, end_ns, reply)
+        merged, merged_lse = merge_states(out, lse, cpu_out, cpu_lse)
+        out.copy_(merged)
+        lse.copy_(merged_lse)
+        self._tracer.cut("attention", "merge", end_ns, layer=layer)
+
+    def _trace_answer(self, layer: int, start_ns: int, end_ns: int, reply: Reply) -> None:
+        """The wait for the worker, and what was computed here in place of its answer."""
+        pages = reply.fallback_pages
+        gave_up_ns = min(start_ns + int(reply.waited_us * 1000), end_ns) if pages else end_ns
+        self._tracer.add("attention", "wait", start_ns, gave_up_ns, layer=layer)
+        if pages:
+            self._tracer.add("attention", "fallback", gave_up_ns, end_ns, layer=layer, pages=pages)
+
+    def faults(self) -> list[str]:
+        return []
+
+
+class GraphTransport:
+    """Route ``cpu`` from a device's stream, by the kernels of :class:`DeviceRing`.
+
+    Args:
+        ring: to the worker.
+        epoch: that records of the next step go to; never 0.
+    """
+
+    capturable = True
+
+    def __init__(self, ring: DeviceRing, epoch: Callable[[], int]) -> None:
+        self._ring, self._epoch_now, self._epoch = ring, epoch, 0
+        self.waited_ns = ring.waited_ns
+        ring.errors()  # of another engine are none of this one's
+
+    def pause(self) -> None:
+        self._ring.set_life(0)
+        self._epoch = 0
+
+    def begin_step(self, step: int) -> None:
+        if (epoch := self._epoch_now()) != self._epoch:
+            self._ring.set_life(epoch)
+            self._epoch = epoch
+        self._ring.begin_step(step)
+
+    def post(
+        self, layer: int, query: torch.Tensor, pages: torch.Tensor, n_pages: torch.Tensor
+    ) -> None:
+        self._ring.post(layer, query, pages, n_pages)
+
+    def merge(self, layer: int, query: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
+        self._ring.merge(layer, out, lse)
+
+    def faults(self) -> list[str]:
+        return self._ring.faults()

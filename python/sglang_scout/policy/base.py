@@ -1,0 +1,234 @@
+"""What a policy is made of: four choices in which GPU-CPU offload methods differ.
+
+The engine asks these objects and never asks which policy it serves. A policy is one file of this folder: its
+name is the file's, and ``make(context)`` returns its :class:`Policy`. The parts are shared.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from sglang_scout.core.config import OffloadConfig
+from sglang_scout.core.parse_config import check_layers
+from sglang_scout.core.profile import RecallProfile
+from sglang_scout.core.uses import PageUses
+
+Route = Literal["cpu", "fetch", "drop"]
+"""What becomes of chosen pages that are not resident: attended to by the CPU worker where they lie; copied to the
+device ahead of the layer and attended to there with the real query; or left out."""
+
+
+@dataclass(frozen=True)
+class Digest:
+    """How a page is summarised and scored; one score per page for all heads of a layer together.
+
+    Attributes:
+        form: what a digest holds; the engine knows its forms by name (``engine/digest_forms.py``).
+        head_reduce: how query heads' scores become one score per page (``ops/score.py``).
+        sink_pages, recent_pages: leading and newest full pages that are chosen whatever their score.
+        resident_bonus: added to the score of a resident page, so that near-ties stay where they are.
+        only_selected: attend to the chosen pages alone, not to whatever else is resident.
+    """
+
+    form: str = "minmax"
+    head_reduce: str = "mass"
+    sink_pages: int = 1
+    recent_pages: int = 1
+    resident_bonus: float = 0.0
+    only_selected: bool = False
+
+    @classmethod
+    def of(cls, config: OffloadConfig) -> Digest:
+        """As the keys of ``--kv-offload-config`` say."""
+        return cls(
+            form=config.digest,
+            head_reduce=config.head_reduce,
+            sink_pages=config.sink_pages,
+            recent_pages=config.recent_pages,
+            resident_bonus=config.resident_bonus,
+            only_selected=config.attend == "selected",
+        )
+
+
+class QuerySource(Protocol):
+    """Which query chooses a layer's pages, and attends to the missing ones on the CPU."""
+
+    @property
+    def exact_steps(self) -> int:
+        """First steps of a request in which its queries are not predicted."""
+
+    def targets(self, layer: int, num_layers: int) -> tuple[int, ...]:
+        """Layers whose query is predicted at the input of ``layer``; the others use the real one, without lead."""
+
+
+@dataclass(frozen=True)
+class NextLayerQuery:
+    """One layer ahead: W_q of layer l+1 applied to the input of layer l (ScoutAttention Algorithm 1, line 4).
+
+    Layer 0 has no layer before it: its query comes from its own input, exact but without lead. The layers in
+    ``exact`` have no lead either, for models in which a layer changes its input so much that the next one's
+    query cannot be told from it.
+
+    A request comes without a page on the device, so in its first step all that it chooses would be attended to
+    with predicted queries alone, when its answer begins. The paper starts from the blocks found important after
+    prefill; here a request's first ``exact_steps`` use its real queries.
+    """
+
+    exact: tuple[int, ...] = ()
+    exact_steps: int = 1
+
+    def targets(self, layer: int, num_layers: int) -> tuple[int, ...]:
+        ahead = (layer + 1,) if layer + 1 < num_layers and layer + 1 not in self.exact else ()
+        return (0, *ahead) if layer == 0 else ahead
+
+
+@dataclass(frozen=True)
+class RealQuery:
+    """The layer's own query: nothing is predicted, and the device waits (ablation without pre-computation)."""
+
+    exact_steps: int = 0
+
+    def targets(self, layer: int, num_layers: int) -> tuple[int, ...]:
+        return ()
+
+
+def query_source(config: OffloadConfig) -> QuerySource:
+    """As the keys of ``--kv-offload-config`` say."""
+    if not config.precompute:
+        return RealQuery()
+    return NextLayerQuery(config.exact_layers, config.exact_steps)
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What was measured up to a step boundary; all that a residency decision may depend on.
+
+    L layers, B rows of the last step whose selections are known. Pages are (layer, page) pairs, K and V together.
+
+    Attributes:
+        step: the step that is about to begin.
+        budget_pages: k, pages selected per request and layer.
+        ages: ``[B]`` int64, steps that each row had done before the last one.
+        missed: ``[L, B]`` int64, selected pages that were not resident.
+        fresh_rows: rows whose first step is the coming one.
+        started: ``[L]`` int64, pages whose copy began at the last boundary.
+        landed, used: ``[L]`` int64, pages that became resident before the last known step, and those of
+            them that it selected.
+        late_pages: pages whose copy began in an earlier step and has not ended yet.
+        step_us: measured time of a step, smoothed; 0 until known.
+        link_pages_per_us: measured speed of finished copies, smoothed; 0 until known.
+    """
+
+    step: int
+    budget_pages: int
+    ages: npt.NDArray[np.int64]
+    missed: npt.NDArray[np.int64]
+    fresh_rows: int
+    started: npt.NDArray[np.int64]
+    landed: npt.NDArray[np.int64]
+    used: npt.NDArray[np.int64]
+    late_pages: int
+    step_us: float = 0.0
+    link_pages_per_us: float = 0.0
+
+
+class Residency(Protocol):
+    """Which pages stay on the device and when missing ones are recalled."""
+
+    @property
+    def patience_us(self) -> float | None:
+        """How long a step boundary waits for copies of the step before; None: until they are done."""
+
+    @property
+    def half_life_steps(self) -> float:
+        """Steps after which a page's selection counts half when slots are given away."""
+
+    def plan(self, report: StepReport) -> None:
+        """Step boundary: take in what was measured, and decide the coming step's recalls."""
+
+    def pick(
+        self,
+        layers: npt.NDArray[np.int64],
+        missed: npt.NDArray[np.int32],
+        ages: npt.NDArray[np.int64],
+        uses: PageUses,
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """The pages that ``layers`` would like to recall.
+
+        Args:
+            layers: ``[n]`` ascending.
+            missed: ``[n, B, k]`` pages that were not resident, -1 padded.
+            ages: ``[B]`` steps that each request had done before that.
+            uses: how much every page of every layer has been selected lately.
+        Returns:
+            Layers and pages, distinct pairs.
+        """
+
+    def fill_pages(self) -> int:
+        """Pages that this step may copy ahead of any miss, into slots that nobody wants."""
+
+    def warm_columns(self, n_full: int, quota_pages: int) -> npt.NDArray[np.int64]:
+        """Columns of a fresh request's page table to load before its first step."""
+
+    def describe(self) -> dict[str, Any]:
+        """State for operators: plain numbers, strings and lists."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A named choice of each."""
+
+    name: str
+    digest: Digest
+    query: QuerySource
+    route: Route
+    residency: Residency
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a policy is made for.
+
+    Attributes:
+        config: what the user asked for.
+        num_layers: of the model.
+        page_bytes: K and V of one page in one layer, what one recalled page costs on the link.
+        profile: recall intervals of this model, or None.
+    """
+
+    config: OffloadConfig
+    num_layers: int
+    page_bytes: int
+    profile: RecallProfile | None = None
+
+
+def _policies() -> dict[str, Callable[[Context], Policy]]:
+    package = __name__.rpartition(".")[0]
+    modules = {
+        info.name: importlib.import_module(f"{package}.{info.name}")
+        for info in pkgutil.iter_modules(importlib.import_module(package).__path__)
+        if info.name != "base"
+    }
+    return {name: module.make for name, module in modules.items() if hasattr(module, "make")}
+
+
+def policy_names() -> tuple[str, ...]:
+    """Files of this folder that make a policy."""
+    return tuple(_policies())
+
+
+def make_policy(context: Context) -> Policy:
+    """The policy that the configuration names.
+
+    Raises:
+        ConfigError: a layer is named that the model does not have.
+    """
+    check_layers(context.config, context.num_layers)
+    return _policies()[context.config.policy](context)

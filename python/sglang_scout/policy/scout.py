@@ -1,0 +1,53 @@
+"""ScoutAttention: missing pages are computed on the CPU a layer ahead, and recalled asynchronously.
+
+Each layer recalls at intervals of its own, from a profile (paper section 3.4), or when what is measured says that
+its CPU compute ratio would exceed the threshold β.
+"""
+
+from __future__ import annotations
+
+from sglang_scout.core.config import DEFAULT_RECALL_THRESHOLD
+from sglang_scout.policy.base import Context, Digest, Policy, QuerySource, Residency, query_source
+from sglang_scout.policy.recall_controller import RecallController
+from sglang_scout.policy.residency import ImportantPages, MeasuredRecall
+
+
+def make(context: Context) -> Policy:
+    query = query_source(context.config)
+    return Policy(
+        name="scout",
+        digest=Digest.of(context.config),
+        query=query,
+        route="cpu",
+        residency=_residency(context, query),
+    )
+
+
+def _residency(context: Context, query: QuerySource) -> Residency:
+    config, profile, layers = context.config, context.profile, context.num_layers
+    intervals = (config.recall_interval,) * layers
+    if profile is not None and config.recall in ("profile", "adaptive"):
+        intervals = tuple(profile.intervals)
+    if config.recall != "adaptive":
+        return ImportantPages(intervals, enabled=config.recall != "off")
+    threshold = config.recall_threshold
+    if threshold is None:
+        threshold = profile.threshold if profile is not None else DEFAULT_RECALL_THRESHOLD
+    controller = RecallController(
+        intervals=intervals,
+        threshold=threshold,
+        step_pages=max(1, int(config.recall_step_mib * 2**20) // context.page_bytes),
+        eager_layers=_waited_for(query, layers),
+    )
+    return MeasuredRecall(controller)
+
+
+def _waited_for(query: QuerySource, num_layers: int) -> list[int]:
+    """Layers without lead among layers with one: every page of theirs on the CPU is waited for."""
+    ahead = {
+        target
+        for layer in range(num_layers)
+        for target in query.targets(layer, num_layers)
+        if target > layer
+    }
+    return [layer for layer in range(num_layers) if ahead and layer not in ahead]

@@ -1,0 +1,113 @@
+"""Host memory that a CUDA device uses: page-locked in chunks, or refused with the reason."""
+
+import errno
+import mmap
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from sglang_scout.engine import device
+
+
+class FakeRuntime:
+    """cudaHostRegister of a machine that locks ``limit`` bytes at most."""
+
+    def __init__(self, limit):
+        self.limit, self.locked = limit, {}
+
+    def cudaHostRegister(self, address, size, flags):
+        if sum(self.locked.values()) + size > self.limit:
+            return 2
+        self.locked[address] = size
+        return 0
+
+    def cudaHostUnregister(self, address):
+        del self.locked[address]
+        return 0
+
+
+def test_memory_is_locked_in_chunks_with_progress_or_not_at_all(monkeypatch):
+    chunk = device.LOCK_CHUNK_BYTES
+    runtime = FakeRuntime(3 * chunk)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(device, "populate_together", lambda address, size: 0)
+    monkeypatch.setattr(device, "_device_address", lambda address: address)
+    seen = []
+    unlock = device.lock_memory(4096, 2 * chunk + 5, seen.append)
+    assert seen == [chunk, 2 * chunk, 2 * chunk + 5]
+    assert runtime.locked == {4096: chunk, 4096 + chunk: chunk, 4096 + 2 * chunk: 5}
+    with pytest.raises(
+        MemoryError, match=r"16.0 GiB of host memory: CUDA error 2 after 0.0 GiB; .*ulimit -l"
+    ):
+        device.lock_memory(1 << 40, 4 * chunk)
+    assert len(runtime.locked) == 3, "nothing of it stays locked"
+    unlock()
+    assert not runtime.locked
+
+
+@pytest.mark.usefixtures("populates")
+def test_memory_is_taken_before_it_is_locked(monkeypatch):
+    chunk = 5 * mmap.PAGESIZE
+    nbytes = 2 * chunk + mmap.PAGESIZE
+    fd = os.memfd_create("test")
+    os.ftruncate(fd, nbytes)
+    memory = np.frombuffer(mmap.mmap(fd, nbytes), np.uint8)
+
+    class Runtime(FakeRuntime):
+        def cudaHostRegister(self, address, size, flags):
+            here = address - memory.ctypes.data + size
+            assert os.fstat(fd).st_blocks * 512 >= here, "taken up to here"
+            return super().cudaHostRegister(address, size, flags)
+
+    runtime = Runtime(nbytes)
+    monkeypatch.setattr(device, "LOCK_CHUNK_BYTES", chunk)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(device, "_device_address", lambda address: address)
+    device.lock_memory(memory.ctypes.data, nbytes)
+    assert len(runtime.locked) == 3
+    os.close(fd)
+
+
+@pytest.mark.parametrize("error", [errno.ENOMEM, errno.EFAULT, errno.EINVAL])
+def test_memory_that_is_not_there_is_not_called_a_limit_on_locked_memory(monkeypatch, error):
+    chunk = device.LOCK_CHUNK_BYTES
+    runtime = FakeRuntime(3 * chunk)
+    taken = iter([0, error, 0])
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(device, "populate_together", lambda address, size: next(taken))
+    monkeypatch.setattr(device, "_device_address", lambda address: address)
+    if error == errno.EINVAL:  # of a kernel that cannot; the lock takes it
+        device.lock_memory(4096, 3 * chunk)
+        assert len(runtime.locked) == 3
+        return
+    with pytest.raises(
+        MemoryError, match=rf"12.0 GiB of host memory: {os.strerror(error)} after 4.0 GiB; free"
+    ):
+        device.lock_memory(4096, 3 * chunk)
+    assert not runtime.locked, "nothing of it stays locked"
+
+
+@pytest.mark.parametrize("theirs", [lambda address: address + (1 << 40), lambda _: None])
+def test_memory_with_another_address_on_the_device_is_not_used(monkeypatch, theirs):
+    runtime = FakeRuntime(3 * device.LOCK_CHUNK_BYTES)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(device, "populate_together", lambda address, size: 0)
+    monkeypatch.setattr(device, "_device_address", theirs)
+    seen = []
+    with pytest.raises(MemoryError, match="other addresses"):
+        device.lock_memory(4096, 2 * device.LOCK_CHUNK_BYTES, seen.append)
+    assert not runtime.locked and not seen, "it is said before more is locked"
+
+
+@pytest.mark.parametrize(("status", "found"), [(0, 4096), (1, None)])
+def test_the_driver_is_asked_for_the_address_on_the_device(monkeypatch, status, found):
+    class Driver:
+        def cuMemHostGetDevicePointer_v2(self, there, host, flags):
+            there._obj.value = host.value
+            assert flags.value == 0
+            return status
+
+    monkeypatch.setattr(device.ctypes, "CDLL", lambda name: {"libcuda.so.1": Driver()}[name])
+    assert device._device_address(4096) == found
