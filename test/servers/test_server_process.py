@@ -29,6 +29,7 @@ from servers.server_process import (
     stop_all,
 )
 
+TEST = Path(__file__).resolve().parents[1]
 SLEEP = "import time; time.sleep(100)"
 # Starts a child in a session of its own, then sleeps: the child is no longer in our process group.
 WITH_CHILD = (
@@ -149,7 +150,7 @@ def test_servers_of_a_gpu_have_longer_to_end():
 def test_servers_die_with_their_launcher(tmp_path, cluster_id):
     with subprocess.Popen(
         [sys.executable, "-c", LAUNCHER, str(tmp_path / "small.log"), SLEEP],
-        env={**os.environ, CLUSTER_VARIABLE: cluster_id},
+        env={**os.environ, CLUSTER_VARIABLE: cluster_id, "PYTHONPATH": str(TEST)},
         stdout=subprocess.PIPE,
     ) as process:
         assert process.stdout is not None and process.stdout.readline() == b"started\n"
