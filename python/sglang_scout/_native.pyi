@@ -136,7 +136,7 @@ RING_LAYOUT_VERSION: int
 RING_MAX_PARTS: int
 RING_MAX_NODES: int
 RING_CLOSED_ITEM: int
-RING_STRUCTS: dict[str, dict[str, Any]]
+RING_STRUCTS: dict[str, Any]
 """numpy dtypes of Header, Control, StatLine, RecordHeader, ReplyHeader, Event of src/ring.h."""
 
 def ring_lay_out(header_ptr: int) -> None: ...

@@ -99,64 +99,50 @@ nb::dict dtype_of(size_t itemsize, std::initializer_list<Field> fields) {
   return d;
 }
 
-#define F(name) \
-  Field { #name, offsetof(S, name), format_of<decltype(S::name)>() }
-
-nb::dict header_dtype() {
-  using S = scout::Header;
-  return dtype_of(
-      sizeof(S),
-      {F(magic),          F(layout_version), F(header_bytes),   F(total_bytes),   F(num_pages),
-       F(num_layers),     F(page_size),      F(num_kv_heads),   F(num_q_heads),   F(head_dim),
-       F(dtype),          F(max_batch),      F(max_pages),      F(scale),         F(logit_cap),
-       F(log_entries),    F(stat_lines),     F(control_offset), F(stats_offset),  F(log_offset),
-       F(records_offset), F(record_stride),  F(replies_offset), F(reply_stride),  F(kv_offset),
-       F(layer_stride),   F(v_offset),       F(q_offset),       F(pages_offset),  F(n_pages_offset),
-       F(out_offset),     F(lse_offset),     F(events_offset),  F(event_entries), F(num_nodes),
-       F(stripe_pages)});
-}
-
-nb::dict control_dtype() {
-  using S = scout::Control;
-  return dtype_of(sizeof(S), {F(head), F(bell), F(sleepers), F(epoch), F(trace)});
-}
-
-nb::dict stat_line_dtype() {
-  using S = scout::StatLine;
-  return dtype_of(sizeof(S), {F(items), F(pages), F(busy_ns), F(refused), F(stale), F(records),
-                              F(events), F(remote_pages)});
-}
-
-nb::dict record_dtype() {
-  using S = scout::RecordHeader;
-  return dtype_of(sizeof(S), {F(seq), F(layer), F(rows), F(parts), F(step), F(claim)});
-}
-
-nb::dict reply_dtype() {
-  using S = scout::ReplyHeader;
-  return dtype_of(sizeof(S), {F(done), F(status), F(waiters)});
-}
-
-nb::dict event_dtype() {
-  using S = scout::Event;
-  return dtype_of(sizeof(S), {F(stamp), F(seq), F(step), F(begin_ns), F(end_ns), F(layer),
-                              F(first_item), F(items), F(parts), F(pages)});
-}
-
-#undef F
-
 void bind_layout(nb::module_& m) {
   m.attr("RING_LAYOUT_VERSION") = scout::kLayoutVersion;
   m.attr("RING_MAX_PARTS") = scout::kMaxParts;
   m.attr("RING_MAX_NODES") = scout::kMaxNodes;
   m.attr("RING_CLOSED_ITEM") = scout::kClosed;
   nb::dict structs;
-  structs["Header"] = header_dtype();
-  structs["Control"] = control_dtype();
-  structs["StatLine"] = stat_line_dtype();
-  structs["RecordHeader"] = record_dtype();
-  structs["ReplyHeader"] = reply_dtype();
-  structs["Event"] = event_dtype();
+#define F(name) Field{#name, offsetof(S, name), format_of<decltype(S::name)>()}
+  {
+    using S = scout::Header;
+    structs["Header"] = dtype_of(
+        sizeof(S), {F(magic),          F(layout_version), F(header_bytes),   F(total_bytes),
+                    F(num_pages),      F(num_layers),     F(page_size),      F(num_kv_heads),
+                    F(num_q_heads),    F(head_dim),       F(dtype),          F(max_batch),
+                    F(max_pages),      F(scale),          F(logit_cap),      F(log_entries),
+                    F(stat_lines),     F(control_offset), F(stats_offset),   F(log_offset),
+                    F(records_offset), F(record_stride),  F(replies_offset), F(reply_stride),
+                    F(kv_offset),      F(layer_stride),   F(v_offset),       F(q_offset),
+                    F(pages_offset),   F(n_pages_offset), F(out_offset),     F(lse_offset),
+                    F(events_offset),  F(event_entries),  F(num_nodes),      F(stripe_pages)});
+  }
+  {
+    using S = scout::Control;
+    structs["Control"] = dtype_of(sizeof(S), {F(head), F(bell), F(sleepers), F(epoch), F(trace)});
+  }
+  {
+    using S = scout::StatLine;
+    structs["StatLine"] = dtype_of(sizeof(S), {F(items), F(pages), F(busy_ns), F(refused), F(stale),
+                                               F(records), F(events), F(remote_pages)});
+  }
+  {
+    using S = scout::RecordHeader;
+    structs["RecordHeader"] =
+        dtype_of(sizeof(S), {F(seq), F(layer), F(rows), F(parts), F(step), F(claim)});
+  }
+  {
+    using S = scout::ReplyHeader;
+    structs["ReplyHeader"] = dtype_of(sizeof(S), {F(done), F(status), F(waiters)});
+  }
+  {
+    using S = scout::Event;
+    structs["Event"] = dtype_of(sizeof(S), {F(stamp), F(seq), F(step), F(begin_ns), F(end_ns),
+                                            F(layer), F(first_item), F(items), F(parts), F(pages)});
+  }
+#undef F
   m.attr("RING_STRUCTS") = structs;
   m.def(
       "ring_lay_out", [](uintptr_t header) { scout::lay_out(*pointer<scout::Header>(header)); },

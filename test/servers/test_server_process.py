@@ -16,13 +16,16 @@ import pytest
 from harness import wait_until
 from servers.server_process import (
     CLUSTER_VARIABLE,
+    LOCKED_SETTLE_S,
     MOONCAKE_PORTS,
+    SETTLE_S,
     ServerFailed,
     ServerProcess,
     children_of,
     free_ports,
     identities_of,
     processes_of,
+    settle_s_of,
     stop_all,
 )
 
@@ -43,8 +46,7 @@ ENDING = (
 LAUNCHER = """
 import os, sys, time
 from pathlib import Path
-log, program, folder = sys.argv[1:]
-sys.path.insert(0, folder)
+log, program = sys.argv[1:]
 from servers.server_process import ServerProcess
 command = [sys.executable, "-c", program]
 ServerProcess("small", command, dict(os.environ), Path(log)).start()
@@ -139,10 +141,16 @@ def test_a_pid_that_has_become_another_process_s_is_not_known(cluster_id):
             unrelated.kill()
 
 
+def test_servers_of_a_gpu_have_longer_to_end():
+    assert settle_s_of("cpu") == settle_s_of("cpu", None) == SETTLE_S < LOCKED_SETTLE_S
+    assert settle_s_of("cuda") == settle_s_of("cuda", None) == LOCKED_SETTLE_S
+    assert settle_s_of("cpu", "cuda") == LOCKED_SETTLE_S
+
+
 def test_servers_die_with_their_launcher(tmp_path, cluster_id):
     with subprocess.Popen(
-        [sys.executable, "-c", LAUNCHER, str(tmp_path / "small.log"), SLEEP, str(TEST)],
-        env={**os.environ, CLUSTER_VARIABLE: cluster_id},
+        [sys.executable, "-c", LAUNCHER, str(tmp_path / "small.log"), SLEEP],
+        env={**os.environ, CLUSTER_VARIABLE: cluster_id, "PYTHONPATH": str(TEST)},
         stdout=subprocess.PIPE,
     ) as process:
         assert process.stdout is not None and process.stdout.readline() == b"started\n"

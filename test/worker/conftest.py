@@ -158,7 +158,7 @@ def _state(stat: Path) -> str:
 
 
 class Ring:
-    """A producer on an arena, and threads for the lives that a test begins."""
+    """A producer on an arena, and threads for the epochs that a test begins."""
 
     def __init__(
         self, arena: Arena, cpus: list[int], parts: int, nodes: Sequence[int], help_after_us: int

@@ -4,9 +4,9 @@ Every step is one access to shared memory, as sgl-kernel/src/producer.h and runt
 the producer, by a worker thread or by the supervisor. Stores wait in a buffer of their process's
 thread (total store order, as on x86) until they are drained, a fence or a locked instruction comes,
 or the thread dies. Sleeps have no timeout here, although they have one in the code: a wake-up that
-is lost is a deadlock. With one exception, which this search found: the end of a life may come
+is lost is a deadlock. With one exception, which this search found: the end of an epoch may come
 between the producer's last look at it and its sleep, and its wake-up with it. So a sleeping
-producer looks at the worker's life now and then (kSliceUs). A thread that finds nothing to do goes
+producer looks at the live epoch now and then (kSliceUs). A thread that finds nothing to do goes
 to sleep; that it may poll first adds no state.
 
 ``BUGS`` are changes of the protocol that the search must find.
@@ -24,7 +24,7 @@ BUGS = {
     "no second look at done": "the producer sleeps whatever done is after it set waiters",
     "done without a fence": "waiters is read before done is out",
     "busy slot is filled": "the producer fills a slot that a living worker has not answered",
-    "epoch is not checked": "a worker serves records of an earlier life",
+    "epoch is not checked": "a worker serves records of an earlier epoch",
     "done before out": "done is stored before the rows",
     "any answer is taken": "the producer takes what is in the slot without comparing its number",
     "claim has no post": "the item alone is compared when it is claimed",

@@ -198,7 +198,7 @@ def test_client_reads_each_event_once_over_a_restart(make_arena, make_request, c
         before = taken(1)
         old = client.snapshot().pid
         os.kill(old, signal.SIGKILL)
-        until(lambda: client.ready and client.snapshot().pid != old, "a new life")
+        until(lambda: client.ready and client.snapshot().pid != old, "a new worker")
         serve_one(2)
         after = taken(2)
         for step, got in ((1, before), (2, after)):

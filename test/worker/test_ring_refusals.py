@@ -86,7 +86,7 @@ def test_record_of_another_epoch_is_refused_unanswered(make_arena, make_ring, ma
 
 
 def test_stale_answers_are_never_taken(make_arena, make_ring, make_request, oracle):
-    """A reply that was written for an earlier record, or in an earlier life, is not this one's."""
+    """A reply that was written for an earlier record, or in an earlier epoch, is not this one's."""
     arena = make_arena()
     ring = make_ring(arena)
     request = make_request(arena.spec, 3, 2, full=True)
@@ -94,7 +94,7 @@ def test_stale_answers_are_never_taken(make_arena, make_ring, make_request, orac
     expected = oracle(arena, 0, *request)
     for step in range(4):
         epoch = ring.producer.next_epoch()
-        ring.producer.set_live_epoch(epoch)  # nobody serves this life
+        ring.producer.set_live_epoch(epoch)  # nobody serves this epoch
         ticket = ring.post(0, step, *request)
         slot = view.slot(0, step)
         seq = int(view.record(slot)["seq"])
@@ -121,7 +121,7 @@ def test_a_busy_slot_is_not_filled_again(make_arena, make_ring, make_request, or
     assert fallback > 0 and ring.producer.totals()["local_tickets"] == 1
     np.testing.assert_allclose(out, oracle(arena, 0, *second)[0], **TOLERANCE)
     assert view.record(0).tobytes() == before[0] and (view.record_data(0)[0] == before[1]).all()
-    # The answer comes at last: the slot is free again. A new life frees it too.
+    # The answer comes at last: the slot is free again. A new epoch frees it too.
     view.reply(0)["done"] = view.record(0)["seq"]
     ring.post(0, 4, *first)
     assert ring.producer.totals()["local_tickets"] == 1

@@ -94,7 +94,7 @@ def test_stopped_worker_is_replaced(make_arena, make_request, cpu, until, gone, 
 
 def test_worker_without_cpu_has_longer(make_arena, cpu, until, freeze, monkeypatch):
     """Silence of a worker that is starved, not hung: a new one would be starved as well."""
-    monkeypatch.setattr(WorkerProcess, "wants_cpu", lambda life: True)
+    monkeypatch.setattr(WorkerProcess, "wants_cpu", lambda process: True)
     config = WorkerConfig(heartbeat_timeout_s=0.4, stall_timeout_s=1.5)
     with WorkerClient(make_arena(), [cpu], config=config) as client:
         pid = client.snapshot().pid
@@ -124,15 +124,15 @@ def test_whose_thread_is_busy(command, wants, until):
     process = subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE)
     try:
         process.stdout.readline()
-        life = SimpleNamespace(pid=process.pid)
-        until(lambda: WorkerProcess.wants_cpu(life) == wants, f"{wants}")
-        found = [WorkerProcess.wants_cpu(life) for _ in range(50) if time.sleep(0.002) is None]
+        stub = SimpleNamespace(pid=process.pid)
+        until(lambda: WorkerProcess.wants_cpu(stub) == wants, f"{wants}")
+        found = [WorkerProcess.wants_cpu(stub) for _ in range(50) if time.sleep(0.002) is None]
         assert sum(found) > 40 if wants else sum(found) < 10, found
     finally:
         process.kill()
         process.wait()
         process.stdout.close()
-    assert not WorkerProcess.wants_cpu(life), "it has ended"
+    assert not WorkerProcess.wants_cpu(stub), "it has ended"
 
 
 def test_an_idle_worker_is_not_stalled(make_arena, cpu, freeze):

@@ -89,12 +89,10 @@ class WorkerClient:
         self._spec = arena.spec
         self._mapping = arena.k_pages(0)  # keeps the mapping alive as long as this object
         self._cpu_nodes = check_nodes(nodes, self._cpus, self._spec.num_nodes)
-        per_node = [self._cpu_nodes.count(node) for node in range(self._spec.num_nodes)]
-        node_cpus = max(1, min(per_node))
+        node_cpus = max(1, min(map(self._cpu_nodes.count, range(self._spec.num_nodes))))
         most = most_threads(self._config.threads_per_group, node_cpus)
         least_pages = _native.least_run_pages(2 * self._spec.page_bytes) * self._spec.num_nodes
         self._split = Split(node_cpus, most, least_pages)
-        self._timeout_us = int(self._config.wait_timeout_s * 1e6)
         self._q_shape = (self._spec.num_q_heads, self._spec.head_dim)
         self._q_row_bytes = 4 * self._spec.num_q_heads * self._spec.head_dim
         self._producer = _native.RingProducer(arena.address, arena.nbytes)
@@ -231,7 +229,7 @@ class WorkerClient:
                 ticket.number,
                 ticket.layer,
                 ticket.step,
-                self._timeout_us,
+                int(self._config.wait_timeout_s * 1e6),
                 self._config.spin_us,
                 _address(out),
                 _address(lse),
