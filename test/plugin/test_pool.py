@@ -260,7 +260,7 @@ def test_digests_are_unset_until_written():
     for low, high in zip(digests.low, digests.high, strict=True):
         low[:, 2], high[:, 2] = 0, 1
     assert list(digests.accept(pages)) == [1, 3] and digests.valid[2]
-    digests.poison(np.array([2]))
+    digests.unset(np.array([2]))
     assert list(digests.accept(np.array([2]))) == [2] and not digests.valid[2]
 
 
