@@ -200,5 +200,5 @@ def measure(out: Path) -> int:
 
 if __name__ == "__main__":
     sys.exit(
-        device.run(__doc__, lambda device: device.say(check(device)), measure, needs_worker=True)
+        device.run(__doc__, lambda where: device.say(check(where)), measure, needs_worker=True)
     )

@@ -23,16 +23,12 @@ def run(*command, **variables):
 
 @without_a_device
 def test_every_case_equals_its_reference_in_the_interpreter():
-    from benchmark.kernels import gpu_cases
-
     done = run(
         sys.executable, "-m", "benchmark.kernels.gpu_kernels", "--check-only", TRITON_INTERPRET="1"
     )
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
-    pools = gpu_cases.Pools("cpu", pages=64)
-    assert len(lines) == len(list(gpu_cases.cases(pools, small=True)))
-    assert all(line.endswith(": equal") for line in lines)
+    assert len(lines) == 12 and all(line.endswith(": equal") for line in lines)
 
 
 @without_a_device

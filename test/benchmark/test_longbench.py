@@ -29,7 +29,6 @@ def shared_words(prediction, answer, all_classes=None):
 EVAL = f"""
 from metrics import same, shared_words
 
-ROOT = Path(__file__).resolve().parents[2]
 dataset2metric = dict.fromkeys({SETS}, same) | {{"samsum": shared_words}}
 assert __name__ != "__main__"
 """
