@@ -1,0 +1,201 @@
+"""How long is a step boundary, what the host does between two decode steps?
+
+    taskset -c 0 env OMP_NUM_THREADS=1 python -m benchmark.decode.boundary --json FILE
+
+On a device the host has as long as a step's graph runs to prepare the next one (docs/gpu.md). Here engine, residency
+table, policy and boundary are the real ones, on pages so small (1 KV head of 16) that copying them costs nothing. The
+step is not run: a generator writes what it would have selected. Scores of pages are Gaussian and follow
+s(t+1) = rho s(t) + sqrt(1 - rho^2) noise, with rho calibrated to the paper's Figures 6a and 6b: 12 % of the selected
+pages are others after 8.7 steps. As many pages are resident as all rows select.
+
+Rows (format: rows.py), one per batch:
+    layers, context, budget, batch, recall      sizes
+    samples_us, median_us                       of `begin_step`
+    recalled, cpu_compute_ratio                 pages copied in a step, and missing of those selected
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+
+from benchmark import rows
+from sglang_scout.core.config import RECALL_MODES
+from sglang_scout.core.parse_config import parse_config
+from sglang_scout.engine.build import Sizes, build_engine
+from sglang_scout.engine.pools import HostPages, ModelShape
+from sglang_scout.ops.op import Op
+from sglang_scout.policy.base import Context, make_policy, policy_names
+
+PAGE = 32
+FIGURE_6_STEPS, FIGURE_6_SHARE = 8.7, 0.12
+
+
+class Drift:
+    """Which columns each layer and row selects, from step to step; the first and the newest always."""
+
+    def __init__(self, layers: int, batch: int, pages: int, budget: int, rho: float) -> None:
+        self._source = torch.Generator().manual_seed(1)
+        self._budget, self._rho = budget, rho
+        self._scores = torch.randn(layers, batch, pages, generator=self._source)
+
+    def advance(self) -> None:
+        noise = torch.randn(self._scores.shape, generator=self._source)
+        self._scores.mul_(self._rho).add_(noise, alpha=(1 - self._rho**2) ** 0.5)
+
+    def columns(self, n_full: torch.Tensor) -> torch.Tensor:
+        """``[L, B, k]`` for rows of ``n_full`` ``[B]`` pages."""
+        behind = torch.arange(self._scores.shape[2]) >= n_full[:, None]
+        scores = self._scores.masked_fill(behind, -torch.inf)
+        scores[:, :, 0] = torch.inf
+        scores[:, torch.arange(len(n_full)), n_full - 1] = torch.inf
+        return scores.topk(self._budget, dim=2).indices
+
+
+def calibrated_rho(pages: int, budget: int) -> float:
+    """The drift at which Figure 6's share of a selection is new after its steps."""
+    low, high = 0.9, 0.99999
+    source = torch.Generator().manual_seed(5)
+    before, noise = torch.randn(2, 256, pages, generator=source).unbind()
+    chosen = before.topk(budget).indices
+    for _ in range(20):
+        rho = (low + high) / 2
+        kept = rho**FIGURE_6_STEPS
+        after = (kept * before + (1 - kept**2) ** 0.5 * noise).topk(budget).indices
+        share = 1 - (after[:, :, None] == chosen[:, None, :]).any(2).float().mean().item()
+        low, high = (low, rho) if share < FIGURE_6_SHARE else (rho, high)
+    return (low + high) / 2
+
+
+class SameThread:
+    """Copies run where they are submitted: their time counts, and no other thread takes the core."""
+
+    def submit(self, function: Callable[..., Any], /, *args: Any) -> SameThread:
+        function(*args)
+        return self
+
+    def exception(self, timeout: float | None = None) -> None:
+        return None
+
+    def done(self) -> bool:
+        return True
+
+    def result(self) -> None:
+        return None
+
+    def shutdown(self, wait: bool = True) -> None:
+        return None
+
+
+class Bench:
+    """An engine whose steps are only selections; requests of equal length decode on and on."""
+
+    def __init__(self, options: argparse.Namespace, batch: int, rho: float) -> None:
+        layers, budget = options.layers, options.budget // PAGE
+        each = -(-options.context // PAGE) + 2 + (options.steps + options.warm_up) // PAGE
+        shape = ModelShape(layers, 4, 1, 16, PAGE, torch.bfloat16, 0.25)
+        config = parse_config(
+            policy="scout", policies=policy_names(), budget_tokens=options.budget,
+            config={"recall": options.recall},
+        )  # fmt: skip
+        plane = torch.zeros((1 + batch * each) * PAGE, 1, 16, dtype=torch.bfloat16)
+        self.engine = build_engine(
+            config,
+            make_policy(Context(config, layers, 2 * PAGE * 8 * 128 * 2)),
+            shape,
+            Sizes(budget, budget * batch + batch + budget, batch, each),
+            HostPages(shape, [plane] * layers, [plane] * layers),
+            [],
+            None,  # type: ignore[arg-type]  # nothing is posted
+        )
+        self.engine.recall.close()
+        self.engine.recall._side = SameThread()
+        self.pages = 1 + np.arange(batch * each, dtype=np.int32).reshape(batch, each)
+        self.slots = np.arange(batch)
+        self.lengths = options.context + 7 * np.arange(batch, dtype=np.int64) % PAGE
+        self.engine.digests.valid[self.pages[:, : options.context // PAGE]] = True
+        self.drift = Drift(layers, batch, each, budget, rho)
+        table = self.engine.table
+        for layer, chosen in enumerate(self._chosen().numpy()):  # as after long decoding
+            table.uses.touch(np.array([layer]), chosen[None], 0, np.zeros(len(chosen), bool))
+            table.commit(table.reserve(layer, chosen), 0)
+
+    def step(self) -> float:
+        """One step; how long its boundary took, in us."""
+        self.lengths += 1
+        used = -(-int(self.lengths.max()) // PAGE)
+        table = self.pages[:, :used].copy()  # as of a request table
+        start_ns = time.perf_counter_ns()
+        self.engine.begin_step(table, self.slots, self.lengths)
+        took_us = (time.perf_counter_ns() - start_ns) / 1e3
+        self._select()
+        self.drift.advance()
+        return took_us
+
+    def _chosen(self) -> torch.Tensor:
+        """``[L, B, k]`` pages."""
+        columns = self.drift.columns(torch.from_numpy((self.lengths - 1) // PAGE))
+        return torch.from_numpy(self.pages).expand(len(columns), -1, -1).gather(2, columns)
+
+    def _select(self) -> None:
+        """What the step would leave behind."""
+        pages = self._chosen()
+        slots = self.engine._slot_of.gather(1, pages.flatten(1).long()).view_as(pages)
+        results = self.engine._results
+        results.pages[:] = pages
+        results.missing[:] = torch.where(slots < 0, pages, -1).sort(2, descending=True).values
+
+
+def measure(options: argparse.Namespace, batch: int, rho: float) -> dict[str, Any]:
+    bench = Bench(options, batch, rho)
+    counters = bench.engine.counters
+    with mock.patch.object(Op, "__call__", lambda *args, **kwargs: None):  # a device's to run
+        for _ in range(options.warm_up):
+            bench.step()
+        recalled, missing = counters.recalled_pages, counters.cpu_pages
+        budget = counters.budget_pages
+        times = [bench.step() for _ in range(options.steps)]
+    bench.engine.table.check()
+    return rows.summary(times) | {
+        "recalled": round((counters.recalled_pages - recalled) / options.steps, 1),
+        "cpu_compute_ratio": round(
+            (counters.cpu_pages - missing) / (counters.budget_pages - budget), 4
+        ),
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--batch", type=int, nargs="+", default=[16, 64])
+    parser.add_argument("--layers", type=int, default=36)
+    parser.add_argument("--context", type=int, default=65536, metavar="TOKENS")
+    parser.add_argument("--budget", type=int, default=2048, metavar="TOKENS")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--warm-up", type=int, default=24)
+    modes = [mode for mode in RECALL_MODES if mode != "profile"]
+    parser.add_argument("--recall", choices=modes, default="adaptive")
+    options = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    writer = rows.Writer(options.json, rows.environment("boundary", ("torch", "numpy")))
+    rho = calibrated_rho(options.context // PAGE, options.budget // PAGE)
+    for batch in options.batch:
+        names = ("layers", "context", "budget", "recall")
+        sizes = {name: getattr(options, name) for name in names} | {"batch": batch}
+        row = writer.add("boundary", **sizes, rho=round(rho, 6), **measure(options, batch, rho))
+        print(f"batch {batch}: {row['median_us'] / 1e3:.2f} ms (spread {row['spread']:.2f}), "
+              f"{row['recalled']} pages recalled, ratio {row['cpu_compute_ratio']}")  # fmt: skip
+    writer.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
