@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +17,7 @@ from servers.server_process import children_of
 
 LAUNCHER = """
 import json, sys, time
+sys.path.insert(0, sys.argv[3])
 from servers.pd_cluster import PDCluster
 cluster = PDCluster(sys.argv[1], log_dir=sys.argv[2], server_args=["--kv-offload", "scout"])
 cluster.start()
@@ -31,6 +33,7 @@ time.sleep(600)
 def test_nothing_outlives_the_process_that_started_it(tiny_model, tmp_path):
     """SIGKILL of the launcher: servers, their children, the CPU worker and the router all end."""
     command = [sys.executable, "-c", LAUNCHER, str(tiny_model()), str(tmp_path)]
+    command.append(str(Path(__file__).resolve().parents[1]))
     with subprocess.Popen(command, stdout=subprocess.PIPE) as launcher:
         assert launcher.stdout is not None
         line = launcher.stdout.readline()
