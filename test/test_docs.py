@@ -19,7 +19,7 @@ from sglang_scout.policy.base import policy_names
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "python" / "sglang_scout"
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 OPERATIONS = (ROOT / "docs" / "operations.md").read_text()
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
 PAPER_MAP = (ROOT / "docs" / "paper-map.md").read_text()
@@ -165,41 +165,25 @@ def test_the_default_host_share_is_stated():
     assert "half of" in rows(OPERATIONS, "`--kv-offload-host-gb`")[0][1]
 
 
-def test_the_whole_paper_is_mapped():
+def test_every_table_and_figure_of_the_paper_is_mapped():
     figures = re.findall(r"^\| Figure (\d+):", PAPER_MAP, re.MULTILINE)
     assert [int(n) for n in figures] == list(range(1, 13))
     assert "| Table 1:" in PAPER_MAP and "## Algorithm 1" in PAPER_MAP
-    for number in (
-        "1",
-        "2.1",
-        "2.2",
-        "2.3",
-        "3.1",
-        "3.2",
-        "3.3",
-        "3.4",
-        "4",
-        "4.1",
-        "4.2",
-        "4.3",
-        "5",
-    ):
-        assert re.search(rf"^\| {re.escape(number)} ", PAPER_MAP, re.MULTILINE), number
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_and_paths_exist(document):
     text = document.read_text()
     for target in re.findall(r"\]\(([^)#]+)\)", text):
         assert (document.parent / target).exists(), target
     folders = "|".join(sorted({p.name for p in PACKAGE.iterdir() if p.is_dir()} - {"__pycache__"}))
-    tops = "python|scripts|test|docs|figures|sgl-kernel|" + folders
+    tops = "python|scripts|test|benchmark|docs|figures|sgl-kernel|" + folders
     for path in re.findall(rf"`((?:{tops})/[\w./-]+)", text):
         places = (ROOT / path, PACKAGE / path, document.parent / path)
         assert any(place.exists() for place in places), path
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_commands_run_without_an_activated_environment(document):
     """The programs' own first line takes whatever python3 is on the path, which lacks the packages."""
     for block in re.findall(r"```(?:bash|sh)\n(.*?)```", document.read_text(), re.DOTALL):
