@@ -54,7 +54,7 @@ export LIBRARY_PATH="$LOGS/driver${LIBRARY_PATH:+:$LIBRARY_PATH}"
 
 LIMIT_S="${SECONDS_LIMIT:-570}"
 FAILED=0 ENDED=0 KNOWN=""
-INFORMATION=" flashinfer memcheck baselines " # may fail: what they need is not in every image
+INFORMATION=" flashinfer memcheck " # may fail: what they need is not in every image
 
 row() { printf '{"time_utc": "%s", "step": "%s", %s}\n' "$(date -u +%FT%TZ)" "$1" "$2" >>"$OUT/steps.jsonl"; }
 has() { "$PYTHON" -c "$1" 2>/dev/null; }
@@ -113,7 +113,6 @@ step decode 400 "$NATIVE" "$PYTHON" -m benchmark.decode.gpu_decode --out "$ROWS"
 step server 300 "$SERVERS" "$PYTHON" -m benchmark.server.gpu_server --out "$ROWS" --logs "$LOGS" ${SERVER_ARGS:-}
 # shellcheck disable=SC2086
 step speed 540 "$SERVERS" "$PYTHON" -m benchmark.server.gpu_server --out "$ROWS" --logs "$LOGS" --speed ${SERVER_ARGS:-}
-step baselines 180 'import flashinfer' "$PYTHON" -m benchmark.kernels.gpu_baselines --out "$ROWS"
 PATH="$PATH:/usr/local/cuda/bin"
 step memcheck 90 'import shutil; assert shutil.which("compute-sanitizer")' compute-sanitizer --tool memcheck \
     --error-exitcode 9 "$PYTHON" -m benchmark.kernels.gpu_kernels --check-only

@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import subprocess
 import sys
 
 import numpy as np
@@ -12,10 +13,15 @@ from sglang_scout.cli import doctor, machine, main, worker_check
 from sglang_scout.core.errors import WorkerError
 
 
-def test_this_machine_can_serve(capsys):
-    # The tests need all that a server needs, so a failed check here is a bug of the doctor.
-    assert main(["doctor", "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)
+def test_this_machine_can_serve():
+    """The tests need all that a server needs, so a failed check here is a bug of the doctor."""
+    code = (
+        "import sys; from sglang_scout.cli import main; assert main(['doctor', '--json']) == 0;"
+        "assert not {'sglang', 'torch'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
     checks = {check["name"]: check for check in result["checks"]}
     assert result["ok"] and all(check["state"] != "failed" for check in checks.values())
     worker = checks["worker"]["values"]
@@ -25,21 +31,16 @@ def test_this_machine_can_serve(capsys):
     assert checks["sglang"]["values"]["version"] == checks["sglang"]["values"]["wanted"]
 
 
-def run_with(monkeypatch, capsys, *results):
-    monkeypatch.setattr(doctor, "checks", lambda cpus: [lambda r=r: r for r in results])
-    return main(["doctor"]), capsys.readouterr().out
-
-
 def test_report_and_exit_code(monkeypatch, capsys):
     fine = doctor.Check("python", "ok", "3.11.0")
     slow = doctor.Check("huge pages", "warning", "none", "make some")
     broken = doctor.Check("worker", "failed", "no", "repair it")
-    code, text = run_with(monkeypatch, capsys, fine, slow)
-    assert code == 0 and text.endswith("this machine can serve; 1 to look at\n")
-    assert "warning  huge pages  none\n         -> make some" in text
-    code, text = run_with(monkeypatch, capsys, fine, slow, broken)
-    assert code == 1 and "1 failed: it cannot serve; 1 to look at" in text
-    assert "-> repair it" in text
+    for code, found in ((0, [fine, slow]), (1, [fine, slow, broken])):
+        monkeypatch.setattr(doctor, "checks", lambda cpus, f=found: [lambda r=r: r for r in f])
+        assert main(["doctor"]) == code
+        text = capsys.readouterr().out
+        assert all(check.fix in text for check in found)
+        assert ("cannot serve" in text) == bool(code) and "1 to look at" in text
 
 
 def test_variables_without_which_a_server_ends(monkeypatch):
@@ -205,13 +206,6 @@ def test_a_mooncake_without_cuda_matters_beside_a_gpu(monkeypatch, tmp_path):
     assert doctor.check_mooncake().state == "ok"
 
 
-def test_an_empty_sys_is_no_crash(monkeypatch, tmp_path):
-    monkeypatch.setattr(machine, "SYS", tmp_path)
-    assert machine.numa_nodes() == {} and machine.nvidia_gpus() == []
-    assert machine.cpu_quota() is None and not machine.has_rdma()
-    assert doctor.check_hugepages().state == "warning"
-
-
 @pytest.mark.parametrize(
     ("code", "expected"),
     [
@@ -238,8 +232,3 @@ def test_whether_mooncake_can_read_a_device(monkeypatch, tmp_path):
     assert not machine.transfer_reads_device()
     module.write_bytes(b"\x7fELF\0cudaMemcpy\0")
     assert machine.transfer_reads_device()
-
-
-def test_the_mooncake_that_is_pinned_cannot():
-    """When this fails, a prefill server may run on a GPU beside the decode server: see the documents."""
-    assert not machine.transfer_reads_device()

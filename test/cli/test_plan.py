@@ -89,14 +89,6 @@ def test_the_host_size_that_it_names_is_enough(model, capsys):
     assert plan_of(folder, context_tokens=65536, host_gib=float(host)).offload.requests == 7
 
 
-def test_no_gpu_named(model, capsys):
-    assert main(["plan", "--model-path", str(model()), "--host-gb", "100"]) == 0
-    text = capsys.readouterr().out
-    assert "GPU" not in text.split("Requests that fit")[0]
-    assert "device memory is host memory too" in text
-    assert "40960 tokens" in text, "the model's own length by default"
-
-
 def test_json_has_the_same_numbers(model, capsys):
     folder = model()
     main(["plan", "--model-path", str(folder), "--context-tokens", "65536", "--host-gb", "103",
@@ -129,8 +121,7 @@ def test_dtype(model, stored, asked, used):
     assert read_model(str(model(torch_dtype=None, dtype=stored)), asked).dtype == used
 
 
-@pytest.mark.parametrize("context", [33, 512, 2048, 4096, 65536])
-@pytest.mark.parametrize("requests", [1, 5, 64])
+@pytest.mark.parametrize(("context", "requests"), [(33, 64), (2048, 5), (4096, 1), (65536, 64)])
 def test_the_device_needs_what_the_server_takes(model, context, requests):
     """Contexts below the budget too, where the server has a slot for every host page and no more."""
     sizes = plan_of(model(), context_tokens=context, host_gib=1000, gpu_gib=80).sizes
@@ -187,13 +178,7 @@ def test_weights_from_files_from_the_index_or_estimated(model):
     ("arguments", "words"),
     [
         (["--budget", "1000"], "plan: --budget 1000: must be a positive multiple of the page size"),
-        (
-            ["--budget", "32"],
-            "plan: --budget 32: holds 1 page, fewer than sink_pages + recent_pages",
-        ),
-        (["--gpu-gb", "inf"], "plan: --gpu-gb inf: must be greater than 0, and at most 1073741824"),
         (["--context-tokens", "9" * 400], "--context-tokens 999"),
-        (["--requests", "-1"], "--requests -1"),
         (["--requests", "65537"], "--requests 65537: must be greater than 0, and at most 65536"),
         (["--host-gb", "nan"], "--host-gb nan"),
         (["--mem-fraction-static", "0"], "--mem-fraction-static 0.0: must be greater than 0"),
@@ -224,16 +209,8 @@ def test_quantised_weights_take_what_their_files_take(model):
         ({"head_dim": "x" * 9999}, "...xxxxx"),
         ({"text_config": 5}, "text_config = 5, expected an object"),
         ({"architectures": [5]}, "does not support (no architecture named)"),
-        (
-            {"architectures": ["MixtralForCausalLM"]},
-            "does not support MixtralForCausalLM; supported",
-        ),
+        ({"architectures": ["MixtralForCausalLM"]}, "does not support MixtralForCausalLM; supp"),
         ({"use_sliding_window": True}, "does not support sliding-window attention"),
-        ({"architectures": ["MistralForCausalLM"]}, "does not support sliding-window attention"),
-        (
-            {"architectures": ["LlamaForCausalLM"], "sliding_window": 4096},
-            "does not support sliding-window attention",
-        ),
         ({"head_dim": 80}, "head size 80 (values 80); --kv-offload supports 64, 96, 128, 256"),
         ({"v_head_dim": 64}, "head size 128 (values 64)"),
     ],
@@ -246,20 +223,12 @@ def test_models_that_the_server_refuses_or_cannot_read(model, capsys, changes, w
 
 
 def test_models_that_the_server_takes(model):
+    mistral = {"architectures": ["MistralForCausalLM"], "sliding_window": None}
     for changes in (
-        {"sliding_window": 4096},  # a Qwen uses it only if it says so
-        {"architectures": ["LlamaForCausalLM"]},
+        mistral | {"intermediate_size": None, "vocab_size": None},
         {"text_config": {}},
     ):
         assert plan_of(model(**changes), host_gib=100).fits
-
-
-def test_keys_that_may_be_absent_or_null(model):
-    folder = model(architectures=["MistralForCausalLM"], intermediate_size=None, vocab_size=None)
-    config = json.loads((folder / "config.json").read_text()) | {"sliding_window": None}
-    (folder / "config.json").write_text(json.dumps(config))
-    assert plan_of(folder, host_gib=100).fits
-    assert 0 < read_model(str(folder), "auto").weight_bytes < 5 * 2**30
 
 
 def test_an_index_without_a_usable_size_is_passed_over(model):

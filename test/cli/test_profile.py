@@ -102,11 +102,6 @@ def test_round_trip(tmp_path):
     assert len((tmp_path / "p.json").read_text().splitlines()) == len(a_profile().__struct_fields__)
 
 
-def test_the_profile_of_this_server_is_taken():
-    check_profile(a_profile(), "p.json", **SERVER)
-    check_profile(a_profile(identity=None, selection={}), "p.json", **SERVER)
-
-
 @pytest.mark.parametrize(
     ("change", "parts"),
     [
@@ -116,23 +111,14 @@ def test_the_profile_of_this_server_is_taken():
             {"config": replace(CONFIG, budget_tokens=256)},
             ["budget of 128", "--kv-offload-budget 256", "set that to 128"],
         ),
-        *(
-            ({"config": replace(CONFIG, **{key: value})}, [key, repr(value), "--kv-offload-config"])
-            for key, value in (
-                ("digest", "signs"),
-                ("recent_pages", 3),
-            )
-        ),
-        *(
-            ({"identity": msgspec.structs.replace(IDENTITY, **{field: value})}, [str(value)])
-            for field, value in (
-                ("architecture", "LlamaForCausalLM"),
-                ("config_digest", "fedcba9876543210"),
-            )
-        ),
+        ({"config": replace(CONFIG, digest="signs")}, ["digest", "'signs'", "--kv-offload-config"]),
+        ({"identity": msgspec.structs.replace(IDENTITY, architecture="Llama")}, ["Llama"]),
+        ({"identity": msgspec.structs.replace(IDENTITY, config_digest="fedc")}, ["fedc"]),
     ],
 )
 def test_a_profile_of_something_else_is_refused_by_name(change, parts):
+    check_profile(a_profile(), "p.json", **SERVER)
+    check_profile(a_profile(identity=None, selection={}), "p.json", **SERVER)
     with pytest.raises(ValueError, match=FLAG) as caught:
         check_profile(a_profile(), "p.json", **(SERVER | change))
     for part in ["'p.json'", *parts, "sglang-scout profile"]:
@@ -198,16 +184,12 @@ def test_the_command(tmp_path, capsys):
     assert found.workload == "2 requests of 256 tokens, 40 steps"
     check_profile(found, "p.json", **SERVER)
     assert (tmp_path / "p.png").stat().st_size > 10_000
-    assert main(command) == 0
-    text = capsys.readouterr().out
-    assert "in every step" in text and "[1]" in text and "Mean interval 3.5" in text
 
 
 @pytest.mark.parametrize(
     ("log", "arguments", "parts"),
     [
         ({}, ["--threshold", "2"], ["--threshold 2.0", "between 0 and 1"]),
-        ({}, ["--threshold", "nan"], ["--threshold nan"]),
         ({"recall": "fixed"}, [], ['"recall": "fixed"', '"recall": "off"']),
         ({"steps": 8}, [], ["7 steps", "at least 8", "ask for more tokens"]),
         ({"full_pages": (4, 3)}, [], ["0 steps", "budget of 128 tokens", "longer prompts"]),
@@ -239,12 +221,6 @@ def test_report(tmp_path, capsys):
     assert found["period_us"] == 1000 and found["cpu_wait_us"] == 3 and found["rest_us"] == 887
     assert found["recall_wait_us"] == 10 and found["between_us"] == 100
     assert found["ratio_by_layer"] == [0.0, 0.6875] and found["cpu_wait_us_by_layer"] == [1, 2]
-    assert main(["report", str(path)]) == 0
-    text = capsys.readouterr().out
-    lines = {line.split("  ")[0].strip(): line for line in text.splitlines()}
-    assert lines["waiting for missing pages"].split()[-3:] == ["3", "0.3", "%"]
-    assert lines["together"].split()[-3:] == ["1000", "100.0", "%"]
-    assert "3.0 pages, 3.00 KB" in text and "0.688" in text
     write_log(path, 1)
     assert main(["report", str(path)]) == 2
     assert "no steps in a row" in capsys.readouterr().err

@@ -17,39 +17,26 @@ def parse(**kwargs):
     return parse_config(policies=("scout", "other"), available_cpus={0, 1}, **kwargs)
 
 
-def test_defaults():
-    config = parse()
-    assert config.budget_tokens == 2048 and config.budget_pages == 64
-    assert config.resident_tokens is None and config.recall == "adaptive"
-
-
 DEEP = "[" * 100_000 + "]" * 100_000
 REFUSED_FLAGS = [
     ({"policy": "magic"}, ["--kv-offload", "'magic'", "scout"]),
     ({"policy": None}, ["--kv-offload None", "NoneType", "'scout'"]),
-    ({"budget_tokens": 0}, ["--kv-offload-budget", "0", "32"]),
     ({"budget_tokens": -32}, ["--kv-offload-budget", "-32"]),
     ({"budget_tokens": 1000}, ["--kv-offload-budget", "1000", "992"]),
     ({"budget_tokens": 32}, ["--kv-offload-budget", "32", "64"]),
-    ({"budget_tokens": "2048"}, ["--kv-offload-budget '2048'", "str", "example 2048"]),
     ({"budget_tokens": True}, ["--kv-offload-budget True", "bool", "whole number"]),
     ({"budget_tokens": 32 * 10**400}, ["--kv-offload-budget", f"nearest is {2**40}"]),
     ({"host_gb": 0.0}, ["--kv-offload-host-gb", "0"]),
     ({"host_gb": float("nan")}, ["--kv-offload-host-gb", "nan"]),
-    ({"host_gb": "4"}, ["--kv-offload-host-gb '4'", "str", "number of GiB"]),
     ({"recall_profile": 3}, ["--kv-offload-recall-profile 3", "int", "name of a file"]),
     ({"recall_profile": ""}, ["--kv-offload-recall-profile ''", "empty", "leave it out"]),
     ({"cpus": "0,x"}, ["--kv-offload-cpus", "'x'"]),
     ({"cpus": "0-7"}, ["--kv-offload-cpus", "'0-7'", "CPU 2", "0-1"]),
     ({"cpus": "1-0"}, ["--kv-offload-cpus", "ascending"]),
-    ({"cpus": [0, 1]}, ["--kv-offload-cpus [0, 1]", "list", "'0-3,8'"]),
-    ({"cpus": ""}, ["--kv-offload-cpus ''", "empty", "'0-3,8'"]),
 ]
 REFUSED_CONFIGS = [
     (5, ["5", "int", "@FILE"]),
-    ("", ["''", "valid JSON", "@FILE"]),
     ("{", ["valid JSON", "line 1"]),
-    ("[]", ["object", "list"]),
     ("@/no/such/file", ["/no/such/file", "cannot read"]),
     ("@\0", ["cannot read"]),
     (f'{{"trace": {DEEP}}}', ["recursion", "@FILE"]),
@@ -60,17 +47,12 @@ REFUSED_CONFIGS = [
     ({"recall": "often"}, ["recall", "'often'", "fixed"]),
     ({"recall": "profile"}, ["--kv-offload-recall-profile"]),
     ({"recall_interval": "8"}, ["recall_interval", "str", "int"]),
-    ({"recall_interval": True}, ["recall_interval", "bool", "int"]),
     ({"recall_interval": 0}, ["recall_interval", "0", "between 1"]),
     ({"recall_threshold": 1.5}, ["recall_threshold", "1.5", "between 0 and 1"]),
-    ({"recall_threshold": "low"}, ["recall_threshold", "'low'", "float"]),
-    ({"sink_pages": -1}, ["sink_pages", "-1", "between 0"]),
     ('{"worker_heartbeat_timeout_s": NaN}', ["heartbeat", "nan", "0.4"]),
     ({"trace": ""}, ["trace = ''", "name a file"]),
-    ({"step_log": "a\0b"}, ["step_log", "name a file"]),
     ({"step_log": "\ud800"}, ["step_log", "name a file"]),
     ({"trace": "a", "step_log": "./a"}, ["step_log = './a'", "file of trace"]),
-    ({"verify": 1}, ["verify", "int", "bool"]),
     ({"resident_tokens": 33}, ["resident_tokens", "33", "32"]),
     ({"digest": "mean"}, ["digest = 'mean'", "minmax, signs"]),
     ({"head_reduce": "max", "digest": "signs"}, ["head_reduce = 'max'", "signs"]),
@@ -148,17 +130,13 @@ def test_files_that_cannot_be_written(tmp_path, key):
     for place in (f"{tmp_path}/none/a", str(tmp_path)):
         with pytest.raises(ConfigError, match=f"{key} = .*(folder that exists|be written)"):
             check_files(parse(config={key: place}))
+    os.mkfifo(tmp_path / "pipe")  # which is not opened to see whether it can be
+    check_files(parse(config={key: str(tmp_path / "pipe")}))
     old, new = tmp_path / "old", tmp_path / "new"
     old.write_text("kept")
     for path in (old, new):
         check_files(parse(config={key: str(path)}))
     assert old.read_text() == "kept" and not new.exists()
-
-
-def test_a_pipe_is_not_opened_to_see_whether_it_can_be(tmp_path):
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    check_files(parse(config={"step_log": str(pipe)}))
 
 
 @pytest.mark.parametrize(
@@ -167,8 +145,6 @@ def test_a_pipe_is_not_opened_to_see_whether_it_can_be(tmp_path):
         {"config": {"recall": "off", "recall_interval": 4, "recall_step_mib": 9}},
         {"config": {"recall": "fixed", "recall_interval": 4, "recall_threshold": 0.1}},
         {"config": {"recall": "off"}, "recall_profile": "p"},
-        {"config": {"trace_steps": 5}},
-        {"config": {"recall_threshold": 0.1, "recall_step_mib": 9}, "recall_profile": "p"},
         {"policy": "other", "config": {"recall": "fixed", "recall_step_mib": 3}},
         {"config": {"trace": "a", "trace_steps": 5, "step_log": "b"}},
     ],
@@ -256,13 +232,10 @@ def test_a_profile_written_by_hand(tmp_path):
     ],
 )
 def test_bad_profiles(tmp_path, text, part):
+    with pytest.raises(ConfigError, match="cannot read"):
+        load_profile("/no/such/profile.json")
     path = tmp_path / "profile.json"
     path.write_text(text)
     with pytest.raises(ConfigError, match="--kv-offload-recall-profile") as caught:
         load_profile(str(path))
     assert part in str(caught.value)
-
-
-def test_unreadable_profile():
-    with pytest.raises(ConfigError, match="cannot read"):
-        load_profile("/no/such/profile.json")

@@ -35,7 +35,6 @@ def plan(settings, **kwargs):
 def test_bytes_follow_the_model():
     made = plan(config())
     assert made.host_bytes == 4097 * PAGE_BYTES
-    assert made.digest_bytes == made.host_bytes // 32
     assert made.num_slots == 8 * 64 + 8 + 64
     assert made.resident_bytes == made.num_slots * PAGE_BYTES
 
@@ -58,12 +57,8 @@ def test_bytes_of_digests_are_those_of_their_pool(digest, value_bytes, of_head):
 def test_no_more_slots_than_pages_and_no_more_budget_than_context():
     assert plan(config(budget_tokens=32768), num_pages=129, max_batch=64).num_slots == 129
     assert plan(config(config='{"resident_tokens": 1099511627776}')).num_slots == 4097
+    assert plan(config(config='{"resident_tokens": 32}')).num_slots >= 8 * (1 + 1 + 1)
     assert plan(config(budget_tokens=1 << 32), context_tokens=4096).budget_pages == 128
-
-
-def test_tiny_caches_still_hold_what_must_be_resident():
-    made = plan(config(config='{"resident_tokens": 32}'))
-    assert made.num_slots >= 8 * (1 + 1 + 1)
 
 
 def test_too_little_memory_is_refused_with_the_parts_and_the_flags():
@@ -189,7 +184,7 @@ RESULT_BYTES = 2 * 40 * 4 * 32 * -(-(40 * 129) // 32)  # of a sequence, in all s
 @pytest.mark.parametrize(
     ("threads", "node_cpus", "most", "results"),
     [(0, [1], 1, 0), (1, [36], 1, 0), (0, [5], 5, 8 * 5), (0, [36], 8, 8 * 8), (16, [2], 16, 8 * 16),
-     (0, [3, 2], 2, 8 * 4), (1, [1, 2], 1, 8 * 2), (2, [1, 2], 2, 8 * 4)],
+     (0, [3, 2], 2, 8 * 4), (1, [1, 2], 1, 8 * 2)],
 )  # fmt: skip
 def test_partial_results_are_of_the_threads_that_may_share_a_sequence(
     threads, node_cpus, most, results
@@ -203,13 +198,7 @@ def test_partial_results_are_of_the_threads_that_may_share_a_sequence(
 
 @pytest.mark.parametrize(
     ("max_batch", "node_cpus", "results"),
-    [
-        (1024, [2], 32),
-        (1024, [36], 16 * 36),
-        (64, [2, 2], 64 * 2),
-        (20, [2, 9], 32 * 2),
-        (64, [9, 2], 64 * 2),
-    ],
+    [(1024, [2], 32), (1024, [36], 16 * 36), (20, [2, 9], 32 * 2), (64, [9, 2], 64 * 2)],
 )
 def test_partial_results_are_no_more_than_sixteen_runs_a_cpu(max_batch, node_cpus, results):
     """Of the smallest node; but with several nodes every sequence has one of each."""

@@ -13,7 +13,7 @@ from sglang_scout.policy.base import Digest
 from slow_link import with_slow_link
 
 TOLERANCE = 2e-5
-STEPS = 30
+STEPS = 18
 
 
 class Meeting:
@@ -76,15 +76,15 @@ class Selected:
         worker.table.uses.touch = remember
 
 
-def life(worker, before_step=lambda step: None, steps=STEPS):
+def serve(worker, before_step=lambda step: None, steps=STEPS):
     """Requests come and go. Returns every step's outputs, ``[L][B, HQ, D]``."""
     worker.admit(400)
     second = worker.admit(37)
     outputs = []
     for step in range(steps):
-        if step == 8:
+        if step == 6:
             worker.admit(700)
-        if step == 20:
+        if step == 12:
             worker.finish(second)
         before_step(step)
         outputs.append([out.clone() for out in worker.step()])
@@ -105,13 +105,13 @@ def run():
         made.extend(workers)
         selected = [Selected(worker) for worker in workers]
 
-        def one_life(worker):
+        def one_rank(worker):
             with meeting.turn:
-                return life(worker, lambda step: before_step(worker, step), steps)
+                return serve(worker, lambda step: before_step(worker, step), steps)
 
         with ThreadPoolExecutor(size) as threads:
-            lives = [threads.submit(one_life, worker) for worker in workers]
-            outputs = [one.result() for one in lives]
+            running = [threads.submit(one_rank, worker) for worker in workers]
+            outputs = [one.result() for one in running]
         return outputs, workers, selected, meeting
 
     yield run
@@ -131,52 +131,40 @@ def run():
 )
 def test_ranks_choose_and_attend_as_one_engine_with_all_heads(run, config, how):
     settings = {"budget_tokens": 160, "kv_heads": 4, "heads": 8, "config": config}
-    one = MiniWorker(**settings)
+    calls = check_as_one(run, MiniWorker, **settings)
+    scored = [call for call in calls if call[1] == torch.float32]
+    assert len(scored) == 3 * STEPS, "one call a layer and step"
+    assert {call[0] for call in scored} == {how}
+
+
+def check_as_one(run, kind, steps=STEPS, **settings):
+    """Two ranks select what one worker with all heads selects. Returns the calls of the first rank."""
+    one = kind(**settings)
     expected_pages = Selected(one)
-    expected = life(one)
+    expected = serve(one, steps=steps)
     one.close()
-    outputs, workers, selected, meeting = run(2, **settings)
+    outputs, workers, selected, meeting = run(2, make=kind, steps=steps, **settings)
     assert selected[0].pages == selected[1].pages == expected_pages.pages
-    for step in range(STEPS):
-        for layer in range(3):
+    for step, layers in enumerate(expected):
+        for layer, wanted in enumerate(layers):
             joined = torch.cat([outputs[rank][step][layer] for rank in range(2)], dim=1)
-            torch.testing.assert_close(
-                joined, expected[step][layer], rtol=TOLERANCE, atol=TOLERANCE
-            )
+            torch.testing.assert_close(joined, wanted, rtol=TOLERANCE, atol=TOLERANCE)
     for worker in workers:
         counters = worker.engine.counters
         assert counters.verify_unequal_selections == 0
         assert counters.verify_max_rel_error <= 1e-5
         assert counters.cpu_pages == one.engine.counters.cpu_pages > 0
-    scored = [call for call in meeting.calls[0] if call[1] == torch.float32]
-    assert len(scored) == 3 * STEPS, "one call a layer and step"
-    assert {call[0] for call in scored} == {how}
+    return meeting.calls[0]
 
 
-@pytest.mark.parametrize("config", ["{}", '{"digest": "signs", "resident_bonus": 1.0}'])
-def test_ranks_with_the_steps_of_a_cuda_device(run, config):
+def test_ranks_with_the_graph_transport(run):
     pytest.importorskip("sglang_scout._native")
     if not triton.interpreted():
         pytest.skip("needs Triton's interpreter: the arena is not registered")
-    from device_worker import DeviceWorker
+    from graph_worker import GraphWorker
 
-    settings = {"layers": 2, "kv_heads": 2, "heads": 4, "config": config}
-    one = DeviceWorker(**settings)
-    expected = life(one, steps=12)
-    one.close()
-    outputs, workers, selected, _ = run(2, make=DeviceWorker, steps=12, **settings)
-    assert selected[0].pages == selected[1].pages
-    for step in range(12):
-        for layer in range(2):
-            joined = torch.cat([outputs[rank][step][layer] for rank in range(2)], dim=1)
-            torch.testing.assert_close(
-                joined, expected[step][layer], rtol=TOLERANCE, atol=TOLERANCE
-            )
-    for worker in workers:
-        counters = worker.engine.counters
-        assert counters.verify_unequal_selections == 0
-        assert counters.verify_max_rel_error <= 1e-5
-        assert counters.cpu_pages > 0
+    config = '{"recall": "fixed", "digest": "signs", "resident_bonus": 1.0}'
+    check_as_one(run, GraphWorker, steps=9, layers=2, config=config)
 
 
 def test_four_ranks(run):

@@ -1,4 +1,4 @@
-"""The step of a CUDA device as a graph: recorded once, replayed ever after, equal to the eager one.
+"""The step with the graph transport as a graph: recorded once, replayed ever after, equal to the eager one.
 
 The graph is `RecordedGraph`, which knows what CUDA's allows and forbids but not its streams.
 """
@@ -13,15 +13,15 @@ pytest.importorskip("sglang_scout._native")
 if not triton.interpreted():
     pytest.skip("needs Triton's interpreter: the arena is not registered", allow_module_level=True)
 
-from device_worker import DeviceWorker  # noqa: E402  (needs the native module)
+from graph_worker import GraphWorker  # noqa: E402  (needs the native module)
 from mini_worker import HIDDEN  # noqa: E402
 from recorded_graph import RecordedGraph  # noqa: E402
 
-ROWS, STEPS = 3, 14
+ROWS, STEPS = 3, 10
 
 
-class GraphWorker(DeviceWorker):
-    """As :class:`DeviceWorker`, with the layers of all steps replayed in which no request takes its real queries."""
+class ReplayingWorker(GraphWorker):
+    """As :class:`GraphWorker`, with the layers of all steps replayed in which no request takes its real queries."""
 
     def __init__(self, **kwargs):
         super().__init__(max_batch=ROWS, verify=False, **kwargs)
@@ -54,33 +54,20 @@ class GraphWorker(DeviceWorker):
             self.outputs.append(out.clone())
 
 
-@pytest.fixture
-def twins():
-    """Two workers of one seed: eager steps, and replayed ones."""
-    made = []
-
-    def build(**kwargs):
-        made.append(DeviceWorker(max_batch=ROWS, verify=False, **kwargs))
-        made.append(GraphWorker(**kwargs))
-        return made
-
-    yield build
-    for worker in made:
-        worker.close()
-
-
 @pytest.mark.parametrize(
     "config",
     [
         '{"recall": "fixed"}',
-        '{"recall": "adaptive"}',
         '{"digest": "signs", "exact_layers": [1], "resident_bonus": 1.0}',
         '{"attend": "selected"}',
         '{"precompute": false, "recall": "off"}',
     ],
 )
-def test_replayed_steps_equal_eager_ones(twins, config):
-    eager, replayed = both = twins(budget_tokens=128, pages=60, layers=3, config=config)
+def test_replayed_steps_equal_eager_ones(make, config):
+    settings = {"budget_tokens": 128, "pages": 60, "layers": 2, "config": config}
+    eager = make(GraphWorker, max_batch=ROWS, verify=False, **settings)
+    replayed = make(ReplayingWorker, **settings)
+    both = eager, replayed
     rng = np.random.default_rng(7)
     replays = 0
     for _ in range(STEPS):
@@ -106,7 +93,7 @@ def test_replayed_steps_equal_eager_ones(twins, config):
     counts = [(c.cpu_pages + c.fetched_pages, c.selected_pages, c.recalled_pages) for c in
               (worker.engine.counters for worker in both)]  # fmt: skip
     assert counts[0] == counts[1] and counts[0][0] > 0
-    assert STEPS // 2 <= replays <= STEPS
+    assert replays >= STEPS // 3
     assert replayed.ring.errors() == []
 
 

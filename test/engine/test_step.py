@@ -1,11 +1,10 @@
-"""The decode step against plain references, over whole lives of requests.
+"""The decode step against plain references, from a request's first step to its end.
 
 What a step selected is known two boundaries later: counters are those of all steps but the last two.
 """
 
 import json
 
-import numpy as np
 import pytest
 import torch
 
@@ -16,20 +15,11 @@ FP32_TOLERANCE = 1e-5
 BF16_TOLERANCE = 1e-2
 
 
-@pytest.fixture
-def make():
-    made = []
-
-    def build(**kwargs):
-        made.append(MiniWorker(**kwargs))
-        return made[-1]
-
-    yield build
-    for worker in made:
-        worker.close()
-
-
 KNOWN_AFTER = 2
+
+
+def close(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=2e-5, atol=2e-5)
 
 
 def test_digests_that_the_policy_does_not_score_are_refused(make):
@@ -37,48 +27,47 @@ def test_digests_that_the_policy_does_not_score_are_refused(make):
         make(config='{"digest": "signs"}', pool_form="minmax")
 
 
-@pytest.mark.parametrize("lengths", [[1], [31, 32, 33], [64, 95, 96, 97]])
-def test_a_covering_budget_is_exact_full_attention(make, lengths):
-    worker = make(budget_tokens=512)
+def test_a_covering_budget_is_exact_full_attention(make):
+    """On both sides of a page's border, and across it."""
+    worker, lengths = make(budget_tokens=512), (1, 31, 64, 95)
     for length in lengths:
         worker.admit(length)
-    for _ in range(40):
+    for _ in range(8):
         worker.step()
         for layer in range(3):
             for row in range(len(lengths)):
-                torch.testing.assert_close(
-                    worker.outputs[layer][row], worker.dense(row, layer), rtol=2e-5, atol=2e-5
-                )
+                close(worker.outputs[layer][row], worker.dense(row, layer))
     assert worker.engine.counters.cpu_pages == 0 and not worker.missing.asked
 
 
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"),
-    [(torch.float32, FP32_TOLERANCE), (torch.bfloat16, BF16_TOLERANCE)],
-)
-@pytest.mark.parametrize(
-    "config",
+    "settings",
     [
-        "{}",
-        '{"precompute": false}',
-        '{"recall": "off"}',
-        '{"attend": "selected", "recall": "fixed"}',
-        '{"digest": "signs", "exact_layers": [1]}',
-        '{"head_reduce": "max"}',
-        '{"digest": "signs", "resident_bonus": 1.0}',
+        {},
+        {"dtype": torch.bfloat16},
+        {"logit_cap": 5.0},
+        {"config": '{"precompute": false}'},
+        {"config": '{"recall": "off"}'},
+        {"config": '{"attend": "selected", "recall": "fixed"}'},
+        {"config": '{"digest": "signs", "exact_layers": [1]}', "dtype": torch.bfloat16},
+        {"config": '{"head_reduce": "max"}'},
+        {"config": '{"digest": "signs", "resident_bonus": 1.0}'},
     ],
+    ids=str,
 )
-def test_a_small_budget_attends_to_exactly_the_chosen_pages(make, dtype, tolerance, config):
-    worker = make(budget_tokens=128, dtype=dtype, config=config)
+def test_a_small_budget_attends_to_exactly_the_chosen_pages(make, settings):
+    worker = make(budget_tokens=128, **settings)
     for length in (400, 37, 513, 320):
         worker.admit(length)
-    for _ in range(50):
+    for _ in range(20):
         worker.step()
     counters = worker.engine.counters
-    assert counters.verify_checks == 50 * 3
-    assert counters.verify_max_rel_error <= tolerance
+    assert counters.verify_checks == 20 * 3
+    assert counters.verify_max_rel_error <= (
+        BF16_TOLERANCE if "dtype" in settings else FP32_TOLERANCE
+    )
     assert counters.cpu_pages > 0, "the test must force misses"
-    assert (counters.recalled_pages > 0) or "off" in config
+    assert (counters.recalled_pages > 0) or "off" in settings.get("config", "")
 
 
 @pytest.mark.parametrize("policy", ["scout", "infinigen"])
@@ -92,12 +81,7 @@ def test_attending_to_the_selected_pages_alone(make, policy):
         length = worker.requests[0].length
         kept = [*range(32), *range((length - 1) // 32 * 32 - 96, length)]
         for layer in range(3):
-            torch.testing.assert_close(
-                worker.outputs[layer][0],
-                worker.dense(0, layer, tokens=kept),
-                rtol=2e-5,
-                atol=2e-5,
-            )
+            close(worker.outputs[layer][0], worker.dense(0, layer, tokens=kept))
     assert worker.engine.counters.verify_max_rel_error <= FP32_TOLERANCE
 
 
@@ -159,12 +143,7 @@ def test_a_selected_page_counts_once_wherever_it_is(make, policy, digest):
                     *(SIZE * p + t for p in scores[0].topk(4).indices for t in range(SIZE)),
                     *range(SIZE * full.shape[1], request.length),
                 ]
-                torch.testing.assert_close(
-                    worker.outputs[layer][row],
-                    worker.dense(row, layer, tokens=kept),
-                    rtol=2e-5,
-                    atol=2e-5,
-                )
+                close(worker.outputs[layer][row], worker.dense(row, layer, tokens=kept))
     counters = worker.engine.counters
     assert (counters.cpu_pages if policy == "scout" else counters.fetched_pages) > 20
 
@@ -174,7 +153,7 @@ def test_fetching_leaves_nothing_to_the_cpu(make, config):
     worker = make(policy="infinigen", budget_tokens=128, max_batch=4, config=config)
     for length in (400, 37, 513, 320):
         worker.admit(length)
-    for _ in range(50):
+    for _ in range(20):
         worker.step()
         worker.table.check()
     counters = worker.engine.counters
@@ -199,15 +178,6 @@ def test_newcomers_get_their_tail_slots_while_recalls_fill_the_cache(make):
     assert worker.engine.counters.verify_max_rel_error <= FP32_TOLERANCE
 
 
-def test_logit_cap(make):
-    worker = make(budget_tokens=128, logit_cap=5.0)
-    worker.admit(400)
-    for _ in range(10):
-        worker.step()
-    assert worker.engine.counters.cpu_pages > 0
-    assert worker.engine.counters.verify_max_rel_error <= FP32_TOLERANCE
-
-
 def test_recall_lowers_the_cpu_share(make):
     ratios = {}
     for mode in ("off", "fixed"):
@@ -216,7 +186,7 @@ def test_recall_lowers_the_cpu_share(make):
             config='{"recall": "fixed", "recall_interval": 2}' if mode == "fixed" else '{"recall": "off"}',
         )  # fmt: skip
         worker.admit(96 * SIZE)
-        for _ in range(60):
+        for _ in range(40):
             worker.step()
         ratios[mode] = worker.engine.counters.cpu_compute_ratio
     assert ratios["fixed"] < ratios["off"] / 2
@@ -232,25 +202,6 @@ def test_a_page_given_to_the_cpu_is_not_resident_in_the_same_step(make):
             handed = pages[pages >= 0]
             assert (worker.engine._slot_of[layer, handed] < 0).all()
     assert worker.engine.counters.recalled_pages > 0
-
-
-def test_requests_come_and_go_without_mixing(make):
-    rng = np.random.default_rng(5)
-    worker = make(budget_tokens=128, pages=140, max_batch=4)
-    for _ in range(150):
-        if len(worker.requests) < 4 and rng.random() < 0.3:
-            worker.admit(int(rng.integers(1, 700)))
-        if worker.requests and rng.random() < 0.1:
-            worker.finish(worker.requests[int(rng.integers(len(worker.requests)))])
-        if worker.requests:
-            worker.step()
-            worker.table.check()
-    assert worker.engine.counters.verify_max_rel_error <= FP32_TOLERANCE
-    for request in list(worker.requests):
-        worker.finish(request)
-    worker.engine.recall.commit(10**6)
-    assert worker.table.resident_pages == 0
-    assert all(worker.table.num_free(layer) == worker.table.num_slots for layer in range(3))
 
 
 def test_shared_prefix_pages_are_resident_once_and_digested_once(make):
@@ -286,51 +237,6 @@ def test_digests_that_arrived_are_used_and_absent_ones_built(make, monkeypatch):
         assert torch.equal(worker.digests.low[0][layer, request.pages[:10]], k.amin(1))
 
 
-def test_a_half_arrived_digest_is_rebuilt(make):
-    worker = make(budget_tokens=128)
-
-    def arrive(pages):
-        worker.digests.low[0][:, pages[1]] = 0.0  # the other half never came
-
-    worker.admit(3 * SIZE, arrive=arrive)
-    worker.step()
-    assert worker.digests.received == 0 and worker.digests.computed == 3
-
-
-def test_a_reused_page_gets_a_new_digest(make):
-    worker = make(budget_tokens=128, pages=12)
-    first = worker.admit(5 * SIZE)
-    worker.step()
-    worker.finish(first)
-    worker.free_pages.sort()
-    second = worker.admit(5 * SIZE)
-    assert set(second.pages) & set(first.pages)
-    worker.step()
-    page = second.pages[2]
-    assert torch.equal(worker.digests.high[0][0, page], worker.host.k[0][page].amax(0))
-    assert worker.engine.counters.verify_max_rel_error <= FP32_TOLERANCE
-
-
-def test_flush_forgets_everything(make):
-    worker = make(budget_tokens=128)
-    request = worker.admit(300)
-    worker.step()
-    worker.requests.remove(request)
-    worker.engine.pages.clear()
-    assert worker.table.resident_pages == 0 and not worker.digests.valid.any()
-
-
-def test_what_fits_stays(make):
-    """One request on a cache made for four: its pages stay and the CPU falls idle."""
-    worker = make(budget_tokens=128, max_batch=4, config='{"recall_interval": 1}', drift=1.0)
-    worker.admit(14 * SIZE)  # more than a budget of 4 pages, less than the 16 of the cache
-    for _ in range(40):
-        worker.step()
-    worker.missing.asked.clear()
-    worker.step()
-    assert not worker.missing.asked
-
-
 def test_counters(make):
     worker = make(budget_tokens=128)
     worker.admit(640)
@@ -349,8 +255,7 @@ def test_counters(make):
 
 def test_too_small_a_cache_is_refused():
     with pytest.raises(ValueError, match="sink, recent and tail"):
-        worker = MiniWorker(budget_tokens=128, max_batch=4, resident_tokens=SIZE)
-        worker.table = None
+        MiniWorker(budget_tokens=128, max_batch=4, resident_tokens=SIZE)
 
 
 def test_a_batch_too_large_is_refused(make):

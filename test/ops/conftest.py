@@ -162,3 +162,11 @@ def agree():
             assert not mismatch, f"{op.name}, result {index}: {mismatch}"
 
     return check
+
+
+@pytest.fixture
+def arena(request):
+    """Of a ring, on one memory node or on as many as the test asks for."""
+    ring_cases = pytest.importorskip("ring_cases", reason="needs the native module and Triton")
+    with ring_cases.arena_of(getattr(request, "param", 1)) as made:
+        yield made

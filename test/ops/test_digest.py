@@ -10,7 +10,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 IMPLS = pytest.mark.parametrize("impl", build_layer_digests.names())
 
 
-def poisoned(*shape, dtype=torch.float32):
+def unwritten(*shape, dtype=torch.float32):
     return [torch.full(shape, torch.nan, dtype=dtype) for _ in range(2)]
 
 
@@ -29,7 +29,7 @@ def test_named_rows_are_exact_and_others_untouched(
     L, P, S, H = sizes
     k = torch.randn(L, P, S, H, D, generator=torch.Generator().manual_seed(seed)).to(dtype)
     ids = torch.tensor(data.draw(st.lists(st.integers(0, P - 1), unique=True)), dtype=torch.int64)
-    kmin, kmax = poisoned(L, P, H, D, dtype=dtype)
+    kmin, kmax = unwritten(L, P, H, D, dtype=dtype)
     build_layer_digests(layer_pages(k, shift=shift), ids, kmin, kmax, impl=impl)
     rest = [page for page in range(P) if page not in ids.tolist()]
     for got, expected in ((kmin, k.amin(2)), (kmax, k.amax(2))):
@@ -51,7 +51,7 @@ def test_keys_that_lie_in_other_rows(impl, layer_pages, dtype, sizes, D, seed, d
     k = torch.randn(L, R, S, H, D, generator=rng).to(dtype)
     ids = torch.tensor(data.draw(st.lists(st.integers(0, P - 1), unique=True)), dtype=torch.int64)
     rows = torch.randint(R, (L, len(ids)), generator=rng)
-    kmin, kmax = poisoned(L, P, H, D, dtype=dtype)
+    kmin, kmax = unwritten(L, P, H, D, dtype=dtype)
     build_layer_digests(layer_pages(k), ids, kmin, kmax, rows, impl=impl)
     there = k[torch.arange(L)[:, None], rows]
     rest = [page for page in range(P) if page not in ids.tolist()]
@@ -61,7 +61,7 @@ def test_keys_that_lie_in_other_rows(impl, layer_pages, dtype, sizes, D, seed, d
 
 
 def test_native_leaves_other_rows_to_others(layer_pages):
-    kmin, kmax = poisoned(2, 3, 2, 16)
+    kmin, kmax = unwritten(2, 3, 2, 16)
     arguments = (layer_pages(torch.randn(2, 5, 4, 2, 16)), torch.tensor([1]), kmin, kmax)
     with pytest.raises(ImplementationError, match="native reads a page in the row of its id"):
         build_layer_digests(*arguments, torch.tensor([[4], [0]]), impl="native")
@@ -74,7 +74,7 @@ def test_extreme_values(impl, layer_pages):
     limits = torch.finfo(torch.float32)
     k = torch.zeros(2, 1, 4, 1, 16)
     k[:, 0, 1], k[:, 0, 2] = limits.max, limits.min
-    kmin, kmax = poisoned(2, 1, 1, 16)
+    kmin, kmax = unwritten(2, 1, 1, 16)
     build_layer_digests(layer_pages(k), torch.tensor([0]), kmin, kmax, impl=impl)
     assert (kmin == limits.min).all()
     assert (kmax == limits.max).all()
@@ -83,7 +83,7 @@ def test_extreme_values(impl, layer_pages):
 @pytest.mark.parametrize("impl", ["native", "reference"])
 @pytest.mark.parametrize("bad", [-1, 3])
 def test_page_out_of_range_is_refused_before_anything_is_written(impl, bad, layer_pages):
-    kmin, kmax = poisoned(2, 3, 2, 16)
+    kmin, kmax = unwritten(2, 3, 2, 16)
     message = f"build_layer_digests: ids has {bad}, expected" if impl == "native" else None
     with pytest.raises((ValueError, IndexError, RuntimeError), match=message):
         build_layer_digests(
@@ -96,13 +96,13 @@ def test_page_out_of_range_is_refused_before_anything_is_written(impl, bad, laye
 def test_triton_skips_pages_out_of_range(impl, layer_pages):
     """Ids on the device are not seen by the host: nothing outside is read or written."""
     k = torch.randn(2, 3, 4, 2, 16)
-    kmin, kmax = poisoned(2, 3, 2, 16)
+    kmin, kmax = unwritten(2, 3, 2, 16)
     ids = torch.tensor([3, 1, -1, 2**40])
     build_layer_digests(layer_pages(k), ids, kmin, kmax, impl=impl)
     for got, expected in ((kmin, k.amin(2)), (kmax, k.amax(2))):
         assert torch.equal(got[:, 1], expected[:, 1])
         assert got[:, [0, 2]].isnan().all()
-    kmin, kmax = poisoned(2, 9, 2, 16)
+    kmin, kmax = unwritten(2, 9, 2, 16)
     rows = torch.tensor([[0, 3, 2], [-1, 1, 2**40]])
     build_layer_digests(layer_pages(k), torch.tensor([8, 1, 4]), kmin, kmax, rows, impl=impl)
     for got, expected in ((kmin, k.amin(2)), (kmax, k.amax(2))):

@@ -10,57 +10,29 @@ import pytest
 import torch
 
 from sglang_scout.core.split import Split
-from sglang_scout.ops import triton
-from sglang_scout.ops.attend import attend_pages
-from sglang_scout.ops.merge import merge_states
 
 triton_language = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
 _native = pytest.importorskip("sglang_scout._native")
+import ring_cases  # noqa: E402  (needs the native module)
+from ring_cases import (  # noqa: E402
+    DEVICE,
+    LAYERS,
+    TWO_KINDS,
+    exchange,
+    request,
+    ring_of,
+    settle,
+    state,
+)
 from ring_view import RingView  # noqa: E402
-from sglang_scout.ops.doorbell import DeviceRing  # noqa: E402
 from sglang_scout.ops.triton.doorbell import runs_of  # noqa: E402
-from sglang_scout.worker.arena import Arena, ArenaSpec  # noqa: E402  (needs the native module)
 
-LAYERS, BATCH, K, HQ, D = 3, 4, 5, 4, 16
 SPLIT = Split(threads=6, most=3, least_pages=2)  # not all requests here in as many runs
 LONG_US = 60_000_000  # a worker that sleeps could not be woken by a kernel
 
-DEVICE = "cpu" if triton.interpreted() else "cuda"
-MAPPED = 2  # cudaHostRegisterMapped
-
-pytestmark = pytest.mark.skipif(
-    not (triton.interpreted() or torch.cuda.is_available()),
-    reason="no CUDA device, TRITON_INTERPRET is not set",
-)
-
-
-def settle():
-    """What was launched has run."""
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
-
-
-TWO_KINDS = pytest.mark.parametrize("arena", [1, 2], indirect=True, ids=["node", "nodes"])
-
-
-@pytest.fixture
-def arena(request):
-    """Of one memory node, or of as many as the test asks for."""
-    nodes = getattr(request, "param", 1)
-    spec = ArenaSpec(LAYERS, 20, 4, 2, HQ, D, "float32", D**-0.5, BATCH, K, num_nodes=nodes)
-    made = Arena.create(spec)
-    rng = np.random.default_rng(3)
-    for layer in range(LAYERS):
-        for plane in (made.k_pages(layer), made.v_pages(layer)):
-            plane[:] = rng.standard_normal(plane.shape, np.float32)
-    if DEVICE == "cuda":
-        assert int(torch.cuda.cudart().cudaHostRegister(made.address, made.nbytes, MAPPED)) == 0
-    yield made
-    if DEVICE == "cuda":
-        torch.cuda.cudart().cudaHostUnregister(made.address)
-    made.close()
+pytestmark = ring_cases.NEEDS_KERNELS
 
 
 @pytest.fixture
@@ -76,47 +48,6 @@ def worker(arena):
     yield start
     for runtime in running:
         runtime.stop()
-
-
-def ring_of(arena, timeout_us=20_000_000, parts=1, **more):
-    return DeviceRing(
-        arena.address,
-        arena.layout(),
-        num_layers=LAYERS,
-        max_batch=BATCH,
-        max_pages=K,
-        num_q_heads=HQ,
-        head_dim=D,
-        parts=parts,
-        timeout_us=timeout_us,
-        device=DEVICE,
-        num_nodes=arena.spec.num_nodes,
-        **more,
-    )
-
-
-def request(seed, rows=3, k=K):
-    rng = torch.Generator().manual_seed(seed)
-    q = torch.randn(rows, HQ, D, generator=rng)
-    n_pages = torch.randint(0, k + 1, (rows,), generator=rng, dtype=torch.int32)
-    n_pages[0] = k
-    pages = torch.randint(0, 20, (rows, k), generator=rng, dtype=torch.int32)
-    pages.masked_fill_(torch.arange(k) >= n_pages[:, None], -1)
-    return q.to(DEVICE), pages.to(DEVICE), n_pages.to(DEVICE)
-
-
-def state(seed, rows=3):
-    rng = torch.Generator().manual_seed(1000 + seed)
-    parts = torch.randn(rows, HQ, D, generator=rng), torch.randn(rows, HQ, generator=rng)
-    return tuple(part.to(DEVICE) for part in parts)
-
-
-def shared_bytes(arena):
-    """Everything that a producer writes: control, log and records."""
-    settle()
-    at = arena.layout()
-    memory = arena._mapped()
-    return memory[at.control_offset : at.stats_offset], memory[at.log_offset : at.replies_offset]
 
 
 @TWO_KINDS
@@ -145,16 +76,16 @@ def test_leaves_the_bytes_that_the_cpp_producer_leaves(arena, parts):
     ring = RingView(arena)
     assert int(ring.control["bell"]) == len(requests)
     ring.control["bell"] = 0
-    expected = [part.copy() for part in shared_bytes(arena)]
+    expected = [part.copy() for part in ring_cases.shared_bytes(arena)]
     ring.control["head"] = 0
-    shared_bytes(arena)[1][:] = 0
+    ring_cases.shared_bytes(arena)[1][:] = 0
 
     device = ring_of(arena, parts=parts, split=SPLIT)
     device.set_life(epoch)
     for layer, step, (q, pages, n) in requests:
         device.begin_step(step)
         device.post(layer, q, pages, n)
-    for got, want in zip(shared_bytes(arena), expected, strict=True):
+    for got, want in zip(ring_cases.shared_bytes(arena), expected, strict=True):
         assert np.array_equal(got, want)
     runs = {int(ring.record(slot)["parts"]) for slot in (0, 3, 4, 5)}
     assert runs == {2} if parts else len(runs) > 1
@@ -192,14 +123,14 @@ def test_answers_of_worker_threads_are_merged(arena, worker, parts):
     worker(epoch=5, parts=parts)
     ring = ring_of(arena, parts=parts)
     ring.set_life(5)
-    for step in range(1, 5):  # both parities, slots used again
+    for step in range(1, 4):  # both parities, slots used again
         exchange(arena, ring, step)
-    assert ring.state[2] == 4 * LAYERS
+    assert ring.state[2] == 3 * LAYERS
 
 
 def test_nothing_is_posted_without_pages_or_without_a_life(arena):
     ring = ring_of(arena, timeout_us=1)
-    before = [part.copy() for part in shared_bytes(arena)]
+    before = [part.copy() for part in ring_cases.shared_bytes(arena)]
     out, lse = state(0)
     kept = out.clone(), lse.clone()
     q, pages, n_pages = request(0)
@@ -209,7 +140,9 @@ def test_nothing_is_posted_without_pages_or_without_a_life(arena):
     ring.set_life(1)
     ring.post(1, q, torch.full_like(pages, -1), torch.zeros_like(n_pages))
     ring.merge(1, out, lse)
-    assert all(np.array_equal(a, b) for a, b in zip(before, shared_bytes(arena), strict=True))
+    assert all(
+        np.array_equal(a, b) for a, b in zip(before, ring_cases.shared_bytes(arena), strict=True)
+    )
     assert torch.equal(out, kept[0])
     assert torch.equal(lse, kept[1])
     assert ring.errors() == []
@@ -259,99 +192,6 @@ def test_after_an_error_nothing_is_waited_for(arena):
     assert ring.errors() == ["no answer in time"]
 
 
-@pytest.fixture
-def attended(arena):
-    """A producer, which says who lives, and an attendant on its ring."""
-    producer = _native.RingProducer(arena.address, arena.nbytes)
-    attendant = _native.RingAttendant(producer, 50)
-    yield producer, attendant
-    settle()
-    attendant.stop()
-
-
-def exchange(arena, ring, step):
-    """Post every layer, merge every layer, compare with the reference. Returns the pages posted."""
-    ring.begin_step(step)
-    requests = [request(10 * step + layer) for layer in range(LAYERS)]
-    for layer, (q, pages, n_pages) in enumerate(requests):
-        ring.post(layer, q, pages, n_pages)
-    for layer, (q, pages, _) in enumerate(requests):
-        out, lse = state(layer)
-        pool = (torch.from_numpy(x(layer)) for x in (arena.k_pages, arena.v_pages))
-        answer = attend_pages.reference(q.cpu(), *pool, pages.cpu(), None, None, D**-0.5)
-        expected = merge_states.reference(out.cpu(), lse.cpu(), *answer)
-        ring.merge(layer, out, lse)
-        assert torch.allclose(out.cpu(), expected[0], atol=1e-5)
-        assert torch.allclose(lse.cpu(), expected[1], atol=1e-5)
-    assert ring.errors() == []
-    return sum(int((pages >= 0).sum()) for _, pages, _ in requests)
-
-
-@TWO_KINDS
-@pytest.mark.parametrize("parts", [1, 3])
-def test_the_attendant_answers_what_no_worker_will(arena, attended, parts):
-    """Records of a life that nobody leads, as after a worker's death."""
-    producer, attendant = attended
-    ring = ring_of(arena, parts=parts)
-    ring.set_life(producer.next_epoch())
-    posted = sum(exchange(arena, ring, step) for step in range(1, 4))
-    assert attendant.pages() == posted
-
-
-def test_the_attendant_leaves_a_living_worker_its_records(arena, attended):
-    """And wakes its threads, which a kernel cannot: they sleep at once when there is no work."""
-    producer, attendant = attended
-    epoch = producer.next_epoch()
-    cpu = sorted(os.sched_getaffinity(0))[-1]
-    runtime = _native.RingRuntime(arena.address, arena.nbytes, epoch, [cpu], 0, 1)
-    try:
-        producer.set_live_epoch(epoch)
-        ring = ring_of(arena)
-        ring.set_life(epoch)
-        for step in range(1, 5):
-            exchange(arena, ring, step)
-        assert attendant.pages() == 0
-        assert int(RingView(arena).stats["records"].sum()) == 4 * LAYERS
-    finally:
-        runtime.stop()
-
-
-def test_the_attendant_takes_over_in_the_middle_of_a_step(arena, attended):
-    """The worker's life ends between the post and the answer."""
-    producer, attendant = attended
-    epoch = producer.next_epoch()
-    producer.set_live_epoch(epoch)  # alive as far as anybody knows, but it serves nothing
-    ring = ring_of(arena)
-    ring.set_life(epoch)
-    ring.begin_step(1)
-    q, pages, n_pages = request(7)
-    ring.post(1, q, pages, n_pages)
-    settle()
-    assert attendant.pages() == 0
-    producer.set_live_epoch(0)
-    out, lse = state(1)
-    ring.merge(1, out, lse)
-    assert ring.errors() == []
-    assert attendant.pages() == int((pages >= 0).sum())
-
-
-def test_the_attendant_refuses_a_record_that_makes_no_sense(arena, attended):
-    producer, attendant = attended
-    epoch = producer.next_epoch()
-    producer.set_live_epoch(epoch)
-    ring = ring_of(arena)
-    ring.set_life(epoch)
-    ring.begin_step(1)
-    q, pages, n_pages = request(7)
-    pages[0, 0] = 20  # there are 20 pages
-    ring.post(1, q, pages, n_pages)
-    settle()
-    producer.set_live_epoch(0)
-    ring.merge(1, *state(1))
-    assert ring.errors() == ["the worker refused a record"]
-    assert attendant.pages() == 0
-
-
 @pytest.mark.parametrize("status", [0, 1])
 def test_only_a_good_answer_to_this_very_record_counts(arena, status):
     ring = ring_of(arena, timeout_us=2000)
@@ -386,7 +226,7 @@ def test_only_a_good_answer_to_this_very_record_counts(arena, status):
     [
         ({"layer": 3}, "post: layer is 3, expected 0..2"),
         (
-            {"q": torch.zeros(3, HQ, 32)},
+            {"q": torch.zeros(3, ring_cases.HQ, 32)},
             r"post: q is torch.float32\[3, 4, 32\] .* expected torch.float32\[3, 4, 16\]",
         ),
         ({"pages": torch.zeros(3, 6).int()}, r"pages is \[3, 6\], the ring has room for \[4, 5\]"),

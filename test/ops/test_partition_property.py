@@ -6,24 +6,12 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from attend_cases import densely
 from sglang_scout.ops.attend import attend_pages
 from sglang_scout.ops.merge import merge_states
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 GPU, CPU, NOTHING = 0, 1, 2
-
-
-def dense(q, k, v, kept, scale):
-    """float64 attention of one row over a list of (page, valid tokens)."""
-    HQ, D = q.shape
-    if not kept:
-        return torch.zeros(HQ, D, dtype=torch.float64), torch.full((HQ,), -torch.inf).double()
-    keys, values = (
-        torch.cat([x[page, :n] for page, n in kept]).double().repeat_interleave(HQ // x.shape[2], 1)
-        for x in (k, v)
-    )  # [T, HQ, D]
-    s = torch.einsum("hd,thd->ht", q.double(), keys) * scale
-    return torch.einsum("ht,thd->hd", s.softmax(1), values), s.logsumexp(1)
 
 
 def packed(rows, k):
@@ -40,7 +28,7 @@ assignments = st.lists(
 
 
 @pytest.mark.parametrize("cpu_impl", attend_pages.names())
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(
     where=assignments,
     tail_lens=st.lists(st.integers(0, 8), min_size=4, max_size=4),
@@ -81,8 +69,6 @@ def test_merged_parts_equal_dense_attention_over_the_union(
     missing = attend_pages(q, k, v, pages[CPU], None, None, scale, impl=cpu_impl)
     merged = merge_states(*resident, *missing)
 
-    for b in range(B):
-        kept = [(page, S) for page, place in parts[b] if place != NOTHING]
-        kept += [tails[b]] if tails[b][1] else []
-        expected = dense(q[b], k, v, kept, scale)
-        agree(attend_pages, (merged[0][b], merged[1][b]), expected, dtype)
+    union = packed([[page for page, p in row if p != NOTHING] for row in parts], 10)
+    expected = densely(q, k, v, union, tail_page, tail_len, scale)
+    agree(attend_pages, merged, expected, dtype)

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_scout.core.errors import ImplementationError
@@ -24,14 +24,14 @@ SCORES = pytest.mark.parametrize("impl", score_signs.names())
 SIZES = st.tuples(*(st.integers(1, n) for n in (4, 12, 20, 4, 6)))
 
 
-def poisoned(k):
+def unwritten(k):
     """Rows for [L, P, 32, H, D]."""
     return [torch.full((*k.shape[:2], *k.shape[3:]), math.nan, dtype=k.dtype) for _ in range(2)]
 
 
 def words(k, impl="reference"):
     """(low, high) of all pages of one layer [P, 32, H, D]."""
-    low, high = poisoned(k[None])
+    low, high = unwritten(k[None])
     build_layer_signs(LayerPages.of([k], [k], "cpu"), torch.arange(len(k)), low, high, impl=impl)
     return low[0], high[0]
 
@@ -97,7 +97,7 @@ def test_keys_that_lie_in_other_rows(impl, layer_pages, dtype, sizes, seed):
 
 def test_native_leaves_other_rows_to_others(layer_pages):
     k = torch.randn(1, 3, 32, 2, 16)
-    arguments = layer_pages(k), torch.tensor([1]), *poisoned(k), torch.tensor([[2]])
+    arguments = layer_pages(k), torch.tensor([1]), *unwritten(k), torch.tensor([[2]])
     with pytest.raises(ImplementationError, match="native reads a page in the row of its id"):
         build_layer_signs(*arguments, impl="native")
 
@@ -106,7 +106,7 @@ def test_native_leaves_other_rows_to_others(layer_pages):
 @pytest.mark.parametrize("bad", [-1, 3])
 def test_page_out_of_range_is_refused_before_anything_is_written(impl, bad, layer_pages):
     k = torch.randn(2, 3, 32, 2, 16)
-    low, high = poisoned(k)
+    low, high = unwritten(k)
     message = f"build_layer_signs: ids has {bad}, expected" if impl == "native" else None
     with pytest.raises((ValueError, IndexError, RuntimeError), match=message):
         build_layer_signs(layer_pages(k), torch.tensor([0, bad]), low, high, impl=impl)
@@ -114,17 +114,17 @@ def test_page_out_of_range_is_refused_before_anything_is_written(impl, bad, laye
 
 
 @pytest.mark.parametrize("impl", ["triton"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_triton_skips_pages_out_of_range(impl, dtype, layer_pages):
     """Ids on the device are not seen by the host: nothing outside is read or written."""
     k = torch.randn(2, 3, 32, 2, 16).to(dtype)
-    low, high = poisoned(k)
+    low, high = unwritten(k)
     build_layer_signs(layer_pages(k), torch.tensor([3, 1, -1, 2**40]), low, high, impl=impl)
     for layer in range(2):
         for got, full in zip((low[layer], high[layer]), words(k[layer]), strict=True):
             assert torch.equal(as_bits(got)[1], as_bits(full)[1])
             assert got[[0, 2]].isnan().all()
-    low, high = poisoned(k)
+    low, high = unwritten(k)
     rows = torch.tensor([[3], [-1]])
     build_layer_signs(layer_pages(k), torch.tensor([1]), low, high, rows, impl=impl)
     assert low.isnan().all() and high.isnan().all()
@@ -158,6 +158,7 @@ def test_agrees_with_the_formula(impl, agree, dtype, sizes, D, seed):
 
 
 @SCORES
+@settings(max_examples=12)
 @given(seed=st.integers(0, 99), dtype=st.sampled_from(DTYPES))
 def test_mean_and_deviation_are_over_all_pages_of_a_long_row(impl, agree, seed, dtype):
     """Pages of several blocks, of which one has no page at all and the last is cut."""
@@ -180,6 +181,7 @@ def test_the_size_of_a_query_does_not_matter(impl, exponent):
 
 
 @SCORES
+@settings(max_examples=12)
 @given(seed=st.integers(0, 99), exponents=st.lists(st.integers(-6, 0), min_size=64, max_size=64))
 def test_channels_of_very_different_size(impl, agree, seed, exponents):
     q, low, high, table, n_full, _ = inputs(seed, 2, 12, 20, 2, 2)

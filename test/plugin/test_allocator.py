@@ -241,6 +241,8 @@ def test_every_beginning_of_the_free_pages_is_of_all_nodes(pages, stripe, random
 
 
 def test_requests_take_pages_of_both_nodes_from_the_first_on():
+    one = make(allocator.ScoutAllocator, True, 64, kv_cache(num_nodes=1))
+    assert torch.equal(one.free_pages, torch.arange(1, 65)), "the order of SGLang"
     made = make(allocator.ScoutAllocator, True, 256, kv_cache(num_nodes=2, stripe_pages=128))
     made.listener = Listener()
     held = []
@@ -254,9 +256,3 @@ def test_requests_take_pages_of_both_nodes_from_the_first_on():
     assert made.used_pages == 256 and len(made.listener.out) == 256
     counts = [int((torch.unique(a // SIZE) < 128).sum()) for a in again]
     assert all(8 <= count <= 24 for count in counts), counts
-
-
-def test_one_node_keeps_the_order_of_sglang():
-    for cache in (None, kv_cache(num_nodes=1)):
-        made = make(allocator.ScoutAllocator, True, 64, cache)
-        assert torch.equal(made.free_pages, torch.arange(1, 65))

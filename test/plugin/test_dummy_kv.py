@@ -6,27 +6,12 @@ import torch
 from sglang_scout.engine.pools import HostPages, ModelShape
 from sglang_scout.plugin.dummy_kv import DummyKV
 
-SHAPE = ModelShape(
-    num_layers=2,
-    num_q_heads=2,
-    num_kv_heads=1,
-    head_dim=8,
-    page_size=32,
-    dtype=torch.bfloat16,
-    scale=1.0,
-    logit_cap=0.0,
-)
-
-
-def host_pages():
-    def zeros():
-        return [torch.zeros(64 * 32, 1, 8, dtype=torch.bfloat16) for _ in range(2)]
-
-    return HostPages(SHAPE, zeros(), zeros())
+SHAPE = ModelShape(2, 2, 1, 8, 32, torch.bfloat16, 1.0, 0.0)
 
 
 def filled(pages, prompt):
-    host = host_pages()
+    planes = [torch.zeros(64 * 32, 1, 8, dtype=torch.bfloat16) for _ in range(4)]
+    host = HostPages(SHAPE, planes[:2], planes[2:])
     pages = np.array(pages)
     DummyKV(host).fill(pages, prompt)
     outside = np.setdiff1d(np.arange(64), pages)

@@ -43,8 +43,9 @@ def size(monkeypatch, *, available, ranks=1, nodes=2, host_gb=None, on_device=No
     return hooks.around_profile_available_bytes(lambda runner: on_device, runner)
 
 
-@pytest.mark.parametrize(("nodes", "node_cpus"), [(0, [5]), (1, [5]), (2, [5, 5])])
-@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize(
+    ("ranks", "nodes", "node_cpus"), [(1, 0, [5]), (4, 1, [5]), (1, 2, [5, 5]), (4, 2, [5, 5])]
+)
 def test_half_of_what_the_workers_do_not_need(monkeypatch, ranks, nodes, node_cpus):
     config = parse_config(policy="scout", policies=("scout",))
     worker = plan_worker(config, SHAPE, 64, 40960, node_cpus).total_bytes
@@ -116,10 +117,6 @@ def test_a_device_with_room_for_nothing_is_named(monkeypatch):
     assert "host-gb" not in str(caught.value) and "--mem-fraction-static" in str(caught.value)
 
 
-def test_a_size_that_is_given_is_not_lowered_to_what_a_device_has_digests_of(monkeypatch):
-    assert size(monkeypatch, available=0, host_gb=1024, on_device=8 << 30) == 1024 << 30
-
-
 @pytest.mark.parametrize("keys", [{}, {"prefill_digests": False}])
 def test_pages_and_digests_of_a_prefill_server_share_what_sglang_found(monkeypatch, keys):
     config = parse_config(policy="scout", policies=("scout",), config=keys)
@@ -146,12 +143,10 @@ def test_sglang_keeps_as_many_words_of_each_token_as_are_counted():
     assert sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes) == input_bytes(1000)
 
 
-def test_a_size_that_is_given_is_taken(monkeypatch):
-    assert size(monkeypatch, available=0, ranks=2, host_gb=3) == 3 * 2**29
-
-
-def test_less_than_two_pages_is_refused_by_the_flag_that_gives_them(monkeypatch):
+def test_a_size_that_is_given_is_taken_unless_it_is_less_than_two_pages(monkeypatch):
     page_bytes = 40 * 2 * 32 * 8 * 128 * 2
+    assert size(monkeypatch, available=0, ranks=2, host_gb=3) == 3 * 2**29
+    assert size(monkeypatch, available=0, host_gb=1024, on_device=8 << 30) == 1024 << 30
     assert size(monkeypatch, available=0, host_gb=2 * page_bytes / 2**30) == 2 * page_bytes
     with pytest.raises(
         ConfigError,

@@ -22,8 +22,6 @@ conn = pytest.importorskip("sglang.srt.disaggregation.common.conn", reason="need
 
 
 SIZE = 32
-
-
 SHAPE = ModelShape(3, 4, 2, 64, SIZE, torch.float32, 0.125)
 
 
@@ -75,13 +73,9 @@ def test_digests_land_in_digests_and_kv_in_kv(form):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_decode_server_without_the_flag_gets_k_and_v_only(form):
+def test_a_server_without_the_flag_gets_and_sends_k_and_v_only(form):
     source = pool.with_digests(lists(), DigestPool(SHAPE, 4, "cpu", form))
     assert sent(source, [50, 51, 52, 60, 61, 62]) == ONLY_K_AND_V
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_a_prefill_server_without_the_flag_leaves_digests_unwritten(form):
     target = pool.with_digests(
         ([50, 51, 52, 60, 61, 62], [1] * 6, [0] * 6), DigestPool(SHAPE, 9, "cpu", form)
     )
@@ -162,8 +156,10 @@ def host_pool(dtype, tokens=40 * SIZE):
     return made
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("length", [1, SIZE, 5 * SIZE + 7])
+@pytest.mark.parametrize(
+    ("dtype", "length"),
+    [(torch.bfloat16, 1), (torch.bfloat16, SIZE), (torch.float32, 5 * SIZE + 7)],
+)
 def test_a_retracted_request_gets_its_k_and_v_back_elsewhere(dtype, length):
     """In whole pages, which are copied many times as fast as tokens, and nothing else is written."""
     made = host_pool(dtype)
@@ -215,8 +211,7 @@ def test_digests_of_another_form_count_as_not_arrived(form, other, dtype):
     assert here.valid[pages].all() and here.computed == 2
 
 
-@pytest.mark.parametrize("half", ["low", "high"])
-@pytest.mark.parametrize("layer", range(3))
+@pytest.mark.parametrize(("layer", "half"), [(0, "low"), (1, "high"), (2, "low")])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_digest_lacks_whatever_layer_or_half_did_not_arrive(form, layer, half):
     shape = dataclasses.replace(SHAPE, page_size=32)

@@ -53,9 +53,8 @@ def test_layers_take_turns():
         assert sum(policy.residency.due(layer, step) for layer in range(4)) == 1
 
 
-@pytest.mark.parametrize("mode", ["off"])
-def test_recall_off(mode):
-    policy = make(config(config=f'{{"recall": "{mode}"}}'), 4)
+def test_recall_off():
+    policy = make(config(config='{"recall": "off"}'), 4)
     assert not any(policy.residency.due(layer, step) for layer in range(4) for step in range(99))
     misses, uses = np.array([[[7, 3], [5, -1]]] * 2, np.int32), ResidencyTable(4, 9, 1).uses
     layers, pages = policy.residency.pick(np.array([1, 2]), misses, np.array([0, 1]), uses)

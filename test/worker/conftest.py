@@ -115,6 +115,18 @@ def make_request() -> Callable[..., tuple[np.ndarray, np.ndarray, np.ndarray]]:
 
 
 @pytest.fixture
+def buffers() -> Callable[[Arena, int], tuple[np.ndarray, np.ndarray]]:
+    """out and lse for so many rows, full of NaN."""
+
+    def make(arena: Arena, rows: int) -> tuple[np.ndarray, np.ndarray]:
+        s = arena.spec
+        out = np.full((rows, s.num_q_heads, s.head_dim), np.nan, np.float32)
+        return out, np.full((rows, s.num_q_heads), np.nan, np.float32)
+
+    return make
+
+
+@pytest.fixture
 def until() -> Callable[..., None]:
     """Waits for a condition; fails with its text after a deadline."""
 
@@ -128,16 +140,16 @@ def until() -> Callable[..., None]:
     return wait
 
 
-def is_gone(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
-
-
 @pytest.fixture
 def gone() -> Callable[[int], bool]:
     """True if a process is dead (an orphan may stay a zombie where nobody collects it)."""
+
+    def is_gone(pid: int) -> bool:
+        try:
+            return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
+
     return is_gone
 
 

@@ -81,7 +81,7 @@ sizes = st.fixed_dictionaries(
 )  # fmt: skip
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(sizes)
 def test_layout_has_no_overlap(values):
     spec = _spec(values)

@@ -32,8 +32,6 @@ def sibling(cpu):
         ([0, 1, 2, 4], [range(4)] + [range(4, 8)] * 2, alone, [[0], [1], [2, 4]]),
         # Homes that overlap say nothing.
         (range(4), [range(3), range(1, 4)], alone, [[0, 1], [2, 3]]),
-        # Fewer CPUs than ranks.
-        ([7], [[7], [7]], alone, [[7], [7]]),
     ],
 )  # fmt: skip
 def test_dealt(cpus, homes, cores, expected):

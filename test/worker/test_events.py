@@ -99,7 +99,7 @@ def test_reading_while_the_worker_writes(make_arena, make_ring, make_request):
     ring.producer.set_trace(True)
     ring.live()
     requests = [make_request(arena.spec, rows, 1, full=True) for rows in (1, 2, 3, 4)]
-    posts, ended = 3000, threading.Event()
+    posts, ended = 1500, threading.Event()
     seen: dict[int, list] = {0: [], 1: []}
     following, lost = [0, 0], 0
 
@@ -141,17 +141,13 @@ def test_reading_while_the_worker_writes(make_arena, make_ring, make_request):
 
 BAD_FIELDS = {
     "stamp": ("stamp", 77),
-    "being written": ("stamp", 0),
     "layer": ("layer", 3),
     "no epoch": ("seq", 1),
     "epoch to come": ("seq", 9 << 40 | 1),
-    "no items": ("items", 0),
     "too many items": ("items", 5),
     "huge first item": ("first_item", 0xFFFFFFFF),
-    "no parts": ("parts", 0),
     "parts": ("parts", 17),
     "pages": ("pages", 33),
-    "no begin": ("begin_ns", 0),
     "ends before it begins": ("end_ns", 1),
     "from the future": ("end_ns", 1 << 62),
 }

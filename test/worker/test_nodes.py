@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 
@@ -21,7 +20,6 @@ from sglang_scout.worker.ring import layout_of, node_spans
 TOLERANCE = {"atol": 2e-5, "rtol": 2e-5}  # fp32 sums in another order than the oracle's float64
 HUGE = 2 << 20
 NEVER_US = 600_000_000  # no thread helps another node
-CPUS = sorted(os.sched_getaffinity(0))
 
 # What the kernel says ------------------------------------------------------------------------------
 
@@ -168,7 +166,7 @@ def pages_by_node(spec, request):
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize(
     ("num_nodes", "threads"),
-    [(2, [0, 1]), (2, [0, 0, 1]), (3, [2, 0, 1]), (2, [1]), (3, [1, 1]), (16, [0, 15, 3])],
+    [(2, [0, 0, 1]), (3, [2, 0, 1]), (2, [1]), (16, [0, 15, 3])],
     ids=str,
 )
 def test_results_are_the_reference_s_and_the_caller_s(
@@ -229,16 +227,6 @@ def test_threads_of_each_node_sleep_and_wake(make_arena, make_ring):
 
 
 # With a worker process -----------------------------------------------------------------------------
-
-
-def halves():
-    """CPUs of two made-up nodes; with one CPU, the second has none."""
-    return [CPUS[::2], CPUS[1::2]]
-
-
-def buffers(spec, rows):
-    out = np.full((rows, spec.num_q_heads, spec.head_dim), np.nan, np.float32)
-    return out, np.full((rows, spec.num_q_heads), np.nan, np.float32)
 
 
 def test_nodes_and_cpus_must_agree(make_arena):

@@ -51,7 +51,7 @@ def test_caller_computes_bitwise_the_same(make_arena, make_ring, make_request, p
 
 
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(
     counts=st.lists(st.integers(0, 8), min_size=1, max_size=64).filter(any),

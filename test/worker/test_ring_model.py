@@ -1,4 +1,4 @@
-"""All interleavings of producer, worker threads and supervisor on small rings (ring_model.py)."""
+"""All interleavings of producer, worker threads and supervisor on small rings (ring_search.py)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from ring_model import BUGS, Model, Search, Violation
+from ring_model import BUGS, Model, Violation
+from ring_search import Search
 
 MODELS = {
     "two threads": Model(slots=1, records=3, items=1, threads=2),

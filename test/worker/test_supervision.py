@@ -25,23 +25,16 @@ TOLERANCE = {"atol": 3e-4, "rtol": 3e-4}  # fp32 sums over 200,000 tokens agains
 HEAVY = {"num_pages": 64, "page_size": 16, "head_dim": 64, "max_pages": 12_000, "max_batch": 16}
 
 
-def buffers(arena, rows):
-    s = arena.spec
-    out = np.full((rows, s.num_q_heads, s.head_dim), np.nan, np.float32)
-    return out, np.full((rows, s.num_q_heads), np.nan, np.float32)
-
-
-def check_served_again(client, arena, request, expected, until, step):
+def check_served_again(client, out_and_lse, request, expected, until, step):
     """The next worker answers, in bits the same."""
-    took_s = until(lambda: client.ready, "restart", 10)
-    out, lse = buffers(arena, len(request[0]))
+    until(lambda: client.ready, "restart", 10)
+    out, lse = out_and_lse
     reply = client.wait(client.post(0, step, *request), out, lse)
     assert reply.fallback_pages == 0
     assert (out == expected[0]).all() and (lse == expected[1]).all()
-    return took_s
 
 
-def test_killed_in_mid_work(make_arena, make_request, oracle, cpu, until, gone):
+def test_killed_in_mid_work(buffers, make_arena, make_request, oracle, cpu, until, gone):
     arena = make_arena(**HEAVY)
     small = make_request(arena.spec, 2, 1)
     small[2][:] = (3, 50)
@@ -65,7 +58,7 @@ def test_killed_in_mid_work(make_arena, make_request, oracle, cpu, until, gone):
             np.testing.assert_allclose(out[5:6], expected[0], **TOLERANCE)
             np.testing.assert_allclose(lse[5:6], expected[1], **TOLERANCE)
             assert not np.isnan(out).any()
-        check_served_again(client, arena, small, small_expected, until, 2)
+        check_served_again(client, buffers(arena, 2), small, small_expected, until, 2)
         status = client.snapshot()
         assert status.restarts == 1 and status.pid != pid and gone(pid)
         assert status.last_error == f"worker {pid} was killed by SIGKILL"
@@ -73,7 +66,7 @@ def test_killed_in_mid_work(make_arena, make_request, oracle, cpu, until, gone):
         assert time.monotonic() - killed_s < 20
 
 
-def test_stopped_worker_is_replaced(make_arena, make_request, cpu, until, gone, freeze):
+def test_stopped_worker_is_replaced(buffers, make_arena, make_request, cpu, until, gone, freeze):
     arena = make_arena()
     request = make_request(arena.spec, 4, 1, full=True)
     with WorkerClient(arena, [cpu]) as client:
@@ -86,7 +79,7 @@ def test_stopped_worker_is_replaced(make_arena, make_request, cpu, until, gone, 
         assert 0.4e6 < reply.waited_us < 8e6  # the heartbeat's time-out, not the wait's
         assert reply.fallback_pages == 32
         assert (out == expected[0]).all() and (lse == expected[1]).all()
-        check_served_again(client, arena, request, expected, until, 2)
+        check_served_again(client, buffers(arena, 4), request, expected, until, 2)
         status = client.snapshot()
         assert status.restarts == 1 and status.late_tickets == 0 and gone(pid)
         assert "was silent for" in status.last_error
@@ -147,7 +140,7 @@ def test_an_idle_worker_is_not_stalled(make_arena, cpu, freeze):
         assert (status.state, status.pid, status.restarts) == ("ready", pid, 0)
 
 
-def test_heartbeats_without_progress_are_not_enough(make_arena, make_request, cpu, until):
+def test_heartbeats_without_progress_are_not_enough(buffers, make_arena, make_request, cpu, until):
     """A record that takes longer than the timeouts per item: the worker counts as hung."""
     # Several times the timeout even on a fast CPU, where 16 tokens per page take 60 ms in all.
     arena = make_arena(**(HEAVY | {"page_size": 512, "max_pages": 300_000, "max_batch": 1}))
@@ -160,7 +153,9 @@ def test_heartbeats_without_progress_are_not_enough(make_arena, make_request, cp
         until(lambda: client.ready, "restart")
 
 
-def test_slow_worker_is_never_overtaken(make_arena, make_request, oracle, cpu, until, freeze):
+def test_slow_worker_is_never_overtaken(
+    buffers, make_arena, make_request, oracle, cpu, until, freeze
+):
     """It is stopped, not dead: its slot is left alone, and its late answer is not mistaken."""
     arena = make_arena()
     config = WorkerConfig(wait_timeout_s=0.05, heartbeat_timeout_s=30, stall_timeout_s=30)
@@ -187,7 +182,7 @@ def test_slow_worker_is_never_overtaken(make_arena, make_request, oracle, cpu, u
         np.testing.assert_allclose(out, oracle(arena, 0, *requests[3])[0], **TOLERANCE)
 
 
-def test_failed_starts_are_tried_again(make_arena, make_request, cpu, until, monkeypatch):
+def test_failed_starts_are_tried_again(buffers, make_arena, make_request, cpu, until, monkeypatch):
     arena = make_arena()
     config = WorkerConfig(backoff_min_s=0.01, backoff_max_s=0.02, max_start_failures=3, retry_s=0.1)
     with WorkerClient(arena, [cpu], config=config) as client:

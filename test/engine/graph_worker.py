@@ -1,4 +1,4 @@
-"""A decode worker in miniature that posts as a CUDA device does, in Triton's interpreter.
+"""A decode worker in miniature with the graph transport, in Triton's interpreter.
 
 The pages lie in a real arena; what is missing goes through the ring's kernels to real worker threads,
 or to the attendant where there are none.
@@ -20,7 +20,7 @@ from sglang_scout.worker.arena import Arena, ArenaSpec
 MAX_PAGES = 40
 
 
-class DeviceWorker(MiniWorker):
+class GraphWorker(MiniWorker):
     """As :class:`MiniWorker`; ``threads``: whether worker threads answer, or else the attendant."""
 
     def __init__(self, *, threads=False, budget_tokens=128, **kwargs):
@@ -60,7 +60,7 @@ class DeviceWorker(MiniWorker):
         return Ring(self.ring, lambda: self.epoch)
 
     def end_threads(self):
-        """The worker's life ends; from the next step on nobody leads one."""
+        """The worker's epoch ends; from the next step on nobody serves one."""
         self.producer.set_live_epoch(0)
         self.runtime.stop()
         self.epoch = self.producer.next_epoch()

@@ -1,0 +1,52 @@
+"""Inputs of attention over pages, and its oracle."""
+
+from __future__ import annotations
+
+import torch
+
+
+def i32(values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def densely(q, k, v, pages, last_page, last_len, scale, logit_cap=0.0):
+    """Oracle: softmax over the tokens written out, in float64, row by row."""
+    B, HQ, _ = q.shape
+    out = torch.zeros(q.shape, dtype=torch.float64)
+    lse = torch.full((B, HQ), -torch.inf, dtype=torch.float64)
+    for b in range(B):
+        parts = [(page, k.shape[1]) for page in pages[b].tolist() if page >= 0]
+        if last_page is not None and last_page[b] >= 0:
+            parts.append((int(last_page[b]), int(last_len[b])))
+        if not parts:
+            continue
+        keys, values = (
+            torch.cat([x[page, :n] for page, n in parts])
+            .double()
+            .repeat_interleave(HQ // k.shape[2], 1)
+            for x in (k, v)
+        )  # [T, HQ, D]
+        s = torch.einsum("hd,thd->ht", q[b].double(), keys) * scale
+        s = logit_cap * torch.tanh(s / logit_cap) if logit_cap else s
+        lse[b] = s.logsumexp(1)
+        out[b] = torch.einsum("ht,thd->hd", s.softmax(1), values)
+    return out, lse
+
+
+def unwritten(q):
+    """Where out and lse may go, full of NaN."""
+    return torch.full(q.shape, torch.nan), torch.full(q.shape[:2], torch.nan)
+
+
+def inputs(
+    seed, B=3, P=7, S=8, H=2, G=3, D=64, R=5, dtype=torch.float32, spread=1.0, rounded=False
+):
+    """rounded: to ``dtype``, as a model's query is. Then a kernel may multiply in that type."""
+    rng = torch.Generator().manual_seed(seed)
+    q = torch.randn(B, H * G, D, generator=rng) * spread
+    q = q.to(dtype).float() if rounded else q
+    k, v = (torch.randn(P, S, H, D, generator=rng).to(dtype) for _ in range(2))
+    pages = torch.randint(-1, P, (B, R), generator=rng, dtype=torch.int32)
+    last_page = torch.randint(-1, P, (B,), generator=rng, dtype=torch.int32)
+    last_len = torch.randint(1, S + 1, (B,), generator=rng, dtype=torch.int32)
+    return q, k, v, pages, last_page, last_len

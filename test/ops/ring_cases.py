@@ -1,0 +1,95 @@
+"""A ring on a small arena, with or without a CUDA device: what is posted, and what must come back."""
+
+import contextlib
+
+import numpy as np
+import pytest
+import torch
+
+from sglang_scout.ops import triton
+from sglang_scout.ops.attend import attend_pages
+from sglang_scout.ops.doorbell import DeviceRing
+from sglang_scout.ops.merge import merge_states
+from sglang_scout.worker.arena import Arena, ArenaSpec
+
+LAYERS, BATCH, K, HQ, D = 3, 4, 5, 4, 16
+DEVICE = "cpu" if triton.interpreted() else "cuda"
+MAPPED = 2  # cudaHostRegisterMapped
+
+TWO_KINDS = pytest.mark.parametrize("arena", [1, 2], indirect=True, ids=["node", "nodes"])
+NEEDS_KERNELS = pytest.mark.skipif(
+    not (triton.interpreted() or torch.cuda.is_available()),
+    reason="no CUDA device, TRITON_INTERPRET is not set",
+)
+
+
+@contextlib.contextmanager
+def arena_of(nodes):
+    """With random pages."""
+    spec = ArenaSpec(LAYERS, 20, 4, 2, HQ, D, "float32", D**-0.5, BATCH, K, num_nodes=nodes)
+    with Arena.create(spec) as made:
+        rng = np.random.default_rng(3)
+        for layer in range(LAYERS):
+            for plane in (made.k_pages(layer), made.v_pages(layer)):
+                plane[:] = rng.standard_normal(plane.shape, np.float32)
+        if DEVICE == "cuda":
+            assert int(torch.cuda.cudart().cudaHostRegister(made.address, made.nbytes, MAPPED)) == 0
+        yield made
+        if DEVICE == "cuda":
+            torch.cuda.cudart().cudaHostUnregister(made.address)
+
+
+def settle():
+    """What was launched has run."""
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+def ring_of(arena, timeout_us=20_000_000, parts=1, **more):
+    return DeviceRing(
+        arena.address, arena.layout(), num_layers=LAYERS, max_batch=BATCH, max_pages=K,
+        num_q_heads=HQ, head_dim=D, parts=parts, timeout_us=timeout_us, device=DEVICE,
+        num_nodes=arena.spec.num_nodes, **more,
+    )  # fmt: skip
+
+
+def request(seed, rows=3, k=K):
+    rng = torch.Generator().manual_seed(seed)
+    q = torch.randn(rows, HQ, D, generator=rng)
+    n_pages = torch.randint(0, k + 1, (rows,), generator=rng, dtype=torch.int32)
+    n_pages[0] = k
+    pages = torch.randint(0, 20, (rows, k), generator=rng, dtype=torch.int32)
+    pages.masked_fill_(torch.arange(k) >= n_pages[:, None], -1)
+    return q.to(DEVICE), pages.to(DEVICE), n_pages.to(DEVICE)
+
+
+def state(seed, rows=3):
+    rng = torch.Generator().manual_seed(1000 + seed)
+    parts = torch.randn(rows, HQ, D, generator=rng), torch.randn(rows, HQ, generator=rng)
+    return tuple(part.to(DEVICE) for part in parts)
+
+
+def shared_bytes(arena):
+    """Everything that a producer writes: control, log and records."""
+    settle()
+    at = arena.layout()
+    memory = arena._mapped()
+    return memory[at.control_offset : at.stats_offset], memory[at.log_offset : at.replies_offset]
+
+
+def exchange(arena, ring, step):
+    """Post every layer, merge every layer, compare with the reference. Returns the pages posted."""
+    ring.begin_step(step)
+    requests = [request(10 * step + layer) for layer in range(LAYERS)]
+    for layer, (q, pages, n_pages) in enumerate(requests):
+        ring.post(layer, q, pages, n_pages)
+    for layer, (q, pages, _) in enumerate(requests):
+        out, lse = state(layer)
+        pool = (torch.from_numpy(x(layer)) for x in (arena.k_pages, arena.v_pages))
+        answer = attend_pages.reference(q.cpu(), *pool, pages.cpu(), None, None, D**-0.5)
+        expected = merge_states.reference(out.cpu(), lse.cpu(), *answer)
+        ring.merge(layer, out, lse)
+        assert torch.allclose(out.cpu(), expected[0], atol=1e-5)
+        assert torch.allclose(lse.cpu(), expected[1], atol=1e-5)
+    assert ring.errors() == []
+    return sum(int((pages >= 0).sum()) for _, pages, _ in requests)

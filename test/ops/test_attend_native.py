@@ -1,0 +1,234 @@
+"""Attention in C++: what it refuses, its arithmetic in every instruction set, its threads."""
+
+import math
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+from attend_cases import densely, i32, inputs
+from sglang_scout.core.errors import ImplementationError
+from sglang_scout.core.split import Split
+from sglang_scout.ops import native
+from sglang_scout.ops.attend import attend_pages
+
+NATIVE = pytest.mark.parametrize("impl", ["native"])
+
+
+@NATIVE
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("pages", 7, "a page id of row 0 is not below num_pages=7"),
+        ("pages", 2**31 - 1, "a page id of row 0"),
+        ("last_page", 7, "last_page=7"),
+        ("last_len", 0, "last_len=0"),
+        ("last_len", 9, "last_len=9"),
+    ],
+)
+def test_native_refuses_what_would_read_outside(impl, name, value, message):
+    names = ("q", "k", "v", "pages", "last_page", "last_len")
+    arguments = dict(zip(names, inputs(1), strict=True))
+    arguments["last_page"][0] = 0
+    arguments[name].view(-1)[0] = value
+    with pytest.raises(ValueError, match=message):
+        attend_pages(**arguments, scale=1.0, impl=impl)
+
+
+@NATIVE
+def test_native_names_every_reason(impl, agree):
+    q, k, v, pages, *last = inputs(1, D=24)
+    with pytest.raises(ImplementationError) as caught:
+        attend_pages(q, k.double(), v.double(), pages.T.contiguous().T, *last, 1.0, impl=impl)
+    message = str(caught.value)
+    assert "native supports float32, bfloat16, float16" in message
+    assert "pages is not contiguous" in message
+    assert "D=24; native supports multiples of 16" in message
+    assert "float64[7, 8, 2, 24]" in message
+    got = attend_pages(q, k, v, pages, *last, 0.125)  # what it lacks runs on the reference
+    agree(attend_pages, got, densely(q, k, v, pages, *last, 0.125))
+
+
+@NATIVE
+@pytest.mark.usefixtures("isa")
+def test_more_heads_than_one_pass_holds(impl, agree):
+    q, k, v, pages, *last = inputs(11, 1, 3, 16, 40, 8, 128, 3, torch.bfloat16)
+    got = attend_pages(q, k, v, pages, *last, 0.1, impl=impl)
+    agree(attend_pages, got, densely(q, k, v, pages, *last, 0.1), torch.bfloat16)
+
+
+@NATIVE
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_16_bit_value_is_widened_exactly(impl, dtype):
+    """With one token the result is V itself, in order, for all finite bit patterns."""
+    patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    v = torch.where(patterns.isfinite(), patterns, 0.0).reshape(1, 1, 512, 128).contiguous()
+    q, k = torch.ones(1, 512, 128), torch.zeros_like(v)
+    out, lse = attend_pages(q, k, v, i32([[0]]), None, None, 1.0, impl=impl)
+    assert torch.equal(out.reshape(v.shape), v.float())
+    assert (lse == 0).all()
+
+
+@NATIVE
+@pytest.mark.usefixtures("isa")
+def test_a_query_is_not_rounded_to_the_dtype_of_the_pages(impl):
+    k, q = torch.ones(1, 1, 1, 64).bfloat16(), torch.ones(1, 2, 64)
+    q[0, 1] += 2.0**-12
+    _, lse = attend_pages(q, k, k, i32([[0]]), None, None, 1.0, impl=impl)
+    assert lse.tolist() == [[64.0, 64.0 + 64 * 2.0**-12]]
+
+
+@NATIVE
+@pytest.mark.usefixtures("isa")
+def test_products_beyond_float32_stay_finite_and_a_nan_is_not_hidden(impl):
+    k = torch.full((2, 16, 1, 64), 3e38)
+    k[1] *= -1
+    v, q = torch.randn(2, 16, 1, 64), torch.full((1, 2, 64), 3e38)
+    q[0, 1] *= -1
+    out, lse = attend_pages(q, k, v, i32([[0, 1]]), None, None, 0.125, impl=impl)
+    assert lse.isfinite().all()
+    torch.testing.assert_close(out[0], v[:, :, 0].mean(1))
+    k[1, 5, 0, 7] = math.nan
+    out, lse = attend_pages(q, k, v, i32([[1, 0]]), None, None, 0.125, impl=impl)
+    assert out.isnan().all() and lse.isnan().all()
+
+
+# Threads -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def threads():
+    """threads(n): from now on."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@NATIVE
+def test_a_row_depends_neither_on_threads_nor_on_neighbours(impl, threads):
+    """Calls from several threads at once, each with threads of its own, too."""
+    k, v = torch.randn(2, 16, 32, 2, 128).bfloat16()
+    q, pages = torch.randn(12, 10, 128), torch.stack([torch.randperm(16)[:7] for _ in range(12)])
+    pages = pages.int()
+
+    def attend(rows):
+        return attend_pages(q[rows], k, v, pages[rows], None, None, 0.1, impl=impl)
+
+    single = [attend(slice(b, b + 1)) for b in range(12)]
+    expected = [torch.cat(parts) for parts in zip(*single, strict=True)]
+    wrong = []
+
+    def call(times):
+        for _ in range(times):
+            wrong.extend(
+                g for g, e in zip(attend(slice(None)), expected, strict=True) if not g.equal(e)
+            )
+
+    for count in (1, 2, 5):
+        threads(count)
+        call(1)
+    callers = [threading.Thread(target=call, args=(20,)) for _ in range(3)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join(30)
+    assert not wrong and not any(caller.is_alive() for caller in callers)
+
+
+@NATIVE
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("rows", "count"), [(1, 2), (1, 3), (2, 8), (3, 2), (3, 8)])
+def test_threads_share_a_sequence(impl, agree, threads, dtype, rows, count):
+    """Few sequences of many large pages, with holes in the lists and partial pages behind them."""
+    q, k, v, _, _, _ = inputs(rows, rows, 12, 32, 8, 2, 128, 1, dtype)
+    pages = torch.randint(0, 12, (rows, 40), dtype=torch.int32)
+    pages[0, :9] = pages[0, 20:25] = -1
+    if rows > 1:
+        pages[1] = -1  # nothing but the partial page
+    arguments = q, k, v, pages, i32([3, 4, -1][:rows]), i32([5, 32, 0][:rows]), 0.1
+    threads(1)
+    alone = attend_pages(*arguments, impl=impl)
+    threads(count)
+    shared, again = (attend_pages(*arguments, impl=impl) for _ in range(2))
+    agree(attend_pages, shared, densely(*arguments), dtype)
+    assert all(torch.equal(a, b) for a, b in zip(shared, again, strict=True))
+    pages_of = (pages >= 0).sum(1)
+    split = Split(count, 16, least_pages=4 if dtype == torch.bfloat16 else 2)
+    batch = int((pages_of > 0).sum()), int(pages_of.sum()), int(pages_of.max())
+    runs = native.module.split_runs(*split, *batch)
+    assert torch.equal(shared[0], alone[0]) == (runs == 1)  # split: sums in another order
+
+
+@NATIVE
+def test_a_nan_in_one_run_is_not_lost(impl, threads):
+    threads(4)
+    k = torch.zeros(8, 32, 8, 128)
+    k[5, 3, 2, 7] = math.nan
+    q, pages = torch.ones(1, 8, 128), torch.arange(8, dtype=torch.int32)[None]
+    out, lse = attend_pages(q, k, k.nan_to_num(), pages, None, None, 1.0, impl=impl)
+    assert out[0, 2].isnan().all() and lse[0, 2].isnan()
+    assert not out[0, :2].isnan().any() and not lse[0, 3:].isnan().any()
+
+
+FORK = """
+import os, signal, torch
+from sglang_scout.ops.attend import attend_pages
+
+def attend():
+    kv, pages = torch.ones(4, 16, 1, 64), torch.arange(16).int().view(4, 4) % 4
+    torch.set_num_threads(3)
+    out, _ = attend_pages(torch.ones(4, 2, 64), kv, kv, pages, None, None, 1.0, impl="native")
+    assert (out == 1).all()
+
+attend()
+child = os.fork()
+if child == 0:
+    signal.alarm(20)
+    attend()
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+attend()
+"""
+
+
+@pytest.mark.skipif(native.module is None, reason=native.ABSENT)
+def test_the_thread_pool_survives_a_fork():
+    done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(native.module is None, reason=native.ABSENT)
+def test_the_best_instruction_set_is_the_default():
+    code = "from sglang_scout import _native as n; print(n.isa(), n.best_isa())"
+
+    def shown(value):
+        env = {k: x for k, x in os.environ.items() if k != "SCOUT_ISA"} | value
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.split(), done.stderr
+
+    best = native.module.best_isa()
+    assert shown({}) == ([best, best], "")
+    assert shown({"SCOUT_ISA": "portable"}) == (["portable", best], "")
+    used, said = shown({"SCOUT_ISA": "sse9"})
+    assert used == [best, best] and "SCOUT_ISA=sse9 is unknown" in said
+    with pytest.raises(ValueError, match="sse9"):
+        native.module.set_isa("sse9")
+
+
+@pytest.mark.skipif(native.module is None, reason=native.ABSENT)
+@pytest.mark.parametrize("size", [{"dtype": 3}, {"D": 24}, {"D": 0}, {"S": 0}, {"G": -1}])
+def test_addresses_without_a_shape_are_refused(size):
+    """What an op cannot ask for, but another caller of the module could."""
+    zeros = torch.zeros(4096)
+    pointers = {f"{name}_ptr": zeros.data_ptr() for name in ("q", "k", "v", "pages", "out", "lse")}
+    sizes = {"num_pages": 2, "S": 16, "H": 1, "D": 16, "dtype": 0, "G": 1, "B": 1, "R": 2} | size
+    last = {"last_page_ptr": 0, "last_len_ptr": 0, "scale": 1.0, "logit_cap": 0.0}
+    (name,) = size
+    with pytest.raises(ValueError, match=f"{name}={size[name]}"):
+        native.module.attend_batch(**pointers, **sizes, **last)

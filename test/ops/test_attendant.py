@@ -1,0 +1,95 @@
+"""The attendant, which answers records of the ring's kernels that no worker will answer."""
+
+import os
+
+import pytest
+
+_native = pytest.importorskip("sglang_scout._native")
+from ring_cases import (  # noqa: E402
+    LAYERS,
+    NEEDS_KERNELS,
+    TWO_KINDS,
+    exchange,
+    request,
+    ring_of,
+    settle,
+    state,
+)
+from ring_view import RingView  # noqa: E402
+
+pytestmark = NEEDS_KERNELS
+
+
+@pytest.fixture
+def attended(arena):
+    """A producer, which says who lives, and an attendant on its ring."""
+    producer = _native.RingProducer(arena.address, arena.nbytes)
+    attendant = _native.RingAttendant(producer, 50)
+    yield producer, attendant
+    settle()
+    attendant.stop()
+
+
+@TWO_KINDS
+@pytest.mark.parametrize("parts", [1, 3])
+def test_the_attendant_answers_what_no_worker_will(arena, attended, parts):
+    """Records of a life that nobody leads, as after a worker's death."""
+    producer, attendant = attended
+    ring = ring_of(arena, parts=parts)
+    ring.set_life(producer.next_epoch())
+    posted = sum(exchange(arena, ring, step) for step in range(1, 4))
+    assert attendant.pages() == posted
+
+
+def test_the_attendant_leaves_a_living_worker_its_records(arena, attended):
+    """And wakes its threads, which a kernel cannot: they sleep at once when there is no work."""
+    producer, attendant = attended
+    epoch = producer.next_epoch()
+    cpu = sorted(os.sched_getaffinity(0))[-1]
+    runtime = _native.RingRuntime(arena.address, arena.nbytes, epoch, [cpu], 0, 1)
+    try:
+        producer.set_live_epoch(epoch)
+        ring = ring_of(arena)
+        ring.set_life(epoch)
+        for step in range(1, 5):
+            exchange(arena, ring, step)
+        assert attendant.pages() == 0
+        assert int(RingView(arena).stats["records"].sum()) == 4 * LAYERS
+    finally:
+        runtime.stop()
+
+
+def test_the_attendant_takes_over_in_the_middle_of_a_step(arena, attended):
+    """The worker's life ends between the post and the answer."""
+    producer, attendant = attended
+    epoch = producer.next_epoch()
+    producer.set_live_epoch(epoch)  # alive as far as anybody knows, but it serves nothing
+    ring = ring_of(arena)
+    ring.set_life(epoch)
+    ring.begin_step(1)
+    q, pages, n_pages = request(7)
+    ring.post(1, q, pages, n_pages)
+    settle()
+    assert attendant.pages() == 0
+    producer.set_live_epoch(0)
+    out, lse = state(1)
+    ring.merge(1, out, lse)
+    assert ring.errors() == []
+    assert attendant.pages() == int((pages >= 0).sum())
+
+
+def test_the_attendant_refuses_a_record_that_makes_no_sense(arena, attended):
+    producer, attendant = attended
+    epoch = producer.next_epoch()
+    producer.set_live_epoch(epoch)
+    ring = ring_of(arena)
+    ring.set_life(epoch)
+    ring.begin_step(1)
+    q, pages, n_pages = request(7)
+    pages[0, 0] = 20  # there are 20 pages
+    ring.post(1, q, pages, n_pages)
+    settle()
+    producer.set_live_epoch(0)
+    ring.merge(1, *state(1))
+    assert ring.errors() == ["the worker refused a record"]
+    assert attendant.pages() == 0

@@ -1,0 +1,72 @@
+"""Hooks that do not take and another SGLang are refused; SGLang itself would only log it."""
+
+import os
+
+os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+
+import multiprocessing
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from sglang_scout.core.errors import ConfigError
+
+plugins = pytest.importorskip("sglang.srt.plugins", reason="needs SGLang")
+from sglang_scout.plugin import device, install, launch  # noqa: E402
+from sglang_scout.plugin.hooks import HOOKS  # noqa: E402
+
+
+def test_a_missing_hook_target_is_named(monkeypatch):
+    registry = install.HookRegistry
+    for name, empty in (("_hooks", type(registry._hooks)(list)), ("_patched", set())):
+        monkeypatch.setattr(registry, name, empty)
+    monkeypatch.setattr(registry, "apply_hooks", lambda: None)
+    hook = HOOKS["flags"][0]
+    with pytest.raises(RuntimeError, match=r"target .*ServerArgs\.gone is not in this SGLang"):
+        install.apply([hook._replace(target="server_args.ServerArgs.gone")])
+    with pytest.raises(RuntimeError, match=r"did not take: sglang\.srt\.server_args"):
+        install.apply([hook])
+
+
+def test_another_sglang_is_refused_and_not_just_logged(monkeypatch):
+    monkeypatch.setattr(install, "SUPPORTED_SGLANG", "9.9")
+    monkeypatch.setattr(plugins, "_plugins_loaded", False)
+    monkeypatch.setattr(sys, "argv", ["launch_server", "--kv-offload", "scout"])
+    with pytest.raises(SystemExit, match=r"cannot serve with --kv-offload: .*works with 9\.9"):
+        plugins.load_plugins()
+
+
+def test_a_scheduler_hears_what_the_launcher_may_run_on(monkeypatch):
+    """SGLang binds a scheduler to a NUMA node before it loads the plugin there."""
+    monkeypatch.setenv(launch.ROLE_ENV, "")
+    assert launch.launched_as() is None
+    launch.announce("decode", {3, 1, 64})
+    for parent, found in (
+        (None, None),  # the launcher, or a server that one of its children has started
+        (SimpleNamespace(pid=os.getpid() + 1), None),  # a scheduler of such a server
+        (SimpleNamespace(pid=os.getpid()), ("decode", os.getpid(), {1, 3, 64})),
+    ):
+        monkeypatch.setattr(multiprocessing, "parent_process", lambda parent=parent: parent)
+        assert launch.launched_as() == found
+
+
+@pytest.mark.parametrize(
+    ("where", "decode", "prefill", "refused"),
+    [
+        ("cuda", "full", "disabled", None),
+        ("cuda:1", "disabled", "disabled", None),
+        ("cpu", "tc_piecewise", "breakable", None),
+        ("cuda", "breakable", "disabled", "--cuda-graph-backend-decode breakable: .* full or disabled"),
+        ("cuda", "full", "full", "--cuda-graph-backend-prefill full: .* needs disabled; give"),
+    ],
+)  # fmt: skip
+def test_what_sglang_makes_of_its_own_graphs(where, decode, prefill, refused):
+    phases = {"decode": decode, "prefill": prefill}
+    config = SimpleNamespace(**{k: SimpleNamespace(backend=v) for k, v in phases.items()})
+    made = SimpleNamespace(device=where, cuda_graph_config=config)
+    if refused is None:
+        device.check_resolved_graphs(made)
+        return
+    with pytest.raises(ConfigError, match=refused):
+        device.check_resolved_graphs(made)
