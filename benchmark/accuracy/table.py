@@ -1,6 +1,6 @@
-"""The tables of docs/results/accuracy.md, from rows of suite.py.
+"""Tables of the rows of suite.py, as Markdown.
 
-python -m benchmark.accuracy.table docs/results/accuracy.jsonl [--out FILE.md]
+python -m benchmark.accuracy.table docs/results/accuracy.jsonl --out FILE.md
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def cpu_ratios(scores: Scores) -> str:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE.jsonl")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results" / "accuracy.md")
+    parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args(argv)
     text = document(
         [row for path in args.files for row in read_rows(path)], [path.name for path in args.files]
