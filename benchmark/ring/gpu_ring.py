@@ -110,7 +110,7 @@ def check(device: str) -> str:
     """What is wrong with an answer, "" if nothing."""
     with server(device, 2, 1) as running:
         step, ring = Step(running, 2), running.ring
-        ring.set_life(EPOCH)
+        ring.set_epoch(EPOCH)
         for number in (1, 2):
             ring.begin_step(number)
             ring.post(3, step.q, step.pages, step.counts)
@@ -133,7 +133,7 @@ def samples_us(step: Step, epoch: int) -> tuple[list[float], int]:
         RuntimeError: a replay went wrong. It is the last: after an error nothing is waited for.
     """
     ring = step.running.ring
-    ring.set_life(0)
+    ring.set_epoch(0)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())  # which still says that nothing is to be posted
     with torch.cuda.stream(side):
@@ -142,7 +142,7 @@ def samples_us(step: Step, epoch: int) -> tuple[list[float], int]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    ring.set_life(epoch)
+    ring.set_epoch(epoch)
     before, samples = step.running.records(), []
     for number in range(1, WARM_UP + SAMPLES + 1):
         ring.begin_step(number)

@@ -13,7 +13,7 @@ import torch
 from mini_worker import SIZE, MiniWorker
 from sglang_scout import _native
 from sglang_scout.engine.build import Ring
-from sglang_scout.engine.pools import HostPages
+from sglang_scout.engine.stores import HostPages
 from sglang_scout.ops.doorbell import DeviceRing
 from sglang_scout.worker.arena import Arena, ArenaSpec
 

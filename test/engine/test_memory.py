@@ -16,7 +16,7 @@ from sglang_scout.engine.memory import (
     most_host_pages,
     plan_memory,
 )
-from sglang_scout.engine.pools import DigestPool, ModelShape
+from sglang_scout.engine.stores import DigestPool, ModelShape
 from sglang_scout.policy.base import policy_names
 
 SHAPE = ModelShape(40, 40, 8, 128, 32, torch.bfloat16, 128**-0.5)  # Qwen3-14B

@@ -8,7 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sglang_scout.engine import digest_forms
+from sglang_scout.engine import digest_kinds
 from sglang_scout.ops.doorbell import DeviceRing
 from sglang_scout.worker.ring import layout_of
 from sglang_scout.worker.spec import ArenaSpec
@@ -43,7 +43,7 @@ def test_the_ring_between_steps(on_cuda):
         parts=0, timeout_us=1000, device="cuda", faults=torch.zeros(1, dtype=torch.int64),
     )  # fmt: skip
     with NoCopies():
-        ring.set_life(3, posts=17)
+        ring.set_epoch(3, posts=17)
         ring.begin_step(5)
 
 
@@ -52,4 +52,4 @@ def test_pages_that_change_hands(on_cuda, dtype):
     half = (torch.zeros(3, 9, 2, 32, dtype=dtype, device="cuda"),)
     ids = torch.zeros(5, dtype=torch.int64, device="cuda")
     with NoCopies():
-        digest_forms.unset(half, half, ids)
+        digest_kinds.unset(half, half, ids)

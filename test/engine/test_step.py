@@ -34,7 +34,7 @@ KNOWN_AFTER = 2
 
 def test_digests_that_the_policy_does_not_score_are_refused(make):
     with pytest.raises(ValueError, match="digests are minmax, the policy scores signs"):
-        make(config='{"digest": "signs"}', pool_form="minmax")
+        make(config='{"digest": "signs"}', pool_kind="minmax")
 
 
 @pytest.mark.parametrize("lengths", [[1], [31, 32, 33], [64, 95, 96, 97]])

@@ -150,7 +150,7 @@ def test_leaves_the_bytes_that_the_cpp_producer_leaves(arena, parts):
     shared_bytes(arena)[1][:] = 0
 
     device = ring_of(arena, parts=parts, split=SPLIT)
-    device.set_life(epoch)
+    device.set_epoch(epoch)
     for layer, step, (q, pages, n) in requests:
         device.begin_step(step)
         device.post(layer, q, pages, n)
@@ -191,7 +191,7 @@ def test_the_rule_for_runs_in_a_kernel():
 def test_answers_of_worker_threads_are_merged(arena, worker, parts):
     worker(epoch=5, parts=parts)
     ring = ring_of(arena, parts=parts)
-    ring.set_life(5)
+    ring.set_epoch(5)
     for step in range(1, 5):  # both parities, slots used again
         exchange(arena, ring, step)
     assert ring.state[2] == 4 * LAYERS
@@ -206,7 +206,7 @@ def test_nothing_is_posted_without_pages_or_without_a_life(arena):
     ring.begin_step(1)
     ring.post(0, q, pages, n_pages)  # epoch 0: warm-up and capture
     ring.merge(0, out, lse)
-    ring.set_life(1)
+    ring.set_epoch(1)
     ring.post(1, q, torch.full_like(pages, -1), torch.zeros_like(n_pages))
     ring.merge(1, out, lse)
     assert all(np.array_equal(a, b) for a, b in zip(before, shared_bytes(arena), strict=True))
@@ -218,7 +218,7 @@ def test_nothing_is_posted_without_pages_or_without_a_life(arena):
 def test_no_answer_is_an_error_and_never_hangs(arena):
     """Nobody serves; then the slot is busy until a new life begins."""
     ring = ring_of(arena, timeout_us=2000)
-    ring.set_life(1)
+    ring.set_epoch(1)
     ring.begin_step(1)
     ring.post(0, *request(0))
     out, lse = state(0)
@@ -234,7 +234,7 @@ def test_no_answer_is_an_error_and_never_hangs(arena):
     settle()
     assert ring.faults() == ring.errors() == ["a slot was not answered"]
     assert int(RingView(arena).control["head"]) == 1
-    ring.set_life(2)
+    ring.set_epoch(2)
     ring.post(0, *request(1))
     assert ring.errors() == []
     assert int(RingView(arena).control["head"]) == 2
@@ -243,7 +243,7 @@ def test_no_answer_is_an_error_and_never_hangs(arena):
 def test_after_an_error_nothing_is_waited_for(arena):
     """A step has many slots: with the whole time for each of them its server would end late."""
     ring = ring_of(arena, timeout_us=2000)
-    ring.set_life(1)
+    ring.set_epoch(1)
     ring.begin_step(1)
     for layer in range(LAYERS):
         ring.post(layer, *request(layer))
@@ -293,7 +293,7 @@ def test_the_attendant_answers_what_no_worker_will(arena, attended, parts):
     """Records of a life that nobody leads, as after a worker's death."""
     producer, attendant = attended
     ring = ring_of(arena, parts=parts)
-    ring.set_life(producer.next_epoch())
+    ring.set_epoch(producer.next_epoch())
     posted = sum(exchange(arena, ring, step) for step in range(1, 4))
     assert attendant.pages() == posted
 
@@ -307,7 +307,7 @@ def test_the_attendant_leaves_a_living_worker_its_records(arena, attended):
     try:
         producer.set_live_epoch(epoch)
         ring = ring_of(arena)
-        ring.set_life(epoch)
+        ring.set_epoch(epoch)
         for step in range(1, 5):
             exchange(arena, ring, step)
         assert attendant.pages() == 0
@@ -322,7 +322,7 @@ def test_the_attendant_takes_over_in_the_middle_of_a_step(arena, attended):
     epoch = producer.next_epoch()
     producer.set_live_epoch(epoch)  # alive as far as anybody knows, but it serves nothing
     ring = ring_of(arena)
-    ring.set_life(epoch)
+    ring.set_epoch(epoch)
     ring.begin_step(1)
     q, pages, n_pages = request(7)
     ring.post(1, q, pages, n_pages)
@@ -340,7 +340,7 @@ def test_the_attendant_refuses_a_record_that_makes_no_sense(arena, attended):
     epoch = producer.next_epoch()
     producer.set_live_epoch(epoch)
     ring = ring_of(arena)
-    ring.set_life(epoch)
+    ring.set_epoch(epoch)
     ring.begin_step(1)
     q, pages, n_pages = request(7)
     pages[0, 0] = 20  # there are 20 pages
@@ -355,7 +355,7 @@ def test_the_attendant_refuses_a_record_that_makes_no_sense(arena, attended):
 @pytest.mark.parametrize("status", [0, 1])
 def test_only_a_good_answer_to_this_very_record_counts(arena, status):
     ring = ring_of(arena, timeout_us=2000)
-    ring.set_life(4)
+    ring.set_epoch(4)
     ring.begin_step(2)
     q, pages, n_pages = request(0)
     ring.post(1, q, pages, n_pages)
@@ -369,7 +369,7 @@ def test_only_a_good_answer_to_this_very_record_counts(arena, status):
     out, lse = state(0)
     ring.merge(1, out, lse)
     assert ring.errors() == ["no answer in time"]
-    ring.set_life(4)
+    ring.set_epoch(4)
     ring.post(1, q, pages, n_pages)
     settle()
     reply["status"], reply["done"] = status, int(view.record(slot)["seq"])
@@ -406,7 +406,7 @@ def test_ranks_see_each_other_s_faults(arena):
         ring_of(arena, faults=faults, rank=3)
     rings = [ring_of(arena, timeout_us=2000, faults=faults, rank=rank) for rank in range(3)]
     ring = rings[1]
-    ring.set_life(1)
+    ring.set_epoch(1)
     ring.begin_step(1)
     ring.post(0, *request(0))
     ring.merge(0, *state(0))

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_scout.engine.digest_forms import FORMS
-from sglang_scout.engine.pools import DigestPool, HostPages, ModelShape
+from sglang_scout.engine.digest_kinds import KINDS
+from sglang_scout.engine.stores import DigestPool, HostPages, ModelShape
 from sglang_scout.ops.score import score_pages
 
 pool = pytest.importorskip("sglang_scout.plugin.pool", reason="needs SGLang")
@@ -58,9 +58,9 @@ ONLY_K_AND_V = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_digests_land_in_digests_and_kv_in_kv(form):
-    here, there = DigestPool(SHAPE, 4, "cpu", form), DigestPool(SHAPE, 9, "cpu", form)
+@pytest.mark.parametrize("kind", KINDS)
+def test_digests_land_in_digests_and_kv_in_kv(kind):
+    here, there = DigestPool(SHAPE, 4, "cpu", kind), DigestPool(SHAPE, 9, "cpu", kind)
     source = pool.with_digests(lists(), here)
     target = pool.with_digests(([50, 51, 52, 60, 61, 62], [1] * 6, [0] * 6), there)[0]
     pairs = {s: (d, n) for s, d, n in sent(source, target)}
@@ -74,16 +74,16 @@ def test_digests_land_in_digests_and_kv_in_kv(form):
     assert len(pairs) == 6 * (1 + len(here.low))
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_a_decode_server_without_the_flag_gets_k_and_v_only(form):
-    source = pool.with_digests(lists(), DigestPool(SHAPE, 4, "cpu", form))
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_decode_server_without_the_flag_gets_k_and_v_only(kind):
+    source = pool.with_digests(lists(), DigestPool(SHAPE, 4, "cpu", kind))
     assert sent(source, [50, 51, 52, 60, 61, 62]) == ONLY_K_AND_V
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_a_prefill_server_without_the_flag_leaves_digests_unwritten(form):
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prefill_server_without_the_flag_leaves_digests_unwritten(kind):
     target = pool.with_digests(
-        ([50, 51, 52, 60, 61, 62], [1] * 6, [0] * 6), DigestPool(SHAPE, 9, "cpu", form)
+        ([50, 51, 52, 60, 61, 62], [1] * 6, [0] * 6), DigestPool(SHAPE, 9, "cpu", kind)
     )
     source, _, items = lists()
     assert transfers(source, target[0], items) == ONLY_K_AND_V
@@ -103,7 +103,7 @@ class Engine:
         return 0
 
 
-@pytest.mark.parametrize("digests_here", [*FORMS, None])
+@pytest.mark.parametrize("digests_here", [*KINDS, None])
 @pytest.mark.parametrize("digests_there", ["minmax", None])
 def test_a_decode_server_of_another_tp_size_gets_the_k_and_v_of_its_heads(
     digests_here, digests_there
@@ -197,14 +197,14 @@ def test_other_differences_are_refused():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("form", "other"), [("minmax", "signs"), ("signs", "minmax")])
-def test_digests_of_another_form_count_as_not_arrived(form, other, dtype):
+@pytest.mark.parametrize(("kind", "other"), [("minmax", "signs"), ("signs", "minmax")])
+def test_digests_of_another_kind_count_as_not_arrived(kind, other, dtype):
     """As when the prefill server is configured with another digest than the decode server."""
     shape = dataclasses.replace(SHAPE, page_size=32, head_dim=64, dtype=dtype)
     pages = np.array([1, 3, 4])
     k = [torch.randn(5, 32, shape.num_kv_heads, 64).to(dtype) for _ in range(shape.num_layers)]
     host = HostPages(shape, *([x.flatten(0, 1) for x in k] for _ in "kv"))
-    there, own, here = (DigestPool(shape, 5, "cpu", name) for name in (other, form, form))
+    there, own, here = (DigestPool(shape, 5, "cpu", name) for name in (other, kind, kind))
     there.build(pages, host)
     own.build(pages[:1], host)
     for source, arrived in ((there, pages[1:]), (own, pages[:1])):
@@ -217,12 +217,12 @@ def test_digests_of_another_form_count_as_not_arrived(form, other, dtype):
 
 @pytest.mark.parametrize("half", ["low", "high"])
 @pytest.mark.parametrize("layer", range(3))
-@pytest.mark.parametrize("form", FORMS)
-def test_a_digest_lacks_whatever_layer_or_half_did_not_arrive(form, layer, half):
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_digest_lacks_whatever_layer_or_half_did_not_arrive(kind, layer, half):
     shape = dataclasses.replace(SHAPE, page_size=32)
     k = [torch.randn(5, 32, shape.num_kv_heads, 64) for _ in range(shape.num_layers)]
     host = HostPages(shape, *([x.flatten(0, 1) for x in k] for _ in "kv"))
-    there, here = (DigestPool(shape, 5, "cpu", form) for _ in range(2))
+    there, here = (DigestPool(shape, 5, "cpu", kind) for _ in range(2))
     there.build(np.array([1, 2]), host)
     for name in ("low", "high"):
         for mine, theirs in zip(getattr(here, name), getattr(there, name), strict=True):

@@ -43,12 +43,12 @@ class World:
         self.steps = 0
         self.ratios, self.copies, self.late, self.limits = [], [], [], []
 
-    def step(self, fresh_rows=0, young_missed=0):
-        """One boundary and one step; ``young_missed`` pages a layer of a request in its 2nd step."""
+    def step(self, fresh_rows=0, warming_missed=0):
+        """One boundary and one step; ``warming_missed`` pages a layer of a request in its 2nd step."""
         missed = np.zeros((self.layers, ROWS + 1), np.int64)
         missed[:, :ROWS] = (self.measured / ROWS)[:, None]
         missed[:, 0] += np.round(self.measured).astype(np.int64) - missed.sum(axis=1)
-        missed[:, ROWS] = young_missed
+        missed[:, ROWS] = warming_missed
         self.useful += self.landed * self.worth
         used = np.floor(self.useful + 1e-9).astype(np.int64)
         self.useful -= used
@@ -171,7 +171,7 @@ def test_a_slow_layer_is_refreshed_at_the_longest_interval():
 def test_no_step_copies_more_than_its_pages(step_pages):
     world = World(controller(5, step_pages=step_pages), [0.01, 0.02, 0.05, 0.1, 0.3])
     for step in range(200):
-        world.step(fresh_rows=step % 3 == 0, young_missed=step % 5)
+        world.step(fresh_rows=step % 3 == 0, warming_missed=step % 5)
         assert world.control.granted.sum() + world.control.spare_pages <= step_pages
         assert world.copies[-1].sum() <= step_pages
     assert np.sum(world.copies[-50:]) > 0.9 * 50 * step_pages, "it must have been short of pages"
@@ -261,8 +261,8 @@ def test_newcomers_come_first_and_do_not_look_like_drift():
     world = World(control, [0.001] * 2).run(50)
     intervals = control.describe()["intervals"]
     for _ in range(6):
-        world.step(fresh_rows=1, young_missed=30)
-        # 64 expected of the new one and 30 of the young one in each layer, more than there is.
+        world.step(fresh_rows=1, warming_missed=30)
+        # 64 expected of the new one and 30 of the one in warm-up in each layer, more than there is.
         assert control.granted.sum() == 150
     assert (control.ratio < 0.1).all() and not control.is_due.any()
     assert control.describe()["intervals"] == intervals

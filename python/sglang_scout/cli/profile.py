@@ -152,7 +152,7 @@ def as_text(profile: RecallProfile) -> str:
 
 
 def draw(profile: RecallProfile, target: Path) -> None:
-    """Writes a picture in the form of the paper's Figure 6a: ratios by step, and the intervals.
+    """Writes a picture like the paper's Figure 6a: ratios by step, and the intervals.
 
     Raises:
         OSError, ValueError: the file cannot be written, or is of no kind that matplotlib knows.

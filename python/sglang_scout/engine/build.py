@@ -9,9 +9,9 @@ import torch
 
 from sglang_scout.core.config import OffloadConfig
 from sglang_scout.engine.fetch import Drop, Fetch
-from sglang_scout.engine.pools import DigestPool, HostPages, ModelShape, ResidentCache
 from sglang_scout.engine.ranks import Ranks
 from sglang_scout.engine.step import StepEngine
+from sglang_scout.engine.stores import DigestPool, HostPages, ModelShape, ResidentCache
 from sglang_scout.engine.trace import Tracer
 from sglang_scout.engine.transport import GraphTransport, HostTransport, RingClient, Transport
 from sglang_scout.ops.doorbell import DeviceRing
@@ -115,7 +115,7 @@ def build_engine(
         max_batch=sizes.max_batch,
         max_pages=sizes.max_pages,
         host=host,
-        digests=digests or DigestPool(shape, host.num_pages, device, policy.digest.form),
+        digests=digests or DigestPool(shape, host.num_pages, device, policy.digest.kind),
         resident=ResidentCache(shape, sizes.num_slots, device),
         table=table,
         projectors=projectors,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sglang_scout.engine.pools import HostPages, ModelShape
+from sglang_scout.engine.stores import HostPages, ModelShape
 from sglang_scout.ops.attend import attend_pages
 from sglang_scout.ops.gather import copy_layer_pages
 from sglang_scout.ops.layers import LayerPages

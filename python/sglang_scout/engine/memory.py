@@ -10,7 +10,7 @@ from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.page_bytes import digest_bytes, input_bytes
 from sglang_scout.engine.fetch import staging_bytes
-from sglang_scout.engine.pools import ModelShape
+from sglang_scout.engine.stores import ModelShape
 from sglang_scout.policy.base import Route
 from sglang_scout.worker.arena import ArenaSpec
 from sglang_scout.worker.ring import WorkerMemory, worker_memory

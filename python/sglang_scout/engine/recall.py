@@ -19,8 +19,8 @@ import numpy.typing as npt
 
 from sglang_scout.engine.counters import Counters
 from sglang_scout.engine.device import upload
-from sglang_scout.engine.pools import HostPages, ResidentCache
 from sglang_scout.engine.step_results import KNOWN_AFTER
+from sglang_scout.engine.stores import HostPages, ResidentCache
 from sglang_scout.engine.trace import Tracer
 from sglang_scout.ops.gather import copy_layer_pages
 from sglang_scout.ops.residency import Reservation, ResidencyTable
@@ -114,7 +114,7 @@ class Recall:
         return sum(len(copies.taken.pages) for copies in self._in_flight)
 
     def swap(self, layer: Layers, pages: npt.NDArray[np.integer], step: int) -> Copies:
-        """Begin to copy ``pages`` of ``layer`` to free slots and those of colder pages that ``step`` did not select."""
+        """Begin to copy ``pages`` to free slots and to those of less frequent pages that ``step`` did not select."""
         return self._submit(self._table.exchange(layer, pages, step))
 
     def fill(self, layer: Layers, pages: npt.NDArray[np.integer]) -> int:

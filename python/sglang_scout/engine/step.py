@@ -27,11 +27,11 @@ from sglang_scout.engine.boundary import StepBoundary
 from sglang_scout.engine.counters import Counters
 from sglang_scout.engine.device import SideStream, upload
 from sglang_scout.engine.lifecycle import PageLifecycle
-from sglang_scout.engine.pools import DigestPool, HostPages, ModelShape, ResidentCache
 from sglang_scout.engine.ranks import Ranks, SharedChoice
 from sglang_scout.engine.recall import Recall
 from sglang_scout.engine.step_inputs import StepInputs
 from sglang_scout.engine.step_results import StepResults
+from sglang_scout.engine.stores import DigestPool, HostPages, ModelShape, ResidentCache
 from sglang_scout.engine.trace import Tracer
 from sglang_scout.engine.transport import Transport
 from sglang_scout.engine.verify import Verifier
@@ -321,8 +321,8 @@ class StepEngine:
 def _check_sizes(
     policy: Policy, digests: DigestPool, table: ResidencyTable, max_batch: int
 ) -> None:
-    if digests.form != policy.digest.form:
-        raise ValueError(f"the digests are {digests.form}, the policy scores {policy.digest.form}")
+    if digests.kind != policy.digest.kind:
+        raise ValueError(f"the digests are {digests.kind}, the policy scores {policy.digest.kind}")
     forced = policy.digest.sink_pages + policy.digest.recent_pages
     if table.num_slots < min(max_batch * (forced + 1), table.num_pages):
         raise ValueError(

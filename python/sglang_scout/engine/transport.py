@@ -9,7 +9,7 @@ counts twice.
     fetch   pages are copied into staging slots        attention of the real query over these
     drop    nothing                                    nothing
 
-Route ``cpu`` has two forms. :class:`HostTransport` is the ring's client on the host. :class:`GraphTransport`
+Route ``cpu`` has two implementations. :class:`HostTransport` is the ring's client on the host. :class:`GraphTransport`
 launches the ring's kernels, which a CUDA graph captures and replays. The other routes are in ``fetch.py``.
 """
 
@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sglang_scout.engine.pools import ModelShape
+from sglang_scout.engine.stores import ModelShape
 from sglang_scout.engine.trace import Tracer
 from sglang_scout.ops.doorbell import DeviceRing
 from sglang_scout.ops.merge import merge_states
@@ -166,12 +166,12 @@ class GraphTransport:
         ring.errors()  # of another engine are none of this one's
 
     def pause(self) -> None:
-        self._ring.set_life(0)
+        self._ring.set_epoch(0)
         self._epoch = 0
 
     def begin_step(self, step: int) -> None:
         if (epoch := self._epoch_now()) != self._epoch:
-            self._ring.set_life(epoch)
+            self._ring.set_epoch(epoch)
             self._epoch = epoch
         self._ring.begin_step(step)
 

@@ -10,7 +10,7 @@ import torch
 
 from sglang_scout.engine.boundary import Batch
 from sglang_scout.engine.counters import Counters
-from sglang_scout.engine.pools import HostPages, ModelShape
+from sglang_scout.engine.stores import HostPages, ModelShape
 
 NOT_FINITE = float(np.finfo(np.float32).max)
 """The deviation of a NaN or infinity: larger than any other, and a number in JSON too."""

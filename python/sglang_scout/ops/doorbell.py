@@ -39,7 +39,7 @@ class DeviceRing:
             ``split`` says, which is that of the worker.
         num_nodes: as in the ring's header.
         timeout_us: how long a merge waits for the worker.
-        device: where the state lives.
+        device: where the state is.
         faults: [R] int64 in the host's memory, one word for each of R ranks that take their steps
             together; the device can write to it. None: one of this ring's own.
         rank: whose of them is written here.
@@ -96,7 +96,7 @@ class DeviceRing:
             raise ValueError(f"rank is {rank}, faults has {len(faults)} words")
         self._faults, self.fault = faults, faults[rank : rank + 1]
 
-    def set_life(self, epoch: int, posts: int | None = None) -> None:
+    def set_epoch(self, epoch: int, posts: int | None = None) -> None:
         """From the next step on, records go to the worker of ``epoch``, or to nobody (0).
 
         Only between steps, and for a new epoch only when its forerunner is dead: its unanswered

@@ -132,7 +132,7 @@ def graphs_of(args: ServerArgs, phase: str) -> str | None:
 
 
 def lock_pages(arena: Arena) -> None:
-    """Page-lock what the device uses of the arena, for as long as this process lives.
+    """Page-lock what the device uses of the arena, until this process ends.
 
     Raises:
         ConfigError: the system does not allow it.

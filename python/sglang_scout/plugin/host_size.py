@@ -10,7 +10,7 @@ from typing import Any
 from sglang_scout.core.config import DEFAULT_HOST_SHARE, OffloadConfig
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.engine.memory import most_host_pages, plan_worker
-from sglang_scout.engine.pools import ModelShape
+from sglang_scout.engine.stores import ModelShape
 from sglang_scout.plugin.ranks import AttentionRanks, nodes_of_worker
 from sglang_scout.worker import numa
 from sglang_scout.worker.host_memory import available_bytes

@@ -2,8 +2,8 @@
 
 Both sides send and receive digests through the KV transfer itself: the transfer engine halves the
 list of buffers into keys and values, so ``[K.., low.., V.., high..]`` carries a page's digest with
-its K and V, each buffer with its own item length. A form of digest has as many buffers a half as it
-likes, each of all layers: the number of buffers tells forms of different size apart, and stays a
+its K and V, each buffer with its own item length. A kind of digest has as many buffers a half as it
+likes, each of all layers: the number of buffers tells kinds of different size apart, and stays a
 multiple of the number of layers, which is what a prefill server without the flag goes by.
 """
 
@@ -20,7 +20,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.model_executor import model_runner_kv_cache_mixin as pools_module
 
 from sglang_scout.engine.memory import MemoryPlan
-from sglang_scout.engine.pools import DigestPool, HostPages, ModelShape
+from sglang_scout.engine.stores import DigestPool, HostPages, ModelShape
 from sglang_scout.plugin.allocator import ScoutAllocator
 from sglang_scout.plugin.device import lock_pages
 from sglang_scout.worker.arena import Arena, ArenaSpec

@@ -24,7 +24,7 @@ from sglang_scout.core.profile import (
     config_digest,
 )
 from sglang_scout.core.served_models import DTYPES, check_architecture, check_attention
-from sglang_scout.engine.pools import ModelShape
+from sglang_scout.engine.stores import ModelShape
 from sglang_scout.ops.predict import QueryProjector, predict_query, rms_norm, rotate
 
 TORCH_DTYPES = tuple(getattr(torch, name) for name in DTYPES)

@@ -30,14 +30,14 @@ class Digest:
     """How a page is summarised and scored; one score per page for all heads of a layer together.
 
     Attributes:
-        form: what a digest holds; the engine knows its forms by name (``engine/digest_forms.py``).
+        kind: what a digest holds; the engine knows its kinds by name (``engine/digest_kinds.py``).
         head_reduce: how query heads' scores become one score per page (``ops/score.py``).
         sink_pages, recent_pages: leading and newest full pages that are chosen whatever their score.
         resident_bonus: added to the score of a resident page, so that near-ties stay where they are.
         only_selected: attend to the chosen pages alone, not to whatever else is resident.
     """
 
-    form: str = "minmax"
+    kind: str = "minmax"
     head_reduce: str = "mass"
     sink_pages: int = 1
     recent_pages: int = 1
@@ -48,7 +48,7 @@ class Digest:
     def of(cls, config: OffloadConfig) -> Digest:
         """As the keys of ``--kv-offload-config`` say."""
         return cls(
-            form=config.digest,
+            kind=config.digest,
             head_reduce=config.head_reduce,
             sink_pages=config.sink_pages,
             recent_pages=config.recent_pages,

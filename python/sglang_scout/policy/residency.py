@@ -38,7 +38,7 @@ class ImportantPages:
     Args:
         intervals: steps between two recalls, per layer; 0 = never.
         enabled: False switches recall off altogether (the paper's ablation without periodic recall).
-        young_steps: first steps of a request whose misses are recalled at once. A request arrives
+        warm_up_steps: first steps of a request whose misses are recalled at once. A request arrives
             with an empty device cache; without this it would compute its whole budget on the CPU
             until its layers' turns come. It holds with recall off too: the paper's curve without
             recall (Figure 6a) also starts from the pages found important after prefill.
@@ -46,7 +46,7 @@ class ImportantPages:
 
     intervals: tuple[int, ...]
     enabled: bool = True
-    young_steps: int = 1
+    warm_up_steps: int = 1
     patience_us: float | None = None
     half_life_steps: float = DEFAULT_HALF_LIFE_STEPS
     _step: int = field(default=0, init=False)
@@ -65,7 +65,7 @@ class ImportantPages:
         self, layers: Ids, missed: npt.NDArray[np.int32], ages: Ids, uses: PageUses
     ) -> tuple[Ids, Ids]:
         due = np.array([self.due(layer, self._step) for layer in layers.tolist()], bool)
-        counts = due[:, None] | (ages < self.young_steps)
+        counts = due[:, None] | (ages < self.warm_up_steps)
         at = np.flatnonzero((missed >= 0) & counts[:, :, None])
         row = at // max(missed[0].size, 1)
         num_pages = uses.frequency.shape[1]
@@ -108,10 +108,10 @@ class MeasuredRecall:
     def pick(
         self, layers: Ids, missed: npt.NDArray[np.int32], ages: Ids, uses: PageUses
     ) -> tuple[Ids, Ids]:
-        young = ages < self.controller.young_steps
-        counts = self.controller.is_due[layers][:, None] | young
+        warming = ages < self.controller.warm_up_steps
+        counts = self.controller.is_due[layers][:, None] | warming
         limits = self.controller.granted[layers]
-        return uses.hottest(layers, missed, counts, young, limits)
+        return uses.most_frequent(layers, missed, counts, warming, limits)
 
     def fill_pages(self) -> int:
         return self.controller.spare_pages

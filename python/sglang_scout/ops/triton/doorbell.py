@@ -26,7 +26,7 @@ from sglang_scout import _native
 from .merge import merge_rows
 
 # Words of the state tensor, int64. The host writes the first two between steps.
-EPOCH = tl.constexpr(0)  # life of the worker that records go to; 0: post nothing
+EPOCH = tl.constexpr(0)  # epoch of the worker that records go to; 0: post nothing
 STEP = tl.constexpr(1)
 POSTS = tl.constexpr(2)  # the number of the last post
 ERRORS = tl.constexpr(3)  # bits below, kept until the host clears them

@@ -1,6 +1,6 @@
 """What a page's digest holds, behind one interface: two halves, each of one buffer or more.
 
-A form's name is a choice of the digest axis. The halves go with K and V from the prefill server. The
+A kind's name is a choice of the digest axis. The halves go with K and V from the prefill server. The
 minimum and maximum of keys and their signs take the same bytes.
 """
 
@@ -19,10 +19,10 @@ Half = tuple[torch.Tensor, ...]
 """Buffers ``[L, P, H, ...]``; of one layer: ``[P, H, ...]``. In the last one unset pages are marked."""
 
 _UNSET_BITS = 0x7FC0
-"""A NaN in bfloat16, and in any form a word that hardly any page has."""
+"""A NaN in bfloat16, and for any kind a word that hardly any page has."""
 
 
-class DigestForm(Protocol):
+class DigestKind(Protocol):
     """Shapes: L layers, P pages, n of them, S tokens a page, H KV heads, D head size."""
 
     def half(
@@ -57,7 +57,7 @@ class DigestForm(Protocol):
         """How the scores of two groups of heads become one: "sum" or "max"."""
 
     def is_set(self, low: Half, high: Half, ids: torch.Tensor) -> torch.Tensor:
-        """``[n]`` bool: pages whose rows of all layers were written since :func:`unset`, in this form."""
+        """``[n]`` bool: pages whose rows of all layers were written since :func:`unset`, of this kind."""
 
 
 def unset(low: Half, high: Half, ids: torch.Tensor) -> None:
@@ -155,7 +155,7 @@ class Signs(_InWordsOfKeys):
         return ~_is_in_order(low, high, ids) & ~_is_marked(low, high, ids)
 
 
-FORMS: dict[str, DigestForm] = {
+KINDS: dict[str, DigestKind] = {
     "minmax": MinMax(),
     "signs": Signs(),
 }
