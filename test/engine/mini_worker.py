@@ -217,10 +217,9 @@ class MiniWorker:
             KINDS[expected.kind].build(source, full, expected.low, expected.high)
             for layer in range(self.shape.num_layers):
                 for half in ("low", "high"):
-                    pairs = zip(getattr(self.digests, half), getattr(expected, half), strict=True)
-                    for mine, theirs in pairs:
-                        bits = [x[layer][full].view(torch.uint8) for x in (mine, theirs)]
-                        assert torch.equal(*bits)
+                    both = getattr(self.digests, half), getattr(expected, half)
+                    bits = [x[layer][full].view(torch.uint8) for x in both]
+                    assert torch.equal(*bits)
 
     def dense(self, row: int, layer: int, tokens: list[int] | None = None) -> torch.Tensor:
         """Attention of a row over ``tokens``, or its whole context, with the step's real query."""

@@ -273,8 +273,8 @@ def test_digests_that_arrived_are_used_and_absent_ones_built(make, monkeypatch):
     def arrive(pages):
         for layer in range(3):
             k = worker.host.k[layer][torch.from_numpy(pages[:6])]
-            worker.digests.low[0][layer, pages[:6]] = k.amin(1)
-            worker.digests.high[0][layer, pages[:6]] = k.amax(1)
+            worker.digests.low[layer, pages[:6]] = k.amin(1)
+            worker.digests.high[layer, pages[:6]] = k.amax(1)
 
     request = worker.admit(10 * SIZE + 5, arrive=arrive)
     # A boundary's stream has a step to end first: nothing may be asked there.
@@ -283,14 +283,14 @@ def test_digests_that_arrived_are_used_and_absent_ones_built(make, monkeypatch):
     assert worker.digests.received == 6 and worker.digests.computed == 4
     for layer in range(3):
         k = worker.host.k[layer][torch.tensor(request.pages[:10])]
-        assert torch.equal(worker.digests.low[0][layer, request.pages[:10]], k.amin(1))
+        assert torch.equal(worker.digests.low[layer, request.pages[:10]], k.amin(1))
 
 
 def test_a_half_arrived_digest_is_rebuilt(make):
     worker = make(budget_tokens=128)
 
     def arrive(pages):
-        worker.digests.low[0][:, pages[1]] = 0.0  # the other half never came
+        worker.digests.low[:, pages[1]] = 0.0  # the other half never came
 
     worker.admit(3 * SIZE, arrive=arrive)
     worker.step()
@@ -307,7 +307,7 @@ def test_a_reused_page_gets_a_new_digest(make):
     assert set(second.pages) & set(first.pages)
     worker.step()
     page = second.pages[2]
-    assert torch.equal(worker.digests.high[0][0, page], worker.host.k[0][page].amax(0))
+    assert torch.equal(worker.digests.high[0, page], worker.host.k[0][page].amax(0))
     assert worker.engine.counters.verify_max_rel_error <= FP32_TOLERANCE
 
 

@@ -116,7 +116,7 @@ class DigestPool:
 
     Attributes:
         kind: as given.
-        low, high: buffers ``[L, P, H, ...]`` on ``device``; see ``kind``.
+        low, high: its halves ``[L, P, H, D]`` on ``device``.
         valid: ``[P]`` bool on the host; the digest of every layer of this page holds.
     """
 
@@ -130,7 +130,9 @@ class DigestPool:
         size = (shape.num_layers, num_pages, shape.num_kv_heads, shape.head_dim)
         self.kind = kind
         self._of_kind = KINDS[kind]
-        self.low, self.high = (self._of_kind.half(size, shape.dtype, device) for _ in range(2))
+        self.low, self.high = (
+            torch.zeros(size, dtype=shape.dtype, device=device) for _ in range(2)
+        )
         unset(self.low, self.high, torch.arange(num_pages, device=device))
         self.valid = np.zeros(num_pages, bool)
         self._built: torch.cuda.Event | None = None  # the last ones, on the stream of the steps
@@ -139,7 +141,7 @@ class DigestPool:
 
     @property
     def device(self) -> torch.device:
-        return self.low[0].device
+        return self.low.device
 
     def warm_up(self, host: HostPages, resident: LayerPages) -> None:
         """Do what requests need once, before there are any, so that none waits while kernels are compiled
@@ -210,8 +212,8 @@ class DigestPool:
         head_reduce: str,
     ) -> torch.Tensor:
         """``[B, N]`` fp32 scores of the full pages in ``table`` for ``query`` ``[B, HQ, D]``."""
-        low, high = (tuple(buffer[layer] for buffer in half) for half in (self.low, self.high))
-        return self._of_kind.score(query, low, high, table, n_full, scale, head_reduce)
+        halves = self.low[layer], self.high[layer]
+        return self._of_kind.score(query, *halves, table, n_full, scale, head_reduce)
 
     def _ids(self, pages: npt.NDArray[np.integer]) -> torch.Tensor:
         return upload(np.ascontiguousarray(pages, np.int64), self.device)
