@@ -12,8 +12,8 @@ import torch
 
 from mini_worker import SIZE, MiniWorker
 from sglang_scout import _native
-from sglang_scout.engine.build import Ring
 from sglang_scout.engine.stores import HostPages
+from sglang_scout.engine.transport import GraphTransport
 from sglang_scout.ops.doorbell import DeviceRing
 from sglang_scout.worker.arena import Arena, ArenaSpec
 
@@ -57,10 +57,10 @@ class DeviceWorker(MiniWorker):
             max_pages=arena.spec.max_pages, num_q_heads=s.num_q_heads, head_dim=s.head_dim,
             parts=1, timeout_us=20_000_000, device="cpu",
         )  # fmt: skip
-        return Ring(self.ring, lambda: self.epoch)
+        return GraphTransport(self.ring, lambda: self.epoch)
 
     def end_threads(self):
-        """The worker's life ends; from the next step on nobody leads one."""
+        """The worker dies; from the next step on records are the attendant's."""
         self.producer.set_live_epoch(0)
         self.runtime.stop()
         self.epoch = self.producer.next_epoch()

@@ -12,8 +12,9 @@ import torch
 
 from sglang_scout.core.parse_config import parse_config
 from sglang_scout.engine import recall, step, step_inputs, stores
-from sglang_scout.engine.build import Ring, Sizes, build_engine
+from sglang_scout.engine.build import Sizes, build_engine
 from sglang_scout.engine.stores import DigestPool, HostPages, ModelShape
+from sglang_scout.engine.transport import GraphTransport
 from sglang_scout.ops.layers import LayerPages
 from sglang_scout.ops.op import Op
 from sglang_scout.ops.select import Selection
@@ -121,7 +122,7 @@ def test_every_tensor_of_a_step_is_on_the_device(ran, policy, settings):
         Sizes(budget_pages=4, num_slots=4 * BATCH + BATCH + 4, max_batch=BATCH, max_pages=20),
         HostPages(shape, planes[:LAYERS], planes[LAYERS:]),
         [lambda x, positions: x.new_empty(len(x), HEADS, DIM, dtype=torch.float32)] * LAYERS,
-        Ring(ring, lambda: 1),
+        GraphTransport(ring, lambda: 1),
         device=META,
     )
 

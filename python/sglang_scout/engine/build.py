@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from sglang_scout.core.config import OffloadConfig
-from sglang_scout.engine.fetch import Drop, Fetch
+from sglang_scout.engine.fetch import Fetch
 from sglang_scout.engine.ranks import Ranks
 from sglang_scout.engine.step import StepEngine
 from sglang_scout.engine.stores import DigestPool, HostPages, ModelShape, ResidentCache
 from sglang_scout.engine.trace import Tracer
-from sglang_scout.engine.transport import GraphTransport, HostTransport, RingClient, Transport
+from sglang_scout.engine.transport import GraphTransport, HostTransport, Transport
 from sglang_scout.ops.doorbell import DeviceRing
 from sglang_scout.ops.predict import QueryProjector
 from sglang_scout.ops.residency import ResidencyTable
@@ -38,14 +38,6 @@ class Sizes:
     max_pages: int
 
 
-@dataclass(frozen=True)
-class Ring:
-    """A device's end of the ring to the worker, see :func:`device_ring`."""
-
-    ring: DeviceRing
-    epoch: Callable[[], int]
-
-
 def device_ring(
     arena: Arena,
     worker: WorkerClient,
@@ -53,7 +45,7 @@ def device_ring(
     timeout_s: float,
     faults: torch.Tensor | None = None,
     rank: int = 0,
-) -> Ring:
+) -> DeviceRing:
     """The ring as a device's stream drives it; ``worker`` serves it from now on, before it starts.
 
     Args:
@@ -62,7 +54,7 @@ def device_ring(
     """
     spec = arena.spec
     worker.serve_device()
-    ring = DeviceRing(
+    return DeviceRing(
         arena.address,
         arena.layout(),
         num_layers=spec.num_layers,
@@ -78,7 +70,6 @@ def device_ring(
         faults=faults,
         rank=rank,
     )
-    return Ring(ring, lambda: worker.device_epoch)
 
 
 def build_engine(
@@ -88,7 +79,7 @@ def build_engine(
     sizes: Sizes,
     host: HostPages,
     projectors: Sequence[QueryProjector],
-    worker: RingClient | Ring,
+    worker: WorkerClient | GraphTransport,
     *,
     device: torch.device | str = "cpu",
     digests: DigestPool | None = None,
@@ -105,9 +96,6 @@ def build_engine(
         ValueError: sizes that do not fit the policy.
     """
     tracer = tracer or Tracer(None, 0)
-    table = ResidencyTable(
-        shape.num_layers, host.num_pages, sizes.num_slots, policy.residency.half_life_steps
-    )
     return StepEngine(
         shape=shape,
         policy=policy,
@@ -117,7 +105,7 @@ def build_engine(
         host=host,
         digests=digests or DigestPool(shape, host.num_pages, device, policy.digest.kind),
         resident=ResidentCache(shape, sizes.num_slots, device),
-        table=table,
+        table=ResidencyTable(shape.num_layers, host.num_pages, sizes.num_slots),
         projectors=projectors,
         transport=_transport(policy, shape, sizes, host, worker, torch.device(device), tracer),
         tracer=tracer,
@@ -131,14 +119,14 @@ def _transport(
     shape: ModelShape,
     sizes: Sizes,
     host: HostPages,
-    worker: RingClient | Ring,
+    worker: WorkerClient | GraphTransport,
     device: torch.device,
     tracer: Tracer,
 ) -> Transport:
     if policy.route == "fetch":
         return Fetch(host, shape, sizes.max_batch, sizes.budget_pages, device)
     if policy.route == "drop":
-        return Drop(shape)
-    if isinstance(worker, Ring):
-        return GraphTransport(worker.ring, worker.epoch)
+        return Transport(torch.zeros(shape.num_layers, dtype=torch.int64))
+    if isinstance(worker, GraphTransport):
+        return worker
     return HostTransport(worker, shape, sizes.max_batch, tracer)

@@ -15,9 +15,10 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.profile import check_profile, load_profile, selection_of
-from sglang_scout.engine.build import Ring, Sizes, build_engine, device_ring
+from sglang_scout.engine.build import Sizes, build_engine, device_ring
 from sglang_scout.engine.step_log import StepLog
 from sglang_scout.engine.trace import Tracer
+from sglang_scout.engine.transport import GraphTransport
 from sglang_scout.plugin import status
 from sglang_scout.plugin.allocator import ScoutAllocator
 from sglang_scout.plugin.args import parse
@@ -91,10 +92,10 @@ class ScoutAttnBackend(AttentionBackend):
         # of a context of 2^n tokens, and what the kernels take for one, twice as wide.
         max_pages = -(-context_tokens // page_size)
         self.transport = "host"
-        worker: WorkerClient | Ring = self.worker
+        worker: WorkerClient | GraphTransport = self.worker
         if uses_graph_transport(self.config, runner.device):
             check_context(context_tokens, page_size)
-            self.transport, worker = "graph", self._device_ring()
+            self.transport, worker = "graph", self._graph_transport()
         self.engine = build_engine(
             self.config,
             self.policy,
@@ -127,13 +128,13 @@ class ScoutAttnBackend(AttentionBackend):
         self.metrics = status.start_metrics(self, runner.server_args)
         self._log_plan(runner)
 
-    def _device_ring(self) -> Ring:
+    def _graph_transport(self) -> GraphTransport:
         faults = None
         if self.ranks.size > 1:
             faults = self.ranks.shared_words(self.ranks.size)
             if torch.device(self._device).type == "cuda":
                 lock_shared_page(faults)
-        return device_ring(
+        ring = device_ring(
             self.pool.arena,
             self.worker,
             self._device,
@@ -141,6 +142,7 @@ class ScoutAttnBackend(AttentionBackend):
             faults,
             self.ranks.rank,
         )
+        return GraphTransport(ring, lambda: self.worker.device_epoch)
 
     def _step_log(self, path: str, model_config: Any) -> StepLog:
         identity = model_identity(model_config)
@@ -326,6 +328,7 @@ class ScoutAttnBackend(AttentionBackend):
     def close(self) -> None:
         """Stop the worker and the copies. Also runs at interpreter exit."""
         atexit.unregister(self.close)
-        self.metrics.close()
+        if self.metrics is not None:
+            self.metrics.close()
         self.worker.stop()
         self.engine.close()

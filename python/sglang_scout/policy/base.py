@@ -146,10 +146,6 @@ class Residency(Protocol):
     def patience_us(self) -> float | None:
         """How long a step boundary waits for copies of the step before; None: until they are done."""
 
-    @property
-    def half_life_steps(self) -> float:
-        """Steps after which a page's selection counts half when slots are given away."""
-
     def plan(self, report: StepReport) -> None:
         """Step boundary: take in what was measured, and decide the coming step's recalls."""
 
@@ -173,9 +169,6 @@ class Residency(Protocol):
 
     def fill_pages(self) -> int:
         """Pages that this step may copy ahead of any miss, into slots that nobody wants."""
-
-    def warm_columns(self, n_full: int, quota_pages: int) -> npt.NDArray[np.int64]:
-        """Columns of a fresh request's page table to load before its first step."""
 
     def describe(self) -> dict[str, Any]:
         """State for operators: plain numbers, strings and lists."""

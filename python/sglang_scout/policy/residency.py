@@ -12,20 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_scout.core.ranking import distinct
-from sglang_scout.ops.residency import DEFAULT_HALF_LIFE_STEPS, PageUses
+from sglang_scout.ops.residency import PageUses
 from sglang_scout.policy.base import StepReport
 from sglang_scout.policy.recall_controller import RecallController
 
 Ids = npt.NDArray[np.int64]
-
-
-def whole_if_it_fits(n_full: int, quota_pages: int) -> Ids:
-    """Columns of a fresh request to load at once: all that it has, or none.
-
-    What fits is loaded whole, and attention is then exact from the first token on. A longer request
-    gets its pages after its first selection has said which ones matter.
-    """
-    return np.arange(n_full if n_full <= quota_pages else 0, dtype=np.int64)
 
 
 @dataclass
@@ -48,7 +39,6 @@ class ImportantPages:
     enabled: bool = True
     warm_up_steps: int = 1
     patience_us: float | None = None
-    half_life_steps: float = DEFAULT_HALF_LIFE_STEPS
     _step: int = field(default=0, init=False)
 
     def due(self, layer: int, step: int) -> bool:
@@ -75,9 +65,6 @@ class ImportantPages:
     def fill_pages(self) -> int:
         return 0
 
-    def warm_columns(self, n_full: int, quota_pages: int) -> Ids:
-        return whole_if_it_fits(n_full, quota_pages)
-
     def describe(self) -> dict[str, Any]:
         return {"intervals": list(self.intervals) if self.enabled else []}
 
@@ -100,7 +87,6 @@ class MeasuredRecall:
 
     controller: RecallController
     patience_us: float | None = 1000.0
-    half_life_steps: float = DEFAULT_HALF_LIFE_STEPS
 
     def plan(self, report: StepReport) -> None:
         self.controller.plan(report)
@@ -115,9 +101,6 @@ class MeasuredRecall:
 
     def fill_pages(self) -> int:
         return self.controller.spare_pages
-
-    def warm_columns(self, n_full: int, quota_pages: int) -> Ids:
-        return whole_if_it_fits(n_full, quota_pages)
 
     def describe(self) -> dict[str, Any]:
         return self.controller.describe()
