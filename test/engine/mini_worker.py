@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from sglang_scout.core.parse_config import parse_config
-from sglang_scout.engine.build import Sizes, build_engine
+from sglang_scout.engine.build import build_engine
 from sglang_scout.engine.digest_kinds import KINDS
-from sglang_scout.engine.stores import DigestPool, HostPages, ModelShape
+from sglang_scout.engine.stores import DigestPool, HostPages, ModelShape, Sizes
 from sglang_scout.ops.attend import attend_pages
 from sglang_scout.policy.base import Context, make_policy, policy_names
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -11,31 +10,14 @@ from sglang_scout.core.config import OffloadConfig
 from sglang_scout.engine.fetch import Fetch
 from sglang_scout.engine.ranks import Ranks
 from sglang_scout.engine.step import StepEngine
-from sglang_scout.engine.stores import DigestPool, HostPages, ModelShape, ResidentCache
+from sglang_scout.engine.stores import DigestPool, HostPages, ModelShape, Sizes
 from sglang_scout.engine.trace import Tracer
 from sglang_scout.engine.transport import GraphTransport, HostTransport, Transport
 from sglang_scout.ops.doorbell import DeviceRing
 from sglang_scout.ops.predict import QueryProjector
-from sglang_scout.ops.residency import ResidencyTable
 from sglang_scout.policy.base import Policy
 from sglang_scout.worker.arena import Arena
 from sglang_scout.worker.client import WorkerClient
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """What a rank's buffers are made for.
-
-    Attributes:
-        budget_pages: k, pages selected per request and layer.
-        num_slots: device slots per layer.
-        max_batch, max_pages: most rows in a step, and pages of a row.
-    """
-
-    budget_pages: int
-    num_slots: int
-    max_batch: int
-    max_pages: int
 
 
 def device_ring(
@@ -89,29 +71,31 @@ def build_engine(
     """A step engine and its stores on ``device``.
 
     Args:
+        shape: sizes of the model on this rank.
         host: pages that the worker sees as well; memory that the device can use.
+        projectors: per layer, its query from a layer input.
         worker: who computes missing pages, on the host's thread or on the device's stream.
         digests: of the host pages; None: made here.
+        ranks: those among which a layer's heads are dealt out; None: all are here.
     Raises:
         ValueError: sizes that do not fit the policy.
     """
+    device = torch.device(device)
+    forced = policy.digest.sink_pages + policy.digest.recent_pages
+    if sizes.num_slots < min(sizes.max_batch * (forced + 1), host.num_pages):
+        raise ValueError(
+            f"resident cache of {sizes.num_slots} slots cannot hold the sink, recent and tail "
+            f"pages of {sizes.max_batch} requests ({forced + 1} each)"
+        )
+    digests = digests or DigestPool(shape, host.num_pages, device, policy.digest.kind)
+    if digests.kind != policy.digest.kind:
+        raise ValueError(f"the digests are {digests.kind}, the policy scores {policy.digest.kind}")
     tracer = tracer or Tracer(None, 0)
     return StepEngine(
-        shape=shape,
-        policy=policy,
-        budget_pages=sizes.budget_pages,
-        max_batch=sizes.max_batch,
-        max_pages=sizes.max_pages,
-        host=host,
-        digests=digests or DigestPool(shape, host.num_pages, device, policy.digest.kind),
-        resident=ResidentCache(shape, sizes.num_slots, device),
-        table=ResidencyTable(shape.num_layers, host.num_pages, sizes.num_slots),
-        projectors=projectors,
-        transport=_transport(policy, shape, sizes, host, worker, torch.device(device), tracer),
-        tracer=tracer,
-        verify=config.verify,
-        ranks=ranks,
-    )
+        policy, shape, sizes, host, digests, projectors,
+        _transport(policy, shape, sizes, host, worker, device, tracer),
+        device=device, tracer=tracer, verify=config.verify, ranks=ranks,
+    )  # fmt: skip
 
 
 def _transport(

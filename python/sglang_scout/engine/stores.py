@@ -37,6 +37,22 @@ class ModelShape:
         return self.page_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """What a rank's buffers are made for.
+
+    Attributes:
+        budget_pages: k, pages selected per request and layer.
+        num_slots: device slots per layer.
+        max_batch, max_pages: most rows in a step, and pages of a row.
+    """
+
+    budget_pages: int
+    num_slots: int
+    max_batch: int
+    max_pages: int
+
+
 class HostPages:
     """Every KV page of every request, in host DRAM.
 

@@ -16,9 +16,12 @@ from sglang_scout.core.errors import ConfigError
 from sglang_scout.engine.device import LOCK_CHUNK_BYTES, lock_memory
 from sglang_scout.ops import triton
 from sglang_scout.worker.arena import Arena
+from sglang_scout.worker.settings import WorkerConfig
 
 logger = logging.getLogger(__name__)
 
+HOST_SPIN_US = 50
+DEVICE_SPIN_US = 20_000  # as long as a step
 MIN_WAIT_S = 3.0
 MAX_TABLE_PAGES = 8192  # columns that select_pages takes on a device
 
@@ -28,6 +31,23 @@ def uses_graph_transport(config: OffloadConfig, device: str) -> bool:
     if config.transport != "auto":
         return config.transport == "graph"
     return torch.device(device).type == "cuda"
+
+
+def worker_config(config: OffloadConfig, device: str) -> WorkerConfig:
+    """How the worker of a server on ``device`` runs."""
+    spin_us = config.worker_spin_us
+    if spin_us is None:
+        # A kernel cannot wake a thread that sleeps: the attendant does, but later.
+        spin_us = DEVICE_SPIN_US if uses_graph_transport(config, device) else HOST_SPIN_US
+    return WorkerConfig(
+        ready_timeout_s=config.worker_ready_timeout_s,
+        heartbeat_timeout_s=config.worker_heartbeat_timeout_s,
+        wait_timeout_s=config.worker_wait_timeout_s,
+        spin_us=spin_us,
+        threads_per_group=config.worker_threads_per_group,
+        # Where host pages are locked their memory is taken at start.
+        populate=torch.device(device).type == "cuda",
+    )
 
 
 def check_graph_transport(args: ServerArgs, config: OffloadConfig, device: str) -> None:

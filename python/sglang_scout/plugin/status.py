@@ -1,12 +1,19 @@
-"""What operators see: ``/server_info`` and ``/metrics``."""
+"""What operators see: ``/server_info``, ``/metrics`` and the facts in traces and step logs."""
 
 from __future__ import annotations
 
 import logging
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sglang_scout.core.config import OffloadConfig
+from sglang_scout.core.errors import ConfigError
+from sglang_scout.core.profile import selection_of
 from sglang_scout.core.registry import chosen
+from sglang_scout.engine.counters import Counters
+from sglang_scout.engine.step_log import StepLog
+from sglang_scout.plugin.support import model_identity
 
 if TYPE_CHECKING:
     from sglang_scout.plugin.backend import ScoutAttnBackend
@@ -40,6 +47,10 @@ _METRICS = {
 }
 
 
+_FACTS = (
+    "policy", "budget_tokens", "digest", "resident_bonus", "attend", "precompute", "exact_layers",
+    "exact_steps", "recall",
+)  # fmt: skip
 _TOTALS = (
     "steps", "selected_pages", "cpu_pages", "fetched_pages", "budget_pages", "cpu_compute_ratio",
     "warmed_pages", "recalled_pages", "recall_bytes", "recall_wait_us", "gpu_wait_us", "verify_checks",
@@ -49,6 +60,36 @@ _OF_WORKER = (
     "pid", "state", "restarts", "cpus", "cpu_nodes", "pages", "remote_pages", "refused", "local_tickets",
     "late_tickets", "last_error",
 )  # fmt: skip
+
+
+def facts(config: OffloadConfig, num_layers: int, cpus: list[int]) -> dict[str, Any]:
+    """What a reader of this server's files should know of it."""
+    of_config = {key: getattr(config, key) for key in _FACTS}
+    return of_config | {"layers": num_layers, "worker_cpus": cpus}
+
+
+def open_step_log(
+    config: OffloadConfig, facts: dict[str, Any], counters: Counters, model_config: Any
+) -> StepLog | None:
+    """The step log that the configuration asks for.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    if config.step_log is None:
+        return None
+    of_log = {
+        "page_size_tokens": config.page_size_tokens,
+        "model": Path(model_config.model_path).name,
+        "identity": model_identity(model_config),
+        "selection": selection_of(config),
+    }
+    try:
+        return StepLog(config.step_log, counters, facts | of_log)
+    except OSError as error:
+        raise ConfigError(
+            f"--kv-offload-config: step_log = {config.step_log!r}: cannot write it: {error.strerror}"
+        ) from error
 
 
 def decode_state(backend: ScoutAttnBackend) -> dict[str, Any]:
