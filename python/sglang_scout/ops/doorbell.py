@@ -153,7 +153,7 @@ class DeviceRing:
         self._check(
             "merge", layer, out=(out, [B, HQ, D], torch.float32), lse=(lse, [B, HQ], torch.float32)
         )
-        from .triton.doorbell import merge
+        from .triton.answer import merge
 
         if len(out):
             merge(self, layer, out, lse)

@@ -178,48 +178,17 @@ def attend_pages(q, k, v, pages, last_page, last_len, scale, logit_cap, out, slo
         parts, part_lse = q.new_empty((splits, B, HQ, D)), q.new_empty((splits, B, HQ))
     block_s = triton.next_power_of_2(S)
     attend_kernel[(splits, H, B)](
-        q,
-        k,
-        v,
-        pages,
-        slot_of,
-        last_page,
-        last_len,
-        n_pages,
-        parts,
-        part_lse,
-        scale,
-        logit_cap,
-        R,
-        0 if slot_of is None else slot_of.numel(),
-        splits,
-        S,
-        H,
-        HQ // H,
-        D,
-        slot_of is not None,
-        last_page is not None,
-        n_pages is not None,
-        logit_cap > 0,
+        q, k, v, pages, slot_of, last_page, last_len, n_pages, parts, part_lse, scale, logit_cap, R,
+        0 if slot_of is None else slot_of.numel(), splits, S, H, HQ // H, D,
+        slot_of is not None, last_page is not None, n_pages is not None, logit_cap > 0,
         max(16, min(_MAX_CHUNK, triton.next_power_of_2(triton.cdiv(max(1, columns), splits)))),
-        pages_per_tile(block_s, D * (2 if k.dtype == torch.bfloat16 else 4)),
-        block_s,
-        max(16, triton.next_power_of_2(HQ // H)),
-        triton.next_power_of_2(D),
-        num_warps=4,
-    )
+        pages_per_tile(block_s, D * (2 if k.dtype == torch.bfloat16 else 4)), block_s,
+        max(16, triton.next_power_of_2(HQ // H)), triton.next_power_of_2(D), num_warps=4,
+    )  # fmt: skip
     if splits > 1:
         combine_kernel[(B * HQ,)](
-            parts,
-            part_lse,
-            *out,
-            splits,
-            B * HQ,
-            D,
-            splits,
-            triton.next_power_of_2(D),
-            num_warps=4,
-        )
+            parts, part_lse, *out, splits, B * HQ, D, splits, triton.next_power_of_2(D), num_warps=4,
+        )  # fmt: skip
     return out
 
 

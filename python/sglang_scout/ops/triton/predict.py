@@ -102,18 +102,8 @@ def predict_query(
     out = q.new_empty((B, HQ, D), dtype=torch.float32)
     if B:
         rotate_kernel[(B, HQ)](
-            q,
-            q_norm_weight,
-            cos_sin,
-            positions,
-            out,
-            q_norm_eps,
-            HQ,
-            D,
-            rotary_dim if cos_sin is not None else 0,
-            is_neox,
-            q_norm_weight is not None,
-            triton.next_power_of_2(D),
-            num_warps=1,
-        )
+            q, q_norm_weight, cos_sin, positions, out, q_norm_eps, HQ, D,
+            rotary_dim if cos_sin is not None else 0, is_neox, q_norm_weight is not None,
+            triton.next_power_of_2(D), num_warps=1,
+        )  # fmt: skip
     return out

@@ -161,42 +161,12 @@ def score_pages(q, kmin, kmax, table, n_full, scale, reduce, out):
     block_top, block_mass = q.new_empty((2, B, HQ, part_stride)).unbind()
     G = HQ // H
     bounds_kernel[(blocks, H, B)](
-        q,
-        kmin,
-        kmax,
-        table,
-        n_full,
-        bounds,
-        block_top,
-        block_mass,
-        scale,
-        N,
-        row_stride,
-        part_stride,
-        H,
-        G,
-        D,
-        block_n,
-        max(16, triton.next_power_of_2(G)),
-        block_d,
-        num_warps=4,
-    )
+        q, kmin, kmax, table, n_full, bounds, block_top, block_mass, scale, N, row_stride, part_stride,
+        H, G, D, block_n, max(16, triton.next_power_of_2(G)), block_d, num_warps=4,
+    )  # fmt: skip
     reduce_kernel[(blocks, B)](
-        bounds,
-        block_top,
-        block_mass,
-        table,
-        n_full,
-        out,
-        N,
-        row_stride,
-        part_stride,
-        blocks,
-        HQ,
-        reduce,
-        block_n,
-        min(64, triton.next_power_of_2(HQ), max(1, _HELD_PARTS // block_blocks)),
-        block_blocks,
+        bounds, block_top, block_mass, table, n_full, out, N, row_stride, part_stride, blocks, HQ, reduce,
+        block_n, min(64, triton.next_power_of_2(HQ), max(1, _HELD_PARTS // block_blocks)), block_blocks,
         num_warps=4,
-    )
+    )  # fmt: skip
     return out

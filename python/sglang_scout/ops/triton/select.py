@@ -132,21 +132,9 @@ def select_pages(scores, table, n_full, slot_of, k, sink_pages, recent_pages, ou
     block_n = max(16, triton.next_power_of_2(N))
     block_k = max(16, triton.next_power_of_2(k))
     select_kernel[(B,)](
-        scores,
-        table,
-        n_full,
-        slot_of,
-        table.new_empty((B, block_k), dtype=torch.int64),
-        pages,
-        missing,
-        n_missing,
-        N,
-        k,
-        sink_pages,
-        recent_pages,
-        block_n,
-        block_k,
+        scores, table, n_full, slot_of, table.new_empty((B, block_k), dtype=torch.int64),
+        pages, missing, n_missing, N, k, sink_pages, recent_pages, block_n, block_k,
         max(16, min(block_k, 64, 8192 // block_k)),
         num_warps=min(16, max(4, block_n // (32 * _LANE_KEYS))),
-    )
+    )  # fmt: skip
     return Selection(pages, missing, n_missing)
