@@ -47,11 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Makes, writes and prints a profile. Returns 0.
-
-    Raises:
-        ConfigError: a wrong argument, or a log that tells no intervals.
-    """
+    """Makes, writes and prints a profile. Returns 0."""
     files = [("STEP_LOG", args.step_log), ("--output", args.output), ("--plot", args.plot)]
     check_different((flag, f"profile: {flag} {path!r}", path) for flag, path in files)
     profile = profile_of(read_step_log(args.step_log), args.threshold)

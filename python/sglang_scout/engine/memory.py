@@ -244,8 +244,6 @@ def check_memory(
 
     Args:
         plan: of each of the tensor-parallel ``ranks`` on this machine.
-    Raises:
-        ConfigError: naming the parts and the flags that size them.
     """
     on_device = plan.digest_bytes + plan.input_bytes + plan.resident_bytes + plan.staging_bytes
     of_host = plan.host_bytes + plan.worker.total_bytes

@@ -51,11 +51,7 @@ def worker_config(config: OffloadConfig, device: str) -> WorkerConfig:
 
 
 def check_graph_transport(args: ServerArgs, config: OffloadConfig, device: str) -> None:
-    """Refuse what the device's engine does not do.
-
-    Raises:
-        ConfigError: naming flag, value and fix.
-    """
+    """Refuse what the device's engine does not do."""
     on_cuda = torch.device(device).type == "cuda"
     flag = "--kv-offload-config"
     if config.transport == "host" and on_cuda:
@@ -121,11 +117,7 @@ def _check_where_weights_are(args: ServerArgs) -> None:
 
 
 def check_resolved_graphs(args: ServerArgs) -> None:
-    """Refuse what SGLang has made of its own flags and defaults, if a step would not be one graph or none.
-
-    Raises:
-        ConfigError: naming phase, value and fix.
-    """
+    """Refuse what SGLang has made of its own flags and defaults, if a step would not be one graph or none."""
     if torch.device(args.device).type != "cuda":
         return
     for phase, fine in (("decode", ("full", "disabled")), ("prefill", ("disabled",))):
@@ -152,11 +144,7 @@ def graphs_of(args: ServerArgs, phase: str) -> str | None:
 
 
 def lock_pages(arena: Arena) -> None:
-    """Page-lock what the device uses of the arena, until this process ends.
-
-    Raises:
-        ConfigError: the system does not allow it.
-    """
+    """Page-lock what the device uses of the arena, until this process ends."""
 
     def progress(done: int) -> None:
         if arena.nbytes > LOCK_CHUNK_BYTES:
@@ -170,11 +158,7 @@ def lock_pages(arena: Arena) -> None:
 
 
 def check_context(context_tokens: int, page_size: int) -> None:
-    """Refuse a context that a device cannot select from.
-
-    Raises:
-        ConfigError: naming the longest.
-    """
+    """Refuse a context that a device cannot select from."""
     pages = -(-context_tokens // page_size)
     if pages > MAX_TABLE_PAGES:
         raise ConfigError(
@@ -184,11 +168,7 @@ def check_context(context_tokens: int, page_size: int) -> None:
 
 
 def lock_shared_page(words: torch.Tensor) -> None:
-    """Page-lock a page that tensor-parallel ranks share, for a device to write to.
-
-    Raises:
-        ConfigError: the system does not allow it.
-    """
+    """Page-lock a page that tensor-parallel ranks share, for a device to write to."""
     try:
         lock_memory(words.data_ptr(), words.nbytes)
     except MemoryError as error:

@@ -71,11 +71,7 @@ def facts(config: OffloadConfig, num_layers: int, cpus: list[int]) -> dict[str, 
 def open_step_log(
     config: OffloadConfig, facts: dict[str, Any], counters: Counters, model_config: Any
 ) -> StepLog | None:
-    """The step log that the configuration asks for.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
+    """The step log that the configuration asks for."""
     if config.step_log is None:
         return None
     of_log = {

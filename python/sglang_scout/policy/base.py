@@ -218,10 +218,6 @@ def policy_names() -> tuple[str, ...]:
 
 
 def make_policy(context: Context) -> Policy:
-    """The policy that the configuration names.
-
-    Raises:
-        ConfigError: a layer is named that the model does not have.
-    """
+    """The policy that the configuration names."""
     check_layers(context.config, context.num_layers)
     return _policies()[context.config.policy](context)

@@ -146,9 +146,6 @@ def check_nodes(
         nodes: CPUs of each of the arena's nodes; may be None where it has one.
         cpus: of the worker.
         num_nodes: of the arena.
-
-    Raises:
-        ConfigError: not as many nodes as the arena has, or not each CPU in exactly one.
     """
     if nodes is None and num_nodes == 1:
         return (0,) * len(cpus)
