@@ -12,6 +12,7 @@ few words on the architecture that it was written for (90), or if a kernel of th
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
 import json
 import os
@@ -151,9 +152,14 @@ def cases() -> Iterator[tuple[str, Callable[..., object], tuple]]:
     yield "append_tokens with mirror", append_tokens, mirrored
     spec = ArenaSpec(40, 4096, 32, 8, 40, 128, "bfloat16", 0.1, 16, 64)
     ring = DeviceRing(
-        1 << 46, layout_of(spec), num_layers=40, max_batch=16, max_pages=64, num_q_heads=40,
-        head_dim=128, parts=0, split=Split(36, 8, 4), timeout_us=1000, device="meta",
-    )  # fmt: skip
+        1 << 46,
+        layout_of(spec),
+        spec,
+        parts=0,
+        split=Split(36, 8, 4),
+        timeout_us=1000,
+        device="meta",
+    )
     chosen_pages = empty(16, 64, dtype=I32)
     yield "post", doorbell.post, (ring, 7, out, chosen_pages, empty(16, dtype=I32))
     yield "wait and merge", answer.merge, (ring, 7, out, lse)
@@ -163,8 +169,8 @@ def cases() -> Iterator[tuple[str, Callable[..., object], tuple]]:
     yield "wait and merge of one row", answer.merge, (ring, 1, out[:1], lse[:1])
     # As benchmark/ring/gpu_ring.py has it: all of the split is one, the wait is longer than 2^31 nanoseconds.
     ring = DeviceRing(
-        1 << 46, layout_of(spec), num_layers=1, max_batch=16, max_pages=64, num_q_heads=40,
-        head_dim=128, parts=1, split=Split(), timeout_us=10_000_000, device="meta",
+        1 << 46, layout_of(spec), dataclasses.replace(spec, num_layers=1), parts=1, split=Split(),
+        timeout_us=10_000_000, device="meta",
     )  # fmt: skip
     yield "post without a split", doorbell.post, (ring, 0, out, chosen_pages, empty(16, dtype=I32))
     yield "long wait and merge", answer.merge, (ring, 0, out, lse)

@@ -49,11 +49,9 @@ class Server:
         self.threads = len(cpus)
         self._producer = _native.RingProducer(arena.address, arena.nbytes)  # to read the counters
         self.runtime = _native.RingRuntime(arena.address, arena.nbytes, EPOCH, cpus, SPIN_US, 1)
-        spec = arena.spec
         self.ring = DeviceRing(
-            arena.address, arena.layout(), num_layers=LAYERS, max_batch=spec.max_batch, max_pages=K,
-            num_q_heads=HQ, head_dim=D, parts=1, timeout_us=5_000_000, device=device,
-        )  # fmt: skip
+            arena.address, arena.layout(), arena.spec, parts=1, timeout_us=5_000_000, device=device
+        )
 
     def records(self) -> int:
         return self._producer.totals()["records"]

@@ -43,7 +43,7 @@ class DeviceWorker(MiniWorker):
         return HostPages(s, *([t.flatten(0, 1) for t in half] for half in kv))
 
     def _worker(self, missing):
-        arena, s = self.arena, self.shape
+        arena = self.arena
         self.producer = _native.RingProducer(arena.address, arena.nbytes)
         self.epoch = self.producer.next_epoch()
         self.runtime = None
@@ -53,10 +53,8 @@ class DeviceWorker(MiniWorker):
             self.producer.set_live_epoch(self.epoch)
         self.attendant = _native.RingAttendant(self.producer, 50)
         self.ring = DeviceRing(
-            arena.address, arena.layout(), num_layers=s.num_layers, max_batch=self.max_batch,
-            max_pages=arena.spec.max_pages, num_q_heads=s.num_q_heads, head_dim=s.head_dim,
-            parts=1, timeout_us=20_000_000, device="cpu",
-        )  # fmt: skip
+            arena.address, arena.layout(), arena.spec, parts=1, timeout_us=20_000_000, device="cpu"
+        )
         return GraphTransport(self.ring, lambda: self.epoch)
 
     def end_threads(self):

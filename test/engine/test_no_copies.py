@@ -39,8 +39,8 @@ def test_an_assignment_would_be_a_copy(on_cuda):
 def test_the_ring_between_steps(on_cuda):
     spec = ArenaSpec(2, 8, 32, 2, 4, 64, "bfloat16", 0.1, 4, 4)
     ring = DeviceRing(
-        1 << 46, layout_of(spec), num_layers=2, max_batch=4, max_pages=4, num_q_heads=4, head_dim=64,
-        parts=0, timeout_us=1000, device="cuda", faults=torch.zeros(1, dtype=torch.int64),
+        1 << 46, layout_of(spec), spec, parts=0, timeout_us=1000, device="cuda",
+        faults=torch.zeros(1, dtype=torch.int64),
     )  # fmt: skip
     with NoCopies():
         ring.set_epoch(3, posts=17)

@@ -34,21 +34,15 @@ def device_ring(
         timeout_s: how long a step waits for the worker.
         faults, rank: as of :class:`DeviceRing`.
     """
-    spec = arena.spec
     worker.serve_device()
     return DeviceRing(
         arena.address,
         arena.layout(),
-        num_layers=spec.num_layers,
-        max_batch=spec.max_batch,
-        max_pages=spec.max_pages,
-        num_q_heads=spec.num_q_heads,
-        head_dim=spec.head_dim,
+        arena.spec,
         parts=worker.parts,
         split=worker.split,
         timeout_us=int(timeout_s * 1e6),
         device=device,
-        num_nodes=spec.num_nodes,
         faults=faults,
         rank=rank,
     )

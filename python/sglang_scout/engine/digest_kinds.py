@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -58,17 +59,9 @@ def unset(low: torch.Tensor, high: torch.Tensor, ids: torch.Tensor) -> None:
         as_bits(half)[:, :, corner, corner].index_fill_(1, ids, _UNSET_BITS)
 
 
-def _score_signs(
-    query: torch.Tensor,
-    low: torch.Tensor,
-    high: torch.Tensor,
-    table: torch.Tensor,
-    n_full: torch.Tensor,
-    scale: float,
-    head_reduce: str,
-) -> torch.Tensor:
-    """In units of each head's deviation, so that no scale matters."""
-    return score_signs(query, low, high, table, n_full)
+def _score_signs(*arguments: Any) -> torch.Tensor:
+    """Without the last two, scale and reduction: scores are in units of each head's deviation."""
+    return score_signs(*arguments[:5])
 
 
 KINDS = {

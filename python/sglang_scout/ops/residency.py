@@ -274,10 +274,6 @@ class ResidencyTable:
         self.uses.frequency[:, ids] = 0.0
         self.uses.stamp[:, ids] = -1
 
-    def clear(self) -> None:
-        """Drop every page (cache flush)."""
-        self.invalidate(np.arange(self.num_pages))
-
     def check(self) -> None:
         """Assert the invariants; for tests and debugging.
 

@@ -136,12 +136,12 @@ def merge(ring, layer: int, out: torch.Tensor, lse: torch.Tensor) -> None:
     replies = ring.address + at.replies_offset
     wait_kernel[(1,)](
         ring.state, ring.open_seq, ring.awaited, ring.answered, ring.waited_ns, ring.fault, replies,
-        at.reply_stride, layer, ring.timeout_us * 1000, ring.num_layers, num_warps=1,
+        at.reply_stride, layer, ring.timeout_us * 1000, ring.spec.num_layers, num_warps=1,
     )  # fmt: skip
     block_d = triton.next_power_of_2(D)
     block_r = max(1, 1024 // block_d)
     merge_answer_kernel[(triton.cdiv(B * HQ, block_r),)](
         ring.state, ring.answered, ring.asked, out, lse, replies, at.reply_stride, at.lse_offset,
-        layer, B * HQ, ring.max_batch, ring.num_layers, at.out_offset, HQ, D, block_r, block_d,
+        layer, B * HQ, ring.spec.max_batch, ring.spec.num_layers, at.out_offset, HQ, D, block_r, block_d,
         num_warps=4,
     )  # fmt: skip

@@ -163,13 +163,13 @@ def post_kernel(
 
 def post(ring, layer: int, q: torch.Tensor, pages: torch.Tensor, n_pages: torch.Tensor) -> None:
     """See `ops.doorbell.DeviceRing.post`."""
-    (B, HQ, D), k, at = q.shape, pages.shape[1], ring.layout
+    (B, HQ, D), k, at, spec = q.shape, pages.shape[1], ring.layout, ring.spec
     post_kernel[(B,)](
         q, pages, n_pages, ring.state, ring.open_seq, ring.awaited, ring.asked, ring.arrivals,
         ring.address + at.control_offset, ring.address + at.log_offset,
         ring.address + at.records_offset, at.record_stride, at.pages_offset, at.n_pages_offset,
-        layer, B, ring.parts, *ring.split, ring.num_nodes, k, ring.max_pages, ring.max_batch,
-        at.log_entries, ring.num_layers, HQ * D, at.q_offset,
+        layer, B, ring.parts, *ring.split, spec.num_nodes, k, spec.max_pages, spec.max_batch,
+        at.log_entries, spec.num_layers, HQ * D, at.q_offset,
         min(2048, triton.next_power_of_2(HQ * D)),
         min(1024, max(16, triton.next_power_of_2(k))),
         triton.next_power_of_2(B), num_warps=4,
