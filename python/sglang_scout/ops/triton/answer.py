@@ -27,18 +27,9 @@ from .ring_words import (
 # One compilation for all layers.
 @triton.jit(do_not_specialize=["layer"])
 def wait_kernel(
-    state,
-    open_seq,
-    awaited,
-    answered,
-    waited_ns,
-    fault,
-    replies,
-    reply_stride,
-    layer,
-    timeout_ns,
-    L,
-):
+    state, open_seq, awaited, answered, waited_ns, fault, replies,
+    reply_stride, layer, timeout_ns, L,
+):  # fmt: skip
     """One program waits for the answer of a slot; answered [1] int32 says whether there is one.
 
     Bounded by the device's clock: a worker that does not answer sets an error, the stream goes on.
@@ -76,24 +67,11 @@ def wait_kernel(
 # One compilation for all layers.
 @triton.jit(do_not_specialize=["layer"])
 def merge_answer_kernel(
-    state,
-    answered,
-    asked,
-    out,
-    lse,
-    replies,
-    reply_stride,
-    lse_offset,
-    layer,
-    rows,
-    max_batch,
-    L,
-    OUT_OFFSET: tl.constexpr,
-    HQ: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    state, answered, asked, out, lse, replies,
+    reply_stride, lse_offset, layer, rows, max_batch, L,
+    OUT_OFFSET: tl.constexpr, HQ: tl.constexpr, D: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
-):
+):  # fmt: skip
     """Merges the answer into out [rows, D] and lse [rows], rows being those of [B, HQ]."""
     if tl.load(answered) != 0:
         slot = (tl.load(state + STEP) & 1) * L + layer

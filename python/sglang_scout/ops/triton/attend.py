@@ -21,35 +21,12 @@ _PROGRAMS_PER_SM = 4
 
 @triton.jit
 def attend_kernel(
-    q,
-    k,
-    v,
-    pages,
-    slot_of,
-    last_page,
-    last_len,
-    n_pages,
-    out,
-    lse,
-    scale,
-    logit_cap,
-    R,
-    ids,
-    splits,
-    S: tl.constexpr,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    HAS_SLOTS: tl.constexpr,
-    HAS_LAST: tl.constexpr,
-    HAS_COUNT: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PAGES: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    q, k, v, pages, slot_of, last_page, last_len, n_pages, out, lse,
+    scale, logit_cap, R, ids, splits,
+    S: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HAS_SLOTS: tl.constexpr,
+    HAS_LAST: tl.constexpr, HAS_COUNT: tl.constexpr, HAS_CAP: tl.constexpr, CHUNK: tl.constexpr,
+    PAGES: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """The G query heads of one KV head over every splits-th column of a row of page ids.
 
     Columns are dealt out one by one, not in runs, so that rows packed to the left keep all programs
@@ -131,16 +108,10 @@ def attend_kernel(
 
 @triton.jit
 def combine_kernel(
-    parts,
-    part_lse,
-    out,
-    lse,
-    splits,
-    rows,
-    D: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    parts, part_lse, out, lse,
+    splits, rows,
+    D: tl.constexpr, BLOCK_SPLITS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """Merges the splits of one query head. parts [splits, rows, D]; part_lse [splits, rows]."""
     row = tl.program_id(0)
     split = tl.arange(0, BLOCK_SPLITS)

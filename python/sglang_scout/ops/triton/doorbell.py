@@ -61,38 +61,12 @@ def runs_of(sequences, total, largest, threads, most, least_pages):
 # One compilation for all layers.
 @triton.jit(do_not_specialize=["layer"])
 def post_kernel(
-    q,
-    pages,
-    n_pages,
-    state,
-    open_seq,
-    awaited,
-    asked,
-    arrivals,
-    control,
-    log,
-    records,
-    record_stride,
-    pages_offset,
-    n_pages_offset,
-    layer,
-    rows,
-    parts,
-    threads,
-    most,
-    least_pages,
-    nodes,
-    k,
-    max_pages,
-    max_batch,
-    log_entries,
-    L: tl.constexpr,
-    WIDTH: tl.constexpr,
-    Q_OFFSET: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-):
+    q, pages, n_pages, state, open_seq, awaited, asked, arrivals, control, log, records,
+    record_stride, pages_offset, n_pages_offset, layer, rows, parts, threads, most, least_pages,
+    nodes, k, max_pages, max_batch, log_entries,
+    L: tl.constexpr, WIDTH: tl.constexpr, Q_OFFSET: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_B: tl.constexpr,
+):  # fmt: skip
     """One row of a record each; the last program to arrive publishes it.
 
     q [B, WIDTH]; pages [B, k]; n_pages [B]. open_seq [2 L]: the record of a slot that has no answer

@@ -38,20 +38,11 @@ def source_row(rows, page, layer):
 
 @triton.jit
 def digest_kernel(
-    addresses,
-    ids,
-    rows,
-    kmin,
-    kmax,
-    P,
-    R,
-    S: tl.constexpr,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    ALIGN: tl.constexpr,
-):
+    addresses, ids, rows, kmin, kmax,
+    P, R,
+    S: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
     """One page, head and layer. addresses [L] of [R, S, H, D]; ids [n]; rows: see `source_row`; kmin,
     kmax [L, P, H, D]."""
     page, h = tl.load(ids + tl.program_id(0)), tl.program_id(1)
@@ -82,18 +73,10 @@ def word_of(k, page, h, first, H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.con
 
 @triton.jit
 def build_signs_kernel(
-    addresses,
-    ids,
-    rows,
-    low,
-    high,
-    P,
-    R,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    ALIGN: tl.constexpr,
-):
+    addresses, ids, rows, low, high,
+    P, R,
+    H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
     """One page, head and layer. addresses [L] of [R, 32, H, D]; ids [n]; rows: see `source_row`; low, high
     [L, P, H, D]."""
     page, h = tl.load(ids + tl.program_id(0)), tl.program_id(1)
@@ -112,18 +95,10 @@ def build_signs_kernel(
 # One compilation for every number of pages.
 @triton.jit(do_not_specialize=["n"])
 def copy_kernel(
-    addresses,
-    ids,
-    dst_k,
-    dst_v,
-    n,
-    L,
-    P,
-    slots,
-    words,
-    ALIGN: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    addresses, ids, dst_k, dst_v,
+    n, L, P, slots, words,
+    ALIGN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Blocks of words, those of a page and layer first of K, then of V; every program takes its share.
 
     addresses [2, L] of [P, words]; ids [3, n]: layer, page, slot; dst_k, dst_v [L, slots, words].
@@ -150,24 +125,10 @@ def copy_kernel(
 
 @triton.jit
 def append_kernel(
-    k,
-    v,
-    lens,
-    k_pages,
-    v_pages,
-    ids,
-    k_mirror,
-    v_mirror,
-    mirror_ids,
-    k_stride,
-    v_stride,
-    P,
-    mirror_P,
-    S,
-    WIDTH: tl.constexpr,
-    HAS_MIRROR: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    k, v, lens, k_pages, v_pages, ids, k_mirror, v_mirror, mirror_ids,
+    k_stride, v_stride, P, mirror_P, S,
+    WIDTH: tl.constexpr, HAS_MIRROR: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """One block of one row of K (program 0 of axis 2) or of V, to one pool or to both.
 
     k, v [B, WIDTH] rows k_stride and v_stride apart; pools [P, S, WIDTH] and [mirror_P, S, WIDTH].

@@ -25,19 +25,11 @@ def norm_kernel(x, weight, out, eps, C, BLOCK: tl.constexpr):
 
 @triton.jit
 def rotate_kernel(
-    q,
-    weight,
-    cos_sin,
-    positions,
-    out,
-    eps,
-    HQ,
-    D: tl.constexpr,
-    R: tl.constexpr,
-    NEOX: tl.constexpr,
-    HAS_NORM: tl.constexpr,
+    q, weight, cos_sin, positions, out,
+    eps, HQ,
+    D: tl.constexpr, R: tl.constexpr, NEOX: tl.constexpr, HAS_NORM: tl.constexpr,
     BLOCK_D: tl.constexpr,
-):
+):  # fmt: skip
     """RMSNorm and rotation of one head. q [B, HQ, D]; cos_sin [positions, R]; out [B, HQ, D] float32.
 
     Channel d turns with its partner, which is read again rather than moved between threads.

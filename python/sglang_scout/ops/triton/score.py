@@ -20,25 +20,11 @@ _HELD_PARTS = 4096
 
 @triton.jit
 def bounds_kernel(
-    q,
-    kmin,
-    kmax,
-    table,
-    n_full,
-    bounds,
-    block_top,
-    block_mass,
-    scale,
-    N,
-    row_stride,
-    part_stride,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    q, kmin, kmax, table, n_full, bounds, block_top, block_mass,
+    scale, N, row_stride, part_stride,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """Bounds of one block of pages for the G query heads of one KV head: u = q+ . M + q- . m.
 
     Every digest is loaded once, for all G heads. Also leaves the block's largest bound and its sum
@@ -86,22 +72,11 @@ def bounds_kernel(
 
 @triton.jit
 def reduce_kernel(
-    bounds,
-    block_top,
-    block_mass,
-    table,
-    n_full,
-    out,
-    N,
-    row_stride,
-    part_stride,
-    blocks,
-    HQ: tl.constexpr,
-    REDUCE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    bounds, block_top, block_mass, table, n_full, out,
+    N, row_stride, part_stride, blocks,
+    HQ: tl.constexpr, REDUCE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_BLOCKS: tl.constexpr,
-):
+):  # fmt: skip
     """Scores of one block of pages from the bounds of all heads. out: [B, N]."""
     block, b = tl.program_id(0), tl.program_id(1)
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)

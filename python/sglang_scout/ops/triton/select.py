@@ -27,22 +27,10 @@ def ordered_bits(x):
 
 @triton.jit
 def select_kernel(
-    scores,
-    table,
-    n_full,
-    slot_of,
-    scratch,
-    pages,
-    missing,
-    n_missing,
-    N,
-    k,
-    sink_pages,
-    recent_pages,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    CHUNK_K: tl.constexpr,
-):
+    scores, table, n_full, slot_of, scratch, pages, missing, n_missing,
+    N, k, sink_pages, recent_pages,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK_K: tl.constexpr,
+):  # fmt: skip
     """The k best pages of a row, forced ones first, then by falling score, equal ones by column.
 
     1. Every column gets a key: 0 if it is not offered, the largest if it is forced.

@@ -73,26 +73,11 @@ def token_sums(bits, parts):
 
 @triton.jit
 def sign_sums_kernel(
-    q,
-    low,
-    high,
-    table,
-    n_full,
-    sums,
-    counts,
-    means,
-    squares,
-    largest,
-    N,
-    row_stride,
-    part_stride,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    q, low, high, table, n_full, sums, counts, means, squares, largest,
+    N, row_stride, part_stride,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """u = max over the tokens of sum +-q, for one block of pages and the G query heads of a KV head.
 
     Also leaves what the second pass needs of the block: how many pages, their mean u, the sum of
@@ -145,24 +130,11 @@ def sign_sums_kernel(
 
 @triton.jit
 def stand_out_kernel(
-    sums,
-    counts,
-    means,
-    squares,
-    largest,
-    table,
-    n_full,
-    out,
-    N,
-    row_stride,
-    part_stride,
-    blocks,
-    LEAST_SPREAD: tl.constexpr,
-    HQ: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    sums, counts, means, squares, largest, table, n_full, out,
+    N, row_stride, part_stride, blocks,
+    LEAST_SPREAD: tl.constexpr, HQ: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_BLOCKS: tl.constexpr,
-):
+):  # fmt: skip
     """Scores of one block of pages: u of each head in units of its deviation, and the largest of all.
 
     Blocks are combined by their counts, means and squares (Chan, Golub and LeVeque 1979). out: [B, N].
