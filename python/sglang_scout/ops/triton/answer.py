@@ -90,6 +90,7 @@ def merge_answer_kernel(
             other=0.0,
             volatile=True,
         )
+        # [BLOCK_R]
         their_lse = tl.load(
             at_array(reply + lse_offset, tl.float32) + r,
             mask=got,

@@ -78,7 +78,7 @@ def attend_kernel(
                 chosen = tl.where(which == i, tl.max(tl.where(rank == at, page, 0), axis=0), chosen)
                 length = tl.where(at == tail_rank, tail_len, tl.where(at <= count, S, 0))
                 lens = tl.where(which == i, length, lens)
-            here = s < lens
+            here = s < lens  # [PAGES * BLOCK_S]
             offset = ((chosen.to(tl.int64) * S + s) * H + h)[:, None] * D + d[None, :]
             mask = here[:, None] & (d < D)[None, :]
             # [PAGES * BLOCK_S, BLOCK_D]
@@ -92,8 +92,8 @@ def attend_kernel(
             x = tl.where(here[None, :], x, float("-inf"))
             new_top = tl.maximum(top, tl.max(x, axis=1))
             base = finite(new_top)
-            shrink = tl.exp(top - base)
-            p = tl.exp(x - base[:, None])
+            shrink = tl.exp(top - base)  # [BLOCK_G]
+            p = tl.exp(x - base[:, None])  # [BLOCK_G, PAGES * BLOCK_S]
             total = total * shrink + tl.sum(p, axis=1)
             # Tensor cores cut off what they add to: a tile is summed on its own and added rounded,
             # or the error of a long row would grow with its length.
@@ -116,6 +116,7 @@ def combine_kernel(
     row = tl.program_id(0)
     split = tl.arange(0, BLOCK_SPLITS)
     d = tl.arange(0, BLOCK_D)
+    # [BLOCK_SPLITS]
     weights = tl.load(part_lse + split * rows + row, mask=split < splits, other=float("-inf"))
     top = tl.max(weights, axis=0)
     weights = tl.exp(weights - finite(top))
@@ -124,7 +125,7 @@ def combine_kernel(
     at = (split * rows + row).to(tl.int64)[:, None] * D + d[None, :]
     # [BLOCK_SPLITS, BLOCK_D]
     values = tl.load(parts + at, mask=mask, other=0.0)
-    mean = tl.sum(values * weights[:, None], axis=0) / tl.maximum(total, 1.0)
+    mean = tl.sum(values * weights[:, None], axis=0) / tl.maximum(total, 1.0)  # [BLOCK_D]
     tl.store(out + row.to(tl.int64) * D + d, mean, mask=d < D)
     tl.store(lse + row, top + tl.log(tl.maximum(total, 1.0)))
 

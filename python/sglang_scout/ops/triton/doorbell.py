@@ -96,12 +96,14 @@ def post_kernel(
         if n > 0:  # nobody reads the query of a row without pages
             for first in range(0, WIDTH, BLOCK_Q):
                 i = first + tl.arange(0, BLOCK_Q)
+                # [BLOCK_Q]
                 value = tl.load(q + b.to(tl.int64) * WIDTH + i, mask=i < WIDTH)
                 tl.store(
                     at_array(record + Q_OFFSET, tl.float32) + b * WIDTH + i, value, mask=i < WIDTH
                 )
         for first in range(0, k, BLOCK_K):
             i = first + tl.arange(0, BLOCK_K)
+            # [BLOCK_K]
             page = tl.load(pages + b.to(tl.int64) * k + i, mask=i < n)
             tl.store(
                 at_array(record + pages_offset, tl.int32) + b * max_pages + i, page, mask=i < n

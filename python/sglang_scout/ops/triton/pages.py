@@ -86,7 +86,7 @@ def build_signs_kernel(
         k = layer_pointer(addresses, layer, low.dtype.element_ty, ALIGN)
         d = tl.arange(0, BLOCK_D)
         row = ((layer * P + page) * H + h) * D + d
-        word = word_of(k, source, h, 0, H, D, BLOCK_D)
+        word = word_of(k, source, h, 0, H, D, BLOCK_D)  # [BLOCK_D]
         tl.store(low + row, word.to(low.dtype.element_ty), mask=d < D)
         word = word_of(k, source, h, _WORD_TOKENS, H, D, BLOCK_D)
         tl.store(high + row, word.to(high.dtype.element_ty), mask=d < D)

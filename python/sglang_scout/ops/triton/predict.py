@@ -52,6 +52,7 @@ def rotate_kernel(
             first, angle = d % 2 == 0, d // 2
             partner = tl.where(first, d + 1, d - 1)
         turns = d < R
+        # [BLOCK_D], of the channels that turn
         other = tl.load(q + row + partner, mask=turns, other=0.0).to(tl.float32)
         if HAS_NORM:
             other = other * scale * tl.load(weight + partner, mask=turns, other=0.0).to(tl.float32)

@@ -42,6 +42,7 @@ def bounds_kernel(
     part = head * part_stride + block
     full = tl.minimum(tl.load(n_full + b), N)
     if block * BLOCK_N < full:
+        # [BLOCK_N]
         page = tl.load(table + b.to(tl.int64) * N + n, mask=n < full, other=-1)
         offered = page >= 0
         # [BLOCK_G, BLOCK_D]
@@ -62,7 +63,7 @@ def bounds_kernel(
         tl.store(
             bounds + head.to(tl.int64)[:, None] * row_stride + n[None, :], u, mask=(g < G)[:, None]
         )
-        top = tl.max(u, axis=1)
+        top = tl.max(u, axis=1)  # [BLOCK_G]
         tl.store(block_top + part, top, mask=g < G)
         tl.store(block_mass + part, tl.sum(tl.exp(u - finite(top)[:, None]), axis=1), mask=g < G)
     else:
@@ -83,6 +84,7 @@ def reduce_kernel(
     full = tl.minimum(tl.load(n_full + b), N)
     row = b.to(tl.int64) * N
     if block * BLOCK_N < full:
+        # [BLOCK_N]
         offered = tl.load(table + row + n, mask=n < full, other=-1) >= 0
         part = tl.arange(0, BLOCK_BLOCKS)
         score = tl.zeros([BLOCK_N], dtype=tl.float32)
@@ -103,7 +105,7 @@ def reduce_kernel(
             tops = tl.load(block_top + parts_at, mask=known, other=float("-inf"))
             masses = tl.load(block_mass + parts_at, mask=known, other=0.0)
             base = finite(tl.max(tops, axis=1))
-            total = tl.sum(masses * tl.exp(tops - base[:, None]), axis=1)
+            total = tl.sum(masses * tl.exp(tops - base[:, None]), axis=1)  # [BLOCK_H]
             # Not u - lse: where bounds are large, that sum would lose what the softmax hangs on.
             x = (u - base[:, None]) - tl.log(tl.maximum(total, 1.0))[:, None]
             if REDUCE == "mass":

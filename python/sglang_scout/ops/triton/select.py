@@ -44,8 +44,8 @@ def select_kernel(
     b = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, BLOCK_N)
     full = tl.minimum(tl.load(n_full + b), N)
-    page = tl.load(table + b * N + n, mask=n < N, other=-1)
     # [BLOCK_N]
+    page = tl.load(table + b * N + n, mask=n < N, other=-1)
     key = ordered_bits(tl.load(scores + b * N + n, mask=n < N, other=0.0))
     forced = (n < sink_pages) | (n >= full - recent_pages)
     key = tl.where(forced, tl.full([BLOCK_N], 0xFFFFFFFF, tl.uint32), key)
@@ -92,6 +92,7 @@ def select_kernel(
     missing_rank = tl.zeros([BLOCK_K], tl.int32)
     for first in tl.range(0, n_chosen, CHUNK_K):
         j = first + tl.arange(0, CHUNK_K)
+        # [CHUNK_K]
         other = tl.load(scratch + b * BLOCK_K + j, mask=j < n_chosen, other=-1)
         other_column = BLOCK_N - 1 - (other & 0xFFFFFF).to(tl.int32)
         other_page = tl.load(table + b * N + other_column, mask=j < n_chosen, other=-1)

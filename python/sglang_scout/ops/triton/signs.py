@@ -38,7 +38,7 @@ def query_parts(q, head, kept, D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: 
     exponent = (size.to(tl.int32, bitcast=True) >> 23) & 0xFF
     factor = (tl.minimum(127 + _TOP_EXPONENT - exponent, 254) << 23).to(tl.float32, bitcast=True)
     x = x * factor[None, :]
-    upper = x.to(tl.float16)
+    upper = x.to(tl.float16)  # [BLOCK_D, BLOCK_G]
     lower = (x - upper.to(tl.float32)).to(tl.float16)
     total = tl.sum(upper.to(tl.float32) + lower.to(tl.float32), axis=0)
     parts = tl.permute(tl.join(upper, lower), (0, 2, 1))
@@ -53,6 +53,7 @@ def word_pairs(words, row, offered, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """
     d = tl.arange(0, BLOCK_D // 2)
     at = row[:, None] * (D // 2) + d[None, :]
+    # [BLOCK_N, BLOCK_D / 2]
     pair = tl.load(words + at, mask=offered[:, None] & (d < D // 2)[None, :], other=0)
     if words.dtype.element_ty == tl.int64:
         pair = pair | (pair >> 16)
@@ -67,7 +68,9 @@ def token_sums(bits, parts):
     """
     BLOCK_N: tl.constexpr = bits.shape[0]
     pair = tl.join(bits.to(tl.int16), (bits >> 16).to(tl.int16))
-    operand = tl.reshape(pair, (BLOCK_N, parts.shape[0])).to(tl.float16, bitcast=True)
+    operand = tl.reshape(pair, (BLOCK_N, parts.shape[0])).to(
+        tl.float16, bitcast=True
+    )  # [BLOCK_N, BLOCK_D]
     return tl.sum(tl.reshape(tl.dot(operand, parts), (BLOCK_N, 2, parts.shape[1] // 2)), axis=1)
 
 
@@ -96,6 +99,7 @@ def sign_sums_kernel(
     count = tl.zeros([BLOCK_G], tl.float32)
     mean, square, size = count, count, count
     if block * BLOCK_N < full:
+        # [BLOCK_N]
         page = tl.load(table + b.to(tl.int64) * N + n, mask=n < full, other=-1)
         offered = page >= 0
         parts, total = query_parts(q, head, kept, D, BLOCK_G, BLOCK_D)
@@ -118,7 +122,7 @@ def sign_sums_kernel(
         tl.store(at, u, mask=kept[None, :])
         here = offered[:, None]
         count += tl.sum(offered.to(tl.float32), axis=0)
-        mean = tl.sum(tl.where(here, u, 0.0), axis=0) / tl.maximum(count, 1.0)
+        mean = tl.sum(tl.where(here, u, 0.0), axis=0) / tl.maximum(count, 1.0)  # [BLOCK_G]
         off = tl.where(here, u - mean[None, :], 0.0)
         square = tl.sum(off * off, axis=0)
         size = tl.max(tl.where(here, tl.abs(u), 0.0), axis=0)
@@ -144,6 +148,7 @@ def stand_out_kernel(
     full = tl.minimum(tl.load(n_full + b), N)
     row = b.to(tl.int64) * N
     if block * BLOCK_N < full:
+        # [BLOCK_N]
         offered = tl.load(table + row + n, mask=n < full, other=-1) >= 0
         part = tl.arange(0, BLOCK_BLOCKS)
         score = tl.full([BLOCK_N], float("-inf"), tl.float32)
@@ -155,7 +160,7 @@ def stand_out_kernel(
             # [BLOCK_H, BLOCK_BLOCKS]
             count = tl.load(counts + at, mask=known, other=0.0)
             each = tl.load(means + at, mask=known, other=0.0)
-            total = tl.maximum(tl.sum(count, axis=1), 1.0)
+            total = tl.maximum(tl.sum(count, axis=1), 1.0)  # [BLOCK_H]
             mean = tl.sum(count * each, axis=1) / total
             off = each - mean[:, None]
             square = tl.load(squares + at, mask=known, other=0.0) + count * off * off
