@@ -12,6 +12,7 @@ few words on the architecture that it was written for (90), or if a kernel of th
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
 import json
 import os
@@ -77,7 +78,7 @@ def cases() -> Iterator[tuple[str, Callable[..., object], tuple]]:
     from sglang_scout.ops.score import score_pages
     from sglang_scout.ops.select import select_pages
     from sglang_scout.ops.signs import build_layer_signs, score_signs
-    from sglang_scout.ops.triton import attend, doorbell
+    from sglang_scout.ops.triton import answer, attend, doorbell
     from sglang_scout.worker.ring import layout_of
     from sglang_scout.worker.spec import ArenaSpec
 
@@ -151,23 +152,28 @@ def cases() -> Iterator[tuple[str, Callable[..., object], tuple]]:
     yield "append_tokens with mirror", append_tokens, mirrored
     spec = ArenaSpec(40, 4096, 32, 8, 40, 128, "bfloat16", 0.1, 16, 64)
     ring = DeviceRing(
-        1 << 46, layout_of(spec), num_layers=40, max_batch=16, max_pages=64, num_q_heads=40,
-        head_dim=128, parts=0, split=Split(36, 8, 4), timeout_us=1000, device="meta",
-    )  # fmt: skip
+        1 << 46,
+        layout_of(spec),
+        spec,
+        parts=0,
+        split=Split(36, 8, 4),
+        timeout_us=1000,
+        device="meta",
+    )
     chosen_pages = empty(16, 64, dtype=I32)
     yield "post", doorbell.post, (ring, 7, out, chosen_pages, empty(16, dtype=I32))
-    yield "wait and merge", doorbell.merge, (ring, 7, out, lse)
+    yield "wait and merge", answer.merge, (ring, 7, out, lse)
     ring.parts = 1
     one = out[:1], chosen_pages[:1, :1], empty(1, dtype=I32)
     yield "post of one page", doorbell.post, (ring, 1, *one)
-    yield "wait and merge of one row", doorbell.merge, (ring, 1, out[:1], lse[:1])
+    yield "wait and merge of one row", answer.merge, (ring, 1, out[:1], lse[:1])
     # As benchmark/ring/gpu_ring.py has it: all of the split is one, the wait is longer than 2^31 nanoseconds.
     ring = DeviceRing(
-        1 << 46, layout_of(spec), num_layers=1, max_batch=16, max_pages=64, num_q_heads=40,
-        head_dim=128, parts=1, split=Split(), timeout_us=10_000_000, device="meta",
+        1 << 46, layout_of(spec), dataclasses.replace(spec, num_layers=1), parts=1, split=Split(),
+        timeout_us=10_000_000, device="meta",
     )  # fmt: skip
     yield "post without a split", doorbell.post, (ring, 0, out, chosen_pages, empty(16, dtype=I32))
-    yield "long wait and merge", doorbell.merge, (ring, 0, out, lse)
+    yield "long wait and merge", answer.merge, (ring, 0, out, lse)
 
 
 def kernels_of_package() -> set[str]:

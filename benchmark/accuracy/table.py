@@ -13,7 +13,7 @@ from pathlib import Path
 from benchmark.accuracy.policies import FULL, NAMES, Setting, plain
 from benchmark.accuracy.questions import SOURCES
 from benchmark.accuracy.scoring import Loss, paired_loss, wilson_interval
-from benchmark.rows import ROOT, Row, read_rows
+from benchmark.rows import Row, read_rows
 
 DETAIL_TOKENS = 8192
 

@@ -30,8 +30,8 @@ import torch
 from benchmark import rows
 from sglang_scout.core.config import RECALL_MODES
 from sglang_scout.core.parse_config import parse_config
-from sglang_scout.engine.build import Sizes, build_engine
-from sglang_scout.engine.pools import HostPages, ModelShape
+from sglang_scout.engine.build import build_engine
+from sglang_scout.engine.stores import HostPages, ModelShape, Sizes
 from sglang_scout.ops.op import Op
 from sglang_scout.policy.base import Context, make_policy, policy_names
 

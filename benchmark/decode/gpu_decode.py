@@ -45,7 +45,7 @@ from benchmark.decode.check import check
 from benchmark.decode.full_attention import FullAttention
 from benchmark.decode.harness import PAGE, Harness, Store
 from benchmark.decode.model import SIZES, DummyModel, ModelSize, QueryDrift
-from sglang_scout.engine.pools import DigestPool
+from sglang_scout.engine.stores import DigestPool
 from sglang_scout.worker.cpus import reserve_server_cores
 from sglang_scout.worker.host_memory import available_bytes
 

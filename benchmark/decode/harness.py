@@ -21,9 +21,10 @@ from benchmark.decode.model import DummyModel, ModelSize, QueryDrift
 from benchmark.mapped import wait_mapped
 from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.parse_config import parse_config
-from sglang_scout.engine.build import Sizes, build_engine, device_ring
+from sglang_scout.engine.build import build_engine, device_ring
 from sglang_scout.engine.device import lock_memory
-from sglang_scout.engine.pools import HostPages, ModelShape
+from sglang_scout.engine.stores import HostPages, ModelShape, Sizes
+from sglang_scout.engine.transport import GraphTransport
 from sglang_scout.policy.base import Context, make_policy, policy_names
 from sglang_scout.worker.arena import Arena, ArenaSpec
 from sglang_scout.worker.client import WorkerClient, WorkerConfig
@@ -157,7 +158,7 @@ class Harness:
             Sizes(budget, slots, store.batch, each),
             store.host,
             [self._projector(layer) for layer in range(shape.num_layers)],
-            store.ring,
+            GraphTransport(store.ring, lambda: store.worker.device_epoch),
             device=store.device,
         )
         self.engine._step = store.steps  # the ring's slots alternate over all engines

@@ -2,7 +2,7 @@
 
 A thread that went to sleep between two samples takes from some ten microseconds to milliseconds to wake, in a virtual
 machine above all: that would be measured in place of the attention. No part of this project is needed here: the
-environment of the rival benchmark imports this module too.
+environment of the baseline benchmark imports this module too.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 
 from sglang_scout.core.page_bytes import digest_bytes
-from sglang_scout.engine.digest_forms import FORMS
 from sglang_scout.ops.append import Pool, append_tokens
 from sglang_scout.ops.attend import attend_pages
 from sglang_scout.ops.digest import build_layer_digests
@@ -205,13 +204,12 @@ def selection(pools: Pools, B: int, N: int, k: int) -> Case:
 BUILDERS = {"minmax": build_layer_digests, "signs": build_layer_signs}
 
 
-def digests(pools: Pools, n: int, source: str, form: str) -> Case:
+def digests(pools: Pools, n: int, source: str, kind: str) -> Case:
     """Of n pages in every layer. A server reads their keys from the host."""
-    layers, op = pools.layers(source), BUILDERS[form]
+    layers, op = pools.layers(source), BUILDERS[kind]
     P = len(layers.k[0])
     ids = [pools.ids(n, dtype=torch.int64, pages=P) for _ in range(REPEATS)]
-    halves = [FORMS[form].half((L, P, H, D), DTYPE, pools.device) for _ in range(2)]
-    written = [buffer for half in halves for buffer in half]
+    written = [torch.zeros(L, P, H, D, dtype=DTYPE, device=pools.device) for _ in range(2)]
     page_bytes = S * H * D * DTYPE.itemsize
     moved = page_bytes + digest_bytes(H, D, DTYPE.itemsize)
     on_bus = layers.k[0].device.type != pools.device
@@ -290,8 +288,8 @@ def cases(pools: Pools, small: bool) -> Iterator[Case]:
         yield attention(pools, B, resident, columns)
     for n in (3,) if small else (16, 512):
         for source in ("device", "host"):
-            for form in FORMS:
-                yield digests(pools, n, source, form)
+            for kind in BUILDERS:
+                yield digests(pools, n, source, kind)
             yield copies(pools, n, source)
     for B in (3,) if small else (1, 64):
         yield appended(pools, B)

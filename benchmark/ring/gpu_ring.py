@@ -49,11 +49,9 @@ class Server:
         self.threads = len(cpus)
         self._producer = _native.RingProducer(arena.address, arena.nbytes)  # to read the counters
         self.runtime = _native.RingRuntime(arena.address, arena.nbytes, EPOCH, cpus, SPIN_US, 1)
-        spec = arena.spec
         self.ring = DeviceRing(
-            arena.address, arena.layout(), num_layers=LAYERS, max_batch=spec.max_batch, max_pages=K,
-            num_q_heads=HQ, head_dim=D, parts=1, timeout_us=5_000_000, device=device,
-        )  # fmt: skip
+            arena.address, arena.layout(), arena.spec, parts=1, timeout_us=5_000_000, device=device
+        )
 
     def records(self) -> int:
         return self._producer.totals()["records"]
@@ -110,7 +108,7 @@ def check(device: str) -> str:
     """What is wrong with an answer, "" if nothing."""
     with server(device, 2, 1) as running:
         step, ring = Step(running, 2), running.ring
-        ring.set_life(EPOCH)
+        ring.set_epoch(EPOCH)
         for number in (1, 2):
             ring.begin_step(number)
             ring.post(3, step.q, step.pages, step.counts)
@@ -133,7 +131,7 @@ def samples_us(step: Step, epoch: int) -> tuple[list[float], int]:
         RuntimeError: a replay went wrong. It is the last: after an error nothing is waited for.
     """
     ring = step.running.ring
-    ring.set_life(0)
+    ring.set_epoch(0)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())  # which still says that nothing is to be posted
     with torch.cuda.stream(side):
@@ -142,7 +140,7 @@ def samples_us(step: Step, epoch: int) -> tuple[list[float], int]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    ring.set_life(epoch)
+    ring.set_epoch(epoch)
     before, samples = step.running.records(), []
     for number in range(1, WARM_UP + SAMPLES + 1):
         ring.begin_step(number)

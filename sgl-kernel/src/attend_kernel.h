@@ -15,6 +15,7 @@
 
 #include "attend_cpu.h"
 #include "attend_dispatch.h"
+#include "attend_rows.h"
 #include "scout/attend.h"
 
 namespace scout {
@@ -33,44 +34,6 @@ struct Pace {
 };
 constexpr Pace kByRows{8 << 10, 8 << 10, 2};
 constexpr Pace kByColumns{16 << 10, 16 << 10, 1};
-
-// Between natural column order and the order of load_pair (the same unless pairs are interleaved).
-inline void pack_row(bool interleaved, const float* from, float* to, int dim) {
-  constexpr int W = Vec::kLanes;
-  if (!interleaved) {
-    __builtin_memcpy(to, from, sizeof(float) * dim);
-    return;
-  }
-  for (int d = 0; d < dim; d += 2 * W) {
-    for (int i = 0; i < W; ++i) {
-      to[d + i] = from[d + 2 * i];
-      to[d + W + i] = from[d + 2 * i + 1];
-    }
-  }
-}
-
-// bf16 numbers, which are the upper halves of floats.
-inline void narrow_row(const float* from, int16_t* to, int dim) {
-  for (int i = 0; i < dim; ++i) {
-    uint32_t bits;
-    __builtin_memcpy(&bits, from + i, sizeof bits);
-    to[i] = static_cast<int16_t>(bits >> 16);
-  }
-}
-
-inline void unpack_row(bool interleaved, const float* from, float factor, float* to, int dim) {
-  constexpr int W = Vec::kLanes;
-  if (!interleaved) {
-    for (int d = 0; d < dim; ++d) to[d] = factor * from[d];
-    return;
-  }
-  for (int d = 0; d < dim; d += 2 * W) {
-    for (int i = 0; i < W; ++i) {
-      to[d + 2 * i] = factor * from[d + i];
-      to[d + 2 * i + 1] = factor * from[d + W + i];
-    }
-  }
-}
 
 // KV heads [head_begin, head_end) and, of each, query heads [group_begin, group_end) of the group.
 struct HeadRange {
@@ -110,20 +73,6 @@ class Entries {
 
  private:
   const AttendArgs& args_;
-};
-
-// What the sums over all tokens of a query head mean.
-struct RowResult {
-  float inverse;  // by which the sum of weighted values becomes the output
-  float lse;
-
-  RowResult(float highest, float sum) {
-    // At the limit: every score was -inf, as if there were no token. A NaN among them is no score.
-    const bool hidden = highest <= -kScoreLimit && sum == sum;
-    const bool empty = hidden || sum == 0.0f;
-    inverse = empty ? 0.0f : 1.0f / sum;
-    lse = empty ? -kInfinity : static_cast<float>(highest * kLn2 + __builtin_log(sum));
-  }
 };
 
 // Where one page begins.

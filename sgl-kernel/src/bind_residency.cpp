@@ -1,5 +1,5 @@
-// Python bindings of residency.h, with numpy arrays. They keep the GIL: it can take 5 ms to get back
-// from a busy thread, and the passes take less than one.
+// Python bindings of residency.h, with numpy arrays. They keep the GIL: it can take 5 ms to get
+// back from a busy thread, and the passes take less than one.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
@@ -94,24 +94,24 @@ int64_t protect(Residency& r, const Keys& pages, int32_t step) {
   return scout::protect_pages(r, pages.data(), pages.shape(0), step);
 }
 
-nb::tuple coldest(const Residency& r, const Keys& counts, int32_t before_step,
-                  const Array<const float, 1>& below) {
+nb::tuple least_frequent(const Residency& r, const Keys& counts, int32_t before_step,
+                         const Array<const float, 1>& below) {
   const auto layers = static_cast<size_t>(r.num_layers);
-  require(counts.shape(0) == layers && below.shape(0) == layers, "coldest",
+  require(counts.shape(0) == layers && below.shape(0) == layers, "least_frequent",
           "counts and below must be [L]");
-  auto found = scout::coldest_slots(r, counts.data(), before_step, below.data());
+  auto found = scout::least_frequent_slots(r, counts.data(), before_step, below.data());
   return nb::make_tuple(handed_over(std::move(found.layers)), handed_over(std::move(found.slots)),
                         handed_over(std::move(found.frequency)));
 }
 
-nb::tuple hottest(const Residency& r, const Keys& layers, const PageIds& pages,
-                  const Array<const bool, 2>& counts, const Array<const bool, 1>& is_first,
-                  const Keys& limits) {
-  const scout::LayerPageIds ids = checked("hottest", r, layers, pages);
+nb::tuple most_frequent(const Residency& r, const Keys& layers, const PageIds& pages,
+                        const Array<const bool, 2>& counts, const Array<const bool, 1>& is_first,
+                        const Keys& limits) {
+  const scout::LayerPageIds ids = checked("most_frequent", r, layers, pages);
   require(counts.shape(0) == pages.shape(0) && counts.shape(1) == pages.shape(1) &&
               is_first.shape(0) == pages.shape(1) && limits.shape(0) == pages.shape(0),
-          "hottest", "counts must be [n, B], is_first [B], limits [n]");
-  auto found = scout::hottest_pages(r, ids, counts.data(), is_first.data(), limits.data());
+          "most_frequent", "counts must be [n, B], is_first [B], limits [n]");
+  auto found = scout::most_frequent_pages(r, ids, counts.data(), is_first.data(), limits.data());
   return nb::make_tuple(handed_over(std::move(found.layers)), handed_over(std::move(found.pages)));
 }
 
@@ -160,8 +160,7 @@ void bind_residency(nb::module_& m) {
       .def(nb::init<int64_t, int64_t, int64_t>(), nb::arg("layers"), nb::arg("pages"),
            nb::arg("slots"))
       .def_prop_ro(
-          "frequency",
-          [](Residency& r) { return of_pages(r, &r.uses[0].frequency, 2); }, inside)
+          "frequency", [](Residency& r) { return of_pages(r, &r.uses[0].frequency, 2); }, inside)
       .def_prop_ro(
           "stamp", [](Residency& r) { return of_pages(r, &r.uses[0].stamp, 2); }, inside)
       .def_prop_ro(
@@ -170,9 +169,7 @@ void bind_residency(nb::module_& m) {
           "is_pending", [](Residency& r) { return of_pages(r, r.is_pending.get()); }, inside)
       .def_prop_ro(
           "generation",
-          [](Residency& r) {
-            return View<int64_t>(r.generation.data(), {r.generation.size()});
-          },
+          [](Residency& r) { return View<int64_t>(r.generation.data(), {r.generation.size()}); },
           inside)
       .def_prop_ro(
           "page_of", [](Residency& r) { return of_slots(r, r.page_of.data()); }, inside)
@@ -191,9 +188,9 @@ void bind_residency(nb::module_& m) {
            "Adds to the frequency of pages and stamps them.")
       .def("protect", &protect, exact("pages"), nb::arg("step"),
            "Stamps pages in every layer; returns how many have no slot.")
-      .def("coldest", &coldest, exact("counts"), nb::arg("before_step"), exact("below"),
-           "Layers, slots and frequency of the layers' least frequent pages.")
-      .def("hottest", &hottest, exact("layers"), exact("pages"), exact("counts"),
+      .def("least_frequent", &least_frequent, exact("counts"), nb::arg("before_step"),
+           exact("below"), "Layers, slots and frequency of the layers' least frequent pages.")
+      .def("most_frequent", &most_frequent, exact("layers"), exact("pages"), exact("counts"),
            exact("is_first"), exact("limits"), "Layers and pages worth most of those missed.")
       .def("absent", &absent, exact("keys"),
            "The distinct keys without a slot that are not pending, ascending.")

@@ -105,8 +105,7 @@ std::vector<int64_t> land(Residency& r, const int64_t* layers, const int64_t* pa
   return landed;
 }
 
-std::vector<int64_t> vacate(Residency& r, const int64_t* layers, const int64_t* slots,
-                            int64_t n) {
+std::vector<int64_t> vacate(Residency& r, const int64_t* layers, const int64_t* slots, int64_t n) {
   std::vector<int64_t> keys;
   keys.reserve(n);
   for (int64_t i = 0; i < n; ++i) {

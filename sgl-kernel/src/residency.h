@@ -1,6 +1,6 @@
-// Metadata of the device's page slots: which (layer, page) lies in which slot, and how much each has
-// been of use lately. The passes go over all that a step selected, or over all slots; plain code,
-// bound by memory. Who calls them, and the terms: python/sglang_scout/ops/residency.py.
+// Metadata of the device's page slots: which (layer, page) lies in which slot, and how much each
+// has been of use lately. The passes go over all that a step selected, or over all slots; plain
+// code, bound by memory. Who calls them, and the terms: python/sglang_scout/ops/residency.py.
 #pragma once
 
 #include <cstdint>
@@ -49,13 +49,13 @@ bool are_valid(const Residency& residency, const LayerPageIds& pages);
 // counts [n, rows]: the ids of each row that are not negative.
 void count_pages(const LayerPageIds& pages, int64_t* counts);
 
-// frequency += weights[b], stamp = step, for each page of row b; in this order, so that sums are the
-// same everywhere. Then frequency and stamp of these layers' slots anew. Ids must be valid.
+// frequency += weights[b], stamp = step, for each page of row b; in this order, so that sums are
+// the same everywhere. Then frequency and stamp of these layers' slots anew. Ids must be valid.
 void touch_pages(Residency& residency, const LayerPageIds& pages, const float* weights,
                  int32_t step);
 
-// stamp = step for `pages` [n], in every layer, and of their slots. Ids must be valid. How many have
-// no slot.
+// stamp = step for `pages` [n], in every layer, and of their slots. Ids must be valid. How many
+// have no slot.
 int64_t protect_pages(Residency& residency, const int64_t* pages, int64_t n, int32_t step);
 
 struct FoundSlots {
@@ -63,10 +63,11 @@ struct FoundSlots {
   std::vector<float> frequency;
 };
 
-// Of each layer l the counts[l] slots whose pages are the least frequent of those with a stamp before
-// `before_step` and a lower frequency than below[l]. By layer, then frequency, stamp and slot.
-FoundSlots coldest_slots(const Residency& residency, const int64_t* counts, int32_t before_step,
-                         const float* below);
+// Of each layer l the counts[l] slots whose pages are the least frequent of those with a stamp
+// before `before_step` and a lower frequency than below[l]. By layer, then frequency, stamp and
+// slot.
+FoundSlots least_frequent_slots(const Residency& residency, const int64_t* counts,
+                                int32_t before_step, const float* below);
 
 struct FoundPages {
   std::vector<int64_t> layers, pages;
@@ -75,8 +76,8 @@ struct FoundPages {
 // Of each layer i the limits[i] distinct pages of those rows for which counts[i][b] holds: those of
 // rows with is_first[b] before all others, then the most frequent, of equal ones the smaller id. By
 // layer, then id. Ids must be valid.
-FoundPages hottest_pages(const Residency& residency, const LayerPageIds& pages, const bool* counts,
-                         const bool* is_first, const int64_t* limits);
+FoundPages most_frequent_pages(const Residency& residency, const LayerPageIds& pages,
+                               const bool* counts, const bool* is_first, const int64_t* limits);
 
 // A key is the index of a (layer, page) in the flattened [L, P].
 

@@ -13,7 +13,7 @@ constexpr int64_t kAhead = 256;
 
 constexpr float kNone = std::numeric_limits<float>::infinity();
 
-constexpr int64_t kBlock = 32;             // slots that are looked at together
+constexpr int64_t kBlock = 32;                  // slots that are looked at together
 constexpr uint32_t kNoFrequency = 0x7fffffffu;  // more than the bits of any frequency
 
 // In the order of frequency, which is not negative.
@@ -31,11 +31,11 @@ float frequency_of(uint32_t bits) {
 }
 
 // A slot as what it is ordered by: frequency, then stamp; then where it stands.
-struct ColdSlot {
+struct RankedSlot {
   uint64_t key;
   int64_t slot;
 
-  bool operator<(const ColdSlot& other) const {
+  bool operator<(const RankedSlot& other) const {
     return key != other.key ? key < other.key : slot < other.slot;
   }
 };
@@ -123,33 +123,33 @@ int64_t protect_pages(Residency& r, const int64_t* pages, int64_t n, int32_t ste
   return absent;
 }
 
-FoundSlots coldest_slots(const Residency& r, const int64_t* counts, int32_t before_step,
-                         const float* below) {
+FoundSlots least_frequent_slots(const Residency& r, const int64_t* counts, int32_t before_step,
+                                const float* below) {
   FoundSlots found;
-  std::vector<ColdSlot> coldest;  // so far, as a heap: the warmest on top
+  std::vector<RankedSlot> heap;  // the least frequent so far, the most frequent of them on top
   for (int64_t layer = 0; layer < r.num_layers; ++layer) {
     const size_t count = static_cast<size_t>(std::clamp<int64_t>(counts[layer], 0, r.num_slots));
     if (count == 0) continue;
     const float* const frequency = r.slot_frequency.data() + layer * r.num_slots;
     const int32_t* const stamp = r.slot_stamp.data() + layer * r.num_slots;
-    coldest.clear();
-    float warmest = below[layer];  // of those that are still of interest
+    heap.clear();
+    float highest = below[layer];  // of those that are still of interest
     const auto look_at = [&](int64_t slot) {
       if (!(frequency[slot] < below[layer])) return;  // nor has a slot without a page
       const uint32_t age =
           static_cast<uint32_t>(stamp[slot]) ^ 0x80000000u;  // in order as unsigned
-      const ColdSlot next{static_cast<uint64_t>(bits_of(frequency[slot])) << 32 | age, slot};
-      if (coldest.size() == count) {
-        if (!(next < coldest.front())) return;
-        std::pop_heap(coldest.begin(), coldest.end());
-        coldest.pop_back();
+      const RankedSlot next{static_cast<uint64_t>(bits_of(frequency[slot])) << 32 | age, slot};
+      if (heap.size() == count) {
+        if (!(next < heap.front())) return;
+        std::pop_heap(heap.begin(), heap.end());
+        heap.pop_back();
       }
-      coldest.push_back(next);
-      std::push_heap(coldest.begin(), coldest.end());
-      if (coldest.size() == count) warmest = frequency_of(coldest.front().key >> 32);
+      heap.push_back(next);
+      std::push_heap(heap.begin(), heap.end());
+      if (heap.size() == count) highest = frequency_of(heap.front().key >> 32);
     };
     const auto may_be_wanted = [&](int64_t slot) -> int {
-      return (frequency[slot] <= warmest) & (stamp[slot] < before_step);
+      return (frequency[slot] <= highest) & (stamp[slot] < before_step);
     };
     // Few of many are wanted: most blocks of slots have nothing of interest.
     for (int64_t first = 0; first < r.num_slots; first += kBlock) {
@@ -167,21 +167,21 @@ FoundSlots coldest_slots(const Residency& r, const int64_t* counts, int32_t befo
       }
       for (int64_t i = 0; i < count_here; ++i) look_at(found_here[i]);
     }
-    std::sort_heap(coldest.begin(), coldest.end());
-    for (const ColdSlot& cold : coldest) {
+    std::sort_heap(heap.begin(), heap.end());
+    for (const RankedSlot& one : heap) {
       found.layers.push_back(layer);
-      found.slots.push_back(cold.slot);
-      found.frequency.push_back(frequency_of(cold.key >> 32));
+      found.slots.push_back(one.slot);
+      found.frequency.push_back(frequency_of(one.key >> 32));
     }
   }
   return found;
 }
 
-FoundPages hottest_pages(const Residency& r, const LayerPageIds& pages, const bool* counts,
-                         const bool* is_first, const int64_t* limits) {
+FoundPages most_frequent_pages(const Residency& r, const LayerPageIds& pages, const bool* counts,
+                               const bool* is_first, const int64_t* limits) {
   FoundPages found;
   std::vector<int32_t> missed(pages.rows * pages.k);
-  // The smaller the better: is of a later row, coldness, page.
+  // The smaller the better: is of a later row, rarity, page.
   std::vector<uint64_t> wanted(missed.size());
   // For which layer of which call a page was seen last. Kept, since to clear it takes longer than
   // all else where there are many pages.
@@ -214,8 +214,8 @@ FoundPages hottest_pages(const Residency& r, const LayerPageIds& pages, const bo
       const uint64_t later = first ? 0 : 1;
       for (int64_t j = 0; j < end; ++j) {
         const int32_t page = missed[j];
-        const uint64_t coldness = kNoFrequency - bits_of(of_page[page].frequency);
-        wanted[count] = later << 63 | coldness << 32 | static_cast<uint64_t>(page);
+        const uint64_t rarity = kNoFrequency - bits_of(of_page[page].frequency);
+        wanted[count] = later << 63 | rarity << 32 | static_cast<uint64_t>(page);
         count += seen_for[page] != now;
         seen_for[page] = now;
       }

@@ -43,7 +43,7 @@
 // lost one, which it does only when all its items are claimed.
 //
 // This file says the layout once: lay_out() computes it, bind_runtime.cpp exports fields and sizes
-// to Python (worker/ring.py) and to the kernels of a CUDA device (ops/triton/doorbell.py).
+// to Python (worker/ring.py) and to the kernels of a CUDA device (ops/triton/ring_words.py).
 #pragma once
 
 #include <cstdint>

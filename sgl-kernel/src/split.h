@@ -16,10 +16,10 @@ constexpr int64_t kRunsPerThread = 16;
 //
 // Threads take runs one after the other, so N sequences in R runs each take ceil(N R / threads)
 // rounds. With P pages altogether and L in the longest sequence a round takes P / (N R) pages and
-// the last one up to L / R, and each run costs as much again as a sixteenth of least_pages. The R of
-// the shortest time is taken. So a batch of as many sequences as there are threads is not split, a
-// single one is, and so are three on two threads, and a batch in which one is much longer than the
-// others. All sequences get as many runs, shorter or empty ones. `runs_of` in
+// the last one up to L / R, and each run costs as much again as a sixteenth of least_pages. The R
+// of the shortest time is taken. So a batch of as many sequences as there are threads is not split,
+// a single one is, and so are three on two threads, and a batch in which one is much longer than
+// the others. All sequences get as many runs, shorter or empty ones. `runs_of` in
 // python/sglang_scout/ops/triton/doorbell.py is this rule on a device.
 struct Split {
   int32_t threads = 1;

@@ -1,5 +1,5 @@
-// Random histories of residency.h: its passes against plain loops, and what must hold of slots. Run it
-// under sanitizers; that whole steps come out as in plain Python is tested there.
+// Random histories of residency.h: its passes against plain loops, and what must hold of slots. Run
+// it under sanitizers; that whole steps come out as in plain Python is tested there.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -74,8 +74,8 @@ void run_passes(unsigned seed) {
     }
     scout::touch_pages(all, missed, weights.data(), step);
     for (int64_t i = 0; i < layers * pages; ++i) {
-      require(uses[i].frequency == expected[i].frequency && uses[i].stamp == expected[i].stamp, "touch",
-              seed);
+      require(uses[i].frequency == expected[i].frequency && uses[i].stamp == expected[i].stamp,
+              "touch", seed);
     }
 
     std::vector<int64_t> row_counts(layers * rows);
@@ -102,7 +102,7 @@ void run_passes(unsigned seed) {
 
     std::vector<int64_t> counts(layers);
     std::vector<float> limits(layers);
-    std::vector<std::tuple<int64_t, float, int32_t, int64_t>> cold;
+    std::vector<std::tuple<int64_t, float, int32_t, int64_t>> least;
     const int before = step + 2 - below(5);
     for (int64_t l = 0; l < layers; ++l) {
       counts[l] = below(9) - 1;
@@ -112,20 +112,22 @@ void run_passes(unsigned seed) {
         const int32_t page = page_of[l * slots + s];
         if (page < 0) continue;
         const PageUse use = uses[l * pages + page];
-        require(all.slot_frequency[l * slots + s] == use.frequency && all.slot_stamp[l * slots + s] == use.stamp,
+        require(all.slot_frequency[l * slots + s] == use.frequency &&
+                    all.slot_stamp[l * slots + s] == use.stamp,
                 "frequency and stamp of a slot", seed);
-        if (use.stamp < before && use.frequency < limits[l]) own.push_back({l, use.frequency, use.stamp, s});
+        if (use.stamp < before && use.frequency < limits[l])
+          own.push_back({l, use.frequency, use.stamp, s});
       }
       std::sort(own.begin(), own.end());
       own.resize(std::min<size_t>(own.size(), std::max<int64_t>(counts[l], 0)));
-      cold.insert(cold.end(), own.begin(), own.end());
+      least.insert(least.end(), own.begin(), own.end());
     }
-    const auto found = scout::coldest_slots(all, counts.data(), before, limits.data());
-    require(found.slots.size() == cold.size(), "number of cold slots", seed);
-    for (size_t i = 0; i < cold.size(); ++i) {
-      require(found.layers[i] == std::get<0>(cold[i]) && found.slots[i] == std::get<3>(cold[i]) &&
-                  found.frequency[i] == std::get<1>(cold[i]),
-              "cold slots", seed);
+    const auto found = scout::least_frequent_slots(all, counts.data(), before, limits.data());
+    require(found.slots.size() == least.size(), "number of least frequent slots", seed);
+    for (size_t i = 0; i < least.size(); ++i) {
+      require(found.layers[i] == std::get<0>(least[i]) && found.slots[i] == std::get<3>(least[i]) &&
+                  found.frequency[i] == std::get<1>(least[i]),
+              "least frequent slots", seed);
     }
 
     // Not std::vector<bool>, whose elements have no addresses.
@@ -133,15 +135,15 @@ void run_passes(unsigned seed) {
     const auto may = std::make_unique<bool[]>(layers * rows + 1);
     for (int64_t b = 0; b < rows; ++b) is_first[b] = below(2);
     for (int64_t i = 0; i < layers * rows; ++i) may[i] = below(4);
-    std::vector<std::pair<int64_t, int64_t>> hot;
+    std::vector<std::pair<int64_t, int64_t>> most;
     for (int64_t l = 0; l < layers; ++l) {
       std::map<int32_t, std::tuple<bool, float, int32_t>> worth;
       for (int64_t b = 0; b < rows; ++b) {
         for (int64_t j = 0; may[l * rows + b] && j < k; ++j) {
           const int32_t page = missed.row(l, b)[j];
           if (page < 0) continue;
-          const std::tuple<bool, float, int32_t> rank{!is_first[b], -uses[l * pages + page].frequency,
-                                                      page};
+          const std::tuple<bool, float, int32_t> rank{!is_first[b],
+                                                      -uses[l * pages + page].frequency, page};
           const auto at = worth.emplace(page, rank).first;
           at->second = std::min(at->second, rank);
         }
@@ -153,12 +155,14 @@ void run_passes(unsigned seed) {
       std::vector<std::pair<int64_t, int64_t>> own;
       for (const auto& rank : ranks) own.push_back({l, std::get<2>(rank)});
       std::sort(own.begin(), own.end());
-      hot.insert(hot.end(), own.begin(), own.end());
+      most.insert(most.end(), own.begin(), own.end());
     }
-    const auto best = scout::hottest_pages(all, missed, may.get(), is_first.get(), counts.data());
-    require(best.pages.size() == hot.size(), "number of hot pages", seed);
-    for (size_t i = 0; i < hot.size(); ++i) {
-      require(best.layers[i] == hot[i].first && best.pages[i] == hot[i].second, "hot pages", seed);
+    const auto best =
+        scout::most_frequent_pages(all, missed, may.get(), is_first.get(), counts.data());
+    require(best.pages.size() == most.size(), "number of most frequent pages", seed);
+    for (size_t i = 0; i < most.size(); ++i) {
+      require(best.layers[i] == most[i].first && best.pages[i] == most[i].second, "most pages",
+              seed);
     }
   }
 }

@@ -7,6 +7,7 @@ import torch
 
 from benchmark.decode import check, gpu_decode, harness
 from sglang_scout.ops import triton
+from sglang_scout.ops.doorbell import DeviceRing
 
 interpreted = pytest.mark.skipif(
     not triton.interpreted(), reason="runs the device's step in the interpreter"
@@ -41,7 +42,7 @@ def test_a_step_that_waits_fails_the_check(monkeypatch):
 @interpreted
 def test_a_check_ends_with_the_first_step_that_lacks_an_answer(monkeypatch):
     pytest.importorskip("sglang_scout._native")
-    monkeypatch.setattr(harness.DeviceRing, "faults", lambda _: ["no answer in time"])
+    monkeypatch.setattr(DeviceRing, "faults", lambda _: ["no answer in time"])
     found = list(check.findings("cpu", 1, steps=3))
     assert found == [(kind, ["step 0: no answer in time"]) for kind in ("verified", "off")]
 

@@ -12,7 +12,7 @@ from sglang_scout.cli.sizes import GIB, make_plan
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.parse_config import parse_config
 from sglang_scout.engine.memory import plan_memory
-from sglang_scout.engine.pools import ModelShape
+from sglang_scout.engine.stores import ModelShape
 
 QWEN3_14B = {
     "architectures": ["Qwen3ForCausalLM"],

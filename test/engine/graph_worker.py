@@ -12,8 +12,8 @@ import torch
 
 from mini_worker import SIZE, MiniWorker
 from sglang_scout import _native
-from sglang_scout.engine.build import Ring
-from sglang_scout.engine.pools import HostPages
+from sglang_scout.engine.stores import HostPages
+from sglang_scout.engine.transport import GraphTransport
 from sglang_scout.ops.doorbell import DeviceRing
 from sglang_scout.worker.arena import Arena, ArenaSpec
 
@@ -43,7 +43,7 @@ class GraphWorker(MiniWorker):
         return HostPages(s, *([t.flatten(0, 1) for t in half] for half in kv))
 
     def _worker(self, missing):
-        arena, s = self.arena, self.shape
+        arena = self.arena
         self.producer = _native.RingProducer(arena.address, arena.nbytes)
         self.epoch = self.producer.next_epoch()
         self.runtime = None
@@ -53,11 +53,9 @@ class GraphWorker(MiniWorker):
             self.producer.set_live_epoch(self.epoch)
         self.attendant = _native.RingAttendant(self.producer, 50)
         self.ring = DeviceRing(
-            arena.address, arena.layout(), num_layers=s.num_layers, max_batch=self.max_batch,
-            max_pages=arena.spec.max_pages, num_q_heads=s.num_q_heads, head_dim=s.head_dim,
-            parts=1, timeout_us=20_000_000, device="cpu",
-        )  # fmt: skip
-        return Ring(self.ring, lambda: self.epoch)
+            arena.address, arena.layout(), arena.spec, parts=1, timeout_us=20_000_000, device="cpu"
+        )
+        return GraphTransport(self.ring, lambda: self.epoch)
 
     def end_threads(self):
         """The worker's epoch ends; from the next step on nobody serves one."""

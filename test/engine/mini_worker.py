@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from sglang_scout.core.parse_config import parse_config
-from sglang_scout.engine.build import Sizes, build_engine
-from sglang_scout.engine.digest_forms import FORMS
-from sglang_scout.engine.pools import DigestPool, HostPages, ModelShape
+from sglang_scout.engine.build import build_engine
+from sglang_scout.engine.digest_kinds import KINDS
+from sglang_scout.engine.stores import DigestPool, HostPages, ModelShape, Sizes
 from sglang_scout.ops.attend import attend_pages
 from sglang_scout.policy.base import Context, make_policy, policy_names
 
@@ -64,7 +64,7 @@ class MiniWorker:
     def __init__(self, *, layers=3, heads=4, kv_heads=2, dim=64, pages=80, max_batch=4,
                  budget_tokens=128, resident_tokens=None, dtype=torch.float32, seed=0,
                  config="{}", drift=0.5, logit_cap=0.0, max_pages=120, policy="scout", tracer=None,
-                 around_missing=None, pool_form=None, verify=True, rank=0,
+                 around_missing=None, pool_kind=None, verify=True, rank=0,
                  of_ranks=1, ranks=None):  # fmt: skip
         self.config = parse_config(
             policy=policy, policies=policy_names(), budget_tokens=budget_tokens, config=config
@@ -76,7 +76,7 @@ class MiniWorker:
         self.shape = ModelShape(layers, *own, dim, SIZE, dtype, dim**-0.5, logit_cap)
         self.max_batch = max_batch
         self.host = self._make_host(pages)
-        self.digests = DigestPool(self.shape, pages, "cpu", pool_form or self.config.digest)
+        self.digests = DigestPool(self.shape, pages, "cpu", pool_kind or self.config.digest)
         budget = self.config.budget_pages
         slots = (resident_tokens or budget_tokens * max_batch) // SIZE + max_batch + budget
         policy_of = make_policy(Context(self.config, layers, 2 * self.shape.page_bytes))
@@ -219,7 +219,7 @@ class MiniWorker:
             return
         expected = DigestPool(self.shape, self.host.num_pages, "cpu", self.config.digest)
         source = self.host.for_copies(torch.device("cpu"))
-        FORMS[expected.form].build(source, pages, expected.low, expected.high)
+        KINDS[expected.kind].build(source, pages, expected.low, expected.high)
         for half in ("low", "high"):
             pairs = zip(getattr(self.digests, half), getattr(expected, half), strict=True)
             for mine, theirs in pairs:

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from sglang_scout.core.parse_config import parse_config
-from sglang_scout.engine import pools, recall, step, step_inputs
-from sglang_scout.engine.build import Ring, Sizes, build_engine
-from sglang_scout.engine.pools import DigestPool, HostPages, ModelShape
+from sglang_scout.engine import recall, step, step_inputs, stores
+from sglang_scout.engine.build import build_engine
+from sglang_scout.engine.stores import DigestPool, HostPages, ModelShape, Sizes
+from sglang_scout.engine.transport import GraphTransport
 from sglang_scout.ops.layers import LayerPages
 from sglang_scout.ops.op import Op
 from sglang_scout.ops.select import Selection
@@ -55,10 +56,10 @@ class NoRing:
 
     faults = errors
 
-    def set_life(self, epoch):
+    def set_epoch(self, epoch):
         pass
 
-    begin_step = set_life
+    begin_step = set_epoch
 
     def post(self, layer, *tensors):
         assert all(t.device == META for t in tensors)
@@ -85,7 +86,7 @@ def ran(monkeypatch):
         return torch.from_numpy(values).to(device)
 
     monkeypatch.setattr(Op, "__call__", call)
-    for module in (step, pools, recall, step_inputs):
+    for module in (step, stores, recall, step_inputs):
         monkeypatch.setattr(module, "upload", upload)
     # What has come is asked of the device, and waited for, when requests join.
     monkeypatch.setattr(DigestPool, "accept", lambda self, pages: pages)
@@ -121,7 +122,7 @@ def test_every_tensor_of_a_step_is_on_the_device(ran, policy, settings):
         Sizes(budget_pages=4, num_slots=4 * BATCH + BATCH + 4, max_batch=BATCH, max_pages=20),
         HostPages(shape, planes[:LAYERS], planes[LAYERS:]),
         [lambda x, positions: x.new_empty(len(x), HEADS, DIM, dtype=torch.float32)] * LAYERS,
-        Ring(ring, lambda: 1),
+        GraphTransport(ring, lambda: 1),
         device=META,
     )
 

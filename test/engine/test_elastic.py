@@ -156,7 +156,7 @@ def test_misses_of_a_new_request_come_first(make):
     control.step_pages, control.limit_pages = 3, 3.0
     new = worker.admit(90 * SIZE)
     had = resident_of(worker, old)
-    for _ in range(control.young_steps):
+    for _ in range(control.warm_up_steps):
         worker.step()
     worker.step()
     gained = resident_of(worker, old) - had - set(old.pages[-2:])

@@ -11,7 +11,7 @@ import torch
 
 from ring_view import RingView
 from sglang_scout.core.registry import _chosen, chosen
-from sglang_scout.engine.digest_forms import FORMS
+from sglang_scout.engine.digest_kinds import KINDS
 from sglang_scout.ops import triton
 
 pytest.importorskip("sglang_scout._native")
@@ -138,7 +138,7 @@ def test_pages_that_running_steps_write_are_known_and_no_others(make):
         assert not pages.may_be_written(np.zeros(0, np.int64))
 
 
-@pytest.mark.parametrize("digest", FORMS)
+@pytest.mark.parametrize("digest", KINDS)
 def test_pages_that_fill_get_their_digests_from_their_slots(make, digest, monkeypatch):
     """The worker compares all digests with the host pages at every step."""
     worker = make(layers=2, verify=False, config=f'{{"digest": "{digest}", "recall": "fixed"}}')
@@ -159,7 +159,7 @@ def test_pages_that_fill_get_their_digests_from_their_slots(make, digest, monkey
     assert worker.digests.computed == 9 + len(from_slots)
 
 
-@pytest.mark.parametrize("digest", FORMS)
+@pytest.mark.parametrize("digest", KINDS)
 def test_what_boundaries_launch_is_compiled_before_the_first_request(make, digest):
     """And leaves no trace: the padding page and a free slot are all that it touches."""
     _chosen.clear()

@@ -16,7 +16,7 @@ from sglang_scout.engine.memory import (
     most_host_pages,
     plan_memory,
 )
-from sglang_scout.engine.pools import DigestPool, ModelShape
+from sglang_scout.engine.stores import DigestPool, ModelShape
 from sglang_scout.policy.base import policy_names
 
 SHAPE = ModelShape(40, 40, 8, 128, 32, torch.bfloat16, 128**-0.5)  # Qwen3-14B
@@ -49,9 +49,7 @@ def test_bytes_of_digests_are_those_of_their_pool(digest, value_bytes, of_head):
     settings = config(config=json.dumps({"digest": digest}))
     made = plan_memory(settings, shape, num_pages=7, max_batch=1, context_tokens=100, node_cpus=[1])
     held = DigestPool(shape, 7, "cpu", digest)
-    assert (
-        made.digest_bytes == sum(x.nbytes for x in (*held.low, *held.high)) == 7 * 3 * 8 * of_head
-    )
+    assert made.digest_bytes == held.low.nbytes + held.high.nbytes == 7 * 3 * 8 * of_head
 
 
 def test_no_more_slots_than_pages_and_no_more_budget_than_context():

@@ -8,7 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sglang_scout.engine import digest_forms
+from sglang_scout.engine import digest_kinds
 from sglang_scout.ops.doorbell import DeviceRing
 from sglang_scout.worker.ring import layout_of
 from sglang_scout.worker.spec import ArenaSpec
@@ -39,17 +39,17 @@ def test_an_assignment_would_be_a_copy(on_cuda):
 def test_the_ring_between_steps(on_cuda):
     spec = ArenaSpec(2, 8, 32, 2, 4, 64, "bfloat16", 0.1, 4, 4)
     ring = DeviceRing(
-        1 << 46, layout_of(spec), num_layers=2, max_batch=4, max_pages=4, num_q_heads=4, head_dim=64,
-        parts=0, timeout_us=1000, device="cuda", faults=torch.zeros(1, dtype=torch.int64),
+        1 << 46, layout_of(spec), spec, parts=0, timeout_us=1000, device="cuda",
+        faults=torch.zeros(1, dtype=torch.int64),
     )  # fmt: skip
     with NoCopies():
-        ring.set_life(3, posts=17)
+        ring.set_epoch(3, posts=17)
         ring.begin_step(5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_pages_that_change_hands(on_cuda, dtype):
-    half = (torch.zeros(3, 9, 2, 32, dtype=dtype, device="cuda"),)
+    half = torch.zeros(3, 9, 2, 32, dtype=dtype, device="cuda")
     ids = torch.zeros(5, dtype=torch.int64, device="cuda")
     with NoCopies():
-        digest_forms.unset(half, half, ids)
+        digest_kinds.unset(half, half, ids)

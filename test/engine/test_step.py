@@ -24,7 +24,7 @@ def close(actual, expected):
 
 def test_digests_that_the_policy_does_not_score_are_refused(make):
     with pytest.raises(ValueError, match="digests are minmax, the policy scores signs"):
-        make(config='{"digest": "signs"}', pool_form="minmax")
+        make(config='{"digest": "signs"}', pool_kind="minmax")
 
 
 def test_a_covering_budget_is_exact_full_attention(make):
@@ -224,8 +224,8 @@ def test_digests_that_arrived_are_used_and_absent_ones_built(make, monkeypatch):
     def arrive(pages):
         for layer in range(3):
             k = worker.host.k[layer][torch.from_numpy(pages[:6])]
-            worker.digests.low[0][layer, pages[:6]] = k.amin(1)
-            worker.digests.high[0][layer, pages[:6]] = k.amax(1)
+            worker.digests.low[layer, pages[:6]] = k.amin(1)
+            worker.digests.high[layer, pages[:6]] = k.amax(1)
 
     request = worker.admit(10 * SIZE + 5, arrive=arrive)
     # A boundary's stream has a step to end first: nothing may be asked there.
@@ -234,7 +234,7 @@ def test_digests_that_arrived_are_used_and_absent_ones_built(make, monkeypatch):
     assert worker.digests.received == 6 and worker.digests.computed == 4
     for layer in range(3):
         k = worker.host.k[layer][torch.tensor(request.pages[:10])]
-        assert torch.equal(worker.digests.low[0][layer, request.pages[:10]], k.amin(1))
+        assert torch.equal(worker.digests.low[layer, request.pages[:10]], k.amin(1))
 
 
 def test_counters(make):

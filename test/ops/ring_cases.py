@@ -47,9 +47,7 @@ def settle():
 
 def ring_of(arena, timeout_us=20_000_000, parts=1, **more):
     return DeviceRing(
-        arena.address, arena.layout(), num_layers=LAYERS, max_batch=BATCH, max_pages=K,
-        num_q_heads=HQ, head_dim=D, parts=parts, timeout_us=timeout_us, device=DEVICE,
-        num_nodes=arena.spec.num_nodes, **more,
+        arena.address, arena.layout(), arena.spec, parts=parts, timeout_us=timeout_us, device=DEVICE, **more,
     )  # fmt: skip
 
 

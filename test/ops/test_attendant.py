@@ -36,7 +36,7 @@ def test_the_attendant_answers_what_no_worker_will(arena, attended, parts):
     """Records of a life that nobody leads, as after a worker's death."""
     producer, attendant = attended
     ring = ring_of(arena, parts=parts)
-    ring.set_life(producer.next_epoch())
+    ring.set_epoch(producer.next_epoch())
     posted = sum(exchange(arena, ring, step) for step in range(1, 4))
     assert attendant.pages() == posted
 
@@ -50,7 +50,7 @@ def test_the_attendant_leaves_a_living_worker_its_records(arena, attended):
     try:
         producer.set_live_epoch(epoch)
         ring = ring_of(arena)
-        ring.set_life(epoch)
+        ring.set_epoch(epoch)
         for step in range(1, 5):
             exchange(arena, ring, step)
         assert attendant.pages() == 0
@@ -65,7 +65,7 @@ def test_the_attendant_takes_over_in_the_middle_of_a_step(arena, attended):
     epoch = producer.next_epoch()
     producer.set_live_epoch(epoch)  # alive as far as anybody knows, but it serves nothing
     ring = ring_of(arena)
-    ring.set_life(epoch)
+    ring.set_epoch(epoch)
     ring.begin_step(1)
     q, pages, n_pages = request(7)
     ring.post(1, q, pages, n_pages)
@@ -83,7 +83,7 @@ def test_the_attendant_refuses_a_record_that_makes_no_sense(arena, attended):
     epoch = producer.next_epoch()
     producer.set_live_epoch(epoch)
     ring = ring_of(arena)
-    ring.set_life(epoch)
+    ring.set_epoch(epoch)
     ring.begin_step(1)
     q, pages, n_pages = request(7)
     pages[0, 0] = 20  # there are 20 pages

@@ -81,7 +81,7 @@ def test_leaves_the_bytes_that_the_cpp_producer_leaves(arena, parts):
     ring_cases.shared_bytes(arena)[1][:] = 0
 
     device = ring_of(arena, parts=parts, split=SPLIT)
-    device.set_life(epoch)
+    device.set_epoch(epoch)
     for layer, step, (q, pages, n) in requests:
         device.begin_step(step)
         device.post(layer, q, pages, n)
@@ -122,7 +122,7 @@ def test_the_rule_for_runs_in_a_kernel():
 def test_answers_of_worker_threads_are_merged(arena, worker, parts):
     worker(epoch=5, parts=parts)
     ring = ring_of(arena, parts=parts)
-    ring.set_life(5)
+    ring.set_epoch(5)
     for step in range(1, 4):  # both parities, slots used again
         exchange(arena, ring, step)
     assert ring.state[2] == 3 * LAYERS
@@ -137,7 +137,7 @@ def test_nothing_is_posted_without_pages_or_without_a_life(arena):
     ring.begin_step(1)
     ring.post(0, q, pages, n_pages)  # epoch 0: warm-up and capture
     ring.merge(0, out, lse)
-    ring.set_life(1)
+    ring.set_epoch(1)
     ring.post(1, q, torch.full_like(pages, -1), torch.zeros_like(n_pages))
     ring.merge(1, out, lse)
     assert all(
@@ -151,7 +151,7 @@ def test_nothing_is_posted_without_pages_or_without_a_life(arena):
 def test_no_answer_is_an_error_and_never_hangs(arena):
     """Nobody serves; then the slot is busy until a new life begins."""
     ring = ring_of(arena, timeout_us=2000)
-    ring.set_life(1)
+    ring.set_epoch(1)
     ring.begin_step(1)
     ring.post(0, *request(0))
     out, lse = state(0)
@@ -167,7 +167,7 @@ def test_no_answer_is_an_error_and_never_hangs(arena):
     settle()
     assert ring.faults() == ring.errors() == ["a slot was not answered"]
     assert int(RingView(arena).control["head"]) == 1
-    ring.set_life(2)
+    ring.set_epoch(2)
     ring.post(0, *request(1))
     assert ring.errors() == []
     assert int(RingView(arena).control["head"]) == 2
@@ -176,7 +176,7 @@ def test_no_answer_is_an_error_and_never_hangs(arena):
 def test_after_an_error_nothing_is_waited_for(arena):
     """A step has many slots: with the whole time for each of them its server would end late."""
     ring = ring_of(arena, timeout_us=2000)
-    ring.set_life(1)
+    ring.set_epoch(1)
     ring.begin_step(1)
     for layer in range(LAYERS):
         ring.post(layer, *request(layer))
@@ -195,7 +195,7 @@ def test_after_an_error_nothing_is_waited_for(arena):
 @pytest.mark.parametrize("status", [0, 1])
 def test_only_a_good_answer_to_this_very_record_counts(arena, status):
     ring = ring_of(arena, timeout_us=2000)
-    ring.set_life(4)
+    ring.set_epoch(4)
     ring.begin_step(2)
     q, pages, n_pages = request(0)
     ring.post(1, q, pages, n_pages)
@@ -209,7 +209,7 @@ def test_only_a_good_answer_to_this_very_record_counts(arena, status):
     out, lse = state(0)
     ring.merge(1, out, lse)
     assert ring.errors() == ["no answer in time"]
-    ring.set_life(4)
+    ring.set_epoch(4)
     ring.post(1, q, pages, n_pages)
     settle()
     reply["status"], reply["done"] = status, int(view.record(slot)["seq"])
@@ -246,7 +246,7 @@ def test_ranks_see_each_other_s_faults(arena):
         ring_of(arena, faults=faults, rank=3)
     rings = [ring_of(arena, timeout_us=2000, faults=faults, rank=rank) for rank in range(3)]
     ring = rings[1]
-    ring.set_life(1)
+    ring.set_epoch(1)
     ring.begin_step(1)
     ring.post(0, *request(0))
     ring.merge(0, *state(0))

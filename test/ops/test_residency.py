@@ -87,7 +87,7 @@ def test_as_the_plain_one_whatever_happens(slots, seed):
         assert (elsewhere == table.slot_of).all()
 
 
-def hottest_by_a_look_at_all(frequency, layers, missed, counts, is_first, limits):
+def most_frequent_by_a_look_at_all(frequency, layers, missed, counts, is_first, limits):
     found = []
     for i, layer in enumerate(layers):
         worth = defaultdict(lambda: (2,))
@@ -101,7 +101,7 @@ def hottest_by_a_look_at_all(frequency, layers, missed, counts, is_first, limits
 
 
 @given(seed=st.integers(0, 2**32 - 1), rows=st.integers(0, 4))
-def test_the_hottest_of_those_missed(seed, rows):
+def test_the_most_frequent_of_those_missed(seed, rows):
     rng = np.random.default_rng(seed)
     uses = ResidencyTable(LAYERS, PAGES, 1).uses
     uses.frequency[:] = rng.integers(0, 4, uses.frequency.shape)  # many are equal
@@ -110,8 +110,8 @@ def test_the_hottest_of_those_missed(seed, rows):
     missed = wide[:, :rows]  # with the strides of a larger batch
     asked = rng.random((len(layers), rows)) < 0.7, rng.random(rows) < 0.3
     limits = rng.integers(-1, 12, len(layers))
-    found = uses.hottest(layers, missed, *asked, limits)
-    expected = hottest_by_a_look_at_all(uses.frequency, layers, missed, *asked, limits)
+    found = uses.most_frequent(layers, missed, *asked, limits)
+    expected = most_frequent_by_a_look_at_all(uses.frequency, layers, missed, *asked, limits)
     assert list(zip(*(x.tolist() for x in found), strict=True)) == expected
     counts = uses.count(missed)
     assert counts.dtype == np.int64 and (counts == (missed >= 0).sum(2)).all()
@@ -174,7 +174,7 @@ def test_what_a_step_selected_is_not_taken_in_it():
     for _ in range(9):
         touch(made, ids(7), 1)
     made.commit(made.exchange(0, ids(7), 1), 1)
-    assert resident(made) == [3, 7], "3 is the coldest, landed late, and is in use"
+    assert resident(made) == [3, 7], "3 is the least frequent, landed late, and is in use"
     assert made.touch_all_layers(ids(3, -1, 8), 4) == 3, "8 in both layers, 3 in one"
     assert made.evict(0, 9, 4) == 1
     assert resident(made) == [3]
@@ -208,7 +208,9 @@ def test_nothing_asked_for():
     table = table_of()
     nothing, no_rows = np.zeros((2, 0, 0), np.int32), np.zeros((2, 0), bool)
     table.uses.touch(np.arange(2), nothing, 1, no_rows[0])
-    assert not len(table.uses.hottest(np.arange(2), nothing, no_rows, no_rows[0], ids(5, 5))[0])
+    assert not len(
+        table.uses.most_frequent(np.arange(2), nothing, no_rows, no_rows[0], ids(5, 5))[0]
+    )
     assert table.commit(table.reserve(0, ids()), 1) == 0
     assert table.evict(0, 9, 1) == 0, "no slot has a page"
     assert table.touch_all_layers(ids(), 5) == 0
@@ -224,7 +226,7 @@ def test_what_is_out_of_range_is_refused_before_anything_is_written():
         with pytest.raises(ValueError, match="out of range"):
             uses.touch(np.array(layers), missed, 1, rows)
         with pytest.raises(ValueError, match="out of range"):
-            uses.hottest(np.array(layers), missed, ~rows[None], rows, np.array([1]))
+            uses.most_frequent(np.array(layers), missed, ~rows[None], rows, np.array([1]))
     with pytest.raises(TypeError):  # would be another page
         uses.touch(np.arange(1), np.full((1, 1, 1), 2**32 + 5), 1, rows)
     one = np.zeros((1, 1, 1), np.int32)
@@ -233,7 +235,7 @@ def test_what_is_out_of_range_is_refused_before_anything_is_written():
     with pytest.raises(ValueError, match=r"\[B\]"):
         uses.touch(np.arange(1), np.zeros((1, 2, 1), np.int32), 1, rows)
     with pytest.raises(ValueError, match="limits"):
-        uses.hottest(np.arange(1), one, ~rows[None], rows, np.arange(2))
+        uses.most_frequent(np.arange(1), one, ~rows[None], rows, np.arange(2))
     for bad in (-1, 18):
         for method in (metadata.absent, metadata.reserve):
             with pytest.raises(ValueError, match="out of range"):

@@ -15,7 +15,7 @@ from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.page_bytes import input_bytes
 from sglang_scout.core.parse_config import parse_config
 from sglang_scout.engine.memory import plan_memory, plan_worker
-from sglang_scout.engine.pools import DigestPool, ModelShape
+from sglang_scout.engine.stores import DigestPool, ModelShape
 
 hooks = pytest.importorskip("sglang_scout.plugin.decode_hooks", reason="needs SGLang")
 from sglang_scout.plugin import host_size, prefill_hooks  # noqa: E402
@@ -129,7 +129,7 @@ def test_pages_and_digests_of_a_prefill_server_share_what_sglang_found(monkeypat
     digests = 0
     if config.prefill_digests:
         held = DigestPool(dataclasses.replace(SHAPE, num_layers=1), 1, "cpu", config.digest)
-        digests = SHAPE.num_layers * sum(x.nbytes for x in (*held.low, *held.high))
+        digests = SHAPE.num_layers * (held.low.nbytes + held.high.nbytes)
     assert num_pages * (page_bytes + digests) <= found < (num_pages + 1) * (page_bytes + digests)
 
 

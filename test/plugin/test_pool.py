@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_scout.engine.digest_forms import FORMS
-from sglang_scout.engine.pools import DigestPool, HostPages, ModelShape
+from sglang_scout.engine.digest_kinds import KINDS
+from sglang_scout.engine.stores import DigestPool, HostPages, ModelShape
 from sglang_scout.ops.score import score_pages
 
 pool = pytest.importorskip("sglang_scout.plugin.pool", reason="needs SGLang")
@@ -56,7 +56,7 @@ ONLY_K_AND_V = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", KINDS)
 def test_digests_land_in_digests_and_kv_in_kv(form):
     here, there = DigestPool(SHAPE, 4, "cpu", form), DigestPool(SHAPE, 9, "cpu", form)
     source = pool.with_digests(lists(), here)
@@ -72,7 +72,7 @@ def test_digests_land_in_digests_and_kv_in_kv(form):
     assert len(pairs) == 6 * (1 + len(here.low))
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", KINDS)
 def test_a_server_without_the_flag_gets_and_sends_k_and_v_only(form):
     source = pool.with_digests(lists(), DigestPool(SHAPE, 4, "cpu", form))
     assert sent(source, [50, 51, 52, 60, 61, 62]) == ONLY_K_AND_V
@@ -97,7 +97,7 @@ class Engine:
         return 0
 
 
-@pytest.mark.parametrize("digests_here", [*FORMS, None])
+@pytest.mark.parametrize("digests_here", [*KINDS, None])
 @pytest.mark.parametrize("digests_there", ["minmax", None])
 def test_a_decode_server_of_another_tp_size_gets_the_k_and_v_of_its_heads(
     digests_here, digests_there
@@ -212,7 +212,7 @@ def test_digests_of_another_form_count_as_not_arrived(form, other, dtype):
 
 
 @pytest.mark.parametrize(("layer", "half"), [(0, "low"), (1, "high"), (2, "low")])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", KINDS)
 def test_a_digest_lacks_whatever_layer_or_half_did_not_arrive(form, layer, half):
     shape = dataclasses.replace(SHAPE, page_size=32)
     k = [torch.randn(5, 32, shape.num_kv_heads, 64) for _ in range(shape.num_layers)]

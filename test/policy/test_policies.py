@@ -69,13 +69,6 @@ def test_profiled_intervals():
     assert [len(d) for d in due] == [3, 0, 2]
 
 
-def test_only_requests_that_fit_are_warmed_whole():
-    residency = make(config(), 1).residency
-    assert list(residency.warm_columns(3, 4)) == [0, 1, 2]
-    assert list(residency.warm_columns(4, 4)) == [0, 1, 2, 3]
-    assert len(residency.warm_columns(5, 4)) == 0
-
-
 PROFILE = RecallProfile(1, "m", 32, 2048, 0.2, [2, 0, 30], 3)
 
 

@@ -43,12 +43,12 @@ class World:
         self.steps = 0
         self.ratios, self.copies, self.late, self.limits = [], [], [], []
 
-    def step(self, fresh_rows=0, newcomer_missed=0):
-        """One boundary and one step; ``newcomer_missed`` pages a layer of a request in its 2nd step."""
+    def step(self, fresh_rows=0, warming_missed=0):
+        """One boundary and one step; ``warming_missed`` pages a layer of a request in its 2nd step."""
         missed = np.zeros((self.layers, ROWS + 1), np.int64)
         missed[:, :ROWS] = (self.measured / ROWS)[:, None]
         missed[:, 0] += np.round(self.measured).astype(np.int64) - missed.sum(axis=1)
-        missed[:, ROWS] = newcomer_missed
+        missed[:, ROWS] = warming_missed
         self.useful += self.landed * self.worth
         used = np.floor(self.useful + 1e-9).astype(np.int64)
         self.useful -= used
@@ -101,6 +101,16 @@ def test_every_layer_is_held_under_the_threshold_with_as_few_copies_as_its_drift
         longest = int(BETA / speed)
         assert longest - 3 <= np.mean(world.gaps(layer, 100)) <= longest + 1, (layer, longest)
         assert abs(world.control.describe()["intervals"][layer] - longest) <= 3
+
+
+def test_without_recall_the_same_world_is_far_above_it():
+    world = World(controller(2, step_pages=0), [0.01, 0.03]).run(100)
+    assert (world.ratios[-1] > 2 * BETA).all()
+
+
+def test_a_drift_within_one_step_above_the_threshold_recalls_every_step():
+    world = World(controller(1), [0.2]).run(60)
+    assert (world.gaps(0, 5) == 1).all()
 
 
 def test_it_follows_a_workload_that_speeds_up_and_one_that_stops():
@@ -161,7 +171,7 @@ def test_a_slow_layer_is_refreshed_at_the_longest_interval():
 def test_no_step_copies_more_than_its_pages(step_pages):
     world = World(controller(5, step_pages=step_pages), [0.01, 0.02, 0.05, 0.1, 0.3])
     for step in range(200):
-        world.step(fresh_rows=step % 3 == 0, newcomer_missed=step % 5)
+        world.step(fresh_rows=step % 3 == 0, warming_missed=step % 5)
         assert world.control.granted.sum() + world.control.spare_pages <= step_pages
         assert world.copies[-1].sum() <= step_pages
     assert np.sum(world.copies[-50:]) > 0.9 * 50 * step_pages, "it must have been short of pages"
@@ -251,8 +261,8 @@ def test_newcomers_come_first_and_do_not_look_like_drift():
     world = World(control, [0.001] * 2).run(50)
     intervals = control.describe()["intervals"]
     for _ in range(6):
-        world.step(fresh_rows=1, newcomer_missed=30)
-        # 64 expected of the new one and 30 of the young one in each layer, more than there is.
+        world.step(fresh_rows=1, warming_missed=30)
+        # 64 expected of the new one and 30 of the one in warm-up in each layer, more than there is.
         assert control.granted.sum() == 150
     assert (control.ratio < 0.1).all() and not control.is_due.any()
     assert control.describe()["intervals"] == intervals
@@ -263,23 +273,38 @@ def test_eager_layers_recall_whatever_they_miss():
     assert (world.gaps(0, 20) == 1).all() and (world.gaps(1, 20) > 5).all()
 
 
-@given(
-    st.lists(st.integers(0, 500), min_size=1, max_size=12),
-    st.integers(1, 3000),
-    st.randoms(use_true_random=False),
-)
-def test_shares_lie_at_a_common_level(wanted, pages, random):
+def test_the_same_inputs_give_the_same_decisions():
+    runs = [World(controller(3, step_pages=20), [0.02, 0.05, 0.2], link_pages=9) for _ in range(2)]
+    for world in runs:
+        world.run(120)
+    assert np.array_equal(runs[0].copies, runs[1].copies)
+
+
+counts = st.lists(st.integers(0, 500), min_size=1, max_size=12)
+
+
+@given(counts, st.integers(0, 3000), st.randoms(use_true_random=False))
+def test_shares_are_bounded_and_nothing_is_left_over(wanted, pages, random):
     wanted = np.array(wanted, np.int64)
     worth = np.array([random.uniform(0.05, 1.0) for _ in wanted])
     given_ = share(pages, wanted, worth)
+    assert (given_ >= 0).all() and (given_ <= wanted).all()
+    assert given_.sum() <= pages
+    assert given_.sum() >= min(pages, wanted.sum()) - len(wanted)
+
+
+@given(counts, st.integers(1, 3000), st.randoms(use_true_random=False))
+def test_shares_lie_at_a_common_level(wanted, pages, random):
+    wanted = np.array(wanted, np.int64)
+    worth = np.array([random.uniform(0.05, 1.0) for _ in wanted])
     if wanted.sum() <= pages:
-        assert given_.tolist() == wanted.tolist()
         return
     low, high = 0.0, float((wanted * worth).max())
     for _ in range(60):  # by halving, until all that lies above takes as much as there is
         level = (low + high) / 2
         above = np.maximum(wanted - level / worth, 0.0)
         low, high = (level, high) if above.sum() > pages else (low, level)
+    given_ = share(pages, wanted, worth)
     assert given_.sum() == pages
     assert (abs(given_ - above) < 1 + 1e-6).all()
 

@@ -109,19 +109,6 @@ def test_mistakes_are_named(buffers, make_arena, make_request, cpu):
             WorkerClient(arena, cpus)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"ready_timeout_s": 0}, {"heartbeat_timeout_s": 0.3}, {"spin_us": -1},
-        {"threads_per_group": 17}, {"backoff_max_s": 0.05}, {"max_start_failures": 0},
-        {"wait_timeout_s": float("nan")},
-    ],
-)  # fmt: skip
-def test_bad_configuration_names_the_field(change):
-    with pytest.raises(ConfigError, match=next(iter(change))):
-        WorkerConfig(**change)
-
-
 def test_bad_cpu_comes_back_as_the_worker_s_reason(make_arena, gone):
     children = len(psutil.Process().children())
     client = WorkerClient(make_arena(), [1023])

@@ -69,11 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the plan. Returns 0, or 1 if the asked number of requests does not fit.
-
-    Raises:
-        ConfigError: see :func:`make_plan`.
-    """
+    """Prints the plan. Returns 0, or 1 if the asked number of requests does not fit."""
     plan = make_plan(
         args.model_path,
         context_tokens=args.context_tokens,

@@ -47,11 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Makes, writes and prints a profile. Returns 0.
-
-    Raises:
-        ConfigError: a wrong argument, or a log that tells no intervals.
-    """
+    """Makes, writes and prints a profile. Returns 0."""
     files = [("STEP_LOG", args.step_log), ("--output", args.output), ("--plot", args.plot)]
     check_different((flag, f"profile: {flag} {path!r}", path) for flag, path in files)
     profile = profile_of(read_step_log(args.step_log), args.threshold)
@@ -152,7 +148,7 @@ def as_text(profile: RecallProfile) -> str:
 
 
 def draw(profile: RecallProfile, target: Path) -> None:
-    """Writes a picture in the form of the paper's Figure 6a: ratios by step, and the intervals.
+    """Writes a picture like the paper's Figure 6a: ratios by step, and the intervals.
 
     Raises:
         OSError, ValueError: the file cannot be written, or is of no kind that matplotlib knows.

@@ -58,11 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the report. Returns 0.
-
-    Raises:
-        ConfigError: no such step log, or none of whose steps another one follows.
-    """
+    """Prints the report. Returns 0."""
     found = report_of(read_step_log(args.step_log))
     print(json.dumps(asdict(found)) if args.json else as_text(found))
     return 0

@@ -12,7 +12,7 @@ class ScoutError(Exception):
 
 
 class ConfigError(ScoutError, ValueError):
-    """A flag or a configuration value is wrong. Names the flag, the value and the fix."""
+    """A flag or a configuration value is wrong: names the flag, the value and the fix. What refuses, raises it."""
 
 
 class ArenaError(ScoutError, ValueError):

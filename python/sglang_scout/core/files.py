@@ -15,8 +15,6 @@ def check_writable(what: str, path: str) -> None:
 
     Args:
         what: names the flag and its value.
-    Raises:
-        ConfigError: with ``what`` and the system's reason.
     """
     # os.path's answers, unlike pathlib's, are "no" also for what may not or cannot be looked at.
     folder = os.path.dirname(path) or "."
@@ -41,8 +39,6 @@ def check_different(files: Iterable[tuple[str, str, str | None]]) -> None:
 
     Args:
         files: of each its key or flag; that with its value, for the message; and the path, or None.
-    Raises:
-        ConfigError: naming the later one's value and whose file it is.
     """
     taken: dict[str | tuple[int, int], str] = {}
     for name, what, path in files:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 DIGESTS = ("minmax", "signs")
-"""What is kept of a page to choose it by; see ``engine/digest_forms.py``."""
+"""What is kept of a page to choose it by; see ``engine/digest_kinds.py``."""
 
 _WORD_BYTES = 8
 _INPUT_WORDS = 6

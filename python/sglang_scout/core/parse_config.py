@@ -114,11 +114,7 @@ def idle_keys(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def check_layers(config: OffloadConfig, num_layers: int, flag: str = FLAGS["config"]) -> None:
-    """Refuse layers that the model does not have.
-
-    Raises:
-        ConfigError: naming those that it has.
-    """
+    """Refuse layers that the model does not have."""
     if max(config.exact_layers, default=0) >= num_layers:
         raise ConfigError(
             f"{flag}: exact_layers = {list(config.exact_layers)}: the model has layers 0 to "
@@ -136,9 +132,6 @@ def check_files(config: OffloadConfig, flag: str = FLAGS["config"]) -> None:
     """Refuse files that cannot be written, by trying. What they hold stays.
 
     For the process that uses them: another machine may have none of their folders.
-
-    Raises:
-        ConfigError: naming key, file and reason.
     """
     for _, what, path in written_files(config, flag):
         if path is not None:

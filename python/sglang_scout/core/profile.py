@@ -188,8 +188,6 @@ def check_profile(
 
     Args:
         model, identity: of this server; ``model`` is for the message.
-    Raises:
-        ConfigError: naming what differs.
     """
     made = f"{FLAG} {path!r}: made for"
     if profile.num_layers != num_layers:

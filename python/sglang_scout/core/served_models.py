@@ -21,8 +21,6 @@ def check_architecture(what: str, architecture: str) -> None:
 
     Args:
         what: the flag that names the model, and its value.
-    Raises:
-        ConfigError: with ``what`` and those that are served.
     """
     if architecture not in ARCHITECTURES:
         raise ConfigError(
@@ -38,8 +36,6 @@ def check_attention(what: str, *, head_dim: int, v_head_dim: int, has_window: bo
         what: the flag that names the model, and its value.
         head_dim, v_head_dim: elements of a key and of a value.
         has_window: a layer attends to the last tokens alone.
-    Raises:
-        ConfigError: with ``what`` and what is not supported about it.
     """
     if has_window:
         raise ConfigError(

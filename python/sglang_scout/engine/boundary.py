@@ -42,13 +42,13 @@ class LastStep:
 
 
 class StepBoundary:
-    """Follows the lives of requests and prepares each step.
+    """Follows requests from admission on and prepares each step.
 
     Args:
         policy, budget_pages: as of :class:`StepEngine`.
         page_size: tokens of a page.
         table: what is where in the resident cache.
-        pages: follows their lives.
+        pages: follows them from owner to owner.
         recall: moves pages to the device.
         results: what steps selected.
         counters: totals to add to.

@@ -2,48 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 
 from sglang_scout.core.config import OffloadConfig
-from sglang_scout.engine.fetch import Drop, Fetch
-from sglang_scout.engine.pools import DigestPool, HostPages, ModelShape, ResidentCache
+from sglang_scout.engine.fetch import Fetch
 from sglang_scout.engine.ranks import Ranks
 from sglang_scout.engine.step import StepEngine
+from sglang_scout.engine.stores import DigestPool, HostPages, ModelShape, Sizes
 from sglang_scout.engine.trace import Tracer
-from sglang_scout.engine.transport import GraphTransport, HostTransport, RingClient, Transport
+from sglang_scout.engine.transport import GraphTransport, HostTransport, Transport
 from sglang_scout.ops.doorbell import DeviceRing
 from sglang_scout.ops.predict import QueryProjector
-from sglang_scout.ops.residency import ResidencyTable
 from sglang_scout.policy.base import Policy
 from sglang_scout.worker.arena import Arena
 from sglang_scout.worker.client import WorkerClient
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """What a rank's buffers are made for.
-
-    Attributes:
-        budget_pages: k, pages selected per request and layer.
-        num_slots: device slots per layer.
-        max_batch, max_pages: most rows in a step, and pages of a row.
-    """
-
-    budget_pages: int
-    num_slots: int
-    max_batch: int
-    max_pages: int
-
-
-@dataclass(frozen=True)
-class Ring:
-    """A device's end of the ring to the worker, see :func:`device_ring`."""
-
-    ring: DeviceRing
-    epoch: Callable[[], int]
 
 
 def device_ring(
@@ -53,32 +27,25 @@ def device_ring(
     timeout_s: float,
     faults: torch.Tensor | None = None,
     rank: int = 0,
-) -> Ring:
+) -> DeviceRing:
     """The ring as a device's stream drives it; ``worker`` serves it from now on, before it starts.
 
     Args:
         timeout_s: how long a step waits for the worker.
         faults, rank: as of :class:`DeviceRing`.
     """
-    spec = arena.spec
     worker.serve_device()
-    ring = DeviceRing(
+    return DeviceRing(
         arena.address,
         arena.layout(),
-        num_layers=spec.num_layers,
-        max_batch=spec.max_batch,
-        max_pages=spec.max_pages,
-        num_q_heads=spec.num_q_heads,
-        head_dim=spec.head_dim,
+        arena.spec,
         parts=worker.parts,
         split=worker.split,
         timeout_us=int(timeout_s * 1e6),
         device=device,
-        num_nodes=spec.num_nodes,
         faults=faults,
         rank=rank,
     )
-    return Ring(ring, lambda: worker.device_epoch)
 
 
 def build_engine(
@@ -88,7 +55,7 @@ def build_engine(
     sizes: Sizes,
     host: HostPages,
     projectors: Sequence[QueryProjector],
-    worker: RingClient | Ring,
+    worker: WorkerClient | GraphTransport,
     *,
     device: torch.device | str = "cpu",
     digests: DigestPool | None = None,
@@ -98,32 +65,31 @@ def build_engine(
     """A step engine and its stores on ``device``.
 
     Args:
+        shape: sizes of the model on this rank.
         host: pages that the worker sees as well; memory that the device can use.
+        projectors: per layer, its query from a layer input.
         worker: who computes missing pages, on the host's thread or on the device's stream.
         digests: of the host pages; None: made here.
+        ranks: those among which a layer's heads are dealt out; None: all are here.
     Raises:
         ValueError: sizes that do not fit the policy.
     """
+    device = torch.device(device)
+    forced = policy.digest.sink_pages + policy.digest.recent_pages
+    if sizes.num_slots < min(sizes.max_batch * (forced + 1), host.num_pages):
+        raise ValueError(
+            f"resident cache of {sizes.num_slots} slots cannot hold the sink, recent and tail "
+            f"pages of {sizes.max_batch} requests ({forced + 1} each)"
+        )
+    digests = digests or DigestPool(shape, host.num_pages, device, policy.digest.kind)
+    if digests.kind != policy.digest.kind:
+        raise ValueError(f"the digests are {digests.kind}, the policy scores {policy.digest.kind}")
     tracer = tracer or Tracer(None, 0)
-    table = ResidencyTable(
-        shape.num_layers, host.num_pages, sizes.num_slots, policy.residency.half_life_steps
-    )
     return StepEngine(
-        shape=shape,
-        policy=policy,
-        budget_pages=sizes.budget_pages,
-        max_batch=sizes.max_batch,
-        max_pages=sizes.max_pages,
-        host=host,
-        digests=digests or DigestPool(shape, host.num_pages, device, policy.digest.form),
-        resident=ResidentCache(shape, sizes.num_slots, device),
-        table=table,
-        projectors=projectors,
-        transport=_transport(policy, shape, sizes, host, worker, torch.device(device), tracer),
-        tracer=tracer,
-        verify=config.verify,
-        ranks=ranks,
-    )
+        policy, shape, sizes, host, digests, projectors,
+        _transport(policy, shape, sizes, host, worker, device, tracer),
+        device=device, tracer=tracer, verify=config.verify, ranks=ranks,
+    )  # fmt: skip
 
 
 def _transport(
@@ -131,14 +97,14 @@ def _transport(
     shape: ModelShape,
     sizes: Sizes,
     host: HostPages,
-    worker: RingClient | Ring,
+    worker: WorkerClient | GraphTransport,
     device: torch.device,
     tracer: Tracer,
 ) -> Transport:
     if policy.route == "fetch":
         return Fetch(host, shape, sizes.max_batch, sizes.budget_pages, device)
     if policy.route == "drop":
-        return Drop(shape)
-    if isinstance(worker, Ring):
-        return GraphTransport(worker.ring, worker.epoch)
+        return Transport(torch.zeros(shape.num_layers, dtype=torch.int64))
+    if isinstance(worker, GraphTransport):
+        return worker
     return HostTransport(worker, shape, sizes.max_batch, tracer)

@@ -1,10 +1,11 @@
-"""Routes without the worker: missing pages are fetched to the device, or dropped."""
+"""Route ``fetch``: missing pages are attended to on the device, without the worker."""
 
 from __future__ import annotations
 
 import torch
 
-from sglang_scout.engine.pools import HostPages, ModelShape
+from sglang_scout.engine.stores import HostPages, ModelShape
+from sglang_scout.engine.transport import Transport
 from sglang_scout.ops.attend import attend_pages
 from sglang_scout.ops.gather import copy_layer_pages
 from sglang_scout.ops.layers import LayerPages
@@ -16,8 +17,8 @@ def staging_bytes(shape: ModelShape, max_batch: int, budget_pages: int) -> int:
     return 2 * 2 * max_batch * budget_pages * shape.page_bytes
 
 
-class Fetch:
-    """Route ``fetch``: pages come to the device ahead of their layer, ids and all from the device.
+class Fetch(Transport):
+    """Pages come to the device ahead of their layer, ids and all from the device.
 
     There is one staging slot for each row and chosen page, twice: a layer's pages arrive while those of the
     layer before are attended to.
@@ -28,8 +29,6 @@ class Fetch:
         device: where steps run.
     """
 
-    capturable = True
-
     def __init__(
         self,
         host: HostPages,
@@ -39,7 +38,7 @@ class Fetch:
         device: torch.device,
     ) -> None:
         self._shape, self._budget_pages = shape, budget_pages
-        self.waited_ns = torch.zeros(shape.num_layers, dtype=torch.int64)  # nobody waits
+        super().__init__(torch.zeros(shape.num_layers, dtype=torch.int64))  # nobody waits
         staging = max_batch * budget_pages
         page = shape.page_size, shape.num_kv_heads, shape.head_dim
         # [K or V, layer parity, slot, S, H, D]
@@ -52,12 +51,6 @@ class Fetch:
         self._ids = torch.zeros((2, 3, staging), dtype=torch.int64, device=device)
         self._ids[:, 2] = self._slots
         self._there = torch.full((2, staging), -1, dtype=torch.int32, device=device)
-
-    def pause(self) -> None:
-        """Rows without requests miss nothing, so nothing is copied."""
-
-    def begin_step(self, step: int) -> None:
-        pass
 
     def post(
         self, layer: int, query: torch.Tensor, pages: torch.Tensor, n_pages: torch.Tensor
@@ -81,32 +74,3 @@ class Fetch:
         merged, merged_lse = merge_states(out, lse, *fetched)
         out.copy_(merged)
         lse.copy_(merged_lse)
-
-    def faults(self) -> list[str]:
-        return []
-
-
-class Drop:
-    """Route ``drop``: what is not resident does not count."""
-
-    capturable = True
-
-    def __init__(self, shape: ModelShape) -> None:
-        self.waited_ns = torch.zeros(shape.num_layers, dtype=torch.int64)  # nobody waits
-
-    def pause(self) -> None:
-        pass
-
-    def begin_step(self, step: int) -> None:
-        pass
-
-    def post(
-        self, layer: int, query: torch.Tensor, pages: torch.Tensor, n_pages: torch.Tensor
-    ) -> None:
-        pass
-
-    def merge(self, layer: int, query: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
-        pass
-
-    def faults(self) -> list[str]:
-        return []

@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_scout.core.ranking import distinct
-from sglang_scout.engine.pools import DigestPool, HostPages
 from sglang_scout.engine.step_results import KNOWN_AFTER
+from sglang_scout.engine.stores import DigestPool, HostPages
 from sglang_scout.ops.layers import LayerPages
 from sglang_scout.ops.residency import ResidencyTable
 

@@ -10,7 +10,7 @@ from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.page_bytes import digest_bytes, input_bytes
 from sglang_scout.engine.fetch import staging_bytes
-from sglang_scout.engine.pools import ModelShape
+from sglang_scout.engine.stores import ModelShape
 from sglang_scout.policy.base import Route
 from sglang_scout.worker.arena import ArenaSpec
 from sglang_scout.worker.ring import WorkerMemory, worker_memory
@@ -244,8 +244,6 @@ def check_memory(
 
     Args:
         plan: of each of the tensor-parallel ``ranks`` on this machine.
-    Raises:
-        ConfigError: naming the parts and the flags that size them.
     """
     on_device = plan.digest_bytes + plan.input_bytes + plan.resident_bytes + plan.staging_bytes
     of_host = plan.host_bytes + plan.worker.total_bytes

@@ -36,7 +36,7 @@ class Placement:
         tail_len: npt.NDArray[np.int64],
         fresh: npt.NDArray[np.bool_],
     ) -> None:
-        """Sink, newest and tail pages of every request are resident; of fresh requests what the policy warms.
+        """Sink, newest and tail pages of every request are resident; fresh requests within the budget are whole.
 
         Args:
             table: ``[B, N]`` host page ids; full, tail_page, tail_len: ``[B]`` full pages of each row, the
@@ -52,10 +52,10 @@ class Placement:
         rows, which = np.nonzero((columns >= 0) & (columns < full[:, None]))
         forced = np.concatenate([table[rows, columns[rows, which]], tail_page])
         absent = self._table.touch_all_layers(forced, step)
-        warm = [
-            table[row, self._policy.residency.warm_columns(int(full[row]), self._budget_pages)]
-            for row in np.flatnonzero(fresh)
-        ]
+        # Loaded whole, attention is exact from the first token on. A longer request gets its pages after its
+        # first selection has said which ones matter.
+        fits = np.flatnonzero(fresh & (full <= self._budget_pages))
+        warm = [table[row, : full[row]] for row in fits]
         if not absent and not warm:
             return
         empty = tail_page[tail_len == 1]  # its first token comes with this step

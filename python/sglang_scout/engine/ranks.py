@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from sglang_scout.engine.digest_forms import FORMS
+from sglang_scout.engine.digest_kinds import KINDS
 from sglang_scout.policy.base import Digest
 
 
@@ -39,10 +39,10 @@ class SharedChoice:
 
     def __init__(self, ranks: Ranks, digest: Digest) -> None:
         self._ranks = ranks
-        self._how = FORMS[digest.form].across_heads(digest.head_reduce)
+        self._how = KINDS[digest.kind].across_heads(digest.head_reduce)
         if digest.resident_bonus and self._how == "sum":
             raise ValueError(
-                f"resident_bonus={digest.resident_bonus}: {digest.form} scores are summed over the "
+                f"resident_bonus={digest.resident_bonus}: {digest.kind} scores are summed over the "
                 "ranks; a bonus needs scores of which the largest counts"
             )
 

@@ -10,17 +10,16 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from sglang_scout.engine.counters import Counters
-from sglang_scout.engine.device import upload
-from sglang_scout.engine.pools import HostPages, ResidentCache
+from sglang_scout.engine.device import SideStream, StreamCopy, upload
 from sglang_scout.engine.step_results import KNOWN_AFTER
+from sglang_scout.engine.stores import HostPages, ResidentCache
 from sglang_scout.engine.trace import Tracer
 from sglang_scout.ops.gather import copy_layer_pages
 from sglang_scout.ops.residency import Reservation, ResidencyTable
@@ -30,31 +29,12 @@ Layers = npt.NDArray[np.int64] | int
 _SMOOTH = 1 / 8
 
 
-class CopyHandle(Protocol):
-    """Future-like; the result is the elapsed nanoseconds."""
-
-    def exception(self, timeout: float | None = None) -> BaseException | None: ...
-
-    def done(self) -> bool: ...
-
-    def result(self) -> int | None:
-        """None: they have ended, but their time is not known."""
-
-
-class Side(Protocol):
-    """Where copies run beside the step: a thread, or :class:`engine.device.SideStream`."""
-
-    def submit(self, function: Any, /, *args: Any) -> Any: ...
-
-    def shutdown(self, wait: bool = True) -> None: ...
-
-
 @dataclass(frozen=True)
 class Copies:
     """Copies under way."""
 
     taken: Reservation
-    done: CopyHandle
+    done: Future[int] | StreamCopy
     was_missed: bool = True  # False: copied ahead of any need
 
 
@@ -84,7 +64,7 @@ class Recall:
         counters: Counters,
         page_bytes: int,
         tracer: Tracer,
-        side: Side | None = None,
+        side: SideStream | None = None,
     ) -> None:
         self._source = host.for_copies(resident.k.device)
         self._resident = resident
@@ -92,7 +72,7 @@ class Recall:
         self._counters = counters
         self._page_bytes = page_bytes
         self._tracer = tracer
-        self._side: Side = side or ThreadPoolExecutor(1, thread_name_prefix="scout-recall")
+        self._side = side or ThreadPoolExecutor(1, thread_name_prefix="scout-recall")
         self._in_flight: deque[Copies] = deque()
         self._landed: deque[tuple[int, Reservation]] = deque()  # with the step since when
         self._judged_step = -1
@@ -114,7 +94,7 @@ class Recall:
         return sum(len(copies.taken.pages) for copies in self._in_flight)
 
     def swap(self, layer: Layers, pages: npt.NDArray[np.integer], step: int) -> Copies:
-        """Begin to copy ``pages`` of ``layer`` to free slots and those of colder pages that ``step`` did not select."""
+        """Begin to copy ``pages`` to free slots and to those of less frequent pages that ``step`` did not select."""
         return self._submit(self._table.exchange(layer, pages, step))
 
     def fill(self, layer: Layers, pages: npt.NDArray[np.integer]) -> int:

@@ -27,11 +27,11 @@ from sglang_scout.engine.boundary import StepBoundary
 from sglang_scout.engine.counters import Counters
 from sglang_scout.engine.device import SideStream, upload
 from sglang_scout.engine.lifecycle import PageLifecycle
-from sglang_scout.engine.pools import DigestPool, HostPages, ModelShape, ResidentCache
 from sglang_scout.engine.ranks import Ranks, SharedChoice
 from sglang_scout.engine.recall import Recall
 from sglang_scout.engine.step_inputs import StepInputs
 from sglang_scout.engine.step_results import StepResults
+from sglang_scout.engine.stores import DigestPool, HostPages, ModelShape, ResidentCache, Sizes
 from sglang_scout.engine.trace import Tracer
 from sglang_scout.engine.transport import Transport
 from sglang_scout.engine.verify import Verifier
@@ -45,70 +45,59 @@ from sglang_scout.policy.base import Policy
 
 
 class StepEngine:
-    """Runs decode steps for one rank. ``engine/build.py`` makes it.
+    """Runs decode steps for one rank; arguments as of ``build_engine``.
 
     Args:
-        shape: sizes of the model on this rank.
-        policy: the choices.
-        budget_pages: k, pages selected per request and layer.
-        max_batch, max_pages: most rows in a step, and pages of a row.
-        host, digests, resident, table: the stores, and what is where in the resident cache.
-        projectors: per layer, its query from a layer input.
         transport: how missing pages are computed.
         verify: compare every layer's output with a plain fp32 reference over the host pages, and the selections of
             the ranks with each other. Every layer then waits for the host, so no step can be captured.
-        ranks: those among which a layer's heads are dealt out; None: all are here.
 
     Attributes:
+        resident, table: the resident cache, and what is where in it.
         boundary, pages: prepare steps, and follow pages from owner to owner.
     """
 
     def __init__(
         self,
-        *,
-        shape: ModelShape,
         policy: Policy,
-        budget_pages: int,
-        max_batch: int,
-        max_pages: int,
+        shape: ModelShape,
+        sizes: Sizes,
         host: HostPages,
         digests: DigestPool,
-        resident: ResidentCache,
-        table: ResidencyTable,
         projectors: Sequence[QueryProjector],
         transport: Transport,
-        tracer: Tracer | None = None,
-        verify: bool = False,
-        ranks: Ranks | None = None,
+        *,
+        device: torch.device,
+        tracer: Tracer,
+        verify: bool,
+        ranks: Ranks | None,
     ) -> None:
-        _check_sizes(policy, digests, table, max_batch)
-        self.shape, self.policy, self.budget_pages = shape, policy, budget_pages
-        self.max_batch, self.max_pages = max_batch, max_pages
-        self.host, self.digests, self.resident, self.table = host, digests, resident, table
-        self.transport = transport
+        self.policy, self.shape, self.sizes = policy, shape, sizes
+        self.host, self.digests, self.transport, self.tracer = host, digests, transport, tracer
         self.counters = Counters(shape.num_layers)
-        self.tracer = tracer or Tracer(None, 0)
-        device = resident.k.device
+        self.resident = ResidentCache(shape, sizes.num_slots, device)
+        self._device = device = self.resident.k.device  # with its number
+        self.table = table = ResidencyTable(shape.num_layers, host.num_pages, sizes.num_slots)
         side = SideStream(device) if device.type == "cuda" else None
         self.recall = Recall(
-            host, resident, table, self.counters, shape.page_bytes, self.tracer, side
+            host, self.resident, table, self.counters, shape.page_bytes, tracer, side
         )
-        slots = resident.as_layers()
+        slots = self.resident.as_layers()
         self.pages = PageLifecycle(host, digests, table, slots)
-        self._device = device
         self._projectors = projectors
-        self._inputs = StepInputs(shape.num_layers, max_batch, max_pages, device)
+        rows = sizes.max_batch
+        self._inputs = StepInputs(shape.num_layers, rows, sizes.max_pages, device)
         self._results = StepResults(
-            shape.num_layers, max_batch, budget_pages, transport.waited_ns, device
+            shape.num_layers, rows, sizes.budget_pages, transport.waited_ns, device
         )
         self.boundary = StepBoundary(
-            policy, budget_pages, shape.page_size, table, self.pages, self.recall, self._results,
+            policy, sizes.budget_pages, shape.page_size, table, self.pages, self.recall, self._results,
             self.counters,
         )  # fmt: skip
         table.take_changes()
         self._slot_of = upload(table.slot_of, device).clone()
         self._shared = None if ranks is None else SharedChoice(ranks, policy.digest)
-        self._verifier = Verifier(host, shape, self.counters) if verify else None
+        self._verifier = Verifier(host, shape, policy.route, self.counters) if verify else None
         self._step = 0
         # Some request of this step, and all of them, take their real queries.
         self._warms_up = self._all_warm_up = False
@@ -147,11 +136,8 @@ class StepEngine:
             seq_lens: ``[B]`` length including the token that this step writes.
         """
         rows, columns = page_table.shape
-        if rows > self.max_batch or columns > self.max_pages:
-            raise ValueError(
-                f"batch of {rows} rows, {columns} pages; buffers were made for {self.max_batch} "
-                f"and {self.max_pages}"
-            )
+        if rows > self.sizes.max_batch or columns > self.sizes.max_pages:
+            raise ValueError(f"batch of {rows} rows, {columns} pages; buffers are for {self.sizes}")
         start_ns = self.tracer.now()
         self._step += 1
         self.counters.steps += 1
@@ -191,7 +177,7 @@ class StepEngine:
         """Before layer ``layer``: predict and post for the layers that the policy names.
 
         Args:
-            x: ``[B, hidden]`` input of the layer before its norm (residual stream); B up to ``max_batch``.
+            x: ``[B, hidden]`` input of the layer before its norm (residual stream); B up to ``sizes.max_batch``.
             positions: ``[B]`` int64.
         """
         self.layer_output()
@@ -228,7 +214,7 @@ class StepEngine:
             scores = self._shared.scores(scores)
         start_ns = self.tracer.cut("ahead", "score", start_ns, layer=layer)
         selection = select_pages(
-            scores, table, n_full, self._slot_of[layer], self.budget_pages,
+            scores, table, n_full, self._slot_of[layer], self.sizes.budget_pages,
             digest.sink_pages, digest.recent_pages, out=self._results.of(layer, rows),
         )  # fmt: skip
         if self._shared is not None and self._verifier is not None:
@@ -242,7 +228,7 @@ class StepEngine:
         """Attention of one layer: append, attend on the device, merge the missing part.
 
         Args:
-            q: ``[B, HQ, D]`` real query after RoPE; B up to ``max_batch``.
+            q: ``[B, HQ, D]`` real query after RoPE; B up to ``sizes.max_batch``.
             k, v: ``[B, H, D]`` of the new token.
         Returns:
             ``[B, HQ, D]`` fp32.
@@ -271,7 +257,13 @@ class StepEngine:
         self.tracer.cut("attention", "attend", start_ns, layer=layer)
         self.transport.merge(layer, query, out, lse)
         if self._verifier is not None:
-            self._verify(layer, out, query, query_ahead, pages)
+            start_ns = self.tracer.now()
+            slots = resident_slots(self._slot_of[layer], pages)
+            self._verifier.check(
+                layer, out, query, query_ahead, torch.where(slots >= 0, pages, -1),
+                self._results.missing[layer, :rows], self._results.running.batch,
+            )  # fmt: skip
+            self.tracer.cut("attention", "verify", start_ns, layer=layer)
         return out
 
     def _late_query(self, layer: int, query: torch.Tensor) -> torch.Tensor:
@@ -285,29 +277,6 @@ class StepEngine:
         warming = self._inputs.warming[: len(query)] > 0
         return torch.where(warming[:, None, None], query, predicted)
 
-    def _verify(
-        self,
-        layer: int,
-        out: torch.Tensor,
-        query: torch.Tensor,
-        query_ahead: torch.Tensor,
-        pages: torch.Tensor,
-    ) -> None:
-        assert self._verifier is not None
-        start_ns = self.tracer.now()
-        slots = resident_slots(self._slot_of[layer], pages)
-        on_device = torch.where(slots >= 0, pages, -1).cpu()
-        missing = self._results.missing[layer, : len(out)].cpu()
-        if self.policy.route != "cpu":  # with the real query, or not at all
-            if self.policy.route == "fetch":
-                on_device = torch.cat([on_device, missing], dim=1)
-            missing = torch.full_like(missing, -1)
-        self._verifier.check(
-            layer, out.cpu(), query.cpu(), query_ahead.cpu(), on_device.numpy(), missing.numpy(),
-            self._results.running.batch,
-        )  # fmt: skip
-        self.tracer.cut("attention", "verify", start_ns, layer=layer)
-
     def close(self) -> None:
         """Wait for what was launched, stop the copies and write the trace."""
         if self._device.type == "cuda":
@@ -316,16 +285,3 @@ class StepEngine:
         self.tracer.write()
         if self.boundary.step_log is not None:
             self.boundary.step_log.close()
-
-
-def _check_sizes(
-    policy: Policy, digests: DigestPool, table: ResidencyTable, max_batch: int
-) -> None:
-    if digests.form != policy.digest.form:
-        raise ValueError(f"the digests are {digests.form}, the policy scores {policy.digest.form}")
-    forced = policy.digest.sink_pages + policy.digest.recent_pages
-    if table.num_slots < min(max_batch * (forced + 1), table.num_pages):
-        raise ValueError(
-            f"resident cache of {table.num_slots} slots cannot hold the sink, recent and tail "
-            f"pages of {max_batch} requests ({forced + 1} each)"
-        )

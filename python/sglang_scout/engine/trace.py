@@ -26,11 +26,12 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from typing import IO, Any, NamedTuple, Protocol
+from collections.abc import Iterator, Mapping
+from typing import IO, Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
+
+from sglang_scout.worker.client import WorkerClient
 
 logger = logging.getLogger(__name__)
 
@@ -38,25 +39,6 @@ ROWS = ("device", "attention", "ahead", "boundary", "copies")
 _SERVER_PID = 1  # Numbers of rows and groups of rows; the real process ids are in their names.
 _WORKER_PID = 100
 _LANES = 1000
-
-
-class ThreadEvents(Protocol):
-    """What one worker thread did: ``events`` has seq, step, layer, begin_ns, end_ns, items, pages."""
-
-    @property
-    def thread(self) -> int: ...
-    @property
-    def cpu(self) -> int: ...
-    @property
-    def events(self) -> npt.NDArray[Any]: ...
-
-
-class WorkerLog(Protocol):
-    """The worker's own record of its work; :class:`sglang_scout.worker.client.WorkerClient`."""
-
-    def record_events(self, on: bool) -> None: ...
-
-    def take_events(self) -> tuple[Sequence[ThreadEvents], int]: ...
 
 
 class _Slice(NamedTuple):
@@ -83,7 +65,7 @@ class Tracer:
         self,
         path: str | None,
         max_steps: int,
-        worker: WorkerLog | None = None,
+        worker: WorkerClient | None = None,
         facts: Mapping[str, Any] | None = None,
     ) -> None:
         self._path = path

@@ -9,36 +9,40 @@ counts twice.
     fetch   pages are copied into staging slots        attention of the real query over these
     drop    nothing                                    nothing
 
-Route ``cpu`` has two forms. :class:`HostTransport` is the ring's client on the host. :class:`GraphTransport`
-launches the ring's kernels, which a CUDA graph captures and replays. The other routes are in ``fetch.py``.
+Route ``cpu`` has two implementations. :class:`HostTransport` is the ring's client on the host. :class:`GraphTransport`
+launches the ring's kernels, which a CUDA graph captures and replays. Route ``fetch`` is in ``fetch.py``.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from sglang_scout.engine.pools import ModelShape
+from sglang_scout.engine.stores import ModelShape
 from sglang_scout.engine.trace import Tracer
 from sglang_scout.ops.doorbell import DeviceRing
 from sglang_scout.ops.merge import merge_states
+from sglang_scout.worker.client import Reply, Ticket, WorkerClient
 
 
-class Transport(Protocol):
-    """One layer's post and merge. B rows, k pages a row."""
+class Transport:
+    """One layer's post and merge; B rows, k pages a row. This one is route ``drop``: nothing is posted."""
 
-    capturable: bool
+    capturable = True
     """Whether post and merge may be captured in a graph."""
-    waited_ns: torch.Tensor
-    """``[L]`` int64, time that merges of each layer have waited since the start."""
+
+    def __init__(self, waited_ns: torch.Tensor) -> None:
+        self.waited_ns = waited_ns
+        """``[L]`` int64, time that merges of each layer have waited since the start."""
 
     def pause(self) -> None:
-        """What is launched until the next step begins belongs to no request: warm-up or capture."""
+        """What is launched until the next step begins belongs to no request: warm-up or capture.
+
+        Rows without requests miss nothing, so that as a rule nothing is posted.
+        """
 
     def begin_step(self, step: int) -> None:
         """Step boundary; ``step`` counts up."""
@@ -59,31 +63,10 @@ class Transport(Protocol):
 
     def faults(self) -> list[str]:
         """Why a step that has ended lacks a part of its attention; empty if none does."""
+        return []
 
 
-class Reply(Protocol):
-    waited_us: float
-    fallback_pages: int
-
-
-class RingClient(Protocol):
-    """Attention over host pages; :class:`sglang_scout.worker.client.WorkerClient`."""
-
-    def post(
-        self,
-        layer: int,
-        step: int,
-        q: npt.NDArray[np.float32],
-        pages: npt.NDArray[np.int32],
-        n_pages: npt.NDArray[np.int32],
-    ) -> Any: ...
-
-    def wait(
-        self, ticket: Any, out: npt.NDArray[np.float32], lse: npt.NDArray[np.float32]
-    ) -> Reply: ...
-
-
-class HostTransport:
+class HostTransport(Transport):
     """Route ``cpu`` from the host: the tensors are in its memory (paper Algorithm 1, lines 7 and 12).
 
     The client answers in any case: what the worker does not compute in time is computed here.
@@ -92,19 +75,16 @@ class HostTransport:
     capturable = False
 
     def __init__(
-        self, client: RingClient, shape: ModelShape, max_batch: int, tracer: Tracer
+        self, client: WorkerClient, shape: ModelShape, max_batch: int, tracer: Tracer
     ) -> None:
         self._client = client
         self._tracer = tracer
         self._step = 0
-        self._tickets: dict[int, Any] = {}
+        self._tickets: dict[int, Ticket] = {}
         self._waited_ns = np.zeros(shape.num_layers, np.int64)
-        self.waited_ns = torch.from_numpy(self._waited_ns)
+        super().__init__(torch.from_numpy(self._waited_ns))
         self._out = torch.zeros(max_batch, shape.num_q_heads, shape.head_dim)
         self._lse = torch.zeros(max_batch, shape.num_q_heads)
-
-    def pause(self) -> None:
-        """Rows without requests miss nothing, so nothing is posted."""
 
     def begin_step(self, step: int) -> None:
         self._step = step
@@ -146,11 +126,8 @@ class HostTransport:
         if pages:
             self._tracer.add("attention", "fallback", gave_up_ns, end_ns, layer=layer, pages=pages)
 
-    def faults(self) -> list[str]:
-        return []
 
-
-class GraphTransport:
+class GraphTransport(Transport):
     """Route ``cpu`` from a device's stream, by the kernels of :class:`DeviceRing`.
 
     Args:
@@ -158,20 +135,18 @@ class GraphTransport:
         epoch: that records of the next step go to; never 0.
     """
 
-    capturable = True
-
     def __init__(self, ring: DeviceRing, epoch: Callable[[], int]) -> None:
+        super().__init__(ring.waited_ns)
         self._ring, self._epoch_now, self._epoch = ring, epoch, 0
-        self.waited_ns = ring.waited_ns
         ring.errors()  # of another engine are none of this one's
 
     def pause(self) -> None:
-        self._ring.set_life(0)
+        self._ring.set_epoch(0)
         self._epoch = 0
 
     def begin_step(self, step: int) -> None:
         if (epoch := self._epoch_now()) != self._epoch:
-            self._ring.set_life(epoch)
+            self._ring.set_epoch(epoch)
             self._epoch = epoch
         self._ring.begin_step(step)
 

@@ -8,9 +8,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sglang_scout.engine.boundary import Batch
 from sglang_scout.engine.counters import Counters
-from sglang_scout.engine.pools import HostPages, ModelShape
+from sglang_scout.engine.step_inputs import Batch
+from sglang_scout.engine.stores import HostPages, ModelShape
+from sglang_scout.policy.base import Route
 
 NOT_FINITE = float(np.finfo(np.float32).max)
 """The deviation of a NaN or infinity: larger than any other, and a number in JSON too."""
@@ -19,10 +20,10 @@ NOT_FINITE = float(np.finfo(np.float32).max)
 class Verifier:
     """Compares layers' outputs with the plain reference and keeps the largest deviation."""
 
-    def __init__(self, host: HostPages, shape: ModelShape, counters: Counters) -> None:
-        self._host = host
-        self._shape = shape
-        self._counters = counters
+    def __init__(
+        self, host: HostPages, shape: ModelShape, route: Route, counters: Counters
+    ) -> None:
+        self._host, self._shape, self._route, self._counters = host, shape, route, counters
 
     def check(
         self,
@@ -30,27 +31,23 @@ class Verifier:
         out: torch.Tensor,
         q: torch.Tensor,
         q_ahead: torch.Tensor,
-        on_device: npt.NDArray[np.int32],
-        on_cpu: npt.NDArray[np.int32],
+        on_device: torch.Tensor,
+        missing: torch.Tensor,
         batch: Batch,
     ) -> None:
-        """Arguments as of :func:`relative_error`."""
-        counters = self._counters
+        """Tensors as of :func:`relative_error`, on the device; ``missing`` ``[B, k]`` goes the policy's route."""
+        attended, on_cpu = on_device.cpu(), missing.cpu()
+        if self._route != "cpu":  # with the real query, or not at all
+            if self._route == "fetch":
+                attended = torch.cat([attended, on_cpu], dim=1)
+            on_cpu = torch.full_like(on_cpu, -1)
         error = relative_error(
-            out,
-            q,
-            q_ahead,
-            on_device,
-            on_cpu,
-            batch.tail_page.numpy(),
-            batch.tail_len.numpy(),
-            self._host.k[layer],
-            self._host.v[layer],
-            self._shape.scale,
-            self._shape.logit_cap,
-        )
-        counters.verify_checks += 1
-        counters.verify_max_rel_error = max(counters.verify_max_rel_error, error)
+            out.cpu(), q.cpu(), q_ahead.cpu(), attended.numpy(), on_cpu.numpy(),
+            batch.tail_page.numpy(), batch.tail_len.numpy(), self._host.k[layer], self._host.v[layer],
+            self._shape.scale, self._shape.logit_cap,
+        )  # fmt: skip
+        self._counters.verify_checks += 1
+        self._counters.verify_max_rel_error = max(self._counters.verify_max_rel_error, error)
 
 
 def co_attention_reference(

@@ -34,12 +34,11 @@ class DeviceRing:
     Args:
         address: of the ring as the device sees it (its own, if the memory is registered as mapped).
         layout: offsets and strides in bytes, the fields of `worker.ring.Layout`.
-        num_layers, max_batch, max_pages, num_q_heads, head_dim: as in the ring's header.
+        spec: sizes of the ring, a `worker.spec.ArenaSpec`.
         parts: runs of pages that each row is split into, as the worker's threads per group; 0: as
             ``split`` says, which is that of the worker.
-        num_nodes: as in the ring's header.
         timeout_us: how long a merge waits for the worker.
-        device: where the state lives.
+        device: where the state is.
         faults: [R] int64 in the host's memory, one word for each of R ranks that take their steps
             together; the device can write to it. None: one of this ring's own.
         rank: whose of them is written here.
@@ -55,17 +54,12 @@ class DeviceRing:
         self,
         address: int,
         layout: Any,
+        spec: Any,
         *,
-        num_layers: int,
-        max_batch: int,
-        max_pages: int,
-        num_q_heads: int,
-        head_dim: int,
         parts: int,
         timeout_us: int,
         device: torch.device | str,
         split: Split = ONE_THREAD,
-        num_nodes: int = 1,
         faults: torch.Tensor | None = None,
         rank: int = 0,
     ) -> None:
@@ -78,15 +72,13 @@ class DeviceRing:
             raise ValueError(
                 f"split is {split}, expected numbers of 1 or more, {most} runs at most"
             )
-        self.address, self.layout = address, layout
-        self.num_layers, self.max_batch, self.max_pages = num_layers, max_batch, max_pages
-        self.parts, self.split = parts, split
-        self.num_nodes, self.timeout_us = num_nodes, timeout_us
-        self._heads = num_q_heads, head_dim
+        self.address, self.layout, self.spec = address, layout, spec
+        self.parts, self.split, self.timeout_us = parts, split, timeout_us
+        self._heads, num_layers = (spec.num_q_heads, spec.head_dim), spec.num_layers
         self.state = torch.zeros(4, dtype=torch.int64, device=device)
         self.open_seq = torch.zeros(2 * num_layers, dtype=torch.int64, device=device)
         self.awaited = torch.zeros_like(self.open_seq)
-        self.asked = torch.zeros(2 * num_layers, max_batch, dtype=torch.int32, device=device)
+        self.asked = torch.zeros(2 * num_layers, spec.max_batch, dtype=torch.int32, device=device)
         self.waited_ns = torch.zeros(num_layers, dtype=torch.int64, device=device)
         self.arrivals = torch.zeros(1, dtype=torch.int32, device=device)
         self.answered = torch.zeros(1, dtype=torch.int32, device=device)
@@ -96,15 +88,14 @@ class DeviceRing:
             raise ValueError(f"rank is {rank}, faults has {len(faults)} words")
         self._faults, self.fault = faults, faults[rank : rank + 1]
 
-    def set_life(self, epoch: int, posts: int | None = None) -> None:
+    def set_epoch(self, epoch: int, posts: int | None = None) -> None:
         """From the next step on, records go to the worker of ``epoch``, or to nobody (0).
 
         Only between steps, and for a new epoch only when its forerunner is dead: its unanswered
         records are forgotten. ``posts``: number of the last post in the ring, if others posted.
         """
-        self.state[0].fill_(
-            epoch
-        )  # an assignment would copy the number from host memory and wait for the stream
+        # An assignment would copy the number from host memory and wait for the stream.
+        self.state[0].fill_(epoch)
         if posts is not None:
             self.state[2].fill_(posts)
         self.open_seq.zero_()
@@ -126,11 +117,9 @@ class DeviceRing:
             RuntimeError: the kernels cannot run on these tensors; says why.
         """
         B, k = pages.shape
-        if B > self.max_batch or k > self.max_pages:
-            raise ValueError(
-                f"post: pages is {list(pages.shape)}, the ring has room for "
-                f"[{self.max_batch}, {self.max_pages}]"
-            )
+        most = [self.spec.max_batch, self.spec.max_pages]
+        if B > most[0] or k > most[1]:
+            raise ValueError(f"post: pages is {list(pages.shape)}, the ring has room for {most}")
         self._check(
             "post", layer, q=(q, [B, *self._heads], torch.float32),
             pages=(pages, [B, k], torch.int32), n_pages=(n_pages, [B], torch.int32),
@@ -153,7 +142,7 @@ class DeviceRing:
         self._check(
             "merge", layer, out=(out, [B, HQ, D], torch.float32), lse=(lse, [B, HQ], torch.float32)
         )
-        from .triton.doorbell import merge
+        from .triton.answer import merge
 
         if len(out):
             merge(self, layer, out, lse)
@@ -178,8 +167,8 @@ class DeviceRing:
     def _check(
         self, op: str, layer: int, **tensors: tuple[torch.Tensor, list[int], torch.dtype]
     ) -> None:
-        if not 0 <= layer < self.num_layers:
-            raise ValueError(f"{op}: layer is {layer}, expected 0..{self.num_layers - 1}")
+        if not 0 <= layer < self.spec.num_layers:
+            raise ValueError(f"{op}: layer is {layer}, expected 0..{self.spec.num_layers - 1}")
         for name, (x, shape, dtype) in tensors.items():
             if list(x.shape) != shape or x.dtype != dtype or not x.is_contiguous():
                 raise ValueError(

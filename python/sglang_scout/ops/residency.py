@@ -106,7 +106,7 @@ class PageUses:
             self._scaled_at_step, grown = step, 0.0
         return float(2.0**grown)
 
-    def hottest(
+    def most_frequent(
         self, layers: Ids, missed: Pages, counts: Flags, is_first: Flags, limit_pages: Ids
     ) -> tuple[Ids, Ids]:
         """Of each layer the ``limit_pages[i]`` pages of ``missed[i]`` that are worth most.
@@ -122,7 +122,7 @@ class PageUses:
         Returns:
             Layers and pages, distinct pairs, in the order of ``layers`` and then ascending.
         """
-        return self._metadata.hottest(layers, missed, counts, is_first, limit_pages)
+        return self._metadata.most_frequent(layers, missed, counts, is_first, limit_pages)
 
 
 class ResidencyTable:
@@ -203,7 +203,7 @@ class ResidencyTable:
         """Take free slots for those of ``pages`` that are missing, the most frequent as far as they go."""
         keys = self.missing(layer, pages)
         if (self._per_layer(keys) > self._num_free).any():
-            keys, layers, rank = self._hottest_first(keys)
+            keys, layers, rank = self._by_frequency(keys)
             keys = np.sort(keys[rank < self._num_free[layers]])
         return Reservation(*self.metadata.reserve(keys))
 
@@ -216,19 +216,21 @@ class ResidencyTable:
         keys = self.missing(layer, pages)
         short = self._per_layer(keys) - self._num_free
         if (short > 0).any():
-            keys, layers, rank = self._hottest_first(keys)
+            keys, layers, rank = self._by_frequency(keys)
             frequency = self._frequency_of(keys)
             best = np.zeros(self.num_layers, np.float32)  # of the first to find no free slot
             is_best = rank == self._num_free[layers]
             best[layers[is_best]] = frequency[is_best]
             below = best * np.float32(1.001 / SWAP_MARGIN)  # a little more than needed: rounding
-            cold_layers, slots, coldness = self.metadata.coldest(short, before_step, below)
-            # The hottest that finds no free slot meets the coldest.
-            contender = np.searchsorted(layers, cold_layers) + self._num_free[cold_layers]
-            contender += rank_within(cold_layers)
-            # Contenders grow colder and the others hotter, so the wins come first.
-            wins = frequency[contender] > SWAP_MARGIN * coldness
-            self._note(self.metadata.vacate(cold_layers[wins], slots[wins]))
+            found_layers, slots, slot_frequency = self.metadata.least_frequent(
+                short, before_step, below
+            )
+            # The most frequent page that finds no free slot meets the least frequent slot.
+            contender = np.searchsorted(layers, found_layers) + self._num_free[found_layers]
+            contender += rank_within(found_layers)
+            # Contenders come by falling frequency and slots by rising one, so the wins come first.
+            wins = frequency[contender] > SWAP_MARGIN * slot_frequency
+            self._note(self.metadata.vacate(found_layers[wins], slots[wins]))
             keys = np.sort(keys[rank < self._num_free[layers]])
         return Reservation(*self.metadata.reserve(keys))
 
@@ -238,7 +240,7 @@ class ResidencyTable:
     def _frequency_of(self, keys: Ids) -> Floats:
         return self.uses.frequency[np.divmod(keys, self.num_pages)]
 
-    def _hottest_first(self, keys: Ids) -> tuple[Ids, Ids, Ids]:
+    def _by_frequency(self, keys: Ids) -> tuple[Ids, Ids, Ids]:
         """Ascending ``keys`` by layer and then falling frequency; layers, and places within them."""
         layers = keys // self.num_pages
         order = np.lexsort((-self._frequency_of(keys), layers))
@@ -258,7 +260,7 @@ class ResidencyTable:
         if (short <= 0).all():
             return 0
         any_frequency = np.full(self.num_layers, np.inf, np.float32)
-        layers, slots, _ = self.metadata.coldest(short, before_step, any_frequency)
+        layers, slots, _ = self.metadata.least_frequent(short, before_step, any_frequency)
         return self._note(self.metadata.vacate(layers, slots))
 
     def invalidate(self, pages: Ints) -> None:
@@ -271,10 +273,6 @@ class ResidencyTable:
         self._note(self.metadata.vacate(layers, slots[slots >= 0]))
         self.uses.frequency[:, ids] = 0.0
         self.uses.stamp[:, ids] = -1
-
-    def clear(self) -> None:
-        """Drop every page (cache flush)."""
-        self.invalidate(np.arange(self.num_pages))
 
     def check(self) -> None:
         """Assert the invariants; for tests and debugging.

@@ -18,7 +18,8 @@ from .layers import LayerPages, source_rows
 from .op import Call, op
 
 PAGE_TOKENS = 32
-_WORD_TOKENS = 16
+WORD_TOKENS = 16
+"""Tokens whose signs are the bits of one word."""
 LEAST_SPREAD = 1e-5
 """Of a head's largest score: what differs less, differs by rounding, and the head has no say."""
 _BITS_OF = {4: torch.int32, 2: torch.int16}
@@ -44,7 +45,7 @@ def as_bits(x: torch.Tensor) -> torch.Tensor:
 
 def signs_of(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
     """[n, H, D] words, two for every channel -> [n, 32, H, D] float32, +1 or -1."""
-    place = torch.arange(_WORD_TOKENS, dtype=torch.int32, device=low.device).view(-1, 1, 1)
+    place = torch.arange(WORD_TOKENS, dtype=torch.int32, device=low.device).view(-1, 1, 1)
     halves = [(as_bits(x).int()[:, None] >> place) & 1 for x in (low, high)]
     return torch.cat(halves, dim=1).float() * 2 - 1
 
@@ -84,8 +85,8 @@ def build_layer_signs(
     """
     for layer, k in enumerate(source_rows(source, ids, rows)):
         pages = k.to(low.device)
-        bits = (~torch.signbit(pages)).view(-1, 2, _WORD_TOKENS, *pages.shape[2:]).int()
-        place = 1 << torch.arange(_WORD_TOKENS, dtype=torch.int32, device=low.device)
+        bits = (~torch.signbit(pages)).view(-1, 2, WORD_TOKENS, *pages.shape[2:]).int()
+        place = 1 << torch.arange(WORD_TOKENS, dtype=torch.int32, device=low.device)
         words = (bits * place.view(-1, 1, 1)).sum(2)  # [n, 2, H, D] int64
         for half, target in enumerate((low, high)):
             word = words[:, half].to(_BITS_OF[k.element_size()])
@@ -168,5 +169,5 @@ def _native_score(q, low, high, table, n_full, out):
     return out
 
 
-triton.implements(build_layer_signs, "signs", pinned=("source.k",), sizes={"D": triton.HEAD_DIMS})
+triton.implements(build_layer_signs, "pages", pinned=("source.k",), sizes={"D": triton.HEAD_DIMS})
 triton.implements(score_signs, "signs", sizes={"D": triton.HEAD_DIMS})

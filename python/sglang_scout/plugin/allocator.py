@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 
-from sglang_scout.engine.pools import DigestPool
+from sglang_scout.engine.stores import DigestPool
 
 NODE_RUN_PAGES = 8
 """Neighbouring pages that a request gets of one NUMA node before it gets some of the next: 256 tokens."""
@@ -34,7 +34,7 @@ class PageListener(Protocol):
 
 
 class DigestListener:
-    """Prefill side: only digests follow the pages' lives."""
+    """Prefill side: only digests follow the pages."""
 
     def __init__(self, digests: DigestPool) -> None:
         self._digests = digests
@@ -70,7 +70,7 @@ def alternate_nodes(pages: torch.Tensor, stripe_pages: int) -> torch.Tensor:
 
 
 class ScoutAllocator(PagedTokenToKVPoolAllocator):
-    """SGLang's page allocator that reports pages' lives; what it hands out is on ``device``, its lists are not.
+    """SGLang's page allocator that reports pages; what it hands out is on ``device``, its lists are not.
 
     The truth about a page is here: pages outlive requests in the radix cache, and requests leave in
     many ways (finished, aborted, retracted), but every page comes from and returns to this place.

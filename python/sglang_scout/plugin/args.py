@@ -154,11 +154,7 @@ def _post_init(original: Callable[..., None], self: ServerArgs) -> None:
 
 
 def parse(server_args: ServerArgs) -> OffloadConfig:
-    """The validated configuration of a server.
-
-    Raises:
-        ConfigError: naming flag, value and fix.
-    """
+    """The validated configuration of a server."""
     return parse_config(
         policy=server_args.kv_offload,
         policies=policy_names(),

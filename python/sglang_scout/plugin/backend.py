@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import atexit
 import logging
-from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.errors import ConfigError
-from sglang_scout.core.profile import check_profile, load_profile, selection_of
-from sglang_scout.engine.build import Ring, Sizes, build_engine, device_ring
-from sglang_scout.engine.step_log import StepLog
+from sglang_scout.core.profile import load_profile
+from sglang_scout.engine.build import build_engine, device_ring
+from sglang_scout.engine.stores import Sizes
 from sglang_scout.engine.trace import Tracer
+from sglang_scout.engine.transport import GraphTransport
 from sglang_scout.plugin import status
 from sglang_scout.plugin.allocator import ScoutAllocator
 from sglang_scout.plugin.args import parse
-from sglang_scout.plugin.device import check_context, lock_shared_page, uses_graph_transport
+from sglang_scout.plugin.device import (
+    check_context,
+    lock_shared_page,
+    uses_graph_transport,
+    worker_config,
+)
 from sglang_scout.plugin.dummy_kv import DummyKV
 from sglang_scout.plugin.pool import HostKVPool
 from sglang_scout.plugin.ranks import AttentionRanks, worker_cpus, worker_nodes
@@ -29,16 +33,12 @@ from sglang_scout.plugin.request_tables import RequestTables
 from sglang_scout.plugin.support import (
     decoder_layers,
     make_projectors,
-    model_identity,
     model_shape,
 )
 from sglang_scout.policy.base import Context, make_policy
-from sglang_scout.worker.client import WorkerClient, WorkerConfig
+from sglang_scout.worker.client import WorkerClient
 
 logger = logging.getLogger(__name__)
-
-HOST_SPIN_US = 50
-DEVICE_SPIN_US = 20_000  # as long as a step
 
 _current: ScoutAttnBackend | None = None
 
@@ -61,19 +61,10 @@ class ScoutAttnBackend(AttentionBackend):
         self.pool: HostKVPool = runner.token_to_kv_pool
         self.allocator: ScoutAllocator = runner.token_to_kv_pool_allocator
         self._device = runner.device
-        layers = decoder_layers(runner.model)
+        layers, num_requests = decoder_layers(runner.model), runner.max_running_requests
         shape = model_shape(runner)
-        profile = None
-        if self.config.recall_profile is not None:
-            profile = load_profile(self.config.recall_profile)
-            check_profile(
-                profile,
-                self.config.recall_profile,
-                num_layers=shape.num_layers,
-                config=self.config,
-                model=runner.server_args.model_path,
-                identity=model_identity(runner.model_config),
-            )
+        path = self.config.recall_profile
+        profile = None if path is None else load_profile(path)  # the launcher has checked it
         self.policy = make_policy(
             Context(self.config, shape.num_layers, 2 * shape.page_bytes, profile)
         )
@@ -83,40 +74,38 @@ class ScoutAttnBackend(AttentionBackend):
             self.pool.arena,
             self.cpus,
             nodes=list(worker_nodes(self.cpus).values()) or None,
-            config=self._worker_config(),
+            config=worker_config(self.config, runner.device),
         )
+        facts = status.facts(self.config, shape.num_layers, self.cpus)
         context_tokens, page_size = runner.model_config.context_len, shape.page_size
         # Not the width of SGLang's request table, which is a few tokens more: a step that is launched before the
         # end of its request was seen writes to position context_len - 2 at most, and a page more makes the table
         # of a context of 2^n tokens, and what the kernels take for one, twice as wide.
         max_pages = -(-context_tokens // page_size)
         self.transport = "host"
-        worker: WorkerClient | Ring = self.worker
+        worker: WorkerClient | GraphTransport = self.worker
         if uses_graph_transport(self.config, runner.device):
             check_context(context_tokens, page_size)
-            self.transport, worker = "graph", self._device_ring()
+            self.transport, worker = "graph", self._graph_transport()
         self.engine = build_engine(
             self.config,
             self.policy,
             shape,
-            Sizes(
-                self.plan.budget_pages, self.plan.num_slots, runner.max_running_requests, max_pages
-            ),
+            Sizes(self.plan.budget_pages, self.plan.num_slots, num_requests, max_pages),
             self.pool.host_pages,
             make_projectors(layers),
             worker,
             device=runner.device,
             digests=self.pool.digests,
-            tracer=self._tracer(shape.num_layers),
+            tracer=Tracer(self.config.trace, self.config.trace_steps, self.worker, facts),
             ranks=self.ranks if self.ranks.size > 1 else None,
         )
         self._tables = RequestTables(runner.req_to_token_pool, self.config.page_size_tokens)
         self._announced = self._begun = False
         self._dummy_kv = DummyKV(self.pool.host_pages) if self.config.dummy_kv else None
-        if self.config.step_log is not None:
-            self.engine.boundary.step_log = self._step_log(
-                self.config.step_log, runner.model_config
-            )
+        self.engine.boundary.step_log = status.open_step_log(
+            self.config, facts, self.engine.counters, runner.model_config
+        )
         self.allocator.listener = self.engine.pages
         for index, layer in enumerate(layers):
             layer.register_forward_pre_hook(self._layer_hook(index), with_kwargs=True)
@@ -127,13 +116,13 @@ class ScoutAttnBackend(AttentionBackend):
         self.metrics = status.start_metrics(self, runner.server_args)
         self._log_plan(runner)
 
-    def _device_ring(self) -> Ring:
+    def _graph_transport(self) -> GraphTransport:
         faults = None
         if self.ranks.size > 1:
             faults = self.ranks.shared_words(self.ranks.size)
             if torch.device(self._device).type == "cuda":
                 lock_shared_page(faults)
-        return device_ring(
+        ring = device_ring(
             self.pool.arena,
             self.worker,
             self._device,
@@ -141,59 +130,7 @@ class ScoutAttnBackend(AttentionBackend):
             faults,
             self.ranks.rank,
         )
-
-    def _step_log(self, path: str, model_config: Any) -> StepLog:
-        identity = model_identity(model_config)
-        facts = self._facts(identity.num_layers) | {
-            "page_size_tokens": self.config.page_size_tokens,
-            "model": Path(model_config.model_path).name,
-            "identity": msgspec.to_builtins(identity),
-            "selection": selection_of(self.config),
-        }
-        try:
-            return StepLog(path, self.engine.counters, facts)
-        except OSError as error:
-            raise ConfigError(
-                f"--kv-offload-config: step_log = {path!r}: cannot write it: {error.strerror}"
-            ) from error
-
-    def _tracer(self, num_layers: int) -> Tracer:
-        return Tracer(
-            self.config.trace, self.config.trace_steps, self.worker, self._facts(num_layers)
-        )
-
-    def _facts(self, num_layers: int) -> dict[str, Any]:
-        """What a reader of this server's files should know of it."""
-        return {
-            "policy": self.policy.name,
-            "layers": num_layers,
-            "budget_tokens": self.config.budget_tokens,
-            "digest": self.config.digest,
-            "resident_bonus": self.config.resident_bonus,
-            "attend": self.config.attend,
-            "precompute": self.config.precompute,
-            "exact_layers": list(self.config.exact_layers),
-            "exact_steps": self.config.exact_steps,
-            "recall": self.config.recall,
-            "worker_cpus": list(self.cpus),
-        }
-
-    def _worker_config(self) -> WorkerConfig:
-        return WorkerConfig(
-            ready_timeout_s=self.config.worker_ready_timeout_s,
-            heartbeat_timeout_s=self.config.worker_heartbeat_timeout_s,
-            wait_timeout_s=self.config.worker_wait_timeout_s,
-            spin_us=self._spin_us(),
-            threads_per_group=self.config.worker_threads_per_group,
-            # Where host pages are locked their memory is taken at start.
-            populate=torch.device(self._device).type == "cuda",
-        )
-
-    def _spin_us(self) -> int:
-        if self.config.worker_spin_us is not None:
-            return self.config.worker_spin_us
-        # A kernel cannot wake a thread that sleeps: the attendant does, but later.
-        return DEVICE_SPIN_US if uses_graph_transport(self.config, self._device) else HOST_SPIN_US
+        return GraphTransport(ring, lambda: self.worker.device_epoch)
 
     def _log_plan(self, runner: Any) -> None:
         lines = "\n".join(f"  {n:<15}{c:>9} {b / 2**30:9.2f} GiB" for n, c, b in self.plan.rows)
@@ -287,10 +224,10 @@ class ScoutAttnBackend(AttentionBackend):
         Raises:
             ConfigError: graphs of more rows than the buffers have.
         """
-        if max_bs > self.engine.max_batch:
+        if max_bs > self.engine.sizes.max_batch:
             raise ConfigError(
                 f"--cuda-graph-max-bs {max_bs}: more than --max-running-requests "
-                f"({self.engine.max_batch}); lower it"
+                f"({self.engine.sizes.max_batch}); lower it"
             )
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
@@ -326,6 +263,7 @@ class ScoutAttnBackend(AttentionBackend):
     def close(self) -> None:
         """Stop the worker and the copies. Also runs at interpreter exit."""
         atexit.unregister(self.close)
-        self.metrics.close()
+        if self.metrics is not None:
+            self.metrics.close()
         self.worker.stop()
         self.engine.close()

@@ -55,11 +55,7 @@ def on_cpu(args: ServerArgs) -> bool:
 
 
 def check_deployment(args: ServerArgs, config: OffloadConfig) -> None:
-    """Refuse what this version does not serve correctly.
-
-    Raises:
-        ConfigError: naming flag, value and fix.
-    """
+    """Refuse what this version does not serve correctly."""
     policy = f"--kv-offload {args.kv_offload}"
     if args.disaggregation_mode not in ("prefill", "decode"):
         raise ConfigError(

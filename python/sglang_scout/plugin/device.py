@@ -16,9 +16,12 @@ from sglang_scout.core.errors import ConfigError
 from sglang_scout.engine.device import LOCK_CHUNK_BYTES, lock_memory
 from sglang_scout.ops import triton
 from sglang_scout.worker.arena import Arena
+from sglang_scout.worker.settings import WorkerConfig
 
 logger = logging.getLogger(__name__)
 
+HOST_SPIN_US = 50
+DEVICE_SPIN_US = 20_000  # as long as a step
 MIN_WAIT_S = 3.0
 MAX_TABLE_PAGES = 8192  # columns that select_pages takes on a device
 
@@ -30,12 +33,25 @@ def uses_graph_transport(config: OffloadConfig, device: str) -> bool:
     return torch.device(device).type == "cuda"
 
 
-def check_graph_transport(args: ServerArgs, config: OffloadConfig, device: str) -> None:
-    """Refuse what the device's engine does not do.
+def worker_config(config: OffloadConfig, device: str) -> WorkerConfig:
+    """How the worker of a server on ``device`` runs."""
+    spin_us = config.worker_spin_us
+    if spin_us is None:
+        # A kernel cannot wake a thread that sleeps: the attendant does, but later.
+        spin_us = DEVICE_SPIN_US if uses_graph_transport(config, device) else HOST_SPIN_US
+    return WorkerConfig(
+        ready_timeout_s=config.worker_ready_timeout_s,
+        heartbeat_timeout_s=config.worker_heartbeat_timeout_s,
+        wait_timeout_s=config.worker_wait_timeout_s,
+        spin_us=spin_us,
+        threads_per_group=config.worker_threads_per_group,
+        # Where host pages are locked their memory is taken at start.
+        populate=torch.device(device).type == "cuda",
+    )
 
-    Raises:
-        ConfigError: naming flag, value and fix.
-    """
+
+def check_graph_transport(args: ServerArgs, config: OffloadConfig, device: str) -> None:
+    """Refuse what the device's engine does not do."""
     on_cuda = torch.device(device).type == "cuda"
     flag = "--kv-offload-config"
     if config.transport == "host" and on_cuda:
@@ -101,11 +117,7 @@ def _check_where_weights_are(args: ServerArgs) -> None:
 
 
 def check_resolved_graphs(args: ServerArgs) -> None:
-    """Refuse what SGLang has made of its own flags and defaults, if a step would not be one graph or none.
-
-    Raises:
-        ConfigError: naming phase, value and fix.
-    """
+    """Refuse what SGLang has made of its own flags and defaults, if a step would not be one graph or none."""
     if torch.device(args.device).type != "cuda":
         return
     for phase, fine in (("decode", ("full", "disabled")), ("prefill", ("disabled",))):
@@ -132,11 +144,7 @@ def graphs_of(args: ServerArgs, phase: str) -> str | None:
 
 
 def lock_pages(arena: Arena) -> None:
-    """Page-lock what the device uses of the arena, for as long as this process lives.
-
-    Raises:
-        ConfigError: the system does not allow it.
-    """
+    """Page-lock what the device uses of the arena, until this process ends."""
 
     def progress(done: int) -> None:
         if arena.nbytes > LOCK_CHUNK_BYTES:
@@ -150,11 +158,7 @@ def lock_pages(arena: Arena) -> None:
 
 
 def check_context(context_tokens: int, page_size: int) -> None:
-    """Refuse a context that a device cannot select from.
-
-    Raises:
-        ConfigError: naming the longest.
-    """
+    """Refuse a context that a device cannot select from."""
     pages = -(-context_tokens // page_size)
     if pages > MAX_TABLE_PAGES:
         raise ConfigError(
@@ -164,11 +168,7 @@ def check_context(context_tokens: int, page_size: int) -> None:
 
 
 def lock_shared_page(words: torch.Tensor) -> None:
-    """Page-lock a page that tensor-parallel ranks share, for a device to write to.
-
-    Raises:
-        ConfigError: the system does not allow it.
-    """
+    """Page-lock a page that tensor-parallel ranks share, for a device to write to."""
     try:
         lock_memory(words.data_ptr(), words.nbytes)
     except MemoryError as error:

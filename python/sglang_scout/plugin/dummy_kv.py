@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sglang_scout.engine.pools import HostPages, as_words
+from sglang_scout.engine.stores import HostPages, as_words
 
 _NOISE_PAGES = 1021  # a prime: no period of a prompt's pages meets that of the noise
 

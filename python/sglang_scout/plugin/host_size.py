@@ -10,7 +10,7 @@ from typing import Any
 from sglang_scout.core.config import DEFAULT_HOST_SHARE, OffloadConfig
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.engine.memory import most_host_pages, plan_worker
-from sglang_scout.engine.pools import ModelShape
+from sglang_scout.engine.stores import ModelShape
 from sglang_scout.plugin.ranks import AttentionRanks, nodes_of_worker
 from sglang_scout.worker import numa
 from sglang_scout.worker.host_memory import available_bytes
@@ -33,8 +33,6 @@ def host_bytes(
     Args:
         runner: SGLang's model runner, whose pools are not made yet.
         device_bytes: what a device of its own memory has for digests and resident pages; None: the CPU device.
-    Raises:
-        ConfigError: that holds too few pages; with the numbers.
     """
     if config.host_gb is not None:
         size = int(config.host_gb * 2**30)
@@ -76,9 +74,6 @@ def _room_for_digests(
 ) -> float:
     """Host memory for the pages, of all ranks, whose digests their devices have room for beside resident pages;
     infinite where digests are in host memory themselves. Says so if that is less than ``size``.
-
-    Raises:
-        ConfigError: the device has no room for the least.
     """
     if device_bytes is None:
         return math.inf

@@ -46,11 +46,7 @@ def install() -> None:
 
 
 def apply(hooks: Iterable[Hook]) -> None:
-    """Resolve, register, apply and verify; SGLang itself only logs what goes wrong here.
-
-    Raises:
-        RuntimeError: naming a target that is not there, or was not patched.
-    """
+    """Resolve, register, apply and verify; SGLang itself only logs what goes wrong here."""
     targets = set()
     for hook in hooks:
         target = f"sglang.srt.{hook.target}"

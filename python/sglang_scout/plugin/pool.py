@@ -2,9 +2,7 @@
 
 Both sides send and receive digests through the KV transfer itself: the transfer engine halves the
 list of buffers into keys and values, so ``[K.., low.., V.., high..]`` carries a page's digest with
-its K and V, each buffer with its own item length. A form of digest has as many buffers a half as it
-likes, each of all layers: the number of buffers tells forms of different size apart, and stays a
-multiple of the number of layers, which is what a prefill server without the flag goes by.
+its K and V, each buffer with its own item length.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.model_executor import model_runner_kv_cache_mixin as pools_module
 
 from sglang_scout.engine.memory import MemoryPlan
-from sglang_scout.engine.pools import DigestPool, HostPages, ModelShape
+from sglang_scout.engine.stores import DigestPool, HostPages, ModelShape
 from sglang_scout.plugin.allocator import ScoutAllocator
 from sglang_scout.plugin.device import lock_pages
 from sglang_scout.worker.arena import Arena, ArenaSpec
@@ -31,12 +29,9 @@ BufferInfos = tuple[list[int], list[int], list[int]]
 def with_digests(infos: BufferInfos, digests: DigestPool) -> BufferInfos:
     """Put the digest buffers behind the K and the V buffers. Lists: pointers, bytes, item bytes."""
     middle = len(infos[0]) // 2
-    low, high = (
-        [layer for buffer in half for layer in buffer] for half in (digests.low, digests.high)
-    )
     extra = [
         ([t.data_ptr() for t in half], [t.nbytes for t in half], [t[0].nbytes for t in half])
-        for half in (low, high)
+        for half in (digests.low, digests.high)
     ]
     pointers, lengths, items = (
         infos[i][:middle] + extra[0][i] + infos[i][middle:] + extra[1][i] for i in range(3)

@@ -63,11 +63,7 @@ class RequestTables:
     def of_step(
         self, seq_lens: npt.NDArray[np.int64]
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-        """``[B, N]`` pages and ``[B]`` rows of the table, of the step that was announced last.
-
-        Raises:
-            RuntimeError: the step has another number of requests than was announced.
-        """
+        """``[B, N]`` pages and ``[B]`` rows of the table, of the step that was announced last."""
         if len(seq_lens) != len(self._rows):
             raise RuntimeError(
                 f"--kv-offload: a step of {len(seq_lens)} requests, {len(self._rows)} were announced"

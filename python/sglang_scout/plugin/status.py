@@ -1,12 +1,19 @@
-"""What operators see: ``/server_info`` and ``/metrics``."""
+"""What operators see: ``/server_info``, ``/metrics`` and the facts in traces and step logs."""
 
 from __future__ import annotations
 
 import logging
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sglang_scout.core.config import OffloadConfig
+from sglang_scout.core.errors import ConfigError
+from sglang_scout.core.profile import selection_of
 from sglang_scout.core.registry import chosen
+from sglang_scout.engine.counters import Counters
+from sglang_scout.engine.step_log import StepLog
+from sglang_scout.plugin.support import model_identity
 
 if TYPE_CHECKING:
     from sglang_scout.plugin.backend import ScoutAttnBackend
@@ -40,6 +47,47 @@ _METRICS = {
 }
 
 
+_FACTS = (
+    "policy", "budget_tokens", "digest", "resident_bonus", "attend", "precompute", "exact_layers",
+    "exact_steps", "recall",
+)  # fmt: skip
+_TOTALS = (
+    "steps", "selected_pages", "cpu_pages", "fetched_pages", "budget_pages", "cpu_compute_ratio",
+    "warmed_pages", "recalled_pages", "recall_bytes", "recall_wait_us", "gpu_wait_us", "verify_checks",
+    "verify_max_rel_error", "verify_unequal_selections",
+)  # fmt: skip
+_OF_WORKER = (
+    "pid", "state", "restarts", "cpus", "cpu_nodes", "pages", "remote_pages", "refused", "local_tickets",
+    "late_tickets", "last_error",
+)  # fmt: skip
+
+
+def facts(config: OffloadConfig, num_layers: int, cpus: list[int]) -> dict[str, Any]:
+    """What a reader of this server's files should know of it."""
+    of_config = {key: getattr(config, key) for key in _FACTS}
+    return of_config | {"layers": num_layers, "worker_cpus": cpus}
+
+
+def open_step_log(
+    config: OffloadConfig, facts: dict[str, Any], counters: Counters, model_config: Any
+) -> StepLog | None:
+    """The step log that the configuration asks for."""
+    if config.step_log is None:
+        return None
+    of_log = {
+        "page_size_tokens": config.page_size_tokens,
+        "model": Path(model_config.model_path).name,
+        "identity": model_identity(model_config),
+        "selection": selection_of(config),
+    }
+    try:
+        return StepLog(config.step_log, counters, facts | of_log)
+    except OSError as error:
+        raise ConfigError(
+            f"--kv-offload-config: step_log = {config.step_log!r}: cannot write it: {error.strerror}"
+        ) from error
+
+
 def decode_state(backend: ScoutAttnBackend) -> dict[str, Any]:
     """The contract's fields, plain numbers and strings only."""
     counters, worker = backend.engine.counters, backend.worker.snapshot()
@@ -59,44 +107,19 @@ def decode_state(backend: ScoutAttnBackend) -> dict[str, Any]:
         "host_pages_used": backend.allocator.used_pages,
         "resident_pages": backend.engine.table.resident_pages,
         "resident_slots": backend.plan.num_slots * backend.engine.shape.num_layers,
-        "steps": counters.steps,
-        "selected_pages": counters.selected_pages,
-        "cpu_pages": counters.cpu_pages,
-        "fetched_pages": counters.fetched_pages,
-        "budget_pages": counters.budget_pages,
-        "cpu_compute_ratio": counters.cpu_compute_ratio,
+        **{name: getattr(counters, name) for name in _TOTALS},
         "cpu_compute_ratio_by_layer": [
             float(c / b) if b else 0.0
             for c, b in zip(
                 counters.cpu_pages_by_layer, counters.budget_pages_by_layer, strict=True
             )
         ],
-        "warmed_pages": counters.warmed_pages,
-        "recalled_pages": counters.recalled_pages,
-        "recall_bytes": counters.recall_bytes,
-        "recall_wait_us": counters.recall_wait_us,
-        "recall": recall_state(backend),
-        "gpu_wait_us": counters.gpu_wait_us,
+        "recall": {"mode": backend.config.recall} | backend.policy.residency.describe(),
         "gpu_wait_us_by_layer": counters.gpu_wait_us_by_layer.tolist(),
         "fallback_pages": worker.fallback_pages,
         "digests_received": digests.received,
         "digests_computed": digests.computed,
-        "verify_checks": counters.verify_checks,
-        "verify_max_rel_error": counters.verify_max_rel_error,
-        "verify_unequal_selections": counters.verify_unequal_selections,
-        "worker": {
-            "pid": worker.pid,
-            "state": worker.state,
-            "restarts": worker.restarts,
-            "cpus": list(worker.cpus),
-            "cpu_nodes": list(worker.cpu_nodes),
-            "pages": worker.pages,
-            "remote_pages": worker.remote_pages,
-            "refused": worker.refused,
-            "local_tickets": worker.local_tickets,
-            "late_tickets": worker.late_tickets,
-            "last_error": worker.last_error,
-        },
+        "worker": {name: getattr(worker, name) for name in _OF_WORKER},
     }
 
 
@@ -112,11 +135,6 @@ def decode_state_of_ranks(backend: ScoutAttnBackend) -> dict[str, Any]:
     state = decode_state(backend)
     state["ranks"] = backend.ranks.gather({key: state[key] for key in _OF_EACH_RANK})
     return state
-
-
-def recall_state(backend: ScoutAttnBackend) -> dict[str, Any]:
-    """The mode as configured, and what the policy decides by."""
-    return {"mode": backend.config.recall} | backend.policy.residency.describe()
 
 
 def prefill_state(scheduler: Any) -> dict[str, Any]:
@@ -178,17 +196,10 @@ class Metrics:
         self._thread.join()
 
 
-class NoMetrics:
-    """Without --enable-metrics."""
-
-    def close(self) -> None:
-        pass
-
-
-def start_metrics(backend: ScoutAttnBackend, server_args: Any) -> Metrics | NoMetrics:
+def start_metrics(backend: ScoutAttnBackend, server_args: Any) -> Metrics | None:
     """Begin to publish if the server was started with ``--enable-metrics``."""
     if not server_args.enable_metrics:
-        return NoMetrics()
+        return None
     labels = {
         "model_name": server_args.served_model_name,
         "engine_type": "decode",

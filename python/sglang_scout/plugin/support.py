@@ -24,18 +24,14 @@ from sglang_scout.core.profile import (
     config_digest,
 )
 from sglang_scout.core.served_models import DTYPES, check_architecture, check_attention
-from sglang_scout.engine.pools import ModelShape
+from sglang_scout.engine.stores import ModelShape
 from sglang_scout.ops.predict import QueryProjector, predict_query, rms_norm, rotate
 
 TORCH_DTYPES = tuple(getattr(torch, name) for name in DTYPES)
 
 
 def check_model(server_args: Any, config: OffloadConfig, profile: RecallProfile | None) -> None:
-    """Refuse a model that the decode step does not compute correctly, or that ``profile`` is not for.
-
-    Raises:
-        ConfigError: naming the model and what is not supported about it.
-    """
+    """Refuse a model that the decode step does not compute correctly, or that ``profile`` is not for."""
     model = f"--model-path {server_args.model_path}"
     policy = f"--kv-offload {server_args.kv_offload}"
     served = server_args.get_model_config()
@@ -99,11 +95,7 @@ def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def model_shape(runner: Any) -> ModelShape:
-    """Sizes of the attention on this rank, read from the loaded model.
-
-    Raises:
-        ConfigError: the layers do not all have the same attention.
-    """
+    """Sizes of the attention on this rank, read from the loaded model."""
     config = runner.model_config
     attentions = [layer.self_attn.attn for layer in decoder_layers(runner.model)]  # type: ignore[union-attr]
     kinds = {(a.scaling, a.logit_cap, a.sliding_window_size, a.attn_type) for a in attentions}
@@ -131,11 +123,7 @@ def model_shape(runner: Any) -> ModelShape:
 
 
 def make_projectors(layers: list[torch.nn.Module]) -> list[QueryProjector]:
-    """For every layer, its query from any layer's input: the layer's own norm, W_q, q-norm and RoPE.
-
-    Raises:
-        ConfigError: a layer that is not built as expected.
-    """
+    """For every layer, its query from any layer's input: the layer's own norm, W_q, q-norm and RoPE."""
     return [_projector(index, layer) for index, layer in enumerate(layers)]
 
 

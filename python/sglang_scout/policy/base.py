@@ -30,14 +30,14 @@ class Digest:
     """How a page is summarised and scored; one score per page for all heads of a layer together.
 
     Attributes:
-        form: what a digest holds; the engine knows its forms by name (``engine/digest_forms.py``).
+        kind: what a digest holds; the engine knows its kinds by name (``engine/digest_kinds.py``).
         head_reduce: how query heads' scores become one score per page (``ops/score.py``).
         sink_pages, recent_pages: leading and newest full pages that are chosen whatever their score.
         resident_bonus: added to the score of a resident page, so that near-ties stay where they are.
         only_selected: attend to the chosen pages alone, not to whatever else is resident.
     """
 
-    form: str = "minmax"
+    kind: str = "minmax"
     head_reduce: str = "mass"
     sink_pages: int = 1
     recent_pages: int = 1
@@ -48,7 +48,7 @@ class Digest:
     def of(cls, config: OffloadConfig) -> Digest:
         """As the keys of ``--kv-offload-config`` say."""
         return cls(
-            form=config.digest,
+            kind=config.digest,
             head_reduce=config.head_reduce,
             sink_pages=config.sink_pages,
             recent_pages=config.recent_pages,
@@ -146,10 +146,6 @@ class Residency(Protocol):
     def patience_us(self) -> float | None:
         """How long a step boundary waits for copies of the step before; None: until they are done."""
 
-    @property
-    def half_life_steps(self) -> float:
-        """Steps after which a page's selection counts half when slots are given away."""
-
     def plan(self, report: StepReport) -> None:
         """Step boundary: take in what was measured, and decide the coming step's recalls."""
 
@@ -173,9 +169,6 @@ class Residency(Protocol):
 
     def fill_pages(self) -> int:
         """Pages that this step may copy ahead of any miss, into slots that nobody wants."""
-
-    def warm_columns(self, n_full: int, quota_pages: int) -> npt.NDArray[np.int64]:
-        """Columns of a fresh request's page table to load before its first step."""
 
     def describe(self) -> dict[str, Any]:
         """State for operators: plain numbers, strings and lists."""
@@ -225,10 +218,6 @@ def policy_names() -> tuple[str, ...]:
 
 
 def make_policy(context: Context) -> Policy:
-    """The policy that the configuration names.
-
-    Raises:
-        ConfigError: a layer is named that the model does not have.
-    """
+    """The policy that the configuration names."""
     check_layers(context.config, context.num_layers)
     return _policies()[context.config.policy](context)

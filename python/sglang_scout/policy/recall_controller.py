@@ -23,7 +23,7 @@ from sglang_scout.policy.base import StepReport
 Counts = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
-YOUNG_STEPS = 4
+WARM_UP_STEPS = 4
 LINK_SHARE = 0.5
 """Share of a step's time that copies may take once the link has been late."""
 MAX_INTERVAL_STEPS = 64
@@ -52,13 +52,13 @@ class RecallController:
         step_pages: pages that one step may copy, over all layers.
         eager_layers: layers without a lead, where every page on the CPU is waited for. They recall
             whatever they miss in every step: their β is 0.
-        young_steps: first steps of a request, in which its misses come before those of others.
+        warm_up_steps: first steps of a request, in which its misses come before those of others.
 
     Attributes:
         granted: ``[L]`` int64, pages that each layer may copy in this step.
-        is_due: ``[L]`` bool, whether all requests' misses count, or those of young ones only.
+        is_due: ``[L]`` bool, whether all requests' misses count, or those of requests in warm-up only.
         spare_pages: what is left of the step's pages.
-        ratio: ``[L]`` smoothed measured ratio of requests that are not young.
+        ratio: ``[L]`` smoothed measured ratio of requests after their warm-up steps.
         limit_pages: pages that a step may copy now; ``step_pages`` unless the link was late.
         backoffs: how often the link was late.
     """
@@ -70,11 +70,11 @@ class RecallController:
         threshold: float,
         step_pages: int,
         eager_layers: Sequence[int] = (),
-        young_steps: int = YOUNG_STEPS,
+        warm_up_steps: int = WARM_UP_STEPS,
     ) -> None:
         layers = len(intervals)
         self.threshold = threshold
-        self.young_steps = young_steps
+        self.warm_up_steps = warm_up_steps
         self.step_pages = step_pages
         self.granted = np.zeros(layers, np.int64)
         self.is_due = np.zeros(layers, bool)
@@ -96,14 +96,14 @@ class RecallController:
     def plan(self, report: StepReport) -> None:
         """Step boundary: set ``granted``, ``is_due`` and ``spare_pages`` for the coming step."""
         self._follow_link(report)
-        # Newcomers' cold starts say nothing about how a layer's pages drift.
-        settled = report.ages >= self.young_steps
+        # Warm-up steps say nothing about how a layer's pages drift.
+        settled = report.ages >= self.warm_up_steps
         missed = report.missed[:, settled].sum(axis=1)
         capacity = report.budget_pages * int(settled.sum())
         self._follow_ratio(report, missed, capacity)
-        still_young = report.ages + 1 < self.young_steps
-        young = report.missed[:, still_young].sum(axis=1)
-        young += report.fresh_rows * report.budget_pages
+        still_warming = report.ages + 1 < self.warm_up_steps
+        warming = report.missed[:, still_warming].sum(axis=1)
+        warming += report.fresh_rows * report.budget_pages
 
         self._since += 1
         growing = self._level + self._drift > self._target
@@ -112,7 +112,7 @@ class RecallController:
         self._since[self.is_due] = 0
 
         pages = max(0, int(self.limit_pages) - report.late_pages)
-        first = share(pages, young, np.ones_like(self._worth))
+        first = share(pages, warming, np.ones_like(self._worth))
         # The coming step misses a little more than the last one did.
         growth = np.ceil(self._drift * capacity).astype(np.int64)
         wanted = np.where(self.is_due, missed + growth, 0)

@@ -12,20 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_scout.core.ranking import distinct
-from sglang_scout.ops.residency import DEFAULT_HALF_LIFE_STEPS, PageUses
+from sglang_scout.ops.residency import PageUses
 from sglang_scout.policy.base import StepReport
 from sglang_scout.policy.recall_controller import RecallController
 
 Ids = npt.NDArray[np.int64]
-
-
-def whole_if_it_fits(n_full: int, quota_pages: int) -> Ids:
-    """Columns of a fresh request to load at once: all that it has, or none.
-
-    What fits is loaded whole, and attention is then exact from the first token on. A longer request
-    gets its pages after its first selection has said which ones matter.
-    """
-    return np.arange(n_full if n_full <= quota_pages else 0, dtype=np.int64)
 
 
 @dataclass
@@ -38,7 +29,7 @@ class ImportantPages:
     Args:
         intervals: steps between two recalls, per layer; 0 = never.
         enabled: False switches recall off altogether (the paper's ablation without periodic recall).
-        young_steps: first steps of a request whose misses are recalled at once. A request arrives
+        warm_up_steps: first steps of a request whose misses are recalled at once. A request arrives
             with an empty device cache; without this it would compute its whole budget on the CPU
             until its layers' turns come. It holds with recall off too: the paper's curve without
             recall (Figure 6a) also starts from the pages found important after prefill.
@@ -46,9 +37,8 @@ class ImportantPages:
 
     intervals: tuple[int, ...]
     enabled: bool = True
-    young_steps: int = 1
+    warm_up_steps: int = 1
     patience_us: float | None = None
-    half_life_steps: float = DEFAULT_HALF_LIFE_STEPS
     _step: int = field(default=0, init=False)
 
     def due(self, layer: int, step: int) -> bool:
@@ -65,7 +55,7 @@ class ImportantPages:
         self, layers: Ids, missed: npt.NDArray[np.int32], ages: Ids, uses: PageUses
     ) -> tuple[Ids, Ids]:
         due = np.array([self.due(layer, self._step) for layer in layers.tolist()], bool)
-        counts = due[:, None] | (ages < self.young_steps)
+        counts = due[:, None] | (ages < self.warm_up_steps)
         at = np.flatnonzero((missed >= 0) & counts[:, :, None])
         row = at // max(missed[0].size, 1)
         num_pages = uses.frequency.shape[1]
@@ -74,9 +64,6 @@ class ImportantPages:
 
     def fill_pages(self) -> int:
         return 0
-
-    def warm_columns(self, n_full: int, quota_pages: int) -> Ids:
-        return whole_if_it_fits(n_full, quota_pages)
 
     def describe(self) -> dict[str, Any]:
         return {"intervals": list(self.intervals) if self.enabled else []}
@@ -100,7 +87,6 @@ class MeasuredRecall:
 
     controller: RecallController
     patience_us: float | None = 1000.0
-    half_life_steps: float = DEFAULT_HALF_LIFE_STEPS
 
     def plan(self, report: StepReport) -> None:
         self.controller.plan(report)
@@ -108,16 +94,13 @@ class MeasuredRecall:
     def pick(
         self, layers: Ids, missed: npt.NDArray[np.int32], ages: Ids, uses: PageUses
     ) -> tuple[Ids, Ids]:
-        young = ages < self.controller.young_steps
-        counts = self.controller.is_due[layers][:, None] | young
+        warming = ages < self.controller.warm_up_steps
+        counts = self.controller.is_due[layers][:, None] | warming
         limits = self.controller.granted[layers]
-        return uses.hottest(layers, missed, counts, young, limits)
+        return uses.most_frequent(layers, missed, counts, warming, limits)
 
     def fill_pages(self) -> int:
         return self.controller.spare_pages
-
-    def warm_columns(self, n_full: int, quota_pages: int) -> Ids:
-        return whole_if_it_fits(n_full, quota_pages)
 
     def describe(self) -> dict[str, Any]:
         return self.controller.describe()

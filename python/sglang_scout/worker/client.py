@@ -25,7 +25,6 @@ __all__ = ["Reply", "ThreadEvents", "Ticket", "WorkerClient", "WorkerConfig", "W
 
 _F32 = np.dtype(np.float32)
 _I32 = np.dtype(np.int32)
-_I64 = np.dtype(np.int64)
 
 
 class Ticket(NamedTuple):

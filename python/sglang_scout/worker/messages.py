@@ -95,7 +95,7 @@ class Failed(Message, frozen=True, kw_only=True):
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):
-    """Sign of life, numbered from 1."""
+    """Sent every heartbeat interval, numbered from 1."""
 
     number: int
     stats: Stats

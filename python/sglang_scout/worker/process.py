@@ -104,7 +104,7 @@ class WorkerProcess:
         return f"worker {self.pid} ended with exit code {code}"
 
     def end(self) -> None:
-        """Kills the process if it lives, waits for its death, frees everything; idempotent."""
+        """Kills the process if it runs, waits for its death, frees everything; idempotent."""
         self._made.close()
 
     def _kill(self) -> None:

@@ -21,35 +21,12 @@ _PROGRAMS_PER_SM = 4
 
 @triton.jit
 def attend_kernel(
-    q,
-    k,
-    v,
-    pages,
-    slot_of,
-    last_page,
-    last_len,
-    n_pages,
-    out,
-    lse,
-    scale,
-    logit_cap,
-    R,
-    ids,
-    splits,
-    S: tl.constexpr,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    HAS_SLOTS: tl.constexpr,
-    HAS_LAST: tl.constexpr,
-    HAS_COUNT: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PAGES: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    q, k, v, pages, slot_of, last_page, last_len, n_pages, out, lse,
+    scale, logit_cap, R, ids, splits,
+    S: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HAS_SLOTS: tl.constexpr,
+    HAS_LAST: tl.constexpr, HAS_COUNT: tl.constexpr, HAS_CAP: tl.constexpr, CHUNK: tl.constexpr,
+    PAGES: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """The G query heads of one KV head over every splits-th column of a row of page ids.
 
     Columns are dealt out one by one, not in runs, so that rows packed to the left keep all programs
@@ -101,7 +78,7 @@ def attend_kernel(
                 chosen = tl.where(which == i, tl.max(tl.where(rank == at, page, 0), axis=0), chosen)
                 length = tl.where(at == tail_rank, tail_len, tl.where(at <= count, S, 0))
                 lens = tl.where(which == i, length, lens)
-            here = s < lens
+            here = s < lens  # [PAGES * BLOCK_S]
             offset = ((chosen.to(tl.int64) * S + s) * H + h)[:, None] * D + d[None, :]
             mask = here[:, None] & (d < D)[None, :]
             # [PAGES * BLOCK_S, BLOCK_D]
@@ -115,8 +92,8 @@ def attend_kernel(
             x = tl.where(here[None, :], x, float("-inf"))
             new_top = tl.maximum(top, tl.max(x, axis=1))
             base = finite(new_top)
-            shrink = tl.exp(top - base)
-            p = tl.exp(x - base[:, None])
+            shrink = tl.exp(top - base)  # [BLOCK_G]
+            p = tl.exp(x - base[:, None])  # [BLOCK_G, PAGES * BLOCK_S]
             total = total * shrink + tl.sum(p, axis=1)
             # Tensor cores cut off what they add to: a tile is summed on its own and added rounded,
             # or the error of a long row would grow with its length.
@@ -131,20 +108,15 @@ def attend_kernel(
 
 @triton.jit
 def combine_kernel(
-    parts,
-    part_lse,
-    out,
-    lse,
-    splits,
-    rows,
-    D: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    parts, part_lse, out, lse,
+    splits, rows,
+    D: tl.constexpr, BLOCK_SPLITS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """Merges the splits of one query head. parts [splits, rows, D]; part_lse [splits, rows]."""
     row = tl.program_id(0)
     split = tl.arange(0, BLOCK_SPLITS)
     d = tl.arange(0, BLOCK_D)
+    # [BLOCK_SPLITS]
     weights = tl.load(part_lse + split * rows + row, mask=split < splits, other=float("-inf"))
     top = tl.max(weights, axis=0)
     weights = tl.exp(weights - finite(top))
@@ -153,7 +125,7 @@ def combine_kernel(
     at = (split * rows + row).to(tl.int64)[:, None] * D + d[None, :]
     # [BLOCK_SPLITS, BLOCK_D]
     values = tl.load(parts + at, mask=mask, other=0.0)
-    mean = tl.sum(values * weights[:, None], axis=0) / tl.maximum(total, 1.0)
+    mean = tl.sum(values * weights[:, None], axis=0) / tl.maximum(total, 1.0)  # [BLOCK_D]
     tl.store(out + row.to(tl.int64) * D + d, mean, mask=d < D)
     tl.store(lse + row, top + tl.log(tl.maximum(total, 1.0)))
 
@@ -178,48 +150,17 @@ def attend_pages(q, k, v, pages, last_page, last_len, scale, logit_cap, out, slo
         parts, part_lse = q.new_empty((splits, B, HQ, D)), q.new_empty((splits, B, HQ))
     block_s = triton.next_power_of_2(S)
     attend_kernel[(splits, H, B)](
-        q,
-        k,
-        v,
-        pages,
-        slot_of,
-        last_page,
-        last_len,
-        n_pages,
-        parts,
-        part_lse,
-        scale,
-        logit_cap,
-        R,
-        0 if slot_of is None else slot_of.numel(),
-        splits,
-        S,
-        H,
-        HQ // H,
-        D,
-        slot_of is not None,
-        last_page is not None,
-        n_pages is not None,
-        logit_cap > 0,
+        q, k, v, pages, slot_of, last_page, last_len, n_pages, parts, part_lse, scale, logit_cap, R,
+        0 if slot_of is None else slot_of.numel(), splits, S, H, HQ // H, D,
+        slot_of is not None, last_page is not None, n_pages is not None, logit_cap > 0,
         max(16, min(_MAX_CHUNK, triton.next_power_of_2(triton.cdiv(max(1, columns), splits)))),
-        pages_per_tile(block_s, D * (2 if k.dtype == torch.bfloat16 else 4)),
-        block_s,
-        max(16, triton.next_power_of_2(HQ // H)),
-        triton.next_power_of_2(D),
-        num_warps=4,
-    )
+        pages_per_tile(block_s, D * (2 if k.dtype == torch.bfloat16 else 4)), block_s,
+        max(16, triton.next_power_of_2(HQ // H)), triton.next_power_of_2(D), num_warps=4,
+    )  # fmt: skip
     if splits > 1:
         combine_kernel[(B * HQ,)](
-            parts,
-            part_lse,
-            *out,
-            splits,
-            B * HQ,
-            D,
-            splits,
-            triton.next_power_of_2(D),
-            num_warps=4,
-        )
+            parts, part_lse, *out, splits, B * HQ, D, splits, triton.next_power_of_2(D), num_warps=4,
+        )  # fmt: skip
     return out
 
 

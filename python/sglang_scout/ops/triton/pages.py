@@ -1,5 +1,5 @@
 """Whole pages of all layers and single tokens on the device: `build_layer_digests`,
-`copy_layer_pages` and `append_tokens`.
+`build_layer_signs`, `copy_layer_pages` and `append_tokens`.
 
 Bytes that must move: a digest reads S H D e and writes 2 H D e; a copy reads and writes K and V of
 the page; an appended token is 2 H D e read, and the same written to each pool. An id outside its
@@ -10,8 +10,10 @@ import torch
 import triton
 import triton.language as tl
 
+from ..signs import WORD_TOKENS, as_bits
 from .exact import rounded
 
+_WORD_TOKENS = tl.constexpr(WORD_TOKENS)
 _COPY_WORDS = 4096  # of one program at a time: 16 KiB where words have 4 bytes
 # A recall copies while a step runs. As many programs as keep the bus busy (16 KiB of each on their
 # way, bandwidth times latency is some 100 KiB) and no more: the step's kernels want the rest of the
@@ -36,20 +38,11 @@ def source_row(rows, page, layer):
 
 @triton.jit
 def digest_kernel(
-    addresses,
-    ids,
-    rows,
-    kmin,
-    kmax,
-    P,
-    R,
-    S: tl.constexpr,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    ALIGN: tl.constexpr,
-):
+    addresses, ids, rows, kmin, kmax,
+    P, R,
+    S: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
     """One page, head and layer. addresses [L] of [R, S, H, D]; ids [n]; rows: see `source_row`; kmin,
     kmax [L, P, H, D]."""
     page, h = tl.load(ids + tl.program_id(0)), tl.program_id(1)
@@ -68,21 +61,44 @@ def digest_kernel(
         tl.store(kmax + row, tl.max(high, axis=0).to(kmax.dtype.element_ty), mask=d < D)
 
 
+@triton.jit
+def word_of(k, page, h, first, H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """[BLOCK_D] int32: bit t is set where token first + t has no minus sign. k: [P, 32, H, D] integers."""
+    t, d = tl.arange(0, _WORD_TOKENS), tl.arange(0, BLOCK_D)
+    at = ((page * 2 * _WORD_TOKENS + first + t) * H + h)[:, None] * D + d[None, :]
+    # [16, BLOCK_D]
+    keys = tl.load(k + at, mask=(d < D)[None, :], other=-1)
+    return tl.sum((keys >= 0).to(tl.int32) << t[:, None], axis=0)
+
+
+@triton.jit
+def build_signs_kernel(
+    addresses, ids, rows, low, high,
+    P, R,
+    H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """One page, head and layer. addresses [L] of [R, 32, H, D]; ids [n]; rows: see `source_row`; low, high
+    [L, P, H, D]."""
+    page, h = tl.load(ids + tl.program_id(0)), tl.program_id(1)
+    layer = tl.program_id(2).to(tl.int64)
+    source = source_row(rows, page, layer)
+    if (page >= 0) & (page < P) & (source >= 0) & (source < R):
+        k = layer_pointer(addresses, layer, low.dtype.element_ty, ALIGN)
+        d = tl.arange(0, BLOCK_D)
+        row = ((layer * P + page) * H + h) * D + d
+        word = word_of(k, source, h, 0, H, D, BLOCK_D)  # [BLOCK_D]
+        tl.store(low + row, word.to(low.dtype.element_ty), mask=d < D)
+        word = word_of(k, source, h, _WORD_TOKENS, H, D, BLOCK_D)
+        tl.store(high + row, word.to(high.dtype.element_ty), mask=d < D)
+
+
 # One compilation for every number of pages.
 @triton.jit(do_not_specialize=["n"])
 def copy_kernel(
-    addresses,
-    ids,
-    dst_k,
-    dst_v,
-    n,
-    L,
-    P,
-    slots,
-    words,
-    ALIGN: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    addresses, ids, dst_k, dst_v,
+    n, L, P, slots, words,
+    ALIGN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Blocks of words, those of a page and layer first of K, then of V; every program takes its share.
 
     addresses [2, L] of [P, words]; ids [3, n]: layer, page, slot; dst_k, dst_v [L, slots, words].
@@ -109,24 +125,10 @@ def copy_kernel(
 
 @triton.jit
 def append_kernel(
-    k,
-    v,
-    lens,
-    k_pages,
-    v_pages,
-    ids,
-    k_mirror,
-    v_mirror,
-    mirror_ids,
-    k_stride,
-    v_stride,
-    P,
-    mirror_P,
-    S,
-    WIDTH: tl.constexpr,
-    HAS_MIRROR: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    k, v, lens, k_pages, v_pages, ids, k_mirror, v_mirror, mirror_ids,
+    k_stride, v_stride, P, mirror_P, S,
+    WIDTH: tl.constexpr, HAS_MIRROR: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """One block of one row of K (program 0 of axis 2) or of V, to one pool or to both.
 
     k, v [B, WIDTH] rows k_stride and v_stride apart; pools [P, S, WIDTH] and [mirror_P, S, WIDTH].
@@ -170,6 +172,17 @@ def build_layer_digests(source, ids, kmin, kmax, rows):
     )  # fmt: skip
 
 
+def build_layer_signs(source, ids, low, high, rows):
+    """See `ops.signs.build_layer_signs`."""
+    R, _, H, D = source.k[0].shape
+    if ids.numel() == 0:
+        return
+    build_signs_kernel[(ids.numel(), H, len(source.k))](
+        source.addresses, ids, rows, as_bits(low), as_bits(high), low.shape[1], R, H, D,
+        triton.next_power_of_2(D), source.align_bytes, num_warps=4,
+    )  # fmt: skip
+
+
 def copy_layer_pages(source, ids, dst_k, dst_v):
     """See `ops.gather.copy_layer_pages`."""
     (L, slots), n = dst_k.shape[:2], ids.shape[1]
@@ -183,19 +196,9 @@ def copy_layer_pages(source, ids, dst_k, dst_v):
     tasks = 2 * n * triton.cdiv(words, block)
     from_host = source.k[0].device.type == "cpu"
     copy_kernel[(min(tasks, _COPY_PROGRAMS) if from_host else tasks,)](
-        source.addresses,
-        ids,
-        dst_k.view(L, slots, -1).view(word),
-        dst_v.view(L, slots, -1).view(word),
-        n,
-        L,
-        source.k[0].shape[0],
-        slots,
-        words,
-        source.align_bytes,
-        block,
-        num_warps=4,
-    )
+        source.addresses, ids, dst_k.view(L, slots, -1).view(word), dst_v.view(L, slots, -1).view(word),
+        n, L, source.k[0].shape[0], slots, words, source.align_bytes, block, num_warps=4,
+    )  # fmt: skip
 
 
 def append_tokens(k, v, lens, pool, mirror):
@@ -205,18 +208,7 @@ def append_tokens(k, v, lens, pool, mirror):
         return
     block = min(1024, triton.next_power_of_2(H * D))
     append_kernel[(B, triton.cdiv(H * D, block), 2)](
-        k,
-        v,
-        lens,
-        *pool,
-        *(mirror or (None, None, None)),
-        k.stride(0),
-        v.stride(0),
-        pool[0].shape[0],
-        mirror[0].shape[0] if mirror else 0,
-        pool[0].shape[1],
-        H * D,
-        mirror is not None,
-        block,
+        k, v, lens, *pool, *(mirror or (None, None, None)), k.stride(0), v.stride(0), pool[0].shape[0],
+        mirror[0].shape[0] if mirror else 0, pool[0].shape[1], H * D, mirror is not None, block,
         num_warps=4,
-    )
+    )  # fmt: skip

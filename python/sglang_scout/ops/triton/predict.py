@@ -25,19 +25,11 @@ def norm_kernel(x, weight, out, eps, C, BLOCK: tl.constexpr):
 
 @triton.jit
 def rotate_kernel(
-    q,
-    weight,
-    cos_sin,
-    positions,
-    out,
-    eps,
-    HQ,
-    D: tl.constexpr,
-    R: tl.constexpr,
-    NEOX: tl.constexpr,
-    HAS_NORM: tl.constexpr,
+    q, weight, cos_sin, positions, out,
+    eps, HQ,
+    D: tl.constexpr, R: tl.constexpr, NEOX: tl.constexpr, HAS_NORM: tl.constexpr,
     BLOCK_D: tl.constexpr,
-):
+):  # fmt: skip
     """RMSNorm and rotation of one head. q [B, HQ, D]; cos_sin [positions, R]; out [B, HQ, D] float32.
 
     Channel d turns with its partner, which is read again rather than moved between threads.
@@ -60,6 +52,7 @@ def rotate_kernel(
             first, angle = d % 2 == 0, d // 2
             partner = tl.where(first, d + 1, d - 1)
         turns = d < R
+        # [BLOCK_D], of the channels that turn
         other = tl.load(q + row + partner, mask=turns, other=0.0).to(tl.float32)
         if HAS_NORM:
             other = other * scale * tl.load(weight + partner, mask=turns, other=0.0).to(tl.float32)
@@ -102,18 +95,8 @@ def predict_query(
     out = q.new_empty((B, HQ, D), dtype=torch.float32)
     if B:
         rotate_kernel[(B, HQ)](
-            q,
-            q_norm_weight,
-            cos_sin,
-            positions,
-            out,
-            q_norm_eps,
-            HQ,
-            D,
-            rotary_dim if cos_sin is not None else 0,
-            is_neox,
-            q_norm_weight is not None,
-            triton.next_power_of_2(D),
-            num_warps=1,
-        )
+            q, q_norm_weight, cos_sin, positions, out, q_norm_eps, HQ, D,
+            rotary_dim if cos_sin is not None else 0, is_neox, q_norm_weight is not None,
+            triton.next_power_of_2(D), num_warps=1,
+        )  # fmt: skip
     return out

@@ -20,25 +20,11 @@ _HELD_PARTS = 4096
 
 @triton.jit
 def bounds_kernel(
-    q,
-    kmin,
-    kmax,
-    table,
-    n_full,
-    bounds,
-    block_top,
-    block_mass,
-    scale,
-    N,
-    row_stride,
-    part_stride,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    q, kmin, kmax, table, n_full, bounds, block_top, block_mass,
+    scale, N, row_stride, part_stride,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """Bounds of one block of pages for the G query heads of one KV head: u = q+ . M + q- . m.
 
     Every digest is loaded once, for all G heads. Also leaves the block's largest bound and its sum
@@ -56,6 +42,7 @@ def bounds_kernel(
     part = head * part_stride + block
     full = tl.minimum(tl.load(n_full + b), N)
     if block * BLOCK_N < full:
+        # [BLOCK_N]
         page = tl.load(table + b.to(tl.int64) * N + n, mask=n < full, other=-1)
         offered = page >= 0
         # [BLOCK_G, BLOCK_D]
@@ -76,7 +63,7 @@ def bounds_kernel(
         tl.store(
             bounds + head.to(tl.int64)[:, None] * row_stride + n[None, :], u, mask=(g < G)[:, None]
         )
-        top = tl.max(u, axis=1)
+        top = tl.max(u, axis=1)  # [BLOCK_G]
         tl.store(block_top + part, top, mask=g < G)
         tl.store(block_mass + part, tl.sum(tl.exp(u - finite(top)[:, None]), axis=1), mask=g < G)
     else:
@@ -86,28 +73,18 @@ def bounds_kernel(
 
 @triton.jit
 def reduce_kernel(
-    bounds,
-    block_top,
-    block_mass,
-    table,
-    n_full,
-    out,
-    N,
-    row_stride,
-    part_stride,
-    blocks,
-    HQ: tl.constexpr,
-    REDUCE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    bounds, block_top, block_mass, table, n_full, out,
+    N, row_stride, part_stride, blocks,
+    HQ: tl.constexpr, REDUCE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_BLOCKS: tl.constexpr,
-):
+):  # fmt: skip
     """Scores of one block of pages from the bounds of all heads. out: [B, N]."""
     block, b = tl.program_id(0), tl.program_id(1)
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     full = tl.minimum(tl.load(n_full + b), N)
     row = b.to(tl.int64) * N
     if block * BLOCK_N < full:
+        # [BLOCK_N]
         offered = tl.load(table + row + n, mask=n < full, other=-1) >= 0
         part = tl.arange(0, BLOCK_BLOCKS)
         score = tl.zeros([BLOCK_N], dtype=tl.float32)
@@ -128,7 +105,7 @@ def reduce_kernel(
             tops = tl.load(block_top + parts_at, mask=known, other=float("-inf"))
             masses = tl.load(block_mass + parts_at, mask=known, other=0.0)
             base = finite(tl.max(tops, axis=1))
-            total = tl.sum(masses * tl.exp(tops - base[:, None]), axis=1)
+            total = tl.sum(masses * tl.exp(tops - base[:, None]), axis=1)  # [BLOCK_H]
             # Not u - lse: where bounds are large, that sum would lose what the softmax hangs on.
             x = (u - base[:, None]) - tl.log(tl.maximum(total, 1.0))[:, None]
             if REDUCE == "mass":
@@ -161,42 +138,12 @@ def score_pages(q, kmin, kmax, table, n_full, scale, reduce, out):
     block_top, block_mass = q.new_empty((2, B, HQ, part_stride)).unbind()
     G = HQ // H
     bounds_kernel[(blocks, H, B)](
-        q,
-        kmin,
-        kmax,
-        table,
-        n_full,
-        bounds,
-        block_top,
-        block_mass,
-        scale,
-        N,
-        row_stride,
-        part_stride,
-        H,
-        G,
-        D,
-        block_n,
-        max(16, triton.next_power_of_2(G)),
-        block_d,
-        num_warps=4,
-    )
+        q, kmin, kmax, table, n_full, bounds, block_top, block_mass, scale, N, row_stride, part_stride,
+        H, G, D, block_n, max(16, triton.next_power_of_2(G)), block_d, num_warps=4,
+    )  # fmt: skip
     reduce_kernel[(blocks, B)](
-        bounds,
-        block_top,
-        block_mass,
-        table,
-        n_full,
-        out,
-        N,
-        row_stride,
-        part_stride,
-        blocks,
-        HQ,
-        reduce,
-        block_n,
-        min(64, triton.next_power_of_2(HQ), max(1, _HELD_PARTS // block_blocks)),
-        block_blocks,
+        bounds, block_top, block_mass, table, n_full, out, N, row_stride, part_stride, blocks, HQ, reduce,
+        block_n, min(64, triton.next_power_of_2(HQ), max(1, _HELD_PARTS // block_blocks)), block_blocks,
         num_warps=4,
-    )
+    )  # fmt: skip
     return out

@@ -27,22 +27,10 @@ def ordered_bits(x):
 
 @triton.jit
 def select_kernel(
-    scores,
-    table,
-    n_full,
-    slot_of,
-    scratch,
-    pages,
-    missing,
-    n_missing,
-    N,
-    k,
-    sink_pages,
-    recent_pages,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    CHUNK_K: tl.constexpr,
-):
+    scores, table, n_full, slot_of, scratch, pages, missing, n_missing,
+    N, k, sink_pages, recent_pages,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK_K: tl.constexpr,
+):  # fmt: skip
     """The k best pages of a row, forced ones first, then by falling score, equal ones by column.
 
     1. Every column gets a key: 0 if it is not offered, the largest if it is forced.
@@ -56,8 +44,8 @@ def select_kernel(
     b = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, BLOCK_N)
     full = tl.minimum(tl.load(n_full + b), N)
-    page = tl.load(table + b * N + n, mask=n < N, other=-1)
     # [BLOCK_N]
+    page = tl.load(table + b * N + n, mask=n < N, other=-1)
     key = ordered_bits(tl.load(scores + b * N + n, mask=n < N, other=0.0))
     forced = (n < sink_pages) | (n >= full - recent_pages)
     key = tl.where(forced, tl.full([BLOCK_N], 0xFFFFFFFF, tl.uint32), key)
@@ -104,6 +92,7 @@ def select_kernel(
     missing_rank = tl.zeros([BLOCK_K], tl.int32)
     for first in tl.range(0, n_chosen, CHUNK_K):
         j = first + tl.arange(0, CHUNK_K)
+        # [CHUNK_K]
         other = tl.load(scratch + b * BLOCK_K + j, mask=j < n_chosen, other=-1)
         other_column = BLOCK_N - 1 - (other & 0xFFFFFF).to(tl.int32)
         other_page = tl.load(table + b * N + other_column, mask=j < n_chosen, other=-1)
@@ -132,21 +121,9 @@ def select_pages(scores, table, n_full, slot_of, k, sink_pages, recent_pages, ou
     block_n = max(16, triton.next_power_of_2(N))
     block_k = max(16, triton.next_power_of_2(k))
     select_kernel[(B,)](
-        scores,
-        table,
-        n_full,
-        slot_of,
-        table.new_empty((B, block_k), dtype=torch.int64),
-        pages,
-        missing,
-        n_missing,
-        N,
-        k,
-        sink_pages,
-        recent_pages,
-        block_n,
-        block_k,
+        scores, table, n_full, slot_of, table.new_empty((B, block_k), dtype=torch.int64),
+        pages, missing, n_missing, N, k, sink_pages, recent_pages, block_n, block_k,
         max(16, min(block_k, 64, 8192 // block_k)),
         num_warps=min(16, max(4, block_n // (32 * _LANE_KEYS))),
-    )
+    )  # fmt: skip
     return Selection(pages, missing, n_missing)

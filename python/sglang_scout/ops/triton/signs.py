@@ -1,8 +1,7 @@
-"""`build_layer_signs` and `score_signs` on the device.
+"""`score_signs` on the device.
 
-Bytes that must move: a build reads S H D e and writes 2 H D e per page; a score reads 2 H D e per
-offered page and row and 8 for id and score. Between its two passes lie 4 HQ bytes per page and 16 HQ
-per block of pages, as in `score`.
+Bytes that must move: 2 H D e per offered page and row and 8 for id and score. Between its two passes
+lie 4 HQ bytes per page and 16 HQ per block of pages, as in `score`.
 
 A query is a vector of real numbers, so counting equal bits does not score it: each bit adds +q or -q.
 A bit at place 14 of a float16 is 2.0, so that two instructions make the bits of two channels an
@@ -13,52 +12,12 @@ import torch
 import triton
 import triton.language as tl
 
-from ..signs import LEAST_SPREAD, as_bits
-from .pages import layer_pointer, source_row
+from ..signs import LEAST_SPREAD, WORD_TOKENS
 
-_WORD_TOKENS = tl.constexpr(16)
+_WORD_TOKENS = tl.constexpr(WORD_TOKENS)
 _TOP_EXPONENT = tl.constexpr(127 + 14)  # of the largest |q| of a head, once scaled
 _BLOCK_PAGES = 64  # the rows of one warp group's product
 _BLOCK_HEADS = 16  # of the second pass at once: it holds numbers of all blocks for each
-
-
-@triton.jit
-def word_of(k, page, h, first, H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """[BLOCK_D] int32: bit t is set where token first + t has no minus sign. k: [P, 32, H, D] integers."""
-    t, d = tl.arange(0, _WORD_TOKENS), tl.arange(0, BLOCK_D)
-    at = ((page * 2 * _WORD_TOKENS + first + t) * H + h)[:, None] * D + d[None, :]
-    # [16, BLOCK_D]
-    keys = tl.load(k + at, mask=(d < D)[None, :], other=-1)
-    return tl.sum((keys >= 0).to(tl.int32) << t[:, None], axis=0)
-
-
-@triton.jit
-def build_signs_kernel(
-    addresses,
-    ids,
-    rows,
-    low,
-    high,
-    P,
-    R,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    ALIGN: tl.constexpr,
-):
-    """One page, head and layer. addresses [L] of [R, 32, H, D]; ids [n]; rows: see `source_row`; low, high
-    [L, P, H, D]."""
-    page, h = tl.load(ids + tl.program_id(0)), tl.program_id(1)
-    layer = tl.program_id(2).to(tl.int64)
-    source = source_row(rows, page, layer)
-    if (page >= 0) & (page < P) & (source >= 0) & (source < R):
-        k = layer_pointer(addresses, layer, low.dtype.element_ty, ALIGN)
-        d = tl.arange(0, BLOCK_D)
-        row = ((layer * P + page) * H + h) * D + d
-        word = word_of(k, source, h, 0, H, D, BLOCK_D)
-        tl.store(low + row, word.to(low.dtype.element_ty), mask=d < D)
-        word = word_of(k, source, h, _WORD_TOKENS, H, D, BLOCK_D)
-        tl.store(high + row, word.to(high.dtype.element_ty), mask=d < D)
 
 
 @triton.jit
@@ -79,7 +38,7 @@ def query_parts(q, head, kept, D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: 
     exponent = (size.to(tl.int32, bitcast=True) >> 23) & 0xFF
     factor = (tl.minimum(127 + _TOP_EXPONENT - exponent, 254) << 23).to(tl.float32, bitcast=True)
     x = x * factor[None, :]
-    upper = x.to(tl.float16)
+    upper = x.to(tl.float16)  # [BLOCK_D, BLOCK_G]
     lower = (x - upper.to(tl.float32)).to(tl.float16)
     total = tl.sum(upper.to(tl.float32) + lower.to(tl.float32), axis=0)
     parts = tl.permute(tl.join(upper, lower), (0, 2, 1))
@@ -94,6 +53,7 @@ def word_pairs(words, row, offered, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """
     d = tl.arange(0, BLOCK_D // 2)
     at = row[:, None] * (D // 2) + d[None, :]
+    # [BLOCK_N, BLOCK_D / 2]
     pair = tl.load(words + at, mask=offered[:, None] & (d < D // 2)[None, :], other=0)
     if words.dtype.element_ty == tl.int64:
         pair = pair | (pair >> 16)
@@ -108,32 +68,19 @@ def token_sums(bits, parts):
     """
     BLOCK_N: tl.constexpr = bits.shape[0]
     pair = tl.join(bits.to(tl.int16), (bits >> 16).to(tl.int16))
-    operand = tl.reshape(pair, (BLOCK_N, parts.shape[0])).to(tl.float16, bitcast=True)
+    operand = tl.reshape(pair, (BLOCK_N, parts.shape[0])).to(
+        tl.float16, bitcast=True
+    )  # [BLOCK_N, BLOCK_D]
     return tl.sum(tl.reshape(tl.dot(operand, parts), (BLOCK_N, 2, parts.shape[1] // 2)), axis=1)
 
 
 @triton.jit
 def sign_sums_kernel(
-    q,
-    low,
-    high,
-    table,
-    n_full,
-    sums,
-    counts,
-    means,
-    squares,
-    largest,
-    N,
-    row_stride,
-    part_stride,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    q, low, high, table, n_full, sums, counts, means, squares, largest,
+    N, row_stride, part_stride,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """u = max over the tokens of sum +-q, for one block of pages and the G query heads of a KV head.
 
     Also leaves what the second pass needs of the block: how many pages, their mean u, the sum of
@@ -152,6 +99,7 @@ def sign_sums_kernel(
     count = tl.zeros([BLOCK_G], tl.float32)
     mean, square, size = count, count, count
     if block * BLOCK_N < full:
+        # [BLOCK_N]
         page = tl.load(table + b.to(tl.int64) * N + n, mask=n < full, other=-1)
         offered = page >= 0
         parts, total = query_parts(q, head, kept, D, BLOCK_G, BLOCK_D)
@@ -174,7 +122,7 @@ def sign_sums_kernel(
         tl.store(at, u, mask=kept[None, :])
         here = offered[:, None]
         count += tl.sum(offered.to(tl.float32), axis=0)
-        mean = tl.sum(tl.where(here, u, 0.0), axis=0) / tl.maximum(count, 1.0)
+        mean = tl.sum(tl.where(here, u, 0.0), axis=0) / tl.maximum(count, 1.0)  # [BLOCK_G]
         off = tl.where(here, u - mean[None, :], 0.0)
         square = tl.sum(off * off, axis=0)
         size = tl.max(tl.where(here, tl.abs(u), 0.0), axis=0)
@@ -186,24 +134,11 @@ def sign_sums_kernel(
 
 @triton.jit
 def stand_out_kernel(
-    sums,
-    counts,
-    means,
-    squares,
-    largest,
-    table,
-    n_full,
-    out,
-    N,
-    row_stride,
-    part_stride,
-    blocks,
-    LEAST_SPREAD: tl.constexpr,
-    HQ: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    sums, counts, means, squares, largest, table, n_full, out,
+    N, row_stride, part_stride, blocks,
+    LEAST_SPREAD: tl.constexpr, HQ: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_BLOCKS: tl.constexpr,
-):
+):  # fmt: skip
     """Scores of one block of pages: u of each head in units of its deviation, and the largest of all.
 
     Blocks are combined by their counts, means and squares (Chan, Golub and LeVeque 1979). out: [B, N].
@@ -213,6 +148,7 @@ def stand_out_kernel(
     full = tl.minimum(tl.load(n_full + b), N)
     row = b.to(tl.int64) * N
     if block * BLOCK_N < full:
+        # [BLOCK_N]
         offered = tl.load(table + row + n, mask=n < full, other=-1) >= 0
         part = tl.arange(0, BLOCK_BLOCKS)
         score = tl.full([BLOCK_N], float("-inf"), tl.float32)
@@ -224,7 +160,7 @@ def stand_out_kernel(
             # [BLOCK_H, BLOCK_BLOCKS]
             count = tl.load(counts + at, mask=known, other=0.0)
             each = tl.load(means + at, mask=known, other=0.0)
-            total = tl.maximum(tl.sum(count, axis=1), 1.0)
+            total = tl.maximum(tl.sum(count, axis=1), 1.0)  # [BLOCK_H]
             mean = tl.sum(count * each, axis=1) / total
             off = each - mean[:, None]
             square = tl.load(squares + at, mask=known, other=0.0) + count * off * off
@@ -243,17 +179,6 @@ def stand_out_kernel(
         tl.store(out + row + n, tl.full([BLOCK_N], float("-inf"), tl.float32), mask=n < N)
 
 
-def build_layer_signs(source, ids, low, high, rows):
-    """See `ops.signs.build_layer_signs`."""
-    R, _, H, D = source.k[0].shape
-    if ids.numel() == 0:
-        return
-    build_signs_kernel[(ids.numel(), H, len(source.k))](
-        source.addresses, ids, rows, as_bits(low), as_bits(high), low.shape[1], R, H, D,
-        triton.next_power_of_2(D), source.align_bytes, num_warps=4,
-    )  # fmt: skip
-
-
 def score_signs(q, low, high, table, n_full, out):
     """See `ops.signs.score_signs`."""
     (B, N), (_, H, D), HQ = table.shape, low.shape, q.shape[1]
@@ -270,39 +195,11 @@ def score_signs(q, low, high, table, n_full, out):
     of_blocks = q.new_empty((4, B, HQ, part_stride)).unbind()
     pairs = {2: torch.int32, 4: torch.int64}[low.element_size()]
     sign_sums_kernel[(blocks, H, B)](
-        q,
-        low.view(pairs),
-        high.view(pairs),
-        table,
-        n_full,
-        sums,
-        *of_blocks,
-        N,
-        row_stride,
-        part_stride,
-        H,
-        G,
-        D,
-        block_n,
-        max(8, triton.next_power_of_2(G)),
-        triton.next_power_of_2(D),
-        num_warps=4,
-    )
+        q, low.view(pairs), high.view(pairs), table, n_full, sums, *of_blocks, N, row_stride, part_stride,
+        H, G, D, block_n, max(8, triton.next_power_of_2(G)), triton.next_power_of_2(D), num_warps=4,
+    )  # fmt: skip
     stand_out_kernel[(blocks, B)](
-        sums,
-        *of_blocks,
-        table,
-        n_full,
-        out,
-        N,
-        row_stride,
-        part_stride,
-        blocks,
-        LEAST_SPREAD,
-        HQ,
-        block_n,
-        min(_BLOCK_HEADS, triton.next_power_of_2(HQ)),
-        triton.next_power_of_2(blocks),
-        num_warps=4,
-    )
+        sums, *of_blocks, table, n_full, out, N, row_stride, part_stride, blocks, LEAST_SPREAD, HQ, block_n,
+        min(_BLOCK_HEADS, triton.next_power_of_2(HQ)), triton.next_power_of_2(blocks), num_warps=4,
+    )  # fmt: skip
     return out

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from sglang_scout.engine.device import upload
-from sglang_scout.engine.digest_forms import FORMS, unset
+from sglang_scout.engine.digest_kinds import KINDS, unset
 from sglang_scout.ops.layers import LayerPages
 
 
@@ -35,6 +35,22 @@ class ModelShape:
     def page_bytes(self) -> int:
         """Bytes of the K (or the V) of one page in one layer."""
         return self.page_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a rank's buffers are made for.
+
+    Attributes:
+        budget_pages: k, pages selected per request and layer.
+        num_slots: device slots per layer.
+        max_batch, max_pages: most rows in a step, and pages of a row.
+    """
+
+    budget_pages: int
+    num_slots: int
+    max_batch: int
+    max_pages: int
 
 
 class HostPages:
@@ -108,15 +124,15 @@ class DigestPool:
 
     A digest can arrive with the KV from the prefill server or be built here. An unset digest is
     marked in the data itself until somebody writes it, so an arrived digest is recognised without a
-    message of its own; one of another form, from a prefill server that is configured otherwise, is
+    message of its own; one of another kind, from a prefill server that is configured otherwise, is
     recognised too and counts as not arrived.
 
     Args:
-        form: what a digest holds, a key of ``FORMS``.
+        kind: what a digest holds, a key of ``KINDS``.
 
     Attributes:
-        form: as given.
-        low, high: buffers ``[L, P, H, ...]`` on ``device``; see ``form``.
+        kind: as given.
+        low, high: its halves ``[L, P, H, D]`` on ``device``.
         valid: ``[P]`` bool on the host; the digest of every layer of this page holds.
     """
 
@@ -125,12 +141,14 @@ class DigestPool:
         shape: ModelShape,
         num_pages: int,
         device: torch.device | str,
-        form: str = "minmax",
+        kind: str = "minmax",
     ) -> None:
         size = (shape.num_layers, num_pages, shape.num_kv_heads, shape.head_dim)
-        self.form = form
-        self._form = FORMS[form]
-        self.low, self.high = (self._form.half(size, shape.dtype, device) for _ in range(2))
+        self.kind = kind
+        self._of_kind = KINDS[kind]
+        self.low, self.high = (
+            torch.zeros(size, dtype=shape.dtype, device=device) for _ in range(2)
+        )
         unset(self.low, self.high, torch.arange(num_pages, device=device))
         self.valid = np.zeros(num_pages, bool)
         self._built: torch.cuda.Event | None = None  # the last ones, on the stream of the steps
@@ -139,7 +157,7 @@ class DigestPool:
 
     @property
     def device(self) -> torch.device:
-        return self.low[0].device
+        return self.low.device
 
     def warm_up(self, host: HostPages, resident: LayerPages) -> None:
         """Do what requests need once, before there are any, so that none waits while kernels are compiled
@@ -147,7 +165,7 @@ class DigestPool:
         padding = np.zeros(1, np.int64)
         ids, slots = self._ids(padding), self._ids(np.zeros((len(resident.k), 1)))
         for source, rows in ((host.for_copies(self.device), None), (resident, slots)):
-            self._form.build(source, ids, self.low, self.high, rows)
+            self._of_kind.build(source, ids, self.low, self.high, rows)
         self.unset(padding)
         self.accept(padding)
 
@@ -168,7 +186,7 @@ class DigestPool:
 
         The host waits for the current stream, which must be the one of :meth:`unset` or behind it.
         """
-        complete = self._form.is_set(self.low, self.high, self._ids(pages)).cpu().numpy()
+        complete = self._of_kind.is_set(self.low, self.high, self._ids(pages)).cpu().numpy()
         self.valid[pages[complete]] = True
         self.received += int(complete.sum())
         return pages[~complete]
@@ -193,7 +211,7 @@ class DigestPool:
         ids: torch.Tensor,
         rows: torch.Tensor | None,
     ) -> None:
-        self._form.build(source, ids, self.low, self.high, rows)
+        self._of_kind.build(source, ids, self.low, self.high, rows)
         if self.device.type == "cuda":
             self._built = torch.cuda.Event()
             self._built.record()
@@ -210,8 +228,8 @@ class DigestPool:
         head_reduce: str,
     ) -> torch.Tensor:
         """``[B, N]`` fp32 scores of the full pages in ``table`` for ``query`` ``[B, HQ, D]``."""
-        low, high = (tuple(buffer[layer] for buffer in half) for half in (self.low, self.high))
-        return self._form.score(query, low, high, table, n_full, scale, head_reduce)
+        halves = self.low[layer], self.high[layer]
+        return self._of_kind.score(query, *halves, table, n_full, scale, head_reduce)
 
     def _ids(self, pages: npt.NDArray[np.integer]) -> torch.Tensor:
         return upload(np.ascontiguousarray(pages, np.int64), self.device)

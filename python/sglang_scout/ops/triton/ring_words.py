@@ -1,0 +1,111 @@
+"""The ring's words as kernels see them: where they lie, and loads and stores that the host observes.
+
+The ring is page-locked host memory; it comes as an address that the device can use. Layout, states and
+numbers are those of sgl-kernel/src/ring.h. In the interpreter loads and stores are Triton's atomics.
+"""
+
+import time
+
+import numpy as np
+import triton
+import triton.language as tl
+
+from sglang_scout import _native
+
+# Words of the state tensor, int64. The host writes the first two between steps.
+EPOCH = tl.constexpr(0)  # epoch of the worker that records go to; 0: post nothing
+STEP = tl.constexpr(1)
+POSTS = tl.constexpr(2)  # the number of the last post
+ERRORS = tl.constexpr(3)  # bits below, kept until the host clears them
+
+LATE = tl.constexpr(1)  # no answer within the deadline
+REFUSED = tl.constexpr(2)  # the worker refused the record
+BUSY = tl.constexpr(4)  # the slot still holds a record without an answer
+
+# Offsets within the ring's structs, in bytes.
+_CONTROL, _RECORD, _REPLY = (
+    np.dtype(_native.RING_STRUCTS[name]).fields
+    for name in ("Control", "RecordHeader", "ReplyHeader")
+)
+CONTROL_HEAD = tl.constexpr(_CONTROL["head"][1])
+RECORD_SEQ = tl.constexpr(_RECORD["seq"][1])
+RECORD_LAYER = tl.constexpr(_RECORD["layer"][1])
+RECORD_ROWS = tl.constexpr(_RECORD["rows"][1])
+RECORD_PARTS = tl.constexpr(_RECORD["parts"][1])
+RECORD_STEP = tl.constexpr(_RECORD["step"][1])
+RECORD_CLAIM = tl.constexpr(_RECORD["claim"][1])
+REPLY_DONE = tl.constexpr(_REPLY["done"][1])
+REPLY_STATUS = tl.constexpr(_REPLY["status"][1])
+
+CLOSED_ITEM = tl.constexpr(_native.RING_CLOSED_ITEM)
+
+if triton.knobs.runtime.interpret:
+
+    def now_ns():
+        return time.monotonic_ns()
+
+    @triton.jit
+    def load_acquire(word):
+        return tl.atomic_add(word, 0, sem="acquire", scope="sys")
+
+    @triton.jit
+    def store_release(word, value):
+        tl.atomic_xchg(word, value, sem="release", scope="sys")
+
+else:
+    # Not Triton's atomics: over PCIe an atomic on host memory is a request of its own kind, which
+    # not every platform serves. Loads and stores always work.
+
+    @triton.jit
+    def now_ns():
+        return tl.inline_asm_elementwise(
+            "mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
+        )
+
+    @triton.jit
+    def load_acquire(word):
+        return tl.inline_asm_elementwise(
+            "ld.acquire.sys.global.s64 $0, [$1];",
+            "=l,l",
+            [word],
+            dtype=tl.int64,
+            is_pure=False,
+            pack=1,
+        )
+
+    @triton.jit
+    def store_release(word, value):
+        # Every thread of the program runs inline code; the first one has made the stores before.
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred first;
+            .reg .u32 thread;
+            mov.u32 thread, %tid.x;
+            setp.eq.u32 first, thread, 0;
+            @first st.release.sys.global.s64 [$1], $2;
+            mov.u32 $0, 0;
+            }""",
+            "=r,l,l",
+            [word, value],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def at_word(address):
+    """An address within a header as a pointer to one int64."""
+    return address.to(tl.pointer_type(tl.int64))
+
+
+@triton.jit
+def at_half(address):
+    """An address within a header as a pointer to one int32."""
+    return address.to(tl.pointer_type(tl.int32))
+
+
+@triton.jit
+def at_array(address, dtype: tl.constexpr):
+    """The start of an array; the ring aligns these to 128 bytes, so a thread may move 16 at once."""
+    return tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
