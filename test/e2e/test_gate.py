@@ -20,7 +20,9 @@ MARGIN_POINTS = {"recall": 10.0, "smollm2": 12.5}
 KNOWN_SHARE = {"recall": 0.9, "smollm2": 0.7}
 
 
-@pytest.mark.parametrize("name", gate.JUDGES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=[pytest.mark.slow] * (x != "recall")) for x in gate.JUDGES]
+)
 def test_scout_answers_as_full_attention_does(name, tmp_path):
     judge, path = gate.JUDGES[name], tmp_path / "gate.jsonl"
     command = [sys.executable, "-m", "benchmark.accuracy.gate", "--short"]

@@ -31,6 +31,7 @@ def quantisation(tmp_path_factory):
     return checkpoint, {"PYTHONPATH": path}
 
 
+@pytest.mark.slow  # predictions through a quantised projection: test/plugin/test_support.py
 def test_tokens_equal_stock_and_small_budgets_keep_to_their_pages(
     quantisation, tiny_model, tmp_path
 ):
@@ -56,6 +57,7 @@ def test_tokens_equal_stock_and_small_budgets_keep_to_their_pages(
     assert 0 < state["verify_max_rel_error"] <= 1e-5
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_sets_the_dtype_of_kv_is_refused(quantisation, tiny_model, tmp_path):
     checkpoint, env = quantisation
     model = checkpoint(tiny_model("qwen3"), kv_cache_quant_algo="FP8")

@@ -4,6 +4,8 @@ import itertools
 import json
 import re
 
+import pytest
+
 from harness import PDCluster, random_prompts
 
 BUDGET_TOKENS = 128
@@ -91,6 +93,7 @@ def test_bf16_with_metrics_and_trace(tiny_model, tmp_path):
         check_timeline(trace, steps=50, ahead=True)
 
 
+@pytest.mark.slow  # retractions and fp32 with the graph transport: test_identity.py
 def test_fp32_without_digests_from_prefill_and_with_retractions(tiny_model, tmp_path):
     """The decode server makes the digests itself and computes nothing ahead; requests are retracted
     and come back in mid-decode."""
