@@ -189,21 +189,6 @@ def test_a_newcomer_s_pages_count_as_selected_for_long():
     assert frequency[8] == frequency[9] == pytest.approx(frequency[1], rel=0.1)
 
 
-def test_frequencies_are_kept_in_range_over_a_long_life():
-    made = table_of(slots=2, half_life_steps=1.0, resident=(1, 2))
-    for step in range(1, 2000):
-        touch(made, ids(1), step)
-        if step % 3 == 0:
-            touch(made, ids(2), step)
-        assert np.isfinite(made.uses.frequency).all()
-    assert made.uses.frequency[0, 1] > made.uses.frequency[0, 2] > 0
-    touch(made, ids(2), 9000)  # after a long silence
-    assert np.isfinite(made.uses.frequency).all()
-    assert made.uses.frequency[0, 2] > made.uses.frequency[0, 1]
-    made.clear()
-    assert (made.uses.frequency == 0).all() and made.resident_pages == 0
-
-
 def test_nothing_asked_for():
     table = table_of()
     nothing, no_rows = np.zeros((2, 0, 0), np.int32), np.zeros((2, 0), bool)
