@@ -39,11 +39,8 @@ def runs_of(split: Split, pages: list[int]) -> int:
     ],
 )
 def test_what_keeps_36_threads_busy(pages, runs):
+    assert runs_of(Split(), pages) == 1, "one thread splits nothing"
     assert runs_of(Split(threads=36, most=8, least_pages=2), pages) == runs
-
-
-def test_one_thread_splits_nothing():
-    assert runs_of(Split(), [512]) == 1
 
 
 @given(counts, splits)

@@ -79,9 +79,8 @@ def predicted(layer, weight, bias, x, positions):
 @pytest.fixture
 def token():
     rng = torch.Generator().manual_seed(4)
-    return torch.randn(TOKENS, HIDDEN, generator=rng), torch.randint(
-        0, 128, (TOKENS,), generator=rng
-    )
+    hidden = torch.randn(TOKENS, HIDDEN, generator=rng)
+    return hidden, torch.randint(0, 128, (TOKENS,), generator=rng)
 
 
 def counted(layer):
@@ -91,22 +90,15 @@ def counted(layer):
     return calls
 
 
-LAYERS = pytest.mark.parametrize(
+@pytest.mark.parametrize(
     "given", [{}, {"bias": False}, {"q_norm": False}, {"skip_bias_add": True}, {"tp": 2}]
 )
-
-
-@LAYERS
-def test_plain_weights_are_sliced(agree, token, given):
+def test_plain_weights_are_sliced_and_quantised_ones_go_through_the_module(agree, token, given):
     layer, weight, bias = attention_layer(**given)
     calls = counted(layer)
     (project,) = support.make_projectors([layer])
     agree(predict_query, project(*token), predicted(layer, weight, bias, *token))
     assert not calls
-
-
-@LAYERS
-def test_quantised_weights_go_through_the_module(agree, token, given):
     layer, weight, bias = attention_layer(quantised_linear.Int8Config({}), **given)
     calls = counted(layer)
     assert not hasattr(layer.self_attn.qkv_proj, "weight")
