@@ -28,7 +28,7 @@ time.sleep(600)
 """
 
 
-@pytest.mark.slow  # test_life.py ends servers in the same way, test/servers a launcher
+@pytest.mark.slow  # test_faults.py ends servers in the same way, test/servers a launcher
 def test_nothing_outlives_the_process_that_started_it(tiny_model, tmp_path):
     """SIGKILL of the launcher: servers, their children, the CPU worker and the router all end."""
     command = [sys.executable, "-c", LAUNCHER, str(tiny_model()), str(tmp_path)]

@@ -87,7 +87,7 @@ def test_as_the_plain_one_whatever_happens(slots, seed):
         assert (elsewhere == table.slot_of).all()
 
 
-def hottest_by_a_look_at_all(frequency, layers, missed, counts, is_first, limits):
+def most_frequent_by_a_look_at_all(frequency, layers, missed, counts, is_first, limits):
     found = []
     for i, layer in enumerate(layers):
         worth = defaultdict(lambda: (2,))
@@ -101,7 +101,7 @@ def hottest_by_a_look_at_all(frequency, layers, missed, counts, is_first, limits
 
 
 @given(seed=st.integers(0, 2**32 - 1), rows=st.integers(0, 4))
-def test_the_hottest_of_those_missed(seed, rows):
+def test_the_most_frequent_of_those_missed(seed, rows):
     rng = np.random.default_rng(seed)
     uses = ResidencyTable(LAYERS, PAGES, 1).uses
     uses.frequency[:] = rng.integers(0, 4, uses.frequency.shape)  # many are equal
@@ -111,7 +111,7 @@ def test_the_hottest_of_those_missed(seed, rows):
     asked = rng.random((len(layers), rows)) < 0.7, rng.random(rows) < 0.3
     limits = rng.integers(-1, 12, len(layers))
     found = uses.hottest(layers, missed, *asked, limits)
-    expected = hottest_by_a_look_at_all(uses.frequency, layers, missed, *asked, limits)
+    expected = most_frequent_by_a_look_at_all(uses.frequency, layers, missed, *asked, limits)
     assert list(zip(*(x.tolist() for x in found), strict=True)) == expected
     counts = uses.count(missed)
     assert counts.dtype == np.int64 and (counts == (missed >= 0).sum(2)).all()
@@ -146,7 +146,7 @@ def test_a_page_selected_once_does_not_push_out_one_that_is_selected_often():
     assert not len(made.exchange(0, ids(8), 21).pages), "never selected: not worth a slot"
 
 
-def test_two_pages_of_equal_use_do_not_change_places_and_a_clearly_hotter_one_wins():
+def test_two_pages_of_equal_use_do_not_change_places_and_a_clearly_more_frequent_one_wins():
     made = table_of(slots=1, resident=(1,))
     moved = 0
     for step in range(1, 101):
@@ -174,7 +174,7 @@ def test_what_a_step_selected_is_not_taken_in_it():
     for _ in range(9):
         touch(made, ids(7), 1)
     made.commit(made.exchange(0, ids(7), 1), 1)
-    assert resident(made) == [3, 7], "3 is the coldest, landed late, and is in use"
+    assert resident(made) == [3, 7], "3 is the least used, landed late, and is in use"
     assert made.touch_all_layers(ids(3, -1, 8), 4) == 3, "8 in both layers, 3 in one"
     assert made.evict(0, 9, 4) == 1
     assert resident(made) == [3]

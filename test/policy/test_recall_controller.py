@@ -245,7 +245,7 @@ def test_newcomers_come_first_and_do_not_look_like_drift():
     intervals = control.describe()["intervals"]
     for _ in range(6):
         world.step(fresh_rows=1, newcomer_missed=30)
-        # 64 expected of the new one and 30 of the young one in each layer, more than there is.
+        # 64 expected of the new one and 30 of the newer one in each layer, more than there is.
         assert control.granted.sum() == 150
     assert (control.ratio < 0.1).all() and not control.is_due.any()
     assert control.describe()["intervals"] == intervals
