@@ -133,3 +133,15 @@ def test_a_layer_without_the_expected_parts_is_refused(what):
     setattr(layer.self_attn, what, None)
     with pytest.raises(ConfigError, match=f"layer 0 .* unexpected {what}"):
         support.make_projectors([layer])
+
+
+def test_kv_of_another_dtype_than_the_model_s_is_refused():
+    attention = SimpleNamespace(scaling=0.1, logit_cap=0, sliding_window_size=-1, attn_type="any")
+    layers = [SimpleNamespace(self_attn=SimpleNamespace(attn=attention))]
+    config = SimpleNamespace(model_path="m", quantization="fp8", dtype=torch.bfloat16)
+    runner = SimpleNamespace(
+        model=SimpleNamespace(model=SimpleNamespace(layers=layers)), model_config=config,
+        kv_cache_dtype=torch.float8_e4m3fn,
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="sets KV to torch.float8_e4m3fn"):
+        support.model_shape(runner)
