@@ -49,7 +49,9 @@ def state_fields(function: str) -> list[str]:
     body = next(n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == function)
     returned = next(n.value for n in body.body if isinstance(n, ast.Return))
     dictionaries = [n for n in ast.walk(returned) if isinstance(n, ast.Dict)]
-    return [ast.literal_eval(key) for d in dictionaries for key in d.keys]
+    spread = ast.literal_eval(assignments(PACKAGE / "plugin" / "status.py")["_TOTALS"])
+    named = [ast.literal_eval(key) for d in dictionaries for key in d.keys if key is not None]
+    return named + (list(spread) if function == "decode_state" else [])
 
 
 def metrics() -> dict[str, str]:

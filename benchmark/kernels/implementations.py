@@ -140,12 +140,13 @@ class Native(OverBf16):
         out = nowhere(q)
         self._out = out[0]
         tables = [inputs.pages(at) for at in starts]
-        attend = native.ATTEND_PAGES.run
+        attend = next(i.run for i in attend_pages.implementations if i.name == "native")
+        none = (None, None)  # no last page; no slots and no number of pages
         few = inputs.few(starts[0], threads)
-        with awake.in_place(lambda: attend(few.q, k, v, few.pages, None, None, scale)):
+        with awake.in_place(lambda: attend(few.q, k, v, few.pages, *none, scale, 0.0, None, *none)):
             begin_ns = time.perf_counter_ns()
             for pages in tables:
-                attend(q, k, v, pages, None, None, scale, 0.0, out)
+                attend(q, k, v, pages, *none, scale, 0.0, out, *none)
             return time.perf_counter_ns() - begin_ns
 
     def output(self) -> torch.Tensor:

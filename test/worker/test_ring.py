@@ -131,7 +131,7 @@ def test_a_ticket_is_good_once_and_until_its_slot_is_posted_again(
             ring.wait(ticket, layer, 0, 2)
 
 
-def test_waiter_learns_at_once_that_the_life_is_over(make_arena, make_ring, make_request):
+def test_waiter_learns_at_once_that_the_epoch_is_over(make_arena, make_ring, make_request):
     arena = make_arena()
     ring = make_ring(arena)
     ring.producer.set_live_epoch(ring.producer.next_epoch())
