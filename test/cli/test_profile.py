@@ -220,7 +220,7 @@ def test_report(tmp_path, capsys):
     assert found["steps"] == 4, "before a step of new requests alone the server may have been idle"
     assert found["period_us"] == 1000 and found["cpu_wait_us"] == 3 and found["rest_us"] == 887
     assert found["recall_wait_us"] == 10 and found["between_us"] == 100
-    assert found["ratio_by_layer"] == [0.0, 0.6875] and found["cpu_wait_us_by_layer"] == [1, 2]
+    assert found["ratio_by_layer"] == [0.0, 1.0] and found["cpu_wait_us_by_layer"] == [1, 2]
     write_log(path, 1)
     assert main(["report", str(path)]) == 2
     assert "no steps in a row" in capsys.readouterr().err
