@@ -20,7 +20,7 @@ def test_profile_of_a_small_model(tiny_model, tmp_path, capsys):
     assert main(["profile", str(log), "--output", str(output), "--json"]) == 0
     profile = load_profile(str(output))
     assert json.loads(capsys.readouterr().out)["intervals"] == profile.intervals
-    assert len(profile.samples) >= 24 and profile.num_layers == len(profile.curves) == 4
+    assert len(profile.samples) >= 20 and profile.num_layers == len(profile.curves) == 4
     assert all(0 <= ratio <= 1 for curve in profile.curves for ratio in curve)
     assert max(map(max, profile.curves)) > 0, "the CPU computed nothing"
     own = json.loads((tiny_model() / "config.json").read_text())
