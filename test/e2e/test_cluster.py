@@ -53,6 +53,7 @@ def test_nothing_outlives_the_process_that_started_it(tiny_model, tmp_path):
     shutil.rmtree(started["scratch"])  # sockets of SGLang, which the launcher would have removed
 
 
+@pytest.mark.slow
 def test_a_scheduler_whose_launcher_is_killed_while_it_starts_ends(tiny_model, tmp_path):
     scout = ["--kv-offload", "scout"]
     cluster = PDCluster(tiny_model(), log_dir=tmp_path, server_args=scout, router=False)
