@@ -16,6 +16,20 @@ _REASON = "fp32 sums of up to 256 products in another order, then exp or log"
 TOLERANCES = {name: Tolerance(2e-5, 2e-5, _REASON) for name in ("float32", "bfloat16", "float16")}
 
 
+def reduce_heads(
+    u: torch.Tensor, table: torch.Tensor, n_full: torch.Tensor, reduce: str
+) -> torch.Tensor:
+    """[B, N] scores from ``u`` [B, HQ, N] of each query head; see `score_pages`."""
+    columns = torch.arange(table.shape[1], device=table.device)
+    void = (columns >= n_full[:, None]) | (table < 0)  # [B, N]
+    u = u.masked_fill(void[:, None], -torch.inf)
+    if reduce == "mass":
+        score = torch.softmax(u, dim=-1).sum(dim=1)
+    else:
+        score = (u - torch.logsumexp(u, dim=-1, keepdim=True)).amax(dim=1)
+    return score.masked_fill_(void, -torch.inf)  # also where a row without pages made NaN
+
+
 @op(
     kmin="P H D kv",
     kmax="P H D kv",
@@ -61,14 +75,7 @@ def score_pages(
     q = q.view(B, H, -1, D) * scale  # [B, H, G, D]
     u = torch.einsum("bhgd,bnhd->bhgn", q.clamp(min=0), high)
     u += torch.einsum("bhgd,bnhd->bhgn", q.clamp(max=0), low)
-    columns = torch.arange(N, device=table.device)
-    void = (columns >= n_full[:, None]) | (table < 0)  # [B, N]
-    u = u.flatten(1, 2).masked_fill_(void[:, None], -torch.inf)  # [B, HQ, N]
-    if reduce == "mass":
-        score = torch.softmax(u, dim=-1).sum(dim=1)
-    else:
-        score = (u - torch.logsumexp(u, dim=-1, keepdim=True)).amax(dim=1)
-    score.masked_fill_(void, -torch.inf)  # also where a row without pages made NaN
+    score = reduce_heads(u.flatten(1, 2), table, n_full, reduce)
     return score if out is None else out.copy_(score)
 
 

@@ -1,0 +1,220 @@
+"""Page digests of one or two bits per key element, after a rotation that makes all channels alike.
+
+A minimum and a maximum bound all tokens of a page by one box. This says something of each token: the page's mean
+key, and of every token what its key differs from the mean by, rotated, one sign or one of four levels a channel.
+
+    x_t = R k_t                  R: sign flips, then Hadamard transforms: orthogonal, so that R q . R k = q . k
+    m   = mean_t x_t, in int8    with one step for the page and KV head
+    s_t = rms(x_t - m)           the scale of a token, in bfloat16
+    one bit    x_t ~ m + s_t ONE_BIT b1                     b1 = +-1, the sign of x_t - m
+    two bits   x_t ~ m + s_t (FIRST b1 + SECOND b2)         b2 = b1 where |x_t - m| > FIRST s_t, else -b1
+
+These are the levels of least squared error for a normal variable (Max 1960), which rotated channels nearly are
+(QuIP, RaBitQ). The levels are sums over bits, so that either bit plane is scored by the same products.
+
+Bytes of a page and KV head, in two tensors:
+    planes  [bits, 16, D / 4]  of token t (low half) and token 16 + t (high half of a byte) four channels a byte
+    stats   [D + 80]           m in int8 [D]; s in bfloat16 [32]; the step of m in float32; 12 bytes of zero
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from ..core.registry import Tolerance
+from .digest import same_rows
+from .layers import LayerPages, source_rows
+from .op import Call, op
+from .score import REDUCTIONS, reduce_heads
+
+PAGE_TOKENS = 32
+ONE_BIT, FIRST, SECOND = 0.79788, 0.98160, 0.52880
+STATS_BYTES = 80
+"""Of a page and KV head beside the D bytes of its mean."""
+LARGEST = 2.0**60
+"""Larger elements of K count as this, and those that are no number as 0: digests and scores stay finite."""
+
+_FLIP = 0x9E3779B1  # channel d is negated where bit 31 of (d + 1) times this is set
+
+BUILD_TOLERANCES = {
+    name: Tolerance(0.0, 0.0, "compared by what is stored: see the tests of building")
+    for name in ("float32", "bfloat16", "float16")
+}
+_REASON = (
+    "queries may be rounded to 8 bits of the largest sum of four channels: up to 0.3 % of |q| |k| in a logit, "
+    "which is what a score is relative to"
+)
+TOLERANCES = {name: Tolerance(2e-2, 1e-3, _REASON) for name in ("float32", "bfloat16", "float16")}
+
+
+@functools.cache
+def _rotation(D: int, device: torch.device) -> torch.Tensor:
+    """[D, D] float32, R transposed. Hadamard transforms of the largest power of two that divides D."""
+    width = D & -D
+    block = torch.ones(1, 1)
+    while len(block) < width:
+        block = torch.cat([torch.cat([block, block], 1), torch.cat([block, -block], 1)])
+    flips = 1 - 2 * (((torch.arange(D) + 1) * _FLIP >> 31) & 1)
+    whole = torch.block_diag(*[block * width**-0.5] * (D // width)) * flips
+    return whole.T.contiguous().to(device)
+
+
+def rotate(x: torch.Tensor) -> torch.Tensor:
+    """R x for ``x`` [..., D] float32; D a multiple of 16."""
+    return x @ _rotation(x.shape[-1], x.device)
+
+
+def planes_shape(bits: int, D: int) -> tuple[int, int, int]:
+    """Of one page and KV head, uint8."""
+    return bits, PAGE_TOKENS // 2, D // 4
+
+
+def _packed(bits: torch.Tensor) -> torch.Tensor:
+    """[..., 32, D] bool -> [..., 16, D / 4] uint8."""
+    halves = (
+        bits.unflatten(-1, (-1, 4)).unflatten(-3, (2, -1)).movedim(-4, -2)
+    )  # [.., 16, D/4, 2, 4]
+    place = 1 << torch.arange(8, dtype=torch.int32, device=bits.device).view(2, 4)
+    return (halves * place).sum((-2, -1)).to(torch.uint8)
+
+
+def _unpacked(planes: torch.Tensor) -> torch.Tensor:
+    """[..., 16, D / 4] uint8 -> [..., 32, D] float32, +1 or -1."""
+    place = torch.arange(8, dtype=torch.int32, device=planes.device)
+    bits = (planes[..., None].int() >> place) & 1  # [..., 16, D / 4, 8]
+    halves = bits.unflatten(-1, (2, 4)).movedim(-2, -4)  # [..., 2, 16, D / 4, 4]
+    return halves.flatten(-2).flatten(-3, -2).float() * 2 - 1
+
+
+def decode(planes: torch.Tensor, stats: torch.Tensor) -> torch.Tensor:
+    """What digests say of the rotated keys, [n, H, 32, D] float32, from [n, H, bits, 16, D / 4] and [n, H, D + 80]."""
+    D = 4 * planes.shape[-1]
+    # Copies, so that they are aligned for their dtypes.
+    mean = stats[..., :D].contiguous().view(torch.int8).float()
+    scale = stats[..., D : D + 64].contiguous().view(torch.bfloat16).float()
+    step = stats[..., D + 64 : D + 68].contiguous().view(torch.float32)
+    bits = _unpacked(planes)  # [n, H, bits, 32, D]
+    level = bits[:, :, 0] * ONE_BIT
+    if bits.shape[2] == 2:
+        level = bits[:, :, 0] * FIRST + bits[:, :, 1] * SECOND
+    return (mean * step)[:, :, None] + scale[..., None] * level
+
+
+def _valid_build(call: Call) -> str:
+    sizes = call.sizes
+    wanted = {
+        "S": PAGE_TOKENS,
+        "J": PAGE_TOKENS // 2,
+        "C": sizes["D"] // 4,
+        "T": sizes["D"] + STATS_BYTES,
+    }
+    for name, size in wanted.items():
+        if sizes[name] != size:
+            return f"{name}={sizes[name]}, expected {size}"
+    return same_rows(call)
+
+
+@op(
+    _valid_build,
+    source="L R S H D kv",
+    ids="n int64",
+    rows="L n int64",
+    planes="L P H B J C uint8",
+    stats="L P H T uint8",
+    tolerances=BUILD_TOLERANCES,
+)
+def build_layer_rotated(
+    source: LayerPages,
+    ids: torch.Tensor,
+    planes: torch.Tensor,
+    stats: torch.Tensor,
+    rows: torch.Tensor | None = None,
+) -> None:
+    """Write the digests of pages ``ids`` in every layer, all other rows stay as they are.
+
+    On a device one launch, whatever the number of layers.
+
+    Args:
+        source: K of each layer, [P, 32, H, D] any float dtype; the named pages are full. D a multiple of 16.
+        ids: [n] int64 in [0, P); n may be 0.
+        planes, stats: [L, P, H, B, 16, D / 4] with B = 1 or 2 bits, and [L, P, H, D + 80], uint8; mutated.
+        rows: as of `build_layer_digests`.
+    Source: the module's.
+    """
+    for layer, k in enumerate(source_rows(source, ids, rows)):
+        x = k.to(planes.device).float().transpose(1, 2)  # [n, H, 32, D]
+        x = rotate(x.nan_to_num(0.0, LARGEST, -LARGEST).clamp(-LARGEST, LARGEST))
+        mean = x.mean(2)
+        step = (mean.abs().amax(-1, keepdim=True) / 127).clamp(min=torch.finfo(torch.float32).tiny)
+        mean = (mean / step).round()
+        x = x - (mean * step)[:, :, None]
+        scale = x.square().mean(-1).sqrt()  # [n, H, 32]
+        first = x >= 0
+        bits = [first, first == (x.abs() > FIRST * scale[..., None])][: planes.shape[3]]
+        planes[layer].index_copy_(0, ids, torch.stack([_packed(b) for b in bits], 2))
+        parts = [
+            mean.to(torch.int8),
+            scale.bfloat16(),
+            step,
+            torch.zeros_like(step).expand(*step.shape[:2], 3),
+        ]
+        row = torch.cat([part.contiguous().view(torch.uint8) for part in parts], -1)
+        stats[layer].index_copy_(0, ids, row)
+
+
+def _valid_score(call: Call) -> str:
+    D = call["q"].shape[-1]
+    sizes = {"J": PAGE_TOKENS // 2, "C": D // 4, "T": D + STATS_BYTES}
+    wrong = [
+        f"{name}={call.sizes[name]}, expected {x}"
+        for name, x in sizes.items()
+        if call.sizes[name] != x
+    ]
+    return wrong[0] if wrong else ""
+
+
+@op(
+    _valid_score,
+    planes="P H bits J C uint8",
+    stats="P H T uint8",
+    table="B N int32",
+    n_full="B int32",
+    q="B H*G D float32",
+    reduce=REDUCTIONS,
+    out="B N float32",
+    tolerances=TOLERANCES,
+)
+def score_rotated(
+    q: torch.Tensor,
+    planes: torch.Tensor,
+    stats: torch.Tensor,
+    table: torch.Tensor,
+    n_full: torch.Tensor,
+    scale: float,
+    reduce: str = "mass",
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Score every full page of every request against its (predicted) query.
+
+        u[h, p] = log sum_t exp(scale R q[h] . x_t)        the log of the page's softmax mass, estimated
+
+    and the heads' u become one number as in `score_pages`.
+
+    Args:
+        q: [B, HQ, D] float32, after RoPE.
+        planes, stats: [P, H, bits, 16, D / 4] and [P, H, D + 80] uint8, of one layer, see `build_layer_rotated`;
+            H divides HQ.
+        table, n_full, scale, reduce, out: as of `score_pages`.
+    Returns:
+        [B, N] float32; -inf in columns >= n_full and where table < 0. A row may be all -inf.
+    Source: codes as in RaBitQ (arXiv 2405.12497) and QuIP (arXiv 2307.13304); the page's mass by them: ours.
+    """
+    (B, N), H = table.shape, planes.shape[1]
+    ids = table.clamp(min=0).flatten()
+    keys = decode(planes.index_select(0, ids), stats.index_select(0, ids))  # [B * N, H, 32, D]
+    q = rotate(q.view(B, H, -1, q.shape[-1]) * scale)
+    u = torch.einsum("bhgd,bnhtd->bhgnt", q, keys.view(B, N, *keys.shape[1:])).logsumexp(-1)
+    score = reduce_heads(u.flatten(1, 2), table, n_full, reduce)
+    return score if out is None else out.copy_(score)
