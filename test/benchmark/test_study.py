@@ -10,11 +10,16 @@ import torch
 from benchmark.accuracy.study import run, table
 from benchmark.accuracy.study.decode import Text, decode_window
 from benchmark.accuracy.study.model import Model
-from benchmark.accuracy.study.selection import Digest, Setting, choose
+from benchmark.accuracy.study.selection import Digest, Setting, choose, reduced
 from sglang_scout.ops.layers import LayerPages
+from sglang_scout.ops.rotated import (
+    STATS_BYTES,
+    build_layer_rotated,
+    planes_shape,
+    score_rotated,
+)
 from sglang_scout.ops.score import score_pages
 from sglang_scout.ops.select import select_pages
-from sglang_scout.ops.signs import build_layer_signs, score_signs
 
 LENGTH, START = 640, 512
 
@@ -193,29 +198,24 @@ def test_bounds_choose_what_the_servers_op_chooses(reduce):
         assert set(chosen[row].nonzero().ravel().tolist()) == set(selected[row].tolist()) - {-1}
 
 
-def test_signs_score_as_the_servers_op():
+@pytest.mark.parametrize("bits", [1, 2])
+def test_rotated_digests_score_as_the_servers_op(bits):
     generator = torch.Generator().manual_seed(4)
     H, N, S, D, W, G = 2, 9, 32, 64, 3, 2
     pages = torch.randn(H, N, S, D, generator=generator)
     q = torch.randn(W, H * G, D, generator=generator)
     by_page = pages.permute(1, 2, 0, 3).contiguous()  # [N, S, H, D]
-    low, high = (torch.zeros(1, N, H, D) for _ in range(2))
-    build_layer_signs.reference(
-        LayerPages.of([by_page], [by_page], "cpu"), torch.arange(N), low, high
+    shapes = planes_shape(bits, D), (D + STATS_BYTES,)
+    parts = [torch.zeros(1, N, H, *shape, dtype=torch.uint8) for shape in shapes]
+    build_layer_rotated.reference(
+        LayerPages.of([by_page], [by_page], "cpu"), torch.arange(N), *parts
     )
     paging = torch.arange(N, dtype=torch.int32).expand(W, N).contiguous()
-    expected = score_signs.reference(
-        q, low[0], high[0], paging, torch.full((W,), N, dtype=torch.int32)
-    )
-    grouped = q.view(W, H, G, D).transpose(0, 1).flatten(1, 2)
-    u = Digest("signs", pages).scores(grouped, N, pages[:, :0]).view(H, W, G, N)
-    setting = Setting(4 * S, "signs", reduce="stand-out")
-    chosen = choose(setting, u, torch.full((W,), N))[0]
-    expected[:, [0, -1]] = torch.inf
-    for row in range(W):
-        assert set(chosen[row].nonzero().ravel().tolist()) == set(
-            expected[row].topk(4).indices.tolist()
-        )
+    full = torch.full((W,), N, dtype=torch.int32)
+    expected = score_rotated.reference(q, *(x[0] for x in parts), paging, full, D**-0.5)
+    grouped = q.view(W, H, G, D).transpose(0, 1).flatten(1, 2) * D**-0.5
+    u = Digest(f"rotated-{bits}", pages).scores(grouped, N, pages[:, :0]).view(H, W, G, N)
+    torch.testing.assert_close(reduced("mass", u, (0, 2)), expected, rtol=5e-3, atol=1e-4)
 
 
 def test_better_digests_estimate_the_page_mass_better():
@@ -240,8 +240,6 @@ def test_better_digests_estimate_the_page_mass_better():
         Digest("keys", pages).scores(q, N, pages[:, :0]),
     )
     order("keys", "rotated-2", "rotated-1", "mean-32", "minmax-32")
-    order("rotated-1", "rotated-1-32")
-    order("rotated-1", "fixed-1")
     order("pca-64", "pca-16")
 
 

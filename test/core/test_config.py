@@ -54,9 +54,7 @@ REFUSED_CONFIGS = [
     ({"step_log": "\ud800"}, ["step_log", "name a file"]),
     ({"trace": "a", "step_log": "./a"}, ["step_log = './a'", "file of trace"]),
     ({"resident_tokens": 33}, ["resident_tokens", "33", "32"]),
-    ({"digest": "mean"}, ["digest = 'mean'", "minmax, signs"]),
-    ({"head_reduce": "max", "digest": "signs"}, ["head_reduce = 'max'", "signs"]),
-    ({"resident_bonus": 1.0}, ["resident_bonus = 1.0", "no effect", 'digest = "minmax"']),
+    ({"digest": "mean"}, ["digest = 'mean'", "minmax, rotated-1, rotated-2"]),
     ({"exact_layers": 3}, ["exact_layers = 3", "list of layer numbers"]),
     (
         {"exact_layers": [1], "precompute": False},

@@ -12,7 +12,6 @@ import torch
 
 from sglang_scout.core.parse_config import parse_config
 from sglang_scout.engine.build import build_engine
-from sglang_scout.engine.digest_kinds import KINDS
 from sglang_scout.engine.stores import DigestPool, HostPages, ModelShape, Sizes
 from sglang_scout.ops.attend import attend_pages
 from sglang_scout.policy.base import Context, make_policy, policy_names
@@ -218,11 +217,9 @@ class MiniWorker:
         if not len(pages):
             return
         expected = DigestPool(self.shape, self.host.num_pages, "cpu", self.config.digest)
-        source = self.host.for_copies(torch.device("cpu"))
-        KINDS[expected.kind].build(source, pages, expected.low, expected.high)
-        for half in ("low", "high"):
-            both = getattr(self.digests, half), getattr(expected, half)
-            assert torch.equal(*(x[:, pages].view(torch.uint8) for x in both))
+        expected.build(pages.numpy(), self.host)
+        for both in zip(self.digests.parts, expected.parts, strict=True):
+            assert torch.equal(*(x[:, pages] for x in both))
 
     def dense(self, row: int, layer: int, tokens: list[int] | None = None) -> torch.Tensor:
         """Attention of a row over ``tokens``, or its whole context, with the step's real query."""

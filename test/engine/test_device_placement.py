@@ -24,7 +24,9 @@ LAYERS, HEADS, KV_HEADS, DIM, SIZE, HIDDEN, PAGES, BATCH = 3, 4, 2, 64, 32, 48, 
 META = torch.device("meta")
 GIVEN = {
     "score_pages": lambda q, low, high, table, *_: torch.empty_like(table, dtype=torch.float32),
-    "score_signs": lambda q, low, high, table, *_: torch.empty_like(table, dtype=torch.float32),
+    "score_rotated": lambda q, first, second, table, *_: torch.empty_like(
+        table, dtype=torch.float32
+    ),
     "select_pages": lambda scores, table, n_full, slot_of, k, *_: Selection(
         *(table.new_empty(len(table), k) for _ in range(2)),
         table.new_empty(len(table)),
@@ -98,7 +100,7 @@ def ran(monkeypatch):
     [
         ("scout", {}),
         ("scout", {"attend": "selected"}),
-        ("scout", {"digest": "signs", "resident_bonus": 1.0}),
+        ("scout", {"digest": "rotated-2"}),
         ("scout", {"exact_steps": 0}),
         ("scout", {"exact_layers": [1]}),
         ("infinigen", {}),

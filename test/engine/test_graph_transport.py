@@ -50,7 +50,7 @@ def test_a_covering_budget_is_exact_full_attention(make):
         ("{}", torch.float32),
         ('{"precompute": false, "recall": "off"}', torch.float32),
         ('{"attend": "selected", "recall": "fixed", "recall_interval": 2}', torch.bfloat16),
-        ('{"digest": "signs", "exact_layers": [1], "resident_bonus": 1.0}', torch.float32),
+        ('{"digest": "rotated-2", "exact_layers": [1]}', torch.float32),
     ],
 )
 def test_a_small_budget_attends_to_exactly_the_chosen_pages(make, dtype, config):
@@ -237,7 +237,7 @@ class NothingComesBack(torch.overrides.TorchFunctionMode):
 
 def test_the_host_asks_for_nothing_within_a_step(make):
     worker = make(budget_tokens=128, layers=2, verify=False,
-                  config='{"digest": "signs", "resident_bonus": 1.0}')  # fmt: skip
+                  config='{"digest": "rotated-2"}')  # fmt: skip
     worker.admit(400)
     worker.step(within=NothingComesBack())
     assert not worker.engine.can_replay, "in its first step a request takes the real query"

@@ -41,7 +41,7 @@ def test_bytes_follow_the_model():
 
 @pytest.mark.parametrize(
     ("digest", "value_bytes", "of_head"),
-    [("minmax", 2, 512), ("signs", 2, 512), ("minmax", 4, 1024)],
+    [("minmax", 2, 512), ("minmax", 4, 1024), ("rotated-1", 2, 720), ("rotated-2", 4, 1232)],
 )
 def test_bytes_of_digests_are_those_of_their_pool(digest, value_bytes, of_head):
     dtype = {2: torch.bfloat16, 4: torch.float32}[value_bytes]
@@ -49,7 +49,7 @@ def test_bytes_of_digests_are_those_of_their_pool(digest, value_bytes, of_head):
     settings = config(config=json.dumps({"digest": digest}))
     made = plan_memory(settings, shape, num_pages=7, max_batch=1, context_tokens=100, node_cpus=[1])
     held = DigestPool(shape, 7, "cpu", digest)
-    assert made.digest_bytes == held.low.nbytes + held.high.nbytes == 7 * 3 * 8 * of_head
+    assert made.digest_bytes == sum(part.nbytes for part in held.parts) == 7 * 3 * 8 * of_head
 
 
 def test_no_more_slots_than_pages_and_no_more_budget_than_context():

@@ -47,9 +47,8 @@ def test_the_ring_between_steps(on_cuda):
         ring.begin_step(5)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_pages_that_change_hands(on_cuda, dtype):
-    half = torch.zeros(3, 9, 2, 32, dtype=dtype, device="cuda")
+def test_pages_that_change_hands(on_cuda):
+    part = torch.zeros(3, 9, 2, 32, dtype=torch.uint8, device="cuda")
     ids = torch.zeros(5, dtype=torch.int64, device="cuda")
     with NoCopies():
-        digest_kinds.unset(half, half, ids)
+        digest_kinds.unset((part, part), ids)

@@ -7,9 +7,7 @@ import pytest
 import torch
 
 from mini_worker import MiniWorker
-from sglang_scout.engine.ranks import SharedChoice
 from sglang_scout.ops import triton
-from sglang_scout.policy.base import Digest
 from slow_link import with_slow_link
 
 TOLERANCE = 2e-5
@@ -124,8 +122,7 @@ def run():
     [
         ('{"recall": "fixed"}', "sum"),
         ('{"recall": "fixed", "head_reduce": "max"}', "max"),
-        ('{"recall": "fixed", "digest": "signs"}', "max"),
-        ('{"recall": "fixed", "digest": "signs", "resident_bonus": 1.0}', "max"),
+        ('{"recall": "fixed", "digest": "rotated-2"}', "sum"),
         ('{"recall": "fixed", "precompute": false, "attend": "selected"}', "sum"),
     ],
 )
@@ -163,7 +160,7 @@ def test_ranks_with_the_graph_transport(run):
         pytest.skip("needs Triton's interpreter: the arena is not registered")
     from graph_worker import GraphWorker
 
-    config = '{"recall": "fixed", "digest": "signs", "resident_bonus": 1.0}'
+    config = '{"recall": "fixed", "digest": "rotated-2"}'
     check_as_one(run, GraphWorker, steps=8, layers=2, config=config)
 
 
@@ -174,7 +171,7 @@ def test_four_ranks(run):
     assert outputs[3][0][0].shape[1] == 2
 
 
-@pytest.mark.parametrize("config", ["{}", '{"digest": "signs", "resident_bonus": 1.0}'])
+@pytest.mark.parametrize("config", ["{}", '{"digest": "rotated-2"}'])
 def test_a_rank_whose_copies_are_late_chooses_the_same_pages(run, config):
     links = []
 
@@ -201,8 +198,3 @@ def test_the_check_sees_selections_that_differ(run):
     assert selected[0].pages != selected[1].pages
     found = {worker.engine.counters.verify_unequal_selections for worker in workers}
     assert len(found) == 1 and found.pop() > 10, "and all ranks see it"
-
-
-def test_a_bonus_that_would_count_once_per_rank_is_refused():
-    with pytest.raises(ValueError, match=r"resident_bonus=0.5: minmax scores are summed"):
-        SharedChoice(Meeting(2).rank(0), Digest(resident_bonus=0.5))

@@ -58,7 +58,7 @@ class ReplayingWorker(GraphWorker):
     "config",
     [
         '{"recall": "fixed"}',
-        '{"digest": "signs", "exact_layers": [1], "resident_bonus": 1.0}',
+        '{"digest": "rotated-2", "exact_layers": [1]}',
         '{"attend": "selected"}',
         '{"precompute": false, "recall": "off"}',
     ],

@@ -23,8 +23,8 @@ def close(actual, expected):
 
 
 def test_digests_that_the_policy_does_not_score_are_refused(make):
-    with pytest.raises(ValueError, match="digests are minmax, the policy scores signs"):
-        make(config='{"digest": "signs"}', pool_kind="minmax")
+    with pytest.raises(ValueError, match="digests are minmax, the policy scores rotated-2"):
+        make(config='{"digest": "rotated-2"}', pool_kind="minmax")
 
 
 def test_a_covering_budget_is_exact_full_attention(make):
@@ -49,9 +49,9 @@ def test_a_covering_budget_is_exact_full_attention(make):
         {"config": '{"precompute": false}'},
         {"config": '{"recall": "off"}'},
         {"config": '{"attend": "selected", "recall": "fixed"}'},
-        {"config": '{"digest": "signs", "exact_layers": [1]}', "dtype": torch.bfloat16},
+        {"config": '{"digest": "rotated-2", "exact_layers": [1]}', "dtype": torch.bfloat16},
         {"config": '{"head_reduce": "max"}'},
-        {"config": '{"digest": "signs", "resident_bonus": 1.0}'},
+        {"config": '{"digest": "rotated-1"}'},
     ],
     ids=str,
 )
@@ -121,7 +121,7 @@ def test_a_newcomer_uses_its_real_query_and_the_others_their_predictions(make):
 
 
 @pytest.mark.parametrize("policy", ["scout", "infinigen"])
-@pytest.mark.parametrize("digest", ["minmax", "signs"])
+@pytest.mark.parametrize("digest", ["minmax", "rotated-2"])
 def test_a_selected_page_counts_once_wherever_it_is(make, policy, digest):
     """Resident, copied ahead in this step or with the CPU: the selection, and nothing else."""
     config = {"attend": "selected", "precompute": False, "digest": digest}
@@ -224,8 +224,8 @@ def test_digests_that_arrived_are_used_and_absent_ones_built(make, monkeypatch):
     def arrive(pages):
         for layer in range(3):
             k = worker.host.k[layer][torch.from_numpy(pages[:6])]
-            worker.digests.low[layer, pages[:6]] = k.amin(1)
-            worker.digests.high[layer, pages[:6]] = k.amax(1)
+            for part, bound in zip(worker.digests.parts, k.aminmax(dim=1), strict=True):
+                part[layer, pages[:6]] = bound.view(torch.uint8)
 
     request = worker.admit(10 * SIZE + 5, arrive=arrive)
     # A boundary's stream has a step to end first: nothing may be asked there.
@@ -234,7 +234,8 @@ def test_digests_that_arrived_are_used_and_absent_ones_built(make, monkeypatch):
     assert worker.digests.received == 6 and worker.digests.computed == 4
     for layer in range(3):
         k = worker.host.k[layer][torch.tensor(request.pages[:10])]
-        assert torch.equal(worker.digests.low[layer, request.pages[:10]], k.amin(1))
+        low = worker.digests.parts[0][layer, request.pages[:10]]
+        assert torch.equal(low.view(k.dtype), k.amin(1))
 
 
 def test_counters(make):

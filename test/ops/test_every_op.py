@@ -11,9 +11,9 @@ from sglang_scout.ops.gather import copy_layer_pages
 from sglang_scout.ops.layers import LayerPages
 from sglang_scout.ops.merge import merge_states
 from sglang_scout.ops.predict import predict_query
+from sglang_scout.ops.rotated import build_layer_rotated, planes_shape, score_rotated
 from sglang_scout.ops.score import score_pages
 from sglang_scout.ops.select import select_pages
-from sglang_scout.ops.signs import build_layer_signs, score_signs
 
 L, B, P, S, H, HQ, D, N, C = 2, 3, 7, 32, 2, 4, 16, 5, 24
 
@@ -33,18 +33,19 @@ def cases():
     of_pages, of_layers = [real(P, H, D) for _ in "ab"], [real(L, P, H, D) for _ in "ab"]
     q, table, n_full = real(B, HQ, D), ints(B, N), ints(B)
     pools = [Pool(real(n, S, H, D), real(n, S, H, D), torch.arange(B).int()) for n in (P, P + 1)]
+    codes = [torch.zeros(P, H, *x, dtype=torch.uint8) for x in (planes_shape(2, D), (D + 80,))]
     weights = real(C), 1e-6, real(HQ * D, C), real(HQ * D), real(D), 1e-6
     return {
         append_tokens: (real(B, H, D), real(B, H, D), n_full, *pools),
         attend_pages: (q, *slots_of(P), table, n_full, n_full, 0.1, 0.0, (real(B, HQ, D), real(B, HQ)),
                        ints(9), n_full),
         build_layer_digests: (layers, ids, *of_layers, torch.stack([ids] * L)),
-        build_layer_signs: (layers, ids, *of_layers, torch.stack([ids] * L)),
+        build_layer_rotated: (layers, ids, *(x.expand(L, *x.shape).clone() for x in codes), torch.stack([ids] * L)),
         copy_layer_pages: (layers, torch.stack([ids % L, ids, ids]), *slots),
         merge_states: (real(B, HQ, D), real(B, HQ), real(B, HQ, D), real(B, HQ)),
         predict_query: (real(B, C), *weights, real(9, D), torch.arange(B), D, True, HQ, D),
         score_pages: (q, *of_pages, table, n_full, 0.1, "mass", real(B, N)),
-        score_signs: (q, *of_pages, table, n_full, real(B, N)),
+        score_rotated: (q, *codes, table, n_full, 0.1, "mass", real(B, N)),
         select_pages: (real(B, N), table, n_full, ints(P), 4, 1, 1, (ints(B, 4), ints(B, 4))),
     }  # fmt: skip
 
@@ -56,7 +57,7 @@ def slots_of(pages):
 OPS = pytest.mark.parametrize("op", cases(), ids=lambda op: op.name)
 ANY_DTYPE = {"norm_weight", "q_norm_weight", "cos_sin"}
 ANY_SIZE = {"slot_of", "ids", "pages"}  # of the last axis
-MUTATES = {append_tokens, build_layer_digests, build_layer_signs, copy_layer_pages}
+MUTATES = {append_tokens, build_layer_digests, build_layer_rotated, copy_layer_pages}
 
 
 def changed(value, name, change):

@@ -65,9 +65,11 @@ def test_digests_land_in_digests_and_kv_in_kv(kind):
     for layer in range(3):
         assert pairs[10 + layer] == (50 + layer, 100)
         assert pairs[20 + layer] == (60 + layer, 100)
-        for half in ("low", "high"):
-            mine, theirs = getattr(here, half)[layer], getattr(there, half)[layer]
-            assert pairs[mine.data_ptr()] == (theirs.data_ptr(), mine[0].nbytes)
+        for mine, theirs in zip(here.parts, there.parts, strict=True):
+            assert pairs[mine[layer].data_ptr()] == (
+                theirs[layer].data_ptr(),
+                mine[layer, 0].nbytes,
+            )
     assert len(pairs) == 12
 
 
@@ -192,25 +194,19 @@ def test_other_differences_are_refused():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("kind", "other"), [("minmax", "signs"), ("signs", "minmax")])
-def test_digests_of_another_kind_count_as_not_arrived(kind, other, dtype):
+def test_digests_of_another_kind_are_not_sent(dtype):
     """As when the prefill server is configured with another digest than the decode server."""
     shape = dataclasses.replace(SHAPE, page_size=32, head_dim=64, dtype=dtype)
-    pages = np.array([1, 3, 4])
-    k = [torch.randn(5, 32, shape.num_kv_heads, 64).to(dtype) for _ in range(shape.num_layers)]
-    host = HostPages(shape, *([x.flatten(0, 1) for x in k] for _ in "kv"))
-    there, own, here = (DigestPool(shape, 5, "cpu", name) for name in (other, kind, kind))
-    there.build(pages, host)
-    own.build(pages[:1], host)
-    for source, arrived in ((there, pages[1:]), (own, pages[:1])):
-        for half in ("low", "high"):
-            getattr(here, half)[:, arrived] = getattr(source, half)[:, arrived]
-    assert list(here.accept(pages)) == [3, 4] and here.received == 1
-    here.build(pages[1:], host)
-    assert here.valid[pages].all() and here.computed == 2
+    there = {kind: DigestPool(shape, 5, "cpu", kind) for kind in KINDS}
+    for own in KINDS:
+        here = DigestPool(shape, 9, "cpu", own)
+        target = pool.with_digests(([50, 51, 52, 60, 61, 62], [1] * 6, [0] * 6), here)[0]
+        for kind, digests in there.items():
+            pairs = sent(pool.with_digests(lists(), digests), target)
+            assert len(pairs) == 12 if kind == own else pairs == ONLY_K_AND_V
 
 
-@pytest.mark.parametrize(("layer", "half"), [(0, "low"), (1, "high"), (2, "low")])
+@pytest.mark.parametrize(("layer", "half"), [(0, 0), (1, 1), (2, 0)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_digest_lacks_whatever_layer_or_half_did_not_arrive(kind, layer, half):
     shape = dataclasses.replace(SHAPE, page_size=32)
@@ -218,11 +214,10 @@ def test_a_digest_lacks_whatever_layer_or_half_did_not_arrive(kind, layer, half)
     host = HostPages(shape, *([x.flatten(0, 1) for x in k] for _ in "kv"))
     there, here = (DigestPool(shape, 5, "cpu", kind) for _ in range(2))
     there.build(np.array([1, 2]), host)
-    for name in ("low", "high"):
-        mine, theirs = getattr(here, name), getattr(there, name)
+    for part, (mine, theirs) in enumerate(zip(here.parts, there.parts, strict=True)):
         mine[:, 2] = theirs[:, 2]
         for i in range(shape.num_layers):
-            if (i, name) != (layer, half):
+            if (i, part) != (layer, half):
                 mine[i, 1] = theirs[i, 1]
     assert list(here.accept(np.array([1, 2]))) == [1]
 
@@ -251,7 +246,8 @@ def test_digests_are_unset_until_written():
     digests = DigestPool(SHAPE, 5, "cpu")
     pages = np.array([1, 2, 3])
     assert list(digests.accept(pages)) == [1, 2, 3]
-    digests.low[:, 2], digests.high[:, 2] = 0, 1
+    for part in digests.parts:
+        part[:, 2] = 0
     assert list(digests.accept(pages)) == [1, 3] and digests.valid[2]
     digests.unset(np.array([2]))
     assert list(digests.accept(np.array([2]))) == [2] and not digests.valid[2]

@@ -6,27 +6,23 @@ A digest estimates the attention logits q.k (scaled by 1/sqrt(D), as the queries
 them the page's log mass, log sum exp(q.k):
     keys          the keys themselves: the true page mass, the oracle
     mean-R        means of R consecutive tokens; mean-S is the page's mean key
-    rotated-B     mean key in int8; of each token its residual, rotated, in B = 1 or 2 bits a channel and a scale
-    rotated-1-C   the same with C of the D rotated channels
-    fixed-1       one bit a channel of the rotated residual about one mean key of all pages (calibrated on the text)
+    rotated-B     of rotated keys the mean in int8, and what each token differs from it by, in B = 1 or 2 bits a channel
+                  and a scale: ops/rotated.py, for any page size
     pca-C         the C leading principal components of all keys in four bits (calibrated on the text)
     minmax-R      bounds over R consecutive tokens; minmax-S is Quest's, the paper's and ops/score.py's
-    signs         sums of +-q over a token's signs, the largest of a page; ops/signs.py's, with reduce = stand-out
 """
 
 from __future__ import annotations
 
-import functools
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-LEVELS = {1: (1.0,), 2: (0.4528, 1.51)}
-"""Magnitudes of a code in units of its scale: for one bit the mean magnitude, for two the root mean square; those of
-two bits minimise the squared error of a normal variable (Max, 1960)."""
-REDUCTIONS = ("mass", "max", "sum", "stand-out")
+from sglang_scout.ops.rotated import FIRST, ONE_BIT, SECOND, rotate
+
+REDUCTIONS = ("mass", "max", "sum")
 QUERIES = ("real", "predicted", "extrapolated")
 ATTENDS = ("real", "predicted", "predicted-missing", "corrected", "corrected-missing")
 
@@ -88,26 +84,13 @@ class Setting:
         return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
 
 
-@functools.cache
-def rotation(size: int) -> Tensor:
-    """[D, D] orthogonal: random sign flips, then a Hadamard transform. Raises ValueError unless D is a power of two."""
-    if size & (size - 1):
-        raise ValueError(f"D = {size}: the Hadamard transform needs a power of two")
-    matrix = torch.ones(1, 1)
-    while len(matrix) < size:
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    flips = torch.randint(0, 2, (size,), generator=torch.Generator().manual_seed(size)) * 2 - 1
-    return (matrix * flips * size**-0.5).T.contiguous()
-
-
-def coded(rotated: Tensor, bits: int) -> Tensor:
+def coded(x: Tensor, bits: int) -> Tensor:
     """Each vector's channels as ``bits`` a channel and one scale: what of [..., D] is left, [..., D]."""
+    scale = x.square().mean(-1, keepdim=True).sqrt()
+    first = torch.where(x < 0, -scale, scale)
     if bits == 1:
-        return rotated.sign() * rotated.abs().mean(-1, keepdim=True)
-    scale = rotated.square().mean(-1, keepdim=True).sqrt()
-    low, high = LEVELS[bits]
-    level = torch.where(rotated.abs() > (low + high) / 2 * scale, high, low)
-    return rotated.sign() * level * scale
+        return ONE_BIT * first
+    return FIRST * first + SECOND * torch.where(x.abs() > FIRST * scale, first, -first)
 
 
 def in_int4(x: Tensor) -> Tensor:
@@ -134,20 +117,13 @@ class Digest:
 
     def __init__(self, name: str, pages: Tensor) -> None:
         self.kind, _, rest = name.partition("-")
-        first, _, second = rest.partition("-")
-        if self.kind not in ("keys", "mean", "rotated", "fixed", "pca", "minmax", "signs"):
+        if self.kind not in ("keys", "mean", "rotated", "pca", "minmax"):
             raise ValueError(f"digest {name!r} is not known")
-        self._number = int(first or 1)  # rows' tokens, bits, or components
-        D = pages.shape[-1]
-        self._channels = int(second or D)
-        self._centre, self._axes = torch.zeros(1, 1, 1, D), torch.eye(D)
-        if self.kind in ("fixed", "pca"):
-            self._centre = pages.mean((1, 2), keepdim=True)
+        self._number = int(rest or 1)  # rows' tokens, bits, or components
         if self.kind == "pca":
+            self._centre = pages.mean((1, 2), keepdim=True)
             flat = (pages - self._centre).flatten(1, 2)
             self._axes = torch.linalg.eigh(flat.mT @ flat).eigenvectors[..., -self._number :]
-        if self.kind in ("fixed", "rotated"):
-            self._axes = rotation(D)[:, : self._channels]
         self._text = self._summary(pages)
 
     def _summary(self, pages: Tensor) -> tuple[Tensor, ...]:
@@ -160,14 +136,12 @@ class Digest:
             return boxes.amax(3), boxes.amin(3)
         if kind == "mean":
             return (pages.unflatten(2, (-1, number)).mean(3),)
-        if kind == "signs":
-            return (torch.where(torch.signbit(pages), -1.0, 1.0),)
-        centre = in_int8(pages.mean(2, keepdim=True)) if kind == "rotated" else self._centre
-        parts = (pages - centre).flatten(1, 2) @ self._axes
-        parts = in_int4(parts) if kind == "pca" else coded(parts, number)
-        # Where some of the rotated channels are kept, they stand for all.
-        share = self._channels / pages.shape[-1] if kind == "rotated" else 1.0
-        return (centre + (parts @ self._axes.mT).view(pages.shape) / share,)
+        if kind == "rotated":
+            x = rotate(pages)
+            mean = in_int8(x.mean(2, keepdim=True))
+            return (mean + coded(x - mean, number),)
+        parts = in_int4((pages - self._centre).flatten(1, 2) @ self._axes) @ self._axes.mT
+        return (self._centre + parts.view(pages.shape),)
 
     def scores(self, q: Tensor, pages: int, more: Tensor) -> Tensor:
         """[H, M, N] for scaled queries ``q`` [H, M, D]: N are the first ``pages`` of the text, then ``more`` pages."""
@@ -176,13 +150,14 @@ class Digest:
 
     def _score(self, q: Tensor, summary: tuple[Tensor, ...]) -> Tensor:
         H, N, R, _ = summary[0].shape
+        q = rotate(q) if self.kind == "rotated" else q
         flat = [x.flatten(1, 2).mT for x in summary]
         if self.kind == "minmax":
             u = torch.baddbmm(q.clamp(max=0) @ flat[1], q.clamp(min=0), flat[0])
         else:
             u = q @ flat[0]
         u = u.view(H, q.shape[1], N, R)
-        if self.kind in ("minmax", "signs"):
+        if self.kind == "minmax":
             return u.amax(-1)
         largest = u.amax(-1, keepdim=True)
         tokens = self._number if self.kind == "mean" else 1
@@ -193,19 +168,12 @@ def reduced(how: str, u: Tensor, heads: tuple[int, ...]) -> Tensor:
     """One score for each page from those of the heads, the dimensions ``heads`` of u [..., N]; void pages are -inf.
 
     mass: sum of the heads' softmax over pages; max: largest log of that (both as in ops/score.py); sum: of the scores.
-    stand-out: largest in units of the head's standard deviation over the pages, as in ops/signs.py.
     """
     if how == "mass":
         return u.softmax(-1).sum(heads)
     if how == "max":
         return (u - u.logsumexp(-1, keepdim=True)).amax(heads)
-    if how == "sum":
-        return u.sum(heads)
-    there = u > -torch.inf
-    count = there.sum(-1, keepdim=True)
-    centred = u - u.where(there, 0.0).sum(-1, keepdim=True) / count
-    spread = (centred.where(there, 0.0).square().sum(-1, keepdim=True) / count).sqrt()
-    return (centred / spread.clamp(min=torch.finfo().tiny)).amax(heads)
+    return u.sum(heads)
 
 
 def choose(setting: Setting, u: Tensor, full: Tensor) -> Tensor:

@@ -19,11 +19,7 @@ def _ahead(**more: object) -> Setting:
 
 
 DIGESTS = [
-    *(
-        Setting(512, x)
-        for x in ("keys", TWO_BITS, ONE_BIT, "fixed-1", "mean-8", "mean-32", "pca-16", BOUNDS)
-    ),
-    Setting(512, "signs", reduce="stand-out"),
+    *(Setting(512, x) for x in ("keys", TWO_BITS, ONE_BIT, "mean-8", "mean-32", "pca-16", BOUNDS)),
     *(Setting(256, x) for x in (TWO_BITS, BOUNDS)),
     *(Setting(1024, x) for x in (TWO_BITS, BOUNDS)),
     Setting(2048, BOUNDS),

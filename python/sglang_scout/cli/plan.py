@@ -10,6 +10,8 @@ from typing import Any
 
 from sglang_scout.cli.sizes import GIB, Plan, make_plan
 from sglang_scout.cli.table import columns, gb, gib
+from sglang_scout.core.config import DEFAULT_DIGEST
+from sglang_scout.core.page_bytes import DIGESTS
 
 DESCRIPTION = (
     "Say how much memory a model's KV pages take and how many requests fit, from the model's "
@@ -54,6 +56,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "pages take beside it is printed",
     )
     add(
+        "--digest",
+        default=DEFAULT_DIGEST,
+        choices=DIGESTS,
+        help=f"as the key of --kv-offload-config (default: {DEFAULT_DIGEST})",
+    )
+    add(
         "--mem-fraction-static",
         type=float,
         default=0.88,
@@ -79,6 +87,7 @@ def run(args: argparse.Namespace) -> int:
         gpu_gib=args.gpu_gb,
         mem_fraction=args.mem_fraction_static,
         dtype=args.dtype,
+        digest=args.digest,
     )
     print(json.dumps(as_dict(plan), indent=2) if args.json else as_text(plan))
     return 0 if plan.fits else 1

@@ -5,7 +5,8 @@ tokens and values of w bytes:
 
     KV of a token      2 L H D w            (K and V)
     KV of a page       S times that         (host memory)
-    digest of a page   2 L H D w            (minimum and maximum of K: 1/S of the page's KV)
+    digest of a page   L H x 2 D w          (minmax: 1/S of the page's KV)
+                       L H x (5 D + 80)     (rotated-1), 4 D more (rotated-2)
     input buffers      48 S                (SGLang's; 6 words a token)
     resident pages     budget / S a request, its page being filled, and room for recalls once; at most
                        as many as there are host pages
@@ -19,7 +20,12 @@ import math
 from dataclasses import dataclass
 
 from sglang_scout.cli.model_config import ModelConfig, read_model
-from sglang_scout.core.config import DEFAULT_HOST_SHARE, FLAGS, PAGE_SIZE_TOKENS
+from sglang_scout.core.config import (
+    DEFAULT_DIGEST,
+    DEFAULT_HOST_SHARE,
+    FLAGS,
+    PAGE_SIZE_TOKENS,
+)
 from sglang_scout.core.errors import ArenaError, ConfigError
 from sglang_scout.core.page_bytes import digest_bytes, input_bytes
 from sglang_scout.core.parse_config import parse_config
@@ -91,12 +97,12 @@ class Sizes:
         return max(0, by_budget, by_page)
 
 
-def sizes_of(model: ModelConfig, context_tokens: int, budget_tokens: int) -> Sizes:
-    """The sizes for one model, context and budget."""
+def sizes_of(model: ModelConfig, context_tokens: int, budget_tokens: int, digest: str) -> Sizes:
+    """The sizes for one model, context, budget and kind of digest."""
     page = PAGE_SIZE_TOKENS
     per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * model.value_bytes
     pages = math.ceil(context_tokens / page)
-    of_layer = digest_bytes(model.num_kv_heads, model.head_dim, model.value_bytes)
+    of_layer = digest_bytes(digest, model.num_kv_heads, model.head_dim, model.value_bytes)
     of_page = model.num_layers * of_layer
     return Sizes(
         context_tokens=context_tokens,
@@ -161,6 +167,7 @@ def make_plan(
     gpu_gib: float | None = None,
     mem_fraction: float = 0.88,
     dtype: str = "auto",
+    digest: str = DEFAULT_DIGEST,
 ) -> Plan:
     """The plan for the command's arguments, None where not given.
 
@@ -179,7 +186,7 @@ def make_plan(
         flags=FLAGS | {"budget_tokens": "plan: --budget"},
     ).budget_tokens
     model = read_model(model_path, dtype)
-    sizes = sizes_of(model, context_tokens or model.max_context_tokens, budget)
+    sizes = sizes_of(model, context_tokens or model.max_context_tokens, budget, digest)
     host_bytes = int(available_bytes() * DEFAULT_HOST_SHARE if host_gib is None else host_gib * GIB)
     by_gpu = stock = gpu_kv_bytes = None
     # Without --gpu-gb digests and resident pages are host memory too, beside what --kv-offload-host-gb

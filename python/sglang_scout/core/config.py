@@ -18,6 +18,7 @@ PAGE_SIZE_TOKENS = 32
 """Page size that ``--kv-offload`` implies (the paper's block size)."""
 
 DEFAULT_BUDGET_TOKENS = 2048
+DEFAULT_DIGEST = "minmax"
 """Sparse budget of the paper's experiments (section 4.3)."""
 
 DEFAULT_HOST_SHARE = 0.5
@@ -81,7 +82,9 @@ class OffloadConfig:
         multiple_of=PAGE_SIZE_TOKENS,
     )
     digest: str = _key(
-        "minmax", "What is kept of each page to choose by. Give it to both servers", choices=DIGESTS
+        DEFAULT_DIGEST,
+        "What is kept of each page to choose by. Give it to both servers",
+        choices=DIGESTS,
     )
     attend: str = _key(
         "resident",
@@ -92,13 +95,6 @@ class OffloadConfig:
         (),
         "Layers that choose with the real query and wait for the worker, where predicted ones are poor",
         needs=("precompute", True),
-    )
-    resident_bonus: float = _key(
-        0.0,
-        "Added to the score of a resident page, in standard deviations over the pages: 1.0 keeps pages that no head "
-        "looks for where they are, and the CPU's share small",
-        (0.0, 100.0),
-        needs=("digest", "signs"),
     )
     recall: str = _key("adaptive", "When a layer recalls what it misses", choices=RECALL_MODES)
     recall_interval: int = _key(
@@ -128,9 +124,7 @@ class OffloadConfig:
 
     sink_pages: int = _for_tests(1, "First pages that are always selected", (0, 2**20))
     recent_pages: int = _for_tests(1, "Newest full pages that are always selected", (0, 2**20))
-    head_reduce: str = _for_tests(
-        "mass", "How heads' scores become one", choices=("mass", "max"), needs=("digest", "minmax")
-    )
+    head_reduce: str = _for_tests("mass", "How heads' scores become one", choices=("mass", "max"))
     precompute: bool = _for_tests(True, "False: missing pages wait for the real query")
     exact_steps: int = _for_tests(
         1, "First steps of a request without prediction", (0, 10**6), needs=("precompute", True)

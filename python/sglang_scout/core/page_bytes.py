@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-DIGESTS = ("minmax", "signs")
+DIGESTS = ("minmax", "rotated-1", "rotated-2")
 """What is kept of a page to choose it by; see ``engine/digest_kinds.py``."""
 
 _WORD_BYTES = 8
@@ -11,9 +11,17 @@ _INPUT_WORDS = 6
 place and three positions of multimodal models (``build_decode_registry``)."""
 
 
-def digest_bytes(num_kv_heads: int, head_dim: int, value_bytes: int) -> int:
-    """The digest of a page in one layer, for K of ``value_bytes`` a value."""
-    return 2 * num_kv_heads * head_dim * value_bytes
+def digest_parts(kind: str, head_dim: int, value_bytes: int) -> tuple[int, int]:
+    """Bytes of the two parts of a digest, of one page and KV head, for K of ``value_bytes`` a value."""
+    if kind == "minmax":
+        return head_dim * value_bytes, head_dim * value_bytes
+    bits = int(kind.removeprefix("rotated-"))
+    return bits * 4 * head_dim, head_dim + 80  # planes and stats of ops/rotated.py
+
+
+def digest_bytes(kind: str, num_kv_heads: int, head_dim: int, value_bytes: int) -> int:
+    """The digest of a page in one layer."""
+    return num_kv_heads * sum(digest_parts(kind, head_dim, value_bytes))
 
 
 def input_bytes(page_size: int) -> int:

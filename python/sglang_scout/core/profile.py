@@ -76,7 +76,7 @@ class RecallProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     selection: dict[str, str | int | float] = {}
 
 
-SELECTION_KEYS = ("digest", "head_reduce", "resident_bonus", "sink_pages", "recent_pages")
+SELECTION_KEYS = ("digest", "head_reduce", "sink_pages", "recent_pages")
 """Configuration that decides which pages a given query selects, and so how fast a selection drifts."""
 
 

@@ -81,7 +81,10 @@ def plan_memory(
     if device_bytes is not None:
         device_bytes -= staging
     page_bytes = 2 * shape.page_bytes * shape.num_layers
-    on_digests, on_inputs = num_pages * _digest_bytes(shape), num_pages * input_bytes(size)
+    on_digests, on_inputs = (
+        num_pages * _digest_bytes(shape, config.digest),
+        num_pages * input_bytes(size),
+    )
     least_slots = _least_slots(config, max_batch, budget_pages)
     if config.resident_tokens is not None or device_bytes is None:
         resident = config.resident_tokens or config.budget_tokens * max_batch
@@ -136,7 +139,7 @@ def most_host_pages(
     are as many as can all be resident.
     """
     page_bytes = 2 * shape.page_bytes * shape.num_layers
-    beside = _digest_bytes(shape) + input_bytes(shape.page_size)
+    beside = _digest_bytes(shape, config.digest) + input_bytes(shape.page_size)
     budget_pages = most_pages(config, shape, context_tokens)
     least = _least_slots(config, max_batch, budget_pages)
     if config.resident_tokens is None:
@@ -222,15 +225,16 @@ def _check_device(
     )
 
 
-def _digest_bytes(shape: ModelShape) -> int:
+def _digest_bytes(shape: ModelShape, kind: str) -> int:
     """Of one page, over all layers."""
-    return shape.num_layers * digest_bytes(shape.num_kv_heads, shape.head_dim, shape.dtype.itemsize)
+    of_layer = digest_bytes(kind, shape.num_kv_heads, shape.head_dim, shape.dtype.itemsize)
+    return shape.num_layers * of_layer
 
 
-def bytes_beside_digests(shape: ModelShape, nbytes: int) -> int:
+def bytes_beside_digests(shape: ModelShape, kind: str, nbytes: int) -> int:
     """What is left of ``nbytes`` for the pages themselves if each of them has a digest beside it."""
     page_bytes = 2 * shape.page_bytes * shape.num_layers
-    return nbytes * page_bytes // (page_bytes + _digest_bytes(shape))
+    return nbytes * page_bytes // (page_bytes + _digest_bytes(shape, kind))
 
 
 def check_memory(

@@ -12,7 +12,6 @@ from typing import Protocol
 
 import torch
 
-from sglang_scout.engine.digest_kinds import KINDS
 from sglang_scout.policy.base import Digest
 
 
@@ -33,18 +32,12 @@ class SharedChoice:
         ranks: of this layer's heads. Query heads are on one rank each, also where a KV head is on
             several, so that no score counts twice.
         digest: how scores are made.
-    Raises:
-        ValueError: a bonus for resident pages on scores that are summed would count once per rank.
     """
 
     def __init__(self, ranks: Ranks, digest: Digest) -> None:
         self._ranks = ranks
-        self._how = KINDS[digest.kind].across_heads(digest.head_reduce)
-        if digest.resident_bonus and self._how == "sum":
-            raise ValueError(
-                f"resident_bonus={digest.resident_bonus}: {digest.kind} scores are summed over the "
-                "ranks; a bonus needs scores of which the largest counts"
-            )
+        # Softmax shares are of one head over its pages, so that they add up over any heads.
+        self._how = "sum" if digest.head_reduce == "mass" else "max"
 
     def scores(self, own: torch.Tensor) -> torch.Tensor:
         """``[B, N]`` fp32 scores over all heads, from those of this rank's heads; -inf stays -inf."""

@@ -207,10 +207,7 @@ class StepEngine:
         scores = self.digests.score(
             layer, query, table, n_full, self.shape.scale, digest.head_reduce
         )
-        if digest.resident_bonus:  # break near-ties in favour of resident pages
-            scores += digest.resident_bonus * (resident_slots(self._slot_of[layer], table) >= 0)
         if self._shared is not None:
-            # After the bonus: what is resident here need not be on the other ranks.
             scores = self._shared.scores(scores)
         start_ns = self.tracer.cut("ahead", "score", start_ns, layer=layer)
         selection = select_pages(

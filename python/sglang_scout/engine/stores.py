@@ -13,8 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from sglang_scout.core.page_bytes import digest_parts
 from sglang_scout.engine.device import upload
-from sglang_scout.engine.digest_kinds import KINDS, unset
+from sglang_scout.engine.digest_kinds import KINDS, is_set, unset
 from sglang_scout.ops.layers import LayerPages
 
 
@@ -124,15 +125,14 @@ class DigestPool:
 
     A digest can arrive with the KV from the prefill server or be built here. An unset digest is
     marked in the data itself until somebody writes it, so an arrived digest is recognised without a
-    message of its own; one of another kind, from a prefill server that is configured otherwise, is
-    recognised too and counts as not arrived.
+    message of its own.
 
     Args:
         kind: what a digest holds, a key of ``KINDS``.
 
     Attributes:
         kind: as given.
-        low, high: its halves ``[L, P, H, D]`` on ``device``.
+        parts: ``[L, P, H, bytes]`` uint8 each, on ``device``.
         valid: ``[P]`` bool on the host; the digest of every layer of this page holds.
     """
 
@@ -143,13 +143,16 @@ class DigestPool:
         device: torch.device | str,
         kind: str = "minmax",
     ) -> None:
-        size = (shape.num_layers, num_pages, shape.num_kv_heads, shape.head_dim)
+        size = (shape.num_layers, num_pages, shape.num_kv_heads)
         self.kind = kind
         self._of_kind = KINDS[kind]
-        self.low, self.high = (
-            torch.zeros(size, dtype=shape.dtype, device=device) for _ in range(2)
+        first, second = digest_parts(kind, shape.head_dim, shape.dtype.itemsize)
+        self.parts = (
+            torch.zeros((*size, first), dtype=torch.uint8, device=device),
+            torch.zeros((*size, second), dtype=torch.uint8, device=device),
         )
-        unset(self.low, self.high, torch.arange(num_pages, device=device))
+        self._views = [self._of_kind.view(x, shape.dtype, shape.head_dim) for x in self.parts]
+        unset(self.parts, torch.arange(num_pages, device=device))
         self.valid = np.zeros(num_pages, bool)
         self._built: torch.cuda.Event | None = None  # the last ones, on the stream of the steps
         self.received = 0
@@ -157,7 +160,7 @@ class DigestPool:
 
     @property
     def device(self) -> torch.device:
-        return self.low.device
+        return self.parts[0].device
 
     def warm_up(self, host: HostPages, resident: LayerPages) -> None:
         """Do what requests need once, before there are any, so that none waits while kernels are compiled
@@ -165,7 +168,7 @@ class DigestPool:
         padding = np.zeros(1, np.int64)
         ids, slots = self._ids(padding), self._ids(np.zeros((len(resident.k), 1)))
         for source, rows in ((host.for_copies(self.device), None), (resident, slots)):
-            self._of_kind.build(source, ids, self.low, self.high, rows)
+            self._of_kind.build(source, ids, *self._views, rows)
         self.unset(padding)
         self.accept(padding)
 
@@ -178,7 +181,7 @@ class DigestPool:
         if self._built is not None:
             # Pages come from requests that have ended; what was launched for them ends first.
             torch.cuda.current_stream().wait_event(self._built)
-        unset(self.low, self.high, self._ids(pages))
+        unset(self.parts, self._ids(pages))
         self.valid[pages] = False
 
     def accept(self, pages: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -186,7 +189,7 @@ class DigestPool:
 
         The host waits for the current stream, which must be the one of :meth:`unset` or behind it.
         """
-        complete = self._of_kind.is_set(self.low, self.high, self._ids(pages)).cpu().numpy()
+        complete = is_set(self.parts, self._ids(pages)).cpu().numpy()
         self.valid[pages[complete]] = True
         self.received += int(complete.sum())
         return pages[~complete]
@@ -211,7 +214,7 @@ class DigestPool:
         ids: torch.Tensor,
         rows: torch.Tensor | None,
     ) -> None:
-        self._of_kind.build(source, ids, self.low, self.high, rows)
+        self._of_kind.build(source, ids, *self._views, rows)
         if self.device.type == "cuda":
             self._built = torch.cuda.Event()
             self._built.record()
@@ -228,8 +231,8 @@ class DigestPool:
         head_reduce: str,
     ) -> torch.Tensor:
         """``[B, N]`` fp32 scores of the full pages in ``table`` for ``query`` ``[B, HQ, D]``."""
-        halves = self.low[layer], self.high[layer]
-        return self._of_kind.score(query, *halves, table, n_full, scale, head_reduce)
+        parts = (view[layer] for view in self._views)
+        return self._of_kind.score(query, *parts, table, n_full, scale, head_reduce)
 
     def _ids(self, pages: npt.NDArray[np.integer]) -> torch.Tensor:
         return upload(np.ascontiguousarray(pages, np.int64), self.device)

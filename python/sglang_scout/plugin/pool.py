@@ -1,7 +1,7 @@
 """KV pools, as subclasses of SGLang's.
 
 Both sides send and receive digests through the KV transfer itself: the transfer engine halves the
-list of buffers into keys and values, so ``[K.., low.., V.., high..]`` carries a page's digest with
+list of buffers into keys and values, so ``[K.., first.., V.., second..]`` carries a page's digest with
 its K and V, each buffer with its own item length.
 """
 
@@ -30,8 +30,8 @@ def with_digests(infos: BufferInfos, digests: DigestPool) -> BufferInfos:
     """Put the digest buffers behind the K and the V buffers. Lists: pointers, bytes, item bytes."""
     middle = len(infos[0]) // 2
     extra = [
-        ([t.data_ptr() for t in half], [t.nbytes for t in half], [t[0].nbytes for t in half])
-        for half in (digests.low, digests.high)
+        ([t.data_ptr() for t in part], [t.nbytes for t in part], [t[0].nbytes for t in part])
+        for part in digests.parts
     ]
     pointers, lengths, items = (
         infos[i][:middle] + extra[0][i] + infos[i][middle:] + extra[1][i] for i in range(3)
@@ -48,6 +48,16 @@ def num_layers(item_lens: list[int]) -> int:
 def carries(buffers: int, layers: int) -> bool:
     """Whether a list of so many buffers is of K and V of these layers, with digests or without."""
     return buffers in (2 * layers, 4 * layers)
+
+
+def same_digests(items: list[int], target: list[int], layers: int) -> bool:
+    """Whether the buffers at ``target``, of a list as long, are for digests with ``items`` bytes each.
+
+    The parts of a digest are one allocation each, in which a layer is as many items long as there are pages there.
+    """
+    at = layers, 3 * layers
+    first, second = (target[i + 1] - target[i] if layers > 1 else 0 for i in at)
+    return 0 < first * items[at[1]] == second * items[at[0]]
 
 
 def without_digests(values: list[int], layers: int) -> list[int]:

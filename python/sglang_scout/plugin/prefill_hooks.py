@@ -18,6 +18,7 @@ from sglang_scout.plugin.pool import (
     build_pools,
     carries,
     num_layers,
+    same_digests,
     without_digests,
 )
 from sglang_scout.plugin.support import model_shape
@@ -30,7 +31,7 @@ def around_profile_available_bytes(
     available, config = original(runner, *args, **kwargs), parse(runner.server_args)
     if not config.prefill_digests:
         return available
-    return bytes_beside_digests(model_shape(runner), available)
+    return bytes_beside_digests(model_shape(runner), config.digest, available)
 
 
 def around_init_pools(original: Callable[..., None], runner: Any) -> None:
@@ -62,7 +63,7 @@ def before_send_kv_chunk(
 
 
 def before_send_kvcache(manager: Any, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], Any]:
-    """A decode server without digests gets K and V only; SGLang would pair V with digests."""
+    """A decode server without digests, or with others, gets K and V only; SGLang would pair V with digests."""
     source, target = kwargs["src_data_ptrs"], kwargs["dst_data_ptrs"]
     of_kv = kwargs.get("state_type") is None and source == manager.kv_args.kv_data_ptrs
     if not of_kv:
@@ -73,7 +74,10 @@ def before_send_kvcache(manager: Any, *args: Any, **kwargs: Any) -> tuple[tuple[
             f"--kv-offload: {len(source)} buffers here, {len(target)} on the decode server: "
             "the two serve different models, or only one uses pipeline parallelism"
         )
-    if len(source) != len(target):
+    is_same = len(source) == len(target)
+    if is_same and len(source) == 4 * layers:
+        is_same = same_digests(kwargs["item_lens"], target, layers)
+    if not is_same:
         for name in ("src_data_ptrs", "item_lens", "dst_data_ptrs"):
             kwargs[name] = without_digests(kwargs[name], layers)
     return (manager, *args), kwargs

@@ -33,7 +33,6 @@ class Digest:
         kind: what a digest holds; the engine knows its kinds by name (``engine/digest_kinds.py``).
         head_reduce: how query heads' scores become one score per page (``ops/score.py``).
         sink_pages, recent_pages: leading and newest full pages that are chosen whatever their score.
-        resident_bonus: added to the score of a resident page, so that near-ties stay where they are.
         only_selected: attend to the chosen pages alone, not to whatever else is resident.
     """
 
@@ -41,7 +40,6 @@ class Digest:
     head_reduce: str = "mass"
     sink_pages: int = 1
     recent_pages: int = 1
-    resident_bonus: float = 0.0
     only_selected: bool = False
 
     @classmethod
@@ -52,7 +50,6 @@ class Digest:
             head_reduce=config.head_reduce,
             sink_pages=config.sink_pages,
             recent_pages=config.recent_pages,
-            resident_bonus=config.resident_bonus,
             only_selected=config.attend == "selected",
         )
 
