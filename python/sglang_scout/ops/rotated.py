@@ -158,7 +158,7 @@ def build_layer_rotated(
             mean.to(torch.int8),
             scale.bfloat16(),
             step,
-            torch.zeros_like(step).expand(*step.shape[:2], 3),
+            step.new_zeros(*step.shape[:2], 3),
         ]
         row = torch.cat([part.contiguous().view(torch.uint8) for part in parts], -1)
         stats[layer].index_copy_(0, ids, row)
