@@ -261,3 +261,9 @@ def read_rows(path: Path) -> list[Row]:
             raise ValueError(f"{path.name}:{number}: {'; '.join(wrong)}")
         rows.append(row)
     return rows
+
+
+def markdown_table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """First column to the left, the others to the right."""
+    rule = "| --- |" + " ---: |" * (len(head) - 1)
+    return "\n".join([f"| {' | '.join(head)} |", rule, *(f"| {' | '.join(x)} |" for x in lines)])

@@ -13,7 +13,7 @@ from pathlib import Path
 from benchmark.accuracy.policies import FULL, NAMES, Setting, plain
 from benchmark.accuracy.questions import SOURCES
 from benchmark.accuracy.scoring import Loss, paired_loss, wilson_interval
-from benchmark.rows import Row, read_rows
+from benchmark.rows import Row, markdown_table, read_rows
 
 DETAIL_TOKENS = 8192
 
@@ -88,12 +88,6 @@ class Scores:
 
 def share(value: float, low: float, high: float) -> str:
     return f"{100 * value:.1f} ({100 * low:.1f} to {100 * high:.1f})"
-
-
-def markdown_table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """First column to the left, the others to the right."""
-    rule = "| --- |" + " ---: |" * (len(head) - 1)
-    return "\n".join([f"| {' | '.join(head)} |", rule, *(f"| {' | '.join(x)} |" for x in lines)])
 
 
 def by_budget(scores: Scores, length: int, cell: Callable[[Setting, int], str]) -> str:
