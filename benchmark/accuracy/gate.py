@@ -21,6 +21,7 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from benchmark.accuracy.plain_answers import PlainAnswers
 from benchmark.accuracy.policies import FULL, Setting
@@ -30,12 +31,11 @@ from benchmark.accuracy.scoring import Loss, margin_points, paired_loss
 from benchmark.accuracy.suite import (
     BENCHMARK,
     PACKAGES,
-    add_common_arguments,
-    complete,
     key_of,
     measure,
     shared_fields,
     start_fleet,
+    suite_arguments,
 )
 from benchmark.progress import Progress
 from benchmark.rows import Row, environment
@@ -162,12 +162,16 @@ def report(verdicts: Sequence[Verdict]) -> str:
 
 def run(args: argparse.Namespace, judge_: Judge, progress: Progress) -> list[Verdict]:
     form = judge_.short if args.short else judge_.long
-    args = argparse.Namespace(**vars(args))
-    args.budgets, args.lengths = args.budgets or form.budgets, args.lengths or list(form.lengths)
-    args.samples, args.seed = args.samples or form.samples, args.seed or judge_.seed
-    complete(args, judge_.questions)
-    settings = [Setting(args.policy or judge_.policy, budget) for budget in args.budgets]
-    noted, length = (None if args.policy else form.noted) or (None, 0)
+    args = suite_arguments(
+        ["--samples", str(form.samples)],
+        json=args.json,
+        seed=judge_.seed,
+        questions=judge_.questions,
+        lengths=list(form.lengths),
+        margin_points=args.margin_points,
+    )
+    settings = [Setting(judge_.policy, budget) for budget in form.budgets]
+    noted, length = form.noted or (None, 0)
     others = [*settings, *([noted] if noted else [])]
     key = ("policy", "budget_tokens", "length_tokens", "task")
     fields = {**shared_fields(args), "samples": args.samples}
@@ -223,16 +227,9 @@ def main(argv: list[str] | None = None) -> int:
     add = parser.add_argument
     add("--short", action="store_true", help="one budget and length, few samples; for tests")
     add("--models", nargs="+", choices=JUDGES, default=list(JUDGES), help="that judge")
-    add("--policy", help="compared with full attention (default: the judge's)")
     add("--margin-points", type=_margin, metavar="X", help="may be lost at every budget")
-    add("--budgets", nargs="+", type=int, metavar="TOKENS", help="default: the judge's")
-    add("--lengths", nargs="+", type=int, metavar="TOKENS")
-    add("--samples", type=int, help="of each length and task")
-    add_common_arguments(parser, existing="is overwritten")
+    add("--json", type=Path, metavar="FILE", help="one row a line; an existing file is overwritten")
     args = parser.parse_args(argv)
-    args.tasks = None
-    if args.margin_points is None and not set(args.budgets or []) <= set(ALLOWED_POINTS):
-        parser.error(f"--margin-points is needed for budgets other than {list(ALLOWED_POINTS)}")
     if args.json:
         args.json.unlink(missing_ok=True)
     passed = True

@@ -30,6 +30,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmark.accuracy.asking import Servers, Tally, ask_all
 from benchmark.accuracy.fleet import Fleet
@@ -119,40 +120,6 @@ def start_fleet(
     )
 
 
-def add_common_arguments(
-    parser: argparse.ArgumentParser, existing: str = "is gone on with"
-) -> None:
-    """What the suite and the gate share; ``existing``: what becomes of a file that is there."""
-    add = parser.add_argument
-    add("--json", type=Path, metavar="FILE", help=f"one row a line; an existing file {existing}")
-    add("--model-path", help="folder of the model (default: the one that can answer them)")
-    add("--dtype", help="default: the model's")
-    add("--seed", type=int, help="of the first sample")
-    add("--threads", type=int, default=1, help="of each server")
-    add(
-        "--config",
-        type=json.loads,
-        default={"resident_tokens": 32},
-        metavar="JSON",
-        help="more keys for all policies (default: %(default)s)",
-    )
-
-
-def complete(args: argparse.Namespace, questions: str) -> None:
-    """What was left out is as it suits ``questions``."""
-    source = SOURCES[questions]
-    args.questions = questions
-    args.model_path = args.model_path or str(source.model())
-    for name, value in (
-        ("dtype", source.dtype),
-        ("seed", source.first_seed),
-        ("lengths", list(source.lengths)),
-        ("tasks", list(source.tasks)),
-    ):
-        if getattr(args, name, None) is None:
-            setattr(args, name, value)
-
-
 def shared_fields(args: argparse.Namespace) -> Row:
     return {
         "untimed": True,
@@ -165,19 +132,37 @@ def shared_fields(args: argparse.Namespace) -> Row:
     }
 
 
-def main(argv: list[str] | None = None) -> int:
+def suite_arguments(argv: list[str] | None, **given: Any) -> argparse.Namespace:
+    """The suite's arguments. ``given`` goes over what was parsed; what was left out is as it suits the questions."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     add = parser.add_argument
+    add(
+        "--json", type=Path, metavar="FILE", help="one row a line; an existing file is gone on with"
+    )
     add("--policies", nargs="+", default=list(NAMES), help="see policies.py")
     add("--budgets", nargs="+", type=int, default=list(BUDGETS), metavar="TOKENS")
     add("--questions", choices=SOURCES, default="tasks")
     add("--lengths", nargs="+", type=int, metavar="TOKENS")
     add("--tasks", nargs="+", choices=[task for s in SOURCES.values() for task in s.tasks])
     add("--samples", type=int, default=25, help="of each length and task")
+    add("--seed", type=int, help="of the first sample")
     add("--at-once", type=int, default=6, metavar="SERVERS", help="settings started together")
-    add_common_arguments(parser)
+    add("--threads", type=int, default=1, help="of each server")
+    default = {"resident_tokens": 32}
+    text = "more keys for all policies (default: %(default)s)"
+    add("--config", type=json.loads, default=default, metavar="JSON", help=text)
     args = parser.parse_args(argv)
-    complete(args, args.questions)
+    vars(args).update(given)
+    source = SOURCES[args.questions]
+    args.model_path, args.dtype = str(source.model()), source.dtype
+    args.seed = source.first_seed if args.seed is None else args.seed
+    args.lengths = args.lengths or list(source.lengths)
+    args.tasks = args.tasks or list(source.tasks)
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = suite_arguments(argv)
     progress = Progress()
     key = ("policy", "budget_tokens", "length_tokens", "task")
     fields = {**shared_fields(args), "samples": args.samples}

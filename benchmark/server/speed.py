@@ -24,7 +24,6 @@ import torch
 from benchmark import nvidia_smi, rows
 from benchmark.mapped import wait_mapped
 from benchmark.server.decode_server import FAILURES, DecodeServer, make_prompts, offload_flags
-from sglang_scout.worker.cpus import core_of, reserve_server_cores
 
 SHAPES = {"qwen3-8b": (36, 4096, 12288, 32, 8), "qwen3-14b": (40, 5120, 17408, 40, 8)}
 """Layers, hidden, intermediate, query heads, KV heads."""
@@ -35,8 +34,6 @@ MOST_REQUESTS = 64
 SKIPPED_STEPS = 50
 """Of the window, at its begin: the cache fills, and the recall finds its pace."""
 RUNS = 2
-LEAST_CPUS = 8
-"""From so many on the client has a core of its own, beside those that the worker leaves to the server."""
 START_S, MAPPED_S, RUN_S, SAMPLE_S = 300.0, 45.0, 300.0, 0.5
 
 SERVERS = {
@@ -146,23 +143,11 @@ def most_requests(shape: str, nbytes: float, tokens: int) -> int:
     return max(1, min(MOST_REQUESTS, int(nbytes // (token_bytes(shape) * tokens))))
 
 
-def cpus_of(
-    available: Collection[int], core_of: Callable[[int], int] = core_of
-) -> tuple[list[int], set[int]]:
-    """CPUs of the worker and of the client, whole cores, so that neither client nor server takes the worker's; none
-    and all where there are too few to divide."""
-    if len(available) < LEAST_CPUS:
-        return [], set(available)
-    worker = reserve_server_cores(available, core_of)
-    client = {cpu for cpu in worker if core_of(cpu) == core_of(worker[-1])}
-    return [cpu for cpu in worker if cpu not in client], client
-
-
 @contextlib.contextmanager
-def on_cpus(cpus: Collection[int]) -> Iterator[None]:
-    """This thread and those that it starts meanwhile run there."""
+def beside(worker_cpus: Collection[int]) -> Iterator[None]:
+    """This thread and those that it starts meanwhile leave the worker's CPUs to it."""
     before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cpus)
+    os.sched_setaffinity(0, before - set(worker_cpus) or before)
     try:
         yield
     finally:
@@ -196,8 +181,6 @@ def flags_of(name: str, options: argparse.Namespace, device_bytes: int) -> dict[
         config["resident_tokens"] = options.budget * batch
     flags = offload_flags("cuda", budget=options.budget, host_gb=options.host_gb, **config)
     flags["max_running_requests"] = batch
-    if worker := cpus_of(os.sched_getaffinity(0))[0]:
-        flags["kv_offload_cpus"] = ",".join(map(str, worker))
     return common | flags
 
 
@@ -245,10 +228,12 @@ def run_server(
         nbytes = state["host_pages_total"] * PAGE * token_bytes(options.model)
         found["mapped_share"] = wait_mapped(state["worker"]["pid"], nbytes, MAPPED_S)
     prompts = make_prompts([options.speed_context] * batch, 100_000, seed=1)
-    _, client = cpus_of(os.sched_getaffinity(0))
     rates: list[float] = []
     for run in range(1, RUNS + 1):
-        with on_cpus(client), Samples(lambda: offload_state(server.info())) as samples:
+        with (
+            beside(found.get("worker_cpus", ())),
+            Samples(lambda: offload_state(server.info())) as samples,
+        ):
             times = server.token_times(prompts, options.speed_tokens, RUN_S)
         gaps, rate = steady(times)
         rates.append(rate)

@@ -1,6 +1,5 @@
 """What ``benchmark/server/gpu_server.py`` calls wrong, and how it measures; ``test/e2e/test_gpu_server.py`` runs it."""
 
-import contextlib
 import copy
 import json
 
@@ -123,15 +122,6 @@ def test_ours_has_the_batch_of_the_host_and_stock_that_of_the_device():
         assert flags["max_running_requests"] == 17  # more than 80 GiB hold beside the weights
 
 
-def test_the_worker_leaves_whole_cores_to_server_and_client():
-    def half(cpu):  # as where the second halves of cores come behind the first ones
-        return cpu % 8
-
-    assert speed.cpus_of(range(16), half) == ([2, 3, 4, 5, 6, 10, 11, 12, 13, 14], {7, 15})
-    assert speed.cpus_of(range(16), int) == (list(range(2, 15)), {15})
-    assert speed.cpus_of(range(4), int) == ([], {0, 1, 2, 3})
-
-
 class Server:
     """A server whose requests take 10 ms a token."""
 
@@ -157,7 +147,6 @@ class Server:
 def test_every_server_has_two_rows_or_one_that_says_why(monkeypatch, tmp_path, fails, failed):
     monkeypatch.setattr(speed, "DecodeServer", Server)
     monkeypatch.setattr(Server, "fails", fails)
-    monkeypatch.setattr(speed, "on_cpus", lambda _: contextlib.nullcontext())
     about = type("About", (), {"total_memory": 80 << 30})
     monkeypatch.setattr(speed.torch.cuda, "get_device_properties", lambda _: about)
     writer = rows.Writer(None, rows.environment("gpu_server"))

@@ -160,7 +160,7 @@ def test_ring_latency_runs(tmp_path):
     if len(os.sched_getaffinity(0)) < 2:
         assert [row["status"] for row in found] == ["skipped"]
         return
-    assert {row["impl"] for row in found} == {"ring", "client", "client-empty"}
+    assert {row["impl"] for row in found} == {"ring", "client"}
     for row in found:
         assert row["status"] == "ok", row["reason"]
-        assert row["post_median_us"] < row["median_us"] <= row["p99_us"] <= row["max_us"]
+        assert row["median_us"] <= row["p99_us"] <= row["max_us"]
