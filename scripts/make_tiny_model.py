@@ -1,6 +1,4 @@
-#!/usr/bin/env python3
-"""Write a small random-weight model and its tokenizer: no network, the same bytes for the same
-seed.
+"""A small random-weight model and its tokenizer for tests: no network, the same bytes for the same seed.
 
 Random weights at the usual scale (std 0.02) make a poor test model: attention spreads evenly over
 the context, its output nearly vanishes, and greedy decoding repeats one token whatever the prompt
@@ -19,14 +17,12 @@ of the vocabulary) are zero: greedy text is readable ASCII and never ends before
 
 from __future__ import annotations
 
-import argparse
 import fcntl
 import hashlib
 import json
 import math
 import os
 import shutil
-import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -90,11 +86,6 @@ class TinyModelSpec:
             )
         if self.arch not in ARCHITECTURES:
             raise ValueError(f"arch={self.arch!r}: choose one of {', '.join(ARCHITECTURES)}")
-        if self.dtype not in ("float32", "bfloat16", "float16"):
-            raise ValueError(f"dtype={self.dtype!r}: choose float32, bfloat16 or float16")
-        for name, value in asdict(self).items():
-            if isinstance(value, int) and name not in ("seed", "vocab") and value < 1:
-                raise ValueError(f"{name}={value}: must be at least 1")
         if self.heads % self.kv_heads:
             raise ValueError(f"heads={self.heads}: must be a multiple of kv_heads={self.kv_heads}")
         if self.head_dim % 4:
@@ -260,24 +251,3 @@ def cached_tiny_model(spec: TinyModelSpec, cache_dir: Path) -> Path:
         if not (folder / "config.json").exists():
             make_tiny_model(spec, folder)
     return folder
-
-
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    add = parser.add_argument
-    add("--out", type=Path, required=True, help="folder to write; an existing one is replaced")
-    for name, value in asdict(TinyModelSpec()).items():
-        kind = str if name in ("arch", "dtype") else int
-        add(f"--{name.replace('_', '-')}", type=kind, default=None if name == "hidden" else value)
-    values = vars(parser.parse_args(argv))
-    out = values.pop("out")
-    try:
-        spec = TinyModelSpec(**values)
-    except ValueError as error:
-        parser.error(str(error))
-    print(make_tiny_model(spec, out))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
