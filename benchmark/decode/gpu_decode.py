@@ -12,9 +12,8 @@ q(t+1) = rho q(t) + sqrt(1 - rho^2) noise, whose rho is calibrated to the paper'
 half and at twice that drift, in 1 - rho, show how much the result depends on it.
 
 Rows (format: rows.py); `model`, `context`, `batch`, `step_us` in samples_us, `tokens_per_s`, and
-    full-triton       all KV on the device, at the largest batch that fits, with this project's kernel. It keeps fp32
-                      accuracy by three products where others make one, so it is no stand-in for stock attention
-    full-flashinfer   the same with FlashInfer, which stock SGLang uses; absent where that is not installed
+    full-flashinfer   all KV on the device, at the largest batch that fits, with FlashInfer, which stock SGLang uses;
+                      absent where that is not installed
     scout             co-attention; with rho, precompute, recall, cache (`budget`: as many resident pages as all rows
                       select, the paper's; `device`: all that its memory holds, of which a step attends to the selected
                       ones), cpu_compute_ratio, wait_share (of the step's time), fallback_pages, resident_pages,
@@ -110,21 +109,21 @@ def free_device() -> None:
     torch.cuda.empty_cache()
 
 
-def full_rows(
-    writer: rows.Writer, model: DummyModel, name: str, context: int, steps: int, kind: str
-) -> int:
-    """Returns the batch."""
-    size = SIZES[name]
+def full_batch_of(size: ModelSize, context: int) -> int:
+    """Requests whose whole KV the device holds."""
     kv_bytes = 2 * size.layers * context * size.kv_heads * size.head_dim * 2
-    free = torch.cuda.mem_get_info()[0] - DEVICE_RESERVE_BYTES
-    batch = free // kv_bytes
-    sizes = {"model": name, "context": context, "batch": int(batch)}
+    return max(0, (torch.cuda.mem_get_info()[0] - DEVICE_RESERVE_BYTES) // kv_bytes)
+
+
+def full_row(
+    writer: rows.Writer, model: DummyModel, name: str, context: int, steps: int, batch: int
+) -> None:
+    kind, sizes = "full-flashinfer", {"model": name, "context": context, "batch": batch}
     if batch < 1:
         writer.add(kind, "skipped", "not one request fits the device", **sizes)
-        return 0
-    harness = None
+        return
     try:
-        harness = FullAttention(model, size, int(batch), context, kind)
+        harness = FullAttention(model, SIZES[name], batch, context)
         step_times_us(harness.graph.replay, 4)
         report(writer, kind, sizes, step_times_us(harness.graph.replay, steps))
     except ImportError as error:
@@ -133,7 +132,6 @@ def full_rows(
         writer.add(kind, "failed", f"{type(error).__name__}: {error}"[:500], **sizes)
     harness = None
     free_device()
-    return int(batch)
 
 
 def scout_rows(
@@ -254,11 +252,11 @@ def measure(options: argparse.Namespace) -> int:
     for name in options.model:
         model = DummyModel(SIZES[name], torch.bfloat16, "cuda")
         for context in options.context:
-            full = full_rows(writer, model, name, context, options.steps, "full-triton")
+            full = full_batch_of(SIZES[name], context)
             scout_rows(writer, model, name, context, options, full)
             free_device()
             # Last: it compiles for a minute or two where that has not been done.
-            full_rows(writer, model, name, context, options.steps, "full-flashinfer")
+            full_row(writer, model, name, context, options.steps, full)
         del model
         free_device()
     writer.close()

@@ -257,8 +257,6 @@ def test_the_command_resumes_and_its_rows_make_tables(tmp_path, capsys, monkeypa
     assert table.main([str(path)]) == 0
     shown = capsys.readouterr().out
     assert "| full attention |" in shown and "facts, 6 documents" in shown
-    assert table.main([str(path), "--layers", "keys 256"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 2 + 4
 
 
 def test_intervals_are_of_documents_and_text_means_are_of_tokens():
