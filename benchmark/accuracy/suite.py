@@ -30,13 +30,20 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from benchmark.accuracy.asking import Servers, Tally, ask_all
+from benchmark.accuracy import tasks
 from benchmark.accuracy.fleet import Fleet
 from benchmark.accuracy.policies import NAMES, Setting, grid
-from benchmark.accuracy.questions import FORCING_ENVIRONMENT, FORCING_FLAGS, SOURCES
+from benchmark.accuracy.questions import (
+    FORCING_ENVIRONMENT,
+    FORCING_FLAGS,
+    SOURCES,
+    is_right,
+    payload,
+)
 from benchmark.accuracy.row_file import RowFile
+from benchmark.accuracy.scoring import wilson_interval
 from benchmark.progress import Progress
 from benchmark.rows import Row, environment, weights_digest
 from servers.server_process import ends_orderly
@@ -44,6 +51,58 @@ from servers.server_process import ends_orderly
 BENCHMARK = "accuracy"
 PACKAGES = ("sglang", "torch", "sglang-scout")
 BUDGETS = (256, 512, 1024, 2048)
+COUNTED = (
+    "steps",
+    "selected_pages",
+    "cpu_pages",
+    "budget_pages",
+    "recalled_pages",
+    "fallback_pages",
+)
+
+
+class Servers(Protocol):
+    def ask(self, setting: Setting, payload: dict[str, Any]) -> dict[str, Any]: ...
+
+    def counters(self, setting: Setting) -> dict[str, Any]: ...
+
+
+class Tally:
+    """What one setting has answered of one length and task so far."""
+
+    def __init__(self, setting: Setting, samples: int, before: dict[str, Any]) -> None:
+        self.setting = setting
+        self.outcomes: list[bool | None] = [None] * samples
+        self.seconds = 0.0
+        self._before = before
+
+    def row(self, after: dict[str, Any]) -> Row:
+        right, asked = sum(map(bool, self.outcomes)), len(self.outcomes)
+        low, high = wilson_interval(right, asked)
+        spent = {key: after[key] - self._before[key] for key in COUNTED if key in after}
+        budget = spent.get("budget_pages")
+        return {
+            "right": right,
+            "asked": asked,
+            "low": round(low, 5),
+            "high": round(high, 5),
+            "outcomes": "".join("1" if x else "0" for x in self.outcomes),
+            "seconds": round(self.seconds, 2),
+            "cpu_compute_ratio": round(spent["cpu_pages"] / budget, 5) if budget else None,
+            "offload": spent,
+        }
+
+
+def ask_all(servers: Servers, tallies: Sequence[Tally], samples: Sequence[tasks.Sample]) -> None:
+    """Sample by sample, all settings one after the other, so that a text is prefilled once and asked about while it is
+    still cached. Raises ValueError, RequestFailed, OSError or ServerFailed for the first request that fails.
+    """
+    for index, sample in enumerate(samples):
+        for tally in tallies:
+            begin = time.monotonic()
+            answer = servers.ask(tally.setting, payload(sample))
+            tally.seconds += time.monotonic() - begin
+            tally.outcomes[index] = is_right(sample, answer)
 
 
 def measure(

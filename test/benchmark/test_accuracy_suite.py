@@ -53,7 +53,7 @@ class Answering:
         # One page of four was the CPU's, except that the first 8 of 16 were all: a start that must not count.
         steps = sum(1 for s, _ in self.asked if s == setting)
         pages = 8 + int(16 * steps * self.share)
-        return {"steps": steps, "cpu_pages": pages, "cpu_compute_ratio": pages / (16 + 16 * steps)}
+        return {"steps": steps, "cpu_pages": pages, "budget_pages": 16 + 16 * steps}
 
 
 def arguments(**changes):
@@ -195,7 +195,7 @@ def test_rows_hold_every_outcome_and_are_not_measured_twice(tmp_path):
     assert (row["right"], row["asked"], row["outcomes"]) == (3, 5, "10110")
     assert (row["low"], row["high"]) == pytest.approx(scoring.wilson_interval(3, 5), abs=1e-4)
     assert row["cpu_compute_ratio"] == pytest.approx(0.25)
-    assert row["offload"] == {"steps": 5, "cpu_pages": 20}
+    assert row["offload"] == {"steps": 5, "cpu_pages": 20, "budget_pages": 80}
 
     # Cut off in the middle: only what is missing is asked again.
     lines = path.read_text().splitlines()
