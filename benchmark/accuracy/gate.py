@@ -17,7 +17,6 @@ surely, the larger the sample. --margin-points sets one margin for all budgets i
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -212,22 +211,12 @@ def ask_full(
         progress.say(f"full attention, {length} tokens, of {args.samples}: {right}")
 
 
-def _margin(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < 100:
-        raise argparse.ArgumentTypeError(f"{text!r} is no margin; give points from 0 to below 100")
-    return value
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     add = parser.add_argument
     add("--short", action="store_true", help="one budget and length, few samples; for tests")
     add("--models", nargs="+", choices=JUDGES, default=list(JUDGES), help="that judge")
-    add("--margin-points", type=_margin, metavar="X", help="may be lost at every budget")
+    add("--margin-points", type=float, metavar="X", help="may be lost at every budget")
     add("--json", type=Path, metavar="FILE", help="one row a line; an existing file is overwritten")
     args = parser.parse_args(argv)
     if args.json:

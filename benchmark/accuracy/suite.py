@@ -51,14 +51,7 @@ from servers.server_process import ends_orderly
 BENCHMARK = "accuracy"
 PACKAGES = ("sglang", "torch", "sglang-scout")
 BUDGETS = (256, 512, 1024, 2048)
-COUNTED = (
-    "steps",
-    "selected_pages",
-    "cpu_pages",
-    "budget_pages",
-    "recalled_pages",
-    "fallback_pages",
-)
+COUNTED = "steps selected_pages cpu_pages budget_pages recalled_pages fallback_pages".split()
 
 
 class Servers(Protocol):
@@ -141,28 +134,22 @@ def key_of(setting: Setting) -> Row:
     return {"policy": setting.policy, "budget_tokens": setting.budget_tokens}
 
 
-def groups_of(settings: Sequence[Setting], at_once: int) -> list[list[Setting]]:
-    return [list(settings[i : i + at_once]) for i in range(0, len(settings), at_once)]
-
-
 def run_grid(args: argparse.Namespace, file: RowFile, progress: Progress) -> None:
-    for group in groups_of(grid(args.policies, args.budgets), args.at_once):
-        missing = [
-            setting
-            for setting in group
-            if any(
-                not file.has(**key_of(setting), length_tokens=length, task=task)
-                for length in args.lengths
-                for task in args.tasks
-            )
-        ]
-        if not missing:
-            continue
-        progress.say(f"starting servers for {', '.join(s.name for s in missing)}")
+    """All settings, ``--at-once`` of those that lack a row at a time."""
+    missing = [
+        setting
+        for setting in grid(args.policies, args.budgets)
+        for length in args.lengths
+        for task in args.tasks
+        if not file.has(**key_of(setting), length_tokens=length, task=task)
+    ]
+    settings = list(dict.fromkeys(missing))
+    for group in (settings[i : i + args.at_once] for i in range(0, len(settings), args.at_once)):
+        progress.say(f"starting servers for {', '.join(s.name for s in group)}")
         file.renew(environment(BENCHMARK, PACKAGES))
-        with start_fleet(args, missing, max(args.lengths)) as fleet:
+        with start_fleet(args, group, max(args.lengths)) as fleet:
             progress.say(f"ready after {fleet.startup_s:.0f} s")
-            measure(fleet, missing, args, file, progress)
+            measure(fleet, group, args, file, progress)
 
 
 def start_fleet(

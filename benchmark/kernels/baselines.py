@@ -30,22 +30,40 @@ VLLM_ISA = "vec"  # what vLLM takes for such blocks where a CPU has no AMX
 TIMEOUT_S = 120.0
 
 
+class Implementation:
+    """``tolerance`` bounds |output - expected|, absolute and relative; None: there is nothing to check."""
+
+    name: str
+    tolerance: float | None = None
+
+    def run(self, inputs: Inputs, starts: list[int], threads: int) -> int:
+        """Nanoseconds of one call per start."""
+        raise NotImplementedError
+
+    def output(self) -> torch.Tensor:
+        """float32 [rows, HQ, D] of ``checked_rows`` of the last call."""
+        raise NotImplementedError
+
+    def expected(self, inputs: Inputs, at: int) -> torch.Tensor:
+        return reference(inputs, inputs.pages(at), inputs.k, inputs.v)
+
+    def close(self) -> None:
+        """End what it has started."""
+
+
 def reference(
     inputs: Inputs, pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> torch.Tensor:
     """float32 [rows, HQ, D] of the checked rows; pages and k, v [P, S, H, D] as who is checked reads the pool."""
-    scale, rows = inputs.shape.scale, inputs.shape.checked_rows
-    return torch.cat(
-        [
-            attend_pages.reference(inputs.q[b : b + 1], k, v, pages[b : b + 1], None, None, scale)[
-                0
-            ]
-            for b in rows
-        ]
-    )
+    parts = []
+    for row in inputs.shape.checked_rows:  # one at a time: it copies the pages in float32
+        q, table = inputs.q[row : row + 1], pages[row : row + 1]
+        out, _ = attend_pages.reference(q, k, v, table, None, None, inputs.shape.scale)
+        parts.append(out)
+    return torch.cat(parts)
 
 
-class Ipex:
+class Ipex(Implementation):
     """Paged attention of Intel Extension for PyTorch: the process of ipex_server.py, which makes the same inputs from
     the same seeds.
 
@@ -105,7 +123,7 @@ class Ipex:
         return answer["result"]
 
 
-class Vllm:
+class Vllm(Implementation):
     """``cpu_attention_with_kv_cache`` of vLLM, with a plan of the work that is made before the clock starts: vLLM makes
     one a step, for all layers."""
 
@@ -156,9 +174,6 @@ class Vllm:
         k = k.as_strided((len(k), s.H, s.D, VLLM_BLOCK), (*k.stride()[:2], VLLM_BLOCK, 1))
         blocks = self._blocks(inputs, at)
         return reference(inputs, blocks, k.permute(0, 3, 1, 2), v.transpose(1, 2))
-
-    def close(self) -> None:
-        pass
 
     def _cache(self, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V [blocks, H, 128, D] as vLLM passes them: two halves of each head's part of a block."""
