@@ -40,6 +40,7 @@ from benchmark.kernels.kv_pool import Inputs, KvPool, Shape, available_bytes
 from benchmark.kernels.read_loop import ReadLoop, ReadLoopError
 from benchmark.rows import Row, Writer, cache_bytes, environment, summary
 from sglang_scout.ops import native
+from sglang_scout.ops.attend import attend_pages
 
 MODELS = (  # names, H, G, D
     ("Qwen3-8B, Llama-3.1-8B", 8, 4, 128),
@@ -64,6 +65,7 @@ class Native(Implementation):
 
     def __init__(self) -> None:
         self.name = f"native-{native.module.isa()}"
+        (self._attend,) = (i.run for i in attend_pages.implementations if i.name == "native")
 
     def run(self, inputs: Inputs, starts: list[int], threads: int) -> int:
         torch.set_num_threads(threads)  # the kernel's own pool takes as many
@@ -72,10 +74,9 @@ class Native(Implementation):
         nowhere = [np.full(shape, np.nan, np.float32) for shape in (q.shape, q.shape[:2])]
         out = torch.from_numpy(nowhere[0]), torch.from_numpy(nowhere[1])
         tables = [inputs.pages(at) for at in starts]
-        attend = native.ATTEND_PAGES.run
         begin_ns = time.perf_counter_ns()
         for pages in tables:
-            attend(q, k, v, pages, None, None, scale, 0.0, out)
+            self._attend(q, k, v, pages, None, None, scale, 0.0, out, None, None)
         ns = time.perf_counter_ns() - begin_ns
         self._out = out[0][inputs.shape.checked_rows]
         return ns
