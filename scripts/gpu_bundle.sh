@@ -62,9 +62,9 @@ import sys
 from importlib.metadata import version
 for name in sys.argv[1:]:
     print(f"{name}=={version(name)}")' "${SITE[@]}")"
-    # shellcheck disable=SC2086  # one word a package
     # pip tries the first platform first, and knows no order among those of glibc's versions.
     mapfile -t platforms < <(seq -f --platform=manylinux_2_%g_x86_64 34 -1 17)
+    # shellcheck disable=SC2086  # one word a package
     "${PIP[@]}" install --quiet --no-compile --no-deps --only-binary=:all: --python-version "$TARGET" \
         "${platforms[@]}" --platform=manylinux2014_x86_64 --target "$OUT/site" $pins \
         || die "pip could not install the wheels for Python $TARGET"
