@@ -49,7 +49,10 @@ def state_fields(function: str) -> list[str]:
     body = next(n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == function)
     returned = next(n.value for n in body.body if isinstance(n, ast.Return))
     dictionaries = [n for n in ast.walk(returned) if isinstance(n, ast.Dict)]
-    return [ast.literal_eval(key) for d in dictionaries for key in d.keys]
+    lists = assignments(PACKAGE / "plugin" / "status.py")
+    spread = [x for name in ("_TOTALS", "_OF_WORKER") for x in ast.literal_eval(lists[name])]
+    named = [ast.literal_eval(key) for d in dictionaries for key in d.keys if key is not None]
+    return named + (spread if function == "decode_state" else [])
 
 
 def metrics() -> dict[str, str]:

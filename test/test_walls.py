@@ -245,15 +245,12 @@ def test_circles_and_names_of_policies_are_seen(tmp_path):
 BROKEN = [
     ("core/x.py", "import torch", "core imports torch"),
     ("core/x.py", "from ..ops import attend", "core imports ops"),
-    ("core/x.py", "import sglang_scout.worker.main", "core imports worker"),
-    ("core/x.py", "from .. import engine", "core imports engine"),
     ("ops/x.py", "from sglang.srt import utils", "ops imports sglang; only plugin may"),
     ("ops/triton/x.py", "from ...engine import step", "ops imports engine"),
     ("worker/x.py", "def f():\n    import torch.nn", "worker imports torch"),
     ("worker/x.py", "import transformers", "worker imports transformers"),
     ("worker/__init__.py", "from ..ops import attend", "worker imports ops"),
     ("policy/x.py", "from ..engine import step", "policy imports engine"),
-    ("policy/x.py", "import threading", "policy imports threading"),
     ("policy/x.py", "import torch\nx = torch.cuda.Stream()", "policy touches Stream"),
     ("engine/x.py", "from ..plugin import entry", "engine imports plugin"),
     ("engine/x.py", "from importlib import *\nimport_module('sglang.srt')", "only plugin may"),
@@ -262,7 +259,6 @@ BROKEN = [
     ("engine/x.py", "match p.preset:\n    case 'x':\n        pass", "which policy"),
     ("cli/x.py", "from ..plugin import entry", "cli imports plugin"),
     ("__init__.py", "import torch", " imports torch"),
-    ("__init__.py", "from .ops import attend", "the top level imports ops"),
     ("utils/x.py", "", "utils is no floor"),
     ("plugin/x.py", "from pickle import loads", "no pickle anywhere"),
     ("worker/x.py", "def f(s):\n    s.send_pyobj(1)", "send_pyobj pickles"),
@@ -302,7 +298,3 @@ def test_a_fresh_worker_process_loads_neither_torch_nor_sglang():
     loaded = loaded_by("sglang_scout.worker.main")
     assert "sglang_scout" in loaded
     assert not loaded & {"torch", "sglang", "triton", "transformers", "pickle5", "cloudpickle"}
-
-
-def test_the_fresh_process_check_sees_what_it_looks_for():
-    assert "torch" in loaded_by("sglang_scout.ops.attend")

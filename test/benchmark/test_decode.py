@@ -44,7 +44,8 @@ def test_a_check_ends_with_the_first_step_that_lacks_an_answer(monkeypatch):
     pytest.importorskip("sglang_scout._native")
     monkeypatch.setattr(DeviceRing, "faults", lambda _: ["no answer in time"])
     found = list(check.findings("cpu", 1, steps=3))
-    assert found == [(kind, ["step 0: no answer in time"]) for kind in ("verified", "off")]
+    assert [kind for kind, _ in found] == ["verified", "off"]
+    assert all(len(wrong) == 1 and "no answer in time" in wrong[0] for _, wrong in found)
 
 
 class HalfAStore:

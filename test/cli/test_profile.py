@@ -178,10 +178,10 @@ def test_the_command(tmp_path, capsys):
     assert main([*command, "--json", "--plot", str(tmp_path / "p.png")]) == 0
     found = load_profile(str(output))
     assert msgspec.to_builtins(found) == json.loads(capsys.readouterr().out)
-    # round(4 * 0.02 * age) is 0 up to age 6, then one page of four, 0.25.
-    assert found.intervals == [6, 1] and found.threshold == BETA
-    assert found.samples == [2] * 40 and len(found.curves[0]) == 40
-    assert found.workload == "2 requests of 256 tokens, 40 steps"
+    # From age 3 on; round(4 * 0.02 * age) is 0 up to age 6, then one page of four, 0.25.
+    assert found.intervals == [4, 1] and found.threshold == BETA
+    assert found.samples == [2] * 38 and len(found.curves[0]) == 38
+    assert found.workload == "2 requests of 256 tokens, 38 steps"
     check_profile(found, "p.json", **SERVER)
     assert (tmp_path / "p.png").stat().st_size > 10_000
 
@@ -191,7 +191,7 @@ def test_the_command(tmp_path, capsys):
     [
         ({}, ["--threshold", "2"], ["--threshold 2.0", "between 0 and 1"]),
         ({"recall": "fixed"}, [], ['"recall": "fixed"', '"recall": "off"']),
-        ({"steps": 8}, [], ["7 steps", "at least 8", "ask for more tokens"]),
+        ({"steps": 8}, [], ["5 steps", "at least 8", "ask for more tokens"]),
         ({"full_pages": (4, 3)}, [], ["0 steps", "budget of 128 tokens", "longer prompts"]),
         ({}, ["--output", "/no/such/p.json"], ["--output '/no/such/p.json'", "name another"]),
         ({}, ["--plot", "/no/such/p.png"], ["--plot '/no/such/p.png'", "a folder that exists"]),
@@ -220,7 +220,7 @@ def test_report(tmp_path, capsys):
     assert found["steps"] == 4, "before a step of new requests alone the server may have been idle"
     assert found["period_us"] == 1000 and found["cpu_wait_us"] == 3 and found["rest_us"] == 887
     assert found["recall_wait_us"] == 10 and found["between_us"] == 100
-    assert found["ratio_by_layer"] == [0.0, 0.6875] and found["cpu_wait_us_by_layer"] == [1, 2]
+    assert found["ratio_by_layer"] == [0.0, 1.0] and found["cpu_wait_us_by_layer"] == [1, 2]
     write_log(path, 1)
     assert main(["report", str(path)]) == 2
     assert "no steps in a row" in capsys.readouterr().err

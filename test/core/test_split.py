@@ -39,11 +39,8 @@ def runs_of(split: Split, pages: list[int]) -> int:
     ],
 )
 def test_what_keeps_36_threads_busy(pages, runs):
+    assert runs_of(Split(), pages) == 1, "one thread splits nothing"
     assert runs_of(Split(threads=36, most=8, least_pages=2), pages) == runs
-
-
-def test_one_thread_splits_nothing():
-    assert runs_of(Split(), [512]) == 1
 
 
 @given(counts, splits)
@@ -71,10 +68,8 @@ def test_no_other_split_of_equal_sequences_would_be_faster(sequences, pages, spl
     batch = [pages] * sequences
     chosen = rounds_took(split, batch, runs_of(split, batch))
     for runs in range(2, split.most + 1):
-        if (
-            pages >= runs * split.least_pages
-            and sequences * runs <= _native.RUNS_PER_THREAD * split.threads
-        ):
+        fits = sequences * runs <= _native.RUNS_PER_THREAD * split.threads
+        if fits and pages >= runs * split.least_pages:
             rounds = -(-sequences * runs // split.threads)
             assert chosen <= rounds_took(split, batch, runs) + rounds + 1
     assert chosen <= rounds_took(split, batch, 1) + -(-sequences * split.most // split.threads)

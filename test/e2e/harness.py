@@ -1,7 +1,4 @@
-"""What the end-to-end tests share: the launcher and small checks. No test lives here.
-
-The launcher itself, ``PDCluster``, is the one that the demo and ``sglang-scout profile`` use.
-"""
+"""What the end-to-end tests share. No test lives here."""
 
 from __future__ import annotations
 
@@ -13,42 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from servers.pd_cluster import PDCluster, flags
-from servers.server_process import (
-    ServerFailed,
-    ServerProcess,
-    children_of,
-    free_ports,
-    process_title,
-    processes_of,
-)
-from servers.sglang_http import (
-    Generation,
-    RequestFailed,
-    generate,
-    generate_payload,
-    http_json,
-    sse_events,
-)
+from servers.processes import children_of, process_title
+from servers.server_process import ServerFailed
+from servers.sglang_http import Generation, generate, generate_payload, sse_events
 from servers.single_server import SingleServer
-
-__all__ = [
-    "Generation",
-    "PDCluster",
-    "ProcessUsage",
-    "RequestFailed",
-    "ServerFailed",
-    "ServerProcess",
-    "abort_after",
-    "assert_same_tokens",
-    "free_ports",
-    "http_json",
-    "process_title",
-    "processes_of",
-    "random_prompts",
-    "scheduler_pid",
-    "stock_answers",
-    "wait_until",
-]
 
 
 def random_prompts(lengths: Sequence[int], *, vocab: int = 500, seed: int = 0) -> list[list[int]]:

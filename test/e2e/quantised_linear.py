@@ -39,7 +39,6 @@ class Int8LinearMethod(UnquantizedLinearMethod):
 class Int8Config(QuantizationConfig):
     def __init__(self, config: dict) -> None:
         super().__init__()
-        self.kv_cache_quant_algo = config.get("kv_cache_quant_algo")
 
     @classmethod
     def from_config(cls, config):
@@ -82,13 +81,13 @@ def install(folder: Path) -> str:
     return f"{folder}:{Path(__file__).parent}"
 
 
-def quantised(model: Path, folder: Path, **config: str) -> Path:
-    """The same model as a checkpoint that asks for this quantisation; ``config``: more of its fields."""
+def quantised(model: Path, folder: Path) -> Path:
+    """The same model as a checkpoint that asks for this quantisation."""
     folder.mkdir()
     for item in model.iterdir():
         if item.name != "config.json":
             (folder / item.name).symlink_to(item)
     changed = json.loads((model / "config.json").read_text())
-    changed["quantization_config"] = {"quant_method": NAME, **config}
+    changed["quantization_config"] = {"quant_method": NAME}
     (folder / "config.json").write_text(json.dumps(changed))
     return folder

@@ -20,7 +20,8 @@ MARGIN_POINTS = {"recall": 10.0, "smollm2": 12.5}
 KNOWN_SHARE = {"recall": 0.9, "smollm2": 0.7}
 
 
-@pytest.mark.parametrize("name", gate.JUDGES)
+# Together they take longer than the three minutes that the short form may.
+@pytest.mark.parametrize("name", ["smollm2", pytest.param("recall", marks=pytest.mark.slow)])
 def test_scout_answers_as_full_attention_does(name, tmp_path):
     judge, path = gate.JUDGES[name], tmp_path / "gate.jsonl"
     command = [sys.executable, "-m", "benchmark.accuracy.gate", "--short"]

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from harness import PDCluster, assert_same_tokens, random_prompts, stock_answers, wait_until
+from servers.sglang_http import generate_payload, parse_generation
 
 LENGTHS = (1, 2, 31, 32, 33, 63, 64, 65, 100, 257, 300, 415, 511, 512, 513, 700)
 NEW_TOKENS = 40  # crosses a page border for every prompt
@@ -22,26 +23,13 @@ LOGPROB_ATOL = 1e-3
 """Two fp32 implementations of attention, each summing in its own order, through four layers."""
 
 SCOUT = ("--kv-offload", "scout", "--kv-offload-budget", str(BUDGET_TOKENS))
-RADIX = "--disaggregation-decode-enable-radix-cache"
 SLOW = pytest.mark.slow
-# Of the slow ones llama runs in test_small_budget.py, held to a plain reference layer by layer.
 ARCHITECTURES = (
     "qwen3",
     *(pytest.param(arch, marks=SLOW) for arch in ("glm4", "qwen2", "llama", "mistral")),
 )
-WITH_RADIX = ("qwen3", pytest.param("glm4", marks=SLOW))
 RANKS_BUDGET_TOKENS = 320
 SHORT = 10  # so many of LENGTHS, with what is decoded, fit this budget
-
-
-def cluster(model, decode_args=()):
-    return PDCluster(
-        model,
-        server_args=SCOUT,
-        decode_args=decode_args,
-        max_running_requests=16,
-        max_total_tokens=32768,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -66,9 +54,16 @@ def stock(tiny_model, tmp_path_factory):
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_tokens_equal_stock(arch, stock, tiny_model):
+    """With the default settings, and of a second decode server with the radix cache."""
     prompts = random_prompts(LENGTHS, seed=7)
     expected = stock(arch)
-    with cluster(tiny_model(arch)) as servers:
+    with PDCluster(
+        tiny_model(arch),
+        server_args=SCOUT,
+        more_decodes={"radix": ["--disaggregation-decode-enable-radix-cache"]},
+        max_running_requests=16,
+        max_total_tokens=32768,
+    ) as servers:
         together = servers.generate(prompts, max_new_tokens=NEW_TOKENS, logprobs=True)
         assert_same_tokens(expected, together, logprob_atol=LOGPROB_ATOL)
         alone = servers.generate(
@@ -81,33 +76,32 @@ def test_tokens_equal_stock(arch, stock, tiny_model):
         assert state["digests_received"] > 0 and state["host_pages_used"] == 0
         # Starved for two seconds on a busy machine it is replaced, which costs no request.
         wait_until("a worker", lambda: servers.kv_offload()["worker"]["state"] == "ready", 60)
+        check_radix_cache(servers, prompts, expected)
 
 
-@pytest.mark.parametrize("arch", WITH_RADIX)
-def test_tokens_equal_stock_with_the_decode_radix_cache(arch, stock, tiny_model):
-    prompts = random_prompts(LENGTHS, seed=7)
-    expected = stock(arch)
-    with cluster(tiny_model(arch), [RADIX]) as servers:
-        first = servers.generate(prompts, max_new_tokens=NEW_TOKENS, logprobs=True)
-        assert_same_tokens(expected, first, logprob_atol=LOGPROB_ATOL)
-        computed = servers.kv_offload()["digests_computed"]
-        received = servers.kv_offload()["digests_received"]
+def check_radix_cache(servers, prompts, expected):
+    """The router does not know this decode server: each request goes to it and to the prefill server."""
 
-        again = servers.generate(prompts, max_new_tokens=NEW_TOKENS, logprobs=True)
-        assert_same_tokens(expected, again, logprob_atol=LOGPROB_ATOL)
-        assert sum(a.cached_tokens for a in again) > 1000, (
-            "the second round must hit the prefix cache"
-        )
-        state = servers.kv_offload()
-        assert state["digests_received"] - received < received / 4, "cached pages have digests"
-        assert state["digests_computed"] - computed <= 2 * len(prompts)
+    def ask(prompt):
+        payload = generate_payload(prompt, NEW_TOKENS, logprobs=True)
+        return parse_generation(servers.ask_pair(payload, "radix"), 0.0)
 
-        used = state["host_pages_used"]
-        assert used > 0, "the radix cache holds pages"
-        servers.flush()
-        assert servers.kv_offload()["host_pages_used"] == 0
-        after = servers.generate(prompts, max_new_tokens=NEW_TOKENS, logprobs=True)
-        assert_same_tokens(expected, after, logprob_atol=LOGPROB_ATOL)
+    def check():
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            answers = list(pool.map(ask, prompts))
+        assert_same_tokens(expected, answers, logprob_atol=LOGPROB_ATOL)
+        return answers, servers.kv_offload("radix")
+
+    _, first = check()
+    again, second = check()
+    assert sum(a.cached_tokens for a in again) > 1000, "the second round hits the prefix cache"
+    received = second["digests_received"] - first["digests_received"]
+    assert received < first["digests_received"] / 4, "cached pages have digests"
+    assert second["digests_computed"] - first["digests_computed"] <= 2 * len(prompts)
+    assert second["host_pages_used"] > 0, "the radix cache holds pages"
+    servers.flush("radix")
+    assert servers.kv_offload("radix")["host_pages_used"] == 0
+    check()
 
 
 def test_two_ranks(stock, tiny_model, tmp_path):
@@ -153,7 +147,7 @@ def test_two_ranks(stock, tiny_model, tmp_path):
         assert (tmp_path / "trace.json").exists() and (tmp_path / "trace.rank1.json").exists()
 
         restarts = ranks[1]["worker"]["restarts"]
-        servers.kill(ranks[1]["worker"]["pid"])
+        os.kill(ranks[1]["worker"]["pid"], signal.SIGKILL)
         servers.generate(long, max_new_tokens=20)
         wait_until(
             "a new worker of rank 1",
@@ -168,15 +162,10 @@ def test_two_ranks(stock, tiny_model, tmp_path):
         assert max(rank["verify_max_rel_error"] for rank in state["ranks"]) <= 1e-5
         text = servers.metrics()
         for rank in "01":
-            assert f'tp_rank="{rank}"' in [
-                part
-                for line in text.splitlines()
-                if line.startswith("sglang:kv_offload_worker_up")
-                for part in line.partition("{")[2].partition("}")[0].split(",")
-            ]
+            assert re.search(rf'^sglang:kv_offload_worker_up{{.*tp_rank="{rank}"', text, re.M)
 
 
-def test_the_engine_of_cuda_devices(stock, tiny_model):
+def test_graph_transport(stock, tiny_model):
     """On the CPU device, with the ring's kernels interpreted: stock's tokens where the budget covers the
     context, plain attention to exactly the chosen pages elsewhere, through retractions and while the
     worker is silent. What SGLang does to requests and pages is the same as with a device."""
@@ -222,7 +211,7 @@ def test_the_engine_of_cuda_devices(stock, tiny_model):
 
 
 @pytest.mark.slow
-def test_two_ranks_of_a_device(tiny_model):
+def test_two_ranks_with_graph_transport(tiny_model):
     """Every layer of both ranks agrees with a plain reference; both map the words of their faults."""
     cpus = sorted(os.sched_getaffinity(0))
     settings = {"transport": "graph", "verify": True, "resident_tokens": 32}

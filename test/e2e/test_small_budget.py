@@ -1,8 +1,9 @@
 """Sparse decoding on real servers: each layer's output against a plain reference over the same pages."""
 
-import itertools
 import json
 import re
+
+import pytest
 
 from harness import PDCluster, random_prompts
 
@@ -25,7 +26,7 @@ def cluster(model, config, **kwargs):
 
 
 def check_timeline(path, *, steps, ahead):
-    """Every row is there, rows do not nest, and the worker's own slices say whether it was ahead."""
+    """Every row is there, and the worker's own slices say whether it was ahead; more in test/engine/test_trace.py."""
     events = json.loads(path.read_text())
     rows = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     slices: dict = {}
@@ -36,28 +37,17 @@ def check_timeline(path, *, steps, ahead):
             slices.setdefault(kind, []).append(e)
     assert set(slices) >= {"device layer", "boundary step", "ahead score", "ahead post",
                            "attention wait", "copies recall", "worker"}  # fmt: skip
-    for row in rows:
-        own = [e for e in events if e["ph"] == "X" and (e["pid"], e["tid"]) == row]
-        own.sort(key=lambda e: e["ts"])
-        for e, following in itertools.pairwise(own):
-            assert e["ts"] + e["dur"] <= following["ts"] + 1e-3, "a nanosecond, of rounding"
 
     def by_layer(kind):
         return {(e["args"]["step"], e["args"]["layer"]): e for e in slices.get(kind, ())}
 
-    device, posted, worker = by_layer("device layer"), by_layer("ahead post"), slices["worker"]
+    device, posted, served = map(by_layer, ("device layer", "ahead post", "worker"))
     assert len(device) == len(slices["device layer"]) == 4 * steps
-    fallen, served = set(by_layer("attention fallback")), set(by_layer("worker"))
-    assert served <= set(posted) <= served | fallen
-    for key in served - fallen:
-        pages = [
-            e["args"]["pages"] for e in worker if (e["args"]["step"], e["args"]["layer"]) == key
-        ]
-        assert sum(pages) == posted[key]["args"]["pages"]
-    assert served <= set(by_layer("attention wait")), "the wait at each merge is visible"
+    assert set(served) <= set(posted) <= {*served, *by_layer("attention fallback")}
+    assert set(served) <= set(by_layer("attention wait")), "the wait at each merge is visible"
     # Which of them began before the layer before ended; how many is the machine's affair.
     early = []
-    for e in worker:
+    for e in slices["worker"]:
         if e["args"]["layer"] > 0:
             before = device[e["args"]["step"], e["args"]["layer"] - 1]
             early.append(e["ts"] < before["ts"] + before["dur"])
@@ -91,6 +81,7 @@ def test_bf16_with_metrics_and_trace(tiny_model, tmp_path):
         check_timeline(trace, steps=50, ahead=True)
 
 
+@pytest.mark.slow  # retractions and fp32 with the graph transport: test_identity.py
 def test_fp32_without_digests_from_prefill_and_with_retractions(tiny_model, tmp_path):
     """The decode server makes the digests itself and computes nothing ahead; requests are retracted
     and come back in mid-decode."""

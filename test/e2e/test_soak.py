@@ -30,12 +30,8 @@ from harness import (
 pytestmark = pytest.mark.slow
 SOAK_S = float(os.environ.get("SCOUT_SOAK_S", "60"))
 CLIENTS, LAYERS = 14, 4
-FATAL = (
-    signal.SIGKILL,
-    signal.SIGTERM,
-    signal.SIGSEGV,
-    signal.SIGSTOP,
-)  # stopped: found out after 0.8 s
+# Stopped: found out after 0.8 s.
+FATAL = (signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGSTOP)
 
 RETRACTED = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "40"}
 CASES = {
@@ -113,9 +109,8 @@ def test_soak(case, tiny_model):
         dtype=dtype,
         env=environment,
     ) as servers:
-        servers.generate(
-            random_prompts([2000] * 12), max_new_tokens=20
-        )  # allocators reach their size
+        # Allocators reach their size.
+        servers.generate(random_prompts([2000] * 12), max_new_tokens=20)
         before = ProcessUsage.of(scheduler_pid(servers))
         load = Load(servers, seed)
         load.run()

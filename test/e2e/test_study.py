@@ -69,6 +69,7 @@ def recorder(tmp_path):
     return {"PYTHONPATH": str(tmp_path), "SELECTIONS": str(tmp_path / "chosen")}
 
 
+@pytest.mark.slow  # four minutes
 def test_first_steps_are_the_studys(model_path, recorder):
     ((_, document),) = real_documents(model_path, range(1, 2))
     prompt = document.tokens[:PROMPT_TOKENS]

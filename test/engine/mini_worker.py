@@ -211,7 +211,7 @@ class MiniWorker:
             assert torch.equal(stored, k[row].to(self.shape.dtype))
 
     def check_digests(self, again: bool = False) -> None:
-        """The digest of a page is what its form makes of its keys: when the page is full, and ``again`` at the end."""
+        """The digest of a page is what its kind makes of its keys: when the page is full, and ``again`` at the end."""
         full = {p for r in self.requests for p in r.pages[: (r.length - 1) // SIZE]}
         pages = torch.tensor(sorted(full & self._digested if again else full - self._digested))
         self._digested |= full
@@ -221,9 +221,8 @@ class MiniWorker:
         source = self.host.for_copies(torch.device("cpu"))
         KINDS[expected.kind].build(source, pages, expected.low, expected.high)
         for half in ("low", "high"):
-            pairs = zip(getattr(self.digests, half), getattr(expected, half), strict=True)
-            for mine, theirs in pairs:
-                assert torch.equal(*(x[:, pages].view(torch.uint8) for x in (mine, theirs)))
+            both = getattr(self.digests, half), getattr(expected, half)
+            assert torch.equal(*(x[:, pages].view(torch.uint8) for x in both))
 
     def dense(self, row: int, layer: int, tokens: list[int] | None = None) -> torch.Tensor:
         """Attention of a row over ``tokens``, or its whole context, with the step's real query."""

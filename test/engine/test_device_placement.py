@@ -131,12 +131,9 @@ def test_every_tensor_of_a_step_is_on_the_device(ran, policy, settings):
         for layer in range(LAYERS):
             x = torch.empty(BATCH, HIDDEN, dtype=shape.dtype, device=META)
             engine.layer_input(layer, x, positions)
+            sizes = ((BATCH, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
             engine.attend(
-                layer,
-                *(
-                    torch.empty(BATCH, heads, DIM, dtype=shape.dtype, device=META)
-                    for heads in (HEADS, KV_HEADS, KV_HEADS)
-                ),
+                layer, *(torch.empty(size, dtype=shape.dtype, device=META) for size in sizes)
             )
 
     engine.pause()

@@ -101,7 +101,7 @@ def test_pages_that_requests_share_are_brought_in_once(make, monkeypatch):
     ]
 
 
-def test_quotas_shrink_as_requests_join_coldest_pages_first(make):
+def test_quotas_shrink_as_requests_join_least_frequent_pages_first(make):
     worker = make(budget_tokens=128, max_batch=4, pages=160, drift=0.2)
     worker.engine.policy.residency.patience_us = None
     first = worker.admit(20 * SIZE)

@@ -28,20 +28,28 @@ class FakeRuntime:
         return 0
 
 
-def test_memory_is_locked_in_chunks_with_progress_or_not_at_all(monkeypatch):
-    chunk = device.LOCK_CHUNK_BYTES
-    runtime = FakeRuntime(3 * chunk)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+CHUNK = device.LOCK_CHUNK_BYTES
+
+
+@pytest.fixture
+def runtime(monkeypatch):
+    """Locks three chunks; memory is taken at once and has the same address on the device."""
+    made = FakeRuntime(3 * CHUNK)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
     monkeypatch.setattr(device, "populate_together", lambda address, size: 0)
     monkeypatch.setattr(device, "_device_address", lambda address: address)
+    return made
+
+
+def test_memory_is_locked_in_chunks_with_progress_or_not_at_all(runtime):
     seen = []
-    unlock = device.lock_memory(4096, 2 * chunk + 5, seen.append)
-    assert seen == [chunk, 2 * chunk, 2 * chunk + 5]
-    assert runtime.locked == {4096: chunk, 4096 + chunk: chunk, 4096 + 2 * chunk: 5}
+    unlock = device.lock_memory(4096, 2 * CHUNK + 5, seen.append)
+    assert seen == [CHUNK, 2 * CHUNK, 2 * CHUNK + 5]
+    assert runtime.locked == {4096: CHUNK, 4096 + CHUNK: CHUNK, 4096 + 2 * CHUNK: 5}
     with pytest.raises(
         MemoryError, match=r"16.0 GiB of host memory: CUDA error 2 after 0.0 GiB; .*ulimit -l"
     ):
-        device.lock_memory(1 << 40, 4 * chunk)
+        device.lock_memory(1 << 40, 4 * CHUNK)
     assert len(runtime.locked) == 3, "nothing of it stays locked"
     unlock()
     assert not runtime.locked
@@ -71,33 +79,28 @@ def test_memory_is_taken_before_it_is_locked(monkeypatch):
 
 
 @pytest.mark.parametrize("error", [errno.ENOMEM, errno.EFAULT, errno.EINVAL])
-def test_memory_that_is_not_there_is_not_called_a_limit_on_locked_memory(monkeypatch, error):
-    chunk = device.LOCK_CHUNK_BYTES
-    runtime = FakeRuntime(3 * chunk)
+def test_memory_that_is_not_there_is_not_called_a_limit_on_locked_memory(
+    runtime, monkeypatch, error
+):
     taken = iter([0, error, 0])
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(device, "populate_together", lambda address, size: next(taken))
-    monkeypatch.setattr(device, "_device_address", lambda address: address)
     if error == errno.EINVAL:  # of a kernel that cannot; the lock takes it
-        device.lock_memory(4096, 3 * chunk)
+        device.lock_memory(4096, 3 * CHUNK)
         assert len(runtime.locked) == 3
         return
     with pytest.raises(
         MemoryError, match=rf"12.0 GiB of host memory: {os.strerror(error)} after 4.0 GiB; free"
     ):
-        device.lock_memory(4096, 3 * chunk)
+        device.lock_memory(4096, 3 * CHUNK)
     assert not runtime.locked, "nothing of it stays locked"
 
 
 @pytest.mark.parametrize("theirs", [lambda address: address + (1 << 40), lambda _: None])
-def test_memory_with_another_address_on_the_device_is_not_used(monkeypatch, theirs):
-    runtime = FakeRuntime(3 * device.LOCK_CHUNK_BYTES)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(device, "populate_together", lambda address, size: 0)
+def test_memory_with_another_address_on_the_device_is_not_used(runtime, monkeypatch, theirs):
     monkeypatch.setattr(device, "_device_address", theirs)
     seen = []
     with pytest.raises(MemoryError, match="other addresses"):
-        device.lock_memory(4096, 2 * device.LOCK_CHUNK_BYTES, seen.append)
+        device.lock_memory(4096, 2 * CHUNK, seen.append)
     assert not runtime.locked and not seen, "it is said before more is locked"
 
 

@@ -164,11 +164,11 @@ def test_ranks_with_the_graph_transport(run):
     from graph_worker import GraphWorker
 
     config = '{"recall": "fixed", "digest": "signs", "resident_bonus": 1.0}'
-    check_as_one(run, GraphWorker, steps=9, layers=2, config=config)
+    check_as_one(run, GraphWorker, steps=8, layers=2, config=config)
 
 
 def test_four_ranks(run):
-    outputs, workers, selected, _ = run(4, kv_heads=4, heads=8, budget_tokens=160)
+    outputs, workers, selected, _ = run(4, steps=9, kv_heads=4, heads=8, budget_tokens=160)
     assert all(one.pages == selected[0].pages for one in selected)
     assert all(worker.engine.counters.verify_unequal_selections == 0 for worker in workers)
     assert outputs[3][0][0].shape[1] == 2

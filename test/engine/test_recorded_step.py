@@ -17,7 +17,7 @@ from graph_worker import GraphWorker  # noqa: E402  (needs the native module)
 from mini_worker import HIDDEN  # noqa: E402
 from recorded_graph import RecordedGraph  # noqa: E402
 
-ROWS, STEPS = 3, 10
+ROWS, STEPS = 3, 8
 
 
 class ReplayingWorker(GraphWorker):

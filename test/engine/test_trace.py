@@ -32,10 +32,10 @@ class Log:
         lost, self.lost = self.lost, 0
         return taken, lost
 
-    def add(self, thread, incarnation, step, layer, begin_ns, end_ns, pages=1):
+    def add(self, thread, epoch, step, layer, begin_ns, end_ns, pages=1):
         events = np.zeros(1, EVENT_DTYPE)
         for name, value in dict(
-            seq=incarnation << 40 | 1, step=step, layer=layer, begin_ns=begin_ns, end_ns=end_ns,
+            seq=epoch << 40 | 1, step=step, layer=layer, begin_ns=begin_ns, end_ns=end_ns,
             pages=pages, items=1,
         ).items():  # fmt: skip
             events[name] = value
@@ -206,12 +206,12 @@ def test_a_killed_server_leaves_the_steps_before(tmp_path):
         assert [s["args"]["step"] for s in slices if s["row"] == row] == [7, 8, 9]
 
 
-def test_incarnations_and_threads_have_rows_of_their_own(tmp_path):
+def test_epochs_and_threads_have_rows_of_their_own(tmp_path):
     log = Log()
     tracer = small(tmp_path, log)
     now = time.monotonic_ns()
-    for thread, incarnation in ((0, 1), (1, 1), (0, 2)):
-        log.add(thread, incarnation, 7, 1, now, now + 1)
+    for thread, epoch in ((0, 1), (1, 1), (0, 2)):
+        log.add(thread, epoch, 7, 1, now, now + 1)
     tracer.write()
     events, slices = load(tmp_path / "t.json")
     assert len({(s["pid"], s["row"]) for s in slices}) == 3

@@ -46,7 +46,7 @@ class PlainResidency:
         here = sorted({int(page) for page in pages.flat if page >= 0})
         return [p for p in here if self.slot_of[layer, p] < 0 and not self.is_pending[layer, p]]
 
-    def _coldest(self, layer, before_step, below=math.inf):
+    def _least_frequent(self, layer, before_step, below=math.inf):
         """[(frequency, stamp, slot)] of pages that may go, the first to go first."""
         found = []
         for slot, page in enumerate(self.page_of[layer]):
@@ -73,8 +73,8 @@ class PlainResidency:
             free = len(self.free[layer])
             if before_step is not None and len(missing) > free:
                 below = self.frequency[layer, order[free]] * np.float32(1.001 / SWAP_MARGIN)
-                cold = self._coldest(layer, before_step, below)
-                for page, (frequency, _, slot) in zip(order[free:], cold, strict=False):
+                found = self._least_frequent(layer, before_step, below)
+                for page, (frequency, _, slot) in zip(order[free:], found, strict=False):
                     if self.frequency[layer, page] > SWAP_MARGIN * frequency:
                         self._vacate(layer, slot)
             chosen = sorted(order[: len(self.free[layer])])
@@ -102,7 +102,7 @@ class PlainResidency:
         gone = 0
         for layer in self.every:
             short = max(want_free[layer] - len(self.free[layer]), 0)
-            for _, _, slot in self._coldest(layer, before_step)[:short]:
+            for _, _, slot in self._least_frequent(layer, before_step)[:short]:
                 self._vacate(layer, slot)
                 gone += 1
         return gone

@@ -33,7 +33,7 @@ def attended(arena):
 @TWO_KINDS
 @pytest.mark.parametrize("parts", [1, 3])
 def test_the_attendant_answers_what_no_worker_will(arena, attended, parts):
-    """Records of a life that nobody leads, as after a worker's death."""
+    """Records of an epoch that nobody serves, as after a worker's death."""
     producer, attendant = attended
     ring = ring_of(arena, parts=parts)
     ring.set_epoch(producer.next_epoch())
@@ -60,7 +60,7 @@ def test_the_attendant_leaves_a_living_worker_its_records(arena, attended):
 
 
 def test_the_attendant_takes_over_in_the_middle_of_a_step(arena, attended):
-    """The worker's life ends between the post and the answer."""
+    """The worker's epoch ends between the post and the answer."""
     producer, attendant = attended
     epoch = producer.next_epoch()
     producer.set_live_epoch(epoch)  # alive as far as anybody knows, but it serves nothing

@@ -128,7 +128,7 @@ def test_answers_of_worker_threads_are_merged(arena, worker, parts):
     assert ring.state[2] == 3 * LAYERS
 
 
-def test_nothing_is_posted_without_pages_or_without_a_life(arena):
+def test_nothing_is_posted_without_pages_or_without_an_epoch(arena):
     ring = ring_of(arena, timeout_us=1)
     before = [part.copy() for part in ring_cases.shared_bytes(arena)]
     out, lse = state(0)
@@ -149,7 +149,7 @@ def test_nothing_is_posted_without_pages_or_without_a_life(arena):
 
 
 def test_no_answer_is_an_error_and_never_hangs(arena):
-    """Nobody serves; then the slot is busy until a new life begins."""
+    """Nobody serves; then the slot is busy until a new epoch begins."""
     ring = ring_of(arena, timeout_us=2000)
     ring.set_epoch(1)
     ring.begin_step(1)
@@ -205,7 +205,7 @@ def test_only_a_good_answer_to_this_very_record_counts(arena, status):
     reply = view.reply(slot)
     out_there, lse_there = view.reply_data(slot)
     out_there[:], lse_there[:] = 1.0, 100.0
-    reply["done"] = (3 << 40) | 1  # of an earlier life
+    reply["done"] = (3 << 40) | 1  # of an earlier epoch
     out, lse = state(0)
     ring.merge(1, out, lse)
     assert ring.errors() == ["no answer in time"]

@@ -11,7 +11,7 @@ from sglang_scout.ops.layers import LayerPages
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int16)
 # Of ids [3, n], with two layers of 4 pages and of 3 slots.
 OUTSIDE = pytest.mark.parametrize(
-    ("which", "bad"), [(0, 2), (0, -1), (1, 4), (1, -1), (2, 3), (2, -1), (2, 2**40)]
+    ("which", "bad"), [(0, 2), (0, -1), (1, 4), (2, 3), (2, -1), (2, 2**40)]
 )
 
 
@@ -40,6 +40,15 @@ def test_named_pages_are_copied_and_others_untouched(
         for layer, page_id, slot in ids.T.tolist():
             expected[half][layer, slot] = halves[half, layer, page_id]
         assert torch.equal(got[half], expected[half])
+
+
+@pytest.mark.parametrize("impl", copy_layer_pages.names())
+def test_a_negative_page_is_none(impl, layer_pages):
+    ids = torch.tensor([[0, 0, 1], [1, -1, 1], [2, 1, 0]])
+    k, v = torch.zeros(2, 2, 3, 8)
+    copy_layer_pages(layer_pages(torch.ones(2, 4, 8)), ids, k, v, impl=impl)
+    for half in (k, v):
+        assert half[..., 0].tolist() == [[0.0, 0.0, 1.0], [1.0, 0.0, 0.0]]
 
 
 @pytest.mark.parametrize("impl", ["native", "reference"])

@@ -1,4 +1,4 @@
-"""Digests of key signs: what is stored, what it scores, and that it finds what a box does not."""
+"""Scores of pages by the signs of their keys."""
 
 import math
 
@@ -7,32 +7,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_scout.core.errors import ImplementationError
 from sglang_scout.ops.layers import LayerPages
-from sglang_scout.ops.signs import (
-    LEAST_SPREAD,
-    as_bits,
-    build_layer_signs,
-    score_signs,
-    signs_of,
-)
+from sglang_scout.ops.signs import LEAST_SPREAD, build_layer_signs, score_signs
 
 pytestmark = pytest.mark.usefixtures("isa")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-BUILDS = pytest.mark.parametrize("impl", build_layer_signs.names())
 SCORES = pytest.mark.parametrize("impl", score_signs.names())
 SIZES = st.tuples(*(st.integers(1, n) for n in (4, 12, 20, 4, 6)))
 
 
-def unwritten(k):
-    """Rows for [L, P, 32, H, D]."""
-    return [torch.full((*k.shape[:2], *k.shape[3:]), math.nan, dtype=k.dtype) for _ in range(2)]
-
-
-def words(k, impl="reference"):
+def words(k):
     """(low, high) of all pages of one layer [P, 32, H, D]."""
-    low, high = unwritten(k[None])
-    build_layer_signs(LayerPages.of([k], [k], "cpu"), torch.arange(len(k)), low, high, impl=impl)
+    low, high = torch.full((2, 1, len(k), *k.shape[2:]), math.nan, dtype=k.dtype)
+    build_layer_signs.reference(LayerPages.of([k], [k], "cpu"), torch.arange(len(k)), low, high)
     return low[0], high[0]
 
 
@@ -43,91 +30,6 @@ def inputs(seed, B, N, P, H, G, D=64, dtype=torch.float32):
     table = torch.randint(-1, P, (B, N), generator=rng, dtype=torch.int32)
     n_full = torch.randint(0, N + 1, (B,), generator=rng, dtype=torch.int32)
     return q, *words(k), table, n_full, k
-
-
-@BUILDS
-@given(
-    dtype=st.sampled_from(DTYPES),
-    sizes=st.tuples(st.integers(1, 3), st.integers(4, 6), st.integers(1, 3)),
-    D=st.sampled_from((16, 48, 64, 80, 128, 256)),
-    shift=st.integers(0, 1),
-    seed=st.integers(0, 2**31),
-    data=st.data(),
-)
-def test_every_sign_can_be_read_back_and_other_rows_stay(
-    impl, layer_pages, dtype, sizes, D, shift, seed, data
-):
-    L, P, H = sizes
-    rng = torch.Generator().manual_seed(seed)
-    k = torch.randn(L, P, 32, H, D, generator=rng).to(dtype)
-    k[-1, 0, 0], k[-1, 1, 31] = 0.0, -0.0
-    k[-1, 2, 5], k[-1, 3, 17] = math.inf, -math.inf
-    ids = torch.tensor(data.draw(st.lists(st.integers(0, P - 1), unique=True)), dtype=torch.int64)
-    low, high = torch.randn(2, L, P, H, D, generator=rng).to(dtype)
-    before = low.clone(), high.clone()
-    build_layer_signs(layer_pages(k, shift=shift), ids, low, high, impl=impl)
-    signs = signs_of(*(x[:, ids].flatten(0, 1) for x in (low, high)))
-    assert torch.equal(signs, torch.where(torch.signbit(k[:, ids]), -1.0, 1.0).flatten(0, 1))
-    rest = [page for page in range(P) if page not in ids.tolist()]
-    for now, was in zip((low, high), before, strict=True):
-        assert torch.equal(now[:, rest], was[:, rest])
-
-
-@pytest.mark.parametrize("impl", ["reference", "triton"])
-@given(
-    dtype=st.sampled_from(DTYPES),
-    sizes=st.tuples(*(st.integers(1, n) for n in (3, 6, 9, 3))),
-    seed=st.integers(0, 2**31),
-)
-def test_keys_that_lie_in_other_rows(impl, layer_pages, dtype, sizes, seed):
-    L, P, R, H = sizes
-    rng = torch.Generator().manual_seed(seed)
-    k = torch.randn(L, R, 32, H, 48, generator=rng).to(dtype)
-    ids = torch.randperm(P, generator=rng)[: (P + 1) // 2]
-    rows = torch.randint(R, (L, len(ids)), generator=rng)
-    low, high = torch.randn(2, L, P, H, 48, generator=rng).to(dtype)
-    expected = low.clone(), high.clone()
-    for layer in range(L):
-        for into, new in zip(expected, words(k[layer]), strict=True):
-            into[layer, ids] = new[rows[layer]]
-    build_layer_signs(layer_pages(k), ids, low, high, rows, impl=impl)
-    for got, wanted in zip((low, high), expected, strict=True):
-        assert torch.equal(as_bits(got), as_bits(wanted))
-
-
-def test_native_leaves_other_rows_to_others(layer_pages):
-    k = torch.randn(1, 3, 32, 2, 16)
-    arguments = layer_pages(k), torch.tensor([1]), *unwritten(k), torch.tensor([[2]])
-    with pytest.raises(ImplementationError, match="native reads a page in the row of its id"):
-        build_layer_signs(*arguments, impl="native")
-
-
-@pytest.mark.parametrize("impl", ["native", "reference"])
-@pytest.mark.parametrize("bad", [-1, 3])
-def test_page_out_of_range_is_refused_before_anything_is_written(impl, bad, layer_pages):
-    k = torch.randn(2, 3, 32, 2, 16)
-    low, high = unwritten(k)
-    message = f"build_layer_signs: ids has {bad}, expected" if impl == "native" else None
-    with pytest.raises((ValueError, IndexError, RuntimeError), match=message):
-        build_layer_signs(layer_pages(k), torch.tensor([0, bad]), low, high, impl=impl)
-    assert low.isnan().all() and high.isnan().all()
-
-
-@pytest.mark.parametrize("impl", ["triton"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_triton_skips_pages_out_of_range(impl, dtype, layer_pages):
-    """Ids on the device are not seen by the host: nothing outside is read or written."""
-    k = torch.randn(2, 3, 32, 2, 16).to(dtype)
-    low, high = unwritten(k)
-    build_layer_signs(layer_pages(k), torch.tensor([3, 1, -1, 2**40]), low, high, impl=impl)
-    for layer in range(2):
-        for got, full in zip((low[layer], high[layer]), words(k[layer]), strict=True):
-            assert torch.equal(as_bits(got)[1], as_bits(full)[1])
-            assert got[[0, 2]].isnan().all()
-    low, high = unwritten(k)
-    rows = torch.tensor([[3], [-1]])
-    build_layer_signs(layer_pages(k), torch.tensor([1]), low, high, rows, impl=impl)
-    assert low.isnan().all() and high.isnan().all()
 
 
 @SCORES

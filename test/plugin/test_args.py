@@ -44,7 +44,7 @@ CASES = {
     ),
     "model of profile": (
         OWN_PROFILE | {"model_path": "THETA"},
-        ["--kv-offload-recall-profile", "own.json", "'tiny'", "theta", "Qwen3ForCausalLM"],
+        ["--kv-offload-recall-profile", "own.json", "'tiny'", "THETA", "Qwen3ForCausalLM"],
     ),
     "config in a file": ({"kv_offload_config": "FILE"}, []),
     "absent layer": (

@@ -79,9 +79,8 @@ def predicted(layer, weight, bias, x, positions):
 @pytest.fixture
 def token():
     rng = torch.Generator().manual_seed(4)
-    return torch.randn(TOKENS, HIDDEN, generator=rng), torch.randint(
-        0, 128, (TOKENS,), generator=rng
-    )
+    hidden = torch.randn(TOKENS, HIDDEN, generator=rng)
+    return hidden, torch.randint(0, 128, (TOKENS,), generator=rng)
 
 
 def counted(layer):
@@ -91,22 +90,15 @@ def counted(layer):
     return calls
 
 
-LAYERS = pytest.mark.parametrize(
+@pytest.mark.parametrize(
     "given", [{}, {"bias": False}, {"q_norm": False}, {"skip_bias_add": True}, {"tp": 2}]
 )
-
-
-@LAYERS
-def test_plain_weights_are_sliced(agree, token, given):
+def test_plain_weights_are_sliced_and_quantised_ones_go_through_the_module(agree, token, given):
     layer, weight, bias = attention_layer(**given)
     calls = counted(layer)
     (project,) = support.make_projectors([layer])
     agree(predict_query, project(*token), predicted(layer, weight, bias, *token))
     assert not calls
-
-
-@LAYERS
-def test_quantised_weights_go_through_the_module(agree, token, given):
     layer, weight, bias = attention_layer(quantised_linear.Int8Config({}), **given)
     calls = counted(layer)
     assert not hasattr(layer.self_attn.qkv_proj, "weight")
@@ -141,3 +133,15 @@ def test_a_layer_without_the_expected_parts_is_refused(what):
     setattr(layer.self_attn, what, None)
     with pytest.raises(ConfigError, match=f"layer 0 .* unexpected {what}"):
         support.make_projectors([layer])
+
+
+def test_kv_of_another_dtype_than_the_model_s_is_refused():
+    attention = SimpleNamespace(scaling=0.1, logit_cap=0, sliding_window_size=-1, attn_type="any")
+    layers = [SimpleNamespace(self_attn=SimpleNamespace(attn=attention))]
+    config = SimpleNamespace(model_path="m", quantization="fp8", dtype=torch.bfloat16)
+    runner = SimpleNamespace(
+        model=SimpleNamespace(model=SimpleNamespace(layers=layers)), model_config=config,
+        kv_cache_dtype=torch.float8_e4m3fn,
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="sets KV to torch.float8_e4m3fn"):
+        support.model_shape(runner)

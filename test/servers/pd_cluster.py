@@ -11,9 +11,7 @@ sglang.
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
 import sys
 import tempfile
 import time
@@ -25,15 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from servers.environment import started_environment
-from servers.server_process import (
-    CLUSTER_VARIABLE,
-    ServerProcess,
-    free_ports,
-    processes_of,
-    settle_s_of,
-    stop_all,
-    wait_healthy,
-)
+from servers.processes import CLUSTER_VARIABLE, processes_of
+from servers.server_process import ServerProcess, free_ports, settle_s_of, stop_all, wait_healthy
 from servers.sglang_http import Generation, generate, http_json
 
 HOST = "127.0.0.1"
@@ -78,9 +69,6 @@ class PDCluster:
         log_dir: for the three log files. Default: a fresh temporary folder, named after a failure
             and removed at the end of a ``with`` block that had none.
         ready_timeout_s: for all servers together.
-        stop_grace_s: how long SIGTERM may take before SIGKILL. SGLang's PD servers need 16 s for
-            it, whether they are busy or not (their event loops do not hear the shutdown request),
-            so the default is to kill.
     """
 
     def __init__(
@@ -102,7 +90,6 @@ class PDCluster:
         env: Mapping[str, str] | None = None,
         log_dir: str | Path | None = None,
         ready_timeout_s: float = 600.0,
-        stop_grace_s: float = 0.0,
     ) -> None:
         self.model_dir = Path(model_dir)
         self.cluster_id = uuid.uuid4().hex
@@ -110,70 +97,58 @@ class PDCluster:
         self.log_dir = Path(log_dir or tempfile.mkdtemp(prefix="sglang-scout-logs-"))
         self.log_dir.mkdir(parents=True, exist_ok=True)
         self.ready_timeout_s = ready_timeout_s
-        self.stop_grace_s = stop_grace_s
         self._settle_s = settle_s_of(device, prefill_device)
         self.startup_s = 0.0
-        decodes = {"decode": decode_args, **(more_decodes or {})}
-        ports = iter(free_ports(5 + 2 * len(decodes)))
-        prefill_port, self._bootstrap_port = next(ports), next(ports)
-        router_port, prometheus_port = next(ports), next(ports)
-        decode_ports = dict(zip(decodes, ports, strict=False))
-        self.prefill_url = f"http://{HOST}:{prefill_port}"
-        self._urls = {name: f"http://{HOST}:{port}" for name, port in decode_ports.items()}
-        self.decode_url = self._urls["decode"]
-        self.router_url = f"http://{HOST}:{router_port}" if router else ""
+        self.one_by_one = one_by_one
         # SGLang makes its ipc sockets here and leaves them. Not below log_dir: the path of a socket
         # may have 107 characters only.
         self.scratch_dir = tempfile.mkdtemp(prefix="scout-")
         self._extra_environment = dict(env or {})
         self.environment = self._environment(device)
-        self.one_by_one = one_by_one
 
+        wanted = {"prefill": prefill_args, "decode": decode_args, **(more_decodes or {})}
+        ports = free_ports(3 + 2 * len(wanted))
+        self._bootstrap_port, router_port, prometheus_port, *ports = ports
         # --sleep-on-idle: an idle SGLang scheduler polls at full speed, and on two cores it would
         # take them from the server that has work. It acts only when the server holds no request.
         common = flags(
-            model_path=model_dir,
-            host=HOST,
-            dtype=dtype,
-            max_total_tokens=max_total_tokens,
-            max_running_requests=max_running_requests,
-            sleep_on_idle=True,
+            model_path=model_dir, host=HOST, dtype=dtype, max_total_tokens=max_total_tokens,
+            max_running_requests=max_running_requests, sleep_on_idle=True,
             disaggregation_transfer_backend="mooncake",
             disaggregation_bootstrap_port=self._bootstrap_port,
-        )
-        common += map(str, server_args)
+        )  # fmt: skip
+        self._urls: dict[str, str] = {}
         self.servers: dict[str, ServerProcess] = {}
-        for name, port, more in (
-            ("prefill", prefill_port, prefill_args),
-            *((name, decode_ports[name], more) for name, more in decodes.items()),
-        ):
-            mode, where = "decode", device
-            if name == "prefill":
-                mode, where = "prefill", prefill_device or device
-            command = [sys.executable, "-m", "sglang.launch_server", *common]
-            command += flags(device=where, port=port, disaggregation_mode=mode)
-            # SGLang's own choice is free when its launcher starts, but is bound by the scheduler seconds later.
-            command += flags(nccl_port=next(ports))
-            command += map(str, more)
-            self.servers[name] = self._server(name, command, self._environment(where))
+        for name, more in wanted.items():
+            where, mode = (
+                (prefill_device or device, name) if name == "prefill" else (device, "decode")
+            )
+            port = ports.pop()
+            self._urls[name] = f"http://{HOST}:{port}"
+            command = [
+                sys.executable,
+                "-m",
+                "sglang.launch_server",
+                *common,
+                *map(str, server_args),
+            ]
+            # SGLang's own NCCL port is free when its launcher starts, but is bound by the scheduler seconds later.
+            command += flags(
+                device=where, port=port, disaggregation_mode=mode, nccl_port=ports.pop()
+            )
+            self.servers[name] = self._server(
+                name, [*command, *map(str, more)], self._environment(where)
+            )
         self.router: ServerProcess | None = None
         if router:
+            self._urls["router"] = f"http://{HOST}:{router_port}"
             command = [sys.executable, "-c", ROUTER_MAIN]
             command += flags(
-                pd_disaggregation=True,
-                host=HOST,
-                port=router_port,
-                prometheus_port=prometheus_port,
-                policy="round_robin",
-                worker_startup_check_interval=1,
-                decode=self.decode_url,
-            )
-            command += [
-                "--prefill",
-                self.prefill_url,
-                str(self._bootstrap_port),
-                *map(str, router_args),
-            ]
+                pd_disaggregation=True, host=HOST, port=router_port, prometheus_port=prometheus_port,
+                policy="round_robin", worker_startup_check_interval=1, decode=self._urls["decode"],
+            )  # fmt: skip
+            command += ["--prefill", self._urls["prefill"], str(self._bootstrap_port)]
+            command += map(str, router_args)
             self.router = self._server("router", command, self.environment)
 
     def _environment(self, device: str) -> dict[str, str]:
@@ -186,27 +161,24 @@ class PDCluster:
     @property
     def url(self) -> str:
         """Where requests go: the router."""
-        if not self.router_url:
-            raise RuntimeError("this cluster was made with router=False")
-        return self.router_url
+        return self._urls["router"]
 
     def server_url(self, which: str) -> str:
-        urls = {"prefill": self.prefill_url, "router": self.router_url, **self._urls}
-        return urls[which]
+        return self._urls[which]
 
-    # -- life --------------------------------------------------------------------------------------
+    # -- start and end --------------------------------------------------------------------------------------
 
     def __enter__(self) -> PDCluster:
         try:
             self.start()
         except BaseException:
-            self.stop(grace_s=0.0)
+            self.stop()
             raise
         return self
 
     def __exit__(self, *failure: object) -> None:
         if failure[0] is not None:
-            self.stop(grace_s=0.0)  # nothing is worth draining
+            self.stop()
             print(f"the servers' logs are in {self.log_dir}", file=sys.stderr)
             return
         self.stop()
@@ -227,24 +199,23 @@ class PDCluster:
         for name, server in self.servers.items():
             if self.one_by_one:
                 server.start()
-            url = self.server_url(name) + "/health"
-            wait_healthy(server, url, deadline, self.all_servers())
+            wait_healthy(server, self._urls[name] + "/health", deadline, self.all_servers())
         if self.router is not None:
             # Only now: it checks its workers at once when it starts, and again only after a while.
             self.router.start()
-            url = self.router_url + "/readiness"
-            wait_healthy(self.router, url, deadline, self.all_servers())
+            wait_healthy(self.router, self.url + "/readiness", deadline, self.all_servers())
         self.startup_s = time.monotonic() - begin
 
     def all_servers(self) -> list[ServerProcess]:
         return [*self.servers.values(), *([self.router] if self.router is not None else [])]
 
-    def stop(self, *, grace_s: float | None = None) -> dict[int, str]:
-        """End everything; may be called twice. Returns what did not end by itself: {}."""
-        grace_s = self.stop_grace_s if grace_s is None else grace_s
+    def stop(self) -> dict[int, str]:
+        """End everything, at once; may be called twice. Returns what did not end by itself: {}.
+
+        SGLang's servers of a pair need 16 s for SIGTERM, as their event loops do not hear the shutdown request.
+        """
         try:
-            servers = self.all_servers()[::-1]
-            return stop_all(servers, self.cluster_id, grace_s=grace_s, settle_s=self._settle_s)
+            return stop_all(self.all_servers()[::-1], self.cluster_id, settle_s=self._settle_s)
         finally:
             shutil.rmtree(self.scratch_dir, ignore_errors=True)
 
@@ -276,22 +247,17 @@ class PDCluster:
         }
         both = {**payload, **meeting}
         with ThreadPoolExecutor(max_workers=1) as pool:
-            prefill = pool.submit(http_json, self.prefill_url + path, both)
+            prefill = pool.submit(http_json, self._urls["prefill"] + path, both)
             answer = http_json(self.server_url(which) + path, both)
             prefill.result()
         return answer
 
     # -- state -------------------------------------------------------------------------------------
 
-    def server_info(self, which: str = "decode") -> dict[str, Any]:
-        return http_json(self.server_url(which) + "/server_info", timeout_s=60)
-
-    def internal_state(self, which: str = "decode") -> dict[str, Any]:
-        return self.server_info(which)["internal_states"][0]
-
     def kv_offload(self, which: str = "decode") -> dict[str, Any]:
         """The offload counters of a server. KeyError when it runs without ``--kv-offload``."""
-        return self.internal_state(which)["kv_offload"]
+        info = http_json(self.server_url(which) + "/server_info", timeout_s=60)
+        return info["internal_states"][0]["kv_offload"]
 
     def flush(self, which: str = "decode") -> None:
         """Empty a server's prefix cache. Raises RequestFailed while it has running requests."""
@@ -301,9 +267,3 @@ class PDCluster:
         """The Prometheus text of a server that was started with ``--enable-metrics``."""
         with urllib.request.urlopen(self.server_url(which) + "/metrics", timeout=60) as response:
             return response.read().decode()
-
-    def kill(self, pid: int, number: int = signal.SIGKILL) -> None:
-        """Send a signal to a process of this cluster; refuses any other pid."""
-        if pid not in self.processes():
-            raise ValueError(f"pid {pid} is not a process of this cluster: {self.processes()}")
-        os.kill(pid, number)

@@ -1,10 +1,4 @@
-"""One server process with a log file: started so that it cannot outlive us, stopped with all its
-children.
-
-Linux only. Every process started here carries the environment variable
-``SCOUT_CLUSTER_ID``; children inherit it, so whatever is left behind can be found again, also a
-process whose parent has died and which nobody's process tree shows any more.
-"""
+"""One server process with a log file: started so that it cannot outlive us, stopped with all its children."""
 
 from __future__ import annotations
 
@@ -21,9 +15,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from servers.processes import identities_of, processes_of
 from sglang_scout.worker import die_with_parent
 
-CLUSTER_VARIABLE = "SCOUT_CLUSTER_ID"
 _POLL_S = 0.25
 SETTLE_S = 8.0
 """What a server's children have to notice its end and to end themselves."""
@@ -70,95 +64,6 @@ def free_ports(count: int) -> list[int]:
     if len(found) < count:
         raise ServerFailed(f"only {len(found)} free TCP ports found, {count} needed")
     return found
-
-
-def _stat(pid: int) -> tuple[bool, int, int] | None:
-    """Whether ``pid`` still holds anything, its session id and when it started, in ticks since the
-    machine's start; None when it has ended.
-
-    A zombie holds nothing. But one whose other threads still end, which take tens of seconds to give
-    back much page-locked memory, has all of it: its state alone says zombie, that of its first thread.
-    """
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    state, threads = fields[0], int(fields[17])
-    return state not in "ZX" or (state == "Z" and threads > 1), int(fields[3]), int(fields[19])
-
-
-def processes_of(
-    cluster_id: str, sessions: Iterable[int] = (), known: Collection[tuple[int, int]] = ()
-) -> dict[int, str]:
-    """Live processes that carry ``cluster_id``, belong to one of ``sessions`` or are ``known``: pid to
-    command line.
-
-    All are needed: a process that renames itself (SGLang's schedulers do) overwrites the
-    environment that /proc shows, one that opens a session of its own is found only by its
-    environment, and one that ends shows none any more. Zombies do not count, unless threads of theirs still end.
-
-    Args:
-        known: pids with the start times that :func:`identities_of` tells: a pid alone may have become
-            another process's.
-    """
-    found = identities_of(cluster_id, sessions, known)
-    return {pid: process_title(pid) for pid, _ in found}
-
-
-def identities_of(
-    cluster_id: str, sessions: Iterable[int] = (), known: Collection[tuple[int, int]] = ()
-) -> list[tuple[int, int]]:
-    """(pid, start time) of the processes that :func:`processes_of` finds, by which they are known later."""
-    needle = f"{CLUSTER_VARIABLE}={cluster_id}".encode()
-    wanted = set(sessions)
-    found: list[tuple[int, int]] = []
-    for entry in os.scandir("/proc"):
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
-            continue
-        pid = int(entry.name)
-        stat = _stat(pid)
-        if stat is None or not stat[0]:
-            continue
-        _, session, started = stat
-        if session not in wanted and (pid, started) not in known:
-            try:
-                if needle not in Path(entry.path, "environ").read_bytes().split(b"\0"):
-                    continue
-            except OSError:  # ended meanwhile, or another user's
-                continue
-        found.append((pid, started))
-    return found
-
-
-def children_of(pid: int) -> list[int]:
-    """All descendants of ``pid``, nearest first; empty when it has ended."""
-    found: list[int] = []
-    pending = [pid]
-    while pending:
-        parent = pending.pop(0)
-        try:
-            tasks = os.listdir(f"/proc/{parent}/task")
-        except OSError:
-            continue
-        for task in tasks:
-            try:
-                direct = [
-                    int(p) for p in Path(f"/proc/{parent}/task/{task}/children").read_text().split()
-                ]
-            except OSError:
-                continue
-            found += direct
-            pending += direct
-    return found
-
-
-def process_title(pid: int) -> str:
-    """Command line of ``pid``, "" when ended. SGLang's are names such as ``sglang::scheduler``."""
-    try:
-        raw = Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return ""
-    return raw.replace(b"\0", b" ").decode(errors="replace").strip()
 
 
 def settle_s_of(*devices: str | None) -> float:
@@ -277,15 +182,13 @@ def wait_healthy(
 
 
 def stop_all(
-    servers: Iterable[ServerProcess], cluster_id: str, *, grace_s: float, settle_s: float = SETTLE_S
+    servers: Iterable[ServerProcess], cluster_id: str, *, settle_s: float = SETTLE_S
 ) -> dict[int, str]:
     """End all ``servers`` and everything that belongs to them. Returns what did not end by itself.
 
-    1. With ``grace_s`` > 0: SIGTERM to the main processes, and that long for all of them together.
-    2. SIGKILL to the main processes that still run. Nothing else is touched: the children have to
-    notice.
-    3. Whatever still lives ``settle_s`` later is killed and returned (pid to command line); a
-       correct shutdown, orderly or not, returns {}.
+    1. SIGKILL to the main processes. Nothing else is touched: the children have to notice.
+    2. Whatever still lives ``settle_s`` later is killed and returned (pid to command line); a
+       correct shutdown returns {}.
 
     A process has ended when all its threads have: only then is its memory free.
 
@@ -294,12 +197,6 @@ def stop_all(
     servers = [server for server in servers if server.started]
     sessions = [server.pid for server in servers]
     known = identities_of(cluster_id, sessions)
-    if grace_s > 0:
-        deadline = time.monotonic() + grace_s
-        for server in servers:
-            server.signal(signal.SIGTERM)
-        for server in servers:
-            server.wait(deadline - time.monotonic())
     for server in servers:
         server.signal(signal.SIGKILL)
     deadline = time.monotonic() + KILLED_S

@@ -9,19 +9,12 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from servers.environment import started_environment
 from servers.pd_cluster import HOST, flags
-from servers.server_process import (
-    CLUSTER_VARIABLE,
-    ServerProcess,
-    free_ports,
-    settle_s_of,
-    stop_all,
-    wait_healthy,
-)
+from servers.processes import CLUSTER_VARIABLE
+from servers.server_process import ServerProcess, free_ports, settle_s_of, stop_all, wait_healthy
 
 
 class SingleServer:
@@ -82,12 +75,7 @@ class SingleServer:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *failure: object) -> None:
         self.stop()
 
     def start(self) -> None:
@@ -102,6 +90,6 @@ class SingleServer:
     def stop(self) -> None:
         """End it, at once; may be called twice, and without a start."""
         try:
-            stop_all([self.process], self._id, grace_s=0.0, settle_s=self._settle_s)
+            stop_all([self.process], self._id, settle_s=self._settle_s)
         finally:
             shutil.rmtree(self._scratch, ignore_errors=True)

@@ -1,6 +1,11 @@
-"""What a cluster's servers are started with."""
+"""What a cluster's servers are started with, and what is left of one that does not start."""
+
+import sys
+
+import pytest
 
 from servers.pd_cluster import PDCluster
+from servers.server_process import ServerFailed
 
 
 def test_several_decode_servers_have_their_own_ports_and_flags(tmp_path):
@@ -20,3 +25,15 @@ def test_several_decode_servers_have_their_own_ports_and_flags(tmp_path):
         assert flag in command and command[command.index("--disaggregation-mode") + 1] == mode
         assert cluster.server_url(name).endswith(":" + command[command.index("--port") + 1])
     cluster.stop()
+
+
+def test_a_server_that_ends_at_its_start_ends_the_others_and_is_named(tmp_path):
+    cluster = PDCluster(tmp_path, log_dir=tmp_path)
+    sleeps, ends = "import time; time.sleep(600)", "raise SystemExit('no such flag')"
+    for name, code in (("prefill", sleeps), ("decode", ends)):
+        cluster.servers[name].command = [sys.executable, "-c", code]
+    with pytest.raises(ServerFailed, match=r"(?s)decode server ended.*no such flag") as failure:
+        with cluster:
+            pytest.fail("started")
+    assert str(tmp_path) in str(failure.value)
+    assert cluster.processes() == {}

@@ -9,7 +9,6 @@ import pytest
 from servers import pd_cluster, placement
 from servers.pd_cluster import PDCluster
 from servers.placement import Placement, place
-from servers.server_process import ServerFailed
 from sglang_scout.cli import machine
 from sglang_scout.core.errors import ConfigError
 
@@ -136,19 +135,6 @@ def test_the_demo_leaves_pages_to_the_cpu_on_a_gpu_too(tmp_path):
         cluster.stop()
 
 
-@pytest.mark.parametrize("where", ALL, ids=str)
-def test_the_demo_compares_with_a_server_whose_budget_covers_the_text(tmp_path, where):
-    cluster = demo_cluster(tmp_path, where, "--model", "smollm2")
-    decode, full = words(cluster, "decode"), words(cluster, "full")
-    config, of_full = (json.loads(x["--kv-offload-config"]) for x in (decode, full))
-    assert of_full == demo.SMOLLM2.config and config["resident_tokens"] < demo.TEXT_TOKENS
-    assert int(decode["--kv-offload-budget"]) < demo.TEXT_TOKENS < int(full["--kv-offload-budget"])
-    assert full["--max-running-requests"] == "1" and full["--device"] == decode["--device"]
-    assert decode["--dtype"] == ("bfloat16" if where.prefill == "cuda" else "float32")
-    assert cluster.one_by_one == (where.decode == "cuda")
-    cluster.stop()
-
-
 @pytest.mark.parametrize("one_by_one", [True, False])
 def test_servers_that_share_a_gpu_start_one_after_the_other(tmp_path, monkeypatch, one_by_one):
     cluster = PDCluster(tmp_path, log_dir=tmp_path, one_by_one=one_by_one, router=False)
@@ -162,18 +148,3 @@ def test_servers_that_share_a_gpu_start_one_after_the_other(tmp_path, monkeypatc
     turns = ["start prefill", "ready prefill", "start decode", "ready decode"]
     assert events == (turns if one_by_one else [turns[i] for i in (0, 2, 1, 3)])
     cluster.stop()
-
-
-# -- failures --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("where", [ON_CPU, ONE_GPU], ids=str)
-def test_a_gpu_that_fails_is_told_from_the_way_without(tmp_path, monkeypatch, capsys, where):
-    def start(self):
-        raise ServerFailed("the decode server ended with exit code 1")
-
-    monkeypatch.setattr(PDCluster, "start", start)
-    monkeypatch.setattr(placement, "place", lambda wanted: where)
-    monkeypatch.setattr(demo.tempfile, "mkdtemp", lambda prefix: str(tmp_path))
-    assert demo.main(["--model", "recall"]) == 1
-    assert ("--device cpu" in capsys.readouterr().err) == (where != ON_CPU)

@@ -14,17 +14,14 @@ from pathlib import Path
 import pytest
 
 from harness import wait_until
+from servers.processes import CLUSTER_VARIABLE, children_of, identities_of, processes_of
 from servers.server_process import (
-    CLUSTER_VARIABLE,
     LOCKED_SETTLE_S,
     MOONCAKE_PORTS,
     SETTLE_S,
     ServerFailed,
     ServerProcess,
-    children_of,
     free_ports,
-    identities_of,
-    processes_of,
     settle_s_of,
     stop_all,
 )
@@ -36,7 +33,6 @@ WITH_CHILD = (
     "import subprocess,sys;"
     f"subprocess.Popen([sys.executable,'-c',{SLEEP!r}],start_new_session=True);"
 )
-ON_SIGTERM = "import signal,sys; signal.signal(15,lambda *_: sys.exit(3)); print('up',flush=True);"
 RENAMED = "import setproctitle; setproctitle.setproctitle('x'*2000); print('up',flush=True);"
 # At SIGTERM its first thread ends and another one lives on, as while much memory is given back.
 ENDING = (
@@ -85,19 +81,11 @@ def test_children_are_found_and_ended(tmp_path, cluster_id):
     parent.start()
     wait_until("parent and child run", lambda: len(processes_of(cluster_id)) == 2, 20)
     assert children_of(parent.pid) == [pid for pid in processes_of(cluster_id) if pid != parent.pid]
-    outlived = stop_all([parent], cluster_id, grace_s=0.0, settle_s=0.3)
+    outlived = stop_all([parent], cluster_id, settle_s=0.3)
     assert len(outlived) == 1, "the child does not notice its parent's end, so it had to be killed"
     assert processes_of(cluster_id) == {}
     assert parent.exit_code == -signal.SIGKILL
-    assert stop_all([parent], cluster_id, grace_s=0.0) == {}, "a second stop finds nothing to do"
-
-
-def test_a_server_that_hears_sigterm_is_not_killed(tmp_path, cluster_id):
-    polite = server(tmp_path, cluster_id, ON_SIGTERM + SLEEP)
-    polite.start()
-    wait_until("it runs", lambda: "up" in polite.log(), 20)
-    assert stop_all([polite], cluster_id, grace_s=20.0) == {}
-    assert polite.exit_code == 3
+    assert stop_all([parent], cluster_id) == {}, "a second stop finds nothing to do"
 
 
 def test_a_renamed_process_is_found_by_its_session(tmp_path, cluster_id):
@@ -106,7 +94,7 @@ def test_a_renamed_process_is_found_by_its_session(tmp_path, cluster_id):
     renamed.start()
     wait_until("it runs", lambda: "up" in renamed.log(), 20)
     assert renamed.pid in processes_of(cluster_id, [renamed.pid])
-    stop_all([renamed], cluster_id, grace_s=0.0)
+    stop_all([renamed], cluster_id)
     assert processes_of(cluster_id, [renamed.pid]) == {}
 
 
@@ -127,7 +115,7 @@ def test_a_process_whose_threads_still_end_has_not_ended(tmp_path, cluster_id):
     assert processes_of(cluster_id, known=known).keys() == {parent.pid, pid}
     os.kill(pid, signal.SIGKILL)
     wait_until("the other one too", lambda: pid not in processes_of(cluster_id, known=known), 20)
-    stop_all([parent], cluster_id, grace_s=0.0)
+    stop_all([parent], cluster_id)
 
 
 def test_a_pid_that_has_become_another_process_s_is_not_known(cluster_id):

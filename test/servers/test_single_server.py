@@ -6,14 +6,8 @@ import time
 
 import pytest
 
-from servers.server_process import (
-    CLUSTER_VARIABLE,
-    ServerFailed,
-    ServerProcess,
-    free_ports,
-    processes_of,
-    wait_healthy,
-)
+from servers.processes import CLUSTER_VARIABLE, processes_of
+from servers.server_process import ServerFailed, ServerProcess, free_ports, wait_healthy
 from servers.single_server import SingleServer
 
 ANSWERS = (

@@ -43,17 +43,11 @@ def two_nodes(monkeypatch, tmp_path):
     return tmp_path
 
 
-def test_cpus_are_found_on_their_nodes(two_nodes):
+def test_cpus_and_memory_are_found_on_their_nodes(two_nodes):
     assert numa.nodes() == [0, 1, 2]
-    assert numa.cpus_by_node([5, 1, 0]) == {0: [0, 1], 1: [5]}
-    assert numa.cpus_by_node([32, 4]) == {1: [4, 32]}
-    assert numa.cpus_by_node([0, 9]) == {}, "of no node"
-    assert numa.cpus_by_node([]) == {}
-
-
-def test_memory_of_a_node(two_nodes):
-    assert numa.available_bytes(1) == 320 * 1024
-    assert numa.available_bytes(0) is None
+    assert numa.cpus_by_node([32, 5, 1, 0]) == {0: [0, 1], 1: [5, 32]}
+    assert numa.cpus_by_node([0, 9]) == numa.cpus_by_node([]) == {}, "9 is of no node"
+    assert numa.available_bytes(1) == 320 * 1024 and numa.available_bytes(0) is None
 
 
 # What lies where -----------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from sglang_scout.core.profile import (
     choose_interval,
     save_profile,
 )
-from sglang_scout.core.step_log import StepLogFile, ratios_by_age, read_step_log
+from sglang_scout.core.step_log import COLD_STEPS, StepLogFile, ratios_by_age, read_step_log
 
 DESCRIPTION = (
     "Find out how often each layer should recall. Reads the step log of a decode server that served a "
@@ -83,12 +83,12 @@ def profile_of(log: StepLogFile, threshold: float) -> RecallProfile:
             f'profile: the step log is of a server with "recall": "{facts.recall}"; record it with '
             '"recall": "off"'
         )
-    # The first step of a request finds none of its pages on the device. What it selects is loaded
-    # in every mode; the curve begins after that.
+    # What the first step selects is loaded in every mode; the curve begins after that.
     oldest = max((age for step in log.steps for age in step.ages), default=0)
     curves, samples = ratios_by_age(log, oldest + 1)
-    steps = int(np.argmin(np.append(samples[1:], 0)))
-    curves, samples = curves[:, 1 : steps + 1], samples[1 : steps + 1]
+    steps = int(np.argmin(np.append(samples[COLD_STEPS:], 0)))
+    after = slice(COLD_STEPS, COLD_STEPS + steps)
+    curves, samples = curves[:, after], samples[after]
     if steps < LEAST_STEPS:
         raise ConfigError(
             f"profile: the step log has {steps} steps of requests that are larger than the budget of "

@@ -11,7 +11,7 @@ import numpy as np
 
 from sglang_scout.cli.table import columns, gb
 from sglang_scout.core.errors import ConfigError
-from sglang_scout.core.step_log import StepLogFile, ratios_by_age, read_step_log
+from sglang_scout.core.step_log import COLD_STEPS, StepLogFile, ratios_by_age, read_step_log
 
 DESCRIPTION = (
     "Say where the time of a decode step goes and what each layer leaves to the CPU, from a step log, "
@@ -34,7 +34,7 @@ class Report:
     Attributes:
         period_us: from the begin of a step to that of the next one.
         ratio_by_layer: CPU compute ratio of requests that are larger than the budget, without their
-            first step.
+            first steps.
         cpu_wait_us_by_layer: time that the device waited for missing pages.
     """
 
@@ -83,7 +83,8 @@ def report_of(log: StepLogFile) -> Report:
     inside = np.minimum([step.step_us for step in steps], period)
     oldest = max(age for step in log.steps for age in step.ages)
     ratios, rows = ratios_by_age(log, oldest + 1)
-    ratio = (ratios[:, 1:] * rows[1:]).sum(axis=1) / max(1, rows[1:].sum())
+    ratios, rows = ratios[:, COLD_STEPS:], rows[COLD_STEPS:]
+    ratio = (ratios * rows).sum(axis=1) / max(1, rows.sum())
     return Report(
         policy=log.facts.policy,
         recall=log.facts.recall,

@@ -18,6 +18,10 @@ from sglang_scout.core.profile import ModelIdentity
 
 FORMAT, VERSION = "sglang-scout-steps", 2
 
+COLD_STEPS = 3
+"""First steps of a request that find none of its pages on the device: what the first one selects is known two
+boundaries later, and resident one boundary after that."""
+
 Floats = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
 
@@ -41,12 +45,12 @@ class Step(msgspec.Struct, frozen=True):
     """One decode step of B requests and L layers.
 
     Attributes:
-        start_us, step_us: from its boundary (CLOCK_MONOTONIC) to the end of its last attention.
+        start_us, step_us: from its boundary (CLOCK_MONOTONIC) until its tokens are on the host.
         ages: ``[B]`` steps that each request had done here before; -1 where that is not known.
         full_pages: ``[B]`` full pages of each request, among which it selects.
         cpu_pages: ``[L, B]`` selected pages that were computed on the CPU.
         gpu_wait_us: ``[L]`` time that the device waited for them.
-        recalled_pages, recall_bytes, recall_wait_us: of the recalls that ended at its boundary.
+        recalled_pages, recall_bytes, recall_wait_us: of the recalls that ended at the boundary after it.
     """
 
     step: int

@@ -74,6 +74,7 @@ class StepBoundary:
         self._results, self._counters = results, counters
         self.step_log: StepLog | None = None
         self._step_us = 0.0  # smoothed; 0 until known
+        self._end_ns = 0  # of the last step whose results have come
         self._last = LastStep(np.zeros(0, np.int64), np.zeros((table.num_layers, 0), np.int64))
         self._seen_full: dict[int, int] = {}  # by table row: full pages at the last boundary
         self._first_step: dict[int, int] = {}  # by table row; 0: joins with the next step
@@ -148,7 +149,9 @@ class StepBoundary:
         self._counters.count_waits(result.waited_ns // 1000)
         result.pages, result.missing = self._pages.still_held(step, pages, missing)
         uses.touch(np.arange(self._table.num_layers), result.pages, step, batch.fresh)
-        took_us = (result.launched.end_ns - launched.start_ns) / 1e3
+        # A boundary may come while the step before still runs.
+        took_us = (launched.end_ns - max(launched.start_ns, self._end_ns)) / 1e3
+        self._end_ns = launched.end_ns
         self._step_us += (took_us - self._step_us) * (1 / 8 if self._step_us else 1.0)
         if self.step_log is not None:
             self.step_log.write(launched, missed)

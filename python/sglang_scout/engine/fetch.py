@@ -20,8 +20,8 @@ def staging_bytes(shape: ModelShape, max_batch: int, budget_pages: int) -> int:
 class Fetch(Transport):
     """Pages come to the device ahead of their layer, ids and all from the device.
 
-    There is one staging slot for each row and chosen page, twice: a layer's pages arrive while those of the
-    layer before are attended to.
+    There is one staging slot for each row and chosen page, twice: a layer's pages are posted before those of the
+    layer before are attended to. Copies are launched on the step's own stream.
 
     Args:
         host: where the pages lie.

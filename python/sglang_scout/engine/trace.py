@@ -112,7 +112,7 @@ class Tracer:
 
     def add(self, row: str, name: str, start_ns: int, end_ns: int, **args: Any) -> None:
         """Record one slice; times from ``time.monotonic_ns``. A ``layer`` in args ends the name."""
-        if not self.active or start_ns == 0:
+        if not self._step or not self.active or start_ns == 0:  # before the first: warm-up
             return
         if "layer" in args:
             name = f"{name} {args['layer']}"

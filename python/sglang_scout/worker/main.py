@@ -95,7 +95,11 @@ class Worker:
 
     def _receive(self, wait_s: float) -> m.Message | None:
         """Waits for a message. A closed socket means Stop: the client is gone."""
-        if not select.select([self._socket], [], [], max(wait_s, 0.0))[0]:
+        ready = (
+            select.poll()
+        )  # not select(): the descriptor has the number that it has in the server
+        ready.register(self._socket, select.POLLIN)
+        if not ready.poll(max(wait_s, 0.0) * 1e3):
             return None
         data = b""
         with contextlib.suppress(ConnectionResetError):

@@ -234,9 +234,12 @@ class Supervisor:
         while (left_s := deadline_s - time.monotonic()) > 0:
             if process.wait(left_s, self._wake_fd)[1]:
                 return
+            self._clear_wake()
 
     def _sleep(self, seconds: float) -> None:
-        select.select([self._wake_fd], [], [], seconds)
+        ready = select.poll()
+        ready.register(self._wake_fd, select.POLLIN)
+        ready.poll(seconds * 1e3)
         self._clear_wake()
 
     def _clear_wake(self) -> None:

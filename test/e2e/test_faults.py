@@ -1,11 +1,11 @@
 """One pair of servers through everything that can befall it: load, aborts, a dead and a silent worker, the end."""
 
+import dataclasses
 import json
 import os
 import random
 import signal
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -13,26 +13,19 @@ import pytest
 from harness import (
     PDCluster,
     ProcessUsage,
-    RequestFailed,
     abort_after,
     assert_same_tokens,
-    http_json,
     random_prompts,
     scheduler_pid,
     wait_until,
 )
+from servers.pd_cluster import flags
+from servers.sglang_http import RequestFailed, http_json
 
 # Recall in every step and room for everything: a request's residency then depends on its own history
 # alone, so its tokens are the same whatever else runs, and a difference is a fault.
 CONFIG = {"recall": "fixed", "recall_interval": 1, "resident_tokens": 32768}
-SCOUT = (
-    "--kv-offload",
-    "scout",
-    "--kv-offload-budget",
-    "128",
-    "--kv-offload-config",
-    json.dumps(CONFIG),
-)
+SCOUT = flags(kv_offload="scout", kv_offload_budget=128, kv_offload_config=json.dumps(CONFIG))
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +54,7 @@ def test_a_chat_and_a_request_too_long(servers):
     assert servers.generate(random_prompts([300]), max_new_tokens=8)[0].output_ids
 
 
-def test_two_hundred_requests_with_aborts_leave_nothing(servers):
+def test_a_hundred_requests_with_aborts_leave_nothing(servers):
     chance = random.Random(11)
 
     def one(prompt):
@@ -82,8 +75,8 @@ def test_two_hundred_requests_with_aborts_leave_nothing(servers):
     run(40, seed=20)  # caches, thread pools and allocators reach their size
     wait_until("pages of the warm-up are free", idle, 60)
     before = usage(servers)
-    aborted = run(200, seed=21)
-    assert aborted >= 5
+    aborted = run(100, seed=21)
+    assert aborted >= 3
     wait_until("all pages are free", idle, 60)
     after = usage(servers)
     assert after.open_files <= before.open_files + 4, (before, after)
@@ -120,9 +113,7 @@ def test_a_lost_worker_costs_no_request_and_no_token(servers, how):
     def disturb():
         pid = servers.kv_offload()["worker"]["pid"]
         os.kill(pid, how)
-        start = time.monotonic()
         wait_until("the loss is noticed", lambda: servers.kv_offload()["worker"]["pid"] != pid, 30)
-        print(f"noticed after {time.monotonic() - start:.2f} s")
 
     answers = _while_decoding(servers, prompts, disturb)
     assert_same_tokens(expected, answers)
@@ -133,16 +124,12 @@ def test_a_lost_worker_costs_no_request_and_no_token(servers, how):
     cause = "was killed by SIGKILL" if how == signal.SIGKILL else "was silent for"
     assert cause in state["worker"]["last_error"]
     again = servers.generate(prompts, max_new_tokens=20)
-    assert_same_tokens([_cut(e, 20) for e in expected], again)
+    assert_same_tokens(
+        [dataclasses.replace(e, output_ids=e.output_ids[:20]) for e in expected], again
+    )
     after = servers.kv_offload()
     fallen = after["fallback_pages"] - state["fallback_pages"]
     assert fallen <= 0.2 * (after["cpu_pages"] - state["cpu_pages"]), "the new worker serves"
-
-
-def _cut(answer, tokens):
-    import dataclasses
-
-    return dataclasses.replace(answer, output_ids=answer.output_ids[:tokens])
 
 
 def test_killing_the_scheduler_leaves_no_process(servers):
