@@ -43,7 +43,9 @@ def test_log_probs_are_those_of_transformers(tiny_model, arch):
     )
 
 
-@pytest.mark.parametrize("setting", [Setting(), Setting(LENGTH)])
+@pytest.mark.parametrize(
+    "setting", [Setting(), Setting(LENGTH), Setting(128, "keys", dense_layers=(0, 1, 2, 3))]
+)
 def test_a_budget_that_covers_the_text_is_full_attention(decoder, setting):
     model, text, tokens = decoder
     window = decode_window(model, text, START, tokens[START:], setting)
@@ -147,7 +149,7 @@ def test_prefilled_tokens_attend_to_everything(decoder):
     )  # layer 0: the same queries, of all tokens or the later half
 
 
-def test_predictions_and_exact_layers(decoder):
+def test_predictions_and_exact_layers_and_steps(decoder):
     model, text, tokens = decoder
     tokens = tokens[START : START + 40]
 
@@ -158,6 +160,10 @@ def test_predictions_and_exact_layers(decoder):
     assert (real - predicted).abs().max() > 0.01
     layers = tuple(range(model.config.layers))
     torch.testing.assert_close(log_probs(query="predicted", exact_layers=layers), real)
+    torch.testing.assert_close(log_probs(query="predicted", exact_steps=len(tokens)), real)
+    first = log_probs(query="predicted", exact_steps=1)
+    torch.testing.assert_close(first[0], real[0])
+    assert (first[1:] - real[1:]).abs().max() > 0.01
     assert (log_probs(query="extrapolated") - predicted).abs().max() > 0.01
     window = decode_window(model, text, START, tokens, Setting(96, query="predicted"))
     assert window.cosine[0].isnan() and (window.cosine[1:].abs() <= 1).all()
@@ -257,6 +263,8 @@ def test_the_command_resumes_and_its_rows_make_tables(tmp_path, capsys, monkeypa
     assert table.main([str(path)]) == 0
     shown = capsys.readouterr().out
     assert "| full attention |" in shown and "facts, 6 documents" in shown
+    assert table.main([str(path), "--layers", "keys 256"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2 + 4
 
 
 def test_intervals_are_of_documents_and_text_means_are_of_tokens():

@@ -86,9 +86,11 @@ def decode_window(
         k, v = model.keys_values(layer, x, position)
         keys, values = (torch.cat([a[:, :start], b], 1) for a, b in ((text_k, k), (text_v, v)))
         predicted = q if before is None else predict(model, layer, setting, before, x, position)
-        digest = digests[layer] if sparse else None
+        digest = digests[layer] if sparse and layer not in setting.dense_layers else None
         is_real = setting.query == "real" or layer in setting.exact_layers
         ahead = q if is_real else predicted
+        if setting.exact_steps:
+            ahead = torch.cat([q[: setting.exact_steps], ahead[setting.exact_steps :]])
         out, mass, chosen = attend(
             setting, digest, q * model.scale, ahead * model.scale, keys, values, start, prefilled
         )

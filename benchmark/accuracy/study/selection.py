@@ -41,7 +41,8 @@ class Setting:
         grain: "layer": one choice for all heads; "head": one for each key-value head.
         query: what chooses: the layer's own query, the next layer's projection of this layer's input, or that of the
             input moved by half of what the token before changed.
-        exact_layers: that choose and attend with the real query.
+        exact_layers, exact_steps: layers, and first tokens of a window, that choose and attend with the real query.
+        dense_layers: that attend to everything.
         attends: whose query attends to the chosen pages, but for the first and the newest, which are always on the
             device: the real one; the predicted one to all of them, or to those that the token before had not chosen
             ("-missing"); "corrected": with the page's log mass corrected by the digest, + est(q) - est(predicted q).
@@ -54,6 +55,8 @@ class Setting:
     page_tokens: int = 32
     query: str = "real"
     exact_layers: tuple[int, ...] = ()
+    exact_steps: int = 0
+    dense_layers: tuple[int, ...] = ()
     attends: str = "real"
 
     def __post_init__(self) -> None:

@@ -1,6 +1,6 @@
-"""Markdown tables of the study's rows: planted facts and plain text.
+"""Markdown tables of the study's rows: planted facts, plain text, and by layer.
 
-    python -m benchmark.accuracy.study.table docs/results/study.jsonl
+    python -m benchmark.accuracy.study.table docs/results/study.jsonl [--layers SETTING]
 
 Facts, prompt: numbers that were answered right of those asked for, by kind and by cut; points lost against full
 attention on the same numbers; and what a number's answer lost in nats. Text: KL to full attention, what the text lost
@@ -108,6 +108,18 @@ def text_table(by_setting: dict[str, list[Row]]) -> list[str]:
     return lines
 
 
+def layers_table(rows: Sequence[Row]) -> list[str]:
+    """Cosine and mass of every layer, means over documents."""
+    lines = ["| layer | cosine | mass |", "| ---: | ---: | ---: |"]
+    for layer in range(len(rows[0]["mass_by_layer"])):
+        cells = []
+        for name in ("cosine_by_layer", "mass_by_layer"):
+            found = [row[name][layer] for row in rows if row.get(name)]
+            cells.append("" if None in found or not found else f"{sum(found) / len(found):.3f}")
+        lines.append(f"| {layer} | {' | '.join(cells)} |")
+    return lines
+
+
 def paired(rows: Sequence[Row], part: str) -> dict[str, list[Row]]:
     """Rows by setting, in order of budget, of the documents that every setting has."""
     mine = [row for row in rows if row["part"] == part]
@@ -126,12 +138,17 @@ def paired(rows: Sequence[Row], part: str) -> dict[str, list[Row]]:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("rows", type=Path, metavar="FILE")
+    parser.add_argument("--layers", metavar="SETTING", help="its cosine and mass by layer")
     args = parser.parse_args(argv)
     try:
         rows = [row for row in read_rows(args.rows) if row["benchmark"] == "study"]
     except (OSError, ValueError, json.JSONDecodeError) as error:
         print(f"{args.rows}: {error}", file=sys.stderr)
         return 2
+    if args.layers:
+        own = [row for row in rows if row["setting"] == args.layers]
+        print("\n".join(layers_table(own)) if own else f"no row of {args.layers!r}")
+        return 0 if own else 1
     for part, table in (("facts", facts_table), ("prompt", facts_table), ("text", text_table)):
         by_setting = paired(rows, part)
         if by_setting:
