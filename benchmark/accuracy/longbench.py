@@ -2,12 +2,12 @@
 """LongBench with your model and your copy of LongBench, against any SGLang server or router.
 
     python -m benchmark.accuracy.longbench --longbench DIR --base-url URL --label NAME --output FILE.jsonl
-    python -m benchmark.accuracy.longbench compare STOCK.jsonl OTHER.jsonl [OTHER.jsonl ...]
-    python -m benchmark.accuracy.longbench score FILE.jsonl
+    python -m benchmark.accuracy.longbench compare STOCK.jsonl [OTHER.jsonl ...]
 
 The first asks the paper's eight sets and writes every answer as it comes; the same command again goes on where it
-stopped, and asks what failed once more. It exits with 1 where answers are missing. ``compare`` takes the stock server's
-file first. longbench_data.py says how LongBench's repository and data lie; scoring runs LongBench's own metrics.py.
+stopped, and asks what failed once more. It exits with 1 where answers are missing. ``compare`` prints the scores of
+files, that of the stock server first. longbench_data.py says how LongBench's repository and data lie; scoring runs
+LongBench's own metrics.py.
 """
 
 from __future__ import annotations
@@ -165,13 +165,13 @@ def command_run(args: argparse.Namespace) -> int:
     prompts = Prompts(args.tokenizer or tokenizer, args.chat, args.max_prompt_tokens)
     values = (args.label, model, args.chat, args.max_prompt_tokens)
     settings = dict(zip(SETTINGS, values, strict=True))
+    about = environment("longbench", ["transformers"])
+    about |= {"longbench": str(args.longbench.resolve()), "untimed": True}
     try:
-        about = environment("longbench", ["transformers"])
-        about |= {"longbench": str(args.longbench.resolve()), "untimed": True}
         file = RowFile(args.output, about, settings, KEY)
     except (OSError, ValueError) as error:
         raise ConfigError(f"--output {args.output}: {error}; name another file") from None
-    if args.output.exists() and args.output.stat().st_size:
+    if args.output.stat().st_size:
         Answers(args.output, settings)
     left = [q for q in questions if not file.has(**dict(zip(KEY, q.key, strict=True)))]
     missing = ask_all(args, prompts, left, file)
@@ -183,22 +183,13 @@ def command_run(args: argparse.Namespace) -> int:
     return 0
 
 
-def command_table(args: argparse.Namespace) -> int:
-    text, output = table(args.files, args.longbench), args.files[-1].with_suffix(".md")
-    print(text, end="")
-    if len(args.files) > 1 and output not in args.files:
-        output.write_text(text, encoding="utf-8")
-        print(f"written to {output}", file=sys.stderr)
-    return 0
-
-
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    if arguments and arguments[0] in ("compare", "score"):
-        add("command", choices=["compare", "score"])
+    if arguments and arguments[0] == "compare":
+        add("command")
         add("files", nargs="+", type=Path, metavar="FILE")
         add("--longbench", type=Path, metavar="DIR", help="default: that of the first file's run")
         return parser.parse_args(arguments)
@@ -219,7 +210,10 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_arguments(sys.argv[1:] if argv is None else argv)
     try:
-        return command_table(args) if "files" in args else command_run(args)
+        if "files" not in args:
+            return command_run(args)
+        print(table(args.files, args.longbench), end="")
+        return 0
     except ScoutError as error:
         print(f"longbench.py: {error}", file=sys.stderr)
         return 2

@@ -8,7 +8,7 @@ Options: --model qwen3-8b,qwen3-14b  --context 32768,65536  --host-gb N (of page
 
 Layers have the model's sizes and random weights (harness.py). How the important pages drift is set by a generator,
 q(t+1) = rho q(t) + sqrt(1 - rho^2) noise, whose rho is calibrated to the paper's Figures 6a and 6b: without recall
-12 % of the selected pages are no longer resident after 8.7 steps (its mean recall interval at its threshold). Rows at
+12 % of the selected pages are no longer resident after 8.7 steps. Rows at
 half and at twice that drift, in 1 - rho, show how much the result depends on it.
 
 Rows (format: rows.py); `model`, `context`, `batch`, `step_us` in samples_us, `tokens_per_s`, and
@@ -43,7 +43,7 @@ from benchmark import device, rows
 from benchmark.decode.check import check
 from benchmark.decode.full_attention import FullAttention
 from benchmark.decode.harness import PAGE, Harness, Store
-from benchmark.decode.model import SIZES, DummyModel, ModelSize, QueryDrift
+from benchmark.decode.model import SIZES, DummyModel, ModelSize, QueryDrift, bisect_rho
 from sglang_scout.engine.stores import DigestPool
 from sglang_scout.worker.cpus import reserve_server_cores
 from sglang_scout.worker.host_memory import available_bytes
@@ -51,7 +51,6 @@ from sglang_scout.worker.host_memory import available_bytes
 WARM_UP_STEPS = 24
 MAPPED_S = 45.0
 """The longest to wait until the worker has mapped the arena."""
-FIGURE_6_STEPS, FIGURE_6_RATIO = 8.7, 0.12
 DEVICE_RESERVE_BYTES = 6 * 2**30  # for graphs, activations and what else a server keeps
 
 
@@ -72,7 +71,7 @@ def step_times_us(step: Callable[[], None], steps: int) -> list[float]:
 
 
 def calibrated_rho(store: Store, size: ModelSize, context: int, budget_pages: int) -> float:
-    """The drift at which, without recall, Figure 6's share of the selection is new after its steps."""
+    """Of queries, with the store's digests, as bisect_rho has it."""
     pages = context // PAGE
     table = torch.arange(1, pages + 1, dtype=torch.int32, device=store.device)[None]
     n_full = torch.full((1,), pages, dtype=torch.int32, device=store.device)
@@ -91,16 +90,13 @@ def calibrated_rho(store: Store, size: ModelSize, context: int, budget_pages: in
         return found
 
     before = chosen(q)
-    low, high = 0.9, 0.99999
-    for _ in range(12):
-        rho = (low + high) / 2
-        kept = (
-            rho**FIGURE_6_STEPS
-        )  # after so many steps of q(t+1) = rho q(t) + sqrt(1 - rho^2) noise
+
+    def new_share(kept: float) -> float:
         after = chosen(kept * q + (1 - kept**2) ** 0.5 * noise)
         new = [(~torch.isin(a, b)).float().mean() for a, b in zip(after, before, strict=True)]
-        low, high = (low, rho) if float(torch.stack(new).mean()) < FIGURE_6_RATIO else (rho, high)
-    return (low + high) / 2
+        return float(torch.stack(new).mean())
+
+    return bisect_rho(new_share)
 
 
 def free_device() -> None:
