@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -102,29 +102,11 @@ class Verdict:
 
 
 def judge(
-    full: Sequence[bool],
-    others: Mapping[Setting, Sequence[bool]],
-    margin: float | None,
-    noted: Setting | None = None,
-) -> list[Verdict]:
-    """A verdict for each setting; ``margin`` in points, None for the default.
-
-    Raises ValueError for a budget without a default, and for answers to different questions.
-    """
-    verdicts = []
-    for setting, other in others.items():
-        loss, budget = paired_loss(full, other), setting.budget_tokens
-        allowed = None if setting == noted else margin
-        if setting != noted and margin is None:
-            if budget not in ALLOWED_POINTS:
-                raise ValueError(
-                    f"budget {budget} has no default margin (those of {list(ALLOWED_POINTS)} "
-                    "have); give --margin-points"
-                )
-            allowed = margin_points(ALLOWED_POINTS[budget], loss.asked)
-        share = sum(full) / len(full), sum(other) / len(other)
-        verdicts.append(Verdict(setting, *share, loss, allowed))
-    return verdicts
+    setting: Setting, full: Sequence[bool], other: Sequence[bool], margin: float | None
+) -> Verdict:
+    """Raises ValueError for answers to different questions."""
+    share = sum(full) / len(full), sum(other) / len(other)
+    return Verdict(setting, *share, paired_loss(full, other), margin)
 
 
 def outcomes(rows: Sequence[Row], setting: Setting) -> list[bool]:
@@ -187,8 +169,11 @@ def run(args: argparse.Namespace, judge_: Judge, progress: Progress) -> list[Ver
     verdicts = []
     for setting in others:
         rows = [row for row in file.rows if row["length_tokens"] in lengths[setting]]
-        full, other = outcomes(rows, FULL_SETTING), outcomes(rows, setting)
-        verdicts += judge(full, {setting: other}, args.margin_points, noted)
+        full, margin = outcomes(rows, FULL_SETTING), args.margin_points
+        if margin is None:
+            margin = margin_points(ALLOWED_POINTS[setting.budget_tokens], len(full))
+        other = outcomes(rows, setting)
+        verdicts.append(judge(setting, full, other, None if setting == noted else margin))
     return verdicts
 
 

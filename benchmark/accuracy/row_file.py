@@ -46,13 +46,7 @@ class RowFile(Writer):
         return row["benchmark"] == self._benchmark and row["status"] == "ok" and same
 
     def has(self, **key: Any) -> bool:
-        return self.find(**key) is not None
-
-    def find(self, **key: Any) -> Row | None:
-        """The row with this key. Raises ValueError unless all key fields are given."""
+        """Whether there is a row with this key. Raises ValueError unless all key fields are given."""
         if set(key) != set(self._key):
             raise ValueError(f"key {sorted(key)}: expected {sorted(self._key)}")
-        for row in self.rows:
-            if all(row.get(name) == value for name, value in key.items()):
-                return row
-        return None
+        return any(all(row.get(name) == value for name, value in key.items()) for row in self.rows)
