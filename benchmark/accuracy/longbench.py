@@ -16,7 +16,6 @@ import argparse
 import http.client
 import sys
 import threading
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -32,7 +31,6 @@ from servers.sglang_http import RequestFailed, generate, http_json
 from sglang_scout.core.errors import ConfigError, ScoutError
 
 TIMEOUT_S = 3600.0
-WAITS_S = (0.0, 1.0, 4.0, 16.0)  # before each try of a request
 # No answer, or none of the shape that SGLang's have.
 FAILURES = (RequestFailed, OSError, http.client.HTTPException, LookupError, TypeError, ValueError)
 
@@ -101,59 +99,45 @@ def ask_server(url: str) -> tuple[str, str]:
 
 
 def ask(url: str, prompts: Prompts, question: Question) -> Row:
-    """One question to the fields of its row. Greedy, to the end of text; a failed request is repeated."""
+    """One question to the fields of its row. Greedy, to the end of text."""
     ids, cut = prompts.encode(question)
     row: Row = {"prompt_tokens": len(ids), "cut_tokens": cut, "prompt_sha": data.sha(ids)}
     options: dict[str, Any] = {"ignore_eos": False}
     if question.set_name in data.STOP_AT_NEWLINE:
         options |= {"stop_token_ids": prompts.newline_ids, "min_new_tokens": 1}
     length = question.max_new_tokens
-    for wait_s in WAITS_S:
-        time.sleep(wait_s)
-        try:
-            [answer] = generate(
-                url, [ids], max_new_tokens=length, sampling=options, timeout_s=TIMEOUT_S
+    try:
+        [answer] = generate(
+            url, [ids], max_new_tokens=length, sampling=options, timeout_s=TIMEOUT_S
+        )
+        # A server told to truncate by itself would answer another question.
+        if answer.prompt_tokens != len(ids):
+            raise RequestFailed(
+                f"the server read {answer.prompt_tokens} of {len(ids)} prompt tokens; start it "
+                "without --allow-auto-truncate, or give --max-prompt-tokens"
             )
-            # A server told to truncate by itself would answer another question.
-            if answer.prompt_tokens != len(ids):
-                raise RequestFailed(
-                    f"the server read {answer.prompt_tokens} of {len(ids)} prompt tokens; start it "
-                    "without --allow-auto-truncate, or give --max-prompt-tokens"
-                )
-        except FAILURES as error:
-            row |= {"status": "failed", "reason": repr(error)[:1000]}
-        else:
-            found = {"text": answer.text, "finish_reason": answer.finish_reason}
-            return row | found | {"status": "ok", "reason": "", "latency_s": answer.latency_s}
-    return row
+    except FAILURES as error:
+        return row | {"status": "failed", "reason": repr(error)[:1000]}
+    found = {"text": answer.text, "finish_reason": answer.finish_reason}
+    return row | found | {"status": "ok", "reason": "", "latency_s": answer.latency_s}
 
 
 def ask_all(
     args: argparse.Namespace, prompts: Prompts, questions: Sequence[Question], file: RowFile
 ) -> str:
     """Write each answer when it comes. Returns why some are missing, "" if none is."""
-    lock, progress, in_a_row, failed, reason = threading.Lock(), Progress(), 0, 0, ""
-
-    def work(question: Question) -> Row:
-        found = dict(zip(KEY, question.key, strict=True)) | ask(args.base_url, prompts, question)
-        with lock:
-            return file.add(args.label, **found)
-
+    progress, failed, reason = Progress(), 0, ""
     progress.say(f"{len(questions)} questions to ask, {args.concurrency} at a time")
     pool = ThreadPoolExecutor(args.concurrency)
+    asked = {pool.submit(ask, args.base_url, prompts, q): q for q in questions}
     try:
-        for done, future in enumerate(as_completed([pool.submit(work, q) for q in questions]), 1):
-            row = future.result()
-            in_a_row = in_a_row + 1 if row["status"] == "failed" else 0
-            failed, reason = failed + (in_a_row > 0), row["reason"] or reason
+        for done, future in enumerate(as_completed(asked), 1):
+            row = dict(zip(KEY, asked[future].key, strict=True)) | future.result()
+            file.add(args.label, **row)
+            failed, reason = failed + (row["status"] == "failed"), row["reason"] or reason
             progress.update(f"{row['set']}: {done} of {len(questions)} asked, {failed} failed")
-            if in_a_row >= max(8, 2 * args.concurrency):  # the server is gone
-                break
         return f"{failed} failed, the last with {reason}" if failed else ""
-    except KeyboardInterrupt:
-        return "interrupted; waiting for the requests under way, Ctrl-C again leaves at once"
     finally:
-        # Python waits for the threads at its end; until then they write what comes.
         pool.shutdown(wait=False, cancel_futures=True)
 
 
