@@ -13,9 +13,8 @@ import argparse
 import contextlib
 import json
 import os
-import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ MOST_REQUESTS = 64
 SKIPPED_STEPS = 50
 """Of the window, at its begin: the cache fills, and the recall finds its pace."""
 RUNS = 2
-START_S, MAPPED_S, RUN_S, SAMPLE_S = 300.0, 45.0, 300.0, 0.5
+START_S, MAPPED_S, RUN_S = 300.0, 45.0, 300.0
 
 SERVERS = {
     # As the paper: as many pages resident as all requests select, and what is not is computed by the CPU.
@@ -62,49 +61,25 @@ def write_config(shape: str, folder: Path, context: int) -> Path:
     return folder
 
 
-class Samples:
-    """While in a ``with`` block: twice a second, a server's counters. A stock server has none, and is asked all the
-    same, as asking takes its time."""
+State = tuple[float, dict[str, Any]]
+"""``time.monotonic()`` and a server's counters; those of a stock server are empty."""
 
-    def __init__(self, state: Callable[[], dict[str, Any]]) -> None:
-        self.samples: list[tuple[float, dict[str, Any]]] = []  # time.monotonic() and the state
-        self._state = state
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
 
-    def _run(self) -> None:
-        while not self._stop.wait(SAMPLE_S):
-            with contextlib.suppress(
-                *FAILURES, KeyError
-            ):  # its requests notice a server that fails
-                state = self._state()
-                self.samples.append((time.monotonic(), state))
-
-    def __enter__(self) -> Samples:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def of_window(self, first: float, last: float) -> dict[str, Any]:
-        """Fields of a row about the time between two moments; none where no two samples of ours lie between."""
-        inside = [s for s in self.samples if first <= s[0] <= last and "steps" in s[1]]
-        if len(inside) < 2:
-            return {}
-        (begin, before), (end, after) = inside[0], inside[-1]
-        more = {
-            name: after[name] - before[name]
-            for name in ("gpu_wait_us", "cpu_pages", "budget_pages", "fallback_pages")
-        }
-        budget = more["budget_pages"]
-        return {
-            "wait_share": round(more["gpu_wait_us"] / (1e6 * (end - begin)), 4),
-            "cpu_compute_ratio": round(more["cpu_pages"] / budget, 4) if budget else None,
-            "fallback_pages": more["fallback_pages"],
-            "resident_pages": after["resident_pages"],
-        }
+def of_window(states: Sequence[State], first: float, last: float) -> dict[str, Any]:
+    """Fields of a row about the time between two moments; none where no two states of ours lie between."""
+    inside = [s for s in states if first <= s[0] <= last and "steps" in s[1]]
+    if len(inside) < 2:
+        return {}
+    (begin, before), (end, after) = inside[0], inside[-1]
+    names = ("gpu_wait_us", "cpu_pages", "budget_pages", "fallback_pages")
+    more = {name: after[name] - before[name] for name in names}
+    budget = more["budget_pages"]
+    return {
+        "wait_share": round(more["gpu_wait_us"] / (1e6 * (end - begin)), 4),
+        "cpu_compute_ratio": round(more["cpu_pages"] / budget, 4) if budget else None,
+        "fallback_pages": more["fallback_pages"],
+        "resident_pages": after["resident_pages"],
+    }
 
 
 def window(times: list[list[float]], skip: int) -> tuple[float, float]:
@@ -229,16 +204,19 @@ def run_server(
         found["mapped_share"] = wait_mapped(state["worker"]["pid"], nbytes, MAPPED_S)
     prompts = make_prompts([options.speed_context] * batch, 100_000, seed=1)
     rates: list[float] = []
+    states: list[State] = []
+
+    def look() -> None:
+        with contextlib.suppress(*FAILURES, KeyError):  # its requests notice a server that fails
+            states.append((time.monotonic(), offload_state(server.info())))
+
     for run in range(1, RUNS + 1):
-        with (
-            beside(found.get("worker_cpus", ())),
-            Samples(lambda: offload_state(server.info())) as samples,
-        ):
-            times = server.token_times(prompts, options.speed_tokens, RUN_S)
+        with beside(found.get("worker_cpus", ())):
+            times = server.token_times(prompts, options.speed_tokens, RUN_S, look)
         gaps, rate = steady(times)
         rates.append(rate)
         row = {**found, "batch": batch, "tokens_per_s": round(rate, 1), "run": run}
-        row |= samples.of_window(*window(times, SKIPPED_STEPS))
+        row |= of_window(states, *window(times, SKIPPED_STEPS))
         if run > 1:
             row["run_to_run"] = round((max(rates) - min(rates)) * run / sum(rates), 4)
         writer.add(impl, **row, **rows.summary(gaps))

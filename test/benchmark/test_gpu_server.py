@@ -94,17 +94,16 @@ def counters(waited, cpu, budget, fallback=0, resident=5):
 
 
 def test_counters_are_of_the_window_alone():
-    samples = speed.Samples(dict)
-    samples.samples = [
+    states = [
         (0.0, counters(0, 0, 0)),
         (1.0, counters(900_000, 900, 1000)),
         (3.0, counters(1_300_000, 1000, 2000, 3, 7)),
         (4.0, counters(9_000_000, 9000, 9000)),
     ]
-    assert samples.of_window(1.0, 3.5) == {
+    assert speed.of_window(states, 1.0, 3.5) == {
         "wait_share": 0.2, "cpu_compute_ratio": 0.1, "fallback_pages": 3, "resident_pages": 7,
     }  # fmt: skip
-    assert samples.of_window(3.2, 4.5) == {}, "one sample says nothing"
+    assert speed.of_window(states, 3.2, 4.5) == {}, "one sample says nothing"
 
 
 OPTIONS = gpu_server.parse(["--out", "x", "--speed", "--host-gb", "96"])
@@ -139,7 +138,8 @@ class Server:
         return {"max_total_num_tokens": 667_000, "max_running_requests": batch,
                 "internal_states": [{}]}  # fmt: skip
 
-    def token_times(self, prompts, tokens, timeout_s):
+    def token_times(self, prompts, tokens, timeout_s, meanwhile):
+        meanwhile()
         return [[0.01 * i for i in range(tokens)] for _ in prompts]
 
 
