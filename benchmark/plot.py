@@ -10,7 +10,6 @@ The captions hold command, commit and machine.
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 import textwrap
 from pathlib import Path
@@ -40,13 +39,9 @@ def draw_accuracy(rows: list[Row]) -> Any:
     """As the paper's Figure 7: a panel for each length, a line for each policy, whiskers for the 95 % intervals."""
     scores = Scores(rows)
     count = len(scores.lengths)
-    across = count if count <= 3 else math.ceil(math.sqrt(count))
-    down = math.ceil(count / across)
-    fig, axes = plt.subplots(
-        down, across, figsize=(1.5 + 4.2 * across, 1.2 + 3.6 * down), sharey=True, squeeze=False
-    )
-    panels = axes.ravel()
-    for ax, length in zip(panels, scores.lengths, strict=False):
+    fig, axes = plt.subplots(1, count, figsize=(1.5 + 3.6 * count, 4.8), sharey=True, squeeze=False)
+    panels = axes[0]
+    for ax, length in zip(panels, scores.lengths, strict=True):
         full = scores.mean(Setting(FULL), length) if FULL in scores.policies else None
         if full:
             value, low, high = (100 * x for x in full)
@@ -61,17 +56,10 @@ def draw_accuracy(rows: list[Row]) -> Any:
         ax.minorticks_off()
         ax.grid(alpha=0.3)
         ax.set_ylim(-2, 104)
-    for ax in panels[len(scores.lengths) :]:
-        ax.set_axis_off()
-    for ax in axes[:, 0]:
-        ax.set_ylabel("right answers, percent")
-    for ax in axes[-1]:
         ax.set_xlabel("budget, tokens")
-    handles, labels = panels[0].get_legend_handles_labels()
-    anchor = (0.5, 0.82)  # where no curve runs in a long text
-    panels[count - 1].legend(
-        handles, labels, fontsize=8, loc="upper center", bbox_to_anchor=anchor, ncols=2
-    )
+    panels[0].set_ylabel("right answers, percent")
+    # Where no curve runs in a long text.
+    panels[-1].legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, 0.82), ncols=2)
     model = scores.rows[0]["model"]
     fig.suptitle(f"{model}: mean of {len(scores.tasks)} tasks, exact answers", fontsize=11)
     return fig
