@@ -24,7 +24,7 @@ PACKAGES=(msgspec pyzmq psutil pytest pytest-timeout pluggy iniconfig packaging 
 
 # What a server imports beside the packages of a usual image for machine learning; versions are those of .venv. SGLang
 # needs another transformers and tokenizers than such an image has. Found by trying the imports of SGLang 0.5.15.post1:
-# scripts/gpu_site.py of commit 2455a253 does that for another SGLang or image.
+# scripts/gpu_site.py of commit 2455a25f does that for another SGLang or image.
 SITE=(sglang sglang-kernel flashinfer-python transformers tokenizers pytest-timeout
     annotated-types apache-tvm-ffi cffi compressed-tensors dill distro fastapi gguf ipython
     jsonschema jsonschema-specifications loguru msgspec openai opentelemetry-api orjson
