@@ -7,7 +7,7 @@ facts planted in real text (planted.py). Each has the policy, of policies.py, th
 
 Full attention, in plain PyTorch (plain_answers.py), and servers of scout answer the same questions, so the loss is
 counted by sample: answers that only full has right, less those that only scout has right. A budget fails when its loss
-exceeds its margin. What the paper's own choices lose is printed beside it and fails nothing.
+exceeds its margin.
 
 The default margin follows from what is allowed to be lost (ALLOWED_POINTS) and the size of the sample: a policy that
 loses exactly as much as is allowed fails with a probability of 5 % at most, and one that loses more fails the more
@@ -40,7 +40,6 @@ from benchmark.progress import Progress
 from benchmark.rows import Row, environment
 from servers.server_process import ends_orderly
 from sglang_scout.cli.table import columns
-from sglang_scout.core.config import DEFAULT_BUDGET_TOKENS
 
 FULL_SETTING = Setting(FULL)
 HELD_OUT = 21
@@ -53,12 +52,11 @@ loses at 1024."""
 
 @dataclass(frozen=True)
 class Form:
-    """``samples`` of each length and task. ``noted``: compared as well, at a length of its own, whatever it loses."""
+    """``samples`` of each length and task."""
 
     budgets: tuple[int, ...]
     lengths: tuple[int, ...]
     samples: int
-    noted: tuple[Setting, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -79,7 +77,7 @@ JUDGES = {
     "smollm2": Judge(
         "planted",
         "scout+exact_layers=[1,2]",
-        Form((2048,), (4096,), 12, (Setting("scout", DEFAULT_BUDGET_TOKENS), 7616)),
+        Form((2048,), (4096,), 12),
         Form((1024,), (2048,), 2),
         HELD_OUT,
     ),
@@ -88,22 +86,20 @@ JUDGES = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """Of one setting. ``full_right`` and ``right`` are shares; without a margin nothing fails."""
+    """Of one setting. ``full_right`` and ``right`` are shares."""
 
     setting: Setting
     full_right: float
     right: float
     loss: Loss
-    margin_points: float | None
+    margin_points: float
 
     @property
     def passed(self) -> bool:
-        return self.margin_points is None or self.loss.points <= self.margin_points
+        return self.loss.points <= self.margin_points
 
 
-def judge(
-    setting: Setting, full: Sequence[bool], other: Sequence[bool], margin: float | None
-) -> Verdict:
+def judge(setting: Setting, full: Sequence[bool], other: Sequence[bool], margin: float) -> Verdict:
     """Raises ValueError for answers to different questions."""
     share = sum(full) / len(full), sum(other) / len(other)
     return Verdict(setting, *share, paired_loss(full, other), margin)
@@ -133,8 +129,8 @@ def report(verdicts: Sequence[Verdict]) -> str:
                 str(v.loss.gained),
                 f"{v.loss.points:.2f} points",
                 f"{low:.1f} to {high:.1f}",
-                "" if v.margin_points is None else f"{v.margin_points:.2f}",
-                "noted" if v.margin_points is None else "pass" if v.passed else "FAIL",
+                f"{v.margin_points:.2f}",
+                "pass" if v.passed else "FAIL",
             ]
         )
     asked = ", ".join(str(v.loss.asked) for v in verdicts)
@@ -152,37 +148,27 @@ def run(args: argparse.Namespace, judge_: Judge, progress: Progress) -> list[Ver
         margin_points=args.margin_points,
     )
     settings = [Setting(judge_.policy, budget) for budget in form.budgets]
-    noted, length = form.noted or (None, 0)
-    others = [*settings, *([noted] if noted else [])]
     key = ("policy", "budget_tokens", "length_tokens", "task")
     fields = {**shared_fields(args), "samples": args.samples}
     file = RowFile(args.json, environment(BENCHMARK, PACKAGES), fields, key)
-    lengths = {setting: [length] if setting == noted else args.lengths for setting in others}
-    ask_full(args, sorted(set().union(*lengths.values())), file, progress)
-    progress.say(f"starting servers for {', '.join(s.name for s in others)}")
-    with start_fleet(args, others, max(args.lengths[-1], length)) as fleet:
+    ask_full(args, file, progress)
+    progress.say(f"starting servers for {', '.join(s.name for s in settings)}")
+    with start_fleet(args, settings, max(args.lengths)) as fleet:
         progress.say(f"ready after {fleet.startup_s:.0f} s")
         measure(fleet, settings, args, file, progress)
-        if noted:
-            of_noted = argparse.Namespace(**{**vars(args), "lengths": [length]})
-            measure(fleet, [noted], of_noted, file, progress)
-    verdicts = []
-    for setting in others:
-        rows = [row for row in file.rows if row["length_tokens"] in lengths[setting]]
-        full, margin = outcomes(rows, FULL_SETTING), args.margin_points
+    full, verdicts = outcomes(file.rows, FULL_SETTING), []
+    for budget, setting in zip(form.budgets, settings, strict=True):
+        margin = args.margin_points
         if margin is None:
-            margin = margin_points(ALLOWED_POINTS[setting.budget_tokens], len(full))
-        other = outcomes(rows, setting)
-        verdicts.append(judge(setting, full, other, None if setting == noted else margin))
+            margin = margin_points(ALLOWED_POINTS[budget], len(full))
+        verdicts.append(judge(setting, full, outcomes(file.rows, setting), margin))
     return verdicts
 
 
-def ask_full(
-    args: argparse.Namespace, lengths: Sequence[int], file: RowFile, progress: Progress
-) -> None:
+def ask_full(args: argparse.Namespace, file: RowFile, progress: Progress) -> None:
     """Rows of full attention. Text by text, as tasks may share one."""
     plain = PlainAnswers(args.model_path)
-    for length in lengths:
+    for length in args.lengths:
         outcomes: dict[str, str] = dict.fromkeys(args.tasks, "")
         for seed in range(args.seed, args.seed + args.samples):
             progress.update(f"full attention, {length} tokens, sample {seed - args.seed + 1}")
