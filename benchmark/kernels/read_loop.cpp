@@ -17,11 +17,13 @@ namespace {
 typedef uint64_t Line __attribute__((vector_size(64), aligned(64)));
 constexpr int64_t kLineBytes = 64;
 constexpr int64_t kStripeLines = 8;  // loads in flight that do not wait for each other
+constexpr int64_t kAheadBytes = 2048;  // of software prefetch: the fastest of 0 to 4096 on AMD EPYCs
 
 // XOR of all lines of [p, p + bytes); bytes is a multiple of 512.
 inline void fold(const char* p, int64_t bytes, Line (&acc)[kStripeLines]) {
   for (int64_t i = 0; i < bytes; i += kStripeLines * kLineBytes) {
     const Line* line = reinterpret_cast<const Line*>(p + i);
+    for (int j = 0; j < kStripeLines; ++j) __builtin_prefetch(p + i + kAheadBytes + j * kLineBytes);
     for (int j = 0; j < kStripeLines; ++j) acc[j] ^= line[j];
   }
 }
