@@ -26,6 +26,7 @@ MAX_COUNT = 5  # marks of one key in count
 class Question:
     """The token ids of a question and of its answer, which ends with ``;``."""
 
+    task: str
     ask: list[int]
     answer: list[int]
 
@@ -33,8 +34,9 @@ class Question:
 class Writer:
     """Collects the statements and questions of one text; no key has two meanings in it."""
 
-    def __init__(self, rng: np.random.Generator) -> None:
+    def __init__(self, rng: np.random.Generator, max_count: int = MAX_COUNT) -> None:
         self.rng = rng
+        self.max_count = max_count
         self.used: set[int] = set()
         self.statements: list[list[int]] = []
         self.questions: list[Question] = []
@@ -83,10 +85,10 @@ class Writer:
         self.statements.extend(statements)
         return True
 
-    def fact(self, key: list[int], asked: bool = False) -> bool:
+    def fact(self, key: list[int], ask: str | None = None) -> bool:
         value = [*self.numbers(2), END]
         if not self.state([*key, IS, *value]):
             return False
-        if asked:
-            self.questions.append(Question([ASK, *key, IS], value))
+        if ask:
+            self.questions.append(Question(ask, [ASK, *key, IS], value))
         return True

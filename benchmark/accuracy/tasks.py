@@ -74,6 +74,17 @@ class Sample:
         return to_text(self.answer)
 
 
+@dataclass(frozen=True)
+class Document:
+    """A text with many questions, each followed by its answer (for training).
+
+    ``tokens`` [T] int64; ``answers``: (task, begin, end) of each answer in ``tokens``.
+    """
+
+    tokens: np.ndarray
+    answers: list[tuple[str, int, int]]
+
+
 def is_correct(task: str, answer: Sequence[int], given: Sequence[int]) -> bool:
     """Exact match of the tokens up to the first ``;``; the values of multi_value in any order."""
     given = list(given)
@@ -88,13 +99,13 @@ def is_correct(task: str, answer: Sequence[int], given: Sequence[int]) -> bool:
 def _write_recall(w: Writer, questions: int) -> None:
     asked = 0
     while w.room_tokens >= 6:
-        w.fact(w.key(), asked < questions)
+        w.fact(w.key(), "recall" if asked < questions else None)
         asked += 1
 
 
 def _write_needle(w: Writer, questions: int) -> None:
     for _ in range(questions):
-        w.fact(w.key(), asked=True)
+        w.fact(w.key(), "needle")
 
 
 def _write_multi_key(w: Writer, questions: int) -> None:
@@ -102,7 +113,7 @@ def _write_multi_key(w: Writer, questions: int) -> None:
     asked: list[list[int]] = []
     for _ in range(questions):
         key = w.key()
-        if w.fact(key, asked=True):
+        if w.fact(key, "multi_key"):
             asked.append(key)
     while asked and w.room_tokens > room_at_end:
         if not w.fact(w.near_key(asked[int(w.rng.integers(len(asked)))])):
@@ -117,7 +128,7 @@ def _write_multi_value(w: Writer, questions: int) -> None:
             break
         answer = [token for value in values for token in (value, COMMA)]
         answer[-1] = END
-        w.questions.append(Question([ALL, *key, COLON], answer))
+        w.questions.append(Question("multi_value", [ALL, *key, COLON], answer))
     while w.room_tokens > room_at_end:
         if not w.state([*w.key(), IS, *w.numbers(1), END]):
             break
@@ -134,7 +145,7 @@ def _write_variables(w: Writer, questions: int) -> None:
             break
         if asked < questions:
             answer = [token for name in names[1:] for token in (*name, IS)] + [*value, END]
-            w.questions.append(Question([TRACE, *names[0], IS], answer))
+            w.questions.append(Question("variables", [TRACE, *names[0], IS], answer))
         asked += 1
 
 
@@ -148,7 +159,7 @@ def _write_copy(w: Writer, questions: int) -> None:
         if not w.state([*key, IS, *span, END]):
             break
         if asked < questions:
-            w.questions.append(Question([COPY, *key, IS], [*span, END]))
+            w.questions.append(Question("copy", [COPY, *key, IS], [*span, END]))
         asked += 1
 
 
@@ -156,11 +167,11 @@ def _write_count(w: Writer, questions: int) -> None:
     room_at_end = w.room_tokens // 2
     asked = 0
     while asked < questions or w.room_tokens > room_at_end:
-        key, n = w.key(), int(w.rng.integers(1, MAX_COUNT + 1))
+        key, n = w.key(), int(w.rng.integers(1, w.max_count + 1))
         if not w.state(*([*key, TALLY, END] for _ in range(n))):
             break
         if asked < questions:
-            w.questions.append(Question([COUNT, *key, COLON], [NUMBER0 + n, END]))
+            w.questions.append(Question("count", [COUNT, *key, COLON], [NUMBER0 + n, END]))
         asked += 1
 
 
@@ -205,21 +216,42 @@ def make_sample(task: str, length_tokens: int, seed: int) -> Sample:
     return Sample(task, _body(w, length_tokens - 4) + question.ask, question.answer)
 
 
-def make_document(length_tokens: int, seed: Sequence[int], question_share: float) -> list[int]:
-    """A text of exactly ``length_tokens`` tokens of one task, drawn by ``seed``; about ``question_share`` of it are
-    questions at its end, each followed by its answer."""
+def make_document(
+    weights: dict[str, float],
+    length_tokens: int,
+    seed: int | Sequence[int],
+    question_share: float = 0.5,
+    mixed_tasks: int = 2,
+    max_count: int = MAX_COUNT,
+) -> Document:
+    """A text of exactly ``length_tokens`` tokens; about ``question_share`` of it are questions.
+
+    ``mixed_tasks`` tasks are drawn with the probabilities ``weights`` (not normalised) and share
+    the text; keys of count have up to ``max_count`` marks. Raises ValueError if no question fits.
+    """
     rng = np.random.default_rng(seed)
-    share = np.full(len(TASKS), 1.0) / len(TASKS)
-    [drawn] = rng.choice(len(TASKS), 1, replace=False, p=share)
-    w = Writer(rng)
+    names = [name for name in TASKS if weights.get(name, 0) > 0]
+    p = np.array([weights[name] for name in names])
+    drawn = rng.choice(len(names), min(mixed_tasks, len(names)), replace=False, p=p / p.sum())
+    w = Writer(rng, max_count)
     body_tokens = max(64, int(length_tokens * (1 - question_share)))
     question_tokens = length_tokens - body_tokens
-    w.room_tokens = body_tokens - 1
-    # An over-long list of questions is cut below; 7 tokens is the shortest question.
-    _WRITERS[TASKS[drawn]](w, max(1, min(question_tokens // 7, w.room_tokens // 12)))
+    for order, index in enumerate(drawn):
+        share = (body_tokens - 1 - sum(map(len, w.statements))) // (len(drawn) - order)
+        w.room_tokens = share
+        # An over-long list of questions is cut below; 7 tokens is the shortest question.
+        _WRITERS[names[index]](w, max(1, min(question_tokens // 7, share // 12)))
     tail: list[int] = []
+    answers = []
     for index in rng.permutation(len(w.questions)):
         question = w.questions[index]
         if len(tail) + len(question.ask) + len(question.answer) <= question_tokens:
-            tail += question.ask + question.answer
-    return _body(w, length_tokens - len(tail)) + tail
+            tail += question.ask
+            answers.append((question.task, len(tail), len(tail) + len(question.answer)))
+            tail += question.answer
+    if not answers:
+        raise ValueError(f"length_tokens={length_tokens}: no question fits; use a longer text")
+    body = _body(w, length_tokens - len(tail))
+    shift = len(body)
+    tokens = np.array(body + tail, dtype=np.int64)
+    return Document(tokens, [(task, a + shift, b + shift) for task, a, b in answers])

@@ -71,7 +71,9 @@ MODES: dict[str, dict[str, Any]] = {
 
 def task_prompts(count: int, length_tokens: int) -> list[list[int]]:
     """Texts of all retrieval tasks."""
-    return [tasks.make_document(length_tokens, [TASK_SEED, i], 0.05) for i in range(count)]
+    weights, seeds = dict.fromkeys(tasks.TASKS, 1.0), [[TASK_SEED, i] for i in range(count)]
+    texts = [tasks.make_document(weights, length_tokens, seed, 0.05, 1) for seed in seeds]
+    return [text.tokens.tolist() for text in texts]
 
 
 def file_prompts(

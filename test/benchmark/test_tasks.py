@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,6 +19,7 @@ PINNED_PROMPT = (
     "maple = lonely marble ; fragile fountain = polar beacon ; trace hollow bell ="
 )
 PINNED_ANSWER = "proud fountain = late marble = 61 52 ;"
+EVERY_TASK = dict.fromkeys(tasks.TASKS, 1.0)
 
 
 def statements(words: list[str]) -> tuple[dict[str, list[list[str]]], dict[str, int]]:
@@ -79,12 +81,23 @@ def test_texts_stay_as_they_are():
     assert vocabulary.VOCAB_TOKENS == 576
 
 
-def test_a_document_has_its_length_and_ends_with_questions():
-    document = tasks.make_document(640, [3], 0.05)
-    assert len(document) == 640 and document == tasks.make_document(640, [3], 0.05)
-    *_, before, last = (index for index, token in enumerate(document) if token == vocabulary.END)
-    asked = vocabulary.to_text(document[before + 1 : before + 2])
-    assert asked in ("?", "all", "trace", "copy", "count") and last == 639
+@settings(max_examples=40, deadline=None)
+@given(
+    length=st.integers(min_value=320, max_value=1500),
+    seed=SEEDS,
+    share=st.floats(0.1, 0.5),
+    mixed=st.integers(1, 3),
+)
+def test_every_answer_of_a_document_follows_from_its_body(length, seed, share, mixed):
+    document = tasks.make_document(EVERY_TASK, length, seed, share, mixed)
+    assert document.tokens.shape == (length,) and document.tokens.dtype == np.int64
+    words = vocabulary.to_text(document.tokens.tolist()).split()
+    body = " ".join(words[: document.answers[0][1] - 4])
+    for task, begin, end in document.answers:
+        found = vocabulary.to_ids(" ".join(solve(body, " ".join(words[begin - 4 : begin]))))
+        assert tasks.is_correct(task, document.tokens[begin:end].tolist(), found)
+    again = tasks.make_document(EVERY_TASK, length, seed, share, mixed)
+    assert (again.tokens == document.tokens).all() and again.answers == document.answers
 
 
 def test_scoring():
