@@ -54,7 +54,7 @@ def test_exported_model_and_tokenizer_load_as_they_were_written(tmp_path):
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
     for name, weights in theirs.named_parameters():
         assert torch.equal(weights, model.get_parameter(name).bfloat16().float()), name
-    assert theirs.config.rope_theta == 1e8
+    assert theirs.config.rope_parameters["rope_theta"] == 1e8
     sample = tasks.make_sample("recall", 200, 1)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     assert tokenizer(sample.prompt_text).input_ids == sample.prompt
