@@ -1,11 +1,13 @@
 """The controller of adaptive recall, in a synthetic world where pages drift at known speeds."""
 
+from collections import deque
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_scout.policy.base import StepReport
+from sglang_scout.policy.base import KNOWN_AFTER, StepReport
 from sglang_scout.policy.recall_controller import MAX_INTERVAL_STEPS, RecallController, share
 
 ROWS, BUDGET_PAGES = 4, 64
@@ -34,7 +36,8 @@ class World:
         self.worth = np.broadcast_to(np.array(worth, float), self.layers)
         self.link_pages = link_pages
         self.missing = np.zeros(self.layers)  # pages
-        self.measured = np.zeros(self.layers)  # of them, when the last step selected
+        # Of them, when each of the steps that are not known yet selected.
+        self.measured = deque(np.zeros((KNOWN_AFTER, self.layers)), maxlen=KNOWN_AFTER)
         self.queued = np.zeros(self.layers)  # pages on the link
         self.started = np.zeros(self.layers, np.int64)
         self.landed = np.zeros(self.layers, np.int64)
@@ -43,12 +46,13 @@ class World:
         self.steps = 0
         self.ratios, self.copies, self.late, self.limits = [], [], [], []
 
-    def step(self, fresh_rows=0, warming_missed=0):
+    def step(self, warming_missed=0):
         """One boundary and one step; ``warming_missed`` pages a layer of a request in its 2nd step."""
         missed = np.zeros((self.layers, ROWS + 1), np.int64)
-        missed[:, :ROWS] = (self.measured / ROWS)[:, None]
-        missed[:, 0] += np.round(self.measured).astype(np.int64) - missed.sum(axis=1)
+        self._spread(missed, self.measured[0])
         missed[:, ROWS] = warming_missed
+        absent = missed.copy()
+        self._spread(absent, np.minimum(self.measured[0], self.missing - self.queued))
         self.useful += self.landed * self.worth
         used = np.floor(self.useful + 1e-9).astype(np.int64)
         self.useful -= used
@@ -58,7 +62,7 @@ class World:
                 budget_pages=BUDGET_PAGES,
                 ages=np.array([100] * ROWS + [1], np.int64),
                 missed=missed,
-                fresh_rows=fresh_rows,
+                absent=absent,
                 started=self.started,
                 landed=self.landed,
                 used=used,
@@ -67,7 +71,7 @@ class World:
         )
         self.steps += 1
         self.missing = np.minimum(self.missing + self.drift * CAPACITY, CAPACITY)
-        self.measured = self.missing.copy()
+        self.measured.append(self.missing.copy())
         self.ratios.append(self.missing / CAPACITY)
         wanted = np.where(self.control.is_due, np.floor(self.missing - self.queued), 0)
         self.started = np.minimum(self.control.granted, np.maximum(wanted, 0)).astype(np.int64)
@@ -80,6 +84,11 @@ class World:
         self.copies.append(self.started)
         self.late.append(self.late_pages)
         self.limits.append(self.control.limit_pages)
+
+    def _spread(self, table, pages):
+        """Deal ``pages`` [L] out to the rows."""
+        table[:, :ROWS] = (pages / ROWS)[:, None]
+        table[:, 0] += np.round(pages).astype(np.int64) - table[:, :ROWS].sum(axis=1)
 
     def run(self, steps):
         for _ in range(steps):
@@ -136,7 +145,7 @@ def test_noise_alone_does_not_raise_the_copies():
         noisy.drift[:] = rng.choice([0.0, 0.012, 0.024])
         noisy.step()
     assert np.mean(np.array(noisy.ratios[100:]) > BETA) < 0.1
-    assert np.max(noisy.ratios[100:]) < BETA + 0.03
+    assert np.max(noisy.ratios[100:]) < BETA + 0.024 * KNOWN_AFTER
     assert len(noisy.gaps(0)) <= 1.4 * len(calm.gaps(0))
 
 
@@ -164,7 +173,7 @@ def test_a_slow_layer_is_refreshed_at_the_longest_interval():
 def test_no_step_copies_more_than_its_pages(step_pages):
     world = World(controller(5, step_pages=step_pages), [0.01, 0.02, 0.05, 0.1, 0.3])
     for step in range(200):
-        world.step(fresh_rows=step % 3 == 0, warming_missed=step % 5)
+        world.step(warming_missed=step % 5)
         assert world.control.granted.sum() + world.control.spare_pages <= step_pages
         assert world.copies[-1].sum() <= step_pages
     assert np.sum(world.copies[-50:]) > 0.9 * 50 * step_pages, "it must have been short of pages"
@@ -175,8 +184,8 @@ def test_scarce_pages_go_to_the_largest_excess_and_nobody_starves():
     enough = sum(drift) * CAPACITY
     world = World(controller(4, step_pages=int(0.7 * enough)), drift).run(300)
     copies, last = np.sum(world.copies[-100:], axis=0), np.array(world.ratios[-1])
-    assert (np.diff(copies) > 0).all(), "the faster a layer drifts, the more it gets"
-    assert copies[0] > 0
+    assert 0 < copies[0] < copies[1] < copies[2], "the faster a layer drifts, the more it gets"
+    assert copies[3] > 0.9 * copies[2], "both miss nearly all"
     unlevelled = World(controller(4, step_pages=0), drift).run(5).ratios[-1]
     assert np.ptp(last) < np.ptp(unlevelled), (last, "excess is levelled")
 
@@ -185,7 +194,7 @@ def test_of_equal_excess_the_pages_that_are_used_come_first():
     world = World(controller(2, step_pages=30), [0.1, 0.1], worth=[1.0, 0.25]).run(200)
     useful, useless = np.sum(world.copies[-100:], axis=0)
     assert useful > 2 * useless > 0
-    assert world.ratios[-1][0] < 0.4 * world.ratios[-1][1], "levelled by what a page is worth"
+    assert world.ratios[-1][0] < 0.5 * world.ratios[-1][1], "levelled by what a page is worth"
     same = World(controller(2, step_pages=30), [0.1, 0.1]).run(200)
     first, second = np.sum(same.copies[-100:], axis=0)
     assert abs(first - second) < 0.1 * first
@@ -244,7 +253,7 @@ def report(*, late_pages=0, started=0, **kwargs):
     zero = np.zeros(1, np.int64)
     return StepReport(
         step=1, budget_pages=64, ages=np.array([50], np.int64), missed=np.array([[10]], np.int64),
-        fresh_rows=0, started=np.array([started], np.int64), landed=zero, used=zero,
+        absent=zero[None], started=np.array([started], np.int64), landed=zero, used=zero,
         late_pages=late_pages, **kwargs,
     )  # fmt: skip
 
@@ -254,8 +263,7 @@ def test_newcomers_come_first_and_do_not_look_like_drift():
     world = World(control, [0.001] * 2).run(50)
     intervals = control.describe()["intervals"]
     for _ in range(6):
-        world.step(fresh_rows=1, warming_missed=30)
-        # 64 expected of the new one and 30 of the one in warm-up in each layer, more than there is.
+        world.step(warming_missed=80)  # of each layer, more than there is
         assert control.granted.sum() == 150
     assert (control.ratio < 0.1).all() and not control.is_due.any()
     assert control.describe()["intervals"] == intervals

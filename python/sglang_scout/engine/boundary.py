@@ -39,6 +39,7 @@ class LastStep:
 
     ages: Ids  # [B]
     missed: Ids  # [L, B] pages
+    absent: Ids  # [L, B] of them, still
 
 
 class StepBoundary:
@@ -75,7 +76,8 @@ class StepBoundary:
         self.step_log: StepLog | None = None
         self._step_us = 0.0  # smoothed; 0 until known
         self._end_ns = 0  # of the last step whose results have come
-        self._last = LastStep(np.zeros(0, np.int64), np.zeros((table.num_layers, 0), np.int64))
+        none = np.zeros((table.num_layers, 0), np.int64)
+        self._last = LastStep(np.zeros(0, np.int64), none, none)
         self._seen_full: dict[int, int] = {}  # by table row: full pages at the last boundary
         self._first_step: dict[int, int] = {}  # by table row; 0: joins with the next step
 
@@ -115,7 +117,7 @@ class StepBoundary:
         new = [table[row, seen[row] : full[row]] for row in np.flatnonzero(seen < full)]
         self._pages.begin(step, np.concatenate([np.zeros(0, np.int32), *new]), tail_page)
         self._placement.load_forced(step, table, full, tail_page, tail_len, fresh)
-        residency.plan(self._report(step, fresh))
+        residency.plan(self._report(step))
         self._placement.fill_free_slots(table, full)
         if known is not None:
             self._recall_missing(known)
@@ -134,7 +136,7 @@ class StepBoundary:
         """Note what the oldest step whose results have come has selected.
 
         Returns:
-            Its results, without pages that have changed hands since.
+            Its results, without pages that have changed hands since; missing are those that still are.
         """
         result = self._results.take()
         if result is None:
@@ -142,12 +144,14 @@ class StepBoundary:
         launched, pages, missing = result.launched, result.pages, result.missing
         batch, step, uses = launched.batch, launched.step, self._table.uses
         missed = uses.count(missing)
-        self._last = LastStep(batch.ages, missed)
         selected = int(uses.count(pages).sum())  # a plain number: it becomes JSON
         budget = len(batch.ages) * self._budget_pages
         self._counters.count_step(selected, missed.sum(axis=1), budget, self._policy.route)
         self._counters.count_waits(result.waited_ns // 1000)
-        result.pages, result.missing = self._pages.still_held(step, pages, missing)
+        result.pages, missing = self._pages.still_held(step, pages, missing)
+        # Some have been recalled for the step after it.
+        result.missing = self._table.still_missing(missing)
+        self._last = LastStep(batch.ages, missed, uses.count(result.missing))
         uses.touch(np.arange(self._table.num_layers), result.pages, step, batch.fresh)
         # A boundary may come while the step before still runs.
         took_us = (launched.end_ns - max(launched.start_ns, self._end_ns)) / 1e3
@@ -186,7 +190,7 @@ class StepBoundary:
         self._seen_full = dict(zip(slots, full.tolist(), strict=True))
         return np.where(fresh, 0, seen)
 
-    def _report(self, step: int, fresh: npt.NDArray[np.bool_]) -> StepReport:
+    def _report(self, step: int) -> StepReport:
         """What the residency axis may know."""
         recall, last = self._recall, self._last
         report = StepReport(
@@ -194,7 +198,7 @@ class StepBoundary:
             budget_pages=self._budget_pages,
             ages=last.ages,
             missed=last.missed,
-            fresh_rows=int(fresh.sum()),
+            absent=last.absent,
             started=recall.started.copy(),
             landed=recall.landed.copy(),
             used=recall.used.copy(),

@@ -8,10 +8,10 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_scout.core.ranking import distinct
-from sglang_scout.engine.step_results import KNOWN_AFTER
 from sglang_scout.engine.stores import DigestPool, HostPages
 from sglang_scout.ops.layers import LayerPages
 from sglang_scout.ops.residency import ResidencyTable
+from sglang_scout.policy.base import KNOWN_AFTER
 
 
 class PageLifecycle:

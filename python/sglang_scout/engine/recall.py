@@ -18,11 +18,11 @@ import numpy.typing as npt
 
 from sglang_scout.engine.counters import Counters
 from sglang_scout.engine.device import SideStream, StreamCopy, upload
-from sglang_scout.engine.step_results import KNOWN_AFTER
 from sglang_scout.engine.stores import HostPages, ResidentCache
 from sglang_scout.engine.trace import Tracer
 from sglang_scout.ops.gather import copy_layer_pages
 from sglang_scout.ops.residency import Reservation, ResidencyTable
+from sglang_scout.policy.base import KNOWN_AFTER
 
 Layers = npt.NDArray[np.int64] | int
 

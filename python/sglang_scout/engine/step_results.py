@@ -15,9 +15,7 @@ import torch
 
 from sglang_scout.engine.device import Fetching
 from sglang_scout.engine.step_inputs import Batch
-
-KNOWN_AFTER = 2
-"""Boundaries until the host has what a step selected."""
+from sglang_scout.policy.base import KNOWN_AFTER
 
 
 @dataclass

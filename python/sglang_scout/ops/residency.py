@@ -187,6 +187,15 @@ class ResidencyTable:
         keys = (np.multiply(layer, self.num_pages) + pages)[pages >= 0]
         return self.metadata.absent(keys.astype(np.int64, copy=False))
 
+    def still_missing(self, missing: Pages) -> Pages:
+        """``missing`` [L, B, k], -1 padded, with -1 also for what is resident by now or on its way."""
+        at = np.nonzero(missing >= 0)
+        keys = at[0], missing[at]
+        found = (self.slot_of[keys] >= 0) | self.metadata.is_pending[keys]
+        missing = missing.copy()
+        missing[tuple(axis[found] for axis in at)] = -1
+        return missing
+
     def touch_all_layers(self, pages: Ints, step: int) -> int:
         """Protect ``pages`` in ``step``, in every layer; says nothing about their frequency.
 

@@ -106,6 +106,10 @@ def query_source(config: OffloadConfig) -> QuerySource:
     return NextLayerQuery(config.exact_layers, config.exact_steps)
 
 
+KNOWN_AFTER = 2
+"""Boundaries until the host has what a step selected."""
+
+
 @dataclass(frozen=True)
 class StepReport:
     """What was measured up to a step boundary; all that a residency decision may depend on.
@@ -117,7 +121,7 @@ class StepReport:
         budget_pages: k, pages selected per request and layer.
         ages: ``[B]`` int64, steps that each row had done before the last one.
         missed: ``[L, B]`` int64, selected pages that were not resident.
-        fresh_rows: rows whose first step is the coming one.
+        absent: ``[L, B]`` int64, those of them that still are neither resident nor on their way.
         started: ``[L]`` int64, pages whose copy began at the last boundary.
         landed, used: ``[L]`` int64, pages that became resident before the last known step, and those of
             them that it selected.
@@ -130,7 +134,7 @@ class StepReport:
     budget_pages: int
     ages: npt.NDArray[np.int64]
     missed: npt.NDArray[np.int64]
-    fresh_rows: int
+    absent: npt.NDArray[np.int64]
     started: npt.NDArray[np.int64]
     landed: npt.NDArray[np.int64]
     used: npt.NDArray[np.int64]

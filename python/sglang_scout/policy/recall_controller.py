@@ -12,13 +12,14 @@ that two runs of the same requests recall the same pages as long as every copy e
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from sglang_scout.policy.base import StepReport
+from sglang_scout.policy.base import KNOWN_AFTER, StepReport
 
 Counts = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -87,7 +88,8 @@ class RecallController:
         self._interval = np.array(intervals, np.int64)
         starts = np.maximum(self._interval, 1)
         self._drift = np.where(self._interval > 0, threshold / starts, 0.0)
-        self._level = np.zeros(layers)  # ratio that is expected of the coming step
+        # Ratios expected of the steps whose misses are not known yet, the coming one last.
+        self._expected = deque(np.zeros((KNOWN_AFTER, layers)), maxlen=KNOWN_AFTER)
         self._worth = np.ones(layers)  # share of the copied pages that the next step selected
         self._since = np.zeros(layers, np.int64)  # steps since the last recall
         self._ceiling = float(step_pages)
@@ -102,26 +104,24 @@ class RecallController:
         capacity = report.budget_pages * int(settled.sum())
         self._follow_ratio(report, missed, capacity)
         still_warming = report.ages + 1 < self.warm_up_steps
-        warming = report.missed[:, still_warming].sum(axis=1)
-        warming += report.fresh_rows * report.budget_pages
+        warming = report.absent[:, still_warming].sum(axis=1)
 
         self._since += 1
-        growing = self._level + self._drift > self._target
-        self.is_due = (missed > 0) & (growing | (self._since >= MAX_INTERVAL_STEPS))
+        absent = report.absent[:, settled].sum(axis=1)
+        growing = self._expected[-1] + self._drift > self._target
+        self.is_due = (absent > 0) & (growing | (self._since >= MAX_INTERVAL_STEPS))
         self._interval[self.is_due] = self._since[self.is_due]
         self._since[self.is_due] = 0
 
         pages = max(0, int(self.limit_pages) - report.late_pages)
         first = share(pages, warming, np.ones_like(self._worth))
-        # The coming step misses a little more than the last one did.
-        growth = np.ceil(self._drift * capacity).astype(np.int64)
-        wanted = np.where(self.is_due, missed + growth, 0)
+        wanted = np.where(self.is_due, absent, 0)
         rest = share(pages - int(first.sum()), wanted, self._worth)
         self.granted = first + rest
         self.spare_pages = pages - int(self.granted.sum())
 
     def _follow_ratio(self, report: StepReport, missed: Counts, capacity: int) -> None:
-        """Compare the last step with what was expected of it, and expect the coming one."""
+        """Compare the last known step with what was expected of it, and expect the coming one."""
         tried = report.landed > 0
         use = report.used / np.maximum(report.landed, 1)
         # A layer that has not been tried for long is worth another try.
@@ -131,12 +131,14 @@ class RecallController:
             return
         measured = missed / capacity
         self.ratio += _SMOOTH * (measured - self.ratio)
-        surprise = measured - self._level
-        self._level += _FOLLOW_RATIO * surprise
+        surprise = measured - self._expected[0]
+        for expected in self._expected:
+            expected += _FOLLOW_RATIO * surprise
         self._drift = np.clip(self._drift + _FOLLOW_DRIFT * surprise, 0.0, 1.0)
         # What was recalled in the last step is no longer missing in the coming one.
         recalled = np.where(self.is_due, np.minimum(report.started, missed), 0) / capacity
-        self._level = np.maximum(self._level + self._drift - self._worth * recalled, 0.0)
+        level = self._expected[-1] + self._drift - self._worth * recalled
+        self._expected.append(np.maximum(level, 0.0))
 
     def _follow_link(self, report: StepReport) -> None:
         """Copy less after a late step, and carefully more again when the link keeps up."""
