@@ -2,7 +2,7 @@
 
     python -m benchmark.plot FILE.jsonl [--out docs/results] [--name NAME]
 
-Rows of recall_modes make recall_modes.png: CPU compute ratio by step and layer, copies, and time per token with and
+Rows of recall_modes make recall_modes.png: CPU compute ratio by step, copies, and time per token with and
 without recall and pre-computation. Rows of accuracy make accuracy.png: right answers by budget, one panel per length.
 The captions hold command, commit and machine.
 """
@@ -13,15 +13,143 @@ import argparse
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from benchmark.accuracy.plot_accuracy import draw as draw_accuracy
-from benchmark.rows import ROOT, Row, read_rows
-from benchmark.server.plot_recall_modes import draw as draw_recall_modes
+from benchmark.accuracy.policies import FULL, PLAIN, Setting
+from benchmark.accuracy.table import Scores
+from benchmark.rows import ROOT, Row, percentile, read_rows
+
+COLORS = {
+    "full": "#404040",
+    "scout": "#1b6ca8",
+    "scout-signs": "#2a9d4e",
+    "scout-real-query": "#5fb0d9",
+    "quest": "#d98032",
+    "recent": "#a0a0a0",
+}
+MARKERS = {"scout": "o", "scout-signs": "D", "scout-real-query": "s", "quest": "^", "recent": "v"}
+
+
+def draw_accuracy(rows: list[Row]) -> Any:
+    """As the paper's Figure 7: a panel for each length, a line for each policy, whiskers for the 95 % intervals."""
+    scores = Scores(rows)
+    count = len(scores.lengths)
+    fig, axes = plt.subplots(1, count, figsize=(1.5 + 3.6 * count, 4.8), sharey=True, squeeze=False)
+    panels = axes[0]
+    for ax, length in zip(panels, scores.lengths, strict=True):
+        full = scores.mean(Setting(FULL), length) if FULL in scores.policies else None
+        if full:
+            value, low, high = (100 * x for x in full)
+            ax.axhline(value, color=COLORS[FULL], linewidth=1.2, label=PLAIN[FULL])
+            ax.axhspan(low, high, color=COLORS[FULL], alpha=0.12, linewidth=0)
+        for policy in scores.policies:
+            if policy in MARKERS:
+                _line(ax, scores, policy, length)
+        ax.set_title(f"{length} tokens", fontsize=10)
+        ax.set_xscale("log", base=2)
+        ax.set_xticks(scores.budgets, [str(b) for b in scores.budgets])
+        ax.minorticks_off()
+        ax.grid(alpha=0.3)
+        ax.set_ylim(-2, 104)
+        ax.set_xlabel("budget, tokens")
+    panels[0].set_ylabel("right answers, percent")
+    # Where no curve runs in a long text.
+    panels[-1].legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, 0.82), ncols=2)
+    model = scores.rows[0]["model"]
+    fig.suptitle(f"{model}: mean of {len(scores.tasks)} tasks, exact answers", fontsize=11)
+    return fig
+
+
+def _line(ax: Any, scores: Scores, policy: str, length: int) -> None:
+    """Whiskers are moved apart a little, so that equal scores can be told apart."""
+    found = [(b, scores.mean(Setting(policy, b), length)) for b in scores.budgets]
+    known = [(b, *(100 * x for x in mean)) for b, mean in found if mean is not None]
+    if not known:
+        return
+    others = [name for name in scores.policies if name in MARKERS]
+    shift = 1.03 ** (others.index(policy) - (len(others) - 1) / 2)
+    budgets = [b * shift for b, *_ in known]
+    values = [value for _, value, _, _ in known]
+    below = [max(0.0, value - low) for _, value, low, _ in known]
+    above = [max(0.0, high - value) for _, value, _, high in known]
+    ax.errorbar(
+        budgets, values, yerr=[below, above], color=COLORS[policy], marker=MARKERS[policy],
+        markersize=5, linewidth=1.4, elinewidth=0.9, label=PLAIN[policy],
+    )  # fmt: skip
+
+
+def draw_recall_modes(rows: list[Row]) -> Any:
+    """Ratio by step, what it costs to copy, and the four corners of Figure 12."""
+    rows = [r for r in rows if r["status"] == "ok"]
+    names = list(dict.fromkeys(r["impl"] for r in rows))
+    runs = {name: [r for r in rows if r["impl"] == name] for name in names}
+    ahead = [name for name in names if runs[name][0]["precompute"]]
+    colors = {name: plt.get_cmap("tab10")(i) for i, name in enumerate(names)}
+    first = rows[0]
+    fig, (by_step, copies, corners) = plt.subplots(1, 3, figsize=(19, 5))
+    for name in ahead:
+        curve = [
+            sum(values) / len(values)
+            for values in zip(*(r["ratio_curve"] for r in runs[name]), strict=True)
+        ]
+        after = sum(r["ratio"] for r in runs[name]) / len(runs[name])
+        by_step.plot(
+            range(1, len(curve) + 1), curve, color=colors[name], linewidth=1.2,
+            label=f"recall {name}: {after:.3f} after step {first['skipped_steps']}",
+        )  # fmt: skip
+    by_step.axvline(first["skipped_steps"], color="#b0b0b0", linewidth=0.8)
+    by_step.set_xlabel("steps of a request")
+    by_step.set_title("Mean of the layers", fontsize=10)
+    by_step.axhline(
+        first["threshold"], color="#b03030", linewidth=1, linestyle="--", label="threshold"
+    )
+    by_step.set_ylim(bottom=0)
+    by_step.set_ylabel("CPU compute ratio")
+    by_step.legend(fontsize=8)
+    mib = [
+        sum(r["recall_bytes_per_step"] for r in runs[name]) / len(runs[name]) / 2**20
+        for name in ahead
+    ]
+    copies.bar(ahead, mib, color=[colors[name] for name in ahead])
+    for i, name in enumerate(ahead):
+        pages = sum(r["recalled_pages_per_step"] for r in runs[name]) / len(runs[name])
+        copies.text(i, mib[i], f"{pages:.1f} pages", ha="center", va="bottom", fontsize=9)
+    copies.set_ylabel("MiB recalled per step, all layers")
+    copies.set_title("Copies", fontsize=10)
+    _corners(corners, runs, colors)
+    fig.suptitle(
+        f"{first['model']}: {first['requests']} requests of {first['input_tokens']} tokens, budget "
+        f"{first['budget_tokens']}, device cache {first['resident_tokens']} tokens in all",
+        fontsize=11,
+    )
+    return fig
+
+
+def _corners(ax: Any, runs: dict[str, list[Row]], colors: dict[str, Any]) -> None:
+    """Time per token of every mode; the part in which the device waits is dark."""
+    for i, (name, mine) in enumerate(runs.items()):
+        medians = sorted(r["median_us"] / 1e3 for r in mine)
+        middle = percentile(medians, 50)
+        waits = sum(r["gpu_wait_us_per_step"] for r in mine) / len(mine) / 1e3
+        ax.bar(i, middle, color=colors[name], alpha=0.6)
+        ax.bar(i, waits, color=colors[name])
+        ax.plot([i, i], [medians[0], medians[-1]], color="black", linewidth=0.9)
+        ax.text(i, medians[-1], f"{middle:.2f}", ha="center", va="bottom", fontsize=9)
+    labels = [
+        f"recall {r[0]['recall']}\n{'pre-computed' if r[0]['precompute'] else 'in its layer'}"
+        for r in runs.values()
+    ]
+    ax.set_xticks(range(len(runs)), labels, fontsize=7)
+    ax.set_ylabel("ms per token")
+    ax.set_title(
+        "Median of each round's median, lines: all rounds; dark: waiting for the CPU", fontsize=10
+    )
+
 
 PLOTS = {"recall_modes": draw_recall_modes, "accuracy": draw_accuracy}
 

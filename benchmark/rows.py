@@ -221,7 +221,9 @@ class Writer:
             path.parent.mkdir(parents=True, exist_ok=True)
             if append and path.exists():
                 kept = path.read_bytes()
-                os.truncate(path, kept.rfind(b"\n") + 1)
+                begun = kept.rpartition(b"\n")[2]
+                if begun.startswith(b'{"'):  # a row whose writer was killed
+                    os.truncate(path, len(kept) - len(begun))
             self._file = path.open("a" if append else "w", encoding="utf-8")
 
     def add(self, impl: str, status: str = "ok", reason: str = "", **fields: Any) -> Row:
@@ -261,3 +263,9 @@ def read_rows(path: Path) -> list[Row]:
             raise ValueError(f"{path.name}:{number}: {'; '.join(wrong)}")
         rows.append(row)
     return rows
+
+
+def markdown_table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """First column to the left, the others to the right."""
+    rule = "| --- |" + " ---: |" * (len(head) - 1)
+    return "\n".join([f"| {' | '.join(head)} |", rule, *(f"| {' | '.join(x)} |" for x in lines)])

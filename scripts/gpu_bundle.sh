@@ -3,7 +3,7 @@
 # and Triton 3.6: this working tree, and wheels of the packages that such an image tends to lack.
 #
 #   scripts/gpu_bundle.sh OUTDIR             on a machine with a network; OUTDIR must be empty or new
-#   scripts/gpu_bundle.sh --kernels OUTDIR   without SGLang (scripts/gpu_site.py), so without the step "server"
+#   scripts/gpu_bundle.sh --kernels OUTDIR   without SGLang, so without the steps "server" and "speed"
 #   bash OUTDIR/run.sh RESULTS               there: unpacks, builds the native module if it can, runs gpu_check.sh;
 #                                            scripts/gpu_bundle_run.sh, which says what it leaves where
 #
@@ -21,6 +21,18 @@ LIMIT_MIB=50
 # Read by the tests and benchmarks of the kernels; torch brings numpy and Triton.
 PACKAGES=(msgspec pyzmq psutil pytest pytest-timeout pluggy iniconfig packaging pygments hypothesis
     sortedcontainers)
+
+# What a server imports beside the packages of a usual image for machine learning; versions are those of .venv. SGLang
+# needs another transformers and tokenizers than such an image has. Found by trying the imports of SGLang 0.5.15.post1:
+# scripts/gpu_site.py of commit 2455a25f does that for another SGLang or image.
+SITE=(sglang sglang-kernel flashinfer-python transformers tokenizers pytest-timeout
+    annotated-types apache-tvm-ffi cffi compressed-tensors dill distro fastapi gguf ipython
+    jsonschema jsonschema-specifications loguru msgspec openai opentelemetry-api orjson
+    partial-json-parser pybase64 pydantic pydantic-core python-multipart pyzmq referencing rpds-py
+    setproctitle sniffio soundfile starlette traitlets typing-inspection uvicorn watchfiles)
+# Of them what a server for language models on Hopper does not load: FlashAttention-3 alone has 1.7 GB.
+LEFT_OUT=(__pycache__ ./bin direct_url.json './sgl_kernel/flash_ops.*' './sgl_kernel/flashmla_ops.*'
+    './sgl_kernel/spatial_ops.*' ./sgl_kernel/sm100 ./sglang/multimodal_gen ./sglang/test)
 
 die() { printf 'gpu_bundle: %s\n' "$*" >&2; exit 1; }
 
@@ -46,7 +58,19 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 find_pip
 if [ "$SERVER" = 1 ]; then
     [ -x .venv/bin/python ] || die "SGLang is packed from .venv: run scripts/setup.sh first, or leave it out with --kernels"
-    .venv/bin/python scripts/gpu_site.py --target "$TARGET" "$OUT/site.tar.xz" -- "${PIP[@]}"
+    pins="$(.venv/bin/python -c '
+import sys
+from importlib.metadata import version
+for name in sys.argv[1:]:
+    print(f"{name}=={version(name)}")' "${SITE[@]}")"
+    # pip tries the first platform first, and knows no order among those of glibc's versions.
+    mapfile -t platforms < <(seq -f --platform=manylinux_2_%g_x86_64 34 -1 17)
+    # shellcheck disable=SC2086  # one word a package
+    "${PIP[@]}" install --quiet --no-compile --no-deps --only-binary=:all: --python-version "$TARGET" \
+        "${platforms[@]}" --platform=manylinux2014_x86_64 --target "$OUT/site" $pins \
+        || die "pip could not install the wheels for Python $TARGET"
+    tar -C "$OUT/site" "${LEFT_OUT[@]/#/--exclude=}" -cJf "$OUT/site.tar.xz" .
+    rm -rf "$OUT/site"
 fi
 mkdir "$OUT/wheels"
 "${PIP[@]}" download --quiet --disable-pip-version-check --no-deps --only-binary=:all: \

@@ -80,8 +80,8 @@ def from_pypi(requirement: str, folder: Path) -> None:
     )
 
 
-def from_debian(name: str, folder: Path) -> str:
-    """Unpacks a Debian package into the folder; returns its version. Raises Unavailable."""
+def from_debian(name: str, folder: Path) -> None:
+    """Unpacks a Debian package into the folder. Raises Unavailable."""
     if why := _fails(["apt-get", "download", "-q", name], folder):
         _fails(["apt-get", "update", "-q"], folder)
         why = _fails(["apt-get", "download", "-q", name], folder)
@@ -93,4 +93,3 @@ def from_debian(name: str, folder: Path) -> str:
         )
     if why := _fails(["dpkg-deb", "-x", str(files[0]), "."], folder):
         raise Unavailable(f"{files[0].name}: {why}")
-    return files[0].name.split("_")[1]

@@ -7,20 +7,16 @@
 #   thread    data races: batch_test; ring_test stress (kill races between processes)
 #
 #   --seconds N     how long each mode of ring_test runs (default 4)
-#   --seed N        of ring_test (default 1)
 #   --ring          only ring_test
 #   --portable      with the portable kernels alone, which compile in a third of the time
 #   --build-only    do not run anything
 #   --build-dir D   where to build (default .cache/sanitize)
-#   --jobs N        compilers at a time (default: the number of cores)
 #
 # Needs cmake and a compiler with the sanitizers' libraries; no Python.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-usage() { sed -n "2,/^set /s/^# \{0,1\}//p" scripts/sanitize.sh; }
-
-what=all seconds=4 seed=1 build=.cache/sanitize jobs=$(nproc) tests="attend_test batch_test residency_test ring_test"
+what=all seconds=4 build=.cache/sanitize tests="attend_test batch_test residency_test ring_test"
 build_only=0 portable=OFF
 while [ $# -gt 0 ]; do
     case "$1" in
@@ -28,15 +24,9 @@ while [ $# -gt 0 ]; do
         --ring) tests=ring_test ;;
         --portable) portable=ON ;;
         --build-only) build_only=1 ;;
-        --seconds | --seed | --build-dir | --jobs)
-            [ $# -ge 2 ] || { echo "$1 needs a value; see --help" >&2; exit 2; }
-            case "$1" in
-                --seconds) seconds=$2 ;; --seed) seed=$2 ;;
-                --build-dir) build=$2 ;; --jobs) jobs=$2 ;;
-            esac
-            shift ;;
-        -h | --help) usage; exit 0 ;;
-        *) echo "unknown argument $1; see --help" >&2; exit 2 ;;
+        --seconds) seconds=$2 && shift ;;
+        --build-dir) build=$2 && shift ;;
+        *) sed -n "2,/^set /s/^# \{0,1\}//p" scripts/sanitize.sh; exit 64 ;;
     esac
     shift
 done
@@ -49,7 +39,7 @@ export TSAN_OPTIONS="halt_on_error=1:second_deadlock_stack=1:${TSAN_OPTIONS:-}"
 build_for() { # sanitizer, targets
     local dir="$build/$1"
     cmake -S sgl-kernel -B "$dir" -DSCOUT_BUILD_TESTS=ON -DSCOUT_SANITIZE="$1" -DSCOUT_PORTABLE="$portable" > "$dir.log" 2>&1 \
-        && cmake --build "$dir" -j "$jobs" --target $2 >> "$dir.log" 2>&1 \
+        && cmake --build "$dir" -j "$(nproc)" --target $2 >> "$dir.log" 2>&1 \
         || { cat "$dir.log" >&2; echo "$1: the build failed" >&2; exit 1; }
 }
 
@@ -66,12 +56,12 @@ if [ "$what" != thread ]; then
     for test in $tests; do
         [ "$test" = ring_test ] || run "$build/address/$test"
     done
-    run "$build/address/ring_test" all --seconds "$seconds" --seed "$seed"
+    run "$build/address/ring_test" all --seconds "$seconds"
 fi
 if [ "$what" != address ]; then
     build_for thread "${tests/attend_test /}"
     case "$tests" in *batch_test*) run "$build/thread/batch_test" ;; esac
-    run "$build/thread/ring_test" all --seconds "$seconds" --seed "$seed"
+    run "$build/thread/ring_test" all --seconds "$seconds"
 fi
 [ "$failed" = 1 ] || [ "$build_only" = 1 ] || echo "no finding"
 exit "$failed"

@@ -60,23 +60,14 @@ def rotated_halves(weight: np.ndarray, heads: int) -> np.ndarray:
     return rows.swapaxes(1, 2).reshape(weight.shape)
 
 
-def bfloat16_bits(values: np.ndarray) -> np.ndarray:
-    """To the nearest, ties to even; finite values only."""
-    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")
-
-
 def write_safetensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
     """The tensors, given as the bits of bfloat16 values."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in tensors.items():
         begin, end = end, end + tensor.nbytes
-        header[name] = {
-            "dtype": "BF16",
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, end],
-        }
+        offsets = [begin, end]
+        header[name] = {"dtype": "BF16", "shape": list(tensor.shape), "data_offsets": offsets}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
@@ -158,7 +149,7 @@ def tokenizer_config(get: Any) -> dict[str, Any]:
 
 def tensors(reader: GGUFReader, heads: dict[str, int]) -> dict[str, np.ndarray]:
     """All weights as the bits of bfloat16 values; ``heads`` of ``attn_q`` and ``attn_k``."""
-    from gguf import dequantize
+    from gguf import GGMLQuantizationType, dequantize, quantize
 
     result = {}
     for tensor in reader.tensors:
@@ -166,7 +157,8 @@ def tensors(reader: GGUFReader, heads: dict[str, int]) -> dict[str, np.ndarray]:
         kind = tensor.name.split(".")[-2]
         if kind in heads:
             values = rotated_halves(values, heads[kind])
-        result[tensor_name(tensor.name)] = bfloat16_bits(values)
+        bits = quantize(np.ascontiguousarray(values), GGMLQuantizationType.BF16)
+        result[tensor_name(tensor.name)] = bits.view("<u2")
     return result
 
 

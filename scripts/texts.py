@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Makes .cache/texts: real texts of about 600,000 characters each, for long prompts.
 
-    .venv/bin/python scripts/texts.py [prose] [technical] [code]      all three by default
+    .venv/bin/python scripts/texts.py      prints their paths; a second when they are there already
 
 prose      Genesis, Exodus and Samuel in the King James version, one paragraph a chapter.
            Public domain; from the Debian packages bible-kjv-text and bible-kjv (its reader).
@@ -27,18 +27,13 @@ FOLDER = CACHE / "texts"
 CHARACTERS = 600_000
 # What each is made of, with the hash of the text.
 SOURCES = {
-    "prose": (
-        "bible-kjv-text 4.38",
-        "081c785ff41e6780f95d3754ffda66b888f67a55afe7bfe4dca97709b0da8e60",
-    ),
-    "technical": (
-        "debian-handbook 11.20220922",
-        "4b02c67d4adf3fd370f5af81e01cb8dcf03e8029e9d7c53415748bf1636599c0",
-    ),
+    "prose": ("bible-kjv-text 4.38", "081c785ff41e6780f95d3754ffda66b888f67a55afe7bfe4dca97709b0da8e60"),
+    "technical": ("debian-handbook 11.20220922", "4b02c67d4adf3fd370f5af81e01cb8dcf03e8029e9d7c53415748bf1636599c0"),
     "code": ("networkx 3.6.1", "069b67cc66b5639cf3003d3d52ec1ada9c4594d5e2342df91e45c066735e6a7a"),
-}
+}  # fmt: skip
 PASSAGES = ("gen1:1-exo40:38", "1sa1:1-2sa24:25")
 BLOCKS = {"div", "p", "h1", "h2", "h3", "h4", "h5", "h6", "li", "dt", "dd", "tr", "td", "pre"}
+PLAIN = {"‘’": "'", "“”«»": '"', "‐‑–": "-", "—": "--", "…": "...", "→": "->"}
 NAVIGATION = {"banner", "title", "docnav", "docnav top", "toc"}
 
 
@@ -65,11 +60,7 @@ def _text_of(node: ElementTree.Element, in_pre: bool) -> str:
         return (text or "") if in_pre else re.sub(r"\s+", " ", text or "")
 
     # A heading has the class "title", the line above all pages has the id.
-    names = (
-        {node.get("id")}
-        if tag.startswith("h") or tag == "p"
-        else {node.get("id"), node.get("class")}
-    )
+    names = {node.get("id")} | (set() if tag == "p" or tag[0] == "h" else {node.get("class")})
     if tag in ("head", "script") or names & NAVIGATION:
         return ""
     text = spaced(node.text)
@@ -80,14 +71,7 @@ def _text_of(node: ElementTree.Element, in_pre: bool) -> str:
 
 def ascii_text(text: str) -> str:
     """Quotes, dashes and accented letters as their nearest in ASCII; what has none is left out."""
-    for signs, plain in (
-        ("‘’", "'"),
-        ("“”«»", '"'),
-        ("‐‑–", "-"),
-        ("—", "--"),
-        ("…", "..."),
-        ("→", "->"),
-    ):
+    for signs, plain in PLAIN.items():
         text = re.sub(f"[{signs}]", plain, text)
     return unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
 
@@ -101,15 +85,9 @@ def _prose(folder: Path) -> str:
     for package in ("bible-kjv-text", "bible-kjv"):
         from_debian(package, folder)
     command = [folder / "usr/bin/bible", "-f", *PASSAGES]
+    options = dict(stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True)
     try:  # it finds its data where it runs
-        run = subprocess.run(
-            command,
-            cwd=folder / "usr/lib",
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        run = subprocess.run(command, cwd=folder / "usr/lib", **options)
     except (OSError, subprocess.CalledProcessError) as error:
         raise Unavailable(f"bible-kjv does not run here ({error}); it needs libreadline8") from None
     return chapters(run.stdout)
@@ -154,12 +132,9 @@ def load_text(kind: str) -> str:
     return make(kind).read_text()
 
 
-def main(kinds: list[str]) -> int:
-    if wrong := set(kinds) - set(SOURCES):
-        print(f"texts: no {', '.join(wrong)} among {', '.join(SOURCES)}", file=sys.stderr)
-        return 2
+def main() -> int:
     try:
-        for kind in kinds or SOURCES:
+        for kind in SOURCES:
             print(make(kind))
     except Unavailable as error:
         print(f"texts: {error}", file=sys.stderr)
@@ -168,4 +143,4 @@ def main(kinds: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

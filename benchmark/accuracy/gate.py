@@ -7,7 +7,7 @@ facts planted in real text (planted.py). Each has the policy, of policies.py, th
 
 Full attention, in plain PyTorch (plain_answers.py), and servers of scout answer the same questions, so the loss is
 counted by sample: answers that only full has right, less those that only scout has right. A budget fails when its loss
-exceeds its margin. What the paper's own choices lose is printed beside it and fails nothing.
+exceeds its margin.
 
 The default margin follows from what is allowed to be lost (ALLOWED_POINTS) and the size of the sample: a policy that
 loses exactly as much as is allowed fails with a probability of 5 % at most, and one that loses more fails the more
@@ -17,10 +17,10 @@ surely, the larger the sample. --margin-points sets one margin for all budgets i
 from __future__ import annotations
 
 import argparse
-import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from benchmark.accuracy.plain_answers import PlainAnswers
 from benchmark.accuracy.policies import FULL, Setting
@@ -30,18 +30,16 @@ from benchmark.accuracy.scoring import Loss, margin_points, paired_loss
 from benchmark.accuracy.suite import (
     BENCHMARK,
     PACKAGES,
-    add_common_arguments,
-    complete,
     key_of,
     measure,
     shared_fields,
     start_fleet,
+    suite_arguments,
 )
 from benchmark.progress import Progress
 from benchmark.rows import Row, environment
 from servers.server_process import ends_orderly
 from sglang_scout.cli.table import columns
-from sglang_scout.core.config import DEFAULT_BUDGET_TOKENS
 
 FULL_SETTING = Setting(FULL)
 HELD_OUT = 21
@@ -54,12 +52,11 @@ loses at 1024."""
 
 @dataclass(frozen=True)
 class Form:
-    """``samples`` of each length and task. ``noted``: compared as well, at a length of its own, whatever it loses."""
+    """``samples`` of each length and task."""
 
     budgets: tuple[int, ...]
     lengths: tuple[int, ...]
     samples: int
-    noted: tuple[Setting, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -80,7 +77,7 @@ JUDGES = {
     "smollm2": Judge(
         "planted",
         "scout+exact_layers=[1,2]",
-        Form((2048,), (4096,), 12, (Setting("scout", DEFAULT_BUDGET_TOKENS), 7616)),
+        Form((2048,), (4096,), 12),
         Form((1024,), (2048,), 2),
         HELD_OUT,
     ),
@@ -89,43 +86,23 @@ JUDGES = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """Of one setting. ``full_right`` and ``right`` are shares; without a margin nothing fails."""
+    """Of one setting. ``full_right`` and ``right`` are shares."""
 
     setting: Setting
     full_right: float
     right: float
     loss: Loss
-    margin_points: float | None
+    margin_points: float
 
     @property
     def passed(self) -> bool:
-        return self.margin_points is None or self.loss.points <= self.margin_points
+        return self.loss.points <= self.margin_points
 
 
-def judge(
-    full: Sequence[bool],
-    others: Mapping[Setting, Sequence[bool]],
-    margin: float | None,
-    noted: Setting | None = None,
-) -> list[Verdict]:
-    """A verdict for each setting; ``margin`` in points, None for the default.
-
-    Raises ValueError for a budget without a default, and for answers to different questions.
-    """
-    verdicts = []
-    for setting, other in others.items():
-        loss, budget = paired_loss(full, other), setting.budget_tokens
-        allowed = None if setting == noted else margin
-        if setting != noted and margin is None:
-            if budget not in ALLOWED_POINTS:
-                raise ValueError(
-                    f"budget {budget} has no default margin (those of {list(ALLOWED_POINTS)} "
-                    "have); give --margin-points"
-                )
-            allowed = margin_points(ALLOWED_POINTS[budget], loss.asked)
-        share = sum(full) / len(full), sum(other) / len(other)
-        verdicts.append(Verdict(setting, *share, loss, allowed))
-    return verdicts
+def judge(setting: Setting, full: Sequence[bool], other: Sequence[bool], margin: float) -> Verdict:
+    """Raises ValueError for answers to different questions."""
+    share = sum(full) / len(full), sum(other) / len(other)
+    return Verdict(setting, *share, paired_loss(full, other), margin)
 
 
 def outcomes(rows: Sequence[Row], setting: Setting) -> list[bool]:
@@ -152,8 +129,8 @@ def report(verdicts: Sequence[Verdict]) -> str:
                 str(v.loss.gained),
                 f"{v.loss.points:.2f} points",
                 f"{low:.1f} to {high:.1f}",
-                "" if v.margin_points is None else f"{v.margin_points:.2f}",
-                "noted" if v.margin_points is None else "pass" if v.passed else "FAIL",
+                f"{v.margin_points:.2f}",
+                "pass" if v.passed else "FAIL",
             ]
         )
     asked = ", ".join(str(v.loss.asked) for v in verdicts)
@@ -162,39 +139,36 @@ def report(verdicts: Sequence[Verdict]) -> str:
 
 def run(args: argparse.Namespace, judge_: Judge, progress: Progress) -> list[Verdict]:
     form = judge_.short if args.short else judge_.long
-    args = argparse.Namespace(**vars(args))
-    args.budgets, args.lengths = args.budgets or form.budgets, args.lengths or list(form.lengths)
-    args.samples, args.seed = args.samples or form.samples, args.seed or judge_.seed
-    complete(args, judge_.questions)
-    settings = [Setting(args.policy or judge_.policy, budget) for budget in args.budgets]
-    noted, length = (None if args.policy else form.noted) or (None, 0)
-    others = [*settings, *([noted] if noted else [])]
+    args = suite_arguments(
+        ["--samples", str(form.samples)],
+        json=args.json,
+        seed=judge_.seed,
+        questions=judge_.questions,
+        lengths=list(form.lengths),
+        margin_points=args.margin_points,
+    )
+    settings = [Setting(judge_.policy, budget) for budget in form.budgets]
     key = ("policy", "budget_tokens", "length_tokens", "task")
     fields = {**shared_fields(args), "samples": args.samples}
     file = RowFile(args.json, environment(BENCHMARK, PACKAGES), fields, key)
-    lengths = {setting: [length] if setting == noted else args.lengths for setting in others}
-    ask_full(args, sorted(set().union(*lengths.values())), file, progress)
-    progress.say(f"starting servers for {', '.join(s.name for s in others)}")
-    with start_fleet(args, others, max(args.lengths[-1], length)) as fleet:
+    ask_full(args, file, progress)
+    progress.say(f"starting servers for {', '.join(s.name for s in settings)}")
+    with start_fleet(args, settings, max(args.lengths)) as fleet:
         progress.say(f"ready after {fleet.startup_s:.0f} s")
         measure(fleet, settings, args, file, progress)
-        if noted:
-            of_noted = argparse.Namespace(**{**vars(args), "lengths": [length]})
-            measure(fleet, [noted], of_noted, file, progress)
-    verdicts = []
-    for setting in others:
-        rows = [row for row in file.rows if row["length_tokens"] in lengths[setting]]
-        full, other = outcomes(rows, FULL_SETTING), outcomes(rows, setting)
-        verdicts += judge(full, {setting: other}, args.margin_points, noted)
+    full, verdicts = outcomes(file.rows, FULL_SETTING), []
+    for budget, setting in zip(form.budgets, settings, strict=True):
+        margin = args.margin_points
+        if margin is None:
+            margin = margin_points(ALLOWED_POINTS[budget], len(full))
+        verdicts.append(judge(setting, full, outcomes(file.rows, setting), margin))
     return verdicts
 
 
-def ask_full(
-    args: argparse.Namespace, lengths: Sequence[int], file: RowFile, progress: Progress
-) -> None:
+def ask_full(args: argparse.Namespace, file: RowFile, progress: Progress) -> None:
     """Rows of full attention. Text by text, as tasks may share one."""
     plain = PlainAnswers(args.model_path)
-    for length in lengths:
+    for length in args.lengths:
         outcomes: dict[str, str] = dict.fromkeys(args.tasks, "")
         for seed in range(args.seed, args.seed + args.samples):
             progress.update(f"full attention, {length} tokens, sample {seed - args.seed + 1}")
@@ -208,31 +182,14 @@ def ask_full(
         progress.say(f"full attention, {length} tokens, of {args.samples}: {right}")
 
 
-def _margin(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < 100:
-        raise argparse.ArgumentTypeError(f"{text!r} is no margin; give points from 0 to below 100")
-    return value
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     add = parser.add_argument
     add("--short", action="store_true", help="one budget and length, few samples; for tests")
     add("--models", nargs="+", choices=JUDGES, default=list(JUDGES), help="that judge")
-    add("--policy", help="compared with full attention (default: the judge's)")
-    add("--margin-points", type=_margin, metavar="X", help="may be lost at every budget")
-    add("--budgets", nargs="+", type=int, metavar="TOKENS", help="default: the judge's")
-    add("--lengths", nargs="+", type=int, metavar="TOKENS")
-    add("--samples", type=int, help="of each length and task")
-    add_common_arguments(parser, existing="is overwritten")
+    add("--margin-points", type=float, metavar="X", help="may be lost at every budget")
+    add("--json", type=Path, metavar="FILE", help="one row a line; an existing file is overwritten")
     args = parser.parse_args(argv)
-    args.tasks = None
-    if args.margin_points is None and not set(args.budgets or []) <= set(ALLOWED_POINTS):
-        parser.error(f"--margin-points is needed for budgets other than {list(ALLOWED_POINTS)}")
     if args.json:
         args.json.unlink(missing_ok=True)
     passed = True

@@ -2,12 +2,12 @@
 """LongBench with your model and your copy of LongBench, against any SGLang server or router.
 
     python -m benchmark.accuracy.longbench --longbench DIR --base-url URL --label NAME --output FILE.jsonl
-    python -m benchmark.accuracy.longbench compare STOCK.jsonl OTHER.jsonl [OTHER.jsonl ...]
-    python -m benchmark.accuracy.longbench score FILE.jsonl
+    python -m benchmark.accuracy.longbench compare STOCK.jsonl [OTHER.jsonl ...]
 
 The first asks the paper's eight sets and writes every answer as it comes; the same command again goes on where it
-stopped, and asks what failed once more. It exits with 1 where answers are missing. ``compare`` takes the stock server's
-file first. longbench_data.py says how LongBench's repository and data lie; scoring runs LongBench's own metrics.py.
+stopped, and asks what failed once more. It exits with 1 where answers are missing. ``compare`` prints the scores of
+files, that of the stock server first. longbench_data.py says how LongBench's repository and data lie; scoring runs
+LongBench's own metrics.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import argparse
 import http.client
 import sys
 import threading
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -32,7 +31,6 @@ from servers.sglang_http import RequestFailed, generate, http_json
 from sglang_scout.core.errors import ConfigError, ScoutError
 
 TIMEOUT_S = 3600.0
-WAITS_S = (0.0, 1.0, 4.0, 16.0)  # before each try of a request
 # No answer, or none of the shape that SGLang's have.
 FAILURES = (RequestFailed, OSError, http.client.HTTPException, LookupError, TypeError, ValueError)
 
@@ -101,59 +99,45 @@ def ask_server(url: str) -> tuple[str, str]:
 
 
 def ask(url: str, prompts: Prompts, question: Question) -> Row:
-    """One question to the fields of its row. Greedy, to the end of text; a failed request is repeated."""
+    """One question to the fields of its row. Greedy, to the end of text."""
     ids, cut = prompts.encode(question)
     row: Row = {"prompt_tokens": len(ids), "cut_tokens": cut, "prompt_sha": data.sha(ids)}
     options: dict[str, Any] = {"ignore_eos": False}
     if question.set_name in data.STOP_AT_NEWLINE:
         options |= {"stop_token_ids": prompts.newline_ids, "min_new_tokens": 1}
     length = question.max_new_tokens
-    for wait_s in WAITS_S:
-        time.sleep(wait_s)
-        try:
-            [answer] = generate(
-                url, [ids], max_new_tokens=length, sampling=options, timeout_s=TIMEOUT_S
+    try:
+        [answer] = generate(
+            url, [ids], max_new_tokens=length, sampling=options, timeout_s=TIMEOUT_S
+        )
+        # A server told to truncate by itself would answer another question.
+        if answer.prompt_tokens != len(ids):
+            raise RequestFailed(
+                f"the server read {answer.prompt_tokens} of {len(ids)} prompt tokens; start it "
+                "without --allow-auto-truncate, or give --max-prompt-tokens"
             )
-            # A server told to truncate by itself would answer another question.
-            if answer.prompt_tokens != len(ids):
-                raise RequestFailed(
-                    f"the server read {answer.prompt_tokens} of {len(ids)} prompt tokens; start it "
-                    "without --allow-auto-truncate, or give --max-prompt-tokens"
-                )
-        except FAILURES as error:
-            row |= {"status": "failed", "reason": repr(error)[:1000]}
-        else:
-            found = {"text": answer.text, "finish_reason": answer.finish_reason}
-            return row | found | {"status": "ok", "reason": "", "latency_s": answer.latency_s}
-    return row
+    except FAILURES as error:
+        return row | {"status": "failed", "reason": repr(error)[:1000]}
+    found = {"text": answer.text, "finish_reason": answer.finish_reason}
+    return row | found | {"status": "ok", "reason": "", "latency_s": answer.latency_s}
 
 
 def ask_all(
     args: argparse.Namespace, prompts: Prompts, questions: Sequence[Question], file: RowFile
 ) -> str:
     """Write each answer when it comes. Returns why some are missing, "" if none is."""
-    lock, progress, in_a_row, failed, reason = threading.Lock(), Progress(), 0, 0, ""
-
-    def work(question: Question) -> Row:
-        found = dict(zip(KEY, question.key, strict=True)) | ask(args.base_url, prompts, question)
-        with lock:
-            return file.add(args.label, **found)
-
+    progress, failed, reason = Progress(), 0, ""
     progress.say(f"{len(questions)} questions to ask, {args.concurrency} at a time")
     pool = ThreadPoolExecutor(args.concurrency)
+    asked = {pool.submit(ask, args.base_url, prompts, q): q for q in questions}
     try:
-        for done, future in enumerate(as_completed([pool.submit(work, q) for q in questions]), 1):
-            row = future.result()
-            in_a_row = in_a_row + 1 if row["status"] == "failed" else 0
-            failed, reason = failed + (in_a_row > 0), row["reason"] or reason
+        for done, future in enumerate(as_completed(asked), 1):
+            row = dict(zip(KEY, asked[future].key, strict=True)) | future.result()
+            file.add(args.label, **row)
+            failed, reason = failed + (row["status"] == "failed"), row["reason"] or reason
             progress.update(f"{row['set']}: {done} of {len(questions)} asked, {failed} failed")
-            if in_a_row >= max(8, 2 * args.concurrency):  # the server is gone
-                break
         return f"{failed} failed, the last with {reason}" if failed else ""
-    except KeyboardInterrupt:
-        return "interrupted; waiting for the requests under way, Ctrl-C again leaves at once"
     finally:
-        # Python waits for the threads at its end; until then they write what comes.
         pool.shutdown(wait=False, cancel_futures=True)
 
 
@@ -165,13 +149,13 @@ def command_run(args: argparse.Namespace) -> int:
     prompts = Prompts(args.tokenizer or tokenizer, args.chat, args.max_prompt_tokens)
     values = (args.label, model, args.chat, args.max_prompt_tokens)
     settings = dict(zip(SETTINGS, values, strict=True))
+    about = environment("longbench", ["transformers"])
+    about |= {"longbench": str(args.longbench.resolve()), "untimed": True}
     try:
-        about = environment("longbench", ["transformers"])
-        about |= {"longbench": str(args.longbench.resolve()), "untimed": True}
         file = RowFile(args.output, about, settings, KEY)
     except (OSError, ValueError) as error:
         raise ConfigError(f"--output {args.output}: {error}; name another file") from None
-    if args.output.exists() and args.output.stat().st_size:
+    if args.output.stat().st_size:
         Answers(args.output, settings)
     left = [q for q in questions if not file.has(**dict(zip(KEY, q.key, strict=True)))]
     missing = ask_all(args, prompts, left, file)
@@ -183,22 +167,13 @@ def command_run(args: argparse.Namespace) -> int:
     return 0
 
 
-def command_table(args: argparse.Namespace) -> int:
-    text, output = table(args.files, args.longbench), args.files[-1].with_suffix(".md")
-    print(text, end="")
-    if len(args.files) > 1 and output not in args.files:
-        output.write_text(text, encoding="utf-8")
-        print(f"written to {output}", file=sys.stderr)
-    return 0
-
-
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    if arguments and arguments[0] in ("compare", "score"):
-        add("command", choices=["compare", "score"])
+    if arguments and arguments[0] == "compare":
+        add("command")
         add("files", nargs="+", type=Path, metavar="FILE")
         add("--longbench", type=Path, metavar="DIR", help="default: that of the first file's run")
         return parser.parse_args(arguments)
@@ -219,7 +194,10 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_arguments(sys.argv[1:] if argv is None else argv)
     try:
-        return command_table(args) if "files" in args else command_run(args)
+        if "files" not in args:
+            return command_run(args)
+        print(table(args.files, args.longbench), end="")
+        return 0
     except ScoutError as error:
         print(f"longbench.py: {error}", file=sys.stderr)
         return 2

@@ -77,15 +77,13 @@ class LongBench:
                 f"LongBench; get a copy with: {CLONE}"
             )
         self.folder = found[0]
-        self._prompts = self._config("dataset2prompt.json")
-        self._max_new_tokens = self._config("dataset2maxlen.json")
-
-    def _config(self, name: str) -> dict[str, Any]:
-        path = self.folder / "config" / name
         try:
-            return dict(json.loads(path.read_text(encoding="utf-8")))
+            self._prompts, self._max_new_tokens = (
+                dict(json.loads((self.folder / "config" / name).read_text(encoding="utf-8")))
+                for name in ("dataset2prompt.json", "dataset2maxlen.json")
+            )
         except (OSError, ValueError, TypeError) as error:
-            raise ConfigError(f"{path}: {error}; get a fresh copy with: {CLONE}") from None
+            raise ConfigError(f"{self.folder}: {error}; get a fresh copy with: {CLONE}") from None
 
     def questions(self, name: str) -> list[Question]:
         """All of a set, in the order of the file."""

@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmark.accuracy.longbench_data import PAPER_SETS, LongBench, Question, points
-from benchmark.accuracy.table import markdown_table
-from benchmark.rows import Row, read_rows
+from benchmark.rows import Row, markdown_table, read_rows
 from sglang_scout.core.errors import ConfigError
 
 # Fields of a row: settings of its run, and what tells the rows of a run apart. The label is impl.

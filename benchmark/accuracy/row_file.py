@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from benchmark.rows import Row, Writer, read_rows
 
 
-class RowFile:
+class RowFile(Writer):
     """Rows that are found by a key; each is on disk as soon as it is added.
 
     Args:
@@ -31,47 +30,23 @@ class RowFile:
         fields: Row,
         key: Sequence[str],
     ) -> None:
-        self._given = fields
-        self.renew(environment)
+        super().__init__(path, {**environment, **fields}, append=True)
         self._fields = json.loads(json.dumps(fields))
         self._benchmark = environment["benchmark"]
         self._key = tuple(key)
-        self._path = path
-        self.rows: list[Row] = []
         if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if path.exists():
-                kept = path.read_bytes()
-                begun = kept.rpartition(b"\n")[2]
-                if begun.startswith(b'{"benchmark"'):  # a row whose writer was killed
-                    os.truncate(path, len(kept) - len(begun))
-                self.rows = [row for row in read_rows(path) if self._is_ours(row)]
+            self.rows = [row for row in read_rows(path) if self._is_ours(row)]
 
     def renew(self, environment: Row) -> None:
         """What is added from now on was measured here: servers that start late run later code."""
-        self._writer = Writer(None, {**environment, **self._given})
+        self._shared |= environment
 
     def _is_ours(self, row: Row) -> bool:
         same = all(row.get(name) == value for name, value in self._fields.items())
         return row["benchmark"] == self._benchmark and row["status"] == "ok" and same
 
     def has(self, **key: Any) -> bool:
-        return self.find(**key) is not None
-
-    def find(self, **key: Any) -> Row | None:
-        """The row with this key. Raises ValueError unless all key fields are given."""
+        """Whether there is a row with this key. Raises ValueError unless all key fields are given."""
         if set(key) != set(self._key):
             raise ValueError(f"key {sorted(key)}: expected {sorted(self._key)}")
-        for row in self.rows:
-            if all(row.get(name) == value for name, value in key.items()):
-                return row
-        return None
-
-    def add(self, impl: str, **fields: Any) -> Row:
-        """Raises ValueError if the row is not well formed."""
-        row = self._writer.add(impl, **fields)
-        self.rows.append(row)
-        if self._path is not None:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row, allow_nan=False) + "\n")
-        return row
+        return any(all(row.get(name) == value for name, value in key.items()) for row in self.rows)

@@ -30,12 +30,20 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, Protocol
 
-from benchmark.accuracy.asking import Servers, Tally, ask_all
+from benchmark.accuracy import tasks
 from benchmark.accuracy.fleet import Fleet
 from benchmark.accuracy.policies import NAMES, Setting, grid
-from benchmark.accuracy.questions import FORCING_ENVIRONMENT, FORCING_FLAGS, SOURCES
+from benchmark.accuracy.questions import (
+    FORCING_ENVIRONMENT,
+    FORCING_FLAGS,
+    SOURCES,
+    is_right,
+    payload,
+)
 from benchmark.accuracy.row_file import RowFile
+from benchmark.accuracy.scoring import wilson_interval
 from benchmark.progress import Progress
 from benchmark.rows import Row, environment, weights_digest
 from servers.server_process import ends_orderly
@@ -43,6 +51,51 @@ from servers.server_process import ends_orderly
 BENCHMARK = "accuracy"
 PACKAGES = ("sglang", "torch", "sglang-scout")
 BUDGETS = (256, 512, 1024, 2048)
+COUNTED = "steps selected_pages cpu_pages budget_pages recalled_pages fallback_pages".split()
+
+
+class Servers(Protocol):
+    def ask(self, setting: Setting, payload: dict[str, Any]) -> dict[str, Any]: ...
+
+    def counters(self, setting: Setting) -> dict[str, Any]: ...
+
+
+class Tally:
+    """What one setting has answered of one length and task so far."""
+
+    def __init__(self, setting: Setting, samples: int, before: dict[str, Any]) -> None:
+        self.setting = setting
+        self.outcomes: list[bool | None] = [None] * samples
+        self.seconds = 0.0
+        self._before = before
+
+    def row(self, after: dict[str, Any]) -> Row:
+        right, asked = sum(map(bool, self.outcomes)), len(self.outcomes)
+        low, high = wilson_interval(right, asked)
+        spent = {key: after[key] - self._before[key] for key in COUNTED if key in after}
+        budget = spent.get("budget_pages")
+        return {
+            "right": right,
+            "asked": asked,
+            "low": round(low, 5),
+            "high": round(high, 5),
+            "outcomes": "".join("1" if x else "0" for x in self.outcomes),
+            "seconds": round(self.seconds, 2),
+            "cpu_compute_ratio": round(spent["cpu_pages"] / budget, 5) if budget else None,
+            "offload": spent,
+        }
+
+
+def ask_all(servers: Servers, tallies: Sequence[Tally], samples: Sequence[tasks.Sample]) -> None:
+    """Sample by sample, all settings one after the other, so that a text is prefilled once and asked about while it is
+    still cached. Raises ValueError, RequestFailed, OSError or ServerFailed for the first request that fails.
+    """
+    for index, sample in enumerate(samples):
+        for tally in tallies:
+            begin = time.monotonic()
+            answer = servers.ask(tally.setting, payload(sample))
+            tally.seconds += time.monotonic() - begin
+            tally.outcomes[index] = is_right(sample, answer)
 
 
 def measure(
@@ -81,28 +134,22 @@ def key_of(setting: Setting) -> Row:
     return {"policy": setting.policy, "budget_tokens": setting.budget_tokens}
 
 
-def groups_of(settings: Sequence[Setting], at_once: int) -> list[list[Setting]]:
-    return [list(settings[i : i + at_once]) for i in range(0, len(settings), at_once)]
-
-
 def run_grid(args: argparse.Namespace, file: RowFile, progress: Progress) -> None:
-    for group in groups_of(grid(args.policies, args.budgets), args.at_once):
-        missing = [
-            setting
-            for setting in group
-            if any(
-                not file.has(**key_of(setting), length_tokens=length, task=task)
-                for length in args.lengths
-                for task in args.tasks
-            )
-        ]
-        if not missing:
-            continue
-        progress.say(f"starting servers for {', '.join(s.name for s in missing)}")
+    """All settings, ``--at-once`` of those that lack a row at a time."""
+    missing = [
+        setting
+        for setting in grid(args.policies, args.budgets)
+        for length in args.lengths
+        for task in args.tasks
+        if not file.has(**key_of(setting), length_tokens=length, task=task)
+    ]
+    settings = list(dict.fromkeys(missing))
+    for group in (settings[i : i + args.at_once] for i in range(0, len(settings), args.at_once)):
+        progress.say(f"starting servers for {', '.join(s.name for s in group)}")
         file.renew(environment(BENCHMARK, PACKAGES))
-        with start_fleet(args, missing, max(args.lengths)) as fleet:
+        with start_fleet(args, group, max(args.lengths)) as fleet:
             progress.say(f"ready after {fleet.startup_s:.0f} s")
-            measure(fleet, missing, args, file, progress)
+            measure(fleet, group, args, file, progress)
 
 
 def start_fleet(
@@ -119,40 +166,6 @@ def start_fleet(
     )
 
 
-def add_common_arguments(
-    parser: argparse.ArgumentParser, existing: str = "is gone on with"
-) -> None:
-    """What the suite and the gate share; ``existing``: what becomes of a file that is there."""
-    add = parser.add_argument
-    add("--json", type=Path, metavar="FILE", help=f"one row a line; an existing file {existing}")
-    add("--model-path", help="folder of the model (default: the one that can answer them)")
-    add("--dtype", help="default: the model's")
-    add("--seed", type=int, help="of the first sample")
-    add("--threads", type=int, default=1, help="of each server")
-    add(
-        "--config",
-        type=json.loads,
-        default={"resident_tokens": 32},
-        metavar="JSON",
-        help="more keys for all policies (default: %(default)s)",
-    )
-
-
-def complete(args: argparse.Namespace, questions: str) -> None:
-    """What was left out is as it suits ``questions``."""
-    source = SOURCES[questions]
-    args.questions = questions
-    args.model_path = args.model_path or str(source.model())
-    for name, value in (
-        ("dtype", source.dtype),
-        ("seed", source.first_seed),
-        ("lengths", list(source.lengths)),
-        ("tasks", list(source.tasks)),
-    ):
-        if getattr(args, name, None) is None:
-            setattr(args, name, value)
-
-
 def shared_fields(args: argparse.Namespace) -> Row:
     return {
         "untimed": True,
@@ -165,19 +178,37 @@ def shared_fields(args: argparse.Namespace) -> Row:
     }
 
 
-def main(argv: list[str] | None = None) -> int:
+def suite_arguments(argv: list[str] | None, **given: Any) -> argparse.Namespace:
+    """The suite's arguments. ``given`` goes over what was parsed; what was left out is as it suits the questions."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     add = parser.add_argument
+    add(
+        "--json", type=Path, metavar="FILE", help="one row a line; an existing file is gone on with"
+    )
     add("--policies", nargs="+", default=list(NAMES), help="see policies.py")
     add("--budgets", nargs="+", type=int, default=list(BUDGETS), metavar="TOKENS")
     add("--questions", choices=SOURCES, default="tasks")
     add("--lengths", nargs="+", type=int, metavar="TOKENS")
     add("--tasks", nargs="+", choices=[task for s in SOURCES.values() for task in s.tasks])
     add("--samples", type=int, default=25, help="of each length and task")
+    add("--seed", type=int, help="of the first sample")
     add("--at-once", type=int, default=6, metavar="SERVERS", help="settings started together")
-    add_common_arguments(parser)
+    add("--threads", type=int, default=1, help="of each server")
+    default = {"resident_tokens": 32}
+    text = "more keys for all policies (default: %(default)s)"
+    add("--config", type=json.loads, default=default, metavar="JSON", help=text)
     args = parser.parse_args(argv)
-    complete(args, args.questions)
+    vars(args).update(given)
+    source = SOURCES[args.questions]
+    args.model_path, args.dtype = str(source.model()), source.dtype
+    args.seed = source.first_seed if args.seed is None else args.seed
+    args.lengths = args.lengths or list(source.lengths)
+    args.tasks = args.tasks or list(source.tasks)
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = suite_arguments(argv)
     progress = Progress()
     key = ("policy", "budget_tokens", "length_tokens", "task")
     fields = {**shared_fields(args), "samples": args.samples}

@@ -1,4 +1,4 @@
-"""Tables of the rows of suite.py, as Markdown.
+"""Tables of the rows of suite.py, as Markdown, with 95 % intervals; those of losses are of a paired comparison.
 
 python -m benchmark.accuracy.table docs/results/accuracy.jsonl --out FILE.md
 """
@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from benchmark.accuracy.policies import FULL, NAMES, Setting, plain
 from benchmark.accuracy.questions import SOURCES
 from benchmark.accuracy.scoring import Loss, paired_loss, wilson_interval
-from benchmark.rows import Row, read_rows
-
-DETAIL_TOKENS = 8192
+from benchmark.rows import Row, markdown_table, read_rows
 
 
 class Scores:
@@ -90,12 +88,6 @@ def share(value: float, low: float, high: float) -> str:
     return f"{100 * value:.1f} ({100 * low:.1f} to {100 * high:.1f})"
 
 
-def markdown_table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """First column to the left, the others to the right."""
-    rule = "| --- |" + " ---: |" * (len(head) - 1)
-    return "\n".join([f"| {' | '.join(head)} |", rule, *(f"| {' | '.join(x)} |" for x in lines)])
-
-
 def by_budget(scores: Scores, length: int, cell: Callable[[Setting, int], str]) -> str:
     """A line for each policy, a column for each budget; what is missing is a dash."""
     lines = []
@@ -110,20 +102,8 @@ def by_budget(scores: Scores, length: int, cell: Callable[[Setting, int], str]) 
     return markdown_table(["policy", *(f"budget {b}" for b in scores.budgets)], lines)
 
 
-def runs_of(rows: Sequence[Row]) -> str:
-    """Every commit and command of the rows, with the time at which its servers started."""
-    runs: dict[tuple[str, str], str] = {}
-    for row in rows:
-        commit = row["commit"][:12] + (" with changes" if row["dirty"] else "")
-        runs.setdefault((commit, row["command"]), row["time_utc"][:16])
-    return "; ".join(f"commit {c}, {time} UTC, `{command}`" for (c, command), time in runs.items())
-
-
-def document(rows: Sequence[Row], files: Sequence[str]) -> str:
-    """The whole page; ``files`` are the names of those with the rows."""
-    scores = Scores(rows)
-    first = scores.rows[0]
-    samples = sorted({row["asked"] for row in scores.rows})
+def tables(scores: Scores) -> str:
+    """Right answers and losses by length, and what the CPU computed."""
 
     def mean_cell(setting: Setting, length: int) -> str:
         found = scores.mean(setting, length)
@@ -136,52 +116,14 @@ def document(rows: Sequence[Row], files: Sequence[str]) -> str:
         low, high = found.interval_points
         return f"{found.points:.1f} ({low:.1f} to {high:.1f})"
 
-    names = " and ".join(f"[{name}]({name})" for name in files)
-    parts = [
-        "# Accuracy by policy and budget",
-        f"Written by `benchmark/accuracy/table.py`; the rows are in {names}. Model "
-        f"[{first['model']}](../../benchmark/accuracy/{first['model']}/README.md) (weights {first['weights']}, "
-        f"{first['dtype']}), tasks of `benchmark/accuracy/tasks.py`: {', '.join(scores.tasks)}. "
-        f"{' and '.join(map(str, samples))} texts for each task and length, one question each, the same for all "
-        "policies; an answer counts if every token is right. The prompt ends before the question, and a grammar "
-        "forces the question's tokens on the decode server: it is read with the policy that is measured. Intervals are "
-        "95 %.",
-        f"{first['cpu']}, {first['cores']} cores, {runs_of(scores.rows)}",
-        "Policies are described in `benchmark/accuracy/policies.py`. Where a budget covers the whole text, every "
-        "policy is full attention.",
-        "![Share of right answers by budget](accuracy.png)",
-        "## Right answers, mean of the tasks, percent",
-    ]
+    parts = ["## Right answers, mean of the tasks, percent"]
     for length in scores.lengths:
         parts += [f"### {length} tokens", by_budget(scores, length, mean_cell)]
-    parts += [
-        "## Loss against full attention, points",
-        "On the same samples; the interval is that of a paired comparison. Negative: better than full.",
-    ]
+    parts.append("## Loss against full attention, points")
     for length in scores.lengths:
         parts += [f"### {length} tokens", by_budget(scores, length, loss_cell)]
-    length = max([n for n in scores.lengths if n <= DETAIL_TOKENS] or scores.lengths)
-    parts += [f"## Each task at {length} tokens, percent", per_task(scores, length)]
     parts += ["## Pages computed on the CPU over the budget", cpu_ratios(scores)]
     return "\n\n".join(parts) + "\n"
-
-
-def per_task(scores: Scores, length: int) -> str:
-    lines = []
-    for setting in scores.settings:
-        rows = {row["task"]: row for row in scores.of(setting, length)}
-        if not rows:
-            continue
-        label = plain(setting.policy)
-        label += f", {setting.budget_tokens}" if setting.budget_tokens else ""
-        cells = (rows.get(task) for task in scores.tasks)
-        lines.append(
-            [
-                label,
-                *(share(r["right"] / r["asked"], r["low"], r["high"]) if r else "–" for r in cells),
-            ]
-        )
-    return markdown_table(["policy, budget", *scores.tasks], lines)
 
 
 def cpu_ratios(scores: Scores) -> str:
@@ -204,9 +146,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE.jsonl")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args(argv)
-    text = document(
-        [row for path in args.files for row in read_rows(path)], [path.name for path in args.files]
-    )
+    text = tables(Scores(row for path in args.files for row in read_rows(path)))
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(text, encoding="utf-8")
     print(args.out)

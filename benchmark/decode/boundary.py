@@ -20,6 +20,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,6 +29,7 @@ import numpy as np
 import torch
 
 from benchmark import rows
+from benchmark.decode.model import bisect_rho
 from sglang_scout.core.config import RECALL_MODES
 from sglang_scout.core.parse_config import parse_config
 from sglang_scout.engine.build import build_engine
@@ -36,7 +38,6 @@ from sglang_scout.ops.op import Op
 from sglang_scout.policy.base import Context, make_policy, policy_names
 
 PAGE = 32
-FIGURE_6_STEPS, FIGURE_6_SHARE = 8.7, 0.12
 
 
 class Drift:
@@ -61,38 +62,26 @@ class Drift:
 
 
 def calibrated_rho(pages: int, budget: int) -> float:
-    """The drift at which Figure 6's share of a selection is new after its steps."""
-    low, high = 0.9, 0.99999
+    """Of scores, as bisect_rho has it."""
     source = torch.Generator().manual_seed(5)
     before, noise = torch.randn(2, 256, pages, generator=source).unbind()
     chosen = before.topk(budget).indices
-    for _ in range(20):
-        rho = (low + high) / 2
-        kept = rho**FIGURE_6_STEPS
+
+    def new_share(kept: float) -> float:
         after = (kept * before + (1 - kept**2) ** 0.5 * noise).topk(budget).indices
-        share = 1 - (after[:, :, None] == chosen[:, None, :]).any(2).float().mean().item()
-        low, high = (low, rho) if share < FIGURE_6_SHARE else (rho, high)
-    return (low + high) / 2
+        return 1 - (after[:, :, None] == chosen[:, None, :]).any(2).float().mean().item()
+
+    return bisect_rho(new_share)
 
 
-class SameThread:
+class SameThread(Executor):
     """Copies run where they are submitted: their time counts, and no other thread takes the core."""
 
-    def submit(self, function: Callable[..., Any], /, *args: Any) -> SameThread:
-        function(*args)
-        return self
-
-    def exception(self, timeout: float | None = None) -> None:
-        return None
-
-    def done(self) -> bool:
-        return True
-
-    def result(self) -> None:
-        return None
-
-    def shutdown(self, wait: bool = True) -> None:
-        return None
+    def submit(self, function: Callable[..., Any], /, *args: Any, **more: Any) -> Future[Any]:
+        function(*args, **more)
+        done: Future[Any] = Future()
+        done.set_result(None)  # no time of a link is known
+        return done
 
 
 class Bench:

@@ -11,13 +11,12 @@ import torch
 
 from benchmark.decode.harness import PAGE
 from benchmark.decode.model import DummyModel, ModelSize
-from sglang_scout.ops.attend import attend_pages
 
 
 class FullAttention:
-    """All KV on the device, as stock attention has it; ``attend`` by our kernel or by FlashInfer."""
+    """All KV on the device, attended to by FlashInfer, as in stock SGLang."""
 
-    def __init__(self, model: DummyModel, size: ModelSize, batch: int, context: int, kind: str):
+    def __init__(self, model: DummyModel, size: ModelSize, batch: int, context: int) -> None:
         self.size, self.batch = size, batch
         each = context // PAGE
         shape = (size.layers, batch * each, PAGE, size.kv_heads, size.head_dim)
@@ -28,7 +27,7 @@ class FullAttention:
         self.x = torch.randn(batch, size.hidden, device="cuda").to(torch.bfloat16)
         self.out = torch.empty_like(self.x)
         self.model = model
-        self._attend = self._flashinfer(each) if kind == "full-flashinfer" else self._triton
+        self._attend = self._flashinfer(each)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())  # which may still fill the pages
         with torch.cuda.stream(side):
@@ -41,13 +40,6 @@ class FullAttention:
 
     def _layers(self) -> None:
         self.out.copy_(self.model.forward(self.x, lambda *_: None, self._attend))
-
-    def _triton(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> torch.Tensor:
-        scale = self.size.head_dim**-0.5
-        query = q.float().contiguous()
-        return attend_pages(query, self.k[layer], self.v[layer], self.table, None, None, scale)[0]
 
     def _flashinfer(self, each: int) -> Callable[..., torch.Tensor]:
         import flashinfer
@@ -82,7 +74,7 @@ def main() -> int:
     begin = time.monotonic()
     size = ModelSize(1, 256, 32, 8, 128, 512)
     model = DummyModel(size, torch.bfloat16, "cuda")
-    harness = FullAttention(model, size, 1, 2 * PAGE, "full-flashinfer")
+    harness = FullAttention(model, size, 1, 2 * PAGE)
     harness.graph.replay()
     torch.cuda.synchronize()
     finite = bool(torch.isfinite(harness.out).all())

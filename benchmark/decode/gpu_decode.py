@@ -8,13 +8,12 @@ Options: --model qwen3-8b,qwen3-14b  --context 32768,65536  --host-gb N (of page
 
 Layers have the model's sizes and random weights (harness.py). How the important pages drift is set by a generator,
 q(t+1) = rho q(t) + sqrt(1 - rho^2) noise, whose rho is calibrated to the paper's Figures 6a and 6b: without recall
-12 % of the selected pages are no longer resident after 8.7 steps (its mean recall interval at its threshold). Rows at
+12 % of the selected pages are no longer resident after 8.7 steps. Rows at
 half and at twice that drift, in 1 - rho, show how much the result depends on it.
 
 Rows (format: rows.py); `model`, `context`, `batch`, `step_us` in samples_us, `tokens_per_s`, and
-    full-triton       all KV on the device, at the largest batch that fits, with this project's kernel. It keeps fp32
-                      accuracy by three products where others make one, so it is no stand-in for stock attention
-    full-flashinfer   the same with FlashInfer, which stock SGLang uses; absent where that is not installed
+    full-flashinfer   all KV on the device, at the largest batch that fits, with FlashInfer, which stock SGLang uses;
+                      absent where that is not installed
     scout             co-attention; with rho, precompute, recall, cache (`budget`: as many resident pages as all rows
                       select, the paper's; `device`: all that its memory holds, of which a step attends to the selected
                       ones), cpu_compute_ratio, wait_share (of the step's time), fallback_pages, resident_pages,
@@ -44,7 +43,7 @@ from benchmark import device, rows
 from benchmark.decode.check import check
 from benchmark.decode.full_attention import FullAttention
 from benchmark.decode.harness import PAGE, Harness, Store
-from benchmark.decode.model import SIZES, DummyModel, ModelSize, QueryDrift
+from benchmark.decode.model import SIZES, DummyModel, ModelSize, QueryDrift, bisect_rho
 from sglang_scout.engine.stores import DigestPool
 from sglang_scout.worker.cpus import reserve_server_cores
 from sglang_scout.worker.host_memory import available_bytes
@@ -52,7 +51,6 @@ from sglang_scout.worker.host_memory import available_bytes
 WARM_UP_STEPS = 24
 MAPPED_S = 45.0
 """The longest to wait until the worker has mapped the arena."""
-FIGURE_6_STEPS, FIGURE_6_RATIO = 8.7, 0.12
 DEVICE_RESERVE_BYTES = 6 * 2**30  # for graphs, activations and what else a server keeps
 
 
@@ -73,7 +71,7 @@ def step_times_us(step: Callable[[], None], steps: int) -> list[float]:
 
 
 def calibrated_rho(store: Store, size: ModelSize, context: int, budget_pages: int) -> float:
-    """The drift at which, without recall, Figure 6's share of the selection is new after its steps."""
+    """Of queries, with the store's digests, as bisect_rho has it."""
     pages = context // PAGE
     table = torch.arange(1, pages + 1, dtype=torch.int32, device=store.device)[None]
     n_full = torch.full((1,), pages, dtype=torch.int32, device=store.device)
@@ -92,16 +90,13 @@ def calibrated_rho(store: Store, size: ModelSize, context: int, budget_pages: in
         return found
 
     before = chosen(q)
-    low, high = 0.9, 0.99999
-    for _ in range(12):
-        rho = (low + high) / 2
-        kept = (
-            rho**FIGURE_6_STEPS
-        )  # after so many steps of q(t+1) = rho q(t) + sqrt(1 - rho^2) noise
+
+    def new_share(kept: float) -> float:
         after = chosen(kept * q + (1 - kept**2) ** 0.5 * noise)
         new = [(~torch.isin(a, b)).float().mean() for a, b in zip(after, before, strict=True)]
-        low, high = (low, rho) if float(torch.stack(new).mean()) < FIGURE_6_RATIO else (rho, high)
-    return (low + high) / 2
+        return float(torch.stack(new).mean())
+
+    return bisect_rho(new_share)
 
 
 def free_device() -> None:
@@ -110,21 +105,21 @@ def free_device() -> None:
     torch.cuda.empty_cache()
 
 
-def full_rows(
-    writer: rows.Writer, model: DummyModel, name: str, context: int, steps: int, kind: str
-) -> int:
-    """Returns the batch."""
-    size = SIZES[name]
+def full_batch_of(size: ModelSize, context: int) -> int:
+    """Requests whose whole KV the device holds."""
     kv_bytes = 2 * size.layers * context * size.kv_heads * size.head_dim * 2
-    free = torch.cuda.mem_get_info()[0] - DEVICE_RESERVE_BYTES
-    batch = free // kv_bytes
-    sizes = {"model": name, "context": context, "batch": int(batch)}
+    return max(0, (torch.cuda.mem_get_info()[0] - DEVICE_RESERVE_BYTES) // kv_bytes)
+
+
+def full_row(
+    writer: rows.Writer, model: DummyModel, name: str, context: int, steps: int, batch: int
+) -> None:
+    kind, sizes = "full-flashinfer", {"model": name, "context": context, "batch": batch}
     if batch < 1:
         writer.add(kind, "skipped", "not one request fits the device", **sizes)
-        return 0
-    harness = None
+        return
     try:
-        harness = FullAttention(model, size, int(batch), context, kind)
+        harness = FullAttention(model, SIZES[name], batch, context)
         step_times_us(harness.graph.replay, 4)
         report(writer, kind, sizes, step_times_us(harness.graph.replay, steps))
     except ImportError as error:
@@ -133,7 +128,6 @@ def full_rows(
         writer.add(kind, "failed", f"{type(error).__name__}: {error}"[:500], **sizes)
     harness = None
     free_device()
-    return int(batch)
 
 
 def scout_rows(
@@ -254,11 +248,11 @@ def measure(options: argparse.Namespace) -> int:
     for name in options.model:
         model = DummyModel(SIZES[name], torch.bfloat16, "cuda")
         for context in options.context:
-            full = full_rows(writer, model, name, context, options.steps, "full-triton")
+            full = full_batch_of(SIZES[name], context)
             scout_rows(writer, model, name, context, options, full)
             free_device()
             # Last: it compiles for a minute or two where that has not been done.
-            full_rows(writer, model, name, context, options.steps, "full-flashinfer")
+            full_row(writer, model, name, context, options.steps, full)
         del model
         free_device()
     writer.close()

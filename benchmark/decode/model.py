@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -9,6 +10,8 @@ import torch
 from sglang_scout.ops.predict import rms_norm
 
 _EPS = 1e-6
+FIGURE_6_STEPS, FIGURE_6_SHARE = 8.7, 0.12
+"""The paper's Figures 6a and 6b: the mean recall interval, and its threshold."""
 
 
 class ModelSize(NamedTuple):
@@ -91,3 +94,13 @@ class QueryDrift:
     def advance(self) -> None:
         noise = torch.randn(self.q.shape, generator=self._source, device=self._device)
         self.q.mul_(self.rho).add_(noise, alpha=(1 - self.rho**2) ** 0.5)
+
+
+def bisect_rho(new_share: Callable[[float], float]) -> float:
+    """The drift at which Figure 6's share of a selection is new after its steps. ``new_share`` of what is left of the
+    old queries then, in ``kept * old + sqrt(1 - kept^2) * noise``."""
+    low, high = 0.9, 0.99999
+    for _ in range(20):
+        rho = (low + high) / 2
+        low, high = (low, rho) if new_share(rho**FIGURE_6_STEPS) < FIGURE_6_SHARE else (rho, high)
+    return (low + high) / 2

@@ -4,23 +4,20 @@
     python -m benchmark.kernels.cpu_attention --quick         one small size: does it run at all
 
 Rows (format: rows.py), per shape and thread count:
-    native-<isa>                       this project's kernel, per instruction set (all but the best: all threads only)
-    read                               a read loop over the same pages in the same order
-    read-sequential                    the same loop over one contiguous range
-    sdpa-gather, sdpa-gather-grouped   torch, after copying the pages together; see implementations.py
-    ipex-2.8                           Intel Extension for PyTorch; scripts/setup_ipex.sh
-    sgl-kernel-<version>, vllm-<commit>   SGLang's and vLLM's decode attention; scripts/setup_baseline_kernels.sh
+    native-<isa>         this project's kernel, with the best instruction set
+    read                 a read loop over the same pages in the same order
+    read-sequential      the same loop over as many pages in the order of memory
+    ipex-2.8             Intel Extension for PyTorch; scripts/setup_ipex.sh
+    vllm-<commit>        vLLM's decode attention; scripts/setup_baseline_kernels.sh
 
 All pages come from one pool much larger than the caches, in shuffled order; a page is read again only after all
-others. Samples are taken in turns, so that a slow moment hits all alike, and begin with threads that are awake
-(awake.py). An implementation is measured only after its output has been compared with the reference on the same inputs.
+others. In every round each implementation is sampled once, after a call that wakes its threads, so that a slow moment
+hits all alike. An implementation is measured only after its output has been compared with the reference on the same
+inputs.
 
 Fields beside those of rows.py; null in rows that are not "ok", where they do not apply:
-    models, batch, pages, page_size, H, G, D, threads, backing ("thp" or "4k"), pool_bytes
+    models, batch, pages, page_size, H, G, D, threads, pool_bytes
     gb_per_s                  bytes of K and V that a call reads / median time; GB = 1e9
-    read_gb_per_s             the larger medians of read and read-sequential, same shape and threads
-    share_of_read             gb_per_s / read_gb_per_s
-    tokens_per_s              B * R * S / median time: cached tokens attended, of one layer
     samples_us, median_us     per call; a sample is the mean of calls_per_sample calls
     rounds                    of the samples: what was sampled in the same round lies some milliseconds apart
     max_abs_error, tolerance  of the check
@@ -29,18 +26,21 @@ Fields beside those of rows.py; null in rows that are not "ok", where they do no
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import sys
+import time
 from pathlib import Path
 
-from benchmark.kernels import compiled_baselines, ipex_client
-from benchmark.kernels import implementations as impls
-from benchmark.kernels.implementations import Implementation, Ipex, Native, SdpaGather, Shape
-from benchmark.kernels.kv_pool import KvPool, available_bytes, make_tile
-from benchmark.kernels.read_loop import ReadLoopError
-from benchmark.kernels.sampling import Benchmark, one_line, say
-from benchmark.rows import ROOT, Row, Writer, cache_bytes, environment
+import numpy as np
+import torch
+
+from benchmark.kernels import baselines
+from benchmark.kernels.baselines import Implementation
+from benchmark.kernels.kv_pool import Inputs, KvPool, Shape, available_bytes
+from benchmark.kernels.read_loop import ReadLoop, ReadLoopError
+from benchmark.rows import Row, Writer, cache_bytes, environment, summary
+from sglang_scout.ops import native
+from sglang_scout.ops.attend import attend_pages
 
 MODELS = (  # names, H, G, D
     ("Qwen3-8B, Llama-3.1-8B", 8, 4, 128),
@@ -49,81 +49,161 @@ MODELS = (  # names, H, G, D
     ("Qwen3-32B, Llama-3.1-70B", 8, 8, 128),
 )
 SIZES = tuple((batch, pages) for pages in (8, 64, 512) for batch in (1, 16, 64))
-SIZES_4K = ((16, 64),)
 POOL_BYTES, QUICK_POOL_BYTES = 2 << 30, 1 << 26
-ENTRY_S, QUICK_ENTRY_S, MAX_CALL_S = 0.5, 0.02, 2.0
-MEMORY_CAP_BYTES = 8 << 30
-NOT_MEASURED = (
-    "threads", "batch", "pages", "H", "G", "D", "gb_per_s", "read_gb_per_s", "samples_us",
-)  # fmt: skip
+RESERVE_BYTES = 1 << 30
+ROUNDS, QUICK_ROUNDS = 7, 3
+SAMPLE_S, MAX_CALL_S = 5e-3, 2.0
+MAX_CALLS = 64
+SETTLE_S = 0.01  # after OpenMP code: its threads spin for some milliseconds
+NOT_MEASURED = ("threads", "batch", "pages", "H", "G", "D", "gb_per_s", "samples_us")
 
 
-def fitting_pool_bytes(wanted: int, copies: int) -> int:
-    """Pool size such that ``copies`` of it fit the cap and the memory at hand."""
-    room = min(MEMORY_CAP_BYTES, available_bytes() * 0.8) - (1 << 30)  # for gathers and the rest
-    return max(0, int(min(wanted, room / copies)) // (4 << 20) * (4 << 20))
+class Native(Implementation):
+    """attend_pages without its checks of arguments: next to nothing but the kernel is timed."""
+
+    tolerance = 1e-5  # fp32 sums in another order
+
+    def __init__(self) -> None:
+        self.name = f"native-{native.module.isa()}"
+        (self._attend,) = (i.run for i in attend_pages.implementations if i.name == "native")
+
+    def run(self, inputs: Inputs, starts: list[int], threads: int) -> int:
+        torch.set_num_threads(threads)  # the kernel's own pool takes as many
+        q, k, v, scale = inputs.q, inputs.k, inputs.v, inputs.shape.scale
+        # Filled by numpy: torch's threads, once they have helped, poll for milliseconds on another one's core.
+        nowhere = [np.full(shape, np.nan, np.float32) for shape in (q.shape, q.shape[:2])]
+        out = torch.from_numpy(nowhere[0]), torch.from_numpy(nowhere[1])
+        tables = [inputs.pages(at) for at in starts]
+        begin_ns = time.perf_counter_ns()
+        for pages in tables:
+            self._attend(q, k, v, pages, None, None, scale, 0.0, out, None, None)
+        ns = time.perf_counter_ns() - begin_ns
+        self._out = out[0][inputs.shape.checked_rows]
+        return ns
+
+    def output(self) -> torch.Tensor:
+        return self._out
 
 
-def shapes_of(quick: bool, sizes: tuple[tuple[int, int], ...]) -> list[Shape]:
-    models = MODELS[1:2] if quick else MODELS
-    return [Shape(name, B, R, H, G, D) for name, H, G, D in models for B, R in sizes]
+class Read(Implementation):
+    """The read loop."""
+
+    def __init__(self, loop: ReadLoop, sequential: bool) -> None:
+        self.name = "read-sequential" if sequential else "read"
+        self._loop, self._sequential = loop, sequential
+
+    def run(self, inputs: Inputs, starts: list[int], threads: int) -> int:
+        """All calls in one go: shorter reads would measure the start of threads."""
+        s = inputs.shape
+        ids = np.concatenate([inputs.pages(at).flatten().numpy() for at in starts])
+        if self._sequential:
+            first = int(ids[0])
+            ids = ((first + np.arange(len(ids))) % inputs.stream.num_pages).astype(np.int32)
+        ns, _ = self._loop.pages_ns(
+            inputs.k.data_ptr(), inputs.v.data_ptr(), s.page_bytes, ids, threads
+        )
+        return ns
 
 
-def baselines(
-    stack: contextlib.ExitStack, writer: Writer, shapes: list[Shape], pool_bytes: int,
-    without: set[str],
-) -> list[Implementation]:  # fmt: skip
-    """Those that there are; a row for each that there is not."""
-    found: list[Implementation] = [
-        SdpaGather(grouped, MAX_CALL_S)
-        for grouped in (False, True)
-        if SdpaGather.name_of(grouped) not in without
-    ]
-    for compiled in compiled_baselines.ALL:
-        left_out = "left out by --without" if compiled.NAME in without else ""
-        if why := left_out or compiled_baselines.absent_reason(compiled.NAME):
-            writer.add(compiled.NAME, "absent", why)
-        else:
-            found.append(compiled())
-    if "ipex-2.8" in without or not ipex_client.PYTHON.exists():
-        why = "left out by --without" if "ipex-2.8" in without else ipex_client.ABSENT
-        writer.add("ipex-2.8", "absent", why)
-        return found
-    try:
-        log = ROOT / ".cache" / "benchmark" / "ipex.log"
-        client = stack.enter_context(ipex_client.IpexClient(shapes, pool_bytes, log))
-        found.append(Ipex(client))
-    except ipex_client.BaselineError as error:
-        writer.add("ipex-2.8", "failed", one_line(error))
-    return found
+def checked(impl: Implementation, inputs: Inputs, threads: int) -> tuple[float, int]:
+    """(largest absolute error, calls per sample).
+
+    Raises:
+        ValueError: a wrong result.
+        TimeoutError: one call takes too long.
+    """
+    [at] = inputs.take(1)
+    impl.run(inputs, [at], threads)
+    error = torch.zeros(1)
+    if impl.tolerance is not None:
+        expected = impl.expected(inputs, at)
+        error = (impl.output() - expected).abs()
+        if not (error <= impl.tolerance * (1 + expected.abs())).all():  # NaN is neither
+            raise ValueError(f"wrong result: error {float(error.max()):.2e}")
+    call_s = impl.run(inputs, inputs.take(1), threads) / 1e9
+    if call_s > MAX_CALL_S:
+        raise TimeoutError(f"one call takes {call_s:.1f} s")
+    return float(error.max()), min(MAX_CALLS, max(1, round(SAMPLE_S / call_s)))
+
+
+def run_shape(
+    writer: Writer, inputs: Inputs, implementations: list[Implementation], threads: list[int],
+    rounds: int,
+) -> None:  # fmt: skip
+    """Check all, then sample them in turns; a row each."""
+    s = inputs.shape
+    sizes: Row = {"models": s.models, "batch": s.B, "pages": s.R, "page_size": s.S, "H": s.H}
+    sizes |= {"G": s.G, "D": s.D, "pool_bytes": inputs.pool.nbytes}
+    say(f"{s.models}: batch {s.B}, {s.R} pages, {s.call_bytes / 1e6:.0f} MB a call")
+    entries = []
+    for impl in implementations:
+        for count in threads:
+            try:
+                entries.append((impl, count, *checked(impl, inputs, count)))
+            except Exception as error:  # a baseline that dies must not end the run
+                status = "skipped" if isinstance(error, TimeoutError) else "failed"
+                writer.add(impl.name, status, one_line(error), threads=count, **sizes)
+                say(f"    {impl.name:18s} {count} threads: {status}, {one_line(error)}")
+    samples_us: list[list[float]] = [[] for _ in entries]
+    for _ in range(rounds):
+        for (impl, count, _, calls), samples in zip(entries, samples_us, strict=True):
+            impl.run(inputs, inputs.take(1), count)
+            samples.append(impl.run(inputs, inputs.take(calls), count) / 1e3 / calls)
+            time.sleep(SETTLE_S)
+    for (impl, count, error, calls), samples in zip(entries, samples_us, strict=True):
+        measured = summary(samples)
+        gb_per_s = round(s.call_bytes / measured["median_us"] / 1e3, 4)
+        writer.add(
+            impl.name, threads=count, **sizes, gb_per_s=gb_per_s, calls_per_sample=calls,
+            max_abs_error=float(f"{error:.3g}"), tolerance=impl.tolerance,
+            rounds=list(range(rounds)), **measured,
+        )  # fmt: skip
+        say(
+            f"    {impl.name:18s} {count} threads {gb_per_s:7.2f} GB/s, spread {measured['spread']:.0%}"
+        )
 
 
 def run(args: argparse.Namespace, threads: list[int], cpus: list[int], writer: Writer) -> None:
     without = set(filter(None, args.without.split(",")))
     wanted = QUICK_POOL_BYTES if args.quick else POOL_BYTES
-    pool_bytes = fitting_pool_bytes(wanted, 1 + ("ipex-2.8" not in without))
+    pools = 1 if "ipex-2.8" in without else 2
+    room = max(0, int(available_bytes() * 0.8) - RESERVE_BYTES) // pools
+    pool_bytes = min(wanted, room // (4 << 20) * (4 << 20))
     if pool_bytes < min(wanted, 8 * cache_bytes()):
         reason = f"the pool may have {pool_bytes >> 20} MiB, the cache has {cache_bytes() >> 20}"
         writer.add("native", "skipped", f"does not fit: {reason}")
         return
-    entry_s = QUICK_ENTRY_S if args.quick else ENTRY_S
-    bench = Benchmark(threads, writer, cpus, entry_s, MAX_CALL_S)
-    shapes = shapes_of(args.quick, ((2, 4),) if args.quick else SIZES)
-    tile = make_tile(seed=0)
-    with contextlib.ExitStack() as stack:
-        say(f"making a pool of {pool_bytes >> 20} MiB")
-        pool = KvPool(pool_bytes, True, tile)
-        ours: list[Implementation] = [Native(isa) for isa in impls.isas()]
-        others = baselines(stack, writer, shapes, pool_bytes, without)
-        bench.run_pool(pool, ours + others, shapes)
-    del pool
-    shapes = shapes_of(args.quick, ((2, 4),) if args.quick else SIZES_4K)
-    bench.run_pool(KvPool(pool_bytes, False, tile), ours[:1], shapes)
+    loop = ReadLoop(cpus)
+    implementations: list[Implementation] = [Native(), Read(loop, False), Read(loop, True)]
+    for name, kind in (("ipex-2.8", baselines.Ipex), ("vllm", baselines.Vllm)):
+        if why := "left out by --without" if name in without else kind.absent():
+            writer.add(name, "absent", why)
+        else:
+            implementations.append(kind(pool_bytes))
+    models, all_sizes = (MODELS[1:2], ((2, 4),)) if args.quick else (MODELS, SIZES)
+    try:
+        pool = KvPool(pool_bytes)
+        for name, H, G, D in models:
+            for B, R in all_sizes:
+                inputs = Inputs(pool, Shape(name, B, R, H, G, D))
+                rounds = QUICK_ROUNDS if args.quick else ROUNDS
+                run_shape(writer, inputs, implementations, threads, rounds)
+    finally:
+        for impl in implementations:
+            impl.close()
 
 
 def thread_counts(cpus: int) -> list[int]:
     """1, 2, 4, ... and all."""
     return sorted({cpus, *(1 << i for i in range(cpus.bit_length()) if 1 << i <= cpus)})
+
+
+def one_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -133,22 +213,14 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
     parser.add_argument("--quick", action="store_true", help="one small size")
-    parser.add_argument(
-        "--threads", type=lambda s: sorted({int(x) for x in s.split(",")}), metavar="N,...",
-        help="thread counts; default 1, 2, 4 ... all",
-    )  # fmt: skip
     parser.add_argument("--without", default="", metavar="IMPL,...", help="leave these out")
     args = parser.parse_args(argv)
     cpus = sorted(os.sched_getaffinity(0))
-    threads = args.threads or thread_counts(len(cpus))
-    if not 1 <= threads[0] <= threads[-1] <= len(cpus):
-        print(f"--threads {threads}: there are {len(cpus)} CPUs", file=sys.stderr)
-        return 2
     shared: Row = environment("cpu_attention", ("sglang-scout", "torch", "numpy"))
-    shared["native_best_isa"] = impls.isas()[0]
+    shared["native_best_isa"] = native.module.isa()
     writer = Writer(args.json, shared | dict.fromkeys(NOT_MEASURED))
     try:
-        run(args, threads, cpus, writer)
+        run(args, thread_counts(len(cpus)), cpus, writer)
     except ReadLoopError as error:
         writer.add("read", "absent", str(error))
         print(error, file=sys.stderr)

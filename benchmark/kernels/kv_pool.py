@@ -1,63 +1,84 @@
 """Memory for KV pages, far larger than the caches, and page lists that never come back while cached.
 
-No torch here: the environment of IPEX imports this module too.
+Nothing of the package here: the environment of IPEX imports this module too.
 """
 
 from __future__ import annotations
 
 import mmap
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 
-TILE_ELEMENTS = (
-    33_554_393  # prime, so that no two pages of a pool begin at the same element of the tile
-)
+TILE_ELEMENTS = 33_554_393  # prime, so that no two pages begin at the same element of the tile
 _V_SHIFT = 7_654_321  # V takes the tile from another place than K
 
 
-def make_tile(seed: int) -> np.ndarray:
-    """uint16 [TILE_ELEMENTS], bits of bfloat16 numbers of a normal distribution."""
-    values = np.random.default_rng(seed).standard_normal(TILE_ELEMENTS, np.float32)
-    return (values.view(np.uint32) >> 16).astype(np.uint16)
+@dataclass(frozen=True)
+class Shape:
+    """B sequences of R pages of S tokens; H KV heads of D, each with G query heads."""
+
+    models: str
+    B: int
+    R: int
+    H: int
+    G: int
+    D: int
+    S: int = 32
+
+    @property
+    def page_bytes(self) -> int:
+        """Of K, in bfloat16."""
+        return self.S * self.H * self.D * 2
+
+    @property
+    def call_bytes(self) -> int:
+        """K and V that one call reads, in bfloat16."""
+        return self.B * self.R * self.page_bytes * 2
+
+    @property
+    def scale(self) -> float:
+        return self.D**-0.5
+
+    @property
+    def checked_rows(self) -> list[int]:
+        """Sequences that are compared with the reference: the first and the last."""
+        return sorted({0, self.B - 1})
 
 
 class KvPool:
-    """Anonymous memory: K in the lower half, V in the upper half, filled by repeating a tile.
+    """Anonymous memory, in huge pages if the system has them: K in the lower half, V in the upper half.
 
     Args:
         nbytes: of K and V together.
-        huge: ask for transparent huge pages; otherwise refuse them (then the memory is like that of the
-            worker's arena where the system allows no huge pages for shared memory).
-        tile: from make_tile; without it the memory is not touched yet.
 
     Attributes:
-        backing: "thp" or "4k", as the system says that it is, or "mixed".
-        bits: uint16 [nbytes / 2], K then V.
+        elements: bfloat16 [nbytes / 2] of a normal distribution, K then V. The same in every process.
     """
 
-    def __init__(self, nbytes: int, huge: bool, tile: np.ndarray | None = None) -> None:
+    def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self._map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._map.madvise(mmap.MADV_HUGEPAGE if huge else mmap.MADV_NOHUGEPAGE)
-        self.bits = np.frombuffer(self._map, np.uint16)
-        if tile is not None:
-            half = len(self.bits) // 2
-            _repeat(tile, 0, self.bits[:half])
-            _repeat(tile, _V_SHIFT, self.bits[half:])
-        self.k_address = self.bits.ctypes.data
-        self.v_address = self.k_address + nbytes // 2
-        self.look()
+        self._map.madvise(mmap.MADV_HUGEPAGE)
+        bits = np.frombuffer(self._map, np.uint16)
+        values = np.random.default_rng(0).standard_normal(TILE_ELEMENTS, np.float32)
+        tile = (values.view(np.uint32) >> 16).astype(np.uint16)
+        half = len(bits) // 2
+        _repeat(tile, bits[:half])
+        _repeat(np.roll(tile, -_V_SHIFT), bits[half:])
+        self.elements = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
 
-    def look(self) -> None:
-        """Sets ``backing`` by what the system says now."""
-        share = _huge_share(self.k_address, self.nbytes)
-        self.backing = "thp" if share > 0.95 else "4k" if share < 0.05 else "mixed"
-
-    def num_pages(self, page_bytes: int) -> int:
-        """Pages of K, each of ``page_bytes``, that fit."""
-        return self.nbytes // 2 // page_bytes
+    def planes(self, shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V as [P, S, H, D]."""
+        half, page = len(self.elements) // 2, shape.page_bytes // 2
+        k, v = (
+            plane[: half // page * page].view(-1, shape.S, shape.H, shape.D)
+            for plane in (self.elements[:half], self.elements[half:])
+        )
+        return k, v
 
 
 class PageStream:
@@ -80,26 +101,29 @@ class PageStream:
         return at
 
 
-def _repeat(tile: np.ndarray, start: int, to: np.ndarray) -> None:
-    at = min(len(tile) - start, len(to))
-    to[:at] = tile[start : start + at]
-    while at < len(to):
-        n = min(len(tile), len(to) - at)
-        to[at : at + n] = tile[:n]
-        at += n
+class Inputs:
+    """Query and page lists of one shape over a pool. q holds bfloat16 values, so that rounding it changes nothing."""
+
+    def __init__(self, pool: KvPool, shape: Shape) -> None:
+        self.pool, self.shape = pool, shape
+        self.k, self.v = pool.planes(shape)
+        self.stream = PageStream(len(self.k), shape.B * shape.R, seed=1)
+        q = np.random.default_rng(2).standard_normal((shape.B, shape.H * shape.G, shape.D))
+        self.q = torch.from_numpy(q).bfloat16().float()
+
+    def take(self, calls: int) -> list[int]:
+        """Positions in the stream of the page lists of so many calls."""
+        return [self.stream.take(self.shape.B * self.shape.R) for _ in range(calls)]
+
+    def pages(self, at: int) -> torch.Tensor:
+        """int32 [B, R]"""
+        n = self.shape.B * self.shape.R
+        return torch.from_numpy(self.stream.ids[at : at + n]).view(self.shape.B, self.shape.R)
 
 
-def _huge_share(address: int, nbytes: int) -> float:
-    """Share of a mapping that lies in transparent huge pages."""
-    inside, huge_kb = False, 0
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        match = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
-        if match:
-            first, last = int(match[1], 16), int(match[2], 16)
-            inside = first < address + nbytes and last > address
-        elif inside and line.startswith("AnonHugePages:"):
-            huge_kb += int(line.split()[1])
-    return min(1.0, huge_kb * 1024 / nbytes)
+def _repeat(tile: np.ndarray, to: np.ndarray) -> None:
+    for at in range(0, len(to), len(tile)):
+        to[at : at + len(tile)] = tile[: len(to) - at]
 
 
 def available_bytes() -> int:

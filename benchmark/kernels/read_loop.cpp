@@ -17,16 +17,13 @@ namespace {
 typedef uint64_t Line __attribute__((vector_size(64), aligned(64)));
 constexpr int64_t kLineBytes = 64;
 constexpr int64_t kStripeLines = 8;  // loads in flight that do not wait for each other
+constexpr int64_t kAheadBytes = 2048;  // of software prefetch: the fastest of 0 to 4096 on AMD EPYCs
 
-// XOR of all lines of [p, p + bytes); bytes is a multiple of 512. ahead_bytes > 0: software prefetch.
-inline void fold(const char* p, int64_t bytes, int64_t ahead_bytes, Line (&acc)[kStripeLines]) {
+// XOR of all lines of [p, p + bytes); bytes is a multiple of 512.
+inline void fold(const char* p, int64_t bytes, Line (&acc)[kStripeLines]) {
   for (int64_t i = 0; i < bytes; i += kStripeLines * kLineBytes) {
     const Line* line = reinterpret_cast<const Line*>(p + i);
-    if (ahead_bytes > 0) {
-      for (int j = 0; j < kStripeLines; ++j) {
-        __builtin_prefetch(p + i + ahead_bytes + j * kLineBytes);
-      }
-    }
+    for (int j = 0; j < kStripeLines; ++j) __builtin_prefetch(p + i + kAheadBytes + j * kLineBytes);
     for (int j = 0; j < kStripeLines; ++j) acc[j] ^= line[j];
   }
 }
@@ -88,27 +85,13 @@ extern "C" {
 
 // Reads K and V of pages ids[0..n), in this order: K of a page, then its V. page_bytes is a multiple of 512.
 int64_t scout_read_pages(const char* k, const char* v, int64_t page_bytes, const int32_t* ids, int64_t n,
-                         const int32_t* cpus, int32_t threads, int64_t ahead_bytes, uint64_t* checksum) {
+                         const int32_t* cpus, int32_t threads, uint64_t* checksum) {
   return timed(
       cpus, threads,
       [&](std::atomic<int64_t>& next, Line(&acc)[kStripeLines]) {
         for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < n;) {
-          fold(k + ids[i] * page_bytes, page_bytes, ahead_bytes, acc);
-          fold(v + ids[i] * page_bytes, page_bytes, ahead_bytes, acc);
-        }
-      },
-      checksum);
-}
-
-// Reads [base, base + bytes), a multiple of 512, once, in pieces of 1 MiB.
-int64_t scout_read_span(const char* base, int64_t bytes, const int32_t* cpus, int32_t threads, int64_t ahead_bytes,
-                        uint64_t* checksum) {
-  constexpr int64_t kPieceBytes = 1 << 20;
-  return timed(
-      cpus, threads,
-      [&](std::atomic<int64_t>& next, Line(&acc)[kStripeLines]) {
-        for (int64_t at; (at = next.fetch_add(1, std::memory_order_relaxed) * kPieceBytes) < bytes;) {
-          fold(base + at, bytes - at < kPieceBytes ? bytes - at : kPieceBytes, ahead_bytes, acc);
+          fold(k + ids[i] * page_bytes, page_bytes, acc);
+          fold(v + ids[i] * page_bytes, page_bytes, acc);
         }
       },
       checksum);

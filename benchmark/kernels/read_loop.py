@@ -15,7 +15,6 @@ import numpy as np
 
 SOURCE = Path(__file__).with_name("read_loop.cpp")
 CACHE = Path(__file__).resolve().parents[2] / ".cache" / "benchmark"
-AHEAD_BYTES = (0, 2048)  # software prefetch distances to choose from
 
 
 class ReadLoopError(RuntimeError):
@@ -23,14 +22,12 @@ class ReadLoopError(RuntimeError):
 
 
 class ReadLoop:
-    """Reads pages, or a whole range, on threads pinned to the given CPUs."""
+    """Reads pages on threads pinned to the given CPUs."""
 
     def __init__(self, cpus: Sequence[int]) -> None:
         self._library = ctypes.CDLL(str(compiled()))
-        for name in ("scout_read_pages", "scout_read_span"):
-            getattr(self._library, name).restype = ctypes.c_int64
+        self._library.scout_read_pages.restype = ctypes.c_int64
         self._cpus = np.asarray(cpus, np.int32)
-        self.ahead_bytes = dict.fromkeys(range(1, len(cpus) + 1), 0)  # per thread count
 
     def pages_ns(
         self, k: int, v: int, page_bytes: int, ids: np.ndarray, threads: int
@@ -50,21 +47,6 @@ class ReadLoop:
             ctypes.c_int64(len(ids)),
             ctypes.c_void_p(self._cpus.ctypes.data),
             ctypes.c_int32(threads),
-            ctypes.c_int64(self.ahead_bytes[threads]),
-            ctypes.byref(checksum),
-        )
-        return int(ns), checksum.value
-
-    def span_ns(self, address: int, nbytes: int, threads: int) -> tuple[int, int]:
-        """Reads ``nbytes``, a multiple of 512, from ``address`` on. Returns as pages_ns."""
-        assert address % 64 == 0 and nbytes % 512 == 0
-        checksum = ctypes.c_uint64()
-        ns = self._library.scout_read_span(
-            ctypes.c_void_p(address),
-            ctypes.c_int64(nbytes),
-            ctypes.c_void_p(self._cpus.ctypes.data),
-            ctypes.c_int32(threads),
-            ctypes.c_int64(self.ahead_bytes[threads]),
             ctypes.byref(checksum),
         )
         return int(ns), checksum.value

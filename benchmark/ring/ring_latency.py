@@ -5,19 +5,15 @@
 
 One WorkerClient with its real process. The worker's thread is pinned to one core, the poster to another. An item
 is as small as items get: one page of 16 tokens, one head of 64 (10 KiB with q and pages, some 0.2 us of
-computing). A record without any page is never sent; a row shows what that costs.
+computing).
 
-Rows (format: rows.py); samples_us are round trips unless the field ``what`` says otherwise:
+Rows (format: rows.py); samples_us are round trips:
     ring            RingProducer.post and wait, the calls beneath WorkerClient
     client          WorkerClient.post and wait, with the checks and tickets in Python
-    client-empty    the same with a record that has no pages: nothing is sent
 Fields beside those of rows.py:
     gap_us          busy pause of the poster before each item; with 200 and more the worker is asleep, as it
                     spins for spin_us after its last work; 0: back to back
-    rows            sequences of the record, each with one page
-    p90_us, p99_us, max_us, mean_us
-    post_median_us, post_p99_us     post alone: within the round trip, until the call returns
-    per_row_us      (median of this row - median of the same with one row) / (rows - 1)
+    p99_us, max_us
     fallback_pages  pages that the poster computed itself; 0 in a valid run
     worker_cpu, poster_cpu, spin_us, cores_free (both at least 95 % idle before the run)
 """
@@ -38,10 +34,9 @@ from benchmark.rows import FREE_CPU_IDLE_SHARE, Row, Writer, environment, percen
 from sglang_scout.worker.arena import Arena, ArenaSpec
 from sglang_scout.worker.client import WorkerClient, WorkerConfig
 
-MAX_ROWS = 16
 SPEC = ArenaSpec(
     num_layers=2, num_pages=64, page_size=16, num_kv_heads=1, num_q_heads=1, head_dim=64,
-    kv_dtype="bfloat16", scale=0.125, max_batch=MAX_ROWS, max_pages=1,
+    kv_dtype="bfloat16", scale=0.125, max_batch=1, max_pages=1,
 )  # fmt: skip
 WARM_UP = 200
 TIMEOUT_US = 1_000_000
@@ -51,20 +46,17 @@ TIMEOUT_US = 1_000_000
 class Case:
     impl: str
     gap_us: int
-    rows: int
     samples: int
 
 
 FULL = (
-    Case("ring", 0, 1, 20_000),
-    Case("ring", 200, 1, 10_000),
-    Case("ring", 1000, 1, 10_000),
-    Case("ring", 0, MAX_ROWS, 10_000),
-    Case("client", 0, 1, 10_000),
-    Case("client", 1000, 1, 10_000),
-    Case("client-empty", 0, 1, 10_000),
+    Case("ring", 0, 20_000),
+    Case("ring", 200, 10_000),
+    Case("ring", 1000, 10_000),
+    Case("client", 0, 10_000),
+    Case("client", 1000, 10_000),
 )
-QUICK = tuple(Case(c.impl, c.gap_us, c.rows, 20) for c in FULL)
+QUICK = tuple(Case(c.impl, c.gap_us, 20) for c in FULL)
 BLOCKS = 10  # the cases take turns, a tenth of their samples each
 
 
@@ -77,52 +69,42 @@ class Bench:
         # The calls beneath the client, without its checks: the cost of the ring itself.
         self._producer = client._producer
         self._spin_us = spin_us
-        self._q = rng.standard_normal((MAX_ROWS, 1, SPEC.head_dim), np.float32)
-        self._pages = np.arange(MAX_ROWS, dtype=np.int32)[:, None]
-        self._ones = np.ones(MAX_ROWS, np.int32)
-        self._none = np.zeros(MAX_ROWS, np.int32)
-        self._out = np.empty_like(self._q)
-        self._lse = np.empty((MAX_ROWS, 1), np.float32)
+        self.q = rng.standard_normal((1, 1, SPEC.head_dim), np.float32)
+        self._pages = np.zeros((1, 1), np.int32)
+        self._counts = np.ones(1, np.int32)
+        self.out = np.empty_like(self.q)
+        self._lse = np.empty((1, 1), np.float32)
         self._step = 0
         self.fallback_pages = 0
 
-    def block(self, case: Case, samples: int) -> tuple[list[float], list[float]]:
-        """(round trips, posts) in microseconds."""
+    def block(self, case: Case, samples: int) -> list[float]:
+        """Round trips in microseconds."""
         once = self._ring if case.impl == "ring" else self._through_client
-        totals, posts = [], []
+        found = []
         for _ in range(samples):
             _pause(case.gap_us)
             self._step += 1
-            total_ns, post_ns = once(case)
-            totals.append(total_ns / 1e3)
-            posts.append(post_ns / 1e3)
-        return totals, posts
+            found.append(once() / 1e3)
+        return found
 
-    def _ring(self, case: Case) -> tuple[int, int]:
-        n = case.rows
-        q, pages, ones = (x.ctypes.data for x in (self._q, self._pages, self._ones))
-        out, lse = self._out.ctypes.data, self._lse.ctypes.data
-        nbytes = n * self._q[0].nbytes
+    def _ring(self) -> int:
+        q, pages, counts = (x.ctypes.data for x in (self.q, self._pages, self._counts))
+        out, lse, nbytes = self.out.ctypes.data, self._lse.ctypes.data, self.q.nbytes
         post, wait, step = self._producer.post, self._producer.wait, self._step
         begin_ns = time.perf_counter_ns()
-        ticket = post(0, step, n, q, pages, 1, ones, 1, nbytes)
-        posted_ns = time.perf_counter_ns()
+        ticket = post(0, step, 1, q, pages, 1, counts, 1, nbytes)
         _, fallback = wait(ticket, 0, step, TIMEOUT_US, self._spin_us, out, lse, nbytes)
         end_ns = time.perf_counter_ns()
         self.fallback_pages += fallback
-        return end_ns - begin_ns, posted_ns - begin_ns
+        return end_ns - begin_ns
 
-    def _through_client(self, case: Case) -> tuple[int, int]:
-        n = case.rows
-        counts = (self._none if case.impl == "client-empty" else self._ones)[:n]
-        q, pages, out, lse = self._q[:n], self._pages[:n], self._out[:n], self._lse[:n]
+    def _through_client(self) -> int:
         begin_ns = time.perf_counter_ns()
-        ticket = self._client.post(0, self._step, q, pages, counts)
-        posted_ns = time.perf_counter_ns()
-        reply = self._client.wait(ticket, out, lse)
+        ticket = self._client.post(0, self._step, self.q, self._pages, self._counts)
+        reply = self._client.wait(ticket, self.out, self._lse)
         end_ns = time.perf_counter_ns()
         self.fallback_pages += reply.fallback_pages
-        return end_ns - begin_ns, posted_ns - begin_ns
+        return end_ns - begin_ns
 
 
 def _pause(gap_us: int) -> None:
@@ -135,53 +117,38 @@ def _pause(gap_us: int) -> None:
 
 def check_result(bench: Bench, arena: Arena) -> None:
     """The worker's answer against numpy in float64; raises AssertionError."""
-    bench.block(Case("client", 0, MAX_ROWS, 1), 1)
+    bench.block(Case("client", 0, 1), 1)
     k, v = (
-        (plane[:MAX_ROWS, :, 0].astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+        (plane[0, :, 0].astype(np.uint32) << 16).view(np.float32).astype(np.float64)
         for plane in (arena.k_pages(0), arena.v_pages(0))
     )
-    logits = np.einsum("rtd,rd->rt", k, bench._q[:, 0].astype(np.float64)) * SPEC.scale
-    weights = np.exp(logits - logits.max(1, keepdims=True))
-    expected = np.einsum("rt,rtd->rd", weights / weights.sum(1, keepdims=True), v)
-    np.testing.assert_allclose(bench._out[:, 0], expected, rtol=1e-5, atol=1e-5)
+    logits = k @ bench.q[0, 0].astype(np.float64) * SPEC.scale
+    weights = np.exp(logits - logits.max())
+    expected = weights / weights.sum() @ v
+    np.testing.assert_allclose(bench.out[0, 0], expected, rtol=1e-5, atol=1e-5)
 
 
 def measure(bench: Bench, cases: tuple[Case, ...]) -> list[Row]:
     """Fields of one row per case."""
-    totals: dict[Case, list[float]] = {case: [] for case in cases}
-    posts: dict[Case, list[float]] = {case: [] for case in cases}
+    samples: dict[Case, list[float]] = {case: [] for case in cases}
     fallback = dict.fromkeys(cases, 0)
     for i in range(BLOCKS):
         for case in cases:
             bench.block(case, WARM_UP if i == 0 else 20)
             bench.fallback_pages = 0
-            total, post = bench.block(case, case.samples // BLOCKS)
-            totals[case] += total
-            posts[case] += post
+            samples[case] += bench.block(case, case.samples // BLOCKS)
             fallback[case] += bench.fallback_pages
-    single = {(c.impl, c.gap_us): percentile(totals[c], 50) for c in cases if c.rows == 1}
-    found = []
-    for case in cases:
-        us = totals[case]
-        row: Row = {
+    return [
+        {
             "impl": case.impl,
-            "what": "round trip",
             "gap_us": case.gap_us,
-            "rows": case.rows,
             **summary(us),
-            "mean_us": round(sum(us) / len(us), 3),
-            "p90_us": round(percentile(us, 90), 3),
             "p99_us": round(percentile(us, 99), 3),
             "max_us": round(max(us), 3),
-            "post_median_us": round(percentile(posts[case], 50), 3),
-            "post_p99_us": round(percentile(posts[case], 99), 3),
             "fallback_pages": fallback[case],
         }
-        if case.rows > 1 and (case.impl, case.gap_us) in single:
-            more_us = row["median_us"] - single[case.impl, case.gap_us]
-            row["per_row_us"] = round(more_us / (case.rows - 1), 3)
-        found.append(row)
-    return found
+        for case, us in samples.items()
+    ]
 
 
 def run(cases: tuple[Case, ...], writer: Writer, cpus: list[int], free: bool) -> None:
@@ -213,7 +180,7 @@ def run(cases: tuple[Case, ...], writer: Writer, cpus: list[int], free: bool) ->
             missed = row["fallback_pages"]
             status = ("failed", f"the worker did not answer for {missed} pages") if missed else ()
             writer.add(row.pop("impl"), *status, **row, **shared)
-            print(f"gap {row['gap_us']:4d} us, {row['rows']:2d} rows: median {row['median_us']:7.2f}, p99 "
+            print(f"gap {row['gap_us']:4d} us: median {row['median_us']:7.2f}, p99 "
                   f"{row['p99_us']:8.2f}, max {row['max_us']:9.1f} us", file=sys.stderr)  # fmt: skip
     finally:
         arena.close()

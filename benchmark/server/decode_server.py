@@ -8,7 +8,7 @@ import json
 import random
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,9 +92,13 @@ class DecodeServer(SingleServer):
         ]
 
     def token_times(
-        self, prompts: Sequence[Sequence[int]], new_tokens: int, timeout_s: float
+        self,
+        prompts: Sequence[Sequence[int]],
+        new_tokens: int,
+        timeout_s: float,
+        meanwhile: Callable[[], None],
     ) -> list[list[float]]:
-        """Seconds at which each token of each prompt came, all prompts at once.
+        """Seconds at which each token of each prompt came, all prompts at once; ``meanwhile`` is called twice a second.
 
         Raises:
             RuntimeError: a request failed or was cut short.
@@ -113,8 +117,9 @@ class DecodeServer(SingleServer):
         for thread in threads:
             thread.start()
         deadline = time.monotonic() + timeout_s
-        for thread in threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+        while any(thread.is_alive() for thread in threads) and time.monotonic() < deadline:
+            meanwhile()
+            time.sleep(0.5)
         if any(len(row) < new_tokens for row in times):
             done = [len(row) for row in times]
             raise RuntimeError(f"of {new_tokens} tokens each there came {done}")

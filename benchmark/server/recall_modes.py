@@ -13,11 +13,11 @@ A row is one run of one mode, from the decode server's step log (sglang_scout/en
     recall, precompute, round, budget_tokens, requests, input_tokens, steps, resident_tokens, threshold
     samples_us           from the begin of a step to that of the next one, all requests running, after --skip steps;
                          what a client sees as time per output token
-    step_us, gpu_wait_us_per_step, gpu_wait_us_by_layer, recall_wait_us_per_step     means of the same steps
-    ratio, ratio_by_layer                      CPU compute ratio of the steps after --skip (paper: tokens computed
+    step_us, gpu_wait_us_per_step              means of the same steps
+    ratio                                      CPU compute ratio of the steps after --skip (paper: tokens computed
                                                on the CPU over the budget)
     attempts             1, or more where requests had not run together
-    ratio_from_first, ratio_curve              of all steps but a request's first; mean of the layers by step
+    ratio_curve                                of all steps but a request's first; mean of the layers by step
     recalled_pages_per_step, recall_bytes_per_step              of all steps but the first
 
 A model with random weights selects other pages at every step, whatever was recalled. One that has learned to look
@@ -155,11 +155,7 @@ def measured(log: StepLogFile, requests: int, steps: int, skip: int) -> Row:
         **summary(samples),
         "step_us": mean(full, "step_us"),
         "gpu_wait_us_per_step": mean(full, "gpu_wait_us"),
-        "gpu_wait_us_by_layer": np.mean([s.gpu_wait_us for s in full], axis=0).round(1).tolist(),
-        "recall_wait_us_per_step": mean(full, "recall_wait_us"),
         "ratio": round(float(after.mean()), 4),
-        "ratio_by_layer": after.round(4).tolist(),
-        "ratio_from_first": round(float(curves[:, 1:].mean()), 4),
         "ratio_curve": curves[:, 1:].mean(axis=0).round(4).tolist(),
         "recalled_pages_per_step": mean(later, "recalled_pages"),
         "recall_bytes_per_step": mean(later, "recall_bytes"),

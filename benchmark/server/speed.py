@@ -13,9 +13,8 @@ import argparse
 import contextlib
 import json
 import os
-import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ import torch
 from benchmark import nvidia_smi, rows
 from benchmark.mapped import wait_mapped
 from benchmark.server.decode_server import FAILURES, DecodeServer, make_prompts, offload_flags
-from sglang_scout.worker.cpus import core_of, reserve_server_cores
 
 SHAPES = {"qwen3-8b": (36, 4096, 12288, 32, 8), "qwen3-14b": (40, 5120, 17408, 40, 8)}
 """Layers, hidden, intermediate, query heads, KV heads."""
@@ -35,9 +33,7 @@ MOST_REQUESTS = 64
 SKIPPED_STEPS = 50
 """Of the window, at its begin: the cache fills, and the recall finds its pace."""
 RUNS = 2
-LEAST_CPUS = 8
-"""From so many on the client has a core of its own, beside those that the worker leaves to the server."""
-START_S, MAPPED_S, RUN_S, SAMPLE_S = 300.0, 45.0, 300.0, 0.5
+START_S, MAPPED_S, RUN_S = 300.0, 45.0, 300.0
 
 SERVERS = {
     # As the paper: as many pages resident as all requests select, and what is not is computed by the CPU.
@@ -65,49 +61,25 @@ def write_config(shape: str, folder: Path, context: int) -> Path:
     return folder
 
 
-class Samples:
-    """While in a ``with`` block: twice a second, a server's counters. A stock server has none, and is asked all the
-    same, as asking takes its time."""
+State = tuple[float, dict[str, Any]]
+"""``time.monotonic()`` and a server's counters; those of a stock server are empty."""
 
-    def __init__(self, state: Callable[[], dict[str, Any]]) -> None:
-        self.samples: list[tuple[float, dict[str, Any]]] = []  # time.monotonic() and the state
-        self._state = state
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
 
-    def _run(self) -> None:
-        while not self._stop.wait(SAMPLE_S):
-            with contextlib.suppress(
-                *FAILURES, KeyError
-            ):  # its requests notice a server that fails
-                state = self._state()
-                self.samples.append((time.monotonic(), state))
-
-    def __enter__(self) -> Samples:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def of_window(self, first: float, last: float) -> dict[str, Any]:
-        """Fields of a row about the time between two moments; none where no two samples of ours lie between."""
-        inside = [s for s in self.samples if first <= s[0] <= last and "steps" in s[1]]
-        if len(inside) < 2:
-            return {}
-        (begin, before), (end, after) = inside[0], inside[-1]
-        more = {
-            name: after[name] - before[name]
-            for name in ("gpu_wait_us", "cpu_pages", "budget_pages", "fallback_pages")
-        }
-        budget = more["budget_pages"]
-        return {
-            "wait_share": round(more["gpu_wait_us"] / (1e6 * (end - begin)), 4),
-            "cpu_compute_ratio": round(more["cpu_pages"] / budget, 4) if budget else None,
-            "fallback_pages": more["fallback_pages"],
-            "resident_pages": after["resident_pages"],
-        }
+def of_window(states: Sequence[State], first: float, last: float) -> dict[str, Any]:
+    """Fields of a row about the time between two moments; none where no two states of ours lie between."""
+    inside = [s for s in states if first <= s[0] <= last and "steps" in s[1]]
+    if len(inside) < 2:
+        return {}
+    (begin, before), (end, after) = inside[0], inside[-1]
+    names = ("gpu_wait_us", "cpu_pages", "budget_pages", "fallback_pages")
+    more = {name: after[name] - before[name] for name in names}
+    budget = more["budget_pages"]
+    return {
+        "wait_share": round(more["gpu_wait_us"] / (1e6 * (end - begin)), 4),
+        "cpu_compute_ratio": round(more["cpu_pages"] / budget, 4) if budget else None,
+        "fallback_pages": more["fallback_pages"],
+        "resident_pages": after["resident_pages"],
+    }
 
 
 def window(times: list[list[float]], skip: int) -> tuple[float, float]:
@@ -146,23 +118,11 @@ def most_requests(shape: str, nbytes: float, tokens: int) -> int:
     return max(1, min(MOST_REQUESTS, int(nbytes // (token_bytes(shape) * tokens))))
 
 
-def cpus_of(
-    available: Collection[int], core_of: Callable[[int], int] = core_of
-) -> tuple[list[int], set[int]]:
-    """CPUs of the worker and of the client, whole cores, so that neither client nor server takes the worker's; none
-    and all where there are too few to divide."""
-    if len(available) < LEAST_CPUS:
-        return [], set(available)
-    worker = reserve_server_cores(available, core_of)
-    client = {cpu for cpu in worker if core_of(cpu) == core_of(worker[-1])}
-    return [cpu for cpu in worker if cpu not in client], client
-
-
 @contextlib.contextmanager
-def on_cpus(cpus: Collection[int]) -> Iterator[None]:
-    """This thread and those that it starts meanwhile run there."""
+def beside(worker_cpus: Collection[int]) -> Iterator[None]:
+    """This thread and those that it starts meanwhile leave the worker's CPUs to it."""
     before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cpus)
+    os.sched_setaffinity(0, before - set(worker_cpus) or before)
     try:
         yield
     finally:
@@ -196,8 +156,6 @@ def flags_of(name: str, options: argparse.Namespace, device_bytes: int) -> dict[
         config["resident_tokens"] = options.budget * batch
     flags = offload_flags("cuda", budget=options.budget, host_gb=options.host_gb, **config)
     flags["max_running_requests"] = batch
-    if worker := cpus_of(os.sched_getaffinity(0))[0]:
-        flags["kv_offload_cpus"] = ",".join(map(str, worker))
     return common | flags
 
 
@@ -245,15 +203,20 @@ def run_server(
         nbytes = state["host_pages_total"] * PAGE * token_bytes(options.model)
         found["mapped_share"] = wait_mapped(state["worker"]["pid"], nbytes, MAPPED_S)
     prompts = make_prompts([options.speed_context] * batch, 100_000, seed=1)
-    _, client = cpus_of(os.sched_getaffinity(0))
     rates: list[float] = []
+    states: list[State] = []
+
+    def look() -> None:
+        with contextlib.suppress(*FAILURES, KeyError):  # its requests notice a server that fails
+            states.append((time.monotonic(), offload_state(server.info())))
+
     for run in range(1, RUNS + 1):
-        with on_cpus(client), Samples(lambda: offload_state(server.info())) as samples:
-            times = server.token_times(prompts, options.speed_tokens, RUN_S)
+        with beside(found.get("worker_cpus", ())):
+            times = server.token_times(prompts, options.speed_tokens, RUN_S, look)
         gaps, rate = steady(times)
         rates.append(rate)
         row = {**found, "batch": batch, "tokens_per_s": round(rate, 1), "run": run}
-        row |= samples.of_window(*window(times, SKIPPED_STEPS))
+        row |= of_window(states, *window(times, SKIPPED_STEPS))
         if run > 1:
             row["run_to_run"] = round((max(rates) - min(rates)) * run / sum(rates), 4)
         writer.add(impl, **row, **rows.summary(gaps))

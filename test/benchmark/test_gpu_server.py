@@ -1,6 +1,5 @@
 """What ``benchmark/server/gpu_server.py`` calls wrong, and how it measures; ``test/e2e/test_gpu_server.py`` runs it."""
 
-import contextlib
 import copy
 import json
 
@@ -95,17 +94,16 @@ def counters(waited, cpu, budget, fallback=0, resident=5):
 
 
 def test_counters_are_of_the_window_alone():
-    samples = speed.Samples(dict)
-    samples.samples = [
+    states = [
         (0.0, counters(0, 0, 0)),
         (1.0, counters(900_000, 900, 1000)),
         (3.0, counters(1_300_000, 1000, 2000, 3, 7)),
         (4.0, counters(9_000_000, 9000, 9000)),
     ]
-    assert samples.of_window(1.0, 3.5) == {
+    assert speed.of_window(states, 1.0, 3.5) == {
         "wait_share": 0.2, "cpu_compute_ratio": 0.1, "fallback_pages": 3, "resident_pages": 7,
     }  # fmt: skip
-    assert samples.of_window(3.2, 4.5) == {}, "one sample says nothing"
+    assert speed.of_window(states, 3.2, 4.5) == {}, "one sample says nothing"
 
 
 OPTIONS = gpu_server.parse(["--out", "x", "--speed", "--host-gb", "96"])
@@ -121,15 +119,6 @@ def test_ours_has_the_batch_of_the_host_and_stock_that_of_the_device():
         flags = speed.flags_of(f"stock-{name}", OPTIONS, 80 << 30)
         assert flags["attention_backend"] == name and flags["disable_prefill_cuda_graph"]
         assert flags["max_running_requests"] == 17  # more than 80 GiB hold beside the weights
-
-
-def test_the_worker_leaves_whole_cores_to_server_and_client():
-    def half(cpu):  # as where the second halves of cores come behind the first ones
-        return cpu % 8
-
-    assert speed.cpus_of(range(16), half) == ([2, 3, 4, 5, 6, 10, 11, 12, 13, 14], {7, 15})
-    assert speed.cpus_of(range(16), int) == (list(range(2, 15)), {15})
-    assert speed.cpus_of(range(4), int) == ([], {0, 1, 2, 3})
 
 
 class Server:
@@ -149,7 +138,8 @@ class Server:
         return {"max_total_num_tokens": 667_000, "max_running_requests": batch,
                 "internal_states": [{}]}  # fmt: skip
 
-    def token_times(self, prompts, tokens, timeout_s):
+    def token_times(self, prompts, tokens, timeout_s, meanwhile):
+        meanwhile()
         return [[0.01 * i for i in range(tokens)] for _ in prompts]
 
 
@@ -157,7 +147,6 @@ class Server:
 def test_every_server_has_two_rows_or_one_that_says_why(monkeypatch, tmp_path, fails, failed):
     monkeypatch.setattr(speed, "DecodeServer", Server)
     monkeypatch.setattr(Server, "fails", fails)
-    monkeypatch.setattr(speed, "on_cpus", lambda _: contextlib.nullcontext())
     about = type("About", (), {"total_memory": 80 << 30})
     monkeypatch.setattr(speed.torch.cuda, "get_device_properties", lambda _: about)
     writer = rows.Writer(None, rows.environment("gpu_server"))

@@ -139,8 +139,7 @@ def server(tiny_model):
 
 
 @pytest.fixture
-def copy(tmp_path, monkeypatch):
-    monkeypatch.setattr(longbench, "WAITS_S", (0.0, 0.0, 0.0))
+def copy(tmp_path):
     return Copy(tmp_path / "clone")
 
 
@@ -232,22 +231,14 @@ def test_a_failed_question_is_recorded_left_out_and_asked_again(run, server, tmp
     assert "1 failed" in said.err and "out of order" in said.err and not said.out
     row = answers_of(output)["qmsum", "qmsum-1"]
     assert row["status"] == "failed" and "503" in row["reason"]
-    assert sum(bad in prompt for prompt in server.prompts) == 3
-    assert longbench.main(["score", str(output)]) == 0
+    assert sum(bad in prompt for prompt in server.prompts) == 1
+    assert longbench.main(["compare", str(output)]) == 0
     said = capsys.readouterr().out
     assert table_of(said)["qmsum"][1:] == ["2", "100.00 (100.00 to 100.00)"]
     assert "Not in the table:** 1 " in said
     server.answer, before = right_answer, len(server.requests)
     assert run() == 0 and len(server.requests) == before + 1
     assert "Not in the table" not in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(("what", "asked"), [("", range(24, 36)), (r"of \d*[02468]\?", [200])])
-def test_only_a_server_that_is_gone_ends_the_run(what, asked, run, copy, server):
-    server.answer = failing(what)
-    copy.write_rows("qasper", [make_row("qasper", n) for n in range(100)])
-    assert run("--sets", "qasper", "--concurrency", "2") == 1
-    assert len(server.requests) in asked
 
 
 def test_compare(run, server, tmp_path, capsys):
@@ -262,7 +253,6 @@ def test_compare(run, server, tmp_path, capsys):
     capsys.readouterr()
     assert longbench.main(["compare", *paths[:2]]) == 0
     printed = capsys.readouterr().out
-    assert (tmp_path / "scout.md").read_text() == printed
     table, full = table_of(printed), "100.00 (100.00 to 100.00)"
     assert table["set"] == ["metric", "questions", "stock", "scout", "scout − stock"]
     assert table["2wikimqa"] == [

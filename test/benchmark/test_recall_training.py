@@ -1,4 +1,4 @@
-"""Training of the retrieval model: same seed, same losses; resumed as if never interrupted."""
+"""Training of the retrieval model: same seed, same losses; the export; the score."""
 
 from __future__ import annotations
 
@@ -39,47 +39,25 @@ def losses(plan: trm.Plan, steps: int | None = None) -> list[float]:
     return trainer.losses
 
 
-@pytest.fixture(scope="module")
-def whole():
-    """Losses of an uninterrupted run."""
-    torch.set_num_threads(1)
-    return losses(PLAN)
+def test_same_seed_gives_the_same_losses():
+    first = losses(PLAN)
+    assert losses(PLAN, 4) == first[:4]
+    assert losses(replace(PLAN, seed=1), 1) != first[:1]
 
 
-def test_same_seed_gives_the_same_losses(whole):
-    assert losses(PLAN, 4) == whole[:4]
-    assert losses(replace(PLAN, seed=1), 1) != whole[:1]
-
-
-def test_resumed_run_equals_an_uninterrupted_one(tmp_path, whole):
-    trainer = trm.Trainer(PLAN, SPEC)
-    for _ in range(2):
-        trainer.train_step()
-    trainer.save(tmp_path)
-    resumed = trm.Trainer.load(tmp_path)
-    assert resumed.plan == PLAN and resumed.spec == SPEC
-    while resumed.step < PLAN.steps:
-        resumed.train_step()
-    assert resumed.losses[2:] == whole[2:]
-
-
-def test_exported_model_is_the_same_function_in_transformers(tmp_path):
+def test_exported_model_and_tokenizer_load_as_they_were_written(tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = RecallModel(RecallSpec())
     init_weights(model, 3)
-    size_bytes = export_model(model, tmp_path / "model")
-    assert size_bytes <= 8 * 2**20
+    assert export_model(model, tmp_path / "model") <= 8 * 2**20
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    for name, weights in theirs.named_parameters():
+        assert torch.equal(weights, model.get_parameter(name).bfloat16().float()), name
+    assert theirs.config.rope_parameters["rope_theta"] == 1e8
+    sample = tasks.make_sample("recall", 200, 1)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
-    with torch.no_grad():
-        for p in model.parameters():
-            p.copy_(p.bfloat16().float())
-        for length in (200, 400):
-            sample = tasks.make_sample("recall", length, 1)
-            assert tokenizer(sample.prompt_text).input_ids == sample.prompt
-            ids = torch.tensor([sample.prompt])
-            torch.testing.assert_close(model(ids), theirs(ids).logits, atol=2e-3, rtol=1e-3)
+    assert tokenizer(sample.prompt_text).input_ids == sample.prompt
 
 
 def test_scores_and_interval():

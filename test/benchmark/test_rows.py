@@ -90,8 +90,7 @@ def test_a_page_comes_back_only_after_all_others():
         assert sorted(taken[begin : begin + 10]) == list(range(10))
 
 
-@pytest.mark.parametrize("ahead_bytes", [0, 2048])
-def test_the_read_loop_reads_every_line_once(ahead_bytes):
+def test_the_read_loop_reads_every_line_once():
     cpus = sorted(os.sched_getaffinity(0))
     try:
         loop = ReadLoop(cpus)
@@ -104,11 +103,8 @@ def test_the_read_loop_reads_every_line_once(ahead_bytes):
     ids = np.array([5, 63, 0, 5, 17], np.int32)
     expected = int(np.bitwise_xor.reduce(np.concatenate([k[ids], v[ids]]), axis=None))
     for threads in range(1, len(cpus) + 1):
-        loop.ahead_bytes[threads] = ahead_bytes
         ns, checksum = loop.pages_ns(k.ctypes.data, v.ctypes.data, page_bytes, ids, threads)
         assert ns > 0 and checksum == expected
-        ns, checksum = loop.span_ns(memory.ctypes.data, memory.nbytes, threads)
-        assert ns > 0 and checksum == int(np.bitwise_xor.reduce(memory))
 
 
 def test_rows_of_a_later_run_lie_behind_those_of_the_first(tmp_path, shared):
@@ -131,42 +127,29 @@ def test_rows_of_a_later_run_lie_behind_those_of_the_first(tmp_path, shared):
 
 def test_cpu_attention_runs(tmp_path):
     path = tmp_path / "rows.jsonl"
-    without = "sdpa-gather,ipex-2.8,sgl-kernel,vllm"
     done = run_benchmark(
-        "kernels.cpu_attention", "--quick", "--without", without, "--json", str(path)
+        "kernels.cpu_attention", "--quick", "--without", "ipex-2.8,vllm", "--json", str(path)
     )
     assert done.returncode == 0, done.stderr
     found = rows.read_rows(path)
     by_impl = {row["impl"]: row for row in found}
-    baselines = ("ipex-2.8", "sgl-kernel", "vllm")
-    assert {by_impl[name]["status"] for name in baselines} == {"absent"}
-    assert "sdpa-gather" not in by_impl
-    best = found[0]["native_best_isa"]
-    for impl in (f"native-{best}", "read", "read-sequential", "sdpa-gather-grouped"):
+    assert {by_impl[name]["status"] for name in ("ipex-2.8", "vllm")} == {"absent"}
+    native = f"native-{found[0]['native_best_isa']}"
+    for impl in (native, "read", "read-sequential"):
         row = by_impl[impl]
         assert row["status"] == "ok", row["reason"]
-        for key in ("threads", "batch", "pages", "H", "G", "D", "gb_per_s", "read_gb_per_s",
-                    "share_of_read", "tokens_per_s"):  # fmt: skip
-            assert row[key] > 0, key
         call_bytes = 2 * 2 * row["batch"] * row["pages"] * row["page_size"] * row["H"] * row["D"]
         assert row["gb_per_s"] == pytest.approx(call_bytes / row["median_us"] / 1e3, rel=0.01)
-        assert row["share_of_read"] == pytest.approx(
-            row["gb_per_s"] / row["read_gb_per_s"], rel=0.01, abs=1e-4
-        )
-    assert {row["backing"] for row in found if row["impl"] == "read"} >= {"4k"}
-    assert all(row["max_abs_error"] <= 1e-4 for row in found if row["impl"] == f"native-{best}")
+    assert all(row["max_abs_error"] <= 1e-4 for row in found if row["impl"] == native)
 
 
 def test_a_baseline_that_was_not_built_or_for_another_torch_says_so(tmp_path, monkeypatch):
-    from benchmark.kernels import compiled_baselines
+    from benchmark.kernels import baselines
 
-    monkeypatch.setattr(compiled_baselines, "BUILT", tmp_path)
-    reason = compiled_baselines.absent_reason("vllm")
-    assert "scripts/setup_baseline_kernels.sh vllm" in reason
-    about = {"version": "0.4.5", "revision": "x", "torch": "1.0"}
-    (tmp_path / "vllm").mkdir()
-    (tmp_path / "vllm" / "about.json").write_text(json.dumps(about))
-    assert "built for torch 1.0" in compiled_baselines.absent_reason("vllm")
+    monkeypatch.setattr(baselines, "VLLM", tmp_path)
+    assert "scripts/setup_baseline_kernels.sh" in baselines.Vllm.absent()
+    (tmp_path / "about.json").write_text(json.dumps({"version": "x", "torch": "1.0"}))
+    assert "built for torch 1.0" in baselines.Vllm.absent()
 
 
 def test_ring_latency_runs(tmp_path):
@@ -177,7 +160,7 @@ def test_ring_latency_runs(tmp_path):
     if len(os.sched_getaffinity(0)) < 2:
         assert [row["status"] for row in found] == ["skipped"]
         return
-    assert {row["impl"] for row in found} == {"ring", "client", "client-empty"}
+    assert {row["impl"] for row in found} == {"ring", "client"}
     for row in found:
         assert row["status"] == "ok", row["reason"]
-        assert row["post_median_us"] < row["median_us"] <= row["p99_us"] <= row["max_us"]
+        assert row["median_us"] <= row["p99_us"] <= row["max_us"]

@@ -143,6 +143,7 @@ def test_without_a_device_nothing_is_unpacked(bundle):
 TOOL = """#!/bin/sh
 [ {has_pip} = 1 ] || case "$*" in *pip*--version) exit 1 ;; esac
 echo "$0 $*" >>"$CALLS"
+case "$*" in *--target*) mkdir -p "{out}/site" ;; esac
 """
 PYTHONS = {"bin/python3", ".venv/bin/python", ".cache/uv-bootstrap/bin/python"}
 
@@ -156,7 +157,7 @@ def pack_with(tmp_path):
         for path in (*PYTHONS, "bin/uv", "scripts/gpu_bundle.sh"):
             (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         for path in (*PYTHONS, "bin/uv"):
-            (tmp_path / path).write_text(TOOL.format(has_pip=int(path in having)))
+            (tmp_path / path).write_text(TOOL.format(has_pip=int(path in having), out=tmp_path / "out"))
             (tmp_path / path).chmod(0o755)
         for name in ("gpu_bundle.sh", "gpu_bundle_run.sh"):
             shutil.copy(ROOT / "scripts" / name, tmp_path / "scripts")
@@ -187,7 +188,7 @@ def pack_with(tmp_path):
 def test_a_bundle_is_packed_with_the_pip_that_there_is(having, pip, pack_with):
     status, said, asked = pack_with(having)
     assert status == 0, said
-    assert f".venv/bin/python scripts/gpu_site.py --target 3.12 out/site.tar.xz -- {pip}\n" in asked
+    assert f"{pip} install" in asked and "--target out/site" in asked
     assert f"{pip} download" in asked
 
 

@@ -78,18 +78,14 @@ def count_correct(batch: Batch, predicted: Tensor) -> dict[str, list[int]]:
 
 @torch.no_grad()
 def evaluate(
-    model: RecallModel,
-    lengths: list[int],
-    texts: int,
-    questions: int = 8,
-    names: tuple[str, ...] = tasks.TASKS,
+    model: RecallModel, lengths: list[int], texts: int, questions: int = 8
 ) -> Iterator[dict[str, object]]:
     """Yields one row per (length, task): share of exact answers on held-out texts, interval.
 
     Each of the ``texts`` texts ends with about ``questions`` questions of its task.
     """
     for length in lengths:
-        for task in names:
+        for task in tasks.TASKS:
             total = [0, 0]
             for index in range(texts):
                 seeds = [EVAL_SEED, length, tasks.TASKS.index(task), index]
@@ -97,7 +93,7 @@ def evaluate(
                 share = min(0.5, (questions * tokens_per_question + 1) / length)
                 document = tasks.make_document({task: 1.0}, length, seeds, share, 1)
                 batch = make_batch([document], [np.arange(length)])
-                hidden = model.hidden(batch.tokens, None, torch.bfloat16)
+                hidden = model.hidden(batch.tokens)
                 logits = model.logits(hidden[batch.is_answer])
                 predicted = torch.zeros_like(batch.tokens)
                 predicted[batch.is_answer] = logits.argmax(-1)

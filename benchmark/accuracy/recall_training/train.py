@@ -1,12 +1,10 @@
-"""Train the small retrieval model from scratch on this machine: seeded, resumable, no network.
+"""Train the small retrieval model from scratch on this machine: seeded, no network.
 
-The texts are those of benchmark/accuracy/tasks.py, made on the fly: step and row seed each of them,
-so a resumed run sees what an uninterrupted one would have seen. Lengths grow stage by stage. The
-loss counts the answers, of which every text has dozens, and a little of everything else.
+    python -m benchmark.accuracy.recall_training.train DIR    # a night; DIR is the folder that SGLang loads
 
-    python -m benchmark.accuracy.recall_training.train --minutes 480          # again with --resume to go on
-    python -m benchmark.accuracy.recall_training.train --eval --lengths 1024,4096,8192
-    python -m benchmark.accuracy.recall_training.train --export DIR           # the folder that SGLang loads
+The texts are those of benchmark/accuracy/tasks.py, made on the fly and seeded by step and row. Lengths grow stage by
+stage. The loss counts the answers, of which every text has dozens, and a little of everything else. At the end the
+model is scored on held-out texts, a JSON line each.
 """
 
 from __future__ import annotations
@@ -14,11 +12,10 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import signal
 import sys
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -36,8 +33,6 @@ from benchmark.accuracy.recall_training.evaluate import (
 from benchmark.accuracy.recall_training.init import init_weights
 from benchmark.accuracy.recall_training.model import RecallModel, RecallSpec, export_model
 
-WORK_DIR = Path(__file__).resolve().parents[3] / ".cache" / "recall_model"
-SAVE_S = 180.0
 LM_WEIGHT = 0.03  # of the loss of all tokens beside that of the answers
 
 
@@ -135,8 +130,7 @@ class Trainer:
     """Model, optimizer and counters; every step is a function of them and of the plan."""
 
     def __init__(self, plan: Plan, spec: RecallSpec) -> None:
-        self.plan, self.spec, self.step = plan, spec, 0
-        self.seen_tokens = 0
+        self.plan, self.step = plan, 0
         self.losses: list[float] = []
         self.model = RecallModel(spec)
         init_weights(self.model, plan.seed)
@@ -159,7 +153,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = self.plan.lr_at(self.step)
         tokens, asked = batch.tokens, batch.is_answer
-        hidden = self.model.hidden(tokens, batch.positions, torch.bfloat16)
+        hidden = self.model.hidden(tokens, batch.positions)
         following = tokens.roll(-1, 1)
         logits = self.model.logits(hidden[asked]).float()
         weights = torch.ones(tokens.shape)
@@ -177,69 +171,18 @@ class Trainer:
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.step += 1
-        self.seen_tokens += batch.tokens.numel()
         self.losses.append(loss.item())
         predicted = torch.zeros_like(tokens)
         predicted[asked] = logits.argmax(-1)
         return count_correct(batch, predicted)
 
-    def save(self, folder: Path) -> None:
-        """Weights, moments and counters in ``folder``, complete or not at all."""
-        from safetensors.torch import save_file
 
-        tensors = {f"w.{name}": p.detach() for name, p in self.model.named_parameters()}
-        for name, p in self.model.named_parameters():
-            for key in ("exp_avg", "exp_avg_sq"):
-                tensors[f"{key}.{name}"] = self.optimizer.state[p][key]
-        state = {
-            "step": self.step,
-            "seen_tokens": self.seen_tokens,
-            "plan": asdict(self.plan),
-            "spec": asdict(self.spec),
-            "losses": [round(loss, 5) for loss in self.losses],
-        }
-        folder.mkdir(parents=True, exist_ok=True)
-        fresh = folder / "checkpoint.tmp"
-        save_file(tensors, fresh, metadata={"state": json.dumps(state)})
-        os.replace(fresh, folder / "checkpoint.safetensors")
-
-    @staticmethod
-    def load(folder: Path, plan: Plan | None = None) -> Trainer:
-        """The run saved in ``folder``; with ``plan``, it goes on by that one."""
-        from safetensors import safe_open
-
-        path = folder / "checkpoint.safetensors"
-        if not path.exists():
-            raise FileNotFoundError(f"no checkpoint in {folder}; train first, without --resume")
-        with safe_open(path, "pt") as file:
-            state = json.loads(file.metadata()["state"])
-            saved = dict(state["plan"])
-            saved["stages"] = tuple(Stage(**stage) for stage in saved["stages"])
-            trainer = Trainer(plan or Plan(**saved), RecallSpec(**state["spec"]))
-            with torch.no_grad():
-                for name, p in trainer.model.named_parameters():
-                    p.copy_(file.get_tensor(f"w.{name}"))
-                    trainer.optimizer.state[p] = {
-                        "step": torch.tensor(float(state["step"])),
-                        "exp_avg": file.get_tensor(f"exp_avg.{name}"),
-                        "exp_avg_sq": file.get_tensor(f"exp_avg_sq.{name}"),
-                    }
-        trainer.step, trainer.seen_tokens = state["step"], state["seen_tokens"]
-        trainer.losses = state["losses"]
-        return trainer
-
-
-def run(trainer: Trainer, minutes: float, folder: Path) -> None:
-    """Trains until the plan is done or the time is over, with a line of progress every 20 steps.
-
-    SIGTERM and SIGINT save a checkpoint and end it after the step at hand.
-    """
+def run(trainer: Trainer, minutes: float) -> None:
+    """Trains until the plan is done, the time is over or SIGINT comes, with a line of progress every 20 steps."""
     plan, end = trainer.plan, time.monotonic() + 60 * minutes
-    last_save = time.monotonic()
     score: dict[str, list[int]] = {}
     stopped: list[int] = []
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda got, _: stopped.append(got))
+    signal.signal(signal.SIGINT, lambda got, _: stopped.append(got))
     while trainer.step < plan.steps and not stopped and time.monotonic() < end:
         for task, (right, asked) in trainer.train_step().items():
             entry = score.setdefault(task, [0, 0])
@@ -254,37 +197,21 @@ def run(trainer: Trainer, minutes: float, folder: Path) -> None:
             flush=True,
         )
         score = {}
-        if time.monotonic() - last_save > SAVE_S:
-            trainer.save(folder)
-            last_save = time.monotonic()
-    trainer.save(folder)
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add = parser.add_argument
-    add("--dir", type=Path, default=WORK_DIR, help="checkpoints (%(default)s)")
-    add("--seed", type=int, default=0)
-    add("--minutes", type=float, default=math.inf, help="stop after so long")
-    add("--resume", action="store_true", help="go on from the checkpoint")
-    add("--eval", action="store_true", help="no training: score the checkpoint, a JSON line each")
-    add("--lengths", default="512,1024,2048,4096,8192")
-    add("--texts", type=int, default=12, help="texts per task and length")
-    add("--export", type=Path, metavar="DIR", help="write the model to DIR")
+    parser.add_argument("out", type=Path, help="folder to write; an existing one is replaced")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="stop after so long")
     args = parser.parse_args(argv)
-    if not args.eval and not args.export:
-        plan = replace(FULL_PLAN, seed=args.seed)
-        trainer = Trainer.load(args.dir, plan) if args.resume else Trainer(plan, RecallSpec())
-        run(trainer, args.minutes, args.dir)
-        return 0
-    trainer = Trainer.load(args.dir)
-    if args.eval:
-        for row in evaluate(trainer.model, [int(n) for n in args.lengths.split(",")], args.texts):
-            print(json.dumps({**row, "step": trainer.step}), flush=True)
-    if args.export:
-        print(f"{args.export}: {export_model(trainer.model, args.export)} bytes of weights")
+    trainer = Trainer(replace(FULL_PLAN, seed=args.seed), RecallSpec())
+    run(trainer, args.minutes)
+    export_model(trainer.model, args.out)
+    for row in evaluate(trainer.model, [1024, 4096, 8192], texts=6):
+        print(json.dumps(row), flush=True)
     return 0
 
 
