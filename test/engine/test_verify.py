@@ -8,6 +8,7 @@ from sglang_scout.engine.verify import NOT_FINITE, co_attention_reference, relat
 
 PAGES, SIZE, HEADS, DIM = 4, 8, 2, 16
 ON_DEVICE, ON_CPU, TAIL, LENGTH = (1, -1), (3,), 2, 5
+CHANGE = torch.tensor([[0.5, -1.0, 0.0, 2.0]])
 
 
 def case():
@@ -19,9 +20,10 @@ def case():
     right = co_attention_reference(
         q[0], q_ahead[0],
         torch.cat([k[1], k[TAIL, :LENGTH]]), torch.cat([v[1], v[TAIL, :LENGTH]]), k[3], v[3], 0.25,
+        mass_change=CHANGE[0],
     )  # fmt: skip
     tail = np.array([TAIL], np.int32), np.array([LENGTH], np.int32)
-    return [q, q_ahead, on_device, on_cpu, *tail, k, v, 0.25, 0.0], right[None]
+    return [q, q_ahead, on_device, on_cpu, *tail, k, v, 0.25, 0.0, CHANGE], right[None]
 
 
 def test_what_is_right_and_what_is_not():

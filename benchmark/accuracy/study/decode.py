@@ -168,9 +168,16 @@ def attend(
                 remote = _remote(setting, chosen, full, previous) & ~of_prompt
                 previous = chosen[:, -1:]
                 theirs = (chooser @ keys[:, : N * S].mT).view(H, -1, G, N * S)
-                if setting.attends.startswith("corrected"):
+                if setting.attends.startswith(("corrected", "reweighed")):
                     exact = digest.scores(real, old, new_pages).view(H, -1, G, N)
+                if setting.attends.startswith("corrected"):
                     theirs += (exact - estimate).repeat_interleave(S, -1)
+                elif setting.attends.startswith("reweighed"):
+                    of_remote = [
+                        u.masked_fill(~remote[:, :, None], -torch.inf).logsumexp(-1, keepdim=True)
+                        for u in (exact, estimate)
+                    ]
+                    theirs += (of_remote[0] - of_remote[1]).nan_to_num(nan=0.0)
                 far = remote.repeat_interleave(S, -1)[:, :, None]
                 logits[..., : N * S] = torch.where(far, theirs, logits[..., : N * S])
                 weights = logits.masked_fill_(~counts, -torch.inf).softmax(-1)

@@ -24,7 +24,14 @@ from sglang_scout.ops.rotated import FIRST, ONE_BIT, SECOND, rotate
 
 REDUCTIONS = ("mass", "max", "sum")
 QUERIES = ("real", "predicted", "extrapolated")
-ATTENDS = ("real", "predicted", "predicted-missing", "corrected", "corrected-missing")
+ATTENDS = (
+    "real",
+    "predicted",
+    "predicted-missing",
+    "corrected",
+    "corrected-missing",
+    "reweighed-missing",
+)
 
 
 @dataclass(frozen=True)
@@ -41,7 +48,8 @@ class Setting:
         dense_layers: that attend to everything.
         attends: whose query attends to the chosen pages, but for the first and the newest, which are always on the
             device: the real one; the predicted one to all of them, or to those that the token before had not chosen
-            ("-missing"); "corrected": with the page's log mass corrected by the digest, + est(q) - est(predicted q).
+            ("-missing"); "corrected": with the page's log mass corrected by the digest, + est(q) - est(predicted q);
+            "reweighed": with that of all of them together corrected so.
     """
 
     budget_tokens: int | None = None

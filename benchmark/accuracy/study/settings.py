@@ -30,7 +30,7 @@ QUERIES = [
     _ahead(),
     _ahead(query="extrapolated"),
     _ahead(exact_layers=(1, 2)),
-    *(_ahead(attends=x) for x in ("predicted-missing", "corrected-missing")),
+    *(_ahead(attends=x) for x in ("predicted-missing", "corrected-missing", "reweighed-missing")),
     _ahead(exact_layers=(1, 2), attends="corrected-missing"),
     _paper(1024),
     _paper(2048),
@@ -42,14 +42,14 @@ HEADS = [
 PAGES = [Setting(512, x, page_tokens=s) for s in (16, 64) for x in (TWO_BITS, f"minmax-{s}")]
 TEXT = [
     *(Setting(512, x) for x in ("keys", TWO_BITS, ONE_BIT, BOUNDS)),
-    _ahead(attends="corrected-missing"),
+    *(_ahead(attends=x) for x in ("corrected-missing", "reweighed-missing")),
     _paper(1024),
 ]
 
 PROMPT = [
     *(Setting(256, x) for x in (TWO_BITS, BOUNDS)),
     *(Setting(512, x) for x in ("keys", TWO_BITS, ONE_BIT, BOUNDS)),
-    *(_ahead(attends=x) for x in ("predicted-missing", "corrected-missing")),
+    *(_ahead(attends=x) for x in ("predicted-missing", "corrected-missing", "reweighed-missing")),
     _ahead(query="extrapolated", attends="corrected-missing"),
     *(Setting(1024, x) for x in (TWO_BITS, BOUNDS)),
     _paper(1024),

@@ -125,6 +125,9 @@ class OffloadConfig:
     sink_pages: int = _for_tests(1, "First pages that are always selected", (0, 2**20))
     recent_pages: int = _for_tests(1, "Newest full pages that are always selected", (0, 2**20))
     head_reduce: str = _for_tests("mass", "How heads' scores become one", choices=("mass", "max"))
+    reweigh: bool = _for_tests(
+        True, "Weigh the CPU's part by the digests' estimate for the real query"
+    )
     precompute: bool = _for_tests(True, "False: missing pages wait for the real query")
     exact_steps: int = _for_tests(
         1, "First steps of a request without prediction", (0, 10**6), needs=("precompute", True)

@@ -12,7 +12,12 @@ from dataclasses import dataclass
 import torch
 
 from sglang_scout.ops.digest import build_layer_digests
-from sglang_scout.ops.rotated import build_layer_rotated, planes_shape, score_rotated
+from sglang_scout.ops.rotated import (
+    build_layer_rotated,
+    estimate_rotated,
+    planes_shape,
+    score_rotated,
+)
 from sglang_scout.ops.score import score_pages
 
 _UNSET = 0x7FC0
@@ -26,11 +31,13 @@ class DigestKind:
     Attributes:
         build: as :func:`build_layer_digests`.
         score: as :func:`score_pages`, of the parts of one layer.
+        estimate: as :func:`estimate_rotated`; None where scores are bounds.
         view: the parts as both of them take these, from bytes, the dtype of K and D.
     """
 
     build: Callable[..., None]
     score: Callable[..., torch.Tensor]
+    estimate: Callable[..., torch.Tensor] | None
     view: Callable[[torch.Tensor, torch.dtype, int], torch.Tensor]
 
 
@@ -44,9 +51,10 @@ def _rotated(part: torch.Tensor, dtype: torch.dtype, head_dim: int) -> torch.Ten
 
 
 KINDS = {
-    "minmax": DigestKind(build_layer_digests, score_pages, _bounds),
-    "rotated-1": DigestKind(build_layer_rotated, score_rotated, _rotated),
-    "rotated-2": DigestKind(build_layer_rotated, score_rotated, _rotated),
+    "minmax": DigestKind(build_layer_digests, score_pages, None, _bounds),
+} | {
+    f"rotated-{bits}": DigestKind(build_layer_rotated, score_rotated, estimate_rotated, _rotated)
+    for bits in (1, 2)
 }
 
 

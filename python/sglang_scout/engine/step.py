@@ -40,7 +40,7 @@ from sglang_scout.ops.attend import attend_pages
 from sglang_scout.ops.layers import resident_slots
 from sglang_scout.ops.predict import QueryProjector
 from sglang_scout.ops.residency import ResidencyTable
-from sglang_scout.ops.select import select_pages
+from sglang_scout.ops.select import Selection, select_pages
 from sglang_scout.policy.base import Policy
 
 
@@ -101,7 +101,9 @@ class StepEngine:
         self._step = 0
         # Some request of this step, and all of them, take their real queries.
         self._warms_up = self._all_warm_up = False
-        self._chosen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # layer: query, pages
+        has_estimates = digests.has_estimates and not shape.logit_cap
+        self._reweighs = policy.digest.reweigh and policy.route == "cpu" and has_estimates
+        self._chosen: dict[int, tuple[torch.Tensor, Selection]] = {}  # layer: query, selection
         self._predicted: dict[int, torch.Tensor] = {}  # in a step that warms up
         self._open_layer, self._layer_start_ns = -1, 0  # for the timeline
         # Layers run when they are captured; what boundaries launch would be compiled in the first request.
@@ -219,7 +221,7 @@ class StepEngine:
             self.counters.verify_unequal_selections += not is_same
         self.tracer.cut("ahead", "select", start_ns, layer=layer)
         self.transport.post(layer, query.contiguous(), selection.missing, selection.n_missing)
-        self._chosen[layer] = query, selection.pages
+        self._chosen[layer] = query, selection
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Attention of one layer: append, attend on the device, merge the missing part.
@@ -241,8 +243,8 @@ class StepEngine:
         query = q.float().contiguous()
         if layer not in self._chosen:
             self._look_ahead(layer, self._late_query(layer, query))
-        query_ahead, pages = self._chosen.pop(layer)
-        n_pages = None
+        query_ahead, selection = self._chosen.pop(layer)
+        pages, n_pages = selection.pages, None
         if not self.policy.digest.only_selected:
             pages, n_pages = inputs.table[:rows], inputs.n_full[:rows]
         start_ns = self.tracer.now()
@@ -252,13 +254,18 @@ class StepEngine:
             n_pages=n_pages,
         )  # fmt: skip
         self.tracer.cut("attention", "attend", start_ns, layer=layer)
+        change = None
+        if self._reweighs:
+            asked = query, query_ahead, selection.missing, selection.n_missing
+            change = self.digests.mass_change(layer, *asked, shape.scale)
+            lse -= change  # the device's part that much lighter: the same weights
         self.transport.merge(layer, query, out, lse)
         if self._verifier is not None:
             start_ns = self.tracer.now()
             slots = resident_slots(self._slot_of[layer], pages)
             self._verifier.check(
                 layer, out, query, query_ahead, torch.where(slots >= 0, pages, -1),
-                self._results.missing[layer, :rows], self._results.running.batch,
+                self._results.missing[layer, :rows], self._results.running.batch, change,
             )  # fmt: skip
             self.tracer.cut("attention", "verify", start_ns, layer=layer)
         return out

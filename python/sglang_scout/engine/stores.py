@@ -234,6 +234,37 @@ class DigestPool:
         parts = (view[layer] for view in self._views)
         return self._of_kind.score(query, *parts, table, n_full, scale, head_reduce)
 
+    @property
+    def has_estimates(self) -> bool:
+        """Whether :meth:`mass_change` is there: scores of this kind estimate, and do not bound."""
+        return self._of_kind.estimate is not None
+
+    def mass_change(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        query_ahead: torch.Tensor,
+        pages: torch.Tensor,
+        n_pages: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:
+        """``[B, HQ]`` by how much the log mass of a row's missing pages is larger for the real query; estimated.
+
+        The worker attends to them one layer ahead, with the predicted query, and weighs them by it. What the real
+        query asks for may be among them, and gets the mass that it should have.
+
+        Args:
+            query, query_ahead: ``[B, HQ, D]`` fp32.
+            pages: ``[B, k]``, of which each row has the first ``n_pages`` ``[B]``; 0 for a row without any.
+        """
+        assert self._of_kind.estimate is not None
+        parts = [view[layer] for view in self._views]
+        real, ahead = (
+            self._of_kind.estimate(q, *parts, pages, n_pages, scale).logsumexp(-1)
+            for q in (query, query_ahead)
+        )
+        return (real - ahead).nan_to_num_(nan=0.0)
+
     def _ids(self, pages: npt.NDArray[np.integer]) -> torch.Tensor:
         return upload(np.ascontiguousarray(pages, np.int64), self.device)
 

@@ -34,6 +34,7 @@ class Verifier:
         on_device: torch.Tensor,
         missing: torch.Tensor,
         batch: Batch,
+        mass_change: torch.Tensor | None,
     ) -> None:
         """Tensors as of :func:`relative_error`, on the device; ``missing`` ``[B, k]`` goes the policy's route."""
         attended, on_cpu = on_device.cpu(), missing.cpu()
@@ -45,6 +46,7 @@ class Verifier:
             out.cpu(), q.cpu(), q_ahead.cpu(), attended.numpy(), on_cpu.numpy(),
             batch.tail_page.numpy(), batch.tail_len.numpy(), self._host.k[layer], self._host.v[layer],
             self._shape.scale, self._shape.logit_cap,
+            torch.zeros(q.shape[:2]) if mass_change is None else mass_change.cpu(),
         )  # fmt: skip
         self._counters.verify_checks += 1
         self._counters.verify_max_rel_error = max(self._counters.verify_max_rel_error, error)
@@ -59,6 +61,7 @@ def co_attention_reference(
     v_cpu: torch.Tensor,
     scale: float,
     logit_cap: float = 0.0,
+    mass_change: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One softmax over both parts, each with its own query (paper Algorithm 1, lines 7 and 10-12).
 
@@ -66,6 +69,7 @@ def co_attention_reference(
         q, q_ahead: ``[HQ, D]`` real and predicted query.
         k_device, v_device: ``[T1, H, D]`` tokens that the device attends to with ``q``.
         k_cpu, v_cpu: ``[T2, H, D]`` tokens that the CPU attends to with ``q_ahead``.
+        mass_change: ``[HQ]`` added to the logits of the CPU's tokens.
     Returns:
         ``[HQ, D]`` fp32.
     """
@@ -75,6 +79,8 @@ def co_attention_reference(
         keys = keys.float().repeat_interleave(group, dim=1)
         part = torch.einsum("hd,thd->ht", query.float(), keys) * scale
         logits.append(logit_cap * torch.tanh(part / logit_cap) if logit_cap else part)
+    if mass_change is not None:
+        logits[1] = logits[1] + mass_change[:, None]
     weights = torch.cat(logits, dim=1).softmax(dim=1)
     values = torch.cat([v_device, v_cpu]).float().repeat_interleave(group, dim=1)
     return torch.einsum("ht,thd->hd", weights, values)
@@ -92,6 +98,7 @@ def relative_error(
     v: torch.Tensor,
     scale: float,
     logit_cap: float,
+    mass_change: torch.Tensor,
 ) -> float:
     """Largest deviation of ``out`` from the reference over exactly the same pages, relative to its
     largest value; NOT_FINITE where either has a NaN or an infinity. All K and V are read from the host
@@ -102,6 +109,7 @@ def relative_error(
         on_device, on_cpu: ``[B, any]`` full host pages of each part, -1 entries ignored.
         tail_page, tail_len: ``[B]`` the page being filled, and its valid tokens.
         k, v: ``[P, S, H, D]`` host pages of the layer.
+        mass_change: ``[B, HQ]``, see :func:`co_attention_reference`.
     """
     worst = 0.0
     for row in range(out.shape[0]):
@@ -117,6 +125,7 @@ def relative_error(
             v[cpu].flatten(0, 1),
             scale,
             logit_cap,
+            mass_change[row],
         )
         gap = float((out[row] - reference).abs().max() / reference.abs().max().clamp_min(1e-20))
         worst = max(worst, gap if math.isfinite(gap) else NOT_FINITE)

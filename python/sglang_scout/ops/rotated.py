@@ -182,6 +182,42 @@ def _valid_score(call: Call) -> str:
     table="B N int32",
     n_full="B int32",
     q="B H*G D float32",
+    tolerances=TOLERANCES,
+)
+def estimate_rotated(
+    q: torch.Tensor,
+    planes: torch.Tensor,
+    stats: torch.Tensor,
+    table: torch.Tensor,
+    n_full: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """Estimate every query head's log softmax mass of each page.
+
+        u[h, p] = log sum_t exp(scale R q[h] . x_t)
+
+    Args:
+        as of `score_rotated`.
+    Returns:
+        [B, HQ, N] float32; -inf in columns >= n_full and where table < 0.
+    Source: the module's.
+    """
+    (B, N), H = table.shape, planes.shape[1]
+    ids = table.clamp(min=0).flatten()
+    keys = decode(planes.index_select(0, ids), stats.index_select(0, ids))  # [B * N, H, 32, D]
+    q = rotate(q.view(B, H, -1, q.shape[-1]) * scale)
+    u = torch.einsum("bhgd,bnhtd->bhgnt", q, keys.view(B, N, *keys.shape[1:])).logsumexp(-1)
+    void = (torch.arange(N, device=table.device) >= n_full[:, None]) | (table < 0)
+    return u.flatten(1, 2).masked_fill_(void[:, None], -torch.inf)
+
+
+@op(
+    _valid_score,
+    planes="P H bits J C uint8",
+    stats="P H T uint8",
+    table="B N int32",
+    n_full="B int32",
+    q="B H*G D float32",
     reduce=REDUCTIONS,
     out="B N float32",
     tolerances=TOLERANCES,
@@ -198,9 +234,7 @@ def score_rotated(
 ) -> torch.Tensor:
     """Score every full page of every request against its (predicted) query.
 
-        u[h, p] = log sum_t exp(scale R q[h] . x_t)        the log of the page's softmax mass, estimated
-
-    and the heads' u become one number as in `score_pages`.
+    The heads' masses, as of `estimate_rotated`, become one number as in `score_pages`.
 
     Args:
         q: [B, HQ, D] float32, after RoPE.
@@ -211,10 +245,6 @@ def score_rotated(
         [B, N] float32; -inf in columns >= n_full and where table < 0. A row may be all -inf.
     Source: codes as in RaBitQ (arXiv 2405.12497) and QuIP (arXiv 2307.13304); the page's mass by them: ours.
     """
-    (B, N), H = table.shape, planes.shape[1]
-    ids = table.clamp(min=0).flatten()
-    keys = decode(planes.index_select(0, ids), stats.index_select(0, ids))  # [B * N, H, 32, D]
-    q = rotate(q.view(B, H, -1, q.shape[-1]) * scale)
-    u = torch.einsum("bhgd,bnhtd->bhgnt", q, keys.view(B, N, *keys.shape[1:])).logsumexp(-1)
-    score = reduce_heads(u.flatten(1, 2), table, n_full, reduce)
+    u = estimate_rotated.reference(q, planes, stats, table, n_full, scale)
+    score = reduce_heads(u, table, n_full, reduce)
     return score if out is None else out.copy_(score)

@@ -34,6 +34,8 @@ class Digest:
         head_reduce: how query heads' scores become one score per page (``ops/score.py``).
         sink_pages, recent_pages: leading and newest full pages that are chosen whatever their score.
         only_selected: attend to the chosen pages alone, not to whatever else is resident.
+        reweigh: where digests estimate a page's mass, weigh what was computed with the predicted query by what they
+            say of the real one.
     """
 
     kind: str = "minmax"
@@ -41,6 +43,7 @@ class Digest:
     sink_pages: int = 1
     recent_pages: int = 1
     only_selected: bool = False
+    reweigh: bool = True
 
     @classmethod
     def of(cls, config: OffloadConfig) -> Digest:
@@ -51,6 +54,7 @@ class Digest:
             sink_pages=config.sink_pages,
             recent_pages=config.recent_pages,
             only_selected=config.attend == "selected",
+            reweigh=config.reweigh,
         )
 
 
