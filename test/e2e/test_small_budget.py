@@ -1,11 +1,14 @@
-"""Sparse decoding on real servers: each layer's output against a plain reference over the same pages."""
+"""Sparse decoding on real servers: each layer's output against a plain reference over the same pages; and what
+the command line tools make of a step log of theirs."""
 
 import json
 import re
 
 import pytest
 
-from harness import PDCluster, random_prompts
+from harness import PDCluster, generate_with, random_prompts
+from sglang_scout.cli import main
+from sglang_scout.core.profile import config_digest, load_profile
 
 BUDGET_TOKENS = 128
 """Traced requests all exceed it: any of them may be the first to arrive, and alone for the trace's steps."""
@@ -54,31 +57,63 @@ def check_timeline(path, *, steps, ahead):
     assert len(early) > steps / 4 and any(early) == ahead
 
 
-def test_bf16_with_metrics_and_trace(tiny_model, tmp_path):
-    trace = tmp_path / "trace.json"
-    config = {"recall": "fixed", "trace": str(trace), "trace_steps": 50}
-    model = tiny_model("qwen3", dtype="bfloat16")
-    with cluster(model, config, dtype="bfloat16", decode_args=["--enable-metrics"]) as servers:
-        prompts = random_prompts([900, 1200, 370, 1500, 640, 1111], seed=3)
-        answers = servers.generate(prompts, max_new_tokens=60)
-        assert [len(a.output_ids) for a in answers] == [60] * 6
-        state = servers.kv_offload()
-        assert state["verify_checks"] == 4 * state["steps"]
-        assert 0 < state["verify_max_rel_error"] <= 1e-2
-        assert state["cpu_pages"] > 0 and state["recalled_pages"] > 0
-        page_bytes = 2 * 32 * 2 * 64 * 2  # K and V; 32 tokens, 2 heads, 64 channels, bf16
-        assert state["recall_bytes"] % page_bytes == 0
-        # A page whose request ended while it was copied moved bytes for nothing.
-        assert state["recall_bytes"] >= state["recalled_pages"] * page_bytes
-        assert 0 < state["cpu_compute_ratio"] < 0.9
-        assert state["digests_received"] > 0
-        assert servers.kv_offload("prefill")["digests_sent"]
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return tmp_path_factory.mktemp("servers")
 
-        text = servers.metrics()
-        for name in ("cpu_pages_total", "recalled_pages_total", "worker_up", "host_pages_used"):
-            assert f"sglang:kv_offload_{name}" in text, text[-2000:]
 
-        check_timeline(trace, steps=50, ahead=True)
+@pytest.fixture(scope="module")
+def servers(tiny_model, files):
+    """In bfloat16, with metrics and a trace; a second decode server writes a step log."""
+    trace = {"recall": "fixed", "trace": str(files / "trace.json"), "trace_steps": 50}
+    log = {"recall": "off", "step_log": str(files / "steps.jsonl")}
+    with cluster(
+        tiny_model("qwen3", dtype="bfloat16"),
+        trace,
+        dtype="bfloat16",
+        decode_args=["--enable-metrics"],
+        more_decodes={"log": ["--kv-offload-config", json.dumps(log)]},
+    ) as running:
+        yield running
+
+
+def test_bf16_with_metrics_and_trace(servers, files):
+    prompts = random_prompts([900, 1200, 370, 1500, 640, 1111], seed=3)
+    answers = servers.generate(prompts, max_new_tokens=60)
+    assert [len(a.output_ids) for a in answers] == [60] * 6
+    state = servers.kv_offload()
+    assert state["verify_checks"] == 4 * state["steps"]
+    assert 0 < state["verify_max_rel_error"] <= 1e-2
+    assert state["cpu_pages"] > 0 and state["recalled_pages"] > 0
+    page_bytes = 2 * 32 * 2 * 64 * 2  # K and V; 32 tokens, 2 heads, 64 channels, bf16
+    assert state["recall_bytes"] % page_bytes == 0
+    # A page whose request ended while it was copied moved bytes for nothing.
+    assert state["recall_bytes"] >= state["recalled_pages"] * page_bytes
+    assert 0 < state["cpu_compute_ratio"] < 0.9
+    assert state["digests_received"] > 0
+    assert servers.kv_offload("prefill")["digests_sent"]
+
+    text = servers.metrics()
+    for name in ("cpu_pages_total", "recalled_pages_total", "worker_up", "host_pages_used"):
+        assert f"sglang:kv_offload_{name}" in text, text[-2000:]
+
+    check_timeline(files / "trace.json", steps=50, ahead=True)
+
+
+def test_profile_and_report_of_a_step_log(servers, files, tmp_path, capsys):
+    """That a server takes its own profile, and only that: test/plugin/test_args.py."""
+    log, output = str(files / "steps.jsonl"), str(tmp_path / "p.json")
+    generate_with(servers, "log", random_prompts([600, 600]), max_new_tokens=30)
+    assert main(["profile", log, "--output", output, "--json"]) == 0
+    profile = load_profile(output)
+    assert json.loads(capsys.readouterr().out)["intervals"] == profile.intervals
+    assert len(profile.samples) >= 20 and profile.num_layers == len(profile.curves) == 4
+    assert all(0 <= ratio <= 1 for curve in profile.curves for ratio in curve)
+    assert max(map(max, profile.curves)) > 0, "the CPU computed nothing"
+    own = json.loads((servers.model_dir / "config.json").read_text())
+    assert profile.identity is not None and profile.identity.config_digest == config_digest(own)
+    assert main(["report", log, "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["ratio_by_layer"]) == 4
 
 
 @pytest.mark.slow  # retractions and fp32 with the graph transport: test_identity.py
