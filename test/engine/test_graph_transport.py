@@ -28,22 +28,6 @@ def make(make):
     return partial(make, GraphWorker)
 
 
-def test_a_covering_budget_is_exact_full_attention(make):
-    """On both sides of a page's border, and across it."""
-    worker = make(budget_tokens=512, layers=2)
-    lengths = (1, 31, 64, 95)
-    for length in lengths:
-        worker.admit(length)
-    for _ in range(4):
-        worker.step()
-        for layer in range(2):
-            for row in range(len(lengths)):
-                torch.testing.assert_close(
-                    worker.outputs[layer][row], worker.dense(row, layer), rtol=2e-5, atol=2e-5
-                )
-    assert worker.engine.counters.cpu_pages == 0
-
-
 @pytest.mark.parametrize(
     ("config", "dtype"),
     [

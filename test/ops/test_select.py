@@ -87,15 +87,6 @@ def test_all_pages_are_chosen_when_they_fit(impl):
     assert got.n_missing.tolist() == [2, 1]
 
 
-@IMPLS
-def test_empty_rows_and_empty_table(impl):
-    for columns in (3, 0):
-        scores, table = torch.zeros(2, columns), i32([[1, 2, 3][:columns]] * 2)
-        got = select_pages(scores, table, i32([0, 0]), i32([-1] * 4), 3, impl=impl)
-        assert got.pages.tolist() == got.missing.tolist() == [[-1] * 3] * 2
-        assert got.n_missing.tolist() == [0, 0]
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
