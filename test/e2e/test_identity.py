@@ -37,6 +37,13 @@ ARCHITECTURES = pytest.mark.parametrize(
     indirect=True,
 )
 RANKS_BUDGET_TOKENS = 320
+RANKS = flags(tp_size=2, kv_offload="scout", kv_offload_budget=RANKS_BUDGET_TOKENS)
+CPUS = sorted(os.sched_getaffinity(0))
+# SGLang wants to be told where ranks run, and compiles its embedding for them: 40 s.
+RANKS_ENV = {
+    "SGLANG_CPU_OMP_THREADS_BIND": f"{CPUS[0]}|{CPUS[-1]}",
+    "TORCHDYNAMO_DISABLE": "1",
+}
 SHORT = 10  # so many of LENGTHS, with what is decoded, fit this budget
 # Newcomers recall what they miss at first, then next to nobody does: every step misses pages.
 GRAPH = {"transport": "graph", "verify": True, "resident_tokens": 32}
@@ -74,25 +81,18 @@ def test_two_ranks(stock, tiny_model, tmp_path):
     every rank's layers agree with a plain reference. A worker's death concerns its rank alone."""
     settings = {"verify": True, "recall": "fixed", "recall_interval": 4}
     settings |= {"trace": str(tmp_path / "trace.json"), "trace_steps": 20}
-    cpus = sorted(os.sched_getaffinity(0))
+    expected = stock("qwen3")[:SHORT]
     with PDCluster(
         tiny_model("qwen3"),
-        server_args=[
-            *("--tp-size", "2", "--kv-offload", "scout"),
-            *("--kv-offload-budget", str(RANKS_BUDGET_TOKENS)),
-        ],
+        server_args=RANKS,
         decode_args=["--enable-metrics", "--kv-offload-config", json.dumps(settings)],
         max_running_requests=16,
         max_total_tokens=32768,
-        # SGLang wants to be told where ranks run, and compiles its embedding for them: 40 s.
-        env={
-            "SGLANG_CPU_OMP_THREADS_BIND": f"{cpus[0]}|{cpus[-1]}",
-            "TORCHDYNAMO_DISABLE": "1",
-        },
+        env=RANKS_ENV,
     ) as servers:
         prompts = random_prompts(LENGTHS, seed=7)[:SHORT]
         answers = servers.generate(prompts, max_new_tokens=NEW_TOKENS, logprobs=True)
-        assert_same_tokens(stock("qwen3")[:SHORT], answers, logprob_atol=LOGPROB_ATOL)
+        assert_same_tokens(expected, answers, logprob_atol=LOGPROB_ATOL)
         assert servers.kv_offload()["cpu_pages"] == 0
 
         long = random_prompts([900, 640, 1500, 37], seed=3)
@@ -108,7 +108,7 @@ def test_two_ranks(stock, tiny_model, tmp_path):
             assert rank["selected_pages"] == state["selected_pages"]
             assert rank["cpu_pages"] > 0 and rank["recalled_pages"] > 0
         # Each near its rank.
-        assert [rank["worker"]["cpus"] for rank in ranks] == [[cpus[0]], [cpus[-1]]]
+        assert [rank["worker"]["cpus"] for rank in ranks] == [[CPUS[0]], [CPUS[-1]]]
         assert (tmp_path / "trace.json").exists() and (tmp_path / "trace.rank1.json").exists()
 
         restarts = ranks[1]["worker"]["restarts"]
@@ -133,21 +133,13 @@ def test_two_ranks(stock, tiny_model, tmp_path):
 @pytest.mark.slow
 def test_two_ranks_with_graph_transport(tiny_model):
     """Every layer of both ranks agrees with a plain reference; both map the words of their faults."""
-    cpus = sorted(os.sched_getaffinity(0))
     with PDCluster(
         tiny_model("qwen3"),
-        server_args=[
-            *("--tp-size", "2", "--kv-offload", "scout"),
-            *("--kv-offload-budget", str(RANKS_BUDGET_TOKENS)),
-        ],
+        server_args=RANKS,
         decode_args=["--kv-offload-config", json.dumps(GRAPH)],
         max_running_requests=6,
         max_total_tokens=16384,
-        env={
-            "SGLANG_CPU_OMP_THREADS_BIND": f"{cpus[0]}|{cpus[-1]}",
-            "TORCHDYNAMO_DISABLE": "1",
-            "TRITON_INTERPRET": "1",
-        },
+        env={**RANKS_ENV, "TRITON_INTERPRET": "1"},
     ) as servers:
         servers.generate(random_prompts([900, 640, 37], seed=3), max_new_tokens=20)
         state = servers.kv_offload()

@@ -3,13 +3,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from attend_cases import i32
 from sglang_scout.ops.select import select_pages
 
 IMPLS = pytest.mark.parametrize("impl", select_pages.names())
-
-
-def i32(values):
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def best_by_sorting(scores, pages, n_full, k, sink, recent):
