@@ -18,6 +18,6 @@ fi
 # worker that gets no CPU for two seconds is replaced.
 status=0
 .venv/bin/python -m pytest -q --durations=10 -m 'not e2e and not slow' --ignore test/worker \
-    -n "$(nproc)" --maxprocesses 4 --dist loadfile || status=$?
+    -n "$(nproc)" --maxprocesses 4 --dist loadfile --no-loadscope-reorder || status=$?
 .venv/bin/python -m pytest -q --durations=15 -m 'not slow' test/worker test/e2e || status=$?
 exit "$status"

@@ -1,4 +1,4 @@
-"""Shared by all tests: environment, generated examples, order (servers last) and the tiny models."""
+"""Shared by all tests: environment, generated examples, order and the tiny models."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hypothesis import settings
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 # Their helper modules; test modules are imported by file, see below.
-for folder in ("", "e2e", "engine", "ops", "worker"):
+for folder in ("", "e2e", "engine", "ops", "ring", "worker"):
     sys.path.insert(0, str(ROOT / "test" / folder))
 
 # Before anything imports triton: without a GPU its kernels run in the interpreter, on CPU tensors.
@@ -57,13 +57,19 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark everything under test/e2e and run it after all other tests."""
+    """Mark everything under test/e2e and run it last; what starts programs first, as its files take longest and
+    one of several processes would be left alone with them."""
+
+    def folder(item: pytest.Item) -> str:
+        return item.path.relative_to(ROOT / "test").parts[0]
+
     for item in items:
-        if "e2e" in item.path.relative_to(ROOT).parts:
+        if folder(item) == "e2e":
             item.add_marker("e2e")
             if item.get_closest_marker("timeout") is None:
                 item.add_marker(pytest.mark.timeout(E2E_TIMEOUT_S))
-    items.sort(key=lambda item: item.get_closest_marker("e2e") is not None)
+    first = ("scripts", "benchmark", "ring")
+    items.sort(key=lambda item: (folder(item) == "e2e", folder(item) not in first))
 
 
 @pytest.fixture(scope="session")

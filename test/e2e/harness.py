@@ -6,13 +6,20 @@ import os
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from servers.pd_cluster import PDCluster, flags
 from servers.processes import children_of, process_title
 from servers.server_process import ServerFailed
-from servers.sglang_http import Generation, generate, generate_payload, sse_events
+from servers.sglang_http import (
+    Generation,
+    generate,
+    generate_payload,
+    parse_generation,
+    sse_events,
+)
 from servers.single_server import SingleServer
 
 
@@ -48,6 +55,25 @@ def stock_answers(
     log = log_dir / "stock.log"
     with SingleServer("stock", model, arguments, device="cpu", log=log, environment=env) as server:
         return generate(server.url, prompts, max_new_tokens=max_new_tokens, logprobs=True)
+
+
+def generate_with(
+    cluster: PDCluster,
+    which: str,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    logprobs: bool = False,
+    concurrency: int | None = None,
+) -> list[Generation]:
+    """``cluster.generate`` with a decode server that the router does not know."""
+
+    def ask(prompt: Sequence[int]) -> Generation:
+        payload = generate_payload(prompt, max_new_tokens, logprobs=logprobs)
+        return parse_generation(cluster.ask_pair(payload, which), 0.0)
+
+    with ThreadPoolExecutor(concurrency or len(prompts)) as pool:
+        return list(pool.map(ask, prompts))
 
 
 def assert_same_tokens(

@@ -104,10 +104,16 @@ def _while_decoding(servers, prompts, disturb):
     return answers
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_lost_worker_costs_no_request_and_no_token(servers, how):
+@pytest.fixture(scope="module")
+def undisturbed(servers):
+    """Prompts, and their answers while the worker lives."""
     prompts = random_prompts([1500, 1300, 1100, 900], seed=31)
-    expected = servers.generate(prompts, max_new_tokens=100)
+    return prompts, servers.generate(prompts, max_new_tokens=100)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_worker_costs_no_request_and_no_token(servers, undisturbed, how):
+    prompts, expected = undisturbed
     before = servers.kv_offload()
 
     def disturb():

@@ -13,8 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from harness import PDCluster, assert_same_tokens, random_prompts, stock_answers, wait_until
-from servers.sglang_http import generate_payload, parse_generation
+from harness import (
+    PDCluster,
+    assert_same_tokens,
+    generate_with,
+    random_prompts,
+    stock_answers,
+    wait_until,
+)
+from servers.pd_cluster import flags
 
 LENGTHS = (1, 2, 31, 32, 33, 63, 64, 65, 100, 257, 300, 415, 511, 512, 513, 700)
 NEW_TOKENS = 40  # crosses a page border for every prompt
@@ -24,12 +31,29 @@ LOGPROB_ATOL = 1e-3
 
 SCOUT = ("--kv-offload", "scout", "--kv-offload-budget", str(BUDGET_TOKENS))
 SLOW = pytest.mark.slow
-ARCHITECTURES = (
-    "qwen3",
-    *(pytest.param(arch, marks=SLOW) for arch in ("glm4", "qwen2", "llama", "mistral")),
+ARCHITECTURES = pytest.mark.parametrize(
+    "servers",
+    ["qwen3", *(pytest.param(arch, marks=SLOW) for arch in ("glm4", "qwen2", "llama", "mistral"))],
+    indirect=True,
 )
 RANKS_BUDGET_TOKENS = 320
+RANKS = flags(tp_size=2, kv_offload="scout", kv_offload_budget=RANKS_BUDGET_TOKENS)
+CPUS = sorted(os.sched_getaffinity(0))
+# SGLang wants to be told where ranks run, and compiles its embedding for them: 40 s.
+RANKS_ENV = {
+    "SGLANG_CPU_OMP_THREADS_BIND": f"{CPUS[0]}|{CPUS[-1]}",
+    "TORCHDYNAMO_DISABLE": "1",
+}
 SHORT = 10  # so many of LENGTHS, with what is decoded, fit this budget
+# Newcomers recall what they miss at first, then next to nobody does: every step misses pages.
+GRAPH = {"transport": "graph", "verify": True, "resident_tokens": 32}
+GRAPH |= {"recall": "fixed", "recall_interval": 50}
+GRAPH_ARGS = flags(
+    kv_offload_budget=RANKS_BUDGET_TOKENS,
+    kv_offload_config=json.dumps(GRAPH),
+    max_running_requests=6,
+    max_total_tokens=16384,
+)
 
 
 @pytest.fixture(scope="module")
@@ -52,86 +76,27 @@ def stock(tiny_model, tmp_path_factory):
     return answers
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_tokens_equal_stock(arch, stock, tiny_model):
-    """With the default settings, and of a second decode server with the radix cache."""
-    prompts = random_prompts(LENGTHS, seed=7)
-    expected = stock(arch)
-    with PDCluster(
-        tiny_model(arch),
-        server_args=SCOUT,
-        more_decodes={"radix": ["--disaggregation-decode-enable-radix-cache"]},
-        max_running_requests=16,
-        max_total_tokens=32768,
-    ) as servers:
-        together = servers.generate(prompts, max_new_tokens=NEW_TOKENS, logprobs=True)
-        assert_same_tokens(expected, together, logprob_atol=LOGPROB_ATOL)
-        alone = servers.generate(
-            prompts[-4:], max_new_tokens=NEW_TOKENS, logprobs=True, concurrency=1
-        )
-        assert_same_tokens(expected[-4:], alone, logprob_atol=LOGPROB_ATOL)
-        state = servers.kv_offload()
-        assert state["steps"] > NEW_TOKENS and state["selected_pages"] > 0
-        assert state["cpu_pages"] == 0, "everything fits: nothing is left to the CPU"
-        assert state["digests_received"] > 0 and state["host_pages_used"] == 0
-        # Starved for two seconds on a busy machine it is replaced, which costs no request.
-        wait_until("a worker", lambda: servers.kv_offload()["worker"]["state"] == "ready", 60)
-        check_radix_cache(servers, prompts, expected)
-
-
-def check_radix_cache(servers, prompts, expected):
-    """The router does not know this decode server: each request goes to it and to the prefill server."""
-
-    def ask(prompt):
-        payload = generate_payload(prompt, NEW_TOKENS, logprobs=True)
-        return parse_generation(servers.ask_pair(payload, "radix"), 0.0)
-
-    def check():
-        with ThreadPoolExecutor(len(prompts)) as pool:
-            answers = list(pool.map(ask, prompts))
-        assert_same_tokens(expected, answers, logprob_atol=LOGPROB_ATOL)
-        return answers, servers.kv_offload("radix")
-
-    _, first = check()
-    again, second = check()
-    assert sum(a.cached_tokens for a in again) > 1000, "the second round hits the prefix cache"
-    received = second["digests_received"] - first["digests_received"]
-    assert received < first["digests_received"] / 4, "cached pages have digests"
-    assert second["digests_computed"] - first["digests_computed"] <= 2 * len(prompts)
-    assert second["host_pages_used"] > 0, "the radix cache holds pages"
-    servers.flush("radix")
-    assert servers.kv_offload("radix")["host_pages_used"] == 0
-    check()
-
-
 def test_two_ranks(stock, tiny_model, tmp_path):
     """Requests that fit the budget get stock's tokens; for longer ones all ranks choose the same pages, and
     every rank's layers agree with a plain reference. A worker's death concerns its rank alone."""
     settings = {"verify": True, "recall": "fixed", "recall_interval": 4}
     settings |= {"trace": str(tmp_path / "trace.json"), "trace_steps": 20}
-    cpus = sorted(os.sched_getaffinity(0))
+    expected = stock("qwen3")[:SHORT]
     with PDCluster(
         tiny_model("qwen3"),
-        server_args=[
-            *("--tp-size", "2", "--kv-offload", "scout"),
-            *("--kv-offload-budget", str(RANKS_BUDGET_TOKENS)),
-        ],
+        server_args=RANKS,
         decode_args=["--enable-metrics", "--kv-offload-config", json.dumps(settings)],
         max_running_requests=16,
         max_total_tokens=32768,
-        # SGLang wants to be told where ranks run, and compiles its embedding for them: 40 s.
-        env={
-            "SGLANG_CPU_OMP_THREADS_BIND": f"{cpus[0]}|{cpus[-1]}",
-            "TORCHDYNAMO_DISABLE": "1",
-        },
+        env=RANKS_ENV,
     ) as servers:
         prompts = random_prompts(LENGTHS, seed=7)[:SHORT]
         answers = servers.generate(prompts, max_new_tokens=NEW_TOKENS, logprobs=True)
-        assert_same_tokens(stock("qwen3")[:SHORT], answers, logprob_atol=LOGPROB_ATOL)
+        assert_same_tokens(expected, answers, logprob_atol=LOGPROB_ATOL)
         assert servers.kv_offload()["cpu_pages"] == 0
 
         long = random_prompts([900, 640, 1500, 37], seed=3)
-        servers.generate(long, max_new_tokens=50)
+        servers.generate(long, max_new_tokens=30)
         state = servers.kv_offload()
         assert state["tp_size"] == 2 and state["digests_received"] > 0
         ranks = state["ranks"]
@@ -143,7 +108,7 @@ def test_two_ranks(stock, tiny_model, tmp_path):
             assert rank["selected_pages"] == state["selected_pages"]
             assert rank["cpu_pages"] > 0 and rank["recalled_pages"] > 0
         # Each near its rank.
-        assert [rank["worker"]["cpus"] for rank in ranks] == [[cpus[0]], [cpus[-1]]]
+        assert [rank["worker"]["cpus"] for rank in ranks] == [[CPUS[0]], [CPUS[-1]]]
         assert (tmp_path / "trace.json").exists() and (tmp_path / "trace.rank1.json").exists()
 
         restarts = ranks[1]["worker"]["restarts"]
@@ -165,71 +130,16 @@ def test_two_ranks(stock, tiny_model, tmp_path):
             assert re.search(rf'^sglang:kv_offload_worker_up{{.*tp_rank="{rank}"', text, re.M)
 
 
-def test_graph_transport(stock, tiny_model):
-    """On the CPU device, with the ring's kernels interpreted: stock's tokens where the budget covers the
-    context, plain attention to exactly the chosen pages elsewhere, through retractions and while the
-    worker is silent. What SGLang does to requests and pages is the same as with a device."""
-    # Newcomers recall what they miss at first, then next to nobody does: every step misses pages.
-    settings = {"transport": "graph", "verify": True, "resident_tokens": 32}
-    settings |= {"recall": "fixed", "recall_interval": 50}
-    with PDCluster(
-        tiny_model("qwen3"),
-        server_args=["--kv-offload", "scout", "--kv-offload-budget", str(RANKS_BUDGET_TOKENS)],
-        decode_args=["--kv-offload-config", json.dumps(settings)],
-        max_running_requests=6,
-        max_total_tokens=16384,
-        env={
-            "TRITON_INTERPRET": "1",
-            "SGLANG_TEST_RETRACT": "1",
-            "SGLANG_TEST_RETRACT_INTERVAL": "20",
-        },
-    ) as servers:
-        prompts = random_prompts(LENGTHS, seed=7)
-        # Two at a time, for whose pages there are slots.
-        short = servers.generate(
-            prompts[4:SHORT], max_new_tokens=NEW_TOKENS, logprobs=True, concurrency=2
-        )
-        assert_same_tokens(stock("qwen3")[4:SHORT], short, logprob_atol=LOGPROB_ATOL)
-        before = servers.kv_offload()
-        assert before["transport"] == "graph" and before["cpu_pages"] == 0
-        with ThreadPoolExecutor(1) as pool:
-            long = pool.submit(servers.generate, prompts[-3:], max_new_tokens=2 * NEW_TOKENS)
-            wait_until("steps", lambda: servers.kv_offload()["steps"] > before["steps"] + 20, 120)
-            # Asked for now: on an overloaded machine a worker may have been replaced in between.
-            worker = servers.kv_offload()["worker"]
-            os.kill(worker["pid"], signal.SIGSTOP)  # found out after 0.8 s
-            assert [len(a.output_ids) for a in long.result()] == [2 * NEW_TOKENS] * 3
-        state = servers.kv_offload()
-        assert state["verify_checks"] == 4 * state["steps"]
-        assert 0 < state["verify_max_rel_error"] <= 1e-5
-        assert state["cpu_pages"] > 0 and state["recalled_pages"] > 0
-        assert state["fallback_pages"] > 0, "the attendant answered for the silent worker"
-        assert state["worker"]["restarts"] > worker["restarts"]
-        assert state["host_pages_used"] == 0
-        log = servers.servers["decode"].log()
-        assert re.search(r"retracted_reqs: [1-9]", log), "no request was retracted"
-
-
 @pytest.mark.slow
 def test_two_ranks_with_graph_transport(tiny_model):
     """Every layer of both ranks agrees with a plain reference; both map the words of their faults."""
-    cpus = sorted(os.sched_getaffinity(0))
-    settings = {"transport": "graph", "verify": True, "resident_tokens": 32}
-    settings |= {"recall": "fixed", "recall_interval": 50}
     with PDCluster(
         tiny_model("qwen3"),
-        server_args=[
-            *("--tp-size", "2", "--kv-offload", "scout"),
-            *("--kv-offload-budget", str(RANKS_BUDGET_TOKENS)),
-        ],
-        decode_args=["--kv-offload-config", json.dumps(settings)],
+        server_args=RANKS,
+        decode_args=["--kv-offload-config", json.dumps(GRAPH)],
         max_running_requests=6,
         max_total_tokens=16384,
-        env={
-            "SGLANG_CPU_OMP_THREADS_BIND": f"{cpus[0]}|{cpus[-1]}",
-            "TORCHDYNAMO_DISABLE": "1",
-            "TRITON_INTERPRET": "1",
-        },
+        env={**RANKS_ENV, "TRITON_INTERPRET": "1"},
     ) as servers:
         servers.generate(random_prompts([900, 640, 37], seed=3), max_new_tokens=20)
         state = servers.kv_offload()
@@ -243,3 +153,103 @@ def test_two_ranks_with_graph_transport(tiny_model):
             assert rank["verify_checks"] == 4 * state["steps"]
             assert 0 < rank["verify_max_rel_error"] <= 1e-5
             assert rank["verify_unequal_selections"] == 0
+
+
+# From here on tests share servers, which run until the end of the file.
+
+
+@pytest.fixture(scope="module")
+def servers(request, stock, tiny_model):
+    """A pair with the default settings. Behind the same prefill server a decode server with the radix cache,
+    and one with the graph transport on the CPU, where the ring's kernels are interpreted, and retractions."""
+    stock(request.param)  # now: its server has ended when these start
+    cluster = PDCluster(
+        tiny_model(request.param),
+        server_args=SCOUT,
+        more_decodes={"radix": ["--disaggregation-decode-enable-radix-cache"], "graph": GRAPH_ARGS},
+        max_running_requests=16,
+        max_total_tokens=32768,
+    )
+    cluster.servers["graph"].env |= {
+        "TRITON_INTERPRET": "1",
+        "SGLANG_TEST_RETRACT": "1",
+        "SGLANG_TEST_RETRACT_INTERVAL": "20",
+    }
+    with cluster:
+        yield cluster
+
+
+@pytest.fixture
+def expected(request, stock):
+    return stock(request.node.callspec.params["servers"])
+
+
+@ARCHITECTURES
+def test_tokens_equal_stock(servers, expected):
+    prompts = random_prompts(LENGTHS, seed=7)
+    together = servers.generate(prompts, max_new_tokens=NEW_TOKENS, logprobs=True)
+    assert_same_tokens(expected, together, logprob_atol=LOGPROB_ATOL)
+    alone = servers.generate(prompts[-2:], max_new_tokens=NEW_TOKENS, logprobs=True, concurrency=1)
+    assert_same_tokens(expected[-2:], alone, logprob_atol=LOGPROB_ATOL)
+    state = servers.kv_offload()
+    assert state["steps"] > NEW_TOKENS and state["selected_pages"] > 0
+    assert state["cpu_pages"] == 0, "everything fits: nothing is left to the CPU"
+    assert state["digests_received"] > 0 and state["host_pages_used"] == 0
+    # Starved for two seconds on a busy machine it is replaced, which costs no request.
+    wait_until("a worker", lambda: servers.kv_offload()["worker"]["state"] == "ready", 60)
+
+
+@ARCHITECTURES
+def test_tokens_equal_stock_with_the_radix_cache(servers, expected):
+    prompts = random_prompts(LENGTHS, seed=7)
+
+    def check():
+        answers = generate_with(servers, "radix", prompts, max_new_tokens=NEW_TOKENS, logprobs=True)
+        assert_same_tokens(expected, answers, logprob_atol=LOGPROB_ATOL)
+        return answers, servers.kv_offload("radix")
+
+    _, first = check()
+    again, second = check()
+    assert sum(a.cached_tokens for a in again) > 1000, "the second round hits the prefix cache"
+    received = second["digests_received"] - first["digests_received"]
+    assert received < first["digests_received"] / 4, "cached pages have digests"
+    assert second["digests_computed"] - first["digests_computed"] <= 2 * len(prompts)
+    assert second["host_pages_used"] > 0, "the radix cache holds pages"
+    servers.flush("radix")
+    assert servers.kv_offload("radix")["host_pages_used"] == 0
+    check()
+
+
+@pytest.mark.parametrize("servers", ["qwen3"], indirect=True)
+def test_graph_transport(servers, expected):
+    """Stock's tokens where the budget covers the context, plain attention to exactly the chosen pages elsewhere,
+    through retractions and while the worker is silent. What SGLang does to requests and pages is the same as
+    with a device."""
+    prompts = random_prompts(LENGTHS, seed=7)
+    # Two at a time, for whose pages there are slots.
+    short = generate_with(
+        servers, "graph", prompts[6:SHORT], max_new_tokens=NEW_TOKENS, logprobs=True, concurrency=2
+    )
+    assert_same_tokens(expected[6:SHORT], short, logprob_atol=LOGPROB_ATOL)
+    before = servers.kv_offload("graph")
+    assert before["transport"] == "graph" and before["cpu_pages"] == 0
+    with ThreadPoolExecutor(1) as pool:
+        long = pool.submit(
+            generate_with, servers, "graph", prompts[-3:], max_new_tokens=2 * NEW_TOKENS
+        )
+        wait_until(
+            "steps", lambda: servers.kv_offload("graph")["steps"] > before["steps"] + 20, 120
+        )
+        # Asked for now: on an overloaded machine a worker may have been replaced in between.
+        worker = servers.kv_offload("graph")["worker"]
+        os.kill(worker["pid"], signal.SIGSTOP)  # found out after 0.8 s
+        assert [len(a.output_ids) for a in long.result()] == [2 * NEW_TOKENS] * 3
+    state = servers.kv_offload("graph")
+    assert state["verify_checks"] == 4 * state["steps"]
+    assert 0 < state["verify_max_rel_error"] <= 1e-5
+    assert state["cpu_pages"] > 0 and state["recalled_pages"] > 0
+    assert state["fallback_pages"] > 0, "the attendant answered for the silent worker"
+    assert state["worker"]["restarts"] > worker["restarts"]
+    assert state["host_pages_used"] == 0
+    log = servers.servers["graph"].log()
+    assert re.search(r"retracted_reqs: [1-9]", log), "no request was retracted"

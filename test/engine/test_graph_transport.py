@@ -28,22 +28,6 @@ def make(make):
     return partial(make, GraphWorker)
 
 
-def test_a_covering_budget_is_exact_full_attention(make):
-    """On both sides of a page's border, and across it."""
-    worker = make(budget_tokens=512, layers=2)
-    lengths = (1, 31, 64, 95)
-    for length in lengths:
-        worker.admit(length)
-    for _ in range(4):
-        worker.step()
-        for layer in range(2):
-            for row in range(len(lengths)):
-                torch.testing.assert_close(
-                    worker.outputs[layer][row], worker.dense(row, layer), rtol=2e-5, atol=2e-5
-                )
-    assert worker.engine.counters.cpu_pages == 0
-
-
 @pytest.mark.parametrize(
     ("config", "dtype"),
     [
@@ -55,14 +39,14 @@ def test_a_covering_budget_is_exact_full_attention(make):
 )
 def test_a_small_budget_attends_to_exactly_the_chosen_pages(make, dtype, config):
     worker = make(budget_tokens=128, dtype=dtype, config=config)
-    for length in (400, 37, 513, 320):
+    for length in (400, 37, 513):
         worker.admit(length)
-    for _ in range(8):
+    for _ in range(6):
         worker.step()
         seen = worker.engine._slot_of.numpy()
         assert np.array_equal(seen, worker.table.slot_of), "fixed for the step"
     counters = worker.engine.counters
-    assert counters.verify_checks == 8 * 3
+    assert counters.verify_checks == 6 * 3
     assert counters.verify_max_rel_error <= TOLERANCE[dtype]
     assert counters.cpu_pages > 0, "the test must force misses"
     assert (counters.recalled_pages > 0) or "off" in config
@@ -100,7 +84,7 @@ def test_requests_come_and_go_and_their_pages_change_hands(make):
     rng = np.random.default_rng(5)
     sizes = {"pages": 60, "max_batch": 3, "layers": 2, "threads": True}
     worker = make(budget_tokens=128, config='{"recall": "fixed"}', **sizes)
-    for _ in range(30):
+    for _ in range(18):
         if len(worker.requests) < 3 and (not worker.requests or rng.random() < 0.6):
             worker.admit(int(rng.integers(1, 500)))
         worker.step()
@@ -108,7 +92,7 @@ def test_requests_come_and_go_and_their_pages_change_hands(make):
             worker.finish(worker.requests[int(rng.integers(len(worker.requests)))])
         worker.table.check()
     counters = worker.engine.counters
-    assert counters.verify_checks == 30 * 2
+    assert counters.verify_checks == 18 * 2
     assert counters.recalled_pages > 0
     assert counters.verify_max_rel_error <= TOLERANCE[torch.float32]
 
@@ -150,14 +134,14 @@ def test_pages_that_fill_get_their_digests_from_their_slots(make, digest, monkey
         build(pages, resident, slots)
 
     monkeypatch.setattr(worker.digests, "build_from_slots", note)
-    first, second = worker.admit(318), worker.admit(30)
+    request = worker.admit(62)
     joined = worker.digests.computed
     for step in range(37):
         worker.step()
         if step == 0:
-            assert worker.digests.computed - joined == 9 and not from_slots, "not on the device yet"
-    assert set(from_slots) == {*first.pages[9:11], *second.pages[:2]}
-    assert worker.digests.computed == 9 + len(from_slots)
+            assert worker.digests.computed - joined == 1 and not from_slots, "not on the device yet"
+    assert from_slots == request.pages[1:3]
+    assert worker.digests.computed == 1 + len(from_slots)
 
 
 @pytest.mark.parametrize("digest", KINDS)

@@ -71,21 +71,6 @@ def test_a_small_budget_attends_to_exactly_the_chosen_pages(make, settings):
     assert (counters.recalled_pages > 0) or "off" in settings.get("config", "")
 
 
-@pytest.mark.parametrize("policy", ["scout", "infinigen"])
-def test_attending_to_the_selected_pages_alone(make, policy):
-    """A device cache that holds everything must not matter: the newest pages and the sink it is."""
-    config = '{"attend": "selected", "sink_pages": 1, "recent_pages": 3, "precompute": false}'
-    worker = make(policy=policy, budget_tokens=128, resident_tokens=4096, config=config)
-    worker.admit(333)
-    for _ in range(20):
-        worker.step()
-        length = worker.requests[0].length
-        kept = [*range(32), *range((length - 1) // 32 * 32 - 96, length)]
-        for layer in range(3):
-            close(worker.outputs[layer][0], worker.dense(0, layer, tokens=kept))
-    assert worker.engine.counters.verify_max_rel_error <= FP32_TOLERANCE
-
-
 class Heard:
     """Around a stand-in for the worker: the queries that it is asked with, by layer."""
 

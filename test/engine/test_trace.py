@@ -154,14 +154,6 @@ def test_slices_lie_where_they_belong(traced):
     assert seen > 50
 
 
-@pytest.mark.parametrize(("exact_steps", "predicts"), [(0, {1, 2, 3, 4}), (3, {4})])
-def test_the_first_steps_of_a_request_do_without_prediction(traced, exact_steps, predicts):
-    _, slices = traced(config=json.dumps({"recall": "off", "exact_steps": exact_steps}))
-    assert {s["args"]["step"] for s in slices if s["name"].startswith("predict")} == predicts
-    posted = {s["args"]["step"] for s in slices if s["name"].startswith("post")}
-    assert posted == {1, 2, 3, 4}, "what is missing goes to the worker all the same"
-
-
 def test_arrows_go_from_the_post_over_the_worker_to_the_merge(traced):
     _, slices = traced()
     arrows: dict = {}

@@ -1,6 +1,7 @@
 """Attention in C++: what it refuses, its arithmetic in every instruction set, its threads."""
 
 import math
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -174,31 +175,20 @@ def test_a_nan_in_one_run_is_not_lost(impl, threads):
     assert not out[0, :2].isnan().any() and not lse[0, 3:].isnan().any()
 
 
-FORK = """
-import os, signal, torch
-from sglang_scout.ops.attend import attend_pages
+@NATIVE
+def test_the_thread_pool_survives_a_fork(impl, threads):
+    def attend():
+        kv, pages = torch.ones(4, 16, 1, 64), torch.arange(16).int().view(4, 4) % 4
+        out, _ = attend_pages(torch.ones(4, 2, 64), kv, kv, pages, None, None, 1.0, impl=impl)
+        assert (out == 1).all()
 
-def attend():
-    kv, pages = torch.ones(4, 16, 1, 64), torch.arange(16).int().view(4, 4) % 4
-    torch.set_num_threads(3)
-    out, _ = attend_pages(torch.ones(4, 2, 64), kv, kv, pages, None, None, 1.0, impl="native")
-    assert (out == 1).all()
-
-attend()
-child = os.fork()
-if child == 0:
-    signal.alarm(20)
+    threads(3)
     attend()
-    os._exit(0)
-assert os.waitpid(child, 0)[1] == 0
-attend()
-"""
-
-
-@pytest.mark.skipif(native.module is None, reason=native.ABSENT)
-def test_the_thread_pool_survives_a_fork():
-    done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
+    child = multiprocessing.get_context("fork").Process(target=attend, daemon=True)
+    child.start()
+    child.join(20)
+    assert child.exitcode == 0
+    attend()
 
 
 @pytest.mark.skipif(native.module is None, reason=native.ABSENT)

@@ -6,13 +6,13 @@ import contextlib
 import ctypes
 import math
 import mmap
-import subprocess
-import sys
+import multiprocessing
 
 import pytest
 import torch
 
 from sglang_scout.ops import native
+from sglang_scout.ops.attend import attend_pages
 
 pytest.importorskip("sglang_scout._native")
 
@@ -42,8 +42,6 @@ class Zone:
 
 def attend_everywhere() -> None:
     """All instruction sets, storage types and tails; the process dies if one reads on."""
-    from sglang_scout.ops.attend import attend_pages
-
     zones = Zone(), Zone()
     isas = []
     for name in ("portable", "avx2", "avx512", "avx512bf16"):
@@ -68,13 +66,10 @@ def attend_everywhere() -> None:
                     native.module.set_isa(isa)
                     out, _ = attend_pages(q, k, v, pages, last_page, last_len, 0.1, impl="native")
                     assert out.isfinite().all(), (isa, dtype, H, G, D, S, tail)
-    print("unharmed")
 
 
 def test_nothing_behind_the_last_token_is_read():
-    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True)
-    assert done.stdout == "unharmed\n", (done.returncode, done.stderr[-2000:])
-
-
-if __name__ == "__main__":
-    attend_everywhere()
+    child = multiprocessing.get_context("fork").Process(target=attend_everywhere, daemon=True)
+    child.start()
+    child.join(120)
+    assert child.exitcode == 0

@@ -3,13 +3,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from attend_cases import i32
 from sglang_scout.ops.select import select_pages
 
 IMPLS = pytest.mark.parametrize("impl", select_pages.names())
-
-
-def i32(values):
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def best_by_sorting(scores, pages, n_full, k, sink, recent):
@@ -85,15 +82,6 @@ def test_all_pages_are_chosen_when_they_fit(impl):
     assert [set(row) - {-1} for row in got.pages.tolist()] == [{1, 2, 3, 4}, {0, 5}]
     assert [set(row) - {-1} for row in got.missing.tolist()] == [{3, 4}, {5}]
     assert got.n_missing.tolist() == [2, 1]
-
-
-@IMPLS
-def test_empty_rows_and_empty_table(impl):
-    for columns in (3, 0):
-        scores, table = torch.zeros(2, columns), i32([[1, 2, 3][:columns]] * 2)
-        got = select_pages(scores, table, i32([0, 0]), i32([-1] * 4), 3, impl=impl)
-        assert got.pages.tolist() == got.missing.tolist() == [[-1] * 3] * 2
-        assert got.n_missing.tolist() == [0, 0]
 
 
 @pytest.mark.parametrize(

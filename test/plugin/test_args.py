@@ -1,20 +1,28 @@
 """Flags on the real ``ServerArgs``: accepted, validated, and invisible when not used.
 
-Runs in one child process, because installing the plugin extends SGLang's class for good.
+In a forked child: installing the plugin extends SGLang's class for good, and SGLang takes half a minute to import.
 """
 
-import json
 import os
-import subprocess
+
+os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+
+import json
+import multiprocessing
+import runpy
+import shutil
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import pytest
 
+from servers.pd_cluster import flags
 from sglang_scout.cli.model_config import read_model
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.profile import ModelIdentity, RecallProfile, config_digest, save_profile
+
+pytest.importorskip("sglang.srt.plugins", reason="needs SGLang")
 
 ONE_CPU = str(min(os.sched_getaffinity(0)))
 
@@ -143,47 +151,51 @@ CASES = {
     "quantised on load": ({"quantization": "fp8"}, []),
 }  # fmt: skip
 
-CHILD = """
-import json, os, runpy, sys
-cases, model = json.load(sys.stdin), sys.argv[1]
-from sglang.srt.plugins import load_plugins
-load_plugins()
-from sglang.srt.plugins.hook_registry import HookRegistry
-from sglang.srt.server_args import ServerArgs
-results = []
-for given in cases:
-    arguments = dict(model_path=model, device="cpu", disaggregation_mode="decode", kv_offload="scout")
-    arguments.update(given)
+
+def seen(made):
+    role = os.environ.pop("SGLANG_SCOUT_ROLE", None)
+    return {"page_size": made.page_size, "decode": made.decode_attention_backend, "role": role,
+            "attention": made.attention_backend, "requests": made.max_running_requests,
+            "config": made.kv_offload_config}  # fmt: skip
+
+
+def serve_flags(cases, model, folder):
+    """What becomes of each case, and of a command line, as files in ``folder``."""
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.plugins.hook_registry import HookRegistry
+    from sglang.srt.server_args import ServerArgs
+
+    sys.stderr = open(folder / "stderr", "w")
+    for name in ("SGLANG_SCOUT_ROLE", "TRITON_INTERPRET"):  # the second: of the unit tests
+        os.environ.pop(name, None)
+    load_plugins()
+    common = {"model_path": model, "device": "cpu", "disaggregation_mode": "decode"}
+    results = []
+    for given in cases:
+        try:
+            made = ServerArgs(**(common | {"kv_offload": "scout"} | given))
+            results.append(["accepted", seen(made)])
+        except Exception as error:
+            results.append([repr(type(error).__mro__[-4:-1]), str(error)])
+    os.environ.pop("SGLANG_SCOUT_ROLE", None)
+    patched = (t for t in HookRegistry._patched if "scout" in str(HookRegistry._hooks[t]))
+    facts = seen(ServerArgs(**common)) | {"patched": sorted(patched)}
+    (folder / "results.json").write_text(json.dumps([results, facts]))
+    sys.argv = ["launch_server", *flags(**common, kv_offload="scout", kv_offload_budget=33)]
     try:
-        made = ServerArgs(**arguments)
-    except Exception as error:
-        results.append([type(error).__mro__[-4:-1].__repr__(), str(error)])
-    else:
-        results.append(["accepted", {
-            "page_size": made.page_size, "decode": made.decode_attention_backend,
-            "attention": made.attention_backend, "role": os.environ.get("SGLANG_SCOUT_ROLE"),
-            "config": made.kv_offload_config}])
-os.environ.pop("SGLANG_SCOUT_ROLE", None)
-plain = ServerArgs(model_path=model, device="cpu", disaggregation_mode="decode")
-facts = {"role": os.environ.get("SGLANG_SCOUT_ROLE"), "page_size": plain.page_size,
-         "decode": plain.decode_attention_backend, "requests": plain.max_running_requests,
-         "patched": sorted(t for t in HookRegistry._patched if "scout" in str(HookRegistry._hooks[t]))}
-print("RESULT" + json.dumps([results, facts]))
-sys.argv = ["launch_server", "--model-path", model, "--device", "cpu", "--disaggregation-mode", "decode",
-            "--kv-offload", "scout", "--kv-offload-budget", "33"]
-runpy.run_module("sglang.launch_server", run_name="__main__")
-"""
+        runpy.run_module("sglang.launch_server", run_name="__main__")
+    except Exception:
+        sys.excepthook(*sys.exc_info())  # which a forked process does not come to
+        sys.exit(1)
+
+
 ABSENT = "absent"
 
 
 def _variant(source: Path, target: Path, **changes) -> str:
     """A model folder that differs in its config; weights are not looked at before the refusal."""
-    target.mkdir()
-    for item in source.iterdir():
-        if item.name != "config.json":
-            (target / item.name).symlink_to(item)
-    config = json.loads((source / "config.json").read_text())
-    config.update(changes)
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = json.loads((source / "config.json").read_text()) | changes
     config = {key: value for key, value in config.items() if value != ABSENT}
     (target / "config.json").write_text(json.dumps(config))
     return str(target)
@@ -212,25 +224,16 @@ MODELS = {
 }  # fmt: skip
 
 
-class Outcome(NamedTuple):
-    """By case what became of it, facts about a server without the flag, model folders, the end of stderr."""
-
-    cases: dict
-    facts: dict
-    paths: dict
-    last_line: str
-
-
 @pytest.fixture(scope="module")
 def outcome(tiny_model, tmp_path_factory):
+    """By case what became of it, facts about a server without the flag, model folders, the end of stderr."""
     model, folder = tiny_model("qwen3"), tmp_path_factory.mktemp("models")
     paths = {name: _variant(model, folder / name, **changes) for name, changes in MODELS.items()}
     profile = folder / "own.json"
     own = json.loads((model / "config.json").read_text())
     identity = ModelIdentity("Qwen3ForCausalLM", 4, 4, 2, 64, config_digest(own))
-    save_profile(
-        RecallProfile(1, "tiny", 32, 128, 0.12, [8] * 4, 4, identity=identity), str(profile)
-    )
+    own_profile = RecallProfile(1, "tiny", 32, 128, 0.12, [8] * 4, 4, identity=identity)
+    save_profile(own_profile, str(profile))
     (folder / "config.json").write_text('{"recall": "fixed"}')
     named = paths | {"OWN": str(profile), "FILE": f"@{folder}/config.json"}
     cases = [
@@ -238,18 +241,15 @@ def outcome(tiny_model, tmp_path_factory):
         | {key: named.get(x, x) if isinstance(x, str) else x for key, x in given.items()}
         for given, _ in CASES.values()
     ]
-    environment = {**os.environ, "SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1"}
-    for name in ("SGLANG_SCOUT_ROLE", "TRITON_INTERPRET"):  # the second: of the unit tests
-        environment.pop(name, None)
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD, str(model)],
-        input=json.dumps(cases), env=environment, capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
-    assert lines and done.returncode, done.stdout[-2000:] + done.stderr[-4000:]
-    results, facts = json.loads(lines[0][len("RESULT") :])
-    last_line = done.stderr.splitlines()[-1]
-    return Outcome(dict(zip(CASES, results, strict=True)), facts, paths, last_line)
+    fork = multiprocessing.get_context("fork")
+    child = fork.Process(target=serve_flags, args=(cases, str(model), folder), daemon=True)
+    child.start()
+    child.join(240)
+    log = (folder / "stderr").read_text()
+    assert child.exitcode == 1, log[-4000:]
+    results, facts = json.loads((folder / "results.json").read_text())
+    by_case = dict(zip(CASES, results, strict=True))
+    return SimpleNamespace(cases=by_case, facts=facts, paths=paths, last_line=log.splitlines()[-1])
 
 
 @pytest.mark.parametrize(("name", "parts"), [(n, p) for n, (_, p) in CASES.items() if p])

@@ -13,7 +13,6 @@ from sglang_scout.core.errors import ConfigError
 from sglang_scout.ops.predict import predict_query
 
 support = pytest.importorskip("sglang_scout.plugin.support", reason="needs SGLang")
-quantised_linear = pytest.importorskip("quantised_linear", reason="needs SGLang")
 linear = pytest.importorskip("sglang.srt.layers.linear", reason="needs SGLang")
 
 HIDDEN, HQ, H, D, TOKENS = 96, 6, 2, 64, 5
@@ -25,6 +24,23 @@ class RotatedInput(support.UnquantizedLinearMethod):
 
     def apply(self, layer, x, bias=None):
         return super().apply(layer, x.flip(-1), bias)
+
+
+def quantise(weight):
+    """[out, in] -> int8 codes of that shape and float32 steps [out, 1]."""
+    step = weight.abs().amax(1, keepdim=True) / 127
+    return (weight / step).round().to(torch.int8), step
+
+
+class Int8LinearMethod(support.UnquantizedLinearMethod):
+    """The float weight is dropped once it is quantised, as by the methods of SGLang, which need a GPU or AMX."""
+
+    def process_weights_after_loading(self, layer):
+        layer.codes, layer.step = quantise(layer.weight.data)
+        del layer.weight
+
+    def apply(self, layer, x, bias=None):
+        return torch.nn.functional.linear(x, layer.codes.float() * layer.step, bias)
 
 
 class Rope(support.RotaryEmbedding):
@@ -43,12 +59,11 @@ def norm(size, rng):
     return made
 
 
-def attention_layer(config=None, method=None, bias=True, q_norm=True, skip_bias_add=False, tp=1):
+def attention_layer(method=None, bias=True, q_norm=True, skip_bias_add=False, tp=1):
     """A decoder layer as `make_projectors` sees it, of rank ``tp - 1`` of ``tp``, and its weights."""
     rng = torch.Generator().manual_seed(3)
     projection = linear.QKVParallelLinear(
-        HIDDEN, D, HQ * tp, H * tp, bias=bias, skip_bias_add=skip_bias_add, quant_config=config,
-        tp_rank=tp - 1, tp_size=tp,
+        HIDDEN, D, HQ * tp, H * tp, bias=bias, skip_bias_add=skip_bias_add, tp_rank=tp - 1, tp_size=tp,
     )  # fmt: skip
     weight, shift = torch.randn(ALL, HIDDEN, generator=rng), torch.randn(ALL, generator=rng)
     projection.weight.data.copy_(weight)
@@ -99,11 +114,11 @@ def test_plain_weights_are_sliced_and_quantised_ones_go_through_the_module(agree
     (project,) = support.make_projectors([layer])
     agree(predict_query, project(*token), predicted(layer, weight, bias, *token))
     assert not calls
-    layer, weight, bias = attention_layer(quantised_linear.Int8Config({}), **given)
+    layer, weight, bias = attention_layer(Int8LinearMethod(), **given)
     calls = counted(layer)
     assert not hasattr(layer.self_attn.qkv_proj, "weight")
     (project,) = support.make_projectors([layer])
-    codes, step = quantised_linear.quantise(weight)
+    codes, step = quantise(weight)
     got = project(*token)
     agree(predict_query, got, predicted(layer, codes * step, bias, *token))
     assert len(calls) == 1

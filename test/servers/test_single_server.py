@@ -2,12 +2,11 @@
 
 import os
 import sys
-import time
 
 import pytest
 
 from servers.processes import CLUSTER_VARIABLE, processes_of
-from servers.server_process import ServerFailed, ServerProcess, free_ports, wait_healthy
+from servers.server_process import ServerFailed
 from servers.single_server import SingleServer
 
 ANSWERS = (
@@ -47,33 +46,8 @@ def test_it_answers_and_leaves_nothing(tmp_path, monkeypatch):
     server.stop()
 
 
-def test_one_that_ends_is_told_at_once_with_its_log(tmp_path):
-    with pytest.raises(ServerFailed, match="stand-in server ended with exit code 3") as caught:
-        with single(tmp_path, "print('why', flush=True); raise SystemExit(3)"):
-            pass
-    assert "why" in str(caught.value)
-
-
 def test_one_that_stays_silent_is_given_up_and_ended(tmp_path):
     server = single(tmp_path, SLEEPS, timeout_s=0.6)
     with pytest.raises(ServerFailed, match=r"not healthy within \d+ s \(.*/health: .*refused"):
         server.__enter__()
     assert not left_behind(server)
-
-
-def test_the_end_of_another_server_ends_the_wait(tmp_path):
-    environment = {CLUSTER_VARIABLE: "test_single_server"}
-    silent, ended = (
-        ServerProcess(name, [sys.executable, "-c", code], environment, tmp_path / name)
-        for name, code in (("silent", SLEEPS), ("ended", "pass"))
-    )
-    for server in (silent, ended):
-        server.start()
-    try:
-        [port] = free_ports(1)
-        url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 60
-        with pytest.raises(ServerFailed, match="the ended server ended with exit code 0"):
-            wait_healthy(silent, url, deadline, [silent, ended])
-    finally:
-        silent.signal(9)
-        silent.wait(10)
