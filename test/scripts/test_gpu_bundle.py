@@ -157,7 +157,9 @@ def pack_with(tmp_path):
         for path in (*PYTHONS, "bin/uv", "scripts/gpu_bundle.sh"):
             (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         for path in (*PYTHONS, "bin/uv"):
-            (tmp_path / path).write_text(TOOL.format(has_pip=int(path in having), out=tmp_path / "out"))
+            (tmp_path / path).write_text(
+                TOOL.format(has_pip=int(path in having), out=tmp_path / "out")
+            )
             (tmp_path / path).chmod(0o755)
         for name in ("gpu_bundle.sh", "gpu_bundle_run.sh"):
             shutil.copy(ROOT / "scripts" / name, tmp_path / "scripts")

@@ -289,18 +289,16 @@ class ResidencyTable:
         Raises:
             AssertionError: slots lost or doubled, or the two directions of the map disagree.
         """
-        pending = self.metadata.is_pending
         for layer in range(self.num_layers):
             free = self.metadata.free[layer, : self._num_free[layer]]
             states, slot_of = self.page_of[layer], self.slot_of[layer]
-            mapped = np.flatnonzero(states >= 0)
-            reserved = (states < -1).sum()
-            assert len(np.unique(free)) == len(free), f"layer {layer}: a slot is free twice"
-            assert (states[free] == -1).all(), f"layer {layer}: free but mapped"
-            assert (slot_of[states[mapped]] == mapped).all(), f"layer {layer}: map"
-            assert (slot_of >= 0).sum() == len(mapped), f"layer {layer}: stale page"
+            pending = self.metadata.is_pending[layer]
+            mapped, reserved = np.flatnonzero(states >= 0), (states < -1).sum()
+            is_free = len(np.unique(free)) == len(free) and (states[free] == -1).all()
+            assert is_free, f"layer {layer}: a slot is free twice, or free but mapped"
+            is_inverse = (slot_of[states[mapped]] == mapped).all()
+            assert is_inverse and (slot_of >= 0).sum() == len(mapped), f"layer {layer}: map"
             total = len(free) + len(mapped) + reserved
             assert total == self.num_slots, f"layer {layer}: {total} of {self.num_slots} slots"
-            assert pending[layer].sum() <= reserved, f"layer {layer}: pending without a slot"
-            both = pending[layer] & (slot_of >= 0)
-            assert not both.any(), f"layer {layer}: pending and resident"
+            is_apart = not (pending & (slot_of >= 0)).any()
+            assert is_apart and pending.sum() <= reserved, f"layer {layer}: pending"
