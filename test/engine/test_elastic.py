@@ -245,7 +245,7 @@ class ElasticMachine(RuleBasedStateMachine):
                 copies = [c.taken for c in self.worker.engine.recall._in_flight]
                 reserved = sum(int((t.layers == layer).sum()) for t in copies)
                 mapped = int((table.page_of[layer] >= 0).sum())
-                assert table.num_free(layer) + mapped + reserved == table.num_slots
+                assert table.num_free[layer] + mapped + reserved == table.num_slots
 
     @invariant()
     def only_pages_of_requests_are_resident(self):

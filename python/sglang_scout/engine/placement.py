@@ -104,6 +104,5 @@ class Placement:
             every = np.arange(len(absent))[:, None, None]
             keys = self._table.missing(every, np.where(absent, table, -1))
             layers, pages = np.divmod(keys, self._table.num_pages)
-            free = np.array([self._table.num_free(layer) for layer in range(len(absent))])
-            fits = np.flatnonzero(rank_within(layers) < free[layers])[:left]
+            fits = np.flatnonzero(rank_within(layers) < self._table.num_free[layers])[:left]
             self._recall.fill(layers[fits], pages[fits])

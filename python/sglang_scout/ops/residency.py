@@ -138,6 +138,7 @@ class ResidencyTable:
         uses: how much pages have been selected; the engine says it what was.
         slot_of: ``[L, P]`` int32, slot of a page or -1. Shared with the engine, which reads it.
         page_of: ``[L, S]`` int32, page of a slot; negative: has none.
+        num_free: ``[L]`` slots that are neither mapped nor reserved.
     """
 
     def __init__(
@@ -153,7 +154,7 @@ class ResidencyTable:
         self.metadata = metadata = _native.Residency(num_layers, num_pages, num_slots)
         self.uses = PageUses(metadata, half_life_steps)
         self.slot_of, self.page_of = metadata.slot_of, metadata.page_of
-        self._slot, self._num_free = self.slot_of.reshape(-1), metadata.num_free
+        self._slot, self.num_free = self.slot_of.reshape(-1), metadata.num_free
         self._changed: list[Ids] | None = None
 
     def take_changes(self) -> tuple[Ids, Pages]:
@@ -172,10 +173,6 @@ class ResidencyTable:
         if self._changed is not None:
             self._changed.append(changed)
         return len(changed)
-
-    def num_free(self, layer: int) -> int:
-        """Slots of ``layer`` that are neither mapped nor reserved."""
-        return int(self._num_free[layer])
 
     @property
     def resident_pages(self) -> int:
@@ -211,9 +208,9 @@ class ResidencyTable:
     def reserve(self, layer: Ints | int, pages: Ints) -> Reservation:
         """Take free slots for those of ``pages`` that are missing, the most frequent as far as they go."""
         keys = self.missing(layer, pages)
-        if (self._per_layer(keys) > self._num_free).any():
+        if (self._per_layer(keys) > self.num_free).any():
             keys, layers, rank = self._by_frequency(keys)
-            keys = np.sort(keys[rank < self._num_free[layers]])
+            keys = np.sort(keys[rank < self.num_free[layers]])
         return Reservation(*self.metadata.reserve(keys))
 
     def exchange(self, layer: Ints | int, pages: Ints, before_step: int) -> Reservation:
@@ -223,24 +220,24 @@ class ResidencyTable:
         as frequent. The caller must be done with reading the layer's slots in this step.
         """
         keys = self.missing(layer, pages)
-        short = self._per_layer(keys) - self._num_free
+        short = self._per_layer(keys) - self.num_free
         if (short > 0).any():
             keys, layers, rank = self._by_frequency(keys)
             frequency = self._frequency_of(keys)
             best = np.zeros(self.num_layers, np.float32)  # of the first to find no free slot
-            is_best = rank == self._num_free[layers]
+            is_best = rank == self.num_free[layers]
             best[layers[is_best]] = frequency[is_best]
             below = best * np.float32(1.001 / SWAP_MARGIN)  # a little more than needed: rounding
             found_layers, slots, slot_frequency = self.metadata.least_frequent(
                 short, before_step, below
             )
             # The most frequent page that finds no free slot meets the least frequent slot.
-            contender = np.searchsorted(layers, found_layers) + self._num_free[found_layers]
+            contender = np.searchsorted(layers, found_layers) + self.num_free[found_layers]
             contender += rank_within(found_layers)
             # Contenders come by falling frequency and slots by rising one, so the wins come first.
             wins = frequency[contender] > SWAP_MARGIN * slot_frequency
             self._note(self.metadata.vacate(found_layers[wins], slots[wins]))
-            keys = np.sort(keys[rank < self._num_free[layers]])
+            keys = np.sort(keys[rank < self.num_free[layers]])
         return Reservation(*self.metadata.reserve(keys))
 
     def _per_layer(self, keys: Ids) -> Ids:
@@ -265,7 +262,7 @@ class ResidencyTable:
         Only pages last selected before ``before_step`` go. Returns how many went.
         """
         short = np.zeros(self.num_layers, np.int64)
-        short[layer] = want_free - self._num_free[layer]
+        short[layer] = want_free - self.num_free[layer]
         if (short <= 0).all():
             return 0
         any_frequency = np.full(self.num_layers, np.inf, np.float32)
@@ -284,23 +281,17 @@ class ResidencyTable:
         self.uses.stamp[:, ids] = -1
 
     def check(self) -> None:
-        """Assert the invariants; for tests and debugging.
-
-        Raises:
-            AssertionError: slots lost or doubled, or the two directions of the map disagree.
-        """
-        pending = self.metadata.is_pending
+        """Raise AssertionError where slots are lost or doubled, or the two directions of the map disagree."""
         for layer in range(self.num_layers):
-            free = self.metadata.free[layer, : self._num_free[layer]]
+            free = self.metadata.free[layer, : self.num_free[layer]]
             states, slot_of = self.page_of[layer], self.slot_of[layer]
-            mapped = np.flatnonzero(states >= 0)
-            reserved = (states < -1).sum()
-            assert len(np.unique(free)) == len(free), f"layer {layer}: a slot is free twice"
-            assert (states[free] == -1).all(), f"layer {layer}: free but mapped"
-            assert (slot_of[states[mapped]] == mapped).all(), f"layer {layer}: map"
-            assert (slot_of >= 0).sum() == len(mapped), f"layer {layer}: stale page"
+            pending = self.metadata.is_pending[layer]
+            mapped, reserved = np.flatnonzero(states >= 0), (states < -1).sum()
+            is_free = len(np.unique(free)) == len(free) and (states[free] == -1).all()
+            assert is_free, f"layer {layer}: a slot is free twice, or free but mapped"
+            is_inverse = (slot_of[states[mapped]] == mapped).all()
+            assert is_inverse and (slot_of >= 0).sum() == len(mapped), f"layer {layer}: map"
             total = len(free) + len(mapped) + reserved
             assert total == self.num_slots, f"layer {layer}: {total} of {self.num_slots} slots"
-            assert pending[layer].sum() <= reserved, f"layer {layer}: pending without a slot"
-            both = pending[layer] & (slot_of >= 0)
-            assert not both.any(), f"layer {layer}: pending and resident"
+            is_apart = not (pending & (slot_of >= 0)).any()
+            assert is_apart and pending.sum() <= reserved, f"layer {layer}: pending"
