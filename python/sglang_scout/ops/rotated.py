@@ -24,6 +24,7 @@ import functools
 import torch
 
 from ..core.registry import Tolerance
+from . import triton
 from .digest import same_rows
 from .layers import LayerPages, source_rows
 from .op import Call, op
@@ -218,3 +219,9 @@ def score_rotated(
     u = torch.einsum("bhgd,bnhtd->bhgnt", q, keys.view(B, N, *keys.shape[1:])).logsumexp(-1)
     score = reduce_heads(u.flatten(1, 2), table, n_full, reduce)
     return score if out is None else out.copy_(score)
+
+
+triton.implements(
+    build_layer_rotated, "rotated", pinned=("source.k",), sizes={"D": triton.HEAD_DIMS}
+)
+triton.implements(score_rotated, "rotated", sizes={"D": triton.HEAD_DIMS})
