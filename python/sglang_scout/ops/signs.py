@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from ..core.registry import Tolerance
-from . import native, triton
+from . import native
 from .digest import given_rows, same_rows
 from .layers import LayerPages, source_rows
 from .op import Call, op
@@ -167,7 +167,3 @@ def _native_score(q, low, high, table, n_full, out):
         out.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return out
-
-
-triton.implements(build_layer_signs, "pages", pinned=("source.k",), sizes={"D": triton.HEAD_DIMS})
-triton.implements(score_signs, "signs", sizes={"D": triton.HEAD_DIMS})

@@ -1,5 +1,5 @@
 """Whole pages of all layers and single tokens on the device: `build_layer_digests`,
-`build_layer_signs`, `copy_layer_pages` and `append_tokens`.
+`copy_layer_pages` and `append_tokens`.
 
 Bytes that must move: a digest reads S H D e and writes 2 H D e; a copy reads and writes K and V of
 the page; an appended token is 2 H D e read, and the same written to each pool. An id outside its
@@ -10,10 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..signs import WORD_TOKENS, as_bits
 from .exact import rounded
 
-_WORD_TOKENS = tl.constexpr(WORD_TOKENS)
 _COPY_WORDS = 4096  # of one program at a time: 16 KiB where words have 4 bytes
 # A recall copies while a step runs. As many programs as keep the bus busy (16 KiB of each on their
 # way, bandwidth times latency is some 100 KiB) and no more: the step's kernels want the rest of the
@@ -59,37 +57,6 @@ def digest_kernel(
         row = ((layer * P + page) * H + h) * D + d
         tl.store(kmin + row, tl.min(low, axis=0).to(kmin.dtype.element_ty), mask=d < D)
         tl.store(kmax + row, tl.max(high, axis=0).to(kmax.dtype.element_ty), mask=d < D)
-
-
-@triton.jit
-def word_of(k, page, h, first, H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """[BLOCK_D] int32: bit t is set where token first + t has no minus sign. k: [P, 32, H, D] integers."""
-    t, d = tl.arange(0, _WORD_TOKENS), tl.arange(0, BLOCK_D)
-    at = ((page * 2 * _WORD_TOKENS + first + t) * H + h)[:, None] * D + d[None, :]
-    # [16, BLOCK_D]
-    keys = tl.load(k + at, mask=(d < D)[None, :], other=-1)
-    return tl.sum((keys >= 0).to(tl.int32) << t[:, None], axis=0)
-
-
-@triton.jit
-def build_signs_kernel(
-    addresses, ids, rows, low, high,
-    P, R,
-    H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ALIGN: tl.constexpr,
-):  # fmt: skip
-    """One page, head and layer. addresses [L] of [R, 32, H, D]; ids [n]; rows: see `source_row`; low, high
-    [L, P, H, D]."""
-    page, h = tl.load(ids + tl.program_id(0)), tl.program_id(1)
-    layer = tl.program_id(2).to(tl.int64)
-    source = source_row(rows, page, layer)
-    if (page >= 0) & (page < P) & (source >= 0) & (source < R):
-        k = layer_pointer(addresses, layer, low.dtype.element_ty, ALIGN)
-        d = tl.arange(0, BLOCK_D)
-        row = ((layer * P + page) * H + h) * D + d
-        word = word_of(k, source, h, 0, H, D, BLOCK_D)  # [BLOCK_D]
-        tl.store(low + row, word.to(low.dtype.element_ty), mask=d < D)
-        word = word_of(k, source, h, _WORD_TOKENS, H, D, BLOCK_D)
-        tl.store(high + row, word.to(high.dtype.element_ty), mask=d < D)
 
 
 # One compilation for every number of pages.
@@ -169,17 +136,6 @@ def build_layer_digests(source, ids, kmin, kmax, rows):
     digest_kernel[(ids.numel(), H, len(source.k))](
         source.addresses, ids, rows, kmin, kmax, kmin.shape[1], R, S, H, D, *blocks,
         source.align_bytes, num_warps=4,
-    )  # fmt: skip
-
-
-def build_layer_signs(source, ids, low, high, rows):
-    """See `ops.signs.build_layer_signs`."""
-    R, _, H, D = source.k[0].shape
-    if ids.numel() == 0:
-        return
-    build_signs_kernel[(ids.numel(), H, len(source.k))](
-        source.addresses, ids, rows, as_bits(low), as_bits(high), low.shape[1], R, H, D,
-        triton.next_power_of_2(D), source.align_bytes, num_warps=4,
     )  # fmt: skip
 
 

@@ -14,13 +14,13 @@ import torch
 import triton
 import triton.language as tl
 
-from ..rotated import _FLIP, FIRST, LARGEST, ONE_BIT, PAGE_TOKENS, SECOND, STATS_BYTES
+from ..rotated import FIRST, FLIP, LARGEST, ONE_BIT, PAGE_TOKENS, SECOND, STATS_BYTES
 from .exact import dot_fp32, finite, rounded
 from .pages import layer_pointer, source_row
 from .score import Scratch
 
 _FIRST, _SECOND, _ONE_BIT = tl.constexpr(FIRST), tl.constexpr(SECOND), tl.constexpr(ONE_BIT)
-_LARGEST, _FLIP32 = tl.constexpr(LARGEST), tl.constexpr(_FLIP - 2**32)
+_LARGEST, _FLIP32 = tl.constexpr(LARGEST), tl.constexpr(FLIP - 2**32)
 _TOKENS, _STATS_BYTES = tl.constexpr(PAGE_TOKENS), tl.constexpr(STATS_BYTES)
 _CHUNK = tl.constexpr(32)  # channels that are rotated at a time
 _TOP = tl.constexpr(127 * 256.0)  # of what two int8 digits hold
@@ -46,11 +46,9 @@ def rotated_rows(x, row, kept, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl
     out = tl.zeros([row.shape[0], BLOCK_D], tl.float32)
     for first in range(0, D, _CHUNK):
         j = first + tl.arange(0, _CHUNK)
+        inside = kept[:, None] & (j < D)[None, :]
         # [M, _CHUNK]
-        part = tl.load(
-            x + row[:, None] + j[None, :], mask=kept[:, None] & (j < D)[None, :], other=0
-        )
-        part = part.to(tl.float32)
+        part = tl.load(x + row[:, None] + j[None, :], mask=inside, other=0).to(tl.float32)
         part = tl.where(part == part, tl.minimum(tl.maximum(part, -_LARGEST), _LARGEST), 0.0)
         # [_CHUNK, BLOCK_D]: element (j, i) of a Hadamard matrix is negative where i & j has an odd number of bits.
         j = j[:, None]
@@ -128,9 +126,8 @@ def query_kernel(
     """The rotated queries of a KV head as integers, once for all its blocks of pages.
 
     q [B, HQ, D]; digits [B, H, 1 + BITS, BLOCK_G, 2, BLOCK_D] int8: for the mean in the order of channels, for
-    each plane in that of its operand, which has 4 c + r at r D / 4 + c, times its level and 2^-r; factors
-    [B, HQ, 2]: what an integer stands for, and the sum of all integers of the planes, as the numbers that
-    they stand for.
+    each plane times its level and 2^-r, in the order of its operand: 4 c + r at r BLOCK_D / 4 + c; factors [B, HQ, 2]:
+    what an integer stands for, and the sum of what those of the planes stand for.
     """
     h, b = tl.program_id(0), tl.program_id(1)
     g, d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
@@ -227,9 +224,7 @@ def rotated_sums_kernel(
         of_mean = digits + (b * H + h) * ((1 + BITS) * SIZE)
         of_mean += tl.arange(0, 2 * BLOCK_G)[None, :] * BLOCK_D + d[:, None]
         first = tl.load(of_mean + SIZE)
-        second = first
-        if BITS == 2:
-            second = tl.load(of_mean + 2 * SIZE)
+        second = tl.load(of_mean + BITS * SIZE)
         unit = tl.load(factors + 2 * head, mask=kept, other=0.0)  # [BLOCK_G]
         total = tl.load(factors + 2 * head + 1, mask=kept, other=0.0)
         # [BLOCK_N, BLOCK_D]
