@@ -74,9 +74,9 @@ def cases() -> Iterator[tuple[str, Callable[..., object], tuple]]:
     from sglang_scout.ops.layers import LayerPages
     from sglang_scout.ops.merge import merge_states
     from sglang_scout.ops.predict import predict_query
+    from sglang_scout.ops.rotated import build_layer_rotated, planes_shape, score_rotated
     from sglang_scout.ops.score import score_pages
     from sglang_scout.ops.select import select_pages
-    from sglang_scout.ops.signs import build_layer_signs, score_signs
     from sglang_scout.ops.triton import answer, attend, doorbell
     from sglang_scout.worker.ring import layout_of
     from sglang_scout.worker.spec import ArenaSpec
@@ -115,14 +115,23 @@ def cases() -> Iterator[tuple[str, Callable[..., object], tuple]]:
         ids = empty(64, dtype=I64)
         layers = LayerPages.of([k] * 3, [v] * 3, "meta")
         of_layers, rows = [torch.stack([x] * 3) for x in digests], empty(3, 64, dtype=I64)
-        arguments = (layers, ids, *of_layers)
-        for of, source in (("", arguments), (" of slots", (*arguments, rows))):
-            yield f"build_layer_digests{of}, {model}", build_layer_digests, source
-            yield f"build_layer_signs{of}, {model}", build_layer_signs, source
+        parts = {
+            bits: [
+                empty(3, P, H, *x, dtype=torch.uint8) for x in (planes_shape(bits, D), (D + 80,))
+            ]
+            for bits in ((1, 2) if model in ("Qwen3-14B", "D=256", "all one") else (1,))
+        }
+        for of, given in (("", None), (" of slots", rows)):
+            arguments = (layers, ids, *of_layers, given)
+            yield f"build_layer_digests{of}, {model}", build_layer_digests, arguments
+            arguments = (layers, ids, *parts[max(parts)], given)
+            yield f"build_layer_rotated{of}, {model}", build_layer_rotated, arguments
         slots = [x.new_empty(3, 9, *x.shape[1:]) for x in (k, v)]
         triples = empty(3, 64, dtype=I64)
         yield f"copy_layer_pages, {model}", copy_layer_pages, (layers, triples, *slots)
-        yield f"score_signs, {model}", score_signs, (q, *digests, table, row)
+        for bits, (planes, stats) in parts.items():
+            arguments = (q, planes[0], stats[0], table, row, 0.1)
+            yield f"score_rotated, {bits} bits, {model}", score_rotated, arguments
     out, lse, row = empty(16, 40, 128), empty(16, 40), empty(4, dtype=I32)
     x = empty(16, 5120, dtype=BF16)
     table, at = empty(40960, 128), empty(16, dtype=I64)

@@ -1,6 +1,7 @@
 """Every kernel compiles for the device, without one. What runs interpreted may still not compile."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -51,15 +52,17 @@ def test_products_run_on_tensor_cores_and_tiles_are_read_16_bytes_at_a_time(ptx,
     assert ("cp.async.cg.shared.global" in ptx[name]) == (name == "attend_kernel")  # pipelined
 
 
-def test_bits_of_keys_reach_the_tensor_cores_without_a_float_in_between(ptx):
-    """Warp-group products of 64 pages whose bits come from registers; both words read 16 bytes at a time."""
-    code = ptx["sign_sums_kernel"]
-    assert (
-        code.count("wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16") == 32
-    )  # D / 16, 4 places
+def test_a_mask_of_stored_bits_is_all_that_makes_an_operand(ptx):
+    """Warp-group products of 64 pages whose bits come from registers, read 16 bytes at a time."""
+    code = ptx["rotated_sums_kernel"]
+    products = "wgmma.mma_async.sync.aligned.m64n16k32.s32.s8.s8"
+    assert code.count(products) == 4 + 4 * 4  # D / 32 of the mean, and of each of four tokens
     assert "mma.sync" not in code
-    assert "ld.global.v4" in code
-    assert code.count("cvt.rn.f16.f32") <= 32  # the two parts of the query, not the bits
+    # Of each register with the bits of two tokens in two rows: 4 masks a token, none by bytes.
+    masks = [f"and.b32 .*, {(0x01010101 << r)};" for r in range(4)]
+    assert [len(re.findall(mask, code)) for mask in masks] == [16] * 4
+    assert "prmt" not in code
+    assert "cp.async.cg.shared.global" in code
 
 
 def test_a_post_is_released_once_behind_all_it_wrote(ptx):

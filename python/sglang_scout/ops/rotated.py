@@ -24,6 +24,7 @@ import functools
 import torch
 
 from ..core.registry import Tolerance
+from . import triton
 from .digest import same_rows
 from .layers import LayerPages, source_rows
 from .op import Call, op
@@ -36,7 +37,8 @@ STATS_BYTES = 80
 LARGEST = 2.0**60
 """Larger elements of K count as this, and those that are no number as 0: digests and scores stay finite."""
 
-_FLIP = 0x9E3779B1  # channel d is negated where bit 31 of (d + 1) times this is set
+FLIP = 0x9E3779B1
+"""Channel d is negated where bit 31 of (d + 1) times this is set."""
 
 BUILD_TOLERANCES = {
     name: Tolerance(0.0, 0.0, "compared by what is stored: see the tests of building")
@@ -56,7 +58,7 @@ def _rotation(D: int, device: torch.device) -> torch.Tensor:
     block = torch.ones(1, 1)
     while len(block) < width:
         block = torch.cat([torch.cat([block, block], 1), torch.cat([block, -block], 1)])
-    flips = 1 - 2 * (((torch.arange(D) + 1) * _FLIP >> 31) & 1)
+    flips = 1 - 2 * (((torch.arange(D) + 1) * FLIP >> 31) & 1)
     whole = torch.block_diag(*[block * width**-0.5] * (D // width)) * flips
     return whole.T.contiguous().to(device)
 
@@ -248,3 +250,9 @@ def score_rotated(
     u = estimate_rotated.reference(q, planes, stats, table, n_full, scale)
     score = reduce_heads(u, table, n_full, reduce)
     return score if out is None else out.copy_(score)
+
+
+triton.implements(
+    build_layer_rotated, "rotated", pinned=("source.k",), sizes={"D": triton.HEAD_DIMS}
+)
+triton.implements(score_rotated, "rotated", sizes={"D": triton.HEAD_DIMS})

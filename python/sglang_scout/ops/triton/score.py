@@ -5,6 +5,9 @@ for its score. The bounds in between, 4 HQ per page, are written and read once m
 the L2 cache (40 heads, 2,048 pages, batch 16: 5 MiB) and are 4 % of the digests of 8 heads of 128.
 """
 
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 
@@ -120,6 +123,42 @@ def reduce_kernel(
         tl.store(out + row + n, tl.full([BLOCK_N], float("-inf"), tl.float32), mask=n < N)
 
 
+class Scratch(NamedTuple):
+    """What is written for every block of pages before heads are reduced: u of each page, and the block's largest u
+    and sum of e^(u - largest)."""
+
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    block_pages: int
+
+    @classmethod
+    def of(cls, q, N, block_pages):
+        B, HQ, _ = q.shape
+        blocks = triton.cdiv(N, block_pages)
+        # So that a program reads the numbers of several blocks at once, whatever their count.
+        of_blocks = q.new_empty((2, B, HQ, 16 * triton.cdiv(blocks, 16))).unbind()
+        return cls((q.new_empty((B, HQ, blocks * block_pages)), *of_blocks), block_pages)
+
+    @property
+    def strides(self):
+        """Of a head's rows."""
+        return self.tensors[0].shape[2], self.tensors[1].shape[2]
+
+    @property
+    def blocks(self):
+        return self.tensors[0].shape[2] // self.block_pages
+
+    def reduced(self, table, n_full, reduce, out):
+        """``out``, with the scores of all heads together."""
+        (B, N), HQ = table.shape, self.tensors[0].shape[1]
+        block_blocks = triton.next_power_of_2(self.blocks)
+        block_h = min(64, triton.next_power_of_2(HQ), max(1, _HELD_PARTS // block_blocks))
+        reduce_kernel[(self.blocks, B)](
+            *self.tensors, table, n_full, out, N, *self.strides, self.blocks, HQ, reduce, self.block_pages,
+            block_h, block_blocks, num_warps=4,
+        )  # fmt: skip
+        return out
+
+
 def score_pages(q, kmin, kmax, table, n_full, scale, reduce, out):
     """See `ops.score.score_pages`."""
     (B, N), (_, H, D), HQ = table.shape, kmin.shape, q.shape[1]
@@ -127,23 +166,11 @@ def score_pages(q, kmin, kmax, table, n_full, scale, reduce, out):
         out = q.new_empty((B, N))
     if B * N == 0:
         return out
-    block_d = triton.next_power_of_2(D)
+    G, block_d = HQ // H, triton.next_power_of_2(D)
     block_n = min(_BLOCK_PAGES, _BLOCK_VALUES // block_d, max(16, triton.next_power_of_2(N)))
-    blocks = triton.cdiv(N, block_n)
-    block_blocks = triton.next_power_of_2(blocks)
-    row_stride = blocks * block_n
-    # So that a program reads the numbers of several blocks at once, whatever their count.
-    part_stride = 16 * triton.cdiv(blocks, 16)
-    bounds = q.new_empty((B, HQ, row_stride))
-    block_top, block_mass = q.new_empty((2, B, HQ, part_stride)).unbind()
-    G = HQ // H
-    bounds_kernel[(blocks, H, B)](
-        q, kmin, kmax, table, n_full, bounds, block_top, block_mass, scale, N, row_stride, part_stride,
+    scratch = Scratch.of(q, N, block_n)
+    bounds_kernel[(scratch.blocks, H, B)](
+        q, kmin, kmax, table, n_full, *scratch.tensors, scale, N, *scratch.strides,
         H, G, D, block_n, max(16, triton.next_power_of_2(G)), block_d, num_warps=4,
     )  # fmt: skip
-    reduce_kernel[(blocks, B)](
-        bounds, block_top, block_mass, table, n_full, out, N, row_stride, part_stride, blocks, HQ, reduce,
-        block_n, min(64, triton.next_power_of_2(HQ), max(1, _HELD_PARTS // block_blocks)), block_blocks,
-        num_warps=4,
-    )  # fmt: skip
-    return out
+    return scratch.reduced(table, n_full, reduce, out)
