@@ -24,7 +24,8 @@ import functools
 import torch
 
 from ..core.registry import Tolerance
-from .digest import same_rows
+from . import native
+from .digest import given_rows, same_rows
 from .layers import LayerPages, source_rows
 from .op import Call, op
 from .score import REDUCTIONS, reduce_heads
@@ -218,3 +219,29 @@ def score_rotated(
     u = torch.einsum("bhgd,bnhtd->bhgnt", q, keys.view(B, N, *keys.shape[1:])).logsumexp(-1)
     score = reduce_heads(u.flatten(1, 2), table, n_full, reduce)
     return score if out is None else out.copy_(score)
+
+
+_NATIVE_DIMS = {"D": range(16, 1025, 16)}  # sums over larger heads would overflow 16 bits
+
+
+@native.implements(build_layer_rotated, unless=given_rows, sizes=_NATIVE_DIMS)
+def _native_build(source, ids, planes, stats, rows):
+    P, _, H, D = source.k[0].shape
+    native.check_ids("build_layer_rotated", "ids", ids, P)
+    for k, of_planes, of_stats in zip(source.k, planes, stats, strict=True):
+        native.module.rotate_pages(
+            k.data_ptr(), H, D, native.DTYPES[k.dtype], ids.data_ptr(), ids.numel(),
+            planes.shape[3], of_planes.data_ptr(), of_stats.data_ptr(),
+        )  # fmt: skip
+
+
+@native.implements(score_rotated, sizes=_NATIVE_DIMS)
+def _native_score(q, planes, stats, table, n_full, scale, reduce, out):
+    (P, H, bits, *_), (B, N) = planes.shape, table.shape
+    out = q.new_empty((B, N)) if out is None else out
+    native.module.score_rotated(
+        q.data_ptr(), planes.data_ptr(), stats.data_ptr(),
+        P, H, q.shape[1] // H, q.shape[2], bits, table.data_ptr(), n_full.data_ptr(), B, N,
+        float(scale), REDUCTIONS.index(reduce), out.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    return out

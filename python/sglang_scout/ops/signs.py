@@ -12,8 +12,8 @@ from __future__ import annotations
 import torch
 
 from ..core.registry import Tolerance
-from . import native, triton
-from .digest import given_rows, same_rows
+from . import triton
+from .digest import same_rows
 from .layers import LayerPages, source_rows
 from .op import Call, op
 
@@ -144,29 +144,6 @@ def score_signs(
     score = torch.where(spread > LEAST_SPREAD * largest, u / spread, 0.0).amax(1)
     score.masked_fill_(void, -torch.inf)
     return score if out is None else out.copy_(score)
-
-
-@native.implements(build_layer_signs, unless=given_rows)
-def _native_build(source, ids, low, high, rows):
-    P, _, H, D = source.k[0].shape
-    native.check_ids("build_layer_signs", "ids", ids, P)
-    for k, first, second in zip(source.k, low, high, strict=True):
-        native.module.sign_pages(
-            k.data_ptr(), H, D, native.DTYPES[k.dtype], ids.data_ptr(), ids.numel(),
-            first.data_ptr(), second.data_ptr(),
-        )  # fmt: skip
-
-
-@native.implements(score_signs)
-def _native_score(q, low, high, table, n_full, out):
-    (P, H, D), (B, N) = low.shape, table.shape
-    out = q.new_empty((B, N)) if out is None else out
-    native.module.score_signs(
-        q.data_ptr(), low.data_ptr(), high.data_ptr(), native.DTYPES[low.dtype],
-        P, H, q.shape[1] // H, D, table.data_ptr(), n_full.data_ptr(), B, N,
-        out.data_ptr(), torch.get_num_threads(),
-    )  # fmt: skip
-    return out
 
 
 triton.implements(build_layer_signs, "pages", pinned=("source.k",), sizes={"D": triton.HEAD_DIMS})
