@@ -10,8 +10,6 @@ namespace scout {
 namespace {
 
 struct CodeSums {
-  static constexpr int kHeads = 1;
-
   // What a query head brings along; its table has table_floats(dim) floats.
   struct Query {};
   static ptrdiff_t table_floats(int dim) { return 4 * dim; }
@@ -27,10 +25,8 @@ struct CodeSums {
     groups = of_dim / 4;
   }
 
-  // sum_d q_d level_d of every token, in units of its scale, for so many query heads: levels [heads, 32].
-  template <int kCount>
-  void add_up(const float* table, ptrdiff_t, const Query*, float* levels) const {
-    static_assert(kCount == 1, "");
+  // sum_d q_d level_d of every token, in units of its scale and of what is returned: levels [32].
+  float add_up(const float* table, const Query&, float* levels) const {
     const float weights[2] = {bits == 1 ? kOneBit : kFirst, kSecond};
     for (int t = 0; t < kRotatedTokens; ++t) levels[t] = 0.0f;
     for (int row = 0; row < 16 * bits; ++row) {
@@ -43,6 +39,7 @@ struct CodeSums {
       levels[row % 16] += weights[row / 16] * low;
       levels[16 + row % 16] += weights[row / 16] * high;
     }
+    return 1.0f;
   }
 
   // The scales of the tokens in the order of levels.

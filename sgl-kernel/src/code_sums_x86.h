@@ -31,7 +31,7 @@ struct Plane {
   static I look_up(I table, I at) { return _mm256_shuffle_epi8(table, at); }
   static I add8(I a, I b) { return _mm256_add_epi8(a, b); }
   static I add16(I a, I b) { return _mm256_add_epi16(a, b); }
-  static I odd_bytes(I x) { return _mm256_srli_epi16(x, 8); }
+  static I odd_bytes(I x) { return _mm256_maddubs_epi16(x, _mm256_set1_epi16(256)); }
   static __m256i plane(I x, int) { return x; }
 };
 
@@ -54,7 +54,7 @@ struct BothPlanes {
   static I look_up(I table, I at) { return _mm512_shuffle_epi8(table, at); }
   static I add8(I a, I b) { return _mm512_add_epi8(a, b); }
   static I add16(I a, I b) { return _mm512_add_epi16(a, b); }
-  static I odd_bytes(I x) { return _mm512_srli_epi16(x, 8); }
+  static I odd_bytes(I x) { return _mm512_maddubs_epi16(x, _mm512_set1_epi16(256)); }
   static __m256i plane(I x, int i) {
     return i == 0 ? _mm512_castsi512_si256(x) : _mm512_extracti64x4_epi64(x, 1);
   }
@@ -62,7 +62,6 @@ struct BothPlanes {
 #endif
 
 struct CodeSums {
-  static constexpr int kHeads = 2;
   static constexpr int kBlock = 32;        // bytes of a row at once: 16 columns in either lane
   static constexpr float kSteps = 125.0f;  // of two tables: with their rounding they reach up to 254
 
@@ -109,6 +108,7 @@ struct CodeSums {
   // The planes of a page and head, as indices into tables.
   void load(const uint8_t* planes, int of_bits, int dim) {
     bits = of_bits;
+    pairs = 0;
     const ptrdiff_t plane_bytes = 4 * dim;
 #ifdef __AVX512BW__
     if (bits == 2) {
@@ -117,40 +117,35 @@ struct CodeSums {
     }
 #endif
     for (int i = 0; i < bits; ++i) {
-      pairs = make_indices<Plane>(planes + i * plane_bytes, 0, dim, indices + i * kPlaneIndices);
+      pairs = make_indices<Plane>(planes + i * plane_bytes, 0, dim, indices + i * 128 * pairs);
     }
   }
 
-  // sum_d q_d level_d of every token, in units of its scale, for so many query heads: levels [heads, 32].
-  template <int kCount>
-  void add_up(const float* tables, ptrdiff_t stride, const Query* queries, float* levels) const {
-    __m256i even[kCount][2], odd[kCount][2];
-    for (int h = 0; h < kCount; ++h) even[h][1] = odd[h][1] = _mm256_setzero_si256();
+  // sum_d q_d level_d of every token, in units of its scale and of what is returned: levels [32].
+  float add_up(const float* table, const Query& query, float* levels) const {
+    __m256i even[2], odd[2];
+    even[1] = odd[1] = _mm256_setzero_si256();
 #ifdef __AVX512BW__
     if (bits == 2) {
-      add_plane<BothPlanes, kCount>(indices, tables, stride, queries, even, odd, 0);
+      add_plane<BothPlanes>(indices, table, query, even, odd);
     } else {
-      add_plane<Plane, kCount>(indices, tables, stride, queries, even, odd, 0);
+      add_plane<Plane>(indices, table, query, even, odd);
     }
 #else
     for (int i = 0; i < bits; ++i) {
-      add_plane<Plane, kCount>(indices + i * kPlaneIndices, tables, stride, queries, even, odd, i);
+      add_plane<Plane>(indices + i * 128 * pairs, table, query, even + i, odd + i);
     }
 #endif
     constexpr float kUnit = 32767.0f;
     const int second = bits == 2 ? static_cast<int>(kUnit * kSecond / kFirst + 0.5f) : 0;
     const __m256i weights = _mm256_set1_epi32(second << 16 | static_cast<int>(kUnit));
-    for (int h = 0; h < kCount; ++h) {
-      const float unit = (bits == 1 ? kOneBit : kFirst) / kUnit * queries[h].step;
-      const __m256i words[4] = {_mm256_unpacklo_epi16(even[h][0], even[h][1]),
-                                _mm256_unpackhi_epi16(even[h][0], even[h][1]),
-                                _mm256_unpacklo_epi16(odd[h][0], odd[h][1]),
-                                _mm256_unpackhi_epi16(odd[h][0], odd[h][1])};
-      for (int i = 0; i < 4; ++i) {
-        const __m256 sum = _mm256_cvtepi32_ps(_mm256_madd_epi16(words[i], weights));
-        _mm256_store_ps(levels + h * kRotatedTokens + 8 * i, _mm256_mul_ps(sum, _mm256_set1_ps(unit)));
-      }
+    const __m256i words[4] = {
+        _mm256_unpacklo_epi16(even[0], even[1]), _mm256_unpackhi_epi16(even[0], even[1]),
+        _mm256_unpacklo_epi16(odd[0], odd[1]), _mm256_unpackhi_epi16(odd[0], odd[1])};
+    for (int i = 0; i < 4; ++i) {
+      _mm256_store_ps(levels + 8 * i, _mm256_cvtepi32_ps(_mm256_madd_epi16(words[i], weights)));
     }
+    return (bits == 1 ? kOneBit : kFirst) / kUnit * query.step;
   }
 
   // The scales of the tokens in the order of levels: first the even ones, 0..7 and 16..23 before the rest.
@@ -206,43 +201,29 @@ struct CodeSums {
     }
   }
 
-  // even, odd [head][plane] from `first` on: of tokens 0, 2 .. 14 and 16 .. 30, and of those behind them.
-  template <class P, int kCount>
-  void add_plane(const uint8_t* at, const float* tables, ptrdiff_t stride, const Query* queries,
-                 __m256i (&even)[kCount][2], __m256i (&odd)[kCount][2], int first) const {
-    typename P::I sums[kCount][4];  // low tokens: both bytes of a word, its upper byte; high tokens
-#pragma GCC unroll 8
-    for (int i = 0; i < 4 * kCount; ++i) sums[i / 4][i % 4] = P::zero();
-    for (int p = 0; p < pairs; ++p, at += 4 * sizeof(typename P::I), tables += 16) {
-      typename P::I index[4];
+  // even, odd [planes]: the sums of tokens 0, 2 .. 14 and 16 .. 30, and of those behind them.
+  template <class P>
+  void add_plane(const uint8_t* at, const float* table, const Query& query, __m256i* even,
+                 __m256i* odd) const {
+    typename P::I low = P::zero(), low_odd = low, high = low, high_odd = low;
 #pragma GCC unroll 4
-      for (int i = 0; i < 4; ++i) index[i] = P::load(at + i * sizeof(typename P::I));
-#pragma GCC unroll 2
-      for (int h = 0; h < kCount; ++h) {
-        const auto table = P::table(tables + h * stride);
-        const auto next = P::table(tables + h * stride + 8);
-#pragma GCC unroll 2
-        for (int half = 0; half < 2; ++half) {
-          const auto x = P::add8(P::look_up(table, index[half]), P::look_up(next, index[2 + half]));
-          sums[h][2 * half] = P::add16(sums[h][2 * half], x);
-          sums[h][2 * half + 1] = P::add16(sums[h][2 * half + 1], P::odd_bytes(x));
-        }
-      }
+    for (int p = 0; p < pairs; ++p, at += 4 * sizeof low, table += 16) {
+      const auto index = [at](int i) { return P::load(at + i * sizeof low); };
+      const auto one = P::table(table), two = P::table(table + 8);
+      const auto x = P::add8(P::look_up(one, index(0)), P::look_up(two, index(2)));
+      const auto y = P::add8(P::look_up(one, index(1)), P::look_up(two, index(3)));
+      low = P::add16(low, x);
+      low_odd = P::add16(low_odd, P::odd_bytes(x));
+      high = P::add16(high, y);
+      high_odd = P::add16(high_odd, P::odd_bytes(y));
     }
+    const __m256i offset = _mm256_set1_epi16(query.offset);
 #pragma GCC unroll 2
-    for (int h = 0; h < kCount; ++h) {
-#pragma GCC unroll 2
-      for (int i = 0; i < P::kPlanes; ++i) {
-        const __m256i low_odd = P::plane(sums[h][1], i), high_odd = P::plane(sums[h][3], i);
-        const __m256i offset = _mm256_set1_epi16(queries[h].offset);
-        const auto without = [](__m256i sum, __m256i odd_sum) {
-          return _mm256_sub_epi16(sum, _mm256_slli_epi16(odd_sum, 8));
-        };
-        const __m256i low = without(P::plane(sums[h][0], i), low_odd);
-        const __m256i high = without(P::plane(sums[h][2], i), high_odd);
-        even[h][first + i] = _mm256_sub_epi16(both_lanes(low, high), offset);
-        odd[h][first + i] = _mm256_sub_epi16(both_lanes(low_odd, high_odd), offset);
-      }
+    for (int i = 0; i < P::kPlanes; ++i) {
+      const __m256i all = both_lanes(P::plane(low, i), P::plane(high, i));
+      const __m256i of_odd = both_lanes(P::plane(low_odd, i), P::plane(high_odd, i));
+      even[i] = _mm256_sub_epi16(_mm256_sub_epi16(all, _mm256_slli_epi16(of_odd, 8)), offset);
+      odd[i] = _mm256_sub_epi16(of_odd, offset);
     }
   }
 

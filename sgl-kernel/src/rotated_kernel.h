@@ -18,6 +18,7 @@ namespace scout {
 namespace {
 
 constexpr float kLn2Float = 0.693147180559945309417f;
+constexpr int kRowsAtOnce = 4;  // query heads
 
 // The queries of a sequence, made once for all its pages.
 struct RotatedQueries {
@@ -74,24 +75,33 @@ inline int32_t dot(const int16_t* a, const int16_t* b, int dim) {
   return sum;
 }
 
-// log2 of the sum of 2^logit over the tokens of a page, as the largest logit and the sum relative to it.
-inline void sum_tokens(const float* levels, const float* scales, float base, float* top,
-                       float* sum) {
+// Of the tokens of a page, for four query heads: the largest of units * levels * scales, and the sum of
+// 2^x where x is how far each is below that. levels [4, 32]; units are positive.
+inline void sum_tokens(float* levels, const float* scales, const float* units, float* tops,
+                       float* sums) {
   using F = Vec::F;
-  constexpr int kVecs = kRotatedTokens / Vec::kLanes;
-  F logits[kVecs];
-  for (int i = 0; i < kVecs; ++i) {
-    logits[i] = Vec::fma(Vec::load(levels + i * Vec::kLanes), Vec::load(scales + i * Vec::kLanes),
-                         Vec::set1(base));
+  constexpr int W = Vec::kLanes;
+  F highest[kRowsAtOnce], total[kRowsAtOnce];
+#pragma GCC unroll 4
+  for (int h = 0; h < kRowsAtOnce; ++h) {
+    for (int t = 0; t < kRotatedTokens; t += W) {
+      const F x = Vec::mul(Vec::load(levels + h * kRotatedTokens + t), Vec::load(scales + t));
+      Vec::store(levels + h * kRotatedTokens + t, x);
+      highest[h] = t == 0 ? x : Vec::max(highest[h], x);
+    }
   }
-  F highest = logits[0];
-  for (int i = 1; i < kVecs; ++i) highest = Vec::max(highest, logits[i]);
-  *top = Vec::hmax(highest);
-  F total = Vec::zero();
-  for (int i = 0; i < kVecs; ++i) {
-    total = Vec::add(total, exp2_rough(Vec::sub(logits[i], Vec::set1(*top))));
+  Vec::hmax4(highest[0], highest[1], highest[2], highest[3], tops);
+#pragma GCC unroll 4
+  for (int h = 0; h < kRowsAtOnce; ++h) {
+    tops[h] *= units[h];
+    total[h] = Vec::zero();
+    for (int t = 0; t < kRotatedTokens; t += W) {
+      const F x = Vec::load(levels + h * kRotatedTokens + t);
+      const F below = Vec::fma(x, Vec::set1(units[h]), Vec::set1(-tops[h]));
+      total[h] = Vec::add(total[h], exp2_rough(below));
+    }
   }
-  *sum = Vec::hsum(total);
+  Vec::hsum4(total[0], total[1], total[2], total[3], sums);
 }
 
 // One page and KV head for the query heads from `row` on, to tops[g * stride] and sums[g * stride].
@@ -107,22 +117,26 @@ inline void sum_head(const RotatedDigests& digests, const RotatedQueries& querie
   CodeSums::scales(stats + dim, scales);
   float step;
   __builtin_memcpy(&step, stats + dim + 64, sizeof step);
-  const ptrdiff_t table_floats = CodeSums::table_floats(dim);
-  for (int g = 0; g < group;) {
-    alignas(64) float levels[CodeSums::kHeads * kRotatedTokens];
-    const ptrdiff_t first = row + g;
-    const float* const tables = queries.tables + first * table_floats;
-    const bool whole = group - g >= CodeSums::kHeads;
-    if (whole) {
-      codes.add_up<CodeSums::kHeads>(tables, table_floats, queries.codes + first, levels);
-    } else {
-      codes.add_up<1>(tables, table_floats, queries.codes + first, levels);
+  alignas(64) float levels[kRowsAtOnce * kRotatedTokens];
+  float units[kRowsAtOnce];
+  for (int begin = 0; begin < group; begin += kRowsAtOnce) {
+    const int count = group - begin < kRowsAtOnce ? group - begin : kRowsAtOnce;
+    for (int h = 0; h < count; ++h) {
+      const ptrdiff_t at = row + begin + h;
+      units[h] = codes.add_up(queries.tables + at * CodeSums::table_floats(dim), queries.codes[at],
+                              levels + h * kRotatedTokens);
     }
-    const int count = whole ? CodeSums::kHeads : 1;
-    for (int h = 0; h < count; ++h, ++g) {
-      const int32_t product = dot(mean, queries.words + (row + g) * dim, dim);
-      const float base = static_cast<float>(product) * (queries.word_units[row + g] * step);
-      sum_tokens(levels + h * kRotatedTokens, scales, base, tops + g * stride, sums + g * stride);
+    for (int h = count; h < kRowsAtOnce; ++h) {  // any numbers that are finite
+      __builtin_memcpy(levels + h * kRotatedTokens, levels, sizeof(float) * kRotatedTokens);
+      units[h] = units[0];
+    }
+    float relative[kRowsAtOnce], totals[kRowsAtOnce];
+    sum_tokens(levels, scales, units, relative, totals);
+    for (int h = 0; h < count; ++h) {
+      const ptrdiff_t at = row + begin + h;
+      const float product = static_cast<float>(dot(mean, queries.words + at * dim, dim));
+      tops[(begin + h) * stride] = product * (queries.word_units[at] * step) + relative[h];
+      sums[(begin + h) * stride] = totals[h];
     }
   }
 }
@@ -143,33 +157,44 @@ inline void take_logarithms(float* tops, const float* sums, ptrdiff_t count) {
   }
 }
 
-inline void sum_pages(const RotatedDigests& digests, const ScoreArgs& args,
-                      const RotatedQueries& queries, float* tops, float* sums, ptrdiff_t stride) {
-  const int heads = digests.kv_heads;
+inline void prefetch_head(const RotatedDigests& digests, int64_t head) {
   const ptrdiff_t plane_bytes = static_cast<ptrdiff_t>(digests.bits) * 4 * digests.head_dim;
   const ptrdiff_t stats_bytes = digests.head_dim + kStatsBytes;
-  for (int n = 0; n < args.n_full; ++n) {
-    const int64_t page = args.table[n];
-    if (page < 0) {
-      for (int row = 0; row < heads * args.group; ++row) {
-        tops[row * stride + n] = 0.0f;
-        sums[row * stride + n] = 1.0f;
-      }
-      continue;
-    }
-    const int64_t coming = n + 1 < args.n_full && args.table[n + 1] >= 0 ? args.table[n + 1] : page;
+  const uint8_t* const planes = digests.planes + head * plane_bytes;
+  const uint8_t* const stats = digests.stats + head * stats_bytes;
+  for (ptrdiff_t at = 0; at < plane_bytes; at += 64) {
+    prefetch(reinterpret_cast<const char*>(planes + at));
+  }
+  for (ptrdiff_t at = 0; at < stats_bytes; at += 64) {
+    prefetch(reinterpret_cast<const char*>(stats + at));
+  }
+}
+
+// Some pages at once, head by head: the tables of all heads together do not fit the nearest cache.
+inline void sum_pages(const RotatedDigests& digests, const ScoreArgs& args,
+                      const RotatedQueries& queries, float* tops, float* sums, ptrdiff_t stride) {
+  constexpr int kPages = 1;
+  const int heads = digests.kv_heads;
+  for (int begin = 0; begin < args.n_full; begin += kPages) {
+    const int end = args.n_full - begin < kPages ? args.n_full : begin + kPages;
     for (int h = 0; h < heads; ++h) {
-      const uint8_t* const planes = digests.planes + (coming * heads + h) * plane_bytes;
-      const uint8_t* const stats = digests.stats + (coming * heads + h) * stats_bytes;
-      for (ptrdiff_t at = 0; at < plane_bytes; at += 64) {
-        prefetch(reinterpret_cast<const char*>(planes) + at);
-      }
-      for (ptrdiff_t at = 0; at < stats_bytes; at += 64) {
-        prefetch(reinterpret_cast<const char*>(stats) + at);
-      }
       const ptrdiff_t row = static_cast<ptrdiff_t>(h) * args.group;
-      sum_head(digests, queries, page * heads + h, row, args.group, tops + row * stride + n,
-               sums + row * stride + n, stride);
+      for (int n = begin; n < end; ++n) {
+        const int coming = n + kPages < args.n_full ? n + kPages : n;
+        if (args.table[coming] >= 0) {
+          prefetch_head(digests, args.table[coming] * static_cast<int64_t>(heads) + h);
+        }
+        if (args.table[n] >= 0) {
+          const int64_t head = args.table[n] * static_cast<int64_t>(heads) + h;
+          sum_head(digests, queries, head, row, args.group, tops + row * stride + n,
+                   sums + row * stride + n, stride);
+          continue;
+        }
+        for (int g = 0; g < args.group; ++g) {
+          tops[(row + g) * stride + n] = 0.0f;
+          sums[(row + g) * stride + n] = 1.0f;
+        }
+      }
     }
   }
 }
@@ -177,10 +202,9 @@ inline void sum_pages(const RotatedDigests& digests, const ScoreArgs& args,
 // Scratch, from where a line begins: queries as in RotatedQueries, then for every page and query head two
 // numbers, and one for every page.
 inline void score_rotated_all(const RotatedDigests& digests, const ScoreArgs& args) {
-  constexpr int W = Vec::kLanes;
   const int dim = digests.head_dim;
   const ptrdiff_t rows = static_cast<ptrdiff_t>(digests.kv_heads) * args.group;
-  const ptrdiff_t padded = (args.n_full + W - 1) / W * W;
+  const ptrdiff_t padded = padded_columns(args.n_full);
   const uintptr_t address = reinterpret_cast<uintptr_t>(args.scratch);
   RotatedQueries queries;
   queries.tables = args.scratch + (64 - address % 64) % 64 / sizeof(float);

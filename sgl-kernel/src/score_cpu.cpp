@@ -3,14 +3,6 @@
 #include "isa.h"
 
 namespace scout {
-namespace {
-
-constexpr size_t kWidest = 16;  // lanes
-
-size_t padded(size_t columns) { return (columns + kWidest - 1) / kWidest * kWidest; }
-
-}  // namespace
-
 void score_sequence(const Digests& digests, const ScoreArgs& args) {
 #ifdef SCOUT_X86
   const Isa isa = current_isa();
@@ -40,15 +32,16 @@ void rotate_pages(const RotateArgs& args) {
 
 size_t score_scratch_floats(int32_t query_heads, int32_t head_dim, int32_t columns) {
   return 2 * static_cast<size_t>(query_heads) * head_dim +
-         padded(columns) * (query_heads + size_t{1});
+         padded_columns(columns) * (query_heads + size_t{1});
 }
 
 size_t rotated_scratch_floats(int32_t query_heads, int32_t head_dim, int32_t columns) {
   // A head's: 16 sums of every 4 channels, where wide kernels take 32 channels at least; D words of 16
   // bits and three numbers more; two numbers a page.
   const size_t rounded_dim = (static_cast<size_t>(head_dim) + 31) / 32 * 32;
-  const size_t a_head = 4 * rounded_dim + head_dim / 2 + 3 + 2 * padded(columns);
-  return a_head * query_heads + padded(columns) + kWidest;
+  const size_t row = padded_columns(columns);
+  const size_t line = 16;  // where the scratch does not begin with one
+  return (4 * rounded_dim + head_dim / 2 + 3 + 2 * row) * query_heads + row + line;
 }
 
 }  // namespace scout

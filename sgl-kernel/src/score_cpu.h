@@ -44,6 +44,10 @@ struct ScoreArgs {
   float* out;      // [columns]
 };
 
+// Pages of a row of scratch: an odd number of lines, as rows whose distance is a power of two would share few
+// sets of a cache.
+constexpr int padded_columns(int columns) { return ((columns + 15) / 16 | 1) * 16; }
+
 // Scores of a page for every query head:
 //   min and max: u[h, page] = scale * sum_d max(q[h, d] kmin[page, d], q[h, d] kmax[page, d]), an
 //   upper bound (Quest, arXiv:2406.10774);

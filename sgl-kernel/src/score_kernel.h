@@ -99,7 +99,7 @@ inline void score_all(const Digests& digests, const ScoreArgs& args) {
   constexpr int W = Vec::kLanes;
   const int dim = digests.head_dim;
   const int query_heads = digests.kv_heads * args.group;
-  const int padded = (args.n_full + W - 1) / W * W;
+  const int padded = padded_columns(args.n_full);
   const ptrdiff_t q_floats = static_cast<ptrdiff_t>(query_heads) * dim;
   float* const q_positive = args.scratch;
   float* const q_negative = q_positive + q_floats;

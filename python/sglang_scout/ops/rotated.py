@@ -34,7 +34,7 @@ PAGE_TOKENS = 32
 ONE_BIT, FIRST, SECOND = 0.79788, 0.98160, 0.52880
 STATS_BYTES = 80
 """Of a page and KV head beside the D bytes of its mean."""
-LARGEST = 2.0**60
+LARGEST = 2.0**50
 """Larger elements of K count as this, and those that are no number as 0: digests and scores stay finite."""
 
 _FLIP = 0x9E3779B1  # channel d is negated where bit 31 of (d + 1) times this is set
@@ -159,7 +159,7 @@ def build_layer_rotated(
             mean.to(torch.int8),
             scale.bfloat16(),
             step,
-            torch.zeros_like(step).expand(*step.shape[:2], 3),
+            step.new_zeros(*step.shape[:2], 3),
         ]
         row = torch.cat([part.contiguous().view(torch.uint8) for part in parts], -1)
         stats[layer].index_copy_(0, ids, row)
@@ -215,7 +215,7 @@ def score_rotated(
     (B, N), H = table.shape, planes.shape[1]
     ids = table.clamp(min=0).flatten()
     keys = decode(planes.index_select(0, ids), stats.index_select(0, ids))  # [B * N, H, 32, D]
-    q = rotate(q.view(B, H, -1, q.shape[-1]) * scale)
+    q = rotate(q.view(B, H, q.shape[1] // H, q.shape[2]) * scale)
     u = torch.einsum("bhgd,bnhtd->bhgnt", q, keys.view(B, N, *keys.shape[1:])).logsumexp(-1)
     score = reduce_heads(u.flatten(1, 2), table, n_full, reduce)
     return score if out is None else out.copy_(score)
