@@ -104,11 +104,23 @@ inline void sum_tokens(float* levels, const float* scales, const float* units, f
   Vec::hsum4(total[0], total[1], total[2], total[3], sums);
 }
 
+// Hints for some lines of the planes. A CPU drops hints while as many lines are on their way as it can follow:
+// a few for each query head, not all at once.
+inline void prefetch_part(const RotatedDigests& digests, int64_t head, int part, int parts) {
+  const int bytes = digests.bits * 4 * digests.head_dim;
+  const char* const at = reinterpret_cast<const char*>(digests.planes + head * bytes);
+  for (int i = part * 64; i < bytes; i += parts * 64) prefetch(at + i);
+}
+
 // One page and KV head for the query heads from `row` on, to tops[g * stride] and sums[g * stride].
 inline void sum_head(const RotatedDigests& digests, const RotatedQueries& queries, int64_t head,
-                     ptrdiff_t row, int group, float* tops, float* sums, ptrdiff_t stride) {
+                     int64_t coming, ptrdiff_t row, int group, float* tops, float* sums, ptrdiff_t stride) {
   const int dim = digests.head_dim;
   const uint8_t* const stats = digests.stats + head * (dim + kStatsBytes);
+  const uint8_t* const stats_ahead = digests.stats + coming * (dim + kStatsBytes);
+  for (int i = 0; i < dim + kStatsBytes; i += 64) {
+    prefetch(reinterpret_cast<const char*>(stats_ahead + i));
+  }
   CodeSums codes;
   codes.load(digests.planes + head * digests.bits * 4 * dim, digests.bits, dim);
   int16_t mean[kRotatedMaxDim];
@@ -123,6 +135,7 @@ inline void sum_head(const RotatedDigests& digests, const RotatedQueries& querie
     const int count = group - begin < kRowsAtOnce ? group - begin : kRowsAtOnce;
     for (int h = 0; h < count; ++h) {
       const ptrdiff_t at = row + begin + h;
+      prefetch_part(digests, coming, begin + h, group);
       units[h] = codes.add_up(queries.tables + at * CodeSums::table_floats(dim), queries.codes[at],
                               levels + h * kRotatedTokens);
     }
@@ -157,44 +170,23 @@ inline void take_logarithms(float* tops, const float* sums, ptrdiff_t count) {
   }
 }
 
-inline void prefetch_head(const RotatedDigests& digests, int64_t head) {
-  const ptrdiff_t plane_bytes = static_cast<ptrdiff_t>(digests.bits) * 4 * digests.head_dim;
-  const ptrdiff_t stats_bytes = digests.head_dim + kStatsBytes;
-  const uint8_t* const planes = digests.planes + head * plane_bytes;
-  const uint8_t* const stats = digests.stats + head * stats_bytes;
-  for (ptrdiff_t at = 0; at < plane_bytes; at += 64) {
-    prefetch(reinterpret_cast<const char*>(planes + at));
-  }
-  for (ptrdiff_t at = 0; at < stats_bytes; at += 64) {
-    prefetch(reinterpret_cast<const char*>(stats + at));
-  }
-}
-
-// Some pages at once, head by head: the tables of all heads together do not fit the nearest cache.
 inline void sum_pages(const RotatedDigests& digests, const ScoreArgs& args,
                       const RotatedQueries& queries, float* tops, float* sums, ptrdiff_t stride) {
-  constexpr int kPages = 1;
   const int heads = digests.kv_heads;
-  for (int begin = 0; begin < args.n_full; begin += kPages) {
-    const int end = args.n_full - begin < kPages ? args.n_full : begin + kPages;
+  for (int n = 0; n < args.n_full; ++n) {
+    const int64_t page = args.table[n];
+    if (page < 0) {
+      for (int row = 0; row < heads * args.group; ++row) {
+        tops[row * stride + n] = 0.0f;
+        sums[row * stride + n] = 1.0f;
+      }
+      continue;
+    }
+    const int64_t coming = n + 1 < args.n_full && args.table[n + 1] >= 0 ? args.table[n + 1] : page;
     for (int h = 0; h < heads; ++h) {
       const ptrdiff_t row = static_cast<ptrdiff_t>(h) * args.group;
-      for (int n = begin; n < end; ++n) {
-        const int coming = n + kPages < args.n_full ? n + kPages : n;
-        if (args.table[coming] >= 0) {
-          prefetch_head(digests, args.table[coming] * static_cast<int64_t>(heads) + h);
-        }
-        if (args.table[n] >= 0) {
-          const int64_t head = args.table[n] * static_cast<int64_t>(heads) + h;
-          sum_head(digests, queries, head, row, args.group, tops + row * stride + n,
-                   sums + row * stride + n, stride);
-          continue;
-        }
-        for (int g = 0; g < args.group; ++g) {
-          tops[(row + g) * stride + n] = 0.0f;
-          sums[(row + g) * stride + n] = 1.0f;
-        }
-      }
+      sum_head(digests, queries, page * heads + h, coming * heads + h, row, args.group,
+               tops + row * stride + n, sums + row * stride + n, stride);
     }
   }
 }
