@@ -65,22 +65,32 @@ def score_pages(
     out_ptr: int,
     threads: int = 1,
 ) -> None: ...
-def sign_pages(
-    k_ptr: int, H: int, D: int, dtype: int, ids_ptr: int, n: int, low_ptr: int, high_ptr: int
-) -> None: ...
-def score_signs(
-    q_ptr: int,
-    low_ptr: int,
-    high_ptr: int,
+def rotate_pages(
+    k_ptr: int,
+    H: int,
+    D: int,
     dtype: int,
+    ids_ptr: int,
+    n: int,
+    bits: int,
+    planes_ptr: int,
+    stats_ptr: int,
+) -> None: ...
+def score_rotated(
+    q_ptr: int,
+    planes_ptr: int,
+    stats_ptr: int,
     P: int,
     H: int,
     G: int,
     D: int,
+    bits: int,
     table_ptr: int,
     n_full_ptr: int,
     B: int,
     N: int,
+    scale: float,
+    reduce: int,
     out_ptr: int,
     threads: int = 1,
 ) -> None: ...

@@ -107,11 +107,19 @@ void digest_pages(uintptr_t k, int page_size, int heads, int dim, int dtype, uin
                       at<void>(kmin), at<void>(kmax));
 }
 
-void sign_pages(uintptr_t k, int heads, int dim, int dtype, uintptr_t ids, int64_t n, uintptr_t low,
-                uintptr_t high) {
-  check_shape("sign_pages", 32, heads, dim, 1);
-  scout::sign_pages(at<const void>(k), heads, dim, checked_dtype("sign_pages", dtype),
-                    at<const int64_t>(ids), n, at<void>(low), at<void>(high));
+void check_rotated(const char* op, int heads, int group, int dim, int bits) {
+  check_shape(op, scout::kRotatedTokens, heads, dim, group);
+  require(dim <= scout::kRotatedMaxDim && (bits == 1 || bits == 2),
+          std::string(op) + ": D=" + std::to_string(dim) + " bits=" + std::to_string(bits) +
+              "; expected D up to " + std::to_string(scout::kRotatedMaxDim) + " and 1 or 2 bits");
+}
+
+void rotate_pages(uintptr_t k, int heads, int dim, int dtype, uintptr_t ids, int64_t n, int bits,
+                  uintptr_t planes, uintptr_t stats) {
+  check_rotated("rotate_pages", heads, 1, dim, bits);
+  scout::rotate_pages({at<const void>(k), checked_dtype("rotate_pages", dtype),
+                       at<const int64_t>(ids), n, at<uint8_t>(planes), at<uint8_t>(stats), bits,
+                       heads, dim});
 }
 
 // Grows to the largest table seen by its thread.
@@ -143,12 +151,17 @@ void check_tables(const char* op, const int32_t* ids, const int32_t* counts, int
   }
 }
 
+scout::Reduce checked_reduce(const char* op, int reduce) {
+  require(reduce == 0 || reduce == 1, std::string(op) + ": reduce=" + std::to_string(reduce) +
+                                          "; known are 0 (mass), 1 (max)");
+  return static_cast<scout::Reduce>(reduce);
+}
+
 void score_pages(uintptr_t q, uintptr_t kmin, uintptr_t kmax, int dtype, int64_t num_pages,
                  int heads, int group, int dim, uintptr_t table, uintptr_t n_full, int batch,
                  int columns, float scale, int reduce, uintptr_t out, int threads) {
   check_shape("score_pages", 1, heads, dim, group);
-  require(reduce == 0 || reduce == 1,
-          "score_pages: reduce=" + std::to_string(reduce) + "; known are 0 (mass), 1 (max)");
+  const scout::Reduce reduction = checked_reduce("score_pages", reduce);
   const scout::Digests digests{at<const void>(kmin), at<const void>(kmax),
                                checked_dtype("score_pages", dtype), heads, dim};
   const int32_t* const ids = at<const int32_t>(table);
@@ -158,27 +171,29 @@ void score_pages(uintptr_t q, uintptr_t kmin, uintptr_t kmax, int dtype, int64_t
   const size_t floats = scout::score_scratch_floats(heads * group, dim, columns);
   scout::parallel_for(batch, threads, [&](int b) {
     const int64_t row = static_cast<int64_t>(b) * columns;
-    scout::score_sequence({&digests, group, scale, static_cast<scout::Reduce>(reduce),
-                           at<const float>(q) + b * q_heads * dim, ids + row, counts[b], columns,
-                           scratch(floats), at<float>(out) + row});
+    scout::score_sequence(
+        digests, {group, scale, reduction, at<const float>(q) + b * q_heads * dim, ids + row,
+                  counts[b], columns, scratch(floats), at<float>(out) + row});
   });
 }
 
-void score_signs(uintptr_t q, uintptr_t low, uintptr_t high, int dtype, int64_t num_pages,
-                 int heads, int group, int dim, uintptr_t table, uintptr_t n_full, int batch,
-                 int columns, uintptr_t out, int threads) {
-  check_shape("score_signs", 32, heads, dim, group);
-  const int32_t bytes = checked_dtype("score_signs", dtype) == scout::DType::kF32 ? 4 : 2;
+void score_rotated(uintptr_t q, uintptr_t planes, uintptr_t stats, int64_t num_pages, int heads,
+                   int group, int dim, int bits, uintptr_t table, uintptr_t n_full, int batch,
+                   int columns, float scale, int reduce, uintptr_t out, int threads) {
+  check_rotated("score_rotated", heads, group, dim, bits);
+  const scout::Reduce reduction = checked_reduce("score_rotated", reduce);
+  const scout::RotatedDigests digests{at<const uint8_t>(planes), at<const uint8_t>(stats), bits,
+                                      heads, dim};
   const int32_t* const ids = at<const int32_t>(table);
   const int32_t* const counts = at<const int32_t>(n_full);
-  check_tables("score_signs", ids, counts, batch, columns, num_pages);
+  check_tables("score_rotated", ids, counts, batch, columns, num_pages);
   const int64_t q_heads = static_cast<int64_t>(heads) * group;
-  const size_t floats = scout::sign_scratch_floats(heads * group, dim, columns);
+  const size_t floats = scout::rotated_scratch_floats(heads * group, dim, columns);
   scout::parallel_for(batch, threads, [&](int b) {
     const int64_t row = static_cast<int64_t>(b) * columns;
-    scout::score_signs_sequence({at<const void>(low), at<const void>(high), bytes, heads, dim,
-                                 group, at<const float>(q) + b * q_heads * dim, ids + row,
-                                 counts[b], columns, scratch(floats), at<float>(out) + row});
+    scout::score_rotated_sequence(
+        digests, {group, scale, reduction, at<const float>(q) + b * q_heads * dim, ids + row,
+                  counts[b], columns, scratch(floats), at<float>(out) + row});
   });
 }
 
@@ -204,13 +219,13 @@ NB_MODULE(_native, m) {
         arg("P"), arg("H"), arg("G"), arg("D"), arg("table_ptr"), arg("n_full_ptr"), arg("B"),
         arg("N"), arg("scale"), arg("reduce"), arg("out_ptr"), arg("threads") = 1, no_gil,
         "Quest bounds of the first n_full pages of B sequences, reduced over the query heads.");
-  m.def("sign_pages", &sign_pages, arg("k_ptr"), arg("H"), arg("D"), arg("dtype"), arg("ids_ptr"),
-        arg("n"), arg("low_ptr"), arg("high_ptr"), no_gil,
-        "Signs of K of n pages of 32 tokens, to rows ids[i]; int64 ids, not checked.");
-  m.def("score_signs", &score_signs, arg("q_ptr"), arg("low_ptr"), arg("high_ptr"), arg("dtype"),
-        arg("P"), arg("H"), arg("G"), arg("D"), arg("table_ptr"), arg("n_full_ptr"), arg("B"),
-        arg("N"), arg("out_ptr"), arg("threads") = 1, no_gil,
-        "Scores by key signs of the first n_full pages of B sequences.");
+  m.def("rotate_pages", &rotate_pages, arg("k_ptr"), arg("H"), arg("D"), arg("dtype"),
+        arg("ids_ptr"), arg("n"), arg("bits"), arg("planes_ptr"), arg("stats_ptr"), no_gil,
+        "Rotated digests of n pages of 32 tokens, to rows ids[i]; int64 ids, not checked.");
+  m.def("score_rotated", &score_rotated, arg("q_ptr"), arg("planes_ptr"), arg("stats_ptr"),
+        arg("P"), arg("H"), arg("G"), arg("D"), arg("bits"), arg("table_ptr"), arg("n_full_ptr"),
+        arg("B"), arg("N"), arg("scale"), arg("reduce"), arg("out_ptr"), arg("threads") = 1, no_gil,
+        "Scores of the first n_full pages of B sequences by their rotated digests.");
   m.attr("RUNS_PER_THREAD") = scout::kRunsPerThread;
   m.def(
       "split_runs",

@@ -49,40 +49,7 @@ void digest_f32(const float* page, int32_t tokens, ptrdiff_t columns, float* low
   }
 }
 
-// One word for every column from 16 rows: bit t is set where row t is not negative.
-template <typename Bits>
-void sign_words(const Bits* rows, ptrdiff_t columns, Bits* words) {
-  constexpr int kSignBit = 8 * sizeof(Bits) - 1;
-  for (ptrdiff_t c = 0; c < columns; ++c) words[c] = 0;
-  for (int t = 0; t < 16; ++t) {
-    const Bits* row = rows + t * columns;
-    for (ptrdiff_t c = 0; c < columns; ++c) {
-      words[c] = static_cast<Bits>(words[c] | ((row[c] >> kSignBit ^ 1) << t));
-    }
-  }
-}
-
-template <typename Bits>
-void sign_pages_of(const void* k, ptrdiff_t columns, const int64_t* ids, int64_t n, void* low,
-                   void* high) {
-  for (int64_t i = 0; i < n; ++i) {
-    const Bits* page = static_cast<const Bits*>(k) + ids[i] * columns * 32;
-    sign_words(page, columns, static_cast<Bits*>(low) + ids[i] * columns);
-    sign_words(page + 16 * columns, columns, static_cast<Bits*>(high) + ids[i] * columns);
-  }
-}
-
 }  // namespace
-
-void sign_pages(const void* k, int32_t kv_heads, int32_t head_dim, DType dtype, const int64_t* ids,
-                int64_t n, void* low, void* high) {
-  const ptrdiff_t columns = static_cast<ptrdiff_t>(kv_heads) * head_dim;
-  if (dtype == DType::kF32) {
-    sign_pages_of<uint32_t>(k, columns, ids, n, low, high);
-  } else {
-    sign_pages_of<uint16_t>(k, columns, ids, n, low, high);
-  }
-}
 
 void copy_pages(const void* src, void* dst, int64_t page_bytes, const int64_t* src_ids,
                 const int64_t* dst_ids, int64_t n) {

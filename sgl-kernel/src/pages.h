@@ -17,10 +17,4 @@ void copy_pages(const void* src, void* dst, int64_t page_bytes, const int64_t* s
 void digest_pages(const void* k, int32_t page_size, int32_t kv_heads, int32_t head_dim, DType dtype,
                   const int64_t* ids, int64_t n, void* kmin, void* kmax);
 
-// The signs of K of pages ids[i] of 32 tokens: row ids[i] of low and high [P, H, D], of k's element
-// size, gets one word per column; bit t is set where token t (low) or 16 + t (high) is not
-// negative.
-void sign_pages(const void* k, int32_t kv_heads, int32_t head_dim, DType dtype, const int64_t* ids,
-                int64_t n, void* low, void* high);
-
 }  // namespace scout

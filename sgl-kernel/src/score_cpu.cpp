@@ -3,33 +3,45 @@
 #include "isa.h"
 
 namespace scout {
-
-void score_sequence(const ScoreArgs& args) {
+void score_sequence(const Digests& digests, const ScoreArgs& args) {
 #ifdef SCOUT_X86
   const Isa isa = current_isa();
-  if (isa >= Isa::kAvx512 && args.digests->head_dim % 32 == 0) return score_avx512(args);
-  if (isa != Isa::kPortable) return score_avx2(args);
+  if (isa >= Isa::kAvx512 && digests.head_dim % 32 == 0) return score_avx512(digests, args);
+  if (isa != Isa::kPortable) return score_avx2(digests, args);
 #endif
-  score_portable(args);
+  score_portable(digests, args);
 }
 
-void score_signs_sequence(const SignArgs& args) {
+void score_rotated_sequence(const RotatedDigests& digests, const ScoreArgs& args) {
 #ifdef SCOUT_X86
   const Isa isa = current_isa();
-  if (isa >= Isa::kAvx512) return score_signs_avx512(args);
-  if (isa != Isa::kPortable) return score_signs_avx2(args);
+  if (isa >= Isa::kAvx512) return score_rotated_avx512(digests, args);
+  if (isa != Isa::kPortable) return score_rotated_avx2(digests, args);
 #endif
-  score_signs_portable(args);
+  score_rotated_portable(digests, args);
 }
 
-size_t sign_scratch_floats(int32_t query_heads, int32_t head_dim, int32_t columns) {
-  return static_cast<size_t>(query_heads) * (static_cast<size_t>(head_dim) + 1 + columns);
+void rotate_pages(const RotateArgs& args) {
+#ifdef SCOUT_X86
+  const Isa isa = current_isa();
+  if (isa >= Isa::kAvx512 && args.head_dim % 32 == 0) return rotate_pages_avx512(args);
+  if (isa != Isa::kPortable) return rotate_pages_avx2(args);
+#endif
+  rotate_pages_portable(args);
 }
 
 size_t score_scratch_floats(int32_t query_heads, int32_t head_dim, int32_t columns) {
-  constexpr size_t kWidest = 16;
-  const size_t padded = (static_cast<size_t>(columns) + kWidest - 1) / kWidest * kWidest;
-  return 2 * static_cast<size_t>(query_heads) * head_dim + padded * (query_heads + size_t{1});
+  return 2 * static_cast<size_t>(query_heads) * head_dim +
+         padded_columns(columns) * (query_heads + size_t{1});
+}
+
+size_t rotated_scratch_floats(int32_t query_heads, int32_t head_dim, int32_t columns) {
+  // A head's: 16 sums of every 4 channels, where wide kernels take 32 channels at least; D words of 16
+  // bits and three numbers more; two numbers a page.
+  const size_t rounded_dim = (static_cast<size_t>(head_dim) + 31) / 32 * 32;
+  const size_t row = padded_columns(columns);
+  const size_t line = 16;  // where the scratch does not begin with one
+  return (4 * rounded_dim + head_dim / 2 + 3 + 2 * row) * query_heads + row + line;
 }
 
 }  // namespace scout

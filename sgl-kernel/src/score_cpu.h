@@ -1,4 +1,4 @@
-// Digest scores of one sequence, and their instruction-set variants.
+// Page digests: building the rotated ones, scores of one sequence by either kind, and their instruction-set variants.
 #pragma once
 
 #include <cstddef>
@@ -19,8 +19,20 @@ struct Digests {
   int32_t head_dim;
 };
 
+// Rotated digests of pages of 32 tokens, as ops/rotated.py lays them out: planes [P, H, bits, 16, D / 4],
+// stats [P, H, D + 80]; D a multiple of 16 up to kRotatedMaxDim.
+struct RotatedDigests {
+  const uint8_t* planes;
+  const uint8_t* stats;
+  int32_t bits;  // 1 or 2
+  int32_t kv_heads;
+  int32_t head_dim;
+};
+
+constexpr int kRotatedTokens = 32;
+constexpr int kRotatedMaxDim = 1024;  // more would overflow 16-bit sums
+
 struct ScoreArgs {
-  const Digests* digests;
   int32_t group;
   float scale;
   Reduce reduce;
@@ -28,48 +40,50 @@ struct ScoreArgs {
   const int32_t* table;  // [columns] page ids, < 0: no page
   int32_t n_full;        // pages beyond it are not scored
   int32_t columns;
-  float* scratch;  // score_scratch_floats(...) floats
+  float* scratch;  // score_scratch_floats(...) or rotated_scratch_floats(...) floats
   float* out;      // [columns]
 };
 
-// Upper bound of a page's scores (Quest, arXiv:2406.10774):
-//   u[h, page] = scale * sum_d max(q[h, d] kmin[page, d], q[h, d] kmax[page, d])
+// Pages of a row of scratch: an odd number of lines, as rows whose distance is a power of two would share few
+// sets of a cache.
+constexpr int padded_columns(int columns) { return ((columns + 15) / 16 | 1) * 16; }
+
+// Scores of a page for every query head:
+//   min and max: u[h, page] = scale * sum_d max(q[h, d] kmin[page, d], q[h, d] kmax[page, d]), an
+//   upper bound (Quest, arXiv:2406.10774);
+//   rotated: u[h, page] = log sum_t exp(scale R q[h] . x[page, t]), x as the digest has it;
 // reduced over the query heads: kMass: sum_h softmax_page(u); kMax: max_h (u - logsumexp_page(u)).
 // Columns >= n_full and those without a page are -inf.
-void score_sequence(const ScoreArgs& args);
+void score_sequence(const Digests& digests, const ScoreArgs& args);
+void score_rotated_sequence(const RotatedDigests& digests, const ScoreArgs& args);
 
 size_t score_scratch_floats(int32_t query_heads, int32_t head_dim, int32_t columns);
+size_t rotated_scratch_floats(int32_t query_heads, int32_t head_dim, int32_t columns);
 
-// Pages of 32 tokens. low, high: [P, H, D] words of element_bytes, of which the first two bytes
-// count: bit t is the sign of token t (low) or 16 + t (high), set where the key is not negative.
-struct SignArgs {
-  const void* low;
-  const void* high;
-  int32_t element_bytes;
+// Rotated digests of pages ids[i] of K [P, 32, H, D], to rows ids[i].
+struct RotateArgs {
+  const void* k;
+  DType dtype;
+  const int64_t* ids;
+  int64_t n;
+  uint8_t* planes;
+  uint8_t* stats;
+  int32_t bits;
   int32_t kv_heads;
   int32_t head_dim;
-  int32_t group;
-  const float* q;        // [H*G, D] fp32
-  const int32_t* table;  // [columns] page ids, < 0: no page
-  int32_t n_full;        // pages beyond it are not scored
-  int32_t columns;
-  float* scratch;  // sign_scratch_floats(...) floats
-  float* out;      // [columns]
 };
+void rotate_pages(const RotateArgs& args);
 
-// u[h, page] = max_t sum_d q[h, d] sign(k[page, t, d]); then, over the pages of the sequence,
-// max_h (u - mean_page(u)) / std_page(u). Columns >= n_full and those without a page are -inf.
-void score_signs_sequence(const SignArgs& args);
-
-size_t sign_scratch_floats(int32_t query_heads, int32_t head_dim, int32_t columns);
-
-void score_portable(const ScoreArgs& args);
-void score_signs_portable(const SignArgs& args);
+void score_portable(const Digests& digests, const ScoreArgs& args);
+void score_rotated_portable(const RotatedDigests& digests, const ScoreArgs& args);
+void rotate_pages_portable(const RotateArgs& args);
 #ifdef SCOUT_X86
-void score_avx2(const ScoreArgs& args);
-void score_avx512(const ScoreArgs& args);
-void score_signs_avx2(const SignArgs& args);
-void score_signs_avx512(const SignArgs& args);
+void score_avx2(const Digests& digests, const ScoreArgs& args);
+void score_avx512(const Digests& digests, const ScoreArgs& args);
+void score_rotated_avx2(const RotatedDigests& digests, const ScoreArgs& args);
+void score_rotated_avx512(const RotatedDigests& digests, const ScoreArgs& args);
+void rotate_pages_avx2(const RotateArgs& args);
+void rotate_pages_avx512(const RotateArgs& args);
 #endif
 
 }  // namespace scout

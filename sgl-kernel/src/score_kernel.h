@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "score_cpu.h"
+#include "score_reduce.h"
 #include "vec_math.h"
 
 namespace scout {
@@ -47,14 +48,14 @@ inline void bound_heads(const char* kmin, const char* kmax, const float* q_posit
 }
 
 template <DType T>
-void bound_pages(const ScoreArgs& args, const float* q_positive, const float* q_negative,
-                 float* bounds, ptrdiff_t stride) {
-  const int dim = args.digests->head_dim;
-  const int heads = args.digests->kv_heads;
+void bound_pages(const Digests& digests, const ScoreArgs& args, const float* q_positive,
+                 const float* q_negative, float* bounds, ptrdiff_t stride) {
+  const int dim = digests.head_dim;
+  const int heads = digests.kv_heads;
   const int group = args.group;
   const ptrdiff_t head_bytes = static_cast<ptrdiff_t>(dim) * kElementBytes<T>;
-  const char* const kmin = static_cast<const char*>(args.digests->kmin);
-  const char* const kmax = static_cast<const char*>(args.digests->kmax);
+  const char* const kmin = static_cast<const char*>(digests.kmin);
+  const char* const kmax = static_cast<const char*>(digests.kmax);
   for (int n = 0; n < args.n_full; ++n) {
     const int64_t page = args.table[n];
     if (page < 0) {
@@ -93,60 +94,19 @@ void bound_pages(const ScoreArgs& args, const float* q_positive, const float* q_
   }
 }
 
-// One head's bounds into the running result. bounds is padded with -inf to whole vectors.
-inline void reduce_head(const ScoreArgs& args, float* bounds, int padded, float* result) {
-  using F = Vec::F;
-  constexpr int W = Vec::kLanes;
-  const F scale = Vec::set1(args.scale);
-  const F limit = Vec::set1(kScoreLimit);
-  const F lower_limit = Vec::set1(-kScoreLimit);
-  for (int n = args.n_full; n < padded; ++n) bounds[n] = 0.0f;
-  for (int n = 0; n < padded; n += W) {
-    const F u = Vec::mul(scale, Vec::load(bounds + n));
-    Vec::store(bounds + n, Vec::max(lower_limit, Vec::min(limit, u)));
-  }
-  for (int n = 0; n < args.n_full; ++n) {
-    if (args.table[n] < 0) bounds[n] = -kInfinity;  // also with a negative scale
-  }
-  for (int n = args.n_full; n < padded; ++n) bounds[n] = -kInfinity;
-  F highest = Vec::set1(-kScoreLimit);
-  for (int n = 0; n < padded; n += W) highest = Vec::max(highest, Vec::load(bounds + n));
-  const F top = Vec::set1(Vec::hmax(highest));
-  const F log2e = Vec::set1(kLog2e);
-  F total = Vec::zero();
-  for (int n = 0; n < padded; n += W) {
-    const F w = exp2_nonpositive(Vec::mul(log2e, Vec::sub(Vec::load(bounds + n), top)));
-    total = Vec::add(total, w);
-    if (args.reduce == Reduce::kMass) Vec::store(bounds + n, w);
-  }
-  const float sum = Vec::hsum(total);
-  if (args.reduce == Reduce::kMass) {
-    const F inverse = Vec::set1(sum > 0.0f ? 1.0f / sum : 0.0f);
-    for (int n = 0; n < padded; n += W) {
-      Vec::store(result + n, Vec::fma(inverse, Vec::load(bounds + n), Vec::load(result + n)));
-    }
-  } else {
-    const F log_sum = Vec::set1(static_cast<float>(__builtin_log(sum)));
-    for (int n = 0; n < padded; n += W) {
-      const F relative = Vec::sub(Vec::sub(Vec::load(bounds + n), top), log_sum);
-      Vec::store(result + n, Vec::max(Vec::load(result + n), relative));
-    }
-  }
-}
-
 // Scratch: bounds [HQ, padded], max(q, 0) [HQ, D], min(q, 0) [HQ, D], result [padded].
-inline void score_all(const ScoreArgs& args) {
+inline void score_all(const Digests& digests, const ScoreArgs& args) {
   constexpr int W = Vec::kLanes;
-  const int dim = args.digests->head_dim;
-  const int query_heads = args.digests->kv_heads * args.group;
-  const int padded = (args.n_full + W - 1) / W * W;
+  const int dim = digests.head_dim;
+  const int query_heads = digests.kv_heads * args.group;
+  const int padded = padded_columns(args.n_full);
   const ptrdiff_t q_floats = static_cast<ptrdiff_t>(query_heads) * dim;
   float* const q_positive = args.scratch;
   float* const q_negative = q_positive + q_floats;
   float* const result = q_negative + q_floats;
   float* const bounds = result + padded;
 
-  const bool interleaved = args.digests->dtype == DType::kBF16;
+  const bool interleaved = digests.dtype == DType::kBF16;
   for (ptrdiff_t d = 0; d < q_floats; d += 2 * W) {
     for (int i = 0; i < 2 * W; ++i) {
       const float x = args.q[d + i];
@@ -155,25 +115,18 @@ inline void score_all(const ScoreArgs& args) {
       q_negative[at] = x > 0.0f ? 0.0f : x;
     }
   }
-  switch (args.digests->dtype) {
+  switch (digests.dtype) {
     case DType::kBF16:
-      bound_pages<DType::kBF16>(args, q_positive, q_negative, bounds, padded);
+      bound_pages<DType::kBF16>(digests, args, q_positive, q_negative, bounds, padded);
       break;
     case DType::kF16:
-      bound_pages<DType::kF16>(args, q_positive, q_negative, bounds, padded);
+      bound_pages<DType::kF16>(digests, args, q_positive, q_negative, bounds, padded);
       break;
     case DType::kF32:
-      bound_pages<DType::kF32>(args, q_positive, q_negative, bounds, padded);
+      bound_pages<DType::kF32>(digests, args, q_positive, q_negative, bounds, padded);
       break;
   }
-  const float start = args.reduce == Reduce::kMax ? -kInfinity : 0.0f;
-  for (int n = 0; n < padded; ++n) result[n] = start;
-  for (int row = 0; row < query_heads; ++row) {
-    reduce_head(args, bounds + static_cast<ptrdiff_t>(row) * padded, padded, result);
-  }
-  for (int n = 0; n < args.columns; ++n) {
-    args.out[n] = n < args.n_full && args.table[n] >= 0 ? result[n] : -kInfinity;
-  }
+  reduce_heads(args, query_heads, args.scale, bounds, padded, result);
 }
 
 }  // namespace

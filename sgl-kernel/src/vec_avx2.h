@@ -55,12 +55,18 @@ struct Vec {
     const F s = _mm256_add_ps(low, high);
     _mm_storeu_ps(sums, _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1)));
   }
+  static void hmax4(F a, F b, F c, F d, float* most) {
+    const F ab = _mm256_max_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
+    const F cd = _mm256_max_ps(_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));
+    const F m = _mm256_max_ps(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xee));
+    _mm_storeu_ps(most, _mm_max_ps(_mm256_castps256_ps128(m), _mm256_extractf128_ps(m, 1)));
+  }
 
   static F exp2_split(F x, F& fraction) {
-    const F n = _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    fraction = _mm256_sub_ps(x, n);
-    const __m256i biased = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
-    return _mm256_castsi256_ps(_mm256_slli_epi32(biased, 23));
+    const F magic = set1(12582912.0f + 127.0f);  // the sum's last bits are the biased exponent
+    const F shifted = add(x, magic);
+    fraction = sub(x, sub(shifted, magic));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(shifted), 23));
   }
   static F scale_by(F x, F power) { return _mm256_mul_ps(x, power); }
   static F zero_below(F x, F keep, float bound) {

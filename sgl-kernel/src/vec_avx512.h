@@ -51,6 +51,12 @@ struct Vec {
     const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(s), _mm512_extractf32x8_ps(s, 1));
     _mm_storeu_ps(sums, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
   }
+  static void hmax4(F a, F b, F c, F d, float* most) {
+    most[0] = hmax(a);
+    most[1] = hmax(b);
+    most[2] = hmax(c);
+    most[3] = hmax(d);
+  }
 
   static F exp2_split(F x, F& fraction) {
     const F n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);

@@ -25,6 +25,17 @@ inline Vec::F exp2_nonpositive(Vec::F x) {
   return Vec::zero_below(Vec::scale_by(p, power), x, -126.0f);
 }
 
+// The same with a relative error < 1e-4, for estimates.
+inline Vec::F exp2_rough(Vec::F x) {
+  Vec::F r;
+  const Vec::F power = Vec::exp2_split(Vec::max(Vec::set1(-126.0f), x), r);
+  Vec::F p = Vec::set1(0x1.c3f6a6p-5f);
+  p = Vec::fma(p, r, Vec::set1(0x1.f0de36p-3f));
+  p = Vec::fma(p, r, Vec::set1(0x1.62f31ep-1f));
+  p = Vec::fma(p, r, Vec::set1(0x1.fff692p-1f));
+  return Vec::scale_by(p, power);
+}
+
 // tanh(x), absolute error < 2e-7.
 inline Vec::F tanh(Vec::F x) {
   const Vec::F magnitude = Vec::copysign(x, Vec::zero());

@@ -62,6 +62,12 @@ struct Vec {
     sums[2] = hsum(c);
     sums[3] = hsum(d);
   }
+  static void hmax4(F a, F b, F c, F d, float* most) {
+    most[0] = hmax(a);
+    most[1] = hmax(b);
+    most[2] = hmax(c);
+    most[3] = hmax(d);
+  }
 
   // 2^n for integral n in [-126, 127] given as magic + n, magic = 1.5 * 2^23.
   static F pow2_of_magic(F shifted) { return (F)(((U)shifted - 0x4b400000u + 127u) << 23); }

@@ -24,8 +24,8 @@ import functools
 import torch
 
 from ..core.registry import Tolerance
-from . import triton
-from .digest import same_rows
+from . import native, triton
+from .digest import given_rows, same_rows
 from .layers import LayerPages, source_rows
 from .op import Call, op
 from .score import REDUCTIONS, reduce_heads
@@ -34,7 +34,7 @@ PAGE_TOKENS = 32
 ONE_BIT, FIRST, SECOND = 0.79788, 0.98160, 0.52880
 STATS_BYTES = 80
 """Of a page and KV head beside the D bytes of its mean."""
-LARGEST = 2.0**60
+LARGEST = 2.0**50
 """Larger elements of K count as this, and those that are no number as 0: digests and scores stay finite."""
 
 FLIP = 0x9E3779B1
@@ -207,7 +207,7 @@ def estimate_rotated(
     (B, N), H = table.shape, planes.shape[1]
     ids = table.clamp(min=0).flatten()
     keys = decode(planes.index_select(0, ids), stats.index_select(0, ids))  # [B * N, H, 32, D]
-    q = rotate(q.view(B, H, -1, q.shape[-1]) * scale)
+    q = rotate(q.view(B, H, q.shape[1] // H, q.shape[2]) * scale)
     u = torch.einsum("bhgd,bnhtd->bhgnt", q, keys.view(B, N, *keys.shape[1:])).logsumexp(-1)
     void = (torch.arange(N, device=table.device) >= n_full[:, None]) | (table < 0)
     return u.flatten(1, 2).masked_fill_(void[:, None], -torch.inf)
@@ -250,6 +250,32 @@ def score_rotated(
     u = estimate_rotated.reference(q, planes, stats, table, n_full, scale)
     score = reduce_heads(u, table, n_full, reduce)
     return score if out is None else out.copy_(score)
+
+
+_NATIVE_DIMS = {"D": range(16, 1025, 16)}  # sums over larger heads would overflow 16 bits
+
+
+@native.implements(build_layer_rotated, unless=given_rows, sizes=_NATIVE_DIMS)
+def _native_build(source, ids, planes, stats, rows):
+    P, _, H, D = source.k[0].shape
+    native.check_ids("build_layer_rotated", "ids", ids, P)
+    for k, of_planes, of_stats in zip(source.k, planes, stats, strict=True):
+        native.module.rotate_pages(
+            k.data_ptr(), H, D, native.DTYPES[k.dtype], ids.data_ptr(), ids.numel(),
+            planes.shape[3], of_planes.data_ptr(), of_stats.data_ptr(),
+        )  # fmt: skip
+
+
+@native.implements(score_rotated, sizes=_NATIVE_DIMS)
+def _native_score(q, planes, stats, table, n_full, scale, reduce, out):
+    (P, H, bits, *_), (B, N) = planes.shape, table.shape
+    out = q.new_empty((B, N)) if out is None else out
+    native.module.score_rotated(
+        q.data_ptr(), planes.data_ptr(), stats.data_ptr(),
+        P, H, q.shape[1] // H, q.shape[2], bits, table.data_ptr(), n_full.data_ptr(), B, N,
+        float(scale), REDUCTIONS.index(reduce), out.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    return out
 
 
 triton.implements(

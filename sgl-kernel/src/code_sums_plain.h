@@ -1,0 +1,61 @@
+// Sums of a query over the bits of a page, exactly: of every four channels a table of all sums in fp32.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "rotate_kernel.h"
+
+namespace scout {
+namespace {
+
+struct CodeSums {
+  // What a query head brings along; its table has table_floats(dim) floats.
+  struct Query {};
+  static ptrdiff_t table_floats(int dim) { return 4 * dim; }
+
+  // sums [dim / 4, 16]: of +-q over four channels, + where the index has a bit.
+  static void make_table(const float* sums, int dim, float* table, Query&) {
+    __builtin_memcpy(table, sums, sizeof(float) * 4 * dim);
+  }
+
+  void load(const uint8_t* at, int of_bits, int of_dim) {
+    planes = at;
+    bits = of_bits;
+    groups = of_dim / 4;
+  }
+
+  // sum_d q_d level_d of every token, in units of its scale and of what is returned: levels [32].
+  float add_up(const float* table, const Query&, float* levels) const {
+    const float weights[2] = {bits == 1 ? kOneBit : kFirst, kSecond};
+    for (int t = 0; t < kRotatedTokens; ++t) levels[t] = 0.0f;
+    for (int row = 0; row < 16 * bits; ++row) {
+      const uint8_t* const bytes = planes + static_cast<ptrdiff_t>(row) * groups;
+      float low = 0.0f, high = 0.0f;
+      for (int c = 0; c < groups; ++c) {
+        low += table[16 * c + (bytes[c] & 15)];
+        high += table[16 * c + (bytes[c] >> 4)];
+      }
+      levels[row % 16] += weights[row / 16] * low;
+      levels[16 + row % 16] += weights[row / 16] * high;
+    }
+    return 1.0f;
+  }
+
+  // The scales of the tokens in the order of levels.
+  static void scales(const uint8_t* bf16, float* to) {
+    for (int t = 0; t < kRotatedTokens; ++t) {
+      uint16_t half;
+      __builtin_memcpy(&half, bf16 + 2 * t, sizeof half);
+      const uint32_t word = static_cast<uint32_t>(half) << 16;
+      __builtin_memcpy(to + t, &word, sizeof word);
+    }
+  }
+
+  const uint8_t* planes;
+  int bits;
+  int groups;
+};
+
+}  // namespace
+}  // namespace scout

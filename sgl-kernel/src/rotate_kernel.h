@@ -1,0 +1,179 @@
+// The rotation of ops/rotated.py and the digests that it gives, written once for every Vec. Include a
+// vec_*.h first; see attend_tile.h for why nothing of the standard library is used.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "score_cpu.h"
+
+namespace scout {
+namespace {
+
+constexpr float kOneBit = 0.79788f;
+constexpr float kFirst = 0.98160f;
+constexpr float kSecond = 0.52880f;
+constexpr float kLargest = 0x1p50f;  // larger elements of K count as this
+constexpr int kStatsBytes = 80;      // of a page and KV head beside the D bytes of its mean
+constexpr uint32_t kFlip = 0x9E3779B1u;
+
+// R x for as many vectors side by side as there are columns: x [dim, kColumns].
+template <int kColumns>
+inline void rotate(float* x, int dim) {
+  const int width = dim & -dim;
+  const float norm = 1.0f / __builtin_sqrtf(static_cast<float>(width));
+  for (int d = 0; d < dim; ++d) {
+    const bool flip = (static_cast<uint32_t>(d + 1) * kFlip) >> 31;
+    const float factor = flip ? -norm : norm;
+    for (int c = 0; c < kColumns; ++c) x[d * kColumns + c] *= factor;
+  }
+  for (int half = 1; half < width; half *= 2) {
+    for (int base = 0; base < dim; base += 2 * half) {
+      float* const low = x + base * kColumns;
+      float* const high = low + half * kColumns;
+#pragma GCC ivdep
+      for (int i = 0; i < half * kColumns; ++i) {
+        const float a = low[i];
+        const float b = high[i];
+        low[i] = a + b;
+        high[i] = a - b;
+      }
+    }
+  }
+}
+
+inline void make_finite(float* x, int count) {
+  for (int i = 0; i < count; ++i) {
+    float v = x[i] == x[i] ? x[i] : 0.0f;
+    v = v < kLargest ? v : kLargest;
+    x[i] = v > -kLargest ? v : -kLargest;
+  }
+}
+
+// The keys of one KV head of a page, to x [dim, 32]; rows are row_bytes apart.
+template <DType T>
+inline void load_keys(const char* k, ptrdiff_t row_bytes, int dim, float* x) {
+  constexpr int W = Vec::kLanes;
+  constexpr int kBytes = T == DType::kF32 ? 4 : 2;
+  for (int t = 0; t < kRotatedTokens; ++t) {
+    for (int d = 0; d < dim; d += 2 * W) {
+      Vec::F first, second;
+      Vec::load_pair<T>(k + t * row_bytes + d * kBytes, first, second);
+      float pair[2 * W];
+      Vec::store(pair, first);
+      Vec::store(pair + W, second);
+      for (int i = 0; i < 2 * W; ++i) {
+        const int from = T == DType::kBF16 ? i / 2 + i % 2 * W : i;
+        x[(d + i) * kRotatedTokens + t] = pair[from];
+      }
+    }
+  }
+  make_finite(x, dim * kRotatedTokens);
+}
+
+// Takes the rounded mean out of x [dim, 32]. Returns its step.
+inline float take_mean(float* x, int dim, int8_t* rounded) {
+  float mean[kRotatedMaxDim];
+  float peak = 0.0f;
+  for (int d = 0; d < dim; ++d) {
+    float sum = 0.0f;
+    for (int t = 0; t < kRotatedTokens; ++t) sum += x[d * kRotatedTokens + t];
+    mean[d] = sum / kRotatedTokens;
+    const float size = __builtin_fabsf(mean[d]);
+    peak = size > peak ? size : peak;
+  }
+  const float least = 1.17549435e-38f;
+  const float step = peak / 127.0f > least ? peak / 127.0f : least;
+  for (int d = 0; d < dim; ++d) {
+    constexpr float kMagic = 12582912.0f;  // adding and taking it away again rounds
+    const float whole = (mean[d] / step + kMagic) - kMagic;
+    rounded[d] = static_cast<int8_t>(whole);
+    for (int t = 0; t < kRotatedTokens; ++t) x[d * kRotatedTokens + t] -= whole * step;
+  }
+  return step;
+}
+
+inline uint16_t to_bf16(float x) {
+  uint32_t bits;
+  __builtin_memcpy(&bits, &x, sizeof bits);
+  return static_cast<uint16_t>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+}
+
+// The bits of four channels, x [4, 32], to a byte of each of the 16 rows of every plane.
+inline void pack_channels(const float* x, const float* bounds, int bits, ptrdiff_t row_bytes,
+                          uint8_t* planes) {
+  int32_t words[2][kRotatedTokens] = {};
+  for (int i = 0; i < 4; ++i) {
+    for (int t = 0; t < kRotatedTokens; ++t) {
+      const float v = x[i * kRotatedTokens + t];
+      const int32_t first = v >= 0.0f;
+      const int32_t outside = __builtin_fabsf(v) > bounds[t];
+      words[0][t] |= first << i;
+      words[1][t] |= (first == outside) << i;
+    }
+  }
+  for (int plane = 0; plane < bits; ++plane) {
+    for (int j = 0; j < 16; ++j) {
+      planes[(plane * 16 + j) * row_bytes] =
+          static_cast<uint8_t>(words[plane][j] | words[plane][16 + j] << 4);
+    }
+  }
+}
+
+template <DType T>
+void rotate_head(const char* k, ptrdiff_t row_bytes, int dim, int bits, uint8_t* planes,
+                 uint8_t* stats) {
+  alignas(64) float x[kRotatedMaxDim * kRotatedTokens];
+  load_keys<T>(k, row_bytes, dim, x);
+  rotate<kRotatedTokens>(x, dim);
+  const float step = take_mean(x, dim, reinterpret_cast<int8_t*>(stats));
+  float bounds[kRotatedTokens] = {};  // the scales, then what separates the inner levels from the outer
+  for (int d = 0; d < dim; ++d) {
+    for (int t = 0; t < kRotatedTokens; ++t) {
+      bounds[t] += x[d * kRotatedTokens + t] * x[d * kRotatedTokens + t];
+    }
+  }
+  uint16_t scales[kRotatedTokens];
+  for (int t = 0; t < kRotatedTokens; ++t) {
+    bounds[t] = __builtin_sqrtf(bounds[t] / static_cast<float>(dim));
+    scales[t] = to_bf16(bounds[t]);
+    bounds[t] *= kFirst;
+  }
+  __builtin_memset(stats + dim, 0, kStatsBytes);
+  __builtin_memcpy(stats + dim, scales, sizeof scales);
+  __builtin_memcpy(stats + dim + sizeof scales, &step, sizeof step);
+  for (int c = 0; c < dim / 4; ++c) {
+    pack_channels(x + c * 4 * kRotatedTokens, bounds, bits, dim / 4, planes + c);
+  }
+}
+
+template <DType T>
+void rotate_all_of(const RotateArgs& args) {
+  const int dim = args.head_dim;
+  const ptrdiff_t head_bytes = static_cast<ptrdiff_t>(dim) * (T == DType::kF32 ? 4 : 2);
+  const ptrdiff_t row_bytes = args.kv_heads * head_bytes;
+  for (int64_t i = 0; i < args.n; ++i) {
+    const char* const page =
+        static_cast<const char*>(args.k) + args.ids[i] * kRotatedTokens * row_bytes;
+    for (int h = 0; h < args.kv_heads; ++h) {
+      const ptrdiff_t head = static_cast<ptrdiff_t>(args.ids[i]) * args.kv_heads + h;
+      rotate_head<T>(page + h * head_bytes, row_bytes, dim, args.bits,
+                     args.planes + head * args.bits * 4 * dim,
+                     args.stats + head * (dim + kStatsBytes));
+    }
+  }
+}
+
+inline void rotate_all(const RotateArgs& args) {
+  switch (args.dtype) {
+    case DType::kBF16:
+      return rotate_all_of<DType::kBF16>(args);
+    case DType::kF16:
+      return rotate_all_of<DType::kF16>(args);
+    case DType::kF32:
+      return rotate_all_of<DType::kF32>(args);
+  }
+}
+
+}  // namespace
+}  // namespace scout

@@ -1,0 +1,250 @@
+"""Digests of one and two bits per key element: what is stored, and the scores of pages by it."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_scout.ops import rotated
+from sglang_scout.ops.layers import LayerPages
+from sglang_scout.ops.rotated import build_layer_rotated, rotate, score_rotated
+from sglang_scout.ops.score import REDUCTIONS
+
+pytestmark = pytest.mark.usefixtures("isa")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+BUILDS = pytest.mark.parametrize("impl", build_layer_rotated.names())
+SCORES = pytest.mark.parametrize("impl", score_rotated.names())
+BITS = pytest.mark.parametrize("bits", [1, 2])
+DIMS = (16, 48, 64, 80, 96, 128, 256)
+
+
+def empty(P, H, D, bits):
+    """(planes, stats) of one layer, with 7 in every byte."""
+    shape = (1, P, H, *rotated.planes_shape(bits, D))
+    return [torch.full(x, 7, dtype=torch.uint8) for x in (shape, (1, P, H, D + 80))]
+
+
+def digests(k, bits, impl="reference", ids=None):
+    """Of all pages of one layer [P, 32, H, D], or of those named."""
+    P, _, H, D = k.shape
+    built = empty(P, H, D, bits)
+    ids = torch.arange(P) if ids is None else ids
+    build_layer_rotated(LayerPages.of([k], [k], "cpu"), ids, *built, impl=impl)
+    return [x[0] for x in built]
+
+
+def keys(seed, P, H, D, dtype=torch.float32):
+    """With a mean, and some channels far larger than others."""
+    rng = torch.Generator().manual_seed(seed)
+    size = torch.where(torch.rand(D, generator=rng) < 0.1, 8.0, 1.0)
+    k = torch.randn(P, 32, H, D, generator=rng) + 2 * torch.randn(P, 1, H, D, generator=rng)
+    return (k * size).to(dtype)
+
+
+def check_built(k, built, bits):
+    """Against the formula in float64: one step of what is stored, and bits where they are not a close call."""
+    planes, stats = built
+    D = k.shape[-1]
+    x = k.double().nan_to_num(0.0).clamp(-rotated.LARGEST, rotated.LARGEST).transpose(1, 2)
+    x = x @ rotated._rotation(D, x.device).double()
+    step = stats[..., D + 64 : D + 68].contiguous().view(torch.float32).double()
+    mean = stats[..., :D].contiguous().view(torch.int8).double()
+    expected = x.mean(2)
+    torch.testing.assert_close(
+        step, (expected.abs().amax(-1, keepdim=True) / 127).clamp(min=2.0**-126), atol=0, rtol=1e-4
+    )
+    assert ((mean - expected / step).abs() <= 0.51 + 1e-4 * mean.abs()).all()
+    x = x - (mean * step)[:, :, None]
+    scale = x.square().mean(-1).sqrt()
+    stored = stats[..., D : D + 64].contiguous().view(torch.bfloat16).double()
+    torch.testing.assert_close(stored, scale, atol=1e-30, rtol=2.0**-8)
+    assert not stats[..., D + 68 :].any()
+    largest = x.abs().amax(
+        (-1, -2), keepdim=True
+    )  # products of the rotation are rounded relative to keys
+    close = 1e-5 * scale[..., None] + 2e-6 * (largest + k.double().nan_to_num(0.0).abs().max())
+    found = rotated._unpacked(planes)
+    assert ((found[:, :, 0] > 0) == (x >= 0))[x.abs() > close].all()
+    if bits == 2:
+        margin = x.abs() - rotated.FIRST * scale[..., None]
+        outside = found[:, :, 1] == found[:, :, 0]
+        assert (outside == (margin > 0))[margin.abs() > close].all()
+
+
+@BUILDS
+@BITS
+@given(
+    dtype=st.sampled_from(DTYPES),
+    sizes=st.tuples(*(st.integers(1, n) for n in (6, 3))),
+    D=st.sampled_from(DIMS),
+    seed=st.integers(0, 99),
+    data=st.data(),
+)
+def test_named_rows_are_as_the_formula_says_and_others_untouched(
+    impl, bits, dtype, sizes, D, seed, data
+):
+    P, H = sizes
+    k = keys(seed, P, H, D, dtype)
+    ids = torch.tensor(data.draw(st.lists(st.integers(0, P - 1), unique=True)), dtype=torch.int64)
+    built = digests(k, bits, impl, ids)
+    if len(ids):
+        check_built(k[ids], [x[ids] for x in built], bits)
+    rest = [page for page in range(P) if page not in ids.tolist()]
+    assert all((x[rest] == 7).all() for x in built)
+
+
+@BUILDS
+@BITS
+@pytest.mark.parametrize("value", [0.0, 1.0, -3.0, math.inf, -math.inf, math.nan])
+def test_pages_of_one_value_and_single_bad_elements(impl, bits, value):
+    k = keys(1, 3, 2, 64)
+    k[0] = value
+    k[1, 5, 0, 9] = value
+    k[2, 7] = value
+    built = digests(k, bits, impl)
+    decoded = rotated.decode(*built)
+    assert decoded.isfinite().all()
+    if math.isfinite(value):
+        same = rotate(k[0].transpose(0, 1))
+        assert (decoded[0] - same).abs().max() <= 0.02 * abs(value) * 64**0.5
+        check_built(k, built, bits)
+
+
+@BUILDS
+@BITS
+def test_keys_are_decoded_as_well_as_their_bits_allow(impl, bits):
+    """The levels' squared errors for a normal variable are 0.363 and 0.118 of its variance."""
+    k = torch.randn(50, 32, 1, 128, generator=torch.Generator().manual_seed(3))
+    error = rotated.decode(*digests(k, bits, impl)) - rotate(k.transpose(1, 2))
+    assert 0.9 < error.square().mean() / {1: 0.363, 2: 0.118}[bits] < 1.05
+
+
+@pytest.mark.parametrize("impl", ["native", "reference"])
+@pytest.mark.parametrize("bad", [-1, 3])
+def test_page_out_of_range_is_refused_before_anything_is_written(impl, bad):
+    k, built = keys(1, 3, 2, 16), empty(3, 2, 16, 2)
+    with pytest.raises((ValueError, IndexError, RuntimeError)):
+        layers = LayerPages.of([k], [k], "cpu")
+        build_layer_rotated(layers, torch.tensor([0, bad]), *built, impl=impl)
+    assert all((x == 7).all() for x in built)
+
+
+def literal(q, planes, stats, table, n_full, scale, reduce):
+    """The formula in float64, one row at a time."""
+    G = q.shape[1] // planes.shape[1]
+    x = rotated.decode(planes, stats).double().repeat_interleave(G, 1)  # [P, HQ, 32, D]
+    q = q.double() @ rotated._rotation(q.shape[-1], q.device).double()
+    result = torch.full(table.shape, -torch.inf, dtype=torch.float64)
+    for b, row in enumerate(table):
+        columns = [n for n in range(int(n_full[b])) if row[n] >= 0]
+        if columns:
+            u = torch.einsum("hd,nhtd->nht", q[b] * scale, x[row[columns].long()]).logsumexp(-1)
+            mass = torch.softmax(u, 0).sum(1)
+            result[b, columns] = mass if reduce == "mass" else u.log_softmax(0).amax(1)
+    return result
+
+
+def inputs(seed, B=3, N=9, P=12, H=2, G=3, D=64, bits=2):
+    rng = torch.Generator().manual_seed(seed)
+    k = torch.randn(P, 32, H, D, generator=rng) + torch.randn(P, 1, H, D, generator=rng)
+    q = torch.randn(B, H * G, D, generator=rng)
+    table = torch.randint(-1, P, (B, N), generator=rng, dtype=torch.int32)
+    n_full = torch.randint(0, N + 1, (B,), generator=rng, dtype=torch.int32)
+    return q, *digests(k, bits), table, n_full
+
+
+@SCORES
+@BITS
+@pytest.mark.parametrize("reduce", REDUCTIONS)
+@given(
+    sizes=st.tuples(*(st.integers(1, n) for n in (4, 12, 20, 4, 6))),
+    D=st.sampled_from(DIMS),
+    seed=st.integers(0, 2**31),
+)
+def test_equals_the_formula(agree, impl, bits, reduce, sizes, D, seed):
+    B, N, P, H, G = sizes
+    arguments = *inputs(seed, B, N, P, H, G, D, bits), D**-0.5, reduce
+    out = torch.full((B, N), torch.nan)
+    got = score_rotated(*arguments, impl=impl, out=out)
+    assert got is out
+    agree(score_rotated, got, literal(*arguments))
+
+
+@SCORES
+@BITS
+@settings(max_examples=20)
+@given(
+    seed=st.integers(0, 99),
+    exponents=st.lists(st.integers(-8, 4), min_size=64, max_size=64),
+    size=st.sampled_from((1e-6, 1.0, 30.0)),
+)
+def test_channels_of_very_different_size(agree, impl, bits, seed, exponents, size):
+    """Errors are relative to the norms of query and key, of which the latter is about 11 here."""
+    q, *rest = inputs(seed, bits=bits)
+    q = size * q * 2.0 ** torch.tensor(exponents, dtype=torch.float32)
+    arguments = q, *rest, 0.125, "max"
+    got = score_rotated(*arguments, impl=impl)
+    logits = float(q.norm(dim=-1).max()) * 11 * 0.125
+    agree(score_rotated, got, literal(*arguments), times=max(1.0, logits / 11))
+
+
+@SCORES
+@BITS
+@pytest.mark.parametrize("reduce", REDUCTIONS)
+def test_rows_that_are_longer_than_a_block_of_any_kernel(agree, impl, bits, reduce):
+    q, planes, stats, _, _ = inputs(13, B=2, P=50, H=1, G=2, bits=bits)
+    table = (torch.arange(600, dtype=torch.int32) % 50).view(2, 300)
+    table[0, 64:128] = -1
+    n_full = torch.tensor([290, 70], dtype=torch.int32)
+    arguments = q, planes, stats, table, n_full, 0.125, reduce
+    agree(score_rotated, score_rotated(*arguments, impl=impl), literal(*arguments))
+
+
+@SCORES
+@pytest.mark.parametrize("reduce", REDUCTIONS)
+def test_void_columns_are_minus_infinity_whatever_they_hold(impl, reduce):
+    q, planes, stats, table, _ = inputs(5, B=5, N=9, P=12)
+    stats[11] = 255  # not a number anywhere: a page that was never written
+    table = torch.where(table == 11, 10, table)
+    table[:, 6:] = 11
+    table[:, 2] = -1
+    table[4] = -1
+    n_full = torch.tensor([0, 1, 3, 6, 9], dtype=torch.int32)
+    got = score_rotated(q, planes, stats, table, n_full, 0.125, reduce, impl=impl)
+    void = (torch.arange(9) >= n_full[:, None]) | (table < 0)
+    assert (got[void] == -torch.inf).all()
+    assert got[~void].isfinite().all()
+
+
+@SCORES
+@BITS
+@pytest.mark.parametrize("fill", [0.0, 1.0, math.inf, math.nan])
+def test_one_page_and_pages_of_one_value(impl, bits, fill):
+    k = torch.full((3, 32, 2, 32), fill)
+    q = torch.randn(2, 4, 32)
+    table = torch.tensor([[1, -1, -1], [0, 1, 2]], dtype=torch.int32)
+    n_full = torch.tensor([3, 3], dtype=torch.int32)
+    got = score_rotated(q, *digests(k, bits), table, n_full, 0.125, "mass", impl=impl)
+    expected = torch.tensor([[4, -math.inf, -math.inf], [4 / 3] * 3])
+    torch.testing.assert_close(got, expected)
+
+
+@SCORES
+@pytest.mark.parametrize(("B", "N"), [(0, 4), (2, 0)])
+def test_no_request_and_no_column(impl, B, N):
+    q, planes, stats, *_ = inputs(2)
+    table, n_full = torch.zeros(B, N, dtype=torch.int32), torch.zeros(B, dtype=torch.int32)
+    q = q[:1].expand(B, -1, -1).contiguous()
+    assert score_rotated(q, planes, stats, table, n_full, 1.0, impl=impl).shape == (B, N)
+
+
+@pytest.mark.parametrize("impl", ["native"])
+@pytest.mark.parametrize(("name", "value"), [("table", 12), ("n_full", 10), ("n_full", -1)])
+def test_native_refuses_what_would_read_outside(impl, name, value):
+    q, planes, stats, table, n_full = inputs(1)
+    n_full[0] = 9
+    {"table": table, "n_full": n_full}[name].view(-1)[0] = value
+    with pytest.raises(ValueError, match=rf"score_rotated: {name}\[0.*\]={value} is "):
+        score_rotated(q, planes, stats, table, n_full, 1.0, impl=impl)
