@@ -181,7 +181,10 @@ void score_rotated(uintptr_t q, uintptr_t planes, uintptr_t stats, int64_t num_p
                    int group, int dim, int bits, uintptr_t table, uintptr_t n_full, int batch,
                    int columns, float scale, int reduce, uintptr_t out, int threads) {
   check_rotated("score_rotated", heads, group, dim, bits);
-  const scout::Reduce reduction = checked_reduce("score_rotated", reduce);
+  const auto log_mass = static_cast<int>(scout::Reduce::kLogMass);
+  const scout::Reduce reduction = reduce == log_mass ? scout::Reduce::kLogMass
+                                                     : checked_reduce("score_rotated", reduce);
+  const int64_t results = reduction == scout::Reduce::kLogMass ? heads * group : columns;
   const scout::RotatedDigests digests{at<const uint8_t>(planes), at<const uint8_t>(stats), bits,
                                       heads, dim};
   const int32_t* const ids = at<const int32_t>(table);
@@ -193,7 +196,7 @@ void score_rotated(uintptr_t q, uintptr_t planes, uintptr_t stats, int64_t num_p
     const int64_t row = static_cast<int64_t>(b) * columns;
     scout::score_rotated_sequence(
         digests, {group, scale, reduction, at<const float>(q) + b * q_heads * dim, ids + row,
-                  counts[b], columns, scratch(floats), at<float>(out) + row});
+                  counts[b], columns, scratch(floats), at<float>(out) + b * results});
   });
 }
 
@@ -225,7 +228,7 @@ NB_MODULE(_native, m) {
   m.def("score_rotated", &score_rotated, arg("q_ptr"), arg("planes_ptr"), arg("stats_ptr"),
         arg("P"), arg("H"), arg("G"), arg("D"), arg("bits"), arg("table_ptr"), arg("n_full_ptr"),
         arg("B"), arg("N"), arg("scale"), arg("reduce"), arg("out_ptr"), arg("threads") = 1, no_gil,
-        "Scores of the first n_full pages of B sequences by their rotated digests.");
+        "Scores of the first n_full pages of B sequences by their rotated digests, or log masses.");
   m.attr("RUNS_PER_THREAD") = scout::kRunsPerThread;
   m.def(
       "split_runs",

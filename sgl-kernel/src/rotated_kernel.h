@@ -170,6 +170,20 @@ inline void take_logarithms(float* tops, const float* sums, ptrdiff_t count) {
   }
 }
 
+// Logarithm of the sum over the pages of sums 2^tops; few pages.
+inline float log_mass(const ScoreArgs& args, const float* tops, const float* sums) {
+  float most = -kInfinity;
+  for (int n = 0; n < args.n_full; ++n) {
+    if (args.table[n] >= 0 && tops[n] > most) most = tops[n];
+  }
+  float mass = 0.0f;
+  for (int n = 0; n < args.n_full; ++n) {
+    if (args.table[n] < 0) continue;
+    mass += sums[n] * static_cast<float>(__builtin_exp2(static_cast<double>(tops[n] - most)));
+  }
+  return mass > 0.0f ? (most + static_cast<float>(__builtin_log2(mass))) * kLn2Float : -kInfinity;
+}
+
 inline void sum_pages(const RotatedDigests& digests, const ScoreArgs& args,
                       const RotatedQueries& queries, float* tops, float* sums, ptrdiff_t stride) {
   const int heads = digests.kv_heads;
@@ -208,6 +222,12 @@ inline void score_rotated_all(const RotatedDigests& digests, const ScoreArgs& ar
   queries.codes = reinterpret_cast<CodeSums::Query*>(queries.words + rows * dim);
   prepare_queries(digests, args, queries);
   sum_pages(digests, args, queries, tops, sums, padded);
+  if (args.reduce == Reduce::kLogMass) {
+    for (ptrdiff_t row = 0; row < rows; ++row) {
+      args.out[row] = log_mass(args, tops + row * padded, sums + row * padded);
+    }
+    return;
+  }
   for (ptrdiff_t row = 0; row < rows; ++row) {
     take_logarithms(tops + row * padded, sums + row * padded, args.n_full);
   }

@@ -8,7 +8,7 @@
 
 namespace scout {
 
-enum class Reduce : int32_t { kMass = 0, kMax = 1 };
+enum class Reduce : int32_t { kMass = 0, kMax = 1, kLogMass = 2 };
 
 // kmin, kmax: [P, H, D] of dtype, contiguous; D a multiple of 16.
 struct Digests {
@@ -41,7 +41,7 @@ struct ScoreArgs {
   int32_t n_full;        // pages beyond it are not scored
   int32_t columns;
   float* scratch;  // score_scratch_floats(...) or rotated_scratch_floats(...) floats
-  float* out;      // [columns]
+  float* out;      // [columns], or for kLogMass [HQ]
 };
 
 // Pages of a row of scratch: an odd number of lines, as rows whose distance is a power of two would share few
@@ -52,7 +52,8 @@ constexpr int padded_columns(int columns) { return ((columns + 15) / 16 | 1) * 1
 //   min and max: u[h, page] = scale * sum_d max(q[h, d] kmin[page, d], q[h, d] kmax[page, d]), an
 //   upper bound (Quest, arXiv:2406.10774);
 //   rotated: u[h, page] = log sum_t exp(scale R q[h] . x[page, t]), x as the digest has it;
-// reduced over the query heads: kMass: sum_h softmax_page(u); kMax: max_h (u - logsumexp_page(u)).
+// reduced over the query heads: kMass: sum_h softmax_page(u); kMax: max_h (u - logsumexp_page(u)); or, of rotated
+// digests, over the pages: kLogMass: logsumexp_page(u) of each head, -inf without a page.
 // Columns >= n_full and those without a page are -inf.
 void score_sequence(const Digests& digests, const ScoreArgs& args);
 void score_rotated_sequence(const RotatedDigests& digests, const ScoreArgs& args);

@@ -27,6 +27,7 @@ GIVEN = {
     "score_rotated": lambda q, first, second, table, *_: torch.empty_like(
         table, dtype=torch.float32
     ),
+    "log_mass_rotated": lambda q, *_: q.new_empty(q.shape[:2]),
     "select_pages": lambda scores, table, n_full, slot_of, k, *_: Selection(
         *(table.new_empty(len(table), k) for _ in range(2)),
         table.new_empty(len(table)),

@@ -11,7 +11,12 @@ from sglang_scout.ops.gather import copy_layer_pages
 from sglang_scout.ops.layers import LayerPages
 from sglang_scout.ops.merge import merge_states
 from sglang_scout.ops.predict import predict_query
-from sglang_scout.ops.rotated import build_layer_rotated, planes_shape, score_rotated
+from sglang_scout.ops.rotated import (
+    build_layer_rotated,
+    log_mass_rotated,
+    planes_shape,
+    score_rotated,
+)
 from sglang_scout.ops.score import score_pages
 from sglang_scout.ops.select import select_pages
 
@@ -42,6 +47,7 @@ def cases():
         build_layer_digests: (layers, ids, *of_layers, torch.stack([ids] * L)),
         build_layer_rotated: (layers, ids, *(x.expand(L, *x.shape).clone() for x in codes), torch.stack([ids] * L)),
         copy_layer_pages: (layers, torch.stack([ids % L, ids, ids]), *slots),
+        log_mass_rotated: (q, *codes, table, n_full, 0.1),
         merge_states: (real(B, HQ, D), real(B, HQ), real(B, HQ, D), real(B, HQ)),
         predict_query: (real(B, C), *weights, real(9, D), torch.arange(B), D, True, HQ, D),
         score_pages: (q, *of_pages, table, n_full, 0.1, "mass", real(B, N)),

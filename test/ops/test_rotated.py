@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from sglang_scout.ops import rotated
 from sglang_scout.ops.layers import LayerPages
-from sglang_scout.ops.rotated import build_layer_rotated, rotate, score_rotated
+from sglang_scout.ops.rotated import build_layer_rotated, log_mass_rotated, rotate, score_rotated
 from sglang_scout.ops.score import REDUCTIONS
 
 pytestmark = pytest.mark.usefixtures("isa")
@@ -132,15 +132,19 @@ def test_page_out_of_range_is_refused_before_anything_is_written(impl, bad):
 
 
 def literal(q, planes, stats, table, n_full, scale, reduce):
-    """The formula in float64, one row at a time."""
+    """The formula in float64, one row at a time; "log mass" is of all pages of a row and head."""
     G = q.shape[1] // planes.shape[1]
     x = rotated.decode(planes, stats).double().repeat_interleave(G, 1)  # [P, HQ, 32, D]
     q = q.double() @ rotated._rotation(q.shape[-1], q.device).double()
-    result = torch.full(table.shape, -torch.inf, dtype=torch.float64)
+    size = q.shape[:2] if reduce == "log mass" else table.shape
+    result = torch.full(size, -torch.inf, dtype=torch.float64)
     for b, row in enumerate(table):
         columns = [n for n in range(int(n_full[b])) if row[n] >= 0]
         if columns:
             u = torch.einsum("hd,nhtd->nht", q[b] * scale, x[row[columns].long()]).logsumexp(-1)
+            if reduce == "log mass":
+                result[b] = u.logsumexp(0)
+                continue
             mass = torch.softmax(u, 0).sum(1)
             result[b, columns] = mass if reduce == "mass" else u.log_softmax(0).amax(1)
     return result
@@ -170,6 +174,23 @@ def test_equals_the_formula(agree, impl, bits, reduce, sizes, D, seed):
     got = score_rotated(*arguments, impl=impl, out=out)
     assert got is out
     agree(score_rotated, got, literal(*arguments))
+
+
+@SCORES
+@BITS
+@settings(max_examples=20)
+@given(
+    sizes=st.tuples(*(st.integers(1, n) for n in (4, 70, 20, 3, 5))),
+    D=st.sampled_from(DIMS),
+    seed=st.integers(0, 2**31),
+)
+def test_the_log_mass_of_some_pages_equals_the_formula(agree, impl, bits, sizes, D, seed):
+    B, N, P, H, G = sizes
+    arguments = *inputs(seed, B, N, P, H, G, D, bits), D**-0.5
+    expected = literal(*arguments, "log mass")
+    got = log_mass_rotated(*arguments, impl=impl)
+    assert torch.equal(got == -torch.inf, expected == -torch.inf)
+    agree(log_mass_rotated, got.nan_to_num(neginf=0.0), expected.nan_to_num(neginf=0.0))
 
 
 @SCORES
@@ -237,7 +258,9 @@ def test_no_request_and_no_column(impl, B, N):
     q, planes, stats, *_ = inputs(2)
     table, n_full = torch.zeros(B, N, dtype=torch.int32), torch.zeros(B, dtype=torch.int32)
     q = q[:1].expand(B, -1, -1).contiguous()
-    assert score_rotated(q, planes, stats, table, n_full, 1.0, impl=impl).shape == (B, N)
+    arguments = q, planes, stats, table, n_full, 1.0
+    assert score_rotated(*arguments, impl=impl).shape == (B, N)
+    assert (log_mass_rotated(*arguments, impl=impl) == -torch.inf).all()
 
 
 @pytest.mark.parametrize("impl", ["native"])

@@ -14,7 +14,7 @@ import torch
 from sglang_scout.ops.digest import build_layer_digests
 from sglang_scout.ops.rotated import (
     build_layer_rotated,
-    estimate_rotated,
+    log_mass_rotated,
     planes_shape,
     score_rotated,
 )
@@ -31,13 +31,13 @@ class DigestKind:
     Attributes:
         build: as :func:`build_layer_digests`.
         score: as :func:`score_pages`, of the parts of one layer.
-        estimate: as :func:`estimate_rotated`; None where scores are bounds.
+        log_mass: as :func:`log_mass_rotated`; None where scores are bounds.
         view: the parts as both of them take these, from bytes, the dtype of K and D.
     """
 
     build: Callable[..., None]
     score: Callable[..., torch.Tensor]
-    estimate: Callable[..., torch.Tensor] | None
+    log_mass: Callable[..., torch.Tensor] | None
     view: Callable[[torch.Tensor, torch.dtype, int], torch.Tensor]
 
 
@@ -53,7 +53,7 @@ def _rotated(part: torch.Tensor, dtype: torch.dtype, head_dim: int) -> torch.Ten
 KINDS = {
     "minmax": DigestKind(build_layer_digests, score_pages, None, _bounds),
 } | {
-    f"rotated-{bits}": DigestKind(build_layer_rotated, score_rotated, estimate_rotated, _rotated)
+    f"rotated-{bits}": DigestKind(build_layer_rotated, score_rotated, log_mass_rotated, _rotated)
     for bits in (1, 2)
 }
 

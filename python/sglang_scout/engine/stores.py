@@ -237,7 +237,7 @@ class DigestPool:
     @property
     def has_estimates(self) -> bool:
         """Whether :meth:`mass_change` is there: scores of this kind estimate, and do not bound."""
-        return self._of_kind.estimate is not None
+        return self._of_kind.log_mass is not None
 
     def mass_change(
         self,
@@ -257,11 +257,10 @@ class DigestPool:
             query, query_ahead: ``[B, HQ, D]`` fp32.
             pages: ``[B, k]``, of which each row has the first ``n_pages`` ``[B]``; 0 for a row without any.
         """
-        assert self._of_kind.estimate is not None
+        assert self._of_kind.log_mass is not None
         parts = [view[layer] for view in self._views]
         real, ahead = (
-            self._of_kind.estimate(q, *parts, pages, n_pages, scale).logsumexp(-1)
-            for q in (query, query_ahead)
+            self._of_kind.log_mass(q, *parts, pages, n_pages, scale) for q in (query, query_ahead)
         )
         return (real - ahead).nan_to_num_(nan=0.0)
 

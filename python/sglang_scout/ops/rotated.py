@@ -177,40 +177,16 @@ def _valid_score(call: Call) -> str:
     return wrong[0] if wrong else ""
 
 
-@op(
-    _valid_score,
-    planes="P H bits J C uint8",
-    stats="P H T uint8",
-    table="B N int32",
-    n_full="B int32",
-    q="B H*G D float32",
-    tolerances=TOLERANCES,
-)
-def estimate_rotated(
-    q: torch.Tensor,
-    planes: torch.Tensor,
-    stats: torch.Tensor,
-    table: torch.Tensor,
-    n_full: torch.Tensor,
-    scale: float,
+def _page_masses(
+    q: torch.Tensor, planes: torch.Tensor, stats: torch.Tensor, table: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Estimate every query head's log softmax mass of each page.
-
-        u[h, p] = log sum_t exp(scale R q[h] . x_t)
-
-    Args:
-        as of `score_rotated`.
-    Returns:
-        [B, HQ, N] float32; -inf in columns >= n_full and where table < 0.
-    Source: the module's.
-    """
+    """[B, HQ, N]: u[h, p] = log sum_t exp(scale R q[h] . x_t), the log of the page's softmax mass, estimated."""
     (B, N), H = table.shape, planes.shape[1]
     ids = table.clamp(min=0).flatten()
     keys = decode(planes.index_select(0, ids), stats.index_select(0, ids))  # [B * N, H, 32, D]
     q = rotate(q.view(B, H, q.shape[1] // H, q.shape[2]) * scale)
     u = torch.einsum("bhgd,bnhtd->bhgnt", q, keys.view(B, N, *keys.shape[1:])).logsumexp(-1)
-    void = (torch.arange(N, device=table.device) >= n_full[:, None]) | (table < 0)
-    return u.flatten(1, 2).masked_fill_(void[:, None], -torch.inf)
+    return u.flatten(1, 2)
 
 
 @op(
@@ -236,7 +212,9 @@ def score_rotated(
 ) -> torch.Tensor:
     """Score every full page of every request against its (predicted) query.
 
-    The heads' masses, as of `estimate_rotated`, become one number as in `score_pages`.
+        u[h, p] = log sum_t exp(scale R q[h] . x_t)        the log of the page's softmax mass, estimated
+
+    and the heads' u become one number as in `score_pages`.
 
     Args:
         q: [B, HQ, D] float32, after RoPE.
@@ -247,9 +225,41 @@ def score_rotated(
         [B, N] float32; -inf in columns >= n_full and where table < 0. A row may be all -inf.
     Source: codes as in RaBitQ (arXiv 2405.12497) and QuIP (arXiv 2307.13304); the page's mass by them: ours.
     """
-    u = estimate_rotated.reference(q, planes, stats, table, n_full, scale)
-    score = reduce_heads(u, table, n_full, reduce)
+    score = reduce_heads(_page_masses(q, planes, stats, table, scale), table, n_full, reduce)
     return score if out is None else out.copy_(score)
+
+
+@op(
+    _valid_score,
+    planes="P H bits J C uint8",
+    stats="P H T uint8",
+    pages="B N int32",
+    n_pages="B int32",
+    q="B H*G D float32",
+    tolerances=TOLERANCES,
+)
+def log_mass_rotated(
+    q: torch.Tensor,
+    planes: torch.Tensor,
+    stats: torch.Tensor,
+    pages: torch.Tensor,
+    n_pages: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """Estimate the log of the softmax mass that some pages have together for every query head.
+
+        m[h] = log sum_p sum_t exp(scale R q[h] . x_t[p])
+
+    Args:
+        q, planes, stats, scale: as of `score_rotated`.
+        pages, n_pages: [B, N] and [B] int32, of row b the first n_pages[b]; negative ones are padding.
+    Returns:
+        [B, HQ] float32; -inf for a row without a page.
+    Source: the module's.
+    """
+    void = (torch.arange(pages.shape[1], device=pages.device) >= n_pages[:, None]) | (pages < 0)
+    u = _page_masses(q, planes, stats, pages, scale)
+    return u.masked_fill_(void[:, None], -torch.inf).logsumexp(-1)
 
 
 _NATIVE_DIMS = {"D": range(16, 1025, 16)}  # sums over larger heads would overflow 16 bits
@@ -266,19 +276,31 @@ def _native_build(source, ids, planes, stats, rows):
         )  # fmt: skip
 
 
-@native.implements(score_rotated, sizes=_NATIVE_DIMS)
-def _native_score(q, planes, stats, table, n_full, scale, reduce, out):
-    (P, H, bits, *_), (B, N) = planes.shape, table.shape
-    out = q.new_empty((B, N)) if out is None else out
+def _native_reduced(q, planes, stats, table, n_full, scale, reduce, out):
+    P, H, bits, *_ = planes.shape
     native.module.score_rotated(
-        q.data_ptr(), planes.data_ptr(), stats.data_ptr(),
-        P, H, q.shape[1] // H, q.shape[2], bits, table.data_ptr(), n_full.data_ptr(), B, N,
-        float(scale), REDUCTIONS.index(reduce), out.data_ptr(), torch.get_num_threads(),
+        q.data_ptr(), planes.data_ptr(), stats.data_ptr(), P, H, q.shape[1] // H, q.shape[2], bits,
+        table.data_ptr(), n_full.data_ptr(), *table.shape, float(scale), reduce, out.data_ptr(),
+        torch.get_num_threads(),
     )  # fmt: skip
     return out
+
+
+@native.implements(score_rotated, sizes=_NATIVE_DIMS)
+def _native_score(q, planes, stats, table, n_full, scale, reduce, out):
+    out = q.new_empty(table.shape) if out is None else out
+    arguments = q, planes, stats, table, n_full, scale
+    return _native_reduced(*arguments, REDUCTIONS.index(reduce), out)
+
+
+@native.implements(log_mass_rotated, sizes=_NATIVE_DIMS)
+def _native_log_mass(q, planes, stats, pages, n_pages, scale):
+    arguments = q, planes, stats, pages, n_pages, scale
+    return _native_reduced(*arguments, len(REDUCTIONS), q.new_empty(q.shape[:2]))
 
 
 triton.implements(
     build_layer_rotated, "rotated", pinned=("source.k",), sizes={"D": triton.HEAD_DIMS}
 )
 triton.implements(score_rotated, "rotated", sizes={"D": triton.HEAD_DIMS})
+triton.implements(log_mass_rotated, "rotated", sizes={"D": triton.HEAD_DIMS})

@@ -277,13 +277,9 @@ def build_layer_rotated(source, ids, planes, stats, rows):
     )  # fmt: skip
 
 
-def score_rotated(q, planes, stats, table, n_full, scale, reduce, out):
-    """See `ops.rotated.score_rotated`."""
+def _page_masses(q, planes, stats, table, n_full, scale):
+    """What `rotated_sums_kernel` leaves."""
     (B, N), (_, H, bits), (HQ, D) = table.shape, planes.shape[:3], q.shape[1:]
-    if out is None:
-        out = q.new_empty((B, N))
-    if B * N == 0:
-        return out
     G, block_d = HQ // H, max(32, triton.next_power_of_2(D))
     block_g = max(8, triton.next_power_of_2(G))
     digits = q.new_empty((B, H, 1 + bits, block_g, 2, block_d), dtype=torch.int8)
@@ -297,4 +293,22 @@ def score_rotated(q, planes, stats, table, n_full, scale, reduce, out):
         n_full, *scratch.tensors, N, *scratch.strides, H, G, D, bits, _BLOCK_PAGES, block_g, block_d,
         num_warps=4,
     )  # fmt: skip
-    return scratch.reduced(table, n_full, reduce, out)
+    return scratch
+
+
+def score_rotated(q, planes, stats, table, n_full, scale, reduce, out):
+    """See `ops.rotated.score_rotated`."""
+    if out is None:
+        out = q.new_empty(table.shape)
+    if table.numel() == 0:
+        return out
+    return _page_masses(q, planes, stats, table, n_full, scale).reduced(table, n_full, reduce, out)
+
+
+def log_mass_rotated(q, planes, stats, pages, n_pages, scale):
+    """See `ops.rotated.log_mass_rotated`."""
+    if pages.numel() == 0:
+        return q.new_full(q.shape[:2], float("-inf"))
+    scratch = _page_masses(q, planes, stats, pages, n_pages, scale)
+    _, top, mass = (x[..., : scratch.blocks] for x in scratch.tensors)
+    return (top + mass.log()).logsumexp(-1)
