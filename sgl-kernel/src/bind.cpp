@@ -152,8 +152,8 @@ void check_tables(const char* op, const int32_t* ids, const int32_t* counts, int
 }
 
 scout::Reduce checked_reduce(const char* op, int reduce) {
-  require(reduce == 0 || reduce == 1, std::string(op) + ": reduce=" + std::to_string(reduce) +
-                                          "; known are 0 (mass), 1 (max)");
+  require(reduce == 0 || reduce == 1,
+          std::string(op) + ": reduce=" + std::to_string(reduce) + "; known are 0 (mass), 1 (max)");
   return static_cast<scout::Reduce>(reduce);
 }
 

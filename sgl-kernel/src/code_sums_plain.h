@@ -1,4 +1,5 @@
-// Sums of a query over the bits of a page, exactly: of every four channels a table of all sums in fp32.
+// Sums of a query over the bits of a page, exactly: of every four channels a table of all sums in
+// fp32.
 #pragma once
 
 #include <cstddef>

@@ -1,6 +1,6 @@
-// Sums of a query over the bits of a page by table lookup, as in FAISS FastScan (arXiv:1704.07355): the sums
-// of +-q over four channels are the 16 bytes of a table, four bits of a token choose one, and one shuffle
-// serves 32 of them. Two lookups are added in 8 bits, the rest in 16.
+// Sums of a query over the bits of a page by table lookup, as in FAISS FastScan (arXiv:1704.07355):
+// the sums of +-q over four channels are the 16 bytes of a table, four bits of a token choose one,
+// and one shuffle serves 32 of them. Two lookups are added in 8 bits, the rest in 16.
 #pragma once
 
 #include <immintrin.h>
@@ -62,8 +62,9 @@ struct BothPlanes {
 #endif
 
 struct CodeSums {
-  static constexpr int kBlock = 32;        // bytes of a row at once: 16 columns in either lane
-  static constexpr float kSteps = 125.0f;  // of two tables: with their rounding they reach up to 254
+  static constexpr int kBlock = 32;  // bytes of a row at once: 16 columns in either lane
+  static constexpr float kSteps =
+      125.0f;  // of two tables: with their rounding they reach up to 254
 
   // What a query head brings along; its table has table_floats(dim) floats.
   struct Query {
@@ -73,8 +74,8 @@ struct CodeSums {
 
   static ptrdiff_t table_floats(int dim) { return (dim / 4 + kBlock - 1) / kBlock * 4 * kBlock; }
 
-  // sums [dim / 4, 16]: of +-q over four channels, + where the index has a bit. In the table's column c of
-  // a block the lanes are groups c and 16 + c of the block.
+  // sums [dim / 4, 16]: of +-q over four channels, + where the index has a bit. In the table's
+  // column c of a block the lanes are groups c and 16 + c of the block.
   static void make_table(const float* sums, int dim, float* table, Query& query) {
     const int groups = dim / 4;
     float peaks[kRotatedMaxDim / 4];
@@ -148,7 +149,8 @@ struct CodeSums {
     return (bits == 1 ? kOneBit : kFirst) / kUnit * query.step;
   }
 
-  // The scales of the tokens in the order of levels: first the even ones, 0..7 and 16..23 before the rest.
+  // The scales of the tokens in the order of levels: first the even ones, 0..7 and 16..23 before
+  // the rest.
   static void scales(const uint8_t* bf16, float* to) {
     const __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(bf16));
     const __m256i high = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(bf16) + 1);
@@ -164,7 +166,8 @@ struct CodeSums {
  private:
   static constexpr int kPlaneIndices = kRotatedMaxDim / 4 * kRotatedTokens;
 
-  // Transposes the 16 rows of each block: of column c, by pairs of columns, tokens 0..15, then 16..31.
+  // Transposes the 16 rows of each block: of column c, by pairs of columns, tokens 0..15,
+  // then 16..31.
   template <class P>
   static int make_indices(const uint8_t* rows, ptrdiff_t plane_bytes, int dim, uint8_t* to) {
     const int row_bytes = dim / 4;

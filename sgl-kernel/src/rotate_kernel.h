@@ -1,5 +1,5 @@
-// The rotation of ops/rotated.py and the digests that it gives, written once for every Vec. Include a
-// vec_*.h first; see attend_tile.h for why nothing of the standard library is used.
+// The rotation of ops/rotated.py and the digests that it gives, written once for every Vec. Include
+// a vec_*.h first; see attend_tile.h for why nothing of the standard library is used.
 #pragma once
 
 #include <cstddef>
@@ -127,7 +127,8 @@ void rotate_head(const char* k, ptrdiff_t row_bytes, int dim, int bits, uint8_t*
   load_keys<T>(k, row_bytes, dim, x);
   rotate<kRotatedTokens>(x, dim);
   const float step = take_mean(x, dim, reinterpret_cast<int8_t*>(stats));
-  float bounds[kRotatedTokens] = {};  // the scales, then what separates the inner levels from the outer
+  float bounds[kRotatedTokens] =
+      {};  // the scales, then what separates the inner levels from the outer
   for (int d = 0; d < dim; ++d) {
     for (int t = 0; t < kRotatedTokens; ++t) {
       bounds[t] += x[d * kRotatedTokens + t] * x[d * kRotatedTokens + t];

@@ -1,5 +1,5 @@
-// Scores by rotated digests, written once for every Vec. Include a vec_*.h first. What differs is how the
-// bits are added up: code_sums_x86.h and code_sums_plain.h.
+// Scores by rotated digests, written once for every Vec. Include a vec_*.h first. What differs is
+// how the bits are added up: code_sums_x86.h and code_sums_plain.h.
 #pragma once
 
 #include <cstddef>
@@ -24,7 +24,7 @@ constexpr int kRowsAtOnce = 4;  // query heads
 struct RotatedQueries {
   float* tables;  // [HQ, CodeSums::table_floats(D)]
   CodeSums::Query* codes;
-  int16_t* words;      // [HQ, D], for the product with a mean
+  int16_t* words;     // [HQ, D], for the product with a mean
   float* word_units;  // [HQ]
 };
 
@@ -75,8 +75,8 @@ inline int32_t dot(const int16_t* a, const int16_t* b, int dim) {
   return sum;
 }
 
-// Of the tokens of a page, for four query heads: the largest of units * levels * scales, and the sum of
-// 2^x where x is how far each is below that. levels [4, 32]; units are positive.
+// Of the tokens of a page, for four query heads: the largest of units * levels * scales, and the
+// sum of 2^x where x is how far each is below that. levels [4, 32]; units are positive.
 inline void sum_tokens(float* levels, const float* scales, const float* units, float* tops,
                        float* sums) {
   using F = Vec::F;
@@ -104,8 +104,8 @@ inline void sum_tokens(float* levels, const float* scales, const float* units, f
   Vec::hsum4(total[0], total[1], total[2], total[3], sums);
 }
 
-// Hints for some lines of the planes. A CPU drops hints while as many lines are on their way as it can follow:
-// a few for each query head, not all at once.
+// Hints for some lines of the planes. A CPU drops hints while as many lines are on their way as it
+// can follow: a few for each query head, not all at once.
 inline void prefetch_part(const RotatedDigests& digests, int64_t head, int part, int parts) {
   const int bytes = digests.bits * 4 * digests.head_dim;
   const char* const at = reinterpret_cast<const char*>(digests.planes + head * bytes);
@@ -114,7 +114,8 @@ inline void prefetch_part(const RotatedDigests& digests, int64_t head, int part,
 
 // One page and KV head for the query heads from `row` on, to tops[g * stride] and sums[g * stride].
 inline void sum_head(const RotatedDigests& digests, const RotatedQueries& queries, int64_t head,
-                     int64_t coming, ptrdiff_t row, int group, float* tops, float* sums, ptrdiff_t stride) {
+                     int64_t coming, ptrdiff_t row, int group, float* tops, float* sums,
+                     ptrdiff_t stride) {
   const int dim = digests.head_dim;
   const uint8_t* const stats = digests.stats + head * (dim + kStatsBytes);
   const uint8_t* const stats_ahead = digests.stats + coming * (dim + kStatsBytes);
@@ -205,8 +206,8 @@ inline void sum_pages(const RotatedDigests& digests, const ScoreArgs& args,
   }
 }
 
-// Scratch, from where a line begins: queries as in RotatedQueries, then for every page and query head two
-// numbers, and one for every page.
+// Scratch, from where a line begins: queries as in RotatedQueries, then for every page and query
+// head two numbers, and one for every page.
 inline void score_rotated_all(const RotatedDigests& digests, const ScoreArgs& args) {
   const int dim = digests.head_dim;
   const ptrdiff_t rows = static_cast<ptrdiff_t>(digests.kv_heads) * args.group;

@@ -1,4 +1,5 @@
-// Page digests: building the rotated ones, scores of one sequence by either kind, and their instruction-set variants.
+// Page digests: building the rotated ones, scores of one sequence by either kind, and their
+// instruction-set variants.
 #pragma once
 
 #include <cstddef>
@@ -19,8 +20,8 @@ struct Digests {
   int32_t head_dim;
 };
 
-// Rotated digests of pages of 32 tokens, as ops/rotated.py lays them out: planes [P, H, bits, 16, D / 4],
-// stats [P, H, D + 80]; D a multiple of 16 up to kRotatedMaxDim.
+// Rotated digests of pages of 32 tokens, as ops/rotated.py lays them out: planes [P, H, bits, 16, D
+// / 4], stats [P, H, D + 80]; D a multiple of 16 up to kRotatedMaxDim.
 struct RotatedDigests {
   const uint8_t* planes;
   const uint8_t* stats;
@@ -44,9 +45,8 @@ struct ScoreArgs {
   float* out;      // [columns], or for kLogMass [HQ]
 };
 
-// Pages of a row of scratch: an odd number of lines, as rows whose distance is a power of two would share few
-// sets of a cache.
-constexpr int padded_columns(int columns) { return ((columns + 15) / 16 | 1) * 16; }
+// Pages of a row of scratch: whole vectors of every kind.
+constexpr int padded_columns(int columns) { return (columns + 15) / 16 * 16; }
 
 // Scores of a page for every query head:
 //   min and max: u[h, page] = scale * sum_d max(q[h, d] kmin[page, d], q[h, d] kmax[page, d]), an

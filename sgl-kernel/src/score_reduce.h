@@ -10,7 +10,8 @@
 namespace scout {
 namespace {
 
-// One head's bounds, times a factor, into the running result. bounds is padded with -inf to whole vectors.
+// One head's bounds, times a factor, into the running result. bounds is padded with -inf to whole
+// vectors.
 inline void reduce_head(const ScoreArgs& args, float factor, float* bounds, int padded,
                         float* result) {
   using F = Vec::F;
