@@ -219,7 +219,10 @@ class MiniWorker:
         expected = DigestPool(self.shape, self.host.num_pages, "cpu", self.config.digest)
         expected.build(pages.numpy(), self.host)
         for both in zip(self.digests.parts, expected.parts, strict=True):
-            assert torch.equal(*(x[:, pages] for x in both))
+            built, again = (x[:, pages] for x in both)
+            # Bits of elements next to a threshold may differ by rounding.
+            differ = (built != again).float().mean()
+            assert differ == 0 if expected.kind == "minmax" else differ < 0.01
 
     def dense(self, row: int, layer: int, tokens: list[int] | None = None) -> torch.Tensor:
         """Attention of a row over ``tokens``, or its whole context, with the step's real query."""
