@@ -27,12 +27,20 @@ from benchmark.rows import ROOT, Row, percentile, read_rows
 COLORS = {
     "full": "#404040",
     "scout": "#1b6ca8",
+    "scout-rotated": "#2a9d4e",
     "scout-signs": "#2a9d4e",
     "scout-real-query": "#5fb0d9",
     "quest": "#d98032",
     "recent": "#a0a0a0",
 }
-MARKERS = {"scout": "o", "scout-signs": "D", "scout-real-query": "s", "quest": "^", "recent": "v"}
+MARKERS = {
+    "scout": "o",
+    "scout-rotated": "D",
+    "scout-signs": "D",
+    "scout-real-query": "s",
+    "quest": "^",
+    "recent": "v",
+}
 
 
 def draw_accuracy(rows: list[Row]) -> Any:

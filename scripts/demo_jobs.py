@@ -28,11 +28,11 @@ class Job:
     output_len: int = 64
 
 
-# Keys of the recall model have no channels that stand out, and layer 1 asks for what layer 0 has just gathered.
-RECALL = Job(512, 16, 4096, {"digest": "signs", "exact_layers": [1], "resident_bonus": 1.0})
+# Layer 1 of the recall model asks for what layer 0 has just gathered.
+RECALL = Job(512, 16, 4096, {"exact_layers": [1]})
 OWN = Job(512, 16, 4096)
 # Without AMX, CPUs are several times slower in bfloat16.
-SMOLLM2 = Job(1024, 4, 1536, {"digest": "signs"}, "float32", output_len=32)
+SMOLLM2 = Job(512, 4, 1024, {}, "float32", output_len=24)
 JOBS = {"smollm2": SMOLLM2, "recall": RECALL}
 
 

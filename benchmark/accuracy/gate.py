@@ -72,11 +72,11 @@ class Judge:
 
 JUDGES = {
     "recall": Judge(
-        "tasks", "scout-signs", Form((512, 1024, 2048), (4096,), 24), Form((1024,), (2048,), 2)
+        "tasks", "scout-rotated", Form((512, 1024, 2048), (4096,), 24), Form((1024,), (2048,), 2)
     ),
     "smollm2": Judge(
         "planted",
-        "scout+exact_layers=[1,2]",
+        "scout-rotated",
         Form((2048,), (4096,), 12),
         Form((1024,), (2048,), 2),
         HELD_OUT,

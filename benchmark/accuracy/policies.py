@@ -1,9 +1,8 @@
 """The policies that are compared, each as flags of a decode server.
 
     full              stock SGLang, without the flag
-    scout             predicted queries choose the pages, one layer ahead
-    scout-signs       the same with digests of key signs, and the real query in layer 1, for which the
-                      model in this folder makes a bad prediction
+    scout             as in the paper: predicted queries choose the pages by bounds, one layer ahead
+    scout-rotated     the same with rotated digests of two bits, the default
     scout-real-query  the layer's own query chooses them: what the prediction costs
     quest             the layer's own query, and attention over exactly the chosen pages; no worker
                       has work ahead of need, and pages that happen to be resident do not help
@@ -23,11 +22,12 @@ from sglang_scout.core.config import PAGE_SIZE_TOKENS
 from sglang_scout.core.parse_config import idle_keys
 
 FULL = "full"
-NAMES = (FULL, "scout", "scout-signs", "scout-real-query", "quest", "recent")
+NAMES = (FULL, "scout", "scout-rotated", "scout-real-query", "quest", "recent")
 PLAIN = {
     FULL: "full attention",
     "scout": "scout",
-    "scout-signs": "scout, signs",
+    "scout-rotated": "scout, rotated digests",
+    "scout-signs": "scout, signs",  # removed since: of old rows
     "scout-real-query": "scout, real query",
     "quest": "Quest top-k",
     "recent": "recent window",
@@ -48,7 +48,7 @@ class Setting:
     budget_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        if self.base not in NAMES:
+        if self.base not in PLAIN:
             raise ValueError(f"policy {self.policy!r}: choose one of {', '.join(NAMES)}")
         if (self.budget_tokens is None) != (self.policy == FULL):
             raise ValueError(
@@ -72,21 +72,22 @@ class Setting:
         return {**self._own_config(), **more}
 
     def _own_config(self) -> dict[str, Any]:
-        if self.base == "scout-signs":
-            return {"digest": "signs", "exact_layers": [1]}
+        if self.base == "scout-rotated":
+            return {"digest": "rotated-2"}
         if self.base == "scout-real-query":
-            return {"precompute": False}
+            return {"digest": "minmax", "precompute": False}
         if self.base == "quest":
-            return {"precompute": False, "attend": "selected"}
+            return {"digest": "minmax", "precompute": False, "attend": "selected"}
         if self.base == "recent":
             pages = (self.budget_tokens or 0) // PAGE_SIZE_TOKENS
             return {
+                "digest": "minmax",
                 "precompute": False,
                 "attend": "selected",
                 "sink_pages": 1,
                 "recent_pages": pages - 1,
             }
-        return {}
+        return {"digest": "minmax"}
 
     def decode_flags(self, more: dict[str, Any] | None = None) -> list[str]:
         """Flags of the decode server; ``more`` are further keys of its configuration, as far as they

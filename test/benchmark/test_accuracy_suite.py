@@ -111,8 +111,8 @@ def test_the_flags_of_every_policy_are_understood(setting):
     with_more = json.loads(setting.decode_flags(more)[-1])
     assert with_more["resident_tokens"] == 64
     assert ("exact_steps" in with_more) == parsed.precompute
-    assert ("head_reduce" in with_more) == (parsed.digest == "minmax")
-    assert parsed.precompute == (setting.policy in ("scout", "scout-signs"))
+    assert with_more["head_reduce"] == "max"
+    assert parsed.precompute == (setting.policy in ("scout", "scout-rotated"))
     if setting.policy == "recent":
         assert parsed.sink_pages + parsed.recent_pages == setting.budget_tokens // 32
 

@@ -17,8 +17,8 @@ from sglang_scout.core.page_bytes import DIGESTS
 PAGE_SIZE_TOKENS = 32
 """Page size that ``--kv-offload`` implies (the paper's block size)."""
 
+DEFAULT_DIGEST = "rotated-2"
 DEFAULT_BUDGET_TOKENS = 2048
-DEFAULT_DIGEST = "minmax"
 """Sparse budget of the paper's experiments (section 4.3)."""
 
 DEFAULT_HOST_SHARE = 0.5
