@@ -112,8 +112,8 @@ def test_round_trip(tmp_path):
             ["budget of 128", "--kv-offload-budget 256", "set that to 128"],
         ),
         (
-            {"config": replace(CONFIG, digest="rotated-2")},
-            ["digest", "'rotated-2'", "--kv-offload-config"],
+            {"config": replace(CONFIG, digest="minmax")},
+            ["digest", "'minmax'", "--kv-offload-config"],
         ),
         ({"identity": msgspec.structs.replace(IDENTITY, architecture="Llama")}, ["Llama"]),
         ({"identity": msgspec.structs.replace(IDENTITY, config_digest="fedc")}, ["fedc"]),

@@ -23,8 +23,12 @@ SHAPE = ModelShape(40, 40, 8, 128, 32, torch.bfloat16, 128**-0.5)  # Qwen3-14B
 PAGE_BYTES = 2 * 32 * 8 * 128 * 2 * 40
 
 
-def config(**kwargs):
-    return parse_config(policy="scout", policies=policy_names(), available_cpus={0}, **kwargs)
+def config(config="{}", **kwargs):
+    """With digests of a size that is easy to reckon with, unless said otherwise."""
+    keys = {"digest": "minmax"} | (json.loads(config) if isinstance(config, str) else config)
+    return parse_config(
+        policy="scout", policies=policy_names(), available_cpus={0}, config=keys, **kwargs
+    )
 
 
 def plan(settings, **kwargs):

@@ -205,7 +205,7 @@ def test_shared_prefix_pages_are_resident_once_and_digested_once(make):
 
 
 def test_digests_that_arrived_are_used_and_absent_ones_built(make, monkeypatch):
-    worker = make(budget_tokens=128)
+    worker = make(budget_tokens=128, config='{"digest": "minmax"}')
 
     def arrive(pages):
         for layer in range(3):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from sglang_scout.core.errors import ConfigError
-from sglang_scout.core.page_bytes import input_bytes
+from sglang_scout.core.page_bytes import digest_bytes, input_bytes
 from sglang_scout.core.parse_config import parse_config
 from sglang_scout.engine.memory import plan_memory, plan_worker
 from sglang_scout.engine.stores import DigestPool, ModelShape
@@ -104,7 +104,9 @@ def test_the_default_is_no_more_than_a_device_has_digests_of(monkeypatch, caplog
 
 def test_on_a_small_device_all_pages_are_resident(monkeypatch, caplog):
     page_bytes = 2 * SHAPE.page_bytes * SHAPE.num_layers
-    num_pages = (1 << 28) // (page_bytes * 33 // 32 + input_bytes(SHAPE.page_size))
+    digest = digest_bytes("rotated-2", SHAPE.num_kv_heads, SHAPE.head_dim, SHAPE.dtype.itemsize)
+    beside = SHAPE.num_layers * digest + input_bytes(SHAPE.page_size)
+    num_pages = (1 << 28) // (page_bytes + beside)
     got = size(monkeypatch, available=2000 << 30, on_device=1 << 28)
     assert got == (num_pages - 1) * page_bytes
     assert f"beside {num_pages} resident slots" in caplog.text
