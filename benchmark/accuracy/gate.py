@@ -72,7 +72,10 @@ class Judge:
 
 JUDGES = {
     "recall": Judge(
-        "tasks", "scout-rotated", Form((512, 1024, 2048), (4096,), 24), Form((1024,), (2048,), 2)
+        "tasks",
+        "scout-rotated+exact_layers=[1]",
+        Form((512, 1024, 2048), (4096,), 24),
+        Form((1024,), (2048,), 2),
     ),
     "smollm2": Judge(
         "planted",
