@@ -5,7 +5,8 @@
 
 Qwen3-8B's heads (32 query, 8 KV heads of 128), all pages of 64k tokens for each of 16 requests, one layer. Samples
 are taken in turns; each is checked against the reference first. Rows (format: rows.py): minmax, rotated-1, rotated-2
-and read, which reads the planes of rotated-2 in one piece on as many threads. Fields beside those of rows.py:
+and read, which reads the planes of rotated-2, 8 KiB at a time in any order, on as many threads. Fields beside those of
+rows.py:
     batch, pages, threads, digest_bytes (that a call reads), gb_per_s,
     share_of_read, times_minmax      of gb_per_s and median_us to those of read and minmax
 """
@@ -18,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from timeit import timeit
 
+import numpy as np
 import torch
 
 from benchmark.kernels.read_loop import ReadLoop
@@ -29,6 +31,7 @@ from sglang_scout.ops.score import score_pages
 
 HEADS, GROUP, DIM = 8, 4, 128
 BUILD_PAGES = 512  # at once
+READ_BYTES = 4096  # of each of two places
 
 
 def digests(pages: int, bits: int) -> list[torch.Tensor]:
@@ -62,12 +65,15 @@ def run(writer: Writer, batch: int, columns: int, rounds: int) -> None:
         arguments = q, *tensors, table, n_full, DIM**-0.5
         calls[name] = sum(x.nbytes for x in tensors), partial(op, *arguments, impl="native")
     memory = calls["rotated-2"][1].args[1]
-    read_bytes = memory.nbytes // 512 * 512
+    half = memory.nbytes // 2 // READ_BYTES * READ_BYTES
+    read_bytes = 2 * half
+    ids = np.random.permutation(half // READ_BYTES).astype(np.int32)
+    span = memory.data_ptr(), memory.data_ptr() + half, READ_BYTES, ids, threads
     samples: dict[str, list[float]] = {name: [] for name in (*calls, "read")}
     for _ in range(rounds):
         for name, (_, call) in calls.items():
             samples[name].append(1e6 * timeit(call, number=1))
-        samples["read"].append(loop.span_ns(memory.data_ptr(), read_bytes, threads)[0] / 1e3)
+        samples["read"].append(loop.pages_ns(*span)[0] / 1e3)
     found = {name: summary(taken) for name, taken in samples.items()}
     read_gb_per_s = read_bytes / found["read"]["median_us"] / 1e3
     for name, measured in found.items():

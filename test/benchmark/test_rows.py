@@ -125,6 +125,17 @@ def test_rows_of_a_later_run_lie_behind_those_of_the_first(tmp_path, shared):
 # The benchmarks -----------------------------------------------------------------------------------
 
 
+def test_page_scores_runs(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    done = run_benchmark("kernels.page_scores", "--quick", "--json", str(path))
+    assert done.returncode == 0, done.stderr
+    found = {row["impl"]: row for row in rows.read_rows(path)}
+    assert list(found) == ["minmax", "rotated-1", "rotated-2", "read"]
+    assert all(row["status"] == "ok" for row in found.values())
+    sizes = [found[name]["digest_bytes"] / (2 * 64 * 8) for name in list(found)[:3]]
+    assert sizes == [512, 720, 1232]
+
+
 def test_cpu_attention_runs(tmp_path):
     path = tmp_path / "rows.jsonl"
     done = run_benchmark(
