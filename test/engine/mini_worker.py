@@ -49,6 +49,20 @@ class Request:
     length: int  # tokens whose K and V are in the host pages
 
 
+class Heard:
+    """Around a stand-in for the worker: the queries that it is asked with, by layer."""
+
+    def __init__(self, inner):
+        self.inner, self.queries = inner, {}
+
+    def post(self, layer, step, q, pages, n_pages):
+        self.queries[layer] = torch.from_numpy(q.copy())
+        return self.inner.post(layer, step, q, pages, n_pages)
+
+    def wait(self, *args):
+        return self.inner.wait(*args)
+
+
 class MiniWorker:
     """Drives :class:`StepEngine` with random keys, values and layer inputs.
 

@@ -40,15 +40,15 @@ LARGEST = 2.0**50
 FLIP = 0x9E3779B1
 """Channel d is negated where bit 31 of (d + 1) times this is set."""
 
-BUILD_TOLERANCES = {
-    name: Tolerance(0.0, 0.0, "compared by what is stored: see the tests of building")
-    for name in ("float32", "bfloat16", "float16")
-}
+_DTYPES = ("float32", "bfloat16", "float16")
+BUILD_TOLERANCES = dict.fromkeys(
+    _DTYPES, Tolerance(0.0, 0.0, "compared by what is stored: see the tests of building")
+)
 _REASON = (
     "queries may be rounded to 8 bits of the largest sum of four channels: up to 0.3 % of |q| |k| in a logit, "
     "which is what a score is relative to"
 )
-TOLERANCES = {name: Tolerance(2e-2, 1e-3, _REASON) for name in ("float32", "bfloat16", "float16")}
+TOLERANCES = dict.fromkeys(_DTYPES, Tolerance(2e-2, 1e-3, _REASON))
 
 
 @functools.cache
@@ -75,9 +75,8 @@ def planes_shape(bits: int, D: int) -> tuple[int, int, int]:
 
 def _packed(bits: torch.Tensor) -> torch.Tensor:
     """[..., 32, D] bool -> [..., 16, D / 4] uint8."""
-    halves = (
-        bits.unflatten(-1, (-1, 4)).unflatten(-3, (2, -1)).movedim(-4, -2)
-    )  # [.., 16, D/4, 2, 4]
+    # [..., 16, D / 4, 2, 4]
+    halves = bits.unflatten(-1, (-1, 4)).unflatten(-3, (2, -1)).movedim(-4, -2)
     place = 1 << torch.arange(8, dtype=torch.int32, device=bits.device).view(2, 4)
     return (halves * place).sum((-2, -1)).to(torch.uint8)
 
@@ -104,22 +103,17 @@ def decode(planes: torch.Tensor, stats: torch.Tensor) -> torch.Tensor:
     return (mean * step)[:, :, None] + scale[..., None] * level
 
 
-def _valid_build(call: Call) -> str:
-    sizes = call.sizes
-    wanted = {
-        "S": PAGE_TOKENS,
-        "J": PAGE_TOKENS // 2,
-        "C": sizes["D"] // 4,
-        "T": sizes["D"] + STATS_BYTES,
-    }
+def _valid(call: Call) -> str:
+    D = call.sizes["D"]
+    wanted = {"S": PAGE_TOKENS, "J": PAGE_TOKENS // 2, "C": D // 4, "T": D + STATS_BYTES}
     for name, size in wanted.items():
-        if sizes[name] != size:
-            return f"{name}={sizes[name]}, expected {size}"
-    return same_rows(call)
+        if (found := call.sizes.get(name, size)) != size:
+            return f"{name}={found}, expected {size}"
+    return same_rows(call) if "S" in call.sizes else ""
 
 
 @op(
-    _valid_build,
+    _valid,
     source="L R S H D kv",
     ids="n int64",
     rows="L n int64",
@@ -166,17 +160,6 @@ def build_layer_rotated(
         stats[layer].index_copy_(0, ids, row)
 
 
-def _valid_score(call: Call) -> str:
-    D = call["q"].shape[-1]
-    sizes = {"J": PAGE_TOKENS // 2, "C": D // 4, "T": D + STATS_BYTES}
-    wrong = [
-        f"{name}={call.sizes[name]}, expected {x}"
-        for name, x in sizes.items()
-        if call.sizes[name] != x
-    ]
-    return wrong[0] if wrong else ""
-
-
 def _page_masses(
     q: torch.Tensor, planes: torch.Tensor, stats: torch.Tensor, table: torch.Tensor, scale: float
 ) -> torch.Tensor:
@@ -189,10 +172,12 @@ def _page_masses(
     return u.flatten(1, 2)
 
 
+_DIGESTS = {"planes": "P H bits J C uint8", "stats": "P H T uint8"}
+
+
 @op(
-    _valid_score,
-    planes="P H bits J C uint8",
-    stats="P H T uint8",
+    _valid,
+    **_DIGESTS,
     table="B N int32",
     n_full="B int32",
     q="B H*G D float32",
@@ -230,9 +215,8 @@ def score_rotated(
 
 
 @op(
-    _valid_score,
-    planes="P H bits J C uint8",
-    stats="P H T uint8",
+    _valid,
+    **_DIGESTS,
     pages="B N int32",
     n_pages="B int32",
     q="B H*G D float32",
@@ -300,7 +284,7 @@ def _native_log_mass(q, planes, stats, pages, n_pages, scale):
 
 
 triton.implements(
-    build_layer_rotated, "rotated", pinned=("source.k",), sizes={"D": triton.HEAD_DIMS}
+    build_layer_rotated, "rotate", pinned=("source.k",), sizes={"D": triton.HEAD_DIMS}
 )
 triton.implements(score_rotated, "rotated", sizes={"D": triton.HEAD_DIMS})
 triton.implements(log_mass_rotated, "rotated", sizes={"D": triton.HEAD_DIMS})

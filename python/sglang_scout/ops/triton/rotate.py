@@ -1,0 +1,110 @@
+"""Rotated digests on the device, the part that rotates: queries, and `build_layer_rotated`.
+
+Bytes that must move, with b bits: a build reads 64 D bytes of 16-bit keys per page and KV head and writes
+4 D b + D + 80.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from ..rotated import FIRST, FLIP, LARGEST, PAGE_TOKENS, STATS_BYTES
+from .exact import dot_fp32, rounded
+from .pages import layer_pointer, source_row
+
+_FIRST = tl.constexpr(FIRST)
+_LARGEST, _FLIP32 = tl.constexpr(LARGEST), tl.constexpr(FLIP - 2**32)
+_TOKENS, _STATS_BYTES = tl.constexpr(PAGE_TOKENS), tl.constexpr(STATS_BYTES)
+_CHUNK = tl.constexpr(32)  # channels that are rotated at a time
+
+
+@triton.jit
+def rint(x):
+    """To the nearest integer, to even in the middle, of |x| < 2^22."""
+    return (x + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def rotated_rows(x, row, kept, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
+    """R x for the rows at ``x + row`` [M], D elements each: [M, BLOCK_D] float32, 0 behind D.
+
+    WIDTH: that of a Hadamard transform, the largest power of two that divides D. The signs are exact in
+    bfloat16, so the product has the accuracy of fp32 whatever torch's setting of TF32 is.
+    """
+    i = tl.arange(0, BLOCK_D)[None, :]
+    out = tl.zeros([row.shape[0], BLOCK_D], tl.float32)
+    for first in range(0, D, _CHUNK):
+        j = first + tl.arange(0, _CHUNK)
+        inside = kept[:, None] & (j < D)[None, :]
+        # [M, _CHUNK]
+        part = tl.load(x + row[:, None] + j[None, :], mask=inside, other=0).to(tl.float32)
+        part = tl.where(part == part, tl.minimum(tl.maximum(part, -_LARGEST), _LARGEST), 0.0)
+        # [_CHUNK, BLOCK_D]: element (j, i) of a Hadamard matrix is negative where i & j has an odd number of bits.
+        j = j[:, None]
+        bits = i & j & (WIDTH - 1)
+        odd = (0x6996 >> ((bits ^ (bits >> 4)) & 15)) & 1
+        flipped = ((j + 1) * _FLIP32 < 0).to(tl.int32)
+        sign = tl.where((i ^ j) < WIDTH, 1.0 - 2.0 * (odd ^ flipped).to(tl.float32), 0.0)
+        out = dot_fp32(part, sign.to(tl.bfloat16), out)
+    return out * WIDTH**-0.5
+
+
+@triton.jit
+def packed(bits):
+    """[32, D] bool -> [16, D / 4] uint8, see `ops.rotated`."""
+    D: tl.constexpr = bits.shape[1]
+    t, d = tl.arange(0, _TOKENS), tl.arange(0, D)
+    # [32, D]
+    placed = bits.to(tl.int32) << (t[:, None] // 16 * 4 + d[None, :] % 4)
+    return tl.sum(tl.sum(tl.reshape(placed, (2, 16, D // 4, 4)), axis=3), axis=0).to(tl.uint8)
+
+
+@triton.jit
+def build_rotated_kernel(
+    addresses, ids, rows, planes, means, scales, steps,
+    P, R,
+    H: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr,
+    KV: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """One page, head and layer. addresses [L] of [R, 32, H, D]; ids [n]; rows: see `source_row`; planes
+    [L, P, H, BITS, 16, D / 4]; means, scales, steps: the stats [L, P, H, bytes] as int8, bfloat16 and float32."""
+    page, h = tl.load(ids + tl.program_id(0)), tl.program_id(1)
+    layer = tl.program_id(2).to(tl.int64)
+    source = source_row(rows, page, layer)
+    if (page >= 0) & (page < P) & (source >= 0) & (source < R):
+        k = layer_pointer(addresses, layer, KV, ALIGN)
+        t, d = tl.arange(0, _TOKENS), tl.arange(0, BLOCK_D)
+        at = ((source * _TOKENS + t) * H + h) * D
+        x = rotated_rows(k, at, t < _TOKENS, D, WIDTH, BLOCK_D)  # [32, BLOCK_D]
+        mean = tl.sum(x, axis=0) / _TOKENS
+        step = tl.maximum(tl.div_rn(tl.max(tl.abs(mean), axis=0), 127.0), 1.1754943508222875e-38)
+        mean = rint(tl.div_rn(mean, tl.zeros_like(mean) + step))
+        x = x - (mean * step)[None, :]
+        scale = tl.sqrt_rn(tl.sum(x * x, axis=1) / D)  # [32]
+        row = (layer * P + page) * H + h
+        BYTES: tl.constexpr = D + _STATS_BYTES
+        tl.store(means + row * BYTES + d, mean.to(tl.int8), mask=d < D)
+        tl.store(scales + row * (BYTES // 2) + D // 2 + t, rounded(scale, tl.bfloat16))
+        last = tl.arange(0, 4)  # the step and 12 bytes of zero
+        at = row * (BYTES // 4) + D // 4 + _TOKENS // 2 + last
+        tl.store(steps + at, tl.where(last == 0, step, 0.0))
+        j, c = tl.arange(0, 16)[:, None], tl.arange(0, BLOCK_D // 4)[None, :]
+        at = planes + row * (BITS * 4 * D) + j * (D // 4) + c
+        first = x >= 0
+        tl.store(at, packed(first), mask=c < D // 4)
+        if BITS == 2:
+            outer = tl.abs(x) > _FIRST * scale[:, None]
+            tl.store(at + 4 * D, packed(first == outer), mask=c < D // 4)
+
+
+def build_layer_rotated(source, ids, planes, stats, rows):
+    """See `ops.rotated.build_layer_rotated`."""
+    R, _, H, D = source.k[0].shape
+    if ids.numel() == 0:
+        return
+    build_rotated_kernel[(ids.numel(), H, len(source.k))](
+        source.addresses, ids, rows, planes, stats.view(torch.int8), stats.view(torch.bfloat16),
+        stats.view(torch.float32), planes.shape[1], R, H, D, planes.shape[3], D & -D,
+        triton.next_power_of_2(D), getattr(tl, str(source.k[0].dtype).removeprefix("torch.")),
+        source.align_bytes, num_warps=4,
+    )  # fmt: skip
