@@ -59,6 +59,7 @@ def run_bench(cluster: PDCluster, model: Path, args: argparse.Namespace) -> dict
         model=model,
         num_prompts=args.prompts,
         max_concurrency=args.concurrency,
+        warmup_requests=0,  # the questions have warmed up everything
         disable_tqdm=True,
         output_file=result_file,
     ) + bench_prompts(cluster, model, args)
