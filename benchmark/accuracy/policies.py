@@ -68,7 +68,8 @@ class Setting:
         more = {}
         for pair in self.policy.split("+")[1:]:
             key, _, value = pair.partition("=")
-            more[key] = json.loads(value) if value[:1] in "[0123456789-" else value
+            is_json = value[:1] in "[0123456789-" or value in ("true", "false")
+            more[key] = json.loads(value) if is_json else value
         return {**self._own_config(), **more}
 
     def _own_config(self) -> dict[str, Any]:

@@ -44,6 +44,8 @@ from benchmark.decode.check import check
 from benchmark.decode.full_attention import FullAttention
 from benchmark.decode.harness import PAGE, Harness, Store
 from benchmark.decode.model import SIZES, DummyModel, ModelSize, QueryDrift, bisect_rho
+from sglang_scout.core.config import DEFAULT_DIGEST
+from sglang_scout.core.page_bytes import digest_bytes
 from sglang_scout.engine.stores import DigestPool
 from sglang_scout.worker.cpus import reserve_server_cores
 from sglang_scout.worker.host_memory import available_bytes
@@ -75,7 +77,7 @@ def calibrated_rho(store: Store, size: ModelSize, context: int, budget_pages: in
     pages = context // PAGE
     table = torch.arange(1, pages + 1, dtype=torch.int32, device=store.device)[None]
     n_full = torch.full((1,), pages, dtype=torch.int32, device=store.device)
-    digests = DigestPool(store.shape, store.arena.spec.num_pages, store.device)
+    digests = DigestPool(store.shape, store.arena.spec.num_pages, store.device, DEFAULT_DIGEST)
     digests.build(np.arange(1, pages + 1, dtype=np.int64), store.host)
     layers = range(0, size.layers, max(1, size.layers // 4))
     source = torch.Generator(store.device).manual_seed(1)
@@ -223,7 +225,11 @@ def slots_of_device(store: Store) -> int:
     """Pages that the device's free memory holds beside their digests, tails and copies under way."""
     shape, pages = store.shape, store.arena.spec.num_pages
     page_bytes = 2 * shape.page_bytes * shape.num_layers
-    free = torch.cuda.mem_get_info()[0] - DEVICE_RESERVE_BYTES - pages * page_bytes // PAGE
+    of_layer = digest_bytes(
+        DEFAULT_DIGEST, shape.num_kv_heads, shape.head_dim, shape.dtype.itemsize
+    )
+    free = torch.cuda.mem_get_info()[0] - DEVICE_RESERVE_BYTES
+    free -= pages * shape.num_layers * of_layer
     beside = store.batch + store.arena.spec.max_pages
     return max(store.batch, min(free // page_bytes, pages) - beside)
 

@@ -115,7 +115,7 @@ def test_every_row_of_a_step(traced):
     kinds = {s["name"].split()[0] for s in by_row["ahead"]}
     assert kinds == {"predict", "score", "select", "post"}
     kinds = {s["name"].split()[0] for s in by_row["attention"]}
-    assert kinds == {"attend", "wait", "merge", "verify"}
+    assert kinds == {"attend", "mass", "wait", "merge", "verify"}
     check_rows_do_not_nest(slices)
 
 

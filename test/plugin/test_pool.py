@@ -188,7 +188,7 @@ def test_a_retracted_request_gets_its_k_and_v_back_elsewhere(dtype, length):
 
 
 def test_other_differences_are_refused():
-    source = pool.with_digests(lists(), DigestPool(SHAPE, 4, "cpu"))
+    source = pool.with_digests(lists(), DigestPool(SHAPE, 4, "cpu", "minmax"))
     with pytest.raises(RuntimeError, match="12 buffers here, 4 on the decode server"):
         sent(source, [50, 51, 60, 61])
 
@@ -228,7 +228,7 @@ def test_a_pool_scores_by_the_bounds_of_its_keys(head_reduce):
     k = [-100 * torch.rand(9, SIZE, 2, 64) + 99 * (torch.rand(9, SIZE, 2, 64) < 0.1) for _ in "abc"]
     k = [x.clamp(max=1.0) for x in k]
     host = HostPages(SHAPE, *([x.flatten(0, 1) for x in k] for _ in "kv"))
-    digests = DigestPool(SHAPE, 9, "cpu")
+    digests = DigestPool(SHAPE, 9, "cpu", "minmax")
     digests.build(np.arange(9), host)
     q = torch.randn(2, 4, 64)
     table = torch.arange(9, dtype=torch.int32).repeat(2, 1)
@@ -243,7 +243,7 @@ def test_a_pool_scores_by_the_bounds_of_its_keys(head_reduce):
 
 
 def test_digests_are_unset_until_written():
-    digests = DigestPool(SHAPE, 5, "cpu")
+    digests = DigestPool(SHAPE, 5, "cpu", "minmax")
     pages = np.array([1, 2, 3])
     assert list(digests.accept(pages)) == [1, 2, 3]
     for part in digests.parts:

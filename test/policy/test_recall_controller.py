@@ -1,14 +1,17 @@
 """The controller of adaptive recall, in a synthetic world where pages drift at known speeds."""
 
 from collections import deque
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from sglang_scout.policy.base import KNOWN_AFTER, StepReport
-from sglang_scout.policy.recall_controller import MAX_INTERVAL_STEPS, RecallController, share
+from sglang_scout.policy.recall_controller import (
+    MAX_INTERVAL_STEPS,
+    WARM_UP_STEPS,
+    RecallController,
+)
 
 ROWS, BUDGET_PAGES = 4, 64
 CAPACITY = ROWS * BUDGET_PAGES
@@ -258,6 +261,14 @@ def report(*, late_pages=0, started=0, **kwargs):
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("age", range(WARM_UP_STEPS + 1))
+def test_every_age_that_may_recall_is_granted_pages(age):
+    """What `MeasuredRecall.pick` takes for a row in warm-up, and no more."""
+    control = controller(1, intervals=[0])
+    control.plan(replace(report(), ages=np.array([age]), absent=np.array([[10]])))
+    assert control.granted.tolist() == [10 if age < WARM_UP_STEPS else 0]
+
+
 def test_newcomers_come_first_and_do_not_look_like_drift():
     control = controller(2, step_pages=150)
     world = World(control, [0.001] * 2).run(50)
@@ -272,29 +283,3 @@ def test_newcomers_come_first_and_do_not_look_like_drift():
 def test_eager_layers_recall_whatever_they_miss():
     world = World(controller(2, eager_layers=[0]), [0.01, 0.01]).run(100)
     assert (world.gaps(0, 20) == 1).all() and (world.gaps(1, 20) > 5).all()
-
-
-counts = st.lists(st.integers(0, 500), min_size=1, max_size=12)
-
-
-@given(counts, st.integers(0, 3000), st.randoms(use_true_random=False))
-def test_shares_take_all_there_is_and_lie_at_a_common_level(wanted, pages, random):
-    wanted = np.array(wanted, np.int64)
-    worth = np.array([random.uniform(0.05, 1.0) for _ in wanted])
-    given_ = share(pages, wanted, worth)
-    assert (given_ >= 0).all() and (given_ <= wanted).all()
-    assert given_.sum() == min(pages, wanted.sum())
-    low, high = 0.0, float((wanted * worth).max())
-    for _ in range(60):  # by halving, until all that lies above takes as much as there is
-        level = (low + high) / 2
-        above = np.maximum(wanted - level / worth, 0.0)
-        low, high = (level, high) if above.sum() > pages else (low, level)
-    assert (abs(given_ - above) < 1 + 1e-6).all()
-
-
-def test_shares_level_the_excess():
-    ones = np.ones(3)
-    assert share(30, np.array([50, 40, 5]), ones).tolist() == [20, 10, 0]
-    assert share(99, np.array([50, 40, 5]), ones).tolist() == [50, 40, 5]
-    assert share(0, np.array([50, 40, 5]), ones).tolist() == [0, 0, 0]
-    assert share(5, np.array([10, 10]), np.array([1.0, 0.1])).tolist() == [5, 0]

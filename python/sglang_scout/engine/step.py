@@ -255,10 +255,12 @@ class StepEngine:
         )  # fmt: skip
         self.tracer.cut("attention", "attend", start_ns, layer=layer)
         change = None
-        if self._reweighs:
+        if self._reweighs and query_ahead is not query:
+            start_ns = self.tracer.now()
             asked = query, query_ahead, selection.missing, selection.n_missing
             change = self.digests.mass_change(layer, *asked, shape.scale)
             lse -= change  # the device's part that much lighter: the same weights
+            self.tracer.cut("attention", "mass", start_ns, layer=layer)
         self.transport.merge(layer, query, out, lse)
         if self._verifier is not None:
             start_ns = self.tracer.now()

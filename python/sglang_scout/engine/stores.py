@@ -141,7 +141,7 @@ class DigestPool:
         shape: ModelShape,
         num_pages: int,
         device: torch.device | str,
-        kind: str = "minmax",
+        kind: str,
     ) -> None:
         size = (shape.num_layers, num_pages, shape.num_kv_heads)
         self.kind = kind
@@ -262,7 +262,7 @@ class DigestPool:
         real, ahead = (
             self._of_kind.log_mass(q, *parts, pages, n_pages, scale) for q in (query, query_ahead)
         )
-        return (real - ahead).nan_to_num_(nan=0.0)
+        return (real - ahead).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
     def _ids(self, pages: npt.NDArray[np.integer]) -> torch.Tensor:
         return upload(np.ascontiguousarray(pages, np.int64), self.device)

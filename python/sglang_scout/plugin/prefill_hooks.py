@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +24,17 @@ from sglang_scout.plugin.pool import (
     without_digests,
 )
 from sglang_scout.plugin.support import model_shape
+
+logger = logging.getLogger(__name__)
+
+
+@functools.cache
+def _warn_of_other_digests() -> None:
+    """Once."""
+    logger.warning(
+        "--kv-offload: the decode server has another `digest` in --kv-offload-config; none are sent, it computes its "
+        "own. Give both servers the same"
+    )
 
 
 def around_profile_available_bytes(
@@ -77,6 +90,8 @@ def before_send_kvcache(manager: Any, *args: Any, **kwargs: Any) -> tuple[tuple[
     is_same = len(source) == len(target)
     if is_same and len(source) == 4 * layers:
         is_same = same_digests(kwargs["item_lens"], target, layers)
+        if not is_same:
+            _warn_of_other_digests()
     if not is_same:
         for name in ("src_data_ptrs", "item_lens", "dst_data_ptrs"):
             kwargs[name] = without_digests(kwargs[name], layers)

@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from sglang_scout.core.config import OffloadConfig
+from sglang_scout.core.config import DEFAULT_DIGEST, OffloadConfig
 from sglang_scout.core.parse_config import check_layers
 from sglang_scout.core.profile import RecallProfile
 from sglang_scout.ops.residency import PageUses
@@ -38,7 +38,7 @@ class Digest:
             say of the real one.
     """
 
-    kind: str = "minmax"
+    kind: str = DEFAULT_DIGEST
     head_reduce: str = "mass"
     sink_pages: int = 1
     recent_pages: int = 1
@@ -120,7 +120,7 @@ class StepReport:
     Attributes:
         step: the step that is about to begin.
         budget_pages: k, pages selected per request and layer.
-        ages: ``[B]`` int64, steps that each row had done before the last one.
+        ages: ``[B]`` int64, steps that each row had done before that one.
         missed: ``[L, B]`` int64, selected pages that were not resident.
         absent: ``[L, B]`` int64, those of them that still are neither resident nor on their way.
         started: ``[L]`` int64, pages whose copy began at the last boundary.

@@ -103,8 +103,7 @@ class RecallController:
         missed = report.missed[:, settled].sum(axis=1)
         capacity = report.budget_pages * int(settled.sum())
         self._follow_ratio(report, missed, capacity)
-        still_warming = report.ages + 1 < self.warm_up_steps
-        warming = report.absent[:, still_warming].sum(axis=1)
+        warming = report.absent[:, ~settled].sum(axis=1)
 
         self._since += 1
         absent = report.absent[:, settled].sum(axis=1)
