@@ -186,12 +186,12 @@ class ResidencyTable:
 
     def still_missing(self, missing: Pages) -> Pages:
         """``missing`` [L, B, k], -1 padded, with -1 also for what is resident by now or on its way."""
-        at = np.nonzero(missing >= 0)
-        keys = at[0], missing[at]
-        found = (self.slot_of[keys] >= 0) | self.metadata.is_pending[keys]
-        missing = missing.copy()
-        missing[tuple(axis[found] for axis in at)] = -1
-        return missing
+        found = missing.flatten()  # a copy
+        at = np.flatnonzero(found >= 0)
+        keys = at // max(missing[0].size, 1) * self.num_pages + found[at]
+        is_there = (self._slot[keys] >= 0) | self.metadata.is_pending.reshape(-1)[keys]
+        found[at[is_there]] = -1
+        return found.reshape(missing.shape)
 
     def touch_all_layers(self, pages: Ints, step: int) -> int:
         """Protect ``pages`` in ``step``, in every layer; says nothing about their frequency.
