@@ -4,6 +4,7 @@
 
 Rows of recall_modes make recall_modes.png: CPU compute ratio by step, copies, and time per token with and
 without recall and pre-computation. Rows of accuracy make accuracy.png: right answers by budget, one panel per length.
+Rows of study make study.png: loss by bytes read.
 The captions hold command, commit and machine.
 """
 
@@ -21,6 +22,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from benchmark.accuracy.policies import FULL, PLAIN, Setting
+from benchmark.accuracy.study.figure import draw_study
 from benchmark.accuracy.table import Scores
 from benchmark.rows import ROOT, Row, percentile, read_rows
 
@@ -159,7 +161,7 @@ def _corners(ax: Any, runs: dict[str, list[Row]], colors: dict[str, Any]) -> Non
     )
 
 
-PLOTS = {"recall_modes": draw_recall_modes, "accuracy": draw_accuracy}
+PLOTS = {"recall_modes": draw_recall_modes, "accuracy": draw_accuracy, "study": draw_study}
 
 
 def caption(row: Row) -> str:

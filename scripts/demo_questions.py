@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +66,14 @@ def converse(cluster: PDCluster, model: Path) -> None:
     for question in QUESTIONS:
         print(f"\n  question: {question}")
         content = f"{text}\n\n{question}"
-        answer = chat(cluster, model, content, CHAT_TOKENS)
-        if "full" in cluster.servers:
+        with ThreadPoolExecutor(1) as pool:
             payload = chat_payload(model, content, CHAT_TOKENS)
-            full = cluster.ask_pair(payload, "full", "/v1/chat/completions")
-            print(f"  full:     {full['choices'][0]['message']['content']}")
+            full = "full" in cluster.servers and pool.submit(
+                cluster.ask_pair, payload, "full", "/v1/chat/completions"
+            )
+            answer = chat(cluster, model, content, CHAT_TOKENS)
+            if full:
+                print(f"  full:     {full.result()['choices'][0]['message']['content']}")
         if question == FACT_QUESTION and NUMBER not in answer:
             raise DemoFailed(f"the secret number in the text is {NUMBER}")
 

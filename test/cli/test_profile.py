@@ -149,7 +149,8 @@ def write_log(path, steps, *, full_pages=(8, 8), growth=(0.02, 0.3), **changes):
         lines.append(
             {"step": age + 1, "start_us": 1000 * age, "step_us": 900, "ages": [age] * len(full_pages),
              "full_pages": list(full_pages), "cpu_pages": missed, "gpu_wait_us": [1, 2],
-             "recalled_pages": 3, "recall_bytes": 3000, "recall_wait_us": 10}
+             "recalled_pages": 3, "recall_bytes": 3000, "recall_wait_us": 10,
+             "query_cosine": [None, 0.5 if age else None]}
         )  # fmt: skip
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
@@ -183,10 +184,13 @@ def test_the_command(tmp_path, capsys):
     assert msgspec.to_builtins(found) == json.loads(capsys.readouterr().out)
     # From age 3 on; round(4 * 0.02 * age) is 0 up to age 6, then one page of four, 0.25.
     assert found.intervals == [4, 1] and found.threshold == BETA
+    assert found.query_cosine == [None, 0.5]
     assert found.samples == [2] * 38 and len(found.curves[0]) == 38
     assert found.workload == "2 requests of 256 tokens, 38 steps"
     check_profile(found, "p.json", **SERVER)
     assert (tmp_path / "p.png").stat().st_size > 10_000
+    assert main(command) == 0
+    assert "hard to predict (cosine below 0.8): 1 (0.50)." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

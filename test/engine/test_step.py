@@ -51,7 +51,7 @@ def test_a_covering_budget_is_exact_full_attention(make):
         {"config": '{"attend": "selected", "recall": "fixed"}'},
         {"config": '{"digest": "rotated-2", "exact_layers": [1]}', "dtype": torch.bfloat16},
         {"config": '{"head_reduce": "max"}'},
-        {"config": '{"digest": "rotated-1"}'},
+        {"config": '{"digest": "rotated-1", "mass": 0.9}'},
     ],
     ids=str,
 )
@@ -68,6 +68,23 @@ def test_a_small_budget_attends_to_exactly_the_chosen_pages(make, settings):
     )
     assert counters.cpu_pages > 0, "the test must force misses"
     assert (counters.recalled_pages > 0) or "off" in settings.get("config", "")
+
+
+def test_a_share_of_the_mass_takes_fewer_pages(make):
+    """Of requests longer than the budget; one that fits is exact."""
+    selected = []
+    for mass in (1.0, 0.95):
+        worker = make(
+            budget_tokens=512, drift=3.0, config=json.dumps({"mass": mass, "recall": "off"})
+        )
+        for length in (1000, 500):
+            worker.admit(length)
+        for _ in range(4):
+            worker.step()
+        for layer in range(3):
+            close(worker.outputs[layer][1], worker.dense(1, layer))
+        selected.append(worker.engine.counters.selected_pages)
+    assert selected[1] < selected[0]
 
 
 def test_a_newcomer_uses_its_real_query_and_the_others_their_predictions(make):

@@ -49,6 +49,10 @@ def test_lines_are_what_was_counted(mini, tmp_path):
         assert sum(getattr(s, name) for s in log.steps) == recalled[name]
     waits = np.array([s.gpu_wait_us for s in log.steps]).sum(axis=0)
     assert waits.tolist() == counters.gpu_wait_us_by_layer.tolist()
+    cosines = [s.query_cosine for s in log.steps]
+    assert all(layers[0] > 0.999 for layers in cosines[1:])  # its own input tells it
+    assert cosines[0] == [None] * 3  # a first step takes real queries
+    assert all(-1 <= x <= 1 for layers in cosines[1:] for x in layers[1:])
     for before, after in zip(log.steps, log.steps[1:], strict=False):
         assert before.start_us + before.step_us <= after.start_us
 

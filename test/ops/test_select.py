@@ -9,12 +9,17 @@ from sglang_scout.ops.select import select_pages
 IMPLS = pytest.mark.parametrize("impl", select_pages.names())
 
 
-def best_by_sorting(scores, pages, n_full, k, sink, recent):
-    """Oracle for one row: forced columns, then the others by score. Returns {page: score}."""
+def best_by_sorting(scores, pages, n_full, k, sink, recent, mass):
+    """Oracle for one row: forced columns, then the others by score. Returns {page: score}, forced."""
     columns = [n for n in range(n_full) if pages[n] >= 0]
     forced = [n for n in columns if n < sink or n >= n_full - recent]
     others = sorted((n for n in columns if n not in forced), key=lambda n: -scores[n])
-    return {pages[n]: scores[n] for n in (forced + others)[:k]}, {pages[n] for n in forced}
+    best, held, total = {}, 0.0, sum(scores[n] for n in columns)
+    for n in (forced + others)[:k]:
+        if n in forced or mass == 1 or n_full <= k or held < mass * total:
+            best[pages[n]] = scores[n]
+            held += scores[n]
+    return best, {pages[n] for n in forced}
 
 
 @st.composite
@@ -31,13 +36,24 @@ def cases(draw):
     slot_of = torch.randint(-1, 3, (P,), generator=rng, dtype=torch.int32)
     sink, recent = draw(st.integers(0, 3)), draw(st.integers(0, 3))
     k = draw(st.integers(max(1, sink + recent), max(1, sink + recent) + 12))
-    return scores, table, n_full, slot_of, k, sink, recent
+    # Whole numbers add up exactly, and no sum of theirs is these shares of another.
+    mass = draw(st.sampled_from((1.0, 0.3 + 1e-5, 0.9 + 1e-5)))
+    return (
+        (scores * levels).round() if mass < 1 else scores,
+        table,
+        n_full,
+        slot_of,
+        k,
+        sink,
+        recent,
+        mass,
+    )
 
 
 @IMPLS
 @given(case=cases())
 def test_equals_sorting_as_a_set(impl, case):
-    scores, table, n_full, slot_of, k, sink, recent = case
+    scores, table, n_full, slot_of, k, sink, recent, mass = case
     rows = torch.full((2, len(table) + 1, k), 99, dtype=torch.int32)
     out = rows[0, :-1], rows[1, :-1]
     chosen = select_pages(*case, impl=impl, out=out)
@@ -49,7 +65,7 @@ def test_equals_sorting_as_a_set(impl, case):
     assert chosen.missing.is_contiguous()
     for b in range(len(table)):
         row, ids = scores[b].tolist(), table[b].tolist()
-        best, forced = best_by_sorting(row, ids, int(n_full[b]), k, sink, recent)
+        best, forced = best_by_sorting(row, ids, int(n_full[b]), k, sink, recent, mass)
         got = chosen.pages[b].tolist()
         filled = [page for page in got if page >= 0]
         assert got == filled + [-1] * (k - len(filled))  # packed to the left
@@ -84,11 +100,24 @@ def test_all_pages_are_chosen_when_they_fit(impl):
     assert got.n_missing.tolist() == [2, 1]
 
 
+@IMPLS
+def test_a_share_of_the_mass_is_enough(impl):
+    table, slot_of = i32([[10, 11, 12, 13, 14, 15]]), i32([-1] * 11 + [0] + [-1] * 8)
+    scores = torch.tensor([[0.2, 0.5, 0.1, 0.15, 0.04, 0.01]])
+    for mass, expected in ((0.05, [10, 15]), (0.6, [10, 15, 11]), (0.8, [10, 15, 11, 13])):
+        got = select_pages(scores, table, i32([6]), slot_of, 5, mass=mass, impl=impl)
+        assert sorted(got.pages[0, :2].tolist()) == expected[:2]  # forced ones whatever they hold
+        assert got.pages[0, 2:].tolist() == expected[2:] + [-1] * (5 - len(expected))
+        assert set(got.missing[0].tolist()) == set(expected) - {11} | {-1}
+        assert int(got.n_missing[0]) == len(set(expected) - {11})
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"slot_of": i32([])}, "slot_of has P=0"),
         ({"k": 1}, "k=1 cannot hold sink_pages=1 \\+ recent_pages=1"),
+        ({"mass": 0.0}, "mass=0.0 is no share"),
         ({"k": 0, "sink_pages": 0, "recent_pages": 0}, "k=0 cannot hold"),
     ],
 )

@@ -46,12 +46,15 @@ class Window:
         log_probs: [W, V], of the token after each.
         mass: [L] share of the real query's attention that lies on what was attended to, mean over heads and the tokens
             that were not prefilled.
+        pages: [L] full pages chosen, mean over the heads that choose and the tokens that were not prefilled; 0 where
+            everything was attended to.
         cosine: [L] of predicted and real query, mean over heads and tokens; NaN for layer 0, which nobody predicts.
         chosen: per layer bool [H or 1, W, N], if asked for; empty where everything was attended to.
     """
 
     log_probs: Tensor
     mass: Tensor
+    pages: Tensor
     cosine: Tensor
     chosen: list[Tensor] = field(default_factory=list)
 
@@ -80,7 +83,8 @@ def decode_window(
     sparse = setting.budget_tokens is not None
     digests = text.digests(setting.digest, setting.page_tokens) if sparse else []
     x, before = model.embed(tokens), None
-    window = Window(torch.empty(0), torch.ones(layers), torch.full((layers,), torch.nan))
+    nothing = torch.full((layers,), torch.nan)
+    window = Window(torch.empty(0), torch.ones(layers), torch.zeros(layers), nothing)
     for layer, (text_k, text_v) in enumerate(text.kv):
         q = model.query(layer, x, position)
         k, v = model.keys_values(layer, x, position)
@@ -95,6 +99,8 @@ def decode_window(
             setting, digest, q * model.scale, ahead * model.scale, keys, values, start, prefilled
         )
         window.mass[layer] = mass
+        if digest is not None:
+            window.pages[layer] = chosen[:, prefilled:].sum(-1).float().mean()
         if before is not None:
             window.cosine[layer] = torch.cosine_similarity(q, predicted, dim=-1).mean()
         if keep_chosen:
@@ -140,6 +146,7 @@ def attend(
     old, N = start // S, T // S
     new_pages = keys[:, start : N * S].unflatten(1, (N - old, S))
     out, mass, kept = torch.empty_like(q), 0.0, []
+    draw = torch.Generator().manual_seed(T)
     previous: Tensor | None = None  # what the token before a block chose
     for rows in _blocks(W):
         at = torch.arange(start, T)[rows]
@@ -168,6 +175,8 @@ def attend(
                 remote = _remote(setting, chosen, full, previous) & ~of_prompt
                 previous = chosen[:, -1:]
                 theirs = (chooser @ keys[:, : N * S].mT).view(H, -1, G, N * S)
+                if setting.far < 1:
+                    remote &= torch.rand(remote.shape, generator=draw) < setting.far
                 if setting.attends.startswith(("corrected", "reweighed")):
                     exact = digest.scores(real, old, new_pages).view(H, -1, G, N)
                 if setting.attends.startswith("corrected"):

@@ -15,7 +15,7 @@ A row is one setting on one part of one document; every list has an entry for ea
     text:   cut, tokens; nats, full_nats, kl, agree, mass    means over the window's tokens; agree: same likeliest token
     others: cut, kind; right, full_right (a list, one for each number asked for); nats, full_nats (of the answer's
             numbers, sums); mass
-    mass_by_layer, cosine_by_layer    means over the windows; null where nothing was predicted
+    mass_by_layer, pages_by_layer, cosine_by_layer    means over the windows; null where nothing was predicted
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def measure(
             row |= {"full_right": base["right"], "full_nats": base["nats"]}
     lists = {name: [_rounded(row[name]) for row, _ in found] for name in found[0][0]}
     by_layer = {}
-    for name in ("mass", "cosine"):
+    for name in ("mass", "pages", "cosine"):
         mean = torch.stack([getattr(window, name) for _, window in found]).mean(0)
         by_layer[f"{name}_by_layer"] = [_rounded(float(x)) for x in mean]
     if setting.query == "real":

@@ -30,6 +30,7 @@ ATTENDS = (
     "predicted-missing",
     "corrected",
     "corrected-missing",
+    "reweighed",
     "reweighed-missing",
 )
 
@@ -46,10 +47,13 @@ class Setting:
             input moved by half of what the token before changed.
         exact_layers, exact_steps: layers, and first tokens of a window, that choose and attend with the real query.
         dense_layers: that attend to everything.
+        stop_mass: where the budget does not cover all pages, choose no more than hold this share of the mass that the
+            digest tells.
         attends: whose query attends to the chosen pages, but for the first and the newest, which are always on the
             device: the real one; the predicted one to all of them, or to those that the token before had not chosen
             ("-missing"); "corrected": with the page's log mass corrected by the digest, + est(q) - est(predicted q);
             "reweighed": with that of all of them together corrected so.
+        far: of the pages that ``attends`` names so many, drawn for each token.
     """
 
     budget_tokens: int | None = None
@@ -61,7 +65,9 @@ class Setting:
     exact_layers: tuple[int, ...] = ()
     exact_steps: int = 0
     dense_layers: tuple[int, ...] = ()
+    stop_mass: float = 1.0
     attends: str = "real"
+    far: float = 1.0
 
     def __post_init__(self) -> None:
         for name, choices in (
@@ -76,6 +82,10 @@ class Setting:
                 )
         if self.attends != "real" and self.query == "real":
             raise ValueError(f"attends = {self.attends!r} needs a query that is not the real one")
+        if self.stop_mass < 1 and self.reduce != "mass":
+            raise ValueError(
+                f"stop_mass = {self.stop_mass} needs reduce = 'mass', not {self.reduce!r}"
+            )
         if self.budget_tokens is not None and self.budget_tokens < 2 * self.page_tokens:
             raise ValueError(f"budget_tokens = {self.budget_tokens}: less than two pages")
 
@@ -191,9 +201,15 @@ def choose(setting: Setting, u: Tensor, full: Tensor) -> Tensor:
     offered = page < full[:, None]  # [W, N]
     heads = (0, 2) if setting.grain == "layer" else (2,)
     score = reduced(setting.reduce, u.masked_fill(~offered[:, None], -torch.inf), heads)
-    score = score.view(-1, *offered.shape).masked_fill(~offered, -torch.inf)
+    score = score.view(-1, *offered.shape).masked_fill(~offered, 0.0)
     forced = (page == 0) | (page == full[:, None] - 1)
-    score = score.masked_fill(forced & offered, torch.inf)
+    key = score.masked_fill(~offered, -torch.inf).masked_fill(forced & offered, torch.inf)
     k = min(setting.budget_tokens // setting.page_tokens, len(page))
-    chosen = torch.zeros_like(score, dtype=torch.bool).scatter_(-1, score.topk(k, -1).indices, True)
-    return chosen & offered
+    found, best = key.topk(k, -1)
+    kept = found > -torch.inf
+    if setting.stop_mass < 1:
+        held = score.gather(-1, best)
+        before = held.cumsum(-1) - held
+        wanted = (before < setting.stop_mass * score.sum(-1, keepdim=True)) | (found == torch.inf)
+        kept &= wanted | (full[:, None] <= k)
+    return torch.zeros_like(key, dtype=torch.bool).scatter_(-1, best, kept)

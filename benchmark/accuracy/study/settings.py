@@ -30,7 +30,7 @@ QUERIES = [
     _ahead(),
     _ahead(query="extrapolated"),
     _ahead(exact_layers=(1, 2)),
-    *(_ahead(attends=x) for x in ("predicted-missing", "corrected-missing", "reweighed-missing")),
+    *(_ahead(attends=x) for x in ("predicted-missing", "corrected-missing")),
     _ahead(exact_layers=(1, 2), attends="corrected-missing"),
     _paper(1024),
     _paper(2048),
@@ -42,14 +42,14 @@ HEADS = [
 PAGES = [Setting(512, x, page_tokens=s) for s in (16, 64) for x in (TWO_BITS, f"minmax-{s}")]
 TEXT = [
     *(Setting(512, x) for x in ("keys", TWO_BITS, ONE_BIT, BOUNDS)),
-    *(_ahead(attends=x) for x in ("corrected-missing", "reweighed-missing")),
+    _ahead(attends="corrected-missing"),
     _paper(1024),
 ]
 
 PROMPT = [
     *(Setting(256, x) for x in (TWO_BITS, BOUNDS)),
     *(Setting(512, x) for x in ("keys", TWO_BITS, ONE_BIT, BOUNDS)),
-    *(_ahead(attends=x) for x in ("predicted-missing", "corrected-missing", "reweighed-missing")),
+    *(_ahead(attends=x) for x in ("predicted-missing", "corrected-missing")),
     _ahead(query="extrapolated", attends="corrected-missing"),
     *(Setting(1024, x) for x in (TWO_BITS, BOUNDS)),
     _paper(1024),
@@ -57,7 +57,53 @@ PROMPT = [
 ]
 """With the question in the prompt, as in a chat."""
 
+SHARES = [
+    Setting(512, TWO_BITS),
+    *(
+        _ahead(attends=x, far=share)
+        for share in (0.05, 0.12, 0.5, 1.0)
+        for x in ("predicted", "reweighed")
+    ),
+]
+"""So much of what is chosen is computed with predicted queries, as if the CPU had it."""
+
+WEIGHTS = [_ahead(attends=f"{x}-missing") for x in ("predicted", "corrected", "reweighed")]
+"""How what predicted queries attend to is weighed."""
+
+
+def _system(budget: int, mass: float = 1.0) -> Setting:
+    """What ``--kv-offload scout`` does."""
+    how = {"query": "predicted", "attends": "reweighed-missing"}
+    return Setting(budget, TWO_BITS, stop_mass=mass, **how)  # type: ignore[arg-type]
+
+
+MASS = [
+    *(_system(budget) for budget in (1024, 2048)),
+    *(_system(1024, mass) for mass in (0.9, 0.95, 0.98)),
+    _system(2048, 0.95),
+]
+"""Budgets, and pages for each layer and token by the mass that the digests tell."""
+
+BYTES = [
+    setting
+    for budget in (128, 256, 512, 1024, 2048, 4096)
+    for setting in (
+        *(Setting(budget, x) for x in ("keys", TWO_BITS, ONE_BIT, BOUNDS, "pca-16")),
+        Setting(budget, "minmax-16", page_tokens=16),
+        Setting(budget, "mean-32", grain="head"),
+        _paper(budget),
+        _system(budget),
+    )
+]
+"""Loss against bytes: the oracle, digests of 32 and 16 tokens a page, choices by head as SparDA's, two systems."""
+
 SETS: dict[str, dict[str, Sequence[Setting]]] = {
     "main": {"facts": [*DIGESTS, *QUERIES, *HEADS, *PAGES], "prompt": PROMPT, "text": TEXT},
+    "weights": {
+        "facts": WEIGHTS,
+        "prompt": [*WEIGHTS, *SHARES, *MASS],
+        "text": [*WEIGHTS, *MASS],
+    },
+    "bytes": {"text": BYTES},
     "short": {"facts": [Setting(512, TWO_BITS), Setting(512)], "text": [Setting(512, TWO_BITS)]},
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ DESCRIPTION = (
     "--kv-offload-recall-profile."
 )
 LEAST_STEPS = 8
+LEAST_COSINE = 0.8
+"""A layer whose predicted queries are further from the real ones is named."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -117,7 +120,17 @@ def profile_of(log: StepLogFile, threshold: float) -> RecallProfile:
         curves=curves.round(4).tolist(),
         made_by=f"sglang-scout {__version__}",
         selection=facts.selection,
+        query_cosine=[
+            _mean(step.query_cosine[x] for step in log.steps if step.query_cosine)
+            for x in range(facts.layers)
+        ],
     )
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    """Of those that are known, if any is."""
+    known = [x for x in values if x is not None]
+    return round(sum(known) / len(known), 4) if known else None
 
 
 def as_text(profile: RecallProfile) -> str:
@@ -142,6 +155,15 @@ def as_text(profile: RecallProfile) -> str:
         notes.append(
             f"Layers that stayed at {beta:g} or below for all {last} steps: {whole}. Longer intervals may "
             "do; more steps would tell."
+        )
+    if poor := [
+        f"{i} ({x:.2f})"
+        for i, x in enumerate(profile.query_cosine)
+        if x is not None and x < LEAST_COSINE
+    ]:
+        notes.append(
+            f"Layers whose query is hard to predict (cosine below {LEAST_COSINE:g}): {', '.join(poor)}. "
+            'Where answers suffer, name them in "exact_layers"; they then wait for the CPU.'
         )
     head = f"{profile.model}: {profile.workload}"
     return "\n\n".join([head, columns(rows, right=range(5)), "\n".join(notes)])

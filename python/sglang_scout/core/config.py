@@ -86,6 +86,13 @@ class OffloadConfig:
         "What is kept of each page to choose by. Give it to both servers",
         choices=DIGESTS,
     )
+    mass: float = _key(
+        1.0,
+        "Below 1, a layer chooses no more pages of a request longer than the budget than hold this share of the "
+        "attention, as the digests estimate it",
+        (0.01, 1.0),
+        needs=("head_reduce", "mass"),
+    )
     attend: str = _key(
         "resident",
         "What the device attends to: all that is resident, as in the paper, or the selected pages alone",

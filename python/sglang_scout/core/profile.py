@@ -58,7 +58,7 @@ class RecallProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     ``curves[l][t-1]`` is the ratio of layer l, t steps after a request's first selection was
     loaded, without recall; ``samples[t-1]`` the number of requests in it. A profile written by hand
     may end with ``num_layers``. ``selection`` has the server's ``SELECTION_KEYS``; where it lacks one,
-    nothing is said of it.
+    nothing is said of it. ``query_cosine`` tells how well each layer's query was predicted; None: it was not.
     """
 
     version: int
@@ -74,9 +74,10 @@ class RecallProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     curves: list[list[float]] = []
     made_by: str = ""
     selection: dict[str, str | int | float] = {}
+    query_cosine: list[float | None] = []
 
 
-SELECTION_KEYS = ("digest", "head_reduce", "sink_pages", "recent_pages")
+SELECTION_KEYS = ("digest", "head_reduce", "mass", "sink_pages", "recent_pages")
 """Configuration that decides which pages a given query selects, and so how fast a selection drifts."""
 
 

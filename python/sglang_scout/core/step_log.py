@@ -50,6 +50,8 @@ class Step(msgspec.Struct, frozen=True):
         full_pages: ``[B]`` full pages of each request, among which it selects.
         cpu_pages: ``[L, B]`` selected pages that were computed on the CPU.
         gpu_wait_us: ``[L]`` time that the device waited for them.
+        query_cosine: ``[L]`` of predicted and real queries, mean over heads and requests; None where nothing was
+            predicted.
         recalled_pages, recall_bytes, recall_wait_us: of the recalls that ended at the boundary after it.
     """
 
@@ -63,6 +65,7 @@ class Step(msgspec.Struct, frozen=True):
     recalled_pages: int
     recall_bytes: int
     recall_wait_us: int
+    query_cosine: list[float | None] = []
 
 
 @dataclass(frozen=True)

@@ -158,7 +158,7 @@ class StepBoundary:
         self._end_ns = launched.end_ns
         self._step_us += (took_us - self._step_us) * (1 / 8 if self._step_us else 1.0)
         if self.step_log is not None:
-            self.step_log.write(launched, missed)
+            self.step_log.write(launched, missed, result.cosine)
         return result
 
     def _recall_missing(self, result: StepResult) -> None:

@@ -214,7 +214,7 @@ class StepEngine:
         start_ns = self.tracer.cut("ahead", "score", start_ns, layer=layer)
         selection = select_pages(
             scores, table, n_full, self._slot_of[layer], self.sizes.budget_pages,
-            digest.sink_pages, digest.recent_pages, out=self._results.of(layer, rows),
+            digest.sink_pages, digest.recent_pages, digest.mass, out=self._results.of(layer, rows),
         )  # fmt: skip
         if self._shared is not None and self._verifier is not None:
             is_same = self._shared.is_same(selection.pages)
@@ -254,6 +254,8 @@ class StepEngine:
             n_pages=n_pages,
         )  # fmt: skip
         self.tracer.cut("attention", "attend", start_ns, layer=layer)
+        if self.boundary.step_log is not None and query_ahead is not query and not self._warms_up:
+            self._results.cosine[layer] = torch.cosine_similarity(query, query_ahead, dim=-1).mean()
         change = None
         if self._reweighs and query_ahead is not query:
             start_ns = self.tracer.now()

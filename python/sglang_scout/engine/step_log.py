@@ -38,8 +38,13 @@ class StepLog:
         self._totals = dict.fromkeys(("recalled_pages", "recall_bytes", "recall_wait_us"), 0)
         self._write({**facts, "format": FORMAT, "version": VERSION})
 
-    def write(self, launched: LaunchedStep, cpu_pages: npt.NDArray[np.int64]) -> None:
-        """Write the line of a step whose results have come; ``cpu_pages`` ``[L, B]``."""
+    def write(
+        self,
+        launched: LaunchedStep,
+        cpu_pages: npt.NDArray[np.int64],
+        cosine: npt.NDArray[np.float32],
+    ) -> None:
+        """Write the line of a step whose results have come; ``cpu_pages`` ``[L, B]``, ``cosine`` ``[L]``."""
         if self._file is None:
             return
         batch, waited_us = launched.batch, self._counters.gpu_wait_us_by_layer
@@ -55,6 +60,7 @@ class StepLog:
                 ages=np.where(batch.ages < _OLDEST, batch.ages, -1).tolist(),
                 full_pages=batch.n_full.tolist(),
                 cpu_pages=cpu_pages.tolist(),
+                query_cosine=cosine.round(4).tolist(),  # NaN becomes null
                 gpu_wait_us=(waited_us - self._waited_us).tolist(),
                 **growth,
             )

@@ -37,6 +37,9 @@ class StepResult:
     pages: npt.NDArray[np.int32]  # [L, B, k] selected, -1 where there is none
     missing: npt.NDArray[np.int32]  # [L, B, k] those of them that were not resident, -1 padded
     waited_ns: npt.NDArray[np.int64]  # [L] for the worker, since the result before
+    cosine: npt.NDArray[
+        np.float32
+    ]  # [L] of predicted and real queries, NaN where it was not measured
 
 
 class StepResults:
@@ -49,6 +52,7 @@ class StepResults:
 
     Attributes:
         pages, missing: ``[L, max_batch, k]`` int32 on the device.
+        cosine: ``[L]`` float32 on the device.
     """
 
     def __init__(
@@ -63,11 +67,10 @@ class StepResults:
             (2, layers, max_batch, budget_pages), -1, dtype=torch.int32, device=device
         )
         self.pages, self.missing = self._both
-        self._waited_ns = waited_ns
+        self.cosine = torch.full((layers,), torch.nan, device=device)
+        self._sent = [self._both, waited_ns, self.cosine]
         self._on_host = [
-            [t.cpu().pin_memory() for t in (self._both, waited_ns)]
-            if device.type == "cuda"
-            else None
+            [t.cpu().pin_memory() for t in self._sent] if device.type == "cuda" else None
             for _ in range(2)
         ]
         self._launched: deque[LaunchedStep] = deque()
@@ -97,7 +100,7 @@ class StepResults:
         """Boundary: send for what the step launched last selects."""
         if self._launched:
             last = self._launched[-1]
-            last.results = Fetching([self._both, self._waited_ns], self._on_host[last.step & 1])
+            last.results = Fetching(self._sent, self._on_host[last.step & 1])
 
     def take(self) -> StepResult | None:
         """The results of the step launched ``KNOWN_AFTER`` boundaries ago, if there was one.
@@ -109,8 +112,8 @@ class StepResults:
         launched = self._launched.popleft()
         launched.end_ns = launched.end_ns or self._launched[0].start_ns
         assert launched.results is not None
-        (pages, missing), waited_ns = launched.results.wait()
+        (pages, missing), waited_ns, cosine = launched.results.wait()
         rows = len(launched.batch.ages)
         since = waited_ns - self._waited_before
         self._waited_before = waited_ns.copy()
-        return StepResult(launched, pages[:, :rows], missing[:, :rows], since)
+        return StepResult(launched, pages[:, :rows], missing[:, :rows], since, cosine)

@@ -35,6 +35,8 @@ def _valid(call: Call) -> str:
     k, sink, recent = call["k"], call["sink_pages"], call["recent_pages"]
     if call.sizes["P"] == 0:
         return "slot_of has P=0, expected at least one page"
+    if not 0 < call["mass"] <= 1:
+        return f"mass={call['mass']} is no share above 0, up to 1"
     if min(sink, recent) < 0 or sink + recent > k or k < 1:
         return f"k={k} cannot hold sink_pages={sink} + recent_pages={recent}"
     return ""
@@ -58,9 +60,10 @@ def select_pages(
     k: int,
     sink_pages: int = 1,
     recent_pages: int = 1,
+    mass: float = 1.0,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> Selection:
-    """The k best pages of every request, sink and newest always among them.
+    """The k best pages of every request, or fewer that hold enough of it; sink and newest always among them.
 
     Args:
         scores: [B, N] float32, see `score_pages`; only columns < n_full count, a NaN comes last.
@@ -69,10 +72,13 @@ def select_pages(
         slot_of: [P] int32, slot of a resident page, -1 if the page is not resident.
         k: pages to choose, at least sink_pages + recent_pages.
         sink_pages, recent_pages: how many first and last full pages are chosen whatever they score.
+        mass: below 1, of a request with more than k full pages none is chosen once those before it hold this share of
+            the sum of all its scores, which are then shares themselves ("mass" of `score_pages`); what is not finite
+            counts as 0.
         out: ``pages`` and ``missing`` to write into, instead of new tensors.
     Returns:
         :class:`Selection`. Pages of equal score may be chosen either way.
-    Source: ScoutAttention Algorithm 1 lines 5 and 6; forced pages: ours. Shapes are
+    Source: ScoutAttention Algorithm 1 lines 5 and 6; forced pages and ``mass``: ours. Shapes are
     static and nothing waits for the device, so it can be captured in a CUDA graph.
     """
     B, N = table.shape
@@ -88,6 +94,11 @@ def select_pages(
     key.masked_fill_(void, -torch.inf)
     top, best = torch.topk(key, min(k, N), dim=1)
     found = table.gather(1, best).masked_fill_(top == -torch.inf, -1)
+    if mass < 1:
+        share = torch.nan_to_num(scores, nan=0.0, neginf=0.0, posinf=0.0).masked_fill_(void, 0.0)
+        held = share.gather(1, best)
+        enough = held.cumsum(1) - held >= mass * share.sum(1, keepdim=True)
+        found = found.masked_fill(enough & (top < torch.inf) & (n_full[:, None] > k), -1)
     pages = found if k <= N else torch.nn.functional.pad(found, (0, k - N), value=-1)
     lacks_slot = (resident_slots(slot_of, pages) < 0) & (pages >= 0)
     # Pack to the left: a missing page goes to the place that its running count names; all others

@@ -48,7 +48,7 @@ _METRICS = {
 
 
 _FACTS = (
-    "policy", "budget_tokens", "digest", "attend", "precompute", "exact_layers",
+    "policy", "budget_tokens", "digest", "mass", "attend", "precompute", "exact_layers",
     "exact_steps", "recall",
 )  # fmt: skip
 _TOTALS = (

@@ -33,6 +33,7 @@ class Digest:
         kind: what a digest holds; the engine knows its kinds by name (``engine/digest_kinds.py``).
         head_reduce: how query heads' scores become one score per page (``ops/score.py``).
         sink_pages, recent_pages: leading and newest full pages that are chosen whatever their score.
+        mass: choose no more pages than hold this share of the attention (``ops/select.py``).
         only_selected: attend to the chosen pages alone, not to whatever else is resident.
         reweigh: where digests estimate a page's mass, weigh what was computed with the predicted query by what they
             say of the real one.
@@ -42,6 +43,7 @@ class Digest:
     head_reduce: str = "mass"
     sink_pages: int = 1
     recent_pages: int = 1
+    mass: float = 1.0
     only_selected: bool = False
     reweigh: bool = True
 
@@ -53,6 +55,7 @@ class Digest:
             head_reduce=config.head_reduce,
             sink_pages=config.sink_pages,
             recent_pages=config.recent_pages,
+            mass=config.mass,
             only_selected=config.attend == "selected",
             reweigh=config.reweigh,
         )

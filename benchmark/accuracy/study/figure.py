@@ -1,0 +1,93 @@
+"""The study's rows as a picture: what plain text loses, by the bytes that a decode step reads of each method."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import matplotlib.pyplot as plt
+
+from benchmark.accuracy.study.table import paired, token_mean
+from benchmark.rows import Row
+
+HEAD_DIM = 64  # of SmolLM2
+VALUE_BYTES = 2  # K and V in bf16
+LABELS = {
+    ("keys", "layer", "real"): ("keys themselves (oracle, reads all of K)", "k", ":"),
+    ("rotated-2", "layer", "real"): ("page mean, two rotated bits", "tab:green", "-"),
+    ("rotated-1", "layer", "real"): ("page mean, one rotated bit", "tab:olive", "-"),
+    ("minmax-32", "layer", "real"): ("bounds, pages of 32 (Quest)", "tab:orange", "-"),
+    ("minmax-16", "layer", "real"): ("bounds, pages of 16 (Quest)", "tab:red", "-"),
+    ("mean-32", "head", "real"): ("page mean, a choice for each KV head (as SparDA)", "tab:purple", "-"),
+    ("pca-16", "layer", "real"): ("16 principal components in four bits", "tab:brown", "-"),
+    ("minmax-32", "layer", "predicted"): ("the paper: bounds, predicted queries", "tab:orange", "--"),
+    ("rotated-2", "layer", "predicted"): ("scout: two bits, predicted queries, re-weighted", "tab:green", "--"),
+}  # fmt: skip
+"""Digest, grain and query of a line: name, colour, style."""
+
+
+def digest_bytes(name: str, page_tokens: int, head_dim: int = HEAD_DIM) -> float:
+    """Of a page and KV head.
+
+    Raises:
+        ValueError: an unknown digest.
+    """
+    kind, _, number = name.partition("-")
+    rows = page_tokens / int(number or 1)
+    sizes = {
+        "keys": page_tokens * head_dim * VALUE_BYTES,
+        "mean": rows * head_dim * VALUE_BYTES,
+        "minmax": 2 * rows * head_dim * VALUE_BYTES,
+        # Codes, the mean in int8 with its step, a scale for each token.
+        "rotated": page_tokens * (int(number or 1) * head_dim / 8 + 2) + head_dim + 16,
+        "pca": page_tokens * (int(number or 1) / 2 + VALUE_BYTES),
+    }
+    if kind not in sizes:
+        raise ValueError(f"digest {name!r} is not known")
+    return sizes[kind]
+
+
+def share_read(rows: list[Row]) -> float:
+    """Bytes read in a step, digests and chosen pages, of those of all KV; mean over windows."""
+    first = rows[0]
+    tokens = first["page_tokens"]
+    page = 2 * tokens * HEAD_DIM * VALUE_BYTES
+    pages = [
+        (cut + n / 2) / tokens
+        for row in rows
+        for cut, n in zip(row["cut"], row["tokens"], strict=True)
+    ]
+    all_pages = sum(pages) / len(pages)
+    chosen = sum(sum(row["pages_by_layer"]) / len(row["pages_by_layer"]) for row in rows) / len(
+        rows
+    )
+    return (all_pages * digest_bytes(first["digest"], tokens) + chosen * page) / (all_pages * page)
+
+
+def draw_study(rows: list[Row]) -> Any:
+    """KL to full attention against the share of the KV bytes, a line for each method, a point for each budget."""
+    lines: dict[tuple[str, str, str], list[tuple[float, float, int]]] = {}
+    by_setting = paired(rows, "text")
+    for own in by_setting.values():
+        first = own[0]
+        place = share_read(own), token_mean("kl")(own), first["budget_tokens"]
+        lines.setdefault((first["digest"], first["grain"], first["query"]), []).append(place)
+    fig, ax = plt.subplots(figsize=(10, 6.4))
+    for key, (label, color, style) in LABELS.items():
+        if key in lines:
+            x, y, _ = zip(*sorted(lines[key], key=lambda place: place[2]), strict=True)
+            ax.plot(x, y, style, color=color, marker="o", markersize=4, label=label)
+    ax.set(
+        xscale="log",
+        yscale="log",
+        xlabel="bytes read in a step, of those of all KV",
+        ylabel="KL to full attention",
+    )
+    ax.grid(alpha=0.3, which="both")
+    ax.legend(fontsize=8)
+    documents = len(next(iter(by_setting.values())))
+    budgets = sorted({budget for line in lines.values() for *_, budget in line})
+    ax.set_title(
+        f"{rows[0]['model']}: plain text of {documents} documents, budgets {budgets[0]} to {budgets[-1]}",
+        fontsize=11,
+    )
+    return fig
