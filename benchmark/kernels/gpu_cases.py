@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from sglang_scout.ops import rotated
 from sglang_scout.ops.append import Pool, append_tokens
 from sglang_scout.ops.attend import attend_pages
 from sglang_scout.ops.digest import build_layer_digests
@@ -15,7 +16,6 @@ from sglang_scout.ops.gather import copy_layer_pages
 from sglang_scout.ops.layers import LayerPages
 from sglang_scout.ops.merge import merge_states
 from sglang_scout.ops.op import Op
-from sglang_scout.ops.rotated import STATS_BYTES, build_layer_rotated, planes_shape, score_rotated
 from sglang_scout.ops.score import score_pages
 from sglang_scout.ops.select import select_pages
 
@@ -26,7 +26,7 @@ REPEATS = 8
 DTYPE = torch.bfloat16
 OPS = {
     0: (score_pages, build_layer_digests),
-    **dict.fromkeys((1, 2), (score_rotated, build_layer_rotated)),
+    **dict.fromkeys((1, 2), (rotated.score_rotated, rotated.build_layer_rotated)),
 }
 """By the bits of a key element; with 0 a page has bounds."""
 
@@ -61,11 +61,13 @@ class Pools:
         # More digests than pages: those of 65,536 pages are 256 MiB, no cache holds them either.
         one, other = (self.random(4 * pages, H, D).to(DTYPE) for _ in range(2))
         # Bits and means of noise, scales and steps of 1.
-        stats = self.noise(D + STATS_BYTES)
+        stats = self.noise(D + rotated.STATS_BYTES)
         stats[..., D : D + 64].view(torch.bfloat16).fill_(1)
         stats[..., D + 64 : D + 68].view(torch.float32).fill_(1)
         self.digests = {0: (torch.minimum(one, other), torch.maximum(one, other))}
-        self.digests |= {bits: (self.noise(*planes_shape(bits, D)), stats) for bits in (1, 2)}
+        self.digests |= {
+            bits: (self.noise(*rotated.planes_shape(bits, D)), stats) for bits in (1, 2)
+        }
 
     def random(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=self._rng, device=self.device)
@@ -113,7 +115,7 @@ def difference(op: Op, *arguments: object) -> str:
 def changed(
     op: Op, mutable: list[torch.Tensor], call: Callable[[str], object], share: float = 0.0
 ) -> str:
-    """The same for ops that write into their arguments: equal but for a share of what the reference writes."""
+    """The same for ops that write into their arguments: equal but for a share of what is written."""
     before = [t.clone() for t in mutable]
     call("triton")
     got = [t.clone() for t in mutable]
@@ -186,10 +188,8 @@ def selection(pools: Pools, B: int, N: int, k: int) -> Case:
         arguments = (given[0], table, n_full, slot_of, k)
         got, want = (select_pages(*arguments, impl=i) for i in ("triton", "reference"))
         # Forced pages stand first, in any order among themselves; random scores have no ties.
-        pages = all(
-            set(a) == set(b) for a, b in zip(got[0].tolist(), want[0].tolist(), strict=True)
-        )
-        return "" if pages and torch.equal(got[2], want[2]) else "other pages than the reference"
+        same = list(map(set, got[0].tolist())) == list(map(set, want[0].tolist()))
+        return "" if same and torch.equal(got[2], want[2]) else "other pages than the reference"
 
     return Case(
         "select_pages",
@@ -210,13 +210,12 @@ def digests(pools: Pools, n: int, source: str, bits: int) -> Case:
     def call(which: torch.Tensor, impl: str = "triton") -> object:
         return op(layers, which, *written, impl=impl)
 
-    page_bytes = S * H * D * DTYPE.itemsize
-    moved = page_bytes + sum(part[0].nbytes for part in parts)
+    page_bytes, digest_bytes = S * H * D * DTYPE.itemsize, sum(part[0].nbytes for part in parts)
     on_bus = layers.k[0].device.type != pools.device
     return Case(
         op.name,
         {"pages": n, "layers": L, "from": source, "bits": bits},
-        n * L * page_bytes if on_bus else n * L * moved + 8 * n,
+        n * L * page_bytes if on_bus else n * (L * (page_bytes + digest_bytes) + 8),
         [lambda i=i: call(i) for i in ids],
         # Steps may differ by a rounding, and with them what lies next to a threshold.
         lambda: changed(op, written, lambda impl: call(ids[0], impl), 0.01 if bits else 0.0),
@@ -229,15 +228,12 @@ def copies(pools: Pools, n: int, source: str) -> Case:
     layers = pools.layers(source)
     slots = torch.arange(n, device=pools.device)
     shape = (L, -(-n // L), S, H, D)
-    dst_k, dst_v = (torch.zeros(shape, dtype=DTYPE, device=pools.device) for _ in range(2))
+    to = [torch.zeros(shape, dtype=DTYPE, device=pools.device) for _ in range(2)]
     P = len(layers.k[0])
     ids = [
         torch.stack([slots % L, pools.ids(n, dtype=torch.int64, pages=P), slots // L])
         for _ in range(REPEATS)
     ]
-
-    def call(which: torch.Tensor, impl: str = "triton") -> object:
-        return copy_layer_pages(layers, which, dst_k, dst_v, impl=impl)
 
     kv_bytes = 2 * S * H * D * DTYPE.itemsize
     on_bus = layers.k[0].device.type != pools.device
@@ -245,8 +241,10 @@ def copies(pools: Pools, n: int, source: str) -> Case:
         "copy_layer_pages",
         {"pages": n, "layers": L, "from": source},
         n * kv_bytes if on_bus else n * (2 * kv_bytes + 24),
-        [lambda i=i: call(i) for i in ids],
-        lambda: changed(copy_layer_pages, [dst_k, dst_v], lambda impl: call(ids[0], impl)),
+        [lambda i=i: copy_layer_pages(layers, i, *to, impl="triton") for i in ids],
+        lambda: changed(
+            copy_layer_pages, to, lambda impl: copy_layer_pages(layers, ids[0], *to, impl=impl)
+        ),
         "bus" if on_bus else "device",
     )
 
@@ -274,6 +272,18 @@ def merged(pools: Pools, B: int) -> Case:
     return Case("merge_states", {"B": B}, nbytes, calls, lambda: difference(merge_states, *parts))
 
 
+def log_masses(pools: Pools, B: int, k: int, bits: int) -> Case:
+    """Of the missing pages of a layer: few."""
+    digests = pools.digests[bits]
+    q, table = pools.random(B, HQ, D), pools.ids(B, k, pages=len(digests[0]))
+    op, arguments = rotated.log_mass_rotated, (q, *digests, table, pools.full(k, B), D**-0.5)
+    nbytes = B * k * (sum(part[0].nbytes for part in digests) + 4) + q.nbytes
+    calls = [lambda: op(*arguments, impl="triton")] * REPEATS
+    return Case(
+        op.name, {"B": B, "k": k, "bits": bits}, nbytes, calls, lambda: difference(op, *arguments)
+    )
+
+
 def cases(pools: Pools, small: bool) -> Iterator[Case]:
     for B, N in ((2, 40),) if small else ((1, 4096), (16, 2048), (64, 1024)):
         yield from (scores(pools, B, N, bits) for bits in OPS)
@@ -283,9 +293,9 @@ def cases(pools: Pools, small: bool) -> Iterator[Case]:
         yield attention(pools, B, resident, columns)
     for n in (3,) if small else (16, 512):
         for source in ("device", "host"):
-            for bits in OPS:
-                yield digests(pools, n, source, bits)
+            yield from (digests(pools, n, source, bits) for bits in OPS)
             yield copies(pools, n, source)
     for B in (3,) if small else (1, 64):
         yield appended(pools, B)
         yield merged(pools, B)
+        yield log_masses(pools, B, 8, 2)

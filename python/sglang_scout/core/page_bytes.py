@@ -5,6 +5,9 @@ from __future__ import annotations
 DIGESTS = ("minmax", "rotated-1", "rotated-2")
 """What is kept of a page to choose it by; see ``engine/digest_kinds.py``."""
 
+ROTATED_STATS_BYTES = 80
+"""Of a rotated digest, beside its bits and the D bytes of its mean: scales and a step, see ``ops/rotated.py``."""
+
 _WORD_BYTES = 8
 _INPUT_WORDS = 6
 """Of a token, in the buffers that SGLang's eager runner makes as long as all tokens of the KV pool: its id, position,
@@ -16,7 +19,7 @@ def digest_parts(kind: str, head_dim: int, value_bytes: int) -> tuple[int, int]:
     if kind == "minmax":
         return head_dim * value_bytes, head_dim * value_bytes
     bits = int(kind.removeprefix("rotated-"))
-    return bits * 4 * head_dim, head_dim + 80  # planes and stats of ops/rotated.py
+    return bits * 4 * head_dim, head_dim + ROTATED_STATS_BYTES
 
 
 def digest_bytes(kind: str, num_kv_heads: int, head_dim: int, value_bytes: int) -> int:
