@@ -3,7 +3,8 @@
 #
 #   scripts/sanitize.sh [address|thread|all] [options]     default: all
 #
-#   address   address and undefined behaviour: attend_test, batch_test, residency_test; ring_test stress, kill
+#   address   address and undefined behaviour: attend_test, residency_test, score_test, batch_test;
+#             ring_test stress, kill
 #   thread    data races: batch_test; ring_test stress (kill races between processes)
 #
 #   --seconds N     how long each mode of ring_test runs (default 4)
@@ -16,7 +17,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-what=all seconds=4 build=.cache/sanitize tests="attend_test batch_test residency_test ring_test"
+what=all seconds=4 build=.cache/sanitize tests="attend_test residency_test score_test batch_test ring_test"
 build_only=0 portable=OFF
 while [ $# -gt 0 ]; do
     case "$1" in
@@ -59,7 +60,7 @@ if [ "$what" != thread ]; then
     run "$build/address/ring_test" all --seconds "$seconds"
 fi
 if [ "$what" != address ]; then
-    build_for thread "${tests/attend_test /}"
+    build_for thread "${tests#*score_test }"
     case "$tests" in *batch_test*) run "$build/thread/batch_test" ;; esac
     run "$build/thread/ring_test" all --seconds "$seconds"
 fi

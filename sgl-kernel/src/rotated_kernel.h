@@ -98,7 +98,8 @@ inline void sum_tokens(float* levels, const float* scales, const float* units, f
     for (int t = 0; t < kRotatedTokens; t += W) {
       const F x = Vec::load(levels + h * kRotatedTokens + t);
       const F below = Vec::fma(x, Vec::set1(units[h]), Vec::set1(-tops[h]));
-      total[h] = Vec::add(total[h], exp2_rough(below));
+      // tops is rounded: by more than exp2 can take, where it is huge.
+      total[h] = Vec::add(total[h], exp2_rough(Vec::min(below, Vec::zero())));
     }
   }
   Vec::hsum4(total[0], total[1], total[2], total[3], sums);

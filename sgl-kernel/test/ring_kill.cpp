@@ -23,7 +23,7 @@ struct Board {
   uint32_t live;       // parent: the epoch that gets work, 0: none
   uint32_t live_seen;  // producer: what it was told last
   uint32_t ready;      // worker: its epoch
-  uint32_t stop;       // parent
+  uint32_t stop;       // parent: 1 ends the producer, 2 the worker too
   uint32_t victim;     // parent: Role
   uint32_t point;      // parent: where it dies
   int32_t countdown;   // passes of that place before
@@ -53,7 +53,7 @@ void die_here(scout::Point point, uint32_t) {
   o.max_parts = kMaxSplit;
   scout::Runtime runtime(arena.base, arena.bytes, o);
   scout::store_release(&board->ready, epoch);
-  while (scout::load_acquire(&board->stop) == 0) usleep(500);
+  while (scout::load_acquire(&board->stop) < 2) usleep(500);
   runtime.stop();
   _exit(0);
 }
@@ -123,6 +123,7 @@ class Parent {
     }
     scout::store_release(&board->stop, 1u);
     collect(producer_, 0);
+    scout::store_release(&board->stop, 2u);  // until then the producer may wait for an answer
     collect(worker_, 0);
     std::printf(
         "kill: %llu deaths at %u places, %llu at random; %llu answers of workers, %llu of "
