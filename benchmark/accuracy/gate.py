@@ -80,7 +80,7 @@ JUDGES = {
     "smollm2": Judge(
         "planted",
         "scout-rotated",
-        Form((2048,), (4096,), 12),
+        Form((512, 1024), (4096,), 12),
         Form((1024,), (2048,), 2),
         HELD_OUT,
     ),

@@ -10,7 +10,7 @@ from typing import Any
 
 from sglang_scout.cli.sizes import GIB, Plan, make_plan
 from sglang_scout.cli.table import columns, gb, gib
-from sglang_scout.core.config import DEFAULT_DIGEST
+from sglang_scout.core.config import DEFAULT_BUDGET_TOKENS, DEFAULT_DIGEST
 from sglang_scout.core.page_bytes import DIGESTS
 
 DESCRIPTION = (
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--budget",
         type=int,
         metavar="TOKENS",
-        help="as --kv-offload-budget, a multiple of 32 (default: 2048)",
+        help=f"as --kv-offload-budget, a multiple of 32 (default: {DEFAULT_BUDGET_TOKENS})",
     )
     add(
         "--host-gb",
