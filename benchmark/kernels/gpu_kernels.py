@@ -102,7 +102,7 @@ def measure(out: Path) -> int:
     speed = bandwidths(writer, timer)
     done = [
         add_row(writer, timer, speed, case)
-        for case in cases(Pools("cuda", pages=16384), small=False)
+        for case in cases(Pools("cuda", pages=16384, layers=8), small=False)
     ]
     writer.close()
     return 0 if all(done) else 1
@@ -111,7 +111,7 @@ def measure(out: Path) -> int:
 def check(device: str) -> int:
     """Small sizes, results only."""
     failed = 0
-    for case in cases(Pools(device, pages=64), small=True):
+    for case in cases(Pools(device, pages=64, layers=2), small=True):
         wrong = case.check()
         failed += bool(wrong)
         print(f"{case.op:19} {case.sizes}: {wrong or 'equal'}", flush=True)
