@@ -11,11 +11,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-import signal
 import sys
-import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -177,13 +174,11 @@ class Trainer:
         return count_correct(batch, predicted)
 
 
-def run(trainer: Trainer, minutes: float) -> None:
-    """Trains until the plan is done, the time is over or SIGINT comes, with a line of progress every 20 steps."""
-    plan, end = trainer.plan, time.monotonic() + 60 * minutes
+def run(trainer: Trainer) -> None:
+    """Trains until the plan is done, with a line of progress every 20 steps."""
+    plan = trainer.plan
     score: dict[str, list[int]] = {}
-    stopped: list[int] = []
-    signal.signal(signal.SIGINT, lambda got, _: stopped.append(got))
-    while trainer.step < plan.steps and not stopped and time.monotonic() < end:
+    while trainer.step < plan.steps:
         for task, (right, asked) in trainer.train_step().items():
             entry = score.setdefault(task, [0, 0])
             entry[0] += right
@@ -204,11 +199,9 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("out", type=Path, help="folder to write; an existing one is replaced")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--minutes", type=float, default=math.inf, help="stop after so long")
     args = parser.parse_args(argv)
-    trainer = Trainer(replace(FULL_PLAN, seed=args.seed), RecallSpec())
-    run(trainer, args.minutes)
+    trainer = Trainer(FULL_PLAN, RecallSpec())
+    run(trainer)
     export_model(trainer.model, args.out)
     for row in evaluate(trainer.model, [1024, 4096, 8192], texts=6):
         print(json.dumps(row), flush=True)
