@@ -3,14 +3,13 @@
     python -m benchmark.accuracy.recall_training.train DIR    # a night; DIR is the folder that SGLang loads
 
 The texts are those of benchmark/accuracy/tasks.py, made on the fly and seeded by step and row. Lengths grow stage by
-stage. The loss counts the answers, of which every text has dozens, and a little of everything else. At the end the
-model is scored on held-out texts, a JSON line each.
+stage. The loss counts the answers, of which every text has dozens, and a little of everything else. The suite
+(benchmark/accuracy/suite.py) scores the model that lies in benchmark/accuracy/recall_model.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +19,9 @@ import torch
 import torch.nn.functional as F
 
 from benchmark.accuracy import tasks
-from benchmark.accuracy.recall_training.evaluate import (
+from benchmark.accuracy.recall_training.batches import (
     Batch,
     count_correct,
-    evaluate,
     jump_positions,
     make_batch,
 )
@@ -203,8 +201,6 @@ def main(argv: list[str] | None = None) -> int:
     trainer = Trainer(FULL_PLAN, RecallSpec())
     run(trainer)
     export_model(trainer.model, args.out)
-    for row in evaluate(trainer.model, [1024, 4096, 8192], texts=6):
-        print(json.dumps(row), flush=True)
     return 0
 
 
