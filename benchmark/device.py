@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -31,22 +32,39 @@ def refusal(*, check_only: bool, needs_worker: bool = False) -> str:
     return ""
 
 
+def captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """A graph of a call, which runs once before: what it needs is compiled and loaded."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())  # which may still fill the arguments
+    with torch.cuda.stream(side):
+        call()
+    side.synchronize()
+    gc.collect()  # an earlier graph, freed in the middle of a capture, would end it
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph
+
+
 def run(
     description: str | None,
     check: Callable[[str], int],
-    measure: Callable[[Path], int],
+    measure: Callable[[argparse.Namespace], int],
     *,
     needs_worker: bool = False,
+    add_options: Callable[[argparse.ArgumentParser], None] = lambda parser: None,
 ) -> int:
     """``--check-only`` or ``--out FILE``. Returns the exit code: 2 where it cannot run here.
 
     Args:
         check: takes "cpu" or "cuda" and returns an exit code.
-        measure: takes the file for rows and returns an exit code.
+        measure: takes the options, with ``out``, the file for rows, and returns an exit code.
+        add_options: of the measurement alone.
     """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    add_options(parser)
     parser.add_argument("--out", type=Path, help="JSON lines; more are appended")
     parser.add_argument("--check-only", action="store_true")
     arguments = parser.parse_args()
@@ -57,7 +75,7 @@ def run(
         return check(device())
     if arguments.out is None:
         parser.error("--out FILE is missing")
-    return measure(arguments.out)
+    return measure(arguments)
 
 
 def say(wrong: str) -> int:

@@ -26,22 +26,14 @@ from benchmark.accuracy.study.figure import draw_study
 from benchmark.accuracy.table import Scores
 from benchmark.rows import ROOT, Row, percentile, read_rows
 
-COLORS = {
-    "full": "#404040",
-    "scout": "#1b6ca8",
-    "scout-rotated": "#2a9d4e",
-    "scout-signs": "#2a9d4e",
-    "scout-real-query": "#5fb0d9",
-    "quest": "#d98032",
-    "recent": "#a0a0a0",
-}
-MARKERS = {
-    "scout": "o",
-    "scout-rotated": "D",
-    "scout-signs": "D",
-    "scout-real-query": "s",
-    "quest": "^",
-    "recent": "v",
+FULL_COLOR = "#404040"
+STYLES = {  # colour and marker
+    "scout": ("#1b6ca8", "o"),
+    "scout-rotated": ("#2a9d4e", "D"),
+    "scout-signs": ("#2a9d4e", "D"),
+    "scout-real-query": ("#5fb0d9", "s"),
+    "quest": ("#d98032", "^"),
+    "recent": ("#a0a0a0", "v"),
 }
 
 
@@ -55,10 +47,10 @@ def draw_accuracy(rows: list[Row]) -> Any:
         full = scores.mean(Setting(FULL), length) if FULL in scores.policies else None
         if full:
             value, low, high = (100 * x for x in full)
-            ax.axhline(value, color=COLORS[FULL], linewidth=1.2, label=PLAIN[FULL])
-            ax.axhspan(low, high, color=COLORS[FULL], alpha=0.12, linewidth=0)
+            ax.axhline(value, color=FULL_COLOR, linewidth=1.2, label=PLAIN[FULL])
+            ax.axhspan(low, high, color=FULL_COLOR, alpha=0.12, linewidth=0)
         for policy in scores.policies:
-            if policy in MARKERS:
+            if policy in STYLES:
                 _line(ax, scores, policy, length)
         ax.set_title(f"{length} tokens", fontsize=10)
         ax.set_xscale("log", base=2)
@@ -81,14 +73,15 @@ def _line(ax: Any, scores: Scores, policy: str, length: int) -> None:
     known = [(b, *(100 * x for x in mean)) for b, mean in found if mean is not None]
     if not known:
         return
-    others = [name for name in scores.policies if name in MARKERS]
+    others = [name for name in scores.policies if name in STYLES]
     shift = 1.03 ** (others.index(policy) - (len(others) - 1) / 2)
     budgets = [b * shift for b, *_ in known]
     values = [value for _, value, _, _ in known]
     below = [max(0.0, value - low) for _, value, low, _ in known]
     above = [max(0.0, high - value) for _, value, _, high in known]
+    color, marker = STYLES[policy]
     ax.errorbar(
-        budgets, values, yerr=[below, above], color=COLORS[policy], marker=MARKERS[policy],
+        budgets, values, yerr=[below, above], color=color, marker=marker,
         markersize=5, linewidth=1.4, elinewidth=0.9, label=PLAIN[policy],
     )  # fmt: skip
 

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -47,6 +47,17 @@ def making(name: str) -> Iterator[Path]:
             yield folder
         finally:
             shutil.rmtree(folder)
+
+
+def print_paths(name: str, *makers: Callable[[], Path]) -> int:
+    """The exit status of a script that prints what it makes."""
+    try:
+        for make in makers:
+            print(make())
+    except Unavailable as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def _fails(command: Sequence[str | Path], folder: Path) -> str:

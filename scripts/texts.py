@@ -18,10 +18,11 @@ import re
 import subprocess
 import sys
 import unicodedata
+from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree
 
-from packages import CACHE, Unavailable, check, from_debian, from_pypi, making, sha256
+from packages import CACHE, Unavailable, check, from_debian, from_pypi, making, print_paths, sha256
 
 FOLDER = CACHE / "texts"
 CHARACTERS = 600_000
@@ -132,15 +133,5 @@ def load_text(kind: str) -> str:
     return make(kind).read_text()
 
 
-def main() -> int:
-    try:
-        for kind in SOURCES:
-            print(make(kind))
-    except Unavailable as error:
-        print(f"texts: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(print_paths("texts", *(partial(make, kind) for kind in SOURCES)))

@@ -27,17 +27,9 @@ from benchmark.accuracy.policies import FULL, Setting
 from benchmark.accuracy.questions import SOURCES
 from benchmark.accuracy.row_file import RowFile
 from benchmark.accuracy.scoring import Loss, margin_points, paired_loss
-from benchmark.accuracy.suite import (
-    BENCHMARK,
-    PACKAGES,
-    key_of,
-    measure,
-    shared_fields,
-    start_fleet,
-    suite_arguments,
-)
+from benchmark.accuracy.suite import key_of, measure, start_fleet, suite_arguments, suite_file
 from benchmark.progress import Progress
-from benchmark.rows import Row, environment
+from benchmark.rows import Row
 from servers.server_process import ends_orderly
 from sglang_scout.cli.table import columns
 
@@ -151,9 +143,7 @@ def run(args: argparse.Namespace, judge_: Judge, progress: Progress) -> list[Ver
         margin_points=args.margin_points,
     )
     settings = [Setting(judge_.policy, budget) for budget in form.budgets]
-    key = ("policy", "budget_tokens", "length_tokens", "task")
-    fields = {**shared_fields(args), "samples": args.samples}
-    file = RowFile(args.json, environment(BENCHMARK, PACKAGES), fields, key)
+    file = suite_file(args)
     ask_full(args, file, progress)
     progress.say(f"starting servers for {', '.join(s.name for s in settings)}")
     with start_fleet(args, settings, max(args.lengths)) as fleet:

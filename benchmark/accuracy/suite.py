@@ -178,6 +178,12 @@ def shared_fields(args: argparse.Namespace) -> Row:
     }
 
 
+def suite_file(args: argparse.Namespace) -> RowFile:
+    key = ("policy", "budget_tokens", "length_tokens", "task")
+    fields = {**shared_fields(args), "samples": args.samples}
+    return RowFile(args.json, environment(BENCHMARK, PACKAGES), fields, key)
+
+
 def suite_arguments(argv: list[str] | None, **given: Any) -> argparse.Namespace:
     """The suite's arguments. ``given`` goes over what was parsed; what was left out is as it suits the questions."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
@@ -209,12 +215,8 @@ def suite_arguments(argv: list[str] | None, **given: Any) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = suite_arguments(argv)
-    progress = Progress()
-    key = ("policy", "budget_tokens", "length_tokens", "task")
-    fields = {**shared_fields(args), "samples": args.samples}
-    file = RowFile(args.json, environment(BENCHMARK, PACKAGES), fields, key)
     with ends_orderly():
-        run_grid(args, file, progress)
+        run_grid(args, suite_file(args), Progress())
     return 0
 
 

@@ -30,7 +30,6 @@ import torch
 
 from benchmark import rows
 from benchmark.decode.model import bisect_rho
-from sglang_scout.core.config import RECALL_MODES
 from sglang_scout.core.parse_config import parse_config
 from sglang_scout.engine.build import build_engine
 from sglang_scout.engine.stores import HostPages, ModelShape, Sizes
@@ -38,6 +37,9 @@ from sglang_scout.ops.op import Op
 from sglang_scout.policy.base import Context, make_policy, policy_names
 
 PAGE = 32
+WARM_UP_STEPS = 24
+SIZES = {"layers": 36, "context": 65536, "budget": 2048, "recall": "adaptive"}
+LAYERS, CONTEXT, BUDGET, RECALL = SIZES.values()
 
 
 class Drift:
@@ -61,10 +63,11 @@ class Drift:
         return scores.topk(self._budget, dim=2).indices
 
 
-def calibrated_rho(pages: int, budget: int) -> float:
+def calibrated_rho() -> float:
     """Of scores, as bisect_rho has it."""
     source = torch.Generator().manual_seed(5)
-    before, noise = torch.randn(2, 256, pages, generator=source).unbind()
+    before, noise = torch.randn(2, 256, CONTEXT // PAGE, generator=source).unbind()
+    budget = BUDGET // PAGE
     chosen = before.topk(budget).indices
 
     def new_share(kept: float) -> float:
@@ -87,21 +90,21 @@ class SameThread(Executor):
 class Bench:
     """An engine whose steps are only selections; requests of equal length decode on and on."""
 
-    def __init__(self, options: argparse.Namespace, batch: int, rho: float) -> None:
-        layers, budget = options.layers, options.budget // PAGE
-        each = -(-options.context // PAGE) + 2 + (options.steps + options.warm_up) // PAGE
-        shape = ModelShape(layers, 4, 1, 16, PAGE, torch.bfloat16, 0.25)
+    def __init__(self, batch: int, steps: int, rho: float) -> None:
+        budget = BUDGET // PAGE
+        each = -(-CONTEXT // PAGE) + 2 + (steps + WARM_UP_STEPS) // PAGE
+        shape = ModelShape(LAYERS, 4, 1, 16, PAGE, torch.bfloat16, 0.25)
         config = parse_config(
-            policy="scout", policies=policy_names(), budget_tokens=options.budget,
-            config={"recall": options.recall},
+            policy="scout", policies=policy_names(), budget_tokens=BUDGET,
+            config={"recall": RECALL},
         )  # fmt: skip
         plane = torch.zeros((1 + batch * each) * PAGE, 1, 16, dtype=torch.bfloat16)
         self.engine = build_engine(
             config,
-            make_policy(Context(config, layers, 2 * PAGE * 8 * 128 * 2)),
+            make_policy(Context(config, LAYERS, 2 * PAGE * 8 * 128 * 2)),
             shape,
             Sizes(budget, budget * batch + batch + budget, batch, each),
-            HostPages(shape, [plane] * layers, [plane] * layers),
+            HostPages(shape, [plane] * LAYERS, [plane] * LAYERS),
             [],
             None,  # type: ignore[arg-type]  # nothing is posted
         )
@@ -109,9 +112,9 @@ class Bench:
         self.engine.recall._side = SameThread()
         self.pages = 1 + np.arange(batch * each, dtype=np.int32).reshape(batch, each)
         self.slots = np.arange(batch)
-        self.lengths = options.context + 7 * np.arange(batch, dtype=np.int64) % PAGE
-        self.engine.digests.valid[self.pages[:, : options.context // PAGE]] = True
-        self.drift = Drift(layers, batch, each, budget, rho)
+        self.lengths = CONTEXT + 7 * np.arange(batch, dtype=np.int64) % PAGE
+        self.engine.digests.valid[self.pages[:, : CONTEXT // PAGE]] = True
+        self.drift = Drift(LAYERS, batch, each, budget, rho)
         table = self.engine.table
         for layer, chosen in enumerate(self._chosen().numpy()):  # as after long decoding
             table.uses.touch(np.array([layer]), chosen[None], 0, np.zeros(len(chosen), bool))
@@ -143,18 +146,18 @@ class Bench:
         results.missing[:] = torch.where(slots < 0, pages, -1).sort(2, descending=True).values
 
 
-def measure(options: argparse.Namespace, batch: int, rho: float) -> dict[str, Any]:
-    bench = Bench(options, batch, rho)
+def measure(batch: int, steps: int, rho: float) -> dict[str, Any]:
+    bench = Bench(batch, steps, rho)
     counters = bench.engine.counters
     with mock.patch.object(Op, "__call__", lambda *args, **kwargs: None):  # a device's to run
-        for _ in range(options.warm_up):
+        for _ in range(WARM_UP_STEPS):
             bench.step()
         recalled, missing = counters.recalled_pages, counters.cpu_pages
         budget = counters.budget_pages
-        times = [bench.step() for _ in range(options.steps)]
+        times = [bench.step() for _ in range(steps)]
     bench.engine.table.check()
     return rows.summary(times) | {
-        "recalled": round((counters.recalled_pages - recalled) / options.steps, 1),
+        "recalled": round((counters.recalled_pages - recalled) / steps, 1),
         "cpu_compute_ratio": round(
             (counters.cpu_pages - missing) / (counters.budget_pages - budget), 4
         ),
@@ -165,21 +168,14 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--batch", type=int, nargs="+", default=[16, 64])
-    parser.add_argument("--layers", type=int, default=36)
-    parser.add_argument("--context", type=int, default=65536, metavar="TOKENS")
-    parser.add_argument("--budget", type=int, default=2048, metavar="TOKENS")
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--warm-up", type=int, default=24)
-    modes = [mode for mode in RECALL_MODES if mode != "profile"]
-    parser.add_argument("--recall", choices=modes, default="adaptive")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     writer = rows.Writer(options.json, rows.environment("boundary", ("torch", "numpy")))
-    rho = calibrated_rho(options.context // PAGE, options.budget // PAGE)
+    rho = calibrated_rho()
     for batch in options.batch:
-        names = ("layers", "context", "budget", "recall")
-        sizes = {name: getattr(options, name) for name in names} | {"batch": batch}
-        row = writer.add("boundary", **sizes, rho=round(rho, 6), **measure(options, batch, rho))
+        found = measure(batch, options.steps, rho)
+        row = writer.add("boundary", **SIZES, batch=batch, rho=round(rho, 6), **found)
         print(f"batch {batch}: {row['median_us'] / 1e3:.2f} ms (spread {row['spread']:.2f}), "
               f"{row['recalled']} pages recalled, ratio {row['cpu_compute_ratio']}")  # fmt: skip
     writer.close()

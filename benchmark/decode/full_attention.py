@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 import time
 from collections.abc import Callable
 
 import torch
 
+from benchmark import device
 from benchmark.decode.harness import PAGE
 from benchmark.decode.model import DummyModel, ModelSize
 
@@ -28,15 +28,7 @@ class FullAttention:
         self.out = torch.empty_like(self.x)
         self.model = model
         self._attend = self._flashinfer(each)
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())  # which may still fill the pages
-        with torch.cuda.stream(side):
-            self._layers()
-        side.synchronize()
-        gc.collect()  # an earlier harness's graphs, freed in the middle of a capture, would end it
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self._layers()
+        self.graph = device.captured(self._layers)
 
     def _layers(self) -> None:
         self.out.copy_(self.model.forward(self.x, lambda *_: None, self._attend))

@@ -3,7 +3,7 @@
     python -m benchmark.decode.gpu_decode --check-only    correctness; with TRITON_INTERPRET=1 without a device too
     python -m benchmark.decode.gpu_decode --out FILE      the measurement, on a machine with a CUDA device
 
-Options: --model qwen3-8b,qwen3-14b  --context 32768,65536  --host-gb N (of page-locked pages; most of what is free)
+Options: --model qwen3-8b qwen3-14b  --context 32768 65536  --host-gb N (of page-locked pages; most of what is free)
 --budget TOKENS  --steps N.
 
 Layers have the model's sizes and random weights (harness.py). How the important pages drift is set by a generator,
@@ -33,7 +33,6 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -265,34 +264,18 @@ def measure(options: argparse.Namespace) -> int:
     return 0
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, help="JSON lines; more are appended")
-    parser.add_argument("--check-only", action="store_true")
-    parser.add_argument("--model", type=lambda s: s.split(","), default=["qwen3-8b"])
-    parser.add_argument(
-        "--context", type=lambda s: [int(x) for x in s.split(",")], default=[32768, 65536]
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", nargs="+", choices=SIZES, default=["qwen3-8b"])
+    parser.add_argument("--context", nargs="+", type=int, default=[32768, 65536])
     parser.add_argument("--host-gb", type=float, default=0.8 * available_bytes() / 2**30)
     parser.add_argument("--budget", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=64)
-    options = parser.parse_args()
-    unknown = set(options.model) - set(SIZES)
-    if unknown:
-        parser.error(f"--model {','.join(sorted(unknown))}: choose of {', '.join(SIZES)}")
-    if why := device.refusal(check_only=options.check_only, needs_worker=True):
-        print(why, file=sys.stderr)
-        return 2
-    if options.check_only:
-        wrong = check(device.device())
-        print("\n".join(f"FAILED: {line}" for line in wrong) or "equal")
-        return int(bool(wrong))
-    if options.out is None:
-        parser.error("--out FILE is missing")
-    return measure(options)
+
+
+def check_all(device_type: str) -> int:
+    wrong = check(device_type)
+    return device.say("\n".join(f"FAILED: {line}" for line in wrong))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(device.run(__doc__, check_all, measure, needs_worker=True, add_options=add_options))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -18,6 +17,7 @@ import numpy as np
 import torch
 
 from benchmark.decode.model import DummyModel, ModelSize, QueryDrift
+from benchmark.device import captured
 from benchmark.mapped import wait_mapped
 from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.parse_config import parse_config
@@ -176,7 +176,8 @@ class Harness:
         )
         self.positions = torch.zeros(batch, dtype=torch.int64, device=store.device)
         self.out = torch.empty_like(self.x)
-        self._graph = self._capture() if graph else None
+        # Nothing has begun: while it is captured rows are empty and nothing is posted.
+        self._graph = captured(self._layers) if graph else None
 
     def _projector(self, layer: int) -> Any:
         def project(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -193,18 +194,6 @@ class Harness:
             self.engine.layer_input(layer, x, self.positions)
 
         self.out.copy_(self.model.forward(self.x, before, attend))
-
-    def _capture(self) -> Any:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            self._layers()  # nothing has begun: rows are empty and nothing is posted
-        torch.cuda.current_stream().wait_stream(side)
-        gc.collect()  # an earlier harness's graphs, freed in the middle of a capture, would end it
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self._layers()
-        return graph
 
     def step(self) -> None:
         """One decode step of all requests; the host does not wait for it."""

@@ -36,11 +36,12 @@ import torch
 
 from benchmark.kernels import baselines
 from benchmark.kernels.baselines import Implementation
-from benchmark.kernels.kv_pool import Inputs, KvPool, Shape, available_bytes
+from benchmark.kernels.kv_pool import Inputs, KvPool, Shape
 from benchmark.kernels.read_loop import ReadLoop, ReadLoopError
 from benchmark.rows import Row, Writer, cache_bytes, environment, summary
 from sglang_scout.ops import native
 from sglang_scout.ops.attend import attend_pages
+from sglang_scout.worker.host_memory import available_bytes
 
 MODELS = (  # names, H, G, D
     ("Qwen3-8B, Llama-3.1-8B", 8, 4, 128),

@@ -19,9 +19,7 @@ from sglang_scout.ops.op import Op
 from sglang_scout.ops.score import score_pages
 from sglang_scout.ops.select import select_pages
 
-S, H, G, D = 32, 8, 5, 128  # Qwen3-14B
-L = 8  # of its 40 layers
-HQ = H * G
+S, G, D = 32, 5, 128  # Qwen3-14B, which has 8 KV heads
 REPEATS = 8
 DTYPE = torch.bfloat16
 OPS = {
@@ -52,14 +50,15 @@ class Case:
 
 
 class Pools:
-    """Pages for all cases: random, in device memory, more than the caches hold."""
+    """Random pages for all cases, in device memory, more than the caches hold: of so many layers and KV heads."""
 
-    def __init__(self, device: str, pages: int) -> None:
-        self.device, self.pages = device, pages
+    def __init__(self, device: str, pages: int, layers: int, heads: int) -> None:
+        self.device, self.pages, self.num_layers = device, pages, layers
+        self.H, self.HQ = heads, heads * G
         self._rng = torch.Generator(device).manual_seed(1)
-        self.k, self.v = (self.random(pages, S, H, D).to(DTYPE) for _ in range(2))
+        self.k, self.v = (self.random(pages, S, self.H, D).to(DTYPE) for _ in range(2))
         # More digests than pages: those of 65,536 pages are 256 MiB, no cache holds them either.
-        one, other = (self.random(4 * pages, H, D).to(DTYPE) for _ in range(2))
+        one, other = (self.random(4 * pages, self.H, D).to(DTYPE) for _ in range(2))
         # Bits and means of noise, scales and steps of 1.
         stats = self.noise(D + rotated.STATS_BYTES)
         stats[..., D : D + 64].view(torch.bfloat16).fill_(1)
@@ -73,7 +72,7 @@ class Pools:
         return torch.randn(*shape, generator=self._rng, device=self.device)
 
     def noise(self, *shape: int) -> torch.Tensor:
-        out = torch.empty(4 * self.pages, H, *shape, dtype=torch.uint8, device=self.device)
+        out = torch.empty(4 * self.pages, self.H, *shape, dtype=torch.uint8, device=self.device)
         return out.random_(generator=self._rng)
 
     def ids(self, *shape: int, dtype: torch.dtype = torch.int32, pages: int = 0) -> torch.Tensor:
@@ -90,11 +89,12 @@ class Pools:
 
     @functools.cache  # noqa: B019  # the pools live as long as the program
     def layers(self, source: str) -> LayerPages:
-        """K and V as those of L layers: of "device", or of "host", page-locked as in an arena."""
+        """K and V by layer: of "device", or of "host", page-locked as in an arena."""
         halves = self.k, self.v
         if source == "host" and self.device == "cuda":
             halves = (x.cpu().pin_memory() for x in halves)
-        return LayerPages.of(*(x.view(L, -1, S, H, D).unbind() for x in halves), self.device)
+        planes = (x.view(self.num_layers, -1, S, self.H, D).unbind() for x in halves)
+        return LayerPages.of(*planes, self.device)
 
     def full(self, value: int, *shape: int) -> torch.Tensor:
         return torch.full(shape, value, dtype=torch.int32, device=self.device)
@@ -132,7 +132,7 @@ def changed(
 def scores(pools: Pools, B: int, N: int, bits: int) -> Case:
     """The reference, which unpacks all bits, takes one row at a time."""
     op, digests = OPS[bits][0], pools.digests[bits]
-    q, n_full, out = pools.random(B, HQ, D), pools.full(N, B), pools.random(B, N)
+    q, n_full, out = pools.random(B, pools.HQ, D), pools.full(N, B), pools.random(B, N)
     tables = [pools.ids(B, N, pages=len(digests[0])) for _ in range(REPEATS)]
 
     def call(table: torch.Tensor, rows: slice = slice(None), impl: str = "triton") -> torch.Tensor:
@@ -156,23 +156,23 @@ def scores(pools: Pools, B: int, N: int, bits: int) -> Case:
 
 def attention(pools: Pools, B: int, resident: int, columns: int) -> Case:
     """``resident`` pages of each row lie in a table of ``columns``, at random places."""
-    q, tail, length = pools.random(B, HQ, D), pools.ids(B), pools.full(S // 2, B)
+    q, tail, length = pools.random(B, pools.HQ, D), pools.ids(B), pools.full(S // 2, B)
     tables = []
     for _ in range(REPEATS):
         table = pools.full(-1, B, columns)
         where = torch.argsort(pools.random(B, columns), dim=1)[:, :resident]
         tables.append(table.scatter_(1, where, pools.ids(B, resident)))
-    out = torch.empty_like(q), torch.empty(B, HQ, device=q.device)
+    out = torch.empty_like(q), torch.empty(B, pools.HQ, device=q.device)
 
     def call(table: torch.Tensor) -> object:
         arguments = (q, pools.k, pools.v, table, tail, length, D**-0.5)
         return attend_pages(*arguments, impl="triton", out=out)
 
-    token_bytes = 2 * H * D * DTYPE.itemsize
+    token_bytes = 2 * pools.H * D * DTYPE.itemsize
     return Case(
         "attend_pages",
         {"B": B, "resident": resident, "columns": columns},
-        B * ((resident * S + S // 2) * token_bytes + 4 * columns) + 2 * q.nbytes + 4 * B * HQ,
+        B * ((resident * S + S // 2) * token_bytes + 4 * columns) + 2 * q.nbytes + 4 * B * pools.HQ,
         [lambda t=t: call(t) for t in tables],
         lambda: difference(attend_pages, q, pools.k, pools.v, tables[0], tail, length, D**-0.5),
     )
@@ -202,14 +202,15 @@ def selection(pools: Pools, B: int, N: int, k: int) -> Case:
 def digests(pools: Pools, n: int, source: str, bits: int) -> Case:
     """Of n pages in every layer. A server reads their keys from the host."""
     layers, op, parts = pools.layers(source), OPS[bits][1], pools.digests[bits]
-    P = len(layers.k[0])
+    L, P = pools.num_layers, len(layers.k[0])
     ids = [pools.ids(n, dtype=torch.int64, pages=P) for _ in range(REPEATS)]
     written = [part.new_zeros(L, P, *part.shape[1:]) for part in parts]
 
     def call(which: torch.Tensor, impl: str = "triton") -> object:
         return op(layers, which, *written, impl=impl)
 
-    page_bytes, digest_bytes = S * H * D * DTYPE.itemsize, sum(part[0].nbytes for part in parts)
+    page_bytes = S * pools.H * D * DTYPE.itemsize
+    digest_bytes = sum(part[0].nbytes for part in parts)
     on_bus = layers.k[0].device.type != pools.device
     return Case(
         op.name,
@@ -224,17 +225,13 @@ def digests(pools: Pools, n: int, source: str, bits: int) -> Case:
 
 def copies(pools: Pools, n: int, source: str) -> Case:
     """Recall: K and V of n pages, dealt out over the layers, from the host or within device memory."""
-    layers = pools.layers(source)
+    layers, L = pools.layers(source), pools.num_layers
     slots = torch.arange(n, device=pools.device)
-    shape = (L, -(-n // L), S, H, D)
+    shape = (L, -(-n // L), S, pools.H, D)
     to = [torch.zeros(shape, dtype=DTYPE, device=pools.device) for _ in range(2)]
-    P = len(layers.k[0])
-    ids = [
-        torch.stack([slots % L, pools.ids(n, dtype=torch.int64, pages=P), slots // L])
-        for _ in range(REPEATS)
-    ]
-
-    kv_bytes = 2 * S * H * D * DTYPE.itemsize
+    drawn = (pools.ids(n, dtype=torch.int64, pages=len(layers.k[0])) for _ in range(REPEATS))
+    ids = [torch.stack([slots % L, pages, slots // L]) for pages in drawn]
+    kv_bytes = 2 * S * pools.H * D * DTYPE.itemsize
     on_bus = layers.k[0].device.type != pools.device
     return Case(
         "copy_layer_pages",
@@ -249,7 +246,7 @@ def copies(pools: Pools, n: int, source: str) -> Case:
 
 
 def appended(pools: Pools, B: int) -> Case:
-    k, v = (pools.random(B, H, D).to(DTYPE) for _ in range(2))
+    k, v = (pools.random(B, pools.H, D).to(DTYPE) for _ in range(2))
     to, lens = Pool(pools.k.clone(), pools.v.clone(), pools.ids(B)), pools.full(7, B)
 
     def call(impl: str = "triton") -> object:
@@ -265,7 +262,7 @@ def appended(pools: Pools, B: int) -> Case:
 
 
 def merged(pools: Pools, B: int) -> Case:
-    parts = [pools.random(*size) for size in ((B, HQ, D), (B, HQ)) * 2]
+    parts = [pools.random(*size) for size in ((B, pools.HQ, D), (B, pools.HQ)) * 2]
     calls = [lambda: merge_states(*parts, impl="triton")] * REPEATS
     nbytes = 3 * sum(p.nbytes for p in parts[:2])
     return Case("merge_states", {"B": B}, nbytes, calls, lambda: difference(merge_states, *parts))
@@ -274,7 +271,7 @@ def merged(pools: Pools, B: int) -> Case:
 def log_masses(pools: Pools, B: int, k: int, bits: int) -> Case:
     """Of the missing pages of a layer: few."""
     digests = pools.digests[bits]
-    q, table = pools.random(B, HQ, D), pools.ids(B, k, pages=len(digests[0]))
+    q, table = pools.random(B, pools.HQ, D), pools.ids(B, k, pages=len(digests[0]))
     op, arguments = rotated.log_mass_rotated, (q, *digests, table, pools.full(k, B), D**-0.5)
     nbytes = B * k * (sum(part[0].nbytes for part in digests) + 4) + q.nbytes
     calls = [lambda: op(*arguments, impl="triton")] * REPEATS
@@ -284,6 +281,7 @@ def log_masses(pools: Pools, B: int, k: int, bits: int) -> Case:
 
 
 def cases(pools: Pools, small: bool) -> Iterator[Case]:
+    """``small``: for the interpreter too, where a program takes a second."""
     for B, N in ((2, 40),) if small else ((1, 4096), (16, 2048), (64, 1024)):
         yield from (scores(pools, B, N, bits) for bits in OPS)
         yield selection(pools, B, N, 8 if small else 64)
@@ -291,10 +289,10 @@ def cases(pools: Pools, small: bool) -> Iterator[Case]:
     for B, resident, columns in tables:
         yield attention(pools, B, resident, columns)
     for n in (3,) if small else (16, 512):
-        for source in ("device", "host"):
+        for source in ("device", "host") if pools.device == "cuda" else ("device",):
             yield from (digests(pools, n, source, bits) for bits in OPS)
             yield copies(pools, n, source)
-    for B in (3,) if small else (1, 64):
+    for B in (2,) if small else (1, 64):
         yield appended(pools, B)
         yield merged(pools, B)
-        yield log_masses(pools, B, 8, 2)
+        yield log_masses(pools, B, 3 if small else 8, 2)

@@ -13,14 +13,14 @@ the same way in the same run, read and write counted.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
 from benchmark import device, rows
-from benchmark.kernels.gpu_cases import Case, D, G, H, Pools, S, cases
+from benchmark.kernels.gpu_cases import Case, D, G, Pools, S, cases
 
 WARM_UP, SAMPLES = 5, 50
 FLUSH_BYTES, COPY_BYTES = 256 << 20, 512 << 20
@@ -34,16 +34,7 @@ class Timer:
 
     def samples_us(self, calls: list[Callable[[], object]]) -> list[float]:
         """Microseconds of one call, SAMPLES times."""
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())  # which may still fill the arguments
-        with torch.cuda.stream(side):  # kernels are compiled and loaded before the capture
-            for call in calls:
-                call()
-        side.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for call in calls:
-                call()
+        graph = device.captured(lambda: [call() for call in calls])
         samples = []
         for number in range(WARM_UP + SAMPLES):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -95,15 +86,13 @@ def add_row(writer: rows.Writer, timer: Timer, speed: dict[str, float], case: Ca
     return True
 
 
-def measure(out: Path) -> int:
+def measure(options: argparse.Namespace) -> int:
+    pools = Pools("cuda", pages=16384, layers=8, heads=8)
     shared = rows.environment("gpu_kernels", ("torch", "triton"), cuda=True)
-    shared |= {"device": torch.cuda.get_device_name(), "H": H, "G": G, "D": D, "S": S}
-    writer, timer = rows.Writer(out, shared, append=True), Timer()
+    shared |= {"device": torch.cuda.get_device_name(), "H": pools.H, "G": G, "D": D, "S": S}
+    writer, timer = rows.Writer(options.out, shared, append=True), Timer()
     speed = bandwidths(writer, timer)
-    done = [
-        add_row(writer, timer, speed, case)
-        for case in cases(Pools("cuda", pages=16384), small=False)
-    ]
+    done = [add_row(writer, timer, speed, case) for case in cases(pools, small=False)]
     writer.close()
     return 0 if all(done) else 1
 
@@ -111,7 +100,7 @@ def measure(out: Path) -> int:
 def check(device: str) -> int:
     """Small sizes, results only."""
     failed = 0
-    for case in cases(Pools(device, pages=64), small=True):
+    for case in cases(Pools(device, pages=64, layers=2, heads=2), small=True):
         wrong = case.check()
         failed += bool(wrong)
         print(f"{case.op:19} {case.sizes}: {wrong or 'equal'}", flush=True)

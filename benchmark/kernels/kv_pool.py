@@ -6,9 +6,7 @@ Nothing of the package here: the environment of IPEX imports this module too.
 from __future__ import annotations
 
 import mmap
-import re
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -124,9 +122,3 @@ class Inputs:
 def _repeat(tile: np.ndarray, to: np.ndarray) -> None:
     for at in range(0, len(to), len(tile)):
         to[at : at + len(tile)] = tile[: len(to) - at]
-
-
-def available_bytes() -> int:
-    """Memory that may be taken without swapping, 0 if it is not known."""
-    match = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
-    return int(match[1]) * 1024 if match else 0

@@ -15,11 +15,11 @@ with B, layers, threads, p99_us, and answered: the worker's records of the run, 
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -132,14 +132,7 @@ def samples_us(step: Step, epoch: int) -> tuple[list[float], int]:
     """
     ring = step.running.ring
     ring.set_epoch(0)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())  # which still says that nothing is to be posted
-    with torch.cuda.stream(side):
-        step()
-    side.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
+    graph = device.captured(step)
     ring.set_epoch(epoch)
     before, samples = step.running.records(), []
     for number in range(1, WARM_UP + SAMPLES + 1):
@@ -156,11 +149,11 @@ def samples_us(step: Step, epoch: int) -> tuple[list[float], int]:
     return samples[WARM_UP:], step.running.records() - before
 
 
-def measure(out: Path) -> int:
+def measure(options: argparse.Namespace) -> int:
     wrong = check("cuda")
     shared = rows.environment("gpu_ring", ("torch", "triton"), cuda=True)
     shared |= {"device": torch.cuda.get_device_name(), "layers": LAYERS}
-    writer = rows.Writer(out, shared, append=True)
+    writer = rows.Writer(options.out, shared, append=True)
     if wrong:
         writer.add("triton", "failed", wrong, op="check")
         writer.close()

@@ -10,13 +10,10 @@ import torch
 
 from benchmark.accuracy import tasks, vocabulary
 from benchmark.accuracy.recall_training import train as trm
-from benchmark.accuracy.recall_training.evaluate import (
-    count_correct,
-    make_batch,
-    wilson_interval,
-)
+from benchmark.accuracy.recall_training.batches import count_correct, make_batch
 from benchmark.accuracy.recall_training.init import init_weights
 from benchmark.accuracy.recall_training.model import RecallModel, RecallSpec, export_model
+from benchmark.accuracy.scoring import wilson_interval
 
 SPEC = RecallSpec(layers=2)
 PLAN = trm.Plan(

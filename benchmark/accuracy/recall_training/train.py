@@ -3,19 +3,15 @@
     python -m benchmark.accuracy.recall_training.train DIR    # a night; DIR is the folder that SGLang loads
 
 The texts are those of benchmark/accuracy/tasks.py, made on the fly and seeded by step and row. Lengths grow stage by
-stage. The loss counts the answers, of which every text has dozens, and a little of everything else. At the end the
-model is scored on held-out texts, a JSON line each.
+stage. The loss counts the answers, of which every text has dozens, and a little of everything else. The suite
+(benchmark/accuracy/suite.py) scores the model that lies in benchmark/accuracy/recall_model.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import math
-import signal
 import sys
-import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -23,10 +19,9 @@ import torch
 import torch.nn.functional as F
 
 from benchmark.accuracy import tasks
-from benchmark.accuracy.recall_training.evaluate import (
+from benchmark.accuracy.recall_training.batches import (
     Batch,
     count_correct,
-    evaluate,
     jump_positions,
     make_batch,
 )
@@ -177,13 +172,11 @@ class Trainer:
         return count_correct(batch, predicted)
 
 
-def run(trainer: Trainer, minutes: float) -> None:
-    """Trains until the plan is done, the time is over or SIGINT comes, with a line of progress every 20 steps."""
-    plan, end = trainer.plan, time.monotonic() + 60 * minutes
+def run(trainer: Trainer) -> None:
+    """Trains until the plan is done, with a line of progress every 20 steps."""
+    plan = trainer.plan
     score: dict[str, list[int]] = {}
-    stopped: list[int] = []
-    signal.signal(signal.SIGINT, lambda got, _: stopped.append(got))
-    while trainer.step < plan.steps and not stopped and time.monotonic() < end:
+    while trainer.step < plan.steps:
         for task, (right, asked) in trainer.train_step().items():
             entry = score.setdefault(task, [0, 0])
             entry[0] += right
@@ -204,14 +197,10 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("out", type=Path, help="folder to write; an existing one is replaced")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--minutes", type=float, default=math.inf, help="stop after so long")
     args = parser.parse_args(argv)
-    trainer = Trainer(replace(FULL_PLAN, seed=args.seed), RecallSpec())
-    run(trainer, args.minutes)
+    trainer = Trainer(FULL_PLAN, RecallSpec())
+    run(trainer)
     export_model(trainer.model, args.out)
-    for row in evaluate(trainer.model, [1024, 4096, 8192], texts=6):
-        print(json.dumps(row), flush=True)
     return 0
 
 

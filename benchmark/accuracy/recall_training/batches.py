@@ -1,8 +1,7 @@
-"""Batches of texts with answers, and the score of a model on held-out ones."""
+"""Batches of texts with answers, and which of them a model gives."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,10 +9,6 @@ import torch
 from torch import Tensor
 
 from benchmark.accuracy import tasks, vocabulary
-from benchmark.accuracy.recall_training.model import RecallModel
-from benchmark.accuracy.scoring import wilson_interval
-
-EVAL_SEED = 990_001  # held-out texts: seeds of training have three parts, these have four
 
 
 @dataclass
@@ -74,39 +69,3 @@ def count_correct(batch: Batch, predicted: Tensor) -> dict[str, list[int]]:
         entry[0] += right
         entry[1] += 1
     return score
-
-
-@torch.no_grad()
-def evaluate(
-    model: RecallModel, lengths: list[int], texts: int, questions: int = 8
-) -> Iterator[dict[str, object]]:
-    """Yields one row per (length, task): share of exact answers on held-out texts, interval.
-
-    Each of the ``texts`` texts ends with about ``questions`` questions of its task.
-    """
-    for length in lengths:
-        for task in tasks.TASKS:
-            total = [0, 0]
-            for index in range(texts):
-                seeds = [EVAL_SEED, length, tasks.TASKS.index(task), index]
-                tokens_per_question = {"copy": 16, "variables": 14, "multi_value": 10}.get(task, 7)
-                share = min(0.5, (questions * tokens_per_question + 1) / length)
-                document = tasks.make_document({task: 1.0}, length, seeds, share, 1)
-                batch = make_batch([document], [np.arange(length)])
-                hidden = model.hidden(batch.tokens)
-                logits = model.logits(hidden[batch.is_answer])
-                predicted = torch.zeros_like(batch.tokens)
-                predicted[batch.is_answer] = logits.argmax(-1)
-                for right, asked in count_correct(batch, predicted).values():
-                    total[0] += right
-                    total[1] += asked
-            low, high = wilson_interval(*total)
-            yield {
-                "length_tokens": length,
-                "task": task,
-                "right": total[0],
-                "asked": total[1],
-                "share": total[0] / total[1],
-                "low": low,
-                "high": high,
-            }
