@@ -14,11 +14,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import signal
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +47,23 @@ BEGIN = time.monotonic()
 
 def say(text: str) -> None:
     print(f"[{time.monotonic() - BEGIN:6.1f} s] {text}", flush=True)
+
+
+TIMES: dict[str, float] = {}
+
+
+@contextmanager
+def stage(name: str) -> Iterator[None]:
+    """Adds the time that its block takes to the table at the end."""
+    begin = time.monotonic()
+    yield
+    TIMES[name] = time.monotonic() - begin
+
+
+def print_times() -> None:
+    print("how the time was spent")
+    for name, seconds in {**TIMES, "all": sum(TIMES.values())}.items():
+        print(f"  {name:<22} {seconds:4.0f} s")
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -164,12 +184,13 @@ def use_cluster(cluster: PDCluster, model: Path, args: argparse.Namespace) -> No
     """Everything between the start of the servers and their stop."""
     before = offload_state(cluster, args)
     say(f"questions: {describe(args)}")
-    if args.job is SMOLLM2:
-        converse(cluster, model)
-    elif args.job is RECALL:
-        ask_facts(cluster, model, args)
-    else:
-        ask_about_text(cluster, model, args)
+    with stage("questions"):
+        if args.job is SMOLLM2:
+            converse(cluster, model)
+        elif args.job is RECALL:
+            ask_facts(cluster, model, args)
+        else:
+            ask_about_text(cluster, model, args)
     state = offload_state(cluster, args)
     if state:
         names = ("steps", "selected_pages", "cpu_pages", "recalled_pages", "fallback_pages")
@@ -178,7 +199,8 @@ def use_cluster(cluster: PDCluster, model: Path, args: argparse.Namespace) -> No
         f"bench_serving: {args.prompts} prompts of {args.input_len} tokens, "
         f"{args.concurrency} at once"
     )
-    bench = run_bench(cluster, model, args)
+    with stage("bench_serving"):
+        bench = run_bench(cluster, model, args)
     state = offload_state(cluster, args)
     print_report(bench, state, cluster.servers["decode"].log())
     if state:
@@ -201,15 +223,18 @@ def describe(args: argparse.Namespace) -> str:
 
 def run(args: argparse.Namespace, where: placement.Placement, log_dir: Path) -> None:
     """The demo; raises DemoFailed or ServerFailed. No process is left, whatever happens."""
-    model = find_model(args.model)
+    with stage("model and text"):
+        model = find_model(args.model)
     say(f"starting the servers: {model.name}, --kv-offload {args.kv_offload}, {where}")
     cluster = make_cluster(args, where, model, log_dir)
     try:
         with cluster:
+            TIMES["server start"] = cluster.startup_s
             say(f"ready after {cluster.startup_s:.0f} s, {len(cluster.processes())} processes")
             use_cluster(cluster, model, args)
             say("stopping the servers")
-            outlived = cluster.stop()
+            with stage("stop"):
+                outlived = cluster.stop()
             if outlived:
                 raise DemoFailed(f"processes had to be killed one by one: {outlived}")
     except (DemoFailed, RequestFailed, Unavailable, OSError, ValueError, KeyError) as error:
@@ -228,6 +253,7 @@ def main(argv: list[str] | None = None) -> int:
     # Clean up as after Ctrl-C. Raised here, not sent on: a background job of a shell ignores SIGINT.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     log_dir = Path(tempfile.mkdtemp(prefix="sglang-scout-demo-"))
+    TIMES["set-up"] = float(os.environ.get("SCOUT_SETUP_S", 0))
     try:
         run(args, where, log_dir)
     except (DemoFailed, ServerFailed) as error:
@@ -242,6 +268,7 @@ def main(argv: list[str] | None = None) -> int:
         say(f"logs are in {log_dir}")
     else:
         shutil.rmtree(log_dir)
+    print_times()
     say("done: every request answered, nothing left running")
     return 0
 
