@@ -9,5 +9,8 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+SECONDS=0
 scripts/setup.sh
+export SCOUT_SETUP_S=$SECONDS
+
 exec .venv/bin/python scripts/demo.py "$@"
