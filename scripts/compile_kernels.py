@@ -34,7 +34,21 @@ from triton.runtime.jit import JITFunction
 
 from sglang_scout.core.split import Split
 from sglang_scout.ops import triton as kernels
+from sglang_scout.ops.append import append_tokens
+from sglang_scout.ops.attend import attend_pages
+from sglang_scout.ops.digest import build_layer_digests
+from sglang_scout.ops.doorbell import DeviceRing
+from sglang_scout.ops.gather import copy_layer_pages
+from sglang_scout.ops.layers import LayerPages
+from sglang_scout.ops.merge import merge_states
 from sglang_scout.ops.op import Op
+from sglang_scout.ops.predict import predict_query
+from sglang_scout.ops.rotated import STATS_BYTES, build_layer_rotated, planes_shape, score_rotated
+from sglang_scout.ops.score import score_pages
+from sglang_scout.ops.select import select_pages
+from sglang_scout.ops.triton import answer, attend, doorbell
+from sglang_scout.worker.ring import layout_of
+from sglang_scout.worker.spec import ArenaSpec
 
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
 """Shared memory that a program may have, by architecture: A100, A40, L40S, H100, B200, B300, RTX PRO 6000."""
@@ -64,74 +78,87 @@ def empty(*shape: int, dtype: torch.dtype = F32) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def cases() -> Iterator[tuple[str, Callable[..., object], tuple]]:
-    """A name, and an op or function with arguments of the shapes of a model, which launches kernels."""
-    from sglang_scout.ops.append import append_tokens
-    from sglang_scout.ops.attend import attend_pages
-    from sglang_scout.ops.digest import build_layer_digests
-    from sglang_scout.ops.doorbell import DeviceRing
-    from sglang_scout.ops.gather import copy_layer_pages
-    from sglang_scout.ops.layers import LayerPages
-    from sglang_scout.ops.merge import merge_states
-    from sglang_scout.ops.predict import predict_query
-    from sglang_scout.ops.rotated import build_layer_rotated, planes_shape, score_rotated
-    from sglang_scout.ops.score import score_pages
-    from sglang_scout.ops.select import select_pages
-    from sglang_scout.ops.triton import answer, attend, doorbell
-    from sglang_scout.worker.ring import layout_of
-    from sglang_scout.worker.spec import ArenaSpec
+Case = tuple[str, Callable[..., object], tuple]
+"""A name, and an op or function with arguments of the shapes of a model, which launches kernels."""
 
+MODELS = {  # H, G, D, dtype, batch, pages
+    "Qwen3-14B": (8, 5, 128, BF16, 16, 2048),
+    "Qwen3-8B, one request": (8, 4, 128, BF16, 1, 4096),
+    "Qwen3-32B, 131,072 tokens": (8, 8, 128, BF16, 16, 4096),
+    "40,000 tokens": (8, 5, 128, BF16, 16, 1250),  # not a power of two
+    "262,144 tokens": (8, 5, 128, BF16, 16, 8192),
+    "D=256": (4, 8, 256, BF16, 8, 1024),
+    "D=96": (8, 3, 96, BF16, 8, 1024),
+    "float32": (2, 2, 64, F32, 4, 64),
+    "float16": (8, 8, 128, F16, 4, 256),
+    "float32, small": (2, 2, 32, F32, 4, 16),  # of benchmark/decode/gpu_decode.py --check-only
+    "all one": (1, 1, 16, BF16, 1, 1),  # Triton takes arguments that are 1 as constants
+}
+
+
+def cases() -> Iterator[Case]:
     attend.processors = lambda _device: PROCESSORS
-    models = {  # H, G, D, dtype, batch, pages
-        "Qwen3-14B": (8, 5, 128, BF16, 16, 2048),
-        "Qwen3-8B, one request": (8, 4, 128, BF16, 1, 4096),
-        "Qwen3-32B, 131,072 tokens": (8, 8, 128, BF16, 16, 4096),
-        "40,000 tokens": (8, 5, 128, BF16, 16, 1250),  # not a power of two
-        "262,144 tokens": (8, 5, 128, BF16, 16, 8192),
-        "D=256": (4, 8, 256, BF16, 8, 1024),
-        "D=96": (8, 3, 96, BF16, 8, 1024),
-        "float32": (2, 2, 64, F32, 4, 64),
-        "float16": (8, 8, 128, F16, 4, 256),
-        "float32, small": (2, 2, 32, F32, 4, 16),  # of benchmark/decode/gpu_decode.py --check-only
-        "all one": (1, 1, 16, BF16, 1, 1),  # Triton takes arguments that are 1 as constants
+    for model in MODELS:
+        yield from choosing_and_attending(model)
+        yield from pages_of_all_layers(model)
+    yield from parts_of_a_step()
+    yield from ring_calls()
+
+
+def choosing_and_attending(model: str) -> Iterator[Case]:
+    H, G, D, dtype, B, N = MODELS[model]
+    P, S = 4096, 32
+    q, row = empty(B, H * G, D), empty(B, dtype=I32)
+    k, v = empty(P, S, H, D, dtype=dtype), empty(P, S, H, D, dtype=dtype)
+    digests = empty(P, H, D, dtype=dtype), empty(P, H, D, dtype=dtype)
+    table = empty(B, N, dtype=I32)
+    for reduce in ("mass", "max") if model == "Qwen3-14B" else ("mass",):
+        arguments = (q, *digests, table, row, 0.1, reduce)
+        yield f"score_pages {reduce}, {model}", score_pages, arguments
+    for bits, parts in rotated_parts(model, P).items():
+        yield f"score_rotated, {bits} bits, {model}", score_rotated, (q, *parts, table, row, 0.1)
+    for cap in (0.0, 30.0) if model == "D=256" else (0.0,):
+        arguments = (q, k, v, table, row, row, 0.1, cap, None, table[0], row)
+        yield f"attend_pages, cap {cap:g}, {model}", attend_pages, arguments
+    if model == "all one":
+        arguments = (q, k, v, table, None, None, 0.1)
+        yield "attend_pages without a last page", attend_pages, arguments
+        arguments = (empty(1, 1), table, row, row, 1, 1, 0)
+        yield "select_pages, all one", select_pages, arguments
+
+
+def rotated_parts(model: str, *lead: int) -> dict[int, list[torch.Tensor]]:
+    """By bits: planes and stats of pages [*lead, H]."""
+    H, _, D, *_ = MODELS[model]
+    all_bits = (1, 2) if model in ("Qwen3-14B", "D=256", "all one") else (2,)
+    return {
+        bits: [
+            empty(*lead, H, *x, dtype=torch.uint8)
+            for x in (planes_shape(bits, D), (D + STATS_BYTES,))
+        ]
+        for bits in all_bits
     }
-    for model, (H, G, D, dtype, B, N) in models.items():
-        P, S = 4096, 32
-        q, row = empty(B, H * G, D), empty(B, dtype=I32)
-        k, v = empty(P, S, H, D, dtype=dtype), empty(P, S, H, D, dtype=dtype)
-        digests = empty(P, H, D, dtype=dtype), empty(P, H, D, dtype=dtype)
-        table = empty(B, N, dtype=I32)
-        for reduce in ("mass", "max") if model == "Qwen3-14B" else ("mass",):
-            arguments = (q, *digests, table, row, 0.1, reduce)
-            yield f"score_pages {reduce}, {model}", score_pages, arguments
-        for cap in (0.0, 30.0) if model == "D=256" else (0.0,):
-            arguments = (q, k, v, table, row, row, 0.1, cap, None, table[0], row)
-            yield f"attend_pages, cap {cap:g}, {model}", attend_pages, arguments
-        if model == "all one":
-            arguments = (q, k, v, table, None, None, 0.1)
-            yield "attend_pages without a last page", attend_pages, arguments
-            arguments = (empty(1, 1), table, row, row, 1, 1, 0)
-            yield "select_pages, all one", select_pages, arguments
-        ids = empty(64, dtype=I64)
-        layers = LayerPages.of([k] * 3, [v] * 3, "meta")
-        of_layers, rows = [torch.stack([x] * 3) for x in digests], empty(3, 64, dtype=I64)
-        parts = {
-            bits: [
-                empty(3, P, H, *x, dtype=torch.uint8) for x in (planes_shape(bits, D), (D + 80,))
-            ]
-            for bits in ((1, 2) if model in ("Qwen3-14B", "D=256", "all one") else (1,))
-        }
-        for of, given in (("", None), (" of slots", rows)):
-            arguments = (layers, ids, *of_layers, given)
-            yield f"build_layer_digests{of}, {model}", build_layer_digests, arguments
-            arguments = (layers, ids, *parts[max(parts)], given)
-            yield f"build_layer_rotated{of}, {model}", build_layer_rotated, arguments
-        slots = [x.new_empty(3, 9, *x.shape[1:]) for x in (k, v)]
-        triples = empty(3, 64, dtype=I64)
-        yield f"copy_layer_pages, {model}", copy_layer_pages, (layers, triples, *slots)
-        for bits, (planes, stats) in parts.items():
-            arguments = (q, planes[0], stats[0], table, row, 0.1)
-            yield f"score_rotated, {bits} bits, {model}", score_rotated, arguments
+
+
+def pages_of_all_layers(model: str) -> Iterator[Case]:
+    H, _, D, dtype, *_ = MODELS[model]
+    L, P = 3, 4096
+    k = empty(P, 32, H, D, dtype=dtype)
+    layers, ids = LayerPages.of([k] * L, [k] * L, "meta"), empty(64, dtype=I64)
+    bounds, rotated = [empty(L, P, H, D, dtype=dtype)] * 2, rotated_parts(model, L, P)
+    for of, rows in (("", None), (" of slots", empty(L, 64, dtype=I64))):
+        yield f"build_layer_digests{of}, {model}", build_layer_digests, (layers, ids, *bounds, rows)
+        for bits, parts in rotated.items():
+            yield (
+                f"build_layer_rotated, {bits} bits{of}, {model}",
+                build_layer_rotated,
+                (layers, ids, *parts, rows),
+            )
+    slots = [k.new_empty(L, 9, *k.shape[1:])] * 2
+    yield f"copy_layer_pages, {model}", copy_layer_pages, (layers, empty(3, 64, dtype=I64), *slots)
+
+
+def parts_of_a_step() -> Iterator[Case]:
     out, lse, row = empty(16, 40, 128), empty(16, 40), empty(4, dtype=I32)
     x = empty(16, 5120, dtype=BF16)
     table, at = empty(40960, 128), empty(16, dtype=I64)
@@ -145,10 +172,15 @@ def cases() -> Iterator[tuple[str, Callable[..., object], tuple]]:
     for N, chosen in ((4096, 64), (1250, 64), (8192, 512), (128, 16)):
         arguments = (empty(4, N), empty(4, N, dtype=I32), row, empty(99, dtype=I32), chosen)
         yield f"select_pages, {N} pages, k={chosen}", select_pages, arguments
+    yield "select_pages by mass", select_pages, (*arguments, 1, 1, 0.98)
     pool, new = empty(4096, 32, 8, 128, dtype=BF16), empty(4, 8, 128, dtype=BF16)
     yield "append_tokens", append_tokens, (new, new, row, (pool, pool, row))
     mirrored = (new, new, row, *[(pool, pool, row)] * 2)
     yield "append_tokens with mirror", append_tokens, mirrored
+
+
+def ring_calls() -> Iterator[Case]:
+    out, lse = empty(16, 40, 128), empty(16, 40)
     spec = ArenaSpec(40, 4096, 32, 8, 40, 128, "bfloat16", 0.1, 16, 64)
     place = 1 << 46, layout_of(spec)
     ring = DeviceRing(*place, spec, parts=0, split=Split(36, 8, 4), timeout_us=1000, device="meta")

@@ -102,7 +102,7 @@ SETS: dict[str, dict[str, Sequence[Setting]]] = {
     "weights": {
         "facts": WEIGHTS,
         "prompt": [*WEIGHTS, *SHARES, *MASS],
-        "text": [*WEIGHTS, *MASS],
+        "text": [*WEIGHTS, *MASS[:2]],
     },
     "bytes": {"text": BYTES},
     "short": {"facts": [Setting(512, TWO_BITS), Setting(512)], "text": [Setting(512, TWO_BITS)]},
