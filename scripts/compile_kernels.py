@@ -172,7 +172,7 @@ def parts_of_a_step() -> Iterator[Case]:
     for N, chosen in ((4096, 64), (1250, 64), (8192, 512), (128, 16)):
         arguments = (empty(4, N), empty(4, N, dtype=I32), row, empty(99, dtype=I32), chosen)
         yield f"select_pages, {N} pages, k={chosen}", select_pages, arguments
-    yield "select_pages by mass", select_pages, (*arguments, 1, 1, 0.98)
+        yield f"select_pages by mass, {N} pages", select_pages, (*arguments, 1, 1, 0.98)
     pool, new = empty(4096, 32, 8, 128, dtype=BF16), empty(4, 8, 128, dtype=BF16)
     yield "append_tokens", append_tokens, (new, new, row, (pool, pool, row))
     mirrored = (new, new, row, *[(pool, pool, row)] * 2)

@@ -43,7 +43,7 @@ from benchmark.decode.check import check
 from benchmark.decode.full_attention import FullAttention
 from benchmark.decode.harness import PAGE, Harness, Store
 from benchmark.decode.model import SIZES, DummyModel, ModelSize, QueryDrift, bisect_rho
-from sglang_scout.core.config import DEFAULT_DIGEST
+from sglang_scout.core.config import DEFAULT_BUDGET_TOKENS, DEFAULT_DIGEST
 from sglang_scout.core.page_bytes import digest_bytes
 from sglang_scout.engine.stores import DigestPool
 from sglang_scout.worker.cpus import reserve_server_cores
@@ -268,7 +268,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", nargs="+", choices=SIZES, default=["qwen3-8b"])
     parser.add_argument("--context", nargs="+", type=int, default=[32768, 65536])
     parser.add_argument("--host-gb", type=float, default=0.8 * available_bytes() / 2**30)
-    parser.add_argument("--budget", type=int, default=2048)
+    parser.add_argument("--budget", type=int, default=DEFAULT_BUDGET_TOKENS)
     parser.add_argument("--steps", type=int, default=64)
 
 

@@ -37,6 +37,7 @@ from benchmark.server.decode_server import FAILURES, DecodeServer, make_prompts,
 from benchmark.server.speed import SERVERS, SHAPES, measure_speed
 from make_tiny_model import TinyModelSpec, make_tiny_model
 from servers.server_process import ends_orderly
+from sglang_scout.core.config import DEFAULT_BUDGET_TOKENS
 from sglang_scout.worker.host_memory import available_bytes
 
 Answers = list[list[tuple[int, float]]]  # per request its tokens and their log-probabilities
@@ -263,7 +264,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--speed-tokens", type=int, default=384)
     host_gb = min(96.0, round(0.8 * available_bytes() / 2**30, 1))
     add("--host-gb", type=float, default=host_gb, help="host pages of --speed")
-    add("--budget", type=int, default=2048, help="of --speed")
+    add("--budget", type=int, default=DEFAULT_BUDGET_TOKENS, help="of --speed")
     options = parser.parse_args(argv)
     if options.speed and options.device == "cpu":
         parser.error("--speed needs --device cuda")

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from benchmark.accuracy.study import run, table
+from benchmark.accuracy.study import figure, run, table
 from benchmark.accuracy.study.decode import Text, decode_window
 from benchmark.accuracy.study.model import Model
 from benchmark.accuracy.study.selection import Digest, Setting, choose, reduced
@@ -274,6 +274,24 @@ def test_intervals_are_of_documents_and_text_means_are_of_tokens():
     other = [*rows[:4], {**rows[0], "right": [[1, 1]]}]
     low, high = table.interval(other, table.points_lost)
     assert low < table.points_lost(other) == 40 < high
+
+
+def test_the_figure_has_a_line_for_each_method_and_knows_what_it_reads():
+    row = {"part": "text", "document": 0, "page_tokens": 32, "grain": "layer", "attends": "real",
+           "far": 1.0, "stop_mass": 1.0, "cut": [3200], "tokens": [640], "pages_by_layer": [16, 16],
+           "kl": [0.1], "model": "m"}  # fmt: skip
+    rows = [
+        row | {"setting": f"{digest} {budget}", "digest": digest, "budget_tokens": budget}
+        for digest in ("keys", "minmax-32")
+        for budget in (256, 512)
+    ]
+    # Of 110 pages all K, or two of the 64 vectors of K and V; and 16 pages whole.
+    assert figure.share_read(rows[:1]) == pytest.approx((110 / 2 + 16) / 110)
+    assert figure.share_read(rows[2:3]) == pytest.approx((110 / 32 + 16) / 110)
+    drawn = figure.draw_study([*rows, {"part": "text", "setting": "old", "document": 0}])
+    assert [len(line.get_xdata()) for line in drawn.axes[0].lines] == [2, 2]
+    with pytest.raises(ValueError, match="--set bytes"):
+        figure.draw_study([])
 
 
 # The gate's full attention ------------------------------------------------------------------------

@@ -34,7 +34,7 @@ def make(make):
         ("{}", torch.float32),
         ('{"precompute": false, "recall": "off"}', torch.float32),
         ('{"attend": "selected", "recall": "fixed", "recall_interval": 2}', torch.bfloat16),
-        ('{"digest": "rotated-2", "exact_layers": [1]}', torch.float32),
+        ('{"digest": "rotated-2", "exact_layers": [1], "mass": 0.9}', torch.float32),
     ],
 )
 def test_a_small_budget_attends_to_exactly_the_chosen_pages(make, dtype, config):

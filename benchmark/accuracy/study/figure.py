@@ -19,10 +19,10 @@ LABELS = {
     ("minmax-16", "layer", "real"): ("bounds, pages of 16 (Quest)", "tab:red", "-"),
     ("mean-32", "head", "real"): ("page mean, a choice for each KV head (as SparDA)", "tab:purple", "-"),
     ("pca-16", "layer", "real"): ("16 principal components in four bits", "tab:brown", "-"),
-    ("minmax-32", "layer", "predicted"): ("the paper: bounds, predicted queries", "tab:orange", "--"),
-    ("rotated-2", "layer", "predicted"): ("scout: two bits, predicted queries, re-weighted", "tab:green", "--"),
+    ("minmax-32", "layer", "predicted-missing"): ("the paper: bounds, predicted queries", "tab:orange", "--"),
+    ("rotated-2", "layer", "reweighed-missing"): ("scout: two bits, predicted, re-weighted", "tab:green", "--"),
 }  # fmt: skip
-"""Digest, grain and query of a line: name, colour, style."""
+"""Digest, grain and who attends, of a line: name, colour, style."""
 
 
 def digest_bytes(name: str, page_tokens: int, head_dim: int = HEAD_DIM) -> float:
@@ -65,12 +65,18 @@ def share_read(rows: list[Row]) -> float:
 
 def draw_study(rows: list[Row]) -> Any:
     """KL to full attention against the share of the KV bytes, a line for each method, a point for each budget."""
-    lines: dict[tuple[str, str, str], list[tuple[float, float, int]]] = {}
-    by_setting = paired(rows, "text")
+    lines: dict[tuple[str, ...], list[tuple[float, float, int]]] = {}
+    by_setting = paired([row for row in rows if "pages_by_layer" in row], "text")
+    if not by_setting:
+        raise ValueError(
+            "no rows of plain text that say how many pages were chosen; --set bytes makes some"
+        )
     for own in by_setting.values():
         first = own[0]
         place = share_read(own), token_mean("kl")(own), first["budget_tokens"]
-        lines.setdefault((first["digest"], first["grain"], first["query"]), []).append(place)
+        if first["stop_mass"] == first["far"] == 1:
+            line = tuple(first[name] for name in ("digest", "grain", "attends"))
+            lines.setdefault(line, []).append(place)
     fig, ax = plt.subplots(figsize=(10, 6.4))
     for key, (label, color, style) in LABELS.items():
         if key in lines:

@@ -100,7 +100,7 @@ BYTES = [
 SETS: dict[str, dict[str, Sequence[Setting]]] = {
     "main": {"facts": [*DIGESTS, *QUERIES, *HEADS, *PAGES], "prompt": PROMPT, "text": TEXT},
     "weights": {
-        "facts": WEIGHTS,
+        "facts": [*WEIGHTS, *MASS[:2]],
         "prompt": [*WEIGHTS, *SHARES, *MASS],
         "text": [*WEIGHTS, *MASS[:2]],
     },

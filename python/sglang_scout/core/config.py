@@ -125,7 +125,8 @@ class OffloadConfig:
     trace: str | None = _key(None, "File for a timeline in Chrome's format", is_written=True)
     step_log: str | None = _key(
         None,
-        "File for one JSON line per decode step: pages left to the CPU by layer and request, waits, recalls; it grows",
+        "File for one JSON line per decode step: pages left to the CPU by layer and request, waits, recalls, how well "
+        "queries were predicted; it grows",
         is_written=True,
     )
 

@@ -148,6 +148,8 @@ class StepEngine:
         self._check_faults()
         warming = batch.ages < self.policy.query.exact_steps
         self._warms_up, self._all_warm_up = bool(warming.any()), bool(warming.all())
+        if self._warms_up:
+            self._results.cosine.fill_(torch.nan)  # measured where all queries are predicted
         changed, slots = self._inputs.send(batch, warming, *self.table.take_changes())
         if len(changed):
             self._slot_of.view(-1).index_copy_(0, changed, slots)
@@ -255,7 +257,9 @@ class StepEngine:
         )  # fmt: skip
         self.tracer.cut("attention", "attend", start_ns, layer=layer)
         if self.boundary.step_log is not None and query_ahead is not query and not self._warms_up:
-            self._results.cosine[layer] = torch.cosine_similarity(query, query_ahead, dim=-1).mean()
+            cosine = torch.cosine_similarity(query, query_ahead, dim=-1).mean(1)
+            live = tail_len > 0  # a captured batch may be padded
+            self._results.cosine[layer] = cosine.where(live, 0.0).sum() / live.sum()
         change = None
         if self._reweighs and query_ahead is not query:
             start_ns = self.tracer.now()

@@ -60,7 +60,7 @@ class StepLog:
                 ages=np.where(batch.ages < _OLDEST, batch.ages, -1).tolist(),
                 full_pages=batch.n_full.tolist(),
                 cpu_pages=cpu_pages.tolist(),
-                query_cosine=cosine.round(4).tolist(),  # NaN becomes null
+                query_cosine=cosine.astype(float).round(4).tolist(),  # NaN becomes null
                 gpu_wait_us=(waited_us - self._waited_us).tolist(),
                 **growth,
             )

@@ -74,7 +74,7 @@ def select_pages(
         sink_pages, recent_pages: how many first and last full pages are chosen whatever they score.
         mass: below 1, of a request with more than k full pages none is chosen once those before it hold this share of
             the sum of all its scores, which are then shares themselves ("mass" of `score_pages`); what is not finite
-            counts as 0.
+            counts as 0, and where all do only forced pages are chosen.
         out: ``pages`` and ``missing`` to write into, instead of new tensors.
     Returns:
         :class:`Selection`. Pages of equal score may be chosen either way.
@@ -97,7 +97,9 @@ def select_pages(
     if mass < 1:
         share = torch.nan_to_num(scores, nan=0.0, neginf=0.0, posinf=0.0).masked_fill_(void, 0.0)
         held = share.gather(1, best)
-        enough = held.cumsum(1) - held >= mass * share.sum(1, keepdim=True)
+        before = held.cumsum(1).roll(1, 1)
+        before[:, :1] = 0
+        enough = before >= mass * share.sum(1, keepdim=True)
         found = found.masked_fill(enough & (top < torch.inf) & (n_full[:, None] > k), -1)
     pages = found if k <= N else torch.nn.functional.pad(found, (0, k - N), value=-1)
     lacks_slot = (resident_slots(slot_of, pages) < 0) & (pages >= 0)

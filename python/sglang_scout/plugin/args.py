@@ -20,7 +20,12 @@ from sglang.srt.server_args import (
     add_attention_backend_choices,
 )
 
-from sglang_scout.core.config import PAGE_SIZE_TOKENS, PUBLIC_KEYS, OffloadConfig
+from sglang_scout.core.config import (
+    DEFAULT_BUDGET_TOKENS,
+    PAGE_SIZE_TOKENS,
+    PUBLIC_KEYS,
+    OffloadConfig,
+)
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.parse_config import check_files, load_json, parse_config
 from sglang_scout.core.profile import load_profile
@@ -52,7 +57,8 @@ _FIELDS: dict[str, tuple[Any, Any, str]] = {
     "kv_offload_budget": (
         int | None,
         None,
-        "Tokens that a request attends to in full pages, per layer and step; a multiple of 32. Default 2048.",
+        "Tokens that a request attends to in full pages, per layer and step; a multiple of 32. "
+        f"Default {DEFAULT_BUDGET_TOKENS}.",
     ),
     "kv_offload_host_gb": (
         float | None,
