@@ -93,7 +93,7 @@ def draw_study(rows: list[Row]) -> Any:
     documents = len(next(iter(by_setting.values())))
     budgets = sorted({budget for line in lines.values() for *_, budget in line})
     ax.set_title(
-        f"{rows[0]['model']}: plain text of {documents} documents, budgets {budgets[0]} to {budgets[-1]}",
+        f"{rows[0]['model']}: plain text, documents: {documents}; budgets {budgets[0]} to {budgets[-1]}",
         fontsize=11,
     )
     return fig
