@@ -7,6 +7,7 @@ import pytest
 
 from benchmark import rows
 from benchmark.server import gpu_server, speed
+from sglang_scout.core.config import DEFAULT_BUDGET_TOKENS
 
 ANSWERS = [[(0, 0.0), (7, -1.5), (3, -0.5)], [(0, 0.0), (4, -2.0), (5, -0.1)]]
 STATE = {
@@ -110,7 +111,7 @@ OPTIONS = gpu_server.parse(["--out", "x", "--speed", "--host-gb", "96"])
 
 
 def test_ours_has_the_batch_of_the_host_and_stock_that_of_the_device():
-    for name, resident in (("scout-budget", 20 * 2048), ("scout-device", None)):
+    for name, resident in (("scout-budget", 20 * DEFAULT_BUDGET_TOKENS), ("scout-device", None)):
         flags = speed.flags_of(name, OPTIONS, 80 << 30)
         config = json.loads(flags["kv_offload_config"])
         assert flags["max_running_requests"] == 20 and config["attend"] == "selected"

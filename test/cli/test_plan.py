@@ -46,7 +46,9 @@ def plan_of(folder, **kwargs):
 
 
 def test_one_request_of_64k_tokens_of_the_papers_model(model):
-    sizes = plan_of(model(), context_tokens=65536, host_gib=103, digest="minmax").sizes
+    sizes = plan_of(
+        model(), context_tokens=65536, host_gib=103, digest="minmax", budget_tokens=2048
+    ).sizes
     assert sizes.kv_bytes_per_token == 2 * 40 * 8 * 128 * 2 == 163840
     assert sizes.kv_bytes_per_request == 65536 * 163840
     assert round(sizes.kv_bytes_per_request / 1e9, 1) == 10.7
@@ -141,18 +143,20 @@ def test_the_device_needs_what_the_server_takes(model, context, requests):
 
 
 def test_host_memory_for_the_worker_beside_the_pages(model, capsys):
-    command = ["plan", "--model-path", str(model()), "--host-gb", "1000"]
+    command = ["plan", "--model-path", str(model()), "--host-gb", "1000", "--budget", "2048"]
     assert main([*command, "--requests", "64"]) == 0
     assert "partial results take up to 1.01 GiB of host memory" in capsys.readouterr().out
     assert main([*command, "--requests", "64", "--json"]) == 0
     of_64 = json.loads(capsys.readouterr().out)["requests_need_worker_bytes"]
-    settings = parse_config(policy="scout", policies=("scout",))
+    settings = parse_config(policy="scout", policies=("scout",), budget_tokens=2048)
     shape = ModelShape(40, 40, 8, 128, 32, torch.bfloat16, 128**-0.5)
     server = plan_memory(
         settings, shape, num_pages=9, max_batch=64, context_tokens=40960, node_cpus=[64]
     )
     assert of_64 == server.worker.total_bytes, "as the server reckons"
-    assert plan_of(model(), requests=65536, host_gib=1).worker_bytes > 900 * of_64
+    assert (
+        plan_of(model(), requests=65536, host_gib=1, budget_tokens=2048).worker_bytes > 900 * of_64
+    )
     many = plan_of(model(), context_tokens=1, host_gib=2**30)
     assert many.offload.requests == 65536, "no more than the server takes"
     with pytest.raises(ConfigError, match="--budget 1099511627776: max_pages=.*lower the budget"):

@@ -24,11 +24,10 @@ PAGE_BYTES = 2 * 32 * 8 * 128 * 2 * 40
 
 
 def config(config="{}", **kwargs):
-    """With digests of a size that is easy to reckon with, unless said otherwise."""
+    """With digests and a budget that are easy to reckon with, unless said otherwise."""
     keys = {"digest": "minmax"} | (json.loads(config) if isinstance(config, str) else config)
-    return parse_config(
-        policy="scout", policies=policy_names(), available_cpus={0}, config=keys, **kwargs
-    )
+    kwargs = {"budget_tokens": 2048, "available_cpus": {0}} | kwargs
+    return parse_config(policy="scout", policies=policy_names(), config=keys, **kwargs)
 
 
 def plan(settings, **kwargs):

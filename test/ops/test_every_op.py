@@ -52,7 +52,7 @@ def cases():
         predict_query: (real(B, C), *weights, real(9, D), torch.arange(B), D, True, HQ, D),
         score_pages: (q, *of_pages, table, n_full, 0.1, "mass", real(B, N)),
         score_rotated: (q, *codes, table, n_full, 0.1, "mass", real(B, N)),
-        select_pages: (real(B, N), table, n_full, ints(P), 4, 1, 1, (ints(B, 4), ints(B, 4))),
+        select_pages: (real(B, N), table, n_full, ints(P), 4, 1, 1, 0.9, (ints(B, 4), ints(B, 4))),
     }  # fmt: skip
 
 
