@@ -37,9 +37,7 @@ class StepResult:
     pages: npt.NDArray[np.int32]  # [L, B, k] selected, -1 where there is none
     missing: npt.NDArray[np.int32]  # [L, B, k] those of them that were not resident, -1 padded
     waited_ns: npt.NDArray[np.int64]  # [L] for the worker, since the result before
-    cosine: npt.NDArray[
-        np.float32
-    ]  # [L] of predicted and real queries, NaN where it was not measured
+    cosine: npt.NDArray[np.float32]  # [L] of predicted and real queries, NaN: not measured
 
 
 class StepResults:
