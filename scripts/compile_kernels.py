@@ -44,6 +44,7 @@ from sglang_scout.ops.merge import merge_states
 from sglang_scout.ops.op import Op
 from sglang_scout.ops.predict import predict_query
 from sglang_scout.ops.rotated import STATS_BYTES, build_layer_rotated, planes_shape, score_rotated
+from sglang_scout.ops.salience import decay_mass, salient_bits
 from sglang_scout.ops.score import score_pages
 from sglang_scout.ops.select import select_pages
 from sglang_scout.ops.triton import answer, attend, doorbell
@@ -120,6 +121,12 @@ def choosing_and_attending(model: str) -> Iterator[Case]:
     for cap in (0.0, 30.0) if model == "D=256" else (0.0,):
         arguments = (q, k, v, table, row, row, 0.1, cap, None, table[0], row)
         yield f"attend_pages, cap {cap:g}, {model}", attend_pages, arguments
+    W = min(N, 128)
+    for cap in (0.0, 30.0) if model == "D=256" else (0.0,):
+        arguments = (q, q[..., 0], k, table[:, :W], *[row] * 6, empty(B, W, H, S), 0.1, 0.1, cap)
+        yield f"decay_mass, cap {cap:g}, {model}", decay_mass, arguments
+    averages, thresholds = empty(3, B, W, H, S), empty(3, B, H)
+    yield f"salient_bits, {model}", salient_bits, (averages, row, row, thresholds)
     if model == "all one":
         arguments = (q, k, v, table, None, None, 0.1)
         yield "attend_pages without a last page", attend_pages, arguments

@@ -17,6 +17,7 @@ from sglang_scout.ops.rotated import (
     planes_shape,
     score_rotated,
 )
+from sglang_scout.ops.salience import copy_tokens, decay_mass, salient_bits
 from sglang_scout.ops.score import score_pages
 from sglang_scout.ops.select import select_pages
 
@@ -34,6 +35,7 @@ def ints(*shape, dtype=torch.int32):
 def cases():
     """Op -> arguments that fit."""
     layers = LayerPages.of(*[[real(P, S, H, D) for _ in range(L)] for _ in "kv"], "cpu")
+    of_one_head = LayerPages.of(*[[real(P, S, D) for _ in range(L)] for _ in "kv"], "cpu")
     ids, slots = torch.arange(4), [real(L, 4, S, H, D) for _ in "kv"]
     of_pages, of_layers = [real(P, H, D) for _ in "ab"], [real(L, P, H, D) for _ in "ab"]
     q, table, n_full = real(B, HQ, D), ints(B, N), ints(B)
@@ -47,9 +49,13 @@ def cases():
         build_layer_digests: (layers, ids, *of_layers, torch.stack([ids] * L)),
         build_layer_rotated: (layers, ids, *(x.expand(L, *x.shape).clone() for x in codes), torch.stack([ids] * L)),
         copy_layer_pages: (layers, torch.stack([ids % L, ids, ids]), *slots),
+        copy_tokens: (layers, torch.stack([ids % L, ids, ids]).sort(1)[0], of_one_head),
+        decay_mass: (q, real(B, HQ), slots_of(P)[0], table, ints(9), *[n_full] * 3, torch.arange(B).int(), n_full,
+                     real(P, N, H, S), 0.1, 0.1),
         log_mass_rotated: (q, *codes, table, n_full, 0.1),
         merge_states: (real(B, HQ, D), real(B, HQ), real(B, HQ, D), real(B, HQ)),
         predict_query: (real(B, C), *weights, real(9, D), torch.arange(B), D, True, HQ, D),
+        salient_bits: (real(L, P, N, H, S), ints(C), ints(C), real(L, P, H)),
         score_pages: (q, *of_pages, table, n_full, 0.1, "mass", real(B, N)),
         score_rotated: (q, *codes, table, n_full, 0.1, "mass", real(B, N)),
         select_pages: (real(B, N), table, n_full, ints(P), 4, 1, 1, 0.9, (ints(B, 4), ints(B, 4))),
@@ -61,9 +67,17 @@ def slots_of(pages):
 
 
 OPS = pytest.mark.parametrize("op", cases(), ids=lambda op: op.name)
-ANY_DTYPE = {"norm_weight", "q_norm_weight", "cos_sin"}
+ANY_DTYPE = {"k", "norm_weight", "q_norm_weight", "cos_sin"}
 ANY_SIZE = {"slot_of", "ids", "pages"}  # of the last axis
-MUTATES = {append_tokens, build_layer_digests, build_layer_rotated, copy_layer_pages}
+MUTATES = {
+    append_tokens,
+    build_layer_digests,
+    build_layer_rotated,
+    copy_layer_pages,
+    copy_tokens,
+    decay_mass,
+}
+OF_LAYERS = ("source.", "target.")  # which are checked as they are made
 
 
 def changed(value, name, change):
@@ -80,7 +94,7 @@ def changed(value, name, change):
 def test_every_wrong_tensor_is_named(op):
     arguments = cases()[op]
     call = op.check(*arguments)
-    names = [name for name, _ in call.tensors if not name.startswith("source.")]
+    names = [name for name, _ in call.tensors if not name.startswith(OF_LAYERS)]
     for name in names:
         index = op.index[name.partition(".")[0].partition("[")[0]]
         changes = [lambda x: x[None], lambda x: x.tolist()]
@@ -99,7 +113,7 @@ def test_every_wrong_tensor_is_named(op):
 def test_strided_tensors_are_refused_by_kernels_and_taken_by_the_reference(op):
     arguments = cases()[op]
     for name, tensor in op.check(*arguments).tensors:
-        if tensor.dim() < 2 or name.startswith("source.") or name in ("k", "v"):
+        if tensor.dim() < 2 or name.startswith(OF_LAYERS) or name in ("k", "v"):
             continue
         index = op.index[name.partition(".")[0].partition("[")[0]]
         strided = [*arguments]

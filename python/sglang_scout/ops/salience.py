@@ -1,0 +1,197 @@
+"""What a window's attention weights say of its tokens, and the tokens that are kept of it (HGCA Algorithm 1)."""
+
+from __future__ import annotations
+
+import torch
+
+from ..core.registry import Tolerance
+from . import native, triton
+from .layers import LayerPages, resident_slots
+from .op import Call, op
+
+_WEIGHTS = "e^(s - lse) of fp32 sums of up to 256 products in another order"
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+@op(
+    q="B H*G D float32",
+    lse="B H*G float32",
+    k="P S H D kv",
+    pages="B W int32",
+    slot_of="I int32",
+    last_page="B int32",
+    last_len="B int32",
+    last_at="B int32",
+    state="B int32",
+    fresh="B int32",
+    maw="N W H S float32",
+    tolerances={name: Tolerance(1e-5, 1e-5, _WEIGHTS) for name in _DTYPES},
+)
+def decay_mass(
+    q: torch.Tensor,
+    lse: torch.Tensor,
+    k: torch.Tensor,
+    pages: torch.Tensor,
+    slot_of: torch.Tensor,
+    last_page: torch.Tensor,
+    last_len: torch.Tensor,
+    last_at: torch.Tensor,
+    state: torch.Tensor,
+    fresh: torch.Tensor,
+    maw: torch.Tensor,
+    alpha: float,
+    scale: float,
+    logit_cap: float = 0.0,
+) -> None:
+    """Move the average of every token's attention weight: MAW = (1 - alpha) MAW + alpha A.
+
+    A = e^(s - lse) is normalised within the window. A KV head's weight is the largest of its query heads'. The
+    average starts at the first weight: of the newest token, and in a request's first step of all.
+
+    Args:
+        q, lse: [B, HQ, D] and [B, HQ] float32: the query, and the lse of its attention over the window.
+        k: [P, S, H, D] any float dtype, the resident slots.
+        pages: [B, W] int32, full pages of the window at the places that ``maw`` has for them; -1: none there.
+        slot_of: [I] int32, the slot of each page.
+        last_page, last_len, last_at: [B] int32, slot of the page being filled, its tokens (1..S), its place.
+        state: [B] int32 row of ``maw``, all different; negative: none, nothing is written.
+        fresh: [B] int32, not 0 in a request's first step.
+        maw: [N, W, H, S] float32, mutated where there is a token.
+    Source: HGCA Algorithm 1 line 9 with A of Algorithm 2 line 11; the largest of a group: ours.
+    """
+    (B, W), (S, H, D) = pages.shape, k.shape[1:]
+    is_last = torch.arange(W, device=q.device) == last_at[:, None]
+    slots = torch.where(is_last, last_page[:, None], resident_slots(slot_of, pages))
+    lengths = torch.where(is_last, last_len[:, None], S).masked_fill(slots < 0, 0)
+    keys = k.index_select(0, slots.clamp(min=0).flatten()).view(B, W * S, H, D).float()
+    s = torch.einsum("bhgd,bthd->bhgt", q.view(B, H, -1, D), keys) * scale
+    if logit_cap > 0:
+        s = logit_cap * torch.tanh(s / logit_cap)
+    weight = torch.exp(s - lse.view(B, H, -1, 1)).amax(2).view(B, H, W, S).transpose(1, 2)
+    token = torch.arange(S, device=q.device)
+    starts = (fresh != 0)[:, None, None] | (
+        is_last[..., None] & (token == last_len[:, None, None] - 1)
+    )
+    there = (token < lengths[..., None]) & (state >= 0)[:, None, None]
+    rows = state.clamp(min=0).long()
+    old = maw[rows]
+    moved = torch.where(starts[:, :, None], weight, (1 - alpha) * old + alpha * weight)
+    live = (state >= 0).nonzero().squeeze(1)
+    maw[rows[live]] = torch.where(there[:, :, None], moved, old)[live]
+
+
+def _fits_a_word(call: Call) -> str:
+    return f"a page has S={call.sizes['S']} tokens, a word 32 bits" if call.sizes["S"] > 32 else ""
+
+
+@op(
+    _fits_a_word,
+    maw="L N W H S float32",
+    state="n int32",
+    at="n int32",
+    threshold="L N H float32",
+    tolerances={"float32": Tolerance(0.0, 0.0, "comparisons of given numbers")},
+)
+def salient_bits(
+    maw: torch.Tensor, state: torch.Tensor, at: torch.Tensor, threshold: torch.Tensor
+) -> torch.Tensor:
+    """Which tokens of pages that leave the window are kept: those with MAW > threshold.
+
+    Args:
+        maw: [L, N, W, H, S] float32, see `decay_mass`.
+        state, at: [n] int32, row and place of each page in it; in range.
+        threshold: [L, N, H] float32, beta / window of each request and head.
+    Returns:
+        [L, n, H] int32, bit t of a word for token t.
+    Source: HGCA section 3.2.2, Algorithm 1 line 24.
+    """
+    keeps = maw[:, state, at] > threshold[:, state, :, None]  # [L, n, H, S]
+    bit = 1 << torch.arange(maw.shape[-1], device=maw.device)
+    return (keeps * bit).sum(-1).to(torch.int32)
+
+
+def select_salient(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    pages: torch.Tensor,
+    beta: torch.Tensor,
+    scale: float,
+    logit_cap: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens of host pages whose attention weight among all of them exceeds beta / their number, on the host.
+
+    Args:
+        q: [HQ, D] float32, one request's query.
+        k: [P, S, H, D] any float dtype.
+        pages: [n] int64, its pages.
+        beta: [H] float32.
+    Returns:
+        (heads [m], tokens [m]) int64 by head and then in the order of ``pages``; token t of page p is p S + t.
+    Source: HGCA Algorithm 1 line 21; a token is kept if it is for any query head of the group (ours).
+    """
+    _, S, H, D = k.shape
+    q = q.view(H, -1, D)
+    chunks = pages.split(256)  # what is widened at a time: 32 MiB at H=8, D=128
+    s = torch.cat(
+        [
+            torch.einsum("hgd,thd->hgt", q, k.index_select(0, ids).flatten(0, 1).float())
+            for ids in chunks
+        ],
+        dim=2,
+    ).mul_(scale)
+    if logit_cap > 0:
+        s = logit_cap * torch.tanh(s / logit_cap)
+    weight = torch.softmax(s, dim=2).amax(1)  # [H, n S]
+    heads, at = (weight > beta[:, None] / max(1, weight.shape[1])).nonzero(as_tuple=True)
+    return heads, pages[at // S] * S + at % S
+
+
+def _three(call: Call) -> str:
+    three = call.sizes["three"]
+    return "" if three == 3 else f"ids has {three} rows, expected layers, sources and targets"
+
+
+@op(
+    _three,
+    source="L P S H D kv",
+    ids="three m int64",
+    target="L C S D kv",
+    tolerances={name: Tolerance(0.0, 0.0, "bytes are copied") for name in _DTYPES},
+)
+def copy_tokens(source: LayerPages, ids: torch.Tensor, target: LayerPages) -> None:
+    """Copy K and V of single tokens and heads from host pages into pages of one head.
+
+    Args:
+        source: [P, S, H, D] pages of all layers.
+        ids: [3, m] int64: layers ascending, source (page S + token) H + head, target page S + token.
+        target: [C, S, D] pages of one head; mutated.
+    Source: HGCA section 3.3, each head's entries contiguously.
+    """
+    layers, rows, targets = ids
+    for layer in layers.unique().tolist():
+        here = layers == layer
+        for planes, dst in ((source.k, target.k), (source.v, target.v)):
+            flat = planes[layer].flatten(0, 2)
+            dst[layer].flatten(0, 1).index_copy_(0, targets[here], flat.index_select(0, rows[here]))
+
+
+@native.implements(copy_tokens, dtypes=None)
+def _native(source, ids, target):
+    layers, rows, targets = ids
+    (P, S, H, D), C = source.k[0].shape, target.k[0].shape[0]
+    ends = {"layers": len(source.k), "sources": P * S * H, "targets": C * S}
+    for (name, end), values in zip(ends.items(), ids, strict=True):
+        native.check_ids("copy_tokens", name, values, end)
+    begin, row_bytes = 0, D * source.k[0].element_size()
+    runs = layers.unique_consecutive(return_counts=True)
+    for layer, count in zip(*(x.tolist() for x in runs), strict=True):
+        at = rows[begin:].data_ptr(), targets[begin:].data_ptr(), count
+        for planes, dst in ((source.k, target.k), (source.v, target.v)):
+            native.module.copy_pages(
+                planes[layer].data_ptr(), dst[layer].data_ptr(), row_bytes, *at
+            )
+        begin += count
+
+
+triton.implements(decay_mass, "salience", sizes={"D": triton.HEAD_DIMS, "S": triton.PAGE_TOKENS})
+triton.implements(salient_bits, "salience")

@@ -1,0 +1,94 @@
+"""`decay_mass` and `salient_bits` on the device.
+
+Bytes that must move: decay_mass reads S H D e of K per page and reads and writes 4 S H of the averages. salient_bits
+reads 4 S H per page and layer.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .exact import dot_fp32, tanh
+
+
+@triton.jit
+def decay_kernel(
+    q, lse, k, pages, slot_of, last_page, last_len, last_at, state, fresh, maw,
+    alpha, scale, logit_cap, W, ids,
+    S: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HAS_CAP: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """One page of a row's window and one KV head.
+
+    q [B, HQ, D]; lse [B, HQ]; k [P, S, H, D]; pages [B, W]; maw [N, W, H, S]; the others [B].
+    """
+    w, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row = tl.load(state + b).to(tl.int64)
+    is_last = tl.load(last_at + b) == w
+    page = tl.load(pages + b.to(tl.int64) * W + w)
+    slot = tl.load(slot_of + page, mask=(page >= 0) & (page < ids), other=-1)
+    slot = tl.where(is_last, tl.load(last_page + b), slot).to(tl.int64)
+    if (row >= 0) & (slot >= 0):
+        length = tl.where(is_last, tl.load(last_len + b), S)
+        g, d, s = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_S)
+        head = (b * H + h) * G + g
+        # [BLOCK_G, BLOCK_D], [BLOCK_S, BLOCK_D]
+        q_mask = (g < G)[:, None] & (d < D)[None, :]
+        q_tile = tl.load(q + head[:, None] * D + d[None, :], mask=q_mask, other=0.0)
+        here = s < length
+        k_at = ((slot * S + s) * H + h)[:, None] * D + d[None, :]
+        k_tile = tl.load(k + k_at, mask=here[:, None] & (d < D)[None, :], other=0.0)
+        x = tl.zeros([BLOCK_G, BLOCK_S], tl.float32)
+        x = dot_fp32(q_tile, tl.trans(k_tile), x) * scale
+        if HAS_CAP:
+            x = logit_cap * tanh(x / logit_cap)
+        top = tl.load(lse + head, mask=g < G, other=float("inf"))
+        weight = tl.max(tl.exp(x - top[:, None]), axis=0)  # [BLOCK_S]
+        at = maw + ((row * W + w) * H + h) * S + s
+        old = tl.load(at, mask=here, other=0.0)
+        starts = (tl.load(fresh + b) != 0) | (is_last & (s == length - 1))
+        moved = tl.where(starts, weight, (1 - alpha) * old + alpha * weight)
+        tl.store(at, moved, mask=here)
+
+
+@triton.jit
+def salient_kernel(
+    maw, state, at, threshold, out,
+    N, W, H,
+    S: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """One page, head and layer. maw [L, N, W, H, S]; state, at [n]; threshold [L, N, H]; out [L, n, H]."""
+    i, h, layer = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    row = layer * N + tl.load(state + i)
+    s = tl.arange(0, BLOCK_S)
+    average = tl.load(maw + ((row * W + tl.load(at + i)) * H + h) * S + s, mask=s < S, other=0.0)
+    keeps = (average > tl.load(threshold + row * H + h)) & (s < S)
+    word = tl.sum(tl.where(keeps, 1, 0) << s, axis=0)
+    tl.store(out + (layer * tl.num_programs(0) + i) * H + h, word)
+
+
+def decay_mass(
+    q, lse, k, pages, slot_of, last_page, last_len, last_at, state, fresh, maw, alpha, scale, logit_cap
+):  # fmt: skip
+    """See `ops.salience.decay_mass`."""
+    (B, W), (S, H, D) = pages.shape, k.shape[1:]
+    G = q.shape[1] // H
+    if B == 0 or W == 0:
+        return
+    decay_kernel[(W, H, B)](
+        q, lse, k, pages, slot_of, last_page, last_len, last_at, state, fresh, maw, alpha, scale,
+        logit_cap, W, slot_of.numel(), S, H, G, D, logit_cap > 0,
+        max(16, triton.next_power_of_2(S)), max(16, triton.next_power_of_2(G)),
+        max(16, triton.next_power_of_2(D)), num_warps=4,
+    )  # fmt: skip
+
+
+def salient_bits(maw, state, at, threshold):
+    """See `ops.salience.salient_bits`."""
+    (L, N, W, H, S), n = maw.shape, len(state)
+    out = torch.empty((L, n, H), dtype=torch.int32, device=maw.device)
+    if n:
+        salient_kernel[(n, H, L)](
+            maw, state, at, threshold, out, N, W, H, S, triton.next_power_of_2(S), num_warps=1
+        )
+    return out

@@ -1,0 +1,130 @@
+"""Averages of attention weights, the tokens that they keep, and their way into pages of one head."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_scout.ops.attend import attend_pages
+from sglang_scout.ops.layers import LayerPages
+from sglang_scout.ops.salience import copy_tokens, decay_mass, salient_bits, select_salient
+
+S, ALPHA = 32, 0.1
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def weights(q, k, scale, cap):
+    """[H, T] float64: the largest softmax weight of a group's query heads."""
+    group = q.shape[0] // k.shape[1]
+    s = torch.einsum("qd,tqd->qt", q.double(), k.double().repeat_interleave(group, 1)) * scale
+    s = cap * torch.tanh(s / cap) if cap else s
+    return s.softmax(1).view(-1, group, len(k)).amax(1)
+
+
+@pytest.mark.parametrize("impl", decay_mass.names())
+@given(
+    dtype=st.sampled_from(DTYPES),
+    sizes=st.tuples(st.integers(1, 4), st.integers(1, 5), st.integers(1, 3), st.integers(1, 6)),
+    D=st.sampled_from((16, 64, 80, 128)),
+    cap=st.sampled_from((0.0, 5.0)),
+    seed=st.integers(0, 2**31),
+)
+def test_the_average_is_that_of_the_weights_within_the_window(
+    agree, impl, dtype, sizes, D, cap, seed
+):
+    (B, W, H, G), rng = sizes, torch.Generator().manual_seed(seed)
+    P, N, scale = B * W + 2, B + 1, D**-0.5
+
+    def ints(low, high, *shape):
+        return torch.randint(low, high, shape, generator=rng, dtype=torch.int32)
+
+    k = torch.randn(P, S, H, D, generator=rng).to(dtype)
+    q = torch.randn(B, H * G, D, generator=rng)
+    slot_of = torch.randperm(P, generator=rng).int()
+    last_at, last_len, fresh = ints(0, W, B), ints(1, S + 1, B), ints(0, 2, B)
+    pages = torch.arange(B * W).view(B, W).int()
+    pages[torch.rand(B, W, generator=rng) < 0.3] = -1
+    pages.scatter_(1, last_at[:, None].long(), -1)
+    last_page = slot_of[(torch.arange(B) * W + last_at).long()]
+    state = torch.randperm(N, generator=rng)[:B].int()
+    state[ints(0, 4, B) == 0] = -1
+    maw = torch.rand(N, W, H, S, generator=rng)
+    _, lse = attend_pages(q, k, k, pages, last_page, last_len, scale, cap, slot_of=slot_of)
+    expected = maw.double().clone()
+    for b in (state >= 0).nonzero().flatten().tolist():
+        places = [w for w in range(W) if pages[b, w] >= 0 or w == last_at[b]]
+        length = {w: int(last_len[b]) if w == last_at[b] else S for w in places}
+        slot = {w: last_page[b] if w == last_at[b] else slot_of[pages[b, w]] for w in places}
+        a = weights(q[b], torch.cat([k[slot[w], : length[w]] for w in places]), scale, cap)
+        for w, part in zip(places, a.split(list(length.values()), 1), strict=True):
+            moved = expected[state[b], w, :, : length[w]]
+            first = moved[:, -1].clone() if w == last_at[b] else None
+            moved.mul_(1 - ALPHA).add_(ALPHA * part)
+            if fresh[b]:
+                moved.copy_(part)
+            elif first is not None:
+                moved[:, -1] = part[:, -1]
+    decay_mass(
+        q, lse, k, pages, slot_of, last_page, last_len, last_at, state, fresh, maw, ALPHA, scale, cap,
+        impl=impl,
+    )  # fmt: skip
+    agree(decay_mass, maw, expected)
+
+
+@pytest.mark.parametrize("impl", salient_bits.names())
+def test_a_bit_for_every_token_above_the_threshold_of_its_head(impl):
+    rng = torch.Generator().manual_seed(0)
+    maw = torch.rand(3, 4, 5, 2, S, generator=rng)
+    state, at = torch.tensor([3, 0, 1]).int(), torch.tensor([0, 4, 2]).int()
+    threshold = torch.rand(3, 4, 2, generator=rng)
+    threshold[0, 3], threshold[1, 0] = torch.inf, 0.0
+    bits = salient_bits(maw, state, at, threshold, impl=impl)
+    for layer, page, head in np.ndindex(3, 3, 2):
+        row = state[page]
+        kept = [t for t in range(S) if bits[layer, page, head] >> t & 1]
+        above = maw[layer, row, at[page], head] > threshold[layer, row, head]
+        assert kept == above.nonzero().flatten().tolist()
+
+
+@pytest.mark.parametrize("cap", [0.0, 5.0])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_salient_tokens_have_more_than_their_share_for_some_query_head(dtype, cap):
+    rng = torch.Generator().manual_seed(1)
+    k, q = torch.randn(300, S, 2, 16, generator=rng).to(dtype), torch.randn(6, 16, generator=rng)
+    pages = torch.randperm(300, generator=rng)[:270]  # more than are looked at together
+    beta = torch.tensor([1.0, 2.5])
+    heads, tokens = select_salient(q, k, pages, beta, 0.25, cap)
+    a = weights(q, k[pages].flatten(0, 1), 0.25, cap)
+    ids = (pages[:, None] * S + torch.arange(S)).flatten()
+    for head in range(2):
+        limit = float(beta[head]) / len(ids)
+        clear = (a[head] - limit).abs() > 1e-6 * limit
+        kept = torch.isin(ids, tokens[heads == head])
+        assert torch.equal(kept[clear], (a[head] > limit)[clear]) and 0 < kept.sum() < len(ids)
+        assert torch.equal(tokens[heads == head], ids[kept])
+    assert all(len(x) == 0 for x in select_salient(q, k, pages[:0], beta, 0.25, cap))
+    assert len(select_salient(q, k, pages, torch.full((2,), torch.inf), 0.25)[0]) == 0
+    assert len(select_salient(q, k, pages, torch.zeros(2), 0.25)[0]) == 2 * len(ids)
+
+
+@pytest.mark.parametrize("impl", copy_tokens.names())
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tokens_of_a_head_come_to_their_places(layer_pages, impl, dtype):
+    if impl == "triton":
+        pytest.skip("has no kernel")
+    rng = torch.Generator().manual_seed(2)
+    k, v = (torch.randn(3, 5, S, 2, 16, generator=rng).to(dtype) for _ in "kv")
+    source = layer_pages(k, v)
+    target = LayerPages.of(
+        *([torch.zeros(4, S, 16, dtype=dtype) for _ in range(3)] for _ in "kv"), "cpu"
+    )
+    layers = torch.tensor([0, 0, 2, 2, 2])
+    page, token, head = torch.tensor([[4, 0, 1, 1, 3], [31, 0, 5, 5, 9], [1, 0, 0, 1, 1]])
+    to = torch.tensor([0, 127, 33, 34, 2])
+    copy_tokens(source, torch.stack([layers, (page * S + token) * 2 + head, to]), target, impl=impl)
+    for of, copies in ((k, target.k), (v, target.v)):
+        for i in range(5):
+            row = copies[layers[i]].flatten(0, 1)[to[i]]
+            assert torch.equal(row, of[layers[i], page[i], token[i], head[i]])
+        assert sum(int((x != 0).any(-1).sum()) for x in copies) == 5
