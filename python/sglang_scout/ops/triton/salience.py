@@ -79,7 +79,7 @@ def decay_mass(
         q, lse, k, pages, slot_of, last_page, last_len, last_at, state, fresh, maw, alpha, scale,
         logit_cap, W, slot_of.numel(), S, H, G, D, logit_cap > 0,
         max(16, triton.next_power_of_2(S)), max(16, triton.next_power_of_2(G)),
-        max(16, triton.next_power_of_2(D)), num_warps=4,
+        max(16, triton.next_power_of_2(D)), num_warps=8 if D > 128 else 4,
     )  # fmt: skip
 
 

@@ -1,0 +1,132 @@
+"""Kept tokens of older pages, each KV head's contiguously, in host memory that the worker attends to.
+
+A context page holds S tokens of one head of one layer. A request has a list of them for each layer and head, of
+which the last page may be partly filled. It changes only at step boundaries, and grows only behind what running
+steps read; a request's pages go to others when no step that knew them may run.
+
+Shapes: L layers, C context pages of each, H KV heads, R pages of a list, S tokens of a page.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sglang_scout.core.ranking import rank_within
+from sglang_scout.engine.stores import HostPages
+from sglang_scout.ops.layers import LayerPages
+from sglang_scout.ops.salience import copy_tokens
+from sglang_scout.policy.base import KNOWN_AFTER
+
+Ids = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What is kept of one request."""
+
+    pages: npt.NDArray[np.int32]  # [L, H, R] context pages, -1 behind the last
+    tokens: Ids  # [L, H]
+
+
+class ContextCache:
+    """The pool and the lists in it.
+
+    Args:
+        host: pages that tokens are copied from.
+        k, v: per layer ``[C, S, D]``.
+        row_pages: R.
+        cap_tokens: most tokens of a list; None: as many as R pages hold.
+    """
+
+    def __init__(
+        self,
+        host: HostPages,
+        k: Sequence[torch.Tensor],
+        v: Sequence[torch.Tensor],
+        row_pages: int,
+        cap_tokens: int | None = None,
+    ) -> None:
+        self._source, self._pool = host.for_copies(torch.device("cpu")), LayerPages.of(k, v, "cpu")
+        self._page_tokens, heads = host.k[0].shape[1:3]
+        self._lists = len(k), heads, row_pages
+        self._cap_tokens = min(cap_tokens or 2**31, row_pages * self._page_tokens)
+        self._first_id = host.num_pages
+        count = len(k[0])
+        self._free = np.tile(np.arange(count, dtype=np.int32), (len(k), 1))  # [L, C], stacks
+        self._num_free = np.full(len(k), count)
+        self._lock = threading.Lock()  # of both: tokens may be added by another thread
+        # What was released at each of the last boundaries: steps that may still run read it.
+        self._released: deque[list[Kept]] = deque()
+
+    @property
+    def used_pages(self) -> int:
+        """Context pages that hold something, of all layers."""
+        return int(self._free.size - self._num_free.sum())
+
+    def empty(self) -> Kept:
+        """A request of which nothing is kept."""
+        return Kept(np.full(self._lists, -1, np.int32), np.zeros(self._lists[:2], np.int64))
+
+    def add(self, kept: Kept, layers: Ids, heads: Ids, tokens: Ids) -> npt.NDArray[np.bool_]:
+        """Copy K and V of tokens behind what a request has.
+
+        Args:
+            layers, heads, tokens: ``[m]``, by layer and then head; token t of host page p is p S + t.
+        Returns:
+            ``[L, H]`` lists that were full, or found no page: the rest of their tokens is left out.
+        """
+        num_layers, num_heads, _ = self._lists
+        size, lists = self._page_tokens, layers * num_heads + heads
+        place = kept.tokens[layers, heads] + rank_within(lists)
+        fits = place < self._cap_tokens
+        begins = np.flatnonzero(fits & (place % size == 0))
+        with self._lock:
+            rank = rank_within(layers[begins])
+            begins, rank = (x[rank < self._num_free[layers[begins]]] for x in (begins, rank))
+            of = layers[begins]
+            taken = self._free[of, self._num_free[of] - 1 - rank]
+            self._num_free -= np.bincount(of, minlength=num_layers)
+        kept.pages[of, heads[begins], place[begins] // size] = taken
+        column = np.minimum(place // size, kept.pages.shape[2] - 1)
+        page = kept.pages[layers, heads, column].astype(np.int64)
+        fits &= page >= 0
+        rows = tokens * num_heads + heads
+        ids = np.stack([layers, rows, page * size + place % size])[:, fits]
+        copy_tokens(self._source, torch.from_numpy(np.ascontiguousarray(ids)), self._pool)
+        both = (np.bincount(x, minlength=num_layers * num_heads) for x in (lists[fits], lists))
+        added, offered = (x.reshape(num_layers, num_heads) for x in both)
+        kept.tokens[:] += added
+        return added < offered
+
+    def worker_ids(self, kept: Kept) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+        """``[L, H, R]`` ids as the worker takes them and ``[L, H]`` how many of each list.
+
+        Beyond the P host pages, P + c S + n - 1 is the first n tokens of context page c.
+        """
+        size = self._page_tokens
+        counts = kept.tokens[..., None] - size * np.arange(kept.pages.shape[2])
+        ids = self._first_id + kept.pages * size + counts.clip(1, size) - 1
+        n_pages = -(-kept.tokens // size)
+        return np.where(kept.pages < 0, -1, ids).astype(np.int32), n_pages.astype(np.int32)
+
+    def release(self, kept: Kept) -> None:
+        """A request has ended, was retracted or is evaluated again."""
+        self._released[-1].append(kept)
+
+    def begin_step(self) -> None:
+        """Step boundary: what was released ``KNOWN_AFTER`` boundaries ago is free."""
+        for kept in self._released.popleft() if len(self._released) == KNOWN_AFTER else ():
+            with self._lock:
+                for layer, pages in enumerate(kept.pages):
+                    pages = pages[pages >= 0]
+                    end = self._num_free[layer] + len(pages)
+                    self._free[layer, self._num_free[layer] : end] = pages
+                    self._num_free[layer] = end
+        self._released.append([])
