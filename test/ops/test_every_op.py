@@ -19,6 +19,7 @@ from sglang_scout.ops.rotated import (
 )
 from sglang_scout.ops.score import score_pages
 from sglang_scout.ops.select import select_pages
+from sglang_scout.ops.stage import stage_pages
 
 L, B, P, S, H, HQ, D, N, C = 2, 3, 7, 32, 2, 4, 16, 5, 24
 
@@ -52,6 +53,7 @@ def cases():
         predict_query: (real(B, C), *weights, real(9, D), torch.arange(B), D, True, HQ, D),
         score_pages: (q, *of_pages, table, n_full, 0.1, "mass", real(B, N)),
         score_rotated: (q, *codes, table, n_full, 0.1, "mass", real(B, N)),
+        stage_pages: (layers, 1, ints(2, 2), *slots_of(4)),
         select_pages: (real(B, N), table, n_full, ints(P), 4, 1, 1, 0.9, (ints(B, 4), ints(B, 4))),
     }  # fmt: skip
 
@@ -63,7 +65,7 @@ def slots_of(pages):
 OPS = pytest.mark.parametrize("op", cases(), ids=lambda op: op.name)
 ANY_DTYPE = {"norm_weight", "q_norm_weight", "cos_sin"}
 ANY_SIZE = {"slot_of", "ids", "pages"}  # of the last axis
-MUTATES = {append_tokens, build_layer_digests, build_layer_rotated, copy_layer_pages}
+MUTATES = {append_tokens, build_layer_digests, build_layer_rotated, copy_layer_pages, stage_pages}
 
 
 def changed(value, name, change):
