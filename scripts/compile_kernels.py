@@ -123,7 +123,7 @@ def choosing_and_attending(model: str) -> Iterator[Case]:
         yield f"attend_pages, cap {cap:g}, {model}", attend_pages, arguments
     W = min(N, 128)
     for cap in (0.0, 30.0) if model == "D=256" else (0.0,):
-        arguments = (q, q[..., 0], k, table[:, :W], *[row] * 6, empty(B, W, H, S), 0.1, 0.1, cap)
+        arguments = (q, q[..., 0], k, table, *[row] * 7, empty(B, W, H, S), 0.1, 0.1, cap)
         yield f"decay_mass, cap {cap:g}, {model}", decay_mass, arguments
     averages, thresholds = empty(3, B, W, H, S), empty(3, B, H)
     yield f"salient_bits, {model}", salient_bits, (averages, row, row, thresholds)

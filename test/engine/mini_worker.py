@@ -14,7 +14,7 @@ from sglang_scout.core.parse_config import parse_config
 from sglang_scout.engine.build import build_engine
 from sglang_scout.engine.stores import DigestPool, HostPages, ModelShape, Sizes
 from sglang_scout.ops.attend import attend_pages
-from sglang_scout.policy.base import Context, make_policy, policy_names
+from sglang_scout.policy.base import Context, make_policy, policies
 
 SIZE = 32
 HIDDEN = 48  # of the layer inputs
@@ -80,7 +80,7 @@ class MiniWorker:
                  around_missing=None, pool_kind=None, verify=True, rank=0,
                  of_ranks=1, ranks=None):  # fmt: skip
         self.config = parse_config(
-            policy=policy, policies=policy_names(), budget_tokens=budget_tokens, config=config
+            policy=policy, policies=policies(), budget_tokens=budget_tokens, config=config
         )
         # Its own, as ranks run beside each other.
         self.random = torch.Generator().manual_seed(seed)
@@ -101,7 +101,7 @@ class MiniWorker:
             dataclasses.replace(self.config, verify=verify),
             policy_of,
             self.shape,
-            Sizes(budget, slots, max_batch, max_pages),
+            Sizes(budget, slots, max_batch, max_pages, self.config.lists(kv_heads // of_ranks)),
             self.host,
             [self._projector(layer) for layer in range(layers)],
             self._worker(missing),

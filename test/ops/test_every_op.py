@@ -20,6 +20,7 @@ from sglang_scout.ops.rotated import (
 from sglang_scout.ops.salience import copy_tokens, decay_mass, salient_bits
 from sglang_scout.ops.score import score_pages
 from sglang_scout.ops.select import select_pages
+from sglang_scout.ops.stage import stage_pages
 
 L, B, P, S, H, HQ, D, N, C = 2, 3, 7, 32, 2, 4, 16, 5, 24
 
@@ -50,14 +51,15 @@ def cases():
         build_layer_rotated: (layers, ids, *(x.expand(L, *x.shape).clone() for x in codes), torch.stack([ids] * L)),
         copy_layer_pages: (layers, torch.stack([ids % L, ids, ids]), *slots),
         copy_tokens: (layers, torch.stack([ids % L, ids, ids]).sort(1)[0], of_one_head),
-        decay_mass: (q, real(B, HQ), slots_of(P)[0], table, ints(9), *[n_full] * 3, torch.arange(B).int(), n_full,
-                     real(P, N, H, S), 0.1, 0.1),
+        decay_mass: (q, real(B, HQ), slots_of(P)[0], table, n_full, ints(9), *[n_full] * 3, torch.arange(B).int(),
+                     n_full, real(P, N, H, S), 0.1, 0.1),
         log_mass_rotated: (q, *codes, table, n_full, 0.1),
         merge_states: (real(B, HQ, D), real(B, HQ), real(B, HQ, D), real(B, HQ)),
         predict_query: (real(B, C), *weights, real(9, D), torch.arange(B), D, True, HQ, D),
         salient_bits: (real(L, P, N, H, S), ints(C), ints(C), real(L, P, H)),
         score_pages: (q, *of_pages, table, n_full, 0.1, "mass", real(B, N)),
         score_rotated: (q, *codes, table, n_full, 0.1, "mass", real(B, N)),
+        stage_pages: (layers, 1, ints(2, 2), *slots_of(4)),
         select_pages: (real(B, N), table, n_full, ints(P), 4, 1, 1, 0.9, (ints(B, 4), ints(B, 4))),
     }  # fmt: skip
 
@@ -76,6 +78,7 @@ MUTATES = {
     copy_layer_pages,
     copy_tokens,
     decay_mass,
+    stage_pages,
 }
 OF_LAYERS = ("source.", "target.")  # which are checked as they are made
 

@@ -34,7 +34,7 @@ def test_the_average_is_that_of_the_weights_within_the_window(
     agree, impl, dtype, sizes, D, cap, seed
 ):
     (B, W, H, G), rng = sizes, torch.Generator().manual_seed(seed)
-    P, N, scale = B * W + 2, B + 1, D**-0.5
+    N, P, scale = max(1, W - 1 + seed % 3), B * W + 2, D**-0.5
 
     def ints(low, high, *shape):
         return torch.randint(low, high, shape, generator=rng, dtype=torch.int32)
@@ -42,32 +42,32 @@ def test_the_average_is_that_of_the_weights_within_the_window(
     k = torch.randn(P, S, H, D, generator=rng).to(dtype)
     q = torch.randn(B, H * G, D, generator=rng)
     slot_of = torch.randperm(P, generator=rng).int()
-    last_at, last_len, fresh = ints(0, W, B), ints(1, S + 1, B), ints(0, 2, B)
-    pages = torch.arange(B * W).view(B, W).int()
-    pages[torch.rand(B, W, generator=rng) < 0.3] = -1
-    pages.scatter_(1, last_at[:, None].long(), -1)
-    last_page = slot_of[(torch.arange(B) * W + last_at).long()]
-    state = torch.randperm(N, generator=rng)[:B].int()
+    n_pages, last_len, first_at, fresh = (
+        ints(0, W, B),
+        ints(1, S + 1, B),
+        ints(0, W, B),
+        ints(0, 2, B),
+    )
+    pages, last_page = ints(0, B * W, B, N), slot_of[B * W :][ints(0, 2, B).long()]
+    pages[torch.arange(N) >= n_pages[:, None]] = -1
+    state = torch.randperm(B + 1, generator=rng)[:B].int()
     state[ints(0, 4, B) == 0] = -1
-    maw = torch.rand(N, W, H, S, generator=rng)
+    maw = torch.rand(B + 1, W, H, S, generator=rng)
     _, lse = attend_pages(q, k, k, pages, last_page, last_len, scale, cap, slot_of=slot_of)
     expected = maw.double().clone()
     for b in (state >= 0).nonzero().flatten().tolist():
-        places = [w for w in range(W) if pages[b, w] >= 0 or w == last_at[b]]
-        length = {w: int(last_len[b]) if w == last_at[b] else S for w in places}
-        slot = {w: last_page[b] if w == last_at[b] else slot_of[pages[b, w]] for w in places}
-        a = weights(q[b], torch.cat([k[slot[w], : length[w]] for w in places]), scale, cap)
-        for w, part in zip(places, a.split(list(length.values()), 1), strict=True):
-            moved = expected[state[b], w, :, : length[w]]
-            first = moved[:, -1].clone() if w == last_at[b] else None
-            moved.mul_(1 - ALPHA).add_(ALPHA * part)
-            if fresh[b]:
-                moved.copy_(part)
-            elif first is not None:
-                moved[:, -1] = part[:, -1]
+        n, length = int(n_pages[b]), int(last_len[b])
+        parts = [k[slot_of[page]] for page in pages[b, :n]] + [k[last_page[b], :length]]
+        a = weights(q[b], torch.cat(parts), scale, cap)
+        for column, part in enumerate(a.split([S] * n + [length], 1)):
+            moved = expected[state[b], (first_at[b] + column) % W, :, : part.shape[1]]
+            newest = part[:, -1].clone() if column == n else None
+            moved.copy_(part if fresh[b] else (1 - ALPHA) * moved + ALPHA * part)
+            if newest is not None:
+                moved[:, -1] = newest
     decay_mass(
-        q, lse, k, pages, slot_of, last_page, last_len, last_at, state, fresh, maw, ALPHA, scale, cap,
-        impl=impl,
+        q, lse, k, pages, n_pages, slot_of, last_page, last_len, first_at, state, fresh, maw, ALPHA,
+        scale, cap, impl=impl,
     )  # fmt: skip
     agree(decay_mass, maw, expected)
 

@@ -187,7 +187,7 @@ def _check_together(
 def parse_config(
     *,
     policy: str,
-    policies: tuple[str, ...],
+    policies: Mapping[str, Mapping[str, Any]],
     budget_tokens: int | None = None,
     host_gb: float | None = None,
     recall_profile: str | None = None,
@@ -199,7 +199,8 @@ def parse_config(
     """Build the configuration from the flags' raw values.
 
     Args:
-        policy: value of ``--kv-offload``; ``policies`` are the known ones besides ``none``.
+        policy: value of ``--kv-offload``.
+        policies: the known ones besides ``none``, each with the keys whose default is another with it.
         budget_tokens .. config: raw values of the other flags; None where not given.
             ``config`` may be the object itself.
         available_cpus: CPUs of this process; None: ask the kernel.
@@ -228,13 +229,19 @@ def parse_config(
         )
     raw = load_json(config, flags["config"]) if isinstance(config, str) else config or {}
     keys = {name: _check_value(name, value, flags["config"]) for name, value in raw.items()}
+    for name in keys:
+        if (owner := KEYS[name].policy) not in (None, policy):
+            raise ConfigError(
+                f"{flags['config']}: {name} = {keys[name]!r} has no effect with {flags['policy']} {policy}; it is of "
+                f"{flags['policy']} {owner}; drop one of them"
+            )
     result = OffloadConfig(
         policy=policy,
         budget_tokens=budget,
         host_gb=host_gb,
         recall_profile=recall_profile,
         cpus=None if cpus is None else parse_cpu_list(cpus, available_cpus, flags["cpus"]),
-        **keys,
+        **{**policies.get(policy, {}), **keys},
     )
     _check_together(result, keys, flags)
     return result

@@ -102,9 +102,9 @@ def _transport(
     tracer: Tracer,
 ) -> Transport:
     if policy.route == "fetch":
-        return Fetch(host, shape, sizes.max_batch, sizes.budget_pages, device)
+        return Fetch(host, shape, sizes.max_batch, sizes.lists, sizes.budget_pages, device)
     if policy.route == "drop":
         return Transport(torch.zeros(shape.num_layers, dtype=torch.int64))
     if isinstance(worker, GraphTransport):
         return worker
-    return HostTransport(worker, shape, sizes.max_batch, tracer)
+    return HostTransport(worker, shape, sizes, tracer)

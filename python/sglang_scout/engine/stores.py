@@ -16,6 +16,7 @@ import torch
 from sglang_scout.core.page_bytes import digest_parts
 from sglang_scout.engine.device import upload
 from sglang_scout.engine.digest_kinds import KINDS, is_set, unset
+from sglang_scout.engine.offered import Offered
 from sglang_scout.ops.layers import LayerPages
 
 
@@ -45,13 +46,16 @@ class Sizes:
     Attributes:
         budget_pages: k, pages selected per request and layer.
         num_slots: device slots per layer.
-        max_batch, max_pages: most rows in a step, and pages of a row.
+        max_batch, max_pages: most requests in a step, and pages of one.
+        lists: C, lists of chosen pages that a request has in a layer: one, or one for each KV head. Row ``r`` of what
+            is chosen is list ``r % C`` of its request. Pages are resident for all heads either way.
     """
 
     budget_pages: int
     num_slots: int
     max_batch: int
     max_pages: int
+    lists: int = 1
 
 
 class HostPages:
@@ -222,17 +226,17 @@ class DigestPool:
         self.computed += len(pages)
 
     def score(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        table: torch.Tensor,
-        n_full: torch.Tensor,
-        scale: float,
-        head_reduce: str,
+        self, layer: int, query: torch.Tensor, offered: Offered, scale: float, head_reduce: str
     ) -> torch.Tensor:
-        """``[B, N]`` fp32 scores of the full pages in ``table`` for ``query`` ``[B, HQ, D]``."""
-        parts = (view[layer] for view in self._views)
-        return self._of_kind.score(query, *parts, table, n_full, scale, head_reduce)
+        """``[B * C, N]`` fp32 scores of the pages offered to each list, for ``query`` ``[B * C, HQ / C, D]``."""
+        parts = self._of_lists(layer, offered.lists)
+        pages = offered.digest_rows, offered.list_n_full
+        return self._of_kind.score(query, *parts, *pages, scale, head_reduce)
+
+    def _of_lists(self, layer: int, lists: int) -> list[torch.Tensor]:
+        """The parts of a layer; with a list for each KV head its digests alone, as of pages of their own."""
+        parts = [view[layer] for view in self._views]
+        return parts if lists == 1 else [part.flatten(0, 1).unsqueeze(1) for part in parts]
 
     @property
     def has_estimates(self) -> bool:
@@ -246,19 +250,25 @@ class DigestPool:
         query_ahead: torch.Tensor,
         pages: torch.Tensor,
         n_pages: torch.Tensor,
+        lists: int,
         scale: float,
     ) -> torch.Tensor:
-        """``[B, HQ]`` by how much the log mass of a row's missing pages is larger for the real query; estimated.
+        """``[B * C, HQ / C]`` by how much the log mass of a list's missing pages is larger for the real query;
+        estimated.
 
         The worker attends to them one layer ahead, with the predicted query, and weighs them by it. What the real
         query asks for may be among them, and gets the mass that it should have.
 
         Args:
-            query, query_ahead: ``[B, HQ, D]`` fp32.
-            pages: ``[B, k]``, of which each row has the first ``n_pages`` ``[B]``; 0 for a row without any.
+            query, query_ahead: ``[B * C, HQ / C, D]`` fp32.
+            pages: ``[B * C, k]``, of which each row has the first ``n_pages`` ``[B * C]``; 0 for one without any.
+            lists: C.
         """
         assert self._of_kind.log_mass is not None
-        parts = [view[layer] for view in self._views]
+        parts = self._of_lists(layer, lists)
+        if lists > 1:
+            head = torch.arange(lists, dtype=torch.int32, device=pages.device)
+            pages = (pages.unflatten(0, (-1, lists)) * lists + head[:, None]).flatten(0, 1)
         real, ahead = (
             self._of_kind.log_mass(q, *parts, pages, n_pages, scale) for q in (query, query_ahead)
         )

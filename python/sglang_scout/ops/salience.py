@@ -17,14 +17,15 @@ _DTYPES = ("float32", "bfloat16", "float16")
     q="B H*G D float32",
     lse="B H*G float32",
     k="P S H D kv",
-    pages="B W int32",
+    pages="B N int32",
+    n_pages="B int32",
     slot_of="I int32",
     last_page="B int32",
     last_len="B int32",
-    last_at="B int32",
+    first_at="B int32",
     state="B int32",
     fresh="B int32",
-    maw="N W H S float32",
+    maw="M W H S float32",
     tolerances={name: Tolerance(1e-5, 1e-5, _WEIGHTS) for name in _DTYPES},
 )
 def decay_mass(
@@ -32,10 +33,11 @@ def decay_mass(
     lse: torch.Tensor,
     k: torch.Tensor,
     pages: torch.Tensor,
+    n_pages: torch.Tensor,
     slot_of: torch.Tensor,
     last_page: torch.Tensor,
     last_len: torch.Tensor,
-    last_at: torch.Tensor,
+    first_at: torch.Tensor,
     state: torch.Tensor,
     fresh: torch.Tensor,
     maw: torch.Tensor,
@@ -51,17 +53,21 @@ def decay_mass(
     Args:
         q, lse: [B, HQ, D] and [B, HQ] float32: the query, and the lse of its attention over the window.
         k: [P, S, H, D] any float dtype, the resident slots.
-        pages: [B, W] int32, full pages of the window at the places that ``maw`` has for them; -1: none there.
+        pages, n_pages: [B, N] and [B] int32: the window's full pages, oldest first, below W of each row.
         slot_of: [I] int32, the slot of each page.
-        last_page, last_len, last_at: [B] int32, slot of the page being filled, its tokens (1..S), its place.
+        last_page, last_len: [B] int32, slot of the page being filled, the newest of the window, and its tokens, 1..S.
+        first_at: [B] int32, place of the oldest page in ``maw``; the others follow, behind W - 1 comes 0.
         state: [B] int32 row of ``maw``, all different; negative: none, nothing is written.
         fresh: [B] int32, not 0 in a request's first step.
-        maw: [N, W, H, S] float32, mutated where there is a token.
+        maw: [M, W, H, S] float32, mutated where there is a token.
     Source: HGCA Algorithm 1 line 9 with A of Algorithm 2 line 11; the largest of a group: ours.
     """
-    (B, W), (S, H, D) = pages.shape, k.shape[1:]
-    is_last = torch.arange(W, device=q.device) == last_at[:, None]
-    slots = torch.where(is_last, last_page[:, None], resident_slots(slot_of, pages))
+    (B, N), (S, H, D), W = pages.shape, k.shape[1:], maw.shape[1]
+    column = torch.arange(W, device=q.device)
+    listed = torch.nn.functional.pad(pages[:, :W], (0, max(0, W - N)), value=-1)
+    slots = resident_slots(slot_of, listed.masked_fill(column >= n_pages[:, None], -1))
+    is_last = column == n_pages[:, None]  # [B, W]
+    slots = torch.where(is_last, last_page[:, None], slots)
     lengths = torch.where(is_last, last_len[:, None], S).masked_fill(slots < 0, 0)
     keys = k.index_select(0, slots.clamp(min=0).flatten()).view(B, W * S, H, D).float()
     s = torch.einsum("bhgd,bthd->bhgt", q.view(B, H, -1, D), keys) * scale
@@ -69,15 +75,14 @@ def decay_mass(
         s = logit_cap * torch.tanh(s / logit_cap)
     weight = torch.exp(s - lse.view(B, H, -1, 1)).amax(2).view(B, H, W, S).transpose(1, 2)
     token = torch.arange(S, device=q.device)
-    starts = (fresh != 0)[:, None, None] | (
-        is_last[..., None] & (token == last_len[:, None, None] - 1)
-    )
-    there = (token < lengths[..., None]) & (state >= 0)[:, None, None]
-    rows = state.clamp(min=0).long()
-    old = maw[rows]
+    newest = is_last[..., None] & (token == last_len[:, None, None] - 1)  # [B, W, S]
+    starts = newest | (fresh != 0)[:, None, None]
+    row, place = (state.long()[:, None], (first_at[:, None] + column) % W)
+    old = maw[row.clamp(min=0), place]
     moved = torch.where(starts[:, :, None], weight, (1 - alpha) * old + alpha * weight)
+    there = (token < lengths[..., None])[:, :, None]
     live = (state >= 0).nonzero().squeeze(1)
-    maw[rows[live]] = torch.where(there[:, :, None], moved, old)[live]
+    maw[row[live], place[live]] = torch.where(there, moved, old)[live]
 
 
 def _fits_a_word(call: Call) -> str:

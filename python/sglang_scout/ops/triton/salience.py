@@ -13,38 +13,44 @@ from .exact import dot_fp32, tanh
 
 @triton.jit
 def decay_kernel(
-    q, lse, k, pages, slot_of, last_page, last_len, last_at, state, fresh, maw,
-    alpha, scale, logit_cap, W, ids,
+    q, lse, k, pages, n_pages, slot_of, last_page, last_len, first_at, state, fresh, maw,
+    alpha, scale, logit_cap, N, W, ids,
     S: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HAS_CAP: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """One page of a row's window and one KV head.
 
-    q [B, HQ, D]; lse [B, HQ]; k [P, S, H, D]; pages [B, W]; maw [N, W, H, S]; the others [B].
+    q [B, HQ, D]; lse [B, HQ]; k [P, S, H, D]; pages [B, N]; maw [M, W, H, S]; the others [B].
     """
     w, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = tl.load(state + b).to(tl.int64)
-    is_last = tl.load(last_at + b) == w
-    page = tl.load(pages + b.to(tl.int64) * W + w)
+    count = tl.load(n_pages + b)
+    is_last = w == count
+    page = tl.load(pages + b.to(tl.int64) * N + w, mask=(w < count) & (w < N), other=-1)
     slot = tl.load(slot_of + page, mask=(page >= 0) & (page < ids), other=-1)
     slot = tl.where(is_last, tl.load(last_page + b), slot).to(tl.int64)
     if (row >= 0) & (slot >= 0):
         length = tl.where(is_last, tl.load(last_len + b), S)
         g, d, s = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_S)
         head = (b * H + h) * G + g
-        # [BLOCK_G, BLOCK_D], [BLOCK_S, BLOCK_D]
-        q_mask = (g < G)[:, None] & (d < D)[None, :]
-        q_tile = tl.load(q + head[:, None] * D + d[None, :], mask=q_mask, other=0.0)
         here = s < length
-        k_at = ((slot * S + s) * H + h)[:, None] * D + d[None, :]
-        k_tile = tl.load(k + k_at, mask=here[:, None] & (d < D)[None, :], other=0.0)
+        k_row = (slot * S + s) * H + h
         x = tl.zeros([BLOCK_G, BLOCK_S], tl.float32)
-        x = dot_fp32(q_tile, tl.trans(k_tile), x) * scale
+        for first in range(0, D, BLOCK_D):
+            at = first + d[None, :]
+            # [BLOCK_G, BLOCK_D], [BLOCK_S, BLOCK_D]
+            q_tile = tl.load(
+                q + head[:, None] * D + at, mask=(g < G)[:, None] & (at < D), other=0.0
+            )
+            k_tile = tl.load(k + k_row[:, None] * D + at, mask=here[:, None] & (at < D), other=0.0)
+            x = dot_fp32(q_tile, tl.trans(k_tile), x)
+        x *= scale
         if HAS_CAP:
             x = logit_cap * tanh(x / logit_cap)
         top = tl.load(lse + head, mask=g < G, other=float("inf"))
         weight = tl.max(tl.exp(x - top[:, None]), axis=0)  # [BLOCK_S]
-        at = maw + ((row * W + w) * H + h) * S + s
+        place = (tl.load(first_at + b) + w) % W
+        at = maw + ((row * W + place) * H + h) * S + s
         old = tl.load(at, mask=here, other=0.0)
         starts = (tl.load(fresh + b) != 0) | (is_last & (s == length - 1))
         moved = tl.where(starts, weight, (1 - alpha) * old + alpha * weight)
@@ -68,18 +74,18 @@ def salient_kernel(
 
 
 def decay_mass(
-    q, lse, k, pages, slot_of, last_page, last_len, last_at, state, fresh, maw, alpha, scale, logit_cap
+    q, lse, k, pages, n_pages, slot_of, last_page, last_len, first_at, state, fresh, maw, alpha, scale, logit_cap
 ):  # fmt: skip
     """See `ops.salience.decay_mass`."""
-    (B, W), (S, H, D) = pages.shape, k.shape[1:]
+    (B, N), (S, H, D), W = pages.shape, k.shape[1:], maw.shape[1]
     G = q.shape[1] // H
-    if B == 0 or W == 0:
+    if B == 0:
         return
     decay_kernel[(W, H, B)](
-        q, lse, k, pages, slot_of, last_page, last_len, last_at, state, fresh, maw, alpha, scale,
-        logit_cap, W, slot_of.numel(), S, H, G, D, logit_cap > 0,
+        q, lse, k, pages, n_pages, slot_of, last_page, last_len, first_at, state, fresh, maw, alpha,
+        scale, logit_cap, N, W, slot_of.numel(), S, H, G, D, logit_cap > 0,
         max(16, triton.next_power_of_2(S)), max(16, triton.next_power_of_2(G)),
-        max(16, triton.next_power_of_2(D)), num_warps=8 if D > 128 else 4,
+        max(16, min(128, triton.next_power_of_2(D))), num_warps=4,
     )  # fmt: skip
 
 
