@@ -6,6 +6,7 @@ import torch
 
 from sglang_scout.engine.context_cache import ContextCache
 from sglang_scout.engine.stores import HostPages, ModelShape
+from sglang_scout.ops.layers import LayerPages
 from sglang_scout.policy.base import KNOWN_AFTER
 
 L, P, S, H, D = 2, 9, 32, 2, 16
@@ -14,9 +15,9 @@ L, P, S, H, D = 2, 9, 32, 2, 16
 def pool(pages=12, **limits):
     shape = ModelShape(L, 4, H, D, S, torch.float32, 1.0)
     halves = ([torch.randn(P * S, H, D) for _ in range(L)] for _ in "kv")
-    host = HostPages(shape, *halves)
     context = [[torch.zeros(pages, S, D) for _ in range(L)] for _ in "kv"]
-    cache = ContextCache(host, *context, row_pages=6, **limits)
+    host = HostPages(shape, *halves, context=LayerPages.of(*context, "cpu"))
+    cache = ContextCache(host, row_pages=6, **limits)
     cache.begin_step()
     return host, context, cache
 

@@ -68,7 +68,7 @@ class Oracle:
     def _salient(self, weight, threshold, first):
         """Tokens per head above its threshold; ``weight`` [H, n] of tokens from ``first`` on."""
         with np.errstate(invalid="ignore"):
-            close = np.abs(weight - threshold[:, None]) <= 1e-6 * threshold[:, None]
+            close = np.abs(weight - threshold[:, None]) < 1e-6 * threshold[:, None]
         self.near += [(int(h), int(t) + first) for h, t in zip(*close.nonzero(), strict=True)]
         above = weight > threshold[:, None]
         return [(row.nonzero()[0] + first).tolist() for row in above]

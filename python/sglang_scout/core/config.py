@@ -7,6 +7,7 @@ values by it, and docs/operations.md shows it.
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -132,6 +133,25 @@ class OffloadConfig:
         is_written=True,
     )
 
+    hgca_beta: float = _key(
+        1.0,
+        "A token is kept if its attention weight is above this share of the mean one; less keeps more",
+        (0.0, math.inf),
+        policy="hgca",
+    )
+    hgca_alpha: float = _key(
+        0.1, "Share of a step's weight in its moving average", (0.0, 1.0), policy="hgca"
+    )
+    context_cap_tokens: int | None = _key(
+        None,
+        "Most tokens kept of a request in a layer and head. None: as many as there is room for",
+        (1, 2**31),
+        policy="hgca",
+    )
+
+    context_share: float = _for_tests(
+        0.0, "Host pages' memory for kept tokens, as a share of theirs", (0.0, 1.0)
+    )
     grain: str = _for_tests(
         "layer", "Who chooses pages: all heads of a layer, or each", choices=("layer", "head")
     )

@@ -221,7 +221,8 @@ def parse_config(
         raise ConfigError(
             f"{flags['policy']} {policy!r}: unknown policy; choose one of none, {', '.join(policies)}"
         )
-    budget = DEFAULT_BUDGET_TOKENS if budget_tokens is None else budget_tokens
+    defaults = {"budget_tokens": DEFAULT_BUDGET_TOKENS, **policies.get(policy, {})}
+    budget = defaults.pop("budget_tokens") if budget_tokens is None else budget_tokens
     _check_budget(budget, flags["budget_tokens"])
     if host_gb is not None and not host_gb > 0:
         raise ConfigError(
@@ -237,11 +238,10 @@ def parse_config(
             )
     result = OffloadConfig(
         policy=policy,
-        budget_tokens=budget,
         host_gb=host_gb,
         recall_profile=recall_profile,
         cpus=None if cpus is None else parse_cpu_list(cpus, available_cpus, flags["cpus"]),
-        **{**policies.get(policy, {}), **keys},
+        **{**defaults, "budget_tokens": budget, **keys},
     )
     _check_together(result, keys, flags)
     return result

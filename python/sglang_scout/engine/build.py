@@ -75,7 +75,7 @@ def build_engine(
         ValueError: sizes that do not fit the policy.
     """
     device = torch.device(device)
-    forced = policy.digest.sink_pages + policy.digest.recent_pages
+    forced = min(policy.digest.sink_pages + policy.digest.recent_pages, sizes.max_pages - 1)
     if sizes.num_slots < min(sizes.max_batch * (forced + 1), host.num_pages):
         raise ValueError(
             f"resident cache of {sizes.num_slots} slots cannot hold the sink, recent and tail "

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +19,6 @@ import torch
 
 from sglang_scout.core.ranking import rank_within
 from sglang_scout.engine.stores import HostPages
-from sglang_scout.ops.layers import LayerPages
 from sglang_scout.ops.salience import copy_tokens
 from sglang_scout.policy.base import KNOWN_AFTER
 
@@ -39,8 +37,7 @@ class ContextCache:
     """The pool and the lists in it.
 
     Args:
-        host: pages that tokens are copied from.
-        k, v: per layer ``[C, S, D]``.
+        host: pages that tokens are copied from, with context pages.
         row_pages: R.
         cap_tokens: most tokens of a list; None: as many as R pages hold.
     """
@@ -48,19 +45,19 @@ class ContextCache:
     def __init__(
         self,
         host: HostPages,
-        k: Sequence[torch.Tensor],
-        v: Sequence[torch.Tensor],
         row_pages: int,
         cap_tokens: int | None = None,
     ) -> None:
-        self._source, self._pool = host.for_copies(torch.device("cpu")), LayerPages.of(k, v, "cpu")
+        if host.context is None:
+            raise ValueError("the host pages have no context pages, which the policy needs")
+        self._source, self._pool = host.for_copies(torch.device("cpu")), host.context
         self._page_tokens, heads = host.k[0].shape[1:3]
-        self._lists = len(k), heads, row_pages
+        layers, count = len(host.k), len(host.context.k[0])
+        self._lists = layers, heads, row_pages
         self._cap_tokens = min(cap_tokens or 2**31, row_pages * self._page_tokens)
         self._first_id = host.num_pages
-        count = len(k[0])
-        self._free = np.tile(np.arange(count, dtype=np.int32), (len(k), 1))  # [L, C], stacks
-        self._num_free = np.full(len(k), count)
+        self._free = np.tile(np.arange(count, dtype=np.int32), (layers, 1))  # [L, C], stacks
+        self._num_free = np.full(layers, count)
         self._lock = threading.Lock()  # of both: tokens may be added by another thread
         # What was released at each of the last boundaries: steps that may still run read it.
         self._released: deque[list[Kept]] = deque()

@@ -24,6 +24,7 @@ class Counters:
     warmed_pages: int = 0
     recall_wait_us: int = 0
     gpu_wait_us: int = 0
+    raised_thresholds: int = 0
     verify_checks: int = 0
     verify_max_rel_error: float = 0.0
     verify_unequal_selections: int = 0
@@ -52,6 +53,11 @@ class Counters:
             self.cpu_pages_by_layer += missing
         elif route == "fetch":
             self.fetched_pages += int(missing.sum())
+
+    def count_posted(self, pages: npt.NDArray[np.int64]) -> None:
+        """Pages of all lists, ``[L]``, that a step posts without choosing them."""
+        self.cpu_pages += int(pages.sum())
+        self.cpu_pages_by_layer += pages
 
     def count_waits(self, waits_us: npt.NDArray[np.int64]) -> None:
         """The device waited for the worker's answers: ``[L]``."""

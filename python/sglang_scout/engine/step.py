@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +29,7 @@ from sglang_scout.engine.counters import Counters
 from sglang_scout.engine.device import SideStream, upload
 from sglang_scout.engine.lifecycle import PageLifecycle
 from sglang_scout.engine.offered import of_lists
+from sglang_scout.engine.older_tokens import OlderTokens
 from sglang_scout.engine.ranks import Ranks, SharedChoice
 from sglang_scout.engine.recall import Recall
 from sglang_scout.engine.step_inputs import StepInputs
@@ -42,7 +44,7 @@ from sglang_scout.ops.layers import resident_slots
 from sglang_scout.ops.predict import QueryProjector
 from sglang_scout.ops.residency import ResidencyTable
 from sglang_scout.ops.select import Selection, select_pages
-from sglang_scout.policy.base import Policy
+from sglang_scout.policy.base import Policy, WindowView
 
 
 class StepEngine:
@@ -87,7 +89,8 @@ class StepEngine:
         self.pages = PageLifecycle(host, digests, table, slots)
         self._projectors = projectors
         self._inputs = StepInputs(shape.num_layers, sizes, device)
-        self._results = StepResults(shape.num_layers, sizes, transport.waited_ns, device)
+        choosing = sizes if policy.feedback is None else replace(sizes, budget_pages=0)
+        self._results = StepResults(shape.num_layers, choosing, transport.waited_ns, device)
         self.boundary = StepBoundary(
             policy, sizes, shape.page_size, table, self.pages, self.recall, self._results,
             self.counters,
@@ -97,6 +100,9 @@ class StepEngine:
         # Where each KV head chooses for itself, a rank has all of it.
         self._shared = SharedChoice(ranks, policy.digest) if ranks and sizes.lists == 1 else None
         self._verifier = Verifier(host, shape, policy.route, self.counters) if verify else None
+        self.older: OlderTokens | None = None
+        if policy.feedback is not None:
+            self.older = OlderTokens(policy, transport, shape, sizes, host, self.counters, device)
         self._step = 0
         # Some request of this step, and all of them, take their real queries.
         self._warms_up = self._all_warm_up = False
@@ -120,6 +126,8 @@ class StepEngine:
         """What is launched until the next step reaches no request: it is warm-up, or captured."""
         self._inputs.clear()
         self.transport.pause()
+        if self.older is not None:
+            self.older.pause()
         self._warms_up = self._all_warm_up = False
 
     def begin_step(
@@ -144,6 +152,8 @@ class StepEngine:
         self.tracer.step(self._step)
         batch = self.boundary.begin(self._step, page_table, request_slots, seq_lens)
         self._check_faults()
+        if self.older is not None:
+            batch = self.older.begin(self._step, batch, request_slots)
         warming = batch.ages < self.policy.query.exact_steps
         self._warms_up, self._all_warm_up = bool(warming.any()), bool(warming.all())
         if self._warms_up:
@@ -241,6 +251,11 @@ class StepEngine:
             mirror=Pool(self.host.k[layer], self.host.v[layer], inputs.tail_page[:rows]),
         )  # fmt: skip
         query = q.float().contiguous()
+        offered = inputs.offered.first(rows)
+        if self.older is not None:
+            slots = self._slot_of[layer], tail_slot, tail_len
+            view = WindowView(self.resident.k[layer], offered.table, offered.n_full, *slots)
+            return self.older.attend(layer, query, view, self.resident.v[layer])
         if layer not in self._chosen:
             self._look_ahead(layer, self._late_query(layer, query))
         query_ahead, selection = self._chosen.pop(layer)
@@ -251,7 +266,7 @@ class StepEngine:
             self.transport.post(layer, by_list, selection.missing, selection.n_missing)
         pages, n_pages = selection.pages, None
         if not self.policy.digest.only_selected:
-            pages, n_pages = inputs.offered.table[:rows], inputs.offered.n_full[:rows]
+            pages, n_pages = offered.table, offered.n_full
         start_ns = self.tracer.now()
         out, lse = attend_pages(
             query, self.resident.k[layer], self.resident.v[layer], pages,
@@ -293,6 +308,8 @@ class StepEngine:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self.recall.close()
+        if self.older is not None:
+            self.older.close()
         self.tracer.write()
         if self.boundary.step_log is not None:
             self.boundary.step_log.close()

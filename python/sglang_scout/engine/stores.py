@@ -63,6 +63,7 @@ class HostPages:
 
     Args:
         k, v: per layer ``[P * S, H, D]``, as SGLang's pool holds them; viewed here as pages.
+        context: ``[C, S, D]`` pages of one head beside them, if there are.
     """
 
     def __init__(
@@ -70,7 +71,9 @@ class HostPages:
         shape: ModelShape,
         k: Sequence[torch.Tensor],
         v: Sequence[torch.Tensor],
+        context: LayerPages | None = None,
     ) -> None:
+        self.context = context
         pages = (-1, shape.page_size, shape.num_kv_heads, shape.head_dim)
         self.k = [t.view(pages) for t in k]
         self.v = [t.view(pages) for t in v]

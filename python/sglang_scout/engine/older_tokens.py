@@ -1,0 +1,309 @@
+"""Tokens that have left the device's window: what the worker attends to of them (HGCA Algorithms 1 and 2).
+
+The device attends to a request's recent window and, where the policy asks for them, to its first pages. Of a page
+that leaves the window each KV head keeps the tokens that the policy finds salient, in the context cache. A request
+that joins has older pages of which nothing is known: its first step attends to all of them, and with that step's
+queries a thread selects among their tokens. Until it has, the worker attends to all.
+
+    boundary t-1   page c leaves with step t: what is kept of it goes to the host; it knows step t-2's averages
+    boundary t     its tokens are added to the lists, and the worker attends to them from step t on
+
+    boundary t+1   the queries of a request that joined in step t go to the host
+    boundary t+2   they are there: its evaluation begins
+    later          it has ended: the request's lists take its place, and of all that has left the window since
+
+It all happens at boundaries but the evaluation, so a step's lists are fixed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sglang_scout.engine.context_cache import ContextCache, Ids, Kept
+from sglang_scout.engine.counters import Counters
+from sglang_scout.engine.device import Fetching, Staging, upload
+from sglang_scout.engine.offered import of_lists
+from sglang_scout.engine.step_inputs import Batch
+from sglang_scout.engine.stores import HostPages, ModelShape, Sizes
+from sglang_scout.engine.transport import Transport
+from sglang_scout.ops.attend import attend_pages
+from sglang_scout.policy.base import Feedback, Policy, WindowView
+
+Tokens = tuple[Ids, Ids, Ids]
+"""Layers, heads and tokens, see :meth:`ContextCache.add`."""
+
+
+@dataclass(eq=False)
+class Evaluation:
+    """Of a request that has joined."""
+
+    row: int  # in the request's first step
+    pages: list[int]  # all that the worker attends to meanwhile
+    asked: list[int]  # those of them that it is about
+    since: list[Tokens] = field(default_factory=list)  # kept of pages that left later
+    queries: Fetching | None = None
+    kept: Future[tuple[Kept, npt.NDArray[np.bool_]]] | None = None
+
+
+@dataclass(eq=False)
+class Request:
+    """A request of the batch; ``version`` changes with its lists."""
+
+    joined: int  # with this step
+    state: int  # row of the policy's stores
+    left: int  # pages behind the window's begin
+    kept: Kept
+    evaluation: Evaluation | None
+    version: int = 0
+
+
+class OlderTokens:
+    """Follows requests and posts their older tokens.
+
+    Args:
+        policy: one with feedback.
+        transport: to the worker.
+        host: with context pages.
+        counters: totals to add to.
+        device: where steps run.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        transport: Transport,
+        shape: ModelShape,
+        sizes: Sizes,
+        host: HostPages,
+        counters: Counters,
+        device: torch.device,
+    ) -> None:
+        assert policy.feedback is not None
+        self._feedback: Feedback = policy.feedback
+        self._sinks, self._recent = policy.digest.sink_pages, policy.digest.recent_pages
+        self._transport, self._counters, self._device = transport, counters, device
+        self._shape, self._host = shape, host
+        layers, heads, rows = shape.num_layers, shape.num_kv_heads, sizes.max_batch
+        self._cache = ContextCache(host, sizes.max_pages, self._feedback.cap_tokens)
+        self._feedback.allocate(layers, rows, heads, shape.page_size, device)
+        lists = layers, rows, heads
+        self._ids = torch.full((*lists, sizes.max_pages), -1, dtype=torch.int32, device=device)
+        self._counts = torch.zeros(lists, dtype=torch.int32, device=device)
+        self._queries = torch.zeros(layers, rows, shape.num_q_heads, shape.head_dim, device=device)
+        self._staging = Staging(4 * rows, device)
+        self._requests: dict[int, Request] = {}
+        self._free_states = list(range(rows))
+        self._sent: list[tuple[Request, int] | None] = [None] * rows  # what the device's rows hold
+        self._leaving: tuple[dict[int, int], Fetching] = {}, Fetching([], None)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="scout-evaluate")
+        self._row_pages = np.zeros((layers, rows), np.int64)  # of all heads
+        self.pause()
+
+    def pause(self) -> None:
+        """No row has a request, until the next step begins."""
+        self._staging.device.fill_(-1)
+        self._counts.zero_()
+        self._sent = [None] * len(self._sent)
+
+    def begin(self, step: int, batch: Batch, request_slots: npt.NDArray[np.int64]) -> Batch:
+        """Step boundary: bring the lists up to date.
+
+        Args:
+            batch: with all pages of each request.
+            request_slots: ``[B]`` row of each request in SGLang's request table.
+        Returns:
+            The batch with the pages that the device attends to.
+        """
+        self._cache.begin_step()
+        slots, full = request_slots.tolist(), batch.n_full.numpy()
+        table = batch.table.numpy()
+        self._forget(slots, batch.ages)
+        bits = dict(zip(self._leaving[0], np.moveaxis(self._bits(), 1, 0), strict=True))
+        attended = np.full_like(table, -1)
+        words = self._staging.fill().reshape(4, -1)
+        words[:] = -1
+        for row, slot in enumerate(slots):
+            begin = max(0, int(full[row]) - self._recent)
+            sinks = table[row, : min(self._sinks, begin)]
+            request = self._requests.get(slot)
+            is_new = request is None
+            if request is None:
+                older = table[row, len(sinks) : begin].tolist()
+                request = self._requests[slot] = self._join(step, row, begin, older)
+            else:
+                self._advance(request)
+                if request.left < begin:
+                    pages = table[row, max(request.left, len(sinks)) : begin]
+                    self._leave(request, pages, bits.get(slot))
+                    request.left = begin
+            recent = table[row, begin : full[row]]
+            attended[row, : len(recent) + len(sinks)] = np.concatenate([recent, sinks])
+            words[:, row] = request.state, is_new, begin % (self._recent + 1), len(recent)
+            self._send(row, request)
+        self._send_none(range(len(slots), len(self._sent)))
+        self._staging.send(words.size)
+        self._ask_of_leaving(step, slots, batch)
+        self._counters.count_posted(self._row_pages.sum(1))
+        n_pages = torch.from_numpy((attended >= 0).sum(1).astype(np.int32))
+        return replace(batch, table=torch.from_numpy(attended), n_full=n_pages)
+
+    def _forget(self, slots: Sequence[int], ages: npt.NDArray[np.int64]) -> None:
+        """Requests that are not in the batch any more have ended or were retracted; new ones may have their slots."""
+        stay = {slot for slot, age in zip(slots, ages.tolist(), strict=True) if age}
+        for slot in [slot for slot in self._requests if slot not in stay]:
+            request = self._requests.pop(slot)
+            self._cache.release(request.kept)
+            self._free_states.append(request.state)
+            if request.evaluation is not None and request.evaluation.kept is not None:
+                request.evaluation.kept.add_done_callback(
+                    lambda f: self._cache.release(f.result()[0])
+                )
+
+    def _join(self, step: int, row: int, begin: int, older: list[int]) -> Request:
+        state = self._free_states.pop()
+        self._feedback.joins(state)
+        evaluation = Evaluation(row, older, [*older]) if older else None
+        return Request(step, state, begin, self._cache.empty(), evaluation)
+
+    def _advance(self, request: Request) -> None:
+        """The next part of its evaluation, if there is one."""
+        evaluation = request.evaluation
+        if evaluation is None:
+            return
+        if evaluation.queries is None:
+            asked = [self._queries[:, evaluation.row]]
+            is_cuda = self._device.type == "cuda"
+            into = [torch.empty(asked[0].shape, pin_memory=True)] if is_cuda else None
+            evaluation.queries = Fetching(asked, into)
+        elif evaluation.kept is None:
+            [queries] = evaluation.queries.wait()
+            asked_pages = torch.tensor(evaluation.asked)
+            evaluation.kept = self._thread.submit(
+                self._evaluate, torch.from_numpy(queries), asked_pages, request.state
+            )
+        elif evaluation.kept.done():
+            request.kept, was_full = evaluation.kept.result()
+            request.evaluation = None
+            request.version += 1
+            self._raise(request, was_full)
+            for tokens in evaluation.since:
+                self._keep(request, tokens)
+
+    def _evaluate(
+        self, queries: torch.Tensor, pages: torch.Tensor, state: int
+    ) -> tuple[Kept, npt.NDArray[np.bool_]]:
+        """Select among all tokens of ``pages``, for each layer; also says which lists were full."""
+        kept, shape = self._cache.empty(), self._shape
+        was_full = np.zeros(kept.tokens.shape, bool)
+        for layer, k in enumerate(self._host.k):
+            scores = shape.scale, shape.logit_cap
+            found = self._feedback.select(state, layer, queries[layer], k, pages, *scores)
+            heads, tokens = (x.numpy() for x in found)
+            was_full |= self._cache.add(kept, np.full_like(heads, layer), heads, tokens)
+        return kept, was_full
+
+    def _leave(
+        self, request: Request, pages: npt.NDArray[np.int32], bits: npt.NDArray[np.int32] | None
+    ) -> None:
+        """``pages`` have left the window; ``bits`` ``[L, H]`` are None if nothing is known: then all is kept."""
+        size = self._shape.page_size
+        lists = request.kept.tokens.shape
+        words = np.full(lists, -1, np.int32) if bits is None else bits
+        is_kept = (words[..., None] >> np.arange(size)) & 1
+        layers, heads, tokens = np.tile(is_kept, len(pages)).nonzero()
+        kept = layers, heads, pages.astype(np.int64)[tokens // size] * size + tokens % size
+        if request.evaluation is None:
+            self._keep(request, kept)
+        else:
+            request.evaluation.pages += pages.tolist()
+            request.evaluation.since.append(kept)
+        request.version += 1
+
+    def _keep(self, request: Request, tokens: Tokens) -> None:
+        self._raise(request, self._cache.add(request.kept, *tokens))
+
+    def _raise(self, request: Request, was_full: npt.NDArray[np.bool_]) -> None:
+        if was_full.any():
+            self._counters.raised_thresholds += int(was_full.sum())
+            self._feedback.raise_threshold(request.state, was_full)
+
+    def _ask_of_leaving(self, step: int, slots: Sequence[int], batch: Batch) -> None:
+        """What is kept of the pages that leave with the step after this one. Its first step says too little."""
+        full, tail_len = batch.n_full.numpy(), batch.tail_len.numpy()
+        knows = np.array([self._requests[slot].joined < step for slot in slots])
+        rows = np.flatnonzero((tail_len == self._shape.page_size) & (full >= self._recent) & knows)
+        states = [self._requests[slots[row]].state for row in rows]
+        places = (full[rows] - self._recent) % (self._recent + 1)
+        asked = [upload(np.array(x, np.int32), self._device) for x in (states, places)]
+        found = self._feedback.leaving(*asked) if len(rows) else torch.zeros(0)
+        into = [found.cpu().pin_memory()] if self._device.type == "cuda" and len(rows) else None
+        self._leaving = {slots[row]: i for i, row in enumerate(rows)}, Fetching([found], into)
+
+    def _bits(self) -> npt.NDArray[np.int32]:
+        """``[L, n, H]`` of the pages that leave now."""
+        if not self._leaving[0]:
+            return np.zeros((1, 0), np.int32)
+        [bits] = self._leaving[1].wait()
+        return bits
+
+    def _send(self, row: int, request: Request) -> None:
+        """What the device's row lacks of a request's lists."""
+        if self._sent[row] == (request, request.version):
+            return
+        if request.evaluation is not None:
+            pages = np.array(request.evaluation.pages, np.int32)
+            ids = np.broadcast_to(pages, (*request.kept.tokens.shape, len(pages)))
+            counts = np.full(request.kept.tokens.shape, len(pages), np.int32)
+        else:
+            ids, counts = self._cache.worker_ids(request.kept)
+        self._ids[:, row, :, : ids.shape[2]] = upload(np.ascontiguousarray(ids), self._device)
+        self._counts[:, row] = upload(counts, self._device)
+        self._row_pages[:, row] = counts.sum(1)
+        self._sent[row] = request, request.version
+
+    def _send_none(self, rows: range) -> None:
+        for row in rows:
+            if self._sent[row] is not None:
+                self._counts[:, row] = self._row_pages[:, row] = 0
+                self._sent[row] = None
+
+    def attend(
+        self, layer: int, query: torch.Tensor, view: WindowView, v: torch.Tensor
+    ) -> torch.Tensor:
+        """Attention of a layer over the window, beside the worker's over the older tokens.
+
+        Args:
+            query: ``[B, HQ, D]`` fp32.
+            view: of the window, but for what this object knows.
+            v: resident slots.
+        """
+        rows, lists = len(query), self._shape.num_kv_heads
+        state, fresh, first_at, recent = self._staging.device.view(4, -1)[:, :rows]
+        self._queries[layer, :rows] = query
+        ids, counts = (x[layer, :rows].flatten(0, 1) for x in (self._ids, self._counts))
+        by_list = of_lists(query, lists)
+        self._transport.post(layer, by_list, ids, counts)
+        out, lse = attend_pages(
+            query, view.k, v, view.pages, view.tail_slot, view.tail_len, self._shape.scale,
+            self._shape.logit_cap, slot_of=view.slot_of, n_pages=view.n_pages,
+        )  # fmt: skip
+        view = replace(view, n_pages=recent, state=state, fresh=fresh, first_at=first_at)
+        scores = self._shape.scale, self._shape.logit_cap
+        self._feedback.attended(layer, query, lse, view, *scores)
+        self._transport.merge(layer, by_list, of_lists(out, lists), of_lists(lse, lists))
+        return out
+
+    def wait(self) -> None:
+        """Until all evaluations that have begun have ended."""
+        for request in self._requests.values():
+            if request.evaluation is not None and request.evaluation.kept is not None:
+                request.evaluation.kept.exception()
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True, cancel_futures=True)

@@ -1,0 +1,126 @@
+"""HGCA: a dense recent window on the device, the salient ones of the older tokens on the CPU.
+
+Each KV head keeps tokens of its own when they leave the window, by the moving average of their attention weights, and
+the worker attends to them in the same layer with the real query. ``--kv-offload-budget`` is the window.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sglang_scout.ops.residency import PageUses
+from sglang_scout.ops.salience import decay_mass, salient_bits, select_salient
+from sglang_scout.policy.base import Context, Digest, Policy, RealQuery, StepReport, WindowView
+
+DEFAULTS: dict[str, Any] = {
+    "budget_tokens": 4096,
+    "grain": "head",
+    "sink_pages": 0,
+    "context_share": 0.3,  # the most that the paper's heads keep (section 3.2.2)
+}
+
+Ids = npt.NDArray[np.int64]
+
+
+def make(context: Context) -> Policy:
+    config = context.config
+    recent_pages = config.budget_pages - 1 - config.sink_pages  # and the page being filled
+    if recent_pages < 1:
+        raise ValueError(
+            f"--kv-offload-budget {config.budget_tokens}: holds no full page of a window; raise it to at least "
+            f"{(2 + config.sink_pages) * config.page_size_tokens}"
+        )
+    return Policy(
+        name="hgca",
+        digest=Digest(config.digest, sink_pages=config.sink_pages, recent_pages=recent_pages),
+        query=RealQuery(),
+        route="cpu",
+        residency=RecentWindow(),
+        feedback=SalientTokens(
+            window_tokens=config.budget_tokens,
+            window_pages=recent_pages + 1,
+            alpha=config.hgca_alpha,
+            beta=config.hgca_beta,
+            cap_tokens=config.context_cap_tokens,
+        ),
+    )
+
+
+class RecentWindow:
+    """The window's pages are on the device, and nothing is recalled."""
+
+    patience_us = None
+
+    def plan(self, report: StepReport) -> None:
+        pass
+
+    def pick(
+        self, layers: Ids, missed: npt.NDArray[np.int32], ages: Ids, uses: PageUses
+    ) -> tuple[Ids, Ids]:
+        return np.zeros(0, np.int64), np.zeros(0, np.int64)
+
+    def fill_pages(self) -> int:
+        return 0
+
+    def describe(self) -> dict[str, Any]:
+        return {}
+
+
+@dataclass
+class SalientTokens:
+    """Kept is what has more than beta / window of its head's attention, when it leaves the window.
+
+    Args:
+        window_tokens, window_pages: tokens on the device, and places of pages in a window.
+        alpha, beta: of Algorithm 1; the paper gives no alpha, and 1 for beta.
+        cap_tokens: None: none, as in the paper. A head at its cap doubles its beta (ours).
+    """
+
+    window_tokens: int
+    window_pages: int
+    alpha: float
+    beta: float
+    cap_tokens: int | None
+
+    def allocate(
+        self, layers: int, requests: int, heads: int, page_tokens: int, device: torch.device
+    ) -> None:
+        places = layers, requests, self.window_pages, heads, page_tokens
+        self._maw = torch.zeros(places, device=device)
+        self._betas = torch.full((layers, requests, heads), self.beta)
+        self._threshold = torch.zeros_like(self._betas, device=device)
+        self._threshold.fill_(self.beta / self.window_tokens)
+
+    def _set(self, state: int, betas: torch.Tensor | float) -> None:
+        self._betas[:, state] = betas
+        self._threshold[:, state] = (self._betas[:, state] / self.window_tokens).to(self._threshold)
+
+    def joins(self, state: int) -> None:
+        self._set(state, self.beta)
+
+    def raise_threshold(self, state: int, heads: npt.NDArray[np.bool_]) -> None:
+        old = self._betas[:, state]
+        doubled = torch.where(old > 0, 2 * old, 1.0)
+        self._set(state, torch.where(torch.from_numpy(heads), doubled, old))
+
+    def attended(
+        self, layer: int, q: torch.Tensor, lse: torch.Tensor, view: WindowView, *scores: float
+    ) -> None:
+        assert view.state is not None and view.fresh is not None and view.first_at is not None
+        decay_mass(
+            q, lse, view.k, view.pages, view.n_pages, view.slot_of, view.tail_slot, view.tail_len, view.first_at,
+            view.state, view.fresh, self._maw[layer], self.alpha, *scores,
+        )  # fmt: skip
+
+    def leaving(self, states: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        return salient_bits(self._maw, states, places, self._threshold)
+
+    def select(
+        self, state: int, layer: int, q: torch.Tensor, k: torch.Tensor, pages: torch.Tensor, *scores: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        return select_salient(q, k, pages, self._betas[layer, state], *scores)
