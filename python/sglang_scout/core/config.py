@@ -41,7 +41,7 @@ class Key:
         multiple_of: of a number.
         is_written: it names a file that the server writes.
         needs: another key and its value without which this one has no effect.
-        policy: that it belongs to; with others it is refused.
+        is_general: False: of those policies alone that have it among their defaults.
         is_public: False: for tests and measurements, and in no document for users.
         kind, default: of the field.
     """
@@ -52,7 +52,7 @@ class Key:
     multiple_of: int = 1
     is_written: bool = False
     needs: tuple[str, Any] | None = None
-    policy: str | None = None
+    is_general: bool = True
     is_public: bool = True
     kind: str = ""
     default: Any = None
@@ -132,6 +132,15 @@ class OffloadConfig:
         is_written=True,
     )
 
+    forecast_file: str | None = _key(
+        None, "Weights that choose pages a layer ahead: `scripts/train_forecast.py --kind forecast`", is_general=False
+    )
+    pilot_file: str | None = _key(
+        None,
+        "Weights of page embeddings, given to both servers: `scripts/train_forecast.py --kind pilot`",
+        is_general=False,
+    )
+
     grain: str = _for_tests(
         "layer", "Who chooses pages: all heads of a layer, or each", choices=("layer", "head")
     )
@@ -186,7 +195,7 @@ KEYS: dict[str, Key] = {
     for f in dataclasses.fields(OffloadConfig)
     if "key" in f.metadata
 }
-PUBLIC_KEYS = tuple(name for name, key in KEYS.items() if key.is_public and key.policy is None)
+PUBLIC_KEYS = tuple(name for name, key in KEYS.items() if key.is_public and key.is_general)
 WRITTEN_KEYS = tuple(name for name, key in KEYS.items() if key.is_written)
 FLAGS = {
     "policy": "--kv-offload",
