@@ -120,6 +120,10 @@ def choosing_and_attending(model: str) -> Iterator[Case]:
     for cap in (0.0, 30.0) if model == "D=256" else (0.0,):
         arguments = (q, k, v, table, row, row, 0.1, cap, None, table[0], row)
         yield f"attend_pages, cap {cap:g}, {model}", attend_pages, arguments
+    if model in ("Qwen3-14B", "D=256"):
+        lists, counts = empty(B * H, N, dtype=I32), empty(B * H, dtype=I32)
+        arguments = (q, k, v, lists, row, row, 0.1, 0.0, None, table[0], counts)
+        yield f"attend_pages, a list per head, {model}", attend_pages, arguments
     if model == "all one":
         arguments = (q, k, v, table, None, None, 0.1)
         yield "attend_pages without a last page", attend_pages, arguments
