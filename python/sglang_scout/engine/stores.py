@@ -13,9 +13,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sglang_scout.core.page_bytes import digest_parts
+from sglang_scout.core.forecast import PageWeights
+from sglang_scout.core.page_bytes import PILOT_RANK, digest_parts
 from sglang_scout.engine.device import upload
-from sglang_scout.engine.digest_kinds import KINDS, is_set, unset
+from sglang_scout.engine.digest_kinds import KINDS, is_set, score_heads, trained_arrays, unset
 from sglang_scout.ops.layers import LayerPages
 
 
@@ -129,6 +130,7 @@ class DigestPool:
 
     Args:
         kind: what a digest holds, a key of ``KINDS``.
+        weights: this rank's part of a pilot file, for a kind that is trained.
 
     Attributes:
         kind: as given.
@@ -142,11 +144,14 @@ class DigestPool:
         num_pages: int,
         device: torch.device | str,
         kind: str,
+        weights: PageWeights | None = None,
     ) -> None:
         size = (shape.num_layers, num_pages, shape.num_kv_heads)
         self.kind = kind
         self._of_kind = KINDS[kind]
-        first, second = digest_parts(kind, shape.head_dim, shape.dtype.itemsize)
+        self._trained = trained_arrays(self._of_kind, weights, device)
+        rank = weights.rank if self._trained and weights else PILOT_RANK
+        first, second = digest_parts(kind, shape.head_dim, shape.dtype.itemsize, rank)
         self.parts = (
             torch.zeros((*size, first), dtype=torch.uint8, device=device),
             torch.zeros((*size, second), dtype=torch.uint8, device=device),
@@ -168,7 +173,7 @@ class DigestPool:
         padding = np.zeros(1, np.int64)
         ids, slots = self._ids(padding), self._ids(np.zeros((len(resident.k), 1)))
         for source, rows in ((host.for_copies(self.device), None), (resident, slots)):
-            self._of_kind.build(source, ids, *self._views, rows)
+            self._of_kind.build(source, ids, *self._views, rows, *self._trained[:1])
         self.unset(padding)
         self.accept(padding)
 
@@ -214,7 +219,7 @@ class DigestPool:
         ids: torch.Tensor,
         rows: torch.Tensor | None,
     ) -> None:
-        self._of_kind.build(source, ids, *self._views, rows)
+        self._of_kind.build(source, ids, *self._views, rows, *self._trained[:1])
         if self.device.type == "cuda":
             self._built = torch.cuda.Event()
             self._built.record()
@@ -230,7 +235,13 @@ class DigestPool:
         scale: float,
         head_reduce: str,
     ) -> torch.Tensor:
-        """``[B, N]`` fp32 scores of the full pages in ``table`` for ``query`` ``[B, HQ, D]``."""
+        """``[B, N]`` fp32 scores of the full pages in ``table`` for ``query`` ``[B, HQ, D]``.
+
+        Kinds that score per head: as :func:`score_heads`.
+        """
+        if self._of_kind.per_head:
+            w_q = (x[layer] for x in self._trained[1:])
+            return score_heads(query, self._views[0][layer], table, n_full, *w_q)
         parts = (view[layer] for view in self._views)
         return self._of_kind.score(query, *parts, table, n_full, scale, head_reduce)
 
