@@ -12,7 +12,8 @@ import torch
 
 from sglang_scout.core.parse_config import parse_config
 from sglang_scout.engine.build import build_engine
-from sglang_scout.engine.stores import DigestPool, HostPages, ModelShape, Sizes
+from sglang_scout.engine.digest_pool import DigestPool
+from sglang_scout.engine.stores import HostPages, ModelShape, Sizes
 from sglang_scout.ops.attend import attend_pages
 from sglang_scout.policy.base import Context, make_policy, policies
 

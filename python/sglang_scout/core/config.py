@@ -133,7 +133,9 @@ class OffloadConfig:
     )
 
     forecast_file: str | None = _key(
-        None, "Weights that choose pages a layer ahead: `scripts/train_forecast.py --kind forecast`", is_general=False
+        None,
+        "Weights that choose pages a layer ahead: `scripts/train_forecast.py --kind forecast`",
+        is_general=False,
     )
     pilot_file: str | None = _key(
         None,

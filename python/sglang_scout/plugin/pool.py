@@ -17,8 +17,9 @@ import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.model_executor import model_runner_kv_cache_mixin as pools_module
 
+from sglang_scout.engine.digest_pool import DigestPool
 from sglang_scout.engine.memory import MemoryPlan
-from sglang_scout.engine.stores import DigestPool, HostPages, ModelShape
+from sglang_scout.engine.stores import HostPages, ModelShape
 from sglang_scout.plugin.allocator import ScoutAllocator
 from sglang_scout.plugin.device import lock_pages
 from sglang_scout.worker.arena import Arena, ArenaSpec
