@@ -12,7 +12,8 @@ import torch
 
 from sglang_scout.core.parse_config import parse_config
 from sglang_scout.engine.build import build_engine
-from sglang_scout.engine.stores import DigestPool, HostPages, ModelShape, Sizes
+from sglang_scout.engine.digest_pool import DigestPool
+from sglang_scout.engine.stores import HostPages, ModelShape, Sizes
 from sglang_scout.ops.attend import attend_pages
 from sglang_scout.policy.base import Context, make_policy, policies
 
@@ -34,11 +35,12 @@ class HereInstead:
 
     def wait(self, ticket, out, lse):
         layer, q, pages = ticket
+        query = torch.from_numpy(q).view(-1, self.shape.num_q_heads, self.shape.head_dim)
         got, got_lse = attend_pages(
-            torch.from_numpy(q), self.host.k[layer], self.host.v[layer], torch.from_numpy(pages),
+            query, self.host.k[layer], self.host.v[layer], torch.from_numpy(pages),
             None, None, self.shape.scale, self.shape.logit_cap, impl="reference",
         )  # fmt: skip
-        out[:], lse[:] = got.numpy(), got_lse.numpy()
+        out[:], lse[:] = got.numpy().reshape(out.shape), got_lse.numpy().reshape(lse.shape)
         return SimpleNamespace(waited_us=1.0, fallback_pages=0)
 
 

@@ -13,7 +13,8 @@ import torch
 from sglang_scout.core.parse_config import parse_config
 from sglang_scout.engine import recall, step, step_inputs, stores
 from sglang_scout.engine.build import build_engine
-from sglang_scout.engine.stores import DigestPool, HostPages, ModelShape, Sizes
+from sglang_scout.engine.digest_pool import DigestPool
+from sglang_scout.engine.stores import HostPages, ModelShape, Sizes
 from sglang_scout.engine.transport import GraphTransport
 from sglang_scout.ops.layers import LayerPages
 from sglang_scout.ops.op import Op

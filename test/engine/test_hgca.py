@@ -190,7 +190,7 @@ def test_until_an_evaluation_has_ended_attention_is_full(make, monkeypatch):
     worker = make()
     worker.admit(300)
     held = Future()
-    monkeypatch.setattr(worker.engine.older._thread, "submit", lambda *_: held)
+    monkeypatch.setattr(worker.engine.older._evaluator, "submit", lambda *_: held)
     for _ in range(70):
         worker.step()
         for layer in range(3):

@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.parse_config import parse_config
+from sglang_scout.engine.digest_pool import DigestPool
 from sglang_scout.engine.memory import (
     HEADROOM_BYTES,
     check_memory,
     most_host_pages,
     plan_memory,
 )
-from sglang_scout.engine.stores import DigestPool, ModelShape
+from sglang_scout.engine.stores import ModelShape
 from sglang_scout.policy.base import policies
 
 SHAPE = ModelShape(40, 40, 8, 128, 32, torch.bfloat16, 128**-0.5)  # Qwen3-14B

@@ -14,8 +14,9 @@ import torch
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.page_bytes import digest_bytes, input_bytes
 from sglang_scout.core.parse_config import parse_config
+from sglang_scout.engine.digest_pool import DigestPool
 from sglang_scout.engine.memory import plan_memory, plan_worker
-from sglang_scout.engine.stores import DigestPool, ModelShape
+from sglang_scout.engine.stores import ModelShape
 
 hooks = pytest.importorskip("sglang_scout.plugin.decode_hooks", reason="needs SGLang")
 from sglang_scout.plugin import host_size, prefill_hooks  # noqa: E402

@@ -42,7 +42,7 @@ class Key:
         multiple_of: of a number.
         is_written: it names a file that the server writes.
         needs: another key and its value without which this one has no effect.
-        policy: that it belongs to; with others it is refused.
+        is_general: False: of those policies alone that have it among their defaults.
         is_public: False: for tests and measurements, and in no document for users.
         kind, default: of the field.
     """
@@ -53,7 +53,7 @@ class Key:
     multiple_of: int = 1
     is_written: bool = False
     needs: tuple[str, Any] | None = None
-    policy: str | None = None
+    is_general: bool = True
     is_public: bool = True
     kind: str = ""
     default: Any = None
@@ -137,16 +137,26 @@ class OffloadConfig:
         1.0,
         "A token is kept if its attention weight is above this share of the mean one; less keeps more",
         (0.0, math.inf),
-        policy="hgca",
+        is_general=False,
     )
     hgca_alpha: float = _key(
-        0.1, "Share of a step's weight in its moving average", (0.0, 1.0), policy="hgca"
+        0.1, "Share of a step's weight in its moving average", (0.0, 1.0), is_general=False
     )
     context_cap_tokens: int | None = _key(
         None,
         "Most tokens kept of a request in a layer and head. None: as many as there is room for",
         (1, 2**31),
-        policy="hgca",
+        is_general=False,
+    )
+    forecast_file: str | None = _key(
+        None,
+        "Weights that choose pages a layer ahead: `scripts/train_forecast.py --kind forecast`",
+        is_general=False,
+    )
+    pilot_file: str | None = _key(
+        None,
+        "Weights of page embeddings, given to both servers: `scripts/train_forecast.py --kind pilot`",
+        is_general=False,
     )
 
     context_share: float = _for_tests(
@@ -206,7 +216,7 @@ KEYS: dict[str, Key] = {
     for f in dataclasses.fields(OffloadConfig)
     if "key" in f.metadata
 }
-PUBLIC_KEYS = tuple(name for name, key in KEYS.items() if key.is_public and key.policy is None)
+PUBLIC_KEYS = tuple(name for name, key in KEYS.items() if key.is_public and key.is_general)
 WRITTEN_KEYS = tuple(name for name, key in KEYS.items() if key.is_written)
 FLAGS = {
     "policy": "--kv-offload",

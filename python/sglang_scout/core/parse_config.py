@@ -162,7 +162,10 @@ def _check_budget(budget_tokens: int, flag: str) -> None:
 
 
 def _check_together(
-    config: OffloadConfig, keys: Mapping[str, Any], flags: Mapping[str, str]
+    config: OffloadConfig,
+    keys: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+    flags: Mapping[str, str],
 ) -> None:
     """Values that exclude or need each other."""
     forced = config.sink_pages + config.recent_pages
@@ -175,7 +178,7 @@ def _check_together(
     flag, profile = flags["config"], config.recall_profile
     if config.recall == "profile" and not profile:
         raise ConfigError(f"{flag}: recall = 'profile' needs {flags['recall_profile']} FILE")
-    for name, cause in idle_keys(keys).items():
+    for name, cause in idle_keys({**defaults, **keys}).items():
         if name in keys:
             raise ConfigError(
                 f"{flag}: {name} = {keys[name]!r} has no effect with {cause}; drop one of them"
@@ -222,8 +225,9 @@ def parse_config(
             f"{flags['policy']} {policy!r}: unknown policy; choose one of none, {', '.join(policies)}"
         )
     defaults = {"budget_tokens": DEFAULT_BUDGET_TOKENS, **policies.get(policy, {})}
-    budget = defaults.pop("budget_tokens") if budget_tokens is None else budget_tokens
-    _check_budget(budget, flags["budget_tokens"])
+    if budget_tokens is not None:
+        defaults["budget_tokens"] = budget_tokens
+    _check_budget(defaults["budget_tokens"], flags["budget_tokens"])
     if host_gb is not None and not host_gb > 0:
         raise ConfigError(
             f"{flags['host_gb']} {host_gb}: must be greater than 0; name the GiB for KV pages, or drop it"
@@ -231,17 +235,18 @@ def parse_config(
     raw = load_json(config, flags["config"]) if isinstance(config, str) else config or {}
     keys = {name: _check_value(name, value, flags["config"]) for name, value in raw.items()}
     for name in keys:
-        if (owner := KEYS[name].policy) not in (None, policy):
+        if not KEYS[name].is_general and name not in defaults:
+            owners = [other for other, known in policies.items() if name in known]
             raise ConfigError(
-                f"{flags['config']}: {name} = {keys[name]!r} has no effect with {flags['policy']} {policy}; it is of "
-                f"{flags['policy']} {owner}; drop one of them"
+                f"{flags['config']}: {name} = {keys[name]!r} has no effect with {flags['policy']} {policy}; it is for "
+                f"{' and '.join(owners)}; drop it"
             )
     result = OffloadConfig(
         policy=policy,
         host_gb=host_gb,
         recall_profile=recall_profile,
         cpus=None if cpus is None else parse_cpu_list(cpus, available_cpus, flags["cpus"]),
-        **{**defaults, "budget_tokens": budget, **keys},
+        **{**defaults, **keys},
     )
-    _check_together(result, keys, flags)
+    _check_together(result, keys, defaults, flags)
     return result

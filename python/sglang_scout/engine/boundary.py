@@ -22,6 +22,7 @@ import torch
 
 from sglang_scout.engine.counters import Counters
 from sglang_scout.engine.lifecycle import PageLifecycle
+from sglang_scout.engine.older_tokens import OlderTokens
 from sglang_scout.engine.placement import Placement
 from sglang_scout.engine.recall import Recall
 from sglang_scout.engine.step_inputs import Batch
@@ -54,6 +55,7 @@ class StepBoundary:
         recall: moves pages to the device.
         results: what steps selected.
         counters: totals to add to.
+        older: follows what has left a window, where the policy has one.
 
     Attributes:
         step_log: gets a line for each step whose results have come, if there is one.
@@ -69,7 +71,9 @@ class StepBoundary:
         recall: Recall,
         results: StepResults,
         counters: Counters,
+        older: OlderTokens | None,
     ) -> None:
+        self._older = older
         self._policy, self._page_size = policy, page_size
         self._row_pages = sizes.budget_pages * sizes.lists
         self._table, self._pages, self._recall = table, pages, recall
@@ -131,6 +135,8 @@ class StepBoundary:
             tail_page=torch.from_numpy(tail_page),
             ages=ages,
         )
+        if self._older is not None:
+            batch = self._older.begin(step, batch, request_slots)
         self._results.launch(step, start_ns, batch)
         return batch
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from sglang_scout.core.config import OffloadConfig
+from sglang_scout.engine.digest_pool import DigestPool
 from sglang_scout.engine.fetch import Fetch
 from sglang_scout.engine.ranks import Ranks
 from sglang_scout.engine.step import StepEngine
-from sglang_scout.engine.stores import DigestPool, HostPages, ModelShape, Sizes
+from sglang_scout.engine.stores import HostPages, ModelShape, Sizes
 from sglang_scout.engine.trace import Tracer
 from sglang_scout.engine.transport import GraphTransport, HostTransport, Transport
 from sglang_scout.ops.doorbell import DeviceRing
@@ -85,6 +87,8 @@ def build_engine(
     if digests.kind != policy.digest.kind:
         raise ValueError(f"the digests are {digests.kind}, the policy scores {policy.digest.kind}")
     tracer = tracer or Tracer(None, 0)
+    if policy.feedback is not None:
+        sizes = replace(sizes, budget_pages=0)  # nothing is selected
     return StepEngine(
         policy, shape, sizes, host, digests, projectors,
         _transport(policy, shape, sizes, host, worker, device, tracer),

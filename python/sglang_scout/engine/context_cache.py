@@ -18,11 +18,24 @@ import numpy.typing as npt
 import torch
 
 from sglang_scout.core.ranking import rank_within
-from sglang_scout.engine.stores import HostPages
+from sglang_scout.engine.stores import HostPages, ModelShape
+from sglang_scout.ops.layers import LayerPages
 from sglang_scout.ops.salience import copy_tokens
 from sglang_scout.policy.base import KNOWN_AFTER
+from sglang_scout.worker.arena import Arena
 
 Ids = npt.NDArray[np.int64]
+
+
+def context_pages(arena: Arena, shape: ModelShape) -> LayerPages | None:
+    """An arena's context pages, ``[C, S, D]`` of each layer, if it has some."""
+    if not arena.spec.context_pages:
+        return None
+    layers = [arena.context(layer) for layer in range(shape.num_layers)]
+    k, v = (
+        [torch.from_numpy(x).view(shape.dtype) for x in half] for half in zip(*layers, strict=True)
+    )
+    return LayerPages.of(k, v, "cpu")
 
 
 @dataclass(frozen=True)

@@ -54,10 +54,9 @@ class Counters:
         elif route == "fetch":
             self.fetched_pages += int(missing.sum())
 
-    def count_posted(self, pages: npt.NDArray[np.int64]) -> None:
-        """Pages of all lists, ``[L]``, that a step posts without choosing them."""
-        self.cpu_pages += int(pages.sum())
-        self.cpu_pages_by_layer += pages
+    def count_posted(self, pages: npt.NDArray[np.int64], budget: int) -> None:
+        """Pages of lists, ``[L]``, that a step posts without choosing; ``budget`` of a layer are on the device."""
+        self.count_step(0, pages, budget, "cpu")
 
     def count_waits(self, waits_us: npt.NDArray[np.int64]) -> None:
         """The device waited for the worker's answers: ``[L]``."""

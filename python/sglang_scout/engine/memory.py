@@ -29,6 +29,7 @@ class MemoryPlan:
         num_slots: device slots per layer: resident pages, tails, and room for recalls under way.
         input_bytes: SGLang's input buffers, which are as long as all tokens of the host pages.
         staging_bytes: where missing pages arrive that a policy fetches.
+        context_bytes: tokens that heads keep of older pages, in host memory.
     """
 
     num_pages: int
@@ -40,6 +41,7 @@ class MemoryPlan:
     resident_bytes: int
     worker: WorkerMemory
     staging_bytes: int = 0
+    context_bytes: int = 0
 
     @property
     def rows(self) -> tuple[tuple[str, int, int], ...]:
@@ -50,6 +52,7 @@ class MemoryPlan:
             ("input buffers", self.num_pages, self.input_bytes),
             ("resident slots", self.num_slots, self.resident_bytes),
             *([("staging", 2, self.staging_bytes)] if self.staging_bytes else []),
+            *([("kept tokens", 1, self.context_bytes)] if self.context_bytes else []),
             *self.worker.rows,
         )
 
@@ -103,6 +106,7 @@ def plan_memory(
         resident_bytes=num_slots * page_bytes,
         worker=plan_worker(config, shape, max_batch, context_tokens, node_cpus),
         staging_bytes=staging,
+        context_bytes=int(num_pages * config.context_share) * page_bytes,
     )
     if device_bytes is not None:
         _check_device(plan, config, max_batch, min(least_slots, num_pages), device_bytes)
@@ -174,7 +178,10 @@ def most_pages(config: OffloadConfig, shape: ModelShape, context_tokens: int) ->
 def arena_sizes(
     config: OffloadConfig, shape: ModelShape, max_batch: int, context_tokens: int, num_nodes: int
 ) -> dict[str, Any]:
-    """Fields of :class:`ArenaSpec`, all but the number of pages."""
+    """Fields of :class:`ArenaSpec`, all but the numbers of pages."""
+    listed = most_pages(config, shape, context_tokens)
+    if config.context_share:  # until it is known what a request keeps, all that it has
+        listed = -(-context_tokens // shape.page_size)
     return {
         "num_nodes": num_nodes,
         "num_layers": shape.num_layers,
@@ -186,7 +193,7 @@ def arena_sizes(
         "scale": shape.scale,
         "logit_cap": shape.logit_cap,
         "max_batch": max_batch,
-        "max_pages": most_pages(config, shape, context_tokens),
+        "max_pages": listed,
     }
 
 
@@ -250,7 +257,7 @@ def check_memory(
         plan: of each of the tensor-parallel ``ranks`` on this machine.
     """
     on_device = plan.digest_bytes + plan.input_bytes + plan.resident_bytes + plan.staging_bytes
-    of_host = plan.host_bytes + plan.worker.total_bytes
+    of_host = plan.host_bytes + plan.context_bytes + plan.worker.total_bytes
     needed = ranks * (of_host + (on_device if shared else 0) + HEADROOM_BYTES)
     if needed <= available_bytes:
         return

@@ -5,21 +5,18 @@ that leaves the window each KV head keeps the tokens that the policy finds salie
 that joins has older pages of which nothing is known: its first step attends to all of them, and with that step's
 queries a thread selects among their tokens. Until it has, the worker attends to all.
 
-    boundary t-1   page c leaves with step t: what is kept of it goes to the host; it knows step t-2's averages
+    boundary t-1   a page leaves with step t: what is kept of it, by the averages up to step t-2, goes to the host
     boundary t     its tokens are added to the lists, and the worker attends to them from step t on
+    later          a request's evaluation has ended: its lists take the place of all its older pages
 
-    boundary t+1   the queries of a request that joined in step t go to the host
-    boundary t+2   they are there: its evaluation begins
-    later          it has ended: the request's lists take its place, and of all that has left the window since
-
-It all happens at boundaries but the evaluation, so a step's lists are fixed.
+All of this happens at boundaries, so a step's lists are fixed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,27 +25,17 @@ import torch
 from sglang_scout.engine.context_cache import ContextCache, Ids, Kept
 from sglang_scout.engine.counters import Counters
 from sglang_scout.engine.device import Fetching, Staging, upload
-from sglang_scout.engine.offered import of_lists
+from sglang_scout.engine.evaluation import Evaluation, Evaluator
+from sglang_scout.engine.offered import Offered, of_lists
 from sglang_scout.engine.step_inputs import Batch
-from sglang_scout.engine.stores import HostPages, ModelShape, Sizes
+from sglang_scout.engine.stores import HostPages, ModelShape, ResidentCache, Sizes
 from sglang_scout.engine.transport import Transport
 from sglang_scout.ops.attend import attend_pages
-from sglang_scout.policy.base import Feedback, Policy, WindowView
+from sglang_scout.policy.base import Policy
+from sglang_scout.policy.feedback import Feedback, WindowView
 
 Tokens = tuple[Ids, Ids, Ids]
 """Layers, heads and tokens, see :meth:`ContextCache.add`."""
-
-
-@dataclass(eq=False)
-class Evaluation:
-    """Of a request that has joined."""
-
-    row: int  # in the request's first step
-    pages: list[int]  # all that the worker attends to meanwhile
-    asked: list[int]  # those of them that it is about
-    since: list[Tokens] = field(default_factory=list)  # kept of pages that left later
-    queries: Fetching | None = None
-    kept: Future[tuple[Kept, npt.NDArray[np.bool_]]] | None = None
 
 
 @dataclass(eq=False)
@@ -60,6 +47,10 @@ class Request:
     left: int  # pages behind the window's begin
     kept: Kept
     evaluation: Evaluation | None
+    whole: list[
+        int
+    ]  # until it has ended: all older pages, and what is kept of those that left since
+    since: list[Tokens] = field(default_factory=list)
     version: int = 0
 
 
@@ -88,7 +79,7 @@ class OlderTokens:
         self._feedback: Feedback = policy.feedback
         self._sinks, self._recent = policy.digest.sink_pages, policy.digest.recent_pages
         self._transport, self._counters, self._device = transport, counters, device
-        self._shape, self._host = shape, host
+        self._shape = shape
         layers, heads, rows = shape.num_layers, shape.num_kv_heads, sizes.max_batch
         self._cache = ContextCache(host, sizes.max_pages, self._feedback.cap_tokens)
         self._feedback.allocate(layers, rows, heads, shape.page_size, device)
@@ -101,7 +92,7 @@ class OlderTokens:
         self._free_states = list(range(rows))
         self._sent: list[tuple[Request, int] | None] = [None] * rows  # what the device's rows hold
         self._leaving: tuple[dict[int, int], Fetching] = {}, Fetching([], None)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="scout-evaluate")
+        self._evaluator = Evaluator(self._feedback, self._cache, host, shape)
         self._row_pages = np.zeros((layers, rows), np.int64)  # of all heads
         self.pause()
 
@@ -109,6 +100,7 @@ class OlderTokens:
         """No row has a request, until the next step begins."""
         self._staging.device.fill_(-1)
         self._counts.zero_()
+        self._row_pages[:] = 0
         self._sent = [None] * len(self._sent)
 
     def begin(self, step: int, batch: Batch, request_slots: npt.NDArray[np.int64]) -> Batch:
@@ -149,7 +141,8 @@ class OlderTokens:
         self._send_none(range(len(slots), len(self._sent)))
         self._staging.send(words.size)
         self._ask_of_leaving(step, slots, batch)
-        self._counters.count_posted(self._row_pages.sum(1))
+        held = len(slots) * self._shape.num_kv_heads * self._recent
+        self._counters.count_posted(self._row_pages.sum(1), held)
         n_pages = torch.from_numpy((attended >= 0).sum(1).astype(np.int32))
         return replace(batch, table=torch.from_numpy(attended), n_full=n_pages)
 
@@ -168,45 +161,20 @@ class OlderTokens:
     def _join(self, step: int, row: int, begin: int, older: list[int]) -> Request:
         state = self._free_states.pop()
         self._feedback.joins(state)
-        evaluation = Evaluation(row, older, [*older]) if older else None
-        return Request(step, state, begin, self._cache.empty(), evaluation)
+        evaluation = None
+        if older:
+            evaluation = Evaluation(self._evaluator, self._queries[:, row], older, state)
+        return Request(step, state, begin, self._cache.empty(), evaluation, older)
 
     def _advance(self, request: Request) -> None:
-        """The next part of its evaluation, if there is one."""
-        evaluation = request.evaluation
-        if evaluation is None:
+        if request.evaluation is None or (result := request.evaluation.advance()) is None:
             return
-        if evaluation.queries is None:
-            asked = [self._queries[:, evaluation.row]]
-            is_cuda = self._device.type == "cuda"
-            into = [torch.empty(asked[0].shape, pin_memory=True)] if is_cuda else None
-            evaluation.queries = Fetching(asked, into)
-        elif evaluation.kept is None:
-            [queries] = evaluation.queries.wait()
-            asked_pages = torch.tensor(evaluation.asked)
-            evaluation.kept = self._thread.submit(
-                self._evaluate, torch.from_numpy(queries), asked_pages, request.state
-            )
-        elif evaluation.kept.done():
-            request.kept, was_full = evaluation.kept.result()
-            request.evaluation = None
-            request.version += 1
-            self._raise(request, was_full)
-            for tokens in evaluation.since:
-                self._keep(request, tokens)
-
-    def _evaluate(
-        self, queries: torch.Tensor, pages: torch.Tensor, state: int
-    ) -> tuple[Kept, npt.NDArray[np.bool_]]:
-        """Select among all tokens of ``pages``, for each layer; also says which lists were full."""
-        kept, shape = self._cache.empty(), self._shape
-        was_full = np.zeros(kept.tokens.shape, bool)
-        for layer, k in enumerate(self._host.k):
-            scores = shape.scale, shape.logit_cap
-            found = self._feedback.select(state, layer, queries[layer], k, pages, *scores)
-            heads, tokens = (x.numpy() for x in found)
-            was_full |= self._cache.add(kept, np.full_like(heads, layer), heads, tokens)
-        return kept, was_full
+        request.kept, was_full = result
+        request.evaluation = None
+        request.version += 1
+        self._raise(request, was_full)
+        for tokens in request.since:
+            self._keep(request, tokens)
 
     def _leave(
         self, request: Request, pages: npt.NDArray[np.int32], bits: npt.NDArray[np.int32] | None
@@ -221,8 +189,8 @@ class OlderTokens:
         if request.evaluation is None:
             self._keep(request, kept)
         else:
-            request.evaluation.pages += pages.tolist()
-            request.evaluation.since.append(kept)
+            request.whole += pages.tolist()
+            request.since.append(kept)
         request.version += 1
 
     def _keep(self, request: Request, tokens: Tokens) -> None:
@@ -242,7 +210,9 @@ class OlderTokens:
         places = (full[rows] - self._recent) % (self._recent + 1)
         asked = [upload(np.array(x, np.int32), self._device) for x in (states, places)]
         found = self._feedback.leaving(*asked) if len(rows) else torch.zeros(0)
-        into = [found.cpu().pin_memory()] if self._device.type == "cuda" and len(rows) else None
+        into = None
+        if found.is_cuda:
+            into = [torch.empty(found.shape, dtype=found.dtype, pin_memory=True)]
         self._leaving = {slots[row]: i for i, row in enumerate(rows)}, Fetching([found], into)
 
     def _bits(self) -> npt.NDArray[np.int32]:
@@ -257,7 +227,7 @@ class OlderTokens:
         if self._sent[row] == (request, request.version):
             return
         if request.evaluation is not None:
-            pages = np.array(request.evaluation.pages, np.int32)
+            pages = np.array(request.whole, np.int32)
             ids = np.broadcast_to(pages, (*request.kept.tokens.shape, len(pages)))
             counts = np.full(request.kept.tokens.shape, len(pages), np.int32)
         else:
@@ -274,27 +244,34 @@ class OlderTokens:
                 self._sent[row] = None
 
     def attend(
-        self, layer: int, query: torch.Tensor, view: WindowView, v: torch.Tensor
+        self,
+        layer: int,
+        query: torch.Tensor,
+        resident: ResidentCache,
+        offered: Offered,
+        slot_of: torch.Tensor,
+        tail_slot: torch.Tensor,
+        tail_len: torch.Tensor,
     ) -> torch.Tensor:
         """Attention of a layer over the window, beside the worker's over the older tokens.
 
         Args:
             query: ``[B, HQ, D]`` fp32.
-            view: of the window, but for what this object knows.
-            v: resident slots.
+            offered: what the device attends to beside the tail, ``tail_len`` ``[B]`` tokens in ``tail_slot`` ``[B]``.
+            slot_of: ``[P]`` slots of this layer.
         """
         rows, lists = len(query), self._shape.num_kv_heads
-        state, fresh, first_at, recent = self._staging.device.view(4, -1)[:, :rows]
+        scores = self._shape.scale, self._shape.logit_cap
+        k, v, tail = resident.k[layer], resident.v[layer], (tail_slot, tail_len)
         self._queries[layer, :rows] = query
         ids, counts = (x[layer, :rows].flatten(0, 1) for x in (self._ids, self._counts))
         by_list = of_lists(query, lists)
         self._transport.post(layer, by_list, ids, counts)
         out, lse = attend_pages(
-            query, view.k, v, view.pages, view.tail_slot, view.tail_len, self._shape.scale,
-            self._shape.logit_cap, slot_of=view.slot_of, n_pages=view.n_pages,
-        )  # fmt: skip
-        view = replace(view, n_pages=recent, state=state, fresh=fresh, first_at=first_at)
-        scores = self._shape.scale, self._shape.logit_cap
+            query, k, v, offered.table, *tail, *scores, slot_of=slot_of, n_pages=offered.n_full
+        )
+        state, fresh, first_at, recent = self._staging.device.view(4, -1)[:, :rows]
+        view = WindowView(k, offered.table, recent, slot_of, *tail, state, fresh, first_at)
         self._feedback.attended(layer, query, lse, view, *scores)
         self._transport.merge(layer, by_list, of_lists(out, lists), of_lists(lse, lists))
         return out
@@ -302,8 +279,13 @@ class OlderTokens:
     def wait(self) -> None:
         """Until all evaluations that have begun have ended."""
         for request in self._requests.values():
-            if request.evaluation is not None and request.evaluation.kept is not None:
-                request.evaluation.kept.exception()
+            if request.evaluation is not None:
+                request.evaluation.wait()
 
     def close(self) -> None:
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._evaluator.close()
+
+
+def older_tokens(policy: Policy, *rest: Any) -> OlderTokens | None:
+    """Arguments as of :class:`OlderTokens`; None for a policy without feedback."""
+    return None if policy.feedback is None else OlderTokens(policy, *rest)

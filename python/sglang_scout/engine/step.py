@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -27,24 +26,24 @@ import torch
 from sglang_scout.engine.boundary import StepBoundary
 from sglang_scout.engine.counters import Counters
 from sglang_scout.engine.device import SideStream, upload
+from sglang_scout.engine.digest_pool import DigestPool
 from sglang_scout.engine.lifecycle import PageLifecycle
 from sglang_scout.engine.offered import of_lists
-from sglang_scout.engine.older_tokens import OlderTokens
+from sglang_scout.engine.older_tokens import older_tokens
 from sglang_scout.engine.ranks import Ranks, SharedChoice
 from sglang_scout.engine.recall import Recall
 from sglang_scout.engine.step_inputs import StepInputs
 from sglang_scout.engine.step_results import StepResults
-from sglang_scout.engine.stores import DigestPool, HostPages, ModelShape, ResidentCache, Sizes
+from sglang_scout.engine.stores import HostPages, ModelShape, ResidentCache, Sizes
 from sglang_scout.engine.trace import Tracer
 from sglang_scout.engine.transport import Transport
 from sglang_scout.engine.verify import Verifier
 from sglang_scout.ops.append import Pool, append_tokens
 from sglang_scout.ops.attend import attend_pages
-from sglang_scout.ops.layers import resident_slots
 from sglang_scout.ops.predict import QueryProjector
 from sglang_scout.ops.residency import ResidencyTable
 from sglang_scout.ops.select import Selection, select_pages
-from sglang_scout.policy.base import Policy, WindowView
+from sglang_scout.policy.base import Policy
 
 
 class StepEngine:
@@ -89,20 +88,17 @@ class StepEngine:
         self.pages = PageLifecycle(host, digests, table, slots)
         self._projectors = projectors
         self._inputs = StepInputs(shape.num_layers, sizes, device)
-        choosing = sizes if policy.feedback is None else replace(sizes, budget_pages=0)
-        self._results = StepResults(shape.num_layers, choosing, transport.waited_ns, device)
+        self._results = StepResults(shape.num_layers, sizes, transport.waited_ns, device)
+        self.older = older_tokens(policy, transport, shape, sizes, host, self.counters, device)
         self.boundary = StepBoundary(
             policy, sizes, shape.page_size, table, self.pages, self.recall, self._results,
-            self.counters,
+            self.counters, self.older,
         )  # fmt: skip
         table.take_changes()
         self._slot_of = upload(table.slot_of, device).clone()
         # Where each KV head chooses for itself, a rank has all of it.
         self._shared = SharedChoice(ranks, policy.digest) if ranks and sizes.lists == 1 else None
         self._verifier = Verifier(host, shape, policy.route, self.counters) if verify else None
-        self.older: OlderTokens | None = None
-        if policy.feedback is not None:
-            self.older = OlderTokens(policy, transport, shape, sizes, host, self.counters, device)
         self._step = 0
         # Some request of this step, and all of them, take their real queries.
         self._warms_up = self._all_warm_up = False
@@ -152,8 +148,6 @@ class StepEngine:
         self.tracer.step(self._step)
         batch = self.boundary.begin(self._step, page_table, request_slots, seq_lens)
         self._check_faults()
-        if self.older is not None:
-            batch = self.older.begin(self._step, batch, request_slots)
         warming = batch.ages < self.policy.query.exact_steps
         self._warms_up, self._all_warm_up = bool(warming.any()), bool(warming.all())
         if self._warms_up:
@@ -226,8 +220,7 @@ class StepEngine:
             out=self._results.of(layer, len(by_list)),
         )  # fmt: skip
         if self._shared is not None and self._verifier is not None:
-            is_same = self._shared.is_same(selection.pages)
-            self.counters.verify_unequal_selections += not is_same
+            self.counters.verify_unequal_selections += not self._shared.is_same(selection.pages)
         self.tracer.cut("ahead", "select", start_ns, layer=layer)
         if not self._posts_late:
             self.transport.post(layer, by_list, selection.missing, selection.n_missing)
@@ -242,8 +235,7 @@ class StepEngine:
         Returns:
             ``[B, HQ, D]`` fp32.
         """
-        rows = len(q)
-        inputs, shape = self._inputs, self.shape
+        rows, inputs, shape = len(q), self._inputs, self.shape
         tail_slot, tail_len = inputs.tail_slot[layer, :rows], inputs.tail_len[:rows]
         append_tokens(
             k, v, tail_len,
@@ -254,13 +246,11 @@ class StepEngine:
         offered = inputs.offered.first(rows)
         if self.older is not None:
             slots = self._slot_of[layer], tail_slot, tail_len
-            view = WindowView(self.resident.k[layer], offered.table, offered.n_full, *slots)
-            return self.older.attend(layer, query, view, self.resident.v[layer])
+            return self.older.attend(layer, query, self.resident, offered, *slots)
         if layer not in self._chosen:
             self._look_ahead(layer, self._late_query(layer, query))
         query_ahead, selection = self._chosen.pop(layer)
-        lists = self.sizes.lists
-        by_list = of_lists(query, lists)
+        lists, by_list = self.sizes.lists, of_lists(query, self.sizes.lists)
         if self._posts_late:
             query_ahead = query
             self.transport.post(layer, by_list, selection.missing, selection.n_missing)
@@ -286,11 +276,8 @@ class StepEngine:
         self.transport.merge(layer, by_list, of_lists(out, lists), of_lists(lse, lists))
         if self._verifier is not None:
             start_ns = self.tracer.now()
-            is_resident = resident_slots(self._slot_of[layer], pages) >= 0
-            self._verifier.check(
-                layer, out, query, query_ahead, torch.where(is_resident, pages, -1),
-                selection.missing, self._results.running.batch, change,
-            )  # fmt: skip
+            parts = pages, self._slot_of[layer], selection.missing, self._results.running.batch
+            self._verifier.check(layer, out, query, query_ahead, *parts, change)
             self.tracer.cut("attention", "verify", start_ns, layer=layer)
         return out
 
@@ -307,9 +294,7 @@ class StepEngine:
         """Wait for what was launched, stop the copies and write the trace."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        self.recall.close()
-        if self.older is not None:
-            self.older.close()
+        for part in (self.recall, self.older, self.boundary.step_log):
+            if part is not None:
+                part.close()
         self.tracer.write()
-        if self.boundary.step_log is not None:
-            self.boundary.step_log.close()

@@ -11,6 +11,7 @@ import torch
 from sglang_scout.engine.counters import Counters
 from sglang_scout.engine.step_inputs import Batch
 from sglang_scout.engine.stores import HostPages, ModelShape
+from sglang_scout.ops.layers import resident_slots
 from sglang_scout.policy.base import Route
 
 NOT_FINITE = float(np.finfo(np.float32).max)
@@ -32,14 +33,16 @@ class Verifier:
         out: torch.Tensor,
         q: torch.Tensor,
         q_ahead: torch.Tensor,
-        on_device: torch.Tensor,
+        pages: torch.Tensor,
+        slot_of: torch.Tensor,
         missing: torch.Tensor,
         batch: Batch,
         mass_change: torch.Tensor | None,
     ) -> None:
-        """Tensors as of :func:`relative_error`, on the device; ``missing`` ``[B * C, k]`` goes the policy's route.
-        ``on_device`` may be one list for all heads."""
-        attended, on_cpu = on_device.cpu(), missing.cpu()
+        """Tensors as of :func:`relative_error`, on the device, which attended to those of ``pages`` that have a slot;
+        ``missing`` ``[B * C, k]`` goes the policy's route. ``pages`` may be one list for all heads."""
+        is_resident = resident_slots(slot_of, pages) >= 0
+        attended, on_cpu = torch.where(is_resident, pages, -1).cpu(), missing.cpu()
         attended = attended.repeat_interleave(len(on_cpu) // len(attended), dim=0)
         if self._route != "cpu":  # with the real query, or not at all
             if self._route == "fetch":

@@ -68,7 +68,9 @@ def around_init_pools(original: Callable[..., None], runner: Any) -> None:
     pool = build_pools(
         original,
         runner,
-        functools.partial(HostKVPool, arena_spec=spec, numa_nodes=nodes),
+        functools.partial(
+            HostKVPool, arena_spec=spec, numa_nodes=nodes, context_share=config.context_share
+        ),
         HostKVPool,
     )
     pool.attach(shape, plan, config.digest)

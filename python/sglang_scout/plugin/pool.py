@@ -17,8 +17,10 @@ import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.model_executor import model_runner_kv_cache_mixin as pools_module
 
+from sglang_scout.engine.context_cache import context_pages
+from sglang_scout.engine.digest_pool import DigestPool
 from sglang_scout.engine.memory import MemoryPlan
-from sglang_scout.engine.stores import DigestPool, HostPages, ModelShape
+from sglang_scout.engine.stores import HostPages, ModelShape
 from sglang_scout.plugin.allocator import ScoutAllocator
 from sglang_scout.plugin.device import lock_pages
 from sglang_scout.worker.arena import Arena, ArenaSpec
@@ -70,20 +72,27 @@ class HostKVPool(MHATokenToKVPool):
     """Decode side: all KV in one memory file that the attention worker maps as well.
 
     Args:
-        arena_spec: everything about the arena but its number of pages, which follows from the pool.
+        arena_spec: everything about the arena but its numbers of pages, which follow from the pool.
+        context_share: of the host pages' memory, for kept tokens beside them.
         numa_nodes: nodes to bind the arena's pages to, as many as ``arena_spec`` says; none: empty.
     """
 
     def __init__(
-        self, *args: Any, arena_spec: dict[str, Any], numa_nodes: list[int], **kwargs: Any
+        self,
+        *args: Any,
+        arena_spec: dict[str, Any],
+        numa_nodes: list[int],
+        context_share: float = 0.0,
+        **kwargs: Any,
     ) -> None:
-        self._arena_spec = arena_spec
+        self._arena_spec, self._context_share = arena_spec, context_share
         self._numa_nodes = numa_nodes
         super().__init__(*args, **kwargs)
 
     def _create_buffers(self) -> None:
         num_pages = (self.size + self.page_size) // self.page_size
-        spec = ArenaSpec(num_pages=num_pages, **self._arena_spec)
+        context_pages = int(num_pages * self._context_share) * self.head_num
+        spec = ArenaSpec(num_pages=num_pages, context_pages=context_pages, **self._arena_spec)
         self.arena = Arena.create(spec, numa_nodes=self._numa_nodes)
         if torch.device(self.device).type == "cuda":
             lock_pages(self.arena)
@@ -100,7 +109,8 @@ class HostKVPool(MHATokenToKVPool):
     def attach(self, shape: ModelShape, plan: MemoryPlan, digest: str) -> None:
         """Make the page view and the digest pool, once the model's shape is known."""
         self.plan = plan
-        self.host_pages = HostPages(shape, self.k_buffer, self.v_buffer)
+        context = context_pages(self.arena, shape)
+        self.host_pages = HostPages(shape, self.k_buffer, self.v_buffer, context)
         self.digests = DigestPool(shape, self.host_pages.num_pages, self.device, digest)
 
     def get_cpu_copy(self, indices: torch.Tensor, mamba_indices: Any = None) -> Any:

@@ -14,12 +14,12 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from sglang_scout.core.config import DEFAULT_DIGEST, OffloadConfig
 from sglang_scout.core.parse_config import check_layers
 from sglang_scout.core.profile import RecallProfile
 from sglang_scout.ops.residency import PageUses
+from sglang_scout.policy.feedback import Feedback
 
 Route = Literal["cpu", "fetch", "drop"]
 """What becomes of chosen pages that are not resident: attended to by the CPU worker where they lie; copied to the
@@ -187,66 +187,6 @@ class Residency(Protocol):
 
     def describe(self) -> dict[str, Any]:
         """State for operators: plain numbers, strings and lists."""
-
-
-@dataclass(frozen=True)
-class WindowView:
-    """What a layer's device attention covers, B rows: pages, of which the first are the window's, and the one that is
-    being filled. Tensors of the device, int32 but ``k``.
-
-    Attributes:
-        k: ``[slots, S, H, D]``.
-        pages, n_pages: ``[B, N]`` and ``[B]``; for feedback those of the window, oldest first.
-        slot_of: ``[P]`` slot of each page.
-        tail_slot, tail_len: ``[B]`` slot of the page being filled, tokens in it.
-        state: ``[B]`` each request's row of the policy's stores, -1 without one.
-        fresh: ``[B]`` not 0 in a request's first step.
-        first_at: ``[B]`` place of the window's oldest page in a ring of as many as a window has.
-    """
-
-    k: torch.Tensor
-    pages: torch.Tensor
-    n_pages: torch.Tensor
-    slot_of: torch.Tensor
-    tail_slot: torch.Tensor
-    tail_len: torch.Tensor
-    state: torch.Tensor | None = None
-    fresh: torch.Tensor | None = None
-    first_at: torch.Tensor | None = None
-
-
-class Feedback(Protocol):
-    """What the device's attention says of the window's tokens, and so which of them the worker goes on with.
-
-    With it nothing is selected: the device attends to a window and the worker to what was kept of older tokens.
-    """
-
-    cap_tokens: int | None
-    """Most tokens that are kept of a request in a layer and head."""
-
-    def allocate(
-        self, layers: int, requests: int, heads: int, page_tokens: int, device: torch.device
-    ) -> None:
-        """Make the stores, a row for each request."""
-
-    def joins(self, state: int) -> None:
-        """A request takes a row."""
-
-    def attended(
-        self, layer: int, q: torch.Tensor, lse: torch.Tensor, view: WindowView, *scores: float
-    ) -> None:
-        """The device attended to a window. ``scores``: scale and logit cap."""
-
-    def leaving(self, states: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """``[L, n, H]`` bits of the tokens that are kept of pages at the end of their windows."""
-
-    def select(
-        self, state: int, layer: int, q: torch.Tensor, k: torch.Tensor, pages: torch.Tensor, *scores: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """Heads and tokens kept of host pages of a request that joined; on a thread beside the steps."""
-
-    def raise_threshold(self, state: int, heads: npt.NDArray[np.bool_]) -> None:
-        """Of ``heads`` ``[L, H]`` more was kept than there is room for."""
 
 
 @dataclass(frozen=True)

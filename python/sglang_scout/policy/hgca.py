@@ -15,13 +15,17 @@ import torch
 
 from sglang_scout.ops.residency import PageUses
 from sglang_scout.ops.salience import decay_mass, salient_bits, select_salient
-from sglang_scout.policy.base import Context, Digest, Policy, RealQuery, StepReport, WindowView
+from sglang_scout.policy.base import Context, Digest, Policy, RealQuery, StepReport
+from sglang_scout.policy.feedback import WindowView
 
 DEFAULTS: dict[str, Any] = {
     "budget_tokens": 4096,
     "grain": "head",
     "sink_pages": 0,
     "context_share": 0.3,  # the most that the paper's heads keep (section 3.2.2)
+    "hgca_beta": 1.0,
+    "hgca_alpha": 0.1,
+    "context_cap_tokens": None,
 }
 
 Ids = npt.NDArray[np.int64]
@@ -111,7 +115,6 @@ class SalientTokens:
     def attended(
         self, layer: int, q: torch.Tensor, lse: torch.Tensor, view: WindowView, *scores: float
     ) -> None:
-        assert view.state is not None and view.fresh is not None and view.first_at is not None
         decay_mass(
             q, lse, view.k, view.pages, view.n_pages, view.slot_of, view.tail_slot, view.tail_len, view.first_at,
             view.state, view.fresh, self._maw[layer], self.alpha, *scores,

@@ -11,6 +11,7 @@ import contextlib
 import errno
 import fcntl
 import logging
+import math
 import mmap
 import os
 from bisect import bisect_right
@@ -134,6 +135,13 @@ class Arena:
         """V of a layer, like :meth:`k_pages`."""
         return self._plane(layer, 1)
 
+    def context(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
+        """K and V of a layer's context pages, [C, S, D] each, like :meth:`k_pages`."""
+        s = self.spec
+        shape = s.context_pages, s.page_size, s.head_dim
+        k, v = (self._words(layer, which, s.num_pages * s.page_bytes, shape) for which in (0, 1))
+        return k, v
+
     def close(self) -> None:
         """Closes the file and gives up the mapping; idempotent.
 
@@ -157,13 +165,17 @@ class Arena:
         return self._memory
 
     def _plane(self, layer: int, which: int) -> np.ndarray:
+        s = self.spec
+        return self._words(layer, which, 0, (s.num_pages, s.page_size, s.num_kv_heads, s.head_dim))
+
+    def _words(self, layer: int, which: int, begin: int, shape: tuple[int, ...]) -> np.ndarray:
+        """What lies ``begin`` bytes behind the begin of a layer's K, 0, or V, 1."""
         s, at = self.spec, self._layout
         if not 0 <= layer < s.num_layers:
             raise ArenaError(f"layer {layer} is outside 0..{s.num_layers - 1}")
-        offset = at.kv_offset + layer * at.layer_stride + which * at.v_offset
-        plane = self._mapped()[offset : offset + s.num_pages * s.page_bytes]
-        shape = (s.num_pages, s.page_size, s.num_kv_heads, s.head_dim)
-        return plane.view(s.storage_dtype).reshape(shape)
+        begin += at.kv_offset + layer * at.layer_stride + which * at.v_offset
+        words = self._mapped()[begin : begin + math.prod(shape) * s.storage_dtype.itemsize]
+        return words.view(s.storage_dtype).reshape(shape)
 
 
 @contextlib.contextmanager

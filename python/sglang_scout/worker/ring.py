@@ -21,7 +21,7 @@ EVENT_DTYPE = np.dtype(_native.RING_STRUCTS["Event"])
 MOST_THREADS_PER_GROUP = 8  # where their number is not fixed
 
 _SIZES = ("num_pages", "num_layers", "page_size", "num_kv_heads", "num_q_heads", "head_dim",
-          "max_batch", "max_pages", "scale", "logit_cap", "num_nodes")  # fmt: skip
+          "max_batch", "max_pages", "scale", "logit_cap", "num_nodes", "context_pages")  # fmt: skip
 
 
 class Layout(NamedTuple):

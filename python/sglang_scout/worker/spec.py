@@ -34,6 +34,7 @@ class ArenaSpec:
         max_batch: rows of a record.
         max_pages: k, pages per row of a record.
         num_nodes: memory nodes that the pages are divided among by their index; see ``stripe_pages``.
+        context_pages: C, pages of one KV head in each layer, behind the host pages; on the last node.
 
     Raises:
         ArenaError: a value is out of range.
@@ -51,20 +52,27 @@ class ArenaSpec:
     max_pages: int
     logit_cap: float = 0.0
     num_nodes: int = 1
+    context_pages: int = 0
 
     def __post_init__(self) -> None:
         limits = {
             "num_layers": 1 << 16, "num_pages": (1 << 31) - 1, "page_size": 2048,
             "num_kv_heads": 1024, "num_q_heads": 1 << 14, "head_dim": 512,
             "max_batch": MAX_BATCH, "max_pages": 1 << 20, "num_nodes": MAX_NODES,
+            "context_pages": (1 << 31) - 1,
         }  # fmt: skip
         for name, limit in limits.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | np.integer):
                 raise ArenaError(f"{name}={value!r} is not an integer")
-            if not 1 <= value <= limit:
-                raise ArenaError(f"{name}={value} is outside 1..{limit}")
+            least = 0 if name == "context_pages" else 1
+            if not least <= value <= limit:
+                raise ArenaError(f"{name}={value} is outside {least}..{limit}")
             object.__setattr__(self, name, int(value))
+        if self.num_pages + self.context_pages * self.page_size >= 1 << 31:
+            raise ArenaError(
+                f"context_pages={self.context_pages}: their {self.page_size} tokens each have no ids of 31 bits"
+            )
         if self.num_q_heads % self.num_kv_heads:
             raise ArenaError(
                 f"num_q_heads={self.num_q_heads} is not a multiple of "
@@ -111,4 +119,5 @@ class ArenaSpec:
     @property
     def kv_bytes(self) -> int:
         """Bytes of K and V of all pages of all layers."""
-        return 2 * self.num_layers * self.num_pages * self.page_bytes
+        context_bytes = self.context_pages * (self.page_bytes // self.num_kv_heads)
+        return 2 * self.num_layers * (self.num_pages * self.page_bytes + context_bytes)

@@ -1,0 +1,70 @@
+"""Feedback axis: what the device's attention says of the tokens of a recent window."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+
+@dataclass(frozen=True)
+class WindowView:
+    """The window of a layer, B rows: full pages, oldest first, and the page being filled. On the device, int32 but
+    ``k``.
+
+    Attributes:
+        k: ``[slots, S, H, D]``.
+        pages, n_pages: ``[B, N]``, of which each row's first ``[B]`` are its window's.
+        slot_of: ``[P]`` slot of each page.
+        tail_slot, tail_len: ``[B]`` slot of the page being filled, tokens in it.
+        state: ``[B]`` each request's row of the policy's stores, -1 without one.
+        fresh: ``[B]`` not 0 in a request's first step.
+        first_at: ``[B]`` place of the window's oldest page in a ring of as many as a window has.
+    """
+
+    k: torch.Tensor
+    pages: torch.Tensor
+    n_pages: torch.Tensor
+    slot_of: torch.Tensor
+    tail_slot: torch.Tensor
+    tail_len: torch.Tensor
+    state: torch.Tensor
+    fresh: torch.Tensor
+    first_at: torch.Tensor
+
+
+class Feedback(Protocol):
+    """What the device's attention says of the window's tokens, and so which of them the worker goes on with.
+
+    With it nothing is selected: the device attends to a window and the worker to what was kept of older tokens.
+    """
+
+    cap_tokens: int | None
+    """Most tokens that are kept of a request in a layer and head."""
+
+    def allocate(
+        self, layers: int, requests: int, heads: int, page_tokens: int, device: torch.device
+    ) -> None:
+        """Make the stores, a row for each request."""
+
+    def joins(self, state: int) -> None:
+        """A request takes a row."""
+
+    def attended(
+        self, layer: int, q: torch.Tensor, lse: torch.Tensor, view: WindowView, *scores: float
+    ) -> None:
+        """The device attended to a window. ``scores``: scale and logit cap."""
+
+    def leaving(self, states: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """``[L, n, H]`` bits of the tokens that are kept of pages at the end of their windows."""
+
+    def select(
+        self, state: int, layer: int, q: torch.Tensor, k: torch.Tensor, pages: torch.Tensor, *scores: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """Heads and tokens kept of host pages of a request that joined; on a thread beside the steps."""
+
+    def raise_threshold(self, state: int, heads: npt.NDArray[np.bool_]) -> None:
+        """Of ``heads`` ``[L, H]`` more was kept than there is room for."""
