@@ -32,7 +32,8 @@ class Ring {
         h_.head_dim % 16 != 0 || h_.dtype > 2 || !in(h_.max_batch, 1, 1u << 16) ||
         !in(h_.max_pages, 1, 1u << 20) || !in(static_cast<uint64_t>(h_.num_pages), 1, INT32_MAX) ||
         !in(h_.num_nodes, 1, kMaxNodes) || !in(h_.stripe_pages, 1, INT32_MAX) ||
-        uint64_t{h_.stripe_pages} * h_.num_nodes < static_cast<uint64_t>(h_.num_pages))
+        uint64_t{h_.stripe_pages} * h_.num_nodes < static_cast<uint64_t>(h_.num_pages) ||
+        h_.context_pages > INT32_MAX || id_end(h_) > INT32_MAX)
       return "a size in the header is out of range";
     // The planes alone may need more than 64 bits can say.
     if (plane_bytes(h_) > bytes / (2 * h_.num_layers) || h_.total_bytes > bytes)
@@ -92,6 +93,16 @@ class Ring {
             static_cast<int32_t>(h_.head_dim),
             static_cast<DType>(h_.dtype),
             static_cast<int32_t>(h_.num_kv_heads)};
+  }
+  KvPages context(uint32_t layer) const {
+    const uint64_t begin = uint64_t(h_.num_pages) * h_.num_kv_heads * context_page_bytes(h_);
+    const char* k = base_ + h_.kv_offset + layer * h_.layer_stride + begin;
+    KvPages pages = kv(layer);
+    pages.k = k;
+    pages.v = k + h_.v_offset;
+    pages.num_pages = static_cast<int64_t>(h_.context_pages);
+    pages.kv_heads = pages.stored_heads = 1;
+    return pages;
   }
   AttendParams params() const {
     return {static_cast<int32_t>(h_.num_q_heads / h_.num_kv_heads), h_.scale, h_.logit_cap};

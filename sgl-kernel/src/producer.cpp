@@ -75,7 +75,7 @@ uint64_t Producer::post(uint32_t layer, uint64_t step, uint32_t rows, const floa
     largest = n_pages[b] > largest ? n_pages[b] : largest;
     for (int32_t i = 0; i < n_pages[b]; ++i) {
       const int32_t id = pages[uint64_t{b} * k + i];
-      if (id >= h.num_pages) fail("page id", id, 0, h.num_pages - 1, b);
+      if (id >= id_end(h)) fail("page id", id, 0, id_end(h) - 1, b);
       total += id >= 0;
     }
   }

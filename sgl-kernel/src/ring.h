@@ -51,7 +51,7 @@
 namespace scout {
 
 constexpr uint64_t kRingMagic = 0x31474E5254554353ull;  // "SCUTRNG1"
-constexpr uint32_t kLayoutVersion = 6;
+constexpr uint32_t kLayoutVersion = 7;
 constexpr uint32_t kHeaderBytes = 4096;
 constexpr uint32_t kStatLines = 1024;    // most threads of a worker
 constexpr uint64_t kEventEntries = 256;  // of a thread: four steps of 64 layers, read at every step
@@ -99,9 +99,10 @@ struct Header {
   uint64_t events_offset;
   uint64_t event_entries;  // of one thread; a power of two
   uint32_t num_nodes;
-  uint32_t stripe_pages;  // of a node, in every plane
+  uint32_t stripe_pages;   // of a node, in every plane
+  uint64_t context_pages;  // of one KV head, behind the pages of every plane; of the last node
 };
-static_assert(sizeof(Header) == 224);  // no padding: headers are compared by bytes
+static_assert(sizeof(Header) == 232);  // no padding: headers are compared by bytes
 
 // Words of different writers lie 128 bytes apart: two cache lines, as adjacent ones come together.
 struct Control {
@@ -165,10 +166,19 @@ inline uint64_t make_seq(uint64_t epoch, uint64_t post) { return epoch << 40 | (
 inline uint64_t epoch_of(uint64_t seq) { return seq >> 40; }
 inline uint64_t post_of(uint64_t seq) { return seq & kPostMask; }
 
-// K, or V, of a layer.
+// A page of one KV head, and K, or V, of a layer.
+inline uint64_t context_page_bytes(const Header& h) {
+  return uint64_t{h.page_size} * h.head_dim * (h.dtype == 0 ? 4 : 2);
+}
 inline uint64_t plane_bytes(const Header& h) {
-  return static_cast<uint64_t>(h.num_pages) * h.page_size * h.num_kv_heads * h.head_dim *
-         (h.dtype == 0 ? 4 : 2);
+  return (static_cast<uint64_t>(h.num_pages) * h.num_kv_heads + h.context_pages) *
+         context_page_bytes(h);
+}
+// Ids that a list may have. From num_pages on, num_pages + page * page_size + n - 1 means the first
+// n tokens of a context page. A list has such ids or others, and at most its last is not of a whole
+// page.
+inline int64_t id_end(const Header& h) {
+  return h.num_pages + static_cast<int64_t>(h.context_pages) * h.page_size;
 }
 
 // Fills the rest of a header of which the sizes are set (num_pages to logit_cap, num_nodes,
@@ -181,8 +191,8 @@ inline uint64_t plane_bytes(const Header& h) {
 //   records   2 L slots, slot (step & 1) * L + layer: RecordHeader, q, pages, n_pages
 //   replies   2 L slots: ReplyHeader, out, lse
 //   events    stat_lines rings of event_entries Events, each written by one worker thread
-//   kv        L layers: K [P, S, H, D], V [P, S, H, D]; with several nodes planes begin at huge
-//             pages, so that none holds pages of two nodes
+//   kv        L layers: K [P, S, H, D], [C, S, D] of context pages, V likewise; with several nodes
+//             planes begin at huge pages, so that none holds pages of two nodes
 inline void lay_out(Header& h) {
   const auto up = [](uint64_t v, uint64_t align) { return (v + align - 1) / align * align; };
   uint64_t end = kHeaderBytes;

@@ -20,13 +20,14 @@ inline int32_t attend_part(const Ring& ring, uint32_t layer, const float* q, con
                            float* lse) {
   const Header& h = ring.header();
   if (n < 0 || n > static_cast<int32_t>(h.max_pages)) return -1;
-  const int64_t first = int64_t{h.stripe_pages} * (part / parts);
-  const int64_t end = first + h.stripe_pages;
+  const uint32_t node = part / parts;
+  const int64_t first = int64_t{h.stripe_pages} * node;
+  const int64_t end = node + 1 == h.num_nodes ? id_end(h) : first + h.stripe_pages;
   const uint32_t run = part % parts;
   int32_t listed = 0;
   for (int32_t i = 0; i < n; ++i) {
     const int32_t id = load_relaxed(pages + i);
-    if (id >= h.num_pages) return -1;
+    if (id >= id_end(h)) return -1;
     if (id < 0 || (id >= first && id < end)) scratch[listed++] = id;
   }
   const int32_t lo = static_cast<int32_t>(int64_t{listed} * run / parts);
@@ -38,7 +39,22 @@ inline int32_t attend_part(const Ring& ring, uint32_t layer, const float* q, con
     for (uint32_t head = 0; head < h.num_q_heads; ++head) lse[head] = -INFINITY;
     return 0;
   }
-  attend_sequence(ring.kv(layer), ring.params(), q, scratch, count, -1, 0, out, lse);
+  const bool is_context = count > 0 && scratch[0] >= h.num_pages;
+  const int32_t size = static_cast<int32_t>(h.page_size);
+  int32_t whole = 0, last_page = -1, last_len = 0;
+  for (int32_t i = 0; i < count; ++i) {
+    if ((scratch[i] >= h.num_pages) != is_context || last_page >= 0) return -1;
+    if (!is_context) continue;
+    const int32_t at = scratch[i] - static_cast<int32_t>(h.num_pages);
+    if (at % size == size - 1) {
+      scratch[whole++] = at / size;
+    } else {
+      last_page = at / size;
+      last_len = at % size + 1;
+    }
+  }
+  attend_sequence(is_context ? ring.context(layer) : ring.kv(layer), ring.params(), q, scratch,
+                  is_context ? whole : count, last_page, last_len, out, lse);
   return count;
 }
 

@@ -1,4 +1,4 @@
-"""Algorithms 1 and 2 of HGCA (2507.03153), token by token in float64: one request in one layer.
+"""Algorithms 1 and 2 of HGCA (Deng et al.), token by token in float64: one request in one layer.
 
 Where it deviates from the paper, as the engine does:
 

@@ -31,9 +31,12 @@ def context_pages(arena: Arena, shape: ModelShape) -> LayerPages | None:
     """An arena's context pages, ``[C, S, D]`` of each layer, if it has some."""
     if not arena.spec.context_pages:
         return None
-    layers = [arena.context(layer) for layer in range(shape.num_layers)]
     k, v = (
-        [torch.from_numpy(x).view(shape.dtype) for x in half] for half in zip(*layers, strict=True)
+        [
+            torch.from_numpy(arena.context(i, which)).view(shape.dtype)
+            for i in range(shape.num_layers)
+        ]
+        for which in (0, 1)
     )
     return LayerPages.of(k, v, "cpu")
 

@@ -1,6 +1,6 @@
 """Which tokens are kept of a request that joins: selected among all of its older ones, on a thread beside the steps.
 
-Line 20 of HGCA's Algorithm 1, with the queries of the request's first step here.
+Line 20 of Deng et al., Algorithm 1, with the queries of the request's first step here.
 
     boundary t+1   the queries of step t, with which the request joined, go to the host
     boundary t+2   they are there: the selection begins

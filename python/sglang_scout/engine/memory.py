@@ -10,6 +10,7 @@ from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.page_bytes import digest_bytes, input_bytes
 from sglang_scout.engine.fetch import staging_bytes
+from sglang_scout.engine.older_tokens import older_bytes
 from sglang_scout.engine.stores import ModelShape
 from sglang_scout.policy.base import Route
 from sglang_scout.worker.arena import ArenaSpec
@@ -28,7 +29,7 @@ class MemoryPlan:
         budget_pages: k, at most the pages of one context.
         num_slots: device slots per layer: resident pages, tails, and room for recalls under way.
         input_bytes: SGLang's input buffers, which are as long as all tokens of the host pages.
-        staging_bytes: where missing pages arrive that a policy fetches.
+        staging_bytes: as of :func:`bytes_of_step`.
         context_bytes: tokens that heads keep of older pages, in host memory.
     """
 
@@ -80,7 +81,7 @@ def plan_memory(
     """
     size = shape.page_size
     budget_pages = most_pages(config, shape, context_tokens)
-    staging = staging_bytes(shape, max_batch, budget_pages) if route == "fetch" else 0
+    staging = bytes_of_step(config, shape, max_batch, context_tokens, route)
     if device_bytes is not None:
         device_bytes -= staging
     page_bytes = 2 * shape.page_bytes * shape.num_layers
@@ -111,6 +112,18 @@ def plan_memory(
     if device_bytes is not None:
         _check_device(plan, config, max_batch, min(least_slots, num_pages), device_bytes)
     return plan
+
+
+def bytes_of_step(
+    config: OffloadConfig, shape: ModelShape, max_batch: int, context_tokens: int, route: Route
+) -> int:
+    """Device memory for missing pages that a policy fetches, or for what it follows the tokens of a window by."""
+    if route == "fetch":
+        return staging_bytes(shape, max_batch, most_pages(config, shape, context_tokens))
+    if not config.context_share:
+        return 0
+    listed = -(-context_tokens // shape.page_size)
+    return older_bytes(shape, max_batch, config.budget_tokens, listed)
 
 
 @dataclass(frozen=True)

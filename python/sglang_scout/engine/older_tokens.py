@@ -1,4 +1,4 @@
-"""Tokens that have left the device's window: what the worker attends to of them (HGCA Algorithms 1 and 2).
+"""Tokens that have left the device's window: what the worker attends to of them (Deng et al., Algorithms 1 and 2).
 
 The device attends to a request's recent window and, where the policy asks for them, to its first pages. Of a page
 that leaves the window each KV head keeps the tokens that the policy finds salient, in the context cache. A request
@@ -36,6 +36,13 @@ from sglang_scout.policy.feedback import Feedback, WindowView
 
 Tokens = tuple[Ids, Ids, Ids]
 """Layers, heads and tokens, see :meth:`ContextCache.add`."""
+
+
+def older_bytes(shape: ModelShape, max_batch: int, window_tokens: int, listed_pages: int) -> int:
+    """Device memory of :class:`OlderTokens` and of the policy's averages."""
+    lists = shape.num_layers * max_batch * shape.num_kv_heads
+    queries = shape.num_layers * max_batch * shape.num_q_heads * shape.head_dim
+    return 4 * (lists * (window_tokens + listed_pages) + queries)
 
 
 @dataclass(eq=False)

@@ -1,4 +1,4 @@
-"""What a window's attention weights say of its tokens, and the tokens that are kept of it (HGCA Algorithm 1)."""
+"""What a window's attention weights say of its tokens, and which are kept of it (Deng et al., Algorithm 1)."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def decay_mass(
         state: [B] int32 row of ``maw``, all different; negative: none, nothing is written.
         fresh: [B] int32, not 0 in a request's first step.
         maw: [M, W, H, S] float32, mutated where there is a token.
-    Source: HGCA Algorithm 1 line 9 with A of Algorithm 2 line 11; the largest of a group: ours.
+    Source: Deng et al., Algorithm 1 line 9 with A of Algorithm 2 line 11; the largest of a group: ours.
     """
     (B, N), (S, H, D), W = pages.shape, k.shape[1:], maw.shape[1]
     column = torch.arange(W, device=q.device)
@@ -108,7 +108,7 @@ def salient_bits(
         threshold: [L, N, H] float32, beta / window of each request and head.
     Returns:
         [L, n, H] int32, bit t of a word for token t.
-    Source: HGCA section 3.2.2, Algorithm 1 line 24.
+    Source: Deng et al., section 3.2.2, Algorithm 1 line 24.
     """
     keeps = maw[:, state, at] > threshold[:, state, :, None]  # [L, n, H, S]
     bit = 1 << torch.arange(maw.shape[-1], device=maw.device)
@@ -132,7 +132,7 @@ def select_salient(
         beta: [H] float32.
     Returns:
         (heads [m], tokens [m]) int64 by head and then in the order of ``pages``; token t of page p is p S + t.
-    Source: HGCA Algorithm 1 line 21; a token is kept if it is for any query head of the group (ours).
+    Source: Deng et al., Algorithm 1 line 21; a token is kept if it is for any query head of the group (ours).
     """
     _, S, H, D = k.shape
     q = q.view(H, -1, D)
@@ -170,7 +170,7 @@ def copy_tokens(source: LayerPages, ids: torch.Tensor, target: LayerPages) -> No
         source: [P, S, H, D] pages of all layers.
         ids: [3, m] int64: layers ascending, source (page S + token) H + head, target page S + token.
         target: [C, S, D] pages of one head; mutated.
-    Source: HGCA section 3.3, each head's entries contiguously.
+    Source: Deng et al., section 3.3, each head's entries contiguously.
     """
     layers, rows, targets = ids
     for layer in layers.unique().tolist():

@@ -9,8 +9,7 @@ from typing import Any
 
 from sglang_scout.core.config import DEFAULT_HOST_SHARE, OffloadConfig
 from sglang_scout.core.errors import ConfigError
-from sglang_scout.engine.fetch import staging_bytes
-from sglang_scout.engine.memory import most_host_pages, most_pages, plan_worker
+from sglang_scout.engine.memory import bytes_of_step, most_host_pages, plan_worker
 from sglang_scout.engine.stores import ModelShape
 from sglang_scout.plugin.ranks import AttentionRanks, nodes_of_worker
 from sglang_scout.policy.base import Context, make_policy
@@ -80,14 +79,14 @@ def _room_for_digests(
     if device_bytes is None:
         return math.inf
     max_batch = runner.server_args.max_running_requests
-    if make_policy(Context(config, shape.num_layers, 2 * shape.page_bytes)).route == "fetch":
-        budget_pages = most_pages(config, shape, runner.model_config.context_len)
-        device_bytes -= staging_bytes(shape, max_batch, budget_pages)
+    route = make_policy(Context(config, shape.num_layers, 2 * shape.page_bytes)).route
+    context_tokens = runner.model_config.context_len
+    device_bytes -= bytes_of_step(config, shape, max_batch, context_tokens, route)
     room = most_host_pages(
         config,
         shape,
         max_batch=max_batch,
-        context_tokens=runner.model_config.context_len,
+        context_tokens=context_tokens,
         device_bytes=device_bytes,
     )
     least = ranks.least(room.num_pages)

@@ -53,8 +53,8 @@ _FACTS = (
 )  # fmt: skip
 _TOTALS = (
     "steps", "selected_pages", "cpu_pages", "fetched_pages", "budget_pages", "cpu_compute_ratio",
-    "warmed_pages", "recalled_pages", "recall_bytes", "recall_wait_us", "gpu_wait_us", "verify_checks",
-    "verify_max_rel_error", "verify_unequal_selections",
+    "warmed_pages", "recalled_pages", "recall_bytes", "recall_wait_us", "gpu_wait_us",
+    "raised_thresholds", "verify_checks", "verify_max_rel_error", "verify_unequal_selections",
 )  # fmt: skip
 _OF_WORKER = (
     "pid", "state", "restarts", "cpus", "cpu_nodes", "pages", "remote_pages", "refused", "local_tickets",

@@ -1,4 +1,4 @@
-"""HGCA: a dense recent window on the device, the salient ones of the older tokens on the CPU.
+"""HGCA (Deng et al.): a dense recent window on the device, the salient ones of the older tokens on the CPU.
 
 Each KV head keeps tokens of its own when they leave the window, by the moving average of their attention weights, and
 the worker attends to them in the same layer with the real query. ``--kv-offload-budget`` is the window.

@@ -11,7 +11,6 @@ import contextlib
 import errno
 import fcntl
 import logging
-import math
 import mmap
 import os
 from bisect import bisect_right
@@ -22,7 +21,7 @@ import numpy as np
 
 from sglang_scout.core.errors import ArenaError
 from sglang_scout.worker import host_memory, numa
-from sglang_scout.worker.host_memory import HUGE_PAGE_BYTES, populate_together
+from sglang_scout.worker.host_memory import HUGE_PAGE_BYTES, gib, populate_together
 from sglang_scout.worker.ring import Layout, layout_of, node_spans, read_header, write_header
 from sglang_scout.worker.spec import ArenaSpec
 
@@ -135,12 +134,11 @@ class Arena:
         """V of a layer, like :meth:`k_pages`."""
         return self._plane(layer, 1)
 
-    def context(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
-        """K and V of a layer's context pages, [C, S, D] each, like :meth:`k_pages`."""
+    def context(self, layer: int, which: int) -> np.ndarray:
+        """K (0) or V (1) of a layer's context pages, [C, S, D], like :meth:`k_pages`."""
         s = self.spec
-        shape = s.context_pages, s.page_size, s.head_dim
-        k, v = (self._words(layer, which, s.num_pages * s.page_bytes, shape) for which in (0, 1))
-        return k, v
+        begin = s.num_pages * s.page_bytes
+        return self._plane(layer, which, begin, (s.context_pages, s.page_size, s.head_dim))
 
     def close(self) -> None:
         """Closes the file and gives up the mapping; idempotent.
@@ -164,18 +162,16 @@ class Arena:
             raise ArenaError("the arena is closed")
         return self._memory
 
-    def _plane(self, layer: int, which: int) -> np.ndarray:
-        s = self.spec
-        return self._words(layer, which, 0, (s.num_pages, s.page_size, s.num_kv_heads, s.head_dim))
-
-    def _words(self, layer: int, which: int, begin: int, shape: tuple[int, ...]) -> np.ndarray:
-        """What lies ``begin`` bytes behind the begin of a layer's K, 0, or V, 1."""
+    def _plane(
+        self, layer: int, which: int, begin: int = 0, shape: tuple[int, ...] = ()
+    ) -> np.ndarray:
         s, at = self.spec, self._layout
         if not 0 <= layer < s.num_layers:
             raise ArenaError(f"layer {layer} is outside 0..{s.num_layers - 1}")
+        shape = shape or (s.num_pages, s.page_size, s.num_kv_heads, s.head_dim)
         begin += at.kv_offset + layer * at.layer_stride + which * at.v_offset
-        words = self._mapped()[begin : begin + math.prod(shape) * s.storage_dtype.itemsize]
-        return words.view(s.storage_dtype).reshape(shape)
+        plane = self._mapped()[begin : begin + int(np.prod(shape)) * s.storage_dtype.itemsize]
+        return plane.view(s.storage_dtype).reshape(shape)
 
 
 @contextlib.contextmanager
@@ -227,8 +223,8 @@ def _take_from_pool(
             logger.warning(
                 "arena: not of huge pages of the pool: NUMA node %d would hold %s and has %s there",
                 node,
-                _gib(needed),
-                _gib(free),
+                gib(needed),
+                gib(free),
             )
             return None
     try:
@@ -267,7 +263,7 @@ def _check_fits(spec: ArenaSpec, layout: Layout) -> None:
         key=lambda pages: layout_of(replace(spec, num_pages=pages)).total_bytes,
     )
     raise ArenaError(
-        f"{_describe(spec, layout)} does not fit: {_gib(available)} of host memory are available; "
+        f"{_describe(spec, layout)} does not fit: {gib(available)} of host memory are available; "
         f"lower num_pages={spec.num_pages} to at most {fitting}"
     )
 
@@ -292,17 +288,13 @@ def _check_nodes_fit(spec: ArenaSpec, layout: Layout, numa_nodes: Sequence[int])
         if available is not None and nbytes > available:
             raise ArenaError(
                 f"{_describe(spec, layout)} is bound to NUMA nodes {list(numa_nodes)}: node "
-                f"{node} would hold {_gib(nbytes)} and has {_gib(available)}; give the arena less "
+                f"{node} would hold {gib(nbytes)} and has {gib(available)}; give the arena less "
                 "memory, or the worker no CPUs of that node"
             )
 
 
 def _describe(spec: ArenaSpec, layout: Layout) -> str:
     return (
-        f"an arena of {_gib(layout.total_bytes)} (KV {_gib(spec.kv_bytes)}: {spec.num_layers} "
-        f"layers x {spec.num_pages} pages x 2 x {spec.page_bytes} bytes; ring {_gib(layout.kv_offset)})"
+        f"an arena of {gib(layout.total_bytes)} (KV {gib(spec.kv_bytes)}: {spec.num_layers} "
+        f"layers x {spec.num_pages} pages x 2 x {spec.page_bytes} bytes; ring {gib(layout.kv_offset)})"
     )
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.3f} GiB"

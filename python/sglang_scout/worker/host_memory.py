@@ -98,3 +98,8 @@ def populate_together(address: int, nbytes: int, threads: int = 0) -> int:
     for thread in others:
         thread.join()
     return errors[0] if errors else 0
+
+
+def gib(nbytes: int) -> str:
+    """For messages."""
+    return f"{nbytes / 2**30:.3f} GiB"

@@ -1,0 +1,152 @@
+"""A decode worker in miniature with HGCA, which compares every step with the oracle's."""
+
+from __future__ import annotations
+
+import json
+import os
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from hgca_oracle import Oracle
+
+from mini_worker import SIZE, HereInstead, MiniWorker
+from sglang_scout.engine.context_cache import context_pages
+from sglang_scout.engine.stores import HostPages
+from sglang_scout.ops.layers import LayerPages
+from sglang_scout.worker.arena import Arena, ArenaSpec
+from sglang_scout.worker.client import WorkerClient
+
+WINDOW = 96
+LANDS_AFTER = 3
+"""Steps, where each boundary finds what it can: queries sent for, evaluation begun, lists exchanged."""
+
+
+class PlainLists(HereInstead):
+    """Answers for the worker, list by list: host pages for one head, or context pages of it."""
+
+    def post(self, layer, step, q, pages, n_pages):
+        self.asked.append((layer, pages.copy(), n_pages.copy()))
+        return layer, torch.from_numpy(q.copy()), pages.copy(), n_pages.copy()
+
+    def wait(self, ticket, out, lse):
+        layer, q, pages, n_pages = ticket
+        for row, (ids, count) in enumerate(zip(pages, n_pages, strict=True)):
+            parts = [
+                self.of_head(layer, int(i), row % self.shape.num_kv_heads) for i in ids[:count]
+            ]
+            k, v = (torch.cat([torch.zeros(0, self.shape.head_dim), *x]) for x in
+                    ([p[i] for p in parts] for i in (0, 1)))  # fmt: skip
+            logits = q[row] @ k.T * self.shape.scale
+            out[row] = (logits.softmax(1) @ v).numpy() if len(k) else 0
+            lse[row] = logits.logsumexp(1).numpy() if len(k) else -np.inf
+        return SimpleNamespace(waited_us=1.0, fallback_pages=0)
+
+    def of_head(self, layer, page, head):
+        if page < self.host.num_pages:
+            return self.host.k[layer][page, :, head], self.host.v[layer][page, :, head]
+        page, last = divmod(page - self.host.num_pages, SIZE)
+        return [
+            half[layer][page, : last + 1] for half in (self.host.context.k, self.host.context.v)
+        ]
+
+
+class HgcaWorker(MiniWorker):
+    """With an oracle for each request and layer, and a look at both after every step."""
+
+    def __init__(self, *, context_pages=300, **keys):
+        self.keys, self.context_pages = keys, context_pages
+        super().__init__(
+            policy="hgca", budget_tokens=WINDOW, config=json.dumps(keys), verify=False, pages=100, layers=2,
+            around_missing=lambda missing: PlainLists(missing.shape, missing.host),
+        )  # fmt: skip
+        self.oracles = []
+
+    def _make_host(self, pages):
+        host = super()._make_host(pages)
+        s = self.shape
+        context = [
+            [torch.zeros(self.context_pages, SIZE, s.head_dim) for _ in host.k] for _ in "kv"
+        ]
+        flat = [[x.flatten(0, 1) for x in half] for half in (host.k, host.v)]
+        return HostPages(s, *flat, context=LayerPages.of(*context, "cpu"))
+
+    def admit(self, length, **kwargs):
+        request = super().admit(length, **kwargs)
+        ids = torch.tensor(request.pages)
+        request.oracles = [
+            Oracle(
+                *(half[layer][ids].flatten(0, 1)[:length] for half in (self.host.k, self.host.v)),
+                WINDOW, self.shape.scale, beta=self.keys.get("hgca_beta", 1.0),
+                alpha=self.keys.get("hgca_alpha", 0.1), cap=self.keys.get("context_cap_tokens"),
+                lands_after=LANDS_AFTER,
+            )
+            for layer in range(self.shape.num_layers)
+        ]  # fmt: skip
+        self.oracles += request.oracles
+        return request
+
+    def checked_step(self, waits=True):
+        outputs = self.step()
+        for row, request in enumerate(self.requests):
+            page, offset = divmod(request.length - 1, SIZE)
+            for layer, oracle in enumerate(request.oracles):
+                new = (
+                    half[layer][request.pages[page], offset] for half in (self.host.k, self.host.v)
+                )
+                expected = oracle.step(self.queries[layer][row], *new)
+                assert not oracle.near, "a weight at its threshold: take another seed"
+                found = outputs[layer][row].numpy()
+                np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+            self.check_kept(request)
+        if waits:
+            self.engine.older.wait()
+
+    def check_kept(self, request):
+        """The lists hold the oracle's tokens, in their order."""
+        state = self.engine.older._requests[request.slot]
+        if state.evaluation is not None:
+            return
+        ids, counts = self.engine.older._cache.worker_ids(state.kept)
+        for layer, oracle in enumerate(request.oracles):
+            for head, tokens in enumerate(oracle.kept):
+                pages = ids[layer, head, : counts[layer, head]]
+                parts = [self.engine_missing.of_head(layer, int(i), head)[0] for i in pages]
+                expected = oracle.k[tokens, head]
+                found = torch.cat(parts) if parts else torch.zeros(0, self.shape.head_dim)
+                np.testing.assert_array_equal(found.double().numpy(), expected)
+
+    def _worker(self, missing):
+        self.engine_missing = missing
+        return missing
+
+
+class ArenaWorker(HgcaWorker):
+    """With a real worker process."""
+
+    def _make_host(self, pages):
+        plain, s = super()._make_host(pages), self.shape
+        spec = ArenaSpec(
+            s.num_layers, pages, SIZE, s.num_kv_heads, s.num_q_heads, s.head_dim, "float32", s.scale,
+            self.max_batch * s.num_kv_heads, 120, lists=s.num_kv_heads, context_pages=self.context_pages,
+        )  # fmt: skip
+        self.arena = Arena.create(spec, hugepages=False)
+        halves = []
+        for of, planes in ((plain.k, self.arena.k_pages), (plain.v, self.arena.v_pages)):
+            halves.append([torch.from_numpy(planes(layer)) for layer in range(s.num_layers)])
+            for plane, values in zip(halves[-1], of, strict=True):
+                plane.copy_(values)
+        flat = [[plane.flatten(0, 1) for plane in half] for half in halves]
+        return HostPages(s, *flat, context=context_pages(self.arena, s))
+
+    def _worker(self, missing):
+        missing.host = self.host
+        self.client = WorkerClient(self.arena, [sorted(os.sched_getaffinity(0))[-1]])
+        self.client.start()
+        super()._worker(missing)
+        return self.client
+
+    def close(self):
+        super().close()
+        self.client.stop()
+        self.arena.close()
