@@ -105,7 +105,7 @@ class MiniWorker:
             self.shape,
             Sizes(budget, slots, max_batch, max_pages, self.config.lists(kv_heads // of_ranks)),
             self.host,
-            [self._projector(layer) for layer in range(layers)],
+            [self._ahead(layer, policy_of.query.attends) for layer in range(layers)],
             self._worker(missing),
             digests=self.digests,
             tracer=tracer,
@@ -140,6 +140,11 @@ class MiniWorker:
             return q.view(len(x), self.shape.num_q_heads, self.shape.head_dim)
 
         return project
+
+    def _ahead(self, layer, attends):
+        """The query as predicted; or what only chooses, one vector per KV head: the mean of its queries."""
+        project, heads = self._projector(layer), self.shape.num_kv_heads
+        return project if attends else lambda *x: project(*x).unflatten(1, (heads, -1)).mean(2)
 
     def admit(self, length: int, slot: int | None = None, arrive=lambda pages: None) -> Request:
         """A request with ``length`` tokens of KV already in the host pages.

@@ -15,7 +15,8 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from sglang_scout.core.config import DEFAULT_DIGEST, OffloadConfig
+from sglang_scout.core.config import DEFAULT_DIGEST, FLAGS, OffloadConfig
+from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.parse_config import check_layers
 from sglang_scout.core.profile import RecallProfile
 from sglang_scout.ops.residency import PageUses
@@ -186,6 +187,22 @@ class Residency(Protocol):
 
     def describe(self) -> dict[str, Any]:
         """State for operators: plain numbers, strings and lists."""
+
+
+def trained_file(config: OffloadConfig, key: str) -> str:
+    """The file of trained weights that ``key`` names.
+
+    Raises:
+        ConfigError: it names none.
+    """
+    path: str | None = getattr(config, key)
+    if path is None:
+        kind = key.removesuffix("_file")
+        raise ConfigError(
+            f"{FLAGS['policy']} {config.policy}: needs {FLAGS['config']} '{{\"{key}\": FILE}}'; make one with "
+            f"scripts/train_forecast.py --kind {kind}"
+        )
+    return path
 
 
 @dataclass(frozen=True)
