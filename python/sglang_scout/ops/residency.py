@@ -192,7 +192,8 @@ class ResidencyTable:
             return np.full(self.num_layers, np.inf, np.float32)
         frequency = np.where(self.page_of >= 0, self.metadata.slot_frequency, np.float32(-np.inf))
         first_unpinned = np.partition(frequency, -pinned - 1)[:, -pinned - 1]
-        return np.nextafter(first_unpinned, np.float32(np.inf))
+        below: Floats = np.nextafter(first_unpinned, np.float32(np.inf))
+        return below
 
     def _per_layer(self, keys: Ids) -> Ids:
         return np.bincount(keys // self.num_pages, minlength=self.num_layers)
