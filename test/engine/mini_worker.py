@@ -47,6 +47,7 @@ class Request:
     slot: int
     pages: list[int]
     length: int  # tokens whose K and V are in the host pages
+    end_tokens: int  # length that it may reach
 
 
 class Heard:
@@ -139,7 +140,9 @@ class MiniWorker:
 
         return project
 
-    def admit(self, length: int, slot: int | None = None, arrive=lambda pages: None) -> Request:
+    def admit(
+        self, length: int, slot: int | None = None, arrive=lambda pages: None, max_new: int = 0
+    ) -> Request:
         """A request with ``length`` tokens of KV already in the host pages.
 
         ``arrive`` is called with its pages before it joins, to put down what else came with them.
@@ -149,7 +152,7 @@ class MiniWorker:
         taken = {r.slot for r in self.requests}
         if slot is None:
             slot = next(i for i in range(99) if i not in taken)
-        request = Request(slot, pages, length)
+        request = Request(slot, pages, length, length + max_new)
         self.engine.pages.allocate_pages(np.array(pages, np.int64))
         for page in pages:
             for layer in range(self.shape.num_layers):
@@ -157,7 +160,8 @@ class MiniWorker:
                 self.host.v[layer][page] = self._heads(SIZE)
         self.requests.append(request)
         arrive(np.array(pages, np.int64))
-        self.engine.boundary.admit([slot], np.array(pages[: length // SIZE], np.int64))
+        full = np.array(pages[: length // SIZE], np.int64)
+        self.engine.boundary.admit([slot], full, [request.end_tokens])
         return request
 
     def finish(self, request: Request) -> None:

@@ -79,7 +79,7 @@ class PlainResidency:
         """``pages`` [L, ...] of every layer; before_step None: only free slots are taken."""
         taken = []
         for layer in self.every:
-            if before_step is not None:
+            if before_step is not None and len(pages[layer]):
                 self._evict(layer, self.held_back, before_step, False)
             missing = self._missing(layer, pages[layer])
             order = sorted(missing, key=lambda page: (-self.frequency[layer, page], page))
