@@ -180,7 +180,9 @@ class ScoutAttnBackend(AttentionBackend):
                 for row, count in zip(rows, tokens, strict=True)
             ),
         ]
-        self.engine.boundary.admit(rows, np.concatenate(full))
+        # SGLang has capped what they may generate by the context.
+        ends = [len(r.origin_input_ids) + r.sampling_params.max_new_tokens for r in requests]
+        self.engine.boundary.admit(rows, np.concatenate(full), ends)
 
     def announce_step(self, rows: torch.Tensor, positions: torch.Tensor) -> None:
         """A decode step is about to run for ``rows`` ``[B]`` of the request table, both on the host.

@@ -138,9 +138,7 @@ class DigestKVPool(MHATokenToKVPool):
 
     digests: DigestPool
 
-    def attach(
-        self, shape: ModelShape, digest: str, weights: PageWeights | None = None
-    ) -> None:
+    def attach(self, shape: ModelShape, digest: str, weights: PageWeights | None = None) -> None:
         num_pages = (self.size + self.page_size) // self.page_size
         self.digests = DigestPool(shape, num_pages, self.device, digest, weights)
         self.host_pages = HostPages(shape, self.k_buffer, self.v_buffer)
