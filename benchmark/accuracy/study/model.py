@@ -65,6 +65,7 @@ class Model:
         if not self._weights:
             raise ValueError(f"{folder}: no .safetensors file")
         self.scale = self.config.head_dim**-0.5
+        self.trained: dict[str, Tensor] = {}  # what chooses pages: see core/forecast.py
 
     def embed(self, tokens: Tensor) -> Tensor:
         """[T] -> [T, d]."""
@@ -80,6 +81,17 @@ class Model:
     def query(self, layer: int, x: Tensor, position: Tensor) -> Tensor:
         """[T, HQ, D] after this layer's norm, q-norm and RoPE; ``position`` is [T]."""
         return self._heads(layer, "q", self.config.q_heads, x, position)
+
+    def forecast(self, layer: int, x: Tensor, position: Tensor) -> Tensor:
+        """[T, HQ, D]: what the input ``x`` of the layer before (of layer 0 its own) says of this layer's pages."""
+        y = F.linear(self.normed(max(layer - 1, 0), x), self.trained["w"][layer])
+        group = self.config.q_heads // self.config.kv_heads
+        made = self.rope(y.view(len(x), self.config.kv_heads, -1), position)
+        return made.repeat_interleave(group, 1)
+
+    def pilot(self, layer: int) -> tuple[Tensor, ...]:
+        """W_k and W_q of a layer, if there are any."""
+        return tuple(self.trained[name][layer] for name in ("w_k", "w_q") if name in self.trained)
 
     def keys_values(self, layer: int, x: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
         """[H, T, D] each; keys after k-norm and RoPE."""
