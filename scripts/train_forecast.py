@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Trains the weights that choose pages: a forecast of the next layer's choice, or a pilot's embeddings.
 
-    .venv/bin/python scripts/train_forecast.py                  SmolLM2-135M on two CPU cores in 15 minutes
+    .venv/bin/python scripts/train_forecast.py                  SmolLM2-135M, about 15 minutes on two CPU cores
     .venv/bin/python scripts/train_forecast.py --kind pilot
     .venv/bin/python scripts/train_forecast.py --model FOLDER   a Llama-, Qwen2- or Qwen3-shaped model
 
@@ -14,8 +14,9 @@ forecast  begins as the layer's own W_q, mean over the query heads of a KV head,
           input it is applied to
 pilot     begins as the leading directions of the queries of the first text, on a page's mean key
 
-Stopped with Ctrl-C or otherwise, the same command goes on from its last checkpoint, beside the output. Prints the path
-of the file, for `forecast_file` or `pilot_file` in --kv-offload-config.
+Stopped with Ctrl-C or otherwise, the same command goes on from its last checkpoint, beside the output; it reads the
+texts again as it comes to them. Prints the path of the file, for the key `forecast_file` or `pilot_file` of
+--kv-offload-config.
 """
 
 from __future__ import annotations
@@ -30,8 +31,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from packages import CACHE
-from sglang_scout.core.errors import ConfigError
+from packages import CACHE, Unavailable
 from sglang_scout.core.forecast import load_weights
 from sglang_scout.core.profile import ModelIdentity, config_digest
 from smollm2 import smollm2
@@ -74,6 +74,34 @@ def texts_of(folder: Path, tokens: int, count: int) -> Callable[[int], Tensor]:
     return text
 
 
+def made(args: argparse.Namespace) -> Path:
+    """The path of the file, made if it is not there.
+
+    Raises:
+        ValueError: arguments that do not fit, or a file or checkpoint of another model.
+    """
+    least = 8 * PAGE_TOKENS
+    if args.tokens % PAGE_TOKENS or args.tokens < least:
+        raise ValueError(
+            f"--tokens {args.tokens}: expected a multiple of {PAGE_TOKENS} from {least} on"
+        )
+    folder: Path = args.model or smollm2()
+    out: Path = args.out or CACHE / "weights" / f"{folder.resolve().name}-{args.kind}.npz"
+    identity = identity_of(folder)
+    if out.exists():
+        found = load_weights(str(out), args.kind).header.identity
+        if found != identity:
+            raise ValueError(
+                f"{out}: is there, of {found.describe()}; delete it, or name another --out"
+            )
+        return out
+    out.parent.mkdir(parents=True, exist_ok=True)
+    sizes = args.steps, args.tokens, args.texts, args.lr, args.rank, args.top_pages, args.seed
+    text = texts_of(folder, args.tokens, args.texts + 1)
+    train(Trainer(Model(folder), identity, Plan(args.kind, *sizes), text), out)
+    return out
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -88,46 +116,18 @@ def main(argv: list[str] | None = None) -> int:
         "--tokens", type=int, default=2048, help="of a text, whole pages of 32 (%(default)s)"
     )
     parser.add_argument("--texts", type=int, default=40, help="different ones (%(default)s)")
-    parser.add_argument("--lr", type=float, default=5e-4, help="falls to 0 in a line (%(default)s)")
+    parser.add_argument("--lr", type=float, default=2e-3, help="falls to 0 in a line (%(default)s)")
     parser.add_argument("--rank", type=int, default=32, help="of a pilot (%(default)s)")
     parser.add_argument(
         "--top-pages", type=int, default=16, help="that the loss tells apart (%(default)s)"
     )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
-    if args.tokens % PAGE_TOKENS or args.tokens < 8 * PAGE_TOKENS:
-        parser.error(
-            f"--tokens {args.tokens}: expected a multiple of {PAGE_TOKENS} from {8 * PAGE_TOKENS} on"
-        )
-    folder = args.model or smollm2()
-    out = args.out or CACHE / "weights" / f"{folder.resolve().name}-{args.kind}.npz"
-    identity = identity_of(folder)
-    if out.exists():
-        try:
-            found = load_weights(str(out), args.kind).header.identity
-        except ConfigError as error:
-            parser.error(f"--out {out}: is there, and is not to be overwritten: {error}")
-        if found != identity:
-            parser.error(f"--out {out}: is there, of {found.describe()}; name another file")
-        print(out)
-        return 0
-    out.parent.mkdir(parents=True, exist_ok=True)
-    plan = Plan(
-        args.kind,
-        args.steps,
-        args.tokens,
-        args.texts,
-        args.lr,
-        args.rank,
-        args.top_pages,
-        args.seed,
-    )
     try:
-        text = texts_of(folder, args.tokens, args.texts + 1)
-        train(Trainer(Model(folder), identity, plan, text), out)
-    except ValueError as error:
-        parser.error(str(error))
-    print(out)
+        print(made(args))
+    except (ValueError, OSError, Unavailable) as error:
+        print(f"train_forecast: {error}", file=sys.stderr)
+        return 1
     return 0
 
 
