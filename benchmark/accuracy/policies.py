@@ -24,6 +24,7 @@ from typing import Any
 
 from sglang_scout.core.config import PAGE_SIZE_TOKENS
 from sglang_scout.core.parse_config import idle_keys
+from sglang_scout.policy.base import policies
 
 WEIGHTS = Path(__file__).resolve().parents[2] / ".cache" / "weights"
 FULL = "full"
@@ -115,15 +116,15 @@ class Setting:
         if self.policy == FULL:
             return []
         own = self.offload_config(model)
-        idle = idle_keys(own)
-        config = {**own, **{key: x for key, x in (more or {}).items() if key not in idle}}
         policy = self.base if self.base in SYSTEMS else "scout"
+        idle = idle_keys({**policies()[policy], **own})
+        config = {**own, **{key: x for key, x in (more or {}).items() if key not in idle}}
         words = ["--kv-offload", policy, "--kv-offload-budget", str(self.budget_tokens)]
         return [*words, "--kv-offload-config", json.dumps(config)] if config else words
 
 
-def grid(policies: list[str], budgets: list[int]) -> list[Setting]:
+def grid(names: list[str], budgets: list[int]) -> list[Setting]:
     """`full` once, and each other policy with each budget; settings of one budget stand together."""
-    found = [Setting(FULL)] if FULL in policies else []
-    others = [policy for policy in policies if policy != FULL]
+    found = [Setting(FULL)] if FULL in names else []
+    others = [policy for policy in names if policy != FULL]
     return found + [Setting(policy, budget) for budget in budgets for policy in others]
