@@ -38,6 +38,7 @@ from sglang_scout.ops.append import append_tokens
 from sglang_scout.ops.attend import attend_pages
 from sglang_scout.ops.digest import build_layer_digests
 from sglang_scout.ops.doorbell import DeviceRing
+from sglang_scout.ops.embed import build_layer_means, build_layer_pilots, score_embeddings
 from sglang_scout.ops.gather import copy_layer_pages
 from sglang_scout.ops.layers import LayerPages
 from sglang_scout.ops.merge import merge_states
@@ -115,11 +116,18 @@ def choosing_and_attending(model: str) -> Iterator[Case]:
     for reduce in ("mass", "max") if model == "Qwen3-14B" else ("mass",):
         arguments = (q, *digests, table, row, 0.1, reduce)
         yield f"score_pages {reduce}, {model}", score_pages, arguments
+    for W, E in ((2, D), (1, 32)):
+        arguments = (empty(B * H, E), empty(P, H, W, E, dtype=dtype), table, row)
+        yield f"score_embeddings, {W} of {E}, {model}", score_embeddings, arguments
     for bits, parts in rotated_parts(model, P).items():
         yield f"score_rotated, {bits} bits, {model}", score_rotated, (q, *parts, table, row, 0.1)
     for cap in (0.0, 30.0) if model == "D=256" else (0.0,):
         arguments = (q, k, v, table, row, row, 0.1, cap, None, table[0], row)
         yield f"attend_pages, cap {cap:g}, {model}", attend_pages, arguments
+    if model in ("Qwen3-14B", "D=256"):
+        lists, counts = empty(B * H, N, dtype=I32), empty(B * H, dtype=I32)
+        arguments = (q, k, v, lists, row, row, 0.1, 0.0, None, table[0], counts)
+        yield f"attend_pages, a list per head, {model}", attend_pages, arguments
     if model == "all one":
         arguments = (q, k, v, table, None, None, 0.1)
         yield "attend_pages without a last page", attend_pages, arguments
@@ -148,6 +156,11 @@ def pages_of_all_layers(model: str) -> Iterator[Case]:
     bounds, rotated = [empty(L, P, H, D, dtype=dtype)] * 2, rotated_parts(model, L, P)
     for of, rows in (("", None), (" of slots", empty(L, 64, dtype=I64))):
         yield f"build_layer_digests{of}, {model}", build_layer_digests, (layers, ids, *bounds, rows)
+        arguments = (layers, ids, empty(L, P, H, 2, D, dtype=dtype), rows)
+        yield f"build_layer_means{of}, {model}", build_layer_means, arguments
+        w_k = empty(L, H, 32, 2 * D)
+        arguments = (layers, ids, empty(L, P, H, 1, 32, dtype=dtype), w_k, rows)
+        yield f"build_layer_pilots{of}, {model}", build_layer_pilots, arguments
         for bits, parts in rotated.items():
             yield (
                 f"build_layer_rotated, {bits} bits{of}, {model}",

@@ -15,7 +15,7 @@ from sglang_scout.core.config import (
     Key,
 )
 from sglang_scout.plugin.hooks import HOOKS
-from sglang_scout.policy.base import policy_names
+from sglang_scout.policy.base import policies
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "python" / "sglang_scout"
@@ -86,7 +86,7 @@ def test_flags(flag):
     assert len(rows(section(README, "Flags"), f"`{flag}`")) == 1
 
 
-@pytest.mark.parametrize("policy", [*policy_names(), "none"])
+@pytest.mark.parametrize("policy", [*policies(), "none"])
 def test_policies(policy):
     assert len(rows(section(OPERATIONS, "Policies"), f"`{policy}`")) == 1
 

@@ -34,7 +34,7 @@ from sglang_scout.core.parse_config import parse_config
 from sglang_scout.engine.build import build_engine
 from sglang_scout.engine.stores import HostPages, ModelShape, Sizes
 from sglang_scout.ops.op import Op
-from sglang_scout.policy.base import Context, make_policy, policy_names
+from sglang_scout.policy.base import Context, make_policy, policies
 
 PAGE = 32
 WARM_UP_STEPS = 24
@@ -95,7 +95,7 @@ class Bench:
         each = -(-CONTEXT // PAGE) + 2 + (steps + WARM_UP_STEPS) // PAGE
         shape = ModelShape(LAYERS, 4, 1, 16, PAGE, torch.bfloat16, 0.25)
         config = parse_config(
-            policy="scout", policies=policy_names(), budget_tokens=BUDGET,
+            policy="scout", policies=policies(), budget_tokens=BUDGET,
             config={"recall": RECALL},
         )  # fmt: skip
         plane = torch.zeros((1 + batch * each) * PAGE, 1, 16, dtype=torch.bfloat16)

@@ -45,7 +45,7 @@ from benchmark.decode.harness import PAGE, Harness, Store
 from benchmark.decode.model import SIZES, DummyModel, ModelSize, QueryDrift, bisect_rho
 from sglang_scout.core.config import DEFAULT_BUDGET_TOKENS, DEFAULT_DIGEST
 from sglang_scout.core.page_bytes import digest_bytes
-from sglang_scout.engine.stores import DigestPool
+from sglang_scout.engine.digest_pool import DigestPool
 from sglang_scout.worker.cpus import reserve_server_cores
 from sglang_scout.worker.host_memory import available_bytes
 

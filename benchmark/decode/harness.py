@@ -25,7 +25,7 @@ from sglang_scout.engine.build import build_engine, device_ring
 from sglang_scout.engine.device import lock_memory
 from sglang_scout.engine.stores import HostPages, ModelShape, Sizes
 from sglang_scout.engine.transport import GraphTransport
-from sglang_scout.policy.base import Context, make_policy, policy_names
+from sglang_scout.policy.base import Context, make_policy, policies
 from sglang_scout.worker.arena import Arena, ArenaSpec
 from sglang_scout.worker.client import WorkerClient, WorkerConfig
 
@@ -145,7 +145,7 @@ class Harness:
         self._guard: Any = contextlib.nullcontext if verify else partial(no_waiting, store.device)
         self._before = self._guard if strict else contextlib.nullcontext
         self.config: OffloadConfig = parse_config(
-            policy="scout", policies=policy_names(), budget_tokens=budget_tokens, config=settings
+            policy="scout", policies=policies(), budget_tokens=budget_tokens, config=settings
         )
         shape, pages = store.shape, store.arena.spec.num_pages
         budget = self.config.budget_pages

@@ -7,13 +7,15 @@
 
 namespace scout {
 
-// `batch` sequences of attend_sequence, contiguous: q and out [batch, H*G, D], lse [batch, H*G],
-// pages [batch, columns]; last_page and last_len [batch], or both nullptr.
+// `batch` requests, contiguous: q and out [batch, H*G, D], lse [batch, H*G], pages [batch * lists,
+// columns]; last_page and last_len [batch], or both nullptr. Each list of pages is a sequence of
+// attend_sequence, over all KV heads or, where there are H lists, over one.
 struct AttendBatch {
   const float* q;
   const int32_t* pages;
   int32_t batch;
   int32_t columns;
+  int32_t lists;
   const int32_t* last_page;
   const int32_t* last_len;
   float* out;

@@ -96,7 +96,7 @@ inline void attend_heads(const AttendArgs& args, HeadRange range) {
   const int group = range.group_end - range.group_begin;
   const int element = kv.dtype == DType::kF32 ? 4 : 2;
   const ptrdiff_t head_bytes = static_cast<ptrdiff_t>(dim) * element;
-  const ptrdiff_t row_bytes = head_bytes * kv.kv_heads;
+  const ptrdiff_t row_bytes = head_bytes * kv.stored_heads;
   const ptrdiff_t page_bytes = row_bytes * kv.page_size;
   const bool interleaved = kv.dtype == DType::kBF16;
   const bool narrow = kBf16Queries && interleaved;

@@ -58,38 +58,44 @@ void check_shape(const char* op, int page_size, int heads, int dim, int group) {
 
 void attend_batch(uintptr_t q, uintptr_t k, uintptr_t v, int64_t num_pages, int page_size,
                   int heads, int dim, int dtype, int group, float scale, float logit_cap,
-                  uintptr_t pages, int batch, int columns, uintptr_t last_page, uintptr_t last_len,
-                  uintptr_t out, uintptr_t lse, int threads) {
+                  uintptr_t pages, int batch, int lists, int columns, uintptr_t last_page,
+                  uintptr_t last_len, uintptr_t out, uintptr_t lse, int threads) {
   check_shape("attend_batch", page_size, heads, dim, group);
+  require(lists == 1 || lists == heads, "attend_batch: C=" + std::to_string(lists) +
+                                            " lists a request; expected 1 or one of " +
+                                            std::to_string(heads) + " KV heads each");
   const scout::KvPages kv{at<const void>(k),
                           at<const void>(v),
                           num_pages,
                           page_size,
                           heads,
                           dim,
-                          checked_dtype("attend_batch", dtype)};
+                          checked_dtype("attend_batch", dtype),
+                          heads};
   const int32_t* const ids = at<const int32_t>(pages);
   const int32_t* const last_ids = at<const int32_t>(last_page);
   const int32_t* const last_lens = at<const int32_t>(last_len);
   require((last_ids == nullptr) == (last_lens == nullptr),
           "attend_batch: last_page and last_len go together");
-  for (int b = 0; b < batch; ++b) {
-    const int64_t row = static_cast<int64_t>(b) * columns;
-    require_lazily(columns == 0 || scout::valid_pages(kv, ids + row, columns), [&] {
-      return "attend_batch: a page id of row " + std::to_string(b) +
+  for (int row = 0; row < batch * lists; ++row) {
+    const int64_t first = static_cast<int64_t>(row) * columns;
+    require_lazily(columns == 0 || scout::valid_pages(kv, ids + first, columns), [&] {
+      return "attend_batch: a page id of row " + std::to_string(row) +
              " is not below num_pages=" + std::to_string(num_pages);
     });
+  }
+  for (int b = 0; b < batch; ++b) {
     if (last_ids == nullptr || last_ids[b] < 0) continue;
     require_lazily(last_ids[b] < num_pages && last_lens[b] >= 1 && last_lens[b] <= page_size, [&] {
-      return "attend_batch: row " + std::to_string(b) +
+      return "attend_batch: request " + std::to_string(b) +
              " has last_page=" + std::to_string(last_ids[b]) +
              " last_len=" + std::to_string(last_lens[b]) + "; expected a page below " +
              std::to_string(num_pages) + " and a length in 1.." + std::to_string(page_size);
     });
   }
   scout::attend_batch(kv, {group, scale, logit_cap},
-                      {at<const float>(q), ids, batch, columns, last_ids, last_lens, at<float>(out),
-                       at<float>(lse)},
+                      {at<const float>(q), ids, batch, columns, lists, last_ids, last_lens,
+                       at<float>(out), at<float>(lse)},
                       threads);
 }
 
@@ -182,8 +188,8 @@ void score_rotated(uintptr_t q, uintptr_t planes, uintptr_t stats, int64_t num_p
                    int columns, float scale, int reduce, uintptr_t out, int threads) {
   check_rotated("score_rotated", heads, group, dim, bits);
   const auto log_mass = static_cast<int>(scout::Reduce::kLogMass);
-  const scout::Reduce reduction = reduce == log_mass ? scout::Reduce::kLogMass
-                                                     : checked_reduce("score_rotated", reduce);
+  const scout::Reduce reduction =
+      reduce == log_mass ? scout::Reduce::kLogMass : checked_reduce("score_rotated", reduce);
   const int64_t results = reduction == scout::Reduce::kLogMass ? heads * group : columns;
   const scout::RotatedDigests digests{at<const uint8_t>(planes), at<const uint8_t>(stats), bits,
                                       heads, dim};
@@ -206,12 +212,12 @@ NB_MODULE(_native, m) {
   using nb::arg;
   const auto no_gil = nb::call_guard<nb::gil_scoped_release>();
   m.doc() = "CPU kernels of sglang_scout over raw addresses; see sglang_scout.ops.native.";
-  m.def(
-      "attend_batch", &attend_batch, arg("q_ptr"), arg("k_ptr"), arg("v_ptr"), arg("num_pages"),
-      arg("S"), arg("H"), arg("D"), arg("dtype"), arg("G"), arg("scale"), arg("logit_cap"),
-      arg("pages_ptr"), arg("B"), arg("R"), arg("last_page_ptr"), arg("last_len_ptr"),
-      arg("out_ptr"), arg("lse_ptr"), arg("threads") = 1, no_gil,
-      "Attention of B sequences, each over R pages (-1: none) and an optional partial last page.");
+  m.def("attend_batch", &attend_batch, arg("q_ptr"), arg("k_ptr"), arg("v_ptr"), arg("num_pages"),
+        arg("S"), arg("H"), arg("D"), arg("dtype"), arg("G"), arg("scale"), arg("logit_cap"),
+        arg("pages_ptr"), arg("B"), arg("C"), arg("R"), arg("last_page_ptr"), arg("last_len_ptr"),
+        arg("out_ptr"), arg("lse_ptr"), arg("threads") = 1, no_gil,
+        "Attention of B requests over C lists of R pages (-1: none) and an optional partial last "
+        "page.");
   m.def("copy_pages", &copy_pages, arg("src_ptr"), arg("dst_ptr"), arg("page_bytes"),
         arg("src_ids_ptr"), arg("dst_ids_ptr"), arg("n"), no_gil,
         "dst[dst_ids[i]] = src[src_ids[i]] for n pages of page_bytes; int64 ids, not checked.");

@@ -90,7 +90,8 @@ class Ring {
             static_cast<int32_t>(h_.page_size),
             static_cast<int32_t>(h_.num_kv_heads),
             static_cast<int32_t>(h_.head_dim),
-            static_cast<DType>(h_.dtype)};
+            static_cast<DType>(h_.dtype),
+            static_cast<int32_t>(h_.num_kv_heads)};
   }
   AttendParams params() const {
     return {static_cast<int32_t>(h_.num_q_heads / h_.num_kv_heads), h_.scale, h_.logit_cap};

@@ -56,7 +56,8 @@ std::string describe(const char* isa, const Shape& s, Trial trial) {
 
 // A sequence, and what is asked about it.
 struct Case {
-  Shape shape;
+  Shape shape;  // of which list `list` of `lists` is attended to
+  int list, lists;
   Trial trial;
   Tensor k, v;
   std::vector<float> q;
@@ -65,11 +66,20 @@ struct Case {
   scout::AttendParams params;
 };
 
-Case make_case(const Shape& s, std::mt19937& rng, Trial trial) {
+Case make_case(const Shape& s, std::mt19937& rng, Trial trial, int lists) {
   const int columns = s.heads * s.dim;
   const size_t size = static_cast<size_t>(s.pages) * s.page_size * columns;
-  Case c{s, trial, random_tensor(size, s.dtype, rng), random_tensor(size, s.dtype, rng), {}, {}, 0,
-         0, {}};
+  Case c{s,
+         static_cast<int>(rng() % lists),
+         lists,
+         trial,
+         random_tensor(size, s.dtype, rng),
+         random_tensor(size, s.dtype, rng),
+         {},
+         {},
+         0,
+         0,
+         {}};
   const bool masked = trial == Trial::kNoKeyCounts || trial == Trial::kSomeKeysCount;
   if (trial == Trial::kIdenticalKeys) repeat_first_token(c.k, columns);
   if (masked) mask_keys(c.k, columns, s.dim, trial == Trial::kNoKeyCounts);
@@ -77,7 +87,7 @@ Case make_case(const Shape& s, std::mt19937& rng, Trial trial) {
   const float factor = trial == Trial::kLargeLogits     ? 300
                        : trial == Trial::kExtremeLogits ? 1e30
                                                         : 1;
-  c.q.resize(static_cast<size_t>(columns) * s.group);
+  c.q.resize(static_cast<size_t>(columns) * s.group / lists);
   for (float& x : c.q) x = factor * normal(rng);
   if (rng() % 2)
     for (float& x : c.q) x = bf16_value(bf16_bits(x));
@@ -103,13 +113,13 @@ bool within(const float* out, int dim, float most) {
 void check_head(const Case& c, int hq, const float* out, float lse, const std::string& detail) {
   const Shape& s = c.shape;
   const int columns = s.heads * s.dim, n = static_cast<int>(c.ids.size());
+  const int head = c.list * (s.heads / c.lists) + hq / s.group;
   std::vector<double> scores;
   std::vector<size_t> rows;
   for (int i = 0; i <= n; ++i) {
     const int32_t id = i < n ? c.ids[i] : c.last;
     for (int t = 0; id >= 0 && t < (i < n ? s.page_size : c.last_len); ++t) {
-      const size_t row =
-          (static_cast<size_t>(id) * s.page_size + t) * columns + hq / s.group * s.dim;
+      const size_t row = (static_cast<size_t>(id) * s.page_size + t) * columns + head * s.dim;
       double dot = 0;
       for (int d = 0; d < s.dim; ++d)
         dot += static_cast<double>(c.q[static_cast<size_t>(hq) * s.dim + d]) * c.k.full[row + d];
@@ -147,17 +157,26 @@ void check_head(const Case& c, int hq, const float* out, float lse, const std::s
   }
 }
 
+void check_list(const char* isa, const Shape& s, std::mt19937& rng, Trial trial, int lists) {
+  const std::string detail = describe(isa, s, trial) + " lists=" + std::to_string(lists);
+  const Case c = make_case(s, rng, trial, lists);
+  const scout::KvPages kv{c.k.data(), c.v.data(), s.pages, s.page_size,
+                          s.heads,    s.dim,      s.dtype, s.heads};
+  const float nan = std::numeric_limits<float>::quiet_NaN();
+  const int q_heads = s.heads * s.group / lists;
+  std::vector<float> out(c.q.size(), nan), lse(q_heads, nan);
+  scout::attend_sequence(scout::heads_of_list(kv, c.list, lists), c.params, c.q.data(),
+                         c.ids.data(), static_cast<int>(c.ids.size()), c.last, c.last_len,
+                         out.data(), lse.data());
+  for (int hq = 0; hq < q_heads; ++hq)
+    check_head(c, hq, &out[static_cast<size_t>(hq) * s.dim], lse[hq], detail);
+}
+
+// One list of pages for all heads, and one for each.
 void check_attend(const char* isa, const Shape& s, std::mt19937& rng,
                   Trial trial = Trial::kRandom) {
-  const std::string detail = describe(isa, s, trial);
-  const Case c = make_case(s, rng, trial);
-  const scout::KvPages kv{c.k.data(), c.v.data(), s.pages, s.page_size, s.heads, s.dim, s.dtype};
-  const float nan = std::numeric_limits<float>::quiet_NaN();
-  std::vector<float> out(c.q.size(), nan), lse(s.heads * s.group, nan);
-  scout::attend_sequence(kv, c.params, c.q.data(), c.ids.data(), static_cast<int>(c.ids.size()),
-                         c.last, c.last_len, out.data(), lse.data());
-  for (int hq = 0; hq < s.heads * s.group; ++hq)
-    check_head(c, hq, &out[static_cast<size_t>(hq) * s.dim], lse[hq], detail);
+  check_list(isa, s, rng, trial, 1);
+  if (s.heads > 1) check_list(isa, s, rng, trial, s.heads);
 }
 
 }  // namespace

@@ -31,10 +31,11 @@ void run(unsigned seed, const scout::KvPages& kv) {
   std::mt19937 random(seed);
   const auto below = [&](int end) { return static_cast<int>(random() % end); };
   std::normal_distribution<float> normal;
-  const int batch = 1 + below(4), columns = below(20);
+  const int lists = below(2) ? kHeads : 1, row_heads = kQHeads / lists;
+  const int batch = 1 + below(4), columns = below(20 * lists);  // a head's pages are smaller
   std::vector<float> q(batch * kQHeads * kDim);
   for (float& x : q) x = normal(random);
-  std::vector<int32_t> pages(batch * columns), last_page(batch), last_len(batch);
+  std::vector<int32_t> pages(batch * lists * columns), last_page(batch), last_len(batch);
   const int holes = 1 + below(4);
   for (int32_t& id : pages) id = below(holes) == 0 ? -1 : below(kPages);
   for (int b = 0; b < batch; ++b) {
@@ -45,15 +46,18 @@ void run(unsigned seed, const scout::KvPages& kv) {
   const scout::AttendParams params{kGroup, 0.1f, below(2) ? 30.0f : 0.0f};
   std::vector<float> out(q.size(), NAN), lse(batch * kQHeads, NAN);
   std::vector<float> expected(out), expected_lse(lse);
-  for (int b = 0; b < batch; ++b) {
-    scout::attend_sequence(kv, params, q.data() + b * kQHeads * kDim, pages.data() + b * columns,
-                           columns, tails ? last_page[b] : -1, tails ? last_len[b] : 0,
-                           expected.data() + b * kQHeads * kDim, expected_lse.data() + b * kQHeads);
+  for (int r = 0; r < batch * lists; ++r) {
+    const int b = r / lists, at = r * row_heads * kDim;
+    scout::attend_sequence(scout::heads_of_list(kv, r % lists, lists), params, q.data() + at,
+                           pages.data() + r * columns, columns, tails ? last_page[b] : -1,
+                           tails ? last_len[b] : 0, expected.data() + at,
+                           expected_lse.data() + r * row_heads);
   }
   const scout::AttendBatch all{q.data(),
                                pages.data(),
                                batch,
                                columns,
+                               lists,
                                tails ? last_page.data() : nullptr,
                                tails ? last_len.data() : nullptr,
                                out.data(),
@@ -72,7 +76,8 @@ int main() {
   std::normal_distribution<float> normal;
   for (float& x : k) x = normal(random);
   for (float& x : v) x = normal(random);
-  const scout::KvPages kv{k.data(), v.data(), kPages, kTokens, kHeads, kDim, scout::DType::kF32};
-  for (unsigned seed = 1; seed <= 40; ++seed) run(seed, kv);
+  const scout::KvPages kv{k.data(), v.data(),           kPages, kTokens, kHeads,
+                          kDim,     scout::DType::kF32, kHeads};
+  for (unsigned seed = 1; seed <= 80; ++seed) run(seed, kv);
   std::puts("batch_test: ok");
 }

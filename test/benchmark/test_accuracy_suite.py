@@ -102,7 +102,7 @@ def test_the_flags_of_every_policy_are_understood(setting):
     config = json.loads(given["--kv-offload-config"])
     assert config["step_log"] == "/tmp/x.jsonl"
     parsed = parse_config(
-        policy=given["--kv-offload"], policies=["scout"],
+        policy=given["--kv-offload"], policies={"scout": {}},
         budget_tokens=int(given["--kv-offload-budget"]), host_gb=None, recall_profile=None,
         cpus=None, config=json.dumps(config),
     )  # fmt: skip

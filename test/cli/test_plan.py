@@ -131,7 +131,7 @@ def test_the_device_needs_what_the_server_takes(model, context, requests):
         num_layers=40, num_q_heads=40, num_kv_heads=8, head_dim=128, page_size=32, scale=1.0,
         dtype=torch.bfloat16,
     )  # fmt: skip
-    config = parse_config(policy="scout", policies=("scout",))
+    config = parse_config(policy="scout", policies={"scout": {}})
     server = plan_memory(
         config, shape, num_pages=sizes.host_pages(requests), max_batch=requests,
         context_tokens=context, node_cpus=[8],
@@ -148,7 +148,7 @@ def test_host_memory_for_the_worker_beside_the_pages(model, capsys):
     assert "partial results take up to 1.01 GiB of host memory" in capsys.readouterr().out
     assert main([*command, "--requests", "64", "--json"]) == 0
     of_64 = json.loads(capsys.readouterr().out)["requests_need_worker_bytes"]
-    settings = parse_config(policy="scout", policies=("scout",), budget_tokens=2048)
+    settings = parse_config(policy="scout", policies={"scout": {}}, budget_tokens=2048)
     shape = ModelShape(40, 40, 8, 128, 32, torch.bfloat16, 128**-0.5)
     server = plan_memory(
         settings, shape, num_pages=9, max_batch=64, context_tokens=40960, node_cpus=[64]

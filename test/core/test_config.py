@@ -14,7 +14,7 @@ from sglang_scout.core.profile import load_profile
 
 def parse(**kwargs):
     kwargs.setdefault("policy", "scout")
-    return parse_config(policies=("scout", "other"), available_cpus={0, 1}, **kwargs)
+    return parse_config(policies={"scout": {}, "other": {}}, available_cpus={0, 1}, **kwargs)
 
 
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -186,12 +186,12 @@ def test_a_file_under_two_names(tmp_path):
 def test_each_rank_writes_files_of_its_own(tmp_path):
     names = {"trace": "a.d.json", "step_log": "b"}
     given = {key: str(tmp_path / name) for key, name in names.items()}
-    found = parse_config(policy="scout", policies=("scout",), config=json.dumps(given))
+    found = parse_config(policy="scout", policies={"scout": {}}, config=json.dumps(given))
     assert found.of_rank(0) == found
     second = found.of_rank(2)
     written = (second.trace, second.step_log)
     assert written == tuple(str(tmp_path / name) for name in ("a.d.rank2.json", "b.rank2"))
-    plain = parse_config(policy="scout", policies=("scout",))
+    plain = parse_config(policy="scout", policies={"scout": {}})
     assert plain.of_rank(1) == plain
 
 

@@ -13,12 +13,13 @@ import torch
 from sglang_scout.core.parse_config import parse_config
 from sglang_scout.engine import recall, step, step_inputs, stores
 from sglang_scout.engine.build import build_engine
-from sglang_scout.engine.stores import DigestPool, HostPages, ModelShape, Sizes
+from sglang_scout.engine.digest_pool import DigestPool
+from sglang_scout.engine.stores import HostPages, ModelShape, Sizes
 from sglang_scout.engine.transport import GraphTransport
 from sglang_scout.ops.layers import LayerPages
 from sglang_scout.ops.op import Op
 from sglang_scout.ops.select import Selection
-from sglang_scout.policy.base import Context, make_policy, policy_names
+from sglang_scout.policy.base import Context, make_policy, policies
 
 LAYERS, HEADS, KV_HEADS, DIM, SIZE, HIDDEN, PAGES, BATCH = 3, 4, 2, 64, 32, 48, 60, 3
 META = torch.device("meta")
@@ -110,7 +111,7 @@ def ran(monkeypatch):
 def test_every_tensor_of_a_step_is_on_the_device(ran, policy, settings):
     names, host_memory = ran
     config = parse_config(
-        policy=policy, policies=policy_names(), budget_tokens=4 * SIZE, config=json.dumps(settings)
+        policy=policy, policies=policies(), budget_tokens=4 * SIZE, config=json.dumps(settings)
     )
     shape = ModelShape(LAYERS, HEADS, KV_HEADS, DIM, SIZE, torch.bfloat16, 0.125)
     planes = [

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from ring_view import RingView
+from sglang_scout.core.page_bytes import DIGESTS
 from sglang_scout.core.registry import _chosen, chosen
-from sglang_scout.engine.digest_kinds import KINDS
 from sglang_scout.ops import triton
 
 pytest.importorskip("sglang_scout._native")
@@ -123,7 +123,7 @@ def test_pages_that_running_steps_write_are_known_and_no_others(make):
         assert not pages.may_be_written(np.zeros(0, np.int64))
 
 
-@pytest.mark.parametrize("digest", KINDS)
+@pytest.mark.parametrize("digest", DIGESTS)
 def test_pages_that_fill_get_their_digests_from_their_slots(make, digest, monkeypatch):
     """The worker compares all digests with the host pages at every step."""
     worker = make(layers=2, verify=False, config=f'{{"digest": "{digest}", "recall": "fixed"}}')
@@ -144,7 +144,7 @@ def test_pages_that_fill_get_their_digests_from_their_slots(make, digest, monkey
     assert worker.digests.computed == 1 + len(from_slots)
 
 
-@pytest.mark.parametrize("digest", KINDS)
+@pytest.mark.parametrize("digest", DIGESTS)
 def test_what_boundaries_launch_is_compiled_before_the_first_request(make, digest):
     """And leaves no trace: the padding page and a free slot are all that it touches."""
     _chosen.clear()

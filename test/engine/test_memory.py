@@ -10,14 +10,15 @@ from hypothesis import strategies as st
 
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.parse_config import parse_config
+from sglang_scout.engine.digest_pool import DigestPool
 from sglang_scout.engine.memory import (
     HEADROOM_BYTES,
     check_memory,
     most_host_pages,
     plan_memory,
 )
-from sglang_scout.engine.stores import DigestPool, ModelShape
-from sglang_scout.policy.base import policy_names
+from sglang_scout.engine.stores import ModelShape
+from sglang_scout.policy.base import policies
 
 SHAPE = ModelShape(40, 40, 8, 128, 32, torch.bfloat16, 128**-0.5)  # Qwen3-14B
 PAGE_BYTES = 2 * 32 * 8 * 128 * 2 * 40
@@ -27,7 +28,7 @@ def config(config="{}", **kwargs):
     """With digests and a budget that are easy to reckon with, unless said otherwise."""
     keys = {"digest": "minmax"} | (json.loads(config) if isinstance(config, str) else config)
     kwargs = {"budget_tokens": 2048, "available_cpus": {0}} | kwargs
-    return parse_config(policy="scout", policies=policy_names(), config=keys, **kwargs)
+    return parse_config(policy="scout", policies=policies(), config=keys, **kwargs)
 
 
 def plan(settings, **kwargs):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mini_worker import SIZE, Heard, MiniWorker
+from sglang_scout.engine.offered import Offered
 
 FP32_TOLERANCE = 1e-5
 """Relative; two online softmaxes and a merge in fp32 against one softmax."""
@@ -123,8 +124,8 @@ def test_a_selected_page_counts_once_wherever_it_is(make, policy, digest):
             count = torch.tensor([full.shape[1]], dtype=torch.int32)
             for layer in range(3):
                 scores = worker.digests.score(
-                    layer, worker.queries[layer][row : row + 1].contiguous(), full, count,
-                    worker.shape.scale, "mass",
+                    layer, worker.queries[layer][row : row + 1].contiguous(),
+                    Offered.of(full, count, 1), worker.shape.scale, "mass",
                 )  # fmt: skip
                 scores[0, [0, -1]] = torch.inf
                 kept = [

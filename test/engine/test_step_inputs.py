@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from sglang_scout.engine.step_inputs import Batch, StepInputs
+from sglang_scout.engine.stores import Sizes
 
 LAYERS, ROWS, COLUMNS = 3, 5, 7
 
@@ -24,9 +25,11 @@ def batch(full, rng):
 
 @pytest.mark.parametrize("rows_of_steps", [([2, 6], [1], [0, 3, 5, 2, 6], [4, 4])])
 @pytest.mark.parametrize("changes", [0, 1, 2, 5, 5000])
-def test_the_device_has_what_was_sent_and_nothing_of_before(rows_of_steps, changes):
+@pytest.mark.parametrize("lists", [1, 3])
+def test_the_device_has_what_was_sent_and_nothing_of_before(rows_of_steps, changes, lists):
     rng = np.random.default_rng(3)
-    inputs = StepInputs(LAYERS, ROWS, COLUMNS, torch.device("cpu"))
+    sizes = Sizes(budget_pages=2, num_slots=9, max_batch=ROWS, max_pages=COLUMNS, lists=lists)
+    inputs = StepInputs(LAYERS, sizes, torch.device("cpu"))
     for full in rows_of_steps:
         sent, n = batch(full, rng), len(full)
         keys = rng.permutation(10_000)[:changes] + 2**33
@@ -42,12 +45,21 @@ def test_the_device_has_what_was_sent_and_nothing_of_before(rows_of_steps, chang
             empty,
             strict=True,
         ):
-            there = getattr(inputs, name).tolist()
+            there = getattr(inputs.offered if name == "n_full" else inputs, name).tolist()
             assert there == [*map(int, expected), *[rest] * (ROWS - n)], name
         assert torch.equal(inputs.tail_slot[:, :n], sent.tail_slot)
         assert (inputs.tail_slot[:, n:] == -1).all()
         for row in range(ROWS):
             count = full[row] if row < n else 0
             if count:
-                assert torch.equal(inputs.table[row, :count], sent.table[row, :count])
-            assert (inputs.table[row, count:] == -1).all(), "full pages alone"
+                assert torch.equal(inputs.offered.table[row, :count], sent.table[row, :count])
+            assert (inputs.offered.table[row, count:] == -1).all(), "full pages alone"
+        offered = inputs.offered
+        for each in range(lists):
+            assert torch.equal(offered.list_n_full[each::lists], offered.n_full)
+            assert torch.equal(offered.list_table[each::lists], offered.table)
+            places = offered.digest_rows[each::lists]
+            assert ((places < 0) == (offered.table < 0)).all()
+            assert torch.equal(
+                places.clamp(min=-1), torch.where(places < 0, -1, offered.table * lists + each)
+            )

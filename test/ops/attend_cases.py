@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 
@@ -10,26 +12,22 @@ def i32(values):
 
 
 def densely(q, k, v, pages, last_page, last_len, scale, logit_cap=0.0):
-    """Oracle: softmax over the tokens written out, in float64, row by row."""
-    B, HQ, _ = q.shape
+    """Oracle: softmax over the tokens written out, in float64, KV head by KV head."""
+    (B, HQ, _), (S, H) = q.shape, k.shape[1:3]
+    C, G = len(pages) // B, HQ // H
     out = torch.zeros(q.shape, dtype=torch.float64)
     lse = torch.full((B, HQ), -torch.inf, dtype=torch.float64)
-    for b in range(B):
-        parts = [(page, k.shape[1]) for page in pages[b].tolist() if page >= 0]
+    for b, h in itertools.product(range(B), range(H)):
+        parts = [(page, S) for page in pages[b * C + h % C].tolist() if page >= 0]
         if last_page is not None and last_page[b] >= 0:
             parts.append((int(last_page[b]), int(last_len[b])))
         if not parts:
             continue
-        keys, values = (
-            torch.cat([x[page, :n] for page, n in parts])
-            .double()
-            .repeat_interleave(HQ // k.shape[2], 1)
-            for x in (k, v)
-        )  # [T, HQ, D]
-        s = torch.einsum("hd,thd->ht", q[b].double(), keys) * scale
+        keys, values = (torch.cat([x[page, :n, h] for page, n in parts]).double() for x in (k, v))
+        group = slice(h * G, h * G + G)
+        s = q[b, group].double() @ keys.T * scale  # [G, T]
         s = logit_cap * torch.tanh(s / logit_cap) if logit_cap else s
-        lse[b] = s.logsumexp(1)
-        out[b] = torch.einsum("ht,thd->hd", s.softmax(1), values)
+        lse[b, group], out[b, group] = s.logsumexp(1), s.softmax(1) @ values
     return out, lse
 
 
@@ -39,14 +37,18 @@ def unwritten(q):
 
 
 def inputs(
-    seed, B=3, P=7, S=8, H=2, G=3, D=64, R=5, dtype=torch.float32, spread=1.0, rounded=False
-):
-    """rounded: to ``dtype``, as a model's query is. Then a kernel may multiply in that type."""
+    seed, B=3, P=7, S=8, H=2, G=3, D=64, R=5, dtype=torch.float32, spread=1.0, rounded=False,
+    per_head=False,
+):  # fmt: skip
+    """A list of pages for each KV head if ``per_head``.
+
+    rounded: to ``dtype``, as a model's query is. Then a kernel may multiply in that type.
+    """
     rng = torch.Generator().manual_seed(seed)
     q = torch.randn(B, H * G, D, generator=rng) * spread
     q = q.to(dtype).float() if rounded else q
     k, v = (torch.randn(P, S, H, D, generator=rng).to(dtype) for _ in range(2))
-    pages = torch.randint(-1, P, (B, R), generator=rng, dtype=torch.int32)
+    pages = torch.randint(-1, P, (B * H if per_head else B, R), generator=rng, dtype=torch.int32)
     last_page = torch.randint(-1, P, (B,), generator=rng, dtype=torch.int32)
     last_len = torch.randint(1, S + 1, (B,), generator=rng, dtype=torch.int32)
     return q, k, v, pages, last_page, last_len

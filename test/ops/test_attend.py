@@ -9,6 +9,7 @@ from attend_cases import densely, i32, inputs, unwritten
 from sglang_scout.ops.attend import attend_pages
 
 IMPLS = pytest.mark.parametrize("impl", attend_pages.names())
+PER_HEAD = pytest.mark.parametrize("per_head", [False, True])
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 KINDS = pytest.mark.parametrize(
     ("dtype", "rounded"),
@@ -27,13 +28,14 @@ KINDS = pytest.mark.parametrize(
     logit_cap=st.sampled_from((0.0, 30.0)),
     with_last=st.booleans(),
     rounded=st.booleans(),
+    per_head=st.booleans(),
     seed=st.integers(0, 2**31),
 )
 def test_equals_dense_softmax(
-    agree, impl, dtype, sizes, D, R, spread, logit_cap, with_last, rounded, seed
+    agree, impl, dtype, sizes, D, R, spread, logit_cap, with_last, rounded, per_head, seed
 ):
     B, P, S, H, G = sizes
-    q, k, v, pages, *last = inputs(seed, B, P, S, H, G, D, R, dtype, spread, rounded)
+    q, k, v, pages, *last = inputs(seed, B, P, S, H, G, D, R, dtype, spread, rounded, per_head)
     last = last if with_last else (None, None)
     out = unwritten(q)
     got = attend_pages(q, k, v, pages, *last, D**-0.5, logit_cap, impl=impl, out=out)
@@ -45,10 +47,13 @@ def test_equals_dense_softmax(
 
 
 @IMPLS
+@PER_HEAD
 @pytest.mark.parametrize(("H", "G", "D"), [(8, 5, 128), (2, 16, 128), (1, 8, 256)])
-def test_shapes_of_real_models(agree, impl, H, G, D):
+def test_shapes_of_real_models(agree, impl, per_head, H, G, D):
     dtype = torch.bfloat16
-    q, k, v, pages, *last = inputs(11, 2, 12, 32, H, G, D, 6, dtype, rounded=True)
+    q, k, v, pages, *last = inputs(
+        11, 2, 12, 32, H, G, D, 6, dtype, rounded=True, per_head=per_head
+    )
     got = attend_pages(q, k, v, pages, *last, D**-0.5, impl=impl)
     agree(attend_pages, got, densely(q, k, v, pages, *last, D**-0.5), dtype)
 
@@ -76,15 +81,23 @@ def test_reads_that_page_that_head_and_no_neighbour(impl):
 
 
 @IMPLS
+@PER_HEAD
 @pytest.mark.parametrize("last", [(None, None), (i32([-1, -1]), i32([0, 999]))])
 @pytest.mark.parametrize("R", [0, 3])
-def test_empty_set(impl, last, R):
+def test_empty_set(impl, per_head, last, R):
     q, k, v, *_ = inputs(2, B=2)
     out = unwritten(q)
-    pages = torch.full((2, R), -1, dtype=torch.int32)
+    pages = torch.full((4 if per_head else 2, R), -1, dtype=torch.int32)
     attend_pages(q, k, v, pages, *last, 0.125, impl=impl, out=out)
     assert (out[0] == 0).all()
     assert (out[1] == -torch.inf).all()
+
+
+@IMPLS
+def test_no_request_at_all(impl):
+    q, k, v, pages, *last = (x[:0] if i in (0, 3, 4, 5) else x for i, x in enumerate(inputs(2)))
+    out, lse = attend_pages(q, k, v, pages, *last, 0.125, impl=impl, n_pages=i32([]))
+    assert (out.shape, lse.shape) == ((0, 6, 64), (0, 6))
 
 
 @IMPLS
@@ -97,6 +110,28 @@ def test_what_was_never_written_is_never_used(agree, impl, dtype, rounded):
     for pool in (k, v):
         pool[0], pool[1], pool[4, 3:], pool[5, 1:] = (torch.nan,) * 4
     got = attend_pages(q, k, v, pages, last_page, last_len, 0.125, impl=impl, out=unwritten(q))
+    agree(attend_pages, got, expected, dtype)
+
+
+@IMPLS
+@pytest.mark.usefixtures("isa")
+@KINDS
+@pytest.mark.parametrize("with_last", [False, True])
+def test_a_head_uses_nothing_of_what_only_others_chose(agree, impl, dtype, rounded, with_last):
+    """Ragged lists, one of them empty; NaN in every head of a page whose list lacks it."""
+    q, k, v, pages, *last = inputs(7, 3, 9, 32, 4, 3, 64, 8, dtype, 1.0, rounded, per_head=True)
+    for row in range(len(pages)):
+        pages[row, row % 9 :] = -1  # row 0: none at all
+    last = last if with_last else (None, None)
+    expected = densely(q, k, v, pages, *last, 0.125)
+    chosen = torch.zeros(10, 4, dtype=torch.bool)
+    chosen[pages.view(3, 4, 8).long(), torch.arange(4)[:, None]] = True  # page -1 is the tenth
+    chosen = chosen[:9]
+    if with_last:
+        chosen[last[0][last[0] >= 0].long()] = True
+    for pool in (k, v):
+        pool.masked_fill_(~chosen[:, None, :, None], torch.nan)
+    got = attend_pages(q, k, v, pages, *last, 0.125, impl=impl, out=unwritten(q))
     agree(attend_pages, got, expected, dtype)
 
 
@@ -137,9 +172,10 @@ def test_keys_that_mask_their_tokens(impl, dtype, rounded):
 
 
 @IMPLS
+@PER_HEAD
 @pytest.mark.parametrize("into", [False, True])
-def test_pages_are_looked_up_where_their_slots_are_given(impl, into):
-    q, k, v, pages, *last = inputs(9, B=3)
+def test_pages_are_looked_up_where_their_slots_are_given(impl, per_head, into):
+    q, k, v, pages, *last = inputs(9, B=3, per_head=per_head)
     P, rng = len(k), torch.Generator().manual_seed(9)
     ids = torch.randperm(2 * P, generator=rng)[:P].int()  # page ids[i] is at slot i
     slot_of = torch.full((2 * P,), -1, dtype=torch.int32)
@@ -180,6 +216,16 @@ def test_a_wide_table_gives_what_its_pages_give(agree, impl, columns, with_last)
     agree(attend_pages, got, attend_pages(q, k, v, narrow, *last, 0.125, impl="reference"))
 
 
+@IMPLS
+def test_lists_of_heads_have_lengths_of_their_own(agree, impl):
+    q, k, v, *_, last_page, last_len = inputs(11, B=2, P=8)
+    n_pages = i32([300, 0, 1, 7])
+    pages = torch.full((4, 300), -1, dtype=torch.int32)
+    pages[0, 299], pages[0, 3], pages[2, 0], pages[3, 4:7] = 1, 4, 7, i32([0, 2, 3])
+    got = attend_pages(q, k, v, pages, last_page, last_len, 0.125, impl=impl, n_pages=n_pages)
+    agree(attend_pages, got, densely(q, k, v, pages, last_page, last_len, 0.125))
+
+
 def test_triton_does_not_look_behind_the_pages_of_a_row():
     q, k, v, *_ = inputs(11, B=1)
     pages = i32([[1, 2, 3, 4]])
@@ -193,6 +239,10 @@ def test_triton_does_not_look_behind_the_pages_of_a_row():
     ("change", "message"),
     [
         ({"last_len": None}, "attend_pages: last_page and last_len come together"),
+        (
+            {"pages": i32([[1]] * 9)},
+            "attend_pages: pages has 3 lists per request, expected 1 or H=2",
+        ),
         ({"logit_cap": -1.0}, "attend_pages: logit_cap is -1.0"),
         ({"q": torch.zeros(3, 5, 64)}, r"attend_pages: q has H\*G=5, expected a multiple of H=2"),
     ],

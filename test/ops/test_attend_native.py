@@ -142,14 +142,16 @@ def test_a_row_depends_neither_on_threads_nor_on_neighbours(impl, threads):
 
 @NATIVE
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("per_head", [False, True])
 @pytest.mark.parametrize(("rows", "count"), [(1, 2), (1, 3), (2, 8), (3, 2), (3, 8)])
-def test_threads_share_a_sequence(impl, agree, threads, dtype, rows, count):
+def test_threads_share_a_sequence(impl, agree, threads, dtype, per_head, rows, count):
     """Few sequences of many large pages, with holes in the lists and partial pages behind them."""
     q, k, v, _, _, _ = inputs(rows, rows, 12, 32, 8, 2, 128, 1, dtype)
-    pages = torch.randint(0, 12, (rows, 40), dtype=torch.int32)
+    lists = 8 if per_head else 1
+    pages = torch.randint(0, 12, (rows * lists, 40 * lists), dtype=torch.int32)
     pages[0, :9] = pages[0, 20:25] = -1
     if rows > 1:
-        pages[1] = -1  # nothing but the partial page
+        pages[lists : 2 * lists] = -1  # nothing but the partial page
     arguments = q, k, v, pages, i32([3, 4, -1][:rows]), i32([5, 32, 0][:rows]), 0.1
     threads(1)
     alone = attend_pages(*arguments, impl=impl)
@@ -158,7 +160,7 @@ def test_threads_share_a_sequence(impl, agree, threads, dtype, rows, count):
     agree(attend_pages, shared, densely(*arguments), dtype)
     assert all(torch.equal(a, b) for a, b in zip(shared, again, strict=True))
     pages_of = (pages >= 0).sum(1)
-    split = Split(count, 16, least_pages=4 if dtype == torch.bfloat16 else 2)
+    split = Split(count, 16, least_pages=lists * (4 if dtype == torch.bfloat16 else 2))
     batch = int((pages_of > 0).sum()), int(pages_of.sum()), int(pages_of.max())
     runs = native.module.split_runs(*split, *batch)
     assert torch.equal(shared[0], alone[0]) == (runs == 1)  # split: sums in another order
@@ -212,12 +214,22 @@ def test_the_best_instruction_set_is_the_default():
 
 
 @pytest.mark.skipif(native.module is None, reason=native.ABSENT)
-@pytest.mark.parametrize("size", [{"dtype": 3}, {"D": 24}, {"D": 0}, {"S": 0}, {"G": -1}])
+@pytest.mark.parametrize("size", [{"dtype": 3}, {"D": 24}, {"D": 0}, {"S": 0}, {"G": -1}, {"C": 2}])
 def test_addresses_without_a_shape_are_refused(size):
     """What an op cannot ask for, but another caller of the module could."""
     zeros = torch.zeros(4096)
     pointers = {f"{name}_ptr": zeros.data_ptr() for name in ("q", "k", "v", "pages", "out", "lse")}
-    sizes = {"num_pages": 2, "S": 16, "H": 1, "D": 16, "dtype": 0, "G": 1, "B": 1, "R": 2} | size
+    sizes = {
+        "num_pages": 2,
+        "S": 16,
+        "H": 1,
+        "D": 16,
+        "dtype": 0,
+        "G": 1,
+        "B": 1,
+        "C": 1,
+        "R": 2,
+    } | size
     last = {"last_page_ptr": 0, "last_len_ptr": 0, "scale": 1.0, "logit_cap": 0.0}
     (name,) = size
     with pytest.raises(ValueError, match=f"{name}={size[name]}"):

@@ -7,6 +7,7 @@ from sglang_scout.core.errors import ImplementationError
 from sglang_scout.ops.append import Pool, append_tokens
 from sglang_scout.ops.attend import attend_pages
 from sglang_scout.ops.digest import build_layer_digests
+from sglang_scout.ops.embed import build_layer_means, build_layer_pilots, score_embeddings
 from sglang_scout.ops.gather import copy_layer_pages
 from sglang_scout.ops.layers import LayerPages
 from sglang_scout.ops.merge import merge_states
@@ -19,6 +20,7 @@ from sglang_scout.ops.rotated import (
 )
 from sglang_scout.ops.score import score_pages
 from sglang_scout.ops.select import select_pages
+from sglang_scout.ops.stage import stage_pages
 
 L, B, P, S, H, HQ, D, N, C = 2, 3, 7, 32, 2, 4, 16, 5, 24
 
@@ -45,13 +47,17 @@ def cases():
         attend_pages: (q, *slots_of(P), table, n_full, n_full, 0.1, 0.0, (real(B, HQ, D), real(B, HQ)),
                        ints(9), n_full),
         build_layer_digests: (layers, ids, *of_layers, torch.stack([ids] * L)),
+        build_layer_means: (layers, ids, real(L, P, H, 2, D), torch.stack([ids] * L)),
+        build_layer_pilots: (layers, ids, real(L, P, H, 1, C), real(L, H, C, 2 * D), torch.stack([ids] * L)),
         build_layer_rotated: (layers, ids, *(x.expand(L, *x.shape).clone() for x in codes), torch.stack([ids] * L)),
         copy_layer_pages: (layers, torch.stack([ids % L, ids, ids]), *slots),
         log_mass_rotated: (q, *codes, table, n_full, 0.1),
         merge_states: (real(B, HQ, D), real(B, HQ), real(B, HQ, D), real(B, HQ)),
         predict_query: (real(B, C), *weights, real(9, D), torch.arange(B), D, True, HQ, D),
+        score_embeddings: (real(B * H, C), real(P, H, 2, C), table, n_full, real(B * H, N)),
         score_pages: (q, *of_pages, table, n_full, 0.1, "mass", real(B, N)),
         score_rotated: (q, *codes, table, n_full, 0.1, "mass", real(B, N)),
+        stage_pages: (layers, 1, ints(2, 2), *slots_of(4)),
         select_pages: (real(B, N), table, n_full, ints(P), 4, 1, 1, 0.9, (ints(B, 4), ints(B, 4))),
     }  # fmt: skip
 
@@ -63,7 +69,8 @@ def slots_of(pages):
 OPS = pytest.mark.parametrize("op", cases(), ids=lambda op: op.name)
 ANY_DTYPE = {"norm_weight", "q_norm_weight", "cos_sin"}
 ANY_SIZE = {"slot_of", "ids", "pages"}  # of the last axis
-MUTATES = {append_tokens, build_layer_digests, build_layer_rotated, copy_layer_pages}
+MUTATES = {append_tokens, build_layer_digests, build_layer_means, build_layer_pilots, build_layer_rotated,
+           copy_layer_pages, stage_pages}  # fmt: skip
 
 
 def changed(value, name, change):
@@ -99,7 +106,12 @@ def test_every_wrong_tensor_is_named(op):
 def test_strided_tensors_are_refused_by_kernels_and_taken_by_the_reference(op):
     arguments = cases()[op]
     for name, tensor in op.check(*arguments).tensors:
-        if tensor.dim() < 2 or name.startswith("source.") or name in ("k", "v"):
+        if (
+            tensor.dim() < 2
+            or tensor.shape[-2] == 1
+            or name.startswith("source.")
+            or name in ("k", "v")
+        ):
             continue
         index = op.index[name.partition(".")[0].partition("[")[0]]
         strided = [*arguments]

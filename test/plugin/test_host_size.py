@@ -14,8 +14,9 @@ import torch
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.page_bytes import digest_bytes, input_bytes
 from sglang_scout.core.parse_config import parse_config
+from sglang_scout.engine.digest_pool import DigestPool
 from sglang_scout.engine.memory import plan_memory, plan_worker
-from sglang_scout.engine.stores import DigestPool, ModelShape
+from sglang_scout.engine.stores import ModelShape
 
 hooks = pytest.importorskip("sglang_scout.plugin.decode_hooks", reason="needs SGLang")
 from sglang_scout.plugin import host_size, prefill_hooks  # noqa: E402
@@ -26,7 +27,9 @@ PER_NODE = 5
 
 
 def size(monkeypatch, *, available, ranks=1, nodes=2, host_gb=None, on_device=None):
-    config = parse_config(policy="scout", policies=("scout",), budget_tokens=2048, host_gb=host_gb)
+    config = parse_config(
+        policy="scout", policies={"scout": {}}, budget_tokens=2048, host_gb=host_gb
+    )
     found = {node: list(range(PER_NODE)) for node in range(nodes)}
     group = SimpleNamespace(size=ranks, least=lambda own: own, gather=lambda own: [own] * ranks)
     monkeypatch.setattr(hooks, "parse", lambda args: config)
@@ -47,7 +50,7 @@ def size(monkeypatch, *, available, ranks=1, nodes=2, host_gb=None, on_device=No
     ("ranks", "nodes", "node_cpus"), [(1, 0, [5]), (4, 1, [5]), (1, 2, [5, 5]), (4, 2, [5, 5])]
 )
 def test_half_of_what_the_workers_do_not_need(monkeypatch, ranks, nodes, node_cpus):
-    config = parse_config(policy="scout", policies=("scout",), budget_tokens=2048)
+    config = parse_config(policy="scout", policies={"scout": {}}, budget_tokens=2048)
     worker = plan_worker(config, SHAPE, 64, 40960, node_cpus).total_bytes
     assert worker > 2**28
     got = size(monkeypatch, available=100 << 30, ranks=ranks, nodes=nodes)
@@ -77,7 +80,7 @@ def test_no_more_than_the_nodes_have_that_it_is_bound_to(monkeypatch, ranks, bou
 def test_the_default_is_half_of_the_node_that_the_pages_are_bound_to(monkeypatch):
     monkeypatch.setattr(host_size.numa, "nodes", lambda: [0, 1])
     monkeypatch.setattr(host_size.numa, "available_bytes", lambda node: 40 << 30)
-    config = parse_config(policy="scout", policies=("scout",), budget_tokens=2048)
+    config = parse_config(policy="scout", policies={"scout": {}}, budget_tokens=2048)
     worker = plan_worker(config, SHAPE, 64, 40960, [PER_NODE]).total_bytes
     got = size(monkeypatch, available=100 << 30, nodes=1)
     assert got == ((40 << 30) - worker) // 2
@@ -88,7 +91,7 @@ def test_the_default_is_no_more_than_a_device_has_digests_of(monkeypatch, caplog
     on_device = 8 << 30
     got = size(monkeypatch, available=2000 << 30, ranks=ranks, on_device=on_device)
     page_bytes = 2 * SHAPE.page_bytes * SHAPE.num_layers
-    config = parse_config(policy="scout", policies=("scout",), budget_tokens=2048)
+    config = parse_config(policy="scout", policies={"scout": {}}, budget_tokens=2048)
     sizes = {"max_batch": 64, "context_tokens": 40960, "node_cpus": [PER_NODE] * 2}
     sizes |= {"device_bytes": on_device}
     num_pages = got // page_bytes + 1  # SGLang's padding
@@ -121,7 +124,7 @@ def test_a_device_with_room_for_nothing_is_named(monkeypatch):
 
 @pytest.mark.parametrize("keys", [{}, {"prefill_digests": False}])
 def test_pages_and_digests_of_a_prefill_server_share_what_sglang_found(monkeypatch, keys):
-    config = parse_config(policy="scout", policies=("scout",), budget_tokens=2048, config=keys)
+    config = parse_config(policy="scout", policies={"scout": {}}, budget_tokens=2048, config=keys)
     monkeypatch.setattr(prefill_hooks, "parse", lambda args: config)
     monkeypatch.setattr(prefill_hooks, "model_shape", lambda runner: SHAPE)
     found, runner = 40 << 30, SimpleNamespace(server_args=None)

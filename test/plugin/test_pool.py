@@ -12,8 +12,11 @@ import numpy as np
 import pytest
 import torch
 
+from page_weights import identity, pilot_weights
 from sglang_scout.engine.digest_kinds import KINDS
-from sglang_scout.engine.stores import DigestPool, HostPages, ModelShape
+from sglang_scout.engine.digest_pool import DigestPool
+from sglang_scout.engine.offered import Offered
+from sglang_scout.engine.stores import HostPages, ModelShape
 from sglang_scout.ops.score import score_pages
 
 pool = pytest.importorskip("sglang_scout.plugin.pool", reason="needs SGLang")
@@ -23,6 +26,11 @@ conn = pytest.importorskip("sglang.srt.disaggregation.common.conn", reason="need
 
 SIZE = 32
 SHAPE = ModelShape(3, 4, 2, 64, SIZE, torch.float32, 0.125)
+
+
+def digest_pool(shape, pages, kind):
+    model = identity(shape.num_layers, shape.num_q_heads, shape.num_kv_heads, shape.head_dim)
+    return DigestPool(shape, pages, "cpu", kind, pilot_weights(model))
 
 
 def lists():
@@ -58,7 +66,7 @@ ONLY_K_AND_V = [
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_digests_land_in_digests_and_kv_in_kv(kind):
-    here, there = DigestPool(SHAPE, 4, "cpu", kind), DigestPool(SHAPE, 9, "cpu", kind)
+    here, there = digest_pool(SHAPE, 4, kind), digest_pool(SHAPE, 9, kind)
     source = pool.with_digests(lists(), here)
     target = pool.with_digests(([50, 51, 52, 60, 61, 62], [1] * 6, [0] * 6), there)[0]
     pairs = {s: (d, n) for s, d, n in sent(source, target)}
@@ -75,10 +83,10 @@ def test_digests_land_in_digests_and_kv_in_kv(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_server_without_the_flag_gets_and_sends_k_and_v_only(kind):
-    source = pool.with_digests(lists(), DigestPool(SHAPE, 4, "cpu", kind))
+    source = pool.with_digests(lists(), digest_pool(SHAPE, 4, kind))
     assert sent(source, [50, 51, 52, 60, 61, 62]) == ONLY_K_AND_V
     target = pool.with_digests(
-        ([50, 51, 52, 60, 61, 62], [1] * 6, [0] * 6), DigestPool(SHAPE, 9, "cpu", kind)
+        ([50, 51, 52, 60, 61, 62], [1] * 6, [0] * 6), digest_pool(SHAPE, 9, kind)
     )
     source, _, items = lists()
     assert transfers(source, target[0], items) == ONLY_K_AND_V
@@ -111,11 +119,11 @@ def test_a_decode_server_of_another_tp_size_gets_the_k_and_v_of_its_heads(
     sources, targets = ([base + i * (1 << 20) for i in range(6)] for base in (1 << 30, 1 << 40))
     here = sources, [1 << 20] * 6, [item] * 6
     if digests_here:
-        here = pool.with_digests(here, DigestPool(SHAPE, 4, "cpu", digests_here))
+        here = pool.with_digests(here, digest_pool(SHAPE, 4, digests_here))
     there = targets, [1 << 20] * 6, [item // 2] * 6
     if digests_there:
         half = dataclasses.replace(SHAPE, num_kv_heads=1)
-        there = pool.with_digests(there, DigestPool(half, 9, "cpu", digests_there))
+        there = pool.with_digests(there, digest_pool(half, 9, digests_there))
     kv_args = SimpleNamespace(
         engine_rank=0, kv_item_lens=here[2], page_size=SIZE, kv_head_num=2, total_kv_head_num=2,
         kv_data_ptrs=here[0], prefill_start_layer=0,
@@ -197,9 +205,9 @@ def test_other_differences_are_refused():
 def test_digests_of_another_kind_are_not_sent(dtype):
     """As when the prefill server is configured with another digest than the decode server."""
     shape = dataclasses.replace(SHAPE, page_size=32, head_dim=64, dtype=dtype)
-    there = {kind: DigestPool(shape, 5, "cpu", kind) for kind in KINDS}
+    there = {kind: digest_pool(shape, 5, kind) for kind in KINDS}
     for own in KINDS:
-        here = DigestPool(shape, 9, "cpu", own)
+        here = digest_pool(shape, 9, own)
         target = pool.with_digests(([50, 51, 52, 60, 61, 62], [1] * 6, [0] * 6), here)[0]
         for kind, digests in there.items():
             pairs = sent(pool.with_digests(lists(), digests), target)
@@ -212,7 +220,7 @@ def test_a_digest_lacks_whatever_layer_or_half_did_not_arrive(kind, layer, half)
     shape = dataclasses.replace(SHAPE, page_size=32)
     k = [torch.randn(5, 32, shape.num_kv_heads, 64) for _ in range(shape.num_layers)]
     host = HostPages(shape, *([x.flatten(0, 1) for x in k] for _ in "kv"))
-    there, here = (DigestPool(shape, 5, "cpu", kind) for _ in range(2))
+    there, here = (digest_pool(shape, 5, kind) for _ in range(2))
     there.build(np.array([1, 2]), host)
     for part, (mine, theirs) in enumerate(zip(here.parts, there.parts, strict=True)):
         mine[:, 2] = theirs[:, 2]
@@ -234,7 +242,7 @@ def test_a_pool_scores_by_the_bounds_of_its_keys(head_reduce):
     table = torch.arange(9, dtype=torch.int32).repeat(2, 1)
     n_full = torch.tensor([9, 5], dtype=torch.int32)
     for layer in range(3):
-        got = digests.score(layer, q, table, n_full, 0.01, head_reduce)
+        got = digests.score(layer, q, Offered.of(table, n_full, 1), 0.01, head_reduce)
         bounds = k[layer].aminmax(dim=1)
         exact = score_pages.reference(q, *bounds, table, n_full, 0.01, head_reduce)
         assert ((got == -torch.inf) == (exact == -torch.inf)).all()

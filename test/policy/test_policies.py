@@ -9,13 +9,13 @@ from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.parse_config import parse_config
 from sglang_scout.core.profile import RecallProfile
 from sglang_scout.ops.residency import ResidencyTable
-from sglang_scout.policy.base import Context, make_policy, policy_names
+from sglang_scout.policy.base import Context, make_policy, policies
 
 PAGE_BYTES = 2 * 32 * 8 * 128 * 2
 
 
 def config(**kwargs):
-    return parse_config(policy="scout", policies=policy_names(), available_cpus={0}, **kwargs)
+    return parse_config(policy="scout", policies=policies(), available_cpus={0}, **kwargs)
 
 
 def make(settings, num_layers=3, profile=None):

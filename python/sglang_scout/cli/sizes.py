@@ -181,7 +181,7 @@ def make_plan(
     _check_range("--mem-fraction-static", mem_fraction, 1)
     budget = parse_config(
         policy="scout",
-        policies=("scout",),
+        policies={"scout": {}},
         budget_tokens=budget_tokens,
         flags=FLAGS | {"budget_tokens": "plan: --budget"},
     ).budget_tokens

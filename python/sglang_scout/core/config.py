@@ -41,6 +41,7 @@ class Key:
         multiple_of: of a number.
         is_written: it names a file that the server writes.
         needs: another key and its value without which this one has no effect.
+        is_general: False: of those policies alone that have it among their defaults.
         is_public: False: for tests and measurements, and in no document for users.
         kind, default: of the field.
     """
@@ -51,6 +52,7 @@ class Key:
     multiple_of: int = 1
     is_written: bool = False
     needs: tuple[str, Any] | None = None
+    is_general: bool = True
     is_public: bool = True
     kind: str = ""
     default: Any = None
@@ -130,6 +132,20 @@ class OffloadConfig:
         is_written=True,
     )
 
+    forecast_file: str | None = _key(
+        None,
+        "Weights that choose pages a layer ahead: `scripts/train_forecast.py --kind forecast`",
+        is_general=False,
+    )
+    pilot_file: str | None = _key(
+        None,
+        "Weights of page embeddings, given to both servers: `scripts/train_forecast.py --kind pilot`",
+        is_general=False,
+    )
+
+    grain: str = _for_tests(
+        "layer", "Who chooses pages: all heads of a layer, or each", choices=("layer", "head")
+    )
     sink_pages: int = _for_tests(1, "First pages that are always selected", (0, 2**20))
     recent_pages: int = _for_tests(1, "Newest full pages that are always selected", (0, 2**20))
     head_reduce: str = _for_tests("mass", "How heads' scores become one", choices=("mass", "max"))
@@ -155,8 +171,12 @@ class OffloadConfig:
 
     @property
     def budget_pages(self) -> int:
-        """Pages selected per request, layer and step: the k of top-k."""
+        """Pages selected per list, step and layer: the k of top-k."""
         return self.budget_tokens // self.page_size_tokens
+
+    def lists(self, num_kv_heads: int) -> int:
+        """Lists of chosen pages that a request has in a layer."""
+        return num_kv_heads if self.grain == "head" else 1
 
     def of_rank(self, rank: int) -> OffloadConfig:
         """The same for a tensor-parallel rank: from rank 1 on it writes to files of its own, with
@@ -177,7 +197,7 @@ KEYS: dict[str, Key] = {
     for f in dataclasses.fields(OffloadConfig)
     if "key" in f.metadata
 }
-PUBLIC_KEYS = tuple(name for name, key in KEYS.items() if key.is_public)
+PUBLIC_KEYS = tuple(name for name, key in KEYS.items() if key.is_public and key.is_general)
 WRITTEN_KEYS = tuple(name for name, key in KEYS.items() if key.is_written)
 FLAGS = {
     "policy": "--kv-offload",

@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 DIGESTS = ("minmax", "rotated-1", "rotated-2")
-"""What is kept of a page to choose it by; see ``engine/digest_kinds.py``."""
+"""What may be kept of a page to choose it by, for all heads of a layer; see ``engine/digest_kinds.py``."""
+
+EMBEDDINGS = ("mean16", "pilot")
+"""What is kept of a page to choose it by for each KV head by itself."""
+
+PILOT_RANK = 32
+"""Elements of an embedding ``pilot``, unless its weights say another number."""
+
+MARK_BYTES = 4
+"""The second part of an embedding, zero: that it is there says that it was written. And as the parts' sizes are what
+tells a kind from another when they are sent, no two kinds may have the same."""
 
 ROTATED_STATS_BYTES = 80
 """Of a rotated digest, beside its bits and the D bytes of its mean: scales and a step, see ``ops/rotated.py``."""
@@ -14,10 +24,14 @@ _INPUT_WORDS = 6
 place and three positions of multimodal models (``build_decode_registry``)."""
 
 
-def digest_parts(kind: str, head_dim: int, value_bytes: int) -> tuple[int, int]:
+def digest_parts(
+    kind: str, head_dim: int, value_bytes: int, pilot_rank: int = PILOT_RANK
+) -> tuple[int, int]:
     """Bytes of the two parts of a digest, of one page and KV head, for K of ``value_bytes`` a value."""
     if kind == "minmax":
         return head_dim * value_bytes, head_dim * value_bytes
+    if kind in EMBEDDINGS:
+        return (2 * head_dim if kind == "mean16" else pilot_rank) * value_bytes, MARK_BYTES
     bits = int(kind.removeprefix("rotated-"))
     return bits * 4 * head_dim, head_dim + ROTATED_STATS_BYTES
 

@@ -162,7 +162,10 @@ def _check_budget(budget_tokens: int, flag: str) -> None:
 
 
 def _check_together(
-    config: OffloadConfig, keys: Mapping[str, Any], flags: Mapping[str, str]
+    config: OffloadConfig,
+    keys: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+    flags: Mapping[str, str],
 ) -> None:
     """Values that exclude or need each other."""
     forced = config.sink_pages + config.recent_pages
@@ -175,7 +178,7 @@ def _check_together(
     flag, profile = flags["config"], config.recall_profile
     if config.recall == "profile" and not profile:
         raise ConfigError(f"{flag}: recall = 'profile' needs {flags['recall_profile']} FILE")
-    for name, cause in idle_keys(keys).items():
+    for name, cause in idle_keys({**defaults, **keys}).items():
         if name in keys:
             raise ConfigError(
                 f"{flag}: {name} = {keys[name]!r} has no effect with {cause}; drop one of them"
@@ -187,7 +190,7 @@ def _check_together(
 def parse_config(
     *,
     policy: str,
-    policies: tuple[str, ...],
+    policies: Mapping[str, Mapping[str, Any]],
     budget_tokens: int | None = None,
     host_gb: float | None = None,
     recall_profile: str | None = None,
@@ -199,7 +202,8 @@ def parse_config(
     """Build the configuration from the flags' raw values.
 
     Args:
-        policy: value of ``--kv-offload``; ``policies`` are the known ones besides ``none``.
+        policy: value of ``--kv-offload``.
+        policies: the known ones besides ``none``, each with the keys whose default is another with it.
         budget_tokens .. config: raw values of the other flags; None where not given.
             ``config`` may be the object itself.
         available_cpus: CPUs of this process; None: ask the kernel.
@@ -228,13 +232,21 @@ def parse_config(
         )
     raw = load_json(config, flags["config"]) if isinstance(config, str) else config or {}
     keys = {name: _check_value(name, value, flags["config"]) for name, value in raw.items()}
+    defaults = policies.get(policy, {})
+    for name in keys:
+        if not KEYS[name].is_general and name not in defaults:
+            owners = [other for other, known in policies.items() if name in known]
+            raise ConfigError(
+                f"{flags['config']}: {name} = {keys[name]!r} has no effect with {flags['policy']} {policy}; it is for "
+                f"{' and '.join(owners)}; drop it"
+            )
     result = OffloadConfig(
         policy=policy,
         budget_tokens=budget,
         host_gb=host_gb,
         recall_profile=recall_profile,
         cpus=None if cpus is None else parse_cpu_list(cpus, available_cpus, flags["cpus"]),
-        **keys,
+        **{**defaults, **keys},
     )
-    _check_together(result, keys, flags)
+    _check_together(result, keys, defaults, flags)
     return result

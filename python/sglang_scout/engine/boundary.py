@@ -28,6 +28,7 @@ from sglang_scout.engine.recall import Recall
 from sglang_scout.engine.step_inputs import Batch
 from sglang_scout.engine.step_log import StepLog
 from sglang_scout.engine.step_results import StepResult, StepResults
+from sglang_scout.engine.stores import Sizes
 from sglang_scout.ops.residency import ResidencyTable
 from sglang_scout.policy.base import Policy, StepReport
 
@@ -47,7 +48,7 @@ class StepBoundary:
     """Follows requests from admission on and prepares each step.
 
     Args:
-        policy, budget_pages: as of :class:`StepEngine`.
+        policy, sizes: as of :class:`StepEngine`.
         page_size: tokens of a page.
         table: what is where in the resident cache.
         pages: follows them from owner to owner.
@@ -62,7 +63,7 @@ class StepBoundary:
     def __init__(
         self,
         policy: Policy,
-        budget_pages: int,
+        sizes: Sizes,
         page_size: int,
         table: ResidencyTable,
         pages: PageLifecycle,
@@ -70,9 +71,10 @@ class StepBoundary:
         results: StepResults,
         counters: Counters,
     ) -> None:
-        self._policy, self._budget_pages, self._page_size = policy, budget_pages, page_size
+        self._policy, self._page_size = policy, page_size
+        self._row_pages = sizes.budget_pages * sizes.lists
         self._table, self._pages, self._recall = table, pages, recall
-        self._placement = Placement(policy, budget_pages, table, recall)
+        self._placement = Placement(policy, sizes.budget_pages, table, recall)
         self._results, self._counters = results, counters
         self.step_log: StepLog | None = None
         self._step_us = 0.0  # smoothed; 0 until known
@@ -159,7 +161,7 @@ class StepBoundary:
         batch, step, uses = launched.batch, launched.step, self._table.uses
         missed = uses.count(missing)
         selected = int(uses.count(pages).sum())  # a plain number: it becomes JSON
-        budget = len(batch.ages) * self._budget_pages
+        budget = len(batch.ages) * self._row_pages
         self._counters.count_step(selected, missed.sum(axis=1), budget, self._policy.route)
         self._counters.count_waits(result.waited_ns // 1000)
         result.pages, missing = self._pages.still_held(step, pages, missing)
@@ -209,7 +211,7 @@ class StepBoundary:
         recall, last = self._recall, self._last
         report = StepReport(
             step=step,
-            budget_pages=self._budget_pages,
+            budget_pages=self._row_pages,
             ages=last.ages,
             missed=last.missed,
             absent=last.absent,

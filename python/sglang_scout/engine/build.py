@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import torch
 
 from sglang_scout.core.config import OffloadConfig
+from sglang_scout.engine.digest_pool import DigestPool
 from sglang_scout.engine.fetch import Fetch
 from sglang_scout.engine.ranks import Ranks
 from sglang_scout.engine.step import StepEngine
-from sglang_scout.engine.stores import DigestPool, HostPages, ModelShape, Sizes
+from sglang_scout.engine.stores import HostPages, ModelShape, Sizes
 from sglang_scout.engine.trace import Tracer
 from sglang_scout.engine.transport import GraphTransport, HostTransport, Transport
 from sglang_scout.ops.doorbell import DeviceRing
@@ -102,9 +103,9 @@ def _transport(
     tracer: Tracer,
 ) -> Transport:
     if policy.route == "fetch":
-        return Fetch(host, shape, sizes.max_batch, sizes.budget_pages, device)
+        return Fetch(host, shape, sizes.max_batch, sizes.lists, sizes.budget_pages, device)
     if policy.route == "drop":
         return Transport(torch.zeros(shape.num_layers, dtype=torch.int64))
     if isinstance(worker, GraphTransport):
         return worker
-    return HostTransport(worker, shape, sizes.max_batch, tracer)
+    return HostTransport(worker, shape, sizes, tracer)

@@ -11,7 +11,11 @@ from dataclasses import dataclass
 
 import torch
 
+from sglang_scout.core.forecast import PageWeights
+from sglang_scout.core.page_bytes import MARK_BYTES
 from sglang_scout.ops.digest import build_layer_digests
+from sglang_scout.ops.embed import build_layer_means, build_layer_pilots, score_embeddings
+from sglang_scout.ops.layers import LayerPages
 from sglang_scout.ops.rotated import (
     build_layer_rotated,
     log_mass_rotated,
@@ -29,16 +33,20 @@ class DigestKind:
     """How digests are built and scored.
 
     Attributes:
-        build: as :func:`build_layer_digests`.
-        score: as :func:`score_pages`, of the parts of one layer.
+        build: as :func:`build_layer_digests`; with ``trained`` W_k behind its arguments.
+        score: as :func:`score_pages`, of the parts of one layer; of kinds ``per_head`` see :func:`score_heads`.
         log_mass: as :func:`log_mass_rotated`; None where scores are bounds.
         view: the parts as both of them take these, from bytes, the dtype of K and D.
+        per_head: one query vector per KV head chooses its pages.
+        trained: it is built with W_k of a pilot file (``core/forecast.py``), and scored with W_q q.
     """
 
     build: Callable[..., None]
     score: Callable[..., torch.Tensor]
     log_mass: Callable[..., torch.Tensor] | None
     view: Callable[[torch.Tensor, torch.dtype, int], torch.Tensor]
+    per_head: bool = False
+    trained: bool = False
 
 
 def _bounds(part: torch.Tensor, dtype: torch.dtype, head_dim: int) -> torch.Tensor:
@@ -50,12 +58,83 @@ def _rotated(part: torch.Tensor, dtype: torch.dtype, head_dim: int) -> torch.Ten
     return part if left else part.unflatten(-1, planes_shape(bits, head_dim))
 
 
+def _embeddings(part: torch.Tensor, dtype: torch.dtype, head_dim: int) -> torch.Tensor:
+    is_mark = part.shape[-1] == MARK_BYTES
+    return part if is_mark else part.view(dtype).unsqueeze(-2)
+
+
+def _two_means(part: torch.Tensor, dtype: torch.dtype, head_dim: int) -> torch.Tensor:
+    is_mark = part.shape[-1] == MARK_BYTES
+    return part if is_mark else part.view(dtype).unflatten(-1, (2, head_dim))
+
+
+def _and_mark(build: Callable[..., None]) -> Callable[..., None]:
+    """``build`` of embeddings, then their marks, which say that they were written."""
+
+    def both(
+        source: LayerPages,
+        ids: torch.Tensor,
+        embeddings: torch.Tensor,
+        marks: torch.Tensor,
+        rows: torch.Tensor | None,
+        *weights: torch.Tensor,
+    ) -> None:
+        build(source, ids, embeddings, *weights, rows)
+        marks.index_fill_(1, ids, 0)
+
+    return both
+
+
 KINDS = {
     "minmax": DigestKind(build_layer_digests, score_pages, None, _bounds),
+    "mean16": DigestKind(
+        _and_mark(build_layer_means), score_embeddings, None, _two_means, per_head=True
+    ),
+    "pilot": DigestKind(
+        _and_mark(build_layer_pilots),
+        score_embeddings,
+        None,
+        _embeddings,
+        per_head=True,
+        trained=True,
+    ),
 } | {
     f"rotated-{bits}": DigestKind(build_layer_rotated, score_rotated, log_mass_rotated, _rotated)
     for bits in (1, 2)
 }
+
+
+def trained_arrays(
+    kind: DigestKind, weights: PageWeights | None, device: torch.device | str
+) -> tuple[torch.Tensor, ...]:
+    """W_k and W_q on ``device`` for a kind that is trained, and nothing for others.
+
+    Raises:
+        ValueError: there are no weights.
+    """
+    if not kind.trained:
+        return ()
+    if weights is None:
+        raise ValueError("this kind of digest is trained: it needs the weights of a pilot_file")
+    return tuple(torch.tensor(weights.arrays[name], device=device) for name in ("w_k", "w_q"))
+
+
+def score_heads(
+    query: torch.Tensor,
+    embeddings: torch.Tensor,
+    table: torch.Tensor,
+    n_full: torch.Tensor,
+    w_q: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``[B * H, N]`` scores of each KV head by itself, row b * H + h; see :func:`score_embeddings`.
+
+    Args:
+        query: ``[B, H, D]``, one vector per KV head; with ``w_q`` ``[H, r, G * D]`` the real queries ``[B, HQ, D]``.
+    """
+    query = query.reshape(len(table), embeddings.shape[1], -1)
+    if w_q is not None:
+        query = torch.einsum("bhx,hrx->bhr", query, w_q)
+    return score_embeddings(query.flatten(0, 1).contiguous(), embeddings, table, n_full)
 
 
 def _marks(parts: tuple[torch.Tensor, torch.Tensor]) -> list[torch.Tensor]:

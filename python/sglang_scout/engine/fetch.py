@@ -7,9 +7,8 @@ import torch
 from sglang_scout.engine.stores import HostPages, ModelShape
 from sglang_scout.engine.transport import Transport
 from sglang_scout.ops.attend import attend_pages
-from sglang_scout.ops.gather import copy_layer_pages
-from sglang_scout.ops.layers import LayerPages
 from sglang_scout.ops.merge import merge_states
+from sglang_scout.ops.stage import stage_pages
 
 
 def staging_bytes(shape: ModelShape, max_batch: int, budget_pages: int) -> int:
@@ -21,11 +20,13 @@ class Fetch(Transport):
     """Pages come to the device ahead of their layer, ids and all from the device.
 
     There is one staging slot for each row and chosen page, twice: a layer's pages are posted before those of the
-    layer before are attended to. Copies are launched on the step's own stream.
+    layer before are attended to. So every chosen page finds one. Where each KV head has a list of its own, a slot
+    holds that head's part of a page. Copies are launched on the step's own stream.
 
     Args:
         host: where the pages lie.
-        budget_pages: k.
+        lists: C, of each request.
+        budget_pages: k, of each list.
         device: where steps run.
     """
 
@@ -34,35 +35,28 @@ class Fetch(Transport):
         host: HostPages,
         shape: ModelShape,
         max_batch: int,
+        lists: int,
         budget_pages: int,
         device: torch.device,
     ) -> None:
         self._shape, self._budget_pages = shape, budget_pages
         super().__init__(torch.zeros(shape.num_layers, dtype=torch.int64))  # nobody waits
-        staging = max_batch * budget_pages
-        page = shape.page_size, shape.num_kv_heads, shape.head_dim
-        # [K or V, layer parity, slot, S, H, D]
-        self._staged = torch.zeros((2, 2, staging, *page), dtype=shape.dtype, device=device)
-        self._layers = [
-            LayerPages.of([k], [v], device) for k, v in zip(host.k, host.v, strict=True)
-        ]
+        staging = max_batch * lists * budget_pages
+        slot = shape.page_size, shape.num_kv_heads // lists, shape.head_dim
+        # [K or V, layer parity, slot, S, H / C, D]
+        self._staged = torch.zeros((2, 2, staging, *slot), dtype=shape.dtype, device=device)
+        self._pages = host.for_copies(device)
         self._slots = torch.arange(staging, dtype=torch.int32, device=device)
-        # Of each layer parity: what copy_layer_pages reads, [layer, page, slot] by row and page.
-        self._ids = torch.zeros((2, 3, staging), dtype=torch.int64, device=device)
-        self._ids[:, 2] = self._slots
+        # Of each layer parity: by row and page its slot, -1 where nothing was posted.
         self._there = torch.full((2, staging), -1, dtype=torch.int32, device=device)
 
     def post(
         self, layer: int, query: torch.Tensor, pages: torch.Tensor, n_pages: torch.Tensor
     ) -> None:
         count, parity = pages.numel(), layer % 2
-        wanted = pages.flatten()
-        ids = self._ids[parity, :, :count]
-        ids[1].copy_(wanted)
-        self._there[parity, :count].copy_(self._slots[:count].masked_fill(wanted < 0, -1))
-        copy_layer_pages(
-            self._layers[layer], ids.contiguous(), *self._staged[:, parity].unsqueeze(1)
-        )
+        slots = self._slots[:count].masked_fill(pages.flatten() < 0, -1)
+        self._there[parity, :count].copy_(slots)
+        stage_pages(self._pages, layer, pages, *self._staged[:, parity])
 
     def merge(self, layer: int, query: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
         rows, parity = len(query), layer % 2

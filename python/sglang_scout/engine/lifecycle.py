@@ -8,7 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_scout.core.ranking import distinct
-from sglang_scout.engine.stores import DigestPool, HostPages
+from sglang_scout.engine.digest_pool import DigestPool
+from sglang_scout.engine.stores import HostPages
 from sglang_scout.ops.layers import LayerPages
 from sglang_scout.ops.residency import ResidencyTable
 from sglang_scout.policy.base import KNOWN_AFTER

@@ -26,12 +26,14 @@ import torch
 from sglang_scout.engine.boundary import StepBoundary
 from sglang_scout.engine.counters import Counters
 from sglang_scout.engine.device import SideStream, upload
+from sglang_scout.engine.digest_pool import DigestPool
 from sglang_scout.engine.lifecycle import PageLifecycle
+from sglang_scout.engine.offered import of_lists
 from sglang_scout.engine.ranks import Ranks, SharedChoice
 from sglang_scout.engine.recall import Recall
 from sglang_scout.engine.step_inputs import StepInputs
 from sglang_scout.engine.step_results import StepResults
-from sglang_scout.engine.stores import DigestPool, HostPages, ModelShape, ResidentCache, Sizes
+from sglang_scout.engine.stores import HostPages, ModelShape, ResidentCache, Sizes
 from sglang_scout.engine.trace import Tracer
 from sglang_scout.engine.transport import Transport
 from sglang_scout.engine.verify import Verifier
@@ -85,24 +87,24 @@ class StepEngine:
         slots = self.resident.as_layers()
         self.pages = PageLifecycle(host, digests, table, slots)
         self._projectors = projectors
-        rows = sizes.max_batch
-        self._inputs = StepInputs(shape.num_layers, rows, sizes.max_pages, device)
-        self._results = StepResults(
-            shape.num_layers, rows, sizes.budget_pages, transport.waited_ns, device
-        )
+        self._inputs = StepInputs(shape.num_layers, sizes, device)
+        self._results = StepResults(shape.num_layers, sizes, transport.waited_ns, device)
         self.boundary = StepBoundary(
-            policy, sizes.budget_pages, shape.page_size, table, self.pages, self.recall, self._results,
+            policy, sizes, shape.page_size, table, self.pages, self.recall, self._results,
             self.counters,
         )  # fmt: skip
         table.take_changes()
         self._slot_of = upload(table.slot_of, device).clone()
-        self._shared = None if ranks is None else SharedChoice(ranks, policy.digest)
+        # Where each KV head chooses for itself, a rank has all of it.
+        self._shared = SharedChoice(ranks, policy.digest) if ranks and sizes.lists == 1 else None
         self._verifier = Verifier(host, shape, policy.route, self.counters) if verify else None
         self._step = 0
         # Some request of this step, and all of them, take their real queries.
         self._warms_up = self._all_warm_up = False
         has_estimates = digests.has_estimates and not shape.logit_cap
-        self._reweighs = policy.digest.reweigh and policy.route == "cpu" and has_estimates
+        on_cpu = policy.route == "cpu"
+        self._reweighs = policy.digest.reweigh and on_cpu and has_estimates
+        self._posts_late = on_cpu and not policy.query.attends
         self._chosen: dict[int, tuple[torch.Tensor, Selection]] = {}  # layer: query, selection
         self._predicted: dict[int, torch.Tensor] = {}  # in a step that warms up
         self._open_layer, self._layer_start_ns = -1, 0  # for the timeline
@@ -112,10 +114,7 @@ class StepEngine:
 
     @property
     def can_replay(self) -> bool:
-        """Whether a captured graph may run the step that was begun.
-
-        Not one in which a request takes its real queries: it launches other things.
-        """
+        """Whether a captured graph may run the step that was begun: one without requests that take real queries."""
         return self.transport.capturable and self._verifier is None and not self._warms_up
 
     def pause(self) -> None:
@@ -205,24 +204,24 @@ class StepEngine:
 
     def _look_ahead(self, layer: int, query: torch.Tensor) -> None:
         """Choose the pages of ``layer`` and post the missing ones (Algorithm 1, lines 4 to 7)."""
-        rows, digest = len(query), self.policy.digest
-        table, n_full = self._inputs.table[:rows], self._inputs.n_full[:rows]
+        digest, offered = self.policy.digest, self._inputs.offered.first(len(query))
+        by_list = of_lists(query, self.sizes.lists)
         start_ns = self.tracer.now()
-        scores = self.digests.score(
-            layer, query, table, n_full, self.shape.scale, digest.head_reduce
-        )
+        scores = self.digests.score(layer, by_list, offered, self.shape.scale, digest.head_reduce)
         if self._shared is not None:
             scores = self._shared.scores(scores)
         start_ns = self.tracer.cut("ahead", "score", start_ns, layer=layer)
         selection = select_pages(
-            scores, table, n_full, self._slot_of[layer], self.sizes.budget_pages,
-            digest.sink_pages, digest.recent_pages, digest.mass, out=self._results.of(layer, rows),
+            scores, offered.list_table, offered.list_n_full, self._slot_of[layer],
+            self.sizes.budget_pages, digest.sink_pages, digest.recent_pages, digest.mass,
+            out=self._results.of(layer, len(by_list)),
         )  # fmt: skip
         if self._shared is not None and self._verifier is not None:
             is_same = self._shared.is_same(selection.pages)
             self.counters.verify_unequal_selections += not is_same
         self.tracer.cut("ahead", "select", start_ns, layer=layer)
-        self.transport.post(layer, query.contiguous(), selection.missing, selection.n_missing)
+        if not self._posts_late:
+            self.transport.post(layer, by_list, selection.missing, selection.n_missing)
         self._chosen[layer] = query, selection
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -246,9 +245,14 @@ class StepEngine:
         if layer not in self._chosen:
             self._look_ahead(layer, self._late_query(layer, query))
         query_ahead, selection = self._chosen.pop(layer)
+        lists = self.sizes.lists
+        by_list = of_lists(query, lists)
+        if self._posts_late:
+            query_ahead = query
+            self.transport.post(layer, by_list, selection.missing, selection.n_missing)
         pages, n_pages = selection.pages, None
         if not self.policy.digest.only_selected:
-            pages, n_pages = inputs.table[:rows], inputs.n_full[:rows]
+            pages, n_pages = inputs.offered.table[:rows], inputs.offered.n_full[:rows]
         start_ns = self.tracer.now()
         out, lse = attend_pages(
             query, self.resident.k[layer], self.resident.v[layer], pages,
@@ -257,32 +261,28 @@ class StepEngine:
         )  # fmt: skip
         self.tracer.cut("attention", "attend", start_ns, layer=layer)
         if self.boundary.step_log is not None and query_ahead is not query and not self._warms_up:
-            cosine = torch.cosine_similarity(query, query_ahead, dim=-1).mean(1)
-            live = tail_len > 0  # a captured batch may be padded
-            self._results.cosine[layer] = cosine.where(live, 0.0).sum() / live.sum()
+            self._results.compare(layer, query, query_ahead, tail_len > 0)
         change = None
         if self._reweighs and query_ahead is not query:
             start_ns = self.tracer.now()
-            asked = query, query_ahead, selection.missing, selection.n_missing
-            change = self.digests.mass_change(layer, *asked, shape.scale)
+            asked = by_list, of_lists(query_ahead, lists), selection.missing, selection.n_missing
+            change = self.digests.mass_change(layer, *asked, lists, shape.scale).view_as(lse)
             lse -= change  # the device's part that much lighter: the same weights
             self.tracer.cut("attention", "mass", start_ns, layer=layer)
-        self.transport.merge(layer, query, out, lse)
+        self.transport.merge(layer, by_list, of_lists(out, lists), of_lists(lse, lists))
         if self._verifier is not None:
             start_ns = self.tracer.now()
-            slots = resident_slots(self._slot_of[layer], pages)
+            is_resident = resident_slots(self._slot_of[layer], pages) >= 0
             self._verifier.check(
-                layer, out, query, query_ahead, torch.where(slots >= 0, pages, -1),
-                self._results.missing[layer, :rows], self._results.running.batch, change,
+                layer, out, query, query_ahead, torch.where(is_resident, pages, -1),
+                selection.missing, self._results.running.batch, change,
             )  # fmt: skip
             self.tracer.cut("attention", "verify", start_ns, layer=layer)
         return out
 
     def _late_query(self, layer: int, query: torch.Tensor) -> torch.Tensor:
-        """``[B, HQ, D]``: real for warming requests and for layers without lead, else predicted.
-
-        So a request's tokens do not depend on when others join.
-        """
+        """``[B, HQ, D]``: real for warming requests and for layers without lead, else predicted. So a request's
+        tokens do not depend on when others join."""
         predicted = self._predicted.pop(layer, None)
         if predicted is None:
             return query

@@ -9,6 +9,8 @@ import numpy.typing as npt
 import torch
 
 from sglang_scout.engine.device import Staging, upload
+from sglang_scout.engine.offered import Offered
+from sglang_scout.engine.stores import Sizes
 
 
 @dataclass
@@ -34,13 +36,14 @@ class StepInputs:
     Rows without a request attend to nothing and write nothing.
 
     Attributes, int32 on the device:
-        n_full, tail_len, tail_page: ``[B]``; see :class:`Batch`.
+        tail_len, tail_page: ``[B]``; see :class:`Batch`.
         warming: ``[B]`` 1 where a request takes its real queries.
         tail_slot: ``[L, B]``.
-        table: ``[B, N]`` ids of full pages, -1 behind them.
+        offered: the full pages of each row.
     """
 
-    def __init__(self, layers: int, max_batch: int, max_pages: int, device: torch.device) -> None:
+    def __init__(self, layers: int, sizes: Sizes, device: torch.device) -> None:
+        max_batch, max_pages = sizes.max_batch, sizes.max_pages
         self._sizes = layers, max_batch, max_pages
         self._head = (4 + layers) * max_batch
         self._device = device
@@ -50,19 +53,21 @@ class StepInputs:
         self._table = self._changes + 3 * self._most_changes
         self._staging = Staging(self._table + max_batch * max_pages, device)
         self._rows = 0  # that the device's table has
-        self.clear()
         words = self._staging.device
-        self.n_full, self.tail_len, self.tail_page, self.warming = (
+        n_full, self.tail_len, self.tail_page, self.warming = (
             words[i * max_batch : (i + 1) * max_batch] for i in range(4)
         )
         self.tail_slot = words[4 * max_batch : self._head].view(layers, max_batch)
-        self.table = words[self._table :].view(max_batch, max_pages)
+        table = words[self._table :].view(max_batch, max_pages)
+        self.offered = Offered.of(table, n_full, sizes.lists)
+        self.clear()
 
     def clear(self) -> None:
         """No row has a request, until the next step is sent."""
         words = self._staging.device
         words.fill_(-1)
         words[: 2 * self._sizes[1]] = 0
+        self.offered.fill(self._sizes[1])
 
     def send(
         self,
@@ -96,11 +101,15 @@ class StepInputs:
         self._rows = count
         n = len(changed)
         if n > self._most_changes:
-            self._staging.send(self._table + sent * columns)
+            self._send(sent)
             return upload(changed, self._device), upload(slots, self._device)
         middle = self._changes + 2 * n
         words[self._changes : middle] = changed.view(np.int32)
         words[middle : middle + n] = slots
-        self._staging.send(self._table + sent * columns)
+        self._send(sent)
         there = self._staging.device
         return there[self._changes : middle].view(torch.int64), there[middle : middle + n]
+
+    def _send(self, rows: int) -> None:
+        self._staging.send(self._table + rows * self._sizes[2])
+        self.offered.fill(rows)

@@ -15,6 +15,7 @@ import torch
 
 from sglang_scout.engine.device import Fetching
 from sglang_scout.engine.step_inputs import Batch
+from sglang_scout.engine.stores import Sizes
 from sglang_scout.policy.base import KNOWN_AFTER
 
 
@@ -34,8 +35,8 @@ class StepResult:
     """What is known of a step, L layers, the B rows of its batch."""
 
     launched: LaunchedStep
-    pages: npt.NDArray[np.int32]  # [L, B, k] selected, -1 where there is none
-    missing: npt.NDArray[np.int32]  # [L, B, k] those of them that were not resident, -1 padded
+    pages: npt.NDArray[np.int32]  # [L, B, C * k] selected by each list, -1 where there is none
+    missing: npt.NDArray[np.int32]  # [L, B, C * k] those of them that were not resident
     waited_ns: npt.NDArray[np.int64]  # [L] for the worker, since the result before
     cosine: npt.NDArray[np.float32]  # [L] of predicted and real queries, NaN: not measured
 
@@ -44,26 +45,26 @@ class StepResults:
     """Buffers of the device that steps write to, and steps that were launched.
 
     Args:
-        layers, max_batch, budget_pages: L, most rows, k.
+        layers, sizes: L; most requests, C, k.
         waited_ns: ``[L]`` int64, time waited since the ring was made; read only.
         device: where steps run.
 
     Attributes:
-        pages, missing: ``[L, max_batch, k]`` int32 on the device.
+        pages, missing: ``[L, max_batch * C, k]`` int32 on the device.
         cosine: ``[L]`` float32 on the device.
     """
 
     def __init__(
         self,
         layers: int,
-        max_batch: int,
-        budget_pages: int,
+        sizes: Sizes,
         waited_ns: torch.Tensor,
         device: torch.device,
     ) -> None:
-        self._both = torch.full(
-            (2, layers, max_batch, budget_pages), -1, dtype=torch.int32, device=device
-        )
+        self._lists = sizes.lists
+        rows = sizes.max_batch * sizes.lists
+        both = 2, layers, rows, sizes.budget_pages
+        self._both = torch.full(both, -1, dtype=torch.int32, device=device)
         self.pages, self.missing = self._both
         self.cosine = torch.full((layers,), torch.nan, device=device)
         self._sent = [self._both, waited_ns, self.cosine]
@@ -94,6 +95,13 @@ class StepResults:
         """Where a step leaves the selected and the missing pages of a layer, each [rows, k]."""
         return self.pages[layer, :rows], self.missing[layer, :rows]
 
+    def compare(
+        self, layer: int, query: torch.Tensor, query_ahead: torch.Tensor, live: torch.Tensor
+    ) -> None:
+        """Note how well a layer's query was predicted, for ``live`` ``[B]`` rows: a captured batch may be padded."""
+        cosine = torch.cosine_similarity(query, query_ahead, dim=-1).mean(1)
+        self.cosine[layer] = cosine.where(live, 0.0).sum() / live.sum()
+
     def send_for(self) -> None:
         """Boundary: send for what the step launched last selects."""
         if self._launched:
@@ -112,6 +120,7 @@ class StepResults:
         assert launched.results is not None
         (pages, missing), waited_ns, cosine = launched.results.wait()
         rows = len(launched.batch.ages)
+        used = [x[:, : rows * self._lists].reshape(len(x), rows, -1) for x in (pages, missing)]
         since = waited_ns - self._waited_before
         self._waited_before = waited_ns.copy()
-        return StepResult(launched, pages[:, :rows], missing[:, :rows], since, cosine)
+        return StepResult(launched, *used, since, cosine)

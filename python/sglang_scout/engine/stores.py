@@ -1,4 +1,4 @@
-"""The three stores of a decode worker: host pages (all KV), page digests, and the resident cache.
+"""Stores of a decode worker: host pages (all KV) and the resident cache; ``digest_pool.py`` has the third.
 
 Shapes: L layers, P host pages (page 0 is padding), S tokens a page, H KV heads, D head size.
 """
@@ -13,9 +13,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sglang_scout.core.page_bytes import digest_parts
-from sglang_scout.engine.device import upload
-from sglang_scout.engine.digest_kinds import KINDS, is_set, unset
 from sglang_scout.ops.layers import LayerPages
 
 
@@ -45,13 +42,16 @@ class Sizes:
     Attributes:
         budget_pages: k, pages selected per request and layer.
         num_slots: device slots per layer.
-        max_batch, max_pages: most rows in a step, and pages of a row.
+        max_batch, max_pages: most requests in a step, and pages of one.
+        lists: C, lists of chosen pages that a request has in a layer: one, or one for each KV head. Row ``r`` of what
+            is chosen is list ``r % C`` of its request. Pages are resident for all heads either way.
     """
 
     budget_pages: int
     num_slots: int
     max_batch: int
     max_pages: int
+    lists: int = 1
 
 
 class HostPages:
@@ -118,154 +118,6 @@ def _runs(pages: npt.NDArray[np.int64]) -> Iterator[tuple[slice, slice]]:
     for begin, end in itertools.pairwise(cuts):
         first = int(pages[begin]) if begin < end else 0
         yield slice(begin, end), slice(first, first + end - begin)
-
-
-class DigestPool:
-    """The digest of every page, and which of them hold.
-
-    A digest can arrive with the KV from the prefill server or be built here. An unset digest is
-    marked in the data itself until somebody writes it, so an arrived digest is recognised without a
-    message of its own.
-
-    Args:
-        kind: what a digest holds, a key of ``KINDS``.
-
-    Attributes:
-        kind: as given.
-        parts: ``[L, P, H, bytes]`` uint8 each, on ``device``.
-        valid: ``[P]`` bool on the host; the digest of every layer of this page holds.
-    """
-
-    def __init__(
-        self,
-        shape: ModelShape,
-        num_pages: int,
-        device: torch.device | str,
-        kind: str,
-    ) -> None:
-        size = (shape.num_layers, num_pages, shape.num_kv_heads)
-        self.kind = kind
-        self._of_kind = KINDS[kind]
-        first, second = digest_parts(kind, shape.head_dim, shape.dtype.itemsize)
-        self.parts = (
-            torch.zeros((*size, first), dtype=torch.uint8, device=device),
-            torch.zeros((*size, second), dtype=torch.uint8, device=device),
-        )
-        self._views = [self._of_kind.view(x, shape.dtype, shape.head_dim) for x in self.parts]
-        unset(self.parts, torch.arange(num_pages, device=device))
-        self.valid = np.zeros(num_pages, bool)
-        self._built: torch.cuda.Event | None = None  # the last ones, on the stream of the steps
-        self.received = 0
-        self.computed = 0
-
-    @property
-    def device(self) -> torch.device:
-        return self.parts[0].device
-
-    def warm_up(self, host: HostPages, resident: LayerPages) -> None:
-        """Do what requests need once, before there are any, so that none waits while kernels are compiled
-        and loaded. With page 0, which is padding."""
-        padding = np.zeros(1, np.int64)
-        ids, slots = self._ids(padding), self._ids(np.zeros((len(resident.k), 1)))
-        for source, rows in ((host.for_copies(self.device), None), (resident, slots)):
-            self._of_kind.build(source, ids, *self._views, rows)
-        self.unset(padding)
-        self.accept(padding)
-
-    def invalidate(self, pages: npt.NDArray[np.integer]) -> None:
-        """The pages were freed: their digests no longer hold."""
-        self.valid[pages] = False
-
-    def unset(self, pages: npt.NDArray[np.integer]) -> None:
-        """Mark the digests of freshly allocated pages as not written."""
-        if self._built is not None:
-            # Pages come from requests that have ended; what was launched for them ends first.
-            torch.cuda.current_stream().wait_event(self._built)
-        unset(self.parts, self._ids(pages))
-        self.valid[pages] = False
-
-    def accept(self, pages: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Mark those of ``pages`` whose digests have been written as valid; return the others.
-
-        The host waits for the current stream, which must be the one of :meth:`unset` or behind it.
-        """
-        complete = is_set(self.parts, self._ids(pages)).cpu().numpy()
-        self.valid[pages[complete]] = True
-        self.received += int(complete.sum())
-        return pages[~complete]
-
-    def build(self, pages: npt.NDArray[np.int64], host: HostPages) -> None:
-        """Compute the digests of ``pages`` from their K."""
-        if len(pages):
-            self._build(pages, host.for_copies(self.device), self._ids(pages), None)
-
-    def build_from_slots(
-        self, pages: npt.NDArray[np.int64], resident: LayerPages, slots: npt.NDArray[np.integer]
-    ) -> None:
-        """Compute the digests of ``pages`` from the K in their ``slots`` ``[L, n]``."""
-        if len(pages):
-            both = self._ids(np.concatenate([pages[None], slots]))  # one transfer
-            self._build(pages, resident, both[0], both[1:])
-
-    def _build(
-        self,
-        pages: npt.NDArray[np.int64],
-        source: LayerPages,
-        ids: torch.Tensor,
-        rows: torch.Tensor | None,
-    ) -> None:
-        self._of_kind.build(source, ids, *self._views, rows)
-        if self.device.type == "cuda":
-            self._built = torch.cuda.Event()
-            self._built.record()
-        self.valid[pages] = True
-        self.computed += len(pages)
-
-    def score(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        table: torch.Tensor,
-        n_full: torch.Tensor,
-        scale: float,
-        head_reduce: str,
-    ) -> torch.Tensor:
-        """``[B, N]`` fp32 scores of the full pages in ``table`` for ``query`` ``[B, HQ, D]``."""
-        parts = (view[layer] for view in self._views)
-        return self._of_kind.score(query, *parts, table, n_full, scale, head_reduce)
-
-    @property
-    def has_estimates(self) -> bool:
-        """Whether :meth:`mass_change` is there: scores of this kind estimate, and do not bound."""
-        return self._of_kind.log_mass is not None
-
-    def mass_change(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        query_ahead: torch.Tensor,
-        pages: torch.Tensor,
-        n_pages: torch.Tensor,
-        scale: float,
-    ) -> torch.Tensor:
-        """``[B, HQ]`` by how much the log mass of a row's missing pages is larger for the real query; estimated.
-
-        The worker attends to them one layer ahead, with the predicted query, and weighs them by it. What the real
-        query asks for may be among them, and gets the mass that it should have.
-
-        Args:
-            query, query_ahead: ``[B, HQ, D]`` fp32.
-            pages: ``[B, k]``, of which each row has the first ``n_pages`` ``[B]``; 0 for a row without any.
-        """
-        assert self._of_kind.log_mass is not None
-        parts = [view[layer] for view in self._views]
-        real, ahead = (
-            self._of_kind.log_mass(q, *parts, pages, n_pages, scale) for q in (query, query_ahead)
-        )
-        return (real - ahead).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-
-    def _ids(self, pages: npt.NDArray[np.integer]) -> torch.Tensor:
-        return upload(np.ascontiguousarray(pages, np.int64), self.device)
 
 
 class ResidentCache:

@@ -23,7 +23,8 @@ class Verifier:
     def __init__(
         self, host: HostPages, shape: ModelShape, route: Route, counters: Counters
     ) -> None:
-        self._host, self._shape, self._route, self._counters = host, shape, route, counters
+        self._host, self._shape = host, shape
+        self._route, self._counters = route, counters
 
     def check(
         self,
@@ -36,8 +37,10 @@ class Verifier:
         batch: Batch,
         mass_change: torch.Tensor | None,
     ) -> None:
-        """Tensors as of :func:`relative_error`, on the device; ``missing`` ``[B, k]`` goes the policy's route."""
+        """Tensors as of :func:`relative_error`, on the device; ``missing`` ``[B * C, k]`` goes the policy's route.
+        ``on_device`` may be one list for all heads."""
         attended, on_cpu = on_device.cpu(), missing.cpu()
+        attended = attended.repeat_interleave(len(on_cpu) // len(attended), dim=0)
         if self._route != "cpu":  # with the real query, or not at all
             if self._route == "fetch":
                 attended = torch.cat([attended, on_cpu], dim=1)
@@ -106,27 +109,30 @@ def relative_error(
 
     Args:
         out, q, q_ahead: ``[B, HQ, D]``.
-        on_device, on_cpu: ``[B, any]`` full host pages of each part, -1 entries ignored.
+        on_device, on_cpu: ``[B * C, any]`` full host pages of each part and list, -1 entries ignored.
         tail_page, tail_len: ``[B]`` the page being filled, and its valid tokens.
         k, v: ``[P, S, H, D]`` host pages of the layer.
         mass_change: ``[B, HQ]``, see :func:`co_attention_reference`.
     """
     worst = 0.0
-    for row in range(out.shape[0]):
+    requests = out.shape[0]
+    lists = len(on_cpu) // requests
+    of_list = [
+        x.reshape(requests * lists, -1, *x.shape[2:]) for x in (out, q, q_ahead, mass_change)
+    ]
+    for row, (found, real, ahead, change) in enumerate(zip(*of_list, strict=True)):
         device = torch.from_numpy(on_device[row][on_device[row] >= 0]).long()
         cpu = torch.from_numpy(on_cpu[row][on_cpu[row] >= 0]).long()
-        length, tail = int(tail_len[row]), int(tail_page[row])
+        request, head = divmod(row, lists)
+        length, tail = int(tail_len[request]), int(tail_page[request])
+        keys, values = ((x if lists == 1 else x[:, :, head : head + 1]) for x in (k, v))
         reference = co_attention_reference(
-            q[row],
-            q_ahead[row],
-            torch.cat([k[device].flatten(0, 1), k[tail, :length]]),
-            torch.cat([v[device].flatten(0, 1), v[tail, :length]]),
-            k[cpu].flatten(0, 1),
-            v[cpu].flatten(0, 1),
-            scale,
-            logit_cap,
-            mass_change[row],
-        )
-        gap = float((out[row] - reference).abs().max() / reference.abs().max().clamp_min(1e-20))
+            real, ahead,
+            torch.cat([keys[device].flatten(0, 1), keys[tail, :length]]),
+            torch.cat([values[device].flatten(0, 1), values[tail, :length]]),
+            keys[cpu].flatten(0, 1), values[cpu].flatten(0, 1),
+            scale, logit_cap, change,
+        )  # fmt: skip
+        gap = float((found - reference).abs().max() / reference.abs().max().clamp_min(1e-20))
         worst = max(worst, gap if math.isfinite(gap) else NOT_FINITE)
     return worst

@@ -17,9 +17,17 @@ _REASON = "same fp32 products, summed in another order; vector exp within a few 
 TOLERANCES = {name: Tolerance(1e-5, 1e-5, _REASON) for name in ("float32", "bfloat16", "float16")}
 
 
+def _lists(q: torch.Tensor, pages: torch.Tensor) -> int:
+    """Of pages, per request."""
+    return len(pages) // len(q) if len(q) else 1
+
+
 def _valid(call: Call) -> str:
     if (call["last_page"] is None) != (call["last_len"] is None):
         return "last_page and last_len come together or not at all"
+    lists, heads = call.sizes["C"], call.sizes["H"]
+    if lists not in (1, heads):
+        return f"pages has {lists} lists per request, expected 1 or H={heads}"
     if not call["logit_cap"] >= 0:
         return f"logit_cap is {call['logit_cap']}, expected 0 (none) or more"
     return ""
@@ -29,13 +37,13 @@ def _valid(call: Call) -> str:
     _valid,
     k="P S H D kv",
     v="P S H D kv",
-    pages="B R int32",
     q="B H*G D float32",
+    pages="B*C R int32",
     last_page="B int32",
     last_len="B int32",
     out=("B H*G D float32", "B H*G float32"),
     slot_of="I int32",
-    n_pages="B int32",
+    n_pages="B*C int32",
     tolerances=TOLERANCES,
 )
 def attend_pages(
@@ -59,17 +67,17 @@ def attend_pages(
     Args:
         q: [B, HQ, D] float32, after RoPE; query head h uses KV head h // (HQ / H).
         k, v: [P, S, H, D] float32, bfloat16 or float16; K after RoPE.
-        pages: [B, R] int32 below P, all S tokens of each are attended to; negative ones, anywhere,
-            are skipped.
-        last_page, last_len: [B] int32 or both None: one more page (negative: none), of which only
-            the first last_len (1..S) tokens count. What lies behind them is never used.
+        pages: [B*C, R] int32 below P, all S tokens of each are attended to; negative ones, anywhere,
+            are skipped. C is 1, or H: then row b * H + h is what KV head h of request b attends to.
+        last_page, last_len: [B] int32 or both None: one more page (negative: none) of all heads, of which
+            only the first last_len (1..S) tokens count. What lies behind them is never used.
         scale: factor on q.k, 1/sqrt(D) as a rule.
         logit_cap: 0 for none, otherwise scores become cap * tanh(score / cap).
         out: (out, lse) to write into, instead of new tensors.
         slot_of: [I] int32 below P; then ``pages`` are ids below I, and page i is what lies at
             slot_of[i] of the pool. Those with a negative slot are skipped, by "triton" also ids beyond I. Not
             for ``last_page``.
-        n_pages: [B] int32; a promise that all of a row's ``pages`` from there on are negative, so that a wide
+        n_pages: [B*C] int32; a promise that all of a row's ``pages`` from there on are negative, so that a wide
             table costs a short request nothing. Whether it is used is up to the implementation.
     Returns:
         (out [B, HQ, D] float32, lse [B, HQ] float32, natural logarithm). An empty set attends to
@@ -77,24 +85,27 @@ def attend_pages(
         splits floats into parts, and inf has none).
     Source: ScoutAttention Algorithm 1 lines 7 and 10 (CPUATTN, GPUATTN).
     """
-    B, S, (H, D) = q.shape[0], k.shape[1], k.shape[2:]
-    pages = resident_slots(slot_of, pages)
+    (B, HQ, D), (S, H) = q.shape, k.shape[1:3]
+    C = _lists(q, pages)
+    pages = resident_slots(slot_of, pages).reshape(B, C, pages.shape[1])
     lengths = torch.full_like(pages, S)
     if last_page is not None and last_len is not None:
-        pages = torch.cat((pages, last_page[:, None]), dim=1)
-        lengths = torch.cat((lengths, last_len[:, None]), dim=1)
+        pages = torch.cat((pages, last_page[:, None, None].expand(B, C, 1)), dim=2)
+        lengths = torch.cat((lengths, last_len[:, None, None].expand(B, C, 1)), dim=2)
     lengths = lengths.masked_fill(pages < 0, 0)
-    void = (torch.arange(S, device=q.device) >= lengths[..., None]).flatten(1)  # [B, T], T = R * S
-    ids = pages.clamp(min=0).flatten()
-    keys, values = (x.index_select(0, ids).view(B, -1, H, D).float() for x in (k, v))
+    # [B, C, T], T = R * S
+    void = (torch.arange(S, device=q.device) >= lengths[..., None]).flatten(2)
+    ids, part = pages.clamp(min=0).long(), torch.arange(C, device=q.device)[:, None]
+    # [B, C, T, H / C, D]
+    keys, values = (x.unflatten(2, (C, H // C))[ids, :, part].flatten(2, 3).float() for x in (k, v))
     values.masked_fill_(void[..., None, None], 0)  # 0 times an unwritten NaN would be NaN
-    s = torch.einsum("bhgd,bthd->bhgt", q.view(B, H, -1, D), keys) * scale
+    s = torch.einsum("bchgd,bcthd->bchgt", q.view(B, C, H // C, HQ // H, D), keys) * scale
     if logit_cap > 0:
         s = logit_cap * torch.tanh(s / logit_cap)
-    s = s.masked_fill(void[:, None, None], -torch.inf)
+    s = s.masked_fill(void[:, :, None, None], -torch.inf)
     lse = torch.logsumexp(s, dim=-1)  # -inf for an empty set
     p = torch.exp(s - lse.clamp(min=torch.finfo(torch.float32).min)[..., None])
-    mean = torch.einsum("bhgt,bthd->bhgd", p, values).flatten(1, 2)
+    mean = torch.einsum("bchgt,bcthd->bchgd", p, values).flatten(1, 3)
     if out is None:
         return mean, lse.flatten(1)
     return out[0].copy_(mean), out[1].copy_(lse.flatten(1))
@@ -108,8 +119,8 @@ def _native(q, k, v, pages, last_page, last_len, scale, logit_cap, out, slot_of,
     last = [0 if x is None else x.data_ptr() for x in (last_page, last_len)]
     native.module.attend_batch(
         q.data_ptr(), k.data_ptr(), v.data_ptr(), P, S, H, D, native.DTYPES[k.dtype],
-        q.shape[1] // H, float(scale), float(logit_cap), pages.data_ptr(), *pages.shape, *last,
-        out[0].data_ptr(), out[1].data_ptr(), torch.get_num_threads(),
+        q.shape[1] // H, float(scale), float(logit_cap), pages.data_ptr(), len(q), _lists(q, pages),
+        pages.shape[1], *last, out[0].data_ptr(), out[1].data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return out
 

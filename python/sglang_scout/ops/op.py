@@ -7,9 +7,9 @@
 
 A spec is the names of a tensor's axes and, last, its dtype. The name of an axis or dtype stands for what it is where
 it first occurs, in the order of the specs; everywhere else it must be the same. "H*G" is a product of which one
-factor may be new, "..." stands for all axes that are left. A tuple has a spec for each part. The layers of
-`LayerPages` are one more axis in front. An integer whose spec is an axis is the size of that, and a list holds all
-values that are allowed. None is allowed where the annotation says so.
+factor may be new (1 where the others are 0, as for an empty batch), "..." stands for all axes that are left. A tuple
+has a spec for each part. The layers of `LayerPages` are one more axis in front. An integer whose spec is an axis is
+the size of that, and a list holds all values that are allowed. None is allowed where the annotation says so.
 
 Implementations take the arguments of the reference, all of them and in its order.
 """
@@ -125,6 +125,8 @@ class Call:
                     new = factor
             if len(known) > axis.count("*"):
                 self.sizes[axis] = product
+            elif size == product == 0:
+                self.sizes[new] = 1
             elif size == 0 or product == 0 or size % product:
                 self.fail(f"{name} has {axis}={size}, expected a multiple of {known[0]}={product}")
             else:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 
-from sglang_scout.engine.stores import DigestPool
+from sglang_scout.engine.digest_pool import DigestPool
 
 NODE_RUN_PAGES = 8
 """Neighbouring pages that a request gets of one NUMA node before it gets some of the next: 256 tokens."""

@@ -38,8 +38,8 @@ from sglang_scout.plugin.deployment import (
 )
 from sglang_scout.plugin.device import check_graph_transport, check_resolved_graphs
 from sglang_scout.plugin.launch import PROCESS_CPUS, ROLE_ENV, announce
-from sglang_scout.plugin.support import check_model
-from sglang_scout.policy.base import policy_names
+from sglang_scout.plugin.support import check_model, trained_weights
+from sglang_scout.policy.base import policies
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ _FIELDS: dict[str, tuple[Any, Any, str]] = {
         "none",
         "GPU-CPU co-attention decoding: KV pages live in host memory, the GPU keeps page digests and the important "
         "pages, a CPU worker computes the rest. Give it to both servers of a prefill-decode pair. Policies: none, "
-        + ", ".join(policy_names()),
+        + ", ".join(policies()),
     ),
     "kv_offload_budget": (
         int | None,
@@ -155,7 +155,7 @@ def _post_init(original: Callable[..., None], self: ServerArgs) -> None:
     original(self)
     if self.disaggregation_mode == "decode":
         check_resolved_graphs(self)
-    check_model(self, config, profile)
+    check_model(self, config, profile, trained_weights(config))
     announce(self.disaggregation_mode, PROCESS_CPUS)
 
 
@@ -163,7 +163,7 @@ def parse(server_args: ServerArgs) -> OffloadConfig:
     """The validated configuration of a server."""
     return parse_config(
         policy=server_args.kv_offload,
-        policies=policy_names(),
+        policies=policies(),
         budget_tokens=server_args.kv_offload_budget,
         host_gb=server_args.kv_offload_host_gb,
         recall_profile=server_args.kv_offload_recall_profile,

@@ -34,6 +34,7 @@ from sglang_scout.plugin.support import (
     decoder_layers,
     make_projectors,
     model_shape,
+    rank_weights,
 )
 from sglang_scout.policy.base import Context, make_policy
 from sglang_scout.worker.client import WorkerClient
@@ -91,9 +92,15 @@ class ScoutAttnBackend(AttentionBackend):
             self.config,
             self.policy,
             shape,
-            Sizes(self.plan.budget_pages, self.plan.num_slots, num_requests, max_pages),
+            Sizes(
+                self.plan.budget_pages,
+                self.plan.num_slots,
+                num_requests,
+                max_pages,
+                self.config.lists(shape.num_kv_heads),
+            ),
             self.pool.host_pages,
-            make_projectors(layers),
+            make_projectors(layers, rank_weights(self.config)),
             worker,
             device=runner.device,
             digests=self.pool.digests,

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from sglang_scout.core.config import DEFAULT_DIGEST, OffloadConfig
+from sglang_scout.core.config import DEFAULT_DIGEST, FLAGS, OffloadConfig
+from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.parse_config import check_layers
 from sglang_scout.core.profile import RecallProfile
 from sglang_scout.ops.page_uses import PageUses
@@ -27,7 +28,7 @@ device ahead of the layer and attended to there with the real query; or left out
 
 @dataclass(frozen=True)
 class Digest:
-    """How a page is summarised and scored; one score per page for all heads of a layer together.
+    """How a page is summarised and scored.
 
     Attributes:
         kind: what a digest holds; the engine knows its kinds by name (``engine/digest_kinds.py``).
@@ -68,6 +69,10 @@ class QuerySource(Protocol):
     def exact_steps(self) -> int:
         """First steps of a request in which its queries are not predicted."""
 
+    @property
+    def attends(self) -> bool:
+        """Whether a predicted query may attend. One that can only choose leaves missing pages to the real one."""
+
     def targets(self, layer: int, num_layers: int) -> tuple[int, ...]:
         """Layers whose query is predicted at the input of ``layer``; the others use the real one, without lead."""
 
@@ -87,6 +92,7 @@ class NextLayerQuery:
 
     exact: tuple[int, ...] = ()
     exact_steps: int = 1
+    attends: bool = True
 
     def targets(self, layer: int, num_layers: int) -> tuple[int, ...]:
         ahead = (layer + 1,) if layer + 1 < num_layers and layer + 1 not in self.exact else ()
@@ -98,6 +104,7 @@ class RealQuery:
     """The layer's own query: nothing is predicted, and the device waits (ablation without pre-computation)."""
 
     exact_steps: int = 0
+    attends: bool = True
 
     def targets(self, layer: int, num_layers: int) -> tuple[int, ...]:
         return ()
@@ -122,7 +129,7 @@ class StepReport:
 
     Attributes:
         step: the step that is about to begin.
-        budget_pages: k, pages selected per request and layer.
+        budget_pages: pages selected per request and layer, over all its lists.
         ages: ``[B]`` int64, steps that each row had done before that one.
         missed: ``[L, B]`` int64, selected pages that were not resident.
         absent: ``[L, B]`` int64, those of them that still are neither resident nor on their way.
@@ -206,6 +213,22 @@ class Residency(Protocol):
         """State for operators: plain numbers, strings and lists."""
 
 
+def trained_file(config: OffloadConfig, key: str) -> str:
+    """The file of trained weights that ``key`` names.
+
+    Raises:
+        ConfigError: it names none.
+    """
+    path: str | None = getattr(config, key)
+    if path is None:
+        kind = key.removesuffix("_file")
+        raise ConfigError(
+            f"{FLAGS['policy']} {config.policy}: needs {FLAGS['config']} '{{\"{key}\": FILE}}'; make one with "
+            f"scripts/train_forecast.py --kind {kind}"
+        )
+    return path
+
+
 @dataclass(frozen=True)
 class Policy:
     """A named choice of each."""
@@ -234,22 +257,23 @@ class Context:
     profile: RecallProfile | None = None
 
 
-def _policies() -> dict[str, Callable[[Context], Policy]]:
+def _policies() -> dict[str, ModuleType]:
     package = __name__.rpartition(".")[0]
     modules = {
         info.name: importlib.import_module(f"{package}.{info.name}")
         for info in pkgutil.iter_modules(importlib.import_module(package).__path__)
         if info.name != "base"
     }
-    return {name: module.make for name, module in modules.items() if hasattr(module, "make")}
+    return {name: module for name, module in modules.items() if hasattr(module, "make")}
 
 
-def policy_names() -> tuple[str, ...]:
-    """Files of this folder that make a policy."""
-    return tuple(_policies())
+def policies() -> dict[str, dict[str, Any]]:
+    """Files of this folder that make a policy, each with the keys that have another ``DEFAULTS`` with it."""
+    return {name: getattr(module, "DEFAULTS", {}) for name, module in _policies().items()}
 
 
 def make_policy(context: Context) -> Policy:
     """The policy that the configuration names."""
     check_layers(context.config, context.num_layers)
-    return _policies()[context.config.policy](context)
+    policy: Policy = _policies()[context.config.policy].make(context)
+    return policy

@@ -10,8 +10,9 @@ namespace scout {
 
 enum class DType : int32_t { kF32 = 0, kBF16 = 1, kF16 = 2 };
 
-// K and V pages of one layer, each [num_pages, page_size, kv_heads, head_dim], contiguous.
-// head_dim is a multiple of 16.
+// K and V pages of one layer, each [num_pages, page_size, stored_heads, head_dim], contiguous, or a
+// view of kv_heads of these heads, the first of which k and v point to. head_dim is a multiple
+// of 16.
 struct KvPages {
   const void* k;
   const void* v;
@@ -20,7 +21,21 @@ struct KvPages {
   int32_t kv_heads;
   int32_t head_dim;
   DType dtype;
+  int32_t stored_heads;
 };
+
+inline int64_t head_bytes(const KvPages& kv) {
+  return int64_t{kv.head_dim} * (kv.dtype == DType::kF32 ? 4 : 2);
+}
+
+// The KV heads of list `list` where a request has `lists` lists of pages: 1, or one for each head.
+inline KvPages heads_of_list(KvPages kv, uint32_t list, uint32_t lists) {
+  kv.kv_heads /= static_cast<int32_t>(lists);
+  const int64_t before = int64_t{list} * kv.kv_heads * head_bytes(kv);
+  kv.k = static_cast<const char*>(kv.k) + before;
+  kv.v = static_cast<const char*>(kv.v) + before;
+  return kv;
+}
 
 struct AttendParams {
   int32_t group;    // G: query heads per KV head

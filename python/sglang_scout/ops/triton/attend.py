@@ -25,16 +25,16 @@ def attend_kernel(
     scale, logit_cap, R, ids, splits,
     S: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HAS_SLOTS: tl.constexpr,
     HAS_LAST: tl.constexpr, HAS_COUNT: tl.constexpr, HAS_CAP: tl.constexpr, CHUNK: tl.constexpr,
-    PAGES: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
+    PAGES: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """The G query heads of one KV head over every splits-th column of a row of page ids.
+    """The G query heads of one KV head over every splits-th column of its row of page ids, of C for a request.
 
     Columns are dealt out one by one, not in runs, so that rows packed to the left keep all programs
     busy. A program reads CHUNK of its ids at once, numbers those that name a page, and goes through
     these only: -1 costs 4 bytes wherever it stands. The tail counts as the column behind the last one.
     PAGES pages make one tile.
 
-    q [B, HQ, D]; k, v [P, S, H, D]; pages [B, R]; n_pages [B]; out [splits, B, HQ, D]; lse [splits, B, HQ].
+    q [B, HQ, D]; k, v [P, S, H, D]; pages [B*C, R]; n_pages [B*C]; out [splits, B, HQ, D]; lse [splits, B, HQ].
     """
     split, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     g = tl.arange(0, BLOCK_G)
@@ -42,6 +42,7 @@ def attend_kernel(
     token = tl.arange(0, PAGES * BLOCK_S)
     which, s = token // BLOCK_S, token % BLOCK_S
     head = (b * H + h) * G + g
+    of = b * C + h % C  # row of page ids
     q_mask = (g < G)[:, None] & (d < D)[None, :]
     # [BLOCK_G, BLOCK_D]
     q_tile = tl.load(q + head[:, None] * D + d[None, :], mask=q_mask, other=0.0)
@@ -50,7 +51,7 @@ def attend_kernel(
     acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
     own = R
     if HAS_COUNT:
-        own = tl.minimum(tl.load(n_pages + b), R)
+        own = tl.minimum(tl.load(n_pages + of), R)
     columns = own
     tail = -1
     tail_len = 0
@@ -61,7 +62,7 @@ def attend_kernel(
     for first in range(split, columns, splits * CHUNK):
         column = first + splits * tl.arange(0, CHUNK)
         # [CHUNK]
-        page = tl.load(pages + b.to(tl.int64) * R + column, mask=column < own, other=-1)
+        page = tl.load(pages + of.to(tl.int64) * R + column, mask=column < own, other=-1)
         if HAS_SLOTS:
             page = tl.load(slot_of + page, mask=(page >= 0) & (page < ids), other=-1)
         if HAS_LAST:
@@ -155,7 +156,8 @@ def attend_pages(q, k, v, pages, last_page, last_len, scale, logit_cap, out, slo
         slot_of is not None, last_page is not None, n_pages is not None, logit_cap > 0,
         max(16, min(_MAX_CHUNK, triton.next_power_of_2(triton.cdiv(max(1, columns), splits)))),
         pages_per_tile(block_s, D * (2 if k.dtype == torch.bfloat16 else 4)), block_s,
-        max(16, triton.next_power_of_2(HQ // H)), triton.next_power_of_2(D), num_warps=4,
+        max(16, triton.next_power_of_2(HQ // H)), triton.next_power_of_2(D), len(pages) // B,
+        num_warps=4,
     )  # fmt: skip
     if splits > 1:
         combine_kernel[(B * HQ,)](

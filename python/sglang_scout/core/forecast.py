@@ -1,0 +1,179 @@
+"""Trained weights that choose pages, one set of arrays for one model: a file that scripts/train_forecast.py writes.
+
+NumPy's format without pickle: ``header``, a JSON text (:class:`Header`), and float32 arrays by kind. L layers, H KV
+heads, G query heads of each, D head size, r rank.
+
+forecast  ``w [L, H * D, hidden]`` makes one vector per KV head, by which the pages of layer l are chosen: ``w[l + 1]``
+          is applied to the input of layer l after layer l's own norm, ``w[0]`` to that of layer 0. No bias and no head
+          norm; RoPE as K has it (arXiv 2606.04511, sections 4.1 and 4.6).
+pilot     ``w_k [L, H, r, 2 D]`` is applied to a page's pooled K, ``w_q [L, H, r, G * D]`` to the real queries after
+          RoPE; a page's score is the product of both (``ops/embed.py``).
+"""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from sglang_scout.core.errors import ConfigError
+from sglang_scout.core.profile import ModelIdentity
+
+Kind = Literal["forecast", "pilot"]
+VERSION = 1
+LEAST_RANK = 8
+FLAG = "--kv-offload-config"
+
+Floats = npt.NDArray[np.float32]
+
+
+class Header(msgspec.Struct, frozen=True):
+    """``kind`` is a text, so that a file of a kind to come is refused by name."""
+
+    version: int
+    kind: str
+    identity: ModelIdentity
+    made_by: str = ""
+
+
+@dataclass(frozen=True)
+class PageWeights:
+    """The contents of a file, or a tensor-parallel rank's part of them."""
+
+    header: Header
+    arrays: dict[str, Floats]
+
+    @property
+    def rank(self) -> int:
+        """r of a pilot file."""
+        return int(self.arrays["w_k"].shape[2])
+
+    def of_rank(self, rank: int, size: int) -> PageWeights:
+        """The part for the KV heads of one of ``size`` ranks.
+
+        Where ranks share a KV head, each has some of its query heads, and a pilot chooses by those.
+        """
+        model = self.header.identity
+        heads, group, dim = (
+            model.num_kv_heads,
+            model.num_q_heads // model.num_kv_heads,
+            model.head_dim,
+        )
+        first, count = rank * heads // size, max(1, heads // size)
+        own = slice(first, first + count)
+        if self.header.kind == "forecast":
+            rows = slice(first * dim, (first + count) * dim)
+            return PageWeights(self.header, {"w": self.arrays["w"][:, rows]})
+        query = rank * model.num_q_heads // size - first * group
+        columns = slice(query * dim, (query + min(group, model.num_q_heads // size)) * dim)
+        w_k, w_q = self.arrays["w_k"][:, own], self.arrays["w_q"][:, own, :, columns]
+        return PageWeights(self.header, {"w_k": w_k, "w_q": w_q})
+
+
+def _shapes(kind: str, model: ModelIdentity) -> dict[str, tuple[int | None, ...]]:
+    """Of the arrays; None: any size."""
+    layers, heads, dim = model.num_layers, model.num_kv_heads, model.head_dim
+    if kind == "forecast":
+        return {"w": (layers, heads * dim, None)}
+    group = model.num_q_heads // heads
+    return {"w_k": (layers, heads, None, 2 * dim), "w_q": (layers, heads, None, group * dim)}
+
+
+def save_weights(weights: PageWeights, path: str) -> None:
+    """Write a file; it is there whole or not at all.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    header = msgspec.json.encode(weights.header).decode()
+    beside = f"{path}.{os.getpid()}.tmp"
+    try:
+        with open(beside, "wb") as file:
+            np.savez(file, allow_pickle=False, header=np.array(header), **weights.arrays)
+        os.replace(beside, path)
+    finally:
+        if os.path.exists(beside):
+            os.unlink(beside)
+
+
+_UNREADABLE = (
+    OSError, EOFError, ValueError, TypeError, KeyError, AttributeError, msgspec.DecodeError, zipfile.BadZipFile,
+)  # fmt: skip
+"""What NumPy raises for files that are not of its format, are cut off, or hold pickles."""
+
+
+def load_weights(path: str, kind: Kind) -> PageWeights:
+    """Read the file that the key ``forecast_file`` or ``pilot_file`` names, and check that it is whole.
+
+    Raises:
+        ConfigError: unreadable, of another kind or version, or with arrays that do not fit the model it names.
+    """
+    remake = f"make one with scripts/train_forecast.py --kind {kind}"
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = {name: file[name] for name in file.files}
+        header = msgspec.json.decode(str(arrays.pop("header")), type=Header)
+    except _UNREADABLE as error:
+        raise _wrong(kind, path, f"not a readable file of weights: {error}", remake) from None
+    if header.version != VERSION:
+        what = f"version {header.version}, this build reads {VERSION}"
+    elif header.kind != kind:
+        what = f"holds {header.kind} weights, expected {kind}"
+    else:
+        what = _misfit(arrays, header)
+    if what:
+        raise _wrong(kind, path, what, remake)
+    return PageWeights(header, arrays)
+
+
+def _misfit(arrays: dict[str, npt.NDArray[Any]], header: Header) -> str:
+    """What is wrong with the arrays, "" if they are those of the model in the header."""
+    wanted = _shapes(header.kind, header.identity)
+    if arrays.keys() != wanted.keys():
+        return f"has the arrays {sorted(arrays)}, expected {sorted(wanted)}"
+    for name, shape in wanted.items():
+        x = arrays[name]
+        sizes = zip(shape, x.shape, strict=False)
+        if (
+            x.dtype != np.float32
+            or x.ndim != len(shape)
+            or any(n not in (None, m) for n, m in sizes)
+        ):
+            expected = ", ".join("any" if n is None else str(n) for n in shape)
+            return f"{name} is {x.dtype}{list(x.shape)}, expected float32[{expected}]"
+        if not np.isfinite(x).all():
+            return f"{name} has elements that are not finite"
+    if header.kind == "pilot":
+        ranks, most = [x.shape[2] for x in arrays.values()], 2 * header.identity.head_dim - 1
+        if ranks[0] != ranks[1] or not LEAST_RANK <= ranks[0] <= most:
+            return f"w_k and w_q have the ranks {ranks}, expected one from {LEAST_RANK} to {most}"
+    return ""
+
+
+def _wrong(kind: str, path: str, what: str, fix: str) -> ConfigError:
+    return ConfigError(f"{FLAG}: {kind}_file = {path!r}: {what}; {fix}")
+
+
+def check_weights(
+    weights: PageWeights, path: str, *, identity: ModelIdentity, hidden_size: int, model: str
+) -> None:
+    """Refuse the weights of another model.
+
+    Args:
+        identity, hidden_size: of this server; ``model`` is for the message.
+    Raises:
+        ConfigError: they were made for another one.
+    """
+    kind, made_for = weights.header.kind, weights.header.identity
+    remake = f"make one for this model with scripts/train_forecast.py --kind {kind}"
+    if made_for != identity:
+        what = f"made for {made_for.describe()}, this server has {model!r} ({identity.describe()})"
+        raise _wrong(kind, path, what, remake)
+    if kind == "forecast" and (width := weights.arrays["w"].shape[2]) != hidden_size:
+        what = f"made for a hidden size of {width}, that of {model!r} is {hidden_size}"
+        raise _wrong(kind, path, what, remake)

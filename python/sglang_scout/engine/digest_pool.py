@@ -1,0 +1,177 @@
+"""The digest of every page, beside the pages that it stands for."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sglang_scout.core.forecast import PageWeights
+from sglang_scout.core.page_bytes import PILOT_RANK, digest_parts
+from sglang_scout.engine.device import upload
+from sglang_scout.engine.digest_kinds import KINDS, is_set, score_heads, trained_arrays, unset
+from sglang_scout.engine.offered import Offered
+from sglang_scout.engine.stores import HostPages, ModelShape
+from sglang_scout.ops.layers import LayerPages
+
+
+class DigestPool:
+    """The digest of every page, and which of them hold.
+
+    A digest can arrive with the KV from the prefill server or be built here. An unset digest is
+    marked in the data itself until somebody writes it, so an arrived digest is recognised without a
+    message of its own.
+
+    Args:
+        kind: what a digest holds, a key of ``KINDS``.
+        weights: this rank's part of a pilot file, for a kind that is trained.
+
+    Attributes:
+        kind: as given.
+        parts: ``[L, P, H, bytes]`` uint8 each, on ``device``.
+        valid: ``[P]`` bool on the host; the digest of every layer of this page holds.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        num_pages: int,
+        device: torch.device | str,
+        kind: str,
+        weights: PageWeights | None = None,
+    ) -> None:
+        size = (shape.num_layers, num_pages, shape.num_kv_heads)
+        self.kind = kind
+        self._of_kind = KINDS[kind]
+        self._trained = trained_arrays(self._of_kind, weights, device)
+        rank = weights.rank if self._trained and weights else PILOT_RANK
+        first, second = digest_parts(kind, shape.head_dim, shape.dtype.itemsize, rank)
+        self.parts = (
+            torch.zeros((*size, first), dtype=torch.uint8, device=device),
+            torch.zeros((*size, second), dtype=torch.uint8, device=device),
+        )
+        self._views = [self._of_kind.view(x, shape.dtype, shape.head_dim) for x in self.parts]
+        unset(self.parts, torch.arange(num_pages, device=device))
+        self.valid = np.zeros(num_pages, bool)
+        self._built: torch.cuda.Event | None = None  # the last ones, on the stream of the steps
+        self.received = 0
+        self.computed = 0
+
+    @property
+    def device(self) -> torch.device:
+        return self.parts[0].device
+
+    def warm_up(self, host: HostPages, resident: LayerPages) -> None:
+        """Do what requests need once, before there are any, so that none waits while kernels are compiled
+        and loaded. With page 0, which is padding."""
+        padding = np.zeros(1, np.int64)
+        ids, slots = self._ids(padding), self._ids(np.zeros((len(resident.k), 1)))
+        for source, rows in ((host.for_copies(self.device), None), (resident, slots)):
+            self._of_kind.build(source, ids, *self._views, rows, *self._trained[:1])
+        self.unset(padding)
+        self.accept(padding)
+
+    def invalidate(self, pages: npt.NDArray[np.integer]) -> None:
+        """The pages were freed: their digests no longer hold."""
+        self.valid[pages] = False
+
+    def unset(self, pages: npt.NDArray[np.integer]) -> None:
+        """Mark the digests of freshly allocated pages as not written."""
+        if self._built is not None:
+            # Pages come from requests that have ended; what was launched for them ends first.
+            torch.cuda.current_stream().wait_event(self._built)
+        unset(self.parts, self._ids(pages))
+        self.valid[pages] = False
+
+    def accept(self, pages: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Mark those of ``pages`` whose digests have been written as valid; return the others.
+
+        The host waits for the current stream, which must be the one of :meth:`unset` or behind it.
+        """
+        complete = is_set(self.parts, self._ids(pages)).cpu().numpy()
+        self.valid[pages[complete]] = True
+        self.received += int(complete.sum())
+        return pages[~complete]
+
+    def build(self, pages: npt.NDArray[np.int64], host: HostPages) -> None:
+        """Compute the digests of ``pages`` from their K."""
+        if len(pages):
+            self._build(pages, host.for_copies(self.device), self._ids(pages), None)
+
+    def build_from_slots(
+        self, pages: npt.NDArray[np.int64], resident: LayerPages, slots: npt.NDArray[np.integer]
+    ) -> None:
+        """Compute the digests of ``pages`` from the K in their ``slots`` ``[L, n]``."""
+        if len(pages):
+            both = self._ids(np.concatenate([pages[None], slots]))  # one transfer
+            self._build(pages, resident, both[0], both[1:])
+
+    def _build(
+        self,
+        pages: npt.NDArray[np.int64],
+        source: LayerPages,
+        ids: torch.Tensor,
+        rows: torch.Tensor | None,
+    ) -> None:
+        self._of_kind.build(source, ids, *self._views, rows, *self._trained[:1])
+        if self.device.type == "cuda":
+            self._built = torch.cuda.Event()
+            self._built.record()
+        self.valid[pages] = True
+        self.computed += len(pages)
+
+    def score(
+        self, layer: int, query: torch.Tensor, offered: Offered, scale: float, head_reduce: str
+    ) -> torch.Tensor:
+        """``[B * C, N]`` fp32 scores of the pages offered to each list, for ``query`` ``[B * C, HQ / C, D]``."""
+        if self._of_kind.per_head:
+            w_q = (x[layer] for x in self._trained[1:])
+            pages = offered.table, offered.n_full
+            return score_heads(query, self._views[0][layer], *pages, *w_q)
+        parts = self._of_lists(layer, offered.lists)
+        pages = offered.digest_rows, offered.list_n_full
+        return self._of_kind.score(query, *parts, *pages, scale, head_reduce)
+
+    def _of_lists(self, layer: int, lists: int) -> list[torch.Tensor]:
+        """The parts of a layer; with a list for each KV head its digests alone, as of pages of their own."""
+        parts = [view[layer] for view in self._views]
+        return parts if lists == 1 else [part.flatten(0, 1).unsqueeze(1) for part in parts]
+
+    @property
+    def has_estimates(self) -> bool:
+        """Whether :meth:`mass_change` is there: scores of this kind estimate, and do not bound."""
+        return self._of_kind.log_mass is not None
+
+    def mass_change(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        query_ahead: torch.Tensor,
+        pages: torch.Tensor,
+        n_pages: torch.Tensor,
+        lists: int,
+        scale: float,
+    ) -> torch.Tensor:
+        """``[B * C, HQ / C]`` by how much the log mass of a list's missing pages is larger for the real query;
+        estimated.
+
+        The worker attends to them one layer ahead, with the predicted query, and weighs them by it. What the real
+        query asks for may be among them, and gets the mass that it should have.
+
+        Args:
+            query, query_ahead: ``[B * C, HQ / C, D]`` fp32.
+            pages: ``[B * C, k]``, of which each row has the first ``n_pages`` ``[B * C]``; 0 for one without any.
+            lists: C.
+        """
+        assert self._of_kind.log_mass is not None
+        parts = self._of_lists(layer, lists)
+        if lists > 1:
+            head = torch.arange(lists, dtype=torch.int32, device=pages.device)
+            pages = (pages.unflatten(0, (-1, lists)) * lists + head[:, None]).flatten(0, 1)
+        real, ahead = (
+            self._of_kind.log_mass(q, *parts, pages, n_pages, scale) for q in (query, query_ahead)
+        )
+        return (real - ahead).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+    def _ids(self, pages: npt.NDArray[np.integer]) -> torch.Tensor:
+        return upload(np.ascontiguousarray(pages, np.int64), self.device)

@@ -1,0 +1,200 @@
+"""Pages as a few vectors per KV head, and their product with one query per KV head.
+
+means   K~ of arXiv 2606.04511, equation 5, with a kernel of half a page's tokens twice and half a page as stride: of a
+        page of 32 tokens 32 and 16. What is kept are the means of the page's two halves; a window is the average of
+        neighbouring halves, so the digest of a page depends on that page alone.
+pilots  e = W_k pool(K), a trained low-rank embedding, pooled as SeerAttention does (arXiv 2410.13276): the mean, and of
+        each channel one extreme. That is the element of largest size, with its sign: channels after RoPE are as often
+        negative as not, and a maximum would see only half of what is large.
+
+Elements of K that are no numbers count as 0, and large ones as LARGEST or what the dtype holds: all scores are finite.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..core.registry import Tolerance
+from . import triton
+from .digest import same_rows
+from .layers import LayerPages, source_rows
+from .op import Call, op
+
+LARGEST = 2.0**50
+
+_MEAN = "fp32 sums over a page in another order, then one rounding to the dtype of K"
+MEAN_TOLERANCES = {
+    "float32": Tolerance(1e-5, 1e-5, _MEAN),
+    "bfloat16": Tolerance(1e-5, 2**-7, _MEAN),
+    "float16": Tolerance(1e-5, 2**-10, _MEAN),
+}
+PILOT_TOLERANCES = {
+    name: Tolerance(
+        2e-4, x.rtol, "fp32 sums of up to 512 products in another order, then one rounding"
+    )
+    for name, x in MEAN_TOLERANCES.items()
+}
+TOLERANCES = dict.fromkeys(
+    MEAN_TOLERANCES, Tolerance(5e-5, 2e-5, "fp32 sums of up to 256 products in another order")
+)
+
+
+def largest(dtype: torch.dtype) -> float:
+    """What elements of K, and of embeddings, are limited to."""
+    return min(LARGEST, torch.finfo(dtype).max)
+
+
+def _limited(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """In fp32, without what is no number."""
+    most = largest(dtype)
+    return x.float().nan_to_num(0.0, most, -most).clamp(-most, most)
+
+
+def half_means(k: torch.Tensor) -> torch.Tensor:
+    """[n, S, H, D] -> [n, H, 2, D] float32: the mean key of each half of a page."""
+    return _limited(k, k.dtype).unflatten(1, (2, -1)).mean(2).transpose(1, 2)
+
+
+def pooled(k: torch.Tensor) -> torch.Tensor:
+    """[n, S, H, D] -> [n, H, 2 D] float32: the mean, then each channel's element of largest size, the positive one of
+    two that are as large."""
+    k = _limited(k, k.dtype)
+    low, high = torch.aminmax(k, dim=1)
+    return torch.cat([k.mean(1), torch.where(high >= -low, high, low)], -1)
+
+
+def _two_halves(call: Call) -> str:
+    if call.sizes["W"] != 2 or call.sizes["S"] % 2:
+        return f"embeddings has W={call.sizes['W']} and pages {call.sizes['S']} tokens, expected 2 and an even number"
+    return same_rows(call)
+
+
+@op(
+    _two_halves,
+    source="L R S H D kv",
+    ids="n int64",
+    rows="L n int64",
+    embeddings="L P H W D kv",
+    tolerances=MEAN_TOLERANCES,
+)
+def build_layer_means(
+    source: LayerPages,
+    ids: torch.Tensor,
+    embeddings: torch.Tensor,
+    rows: torch.Tensor | None = None,
+) -> None:
+    """Write the means of the two halves of pages ``ids`` in every layer, all other rows stay as they are.
+
+    On a device one launch, whatever the number of layers.
+
+    Args:
+        source, ids, rows: as of `build_layer_digests`; S even.
+        embeddings: [L, P, H, 2, D] dtype of K; mutated.
+    Source: arXiv 2606.04511, equation 5; the module's.
+    """
+    for layer, k in enumerate(source_rows(source, ids, rows)):
+        means = half_means(k.to(embeddings.device))
+        embeddings[layer].index_copy_(0, ids, means.to(embeddings.dtype))
+
+
+def _one_embedding(call: Call) -> str:
+    W, X, D = (call.sizes[axis] for axis in "WXD")
+    if W != 1 or X != 2 * D:
+        return f"embeddings has W={W} and w_k X={X}, expected 1 and 2 D={2 * D}"
+    return same_rows(call)
+
+
+@op(
+    _one_embedding,
+    source="L R S H D kv",
+    ids="n int64",
+    rows="L n int64",
+    w_k="L H E X float32",
+    embeddings="L P H W E kv",
+    tolerances=PILOT_TOLERANCES,
+)
+def build_layer_pilots(
+    source: LayerPages,
+    ids: torch.Tensor,
+    embeddings: torch.Tensor,
+    w_k: torch.Tensor,
+    rows: torch.Tensor | None = None,
+) -> None:
+    """Write e = W_k pool(K) of pages ``ids`` in every layer, all other rows stay as they are.
+
+    On a device one launch, whatever the number of layers.
+
+    Args:
+        source, ids, rows: as of `build_layer_digests`.
+        embeddings: [L, P, H, 1, r] dtype of K; mutated.
+        w_k: [L, H, r, 2 D] float32.
+    Source: SeerAttention (arXiv 2410.13276), section 3; the module's.
+    """
+    for layer, k in enumerate(source_rows(source, ids, rows)):
+        pool = pooled(k.to(embeddings.device))
+        e = torch.einsum("hrx,nhx->nhr", w_k[layer], pool)
+        e = _limited(e, embeddings.dtype).to(embeddings.dtype)
+        embeddings[layer].index_copy_(0, ids, e[:, :, None])
+
+
+def _one_or_two(call: Call) -> str:
+    W, dtype = call.sizes["W"], call.dtypes["kv"]
+    if W in (1, 2) and dtype.is_floating_point:
+        return ""
+    return f"embeddings has W={W} and dtype {dtype}, expected 1 or 2 and a float"
+
+
+@op(
+    _one_or_two,
+    embeddings="P H W E kv",
+    table="B N int32",
+    n_full="B int32",
+    q="B*H E float32",
+    out="B*H N float32",
+    tolerances=TOLERANCES,
+)
+def score_embeddings(
+    q: torch.Tensor,
+    embeddings: torch.Tensor,
+    table: torch.Tensor,
+    n_full: torch.Tensor,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Score every full page of every request for each KV head by itself, with one query a head.
+
+    One embedding a page: s = q . e. Two, which are the means a and b of its halves: the largest of its windows,
+
+        s[p] = max(q . (a[p] + b[p]) / 2, q . (b[p] + a[p + 1]) / 2)
+
+    where the second one is there if the next column is a full page. No softmax and no sum over heads.
+
+    Args:
+        q: [B * H, E] float32, row b * H + h is of request b and KV head h.
+        embeddings: [P, H, W, E] any float dtype, of one layer, W = 1 or 2.
+        table, n_full: as of `score_pages`; columns are in the order of the text.
+        out: [B * H, N] float32 to write into, instead of a new tensor.
+    Returns:
+        [B * H, N] float32; -inf in columns >= n_full and where table < 0.
+    Source: arXiv 2606.04511, equation 11 and its max-pooling to blocks (section 4.3).
+    """
+    (B, N), (H, W, E) = table.shape, embeddings.shape[1:]
+    void = (torch.arange(N, device=table.device) >= n_full[:, None]) | (table < 0)
+    of_pages = embeddings.index_select(0, table.clamp(min=0).flatten()).view(B, N, H, W, E)
+    dots = torch.einsum("bhe,bnhwe->bhwn", q.view(B, H, E), of_pages.float())
+    dots = dots.masked_fill_(void[:, None, None], -torch.inf)
+    score = dots[:, :, 0]
+    if W == 2:
+        following = torch.nn.functional.pad(score, (0, 1), value=-torch.inf)[..., 1:]
+        score = (dots[:, :, 1] + torch.maximum(score, following)) / 2
+    score = score.masked_fill(void[:, None], -torch.inf).flatten(0, 1)
+    return score if out is None else out.copy_(score)
+
+
+for _build in (build_layer_means, build_layer_pilots):
+    triton.implements(
+        _build,
+        "embed",
+        pinned=("source.k",),
+        sizes={"D": triton.HEAD_DIMS, "S": triton.PAGE_TOKENS},
+    )
+triton.implements(score_embeddings, "embed", sizes={"E": range(1, 257)})

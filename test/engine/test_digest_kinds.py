@@ -1,0 +1,75 @@
+"""Digests that are embeddings: a pool builds, marks and scores them for each KV head."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from page_weights import identity, pilot_weights
+from sglang_scout.core.page_bytes import DIGESTS, EMBEDDINGS, digest_bytes
+from sglang_scout.engine.digest_kinds import KINDS
+from sglang_scout.engine.digest_pool import DigestPool
+from sglang_scout.engine.offered import Offered
+from sglang_scout.engine.stores import HostPages, ModelShape
+from sglang_scout.ops.embed import half_means, pooled
+
+L, H, D, SIZE = 3, 2, 16, 32
+SHAPE = ModelShape(L, 4, H, D, SIZE, torch.float32, D**-0.5)
+WEIGHTS = pilot_weights(identity(L, 4, H, D), rank=8)
+
+
+def test_kinds_are_those_that_have_bytes():
+    assert set(KINDS) == {*DIGESTS, *EMBEDDINGS}
+    assert {name for name, kind in KINDS.items() if kind.per_head} == set(EMBEDDINGS)
+
+
+@pytest.mark.parametrize(("kind", "of_head"), [("mean16", 2 * D * 2 + 4), ("pilot", 32 * 2 + 4)])
+def test_bytes(kind, of_head):
+    shape = dataclasses.replace(SHAPE, dtype=torch.bfloat16)
+    made = DigestPool(shape, 5, "cpu", kind, pilot_weights(identity(L, 4, H, 32), rank=32))
+    assert digest_bytes(kind, H, D, 2) == H * of_head
+    assert sum(part.nbytes for part in made.parts) == 5 * L * H * of_head
+
+
+@pytest.mark.parametrize("kind", EMBEDDINGS)
+def test_a_pool_scores_each_head_by_its_keys(kind):
+    k = [torch.randn(9, SIZE, H, D) for _ in range(L)]
+    pool = DigestPool(SHAPE, 9, "cpu", kind, WEIGHTS)
+    host = HostPages(SHAPE, *([x.flatten(0, 1) for x in k] for _ in "kv"))
+    pages = np.arange(1, 9)
+    assert list(pool.accept(pages)) == list(pages)
+    pool.build(pages, host)
+    for page in (3, 5):
+        pool.unset(np.array([page]))
+    slots = np.full((L, 1), 3)
+    pool.build_from_slots(np.array([3]), host.for_copies(pool.device), slots)
+    pool.valid[:] = False
+    assert list(pool.accept(pages)) == [5]
+    table = torch.tensor([[1, 2, 3, 4], [8, 7, 0, 0]], dtype=torch.int32)
+    n_full = torch.tensor([4, 2], dtype=torch.int32)
+    real = torch.randn(2, 4, D)
+    for layer in range(L):
+        if kind == "mean16":
+            query = torch.randn(2, H, D)
+            a, b = half_means(k[layer]).unbind(2)  # [9, H, D]
+            near = torch.einsum("bhd,bnhd->bhn", query, (a + b)[table] / 2)
+            far = torch.einsum(
+                "bhd,bnhd->bhn", query[..., :], (b[table] + a[table.roll(-1, 1)]) / 2
+            )
+            far[0, :, 3], far[1, :, 1:] = -torch.inf, -torch.inf
+            expected = torch.maximum(near, far)
+        else:
+            query = real
+            w_k, w_q = (torch.tensor(WEIGHTS.arrays[name][layer]) for name in ("w_k", "w_q"))
+            e = torch.einsum("hrx,nhx->nhr", w_k, pooled(k[layer]))
+            of_query = torch.einsum("hrx,bhx->bhr", w_q, real.view(2, H, -1))
+            expected = torch.einsum("bhr,bnhr->bhn", of_query, e[table])
+        expected[1, :, 2:] = -torch.inf
+        got = pool.score(layer, query, Offered.of(table, n_full, 2), SHAPE.scale, "mass")
+        torch.testing.assert_close(got.view(2, H, 4), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_trained_kind_needs_its_weights():
+    with pytest.raises(ValueError, match="needs the weights of a pilot_file"):
+        DigestPool(SHAPE, 5, "cpu", "pilot")

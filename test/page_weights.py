@@ -1,0 +1,26 @@
+"""Random weights that choose pages, as trained ones are held."""
+
+import numpy as np
+
+from sglang_scout.core.forecast import VERSION, Header, PageWeights
+from sglang_scout.core.profile import ModelIdentity
+
+
+def identity(layers=3, q_heads=4, kv_heads=2, dim=16):
+    return ModelIdentity("LlamaForCausalLM", layers, q_heads, kv_heads, dim, "0123456789abcdef")
+
+
+def forecast_weights(model=None, hidden=24, seed=0):
+    model, draw = model or identity(), np.random.default_rng(seed).standard_normal
+    w = draw((model.num_layers, model.num_kv_heads * model.head_dim, hidden), np.float32)
+    return PageWeights(Header(VERSION, "forecast", model), {"w": w})
+
+
+def pilot_weights(model=None, rank=8, seed=0):
+    model, draw = model or identity(), np.random.default_rng(seed).standard_normal
+    lead, group = (
+        (model.num_layers, model.num_kv_heads, rank),
+        model.num_q_heads // model.num_kv_heads,
+    )
+    w_k, w_q = (draw((*lead, n * model.head_dim), np.float32) for n in (2, group))
+    return PageWeights(Header(VERSION, "pilot", model), {"w_k": w_k, "w_q": w_q})
