@@ -260,7 +260,7 @@ class MiniWorker:
                 continue
             # Bits of elements next to a threshold may differ by rounding.
             differ = (built != again).float().mean()
-            assert differ == 0 if expected.kind == "minmax" else differ < 0.01
+            assert differ <= {"minmax": 0, "pilot": 0.05}.get(expected.kind, 0.01)
 
     def dense(self, row: int, layer: int, tokens: list[int] | None = None) -> torch.Tensor:
         """Attention of a row over ``tokens``, or its whole context, with the step's real query."""

@@ -1,5 +1,7 @@
 """RheoServe's orchestrator in the engine: recorder, exchange, pins, promotion and slots held back."""
 
+import json
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,28 +15,33 @@ FP32_TOLERANCE = 1e-5
 LAYERS, PAGES = 2, 90
 
 
-def worker_of(*, period=16, pin_share=0.25, **kwargs):
+PILOT = '{"pilot_file": "w.npz"}'
+
+
+def worker_of(*, period=16, pin_share=0.25, config=PILOT, **kwargs):
     worker = MiniWorker(
-        policy="rheo", layers=LAYERS, heads=4, kv_heads=2, pages=PAGES, config='{"pilot_file": "w.npz"}', **kwargs,
+        policy="rheo", layers=LAYERS, heads=4, kv_heads=2, pages=PAGES, config=config, **kwargs,
     )  # fmt: skip
     residency, table = worker.engine.policy.residency, worker.table
     residency.period, residency.pin_share, table.pin_share = period, pin_share, pin_share
     return worker
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     seed=st.integers(0, 2**16),
     period=st.sampled_from([1, 2, 3, 5]),
     pin_share=st.sampled_from([0.0, 0.25, 0.8]),
     budget=st.integers(2, 5),
-    extra_pages=st.integers(0, 12),
+    extra_pages=st.integers(0, 24),
+    grain=st.sampled_from(["layer", "head"]),
 )
-def test_as_the_plain_one_whatever_happens(seed, period, pin_share, budget, extra_pages):
+def test_as_the_plain_one_whatever_happens(seed, period, pin_share, budget, extra_pages, grain):
+    config = json.dumps({"digest": "minmax", "grain": grain})
     rng = np.random.default_rng(seed)
     worker = worker_of(
         period=period, pin_share=pin_share, budget_tokens=budget * SIZE, max_batch=3, seed=seed,
-        resident_tokens=(6 + extra_pages) * SIZE, drift=float(rng.choice([0.1, 1.0])),
+        resident_tokens=(6 + extra_pages) * SIZE, drift=float(rng.choice([0.1, 1.0])), config=config,
     )  # fmt: skip
     boundary, table = worker.engine.boundary, worker.table
     plain = PlainOrchestrator(LAYERS, PAGES, table.num_slots, budget, period, pin_share)
@@ -94,10 +101,8 @@ def test_slots_are_held_back_for_what_comes_before_the_next_exchange():
     assert residency.warm_pages(np.array([0, 3, 9]), 4).tolist() == [0, 3, 4]
 
 
-@pytest.mark.parametrize(
-    ("policy", "config", "warm"), [("scout", "{}", 0), ("rheo", '{"pilot_file": "w.npz"}', 4)]
-)
-def test_a_long_request_finds_its_newest_pages_where_the_policy_says_so(make, policy, config, warm):
+@pytest.mark.parametrize(("policy", "warm", "config"), [("scout", 0, "{}"), ("rheo", 4, PILOT)])
+def test_a_long_request_finds_its_newest_pages_where_the_policy_says_so(make, policy, warm, config):
     worker = make(policy=policy, budget_tokens=128, config=config)
     request = worker.admit(12 * SIZE + 3, max_new=99)
     worker.step()

@@ -1,14 +1,14 @@
 """RheoServe: each KV head chooses by low-rank embeddings of pages; what was important for long stays on the device.
 
 The CPU attends to chosen pages that are not resident, with the real query beside the device, which attends to all
-that is. Heads are not handed over whole: the seed's equations 5 and 6 contradict that.
+that is. Heads whose data lie mostly on the CPU are not handed over whole: the seed's steps 5 and 6 contradict that.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from sglang_scout.policy.base import Context, Digest, Policy, RealQuery, trained_file
+from sglang_scout.policy.base import Context, Digest, Policy, query_source, trained_file
 from sglang_scout.policy.history import HistoryAware
 
 DEFAULTS: dict[str, Any] = {
@@ -18,11 +18,12 @@ DEFAULTS: dict[str, Any] = {
 
 def make(context: Context) -> Policy:
     config = context.config
-    trained_file(config, "pilot_file")
+    if config.digest == DEFAULTS["digest"]:
+        trained_file(config, "pilot_file")
     return Policy(
         name="rheo",
         digest=Digest.of(config),
-        query=RealQuery(),
+        query=query_source(config),
         route="cpu",
         residency=HistoryAware(
             page_size=config.page_size_tokens,
