@@ -30,7 +30,7 @@ KEYS = st.fixed_dictionaries(
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
-    policy=st.sampled_from(["scout", "infinigen"]),
+    policy=st.sampled_from(["scout", "infinigen", "rheo"]),
     keys=KEYS,
     lengths=st.lists(st.integers(1, 14 * SIZE), min_size=1, max_size=3),
     resident=st.sampled_from([4 * SIZE, 8 * SIZE, 40 * SIZE]),

@@ -70,8 +70,8 @@ class HistoryAware(Residency):
     def reserve(self, lengths: Ids, max_new: Ids) -> int:
         """Pages that will be opened until a layer's next exchange, which makes room for those after it.
 
-        Not all that ``max_new`` allows: that is a limit, by default the rest of the context, and slots held back
-        for it would be taken from the pages that are in use.
+        Not all that ``max_new`` allows: it is a limit, by default the rest of the context, and would hold back more
+        slots than there are, from pages that are in use.
         """
         ends = lengths + np.minimum(max_new, self.period)
         return int(((ends - 1) // self.page_size - (lengths - 1) // self.page_size).sum())
