@@ -6,8 +6,15 @@ from sglang_scout.core.forecast import VERSION, Header, PageWeights
 from sglang_scout.core.profile import ModelIdentity
 
 
-def identity(layers=3, q_heads=4, kv_heads=2, dim=16):
-    return ModelIdentity("LlamaForCausalLM", layers, q_heads, kv_heads, dim, "0123456789abcdef")
+def identity(
+    layers=3,
+    q_heads=4,
+    kv_heads=2,
+    dim=16,
+    architecture="LlamaForCausalLM",
+    digest="0123456789abcdef",
+):
+    return ModelIdentity(architecture, layers, q_heads, kv_heads, dim, digest)
 
 
 def forecast_weights(model=None, hidden=24, seed=0):

@@ -91,8 +91,10 @@ class Fleet:
                     *flags(max_total_tokens=prefill_tokens),
                     *whole_prompts,
                 ],
-                decode_args=first.decode_flags(dict(config or {})),
-                more_decodes={s.name: s.decode_flags(dict(config or {})) for s in others},
+                decode_args=first.decode_flags(dict(config or {}), Path(model_dir).name),
+                more_decodes={
+                    s.name: s.decode_flags(dict(config or {}), Path(model_dir).name) for s in others
+                },
                 env={**PATIENCE, **(environment or {})},
                 ready_timeout_s=READY_TIMEOUT_S,
                 **sizes,

@@ -7,6 +7,9 @@
     quest             the layer's own query, and attention over exactly the chosen pages; no worker
                       has work ahead of need, and pages that happen to be resident do not help
     recent            the first page and the newest pages
+    infinigen         predicted queries choose by rotated digests, all that they choose is fetched
+    sparda, rheo      with the weights that scripts/train_forecast.py makes of the model by default
+    hgca              a recent window on the device, half of the budget; the worker attends to what each head keeps
 
 `scout+KEY=VALUE+...` is `scout` with these keys of ``--kv-offload-config`` besides, as `scout+exact_steps=0`.
 ``budget_tokens`` counts full pages. All but `full` also attend to the page that is being filled.
@@ -16,13 +19,17 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from sglang_scout.core.config import PAGE_SIZE_TOKENS
 from sglang_scout.core.parse_config import idle_keys
+from sglang_scout.policy.base import policies
 
+WEIGHTS = Path(__file__).resolve().parents[2] / ".cache" / "weights"
 FULL = "full"
 NAMES = (FULL, "scout", "scout-rotated", "scout-real-query", "quest", "recent")
+SYSTEMS = ("infinigen", "sparda", "rheo", "hgca")
 PLAIN = {
     FULL: "full attention",
     "scout": "scout",
@@ -31,6 +38,10 @@ PLAIN = {
     "scout-real-query": "scout, real query",
     "quest": "Quest top-k",
     "recent": "recent window",
+    "infinigen": "InfiniGen",
+    "sparda": "SparDA",
+    "rheo": "RheoServe",
+    "hgca": "HGCA",
 }
 
 
@@ -49,7 +60,8 @@ class Setting:
 
     def __post_init__(self) -> None:
         if self.base not in PLAIN:
-            raise ValueError(f"policy {self.policy!r}: choose one of {', '.join(NAMES)}")
+            known = ", ".join((*NAMES, *SYSTEMS))
+            raise ValueError(f"policy {self.policy!r}: choose one of {known}")
         if (self.budget_tokens is None) != (self.policy == FULL):
             raise ValueError(
                 f"policy {self.policy}, budget {self.budget_tokens}: only `full` has none"
@@ -63,16 +75,24 @@ class Setting:
     def name(self) -> str:
         return self.policy if self.budget_tokens is None else f"{self.policy}-{self.budget_tokens}"
 
-    def offload_config(self) -> dict[str, Any]:
-        """The keys of ``--kv-offload-config``."""
+    def offload_config(self, model: str) -> dict[str, Any]:
+        """The keys of ``--kv-offload-config``; ``model``: the name of its folder."""
         more = {}
         for pair in self.policy.split("+")[1:]:
             key, _, value = pair.partition("=")
             is_json = value[:1] in "[0123456789-" or value in ("true", "false")
             more[key] = json.loads(value) if is_json else value
-        return {**self._own_config(), **more}
+        return {**self._own_config(model), **more}
 
-    def _own_config(self) -> dict[str, Any]:
+    def _own_config(self, model: str) -> dict[str, Any]:
+        trained = {"sparda": "forecast", "rheo": "pilot"}.get(self.base)
+        if trained:
+            return {f"{trained}_file": str(WEIGHTS / f"{model}-{trained}.npz")}
+        if self.base == "hgca":
+            half = (self.budget_tokens or 0) // 2 // PAGE_SIZE_TOKENS * PAGE_SIZE_TOKENS
+            return {"window_tokens": half, "context_cap_tokens": half}
+        if self.base == "infinigen":
+            return {}
         if self.base == "scout-rotated":
             return {"digest": "rotated-2"}
         if self.base == "scout-real-query":
@@ -90,20 +110,21 @@ class Setting:
             }
         return {"digest": "minmax"}
 
-    def decode_flags(self, more: dict[str, Any] | None = None) -> list[str]:
+    def decode_flags(self, more: dict[str, Any] | None = None, model: str = "") -> list[str]:
         """Flags of the decode server; ``more`` are further keys of its configuration, as far as they
         mean something with this policy."""
         if self.policy == FULL:
             return []
-        own = self.offload_config()
-        idle = idle_keys(own)
+        own = self.offload_config(model)
+        policy = self.base if self.base in SYSTEMS else "scout"
+        idle = idle_keys({**policies()[policy], **own})
         config = {**own, **{key: x for key, x in (more or {}).items() if key not in idle}}
-        words = ["--kv-offload", "scout", "--kv-offload-budget", str(self.budget_tokens)]
+        words = ["--kv-offload", policy, "--kv-offload-budget", str(self.budget_tokens)]
         return [*words, "--kv-offload-config", json.dumps(config)] if config else words
 
 
-def grid(policies: list[str], budgets: list[int]) -> list[Setting]:
+def grid(names: list[str], budgets: list[int]) -> list[Setting]:
     """`full` once, and each other policy with each budget; settings of one budget stand together."""
-    found = [Setting(FULL)] if FULL in policies else []
-    others = [policy for policy in policies if policy != FULL]
+    found = [Setting(FULL)] if FULL in names else []
+    others = [policy for policy in names if policy != FULL]
     return found + [Setting(policy, budget) for budget in budgets for policy in others]

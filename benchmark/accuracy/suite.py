@@ -51,7 +51,8 @@ from servers.server_process import ends_orderly
 BENCHMARK = "accuracy"
 PACKAGES = ("sglang", "torch", "sglang-scout")
 BUDGETS = (256, 512, 1024, 2048)
-COUNTED = "steps selected_pages cpu_pages budget_pages recalled_pages fallback_pages".split()
+COUNTED = """steps selected_pages cpu_pages fetched_pages budget_pages recalled_pages recall_bytes
+    fallback_pages gpu_wait_us""".split()
 
 
 class Servers(Protocol):

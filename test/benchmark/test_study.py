@@ -11,6 +11,7 @@ from benchmark.accuracy.study import figure, run, table
 from benchmark.accuracy.study.decode import Text, decode_window
 from benchmark.accuracy.study.model import Model
 from benchmark.accuracy.study.selection import Digest, Setting, choose, reduced
+from sglang_scout.ops.embed import half_means, pooled, score_embeddings
 from sglang_scout.ops.layers import LayerPages
 from sglang_scout.ops.rotated import (
     STATS_BYTES,
@@ -295,3 +296,23 @@ def test_the_figure_has_a_line_for_each_method_and_knows_what_it_reads():
 
 
 # The gate's full attention ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["window", "pilot"])
+def test_embeddings_score_as_the_servers_op(kind):
+    H, G, N, D, M = 2, 3, 7, 16, 4
+    pages, q = torch.randn(H, N, 32, D), torch.randn(H, M * G, D)
+    pilot = torch.randn(H, 8, 2 * D), torch.randn(H, 8, G * D)
+    got = Digest(kind, pages[:, :5], pilot).scores(q, 5, pages[:, 5:])
+    k = pages.permute(1, 2, 0, 3)
+    table, n_full = torch.arange(N).int().expand(M, N).contiguous(), torch.full((M,), N).int()
+    if kind == "window":  # one vector for all heads of a group
+        query = q.unflatten(1, (M, G))[:, :, 0]
+        embeddings = half_means(k)
+    else:
+        query = torch.einsum("hrx,hmx->hmr", pilot[1], q.reshape(H, M, G * D))
+        embeddings = torch.einsum("hrx,nhx->nhr", pilot[0], pooled(k))[:, :, None]
+    query = query.transpose(0, 1).flatten(0, 1).contiguous()
+    expected = score_embeddings(query, embeddings.contiguous(), table, n_full, impl="reference")
+    expected = expected.view(M, H, N).transpose(0, 1)
+    torch.testing.assert_close(got.unflatten(1, (M, G))[:, :, 0], expected, rtol=1e-4, atol=1e-4)

@@ -31,6 +31,7 @@ class PlainLists(HereInstead):
 
     def wait(self, ticket, out, lse):
         layer, q, pages, n_pages = ticket
+        q, out, lse = (x.reshape(len(pages), -1, *x.shape[2:]) for x in (q, out, lse))
         for row, (ids, count) in enumerate(zip(pages, n_pages, strict=True)):
             parts = [
                 self.of_head(layer, int(i), row % self.shape.num_kv_heads) for i in ids[:count]

@@ -1,5 +1,6 @@
 """Digest, grain, query, route and residency in any combination: each step is attention over exactly its pages."""
 
+import dataclasses
 import json
 
 import pytest
@@ -7,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mini_worker import SIZE, MiniWorker
+from sglang_scout.policy import sparda
 
 pytest.importorskip("sglang_scout._native")
 
@@ -28,7 +30,7 @@ KEYS = st.fixed_dictionaries(
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
-    policy=st.sampled_from(["scout", "infinigen"]),
+    policy=st.sampled_from(["scout", "infinigen", "rheo"]),
     keys=KEYS,
     lengths=st.lists(st.integers(1, 14 * SIZE), min_size=1, max_size=3),
     resident=st.sampled_from([4 * SIZE, 8 * SIZE, 40 * SIZE]),
@@ -83,3 +85,35 @@ def test_heads_choose_for_themselves():
         differ |= first != second
     assert differ
     worker.close()
+
+
+@pytest.mark.parametrize("route", ["fetch", "cpu"])
+def test_a_forecast_chooses_and_the_real_query_attends(route, monkeypatch):
+    """What a source that cannot attend leaves to the CPU is posted late, with the real query."""
+    make = sparda.make
+    monkeypatch.setattr(sparda, "make", lambda c: dataclasses.replace(make(c), route=route))
+    worker = MiniWorker(
+        policy="sparda",
+        budget_tokens=BUDGET,
+        resident_tokens=6 * SIZE,
+        config='{"forecast_file": "w.npz"}',
+    )
+    covered = MiniWorker(
+        policy="sparda", budget_tokens=20 * SIZE, config='{"forecast_file": "w.npz"}'
+    )
+    for each in (worker, covered):
+        each.admit(14 * SIZE)
+        each.admit(3 * SIZE + 1)
+    for _ in range(4):
+        worker.step()
+        worker.table.check()
+        for layer, out in enumerate(covered.step()):
+            for row in range(2):
+                expected = covered.dense(row, layer)
+                assert (out[row] - expected).abs().max() < 1e-5 * expected.abs().max()
+    counters = worker.engine.counters
+    assert counters.verify_max_rel_error < 2e-5
+    assert counters.selected_pages > counters.cpu_pages + counters.fetched_pages > 0
+    assert (counters.cpu_pages > 0) == (route == "cpu")
+    worker.close()
+    covered.close()

@@ -55,16 +55,19 @@ class ReplayingWorker(GraphWorker):
 
 
 @pytest.mark.parametrize(
-    "config",
+    ("policy", "config"),
     [
-        '{"recall": "fixed"}',
-        '{"digest": "rotated-2", "exact_layers": [1]}',
-        '{"attend": "selected"}',
-        '{"precompute": false, "recall": "off"}',
+        ("scout", '{"recall": "fixed"}'),
+        ("scout", '{"digest": "rotated-2", "exact_layers": [1]}'),
+        ("scout", '{"attend": "selected"}'),
+        ("scout", '{"precompute": false, "recall": "off"}'),
+        ("infinigen", "{}"),
+        ("infinigen", '{"grain": "head", "attend": "selected"}'),
+        ("sparda", '{"forecast_file": "w.npz"}'),
     ],
 )
-def test_replayed_steps_equal_eager_ones(make, config):
-    settings = {"budget_tokens": 128, "pages": 60, "layers": 2, "config": config}
+def test_replayed_steps_equal_eager_ones(make, policy, config):
+    settings = {"budget_tokens": 128, "pages": 60, "layers": 2, "policy": policy, "config": config}
     eager = make(GraphWorker, max_batch=ROWS, verify=False, **settings)
     replayed = make(ReplayingWorker, **settings)
     both = eager, replayed

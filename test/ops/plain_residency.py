@@ -22,6 +22,7 @@ class PlainResidency:
         self.is_pending = np.zeros((layers, pages), bool)
         self.generation = [0] * pages
         self.free = [list(range(slots)) for _ in self.every]
+        self.held_back, self.pin_share = 0, 0.0
 
     def touch(self, layers, pages, step, fresh):
         grown = (step - self.scaled_at) / self.half_life_steps
@@ -46,11 +47,21 @@ class PlainResidency:
         here = sorted({int(page) for page in pages.flat if page >= 0})
         return [p for p in here if self.slot_of[layer, p] < 0 and not self.is_pending[layer, p]]
 
-    def _least_frequent(self, layer, before_step, below=math.inf):
+    def pinned(self, layer):
+        """The most frequent pages, no more than the share; of equal ones at the border none."""
+        count = int(self.pin_share * self.num_slots)
+        pages = [int(page) for page in self.page_of[layer] if page >= 0]
+        others = sorted((self.frequency[layer, page] for page in pages), reverse=True)[count:]
+        is_pinned = {
+            page for page in pages if not others or self.frequency[layer, page] > others[0]
+        }
+        return is_pinned if count else set()
+
+    def _least_frequent(self, layer, before_step, is_forced, below=math.inf):
         """[(frequency, stamp, slot)] of pages that may go, the first to go first."""
-        found = []
+        found, pinned = [], set() if is_forced else self.pinned(layer)
         for slot, page in enumerate(self.page_of[layer]):
-            if page >= 0:
+            if page >= 0 and page not in pinned:
                 frequency, stamp = self.frequency[layer, page], self.stamp[layer, page]
                 if stamp < before_step and frequency < below:
                     found.append((frequency, stamp, slot))
@@ -64,20 +75,23 @@ class PlainResidency:
         self.page_of[layer, slot] = FREE
         self.free[layer].append(slot)
 
-    def exchange(self, pages, before_step):
+    def exchange(self, pages, before_step, is_forced=False):
         """``pages`` [L, ...] of every layer; before_step None: only free slots are taken."""
         taken = []
         for layer in self.every:
+            if before_step is not None and len(pages[layer]):
+                self._evict(layer, self.held_back, before_step, False)
             missing = self._missing(layer, pages[layer])
             order = sorted(missing, key=lambda page: (-self.frequency[layer, page], page))
-            free = len(self.free[layer])
+            free = max(len(self.free[layer]) - (0 if is_forced else self.held_back), 0)
             if before_step is not None and len(missing) > free:
                 below = self.frequency[layer, order[free]] * np.float32(1.001 / SWAP_MARGIN)
-                found = self._least_frequent(layer, before_step, below)
+                found = self._least_frequent(layer, before_step, False, below)
                 for page, (frequency, _, slot) in zip(order[free:], found, strict=False):
                     if self.frequency[layer, page] > SWAP_MARGIN * frequency:
                         self._vacate(layer, slot)
-            chosen = sorted(order[: len(self.free[layer])])
+                        free += 1
+            chosen = sorted(order[:free])
             slots = self.free[layer][len(self.free[layer]) - len(chosen) :]
             del self.free[layer][len(self.free[layer]) - len(chosen) :]
             for page, slot in zip(chosen, slots, strict=True):
@@ -98,14 +112,17 @@ class PlainResidency:
             wanted += 1
         return wanted
 
-    def evict(self, want_free, before_step):
-        gone = 0
-        for layer in self.every:
-            short = max(want_free[layer] - len(self.free[layer]), 0)
-            for _, _, slot in self._least_frequent(layer, before_step)[:short]:
-                self._vacate(layer, slot)
-                gone += 1
-        return gone
+    def evict(self, want_free, before_step, is_forced=True):
+        return sum(
+            self._evict(layer, want_free[layer], before_step, is_forced) for layer in self.every
+        )
+
+    def _evict(self, layer, want_free, before_step, is_forced):
+        short = max(want_free - len(self.free[layer]), 0)
+        gone = self._least_frequent(layer, before_step, is_forced)[:short]
+        for _, _, slot in gone:
+            self._vacate(layer, slot)
+        return len(gone)
 
     def invalidate(self, pages):
         for page in sorted(set(pages.tolist())):

@@ -51,7 +51,10 @@ def test_as_the_plain_one_whatever_happens(slots, seed):
         chosen = rng.integers(-1, PAGES, (LAYERS, BATCH, K), np.int32)
         chosen //= np.int32(rng.choice([1, 2, 4]))
         some, fresh = np.flatnonzero(rng.random(LAYERS) < 0.8), rng.random(BATCH) < 0.3
-        before = step - int(rng.integers(0, 3))
+        before, is_forced = step - int(rng.integers(0, 3)), bool(rng.integers(2))
+        both = rng.choice([0, 0, 1, slots // 2 + 1]), rng.choice([0.0, 0.3, 0.9])
+        for one in (table, plain):
+            one.held_back, one.pin_share = both
         match rng.integers(6):
             case 0 | 1:
                 table.uses.touch(some, chosen[some], step, fresh)
@@ -63,8 +66,8 @@ def test_as_the_plain_one_whatever_happens(slots, seed):
                 assert entries(taken) == plain.exchange(chosen, before)
                 in_flight.append(taken)
             case 3:
-                taken = table.reserve(EVERY[:, None, None], chosen)
-                assert entries(taken) == plain.exchange(chosen, None)
+                taken = table.reserve(EVERY[:, None, None], chosen, is_forced)
+                assert entries(taken) == plain.exchange(chosen, None, is_forced)
                 in_flight.append(taken)
             case 4 if in_flight:
                 taken = in_flight.pop(rng.integers(len(in_flight)))
@@ -76,7 +79,8 @@ def test_as_the_plain_one_whatever_happens(slots, seed):
                 plain.invalidate(gone)
             case _:
                 want = rng.integers(-1, 4, LAYERS)
-                assert table.evict(EVERY, want, before) == plain.evict(want, before)
+                asked = want, before, is_forced
+                assert table.evict(EVERY, *asked) == plain.evict(*asked)
         check_same(table, plain)
         for layer, slot in np.argwhere(table.page_of >= 0).tolist():  # nobody reads another's bytes
             page = int(table.page_of[layer, slot])
@@ -178,6 +182,19 @@ def test_what_a_step_selected_is_not_taken_in_it():
     assert made.touch_all_layers(ids(3, -1, 8), 4) == 3, "8 in both layers, 3 in one"
     assert made.evict(0, 9, 4) == 1
     assert resident(made) == [3]
+
+
+def test_pinned_pages_stay_though_the_last_step_selected_others():
+    made = table_of(slots=4, resident=(1, 2, 3))
+    touch(made, ids(1, 1, 1, 2, 2), 1)
+    touch(made, ids(8, 9, 9), 5)
+    made.pin_share, made.held_back = 0.5, 1
+    assert len(made.reserve(0, ids(9), is_forced=False).pages) == 0, "the free slot is held back"
+    taken = made.exchange(0, ids(8, 9), 5)
+    assert taken.pages.tolist() == [9] and resident(made) == [1, 2], "3 alone may go"
+    touch(made, np.full((99, 1), 7), 6)
+    assert not len(made.exchange(0, ids(7), 7).pages) and made.evict(0, 3, 7, is_forced=False) == 0
+    assert made.evict(0, 3, 7) == 2, "what must be resident takes any slot"
 
 
 def test_a_newcomer_s_pages_count_as_selected_for_long():

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from page_weights import forecast_weights, identity
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.ops.predict import predict_query
 
@@ -123,6 +124,25 @@ def test_plain_weights_are_sliced_and_quantised_ones_go_through_the_module(agree
     agree(predict_query, got, predicted(layer, codes * step, bias, *token))
     assert len(calls) == 1
     assert (got - predicted(layer, weight, bias, *token)).abs().max() > 1e-3, "not the old weight"
+
+
+def test_a_forecast_is_one_vector_per_kv_head_by_the_norm_of_the_layer_before(agree, token):
+    layers, weights = (
+        [attention_layer()[0] for _ in range(3)],
+        forecast_weights(identity(3, HQ, H, D), HIDDEN),
+    )
+    layers[0].input_layernorm.weight.data *= 3
+    x, positions = token
+    for target, project in enumerate(support.make_projectors(layers, weights)):
+        norm, rope = layers[max(target - 1, 0)].input_layernorm, layers[target].self_attn.rotary_emb
+        w = torch.from_numpy(weights.arrays["w"][target])
+        expected = predict_query(
+            x, norm.weight, norm.variance_epsilon, w, None, None, 0.0, rope.cos_sin_cache, positions,
+            D, True, H, D, impl="reference",
+        )  # fmt: skip
+        got = project(*token)
+        assert got.shape == (TOKENS, H, D)
+        agree(predict_query, got, expected)
 
 
 def test_a_float_weight_of_another_method_is_not_sliced(agree, token):

@@ -24,7 +24,7 @@ class Text:
     """A prefilled text: KV of each layer [H, T, D], the last layer's output [T, d], and digests of one kind."""
 
     def __init__(self, model: Model, tokens: Tensor) -> None:
-        self.tokens = tokens
+        self.tokens, self._model = tokens, model
         self.kv: KV
         self.kv, self.last = model.prefill(tokens)
         self._digests: dict[tuple[str, int], list[Digest]] = {}
@@ -34,7 +34,8 @@ class Text:
         if (name, page_tokens) not in self._digests:
             whole = len(self.tokens) // page_tokens
             pages = (k[:, : whole * page_tokens].unflatten(1, (whole, -1)) for k, _ in self.kv)
-            self._digests = {(name, page_tokens): [Digest(name, x) for x in pages]}
+            made = [Digest(name, x, self._model.pilot(i)) for i, x in enumerate(pages)]
+            self._digests = {(name, page_tokens): made}
         return self._digests[name, page_tokens]
 
 
@@ -89,7 +90,8 @@ def decode_window(
         q = model.query(layer, x, position)
         k, v = model.keys_values(layer, x, position)
         keys, values = (torch.cat([a[:, :start], b], 1) for a, b in ((text_k, k), (text_v, v)))
-        predicted = q if before is None else predict(model, layer, setting, before, x, position)
+        source = x if before is None and setting.query == "forecast" else before
+        predicted = q if source is None else predict(model, layer, setting, source, x, position)
         digest = digests[layer] if sparse and layer not in setting.dense_layers else None
         is_real = setting.query == "real" or layer in setting.exact_layers
         ahead = q if is_real else predicted
@@ -114,6 +116,8 @@ def predict(
     model: Model, layer: int, setting: Setting, before: Tensor, x: Tensor, position: Tensor
 ) -> Tensor:
     """The query [W, HQ, D] of ``layer``, told from the input ``before`` [W, d] of the layer before it."""
+    if setting.query == "forecast":
+        return model.forecast(layer, before, position)
     if setting.query != "extrapolated":
         return model.query(layer, before, position)
     change = torch.zeros_like(x)

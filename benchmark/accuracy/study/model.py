@@ -6,6 +6,7 @@ Shapes: T tokens, d hidden size, HQ query heads, H key-value heads, D head size,
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,26 +65,45 @@ class Model:
         if not self._weights:
             raise ValueError(f"{folder}: no .safetensors file")
         self.scale = self.config.head_dim**-0.5
+        self.trained: dict[str, Tensor] = {}  # what chooses pages: see core/forecast.py
 
     def embed(self, tokens: Tensor) -> Tensor:
         """[T] -> [T, d]."""
         return self._weights["model.embed_tokens.weight"][tokens]
 
+    def normed(self, layer: int, x: Tensor) -> Tensor:
+        """[T, d]: what this layer's projections take."""
+        return self._rms(x, self.weight(layer, "input_layernorm"))
+
+    def weight(self, layer: int, name: str) -> Tensor:
+        return self._weights[f"model.layers.{layer}.{name}.weight"]
+
     def query(self, layer: int, x: Tensor, position: Tensor) -> Tensor:
         """[T, HQ, D] after this layer's norm, q-norm and RoPE; ``position`` is [T]."""
         return self._heads(layer, "q", self.config.q_heads, x, position)
+
+    def forecast(self, layer: int, x: Tensor, position: Tensor) -> Tensor:
+        """[T, HQ, D]: what the input ``x`` of the layer before (of layer 0 its own) says of this layer's pages."""
+        y = F.linear(self.normed(max(layer - 1, 0), x), self.trained["w"][layer])
+        group = self.config.q_heads // self.config.kv_heads
+        made = self.rope(y.view(len(x), self.config.kv_heads, -1), position)
+        return made.repeat_interleave(group, 1)
+
+    def pilot(self, layer: int) -> tuple[Tensor, ...]:
+        """W_k and W_q of a layer, if there are any."""
+        return tuple(self.trained[name][layer] for name in ("w_k", "w_q") if name in self.trained)
 
     def keys_values(self, layer: int, x: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
         """[H, T, D] each; keys after k-norm and RoPE."""
         heads = self.config.kv_heads
         k = self._heads(layer, "k", heads, x, position)
-        v = self._linear(layer, "self_attn.v_proj", self._norm(layer, "input_layernorm", x))
+        v = self._linear(layer, "self_attn.v_proj", self.normed(layer, x))
         return k.transpose(0, 1), v.view(len(x), heads, -1).transpose(0, 1)
 
     def after_attention(self, layer: int, x: Tensor, attended: Tensor) -> Tensor:
         """The next layer's input; ``attended`` is [T, HQ, D]."""
         x = x + self._linear(layer, "self_attn.o_proj", attended.flatten(1))
-        y = self._norm(layer, "post_attention_layernorm", x)
+        y = self._rms(x, self.weight(layer, "post_attention_layernorm"))
         up = F.silu(self._linear(layer, "mlp.gate_proj", y)) * self._linear(layer, "mlp.up_proj", y)
         return x + self._linear(layer, "mlp.down_proj", up)
 
@@ -92,14 +112,22 @@ class Model:
         out = self._weights.get("lm_head.weight", self._weights["model.embed_tokens.weight"])
         return (self._rms(x, self._weights["model.norm.weight"]) @ out.T).log_softmax(-1)
 
-    def prefill(self, tokens: Tensor) -> tuple[KV, Tensor]:
-        """KV and the last layer's output [T, d] with full attention."""
+    def prefill(
+        self, tokens: Tensor, see: Callable[[int, Tensor, Tensor, Tensor], None] | None = None
+    ) -> tuple[KV, Tensor]:
+        """KV and the last layer's output [T, d] with full attention.
+
+        Args:
+            see: is shown each layer's number, input [T, d], queries [T, HQ, D] and keys [H, T, D].
+        """
         position = torch.arange(len(tokens))
         x, kv = self.embed(tokens), []
         group = self.config.q_heads // self.config.kv_heads
         for layer in range(self.config.layers):
             q = self.query(layer, x, position).transpose(0, 1)
             k, v = self.keys_values(layer, x, position)
+            if see is not None:
+                see(layer, x, q.transpose(0, 1), k)
             wide = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
             out = torch.empty_like(q)
             for begin in range(0, len(tokens), PREFILL_ROWS):
@@ -113,12 +141,13 @@ class Model:
         return kv, x
 
     def _heads(self, layer: int, which: str, heads: int, x: Tensor, position: Tensor) -> Tensor:
-        y = self._linear(layer, f"self_attn.{which}_proj", self._norm(layer, "input_layernorm", x))
+        y = self._linear(layer, f"self_attn.{which}_proj", self.normed(layer, x))
         y = y.view(len(x), heads, -1)
         norm = self._weights.get(f"model.layers.{layer}.self_attn.{which}_norm.weight")
-        return self._rope(y if norm is None else self._rms(y, norm), position)
+        return self.rope(y if norm is None else self._rms(y, norm), position)
 
-    def _rope(self, y: Tensor, position: Tensor) -> Tensor:
+    def rope(self, y: Tensor, position: Tensor) -> Tensor:
+        """[..., T, heads, D], turned; ``position`` is [T]."""
         half = self.config.head_dim // 2
         frequency = self.config.rope_theta ** (-torch.arange(half) / half)
         angle = (position[:, None] * frequency)[:, None]  # [T, 1, D/2]
@@ -127,11 +156,8 @@ class Model:
         return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
     def _linear(self, layer: int, name: str, x: Tensor) -> Tensor:
-        prefix = f"model.layers.{layer}.{name}"
-        return F.linear(x, self._weights[f"{prefix}.weight"], self._weights.get(f"{prefix}.bias"))
-
-    def _norm(self, layer: int, name: str, x: Tensor) -> Tensor:
-        return self._rms(x, self._weights[f"model.layers.{layer}.{name}.weight"])
+        bias = self._weights.get(f"model.layers.{layer}.{name}.bias")
+        return F.linear(x, self.weight(layer, name), bias)
 
     def _rms(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, weight.shape, weight, self.config.norm_eps)

@@ -38,6 +38,7 @@ from benchmark.accuracy.study.selection import Setting
 from benchmark.accuracy.study.settings import SETS
 from benchmark.progress import Progress
 from benchmark.rows import ROOT, Row, environment, weights_digest
+from sglang_scout.core.forecast import load_weights
 
 RECALL_MODEL = ROOT / "benchmark" / "accuracy" / "recall_model"
 RECALL_TASKS = ("recall", "needle", "multi_key", "variables", "copy", "count")
@@ -146,6 +147,11 @@ def run(args: argparse.Namespace, file: RowFile, progress: Progress) -> None:
         model_path = args.model_path
         documents = real_documents(model_path, numbers)
     model = Model(model_path)
+    for kind in ("forecast", "pilot"):
+        path = ROOT / ".cache" / "weights" / f"{model_path.name}-{kind}.npz"
+        if path.is_file():
+            arrays = load_weights(str(path), kind).arrays
+            model.trained |= {name: torch.from_numpy(x) for name, x in arrays.items()}
     for index, document in documents:
         todo = [
             (part, setting)

@@ -10,6 +10,8 @@ them the page's log mass, log sum exp(q.k):
                   and a scale: ops/rotated.py, for any page size
     pca-C         the C leading principal components of all keys in four bits (calibrated on the text)
     minmax-R      bounds over R consecutive tokens; minmax-S is Quest's, the paper's and ops/score.py's
+    window        the mean key of the best window of a page, halves of 16 tokens and half a page apart: SparDA's
+    pilot         a trained embedding of the page, on a trained one of a group's queries: RheoServe's; both ops/embed.py
 """
 
 from __future__ import annotations
@@ -20,10 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sglang_scout.ops.embed import pooled
 from sglang_scout.ops.rotated import FIRST, ONE_BIT, SECOND, rotate
 
 REDUCTIONS = ("mass", "max", "sum")
-QUERIES = ("real", "predicted", "extrapolated")
+QUERIES = ("real", "predicted", "extrapolated", "forecast")
 ATTENDS = (
     "real",
     "predicted",
@@ -44,7 +47,7 @@ class Setting:
         digest, reduce: see above and `reduced`.
         grain: "layer": one choice for all heads; "head": one for each key-value head.
         query: what chooses: the layer's own query, the next layer's projection of this layer's input, or that of the
-            input moved by half of what the token before changed.
+            input moved by half of what the token before changed; or one trained vector for each key-value head.
         exact_layers, exact_steps: layers, and first tokens of a window, that choose and attend with the real query.
         dense_layers: that attend to everything.
         stop_mass: where the budget does not cover all pages, choose no more than hold this share of the mass that the
@@ -80,8 +83,8 @@ class Setting:
                 raise ValueError(
                     f"{name} = {getattr(self, name)!r}: choose one of {', '.join(choices)}"
                 )
-        if self.attends != "real" and self.query == "real":
-            raise ValueError(f"attends = {self.attends!r} needs a query that is not the real one")
+        if self.attends != "real" and self.query in ("real", "forecast"):
+            raise ValueError(f"attends = {self.attends!r} needs a predicted query")
         if self.stop_mass < 1 and self.reduce != "mass":
             raise ValueError(
                 f"stop_mass = {self.stop_mass} needs reduce = 'mass', not {self.reduce!r}"
@@ -129,14 +132,20 @@ class Digest:
     Args:
         name: see the top of this file.
         pages: [H, N, S, D], those of the text; calibrated digests are calibrated on them.
+        pilot: w_k [H, r, 2 D] and w_q [H, r, G * D] of the layer.
     Raises:
         ValueError: an unknown name.
     """
 
-    def __init__(self, name: str, pages: Tensor) -> None:
+    def __init__(self, name: str, pages: Tensor, pilot: tuple[Tensor, ...] = ()) -> None:
         self.kind, _, rest = name.partition("-")
-        if self.kind not in ("keys", "mean", "rotated", "pca", "minmax"):
+        if self.kind not in ("keys", "mean", "rotated", "pca", "minmax", "window", "pilot"):
             raise ValueError(f"digest {name!r} is not known")
+        if self.kind == "pilot" and not pilot:
+            raise ValueError(
+                "digest 'pilot' needs trained weights: scripts/train_forecast.py --kind pilot"
+            )
+        self._pilot = pilot
         self._number = int(rest or 1)  # rows' tokens, bits, or components
         if self.kind == "pca":
             self._centre = pages.mean((1, 2), keepdim=True)
@@ -154,6 +163,12 @@ class Digest:
             return boxes.amax(3), boxes.amin(3)
         if kind == "mean":
             return (pages.unflatten(2, (-1, number)).mean(3),)
+        if kind == "window":
+            return (pages.unflatten(2, (2, -1)).mean(3),)
+        if kind == "pilot":
+            return (
+                torch.einsum("hrx,nhx->hnr", self._pilot[0], pooled(pages.permute(1, 2, 0, 3))),
+            )
         if kind == "rotated":
             x = rotate(pages)
             mean = in_int8(x.mean(2, keepdim=True))
@@ -164,6 +179,17 @@ class Digest:
     def scores(self, q: Tensor, pages: int, more: Tensor) -> Tensor:
         """[H, M, N] for scaled queries ``q`` [H, M, D]: N are the first ``pages`` of the text, then ``more`` pages."""
         text = tuple(x[:, :pages] for x in self._text)
+        if self.kind == "window":
+            halves = torch.cat([text[0], *self._summary(more)], 1)
+            first, second = torch.einsum("hmd,hnwd->hmnw", q, halves).unbind(-1)
+            following = torch.nn.functional.pad(first, (0, 1), value=-torch.inf)[..., 1:]
+            return (second + torch.maximum(first, following)) / 2
+        if self.kind == "pilot":
+            H, M, D = q.shape
+            embeddings = torch.cat([text[0], *self._summary(more)], 1)
+            group = self._pilot[1].shape[-1] // D
+            of_query = torch.einsum("hrx,hwx->hwr", self._pilot[1], q.reshape(H, -1, group * D))
+            return (of_query @ embeddings.mT).repeat_interleave(group, 1)
         return torch.cat([self._score(q, x) for x in (text, self._summary(more))], -1)
 
     def _score(self, q: Tensor, summary: tuple[Tensor, ...]) -> Tensor:

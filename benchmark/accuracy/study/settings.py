@@ -97,6 +97,19 @@ BYTES = [
 ]
 """Loss against bytes: the oracle, digests of 32 and 16 tokens a page, choices by head as SparDA's, two systems."""
 
+SYSTEMS = [
+    setting
+    for budget in (512, 1024)
+    for setting in (
+        _system(budget),
+        _paper(budget),
+        Setting(budget, TWO_BITS, query="predicted"),
+        Setting(budget, "window", query="forecast", grain="head"),
+        Setting(budget, "pilot", grain="head"),
+    )
+]
+"""scout, scout as in the paper, InfiniGen (with the better digest), SparDA, RheoServe."""
+
 SETS: dict[str, dict[str, Sequence[Setting]]] = {
     "main": {"facts": [*DIGESTS, *QUERIES, *HEADS, *PAGES], "prompt": PROMPT, "text": TEXT},
     "weights": {
@@ -105,5 +118,6 @@ SETS: dict[str, dict[str, Sequence[Setting]]] = {
         "text": [*WEIGHTS, *MASS[:2]],
     },
     "bytes": {"text": BYTES},
+    "systems": dict.fromkeys(("facts", "prompt", "text"), SYSTEMS),
     "short": {"facts": [Setting(512, TWO_BITS), Setting(512)], "text": [Setting(512, TWO_BITS)]},
 }

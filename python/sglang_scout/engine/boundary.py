@@ -12,6 +12,7 @@ Then what the step attends to does not change until the next boundary.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -86,15 +87,25 @@ class StepBoundary:
         self._last = LastStep(np.zeros(0, np.int64), none, none)
         self._seen_full: dict[int, int] = {}  # by table row: full pages at the last boundary
         self._first_step: dict[int, int] = {}  # by table row; 0: joins with the next step
+        self._end_tokens: dict[int, int] = {}  # by table row: length that its request may reach
+        table.pin_share = policy.residency.pin_share
 
-    def admit(self, request_slots: Iterable[int], full_pages: npt.NDArray[np.integer]) -> None:
+    def admit(
+        self,
+        request_slots: Iterable[int],
+        full_pages: npt.NDArray[np.integer],
+        end_tokens: Iterable[int] = (),
+    ) -> None:
         """Requests join the batch, new or after a retraction.
 
         Args:
             request_slots: their table rows.
             full_pages: ``[n]`` all full pages of theirs, shared ones too.
+            end_tokens: length that each may reach, as far as known.
         """
-        self._first_step.update((int(r), 0) for r in request_slots)
+        ends = itertools.chain(end_tokens, itertools.repeat(0))
+        for row, end in zip(map(int, request_slots), ends, strict=False):
+            self._first_step[row], self._end_tokens[row] = 0, end
         self._pages.arrived(full_pages)
 
     def begin(
@@ -122,6 +133,9 @@ class StepBoundary:
         seen = self._seen_before(request_slots, full, fresh)
         new = [table[row, seen[row] : full[row]] for row in np.flatnonzero(seen < full)]
         self._pages.begin(step, np.concatenate([np.zeros(0, np.int32), *new]), tail_page)
+        ends = np.array([self._end_tokens.get(row, 0) for row in request_slots.tolist()], np.int64)
+        max_new = np.maximum(ends - seq_lens, 0)
+        self._table.held_back = residency.reserve(seq_lens, max_new)
         self._placement.load_forced(step, table, full, tail_page, tail_len, fresh)
         residency.plan(self._report(step))
         self._placement.fill_free_slots(table, full)
@@ -213,6 +227,7 @@ class StepBoundary:
             late_pages=recall.late_pages,
             step_us=self._step_us,
             link_pages_per_us=recall.link_pages_per_us,
+            spare_slots=self._table.num_spare,
         )
         recall.started[:] = 0
         return report

@@ -111,4 +111,4 @@ def _transport(
         return Transport(torch.zeros(shape.num_layers, dtype=torch.int64))
     if isinstance(worker, GraphTransport):
         return worker
-    return HostTransport(worker, shape, sizes, tracer)
+    return HostTransport(worker, shape, sizes.max_batch, tracer)

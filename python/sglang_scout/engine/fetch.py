@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from sglang_scout.engine.offered import of_lists
 from sglang_scout.engine.stores import HostPages, ModelShape
 from sglang_scout.engine.transport import Transport
 from sglang_scout.ops.attend import attend_pages
@@ -39,7 +40,7 @@ class Fetch(Transport):
         budget_pages: int,
         device: torch.device,
     ) -> None:
-        self._shape, self._budget_pages = shape, budget_pages
+        self._shape, self._budget_pages, self._lists = shape, budget_pages, lists
         super().__init__(torch.zeros(shape.num_layers, dtype=torch.int64))  # nobody waits
         staging = max_batch * lists * budget_pages
         slot = shape.page_size, shape.num_kv_heads // lists, shape.head_dim
@@ -59,12 +60,12 @@ class Fetch(Transport):
         stage_pages(self._pages, layer, pages, *self._staged[:, parity])
 
     def merge(self, layer: int, query: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
-        rows, parity = len(query), layer % 2
+        rows, parity = len(query) * self._lists, layer % 2
         slots = self._there[parity, : rows * self._budget_pages].view(rows, -1)
-        fetched = attend_pages(
-            query, *self._staged[:, parity], slots, None, None, self._shape.scale,
-            self._shape.logit_cap,
+        part, part_lse = attend_pages(
+            of_lists(query, self._lists), *self._staged[:, parity], slots, None, None,
+            self._shape.scale, self._shape.logit_cap,
         )  # fmt: skip
-        merged, merged_lse = merge_states(out, lse, *fetched)
+        merged, merged_lse = merge_states(out, lse, part.view_as(out), part_lse.view_as(lse))
         out.copy_(merged)
         lse.copy_(merged_lse)

@@ -26,7 +26,7 @@ from sglang_scout.engine.context_cache import ContextCache, Ids, Kept
 from sglang_scout.engine.counters import Counters
 from sglang_scout.engine.device import Fetching, Staging, upload
 from sglang_scout.engine.evaluation import Evaluation, Evaluator
-from sglang_scout.engine.offered import Offered, of_lists
+from sglang_scout.engine.offered import Offered
 from sglang_scout.engine.step_inputs import Batch
 from sglang_scout.engine.stores import HostPages, ModelShape, ResidentCache, Sizes
 from sglang_scout.engine.transport import Transport
@@ -267,20 +267,19 @@ class OlderTokens:
             offered: what the device attends to beside the tail, ``tail_len`` ``[B]`` tokens in ``tail_slot`` ``[B]``.
             slot_of: ``[P]`` slots of this layer.
         """
-        rows, lists = len(query), self._shape.num_kv_heads
+        rows = len(query)
         scores = self._shape.scale, self._shape.logit_cap
         k, v, tail = resident.k[layer], resident.v[layer], (tail_slot, tail_len)
         self._queries[layer, :rows] = query
         ids, counts = (x[layer, :rows].flatten(0, 1) for x in (self._ids, self._counts))
-        by_list = of_lists(query, lists)
-        self._transport.post(layer, by_list, ids, counts)
+        self._transport.post(layer, query, ids, counts)
         out, lse = attend_pages(
             query, k, v, offered.table, *tail, *scores, slot_of=slot_of, n_pages=offered.n_full
         )
         state, fresh, first_at, recent = self._staging.device.view(4, -1)[:, :rows]
         view = WindowView(k, offered.table, recent, slot_of, *tail, state, fresh, first_at)
         self._feedback.attended(layer, query, lse, view, *scores)
-        self._transport.merge(layer, by_list, of_lists(out, lists), of_lists(lse, lists))
+        self._transport.merge(layer, query, out, lse)
         return out
 
     def wait(self) -> None:

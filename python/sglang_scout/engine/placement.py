@@ -36,7 +36,7 @@ class Placement:
         tail_len: npt.NDArray[np.int64],
         fresh: npt.NDArray[np.bool_],
     ) -> None:
-        """Sink, newest and tail pages of every request are resident; fresh requests within the budget are whole.
+        """Sink, newest and tail pages of every request are resident, and of fresh ones what the policy says.
 
         Args:
             table: ``[B, N]`` host page ids; full, tail_page, tail_len: ``[B]`` full pages of each row, the
@@ -52,10 +52,13 @@ class Placement:
         rows, which = np.nonzero((columns >= 0) & (columns < full[:, None]))
         forced = np.concatenate([table[rows, columns[rows, which]], tail_page])
         absent = self._table.touch_all_layers(forced, step)
-        # Loaded whole, attention is exact from the first token on. A longer request gets its pages after its
-        # first selection has said which ones matter.
-        fits = np.flatnonzero(fresh & (full <= self._budget_pages))
-        warm = [table[row, : full[row]] for row in fits]
+        fresh_rows = np.flatnonzero(fresh)
+        counts = self._policy.residency.warm_pages(full[fresh_rows], self._budget_pages)
+        warm = [
+            table[row, full[row] - n : full[row]]
+            for row, n in zip(fresh_rows, counts, strict=True)
+            if n
+        ]
         if not absent and not warm:
             return
         empty = tail_page[tail_len == 1]  # its first token comes with this step
@@ -65,7 +68,7 @@ class Placement:
         # Forced pages may push out anything else, warm ones only what was not just in use.
         self._load(forced, step)
         if warm:
-            self._load(np.concatenate([forced, *warm]), step - 1)
+            self._load(np.concatenate([forced, *warm]), step - 1, is_forced=False)
         if not self._table.are_resident(forced):
             # They found no slot, or are themselves on their way: copies hold what they need.
             self._recall.commit(step)
@@ -74,18 +77,24 @@ class Placement:
             raise RuntimeError("no slot for a page that must be resident; the slot count is wrong")
 
     def _with_slots(
-        self, pages: npt.NDArray[np.integer], before_step: int
+        self, pages: npt.NDArray[np.integer], before_step: int, is_forced: bool = True
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Layers and ids of those of ``pages`` that are missing, after room was made for them."""
         every = np.arange(self._table.num_layers)
         pages = np.broadcast_to(pages, (len(every), len(pages)))
         absent = self._table.missing(every[:, None], pages)
         layers, absent = np.divmod(absent, self._table.num_pages)
-        self._table.evict(every, np.bincount(layers, minlength=len(every)), before_step)
+        counts = np.bincount(layers, minlength=len(every))
+        if not is_forced:
+            counts += self._table.held_back
+        self._table.evict(every, counts, before_step, is_forced)
         return layers, absent
 
-    def _load(self, pages: npt.NDArray[np.integer], before_step: int) -> None:
-        self._recall.load_now(*self._with_slots(pages, before_step), self._step)
+    def _load(
+        self, pages: npt.NDArray[np.integer], before_step: int, is_forced: bool = True
+    ) -> None:
+        layers, absent = self._with_slots(pages, before_step, is_forced)
+        self._recall.load_now(layers, absent, self._step, is_forced)
 
     def fill_free_slots(self, table: npt.NDArray[np.int32], full: npt.NDArray[np.int64]) -> None:
         """If all pages of all requests fit, bring in those that nobody has missed yet.
@@ -104,5 +113,5 @@ class Placement:
             every = np.arange(len(absent))[:, None, None]
             keys = self._table.missing(every, np.where(absent, table, -1))
             layers, pages = np.divmod(keys, self._table.num_pages)
-            fits = np.flatnonzero(rank_within(layers) < self._table.num_free[layers])[:left]
+            fits = np.flatnonzero(rank_within(layers) < self._table.num_spare[layers])[:left]
             self._recall.fill(layers[fits], pages[fits])

@@ -168,9 +168,11 @@ class Recall:
             was_used = (self._table.slot_of[at] >= 0) & (self._table.uses.stamp[at] == first)
             self.used += np.bincount(taken.layers[was_used], minlength=len(self.used))
 
-    def load_now(self, layer: Layers, pages: npt.NDArray[np.integer], step: int) -> None:
+    def load_now(
+        self, layer: Layers, pages: npt.NDArray[np.integer], step: int, is_forced: bool = True
+    ) -> None:
         """Copy those of ``pages`` that find a slot before the step begins, and map them."""
-        taken = self._table.reserve(layer, pages)
+        taken = self._table.reserve(layer, pages, is_forced)
         if len(taken.pages):
             self._copy(taken, "load")
             self._table.commit(taken, step)

@@ -223,7 +223,7 @@ class StepEngine:
             self.counters.verify_unequal_selections += not self._shared.is_same(selection.pages)
         self.tracer.cut("ahead", "select", start_ns, layer=layer)
         if not self._posts_late:
-            self.transport.post(layer, by_list, selection.missing, selection.n_missing)
+            self.transport.post(layer, query.contiguous(), selection.missing, selection.n_missing)
         self._chosen[layer] = query, selection
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -250,10 +250,9 @@ class StepEngine:
         if layer not in self._chosen:
             self._look_ahead(layer, self._late_query(layer, query))
         query_ahead, selection = self._chosen.pop(layer)
-        lists, by_list = self.sizes.lists, of_lists(query, self.sizes.lists)
         if self._posts_late:
             query_ahead = query
-            self.transport.post(layer, by_list, selection.missing, selection.n_missing)
+            self.transport.post(layer, query, selection.missing, selection.n_missing)
         pages, n_pages = selection.pages, None
         if not self.policy.digest.only_selected:
             pages, n_pages = offered.table, offered.n_full
@@ -269,11 +268,12 @@ class StepEngine:
         change = None
         if self._reweighs and query_ahead is not query:
             start_ns = self.tracer.now()
-            asked = by_list, of_lists(query_ahead, lists), selection.missing, selection.n_missing
+            lists = self.sizes.lists
+            asked = *(of_lists(q, lists) for q in (query, query_ahead)), *selection[1:]
             change = self.digests.mass_change(layer, *asked, lists, shape.scale).view_as(lse)
             lse -= change  # the device's part that much lighter: the same weights
             self.tracer.cut("attention", "mass", start_ns, layer=layer)
-        self.transport.merge(layer, by_list, of_lists(out, lists), of_lists(lse, lists))
+        self.transport.merge(layer, query, out, lse)
         if self._verifier is not None:
             start_ns = self.tracer.now()
             parts = pages, self._slot_of[layer], selection.missing, self._results.running.batch

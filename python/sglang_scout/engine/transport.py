@@ -21,7 +21,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from sglang_scout.engine.stores import ModelShape, Sizes
+from sglang_scout.engine.stores import ModelShape
 from sglang_scout.engine.trace import Tracer
 from sglang_scout.ops.doorbell import DeviceRing
 from sglang_scout.ops.merge import merge_states
@@ -29,10 +29,7 @@ from sglang_scout.worker.client import Reply, Ticket, WorkerClient
 
 
 class Transport:
-    """One layer's post and merge; B rows, k pages a row. This one is route ``drop``: nothing is posted.
-
-    Where each KV head chooses for itself a row is a head of a request, and HQ the query heads of its group.
-    """
+    """One layer's post and merge; B requests of C lists, k pages a list. This is route ``drop``: nothing is posted."""
 
     capturable = True
     """Whether post and merge may be captured in a graph."""
@@ -53,8 +50,9 @@ class Transport:
     def post(
         self, layer: int, query: torch.Tensor, pages: torch.Tensor, n_pages: torch.Tensor
     ) -> None:
-        """Ask for attention over ``pages`` ``[B, k]`` int32, packed to the left, ``n_pages`` ``[B]`` of each row.
+        """Ask for attention over ``pages`` ``[B*C, k]`` int32, packed to the left, ``n_pages`` ``[B*C]`` of each row.
 
+        C is 1, or H: then row b * H + h is what KV head h of request b attends to.
         ``query`` ``[B, HQ, D]`` fp32 is what the pages were chosen with.
         """
 
@@ -78,7 +76,7 @@ class HostTransport(Transport):
     capturable = False
 
     def __init__(
-        self, client: WorkerClient, shape: ModelShape, sizes: Sizes, tracer: Tracer
+        self, client: WorkerClient, shape: ModelShape, max_batch: int, tracer: Tracer
     ) -> None:
         self._client = client
         self._tracer = tracer
@@ -86,9 +84,8 @@ class HostTransport(Transport):
         self._tickets: dict[int, Ticket] = {}
         self._waited_ns = np.zeros(shape.num_layers, np.int64)
         super().__init__(torch.from_numpy(self._waited_ns))
-        rows, heads = sizes.max_batch * sizes.lists, shape.num_q_heads // sizes.lists
-        self._out = torch.zeros(rows, heads, shape.head_dim)
-        self._lse = torch.zeros(rows, heads)
+        self._out = torch.zeros(max_batch, shape.num_q_heads, shape.head_dim)
+        self._lse = torch.zeros(max_batch, shape.num_q_heads)
 
     def begin_step(self, step: int) -> None:
         self._step = step

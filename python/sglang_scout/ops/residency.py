@@ -7,11 +7,6 @@ States of a slot: free, reserved (a copy into it is under way) or mapped to one 
 freed or overwritten gets a new *generation*: copies that were started for the old content are then
 refused at commit, so a slot never shows another request's page.
 
-The *decayed frequency* of a (layer, page) is one for each request and step that selected it, halved
-every ``half_life_steps``. Pages that are not resident have one too, so a copy can be judged before it
-is made: a page takes another one's slot only if it is clearly more frequent. Recency alone is a poor
-judge: a page that is selected once pushes out one that is selected every other step.
-
 All methods take many layers at once, for the host has no time for one after the other between two
 steps of a device: ``layer`` is a number, or an array that broadcasts with ``pages``. Layers do not
 affect each other. Within, a (layer, page) is its index in the flattened tables, its *key*. What a step
@@ -27,21 +22,17 @@ import numpy.typing as npt
 
 from sglang_scout import _native
 from sglang_scout.core.ranking import distinct, rank_within
+from sglang_scout.ops.page_uses import PageUses
 
 Ints = npt.NDArray[np.integer]
 Ids = npt.NDArray[np.int64]
 Pages = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
-Flags = npt.NDArray[np.bool_]
 
 DEFAULT_HALF_LIFE_STEPS = 8.0
 SWAP_MARGIN = 1.5
 """How many times as frequent as another a page must be to take its slot. Without a margin two pages
 of equal use change places for ever; measured, it halves the copies for the same misses."""
-
-# Frequencies are kept in units that grow with the step, so that nothing has to decay page by page.
-# Before they outgrow float32, everything is scaled down by this power of two.
-_RESCALE_LOG2 = 64
 
 
 class Reservation(NamedTuple):
@@ -60,71 +51,6 @@ class Reservation(NamedTuple):
         return np.bincount(self.layers, minlength=num_layers)
 
 
-class PageUses:
-    """How much every page of every layer has been selected lately.
-
-    Attributes:
-        frequency: ``[L, P]`` float32, decayed; only comparisons within one step mean something.
-        stamp: ``[L, P]`` int32, step in which the page was last selected or landed, -1: never. Pages
-            on their way have one too: what this step looked for is not given up as it lands.
-    """
-
-    def __init__(self, metadata: _native.Residency, half_life_steps: float) -> None:
-        self._metadata = metadata
-        self.frequency, self.stamp = metadata.frequency, metadata.stamp
-        self._half_life_steps = half_life_steps
-        self._scaled_at_step = 0
-        # Frequency, in selections, of a page that has been selected in every step for long.
-        self._steady = 1 / (1 - 2 ** (-1 / half_life_steps))
-
-    def count(self, pages: Pages) -> Ids:
-        """``[n, B]`` how many there are in each row of ``pages`` ``[n, B, k]``, -1 where there is none."""
-        return _native.count_pages(pages)
-
-    def touch(self, layers: Ids, pages: Pages, step: int, fresh: Flags) -> None:
-        """Note that ``pages`` were selected in ``step``.
-
-        Args:
-            layers: ``[n]``; pages: ``[n, B, k]`` of these layers, -1 where there is none.
-            fresh: ``[B]`` rows of requests without a past. Their pages count as if they had been
-                selected for long: a newcomer's pages could not take a slot from anybody for many
-                steps.
-        """
-        weight = np.float32(self._weight(step))
-        heavy = np.float32(weight * self._steady)
-        self._metadata.touch(layers, pages, np.where(fresh, heavy, weight), step)
-
-    def _weight(self, step: int) -> float:
-        """Frequency that one selection in ``step`` adds."""
-        grown = (step - self._scaled_at_step) / self._half_life_steps
-        if grown > _RESCALE_LOG2:
-            self.frequency *= np.float32(2.0 ** -min(grown, 120.0))
-            self.frequency[self.frequency < 2.0**-60] = 0.0
-            every = np.arange(len(self.frequency))
-            nothing = np.zeros((len(every), 0, 0), np.int32)
-            self._metadata.touch(every, nothing, np.zeros(0, np.float32), step)  # the slots' copies
-            self._scaled_at_step, grown = step, 0.0
-        return float(2.0**grown)
-
-    def most_frequent(
-        self, layers: Ids, missed: Pages, counts: Flags, is_first: Flags, limit_pages: Ids
-    ) -> tuple[Ids, Ids]:
-        """Of each layer the ``limit_pages[i]`` pages of ``missed[i]`` that are worth most.
-
-        Those of first rows come before all others, then the most frequent: selected lately, often, and
-        by many requests, whom one copy serves together; then the smaller id.
-
-        Args:
-            layers: ``[n]``; limit_pages: ``[n]``.
-            missed: ``[n, B, k]`` page ids, -1 padded.
-            counts: ``[n, B]`` rows of each layer whose pages may be chosen.
-            is_first: ``[B]`` rows whose pages come first.
-        Returns:
-            Layers and pages, distinct pairs, in the order of ``layers`` and then ascending.
-        """
-        return self._metadata.most_frequent(layers, missed, counts, is_first, limit_pages)
-
-
 class ResidencyTable:
     """Metadata of the device's page slots, for all layers.
 
@@ -139,6 +65,8 @@ class ResidencyTable:
         slot_of: ``[L, P]`` int32, slot of a page or -1. Shared with the engine, which reads it.
         page_of: ``[L, S]`` int32, page of a slot; negative: has none.
         num_free: ``[L]`` slots that are neither mapped nor reserved.
+        held_back: free slots of each layer that only pages take which must be resident.
+        pin_share: share of each layer's slots whose pages, the most frequent, give way to no others than those.
     """
 
     def __init__(
@@ -155,6 +83,7 @@ class ResidencyTable:
         self.uses = PageUses(metadata, half_life_steps)
         self.slot_of, self.page_of = metadata.slot_of, metadata.page_of
         self._slot, self.num_free = self.slot_of.reshape(-1), metadata.num_free
+        self.held_back, self.pin_share = 0, 0.0
         self._changed: list[Ids] | None = None
 
     def take_changes(self) -> tuple[Ids, Pages]:
@@ -173,6 +102,11 @@ class ResidencyTable:
         if self._changed is not None:
             self._changed.append(changed)
         return len(changed)
+
+    @property
+    def num_spare(self) -> Ids:
+        """``[L]`` free slots that are not held back."""
+        return np.maximum(self.num_free - self.held_back, 0)
 
     @property
     def resident_pages(self) -> int:
@@ -205,40 +139,61 @@ class ResidencyTable:
         """Whether all of ``pages`` ``[n]`` are, in every layer."""
         return bool((np.take(self.slot_of, pages, axis=1) >= 0).all())
 
-    def reserve(self, layer: Ints | int, pages: Ints) -> Reservation:
-        """Take free slots for those of ``pages`` that are missing, the most frequent as far as they go."""
-        keys = self.missing(layer, pages)
-        if (self._per_layer(keys) > self.num_free).any():
+    def reserve(self, layer: Ints | int, pages: Ints, is_forced: bool = True) -> Reservation:
+        """Take free slots for those of ``pages`` that are missing, the most frequent as far as they go.
+
+        Args:
+            is_forced: they must be resident, and take slots that are held back too.
+        """
+        keys, free = self.missing(layer, pages), self.num_free if is_forced else self.num_spare
+        if (self._per_layer(keys) > free).any():
             keys, layers, rank = self._by_frequency(keys)
-            keys = np.sort(keys[rank < self.num_free[layers]])
+            keys = np.sort(keys[rank < free[layers]])
         return Reservation(*self.metadata.reserve(keys))
 
     def exchange(self, layer: Ints | int, pages: Ints, before_step: int) -> Reservation:
-        """As :meth:`reserve`; when free slots end, clearly less frequent pages give theirs.
+        """As :meth:`reserve`; when spare slots end, clearly less frequent pages give theirs.
 
-        Only pages last selected before ``before_step`` go, each for one that is ``SWAP_MARGIN`` times
-        as frequent. The caller must be done with reading the layer's slots in this step.
+        Only pages last selected before ``before_step`` that are not pinned go, each for one that is
+        ``SWAP_MARGIN`` times as frequent; before that, what lacks of the slots to hold back is freed. The caller
+        must be done with reading the layer's slots in this step.
         """
-        keys = self.missing(layer, pages)
-        short = self._per_layer(keys) - self.num_free
+        if self.held_back:
+            self.evict(
+                np.flatnonzero(np.bincount(np.ravel(layer))), self.held_back, before_step, False
+            )
+        keys, spare = self.missing(layer, pages), self.num_spare
+        short = self._per_layer(keys) - spare
         if (short > 0).any():
             keys, layers, rank = self._by_frequency(keys)
             frequency = self._frequency_of(keys)
-            best = np.zeros(self.num_layers, np.float32)  # of the first to find no free slot
-            is_best = rank == self.num_free[layers]
+            best = np.zeros(self.num_layers, np.float32)  # of the first to find no spare slot
+            is_best = rank == spare[layers]
             best[layers[is_best]] = frequency[is_best]
             below = best * np.float32(1.001 / SWAP_MARGIN)  # a little more than needed: rounding
+            below = np.minimum(below, self._unpinned_below())
             found_layers, slots, slot_frequency = self.metadata.least_frequent(
                 short, before_step, below
             )
-            # The most frequent page that finds no free slot meets the least frequent slot.
-            contender = np.searchsorted(layers, found_layers) + self.num_free[found_layers]
+            # The most frequent page that finds no spare slot meets the least frequent slot.
+            contender = np.searchsorted(layers, found_layers) + spare[found_layers]
             contender += rank_within(found_layers)
             # Contenders come by falling frequency and slots by rising one, so the wins come first.
             wins = frequency[contender] > SWAP_MARGIN * slot_frequency
             self._note(self.metadata.vacate(found_layers[wins], slots[wins]))
-            keys = np.sort(keys[rank < self.num_free[layers]])
+            spare += np.bincount(found_layers[wins], minlength=self.num_layers)
+            keys = np.sort(keys[rank < spare[layers]])
         return Reservation(*self.metadata.reserve(keys))
+
+    def _unpinned_below(self) -> Floats:
+        """``[L]`` frequency below which pages are not pinned. Of equal ones at the border none is."""
+        pinned = int(self.pin_share * self.num_slots)
+        if not pinned:
+            return np.full(self.num_layers, np.inf, np.float32)
+        frequency = np.where(self.page_of >= 0, self.metadata.slot_frequency, np.float32(-np.inf))
+        first_unpinned = np.partition(frequency, -pinned - 1)[:, -pinned - 1]
+        below: Floats = np.nextafter(first_unpinned, np.float32(np.inf))
+        return below
 
     def _per_layer(self, keys: Ids) -> Ids:
         return np.bincount(keys // self.num_pages, minlength=self.num_layers)
@@ -256,17 +211,22 @@ class ResidencyTable:
         """The copies have landed: map the pages. Returns how many were still wanted."""
         return self._note(self.metadata.land(*reservation, step))
 
-    def evict(self, layer: Ints | int, want_free: Ints | int, before_step: int) -> int:
+    def evict(
+        self, layer: Ints | int, want_free: Ints | int, before_step: int, is_forced: bool = True
+    ) -> int:
         """Unmap the least frequent pages until ``want_free`` slots of each ``layer`` (distinct) are free.
 
-        Only pages last selected before ``before_step`` go. Returns how many went.
+        Only pages last selected before ``before_step`` go; pinned ones if ``is_forced``: then they make room for
+        what must be resident. Returns how many went.
         """
         short = np.zeros(self.num_layers, np.int64)
         short[layer] = want_free - self.num_free[layer]
         if (short <= 0).all():
             return 0
-        any_frequency = np.full(self.num_layers, np.inf, np.float32)
-        layers, slots, _ = self.metadata.least_frequent(short, before_step, any_frequency)
+        below = (
+            np.full(self.num_layers, np.inf, np.float32) if is_forced else self._unpinned_below()
+        )
+        layers, slots, _ = self.metadata.least_frequent(short, before_step, below)
         return self._note(self.metadata.vacate(layers, slots))
 
     def invalidate(self, pages: Ints) -> None:

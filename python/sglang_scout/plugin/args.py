@@ -38,7 +38,7 @@ from sglang_scout.plugin.deployment import (
 )
 from sglang_scout.plugin.device import check_graph_transport, check_resolved_graphs
 from sglang_scout.plugin.launch import PROCESS_CPUS, ROLE_ENV, announce
-from sglang_scout.plugin.support import check_model
+from sglang_scout.plugin.support import check_model, trained_weights
 from sglang_scout.policy.base import policies
 
 logger = logging.getLogger(__name__)
@@ -155,7 +155,7 @@ def _post_init(original: Callable[..., None], self: ServerArgs) -> None:
     original(self)
     if self.disaggregation_mode == "decode":
         check_resolved_graphs(self)
-    check_model(self, config, profile)
+    check_model(self, config, profile, trained_weights(config))
     announce(self.disaggregation_mode, PROCESS_CPUS)
 
 

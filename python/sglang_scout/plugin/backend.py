@@ -34,6 +34,7 @@ from sglang_scout.plugin.support import (
     decoder_layers,
     make_projectors,
     model_shape,
+    rank_weights,
 )
 from sglang_scout.policy.base import Context, make_policy
 from sglang_scout.worker.client import WorkerClient
@@ -99,7 +100,7 @@ class ScoutAttnBackend(AttentionBackend):
                 self.config.lists(shape.num_kv_heads),
             ),
             self.pool.host_pages,
-            make_projectors(layers),
+            make_projectors(layers, rank_weights(self.config)),
             worker,
             device=runner.device,
             digests=self.pool.digests,
@@ -179,7 +180,9 @@ class ScoutAttnBackend(AttentionBackend):
                 for row, count in zip(rows, tokens, strict=True)
             ),
         ]
-        self.engine.boundary.admit(rows, np.concatenate(full))
+        # SGLang has capped what they may generate by the context.
+        ends = [len(r.origin_input_ids) + r.sampling_params.max_new_tokens for r in requests]
+        self.engine.boundary.admit(rows, np.concatenate(full), ends)
 
     def announce_step(self, rows: torch.Tensor, positions: torch.Tensor) -> None:
         """A decode step is about to run for ``rows`` ``[B]`` of the request table, both on the host.

@@ -16,7 +16,7 @@ from sglang_scout.plugin.backend import current_backend
 from sglang_scout.plugin.host_size import host_bytes
 from sglang_scout.plugin.pool import HostKVPool, build_pools
 from sglang_scout.plugin.ranks import AttentionRanks, nodes_of_worker
-from sglang_scout.plugin.support import model_shape
+from sglang_scout.plugin.support import model_shape, rank_weights
 from sglang_scout.policy.base import Context, make_policy
 from sglang_scout.worker.host_memory import available_bytes
 
@@ -73,7 +73,7 @@ def around_init_pools(original: Callable[..., None], runner: Any) -> None:
         ),
         HostKVPool,
     )
-    pool.attach(shape, plan, config.digest)
+    pool.attach(shape, plan, config.digest, rank_weights(config))
 
 
 def after_prepare_for_prebuilt(_: None, batch: Any) -> None:

@@ -17,6 +17,7 @@ import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.model_executor import model_runner_kv_cache_mixin as pools_module
 
+from sglang_scout.core.forecast import PageWeights
 from sglang_scout.engine.context_cache import context_pages
 from sglang_scout.engine.digest_pool import DigestPool
 from sglang_scout.engine.memory import MemoryPlan
@@ -106,12 +107,19 @@ class HostKVPool(MHATokenToKVPool):
         self.data_ptrs = pointers
         self.data_strides = torch.tensor([b[0].nbytes for b in buffers])
 
-    def attach(self, shape: ModelShape, plan: MemoryPlan, digest: str) -> None:
+    def attach(
+        self,
+        shape: ModelShape,
+        plan: MemoryPlan,
+        digest: str,
+        weights: PageWeights | None = None,
+    ) -> None:
         """Make the page view and the digest pool, once the model's shape is known."""
         self.plan = plan
         context = context_pages(self.arena, shape)
         self.host_pages = HostPages(shape, self.k_buffer, self.v_buffer, context)
-        self.digests = DigestPool(shape, self.host_pages.num_pages, self.device, digest)
+        pages = self.host_pages.num_pages
+        self.digests = DigestPool(shape, pages, self.device, digest, weights)
 
     def get_cpu_copy(self, indices: torch.Tensor, mamba_indices: Any = None) -> Any:
         """SGLang retracts a request: its pages go to others. Whole pages are kept, the last one too."""
@@ -139,9 +147,9 @@ class DigestKVPool(MHATokenToKVPool):
 
     digests: DigestPool
 
-    def attach(self, shape: ModelShape, digest: str) -> None:
+    def attach(self, shape: ModelShape, digest: str, weights: PageWeights | None = None) -> None:
         num_pages = (self.size + self.page_size) // self.page_size
-        self.digests = DigestPool(shape, num_pages, self.device, digest)
+        self.digests = DigestPool(shape, num_pages, self.device, digest, weights)
         self.host_pages = HostPages(shape, self.k_buffer, self.v_buffer)
 
     def get_contiguous_buf_infos(self) -> BufferInfos:

@@ -23,7 +23,7 @@ from sglang_scout.plugin.pool import (
     same_digests,
     without_digests,
 )
-from sglang_scout.plugin.support import model_shape
+from sglang_scout.plugin.support import model_shape, rank_weights
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ def around_init_pools(original: Callable[..., None], runner: Any) -> None:
     wanted = DigestKVPool if config.prefill_digests else MHATokenToKVPool
     pool = build_pools(original, runner, wanted, wanted)
     if isinstance(pool, DigestKVPool):
-        pool.attach(model_shape(runner), config.digest)
+        pool.attach(model_shape(runner), config.digest, rank_weights(config))
         runner.token_to_kv_pool_allocator.listener = DigestListener(pool.digests)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sglang.srt.layers.dp_attention import get_attention_tp_size
+from sglang.srt.layers.dp_attention import get_attention_tp_rank, get_attention_tp_size
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
@@ -16,7 +16,7 @@ from transformers.utils.hub import cached_file
 
 from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.errors import ConfigError
-from sglang_scout.core.parse_config import check_layers
+from sglang_scout.core.forecast import PageWeights, check_weights, load_weights
 from sglang_scout.core.profile import (
     ModelIdentity,
     RecallProfile,
@@ -26,12 +26,33 @@ from sglang_scout.core.profile import (
 from sglang_scout.core.served_models import DTYPES, check_architecture, check_attention
 from sglang_scout.engine.stores import ModelShape
 from sglang_scout.ops.predict import QueryProjector, predict_query, rms_norm, rotate
+from sglang_scout.policy.base import Context, make_policy
 
 TORCH_DTYPES = tuple(getattr(torch, name) for name in DTYPES)
 
 
-def check_model(server_args: Any, config: OffloadConfig, profile: RecallProfile | None) -> None:
-    """Refuse a model that the decode step does not compute correctly, or that ``profile`` is not for."""
+def trained_weights(config: OffloadConfig) -> PageWeights | None:
+    """Of the file that the configuration names, if it names one."""
+    if config.forecast_file is not None:
+        return load_weights(config.forecast_file, "forecast")
+    return None if config.pilot_file is None else load_weights(config.pilot_file, "pilot")
+
+
+def rank_weights(config: OffloadConfig) -> PageWeights | None:
+    """The part of :func:`trained_weights` for this tensor-parallel rank's heads."""
+    weights = trained_weights(config)
+    if weights is None:
+        return None
+    return weights.of_rank(get_attention_tp_rank(), get_attention_tp_size())
+
+
+def check_model(
+    server_args: Any,
+    config: OffloadConfig,
+    profile: RecallProfile | None,
+    weights: PageWeights | None,
+) -> None:
+    """Refuse a model that the decode step does not compute correctly, or that the files are not for."""
     model = f"--model-path {server_args.model_path}"
     policy = f"--kv-offload {server_args.kv_offload}"
     served = server_args.get_model_config()
@@ -54,7 +75,17 @@ def check_model(server_args: Any, config: OffloadConfig, profile: RecallProfile 
             f"{model}: dtype {served.dtype} is not supported with {policy}; set --dtype to one of "
             f"{', '.join(DTYPES)}"
         )
-    check_layers(config, served.num_hidden_layers)
+    make_policy(
+        Context(config, served.num_hidden_layers, 1, profile)
+    )  # it refuses what it does not know
+    if weights is not None:
+        check_weights(
+            weights,
+            config.forecast_file or config.pilot_file or "",
+            identity=model_identity(served),
+            hidden_size=served.hidden_size,
+            model=server_args.model_path,
+        )
     if profile is not None:
         check_profile(
             profile,
@@ -122,9 +153,35 @@ def model_shape(runner: Any) -> ModelShape:
     )
 
 
-def make_projectors(layers: list[torch.nn.Module]) -> list[QueryProjector]:
-    """For every layer, its query from any layer's input: the layer's own norm, W_q, q-norm and RoPE."""
-    return [_projector(index, layer) for index, layer in enumerate(layers)]
+def make_projectors(
+    layers: list[torch.nn.Module], weights: PageWeights | None = None
+) -> list[QueryProjector]:
+    """For every layer, its query from any layer's input: the layer's own norm, W_q, q-norm and RoPE.
+
+    With forecast ``weights`` one vector per KV head in place of it, from the input of the layer before (of layer 0
+    from its own), by that one's norm.
+    """
+    made = [_projector(index, layer) for index, layer in enumerate(layers)]
+    if weights is None or weights.header.kind != "forecast":
+        return made
+    return [
+        _forecast(layers[max(i - 1, 0)], layer, torch.from_numpy(w))
+        for i, (layer, w) in enumerate(zip(layers, weights.arrays["w"], strict=True))
+    ]
+
+
+def _forecast(before: Any, layer: Any, weight: torch.Tensor) -> QueryProjector:
+    norm, attention, rope = before.input_layernorm, layer.self_attn, layer.self_attn.rotary_emb
+    w = weight.to(norm.weight)
+    size = attention.head_dim
+
+    def project(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return predict_query(
+            x, norm.weight, norm.variance_epsilon, w, None, None, 0.0, rope.cos_sin_cache, positions,
+            rope.rotary_dim, rope.is_neox_style, len(w) // size, size,
+        )  # fmt: skip
+
+    return project
 
 
 def _projector(index: int, layer: Any) -> QueryProjector:

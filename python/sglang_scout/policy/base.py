@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from sglang_scout.core.config import DEFAULT_DIGEST, OffloadConfig
+from sglang_scout.core.config import DEFAULT_DIGEST, FLAGS, OffloadConfig
+from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.parse_config import check_layers
 from sglang_scout.core.profile import RecallProfile
-from sglang_scout.ops.residency import PageUses
+from sglang_scout.ops.page_uses import PageUses
 from sglang_scout.policy.feedback import Feedback
 
 Route = Literal["cpu", "fetch", "drop"]
@@ -139,6 +140,7 @@ class StepReport:
         late_pages: pages whose copy began in an earlier step and has not ended yet.
         step_us: measured time of a step, smoothed; 0 until known.
         link_pages_per_us: measured speed of finished copies, smoothed; 0 until known.
+        spare_slots: ``[L]`` int64, free slots that are not held back.
     """
 
     step: int
@@ -152,10 +154,17 @@ class StepReport:
     late_pages: int
     step_us: float = 0.0
     link_pages_per_us: float = 0.0
+    spare_slots: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
 
 
 class Residency(Protocol):
-    """Which pages stay on the device and when missing ones are recalled."""
+    """Which pages stay on the device and when missing ones are recalled.
+
+    Attributes:
+        pin_share: share of a layer's slots whose pages, the most frequent, give way only to what must be resident.
+    """
+
+    pin_share: float = 0.0
 
     @property
     def patience_us(self) -> float | None:
@@ -185,8 +194,40 @@ class Residency(Protocol):
     def fill_pages(self) -> int:
         """Pages that this step may copy ahead of any miss, into slots that nobody wants."""
 
+    def warm_pages(self, full: npt.NDArray[np.int64], budget_pages: int) -> npt.NDArray[np.int64]:
+        """``[n]`` how many of their newest pages new requests of ``full`` ``[n]`` pages find resident.
+
+        Loaded whole, attention is exact from the first token on. A longer request gets its pages after its first
+        selection has said which ones matter.
+        """
+        return np.where(full <= budget_pages, full, 0)
+
+    def reserve(self, lengths: npt.NDArray[np.int64], max_new: npt.NDArray[np.int64]) -> int:
+        """Slots of each layer to hold back for pages that running requests will open.
+
+        Args:
+            lengths: ``[B]`` tokens of each request; max_new: ``[B]`` that it may still generate.
+        """
+        return 0
+
     def describe(self) -> dict[str, Any]:
         """State for operators: plain numbers, strings and lists."""
+
+
+def trained_file(config: OffloadConfig, key: str) -> str:
+    """The file of trained weights that ``key`` names.
+
+    Raises:
+        ConfigError: it names none.
+    """
+    path: str | None = getattr(config, key)
+    if path is None:
+        kind = key.removesuffix("_file")
+        raise ConfigError(
+            f"{FLAGS['policy']} {config.policy}: needs {FLAGS['config']} '{{\"{key}\": FILE}}'; make one with "
+            f"scripts/train_forecast.py --kind {kind}"
+        )
+    return path
 
 
 @dataclass(frozen=True)

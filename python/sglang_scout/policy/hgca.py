@@ -13,9 +13,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sglang_scout.ops.residency import PageUses
+from sglang_scout.core.errors import ConfigError
+from sglang_scout.ops.page_uses import PageUses
 from sglang_scout.ops.salience import decay_mass, salient_bits, select_salient
-from sglang_scout.policy.base import Context, Digest, Policy, RealQuery, StepReport
+from sglang_scout.policy.base import Context, Digest, Policy, RealQuery, Residency, StepReport
 from sglang_scout.policy.feedback import WindowView
 
 DEFAULTS: dict[str, Any] = {
@@ -35,7 +36,7 @@ def make(context: Context) -> Policy:
     config = context.config
     recent_pages = config.budget_pages - 1 - config.sink_pages  # and the page being filled
     if recent_pages < 1:
-        raise ValueError(
+        raise ConfigError(
             f"--kv-offload-budget {config.budget_tokens}: holds no full page of a window; raise it to at least "
             f"{(2 + config.sink_pages) * config.page_size_tokens}"
         )
@@ -55,10 +56,12 @@ def make(context: Context) -> Policy:
     )
 
 
-class RecentWindow:
+class RecentWindow(Residency):
     """The window's pages are on the device, and nothing is recalled."""
 
-    patience_us = None
+    @property
+    def patience_us(self) -> None:
+        return None
 
     def plan(self, report: StepReport) -> None:
         pass

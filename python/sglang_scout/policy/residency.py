@@ -12,15 +12,15 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_scout.core.ranking import distinct
-from sglang_scout.ops.residency import PageUses
-from sglang_scout.policy.base import StepReport
+from sglang_scout.ops.page_uses import PageUses
+from sglang_scout.policy.base import Residency, StepReport
 from sglang_scout.policy.recall_controller import RecallController
 
 Ids = npt.NDArray[np.int64]
 
 
 @dataclass
-class ImportantPages:
+class ImportantPages(Residency):
     """Pages selected most recently stay; each layer recalls what it misses at its own interval.
 
     Which pages a step copies depends on its selections and its number alone, and the boundary waits
@@ -70,7 +70,7 @@ class ImportantPages:
 
 
 @dataclass
-class MeasuredRecall:
+class MeasuredRecall(Residency):
     """Pages selected most recently stay; a controller decides by what was measured who recalls.
 
     Its decisions depend on selections, on counts and on a configured number of pages per step, so

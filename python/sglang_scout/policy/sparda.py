@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_scout.policy.base import Context, Digest, NextLayerQuery, Policy
+from sglang_scout.policy.base import Context, Digest, NextLayerQuery, Policy, trained_file
 from sglang_scout.policy.residency import ImportantPages
 
 DEFAULTS: dict[str, Any] = {
@@ -18,6 +18,7 @@ DEFAULTS: dict[str, Any] = {
 
 
 def make(context: Context) -> Policy:
+    trained_file(context.config, "forecast_file")
     return Policy(
         name="sparda",
         digest=Digest.of(context.config),

@@ -1,0 +1,72 @@
+"""The systems of five papers on the same questions, texts and budgets, each on real servers.
+
+    .venv/bin/python scripts/train_forecast.py && .venv/bin/python scripts/train_forecast.py --kind pilot
+    python -m benchmark.systems.run --model smollm2 --json docs/results/systems_smollm2.jsonl
+    python -m benchmark.systems.run --model recall --json docs/results/systems_recall.jsonl
+    python -m benchmark.systems.table docs/results/systems_*.jsonl
+
+The same command again goes on where it stopped. Rows are those of benchmark/accuracy/suite.py. What each system is
+given: benchmark/accuracy/policies.py. Plain text, without servers: `benchmark.accuracy.study.run --set systems`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from benchmark.accuracy.gate import FULL_SETTING, ask_full
+from benchmark.accuracy.policies import SYSTEMS, Setting, grid
+from benchmark.accuracy.suite import key_of, measure, start_fleet, suite_arguments, suite_file
+from benchmark.progress import Progress
+from servers.server_process import ends_orderly
+
+OURS = ("scout-rotated", "scout")
+QUESTIONS = {"smollm2": "planted", "recall": "tasks"}
+CONFIG = {"smollm2": {}, "recall": {"exact_layers": [1]}}
+"""Of all policies that predict queries: in the retrieval model's layer 1 a prediction says nothing."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").split("\n\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model", choices=QUESTIONS, default="smollm2")
+    add("--json", type=Path, required=True, metavar="FILE", help="one row a line")
+    add("--policies", nargs="+", default=[*OURS, *SYSTEMS], help="see accuracy/policies.py")
+    add("--budgets", nargs="+", type=int, default=[512], metavar="TOKENS")
+    add("--lengths", nargs="+", type=int, default=[4096], metavar="TOKENS")
+    add("--samples", type=int, default=12, help="of each length and task")
+    add("--at-once", type=int, default=2, metavar="SERVERS", help="settings started together")
+    given = parser.parse_args(argv)
+    args = suite_arguments(
+        ["--samples", str(given.samples), "--at-once", str(given.at_once)],
+        json=given.json,
+        questions=QUESTIONS[given.model],
+        lengths=given.lengths,
+        config={"resident_tokens": 32, **CONFIG[given.model]},
+    )
+    settings = grid(given.policies, given.budgets)
+    file, progress = suite_file(args), Progress()
+    places = [{"length_tokens": n, "task": t} for n in args.lengths for t in args.tasks]
+
+    def lacks(setting: Setting) -> bool:
+        return not all(file.has(**key_of(setting), **place) for place in places)
+
+    with ends_orderly():
+        if lacks(FULL_SETTING):
+            ask_full(args, file, progress)
+        todo = [setting for setting in settings if lacks(setting)]
+        for i in range(0, len(todo), args.at_once):
+            group = todo[i : i + args.at_once]
+            progress.say(f"starting servers for {', '.join(s.name for s in group)}")
+            with start_fleet(args, group, max(args.lengths)) as fleet:
+                progress.say(f"ready after {fleet.startup_s:.0f} s")
+                measure(fleet, group, args, file, progress)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

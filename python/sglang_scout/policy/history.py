@@ -1,0 +1,80 @@
+"""Residency axis: what was important for long stays (RheoServe's cache orchestrator).
+
+    seed, item        here
+    recorder (10)     the decayed frequency of pages (``ops/page_uses.py``)
+    exchange (11)     each layer every ``period`` steps, the hottest missing pages against the least important ones
+    pinning           the most frequent share of a layer's pages gives way only to what must be resident
+    promotion         in the steps between, of what was missed as much as finds a slot that nobody needs
+    warm-up (2)       a new request's newest pages, as many as the budget
+    budget controller ``reserve``
+
+Period, shares and the order in which layers take turns are ours: the seed has no numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sglang_scout.ops.page_uses import PageUses
+from sglang_scout.policy.base import KNOWN_AFTER, Residency, StepReport
+
+Ids = npt.NDArray[np.int64]
+
+
+@dataclass
+class HistoryAware(Residency):
+    """Decides by accumulated scores, not by the last step; and by these alone, so that runs repeat.
+
+    Args:
+        page_size: tokens of a page.
+        step_pages: pages that a step may copy ahead of any miss, if all pages of all requests fit.
+        period: steps between two exchanges of a layer.
+        pin_share: share of a layer's slots that are pinned, below 1.
+    """
+
+    page_size: int
+    step_pages: int
+    period: int = 16
+    pin_share: float = 0.25
+    patience_us: float | None = field(default=None, init=False)
+    _step: int = field(default=0, init=False)
+    _spare: Ids = field(default_factory=lambda: np.zeros(0, np.int64), init=False)
+
+    def plan(self, report: StepReport) -> None:
+        self._step, self._spare = report.step, report.spare_slots
+
+    def pick(
+        self, layers: Ids, missed: npt.NDArray[np.int32], ages: Ids, uses: PageUses
+    ) -> tuple[Ids, Ids]:
+        # Layers take turns, so that their copies do not burst on the link.
+        is_due = (self._step + layers) % self.period == 0
+        # All that was selected since the layer's last exchange: what is hot may not be what the last step missed.
+        hot = uses.selected_since(layers[is_due], self._step - KNOWN_AFTER - self.period + 1)
+        idle = np.flatnonzero(~is_due & (self._spare[layers] > 0))
+        every_row = np.ones((len(idle), missed.shape[1]), bool)
+        none_first = np.zeros(missed.shape[1], bool)
+        spare = self._spare[layers[idle]]
+        likely = uses.most_frequent(layers[idle], missed[idle], every_row, none_first, spare)
+        return np.concatenate([hot[0], likely[0]]), np.concatenate([hot[1], likely[1]])
+
+    def fill_pages(self) -> int:
+        return self.step_pages
+
+    def warm_pages(self, full: Ids, budget_pages: int) -> Ids:
+        return np.minimum(full, budget_pages)
+
+    def reserve(self, lengths: Ids, max_new: Ids) -> int:
+        """Pages that will be opened until a layer's next exchange, which makes room for those after it.
+
+        Not all that ``max_new`` allows: it is a limit, by default the rest of the context, and would hold back more
+        slots than there are, from pages that are in use.
+        """
+        ends = lengths + np.minimum(max_new, self.period)
+        return int(((ends - 1) // self.page_size - (lengths - 1) // self.page_size).sum())
+
+    def describe(self) -> dict[str, Any]:
+        return {"period": self.period, "pin_share": self.pin_share}

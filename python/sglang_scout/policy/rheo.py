@@ -1,0 +1,32 @@
+"""RheoServe: each KV head chooses by low-rank embeddings of pages; what was important for long stays on the device.
+
+The CPU attends to chosen pages that are not resident, with the real query beside the device, which attends to all
+that is. Heads whose data lie mostly on the CPU are not handed over whole: the seed's steps 5 and 6 contradict that.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_scout.policy.base import Context, Digest, Policy, query_source, trained_file
+from sglang_scout.policy.history import HistoryAware
+
+DEFAULTS: dict[str, Any] = {
+    "digest": "pilot", "grain": "head", "head_reduce": "max", "precompute": False, "pilot_file": None,
+}  # fmt: skip
+
+
+def make(context: Context) -> Policy:
+    config = context.config
+    if config.digest == DEFAULTS["digest"]:
+        trained_file(config, "pilot_file")
+    return Policy(
+        name="rheo",
+        digest=Digest.of(config),
+        query=query_source(config),
+        route="cpu",
+        residency=HistoryAware(
+            page_size=config.page_size_tokens,
+            step_pages=max(1, int(config.recall_step_mib * 2**20) // context.page_bytes),
+        ),
+    )

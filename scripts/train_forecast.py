@@ -1,0 +1,135 @@
+#!/usr/bin/env python3
+"""Trains the weights that choose pages: a forecast of the next layer's choice, or a pilot's embeddings.
+
+    .venv/bin/python scripts/train_forecast.py                  SmolLM2-135M, about 15 minutes on two CPU cores
+    .venv/bin/python scripts/train_forecast.py --kind pilot
+    .venv/bin/python scripts/train_forecast.py --model FOLDER   a Llama-, Qwen2- or Qwen3-shaped model
+
+The model is frozen. What training needs of a text - layer inputs, queries, what K leaves of its pages, and the pages
+that real queries attend to - is computed once with full attention and used again in every epoch, so the first pass
+over the texts takes most of the time. The loss is that of arXiv 2606.04511, section 4.4: see
+benchmark/accuracy/forecast_training/loss.py.
+
+forecast  begins as the layer's own W_q, mean over the query heads of a KV head, scaled for the norm of the layer whose
+          input it is applied to
+pilot     begins as the leading directions of the queries of the first text, on a page's mean key
+
+Stopped with Ctrl-C or otherwise, the same command goes on from its last checkpoint, beside the output; it reads the
+texts again as it comes to them. Prints the path of the file, for the key `forecast_file` or `pilot_file` of
+--kv-offload-config.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from packages import CACHE, Unavailable
+from sglang_scout.core.forecast import load_weights
+from sglang_scout.core.profile import ModelIdentity, config_digest
+from smollm2 import smollm2
+from texts import SOURCES, load_text
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmark.accuracy.forecast_training.loss import PAGE_TOKENS  # noqa: E402
+from benchmark.accuracy.forecast_training.trainer import Plan, Trainer, train  # noqa: E402
+from benchmark.accuracy.study.model import Config, Model  # noqa: E402
+
+
+def identity_of(folder: Path) -> ModelIdentity:
+    raw, config = json.loads((folder / "config.json").read_text()), Config.of(folder)
+    sizes = config.layers, config.q_heads, config.kv_heads, config.head_dim
+    return ModelIdentity(raw["architectures"][0], *sizes, config_digest(raw))
+
+
+def texts_of(folder: Path, tokens: int, count: int) -> Callable[[int], Tensor]:
+    """Text ``i``, of those of scripts/texts.py in turn; from their ends, as the accuracy study begins with their begin.
+
+    Raises:
+        ValueError: they are too short for so many.
+    """
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    whole = [
+        torch.tensor(tokenizer.encode(load_text(kind), add_special_tokens=False).ids)
+        for kind in SOURCES
+    ]
+    most = len(whole) * (min(map(len, whole)) // tokens)
+    if count > most:
+        raise ValueError(f"--texts: there are {most} of {tokens} tokens, one of them held out")
+
+    def text(index: int) -> Tensor:
+        turn, source = divmod(index, len(whole))
+        end = len(whole[source]) - turn * tokens
+        return whole[source][end - tokens : end]
+
+    return text
+
+
+def made(args: argparse.Namespace) -> Path:
+    """The path of the file, made if it is not there.
+
+    Raises:
+        ValueError: arguments that do not fit, or a file or checkpoint of another model.
+    """
+    least = 8 * PAGE_TOKENS
+    if args.tokens % PAGE_TOKENS or args.tokens < least:
+        raise ValueError(
+            f"--tokens {args.tokens}: expected a multiple of {PAGE_TOKENS} from {least} on"
+        )
+    folder: Path = args.model or smollm2()
+    out: Path = args.out or CACHE / "weights" / f"{folder.resolve().name}-{args.kind}.npz"
+    identity = identity_of(folder)
+    if out.exists():
+        found = load_weights(str(out), args.kind).header.identity
+        if found != identity:
+            raise ValueError(
+                f"{out}: is there, of {found.describe()}; delete it, or name another --out"
+            )
+        return out
+    out.parent.mkdir(parents=True, exist_ok=True)
+    sizes = args.steps, args.tokens, args.texts, args.lr, args.rank, args.top_pages, args.seed
+    text = texts_of(folder, args.tokens, args.texts + 1)
+    train(Trainer(Model(folder), identity, Plan(args.kind, *sizes), text), out)
+    return out
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--kind", choices=("forecast", "pilot"), default="forecast")
+    parser.add_argument(
+        "--model", type=Path, help="folder in Hugging Face form (default: SmolLM2-135M)"
+    )
+    parser.add_argument("--out", type=Path, help="file (default: .cache/weights/MODEL-KIND.npz)")
+    parser.add_argument("--steps", type=int, default=400, help="of one text each (%(default)s)")
+    parser.add_argument(
+        "--tokens", type=int, default=2048, help="of a text, whole pages of 32 (%(default)s)"
+    )
+    parser.add_argument("--texts", type=int, default=40, help="different ones (%(default)s)")
+    parser.add_argument("--lr", type=float, default=2e-3, help="falls to 0 in a line (%(default)s)")
+    parser.add_argument("--rank", type=int, default=32, help="of a pilot (%(default)s)")
+    parser.add_argument(
+        "--top-pages", type=int, default=16, help="that the loss tells apart (%(default)s)"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+    try:
+        print(made(args))
+    except (ValueError, OSError, Unavailable) as error:
+        print(f"train_forecast: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

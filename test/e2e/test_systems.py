@@ -1,0 +1,111 @@
+"""The other papers' systems on real servers, each a decode server behind one prefill server.
+
+Requests that fit the budget get stock SGLang's tokens, whoever attends where; of longer ones every layer of every
+step agrees with a plain reference over exactly the pages that it should attend to.
+"""
+
+import json
+import os
+import signal
+
+import pytest
+
+from harness import PDCluster, assert_same_tokens, generate_with, random_prompts, stock_answers
+from page_weights import forecast_weights, identity, pilot_weights
+from servers.pd_cluster import flags
+from sglang_scout.core.forecast import save_weights
+from sglang_scout.core.page_bytes import PILOT_RANK
+from sglang_scout.core.profile import config_digest
+
+SHORT, LONG = (1, 31, 33, 64, 100, 257), (900, 640, 1500, 37)
+NEW_TOKENS, BUDGET_TOKENS = 30, 320
+POLICIES = {
+    "infinigen": {},
+    "sparda": {"forecast_file": "forecast"},
+    "rheo": {"pilot_file": "pilot"},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model):
+    return tiny_model("qwen3")
+
+
+@pytest.fixture(scope="module")
+def trained(model, tmp_path_factory):
+    """Files of random weights for the model, by kind."""
+    raw, folder = (
+        json.loads((model / "config.json").read_text()),
+        tmp_path_factory.mktemp("weights"),
+    )
+    sizes = (
+        raw["num_hidden_layers"], raw["num_attention_heads"], raw["num_key_value_heads"],
+        raw["head_dim"],
+    )  # fmt: skip
+    of_model = identity(*sizes, architecture=raw["architectures"][0], digest=config_digest(raw))
+    made = {
+        "forecast": forecast_weights(of_model, raw["hidden_size"]),
+        "pilot": pilot_weights(of_model, PILOT_RANK),
+    }
+    for kind, weights in made.items():
+        save_weights(weights, str(folder / f"{kind}.npz"))
+    return {kind: str(folder / f"{kind}.npz") for kind in made}
+
+
+@pytest.fixture(scope="module")
+def servers(model, trained):
+    def arguments(policy):
+        keys = {key: trained.get(x, x) for key, x in POLICIES[policy].items()}
+        config = {"verify": True, "resident_tokens": 32, **keys}
+        return flags(
+            kv_offload=policy, kv_offload_budget=BUDGET_TOKENS, kv_offload_config=json.dumps(config)
+        )
+
+    first, *others = POLICIES
+    with PDCluster(
+        model,
+        router=False,
+        prefill_args=flags(kv_offload="scout"),
+        decode_args=arguments(first),
+        more_decodes={policy: arguments(policy) for policy in others},
+        dtype="float32",
+        max_running_requests=6,
+        max_total_tokens=16384,
+    ) as made:
+        yield made
+
+
+def server_of(policy):
+    return "decode" if policy == next(iter(POLICIES)) else policy
+
+
+@pytest.fixture(scope="module")
+def stock(model, tmp_path_factory):
+    prompts, folder = random_prompts(SHORT, seed=7), tmp_path_factory.mktemp("stock")
+    return stock_answers(model, folder, prompts, max_new_tokens=NEW_TOKENS)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_short_requests_get_stock_s_tokens(stock, servers, policy):
+    prompts = random_prompts(SHORT, seed=7)
+    found = generate_with(
+        servers, server_of(policy), prompts, max_new_tokens=NEW_TOKENS, logprobs=True
+    )
+    assert_same_tokens(stock, found, logprob_atol=1e-3)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_long_requests_attend_to_exactly_their_pages(servers, policy):
+    which, prompts = server_of(policy), random_prompts(LONG, seed=3)
+    generate_with(servers, which, prompts, max_new_tokens=NEW_TOKENS)
+    state = servers.kv_offload(which)
+    assert state["policy"] == policy and state["verify_checks"] == 4 * state["steps"]
+    assert 0 < state["verify_max_rel_error"] <= 1e-5
+    fetches = policy in ("infinigen", "sparda")
+    assert (state["fetched_pages"] > 0, state["cpu_pages"] > 0) == (fetches, not fetches)
+    if fetches:
+        return
+    os.kill(state["worker"]["pid"], signal.SIGKILL)
+    generate_with(servers, which, prompts, max_new_tokens=NEW_TOKENS)
+    state = servers.kv_offload(which)
+    assert state["fallback_pages"] > 0 and state["verify_max_rel_error"] <= 1e-5

@@ -1,0 +1,112 @@
+"""RheoServe's orchestrator in the engine: recorder, exchange, pins, promotion and slots held back."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mini_worker import SIZE, MiniWorker
+from plain_orchestrator import PlainOrchestrator
+from sglang_scout.policy.history import HistoryAware
+
+FP32_TOLERANCE = 1e-5
+LAYERS, PAGES = 2, 90
+
+
+PILOT = '{"pilot_file": "w.npz"}'
+
+
+def worker_of(*, period=16, pin_share=0.25, config=PILOT, **kwargs):
+    worker = MiniWorker(
+        policy="rheo", layers=LAYERS, heads=4, kv_heads=2, pages=PAGES, config=config, **kwargs,
+    )  # fmt: skip
+    residency, table = worker.engine.policy.residency, worker.table
+    residency.period, residency.pin_share, table.pin_share = period, pin_share, pin_share
+    return worker
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    seed=st.integers(0, 2**16),
+    period=st.sampled_from([1, 2, 3, 5]),
+    pin_share=st.sampled_from([0.0, 0.25, 0.8]),
+    budget=st.integers(2, 5),
+    extra_pages=st.integers(0, 24),
+    grain=st.sampled_from(["layer", "head"]),
+)
+def test_as_the_plain_one_whatever_happens(seed, period, pin_share, budget, extra_pages, grain):
+    config = json.dumps({"digest": "minmax", "grain": grain})
+    rng = np.random.default_rng(seed)
+    worker = worker_of(
+        period=period, pin_share=pin_share, budget_tokens=budget * SIZE, max_batch=3, seed=seed,
+        resident_tokens=(6 + extra_pages) * SIZE, drift=float(rng.choice([0.1, 1.0])), config=config,
+    )  # fmt: skip
+    boundary, table = worker.engine.boundary, worker.table
+    plain = PlainOrchestrator(LAYERS, PAGES, table.num_slots, budget, period, pin_share)
+    take_in, known = boundary._take_in, []
+    boundary._take_in = lambda: known.append(take_in()) or known[-1]
+    fresh = []
+    for step in range(1, 40):
+        if worker.requests and rng.random() < 0.1:
+            request = worker.requests[rng.integers(len(worker.requests))]
+            worker.finish(request)
+            plain.table.invalidate(np.array(request.pages))
+            if rng.random() < 0.5:
+                worker.free_pages.sort()  # used again at once
+        while len(worker.requests) < 3 and rng.random() < 0.5 or not worker.requests:
+            length, new = int(rng.integers(1, 18 * SIZE)), int(rng.integers(0, 30))
+            fresh.append(worker.admit(length, max_new=new))
+        worker.step()
+        plain.boundary(step, worker.requests, fresh, known[-1])
+        fresh.clear()
+        table.check()
+        for name in ("slot_of", "page_of", "is_pending", "frequency", "stamp"):
+            assert (getattr(table.metadata, name) == getattr(plain.table, name)).all(), name
+        assert table.held_back == plain.table.held_back
+    assert worker.engine.counters.verify_max_rel_error <= FP32_TOLERANCE
+    worker.close()
+
+
+@pytest.mark.parametrize("max_new", [0, 999])
+def test_pages_that_are_opened_push_out_none_if_slots_were_held_back(max_new):
+    worker = worker_of(budget_tokens=128, max_batch=3, drift=0.3)
+    for length in (300, 311, 322):
+        worker.admit(length, max_new=max_new)
+    evict, pushed_out = worker.table.evict, []
+
+    def heard(layer, want_free, before_step, is_forced=True):
+        gone = evict(layer, want_free, before_step, is_forced)
+        pushed_out.append(gone * is_forced)
+        return gone
+
+    for step in range(90):
+        if step == 16:  # every layer has had an exchange
+            worker.table.evict = heard
+        worker.step()
+    assert (sum(pushed_out) == 0) == (max_new > 0)
+    worker.close()
+
+
+def test_slots_are_held_back_for_what_comes_before_the_next_exchange():
+    residency = HistoryAware(page_size=32, step_pages=1, period=16)
+    lengths = np.array([16, 17, 31, 32, 32, 32])
+    for max_new, expected in (
+        ([0] * 6, 0),
+        ([999] * 6, 5),  # the token after 16 more opens a page, the 16th does not
+        ([999, 15, 1, 1, 0, 2], 2),
+    ):
+        assert residency.reserve(lengths, np.array(max_new)) == expected
+    assert residency.warm_pages(np.array([0, 3, 9]), 4).tolist() == [0, 3, 4]
+
+
+@pytest.mark.parametrize(("policy", "warm", "config"), [("scout", 0, "{}"), ("rheo", 4, PILOT)])
+def test_a_long_request_finds_its_newest_pages_where_the_policy_says_so(make, policy, warm, config):
+    worker = make(policy=policy, budget_tokens=128, config=config)
+    request = worker.admit(12 * SIZE + 3, max_new=99)
+    worker.step()
+    resident = np.flatnonzero((worker.table.slot_of[:, request.pages] >= 0).all(0)).tolist()
+    newest = max(warm, 1)  # which is always resident
+    assert resident == [0, *range(12 - newest, 13)]
+    assert (worker.table.held_back > 0, worker.table.pin_share > 0) == (False, warm > 0)
