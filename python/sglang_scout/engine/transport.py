@@ -29,7 +29,7 @@ from sglang_scout.worker.client import Reply, Ticket, WorkerClient
 
 
 class Transport:
-    """One layer's post and merge; B rows, k pages a row. This one is route ``drop``: nothing is posted."""
+    """One layer's post and merge; B requests of C lists of k pages. This is route ``drop``: nothing is posted."""
 
     capturable = True
     """Whether post and merge may be captured in a graph."""
@@ -50,8 +50,9 @@ class Transport:
     def post(
         self, layer: int, query: torch.Tensor, pages: torch.Tensor, n_pages: torch.Tensor
     ) -> None:
-        """Ask for attention over ``pages`` ``[B, k]`` int32, packed to the left, ``n_pages`` ``[B]`` of each row.
+        """Ask for attention over ``pages`` ``[B*C, k]`` int32, packed to the left, ``n_pages`` ``[B*C]`` of each row.
 
+        C is 1, or H: then row b * H + h is what KV head h of request b attends to.
         ``query`` ``[B, HQ, D]`` fp32 is what the pages were chosen with.
         """
 
