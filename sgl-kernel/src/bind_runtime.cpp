@@ -118,7 +118,7 @@ void bind_layout(nb::module_& m) {
                     F(kv_offset),      F(layer_stride),   F(v_offset),       F(q_offset),
                     F(pages_offset),   F(n_pages_offset), F(out_offset),     F(lse_offset),
                     F(events_offset),  F(event_entries),  F(num_nodes),      F(stripe_pages),
-                    F(context_pages)});
+                    F(lists),          F(row_heads),      F(context_pages)});
   }
   {
     using S = scout::Control;
