@@ -141,7 +141,6 @@ class ArenaWorker(HgcaWorker):
         return HostPages(s, *flat, context=context_pages(self.arena, s))
 
     def _worker(self, missing):
-        missing.host = self.host
         self.client = WorkerClient(self.arena, [sorted(os.sched_getaffinity(0))[-1]])
         self.client.start()
         super()._worker(missing)

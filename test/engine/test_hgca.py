@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from hgca_worker import LANDS_AFTER, SIZE, WINDOW, ArenaWorker, HgcaWorker
+from sglang_scout.ops import triton
 
 
 @pytest.fixture
@@ -109,9 +110,10 @@ def test_a_worker_that_dies_costs_nothing(make):
     for _ in range(LANDS_AFTER + 1):
         worker.checked_step()
     worker.admit(260)
-    worker.checked_step()
-    worker.checked_step()  # its evaluation has not landed
+    for _ in range(LANDS_AFTER - 1):
+        worker.checked_step()
     os.kill(worker.client.snapshot().pid, signal.SIGKILL)
+    worker.checked_step()
     for layer in range(2):
         torch.testing.assert_close(
             worker.outputs[layer][2], worker.dense(2, layer), rtol=1e-5, atol=1e-5
@@ -119,3 +121,30 @@ def test_a_worker_that_dies_costs_nothing(make):
     for _ in range(40):
         worker.checked_step()
     assert worker.client.snapshot().fallback_pages > 0
+
+
+def test_on_a_device_s_stream(make):
+    """The ring's kernels, in Triton's interpreter."""
+    pytest.importorskip("sglang_scout._native")
+    if not triton.interpreted():
+        pytest.skip("needs Triton's interpreter: the arena is not registered")
+    from graph_worker import GraphWorker
+
+    class OnStream(ArenaWorker):
+        threads = False
+
+        def _worker(self, missing):
+            HgcaWorker._worker(self, missing)
+            return GraphWorker._worker(self, missing)
+
+        def close(self):
+            HgcaWorker.close(self)
+            self.attendant.stop()
+            self.arena.close()
+
+    worker = make(OnStream)
+    worker.admit(300)
+    worker.admit(127)
+    for _ in range(LANDS_AFTER + 5):
+        worker.checked_step()
+    assert worker.attendant.pages() > 0
