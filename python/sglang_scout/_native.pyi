@@ -26,6 +26,7 @@ def attend_batch(
     logit_cap: float,
     pages_ptr: int,
     B: int,
+    C: int,
     R: int,
     last_page_ptr: int,
     last_len_ptr: int,

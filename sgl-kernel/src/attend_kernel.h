@@ -34,6 +34,9 @@ struct Pace {
 };
 constexpr Pace kByRows{8 << 10, 8 << 10, 2};
 constexpr Pace kByColumns{16 << 10, 16 << 10, 1};
+// Where rows have other heads between those that are read, hints in the order of addresses would
+// mostly name bytes of others: those of a block come in a burst before it, so it is a small one.
+constexpr Pace kWithGaps{1 << 10, 1 << 10, 4};
 
 // KV heads [head_begin, head_end) and, of each, query heads [group_begin, group_end) of the group.
 struct HeadRange {
@@ -141,12 +144,14 @@ inline void attend_heads(const AttendArgs& args, HeadRange range) {
   const Softmax softmax{args.params->scale, args.params->logit_cap, highest, shift, total};
   const int most = kv.page_size < kTileTokens ? kv.page_size : kTileTokens;
   const bool by_rows = Vec::by_rows(chunks.most());
-  Pace pace = by_rows ? kByRows : kByColumns;
+  const ptrdiff_t used_bytes = heads * head_bytes;  // of a row
+  const bool gaps = used_bytes < row_bytes;
+  Pace pace = gaps ? kWithGaps : by_rows ? kByRows : kByColumns;
   // By columns sums are loaded and stored once a block, so many of them ask for a large one.
   const ptrdiff_t sums_bytes = rows * dim * sizeof(float);
-  if (!by_rows && sums_bytes > pace.block_bytes) pace.block_bytes = sums_bytes;
-  const int step = block_tokens(pace.block_bytes, row_bytes, kRowTokens, most);
-  const int lead_tokens = static_cast<int>(pace.lead_bytes / row_bytes) / step * step;
+  if (!by_rows && !gaps && sums_bytes > pace.block_bytes) pace.block_bytes = sums_bytes;
+  const int step = block_tokens(pace.block_bytes, used_bytes, kRowTokens, most);
+  const int lead_tokens = static_cast<int>(pace.lead_bytes / used_bytes) / step * step;
   const int lead = lead_tokens < step ? step : lead_tokens < most ? lead_tokens : most;
 
   Block block;
@@ -162,14 +167,16 @@ inline void attend_heads(const AttendArgs& args, HeadRange range) {
     const ptrdiff_t at = entries.page(i) * page_bytes;
     return {static_cast<const char*>(kv.k) + at, static_cast<const char*>(kv.v) + at};
   };
+  auto ask_for = [&](const char* of_rows, int tokens) {
+    for (int t = 0; t < tokens; ++t)
+      for (ptrdiff_t i = 0; i < used_bytes; i += kLineBytes) prefetch(of_rows + t * row_bytes + i);
+  };
   int entry = entries.from(0);
   Place here{};
   if (entries.has(entry)) {
     here = place_at(entry);
     // Nothing was computed while the first block could have come: ask for it at once.
-    const char* const first = here.k + head_offset;
-    const int tokens = pace.leads * lead < most ? pace.leads * lead : most;
-    for (ptrdiff_t i = 0; i < tokens * row_bytes; i += kLineBytes) prefetch(first + i);
+    ask_for(here.k + head_offset, pace.leads * lead < most ? pace.leads * lead : most);
   }
   while (entries.has(entry)) {
     const int following = entries.from(entry + 1);
@@ -192,7 +199,11 @@ inline void attend_heads(const AttendArgs& args, HeadRange range) {
       };
       auto hints = [&](int i) -> Hints {
         const char* const at = walk(i + pace.leads * lead);
-        return {at, walk(i + lead) - at};
+        const char* const again = walk(i + lead);
+        if (!gaps) return {at, again - at};
+        ask_for(at, step);
+        ask_for(again, step);
+        return {reinterpret_cast<const char*>(q), 0};  // cached: costs less than branches
       };
       for (int t = 0; t < tokens; t += step) {
         block.rows = k + t * row_bytes;

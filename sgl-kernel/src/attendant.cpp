@@ -76,7 +76,7 @@ int64_t Attendant::compute(uint32_t slot) {
   int64_t total = 0;
   for (uint32_t row = 0; row < rows; ++row) {
     const int64_t pages = row_attention_.attend(
-        ring_, layer, ring_.q(slot, row), ring_.pages(slot, row),
+        ring_, layer, row, ring_.q(slot, row), ring_.pages(slot, row),
         load_relaxed(ring_.n_pages(slot) + row), parts, ring_.out(slot, row), ring_.lse(slot, row));
     if (pages < 0) return -1;
     total += pages;

@@ -31,6 +31,7 @@ class Ring {
         h_.num_q_heads % h_.num_kv_heads != 0 || !in(h_.head_dim, 16, 512) ||
         h_.head_dim % 16 != 0 || h_.dtype > 2 || !in(h_.max_batch, 1, 1u << 16) ||
         !in(h_.max_pages, 1, 1u << 20) || !in(static_cast<uint64_t>(h_.num_pages), 1, INT32_MAX) ||
+        (h_.lists != 1 && h_.lists != h_.num_kv_heads) || h_.max_batch % h_.lists != 0 ||
         !in(h_.num_nodes, 1, kMaxNodes) || !in(h_.stripe_pages, 1, INT32_MAX) ||
         uint64_t{h_.stripe_pages} * h_.num_nodes < static_cast<uint64_t>(h_.num_pages))
       return "a size in the header is out of range";
@@ -46,7 +47,7 @@ class Ring {
 
   const Header& header() const { return h_; }
   uint32_t num_slots() const { return 2 * h_.num_layers; }
-  uint64_t q_floats() const { return uint64_t{h_.num_q_heads} * h_.head_dim; }  // of one row
+  uint64_t q_floats() const { return uint64_t{h_.row_heads} * h_.head_dim; }  // of one row
   uint32_t slot(uint32_t layer, uint64_t step) const {
     return static_cast<uint32_t>(step & 1) * h_.num_layers + layer;
   }
@@ -80,7 +81,7 @@ class Ring {
   }
   float* lse(uint32_t slot, uint32_t row) const {
     return at<float>(h_.replies_offset + slot * h_.reply_stride + h_.lse_offset) +
-           uint64_t{row} * h_.num_q_heads;
+           uint64_t{row} * h_.row_heads;
   }
   KvPages kv(uint32_t layer) const {
     const char* k = base_ + h_.kv_offset + layer * h_.layer_stride;

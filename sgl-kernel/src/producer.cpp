@@ -65,6 +65,9 @@ uint64_t Producer::post(uint32_t layer, uint64_t step, uint32_t rows, const floa
   const Header& h = ring_.header();
   if (layer >= h.num_layers) fail("layer", layer, 0, h.num_layers - 1);
   if (rows > h.max_batch) fail("rows", rows, 0, h.max_batch);
+  if (rows % h.lists != 0)
+    throw std::invalid_argument("post: " + std::to_string(rows) + " rows are no multiple of the " +
+                                std::to_string(h.lists) + " lists of a request");
   if (parts > kMaxParts) fail("parts", parts, 0, kMaxParts);
   int64_t sequences = 0, listed = 0, largest = 0, total = 0;  // total: those that are no padding
   for (uint32_t b = 0; b < rows; ++b) {
@@ -122,7 +125,7 @@ Producer::Reply Producer::wait(uint64_t ticket, uint32_t layer, uint64_t step, i
   Reply reply{0, 0};
   if (slot.kind == Kind::kEmpty) {
     std::memset(out, 0, slot.rows * q_floats * sizeof(float));
-    for (uint64_t i = 0; i < uint64_t{slot.rows} * h.num_q_heads; ++i) lse[i] = -INFINITY;
+    for (uint64_t i = 0; i < uint64_t{slot.rows} * h.row_heads; ++i) lse[i] = -INFINITY;
     return reply;
   }
   if (slot.kind == Kind::kPosted) {
@@ -132,7 +135,7 @@ Producer::Reply Producer::wait(uint64_t ticket, uint32_t layer, uint64_t step, i
     if (answered) {
       SCOUT_POINT(kAnswered, index);
       std::memcpy(out, ring_.out(index, 0), slot.rows * q_floats * sizeof(float));
-      std::memcpy(lse, ring_.lse(index, 0), uint64_t{slot.rows} * h.num_q_heads * sizeof(float));
+      std::memcpy(lse, ring_.lse(index, 0), uint64_t{slot.rows} * h.row_heads * sizeof(float));
       return reply;
     }
     // The worker never writes a record, so q and pages are still there.
@@ -243,10 +246,11 @@ bool Producer::await_done(uint32_t index, uint64_t seq, int64_t begin_ns, int64_
 void Producer::compute(uint32_t layer, const Slot& slot, const float* q, const int32_t* pages,
                        const int32_t* n_pages, float* out, float* lse) {
   const uint64_t q_floats = ring_.q_floats();
-  for (uint64_t b = 0; b < slot.rows; ++b)
-    if (row_attention_.attend(ring_, layer, q + b * q_floats, pages + b * ring_.header().max_pages,
-                              n_pages[b], slot.parts, out + b * q_floats,
-                              lse + b * ring_.header().num_q_heads) < 0)
+  for (uint32_t b = 0; b < slot.rows; ++b)
+    if (row_attention_.attend(ring_, layer, b, q + b * q_floats,
+                              pages + uint64_t{b} * ring_.header().max_pages, n_pages[b],
+                              slot.parts, out + b * q_floats,
+                              lse + uint64_t{b} * ring_.header().row_heads) < 0)
       throw std::runtime_error("wait: the record of row " + std::to_string(b) +
                                " was changed in shared memory");
 }

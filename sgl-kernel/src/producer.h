@@ -32,19 +32,20 @@ class Producer {
   // How post(parts = 0) splits; `most` is what the worker was started with.
   void set_split(const Split& split);
 
-  // Hands rows [0, rows) to the worker. Returns the ticket. Copies everything. q fp32 [rows, HQ,
-  // D]; pages int32 [rows, k], of row b the first n_pages[b] count, ids < 0 skipped; parts: runs
-  // of each row, 0: as set_split said. Throws std::invalid_argument for a value out of range
-  // (nothing is posted then).
+  // Hands rows [0, rows) to the worker. Returns the ticket. Copies everything. q fp32 [rows,
+  // row_heads, D]; pages int32 [rows, k], of row b the first n_pages[b] count, ids < 0 skipped;
+  // parts: runs of each row, 0: as set_split said. Throws std::invalid_argument for a value out of
+  // range (nothing is posted then).
   uint64_t post(uint32_t layer, uint64_t step, uint32_t rows, const float* q, const int32_t* pages,
                 uint32_t k, const int32_t* n_pages, uint32_t parts);
 
   // True if wait() would not sleep. For the caller's choice to keep the GIL.
   bool is_done(uint64_t ticket, uint32_t layer, uint64_t step) const;
 
-  // Fills out fp32 [rows, HQ, D] and lse fp32 [rows, HQ], from the worker's reply if it comes
-  // within timeout_us, otherwise by computing the same pages here. Throws std::invalid_argument if
-  // the ticket was waited for before or its slot has been given to a later one.
+  // Fills out fp32 [rows, row_heads, D] and lse fp32 [rows, row_heads], from the worker's reply if
+  // it comes within timeout_us, otherwise by computing the same pages here. Throws
+  // std::invalid_argument if the ticket was waited for before or its slot has been given to a later
+  // one.
   Reply wait(uint64_t ticket, uint32_t layer, uint64_t step, int64_t timeout_us, int64_t spin_us,
              float* out, float* lse);
 

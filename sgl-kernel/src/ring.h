@@ -33,6 +33,9 @@
 // seq = epoch << 40 | post names one record of one process. claim = post << 24 | item, item being
 // the next row * parts + run to be taken.
 //
+// Rows. A request has `lists` rows of pages, 1 or one for each KV head: row r asks for the KV heads
+// of list r % lists, with their row_heads query heads.
+//
 // Nodes. Page i of every plane is of memory node i / stripe_pages. A row's pages are split by node,
 // in the order of the list, and those of a node into `parts` runs: part node * parts + run. Empty
 // parts are items too. There is a claim for each node; a thread takes items of its own node first.
@@ -51,7 +54,7 @@
 namespace scout {
 
 constexpr uint64_t kRingMagic = 0x31474E5254554353ull;  // "SCUTRNG1"
-constexpr uint32_t kLayoutVersion = 6;
+constexpr uint32_t kLayoutVersion = 7;
 constexpr uint32_t kHeaderBytes = 4096;
 constexpr uint32_t kStatLines = 1024;    // most threads of a worker
 constexpr uint64_t kEventEntries = 256;  // of a thread: four steps of 64 layers, read at every step
@@ -91,17 +94,19 @@ struct Header {
   uint64_t kv_offset;
   uint64_t layer_stride;
   uint64_t v_offset;        // of V within a layer
-  uint64_t q_offset;        // within a record: fp32 [max_batch, HQ, D]
+  uint64_t q_offset;        // within a record: fp32 [max_batch, row_heads, D]
   uint64_t pages_offset;    // within a record: int32 [max_batch, max_pages]
   uint64_t n_pages_offset;  // within a record: int32 [max_batch]
-  uint64_t out_offset;      // within a reply: fp32 [max_batch, HQ, D]
-  uint64_t lse_offset;      // within a reply: fp32 [max_batch, HQ]
+  uint64_t out_offset;      // within a reply: fp32 [max_batch, row_heads, D]
+  uint64_t lse_offset;      // within a reply: fp32 [max_batch, row_heads]
   uint64_t events_offset;
   uint64_t event_entries;  // of one thread; a power of two
   uint32_t num_nodes;
   uint32_t stripe_pages;  // of a node, in every plane
+  uint32_t lists;         // of pages, per request
+  uint32_t row_heads;     // query heads of a row
 };
-static_assert(sizeof(Header) == 224);  // no padding: headers are compared by bytes
+static_assert(sizeof(Header) == 232);  // no padding: headers are compared by bytes
 
 // Words of different writers lie 128 bytes apart: two cache lines, as adjacent ones come together.
 struct Control {
@@ -172,7 +177,7 @@ inline uint64_t plane_bytes(const Header& h) {
 }
 
 // Fills the rest of a header of which the sizes are set (num_pages to logit_cap, num_nodes,
-// stripe_pages). In the order of the memory file, mapped from 0:
+// stripe_pages, lists). In the order of the memory file, mapped from 0:
 //
 //   Header    written once by Arena.create, read-only afterwards
 //   Control   doorbell
@@ -192,7 +197,8 @@ inline void lay_out(Header& h) {
     return at;
   };
   const uint32_t slots = 2 * h.num_layers;
-  const uint64_t q_bytes = 4ull * h.max_batch * h.num_q_heads * h.head_dim;
+  h.row_heads = h.num_q_heads / h.lists;
+  const uint64_t q_bytes = 4ull * h.max_batch * h.row_heads * h.head_dim;
   h.magic = kRingMagic;
   h.layout_version = kLayoutVersion;
   h.header_bytes = kHeaderBytes;
@@ -206,7 +212,7 @@ inline void lay_out(Header& h) {
   h.record_stride = h.n_pages_offset + up(4ull * h.max_batch, 128);
   h.out_offset = sizeof(ReplyHeader);
   h.lse_offset = h.out_offset + up(q_bytes, 128);
-  h.reply_stride = h.lse_offset + up(4ull * h.max_batch * h.num_q_heads, 128);
+  h.reply_stride = h.lse_offset + up(4ull * h.max_batch * h.row_heads, 128);
   h.control_offset = place(sizeof(Control), 128);
   h.stats_offset = place(sizeof(StatLine) * h.stat_lines, 128);
   h.log_offset = place(8ull * h.log_entries, 128);

@@ -10,14 +10,14 @@
 
 namespace scout {
 
-// Attends to one part of a row's pages: run `part % parts` of those of node `part / parts`.
-// `scratch` [max_pages] takes their ids: they are read once, checked and then used, so a record
-// that changes meanwhile cannot lead outside the arena. Returns the number of pages, or -1 if a
-// count or an id is out of range (then nothing is written). Of several parts of a row one without
-// pages writes its lse alone.
-inline int32_t attend_part(const Ring& ring, uint32_t layer, const float* q, const int32_t* pages,
-                           int32_t n, uint32_t part, uint32_t parts, int32_t* scratch, float* out,
-                           float* lse) {
+// Attends to one part of the pages of row `row` of a record: run `part % parts` of those of node
+// `part / parts`. `scratch` [max_pages] takes their ids: they are read once, checked and then used,
+// so a record that changes meanwhile cannot lead outside the arena. Returns the number of pages, or
+// -1 if a count or an id is out of range (then nothing is written). Of several parts of a row one
+// without pages writes its lse alone.
+inline int32_t attend_part(const Ring& ring, uint32_t layer, uint32_t row, const float* q,
+                           const int32_t* pages, int32_t n, uint32_t part, uint32_t parts,
+                           int32_t* scratch, float* out, float* lse) {
   const Header& h = ring.header();
   if (n < 0 || n > static_cast<int32_t>(h.max_pages)) return -1;
   const int64_t first = int64_t{h.stripe_pages} * (part / parts);
@@ -35,22 +35,24 @@ inline int32_t attend_part(const Ring& ring, uint32_t layer, const float* q, con
   for (int32_t i = lo; i < hi; ++i)
     if (scratch[i] >= 0) scratch[count++] = scratch[i];
   if (count == 0 && parts * h.num_nodes > 1) {  // one of several: `out` is not looked at
-    for (uint32_t head = 0; head < h.num_q_heads; ++head) lse[head] = -INFINITY;
+    for (uint32_t head = 0; head < h.row_heads; ++head) lse[head] = -INFINITY;
     return 0;
   }
-  attend_sequence(ring.kv(layer), ring.params(), q, scratch, count, -1, 0, out, lse);
+  const KvPages kv = heads_of_list(ring.kv(layer), row % h.lists, h.lists);
+  attend_sequence(kv, ring.params(), q, scratch, count, -1, 0, out, lse);
   return count;
 }
 
 // Attends to whole rows outside the worker, part by part as a worker would, so to the same bits.
 class RowAttention {
  public:
-  // Writes out [HQ, D] and lse [HQ]. Returns the number of pages, or -1 as attend_part.
-  int64_t attend(const Ring& ring, uint32_t layer, const float* q, const int32_t* pages, int32_t n,
-                 uint32_t parts, float* out, float* lse) {
+  // Writes out [row_heads, D] and lse [row_heads]. Returns the number of pages, or -1 as
+  // attend_part.
+  int64_t attend(const Ring& ring, uint32_t layer, uint32_t row, const float* q,
+                 const int32_t* pages, int32_t n, uint32_t parts, float* out, float* lse) {
     const Header& h = ring.header();
     const uint32_t all = parts * h.num_nodes;
-    const uint64_t stride = ring.q_floats() + h.num_q_heads;
+    const uint64_t stride = ring.q_floats() + h.row_heads;
     ids_.resize(h.max_pages);
     if (all > 1) results_.resize(all * stride);
     int64_t total = 0;
@@ -58,11 +60,11 @@ class RowAttention {
       float* to = all == 1 ? out : results_.data() + part * stride;
       float* to_lse = all == 1 ? lse : to + ring.q_floats();
       const int32_t count =
-          attend_part(ring, layer, q, pages, n, part, parts, ids_.data(), to, to_lse);
+          attend_part(ring, layer, row, q, pages, n, part, parts, ids_.data(), to, to_lse);
       if (count < 0) return -1;
       total += count;
     }
-    if (all > 1) merge_runs(h.num_q_heads, h.head_dim, all, results_.data(), stride, out, lse);
+    if (all > 1) merge_runs(h.row_heads, h.head_dim, all, results_.data(), stride, out, lse);
     return total;
   }
 

@@ -50,12 +50,12 @@ Runtime::Runtime(void* base, uint64_t bytes, const RuntimeOptions& options) : op
   check_nodes();
   most_parts_ = options_.max_parts * h.num_nodes;
   const uint64_t slots = ring_.num_slots();
-  partial_floats_ = partial_floats(h.num_q_heads, h.head_dim);
+  partial_floats_ = partial_floats(h.row_heads, h.head_dim);
   if (most_parts_ > 1) {
     // calloc takes fresh pages from the system, which cost nothing until they are written: by runs
     // with pages, of rows that are split.
     const uint64_t bytes =
-        partial_bytes(h.num_layers, h.max_batch, h.num_q_heads, h.head_dim, most_parts_);
+        partial_bytes(h.num_layers, h.max_batch, h.row_heads, h.head_dim, most_parts_);
     partials_.reset(static_cast<float*>(std::calloc(bytes, 1)));
     if (!partials_)
       throw std::runtime_error("worker runtime: no memory for " + std::to_string(bytes) +

@@ -129,8 +129,9 @@ void Runtime::run_item(Thread& me, uint32_t slot, uint64_t seq, uint32_t layer, 
   const bool merged = row_parts > 1 && n != 0;
   const uint32_t place = merged ? place_of(slot, row) : 0;
   float* out = merged ? partial(slot, place, part, row_parts) : me.result.data();
-  const int32_t attended = attend_part(ring_, layer, ring_.q(slot, row), ring_.pages(slot, row), n,
-                                       part, parts, me.pages.data(), out, out + ring_.q_floats());
+  const int32_t attended =
+      attend_part(ring_, layer, row, ring_.q(slot, row), ring_.pages(slot, row), n, part, parts,
+                  me.pages.data(), out, out + ring_.q_floats());
   const bool refused = attended < 0;
   const uint64_t tag = post_of(seq) << 24;
   if (refused) refused_[slot].store(tag | 1, std::memory_order_relaxed);
@@ -139,7 +140,7 @@ void Runtime::run_item(Thread& me, uint32_t slot, uint64_t seq, uint32_t layer, 
   if (row_parts > 1) {
     last = count_one(parts_done_[uint64_t{slot} * h.max_batch + row], tag) == row_parts;
     if (last && merged) {
-      merge_runs(h.num_q_heads, h.head_dim, row_parts, partial(slot, place, 0, row_parts),
+      merge_runs(h.row_heads, h.head_dim, row_parts, partial(slot, place, 0, row_parts),
                  partial_floats_, me.result.data(), me.result.data() + ring_.q_floats());
     } else if (last) {
       std::memset(out, 0, ring_.q_floats() * sizeof(float));
@@ -150,7 +151,7 @@ void Runtime::run_item(Thread& me, uint32_t slot, uint64_t seq, uint32_t layer, 
   if (last && !refused && load_acquire(&ring_.record(slot)->seq) == seq) {
     std::memcpy(ring_.out(slot, row), me.result.data(), ring_.q_floats() * sizeof(float));
     std::memcpy(ring_.lse(slot, row), me.result.data() + ring_.q_floats(),
-                h.num_q_heads * sizeof(float));
+                h.row_heads * sizeof(float));
     SCOUT_POINT(kRowWritten, slot);
   }
   add_own<uint64_t>(&me.stats->items, 1);

@@ -50,6 +50,7 @@ class Arena {
     h.max_pages = kMaxPages;
     h.scale = 0.25f;
     h.num_nodes = nodes;
+    h.lists = 1;
     h.stripe_pages = (kNumPages + nodes - 1) / nodes;
     scout::lay_out(h);
     bytes = h.total_bytes;

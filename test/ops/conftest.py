@@ -166,7 +166,7 @@ def agree():
 
 @pytest.fixture
 def arena(request):
-    """Of a ring, on one memory node or on as many as the test asks for."""
+    """Of a ring, on one memory node and with one list per request, or as the test asks for."""
     ring_cases = pytest.importorskip("ring_cases", reason="needs the native module and Triton")
-    with ring_cases.arena_of(getattr(request, "param", 1)) as made:
+    with ring_cases.arena_of(*getattr(request, "param", ())) as made:
         yield made

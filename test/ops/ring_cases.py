@@ -16,7 +16,9 @@ LAYERS, BATCH, K, HQ, D = 3, 4, 5, 4, 16
 DEVICE = "cpu" if triton.interpreted() else "cuda"
 MAPPED = 2  # cudaHostRegisterMapped
 
-TWO_KINDS = pytest.mark.parametrize("arena", [1, 2], indirect=True, ids=["node", "nodes"])
+KINDS = pytest.mark.parametrize(
+    "arena", [(1, 1), (2, 1), (1, 2)], indirect=True, ids=["node", "nodes", "list per head"]
+)
 NEEDS_KERNELS = pytest.mark.skipif(
     not (triton.interpreted() or torch.cuda.is_available()),
     reason="no CUDA device, TRITON_INTERPRET is not set",
@@ -24,9 +26,11 @@ NEEDS_KERNELS = pytest.mark.skipif(
 
 
 @contextlib.contextmanager
-def arena_of(nodes):
+def arena_of(nodes=1, lists=1):
     """With random pages."""
-    spec = ArenaSpec(LAYERS, 20, 4, 2, HQ, D, "float32", D**-0.5, BATCH, K, num_nodes=nodes)
+    spec = ArenaSpec(
+        LAYERS, 20, 4, 2, HQ, D, "float32", D**-0.5, BATCH * lists, K, num_nodes=nodes, lists=lists
+    )
     with Arena.create(spec) as made:
         rng = np.random.default_rng(3)
         for layer in range(LAYERS):
@@ -51,9 +55,10 @@ def ring_of(arena, timeout_us=20_000_000, parts=1, **more):
     )  # fmt: skip
 
 
-def request(seed, rows=3, k=K):
+def request(seed, batch=3, k=K, lists=1):
+    rows = batch * lists
     rng = torch.Generator().manual_seed(seed)
-    q = torch.randn(rows, HQ, D, generator=rng)
+    q = torch.randn(batch, HQ, D, generator=rng)
     n_pages = torch.randint(0, k + 1, (rows,), generator=rng, dtype=torch.int32)
     n_pages[0] = k
     pages = torch.randint(0, 20, (rows, k), generator=rng, dtype=torch.int32)
@@ -78,7 +83,7 @@ def shared_bytes(arena):
 def exchange(arena, ring, step):
     """Post every layer, merge every layer, compare with the reference. Returns the pages posted."""
     ring.begin_step(step)
-    requests = [request(10 * step + layer) for layer in range(LAYERS)]
+    requests = [request(10 * step + i, lists=arena.spec.lists) for i in range(LAYERS)]
     for layer, (q, pages, n_pages) in enumerate(requests):
         ring.post(layer, q, pages, n_pages)
     for layer, (q, pages, _) in enumerate(requests):

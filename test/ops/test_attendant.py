@@ -6,9 +6,9 @@ import pytest
 
 _native = pytest.importorskip("sglang_scout._native")
 from ring_cases import (  # noqa: E402
+    KINDS,
     LAYERS,
     NEEDS_KERNELS,
-    TWO_KINDS,
     exchange,
     request,
     ring_of,
@@ -30,7 +30,7 @@ def attended(arena):
     attendant.stop()
 
 
-@TWO_KINDS
+@KINDS
 @pytest.mark.parametrize("parts", [1, 3])
 def test_the_attendant_answers_what_no_worker_will(arena, attended, parts):
     """Records of an epoch that nobody serves, as after a worker's death."""

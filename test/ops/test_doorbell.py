@@ -18,8 +18,8 @@ _native = pytest.importorskip("sglang_scout._native")
 import ring_cases  # noqa: E402  (needs the native module)
 from ring_cases import (  # noqa: E402
     DEVICE,
+    KINDS,
     LAYERS,
-    TWO_KINDS,
     exchange,
     request,
     ring_of,
@@ -50,15 +50,16 @@ def worker(arena):
         runtime.stop()
 
 
-@TWO_KINDS
+@KINDS
 @pytest.mark.parametrize("parts", [2, 0])
 def test_leaves_the_bytes_that_the_cpp_producer_leaves(arena, parts):
     """But for the bell, which is the producer's futex."""
+    lists = arena.spec.lists
     requests = [
-        (0, 7, request(1)),
-        (2, 7, request(2, 4, 3)),
-        (0, 8, request(3, 1)),
-        (1, 9, request(4)),
+        (0, 7, request(1, lists=lists)),
+        (2, 7, request(2, 4, 3, lists)),
+        (0, 8, request(3, 1, lists=lists)),
+        (1, 9, request(4, lists=lists)),
     ]
     producer = _native.RingProducer(arena.address, arena.nbytes)
     producer.set_split(*SPLIT)
@@ -66,11 +67,10 @@ def test_leaves_the_bytes_that_the_cpp_producer_leaves(arena, parts):
     producer.set_live_epoch(epoch)
     for layer, step, request_ in requests:
         q, pages, n = (t.cpu() for t in request_)
-        q = torch.where(
-            (n > 0)[:, None, None], q, 0.0
-        )  # a kernel leaves rows without pages as they are
+        # a kernel leaves rows without pages as they are
+        q = q.view(len(n), -1).masked_fill(n[:, None] == 0, 0.0)
         producer.post(
-            layer, step, len(q), q.data_ptr(), pages.data_ptr(), pages.shape[1], n.data_ptr(),
+            layer, step, len(n), q.data_ptr(), pages.data_ptr(), pages.shape[1], n.data_ptr(),
             parts, q.nbytes,
         )  # fmt: skip
     ring = RingView(arena)
@@ -117,7 +117,7 @@ def test_the_rule_for_runs_in_a_kernel():
     assert out.tolist() == expected and len(set(expected)) == 16
 
 
-@TWO_KINDS
+@KINDS
 @pytest.mark.parametrize("parts", [1, 2])
 def test_answers_of_worker_threads_are_merged(arena, worker, parts):
     worker(epoch=5, parts=parts)

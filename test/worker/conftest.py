@@ -76,22 +76,24 @@ def oracle() -> Callable[..., tuple[np.ndarray, np.ndarray]]:
         group = s.num_q_heads // s.num_kv_heads
         out = np.zeros(q.shape, np.float64)
         lse = np.full(q.shape[:2], -np.inf)
-        for b in range(len(q)):
-            ids = [p for p in pages[b, : n_pages[b]] if p >= 0]
+        for b, head in np.ndindex(*lse.shape):
+            row = b * s.lists + head // s.row_heads
+            ids = [p for p in pages[row, : n_pages[row]] if p >= 0]
             if not ids:
                 continue
             k, v = (
-                from_bits(plane[ids], s).astype(np.float64).reshape(-1, s.num_kv_heads, s.head_dim)
+                from_bits(plane[ids], s)
+                .astype(np.float64)[:, :, head // group]
+                .reshape(-1, s.head_dim)
                 for plane in (arena.k_pages(layer), arena.v_pages(layer))
             )
-            for head in range(s.num_q_heads):
-                logits = k[:, head // group] @ q[b, head].astype(np.float64) * s.scale
-                if s.logit_cap:
-                    logits = s.logit_cap * np.tanh(logits / s.logit_cap)
-                top = logits.max()
-                weights = np.exp(logits - top)
-                out[b, head] = weights @ v[:, head // group] / weights.sum()
-                lse[b, head] = top + np.log(weights.sum())
+            logits = k @ q[b, head].astype(np.float64) * s.scale
+            if s.logit_cap:
+                logits = s.logit_cap * np.tanh(logits / s.logit_cap)
+            top = logits.max()
+            weights = np.exp(logits - top)
+            out[b, head] = weights @ v / weights.sum()
+            lse[b, head] = top + np.log(weights.sum())
         return out, lse
 
     return run
@@ -99,11 +101,12 @@ def oracle() -> Callable[..., tuple[np.ndarray, np.ndarray]]:
 
 @pytest.fixture
 def make_request() -> Callable[..., tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Random q, pages and n_pages of `rows` rows; some rows empty, some entries -1."""
+    """Random q, pages and n_pages of `batch` requests; some rows empty, some entries -1."""
 
-    def make(spec: ArenaSpec, rows: int, seed: int, full: bool = False):
+    def make(spec: ArenaSpec, batch: int, seed: int, full: bool = False):
         rng = np.random.default_rng(seed)
-        q = rng.standard_normal((rows, spec.num_q_heads, spec.head_dim), np.float32)
+        rows = batch * spec.lists
+        q = rng.standard_normal((batch, spec.num_q_heads, spec.head_dim), np.float32)
         low = 0 if full else -1
         pages = rng.integers(low, spec.num_pages, (rows, spec.max_pages), np.int32)
         n_pages = rng.integers(0, spec.max_pages + 1, rows, np.int32)
@@ -116,12 +119,12 @@ def make_request() -> Callable[..., tuple[np.ndarray, np.ndarray, np.ndarray]]:
 
 @pytest.fixture
 def buffers() -> Callable[[Arena, int], tuple[np.ndarray, np.ndarray]]:
-    """out and lse for so many rows, full of NaN."""
+    """out and lse for so many requests, full of NaN."""
 
-    def make(arena: Arena, rows: int) -> tuple[np.ndarray, np.ndarray]:
+    def make(arena: Arena, batch: int) -> tuple[np.ndarray, np.ndarray]:
         s = arena.spec
-        out = np.full((rows, s.num_q_heads, s.head_dim), np.nan, np.float32)
-        return out, np.full((rows, s.num_q_heads), np.nan, np.float32)
+        out = np.full((batch, s.num_q_heads, s.head_dim), np.nan, np.float32)
+        return out, np.full((batch, s.num_q_heads), np.nan, np.float32)
 
     return make
 
@@ -198,14 +201,14 @@ class Ring:
 
     def post(self, layer: int, step: int, q, pages, n_pages) -> int:
         return self.producer.post(
-            layer, step, len(q), q.ctypes.data, pages.ctypes.data, pages.shape[1],
+            layer, step, len(pages), q.ctypes.data, pages.ctypes.data, pages.shape[1],
             n_pages.ctypes.data, self.parts, q.nbytes,
         )  # fmt: skip
 
-    def wait(self, ticket: int, layer: int, step: int, rows: int, timeout_us: int = 10_000_000):
+    def wait(self, ticket: int, layer: int, step: int, batch: int, timeout_us: int = 10_000_000):
         s = self.arena.spec
-        out = np.full((rows, s.num_q_heads, s.head_dim), np.nan, np.float32)
-        lse = np.full((rows, s.num_q_heads), np.nan, np.float32)
+        out = np.full((batch, s.num_q_heads, s.head_dim), np.nan, np.float32)
+        lse = np.full((batch, s.num_q_heads), np.nan, np.float32)
         result = self.producer.wait(
             ticket, layer, step, timeout_us, 50, out.ctypes.data, lse.ctypes.data, out.nbytes
         )

@@ -44,17 +44,17 @@ class RingView:
         return self._view(self._reply(slot), (1,), REPLY)[0]
 
     def record_data(self, slot: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """q f32 [max_batch, HQ, D], pages i32 [max_batch, k], n_pages i32 [max_batch]."""
+        """q f32 [max_batch, row_heads, D], pages i32 [max_batch, k], n_pages i32 [max_batch]."""
         s, at, base = self._spec, self._at, self._record(slot)
-        q = self._view(base + at.q_offset, (s.max_batch, s.num_q_heads, s.head_dim), F32)
+        q = self._view(base + at.q_offset, (s.max_batch, s.row_heads, s.head_dim), F32)
         pages = self._view(base + at.pages_offset, (s.max_batch, s.max_pages), I32)
         return q, pages, self._view(base + at.n_pages_offset, (s.max_batch,), I32)
 
     def reply_data(self, slot: int) -> tuple[np.ndarray, np.ndarray]:
-        """out f32 [max_batch, HQ, D], lse f32 [max_batch, HQ]."""
+        """out f32 [max_batch, row_heads, D], lse f32 [max_batch, row_heads]."""
         s, at, base = self._spec, self._at, self._reply(slot)
-        out = self._view(base + at.out_offset, (s.max_batch, s.num_q_heads, s.head_dim), F32)
-        return out, self._view(base + at.lse_offset, (s.max_batch, s.num_q_heads), F32)
+        out = self._view(base + at.out_offset, (s.max_batch, s.row_heads, s.head_dim), F32)
+        return out, self._view(base + at.lse_offset, (s.max_batch, s.row_heads), F32)
 
     def _record(self, slot: int) -> int:
         return self._at.records_offset + slot * self._at.record_stride

@@ -76,7 +76,7 @@ sizes = st.fixed_dictionaries(
         "kv_dtype": st.sampled_from(["float32", "bfloat16", "float16"]),
         "scale": st.floats(1e-3, 10), "logit_cap": st.floats(0, 100),
         "max_batch": st.integers(1, 40), "max_pages": st.integers(1, 70),
-        "num_nodes": st.sampled_from([1, 1, 2, 5]),
+        "num_nodes": st.sampled_from([1, 1, 2, 5]), "per_head": st.booleans(),
     }
 )  # fmt: skip
 
@@ -87,7 +87,8 @@ def test_layout_has_no_overlap(values):
     spec = _spec(values)
     at = layout_of(spec)
     slots = 2 * spec.num_layers
-    q = spec.max_batch * spec.num_q_heads * spec.head_dim * 4
+    heads = spec.max_batch * spec.num_q_heads // spec.lists
+    q = heads * spec.head_dim * 4
     plane = spec.num_pages * spec.page_bytes
     assert plane <= at.v_offset and 2 * at.v_offset == at.layer_stride
     spans = [(0, 4096), (at.control_offset, 640), (at.stats_offset, 128 * 1024)]
@@ -99,7 +100,7 @@ def test_layout_has_no_overlap(values):
         spans += [(base + at.n_pages_offset, spec.max_batch * 4)]
         base = at.replies_offset + i * at.reply_stride
         spans += [(base, 256), (base + at.out_offset, q)]
-        spans += [(base + at.lse_offset, spec.max_batch * spec.num_q_heads * 4)]
+        spans += [(base + at.lse_offset, heads * 4)]
     for i in range(spec.num_layers):
         spans += [(at.kv_offset + i * at.layer_stride + j * at.v_offset, plane) for j in (0, 1)]
     spans.sort()
@@ -112,7 +113,9 @@ def test_layout_has_no_overlap(values):
 def _spec(values: dict) -> ArenaSpec:
     values = dict(values)
     values["num_q_heads"] = values.pop("group") * values["num_kv_heads"]
-    return ArenaSpec(**values)
+    lists = values["num_kv_heads"] if values.pop("per_head") else 1
+    values["max_batch"] *= lists
+    return ArenaSpec(**values, lists=lists)
 
 
 @pytest.mark.parametrize(
@@ -121,6 +124,8 @@ def _spec(values: dict) -> ArenaSpec:
         ({"num_layers": 0}, "num_layers=0 is outside 1..65536"),
         ({"num_pages": 1 << 31}, "num_pages=2147483648 is outside"),
         ({"num_q_heads": 5}, "num_q_heads=5 is not a multiple of num_kv_heads=2"),
+        ({"lists": 4}, "lists=4 is neither 1 nor num_kv_heads=2"),
+        ({"lists": 2, "max_batch": 3}, "max_batch=3 is not a multiple of lists=2"),
         ({"head_dim": 24}, "head_dim=24 is not a multiple of 16"),
         ({"kv_dtype": "fp8"}, "kv_dtype='fp8'; supported are float32, bfloat16, float16"),
         ({"scale": 0.0}, "scale=0.0 is not a positive number"),

@@ -21,11 +21,11 @@ from sglang_scout.worker.client import WorkerClient, WorkerConfig
 TOLERANCE = {"atol": 2e-5, "rtol": 2e-5}
 
 
-@pytest.mark.parametrize("threads_per_group", [2, 0])
+@pytest.mark.parametrize(("threads_per_group", "lists"), [(2, 1), (0, 1), (0, 2)])
 def test_round_trips_match_the_oracle(
-    buffers, make_arena, make_request, oracle, cpu, until, threads_per_group
+    buffers, make_arena, make_request, oracle, cpu, until, threads_per_group, lists
 ):
-    arena = make_arena(kv_dtype="bfloat16")
+    arena = make_arena(kv_dtype="bfloat16", lists=lists, max_batch=4 * lists)
     config = WorkerConfig(threads_per_group=threads_per_group)
     pages = 0
     with WorkerClient(arena, [cpu], config=config) as client:

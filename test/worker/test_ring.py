@@ -14,15 +14,18 @@ from ring_view import RingView
 from sglang_scout import _native
 from sglang_scout.core.split import Split
 
+LISTS = pytest.mark.parametrize("lists", [1, 2])
 TOLERANCE = {"atol": 2e-5, "rtol": 2e-5}  # fp32 sums in another order than the oracle's float64
 
 
 @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("parts", [1, 3])
+@LISTS
 def test_round_trip_over_layers_and_steps(
-    make_arena, make_ring, make_request, oracle, kv_dtype, parts
+    make_arena, make_ring, make_request, oracle, kv_dtype, parts, lists
 ):
-    arena = make_arena(kv_dtype=kv_dtype, logit_cap=5.0 if parts == 3 else 0.0)
+    logit_cap = 5.0 if parts == 3 else 0.0
+    arena = make_arena(kv_dtype=kv_dtype, logit_cap=logit_cap, lists=lists, max_batch=4 * lists)
     ring = make_ring(arena, threads=3, parts=parts)
     ring.live()
     fallbacks = 0
@@ -39,8 +42,9 @@ def test_round_trip_over_layers_and_steps(
 
 
 @pytest.mark.parametrize("parts", [1, 4])
-def test_caller_computes_bitwise_the_same(make_arena, make_ring, make_request, parts):
-    arena = make_arena(kv_dtype="bfloat16")
+@LISTS
+def test_caller_computes_bitwise_the_same(make_arena, make_ring, make_request, parts, lists):
+    arena = make_arena(kv_dtype="bfloat16", lists=lists, max_batch=4 * lists)
     ring = make_ring(arena, threads=2, parts=parts)
     request = make_request(arena.spec, 4, 1)
     ring.live()
@@ -85,6 +89,12 @@ def posted_parts(make_arena, make_ring, make_request):
         return parts
 
     return parts_of
+
+
+def test_a_request_has_all_its_lists(make_arena, make_ring, make_request):
+    q, pages, n_pages = make_request((arena := make_arena(lists=2)).spec, 2, 1)
+    with pytest.raises(ValueError, match="post: 3 rows are no multiple of the 2 lists"):
+        make_ring(arena).post(0, 0, q, pages[:3], n_pages)
 
 
 def test_no_pages_sends_nothing(make_arena, make_ring, make_request):

@@ -172,9 +172,14 @@ def most_pages(config: OffloadConfig, shape: ModelShape, context_tokens: int) ->
 
 
 def arena_sizes(
-    config: OffloadConfig, shape: ModelShape, max_batch: int, context_tokens: int, num_nodes: int
+    config: OffloadConfig,
+    shape: ModelShape,
+    max_batch: int,
+    context_tokens: int,
+    num_nodes: int,
 ) -> dict[str, Any]:
-    """Fields of :class:`ArenaSpec`, all but the number of pages."""
+    """Fields of :class:`ArenaSpec`, all but the number of pages, for ``max_batch`` requests."""
+    lists = config.lists(shape.num_kv_heads)
     return {
         "num_nodes": num_nodes,
         "num_layers": shape.num_layers,
@@ -185,7 +190,8 @@ def arena_sizes(
         "kv_dtype": str(shape.dtype).removeprefix("torch."),
         "scale": shape.scale,
         "logit_cap": shape.logit_cap,
-        "max_batch": max_batch,
+        "max_batch": max_batch * lists,
+        "lists": lists,
         "max_pages": most_pages(config, shape, context_tokens),
     }
 

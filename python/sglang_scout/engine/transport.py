@@ -29,7 +29,7 @@ from sglang_scout.worker.client import Reply, Ticket, WorkerClient
 
 
 class Transport:
-    """One layer's post and merge; B requests of C lists, k pages a list. This is route ``drop``: nothing is posted."""
+    """One layer's post and merge; B requests of C lists of k pages. This is route ``drop``: nothing is posted."""
 
     capturable = True
     """Whether post and merge may be captured in a graph."""

@@ -109,24 +109,25 @@ class DeviceRing:
         """Hand the missing pages of a layer to the worker; if no row has any, nothing is posted.
 
         Args:
-            q: [B, HQ, D] float32, B up to max_batch.
-            pages: [B, k] int32 packed to the left, see `select_pages`; k up to max_pages.
-            n_pages: [B] int32.
+            q: [B, HQ, D] float32.
+            pages: [B*C, k] int32 packed to the left, see `select_pages`; B*C up to max_batch, k up to
+                max_pages. C lists of the spec: row b * C + c is what the KV heads of list c attend to.
+            n_pages: [B*C] int32.
         Raises:
             ValueError: sizes or dtypes that do not agree.
             RuntimeError: the kernels cannot run on these tensors; says why.
         """
-        B, k = pages.shape
+        rows, k = pages.shape
         most = [self.spec.max_batch, self.spec.max_pages]
-        if B > most[0] or k > most[1]:
+        if rows > most[0] or k > most[1] or rows % self.spec.lists:
             raise ValueError(f"post: pages is {list(pages.shape)}, the ring has room for {most}")
         self._check(
-            "post", layer, q=(q, [B, *self._heads], torch.float32),
-            pages=(pages, [B, k], torch.int32), n_pages=(n_pages, [B], torch.int32),
+            "post", layer, q=(q, [rows // self.spec.lists, *self._heads], torch.float32),
+            pages=(pages, [rows, k], torch.int32), n_pages=(n_pages, [rows], torch.int32),
         )  # fmt: skip
         from .triton.doorbell import post
 
-        if B:
+        if rows:
             post(self, layer, q, pages, n_pages)
 
     def merge(self, layer: int, out: torch.Tensor, lse: torch.Tensor) -> None:

@@ -32,7 +32,7 @@ class Ticket(NamedTuple):
 
     layer: int
     step: int
-    rows: int
+    requests: int
     number: int
 
 
@@ -90,10 +90,11 @@ class WorkerClient:
         self._cpu_nodes = check_nodes(nodes, self._cpus, self._spec.num_nodes)
         node_cpus = max(1, min(map(self._cpu_nodes.count, range(self._spec.num_nodes))))
         most = most_threads(self._config.threads_per_group, node_cpus)
-        least_pages = _native.least_run_pages(2 * self._spec.page_bytes) * self._spec.num_nodes
+        list_bytes = 2 * self._spec.page_bytes // self._spec.lists  # of a page
+        least_pages = _native.least_run_pages(list_bytes) * self._spec.num_nodes
         self._split = Split(node_cpus, most, least_pages)
         self._q_shape = (self._spec.num_q_heads, self._spec.head_dim)
-        self._q_row_bytes = 4 * self._spec.num_q_heads * self._spec.head_dim
+        self._q_bytes = 4 * self._spec.num_q_heads * self._spec.head_dim
         self._producer = _native.RingProducer(arena.address, arena.nbytes)
         self._producer.set_split(*self._split)
         self._attendant: _native.RingAttendant | None = None
@@ -176,17 +177,18 @@ class WorkerClient:
         Args:
             layer: 0..L-1.
             step: decode step; counts up.
-            q: float32 [B, HQ, D], B <= max_batch.
-            pages: int32 [B, k], host page ids, packed to the left; negative entries are skipped.
-            n_pages: int32 [B], how many entries of each row count.
+            q: float32 [B, HQ, D].
+            pages: int32 [B*C, k], B*C <= max_batch, host page ids, packed to the left; negative entries are
+                skipped. C lists of the spec: row b * C + c is what the KV heads of list c attend to.
+            n_pages: int32 [B*C], how many entries of each row count.
 
         Raises:
             ValueError: a shape, dtype, count or page id is wrong; nothing was posted.
         """
-        rows = len(q)
-        _check("post", "q", q, _F32, (rows, *self._q_shape))
+        rows = len(q) * self._spec.lists
+        _check("post", "q", q, _F32, (len(q), *self._q_shape))
         if pages.ndim != 2:
-            raise ValueError(f"post: pages has {pages.ndim} axes, expected [B, k]")
+            raise ValueError(f"post: pages has {pages.ndim} axes, expected [B*C, k]")
         _check("post", "pages", pages, _I32, (rows, pages.shape[1]))
         _check("post", "n_pages", n_pages, _I32, (rows,))
         if layer < 0 or step < 0:
@@ -200,15 +202,15 @@ class WorkerClient:
             pages.shape[1],
             _address(n_pages),
             self._config.threads_per_group,
-            rows * self._q_row_bytes,
+            len(q) * self._q_bytes,
         )
-        return Ticket(layer, step, rows, number)
+        return Ticket(layer, step, len(q), number)
 
     def wait(self, ticket: Ticket, out: np.ndarray, lse: np.ndarray) -> Reply:
         """Fills ``out`` and ``lse`` with the attention over the ticket's pages.
 
         Takes the worker's answer, or computes the same pages here if the worker is lost, refuses
-        the record or does not answer within ``wait_timeout_s``. A row without pages gets out = 0,
+        the record or does not answer within ``wait_timeout_s``. Heads without pages get out = 0,
         lse = -inf.
 
         Args:
@@ -220,9 +222,8 @@ class WorkerClient:
             ValueError: a shape or dtype is wrong; the ticket stays good.
             WorkerError: the ticket is used up.
         """
-        rows = ticket.rows
-        _check("wait", "out", out, _F32, (rows, *self._q_shape))
-        _check("wait", "lse", lse, _F32, (rows, self._spec.num_q_heads))
+        _check("wait", "out", out, _F32, (ticket.requests, *self._q_shape))
+        _check("wait", "lse", lse, _F32, (ticket.requests, self._spec.num_q_heads))
         try:
             waited_us, fallback_pages = self._producer.wait(
                 ticket.number,
@@ -232,7 +233,7 @@ class WorkerClient:
                 self._config.spin_us,
                 _address(out),
                 _address(lse),
-                rows * self._q_row_bytes,
+                ticket.requests * self._q_bytes,
             )
         except ValueError as e:
             raise WorkerError(str(e)) from None

@@ -21,7 +21,7 @@ EVENT_DTYPE = np.dtype(_native.RING_STRUCTS["Event"])
 MOST_THREADS_PER_GROUP = 8  # where their number is not fixed
 
 _SIZES = ("num_pages", "num_layers", "page_size", "num_kv_heads", "num_q_heads", "head_dim",
-          "max_batch", "max_pages", "scale", "logit_cap", "num_nodes")  # fmt: skip
+          "max_batch", "max_pages", "scale", "logit_cap", "num_nodes", "lists")  # fmt: skip
 
 
 class Layout(NamedTuple):
@@ -154,16 +154,14 @@ def worker_memory(
         node_cpus: CPUs of the worker on each memory node.
     """
     nodes, threads = spec.num_nodes, most_threads(threads_per_group, min(node_cpus))
-    result_bytes = (
-        _native.partial_bytes(spec.num_layers, 1, spec.num_q_heads, spec.head_dim, 2) // 2
-    )
+    result_bytes = _native.partial_bytes(spec.num_layers, 1, spec.row_heads, spec.head_dim, 2) // 2
     # In the largest record: of each sequence a result for each node and run, unless that is one.
     shared = spec.max_batch * threads if threads > 1 else 0
     if not threads_per_group:
         shared = min(shared, _native.RUNS_PER_THREAD * min(node_cpus))
     results = nodes * max(shared, spec.max_batch if nodes > 1 else 0)
     return WorkerMemory(
-        max_batch=spec.max_batch,
+        max_batch=spec.max_batch // spec.lists,
         threads=threads,
         ring_bytes=layout_of(spec).kv_offset,
         partial_bytes=results * result_bytes,

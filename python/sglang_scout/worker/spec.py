@@ -31,9 +31,10 @@ class ArenaSpec:
         kv_dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``.
         scale: factor of q·k.
         logit_cap: 0 for none; otherwise s = cap * tanh(s / cap).
-        max_batch: rows of a record.
+        max_batch: rows of a record, a multiple of ``lists``.
         max_pages: k, pages per row of a record.
         num_nodes: memory nodes that the pages are divided among by their index; see ``stripe_pages``.
+        lists: C, lists of pages, and so rows of a record, per request: 1, or H, one for each KV head.
 
     Raises:
         ArenaError: a value is out of range.
@@ -51,12 +52,14 @@ class ArenaSpec:
     max_pages: int
     logit_cap: float = 0.0
     num_nodes: int = 1
+    lists: int = 1
 
     def __post_init__(self) -> None:
         limits = {
             "num_layers": 1 << 16, "num_pages": (1 << 31) - 1, "page_size": 2048,
             "num_kv_heads": 1024, "num_q_heads": 1 << 14, "head_dim": 512,
             "max_batch": MAX_BATCH, "max_pages": 1 << 20, "num_nodes": MAX_NODES,
+            "lists": 1024,
         }  # fmt: skip
         for name, limit in limits.items():
             value = getattr(self, name)
@@ -70,6 +73,12 @@ class ArenaSpec:
                 f"num_q_heads={self.num_q_heads} is not a multiple of "
                 f"num_kv_heads={self.num_kv_heads}"
             )
+        if self.lists not in (1, self.num_kv_heads):
+            raise ArenaError(
+                f"lists={self.lists} is neither 1 nor num_kv_heads={self.num_kv_heads}"
+            )
+        if self.max_batch % self.lists:
+            raise ArenaError(f"max_batch={self.max_batch} is not a multiple of lists={self.lists}")
         if self.head_dim % 16:
             raise ArenaError(f"head_dim={self.head_dim} is not a multiple of 16")
         if self.kv_dtype not in KV_DTYPES:
@@ -91,6 +100,11 @@ class ArenaSpec:
     def page_bytes(self) -> int:
         """Bytes of K (or of V) of one page of one layer."""
         return self.page_size * self.num_kv_heads * self.head_dim * self.storage_dtype.itemsize
+
+    @property
+    def row_heads(self) -> int:
+        """Query heads of a row of a record."""
+        return self.num_q_heads // self.lists
 
     @property
     def stripe_pages(self) -> int:

@@ -69,10 +69,10 @@ def wait_kernel(
 def merge_answer_kernel(
     state, answered, asked, out, lse, replies,
     reply_stride, lse_offset, layer, rows, max_batch, L,
-    OUT_OFFSET: tl.constexpr, HQ: tl.constexpr, D: tl.constexpr, BLOCK_R: tl.constexpr,
+    OUT_OFFSET: tl.constexpr, ROW_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Merges the answer into out [rows, D] and lse [rows], rows being those of [B, HQ]."""
+    """Merges the answer into out [rows, D] and lse [rows], rows being those of [B, HQ], ROW_HEADS a row posted."""
     if tl.load(answered) != 0:
         slot = (tl.load(state + STEP) & 1) * L + layer
         reply = replies + slot * reply_stride
@@ -80,8 +80,8 @@ def merge_answer_kernel(
         d = tl.arange(0, BLOCK_D)
         at = r[:, None] * D + d[None, :]
         mask = (r < rows)[:, None] & (d < D)[None, :]
-        # Rows that asked for nothing got nothing, and do not cross the bus.
-        got = tl.load(asked + slot * max_batch + r // HQ, mask=r < rows, other=0) > 0
+        # Rows of the record that asked for nothing got nothing, and do not cross the bus.
+        got = tl.load(asked + slot * max_batch + r // ROW_HEADS, mask=r < rows, other=0) > 0
         # Volatile: the worker wrote this a moment ago, no cache may answer for it.
         # [BLOCK_R, BLOCK_D]
         their_out = tl.load(
@@ -121,6 +121,6 @@ def merge(ring, layer: int, out: torch.Tensor, lse: torch.Tensor) -> None:
     block_r = max(1, 1024 // block_d)
     merge_answer_kernel[(triton.cdiv(B * HQ, block_r),)](
         ring.state, ring.answered, ring.asked, out, lse, replies, at.reply_stride, at.lse_offset,
-        layer, B * HQ, ring.spec.max_batch, ring.spec.num_layers, at.out_offset, HQ, D, block_r, block_d,
-        num_warps=4,
+        layer, B * HQ, ring.spec.max_batch, ring.spec.num_layers, at.out_offset,
+        ring.spec.row_heads, D, block_r, block_d, num_warps=4,
     )  # fmt: skip

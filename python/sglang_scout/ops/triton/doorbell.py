@@ -69,7 +69,7 @@ def post_kernel(
 ):  # fmt: skip
     """One row of a record each; the last program to arrive publishes it.
 
-    q [B, WIDTH]; pages [B, k]; n_pages [B]. open_seq [2 L]: the record of a slot that has no answer
+    q [rows, WIDTH]; pages [rows, k]; n_pages [rows]. open_seq [2 L]: the record of a slot that has no answer
     yet, 0 if the slot is free. awaited [2 L]: what `answer.wait_kernel` waits for, 0: nothing was posted.
     asked [2 L, max_batch]: pages that rows asked for, for `answer.merge_answer_kernel`.
     control, log, records: addresses within the ring.
@@ -139,14 +139,15 @@ def post_kernel(
 
 def post(ring, layer: int, q: torch.Tensor, pages: torch.Tensor, n_pages: torch.Tensor) -> None:
     """See `ops.doorbell.DeviceRing.post`."""
-    (B, HQ, D), k, at, spec = q.shape, pages.shape[1], ring.layout, ring.spec
-    post_kernel[(B,)](
+    (rows, k), at, spec = pages.shape, ring.layout, ring.spec
+    width = spec.row_heads * spec.head_dim
+    post_kernel[(rows,)](
         q, pages, n_pages, ring.state, ring.open_seq, ring.awaited, ring.asked, ring.arrivals,
         ring.address + at.control_offset, ring.address + at.log_offset,
         ring.address + at.records_offset, at.record_stride, at.pages_offset, at.n_pages_offset,
-        layer, B, ring.parts, *ring.split, spec.num_nodes, k, spec.max_pages, spec.max_batch,
-        at.log_entries, spec.num_layers, HQ * D, at.q_offset,
-        min(2048, triton.next_power_of_2(HQ * D)),
+        layer, rows, ring.parts, *ring.split, spec.num_nodes, k, spec.max_pages, spec.max_batch,
+        at.log_entries, spec.num_layers, width, at.q_offset,
+        min(2048, triton.next_power_of_2(width)),
         min(1024, max(16, triton.next_power_of_2(k))),
-        triton.next_power_of_2(B), num_warps=4,
+        triton.next_power_of_2(rows), num_warps=4,
     )  # fmt: skip
