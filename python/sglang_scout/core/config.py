@@ -132,6 +132,12 @@ class OffloadConfig:
         is_written=True,
     )
 
+    paper: bool = _key(
+        False,
+        "The paper's choices: digests of minimum and maximum, the CPU's part weighed by the predicted query, recall at "
+        "intervals. Give it to both servers; the paper's budget is 2048",
+        is_general=False,
+    )
     forecast_file: str | None = _key(
         None,
         "Weights that choose pages a layer ahead: `scripts/train_forecast.py --kind forecast`",

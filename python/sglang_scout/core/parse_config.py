@@ -203,7 +203,8 @@ def parse_config(
 
     Args:
         policy: value of ``--kv-offload``.
-        policies: the known ones besides ``none``, each with the keys whose default is another with it.
+        policies: the known ones besides ``none``, each with the keys whose default is another with it, or with the
+            changes of defaults that a key makes where it is true.
         budget_tokens .. config: raw values of the other flags; None where not given.
             ``config`` may be the object itself.
         available_cpus: CPUs of this process; None: ask the kernel.
@@ -232,7 +233,7 @@ def parse_config(
         )
     raw = load_json(config, flags["config"]) if isinstance(config, str) else config or {}
     keys = {name: _check_value(name, value, flags["config"]) for name, value in raw.items()}
-    defaults = policies.get(policy, {})
+    defaults = dict(policies.get(policy, {}))
     for name in keys:
         if not KEYS[name].is_general and name not in defaults:
             owners = [other for other, known in policies.items() if name in known]
@@ -240,6 +241,10 @@ def parse_config(
                 f"{flags['config']}: {name} = {keys[name]!r} has no effect with {flags['policy']} {policy}; it is for "
                 f"{' and '.join(owners)}; drop it"
             )
+    for name, changes in policies.get(policy, {}).items():
+        if isinstance(changes, Mapping):
+            del defaults[name]
+            defaults |= changes if keys.get(name) else {}
     result = OffloadConfig(
         policy=policy,
         budget_tokens=budget,
