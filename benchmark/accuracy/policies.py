@@ -75,6 +75,11 @@ class Setting:
     def name(self) -> str:
         return self.policy if self.budget_tokens is None else f"{self.policy}-{self.budget_tokens}"
 
+    def _flag_tokens(self) -> int:
+        """Value of ``--kv-offload-budget``; of hgca it is the window, the other half what the worker attends to."""
+        budget = self.budget_tokens or 0
+        return budget if self.base != "hgca" else budget // 2 // PAGE_SIZE_TOKENS * PAGE_SIZE_TOKENS
+
     def offload_config(self, model: str) -> dict[str, Any]:
         """The keys of ``--kv-offload-config``; ``model``: the name of its folder."""
         more = {}
@@ -89,8 +94,7 @@ class Setting:
         if trained:
             return {f"{trained}_file": str(WEIGHTS / f"{model}-{trained}.npz")}
         if self.base == "hgca":
-            half = (self.budget_tokens or 0) // 2 // PAGE_SIZE_TOKENS * PAGE_SIZE_TOKENS
-            return {"window_tokens": half, "context_cap_tokens": half}
+            return {"context_cap_tokens": self._flag_tokens()}
         if self.base == "infinigen":
             return {}
         if self.base == "scout-rotated":
@@ -119,7 +123,7 @@ class Setting:
         policy = self.base if self.base in SYSTEMS else "scout"
         idle = idle_keys({**policies()[policy], **own})
         config = {**own, **{key: x for key, x in (more or {}).items() if key not in idle}}
-        words = ["--kv-offload", policy, "--kv-offload-budget", str(self.budget_tokens)]
+        words = ["--kv-offload", policy, "--kv-offload-budget", str(self._flag_tokens())]
         return [*words, "--kv-offload-config", json.dumps(config)] if config else words
 
 

@@ -229,3 +229,24 @@ def test_bad_profiles(tmp_path, text, part):
     with pytest.raises(ConfigError, match="--kv-offload-recall-profile") as caught:
         load_profile(str(path))
     assert part in str(caught.value)
+
+
+def test_a_key_that_changes_defaults_gives_way_to_what_is_said():
+    known = {
+        "scout": {"paper": {"digest": "minmax", "reweigh": False}},
+        "other": {"attend": "selected"},
+    }
+
+    def parsed(policy, keys):
+        return parse_config(policy=policy, policies=known, available_cpus={0}, config=keys)
+
+    assert parsed("scout", {}).digest == "rotated-2" and parsed("scout", {}).reweigh
+    paper = parsed("scout", {"paper": True})
+    assert (paper.paper, paper.digest, paper.reweigh) == (True, "minmax", False)
+    assert parsed("scout", {"paper": True, "digest": "rotated-1"}).digest == "rotated-1"
+    assert parsed("scout", {"paper": False}).digest == "rotated-2"
+    assert parsed("other", {}).attend == "selected"
+    with pytest.raises(
+        ConfigError, match="paper = True has no effect with --kv-offload other; it is for scout"
+    ):
+        parsed("other", {"paper": True})

@@ -30,9 +30,10 @@ class GraphWorker(MiniWorker):
     def _make_host(self, pages):
         s = self.shape
         dtype = str(s.dtype).removeprefix("torch.")
+        lists = self.config.lists(s.num_kv_heads)
         spec = ArenaSpec(
             s.num_layers, pages, SIZE, s.num_kv_heads, s.num_q_heads, s.head_dim, dtype, s.scale,
-            self.max_batch, self.budget_tokens // SIZE, s.logit_cap,
+            self.max_batch * lists, self.budget_tokens // SIZE, s.logit_cap, lists=lists,
         )  # fmt: skip
         self.arena = Arena.create(spec, hugepages=False)
         planes = (self.arena.k_pages, self.arena.v_pages)

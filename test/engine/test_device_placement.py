@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sglang_scout.core.parse_config import parse_config
-from sglang_scout.engine import recall, step, step_inputs, stores
+from sglang_scout.engine import digest_pool, recall, step, step_inputs
 from sglang_scout.engine.build import build_engine
 from sglang_scout.engine.digest_pool import DigestPool
 from sglang_scout.engine.stores import HostPages, ModelShape, Sizes
@@ -90,7 +90,7 @@ def ran(monkeypatch):
         return torch.from_numpy(values).to(device)
 
     monkeypatch.setattr(Op, "__call__", call)
-    for module in (step, stores, recall, step_inputs):
+    for module in (step, digest_pool, recall, step_inputs):
         monkeypatch.setattr(module, "upload", upload)
     # What has come is asked of the device, and waited for, when requests join.
     monkeypatch.setattr(DigestPool, "accept", lambda self, pages: pages)

@@ -61,6 +61,8 @@ class ReplayingWorker(GraphWorker):
         ("scout", '{"digest": "rotated-2", "exact_layers": [1]}'),
         ("scout", '{"attend": "selected"}'),
         ("scout", '{"precompute": false, "recall": "off"}'),
+        ("scout", '{"grain": "head"}'),
+        ("rheo", '{"pilot_file": "w.npz"}'),
         ("infinigen", "{}"),
         ("infinigen", '{"grain": "head", "attend": "selected"}'),
         ("sparda", '{"forecast_file": "w.npz"}'),

@@ -133,6 +133,12 @@ class OffloadConfig:
         is_written=True,
     )
 
+    paper: bool = _key(
+        False,
+        "The paper's choices: digests of minimum and maximum, the CPU's part weighed by the predicted query, recall at "
+        "intervals. Give it to both servers; the paper's budget is 2048",
+        is_general=False,
+    )
     hgca_beta: float = _key(
         1.0,
         "A token is kept if its attention weight is above this share of the mean one; less keeps more",

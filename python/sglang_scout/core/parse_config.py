@@ -203,7 +203,8 @@ def parse_config(
 
     Args:
         policy: value of ``--kv-offload``.
-        policies: the known ones besides ``none``, each with the keys whose default is another with it.
+        policies: the known ones besides ``none``, each with the keys whose default is another with it, or with the
+            changes of defaults that a key makes where it is true.
         budget_tokens .. config: raw values of the other flags; None where not given.
             ``config`` may be the object itself.
         available_cpus: CPUs of this process; None: ask the kernel.
@@ -241,6 +242,10 @@ def parse_config(
                 f"{flags['config']}: {name} = {keys[name]!r} has no effect with {flags['policy']} {policy}; it is for "
                 f"{' and '.join(owners)}; drop it"
             )
+    for name, changes in policies.get(policy, {}).items():
+        if isinstance(changes, Mapping):
+            del defaults[name]
+            defaults |= changes if keys.get(name) else {}
     result = OffloadConfig(
         policy=policy,
         host_gb=host_gb,

@@ -68,7 +68,6 @@ def plan_memory(
     node_cpus: Sequence[int],
     device_bytes: int | None = None,
     route: Route = "cpu",
-    lists: int = 1,
 ) -> MemoryPlan:
     """Sizes of the stores for ``num_pages`` host pages and at most ``max_batch`` requests.
 
@@ -77,7 +76,6 @@ def plan_memory(
         device_bytes: what a device of its own memory has left for digests, input buffers and resident pages; the
             last get all of it unless ``resident_tokens`` says otherwise. None: the CPU device.
         route: of missing pages, see ``policy/base.py``.
-        lists: of pages, that a request has in a layer: 1, or one for each KV head.
     Raises:
         ConfigError: they do not fit; with the numbers.
     """
@@ -107,7 +105,7 @@ def plan_memory(
         digest_bytes=on_digests,
         input_bytes=on_inputs,
         resident_bytes=num_slots * page_bytes,
-        worker=plan_worker(config, shape, max_batch, context_tokens, node_cpus, lists),
+        worker=plan_worker(config, shape, max_batch, context_tokens, node_cpus),
         staging_bytes=staging,
         context_bytes=int(num_pages * config.context_share) * page_bytes,
     )
@@ -196,12 +194,12 @@ def arena_sizes(
     max_batch: int,
     context_tokens: int,
     num_nodes: int,
-    lists: int = 1,
 ) -> dict[str, Any]:
     """Fields of :class:`ArenaSpec`, all but the numbers of pages, for ``max_batch`` requests."""
     listed = most_pages(config, shape, context_tokens)
     if config.context_share:  # until it is known what a request keeps, all that it has
         listed = -(-context_tokens // shape.page_size)
+    lists = config.lists(shape.num_kv_heads)
     return {
         "num_nodes": num_nodes,
         "num_layers": shape.num_layers,
@@ -224,10 +222,9 @@ def plan_worker(
     max_batch: int,
     context_tokens: int,
     node_cpus: Sequence[int],
-    lists: int = 1,
 ) -> WorkerMemory:
     """What the worker needs beside the pages, however many they are; arguments as of :func:`plan_memory`."""
-    sizes = arena_sizes(config, shape, max_batch, context_tokens, len(node_cpus), lists)
+    sizes = arena_sizes(config, shape, max_batch, context_tokens, len(node_cpus))
     spec = ArenaSpec(num_pages=1, **sizes)
     return worker_memory(spec, config.worker_threads_per_group, node_cpus)
 

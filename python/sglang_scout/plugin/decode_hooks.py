@@ -43,7 +43,6 @@ def around_init_pools(original: Callable[..., None], runner: Any) -> None:
     num_pages = runner.max_total_num_tokens // shape.page_size + 1
     max_batch, context = runner.max_running_requests, runner.model_config.context_len
     nodes, node_cpus = nodes_of_worker(runner, config)
-    lists = config.lists(shape.num_kv_heads)
     plan = plan_memory(
         config,
         shape,
@@ -53,7 +52,6 @@ def around_init_pools(original: Callable[..., None], runner: Any) -> None:
         node_cpus=node_cpus,
         device_bytes=getattr(runner, "kv_offload_device_bytes", None),
         route=make_policy(Context(config, shape.num_layers, 2 * shape.page_bytes)).route,
-        lists=lists,
     )
     on_cpu = torch.device(runner.device).type == "cpu"
     # Looked at by all before any has taken its part.
@@ -66,7 +64,7 @@ def around_init_pools(original: Callable[..., None], runner: Any) -> None:
             runner.max_total_num_tokens,
             runner.model_config.context_len,
         )
-    spec = arena_sizes(config, shape, max_batch, context, len(node_cpus), lists)
+    spec = arena_sizes(config, shape, max_batch, context, len(node_cpus))
     pool = build_pools(
         original,
         runner,

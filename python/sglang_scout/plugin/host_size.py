@@ -42,8 +42,7 @@ def host_bytes(
         most_requests = runner.server_args.max_running_requests
         nodes, node_cpus = nodes_of_worker(runner, config)
         context = runner.model_config.context_len
-        sizes = most_requests, context, node_cpus, config.lists(shape.num_kv_heads)
-        worker = plan_worker(config, shape, *sizes).total_bytes
+        worker = plan_worker(config, shape, most_requests, context, node_cpus).total_bytes
         available = min(available_bytes(), _bound_bytes(nodes, ranks) or available_bytes())
         left = ranks.least(available - ranks.size * worker)
         if left <= 0:

@@ -6,10 +6,16 @@ its CPU compute ratio would exceed the threshold β.
 
 from __future__ import annotations
 
+from typing import Any
+
 from sglang_scout.core.config import DEFAULT_RECALL_THRESHOLD
 from sglang_scout.policy.base import Context, Digest, Policy, QuerySource, Residency, query_source
 from sglang_scout.policy.recall_controller import RecallController
 from sglang_scout.policy.residency import ImportantPages, MeasuredRecall
+
+DEFAULTS: dict[str, Any] = {
+    "paper": {"digest": "minmax", "reweigh": False, "recall": "fixed"},
+}
 
 
 def make(context: Context) -> Policy:
