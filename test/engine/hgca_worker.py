@@ -87,7 +87,7 @@ class HgcaWorker(MiniWorker):
         self.oracles += request.oracles
         return request
 
-    def checked_step(self, waits=True):
+    def checked_step(self):
         outputs = self.step()
         for row, request in enumerate(self.requests):
             page, offset = divmod(request.length - 1, SIZE)
@@ -100,8 +100,7 @@ class HgcaWorker(MiniWorker):
                 found = outputs[layer][row].numpy()
                 np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
             self.check_kept(request)
-        if waits:
-            self.engine.older.wait()
+        self.engine.older.wait()
 
     def check_kept(self, request):
         """The lists hold the oracle's tokens, in their order."""

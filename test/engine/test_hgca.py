@@ -86,20 +86,21 @@ def test_until_an_evaluation_has_ended_attention_is_full(make, monkeypatch):
 
 
 def test_context_pages_come_back_when_requests_end(make):
+    """Also of one that ends before its evaluation has."""
     worker = make()
-    for _ in range(3):
+    for steps in (1, 2, 3, 6):
         request = worker.admit(400)
         other = worker.admit(200)
-        for _ in range(6):
+        for _ in range(steps):
             worker.checked_step()
         worker.finish(request)
         worker.checked_step()
         worker.finish(other)
         worker.admit(40)
-        for _ in range(3):
+        for _ in range(4):
             worker.checked_step()
         worker.finish(worker.requests[0])
-    assert worker.engine.older._cache.used_pages == 0
+        assert worker.engine.older._cache.used_pages == 0
 
 
 def test_a_worker_that_dies_costs_nothing(make):

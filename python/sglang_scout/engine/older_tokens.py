@@ -160,10 +160,8 @@ class OlderTokens:
             request = self._requests.pop(slot)
             self._cache.release(request.kept)
             self._free_states.append(request.state)
-            if request.evaluation is not None and request.evaluation.kept is not None:
-                request.evaluation.kept.add_done_callback(
-                    lambda f: self._cache.release(f.result()[0])
-                )
+            if request.evaluation is not None:
+                request.evaluation.drop()
 
     def _join(self, step: int, row: int, begin: int, older: list[int]) -> Request:
         state = self._free_states.pop()
