@@ -23,6 +23,7 @@ POLICIES = {
     "infinigen": {},
     "sparda": {"forecast_file": "forecast"},
     "rheo": {"pilot_file": "pilot"},
+    "hgca": {},
 }
 
 
