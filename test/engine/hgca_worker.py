@@ -58,7 +58,7 @@ class HgcaWorker(MiniWorker):
     def __init__(self, *, context_pages=300, **keys):
         self.keys, self.context_pages = keys, context_pages
         super().__init__(
-            policy="hgca", budget_tokens=WINDOW, config=json.dumps(keys), verify=False, pages=100, layers=2,
+            policy="hgca", budget_tokens=WINDOW, config=json.dumps(keys), pages=100, layers=2,
             around_missing=lambda missing: PlainLists(missing.shape, missing.host),
         )  # fmt: skip
         self.oracles = []

@@ -34,7 +34,8 @@ def test_every_step_is_that_of_the_algorithms(make, keys):
             worker.finish(worker.requests[1])
         worker.checked_step()
     counters = worker.engine.counters
-    assert counters.cpu_pages > 0
+    assert counters.cpu_pages > 0 and 0 < counters.verify_max_rel_error <= 1e-5
+    assert counters.verify_checks == 2 * counters.steps
     raised = sum(oracle.raised for oracle in worker.oracles)
     assert counters.raised_thresholds == raised and (raised > 0) == ("context_cap_tokens" in keys)
     for request in worker.requests:

@@ -10,7 +10,6 @@ from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.page_bytes import digest_bytes, input_bytes
 from sglang_scout.engine.fetch import staging_bytes
-from sglang_scout.engine.older_tokens import older_bytes
 from sglang_scout.engine.stores import ModelShape
 from sglang_scout.policy.base import Route
 from sglang_scout.worker.arena import ArenaSpec
@@ -122,8 +121,10 @@ def bytes_of_step(
         return staging_bytes(shape, max_batch, most_pages(config, shape, context_tokens))
     if not config.context_share:
         return 0
+    lists = shape.num_layers * max_batch * shape.num_kv_heads
+    queries = shape.num_layers * max_batch * shape.num_q_heads * shape.head_dim
     listed = -(-context_tokens // shape.page_size)
-    return older_bytes(shape, max_batch, config.budget_tokens, listed)
+    return 4 * (lists * (config.budget_tokens + listed) + queries)
 
 
 @dataclass(frozen=True)
@@ -178,8 +179,10 @@ def _least_slots(
     config: OffloadConfig, max_batch: int, budget_pages: int, resident: int = 0
 ) -> int:
     """``resident`` pages, or as many as must be, tails, and room for copies under way."""
-    forced = (config.sink_pages + config.recent_pages) * max_batch
-    return max(resident, forced) + max_batch + budget_pages
+    forced = config.sink_pages + config.recent_pages
+    if config.context_share:  # a window of the whole budget
+        forced = budget_pages
+    return max(resident, forced * max_batch) + max_batch + budget_pages
 
 
 def most_pages(config: OffloadConfig, shape: ModelShape, context_tokens: int) -> int:

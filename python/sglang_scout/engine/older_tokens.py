@@ -30,19 +30,13 @@ from sglang_scout.engine.offered import Offered
 from sglang_scout.engine.step_inputs import Batch
 from sglang_scout.engine.stores import HostPages, ModelShape, ResidentCache, Sizes
 from sglang_scout.engine.transport import Transport
+from sglang_scout.engine.verify import Verifier
 from sglang_scout.ops.attend import attend_pages
 from sglang_scout.policy.base import Policy
 from sglang_scout.policy.feedback import Feedback, WindowView
 
 Tokens = tuple[Ids, Ids, Ids]
 """Layers, heads and tokens, see :meth:`ContextCache.add`."""
-
-
-def older_bytes(shape: ModelShape, max_batch: int, window_tokens: int, listed_pages: int) -> int:
-    """Device memory of :class:`OlderTokens` and of the policy's averages."""
-    lists = shape.num_layers * max_batch * shape.num_kv_heads
-    queries = shape.num_layers * max_batch * shape.num_q_heads * shape.head_dim
-    return 4 * (lists * (window_tokens + listed_pages) + queries)
 
 
 @dataclass(eq=False)
@@ -70,6 +64,7 @@ class OlderTokens:
         host: with context pages.
         counters: totals to add to.
         device: where steps run.
+        verify: as of :class:`StepEngine`.
     """
 
     def __init__(
@@ -81,12 +76,14 @@ class OlderTokens:
         host: HostPages,
         counters: Counters,
         device: torch.device,
+        verify: bool,
     ) -> None:
         assert policy.feedback is not None
         self._feedback: Feedback = policy.feedback
         self._sinks, self._recent = policy.digest.sink_pages, policy.digest.recent_pages
         self._transport, self._counters, self._device = transport, counters, device
         self._shape = shape
+        self._verifier = Verifier(host, shape, policy.route, counters) if verify else None
         layers, heads, rows = shape.num_layers, shape.num_kv_heads, sizes.max_batch
         self._cache = ContextCache(host, sizes.max_pages, self._feedback.cap_tokens)
         self._feedback.allocate(layers, rows, heads, shape.page_size, device)
@@ -119,6 +116,7 @@ class OlderTokens:
         Returns:
             The batch with the pages that the device attends to.
         """
+        self._batch = batch
         self._cache.begin_step()
         slots, full = request_slots.tolist(), batch.n_full.numpy()
         table = batch.table.numpy()
@@ -278,6 +276,10 @@ class OlderTokens:
         view = WindowView(k, offered.table, recent, slot_of, *tail, state, fresh, first_at)
         self._feedback.attended(layer, query, lse, view, *scores)
         self._transport.merge(layer, query, out, lse)
+        if self._verifier is not None:
+            listed = torch.arange(ids.shape[1], device=ids.device) < counts[:, None]
+            parts = offered.table, slot_of, torch.where(listed, ids, -1)
+            self._verifier.check(layer, out, query, query, *parts, self._batch, None)
         return out
 
     def wait(self) -> None:

@@ -76,7 +76,7 @@ class StepEngine:
     ) -> None:
         self.policy, self.shape, self.sizes = policy, shape, sizes
         self.host, self.digests, self.transport, self.tracer = host, digests, transport, tracer
-        self.counters = Counters(shape.num_layers)
+        self.counters = counters = Counters(shape.num_layers)
         self.resident = ResidentCache(shape, sizes.num_slots, device)
         self._device = device = self.resident.k.device  # with its number
         self.table = table = ResidencyTable(shape.num_layers, host.num_pages, sizes.num_slots)
@@ -89,7 +89,7 @@ class StepEngine:
         self._projectors = projectors
         self._inputs = StepInputs(shape.num_layers, sizes, device)
         self._results = StepResults(shape.num_layers, sizes, transport.waited_ns, device)
-        self.older = older_tokens(policy, transport, shape, sizes, host, self.counters, device)
+        self.older = older_tokens(policy, transport, shape, sizes, host, counters, device, verify)
         self.boundary = StepBoundary(
             policy, sizes, shape.page_size, table, self.pages, self.recall, self._results,
             self.counters, self.older,

@@ -53,6 +53,7 @@ class Verifier:
             batch.tail_page.numpy(), batch.tail_len.numpy(), self._host.k[layer], self._host.v[layer],
             self._shape.scale, self._shape.logit_cap,
             torch.zeros(q.shape[:2]) if mass_change is None else mass_change.cpu(),
+            None if (kept := self._host.context) is None else (kept.k[layer], kept.v[layer]),
         )  # fmt: skip
         self._counters.verify_checks += 1
         self._counters.verify_max_rel_error = max(self._counters.verify_max_rel_error, error)
@@ -105,6 +106,7 @@ def relative_error(
     scale: float,
     logit_cap: float,
     mass_change: torch.Tensor,
+    context: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> float:
     """Largest deviation of ``out`` from the reference over exactly the same pages, relative to its
     largest value; NOT_FINITE where either has a NaN or an infinity. All K and V are read from the host
@@ -112,10 +114,12 @@ def relative_error(
 
     Args:
         out, q, q_ahead: ``[B, HQ, D]``.
-        on_device, on_cpu: ``[B * C, any]`` full host pages of each part and list, -1 entries ignored.
+        on_device, on_cpu: ``[B * C, any]`` full host pages of each part and list, -1 entries ignored; on the CPU also
+            ids of kept tokens.
         tail_page, tail_len: ``[B]`` the page being filled, and its valid tokens.
         k, v: ``[P, S, H, D]`` host pages of the layer.
         mass_change: ``[B, HQ]``, see :func:`co_attention_reference`.
+        context: ``[C, S, D]`` K and V of kept tokens.
     """
     worst = 0.0
     requests = out.shape[0]
@@ -129,13 +133,23 @@ def relative_error(
         request, head = divmod(row, lists)
         length, tail = int(tail_len[request]), int(tail_page[request])
         keys, values = ((x if lists == 1 else x[:, :, head : head + 1]) for x in (k, v))
+        kept_k, kept_v = context or (None, None)
         reference = co_attention_reference(
             real, ahead,
             torch.cat([keys[device].flatten(0, 1), keys[tail, :length]]),
             torch.cat([values[device].flatten(0, 1), values[tail, :length]]),
-            keys[cpu].flatten(0, 1), values[cpu].flatten(0, 1),
+            _listed(cpu, keys, kept_k), _listed(cpu, values, kept_v),
             scale, logit_cap, change,
         )  # fmt: skip
         gap = float((found - reference).abs().max() / reference.abs().max().clamp_min(1e-20))
         worst = max(worst, gap if math.isfinite(gap) else NOT_FINITE)
     return worst
+
+
+def _listed(ids: torch.Tensor, pages: torch.Tensor, context: torch.Tensor | None) -> torch.Tensor:
+    """``[T, H, D]`` the tokens of a list: of host pages, or kept ones, see :meth:`ContextCache.worker_ids`."""
+    first, size = pages.shape[:2]
+    if context is None or not len(ids) or int(ids[0]) < first:
+        return pages[ids].flatten(0, 1)
+    places = [divmod(i - first, size) for i in ids.tolist()]
+    return torch.cat([context[page, : last + 1] for page, last in places])[:, None]
