@@ -11,7 +11,7 @@ from typing import Any
 from sglang_scout.cli.sizes import GIB, Plan, make_plan
 from sglang_scout.cli.table import columns, gb, gib
 from sglang_scout.core.config import DEFAULT_BUDGET_TOKENS, DEFAULT_DIGEST
-from sglang_scout.core.page_bytes import DIGESTS
+from sglang_scout.core.page_bytes import DIGESTS, EMBEDDINGS
 
 DESCRIPTION = (
     "Say how much memory a model's KV pages take and how many requests fit, from the model's "
@@ -58,8 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--digest",
         default=DEFAULT_DIGEST,
-        choices=DIGESTS,
-        help=f"as the key of --kv-offload-config (default: {DEFAULT_DIGEST})",
+        choices=DIGESTS + EMBEDDINGS,
+        help=f"as the key of --kv-offload-config (default: {DEFAULT_DIGEST}), or that of a policy that chooses by KV head",
     )
     add(
         "--mem-fraction-static",
