@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--digest",
         default=DEFAULT_DIGEST,
         choices=DIGESTS + EMBEDDINGS,
-        help=f"as the key of --kv-offload-config (default: {DEFAULT_DIGEST}), or that of a policy that chooses by KV head",
+        help=f"as the key of --kv-offload-config (default: {DEFAULT_DIGEST}), or of a policy that chooses by KV head",
     )
     add(
         "--mem-fraction-static",
