@@ -17,6 +17,7 @@ from sglang_scout.core.forecast import save_weights
 from sglang_scout.core.page_bytes import PILOT_RANK
 from sglang_scout.core.profile import config_digest
 
+pytestmark = pytest.mark.slow  # five servers
 SHORT, LONG = (1, 31, 33, 64, 100, 257), (900, 640, 1500, 37)
 NEW_TOKENS, BUDGET_TOKENS = 30, 320
 POLICIES = {
