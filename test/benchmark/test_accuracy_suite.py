@@ -24,6 +24,7 @@ from benchmark.accuracy.row_file import RowFile
 from benchmark.progress import Progress
 from benchmark.rows import environment
 from sglang_scout.core.parse_config import parse_config
+from sglang_scout.policy.base import policies as known_policies
 
 FULL_SETTING, SCOUT = Setting(FULL), Setting("scout", 512)
 
@@ -115,6 +116,20 @@ def test_the_flags_of_every_policy_are_understood(setting):
     assert parsed.precompute == (setting.policy in ("scout", "scout-rotated"))
     if setting.policy == "recent":
         assert parsed.sink_pages + parsed.recent_pages == setting.budget_tokens // 32
+
+
+@pytest.mark.parametrize("name", policies.SYSTEMS)
+def test_the_flags_of_the_other_systems_are_understood(name):
+    """Keys that mean nothing with one of them are left out."""
+    more = {"resident_tokens": 64, "exact_layers": [1]}
+    words = policies.Setting(name, 512).decode_flags(more, "some-model")
+    given = dict(zip(words[::2], words[1::2], strict=True))
+    parsed = parse_config(
+        policy=given["--kv-offload"], policies=known_policies(),
+        budget_tokens=int(given["--kv-offload-budget"]), config=given["--kv-offload-config"],
+    )  # fmt: skip
+    assert parsed.policy == name and parsed.resident_tokens == 64
+    assert parsed.budget_tokens == (256 if name == "hgca" else 512)
 
 
 # Questions ----------------------------------------------------------------------------------------
