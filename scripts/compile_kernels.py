@@ -48,6 +48,7 @@ from sglang_scout.ops.rotated import STATS_BYTES, build_layer_rotated, planes_sh
 from sglang_scout.ops.salience import decay_mass, salient_bits
 from sglang_scout.ops.score import score_pages
 from sglang_scout.ops.select import select_pages
+from sglang_scout.ops.stage import stage_pages
 from sglang_scout.ops.triton import answer, attend, doorbell
 from sglang_scout.worker.ring import layout_of
 from sglang_scout.worker.spec import ArenaSpec
@@ -176,6 +177,10 @@ def pages_of_all_layers(model: str) -> Iterator[Case]:
             )
     slots = [k.new_empty(L, 9, *k.shape[1:])] * 2
     yield f"copy_layer_pages, {model}", copy_layer_pages, (layers, empty(3, 64, dtype=I64), *slots)
+    for heads in (H, 1):
+        slots, pages = [k.new_empty(64 * H, 32, heads, D)] * 2, empty(H, 64, dtype=I32)
+        arguments = (layers, 0, pages, *slots)
+        yield f"stage_pages, {heads} heads, {model}", stage_pages, arguments
 
 
 def parts_of_a_step() -> Iterator[Case]:
