@@ -45,6 +45,7 @@ def digest_pages(
     dtype: int,
     ids_ptr: int,
     n: int,
+    digest_dtype: int,
     kmin_ptr: int,
     kmax_ptr: int,
 ) -> None: ...

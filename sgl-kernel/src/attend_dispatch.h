@@ -1,7 +1,7 @@
 // Which block functions serve a storage type, head size and group. Include a vec_*.h first.
 #pragma once
 
-#define SCOUT_FLOATS 1  // pages of fp32, bf16 and fp16
+#define SCOUT_FLOATS 1  // pages of any type
 #define SCOUT_BF16 2    // pages of bf16 under queries of bf16
 
 // What this translation unit serves; one that serves the second says so before it includes this.
@@ -73,6 +73,8 @@ inline BlockFns find_block_fns(DType dtype, int dim, int group) {
 #if SCOUT_STORAGE == SCOUT_FLOATS
   if (dtype == DType::kF16) return fns_for_dim<DType::kF16>(dim, group);
   if (dtype == DType::kF32) return fns_for_dim<DType::kF32>(dim, group);
+  if (dtype == DType::kE4M3) return fns_for_dim<DType::kE4M3>(dim, group);
+  if (dtype == DType::kE5M2) return fns_for_dim<DType::kE5M2>(dim, group);
 #endif
   return {nullptr, nullptr};
 }

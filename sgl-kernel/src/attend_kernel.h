@@ -97,8 +97,7 @@ inline void attend_heads(const AttendArgs& args, HeadRange range) {
   const int dim = kv.head_dim;
   const int heads = range.head_end - range.head_begin;
   const int group = range.group_end - range.group_begin;
-  const int element = kv.dtype == DType::kF32 ? 4 : 2;
-  const ptrdiff_t head_bytes = static_cast<ptrdiff_t>(dim) * element;
+  const ptrdiff_t head_bytes = static_cast<ptrdiff_t>(dim) * bytes_of(kv.dtype);
   const ptrdiff_t row_bytes = head_bytes * kv.stored_heads;
   const ptrdiff_t page_bytes = row_bytes * kv.page_size;
   const bool interleaved = kv.dtype == DType::kBF16;
@@ -141,7 +140,8 @@ inline void attend_heads(const AttendArgs& args, HeadRange range) {
     highest[row] = sum[row] = 0.0f;
     for (int t = 0; t < kTileTokens; ++t) scores[t * stride + row] = 0.0f;
   }
-  const Softmax softmax{args.params->scale, args.params->logit_cap, highest, shift, total};
+  const float widened = widening(kv.dtype);
+  const Softmax softmax{args.params->scale * widened, args.params->logit_cap, highest, shift, total};
   const int most = kv.page_size < kTileTokens ? kv.page_size : kTileTokens;
   const bool by_rows = Vec::by_rows(chunks.most());
   const ptrdiff_t used_bytes = heads * head_bytes;  // of a row
@@ -242,7 +242,7 @@ inline void attend_heads(const AttendArgs& args, HeadRange range) {
     for (int g = 0; g < group; ++g) {
       const int row = h * group + g;
       const RowResult result(highest[row], sum[row]);
-      unpack_row(interleaved, acc + row * dim, result.inverse,
+      unpack_row(interleaved, acc + row * dim, result.inverse * widened,
                  args.out + static_cast<ptrdiff_t>(q_head + g) * dim, dim);
       args.lse[q_head + g] = result.lse;
     }

@@ -24,7 +24,7 @@ constexpr int kRowTokens = 4;  // of add_rows, at once
 
 template <DType T>
 constexpr int element_bytes() {
-  return T == DType::kF32 ? 4 : 2;
+  return bytes_of(T);
 }
 
 // What to prefetch: lines from `at` on; where kTwice, also those `again` bytes from there. A CPU

@@ -4,10 +4,17 @@
 #include <signal.h>
 #include <time.h>
 
+#include <algorithm>
 #include <climits>
 #include <stdexcept>
 
 namespace scout {
+namespace {
+
+constexpr int64_t kIdleShare = 64;
+constexpr int64_t kIdlePollUs = 1000;
+
+}  // namespace
 
 Attendant::Attendant(const Producer& producer, int64_t poll_us)
     : producer_(producer), ring_(producer.ring()), poll_us_(poll_us) {
@@ -31,11 +38,19 @@ void Attendant::stop() {
 }
 
 void Attendant::run() {
-  const timespec pause{poll_us_ / 1000000, (poll_us_ % 1000000) * 1000};
+  int64_t busy_ns = now_ns();  // when a record was last there
   while (!stopping_.load(std::memory_order_relaxed)) {
     const uint64_t head = load_acquire(&ring_.control()->head);
-    if (head != rung_) ring_bell(head);
+    const int64_t now = now_ns();
+    if (head != rung_) {
+      ring_bell(head);
+      busy_ns = now;
+    }
     answer_orphans(head);
+    // The longer nothing came, the less often: a record waits at most that part of the time before.
+    const int64_t pause_us =
+        std::max(poll_us_, std::min((now - busy_ns) / 1000 / kIdleShare, kIdlePollUs));
+    const timespec pause{pause_us / 1000000, (pause_us % 1000000) * 1000};
     nanosleep(&pause, nullptr);
   }
 }

@@ -18,7 +18,7 @@ namespace scout {
 class Attendant {
  public:
   // `producer` says which epoch has a worker (set_live_epoch); it stays valid until stop(). Looks
-  // at the ring every `poll_us`.
+  // at the ring every `poll_us`, and less often where nothing was posted for long.
   Attendant(const Producer& producer, int64_t poll_us);
   ~Attendant();
   Attendant(const Attendant&) = delete;

@@ -30,10 +30,12 @@ T* at(uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
 
-DType checked_dtype(const char* op, int dtype) {
-  if (dtype < 0 || dtype > 2) {
+// Of `known` types, the first ones of DType.
+DType checked_dtype(const char* op, int dtype, int known = scout::kDTypes) {
+  if (dtype < 0 || dtype >= known) {
     throw nb::value_error((std::string(op) + ": dtype=" + std::to_string(dtype) +
-                           "; known are 0 (float32), 1 (bfloat16), 2 (float16)")
+                           "; known are 0 (float32), 1 (bfloat16), 2 (float16)" +
+                           (known > 3 ? ", 3 (float8_e4m3fn), 4 (float8_e5m2)" : ""))
                               .c_str());
   }
   return static_cast<DType>(dtype);
@@ -106,11 +108,12 @@ void copy_pages(uintptr_t src, uintptr_t dst, int64_t page_bytes, uintptr_t src_
 }
 
 void digest_pages(uintptr_t k, int page_size, int heads, int dim, int dtype, uintptr_t ids,
-                  int64_t n, uintptr_t kmin, uintptr_t kmax) {
+                  int64_t n, int digest_dtype, uintptr_t kmin, uintptr_t kmax) {
   check_shape("digest_pages", page_size, heads, dim, 1);
   scout::digest_pages(at<const void>(k), page_size, heads, dim,
                       checked_dtype("digest_pages", dtype), at<const int64_t>(ids), n,
-                      at<void>(kmin), at<void>(kmax));
+                      checked_dtype("digest_pages", digest_dtype, 3), at<void>(kmin),
+                      at<void>(kmax));
 }
 
 void check_rotated(const char* op, int heads, int group, int dim, int bits) {
@@ -169,7 +172,7 @@ void score_pages(uintptr_t q, uintptr_t kmin, uintptr_t kmax, int dtype, int64_t
   check_shape("score_pages", 1, heads, dim, group);
   const scout::Reduce reduction = checked_reduce("score_pages", reduce);
   const scout::Digests digests{at<const void>(kmin), at<const void>(kmax),
-                               checked_dtype("score_pages", dtype), heads, dim};
+                               checked_dtype("score_pages", dtype, 3), heads, dim};
   const int32_t* const ids = at<const int32_t>(table);
   const int32_t* const counts = at<const int32_t>(n_full);
   check_tables("score_pages", ids, counts, batch, columns, num_pages);
@@ -222,7 +225,7 @@ NB_MODULE(_native, m) {
         arg("src_ids_ptr"), arg("dst_ids_ptr"), arg("n"), no_gil,
         "dst[dst_ids[i]] = src[src_ids[i]] for n pages of page_bytes; int64 ids, not checked.");
   m.def("digest_pages", &digest_pages, arg("k_ptr"), arg("S"), arg("H"), arg("D"), arg("dtype"),
-        arg("ids_ptr"), arg("n"), arg("kmin_ptr"), arg("kmax_ptr"), no_gil,
+        arg("ids_ptr"), arg("n"), arg("digest_dtype"), arg("kmin_ptr"), arg("kmax_ptr"), no_gil,
         "Column minimum and maximum of K of n pages, to rows ids[i]; int64 ids, not checked.");
   m.def("score_pages", &score_pages, arg("q_ptr"), arg("kmin_ptr"), arg("kmax_ptr"), arg("dtype"),
         arg("P"), arg("H"), arg("G"), arg("D"), arg("table_ptr"), arg("n_full_ptr"), arg("B"),

@@ -117,8 +117,8 @@ void bind_layout(nb::module_& m) {
                     F(records_offset), F(record_stride),  F(replies_offset), F(reply_stride),
                     F(kv_offset),      F(layer_stride),   F(v_offset),       F(q_offset),
                     F(pages_offset),   F(n_pages_offset), F(out_offset),     F(lse_offset),
-                    F(events_offset),  F(event_entries),  F(num_nodes),      F(stripe_pages),
-                    F(lists),          F(row_heads),      F(context_pages)});
+                    F(events_offset),  F(event_entries),  F(q_dtype),        F(num_nodes),
+                    F(stripe_pages),   F(lists),          F(row_heads),      F(context_pages)});
   }
   {
     using S = scout::Control;

@@ -29,7 +29,7 @@ class Ring {
     if (!in(h_.num_layers, 1, 1u << 16) || !in(h_.page_size, 1, 2048) ||
         !in(h_.num_kv_heads, 1, 1024) || !in(h_.num_q_heads, 1, 1u << 14) ||
         h_.num_q_heads % h_.num_kv_heads != 0 || !in(h_.head_dim, 16, 512) ||
-        h_.head_dim % 16 != 0 || h_.dtype > 2 || !in(h_.max_batch, 1, 1u << 16) ||
+        h_.head_dim % 16 != 0 || h_.dtype >= kDTypes || h_.q_dtype > 1 || !in(h_.max_batch, 1, 1u << 16) ||
         !in(h_.max_pages, 1, 1u << 20) || !in(static_cast<uint64_t>(h_.num_pages), 1, INT32_MAX) ||
         (h_.lists != 1 && h_.lists != h_.num_kv_heads) || h_.max_batch % h_.lists != 0 ||
         !in(h_.num_nodes, 1, kMaxNodes) || !in(h_.stripe_pages, 1, INT32_MAX) ||
@@ -64,8 +64,34 @@ class Ring {
   RecordHeader* record(uint32_t slot) const {
     return at<RecordHeader>(h_.records_offset + slot * h_.record_stride);
   }
-  float* q(uint32_t slot, uint32_t row) const {
-    return at<float>(h_.records_offset + slot * h_.record_stride + h_.q_offset) + row * q_floats();
+  char* q(uint32_t slot, uint32_t row) const {
+    return at<char>(h_.records_offset + slot * h_.record_stride + h_.q_offset) +
+           row * q_floats() * query_bytes(h_);
+  }
+  // Queries as a record holds them. 16 bits are rounded to the nearest even: those of a 16-bit
+  // model stay what they are.
+  void store_queries(const float* q, uint64_t count, void* to) const {
+    if (h_.q_dtype == 0) {
+      std::memcpy(to, q, count * sizeof(float));
+      return;
+    }
+    auto* bits = static_cast<uint16_t*>(to);
+    for (uint64_t i = 0; i < count; ++i) {
+      uint32_t word;
+      std::memcpy(&word, q + i, sizeof word);
+      const bool nan = (word & 0x7fffffffu) > 0x7f800000u;
+      bits[i] = nan ? 0x7fc0 : static_cast<uint16_t>((word + 0x7fffu + (word >> 16 & 1)) >> 16);
+    }
+  }
+  // A row of them as fp32: where it lies, or in `scratch` [q_floats].
+  const float* load_query(const void* q, float* scratch) const {
+    if (h_.q_dtype == 0) return static_cast<const float*>(q);
+    const auto* bits = static_cast<const uint16_t*>(q);
+    for (uint64_t i = 0; i < q_floats(); ++i) {
+      const uint32_t word = uint32_t{bits[i]} << 16;
+      std::memcpy(scratch + i, &word, sizeof word);
+    }
+    return scratch;
   }
   int32_t* pages(uint32_t slot, uint32_t row) const {
     return at<int32_t>(h_.records_offset + slot * h_.record_stride + h_.pages_offset) +

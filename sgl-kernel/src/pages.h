@@ -12,9 +12,10 @@ void copy_pages(const void* src, void* dst, int64_t page_bytes, const int64_t* s
                 const int64_t* dst_ids, int64_t n);
 
 // Per page ids[i], head and column the smallest and largest K over the page's tokens, exact,
-// written to row ids[i] of kmin and kmax [P, H, D] (same dtype as k [P, S, H, D]). A NaN is the
-// smallest or the largest or both; of 16-bit zeros, -0 counts as smaller than +0.
+// written to row ids[i] of kmin and kmax [P, H, D] of type `to`: that of k [P, S, H, D], or, of fp8,
+// a wider one. A NaN is the smallest or the largest or both; -0 counts as smaller than +0, except in
+// fp32.
 void digest_pages(const void* k, int32_t page_size, int32_t kv_heads, int32_t head_dim, DType dtype,
-                  const int64_t* ids, int64_t n, void* kmin, void* kmax);
+                  const int64_t* ids, int64_t n, DType to, void* kmin, void* kmax);
 
 }  // namespace scout

@@ -94,9 +94,13 @@ uint64_t Producer::post(uint32_t layer, uint64_t step, uint32_t rows, const floa
   } else if (live == 0 || is_busy(index, live)) {
     slot.kind = Kind::kLocal;
     add_own<int64_t>(&local_tickets_, 1);
-    keep(slot, q, pages, k, n_pages);
+    const uint64_t count = slot.rows * ring_.q_floats();
+    slot.q.resize(count * query_bytes(ring_.header()));
+    ring_.store_queries(q, count, slot.q.data());
+    keep_ids(slot, pages, k, n_pages);
   } else {
     slot.kind = Kind::kPosted;
+    keep_ids(slot, pages, k, n_pages);
     publish(index, live, layer, step, q, pages, k, n_pages);
   }
   return slot.ticket;
@@ -138,10 +142,10 @@ Producer::Reply Producer::wait(uint64_t ticket, uint32_t layer, uint64_t step, i
       std::memcpy(lse, ring_.lse(index, 0), uint64_t{slot.rows} * h.row_heads * sizeof(float));
       return reply;
     }
-    // The worker never writes a record, so q and pages are still there.
-    compute(layer, slot, ring_.q(index, 0), ring_.pages(index, 0), ring_.n_pages(index), out, lse);
+    // The worker never writes a record, so q is still there. Ids could lead astray if it has.
+    compute(layer, slot, ring_.q(index, 0), out, lse);
   } else {
-    compute(layer, slot, slot.q.data(), slot.page_ids.data(), slot.n_pages.data(), out, lse);
+    compute(layer, slot, slot.q.data(), out, lse);
   }
   reply.fallback_pages = slot.pages;
   add_own<int64_t>(&fallback_pages_, slot.pages);
@@ -153,14 +157,11 @@ bool Producer::is_busy(uint32_t index, uint32_t live) const {
   return seq != 0 && epoch_of(seq) == live && load_acquire(&ring_.reply(index)->done) != seq;
 }
 
-void Producer::keep(Slot& slot, const float* q, const int32_t* pages, uint32_t k,
-                    const int32_t* n_pages) {
+void Producer::keep_ids(Slot& slot, const int32_t* pages, uint32_t k, const int32_t* n_pages) {
   const uint64_t max_pages = ring_.header().max_pages;
   const uint64_t rows = slot.rows;
-  if (slot.q.size() < rows * ring_.q_floats()) slot.q.resize(rows * ring_.q_floats());
   if (slot.page_ids.size() < rows * max_pages) slot.page_ids.resize(rows * max_pages);
   slot.n_pages.assign(n_pages, n_pages + rows);
-  std::memcpy(slot.q.data(), q, rows * ring_.q_floats() * sizeof(float));
   for (uint64_t b = 0; b < rows; ++b)
     std::memcpy(&slot.page_ids[b * max_pages], pages + b * k, n_pages[b] * sizeof(int32_t));
 }
@@ -182,7 +183,7 @@ void Producer::publish(uint32_t index, uint32_t live, uint32_t layer, uint64_t s
   store_relaxed(&record->parts, slot.parts);
   store_relaxed(&record->step, step);
   SCOUT_POINT(kHeaderWritten, index);
-  std::memcpy(ring_.q(index, 0), q, slot.rows * ring_.q_floats() * sizeof(float));
+  ring_.store_queries(q, slot.rows * ring_.q_floats(), ring_.q(index, 0));
   for (uint32_t b = 0; b < slot.rows; ++b)
     std::memcpy(ring_.pages(index, b), pages + uint64_t{b} * k, n_pages[b] * sizeof(int32_t));
   std::memcpy(ring_.n_pages(index), n_pages, slot.rows * sizeof(int32_t));
@@ -243,16 +244,15 @@ bool Producer::await_done(uint32_t index, uint64_t seq, int64_t begin_ns, int64_
   }
 }
 
-void Producer::compute(uint32_t layer, const Slot& slot, const float* q, const int32_t* pages,
-                       const int32_t* n_pages, float* out, float* lse) {
+void Producer::compute(uint32_t layer, const Slot& slot, const char* q, float* out, float* lse) {
   const uint64_t q_floats = ring_.q_floats();
+  const Header& h = ring_.header();
   for (uint32_t b = 0; b < slot.rows; ++b)
-    if (row_attention_.attend(ring_, layer, b, q + b * q_floats,
-                              pages + uint64_t{b} * ring_.header().max_pages, n_pages[b],
+    if (row_attention_.attend(ring_, layer, b, q + b * q_floats * query_bytes(h),
+                              slot.page_ids.data() + uint64_t{b} * h.max_pages, slot.n_pages[b],
                               slot.parts, out + b * q_floats,
-                              lse + uint64_t{b} * ring_.header().row_heads) < 0)
-      throw std::runtime_error("wait: the record of row " + std::to_string(b) +
-                               " was changed in shared memory");
+                              lse + uint64_t{b} * h.row_heads) < 0)
+      throw std::runtime_error("wait: row " + std::to_string(b) + " has pages of two kinds");
 }
 
 }  // namespace scout

@@ -33,9 +33,9 @@ class Producer {
   void set_split(const Split& split);
 
   // Hands rows [0, rows) to the worker. Returns the ticket. Copies everything. q fp32 [rows,
-  // row_heads, D]; pages int32 [rows, k], of row b the first n_pages[b] count, ids < 0 skipped;
-  // parts: runs of each row, 0: as set_split said. Throws std::invalid_argument for a value out of
-  // range (nothing is posted then).
+  // row_heads, D], which a record may hold in 16 bits; pages int32 [rows, k], of row b the first
+  // n_pages[b] count, ids < 0 skipped; parts: runs of each row, 0: as set_split said. Throws
+  // std::invalid_argument for a value out of range (nothing is posted then).
   uint64_t post(uint32_t layer, uint64_t step, uint32_t rows, const float* q, const int32_t* pages,
                 uint32_t k, const int32_t* n_pages, uint32_t parts);
 
@@ -65,23 +65,22 @@ class Producer {
     uint32_t rows = 0;
     uint32_t parts = 1;
     int64_t pages = 0;
-    // A local ticket's copy of the request; grows to the largest seen.
-    std::vector<float> q;
+    // Copies of what was posted, which no worker can write; grow to the largest seen.
     std::vector<int32_t> page_ids;
     std::vector<int32_t> n_pages;
+    std::vector<char> q;  // as in a record; of a local ticket alone
   };
 
   // A living worker may still read the record or write the reply.
   bool is_busy(uint32_t index, uint32_t live) const;
-  void keep(Slot& slot, const float* q, const int32_t* pages, uint32_t k, const int32_t* n_pages);
+  void keep_ids(Slot& slot, const int32_t* pages, uint32_t k, const int32_t* n_pages);
   void publish(uint32_t index, uint32_t live, uint32_t layer, uint64_t step, const float* q,
                const int32_t* pages, uint32_t k, const int32_t* n_pages);
 
   // True if the worker's answer to `seq` is there and good.
   bool await_done(uint32_t index, uint64_t seq, int64_t begin_ns, int64_t timeout_us,
                   int64_t spin_us);
-  void compute(uint32_t layer, const Slot& slot, const float* q, const int32_t* pages,
-               const int32_t* n_pages, float* out, float* lse);
+  void compute(uint32_t layer, const Slot& slot, const char* q, float* out, float* lse);
 
   Ring ring_;
   std::vector<Slot> slots_;

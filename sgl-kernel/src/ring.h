@@ -51,13 +51,15 @@
 
 #include <cstdint>
 
+#include "scout/attend.h"
+
 namespace scout {
 
 constexpr uint64_t kRingMagic = 0x31474E5254554353ull;  // "SCUTRNG1"
-constexpr uint32_t kLayoutVersion = 7;
+constexpr uint32_t kLayoutVersion = 8;
 constexpr uint32_t kHeaderBytes = 4096;
 constexpr uint32_t kStatLines = 1024;    // most threads of a worker
-constexpr uint64_t kEventEntries = 256;  // of a thread: four steps of 64 layers, read at every step
+constexpr uint32_t kEventEntries = 256;  // of a thread: four steps of 64 layers, read at every step
 constexpr uint64_t kSmallPage = 4096;
 constexpr uint64_t kHugePage = 2 << 20;
 constexpr uint64_t kPostMask = (1ull << 40) - 1;
@@ -94,17 +96,18 @@ struct Header {
   uint64_t kv_offset;
   uint64_t layer_stride;
   uint64_t v_offset;        // of V within a layer
-  uint64_t q_offset;        // within a record: fp32 [max_batch, row_heads, D]
+  uint64_t q_offset;        // within a record: q_dtype [max_batch, row_heads, D]
   uint64_t pages_offset;    // within a record: int32 [max_batch, max_pages]
   uint64_t n_pages_offset;  // within a record: int32 [max_batch]
   uint64_t out_offset;      // within a reply: fp32 [max_batch, row_heads, D]
   uint64_t lse_offset;      // within a reply: fp32 [max_batch, row_heads]
   uint64_t events_offset;
-  uint64_t event_entries;  // of one thread; a power of two
+  uint32_t event_entries;  // of one thread; a power of two
+  uint32_t q_dtype;        // of queries: 0 fp32, 1 bf16, for models whose queries are that
   uint32_t num_nodes;
-  uint32_t stripe_pages;  // of a node, in every plane
-  uint32_t lists;         // of pages, per request
-  uint32_t row_heads;     // query heads of a row
+  uint32_t stripe_pages;   // of a node, in every plane
+  uint32_t lists;          // of pages, per request
+  uint32_t row_heads;      // query heads of a row
   uint64_t context_pages;  // of one KV head, behind the pages of every plane; of the last node
 };
 static_assert(sizeof(Header) == 240);  // no padding: headers are compared by bytes
@@ -173,7 +176,7 @@ inline uint64_t post_of(uint64_t seq) { return seq & kPostMask; }
 
 // A page of one KV head, and K, or V, of a layer.
 inline uint64_t context_page_bytes(const Header& h) {
-  return uint64_t{h.page_size} * h.head_dim * (h.dtype == 0 ? 4 : 2);
+  return uint64_t{h.page_size} * h.head_dim * bytes_of(static_cast<DType>(h.dtype));
 }
 inline uint64_t plane_bytes(const Header& h) {
   return (static_cast<uint64_t>(h.num_pages) * h.num_kv_heads + h.context_pages) *
@@ -186,8 +189,11 @@ inline int64_t id_end(const Header& h) {
   return h.num_pages + static_cast<int64_t>(h.context_pages) * h.page_size;
 }
 
-// Fills the rest of a header of which the sizes are set (num_pages to logit_cap, num_nodes,
-// stripe_pages, lists). In the order of the memory file, mapped from 0:
+// Of an element of a query.
+inline uint64_t query_bytes(const Header& h) { return h.q_dtype == 0 ? 4 : 2; }
+
+// Fills the rest of a header of which the sizes are set (num_pages to logit_cap, q_dtype,
+// num_nodes, stripe_pages, lists). In the order of the memory file, mapped from 0:
 //
 //   Header    written once by Arena.create, read-only afterwards
 //   Control   doorbell
@@ -208,7 +214,7 @@ inline void lay_out(Header& h) {
   };
   const uint32_t slots = 2 * h.num_layers;
   h.row_heads = h.num_q_heads / h.lists;
-  const uint64_t q_bytes = 4ull * h.max_batch * h.row_heads * h.head_dim;
+  const uint64_t values = uint64_t{h.max_batch} * h.row_heads * h.head_dim;
   h.magic = kRingMagic;
   h.layout_version = kLayoutVersion;
   h.header_bytes = kHeaderBytes;
@@ -217,18 +223,18 @@ inline void lay_out(Header& h) {
   h.log_entries = 1;
   while (h.log_entries <= 2 * slots) h.log_entries *= 2;
   h.q_offset = sizeof(RecordHeader);
-  h.pages_offset = h.q_offset + up(q_bytes, 128);
+  h.pages_offset = h.q_offset + up(query_bytes(h) * values, 128);
   h.n_pages_offset = h.pages_offset + up(4ull * h.max_batch * h.max_pages, 128);
   h.record_stride = h.n_pages_offset + up(4ull * h.max_batch, 128);
   h.out_offset = sizeof(ReplyHeader);
-  h.lse_offset = h.out_offset + up(q_bytes, 128);
+  h.lse_offset = h.out_offset + up(4 * values, 128);
   h.reply_stride = h.lse_offset + up(4ull * h.max_batch * h.row_heads, 128);
   h.control_offset = place(sizeof(Control), 128);
   h.stats_offset = place(sizeof(StatLine) * h.stat_lines, 128);
   h.log_offset = place(8ull * h.log_entries, 128);
   h.records_offset = place(h.record_stride * slots, kSmallPage);
   h.replies_offset = place(h.reply_stride * slots, kSmallPage);
-  h.events_offset = place(sizeof(Event) * h.event_entries * h.stat_lines, kSmallPage);
+  h.events_offset = place(sizeof(Event) * uint64_t{h.event_entries} * h.stat_lines, kSmallPage);
   h.v_offset = up(plane_bytes(h), h.num_nodes > 1 ? kHugePage : kSmallPage);
   h.layer_stride = 2 * h.v_offset;
   h.kv_offset = place(h.layer_stride * h.num_layers, kHugePage);

@@ -54,17 +54,16 @@ inline void make_finite(float* x, int count) {
 template <DType T>
 inline void load_keys(const char* k, ptrdiff_t row_bytes, int dim, float* x) {
   constexpr int W = Vec::kLanes;
-  constexpr int kBytes = T == DType::kF32 ? 4 : 2;
   for (int t = 0; t < kRotatedTokens; ++t) {
     for (int d = 0; d < dim; d += 2 * W) {
       Vec::F first, second;
-      Vec::load_pair<T>(k + t * row_bytes + d * kBytes, first, second);
+      Vec::load_pair<T>(k + t * row_bytes + d * bytes_of(T), first, second);
       float pair[2 * W];
       Vec::store(pair, first);
       Vec::store(pair + W, second);
       for (int i = 0; i < 2 * W; ++i) {
         const int from = T == DType::kBF16 ? i / 2 + i % 2 * W : i;
-        x[(d + i) * kRotatedTokens + t] = pair[from];
+        x[(d + i) * kRotatedTokens + t] = widening(T) * pair[from];
       }
     }
   }
@@ -151,7 +150,7 @@ void rotate_head(const char* k, ptrdiff_t row_bytes, int dim, int bits, uint8_t*
 template <DType T>
 void rotate_all_of(const RotateArgs& args) {
   const int dim = args.head_dim;
-  const ptrdiff_t head_bytes = static_cast<ptrdiff_t>(dim) * (T == DType::kF32 ? 4 : 2);
+  const ptrdiff_t head_bytes = static_cast<ptrdiff_t>(dim) * bytes_of(T);
   const ptrdiff_t row_bytes = args.kv_heads * head_bytes;
   for (int64_t i = 0; i < args.n; ++i) {
     const char* const page =
@@ -173,6 +172,10 @@ inline void rotate_all(const RotateArgs& args) {
       return rotate_all_of<DType::kF16>(args);
     case DType::kF32:
       return rotate_all_of<DType::kF32>(args);
+    case DType::kE4M3:
+      return rotate_all_of<DType::kE4M3>(args);
+    case DType::kE5M2:
+      return rotate_all_of<DType::kE5M2>(args);
   }
 }
 

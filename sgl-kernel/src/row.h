@@ -39,12 +39,13 @@ inline bool decode_ids(const Header& h, bool is_context, int32_t* ids, int32_t c
 
 // Attends to one part of the pages of row `row` of a record: run `part % parts` of those of node
 // `part / parts`. `scratch` [max_pages] takes their ids: they are read once, checked and then used,
-// so a record that changes meanwhile cannot lead outside the arena. Returns the number of pages, or
-// -1 if a count or an id is out of range (then nothing is written). Of several parts of a row one
-// without pages writes its lse alone.
-inline int32_t attend_part(const Ring& ring, uint32_t layer, uint32_t row, const float* q,
+// so a record that changes meanwhile cannot lead outside the arena. `query` [q_floats] is for `q`,
+// in the record's dtype, as fp32. Returns the number of pages, or -1 if a count or an id is out of
+// range (then nothing is written). Of several parts of a row one without pages writes its lse
+// alone.
+inline int32_t attend_part(const Ring& ring, uint32_t layer, uint32_t row, const void* q,
                            const int32_t* pages, int32_t n, uint32_t part, uint32_t parts,
-                           int32_t* scratch, float* out, float* lse) {
+                           int32_t* scratch, float* query, float* out, float* lse) {
   const Header& h = ring.header();
   if (n < 0 || n > static_cast<int32_t>(h.max_pages)) return -1;
   const uint32_t node = part / parts;
@@ -70,8 +71,8 @@ inline int32_t attend_part(const Ring& ring, uint32_t layer, uint32_t row, const
   ContextPart found;
   const bool is_context = count > 0 && scratch[0] >= h.num_pages;
   if (!decode_ids(h, is_context, scratch, count, &found)) return -1;
-  attend_sequence(is_context ? ring.context(layer) : kv, ring.params(), q, scratch, found.whole,
-                  found.last_page, found.last_len, out, lse);
+  attend_sequence(is_context ? ring.context(layer) : kv, ring.params(), ring.load_query(q, query),
+                  scratch, found.whole, found.last_page, found.last_len, out, lse);
   return count;
 }
 
@@ -80,19 +81,20 @@ class RowAttention {
  public:
   // Writes out [row_heads, D] and lse [row_heads]. Returns the number of pages, or -1 as
   // attend_part.
-  int64_t attend(const Ring& ring, uint32_t layer, uint32_t row, const float* q,
+  int64_t attend(const Ring& ring, uint32_t layer, uint32_t row, const void* q,
                  const int32_t* pages, int32_t n, uint32_t parts, float* out, float* lse) {
     const Header& h = ring.header();
     const uint32_t all = parts * h.num_nodes;
     const uint64_t stride = ring.q_floats() + h.row_heads;
     ids_.resize(h.max_pages);
+    query_.resize(ring.q_floats());
     if (all > 1) results_.resize(all * stride);
     int64_t total = 0;
     for (uint32_t part = 0; part < all; ++part) {
       float* to = all == 1 ? out : results_.data() + part * stride;
       float* to_lse = all == 1 ? lse : to + ring.q_floats();
-      const int32_t count =
-          attend_part(ring, layer, row, q, pages, n, part, parts, ids_.data(), to, to_lse);
+      const int32_t count = attend_part(ring, layer, row, q, pages, n, part, parts, ids_.data(),
+                                        query_.data(), to, to_lse);
       if (count < 0) return -1;
       total += count;
     }
@@ -102,7 +104,7 @@ class RowAttention {
 
  private:
   std::vector<int32_t> ids_;
-  std::vector<float> results_;
+  std::vector<float> query_, results_;
 };
 
 }  // namespace scout

@@ -96,6 +96,7 @@ void Runtime::start_thread(uint32_t index, int cpu) {
   me.stats = ring_.stats(index);
   me.node = options_.nodes.empty() ? 0 : static_cast<uint32_t>(options_.nodes[index]);
   me.pages.resize(h.max_pages);
+  me.query.resize(ring_.q_floats());
   me.result.resize(partial_floats_);
   // Pinned before the thread runs, so that its stack is first touched on its own node.
   cpu_set_t set;

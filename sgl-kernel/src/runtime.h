@@ -66,6 +66,7 @@ class Runtime {
     StatLine* stats = nullptr;
     uint32_t node = 0;
     std::vector<int32_t> pages;  // checked page ids of the current item
+    std::vector<float> query;    // of the current item
     std::vector<float> result;   // out and lse of one row, before they go to the reply
     Event span{};                // what it does of the current record; `pages` and times so far
     // Own totals of this process; the StatLine goes on over epochs.

@@ -131,7 +131,7 @@ void Runtime::run_item(Thread& me, uint32_t slot, uint64_t seq, uint32_t layer, 
   float* out = merged ? partial(slot, place, part, row_parts) : me.result.data();
   const int32_t attended =
       attend_part(ring_, layer, row, ring_.q(slot, row), ring_.pages(slot, row), n, part, parts,
-                  me.pages.data(), out, out + ring_.q_floats());
+                  me.pages.data(), me.query.data(), out, out + ring_.q_floats());
   const bool refused = attended < 0;
   const uint64_t tag = post_of(seq) << 24;
   if (refused) refused_[slot].store(tag | 1, std::memory_order_relaxed);

@@ -14,9 +14,6 @@ namespace {
 
 constexpr int kHeadsAtOnce = 4;
 
-template <DType T>
-constexpr int kElementBytes = T == DType::kF32 ? 4 : 2;
-
 // Bounds of GB query heads for one head of one page, to bounds[g * stride]. q holds max(q, 0) and
 // min(q, 0) in the column order of load_pair: max(q kmin, q kmax) = max(q, 0) kmax + min(q, 0)
 // kmin, as one of the two products is exactly zero.
@@ -30,8 +27,8 @@ inline void bound_heads(const char* kmin, const char* kmax, const float* q_posit
   for (int g = 0; g < kHeadsAtOnce; ++g) acc[g] = Vec::zero();
   for (int d = 0; d < dim; d += 2 * W) {
     F low0, low1, high0, high1;
-    Vec::load_pair<T>(kmin + d * kElementBytes<T>, low0, low1);
-    Vec::load_pair<T>(kmax + d * kElementBytes<T>, high0, high1);
+    Vec::load_pair<T>(kmin + d * bytes_of(T), low0, low1);
+    Vec::load_pair<T>(kmax + d * bytes_of(T), high0, high1);
 #pragma GCC unroll 4
     for (int g = 0; g < GB; ++g) {
       const ptrdiff_t at = static_cast<ptrdiff_t>(g) * dim + d;
@@ -53,7 +50,7 @@ void bound_pages(const Digests& digests, const ScoreArgs& args, const float* q_p
   const int dim = digests.head_dim;
   const int heads = digests.kv_heads;
   const int group = args.group;
-  const ptrdiff_t head_bytes = static_cast<ptrdiff_t>(dim) * kElementBytes<T>;
+  const ptrdiff_t head_bytes = static_cast<ptrdiff_t>(dim) * bytes_of(T);
   const char* const kmin = static_cast<const char*>(digests.kmin);
   const char* const kmax = static_cast<const char*>(digests.kmax);
   for (int n = 0; n < args.n_full; ++n) {
@@ -115,16 +112,12 @@ inline void score_all(const Digests& digests, const ScoreArgs& args) {
       q_negative[at] = x > 0.0f ? 0.0f : x;
     }
   }
-  switch (digests.dtype) {
-    case DType::kBF16:
-      bound_pages<DType::kBF16>(digests, args, q_positive, q_negative, bounds, padded);
-      break;
-    case DType::kF16:
-      bound_pages<DType::kF16>(digests, args, q_positive, q_negative, bounds, padded);
-      break;
-    case DType::kF32:
-      bound_pages<DType::kF32>(digests, args, q_positive, q_negative, bounds, padded);
-      break;
+  if (digests.dtype == DType::kBF16) {
+    bound_pages<DType::kBF16>(digests, args, q_positive, q_negative, bounds, padded);
+  } else if (digests.dtype == DType::kF16) {
+    bound_pages<DType::kF16>(digests, args, q_positive, q_negative, bounds, padded);
+  } else {
+    bound_pages<DType::kF32>(digests, args, q_positive, q_negative, bounds, padded);
   }
   reduce_heads(args, query_heads, args.scale, bounds, padded, result);
 }

@@ -82,6 +82,16 @@ struct Vec {
     } else if constexpr (T == DType::kF16) {
       x = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
       y = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p) + 1));
+    } else if constexpr (T == DType::kE5M2) {
+      const __m128i raw = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+      x = _mm256_cvtph_ps(_mm_unpacklo_epi8(_mm_setzero_si128(), raw));
+      y = _mm256_cvtph_ps(_mm_unpackhi_epi8(_mm_setzero_si128(), raw));
+    } else if constexpr (T == DType::kE4M3) {
+      const __m128i raw = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+      const __m256i spread = _mm256_slli_epi16(_mm256_cvtepi8_epi16(raw), 7);  // the sign twice
+      const __m256i half = _mm256_and_si256(spread, _mm256_set1_epi16(static_cast<int16_t>(0xbfff)));
+      x = _mm256_cvtph_ps(_mm256_castsi256_si128(half));
+      y = _mm256_cvtph_ps(_mm256_extracti128_si256(half, 1));
     } else {
       x = load(reinterpret_cast<const float*>(p));
       y = load(reinterpret_cast<const float*>(p) + kLanes);

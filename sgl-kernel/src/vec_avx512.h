@@ -86,6 +86,13 @@ struct Vec {
     } else if constexpr (T == DType::kF16) {
       x = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
       y = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p) + 1));
+    } else if constexpr (bytes_of(T) == 1) {
+      const __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+      __m512i half = _mm512_slli_epi16(_mm512_cvtepi8_epi16(raw), T == DType::kE5M2 ? 8 : 7);
+      if constexpr (T == DType::kE4M3)  // which has the sign twice
+        half = _mm512_and_si512(half, _mm512_set1_epi16(static_cast<int16_t>(0xbfff)));
+      x = _mm512_cvtph_ps(_mm512_castsi512_si256(half));
+      y = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(half, 1));
     } else {
       x = load(reinterpret_cast<const float*>(p));
       y = load(reinterpret_cast<const float*>(p) + kLanes);

@@ -16,6 +16,7 @@ struct Vec {
   using F = float __attribute__((vector_size(16)));
   using U = uint32_t __attribute__((vector_size(16)));
   using H = uint16_t __attribute__((vector_size(8)));
+  using B = uint8_t __attribute__((vector_size(4)));
 
   static constexpr int kLanes = 4;
   static constexpr bool kSpecialiseDims = false;  // compile-time head sizes
@@ -89,7 +90,18 @@ struct Vec {
     return (F)(bits | ((h & 0x8000u) << 16));
   }
 
-  // Widens 2 * kLanes elements. bf16 comes as (even elements, odd elements), others in order.
+  // The same of fp8, whose bits become the upper ones of a half.
+  template <DType T>
+  static F widen_byte(const char* p) {
+    B bytes;
+    __builtin_memcpy(&bytes, p, sizeof bytes);
+    const U raw = __builtin_convertvector(bytes, U);
+    if constexpr (T == DType::kE5M2) return widen_half(raw << 8);
+    return widen_half((raw & 0x7fu) << 7 | (raw & 0x80u) << 8);
+  }
+
+  // Widens 2 * kLanes elements, of e4m3 to 1 / widening(T) of them. bf16 comes as (even elements,
+  // odd elements), others in order.
   template <DType T>
   static void load_pair(const char* p, F& x, F& y) {
     if constexpr (T == DType::kBF16) {
@@ -103,6 +115,9 @@ struct Vec {
       __builtin_memcpy(&high, p + sizeof low, sizeof high);
       x = widen_half(__builtin_convertvector(low, U));
       y = widen_half(__builtin_convertvector(high, U));
+    } else if constexpr (bytes_of(T) == 1) {
+      x = widen_byte<T>(p);
+      y = widen_byte<T>(p + kLanes);
     } else {
       x = load(reinterpret_cast<const float*>(p));
       y = load(reinterpret_cast<const float*>(p) + kLanes);

@@ -49,6 +49,7 @@ class Arena {
     h.max_batch = kMaxBatch;
     h.max_pages = kMaxPages;
     h.scale = 0.25f;
+    h.q_dtype = nodes > 1;
     h.num_nodes = nodes;
     h.lists = 1;
     h.stripe_pages = (kNumPages + nodes - 1) / nodes;
@@ -143,7 +144,13 @@ inline Request random_request(const Arena& arena, Rng& rng, uint32_t max_parts) 
   r.parts = 1 + rng() % max_parts;
   std::normal_distribution<float> normal;
   r.q.resize(uint64_t{r.rows} * kRowFloats);
-  for (float& x : r.q) x = normal(rng);
+  for (float& x : r.q) {  // of no more digits than a record may hold
+    x = normal(rng);
+    uint32_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    bits &= 0xffff0000u;
+    std::memcpy(&x, &bits, sizeof bits);
+  }
   r.pages.resize(r.rows * kMaxPages);
   for (int32_t& id : r.pages) id = static_cast<int32_t>(rng() % (kNumPages + 1)) - 1;
   r.n_pages.resize(r.rows);

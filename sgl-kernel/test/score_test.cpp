@@ -100,15 +100,18 @@ void check_scores(const Case& c, const Logs& logs, Reduce reduce, double error, 
   }
 }
 
+constexpr DType kOfFp8[] = {DType::kF32, DType::kBF16, DType::kF16};  // digests of its pages
+
 void check_bounds(const char* isa, const Shape& s, std::mt19937& rng) {
   const Case c = make_case(s, rng);
   const int columns = s.heads * s.dim;
   const Tensor k = random_tensor(s.pages * s.page_size * columns, s.dtype, rng);
-  const size_t bytes = s.pages * columns * (s.dtype == DType::kF32 ? 4 : 2);
+  const DType to = scout::bytes_of(s.dtype) == 1 ? kOfFp8[rng() % 3] : s.dtype;
+  const size_t bytes = s.pages * columns * scout::bytes_of(to);
   std::vector<char> kmin(bytes), kmax(bytes);
   std::vector<int64_t> ids(s.pages);
   for (int i = 0; i < s.pages; ++i) ids[i] = s.pages - 1 - i;
-  scout::digest_pages(k.data(), s.page_size, s.heads, s.dim, s.dtype, ids.data(), s.pages,
+  scout::digest_pages(k.data(), s.page_size, s.heads, s.dim, s.dtype, ids.data(), s.pages, to,
                       kmin.data(), kmax.data());
   Logs bounds(c.query_heads, std::vector<double>(s.pages, 0.0));
   for (int hq = 0; hq < c.query_heads; ++hq) {
@@ -121,7 +124,7 @@ void check_bounds(const char* isa, const Shape& s, std::mt19937& rng) {
       bounds[hq][p] += c.scale * most;
     }
   }
-  const scout::Digests digests{kmin.data(), kmax.data(), s.dtype, s.heads, s.dim};
+  const scout::Digests digests{kmin.data(), kmax.data(), to, s.heads, s.dim};
   const auto run = [&](const scout::ScoreArgs& args) { scout::score_sequence(digests, args); };
   const size_t floats = scout::score_scratch_floats(c.query_heads, s.dim, c.table.size());
   for (Reduce reduce : {Reduce::kMass, Reduce::kMax})
@@ -201,7 +204,7 @@ void check_rotated(const char* isa, const Shape& s, int bits, std::mt19937& rng,
   Tensor k = random_tensor(s.pages * kTokens * s.heads * s.dim, s.dtype, rng);
   for (size_t i = 0; special.every && i < k.full.size(); i += special.every) {
     k.full[i] = special.full;
-    if (s.dtype != DType::kF32)
+    if (!k.half.empty())
       k.half[i] = s.dtype == DType::kF16 ? special.half : bf16_bits(special.full);
   }
   const size_t rows = s.pages * s.heads;
@@ -230,7 +233,8 @@ int main() {
                               {NAN, 0x7e00, 3}};
   for (const char* isa : {"portable", "avx2", "avx512"}) {
     if (!scout::set_isa(isa)) continue;
-    for (DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
+    for (DType dtype :
+         {DType::kF32, DType::kBF16, DType::kF16, DType::kE4M3, DType::kE5M2}) {
       for (int dim : {16, 64, 80, 96, 128, 256})
         for (int group : {1, 2, 3, 5})
           check_bounds(isa, {dtype, (dim / 16 + group) % 2 ? 7 : 32, 2, dim, group, 4}, rng);
@@ -238,6 +242,7 @@ int main() {
         for (int dim : {16, 48, 80, 128, 1024})
           for (int group : {1, 3, 4, 5, 8})
             check_rotated(isa, {dtype, kTokens, 2, dim, group, 4}, bits, rng);
+        if (scout::bytes_of(dtype) == 1) continue;
         for (const Special& special : specials)
           for (float q_factor : {1.0f, 1e30f})
             check_rotated(isa, {dtype, kTokens, 2, 80, 5, 4}, bits, rng, special, q_factor);

@@ -33,9 +33,11 @@ struct Tensor {
   std::vector<uint16_t> half;
   std::vector<float> full;
   DType dtype;
+  std::vector<uint8_t> bytes = {};  // of fp8
 
   const void* data() const {
-    return dtype == DType::kF32 ? static_cast<const void*>(full.data()) : half.data();
+    if (dtype == DType::kF32) return full.data();
+    return bytes.empty() ? static_cast<const void*>(half.data()) : bytes.data();
   }
 };
 
@@ -45,6 +47,15 @@ float half_value(uint16_t bits) {
   const float magnitude =
       exponent == 0 ? std::ldexp(mantissa, -24) : std::ldexp(1024.0f + mantissa, exponent - 25);
   return bits & 0x8000 ? -magnitude : magnitude;
+}
+
+float fp8_value(uint8_t bits, DType dtype) {
+  if (dtype == DType::kE5M2) return half_value(static_cast<uint16_t>(bits << 8));
+  const int exponent = (bits >> 3) & 15;
+  const float mantissa = static_cast<float>(bits & 7);
+  const float magnitude =
+      exponent == 0 ? std::ldexp(mantissa, -9) : std::ldexp(8.0f + mantissa, exponent - 10);
+  return bits & 0x80 ? -magnitude : magnitude;
 }
 
 uint16_t bf16_bits(float x) {
@@ -63,13 +74,18 @@ float bf16_value(uint16_t bits) {
 Tensor random_tensor(size_t n, DType dtype, std::mt19937& rng) {
   Tensor t{{}, std::vector<float>(n), dtype};
   std::normal_distribution<float> normal;
-  if (dtype != DType::kF32) t.half.resize(n);
+  const bool is_fp8 = scout::bytes_of(dtype) == 1;
+  if (is_fp8) t.bytes.resize(n);
+  if (scout::bytes_of(dtype) == 2) t.half.resize(n);
   for (size_t i = 0; i < n; ++i) {
     if (dtype == DType::kF32) {
       t.full[i] = normal(rng);
     } else if (dtype == DType::kBF16) {
       t.half[i] = bf16_bits(normal(rng));
       t.full[i] = bf16_value(t.half[i]);
+    } else if (is_fp8) {  // up to 4, denormals
+      t.bytes[i] = static_cast<uint8_t>(rng() % (dtype == DType::kE4M3 ? 0x48 : 0x44) | (rng() & 0x80));
+      t.full[i] = fp8_value(t.bytes[i], dtype);
     } else {
       t.half[i] = static_cast<uint16_t>(rng() % 0x4400 | (rng() & 0x8000));  // up to 4, denormals
       t.full[i] = half_value(t.half[i]);

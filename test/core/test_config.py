@@ -10,6 +10,7 @@ from sglang_scout.core.cpu_list import parse_cpu_list, ranges
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.parse_config import check_files, check_layers, parse_config
 from sglang_scout.core.profile import load_profile
+from sglang_scout.policy.base import policies
 
 
 def parse(**kwargs):
@@ -76,6 +77,16 @@ def test_refused(kwargs, parts):
     assert isinstance(caught.value, ValueError)
     for part in parts:
         assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("policy", "keys"),
+    [("hgca", {"mass": 0.5}), ("hgca", {"exact_layers": [1]}), ("sparda", {"exact_layers": [1]}),
+     ("rheo", {"exact_layers": [1]})],
+)  # fmt: skip
+def test_keys_that_mean_nothing_to_a_policy_are_refused(policy, keys):
+    with pytest.raises(ConfigError, match=f"has no effect with --kv-offload {policy}; drop"):
+        parse_config(policy=policy, policies=policies(), config=keys, available_cpus={0})
 
 
 def test_from_python_the_keys_may_be_an_object():
@@ -234,7 +245,7 @@ def test_bad_profiles(tmp_path, text, part):
 def test_a_key_that_changes_defaults_gives_way_to_what_is_said():
     known = {
         "scout": {"paper": {"digest": "minmax", "reweigh": False}},
-        "other": {"attend": "selected"},
+        "other": {"attend": "resident"},
     }
 
     def parsed(policy, keys):
@@ -245,7 +256,7 @@ def test_a_key_that_changes_defaults_gives_way_to_what_is_said():
     assert (paper.paper, paper.digest, paper.reweigh) == (True, "minmax", False)
     assert parsed("scout", {"paper": True, "digest": "rotated-1"}).digest == "rotated-1"
     assert parsed("scout", {"paper": False}).digest == "rotated-2"
-    assert parsed("other", {}).attend == "selected"
+    assert parsed("other", {}).attend == "resident" and parsed("scout", {}).attend == "selected"
     with pytest.raises(
         ConfigError, match="paper = True has no effect with --kv-offload other; it is for scout"
     ):

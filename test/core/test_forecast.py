@@ -48,8 +48,20 @@ def test_what_is_no_file_of_weights_is_refused(tmp_path):
             np.savez(file, **arrays)
         refused(path, "forecast", "not a readable file of weights")
     save_weights(forecast_weights(), str(path))
-    path.write_bytes(path.read_bytes()[:-100])
-    refused(path, "forecast", "not a readable file of weights")
+    whole = path.read_bytes()
+    directory = whole.rindex(b"PK\1\2")
+    newer = whole[: directory + 6] + b"\xff" + whole[directory + 7 :]  # version of the format
+    for content in (whole[:-100], newer):
+        path.write_bytes(content)
+        refused(path, "forecast", "not a readable file of weights")
+
+
+def test_a_model_without_heads_is_refused(tmp_path):
+    made = pilot_weights()
+    none = msgspec.structs.replace(identity(), num_kv_heads=0)
+    header = msgspec.structs.replace(made.header, identity=none)
+    save_weights(dataclasses.replace(made, header=header), str(tmp_path / "w"))
+    refused(tmp_path / "w", "pilot", "w_k is float32")
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@ import itertools
 
 import torch
 
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
 
 def i32(values):
     return torch.tensor(values, dtype=torch.int32)

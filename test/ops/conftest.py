@@ -25,6 +25,7 @@ HAS_TRITON = triton.interpreted() or torch.cuda.is_available()
 ABSENT = {
     "native": lambda: native.ABSENT,
     "triton": lambda: "" if HAS_TRITON else "no CUDA device, TRITON_INTERPRET is not set",
+    "flash": lambda: "it takes 16-bit tensors of a Hopper device; its cases are in test_flash.py",
 }
 
 

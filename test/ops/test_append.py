@@ -3,6 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from attend_cases import FP8
 from sglang_scout.ops.append import Pool, append_tokens
 
 IMPLS = pytest.mark.parametrize("impl", append_tokens.names())
@@ -27,7 +28,7 @@ def expected(k, v, lens, to):
 
 @IMPLS
 @given(
-    dtypes=st.tuples(st.sampled_from(DTYPES), st.sampled_from(DTYPES)),
+    dtypes=st.tuples(st.sampled_from(DTYPES), st.sampled_from((*DTYPES, *FP8))),
     sizes=st.tuples(*(st.integers(1, n) for n in (5, 9, 33, 4))),
     D=st.sampled_from((16, 64, 80, 128)),
     with_mirror=st.booleans(),
@@ -51,8 +52,8 @@ def test_writes_that_token_and_no_other(impl, dtypes, sizes, D, with_mirror, dat
     want = [expected(k, v, lens.tolist(), p) for p in (to, mirror) if p is not None]
     append_tokens(k, v, lens, to, mirror, impl=impl)
     for got, (want_k, want_v) in zip((to, mirror), want, strict=False):
-        assert torch.equal(got.k, want_k)
-        assert torch.equal(got.v, want_v)
+        assert torch.equal(got.k.float(), want_k.float())
+        assert torch.equal(got.v.float(), want_v.float())
 
 
 @IMPLS
@@ -62,6 +63,28 @@ def test_rounds_to_the_nearest_even(impl):
     append_tokens(k, -k, torch.tensor([1], dtype=torch.int32), to, impl=impl)
     assert to.k.flatten()[:4].tolist() == [1.0, 1.0, 1 + 2**-6, 1 + 2**-7]
     assert torch.equal(to.v, -to.k)
+
+
+@IMPLS
+@pytest.mark.parametrize("dtype", FP8)
+@pytest.mark.parametrize("of", [torch.bfloat16, torch.float16])
+def test_rounds_every_value_to_fp8_as_torch_does(impl, dtype, of):
+    """What is too large, and what is no number, to the same bits."""
+    k = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(of).view(8, 64, 128)
+    to = pool(torch.Generator(), list(range(8)), 8, 1, 64, 128, dtype)
+    append_tokens(k, k, torch.ones(8, dtype=torch.int32), to, impl=impl)
+    assert torch.equal(to.k[:, 0].view(torch.uint8), k.to(dtype).view(torch.uint8))
+
+
+@IMPLS
+@pytest.mark.parametrize("dtype", FP8)
+def test_rounds_float32_to_fp8_as_torch_does(impl, dtype):
+    bits = torch.randint(-(2**31), 2**31, (8, 64, 128), generator=torch.Generator().manual_seed(1))
+    k = bits.to(torch.int32).view(torch.float32)
+    k[:4] = torch.randn(4, 64, 128) * 2.0 ** torch.randint(-18, 18, (4, 64, 128))
+    to = pool(torch.Generator(), list(range(8)), 8, 1, 64, 128, dtype)
+    append_tokens(k, k, torch.ones(8, dtype=torch.int32), to, impl=impl)
+    assert torch.equal(to.k[:, 0].view(torch.uint8), k.to(dtype).view(torch.uint8))
 
 
 @pytest.mark.parametrize("impl", ["triton"])

@@ -5,12 +5,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attend_cases import densely, i32, inputs, unwritten
+from attend_cases import FP8, densely, i32, inputs, unwritten
 from sglang_scout.ops.attend import attend_pages
 
 IMPLS = pytest.mark.parametrize("impl", attend_pages.names())
 PER_HEAD = pytest.mark.parametrize("per_head", [False, True])
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, *FP8)
 KINDS = pytest.mark.parametrize(
     ("dtype", "rounded"),
     [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)],

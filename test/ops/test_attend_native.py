@@ -10,7 +10,7 @@ import threading
 import pytest
 import torch
 
-from attend_cases import densely, i32, inputs
+from attend_cases import FP8, densely, i32, inputs
 from sglang_scout.core.errors import ImplementationError
 from sglang_scout.core.split import Split
 from sglang_scout.ops import native
@@ -45,7 +45,7 @@ def test_native_names_every_reason(impl, agree):
     with pytest.raises(ImplementationError) as caught:
         attend_pages(q, k.double(), v.double(), pages.T.contiguous().T, *last, 1.0, impl=impl)
     message = str(caught.value)
-    assert "native supports float32, bfloat16, float16" in message
+    assert "native supports float32, bfloat16, float16, float8_e4m3fn, float8_e5m2" in message
     assert "pages is not contiguous" in message
     assert "D=24; native supports multiples of 16" in message
     assert "float64[7, 8, 2, 24]" in message
@@ -63,15 +63,28 @@ def test_more_heads_than_one_pass_holds(impl, agree):
 
 @NATIVE
 @pytest.mark.usefixtures("isa")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_every_16_bit_value_is_widened_exactly(impl, dtype):
-    """With one token the result is V itself, in order, for all finite bit patterns."""
-    patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
-    v = torch.where(patterns.isfinite(), patterns, 0.0).reshape(1, 1, 512, 128).contiguous()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, *FP8])
+def test_every_narrow_value_is_widened_exactly(impl, dtype):
+    """With one token the result is V itself, in order, for all finite bit patterns, and lse is a sum of K."""
+    words = {1: torch.uint8, 2: torch.int16}[dtype.itemsize]
+    patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(words).view(dtype).float()
+    v = torch.where(patterns.isfinite(), patterns, 0.0).reshape(1, 1, 512, 128).to(dtype)
     q, k = torch.ones(1, 512, 128), torch.zeros_like(v)
     out, lse = attend_pages(q, k, v, i32([[0]]), None, None, 1.0, impl=impl)
     assert torch.equal(out.reshape(v.shape), v.float())
     assert (lse == 0).all()
+    if dtype in FP8:
+        q = torch.eye(128).expand(512, 128, 128).reshape(1, 512 * 128, 128).contiguous()
+        _, lse = attend_pages(q, v, k, i32([[0]]), None, None, 1.0, impl=impl)
+        torch.testing.assert_close(lse.reshape(v.shape), v.float(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("impl", ["native", "triton"])
+@pytest.mark.usefixtures("isa")
+def test_the_nan_of_e4m3_counts_as_480(impl):
+    v = torch.full((1, 1, 1, 64), torch.nan).to(torch.float8_e4m3fn)
+    k, q = torch.zeros_like(v), torch.ones(1, 1, 64)
+    assert (attend_pages(q, k, v, i32([[0]]), None, None, 1.0, impl=impl)[0] == 480).all()
 
 
 @NATIVE
@@ -214,7 +227,7 @@ def test_the_best_instruction_set_is_the_default():
 
 
 @pytest.mark.skipif(native.module is None, reason=native.ABSENT)
-@pytest.mark.parametrize("size", [{"dtype": 3}, {"D": 24}, {"D": 0}, {"S": 0}, {"G": -1}, {"C": 2}])
+@pytest.mark.parametrize("size", [{"dtype": 5}, {"D": 24}, {"D": 0}, {"S": 0}, {"G": -1}, {"C": 2}])
 def test_addresses_without_a_shape_are_refused(size):
     """What an op cannot ask for, but another caller of the module could."""
     zeros = torch.zeros(4096)

@@ -1,6 +1,9 @@
 """The attendant, which answers records of the ring's kernels that no worker will answer."""
 
 import os
+import re
+import time
+from pathlib import Path
 
 import pytest
 
@@ -28,6 +31,19 @@ def attended(arena):
     yield producer, attendant
     settle()
     attendant.stop()
+
+
+def test_an_idle_attendant_looks_less_and_less_often(attended):
+    def naps():
+        texts = [(p / "status").read_text() for p in Path("/proc/self/task").iterdir()]
+        [status] = [text for text in texts if "\tscout-attendant\n" in text]
+        return int(re.search(r"^voluntary_ctxt_switches:\s+(\d+)", status, re.M)[1])
+
+    time.sleep(0.1)
+    before, begin_s = naps(), time.monotonic()
+    time.sleep(0.3)
+    most = 1000 * (time.monotonic() - begin_s)
+    assert naps() - before < most, "every 50 us they would be several thousand"
 
 
 @KINDS

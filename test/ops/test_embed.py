@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from attend_cases import FP8
 from sglang_scout.ops.embed import build_layer_means, build_layer_pilots, largest, score_embeddings
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -51,7 +52,7 @@ def wanted(k, w_k=()):
 
 @IMPLS
 @given(
-    dtype=st.sampled_from(DTYPES),
+    dtype=st.sampled_from((*DTYPES, *FP8)),
     sizes=st.tuples(*(st.integers(1, n) for n in (3, 6, 9, 20, 3))),
     D=DIMS,
     elsewhere=st.booleans(),
@@ -66,6 +67,7 @@ def test_named_rows_are_built_and_others_untouched(
     k = torch.randn(L, R if elsewhere else P, S, H, D, generator=rng).to(dtype)
     ids = torch.tensor(data.draw(st.lists(st.integers(0, P - 1), unique=True)), dtype=torch.int64)
     rows = torch.randint(R, (L, len(ids)), generator=rng) if elsewhere else None
+    dtype = torch.float16 if dtype in FP8 else dtype
     made, *w_k = build(op, layer_pages(k), ids, P, H, D, dtype, rng, rows, impl)
     for layer in range(L):
         there = ids if rows is None else rows[layer]

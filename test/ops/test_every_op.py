@@ -10,11 +10,12 @@ from sglang_scout.ops.digest import build_layer_digests
 from sglang_scout.ops.embed import build_layer_means, build_layer_pilots, score_embeddings
 from sglang_scout.ops.gather import copy_layer_pages
 from sglang_scout.ops.layers import LayerPages
+from sglang_scout.ops.mass import mass_change_rotated
 from sglang_scout.ops.merge import merge_states
-from sglang_scout.ops.predict import predict_query
+from sglang_scout.ops.pack import pack_pages
+from sglang_scout.ops.predict import add_norm, rotate_heads
 from sglang_scout.ops.rotated import (
     build_layer_rotated,
-    log_mass_rotated,
     planes_shape,
     score_rotated,
 )
@@ -43,8 +44,9 @@ def cases():
     q, table, n_full = real(B, HQ, D), ints(B, N), ints(B)
     pools = [Pool(real(n, S, H, D), real(n, S, H, D), torch.arange(B).int()) for n in (P, P + 1)]
     codes = [torch.zeros(P, H, *x, dtype=torch.uint8) for x in (planes_shape(2, D), (D + 80,))]
-    weights = real(C), 1e-6, real(HQ * D, C), real(HQ * D), real(D), 1e-6
+    arrivals = torch.zeros(B, dtype=torch.int32)
     return {
+        add_norm: (real(B, C), real(B, C), real(C), 1e-6),
         append_tokens: (real(B, H, D), real(B, H, D), n_full, *pools),
         attend_pages: (q, *slots_of(P), table, n_full, n_full, 0.1, 0.0, (real(B, HQ, D), real(B, HQ)),
                        ints(9), n_full),
@@ -56,13 +58,14 @@ def cases():
         copy_tokens: (layers, torch.stack([ids % L, ids, ids]).sort(1)[0], of_one_head),
         decay_mass: (q, real(B, HQ), slots_of(P)[0], table, n_full, ints(9), *[n_full] * 3, torch.arange(B).int(),
                      n_full, real(P, N, H, S), 0.1, 0.1),
-        log_mass_rotated: (q, *codes, table, n_full, 0.1),
+        mass_change_rotated: (q, q, *codes, table, n_full, 0.1),
         merge_states: (real(B, HQ, D), real(B, HQ), real(B, HQ, D), real(B, HQ)),
-        predict_query: (real(B, C), *weights, real(9, D), torch.arange(B), D, True, HQ, D),
+        pack_pages: (table, n_full, n_full, S, ints(9), n_full),
+        rotate_heads: (real(B, HQ * D), real(D), 1e-6, real(9, D), torch.arange(B), D, True, HQ, D),
         salient_bits: (real(L, P, N, H, S), ints(C), ints(C), real(L, P, H)),
         score_embeddings: (real(B * H, C), real(P, H, 2, C), table, n_full, real(B * H, N)),
-        score_pages: (q, *of_pages, table, n_full, 0.1, "mass", real(B, N)),
-        score_rotated: (q, *codes, table, n_full, 0.1, "mass", real(B, N)),
+        score_pages: (q, *of_pages, table, n_full, 0.1, "mass", real(B, N), arrivals),
+        score_rotated: (q, *codes, table, n_full, 0.1, "mass", real(B, N), arrivals),
         stage_pages: (layers, 1, ints(2, 2), *slots_of(4)),
         select_pages: (real(B, N), table, n_full, ints(P), 4, 1, 1, 0.9, (ints(B, 4), ints(B, 4))),
     }  # fmt: skip
@@ -73,7 +76,7 @@ def slots_of(pages):
 
 
 OPS = pytest.mark.parametrize("op", cases(), ids=lambda op: op.name)
-ANY_DTYPE = {"k", "norm_weight", "q_norm_weight", "cos_sin"}
+ANY_DTYPE = {"k", "q", "weight", "q_norm_weight", "cos_sin"}
 ANY_SIZE = {"slot_of", "ids", "pages"}  # of the last axis
 MUTATES = {append_tokens, build_layer_digests, build_layer_means, build_layer_pilots, build_layer_rotated,
             copy_layer_pages, copy_tokens, decay_mass, stage_pages}  # fmt: skip

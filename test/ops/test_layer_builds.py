@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from attend_cases import FP8
 from sglang_scout.core.errors import ImplementationError
 from sglang_scout.ops.digest import build_layer_digests
 from sglang_scout.ops.layers import LayerPages
@@ -12,7 +13,7 @@ from sglang_scout.ops.rotated import PAGE_TOKENS, STATS_BYTES, build_layer_rotat
 
 pytestmark = pytest.mark.usefixtures("isa")
 OPS = (build_layer_digests, build_layer_rotated)
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, *FP8)
 BOTH = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 IMPLS = pytest.mark.parametrize(("op", "impl"), [(op, name) for op in OPS for name in op.names()])
 SIZES = st.tuples(*(st.integers(1, n) for n in (3, 6, 9, 33, 3)))
@@ -78,6 +79,7 @@ def check(op, built, wanted, ids):
 @IMPLS
 @given(
     dtype=st.sampled_from(DTYPES),
+    wider=st.sampled_from(DTYPES[:3]),
     sizes=SIZES,
     D=st.sampled_from((16, 48, 64, 80, 96, 128, 256)),
     shift=st.integers(0, 1),
@@ -86,9 +88,9 @@ def check(op, built, wanted, ids):
     data=st.data(),
 )
 def test_named_rows_are_exact_and_others_untouched(
-    op, impl, layer_pages, dtype, sizes, D, shift, elsewhere, seed, data
+    op, impl, layer_pages, dtype, wider, sizes, D, shift, elsewhere, seed, data
 ):
-    """``elsewhere``: the keys of a page do not lie in the row of its id."""
+    """``elsewhere``: the keys of a page do not lie in the row of its id. ``wider``: bounds of fp8."""
     L, P, R, S, H = sizes
     S = PAGE_TOKENS if op is build_layer_rotated else S
     elsewhere = elsewhere and impl != "native"
@@ -96,10 +98,11 @@ def test_named_rows_are_exact_and_others_untouched(
     k = torch.randn(L, R if elsewhere else P, S, H, D, generator=rng).to(dtype)
     ids = torch.tensor(data.draw(st.lists(st.integers(0, P - 1), unique=True)), dtype=torch.int64)
     rows = torch.randint(R, (L, len(ids)), generator=rng) if elsewhere else None
-    built = unwritten(op, L, P, H, D, dtype)
+    bounds = wider if dtype in FP8 else dtype
+    built = unwritten(op, L, P, H, D, bounds)
     op(layer_pages(k, shift=shift), ids, *built, rows, impl=impl)
     there = ids.expand(L, -1) if rows is None else rows
-    wanted = [x[torch.arange(L)[:, None], there] for x in expected(op, k)]
+    wanted = [x[torch.arange(L)[:, None], there] for x in expected(op, k.to(bounds))]
     check(op, built, wanted, ids)
 
 

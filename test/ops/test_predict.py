@@ -6,9 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_scout.ops.predict import predict_query, rms_norm
+from sglang_scout.ops.predict import TOLERANCES, add_norm, rms_norm, rotate_heads
 
-IMPLS = pytest.mark.parametrize("impl", predict_query.names())
+IMPLS = pytest.mark.parametrize("impl", add_norm.names())
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -19,7 +19,7 @@ def table(max_pos, rotary_dim, base=10000.0):
 
 
 def case(seed=0, B=3, hidden=48, HQ=4, D=16, rotary_dim=16, bias=True, q_norm=True, max_pos=64,
-         is_neox=True, dtype=torch.float32):  # fmt: skip
+         is_neox=True, dtype=torch.float32, adds=True):  # fmt: skip
     rng = torch.Generator().manual_seed(seed)
 
     def random(*shape, scale=1.0):
@@ -27,6 +27,7 @@ def case(seed=0, B=3, hidden=48, HQ=4, D=16, rotary_dim=16, bias=True, q_norm=Tr
 
     return {
         "x": random(B, hidden, scale=3.0),
+        "residual": random(B, hidden, scale=3.0) if adds else None,
         "norm_weight": 1 + random(hidden, scale=0.1),
         "norm_eps": 1e-6,
         "w_q": random(HQ * D, hidden, scale=hidden**-0.5),
@@ -42,9 +43,29 @@ def case(seed=0, B=3, hidden=48, HQ=4, D=16, rotary_dim=16, bias=True, q_norm=Tr
     }
 
 
+def predict_query(c, impl):
+    """As a projector does it; where there is a bias the heads are a part of wider rows."""
+    x = add_norm(c["x"], c["residual"], c["norm_weight"], c["norm_eps"], impl=impl)
+    q = torch.nn.functional.linear(x, c["w_q"], c["b_q"])
+    if c["b_q"] is not None:
+        q = torch.cat([q, q], 1)[:, : q.shape[1]]
+    names = (
+        "q_norm_weight",
+        "q_norm_eps",
+        "cos_sin",
+        "positions",
+        "rotary_dim",
+        "is_neox",
+        "HQ",
+        "D",
+    )
+    return rotate_heads(q, *(c[name] for name in names), impl=impl)
+
+
 def by_complex_numbers(c):
     """Oracle in float64: a rotated pair is a complex number times cos + i sin."""
-    x = c["x"].double()
+    x = c["x"] if c["residual"] is None else c["x"] + c["residual"]
+    x = x.double()
     x = x / (x.pow(2).mean(-1, keepdim=True) + c["norm_eps"]).sqrt() * c["norm_weight"].double()
     q = x @ c["w_q"].double().T + (0 if c["b_q"] is None else c["b_q"].double())
     q = q.view(-1, c["HQ"], c["D"])
@@ -74,19 +95,19 @@ def by_complex_numbers(c):
     q_norm=st.booleans(),
     is_neox=st.booleans(),
     rotated=st.booleans(),
+    adds=st.booleans(),
     seed=st.integers(0, 2**31),
 )
 def test_equals_double_precision(
-    agree, impl, dtype, B, HQ, D, part, bias, q_norm, is_neox, rotated, seed
+    agree, impl, dtype, B, HQ, D, part, bias, q_norm, is_neox, rotated, adds, seed
 ):
-    c = case(seed, B, 48, HQ, D, D // part, bias, q_norm, 64, is_neox, dtype)
+    c = case(seed, B, 48, HQ, D, D // part, bias, q_norm, 64, is_neox, dtype, adds)
     if not rotated:
         c["cos_sin"] = None
-    got = predict_query(**c, impl=impl)
-    assert got.dtype == torch.float32
+    got = predict_query(c, impl)
+    assert got.dtype == dtype
     assert got.shape == (B, HQ, D)
-    assert torch.equal(got, got.to(dtype).float())  # as the model's own query, rounded to its dtype
-    agree(predict_query, got, by_complex_numbers(c), dtype)
+    agree(rotate_heads, got, by_complex_numbers(c), dtype)
 
 
 @IMPLS
@@ -94,23 +115,21 @@ def test_a_float32_table_is_used_as_it_is(agree, impl):
     """On CUDA SGLang keeps the table in float32 beside a bfloat16 model."""
     c = case(dtype=torch.bfloat16) | {"cos_sin": table(4096, 16)}
     c["positions"] = torch.tensor([4095, 4001, 0])
-    agree(predict_query, predict_query(**c, impl=impl), by_complex_numbers(c), torch.bfloat16)
+    agree(rotate_heads, predict_query(c, impl), by_complex_numbers(c), torch.bfloat16)
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("q", "rotary_dim", "cos_sin", "message"),
     [
-        ({"w_q": torch.zeros(60, 48)}, r"predict_query: w_q has HQ\*D=60, expected 64"),
-        (
-            {"rotary_dim": 18, "cos_sin": torch.zeros(64, 18)},
-            "predict_query: rotary_dim is 18, expected an even number in 2..16",
-        ),
-        ({"rotary_dim": 8}, "predict_query: cos_sin has R=16, expected 8"),
+        (60, 16, 16, r"rotate_heads: q has HQ\*D=60, expected 64"),
+        (64, 18, 18, "rotate_heads: rotary_dim is 18, expected an even number in 2..16"),
+        (64, 8, 16, "rotate_heads: cos_sin has R=16, expected 8"),
     ],
 )
-def test_malformed_arguments_are_named(change, message):
+def test_malformed_arguments_are_named(q, rotary_dim, cos_sin, message):
+    table, positions = torch.zeros(64, cos_sin), torch.zeros(3, dtype=torch.int64)
     with pytest.raises(ValueError, match=message):
-        predict_query(**(case() | change))
+        rotate_heads(torch.zeros(3, q), None, 0.0, table, positions, rotary_dim, True, 4, 16)
 
 
 @pytest.fixture(scope="module")
@@ -157,6 +176,11 @@ def test_equals_the_modules_of_sglang(sgl, impl, model, dtype):
         module.weight.data.copy_(weight)
         return module.forward_native(x)
 
+    c["x"], c["residual"] = (
+        c["x"] + c["residual"],
+        None,
+    )  # SGLang's norms do not round the sum first
+
     with torch.no_grad():
         q = norm(c["norm_weight"], c["norm_eps"], c["x"].clone())
         q = torch.nn.functional.linear(q, c["w_q"], c["b_q"])
@@ -172,10 +196,10 @@ def test_equals_the_modules_of_sglang(sgl, impl, model, dtype):
         )
         q, _ = rope.forward_native(c["positions"], q, torch.zeros(6, D, dtype=dtype))
         c["cos_sin"] = rope.cos_sin_cache
-        got = predict_query(**c, impl=impl)
+        got = predict_query(c, impl)
     if impl == "reference":
         assert torch.equal(got, q.view(-1, HQ, D).float())
-    mismatch = predict_query.tolerances[str(dtype).removeprefix("torch.")].mismatch(
+    mismatch = TOLERANCES[str(dtype).removeprefix("torch.")].mismatch(
         got, q.view(-1, HQ, D).float()
     )
     assert not mismatch

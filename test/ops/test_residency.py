@@ -258,3 +258,25 @@ def test_what_is_out_of_range_is_refused_before_anything_is_written():
             call()
     assert (uses.frequency == 0).all() and (uses.stamp == -1).all()
     assert (table.slot_of == -1).all() and (metadata.num_free == 4).all()
+
+
+def test_a_year_of_steps_is_like_the_first():
+    """A step of 10 ms is more than an int32 after 248 days."""
+    early, late = tables = [ResidencyTable(LAYERS, PAGES, 7) for _ in range(2)]
+    start, fresh = 2**32, np.zeros(BATCH, bool)
+    for step in range(2**29, start, 2**29):
+        late.uses.touch(EVERY, np.full((LAYERS, BATCH, K), 59, np.int32), step, fresh)
+    late.uses.stamp[:] = np.minimum(late.uses.stamp, late.uses.stamp_of(start) - 2)
+    late.uses.frequency[:] = 0.0
+    rng = np.random.default_rng(1)
+    for step in range(1, 40):
+        chosen = rng.integers(-1, 20, (LAYERS, BATCH, K), np.int32)
+        found = []
+        for table, now in ((early, step), (late, start + step)):
+            table.uses.touch(EVERY, chosen, now, fresh)
+            table.touch_all_layers(chosen[0], now)
+            table.commit(table.exchange(EVERY[:, None, None], chosen, now), now)
+            evicted = table.evict(EVERY, 2, now - 1)
+            found.append((evicted, [x.tolist() for x in table.uses.selected_since(EVERY, now - 1)]))
+        assert found[0] == found[1] and (early.page_of == late.page_of).all()
+    assert all((table.page_of >= 0).any() for table in tables)

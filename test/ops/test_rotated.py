@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from sglang_scout.ops import rotated
 from sglang_scout.ops.layers import LayerPages
-from sglang_scout.ops.rotated import build_layer_rotated, log_mass_rotated, rotate, score_rotated
+from sglang_scout.ops.mass import mass_change_rotated
+from sglang_scout.ops.rotated import build_layer_rotated, rotate, score_rotated
 from sglang_scout.ops.score import REDUCTIONS
 
 pytestmark = pytest.mark.usefixtures("isa")
@@ -185,13 +186,37 @@ def test_equals_the_formula(agree, impl, bits, reduce, sizes, D, seed):
     D=st.sampled_from(DIMS),
     seed=st.integers(0, 2**31),
 )
-def test_the_log_mass_of_some_pages_equals_the_formula(agree, impl, bits, sizes, D, seed):
+def test_the_change_of_a_mass_equals_the_formula(agree, impl, bits, sizes, D, seed):
     B, N, P, H, G = sizes
-    arguments = *inputs(seed, B, N, P, H, G, D, bits), D**-0.5
-    expected = literal(*arguments, "log mass")
-    got = log_mass_rotated(*arguments, impl=impl)
-    assert torch.equal(got == -torch.inf, expected == -torch.inf)
-    agree(log_mass_rotated, got.nan_to_num(neginf=0.0), expected.nan_to_num(neginf=0.0))
+    q, *rest = inputs(seed, B, N, P, H, G, D, bits)
+    q_ahead = q + 0.3 * torch.randn(q.shape, generator=torch.Generator().manual_seed(seed))
+    real, ahead = (literal(x, *rest, D**-0.5, "log mass") for x in (q, q_ahead))
+    got = mass_change_rotated(q, q_ahead, *rest, D**-0.5, impl=impl)
+    assert (got[real == -torch.inf] == 0).all()
+    agree(mass_change_rotated, got, (real - ahead).nan_to_num(nan=0.0), times=2.0)
+
+
+@SCORES
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_mass_changes_by_each_head_s_own_pages(agree, impl, dtype):
+    """A list for each KV head is as if it were the only head there is."""
+    q, planes, stats, *_ = inputs(4, B=3, P=20, H=2, G=3)
+    q, q_ahead = q.to(dtype), (q + 0.3 * torch.randn(q.shape)).to(dtype)
+    pages = torch.randint(0, 20, (6, 37), dtype=torch.int32)
+    n_pages = torch.tensor([37, 3, 0, 1, 20, 16], dtype=torch.int32)
+    got = mass_change_rotated(q, q_ahead, planes, stats, pages, n_pages, 0.125, impl=impl)
+    for head in range(2):
+        heads, of = slice(3 * head, 3 * head + 3), slice(head, None, 2)
+        one = [x[:, heads].contiguous() for x in (q, q_ahead)]
+        one += [x[:, head : head + 1].contiguous() for x in (planes, stats)]
+        one += [x[of].contiguous() for x in (pages, n_pages)]
+        agree(
+            mass_change_rotated,
+            got[:, heads],
+            mass_change_rotated.reference(*one, 0.125),
+            times=2.0,
+        )
+    assert (got[1, :3] == 0).all()
 
 
 @SCORES
@@ -261,7 +286,7 @@ def test_no_request_and_no_column(impl, B, N):
     q = q[:1].expand(B, -1, -1).contiguous()
     arguments = q, planes, stats, table, n_full, 1.0
     assert score_rotated(*arguments, impl=impl).shape == (B, N)
-    assert (log_mass_rotated(*arguments, impl=impl) == -torch.inf).all()
+    assert (mass_change_rotated(q, *arguments, impl=impl) == 0).all()
 
 
 @pytest.mark.parametrize("impl", ["native"])

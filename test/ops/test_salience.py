@@ -6,12 +6,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from attend_cases import FP8
 from sglang_scout.ops.attend import attend_pages
 from sglang_scout.ops.layers import LayerPages
 from sglang_scout.ops.salience import copy_tokens, decay_mass, salient_bits, select_salient
 
 S, ALPHA = 32, 0.1
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, *FP8)
 
 
 def weights(q, k, scale, cap):

@@ -41,7 +41,7 @@ def inputs(seed, B=3, N=9, P=12, H=2, G=3, D=64, dtype=torch.float32):
     rng = torch.Generator().manual_seed(seed)
     k = torch.randn(P, 8, H, D, generator=rng).to(dtype)
     kmin, kmax = k.aminmax(dim=1)
-    q = torch.randn(B, H * G, D, generator=rng)
+    q = torch.randn(B, H * G, D, generator=rng).to(dtype).float()
     table = torch.randint(-1, P, (B, N), generator=rng, dtype=torch.int32)
     n_full = torch.randint(0, N + 1, (B,), generator=rng, dtype=torch.int32)
     return q, kmin, kmax, table, n_full

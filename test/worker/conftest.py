@@ -55,15 +55,29 @@ def make_arena(make_spec) -> Iterator[Callable[..., Arena]]:
         arena.close()
 
 
+FP8_FACTOR = {"float8_e4m3fn": np.float32(256), "float8_e5m2": np.float32(1)}
+
+
 def to_bits(values: np.ndarray, spec: ArenaSpec) -> np.ndarray:
     if spec.kv_dtype == "bfloat16":
         return (values.view(np.uint32) >> 16).astype(np.uint16)  # truncation: still a bfloat16
+    if spec.kv_dtype.startswith(
+        "float8"
+    ):  # the upper bits of a half, of e4m3 with another exponent
+        half = (values / FP8_FACTOR[spec.kv_dtype]).astype(np.float16).view(np.uint16)
+        low = half >> 8 if spec.kv_dtype == "float8_e5m2" else half >> 7 & 0x7F
+        return (low | half >> 8 & 0x80).astype(np.uint8)
     return values.astype(np.float16).view(np.uint16) if spec.kv_dtype == "float16" else values
 
 
 def from_bits(bits: np.ndarray, spec: ArenaSpec) -> np.ndarray:
     if spec.kv_dtype == "bfloat16":
         return (bits.astype(np.uint32) << 16).view(np.float32)
+    if spec.kv_dtype.startswith("float8"):
+        half = bits.astype(np.uint16)
+        is_e5m2 = spec.kv_dtype == "float8_e5m2"
+        half = half << 8 if is_e5m2 else (half & 0x7F) << 7 | (half & 0x80) << 8
+        return half.view(np.float16).astype(np.float32) * FP8_FACTOR[spec.kv_dtype]
     return bits.view(np.float16).astype(np.float32) if spec.kv_dtype == "float16" else bits
 
 
@@ -107,6 +121,8 @@ def make_request() -> Callable[..., tuple[np.ndarray, np.ndarray, np.ndarray]]:
         rng = np.random.default_rng(seed)
         rows = batch * spec.lists
         q = rng.standard_normal((batch, spec.num_q_heads, spec.head_dim), np.float32)
+        if spec.q_dtype == "bfloat16":
+            q = from_bits(to_bits(q, spec), spec)
         low = 0 if full else -1
         pages = rng.integers(low, spec.num_pages, (rows, spec.max_pages), np.int32)
         n_pages = rng.integers(0, spec.max_pages + 1, rows, np.int32)

@@ -44,9 +44,10 @@ class RingView:
         return self._view(self._reply(slot), (1,), REPLY)[0]
 
     def record_data(self, slot: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """q f32 [max_batch, row_heads, D], pages i32 [max_batch, k], n_pages i32 [max_batch]."""
+        """q f32, or the bits of bf16, [max_batch, row_heads, D], pages i32 [max_batch, k], n_pages i32 [max_batch]."""
         s, at, base = self._spec, self._at, self._record(slot)
-        q = self._view(base + at.q_offset, (s.max_batch, s.row_heads, s.head_dim), F32)
+        dtype = F32 if s.q_dtype == "float32" else np.dtype(np.uint16)
+        q = self._view(base + at.q_offset, (s.max_batch, s.row_heads, s.head_dim), dtype)
         pages = self._view(base + at.pages_offset, (s.max_batch, s.max_pages), I32)
         return q, pages, self._view(base + at.n_pages_offset, (s.max_batch,), I32)
 

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from sglang_scout.core.errors import ArenaError, ScoutError
 from sglang_scout.worker import host_memory, numa
 from sglang_scout.worker.arena import Arena, ArenaSpec
+from sglang_scout.worker.client import WorkerClient
 from sglang_scout.worker.ring import HEADER_DTYPE, layout_of
+from sglang_scout.worker.spec import KV_DTYPES
 
 F_GET_SEALS = 1034
 
@@ -28,11 +30,22 @@ def test_file_is_sealed(make_arena):
     assert not os.get_inheritable(arena.fd)
 
 
-def test_neither_a_forked_child_nor_a_core_dump_has_it(make_arena):
+def test_neither_a_forked_child_nor_a_core_dump_has_it(make_arena, cpu):
+    """Of this process or of the worker's."""
     arena = make_arena()
-    smaps = Path("/proc/self/smaps").read_text()
-    flags = re.search(rf"^{arena.address:x}-.*?^VmFlags:([^\n]*)", smaps, re.MULTILINE | re.DOTALL)
-    assert {"dd", "dc"} <= set(flags[1].split())
+    client = WorkerClient(arena, [cpu])
+    with client:
+        for pid in (os.getpid(), client.snapshot().pid):
+            smaps = Path(f"/proc/{pid}/smaps").read_text()
+            mapped = re.findall(r"memfd:sglang-scout.*?^VmFlags:([^\n]*)", smaps, re.M | re.S)
+            assert mapped and all({"dd", "dc"} <= set(flags.split()) for flags in mapped), pid
+    inode = os.fstat(arena.fd).st_ino
+    child = os.fork()
+    if child == 0:
+        fds = [fd for fd in Path("/proc/self/fd").iterdir() if fd.exists()]
+        os._exit(inode in [fd.stat().st_ino for fd in fds])
+    assert os.waitpid(child, 0)[1] == 0, "the child's descriptor keeps the memory"
+    assert arena.k_pages(0).any() and os.fstat(arena.fd).st_size == arena.nbytes
 
 
 @pytest.mark.parametrize(
@@ -51,7 +64,7 @@ def test_the_file_is_not_executable(make_spec, monkeypatch, refused, error):
     Arena.create(make_spec()).close()
 
 
-@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 def test_planes_are_disjoint_and_shared(make_arena, kv_dtype):
     arena = make_arena(kv_dtype=kv_dtype)
     s = arena.spec
@@ -73,7 +86,8 @@ sizes = st.fixed_dictionaries(
         "num_layers": st.integers(1, 9), "num_pages": st.integers(1, 300),
         "page_size": st.integers(1, 33), "num_kv_heads": st.integers(1, 5),
         "group": st.integers(1, 5), "head_dim": st.sampled_from([16, 48, 128]),
-        "kv_dtype": st.sampled_from(["float32", "bfloat16", "float16"]),
+        "kv_dtype": st.sampled_from(KV_DTYPES),
+        "q_dtype": st.sampled_from(["float32", "bfloat16"]),
         "scale": st.floats(1e-3, 10), "logit_cap": st.floats(0, 100),
         "max_batch": st.integers(1, 40), "max_pages": st.integers(1, 70),
         "num_nodes": st.sampled_from([1, 1, 2, 5]), "per_head": st.booleans(),
@@ -95,7 +109,7 @@ def test_layout_has_no_overlap(values):
     spans += [(at.log_offset, 8 * at.log_entries)]
     for i in range(slots):
         base = at.records_offset + i * at.record_stride
-        spans += [(base, 256), (base + at.q_offset, q)]
+        spans += [(base, 256), (base + at.q_offset, q if spec.q_dtype == "float32" else q // 2)]
         spans += [(base + at.pages_offset, spec.max_batch * spec.max_pages * 4)]
         spans += [(base + at.n_pages_offset, spec.max_batch * 4)]
         base = at.replies_offset + i * at.reply_stride
@@ -127,7 +141,11 @@ def _spec(values: dict) -> ArenaSpec:
         ({"lists": 4}, "lists=4 is neither 1 nor num_kv_heads=2"),
         ({"lists": 2, "max_batch": 3}, "max_batch=3 is not a multiple of lists=2"),
         ({"head_dim": 24}, "head_dim=24 is not a multiple of 16"),
-        ({"kv_dtype": "fp8"}, "kv_dtype='fp8'; supported are float32, bfloat16, float16"),
+        (
+            {"kv_dtype": "fp8"},
+            "kv_dtype='fp8'; supported are float32, bfloat16, float16, float8_e4m3fn",
+        ),
+        ({"q_dtype": "float16"}, "q_dtype='float16'; supported are float32, bfloat16"),
         ({"scale": 0.0}, "scale=0.0 is not a positive number"),
         ({"logit_cap": -1.0}, "logit_cap=-1.0 is negative"),
         ({"max_batch": 2.0}, "max_batch=2.0 is not an integer"),

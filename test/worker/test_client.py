@@ -16,6 +16,7 @@ import pytest
 
 from sglang_scout.core.errors import ConfigError, WorkerError
 from sglang_scout.worker import process as process_module
+from sglang_scout.worker import settings
 from sglang_scout.worker.client import WorkerClient, WorkerConfig
 
 TOLERANCE = {"atol": 2e-5, "rtol": 2e-5}
@@ -197,3 +198,13 @@ def test_no_growth_over_starts(make_arena, cpu):
     assert threading.active_count() == threads
     assert len(os.listdir("/proc/self/task")) < 40
     assert [p for p in psutil.Process().children() if "worker.main" in " ".join(p.cmdline())] == []
+
+
+def test_only_on_x86_64(make_arena, cpu, monkeypatch):
+    monkeypatch.setattr(settings.platform, "machine", lambda: "aarch64")
+    client = WorkerClient(make_arena(), [cpu])
+    with pytest.raises(
+        ConfigError, match=r"this machine is aarch64: the ring .* memory order of x86-64"
+    ):
+        client.start()
+    assert client.snapshot().state == "stopped"

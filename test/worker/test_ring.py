@@ -13,19 +13,22 @@ from hypothesis import strategies as st
 from ring_view import RingView
 from sglang_scout import _native
 from sglang_scout.core.split import Split
+from sglang_scout.worker.spec import KV_DTYPES
 
 LISTS = pytest.mark.parametrize("lists", [1, 2])
 TOLERANCE = {"atol": 2e-5, "rtol": 2e-5}  # fp32 sums in another order than the oracle's float64
 
 
-@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize("parts", [1, 3])
 @LISTS
 def test_round_trip_over_layers_and_steps(
     make_arena, make_ring, make_request, oracle, kv_dtype, parts, lists
 ):
     logit_cap = 5.0 if parts == 3 else 0.0
-    arena = make_arena(kv_dtype=kv_dtype, logit_cap=logit_cap, lists=lists, max_batch=4 * lists)
+    sizes = {"lists": lists, "max_batch": 4 * lists}
+    q_dtype = "bfloat16" if kv_dtype == "bfloat16" else "float32"
+    arena = make_arena(kv_dtype=kv_dtype, q_dtype=q_dtype, logit_cap=logit_cap, **sizes)
     ring = make_ring(arena, threads=3, parts=parts)
     ring.live()
     fallbacks = 0
@@ -44,7 +47,8 @@ def test_round_trip_over_layers_and_steps(
 @pytest.mark.parametrize("parts", [1, 4])
 @LISTS
 def test_caller_computes_bitwise_the_same(make_arena, make_ring, make_request, parts, lists):
-    arena = make_arena(kv_dtype="bfloat16", lists=lists, max_batch=4 * lists)
+    sizes = {"lists": lists, "max_batch": 4 * lists}
+    arena = make_arena(kv_dtype="bfloat16", q_dtype="bfloat16", **sizes)
     ring = make_ring(arena, threads=2, parts=parts)
     request = make_request(arena.spec, 4, 1)
     ring.live()

@@ -105,6 +105,20 @@ def test_stale_answers_are_never_taken(make_arena, make_ring, make_request, orac
     assert ring.producer.totals()["late_tickets"] == 4
 
 
+def test_a_damaged_record_is_computed_by_the_caller(make_arena, make_ring, make_request, oracle):
+    """From its own copy of the ids; those in the record lead outside the arena."""
+    arena = make_arena()
+    ring = make_ring(arena)
+    ring.producer.set_live_epoch(ring.producer.next_epoch())  # alive, but it never answers
+    request = make_request(arena.spec, 3, 2, full=True)
+    ticket = ring.post(0, 0, *request)
+    _, pages, n_pages = RingView(arena).record_data(0)
+    pages[:], n_pages[:] = 1 << 30, 1 << 20
+    out, _, fallback = ring.wait(ticket, 0, 0, 3, timeout_us=1000)
+    assert fallback == 3 * arena.spec.max_pages
+    np.testing.assert_allclose(out, oracle(arena, 0, *request)[0], **TOLERANCE)
+
+
 def test_a_busy_slot_is_not_filled_again(make_arena, make_ring, make_request, oracle):
     arena = make_arena()
     ring = make_ring(arena)

@@ -97,8 +97,8 @@ class OffloadConfig:
         needs=("head_reduce", "mass"),
     )
     attend: str = _key(
-        "resident",
-        "What the device attends to: all that is resident, as in the paper, or the selected pages alone",
+        "selected",
+        "What the device attends to: the selected pages alone, or all that is resident, which reads more",
         choices=("resident", "selected"),
     )
     exact_layers: tuple[int, ...] = _key(
@@ -178,9 +178,6 @@ class OffloadConfig:
         True, "Weigh the CPU's part by the digests' estimate for the real query"
     )
     precompute: bool = _for_tests(True, "False: missing pages wait for the real query")
-    exact_steps: int = _for_tests(
-        1, "First steps of a request without prediction", (0, 10**6), needs=("precompute", True)
-    )
     transport: str = _for_tests(
         "auto", "Who posts to the worker: the host, or kernels", choices=("auto", "host", "graph")
     )
@@ -188,6 +185,9 @@ class OffloadConfig:
     dummy_kv: bool = _for_tests(False, "With the fake transfer backend: pages of seeded noise")
     trace_steps: int = _for_tests(64, "Steps that the trace keeps", (1, 10**6))
     worker_spin_us: int | None = _for_tests(None, "Polling before a thread sleeps", (0, 10**6))
+    attend_kernel: str = _for_tests(
+        "auto", "Attention on the device", choices=("auto", "native", "triton", "flash")
+    )
     worker_threads_per_group: int = _for_tests(0, "Per sequence; 0: as is fastest", (0, 16))
     worker_ready_timeout_s: float = _for_tests(60.0, "For a worker to start", (0.1, 3600))
     # A heartbeat is sent every 0.2 s.

@@ -13,7 +13,6 @@ pilot     ``w_k [L, H, r, 2 D]`` is applied to a page's pooled K, ``w_q [L, H, r
 from __future__ import annotations
 
 import os
-import zipfile
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -80,7 +79,7 @@ def _shapes(kind: str, model: ModelIdentity) -> dict[str, tuple[int | None, ...]
     layers, heads, dim = model.num_layers, model.num_kv_heads, model.head_dim
     if kind == "forecast":
         return {"w": (layers, heads * dim, None)}
-    group = model.num_q_heads // heads
+    group = model.num_q_heads // max(heads, 1)
     return {"w_k": (layers, heads, None, 2 * dim), "w_q": (layers, heads, None, group * dim)}
 
 
@@ -101,12 +100,6 @@ def save_weights(weights: PageWeights, path: str) -> None:
             os.unlink(beside)
 
 
-_UNREADABLE = (
-    OSError, EOFError, ValueError, TypeError, KeyError, AttributeError, msgspec.DecodeError, zipfile.BadZipFile,
-)  # fmt: skip
-"""What NumPy raises for files that are not of its format, are cut off, or hold pickles."""
-
-
 def load_weights(path: str, kind: Kind) -> PageWeights:
     """Read the file that the key ``forecast_file`` or ``pilot_file`` names, and check that it is whole.
 
@@ -118,7 +111,9 @@ def load_weights(path: str, kind: Kind) -> PageWeights:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
         header = msgspec.json.decode(str(arrays.pop("header")), type=Header)
-    except _UNREADABLE as error:
+    except (
+        Exception
+    ) as error:  # NumPy raises a dozen kinds for files that are damaged or not of its format
         raise _wrong(kind, path, f"not a readable file of weights: {error}", remake) from None
     if header.version != VERSION:
         what = f"version {header.version}, this build reads {VERSION}"

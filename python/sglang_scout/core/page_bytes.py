@@ -36,9 +36,11 @@ def digest_parts(
     return bits * 4 * head_dim, head_dim + ROTATED_STATS_BYTES
 
 
-def digest_bytes(kind: str, num_kv_heads: int, head_dim: int, value_bytes: int) -> int:
+def digest_bytes(
+    kind: str, num_kv_heads: int, head_dim: int, value_bytes: int, pilot_rank: int = PILOT_RANK
+) -> int:
     """The digest of a page in one layer."""
-    return num_kv_heads * sum(digest_parts(kind, head_dim, value_bytes))
+    return num_kv_heads * sum(digest_parts(kind, head_dim, value_bytes, pilot_rank))
 
 
 def input_bytes(page_size: int) -> int:

@@ -180,8 +180,10 @@ def _check_together(
         raise ConfigError(f"{flag}: recall = 'profile' needs {flags['recall_profile']} FILE")
     for name, cause in idle_keys({**defaults, **keys}).items():
         if name in keys:
+            needed = (KEYS[name].needs or ("",))[0]
+            with_what = cause if needed in keys else f"{flags['policy']} {config.policy}"
             raise ConfigError(
-                f"{flag}: {name} = {keys[name]!r} has no effect with {cause}; drop one of them"
+                f"{flag}: {name} = {keys[name]!r} has no effect with {with_what}; drop one of them"
             )
     of_profile = flags["recall_profile"], f"{flags['recall_profile']} {profile!r}", profile
     check_different([of_profile, *written_files(config, flag)])

@@ -14,6 +14,8 @@ ARCHITECTURES = (
 )
 HEAD_SIZES = (64, 96, 128, 256)
 DTYPES = ("float32", "bfloat16", "float16")
+FP8_KV = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+"""By the value of --kv-cache-dtype, where it is not auto: what K and V are stored in."""
 
 
 def check_architecture(what: str, architecture: str) -> None:

@@ -8,11 +8,12 @@ import torch
 
 from ..core.registry import Tolerance
 from . import triton
+from .layers import KV_DTYPE_NAMES
 from .op import op
 
 TOLERANCES = {
     name: Tolerance(0.0, 0.0, "one rounding to the dtype of the pages, to the nearest even")
-    for name in ("float32", "bfloat16", "float16")
+    for name in KV_DTYPE_NAMES
 }
 
 
@@ -44,7 +45,8 @@ def append_tokens(
 ) -> None:
     """Write each request's new token as the last of the page that it is filling.
 
-    pages[ids[b], lens[b] - 1] = new[b] where ids[b] >= 0.
+    pages[ids[b], lens[b] - 1] = new[b] where ids[b] >= 0. fp8 is rounded as torch's and SGLang's ``.to`` does: what
+    is too large becomes NaN in e4m3 and inf in e5m2.
 
     Args:
         k, v: [B, H, D] any float dtype; rows may be strided, as views of a fused projection are.
@@ -65,6 +67,7 @@ triton.implements(
     append_tokens,
     "pages",
     pinned=("mirror.k", "mirror.v"),
+    dtypes=triton.KV_DTYPES,
     sizes={"D": triton.HEAD_DIMS},
     strided_rows=("k", "v"),
 )

@@ -6,15 +6,16 @@ import torch
 
 from ..core.registry import Tolerance
 from . import native, triton
-from .layers import resident_slots
+from .flash import FLASH
+from .layers import KV_DTYPE_NAMES, resident_slots
 from .op import Call, op
 
 Partial = tuple[torch.Tensor, torch.Tensor]
 
-# Every implementation widens K and V to fp32 exactly and keeps q, scores and sums in fp32, so the
-# dtype of the pages does not matter: what differs is the order of summation and the exponential.
+# Every implementation multiplies q, K and V as fp32 would and keeps scores and sums in fp32, so their
+# dtypes do not matter: what differs is the order of summation and the exponential.
 _REASON = "same fp32 products, summed in another order; vector exp within a few ulp"
-TOLERANCES = {name: Tolerance(1e-5, 1e-5, _REASON) for name in ("float32", "bfloat16", "float16")}
+TOLERANCES = dict.fromkeys(KV_DTYPE_NAMES, Tolerance(1e-5, 1e-5, _REASON))
 
 
 def _lists(q: torch.Tensor, pages: torch.Tensor) -> int:
@@ -37,7 +38,7 @@ def _valid(call: Call) -> str:
     _valid,
     k="P S H D kv",
     v="P S H D kv",
-    q="B H*G D float32",
+    q="B H*G D query",
     pages="B*C R int32",
     last_page="B int32",
     last_len="B int32",
@@ -65,8 +66,9 @@ def attend_pages(
     softcap s = c tanh(s / c) as in Gemma 2.
 
     Args:
-        q: [B, HQ, D] float32, after RoPE; query head h uses KV head h // (HQ / H).
-        k, v: [P, S, H, D] float32, bfloat16 or float16; K after RoPE.
+        q: [B, HQ, D] any float dtype, after RoPE; query head h uses KV head h // (HQ / H).
+        k, v: [P, S, H, D] float32, bfloat16, float16, float8_e4m3fn or float8_e5m2; K after RoPE. "native" and
+            "triton" take the NaN of e4m3 for 480.
         pages: [B*C, R] int32 below P, all S tokens of each are attended to; negative ones, anywhere,
             are skipped. C is 1, or H: then row b * H + h is what KV head h of request b attends to.
         last_page, last_len: [B] int32 or both None: one more page (negative: none) of all heads, of which
@@ -80,8 +82,8 @@ def attend_pages(
         n_pages: [B*C] int32; a promise that all of a row's ``pages`` from there on are negative, so that a wide
             table costs a short request nothing. Whether it is used is up to the implementation.
     Returns:
-        (out [B, HQ, D] float32, lse [B, HQ] float32, natural logarithm). An empty set attends to
-        nothing: out = 0, lse = -inf; so do keys that make every score -inf ("triton" answers NaN: it
+        (out [B, HQ, D] float32, by "flash" the dtype of q, lse [B, HQ] float32, natural logarithm). An empty
+        set attends to nothing: out = 0, lse = -inf; so do keys that make every score -inf ("triton" answers NaN: it
         splits floats into parts, and inf has none).
     Source: ScoutAttention Algorithm 1 lines 7 and 10 (CPUATTN, GPUATTN).
     """
@@ -99,7 +101,7 @@ def attend_pages(
     # [B, C, T, H / C, D]
     keys, values = (x.unflatten(2, (C, H // C))[ids, :, part].flatten(2, 3).float() for x in (k, v))
     values.masked_fill_(void[..., None, None], 0)  # 0 times an unwritten NaN would be NaN
-    s = torch.einsum("bchgd,bcthd->bchgt", q.view(B, C, H // C, HQ // H, D), keys) * scale
+    s = torch.einsum("bchgd,bcthd->bchgt", q.float().view(B, C, H // C, HQ // H, D), keys) * scale
     if logit_cap > 0:
         s = logit_cap * torch.tanh(s / logit_cap)
     s = s.masked_fill(void[:, :, None, None], -torch.inf)
@@ -111,18 +113,25 @@ def attend_pages(
     return out[0].copy_(mean), out[1].copy_(lse.flatten(1))
 
 
-@native.implements(attend_pages)
+@native.implements(attend_pages, dtypes=tuple(native.KV_DTYPES))
 def _native(q, k, v, pages, last_page, last_len, scale, logit_cap, out, slot_of, n_pages):
     P, S, H, D = k.shape
     pages = resident_slots(slot_of, pages)
-    out = (q.new_empty(q.shape), q.new_empty(q.shape[:2])) if out is None else out
+    q = q.float()
+    out = (torch.empty_like(q), q.new_empty(q.shape[:2])) if out is None else out
     last = [0 if x is None else x.data_ptr() for x in (last_page, last_len)]
     native.module.attend_batch(
-        q.data_ptr(), k.data_ptr(), v.data_ptr(), P, S, H, D, native.DTYPES[k.dtype],
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), P, S, H, D, native.KV_DTYPES[k.dtype],
         q.shape[1] // H, float(scale), float(logit_cap), pages.data_ptr(), len(q), _lists(q, pages),
         pages.shape[1], *last, out[0].data_ptr(), out[1].data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return out
 
 
-triton.implements(attend_pages, "attend", sizes={"D": triton.HEAD_DIMS, "S": triton.PAGE_TOKENS})
+triton.implements(
+    attend_pages,
+    "attend",
+    dtypes=triton.KV_DTYPES,
+    sizes={"D": triton.HEAD_DIMS, "S": triton.PAGE_TOKENS},
+)
+attend_pages.register(FLASH)

@@ -10,12 +10,12 @@ import torch
 
 from ..core.registry import Tolerance
 from . import native, triton
-from .layers import LayerPages, source_rows
+from .layers import KV_DTYPE_NAMES, LayerPages, is_fp8, source_rows
 from .op import Call, op
 
 TOLERANCES = {
     name: Tolerance(0.0, 0.0, "a minimum is one of the inputs: nothing is rounded")
-    for name in ("float32", "bfloat16", "float16")
+    for name in KV_DTYPE_NAMES
 }
 
 
@@ -27,6 +27,14 @@ def same_rows(call: Call) -> str:
     )
 
 
+def exact_in(call: Call, name: str) -> str:
+    """For digests that hold elements of K: in its dtype, or, of fp8, in any of a model."""
+    kv, digest = call.dtypes["kv"], call.dtypes["digest"]
+    if kv == digest or (is_fp8(kv) and digest.is_floating_point and not is_fp8(digest)):
+        return ""
+    return f"{name} has dtype {digest}, expected {'a wider float' if is_fp8(kv) else kv}"
+
+
 def given_rows(call: Call) -> str:
     """Why the C++ code, which is for pages of the host, does not take ``rows``: they are of a device's slots."""
     return (
@@ -36,13 +44,17 @@ def given_rows(call: Call) -> str:
     )
 
 
+def _valid(call: Call) -> str:
+    return exact_in(call, "kmin") or same_rows(call)
+
+
 @op(
-    same_rows,
+    _valid,
     source="L R S H D kv",
     ids="n int64",
     rows="L n int64",
-    kmin="L P H D kv",
-    kmax="L P H D kv",
+    kmin="L P H D digest",
+    kmax="L P H D digest",
     tolerances=TOLERANCES,
 )
 def build_layer_digests(
@@ -61,25 +73,25 @@ def build_layer_digests(
         source: K of each layer, [P, S, H, D] any float dtype; the named pages are full. With ``rows``
             [R, S, H, D].
         ids: [n] int64 in [0, P); n may be 0.
-        kmin, kmax: [L, P, H, D] dtype of K; mutated.
+        kmin, kmax: [L, P, H, D] dtype of K, or of fp8 a wider one; mutated.
         rows: [L, n] int64 in [0, R), where the K of each page lies in each layer of ``source``; None: in
             the row of its id.
     Source: Quest section 3.3, ScoutAttention section 3.2.
     """
     for layer, k in enumerate(source_rows(source, ids, rows)):
-        low, high = torch.aminmax(k, dim=1)
+        low, high = torch.aminmax(k.to(kmin.dtype), dim=1)
         kmin[layer].index_copy_(0, ids, low.to(kmin.device))
         kmax[layer].index_copy_(0, ids, high.to(kmax.device))
 
 
-@native.implements(build_layer_digests, unless=given_rows)
+@native.implements(build_layer_digests, dtypes=tuple(native.KV_DTYPES), unless=given_rows)
 def _native(source, ids, kmin, kmax, rows):
     P, S, H, D = source.k[0].shape
     native.check_ids("build_layer_digests", "ids", ids, P)
     for k, low, high in zip(source.k, kmin, kmax, strict=True):
         native.module.digest_pages(
-            k.data_ptr(), S, H, D, native.DTYPES[k.dtype], ids.data_ptr(), ids.numel(),
-            low.data_ptr(), high.data_ptr(),
+            k.data_ptr(), S, H, D, native.KV_DTYPES[k.dtype], ids.data_ptr(), ids.numel(),
+            native.DTYPES[low.dtype], low.data_ptr(), high.data_ptr(),
         )  # fmt: skip
 
 
@@ -87,5 +99,6 @@ triton.implements(
     build_layer_digests,
     "pages",
     pinned=("source.k",),
+    dtypes=triton.KV_DTYPES,
     sizes={"D": triton.HEAD_DIMS, "S": triton.PAGE_TOKENS},
 )

@@ -27,8 +27,8 @@ def texts(bits: int) -> list[str]:
 class DeviceRing:
     """The producer of a ring in page-locked host memory, on a device's current stream.
 
-    All launches belong to one stream, whose order the ring relies on. A step posts at most once per
-    layer and merges that layer later. Nothing is fixed by a capture: number, epoch and step live in
+    Posts are in order with each other, and so are merges; a layer is merged behind its post, and may be so beside the
+    post of another. A step posts at most once per layer. Nothing is fixed by a capture: number, epoch and step live in
     device memory. While the epoch is 0, as in warm-up and capture, nothing is posted.
 
     Args:
@@ -81,7 +81,7 @@ class DeviceRing:
         self.asked = torch.zeros(2 * num_layers, spec.max_batch, dtype=torch.int32, device=device)
         self.waited_ns = torch.zeros(num_layers, dtype=torch.int64, device=device)
         self.arrivals = torch.zeros(1, dtype=torch.int32, device=device)
-        self.answered = torch.zeros(1, dtype=torch.int32, device=device)
+        self.answered = torch.zeros_like(self.open_seq)
         if faults is None:
             faults = torch.zeros(1, dtype=torch.int64, pin_memory=self.state.is_cuda)
         if not 0 <= rank < len(faults):
@@ -109,7 +109,7 @@ class DeviceRing:
         """Hand the missing pages of a layer to the worker; if no row has any, nothing is posted.
 
         Args:
-            q: [B, HQ, D] float32.
+            q: [B, HQ, D] any float dtype.
             pages: [B*C, k] int32 packed to the left, see `select_pages`; B*C up to max_batch, k up to
                 max_pages. C lists of the spec: row b * C + c is what the KV heads of list c attend to.
             n_pages: [B*C] int32.
@@ -122,7 +122,7 @@ class DeviceRing:
         if rows > most[0] or k > most[1] or rows % self.spec.lists:
             raise ValueError(f"post: pages is {list(pages.shape)}, the ring has room for {most}")
         self._check(
-            "post", layer, q=(q, [rows // self.spec.lists, *self._heads], torch.float32),
+            "post", layer, q=(q, [rows // self.spec.lists, *self._heads], q.dtype),
             pages=(pages, [rows, k], torch.int32), n_pages=(n_pages, [rows], torch.int32),
         )  # fmt: skip
         from .triton.doorbell import post
@@ -130,23 +130,31 @@ class DeviceRing:
         if rows:
             post(self, layer, q, pages, n_pages)
 
-    def merge(self, layer: int, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Wait for the answer to this step's post of the layer and merge it into ``out``, ``lse``.
+    def merge(
+        self,
+        layer: int,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        change: torch.Tensor | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> torch.Tensor:
+        """Wait for the answer to this step's post of the layer and merge it with ``out``, ``lse``.
 
-        Without a post they stay as they are. Without a good answer too, and `errors` says so: what
-        they hold is then no result.
+        Without a post that is ``out``. Without a good answer too, and `errors` says so: it is then no result.
 
         Args:
-            out: [B, HQ, D] float32, lse: [B, HQ] float32; mutated. B as posted.
+            out: [B, HQ, D] any float dtype, lse: [B, HQ] float32. B as posted.
+            change: [B, HQ] float32, by how much the answer's lse is larger than it says.
+            dtype: of what is returned, [B, HQ, D].
         """
         B, (HQ, D) = len(out), self._heads
+        changes = {} if change is None else {"change": (change, [B, HQ], torch.float32)}
         self._check(
-            "merge", layer, out=(out, [B, HQ, D], torch.float32), lse=(lse, [B, HQ], torch.float32)
-        )
+            "merge", layer, out=(out, [B, HQ, D], out.dtype), lse=(lse, [B, HQ], torch.float32), **changes
+        )  # fmt: skip
         from .triton.answer import merge
 
-        if len(out):
-            merge(self, layer, out, lse)
+        return merge(self, layer, out, lse, change, dtype) if B else out.to(dtype)
 
     def errors(self) -> list[str]:
         """What went wrong since the last call. Waits for the stream: after a step, not within."""

@@ -16,7 +16,7 @@ import torch
 
 from ..core.registry import Tolerance
 from . import triton
-from .digest import same_rows
+from .digest import exact_in, same_rows
 from .layers import LayerPages, source_rows
 from .op import Call, op
 
@@ -66,7 +66,7 @@ def pooled(k: torch.Tensor) -> torch.Tensor:
 def _two_halves(call: Call) -> str:
     if call.sizes["W"] != 2 or call.sizes["S"] % 2:
         return f"embeddings has W={call.sizes['W']} and pages {call.sizes['S']} tokens, expected 2 and an even number"
-    return same_rows(call)
+    return exact_in(call, "embeddings") or same_rows(call)
 
 
 @op(
@@ -74,7 +74,7 @@ def _two_halves(call: Call) -> str:
     source="L R S H D kv",
     ids="n int64",
     rows="L n int64",
-    embeddings="L P H W D kv",
+    embeddings="L P H W D digest",
     tolerances=MEAN_TOLERANCES,
 )
 def build_layer_means(
@@ -89,11 +89,11 @@ def build_layer_means(
 
     Args:
         source, ids, rows: as of `build_layer_digests`; S even.
-        embeddings: [L, P, H, 2, D] dtype of K; mutated.
+        embeddings: [L, P, H, 2, D] dtype of K, or of fp8 a wider one; mutated.
     Source: arXiv 2606.04511, equation 5; the module's.
     """
     for layer, k in enumerate(source_rows(source, ids, rows)):
-        means = half_means(k.to(embeddings.device))
+        means = half_means(k.to(embeddings.device, embeddings.dtype))
         embeddings[layer].index_copy_(0, ids, means.to(embeddings.dtype))
 
 
@@ -101,7 +101,7 @@ def _one_embedding(call: Call) -> str:
     W, X, D = (call.sizes[axis] for axis in "WXD")
     if W != 1 or X != 2 * D:
         return f"embeddings has W={W} and w_k X={X}, expected 1 and 2 D={2 * D}"
-    return same_rows(call)
+    return exact_in(call, "embeddings") or same_rows(call)
 
 
 @op(
@@ -110,7 +110,7 @@ def _one_embedding(call: Call) -> str:
     ids="n int64",
     rows="L n int64",
     w_k="L H E X float32",
-    embeddings="L P H W E kv",
+    embeddings="L P H W E digest",
     tolerances=PILOT_TOLERANCES,
 )
 def build_layer_pilots(
@@ -126,12 +126,12 @@ def build_layer_pilots(
 
     Args:
         source, ids, rows: as of `build_layer_digests`.
-        embeddings: [L, P, H, 1, r] dtype of K; mutated.
+        embeddings: [L, P, H, 1, r] dtype of K, or of fp8 a wider one; mutated.
         w_k: [L, H, r, 2 D] float32.
     Source: SeerAttention (arXiv 2410.13276), section 3; the module's.
     """
     for layer, k in enumerate(source_rows(source, ids, rows)):
-        pool = pooled(k.to(embeddings.device))
+        pool = pooled(k.to(embeddings.device, embeddings.dtype))
         e = torch.einsum("hrx,nhx->nhr", w_k[layer], pool)
         e = _limited(e, embeddings.dtype).to(embeddings.dtype)
         embeddings[layer].index_copy_(0, ids, e[:, :, None])
@@ -149,7 +149,7 @@ def _one_or_two(call: Call) -> str:
     embeddings="P H W E kv",
     table="B N int32",
     n_full="B int32",
-    q="B*H E float32",
+    q="B*H E query",
     out="B*H N float32",
     tolerances=TOLERANCES,
 )
@@ -169,7 +169,7 @@ def score_embeddings(
     where the second one is there if the next column is a full page. No softmax and no sum over heads.
 
     Args:
-        q: [B * H, E] float32, row b * H + h is of request b and KV head h.
+        q: [B * H, E] any float dtype, row b * H + h is of request b and KV head h.
         embeddings: [P, H, W, E] any float dtype, of one layer, W = 1 or 2.
         table, n_full: as of `score_pages`; columns are in the order of the text.
         out: [B * H, N] float32 to write into, instead of a new tensor.
@@ -180,7 +180,7 @@ def score_embeddings(
     (B, N), (H, W, E) = table.shape, embeddings.shape[1:]
     void = (torch.arange(N, device=table.device) >= n_full[:, None]) | (table < 0)
     of_pages = embeddings.index_select(0, table.clamp(min=0).flatten()).view(B, N, H, W, E)
-    dots = torch.einsum("bhe,bnhwe->bhwn", q.view(B, H, E), of_pages.float())
+    dots = torch.einsum("bhe,bnhwe->bhwn", q.float().view(B, H, E), of_pages.float())
     dots = dots.masked_fill_(void[:, None, None], -torch.inf)
     score = dots[:, :, 0]
     if W == 2:
@@ -195,6 +195,7 @@ for _build in (build_layer_means, build_layer_pilots):
         _build,
         "embed",
         pinned=("source.k",),
+        dtypes=triton.KV_DTYPES,
         sizes={"D": triton.HEAD_DIMS, "S": triton.PAGE_TOKENS},
     )
 triton.implements(score_embeddings, "embed", sizes={"E": range(1, 257)})

@@ -7,6 +7,14 @@ from dataclasses import dataclass
 
 import torch
 
+KV_DTYPE_NAMES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+"""What K and V may be stored in."""
+
+
+def is_fp8(dtype: torch.dtype) -> bool:
+    """Whether numbers of this type are exact in every type of a model."""
+    return dtype.itemsize == 1
+
 
 @dataclass(frozen=True, repr=False)
 class LayerPages:

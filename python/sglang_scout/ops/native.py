@@ -23,6 +23,7 @@ except ImportError as error:  # built without it, or for another Python: say why
     ABSENT = f"the native module is absent ({error})"
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+KV_DTYPES = DTYPES | {torch.float8_e4m3fn: 3, torch.float8_e5m2: 4}
 HEAD_DIMS = range(16, 16385, 16)
 
 

@@ -186,6 +186,7 @@ class Op(Generic[P, R]):
 
     Attributes:
         tolerances: per dtype name ("float32", "bfloat16", "float16"), see :class:`Tolerance`.
+        preferred: the ``impl`` of calls that name none.
     """
 
     def __init__(
@@ -200,6 +201,7 @@ class Op(Generic[P, R]):
         self.__doc__ = reference.__doc__
         self.reference = reference
         self.tolerances = dict(tolerances)
+        self.preferred = "auto"
         self.implementations = [Implementation(REFERENCE, reference)]
         self.index = {name: i for i, name in enumerate(parameters)}
         self.optional = {name for name, p in parameters.items() if "None" in str(p.annotation)}
@@ -242,7 +244,7 @@ class Op(Generic[P, R]):
             ValueError: malformed arguments.
             ImplementationError: unknown implementation, or the named one has reasons not to run.
         """
-        impl = kwargs.pop("impl", "auto")
+        impl = kwargs.pop("impl", self.preferred)
         call = self.check(*args, **kwargs)
         refused: list[str] = []
         for implementation in self.implementations:

@@ -24,6 +24,9 @@ Flags = npt.NDArray[np.bool_]
 # Frequencies are kept in units that grow with the step, so that nothing has to decay page by page.
 # Before they outgrow float32, everything is scaled down by this power of two.
 _RESCALE_LOG2 = 64
+# Stamps are int32. Before steps outgrow them, they begin anew with the latest.
+_LAST_STAMP = 2**30
+_KEPT_STAMPS = 2**20
 
 
 class PageUses:
@@ -31,17 +34,21 @@ class PageUses:
 
     Attributes:
         frequency: ``[L, P]`` float32, decayed; only comparisons within one step mean something.
-        stamp: ``[L, P]`` int32, step in which the page was last selected or landed, -1: never. Pages
-            on their way have one too: what this step looked for is not given up as it lands.
+        stamp: ``[L, P]`` int32, :meth:`stamp_of` the step in which the page was last selected or landed, -1:
+            never. Pages on their way have one too: what this step looked for is not given up as it lands.
     """
 
     def __init__(self, metadata: _native.Residency, half_life_steps: float) -> None:
         self._metadata = metadata
         self.frequency, self.stamp = metadata.frequency, metadata.stamp
         self._half_life_steps = half_life_steps
-        self._scaled_at_step = 0
+        self._scaled_at_step = self._first_step = 0
         # Frequency, in selections, of a page that has been selected in every step for long.
         self._steady = 1 / (1 - 2 ** (-1 / half_life_steps))
+
+    def stamp_of(self, step: int) -> int:
+        """``step`` as stamps count it."""
+        return step - self._first_step
 
     def count(self, pages: Pages) -> Ids:
         """``[n, B]`` how many there are in each row of ``pages`` ``[n, B, k]``, -1 where there is none."""
@@ -58,7 +65,7 @@ class PageUses:
         """
         weight = np.float32(self._weight(step))
         heavy = np.float32(weight * self._steady)
-        self._metadata.touch(layers, pages, np.where(fresh, heavy, weight), step)
+        self._metadata.touch(layers, pages, np.where(fresh, heavy, weight), self.stamp_of(step))
 
     def _weight(self, step: int) -> float:
         """Frequency that one selection in ``step`` adds."""
@@ -66,15 +73,20 @@ class PageUses:
         if grown > _RESCALE_LOG2:
             self.frequency *= np.float32(2.0 ** -min(grown, 120.0))
             self.frequency[self.frequency < 2.0**-60] = 0.0
+            if (passed := self.stamp_of(step) - _KEPT_STAMPS) > _LAST_STAMP:
+                self.stamp[:] = np.maximum(self.stamp, passed - 1) - passed
+                self._first_step += passed
             every = np.arange(len(self.frequency))
             nothing = np.zeros((len(every), 0, 0), np.int32)
-            self._metadata.touch(every, nothing, np.zeros(0, np.float32), step)  # the slots' copies
+            self._metadata.touch(every, nothing, np.zeros(0, np.float32), 0)  # the slots' copies
             self._scaled_at_step, grown = step, 0.0
         return float(2.0**grown)
 
     def selected_since(self, layers: Ids, step: int) -> tuple[Ids, Ids]:
         """Layers and pages, distinct pairs: those of ``layers`` that ``step`` or a later one selected."""
-        at, pages = np.nonzero((self.stamp[layers] >= step) & (self.frequency[layers] > 0))
+        at, pages = np.nonzero(
+            (self.stamp[layers] >= self.stamp_of(step)) & (self.frequency[layers] > 0)
+        )
         return layers[at], pages
 
     def most_frequent(

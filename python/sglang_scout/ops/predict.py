@@ -8,6 +8,7 @@ this layer's input come close to the query that it will compute.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -15,11 +16,23 @@ from ..core.registry import Tolerance
 from . import triton
 from .op import Call, op
 
-QueryProjector = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""(layer input [B, hidden], positions [B]) -> query after RoPE, [B, HQ, D] float32."""
+
+@dataclass(frozen=True)
+class QueryProjector:
+    """A layer's query from any layer's input, in two parts.
+
+    Attributes:
+        start: (layer input [B, hidden], what is to be added to it or None) -> a tensor [B, ...] of its own. In order
+            with the model, which changes the layer input afterwards.
+        finish: (that, positions [B]) -> query after RoPE, [B, HQ, D] of the model's dtype. May run beside the model.
+    """
+
+    start: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
+    finish: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
 
 TOLERANCES = {
-    "float32": Tolerance(2e-5, 2e-5, "fp32 matrix product over the hidden size in another order"),
+    "float32": Tolerance(2e-5, 2e-5, "fp32 sums over the hidden size in another order"),
     "bfloat16": Tolerance(2**-5, 2**-6, "up to two roundings to 8 bits in norm, product, rotation"),
     "float16": Tolerance(2**-8, 2**-9, "up to two roundings to 11 bits in norm, product, rotation"),
 }
@@ -30,6 +43,21 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return (wide * weight).to(x.dtype)
+
+
+@op(x="B C model", residual="B C model", weight="C norm_dtype", tolerances=TOLERANCES)
+def add_norm(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """RMSNorm of a layer's input as SGLang hands it over: the last layer's output and the residual stream.
+
+    Args:
+        x, residual: [B, hidden] model dtype, their sum in that dtype is the input; None: ``x`` is.
+        weight, eps: [hidden], of the norm.
+    Returns:
+        [B, hidden] dtype of ``x``, not the memory of ``x``.
+    """
+    return rms_norm(x if residual is None else x + residual, weight, eps)
 
 
 def rotate(q: torch.Tensor, cos_sin: torch.Tensor, rotary_dim: int, is_neox: bool) -> torch.Tensor:
@@ -52,6 +80,8 @@ def rotate(q: torch.Tensor, cos_sin: torch.Tensor, rotary_dim: int, is_neox: boo
 
 def _valid(call: Call) -> str:
     rotary_dim, D = call["rotary_dim"], call["D"]
+    if not call.dtypes["model"].is_floating_point:
+        return f"q has dtype {call.dtypes['model']}, expected a float"
     if call["cos_sin"] is not None and (not 0 < rotary_dim <= D or rotary_dim % 2):
         return f"rotary_dim is {rotary_dim}, expected an even number in 2..{D}"
     return ""
@@ -62,21 +92,14 @@ def _valid(call: Call) -> str:
     HQ="HQ",
     D="D",
     rotary_dim="R",
-    x="B C model",
-    norm_weight="C norm_dtype",
-    w_q="HQ*D C model",
-    b_q="HQ*D model",
+    q="B HQ*D model",
     q_norm_weight="D q_norm_dtype",
     cos_sin="M R table_dtype",
     positions="B int64",
     tolerances=TOLERANCES,
 )
-def predict_query(
-    x: torch.Tensor,
-    norm_weight: torch.Tensor,
-    norm_eps: float,
-    w_q: torch.Tensor,
-    b_q: torch.Tensor | None,
+def rotate_heads(
+    q: torch.Tensor,
     q_norm_weight: torch.Tensor | None,
     q_norm_eps: float,
     cos_sin: torch.Tensor | None,
@@ -86,29 +109,25 @@ def predict_query(
     HQ: int,
     D: int,
 ) -> torch.Tensor:
-    """The query that a layer will (nearly) compute, from an earlier layer's input.
-
-    All weights belong to the layer predicted for; ``x`` is not changed. Rounds where SGLang rounds.
+    """A query as attention takes it, from what the projection gives. Rounds where SGLang rounds.
 
     Args:
-        x: [B, hidden] model dtype: residual stream at the input of an earlier (or the same) layer.
-        norm_weight, norm_eps: [hidden], input RMSNorm.
-        w_q, b_q: [HQ * D, hidden] and [HQ * D] or None, dtype of ``x``.
+        q: [B, HQ * D] model dtype; rows may lie further apart.
         q_norm_weight, q_norm_eps: [D] or None, RMSNorm per query head (Qwen3).
-        cos_sin: [max_pos, rotary_dim] or None for no rotation; float32 or dtype of ``x``.
+        cos_sin: [max_pos, rotary_dim] or None for no rotation; float32 or dtype of ``q``.
         positions: [B] int64 in [0, max_pos), position of the query's token.
         rotary_dim, is_neox: how many leading channels turn (GLM4: half of them), and how they pair.
         HQ, D: query heads and head size.
     Returns:
-        [B, HQ, D] float32; the values are rounded to the dtype of ``x``, as the model's query is.
-    Source: ScoutAttention Algorithm 1 line 4, section 3.3.
+        [B, HQ, D] of the dtype of ``q``, as the model's query is.
     """
-    q = torch.nn.functional.linear(rms_norm(x, norm_weight, norm_eps), w_q, b_q).view(-1, HQ, D)
+    q = q.reshape(-1, HQ, D)
     if q_norm_weight is not None:
         q = rms_norm(q, q_norm_weight, q_norm_eps)
     if cos_sin is not None:
         q = rotate(q, cos_sin.index_select(0, positions), rotary_dim, is_neox)
-    return q.float()
+    return q
 
 
-triton.implements(predict_query, "predict")
+triton.implements(add_norm, "predict")
+triton.implements(rotate_heads, "predict", strided_rows=("q",))

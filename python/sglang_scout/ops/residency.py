@@ -133,7 +133,8 @@ class ResidencyTable:
         Returns:
             How many of them are not resident, over all layers.
         """
-        return self.metadata.protect(pages[pages >= 0].astype(np.int64), step)
+        ids = pages[pages >= 0].astype(np.int64)
+        return self.metadata.protect(ids, self.uses.stamp_of(step))
 
     def are_resident(self, pages: Ints) -> bool:
         """Whether all of ``pages`` ``[n]`` are, in every layer."""
@@ -173,7 +174,7 @@ class ResidencyTable:
             below = best * np.float32(1.001 / SWAP_MARGIN)  # a little more than needed: rounding
             below = np.minimum(below, self._unpinned_below())
             found_layers, slots, slot_frequency = self.metadata.least_frequent(
-                short, before_step, below
+                short, self.uses.stamp_of(before_step), below
             )
             # The most frequent page that finds no spare slot meets the least frequent slot.
             contender = np.searchsorted(layers, found_layers) + spare[found_layers]
@@ -209,7 +210,7 @@ class ResidencyTable:
 
     def commit(self, reservation: Reservation, step: int) -> int:
         """The copies have landed: map the pages. Returns how many were still wanted."""
-        return self._note(self.metadata.land(*reservation, step))
+        return self._note(self.metadata.land(*reservation, self.uses.stamp_of(step)))
 
     def evict(
         self, layer: Ints | int, want_free: Ints | int, before_step: int, is_forced: bool = True
@@ -226,7 +227,8 @@ class ResidencyTable:
         below = (
             np.full(self.num_layers, np.inf, np.float32) if is_forced else self._unpinned_below()
         )
-        layers, slots, _ = self.metadata.least_frequent(short, before_step, below)
+        before = self.uses.stamp_of(before_step)
+        layers, slots, _ = self.metadata.least_frequent(short, before, below)
         return self._note(self.metadata.vacate(layers, slots))
 
     def invalidate(self, pages: Ints) -> None:

@@ -27,7 +27,7 @@ from ..core.page_bytes import ROTATED_STATS_BYTES as STATS_BYTES
 from ..core.registry import Tolerance
 from . import native, triton
 from .digest import given_rows, same_rows
-from .layers import LayerPages, source_rows
+from .layers import KV_DTYPE_NAMES, LayerPages, source_rows
 from .op import Call, op
 from .score import REDUCTIONS, reduce_heads
 
@@ -39,15 +39,14 @@ LARGEST = 2.0**50
 FLIP = 0x9E3779B1
 """Channel d is negated where bit 31 of (d + 1) times this is set."""
 
-_DTYPES = ("float32", "bfloat16", "float16")
 BUILD_TOLERANCES = dict.fromkeys(
-    _DTYPES, Tolerance(0.0, 0.0, "compared by what is stored: see the tests of building")
+    KV_DTYPE_NAMES, Tolerance(0.0, 0.0, "compared by what is stored: see the tests of building")
 )
 _REASON = (
     "queries may be rounded to 8 bits of the largest sum of eight channels (C++), an error of up to 0.6 % of the "
     "largest scores of random queries"
 )
-TOLERANCES = dict.fromkeys(_DTYPES, Tolerance(2e-2, 1e-3, _REASON))
+TOLERANCES = dict.fromkeys(KV_DTYPE_NAMES, Tolerance(2e-2, 1e-3, _REASON))
 
 
 @functools.cache
@@ -102,7 +101,7 @@ def decode(planes: torch.Tensor, stats: torch.Tensor) -> torch.Tensor:
     return (mean * step)[:, :, None] + scale[..., None] * level
 
 
-def _valid(call: Call) -> str:
+def valid_digests(call: Call) -> str:
     D = call.sizes["D"]
     wanted = {"S": PAGE_TOKENS, "J": PAGE_TOKENS // 2, "C": D // 4, "T": D + STATS_BYTES}
     for name, size in wanted.items():
@@ -112,7 +111,7 @@ def _valid(call: Call) -> str:
 
 
 @op(
-    _valid,
+    valid_digests,
     source="L R S H D kv",
     ids="n int64",
     rows="L n int64",
@@ -159,7 +158,7 @@ def build_layer_rotated(
         stats[layer].index_copy_(0, ids, row)
 
 
-def _page_masses(
+def page_masses(
     q: torch.Tensor, planes: torch.Tensor, stats: torch.Tensor, table: torch.Tensor, scale: float
 ) -> torch.Tensor:
     """[B, HQ, N]: u[h, p] = log sum_t exp(scale R q[h] . x_t), the log of the page's softmax mass, estimated."""
@@ -171,17 +170,18 @@ def _page_masses(
     return u.flatten(1, 2)
 
 
-_DIGESTS = {"planes": "P H bits J C uint8", "stats": "P H T uint8"}
+DIGESTS = {"planes": "P H bits J C uint8", "stats": "P H T uint8"}
 
 
 @op(
-    _valid,
-    **_DIGESTS,
+    valid_digests,
+    **DIGESTS,
     table="B N int32",
     n_full="B int32",
-    q="B H*G D float32",
+    q="B H*G D query",
     reduce=REDUCTIONS,
     out="B N float32",
+    arrivals="B int32",
     tolerances=TOLERANCES,
 )
 def score_rotated(
@@ -193,6 +193,7 @@ def score_rotated(
     scale: float,
     reduce: str = "mass",
     out: torch.Tensor | None = None,
+    arrivals: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Score every full page of every request against its (predicted) query.
 
@@ -201,65 +202,38 @@ def score_rotated(
     and the heads' u become one number as in `score_pages`.
 
     Args:
-        q: [B, HQ, D] float32, after RoPE.
+        q: [B, HQ, D] any float dtype, after RoPE.
         planes, stats: [P, H, bits, 16, D / 4] and [P, H, D + 80] uint8, of one layer, see `build_layer_rotated`;
             H divides HQ.
-        table, n_full, scale, reduce, out: as of `score_pages`.
+        table, n_full, scale, reduce, out, arrivals: as of `score_pages`.
     Returns:
         [B, N] float32; -inf in columns >= n_full and where table < 0. A row may be all -inf.
     Source: codes as in RaBitQ (arXiv 2405.12497) and QuIP (arXiv 2307.13304); the page's mass by them: ours.
     """
-    score = reduce_heads(_page_masses(q, planes, stats, table, scale), table, n_full, reduce)
+    score = reduce_heads(page_masses(q.float(), planes, stats, table, scale), table, n_full, reduce)
     return score if out is None else out.copy_(score)
 
 
-@op(
-    _valid,
-    **_DIGESTS,
-    pages="B N int32",
-    n_pages="B int32",
-    q="B H*G D float32",
-    tolerances=TOLERANCES,
+NATIVE_DIMS = {"D": range(16, 1025, 16)}  # sums over larger heads would overflow 16 bits
+
+
+@native.implements(
+    build_layer_rotated,
+    dtypes=tuple(native.KV_DTYPES),
+    unless=given_rows,
+    sizes=NATIVE_DIMS,
 )
-def log_mass_rotated(
-    q: torch.Tensor,
-    planes: torch.Tensor,
-    stats: torch.Tensor,
-    pages: torch.Tensor,
-    n_pages: torch.Tensor,
-    scale: float,
-) -> torch.Tensor:
-    """Estimate the log of the softmax mass that some pages have together for every query head.
-
-        m[h] = log sum_p sum_t exp(scale R q[h] . x_t[p])
-
-    Args:
-        q, planes, stats, scale: as of `score_rotated`.
-        pages, n_pages: [B, N] and [B] int32, of row b the first n_pages[b]; negative ones are padding.
-    Returns:
-        [B, HQ] float32; -inf for a row without a page.
-    Source: the module's.
-    """
-    void = (torch.arange(pages.shape[1], device=pages.device) >= n_pages[:, None]) | (pages < 0)
-    u = _page_masses(q, planes, stats, pages, scale)
-    return u.masked_fill_(void[:, None], -torch.inf).logsumexp(-1)
-
-
-_NATIVE_DIMS = {"D": range(16, 1025, 16)}  # sums over larger heads would overflow 16 bits
-
-
-@native.implements(build_layer_rotated, unless=given_rows, sizes=_NATIVE_DIMS)
 def _native_build(source, ids, planes, stats, rows):
     P, _, H, D = source.k[0].shape
     native.check_ids("build_layer_rotated", "ids", ids, P)
     for k, of_planes, of_stats in zip(source.k, planes, stats, strict=True):
         native.module.rotate_pages(
-            k.data_ptr(), H, D, native.DTYPES[k.dtype], ids.data_ptr(), ids.numel(),
+            k.data_ptr(), H, D, native.KV_DTYPES[k.dtype], ids.data_ptr(), ids.numel(),
             planes.shape[3], of_planes.data_ptr(), of_stats.data_ptr(),
         )  # fmt: skip
 
 
-def _native_reduced(q, planes, stats, table, n_full, scale, reduce, out):
+def native_reduced(q, planes, stats, table, n_full, scale, reduce, out):
     P, H, bits, *_ = planes.shape
     native.module.score_rotated(
         q.data_ptr(), planes.data_ptr(), stats.data_ptr(), P, H, q.shape[1] // H, q.shape[2], bits,
@@ -269,21 +243,19 @@ def _native_reduced(q, planes, stats, table, n_full, scale, reduce, out):
     return out
 
 
-@native.implements(score_rotated, sizes=_NATIVE_DIMS)
-def _native_score(q, planes, stats, table, n_full, scale, reduce, out):
+@native.implements(score_rotated, sizes=NATIVE_DIMS)
+def _native_score(q, planes, stats, table, n_full, scale, reduce, out, arrivals):
+    q = q.float()
     out = q.new_empty(table.shape) if out is None else out
     arguments = q, planes, stats, table, n_full, scale
-    return _native_reduced(*arguments, REDUCTIONS.index(reduce), out)
-
-
-@native.implements(log_mass_rotated, sizes=_NATIVE_DIMS)
-def _native_log_mass(q, planes, stats, pages, n_pages, scale):
-    arguments = q, planes, stats, pages, n_pages, scale
-    return _native_reduced(*arguments, len(REDUCTIONS), q.new_empty(q.shape[:2]))
+    return native_reduced(*arguments, REDUCTIONS.index(reduce), out)
 
 
 triton.implements(
-    build_layer_rotated, "rotate", pinned=("source.k",), sizes={"D": triton.HEAD_DIMS}
+    build_layer_rotated,
+    "rotate",
+    pinned=("source.k",),
+    dtypes=triton.KV_DTYPES,
+    sizes={"D": triton.HEAD_DIMS},
 )
 triton.implements(score_rotated, "rotated", sizes={"D": triton.HEAD_DIMS})
-triton.implements(log_mass_rotated, "rotated", sizes={"D": triton.HEAD_DIMS})

@@ -6,15 +6,14 @@ import torch
 
 from ..core.registry import Tolerance
 from . import native, triton
-from .layers import LayerPages, resident_slots
+from .layers import KV_DTYPE_NAMES, LayerPages, resident_slots
 from .op import Call, op
 
 _WEIGHTS = "e^(s - lse) of fp32 sums of up to 256 products in another order"
-_DTYPES = ("float32", "bfloat16", "float16")
 
 
 @op(
-    q="B H*G D float32",
+    q="B H*G D query",
     lse="B H*G float32",
     k="P S H D kv",
     pages="B N int32",
@@ -26,7 +25,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
     state="B int32",
     fresh="B int32",
     maw="M W H S float32",
-    tolerances={name: Tolerance(1e-5, 1e-5, _WEIGHTS) for name in _DTYPES},
+    tolerances={name: Tolerance(1e-5, 1e-5, _WEIGHTS) for name in KV_DTYPE_NAMES},
 )
 def decay_mass(
     q: torch.Tensor,
@@ -51,7 +50,7 @@ def decay_mass(
     average starts at the first weight: of the newest token, and in a request's first step of all.
 
     Args:
-        q, lse: [B, HQ, D] and [B, HQ] float32: the query, and the lse of its attention over the window.
+        q, lse: [B, HQ, D] any float dtype and [B, HQ] float32: the query, and the lse of its attention over the window.
         k: [P, S, H, D] any float dtype, the resident slots.
         pages, n_pages: [B, N] and [B] int32: the window's full pages, oldest first, below W of each row.
         slot_of: [I] int32, the slot of each page.
@@ -70,7 +69,7 @@ def decay_mass(
     slots = torch.where(is_last, last_page[:, None], slots)
     lengths = torch.where(is_last, last_len[:, None], S).masked_fill(slots < 0, 0)
     keys = k.index_select(0, slots.clamp(min=0).flatten()).view(B, W * S, H, D).float()
-    s = torch.einsum("bhgd,bthd->bhgt", q.view(B, H, -1, D), keys) * scale
+    s = torch.einsum("bhgd,bthd->bhgt", q.float().view(B, H, -1, D), keys) * scale
     if logit_cap > 0:
         s = logit_cap * torch.tanh(s / logit_cap)
     weight = torch.exp(s - lse.view(B, H, -1, 1)).amax(2).view(B, H, W, S).transpose(1, 2)
@@ -161,7 +160,7 @@ def _three(call: Call) -> str:
     source="L P S H D kv",
     ids="three m int64",
     target="L C S D kv",
-    tolerances={name: Tolerance(0.0, 0.0, "bytes are copied") for name in _DTYPES},
+    tolerances={name: Tolerance(0.0, 0.0, "bytes are copied") for name in KV_DTYPE_NAMES},
 )
 def copy_tokens(source: LayerPages, ids: torch.Tensor, target: LayerPages) -> None:
     """Copy K and V of single tokens and heads from host pages into pages of one head.
@@ -176,8 +175,9 @@ def copy_tokens(source: LayerPages, ids: torch.Tensor, target: LayerPages) -> No
     for layer in layers.unique().tolist():
         here = layers == layer
         for planes, dst in ((source.k, target.k), (source.v, target.v)):
-            flat = planes[layer].flatten(0, 2)
-            dst[layer].flatten(0, 1).index_copy_(0, targets[here], flat.index_select(0, rows[here]))
+            # As bytes: torch copies no rows of fp8.
+            flat, to = (x[layer].view(torch.uint8).flatten(0, -2) for x in (planes, dst))
+            to.index_copy_(0, targets[here], flat.index_select(0, rows[here]))
 
 
 @native.implements(copy_tokens, dtypes=None)
@@ -198,5 +198,10 @@ def _native(source, ids, target):
         begin += count
 
 
-triton.implements(decay_mass, "salience", sizes={"D": triton.HEAD_DIMS, "S": triton.PAGE_TOKENS})
+triton.implements(
+    decay_mass,
+    "salience",
+    dtypes=triton.KV_DTYPES,
+    sizes={"D": triton.HEAD_DIMS, "S": triton.PAGE_TOKENS},
+)
 triton.implements(salient_bits, "salience")

@@ -35,9 +35,10 @@ def reduce_heads(
     kmax="P H D kv",
     table="B N int32",
     n_full="B int32",
-    q="B H*G D float32",
+    q="B H*G D query",
     reduce=REDUCTIONS,
     out="B N float32",
+    arrivals="B int32",
     tolerances=TOLERANCES,
 )
 def score_pages(
@@ -49,6 +50,7 @@ def score_pages(
     scale: float,
     reduce: str = "mass",
     out: torch.Tensor | None = None,
+    arrivals: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Score every full page of every request against its (predicted) query.
 
@@ -59,12 +61,15 @@ def score_pages(
     of that softmax over the heads.
 
     Args:
-        q: [B, HQ, D] float32, after RoPE.
+        q: [B, HQ, D] any float dtype, after RoPE; where digests are of 16 bits, as the model's query is, in numbers of
+            their dtype (a kernel rounds it to these).
         kmin, kmax: [P, H, D] any float dtype, of one layer, see `build_layer_digests`; H divides HQ.
         table: [B, N] int32, page ids below P; negative ones are padding.
         n_full: [B] int32; of row b only the first n_full[b] columns are offered.
         scale: softmax scale, 1/sqrt(D) as a rule.
         out: [B, N] float32 to write into, instead of a new tensor.
+        arrivals: [B] int32 zeros, which a kernel counts with and leaves as zeros, instead of new ones; of one call at
+            a time.
     Returns:
         [B, N] float32; -inf in columns >= n_full and where table < 0. A row may be all -inf.
     Source: Quest section 3.3 (bound), ScoutAttention Algorithm 1 line 5 (use); reductions: ours.
@@ -72,7 +77,7 @@ def score_pages(
     (B, N), (H, D) = table.shape, kmin.shape[1:]
     ids = table.clamp(min=0).flatten()
     low, high = (x.index_select(0, ids).view(B, N, H, D).float() for x in (kmin, kmax))
-    q = q.view(B, H, -1, D) * scale  # [B, H, G, D]
+    q = q.float().view(B, H, -1, D) * scale  # [B, H, G, D]
     u = torch.einsum("bhgd,bnhd->bhgn", q.clamp(min=0), high)
     u += torch.einsum("bhgd,bnhd->bhgn", q.clamp(max=0), low)
     score = reduce_heads(u.flatten(1, 2), table, n_full, reduce)
@@ -80,8 +85,9 @@ def score_pages(
 
 
 @native.implements(score_pages)
-def _native(q, kmin, kmax, table, n_full, scale, reduce, out):
+def _native(q, kmin, kmax, table, n_full, scale, reduce, out, arrivals):
     (P, H, D), (B, N) = kmin.shape, table.shape
+    q = q.float()
     out = q.new_empty((B, N)) if out is None else out
     native.module.score_pages(
         q.data_ptr(), kmin.data_ptr(), kmax.data_ptr(), native.DTYPES[kmin.dtype],

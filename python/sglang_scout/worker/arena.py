@@ -13,14 +13,14 @@ import fcntl
 import logging
 import mmap
 import os
-from bisect import bisect_right
+import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import numpy as np
 
 from sglang_scout.core.errors import ArenaError
 from sglang_scout.worker import host_memory, numa
+from sglang_scout.worker.arena_fits import check_fits, check_nodes_fit, describe, needed_of_nodes
 from sglang_scout.worker.host_memory import HUGE_PAGE_BYTES, gib, populate_together
 from sglang_scout.worker.ring import Layout, layout_of, node_spans, read_header, write_header
 from sglang_scout.worker.spec import ArenaSpec
@@ -56,6 +56,7 @@ class Arena:
         self.backing = backing
         self._layout = layout_of(spec)
         self._memory: np.ndarray | None = memory
+        _open_arenas.add(self)
 
     @classmethod
     def create(
@@ -83,18 +84,18 @@ class Arena:
         layout = layout_of(spec)
         made = _take_from_pool(spec, layout, numa_nodes) if hugepages else None
         if made is None:
-            _check_fits(spec, layout)
-            _check_nodes_fit(spec, layout, numa_nodes)
+            check_fits(spec, layout)
+            check_nodes_fit(spec, layout, numa_nodes)
             try:
                 made = _make(layout.total_bytes, False, hugepages)
             except OSError as e:
-                raise ArenaError(f"cannot make {_describe(spec, layout)}: {e.strerror}") from e
+                raise ArenaError(f"cannot make {describe(spec, layout)}: {e.strerror}") from e
             with _closed_on_error(made[0]):
                 _bind(made[1], spec, numa_nodes, mmap.PAGESIZE)
         fd, memory, backing = made
         with _closed_on_error(fd):
             write_header(memory, spec)
-        logger.info("arena: %s, %s pages", _describe(spec, layout), backing)
+        logger.info("arena: %s, %s pages", describe(spec, layout), backing)
         return cls(fd, memory, spec, backing)
 
     @classmethod
@@ -174,6 +175,24 @@ class Arena:
         return plane.view(s.storage_dtype).reshape(shape)
 
 
+_open_arenas: weakref.WeakSet[Arena] = weakref.WeakSet()
+
+
+def _forget_in_child() -> None:
+    """A forked child has no mapping, see :func:`_map`; nor may descriptors keep the memory. Python's mmap has one of
+    its own, whose number must stay in use."""
+    files = [os.fstat(arena.fd) for arena in _open_arenas if arena.fd >= 0]
+    nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):  # the listing's own is closed
+            if any(os.path.samestat(os.fstat(fd), file) for file in files):
+                os.dup2(nothing, fd, inheritable=False)
+    os.close(nothing)
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
+
+
 @contextlib.contextmanager
 def _closed_on_error(fd: int) -> Iterator[None]:
     try:
@@ -217,7 +236,7 @@ def _take_from_pool(
     nbytes = layout.total_bytes
     if host_memory.free_pool_bytes() < nbytes:
         return None
-    for node, needed in _needed_of_nodes(spec, layout, numa_nodes, HUGE_PAGE_BYTES).items():
+    for node, needed in needed_of_nodes(spec, layout, numa_nodes, HUGE_PAGE_BYTES).items():
         free = numa.free_pool_bytes(node, HUGE_PAGE_BYTES)
         if free < needed:
             logger.warning(
@@ -251,50 +270,3 @@ def _map(fd: int, nbytes: int, backing: str, hugepages: bool) -> tuple[np.ndarra
         with contextlib.suppress(OSError):
             mapping.madvise(advice)
     return np.frombuffer(mapping, dtype=np.uint8), backing
-
-
-def _check_fits(spec: ArenaSpec, layout: Layout) -> None:
-    available = host_memory.available_bytes()
-    if layout.total_bytes <= available:
-        return
-    fitting = bisect_right(
-        range(1, spec.num_pages),
-        available,
-        key=lambda pages: layout_of(replace(spec, num_pages=pages)).total_bytes,
-    )
-    raise ArenaError(
-        f"{_describe(spec, layout)} does not fit: {gib(available)} of host memory are available; "
-        f"lower num_pages={spec.num_pages} to at most {fitting}"
-    )
-
-
-def _needed_of_nodes(
-    spec: ArenaSpec, layout: Layout, numa_nodes: Sequence[int], page_bytes: int
-) -> dict[int, int]:
-    """Bytes that each node is to hold; empty where nothing is bound."""
-    if not numa_nodes or len(numa.nodes()) <= 1:
-        return {}
-    needed = dict.fromkeys(numa_nodes, 0)
-    for _, nbytes, node in node_spans(spec, layout, numa_nodes, page_bytes):
-        needed[node] += nbytes
-    return needed
-
-
-def _check_nodes_fit(spec: ArenaSpec, layout: Layout, numa_nodes: Sequence[int]) -> None:
-    """Memory that is bound to a node comes from there or not at all."""
-    needed = _needed_of_nodes(spec, layout, numa_nodes, mmap.PAGESIZE)
-    for node, nbytes in needed.items():
-        available = numa.available_bytes(node)
-        if available is not None and nbytes > available:
-            raise ArenaError(
-                f"{_describe(spec, layout)} is bound to NUMA nodes {list(numa_nodes)}: node "
-                f"{node} would hold {gib(nbytes)} and has {gib(available)}; give the arena less "
-                "memory, or the worker no CPUs of that node"
-            )
-
-
-def _describe(spec: ArenaSpec, layout: Layout) -> str:
-    return (
-        f"an arena of {gib(layout.total_bytes)} (KV {gib(spec.kv_bytes)}: {spec.num_layers} "
-        f"layers x {spec.num_pages} pages x 2 x {spec.page_bytes} bytes; ring {gib(layout.kv_offset)})"
-    )

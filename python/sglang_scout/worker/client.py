@@ -177,7 +177,7 @@ class WorkerClient:
         Args:
             layer: 0..L-1.
             step: decode step; counts up.
-            q: float32 [B, HQ, D].
+            q: float32 [B, HQ, D]; rounded where the ring holds 16 bits.
             pages: int32 [B*C, k], B*C <= max_batch, host page ids, packed to the left; negative entries are
                 skipped. C lists of the spec: row b * C + c is what the KV heads of list c attend to.
             n_pages: int32 [B*C], how many entries of each row count.

@@ -13,6 +13,7 @@ import itertools
 import os
 import re
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 from sglang_scout.core.errors import ArenaError
@@ -21,32 +22,68 @@ HUGE_PAGE_BYTES = 2 * 2**20
 MOST_THREADS = 16  # more do not clear faster than the memory takes it
 PIECE_BYTES = 32 * 2**20
 _MADV_POPULATE_WRITE = 23  # of Linux 5.14, not in the mmap module
-_CGROUPS = (  # of version 2 and 1: folder; names of the limit, the use and the cache that gives way
-    ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
-    ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes",
-     "total_inactive_file"),
-)  # fmt: skip
+_PROC = Path("/proc")
+# Of control groups of version 2 and 1: names of limits, of the use, and of the cache that gives way. Above
+# memory.high a process is slowed down until pages are reclaimed, and those of the arena cannot be.
+_GROUP_FILES = {
+    "cgroup2": (("memory.max", "memory.high"), "memory.current", "inactive_file"),
+    "cgroup": (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
+}
 
 _madvise = ctypes.CDLL(None, use_errno=True).madvise  # called without the interpreter lock
 _madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 def available_bytes() -> int:
-    """Memory that a new arena may take: the system's, or what the control group leaves."""
-    meminfo = Path("/proc/meminfo").read_text()
-    line = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo, re.MULTILINE)
-    if line is None:
+    """Memory that a new arena may take: the system's, less where a limit leaves less. Limits are those of this
+    process's control group and all above it, and the commit limit with ``vm.overcommit_memory=2``: beyond that
+    a first write to shared memory is a SIGBUS."""
+    kib = dict(re.findall(r"^(\w+):\s+(\d+) kB$", (_PROC / "meminfo").read_text(), re.MULTILINE))
+    if "MemAvailable" not in kib:
         raise ArenaError("/proc/meminfo has no MemAvailable")
-    available = int(line[1]) * 1024
-    for folder, limit_name, used_name, cache_name in _CGROUPS:
-        with contextlib.suppress(OSError, ValueError):  # no such control group, or "max"
-            limit = int(Path(folder, limit_name).read_text())
-            used = int(Path(folder, used_name).read_text())
-            stat = Path(folder, "memory.stat").read_text()
-            cache = re.search(rf"^{cache_name} (\d+)$", stat, re.MULTILINE)
+    left = [int(kib["MemAvailable"]) * 1024]
+    if _text(_PROC / "sys/vm/overcommit_memory").strip() == "2":
+        left.append((int(kib["CommitLimit"]) - int(kib["Committed_AS"])) * 1024)
+    for kind, folder in _memory_groups():
+        limits, used_name, cache_name = _GROUP_FILES[kind]
+        with contextlib.suppress(OSError, ValueError):  # the root has no files
+            used = int((folder / used_name).read_text())
+            cache = re.search(rf"^{cache_name} (\d+)$", _text(folder / "memory.stat"), re.MULTILINE)
             used -= int(cache[1]) if cache else 0
-            available = min(available, max(limit - used, 0))
-    return available
+            found = [_text(folder / name).strip() for name in limits]  # "max": none
+            left += [int(limit) - used for limit in found if limit.isdigit()]
+    return max(min(left), 0)
+
+
+def _memory_groups() -> Iterator[tuple[str, Path]]:
+    """Version and folder of this process's control group for memory, and of those above it that it can see."""
+    # Lines of hierarchy:controllers:path; version 2 has none of the controllers' names.
+    lines = [line.split(":", 2) for line in _text(_PROC / "self/cgroup").splitlines()]
+    groups = {"cgroup2": "", "cgroup": ""}
+    for _, controllers, path in lines:
+        if not controllers:
+            groups["cgroup2"] = path
+        elif "memory" in controllers.split(","):
+            groups["cgroup"] = path
+    for line in _text(_PROC / "self/mountinfo").splitlines():
+        mount, _, system = line.partition(" - ")
+        kind, _, options = system.split(" ", 2)
+        if not groups.get(kind) or (kind == "cgroup" and "memory" not in options.split(",")):
+            continue
+        # The mount may begin at a group below the root, as in a container; paths may be the host's.
+        root, folder = mount.split(" ")[3:5]
+        below = os.path.relpath(groups[kind], root)
+        parts = [] if below.startswith("..") else Path(below).parts
+        for count in range(len(parts) + 1):
+            yield kind, Path(folder, *parts[:count])
+
+
+def _text(file: Path) -> str:
+    """Empty where it cannot be read."""
+    try:
+        return file.read_text()
+    except OSError:
+        return ""
 
 
 def free_pool_bytes() -> int:

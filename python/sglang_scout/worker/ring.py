@@ -13,7 +13,7 @@ import numpy as np
 
 from sglang_scout import _native
 from sglang_scout.core.errors import ArenaError
-from sglang_scout.worker.spec import KV_DTYPES, ArenaSpec
+from sglang_scout.worker.spec import KV_DTYPES, QUERY_DTYPES, ArenaSpec
 
 LAYOUT_VERSION = _native.RING_LAYOUT_VERSION
 HEADER_DTYPE = np.dtype(_native.RING_STRUCTS["Header"])
@@ -54,6 +54,7 @@ def _header_of(spec: ArenaSpec) -> np.ndarray:
     for name in _SIZES:
         header[name] = getattr(spec, name)
     header["dtype"] = KV_DTYPES.index(spec.kv_dtype)
+    header["q_dtype"] = QUERY_DTYPES.index(spec.q_dtype)
     header["stripe_pages"] = spec.stripe_pages
     _native.ring_lay_out(header.ctypes.data)
     return header
@@ -76,7 +77,8 @@ def read_header(memory: np.ndarray) -> ArenaSpec:
         raise ArenaError(defect)
     header = memory[: HEADER_DTYPE.itemsize].view(HEADER_DTYPE)[0]
     sizes = {name: header[name].item() for name in _SIZES}
-    return ArenaSpec(**sizes, kv_dtype=KV_DTYPES[header["dtype"]])
+    dtypes = {"kv_dtype": KV_DTYPES[header["dtype"]], "q_dtype": QUERY_DTYPES[header["q_dtype"]]}
+    return ArenaSpec(**sizes, **dtypes)
 
 
 def node_spans(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -92,6 +93,15 @@ class WorkerStatus:
     refused_messages: int
     isa: str
     last_error: str
+
+
+def check_machine() -> None:
+    """Raises ConfigError on a processor for which nobody has shown that the ring is right."""
+    if (machine := platform.machine()) != "x86_64":
+        raise ConfigError(
+            f"this machine is {machine}: the ring to the attention worker is modelled and tested for the memory "
+            "order of x86-64 alone, and a weaker one might hand over a record before its data; serve on x86_64"
+        )
 
 
 def check_cpus(cpus: Sequence[int]) -> tuple[int, ...]:

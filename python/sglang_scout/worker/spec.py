@@ -10,11 +10,13 @@ import numpy as np
 from sglang_scout import _native
 from sglang_scout.core.errors import ArenaError
 
-KV_DTYPES = ("float32", "bfloat16", "float16")  # as numbered in scout/attend.h
+# As numbered in scout/attend.h.
+KV_DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+QUERY_DTYPES = KV_DTYPES[:2]
 MAX_BATCH = 1 << 16
 MAX_NODES = _native.RING_MAX_NODES
 _HUGE_PAGE_BYTES = 2 * 1024 * 1024
-_STORAGE = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.uint16}
+_STORAGE = dict(zip(KV_DTYPES, (np.float32, np.uint16, np.uint16, np.uint8, np.uint8), strict=True))
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class ArenaSpec:
         num_kv_heads: H.
         num_q_heads: HQ, a multiple of H.
         head_dim: D, a multiple of 16 up to 512.
-        kv_dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``.
+        kv_dtype: one of ``KV_DTYPES``.
         scale: factor of q·k.
         logit_cap: 0 for none; otherwise s = cap * tanh(s / cap).
         max_batch: rows of a record, a multiple of ``lists``.
@@ -36,6 +38,7 @@ class ArenaSpec:
         num_nodes: memory nodes that the pages are divided among by their index; see ``stripe_pages``.
         lists: C, lists of pages, and so rows of a record, per request: 1, or H, one for each KV head.
         context_pages: C, pages of one KV head in each layer, behind the host pages; on the last node.
+        q_dtype: of the queries in a record, ``"float32"``, or ``"bfloat16"`` for a model whose queries are that.
 
     Raises:
         ArenaError: a value is out of range.
@@ -55,6 +58,7 @@ class ArenaSpec:
     num_nodes: int = 1
     lists: int = 1
     context_pages: int = 0
+    q_dtype: str = "float32"
 
     def __post_init__(self) -> None:
         limits = {
@@ -90,6 +94,8 @@ class ArenaSpec:
             raise ArenaError(f"head_dim={self.head_dim} is not a multiple of 16")
         if self.kv_dtype not in KV_DTYPES:
             raise ArenaError(f"kv_dtype={self.kv_dtype!r}; supported are {', '.join(KV_DTYPES)}")
+        if self.q_dtype not in QUERY_DTYPES:
+            raise ArenaError(f"q_dtype={self.q_dtype!r}; supported are {', '.join(QUERY_DTYPES)}")
         if not (math.isfinite(self.scale) and self.scale > 0):
             raise ArenaError(f"scale={self.scale} is not a positive number")
         if not (math.isfinite(self.logit_cap) and self.logit_cap >= 0):
@@ -100,7 +106,7 @@ class ArenaSpec:
 
     @property
     def storage_dtype(self) -> np.dtype:
-        """Numpy dtype of the pages: float32, or uint16 for the bits of a 16-bit type."""
+        """Numpy dtype of the pages: float32, or the bits of a narrower type."""
         return np.dtype(_STORAGE[self.kv_dtype])
 
     @property

@@ -21,7 +21,7 @@ from sglang_scout.worker import messages as m
 from sglang_scout.worker.arena import Arena
 from sglang_scout.worker.process import WorkerProcess
 from sglang_scout.worker.ring import LAYOUT_VERSION
-from sglang_scout.worker.settings import WorkerConfig
+from sglang_scout.worker.settings import WorkerConfig, check_machine
 
 _STOPPED = ""  # why a worker ended that was told to
 
@@ -67,7 +67,9 @@ class Supervisor:
 
         Raises:
             WorkerError: it did not; nothing is left running.
+            ConfigError: it cannot, on this machine.
         """
+        check_machine()
         if self._thread is not None:
             raise WorkerError("the worker has been started already")
         self._stopping.clear()

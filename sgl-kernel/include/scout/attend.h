@@ -8,7 +8,18 @@
 
 namespace scout {
 
-enum class DType : int32_t { kF32 = 0, kBF16 = 1, kF16 = 2 };
+// The eight-bit types are those of OCP FP8, as torch's float8_e4m3fn and float8_e5m2.
+enum class DType : int32_t { kF32 = 0, kBF16 = 1, kF16 = 2, kE4M3 = 3, kE5M2 = 4 };
+constexpr int kDTypes = 5;
+
+constexpr int bytes_of(DType type) {
+  return type == DType::kF32 ? 4 : type == DType::kBF16 || type == DType::kF16 ? 2 : 1;
+}
+
+// By what the numbers of a type are more than those that the kernels widen them to. The bits of
+// e4m3 are widened as those of an fp16 number, whose exponent begins 8 lower; the product with this
+// is exact, so it is left to a factor that there is anyway.
+constexpr float widening(DType type) { return type == DType::kE4M3 ? 256.0f : 1.0f; }
 
 // K and V pages of one layer, each [num_pages, page_size, stored_heads, head_dim], contiguous, or a
 // view of kv_heads of these heads, the first of which k and v point to. head_dim is a multiple
@@ -25,7 +36,7 @@ struct KvPages {
 };
 
 inline int64_t head_bytes(const KvPages& kv) {
-  return int64_t{kv.head_dim} * (kv.dtype == DType::kF32 ? 4 : 2);
+  return int64_t{kv.head_dim} * bytes_of(kv.dtype);
 }
 
 // The KV heads of list `list` where a request has `lists` lists of pages: 1, or one for each head.
@@ -51,7 +62,8 @@ struct AttendParams {
 // (1..S) are valid, attended in addition to `pages`. out [H*G, D] fp32, lse [H*G] fp32, natural
 // log. Empty set: out = 0, lse = -inf.
 //
-// 16-bit K and V are widened exactly; q, products and sums stay fp32. Reads nothing outside the
+// Narrower K and V are widened exactly; q, products and sums stay fp32. The NaN of e4m3, which is
+// what larger numbers are rounded to, counts as 480. Reads nothing outside the
 // listed pages and no K or V beyond last_len (prefetch hints aside, which cannot fault). Page ids
 // are the caller's to check (valid_pages). Thread-safe; allocates nothing; uses about 260 KiB of
 // stack.

@@ -1,40 +1,48 @@
-"""`attend_pages` on the device: split over the pages, then one program per query head combines.
+"""`attend_pages` on the device: one launch, split over the pages.
 
 Bytes that must move: 2 S H D e per page of a row (K and V, e bytes per element), 4 for its id and, where it has to
-be looked up, 4 for its slot, and 8 D + 8 per query head for q, out and lse. With more than one split each adds
-8 D + 8 per query head, written and read again; at 8 splits of 64 pages and 5 query heads per KV head, 8 % of the pages.
+be looked up, 4 for its slot, and 2 D of q and 4 D + 4 of out and lse per query head. With more than one split each
+adds 8 D + 8 per query head, written and read again; at 8 splits of 64 pages and 5 query heads per KV head, 8 % of the
+pages.
 """
+
+import functools
 
 import torch
 import triton
 import triton.language as tl
 
-from .exact import dot_fp32, finite, tanh
+from .exact import as_loaded, dot_fp32, finite, stored_as, tanh, widened
 
-MAX_SPLITS = 64
+MAX_SPLITS = 16  # the last of them merges all
 _TILE_TOKENS, _TILE_BYTES = 64, 16384  # of K, and of V
 # Page ids that a program looks at together. A chunk costs two dependent loads and a dozen barriers, the same
 # for 64 ids as for 256, however few of them name a page.
 _MAX_CHUNK = 256
 _PROGRAMS_PER_SM = 4
+_STAGES = 5  # ids of a tile are read four tiles ahead, K and V two
+_MERGED = tl.constexpr(4)  # splits that are held at once
 
 
 @triton.jit
 def attend_kernel(
-    q, k, v, pages, slot_of, last_page, last_len, n_pages, out, lse,
+    q, k, v, pages, slot_of, last_page, last_len, n_pages, listed, parts, part_lse, arrivals, out, lse,
     scale, logit_cap, R, ids, splits,
     S: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HAS_SLOTS: tl.constexpr,
-    HAS_LAST: tl.constexpr, HAS_COUNT: tl.constexpr, HAS_CAP: tl.constexpr, CHUNK: tl.constexpr,
-    PAGES: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr,
+    HAS_LAST: tl.constexpr, HAS_COUNT: tl.constexpr, HAS_CAP: tl.constexpr, IS_SPLIT: tl.constexpr,
+    CHUNK: tl.constexpr, PAGES: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr, C: tl.constexpr, STAGES: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
     """The G query heads of one KV head over every splits-th column of its row of page ids, of C for a request.
 
     Columns are dealt out one by one, not in runs, so that rows packed to the left keep all programs
-    busy. A program reads CHUNK of its ids at once, numbers those that name a page, and goes through
+    busy. A program reads CHUNK of its ids at once, lists those that name a page, and goes through
     these only: -1 costs 4 bytes wherever it stands. The tail counts as the column behind the last one.
-    PAGES pages make one tile.
+    PAGES pages make one tile, whose slots are one load from the list, so that tiles can be fetched ahead.
+    The last program of a row and KV head to arrive merges what all have found.
 
-    q [B, HQ, D]; k, v [P, S, H, D]; pages [B*C, R]; n_pages [B*C]; out [splits, B, HQ, D]; lse [splits, B, HQ].
+    q [B, HQ, D]; k, v [P, S, H, D]; pages [B*C, R]; n_pages [B*C]; listed [B, H, splits, CHUNK];
+    parts [splits, B, HQ, D]; part_lse [splits, B, HQ]; arrivals [B * H] 0; out [B, HQ, D]; lse [B, HQ].
     """
     split, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     g = tl.arange(0, BLOCK_G)
@@ -49,6 +57,7 @@ def attend_kernel(
     top = tl.full([BLOCK_G], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
     acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    listed += ((b * H + h) * splits + split) * CHUNK
     own = R
     if HAS_COUNT:
         own = tl.minimum(tl.load(n_pages + of), R)
@@ -69,22 +78,20 @@ def attend_kernel(
             page = tl.where(column == own, tail, page)
         rank = tl.cumsum((page >= 0).to(tl.int32), axis=0)  # 1 for the first page
         count = tl.max(rank, axis=0)
-        rank = tl.where(page >= 0, rank, 0)
-        tail_rank = tl.max(tl.where(column == own, rank, 0), axis=0)
-        for done in range(0, count, PAGES):
-            chosen = tl.zeros([PAGES * BLOCK_S], tl.int32)
-            lens = tl.zeros([PAGES * BLOCK_S], tl.int32)
-            for i in tl.static_range(PAGES):
-                at = done + i + 1
-                chosen = tl.where(which == i, tl.max(tl.where(rank == at, page, 0), axis=0), chosen)
-                length = tl.where(at == tail_rank, tail_len, tl.where(at <= count, S, 0))
-                lens = tl.where(which == i, length, lens)
-            here = s < lens  # [PAGES * BLOCK_S]
-            offset = ((chosen.to(tl.int64) * S + s) * H + h)[:, None] * D + d[None, :]
+        tail_rank = tl.max(tl.where((column == own) & (page >= 0), rank, 0), axis=0)
+        tl.debug_barrier()  # all threads are through with the list before
+        tl.store(listed + rank - 1, page, mask=page >= 0)
+        tl.debug_barrier()
+        for done in tl.range(0, count, PAGES, num_stages=STAGES):
+            at = done + which
+            # [PAGES * BLOCK_S]
+            slot = tl.load(listed + at, mask=at < count, other=0)
+            here = (at < count) & (s < tl.where(at + 1 == tail_rank, tail_len, S))
+            offset = ((slot.to(tl.int64) * S + s) * H + h)[:, None] * D + d[None, :]
             mask = here[:, None] & (d < D)[None, :]
             # [PAGES * BLOCK_S, BLOCK_D]
-            k_tile = tl.load(k + offset, mask=mask, other=0.0)
-            v_tile = tl.load(v + offset, mask=mask, other=0.0)
+            k_tile = widened(tl.load(k + offset, mask=mask, other=0), FP8)
+            v_tile = widened(tl.load(v + offset, mask=mask, other=0), FP8)
             # [BLOCK_G, PAGES * BLOCK_S]
             x = tl.zeros([BLOCK_G, PAGES * BLOCK_S], tl.float32)
             x = dot_fp32(q_tile, tl.trans(k_tile), x) * scale
@@ -101,34 +108,53 @@ def attend_kernel(
             part = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
             acc = acc * shrink[:, None] + dot_fp32(p, v_tile, part)
             top = new_top
-    row = (split * tl.num_programs(2) + b) * H * G + h * G + g  # of [splits * B * HQ]
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    tl.store(out + row.to(tl.int64)[:, None] * D + d[None, :], acc, mask=q_mask)
-    tl.store(lse + row, top + tl.log(tl.maximum(total, 1.0)), mask=g < G)
+    top += tl.log(tl.maximum(total, 1.0))
+    at_out = head.to(tl.int64)[:, None] * D + d[None, :]
+    if IS_SPLIT:
+        rows = tl.num_programs(2) * H * G
+        row = split * rows + head  # of [splits * B * HQ]
+        tl.store(parts + row.to(tl.int64)[:, None] * D + d[None, :], acc, mask=q_mask)
+        tl.store(part_lse + row, top, mask=g < G)
+        tl.debug_barrier()
+        if tl.atomic_add(arrivals + b * H + h, 1, sem="acq_rel") == splits - 1:
+            tl.store(arrivals + b * H + h, 0)  # for the next launch
+            merge_parts(parts, part_lse, out, lse, head, at_out, q_mask, splits, rows, D)
+    else:
+        tl.store(out + at_out, acc, mask=q_mask)
+        tl.store(lse + head, top, mask=g < G)
 
 
 @triton.jit
-def combine_kernel(
-    parts, part_lse, out, lse,
-    splits, rows,
-    D: tl.constexpr, BLOCK_SPLITS: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Merges the splits of one query head. parts [splits, rows, D]; part_lse [splits, rows]."""
-    row = tl.program_id(0)
-    split = tl.arange(0, BLOCK_SPLITS)
-    d = tl.arange(0, BLOCK_D)
-    # [BLOCK_SPLITS]
-    weights = tl.load(part_lse + split * rows + row, mask=split < splits, other=float("-inf"))
-    top = tl.max(weights, axis=0)
-    weights = tl.exp(weights - finite(top))
-    total = tl.sum(weights, axis=0)
-    mask = (split < splits)[:, None] & (d < D)[None, :]
-    at = (split * rows + row).to(tl.int64)[:, None] * D + d[None, :]
-    # [BLOCK_SPLITS, BLOCK_D]
-    values = tl.load(parts + at, mask=mask, other=0.0)
-    mean = tl.sum(values * weights[:, None], axis=0) / tl.maximum(total, 1.0)  # [BLOCK_D]
-    tl.store(out + row.to(tl.int64) * D + d, mean, mask=d < D)
-    tl.store(lse + row, top + tl.log(tl.maximum(total, 1.0)))
+def merge_parts(parts, part_lse, out, lse, head, at_out, q_mask, splits, rows, D: tl.constexpr):
+    """Merges the splits of rows ``head`` [M]. parts [splits, rows, D]; part_lse [splits, rows]."""
+    M: tl.constexpr = q_mask.shape[0]
+    g = tl.max(q_mask.to(tl.int32), axis=1) > 0
+    top = tl.full([M], float("-inf"), tl.float32)
+    total = tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, q_mask.shape[1]], tl.float32)
+    for first in range(0, splits, _MERGED):
+        split = first + tl.arange(0, _MERGED)
+        mask = (split < splits)[:, None] & g[None, :]
+        # [_MERGED, M] and [_MERGED, M, BLOCK_D]; written by other programs, which a first-level cache knows nothing of.
+        x = tl.load(
+            part_lse + split[:, None] * rows + head[None, :],
+            mask=mask,
+            other=float("-inf"),
+            cache_modifier=".cg",
+        )
+        values = tl.load(
+            parts + (split[:, None, None] * rows).to(tl.int64) * D + at_out[None, :, :],
+            mask=(split < splits)[:, None, None] & q_mask[None, :, :], other=0.0, cache_modifier=".cg",
+        )  # fmt: skip
+        new_top = tl.maximum(top, tl.max(x, axis=0))
+        base = finite(new_top)
+        shrink, weights = tl.exp(top - base), tl.exp(x - base[None, :])
+        total = total * shrink + tl.sum(weights, axis=0)
+        acc = acc * shrink[:, None] + tl.sum(values * weights[:, :, None], axis=0)
+        top = new_top
+    tl.store(out + at_out, acc / tl.maximum(total, 1.0)[:, None], mask=q_mask)
+    tl.store(lse + head, top + tl.log(tl.maximum(total, 1.0)), mask=g)
 
 
 def split_count(B: int, H: int, columns: int, processors: int) -> int:
@@ -137,32 +163,36 @@ def split_count(B: int, H: int, columns: int, processors: int) -> int:
     return min(MAX_SPLITS, triton.next_power_of_2(wanted), triton.next_power_of_2(max(1, columns)))
 
 
+@functools.cache
+def _arrivals(device: torch.device, processors: int) -> torch.Tensor:
+    """Zeros, one for each row and KV head where there is more than one split; launches of a stream take turns."""
+    return torch.zeros(_PROGRAMS_PER_SM * processors, dtype=torch.int32, device=device)
+
+
 def attend_pages(q, k, v, pages, last_page, last_len, scale, logit_cap, out, slot_of, n_pages):
     """See `ops.attend.attend_pages`."""
     (B, HQ, D), (_, S, H, _), R = q.shape, k.shape, pages.shape[1]
     if out is None:
-        out = q.new_empty(q.shape), q.new_empty((B, HQ))
+        out = q.new_empty(q.shape, dtype=torch.float32), q.new_empty((B, HQ), dtype=torch.float32)
     if B == 0:
         return out
     columns = R + (last_page is not None)
     splits = split_count(B, H, columns, processors(q.device))
-    parts, part_lse = out
+    parts, part_lse, arrivals = *out, None
     if splits > 1:
-        parts, part_lse = q.new_empty((splits, B, HQ, D)), q.new_empty((splits, B, HQ))
-    block_s = triton.next_power_of_2(S)
+        parts, part_lse = (x.new_empty((splits, *x.shape)) for x in out)
+        arrivals = _arrivals(q.device, processors(q.device))
+    block_s, fp8 = triton.next_power_of_2(S), stored_as(k.dtype)[1]
+    chunk = max(16, min(_MAX_CHUNK, triton.next_power_of_2(triton.cdiv(max(1, columns), splits))))
     attend_kernel[(splits, H, B)](
-        q, k, v, pages, slot_of, last_page, last_len, n_pages, parts, part_lse, scale, logit_cap, R,
-        0 if slot_of is None else slot_of.numel(), splits, S, H, HQ // H, D,
-        slot_of is not None, last_page is not None, n_pages is not None, logit_cap > 0,
-        max(16, min(_MAX_CHUNK, triton.next_power_of_2(triton.cdiv(max(1, columns), splits)))),
-        pages_per_tile(block_s, D * (2 if k.dtype == torch.bfloat16 else 4)), block_s,
-        max(16, triton.next_power_of_2(HQ // H)), triton.next_power_of_2(D), len(pages) // B,
-        num_warps=4,
+        q, as_loaded(k), as_loaded(v), pages, slot_of, last_page, last_len, n_pages,
+        pages.new_empty((B, H, splits, chunk)), parts, part_lse, arrivals, *out, scale, logit_cap, R,
+        0 if slot_of is None else slot_of.numel(), splits, S, H, HQ // H, D, slot_of is not None,
+        last_page is not None, n_pages is not None, logit_cap > 0, splits > 1, chunk,
+        pages_per_tile(block_s, D * (2 if fp8 or k.dtype == torch.bfloat16 else 4)), block_s,
+        max(16, triton.next_power_of_2(HQ // H)), triton.next_power_of_2(D), len(pages) // B, _STAGES,
+        fp8, num_warps=4,
     )  # fmt: skip
-    if splits > 1:
-        combine_kernel[(B * HQ,)](
-            parts, part_lse, *out, splits, B * HQ, D, splits, triton.next_power_of_2(D), num_warps=4,
-        )  # fmt: skip
     return out
 
 

@@ -2,8 +2,8 @@
 
 The producer's side of sgl-kernel/src/ring.h, in kernels.
 
-Bytes over the bus, of rows that miss pages: 4 HQ D of query and 4 k of page ids. With 40 heads of 128 at
-batch 16 that is 320 KiB, about 6 us at 55 GB/s.
+Bytes over the bus, of rows that miss pages: 2 HQ D of bfloat16 queries, 4 HQ D of others, and 4 k of page ids.
+With 40 heads of 128 at batch 16 that is 160 KiB, about 3 us at 55 GB/s.
 
 Order. All programs of a post write their row, then arrive at a counter with a release and an acquire
 in system scope; the last to arrive writes the header, opens the claim word, writes the log entry and
@@ -19,6 +19,7 @@ import triton.language as tl
 
 from sglang_scout import _native
 
+from .exact import rounded
 from .ring_words import (
     BUSY,
     CLOSED_ITEM,
@@ -64,14 +65,15 @@ def post_kernel(
     q, pages, n_pages, state, open_seq, awaited, asked, arrivals, control, log, records,
     record_stride, pages_offset, n_pages_offset, layer, rows, parts, threads, most, least_pages,
     nodes, k, max_pages, max_batch, log_entries,
-    L: tl.constexpr, WIDTH: tl.constexpr, Q_OFFSET: tl.constexpr, BLOCK_Q: tl.constexpr,
+    L: tl.constexpr, WIDTH: tl.constexpr, Q_OFFSET: tl.constexpr, Q_BF16: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
     """One row of a record each; the last program to arrive publishes it.
 
     q [rows, WIDTH]; pages [rows, k]; n_pages [rows]. open_seq [2 L]: the record of a slot that has no answer
-    yet, 0 if the slot is free. awaited [2 L]: what `answer.wait_kernel` waits for, 0: nothing was posted.
-    asked [2 L, max_batch]: pages that rows asked for, for `answer.merge_answer_kernel`.
+    yet, 0 if the slot is free. awaited [2 L]: what `answer.merge_answer_kernel` waits
+    for, 0: nothing was posted.
+    asked [2 L, max_batch]: pages that rows asked for.
     control, log, records: addresses within the ring.
     """
     b = tl.program_id(0)
@@ -98,9 +100,12 @@ def post_kernel(
                 i = first + tl.arange(0, BLOCK_Q)
                 # [BLOCK_Q]
                 value = tl.load(q + b.to(tl.int64) * WIDTH + i, mask=i < WIDTH)
-                tl.store(
-                    at_array(record + Q_OFFSET, tl.float32) + b * WIDTH + i, value, mask=i < WIDTH
-                )
+                if Q_BF16:
+                    to = at_array(record + Q_OFFSET, tl.bfloat16)
+                else:
+                    to = at_array(record + Q_OFFSET, tl.float32)
+                value = rounded(value, to.dtype.element_ty)
+                tl.store(to + b * WIDTH + i, value, mask=i < WIDTH)
         for first in range(0, k, BLOCK_K):
             i = first + tl.arange(0, BLOCK_K)
             # [BLOCK_K]
@@ -132,9 +137,8 @@ def post_kernel(
         else:
             tl.store(awaited + slot, tl.zeros([], tl.int64))
             if wanted:
-                errors = tl.load(state + ERRORS)
-                tl.debug_barrier()  # all threads read, the first one writes
-                tl.store(state + ERRORS, errors | BUSY)
+                # Atomic: another layer's answer may be waited for meanwhile.
+                tl.atomic_or(state + ERRORS, tl.full([], BUSY, tl.int64))
 
 
 def post(ring, layer: int, q: torch.Tensor, pages: torch.Tensor, n_pages: torch.Tensor) -> None:
@@ -146,7 +150,7 @@ def post(ring, layer: int, q: torch.Tensor, pages: torch.Tensor, n_pages: torch.
         ring.address + at.control_offset, ring.address + at.log_offset,
         ring.address + at.records_offset, at.record_stride, at.pages_offset, at.n_pages_offset,
         layer, rows, ring.parts, *ring.split, spec.num_nodes, k, spec.max_pages, spec.max_batch,
-        at.log_entries, spec.num_layers, width, at.q_offset,
+        at.log_entries, spec.num_layers, width, at.q_offset, spec.q_dtype == "bfloat16",
         min(2048, triton.next_power_of_2(width)),
         min(1024, max(16, triton.next_power_of_2(k))),
         triton.next_power_of_2(rows), num_warps=4,

@@ -5,11 +5,12 @@ W E e, 4 for the id and writes 4. Of two halves the next page's first one is rea
 Nothing is shared between rows, so products run on the ordinary cores: they are bound by memory.
 """
 
+import torch
 import triton
 import triton.language as tl
 
 from ..embed import largest
-from .exact import rounded
+from .exact import rounded, stored_as, widened
 from .pages import layer_pointer, source_row
 
 _BLOCK_RANKS = tl.constexpr(16)
@@ -29,7 +30,7 @@ def means_kernel(
     addresses, ids, rows, embeddings,
     P, R,
     HALF: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
-    LARGEST: tl.constexpr, ALIGN: tl.constexpr,
+    LARGEST: tl.constexpr, KV: tl.constexpr, FP8: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """One page, head and layer. addresses [L] of [R, 2 HALF, H, D]; ids [n]; rows: see `source_row`; embeddings
     [L, P, H, 2, D]."""
@@ -37,12 +38,13 @@ def means_kernel(
     layer = tl.program_id(2).to(tl.int64)
     source = source_row(rows, page, layer)
     if (page >= 0) & (page < P) & (source >= 0) & (source < R):
-        k = layer_pointer(addresses, layer, embeddings.dtype.element_ty, ALIGN)
+        k = layer_pointer(addresses, layer, KV, ALIGN)
         s, d = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
         mask = (s < HALF)[:, None] & (d < D)[None, :]
         for half in tl.static_range(2):
             at = ((source * (2 * HALF) + half * HALF + s) * H + h)[:, None] * D + d[None, :]
-            x = limited(tl.load(k + at, mask=mask, other=0.0), LARGEST)  # [BLOCK_S, BLOCK_D]
+            x = widened(tl.load(k + at, mask=mask, other=0), FP8)
+            x = limited(x, LARGEST)  # [BLOCK_S, BLOCK_D]
             mean = rounded(tl.sum(x, axis=0) / HALF, embeddings.dtype.element_ty)
             row = (((layer * P + page) * H + h) * 2 + half) * D
             tl.store(embeddings + row + d, mean, mask=d < D)
@@ -53,18 +55,19 @@ def pilots_kernel(
     addresses, ids, rows, embeddings, w_k,
     P, R,
     S: tl.constexpr, H: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_S: tl.constexpr,
-    BLOCK_D: tl.constexpr, LARGEST: tl.constexpr, ALIGN: tl.constexpr,
+    BLOCK_D: tl.constexpr, LARGEST: tl.constexpr, KV: tl.constexpr, FP8: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """One page, head and layer. addresses [L] of [R, S, H, D]; embeddings [L, P, H, E]; w_k [L, H, E, 2 D]."""
     page, h = tl.load(ids + tl.program_id(0)), tl.program_id(1)
     layer = tl.program_id(2).to(tl.int64)
     source = source_row(rows, page, layer)
     if (page >= 0) & (page < P) & (source >= 0) & (source < R):
-        k = layer_pointer(addresses, layer, embeddings.dtype.element_ty, ALIGN)
+        k = layer_pointer(addresses, layer, KV, ALIGN)
         s, d = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
         mask = (s < S)[:, None] & (d < D)[None, :]
         at = ((source * S + s) * H + h)[:, None] * D + d[None, :]
-        x = limited(tl.load(k + at, mask=mask, other=0.0), LARGEST)  # [BLOCK_S, BLOCK_D]
+        x = widened(tl.load(k + at, mask=mask, other=0), FP8)
+        x = limited(x, LARGEST)  # [BLOCK_S, BLOCK_D]
         mean = tl.sum(x, axis=0) / S
         # A token that is not there has 0, which is the largest of no channel that has another.
         high, low = tl.max(x, axis=0), tl.min(x, axis=0)
@@ -102,7 +105,7 @@ def embedding_scores_kernel(
     score = tl.full([BLOCK_N], float("-inf"), tl.float32)
     if block * BLOCK_N < full:
         e = tl.arange(0, BLOCK_E)
-        query = tl.load(q + (b * H + h) * E + e, mask=e < E, other=0.0)
+        query = tl.load(q + (b * H + h) * E + e, mask=e < E, other=0.0).to(tl.float32)
         page = tl.load(table + b * N + n, mask=n < full, other=-1)  # [BLOCK_N]
         score = dots(embeddings, page, query, h, 0, H, W, E)
         if W == 2:
@@ -120,7 +123,7 @@ def build_layer_means(source, ids, embeddings, rows):
         blocks = triton.next_power_of_2(S // 2), triton.next_power_of_2(D)
         means_kernel[(ids.numel(), H, len(source.k))](
             source.addresses, ids, rows, embeddings, embeddings.shape[1], R, S // 2, H, D, *blocks,
-            largest(embeddings.dtype), source.align_bytes, num_warps=4,
+            largest(embeddings.dtype), *stored_as(source.k[0].dtype), source.align_bytes, num_warps=4,
         )  # fmt: skip
 
 
@@ -131,7 +134,8 @@ def build_layer_pilots(source, ids, embeddings, w_k, rows):
         blocks = triton.next_power_of_2(S), triton.next_power_of_2(D)
         pilots_kernel[(ids.numel(), H, len(source.k))](
             source.addresses, ids, rows, embeddings, w_k, embeddings.shape[1], R, S, H, D,
-            embeddings.shape[-1], *blocks, largest(embeddings.dtype), source.align_bytes, num_warps=4,
+            embeddings.shape[-1], *blocks, largest(embeddings.dtype), *stored_as(source.k[0].dtype),
+            source.align_bytes, num_warps=4,
         )  # fmt: skip
 
 
@@ -139,7 +143,7 @@ def score_embeddings(q, embeddings, table, n_full, out):
     """See `ops.embed.score_embeddings`."""
     (B, N), (H, W, E) = table.shape, embeddings.shape[1:]
     if out is None:
-        out = q.new_empty((B * H, N))
+        out = q.new_empty((B * H, N), dtype=torch.float32)
     if out.numel():
         block_e = triton.next_power_of_2(E)
         block_n = min(_BLOCK_PAGES, _BLOCK_VALUES // block_e, triton.next_power_of_2(N))

@@ -2,10 +2,11 @@
 
 Decode attention and digest scores are bound by memory: a KV token of 128 bf16 channels costs 512
 bytes and, with the query heads of a group padded to 16 rows, 8 k multiply-adds, a third of what
-the tensor cores of an H100 do in that time even when each product is computed three times. So the
+the tensor cores of an H100 do in that time even when each product is computed three times. So an
 fp32 operand is kept whole, and a kernel differs from its reference by the order of sums only.
 """
 
+import torch
 import triton
 import triton.language as tl
 
@@ -16,13 +17,20 @@ INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 @triton.jit
 def dot_fp32(a, b, acc):
-    """acc + a b. a: [M, K] float32; b: [K, N] float32, bfloat16 or float16; acc: [M, N] float32.
+    """acc + a b. a: [M, K] float32, bfloat16 or float16; b: [K, N], the same; acc: [M, N] float32.
 
-    A bfloat16 b is multiplied by three bfloat16 parts of a, which hold its 24 bits; all products
-    are exact in the accumulator. Other types go through three TF32 products (22 bits of each).
-    The small parts come first, as sums lose least that way.
+    Operands of one 16-bit type are multiplied as they are: all products are exact in the accumulator.
+    Any other a is widened, and with a bfloat16 b three bfloat16 parts of it, which hold its 24 bits, are
+    multiplied. Other types go through three TF32 products (22 bits of each). The small parts come
+    first, as sums lose least that way.
     """
-    if b.dtype == tl.bfloat16:
+    if a.dtype == b.dtype and a.dtype != tl.float32:
+        if INTERPRETED:
+            acc = tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
+        else:
+            acc = tl.dot(a, b, acc)
+    elif b.dtype == tl.bfloat16:
+        a = a.to(tl.float32)
         high = a.to(tl.bfloat16)
         rest = a - high.to(tl.float32)
         mid = rest.to(tl.bfloat16)
@@ -37,7 +45,68 @@ def dot_fp32(a, b, acc):
             acc = tl.dot(mid, b, acc)
             acc = tl.dot(high, b, acc)
     else:
-        acc = tl.dot(a, b.to(tl.float32), acc, input_precision="tf32x3")
+        acc = tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="tf32x3")
+    return acc
+
+
+def stored_as(dtype: torch.dtype) -> tuple[tl.dtype, int]:
+    """What kernels load K and V as, and FP8 of `widened`: the bits of a mantissa, 0 of wider types.
+
+    fp8 comes as bytes, because Triton has no e4m3 for an A100, and does not round to it as torch does.
+    """
+    fp8 = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}.get(dtype, 0)
+    return (tl.uint8 if fp8 else getattr(tl, str(dtype).removeprefix("torch."))), fp8
+
+
+def as_loaded(x: torch.Tensor) -> torch.Tensor:
+    """The same memory as `stored_as` says."""
+    return x.view(torch.uint8) if stored_as(x.dtype)[1] else x
+
+
+@triton.jit
+def widened(x, FP8: tl.constexpr):
+    """Elements of K or V as they are; fp8 exactly in bfloat16, and the NaN of e4m3 as 480.
+
+    Its bits are the upper ones of a half, in which the exponent of e4m3 begins 8 lower.
+    """
+    if FP8 != 0:
+        bits = x.to(tl.int16)
+        if FP8 == 2:
+            half = (bits << 8).to(tl.float16, bitcast=True).to(tl.float32)
+        else:
+            bits = ((bits & 0x7F) << 7) | ((bits & 0x80) << 8)
+            half = bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+        x = half.to(tl.bfloat16)
+    return x
+
+
+@triton.jit
+def fp8_bits(x, FP8: tl.constexpr):
+    """x rounded to fp8, to the nearest even; what is too large becomes NaN in e4m3 and inf in e5m2."""
+    BIAS: tl.constexpr = 7 if FP8 == 3 else 15
+    LARGEST: tl.constexpr = 0x7F if FP8 == 3 else 0x7C
+    DROPPED: tl.constexpr = 23 - FP8  # bits
+    bits = x.to(tl.float32).to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    code = size - ((127 - BIAS) << 23) + (1 << (DROPPED - 1)) - 1 + ((size >> DROPPED) & 1)
+    code = tl.minimum(code >> DROPPED, LARGEST)
+    # In a sum with 2^23 times the smallest denormal the last bit stands for that: adding rounds.
+    STEP: tl.constexpr = 151 - BIAS - FP8
+    least = (size.to(tl.float32, bitcast=True) + 2.0 ** (STEP - 127)).to(tl.int32, bitcast=True)
+    code = tl.where(size < ((128 - BIAS) << 23), least - (STEP << 23), code)
+    code = tl.where(size > 0x7F800000, 0x7F, code)
+    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def dot_16(a, b, acc):
+    """acc + a b, where the float32 a holds numbers of the dtype of b, if that one has 16 bits: one exact product."""
+    if b.dtype == tl.float32:
+        acc = tl.dot(a, b, acc, input_precision="tf32x3")
+    elif INTERPRETED:
+        acc = tl.dot(rounded(a, b.dtype).to(tl.float32), b.to(tl.float32), acc)
+    else:
+        acc = tl.dot(a.to(b.dtype), b, acc)
     return acc
 
 

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .exact import rounded
+from .exact import as_loaded, fp8_bits, rounded, stored_as, widened
 
 _COPY_WORDS = 4096  # of one program at a time: 16 KiB where words have 4 bytes
 # A recall copies while a step runs. As many programs as keep the bus busy (16 KiB of each on their
@@ -39,7 +39,7 @@ def digest_kernel(
     addresses, ids, rows, kmin, kmax,
     P, R,
     S: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BLOCK_S: tl.constexpr,
-    BLOCK_D: tl.constexpr, ALIGN: tl.constexpr,
+    BLOCK_D: tl.constexpr, KV: tl.constexpr, FP8: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """One page, head and layer. addresses [L] of [R, S, H, D]; ids [n]; rows: see `source_row`; kmin,
     kmax [L, P, H, D]."""
@@ -47,13 +47,13 @@ def digest_kernel(
     layer = tl.program_id(2).to(tl.int64)
     source = source_row(rows, page, layer)
     if (page >= 0) & (page < P) & (source >= 0) & (source < R):
-        k = layer_pointer(addresses, layer, kmin.dtype.element_ty, ALIGN)
+        k = layer_pointer(addresses, layer, KV, ALIGN)
         s, d = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
         mask = (s < S)[:, None] & (d < D)[None, :]
         at = ((source * S + s) * H + h)[:, None] * D + d[None, :]
         # [BLOCK_S, BLOCK_D]
-        low = tl.load(k + at, mask=mask, other=float("inf")).to(tl.float32)
-        high = tl.where(mask, low, float("-inf"))
+        x = widened(tl.load(k + at, mask=mask, other=0), FP8).to(tl.float32)
+        low, high = tl.where(mask, x, float("inf")), tl.where(mask, x, float("-inf"))
         row = ((layer * P + page) * H + h) * D + d
         tl.store(kmin + row, tl.min(low, axis=0).to(kmin.dtype.element_ty), mask=d < D)
         tl.store(kmax + row, tl.max(high, axis=0).to(kmax.dtype.element_ty), mask=d < D)
@@ -94,7 +94,7 @@ def copy_kernel(
 def append_kernel(
     k, v, lens, k_pages, v_pages, ids, k_mirror, v_mirror, mirror_ids,
     k_stride, v_stride, P, mirror_P, S,
-    WIDTH: tl.constexpr, HAS_MIRROR: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, HAS_MIRROR: tl.constexpr, BLOCK: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
     """One block of one row of K (program 0 of axis 2) or of V, to one pool or to both.
 
@@ -110,21 +110,24 @@ def append_kernel(
     else:
         value = tl.load(v + b.to(tl.int64) * v_stride + at, mask=at < WIDTH)
     inside = (offset >= 0) & (offset < S)
-    value = rounded(value, k_pages.dtype.element_ty)
+    if FP8 == 0:
+        stored = rounded(value, k_pages.dtype.element_ty)
+    else:
+        stored = fp8_bits(value, FP8)
     mask = (at < WIDTH) & inside & (page >= 0) & (page < P)
     where = (page * S + offset) * WIDTH + at
     if tl.program_id(2) == 0:
-        tl.store(k_pages + where, value, mask=mask)
+        tl.store(k_pages + where, stored, mask=mask)
     else:
-        tl.store(v_pages + where, value, mask=mask)
+        tl.store(v_pages + where, stored, mask=mask)
     if HAS_MIRROR:
         page = tl.load(mirror_ids + b).to(tl.int64)
         mask = (at < WIDTH) & inside & (page >= 0) & (page < mirror_P)
         where = (page * S + offset) * WIDTH + at
         if tl.program_id(2) == 0:
-            tl.store(k_mirror + where, value, mask=mask)
+            tl.store(k_mirror + where, stored, mask=mask)
         else:
-            tl.store(v_mirror + where, value, mask=mask)
+            tl.store(v_mirror + where, stored, mask=mask)
 
 
 def build_layer_digests(source, ids, kmin, kmax, rows):
@@ -135,7 +138,7 @@ def build_layer_digests(source, ids, kmin, kmax, rows):
     blocks = triton.next_power_of_2(S), triton.next_power_of_2(D)
     digest_kernel[(ids.numel(), H, len(source.k))](
         source.addresses, ids, rows, kmin, kmax, kmin.shape[1], R, S, H, D, *blocks,
-        source.align_bytes, num_warps=4,
+        *stored_as(source.k[0].dtype), source.align_bytes, num_warps=4,
     )  # fmt: skip
 
 
@@ -163,8 +166,9 @@ def append_tokens(k, v, lens, pool, mirror):
     if B == 0:
         return
     block = min(1024, triton.next_power_of_2(H * D))
+    pools = *map(as_loaded, pool), *(map(as_loaded, mirror) if mirror else [None] * 3)
     append_kernel[(B, triton.cdiv(H * D, block), 2)](
-        k, v, lens, *pool, *(mirror or (None, None, None)), k.stride(0), v.stride(0), pool[0].shape[0],
+        k, v, lens, *pools, k.stride(0), v.stride(0), pool[0].shape[0],
         mirror[0].shape[0] if mirror else 0, pool[0].shape[1], H * D, mirror is not None, block,
-        num_warps=4,
+        stored_as(pool[0].dtype)[1], num_warps=4,
     )  # fmt: skip

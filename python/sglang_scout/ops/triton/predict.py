@@ -1,7 +1,6 @@
-"""`predict_query` on the device: its own norm and rotation, one launch each, around a product of cuBLAS.
+"""`add_norm` and `rotate_heads` on the device, one launch each; between them is the model's own product.
 
-Bytes that must move: the weight, HQ D C e, as for any projection; the two kernels read and write 2 C e and
-(e + 4) HQ D a row.
+Bytes that must move, e per element: 3 C e a row of the norm, (e + 4) HQ D of the heads.
 """
 
 import torch
@@ -12,12 +11,15 @@ from .exact import rounded
 
 
 @triton.jit
-def norm_kernel(x, weight, out, eps, C, BLOCK: tl.constexpr):
-    """RMSNorm of one row. x, out [B, C]; weight [C]."""
+def norm_kernel(x, residual, weight, out, eps, C, ADDS: tl.constexpr, BLOCK: tl.constexpr):
+    """RMSNorm of one row of the sum. x, residual, out [B, C]; weight [C]."""
     b = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK)
     # [BLOCK]
     value = tl.load(x + b * C + c, mask=c < C, other=0.0).to(tl.float32)
+    if ADDS:
+        value += tl.load(residual + b * C + c, mask=c < C, other=0.0).to(tl.float32)
+        value = rounded(value, x.dtype.element_ty).to(tl.float32)
     scale = 1 / tl.sqrt(tl.sum(value * value, axis=0) / C + eps)
     scaled = value * scale * tl.load(weight + c, mask=c < C, other=0.0).to(tl.float32)
     tl.store(out + b * C + c, rounded(scaled, out.dtype.element_ty), mask=c < C)
@@ -26,17 +28,18 @@ def norm_kernel(x, weight, out, eps, C, BLOCK: tl.constexpr):
 @triton.jit
 def rotate_kernel(
     q, weight, cos_sin, positions, out,
-    eps, HQ,
+    eps, HQ, row_stride,
     D: tl.constexpr, R: tl.constexpr, NEOX: tl.constexpr, HAS_NORM: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """RMSNorm and rotation of one head. q [B, HQ, D]; cos_sin [positions, R]; out [B, HQ, D] float32.
+    """RMSNorm and rotation of one head. q [B, HQ, D], rows row_stride apart; cos_sin [positions, R]; out
+    [B, HQ, D].
 
     Channel d turns with its partner, which is read again rather than moved between threads.
     """
     b, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     d = tl.arange(0, BLOCK_D)
-    row = (b * HQ + h) * D
+    row = b * row_stride + h * D
     # [BLOCK_D]
     own = tl.load(q + row + d, mask=d < D, other=0.0).to(tl.float32)
     if HAS_NORM:
@@ -62,40 +65,25 @@ def rotate_kernel(
         sin = tl.load(at + half, mask=turns, other=0.0).to(tl.float32)
         turned = own * cos + tl.where(first, -other, other) * sin
         own = tl.where(turns, turned, own)
-    tl.store(out + row + d, rounded(own, q.dtype.element_ty).to(tl.float32), mask=d < D)
+    tl.store(out + (b * HQ + h) * D + d, rounded(own, q.dtype.element_ty), mask=d < D)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """See `ops.predict.rms_norm`; x [B, C]."""
-    B, C = x.shape
-    out = torch.empty_like(x)
+def add_norm(x, residual, weight, eps):
+    """See `ops.predict.add_norm`."""
+    (B, C), out = x.shape, torch.empty_like(x)
     if B:
-        norm_kernel[(B,)](x, weight, out, eps, C, triton.next_power_of_2(C), num_warps=8)
+        norm_kernel[(B,)](
+            x, residual, weight, out, eps, C, residual is not None, triton.next_power_of_2(C), num_warps=8
+        )  # fmt: skip
     return out
 
 
-def predict_query(
-    x,
-    norm_weight,
-    norm_eps,
-    w_q,
-    b_q,
-    q_norm_weight,
-    q_norm_eps,
-    cos_sin,
-    positions,
-    rotary_dim,
-    is_neox,
-    HQ,
-    D,
-):
-    """See `ops.predict.predict_query`."""
-    q = torch.nn.functional.linear(rms_norm(x, norm_weight, norm_eps), w_q, b_q)
-    B = q.shape[0]
-    out = q.new_empty((B, HQ, D), dtype=torch.float32)
-    if B:
-        rotate_kernel[(B, HQ)](
-            q, q_norm_weight, cos_sin, positions, out, q_norm_eps, HQ, D,
+def rotate_heads(q, q_norm_weight, q_norm_eps, cos_sin, positions, rotary_dim, is_neox, HQ, D):
+    """See `ops.predict.rotate_heads`."""
+    out = q.new_empty((len(q), HQ, D))
+    if len(q):
+        rotate_kernel[(len(q), HQ)](
+            q, q_norm_weight, cos_sin, positions, out, q_norm_eps, HQ, q.stride(0), D,
             rotary_dim if cos_sin is not None else 0, is_neox, q_norm_weight is not None,
             triton.next_power_of_2(D), num_warps=1,
         )  # fmt: skip

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from ..rotated import FIRST, FLIP, LARGEST, PAGE_TOKENS, STATS_BYTES
-from .exact import dot_fp32, rounded
+from .exact import dot_fp32, rounded, stored_as, widened
 from .pages import layer_pointer, source_row
 
 _FIRST = tl.constexpr(FIRST)
@@ -25,21 +25,24 @@ def rint(x):
 
 
 @triton.jit
-def rotated_rows(x, row, kept, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
-    """R x for the rows at ``x + row`` [M], D elements each: [M, BLOCK_D] float32, 0 behind D.
+def rotated_rows(
+    x, row, kept, channels, D: tl.constexpr, WIDTH: tl.constexpr, FP8: tl.constexpr = 0
+):
+    """These channels of R x for the rows at ``x + row`` [M], D elements each: [M, channels] float32, 0 behind D.
 
     WIDTH: that of a Hadamard transform, the largest power of two that divides D. The signs are exact in
     bfloat16, so the product has the accuracy of fp32 whatever torch's setting of TF32 is.
     """
-    i = tl.arange(0, BLOCK_D)[None, :]
-    out = tl.zeros([row.shape[0], BLOCK_D], tl.float32)
+    i = channels[None, :]
+    out = tl.zeros([row.shape[0], channels.shape[0]], tl.float32)
     for first in range(0, D, _CHUNK):
         j = first + tl.arange(0, _CHUNK)
         inside = kept[:, None] & (j < D)[None, :]
         # [M, _CHUNK]
-        part = tl.load(x + row[:, None] + j[None, :], mask=inside, other=0).to(tl.float32)
+        part = tl.load(x + row[:, None] + j[None, :], mask=inside, other=0)
+        part = widened(part, FP8).to(tl.float32)
         part = tl.where(part == part, tl.minimum(tl.maximum(part, -_LARGEST), _LARGEST), 0.0)
-        # [_CHUNK, BLOCK_D]: element (j, i) of a Hadamard matrix is negative where i & j has an odd number of bits.
+        # [_CHUNK, channels]: element (j, i) of a Hadamard matrix is negative where i & j has an odd number of bits.
         j = j[:, None]
         bits = i & j & (WIDTH - 1)
         odd = (0x6996 >> ((bits ^ (bits >> 4)) & 15)) & 1
@@ -64,7 +67,7 @@ def build_rotated_kernel(
     addresses, ids, rows, planes, means, scales, steps,
     P, R,
     H: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr,
-    KV: tl.constexpr, ALIGN: tl.constexpr,
+    KV: tl.constexpr, FP8: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """One page, head and layer. addresses [L] of [R, 32, H, D]; ids [n]; rows: see `source_row`; planes
     [L, P, H, BITS, 16, D / 4]; means, scales, steps: the stats [L, P, H, bytes] as int8, bfloat16 and float32."""
@@ -75,7 +78,7 @@ def build_rotated_kernel(
         k = layer_pointer(addresses, layer, KV, ALIGN)
         t, d = tl.arange(0, _TOKENS), tl.arange(0, BLOCK_D)
         at = ((source * _TOKENS + t) * H + h) * D
-        x = rotated_rows(k, at, t < _TOKENS, D, WIDTH, BLOCK_D)  # [32, BLOCK_D]
+        x = rotated_rows(k, at, t < _TOKENS, d, D, WIDTH, FP8)  # [32, BLOCK_D]
         mean = tl.sum(x, axis=0) / _TOKENS
         step = tl.maximum(tl.div_rn(tl.max(tl.abs(mean), axis=0), 127.0), 1.1754943508222875e-38)
         mean = rint(tl.div_rn(mean, tl.zeros_like(mean) + step))
@@ -105,6 +108,6 @@ def build_layer_rotated(source, ids, planes, stats, rows):
     build_rotated_kernel[(ids.numel(), H, len(source.k))](
         source.addresses, ids, rows, planes, stats.view(torch.int8), stats.view(torch.bfloat16),
         stats.view(torch.float32), planes.shape[1], R, H, D, planes.shape[3], D & -D,
-        triton.next_power_of_2(D), getattr(tl, str(source.k[0].dtype).removeprefix("torch.")),
-        source.align_bytes, num_warps=4,
+        triton.next_power_of_2(D), *stored_as(source.k[0].dtype), source.align_bytes,
+        num_warps=4,
     )  # fmt: skip

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .exact import dot_fp32, tanh
+from .exact import as_loaded, dot_fp32, stored_as, tanh, widened
 
 
 @triton.jit
@@ -16,7 +16,7 @@ def decay_kernel(
     q, lse, k, pages, n_pages, slot_of, last_page, last_len, first_at, state, fresh, maw,
     alpha, scale, logit_cap, N, W, ids,
     S: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HAS_CAP: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
     """One page of a row's window and one KV head.
 
@@ -42,7 +42,8 @@ def decay_kernel(
             q_tile = tl.load(
                 q + head[:, None] * D + at, mask=(g < G)[:, None] & (at < D), other=0.0
             )
-            k_tile = tl.load(k + k_row[:, None] * D + at, mask=here[:, None] & (at < D), other=0.0)
+            k_tile = tl.load(k + k_row[:, None] * D + at, mask=here[:, None] & (at < D), other=0)
+            k_tile = widened(k_tile, FP8)
             x = dot_fp32(q_tile, tl.trans(k_tile), x)
         x *= scale
         if HAS_CAP:
@@ -82,10 +83,10 @@ def decay_mass(
     if B == 0:
         return
     decay_kernel[(W, H, B)](
-        q, lse, k, pages, n_pages, slot_of, last_page, last_len, first_at, state, fresh, maw, alpha,
+        q, lse, as_loaded(k), pages, n_pages, slot_of, last_page, last_len, first_at, state, fresh, maw, alpha,
         scale, logit_cap, N, W, slot_of.numel(), S, H, G, D, logit_cap > 0,
         max(16, triton.next_power_of_2(S)), max(16, triton.next_power_of_2(G)),
-        max(16, min(128, triton.next_power_of_2(D))), num_warps=4,
+        max(16, min(128, triton.next_power_of_2(D))), stored_as(k.dtype)[1], num_warps=4,
     )  # fmt: skip
 
 

@@ -1,176 +1,188 @@
-"""`score_pages` on the device: one pass over the digests, one over the bounds.
+"""`score_pages` on the device, in one launch.
 
-Bytes that must move: 2 H D e per offered page and row (e bytes per element), 4 for its id and 4
-for its score. The bounds in between, 4 HQ per page, are written and read once more; they stay in
-the L2 cache (40 heads, 2,048 pages, batch 16: 5 MiB) and are 4 % of the digests of 8 heads of 128.
+Bytes that must move: 2 H D e per offered page and row (e bytes per element), 4 for its id and 4 for its score. The
+bounds in between, 4 HQ per page, are written and read once more; they stay in the L2 cache (40 heads, 2,048 pages,
+batch 16: 5 MiB) and are 4 % of the digests of 8 heads of 128.
+
+A row's softmax over all its pages needs all its bounds, so the last program of a row to be through reduces them. That
+is one multiprocessor for 4 HQ N bytes, while the others are at other rows; a launch of its own costs about as much.
 """
-
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from .exact import dot_fp32, finite
+from .attend import processors
+from .exact import dot_16, finite
 
-# Pages of one program, fewer for large heads: with 8 KV heads of 128 and 4,096 pages a single row
-# fills 512 programs.
+# Pages of one step of a program, fewer for large heads.
 _BLOCK_PAGES, _BLOCK_VALUES = 64, 8192
-# Numbers of all blocks that a program of the second pass holds at once, for some of the heads. More take
-# so many registers that few programs fit.
-_HELD_PARTS = 4096
+_PROGRAMS = 8  # of each multiprocessor, where there are as many blocks
+_REDUCED_VALUES = 4096  # bounds that are reduced at a time
+_PARTS = tl.constexpr(16)
+
+
+@triton.jit
+def add_mass(top, mass, u, AXIS: tl.constexpr):
+    """The largest u so far and the sum of e^(u - largest), of each head."""
+    largest = tl.maximum(top, tl.max(u, axis=AXIS))
+    base = finite(largest)
+    mass = mass * tl.exp(top - base)
+    return largest, mass + tl.sum(tl.exp(u - tl.expand_dims(base, AXIS)), axis=AXIS)
+
+
+@triton.jit
+def reduce_row(
+    u, tops, masses, table, out, b, full, N, row_stride, parts,
+    HQ: tl.constexpr, REDUCE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Scores of a row's pages from u of all heads; see `ops.score`. u [B, HQ, row_stride]; tops, masses [B, HQ, parts];
+    out [B, N]."""
+    h = tl.arange(0, BLOCK_H)
+    head = b * HQ + h
+    base = tl.full([BLOCK_H], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_H], tl.float32)
+    for first in range(0, parts, _PARTS):
+        part = first + tl.arange(0, _PARTS)
+        known = (h < HQ)[:, None] & (part < parts)[None, :]
+        at = head[:, None] * parts + part[None, :]
+        # [BLOCK_H, _PARTS]
+        top = tl.load(tops + at, mask=known, other=float("-inf"))
+        mass = tl.load(masses + at, mask=known, other=0.0)
+        largest = tl.maximum(base, tl.max(top, axis=1))
+        total *= tl.exp(base - finite(largest))
+        total += tl.sum(mass * tl.exp(top - finite(largest)[:, None]), axis=1)
+        base = largest
+    base = finite(base)
+    log_total = tl.log(tl.maximum(total, 1.0))
+    i = tl.arange(0, BLOCK_N)
+    table += b.to(tl.int64) * N
+    out += b.to(tl.int64) * N
+    for first in tl.range(0, full, BLOCK_N, num_stages=3):
+        n = first + i
+        offered = tl.load(table + n, mask=n < full, other=-1) >= 0
+        # [BLOCK_H, BLOCK_N]
+        x = tl.load(
+            u + head.to(tl.int64)[:, None] * row_stride + n[None, :],
+            mask=(h < HQ)[:, None] & offered[None, :],
+            other=float("-inf"),
+        )
+        # Not u - lse: where bounds are large, that sum would lose what the softmax hangs on.
+        x = (x - base[:, None]) - log_total[:, None]
+        if REDUCE == "mass":
+            score = tl.sum(tl.exp(x), axis=0)
+        else:
+            # A device's maximum drops NaN, which says that a page has no bound.
+            broken = tl.max((x != x).to(tl.int32), axis=0) > 0
+            score = tl.where(broken, float("nan"), tl.max(x, axis=0))
+        tl.store(out + n, tl.where(offered, score, float("-inf")), mask=n < N)
+    for first in range(tl.cdiv(full, BLOCK_N) * BLOCK_N, N, BLOCK_N):
+        void = tl.full([BLOCK_N], float("-inf"), tl.float32)
+        tl.store(out + first + i, void, mask=first + i < N)
+
+
+@triton.jit
+def reduce_when_last(
+    arrivals, u, tops, masses, table, out, b, full, N, row_stride, parts,
+    H: tl.constexpr, HQ: tl.constexpr, REDUCE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """`reduce_row` by the last of a row's H parts programs. arrivals [B]: 0 before and after."""
+    tl.debug_barrier()  # so that thread 0, which arrives, does so behind all stores of the program
+    if tl.atomic_add(arrivals + b, 1, sem="acq_rel") == H * parts - 1:
+        tl.store(arrivals + b, 0)
+        reduce_row(
+            u, tops, masses, table, out, b, full, N, row_stride, parts, HQ, REDUCE, BLOCK_H, BLOCK_R
+        )
 
 
 @triton.jit
 def bounds_kernel(
-    q, kmin, kmax, table, n_full, bounds, block_top, block_mass,
-    scale, N, row_stride, part_stride,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
+    q, kmin, kmax, table, n_full, arrivals, bounds, tops, masses, out,
+    scale, N, row_stride, parts,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, REDUCE: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Bounds of one block of pages for the G query heads of one KV head: u = q+ . M + q- . m.
+    """Bounds of every parts-th block of pages for the G query heads of one KV head: u = q+ . M + q- . m.
 
-    Every digest is loaded once, for all G heads. Also leaves the block's largest bound and its sum
-    of e^(u - largest), so that the softmax over the request's pages needs no third pass. Blocks
-    past n_full write only these.
-
-    q [B, HQ, D]; kmin, kmax [P, H, D]; table [B, N]; bounds [B, HQ, row_stride];
-    block_top, block_mass [B, HQ, part_stride].
+    Every digest is loaded once, for all G heads. Also leaves its largest bound and its sum of e^(u - largest).
+    q [B, HQ, D]; kmin, kmax [P, H, D]; table [B, N]; arrivals and what follows: see `reduce_when_last`.
     """
-    block, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    part, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     g = tl.arange(0, BLOCK_G)
     d = tl.arange(0, BLOCK_D)
-    n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     head = (b * H + h) * G + g  # row of [B * HQ]
-    part = head * part_stride + block
     full = tl.minimum(tl.load(n_full + b), N)
-    if block * BLOCK_N < full:
+    # [BLOCK_G, BLOCK_D]
+    own = (g < G)[:, None] & (d < D)[None, :]
+    q_tile = tl.load(q + head[:, None] * D + d[None, :], mask=own, other=0.0).to(tl.float32)
+    top = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    mass = tl.zeros([BLOCK_G], tl.float32)
+    for block in range(part, tl.cdiv(full, BLOCK_N), parts):
         # [BLOCK_N]
+        n = block * BLOCK_N + tl.arange(0, BLOCK_N)
         page = tl.load(table + b.to(tl.int64) * N + n, mask=n < full, other=-1)
         offered = page >= 0
-        # [BLOCK_G, BLOCK_D]
-        q_tile = tl.load(
-            q + head[:, None] * D + d[None, :], mask=(g < G)[:, None] & (d < D)[None, :], other=0.0
-        )
-        q_tile = q_tile * scale
         at = (page.to(tl.int64) * H + h)[:, None] * D + d[None, :]
         here = offered[:, None] & (d < D)[None, :]
         # [BLOCK_N, BLOCK_D]
         low = tl.load(kmin + at, mask=here, other=0.0)
         high = tl.load(kmax + at, mask=here, other=0.0)
         # [BLOCK_G, BLOCK_N]
-        zero = tl.zeros([BLOCK_G, BLOCK_N], dtype=tl.float32)
-        u = dot_fp32(tl.maximum(q_tile, 0.0), tl.trans(high), zero)
-        u += dot_fp32(tl.minimum(q_tile, 0.0), tl.trans(low), zero)
+        u = tl.zeros([BLOCK_G, BLOCK_N], dtype=tl.float32)
+        u = dot_16(tl.maximum(q_tile, 0.0), tl.trans(high), u)
+        u = dot_16(tl.minimum(q_tile, 0.0), tl.trans(low), u) * scale
         u = tl.where(offered[None, :], u, float("-inf"))
-        tl.store(
-            bounds + head.to(tl.int64)[:, None] * row_stride + n[None, :], u, mask=(g < G)[:, None]
-        )
-        top = tl.max(u, axis=1)  # [BLOCK_G]
-        tl.store(block_top + part, top, mask=g < G)
-        tl.store(block_mass + part, tl.sum(tl.exp(u - finite(top)[:, None]), axis=1), mask=g < G)
-    else:
-        tl.store(block_top + part, tl.full([BLOCK_G], float("-inf"), tl.float32), mask=g < G)
-        tl.store(block_mass + part, tl.zeros([BLOCK_G], tl.float32), mask=g < G)
+        at_bound = bounds + head.to(tl.int64)[:, None] * row_stride + n[None, :]
+        tl.store(at_bound, u, mask=(g < G)[:, None])
+        top, mass = add_mass(top, mass, u, 1)
+    tl.store(tops + head * parts + part, top, mask=g < G)
+    tl.store(masses + head * parts + part, mass, mask=g < G)
+    reduce_when_last(
+        arrivals, bounds, tops, masses, table, out, b, full, N, row_stride, parts,
+        H, H * G, REDUCE, BLOCK_H, BLOCK_R,
+    )  # fmt: skip
 
 
-@triton.jit
-def reduce_kernel(
-    bounds, block_top, block_mass, table, n_full, out,
-    N, row_stride, part_stride, blocks,
-    HQ: tl.constexpr, REDUCE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK_BLOCKS: tl.constexpr,
-):  # fmt: skip
-    """Scores of one block of pages from the bounds of all heads. out: [B, N]."""
-    block, b = tl.program_id(0), tl.program_id(1)
-    n = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    full = tl.minimum(tl.load(n_full + b), N)
-    row = b.to(tl.int64) * N
-    if block * BLOCK_N < full:
-        # [BLOCK_N]
-        offered = tl.load(table + row + n, mask=n < full, other=-1) >= 0
-        part = tl.arange(0, BLOCK_BLOCKS)
-        score = tl.zeros([BLOCK_N], dtype=tl.float32)
-        if REDUCE == "max":
-            score = tl.full([BLOCK_N], float("-inf"), tl.float32)
-        for first in range(0, HQ, BLOCK_H):
-            h = first + tl.arange(0, BLOCK_H)
-            head = (b * HQ + h).to(tl.int64)
-            # [BLOCK_H, BLOCK_N]
-            u = tl.load(
-                bounds + head[:, None] * row_stride + n[None, :],
-                mask=(h < HQ)[:, None] & offered[None, :],
-                other=float("-inf"),
-            )
-            parts_at = head[:, None] * part_stride + part[None, :]
-            known = (h < HQ)[:, None] & (part < blocks)[None, :]
-            # [BLOCK_H, BLOCK_BLOCKS]
-            tops = tl.load(block_top + parts_at, mask=known, other=float("-inf"))
-            masses = tl.load(block_mass + parts_at, mask=known, other=0.0)
-            base = finite(tl.max(tops, axis=1))
-            total = tl.sum(masses * tl.exp(tops - base[:, None]), axis=1)  # [BLOCK_H]
-            # Not u - lse: where bounds are large, that sum would lose what the softmax hangs on.
-            x = (u - base[:, None]) - tl.log(tl.maximum(total, 1.0))[:, None]
-            if REDUCE == "mass":
-                score += tl.sum(tl.exp(x), axis=0)
-            else:
-                # A device's maximum drops NaN, which says that a page has no bound.
-                broken = tl.max((x != x).to(tl.int32), axis=0) > 0
-                largest = tl.where(broken, float("nan"), tl.max(x, axis=0))
-                score = tl.maximum(score, largest, propagate_nan=tl.PropagateNan.ALL)
-        tl.store(out + row + n, tl.where(offered, score, float("-inf")), mask=n < N)
-    else:
-        tl.store(out + row + n, tl.full([BLOCK_N], float("-inf"), tl.float32), mask=n < N)
+def parts_of(table: torch.Tensor, H: int, block_pages: int) -> int:
+    """Programs among which the pages of a row and KV head are dealt out."""
+    B, N = table.shape
+    return min(
+        triton.cdiv(N, block_pages), triton.cdiv(_PROGRAMS * processors(table.device), B * H)
+    )
 
 
-class Scratch(NamedTuple):
-    """What is written for every block of pages before heads are reduced: u of each page, and the block's largest u
-    and sum of e^(u - largest)."""
-
-    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    block_pages: int
-
-    @classmethod
-    def of(cls, q, N, block_pages):
-        B, HQ, _ = q.shape
-        blocks = triton.cdiv(N, block_pages)
-        # So that a program reads the numbers of several blocks at once, whatever their count.
-        of_blocks = q.new_empty((2, B, HQ, 16 * triton.cdiv(blocks, 16))).unbind()
-        return cls((q.new_empty((B, HQ, blocks * block_pages)), *of_blocks), block_pages)
-
-    @property
-    def strides(self):
-        """Of a head's rows."""
-        return self.tensors[0].shape[2], self.tensors[1].shape[2]
-
-    @property
-    def blocks(self):
-        return self.tensors[0].shape[2] // self.block_pages
-
-    def reduced(self, table, n_full, reduce, out):
-        """``out``, with the scores of all heads together."""
-        (B, N), HQ = table.shape, self.tensors[0].shape[1]
-        block_blocks = triton.next_power_of_2(self.blocks)
-        block_h = min(64, triton.next_power_of_2(HQ), max(1, _HELD_PARTS // block_blocks))
-        reduce_kernel[(self.blocks, B)](
-            *self.tensors, table, n_full, out, N, *self.strides, self.blocks, HQ, reduce, self.block_pages,
-            block_h, block_blocks, num_warps=4,
-        )  # fmt: skip
-        return out
+def between(
+    q: torch.Tensor, N: int, parts: int, block_pages: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """u of each head and page, and of each part the largest and the sum of e^(u - largest)."""
+    B, HQ, _ = q.shape
+    row_stride = block_pages * triton.cdiv(N, block_pages)
+    u = q.new_empty((B, HQ, row_stride), dtype=torch.float32)
+    return u, *u.new_empty((2, B, HQ, parts)).unbind()
 
 
-def score_pages(q, kmin, kmax, table, n_full, scale, reduce, out):
+def reduced_blocks(HQ: int, N: int) -> tuple[int, int]:
+    """BLOCK_H and BLOCK_N of `reduce_row`."""
+    block_h = triton.next_power_of_2(HQ)
+    return block_h, max(16, min(_REDUCED_VALUES // block_h, 256, triton.next_power_of_2(N)))
+
+
+def score_pages(q, kmin, kmax, table, n_full, scale, reduce, out, arrivals):
     """See `ops.score.score_pages`."""
     (B, N), (_, H, D), HQ = table.shape, kmin.shape, q.shape[1]
     if out is None:
-        out = q.new_empty((B, N))
+        out = q.new_empty((B, N), dtype=torch.float32)
     if B * N == 0:
         return out
+    if arrivals is None:
+        arrivals = n_full.new_zeros(B)
     G, block_d = HQ // H, triton.next_power_of_2(D)
     block_n = min(_BLOCK_PAGES, _BLOCK_VALUES // block_d, max(16, triton.next_power_of_2(N)))
-    scratch = Scratch.of(q, N, block_n)
-    bounds_kernel[(scratch.blocks, H, B)](
-        q, kmin, kmax, table, n_full, *scratch.tensors, scale, N, *scratch.strides,
-        H, G, D, block_n, max(16, triton.next_power_of_2(G)), block_d, num_warps=4,
+    parts = parts_of(table, H, block_n)
+    u, tops, masses = between(q, N, parts, block_n)
+    bounds_kernel[(parts, H, B)](
+        q, kmin, kmax, table, n_full, arrivals, u, tops, masses, out, scale, N, u.shape[2], parts,
+        H, G, D, reduce, block_n, max(16, triton.next_power_of_2(G)), block_d, *reduced_blocks(HQ, N),
+        num_warps=4,
     )  # fmt: skip
-    return scratch.reduced(table, n_full, reduce, out)
+    return out
