@@ -48,10 +48,11 @@ def stock_answers(
     *,
     max_new_tokens: int,
     env: Mapping[str, str] | None = None,
+    **more: object,
 ) -> list[Generation]:
     """What SGLang without this project answers in fp32, with log-probabilities: prefill and decode in
-    one server, so that the transfer of KV is under test too."""
-    arguments = flags(dtype="float32", max_total_tokens=32768, max_running_requests=16)
+    one server, so that the transfer of KV is under test too. ``more``: its flags."""
+    arguments = flags(dtype="float32", max_total_tokens=32768, max_running_requests=16, **more)
     log = log_dir / "stock.log"
     with SingleServer("stock", model, arguments, device="cpu", log=log, environment=env) as server:
         return generate(server.url, prompts, max_new_tokens=max_new_tokens, logprobs=True)

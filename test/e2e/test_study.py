@@ -19,12 +19,13 @@ from servers.pd_cluster import flags
 from servers.sglang_http import generate_payload
 
 PROMPT_TOKENS, STEPS = planted.CUTS[0], 8
-# As the server runs, and as the study does. Without pre-computation every query is the real one. With it, a request's
-# first step has no page on the device but the first and the newest: predicted queries attend to all that they choose.
+# As the server runs, and as the study does. Without pre-computation every query is the real one. With it, and
+# without a hint, a request's first step has no page on the device but the first and the newest: predicted queries
+# attend to all that they choose.
 CASES = {
     "decode": ({"precompute": False}, Setting(512), STEPS),
     "ahead": (
-        {"exact_steps": 0, "recall": "off"},
+        {"recall": "off"},
         Setting(512, query="predicted", attends="predicted"),
         1,
     ),
@@ -83,7 +84,11 @@ def test_first_steps_are_the_studys(model_path, recorder):
         model_path,
         router=False,
         server_args=flags(kv_offload="scout"),
-        prefill_args=flags(chunked_prefill_size=-1, max_prefill_tokens=2 * PROMPT_TOKENS),
+        prefill_args=flags(
+            chunked_prefill_size=-1,
+            max_prefill_tokens=2 * PROMPT_TOKENS,
+            kv_offload_config='{"prefill_digests": false}',  # and no hint
+        ),  # fmt: skip
         decode_args=decode_flags(first),
         more_decodes={name: decode_flags(name) for name in others},
         max_running_requests=2,

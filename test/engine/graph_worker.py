@@ -34,6 +34,7 @@ class GraphWorker(MiniWorker):
         spec = ArenaSpec(
             s.num_layers, pages, SIZE, s.num_kv_heads, s.num_q_heads, s.head_dim, dtype, s.scale,
             self.max_batch * lists, self.budget_tokens // SIZE, s.logit_cap, lists=lists,
+            q_dtype="bfloat16" if s.dtype == torch.bfloat16 else "float32",
         )  # fmt: skip
         self.arena = Arena.create(spec, hugepages=False)
         planes = (self.arena.k_pages, self.arena.v_pages)

@@ -17,6 +17,7 @@ from sglang_scout.engine.build import build_engine
 from sglang_scout.engine.digest_pool import DigestPool
 from sglang_scout.engine.stores import HostPages, ModelShape, Sizes
 from sglang_scout.ops.attend import attend_pages
+from sglang_scout.ops.predict import QueryProjector
 from sglang_scout.policy.base import Context, make_policy, policies
 
 SIZE = 32
@@ -82,7 +83,7 @@ class MiniWorker:
                  budget_tokens=128, resident_tokens=None, dtype=torch.float32, seed=0,
                  config="{}", drift=0.5, logit_cap=0.0, max_pages=120, policy="scout", tracer=None,
                  around_missing=None, pool_kind=None, verify=True, rank=0,
-                 of_ranks=1, ranks=None):  # fmt: skip
+                 of_ranks=1, ranks=None, fp8=None):  # fmt: skip
         self.config = parse_config(
             policy=policy, policies=policies(), budget_tokens=budget_tokens, config=config
         )
@@ -90,7 +91,7 @@ class MiniWorker:
         self.random = torch.Generator().manual_seed(seed)
         self.rank, self.of_ranks, self.all_kv_heads = rank, of_ranks, kv_heads
         own = (heads // of_ranks, kv_heads // of_ranks)
-        self.shape = ModelShape(layers, *own, dim, SIZE, dtype, dim**-0.5, logit_cap)
+        self.shape = ModelShape(layers, *own, dim, SIZE, dtype, dim**-0.5, logit_cap, fp8)
         self.max_batch = max_batch
         self.host = self._make_host(pages)
         self.digests = self._digest_pool(pool_kind or self.config.digest)
@@ -136,7 +137,7 @@ class MiniWorker:
 
     def _make_host(self, pages):
         layers = range(self.shape.num_layers)
-        kv = ([self._heads(pages * SIZE).to(self.shape.dtype) for _ in layers] for _ in range(2))
+        kv = ([self._heads(pages * SIZE).to(self.shape.kv_dtype) for _ in layers] for _ in range(2))
         return HostPages(self.shape, *kv)
 
     def _worker(self, missing):
@@ -145,6 +146,7 @@ class MiniWorker:
     def _projector(self, layer):
         def project(x, positions):
             q = torch.nn.functional.linear(x, self.weights[layer])
+            q = q.to(self.shape.dtype)
             return q.view(len(x), self.shape.num_q_heads, self.shape.head_dim)
 
         return project
@@ -152,15 +154,21 @@ class MiniWorker:
     def _ahead(self, layer, attends):
         """The query as predicted; or what only chooses, one vector per KV head: the mean of its queries."""
         project, heads = self._projector(layer), self.shape.num_kv_heads
-        return project if attends else lambda *x: project(*x).unflatten(1, (heads, -1)).mean(2)
+        return QueryProjector(
+            lambda x, residual: x + residual,
+            project if attends else lambda *x: project(*x).unflatten(1, (heads, -1)).mean(2),
+        )
 
-    def admit(
+    def admit(self, length: int, *args, **kwargs) -> Request:
+        """A request with ``length`` tokens of KV already in the host pages joins."""
+        request = self.bring(length, *args, **kwargs)
+        self.join(request)
+        return request
+
+    def bring(
         self, length: int, slot: int | None = None, arrive=lambda pages: None, max_new: int = 0
     ) -> Request:
-        """A request with ``length`` tokens of KV already in the host pages.
-
-        ``arrive`` is called with its pages before it joins, to put down what else came with them.
-        """
+        """Its KV comes. ``arrive`` is called with its pages, to put down what else comes with them."""
         count = -(-length // SIZE)
         pages = [self.free_pages.pop(0) for _ in range(count)]
         taken = {r.slot for r in self.requests}
@@ -172,14 +180,18 @@ class MiniWorker:
             for layer in range(self.shape.num_layers):
                 self.host.k[layer][page] = self._heads(SIZE)
                 self.host.v[layer][page] = self._heads(SIZE)
-        self.requests.append(request)
         arrive(np.array(pages, np.int64))
-        full = np.array(pages[: length // SIZE], np.int64)
-        self.engine.boundary.admit([slot], full, [request.end_tokens])
         return request
 
+    def join(self, request: Request) -> None:
+        self.requests.append(request)
+        full = np.array(request.pages[: request.length // SIZE], np.int64)
+        self.engine.boundary.admit([request.slot], full, [request.end_tokens])
+
     def finish(self, request: Request) -> None:
-        self.requests.remove(request)
+        """It ends, or is aborted before it has joined."""
+        if request in self.requests:
+            self.requests.remove(request)
         self._digested -= set(request.pages)
         self.engine.pages.free_pages(np.array(request.pages, np.int64))
         self.free_pages.extend(request.pages)
@@ -231,7 +243,9 @@ class MiniWorker:
     def _layer(
         self, layer: int, x: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        self.engine.layer_input(layer, x, torch.zeros(len(x), dtype=torch.int64))
+        half = x / 2
+        self.engine.layer_input(layer, half, half, torch.zeros(len(x), dtype=torch.int64))
+        half.fill_(torch.nan)  # a layer writes into its input
         q = self._projector(layer)(x, None)
         return q, self.engine.attend(layer, q.to(self.shape.dtype), k, v)
 
@@ -239,7 +253,7 @@ class MiniWorker:
         for row, request in enumerate(self.requests):
             page, offset = divmod(request.length - 1, SIZE)
             stored = self.host.k[layer][request.pages[page], offset]
-            assert torch.equal(stored, k[row].to(self.shape.dtype))
+            assert torch.equal(stored.float(), k[row].to(self.shape.kv_dtype).float())
 
     def check_digests(self, again: bool = False) -> None:
         """The digest of a page is what its kind makes of its keys: when the page is full, and ``again`` at the end."""

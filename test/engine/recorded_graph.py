@@ -4,6 +4,9 @@ Replaying does to the same memory what was recorded, and runs no Python of the e
 works because something of the host is looked at anew, or because a tensor is another one in every step,
 gives other results here as it would on a device. And what a capture does not allow is refused: reading a
 value from the device, or an operation whose result has a size that depends on values.
+
+What is launched beside the step (`ForkedStream`, for which the graph stands in) is replayed as late as it may run: when
+it is joined. So a step that overwrites what a part beside it reads, or takes what it has not joined, shows.
 """
 
 from __future__ import annotations
@@ -40,7 +43,8 @@ class RecordedGraph(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self._calls = []
+        self._calls = []  # part or None, call, results; a join is a set of parts, None, None
+        self._part, self._open = None, []
 
     def __len__(self):
         return len(self._calls)
@@ -76,12 +80,31 @@ class RecordedGraph(TorchDispatchMode):
                 stack.enter_context(refusing(name))
             yield
 
+    @contextlib.contextmanager
+    def fork(self, key, *given):
+        self._part = key
+        self._open.append(key)
+        yield
+        self._part = None
+
+    def join(self, *keys):
+        keys = {key for key in keys or self._open if key in self._open}
+        self._open = [key for key in self._open if key not in keys]
+        self._calls.append((keys, None, None))
+
     def replay(self):
-        for call, kept in self._calls:
-            for old, new in zip(kept, _tensors(call()), strict=True):
-                # The same memory if the call wrote into an argument and returned it.
-                if old.data_ptr() != new.data_ptr():
-                    old.copy_(new)
+        assert not self._open, "captured: a part was never joined"
+        beside = []
+        for part, call, kept in self._calls:
+            if call is None:
+                due = 1 + max((i for i, of in enumerate(beside) if of[0] in part), default=-1)
+                for _, *launched in beside[:due]:
+                    _again(*launched)
+                del beside[:due]
+            elif part is None:
+                _again(call, kept)
+            else:
+                beside.append((part, call, kept))
 
     def _do(self, call):
         """An op or a kernel as a whole: what it is made of is not recorded."""
@@ -93,7 +116,7 @@ class RecordedGraph(TorchDispatchMode):
                 result = call()
         finally:
             self._nested = False
-        self._calls.append((call, _tensors(result)))
+        self._calls.append((self._part, call, _tensors(result)))
         return result
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -107,8 +130,15 @@ class RecordedGraph(TorchDispatchMode):
         returns = func._schema.returns
         is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
         if not is_view:  # a view of memory that stays needs no second look
-            self._calls.append((lambda: func(*args, **kwargs), _tensors(result)))
+            self._calls.append((self._part, lambda: func(*args, **kwargs), _tensors(result)))
         return result
+
+
+def _again(call, kept):
+    for old, new in zip(kept, _tensors(call()), strict=True):
+        # The same memory if the call wrote into an argument and returned it.
+        if old.data_ptr() != new.data_ptr():
+            old.copy_(new)
 
 
 def _tensors(result):

@@ -18,6 +18,7 @@ from sglang_scout.engine.stores import HostPages, ModelShape, Sizes
 from sglang_scout.engine.transport import GraphTransport
 from sglang_scout.ops.layers import LayerPages
 from sglang_scout.ops.op import Op
+from sglang_scout.ops.predict import QueryProjector
 from sglang_scout.ops.select import Selection
 from sglang_scout.policy.base import Context, make_policy, policies
 
@@ -28,12 +29,12 @@ GIVEN = {
     "score_rotated": lambda q, first, second, table, *_: torch.empty_like(
         table, dtype=torch.float32
     ),
-    "log_mass_rotated": lambda q, *_: q.new_empty(q.shape[:2]),
+    "mass_change_rotated": lambda q, *_: q.new_empty(q.shape[:2], dtype=torch.float32),
     "select_pages": lambda scores, table, n_full, slot_of, k, *_: Selection(
         *(table.new_empty(len(table), k) for _ in range(2)),
         table.new_empty(len(table)),
     ),
-    "attend_pages": lambda q, *_: (torch.empty_like(q), q.new_empty(q.shape[:2])),
+    "attend_pages": lambda q, *_: (torch.empty_like(q).float(), q.new_empty(q.shape[:2]).float()),
     "merge_states": lambda out, lse, *_: (out, lse),
 }
 
@@ -69,8 +70,9 @@ class NoRing:
         assert all(t.device == META for t in tensors)
         self.posted.append(layer)
 
-    def merge(self, layer, *tensors):
-        assert all(t.device == META for t in tensors)
+    def merge(self, layer, out, lse, change, dtype):
+        assert all(t.device == META for t in (out, lse, change) if t is not None)
+        return out.to(dtype)
 
 
 @pytest.fixture
@@ -103,7 +105,6 @@ def ran(monkeypatch):
         ("scout", {}),
         ("scout", {"attend": "selected"}),
         ("scout", {"digest": "rotated-2"}),
-        ("scout", {"exact_steps": 0}),
         ("scout", {"exact_layers": [1]}),
         ("infinigen", {}),
     ],
@@ -119,13 +120,17 @@ def test_every_tensor_of_a_step_is_on_the_device(ran, policy, settings):
     ]
     host_memory.update(plane.data_ptr() for plane in planes)
     ring = NoRing()
+
+    def predicted(x, positions):
+        return x.new_empty(len(x), HEADS, DIM)
+
     engine = build_engine(
         config,
         make_policy(Context(config, LAYERS, 2 * shape.page_bytes)),
         shape,
         Sizes(budget_pages=4, num_slots=4 * BATCH + BATCH + 4, max_batch=BATCH, max_pages=20),
         HostPages(shape, planes[:LAYERS], planes[LAYERS:]),
-        [lambda x, positions: x.new_empty(len(x), HEADS, DIM, dtype=torch.float32)] * LAYERS,
+        [QueryProjector(torch.add, predicted)] * LAYERS,
         GraphTransport(ring, lambda: 1),
         device=META,
     )
@@ -134,7 +139,7 @@ def test_every_tensor_of_a_step_is_on_the_device(ran, policy, settings):
         positions = torch.zeros(BATCH, dtype=torch.int64, device=META)
         for layer in range(LAYERS):
             x = torch.empty(BATCH, HIDDEN, dtype=shape.dtype, device=META)
-            engine.layer_input(layer, x, positions)
+            engine.layer_input(layer, x, x, positions)
             sizes = ((BATCH, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
             engine.attend(
                 layer, *(torch.empty(size, dtype=shape.dtype, device=META) for size in sizes)

@@ -73,7 +73,7 @@ def test_pages_that_must_be_resident_get_their_slots_back_from_late_copies(make)
 
 
 def test_one_request_that_fits_is_resident_whole_and_exact(make):
-    worker = make(budget_tokens=128, max_batch=4)
+    worker = make(budget_tokens=128, max_batch=4, config='{"attend": "resident"}')
     worker.engine.policy.residency.patience_us = None
     worker.admit(19 * SIZE + 5)  # far more than its budget of 4 pages, less than the 24 slots
     worker.step()

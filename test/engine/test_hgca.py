@@ -4,6 +4,7 @@ import math
 import os
 import signal
 from concurrent.futures import Future
+from threading import Event
 
 import pytest
 import torch
@@ -150,3 +151,36 @@ def test_on_a_device_s_stream(make):
     for _ in range(LANDS_AFTER + 5):
         worker.checked_step()
     assert worker.attendant.pages() > 0
+
+
+@pytest.mark.parametrize("beta", [1e39, 1e300])
+def test_a_beta_that_float32_cannot_hold_is_infinity(make, beta):
+    worker = make(hgca_beta=beta)
+    worker.admit(300)
+    for _ in range(LANDS_AFTER + SIZE):
+        worker.checked_step()
+    assert worker.engine.older._cache.used_pages == 0
+
+
+def test_what_nobody_waits_for_is_not_evaluated(make, monkeypatch):
+    """The thread has other requests' pages to look at."""
+    worker, begun, goes_on = make(), [], Event()
+    evaluator = worker.engine.older._evaluator
+    select = evaluator._select
+
+    def slow(queries, pages, state):
+        begun.append(state)
+        goes_on.wait(60)
+        return select(queries, pages, state)
+
+    monkeypatch.setattr(evaluator, "_select", slow)
+    worker.admit(400)
+    second = worker.admit(300)
+    for _ in range(LANDS_AFTER):
+        worker.step()
+    worker.finish(second)
+    worker.step()
+    goes_on.set()
+    worker.engine.older.wait()
+    evaluator._thread.submit(int).result()
+    assert len(begun) == 1

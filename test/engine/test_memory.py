@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from page_weights import identity, pilot_weights
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.parse_config import parse_config
 from sglang_scout.engine.digest_pool import DigestPool
@@ -54,6 +55,16 @@ def test_bytes_of_digests_are_those_of_their_pool(digest, value_bytes, of_head):
     made = plan_memory(settings, shape, num_pages=7, max_batch=1, context_tokens=100, node_cpus=[1])
     held = DigestPool(shape, 7, "cpu", digest)
     assert made.digest_bytes == sum(part.nbytes for part in held.parts) == 7 * 3 * 8 * of_head
+
+
+def test_bytes_of_a_pilot_are_those_of_its_rank():
+    shape = dataclasses.replace(SHAPE, num_layers=3)
+    settings = dataclasses.replace(config(), digest="pilot")
+    weights = pilot_weights(identity(3, 40, 8, 128), rank=96)
+    sizes = {"num_pages": 7, "max_batch": 1, "context_tokens": 100, "node_cpus": [1]}
+    made = plan_memory(settings, shape, pilot_rank=96, **sizes)
+    held = DigestPool(shape, 7, "cpu", "pilot", weights)
+    assert made.digest_bytes == sum(part.nbytes for part in held.parts)
 
 
 def test_no_more_slots_than_pages_and_no_more_budget_than_context():
@@ -165,7 +176,7 @@ def test_what_the_worker_needs_beside_the_pages_is_counted():
     result = 4 * 32 * -(-(40 * 129) // 32)  # out and lse of all heads, whole cache lines
     assert made.worker.partial_bytes == 2 * 40 * 64 * 8 * result == 849_346_560
     rows = 2 * 40 * 64
-    requests, replies = rows * (40 * 128 + 64 + 1) * 4, rows * (40 * 128 + 40) * 4
+    requests, replies = rows * (40 * 128 * 2 + (64 + 1) * 4), rows * (40 * 128 + 40) * 4
     assert requests + replies < made.worker.ring_bytes < requests + replies + 2**25, "and events"
     assert made.rows[-2:] == (
         ("ring", 64, made.worker.ring_bytes),
@@ -175,7 +186,7 @@ def test_what_the_worker_needs_beside_the_pages_is_counted():
     check_memory(made, settings, needed, shared=False)
     with pytest.raises(ConfigError) as caught:
         check_memory(made, settings, needed - 1, shared=False)
-    for part in ("ring 0.2", "partial results 0.79 GiB", "--max-running-requests (64)"):  # fmt: skip
+    for part in ("ring 0.1", "partial results 0.79 GiB", "--max-running-requests (64)"):  # fmt: skip
         assert part in str(caught.value)
 
 

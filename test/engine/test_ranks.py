@@ -198,3 +198,21 @@ def test_the_check_sees_selections_that_differ(run):
     assert selected[0].pages != selected[1].pages
     found = {worker.engine.counters.verify_unequal_selections for worker in workers}
     assert len(found) == 1 and found.pop() > 10, "and all ranks see it"
+
+
+def test_heads_choose_for_themselves_where_a_rank_has_one(run):
+    settings = {
+        "heads": 8,
+        "budget_tokens": 160,
+        "policy": "rheo",
+        "config": '{"digest": "minmax"}',
+    }
+    one = MiniWorker(**settings)
+    of_both = Selected(one)
+    serve(one, steps=6)
+    one.close()
+    _, _, selected, meeting = run(2, steps=6, **settings)
+    assert not any(meeting.calls)
+    for (_, both), *each in zip(of_both.pages, *(x.pages for x in selected), strict=True):
+        for row, pages in enumerate(both):
+            assert pages == each[0][1][row] + each[1][1][row]

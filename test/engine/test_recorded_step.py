@@ -1,12 +1,16 @@
 """The step with the graph transport as a graph: recorded once, replayed ever after, equal to the eager one.
 
-The graph is `RecordedGraph`, which knows what CUDA's allows and forbids but not its streams.
+The graph is `RecordedGraph`, which knows what CUDA's allows and forbids, and runs what is forked as late as it may.
 """
+
+import json
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
+from sglang_scout.engine.trace import Tracer
 from sglang_scout.ops import triton
 
 pytest.importorskip("sglang_scout._native")
@@ -18,10 +22,12 @@ from mini_worker import HIDDEN  # noqa: E402
 from recorded_graph import RecordedGraph  # noqa: E402
 
 ROWS, STEPS = 3, 8
+KINDS = ("attend", "mass", "merge", "post", "predict", "score", "select", "wait")
+SLACK_US = 5000.0  # of the two clocks' offset, measured on a busy machine
 
 
 class ReplayingWorker(GraphWorker):
-    """As :class:`GraphWorker`, with the layers of all steps replayed in which no request takes its real queries."""
+    """As :class:`GraphWorker`, with the layers of all steps replayed."""
 
     def __init__(self, **kwargs):
         super().__init__(max_batch=ROWS, verify=False, **kwargs)
@@ -35,7 +41,7 @@ class ReplayingWorker(GraphWorker):
     def capture(self):
         """The graph, and where it leaves queries and outputs of all layers."""
         for graph in (RecordedGraph(), RecordedGraph()):  # the first is the warm-up
-            with graph.capture():
+            with graph.capture(), mock.patch.object(self.engine, "_beside", graph):
                 found = [self._layer(layer, self.static_hidden[layer], k, v)
                          for layer, (k, v) in enumerate(self.static_new)]  # fmt: skip
         return graph, found
@@ -100,6 +106,58 @@ def test_replayed_steps_equal_eager_ones(make, policy, config):
     assert counts[0] == counts[1] and counts[0][0] > 0
     assert replays >= STEPS // 3
     assert replayed.ring.errors() == []
+
+
+def test_a_part_beside_runs_when_it_is_joined_and_no_sooner():
+    graph, x = RecordedGraph(), torch.ones(3)
+    with graph.capture():
+        given = x + 1
+        with graph.fork(0, given):
+            late = x * 2  # not given: it sees what the step makes of x
+            made = given * 2
+        x.add_(10)
+        graph.join(0)
+        out = made + late
+    x.fill_(1)
+    graph.replay()
+    assert out.tolist() == [4 + 22] * 3
+
+
+def test_a_timeline_of_replayed_steps_is_of_the_devices_clock(make, tmp_path):
+    path = tmp_path / "trace.json"
+    tracer = Tracer(str(path), 64)
+    worker = make(
+        ReplayingWorker, budget_tokens=128, pages=60, layers=2, config='{"recall": "off"}', tracer=tracer,
+    )  # fmt: skip
+    for length in (400, 300, 470):
+        worker.admit(length)
+    replayed = set()
+    for step in range(1, 9):
+        worker.step()
+        if worker.engine.can_replay:
+            replayed.add(step)
+    tracer.write()
+    slices = [e for e in json.loads(path.read_text()) if e["ph"] == "X"]
+    kinds = {"layer", *KINDS}
+    of_device = [e for e in slices if e["name"].partition(" ")[0] in kinds]
+    known = {e["args"]["step"] for e in of_device}
+    assert len(replayed & known) >= 3
+    for step in replayed & known:
+        names = sorted(e["name"] for e in of_device if e["args"]["step"] == step)
+        expected = [f"{kind} {layer}" for kind in KINDS for layer in range(2)]
+        assert names == sorted(["layer 0", *expected])
+        boundary, following = (
+            next((e["ts"] for e in slices if e["name"] == "step boundary" and e["args"]["step"] == s), None)
+            for s in (step, step + 1)
+        )  # fmt: skip
+        times = [(e["ts"], e["ts"] + e["dur"]) for e in of_device if e["args"]["step"] == step]
+        assert all(boundary - SLACK_US <= start <= end for start, end in times)
+        assert following is None or max(end for _, end in times) <= following + SLACK_US
+
+
+def test_steps_without_a_timeline_write_no_stamps(make):
+    worker = make(ReplayingWorker, budget_tokens=128, pages=60, layers=2)
+    assert worker.engine.transport.stamps is None and len(worker.engine._results._sent) == 3
 
 
 @pytest.mark.parametrize(

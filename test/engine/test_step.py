@@ -46,6 +46,8 @@ def test_a_covering_budget_is_exact_full_attention(make):
     [
         {},
         {"dtype": torch.bfloat16},
+        {"fp8": torch.float8_e4m3fn},
+        {"fp8": torch.float8_e5m2, "config": '{"digest": "minmax"}'},
         {"logit_cap": 5.0},
         {"config": '{"precompute": false}'},
         {"config": '{"recall": "off"}'},
@@ -88,8 +90,8 @@ def test_a_share_of_the_mass_takes_fewer_pages(make):
     assert selected[1] < selected[0]
 
 
-def test_a_newcomer_uses_its_real_query_and_the_others_their_predictions(make):
-    """So that a request's tokens do not depend on when others join."""
+def test_a_newcomer_changes_nobodys_query(make):
+    """All are predicted, its own too: no layer waits for it."""
     heard = []
 
     def around(missing):
@@ -104,8 +106,8 @@ def test_a_newcomer_uses_its_real_query_and_the_others_their_predictions(make):
         worker.step()
         for layer in (1, 2):
             asked = heard[0].queries[layer]
-            for row, first_step in enumerate((0, 2)[: len(worker.requests)]):
-                x = worker.hidden[layer if step == first_step else layer - 1, row : row + 1]
+            for row in range(len(worker.requests)):
+                x = worker.hidden[layer - 1, row : row + 1]
                 torch.testing.assert_close(asked[row], worker._projector(layer)(x, None)[0])
 
 
@@ -178,7 +180,7 @@ def test_recall_lowers_the_cpu_share(make):
         for _ in range(40):
             worker.step()
         ratios[mode] = worker.engine.counters.cpu_compute_ratio
-    assert ratios["fixed"] < ratios["off"] / 2
+    assert ratios["fixed"] < 0.6 * ratios["off"]
 
 
 def test_a_page_given_to_the_cpu_is_not_resident_in_the_same_step(make):

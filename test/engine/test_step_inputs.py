@@ -34,18 +34,18 @@ def test_the_device_has_what_was_sent_and_nothing_of_before(rows_of_steps, chang
         sent, n = batch(full, rng), len(full)
         keys = rng.permutation(10_000)[:changes] + 2**33
         slots = rng.integers(-1, 9, changes).astype(np.int32)
-        warming = np.arange(n) % 2 > 0
-        got = inputs.send(sent, warming, keys, slots)
+        got = inputs.send(sent, keys, slots)
         assert got[0].dtype == torch.int64 and got[1].dtype == torch.int32
         assert np.array_equal(got[0], keys) and np.array_equal(got[1], slots)
-        empty = [0, 0, -1, -1]
+        n_scored = torch.where(sent.n_full > 2, sent.n_full, 0)
+        empty = [0, 0, 0, -1]
         for name, expected, rest in zip(
-            ("n_full", "tail_len", "tail_page", "warming"),
-            (sent.n_full, sent.tail_len, sent.tail_page, warming),
+            ("n_full", "n_scored", "tail_len", "tail_page"),
+            (sent.n_full, n_scored, sent.tail_len, sent.tail_page),
             empty,
             strict=True,
         ):
-            there = getattr(inputs.offered if name == "n_full" else inputs, name).tolist()
+            there = getattr(inputs.offered if name.startswith("n_") else inputs, name).tolist()
             assert there == [*map(int, expected), *[rest] * (ROWS - n)], name
         assert torch.equal(inputs.tail_slot[:, :n], sent.tail_slot)
         assert (inputs.tail_slot[:, n:] == -1).all()
@@ -57,6 +57,7 @@ def test_the_device_has_what_was_sent_and_nothing_of_before(rows_of_steps, chang
         offered = inputs.offered
         for each in range(lists):
             assert torch.equal(offered.list_n_full[each::lists], offered.n_full)
+            assert torch.equal(offered.list_n_scored[each::lists], offered.n_scored)
             assert torch.equal(offered.list_table[each::lists], offered.table)
             places = offered.digest_rows[each::lists]
             assert ((places < 0) == (offered.table < 0)).all()

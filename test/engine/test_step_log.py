@@ -55,10 +55,8 @@ def test_lines_are_what_was_counted(mini, tmp_path):
     waits = np.array([s.gpu_wait_us for s in log.steps]).sum(axis=0)
     assert waits.tolist() == counters.gpu_wait_us_by_layer.tolist()
     for s, cosine in zip(log.steps, cosines, strict=False):
-        if 0 in s.ages:  # a request's first step takes real queries
-            assert s.query_cosine == [None] * 3
-        else:  # layer 0 is told by its own input
-            assert s.query_cosine[:2] == pytest.approx([1, cosine], abs=1e-4)
+        # Layer 0 is told by its own input; first steps of requests are predicted like any other.
+        assert s.query_cosine[:2] == pytest.approx([1, cosine], abs=1e-4)
     for before, after in zip(log.steps, log.steps[1:], strict=False):
         assert before.start_us + before.step_us <= after.start_us
 
@@ -85,3 +83,14 @@ def test_a_full_disk_ends_the_log_and_nothing_else(mini, caplog):
         mini.step()
     assert "no more steps are written" in caplog.text
     mini.step()
+
+
+def test_a_forecast_is_no_query_to_compare_with_the_real_one(tmp_path):
+    worker = MiniWorker(policy="sparda", config='{"forecast_file": "w.npz"}')
+    engine, path = worker.engine, tmp_path / "steps.jsonl"
+    engine.boundary.step_log = StepLog(str(path), engine.counters, FACTS)
+    worker.admit(20 * SIZE)
+    for _ in range(4):
+        worker.step()
+    worker.close()
+    assert [s.query_cosine for s in read_step_log(path).steps] == [[None] * 3] * 2

@@ -133,7 +133,7 @@ def test_copies_say_what_they_moved(traced):
 
 
 def test_slices_lie_where_they_belong(traced):
-    """Prediction of layer l+1 and attention of layer l lie within the slice of layer l, but for the first step's."""
+    """Prediction of layer l+1 and attention of layer l lie within the slice of layer l."""
     _, slices = traced()
     layers = {
         (s["args"]["step"], s["args"]["layer"]): (s["ts"], s["ts"] + s["dur"])
@@ -146,7 +146,7 @@ def test_slices_lie_where_they_belong(traced):
         if s["row"] == "attention":
             start, end = layers[key]
         elif s["row"] == "ahead" and key[1] > 0:
-            start, end = layers[key[0], key[1] - (key[0] > 1)]
+            start, end = layers[key[0], key[1] - 1]
         else:
             continue
         seen += 1

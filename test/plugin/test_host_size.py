@@ -163,5 +163,5 @@ def test_a_size_that_is_given_is_taken_unless_it_is_less_than_two_pages(monkeypa
 def test_no_room_for_the_worker(monkeypatch):
     with pytest.raises(ConfigError) as caught:
         size(monkeypatch, available=1 << 30, ranks=4)
-    for part in ("requests 64", "need 1.85 GiB, 0.85 more", "fewer --kv-offload-cpus"):
+    for part in ("requests 64", "need 1.65 GiB, 0.65 more", "fewer --kv-offload-cpus"):
         assert part in str(caught.value)

@@ -22,6 +22,9 @@ from sglang_scout.ops.score import score_pages
 pool = pytest.importorskip("sglang_scout.plugin.pool", reason="needs SGLang")
 hooks = pytest.importorskip("sglang_scout.plugin.prefill_hooks", reason="needs SGLang")
 conn = pytest.importorskip("sglang.srt.disaggregation.common.conn", reason="needs SGLang")
+sending = pytest.importorskip("sending", reason="needs SGLang")
+ONLY_K_AND_V, lists = sending.ONLY_K_AND_V, sending.lists
+sent, transfers = sending.sent, sending.transfers
 
 
 SIZE = 32
@@ -31,37 +34,6 @@ SHAPE = ModelShape(3, 4, 2, 64, SIZE, torch.float32, 0.125)
 def digest_pool(shape, pages, kind):
     model = identity(shape.num_layers, shape.num_q_heads, shape.num_kv_heads, shape.head_dim)
     return DigestPool(shape, pages, "cpu", kind, pilot_weights(model))
-
-
-def lists():
-    """Buffer lists of a stock pool: K of three layers, then V."""
-    return [10, 11, 12, 20, 21, 22], [1] * 6, [100] * 6
-
-
-def transfers(source, target, items):
-    """(source, target, item bytes) as SGLang pairs them."""
-    manager = SimpleNamespace(kv_args=SimpleNamespace(prefill_start_layer=0))
-    mapped = conn.CommonKVManager.get_mha_kv_ptrs_with_pp(manager, source, target)
-    src_k, src_v, dst_k, dst_v, layers = mapped
-    return [
-        *((src_k[i], dst_k[i], items[i]) for i in range(layers)),
-        *((src_v[i], dst_v[i], items[layers + i]) for i in range(layers)),
-    ]
-
-
-def sent(source_lists, target):
-    """What a prefill server with the flag sends to a decode server with these buffers."""
-    manager = SimpleNamespace(kv_args=SimpleNamespace(kv_data_ptrs=source_lists[0]))
-    kwargs = {
-        "src_data_ptrs": source_lists[0], "dst_data_ptrs": target, "item_lens": source_lists[2]
-    }  # fmt: skip
-    _, kwargs = hooks.before_send_kvcache(manager, **kwargs)
-    return transfers(kwargs["src_data_ptrs"], kwargs["dst_data_ptrs"], kwargs["item_lens"])
-
-
-ONLY_K_AND_V = [
-    (10, 50, 100), (11, 51, 100), (12, 52, 100), (20, 60, 100), (21, 61, 100), (22, 62, 100)
-]  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,8 +1,11 @@
 """/metrics against /server_info: the same numbers, under the names that are promised."""
 
+from types import SimpleNamespace
+
 import pytest
 from prometheus_client import REGISTRY
 
+from sglang_scout.engine.counters import Counters, StepTimes
 from sglang_scout.plugin import status
 
 STATE = {
@@ -20,11 +23,17 @@ PROMISED = {
 
 
 @pytest.fixture
-def metrics(monkeypatch):
+def counters():
+    return Counters(1)
+
+
+@pytest.fixture
+def metrics(monkeypatch, counters):
     monkeypatch.setattr(status, "decode_state", lambda backend: STATE.copy())
     monkeypatch.setattr(status, "PUBLISH_INTERVAL_S", 3600.0)
     before = set(REGISTRY._collector_to_names)
-    made = status.Metrics(None, {"tp_rank": "0"})
+    backend = SimpleNamespace(engine=SimpleNamespace(counters=counters))
+    made = status.Metrics(backend, {"tp_rank": "0"})
     yield made
     made.close()
     for collector in set(REGISTRY._collector_to_names) - before:
@@ -42,3 +51,17 @@ def test_metrics_have_the_numbers_of_the_state(metrics):
         metrics.publish()
         assert {name: published(name) for name in PROMISED} == {n: STATE[n] for n in PROMISED}
     assert published("worker_restarts") == 4 and published("worker_up") == 1
+
+
+def test_each_step_is_observed_once(metrics, counters):
+    counters.times.append(StepTimes(0.03, 0.004, 0.0))
+    counters.times.append(StepTimes(0.05, 0.004, 0.001))
+    for _ in range(2):
+        metrics.publish()
+    labels = {"tp_rank": "0"}
+    for name, total in (("step", 0.08), ("boundary", 0.008), ("gpu_wait", 0.001)):
+        found = [REGISTRY.get_sample_value(f"sglang:kv_offload_{name}_seconds_{x}", labels)
+                 for x in ("count", "sum")]  # fmt: skip
+        assert found == [2, pytest.approx(total)]
+    most = {**labels, "le": "0.05"}
+    assert REGISTRY.get_sample_value("sglang:kv_offload_step_seconds_bucket", most) == 2

@@ -11,7 +11,7 @@ import torch
 
 from page_weights import forecast_weights, identity
 from sglang_scout.core.errors import ConfigError
-from sglang_scout.ops.predict import predict_query
+from sglang_scout.ops.predict import rms_norm, rotate_heads
 
 support = pytest.importorskip("sglang_scout.plugin.support", reason="needs SGLang")
 linear = pytest.importorskip("sglang.srt.layers.linear", reason="needs SGLang")
@@ -81,22 +81,28 @@ def attention_layer(method=None, bias=True, q_norm=True, skip_bias_add=False, tp
     return layer, weight, shift if bias else None
 
 
-def predicted(layer, weight, bias, x, positions):
+def predicted(layer, weight, bias, x, residual, positions, norm=None, heads=HQ, norm_heads=True):
     """By the formula, with the rows of the query part of this weight."""
-    attention, norm = layer.self_attn, layer.input_layernorm
+    attention, norm = layer.self_attn, norm or layer.input_layernorm
     q_norm, rope = getattr(attention, "q_norm", None), attention.rotary_emb
-    return predict_query(
-        x, norm.weight, norm.variance_epsilon, weight[:Q], None if bias is None else bias[:Q],
-        None if q_norm is None else q_norm.weight, 0.0 if q_norm is None else q_norm.variance_epsilon,
-        rope.cos_sin_cache, positions, D, True, HQ, D, impl="reference",
+    q_norm = q_norm if norm_heads else None
+    x = rms_norm(x + residual, norm.weight, norm.variance_epsilon)
+    q = torch.nn.functional.linear(x, weight[: heads * D], None if bias is None else bias[:Q])
+    return rotate_heads(
+        q, None if q_norm is None else q_norm.weight, 0.0 if q_norm is None else q_norm.variance_epsilon,
+        rope.cos_sin_cache, positions, D, True, heads, D, impl="reference",
     )  # fmt: skip
+
+
+def predict(projector, x, residual, positions):
+    return projector.finish(projector.start(x, residual), positions)
 
 
 @pytest.fixture
 def token():
     rng = torch.Generator().manual_seed(4)
-    hidden = torch.randn(TOKENS, HIDDEN, generator=rng)
-    return hidden, torch.randint(0, 128, (TOKENS,), generator=rng)
+    hidden = torch.randn(2, TOKENS, HIDDEN, generator=rng)
+    return *hidden, torch.randint(0, 128, (TOKENS,), generator=rng)
 
 
 def counted(layer):
@@ -113,15 +119,15 @@ def test_plain_weights_are_sliced_and_quantised_ones_go_through_the_module(agree
     layer, weight, bias = attention_layer(**given)
     calls = counted(layer)
     (project,) = support.make_projectors([layer])
-    agree(predict_query, project(*token), predicted(layer, weight, bias, *token))
+    agree(rotate_heads, predict(project, *token), predicted(layer, weight, bias, *token))
     assert not calls
     layer, weight, bias = attention_layer(Int8LinearMethod(), **given)
     calls = counted(layer)
     assert not hasattr(layer.self_attn.qkv_proj, "weight")
     (project,) = support.make_projectors([layer])
     codes, step = quantise(weight)
-    got = project(*token)
-    agree(predict_query, got, predicted(layer, codes * step, bias, *token))
+    got = predict(project, *token)
+    agree(rotate_heads, got, predicted(layer, codes * step, bias, *token))
     assert len(calls) == 1
     assert (got - predicted(layer, weight, bias, *token)).abs().max() > 1e-3, "not the old weight"
 
@@ -132,23 +138,18 @@ def test_a_forecast_is_one_vector_per_kv_head_by_the_norm_of_the_layer_before(ag
         forecast_weights(identity(3, HQ, H, D), HIDDEN),
     )
     layers[0].input_layernorm.weight.data *= 3
-    x, positions = token
     for target, project in enumerate(support.make_projectors(layers, weights)):
-        norm, rope = layers[max(target - 1, 0)].input_layernorm, layers[target].self_attn.rotary_emb
-        w = torch.from_numpy(weights.arrays["w"][target])
-        expected = predict_query(
-            x, norm.weight, norm.variance_epsilon, w, None, None, 0.0, rope.cos_sin_cache, positions,
-            D, True, H, D, impl="reference",
-        )  # fmt: skip
-        got = project(*token)
+        norm, w = layers[max(target - 1, 0)].input_layernorm, weights.arrays["w"][target]
+        got = predict(project, *token)
         assert got.shape == (TOKENS, H, D)
-        agree(predict_query, got, expected)
+        expected = predicted(layers[target], torch.from_numpy(w), None, *token, norm, H, False)
+        agree(rotate_heads, got, expected)
 
 
 def test_a_float_weight_of_another_method_is_not_sliced(agree, token):
     layer, weight, bias = attention_layer(method=RotatedInput())
     (project,) = support.make_projectors([layer])
-    agree(predict_query, project(*token), predicted(layer, weight.flip(-1), bias, *token))
+    agree(rotate_heads, predict(project, *token), predicted(layer, weight.flip(-1), bias, *token))
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
@@ -159,7 +160,8 @@ def test_a_weight_of_another_dtype_is_not_sliced(token, dtype):
     projection.forward = lambda x: (x.new_ones(len(x), ALL), None)
     del layer.self_attn.q_norm
     (project,) = support.make_projectors([layer])
-    assert project(token[0], torch.zeros_like(token[1])).eq(1).all()
+    x, residual, positions = token
+    assert predict(project, x, residual, torch.zeros_like(positions)).eq(1).all()
 
 
 @pytest.mark.parametrize("what", ["qkv_proj", "rotary_emb"])
@@ -170,13 +172,37 @@ def test_a_layer_without_the_expected_parts_is_refused(what):
         support.make_projectors([layer])
 
 
-def test_kv_of_another_dtype_than_the_model_s_is_refused():
-    attention = SimpleNamespace(scaling=0.1, logit_cap=0, sliding_window_size=-1, attn_type="any")
-    layers = [SimpleNamespace(self_attn=SimpleNamespace(attn=attention))]
-    config = SimpleNamespace(model_path="m", quantization="fp8", dtype=torch.bfloat16)
-    runner = SimpleNamespace(
-        model=SimpleNamespace(model=SimpleNamespace(layers=layers)), model_config=config,
-        kv_cache_dtype=torch.float8_e4m3fn,
+def shape_of(kv_dtype, monkeypatch, **scales):
+    attention = SimpleNamespace(
+        scaling=0.1, logit_cap=0, sliding_window_size=-1, attn_type="any", tp_q_head_num=4, layer_id=2, **scales
     )  # fmt: skip
-    with pytest.raises(ConfigError, match="sets KV to torch.float8_e4m3fn"):
-        support.model_shape(runner)
+    monkeypatch.setattr(support, "get_attention_tp_size", lambda: 1)
+    layers = [SimpleNamespace(self_attn=SimpleNamespace(attn=attention))]
+    config = SimpleNamespace(
+        model_path="m", dtype=torch.bfloat16, head_dim=64, get_num_kv_heads=lambda ranks: 2 // ranks
+    )
+    return support.model_shape(
+        SimpleNamespace(
+            model=SimpleNamespace(model=SimpleNamespace(layers=layers)), model_config=config,
+            kv_cache_dtype=kv_dtype, page_size=32,
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("fp8", support.TORCH_FP8)
+def test_kv_in_fp8_takes_half_the_bytes(fp8, monkeypatch):
+    """Of scales that SGLang leaves out or sets to 1."""
+    plain = shape_of(torch.bfloat16, monkeypatch, k_scale=torch.tensor(0.5))
+    shape = shape_of(fp8, monkeypatch, k_scale=None, v_scale=torch.tensor(1.0), v_scale_float=1.0)
+    assert (shape.kv_dtype, shape.dtype) == (fp8, torch.bfloat16)
+    assert 2 * shape.page_bytes == plain.page_bytes
+
+
+def test_kv_of_another_type_or_with_scales_is_refused(monkeypatch):
+    with pytest.raises(
+        ConfigError, match=r"would be torch.float16; .* set the flag to fp8_e4m3 or"
+    ):
+        shape_of(torch.float16, monkeypatch)
+    for name in ("v_scale", "v_scale_float"):
+        with pytest.raises(ConfigError, match=r"layer 2 has v_scale 0.5; .* --quantization-param"):
+            shape_of(torch.float8_e5m2, monkeypatch, **{name: 0.5})

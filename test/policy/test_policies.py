@@ -44,7 +44,6 @@ def test_exact_layers_are_not_predicted_and_have_no_lead():
 def test_without_precompute_nothing_is_predicted():
     policy = make(config(config='{"precompute": false}'), 5)
     assert not any(policy.query.targets(layer, 5) for layer in range(5))
-    assert policy.query.exact_steps == 0
 
 
 def test_layers_take_turns():

@@ -3,7 +3,7 @@
     1  results     what step t-2 selected comes to the host: counters, uses of pages (``step_results.py``)
     2  recalls     copies that ended are mapped (``recall.py``)
     3  digests     pages that the last step filled get theirs (``lifecycle.py``)
-    4  placement   sink, newest and tail pages are loaded, new requests that fit whole (``placement.py``)
+    4  placement   sink, newest and tail pages are loaded (``placement.py``), first pages of newcomers (``arrivals.py``)
     5  plan        the policy decides this step's recalls; they start, of what step t-2 missed
     6  inputs      page table, lengths and changes of the residency table go to the device (``step_inputs.py``)
 
@@ -21,7 +21,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sglang_scout.engine.counters import Counters
+from sglang_scout.engine.arrivals import Arrivals
+from sglang_scout.engine.counters import Counters, StepTimes
 from sglang_scout.engine.lifecycle import PageLifecycle
 from sglang_scout.engine.older_tokens import OlderTokens
 from sglang_scout.engine.placement import Placement
@@ -59,6 +60,7 @@ class StepBoundary:
         older: follows what has left a window, where the policy has one.
 
     Attributes:
+        arrivals: requests that are about to join.
         step_log: gets a line for each step whose results have come, if there is one.
     """
 
@@ -79,6 +81,7 @@ class StepBoundary:
         self._row_pages = sizes.budget_pages * sizes.lists
         self._table, self._pages, self._recall = table, pages, recall
         self._placement = Placement(policy, sizes.budget_pages, table, recall)
+        self.arrivals = Arrivals(self._placement, pages)
         self._results, self._counters = results, counters
         self.step_log: StepLog | None = None
         self._step_us = 0.0  # smoothed; 0 until known
@@ -136,7 +139,13 @@ class StepBoundary:
         ends = np.array([self._end_tokens.get(row, 0) for row in request_slots.tolist()], np.int64)
         max_new = np.maximum(ends - seq_lens, 0)
         self._table.held_back = residency.reserve(seq_lens, max_new)
-        self._placement.load_forced(step, table, full, tail_page, tail_len, fresh)
+        joining = [
+            self.arrivals.join(int(request_slots[row]), table[row, : full[row]])
+            for row in np.flatnonzero(fresh)
+        ]
+        warm = [pages for pages in joining if pages.size]
+        self._placement.load_forced(step, table, full, tail_page, tail_len, warm)
+        self.arrivals.start(step)
         residency.plan(self._report(step))
         self._placement.fill_free_slots(table, full)
         if known is not None:
@@ -178,6 +187,9 @@ class StepBoundary:
         # A boundary may come while the step before still runs.
         took_us = (launched.end_ns - max(launched.start_ns, self._end_ns)) / 1e3
         self._end_ns = launched.end_ns
+        waited_s = int(result.waited_ns.sum()) / 1e9
+        boundary_s = (launched.begun_ns - launched.start_ns) / 1e9
+        self._counters.times.append(StepTimes(took_us / 1e6, boundary_s, waited_s))
         self._step_us += (took_us - self._step_us) * (1 / 8 if self._step_us else 1.0)
         if self.step_log is not None:
             self.step_log.write(launched, missed, result.cosine)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from sglang_scout.core.config import OffloadConfig
+from sglang_scout.engine.device_clock import DeviceClock
 from sglang_scout.engine.digest_pool import DigestPool
 from sglang_scout.engine.fetch import Fetch
 from sglang_scout.engine.ranks import Ranks
@@ -15,6 +16,7 @@ from sglang_scout.engine.step import StepEngine
 from sglang_scout.engine.stores import HostPages, ModelShape, Sizes
 from sglang_scout.engine.trace import Tracer
 from sglang_scout.engine.transport import GraphTransport, HostTransport, Transport
+from sglang_scout.ops.attend import attend_pages
 from sglang_scout.ops.doorbell import DeviceRing
 from sglang_scout.ops.predict import QueryProjector
 from sglang_scout.policy.base import Policy
@@ -83,12 +85,15 @@ def build_engine(
             f"resident cache of {sizes.num_slots} slots cannot hold the sink, recent and tail "
             f"pages of {sizes.max_batch} requests ({forced + 1} each)"
         )
+    attend_pages.preferred = config.attend_kernel
     digests = digests or DigestPool(shape, host.num_pages, device, policy.digest.kind)
     if digests.kind != policy.digest.kind:
         raise ValueError(f"the digests are {digests.kind}, the policy scores {policy.digest.kind}")
     tracer = tracer or Tracer(None, 0)
     if policy.feedback is not None:
         sizes = replace(sizes, budget_pages=0)  # nothing is selected
+    if config.grain == "head":
+        ranks = None  # each KV head chooses for itself, also where a rank has one only
     return StepEngine(
         policy, shape, sizes, host, digests, projectors,
         _transport(policy, shape, sizes, host, worker, device, tracer),
@@ -110,5 +115,7 @@ def _transport(
     if policy.route == "drop":
         return Transport(torch.zeros(shape.num_layers, dtype=torch.int64))
     if isinstance(worker, GraphTransport):
+        if tracer.active:  # the host only launches what a timeline shows
+            worker.stamps = DeviceClock(tracer, shape.num_layers, device)
         return worker
     return HostTransport(worker, shape, sizes.max_batch, tracer)

@@ -33,7 +33,7 @@ def context_pages(arena: Arena, shape: ModelShape) -> LayerPages | None:
         return None
     k, v = (
         [
-            torch.from_numpy(arena.context(i, which)).view(shape.dtype)
+            torch.from_numpy(arena.context(i, which)).view(shape.kv_dtype)
             for i in range(shape.num_layers)
         ]
         for which in (0, 1)

@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+
+class StepTimes(NamedTuple):
+    """Of one step, in seconds: from its boundary to its tokens; of its boundary; waiting for the worker, all layers."""
+
+    step_seconds: float
+    boundary_seconds: float
+    gpu_wait_seconds: float
+
+
+MOST_TIMES = 4096
+"""Steps that are kept until someone takes them."""
 
 
 @dataclass
@@ -31,6 +45,7 @@ class Counters:
     cpu_pages_by_layer: npt.NDArray[np.int64] = field(init=False)
     budget_pages_by_layer: npt.NDArray[np.int64] = field(init=False)
     gpu_wait_us_by_layer: npt.NDArray[np.int64] = field(init=False)
+    times: deque[StepTimes] = field(default_factory=lambda: deque(maxlen=MOST_TIMES))
 
     def __post_init__(self) -> None:
         self.cpu_pages_by_layer = np.zeros(self.num_layers, np.int64)

@@ -5,10 +5,11 @@ On the CPU device, where the same code runs in tests, memory is one and everythi
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -95,6 +96,47 @@ def upload(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
     return there.pin_memory().to(device, non_blocking=True)
 
 
+class ForkedStream:
+    """Runs a part of a step beside the rest of it, on a stream forked from the step's and joined with it.
+
+    Both are events that a capture turns into edges of its graph. The caching allocator knows of no second stream, but
+    gives memory out by stream and in the order of calls. So what the part is given must live until it is joined, and
+    what it made is freed where no part is being launched: the next one begins behind all that was launched before.
+
+    Args:
+        device: of the streams; None: everything runs in order, as it does on the CPU device.
+    """
+
+    def __init__(self, device: torch.device | None) -> None:
+        cuda = device is not None and device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if cuda else None
+        self._parts: dict[int, tuple[torch.cuda.Event | None, Any]] = {}
+
+    @contextlib.contextmanager
+    def fork(self, key: int, *given: torch.Tensor) -> Iterator[None]:
+        """What is launched within is part ``key``, behind all that the current stream and other parts have to do.
+
+        It may read ``given``, which is kept, and memory that stays; both until :meth:`join`.
+        """
+        end = None
+        if self._stream is None:
+            yield
+        else:
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                yield
+                end = torch.cuda.Event()
+                end.record()
+        self._parts[key] = end, given
+
+    def join(self, *keys: int) -> None:
+        """What the current stream does next finds these parts done, without ``keys`` all of them."""
+        for key in keys or list(self._parts):
+            end, _ = self._parts.pop(key, (None, None))
+            if end is not None:
+                torch.cuda.current_stream().wait_event(end)
+
+
 class SideStream:
     """Runs copies beside the steps' stream; stands where a thread pool stands on the CPU device.
 
@@ -124,7 +166,7 @@ class StreamCopy:
 
     def __init__(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> None:
         self._begin, self._end = begin, end
-        self._waited = False
+        self._wait: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
 
     def exception(self, timeout: float | None = None) -> None:
         """The current stream, not the host, waits for the end: no time for the host to limit.
@@ -132,16 +174,25 @@ class StreamCopy:
         What the stream does next comes after the steps that were launched, so the copies have had the
         time of a whole step by then.
         """
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        before.record()
         torch.cuda.current_stream().wait_event(self._end)
-        self._waited = True
+        after.record()
+        self._wait = before, after
 
     def done(self) -> bool:
         """Whether what the current stream does next finds the copies made."""
-        return self._waited or self._end.query()
+        return self._wait is not None or self._end.query()
 
     def result(self) -> int | None:
         """Nanoseconds from begin to end, or None if only the device knows yet."""
         return int(self._begin.elapsed_time(self._end) * 1e6) if self._end.query() else None
+
+    def waited_ns(self) -> int | None:
+        """How long the stream that waited for the end did so, or None if only the device knows yet."""
+        if self._wait is None or not self._wait[1].query():
+            return None
+        return int(self._wait[0].elapsed_time(self._wait[1]) * 1e6)
 
 
 class Staging:

@@ -16,9 +16,9 @@ from sglang_scout.core.page_bytes import MARK_BYTES
 from sglang_scout.ops.digest import build_layer_digests
 from sglang_scout.ops.embed import build_layer_means, build_layer_pilots, score_embeddings
 from sglang_scout.ops.layers import LayerPages
+from sglang_scout.ops.mass import mass_change_rotated
 from sglang_scout.ops.rotated import (
     build_layer_rotated,
-    log_mass_rotated,
     planes_shape,
     score_rotated,
 )
@@ -35,15 +35,15 @@ class DigestKind:
     Attributes:
         build: as :func:`build_layer_digests`; with ``trained`` W_k behind its arguments.
         score: as :func:`score_pages`, of the parts of one layer; of kinds ``per_head`` see :func:`score_heads`.
-        log_mass: as :func:`log_mass_rotated`; None where scores are bounds.
-        view: the parts as both of them take these, from bytes, the dtype of K and D.
+        mass_change: as :func:`mass_change_rotated`; None where scores are bounds.
+        view: the parts as both of them take these, from bytes, the model's dtype and D.
         per_head: one query vector per KV head chooses its pages.
         trained: it is built with W_k of a pilot file (``core/forecast.py``), and scored with W_q q.
     """
 
     build: Callable[..., None]
     score: Callable[..., torch.Tensor]
-    log_mass: Callable[..., torch.Tensor] | None
+    mass_change: Callable[..., torch.Tensor] | None
     view: Callable[[torch.Tensor, torch.dtype, int], torch.Tensor]
     per_head: bool = False
     trained: bool = False
@@ -99,7 +99,7 @@ KINDS = {
         trained=True,
     ),
 } | {
-    f"rotated-{bits}": DigestKind(build_layer_rotated, score_rotated, log_mass_rotated, _rotated)
+    f"rotated-{bits}": DigestKind(build_layer_rotated, score_rotated, mass_change_rotated, _rotated)
     for bits in (1, 2)
 }
 
@@ -133,7 +133,7 @@ def score_heads(
     """
     query = query.reshape(len(table), embeddings.shape[1], -1)
     if w_q is not None:
-        query = torch.einsum("bhx,hrx->bhr", query, w_q)
+        query = torch.einsum("bhx,hrx->bhr", query.float(), w_q)
     return score_embeddings(query.flatten(0, 1).contiguous(), embeddings, table, n_full)
 
 

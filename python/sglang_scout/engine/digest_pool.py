@@ -10,6 +10,7 @@ from sglang_scout.core.forecast import PageWeights
 from sglang_scout.core.page_bytes import PILOT_RANK, digest_parts
 from sglang_scout.engine.device import upload
 from sglang_scout.engine.digest_kinds import KINDS, is_set, score_heads, trained_arrays, unset
+from sglang_scout.engine.hints import PageHints
 from sglang_scout.engine.offered import Offered
 from sglang_scout.engine.stores import HostPages, ModelShape
 from sglang_scout.ops.layers import LayerPages
@@ -25,11 +26,13 @@ class DigestPool:
     Args:
         kind: what a digest holds, a key of ``KINDS``.
         weights: this rank's part of a pilot file, for a kind that is trained.
+        hints: whether the prefill server hints at pages of its prompts.
 
     Attributes:
         kind: as given.
         parts: ``[L, P, H, bytes]`` uint8 each, on ``device``.
         valid: ``[P]`` bool on the host; the digest of every layer of this page holds.
+        hints: of prompts, by their last pages; None: there are none.
     """
 
     def __init__(
@@ -39,6 +42,7 @@ class DigestPool:
         device: torch.device | str,
         kind: str,
         weights: PageWeights | None = None,
+        hints: bool = False,
     ) -> None:
         size = (shape.num_layers, num_pages, shape.num_kv_heads)
         self.kind = kind
@@ -52,6 +56,7 @@ class DigestPool:
         )
         self._views = [self._of_kind.view(x, shape.dtype, shape.head_dim) for x in self.parts]
         unset(self.parts, torch.arange(num_pages, device=device))
+        self.hints = PageHints(*size[:2]) if hints else None
         self.valid = np.zeros(num_pages, bool)
         self._built: torch.cuda.Event | None = None  # the last ones, on the stream of the steps
         self.received = 0
@@ -82,6 +87,8 @@ class DigestPool:
             torch.cuda.current_stream().wait_event(self._built)
         unset(self.parts, self._ids(pages))
         self.valid[pages] = False
+        if self.hints is not None:
+            self.hints.clear(pages)
 
     def accept(self, pages: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Mark those of ``pages`` whose digests have been written as valid; return the others.
@@ -123,14 +130,17 @@ class DigestPool:
     def score(
         self, layer: int, query: torch.Tensor, offered: Offered, scale: float, head_reduce: str
     ) -> torch.Tensor:
-        """``[B * C, N]`` fp32 scores of the pages offered to each list, for ``query`` ``[B * C, HQ / C, D]``."""
+        """``[B * C, N]`` fp32 scores of the pages offered to each list, for ``query`` ``[B * C, HQ / C, D]``; of
+        no meaning where the budget covers them all."""
         if self._of_kind.per_head:
             w_q = (x[layer] for x in self._trained[1:])
-            pages = offered.table, offered.n_full
+            pages = offered.table, offered.n_scored
             return score_heads(query, self._views[0][layer], *pages, *w_q)
         parts = self._of_lists(layer, offered.lists)
-        pages = offered.digest_rows, offered.list_n_full
-        return self._of_kind.score(query, *parts, *pages, scale, head_reduce)
+        pages = offered.digest_rows, offered.list_n_scored
+        return self._of_kind.score(
+            query, *parts, *pages, scale, head_reduce, arrivals=offered.arrivals
+        )
 
     def _of_lists(self, layer: int, lists: int) -> list[torch.Tensor]:
         """The parts of a layer; with a list for each KV head its digests alone, as of pages of their own."""
@@ -140,7 +150,7 @@ class DigestPool:
     @property
     def has_estimates(self) -> bool:
         """Whether :meth:`mass_change` is there: scores of this kind estimate, and do not bound."""
-        return self._of_kind.log_mass is not None
+        return self._of_kind.mass_change is not None
 
     def mass_change(
         self,
@@ -149,29 +159,20 @@ class DigestPool:
         query_ahead: torch.Tensor,
         pages: torch.Tensor,
         n_pages: torch.Tensor,
-        lists: int,
         scale: float,
     ) -> torch.Tensor:
-        """``[B * C, HQ / C]`` by how much the log mass of a list's missing pages is larger for the real query;
-        estimated.
+        """``[B, HQ]`` by how much the log mass of a list's missing pages is larger for the real query; estimated.
 
         The worker attends to them one layer ahead, with the predicted query, and weighs them by it. What the real
         query asks for may be among them, and gets the mass that it should have.
 
         Args:
-            query, query_ahead: ``[B * C, HQ / C, D]`` fp32.
+            query, query_ahead: ``[B, HQ, D]``.
             pages: ``[B * C, k]``, of which each row has the first ``n_pages`` ``[B * C]``; 0 for one without any.
-            lists: C.
         """
-        assert self._of_kind.log_mass is not None
-        parts = self._of_lists(layer, lists)
-        if lists > 1:
-            head = torch.arange(lists, dtype=torch.int32, device=pages.device)
-            pages = (pages.unflatten(0, (-1, lists)) * lists + head[:, None]).flatten(0, 1)
-        real, ahead = (
-            self._of_kind.log_mass(q, *parts, pages, n_pages, scale) for q in (query, query_ahead)
-        )
-        return (real - ahead).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        assert self._of_kind.mass_change is not None
+        parts = (view[layer] for view in self._views)
+        return self._of_kind.mass_change(query, query_ahead, *parts, pages, n_pages, scale)
 
     def _ids(self, pages: npt.NDArray[np.integer]) -> torch.Tensor:
         return upload(np.ascontiguousarray(pages, np.int64), self.device)

@@ -89,8 +89,6 @@ class Evaluation:
 
     def drop(self) -> None:
         """The request has ended before."""
-        if self._result is not None:
+        if self._result is not None and not self._result.cancel():
             release = self._evaluator.cache.release
-            self._result.add_done_callback(
-                lambda f: None if f.cancelled() else release(f.result()[0])
-            )
+            self._result.add_done_callback(lambda f: release(f.result()[0]))

@@ -22,7 +22,7 @@ class Fetch(Transport):
 
     There is one staging slot for each row and chosen page, twice: a layer's pages are posted before those of the
     layer before are attended to. So every chosen page finds one. Where each KV head has a list of its own, a slot
-    holds that head's part of a page. Copies are launched on the step's own stream.
+    holds that head's part of a page. Copies are launched on the stream that posts.
 
     Args:
         host: where the pages lie.
@@ -45,7 +45,7 @@ class Fetch(Transport):
         staging = max_batch * lists * budget_pages
         slot = shape.page_size, shape.num_kv_heads // lists, shape.head_dim
         # [K or V, layer parity, slot, S, H / C, D]
-        self._staged = torch.zeros((2, 2, staging, *slot), dtype=shape.dtype, device=device)
+        self._staged = torch.zeros((2, 2, staging, *slot), dtype=shape.kv_dtype, device=device)
         self._pages = host.for_copies(device)
         self._slots = torch.arange(staging, dtype=torch.int32, device=device)
         # Of each layer parity: by row and page its slot, -1 where nothing was posted.
@@ -59,13 +59,20 @@ class Fetch(Transport):
         self._there[parity, :count].copy_(slots)
         stage_pages(self._pages, layer, pages, *self._staged[:, parity])
 
-    def merge(self, layer: int, query: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
+    def merge(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        change: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         rows, parity = len(query) * self._lists, layer % 2
         slots = self._there[parity, : rows * self._budget_pages].view(rows, -1)
         part, part_lse = attend_pages(
             of_lists(query, self._lists), *self._staged[:, parity], slots, None, None,
             self._shape.scale, self._shape.logit_cap,
         )  # fmt: skip
-        merged, merged_lse = merge_states(out, lse, part.view_as(out), part_lse.view_as(lse))
-        out.copy_(merged)
-        lse.copy_(merged_lse)
+        parts = out.float(), lse, part.view_as(out).float(), part_lse.view_as(lse)
+        merged, _ = merge_states(*parts)
+        return merged.to(query.dtype)

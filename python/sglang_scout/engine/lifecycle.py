@@ -64,6 +64,10 @@ class PageLifecycle:
         """All pages were freed (cache flush)."""
         self.free_pages(np.arange(self._host.num_pages))
 
+    def generations(self, pages: npt.NDArray[np.integer]) -> npt.NDArray[np.integer]:
+        """How often each of ``pages`` was freed."""
+        return self._table.metadata.generation[pages]
+
     def still_held(self, step: int, *pages: npt.NDArray[np.int32]) -> list[npt.NDArray[np.int32]]:
         """``pages`` as they are, but -1 for those that were freed since ``step`` began."""
         if self._last_freed < step:

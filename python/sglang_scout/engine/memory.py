@@ -8,7 +8,7 @@ from typing import Any
 
 from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.errors import ConfigError
-from sglang_scout.core.page_bytes import digest_bytes, input_bytes
+from sglang_scout.core.page_bytes import PILOT_RANK, digest_bytes, input_bytes
 from sglang_scout.engine.fetch import staging_bytes
 from sglang_scout.engine.stores import ModelShape
 from sglang_scout.policy.base import Route
@@ -67,6 +67,7 @@ def plan_memory(
     node_cpus: Sequence[int],
     device_bytes: int | None = None,
     route: Route = "cpu",
+    pilot_rank: int = PILOT_RANK,
 ) -> MemoryPlan:
     """Sizes of the stores for ``num_pages`` host pages and at most ``max_batch`` requests.
 
@@ -75,6 +76,7 @@ def plan_memory(
         device_bytes: what a device of its own memory has left for digests, input buffers and resident pages; the
             last get all of it unless ``resident_tokens`` says otherwise. None: the CPU device.
         route: of missing pages, see ``policy/base.py``.
+        pilot_rank: of the weights that make digests, if some do.
     Raises:
         ConfigError: they do not fit; with the numbers.
     """
@@ -85,7 +87,7 @@ def plan_memory(
         device_bytes -= staging
     page_bytes = 2 * shape.page_bytes * shape.num_layers
     on_digests, on_inputs = (
-        num_pages * _digest_bytes(shape, config.digest),
+        num_pages * _digest_bytes(shape, config.digest, pilot_rank),
         num_pages * input_bytes(size),
     )
     least_slots = _least_slots(config, max_batch, budget_pages)
@@ -149,6 +151,7 @@ def most_host_pages(
     max_batch: int,
     context_tokens: int,
     device_bytes: int,
+    pilot_rank: int = PILOT_RANK,
 ) -> DeviceRoom:
     """The most host pages that a device has room for, beside enough resident pages.
 
@@ -157,7 +160,7 @@ def most_host_pages(
     are as many as can all be resident.
     """
     page_bytes = 2 * shape.page_bytes * shape.num_layers
-    beside = _digest_bytes(shape, config.digest) + input_bytes(shape.page_size)
+    beside = _digest_bytes(shape, config.digest, pilot_rank) + input_bytes(shape.page_size)
     budget_pages = most_pages(config, shape, context_tokens)
     least = _least_slots(config, max_batch, budget_pages)
     if config.resident_tokens is None:
@@ -203,6 +206,7 @@ def arena_sizes(
     if config.context_share:  # until it is known what a request keeps, all that it has
         listed = -(-context_tokens // shape.page_size)
     lists = config.lists(shape.num_kv_heads)
+    dtype = str(shape.dtype).removeprefix("torch.")
     return {
         "num_nodes": num_nodes,
         "num_layers": shape.num_layers,
@@ -210,7 +214,8 @@ def arena_sizes(
         "num_kv_heads": shape.num_kv_heads,
         "num_q_heads": shape.num_q_heads,
         "head_dim": shape.head_dim,
-        "kv_dtype": str(shape.dtype).removeprefix("torch."),
+        "kv_dtype": str(shape.kv_dtype).removeprefix("torch."),
+        "q_dtype": "bfloat16" if dtype == "bfloat16" else "float32",
         "scale": shape.scale,
         "logit_cap": shape.logit_cap,
         "max_batch": max_batch * lists,
@@ -254,16 +259,18 @@ def _check_device(
     )
 
 
-def _digest_bytes(shape: ModelShape, kind: str) -> int:
+def _digest_bytes(shape: ModelShape, kind: str, pilot_rank: int) -> int:
     """Of one page, over all layers."""
-    of_layer = digest_bytes(kind, shape.num_kv_heads, shape.head_dim, shape.dtype.itemsize)
-    return shape.num_layers * of_layer
+    sizes = shape.num_kv_heads, shape.head_dim, shape.dtype.itemsize
+    return shape.num_layers * digest_bytes(kind, *sizes, pilot_rank)
 
 
-def bytes_beside_digests(shape: ModelShape, kind: str, nbytes: int) -> int:
+def bytes_beside_digests(
+    shape: ModelShape, kind: str, nbytes: int, pilot_rank: int = PILOT_RANK
+) -> int:
     """What is left of ``nbytes`` for the pages themselves if each of them has a digest beside it."""
     page_bytes = 2 * shape.page_bytes * shape.num_layers
-    return nbytes * page_bytes // (page_bytes + _digest_bytes(shape, kind))
+    return nbytes * page_bytes // (page_bytes + _digest_bytes(shape, kind, pilot_rank))
 
 
 def check_memory(

@@ -259,7 +259,7 @@ class OlderTokens:
         """Attention of a layer over the window, beside the worker's over the older tokens.
 
         Args:
-            query: ``[B, HQ, D]`` fp32.
+            query: ``[B, HQ, D]``.
             offered: what the device attends to beside the tail, ``tail_len`` ``[B]`` tokens in ``tail_slot`` ``[B]``.
             slot_of: ``[P]`` slots of this layer.
         """
@@ -275,7 +275,7 @@ class OlderTokens:
         state, fresh, first_at, recent = self._staging.device.view(4, -1)[:, :rows]
         view = WindowView(k, offered.table, recent, slot_of, *tail, state, fresh, first_at)
         self._feedback.attended(layer, query, lse, view, *scores)
-        self._transport.merge(layer, query, out, lse)
+        out = self._transport.merge(layer, query, out, lse)
         if self._verifier is not None:
             listed = torch.arange(ids.shape[1], device=ids.device) < counts[:, None]
             parts = offered.table, slot_of, torch.where(listed, ids, -1)

@@ -23,7 +23,7 @@ class Placement:
     def __init__(
         self, policy: Policy, budget_pages: int, table: ResidencyTable, recall: Recall
     ) -> None:
-        self._policy, self._budget_pages = policy, budget_pages
+        self._policy, self.budget_pages = policy, budget_pages
         self._table, self._recall = table, recall
         self._step = 0
 
@@ -34,14 +34,14 @@ class Placement:
         full: npt.NDArray[np.int64],
         tail_page: npt.NDArray[np.int32],
         tail_len: npt.NDArray[np.int64],
-        fresh: npt.NDArray[np.bool_],
+        warm: list[npt.NDArray[np.integer]],
     ) -> None:
-        """Sink, newest and tail pages of every request are resident, and of fresh ones what the policy says.
+        """Sink, newest and tail pages of every request are resident, and what new ones begin with.
 
         Args:
             table: ``[B, N]`` host page ids; full, tail_page, tail_len: ``[B]`` full pages of each row, the
                 page being filled and the tokens in it.
-            fresh: ``[B]`` rows in their first step here.
+            warm: ``[L, n]`` pages of each request that joins with this step.
         """
         self._step = step
         digest = self._policy.digest
@@ -52,13 +52,6 @@ class Placement:
         rows, which = np.nonzero((columns >= 0) & (columns < full[:, None]))
         forced = np.concatenate([table[rows, columns[rows, which]], tail_page])
         absent = self._table.touch_all_layers(forced, step)
-        fresh_rows = np.flatnonzero(fresh)
-        counts = self._policy.residency.warm_pages(full[fresh_rows], self._budget_pages)
-        warm = [
-            table[row, full[row] - n : full[row]]
-            for row, n in zip(fresh_rows, counts, strict=True)
-            if n
-        ]
         if not absent and not warm:
             return
         empty = tail_page[tail_len == 1]  # its first token comes with this step
@@ -68,7 +61,7 @@ class Placement:
         # Forced pages may push out anything else, warm ones only what was not just in use.
         self._load(forced, step)
         if warm:
-            self._load(np.concatenate([forced, *warm]), step - 1, is_forced=False)
+            self._load(np.concatenate(warm, axis=1), step - 1, is_forced=False)
         if not self._table.are_resident(forced):
             # They found no slot, or are themselves on their way: copies hold what they need.
             self._recall.commit(step)
@@ -76,12 +69,25 @@ class Placement:
         if not self._table.are_resident(forced):
             raise RuntimeError("no slot for a page that must be resident; the slot count is wrong")
 
+    def first_pages(self, full_pages: npt.NDArray[np.integer]) -> npt.NDArray[np.integer]:
+        """``[L, n]`` which of its ``full_pages`` ``[m]`` a new request begins with, as the policy says."""
+        total = len(full_pages)
+        count = self._policy.residency.warm_pages(np.array([total]), self.budget_pages)[0]
+        return np.broadcast_to(full_pages[total - count :], (self._table.num_layers, count))
+
+    def copy_beside(self, pages: npt.NDArray[np.integer], step: int) -> None:
+        """Begin to copy ``pages`` ``[L, n]``, -1 padded, of a request that has not joined, beside ``step``."""
+        every, is_new = np.arange(self._table.num_layers), np.ones(1, bool)
+        chosen = np.ascontiguousarray(pages[:, None], np.int32)
+        self._table.uses.touch(every, chosen, step, is_new)  # by the last token of its prompt
+        self._recall.warm(*self._with_slots(pages, step - 1, is_forced=False))
+
     def _with_slots(
         self, pages: npt.NDArray[np.integer], before_step: int, is_forced: bool = True
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Layers and ids of those of ``pages`` that are missing, after room was made for them."""
+        """Layers and ids of those of ``pages``, ``[n]`` or ``[L, n]``, that are missing, after room was made."""
         every = np.arange(self._table.num_layers)
-        pages = np.broadcast_to(pages, (len(every), len(pages)))
+        pages = np.broadcast_to(pages, (len(every), pages.shape[-1]))
         absent = self._table.missing(every[:, None], pages)
         layers, absent = np.divmod(absent, self._table.num_pages)
         counts = np.bincount(layers, minlength=len(every))

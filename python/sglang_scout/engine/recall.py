@@ -35,7 +35,7 @@ class Copies:
 
     taken: Reservation
     done: Future[int] | StreamCopy
-    was_missed: bool = True  # False: copied ahead of any need
+    why: str  # "recall": it was missed; "warm", "fill": ahead of any need
 
 
 class Recall:
@@ -74,6 +74,7 @@ class Recall:
         self._tracer = tracer
         self._side = side or ThreadPoolExecutor(1, thread_name_prefix="scout-recall")
         self._in_flight: deque[Copies] = deque()
+        self._untimed: deque[tuple[int, Future[int] | StreamCopy]] = deque()
         self._landed: deque[tuple[int, Reservation]] = deque()  # with the step since when
         self._judged_step = -1
         layers = table.num_layers
@@ -95,18 +96,21 @@ class Recall:
 
     def swap(self, layer: Layers, pages: npt.NDArray[np.integer], step: int) -> Copies:
         """Begin to copy ``pages`` to free slots and to those of less frequent pages that ``step`` did not select."""
-        return self._submit(self._table.exchange(layer, pages, step))
+        return self._submit(self._table.exchange(layer, pages, step), "recall")
 
     def fill(self, layer: Layers, pages: npt.NDArray[np.integer]) -> int:
         """Begin to copy ``pages`` that nobody missed into free slots. Returns how many found one."""
-        return len(self._submit(self._table.reserve(layer, pages), was_missed=False).taken.pages)
+        return len(self._submit(self._table.reserve(layer, pages), "fill").taken.pages)
 
-    def _submit(self, taken: Reservation, was_missed: bool = True) -> Copies:
-        why = "recall" if was_missed else "fill"
-        copies = Copies(taken, self._side.submit(self._copy, taken, why), was_missed)
+    def warm(self, layer: Layers, pages: npt.NDArray[np.integer]) -> None:
+        """Begin to copy ``pages`` that a request begins with, which has not joined yet, into free slots."""
+        self._submit(self._table.reserve(layer, pages, is_forced=False), "warm")
+
+    def _submit(self, taken: Reservation, why: str) -> Copies:
+        copies = Copies(taken, self._side.submit(self._copy, taken, why), why)
         if len(taken.pages):
             self._in_flight.append(copies)
-            self.started += was_missed * taken.per_layer(len(self.started))
+            self.started += (why == "recall") * taken.per_layer(len(self.started))
         return copies
 
     def commit(self, step: int, patience_us: float | None = None) -> None:
@@ -123,13 +127,32 @@ class Recall:
         if step != self._judged_step:
             self._judge_landed(step)
         if not self._in_flight:
+            self._take_times()
             return
         start_ns = time.monotonic_ns()
         deadline_ns = None if patience_us is None else start_ns + int(patience_us * 1000)
         # One thread makes them in this order: behind one that is late, all are.
         while self._in_flight and self._ended(self._in_flight[0], deadline_ns):
             self._land(self._in_flight.popleft(), step)
-        self._counters.recall_wait_us += (time.monotonic_ns() - start_ns) // 1000
+        if not isinstance(self._side, SideStream):
+            self._counters.recall_wait_us += (time.monotonic_ns() - start_ns) // 1000
+        self._take_times()
+
+    def _take_times(self) -> None:
+        """Of copies that were waited for: on a device the host learns their times boundaries later."""
+        while self._untimed:
+            pages, done = self._untimed[0]
+            took_ns, waited_ns = done.result(), 0
+            if isinstance(done, StreamCopy):
+                waited_ns = done.waited_ns()
+            if took_ns is None or waited_ns is None:
+                return
+            self._untimed.popleft()
+            self._counters.recall_wait_us += waited_ns // 1000
+            speed = pages / max(took_ns / 1e3, 1e-3)
+            self.link_pages_per_us += (speed - self.link_pages_per_us) * (
+                _SMOOTH if self.link_pages_per_us else 1.0
+            )
 
     def _ended(self, copies: Copies, deadline_ns: int | None) -> bool:
         if deadline_ns is None:
@@ -142,18 +165,16 @@ class Recall:
 
     def _land(self, copies: Copies, step: int) -> None:
         taken = copies.taken
-        took_ns = copies.done.result()
-        # They were selected in the step before. Stamped with this one they could not be evicted in
-        # it, and might leave a request without a slot for its newest page.
-        wanted = self._table.commit(taken, step - 1 if copies.was_missed else -1)
-        self._counters.recalled_pages += wanted
+        # They were selected in the step before, or by a prompt's last token. Stamped with this step they could not
+        # be evicted in it, and might leave a request without a slot for its newest page.
+        wanted = self._table.commit(taken, -1 if copies.why == "fill" else step - 1)
+        if copies.why == "warm":
+            self._counters.warmed_pages += wanted
+        else:
+            self._counters.recalled_pages += wanted
         self._counters.recall_bytes += 2 * self._page_bytes * len(taken.pages)
-        if took_ns is not None:
-            speed = len(taken.pages) / max(took_ns / 1e3, 1e-3)
-            self.link_pages_per_us += (speed - self.link_pages_per_us) * (
-                _SMOOTH if self.link_pages_per_us else 1.0
-            )
-        if copies.was_missed:
+        self._untimed.append((len(taken.pages), copies.done))
+        if copies.why == "recall":
             self._landed.append((step, taken))
 
     def _judge_landed(self, step: int) -> None:
@@ -165,7 +186,8 @@ class Recall:
             first, taken = self._landed.popleft()
             self.landed += taken.per_layer(len(self.landed))
             at = taken.layers, taken.pages
-            was_used = (self._table.slot_of[at] >= 0) & (self._table.uses.stamp[at] == first)
+            stamp = self._table.uses.stamp_of(first)
+            was_used = (self._table.slot_of[at] >= 0) & (self._table.uses.stamp[at] == stamp)
             self.used += np.bincount(taken.layers[was_used], minlength=len(self.used))
 
     def load_now(

@@ -11,7 +11,7 @@ and the host acts on it two boundaries later:
     boundary t   takes in what step t-2 selected, maps the copies of boundary t-1, starts others
     step t       runs with what boundary t fixed; the host prepares t+1 meanwhile
 
-On the CPU device the same code runs on the host's memory.
+Choosing runs beside the model (``ForkedStream``). On the CPU device the same code runs on the host's memory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 
 from sglang_scout.engine.boundary import StepBoundary
 from sglang_scout.engine.counters import Counters
-from sglang_scout.engine.device import SideStream, upload
+from sglang_scout.engine.device import ForkedStream, SideStream, upload
 from sglang_scout.engine.digest_pool import DigestPool
 from sglang_scout.engine.lifecycle import PageLifecycle
 from sglang_scout.engine.offered import of_lists
@@ -81,42 +81,36 @@ class StepEngine:
         self._device = device = self.resident.k.device  # with its number
         self.table = table = ResidencyTable(shape.num_layers, host.num_pages, sizes.num_slots)
         side = SideStream(device) if device.type == "cuda" else None
-        self.recall = Recall(
-            host, self.resident, table, self.counters, shape.page_bytes, tracer, side
-        )
+        stamps, self._clock = transport.stamps, transport.stamps or tracer
+        self.recall = Recall(host, self.resident, table, counters, shape.page_bytes, tracer, side)
         slots = self.resident.as_layers()
         self.pages = PageLifecycle(host, digests, table, slots)
-        self._projectors = projectors
         self._inputs = StepInputs(shape.num_layers, sizes, device)
-        self._results = StepResults(shape.num_layers, sizes, transport.waited_ns, device)
+        self._results = StepResults(shape.num_layers, sizes, transport.waited_ns, device, stamps)
         self.older = older_tokens(policy, transport, shape, sizes, host, counters, device, verify)
         self.boundary = StepBoundary(
-            policy, sizes, shape.page_size, table, self.pages, self.recall, self._results,
-            self.counters, self.older,
+            policy, sizes, shape.page_size, table, self.pages, self.recall, self._results, counters, self.older,
         )  # fmt: skip
         table.take_changes()
         self._slot_of = upload(table.slot_of, device).clone()
-        # Where each KV head chooses for itself, a rank has all of it.
-        self._shared = SharedChoice(ranks, policy.digest) if ranks and sizes.lists == 1 else None
+        self._shared = SharedChoice(ranks, policy.digest) if ranks else None
+        self._beside = ForkedStream(None if self._shared else device)  # collectives keep in order
         self._verifier = Verifier(host, shape, policy.route, self.counters) if verify else None
-        self._step = 0
-        # Some request of this step, and all of them, take their real queries.
-        self._warms_up = self._all_warm_up = False
+        self._projectors, self._step = projectors, 0
+        self._open_layer, self._layer_start_ns = -1, 0  # for the timeline
         has_estimates = digests.has_estimates and not shape.logit_cap
         on_cpu = policy.route == "cpu"
         self._reweighs = policy.digest.reweigh and on_cpu and has_estimates
         self._posts_late = on_cpu and not policy.query.attends
         self._chosen: dict[int, tuple[torch.Tensor, Selection]] = {}  # layer: query, selection
-        self._predicted: dict[int, torch.Tensor] = {}  # in a step that warms up
-        self._open_layer, self._layer_start_ns = -1, 0  # for the timeline
         # Layers run when they are captured; what boundaries launch would be compiled in the first request.
         digests.warm_up(host, slots)
         self.recall.warm_up()
 
     @property
     def can_replay(self) -> bool:
-        """Whether a captured graph may run the step that was begun: one without requests that take real queries."""
-        return self.transport.capturable and self._verifier is None and not self._warms_up
+        """Whether a captured graph may run steps."""
+        return self.transport.capturable and self._verifier is None
 
     def pause(self) -> None:
         """What is launched until the next step reaches no request: it is warm-up, or captured."""
@@ -124,7 +118,6 @@ class StepEngine:
         self.transport.pause()
         if self.older is not None:
             self.older.pause()
-        self._warms_up = self._all_warm_up = False
 
     def begin_step(
         self,
@@ -148,16 +141,12 @@ class StepEngine:
         self.tracer.step(self._step)
         batch = self.boundary.begin(self._step, page_table, request_slots, seq_lens)
         self._check_faults()
-        warming = batch.ages < self.policy.query.exact_steps
-        self._warms_up, self._all_warm_up = bool(warming.any()), bool(warming.all())
-        if self._warms_up:
-            self._results.cosine.fill_(torch.nan)  # measured where all queries are predicted
-        changed, slots = self._inputs.send(batch, warming, *self.table.take_changes())
+        changed, slots = self._inputs.send(batch, *self.table.take_changes())
         if len(changed):
             self._slot_of.view(-1).index_copy_(0, changed, slots)
         self.transport.begin_step(self._step)
+        self._beside.join()
         self._chosen.clear()
-        self._predicted.clear()
         self.tracer.cut("boundary", "step boundary", start_ns, requests=rows)
 
     def end_step(self) -> None:
@@ -179,41 +168,40 @@ class StepEngine:
                 "tokens are not given out"
             )
 
-    def layer_input(self, layer: int, x: torch.Tensor, positions: torch.Tensor) -> None:
-        """Before layer ``layer``: predict and post for the layers that the policy names.
+    def layer_input(
+        self, layer: int, x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor
+    ) -> None:
+        """Before layer ``layer``: predict and post for the layers that the policy names, beside what follows.
 
-        Args:
-            x: ``[B, hidden]`` input of the layer before its norm (residual stream); B up to ``sizes.max_batch``.
-            positions: ``[B]`` int64.
+        ``x`` and ``residual`` ``[B, hidden]`` add up to the layer's input before its norm; the layer may write into
+        both. ``positions`` ``[B]`` int64; B up to ``sizes.max_batch``.
         """
         self.layer_output()
-        self._open_layer, self._layer_start_ns = layer, self.tracer.now()
-        if self._all_warm_up:
-            return
+        if layer == 0 and self.transport.stamps is not None:
+            self.transport.stamps.begin_layers()
+        self._open_layer, self._layer_start_ns = layer, self._clock.now()
         for target in self.policy.query.targets(layer, self.shape.num_layers):
-            start_ns = self.tracer.now()
-            query = self._projectors[target](x, positions)
-            self.tracer.cut("ahead", "predict", start_ns, layer=target)
-            if self._warms_up:
-                self._predicted[target] = query
-            else:
+            start_ns, projector = self._clock.now(), self._projectors[target]
+            read = projector.start(x, residual)
+            with self._beside.fork(target, read, positions):
+                query = projector.finish(read, positions)
+                self._clock.cut("ahead", "predict", start_ns, layer=target)
                 self._look_ahead(target, query)
 
     def layer_output(self) -> None:
         """The layer whose input came last has ended; the next layer's input says so too."""
         if self._open_layer >= 0:
-            self.tracer.cut("device", "layer", self._layer_start_ns, layer=self._open_layer)
+            self._clock.cut("device", "layer", self._layer_start_ns, layer=self._open_layer)
             self._open_layer = -1
 
     def _look_ahead(self, layer: int, query: torch.Tensor) -> None:
         """Choose the pages of ``layer`` and post the missing ones (Algorithm 1, lines 4 to 7)."""
         digest, offered = self.policy.digest, self._inputs.offered.first(len(query))
         by_list = of_lists(query, self.sizes.lists)
-        start_ns = self.tracer.now()
+        start_ns = self._clock.now()
         scores = self.digests.score(layer, by_list, offered, self.shape.scale, digest.head_reduce)
-        if self._shared is not None:
-            scores = self._shared.scores(scores)
-        start_ns = self.tracer.cut("ahead", "score", start_ns, layer=layer)
+        scores = self._shared.scores(scores) if self._shared is not None else scores
+        start_ns = self._clock.cut("ahead", "score", start_ns, layer=layer)
         selection = select_pages(
             scores, offered.list_table, offered.list_n_full, self._slot_of[layer],
             self.sizes.budget_pages, digest.sink_pages, digest.recent_pages, digest.mass,
@@ -221,7 +209,7 @@ class StepEngine:
         )  # fmt: skip
         if self._shared is not None and self._verifier is not None:
             self.counters.verify_unequal_selections += not self._shared.is_same(selection.pages)
-        self.tracer.cut("ahead", "select", start_ns, layer=layer)
+        self._clock.cut("ahead", "select", start_ns, layer=layer)
         if not self._posts_late:
             self.transport.post(layer, query.contiguous(), selection.missing, selection.n_missing)
         self._chosen[layer] = query, selection
@@ -233,7 +221,7 @@ class StepEngine:
             q: ``[B, HQ, D]`` real query after RoPE; B up to ``sizes.max_batch``.
             k, v: ``[B, H, D]`` of the new token.
         Returns:
-            ``[B, HQ, D]`` fp32.
+            ``[B, HQ, D]`` of the dtype of ``q``.
         """
         rows, inputs, shape = len(q), self._inputs, self.shape
         tail_slot, tail_len = inputs.tail_slot[layer, :rows], inputs.tail_len[:rows]
@@ -242,13 +230,15 @@ class StepEngine:
             Pool(self.resident.k[layer], self.resident.v[layer], tail_slot),
             mirror=Pool(self.host.k[layer], self.host.v[layer], inputs.tail_page[:rows]),
         )  # fmt: skip
-        query = q.float().contiguous()
+        query = q.contiguous()
         offered = inputs.offered.first(rows)
         if self.older is not None:
             slots = self._slot_of[layer], tail_slot, tail_len
             return self.older.attend(layer, query, self.resident, offered, *slots)
-        if layer not in self._chosen:
-            self._look_ahead(layer, self._late_query(layer, query))
+        if layer not in self._chosen:  # it has no lead
+            self._beside.join()  # the ring takes posts in the order of one stream
+            self._look_ahead(layer, query)
+        self._beside.join(layer)
         query_ahead, selection = self._chosen.pop(layer)
         if self._posts_late:
             query_ahead = query
@@ -256,39 +246,29 @@ class StepEngine:
         pages, n_pages = selection.pages, None
         if not self.policy.digest.only_selected:
             pages, n_pages = offered.table, offered.n_full
-        start_ns = self.tracer.now()
+        start_ns = self._clock.now()
         out, lse = attend_pages(
             query, self.resident.k[layer], self.resident.v[layer], pages,
             tail_slot, tail_len, shape.scale, shape.logit_cap, slot_of=self._slot_of[layer],
             n_pages=n_pages,
         )  # fmt: skip
-        self.tracer.cut("attention", "attend", start_ns, layer=layer)
-        if self.boundary.step_log is not None and query_ahead is not query and not self._warms_up:
+        self._clock.cut("attention", "attend", start_ns, layer=layer)
+        compares = self.boundary.step_log is not None and self.policy.query.attends
+        if compares and query_ahead is not query:
             self._results.compare(layer, query, query_ahead, tail_len > 0)
         change = None
         if self._reweighs and query_ahead is not query:
-            start_ns = self.tracer.now()
-            lists = self.sizes.lists
-            asked = *(of_lists(q, lists) for q in (query, query_ahead)), *selection[1:]
-            change = self.digests.mass_change(layer, *asked, lists, shape.scale).view_as(lse)
-            lse -= change  # the device's part that much lighter: the same weights
-            self.tracer.cut("attention", "mass", start_ns, layer=layer)
-        self.transport.merge(layer, query, out, lse)
+            start_ns = self._clock.now()
+            asked = query, query_ahead, *selection[1:]
+            change = self.digests.mass_change(layer, *asked, shape.scale)
+            self._clock.cut("attention", "mass", start_ns, layer=layer)
+        out = self.transport.merge(layer, query, out, lse, change)
         if self._verifier is not None:
             start_ns = self.tracer.now()
             parts = pages, self._slot_of[layer], selection.missing, self._results.running.batch
             self._verifier.check(layer, out, query, query_ahead, *parts, change)
             self.tracer.cut("attention", "verify", start_ns, layer=layer)
         return out
-
-    def _late_query(self, layer: int, query: torch.Tensor) -> torch.Tensor:
-        """``[B, HQ, D]``: real for warming requests and for layers without lead, else predicted. So a request's
-        tokens do not depend on when others join."""
-        predicted = self._predicted.pop(layer, None)
-        if predicted is None:
-            return query
-        warming = self._inputs.warming[: len(query)] > 0
-        return torch.where(warming[:, None, None], query, predicted)
 
     def close(self) -> None:
         """Wait for what was launched, stop the copies and write the trace."""

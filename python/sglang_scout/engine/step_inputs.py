@@ -37,14 +37,13 @@ class StepInputs:
 
     Attributes, int32 on the device:
         tail_len, tail_page: ``[B]``; see :class:`Batch`.
-        warming: ``[B]`` 1 where a request takes its real queries.
         tail_slot: ``[L, B]``.
         offered: the full pages of each row.
     """
 
     def __init__(self, layers: int, sizes: Sizes, device: torch.device) -> None:
         max_batch, max_pages = sizes.max_batch, sizes.max_pages
-        self._sizes = layers, max_batch, max_pages
+        self._sizes, self._budget_pages = (layers, max_batch, max_pages), sizes.budget_pages
         self._head = (4 + layers) * max_batch
         self._device = device
         self._most_changes = max(1024, 4 * layers * max_batch)
@@ -54,25 +53,24 @@ class StepInputs:
         self._staging = Staging(self._table + max_batch * max_pages, device)
         self._rows = 0  # that the device's table has
         words = self._staging.device
-        n_full, self.tail_len, self.tail_page, self.warming = (
+        n_full, n_scored, self.tail_len, self.tail_page = (
             words[i * max_batch : (i + 1) * max_batch] for i in range(4)
         )
         self.tail_slot = words[4 * max_batch : self._head].view(layers, max_batch)
         table = words[self._table :].view(max_batch, max_pages)
-        self.offered = Offered.of(table, n_full, sizes.lists)
+        self.offered = Offered.of(table, n_full, sizes.lists, n_scored)
         self.clear()
 
     def clear(self) -> None:
         """No row has a request, until the next step is sent."""
         words = self._staging.device
         words.fill_(-1)
-        words[: 2 * self._sizes[1]] = 0
+        words[: 3 * self._sizes[1]] = 0
         self.offered.fill(self._sizes[1])
 
     def send(
         self,
         batch: Batch,
-        warming: npt.NDArray[np.bool_],
         changed: npt.NDArray[np.int64],
         slots: npt.NDArray[np.int32],
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -88,8 +86,9 @@ class StepInputs:
         words = self._staging.fill()
         head = words[: self._head].reshape(4 + layers, rows)
         head[:] = -1
-        head[:2] = 0
-        for i, values in enumerate((batch.n_full, batch.tail_len, batch.tail_page, warming)):
+        head[:3] = 0
+        n_scored = np.where(batch.n_full > self._budget_pages, batch.n_full, 0)
+        for i, values in enumerate((batch.n_full, n_scored, batch.tail_len, batch.tail_page)):
             head[i, :count] = values
         head[4:, :count] = batch.tail_slot
         table = words[self._table :].reshape(rows, columns)

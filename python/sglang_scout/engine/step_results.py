@@ -6,14 +6,16 @@ step overwrites it; it comes while that one runs, and the boundary after finds i
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from sglang_scout.engine.device import Fetching
+from sglang_scout.engine.device_clock import Cut, DeviceClock
 from sglang_scout.engine.step_inputs import Batch
 from sglang_scout.engine.stores import Sizes
 from sglang_scout.policy.base import KNOWN_AFTER
@@ -26,7 +28,9 @@ class LaunchedStep:
     step: int
     start_ns: int  # of its boundary
     batch: Batch
+    begun_ns: int = 0  # when its boundary ended
     results: Fetching | None = None
+    cuts: list[Cut] = field(default_factory=list)  # of its timeline
     end_ns: int = 0  # 0: not known yet
 
 
@@ -48,6 +52,7 @@ class StepResults:
         layers, sizes: L; most requests, C, k.
         waited_ns: ``[L]`` int64, time waited since the ring was made; read only.
         device: where steps run.
+        clock: stamps of a timeline, where one is recorded.
 
     Attributes:
         pages, missing: ``[L, max_batch * C, k]`` int32 on the device.
@@ -60,7 +65,9 @@ class StepResults:
         sizes: Sizes,
         waited_ns: torch.Tensor,
         device: torch.device,
+        clock: DeviceClock | None = None,
     ) -> None:
+        self._clock = clock
         self._lists = sizes.lists
         rows = sizes.max_batch * sizes.lists
         both = 2, layers, rows, sizes.budget_pages
@@ -68,6 +75,8 @@ class StepResults:
         self.pages, self.missing = self._both
         self.cosine = torch.full((layers,), torch.nan, device=device)
         self._sent = [self._both, waited_ns, self.cosine]
+        if clock is not None:
+            self._sent.append(clock.stamps)
         self._on_host = [
             [t.cpu().pin_memory() for t in self._sent] if device.type == "cuda" else None
             for _ in range(2)
@@ -82,7 +91,7 @@ class StepResults:
 
     def launch(self, step: int, start_ns: int, batch: Batch) -> None:
         """A step is about to be launched."""
-        self._launched.append(LaunchedStep(step, start_ns, batch))
+        self._launched.append(LaunchedStep(step, start_ns, batch, time.monotonic_ns()))
 
     def ended(self, end_ns: int) -> None:
         """The tokens of the oldest step that has not ended yet are on the host."""
@@ -99,7 +108,7 @@ class StepResults:
         self, layer: int, query: torch.Tensor, query_ahead: torch.Tensor, live: torch.Tensor
     ) -> None:
         """Note how well a layer's query was predicted, for ``live`` ``[B]`` rows: a captured batch may be padded."""
-        cosine = torch.cosine_similarity(query, query_ahead, dim=-1).mean(1)
+        cosine = torch.cosine_similarity(query.float(), query_ahead.float(), dim=-1).mean(1)
         self.cosine[layer] = cosine.where(live, 0.0).sum() / live.sum()
 
     def send_for(self) -> None:
@@ -107,6 +116,8 @@ class StepResults:
         if self._launched:
             last = self._launched[-1]
             last.results = Fetching(self._sent, self._on_host[last.step & 1])
+            if self._clock is not None:
+                last.cuts = self._clock.cuts
 
     def take(self) -> StepResult | None:
         """The results of the step launched ``KNOWN_AFTER`` boundaries ago, if there was one.
@@ -118,9 +129,11 @@ class StepResults:
         launched = self._launched.popleft()
         launched.end_ns = launched.end_ns or self._launched[0].start_ns
         assert launched.results is not None
-        (pages, missing), waited_ns, cosine = launched.results.wait()
+        (pages, missing), waited_ns, cosine, *stamps = launched.results.wait()
         rows = len(launched.batch.ages)
         used = [x[:, : rows * self._lists].reshape(len(x), rows, -1) for x in (pages, missing)]
         since = waited_ns - self._waited_before
         self._waited_before = waited_ns.copy()
+        if self._clock is not None:
+            self._clock.write(launched.step, launched.cuts, stamps[0], since)
         return StepResult(launched, *used, since, cosine)

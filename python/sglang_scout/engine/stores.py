@@ -18,7 +18,12 @@ from sglang_scout.ops.layers import LayerPages
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of one tensor-parallel rank's attention."""
+    """Sizes of one tensor-parallel rank's attention.
+
+    Attributes:
+        dtype: of the model, and of digests that hold elements of K.
+        fp8: of K and V in the pages, where that is not the model's.
+    """
 
     num_layers: int
     num_q_heads: int
@@ -28,11 +33,16 @@ class ModelShape:
     dtype: torch.dtype
     scale: float
     logit_cap: float = 0.0
+    fp8: torch.dtype | None = None
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        return self.fp8 or self.dtype
 
     @property
     def page_bytes(self) -> int:
         """Bytes of the K (or the V) of one page in one layer."""
-        return self.page_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        return self.page_size * self.num_kv_heads * self.head_dim * self.kv_dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -58,7 +68,7 @@ class HostPages:
     """Every KV page of every request, in host DRAM.
 
     Args:
-        k, v: per layer ``[P * S, H, D]``, as SGLang's pool holds them; viewed here as pages.
+        k, v: per layer ``[P * S, H, D]``, as SGLang's pool holds them, fp8 as bytes; viewed here as pages.
         context: ``[C, S, D]`` pages of one head beside them, if there are.
     """
 
@@ -71,8 +81,8 @@ class HostPages:
     ) -> None:
         self.context = context
         pages = (-1, shape.page_size, shape.num_kv_heads, shape.head_dim)
-        self.k = [t.view(pages) for t in k]
-        self.v = [t.view(pages) for t in v]
+        self.k = [t.view(shape.kv_dtype).view(pages) for t in k]
+        self.v = [t.view(shape.kv_dtype).view(pages) for t in v]
         self._for_copies: dict[torch.device, LayerPages] = {}
 
     def for_copies(self, device: torch.device) -> LayerPages:
@@ -112,7 +122,7 @@ class HostPages:
 def as_words(pages: torch.Tensor) -> npt.NDArray[np.signedinteger]:
     """The same memory as integers of the same size. numpy copies whole pages at the speed of memory;
     torch on the one thread that SGLang leaves to it takes ten times as long."""
-    return pages.view({2: torch.int16, 4: torch.int32}[pages.element_size()]).numpy()
+    return pages.view({1: torch.int8, 2: torch.int16, 4: torch.int32}[pages.element_size()]).numpy()
 
 
 def _runs(pages: npt.NDArray[np.int64]) -> Iterator[tuple[slice, slice]]:
@@ -134,8 +144,8 @@ class ResidentCache:
             shape.num_kv_heads,
             shape.head_dim,
         )
-        self.k = torch.zeros(size, dtype=shape.dtype, device=device)
-        self.v = torch.zeros(size, dtype=shape.dtype, device=device)
+        self.k = torch.zeros(size, dtype=shape.kv_dtype, device=device)
+        self.v = torch.zeros(size, dtype=shape.kv_dtype, device=device)
 
     def as_layers(self) -> LayerPages:
         """The slots as the ops take pages of all layers."""

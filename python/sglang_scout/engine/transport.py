@@ -21,6 +21,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from sglang_scout.engine.device_clock import DeviceClock
 from sglang_scout.engine.stores import ModelShape
 from sglang_scout.engine.trace import Tracer
 from sglang_scout.ops.doorbell import DeviceRing
@@ -37,6 +38,8 @@ class Transport:
     def __init__(self, waited_ns: torch.Tensor) -> None:
         self.waited_ns = waited_ns
         """``[L]`` int64, time that merges of each layer have waited since the start."""
+        self.stamps: DeviceClock | None = None
+        """Times post and merge where the host only launches them and a timeline is recorded."""
 
     def pause(self) -> None:
         """What is launched until the next step begins belongs to no request: warm-up or capture.
@@ -53,14 +56,24 @@ class Transport:
         """Ask for attention over ``pages`` ``[B*C, k]`` int32, packed to the left, ``n_pages`` ``[B*C]`` of each row.
 
         C is 1, or H: then row b * H + h is what KV head h of request b attends to.
-        ``query`` ``[B, HQ, D]`` fp32 is what the pages were chosen with.
+        ``query`` ``[B, HQ, D]`` is what the pages were chosen with.
         """
 
-    def merge(self, layer: int, query: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Merge the answer into ``out`` ``[B, HQ, D]`` and ``lse`` ``[B, HQ]``, in place.
+    def merge(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        change: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """``[B, HQ, D]`` of the dtype of ``query``: the answer merged with ``out`` ``[B, HQ, D]``, ``lse`` ``[B, HQ]``.
 
-        ``query`` ``[B, HQ, D]`` fp32 is the layer's real query.
+        Args:
+            query: ``[B, HQ, D]``, the layer's real query.
+            change: ``[B, HQ]`` by how much the answer's log-sum-exp is larger than it says.
         """
+        return out.to(query.dtype)
 
     def faults(self) -> list[str]:
         """Why a step that has ended lacks a part of its attention; empty if none does."""
@@ -100,24 +113,32 @@ class HostTransport(Transport):
             return
         start_ns = self._tracer.now()
         self._tickets[layer] = self._client.post(
-            layer, self._step, query.numpy(), pages.numpy(), counts
+            layer, self._step, query.float().numpy(), pages.numpy(), counts
         )
         self._tracer.cut("ahead", "post", start_ns, layer=layer, pages=posted)
 
-    def merge(self, layer: int, query: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
+    def merge(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        change: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         ticket = self._tickets.pop(layer, None)
         if ticket is None:
-            return
+            return out.to(query.dtype)
         cpu_out, cpu_lse = self._out[: len(out)], self._lse[: len(out)]
         start_ns = time.monotonic_ns()
         reply = self._client.wait(ticket, cpu_out.numpy(), cpu_lse.numpy())
         end_ns = time.monotonic_ns()
         self._waited_ns[layer] += end_ns - start_ns
         self._trace_answer(layer, start_ns, end_ns, reply)
-        merged, merged_lse = merge_states(out, lse, cpu_out, cpu_lse)
-        out.copy_(merged)
-        lse.copy_(merged_lse)
+        if change is not None:
+            lse = lse - change  # the device's part that much lighter: the same weights
+        merged, _ = merge_states(out, lse, cpu_out, cpu_lse)
         self._tracer.cut("attention", "merge", end_ns, layer=layer)
+        return merged.to(query.dtype)
 
     def _trace_answer(self, layer: int, start_ns: int, end_ns: int, reply: Reply) -> None:
         """The wait for the worker, and what was computed here in place of its answer."""
@@ -142,6 +163,8 @@ class GraphTransport(Transport):
         ring.errors()  # of another engine are none of this one's
 
     def pause(self) -> None:
+        if self.stamps:
+            self.stamps.pause()
         self._ring.set_epoch(0)
         self._epoch = 0
 
@@ -150,14 +173,30 @@ class GraphTransport(Transport):
             self._ring.set_epoch(epoch)
             self._epoch = epoch
         self._ring.begin_step(step)
+        if self.stamps:
+            self.stamps.begin_step()
 
     def post(
         self, layer: int, query: torch.Tensor, pages: torch.Tensor, n_pages: torch.Tensor
     ) -> None:
+        start = self.stamps.now() if self.stamps else 0
         self._ring.post(layer, query, pages, n_pages)
+        if self.stamps:
+            self.stamps.cut("ahead", "post", start, layer=layer)
 
-    def merge(self, layer: int, query: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
-        self._ring.merge(layer, out, lse)
+    def merge(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        change: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        start = self.stamps.now() if self.stamps else 0
+        merged = self._ring.merge(layer, out, lse, change, query.dtype)
+        if self.stamps:
+            self.stamps.cut("attention", "merge", start, layer=layer)
+        return merged
 
     def faults(self) -> list[str]:
         return self._ring.faults()

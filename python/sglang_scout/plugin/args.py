@@ -58,7 +58,7 @@ _FIELDS: dict[str, tuple[Any, Any, str]] = {
         int | None,
         None,
         "Tokens that a request attends to in full pages, per layer and step; a multiple of 32. "
-        f"Default {DEFAULT_BUDGET_TOKENS}.",
+        f"Default {DEFAULT_BUDGET_TOKENS}, unless the policy has its own.",
     ),
     "kv_offload_host_gb": (
         float | None,

@@ -156,21 +156,26 @@ class ScoutAttnBackend(AttentionBackend):
             given = dict(zip(names, args, strict=False)) | kwargs
             if not given["forward_batch"].forward_mode.is_decode():
                 return
-            x, residual = given["hidden_states"], given.get("residual")
-            if residual is not None:
-                x = x + residual
-            self.engine.layer_input(index, x, given["positions"])
+            self.engine.layer_input(
+                index, given["hidden_states"], given.get("residual"), given["positions"]
+            )
 
         return before_layer
 
+    def arrive(self, requests: list[Any]) -> None:
+        """The KV of SGLang's new requests has come; they have not joined yet."""
+        hints = self.engine.digests.hints
+        for request in requests:
+            row, prompt = request.req_pool_idx, request.origin_input_ids
+            pages = self._tables.pages_of(row, len(prompt))
+            n_full = len(prompt) // self.config.page_size_tokens
+            if self._dummy_kv is not None:
+                self._dummy_kv.fill(pages, prompt)
+            hint = None if hints is None else hints.of(pages[-1], n_full)
+            self.engine.boundary.arrivals.add(row, pages[:n_full], hint)
+
     def admit(self, requests: list[Any], tokens: list[int]) -> None:
         """SGLang's requests that join the batch, new or after a retraction, with KV of so many ``tokens``."""
-        if self._dummy_kv is not None:
-            for request in requests:
-                if len(request.output_ids) == 1:  # a retracted one has its own pages back
-                    prompt = request.origin_input_ids
-                    pages = self._tables.pages_of(request.req_pool_idx, len(prompt))
-                    self._dummy_kv.fill(pages, prompt)
         rows = [request.req_pool_idx for request in requests]
         size = self.config.page_size_tokens
         full = [
@@ -264,7 +269,7 @@ class ScoutAttnBackend(AttentionBackend):
             k.view(-1, layer.tp_k_head_num, layer.qk_head_dim),
             v.view(-1, layer.tp_v_head_num, layer.v_head_dim),
         )
-        return out.flatten(1).to(q.dtype)
+        return out.flatten(1)
 
     def forward_extend(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         raise NotImplementedError("--kv-offload: the decode server does not prefill")

@@ -16,7 +16,7 @@ from sglang_scout.plugin.backend import current_backend
 from sglang_scout.plugin.host_size import host_bytes
 from sglang_scout.plugin.pool import HostKVPool, build_pools
 from sglang_scout.plugin.ranks import AttentionRanks, nodes_of_worker
-from sglang_scout.plugin.support import model_shape, rank_weights
+from sglang_scout.plugin.support import has_hints, model_shape, pilot_rank, rank_weights
 from sglang_scout.policy.base import Context, make_policy
 from sglang_scout.worker.host_memory import available_bytes
 
@@ -43,6 +43,7 @@ def around_init_pools(original: Callable[..., None], runner: Any) -> None:
     num_pages = runner.max_total_num_tokens // shape.page_size + 1
     max_batch, context = runner.max_running_requests, runner.model_config.context_len
     nodes, node_cpus = nodes_of_worker(runner, config)
+    policy = make_policy(Context(config, shape.num_layers, 2 * shape.page_bytes))
     plan = plan_memory(
         config,
         shape,
@@ -51,7 +52,8 @@ def around_init_pools(original: Callable[..., None], runner: Any) -> None:
         context_tokens=context,
         node_cpus=node_cpus,
         device_bytes=getattr(runner, "kv_offload_device_bytes", None),
-        route=make_policy(Context(config, shape.num_layers, 2 * shape.page_bytes)).route,
+        route=policy.route,
+        pilot_rank=pilot_rank(config),
     )
     on_cpu = torch.device(runner.device).type == "cpu"
     # Looked at by all before any has taken its part.
@@ -73,7 +75,25 @@ def around_init_pools(original: Callable[..., None], runner: Any) -> None:
         ),
         HostKVPool,
     )
-    pool.attach(shape, plan, config.digest, rank_weights(config))
+    pool.attach(shape, plan, config.digest, rank_weights(config), has_hints(config, policy))
+
+
+def after_pop_transferred(result: list[Any], *args: Any, **kwargs: Any) -> list[Any]:
+    """Requests whose KV has come."""
+    current_backend().arrive(result)
+    return result
+
+
+def around_get_new_prebuilt_batch(original: Callable[..., Any], scheduler: Any) -> Any:
+    """While others decode, a request waits until its first pages are on their way, beside a step of theirs."""
+    if scheduler.running_batch.is_empty():
+        return original(scheduler)
+    waits, queue = current_backend().engine.boundary.arrivals.waits, scheduler.waiting_queue
+    waiting = [request for request in queue if waits(request.req_pool_idx)]
+    scheduler.waiting_queue = [request for request in queue if request not in waiting]
+    batch = original(scheduler)
+    scheduler.waiting_queue = waiting + scheduler.waiting_queue
+    return batch
 
 
 def after_prepare_for_prebuilt(_: None, batch: Any) -> None:

@@ -10,7 +10,9 @@ from sglang.srt.utils import get_device
 
 from sglang_scout.core.config import PAGE_SIZE_TOKENS, OffloadConfig
 from sglang_scout.core.errors import ConfigError
+from sglang_scout.core.served_models import FP8_KV
 from sglang_scout.worker.host_memory import available_bytes
+from sglang_scout.worker.settings import check_machine
 from sglang_scout.worker.spec import MAX_BATCH
 
 BACKEND_NAME = "scout"
@@ -67,10 +69,10 @@ def check_deployment(args: ServerArgs, config: OffloadConfig) -> None:
             f"--page-size {args.page_size}: {policy} uses pages of {PAGE_SIZE_TOKENS} tokens; "
             f"drop the flag or set it to {PAGE_SIZE_TOKENS}"
         )
-    if args.kv_cache_dtype != "auto":
+    if args.kv_cache_dtype not in ("auto", *FP8_KV):
         raise ConfigError(
-            f"--kv-cache-dtype {args.kv_cache_dtype}: {policy} keeps KV in the model's dtype; "
-            "set it to auto"
+            f"--kv-cache-dtype {args.kv_cache_dtype}: {policy} keeps KV in the model's dtype (auto) or in "
+            f"fp8; set it to auto, {' or '.join(FP8_KV)}, on both servers"
         )
     backends = ("mooncake", "mooncake_tcp", "fake")
     if args.disaggregation_transfer_backend not in backends:
@@ -96,6 +98,7 @@ def check_deployment(args: ServerArgs, config: OffloadConfig) -> None:
         )
     _check_memory(config)
     if args.disaggregation_mode == "decode":
+        check_machine()
         _check_decode(args, policy)
     if on_cpu(args):
         _check_cpu_device(args, policy)

@@ -63,6 +63,18 @@ HOOKS: dict[str, tuple[Hook, ...]] = {
             "put the KV pool into the arena that the worker maps; use the allocator that reports pages",
         ),
         Hook(
+            "disaggregation.decode.DecodeTransferQueue.pop_transferred",
+            "decode_hooks:after_pop_transferred",
+            "after",
+            "know that a request's KV has come",
+        ),
+        Hook(
+            "disaggregation.decode.SchedulerDisaggregationDecodeMixin.get_new_prebuilt_batch",
+            "decode_hooks:around_get_new_prebuilt_batch",
+            "around",
+            "let it join when its first pages have been copied, so that no step waits for them",
+        ),
+        Hook(
             "disaggregation.decode_schedule_batch_mixin.ScheduleBatchDisaggregationDecodeMixin.prepare_for_prebuilt",
             "decode_hooks:after_prepare_for_prebuilt",
             "after",
@@ -112,13 +124,20 @@ HOOKS: dict[str, tuple[Hook, ...]] = {
             "disaggregation.prefill.SchedulerDisaggregationPrefillMixin.send_kv_chunk",
             "prefill_hooks:before_send_kv_chunk",
             "before",
-            "compute the digests of the pages that are about to be sent",
+            "compute the digests of the pages that are about to be sent, and which of them the last token looks for",
+        ),
+        Hook(
+            "model_executor.model_runner.ModelRunner.init_attention_backend",
+            "prefill_hooks:after_init_attention_backend",
+            "after",
+            "see the real queries of each prompt's last token",
         ),
         Hook(
             _KV_MANAGER + "_send_kvcache_generic",
-            "prefill_hooks:before_send_kvcache",
-            "before",
-            "leave the digests out for a decode server without the flag, or with digests of another size",
+            "prefill_hooks:around_send_kvcache",
+            "around",
+            "leave the digests out for a decode server without the flag, or with digests of another size; of hints, "
+            "send that of the prompt",
         ),
         Hook(
             _KV_MANAGER + "send_kvcache_slice",

@@ -12,6 +12,7 @@ from sglang_scout.core.errors import ConfigError
 from sglang_scout.engine.memory import bytes_of_step, most_host_pages, plan_worker
 from sglang_scout.engine.stores import ModelShape
 from sglang_scout.plugin.ranks import AttentionRanks, nodes_of_worker
+from sglang_scout.plugin.support import pilot_rank
 from sglang_scout.policy.base import Context, make_policy
 from sglang_scout.worker import numa
 from sglang_scout.worker.host_memory import available_bytes
@@ -88,6 +89,7 @@ def _room_for_digests(
         max_batch=max_batch,
         context_tokens=context_tokens,
         device_bytes=device_bytes,
+        pilot_rank=pilot_rank(config),
     )
     least = ranks.least(room.num_pages)
     if least < LEAST_PAGES + 1:

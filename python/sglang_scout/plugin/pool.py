@@ -1,8 +1,9 @@
 """KV pools, as subclasses of SGLang's.
 
-Both sides send and receive digests through the KV transfer itself: the transfer engine halves the
-list of buffers into keys and values, so ``[K.., first.., V.., second..]`` carries a page's digest with
-its K and V, each buffer with its own item length.
+Both sides send and receive digests through the KV transfer itself: the transfer engine halves the list of buffers into
+keys and values, so ``[K.., first.., V.., second..]`` carries a page's digest with its K and V, each buffer with its own
+item length. Behind each part of the digests stand those of the hints (``engine/hints.py``), if there are any. Groups 0,
+1 and 2 are K and V, digests, hints.
 """
 
 from __future__ import annotations
@@ -24,17 +25,23 @@ from sglang_scout.engine.memory import MemoryPlan
 from sglang_scout.engine.stores import HostPages, ModelShape
 from sglang_scout.plugin.allocator import ScoutAllocator
 from sglang_scout.plugin.device import lock_pages
+from sglang_scout.plugin.last_queries import LastQueries
+from sglang_scout.policy.base import Digest
 from sglang_scout.worker.arena import Arena, ArenaSpec
 
 BufferInfos = tuple[list[int], list[int], list[int]]
 
 
 def with_digests(infos: BufferInfos, digests: DigestPool) -> BufferInfos:
-    """Put the digest buffers behind the K and the V buffers. Lists: pointers, bytes, item bytes."""
+    """Put the buffers of digests and hints behind the K and the V buffers. Lists: pointers, bytes, item bytes."""
     middle = len(infos[0]) // 2
+    groups = [digests.parts, *([digests.hints.parts] if digests.hints else [])]
     extra = [
-        ([t.data_ptr() for t in part], [t.nbytes for t in part], [t[0].nbytes for t in part])
-        for part in digests.parts
+        tuple(
+            [of(t) for part in parts for t in part]
+            for of in (torch.Tensor.data_ptr, lambda t: t.nbytes, lambda t: t[0].nbytes)
+        )
+        for parts in zip(*groups, strict=True)
     ]
     pointers, lengths, items = (
         infos[i][:middle] + extra[0][i] + infos[i][middle:] + extra[1][i] for i in range(3)
@@ -43,30 +50,35 @@ def with_digests(infos: BufferInfos, digests: DigestPool) -> BufferInfos:
 
 
 def num_layers(item_lens: list[int]) -> int:
-    """Layers of a pool from the item bytes of its buffers, with digests or without."""
-    # The items of K and V are pages, those of digests a small part of one.
+    """Layers of a pool from the item bytes of its buffers, whatever comes with K and V."""
+    # The items of K and V are pages, all others a small part of one.
     return item_lens.count(item_lens[0]) // 2
 
 
 def carries(buffers: int, layers: int) -> bool:
-    """Whether a list of so many buffers is of K and V of these layers, with digests or without."""
-    return buffers in (2 * layers, 4 * layers)
+    """Whether a list of so many buffers is of K and V of these layers, with or without digests and hints."""
+    return buffers in (2 * layers, 4 * layers, 6 * layers)
 
 
-def same_digests(items: list[int], target: list[int], layers: int) -> bool:
-    """Whether the buffers at ``target``, of a list as long, are for digests with ``items`` bytes each.
+def same_items(items: list[int], target: list[int], layers: int, group: int) -> bool:
+    """Whether the buffers of digests and of ``group`` at ``target`` are for items of as many bytes as ``items`` says.
 
-    The parts of a digest are one allocation each, in which a layer is as many items long as there are pages there.
+    The parts of a group are one allocation each, in which a layer is as many items long as there are pages there.
     """
-    at = layers, 3 * layers
-    first, second = (target[i + 1] - target[i] if layers > 1 else 0 for i in at)
-    return 0 < first * items[at[1]] == second * items[at[0]]
+    if layers == 1:
+        return False
+    sizes = [n for g in (1, group) for n in of_groups(items, layers, g)[::layers]]
+    starts = [of_groups(target, layers, g) for g in (1, group)]
+    lengths = [x[i + 1] - x[i] for x in starts for i in (0, layers)]
+    return all(
+        0 < n * sizes[0] == lengths[0] * size for n, size in zip(lengths, sizes, strict=True)
+    )
 
 
-def without_digests(values: list[int], layers: int) -> list[int]:
-    """The K and V part of one of the lists that :func:`with_digests` made, or of one without digests."""
-    middle = len(values) // 2
-    return values[:layers] + values[middle : middle + layers]
+def of_groups(values: list[int], layers: int, first: int, count: int = 1) -> list[int]:
+    """The part of ``count`` groups from ``first`` on of one of the lists that :func:`with_digests` made."""
+    middle, begin, end = len(values) // 2, first * layers, (first + count) * layers
+    return values[begin:end] + values[middle + begin : middle + end]
 
 
 class HostKVPool(MHATokenToKVPool):
@@ -113,13 +125,14 @@ class HostKVPool(MHATokenToKVPool):
         plan: MemoryPlan,
         digest: str,
         weights: PageWeights | None = None,
+        hints: bool = False,
     ) -> None:
         """Make the page view and the digest pool, once the model's shape is known."""
         self.plan = plan
         context = context_pages(self.arena, shape)
         self.host_pages = HostPages(shape, self.k_buffer, self.v_buffer, context)
         pages = self.host_pages.num_pages
-        self.digests = DigestPool(shape, pages, self.device, digest, weights)
+        self.digests = DigestPool(shape, pages, self.device, digest, weights, hints)
 
     def get_cpu_copy(self, indices: torch.Tensor, mamba_indices: Any = None) -> Any:
         """SGLang retracts a request: its pages go to others. Whole pages are kept, the last one too."""
@@ -147,9 +160,17 @@ class DigestKVPool(MHATokenToKVPool):
 
     digests: DigestPool
 
-    def attach(self, shape: ModelShape, digest: str, weights: PageWeights | None = None) -> None:
+    def attach(
+        self,
+        shape: ModelShape,
+        digest: Digest,
+        weights: PageWeights | None = None,
+        hints: bool = False,
+    ) -> None:
+        self.shape, self.digest = shape, digest
+        self.last_queries = LastQueries()
         num_pages = (self.size + self.page_size) // self.page_size
-        self.digests = DigestPool(shape, num_pages, self.device, digest, weights)
+        self.digests = DigestPool(shape, num_pages, self.device, digest.kind, weights, hints)
         self.host_pages = HostPages(shape, self.k_buffer, self.v_buffer)
 
     def get_contiguous_buf_infos(self) -> BufferInfos:
@@ -203,5 +224,5 @@ def around_batch_register(
 
 
 def _tensor(pages: npt.NDArray[Any], dtype: torch.dtype, size: tuple[int, ...]) -> torch.Tensor:
-    # 16-bit floats arrive as uint16, because numpy has no bfloat16.
+    # 16-bit floats arrive as uint16, because numpy has no bfloat16, and SGLang holds fp8 as bytes.
     return torch.from_numpy(pages).view(dtype).view(size)

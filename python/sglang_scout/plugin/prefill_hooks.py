@@ -11,6 +11,7 @@ from typing import Any
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from sglang_scout.core.config import OffloadConfig
+from sglang_scout.engine.hints import choose_hint
 from sglang_scout.engine.memory import bytes_beside_digests
 from sglang_scout.plugin import status
 from sglang_scout.plugin.allocator import DigestListener
@@ -20,10 +21,11 @@ from sglang_scout.plugin.pool import (
     build_pools,
     carries,
     num_layers,
-    same_digests,
-    without_digests,
+    of_groups,
+    same_items,
 )
-from sglang_scout.plugin.support import model_shape, rank_weights
+from sglang_scout.plugin.support import has_hints, model_shape, pilot_rank, rank_weights
+from sglang_scout.policy.base import Context, make_policy
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +46,8 @@ def around_profile_available_bytes(
     available, config = original(runner, *args, **kwargs), parse(runner.server_args)
     if not config.prefill_digests:
         return available
-    return bytes_beside_digests(model_shape(runner), config.digest, available)
+    rank = pilot_rank(config)
+    return bytes_beside_digests(model_shape(runner), config.digest, available, rank)
 
 
 def around_init_pools(original: Callable[..., None], runner: Any) -> None:
@@ -52,14 +55,24 @@ def around_init_pools(original: Callable[..., None], runner: Any) -> None:
     wanted = DigestKVPool if config.prefill_digests else MHATokenToKVPool
     pool = build_pools(original, runner, wanted, wanted)
     if isinstance(pool, DigestKVPool):
-        pool.attach(model_shape(runner), config.digest, rank_weights(config))
+        shape = model_shape(runner)
+        policy = make_policy(Context(config, shape.num_layers, 2 * shape.page_bytes))
+        hints = has_hints(config, policy)
+        pool.attach(shape, policy.digest, rank_weights(config), hints)
         runner.token_to_kv_pool_allocator.listener = DigestListener(pool.digests)
+
+
+def after_init_attention_backend(_: None, runner: Any) -> None:
+    """Prefill attention is as it was; somebody listens."""
+    pool = runner.token_to_kv_pool
+    if isinstance(pool, DigestKVPool) and pool.digests.hints is not None:
+        pool.last_queries.listen_to(runner.attn_backend)
 
 
 def before_send_kv_chunk(
     scheduler: Any, req: Any, last_chunk: bool = False, end_idx: int | None = None
 ) -> None:
-    """Digests of the full pages of this chunk, while their K is still on the device."""
+    """Digests of the full pages of this chunk, while their K is still on the device; with the last one the hint."""
     pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
     if not isinstance(pool, DigestKVPool):
         return
@@ -67,35 +80,53 @@ def before_send_kv_chunk(
     end = end_idx
     if end is None:
         end = min(req.extend_range.end, len(req.origin_input_ids))
-    first = req.start_send_idx // size * size
-    locations = scheduler.req_to_token_pool.req_to_token[
-        req.req_pool_idx, first : end // size * size : size
-    ]
+    # The decode server may have had the first pages.
+    first = 0 if last_chunk else req.start_send_idx // size * size
+    locations = scheduler.req_to_token_pool.req_to_token[req.req_pool_idx, first:end:size]
     pages = (locations // size).cpu().numpy().astype("int64")
-    pool.digests.build(pages[~pool.digests.valid[pages]], pool.host_pages)
+    full = pages[: end // size - first // size]
+    pool.digests.build(full[~pool.digests.valid[full]], pool.host_pages)
+    queries = pool.last_queries.of(req.rid) if last_chunk else None
+    if queries is None or pool.digests.hints is None:
+        return
+    hint = choose_hint(pool.digests, queries, full, pool.digest, pool.shape.scale)
+    if hint is not None:
+        pool.digests.hints.put(pages[-1], hint)
 
 
-def before_send_kvcache(manager: Any, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], Any]:
-    """A decode server without digests, or with others, gets K and V only; SGLang would pair V with digests."""
+def around_send_kvcache(
+    original: Callable[..., int], manager: Any, *args: Any, **kwargs: Any
+) -> int:
+    """A decode server without digests, or with others, gets K and V only; SGLang would pair V with digests.
+
+    A hint is in the row of its prompt's last page, so that of hints no other row is sent.
+    """
     source, target = kwargs["src_data_ptrs"], kwargs["dst_data_ptrs"]
     of_kv = kwargs.get("state_type") is None and source == manager.kv_args.kv_data_ptrs
     if not of_kv:
-        return (manager, *args), kwargs
+        return original(manager, *args, **kwargs)
     layers = num_layers(kwargs["item_lens"])
     if not carries(len(target), layers):
         raise RuntimeError(
             f"--kv-offload: {len(source)} buffers here, {len(target)} on the decode server: "
             "the two serve different models, or only one uses pipeline parallelism"
         )
-    is_same = len(source) == len(target)
-    if is_same and len(source) == 4 * layers:
-        is_same = same_digests(kwargs["item_lens"], target, layers)
-        if not is_same:
-            _warn_of_other_digests()
-    if not is_same:
+    items, common = kwargs["item_lens"], min(len(source), len(target)) // (2 * layers)
+    if common > 1 and not same_items(items, target, layers, 1):
+        _warn_of_other_digests()
+        common = 1
+
+    def send(first: int, count: int, **others: Any) -> int:
         for name in ("src_data_ptrs", "item_lens", "dst_data_ptrs"):
-            kwargs[name] = without_digests(kwargs[name], layers)
-    return (manager, *args), kwargs
+            others[name] = of_groups(kwargs[name], layers, first, count)
+        return original(manager, *args, **kwargs | others)
+
+    if status := send(0, min(common, 2)):
+        return status
+    if common < 3 or not same_items(items, target, layers, 2):
+        return 0
+    last = {name: kwargs[name][-1:] for name in ("prefill_data_indices", "dst_data_indices")}
+    return send(2, 1, **last)
 
 
 def around_send_kvcache_slice(
@@ -115,10 +146,10 @@ def around_send_kvcache_slice(
     if len(set(infos.kv_item_lens)) > 1:
         layers = num_layers(infos.kv_item_lens)
         manager, infos = copy.copy(manager), copy.copy(infos)
-        infos.kv_data_ptrs = without_digests(infos.kv_data_ptrs, layers)
+        infos.kv_data_ptrs = of_groups(infos.kv_data_ptrs, layers, 0)
         manager.kv_args = infos
         if carries(len(target), layers):
-            target = without_digests(target, layers)
+            target = of_groups(target, layers, 0)
     return original(manager, session, pages, target, *args, **kwargs)
 
 

@@ -39,17 +39,21 @@ _METRICS = {
     ),
     "recalled_pages": ("counter", "Pages recalled to the device asynchronously."),
     "recall_bytes": ("counter", "Bytes copied by recalls."),
-    "recall_wait_us": ("counter", "Microseconds that step boundaries waited for recalls."),
+    "recall_wait_us": ("counter", "Microseconds that steps waited for recalls."),
     "gpu_wait_us": ("counter", "Microseconds the device waited for the worker."),
     "fallback_pages": ("counter", "Pages the decode server computed in place of the worker."),
     "worker_restarts": ("counter", "Times the worker was replaced."),
     "worker_up": ("gauge", "1 while the worker answers."),
+    "step_seconds": ("histogram", "From a step's boundary, or the step before, to its tokens."),
+    "boundary_seconds": ("histogram", "What the host decides before a step."),
+    "gpu_wait_seconds": ("histogram", "A step's waits for the worker, over all layers."),
 }
+_BUCKETS_S = tuple(x * 10.0**power for power in range(-4, 1) for x in (1, 2, 5))
 
 
 _FACTS = (
     "policy", "budget_tokens", "digest", "mass", "attend", "precompute", "exact_layers",
-    "exact_steps", "recall",
+    "recall",
 )  # fmt: skip
 _TOTALS = (
     "steps", "selected_pages", "cpu_pages", "fetched_pages", "budget_pages", "cpu_compute_ratio",
@@ -153,7 +157,7 @@ class Metrics:
     """Publishes the state to Prometheus once a second, so that a dead worker shows without steps."""
 
     def __init__(self, backend: ScoutAttnBackend, labels: dict[str, str]) -> None:
-        from prometheus_client import Counter, Gauge
+        from prometheus_client import Counter, Gauge, Histogram
 
         self._backend = backend
         self._last: dict[str, float] = {}
@@ -161,11 +165,12 @@ class Metrics:
         names = list(labels)
         for key, (kind, text) in _METRICS.items():
             name = f"sglang:kv_offload_{key}"
-            self._series[key] = (
-                Counter(name, text, names)
-                if kind == "counter"
-                else Gauge(name, text, names, multiprocess_mode="mostrecent")
-            ).labels(**labels)
+            made = {
+                "counter": lambda *about: Counter(*about),
+                "gauge": lambda *about: Gauge(*about, multiprocess_mode="mostrecent"),
+                "histogram": lambda *about: Histogram(*about, buckets=_BUCKETS_S),
+            }[kind](name, text, names)
+            self._series[key] = made.labels(**labels)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="scout-metrics", daemon=True)
         self._thread.start()
@@ -175,7 +180,13 @@ class Metrics:
         worker = state["worker"]
         state["worker_restarts"] = worker["restarts"]
         state["worker_up"] = int(worker["state"] == "ready")
+        times = self._backend.engine.counters.times
+        while times:
+            for key, seconds in times.popleft()._asdict().items():
+                self._series[key].observe(seconds)
         for key, (kind, _) in _METRICS.items():
+            if kind == "histogram":
+                continue
             value = float(state[key])
             if kind == "gauge":
                 self._series[key].set(value)

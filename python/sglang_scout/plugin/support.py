@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +18,25 @@ from transformers.utils.hub import cached_file
 from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.forecast import PageWeights, check_weights, load_weights
+from sglang_scout.core.page_bytes import PILOT_RANK
 from sglang_scout.core.profile import (
     ModelIdentity,
     RecallProfile,
     check_profile,
     config_digest,
 )
-from sglang_scout.core.served_models import DTYPES, check_architecture, check_attention
+from sglang_scout.core.served_models import (
+    DTYPES,
+    FP8_KV,
+    check_architecture,
+    check_attention,
+)
 from sglang_scout.engine.stores import ModelShape
-from sglang_scout.ops.predict import QueryProjector, predict_query, rms_norm, rotate
-from sglang_scout.policy.base import Context, make_policy
+from sglang_scout.ops.predict import QueryProjector, add_norm, rotate_heads
+from sglang_scout.policy.base import Context, Policy, make_policy
 
 TORCH_DTYPES = tuple(getattr(torch, name) for name in DTYPES)
+TORCH_FP8 = tuple(getattr(torch, name) for name in FP8_KV.values())
 
 
 def trained_weights(config: OffloadConfig) -> PageWeights | None:
@@ -44,6 +52,12 @@ def rank_weights(config: OffloadConfig) -> PageWeights | None:
     if weights is None:
         return None
     return weights.of_rank(get_attention_tp_rank(), get_attention_tp_size())
+
+
+def pilot_rank(config: OffloadConfig) -> int:
+    """Elements of the embeddings that the configuration names, if it names some."""
+    weights = trained_weights(config)
+    return weights.rank if weights and weights.header.kind == "pilot" else PILOT_RANK
 
 
 def check_model(
@@ -120,6 +134,11 @@ def model_identity(config: Any) -> ModelIdentity:
     )
 
 
+def has_hints(config: OffloadConfig, policy: Policy) -> bool:
+    """Whether pages are chosen for a layer as a whole, as those are that the prefill server hints at."""
+    return config.grain == "layer" and policy.feedback is None
+
+
 def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The decoder layers of a supported model, in order."""
     return list(model.model.layers)  # type: ignore[union-attr, arg-type]
@@ -135,22 +154,40 @@ def model_shape(runner: Any) -> ModelShape:
             f"--model-path {config.model_path}: layers differ in scaling, logit cap or window; "
             "not supported with --kv-offload"
         )
-    if runner.kv_cache_dtype != config.dtype:
-        raise ConfigError(
-            f"--model-path {config.model_path}: its quantisation ({config.quantization}) sets KV to "
-            f"{runner.kv_cache_dtype}; --kv-offload keeps KV in the model's dtype, {config.dtype}; "
-            "serve a checkpoint without KV quantisation (kv_cache_quant_algo, kv_cache_scheme)"
-        )
+    fp8 = None if runner.kv_cache_dtype == config.dtype else runner.kv_cache_dtype
+    if fp8 is not None:
+        _check_fp8(config.model_path, fp8, config.dtype, attentions)
     return ModelShape(
         num_layers=len(attentions),
         num_q_heads=attentions[0].tp_q_head_num,
         num_kv_heads=config.get_num_kv_heads(get_attention_tp_size()),
         head_dim=config.head_dim,
         page_size=runner.page_size,
-        dtype=runner.kv_cache_dtype,
+        dtype=config.dtype,
         scale=float(attentions[0].scaling),
         logit_cap=float(attentions[0].logit_cap or 0.0),
+        fp8=fp8,
     )
+
+
+def _check_fp8(
+    model_path: str, fp8: torch.dtype, dtype: torch.dtype, attentions: list[Any]
+) -> None:
+    """SGLang takes the type from its flag or from the checkpoint, which may also bring scales."""
+    if fp8 not in TORCH_FP8:
+        raise ConfigError(
+            f"--kv-cache-dtype: KV of --model-path {model_path} would be {fp8}; --kv-offload keeps it in the model's "
+            f"dtype, {dtype} (auto), or in fp8: set the flag to {' or '.join(FP8_KV)}"
+        )
+    for attention in attentions:
+        for name in ("k_scale", "v_scale"):
+            scale = getattr(attention, f"{name}_float", None)
+            scale = getattr(attention, name, None) if scale is None else scale
+            if scale is not None and float(scale) != 1.0:
+                raise ConfigError(
+                    f"--kv-cache-dtype: layer {attention.layer_id} has {name} {float(scale):g}; --kv-offload stores K "
+                    "and V as they are: drop --quantization-param-path, or serve a checkpoint without scales of KV"
+                )
 
 
 def make_projectors(
@@ -171,17 +208,31 @@ def make_projectors(
 
 
 def _forecast(before: Any, layer: Any, weight: torch.Tensor) -> QueryProjector:
-    norm, attention, rope = before.input_layernorm, layer.self_attn, layer.self_attn.rotary_emb
+    norm, size = before.input_layernorm, layer.self_attn.head_dim
     w = weight.to(norm.weight)
-    size = attention.head_dim
+    heads = _heads(layer, len(w) // size, norm_heads=False)
+    return QueryProjector(_normed(norm), lambda x, at: heads(torch.nn.functional.linear(x, w), at))
 
-    def project(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return predict_query(
-            x, norm.weight, norm.variance_epsilon, w, None, None, 0.0, rope.cos_sin_cache, positions,
-            rope.rotary_dim, rope.is_neox_style, len(w) // size, size,
-        )  # fmt: skip
 
-    return project
+def _normed(norm: Any) -> Callable[..., torch.Tensor]:
+    return lambda x, residual: add_norm(x, residual, norm.weight, norm.variance_epsilon)
+
+
+def _heads(layer: Any, heads: int, *, norm_heads: bool = True) -> Callable[..., torch.Tensor]:
+    """``[B, heads, D]`` of the projection and positions ``[B]``."""
+    attention = layer.self_attn
+    rope, q_norm = attention.rotary_emb, getattr(attention, "q_norm", None) if norm_heads else None
+    return lambda q, positions: rotate_heads(
+        q,
+        None if q_norm is None else q_norm.weight,
+        0.0 if q_norm is None else q_norm.variance_epsilon,
+        rope.cos_sin_cache,
+        positions,
+        rope.rotary_dim,
+        rope.is_neox_style,
+        heads,
+        attention.head_dim,
+    )
 
 
 def _projector(index: int, layer: Any) -> QueryProjector:
@@ -200,32 +251,22 @@ def _projector(index: int, layer: Any) -> QueryProjector:
                 f"--kv-offload: layer {index} of {type(layer).__name__} has an unexpected {what}; "
                 "this model cannot be served with it"
             )
-    if not _has_plain_rows(attention.qkv_proj):
-        return _module_projector(layer)
-    q_norm = getattr(attention, "q_norm", None)
-    q_size, heads, size = attention.q_size, attention.num_heads, attention.head_dim
-    bias = attention.qkv_proj.bias
-    w_q = attention.qkv_proj.weight[:q_size]
-    b_q = None if bias is None else bias[:q_size]
+    normed, heads = _normed(norm), _heads(layer, attention.num_heads)
+    q_size, projection = attention.q_size, attention.qkv_proj
+    if _has_plain_rows(projection):
+        w_q, bias = projection.weight[:q_size], projection.bias
+        b_q = None if bias is None else bias[:q_size]
+        linear = torch.nn.functional.linear
+        return QueryProjector(normed, lambda x, positions: heads(linear(x, w_q, b_q), positions))
 
-    def project(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return predict_query(
-            x,
-            norm.weight,
-            norm.variance_epsilon,
-            w_q,
-            b_q,
-            None if q_norm is None else q_norm.weight,
-            0.0 if q_norm is None else q_norm.variance_epsilon,
-            rope.cos_sin_cache,
-            positions,
-            rope.rotary_dim,
-            rope.is_neox_style,
-            heads,
-            size,
-        )
+    def product(x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        """The layer's own quantised one, K and V too: 1 + 2 H / HQ times the work. In order with the model, as such
+        products may share a workspace."""
+        qkv, bias = projection(normed(x, residual))
+        q: torch.Tensor = qkv[:, :q_size]
+        return q if bias is None else q + bias[:q_size]  # left to the caller
 
-    return project
+    return QueryProjector(product, heads)
 
 
 def _has_plain_rows(projection: Any) -> bool:
@@ -243,23 +284,3 @@ def _has_plain_rows(projection: Any) -> bool:
         and weight.dim() == 2
         and weight.dtype in TORCH_DTYPES
     )
-
-
-def _module_projector(layer: Any) -> QueryProjector:
-    """The same through the layer's own projection module, which computes K and V too: 1 + 2 H / HQ
-    times the work."""
-    attention, norm = layer.self_attn, layer.input_layernorm
-    rope, q_norm = attention.rotary_emb, getattr(attention, "q_norm", None)
-
-    def project(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        qkv, bias = attention.qkv_proj(rms_norm(x, norm.weight, norm.variance_epsilon))
-        q = qkv[:, : attention.q_size]
-        if bias is not None:  # left to the caller
-            q = q + bias[: attention.q_size]
-        q = q.reshape(-1, attention.num_heads, attention.head_dim)
-        if q_norm is not None:
-            q = rms_norm(q, q_norm.weight, q_norm.variance_epsilon)
-        cos_sin = rope.cos_sin_cache.index_select(0, positions)
-        return rotate(q, cos_sin, rope.rotary_dim, rope.is_neox_style).float()
-
-    return project

@@ -46,7 +46,7 @@ class Digest:
     sink_pages: int = 1
     recent_pages: int = 1
     mass: float = 1.0
-    only_selected: bool = False
+    only_selected: bool = True
     reweigh: bool = True
 
     @classmethod
@@ -67,10 +67,6 @@ class QuerySource(Protocol):
     """Which query chooses a layer's pages, and attends to the missing ones on the CPU."""
 
     @property
-    def exact_steps(self) -> int:
-        """First steps of a request in which its queries are not predicted."""
-
-    @property
     def attends(self) -> bool:
         """Whether a predicted query may attend. One that can only choose leaves missing pages to the real one."""
 
@@ -85,14 +81,9 @@ class NextLayerQuery:
     Layer 0 has no layer before it: its query comes from its own input, exact but without lead. The layers in
     ``exact`` have no lead either, for models in which a layer changes its input so much that the next one's
     query cannot be told from it.
-
-    A request comes without a page on the device, so in its first step all that it chooses would be attended to
-    with predicted queries alone, when its answer begins. The paper starts from the blocks found important after
-    prefill; here a request's first ``exact_steps`` use its real queries.
     """
 
     exact: tuple[int, ...] = ()
-    exact_steps: int = 1
     attends: bool = True
 
     def targets(self, layer: int, num_layers: int) -> tuple[int, ...]:
@@ -104,7 +95,6 @@ class NextLayerQuery:
 class RealQuery:
     """The layer's own query: nothing is predicted, and the device waits (ablation without pre-computation)."""
 
-    exact_steps: int = 0
     attends: bool = True
 
     def targets(self, layer: int, num_layers: int) -> tuple[int, ...]:
@@ -115,7 +105,7 @@ def query_source(config: OffloadConfig) -> QuerySource:
     """As the keys of ``--kv-offload-config`` say."""
     if not config.precompute:
         return RealQuery()
-    return NextLayerQuery(config.exact_layers, config.exact_steps)
+    return NextLayerQuery(config.exact_layers)
 
 
 KNOWN_AFTER = 2
@@ -197,8 +187,8 @@ class Residency(Protocol):
     def warm_pages(self, full: npt.NDArray[np.int64], budget_pages: int) -> npt.NDArray[np.int64]:
         """``[n]`` how many of their newest pages new requests of ``full`` ``[n]`` pages find resident.
 
-        Loaded whole, attention is exact from the first token on. A longer request gets its pages after its first
-        selection has said which ones matter.
+        Loaded whole, attention is exact from the first token on. Where there are none, those of the prompt's hint, as
+        many as the budget.
         """
         return np.where(full <= budget_pages, full, 0)
 

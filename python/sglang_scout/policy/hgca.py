@@ -23,6 +23,8 @@ DEFAULTS: dict[str, Any] = {
     "budget_tokens": 4096,
     "grain": "head",
     "sink_pages": 0,
+    "precompute": False,
+    "head_reduce": "max",
     "context_share": 0.3,  # the most that the paper's heads keep (section 3.2.2)
     "hgca_beta": 1.0,
     "hgca_alpha": 0.1,
@@ -50,7 +52,7 @@ def make(context: Context) -> Policy:
             window_tokens=config.budget_tokens,
             window_pages=recent_pages + 1,
             alpha=config.hgca_alpha,
-            beta=config.hgca_beta,
+            beta=torch.tensor(config.hgca_beta).item(),  # infinite where float32 cannot hold it
             cap_tokens=config.context_cap_tokens,
         ),
     )

@@ -29,8 +29,8 @@ class ImportantPages(Residency):
     Args:
         intervals: steps between two recalls, per layer; 0 = never.
         enabled: False switches recall off altogether (the paper's ablation without periodic recall).
-        warm_up_steps: first steps of a request whose misses are recalled at once. A request arrives
-            with an empty device cache; without this it would compute its whole budget on the CPU
+        warm_up_steps: first steps of a request whose misses are recalled at once. A request without a
+            hint begins with an empty cache; without this it would compute its whole budget on the CPU
             until its layers' turns come. It holds with recall off too: the paper's curve without
             recall (Figure 6a) also starts from the pages found important after prefill.
     """

@@ -12,7 +12,8 @@ from sglang_scout.policy.base import Context, Digest, Policy, query_source, trai
 from sglang_scout.policy.history import HistoryAware
 
 DEFAULTS: dict[str, Any] = {
-    "digest": "pilot", "grain": "head", "head_reduce": "max", "precompute": False, "pilot_file": None,
+    "digest": "pilot", "grain": "head", "head_reduce": "max", "precompute": False, "attend": "resident",
+    "pilot_file": None,
 }  # fmt: skip
 
 

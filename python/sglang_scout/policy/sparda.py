@@ -12,8 +12,8 @@ from sglang_scout.policy.base import Context, Digest, NextLayerQuery, Policy, tr
 from sglang_scout.policy.residency import ImportantPages
 
 DEFAULTS: dict[str, Any] = {
-    "digest": "mean16", "grain": "head", "head_reduce": "max", "attend": "selected", "exact_steps": 0,
-    "forecast_file": None,
+    "digest": "mean16", "grain": "head", "head_reduce": "max", "forecast_file": None,
+    "precompute": False,  # a forecast attends to nothing
 }  # fmt: skip
 
 
@@ -22,7 +22,7 @@ def make(context: Context) -> Policy:
     return Policy(
         name="sparda",
         digest=Digest.of(context.config),
-        query=NextLayerQuery(exact_steps=context.config.exact_steps, attends=False),
+        query=NextLayerQuery(attends=False),
         route="fetch",
         residency=ImportantPages((1,) * context.num_layers),
     )

@@ -1,0 +1,119 @@
+"""When a device's stream came to the parts of a step: the timeline of a step that the host only launches.
+
+Stands where the tracer stands in a step on the CPU device: ``now`` and ``cut`` launch a kernel that writes the device's
+clock to the next word of a buffer, and a captured graph does that in every replay. The words come to the host with the
+step's results, two boundaries later. Made only where a timeline is recorded: no other step launches more.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sglang_scout.engine.trace import Tracer
+from sglang_scout.ops.stamp import write_stamp
+
+STAMPS_PER_LAYER = 24
+_CALIBRATIONS = 8
+
+
+class Cut(NamedTuple):
+    """A slice between two stamps."""
+
+    row: str
+    name: str
+    start: int
+    end: int
+    args: dict[str, Any]
+
+
+class DeviceClock:
+    """Stamps of the steps of one device.
+
+    Args:
+        tracer: gets the slices.
+
+    Attributes:
+        stamps: ``[words]`` int64 on the device, ns of its clock.
+    """
+
+    def __init__(
+        self,
+        tracer: Tracer,
+        layers: int,
+        device: torch.device,
+    ) -> None:
+        self._tracer = tracer
+        words = layers * STAMPS_PER_LAYER
+        self.stamps = torch.zeros(words, dtype=torch.int64, device=device)
+        self._used = 0
+        self._cuts: list[Cut] = []
+        self._captured: list[Cut] = []
+        self._is_empty_step = self._has_begun = False
+        self._ahead_ns = self._offset()
+
+    def _offset(self) -> int:
+        """By how much the device's clock is ahead of the host's: as of the quickest of some tries."""
+        tries = []
+        for _ in range(_CALIBRATIONS):
+            before = time.monotonic_ns()
+            write_stamp(self.stamps, 0)
+            there = int(self.stamps[0])  # waits for it
+            after = time.monotonic_ns()
+            tries.append((after - before, there - (before + after) // 2))
+        return min(tries)[1]
+
+    def pause(self) -> None:
+        """What runs until the next step begins is warm-up, or captured."""
+        self._is_empty_step, self._has_begun, self._cuts = True, False, []
+
+    def begin_step(self) -> None:
+        """What follows is replayed, unless layers begin."""
+        self._is_empty_step, self._has_begun, self._cuts = False, False, []
+
+    def begin_layers(self) -> None:
+        """The first layer of a step, or of a capture, follows."""
+        self._used, self._has_begun, self._cuts = 0, True, []
+        if self._is_empty_step:
+            self._captured = self._cuts
+
+    def now(self) -> int:
+        """A mark for :meth:`cut`; 0 where nothing is recorded."""
+        if not self._has_begun or self._used >= len(self.stamps):
+            return 0
+        write_stamp(self.stamps, self._used)
+        self._used += 1
+        return self._used
+
+    def cut(self, row: str, name: str, start: int, **args: Any) -> int:
+        """A slice from ``start``, which came from here, to now; returns now."""
+        if not start or not (end := self.now()):
+            return 0
+        self._cuts.append(Cut(row, name, start - 1, end - 1, args))
+        return end
+
+    @property
+    def cuts(self) -> list[Cut]:
+        """Of the step that was launched last: its own, or those of the graph that was replayed."""
+        return self._cuts or self._captured
+
+    def write(
+        self,
+        step: int,
+        cuts: list[Cut],
+        stamps: npt.NDArray[np.int64],
+        waited_ns: npt.NDArray[np.int64],
+    ) -> None:
+        """The slices of a step whose stamps have come, with ``[L]`` what its merges waited."""
+        at = stamps - self._ahead_ns
+        for row, what, first, last, args in cuts:
+            start_ns, end_ns = int(at[first]), int(at[last])
+            if what == "merge":
+                answered_ns = min(start_ns + int(waited_ns[args["layer"]]), end_ns)
+                self._tracer.add(row, "wait", start_ns, answered_ns, step=step, **args)
+                start_ns = answered_ns
+            self._tracer.add(row, what, start_ns, end_ns, step=step, **args)

@@ -1,0 +1,101 @@
+"""Which pages the last token of a prompt looks for: the prefill server says it, the decode server copies them first.
+
+    prefill   the last prompt token's real queries  ->  scores of the prompt's digests  ->  the best pages of each layer
+    transfer  their places in the prompt, in the row of the prompt's last page, behind its digests
+    decode    copies them before the request joins (``arrivals.py``)
+
+A hint says what is copied early and never what is attended to: a wrong one, or none, costs time.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sglang_scout.engine.device import upload
+from sglang_scout.engine.offered import Offered
+from sglang_scout.ops.select import select_pages
+from sglang_scout.policy.base import Digest
+
+if TYPE_CHECKING:
+    from sglang_scout.engine.digest_pool import DigestPool
+
+HINT_PAGES = 64
+"""Pages that a hint names in a layer, best first. Not the budget, which the prefill server need not know."""
+
+_MOST_PAGES = 2**16 - 2  # a place takes 16 bits
+
+
+class PageHints:
+    """For every page the hint of a prompt that ends in it, on the host: about 0.1 % of its KV.
+
+    Pages that the radix cache shares belong to the same prompt up to there, and so does the hint.
+
+    Args:
+        layers, num_pages: L, P of the pool.
+
+    Attributes:
+        parts: ``[L, P, k / 2]`` int16 each, two as the transfer wants them: place + 1 in the prompt, 0: none.
+    """
+
+    def __init__(self, layers: int, num_pages: int) -> None:
+        size = layers, num_pages, HINT_PAGES // 2
+        self._rows = [np.zeros(size, np.uint16) for _ in range(2)]
+        self.parts = tuple(torch.from_numpy(rows.view(np.int16)) for rows in self._rows)
+
+    def clear(self, pages: npt.NDArray[np.integer]) -> None:
+        """``pages`` were handed to others."""
+        for rows in self._rows:
+            rows[:, pages, 0] = 0
+
+    def put(self, page: int, places: npt.NDArray[np.integer]) -> None:
+        """The hint ``places`` ``[L, k]``, -1 padded, of a prompt whose last page is ``page``."""
+        for rows, part in zip(self._rows, np.split(places + 1, 2, axis=1), strict=True):
+            rows[:, page] = part
+
+    def of(self, page: int, n_full: int) -> npt.NDArray[np.int64] | None:
+        """``[L, k]`` places among the ``n_full`` full pages of the prompt that ends in ``page``, -1 padded.
+
+        None without a hint.
+        """
+        places = np.concatenate([rows[:, page] for rows in self._rows], axis=1).astype(np.int64) - 1
+        places[(places[:, :1] < 0) | (places >= n_full)] = -1  # without a first one there is none
+        return places if (places >= 0).any() else None
+
+
+def choose_hint(
+    digests: DigestPool,
+    queries: torch.Tensor,
+    pages: npt.NDArray[np.integer],
+    digest: Digest,
+    scale: float,
+) -> npt.NDArray[np.int32] | None:
+    """``[L, k]`` places of the pages that a decode step with these ``queries`` would choose.
+
+    With tensor parallelism this rank's heads choose alone.
+
+    Args:
+        digests: which hold, of ``pages`` ``[N]``, the prompt's full ones.
+        queries: ``[L, HQ, D]`` fp32 real queries of its last token, after RoPE.
+    Returns:
+        None for a prompt without a full page, or too long for 16 bits.
+    """
+    if not 0 < len(pages) <= _MOST_PAGES:
+        return None
+    layers, device = len(queries), digests.device
+    table = upload(np.ascontiguousarray(pages[None], np.int32), device)
+    n_full = torch.full((layers,), len(pages), dtype=torch.int32, device=device)
+    offered = Offered.of(table, n_full[:1], 1)
+    scores = [
+        digests.score(layer, queries[layer : layer + 1], offered, scale, digest.head_reduce)
+        for layer in range(layers)
+    ]
+    places = torch.arange(len(pages), dtype=torch.int32, device=device)
+    chosen = select_pages(
+        torch.cat(scores), places.repeat(layers, 1), n_full, torch.zeros_like(places),
+        HINT_PAGES, digest.sink_pages, digest.recent_pages, digest.mass,
+    )  # fmt: skip
+    return chosen.pages.cpu().numpy()

@@ -1,0 +1,197 @@
+"""Requests join with their first pages resident, and nobody waits for the copies."""
+
+import numpy as np
+import pytest
+import torch
+
+from mini_worker import SIZE
+from sglang_scout.engine.hints import HINT_PAGES, PageHints, choose_hint
+from slow_link import with_slow_link
+
+PROMPT = 60 * SIZE + 7
+BUDGET = 8  # pages
+
+
+def small(make, **kwargs):
+    keys = {"budget_tokens": BUDGET * SIZE, "max_batch": 4, "pages": 300, "drift": 0.05}
+    worker = make(**keys | {"config": '{"recall": "off"}'} | kwargs)
+    worker.engine.policy.residency.patience_us = None
+    worker.hidden[:] = worker.hidden[
+        0
+    ].clone()  # layers change little, so that predictions are right
+    return worker
+
+
+def arrive(worker, request, row):
+    """With the hint that a prefill server sends for the queries of ``row``."""
+    full = np.array(request.pages[: request.length // SIZE], np.int64)
+    worker.digests.build(full[~worker.digests.valid[full]], worker.host)
+    layers = range(worker.shape.num_layers)
+    queries = torch.cat(
+        [worker._projector(i)(worker.hidden[i, row : row + 1], None) for i in layers]
+    )
+    digest, scale = worker.engine.policy.digest, worker.shape.scale
+    hint = choose_hint(worker.digests, queries, full, digest, scale)
+    worker.engine.boundary.arrivals.add(request.slot, full, hint)
+    return full if len(full) <= BUDGET else full[hint[:, :BUDGET]]
+
+
+def waits(worker, request):
+    return worker.engine.boundary.arrivals.waits(request.slot)
+
+
+def cpu_pages(worker, row):
+    """Of the last step."""
+    return int((worker.engine._results.missing[:, row] >= 0).sum())
+
+
+def resident(worker, pages):
+    every = np.arange(worker.shape.num_layers)[:, None]
+    return worker.table.slot_of[every, np.broadcast_to(pages, (len(every), pages.shape[-1]))] >= 0
+
+
+@pytest.mark.parametrize("length", [PROMPT, BUDGET * SIZE - 3])
+def test_hinted_pages_are_copied_beside_a_step_and_resident_in_the_first_one(make, length):
+    worker = small(make)
+    worker.admit(500)
+    worker.step()
+    request = worker.bring(length, slot=1)
+    pages = arrive(worker, request, 1)
+    assert waits(worker, request)
+    link = with_slow_link(worker)
+    worker.step()
+    assert not waits(worker, request) and link.forced == 0 and not resident(worker, pages).any()
+    link.run(99)
+    worker.join(request)
+    worker.step()
+    assert link.forced == 0
+    assert resident(worker, pages).all()
+    assert cpu_pages(worker, 1) <= 0.3 * BUDGET * worker.shape.num_layers
+    assert worker.engine.counters.verify_max_rel_error <= 1e-5
+
+
+def test_without_a_hint_the_first_step_misses_all_but_sink_and_newest(make):
+    worker = small(make)
+    worker.admit(500)
+    worker.step()
+    request = worker.bring(PROMPT, slot=1)
+    worker.engine.boundary.arrivals.add(1, np.array(request.pages[:60]), None)
+    worker.step()
+    worker.join(request)
+    worker.step()
+    assert cpu_pages(worker, 1) == (BUDGET - 2) * worker.shape.num_layers
+    retracted = worker.bring(PROMPT, slot=2)  # comes back without an arrival
+    worker.join(retracted)
+    worker.step()
+    assert cpu_pages(worker, 2) == (BUDGET - 2) * worker.shape.num_layers
+
+
+def test_with_nobody_to_wait_the_first_boundary_copies(make):
+    worker = small(make)
+    request = worker.bring(PROMPT)
+    pages = arrive(worker, request, 0)
+    worker.join(request)
+    worker.step()
+    assert resident(worker, pages).all()
+    assert cpu_pages(worker, 0) <= 0.3 * BUDGET * worker.shape.num_layers
+
+
+def test_pages_that_were_freed_in_the_same_step_are_the_newcomers(make):
+    """Nothing steps between two requests that come one after the other."""
+    worker = small(make)
+    last = worker.admit(PROMPT)
+    worker.step()
+    worker.finish(last)
+    worker.free_pages.sort()
+    request = worker.bring(PROMPT)
+    assert set(request.pages) & set(last.pages)
+    pages = arrive(worker, request, 0)
+    worker.join(request)
+    worker.step()
+    assert resident(worker, pages).all()
+
+
+def test_newcomers_take_turns(make):
+    worker = small(make)
+    worker.admit(500)
+    worker.step()
+    coming = [worker.bring(PROMPT, slot=slot) for slot in (3, 1)]
+    for request in coming:
+        arrive(worker, request, 1)
+    order = []
+    for _ in range(2):
+        worker.step()
+        order.append([waits(worker, request) for request in coming])
+    assert order == [[False, True], [False, False]]
+
+
+def test_full_slots_make_room_but_not_for_more_than_there_is(make):
+    """Pages that were not just in use go; forced ones of the others stay."""
+    worker = small(make, resident_tokens=BUDGET * SIZE, max_batch=2)
+    old = worker.admit(PROMPT)
+    for _ in range(6):
+        worker.step()
+    request = worker.bring(PROMPT, slot=1)
+    pages = arrive(worker, request, 1)
+    worker.step()
+    worker.join(request)
+    for _ in range(4):
+        worker.step()
+        worker.table.check()
+    forced = np.array([old.pages[0], *old.pages[-2:]])
+    assert resident(worker, forced).all() and resident(worker, pages).any()
+    assert worker.engine.counters.verify_max_rel_error <= 1e-5
+
+
+def test_pages_that_another_request_shares_are_copied_once(make):
+    worker = small(make)
+    first = worker.bring(PROMPT)
+    arrive(worker, first, 0)
+    worker.join(first)
+    worker.step()
+    before = worker.engine.counters.warmed_pages
+    arrivals, full = worker.engine.boundary.arrivals, np.array(first.pages[:60])
+    arrivals.add(5, full, np.where(resident(worker, full), np.arange(60), -1))
+    worker.step()
+    worker.step()
+    assert worker.engine.counters.warmed_pages == before
+    worker.table.check()
+
+
+@pytest.mark.parametrize("is_started", [False, True])
+def test_a_request_that_is_aborted_before_it_joins_leaves_nothing(make, is_started):
+    """Its pages go to another at once, whose KV the copies must not show."""
+    worker = small(make)
+    link = with_slow_link(worker)
+    worker.admit(500)
+    worker.step()
+    request = worker.bring(PROMPT, slot=1)
+    arrive(worker, request, 1)
+    if is_started:
+        worker.step()
+    worker.finish(request)
+    worker.free_pages.sort()
+    other = worker.bring(PROMPT, slot=1)
+    assert set(other.pages) & set(request.pages)
+    worker.step()
+    link.run(99)
+    worker.step()
+    assert not resident(worker, np.array(other.pages)).any()
+    worker.join(other)
+    for _ in range(3):
+        worker.step()
+        link.run(99)
+        worker.table.check()
+    assert worker.engine.counters.verify_max_rel_error <= 1e-5
+
+
+def test_a_hint_is_in_the_row_of_its_prompts_last_page():
+    hints, places = PageHints(3, 9), np.full((3, HINT_PAGES), -1, np.int32)
+    places[:, :3] = 0, 7, 5
+    assert hints.of(4, 8) is None
+    hints.put(4, places)
+    assert (hints.of(4, 8) == places).all()
+    assert (hints.of(4, 6)[0, :3] == [0, -1, 5]).all(), "of another prompt: no place beyond its end"
+    assert hints.of(3, 8) is None
+    hints.clear(np.array([4]))
+    assert hints.of(4, 8) is None

@@ -1,0 +1,91 @@
+"""What a forked stream waits for, and who waits for it: events on streams that only remember."""
+
+import contextlib
+import weakref
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+from sglang_scout.engine.device import ForkedStream
+
+
+class Streams:
+    """Stands for torch.cuda; ``seen`` are waits and launches in order, by name of the stream."""
+
+    def __init__(self):
+        self.seen, self.names = [], iter(("step", "beside"))
+        self.current = self.Stream()
+
+    def Stream(self, device=None):
+        name = next(self.names)
+        return SimpleNamespace(
+            name=name,
+            wait_stream=lambda other: self.seen.append(f"{name} waits for {other.name}"),
+            wait_event=lambda event: self.seen.append(f"{name} waits for {event.end_of}"),
+        )
+
+    def Event(self):
+        event = SimpleNamespace(end_of=None)
+        event.record = lambda: setattr(event, "end_of", self.seen[-1])
+        return event
+
+    @contextlib.contextmanager
+    def stream(self, stream):
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    def current_stream(self):
+        return self.current
+
+    def launch(self, what):
+        self.seen.append(f"{what} on {self.current.name}")
+
+
+@pytest.fixture
+def cuda():
+    with mock.patch.object(torch, "cuda", Streams()) as streams:
+        yield streams
+
+
+def test_a_part_is_behind_what_came_before_and_before_what_joins_it(cuda):
+    beside = ForkedStream(torch.device("cuda"))
+    cuda.launch("norm")
+    for part in (0, 1):
+        with beside.fork(part):
+            cuda.launch(f"part {part}")
+    cuda.launch("model")
+    beside.join(0)
+    beside.join(0)  # once is enough
+    cuda.launch("attention")
+    beside.join()
+    assert cuda.seen == [
+        "norm on step",
+        "beside waits for step", "part 0 on beside",
+        "beside waits for step", "part 1 on beside",
+        "model on step",
+        "step waits for part 0 on beside",
+        "attention on step",
+        "step waits for part 1 on beside",
+    ]  # fmt: skip
+
+
+def test_what_a_part_reads_lives_until_it_is_joined():
+    beside, given = ForkedStream(None), torch.ones(1)
+    alive = weakref.ref(given)
+    with beside.fork(3, given):
+        pass
+    del given
+    assert alive() is not None
+    beside.join(3)
+    assert alive() is None
+
+
+def test_without_a_device_everything_is_in_order(cuda):
+    beside = ForkedStream(torch.device("cpu"))
+    with beside.fork(0):
+        cuda.launch("part 0")
+    beside.join()
+    assert cuda.seen == ["part 0 on step"]

@@ -1,0 +1,72 @@
+"""What a step reads and waits for when everything fits: by count, against attention over all of K and V."""
+
+import json
+
+import pytest
+import torch
+
+from mini_worker import SIZE
+from sglang_scout.engine import step
+from sglang_scout.engine.digest_pool import DigestPool
+
+LENGTHS = (9 * SIZE + 3, 2 * SIZE, 5)
+
+
+def bytes_read(worker, monkeypatch):
+    """By layer, of K and V by the device's attention and of digests by the scores, in one more step."""
+    counted = {"kv": 0, "digests": 0}
+    attend, score = step.attend_pages, DigestPool.score
+    page_bytes = 2 * worker.shape.page_bytes
+
+    def attended(q, k, v, pages, tail_slot, tail_len, *args, slot_of, **kwargs):
+        on_device = int(((pages >= 0) & (slot_of[pages.long()] >= 0)).sum())
+        counted["kv"] += on_device * page_bytes + int(tail_len.sum()) * page_bytes // SIZE
+        return attend(q, k, v, pages, tail_slot, tail_len, *args, slot_of=slot_of, **kwargs)
+
+    def scored(self, layer, query, offered, *args):
+        each = sum(part[0, 0].nbytes for part in self.parts)
+        counted["digests"] += int(offered.n_scored[: len(query)].sum()) * each
+        return score(self, layer, query, offered, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(step, "attend_pages", attended)
+        patch.setattr(DigestPool, "score", scored)
+        worker.step()
+    layers = worker.shape.num_layers
+    stock = sum(r.length for r in worker.requests) * layers * page_bytes // SIZE
+    return counted["kv"] / stock, counted["digests"] / stock
+
+
+@pytest.mark.parametrize("digest", ["minmax", "rotated-2"])
+def test_what_the_budget_covers_reads_what_full_attention_reads(make, monkeypatch, digest):
+    """And not one digest, though these hold nonsense: every page is chosen anyway."""
+    worker = make(budget_tokens=16 * SIZE, config=json.dumps({"digest": digest}))
+    for length in LENGTHS:
+        worker.admit(length)
+    worker.step()
+    full = [p for r in worker.requests for p in r.pages[: r.length // SIZE]]
+    kept = [part.clone() for part in worker.digests.parts]
+    for part in worker.digests.parts:
+        part[:, full] = 255
+    waited = worker.engine.transport.waited_ns.clone()
+    kv, digests = bytes_read(worker, monkeypatch)
+    for part, before in zip(worker.digests.parts, kept, strict=True):
+        part.copy_(before)
+    assert abs(kv - 1) < 0.01 and digests == 0
+    for layer in range(worker.shape.num_layers):
+        for row in range(len(LENGTHS)):
+            exact = worker.dense(row, layer)
+            torch.testing.assert_close(worker.outputs[layer][row], exact, rtol=2e-5, atol=2e-5)
+    assert not worker.missing.asked and torch.equal(worker.engine.transport.waited_ns, waited)
+
+
+def test_a_longer_request_that_is_resident_whole_reads_less(make, monkeypatch):
+    worker = make(budget_tokens=4 * SIZE, max_batch=8, dtype=torch.bfloat16)
+    worker.engine.policy.residency.patience_us = None
+    worker.admit(19 * SIZE + 5)
+    for _ in range(20):
+        worker.step()
+    worker.missing.asked.clear()
+    kv, digests = bytes_read(worker, monkeypatch)
+    assert not worker.missing.asked and worker.engine.recall.late_pages == 0
+    assert kv < 0.27 and 0 < digests < 0.09

@@ -1,0 +1,52 @@
+"""What SGLang's KV transfer would send, by the lists of buffers that both servers give it."""
+
+from types import SimpleNamespace
+
+import numpy as np
+from sglang.srt.disaggregation.common import conn
+
+from sglang_scout.plugin import prefill_hooks as hooks
+
+
+def lists():
+    """Buffer lists of a stock pool: K of three layers, then V."""
+    return [10, 11, 12, 20, 21, 22], [1] * 6, [100] * 6
+
+
+def transfers(source, target, items):
+    """(source, target, item bytes) as SGLang pairs them."""
+    manager = SimpleNamespace(kv_args=SimpleNamespace(prefill_start_layer=0))
+    mapped = conn.CommonKVManager.get_mha_kv_ptrs_with_pp(manager, source, target)
+    src_k, src_v, dst_k, dst_v, layers = mapped
+    return [
+        *((src_k[i], dst_k[i], items[i]) for i in range(layers)),
+        *((src_v[i], dst_v[i], items[layers + i]) for i in range(layers)),
+    ]
+
+
+def sent(source_lists, target, pages=(1, 2, 3)):
+    """What a prefill server with the flag sends to a decode server with these buffers.
+
+    For all of ``pages``; and behind that, a list for each, what it sends for the last one alone.
+    """
+    manager = SimpleNamespace(kv_args=SimpleNamespace(kv_data_ptrs=source_lists[0]))
+    calls = {}
+
+    def send(_, src_data_ptrs, dst_data_ptrs, item_lens, prefill_data_indices, dst_data_indices):
+        assert list(dst_data_indices) == [10 * page for page in prefill_data_indices]
+        found = transfers(src_data_ptrs, dst_data_ptrs, item_lens)
+        calls[tuple(prefill_data_indices)] = found
+        return 0
+
+    pages = np.array(pages)
+    assert not hooks.around_send_kvcache(
+        send, manager, src_data_ptrs=source_lists[0], dst_data_ptrs=target,
+        item_lens=source_lists[2], prefill_data_indices=pages, dst_data_indices=10 * pages,
+    )  # fmt: skip
+    assert set(calls) <= {tuple(pages), tuple(pages[-1:])}
+    return [*calls[tuple(pages)], *([calls[tuple(pages[-1:])]] if len(calls) > 1 else [])]
+
+
+ONLY_K_AND_V = [
+    (10, 50, 100), (11, 51, 100), (12, 52, 100), (20, 60, 100), (21, 61, 100), (22, 62, 100)
+]  # fmt: skip
