@@ -9,8 +9,10 @@ import sys
 import numpy as np
 import pytest
 
-from sglang_scout.cli import doctor, machine, main, worker_check
-from sglang_scout.core.errors import WorkerError
+from page_weights import forecast_weights
+from sglang_scout.cli import doctor, machine, main, policy_check, worker_check
+from sglang_scout.core.errors import ConfigError, WorkerError
+from sglang_scout.core.forecast import save_weights
 
 
 def test_this_machine_can_serve():
@@ -63,6 +65,40 @@ def test_a_wrong_cpu_list_is_named(capsys):
     assert f"may not run on CPU {absent}" in capsys.readouterr().err
     assert main(["doctor", "--cpus", ""]) == 2, "an unset variable of a shell is not 'all'"
     assert "--cpus ''" in capsys.readouterr().err
+
+
+def test_what_does_not_answer_has_failed(monkeypatch):
+    monkeypatch.setattr(doctor, "TIMEOUT_S", 0.001)
+    check = doctor.check_native()
+    assert check.state == "failed" and "no answer within 0.001 s" in check.found
+
+
+def test_what_a_policy_needs(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(doctor, "TIMEOUT_S", 600)  # on a busy machine
+    monkeypatch.setattr(doctor, "checks", lambda cpus: [])
+    path = tmp_path / "w.npz"
+    save_weights(forecast_weights(), str(path))
+    config = ["--kv-offload-config", json.dumps({"forecast_file": str(path)})]
+    for code, words, parts in (
+        (0, config, ["has nothing to do", "budget of 1024 tokens", f"{path}, of", "3 layers"]),
+        (1, [], ["failed", "forecast_file", "-> make one with scripts/train_forecast.py"]),
+    ):
+        assert main(["doctor", "--kv-offload", "sparda", *words]) == code
+        text = capsys.readouterr().out
+        assert all(part in text for part in parts), text
+
+
+def test_what_other_policies_need(tmp_path):
+    found = policy_check.requirements("hgca", "{}")
+    assert found["worker"] and "left the window" in found["missing"] and not found["files"]
+    assert found["budget_tokens"] == 4096
+    save_weights(forecast_weights(), str(tmp_path / "w"))
+    for name, keys, part in (
+        ("rheo", {"pilot_file": str(tmp_path / "w")}, "holds forecast weights"),
+        ("none", {}, "choose one of hgca"),
+    ):
+        with pytest.raises(ConfigError, match=part):
+            policy_check.requirements(name, json.dumps(keys))
 
 
 def test_another_sglang_is_refused(monkeypatch):

@@ -145,7 +145,7 @@ def test_the_device_needs_what_the_server_takes(model, context, requests):
 def test_host_memory_for_the_worker_beside_the_pages(model, capsys):
     command = ["plan", "--model-path", str(model()), "--host-gb", "1000", "--budget", "2048"]
     assert main([*command, "--requests", "64"]) == 0
-    assert "partial results take up to 1.01 GiB of host memory" in capsys.readouterr().out
+    assert "partial results take up to 0.96 GiB of host memory" in capsys.readouterr().out
     assert main([*command, "--requests", "64", "--json"]) == 0
     of_64 = json.loads(capsys.readouterr().out)["requests_need_worker_bytes"]
     settings = parse_config(policy="scout", policies={"scout": {}}, budget_tokens=2048)
@@ -253,3 +253,12 @@ def test_folders_that_are_no_model(tmp_path, model):
         (model() / "config.json").write_text(text)
         with pytest.raises(ConfigError, match="not valid JSON"):
             read_model(str(tmp_path / "model"), "auto")
+
+
+@pytest.mark.parametrize("fp8", ["fp8_e4m3", "fp8_e5m2"])
+def test_kv_in_fp8_is_half_as_large_and_digests_are_not_smaller(model, fp8):
+    plain = plan_of(model(), host_gib=400, gpu_gib=80)
+    small = plan_of(model(), host_gib=400, gpu_gib=80, kv_cache_dtype=fp8)
+    assert 2 * small.sizes.kv_bytes_per_request == plain.sizes.kv_bytes_per_request
+    assert small.sizes.digest_bytes_per_page == plain.sizes.digest_bytes_per_page
+    assert small.offload.by_host >= 2 * plain.offload.by_host

@@ -35,6 +35,7 @@ DESCRIPTION = (
 )
 PLUGIN_GROUP = "sglang.srt.plugins"
 PLUGIN_NAME = "scout"
+TIMEOUT_S = 120
 INSTALL = "pip install sglang-scout, or scripts/setup.sh in a checkout"
 
 
@@ -86,7 +87,7 @@ def check_plugin() -> Check:
 
 
 def check_native() -> Check:
-    done = _python("from sglang_scout import _native; print(_native.isa())")
+    done = _python("-c", "from sglang_scout import _native; print(_native.isa())")
     if done.returncode != 0:
         return Check("native module", FAILED, f"does not import: {_reason(done)}", INSTALL)
     isa, forced = done.stdout.strip(), os.environ.get("SCOUT_ISA")
@@ -100,10 +101,13 @@ def check_native() -> Check:
     return Check("native module", OK, isa, values=values)
 
 
-def _python(code: str) -> subprocess.CompletedProcess[str]:
-    """Run code in a fresh process: what it imports may crash, print or start threads."""
-    command = [sys.executable, "-c", code]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+def _python(*words: str) -> subprocess.CompletedProcess[str]:
+    """Run Python in a fresh process: what it imports may crash, print or start threads."""
+    command = [sys.executable, *words]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(command, 1, "", f"no answer within {TIMEOUT_S} s")
 
 
 def _reason(done: subprocess.CompletedProcess[str]) -> str:
@@ -112,7 +116,7 @@ def _reason(done: subprocess.CompletedProcess[str]) -> str:
 
 def _importable(name: str, module: str, distribution: str, packages: str = "") -> Check:
     """Whether ``module`` imports; ``packages``: Debian packages of its shared libraries."""
-    done = _python(f"import {module}")
+    done = _python("-c", f"import {module}")
     found = wanted = None
     with contextlib.suppress(PackageNotFoundError):
         found, wanted = version(distribution), pinned(distribution)
@@ -162,6 +166,20 @@ def check_worker(cpus: list[int]) -> Check:
     return Check("worker", OK, text, values=asdict(result))
 
 
+def check_policy(name: str, keys: str) -> Check:
+    """What the policy needs beside what all do."""
+    done = _python("-m", "sglang_scout.cli.policy_check", name, keys)
+    if done.returncode != 0:
+        return Check("policy", FAILED, _reason(done), INSTALL)
+    found = json.loads(done.stdout)
+    if "error" in found:
+        what, _, fix = found["error"].rpartition("; ")
+        return Check("policy", FAILED, what, fix)
+    files = "".join(f"; {file}" for file in found["files"])
+    text = f"{name}: {found['missing']}; budget of {found['budget_tokens']} tokens{files}"
+    return Check("policy", OK, text, values=found)
+
+
 def checks(cpus: list[int]) -> list[Callable[[], Check]]:
     """All checks, in the order of the report."""
     return [
@@ -194,6 +212,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="CPUs of the worker in the last check, as in --kv-offload-cpus, for example 0-35 "
         "(default: every CPU of this process)",
     )
+    parser.add_argument(
+        "--kv-offload",
+        metavar="POLICY",
+        help="as the server's flag: also check what this policy needs",
+    )
+    parser.add_argument(
+        "--kv-offload-config", metavar="JSON", default="{}", help="as the server's flag, for it"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -206,6 +232,8 @@ def run(args: argparse.Namespace) -> int:
     if args.cpus is not None:
         cpus = list(parse_cpu_list(args.cpus, flag="--cpus"))
     results = [check() for check in checks(cpus)]
+    if args.kv_offload is not None:
+        results.append(check_policy(args.kv_offload, args.kv_offload_config))
     ok = all(check.state != FAILED for check in results)
     if args.json:
         print(json.dumps({"ok": ok, "checks": [asdict(check) for check in results]}, indent=2))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_scout.core.errors import ConfigError
-from sglang_scout.core.served_models import check_architecture, check_attention
+from sglang_scout.core.served_models import FP8_KV, check_architecture, check_attention
 
 VALUE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 DEFAULT_CONTEXT_TOKENS = 32768
@@ -18,11 +18,13 @@ MAX_NUMBER = 2**40
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What matters for memory.
+    """What matters for memory and for a step's time.
 
     Attributes:
-        dtype: of weights and KV, resolved.
+        dtype: of weights and digests, resolved.
+        kv_dtype: of KV.
         weight_source: where ``weight_bytes`` comes from.
+        embedding_bytes: of them, of which a step reads one row a token: nothing where the head has the same.
     """
 
     architecture: str
@@ -30,14 +32,21 @@ class ModelConfig:
     num_q_heads: int
     num_kv_heads: int
     head_dim: int
+    hidden_size: int
     max_context_tokens: int
     dtype: str
+    kv_dtype: str
     weight_bytes: int
     weight_source: str
+    embedding_bytes: int
 
     @property
     def value_bytes(self) -> int:
         return VALUE_BYTES[self.dtype]
+
+    @property
+    def kv_value_bytes(self) -> int:
+        return VALUE_BYTES.get(self.kv_dtype, 1)
 
     def describe(self) -> str:
         return (
@@ -46,12 +55,13 @@ class ModelConfig:
         )
 
 
-def read_model(model_path: str, dtype: str) -> ModelConfig:
+def read_model(model_path: str, dtype: str, kv_cache_dtype: str = "auto") -> ModelConfig:
     """Reads a model folder.
 
     Args:
         model_path: folder with config.json.
         dtype: "auto" or a type; auto takes the checkpoint's, and float16 for float32, as SGLang.
+        kv_cache_dtype: as SGLang's flag.
     Raises:
         ConfigError: no folder, no readable config.json, a model that --kv-offload does not serve, as far
             as config.json tells, or quantised weights without files, whose size it does not tell.
@@ -110,16 +120,21 @@ def read_model(model_path: str, dtype: str) -> ModelConfig:
     else:
         stored_bytes, used_bytes = VALUE_BYTES[stored], VALUE_BYTES[used]
         weight_bytes, source = _weights(flag, folder, text, stored_bytes, used_bytes)
+    hidden = _number(flag, text, "hidden_size", heads * head_dim)
+    words = 0 if text.get("tie_word_embeddings") else _number(flag, text, "vocab_size", 0)
     return ModelConfig(
         architecture=architecture,
         num_layers=layers,
         num_q_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
+        hidden_size=hidden,
         max_context_tokens=_number(flag, text, "max_position_embeddings", DEFAULT_CONTEXT_TOKENS),
         dtype=used,
+        kv_dtype=FP8_KV.get(kv_cache_dtype, used),
         weight_bytes=weight_bytes,
         weight_source=source,
+        embedding_bytes=min(words * hidden * VALUE_BYTES[used], weight_bytes),
     )
 
 

@@ -1,4 +1,5 @@
-"""``sglang-scout plan``: memory per token and per request, and how many requests fit; text or one JSON object."""
+"""``sglang-scout plan``: memory per token and per request, how many requests fit, and how fast a step would be; text
+or one JSON object."""
 
 from __future__ import annotations
 
@@ -9,13 +10,16 @@ from dataclasses import asdict
 from typing import Any
 
 from sglang_scout.cli.sizes import GIB, Plan, make_plan
+from sglang_scout.cli.step_model import DEVICES, Prediction, Step, find_device, predict
 from sglang_scout.cli.table import columns, gb, gib
 from sglang_scout.core.config import DEFAULT_BUDGET_TOKENS, DEFAULT_DIGEST
 from sglang_scout.core.page_bytes import DIGESTS, EMBEDDINGS
+from sglang_scout.core.served_models import FP8_KV
 
 DESCRIPTION = (
     "Say how much memory a model's KV pages take and how many requests fit, from the model's "
-    "config.json and the sizes of its files; nothing is loaded. GiB counts 2**30 bytes, as "
+    "config.json and the sizes of its files; nothing is loaded. With --gpu also how long a decode step "
+    "would take, stock and with offload, by a model of bytes and bandwidths. GiB counts 2**30 bytes, as "
     "--kv-offload-host-gb does, and GB 10**9. The exit code is 1 if the requests do not fit."
 )
 
@@ -24,7 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model-path", required=True, metavar="DIR", help="folder of the model")
     add(
+        "--context",
         "--context-tokens",
+        dest="context_tokens",
         type=int,
         metavar="N",
         help="tokens of one request, prompt and answer (default: what the model allows)",
@@ -47,6 +53,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="GB",
         help="as --kv-offload-host-gb: host memory for KV pages in GiB "
         "(default: half of what is available here now, about what the server takes)",
+    )
+    add(
+        "--gpu",
+        metavar="NAME",
+        help=f"predict steps on {', '.join(DEVICES)}, or a JSON file of a device's rates (cli/step_model.py); "
+        "its memory is the default of --gpu-gb",
     )
     add(
         "--gpu-gb",
@@ -72,12 +84,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         default="auto",
         choices=("auto", "bfloat16", "float16", "float32"),
-        help="as SGLang's flag: type of weights and KV (default: auto, what config.json says, and float16 for float32)",
+        help="as SGLang's flag: type of the weights (default: auto, what config.json says, and float16 for float32)",
+    )
+    add(
+        "--kv-cache-dtype",
+        default="auto",
+        choices=("auto", *FP8_KV),
+        help="as SGLang's flag: type of KV (default: auto, that of the weights)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the plan. Returns 0, or 1 if the asked number of requests does not fit."""
+    device = find_device(args.gpu) if args.gpu else None
+    if device and args.gpu_gb is None:
+        args.gpu_gb = device.memory_bytes / GIB
     plan = make_plan(
         args.model_path,
         context_tokens=args.context_tokens,
@@ -88,13 +109,15 @@ def run(args: argparse.Namespace) -> int:
         mem_fraction=args.mem_fraction_static,
         dtype=args.dtype,
         digest=args.digest,
+        kv_cache_dtype=args.kv_cache_dtype,
     )
-    print(json.dumps(as_dict(plan), indent=2) if args.json else as_text(plan))
+    step = predict(plan, device) if device and plan.fits else None
+    print(json.dumps(as_dict(plan, step), indent=2) if args.json else as_text(plan, step))
     return 0 if plan.fits else 1
 
 
-def as_dict(plan: Plan) -> dict[str, Any]:
-    """The plan as plain numbers; sizes in bytes."""
+def as_dict(plan: Plan, step: Prediction | None = None) -> dict[str, Any]:
+    """The plan as plain numbers; sizes in bytes, times in us."""
     requests = plan.requests or plan.offload.requests
     pages = plan.sizes.host_pages(requests)
     result: dict[str, Any] = {
@@ -114,10 +137,19 @@ def as_dict(plan: Plan) -> dict[str, Any]:
     for name, fit in (("offload", plan.offload), ("stock", plan.stock)):
         if fit is not None:
             result[name] = {**asdict(fit), "requests": fit.requests, "limited_by": fit.limited_by}
+    if step is not None:
+        result["step"] = {
+            "wins_from_requests": step.wins_from,
+            "wins_with_host_bytes": step.wins_host_bytes,
+            "speed_up": step.speed_up,
+        }
+        for name, of in (("offload", step.offload), ("stock", step.stock)):
+            more = {"us": of.us, "tokens_per_s": of.tokens_per_s, "bound": of.bound}
+            result["step"][name] = {**asdict(of), **more}
     return result
 
 
-def as_text(plan: Plan) -> str:
+def as_text(plan: Plan, step: Prediction | None = None) -> str:
     """The plan for people."""
     model, sizes = plan.model, plan.sizes
     blocks = [
@@ -125,7 +157,7 @@ def as_text(plan: Plan) -> str:
             [
                 ("model", model.describe()),
                 ("weights", f"{gib(model.weight_bytes)} ({model.weight_source})"),
-                ("KV per token", f"{sizes.kv_bytes_per_token} bytes, {model.dtype}"),
+                ("KV per token", f"{sizes.kv_bytes_per_token} bytes, {model.kv_dtype}"),
                 (
                     "page",
                     f"{sizes.page_size_tokens} tokens: {gib(sizes.kv_bytes_per_page)} of KV, "
@@ -138,6 +170,8 @@ def as_text(plan: Plan) -> str:
         "Requests that fit at once\n" + columns(_fit_rows(plan), right=(1, 2), indent=2),
         _verdict(plan),
     ]
+    if step is not None:
+        blocks.insert(3, _step_text(step))
     return "\n\n".join(blocks)
 
 
@@ -164,6 +198,28 @@ def _fit_rows(plan: Plan) -> list[tuple[str, ...]]:
         name = f"by GPU memory ({gib(plan.gpu_kv_bytes)} after the weights)"
         rows.append((name, str(plan.offload.by_gpu), str(plan.stock.by_gpu)))
     return rows
+
+
+def _step_text(step: Prediction) -> str:
+    both: tuple[Step, Step] = (step.offload, step.stock)
+    rows: list[tuple[str, ...]] = [
+        ("", "offload", "stock"),
+        ("requests", *(str(s.batch) for s in both)),
+        ("ms a step", *(f"{s.us / 1e3:.1f}" if s.batch else "-" for s in both)),
+        ("tokens a second", *(f"{s.tokens_per_s:.0f}" if s.batch else "-" for s in both)),
+        ("mostly", *(s.bound if s.batch else "-" for s in both)),
+    ]
+    for name in {**step.offload.parts_us, **step.offload.beside_us}:
+        values = ({**s.parts_us, **s.beside_us}.get(name) if s.batch else None for s in both)
+        beside = " (beside)" if name in step.offload.beside_us else ""
+        shown = ("-" if x is None else f"{x / 1e3:.2f}" for x in values)
+        rows.append((f"  {name}{beside}, ms", *shown))
+    if step.wins_from is None:
+        wins = "No batch that fits is faster than stock's."
+    else:
+        wins = f"Faster from {_count(step.wins_from)} on, {gib(step.wins_host_bytes or 0)} of host pages."
+    table = columns(rows, right=(1, 2), indent=2)
+    return f"A decode step, predicted (not measured)\n{table}\n{wins}"
 
 
 def _verdict(plan: Plan) -> str:

@@ -100,7 +100,7 @@ class Sizes:
 def sizes_of(model: ModelConfig, context_tokens: int, budget_tokens: int, digest: str) -> Sizes:
     """The sizes for one model, context, budget and kind of digest."""
     page = PAGE_SIZE_TOKENS
-    per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * model.value_bytes
+    per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * model.kv_value_bytes
     pages = math.ceil(context_tokens / page)
     of_layer = digest_bytes(digest, model.num_kv_heads, model.head_dim, model.value_bytes)
     of_page = model.num_layers * of_layer
@@ -168,6 +168,7 @@ def make_plan(
     mem_fraction: float = 0.88,
     dtype: str = "auto",
     digest: str = DEFAULT_DIGEST,
+    kv_cache_dtype: str = "auto",
 ) -> Plan:
     """The plan for the command's arguments, None where not given.
 
@@ -185,7 +186,7 @@ def make_plan(
         budget_tokens=budget_tokens,
         flags=FLAGS | {"budget_tokens": "plan: --budget"},
     ).budget_tokens
-    model = read_model(model_path, dtype)
+    model = read_model(model_path, dtype, kv_cache_dtype)
     sizes = sizes_of(model, context_tokens or model.max_context_tokens, budget, digest)
     host_bytes = int(available_bytes() * DEFAULT_HOST_SHARE if host_gib is None else host_gib * GIB)
     by_gpu = stock = gpu_kv_bytes = None
@@ -218,8 +219,9 @@ def _worker_bytes(model_path: str, model: ModelConfig, sizes: Sizes, requests: i
     try:
         spec = ArenaSpec(
             num_layers=model.num_layers, num_pages=1, page_size=page, num_kv_heads=model.num_kv_heads,
-            num_q_heads=model.num_q_heads, head_dim=model.head_dim, kv_dtype=model.dtype, scale=1.0,
+            num_q_heads=model.num_q_heads, head_dim=model.head_dim, kv_dtype=model.kv_dtype, scale=1.0,
             max_batch=requests, max_pages=math.ceil(budget / page),
+            q_dtype="bfloat16" if model.dtype == "bfloat16" else "float32",
         )  # fmt: skip
     except ArenaError as error:
         raise ConfigError(

@@ -1,0 +1,65 @@
+"""What a policy needs, as ``doctor`` asks it in a process of its own: policies import torch.
+
+python -m sglang_scout.cli.policy_check NAME JSON
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any, get_args
+
+from sglang_scout.core.errors import ConfigError
+from sglang_scout.core.forecast import Kind, load_weights
+from sglang_scout.core.parse_config import parse_config
+from sglang_scout.policy.base import Context, make_policy, policies
+
+_MISSING = {
+    "cpu": "missing pages are attended to by the worker",
+    "fetch": "missing pages are copied to the device, the worker has nothing to do",
+    "drop": "missing pages are left out",
+}
+_WITH_FEEDBACK = "the worker attends to what is kept of tokens that left the window"
+
+
+def requirements(name: str, keys: str) -> dict[str, Any]:
+    """Of a policy with these keys of ``--kv-offload-config``, as plain values.
+
+    Raises:
+        ConfigError: it lacks something.
+    """
+    known = policies()
+    if name not in known:
+        raise ConfigError(
+            f"--kv-offload {name!r}: is no policy that is known; choose one of {', '.join(known)}"
+        )
+    config = parse_config(policy=name, policies=known, config=keys)
+    layers = max(config.exact_layers, default=0) + 1
+    policy = make_policy(Context(config, num_layers=layers, page_bytes=1))
+    files, kinds = [], get_args(Kind)
+    for kind, path in zip(kinds, (config.forecast_file, config.pilot_file), strict=True):
+        if path is not None:
+            model = load_weights(path, kind).header.identity
+            files.append(f"{kind}_file {path}, of {model.describe()}")
+    return {
+        "policy": policy.name,
+        "budget_tokens": config.budget_tokens,
+        "digest": config.digest,
+        "worker": policy.route == "cpu",
+        "missing": _MISSING[policy.route] if policy.feedback is None else _WITH_FEEDBACK,
+        "files": files,
+    }
+
+
+def main(name: str, keys: str) -> int:
+    """Prints one JSON object: what it needs, or ``error``."""
+    try:
+        found = requirements(name, keys)
+    except ConfigError as error:
+        found = {"error": str(error)}
+    print(json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

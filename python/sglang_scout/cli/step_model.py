@@ -1,0 +1,244 @@
+"""A model of one decode step: its time from bytes, launches and bandwidths, for stock SGLang and with offload.
+
+    weights     bytes of the weights over bandwidth, or 2 x parameters x batch over FLOP/s if that is longer
+    attention   stock: all KV of the batch; offload: the resident share of the budget
+    look-ahead  W_q of every layer a second time
+    scores      the digests of all pages
+    launches    kernels of a layer, each with its launch
+    ring        queries to the worker, its answers back and the new token's KV to its host page, over the link
+    wait        of each layer for the worker, which has had a layer's time for its share of the pages; the first
+                layer's worker has had only the attention's
+    copies      pages recalled over the link, and the boundary on the host: both run beside the step, which takes
+                no less time than either
+
+What SGLang does around the layers (scheduling, sampling, answers) is in neither.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+from sglang_scout.cli.model_config import ModelConfig
+from sglang_scout.cli.sizes import Plan, Sizes
+from sglang_scout.core.errors import ConfigError
+
+LAUNCHES = {"stock": 12, "offload": 19}
+"""Kernels of a layer, by count: ten of ours (docs/gpu.md) in place of stock's append and attention."""
+RING_VALUE_BYTES = 2 + 4
+"""Of a query and of its answer."""
+MISSING_SHARE = 0.12
+"""Of the budget, what is not resident: the paper's threshold for a recall (Figure 6)."""
+RECALLED_SHARE = MISSING_SHARE / 8.7
+"""Of the budget, recalled in a step: the paper's mean interval (Figure 6)."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """Bandwidths of a device and of the host beside it.
+
+    Attributes:
+        flop_s: of dense bfloat16.
+        link_gb_s: to the host, one direction.
+        host_gb_s: of host memory for one worker.
+        launch_us: of a kernel in a graph, until it runs at full speed.
+        boundary_us: once, and for each request.
+        reached: share of a published rate that a part of the step reaches; ``""`` is that of all others.
+    """
+
+    memory_gb_s: float
+    flop_s: float
+    link_gb_s: float
+    host_gb_s: float
+    memory_bytes: float
+    launch_us: float = 2.0
+    boundary_us: tuple[float, float] = (2200.0, 83.0)
+    reached: Mapping[str, float] = field(default_factory=lambda: {"": 0.8})
+    source: str = ""
+
+    def us(self, part: str, gb_s: float, nbytes: float) -> float:
+        """Time of so many bytes."""
+        return nbytes / (gb_s * 1e3 * self.reached.get(part, self.reached[""]))
+
+
+DEVICES = {
+    # Host memory: a worker's share of a socket that serves four GPUs, as in NVIDIA's DGX systems.
+    "a100": Device(2039, 312e12, 32, 204.8 / 4, 80e9, source="NVIDIA A100 80GB SXM data sheet; "
+                   "AMD EPYC 7742, 8 channels DDR4-3200"),
+    "h100": Device(3350, 989e12, 64, 307.2 / 4, 80e9, source="NVIDIA H100 SXM data sheet; "
+                   "Intel Xeon 8480C, 8 channels DDR5-4800"),
+    "h200": Device(4800, 989e12, 64, 307.2 / 4, 141e9, source="NVIDIA H200 SXM data sheet; "
+                   "Intel Xeon 8480C, 8 channels DDR5-4800"),
+    "b200": Device(8000, 2250e12, 64, 358.4 / 4, 180e9, source="NVIDIA HGX B200 data sheet; "
+                   "Intel Xeon 8570, 8 channels DDR5-5600"),
+}  # fmt: skip
+"""Published rates. The share of them that is reached, launches and boundary are assumed until rows of such a device
+say more: 2 us a launch; the boundary as measured on a CPU (docs/results/boundary.jsonl)."""
+
+
+def find_device(name: str) -> Device:
+    """A device of the table, or of a JSON file with the fields of :class:`Device`."""
+    if name in DEVICES:
+        return DEVICES[name]
+    try:
+        return Device(**json.loads(Path(name).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        names = ", ".join(f.name for f in fields(Device))
+        raise ConfigError(
+            f"plan: --gpu {name}: is none of {', '.join(DEVICES)} and no file of a device ({error}); give one, "
+            f"or a JSON object with {names}"
+        ) from None
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a step moves, in bytes; per request where it says so.
+
+    Attributes:
+        weight_bytes: read in every step; ``parameters`` of them.
+        ahead_bytes: of all W_q; ``ahead_parameters``.
+        kv_bytes_per_token, digest_bytes: over all layers; digests of one request.
+        query_values: of a request in one layer.
+    """
+
+    layers: int
+    weight_bytes: float
+    parameters: float
+    ahead_bytes: float
+    ahead_parameters: float
+    context_tokens: int
+    budget_tokens: int
+    kv_bytes_per_token: float
+    digest_bytes: float
+    query_values: int
+
+    @classmethod
+    def of(cls, model: ModelConfig, sizes: Sizes) -> Work:
+        read = model.weight_bytes - model.embedding_bytes
+        values = model.num_q_heads * model.head_dim
+        ahead = model.num_layers * model.hidden_size * values
+        return cls(
+            model.num_layers, read, read / model.value_bytes, ahead * model.value_bytes, ahead,
+            sizes.context_tokens, min(sizes.budget_tokens, sizes.context_tokens),
+            sizes.kv_bytes_per_token, sizes.digest_bytes_per_request, values,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Step:
+    """A predicted step. ``parts_us``, which add up, by name; ``beside_us`` run beside them."""
+
+    batch: int
+    parts_us: dict[str, float]
+    beside_us: dict[str, float]
+
+    @property
+    def us(self) -> float:
+        return max(sum(self.parts_us.values()), *self.beside_us.values(), 0.0)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.batch * 1e6 / self.us if self.batch else 0.0
+
+    @property
+    def bound(self) -> str:
+        """What takes most of it, or all of it from beside."""
+        slowest = max(self.beside_us, key=self.beside_us.__getitem__, default="")
+        if slowest and self.beside_us[slowest] > sum(self.parts_us.values()):
+            return slowest
+        return max(self.parts_us, key=self.parts_us.__getitem__)
+
+
+def _products(work: Work, device: Device, batch: int) -> dict[str, float]:
+    sizes = {
+        "weights": (work.weight_bytes, work.parameters),
+        "look-ahead": (work.ahead_bytes, work.ahead_parameters),
+    }
+    return {
+        part: max(
+            device.us(part, device.memory_gb_s, nbytes),
+            device.us(part, device.flop_s / 1e9, 2 * parameters * batch),
+        )
+        for part, (nbytes, parameters) in sizes.items()
+    }
+
+
+def stock_step(work: Work, device: Device, batch: int) -> Step:
+    """All KV on the device and attended to."""
+    kv_bytes = batch * work.context_tokens * work.kv_bytes_per_token
+    parts = {
+        "weights": _products(work, device, batch)["weights"],
+        "attention": device.us("attention", device.memory_gb_s, kv_bytes),
+        "launches": work.layers * LAUNCHES["stock"] * device.launch_us,
+    }
+    return Step(batch, parts, {})
+
+
+def offload_step(
+    work: Work,
+    device: Device,
+    batch: int,
+    missing_share: float = MISSING_SHARE,
+    recalled_share: float = RECALLED_SHARE,
+) -> Step:
+    """Attention over the budget; the worker computes ``missing_share`` of it."""
+    kv_bytes = batch * work.budget_tokens * work.kv_bytes_per_token
+    asked = batch * work.layers * work.query_values * RING_VALUE_BYTES
+    ring = asked if missing_share else 0.0
+    parts = _products(work, device, batch) | {
+        "scores": device.us("scores", device.memory_gb_s, batch * work.digest_bytes),
+        "attention": device.us(
+            "attention", device.memory_gb_s, (1 - missing_share) * kv_bytes
+        ),
+        "launches": work.layers * LAUNCHES["offload"] * device.launch_us,
+        "ring": device.us("ring", device.link_gb_s, ring + batch * work.kv_bytes_per_token),
+    }  # fmt: skip
+    layer = sum(parts.values()) / work.layers
+    worker = device.us("worker", device.host_gb_s, missing_share * kv_bytes) / work.layers
+    first = max(0.0, worker - parts["attention"] / work.layers)
+    parts["wait"] = (work.layers - 1) * max(0.0, worker - layer) + first
+    once, each = device.boundary_us
+    beside = {
+        "copies": device.us("copies", device.link_gb_s, recalled_share * kv_bytes),
+        "boundary": once + each * batch,
+    }
+    return Step(batch, parts, beside)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Stock and offload at the largest batch that fits each; ``wins_from``: the smallest batch of ours that is
+    faster than stock's best, and the host bytes that it needs; None: none that fits is."""
+
+    stock: Step
+    offload: Step
+    wins_from: int | None
+    wins_host_bytes: int | None
+
+    @property
+    def speed_up(self) -> float | None:
+        """Of tokens a second; None where stock holds no request."""
+        return self.offload.tokens_per_s / self.stock.tokens_per_s if self.stock.batch else None
+
+
+def predict(plan: Plan, device: Device) -> Prediction:
+    """Steps of a plan on a device whose memory the plan has counted."""
+    assert plan.stock is not None and plan.gpu_kv_bytes is not None
+    work = Work.of(plan.model, plan.sizes)
+    page_bytes = plan.sizes.kv_bytes_per_page
+
+    def ours(batch: int) -> Step:
+        pages = plan.sizes.host_pages(batch)
+        digests = batch * plan.sizes.digest_bytes_per_request
+        if pages * page_bytes + digests <= plan.gpu_kv_bytes:  # all are resident
+            return offload_step(work, device, batch, 0.0, 0.0)
+        return offload_step(work, device, batch)
+
+    stock = stock_step(work, device, plan.stock.requests)
+    most = plan.requests or plan.offload.requests
+    batches = range(1, most + 1)
+    wins = next((b for b in batches if ours(b).tokens_per_s > stock.tokens_per_s), None)
+    nbytes = None if wins is None else plan.sizes.host_pages(wins) * page_bytes
+    return Prediction(stock, ours(most), wins, nbytes)

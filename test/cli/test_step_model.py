@@ -1,0 +1,146 @@
+"""The model of a decode step: against arithmetic done by hand, and against steps that were measured."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from sglang_scout.cli import main
+from sglang_scout.cli.sizes import make_plan
+from sglang_scout.cli.step_model import (
+    DEVICES,
+    Device,
+    Work,
+    find_device,
+    offload_step,
+    predict,
+    stock_step,
+)
+from sglang_scout.core.errors import ConfigError
+
+RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
+TOLERANCE = 0.15
+
+QWEN3_14B = {
+    "architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 40, "num_attention_heads": 40,
+    "num_key_value_heads": 8, "head_dim": 128, "hidden_size": 5120, "intermediate_size": 17408,
+    "vocab_size": 151936, "max_position_embeddings": 131072, "torch_dtype": "bfloat16",
+}  # fmt: skip
+
+
+@pytest.fixture
+def model(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_14B))
+    return str(tmp_path)
+
+
+def plan_of(model, **more):
+    return make_plan(
+        model, context_tokens=65536, host_gib=512, gpu_gib=80, budget_tokens=2048, **more
+    )
+
+
+def test_a_step_of_the_papers_model_by_hand(model):
+    plan = plan_of(model, digest="minmax")
+    work, h100 = Work.of(plan.model, plan.sizes), DEVICES["h100"]
+    rate = 3350e3 * 0.8  # bytes a microsecond
+    step = offload_step(work, h100, 32)
+    layer = (40 + 2 * 8 + 40) * 128 * 5120 + 3 * 5120 * 17408
+    assert step.parts_us["weights"] == pytest.approx(2 * (40 * layer + 151936 * 5120) / rate)
+    assert step.parts_us["look-ahead"] == pytest.approx(40 * 2 * 5120 * 5120 / rate)
+    page = 2 * 8 * 128 * 2  # a minimum and a maximum
+    assert step.parts_us["scores"] == pytest.approx(32 * 40 * 2048 * page / rate)
+    kv = 32 * 2048 * 163840
+    assert step.parts_us["attention"] == pytest.approx(0.88 * kv / rate)
+    both = 32 * 40 * 5120 * (2 + 4) + 32 * 163840
+    assert step.parts_us["ring"] == pytest.approx(both / (64e3 * 0.8))
+    assert step.us == pytest.approx(sum(step.parts_us.values())) and step.bound == "weights"
+    full = stock_step(work, h100, 3)
+    assert full.parts_us["attention"] == pytest.approx(3 * 65536 * 163840 / rate)
+
+
+def test_the_step_waits_for_a_worker_that_is_slower_than_a_layer(model):
+    plan = plan_of(model)
+    work = Work.of(plan.model, plan.sizes)
+    rates = dict(memory_gb_s=1000, flop_s=1e15, link_gb_s=1e6, memory_bytes=1, launch_us=0.0)  # noqa: C408
+    fast, slow = (Device(**rates, host_gb_s=rate) for rate in (1e9, 1))
+    quick, late = (offload_step(work, device, 8) for device in (fast, slow))
+    assert quick.parts_us["wait"] == 0.0 and late.bound == "wait"
+    worker = 0.12 * 8 * 2048 * 163840 / (1e3 * 0.8)
+    first = worker / 40 - late.parts_us["attention"] / 40
+    rest = 39 * (worker - quick.us) / 40
+    assert late.parts_us["wait"] == pytest.approx(first + rest)
+
+
+def test_what_runs_beside_may_be_the_longest():
+    work = Work(1, 1e3, 1e3, 0, 0, 64, 64, 1e3, 0, 1)
+    device = Device(1000, 1e15, 64, 100, 1, launch_us=0.0, boundary_us=(500.0, 50.0))
+    step = offload_step(work, device, 2)
+    assert (step.us, step.bound) == (600.0, "boundary")
+    assert step.tokens_per_s == pytest.approx(2e6 / 600)
+
+
+def test_ours_wins_where_the_batch_is_large_enough(model):
+    found = predict(plan_of(model), DEVICES["h100"])
+    assert found.stock.batch == 4 and found.offload.batch > 20
+    assert found.speed_up and found.speed_up > 4
+    assert found.wins_from and 1 < found.wins_from < found.offload.batch
+    assert found.wins_host_bytes == (found.wins_from * 2048 + 1) * 32 * 163840
+
+
+def test_nothing_is_missing_where_all_pages_fit_the_device(model):
+    plan = make_plan(model, context_tokens=4096, requests=4, host_gib=64, gpu_gib=80)
+    step = predict(plan, DEVICES["h100"]).offload
+    assert step.parts_us["wait"] == 0.0 and step.beside_us["copies"] == 0.0
+
+
+def test_the_command_prints_both_steps(model, tmp_path, capsys):
+    asked = ["plan", "--model-path", model, "--context", "65536", "--host-gb", "256", "--gpu"]
+    assert main([*asked, "h100"]) == 0
+    assert "A decode step, predicted (not measured)" in capsys.readouterr().out
+    (tmp_path / "own.json").write_text(
+        json.dumps({"memory_gb_s": 900, "flop_s": 1e14, "link_gb_s": 12, "host_gb_s": 40,
+                    "memory_bytes": 80e9})
+    )  # fmt: skip
+    assert main([*asked, str(tmp_path / "own.json"), "--json"]) == 0
+    step = json.loads(capsys.readouterr().out)["step"]
+    assert step["offload"]["us"] > 0 < step["stock"]["us"] and step["speed_up"] > 0
+
+
+def test_an_unknown_device_is_refused_with_what_there_is():
+    with pytest.raises(ConfigError, match="--gpu v100: .*a100, h100.*memory_gb_s"):
+        find_device("v100")
+
+
+def rows_of(benchmark):
+    """Measured rows of a benchmark, of any file of results."""
+    found = []
+    for path in RESULTS.glob("*.jsonl"):
+        first, *_ = path.read_text().splitlines()
+        if json.loads(first)["benchmark"].startswith(benchmark):
+            found += [
+                r for r in map(json.loads, path.read_text().splitlines()) if r["status"] == "ok"
+            ]
+    return found
+
+
+def test_steps_of_the_cpu_device_are_as_the_model_says():
+    """Rates and steps are of one run, none fitted to a row; the wait for the worker is not in them."""
+    rows = rows_of("cpu_step")
+    assert len(rows) >= 8
+    for row in rows:
+        device, work = Device(**row["device"]), Work(**row["work"])
+        step = offload_step(work, device, row["batch"], row["missing_share"])
+        step.parts_us["wait"] = 0.0
+        sizes = row["batch"], row["context"], row["budget"]
+        assert step.us == pytest.approx(row["median_us"], rel=TOLERANCE), sizes
+
+
+def test_steps_of_a_gpu_are_as_the_model_says():
+    rows = [r for r in rows_of("gpu_decode") if r["impl"] == "scout" and "H100" in r["device"]]
+    if not rows:
+        pytest.skip("no rows of a GPU yet")
+    for row in rows:
+        work = Work(**row["work"])
+        step = offload_step(work, DEVICES["h100"], row["batch"], row["cpu_compute_ratio"])
+        assert step.us == pytest.approx(row["median_us"], rel=TOLERANCE), row["command"]
