@@ -4,7 +4,7 @@
 
 Rows of recall_modes make recall_modes.png: CPU compute ratio by step, copies, and time per token with and
 without recall and pre-computation. Rows of accuracy make accuracy.png: right answers by budget, one panel per length.
-Rows of study make study.png: loss by bytes read.
+Rows of study make study.png: loss by bytes read. Rows of predictions make predictions.png: speed-up by context.
 The captions hold command, commit and machine.
 """
 
@@ -154,7 +154,37 @@ def _corners(ax: Any, runs: dict[str, list[Row]], colors: dict[str, Any]) -> Non
     )
 
 
-PLOTS = {"recall_modes": draw_recall_modes, "accuracy": draw_accuracy, "study": draw_study}
+def draw_predictions(rows: list[Row]) -> Any:
+    """Speed-up over stock by context, a panel for each model, a line for each host memory."""
+    rows = [r for r in rows if r["impl"] == "h100"]
+    models = list(dict.fromkeys(r["model"] for r in rows))
+    fig, axes = plt.subplots(1, len(models), figsize=(4.2 * len(models), 3.8), sharey=True)
+    for ax, model in zip(axes, models, strict=True):
+        for host in dict.fromkeys(r["host_gib"] for r in rows):
+            own = [
+                r for r in rows if (r["model"], r["host_gib"]) == (model, host) and r["speed_up"]
+            ]
+            ax.plot([r["context"] // 1024 for r in own], [r["speed_up"] for r in own], "o-",
+                    label=f"{host} GiB of host pages")  # fmt: skip
+        ax.axhline(1, color=FULL_COLOR, linewidth=0.8)
+        ax.set_xscale("log", base=2)
+        ax.set_xticks(ticks := [r["context"] // 1024 for r in own], [f"{x}k" for x in ticks])
+        ax.minorticks_off()
+        ax.set_xlabel("context, tokens")
+        ax.set_title(f"{model}, H100", fontsize=10)
+        ax.grid(alpha=0.3)
+    axes[0].set_ylabel("tokens per second over stock's")
+    axes[0].legend(fontsize=8)
+    fig.suptitle("Predicted by bytes and bandwidths, not measured", fontsize=11)
+    return fig
+
+
+PLOTS = {
+    "recall_modes": draw_recall_modes,
+    "accuracy": draw_accuracy,
+    "study": draw_study,
+    "predictions": draw_predictions,
+}
 
 
 def caption(row: Row) -> str:

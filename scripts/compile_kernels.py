@@ -41,14 +41,22 @@ from sglang_scout.ops.doorbell import DeviceRing
 from sglang_scout.ops.embed import build_layer_means, build_layer_pilots, score_embeddings
 from sglang_scout.ops.gather import copy_layer_pages
 from sglang_scout.ops.layers import LayerPages
+from sglang_scout.ops.mass import mass_change_rotated
 from sglang_scout.ops.merge import merge_states
 from sglang_scout.ops.op import Op
-from sglang_scout.ops.predict import predict_query
-from sglang_scout.ops.rotated import STATS_BYTES, build_layer_rotated, planes_shape, score_rotated
+from sglang_scout.ops.pack import pack_pages
+from sglang_scout.ops.predict import add_norm, rotate_heads
+from sglang_scout.ops.rotated import (
+    STATS_BYTES,
+    build_layer_rotated,
+    planes_shape,
+    score_rotated,
+)
 from sglang_scout.ops.salience import decay_mass, salient_bits
 from sglang_scout.ops.score import score_pages
 from sglang_scout.ops.select import select_pages
 from sglang_scout.ops.stage import stage_pages
+from sglang_scout.ops.stamp import write_stamp
 from sglang_scout.ops.triton import answer, attend, doorbell
 from sglang_scout.worker.ring import layout_of
 from sglang_scout.worker.spec import ArenaSpec
@@ -58,6 +66,7 @@ SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
 FEW_SPILLED_BYTES = 32  # some words that ptxas trades for one program more on a multiprocessor
 PROCESSORS = 132  # of an H100: how many programs attention is split into
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2  # of KV, in a model of bfloat16
 I32, I64 = torch.int32, torch.int64
 
 
@@ -84,8 +93,10 @@ def empty(*shape: int, dtype: torch.dtype = F32) -> torch.Tensor:
 Case = tuple[str, Callable[..., object], tuple]
 """A name, and an op or function with arguments of the shapes of a model, which launches kernels."""
 
-MODELS = {  # H, G, D, dtype, batch, pages
+MODELS = {  # H, G, D, dtype of KV, batch, pages
     "Qwen3-14B": (8, 5, 128, BF16, 16, 2048),
+    "Qwen3-14B, e4m3": (8, 5, 128, E4M3, 16, 2048),
+    "Qwen3-14B, e5m2": (8, 5, 128, E5M2, 16, 2048),
     "Qwen3-8B, one request": (8, 4, 128, BF16, 1, 4096),
     "Qwen3-32B, 131,072 tokens": (8, 8, 128, BF16, 16, 4096),
     "40,000 tokens": (8, 5, 128, BF16, 16, 1250),  # not a power of two
@@ -112,35 +123,45 @@ def choosing_and_attending(model: str) -> Iterator[Case]:
     H, G, D, dtype, B, N = MODELS[model]
     P, S = 4096, 32
     q, row = empty(B, H * G, D), empty(B, dtype=I32)
+    own = model_dtype(dtype)
+    real_q = q.to(own)
     k, v = empty(P, S, H, D, dtype=dtype), empty(P, S, H, D, dtype=dtype)
-    digests = empty(P, H, D, dtype=dtype), empty(P, H, D, dtype=dtype)
+    digests = empty(P, H, D, dtype=own), empty(P, H, D, dtype=own)
     table = empty(B, N, dtype=I32)
     for reduce in ("mass", "max") if model == "Qwen3-14B" else ("mass",):
         arguments = (q, *digests, table, row, 0.1, reduce)
         yield f"score_pages {reduce}, {model}", score_pages, arguments
     for W, E in ((2, D), (1, 32)):
-        arguments = (empty(B * H, E), empty(P, H, W, E, dtype=dtype), table, row)
+        arguments = (empty(B * H, E), empty(P, H, W, E, dtype=own), table, row)
         yield f"score_embeddings, {W} of {E}, {model}", score_embeddings, arguments
     for bits, parts in rotated_parts(model, P).items():
         yield f"score_rotated, {bits} bits, {model}", score_rotated, (q, *parts, table, row, 0.1)
+        arguments = (real_q, real_q, *parts, table[:, :64], row, 0.1)
+        yield f"mass_change_rotated, {bits} bits, {model}", mass_change_rotated, arguments
     for cap in (0.0, 30.0) if model == "D=256" else (0.0,):
-        arguments = (q, k, v, table, row, row, 0.1, cap, None, table[0], row)
+        arguments = (real_q, k, v, table, row, row, 0.1, cap, None, table[0], row)
         yield f"attend_pages, cap {cap:g}, {model}", attend_pages, arguments
+    yield f"pack_pages, {model}", pack_pages, (table, row, row, S, table[0], row)
     W = min(N, 128)
     for cap in (0.0, 30.0) if model == "D=256" else (0.0,):
-        arguments = (q, q[..., 0], k, table, *[row] * 7, empty(B, W, H, S), 0.1, 0.1, cap)
+        arguments = (real_q, q[..., 0], k, table, *[row] * 7, empty(B, W, H, S), 0.1, 0.1, cap)
         yield f"decay_mass, cap {cap:g}, {model}", decay_mass, arguments
     averages, thresholds = empty(3, B, W, H, S), empty(3, B, H)
     yield f"salient_bits, {model}", salient_bits, (averages, row, row, thresholds)
     if model in ("Qwen3-14B", "D=256"):
         lists, counts = empty(B * H, N, dtype=I32), empty(B * H, dtype=I32)
-        arguments = (q, k, v, lists, row, row, 0.1, 0.0, None, table[0], counts)
+        arguments = (real_q, k, v, lists, row, row, 0.1, 0.0, None, table[0], counts)
         yield f"attend_pages, a list per head, {model}", attend_pages, arguments
     if model == "all one":
-        arguments = (q, k, v, table, None, None, 0.1)
+        arguments = (real_q, k, v, table, None, None, 0.1)
         yield "attend_pages without a last page", attend_pages, arguments
         arguments = (empty(1, 1), table, row, row, 1, 1, 0)
         yield "select_pages, all one", select_pages, arguments
+
+
+def model_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of digests."""
+    return BF16 if dtype in (E4M3, E5M2) else dtype
 
 
 def rotated_parts(model: str, *lead: int) -> dict[int, list[torch.Tensor]]:
@@ -158,16 +179,16 @@ def rotated_parts(model: str, *lead: int) -> dict[int, list[torch.Tensor]]:
 
 def pages_of_all_layers(model: str) -> Iterator[Case]:
     H, _, D, dtype, *_ = MODELS[model]
-    L, P = 3, 4096
+    L, P, own = 3, 4096, model_dtype(dtype)
     k = empty(P, 32, H, D, dtype=dtype)
     layers, ids = LayerPages.of([k] * L, [k] * L, "meta"), empty(64, dtype=I64)
-    bounds, rotated = [empty(L, P, H, D, dtype=dtype)] * 2, rotated_parts(model, L, P)
+    bounds, rotated = [empty(L, P, H, D, dtype=own)] * 2, rotated_parts(model, L, P)
     for of, rows in (("", None), (" of slots", empty(L, 64, dtype=I64))):
         yield f"build_layer_digests{of}, {model}", build_layer_digests, (layers, ids, *bounds, rows)
-        arguments = (layers, ids, empty(L, P, H, 2, D, dtype=dtype), rows)
+        arguments = (layers, ids, empty(L, P, H, 2, D, dtype=own), rows)
         yield f"build_layer_means{of}, {model}", build_layer_means, arguments
         w_k = empty(L, H, 32, 2 * D)
-        arguments = (layers, ids, empty(L, P, H, 1, 32, dtype=dtype), w_k, rows)
+        arguments = (layers, ids, empty(L, P, H, 1, 32, dtype=own), w_k, rows)
         yield f"build_layer_pilots{of}, {model}", build_layer_pilots, arguments
         for bits, parts in rotated.items():
             yield (
@@ -188,20 +209,23 @@ def parts_of_a_step() -> Iterator[Case]:
     x = empty(16, 5120, dtype=BF16)
     table, at = empty(40960, 128), empty(16, dtype=I64)
     norm, head_norm = empty(5120, dtype=BF16), empty(128, dtype=BF16)
-    arguments = (x, norm, 1e-6, empty(5120, 5120, dtype=BF16), None, head_norm, 1e-6, table, at)
-    yield "predict_query", predict_query, (*arguments, 128, True, 40, 128)
-    weights, bias = empty(128, 5120, dtype=BF16), norm[:128]
-    arguments = (x[:1], norm, 1e-6, weights, bias, None, 0.0, None, at[:1])
-    yield "predict_query, one head", predict_query, (*arguments, 128, True, 1, 128)
+    yield "add_norm", add_norm, (x, x, norm, 1e-6)
+    yield "add_norm of layer 0", add_norm, (x, None, norm, 1e-6)
+    yield "rotate_heads", rotate_heads, (x, head_norm, 1e-6, table, at, 128, True, 40, 128)
+    arguments = (x[:1, :128], None, 0.0, None, at[:1], 128, True, 1, 128)
+    yield "rotate_heads, one head", rotate_heads, arguments
     yield "merge_states", merge_states, (out, lse, out, lse)
+    yield "write_stamp", write_stamp, (empty(64, dtype=I64), 3)
     for N, chosen in ((4096, 64), (1250, 64), (8192, 512), (128, 16)):
         arguments = (empty(4, N), empty(4, N, dtype=I32), row, empty(99, dtype=I32), chosen)
         yield f"select_pages, {N} pages, k={chosen}", select_pages, arguments
         yield f"select_pages by mass, {N} pages", select_pages, (*arguments, 1, 1, 0.98)
-    pool, new = empty(4096, 32, 8, 128, dtype=BF16), empty(4, 8, 128, dtype=BF16)
-    yield "append_tokens", append_tokens, (new, new, row, (pool, pool, row))
-    mirrored = (new, new, row, *[(pool, pool, row)] * 2)
-    yield "append_tokens with mirror", append_tokens, mirrored
+    new = empty(4, 8, 128, dtype=BF16)
+    for dtype in (BF16, E4M3, E5M2):
+        pool = empty(4096, 32, 8, 128, dtype=dtype)
+        yield f"append_tokens, {dtype}", append_tokens, (new, new, row, (pool, pool, row))
+        mirrored = (new, new, row, *[(pool, pool, row)] * 2)
+        yield f"append_tokens with mirror, {dtype}", append_tokens, mirrored
 
 
 def ring_calls() -> Iterator[Case]:
@@ -211,18 +235,18 @@ def ring_calls() -> Iterator[Case]:
     ring = DeviceRing(*place, spec, parts=0, split=Split(36, 8, 4), timeout_us=1000, device="meta")
     chosen_pages = empty(16, 64, dtype=I32)
     yield "post", doorbell.post, (ring, 7, out, chosen_pages, empty(16, dtype=I32))
-    yield "wait and merge", answer.merge, (ring, 7, out, lse)
+    yield "wait and merge", answer.merge, (ring, 7, out, lse, lse, BF16)
     ring.parts = 1
     one = out[:1], chosen_pages[:1, :1], empty(1, dtype=I32)
     yield "post of one page", doorbell.post, (ring, 1, *one)
-    yield "wait and merge of one row", answer.merge, (ring, 1, out[:1], lse[:1])
+    yield "wait and merge of one row", answer.merge, (ring, 1, out[:1], lse[:1], None, F32)
     # As benchmark/ring/gpu_ring.py has it: all of the split is one, the wait is longer than 2^31 nanoseconds.
     ring = DeviceRing(
         *place, dataclasses.replace(spec, num_layers=1), parts=1, split=Split(),
         timeout_us=10_000_000, device="meta",
     )  # fmt: skip
     yield "post without a split", doorbell.post, (ring, 0, out, chosen_pages, empty(16, dtype=I32))
-    yield "long wait and merge", answer.merge, (ring, 0, out, lse)
+    yield "long wait and merge", answer.merge, (ring, 0, out.to(BF16), lse, None, BF16)
 
 
 def kernels_of_package() -> set[str]:

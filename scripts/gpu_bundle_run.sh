@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs scripts/gpu_check.sh of a bundle, in which scripts/gpu_bundle.sh puts this file as run.sh.
 #
-#   bash run.sh RESULTS
+#   bash run.sh RESULTS [day-1|day-2|day-3]
 #
 # RESULTS gets what gpu_check.sh writes. The first call unpacks and builds in ${TMPDIR:-/tmp}/scout-COMMIT-*; later ones begin
 # with their first step there, and find the kernels that Triton has compiled.
@@ -10,7 +10,7 @@
 set -euo pipefail
 shopt -s nullglob
 
-[ $# = 1 ] || { sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' "$0"; exit 64; }
+[ $# = 1 ] || [ $# = 2 ] || { sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' "$0"; exit 64; }
 mkdir -p "$1"
 RESULTS="$(cd "$1" && pwd)"
 HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
@@ -106,4 +106,4 @@ mkdir -p "$LOGS"
 cp "$WORK/native.log" "$LOGS/" 2>/dev/null || true
 echo "run: $WORK is ready after $SECONDS s"
 export SECONDS_LIMIT=$((${SECONDS_LIMIT:-570} - SECONDS))
-exec "$WORK/tree/scripts/gpu_check.sh" "$RESULTS"
+exec "$WORK/tree/scripts/gpu_check.sh" "$RESULTS" "${@:2}"

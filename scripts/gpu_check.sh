@@ -2,7 +2,11 @@
 # On a machine with a CUDA device, with or without a network: every kernel and whole decode steps equal their references,
 # then kernels, ring, decode steps and servers are measured.
 #
-#   scripts/gpu_check.sh OUTDIR
+#   scripts/gpu_check.sh OUTDIR [day-1|day-2|day-3]
+#
+# The three days are calls that fit into half an hour of a machine: is it right (every kernel, the sanitizer on the ring,
+# a small model's tokens on a server with graphs, its worker killed; the ring's round trip), how fast is a server beside
+# stock SGLang, and what of a decode step is worth what (ablation, launches by the profiler, each kernel's time).
 #
 # OUTDIR gets rows.jsonl (each row names its benchmark; format: benchmark/rows.py), steps.jsonl (a row per step: exit
 # status, or why it was skipped) and logs.tar.gz. Rows are written as soon as they are measured, behind those of earlier
@@ -10,12 +14,18 @@
 # 2 without a CUDA device.
 #
 # There is one limit of time: SECONDS_LIMIT (570) for the whole call. A step is ended after its own limit or when the call's
-# time is over. One call does not suffice for all steps; docs/gpu.md has the calls that give each its time.
+# time is over. One call does not suffice for all steps.
 # Variables: PYTHON (default: the .venv of this repository, or python3), SECONDS_LIMIT, ONLY (names of steps), DECODE_ARGS
 # (options of benchmark/decode/gpu_decode.py), SERVER_ARGS (of benchmark/server/gpu_server.py).
 set -euo pipefail
 
-[ $# = 1 ] || { sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' "$0"; exit 64; }
+case "$#:${2:-}" in
+    1:) ;;
+    2:day-1) ONLY="kernels-check decode-check ring-memcheck ring server" ;;
+    2:day-2) ONLY="flashinfer speed" ;;
+    2:day-3) ONLY="decode kernels" ;;
+    *) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' "$0"; exit 64 ;;
+esac
 mkdir -p "$1"
 OUT="$(cd "$1" && pwd)"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -54,7 +64,7 @@ export LIBRARY_PATH="$LOGS/driver${LIBRARY_PATH:+:$LIBRARY_PATH}"
 
 LIMIT_S="${SECONDS_LIMIT:-570}"
 FAILED=0 ENDED=0 KNOWN=""
-INFORMATION=" flashinfer memcheck " # may fail: what they need is not in every image
+INFORMATION=" flashinfer memcheck ring-memcheck " # may fail: what they need is not in every image
 
 row() { printf '{"time_utc": "%s", "step": "%s", %s}\n' "$(date -u +%FT%TZ)" "$1" "$2" >>"$OUT/steps.jsonl"; }
 has() { "$PYTHON" -c "$1" 2>/dev/null; }
@@ -99,22 +109,26 @@ ROWS="$OUT/rows.jsonl"
 PARALLEL=()
 ! has 'import xdist' || PARALLEL=(-n 8) # most of the time goes into compiling kernels
 
+SANITIZER='import shutil; assert shutil.which("compute-sanitizer")'
+PATH="$PATH:/usr/local/cuda/bin"
+
 step kernels-check 120 "$ANY" "$PYTHON" -m benchmark.kernels.gpu_kernels --check-only
 step decode-check 200 "$NATIVE" "$PYTHON" -m benchmark.decode.gpu_decode --check-only
 # 0, not unset: without the driver's usual device file the tests would choose the interpreter.
 step tests 150 "$ANY" env TRITON_INTERPRET=0 "$PYTHON" -m pytest -q -p no:cacheprovider "${PARALLEL[@]}" test/ops \
     -k "triton or doorbell" --deselect test/ops/test_triton_compile.py
-step flashinfer 300 'import flashinfer' "$PYTHON" -m benchmark.decode.full_attention
-step kernels 90 "$ANY" "$PYTHON" -m benchmark.kernels.gpu_kernels --out "$ROWS"
+step ring-memcheck 60 "$SANITIZER; $NATIVE" compute-sanitizer --tool memcheck --error-exitcode 9 \
+    "$PYTHON" -m benchmark.ring.gpu_ring --check-only
 step ring 60 "$NATIVE" "$PYTHON" -m benchmark.ring.gpu_ring --out "$ROWS"
 # shellcheck disable=SC2086  # options, split on purpose
-step decode 400 "$NATIVE" "$PYTHON" -m benchmark.decode.gpu_decode --out "$ROWS" ${DECODE_ARGS:-}
-# shellcheck disable=SC2086
 step server 300 "$SERVERS" "$PYTHON" -m benchmark.server.gpu_server --out "$ROWS" --logs "$LOGS" ${SERVER_ARGS:-}
+step flashinfer 150 'import flashinfer' "$PYTHON" -m benchmark.decode.full_attention
 # shellcheck disable=SC2086
 step speed 540 "$SERVERS" "$PYTHON" -m benchmark.server.gpu_server --out "$ROWS" --logs "$LOGS" --speed ${SERVER_ARGS:-}
-PATH="$PATH:/usr/local/cuda/bin"
-step memcheck 90 'import shutil; assert shutil.which("compute-sanitizer")' compute-sanitizer --tool memcheck \
+# shellcheck disable=SC2086
+step decode 470 "$NATIVE" "$PYTHON" -m benchmark.decode.gpu_decode --out "$ROWS" ${DECODE_ARGS:-}
+step kernels 90 "$ANY" "$PYTHON" -m benchmark.kernels.gpu_kernels --out "$ROWS"
+step memcheck 90 "$SANITIZER" compute-sanitizer --tool memcheck \
     --error-exitcode 9 "$PYTHON" -m benchmark.kernels.gpu_kernels --check-only
 
 for name in ${ONLY:-}; do

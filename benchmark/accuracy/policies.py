@@ -11,7 +11,7 @@
     sparda, rheo      with the weights that scripts/train_forecast.py makes of the model by default
     hgca              a recent window on the device, half of the budget; the worker attends to what each head keeps
 
-`scout+KEY=VALUE+...` is `scout` with these keys of ``--kv-offload-config`` besides, as `scout+exact_steps=0`.
+`scout+KEY=VALUE+...` is `scout` with these keys of ``--kv-offload-config`` besides, as `scout+recall=off`.
 ``budget_tokens`` counts full pages. All but `full` also attend to the page that is being filled.
 """
 

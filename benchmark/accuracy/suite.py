@@ -10,8 +10,8 @@ is a document, and all questions of all lengths are about the same ones. All pol
 counts if every token, or every planted number, is right. The servers are started here, a few at a time (--at-once), and
 all of them are asked about a text while the prefill server still has it. A decode server has one request at a time, and
 its device cache room for the budget of one and three pages
-(the tail and the least that `resident_tokens` can be, see --config). With room for more, a request would attend to all
-that fits, and with several at a time that would depend on who else runs.
+(the tail and the least that `resident_tokens` can be, see --config). With room for more, fewer pages would be left to
+the CPU, and with several at a time that would depend on who else runs.
 
 The same command again goes on where it stopped: rows that are in the file are not measured again. A row is one setting
 at one length and task:

@@ -58,7 +58,7 @@ def findings(device: str, batch: int, steps: int) -> Iterator[tuple[str, list[st
             for _ in range(steps):
                 harness.step()  # of "off" the host may not wait for the device in it
                 outputs.append(harness.out.cpu())
-                if faults := store.ring.faults():  # nor have later steps a result
+                if faults := harness.engine.transport.faults():  # nor have later steps a result
                     raise RuntimeError(f"step {len(outputs) - 1}: {'; '.join(faults)}")
             counters = harness.engine.counters
             if counters.cpu_pages == 0:

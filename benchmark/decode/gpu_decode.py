@@ -3,8 +3,8 @@
     python -m benchmark.decode.gpu_decode --check-only    correctness; with TRITON_INTERPRET=1 without a device too
     python -m benchmark.decode.gpu_decode --out FILE      the measurement, on a machine with a CUDA device
 
-Options: --model qwen3-8b qwen3-14b  --context 32768 65536  --host-gb N (of page-locked pages; most of what is free)
---budget TOKENS  --steps N.
+Options: --model qwen3-8b qwen3-14b  --context 32768 65536 16384  --budget TOKENS  --steps N
+--host-gb N (of page-locked pages; most of what is free).
 
 Layers have the model's sizes and random weights (harness.py). How the important pages drift is set by a generator,
 q(t+1) = rho q(t) + sqrt(1 - rho^2) noise, whose rho is calibrated to the paper's Figures 6a and 6b: without recall
@@ -19,8 +19,11 @@ Rows (format: rows.py); `model`, `context`, `batch`, `step_us` in samples_us, `t
                       ones), cpu_compute_ratio, wait_share (of the step's time), fallback_pages, resident_pages,
                       mapped_share (of the arena, by the worker, before the first step), full_batch (that of full
                       attention) and beyond_full: whether the batch is larger than it, without which the comparison
-                      says nothing. The last variant is the first again, with repeat = 1: what lies between the two is
-                      how much the order of the variants matters
+                      says nothing; policy: infinigen's route fetches the missing pages, scout's computes them;
+                      work, as of cli/step_model.py. The last variant is the first again, with repeat = 1: what lies
+                      between the two is how much the order of the variants matters
+    profile           of the first variant: launches of a layer, and each kernel's launches and us in one, by torch's
+                      profiler
 
 Nobody joins or leaves, and no server is around the steps: an upper bound of what one can reach.
 """
@@ -42,10 +45,12 @@ from benchmark import device, rows
 from benchmark.decode.check import check
 from benchmark.decode.full_attention import FullAttention
 from benchmark.decode.harness import PAGE, Harness, Store
-from benchmark.decode.model import SIZES, DummyModel, ModelSize, QueryDrift, bisect_rho
+from benchmark.decode.launches import add_profile
+from benchmark.decode.model import SIZES, DummyModel, ModelSize, QueryDrift, bisect_rho, step_work
 from sglang_scout.core.config import DEFAULT_BUDGET_TOKENS, DEFAULT_DIGEST
 from sglang_scout.core.page_bytes import digest_bytes
 from sglang_scout.engine.digest_pool import DigestPool
+from sglang_scout.engine.offered import Offered
 from sglang_scout.worker.cpus import reserve_server_cores
 from sglang_scout.worker.host_memory import available_bytes
 
@@ -76,6 +81,7 @@ def calibrated_rho(store: Store, size: ModelSize, context: int, budget_pages: in
     pages = context // PAGE
     table = torch.arange(1, pages + 1, dtype=torch.int32, device=store.device)[None]
     n_full = torch.full((1,), pages, dtype=torch.int32, device=store.device)
+    offered = Offered.of(table, n_full, 1)
     digests = DigestPool(store.shape, store.arena.spec.num_pages, store.device, DEFAULT_DIGEST)
     digests.build(np.arange(1, pages + 1, dtype=np.int64), store.host)
     layers = range(0, size.layers, max(1, size.layers // 4))
@@ -86,7 +92,7 @@ def calibrated_rho(store: Store, size: ModelSize, context: int, budget_pages: in
     def chosen(queries: torch.Tensor) -> list[torch.Tensor]:
         found = []
         for layer, query in zip(layers, queries, strict=True):
-            scores = digests.score(layer, query, table, n_full, store.shape.scale, "mass")
+            scores = digests.score(layer, query, offered, store.shape.scale, "mass")
             found.append(scores[0].topk(min(budget_pages, pages)).indices)
         return found
 
@@ -164,7 +170,7 @@ def scout_rows(
         for variant in variants():
             settings, factor, cache = variant
             about = {**sizes, "rho": 1 - (1 - rho) * factor, "drift": factor, "cache": cache}
-            about |= settings | {"repeat": seen.count(variant)}
+            about |= {"policy": "scout"} | settings | {"repeat": seen.count(variant)}
             seen.append(variant)
             try:
                 one(writer, store, model, about, settings, options, room)
@@ -176,11 +182,12 @@ def scout_rows(
 
 
 def variants() -> Iterator[tuple[dict[str, Any], float, str]]:
-    """The four corners of the paper's ablation, a larger cache, how much the drift matters, and how much the order of
-    all these: the first again."""
+    """The four corners of the paper's ablation, the other route of missing pages, a larger cache, how much the drift
+    matters, and how much the order of all these: the first again."""
     for precompute in (True, False):
         for recall in ("adaptive", "off"):
             yield {"precompute": precompute, "recall": recall}, 1.0, "budget"
+    yield {"policy": "infinigen"}, 1.0, "budget"
     yield {"precompute": True, "recall": "adaptive", "attend": "selected"}, 1.0, "device"
     for factor in (0.5, 2.0, 1.0):
         yield {"precompute": True, "recall": "adaptive"}, factor, "budget"
@@ -199,7 +206,8 @@ def one(
     drift = QueryDrift(size, about["batch"], about["rho"], "cuda")
     harness = Harness(
         store, model, drift, batch=about["batch"], context=about["context"],
-        budget_tokens=options.budget, room=room, settings=json.dumps(settings), graph=True,
+        budget_tokens=options.budget, room=room, graph=True, policy=about["policy"],
+        settings=json.dumps({key: x for key, x in settings.items() if key != "policy"}),
         slots=None if about["cache"] == "budget" else slots_of_device(store),
     )  # fmt: skip
     try:
@@ -215,7 +223,10 @@ def one(
             wait_share=round(waited / max(sum(times), 1), 4),
             fallback_pages=store.worker.snapshot().fallback_pages,
             resident_pages=harness.engine.table.resident_pages,
+            work=step_work(size, about["context"], options.budget, store.shape.dtype.itemsize),
         )  # fmt: skip
+        if not any(row["impl"] == "profile" for row in writer.rows):
+            add_profile(writer, harness.step, size.layers, about)
     finally:
         harness.close()
 
@@ -266,7 +277,7 @@ def measure(options: argparse.Namespace) -> int:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", nargs="+", choices=SIZES, default=["qwen3-8b"])
-    parser.add_argument("--context", nargs="+", type=int, default=[32768, 65536])
+    parser.add_argument("--context", nargs="+", type=int, default=[32768, 65536, 16384])
     parser.add_argument("--host-gb", type=float, default=0.8 * available_bytes() / 2**30)
     parser.add_argument("--budget", type=int, default=DEFAULT_BUDGET_TOKENS)
     parser.add_argument("--steps", type=int, default=64)

@@ -25,6 +25,8 @@ from sglang_scout.engine.build import build_engine, device_ring
 from sglang_scout.engine.device import lock_memory
 from sglang_scout.engine.stores import HostPages, ModelShape, Sizes
 from sglang_scout.engine.transport import GraphTransport
+from sglang_scout.ops.doorbell import DeviceRing
+from sglang_scout.ops.predict import QueryProjector
 from sglang_scout.policy.base import Context, make_policy, policies
 from sglang_scout.worker.arena import Arena, ArenaSpec
 from sglang_scout.worker.client import WorkerClient, WorkerConfig
@@ -52,7 +54,11 @@ def no_waiting(device: str) -> Iterator[None]:
 
 
 class Store:
-    """Host pages of random keys and values in a page-locked arena, with a worker process on it."""
+    """Host pages of random keys and values in a page-locked arena, with a worker process on it.
+
+    Args:
+        from_device: steps post by the ring's kernels; else from the host, as on the CPU device, where nobody spins.
+    """
 
     def __init__(
         self,
@@ -65,6 +71,7 @@ class Store:
         device: str,
         cpus: list[int],
         seed: int = 2,
+        from_device: bool = True,
     ) -> None:
         self.size, self.device, self.batch = size, device, batch
         self.shape = ModelShape(
@@ -75,6 +82,7 @@ class Store:
             ArenaSpec(
                 size.layers, pages, PAGE, size.kv_heads, size.q_heads, size.head_dim,
                 str(dtype).removeprefix("torch."), self.shape.scale, batch, budget_pages,
+                q_dtype="bfloat16" if dtype == torch.bfloat16 else "float32",
             )
         )  # fmt: skip
         planes = (self.arena.k_pages, self.arena.v_pages)
@@ -92,9 +100,13 @@ class Store:
         self.worker = WorkerClient(
             self.arena,
             cpus,
-            config=WorkerConfig(spin_us=SPIN_US, ready_timeout_s=120.0, populate=device == "cuda"),
+            config=WorkerConfig(
+                spin_us=SPIN_US * from_device, ready_timeout_s=120.0, populate=device == "cuda"
+            ),
         )
-        self.ring = device_ring(self.arena, self.worker, device, timeout_s=10.0)
+        self.ring: DeviceRing | None = None
+        if from_device:
+            self.ring = device_ring(self.arena, self.worker, device, timeout_s=10.0)
         self.worker.start()
         self.steps = 0  # over all engines: a ring's steps count up
 
@@ -117,12 +129,15 @@ class Harness:
 
     Args:
         context: tokens of each request at the start, or up to a page more; each gets ``room`` more pages.
-        settings: of ``--kv-offload-config``.
+        policy, settings: of ``--kv-offload`` and ``--kv-offload-config``.
         slots: resident pages per layer, beside tails and copies under way; None: the budget of all rows,
             as in the paper.
         graph: capture the layers once and replay them. Without it, and without ``verify``, which looks at
             every layer, a step fails if its layers make the host wait.
         strict: so does what comes before the layers.
+
+    Attributes:
+        rows: of the requests, how many decode; all at first. Fewer only without a graph.
     """
 
     def __init__(
@@ -135,17 +150,18 @@ class Harness:
         context: int,
         budget_tokens: int,
         room: int = 8,
+        policy: str = "scout",
         settings: str = "{}",
         slots: int | None = None,
         graph: bool,
         verify: bool = False,
         strict: bool = False,
     ) -> None:
-        self.store, self.model, self.drift, self.batch = store, model, drift, batch
+        self.store, self.model, self.drift, self.rows = store, model, drift, batch
         self._guard: Any = contextlib.nullcontext if verify else partial(no_waiting, store.device)
         self._before = self._guard if strict else contextlib.nullcontext
         self.config: OffloadConfig = parse_config(
-            policy="scout", policies=policies(), budget_tokens=budget_tokens, config=settings
+            policy=policy, policies=policies(), budget_tokens=budget_tokens, config=settings
         )
         shape, pages = store.shape, store.arena.spec.num_pages
         budget = self.config.budget_pages
@@ -158,9 +174,10 @@ class Harness:
             Sizes(budget, slots, store.batch, each),
             store.host,
             [self._projector(layer) for layer in range(shape.num_layers)],
-            GraphTransport(store.ring, lambda: store.worker.device_epoch),
+            store.worker if store.ring is None
+            else GraphTransport(store.ring, lambda: store.worker.device_epoch),
             device=store.device,
-        )
+        )  # fmt: skip
         self.engine._step = store.steps  # the ring's slots alternate over all engines
         self.pages = 1 + np.arange(batch * each, dtype=np.int32).reshape(batch, each)
         if self.pages.max() >= pages:
@@ -179,28 +196,32 @@ class Harness:
         # Nothing has begun: while it is captured rows are empty and nothing is posted.
         self._graph = captured(self._layers) if graph else None
 
-    def _projector(self, layer: int) -> Any:
-        def project(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def _projector(self, layer: int) -> QueryProjector:
+        def finish(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
             # The product costs what it costs; what it says is the generator's.
-            return self.drift.q[layer, : len(x)] + 0.0 * self.model.project_q(layer, x)
+            q = self.drift.q[layer, : len(x)] + 0.0 * self.model.project_q(layer, x)
+            return q.to(x.dtype)
 
-        return project
+        return QueryProjector(self.model.normed, finish)
 
     def _layers(self) -> None:
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            return self.engine.attend(layer, self.drift.q[layer, : len(q)] + 0.0 * q, k, v)
+            drifted = self.drift.q[layer, : len(q)] + 0.0 * q
+            return self.engine.attend(layer, drifted.to(q.dtype), k, v)
 
         def before(layer: int, x: torch.Tensor) -> None:
-            self.engine.layer_input(layer, x, self.positions)
+            self.engine.layer_input(layer, x, None, self.positions[: len(x)])
 
-        self.out.copy_(self.model.forward(self.x, before, attend))
+        self.out[: self.rows].copy_(self.model.forward(self.x[: self.rows], before, attend))
 
     def step(self) -> None:
         """One decode step of all requests; the host does not wait for it."""
-        self.lengths += 1
+        self.lengths[: self.rows] += 1
         used = -(-int(self.lengths.max()) // PAGE)
         with self._before():
-            self.engine.begin_step(self.pages[:, :used], np.arange(self.batch), self.lengths)
+            self.engine.begin_step(
+                self.pages[: self.rows, :used], np.arange(self.rows), self.lengths[: self.rows]
+            )
         self.store.steps += 1
         if self._graph is not None and self.engine.can_replay:
             self._graph.replay()

@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sglang_scout.ops.predict import rms_norm
+from sglang_scout.core.config import DEFAULT_DIGEST, PAGE_SIZE_TOKENS
+from sglang_scout.core.page_bytes import digest_bytes
+from sglang_scout.ops.predict import add_norm
 
 _EPS = 1e-6
 FIGURE_6_STEPS, FIGURE_6_SHARE = 8.7, 0.12
@@ -28,8 +30,23 @@ class ModelSize(NamedTuple):
 SIZES = {
     "qwen3-8b": ModelSize(36, 4096, 32, 8, 128, 12288),
     "qwen3-14b": ModelSize(40, 5120, 40, 8, 128, 17408),
+    "cpu": ModelSize(3, 1024, 16, 8, 128, 3072),  # three of Qwen3-0.6B's layers
     "tiny": ModelSize(3, 64, 4, 2, 32, 96),
 }
+
+
+def step_work(size: ModelSize, context: int, budget: int, value_bytes: int) -> dict[str, float]:
+    """What a step of the model moves: fields of ``Work`` in cli/step_model.py."""
+    width, kv = size.q_heads * size.head_dim, 2 * size.kv_heads * size.head_dim
+    weights = size.layers * size.hidden * (2 * width + kv + 3 * size.intermediate)
+    ahead = size.layers * size.hidden * width
+    digest = digest_bytes(DEFAULT_DIGEST, size.kv_heads, size.head_dim, value_bytes)
+    return {
+        "layers": size.layers, "weight_bytes": weights * value_bytes, "parameters": weights,
+        "ahead_bytes": ahead * value_bytes, "ahead_parameters": ahead, "context_tokens": context,
+        "budget_tokens": min(budget, context), "kv_bytes_per_token": size.layers * kv * value_bytes,
+        "digest_bytes": context // PAGE_SIZE_TOKENS * digest * size.layers, "query_values": width,
+    }  # fmt: skip
 
 
 class DummyModel:
@@ -57,11 +74,15 @@ class DummyModel:
             for _ in range(size.layers)
         ]
 
-    def project_q(self, layer: int, x: torch.Tensor) -> torch.Tensor:
-        """``[B, HQ, D]`` query of ``layer`` from any layer input."""
+    def normed(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """By a layer's norm, which is the same for all."""
+        return add_norm(x, residual, self.norm, _EPS)
+
+    def project_q(self, layer: int, normed: torch.Tensor) -> torch.Tensor:
+        """``[B, HQ, D]`` query of ``layer`` from any layer input, :meth:`normed`."""
         width = self.size.q_heads * self.size.head_dim
-        q = rms_norm(x, self.norm, _EPS) @ self.layers[layer][0][:width].T
-        return q.view(len(x), self.size.q_heads, self.size.head_dim)
+        q = normed @ self.layers[layer][0][:width].T
+        return q.view(len(normed), self.size.q_heads, self.size.head_dim)
 
     def forward(self, x: torch.Tensor, before_layer: Any, attend: Any) -> torch.Tensor:
         """``before_layer(layer, x)``; ``attend(layer, q, k, v)`` gives ``[B, HQ, D]``."""
@@ -69,11 +90,11 @@ class DummyModel:
         heads = [size.q_heads, size.kv_heads, size.kv_heads]
         for layer, (w_qkv, w_out, w_up, w_down) in enumerate(self.layers):
             before_layer(layer, x)
-            qkv = rms_norm(x, self.norm, _EPS) @ w_qkv.T
+            qkv = self.normed(x) @ w_qkv.T
             q, k, v = qkv.view(len(x), -1, size.head_dim).split(heads, dim=1)
             out = attend(layer, q, k, v).to(x.dtype)
             x = x + out.flatten(1) @ w_out.T
-            gate, up = (rms_norm(x, self.norm, _EPS) @ w_up.T).chunk(2, dim=1)
+            gate, up = (self.normed(x) @ w_up.T).chunk(2, dim=1)
             x = x + (torch.nn.functional.silu(gate) * up) @ w_down.T
         return x
 

@@ -35,6 +35,7 @@ class Implementation:
 
     name: str
     tolerance: float | None = None
+    element_bytes = 2
 
     def run(self, inputs: Inputs, starts: list[int], threads: int) -> int:
         """Nanoseconds of one call per start."""

@@ -5,6 +5,7 @@
 
 Rows (format: rows.py), per shape and thread count:
     native-<isa>         this project's kernel, with the best instruction set
+    fp8_<type>-<isa>     the same over as many pages of fp8
     read                 a read loop over the same pages in the same order
     read-sequential      the same loop over as many pages in the order of memory
     ipex-2.8             Intel Extension for PyTorch; scripts/setup_ipex.sh
@@ -17,7 +18,7 @@ inputs.
 
 Fields beside those of rows.py; null in rows that are not "ok", where they do not apply:
     models, batch, pages, page_size, H, G, D, threads, pool_bytes
-    gb_per_s                  bytes of K and V that a call reads / median time; GB = 1e9
+    gb_per_s, tokens_per_s    bytes of K and V, and tokens, that a call reads / median time; GB = 1e9
     samples_us, median_us     per call; a sample is the mean of calls_per_sample calls
     rounds                    of the samples: what was sampled in the same round lies some milliseconds apart
     max_abs_error, tolerance  of the check
@@ -39,6 +40,7 @@ from benchmark.kernels.baselines import Implementation
 from benchmark.kernels.kv_pool import Inputs, KvPool, Shape
 from benchmark.kernels.read_loop import ReadLoop, ReadLoopError
 from benchmark.rows import Row, Writer, cache_bytes, environment, summary
+from sglang_scout.core.served_models import FP8_KV
 from sglang_scout.ops import native
 from sglang_scout.ops.attend import attend_pages
 from sglang_scout.worker.host_memory import available_bytes
@@ -56,7 +58,17 @@ ROUNDS, QUICK_ROUNDS = 7, 3
 SAMPLE_S, MAX_CALL_S = 5e-3, 2.0
 MAX_CALLS = 64
 SETTLE_S = 0.01  # after OpenMP code: its threads spin for some milliseconds
-NOT_MEASURED = ("threads", "batch", "pages", "H", "G", "D", "gb_per_s", "samples_us")
+NOT_MEASURED = (
+    "threads",
+    "batch",
+    "pages",
+    "H",
+    "G",
+    "D",
+    "gb_per_s",
+    "tokens_per_s",
+    "samples_us",
+)
 
 
 class Native(Implementation):
@@ -64,13 +76,15 @@ class Native(Implementation):
 
     tolerance = 1e-5  # fp32 sums in another order
 
-    def __init__(self) -> None:
-        self.name = f"native-{native.module.isa()}"
+    def __init__(self, kind: str = "native", elements: torch.Tensor | None = None) -> None:
+        self.name, self._elements = f"{kind}-{native.module.isa()}", elements
+        self.element_bytes = 2 if elements is None else elements.itemsize
         (self._attend,) = (i.run for i in attend_pages.implementations if i.name == "native")
 
     def run(self, inputs: Inputs, starts: list[int], threads: int) -> int:
         torch.set_num_threads(threads)  # the kernel's own pool takes as many
-        q, k, v, scale = inputs.q, inputs.k, inputs.v, inputs.shape.scale
+        q, scale = inputs.q, inputs.shape.scale
+        k, v = inputs.pool.planes(inputs.shape, self._elements)
         # Filled by numpy: torch's threads, once they have helped, poll for milliseconds on another one's core.
         nowhere = [np.full(shape, np.nan, np.float32) for shape in (q.shape, q.shape[:2])]
         out = torch.from_numpy(nowhere[0]), torch.from_numpy(nowhere[1])
@@ -84,6 +98,10 @@ class Native(Implementation):
 
     def output(self) -> torch.Tensor:
         return self._out
+
+    def expected(self, inputs: Inputs, at: int) -> torch.Tensor:
+        planes = inputs.pool.planes(inputs.shape, self._elements)
+        return baselines.reference(inputs, inputs.pages(at), *planes)
 
 
 class Read(Implementation):
@@ -153,21 +171,24 @@ def run_shape(
             time.sleep(SETTLE_S)
     for (impl, count, error, calls), samples in zip(entries, samples_us, strict=True):
         measured = summary(samples)
-        gb_per_s = round(s.call_bytes / measured["median_us"] / 1e3, 4)
+        call_bytes = s.call_bytes * impl.element_bytes // 2
+        gb_per_s = round(call_bytes / measured["median_us"] / 1e3, 4)
+        tokens_per_s = round(s.B * s.R * s.S / measured["median_us"] * 1e6)
         writer.add(
-            impl.name, threads=count, **sizes, gb_per_s=gb_per_s, calls_per_sample=calls,
+            impl.name, threads=count, **sizes, gb_per_s=gb_per_s, tokens_per_s=tokens_per_s, calls_per_sample=calls,
             max_abs_error=float(f"{error:.3g}"), tolerance=impl.tolerance,
             rounds=list(range(rounds)), **measured,
         )  # fmt: skip
         say(
-            f"    {impl.name:18s} {count} threads {gb_per_s:7.2f} GB/s, spread {measured['spread']:.0%}"
+            f"    {impl.name:18s} {count} threads {gb_per_s:7.2f} GB/s {tokens_per_s / 1e6:7.2f} Mtok/s, "
+            f"spread {measured['spread']:.0%}"
         )
 
 
 def run(args: argparse.Namespace, threads: list[int], cpus: list[int], writer: Writer) -> None:
     without = set(filter(None, args.without.split(",")))
     wanted = QUICK_POOL_BYTES if args.quick else POOL_BYTES
-    pools = 1 if "ipex-2.8" in without else 2
+    pools = 2 if "ipex-2.8" in without else 3  # two in fp8 are as large as one
     room = max(0, int(available_bytes() * 0.8) - RESERVE_BYTES) // pools
     pool_bytes = min(wanted, room // (4 << 20) * (4 << 20))
     if pool_bytes < min(wanted, 8 * cache_bytes()):
@@ -184,6 +205,9 @@ def run(args: argparse.Namespace, threads: list[int], cpus: list[int], writer: W
     models, all_sizes = (MODELS[1:2], ((2, 4),)) if args.quick else (MODELS, SIZES)
     try:
         pool = KvPool(pool_bytes)
+        implementations += [
+            Native(kind, pool.rounded(getattr(torch, dtype))) for kind, dtype in FP8_KV.items()
+        ]
         for name, H, G, D in models:
             for B, R in all_sizes:
                 inputs = Inputs(pool, Shape(name, B, R, H, G, D))

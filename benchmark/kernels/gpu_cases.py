@@ -14,6 +14,7 @@ from sglang_scout.ops.attend import attend_pages
 from sglang_scout.ops.digest import build_layer_digests
 from sglang_scout.ops.gather import copy_layer_pages
 from sglang_scout.ops.layers import LayerPages
+from sglang_scout.ops.mass import mass_change_rotated
 from sglang_scout.ops.merge import merge_states
 from sglang_scout.ops.op import Op
 from sglang_scout.ops.score import score_pages
@@ -132,7 +133,7 @@ def changed(
 def scores(pools: Pools, B: int, N: int, bits: int) -> Case:
     """The reference, which unpacks all bits, takes one row at a time."""
     op, digests = OPS[bits][0], pools.digests[bits]
-    q, n_full, out = pools.random(B, pools.HQ, D), pools.full(N, B), pools.random(B, N)
+    q, n_full, out = pools.random(B, pools.HQ, D).to(DTYPE), pools.full(N, B), pools.random(B, N)
     tables = [pools.ids(B, N, pages=len(digests[0])) for _ in range(REPEATS)]
 
     def call(table: torch.Tensor, rows: slice = slice(None), impl: str = "triton") -> torch.Tensor:
@@ -268,12 +269,14 @@ def merged(pools: Pools, B: int) -> Case:
     return Case("merge_states", {"B": B}, nbytes, calls, lambda: difference(merge_states, *parts))
 
 
-def log_masses(pools: Pools, B: int, k: int, bits: int) -> Case:
+def mass_changes(pools: Pools, B: int, k: int, bits: int) -> Case:
     """Of the missing pages of a layer: few."""
     digests = pools.digests[bits]
     q, table = pools.random(B, pools.HQ, D), pools.ids(B, k, pages=len(digests[0]))
-    op, arguments = rotated.log_mass_rotated, (q, *digests, table, pools.full(k, B), D**-0.5)
-    nbytes = B * k * (sum(part[0].nbytes for part in digests) + 4) + q.nbytes
+    queries = q, q + 0.1 * pools.random(B, pools.HQ, D)
+    op = mass_change_rotated
+    arguments = (*queries, *digests, table, pools.full(k, B), D**-0.5)
+    nbytes = B * k * (sum(part[0].nbytes for part in digests) + 4) + 2 * q.nbytes
     calls = [lambda: op(*arguments, impl="triton")] * REPEATS
     return Case(
         op.name, {"B": B, "k": k, "bits": bits}, nbytes, calls, lambda: difference(op, *arguments)
@@ -295,4 +298,4 @@ def cases(pools: Pools, small: bool) -> Iterator[Case]:
     for B in (2,) if small else (1, 64):
         yield appended(pools, B)
         yield merged(pools, B)
-        yield log_masses(pools, B, 3 if small else 8, 2)
+        yield mass_changes(pools, B, 3 if small else 8, 2)

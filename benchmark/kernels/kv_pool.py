@@ -59,9 +59,7 @@ class KvPool:
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        self._map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._map.madvise(mmap.MADV_HUGEPAGE)
-        bits = np.frombuffer(self._map, np.uint16)
+        bits = _mapped(nbytes).view(np.uint16)
         values = np.random.default_rng(0).standard_normal(TILE_ELEMENTS, np.float32)
         tile = (values.view(np.uint32) >> 16).astype(np.uint16)
         half = len(bits) // 2
@@ -69,12 +67,19 @@ class KvPool:
         _repeat(np.roll(tile, -_V_SHIFT), bits[half:])
         self.elements = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
 
-    def planes(self, shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V as [P, S, H, D]."""
-        half, page = len(self.elements) // 2, shape.page_bytes // 2
+    def rounded(self, dtype: torch.dtype) -> torch.Tensor:
+        """The elements in a type of 8 bits, in memory of their own."""
+        return torch.from_numpy(_mapped(self.nbytes // 2)).view(dtype).copy_(self.elements)
+
+    def planes(
+        self, shape: Shape, elements: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V as [P, S, H, D], of what `rounded` made if that is given."""
+        elements = self.elements if elements is None else elements
+        half, page = len(elements) // 2, shape.page_bytes // 2
         k, v = (
             plane[: half // page * page].view(-1, shape.S, shape.H, shape.D)
-            for plane in (self.elements[:half], self.elements[half:])
+            for plane in (elements[:half], elements[half:])
         )
         return k, v
 
@@ -117,6 +122,13 @@ class Inputs:
         """int32 [B, R]"""
         n = self.shape.B * self.shape.R
         return torch.from_numpy(self.stream.ids[at : at + n]).view(self.shape.B, self.shape.R)
+
+
+def _mapped(nbytes: int) -> np.ndarray:
+    """uint8 [nbytes] of anonymous memory."""
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, np.uint8)
 
 
 def _repeat(tile: np.ndarray, to: np.ndarray) -> None:

@@ -1,7 +1,7 @@
 """Decode throughput of stock SGLang and ours: dummy weights at the shape of a large model, requests of one length.
 
 Ours runs the largest batch that host memory holds, stock the largest that its device memory holds. Each server is
-measured twice, a row each; run_to_run is the difference over the mean. samples_us are the times between a request's
+measured at every context, a row each. samples_us are the times between a request's
 tokens while all of them decode, without the first 50 steps. Of the same time are cpu_compute_ratio, fallback_pages and
 wait_share, in which the device waited for the worker. Which pages are selected comes from noise (``dummy_kv``, random
 weights), not from the drift that gpu_decode.py calibrates to the paper's figures.
@@ -32,17 +32,20 @@ NUM_RESERVED_DECODE_TOKENS = 512
 MOST_REQUESTS = 64
 SKIPPED_STEPS = 50
 """Of the window, at its begin: the cache fills, and the recall finds its pace."""
-RUNS = 2
 START_S, MAPPED_S, RUN_S = 300.0, 45.0, 300.0
 
-SERVERS = {
-    # As the paper: as many pages resident as all requests select, and what is not is computed by the CPU.
-    "scout-budget": {"cache": "budget"},
-    "stock-triton": {"attention_backend": "triton"},
-    "stock-flashinfer": {"attention_backend": "flashinfer"},
+SERVERS = {  # what matters most first: a call's time may end before the last
     # All pages that the device's memory holds; still only the selected ones are attended to.
     "scout-device": {"cache": "device"},
+    "stock-flashinfer": {"attention_backend": "flashinfer"},
+    "stock-triton": {"attention_backend": "triton"},
+    "stock-fa3": {"attention_backend": "fa3"},
+    # As the paper: as many pages resident as all requests select, and what is not is computed by the CPU.
+    "scout-budget": {"cache": "budget"},
 }
+MAY_BE_ABSENT = ("stock-flashinfer", "stock-fa3")
+"""FlashInfer is compiled when the server starts, which not every machine can do; FlashAttention-3 is 1.7 GB of
+sglang-kernel that a bundle leaves out."""
 
 
 def write_config(shape: str, folder: Path, context: int) -> Path:
@@ -136,10 +139,10 @@ def reserved_tokens(options: argparse.Namespace) -> int:
 
 def flags_of(name: str, options: argparse.Namespace, device_bytes: int) -> dict[str, Any]:
     """Flags of a server."""
-    room = options.speed_context + options.speed_tokens + 64
+    room = max(options.speed_context) + options.speed_tokens + 64
     common = {"dtype": "bfloat16", "load_format": "dummy", "context_length": room,
               "disable_radix_cache": True}  # fmt: skip
-    about, tokens = SERVERS[name], options.speed_context + reserved_tokens(options)
+    about, tokens = SERVERS[name], min(options.speed_context) + reserved_tokens(options)
     if "attention_backend" in about:
         batch = most_requests(options.model, device_bytes, tokens)
         # A decode server never runs a prefill.
@@ -190,39 +193,37 @@ def run_server(
     writer: rows.Writer, impl: str, server: DecodeServer, about: dict[str, Any],
     options: argparse.Namespace,
 ) -> None:  # fmt: skip
-    """Measure a server ``RUNS`` times, a row each. Raises one of FAILURES."""
+    """A row of a server for each context. Raises one of FAILURES."""
     info = server.info()
     found = about | about_server(info)
-    room = options.speed_context + reserved_tokens(options)
-    batch = min(found["max_running_requests"], found["token_capacity"] // room)
-    if batch < 1:
-        reason = f"not one request fits {found['token_capacity']} tokens"
-        writer.add(impl, "skipped", reason, **found)
-        return
     if state := offload_state(info):
         nbytes = state["host_pages_total"] * PAGE * token_bytes(options.model)
         found["mapped_share"] = wait_mapped(state["worker"]["pid"], nbytes, MAPPED_S)
-    prompts = make_prompts([options.speed_context] * batch, 100_000, seed=1)
-    rates: list[float] = []
-    states: list[State] = []
+    for context in options.speed_context:
+        room = context + reserved_tokens(options)
+        batch = min(found["max_running_requests"], found["token_capacity"] // room)
+        row = {**found, "context": context, "batch": batch}
+        if batch < 1:
+            reason = f"not one request fits {found['token_capacity']} tokens"
+            writer.add(impl, "skipped", reason, **row)
+            continue
+        prompts = make_prompts([context] * batch, 100_000, seed=1)
+        states: list[State] = []
 
-    def look() -> None:
-        with contextlib.suppress(*FAILURES, KeyError):  # its requests notice a server that fails
-            states.append((time.monotonic(), offload_state(server.info())))
+        def look(states: list[State] = states) -> None:
+            with contextlib.suppress(
+                *FAILURES, KeyError
+            ):  # its requests notice a server that fails
+                states.append((time.monotonic(), offload_state(server.info())))
 
-    for run in range(1, RUNS + 1):
         with beside(found.get("worker_cpus", ())):
             times = server.token_times(prompts, options.speed_tokens, RUN_S, look)
         gaps, rate = steady(times)
-        rates.append(rate)
-        row = {**found, "batch": batch, "tokens_per_s": round(rate, 1), "run": run}
-        row |= of_window(states, *window(times, SKIPPED_STEPS))
-        if run > 1:
-            row["run_to_run"] = round((max(rates) - min(rates)) * run / sum(rates), 4)
+        row |= {"tokens_per_s": round(rate, 1)} | of_window(states, *window(times, SKIPPED_STEPS))
         writer.add(impl, **row, **rows.summary(gaps))
-        shown = ("cpu_compute_ratio", "wait_share", "fallback_pages", "run_to_run")
+        shown = ("cpu_compute_ratio", "wait_share", "fallback_pages")
         print(
-            f"{about['server']}: batch {batch}, run {run}: {row['tokens_per_s']} tokens/s "
+            f"{about['server']}: context {context}, batch {batch}: {row['tokens_per_s']} tokens/s "
             + " ".join(f"{x}={row[x]}" for x in shown if x in row),
             flush=True,
         )
@@ -233,14 +234,14 @@ def measure_speed(
 ) -> int:
     """Rows of all servers; returns how many failed that should not have."""
     failed, shape = 0, options.model
-    room = options.speed_context + options.speed_tokens + 64
+    room = max(options.speed_context) + options.speed_tokens + 64
     model = write_config(shape, folder / shape, room)
     device_bytes = torch.cuda.get_device_properties(0).total_memory
     free_mib = nvidia_smi.used_mib()
     for name in options.servers:
         impl = name.partition("-")[0]
         flags = flags_of(name, options, device_bytes)
-        about = {"model": shape, "context": options.speed_context, "server": name, **SERVERS[name]}
+        about = {"model": shape, "server": name, **SERVERS[name]}
         about |= {"speed_tokens": options.speed_tokens}
         if impl == "scout":
             resident = json.loads(flags["kv_offload_config"]).get("resident_tokens")
@@ -253,8 +254,7 @@ def measure_speed(
             ) as server:
                 run_server(writer, impl, server, about, options)
         except FAILURES as error:
-            # FlashInfer is compiled when the server starts, which not every machine can do.
-            failed += name != "stock-flashinfer"
+            failed += name not in MAY_BE_ABSENT
             writer.add(impl, "failed", str(error)[-1000:], **about)
             print(f"{name}: FAILED: {error}", flush=True)
         nvidia_smi.wait_free(free_mib)

@@ -108,10 +108,10 @@ def test_the_flags_of_every_policy_are_understood(setting):
         cpus=None, config=json.dumps(config),
     )  # fmt: skip
     assert parsed.budget_tokens == setting.budget_tokens
-    more = {"exact_steps": 0, "head_reduce": "max", "resident_tokens": 64}
+    more = {"exact_layers": [1], "head_reduce": "max", "resident_tokens": 64}
     with_more = json.loads(setting.decode_flags(more)[-1])
     assert with_more["resident_tokens"] == 64
-    assert ("exact_steps" in with_more) == parsed.precompute
+    assert ("exact_layers" in with_more) == parsed.precompute
     assert with_more["head_reduce"] == "max"
     assert parsed.precompute == (setting.policy in ("scout", "scout-rotated"))
     if setting.policy == "recent":

@@ -1,11 +1,15 @@
 """``benchmark/decode``: that a step on a device which waits for the host is noticed, and what its rows say."""
 
 import argparse
+import os
+from typing import NamedTuple
 
 import pytest
 import torch
 
 from benchmark.decode import check, gpu_decode, harness
+from benchmark.decode.launches import of_layer
+from benchmark.decode.model import SIZES
 from sglang_scout.ops import triton
 from sglang_scout.ops.doorbell import DeviceRing
 
@@ -79,3 +83,26 @@ def test_rows_say_whether_the_batch_is_larger_than_that_of_full_attention(
     assert ("WARNING" in capsys.readouterr().out) == (batch < 13)
     first, *_, last = found  # the first variant again, as the last
     assert {**first, "repeat": 1} == last
+
+
+def test_the_drift_is_calibrated_with_the_stores_digests():
+    pytest.importorskip("sglang_scout._native")
+    size = SIZES["tiny"]
+    store = harness.Store(
+        size, pages=65, batch=1, budget_pages=8, dtype=torch.float32, device="cpu",
+        cpus=sorted(os.sched_getaffinity(0))[:1], from_device=False,
+    )  # fmt: skip
+    try:
+        assert 0.9 < gpu_decode.calibrated_rho(store, size, 64 * harness.PAGE, 8) < 1.0
+    finally:
+        store.close()
+
+
+def test_launches_are_counted_by_layer_and_what_runs_on_the_host_is_none():
+    class Seen(NamedTuple):
+        key: str
+        count: int
+        self_device_time_total: float
+
+    seen = [Seen("attend", 8, 40.0), Seen("aten::mm", 3, 0.0)]
+    assert of_layer(seen, 4) == {"attend": [2.0, 10.0]}

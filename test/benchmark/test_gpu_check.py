@@ -58,7 +58,7 @@ def test_the_check_refuses_without_a_device_and_says_what_to_do(tmp_path):
     assert "scripts/test.sh test/ops" in done.stderr and list((tmp_path / "out").iterdir()) == []
 
 
-def steps_of(tmp_path, does, **variables):
+def steps_of(tmp_path, does, *day, **variables):
     """The check's status and words, and its rows, with a Python of which a step ``does`` this."""
     python = tmp_path / "python"
     # "-": the look for a device; "-c": what a step needs; anything else is a step.
@@ -67,7 +67,7 @@ def steps_of(tmp_path, does, **variables):
         f"*) {does} ;; esac\n"
     )
     python.chmod(0o755)
-    done = run(CHECK, tmp_path / "out", PYTHON=python, **variables)
+    done = run(CHECK, tmp_path / "out", *day, PYTHON=python, **variables)
     lines = (tmp_path / "out" / "steps.jsonl").read_text().splitlines()
     return done, {row["step"]: row for row in map(json.loads, lines)}
 
@@ -97,10 +97,18 @@ def test_a_step_that_was_asked_for_and_cannot_run_fails_the_check(tmp_path):
     assert done.returncode == 1 and "there is no step sever" in done.stdout
 
 
-def test_the_calls_of_the_documents_fit_half_an_hour_and_name_steps_that_there_are():
-    text = (ROOT / "docs" / "gpu.md").read_text()
-    calls = re.findall(r'^SECONDS_LIMIT=(\d+) ONLY="?([\w -]+?)"? ', text, re.MULTILINE)
-    known = set(re.findall(r"^step (\S+) \d+ ", CHECK.read_text(), re.MULTILINE))
-    named = [step for _, steps in calls for step in steps.split()]
-    assert calls and set(named) <= known
-    assert sum(int(limit) + 30 for limit, _ in calls) <= 1800
+def test_the_days_fit_half_an_hour_and_name_steps_that_there_are():
+    text = CHECK.read_text()
+    days = re.findall(r'2:(day-\d)\) ONLY="([\w -]+)"', text)
+    known = set(re.findall(r"^step (\S+) \d+ ", text, re.MULTILINE))
+    assert [day for day, _ in days] == ["day-1", "day-2", "day-3"]
+    assert {step for _, steps in days for step in steps.split()} <= known
+    assert all(f"RESULTS {day}" in (ROOT / "docs" / "gpu.md").read_text() for day, _ in days)
+    limit_s = int(re.findall(r"SECONDS_LIMIT:-(\d+)", text)[0])
+    assert len(days) * (limit_s + 30) <= 1800
+
+
+def test_a_day_is_its_steps_and_no_other_word_is_taken(tmp_path):
+    done, steps = steps_of(tmp_path, ":", "day-3")
+    assert done.returncode == 0 and list(steps) == ["decode", "kernels"]
+    assert run(CHECK, tmp_path / "out", "day-4").returncode == 64

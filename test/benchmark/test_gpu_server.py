@@ -107,7 +107,9 @@ def test_counters_are_of_the_window_alone():
     assert speed.of_window(states, 3.2, 4.5) == {}, "one sample says nothing"
 
 
-OPTIONS = gpu_server.parse(["--out", "x", "--speed", "--host-gb", "96"])
+OPTIONS = gpu_server.parse(
+    ["--out", "x", "--speed", "--host-gb", "96", "--speed-context", "32768", "65536"]
+)
 
 
 def test_ours_has_the_batch_of_the_host_and_stock_that_of_the_device():
@@ -116,7 +118,7 @@ def test_ours_has_the_batch_of_the_host_and_stock_that_of_the_device():
         config = json.loads(flags["kv_offload_config"])
         assert flags["max_running_requests"] == 20 and config["attend"] == "selected"
         assert config.get("resident_tokens") == resident
-    for name in ("triton", "flashinfer"):
+    for name in ("triton", "flashinfer", "fa3"):
         flags = speed.flags_of(f"stock-{name}", OPTIONS, 80 << 30)
         assert flags["attention_backend"] == name and flags["disable_prefill_cuda_graph"]
         assert flags["max_running_requests"] == 17  # more than 80 GiB hold beside the weights
@@ -144,8 +146,10 @@ class Server:
         return [[0.01 * i for i in range(tokens)] for _ in prompts]
 
 
-@pytest.mark.parametrize(("fails", "failed"), [("", 0), ("triton", 1), ("flashinfer", 0)])
-def test_every_server_has_two_rows_or_one_that_says_why(monkeypatch, tmp_path, fails, failed):
+@pytest.mark.parametrize(("fails", "failed"), [("", 0), ("triton", 1), ("fa3", 0)])
+def test_every_server_has_a_row_for_each_context_or_one_that_says_why(
+    monkeypatch, tmp_path, fails, failed
+):
     monkeypatch.setattr(speed, "DecodeServer", Server)
     monkeypatch.setattr(Server, "fails", fails)
     about = type("About", (), {"total_memory": 80 << 30})
@@ -158,5 +162,5 @@ def test_every_server_has_two_rows_or_one_that_says_why(monkeypatch, tmp_path, f
         if fails and name.endswith(fails):
             assert [row["status"] for row in found] == ["failed"]
             continue
-        assert [row["run"] for row in found] == [1, 2] and found[1]["run_to_run"] == 0.0
+        assert [row["context"] for row in found] == OPTIONS.speed_context
         assert found[0]["tokens_per_s"] == pytest.approx(100 * found[0]["batch"], rel=0.01)

@@ -27,7 +27,7 @@ from benchmark.accuracy.forecast_training.loss import (
 )
 from benchmark.accuracy.study.model import Model
 from benchmark.progress import Progress
-from sglang_scout.core.forecast import VERSION, Header, PageWeights, save_weights
+from sglang_scout.core.forecast import LEAST_RANK, VERSION, Header, PageWeights, save_weights
 from sglang_scout.core.profile import ModelIdentity
 from sglang_scout.ops.embed import half_means, pooled
 
@@ -141,9 +141,10 @@ class Trainer:
         self, model: Model, identity: ModelIdentity, plan: Plan, text: Callable[[int], Tensor]
     ) -> None:
         self.model, self.identity, self.plan, self._text = model, identity, plan, text
-        if plan.kind == "pilot" and plan.rank > model.config.head_dim:
+        most = model.config.head_dim
+        if plan.kind == "pilot" and not LEAST_RANK <= plan.rank <= most:
             raise ValueError(
-                f"a rank of {plan.rank}: at most the head size, {model.config.head_dim}"
+                f"a rank of {plan.rank}: expected one from {LEAST_RANK} to the head size, {most}"
             )
         self._samples: dict[int, Sample] = {}
         self.step = 0

@@ -90,6 +90,9 @@ def decode_window(
         q = model.query(layer, x, position)
         k, v = model.keys_values(layer, x, position)
         keys, values = (torch.cat([a[:, :start], b], 1) for a, b in ((text_k, k), (text_v, v)))
+        if setting.kv:
+            stored = getattr(torch, setting.kv)
+            keys, values = keys.to(stored).float(), values.to(stored).float()
         source = x if before is None and setting.query == "forecast" else before
         predicted = q if source is None else predict(model, layer, setting, source, x, position)
         digest = digests[layer] if sparse and layer not in setting.dense_layers else None

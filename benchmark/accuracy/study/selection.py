@@ -57,6 +57,7 @@ class Setting:
             ("-missing"); "corrected": with the page's log mass corrected by the digest, + est(q) - est(predicted q);
             "reweighed": with that of all of them together corrected so.
         far: of the pages that ``attends`` names so many, drawn for each token.
+        kv: the type of torch that keys and values are rounded to for attention; none: "". Digests are not.
     """
 
     budget_tokens: int | None = None
@@ -71,6 +72,7 @@ class Setting:
     stop_mass: float = 1.0
     attends: str = "real"
     far: float = 1.0
+    kv: str = ""
 
     def __post_init__(self) -> None:
         for name, choices in (
@@ -96,7 +98,7 @@ class Setting:
     def name(self) -> str:
         """What differs from a plain choice by the real query, in a line."""
         if self.budget_tokens is None:
-            return "full"
+            return f"full kv={self.kv}" if self.kv else "full"
         more = {k: v for k, v in asdict(self).items() if v != getattr(Setting, k)}
         said = [f"{k}={v}" for k, v in more.items() if k not in ("budget_tokens", "digest")]
         return " ".join([self.digest, str(self.budget_tokens), *said])

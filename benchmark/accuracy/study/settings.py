@@ -104,11 +104,17 @@ SYSTEMS = [
         _system(budget),
         _paper(budget),
         Setting(budget, TWO_BITS, query="predicted"),
+        Setting(budget, BOUNDS, query="predicted"),
         Setting(budget, "window", query="forecast", grain="head"),
+        Setting(budget, "window", query="predicted", grain="head"),
         Setting(budget, "pilot", grain="head"),
     )
 ]
-"""scout, scout as in the paper, InfiniGen (with the better digest), SparDA, RheoServe."""
+"""scout, scout as in the paper, InfiniGen with either digest, SparDA with its forecast and with the next layer's
+projection in its place, RheoServe."""
+
+KV = [Setting(kv=x) for x in ("bfloat16", "float8_e4m3fn", "float8_e5m2")]
+"""Full attention to rounded keys and values."""
 
 SETS: dict[str, dict[str, Sequence[Setting]]] = {
     "main": {"facts": [*DIGESTS, *QUERIES, *HEADS, *PAGES], "prompt": PROMPT, "text": TEXT},
@@ -118,6 +124,7 @@ SETS: dict[str, dict[str, Sequence[Setting]]] = {
         "text": [*WEIGHTS, *MASS[:2]],
     },
     "bytes": {"text": BYTES},
+    "kv": {"facts": KV, "text": KV},
     "systems": dict.fromkeys(("facts", "prompt", "text"), SYSTEMS),
     "short": {"facts": [Setting(512, TWO_BITS), Setting(512)], "text": [Setting(512, TWO_BITS)]},
 }
