@@ -157,7 +157,7 @@ def test_state_fields(function):
 
 def test_metrics():
     text = section(OPERATIONS, "Metrics")
-    for kind in ("gauge", "counter"):
+    for kind in ("gauge", "counter", "histogram"):
         [line] = [line for line in text.splitlines() if re.search(rf"\| {kind}\b", line)]
         assert set(re.findall(r"`(\w+)`", line)) - {"_total"} == {
             name for name, k in metrics().items() if k == kind
