@@ -41,8 +41,8 @@ def plan_of(model, **more):
 
 
 def test_a_step_of_the_papers_model_by_hand(model):
-    plan = plan_of(model, digest="minmax")
-    work, h100 = Work.of(plan.model, plan.sizes), DEVICES["h100"]
+    plan = plan_of(model, config='{"digest": "minmax"}')
+    work, h100 = Work.of(plan.server), DEVICES["h100"]
     rate = 3350e3 * 0.8  # bytes a microsecond
     step = offload_step(work, h100, 32)
     layer = (40 + 2 * 8 + 40) * 128 * 5120 + 3 * 5120 * 17408
@@ -61,7 +61,7 @@ def test_a_step_of_the_papers_model_by_hand(model):
 
 def test_the_step_waits_for_a_worker_that_is_slower_than_a_layer(model):
     plan = plan_of(model)
-    work = Work.of(plan.model, plan.sizes)
+    work = Work.of(plan.server)
     rates = dict(memory_gb_s=1000, flop_s=1e15, link_gb_s=1e6, memory_bytes=1, launch_us=0.0)  # noqa: C408
     fast, slow = (Device(**rates, host_gb_s=rate) for rate in (1e9, 1))
     quick, late = (offload_step(work, device, 8) for device in (fast, slow))

@@ -20,10 +20,13 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from sglang_scout.cli.model_config import ModelConfig
-from sglang_scout.cli.sizes import Plan, Sizes
 from sglang_scout.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from sglang_scout.cli.sizes import Plan, Server
+    from sglang_scout.policy.base import Policy
 
 LAUNCHES = {"stock": 12, "offload": 19}
 """Kernels of a layer, by count: ten of ours (docs/gpu.md) in place of stock's append and attention."""
@@ -115,14 +118,15 @@ class Work:
     query_values: int
 
     @classmethod
-    def of(cls, model: ModelConfig, sizes: Sizes) -> Work:
+    def of(cls, server: Server) -> Work:
+        model, context = server.model, server.context_tokens
         read = model.weight_bytes - model.embedding_bytes
         values = model.num_q_heads * model.head_dim
         ahead = model.num_layers * model.hidden_size * values
         return cls(
             model.num_layers, read, read / model.value_bytes, ahead * model.value_bytes, ahead,
-            sizes.context_tokens, min(sizes.budget_tokens, sizes.context_tokens),
-            sizes.kv_bytes_per_token, sizes.digest_bytes_per_request, values,
+            context, min(server.config.budget_tokens, context), server.kv_bytes_per_token,
+            server.pages_per_request * server.digest_bytes_per_page, values,
         )  # fmt: skip
 
 
@@ -223,22 +227,26 @@ class Prediction:
         return self.offload.tokens_per_s / self.stock.tokens_per_s if self.stock.batch else None
 
 
+def has_model(policy: Policy) -> bool:
+    """Whether the model is of this policy's steps: a worker attends to missing pages a layer ahead."""
+    return policy.route == "cpu" and policy.query.attends and bool(policy.query.targets(0, 2))
+
+
 def predict(plan: Plan, device: Device) -> Prediction:
     """Steps of a plan on a device whose memory the plan has counted."""
     assert plan.stock is not None and plan.gpu_kv_bytes is not None
-    work = Work.of(plan.model, plan.sizes)
-    page_bytes = plan.sizes.kv_bytes_per_page
+    server = plan.server
+    work, page_bytes = Work.of(server), server.kv_bytes_per_page
 
     def ours(batch: int) -> Step:
-        pages = plan.sizes.host_pages(batch)
-        digests = batch * plan.sizes.digest_bytes_per_request
+        pages = server.host_pages(batch)
+        digests = batch * work.digest_bytes
         if pages * page_bytes + digests <= plan.gpu_kv_bytes:  # all are resident
             return offload_step(work, device, batch, 0.0, 0.0)
         return offload_step(work, device, batch)
 
     stock = stock_step(work, device, plan.stock.requests)
-    most = plan.requests or plan.offload.requests
-    batches = range(1, most + 1)
+    batches = range(1, plan.requests + 1)
     wins = next((b for b in batches if ours(b).tokens_per_s > stock.tokens_per_s), None)
-    nbytes = None if wins is None else plan.sizes.host_pages(wins) * page_bytes
-    return Prediction(stock, ours(most), wins, nbytes)
+    nbytes = None if wins is None else server.host_pages(wins) * page_bytes
+    return Prediction(stock, ours(plan.requests), wins, nbytes)

@@ -11,6 +11,7 @@ from typing import Any
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from sglang_scout.core.config import OffloadConfig
+from sglang_scout.core.forecast import pilot_rank
 from sglang_scout.engine.hints import choose_hint
 from sglang_scout.engine.memory import bytes_beside_digests
 from sglang_scout.plugin import status
@@ -24,7 +25,7 @@ from sglang_scout.plugin.pool import (
     of_groups,
     same_items,
 )
-from sglang_scout.plugin.support import has_hints, model_shape, pilot_rank, rank_weights
+from sglang_scout.plugin.support import has_hints, model_shape, rank_weights
 from sglang_scout.policy.base import Context, make_policy
 
 logger = logging.getLogger(__name__)
