@@ -1,6 +1,7 @@
 """The model of a decode step: against arithmetic done by hand, and against steps that were measured."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,9 @@ def test_a_step_of_the_papers_model_by_hand(model):
     both = 32 * 40 * 5120 * (2 + 4) + 32 * 163840
     assert step.parts_us["ring"] == pytest.approx(both / (64e3 * 0.8))
     assert step.us == pytest.approx(sum(step.parts_us.values())) and step.bound == "weights"
+    assert step.parts_us["launches"] == 40 * 14 * 2.0, "five more are beside the model"
+    in_order = offload_step(work, replace(h100, in_order=True), 32)
+    assert in_order.parts_us["launches"] == 40 * 19 * 2.0
     full = stock_step(work, h100, 3)
     assert full.parts_us["attention"] == pytest.approx(3 * 65536 * 163840 / rate)
 

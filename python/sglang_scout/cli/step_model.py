@@ -4,7 +4,8 @@
     attention   stock: all KV of the batch; offload: the resident share of the budget
     look-ahead  W_q of every layer a second time
     scores      the digests of all pages
-    launches    kernels of a layer, each with its launch
+    launches    kernels of a layer, each with its launch; of those that choose a layer ahead only the bytes count, as
+                they run beside the model and share its bandwidth (not on the CPU device, where they are in order)
     ring        queries to the worker, its answers back and the new token's KV to its host page, over the link
     wait        of each layer for the worker, which has had a layer's time for its share of the pages; the first
                 layer's worker has had only the attention's
@@ -28,8 +29,9 @@ if TYPE_CHECKING:
     from sglang_scout.cli.sizes import Plan, Server
     from sglang_scout.policy.base import Policy
 
-LAUNCHES = {"stock": 12, "offload": 19}
-"""Kernels of a layer, by count: ten of ours (docs/gpu.md) in place of stock's append and attention."""
+LAUNCHES = {"stock": 12, "offload": 14, "ahead": 5}
+"""Kernels of a layer, by count: ten of ours (docs/gpu.md), of which five run beside the model, in place of stock's
+append and attention."""
 RING_VALUE_BYTES = 2 + 4
 """Of a query and of its answer."""
 MISSING_SHARE = 0.12
@@ -48,6 +50,7 @@ class Device:
         host_gb_s: of host memory for one worker.
         launch_us: of a kernel in a graph, until it runs at full speed.
         boundary_us: once, and for each request.
+        in_order: whether what chooses ahead runs in order with the model.
         reached: share of a published rate that a part of the step reaches; ``""`` is that of all others.
     """
 
@@ -58,6 +61,7 @@ class Device:
     memory_bytes: float
     launch_us: float = 2.0
     boundary_us: tuple[float, float] = (2200.0, 83.0)
+    in_order: bool = False
     reached: Mapping[str, float] = field(default_factory=lambda: {"": 0.8})
     source: str = ""
 
@@ -191,12 +195,13 @@ def offload_step(
     kv_bytes = batch * work.budget_tokens * work.kv_bytes_per_token
     asked = batch * work.layers * work.query_values * RING_VALUE_BYTES
     ring = asked if missing_share else 0.0
+    launches = LAUNCHES["offload"] + (LAUNCHES["ahead"] if device.in_order else 0)
     parts = _products(work, device, batch) | {
         "scores": device.us("scores", device.memory_gb_s, batch * work.digest_bytes),
         "attention": device.us(
             "attention", device.memory_gb_s, (1 - missing_share) * kv_bytes
         ),
-        "launches": work.layers * LAUNCHES["offload"] * device.launch_us,
+        "launches": work.layers * launches * device.launch_us,
         "ring": device.us("ring", device.link_gb_s, ring + batch * work.kv_bytes_per_token),
     }  # fmt: skip
     layer = sum(parts.values()) / work.layers
