@@ -172,7 +172,7 @@ def test_each_policy_takes_what_is_its_own(model, capsys):
         40 * 8 * 8
     )  # layers, requests, heads: averages of the window's tokens, a list of all pages
     assert windowed["step buffers"][0] == 4 * (rows * (4096 + 1280) + 40 * 8 * 40 * 128)
-    assert {*memory("scout")} == {*windowed} - {"kept tokens", "step buffers"}
+    assert {*windowed} ^ {*memory("scout")} == {"kept tokens", "step buffers", "hints"}
     assert main([*command, "--kv-offload", "hgca"]) == 0
     assert "Steps are predicted only where" in capsys.readouterr().out
 
@@ -180,7 +180,8 @@ def test_each_policy_takes_what_is_its_own(model, capsys):
 def test_host_memory_for_the_worker_beside_the_pages(model, capsys):
     command = ["plan", "--model-path", str(model()), "--host-gb", "1000", "--budget", "2048"]
     assert main([*command, "--requests", "64"]) == 0
-    assert "up to 0.96 GiB of host memory beside the pages" in capsys.readouterr().out
+    # 0.96 for the worker, 5 KiB for each page's hint.
+    assert "up to 1.35 GiB of host memory beside the pages" in capsys.readouterr().out
     sizes = {"host_gib": 1, "budget_tokens": 2048}
     of_64, most = (
         plan_of(model(), requests=n, **sizes).memory.worker.total_bytes for n in (64, 65536)

@@ -256,7 +256,7 @@ def _verdict(plan: Plan) -> str:
         f"For {_count(requests)}: --max-running-requests {requests} --context-length {server.context_tokens} "
         f"--kv-offload-host-gb {host_gib:.1f},\n"
         f"{gib(memory.device_bytes)} of {place} beside the weights, and up to "
-        f"{gib(memory.context_bytes + memory.worker.total_bytes)} of host memory beside the pages."
+        f"{gib(memory.bytes_beside_pages)} of host memory beside the pages."
     )
     if plan.gpu_kv_bytes is None:
         lines.append(
