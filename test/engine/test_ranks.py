@@ -68,8 +68,7 @@ class Selected:
         touch = worker.table.uses.touch
 
         def remember(layers, pages, step, fresh):  # of one layer, or all of a step
-            if len(fresh) > 1:  # not what one newcomer begins with
-                self.pages += zip(layers.tolist(), pages.tolist(), strict=True)
+            self.pages += zip(layers.tolist(), pages.tolist(), strict=True)
             return touch(layers, pages, step, fresh)
 
         worker.table.uses.touch = remember
