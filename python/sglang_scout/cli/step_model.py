@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from sglang_scout.cli.sizes import Plan, Server
     from sglang_scout.policy.base import Policy
 
-LAUNCHES = {"stock": 12, "offload": 14, "ahead": 5}
-"""Kernels of a layer, by count: ten of ours (docs/gpu.md), of which five run beside the model, in place of stock's
-append and attention."""
+LAUNCHES = {"stock": 12, "offload": 14, "ahead": 5, "dense": 12}
+"""Kernels of a layer, by count: ten of ours (docs/gpu.md), of which five run beside the model, or in dense steps
+three, in place of stock's for positions and append, and attention."""
 RING_VALUE_BYTES = 2 + 4
 """Of a query and of its answer."""
 MISSING_SHARE = 0.12
@@ -216,6 +216,19 @@ def offload_step(
     return Step(batch, parts, beside)
 
 
+def dense_step(work: Work, device: Device, batch: int) -> Step | None:
+    """Attention to all pages, which are resident; None where ours would choose instead, as in `StepEngine`."""
+    beyond = batch * max(work.context_tokens - work.budget_tokens, 0) * work.kv_bytes_per_token
+    if beyond > work.ahead_bytes:
+        return None
+    parts = stock_step(work, device, batch).parts_us | {
+        "launches": work.layers * LAUNCHES["dense"] * device.launch_us,
+        "ring": device.us("ring", device.link_gb_s, batch * work.kv_bytes_per_token),
+    }
+    once, each = device.boundary_us
+    return Step(batch, parts, {"boundary": once + each * batch})
+
+
 @dataclass(frozen=True)
 class Prediction:
     """Stock and offload at the largest batch that fits each; ``wins_from``: the smallest batch of ours that is
@@ -247,7 +260,8 @@ def predict(plan: Plan, device: Device) -> Prediction:
         pages = server.host_pages(batch)
         digests = batch * work.digest_bytes
         if pages * page_bytes + digests <= plan.gpu_kv_bytes:  # all are resident
-            return offload_step(work, device, batch, 0.0, 0.0)
+            dense = dense_step(work, device, batch)
+            return dense or offload_step(work, device, batch, 0.0, 0.0)
         return offload_step(work, device, batch)
 
     stock = stock_step(work, device, plan.stock.requests)
