@@ -71,9 +71,9 @@ WEIGHTS = [_ahead(attends=f"{x}-missing") for x in ("predicted", "corrected", "r
 """How what predicted queries attend to is weighed."""
 
 
-def _system(budget: int, mass: float = 1.0) -> Setting:
+def _system(budget: int, mass: float = 1.0, grain: str = "layer") -> Setting:
     """What ``--kv-offload scout`` does."""
-    how = {"query": "predicted", "attends": "reweighed-missing"}
+    how = {"query": "predicted", "attends": "reweighed-missing", "grain": grain}
     return Setting(budget, TWO_BITS, stop_mass=mass, **how)  # type: ignore[arg-type]
 
 
@@ -96,6 +96,14 @@ BYTES = [
     )
 ]
 """Loss against bytes: the oracle, digests of 32 and 16 tokens a page, choices by head as SparDA's, two systems."""
+
+LIMITS = [
+    *(Setting(512, "keys", **how) for how in ({}, {"grain": "head"}, {"page_tokens": 16})),  # type: ignore[arg-type]
+    *(_system(512, grain=grain) for grain in ("layer", "head")),
+    Setting(1024, "keys"),
+    *(_system(1024, grain=grain) for grain in ("layer", "head")),
+]
+"""What any choice of whole pages loses, of a layer or of each KV head, and what ours does."""
 
 SYSTEMS = [
     setting
@@ -124,6 +132,7 @@ SETS: dict[str, dict[str, Sequence[Setting]]] = {
         "text": [*WEIGHTS, *MASS[:2]],
     },
     "bytes": {"text": BYTES},
+    "limits": dict.fromkeys(("facts", "prompt", "text"), LIMITS),
     "kv": {"facts": KV, "text": KV},
     "systems": dict.fromkeys(("facts", "prompt", "text"), SYSTEMS),
     "short": {"facts": [Setting(512, TWO_BITS), Setting(512)], "text": [Setting(512, TWO_BITS)]},
