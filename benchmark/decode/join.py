@@ -60,8 +60,9 @@ def measure(store: Store, with_hint: bool, context: int, budget: int, batch: int
             queries = drift.q[:, newcomer]
             hint = choose_hint(engine.digests, queries, full, engine.policy.digest, scale)
             engine.boundary.arrivals.add(newcomer, full, hint)
-            while engine.boundary.arrivals.waits(newcomer):
+            while engine.boundary.arrivals.queue([newcomer], room=1):
                 after.append(timed(harness))
+            engine.boundary.arrivals.admit(newcomer, newcomer)
         waited = len(after)
         harness.rows = batch
         for _ in range(STEPS_AFTER):

@@ -36,8 +36,14 @@ def arrive(worker, request, row):
     return full if len(full) <= BUDGET else full[hint[:, :BUDGET]]
 
 
-def waits(worker, request):
-    return worker.engine.boundary.arrivals.waits(request.slot)
+def waits(worker, *requests, room=4):
+    waiting = worker.engine.boundary.arrivals.queue([r.slot for r in requests], room)
+    return [r.slot in waiting for r in requests]
+
+
+def join(worker, request):
+    worker.engine.boundary.arrivals.admit(request.slot, request.slot)
+    worker.join(request)
 
 
 def cpu_pages(worker, row):
@@ -57,12 +63,14 @@ def test_hinted_pages_are_copied_beside_a_step_and_resident_in_the_first_one(mak
     worker.step()
     request = worker.bring(length, slot=1)
     pages = arrive(worker, request, 1)
-    assert waits(worker, request)
+    assert waits(worker, request) == [True]
     link = with_slow_link(worker)
     worker.step()
-    assert not waits(worker, request) and link.forced == 0 and not resident(worker, pages).any()
+    assert (
+        waits(worker, request) == [False] and link.forced == 0 and not resident(worker, pages).any()
+    )
     link.run(99)
-    worker.join(request)
+    join(worker, request)
     worker.step()
     assert link.forced == 0
     assert resident(worker, pages).all()
@@ -77,11 +85,11 @@ def test_without_a_hint_the_first_step_misses_all_but_sink_and_newest(make):
     request = worker.bring(PROMPT, slot=1)
     worker.engine.boundary.arrivals.add(1, np.array(request.pages[:60]), None)
     worker.step()
-    worker.join(request)
+    join(worker, request)
     worker.step()
     assert cpu_pages(worker, 1) == (BUDGET - 2) * worker.shape.num_layers
     retracted = worker.bring(PROMPT, slot=2)  # comes back without an arrival
-    worker.join(retracted)
+    join(worker, retracted)
     worker.step()
     assert cpu_pages(worker, 2) == (BUDGET - 2) * worker.shape.num_layers
 
@@ -90,7 +98,7 @@ def test_with_nobody_to_wait_the_first_boundary_copies(make):
     worker = small(make)
     request = worker.bring(PROMPT)
     pages = arrive(worker, request, 0)
-    worker.join(request)
+    join(worker, request)
     worker.step()
     assert resident(worker, pages).all()
     assert cpu_pages(worker, 0) <= 0.3 * BUDGET * worker.shape.num_layers
@@ -106,23 +114,46 @@ def test_pages_that_were_freed_in_the_same_step_are_the_newcomers(make):
     request = worker.bring(PROMPT)
     assert set(request.pages) & set(last.pages)
     pages = arrive(worker, request, 0)
-    worker.join(request)
+    join(worker, request)
     worker.step()
     assert resident(worker, pages).all()
 
 
-def test_newcomers_take_turns(make):
+def test_newcomers_take_turns_where_there_is_much_to_copy(make):
     worker = small(make)
     worker.admit(500)
     worker.step()
-    coming = [worker.bring(PROMPT, slot=slot) for slot in (3, 1)]
+    arrivals = worker.engine.boundary.arrivals
+    pages = np.array(worker.bring(PROMPT, slot=1).pages[:60])
+    few, many = (np.broadcast_to(np.arange(n), (worker.shape.num_layers, n)) for n in (2, BUDGET))
+    worker.engine.boundary._placement.budget_pages = BUDGET
+    a_hint = HINT_PAGES // BUDGET
+    for name in range(a_hint):
+        arrivals.add(name, pages, many)
+    arrivals.add("next", pages, many)
+    arrivals.add("empty", pages, None)
+    names = [*range(a_hint), "next", "empty"]
+    assert arrivals.queue(names, 99) == set(names)
+    worker.step()
+    assert arrivals.queue(names, 99) == {"next", "empty"}
+    worker.step()
+    assert not arrivals.queue(names, 99)
+
+
+def test_only_those_with_room_are_copied_for_and_those_that_have_gone_are_forgotten(make):
+    worker = small(make)
+    worker.admit(500)
+    worker.step()
+    coming = [worker.bring(PROMPT, slot=slot) for slot in (3, 1, 2)]
     for request in coming:
         arrive(worker, request, 1)
-    order = []
-    for _ in range(2):
-        worker.step()
-        order.append([waits(worker, request) for request in coming])
-    assert order == [[False, True], [False, False]]
+    assert waits(worker, *coming, room=1) == [True] * 3
+    worker.step()
+    assert waits(worker, *coming, room=0) == [False, True, True]
+    worker.step()
+    assert waits(worker, *coming[1:], room=1) == [True, True], "no room, no turn"
+    worker.step()
+    assert waits(worker, *coming, room=1) == [False, False, True], "the first was forgotten"
 
 
 def test_full_slots_make_room_but_not_for_more_than_there_is(make):
@@ -133,8 +164,9 @@ def test_full_slots_make_room_but_not_for_more_than_there_is(make):
         worker.step()
     request = worker.bring(PROMPT, slot=1)
     pages = arrive(worker, request, 1)
+    waits(worker, request)
     worker.step()
-    worker.join(request)
+    join(worker, request)
     for _ in range(4):
         worker.step()
         worker.table.check()
@@ -147,15 +179,33 @@ def test_pages_that_another_request_shares_are_copied_once(make):
     worker = small(make)
     first = worker.bring(PROMPT)
     arrive(worker, first, 0)
-    worker.join(first)
+    join(worker, first)
     worker.step()
     before = worker.engine.counters.warmed_pages
     arrivals, full = worker.engine.boundary.arrivals, np.array(first.pages[:60])
     arrivals.add(5, full, np.where(resident(worker, full), np.arange(60), -1))
+    assert arrivals.queue([5], 1) == {5}
     worker.step()
+    assert not arrivals.queue([5], 1)
     worker.step()
     assert worker.engine.counters.warmed_pages == before
     worker.table.check()
+
+
+def test_a_prompt_within_the_budget_has_all_its_pages_even_if_their_copies_are_late(make):
+    worker = small(make, config='{"recall": "adaptive"}')  # which does not wait long
+    worker.engine.policy.residency.patience_us = 0
+    worker.admit(500)
+    worker.step()
+    request = worker.bring(BUDGET * SIZE - 3, slot=1)
+    pages = arrive(worker, request, 1)
+    waits(worker, request)
+    link = with_slow_link(worker)
+    worker.step()
+    assert waits(worker, request) == [False] and not resident(worker, pages).any()
+    join(worker, request)
+    worker.step()
+    assert link.forced and resident(worker, pages).all() and cpu_pages(worker, 1) == 0
 
 
 @pytest.mark.parametrize("is_started", [False, True])
@@ -168,7 +218,9 @@ def test_a_request_that_is_aborted_before_it_joins_leaves_nothing(make, is_start
     request = worker.bring(PROMPT, slot=1)
     arrive(worker, request, 1)
     if is_started:
+        waits(worker, request)
         worker.step()
+        assert waits(worker, request) == [False]
     worker.finish(request)
     worker.free_pages.sort()
     other = worker.bring(PROMPT, slot=1)
@@ -177,7 +229,7 @@ def test_a_request_that_is_aborted_before_it_joins_leaves_nothing(make, is_start
     link.run(99)
     worker.step()
     assert not resident(worker, np.array(other.pages)).any()
-    worker.join(other)
+    join(worker, other)
     for _ in range(3):
         worker.step()
         link.run(99)

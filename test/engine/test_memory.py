@@ -182,7 +182,7 @@ def test_what_the_worker_needs_beside_the_pages_is_counted():
         ("ring", 64, made.worker.ring_bytes),
         ("partial results", 8, 849_346_560),
     )
-    needed = made.host_bytes + made.worker.total_bytes + HEADROOM_BYTES
+    needed = made.host_bytes + made.hint_bytes + made.worker.total_bytes + HEADROOM_BYTES
     check_memory(made, settings, needed, shared=False)
     with pytest.raises(ConfigError) as caught:
         check_memory(made, settings, needed - 1, shared=False)
@@ -205,7 +205,7 @@ def test_partial_results_are_of_the_threads_that_may_share_a_sequence(
     settings = config(config={"worker_threads_per_group": threads})
     made = plan(settings, node_cpus=node_cpus)
     assert (made.worker.threads, made.worker.partial_bytes) == (most, results * RESULT_BYTES)
-    assert len(made.rows) == (6 if results else 5)
+    assert len(made.rows) == (7 if results else 6)
 
 
 @pytest.mark.parametrize(

@@ -27,15 +27,19 @@ SHAPE = ModelShape(3, 4, 2, 64, SIZE, torch.float32, 0.125)
 
 
 @pytest.mark.parametrize("kind_there", ["minmax", "rotated-2"])
-@pytest.mark.parametrize("hints_there", [True, False])
-def test_hints_are_sent_for_the_last_page_if_both_have_them(kind_there, hints_there):
+@pytest.mark.parametrize("hints_there, chunk_is_last", [(True, True), (True, False), (False, True)])
+def test_a_hint_is_sent_with_the_last_chunk_if_both_have_them(
+    kind_there, hints_there, chunk_is_last
+):
     here = DigestPool(SHAPE, 4, "cpu", "minmax", hints=True)
+    if chunk_is_last:
+        here.hints.put(3, np.zeros((3, HINT_PAGES), np.int32))
     there = DigestPool(SHAPE, 90, "cpu", kind_there, hints=hints_there)
     target = pool.with_digests(([50, 51, 52, 60, 61, 62], [1] * 6, [0] * 6), there)[0]
     pairs = sent(pool.with_digests(lists(), here), target)
     if kind_there != "minmax":
         assert pairs == ONLY_K_AND_V
-    elif not hints_there:
+    elif not (hints_there and chunk_is_last):
         assert len(pairs) == 12
     else:
         *pairs, hints = pairs

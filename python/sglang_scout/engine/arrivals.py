@@ -1,20 +1,23 @@
 """Requests whose KV has come: their first pages are copied beside the steps of others, then they join.
 
     arrival      the pages that the prefill server's hint names, or all of a prompt that the budget covers
-    boundary t   starts the copies of the request that came first; one a boundary, so that they end within step t
-    boundary t+1 maps them; the request joins with this step
+    boundary t   starts the copies of those that came first, so many that they should end within step t
+    boundary t+1 maps them; the requests join with this step
 
 So no step waits for a newcomer. While nobody decodes there is nobody to wait: it joins at once, and its boundary
-copies. When a request may join depends on the number of boundaries alone, so that tensor-parallel ranks agree.
+copies. When a request may join depends on numbers that tensor-parallel ranks share, so that they agree.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from sglang_scout.engine.hints import HINT_PAGES
 from sglang_scout.engine.lifecycle import PageLifecycle
 from sglang_scout.engine.placement import Placement
 
@@ -27,11 +30,12 @@ class Arrival:
 
     pages: Pages  # [L, n] host pages to begin with, -1 padded
     generations: Pages  # [L, n] of them, when it came
+    is_covered: bool  # they are all that it has: it needs them in its first step
     is_started: bool = False
 
 
 class Arrivals:
-    """What requests that are about to join begin with, by table row.
+    """What requests that are about to join begin with.
 
     Args:
         placement: copies pages.
@@ -40,43 +44,61 @@ class Arrivals:
 
     def __init__(self, placement: Placement, lifecycle: PageLifecycle) -> None:
         self._placement, self._lifecycle = placement, lifecycle
-        self._waiting: dict[int, Arrival] = {}  # the order is that of arrival
+        self._waiting: dict[Hashable, Arrival] = {}  # in the order of the queue
+        self._room = 0  # so many of them may join
+        self._admitted: dict[int, Arrival | None] = {}  # by table row
 
-    def add(self, row: int, full_pages: Pages, hint: Pages | None) -> None:
+    def add(self, request: Hashable, full_pages: Pages, hint: Pages | None) -> None:
         """The KV of a request has come.
 
         Args:
+            request: its name.
             full_pages: ``[n]`` its full pages.
             hint: ``[L, k]`` places among them, best first, -1 padded; None: there is none.
         """
         pages = self._placement.first_pages(full_pages)
+        is_covered = pages.shape[1] == len(full_pages)
         if hint is not None and not pages.size:
             places = hint[:, : self._placement.budget_pages]
             pages = np.where(places >= 0, full_pages[places], -1)
-        self._waiting.pop(row, None)  # of one that was aborted
-        self._waiting[row] = Arrival(pages, self._lifecycle.generations(pages))
+        generations = self._lifecycle.generations(pages)
+        self._waiting[request] = Arrival(pages, generations, is_covered)
 
-    def waits(self, row: int) -> bool:
-        """Whether copies for the request in ``row`` have still to begin."""
-        arrival = self._waiting.get(row)
-        return arrival is not None and not arrival.is_started
+    def queue(self, requests: Iterable[Hashable], room: int) -> set[Hashable]:
+        """All that wait to join, first come first: there is ``room`` for so many.
+
+        Returns:
+            Those for which copies have still to begin.
+        """
+        # The others were aborted, or ended with their first token.
+        self._waiting = {name: self._waiting[name] for name in requests if name in self._waiting}
+        self._room = room
+        return {name for name, arrival in self._waiting.items() if not arrival.is_started}
 
     def start(self, step: int) -> None:
-        """Boundary: begin to copy for the request that has waited longest."""
-        for arrival in self._waiting.values():
+        """Boundary: begin to copy for those that came first and find room, one hint's pages or a little more."""
+        left = HINT_PAGES * self._placement.num_layers
+        for arrival in itertools.islice(self._waiting.values(), self._room):
+            if left <= 0:
+                return
             if not arrival.is_started:
                 arrival.is_started = True
+                left -= int((arrival.pages >= 0).sum())  # resident or not: ranks may differ in that
                 self._placement.copy_beside(self._held(arrival), step)
-                return
+
+    def admit(self, request: Hashable, row: int) -> None:
+        """A request joins with the next step, in this table row."""
+        self._admitted[row] = self._waiting.pop(request, None)
 
     def join(self, row: int, full_pages: Pages) -> Pages:
-        """``[L, n]`` pages that have to be copied before the first step of the request in ``row``."""
-        arrival = self._waiting.pop(row, None)
+        """``[L, n]`` pages that have to be resident before the first step of the request in ``row``."""
+        arrival = self._admitted.pop(row, None)
         if arrival is None:  # it comes back after a retraction
             return self._placement.first_pages(full_pages)
-        return self._held(arrival)[:, : 0 if arrival.is_started else None]
+        pages = self._held(arrival)
+        return pages[:, :0] if arrival.is_started and not arrival.is_covered else pages
 
     def _held(self, arrival: Arrival) -> Pages:
-        """Its pages, but -1 for those of a request that was aborted."""
+        """Its pages, but -1 for those that were freed since it came."""
         is_held = self._lifecycle.generations(arrival.pages) == arrival.generations
         return np.where(is_held, arrival.pages, -1)

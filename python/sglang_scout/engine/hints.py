@@ -9,12 +9,14 @@ A hint says what is copied early and never what is attended to: a wrong one, or 
 
 from __future__ import annotations
 
+import ctypes
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from sglang_scout.core.config import OffloadConfig
 from sglang_scout.engine.device import upload
 from sglang_scout.engine.offered import Offered
 from sglang_scout.ops.select import select_pages
@@ -30,7 +32,7 @@ _MOST_PAGES = 2**16 - 2  # a place takes 16 bits
 
 
 class PageHints:
-    """For every page the hint of a prompt that ends in it, on the host: about 0.1 % of its KV.
+    """For every page the hint of a prompt that ends in it, on the host: 128 bytes a layer.
 
     Pages that the radix cache shares belong to the same prompt up to there, and so does the hint.
 
@@ -39,11 +41,13 @@ class PageHints:
 
     Attributes:
         parts: ``[L, P, k / 2]`` int16 each, two as the transfer wants them: place + 1 in the prompt, 0: none.
+        made: how many hints were put.
     """
 
     def __init__(self, layers: int, num_pages: int) -> None:
         size = layers, num_pages, HINT_PAGES // 2
         self._rows = [np.zeros(size, np.uint16) for _ in range(2)]
+        self.made = 0
         self.parts = tuple(torch.from_numpy(rows.view(np.int16)) for rows in self._rows)
 
     def clear(self, pages: npt.NDArray[np.integer]) -> None:
@@ -53,6 +57,7 @@ class PageHints:
 
     def put(self, page: int, places: npt.NDArray[np.integer]) -> None:
         """The hint ``places`` ``[L, k]``, -1 padded, of a prompt whose last page is ``page``."""
+        self.made += 1
         for rows, part in zip(self._rows, np.split(places + 1, 2, axis=1), strict=True):
             rows[:, page] = part
 
@@ -64,6 +69,17 @@ class PageHints:
         places = np.concatenate([rows[:, page] for rows in self._rows], axis=1).astype(np.int64) - 1
         places[(places[:, :1] < 0) | (places >= n_full)] = -1  # without a first one there is none
         return places if (places >= 0).any() else None
+
+
+def hint_bytes(config: OffloadConfig, num_layers: int) -> int:
+    """Of one page, on either server; 0 unless pages are chosen for a layer as a whole, as hints name them."""
+    has_hints = config.grain == "layer" and not config.context_share
+    return 2 * HINT_PAGES * num_layers * has_hints
+
+
+def has_hint(address: int, row_bytes: int, page: int) -> bool:
+    """Whether there is one for ``page``, by the first layer of the first part at ``address``."""
+    return ctypes.c_uint16.from_address(address + page * row_bytes).value > 0
 
 
 def choose_hint(

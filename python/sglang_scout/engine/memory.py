@@ -10,6 +10,7 @@ from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.page_bytes import PILOT_RANK, digest_bytes, input_bytes
 from sglang_scout.engine.fetch import staging_bytes
+from sglang_scout.engine.hints import hint_bytes
 from sglang_scout.engine.stores import ModelShape
 from sglang_scout.policy.base import Route
 from sglang_scout.worker.arena import ArenaSpec
@@ -30,6 +31,7 @@ class MemoryPlan:
         input_bytes: SGLang's input buffers, which are as long as all tokens of the host pages.
         staging_bytes: as of :func:`bytes_of_step`.
         context_bytes: tokens that heads keep of older pages, in host memory.
+        hint_bytes: what prompts' last tokens look for, in host memory.
     """
 
     num_pages: int
@@ -42,6 +44,7 @@ class MemoryPlan:
     worker: WorkerMemory
     staging_bytes: int = 0
     context_bytes: int = 0
+    hint_bytes: int = 0
 
     @property
     def rows(self) -> tuple[tuple[str, int, int], ...]:
@@ -53,6 +56,7 @@ class MemoryPlan:
             ("resident slots", self.num_slots, self.resident_bytes),
             *([("staging", 2, self.staging_bytes)] if self.staging_bytes else []),
             *([("kept tokens", 1, self.context_bytes)] if self.context_bytes else []),
+            *([("hints", self.num_pages, self.hint_bytes)] if self.hint_bytes else []),
             *self.worker.rows,
         )
 
@@ -109,6 +113,7 @@ def plan_memory(
         worker=plan_worker(config, shape, max_batch, context_tokens, node_cpus),
         staging_bytes=staging,
         context_bytes=int(num_pages * config.context_share) * page_bytes,
+        hint_bytes=num_pages * hint_bytes(config, shape.num_layers),
     )
     if device_bytes is not None:
         _check_device(plan, config, max_batch, min(least_slots, num_pages), device_bytes)
@@ -286,7 +291,7 @@ def check_memory(
         plan: of each of the tensor-parallel ``ranks`` on this machine.
     """
     on_device = plan.digest_bytes + plan.input_bytes + plan.resident_bytes + plan.staging_bytes
-    of_host = plan.host_bytes + plan.context_bytes + plan.worker.total_bytes
+    of_host = plan.host_bytes + plan.hint_bytes + plan.context_bytes + plan.worker.total_bytes
     needed = ranks * (of_host + (on_device if shared else 0) + HEADROOM_BYTES)
     if needed <= available_bytes:
         return

@@ -25,6 +25,7 @@ class Placement:
     ) -> None:
         self._policy, self.budget_pages = policy, budget_pages
         self._table, self._recall = table, recall
+        self.num_layers = table.num_layers
         self._step = 0
 
     def load_forced(
@@ -61,8 +62,10 @@ class Placement:
         # Forced pages may push out anything else, warm ones only what was not just in use.
         self._load(forced, step)
         if warm:
+            for pages in warm:
+                self._touch(pages, step)
             self._load(np.concatenate(warm, axis=1), step - 1, is_forced=False)
-        if not self._table.are_resident(forced):
+        if (warm and self._recall.late_pages) or not self._table.are_resident(forced):
             # They found no slot, or are themselves on their way: copies hold what they need.
             self._recall.commit(step)
             self._load(forced, step)
@@ -73,14 +76,17 @@ class Placement:
         """``[L, n]`` which of its ``full_pages`` ``[m]`` a new request begins with, as the policy says."""
         total = len(full_pages)
         count = self._policy.residency.warm_pages(np.array([total]), self.budget_pages)[0]
-        return np.broadcast_to(full_pages[total - count :], (self._table.num_layers, count))
+        return np.broadcast_to(full_pages[total - count :], (self.num_layers, count))
 
     def copy_beside(self, pages: npt.NDArray[np.integer], step: int) -> None:
         """Begin to copy ``pages`` ``[L, n]``, -1 padded, of a request that has not joined, beside ``step``."""
-        every, is_new = np.arange(self._table.num_layers), np.ones(1, bool)
-        chosen = np.ascontiguousarray(pages[:, None], np.int32)
-        self._table.uses.touch(every, chosen, step, is_new)  # by the last token of its prompt
+        self._touch(pages, step)
         self._recall.warm(*self._with_slots(pages, step - 1, is_forced=False))
+
+    def _touch(self, pages: npt.NDArray[np.integer], step: int) -> None:
+        """The last token of a prompt chose ``pages`` ``[L, n]``, -1 padded."""
+        chosen = np.ascontiguousarray(pages[:, None], np.int32)
+        self._table.uses.touch(np.arange(self.num_layers), chosen, step, np.ones(1, bool))
 
     def _with_slots(
         self, pages: npt.NDArray[np.integer], before_step: int, is_forced: bool = True

@@ -155,12 +155,10 @@ class Recall:
             )
 
     def _ended(self, copies: Copies, deadline_ns: int | None) -> bool:
-        if deadline_ns is None:
-            copies.done.exception()
-            return True
-        left_ns = max(0, deadline_ns - time.monotonic_ns())
+        left_s = None if deadline_ns is None else max(0, deadline_ns - time.monotonic_ns()) / 1e9
         with contextlib.suppress(TimeoutError):
-            copies.done.exception(left_ns / 1e9)
+            if (error := copies.done.exception(left_s)) is not None:
+                raise error
         return copies.done.done()
 
     def _land(self, copies: Copies, step: int) -> None:

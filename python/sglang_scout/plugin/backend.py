@@ -172,7 +172,7 @@ class ScoutAttnBackend(AttentionBackend):
             if self._dummy_kv is not None:
                 self._dummy_kv.fill(pages, prompt)
             hint = None if hints is None else hints.of(pages[-1], n_full)
-            self.engine.boundary.arrivals.add(row, pages[:n_full], hint)
+            self.engine.boundary.arrivals.add(request.rid, pages[:n_full], hint)
 
     def admit(self, requests: list[Any], tokens: list[int]) -> None:
         """SGLang's requests that join the batch, new or after a retraction, with KV of so many ``tokens``."""
@@ -187,6 +187,8 @@ class ScoutAttnBackend(AttentionBackend):
         ]
         # SGLang has capped what they may generate by the context.
         ends = [len(r.origin_input_ids) + r.sampling_params.max_new_tokens for r in requests]
+        for request, row in zip(requests, rows, strict=True):
+            self.engine.boundary.arrivals.admit(request.rid, row)
         self.engine.boundary.admit(rows, np.concatenate(full), ends)
 
     def announce_step(self, rows: torch.Tensor, positions: torch.Tensor) -> None:

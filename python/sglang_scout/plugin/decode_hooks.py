@@ -16,7 +16,7 @@ from sglang_scout.plugin.backend import current_backend
 from sglang_scout.plugin.host_size import host_bytes
 from sglang_scout.plugin.pool import HostKVPool, build_pools
 from sglang_scout.plugin.ranks import AttentionRanks, nodes_of_worker
-from sglang_scout.plugin.support import has_hints, model_shape, pilot_rank, rank_weights
+from sglang_scout.plugin.support import model_shape, pilot_rank, rank_weights
 from sglang_scout.policy.base import Context, make_policy
 from sglang_scout.worker.host_memory import available_bytes
 
@@ -75,7 +75,7 @@ def around_init_pools(original: Callable[..., None], runner: Any) -> None:
         ),
         HostKVPool,
     )
-    pool.attach(shape, plan, config.digest, rank_weights(config), has_hints(config, policy))
+    pool.attach(shape, plan, config.digest, rank_weights(config), plan.hint_bytes > 0)
 
 
 def after_pop_transferred(result: list[Any], *args: Any, **kwargs: Any) -> list[Any]:
@@ -86,13 +86,18 @@ def after_pop_transferred(result: list[Any], *args: Any, **kwargs: Any) -> list[
 
 def around_get_new_prebuilt_batch(original: Callable[..., Any], scheduler: Any) -> Any:
     """While others decode, a request waits until its first pages are on their way, beside a step of theirs."""
-    if scheduler.running_batch.is_empty():
+    queue, running = scheduler.waiting_queue, scheduler.running_batch
+    if scheduler.enable_priority_scheduling:
+        scheduler.policy.calc_priority(queue, running)
+    room = min(scheduler.req_to_token_pool.size, scheduler.max_running_requests)
+    arrivals = current_backend().engine.boundary.arrivals
+    waiting = arrivals.queue((r.rid for r in queue), max(room - running.batch_size(), 0))
+    if running.is_empty() or not waiting:
         return original(scheduler)
-    waits, queue = current_backend().engine.boundary.arrivals.waits, scheduler.waiting_queue
-    waiting = [request for request in queue if waits(request.req_pool_idx)]
-    scheduler.waiting_queue = [request for request in queue if request not in waiting]
+    scheduler.waiting_queue = [request for request in queue if request.rid not in waiting]
     batch = original(scheduler)
-    scheduler.waiting_queue = waiting + scheduler.waiting_queue
+    left = {request.rid for request in scheduler.waiting_queue} | waiting
+    scheduler.waiting_queue = [request for request in queue if request.rid in left]
     return batch
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from sglang_scout.core.config import OffloadConfig
-from sglang_scout.engine.hints import choose_hint
+from sglang_scout.engine.hints import choose_hint, has_hint, hint_bytes
 from sglang_scout.engine.memory import bytes_beside_digests
 from sglang_scout.plugin import status
 from sglang_scout.plugin.allocator import DigestListener
@@ -24,7 +24,7 @@ from sglang_scout.plugin.pool import (
     of_groups,
     same_items,
 )
-from sglang_scout.plugin.support import has_hints, model_shape, pilot_rank, rank_weights
+from sglang_scout.plugin.support import model_shape, pilot_rank, rank_weights
 from sglang_scout.policy.base import Context, make_policy
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ def around_init_pools(original: Callable[..., None], runner: Any) -> None:
     if isinstance(pool, DigestKVPool):
         shape = model_shape(runner)
         policy = make_policy(Context(config, shape.num_layers, 2 * shape.page_bytes))
-        hints = has_hints(config, policy)
+        hints = bool(hint_bytes(config, shape.num_layers))
         pool.attach(shape, policy.digest, rank_weights(config), hints)
         runner.token_to_kv_pool_allocator.listener = DigestListener(pool.digests)
 
@@ -126,7 +126,11 @@ def around_send_kvcache(
     if common < 3 or not same_items(items, target, layers, 2):
         return 0
     last = {name: kwargs[name][-1:] for name in ("prefill_data_indices", "dst_data_indices")}
-    return send(2, 1, **last)
+    row = [of_groups(kwargs[name], layers, 2)[0] for name in ("src_data_ptrs", "item_lens")]
+    is_hint = has_hint(
+        *row, int(last["prefill_data_indices"][0])
+    )  # not yet, in the middle of a prompt
+    return send(2, 1, **last) if is_hint else 0
 
 
 def around_send_kvcache_slice(

@@ -151,11 +151,13 @@ def prefill_state(scheduler: Any) -> dict[str, Any]:
     """What a prefill server has to say: its digests."""
     pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
     digests = getattr(pool, "digests", None)
+    hints = digests.hints if digests is not None else None
     return {
         "policy": scheduler.server_args.kv_offload,
         "page_size": pool.page_size,
         "digests_sent": digests is not None,
         "digests_computed": digests.computed if digests is not None else 0,
+        "hints_made": hints.made if hints is not None else 0,
     }
 
 

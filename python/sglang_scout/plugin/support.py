@@ -33,7 +33,7 @@ from sglang_scout.core.served_models import (
 )
 from sglang_scout.engine.stores import ModelShape
 from sglang_scout.ops.predict import QueryProjector, add_norm, rotate_heads
-from sglang_scout.policy.base import Context, Policy, make_policy
+from sglang_scout.policy.base import Context, make_policy
 
 TORCH_DTYPES = tuple(getattr(torch, name) for name in DTYPES)
 TORCH_FP8 = tuple(getattr(torch, name) for name in FP8_KV.values())
@@ -132,11 +132,6 @@ def model_identity(config: Any) -> ModelIdentity:
         head_dim=config.head_dim,
         config_digest=digest,
     )
-
-
-def has_hints(config: OffloadConfig, policy: Policy) -> bool:
-    """Whether pages are chosen for a layer as a whole, as those are that the prefill server hints at."""
-    return config.grain == "layer" and policy.feedback is None
 
 
 def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
