@@ -6,7 +6,7 @@
 #
 # The three days are calls that fit into half an hour of a machine: is it right (every kernel, the sanitizer on the ring,
 # a small model's tokens on a server with graphs, its worker killed; the ring's round trip), how fast is a server beside
-# stock SGLang, and what of a decode step is worth what (ablation, launches by the profiler, each kernel's time).
+# stock SGLang, and what of a decode step is worth what (each kernel's time, ablation, launches by the profiler).
 #
 # OUTDIR gets rows.jsonl (each row names its benchmark; format: benchmark/rows.py), steps.jsonl (a row per step: exit
 # status, or why it was skipped) and logs.tar.gz. Rows are written as soon as they are measured, behind those of earlier
@@ -14,7 +14,7 @@
 # 2 without a CUDA device.
 #
 # There is one limit of time: SECONDS_LIMIT (570) for the whole call. A step is ended after its own limit or when the call's
-# time is over. One call does not suffice for all steps.
+# time is over. Those of a day leave 30 s to unpack and build; the last one of day-2 and day-3 takes what is left.
 # Variables: PYTHON (default: the .venv of this repository, or python3), SECONDS_LIMIT, ONLY (names of steps), DECODE_ARGS
 # (options of benchmark/decode/gpu_decode.py), SERVER_ARGS (of benchmark/server/gpu_server.py).
 set -euo pipefail
@@ -23,7 +23,7 @@ case "$#:${2:-}" in
     1:) ;;
     2:day-1) ONLY="kernels-check decode-check ring-memcheck ring server" ;;
     2:day-2) ONLY="flashinfer speed" ;;
-    2:day-3) ONLY="decode kernels" ;;
+    2:day-3) ONLY="kernels decode" ;;
     *) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' "$0"; exit 64 ;;
 esac
 mkdir -p "$1"
@@ -112,22 +112,22 @@ PARALLEL=()
 SANITIZER='import shutil; assert shutil.which("compute-sanitizer")'
 PATH="$PATH:/usr/local/cuda/bin"
 
-step kernels-check 120 "$ANY" "$PYTHON" -m benchmark.kernels.gpu_kernels --check-only
-step decode-check 200 "$NATIVE" "$PYTHON" -m benchmark.decode.gpu_decode --check-only
+step kernels-check 100 "$ANY" "$PYTHON" -m benchmark.kernels.gpu_kernels --check-only
+step decode-check 120 "$NATIVE" "$PYTHON" -m benchmark.decode.gpu_decode --check-only
 # 0, not unset: without the driver's usual device file the tests would choose the interpreter.
 step tests 150 "$ANY" env TRITON_INTERPRET=0 "$PYTHON" -m pytest -q -p no:cacheprovider "${PARALLEL[@]}" test/ops \
     -k "triton or doorbell" --deselect test/ops/test_triton_compile.py
 step ring-memcheck 60 "$SANITIZER; $NATIVE" compute-sanitizer --tool memcheck --error-exitcode 9 \
     "$PYTHON" -m benchmark.ring.gpu_ring --check-only
-step ring 60 "$NATIVE" "$PYTHON" -m benchmark.ring.gpu_ring --out "$ROWS"
+step ring 40 "$NATIVE" "$PYTHON" -m benchmark.ring.gpu_ring --out "$ROWS"
 # shellcheck disable=SC2086  # options, split on purpose
-step server 300 "$SERVERS" "$PYTHON" -m benchmark.server.gpu_server --out "$ROWS" --logs "$LOGS" ${SERVER_ARGS:-}
+step server 220 "$SERVERS" "$PYTHON" -m benchmark.server.gpu_server --out "$ROWS" --logs "$LOGS" ${SERVER_ARGS:-}
 step flashinfer 150 'import flashinfer' "$PYTHON" -m benchmark.decode.full_attention
 # shellcheck disable=SC2086
-step speed 540 "$SERVERS" "$PYTHON" -m benchmark.server.gpu_server --out "$ROWS" --logs "$LOGS" --speed ${SERVER_ARGS:-}
+step speed "$LIMIT_S" "$SERVERS" "$PYTHON" -m benchmark.server.gpu_server --out "$ROWS" --logs "$LOGS" --speed ${SERVER_ARGS:-}
+step kernels 120 "$ANY" "$PYTHON" -m benchmark.kernels.gpu_kernels --out "$ROWS"
 # shellcheck disable=SC2086
-step decode 470 "$NATIVE" "$PYTHON" -m benchmark.decode.gpu_decode --out "$ROWS" ${DECODE_ARGS:-}
-step kernels 90 "$ANY" "$PYTHON" -m benchmark.kernels.gpu_kernels --out "$ROWS"
+step decode "$LIMIT_S" "$NATIVE" "$PYTHON" -m benchmark.decode.gpu_decode --out "$ROWS" ${DECODE_ARGS:-}
 step memcheck 90 "$SANITIZER" compute-sanitizer --tool memcheck \
     --error-exitcode 9 "$PYTHON" -m benchmark.kernels.gpu_kernels --check-only
 

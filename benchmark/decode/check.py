@@ -37,13 +37,14 @@ def findings(device: str, batch: int, steps: int) -> Iterator[tuple[str, list[st
     """Each kind of step of a batch, with what is wrong with it."""
     size = SIZES["tiny"]
     expected: list[torch.Tensor] = []
-    for kind in ("verified", "replayed", "off"):
-        if kind == "replayed" and device == "cpu":
+    for kind in ("verified", "replayed", "off", "fp8"):
+        if (kind == "replayed" and device == "cpu") or (kind == "fp8" and batch == 1):
             continue
         outputs, wrong = [], []
         store = Store(
             size, pages=1 + batch * 28, batch=batch, budget_pages=4, device=device,
             dtype=torch.float32, cpus=sorted(os.sched_getaffinity(0))[:2],
+            fp8=torch.float8_e4m3fn if kind == "fp8" else None,
         )  # fmt: skip
         harness = None
         try:
@@ -52,7 +53,7 @@ def findings(device: str, batch: int, steps: int) -> Iterator[tuple[str, list[st
             settings = '{"recall": "%s"}' % ("off" if kind == "off" else "fixed")
             harness = Harness(
                 store, model, drift, batch=batch, context=20 * PAGE - 3, budget_tokens=4 * PAGE,
-                settings=settings, graph=kind == "replayed", verify=kind == "verified",
+                settings=settings, graph=kind == "replayed", verify=kind in ("verified", "fp8"),
                 strict=kind == "off",
             )  # fmt: skip
             for _ in range(steps):
@@ -64,7 +65,7 @@ def findings(device: str, batch: int, steps: int) -> Iterator[tuple[str, list[st
             if counters.cpu_pages == 0:
                 wrong.append("no page was missing, nothing was tested")
             error = counters.verify_max_rel_error
-            if kind == "verified" and not 0 < error <= 1e-5:
+            if kind in ("verified", "fp8") and not 0 < error <= 1e-5:
                 wrong.append(f"relative error {error:g} against the plain reference")
         except RuntimeError as failure:
             wrong.append(str(failure))

@@ -20,8 +20,9 @@ Rows (format: rows.py); `model`, `context`, `batch`, `step_us` in samples_us, `t
                       mapped_share (of the arena, by the worker, before the first step), full_batch (that of full
                       attention) and beyond_full: whether the batch is larger than it, without which the comparison
                       says nothing; policy: infinigen's route fetches the missing pages, scout's computes them;
-                      work, as of cli/step_model.py. The last variant is the first again, with repeat = 1: what lies
-                      between the two is how much the order of the variants matters
+                      work, as of cli/step_model.py; kv: dtype of the pages, at the first context also e4m3, as many
+                      requests in half the host memory; attend_kernel: flash, where it can run. The last variant is the
+                      first again, with repeat = 1: what lies between the two is how much the order matters
     profile           of the first variant: launches of a layer, and each kernel's launches and us in one, by torch's
                       profiler
 
@@ -32,6 +33,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import os
 import sys
@@ -48,6 +50,7 @@ from benchmark.decode.harness import PAGE, Harness, Store
 from benchmark.decode.launches import add_profile
 from benchmark.decode.model import SIZES, DummyModel, ModelSize, QueryDrift, bisect_rho, step_work
 from sglang_scout.core.config import DEFAULT_BUDGET_TOKENS, DEFAULT_DIGEST
+from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.page_bytes import digest_bytes
 from sglang_scout.engine.digest_pool import DigestPool
 from sglang_scout.engine.offered import Offered
@@ -139,14 +142,15 @@ def full_row(
 
 def scout_rows(
     writer: rows.Writer, model: DummyModel, name: str, context: int, options: argparse.Namespace,
-    full_batch: int,
+    full_batch: int, fp8: torch.dtype | None = None,
 ) -> None:  # fmt: skip
-    """Rows of all variants; one that fails is a row, not the end."""
+    """Rows of all variants, with ``fp8`` pages of the first; one that fails is a row, not the end."""
     size = SIZES[name]
     room = 2 + (WARM_UP_STEPS + options.steps) // PAGE
     page_bytes = 2 * size.layers * PAGE * size.kv_heads * size.head_dim * 2
     batch = int(options.host_gb * 2**30 // ((context // PAGE + room) * page_bytes))
     sizes: dict[str, Any] = {"model": name, "context": context, "batch": batch}
+    sizes["kv"] = str(fp8 or torch.bfloat16).removeprefix("torch.")
     if batch < 1:
         writer.add("scout", "skipped", f"not one request fits {options.host_gb} GiB", **sizes)
         return
@@ -158,7 +162,7 @@ def scout_rows(
         store = Store(
             size, pages=1 + batch * (context // PAGE + room), batch=batch,
             budget_pages=options.budget // PAGE, dtype=torch.bfloat16, device="cuda",
-            cpus=reserve_server_cores(_cpus()),
+            cpus=reserve_server_cores(_cpus()), fp8=fp8,
         )  # fmt: skip
     except Exception as error:
         writer.add("scout", "failed", f"{type(error).__name__}: {error}"[:500], **sizes)
@@ -167,7 +171,7 @@ def scout_rows(
         rho = calibrated_rho(store, size, context, options.budget // PAGE)
         sizes["mapped_share"] = store.wait_mapped(MAPPED_S)
         seen: list[Any] = []
-        for variant in variants():
+        for variant in itertools.islice(variants(), 1 if fp8 else None):
             settings, factor, cache = variant
             about = {**sizes, "rho": 1 - (1 - rho) * factor, "drift": factor, "cache": cache}
             about |= {"policy": "scout"} | settings | {"repeat": seen.count(variant)}
@@ -175,20 +179,22 @@ def scout_rows(
             try:
                 one(writer, store, model, about, settings, options, room)
             except Exception as error:
-                writer.add("scout", "failed", f"{type(error).__name__}: {error}"[:500], **about)
+                status = "absent" if isinstance(error, ConfigError) else "failed"
+                writer.add("scout", status, f"{type(error).__name__}: {error}"[:500], **about)
             free_device()
     finally:
         store.close()
 
 
 def variants() -> Iterator[tuple[dict[str, Any], float, str]]:
-    """The four corners of the paper's ablation, the other route of missing pages, a larger cache, how much the drift
-    matters, and how much the order of all these: the first again."""
+    """The four corners of the paper's ablation, the other route of missing pages, a larger cache, the other attention,
+    how much the drift matters, and how much the order of all these: the first again."""
     for precompute in (True, False):
         for recall in ("adaptive", "off"):
             yield {"precompute": precompute, "recall": recall}, 1.0, "budget"
     yield {"policy": "infinigen"}, 1.0, "budget"
     yield {"precompute": True, "recall": "adaptive", "attend": "selected"}, 1.0, "device"
+    yield {"precompute": True, "recall": "adaptive", "attend_kernel": "flash"}, 1.0, "budget"
     for factor in (0.5, 2.0, 1.0):
         yield {"precompute": True, "recall": "adaptive"}, factor, "budget"
 
@@ -223,7 +229,9 @@ def one(
             wait_share=round(waited / max(sum(times), 1), 4),
             fallback_pages=store.worker.snapshot().fallback_pages,
             resident_pages=harness.engine.table.resident_pages,
-            work=step_work(size, about["context"], options.budget, store.shape.dtype.itemsize),
+            work=step_work(
+                size, about["context"], options.budget, store.shape.dtype.itemsize, store.shape.kv_dtype.itemsize
+            ),
         )  # fmt: skip
         if not any(row["impl"] == "profile" for row in writer.rows):
             add_profile(writer, harness.step, size.layers, about)
@@ -267,6 +275,9 @@ def measure(options: argparse.Namespace) -> int:
             full = full_batch_of(SIZES[name], context)
             scout_rows(writer, model, name, context, options, full)
             free_device()
+            if context == options.context[0]:
+                scout_rows(writer, model, name, context, options, full, torch.float8_e4m3fn)
+                free_device()
             # Last: it compiles for a minute or two where that has not been done.
             full_row(writer, model, name, context, options.steps, full)
         del model

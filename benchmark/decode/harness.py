@@ -70,28 +70,31 @@ class Store:
         dtype: torch.dtype,
         device: str,
         cpus: list[int],
+        fp8: torch.dtype | None = None,
         seed: int = 2,
         from_device: bool = True,
     ) -> None:
         self.size, self.device, self.batch = size, device, batch
         self.shape = ModelShape(
             size.layers, size.q_heads, size.kv_heads, size.head_dim, PAGE, dtype,
-            size.head_dim**-0.5,
+            size.head_dim**-0.5, fp8=fp8,
         )  # fmt: skip
+        kv_dtype = self.shape.kv_dtype
         self.arena = Arena.create(
             ArenaSpec(
                 size.layers, pages, PAGE, size.kv_heads, size.q_heads, size.head_dim,
-                str(dtype).removeprefix("torch."), self.shape.scale, batch, budget_pages,
+                str(kv_dtype).removeprefix("torch."), self.shape.scale, batch, budget_pages,
                 q_dtype="bfloat16" if dtype == torch.bfloat16 else "float32",
             )
         )  # fmt: skip
         planes = (self.arena.k_pages, self.arena.v_pages)
-        kv = [[torch.from_numpy(plane(i)).view(dtype) for i in range(size.layers)]
+        kv = [[torch.from_numpy(plane(i)).view(kv_dtype) for i in range(size.layers)]
               for plane in planes]  # fmt: skip
         source = torch.Generator(device).manual_seed(seed)
         for plane in (*kv[0], *kv[1]):
             for some in plane.split(4096):
-                some.copy_(torch.randn(some.shape, generator=source, device=device, dtype=dtype))
+                noise = torch.randn(some.shape, generator=source, device=device, dtype=dtype)
+                some.copy_(noise.to(kv_dtype))
         # After it is filled: a copy by the driver must not span two locked ranges.
         self._unlock = (
             lock_memory(self.arena.address, self.arena.nbytes) if device == "cuda" else None

@@ -35,8 +35,11 @@ SIZES = {
 }
 
 
-def step_work(size: ModelSize, context: int, budget: int, value_bytes: int) -> dict[str, float]:
-    """What a step of the model moves: fields of ``Work`` in cli/step_model.py."""
+def step_work(
+    size: ModelSize, context: int, budget: int, value_bytes: int, kv_bytes: int = 0
+) -> dict[str, float]:
+    """What a step of the model moves: fields of ``Work`` in cli/step_model.py. ``kv_bytes`` of an element of K and V,
+    0: as of the weights."""
     width, kv = size.q_heads * size.head_dim, 2 * size.kv_heads * size.head_dim
     weights = size.layers * size.hidden * (2 * width + kv + 3 * size.intermediate)
     ahead = size.layers * size.hidden * width
@@ -44,7 +47,7 @@ def step_work(size: ModelSize, context: int, budget: int, value_bytes: int) -> d
     return {
         "layers": size.layers, "weight_bytes": weights * value_bytes, "parameters": weights,
         "ahead_bytes": ahead * value_bytes, "ahead_parameters": ahead, "context_tokens": context,
-        "budget_tokens": min(budget, context), "kv_bytes_per_token": size.layers * kv * value_bytes,
+        "budget_tokens": min(budget, context), "kv_bytes_per_token": size.layers * kv * (kv_bytes or value_bytes),
         "digest_bytes": context // PAGE_SIZE_TOKENS * digest * size.layers, "query_values": width,
     }  # fmt: skip
 

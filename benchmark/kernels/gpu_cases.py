@@ -8,26 +8,37 @@ from dataclasses import dataclass
 
 import torch
 
+from sglang_scout.core.page_bytes import PILOT_RANK
+from sglang_scout.core.registry import Tolerance
 from sglang_scout.ops import rotated
 from sglang_scout.ops.append import Pool, append_tokens
 from sglang_scout.ops.attend import attend_pages
 from sglang_scout.ops.digest import build_layer_digests
+from sglang_scout.ops.embed import build_layer_means, build_layer_pilots, score_embeddings
 from sglang_scout.ops.gather import copy_layer_pages
 from sglang_scout.ops.layers import LayerPages
 from sglang_scout.ops.mass import mass_change_rotated
 from sglang_scout.ops.merge import merge_states
 from sglang_scout.ops.op import Op
+from sglang_scout.ops.pack import pack_pages
+from sglang_scout.ops.predict import add_norm, rotate_heads
+from sglang_scout.ops.salience import decay_mass, salient_bits
 from sglang_scout.ops.score import score_pages
 from sglang_scout.ops.select import select_pages
+from sglang_scout.ops.stage import stage_pages
+from sglang_scout.ops.stamp import write_stamp
 
 S, G, D = 32, 5, 128  # Qwen3-14B, which has 8 KV heads
+HIDDEN = 5120
 REPEATS = 8
-DTYPE = torch.bfloat16
-OPS = {
-    0: (score_pages, build_layer_digests),
-    **dict.fromkeys((1, 2), (rotated.score_rotated, rotated.build_layer_rotated)),
-}
+DTYPE, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
+SCORES = {0: score_pages, 1: rotated.score_rotated, 2: rotated.score_rotated}
 """By the bits of a key element; with 0 a page has bounds."""
+BUILDS = {
+    "bounds": build_layer_digests, "1 bit": rotated.build_layer_rotated, "2 bits": rotated.build_layer_rotated,
+    "means": build_layer_means, "pilots": build_layer_pilots,
+}  # fmt: skip
+ROUNDED = Tolerance(2**-8, 2**-8, "rounded to bfloat16")
 
 
 @dataclass
@@ -40,6 +51,9 @@ class Case:
         calls: like calls on different data, to be timed.
         check: what differs from the reference, "" if nothing.
         resource: "device" or "bus", which bandwidth its bytes take.
+        impl: of the op.
+        absent: why it cannot run here.
+        eager: a graph cannot capture the calls.
     """
 
     op: str
@@ -48,6 +62,9 @@ class Case:
     calls: list[Callable[[], object]]
     check: Callable[[], str]
     resource: str = "device"
+    impl: str = "triton"
+    absent: str = ""
+    eager: bool = False
 
 
 class Pools:
@@ -68,6 +85,12 @@ class Pools:
         self.digests |= {
             bits: (self.noise(*rotated.planes_shape(bits, D)), stats) for bits in (1, 2)
         }
+        self.means = torch.stack((one, other), 2)
+        self.pilots = one[:, :, None, :PILOT_RANK].contiguous()
+        self.digests_of = {
+            "bounds": self.digests[0], "1 bit": self.digests[1], "2 bits": self.digests[2],
+            "means": (self.means,), "pilots": (self.pilots,),
+        }  # fmt: skip
 
     def random(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=self._rng, device=self.device)
@@ -89,9 +112,15 @@ class Pools:
         return order[:count].view(shape).to(dtype)
 
     @functools.cache  # noqa: B019  # the pools live as long as the program
-    def layers(self, source: str) -> LayerPages:
+    def kv(self, dtype: torch.dtype = DTYPE, wide: bool = False) -> list[torch.Tensor]:
+        """K and V; those of fp8 also ``wide``, the same numbers in bfloat16, for references."""
+        halves = (x.to(dtype) for x in (self.k, self.v))
+        return [x.to(DTYPE) if wide else x for x in halves]
+
+    @functools.cache  # noqa: B019
+    def layers(self, source: str, dtype: torch.dtype = DTYPE, wide: bool = False) -> LayerPages:
         """K and V by layer: of "device", or of "host", page-locked as in an arena."""
-        halves = self.k, self.v
+        halves = iter(self.kv(dtype, wide))
         if source == "host" and self.device == "cuda":
             halves = (x.cpu().pin_memory() for x in halves)
         planes = (x.view(self.num_layers, -1, S, self.H, D).unbind() for x in halves)
@@ -101,38 +130,66 @@ class Pools:
         return torch.full(shape, value, dtype=torch.int32, device=self.device)
 
 
-def difference(op: Op, *arguments: object) -> str:
-    """Of the kernel's result from the reference's, by the tolerance of the op for this dtype."""
-    name = "bfloat16" if "bfloat16" in op.tolerances else "float32"
-    results = [op(*arguments, impl=impl) for impl in ("triton", "reference")]
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def tolerance_of(op: Op) -> Tolerance:
+    return op.tolerances["bfloat16" if "bfloat16" in op.tolerances else "float32"]
+
+
+def difference(
+    op: Op, *arguments: object, impl: str = "triton", of: tuple[object, ...] = (), rounded: bool = False
+) -> str:  # fmt: skip
+    """Of the kernel's result from the reference's, by the tolerance of the op for this dtype.
+
+    Args:
+        of: the reference's arguments, where they are others.
+        rounded: the first result is, to bfloat16.
+    """
+    results = op(*arguments, impl=impl), op(*(of or arguments), impl="reference")
     got, want = ((x,) if isinstance(x, torch.Tensor) else x for x in results)
+    tolerances = [ROUNDED if rounded and not i else tolerance_of(op) for i in range(len(got))]
     found = (
-        op.tolerances[name].mismatch(g.double().cpu(), w.double().cpu())
-        for g, w in zip(got, want, strict=True)
+        tolerance.mismatch(g.double().cpu(), w.double().cpu())
+        for tolerance, g, w in zip(tolerances, got, want, strict=True)
     )
     return next(filter(None, found), "")
 
 
 def changed(
-    op: Op, mutable: list[torch.Tensor], call: Callable[[str], object], share: float = 0.0
-) -> str:
-    """The same for ops that write into their arguments: equal but for a share of what is written."""
+    op: Op, mutable: list[torch.Tensor], call: Callable[[str], object], share: float = 0.0, impl: str = "triton"
+) -> str:  # fmt: skip
+    """The same for ops that write into their arguments: within their tolerance, or else equal but for a share of what
+    is written."""
     before = [t.clone() for t in mutable]
-    call("triton")
+    call(impl)
     got = [t.clone() for t in mutable]
     for tensor, old in zip(mutable, before, strict=True):
         tensor.copy_(old)
     call("reference")
+    tolerance = tolerance_of(op)
     for after, mine, old in zip(mutable, got, before, strict=True):
+        if tolerance.rtol:
+            if found := tolerance.mismatch(mine.double().cpu(), after.double().cpu()):
+                return found
+            continue
+        after, mine, old = (x.view(torch.uint8) for x in (after, mine, old))
         wrong, written = ((after != x).sum().item() for x in (mine, old))
         if wrong > share * written:
-            return f"{op.name}: {wrong} elements differ where the reference writes {written}"
+            return f"{op.name}: {wrong} bytes differ where the reference writes {written}"
     return ""
+
+
+def plain(op: Op, sizes: dict[str, int | str], nbytes: int, *arguments: object) -> Case:
+    """The same arguments in every call: small ones, which stay in the caches in a step too."""
+    calls = [lambda: op(*arguments, impl="triton")] * REPEATS
+    return Case(op.name, sizes, nbytes, calls, lambda: difference(op, *arguments))
 
 
 def scores(pools: Pools, B: int, N: int, bits: int) -> Case:
     """The reference, which unpacks all bits, takes one row at a time."""
-    op, digests = OPS[bits][0], pools.digests[bits]
+    op, digests = SCORES[bits], pools.digests[bits]
     q, n_full, out = pools.random(B, pools.HQ, D).to(DTYPE), pools.full(N, B), pools.random(B, N)
     tables = [pools.ids(B, N, pages=len(digests[0])) for _ in range(REPEATS)]
 
@@ -155,28 +212,52 @@ def scores(pools: Pools, B: int, N: int, bits: int) -> Case:
     )
 
 
-def attention(pools: Pools, B: int, resident: int, columns: int) -> Case:
+def embedding_scores(pools: Pools, B: int, N: int, embeddings: torch.Tensor) -> Case:
+    q, n_full = pools.random(B * pools.H, embeddings.shape[-1]).to(DTYPE), pools.full(N, B)
+    tables = [pools.ids(B, N, pages=len(embeddings)) for _ in range(REPEATS)]
+    call = functools.partial(score_embeddings, q, embeddings, n_full=n_full)
+    return Case(
+        "score_embeddings",
+        {"B": B, "N": N, "W": embeddings.shape[2]},
+        B * N * (embeddings[0].nbytes + 4 * pools.H + 4),
+        [lambda t=t: call(table=t, impl="triton") for t in tables],
+        lambda: difference(score_embeddings, q, embeddings, tables[0], n_full),
+    )
+
+
+def attention(
+    pools: Pools, B: int, resident: int, columns: int, kv: torch.dtype = DTYPE, impl: str = "triton"
+) -> Case:
     """``resident`` pages of each row lie in a table of ``columns``, at random places."""
-    q, tail, length = pools.random(B, pools.HQ, D), pools.ids(B), pools.full(S // 2, B)
+    q, tail, length = pools.random(B, pools.HQ, D).to(DTYPE), pools.ids(B), pools.full(S // 2, B)
     tables = []
     for _ in range(REPEATS):
         table = pools.full(-1, B, columns)
         where = torch.argsort(pools.random(B, columns), dim=1)[:, :resident]
         tables.append(table.scatter_(1, where, pools.ids(B, resident)))
-    out = torch.empty_like(q), torch.empty(B, pools.HQ, device=q.device)
 
-    def call(table: torch.Tensor) -> object:
-        arguments = (q, pools.k, pools.v, table, tail, length, D**-0.5)
-        return attend_pages(*arguments, impl="triton", out=out)
+    def arguments(table: torch.Tensor, wide: bool = False) -> tuple[object, ...]:
+        return q, *pools.kv(kv, wide), table, tail, length, D**-0.5
 
-    token_bytes = 2 * pools.H * D * DTYPE.itemsize
+    token_bytes = 2 * pools.H * D * kv.itemsize
     return Case(
         "attend_pages",
-        {"B": B, "resident": resident, "columns": columns},
-        B * ((resident * S + S // 2) * token_bytes + 4 * columns) + 2 * q.nbytes + 4 * B * pools.HQ,
-        [lambda t=t: call(t) for t in tables],
-        lambda: difference(attend_pages, q, pools.k, pools.v, tables[0], tail, length, D**-0.5),
-    )
+        {"B": B, "resident": resident, "columns": columns, "kv": name_of(kv)},
+        B * ((resident * S + S // 2) * token_bytes + 4 * columns) + 3 * q.nbytes + 4 * B * pools.HQ,
+        [lambda t=t: attend_pages(*arguments(t), impl=impl) for t in tables],
+        lambda: difference(
+            attend_pages, *arguments(tables[0]), impl=impl, of=arguments(tables[0], wide=True), rounded=impl == "flash",
+        ),
+        impl=impl,
+        absent="; ".join(attend_pages.reasons(*arguments(tables[0]))[impl]),
+    )  # fmt: skip
+
+
+def packed(pools: Pools, B: int, columns: int) -> Case:
+    table, rows = pools.ids(B, columns, pages=4 * pools.pages), pools.full(columns, B)
+    slot_of = pools.ids(4 * pools.pages, pages=4 * pools.pages) - 2 * pools.pages
+    arguments = (table, pools.ids(B), pools.full(7, B), S, slot_of, rows)
+    return plain(pack_pages, {"B": B, "columns": columns}, B * (12 * columns + 20), *arguments)
 
 
 def selection(pools: Pools, B: int, N: int, k: int) -> Case:
@@ -200,63 +281,89 @@ def selection(pools: Pools, B: int, N: int, k: int) -> Case:
     )
 
 
-def digests(pools: Pools, n: int, source: str, bits: int) -> Case:
+def digests(pools: Pools, n: int, source: str, kind: str, kv: torch.dtype = DTYPE) -> Case:
     """Of n pages in every layer. A server reads their keys from the host."""
-    layers, op, parts = pools.layers(source), OPS[bits][1], pools.digests[bits]
+    layers, op, parts = pools.layers(source, kv), BUILDS[kind], pools.digests_of[kind]
     L, P = pools.num_layers, len(layers.k[0])
     ids = [pools.ids(n, dtype=torch.int64, pages=P) for _ in range(REPEATS)]
     written = [part.new_zeros(L, P, *part.shape[1:]) for part in parts]
+    more = (pools.random(L, pools.H, PILOT_RANK, 2 * D),) if kind == "pilots" else ()
 
     def call(which: torch.Tensor, impl: str = "triton") -> object:
-        return op(layers, which, *written, impl=impl)
+        of = pools.layers(source, kv, wide=True) if impl == "reference" else layers
+        return op(of, which, *written, *more, impl=impl)
 
-    page_bytes = S * pools.H * D * DTYPE.itemsize
+    page_bytes = S * pools.H * D * kv.itemsize
     digest_bytes = sum(part[0].nbytes for part in parts)
     on_bus = layers.k[0].device.type != pools.device
     return Case(
         op.name,
-        {"pages": n, "layers": L, "from": source, "bits": bits},
+        {"pages": n, "layers": L, "from": source, "digest": kind, "kv": name_of(kv)},
         n * L * page_bytes if on_bus else n * (L * (page_bytes + digest_bytes) + 8),
         [lambda i=i: call(i) for i in ids],
         # Steps may differ by a rounding, and with them what lies next to a threshold.
-        lambda: changed(op, written, lambda impl: call(ids[0], impl), 0.01 if bits else 0.0),
+        lambda: changed(op, written, lambda impl: call(ids[0], impl), 0.01 if "bit" in kind else 0.0),
         "bus" if on_bus else "device",
-    )
+    )  # fmt: skip
 
 
-def copies(pools: Pools, n: int, source: str) -> Case:
+def copies(pools: Pools, n: int, source: str, impl: str = "triton") -> Case:
     """Recall: K and V of n pages, dealt out over the layers, from the host or within device memory."""
     layers, L = pools.layers(source), pools.num_layers
-    slots = torch.arange(n, device=pools.device)
+    slots = torch.arange(n)
     shape = (L, -(-n // L), S, pools.H, D)
     to = [torch.zeros(shape, dtype=DTYPE, device=pools.device) for _ in range(2)]
-    drawn = (pools.ids(n, dtype=torch.int64, pages=len(layers.k[0])) for _ in range(REPEATS))
+    drawn = (pools.ids(n, dtype=torch.int64, pages=len(layers.k[0])).cpu() for _ in range(REPEATS))
     ids = [torch.stack([slots % L, pages, slots // L]) for pages in drawn]
+    eager = impl == "memcpy"
+    if not eager:  # there when a graph is captured
+        ids = [x.to(pools.device) for x in ids]
     kv_bytes = 2 * S * pools.H * D * DTYPE.itemsize
     on_bus = layers.k[0].device.type != pools.device
     return Case(
         "copy_layer_pages",
         {"pages": n, "layers": L, "from": source},
         n * kv_bytes if on_bus else n * (2 * kv_bytes + 24),
-        [lambda i=i: copy_layer_pages(layers, i, *to, impl="triton") for i in ids],
+        [lambda i=i: copy_layer_pages(layers, i, *to, impl=impl) for i in ids],
         lambda: changed(
-            copy_layer_pages, to, lambda impl: copy_layer_pages(layers, ids[0], *to, impl=impl)
+            copy_layer_pages, to, lambda impl: copy_layer_pages(layers, ids[0], *to, impl=impl), impl=impl
         ),
         "bus" if on_bus else "device",
-    )
+        impl,
+        eager=eager,
+    )  # fmt: skip
 
 
-def appended(pools: Pools, B: int) -> Case:
+def staged(pools: Pools, lists: int, k: int, heads: int) -> Case:
+    """Pages of one layer that come to a step's slots, whole or of one KV head."""
+    layers = pools.layers("host")
+    to = [torch.zeros(lists * k, S, heads, D, dtype=DTYPE, device=pools.device) for _ in range(2)]
+    pages = [pools.ids(lists, k, pages=len(layers.k[0])) for _ in range(REPEATS)]
+    for some in pages:
+        some[:, -1] = -1
+    kv_bytes = 2 * S * heads * D * DTYPE.itemsize
+    return Case(
+        "stage_pages",
+        {"lists": lists, "k": k, "heads": heads},
+        lists * (k - 1) * kv_bytes,
+        [lambda p=p: stage_pages(layers, 1, p, *to, impl="triton") for p in pages],
+        lambda: changed(stage_pages, to, lambda impl: stage_pages(layers, 1, pages[0], *to, impl=impl)),
+        "bus" if pools.device == "cuda" else "device",
+    )  # fmt: skip
+
+
+def appended(pools: Pools, B: int, kv: torch.dtype = DTYPE) -> Case:
     k, v = (pools.random(B, pools.H, D).to(DTYPE) for _ in range(2))
-    to, lens = Pool(pools.k.clone(), pools.v.clone(), pools.ids(B)), pools.full(7, B)
+    to = Pool(*(x.clone() for x in pools.kv(kv, False)), pools.ids(B))
+    lens = pools.full(7, B)
 
     def call(impl: str = "triton") -> object:
         return append_tokens(k, v, lens, to, impl=impl)
 
     return Case(
         "append_tokens",
-        {"B": B},
-        2 * (k.nbytes + v.nbytes) + 8 * B,
+        {"B": B, "kv": name_of(kv)},
+        (k.nbytes + v.nbytes) // 2 * (2 + kv.itemsize) + 8 * B,
         [call] * REPEATS,
         lambda: changed(append_tokens, [to.k, to.v], call),
     )
@@ -264,9 +371,52 @@ def appended(pools: Pools, B: int) -> Case:
 
 def merged(pools: Pools, B: int) -> Case:
     parts = [pools.random(*size) for size in ((B, pools.HQ, D), (B, pools.HQ)) * 2]
-    calls = [lambda: merge_states(*parts, impl="triton")] * REPEATS
-    nbytes = 3 * sum(p.nbytes for p in parts[:2])
-    return Case("merge_states", {"B": B}, nbytes, calls, lambda: difference(merge_states, *parts))
+    return plain(merge_states, {"B": B}, 3 * sum(p.nbytes for p in parts[:2]), *parts)
+
+
+def predicted(pools: Pools, B: int) -> Iterator[Case]:
+    """What a layer's predicted query is made of, around its product."""
+    x, residual, weight = (pools.random(*s, HIDDEN).to(DTYPE) for s in ((B,), (B,), ()))
+    yield plain(add_norm, {"B": B}, 3 * x.nbytes + weight.nbytes, x, residual, weight, 1e-6)
+    q, table = pools.random(B, pools.HQ * D).to(DTYPE), pools.random(4096, D)
+    at = torch.arange(B, device=q.device)
+    arguments = (q, weight[:D].contiguous(), 1e-6, table, at, D, True, pools.HQ, D)
+    yield plain(rotate_heads, {"B": B}, 2 * q.nbytes + 4 * B * D, *arguments)
+
+
+def window_weights(pools: Pools, B: int, W: int, kv: torch.dtype = DTYPE) -> Iterator[Case]:
+    """HGCA's moving averages of a window of W pages, and what is kept of pages that leave it."""
+    q, lse = pools.random(B, pools.HQ, D).to(DTYPE), pools.random(B, pools.HQ) + 8
+    maw = torch.rand(B, W, pools.H, S, device=pools.device)
+    pages, slot_of = pools.ids(B, W - 1), pools.ids(pools.pages)
+    window = pages, pools.full(W - 1, B), slot_of, pools.ids(B), pools.full(7, B)
+    rows = pools.full(0, B), torch.arange(B, dtype=torch.int32, device=pools.device)
+
+    def call(impl: str = "triton") -> object:
+        k = pools.kv(kv, impl == "reference")[0]
+        return decay_mass(q, lse, k, *window, *rows, rows[0], maw, 0.1, D**-0.5, impl=impl)
+
+    yield Case(
+        "decay_mass",
+        {"B": B, "W": W, "kv": name_of(kv)},
+        B * W * S * pools.H * (D * kv.itemsize + 8),
+        [call] * REPEATS,
+        lambda: changed(decay_mass, [maw], call),
+    )
+    limits, nbytes = pools.random(1, B, pools.H) * 0.1 + 0.5, 4 * B * pools.H * (S + 1)
+    yield plain(salient_bits, {"n": B}, nbytes, maw[None], rows[1], rows[0], limits)
+
+
+def stamped(pools: Pools) -> Case:
+    stamps = torch.zeros(2, dtype=torch.int64, device=pools.device)
+
+    def check() -> str:
+        write_stamp(stamps, 0)
+        write_stamp(stamps, 1)
+        first, second = stamps.tolist()
+        return "" if 0 < first <= second else f"stamps are {first} and {second}"
+
+    return Case("write_stamp", {}, 8, [lambda: write_stamp(stamps, 0)] * REPEATS, check)
 
 
 def mass_changes(pools: Pools, B: int, k: int, bits: int) -> Case:
@@ -284,18 +434,34 @@ def mass_changes(pools: Pools, B: int, k: int, bits: int) -> Case:
 
 
 def cases(pools: Pools, small: bool) -> Iterator[Case]:
-    """``small``: for the interpreter too, where a program takes a second."""
+    """Every kernel but the ring's, which benchmark/ring runs; ``small``: for the interpreter too, where a program takes
+    a second."""
     for B, N in ((2, 40),) if small else ((1, 4096), (16, 2048), (64, 1024)):
-        yield from (scores(pools, B, N, bits) for bits in OPS)
+        yield from (scores(pools, B, N, bits) for bits in SCORES)
+        yield from (embedding_scores(pools, B, N, x) for x in (pools.means, pools.pilots))
         yield selection(pools, B, N, 8 if small else 64)
     tables = ((2, 3, 9),) if small else ((1, 64, 64), (16, 64, 64), (16, 64, 2048), (64, 64, 64))
-    for B, resident, columns in tables:
-        yield attention(pools, B, resident, columns)
+    for sizes in tables:
+        yield attention(pools, *sizes)
+        yield attention(pools, *sizes, E4M3)
+        yield attention(pools, *sizes, impl="flash")
+    yield attention(pools, *tables[0], E5M2)
+    yield packed(pools, 2 if small else 16, 9 if small else 2048)
+    on_cuda = pools.device == "cuda"
     for n in (3,) if small else (16, 512):
-        for source in ("device", "host") if pools.device == "cuda" else ("device",):
-            yield from (digests(pools, n, source, bits) for bits in OPS)
+        for source in ("device", "host") if on_cuda else ("device",):
+            yield from (digests(pools, n, source, kind) for kind in BUILDS)
             yield copies(pools, n, source)
+        if on_cuda:
+            yield copies(pools, n, "host", "memcpy")
+    yield from (digests(pools, 3 if small else 512, "device", kind, E4M3) for kind in BUILDS)
+    for heads in (pools.H, 1):
+        yield staged(pools, 2 if small else 16 * pools.H // heads, 2 if small else 8, heads)
     for B in (2,) if small else (1, 64):
-        yield appended(pools, B)
+        yield from (appended(pools, B, kv) for kv in (DTYPE, E4M3, E5M2))
         yield merged(pools, B)
         yield mass_changes(pools, B, 3 if small else 8, 2)
+        yield from predicted(pools, B)
+    for kv in (DTYPE, E4M3):
+        yield from window_weights(pools, 2 if small else 16, 3 if small else 128, kv)
+    yield stamped(pools)

@@ -1,15 +1,10 @@
 """How many kernels a layer launches on a device, by policy: counted in Triton's interpreter.
 
-A launch is a Triton kernel, or an operation of torch that is no view and does more than allocate. docs/gpu.md has the
-table.
+docs/gpu.md has the table. What a projection with quantised weights launches is in test/plugin/test_support.py.
 """
-
-import contextlib
-from unittest import mock
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from sglang_scout.ops import triton
 
@@ -17,15 +12,13 @@ pytest.importorskip("sglang_scout._native")
 if not triton.interpreted():
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
 
-from triton.runtime import interpreter  # noqa: E402
-
-from graph_worker import GraphWorker  # noqa: E402  (needs the native module)
-from mini_worker import HIDDEN  # noqa: E402
-from sglang_scout.ops.op import Op  # noqa: E402
+from graph_worker import MAX_PAGES, GraphWorker  # noqa: E402  (needs the native module)
+from launches import Launches  # noqa: E402  (needs the interpreter)
+from mini_worker import HIDDEN, SIZE  # noqa: E402
+from sglang_scout.ops.layers import LayerPages  # noqa: E402
 from sglang_scout.ops.predict import QueryProjector, add_norm, rotate_heads  # noqa: E402
 
 ROWS, LAYERS = 2, 3
-NONE = {"empty", "empty_like", "new_empty", "_unsafe_view", "is_pinned"}  # of torch's, beside views
 ROTATED = [
     "norm_kernel",
     "mm",
@@ -40,36 +33,14 @@ FETCHED = [*ROTATED[:-1], *STAGED]
 FORECAST = [*ROTATED[:3], "embedding_scores_kernel", "select_kernel", *STAGED]
 
 
-class Launches(TorchDispatchMode):
-    """``with Launches() as counted: ...`` leaves names in ``counted.names``."""
+class KeepsTokens(GraphWorker):
+    """With room for the tokens that `hgca` keeps."""
 
-    def __enter__(self):
-        self.names, self._stack = [], contextlib.ExitStack()
-        call_op, launch = Op.__call__, interpreter.GridExecutor.__call__
-
-        def op(op, *args, **kwargs):
-            kwargs["impl"] = "triton" if "triton" in op.names() else "auto"
-            return call_op(op, *args, **kwargs)
-
-        def kernel(executor, *args, **kwargs):
-            self.names.append(executor.fn.__name__)
-            with _disable_current_modes():
-                return launch(executor, *args, **kwargs)
-
-        self._stack.enter_context(mock.patch.object(Op, "__call__", op))
-        self._stack.enter_context(mock.patch.object(interpreter.GridExecutor, "__call__", kernel))
-        return super().__enter__()
-
-    def __exit__(self, *error):
-        self._stack.close()
-        return super().__exit__(*error)
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        is_view = any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)
-        name = func.overloadpacket.__name__
-        if not is_view and name not in NONE:
-            self.names.append(name)
-        return func(*args, **(kwargs or {}))
+    def _make_host(self, pages):
+        host, shape = super()._make_host(pages), self.shape
+        context = [[torch.zeros(8, SIZE, shape.head_dim, dtype=shape.dtype)] * LAYERS] * 2
+        host.context = LayerPages.of(*context, "cpu")
+        return host
 
 
 def projector(shape, heads):
@@ -94,12 +65,14 @@ def projector(shape, heads):
         ("infinigen", "{}", FETCHED, 5),
         ("sparda", '{"forecast_file": "w.npz"}', FORECAST, 5),
         ("rheo", '{"pilot_file": "w.npz"}', [], 9),
+        ("hgca", "{}", [], 6),
     ],
 )
 def test_launches_of_a_layer(make, policy, config, ahead, attends):
+    kind, budget = (KeepsTokens, MAX_PAGES * SIZE) if policy == "hgca" else (GraphWorker, 4 * SIZE)
     worker = make(
-        GraphWorker, layers=LAYERS, max_batch=ROWS, verify=False, policy=policy, config=config,
-        dtype=torch.bfloat16, budget_tokens=128, pages=20,
+        kind, layers=LAYERS, max_batch=ROWS, verify=False, policy=policy, config=config,
+        dtype=torch.bfloat16, budget_tokens=budget, pages=20,
     )  # fmt: skip
     engine, shape = worker.engine, worker.shape
     heads = shape.num_q_heads if engine.policy.query.attends else shape.num_kv_heads

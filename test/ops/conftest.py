@@ -26,6 +26,9 @@ ABSENT = {
     "native": lambda: native.ABSENT,
     "triton": lambda: "" if HAS_TRITON else "no CUDA device, TRITON_INTERPRET is not set",
     "flash": lambda: "it takes 16-bit tensors of a Hopper device; its cases are in test_flash.py",
+    "memcpy": lambda: (
+        "it copies from locked memory to a CUDA device; its cases are in test_memcpy.py"
+    ),
 }
 
 

@@ -71,3 +71,18 @@ def test_says_why_it_cannot_run():
     assert any("is on cpu; flash supports cuda" in reason for reason in reasons)
     assert any("float32; flash supports bfloat16, float16" in reason for reason in reasons)
     assert any("C=2; flash supports up to 1" in reason for reason in reasons)
+
+
+def test_a_package_without_its_kernels_is_a_reason(monkeypatch):
+    call = attend_pages.check(
+        torch.randn(1, 4, 16).bfloat16(), *[torch.randn(3, S, 2, 16).bfloat16()] * 2,
+        torch.zeros(1, 1, dtype=torch.int32), None, None, 1.0,
+    )  # fmt: skip
+    monkeypatch.setattr(flash, "library", lambda: None)
+    assert flash.FLASH.unless(call) == ""
+
+    def absent():
+        raise ImportError("Can not import FA3")
+
+    monkeypatch.setattr(flash, "library", absent)
+    assert flash.FLASH.unless(call) == "sgl_kernel: Can not import FA3"

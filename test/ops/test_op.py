@@ -90,6 +90,17 @@ def test_a_named_implementation_never_falls_back():
         scale(**arguments(), impl="triton")
 
 
+def test_calls_that_name_none_take_the_preferred_one():
+    scale = make_op()
+    scale.preferred = "shy"
+    scale(**arguments())
+    scale(**arguments(), impl="narrow")
+    assert registry.chosen() == {"scale": "shy+narrow"}
+    scale.preferred = "never"
+    with pytest.raises(ImplementationError, match="scale: implementation 'never' cannot run"):
+        scale(**arguments())
+
+
 def test_every_limit_is_a_reason():
     narrow = lambda **changed: make_op().reasons(**arguments(**changed))["narrow"]  # noqa: E731
     assert narrow() == []

@@ -39,9 +39,9 @@ def test_every_kernel_compiles_and_none_spills_more_than_some_words(ptx):
 
 
 @pytest.mark.slow  # a minute each
-@pytest.mark.parametrize("arch", ["80", "120"])
+@pytest.mark.parametrize("arch", ["80", "100", "120"])
 def test_other_devices_take_the_same_kernels(arch):
-    """The oldest, and the one with the least shared memory."""
+    """The oldest, Blackwell's, and the one with the least shared memory."""
     compile_kernels("--arch", arch)
 
 

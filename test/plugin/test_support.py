@@ -11,6 +11,7 @@ import torch
 
 from page_weights import forecast_weights, identity
 from sglang_scout.core.errors import ConfigError
+from sglang_scout.ops import triton
 from sglang_scout.ops.predict import rms_norm, rotate_heads
 
 support = pytest.importorskip("sglang_scout.plugin.support", reason="needs SGLang")
@@ -42,6 +43,17 @@ class Int8LinearMethod(support.UnquantizedLinearMethod):
 
     def apply(self, layer, x, bias=None):
         return torch.nn.functional.linear(x, layer.codes.float() * layer.step, bias)
+
+
+class OneProduct(support.UnquantizedLinearMethod):
+    """Of quantised weights by one kernel, as far as launches go."""
+
+    def process_weights_after_loading(self, layer):
+        layer.packed = layer.weight.data
+        del layer.weight
+
+    def apply(self, layer, x, bias=None):
+        return torch.nn.functional.linear(x, layer.packed, bias)
 
 
 class Rope(support.RotaryEmbedding):
@@ -130,6 +142,19 @@ def test_plain_weights_are_sliced_and_quantised_ones_go_through_the_module(agree
     agree(rotate_heads, got, predicted(layer, codes * step, bias, *token))
     assert len(calls) == 1
     assert (got - predicted(layer, weight, bias, *token)).abs().max() > 1e-3, "not the old weight"
+
+
+@pytest.mark.skipif(not triton.interpreted(), reason="needs Triton's interpreter")
+@pytest.mark.parametrize(("bias", "product"), [(False, ["mm"]), (True, ["addmm"])])
+@pytest.mark.parametrize("method", [None, OneProduct()])
+def test_a_norm_a_product_and_a_rotation_are_launched(token, bias, product, method):
+    from launches import Launches  # imports triton
+
+    layer, *_ = attention_layer(method, bias)
+    (project,) = support.make_projectors([layer])
+    with Launches() as counted:
+        predict(project, *token)
+    assert counted.names == ["norm_kernel", *product, "rotate_kernel"]
 
 
 def test_a_forecast_is_one_vector_per_kv_head_by_the_norm_of_the_layer_before(agree, token):

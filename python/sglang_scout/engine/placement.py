@@ -62,8 +62,6 @@ class Placement:
         # Forced pages may push out anything else, warm ones only what was not just in use.
         self._load(forced, step)
         if warm:
-            for pages in warm:
-                self._touch(pages, step)
             self._load(np.concatenate(warm, axis=1), step - 1, is_forced=False)
         if (warm and self._recall.late_pages) or not self._table.are_resident(forced):
             # They found no slot, or are themselves on their way: copies hold what they need.
@@ -80,13 +78,10 @@ class Placement:
 
     def copy_beside(self, pages: npt.NDArray[np.integer], step: int) -> None:
         """Begin to copy ``pages`` ``[L, n]``, -1 padded, of a request that has not joined, beside ``step``."""
-        self._touch(pages, step)
-        self._recall.warm(*self._with_slots(pages, step - 1, is_forced=False))
-
-    def _touch(self, pages: npt.NDArray[np.integer], step: int) -> None:
-        """The last token of a prompt chose ``pages`` ``[L, n]``, -1 padded."""
+        every, is_new = np.arange(self.num_layers), np.ones(1, bool)
         chosen = np.ascontiguousarray(pages[:, None], np.int32)
-        self._table.uses.touch(np.arange(self.num_layers), chosen, step, np.ones(1, bool))
+        self._table.uses.touch(every, chosen, step, is_new)  # by the last token of its prompt
+        self._recall.warm(*self._with_slots(pages, step - 1, is_forced=False))
 
     def _with_slots(
         self, pages: npt.NDArray[np.integer], before_step: int, is_forced: bool = True

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from sglang_scout.engine.counters import Counters
-from sglang_scout.engine.device import SideStream, StreamCopy, upload
+from sglang_scout.engine.device import SideStream, StreamCopy
 from sglang_scout.engine.stores import HostPages, ResidentCache
 from sglang_scout.engine.trace import Tracer
 from sglang_scout.ops.gather import copy_layer_pages
@@ -87,7 +88,7 @@ class Recall:
         """Copy once, so that no request waits while the kernel is compiled: the padding page to a slot that is
         still free, and is written by whoever takes it."""
         ids, cache = np.zeros((3, 1), np.int64), self._resident
-        copy_layer_pages(self._source, upload(ids, cache.k.device), cache.k, cache.v)
+        copy_layer_pages(self._source, torch.from_numpy(ids), cache.k, cache.v)
 
     @property
     def late_pages(self) -> int:
@@ -216,7 +217,7 @@ class Recall:
         ids = np.stack([layers, taken.pages, taken.slots])
         cache = self._resident
         with self._tracer.slice("copies", why, **about):
-            copy_layer_pages(self._source, upload(ids, cache.k.device), cache.k, cache.v)
+            copy_layer_pages(self._source, torch.from_numpy(ids), cache.k, cache.v)
         return time.monotonic_ns() - start_ns
 
     def close(self) -> None:

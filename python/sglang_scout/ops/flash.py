@@ -1,16 +1,18 @@
 """`attend_pages` by FlashAttention-3 of SGLang's kernel package, on Hopper.
 
 Page table and lengths are on the device and nothing is planned on the host, so that a graph captures it; it wants
-slots without gaps, which `pack_pages` makes. By its source that is up to four launches (ours, its scheduler, the
-attention, the merge of its splits) where the Triton kernel is one, so it is not the first choice until a device has
-measured both: ``attend_kernel`` asks for it by name. FlashInfer is left out: its decode freezes counts and splits in
-``plan()``, which copies to the host and cannot be captured.
+slots without gaps, which `pack_pages` makes. Pages may have any number of tokens, and a row of none gets out = 0 and
+lse = -inf, as ours does. fp8 is left out: queries would have to be fp8 as well, and e5m2 is not supported.
+
+It is not the first choice: by its source it is three launches (ours, its scheduler, the attention) and at small batches
+a fourth (the merge of its splits), where the Triton kernel is one, and no device has timed either. ``attend_kernel``
+asks for it by name. FlashInfer is left out: its decode freezes counts and splits in ``plan()``, which copies to the
+host and cannot be captured.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from typing import Any
 
 import torch
@@ -34,12 +36,15 @@ def _devices(tensors: Tensors) -> list[str]:
 def _unless(call: Call) -> str:
     if call["q"].dtype != call["k"].dtype:
         return f"queries are {call['q'].dtype}, pages {call['k'].dtype}; flash supports one dtype"
-    if importlib.util.find_spec(_PACKAGE) is None:
-        return f"the package {_PACKAGE} is not installed"
+    try:
+        library()
+    except ImportError as error:
+        return f"{_PACKAGE}: {error}"
     return ""
 
 
 def library() -> Any:
+    """Raises ImportError where the package is absent, or was packed without FlashAttention-3."""
     return importlib.import_module(f"{_PACKAGE}.flash_attn").flash_attn_with_kvcache
 
 

@@ -7,7 +7,8 @@ import torch
 from ..core.registry import Tolerance
 from . import native, triton
 from .layers import LayerPages
-from .op import Call, op
+from .memcpy import MEMCPY
+from .op import Call, Tensors, op
 
 TOLERANCES = {
     name: Tolerance(0.0, 0.0, "bytes are copied") for name in ("float32", "bfloat16", "float16")
@@ -32,12 +33,12 @@ def copy_layer_pages(
 ) -> None:
     """Copy K and V of pages of any layers: page ids[1, i] of layer ids[0, i] goes to slot ids[2, i].
 
-    On a device one launch, whatever the number of layers.
+    On a device one launch, or one call of its copy engines, whatever the number of layers.
 
     Args:
         source: the pages, on any device; kernels refuse memory of the targets.
-        ids: [3, n] int64: layers in [0, L), pages below P, those below 0 are skipped, slots in [0, Ns); n may
-            be 0, no (layer, slot) twice, a page as often as you like.
+        ids: [3, n] int64 on the host: layers in [0, L), pages below P, those below 0 are skipped, slots in [0, Ns);
+            n may be 0, no (layer, slot) twice, a page as often as you like.
         dst_k, dst_v: [L, Ns, ...] dtype and page shape of ``source``, contiguous; mutated, on their
             device's current stream.
     Source: recall of ScoutAttention section 3.4; the operation itself is ours.
@@ -75,4 +76,9 @@ def _native(source, ids, dst_k, dst_v):
         begin += count
 
 
-triton.implements(copy_layer_pages, "pages", pinned=("source.k",), dtypes=None, unless=_shared)
+def _devices(tensors: Tensors) -> list[str]:
+    return triton.device_reasons([x for x in tensors if x[0] != "ids"], ("source.k",))
+
+
+copy_layer_pages.register(MEMCPY)
+triton.implements(copy_layer_pages, "pages", devices=_devices, dtypes=None, unless=_shared)

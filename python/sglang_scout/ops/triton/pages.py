@@ -148,6 +148,8 @@ def copy_layer_pages(source, ids, dst_k, dst_v):
     page_bytes = source.k[0][:1].nbytes
     if n == 0 or page_bytes == 0:
         return
+    if ids.device != dst_k.device:
+        ids = ids.pin_memory().to(dst_k.device, non_blocking=True)
     aligned = all(x % 4 == 0 for x in (source.align_bytes, dst_k.data_ptr(), dst_v.data_ptr()))
     word = torch.int32 if aligned else torch.uint8
     words = page_bytes // word.itemsize

@@ -1,0 +1,92 @@
+"""`copy_layer_pages` from the host by a device's copy engines, which leave its multiprocessors to the step.
+
+One call of CUDA's runtime copies all pages. It is made through the library that torch has loaded: `cuda.bindings` makes
+an object of each address, which takes ms for 2,000 copies. In a capture, which would drop the copies, and for small
+pages, of which the engines copy 16 KiB at a tenth of the bus's speed (one report, of an H100), the kernel copies.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from . import native
+from .layers import LayerPages
+from .op import Call, Implementation, Tensors
+
+# Host memory is locked in ranges of 4 GiB, and a copy may not lie in two. Planes begin a whole number of huge pages
+# behind the first range (sgl-kernel/src/ring.h): no page lies in two if its size divides these and all distances.
+_PAGE_BYTES = range(1 << 16, (1 << 21) + 1)
+# cudaMemcpyAttributes: read in the stream's order; no hints of places; beside computation if the device can.
+_ATTRIBUTES, _FIRST = np.array([1, 0, 0, 0, 0, 1], np.int32), np.zeros(1, np.int64)
+
+
+@functools.cache
+def runtime() -> Any:
+    """Raises OSError without CUDA 13, before which the call has another argument."""
+    call = ctypes.CDLL("libcudart.so.13").cudaMemcpyBatchAsync
+    pointer, size = ctypes.c_void_p, ctypes.c_size_t
+    call.argtypes = [pointer, pointer, pointer, size, pointer, pointer, size, pointer]
+    return call
+
+
+def _devices(tensors: Tensors) -> list[str]:
+    of = dict(tensors)
+    if not (of["dst_k"].is_cuda and of["dst_v"].is_cuda):
+        return [f"targets are on {of['dst_k'].device}; memcpy supports cuda"]
+    if of["ids"].device.type != "cpu" or not of["source.k"].is_pinned():
+        return ["ids or pages are not on the host, or pages are not page-locked"]
+    return []
+
+
+def _unless(call: Call) -> str:
+    page_bytes, addresses = call["dst_k"][:1, :1].nbytes, _addresses(call["source"])
+    if page_bytes not in _PAGE_BYTES or page_bytes.bit_count() != 1:
+        return f"pages of {page_bytes} bytes; memcpy supports powers of two from 65536 to 2097152"
+    if ((addresses - addresses[0, 0]) % page_bytes).any():
+        return "layers do not lie whole pages apart"
+    if torch.cuda.is_current_stream_capturing():
+        return "a capture would drop the copies"
+    if torch.cuda.current_stream().cuda_stream == 0:
+        return "the current stream is the default one, which it does not take"
+    try:
+        runtime()
+    except OSError as error:
+        return str(error)
+    return ""
+
+
+def _addresses(source: LayerPages) -> npt.NDArray[np.int64]:
+    """[2, L] of K and V on the host."""
+    return np.array([[x.data_ptr() for x in half] for half in (source.k, source.v)])
+
+
+def copy(source: LayerPages, ids: torch.Tensor, dst_k: torch.Tensor, dst_v: torch.Tensor) -> None:
+    """See `ops.gather.copy_layer_pages`."""
+    ids = ids[:, ids[1] >= 0]
+    ends = {"layers": len(source.k), "pages": len(source.k[0]), "slots": dst_k.shape[1]}
+    for (name, end), values in zip(ends.items(), ids, strict=True):
+        native.check_ids("copy_layer_pages", name, values, end)
+    (layers, pages, slots), page_bytes = ids.numpy(), dst_k[:1, :1].nbytes
+    if len(pages) == 0:
+        return
+    # K of all, then V.
+    src = (_addresses(source)[:, layers] + pages * page_bytes).ravel()
+    to = (layers * dst_k.shape[1] + slots) * page_bytes
+    dst = np.concatenate([x.data_ptr() + to for x in (dst_k, dst_v)])
+    code = runtime()(
+        dst.ctypes.data, src.ctypes.data, np.full_like(src, page_bytes).ctypes.data, len(src),
+        _ATTRIBUTES.ctypes.data, _FIRST.ctypes.data, 1, torch.cuda.current_stream().cuda_stream,
+    )  # fmt: skip
+    if code != 0:
+        raise RuntimeError(
+            f"copy_layer_pages: cudaMemcpyBatchAsync of {len(src)} pages: CUDA error {code}"
+        )
+
+
+MEMCPY = Implementation("memcpy", copy, devices=_devices, unless=_unless)
