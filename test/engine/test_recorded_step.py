@@ -36,10 +36,13 @@ class ReplayingWorker(GraphWorker):
         self.static_new = [[torch.randn(ROWS, shape.num_kv_heads, shape.head_dim)
                             for _ in range(2)] for _ in range(shape.num_layers)]  # fmt: skip
         self.engine.pause()
-        self.graph, self.found = self.capture()
+        kinds = (False, True) if self.engine.has_dense_steps else (False,)
+        self.graphs = {is_dense: self.capture(is_dense) for is_dense in kinds}
 
-    def capture(self):
+    def capture(self, is_dense=False):
         """The graph, and where it leaves queries and outputs of all layers."""
+        self.engine.pause()
+        self.engine.is_dense = is_dense
         for graph in (RecordedGraph(), RecordedGraph()):  # the first is the warm-up
             with graph.capture(), mock.patch.object(self.engine, "_beside", graph):
                 found = [self._layer(layer, self.static_hidden[layer], k, v)
@@ -54,8 +57,9 @@ class ReplayingWorker(GraphWorker):
         if not self.engine.can_replay:
             super()._layers(hidden, new)
             return
-        self.graph.replay()
-        for q, out in self.found:
+        graph, found = self.graphs[self.engine.is_dense]
+        graph.replay()
+        for q, out in found:
             self.queries.append(q.clone())
             self.outputs.append(out.clone())
 
@@ -112,6 +116,27 @@ def test_replayed_steps_equal_eager_ones(make, policy, config):
         posted = older._ids[..., 0][older._counts > 0]
         assert (posted >= replayed.host.num_pages).any(), "no kept tokens were posted"
     assert replayed.ring.errors() == []
+
+
+def test_steps_in_which_all_is_resident_replay_a_graph_of_their_own(make):
+    settings = {"budget_tokens": 128, "pages": 60, "layers": 2, "config": '{"recall": "off"}'}
+    eager = make(GraphWorker, max_batch=ROWS, verify=False, **settings)
+    both = eager, make(ReplayingWorker, **settings)
+    kinds = []
+    for length in (100, 60, 490):
+        for worker in both:
+            worker.admit(length)
+        for _ in range(3):
+            for worker in both:
+                worker.step(extra_rows=ROWS - len(worker.requests))
+            kinds.append([worker.engine.is_dense for worker in both])
+            for a, b in zip(*(worker.outputs for worker in both), strict=True):
+                assert torch.equal(a, b)
+            for row, _ in enumerate(both[0].requests if all(kinds[-1]) else ()):
+                exact = both[0].dense(row, 1)
+                torch.testing.assert_close(both[0].outputs[1][row], exact, rtol=2e-5, atol=2e-5)
+    assert kinds == [[True] * 2] * 6 + [[False] * 2] * 3
+    assert len(both[1].graphs[True][0]) < len(both[1].graphs[False][0]) / 2
 
 
 def test_a_part_beside_runs_when_it_is_joined_and_no_sooner():

@@ -10,7 +10,7 @@ from sglang_scout.plugin import status
 
 STATE = {
     "policy": "scout", "backend": "cpu-avx2", "budget_tokens": 512, "page_size": 32,
-    "host_pages_total": 1000, "host_pages_used": 7, "resident_pages": 5, "steps": 3,
+    "host_pages_total": 1000, "host_pages_used": 7, "resident_pages": 5, "steps": 3, "dense_steps": 1,
     "selected_pages": 96, "cpu_pages": 11, "cpu_compute_ratio": 0.25, "fetched_pages": 0, "recalled_pages": 6,
     "recall_bytes": 4096, "recall_wait_us": 8, "gpu_wait_us": 9, "fallback_pages": 2,
     "context_pages_total": 90, "context_pages_used": 12, "raised_thresholds": 3,

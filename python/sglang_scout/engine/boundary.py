@@ -58,6 +58,7 @@ class StepBoundary:
         results: what steps selected.
         counters: totals to add to.
         older: follows what has left a window, where the policy has one.
+        dense_pages: so many pages beyond its budget a batch may have for a dense step; None: there are none.
 
     Attributes:
         arrivals: requests that are about to join.
@@ -75,10 +76,11 @@ class StepBoundary:
         results: StepResults,
         counters: Counters,
         older: OlderTokens | None,
+        dense_pages: int | None,
     ) -> None:
-        self._older = older
+        self._older, self._dense_pages = older, dense_pages
         self._policy, self._page_size = policy, page_size
-        self._row_pages = sizes.budget_pages * sizes.lists
+        self._budget_pages, self._row_pages = sizes.budget_pages, sizes.budget_pages * sizes.lists
         self._table, self._pages, self._recall = table, pages, recall
         self._placement = Placement(policy, sizes.budget_pages, table, recall)
         self.arrivals = Arrivals(self._placement, pages)
@@ -157,6 +159,7 @@ class StepBoundary:
             tail_len=torch.from_numpy(tail_len.astype(np.int32)),
             tail_page=torch.from_numpy(tail_page),
             ages=ages,
+            is_dense=self._is_dense(table, full),
         )
         if self._older is not None:
             batch = self._older.begin(step, batch, request_slots)
@@ -177,6 +180,7 @@ class StepBoundary:
         missed = uses.count(missing)
         selected = int(uses.count(pages).sum())  # a plain number: it becomes JSON
         budget = len(batch.ages) * self._row_pages
+        self._counters.dense_steps += batch.is_dense
         self._counters.count_step(selected, missed.sum(axis=1), budget, self._policy.route)
         self._counters.count_waits(result.waited_ns // 1000)
         result.pages, missing = self._pages.still_held(step, pages, missing)
@@ -206,6 +210,14 @@ class StepBoundary:
         if len(pages):
             # The slots that this takes may be read by steps that run; copies wait for these.
             self._recall.swap(layers, pages, result.launched.step)
+
+    def _is_dense(self, table: npt.NDArray[np.int32], full: Ids) -> bool:
+        """Whether all pages are resident and so few that to choose among them would read more."""
+        beyond = np.maximum(full - self._budget_pages, 0).sum()
+        if self._dense_pages is None or beyond > self._dense_pages:
+            return False
+        is_full = np.arange(table.shape[1]) < full[:, None]
+        return bool((self._table.slot_of[:, table[is_full]] >= 0).all())
 
     def _ages(self, step: int, request_slots: npt.NDArray[np.int64]) -> Ids:
         """``[B]`` steps done here by each request; one that was never admitted counts as old."""

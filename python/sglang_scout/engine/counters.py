@@ -29,6 +29,7 @@ class Counters:
 
     num_layers: int
     steps: int = 0
+    dense_steps: int = 0
     selected_pages: int = 0
     cpu_pages: int = 0
     fetched_pages: int = 0

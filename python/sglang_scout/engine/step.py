@@ -11,6 +11,9 @@ and the host acts on it two boundaries later:
     boundary t   takes in what step t-2 selected, maps the copies of boundary t-1, starts others
     step t       runs with what boundary t fixed; the host prepares t+1 meanwhile
 
+A step in which all pages are resident, and few, is dense: nothing is predicted or chosen, its attention is full and
+costs what the server's own would.
+
 Choosing runs beside the model (``ForkedStream``). On the CPU device the same code runs on the host's memory.
 """
 
@@ -56,6 +59,7 @@ class StepEngine:
 
     Attributes:
         resident, table: the resident cache, and what is where in it.
+        is_dense: the step that began last, or is captured; ``has_dense_steps``: whether any may be.
         boundary, pages: prepare steps, and follow pages from owner to owner.
     """
 
@@ -88,8 +92,13 @@ class StepEngine:
         self._inputs = StepInputs(shape.num_layers, sizes, device)
         self._results = StepResults(shape.num_layers, sizes, transport.waited_ns, device, stamps)
         self.older = older_tokens(policy, transport, shape, sizes, host, counters, device, verify)
+        # Ranks may differ in what has been copied in time. Beyond the budget, as much as W_q of the layer ahead.
+        self.has_dense_steps = ranks is None and self.older is None
+        self.is_dense = False
+        dense_pages = shape.query_weight_bytes // (2 * shape.page_bytes)
         self.boundary = StepBoundary(
             policy, sizes, shape.page_size, table, self.pages, self.recall, self._results, counters, self.older,
+            dense_pages if self.has_dense_steps else None,
         )  # fmt: skip
         table.take_changes()
         self._slot_of = upload(table.slot_of, device).clone()
@@ -140,6 +149,7 @@ class StepEngine:
         self.counters.steps += 1
         self.tracer.step(self._step)
         batch = self.boundary.begin(self._step, page_table, request_slots, seq_lens)
+        self.is_dense = batch.is_dense
         self._check_faults()
         changed, slots = self._inputs.send(batch, *self.table.take_changes())
         if len(changed):
@@ -177,9 +187,11 @@ class StepEngine:
         both. ``positions`` ``[B]`` int64; B up to ``sizes.max_batch``.
         """
         self.layer_output()
-        if layer == 0 and self.transport.stamps is not None:
+        if layer == 0 and self.transport.stamps is not None and not self.is_dense:
             self.transport.stamps.begin_layers()
         self._open_layer, self._layer_start_ns = layer, self._clock.now()
+        if self.is_dense:
+            return
         for target in self.policy.query.targets(layer, self.shape.num_layers):
             start_ns, projector = self._clock.now(), self._projectors[target]
             read = projector.start(x, residual)
@@ -235,6 +247,8 @@ class StepEngine:
         if self.older is not None:
             slots = self._slot_of[layer], tail_slot, tail_len
             return self.older.attend(layer, query, self.resident, offered, *slots)
+        if self.is_dense:
+            return self._attend_to_all(layer, query, tail_slot, tail_len)
         if layer not in self._chosen:  # it has no lead
             self._beside.join()  # the ring takes posts in the order of one stream
             self._look_ahead(layer, query)
@@ -269,6 +283,26 @@ class StepEngine:
             self._verifier.check(layer, out, query, query_ahead, *parts, change)
             self.tracer.cut("attention", "verify", start_ns, layer=layer)
         return out
+
+    def _attend_to_all(
+        self, layer: int, query: torch.Tensor, tail_slot: torch.Tensor, tail_len: torch.Tensor
+    ) -> torch.Tensor:
+        """Full attention of a dense step, all of whose pages are resident."""
+        offered, slot_of = self._inputs.offered.first(len(query)), self._slot_of[layer]
+        start_ns = self._clock.now()
+        out, _ = attend_pages(
+            query, self.resident.k[layer], self.resident.v[layer], offered.table,
+            tail_slot, tail_len, self.shape.scale, self.shape.logit_cap, slot_of=slot_of,
+            n_pages=offered.n_full,
+        )  # fmt: skip
+        self._clock.cut("attention", "attend", start_ns, layer=layer)
+        if self._verifier is not None:
+            missing = torch.full_like(offered.list_table[:, :1], -1)
+            batch = self._results.running.batch
+            self._verifier.check(
+                layer, out, query, query, offered.table, slot_of, missing, batch, None
+            )
+        return out.to(query.dtype)
 
     def close(self) -> None:
         """Wait for what was launched, stop the copies and write the trace."""

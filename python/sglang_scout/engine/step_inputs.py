@@ -23,6 +23,7 @@ class Batch:
     tail_len: torch.Tensor  # [B] int32 valid tokens in it, this step's included
     tail_page: torch.Tensor  # [B] int32 host page id of it
     ages: npt.NDArray[np.int64]  # [B] steps that each request has done here before this one
+    is_dense: bool = False  # all pages are resident, and attended to
 
     @property
     def fresh(self) -> npt.NDArray[np.bool_]:

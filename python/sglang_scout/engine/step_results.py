@@ -116,7 +116,7 @@ class StepResults:
         if self._launched:
             last = self._launched[-1]
             last.results = Fetching(self._sent, self._on_host[last.step & 1])
-            if self._clock is not None:
+            if self._clock is not None and not last.batch.is_dense:
                 last.cuts = self._clock.cuts
 
     def take(self) -> StepResult | None:
@@ -132,6 +132,11 @@ class StepResults:
         (pages, missing), waited_ns, cosine, *stamps = launched.results.wait()
         rows = len(launched.batch.ages)
         used = [x[:, : rows * self._lists].reshape(len(x), rows, -1) for x in (pages, missing)]
+        if launched.batch.is_dense:  # it wrote nothing
+            table, n_full = launched.batch.table.numpy(), launched.batch.n_full.numpy()
+            full = np.where(np.arange(table.shape[1]) < n_full[:, None], table, np.int32(-1))
+            used = [np.repeat(x[None], len(pages), 0) for x in (full, np.full_like(full, -1))]
+            cosine = np.full_like(cosine, np.nan)
         since = waited_ns - self._waited_before
         self._waited_before = waited_ns.copy()
         if self._clock is not None:

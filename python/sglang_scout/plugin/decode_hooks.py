@@ -22,6 +22,8 @@ from sglang_scout.worker.host_memory import available_bytes
 
 logger = logging.getLogger(__name__)
 
+DENSE = "dense"
+
 
 def around_profile_available_bytes(
     original: Callable[..., int], runner: Any, *args: Any, **kwargs: Any
@@ -122,6 +124,19 @@ def around_can_run_graph(original: Callable[..., bool], runner: Any, forward_bat
     if not forward_batch.forward_mode.is_decode():
         return original(runner, forward_batch)
     return current_backend().begin(forward_batch) and original(runner, forward_batch)
+
+
+def around_capture_one_shape(original: Callable[..., None], runner: Any, *args: Any) -> None:
+    """A graph for the steps that choose pages, and another for the dense ones."""
+    engine = current_backend().engine
+    for label in (None, DENSE) if engine.has_dense_steps else (None,):
+        engine.is_dense = label is not None
+        original(runner, *args[:3], label)
+
+
+def after_resolve_lora_variant(result: Any, runner: Any, forward_batch: Any) -> Any:
+    """Which of them is replayed; with LoRA, which is refused, SGLang has two of its own."""
+    return DENSE if current_backend().engine.is_dense else result
 
 
 def after_get_internal_state(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:

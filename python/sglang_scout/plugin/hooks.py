@@ -100,6 +100,18 @@ HOOKS: dict[str, tuple[Hook, ...]] = {
             "begin the step before it is known whether a graph can run it",
         ),
         Hook(
+            _GRAPHS + "capture_one_shape",
+            "decode_hooks:around_capture_one_shape",
+            "around",
+            "capture a graph for dense steps too",
+        ),
+        Hook(
+            _GRAPHS + "_resolve_lora_variant",
+            "decode_hooks:after_resolve_lora_variant",
+            "after",
+            "replay the graph that is for the step",
+        ),
+        Hook(
             "managers.scheduler.Scheduler.get_internal_state",
             "decode_hooks:after_get_internal_state",
             "after",

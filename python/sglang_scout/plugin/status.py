@@ -31,6 +31,7 @@ _METRICS = {
     "resident_pages": ("gauge", "Pages on the device, summed over layers."),
     "cpu_compute_ratio": ("gauge", "Pages computed on the CPU over the budget, since start."),
     "steps": ("counter", "Decode steps."),
+    "dense_steps": ("counter", "Steps that attended to all pages, which were resident."),
     "selected_pages": ("counter", "Pages selected, summed over requests, layers and steps."),
     "cpu_pages": ("counter", "Selected pages that were computed on the CPU."),
     "fetched_pages": (
@@ -59,7 +60,7 @@ _FACTS = (
     "recall",
 )  # fmt: skip
 _TOTALS = (
-    "steps", "selected_pages", "cpu_pages", "fetched_pages", "budget_pages", "cpu_compute_ratio",
+    "steps", "dense_steps", "selected_pages", "cpu_pages", "fetched_pages", "budget_pages", "cpu_compute_ratio",
     "warmed_pages", "recalled_pages", "recall_bytes", "recall_wait_us", "gpu_wait_us",
     "raised_thresholds", "verify_checks", "verify_max_rel_error", "verify_unequal_selections",
 )  # fmt: skip
