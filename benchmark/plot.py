@@ -155,17 +155,18 @@ def _corners(ax: Any, runs: dict[str, list[Row]], colors: dict[str, Any]) -> Non
 
 
 def draw_predictions(rows: list[Row]) -> Any:
-    """Speed-up over stock by context, a panel for each model, a line for each host memory."""
+    """Speed-up over stock by context, a panel for each model, a line for each host memory and KV type."""
     rows = [r for r in rows if r["impl"] == "h100"]
     models = list(dict.fromkeys(r["model"] for r in rows))
     fig, axes = plt.subplots(1, len(models), figsize=(4.2 * len(models), 3.8), sharey=True)
     for ax, model in zip(axes, models, strict=True):
-        for host in dict.fromkeys(r["host_gib"] for r in rows):
-            own = [
-                r for r in rows if (r["model"], r["host_gib"]) == (model, host) and r["speed_up"]
-            ]
-            ax.plot([r["context"] // 1024 for r in own], [r["speed_up"] for r in own], "o-",
-                    label=f"{host} GiB of host pages")  # fmt: skip
+        for host, kv in dict.fromkeys((r["host_gib"], r["kv_cache_dtype"]) for r in rows):
+            key, first = (model, host, kv), kv == rows[0]["kv_cache_dtype"]
+            mine = [r for r in rows if (r["model"], r["host_gib"], r["kv_cache_dtype"]) == key]
+            own = [r for r in mine if r["speed_up"]]
+            ax.plot([r["context"] // 1024 for r in own], [r["speed_up"] for r in own], "o-" if first else "o--",
+                    color=f"C{sorted({r['host_gib'] for r in rows}).index(host)}",
+                    label=f"{host} GiB of host pages" if first else None)  # fmt: skip
         ax.axhline(1, color=FULL_COLOR, linewidth=0.8)
         ax.set_xscale("log", base=2)
         ax.set_xticks(ticks := [r["context"] // 1024 for r in own], [f"{x}k" for x in ticks])
@@ -175,7 +176,9 @@ def draw_predictions(rows: list[Row]) -> Any:
         ax.grid(alpha=0.3)
     axes[0].set_ylabel("tokens per second over stock's")
     axes[0].legend(fontsize=8)
-    fig.suptitle("Predicted by bytes and bandwidths, not measured", fontsize=11)
+    fig.suptitle(
+        "Predicted by bytes and bandwidths, not measured; dashed: both with KV in fp8", fontsize=11
+    )
     return fig
 
 

@@ -3,7 +3,7 @@
     python -m benchmark.decode.cpu_step --out docs/results/step_model.jsonl
 
 The model with which ``sglang-scout plan --gpu`` predicts (cli/step_model.py) gets the rates of this machine, each
-measured by itself between the steps, and the steps' sizes; test/benchmark/test_step_model.py compares. The device is
+measured by itself between the steps, and the steps' sizes; test/cli/test_step_model.py compares. The device is
 one CPU, the worker another. Steps are those of harness.py, fp32, from the host; boundaries are not in their time.
 
 Others may use the machine. So all times are CPU time of the threads that do the work: what a step waits for the worker
@@ -96,7 +96,7 @@ class Rates:
         beside the step. A launch is a layer's time where there is next to nothing to compute, by the launches that
         the model counts."""
         calls = {part: call for part, (_, call) in self._calls.items()}
-        calls["weights"] = partial(self.products, harness.batch)
+        calls["weights"] = partial(self.products, harness.rows)
         of_step, of_tiny = timed(harness), timed(tiny)
         taken: dict[str, list[float]] = {part: [] for part in calls}
         for _ in range(WARM_UP + steps):
@@ -115,8 +115,8 @@ class Rates:
         gb_s = read / 1e3
         return of_step[WARM_UP:], {
             "memory_gb_s": gb_s, "flop_s": 1e15, "link_gb_s": gb_s, "host_gb_s": gb_s,
-            "memory_bytes": 0, "launch_us": layer_us / LAUNCHES["offload"], "boundary_us": [0, 0],
-            "reached": reached,
+            "memory_bytes": 0, "launch_us": layer_us / (LAUNCHES["offload"] + LAUNCHES["ahead"]),
+            "boundary_us": [0, 0], "in_order": True, "reached": reached,
         }  # fmt: skip
 
 

@@ -1,6 +1,6 @@
-"""What the model of a step (sglang_scout/cli/step_model.py) predicts: a row per model, device, context and host memory.
+"""What the model of a step (sglang_scout/cli/step_model.py) predicts by model, KV type, device, context, host memory.
 
-    python -m benchmark.decode.predictions --out docs/results/predictions.jsonl     # prints a table of the H100's
+    python -m benchmark.decode.predictions --out docs/results/predictions.jsonl     # prints tables of the H100's
 
 Nothing is measured. Rows (format: rows.py, untimed): `tokens_per_s`, `batch` and `bound` of both, `speed_up`,
 `wins_from` and `wins_host_gib`, from which batch and host memory on ours is faster.
@@ -13,28 +13,30 @@ import itertools
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from benchmark import rows
 from benchmark.server.speed import SHAPES, write_config
 from sglang_scout.cli.sizes import GIB, make_plan
-from sglang_scout.cli.step_model import DEVICES, predict
+from sglang_scout.cli.step_model import DEVICES, MISSING_SHARE, RING_VALUE_BYTES, Work, predict
 
 CONTEXTS = (16384, 32768, 65536, 131072)
 HOST_GIB = (128, 256, 512)
+KV_TYPES = ("auto", "fp8_e4m3")
 
 
 def add_row(
-    writer: rows.Writer, folder: Path, name: str, context: int, gpu: str, host: int
+    writer: rows.Writer, folder: Path, name: str, kv: str, context: int, gpu: str, host: int
 ) -> rows.Row:
     device = DEVICES[gpu]
     plan = make_plan(
-        str(folder), context_tokens=context, host_gib=host, gpu_gib=device.memory_bytes / GIB
-    )
+        str(folder), context_tokens=context, host_gib=host, gpu_gib=device.memory_bytes / GIB, kv_cache_dtype=kv
+    )  # fmt: skip
     found = predict(plan, device)
     wins = found.wins_host_bytes
     return writer.add(
-        gpu, untimed=True, model=name, context=context, host_gib=host,
-        budget=plan.sizes.budget_tokens, batch=found.offload.batch, bound=found.offload.bound,
+        gpu, untimed=True, model=name, kv_cache_dtype=kv, context=context, host_gib=host,
+        budget=plan.server.config.budget_tokens, batch=found.offload.batch, bound=found.offload.bound,
         tokens_per_s=round(found.offload.tokens_per_s), step_us=round(found.offload.us),
         parts_us={part: round(us) for part, us in found.offload.parts_us.items()},
         stock_batch=found.stock.batch, stock_tokens_per_s=round(found.stock.tokens_per_s),
@@ -47,17 +49,47 @@ def table(found: list[rows.Row]) -> str:
     """Markdown of one device."""
     sizes = " | ".join(f"{host} GiB" for host in HOST_GIB)
     lines = [
-        f"| model | context | stock | {sizes} | faster from |",
+        f"| model, KV | context | stock | {sizes} | faster from |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
-    for (model, context), same in itertools.groupby(found, lambda r: (r["model"], r["context"])):
-        of = list(same)
+    for key, same in itertools.groupby(
+        found, lambda r: (r["model"], r["kv_cache_dtype"], r["context"])
+    ):
+        (model, kv, context), of = key, list(same)
         cells = [f"{r['tokens_per_s']:,} ({r['batch']}), {r['speed_up'] or '-'}" for r in of]
         stock = f"{of[0]['stock_tokens_per_s']:,} ({of[0]['stock_batch']})"
         wins = (
             f"{of[-1]['wins_from']}, {of[-1]['wins_host_gib']} GiB" if of[-1]["wins_from"] else "-"
         )
-        lines.append(f"| {model} | {context:,} | {stock} | {' | '.join(cells)} | {wins} |")
+        name = f"{model}, {'bf16' if kv == 'auto' else 'fp8'}"
+        lines.append(f"| {name} | {context:,} | {stock} | {' | '.join(cells)} | {wins} |")
+    return "\n".join(lines)
+
+
+LAYER_BATCH, LAYER_CONTEXT = 32, 65536
+LAYERS: dict[str, dict[str, Any]] = {  # what moves within a layer, and with which flags
+    "paper": {"config": '{"paper": true}', "budget_tokens": 2048},
+    "default": {},
+    "default, fp8": {"kv_cache_dtype": "fp8_e4m3"},
+}
+
+
+def layer_table(folder: Path) -> str:
+    """Markdown: MB of a layer by what they are of, the last over the link."""
+    columns = []
+    for flags in LAYERS.values():
+        plan = make_plan(str(folder), context_tokens=LAYER_CONTEXT, host_gib=1, **flags)
+        work = Work.of(plan.server)
+        kv = LAYER_BATCH * work.budget_tokens * work.kv_bytes_per_token * (1 - MISSING_SHARE)
+        ring = LAYER_BATCH * work.query_values * RING_VALUE_BYTES
+        each = [work.weight_bytes, work.ahead_bytes, LAYER_BATCH * work.digest_bytes, kv]
+        columns.append([x / work.layers / 1e6 for x in each] + [ring / 1e6])
+    names = ("weights", "look-ahead", "digests", "attention", "ring")
+    lines = [f"| MB | {' | '.join(LAYERS)} |", "| --- |" + " ---: |" * len(LAYERS)]
+    lines += [
+        f"| {name} | {' | '.join(f'{x:.1f}' for x in row)} |"
+        for name, row in zip(names, zip(*columns, strict=True), strict=True)
+    ]
     return "\n".join(lines)
 
 
@@ -69,10 +101,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         for name in SHAPES:
             folder = write_config(name, Path(scratch) / name, CONTEXTS[-1])
-            for context, gpu, host in itertools.product(CONTEXTS, DEVICES, HOST_GIB):
-                add_row(writer, folder, name, context, gpu, host)
+            for kv, context, gpu, host in itertools.product(KV_TYPES, CONTEXTS, DEVICES, HOST_GIB):
+                add_row(writer, folder, name, kv, context, gpu, host)
+        layers = layer_table(folder)
     writer.close()
     print(table([row for row in writer.rows if row["impl"] == "h100"]))
+    print(f"\nA layer of {name}, {LAYER_BATCH} requests of {LAYER_CONTEXT} tokens:\n{layers}")
     return 0
 
 

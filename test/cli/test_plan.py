@@ -4,15 +4,12 @@ import json
 import math
 
 import pytest
-import torch
 
 from sglang_scout.cli import main
 from sglang_scout.cli.model_config import read_model
-from sglang_scout.cli.sizes import GIB, make_plan
+from sglang_scout.cli.sizes import make_plan
+from sglang_scout.cli.table import GIB
 from sglang_scout.core.errors import ConfigError
-from sglang_scout.core.parse_config import parse_config
-from sglang_scout.engine.memory import plan_memory
-from sglang_scout.engine.stores import ModelShape
 
 QWEN3_14B = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -45,22 +42,31 @@ def plan_of(folder, **kwargs):
     return make_plan(str(folder), **kwargs)
 
 
-def test_one_request_of_64k_tokens_of_the_papers_model(model):
-    sizes = plan_of(
-        model(), context_tokens=65536, host_gib=103, digest="minmax", budget_tokens=2048
-    ).sizes
-    assert sizes.kv_bytes_per_token == 2 * 40 * 8 * 128 * 2 == 163840
-    assert sizes.kv_bytes_per_request == 65536 * 163840
-    assert round(sizes.kv_bytes_per_request / 1e9, 1) == 10.7
-    # The digest of a page is a minimum and a maximum of K: as much as the K and V of one token.
-    assert sizes.digest_bytes_per_request * 32 == sizes.kv_bytes_per_request
-    assert sizes.resident_bytes_per_request == 2048 * 163840
-    both = sizes.digest_bytes_per_request + sizes.resident_bytes_per_request
-    assert round(both / 1e9, 2) == 0.67, "digests and resident pages, half and half"
-    inputs = 65536 * 6 * 8
-    assert sizes.device_bytes_per_request == both + inputs + 32 * 163840, (
-        "and the page being filled"
+def on_device(plan):
+    """Bytes by what takes them."""
+    return {what: nbytes for what, _, nbytes in plan.memory.device_rows}
+
+
+def test_requests_of_64k_tokens_of_the_papers_model(model):
+    plan = plan_of(
+        model(),
+        context_tokens=65536,
+        host_gib=107,
+        config='{"digest": "minmax"}',
+        budget_tokens=2048,
     )
+    server, memory = plan.server, plan.memory
+    assert server.kv_bytes_per_token == 2 * 40 * 8 * 128 * 2 == 163840
+    assert server.kv_bytes_per_request == 65536 * 163840
+    assert round(server.kv_bytes_per_request / 1e9, 1) == 10.7
+    pages = 10 * 2048 + 1  # SGLang's padding
+    assert plan.requests == 10 and memory.host_bytes == pages * 32 * 163840
+    # The digest of a page is a minimum and a maximum of K: as much as the K and V of one token.
+    slots = 10 * 64 + 10 + 64  # budgets, pages being filled, recalls under way
+    assert on_device(plan) == {
+        "digests": pages * 163840, "input buffers": pages * 32 * 6 * 8, "resident slots": slots * 32 * 163840,
+    }  # fmt: skip
+    assert memory.device_bytes == sum(on_device(plan).values())
 
 
 def test_how_many_fit_on_an_80_gb_card_with_110_gb_of_host_memory(model):
@@ -73,8 +79,8 @@ def test_how_many_fit_on_an_80_gb_card_with_110_gb_of_host_memory(model):
 
 
 def test_whole_pages_and_the_padding_page(model):
-    sizes = plan_of(model(), context_tokens=33, host_gib=1).sizes
-    assert sizes.host_pages_per_request == 2 and sizes.kv_bytes_per_request == 64 * 163840
+    server = plan_of(model(), context_tokens=33, host_gib=1).server
+    assert server.pages_per_request == 2 and server.kv_bytes_per_request == 64 * 163840
     for pages, fit in ((2, 0), (3, 1)):
         plan = plan_of(model(), context_tokens=64, host_gib=pages * 32 * 163840 / GIB)
         assert plan.offload.by_host == fit
@@ -86,6 +92,7 @@ def test_the_host_size_that_it_names_is_enough(model, capsys):
     assert main([*arguments, "--requests", "7", "--host-gb", "1"]) == 1
     text = capsys.readouterr().out
     assert "7 requests would not fit: host memory is too small" in text
+    assert "--max-running-requests 7 --context-length 65536" in text
     host = text.split("--kv-offload-host-gb ")[1].split(",")[0]
     assert main([*arguments, "--requests", "7", "--host-gb", host]) == 0
     assert plan_of(folder, context_tokens=65536, host_gib=float(host)).offload.requests == 7
@@ -98,9 +105,12 @@ def test_json_has_the_same_numbers(model, capsys):
     got = json.loads(capsys.readouterr().out)
     plan = plan_of(folder, context_tokens=65536, host_gib=103, gpu_gib=80)
     assert got["offload"]["requests"] == plan.offload.requests == 10
-    assert got["kv_bytes_per_request"] == plan.sizes.kv_bytes_per_request
+    assert got["kv_bytes_per_token"] == plan.server.kv_bytes_per_token
     assert got["stock"] == {"by_host": None, "by_gpu": 4, "requests": 4, "limited_by": "gpu memory"}
-    assert got["requests_need_device_bytes"] == plan.sizes.device_bytes(10)
+    rows = [(row["what"], row["count"], row["bytes"]) for row in got["memory"]]
+    assert rows == list(plan.memory.rows)
+    on_device = sum(row["bytes"] for row in got["memory"] if row["on_device"])
+    assert got["device_bytes"] == on_device == plan.memory.device_bytes
 
 
 def test_defaults_of_a_sparse_config(model):
@@ -123,40 +133,60 @@ def test_dtype(model, stored, asked, used):
     assert read_model(str(model(torch_dtype=None, dtype=stored)), asked).dtype == used
 
 
+@pytest.mark.parametrize("policy", ["scout", "hgca", "infinigen"])
 @pytest.mark.parametrize(("context", "requests"), [(33, 64), (2048, 5), (4096, 1), (65536, 64)])
-def test_the_device_needs_what_the_server_takes(model, context, requests):
-    """Contexts below the budget too, where the server has a slot for every host page and no more."""
-    sizes = plan_of(model(), context_tokens=context, host_gib=1000, gpu_gib=80).sizes
-    shape = ModelShape(
-        num_layers=40, num_q_heads=40, num_kv_heads=8, head_dim=128, page_size=32, scale=1.0,
-        dtype=torch.bfloat16,
-    )  # fmt: skip
-    config = parse_config(policy="scout", policies={"scout": {}})
-    server = plan_memory(
-        config, shape, num_pages=sizes.host_pages(requests), max_batch=requests,
-        context_tokens=context, node_cpus=[8],
-    )  # fmt: skip
-    needed = sizes.device_bytes(requests)
-    assert needed == server.digest_bytes + server.input_bytes + server.resident_bytes
-    assert sizes.requests_on_device(needed) == requests
-    assert sizes.requests_on_device(needed - 1) == requests - 1
+def test_as_many_requests_fit_as_their_plan_allows(model, policy, context, requests):
+    """Contexts below the budget too, where the server has a slot for every host page and no more. What a server plans:
+    test/plugin/test_host_size.py."""
+    server = plan_of(model(), context_tokens=context, host_gib=1, policy=policy).server
+    needed = server.memory(requests).device_bytes
+    assert server.fitting(needed) == requests
+    assert server.fitting(needed - 1) == requests - 1
+
+
+def test_each_policy_takes_what_is_its_own(model, capsys):
+    command = [
+        "plan",
+        "--model-path",
+        str(model()),
+        "--context",
+        "40960",
+        "--host-gb",
+        "1000",
+        "--gpu",
+        "h100",
+    ]
+
+    def memory(policy):
+        assert main([*command, "--requests", "8", "--kv-offload", policy, "--json"]) == 0
+        made = json.loads(capsys.readouterr().out)
+        assert ("step" in made) == (policy == "scout"), "the model of a step is of that one"
+        return {row["what"]: (row["bytes"], row["on_device"]) for row in made["memory"]}
+
+    fetched = memory("infinigen")["step buffers"]
+    assert fetched == (2 * 8 * 32 * 2 * 32 * 8 * 128 * 2, True), "two layers' budgets"
+    windowed = memory("hgca")
+    pages = 8 * 1280 + 1
+    assert windowed["kept tokens"] == (int(0.3 * pages) * 32 * 163840, False)
+    rows = (
+        40 * 8 * 8
+    )  # layers, requests, heads: averages of the window's tokens, a list of all pages
+    assert windowed["step buffers"][0] == 4 * (rows * (4096 + 1280) + 40 * 8 * 40 * 128)
+    assert {*windowed} ^ {*memory("scout")} == {"kept tokens", "step buffers", "hints"}
+    assert main([*command, "--kv-offload", "hgca"]) == 0
+    assert "Steps are predicted only where" in capsys.readouterr().out
 
 
 def test_host_memory_for_the_worker_beside_the_pages(model, capsys):
     command = ["plan", "--model-path", str(model()), "--host-gb", "1000", "--budget", "2048"]
     assert main([*command, "--requests", "64"]) == 0
-    assert "partial results take up to 0.96 GiB of host memory" in capsys.readouterr().out
-    assert main([*command, "--requests", "64", "--json"]) == 0
-    of_64 = json.loads(capsys.readouterr().out)["requests_need_worker_bytes"]
-    settings = parse_config(policy="scout", policies={"scout": {}}, budget_tokens=2048)
-    shape = ModelShape(40, 40, 8, 128, 32, torch.bfloat16, 128**-0.5)
-    server = plan_memory(
-        settings, shape, num_pages=9, max_batch=64, context_tokens=40960, node_cpus=[64]
+    # 0.96 for the worker, 5 KiB for each page's hint.
+    assert "up to 1.35 GiB of host memory beside the pages" in capsys.readouterr().out
+    sizes = {"host_gib": 1, "budget_tokens": 2048}
+    of_64, most = (
+        plan_of(model(), requests=n, **sizes).memory.worker.total_bytes for n in (64, 65536)
     )
-    assert of_64 == server.worker.total_bytes, "as the server reckons"
-    assert (
-        plan_of(model(), requests=65536, host_gib=1, budget_tokens=2048).worker_bytes > 900 * of_64
-    )
+    assert most > 900 * of_64
     many = plan_of(model(), context_tokens=1, host_gib=2**30)
     assert many.offload.requests == 65536, "no more than the server takes"
     with pytest.raises(ConfigError, match="--budget 1099511627776: max_pages=.*lower the budget"):
@@ -186,6 +216,9 @@ def test_weights_from_files_from_the_index_or_estimated(model):
         (["--requests", "65537"], "--requests 65537: must be greater than 0, and at most 65536"),
         (["--host-gb", "nan"], "--host-gb nan"),
         (["--mem-fraction-static", "0"], "--mem-fraction-static 0.0: must be greater than 0"),
+        (["--kv-offload", "none"], "--kv-offload 'none': is no policy"),
+        (["--kv-offload", "sparda"], "needs --kv-offload-config '{\"forecast_file\": FILE}'"),
+        (["--kv-offload-config", '{"digest": "x"}'], "digest = 'x'; choose one of minmax"),
     ],
 )
 def test_wrong_arguments_are_named(model, capsys, arguments, words):
@@ -257,8 +290,17 @@ def test_folders_that_are_no_model(tmp_path, model):
 
 @pytest.mark.parametrize("fp8", ["fp8_e4m3", "fp8_e5m2"])
 def test_kv_in_fp8_is_half_as_large_and_digests_are_not_smaller(model, fp8):
-    plain = plan_of(model(), host_gib=400, gpu_gib=80)
-    small = plan_of(model(), host_gib=400, gpu_gib=80, kv_cache_dtype=fp8)
-    assert 2 * small.sizes.kv_bytes_per_request == plain.sizes.kv_bytes_per_request
-    assert small.sizes.digest_bytes_per_page == plain.sizes.digest_bytes_per_page
-    assert small.offload.by_host >= 2 * plain.offload.by_host
+    sizes = {"context_tokens": 65536, "gpu_gib": 80}
+    of_host, of_both = (
+        200,
+        400,
+    )  # GiB where host memory binds with either, where digests bind with fp8
+    plain = plan_of(model(), host_gib=of_host, **sizes)
+    small = plan_of(model(), host_gib=of_host, kv_cache_dtype=fp8, **sizes)
+    assert 2 * small.server.kv_bytes_per_request == plain.server.kv_bytes_per_request
+    assert small.server.digest_bytes_per_page == plain.server.digest_bytes_per_page
+    for plan in (plain, small):
+        assert plan.offload.limited_by == "host memory"
+    assert (plain.requests, small.requests) == (19, 39), "a page is SGLang's padding"
+    most = plan_of(model(), host_gib=of_both, kv_cache_dtype=fp8, **sizes)
+    assert (most.requests, most.offload.limited_by) == (51, "gpu memory")

@@ -1,6 +1,7 @@
 """The model of a decode step: against arithmetic done by hand, and against steps that were measured."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -41,8 +42,8 @@ def plan_of(model, **more):
 
 
 def test_a_step_of_the_papers_model_by_hand(model):
-    plan = plan_of(model, digest="minmax")
-    work, h100 = Work.of(plan.model, plan.sizes), DEVICES["h100"]
+    plan = plan_of(model, config='{"digest": "minmax"}')
+    work, h100 = Work.of(plan.server), DEVICES["h100"]
     rate = 3350e3 * 0.8  # bytes a microsecond
     step = offload_step(work, h100, 32)
     layer = (40 + 2 * 8 + 40) * 128 * 5120 + 3 * 5120 * 17408
@@ -55,13 +56,16 @@ def test_a_step_of_the_papers_model_by_hand(model):
     both = 32 * 40 * 5120 * (2 + 4) + 32 * 163840
     assert step.parts_us["ring"] == pytest.approx(both / (64e3 * 0.8))
     assert step.us == pytest.approx(sum(step.parts_us.values())) and step.bound == "weights"
+    assert step.parts_us["launches"] == 40 * 14 * 2.0, "five more are beside the model"
+    in_order = offload_step(work, replace(h100, in_order=True), 32)
+    assert in_order.parts_us["launches"] == 40 * 19 * 2.0
     full = stock_step(work, h100, 3)
     assert full.parts_us["attention"] == pytest.approx(3 * 65536 * 163840 / rate)
 
 
 def test_the_step_waits_for_a_worker_that_is_slower_than_a_layer(model):
     plan = plan_of(model)
-    work = Work.of(plan.model, plan.sizes)
+    work = Work.of(plan.server)
     rates = dict(memory_gb_s=1000, flop_s=1e15, link_gb_s=1e6, memory_bytes=1, launch_us=0.0)  # noqa: C408
     fast, slow = (Device(**rates, host_gb_s=rate) for rate in (1e9, 1))
     quick, late = (offload_step(work, device, 8) for device in (fast, slow))
@@ -91,7 +95,15 @@ def test_ours_wins_where_the_batch_is_large_enough(model):
 def test_nothing_is_missing_where_all_pages_fit_the_device(model):
     plan = make_plan(model, context_tokens=4096, requests=4, host_gib=64, gpu_gib=80)
     step = predict(plan, DEVICES["h100"]).offload
-    assert step.parts_us["wait"] == 0.0 and step.beside_us["copies"] == 0.0
+    assert "wait" not in step.parts_us and "copies" not in step.beside_us
+
+
+@pytest.mark.parametrize("context, batch", [(1024, 1), (2048, 8), (4096, 1), (4096, 4), (8192, 1)])
+def test_at_low_concurrency_a_step_is_within_one_percent_of_stocks(model, context, batch):
+    plan = make_plan(model, context_tokens=context, requests=batch, host_gib=64, gpu_gib=80)
+    ours, work = predict(plan, DEVICES["h100"]).offload, Work.of(plan.server)
+    assert "look-ahead" not in ours.parts_us
+    assert ours.us <= 1.01 * stock_step(work, DEVICES["h100"], batch).us
 
 
 def test_the_command_prints_both_steps(model, tmp_path, capsys):

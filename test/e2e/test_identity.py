@@ -161,14 +161,18 @@ def test_two_ranks_with_graph_transport(tiny_model):
 
 @SLOW
 @pytest.mark.parametrize("fp8", ["fp8_e4m3", "fp8_e5m2"])
-def test_tokens_equal_stock_with_kv_in_fp8(tiny_model, tmp_path, fp8):
+def test_kv_in_fp8(tiny_model, tmp_path, fp8):
+    """Stock's tokens where the budget covers the context; with a small one every layer agrees with a plain reference
+    over the rounded pages, of which the worker computes some."""
     model, prompts = tiny_model("qwen3"), random_prompts(LENGTHS, seed=7)
     expected = stock_answers(
         model, tmp_path, prompts, max_new_tokens=NEW_TOKENS, kv_cache_dtype=fp8
     )
+    small = {"verify": True, "recall": "fixed", "recall_interval": 4}
     with PDCluster(
         model,
         server_args=[*SCOUT, "--kv-cache-dtype", fp8],
+        more_decodes={"small": flags(kv_offload_budget=128, kv_offload_config=json.dumps(small))},
         max_running_requests=16,
         max_total_tokens=32768,
     ) as servers:
@@ -176,6 +180,12 @@ def test_tokens_equal_stock_with_kv_in_fp8(tiny_model, tmp_path, fp8):
         assert_same_tokens(expected, answers, logprob_atol=FP8_LOGPROB_ATOL)
         state = servers.kv_offload()
         assert state["digests_received"] > 0 and state["cpu_pages"] == 0
+        generate_with(servers, "small", prompts[-6:], max_new_tokens=NEW_TOKENS)
+        state = servers.kv_offload("small")
+        assert state["cpu_pages"] > 0 and state["recalled_pages"] > 0
+        assert state["worker"]["pages"] > 0
+        assert state["verify_checks"] == 4 * state["steps"]
+        assert 0 < state["verify_max_rel_error"] <= 1e-5
 
 
 # From here on tests share servers, which run until the end of the file.

@@ -8,12 +8,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hgca_worker import HgcaWorker
 from page_weights import identity, pilot_weights
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.parse_config import parse_config
 from sglang_scout.engine.digest_pool import DigestPool
 from sglang_scout.engine.memory import (
     HEADROOM_BYTES,
+    bytes_of_step,
     check_memory,
     most_host_pages,
     plan_memory,
@@ -65,6 +67,32 @@ def test_bytes_of_a_pilot_are_those_of_its_rank():
     made = plan_memory(settings, shape, pilot_rank=96, **sizes)
     held = DigestPool(shape, 7, "cpu", "pilot", weights)
     assert made.digest_bytes == sum(part.nbytes for part in held.parts)
+
+
+@pytest.mark.parametrize(
+    ("policy", "keys"),
+    [("scout", "{}"), ("infinigen", "{}"), ("sparda", '{"forecast_file": "w"}'), ("rheo", '{"pilot_file": "w"}')],
+)  # fmt: skip
+def test_bytes_of_a_step_are_those_of_its_buffers(make, policy, keys):
+    engine = (made := make(policy=policy, config=keys)).engine
+    offered, lists = engine._inputs.offered, made.config.lists(made.shape.num_kv_heads)
+    held = [engine.transport._staged] if engine.policy.route == "fetch" else []
+    if lists > 1:
+        scores = torch.zeros(offered.list_table.shape)
+        held += [offered.list_table, offered.digest_rows, scores, engine._results._both]
+    context = 32 * engine.sizes.max_pages
+    sizes = made.shape, made.max_batch, context, engine.policy.route
+    assert bytes_of_step(made.config, *sizes) == sum(x.nbytes for x in held)
+
+
+def test_bytes_of_a_window_s_step_are_those_of_its_buffers(make):
+    made = make(HgcaWorker)
+    older, feedback = made.engine.older, made.engine.policy.feedback
+    held = sum(x.nbytes for x in (older._ids, older._queries, feedback._maw))
+    config = dataclasses.replace(made.config, context_share=0.3)
+    context = 32 * made.engine.sizes.max_pages
+    assert bytes_of_step(config, made.shape, made.max_batch, context, "cpu") == held
+    assert made.engine._results._both.numel() == 0 and made.engine._inputs.offered.lists == 1
 
 
 def test_no_more_slots_than_pages_and_no_more_budget_than_context():

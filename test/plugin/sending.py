@@ -24,25 +24,34 @@ def transfers(source, target, items):
     ]
 
 
-def sent(source_lists, target, pages=(1, 2, 3)):
-    """What a prefill server with the flag sends to a decode server with these buffers.
+def sent(source_lists, target, pages=(1, 2, 3), item_bytes=100):
+    """What a prefill server with the flag sends to a decode server with these buffers, K of a page in ``item_bytes``.
 
-    For all of ``pages``; and behind that, a list for each, what it sends for the last one alone.
+    None: SGLang is told that it failed. For all of ``pages``; and behind that, a list for each, what it sends for the
+    last one alone.
     """
-    manager = SimpleNamespace(kv_args=SimpleNamespace(kv_data_ptrs=source_lists[0]))
+    manager = SimpleNamespace(
+        kv_args=SimpleNamespace(kv_data_ptrs=source_lists[0]),
+        decode_kv_args_table={"session": SimpleNamespace(dst_kv_item_len=item_bytes)},
+        server_args=SimpleNamespace(kv_cache_dtype="fp8_e4m3", dtype="auto"),
+    )
     calls = {}
 
-    def send(_, src_data_ptrs, dst_data_ptrs, item_lens, prefill_data_indices, dst_data_indices):
+    def send(_, src_data_ptrs, dst_data_ptrs, item_lens, mooncake_session_id, **indices):
+        prefill_data_indices, dst_data_indices = indices.values()
         assert list(dst_data_indices) == [10 * page for page in prefill_data_indices]
         found = transfers(src_data_ptrs, dst_data_ptrs, item_lens)
         calls[tuple(prefill_data_indices)] = found
         return 0
 
     pages = np.array(pages)
-    assert not hooks.around_send_kvcache(
-        send, manager, src_data_ptrs=source_lists[0], dst_data_ptrs=target,
+    status = hooks.around_send_kvcache(
+        send, manager, mooncake_session_id="session", src_data_ptrs=source_lists[0], dst_data_ptrs=target,
         item_lens=source_lists[2], prefill_data_indices=pages, dst_data_indices=10 * pages,
     )  # fmt: skip
+    if status:
+        assert status == -1 and not calls
+        return None
     assert set(calls) <= {tuple(pages), tuple(pages[-1:])}
     return [*calls[tuple(pages)], *([calls[tuple(pages[-1:])]] if len(calls) > 1 else [])]
 

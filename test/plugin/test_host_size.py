@@ -1,6 +1,7 @@
 """How much host memory the pages get where --kv-offload-host-gb is not given."""
 
 import dataclasses
+import json
 import math
 import os
 
@@ -11,12 +12,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from page_weights import forecast_weights, pilot_weights
+from sglang_scout.cli.sizes import make_plan
 from sglang_scout.core.errors import ConfigError
+from sglang_scout.core.forecast import save_weights
 from sglang_scout.core.page_bytes import digest_bytes, input_bytes
 from sglang_scout.core.parse_config import parse_config
 from sglang_scout.engine.digest_pool import DigestPool
 from sglang_scout.engine.memory import plan_memory, plan_worker
 from sglang_scout.engine.stores import ModelShape
+from sglang_scout.policy.base import policies
 
 hooks = pytest.importorskip("sglang_scout.plugin.decode_hooks", reason="needs SGLang")
 from sglang_scout.plugin import host_size, prefill_hooks  # noqa: E402
@@ -165,3 +170,39 @@ def test_no_room_for_the_worker(monkeypatch):
         size(monkeypatch, available=1 << 30, ranks=4)
     for part in ("requests 64", "need 1.65 GiB, 0.65 more", "fewer --kv-offload-cpus"):
         assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("kv", ["auto", "fp8_e4m3"])
+@pytest.mark.parametrize("policy", policies())
+def test_a_server_plans_what_sglang_scout_plan_says(monkeypatch, tmp_path, policy, kv):
+    keys = {}
+    for kind, weights in (("forecast", forecast_weights()), ("pilot", pilot_weights(rank=24))):
+        if f"{kind}_file" in policies()[policy]:
+            save_weights(weights, str(tmp_path / kind))
+            keys[f"{kind}_file"] = str(tmp_path / kind)
+    model = {
+        "architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 40, "hidden_size": 5120, "head_dim": 128,
+        "num_attention_heads": 40, "num_key_value_heads": 8, "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    said = make_plan(
+        str(tmp_path), context_tokens=8192, requests=8, kv_cache_dtype=kv, policy=policy, config=json.dumps(keys)
+    )  # fmt: skip
+
+    planned = []
+    config = parse_config(policy=policy, policies=policies(), config=keys)
+    group = SimpleNamespace(size=1, least=lambda own: own)
+    pool = SimpleNamespace(attach=lambda shape, plan, *_: planned.append(plan))
+    shape = dataclasses.replace(SHAPE, fp8=None if kv == "auto" else torch.float8_e4m3fn)
+    lists = 8 if config.grain == "head" else 1
+    for name, value in (
+        ("parse", config), ("AttentionRanks", group), ("model_shape", shape), ("build_pools", pool),
+        ("nodes_of_worker", ([0], [8 * lists])), ("available_bytes", 1 << 50), ("rank_weights", None),
+    ):  # fmt: skip
+        monkeypatch.setattr(hooks, name, lambda *_, value=value: value)
+    runner = SimpleNamespace(
+        device="cpu", server_args=None, max_total_num_tokens=8 * 8192, max_running_requests=8,
+        model_config=SimpleNamespace(context_len=8192),
+    )  # fmt: skip
+    hooks.around_init_pools(lambda runner: None, runner)
+    assert planned == [said.memory]

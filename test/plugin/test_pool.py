@@ -173,6 +173,35 @@ def test_other_differences_are_refused():
         sent(source, [50, 51, 60, 61])
 
 
+def test_kv_of_other_bytes_is_not_sent(caplog):
+    source = pool.with_digests(lists(), DigestPool(SHAPE, 4, "cpu", "minmax"))
+    assert sent(source, [50, 51, 52, 60, 61, 62], item_bytes=200) is None
+    for part in ("--kv-cache-dtype fp8_e4m3", "--dtype auto", "100 bytes here, 200 on the decode"):
+        assert part in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode"), [("auto", "fp8_e4m3"), ("fp8_e4m3", "auto"), ("fp8_e5m2", "fp8_e4m3")]
+)
+def test_sglang_s_decode_server_refuses_another_kv_cache_dtype(monkeypatch, prefill, decode):
+    """At the first request of a pair, in the scheduler's loop: that ends the server. It is SGLang's own check."""
+    info = {
+        "attn_tp_size": 1, "attn_cp_size": 1, "dp_size": 1, "pp_size": 1, "page_size": SIZE,
+        "kv_cache_dtype": prefill, "follow_bootstrap_room": True,
+    }  # fmt: skip
+    answer = SimpleNamespace(status_code=200, json=lambda: info)
+    monkeypatch.setattr(conn.requests, "get", lambda *_, **__: answer)
+    manager = SimpleNamespace(
+        prefill_info_table={}, kv_args=SimpleNamespace(page_size=SIZE),
+        server_args=SimpleNamespace(kv_cache_dtype=decode),
+    )  # fmt: skip
+    wanted = (
+        f"prefill server has kv_cache_dtype={prefill}, .* kv_cache_dtype={decode}.*--kv-cache-dtype"
+    )
+    with pytest.raises(RuntimeError, match=wanted):
+        conn.CommonKVManager.try_ensure_parallel_info(manager, "prefill:8998")
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_digests_of_another_kind_are_not_sent(dtype):
     """As when the prefill server is configured with another digest than the decode server."""

@@ -1,4 +1,5 @@
-"""``sglang-scout``: checks, sizes, intervals and timings for people who run servers, without sglang or torch.
+"""``sglang-scout``: checks, sizes, intervals and timings for people who run servers, without sglang; torch only in
+``plan``, which asks the policies.
 
 Each command is a module here with ``DESCRIPTION``, ``add_arguments(parser)`` and ``run(args) -> exit code``.
 """

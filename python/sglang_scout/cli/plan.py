@@ -7,14 +7,15 @@ import argparse
 import json
 import math
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sglang_scout.cli.sizes import GIB, Plan, make_plan
-from sglang_scout.cli.step_model import DEVICES, Prediction, Step, find_device, predict
-from sglang_scout.cli.table import columns, gb, gib
-from sglang_scout.core.config import DEFAULT_BUDGET_TOKENS, DEFAULT_DIGEST
-from sglang_scout.core.page_bytes import DIGESTS, EMBEDDINGS
+from sglang_scout.cli.step_model import DEVICES, Prediction, Step, find_device, has_model, predict
+from sglang_scout.cli.table import GIB, columns, gb, gib
+from sglang_scout.core.config import DEFAULT_BUDGET_TOKENS
 from sglang_scout.core.served_models import FP8_KV
+
+if TYPE_CHECKING:
+    from sglang_scout.cli.sizes import Plan
 
 DESCRIPTION = (
     "Say how much memory a model's KV pages take and how many requests fit, from the model's "
@@ -42,10 +43,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="requests at the same time, to see what they need (default: as many as fit)",
     )
     add(
+        "--kv-offload",
+        default="scout",
+        metavar="POLICY",
+        help="as the server's flag (default: scout)",
+    )
+    add("--kv-offload-config", default="{}", metavar="JSON", help="as the server's flag")
+    add(
         "--budget",
         type=int,
         metavar="TOKENS",
-        help=f"as --kv-offload-budget, a multiple of 32 (default: {DEFAULT_BUDGET_TOKENS})",
+        help=f"as --kv-offload-budget, a multiple of 32 (default: {DEFAULT_BUDGET_TOKENS}, unless the policy has its "
+        "own)",
     )
     add(
         "--host-gb",
@@ -66,12 +75,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="GB",
         help="memory of one GPU in GiB; without it only --host-gb limits, and what digests and resident "
         "pages take beside it is printed",
-    )
-    add(
-        "--digest",
-        default=DEFAULT_DIGEST,
-        choices=DIGESTS + EMBEDDINGS,
-        help=f"as the key of --kv-offload-config (default: {DEFAULT_DIGEST}), or of a policy that chooses by KV head",
     )
     add(
         "--mem-fraction-static",
@@ -96,6 +99,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the plan. Returns 0, or 1 if the asked number of requests does not fit."""
+    from sglang_scout.cli.sizes import make_plan  # with torch, for which the help does not wait
+
     device = find_device(args.gpu) if args.gpu else None
     if device and args.gpu_gb is None:
         args.gpu_gb = device.memory_bytes / GIB
@@ -108,30 +113,41 @@ def run(args: argparse.Namespace) -> int:
         gpu_gib=args.gpu_gb,
         mem_fraction=args.mem_fraction_static,
         dtype=args.dtype,
-        digest=args.digest,
         kv_cache_dtype=args.kv_cache_dtype,
+        policy=args.kv_offload,
+        config=args.kv_offload_config,
     )
-    step = predict(plan, device) if device and plan.fits else None
+    modelled = has_model(plan.server.policy)
+    step = predict(plan, device) if device and plan.fits and modelled else None
     print(json.dumps(as_dict(plan, step), indent=2) if args.json else as_text(plan, step))
+    if device and not modelled and not args.json:
+        print("\nSteps are predicted only where a worker attends to missing pages a layer ahead.")
     return 0 if plan.fits else 1
 
 
 def as_dict(plan: Plan, step: Prediction | None = None) -> dict[str, Any]:
     """The plan as plain numbers; sizes in bytes, times in us."""
-    requests = plan.requests or plan.offload.requests
-    pages = plan.sizes.host_pages(requests)
+    server, memory = plan.server, plan.memory
+    config = server.config
+    on_device = {what for what, _, _ in memory.device_rows}
     result: dict[str, Any] = {
-        "model": asdict(plan.model),
-        **asdict(plan.sizes),
-        "device_bytes_per_request": plan.sizes.device_bytes_per_request,
-        "device_bytes_once": plan.sizes.device_bytes_once,
+        "model": asdict(server.model),
+        "policy": config.policy,
+        "digest": config.digest,
+        "budget_tokens": config.budget_tokens,
+        "context_tokens": server.context_tokens,
+        "kv_bytes_per_token": server.kv_bytes_per_token,
+        "kv_bytes_per_page": server.kv_bytes_per_page,
+        "digest_bytes_per_page": server.digest_bytes_per_page,
+        "host_pages_per_request": server.pages_per_request,
         "host_bytes": plan.host_bytes,
         "gpu_bytes_after_weights": plan.gpu_kv_bytes,
-        "requests": requests,
-        "requests_need_host_pages": pages,
-        "requests_need_host_bytes": pages * plan.sizes.kv_bytes_per_page,
-        "requests_need_device_bytes": plan.sizes.device_bytes(requests),
-        "requests_need_worker_bytes": plan.worker_bytes,
+        "requests": plan.requests,
+        "memory": [
+            {"what": what, "count": count, "bytes": nbytes, "on_device": what in on_device}
+            for what, count, nbytes in memory.rows
+        ],
+        "device_bytes": memory.device_bytes,
         "fits": plan.fits,
     }
     for name, fit in (("offload", plan.offload), ("stock", plan.stock)):
@@ -151,22 +167,24 @@ def as_dict(plan: Plan, step: Prediction | None = None) -> dict[str, Any]:
 
 def as_text(plan: Plan, step: Prediction | None = None) -> str:
     """The plan for people."""
-    model, sizes = plan.model, plan.sizes
+    server = plan.server
+    model, config = server.model, server.config
     blocks = [
         columns(
             [
                 ("model", model.describe()),
                 ("weights", f"{gib(model.weight_bytes)} ({model.weight_source})"),
-                ("KV per token", f"{sizes.kv_bytes_per_token} bytes, {model.kv_dtype}"),
+                ("policy", f"{config.policy}, budget of {config.budget_tokens} tokens"),
+                ("KV per token", f"{server.kv_bytes_per_token} bytes, {model.kv_dtype}"),
                 (
                     "page",
-                    f"{sizes.page_size_tokens} tokens: {gib(sizes.kv_bytes_per_page)} of KV, "
-                    f"{gib(sizes.digest_bytes_per_page)} of digest, over all layers",
+                    f"{config.page_size_tokens} tokens: {gib(server.kv_bytes_per_page)} of KV, "
+                    f"{gib(server.digest_bytes_per_page)} of digest, over all layers",
                 ),
             ]
         ),  # fmt: skip
-        f"One request of {sizes.context_tokens} tokens ({sizes.host_pages_per_request} pages)\n"
-        + columns(_request_rows(plan), right=(1, 2), indent=2),
+        f"Memory of {_count(max(plan.requests, 1))} of {server.context_tokens} tokens, {server.pages_per_request} "
+        "pages, each\n" + columns(_memory_rows(plan), right=(1, 2, 3), indent=2),
         "Requests that fit at once\n" + columns(_fit_rows(plan), right=(1, 2), indent=2),
         _verdict(plan),
     ]
@@ -175,20 +193,19 @@ def as_text(plan: Plan, step: Prediction | None = None) -> str:
     return "\n\n".join(blocks)
 
 
-def _request_rows(plan: Plan) -> list[tuple[str, ...]]:
-    sizes = plan.sizes
-    where = "device" if plan.gpu_kv_bytes is None else "GPU"
-    parts = (
-        ("host: KV pages", sizes.kv_bytes_per_request, ""),
-        (f"{where}: digests", sizes.digest_bytes_per_request, "one for each page"),
-        (f"{where}: input buffers", sizes.input_bytes_per_request, "of SGLang, for each token"),
-        (f"{where}: resident pages", sizes.resident_bytes_per_request,
-         f"budget of {sizes.budget_tokens} tokens"),
-        (f"{where}: page being filled", sizes.tail_bytes_per_request, ""),
-        (f"{where}: together", sizes.device_bytes_per_request,
-         f"and {gb(sizes.device_bytes_once)} once, for recalls under way"),
-    )  # fmt: skip
-    return [(name, gb(size), gib(size), note) for name, size, note in parts]
+def _memory_rows(plan: Plan) -> list[tuple[str, ...]]:
+    """What the server prints at its start, and where it lies."""
+    memory, requests = plan.memory, max(plan.requests, 1)
+    device = "device" if plan.gpu_kv_bytes is None else "GPU"
+    shown = [
+        *((device if row in memory.device_rows else "host", *row) for row in memory.rows),
+        (device, "together", requests, memory.device_bytes),
+    ]
+    rows = [
+        (f"{where}: {what}", str(count), gib(nbytes), gb(nbytes / requests))
+        for where, what, count, nbytes in shown
+    ]
+    return [("", "", "all", "one"), *rows]
 
 
 def _fit_rows(plan: Plan) -> list[tuple[str, ...]]:
@@ -223,32 +240,32 @@ def _step_text(step: Prediction) -> str:
 
 
 def _verdict(plan: Plan) -> str:
-    requests = plan.requests or plan.offload.requests
+    requests, server, memory = plan.requests, plan.server, plan.memory
     binds = plan.offload.limited_by.replace("gpu", "GPU")
-    if plan.requests is None:
+    if plan.asked is None:
         lines = [f"{_count(requests)} at once; {binds} is what limits."]
     elif plan.fits:
         lines = [f"{_count(requests)} would fit; {binds} is what limits more."]
     else:
         lines = [f"{_count(requests)} would not fit: {binds} is too small."]
-    sizes, requests = plan.sizes, max(requests, 1)
+    requests = max(requests, 1)
     # Rounded up: a tenth less would be a page short.
-    host_gib = math.ceil(sizes.host_pages(requests) * sizes.kv_bytes_per_page / GIB * 10) / 10
+    host_gib = math.ceil(memory.host_bytes / GIB * 10) / 10
     place = "device memory" if plan.gpu_kv_bytes is None else "GPU memory"
     lines.append(
-        f"For {_count(requests)}: --max-running-requests {requests} "
+        f"For {_count(requests)}: --max-running-requests {requests} --context-length {server.context_tokens} "
         f"--kv-offload-host-gb {host_gib:.1f},\n"
-        f"and {gib(sizes.device_bytes(requests))} of {place} beside the weights.\n"
-        f"The worker's ring and partial results take up to {gib(plan.worker_bytes)} of host memory more."
+        f"{gib(memory.device_bytes)} of {place} beside the weights, and up to "
+        f"{gib(memory.bytes_beside_pages)} of host memory beside the pages."
     )
     if plan.gpu_kv_bytes is None:
         lines.append(
             "No --gpu-gb given: with --device cpu, device memory is host memory too, on top of "
             "--kv-offload-host-gb."
         )
-    if sizes.context_tokens > plan.model.max_context_tokens:
+    if server.context_tokens > server.model.max_context_tokens:
         lines.append(
-            f"The model's config.json allows {plan.model.max_context_tokens} tokens; more needs "
+            f"The model's config.json allows {server.model.max_context_tokens} tokens; more needs "
             "its RoPE scaling."
         )
     return "\n".join(lines)

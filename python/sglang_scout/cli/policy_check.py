@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from typing import Any, get_args
 
+from sglang_scout.core.config import FLAGS, OffloadConfig
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.forecast import Kind, load_weights
 from sglang_scout.core.parse_config import parse_config
@@ -22,18 +24,30 @@ _MISSING = {
 _WITH_FEEDBACK = "the worker attends to what is kept of tokens that left the window"
 
 
+def server_config(
+    name: str,
+    keys: str,
+    budget_tokens: int | None = None,
+    flags: Mapping[str, str] = FLAGS,
+) -> OffloadConfig:
+    """The configuration of a server with this policy; arguments as of :func:`parse_config`."""
+    known = policies()
+    if name not in known:
+        raise ConfigError(
+            f"--kv-offload {name!r}: is no policy that is known; choose one of {', '.join(known)}"
+        )
+    return parse_config(
+        policy=name, policies=known, config=keys, budget_tokens=budget_tokens, flags=flags
+    )
+
+
 def requirements(name: str, keys: str) -> dict[str, Any]:
     """Of a policy with these keys of ``--kv-offload-config``, as plain values.
 
     Raises:
         ConfigError: it lacks something.
     """
-    known = policies()
-    if name not in known:
-        raise ConfigError(
-            f"--kv-offload {name!r}: is no policy that is known; choose one of {', '.join(known)}"
-        )
-    config = parse_config(policy=name, policies=known, config=keys)
+    config = server_config(name, keys)
     layers = max(config.exact_layers, default=0) + 1
     policy = make_policy(Context(config, num_layers=layers, page_bytes=1))
     files, kinds = [], get_args(Kind)

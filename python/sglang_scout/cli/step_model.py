@@ -4,7 +4,8 @@
     attention   stock: all KV of the batch; offload: the resident share of the budget
     look-ahead  W_q of every layer a second time
     scores      the digests of all pages
-    launches    kernels of a layer, each with its launch
+    launches    kernels of a layer, each with its launch; of those that choose a layer ahead only the bytes count, as
+                they run beside the model and share its bandwidth (not on the CPU device, where they are in order)
     ring        queries to the worker, its answers back and the new token's KV to its host page, over the link
     wait        of each layer for the worker, which has had a layer's time for its share of the pages; the first
                 layer's worker has had only the attention's
@@ -20,13 +21,17 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from sglang_scout.cli.model_config import ModelConfig
-from sglang_scout.cli.sizes import Plan, Sizes
 from sglang_scout.core.errors import ConfigError
 
-LAUNCHES = {"stock": 12, "offload": 19}
-"""Kernels of a layer, by count: ten of ours (docs/gpu.md) in place of stock's append and attention."""
+if TYPE_CHECKING:
+    from sglang_scout.cli.sizes import Plan, Server
+    from sglang_scout.policy.base import Policy
+
+LAUNCHES = {"stock": 12, "offload": 14, "ahead": 5, "dense": 12}
+"""Kernels of a layer, by count: ten of ours (docs/gpu.md), of which five run beside the model, or in dense steps
+three, in place of stock's for positions and append, and attention."""
 RING_VALUE_BYTES = 2 + 4
 """Of a query and of its answer."""
 MISSING_SHARE = 0.12
@@ -45,6 +50,7 @@ class Device:
         host_gb_s: of host memory for one worker.
         launch_us: of a kernel in a graph, until it runs at full speed.
         boundary_us: once, and for each request.
+        in_order: whether what chooses ahead runs in order with the model.
         reached: share of a published rate that a part of the step reaches; ``""`` is that of all others.
     """
 
@@ -55,6 +61,7 @@ class Device:
     memory_bytes: float
     launch_us: float = 2.0
     boundary_us: tuple[float, float] = (2200.0, 83.0)
+    in_order: bool = False
     reached: Mapping[str, float] = field(default_factory=lambda: {"": 0.8})
     source: str = ""
 
@@ -115,14 +122,15 @@ class Work:
     query_values: int
 
     @classmethod
-    def of(cls, model: ModelConfig, sizes: Sizes) -> Work:
+    def of(cls, server: Server) -> Work:
+        model, context = server.model, server.context_tokens
         read = model.weight_bytes - model.embedding_bytes
         values = model.num_q_heads * model.head_dim
         ahead = model.num_layers * model.hidden_size * values
         return cls(
             model.num_layers, read, read / model.value_bytes, ahead * model.value_bytes, ahead,
-            sizes.context_tokens, min(sizes.budget_tokens, sizes.context_tokens),
-            sizes.kv_bytes_per_token, sizes.digest_bytes_per_request, values,
+            context, min(server.config.budget_tokens, context), server.kv_bytes_per_token,
+            server.pages_per_request * server.digest_bytes_per_page, values,
         )  # fmt: skip
 
 
@@ -187,12 +195,13 @@ def offload_step(
     kv_bytes = batch * work.budget_tokens * work.kv_bytes_per_token
     asked = batch * work.layers * work.query_values * RING_VALUE_BYTES
     ring = asked if missing_share else 0.0
+    launches = LAUNCHES["offload"] + (LAUNCHES["ahead"] if device.in_order else 0)
     parts = _products(work, device, batch) | {
         "scores": device.us("scores", device.memory_gb_s, batch * work.digest_bytes),
         "attention": device.us(
             "attention", device.memory_gb_s, (1 - missing_share) * kv_bytes
         ),
-        "launches": work.layers * LAUNCHES["offload"] * device.launch_us,
+        "launches": work.layers * launches * device.launch_us,
         "ring": device.us("ring", device.link_gb_s, ring + batch * work.kv_bytes_per_token),
     }  # fmt: skip
     layer = sum(parts.values()) / work.layers
@@ -205,6 +214,19 @@ def offload_step(
         "boundary": once + each * batch,
     }
     return Step(batch, parts, beside)
+
+
+def dense_step(work: Work, device: Device, batch: int) -> Step | None:
+    """Attention to all pages, which are resident; None where ours would choose instead, as in `StepEngine`."""
+    beyond = batch * max(work.context_tokens - work.budget_tokens, 0) * work.kv_bytes_per_token
+    if beyond > work.ahead_bytes:
+        return None
+    parts = stock_step(work, device, batch).parts_us | {
+        "launches": work.layers * LAUNCHES["dense"] * device.launch_us,
+        "ring": device.us("ring", device.link_gb_s, batch * work.kv_bytes_per_token),
+    }
+    once, each = device.boundary_us
+    return Step(batch, parts, {"boundary": once + each * batch})
 
 
 @dataclass(frozen=True)
@@ -223,22 +245,27 @@ class Prediction:
         return self.offload.tokens_per_s / self.stock.tokens_per_s if self.stock.batch else None
 
 
+def has_model(policy: Policy) -> bool:
+    """Whether the model is of this policy's steps: a worker attends to missing pages a layer ahead."""
+    return policy.route == "cpu" and policy.query.attends and bool(policy.query.targets(0, 2))
+
+
 def predict(plan: Plan, device: Device) -> Prediction:
     """Steps of a plan on a device whose memory the plan has counted."""
     assert plan.stock is not None and plan.gpu_kv_bytes is not None
-    work = Work.of(plan.model, plan.sizes)
-    page_bytes = plan.sizes.kv_bytes_per_page
+    server = plan.server
+    work, page_bytes = Work.of(server), server.kv_bytes_per_page
 
     def ours(batch: int) -> Step:
-        pages = plan.sizes.host_pages(batch)
-        digests = batch * plan.sizes.digest_bytes_per_request
+        pages = server.host_pages(batch)
+        digests = batch * work.digest_bytes
         if pages * page_bytes + digests <= plan.gpu_kv_bytes:  # all are resident
-            return offload_step(work, device, batch, 0.0, 0.0)
+            dense = dense_step(work, device, batch)
+            return dense or offload_step(work, device, batch, 0.0, 0.0)
         return offload_step(work, device, batch)
 
     stock = stock_step(work, device, plan.stock.requests)
-    most = plan.requests or plan.offload.requests
-    batches = range(1, most + 1)
+    batches = range(1, plan.requests + 1)
     wins = next((b for b in batches if ours(b).tokens_per_s > stock.tokens_per_s), None)
-    nbytes = None if wins is None else plan.sizes.host_pages(wins) * page_bytes
-    return Prediction(stock, ours(most), wins, nbytes)
+    nbytes = None if wins is None else server.host_pages(wins) * page_bytes
+    return Prediction(stock, ours(plan.requests), wins, nbytes)

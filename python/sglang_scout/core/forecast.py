@@ -20,7 +20,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.errors import ConfigError
+from sglang_scout.core.page_bytes import PILOT_RANK
 from sglang_scout.core.profile import ModelIdentity
 
 Kind = Literal["forecast", "pilot"]
@@ -124,6 +126,19 @@ def load_weights(path: str, kind: Kind) -> PageWeights:
     if what:
         raise _wrong(kind, path, what, remake)
     return PageWeights(header, arrays)
+
+
+def trained_weights(config: OffloadConfig) -> PageWeights | None:
+    """Of the file that the configuration names, if it names one."""
+    if config.forecast_file is not None:
+        return load_weights(config.forecast_file, "forecast")
+    return None if config.pilot_file is None else load_weights(config.pilot_file, "pilot")
+
+
+def pilot_rank(config: OffloadConfig) -> int:
+    """Elements of the embeddings that the configuration names, if it names some."""
+    weights = trained_weights(config)
+    return weights.rank if weights and weights.header.kind == "pilot" else PILOT_RANK
 
 
 def _misfit(arrays: dict[str, npt.NDArray[Any]], header: Header) -> str:

@@ -92,7 +92,7 @@ def build_engine(
         raise ValueError(f"the digests are {digests.kind}, the policy scores {policy.digest.kind}")
     tracer = tracer or Tracer(None, 0)
     if policy.feedback is not None:
-        sizes = replace(sizes, budget_pages=0)  # nothing is selected
+        sizes = replace(sizes, budget_pages=0, lists=1)  # nothing is selected
     if config.grain == "head":
         ranks = None  # each KV head chooses for itself, also where a rank has one only
     return StepEngine(

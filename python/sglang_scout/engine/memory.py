@@ -29,7 +29,7 @@ class MemoryPlan:
         budget_pages: k, at most the pages of one context.
         num_slots: device slots per layer: resident pages, tails, and room for recalls under way.
         input_bytes: SGLang's input buffers, which are as long as all tokens of the host pages.
-        staging_bytes: as of :func:`bytes_of_step`.
+        step_bytes: as of :func:`bytes_of_step`.
         context_bytes: tokens that heads keep of older pages, in host memory.
         hint_bytes: what prompts' last tokens look for, in host memory.
     """
@@ -42,7 +42,7 @@ class MemoryPlan:
     input_bytes: int
     resident_bytes: int
     worker: WorkerMemory
-    staging_bytes: int = 0
+    step_bytes: int = 0
     context_bytes: int = 0
     hint_bytes: int = 0
 
@@ -51,14 +51,30 @@ class MemoryPlan:
         """(what, count, bytes) for a table."""
         return (
             ("host pages", self.num_pages, self.host_bytes),
-            ("digests", self.num_pages, self.digest_bytes),
-            ("input buffers", self.num_pages, self.input_bytes),
-            ("resident slots", self.num_slots, self.resident_bytes),
-            *([("staging", 2, self.staging_bytes)] if self.staging_bytes else []),
+            *self.device_rows,
             *([("kept tokens", 1, self.context_bytes)] if self.context_bytes else []),
             *([("hints", self.num_pages, self.hint_bytes)] if self.hint_bytes else []),
             *self.worker.rows,
         )
+
+    @property
+    def device_rows(self) -> tuple[tuple[str, int, int], ...]:
+        """Those of what lies on the device."""
+        return (
+            ("digests", self.num_pages, self.digest_bytes),
+            ("input buffers", self.num_pages, self.input_bytes),
+            ("resident slots", self.num_slots, self.resident_bytes),
+            *([("step buffers", 1, self.step_bytes)] if self.step_bytes else []),
+        )
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(nbytes for _, _, nbytes in self.device_rows)
+
+    @property
+    def bytes_beside_pages(self) -> int:
+        """In host memory."""
+        return self.context_bytes + self.hint_bytes + self.worker.total_bytes
 
 
 def plan_memory(
@@ -86,9 +102,9 @@ def plan_memory(
     """
     size = shape.page_size
     budget_pages = most_pages(config, shape, context_tokens)
-    staging = bytes_of_step(config, shape, max_batch, context_tokens, route)
+    of_step = bytes_of_step(config, shape, max_batch, context_tokens, route)
     if device_bytes is not None:
-        device_bytes -= staging
+        device_bytes -= of_step
     page_bytes = 2 * shape.page_bytes * shape.num_layers
     on_digests, on_inputs = (
         num_pages * _digest_bytes(shape, config.digest, pilot_rank),
@@ -111,7 +127,7 @@ def plan_memory(
         input_bytes=on_inputs,
         resident_bytes=num_slots * page_bytes,
         worker=plan_worker(config, shape, max_batch, context_tokens, node_cpus),
-        staging_bytes=staging,
+        step_bytes=of_step,
         context_bytes=int(num_pages * config.context_share) * page_bytes,
         hint_bytes=num_pages * hint_bytes(config, shape.num_layers),
     )
@@ -123,15 +139,19 @@ def plan_memory(
 def bytes_of_step(
     config: OffloadConfig, shape: ModelShape, max_batch: int, context_tokens: int, route: Route
 ) -> int:
-    """Device memory for missing pages that a policy fetches, or for what it follows the tokens of a window by."""
-    if route == "fetch":
-        return staging_bytes(shape, max_batch, most_pages(config, shape, context_tokens))
-    if not config.context_share:
-        return 0
-    lists = shape.num_layers * max_batch * shape.num_kv_heads
-    queries = shape.num_layers * max_batch * shape.num_q_heads * shape.head_dim
+    """Device memory for pages fetched ahead, for the lists of KV heads that choose by themselves, or for what the
+    tokens of a window are followed by."""
     listed = -(-context_tokens // shape.page_size)
-    return 4 * (lists * (config.budget_tokens + listed) + queries)
+    rows = max_batch * config.lists(shape.num_kv_heads)
+    if config.context_share:  # averages, and lists and queries for the worker
+        queries = max_batch * shape.num_q_heads * shape.head_dim
+        return 4 * shape.num_layers * (rows * (config.budget_tokens + listed) + queries)
+    chosen = most_pages(config, shape, context_tokens)
+    staging = staging_bytes(shape, max_batch, chosen) if route == "fetch" else 0
+    if rows == max_batch:
+        return staging
+    # What is offered, digests and scores of it; what is chosen and what of that is missing.
+    return staging + 4 * rows * (3 * listed + 2 * shape.num_layers * chosen)
 
 
 @dataclass(frozen=True)
@@ -290,9 +310,8 @@ def check_memory(
     Args:
         plan: of each of the tensor-parallel ``ranks`` on this machine.
     """
-    on_device = plan.digest_bytes + plan.input_bytes + plan.resident_bytes + plan.staging_bytes
-    of_host = plan.host_bytes + plan.hint_bytes + plan.context_bytes + plan.worker.total_bytes
-    needed = ranks * (of_host + (on_device if shared else 0) + HEADROOM_BYTES)
+    of_host = plan.host_bytes + plan.bytes_beside_pages
+    needed = ranks * (of_host + (plan.device_bytes if shared else 0) + HEADROOM_BYTES)
     if needed <= available_bytes:
         return
     parts = ", ".join(f"{what} {size / 2**30:.2f} GiB" for what, _, size in plan.rows)

@@ -27,6 +27,7 @@ from sglang_scout.core.config import (
     OffloadConfig,
 )
 from sglang_scout.core.errors import ConfigError
+from sglang_scout.core.forecast import trained_weights
 from sglang_scout.core.parse_config import check_files, load_json, parse_config
 from sglang_scout.core.profile import load_profile
 from sglang_scout.plugin.deployment import (
@@ -38,7 +39,7 @@ from sglang_scout.plugin.deployment import (
 )
 from sglang_scout.plugin.device import check_graph_transport, check_resolved_graphs
 from sglang_scout.plugin.launch import PROCESS_CPUS, ROLE_ENV, announce
-from sglang_scout.plugin.support import check_model, trained_weights
+from sglang_scout.plugin.support import check_model
 from sglang_scout.policy.base import policies
 
 logger = logging.getLogger(__name__)

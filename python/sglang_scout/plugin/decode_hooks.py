@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from sglang_scout.core.forecast import pilot_rank
 from sglang_scout.engine.memory import arena_sizes, check_memory, plan_memory
 from sglang_scout.plugin import status
 from sglang_scout.plugin.args import parse
@@ -16,7 +17,7 @@ from sglang_scout.plugin.backend import current_backend
 from sglang_scout.plugin.host_size import host_bytes
 from sglang_scout.plugin.pool import HostKVPool, build_pools
 from sglang_scout.plugin.ranks import AttentionRanks, nodes_of_worker
-from sglang_scout.plugin.support import model_shape, pilot_rank, rank_weights
+from sglang_scout.plugin.support import model_shape, rank_weights
 from sglang_scout.policy.base import Context, make_policy
 from sglang_scout.worker.host_memory import available_bytes
 

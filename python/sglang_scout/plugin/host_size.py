@@ -9,10 +9,10 @@ from typing import Any
 
 from sglang_scout.core.config import DEFAULT_HOST_SHARE, OffloadConfig
 from sglang_scout.core.errors import ConfigError
+from sglang_scout.core.forecast import pilot_rank
 from sglang_scout.engine.memory import bytes_of_step, most_host_pages, plan_worker
 from sglang_scout.engine.stores import ModelShape
 from sglang_scout.plugin.ranks import AttentionRanks, nodes_of_worker
-from sglang_scout.plugin.support import pilot_rank
 from sglang_scout.policy.base import Context, make_policy
 from sglang_scout.worker import numa
 from sglang_scout.worker.host_memory import available_bytes

@@ -11,6 +11,7 @@ from typing import Any
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from sglang_scout.core.config import OffloadConfig
+from sglang_scout.core.forecast import pilot_rank
 from sglang_scout.engine.hints import choose_hint, has_hint, hint_bytes
 from sglang_scout.engine.memory import bytes_beside_digests
 from sglang_scout.plugin import status
@@ -24,7 +25,7 @@ from sglang_scout.plugin.pool import (
     of_groups,
     same_items,
 )
-from sglang_scout.plugin.support import model_shape, pilot_rank, rank_weights
+from sglang_scout.plugin.support import model_shape, rank_weights
 from sglang_scout.policy.base import Context, make_policy
 
 logger = logging.getLogger(__name__)
@@ -99,13 +100,23 @@ def around_send_kvcache(
 ) -> int:
     """A decode server without digests, or with others, gets K and V only; SGLang would pair V with digests.
 
-    A hint is in the row of its prompt's last page, so that of hints no other row is sent.
+    A hint is in the row of its prompt's last page, so that of hints no other row is sent. SGLang's decode server has
+    refused another --kv-cache-dtype, but not KV of another --dtype, nor a server that came back with another flag.
     """
     source, target = kwargs["src_data_ptrs"], kwargs["dst_data_ptrs"]
     of_kv = kwargs.get("state_type") is None and source == manager.kv_args.kv_data_ptrs
     if not of_kv:
         return original(manager, *args, **kwargs)
-    layers = num_layers(kwargs["item_lens"])
+    layers, own = num_layers(kwargs["item_lens"]), kwargs["item_lens"][0]
+    there = manager.decode_kv_args_table[kwargs["mooncake_session_id"]].dst_kv_item_len
+    if own != there:
+        server = manager.server_args
+        logger.error(
+            "--kv-cache-dtype %s, --dtype %s: K of a page takes %d bytes here, %d on the decode server, so none is "
+            "sent; give both servers the same flags",
+            server.kv_cache_dtype, server.dtype, own, there,
+        )  # fmt: skip
+        return -1
     if not carries(len(target), layers):
         raise RuntimeError(
             f"--kv-offload: {len(source)} buffers here, {len(target)} on the decode server: "

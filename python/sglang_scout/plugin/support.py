@@ -17,8 +17,7 @@ from transformers.utils.hub import cached_file
 
 from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.errors import ConfigError
-from sglang_scout.core.forecast import PageWeights, check_weights, load_weights
-from sglang_scout.core.page_bytes import PILOT_RANK
+from sglang_scout.core.forecast import PageWeights, check_weights, trained_weights
 from sglang_scout.core.profile import (
     ModelIdentity,
     RecallProfile,
@@ -39,25 +38,12 @@ TORCH_DTYPES = tuple(getattr(torch, name) for name in DTYPES)
 TORCH_FP8 = tuple(getattr(torch, name) for name in FP8_KV.values())
 
 
-def trained_weights(config: OffloadConfig) -> PageWeights | None:
-    """Of the file that the configuration names, if it names one."""
-    if config.forecast_file is not None:
-        return load_weights(config.forecast_file, "forecast")
-    return None if config.pilot_file is None else load_weights(config.pilot_file, "pilot")
-
-
 def rank_weights(config: OffloadConfig) -> PageWeights | None:
     """The part of :func:`trained_weights` for this tensor-parallel rank's heads."""
     weights = trained_weights(config)
     if weights is None:
         return None
     return weights.of_rank(get_attention_tp_rank(), get_attention_tp_size())
-
-
-def pilot_rank(config: OffloadConfig) -> int:
-    """Elements of the embeddings that the configuration names, if it names some."""
-    weights = trained_weights(config)
-    return weights.rank if weights and weights.header.kind == "pilot" else PILOT_RANK
 
 
 def check_model(
