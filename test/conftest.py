@@ -83,6 +83,14 @@ def populates() -> None:
 
 
 @pytest.fixture(scope="session")
+def model_path() -> Path:
+    """A real language model."""
+    from smollm2 import smollm2
+
+    return smollm2()
+
+
+@pytest.fixture(scope="session")
 def tiny_model() -> Callable[..., Path]:
     """``tiny_model("qwen3", layers=2, dtype="bfloat16")`` -> folder of such a model.
 

@@ -243,21 +243,19 @@ def test_bad_profiles(tmp_path, text, part):
 
 
 def test_a_key_that_changes_defaults_gives_way_to_what_is_said():
-    known = {
-        "scout": {"paper": {"digest": "minmax", "reweigh": False}},
-        "other": {"attend": "resident"},
-    }
+    def parsed(policy, **keys):
+        return parse_config(policy=policy, policies=policies(), available_cpus={0}, config=keys)
 
-    def parsed(policy, keys):
-        return parse_config(policy=policy, policies=known, available_cpus={0}, config=keys)
+    def choices(config):
+        return config.paper, config.digest, config.reweigh, config.recall
 
-    assert parsed("scout", {}).digest == "rotated-2" and parsed("scout", {}).reweigh
-    paper = parsed("scout", {"paper": True})
-    assert (paper.paper, paper.digest, paper.reweigh) == (True, "minmax", False)
-    assert parsed("scout", {"paper": True, "digest": "rotated-1"}).digest == "rotated-1"
-    assert parsed("scout", {"paper": False}).digest == "rotated-2"
-    assert parsed("other", {}).attend == "resident" and parsed("scout", {}).attend == "selected"
+    assert choices(parsed("scout")) == (False, "rotated-2", True, "adaptive")
+    assert choices(parsed("scout", paper=True)) == (True, "minmax", False, "fixed")
+    said = parsed("scout", paper=True, digest="rotated-1", recall="off")
+    assert choices(said) == (True, "rotated-1", False, "off")
+    assert parsed("scout", paper=False) == parsed("scout")
+    assert parsed("rheo").attend == "resident" and parsed("scout").attend == "selected"
     with pytest.raises(
-        ConfigError, match="paper = True has no effect with --kv-offload other; it is for scout"
+        ConfigError, match="paper = True has no effect with --kv-offload rheo; it is for scout"
     ):
-        parsed("other", {"paper": True})
+        parsed("rheo", paper=True)

@@ -1,4 +1,4 @@
-"""The other papers' systems on real servers, each a decode server behind one prefill server.
+"""The other papers' systems on real servers, each a decode server behind one prefill server; with either transport.
 
 Requests that fit the budget get stock SGLang's tokens, whoever attends where; of longer ones every layer of every
 step agrees with a plain reference over exactly the pages that it should attend to.
@@ -7,17 +7,25 @@ step agrees with a plain reference over exactly the pages that it should attend 
 import json
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from harness import PDCluster, assert_same_tokens, generate_with, random_prompts, stock_answers
+from harness import (
+    PDCluster,
+    assert_same_tokens,
+    generate_with,
+    random_prompts,
+    stock_answers,
+    wait_until,
+)
 from page_weights import forecast_weights, identity, pilot_weights
 from servers.pd_cluster import flags
 from sglang_scout.core.forecast import save_weights
 from sglang_scout.core.page_bytes import PILOT_RANK
 from sglang_scout.core.profile import config_digest
 
-pytestmark = pytest.mark.slow  # five servers
+pytestmark = pytest.mark.slow  # five servers, twice
 SHORT, LONG = (1, 31, 33, 64, 100, 257), (900, 640, 1500, 37)
 NEW_TOKENS, BUDGET_TOKENS = 30, 320
 POLICIES = {
@@ -55,10 +63,18 @@ def trained(model, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def servers(model, trained):
+def stock(model, tmp_path_factory):
+    prompts, folder = random_prompts(SHORT, seed=7), tmp_path_factory.mktemp("stock")
+    return stock_answers(model, folder, prompts, max_new_tokens=NEW_TOKENS)
+
+
+@pytest.fixture(scope="module", params=["host", "graph"])
+def servers(request, stock, model, trained):
+    """They start when ``stock`` has its answers."""
+
     def arguments(policy):
         keys = {key: trained.get(x, x) for key, x in POLICIES[policy].items()}
-        config = {"verify": True, "resident_tokens": 32, **keys}
+        config = {"verify": True, "resident_tokens": 32, "transport": request.param, **keys}
         return flags(
             kv_offload=policy, kv_offload_budget=BUDGET_TOKENS, kv_offload_config=json.dumps(config)
         )
@@ -66,25 +82,20 @@ def servers(model, trained):
     first, *others = POLICIES
     with PDCluster(
         model,
-        router=False,
         prefill_args=flags(kv_offload="scout"),
         decode_args=arguments(first),
         more_decodes={policy: arguments(policy) for policy in others},
+        route_all=True,
         dtype="float32",
         max_running_requests=6,
         max_total_tokens=16384,
+        env={"TRITON_INTERPRET": "1"} if request.param == "graph" else {},
     ) as made:
         yield made
 
 
 def server_of(policy):
     return "decode" if policy == next(iter(POLICIES)) else policy
-
-
-@pytest.fixture(scope="module")
-def stock(model, tmp_path_factory):
-    prompts, folder = random_prompts(SHORT, seed=7), tmp_path_factory.mktemp("stock")
-    return stock_answers(model, folder, prompts, max_new_tokens=NEW_TOKENS)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -96,18 +107,34 @@ def test_short_requests_get_stock_s_tokens(stock, servers, policy):
     assert_same_tokens(stock, found, logprob_atol=1e-3)
 
 
+def test_each_answers_through_the_router(stock, servers):
+    def steps():
+        return [servers.kv_offload(server_of(policy))["steps"] for policy in POLICIES]
+
+    before, prompts = steps(), random_prompts((*SHORT, *LONG), seed=7)
+    # One after the other, so that each server gets its turn, of both kinds.
+    found = servers.generate(prompts, max_new_tokens=NEW_TOKENS, logprobs=True, concurrency=1)
+    assert_same_tokens(stock, found[: len(SHORT)], logprob_atol=1e-3)
+    assert all(now >= was + 2 * (NEW_TOKENS - 1) for was, now in zip(before, steps(), strict=True))
+
+
 @pytest.mark.parametrize("policy", POLICIES)
-def test_long_requests_attend_to_exactly_their_pages(servers, policy):
+def test_long_requests_attend_to_exactly_their_pages(request, servers, policy):
     which, prompts = server_of(policy), random_prompts(LONG, seed=3)
     generate_with(servers, which, prompts, max_new_tokens=NEW_TOKENS)
     state = servers.kv_offload(which)
     assert state["policy"] == policy and state["verify_checks"] == 4 * state["steps"]
+    assert state["transport"] == request.node.callspec.params["servers"]
     assert 0 < state["verify_max_rel_error"] <= 1e-5
+    assert (state["context_pages_total"] > 0) == (policy == "hgca")
     fetches = policy in ("infinigen", "sparda")
     assert (state["fetched_pages"] > 0, state["cpu_pages"] > 0) == (fetches, not fetches)
     if fetches:
         return
-    os.kill(state["worker"]["pid"], signal.SIGKILL)
-    generate_with(servers, which, prompts, max_new_tokens=NEW_TOKENS)
+    with ThreadPoolExecutor(1) as pool:
+        answers = pool.submit(generate_with, servers, which, prompts, max_new_tokens=NEW_TOKENS)
+        wait_until("steps", lambda: servers.kv_offload(which)["steps"] > state["steps"] + 2, 120)
+        os.kill(servers.kv_offload(which)["worker"]["pid"], signal.SIGKILL)
+        assert [len(a.output_ids) for a in answers.result()] == [NEW_TOKENS] * len(LONG)
     state = servers.kv_offload(which)
     assert state["fallback_pages"] > 0 and state["verify_max_rel_error"] <= 1e-5

@@ -12,6 +12,7 @@ import torch
 
 from mini_worker import SIZE, MiniWorker
 from sglang_scout import _native
+from sglang_scout.engine.context_cache import context_pages
 from sglang_scout.engine.stores import HostPages
 from sglang_scout.engine.transport import GraphTransport
 from sglang_scout.ops.doorbell import DeviceRing
@@ -30,11 +31,12 @@ class GraphWorker(MiniWorker):
     def _make_host(self, pages):
         s = self.shape
         dtype = str(s.dtype).removeprefix("torch.")
-        lists = self.config.lists(s.num_kv_heads)
+        lists, share = self.config.lists(s.num_kv_heads), self.config.context_share
         spec = ArenaSpec(
             s.num_layers, pages, SIZE, s.num_kv_heads, s.num_q_heads, s.head_dim, dtype, s.scale,
-            self.max_batch * lists, self.budget_tokens // SIZE, s.logit_cap, lists=lists,
+            self.max_batch * lists, MAX_PAGES if share else self.budget_tokens // SIZE, s.logit_cap, lists=lists,
             q_dtype="bfloat16" if s.dtype == torch.bfloat16 else "float32",
+            context_pages=int(pages * share) * s.num_kv_heads,
         )  # fmt: skip
         self.arena = Arena.create(spec, hugepages=False)
         planes = (self.arena.k_pages, self.arena.v_pages)
@@ -42,7 +44,8 @@ class GraphWorker(MiniWorker):
               for plane in planes]  # fmt: skip
         for plane in (*kv[0], *kv[1]):
             plane.copy_(torch.randn(plane.shape))
-        return HostPages(s, *([t.flatten(0, 1) for t in half] for half in kv))
+        flat = ([t.flatten(0, 1) for t in half] for half in kv)
+        return HostPages(s, *flat, context=context_pages(self.arena, s))
 
     def _worker(self, missing):
         arena = self.arena

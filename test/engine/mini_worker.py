@@ -262,7 +262,7 @@ class MiniWorker:
         self._digested |= full
         if not len(pages):
             return
-        expected = self._digest_pool(self.config.digest)
+        expected = self._digest_pool(self.digests.kind)
         expected.build(pages.numpy(), self.host)
         for both in zip(self.digests.parts, expected.parts, strict=True):
             built, again = (x[:, pages] for x in both)

@@ -2,44 +2,74 @@
 
 import dataclasses
 import json
+from itertools import product
+from unittest import mock
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import mini_worker
 from mini_worker import SIZE, MiniWorker
-from sglang_scout.policy import sparda
+from sglang_scout.core.page_bytes import EMBEDDINGS
+from sglang_scout.engine.digest_kinds import KINDS
+from sglang_scout.policy.base import NextLayerQuery, RealQuery, make_policy
 
 pytest.importorskip("sglang_scout._native")
 
 BUDGET = 4 * SIZE
+QUERIES = {
+    "real": RealQuery(),
+    "next layer": NextLayerQuery(),
+    "next layer but one exact": NextLayerQuery((1,)),
+    "forecast": NextLayerQuery(attends=False),
+}
+# Digest, grain and query. Embeddings are of single KV heads: one is trained for a forecast, one for queries.
+CHOOSERS = [
+    chooser
+    for chooser in product(KINDS, ["layer", "head"], QUERIES)
+    if chooser[0] not in EMBEDDINGS
+    or (chooser[1] == "head" and (chooser[0] == "mean16") == (chooser[2] == "forecast"))
+]
 KEYS = st.fixed_dictionaries(
     {
-        "digest": st.sampled_from(["minmax", "rotated-1", "rotated-2"]),
-        "grain": st.sampled_from(["layer", "head"]),
-        "precompute": st.booleans(),
         "attend": st.sampled_from(["resident", "selected"]),
         "recall": st.sampled_from(["off", "fixed", "adaptive"]),
         "reweigh": st.booleans(),
         "sink_pages": st.integers(0, 1),
         "recent_pages": st.integers(0, 2),
-    },
-    optional={"head_reduce": st.just("max")},
+    }
 )
+REDUCES = [{"head_reduce": "mass"}, {"head_reduce": "mass", "mass": 0.5}, {"head_reduce": "max"}]
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
-    policy=st.sampled_from(["scout", "infinigen", "rheo"]),
+    residency_of=st.sampled_from(["scout", "infinigen", "rheo"]),
+    route=st.sampled_from(["cpu", "fetch", "drop"]),
+    chooser=st.sampled_from(CHOOSERS),
     keys=KEYS,
+    reduce=st.sampled_from(REDUCES),
     lengths=st.lists(st.integers(1, 14 * SIZE), min_size=1, max_size=3),
-    resident=st.sampled_from([4 * SIZE, 8 * SIZE, 40 * SIZE]),
+    resident=st.sampled_from([8 * SIZE, 40 * SIZE]),
     seed=st.integers(0, 99),
 )
-def test_any_axes_attend_to_exactly_their_pages(policy, keys, lengths, resident, seed):
-    worker = MiniWorker(
-        policy=policy, budget_tokens=BUDGET, resident_tokens=resident, config=json.dumps(keys), seed=seed,
-    )  # fmt: skip
+def test_any_axes_attend_to_exactly_their_pages(
+    residency_of, route, chooser, keys, reduce, lengths, resident, seed
+):
+    digest, grain, query = chooser
+    keys = keys | reduce | {"grain": grain, "digest": "minmax"}  # embeddings have no key
+
+    def made(context):
+        policy = make_policy(context)
+        kind = dataclasses.replace(policy.digest, kind=digest)
+        return dataclasses.replace(policy, digest=kind, query=QUERIES[query], route=route)
+
+    with mock.patch.object(mini_worker, "make_policy", made):
+        worker = MiniWorker(
+            policy=residency_of, budget_tokens=BUDGET, resident_tokens=resident, config=json.dumps(keys),
+            seed=seed, pool_kind=digest,
+        )  # fmt: skip
     for length in lengths:
         worker.admit(length)
     for _ in range(5):
@@ -48,7 +78,7 @@ def test_any_axes_attend_to_exactly_their_pages(policy, keys, lengths, resident,
     counters = worker.engine.counters
     assert counters.verify_checks == 5 * worker.shape.num_layers
     assert counters.verify_max_rel_error < 2e-5
-    if policy == "infinigen":
+    if route != "cpu":
         assert counters.cpu_pages == 0 and not worker.missing.asked
     worker.close()
 
@@ -87,33 +117,16 @@ def test_heads_choose_for_themselves():
     worker.close()
 
 
-@pytest.mark.parametrize("route", ["fetch", "cpu"])
-def test_a_forecast_chooses_and_the_real_query_attends(route, monkeypatch):
-    """What a source that cannot attend leaves to the CPU is posted late, with the real query."""
-    make = sparda.make
-    monkeypatch.setattr(sparda, "make", lambda c: dataclasses.replace(make(c), route=route))
+def test_a_forecast_chooses_and_the_real_query_attends():
+    """So a covering budget is full attention."""
     worker = MiniWorker(
-        policy="sparda",
-        budget_tokens=BUDGET,
-        resident_tokens=6 * SIZE,
-        config='{"forecast_file": "w.npz"}',
-    )
-    covered = MiniWorker(
         policy="sparda", budget_tokens=20 * SIZE, config='{"forecast_file": "w.npz"}'
     )
-    for each in (worker, covered):
-        each.admit(14 * SIZE)
-        each.admit(3 * SIZE + 1)
+    worker.admit(14 * SIZE)
+    worker.admit(3 * SIZE + 1)
     for _ in range(4):
-        worker.step()
-        worker.table.check()
-        for layer, out in enumerate(covered.step()):
+        for layer, out in enumerate(worker.step()):
             for row in range(2):
-                expected = covered.dense(row, layer)
+                expected = worker.dense(row, layer)
                 assert (out[row] - expected).abs().max() < 1e-5 * expected.abs().max()
-    counters = worker.engine.counters
-    assert counters.verify_max_rel_error < 2e-5
-    assert counters.selected_pages > counters.cpu_pages + counters.fetched_pages > 0
-    assert (counters.cpu_pages > 0) == (route == "cpu")
     worker.close()
-    covered.close()

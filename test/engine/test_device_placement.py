@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from page_weights import identity, pilot_weights
 from sglang_scout.core.parse_config import parse_config
-from sglang_scout.engine import digest_pool, step, step_inputs
+from sglang_scout.engine import digest_pool, older_tokens, step, step_inputs
 from sglang_scout.engine.build import build_engine
 from sglang_scout.engine.digest_pool import DigestPool
 from sglang_scout.engine.stores import HostPages, ModelShape, Sizes
@@ -29,6 +30,10 @@ GIVEN = {
     "score_rotated": lambda q, first, second, table, *_: torch.empty_like(
         table, dtype=torch.float32
     ),
+    "score_embeddings": lambda q, embeddings, table, *_: q.new_empty(
+        len(q), table.shape[1], dtype=torch.float32
+    ),
+    "salient_bits": lambda maw, state, at, threshold: state.new_empty(LAYERS, len(state), KV_HEADS),
     "mass_change_rotated": lambda q, *_: q.new_empty(q.shape[:2], dtype=torch.float32),
     "select_pages": lambda scores, table, n_full, slot_of, k, *_: Selection(
         *(table.new_empty(len(table), k) for _ in range(2)),
@@ -94,7 +99,7 @@ def ran(monkeypatch):
         return torch.from_numpy(values).to(device)
 
     monkeypatch.setattr(Op, "__call__", call)
-    for module in (step, digest_pool, step_inputs):
+    for module in (step, digest_pool, older_tokens, step_inputs):
         monkeypatch.setattr(module, "upload", upload)
     # What has come is asked of the device, and waited for, when requests join.
     monkeypatch.setattr(DigestPool, "accept", lambda self, pages: pages)
@@ -109,6 +114,10 @@ def ran(monkeypatch):
         ("scout", {"digest": "rotated-2"}),
         ("scout", {"exact_layers": [1]}),
         ("infinigen", {}),
+        ("infinigen", {"grain": "head"}),
+        ("sparda", {"forecast_file": "w.npz"}),
+        ("rheo", {"pilot_file": "w.npz"}),
+        ("hgca", {}),
     ],
 )
 def test_every_tensor_of_a_step_is_on_the_device(ran, policy, settings):
@@ -121,20 +130,23 @@ def test_every_tensor_of_a_step_is_on_the_device(ran, policy, settings):
         torch.zeros(PAGES * SIZE, KV_HEADS, DIM, dtype=shape.dtype) for _ in range(2 * LAYERS)
     ]
     host_memory.update(plane.data_ptr() for plane in planes)
-    ring = NoRing()
+    kept = [torch.zeros(PAGES, SIZE, DIM, dtype=shape.dtype)] * LAYERS
+    made = make_policy(Context(config, LAYERS, 2 * shape.page_bytes))
+    ring, pilot = NoRing(), pilot_weights(identity(LAYERS, HEADS, KV_HEADS, DIM))
 
     def predicted(x, positions):
-        return x.new_empty(len(x), HEADS, DIM)
+        return x.new_empty(len(x), HEADS if made.query.attends else KV_HEADS, DIM)
 
     engine = build_engine(
         config,
-        make_policy(Context(config, LAYERS, 2 * shape.page_bytes)),
+        made,
         shape,
-        Sizes(budget_pages=4, num_slots=4 * BATCH + BATCH + 4, max_batch=BATCH, max_pages=20),
-        HostPages(shape, planes[:LAYERS], planes[LAYERS:]),
+        Sizes(4, 4 * BATCH + BATCH + 4, BATCH, max_pages=20, lists=config.lists(KV_HEADS)),
+        HostPages(shape, planes[:LAYERS], planes[LAYERS:], LayerPages.of(kept, kept, "cpu")),
         [QueryProjector(torch.add, predicted)] * LAYERS,
         GraphTransport(ring, lambda: 1),
         device=META,
+        digests=DigestPool(shape, PAGES, META, config.digest, pilot),
     )
 
     def layers():
@@ -151,7 +163,7 @@ def test_every_tensor_of_a_step_is_on_the_device(ran, policy, settings):
     layers()  # as SGLang captures it
     tables = 1 + np.arange(BATCH * 18, dtype=np.int32).reshape(BATCH, 18)
     engine.pages.allocate_pages(tables.flatten().astype(np.int64))
-    lengths = np.array([520, 64, 33])
+    lengths = np.array([542, 64, 33])  # with the second step a page leaves a window
     full = [row[: length // SIZE] for row, length in zip(tables, lengths, strict=True)]
     engine.boundary.admit(range(BATCH), np.concatenate(full))
     for _ in range(2):  # a third would take in what these have selected, of which there is nothing
@@ -159,5 +171,7 @@ def test_every_tensor_of_a_step_is_on_the_device(ran, policy, settings):
         engine.begin_step(tables, np.arange(BATCH), lengths)
         layers()
     engine.close()
-    assert sorted(ring.posted) == (sorted(list(range(LAYERS)) * 3) if policy == "scout" else [])
-    assert {"append_tokens", "attend_pages", "select_pages", "copy_layer_pages"} <= names
+    posts = list(range(LAYERS)) * 3 if made.route == "cpu" else []
+    assert sorted(ring.posted) == sorted(posts)
+    chooses = {"salient_bits", "decay_mass"} if made.feedback else {"select_pages"}
+    assert {"append_tokens", "attend_pages", "copy_layer_pages"} | chooses <= names

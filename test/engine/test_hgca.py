@@ -105,25 +105,50 @@ def test_context_pages_come_back_when_requests_end(make):
         assert worker.engine.older._cache.used_pages == 0
 
 
-def test_a_worker_that_dies_costs_nothing(make):
+def test_a_worker_that_dies_in_mid_evaluation_costs_nothing(make, monkeypatch):
+    """With a layer's post under way: attention to the newcomer stays full until the evaluation has ended."""
     pytest.importorskip("sglang_scout._native")
-    worker = make(ArenaWorker)
+    worker, begun, goes_on, held_steps = make(ArenaWorker), Event(), Event(), 4
+    older, client = worker.engine.older, worker.client
     worker.admit(300)
     worker.admit(150)
     for _ in range(LANDS_AFTER + 1):
         worker.checked_step()
-    worker.admit(260)
-    for _ in range(LANDS_AFTER - 1):
+    select, wait = older._evaluator._select, client.wait
+
+    def held(*args):
+        begun.set()
+        goes_on.wait(60)
+        return select(*args)
+
+    monkeypatch.setattr(older._evaluator, "_select", held)
+    monkeypatch.setattr(older, "wait", lambda: None)
+    for oracle in worker.admit(260).oracles:
+        oracle.lands_after += held_steps
+    for _ in range(LANDS_AFTER):
         worker.checked_step()
-    os.kill(worker.client.snapshot().pid, signal.SIGKILL)
-    worker.checked_step()
-    for layer in range(2):
-        torch.testing.assert_close(
-            worker.outputs[layer][2], worker.dense(2, layer), rtol=1e-5, atol=1e-5
-        )
+    assert begun.wait(60)
+    pid = client.snapshot().pid
+    os.kill(pid, signal.SIGSTOP)  # so it has a post that it has not answered
+
+    def killed(*args):
+        client.wait = wait
+        os.kill(pid, signal.SIGKILL)
+        return wait(*args)
+
+    client.wait = killed
+    for _ in range(held_steps):
+        worker.checked_step()
+        for layer in range(2):
+            torch.testing.assert_close(
+                worker.outputs[layer][2], worker.dense(2, layer), rtol=1e-5, atol=1e-5
+            )
+    assert client.snapshot().fallback_pages > 0
+    monkeypatch.undo()
+    goes_on.set()
+    older.wait()
     for _ in range(40):
         worker.checked_step()
-    assert worker.client.snapshot().fallback_pages > 0
 
 
 def test_on_a_device_s_stream(make):

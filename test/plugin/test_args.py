@@ -17,9 +17,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from page_weights import forecast_weights, pilot_weights
 from servers.pd_cluster import flags
 from sglang_scout.cli.model_config import read_model
 from sglang_scout.core.errors import ConfigError
+from sglang_scout.core.forecast import save_weights
 from sglang_scout.core.profile import ModelIdentity, RecallProfile, config_digest, save_profile
 
 pytest.importorskip("sglang.srt.plugins", reason="needs SGLang")
@@ -39,6 +41,9 @@ OWN_PROFILE = {"kv_offload_recall_profile": "OWN", "kv_offload_budget": 128}
 PREFILL = {"disaggregation_mode": "prefill"}
 NO_GRAPHS = {"cuda_graph_config": {"decode": {"backend": "disabled"}}}
 DETERMINISTIC = {"enable_deterministic_inference": True}
+SPARDA = {"kv_offload": "sparda", "kv_offload_config": "FORECAST"}
+RHEO = {"kv_offload": "rheo", "kv_offload_config": "PILOT"}
+SYSTEMS = [SPARDA, RHEO, {"kv_offload": "infinigen"}, {"kv_offload": "hgca"}]
 # name: (arguments, parts of the refusal; none = accepted). What core refuses by itself: test/core/test_config.py.
 CASES = {
     "decode": ({}, []),
@@ -150,6 +155,26 @@ CASES = {
     "head size": ({"model_path": "HEADS"}, ["--model-path", "head size 48", "64"]),
     "quantised checkpoint": ({"model_path": "QUANT"}, []),
     "quantised on load": ({"quantization": "fp8"}, []),
+    **{x["kv_offload"]: (x, []) for x in SYSTEMS},
+    **{
+        f"window and {x['kv_offload']}": (x | {"model_path": "WINDOW"}, ["--model-path", "sliding-window"])
+        for x in SYSTEMS
+    },
+    "model of forecast": (
+        SPARDA | {"model_path": "THETA"},
+        ["--kv-offload-config: forecast_file = ", "own_forecast'", "THETA", "--kind forecast"],
+    ),
+    "model of pilot": (
+        RHEO | {"model_path": "THETA"},
+        ["--kv-offload-config: pilot_file = ", "own_pilot'", "THETA", "--kind pilot"],
+    ),
+    "no forecast": (
+        {"kv_offload": "sparda"},
+        ["--kv-offload sparda: needs --kv-offload-config", "forecast_file", "--kind forecast"],
+    ),
+    "no window": (
+        {"kv_offload": "hgca", "kv_offload_budget": 32}, ["--kv-offload-budget 32", "at least 64"]
+    ),
 }  # fmt: skip
 
 
@@ -235,8 +260,17 @@ def outcome(tiny_model, tmp_path_factory):
     identity = ModelIdentity("Qwen3ForCausalLM", 4, 4, 2, 64, config_digest(own))
     own_profile = RecallProfile(1, "tiny", 32, 128, 0.12, [8] * 4, 4, identity=identity)
     save_profile(own_profile, str(profile))
+    files = {
+        "forecast": forecast_weights(identity, own["hidden_size"]),
+        "pilot": pilot_weights(identity),
+    }
+    for kind, weights in files.items():
+        save_weights(weights, str(folder / f"own_{kind}"))
     (folder / "config.json").write_text('{"recall": "fixed"}')
     named = paths | {"OWN": str(profile), "FILE": f"@{folder}/config.json"}
+    named |= {
+        kind.upper(): json.dumps({f"{kind}_file": str(folder / f"own_{kind}")}) for kind in files
+    }
     cases = [
         {"model_path": str(model)}
         | {key: named.get(x, x) if isinstance(x, str) else x for key, x in given.items()}

@@ -55,8 +55,9 @@ class PDCluster:
     Args:
         model_dir: folder of the model, which also holds its tokenizer.
         prefill_args, decode_args: more flags of one server; a flag given here wins over a default.
-        more_decodes: further decode servers behind the same prefill server, name to flags. The router
-            does not know them; :meth:`ask_pair` sends a request to one.
+        more_decodes: further decode servers behind the same prefill server, name to flags;
+            :meth:`ask_pair` sends a request to one.
+        route_all: the router knows these too, and takes all in turn.
         server_args: more flags for both servers.
         router: start the router and send requests through it. Without it only the servers run.
         device, dtype: as SGLang's flags.
@@ -78,6 +79,7 @@ class PDCluster:
         prefill_args: Sequence[str] = (),
         decode_args: Sequence[str] = (),
         more_decodes: Mapping[str, Sequence[str]] | None = None,
+        route_all: bool = False,
         server_args: Sequence[str] = (),
         router: bool = True,
         router_args: Sequence[str] = (),
@@ -145,8 +147,10 @@ class PDCluster:
             command = [sys.executable, "-c", ROUTER_MAIN]
             command += flags(
                 pd_disaggregation=True, host=HOST, port=router_port, prometheus_port=prometheus_port,
-                policy="round_robin", worker_startup_check_interval=1, decode=self._urls["decode"],
+                policy="round_robin", worker_startup_check_interval=1,
             )  # fmt: skip
+            for name in self.servers if route_all else ("decode",):
+                command += ["--decode", self._urls[name]] if name != "prefill" else []
             command += ["--prefill", self._urls["prefill"], str(self._bootstrap_port)]
             command += map(str, router_args)
             self.router = self._server("router", command, self.environment)

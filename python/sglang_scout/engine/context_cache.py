@@ -79,6 +79,11 @@ class ContextCache:
         self._released: deque[list[Kept]] = deque()
 
     @property
+    def num_pages(self) -> int:
+        """Context pages of all layers."""
+        return self._free.size
+
+    @property
     def used_pages(self) -> int:
         """Context pages that hold something, of all layers."""
         return int(self._free.size - self._num_free.sum())

@@ -100,6 +100,11 @@ class OlderTokens:
         self._row_pages = np.zeros((layers, rows), np.int64)  # of all heads
         self.pause()
 
+    @property
+    def context_pages(self) -> tuple[int, int]:
+        """Those that hold something, and how many there are, over all layers."""
+        return self._cache.used_pages, self._cache.num_pages
+
     def pause(self) -> None:
         """No row has a request, until the next step begins."""
         self._staging.device.fill_(-1)

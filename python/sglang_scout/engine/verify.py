@@ -47,7 +47,7 @@ class Verifier:
         if self._route != "cpu":  # with the real query, or not at all
             if self._route == "fetch":
                 attended = torch.cat([attended, on_cpu], dim=1)
-            on_cpu = torch.full_like(on_cpu, -1)
+            on_cpu, q_ahead = torch.full_like(on_cpu, -1), q
         error = relative_error(
             out.cpu(), q.cpu(), q_ahead.cpu(), attended.numpy(), on_cpu.numpy(),
             batch.tail_page.numpy(), batch.tail_len.numpy(), self._host.k[layer], self._host.v[layer],

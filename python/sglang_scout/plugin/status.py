@@ -43,6 +43,9 @@ _METRICS = {
     "recall_wait_us": ("counter", "Microseconds that steps waited for recalls."),
     "gpu_wait_us": ("counter", "Microseconds the device waited for the worker."),
     "fallback_pages": ("counter", "Pages the decode server computed in place of the worker."),
+    "context_pages_total": ("gauge", "Pages for tokens kept by single heads, summed over layers."),
+    "context_pages_used": ("gauge", "Those of them that hold some."),
+    "raised_thresholds": ("counter", "Heads without room for what they would keep."),
     "worker_restarts": ("counter", "Times the worker was replaced."),
     "worker_up": ("gauge", "1 while the worker answers."),
     "step_seconds": ("histogram", "From a step's boundary, or the step before, to its tokens."),
@@ -96,7 +99,8 @@ def open_step_log(
 def decode_state(backend: ScoutAttnBackend) -> dict[str, Any]:
     """The contract's fields, plain numbers and strings only."""
     counters, worker = backend.engine.counters, backend.worker.snapshot()
-    digests = backend.pool.digests
+    digests, older = backend.pool.digests, backend.engine.older
+    context_used, context_total = (0, 0) if older is None else older.context_pages
     return {
         "policy": backend.policy.name,
         "backend": f"{digests.device.type}-{worker.isa}",
@@ -112,6 +116,8 @@ def decode_state(backend: ScoutAttnBackend) -> dict[str, Any]:
         "host_pages_used": backend.allocator.used_pages,
         "resident_pages": backend.engine.table.resident_pages,
         "resident_slots": backend.plan.num_slots * backend.engine.shape.num_layers,
+        "context_pages_total": context_total,
+        "context_pages_used": context_used,
         **{name: getattr(counters, name) for name in _TOTALS},
         "cpu_compute_ratio_by_layer": [
             float(c / b) if b else 0.0
