@@ -79,8 +79,9 @@ def copy(source: LayerPages, ids: torch.Tensor, dst_k: torch.Tensor, dst_v: torc
     src = (_addresses(source)[:, layers] + pages * page_bytes).ravel()
     to = (layers * dst_k.shape[1] + slots) * page_bytes
     dst = np.concatenate([x.data_ptr() + to for x in (dst_k, dst_v)])
+    sizes = np.full_like(src, page_bytes)  # named, so that it lives until the call is over
     code = runtime()(
-        dst.ctypes.data, src.ctypes.data, np.full_like(src, page_bytes).ctypes.data, len(src),
+        dst.ctypes.data, src.ctypes.data, sizes.ctypes.data, len(src),
         _ATTRIBUTES.ctypes.data, _FIRST.ctypes.data, 1, torch.cuda.current_stream().cuda_stream,
     )  # fmt: skip
     if code != 0:
