@@ -71,9 +71,9 @@ WEIGHTS = [_ahead(attends=f"{x}-missing") for x in ("predicted", "corrected", "r
 """How what predicted queries attend to is weighed."""
 
 
-def _system(budget: int, mass: float = 1.0, grain: str = "layer") -> Setting:
+def _system(budget: int, mass: float = 1.0, **more: object) -> Setting:
     """What ``--kv-offload scout`` does."""
-    how = {"query": "predicted", "attends": "reweighed-missing", "grain": grain}
+    how = {"query": "predicted", "attends": "reweighed-missing", **more}
     return Setting(budget, TWO_BITS, stop_mass=mass, **how)  # type: ignore[arg-type]
 
 
@@ -105,6 +105,9 @@ LIMITS = [
 ]
 """What any choice of whole pages loses, of a layer or of each KV head, and what ours does."""
 
+LENGTHS = [_system(budget, exact_layers=(1,)) for budget in (512, 1024)]
+"""For the retrieval model, by ``--length``."""
+
 SYSTEMS = [
     setting
     for budget in (512, 1024)
@@ -133,6 +136,7 @@ SETS: dict[str, dict[str, Sequence[Setting]]] = {
     },
     "bytes": {"text": BYTES},
     "limits": dict.fromkeys(("facts", "prompt", "text"), LIMITS),
+    "lengths": {"facts": LENGTHS},
     "kv": {"facts": KV, "text": KV},
     "systems": dict.fromkeys(("facts", "prompt", "text"), SYSTEMS),
     "short": {"facts": [Setting(512, TWO_BITS), Setting(512)], "text": [Setting(512, TWO_BITS)]},
