@@ -70,3 +70,20 @@ def test_a_longer_request_that_is_resident_whole_reads_less(make, monkeypatch):
     kv, digests = bytes_read(worker, monkeypatch)
     assert not worker.missing.asked and worker.engine.recall.late_pages == 0
     assert kv < 0.27 and 0 < digests < 0.09
+
+
+@pytest.mark.parametrize("beyond", [3, 4])
+def test_a_few_pages_beyond_the_budget_are_attended_to_if_a_prediction_would_read_more(
+    make, beyond
+):
+    worker = make(budget_tokens=4 * SIZE, max_batch=8)
+    worker.engine.policy.residency.patience_us = None
+    worker.engine.boundary._dense_pages = 3
+    worker.admit((4 + beyond) * SIZE + 5)
+    for _ in range(20):
+        worker.step()
+    assert worker.engine.is_dense == (beyond == 3)
+    assert (worker.engine.counters.dense_steps > 0) == (beyond == 3)
+    if beyond == 3:
+        exact = worker.dense(0, 1)
+        torch.testing.assert_close(worker.outputs[1][0], exact, rtol=2e-5, atol=2e-5)

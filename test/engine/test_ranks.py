@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from mini_worker import MiniWorker
-from sglang_scout.engine.stores import ModelShape
 from sglang_scout.ops import triton
 from slow_link import with_slow_link
 
@@ -201,8 +200,7 @@ def test_the_check_sees_selections_that_differ(run):
     assert len(found) == 1 and found.pop() > 10, "and all ranks see it"
 
 
-def test_heads_choose_for_themselves_where_a_rank_has_one(run, monkeypatch):
-    monkeypatch.setattr(ModelShape, "query_weight_bytes", 0)  # dense steps choose nothing
+def test_heads_choose_for_themselves_where_a_rank_has_one(run):
     settings = {
         "heads": 8,
         "budget_tokens": 160,

@@ -29,9 +29,10 @@ class Runtime:
         # cudaMemcpySrcAccessOrderStream, two empty cudaMemLocation, cudaMemcpyFlagPreferOverlapWithCompute
         assert read(attributes, ctypes.c_int, 6) == [1, 0, 0, 0, 0, 1]
         self.calls += 1
-        for one in zip(
-            *(read(x, ctypes.c_size_t, count) for x in (dsts, srcs, sizes)), strict=True
-        ):
+        all_sizes = read(sizes, ctypes.c_size_t, count)
+        assert set(all_sizes) == {65536}
+        addresses = (read(x, ctypes.c_size_t, count) for x in (dsts, srcs))
+        for one in zip(*addresses, all_sizes, strict=True):
             ctypes.memmove(*one)
         return self.code
 
@@ -62,6 +63,10 @@ def test_one_call_copies_what_the_reference_does(runtime):
     assert all(map(torch.equal, got, expected)) and runtime.calls == 1
     memcpy.copy(source, IDS[:, 1:2], *got)
     assert runtime.calls == 1, "nothing to copy"
+    memcpy.copy(
+        source, IDS[:, :1].repeat(1, 500), *got
+    )  # arrays too large for numpy's cache of small ones
+    assert all(map(torch.equal, got, expected)) and runtime.calls == 2
 
 
 def test_an_error_of_the_runtime_is_raised(runtime):

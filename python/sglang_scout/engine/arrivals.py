@@ -31,6 +31,7 @@ class Arrival:
     pages: Pages  # [L, n] host pages to begin with, -1 padded
     generations: Pages  # [L, n] of them, when it came
     is_covered: bool  # they are all that it has: it needs them in its first step
+    most_copied: int  # pages, whatever is resident or a rank's hint names: ranks may differ in that
     is_started: bool = False
 
 
@@ -62,7 +63,8 @@ class Arrivals:
             places = hint[:, : self._placement.budget_pages]
             pages = np.where(places >= 0, full_pages[places], -1)
         generations = self._lifecycle.generations(pages)
-        self._waiting[request] = Arrival(pages, generations, is_covered)
+        most_copied = len(pages) * min(pages.shape[1], len(full_pages))
+        self._waiting[request] = Arrival(pages, generations, is_covered, most_copied)
 
     def queue(self, requests: Iterable[Hashable], room: int) -> set[Hashable]:
         """All that wait to join, first come first: there is ``room`` for so many.
@@ -83,7 +85,7 @@ class Arrivals:
                 return
             if not arrival.is_started:
                 arrival.is_started = True
-                left -= int((arrival.pages >= 0).sum())  # resident or not: ranks may differ in that
+                left -= arrival.most_copied
                 self._placement.copy_beside(self._held(arrival), step)
 
     def admit(self, request: Hashable, row: int) -> None:

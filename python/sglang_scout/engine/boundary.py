@@ -179,6 +179,8 @@ class StepBoundary:
         batch, step, uses = launched.batch, launched.step, self._table.uses
         missed = uses.count(missing)
         selected = int(uses.count(pages).sum())  # a plain number: it becomes JSON
+        if batch.is_dense:  # all, so that none is more important than another
+            selected = self._table.num_layers * int(batch.n_full.sum())
         budget = len(batch.ages) * self._row_pages
         self._counters.dense_steps += batch.is_dense
         self._counters.count_step(selected, missed.sum(axis=1), budget, self._policy.route)
@@ -217,7 +219,7 @@ class StepBoundary:
         if self._dense_pages is None or beyond > self._dense_pages:
             return False
         is_full = np.arange(table.shape[1]) < full[:, None]
-        return bool((self._table.slot_of[:, table[is_full]] >= 0).all())
+        return self._table.are_resident(table[is_full])
 
     def _ages(self, step: int, request_slots: npt.NDArray[np.int64]) -> Ids:
         """``[B]`` steps done here by each request; one that was never admitted counts as old."""

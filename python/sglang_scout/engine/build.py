@@ -93,12 +93,16 @@ def build_engine(
     tracer = tracer or Tracer(None, 0)
     if policy.feedback is not None:
         sizes = replace(sizes, budget_pages=0, lists=1)  # nothing is selected
+    is_alone = (
+        ranks is None
+    )  # ranks may differ in what has been copied, and then replay different graphs
     if config.grain == "head":
         ranks = None  # each KV head chooses for itself, also where a rank has one only
     return StepEngine(
         policy, shape, sizes, host, digests, projectors,
         _transport(policy, shape, sizes, host, worker, device, tracer),
         device=device, tracer=tracer, verify=config.verify, ranks=ranks,
+        has_dense_steps=is_alone and policy.feedback is None,
     )  # fmt: skip
 
 

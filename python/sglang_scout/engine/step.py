@@ -11,8 +11,7 @@ and the host acts on it two boundaries later:
     boundary t   takes in what step t-2 selected, maps the copies of boundary t-1, starts others
     step t       runs with what boundary t fixed; the host prepares t+1 meanwhile
 
-A step in which all pages are resident, and few, is dense: nothing is predicted or chosen, its attention is full and
-costs what the server's own would.
+A step in which all pages are resident, and few, is dense: nothing is predicted or chosen, and its attention is full.
 
 Choosing runs beside the model (``ForkedStream``). On the CPU device the same code runs on the host's memory.
 """
@@ -77,6 +76,7 @@ class StepEngine:
         tracer: Tracer,
         verify: bool,
         ranks: Ranks | None,
+        has_dense_steps: bool,
     ) -> None:
         self.policy, self.shape, self.sizes = policy, shape, sizes
         self.host, self.digests, self.transport, self.tracer = host, digests, transport, tracer
@@ -92,13 +92,13 @@ class StepEngine:
         self._inputs = StepInputs(shape.num_layers, sizes, device)
         self._results = StepResults(shape.num_layers, sizes, transport.waited_ns, device, stamps)
         self.older = older_tokens(policy, transport, shape, sizes, host, counters, device, verify)
-        # Ranks may differ in what has been copied in time. Beyond the budget, as much as W_q of the layer ahead.
-        self.has_dense_steps = ranks is None and self.older is None
-        self.is_dense = False
-        dense_pages = shape.query_weight_bytes // (2 * shape.page_bytes)
+        self.has_dense_steps, self.is_dense = has_dense_steps, False
+        predicts = policy.query.targets(0, 2)
+        ahead_bytes = max(p.weight_bytes for p in projectors) if predicts else 0
+        dense_pages = ahead_bytes // (2 * shape.page_bytes)
         self.boundary = StepBoundary(
             policy, sizes, shape.page_size, table, self.pages, self.recall, self._results, counters, self.older,
-            dense_pages if self.has_dense_steps else None,
+            dense_pages if has_dense_steps else None,
         )  # fmt: skip
         table.take_changes()
         self._slot_of = upload(table.slot_of, device).clone()

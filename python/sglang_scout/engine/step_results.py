@@ -133,9 +133,7 @@ class StepResults:
         rows = len(launched.batch.ages)
         used = [x[:, : rows * self._lists].reshape(len(x), rows, -1) for x in (pages, missing)]
         if launched.batch.is_dense:  # it wrote nothing
-            table, n_full = launched.batch.table.numpy(), launched.batch.n_full.numpy()
-            full = np.where(np.arange(table.shape[1]) < n_full[:, None], table, np.int32(-1))
-            used = [np.repeat(x[None], len(pages), 0) for x in (full, np.full_like(full, -1))]
+            used = [np.zeros((len(pages), rows, 0), np.int32)] * 2
             cosine = np.full_like(cosine, np.nan)
         since = waited_ns - self._waited_before
         self._waited_before = waited_ns.copy()

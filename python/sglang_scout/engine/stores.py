@@ -40,11 +40,6 @@ class ModelShape:
         return self.fp8 or self.dtype
 
     @property
-    def query_weight_bytes(self) -> int:
-        """About that of W_q in one layer: the hidden size is taken to be that of all heads."""
-        return (self.num_q_heads * self.head_dim) ** 2 * self.dtype.itemsize
-
-    @property
     def page_bytes(self) -> int:
         """Bytes of the K (or the V) of one page in one layer."""
         return self.page_size * self.num_kv_heads * self.head_dim * self.kv_dtype.itemsize

@@ -1,6 +1,6 @@
 """`copy_layer_pages` from the host by a device's copy engines, which leave its multiprocessors to the step.
 
-One call of CUDA's runtime copies all pages. It is made through the library that torch has loaded: `cuda.bindings` makes
+One call of CUDA's runtime copies all pages. It is made by ctypes: `cuda.bindings` makes
 an object of each address, which takes ms for 2,000 copies. In a capture, which would drop the copies, and for small
 pages, of which the engines copy 16 KiB at a tenth of the bus's speed (one report, of an H100), the kernel copies.
 """

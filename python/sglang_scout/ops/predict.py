@@ -25,10 +25,12 @@ class QueryProjector:
         start: (layer input [B, hidden], what is to be added to it or None) -> a tensor [B, ...] of its own. In order
             with the model, which changes the layer input afterwards.
         finish: (that, positions [B]) -> query after RoPE, [B, HQ, D] of the model's dtype. May run beside the model.
+        weight_bytes: that it reads.
     """
 
     start: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
     finish: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    weight_bytes: int = 0
 
 
 TOLERANCES = {

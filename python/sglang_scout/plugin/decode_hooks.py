@@ -133,6 +133,7 @@ def around_capture_one_shape(original: Callable[..., None], runner: Any, *args: 
     for label in (None, DENSE) if engine.has_dense_steps else (None,):
         engine.is_dense = label is not None
         original(runner, *args[:3], label)
+    engine.is_dense = False
 
 
 def after_resolve_lora_variant(result: Any, runner: Any, forward_batch: Any) -> Any:

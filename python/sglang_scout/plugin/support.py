@@ -192,7 +192,8 @@ def _forecast(before: Any, layer: Any, weight: torch.Tensor) -> QueryProjector:
     norm, size = before.input_layernorm, layer.self_attn.head_dim
     w = weight.to(norm.weight)
     heads = _heads(layer, len(w) // size, norm_heads=False)
-    return QueryProjector(_normed(norm), lambda x, at: heads(torch.nn.functional.linear(x, w), at))
+    linear = torch.nn.functional.linear
+    return QueryProjector(_normed(norm), lambda x, at: heads(linear(x, w), at), w.nbytes)
 
 
 def _normed(norm: Any) -> Callable[..., torch.Tensor]:
@@ -238,7 +239,7 @@ def _projector(index: int, layer: Any) -> QueryProjector:
         w_q, bias = projection.weight[:q_size], projection.bias
         b_q = None if bias is None else bias[:q_size]
         linear = torch.nn.functional.linear
-        return QueryProjector(normed, lambda x, positions: heads(linear(x, w_q, b_q), positions))
+        return QueryProjector(normed, lambda x, at: heads(linear(x, w_q, b_q), at), w_q.nbytes)
 
     def product(x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         """The layer's own quantised one, K and V too: 1 + 2 H / HQ times the work. In order with the model, as such
@@ -247,7 +248,7 @@ def _projector(index: int, layer: Any) -> QueryProjector:
         q: torch.Tensor = qkv[:, :q_size]
         return q if bias is None else q + bias[:q_size]  # left to the caller
 
-    return QueryProjector(product, heads)
+    return QueryProjector(product, heads, sum(p.nbytes for p in projection.parameters()))
 
 
 def _has_plain_rows(projection: Any) -> bool:
