@@ -49,6 +49,14 @@ HOOKS: dict[str, tuple[Hook, ...]] = {
             "validate them, set page size and attention backends, check the model",
         ),
     ),
+    "http": (
+        Hook(
+            "managers.tokenizer_manager.TokenizerManager._validate_one_request",
+            "http_hooks:before_validate_one_request",
+            "before",
+            "refuse token ids outside the vocabulary, which would end the scheduler of the prefill server",
+        ),
+    ),
     "decode": (
         Hook(
             _POOLS + "_profile_available_bytes",
