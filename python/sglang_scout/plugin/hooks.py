@@ -102,6 +102,18 @@ HOOKS: dict[str, tuple[Hook, ...]] = {
             "know on the host which pages a step opens",
         ),
         Hook(
+            "managers.schedule_batch.Req.offload_kv_cache",
+            "decode_hooks:around_offload_kv_cache",
+            "around",
+            "keep the KV of a retracted request only where there is memory for a copy",
+        ),
+        Hook(
+            "managers.scheduler.Scheduler._add_request_to_queue",
+            "decode_hooks:around_add_request_to_queue",
+            "around",
+            "fail a request whose KV was not kept",
+        ),
+        Hook(
             _GRAPHS + "can_run_graph",
             "decode_hooks:around_can_run_graph",
             "around",
