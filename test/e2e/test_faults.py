@@ -20,7 +20,7 @@ from harness import (
     wait_until,
 )
 from servers.pd_cluster import flags
-from servers.sglang_http import RequestFailed, http_json
+from servers.sglang_http import RequestFailed, generate, http_json
 
 # Recall in every step and room for everything: a request's residency then depends on its own history
 # alone, so its tokens are the same whatever else runs, and a difference is a fault.
@@ -51,6 +51,15 @@ def test_a_chat_and_a_request_too_long(servers):
     assert answer["choices"][0]["message"]["content"]
     with pytest.raises(RequestFailed):
         servers.generate(random_prompts([60000]), max_new_tokens=4)
+    assert servers.generate(random_prompts([300]), max_new_tokens=8)[0].output_ids
+
+
+@pytest.mark.parametrize("ids", [[-1], [5, 999999999]])
+def test_ids_outside_the_vocabulary_are_refused(servers, ids):
+    """By both servers, and through the router; SGLang's prefill scheduler ends at the first."""
+    for url in (*map(servers.server_url, ("prefill", "decode")), servers.url):
+        with pytest.raises(RequestFailed, match=f"status 400 .*{ids[-1]}, which is outside"):
+            generate(url, [ids], max_new_tokens=4, timeout_s=60)
     assert servers.generate(random_prompts([300]), max_new_tokens=8)[0].output_ids
 
 

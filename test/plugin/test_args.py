@@ -196,6 +196,9 @@ def serve_flags(cases, model, folder):
         os.environ.pop(name, None)
     load_plugins()
     common = {"model_path": model, "device": "cpu", "disaggregation_mode": "decode"}
+    facts = seen(ServerArgs(**common))
+    patched = (t for t in HookRegistry._patched if "scout" in str(HookRegistry._hooks[t]))
+    facts["patched"] = sorted(patched)
     results = []
     for given in cases:
         try:
@@ -204,8 +207,6 @@ def serve_flags(cases, model, folder):
         except Exception as error:
             results.append([repr(type(error).__mro__[-4:-1]), str(error)])
     os.environ.pop("SGLANG_SCOUT_ROLE", None)
-    patched = (t for t in HookRegistry._patched if "scout" in str(HookRegistry._hooks[t]))
-    facts = seen(ServerArgs(**common)) | {"patched": sorted(patched)}
     (folder / "results.json").write_text(json.dumps([results, facts]))
     sys.argv = ["launch_server", *flags(**common, kv_offload="scout", kv_offload_budget=33)]
     try:

@@ -13,20 +13,20 @@ import pytest
 from sglang_scout.core.errors import ConfigError
 
 plugins = pytest.importorskip("sglang.srt.plugins", reason="needs SGLang")
-from sglang_scout.plugin import device, install, launch  # noqa: E402
+from sglang_scout.plugin import apply, device, install, launch  # noqa: E402
 from sglang_scout.plugin.hooks import HOOKS  # noqa: E402
 
 
 def test_a_missing_hook_target_is_named(monkeypatch):
-    registry = install.HookRegistry
+    registry = apply.HookRegistry
     for name, empty in (("_hooks", type(registry._hooks)(list)), ("_patched", set())):
         monkeypatch.setattr(registry, name, empty)
     monkeypatch.setattr(registry, "apply_hooks", lambda: None)
     hook = HOOKS["flags"][0]
     with pytest.raises(RuntimeError, match=r"target .*ServerArgs\.gone is not in this SGLang"):
-        install.apply([hook._replace(target="server_args.ServerArgs.gone")])
+        apply.apply([hook._replace(target="server_args.ServerArgs.gone")])
     with pytest.raises(RuntimeError, match=r"did not take: sglang\.srt\.server_args"):
-        install.apply([hook])
+        apply.apply([hook])
 
 
 def test_another_sglang_is_refused_and_not_just_logged(monkeypatch):

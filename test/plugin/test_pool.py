@@ -154,7 +154,7 @@ def test_a_retracted_request_gets_its_k_and_v_back_elsewhere(dtype, length):
     planes = (*made.k_buffer, *made.v_buffer)
     expected = [plane[locations(old)].clone() for plane in planes]
     kept = made.get_cpu_copy(locations(old))
-    assert kept.nbytes == 2 * 3 * count * SIZE * 2 * 64 * dtype.itemsize
+    assert kept.nbytes == 2 * 3 * count * SIZE * 2 * 64 * dtype.itemsize == made.copy_bytes(length)
     for plane in planes:
         plane.copy_(torch.randn(plane.shape))  # of other requests by now
     before = [plane.clone() for plane in planes]
@@ -167,10 +167,16 @@ def test_a_retracted_request_gets_its_k_and_v_back_elsewhere(dtype, length):
         made.load_cpu_copy(kept, torch.arange(length + SIZE))
 
 
-def test_other_differences_are_refused():
+def test_other_layers_fail_the_session_and_not_the_thread(caplog):
+    """Through both senders, the second for another --tp-size; an exception would end SGLang's transfer thread."""
     source = pool.with_digests(lists(), DigestPool(SHAPE, 4, "cpu", "minmax"))
-    with pytest.raises(RuntimeError, match="12 buffers here, 4 on the decode server"):
-        sent(source, [50, 51, 60, 61])
+    assert sent(source, [50, 51, 60, 61]) is None
+    manager = SimpleNamespace(
+        kv_args=SimpleNamespace(kv_item_lens=source[2], kv_data_ptrs=source[0])
+    )
+    assert hooks.around_send_kvcache_slice(pytest.fail, manager, "session", [], [50, 60]) == -1
+    for there in (4, 2):
+        assert caplog.text.count(f"12 buffers here, {there} on the decode server") == 1
 
 
 def test_kv_of_other_bytes_is_not_sent(caplog):

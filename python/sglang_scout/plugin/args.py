@@ -30,6 +30,7 @@ from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.forecast import trained_weights
 from sglang_scout.core.parse_config import check_files, load_json, parse_config
 from sglang_scout.core.profile import load_profile
+from sglang_scout.plugin.apply import apply
 from sglang_scout.plugin.deployment import (
     BACKEND_NAME,
     check_deployment,
@@ -38,6 +39,7 @@ from sglang_scout.plugin.deployment import (
     on_cpu,
 )
 from sglang_scout.plugin.device import check_graph_transport, check_resolved_graphs
+from sglang_scout.plugin.hooks import HOOKS
 from sglang_scout.plugin.launch import PROCESS_CPUS, ROLE_ENV, announce
 from sglang_scout.plugin.support import check_model
 from sglang_scout.policy.base import policies
@@ -157,6 +159,7 @@ def _post_init(original: Callable[..., None], self: ServerArgs) -> None:
     if self.disaggregation_mode == "decode":
         check_resolved_graphs(self)
     check_model(self, config, profile, trained_weights(config))
+    apply(HOOKS["http"])
     announce(self.disaggregation_mode, PROCESS_CPUS)
 
 

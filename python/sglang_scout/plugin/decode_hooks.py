@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
+from http import HTTPStatus
 from typing import Any
 
 import torch
+from sglang.srt.managers.io_struct import AbortReq
 
 from sglang_scout.core.forecast import pilot_rank
 from sglang_scout.engine.memory import arena_sizes, check_memory, plan_memory
@@ -19,11 +21,12 @@ from sglang_scout.plugin.pool import HostKVPool, build_pools
 from sglang_scout.plugin.ranks import AttentionRanks, nodes_of_worker
 from sglang_scout.plugin.support import model_shape, rank_weights
 from sglang_scout.policy.base import Context, make_policy
-from sglang_scout.worker.host_memory import available_bytes
+from sglang_scout.worker.host_memory import available_bytes, gib
 
 logger = logging.getLogger(__name__)
 
 DENSE = "dense"
+LEFT_BESIDE_COPIES = 2**29  # bytes of host memory
 
 
 def around_profile_available_bytes(
@@ -118,6 +121,40 @@ def after_alloc_for_decode(result: Any, batch: Any, token_per_req: int) -> Any:
     """Pages for the step that is about to run have been handed out, row by row."""
     current_backend().announce_step(batch.req_pool_indices_cpu, batch.seq_lens_cpu)
     return result
+
+
+def around_offload_kv_cache(
+    original: Callable[..., None], req: Any, tables: Any, allocator: Any
+) -> None:
+    """Every rank keeps a copy of its part, or none does."""
+    ranks, pool = AttentionRanks(), allocator.get_kvcache()
+    needed = ranks.size * pool.copy_bytes(req.seqlen - 1)
+    available = ranks.least(available_bytes())
+    if available - needed >= LEFT_BESIDE_COPIES:
+        original(req, tables, allocator)
+        return
+    req.kv_cache_cpu = None
+    logger.error(
+        "request %s was retracted and fails: a copy of its KV takes %s, %s are available",
+        req.rid, gib(needed), gib(available),
+    )  # fmt: skip
+
+
+def around_add_request_to_queue(
+    original: Callable[..., None], scheduler: Any, req: Any, *args: Any, **kwargs: Any
+) -> None:
+    if getattr(req, "kv_cache_cpu", req) is not None:
+        original(scheduler, req, *args, **kwargs)
+        return
+    reason = {
+        "type": "abort",
+        "status_code": HTTPStatus.SERVICE_UNAVAILABLE,
+        "message": "The request was retracted for want of KV pages, and there is no host memory to keep its KV "
+        "meanwhile. Send it again later; the server needs fewer requests at a time, or more memory.",
+    }
+    scheduler.ipc_channels.send_to_tokenizer.send_output(
+        AbortReq(finished_reason=reason, rid=req.rid), req
+    )
 
 
 def around_can_run_graph(original: Callable[..., bool], runner: Any, forward_batch: Any) -> bool:

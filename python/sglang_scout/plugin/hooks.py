@@ -49,6 +49,14 @@ HOOKS: dict[str, tuple[Hook, ...]] = {
             "validate them, set page size and attention backends, check the model",
         ),
     ),
+    "http": (
+        Hook(
+            "managers.tokenizer_manager.TokenizerManager._validate_one_request",
+            "http_hooks:before_validate_one_request",
+            "before",
+            "refuse token ids outside the vocabulary, which would end the scheduler of the prefill server",
+        ),
+    ),
     "decode": (
         Hook(
             _POOLS + "_profile_available_bytes",
@@ -92,6 +100,18 @@ HOOKS: dict[str, tuple[Hook, ...]] = {
             "decode_hooks:after_alloc_for_decode",
             "after",
             "know on the host which pages a step opens",
+        ),
+        Hook(
+            "managers.schedule_batch.Req.offload_kv_cache",
+            "decode_hooks:around_offload_kv_cache",
+            "around",
+            "keep the KV of a retracted request only where there is memory for a copy",
+        ),
+        Hook(
+            "managers.scheduler.Scheduler._add_request_to_queue",
+            "decode_hooks:around_add_request_to_queue",
+            "around",
+            "fail a request whose KV was not kept",
         ),
         Hook(
             _GRAPHS + "can_run_graph",

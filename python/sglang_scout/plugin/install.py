@@ -1,21 +1,18 @@
-"""Puts the hooks of this process in place, and makes sure that they took.
+"""Puts the hooks of this process in place.
 
-The launcher only gets the flags; the scheduler process of a server that was started with ``--kv-offload`` gets those of
-its role too. Without the flag SGLang stays as it is.
+The launcher gets the flags, and when it has read ``--kv-offload`` the check of requests (``args.py``); the scheduler
+process of such a server gets those of its role. Without the flag SGLang stays as it is.
 """
 
 from __future__ import annotations
 
-import pkgutil
-from collections.abc import Iterable
 from importlib.metadata import version
 from typing import Any
 
-from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
+from sglang_scout.plugin.apply import apply
 from sglang_scout.plugin.args import add_fields
 from sglang_scout.plugin.deployment import BACKEND_NAME
-from sglang_scout.plugin.hooks import HOOKS, Hook
+from sglang_scout.plugin.hooks import HOOKS
 from sglang_scout.plugin.launch import launched_as
 from sglang_scout.worker.die_with_parent import die_with_parent
 
@@ -43,23 +40,6 @@ def install() -> None:
         apply(HOOKS[launched.role])
         if launched.role == "decode":
             register_backend()
-
-
-def apply(hooks: Iterable[Hook]) -> None:
-    """Resolve, register, apply and verify; SGLang itself only logs what goes wrong here."""
-    targets = set()
-    for hook in hooks:
-        target = f"sglang.srt.{hook.target}"
-        try:
-            pkgutil.resolve_name(target)
-        except Exception as error:
-            raise RuntimeError(f"hook target {target} is not in this SGLang: {error}") from error
-        function = pkgutil.resolve_name(f"sglang_scout.plugin.{hook.function}")
-        HookRegistry.register(target, function, HookType(hook.kind))
-        targets.add(target)
-    HookRegistry.apply_hooks()
-    if absent := sorted(targets - HookRegistry._patched):
-        raise RuntimeError(f"hooks that did not take: {', '.join(absent)}")
 
 
 def register_backend() -> None:

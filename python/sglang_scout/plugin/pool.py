@@ -138,6 +138,11 @@ class HostKVPool(MHATokenToKVPool):
         """SGLang retracts a request: its pages go to others. Whole pages are kept, the last one too."""
         return self.host_pages.save(self._pages_of(indices))
 
+    def copy_bytes(self, tokens: int) -> int:
+        """Of what :meth:`get_cpu_copy` makes."""
+        pages = -(-tokens // self.page_size)
+        return pages * self.page_size * sum(b[0].nbytes for b in (*self.k_buffer, *self.v_buffer))
+
     def load_cpu_copy(
         self, kv_cache_cpu: Any, indices: torch.Tensor, mamba_indices: Any = None
     ) -> None:

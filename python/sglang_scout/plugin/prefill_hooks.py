@@ -95,6 +95,19 @@ def before_send_kv_chunk(
         pool.digests.hints.put(pages[-1], hint)
 
 
+def _same_layers(here: int, there: int, layers: int) -> bool:
+    """Whether so many buffers at the decode server are of as many layers. An exception would end SGLang's transfer
+    thread, and with it the transfers to all decode servers; -1 ends those to this one."""
+    same = carries(there, layers)
+    if not same:
+        logger.error(
+            "--kv-offload: %d buffers here, %d on the decode server, so none is sent: the two serve different "
+            "models, or only one uses pipeline parallelism",
+            here, there,
+        )  # fmt: skip
+    return same
+
+
 def around_send_kvcache(
     original: Callable[..., int], manager: Any, *args: Any, **kwargs: Any
 ) -> int:
@@ -117,11 +130,8 @@ def around_send_kvcache(
             server.kv_cache_dtype, server.dtype, own, there,
         )  # fmt: skip
         return -1
-    if not carries(len(target), layers):
-        raise RuntimeError(
-            f"--kv-offload: {len(source)} buffers here, {len(target)} on the decode server: "
-            "the two serve different models, or only one uses pipeline parallelism"
-        )
+    if not _same_layers(len(source), len(target), layers):
+        return -1
     items, common = kwargs["item_lens"], min(len(source), len(target)) // (2 * layers)
     if common > 1 and not same_items(items, target, layers, 1):
         _warn_of_other_digests()
@@ -157,14 +167,14 @@ def around_send_kvcache_slice(
 
     SGLang cuts every buffer of the list by heads as if it held K or V.
     """
-    infos = manager.kv_args
+    infos, layers = manager.kv_args, num_layers(manager.kv_args.kv_item_lens)
+    if not _same_layers(len(infos.kv_data_ptrs), len(target), layers):
+        return -1
     if len(set(infos.kv_item_lens)) > 1:
-        layers = num_layers(infos.kv_item_lens)
         manager, infos = copy.copy(manager), copy.copy(infos)
         infos.kv_data_ptrs = of_groups(infos.kv_data_ptrs, layers, 0)
         manager.kv_args = infos
-        if carries(len(target), layers):
-            target = of_groups(target, layers, 0)
+        target = of_groups(target, layers, 0)
     return original(manager, session, pages, target, *args, **kwargs)
 
 

@@ -1,0 +1,27 @@
+"""Puts hooks in place, and makes sure that they took."""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Iterable
+
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+from sglang_scout.plugin.hooks import Hook
+
+
+def apply(hooks: Iterable[Hook]) -> None:
+    """Resolve, register, apply and verify; SGLang itself only logs what goes wrong here."""
+    targets = set()
+    for hook in hooks:
+        target = f"sglang.srt.{hook.target}"
+        try:
+            pkgutil.resolve_name(target)
+        except Exception as error:
+            raise RuntimeError(f"hook target {target} is not in this SGLang: {error}") from error
+        function = pkgutil.resolve_name(f"sglang_scout.plugin.{hook.function}")
+        HookRegistry.register(target, function, HookType(hook.kind))
+        targets.add(target)
+    HookRegistry.apply_hooks()
+    if absent := sorted(targets - HookRegistry._patched):
+        raise RuntimeError(f"hooks that did not take: {', '.join(absent)}")
