@@ -28,6 +28,8 @@ def digest_parts(
     kind: str, head_dim: int, value_bytes: int, pilot_rank: int = PILOT_RANK
 ) -> tuple[int, int]:
     """Bytes of the two parts of a digest, of one page and KV head, for K of ``value_bytes`` a value."""
+    if kind == "none":
+        return MARK_BYTES, MARK_BYTES
     if kind == "minmax":
         return head_dim * value_bytes, head_dim * value_bytes
     if kind in EMBEDDINGS:

@@ -85,7 +85,24 @@ def _and_mark(build: Callable[..., None]) -> Callable[..., None]:
     return both
 
 
+def _build_marks(
+    source: LayerPages,
+    ids: torch.Tensor,
+    first: torch.Tensor,
+    second: torch.Tensor,
+    rows: torch.Tensor | None,
+) -> None:
+    """For policies that choose no pages."""
+    for marks in (first, second):
+        marks.index_fill_(1, ids, 0)
+
+
+def _score_nothing(*args: object) -> torch.Tensor:
+    raise NotImplementedError("pages without digests cannot be scored")
+
+
 KINDS = {
+    "none": DigestKind(_build_marks, _score_nothing, None, lambda part, dtype, head_dim: part),
     "minmax": DigestKind(build_layer_digests, score_pages, None, _bounds),
     "mean16": DigestKind(
         _and_mark(build_layer_means), score_embeddings, None, _two_means, per_head=True

@@ -21,6 +21,7 @@ from sglang_scout.policy.feedback import WindowView
 
 DEFAULTS: dict[str, Any] = {
     "budget_tokens": 4096,
+    "digest": "none",
     "grain": "head",
     "sink_pages": 0,
     "precompute": False,
