@@ -32,7 +32,7 @@ class Job:
 RECALL = Job(512, 16, 4096, {"exact_layers": [1]})
 OWN = Job(512, 16, 4096)
 # Without AMX, CPUs are several times slower in bfloat16.
-SMOLLM2 = Job(512, 4, 768, {}, "float32", output_len=16)
+SMOLLM2 = Job(512, 4, 512, {}, "float32", output_len=16)
 JOBS = {"smollm2": SMOLLM2, "recall": RECALL}
 
 

@@ -14,7 +14,7 @@ from servers.sglang_http import sse_events
 
 QUESTION_TASKS = ("needle", "multi_key", "variables")
 QUESTION = "Read the text below and say in a few words what it is about."
-CHAT_TOKENS = 40
+CHAT_TOKENS = 32
 NUMBER = "7413"
 FACT = f"The secret number of the lighthouse is {NUMBER}."
 FACT_QUESTION = "What is the secret number of the lighthouse?"
