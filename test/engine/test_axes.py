@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 import mini_worker
 from mini_worker import SIZE, MiniWorker
-from sglang_scout.core.page_bytes import EMBEDDINGS
-from sglang_scout.engine.digest_kinds import KINDS
+from sglang_scout.core.page_bytes import DIGESTS, EMBEDDINGS
 from sglang_scout.policy.base import NextLayerQuery, RealQuery, make_policy
 
 pytest.importorskip("sglang_scout._native")
@@ -27,7 +26,7 @@ QUERIES = {
 # Digest, grain and query. Embeddings are of single KV heads: one is trained for a forecast, one for queries.
 CHOOSERS = [
     chooser
-    for chooser in product(KINDS, ["layer", "head"], QUERIES)
+    for chooser in product([*DIGESTS, *EMBEDDINGS], ["layer", "head"], QUERIES)
     if chooser[0] not in EMBEDDINGS
     or (chooser[1] == "head" and (chooser[0] == "mean16") == (chooser[2] == "forecast"))
 ]

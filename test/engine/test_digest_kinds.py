@@ -20,7 +20,7 @@ WEIGHTS = pilot_weights(identity(L, 4, H, D), rank=8)
 
 
 def test_kinds_are_those_that_have_bytes():
-    assert set(KINDS) == {*DIGESTS, *EMBEDDINGS}
+    assert set(KINDS) == {"none", *DIGESTS, *EMBEDDINGS}
     assert {name for name, kind in KINDS.items() if kind.per_head} == set(EMBEDDINGS)
 
 

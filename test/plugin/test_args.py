@@ -1,6 +1,6 @@
 """Flags on the real ``ServerArgs``: accepted, validated, and invisible when not used.
 
-In a forked child: installing the plugin extends SGLang's class for good, and SGLang takes half a minute to import.
+In a child process: installing the plugin extends SGLang's class for good, and SGLang takes half a minute to import.
 """
 
 import os
@@ -212,7 +212,7 @@ def serve_flags(cases, model, folder):
     try:
         runpy.run_module("sglang.launch_server", run_name="__main__")
     except Exception:
-        sys.excepthook(*sys.exc_info())  # which a forked process does not come to
+        sys.excepthook(*sys.exc_info())  # which a child process does not come to
         sys.exit(1)
 
 
@@ -277,8 +277,13 @@ def outcome(tiny_model, tmp_path_factory):
         | {key: named.get(x, x) if isinstance(x, str) else x for key, x in given.items()}
         for given, _ in CASES.values()
     ]
-    fork = multiprocessing.get_context("fork")
-    child = fork.Process(target=serve_flags, args=(cases, str(model), folder), daemon=True)
+    # Not forked: with the threads that other tests leave, that may crash.
+    spawn = multiprocessing.get_context("spawn")
+    child = spawn.Process(
+        target=runpy.run_path,
+        args=(__file__, {"GIVEN": (cases, str(model), folder)}, serve_flags.__name__),
+        daemon=True,
+    )
     child.start()
     child.join(240)
     log = (folder / "stderr").read_text()
@@ -334,3 +339,7 @@ def test_without_the_flag_sglang_is_as_it_was(outcome):
 
 def test_the_command_line_ends_with_the_refusal_and_no_trace(outcome):
     assert outcome.last_line.startswith("sglang-scout: --kv-offload-budget 33: ")
+
+
+if __name__ == serve_flags.__name__:  # the child process
+    serve_flags(*globals()["GIVEN"])
