@@ -52,17 +52,15 @@ BlockFns fns_for_group(int group) {
   return {nullptr, nullptr};
 }
 
+// The head sizes of most models at compile time, which gains up to 7 % at 64 and up to 5 % at 128; at 96 and 256
+// it gained nothing. fp32 pages are for tests.
 template <DType T>
 BlockFns fns_for_dim(int dim, int group) {
-  switch (Vec::kSpecialiseDims ? dim : 0) {
+  switch (Vec::kSpecialiseDims && T != DType::kF32 ? dim : 0) {
     case 64:
       return fns_for_group<T, 64>(group);
-    case 96:
-      return fns_for_group<T, 96>(group);
     case 128:
       return fns_for_group<T, 128>(group);
-    case 256:
-      return fns_for_group<T, 256>(group);
     default:
       return fns_for_group<T, 0>(group);
   }
