@@ -34,6 +34,13 @@ _BATCH_REGISTER = Hook(
     "end a server whose memory the transfer engine refuses, which SGLang does not look at",
 )
 
+_ON_IDLE = Hook(
+    "managers.scheduler.Scheduler.on_idle",
+    "idle:before_on_idle",
+    "before",
+    "with `--sleep-on-idle`, leave the core to others while requests are on their way",
+)
+
 HOOKS: dict[str, tuple[Hook, ...]] = {
     "flags": (
         Hook(
@@ -138,6 +145,7 @@ HOOKS: dict[str, tuple[Hook, ...]] = {
             "the state in `/server_info`",
         ),
         _BATCH_REGISTER,
+        _ON_IDLE,
     ),
     "prefill": (
         Hook(
@@ -190,5 +198,6 @@ HOOKS: dict[str, tuple[Hook, ...]] = {
             "the state in `/server_info`",
         ),
         _BATCH_REGISTER,
+        _ON_IDLE,
     ),
 }

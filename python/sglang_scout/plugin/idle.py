@@ -1,0 +1,14 @@
+"""With SGLang's ``--sleep-on-idle``: no polling at full speed while requests are on their way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+POLL_MS = 1
+
+
+def before_on_idle(scheduler: Any) -> None:
+    """There is no batch to run. SGLang sleeps where it holds no request either; a server whose requests wait for
+    the other server's part would poll, on a core that this other server or an attention worker may need."""
+    if scheduler.idle_sleeper is not None and not scheduler.is_fully_idle():
+        scheduler.idle_sleeper.poller.poll(POLL_MS)  # ends at a message
