@@ -3,8 +3,8 @@
     python -m benchmark.server.teardown --gib 8 --json FILE
 
 The server here is an arena whose pages are all taken and mapped in it and in its real worker, without a model. It ends
-by itself (`stop`) or is killed (`kill`), and the worker with it. The end is when the machine's shared memory
-(`Shmem` of /proc/meminfo) is what it was before; so nothing else may take or give back much of it meanwhile.
+by itself (`stop`) or is killed (`kill`), and the worker with it. Both have ended when the system has taken back what
+they held: a process is gone only after its mappings and files are.
 
 Rows (format: rows.py), one for each way to end:
     gib, backing        of the arena; its pages: 4k, thp or hugetlb
@@ -14,7 +14,8 @@ Rows (format: rows.py), one for each way to end:
 from __future__ import annotations
 
 import argparse
-import re
+import os
+import select
 import signal
 import subprocess
 import sys
@@ -24,8 +25,6 @@ from pathlib import Path
 from benchmark import rows
 
 LAYERS, PAGE, HEADS, DIM = 32, 32, 8, 128
-SLACK_BYTES = 32 * 2**20
-LONGEST_S = 120.0
 
 SERVER = f"""
 import os, signal, sys, time
@@ -42,36 +41,31 @@ spec = ArenaSpec(
 arena = Arena.create(spec)
 assert populate_together(arena.address, arena.nbytes) == 0
 with WorkerClient(arena, [max(os.sched_getaffinity(0))], config=WorkerConfig(populate=True)) as client:
-    worker = Path(f"/proc/{{client.snapshot().pid}}/statm")
-    while int(worker.read_text().split()[2]) * 4096 < spec.kv_bytes:  # of other processes too
+    pid = client.snapshot().pid
+    while int(Path(f"/proc/{{pid}}/statm").read_text().split()[2]) * 4096 < spec.kv_bytes:  # of other processes too
         time.sleep(0.1)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-    print(arena.backing, flush=True)
+    print(pid, arena.backing, flush=True)
     signal.sigwait([signal.SIGTERM])
 """
 
 
-def shared_bytes() -> int:
-    found = re.search(r"^Shmem: +(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
-    assert found is not None
-    return int(found[1]) * 1024
-
-
 def measure(gib: float, how: signal.Signals) -> tuple[float, str]:
     """Microseconds, and what backs the arena."""
-    before = shared_bytes()
     command = [sys.executable, "-c", SERVER, str(gib)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
-        if not (backing := server.stdout.readline().strip()):
+        worker, _, backing = server.stdout.readline().strip().partition(" ")
+        if not backing:
             raise SystemExit(f"the server ended with code {server.wait()}")
+        ended = os.pidfd_open(int(worker))
         begin = time.monotonic()
         server.send_signal(how)
-        while shared_bytes() > before + SLACK_BYTES:
-            if time.monotonic() - begin > LONGEST_S:
-                raise SystemExit(f"not all memory is back after {LONGEST_S:g} s")
-            time.sleep(0.005)
-        return (time.monotonic() - begin) * 1e6, backing
+        server.wait()
+        select.select([ended], [], [])
+        took_s = time.monotonic() - begin
+        os.close(ended)
+        return took_s * 1e6, backing
 
 
 def main(argv: list[str] | None = None) -> int:
