@@ -218,6 +218,17 @@ def test_every_subcommand_is_documented():
         assert f"`sglang-scout {name}" in OPERATIONS or f"sglang-scout {name}" in README
 
 
+def test_each_line_of_the_threat_model_names_tests_that_exist():
+    table = (ROOT / "docs" / "security.md").read_text().split("\n## ")[0]
+    lines = [line for line in table.splitlines() if line.startswith("| ")][2:]
+    assert len(lines) > 10
+    for line in lines:
+        named = re.findall(r"`(test/[\w/]+\.py)::(\w+)`", line)
+        assert named or line.endswith("| the same |"), line
+        for path, test in named:
+            assert f"\ndef {test}(" in (ROOT / path).read_text(), test
+
+
 def test_the_figure_has_no_outside_parts():
     figure = (ROOT / "docs" / "figures" / "step.svg").read_text()
     assert "<title>" in figure and "href" not in figure and "<script" not in figure

@@ -149,7 +149,7 @@ RING_MAX_PARTS: int
 RING_MAX_NODES: int
 RING_CLOSED_ITEM: int
 RING_STRUCTS: dict[str, Any]
-"""numpy dtypes of Header, Control, StatLine, RecordHeader, ReplyHeader, Event of src/ring.h."""
+"""numpy dtypes of Header, Control, Bell, StatLine, RecordHeader, ReplyHeader, Event of src/ring.h."""
 
 def ring_lay_out(header_ptr: int) -> None: ...
 def ring_defect(address: int, nbytes: int) -> str: ...

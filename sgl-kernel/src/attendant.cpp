@@ -56,11 +56,11 @@ void Attendant::run() {
 }
 
 void Attendant::ring_bell(uint64_t head) {
-  Control* control = ring_.control();
+  Bell* bell = ring_.bell();
   rung_ = head;
-  __atomic_fetch_add(&control->bell, 1u, __ATOMIC_SEQ_CST);
+  __atomic_fetch_add(&bell->count, 1u, __ATOMIC_SEQ_CST);
   full_fence();
-  if (load_acquire(&control->sleepers) != 0) futex_wake(&control->bell, INT_MAX);
+  if (load_acquire(&bell->sleepers) != 0) futex_wake(&bell->count, INT_MAX);
 }
 
 void Attendant::answer_orphans(uint64_t head) {

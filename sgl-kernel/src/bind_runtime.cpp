@@ -109,20 +109,25 @@ void bind_layout(nb::module_& m) {
   {
     using S = scout::Header;
     structs["Header"] = dtype_of(
-        sizeof(S), {F(magic),          F(layout_version), F(header_bytes),   F(total_bytes),
-                    F(num_pages),      F(num_layers),     F(page_size),      F(num_kv_heads),
-                    F(num_q_heads),    F(head_dim),       F(dtype),          F(max_batch),
-                    F(max_pages),      F(scale),          F(logit_cap),      F(log_entries),
-                    F(stat_lines),     F(control_offset), F(stats_offset),   F(log_offset),
-                    F(records_offset), F(record_stride),  F(replies_offset), F(reply_stride),
-                    F(kv_offset),      F(layer_stride),   F(v_offset),       F(q_offset),
-                    F(pages_offset),   F(n_pages_offset), F(out_offset),     F(lse_offset),
-                    F(events_offset),  F(event_entries),  F(q_dtype),        F(num_nodes),
-                    F(stripe_pages),   F(lists),          F(row_heads),      F(context_pages)});
+        sizeof(S), {F(magic),        F(layout_version), F(header_bytes),   F(total_bytes),
+                    F(num_pages),    F(num_layers),     F(page_size),      F(num_kv_heads),
+                    F(num_q_heads),  F(head_dim),       F(dtype),          F(max_batch),
+                    F(max_pages),    F(scale),          F(logit_cap),      F(log_entries),
+                    F(stat_lines),   F(control_offset), F(stats_offset),   F(log_offset),
+                    F(bell_offset),  F(records_offset), F(record_stride),  F(replies_offset),
+                    F(reply_stride), F(kv_offset),      F(layer_stride),   F(v_offset),
+                    F(q_offset),     F(pages_offset),   F(n_pages_offset), F(out_offset),
+                    F(lse_offset),   F(events_offset),  F(event_entries),  F(q_dtype),
+                    F(num_nodes),    F(stripe_pages),   F(lists),          F(row_heads),
+                    F(context_pages)});
   }
   {
     using S = scout::Control;
-    structs["Control"] = dtype_of(sizeof(S), {F(head), F(bell), F(sleepers), F(epoch), F(trace)});
+    structs["Control"] = dtype_of(sizeof(S), {F(head), F(epoch), F(trace)});
+  }
+  {
+    using S = scout::Bell;
+    structs["Bell"] = dtype_of(sizeof(S), {F(count), F(sleepers)});
   }
   {
     using S = scout::StatLine;
@@ -131,12 +136,11 @@ void bind_layout(nb::module_& m) {
   }
   {
     using S = scout::RecordHeader;
-    structs["RecordHeader"] =
-        dtype_of(sizeof(S), {F(seq), F(layer), F(rows), F(parts), F(step), F(claim)});
+    structs["RecordHeader"] = dtype_of(sizeof(S), {F(seq), F(layer), F(rows), F(parts), F(step)});
   }
   {
     using S = scout::ReplyHeader;
-    structs["ReplyHeader"] = dtype_of(sizeof(S), {F(done), F(status), F(waiters)});
+    structs["ReplyHeader"] = dtype_of(sizeof(S), {F(done), F(status), F(waiters), F(claim)});
   }
   {
     using S = scout::Event;

@@ -29,8 +29,9 @@ class Ring {
     if (!in(h_.num_layers, 1, 1u << 16) || !in(h_.page_size, 1, 2048) ||
         !in(h_.num_kv_heads, 1, 1024) || !in(h_.num_q_heads, 1, 1u << 14) ||
         h_.num_q_heads % h_.num_kv_heads != 0 || !in(h_.head_dim, 16, 512) ||
-        h_.head_dim % 16 != 0 || h_.dtype >= kDTypes || h_.q_dtype > 1 || !in(h_.max_batch, 1, 1u << 16) ||
-        !in(h_.max_pages, 1, 1u << 20) || !in(static_cast<uint64_t>(h_.num_pages), 1, INT32_MAX) ||
+        h_.head_dim % 16 != 0 || h_.dtype >= kDTypes || h_.q_dtype > 1 ||
+        !in(h_.max_batch, 1, 1u << 16) || !in(h_.max_pages, 1, 1u << 20) ||
+        !in(static_cast<uint64_t>(h_.num_pages), 1, INT32_MAX) ||
         (h_.lists != 1 && h_.lists != h_.num_kv_heads) || h_.max_batch % h_.lists != 0 ||
         !in(h_.num_nodes, 1, kMaxNodes) || !in(h_.stripe_pages, 1, INT32_MAX) ||
         uint64_t{h_.stripe_pages} * h_.num_nodes < static_cast<uint64_t>(h_.num_pages) ||
@@ -53,6 +54,7 @@ class Ring {
     return static_cast<uint32_t>(step & 1) * h_.num_layers + layer;
   }
   Control* control() const { return at<Control>(h_.control_offset); }
+  Bell* bell() const { return at<Bell>(h_.bell_offset); }
   StatLine* stats(uint32_t i) const { return at<StatLine>(h_.stats_offset) + i; }
   uint64_t* log_entry(uint64_t post) const {
     return at<uint64_t>(h_.log_offset) + (post & (h_.log_entries - 1));

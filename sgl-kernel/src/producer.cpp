@@ -142,7 +142,7 @@ Producer::Reply Producer::wait(uint64_t ticket, uint32_t layer, uint64_t step, i
       std::memcpy(lse, ring_.lse(index, 0), uint64_t{slot.rows} * h.row_heads * sizeof(float));
       return reply;
     }
-    // The worker never writes a record, so q is still there. Ids could lead astray if it has.
+    // No worker can write a record, so q is still there; the ids are checked copies.
     compute(layer, slot, ring_.q(index, 0), out, lse);
   } else {
     compute(layer, slot, slot.q.data(), out, lse);
@@ -170,11 +170,12 @@ void Producer::publish(uint32_t index, uint32_t live, uint32_t layer, uint64_t s
                        const int32_t* pages, uint32_t k, const int32_t* n_pages) {
   Slot& slot = slots_[index];
   RecordHeader* record = ring_.record(index);
+  uint64_t* claim = ring_.reply(index)->claim;
   const uint64_t post = ++posts_;
   slot.seq = make_seq(live, post);
   const uint32_t nodes = ring_.header().num_nodes;
   for (uint32_t node = 0; node < nodes; ++node)
-    store_relaxed(&record->claim[node], (post & kPostMask) << 24 | kClosed);
+    store_relaxed(&claim[node], (post & kPostMask) << 24 | kClosed);
   full_fence();  // nobody claims an item of the old record from here on
   SCOUT_POINT(kClosed, index);
   store_relaxed(&record->seq, slot.seq);
@@ -189,25 +190,25 @@ void Producer::publish(uint32_t index, uint32_t live, uint32_t layer, uint64_t s
   std::memcpy(ring_.n_pages(index), n_pages, slot.rows * sizeof(int32_t));
   SCOUT_POINT(kDataWritten, index);
   for (uint32_t node = 0; node < nodes; ++node)
-    store_release(&record->claim[node], (post & kPostMask) << 24);
+    store_release(&claim[node], (post & kPostMask) << 24);
   SCOUT_POINT(kOpened, index);
   store_release(ring_.log_entry(post), (post & kPostMask) << 24 | index);
   SCOUT_POINT(kLogged, index);
-  Control* control = ring_.control();
-  store_release(&control->head, post);
+  store_release(&ring_.control()->head, post);
   SCOUT_POINT(kHeadRaised, index);
-  __atomic_fetch_add(&control->bell, 1u, __ATOMIC_SEQ_CST);
+  Bell* bell = ring_.bell();
+  __atomic_fetch_add(&bell->count, 1u, __ATOMIC_SEQ_CST);
   full_fence();
   SCOUT_POINT(kBellRaised, index);
-  const uint32_t sleepers = load_acquire(&control->sleepers);
+  const uint32_t sleepers = load_acquire(&bell->sleepers);
   if (sleepers != 0) {
     const uint64_t items = uint64_t{slot.rows} * slot.parts;  // of each node
     const int wanted = static_cast<int>(items < 1024 ? items : 1024);
     if (nodes == 1)
-      futex_wake(&control->bell, wanted);
+      futex_wake(&bell->count, wanted);
     else
       for (uint32_t node = 0; node < nodes; ++node)
-        futex_wake_group(&control->bell, wanted, 1u << node);
+        futex_wake_group(&bell->count, wanted, 1u << node);
   }
   SCOUT_POINT(kWoken, index);
 }
@@ -250,8 +251,7 @@ void Producer::compute(uint32_t layer, const Slot& slot, const char* q, float* o
   for (uint32_t b = 0; b < slot.rows; ++b)
     if (row_attention_.attend(ring_, layer, b, q + b * q_floats * query_bytes(h),
                               slot.page_ids.data() + uint64_t{b} * h.max_pages, slot.n_pages[b],
-                              slot.parts, out + b * q_floats,
-                              lse + uint64_t{b} * h.row_heads) < 0)
+                              slot.parts, out + b * q_floats, lse + uint64_t{b} * h.row_heads) < 0)
       throw std::runtime_error("wait: row " + std::to_string(b) + " has pages of two kinds");
 }
 

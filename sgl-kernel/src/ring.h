@@ -20,6 +20,10 @@
 //    (e) +----------+
 //   done == seq (acquire), then out and lse are copied
 //
+// What the producer writes lies apart from what both write: the worker maps it for reading, so that
+// a wild write of its ends it and leaves the records and the pages as they were posted. Whoever
+// answers in its place, the producer or the attendant, computes from these.
+//
 // (a) Only from FREE: a living worker never sees a record change that it reads.
 // (c) The post in the claim makes the swap of a thread fail that is late, because the slot was
 //     filled again. Whoever finds a field out of range, or another epoch, closes the claim of node
@@ -56,7 +60,7 @@
 namespace scout {
 
 constexpr uint64_t kRingMagic = 0x31474E5254554353ull;  // "SCUTRNG1"
-constexpr uint32_t kLayoutVersion = 8;
+constexpr uint32_t kLayoutVersion = 9;
 constexpr uint32_t kHeaderBytes = 4096;
 constexpr uint32_t kStatLines = 1024;    // most threads of a worker
 constexpr uint32_t kEventEntries = 256;  // of a thread: four steps of 64 layers, read at every step
@@ -87,10 +91,11 @@ struct Header {
   uint32_t log_entries;
   uint32_t stat_lines;
   uint64_t control_offset;
-  uint64_t stats_offset;
   uint64_t log_offset;
   uint64_t records_offset;
   uint64_t record_stride;
+  uint64_t bell_offset;  // from here up to kv_offset the worker writes too
+  uint64_t stats_offset;
   uint64_t replies_offset;
   uint64_t reply_stride;
   uint64_t kv_offset;
@@ -110,17 +115,21 @@ struct Header {
   uint32_t row_heads;      // query heads of a row
   uint64_t context_pages;  // of one KV head, behind the pages of every plane; of the last node
 };
-static_assert(sizeof(Header) == 240);  // no padding: headers are compared by bytes
+static_assert(sizeof(Header) == 248);  // no padding: headers are compared by bytes
 
 // Words of different writers lie 128 bytes apart: two cache lines, as adjacent ones come together.
-struct Control {
-  alignas(128) uint64_t head;  // posts ever published; producer
-  alignas(128) uint32_t bell;  // futex, raised with every post; producer (a stopping worker too)
-  alignas(128) uint32_t sleepers;  // worker threads about to wait on bell or waiting; worker
-  alignas(128) uint32_t epoch;     // of the last worker process; producer
-  alignas(128) uint32_t trace;     // nonzero: worker threads write events; producer
+struct Control {                // the producer's
+  alignas(128) uint64_t head;   // posts ever published
+  alignas(128) uint32_t epoch;  // of the last worker process
+  alignas(128) uint32_t trace;  // nonzero: worker threads write events
 };
-static_assert(sizeof(Control) == 640);
+static_assert(sizeof(Control) == 384);
+
+struct Bell {
+  alignas(128) uint32_t count;     // futex, raised with every post; by a stopping worker too
+  alignas(128) uint32_t sleepers;  // worker threads about to wait on it or waiting; worker
+};
+static_assert(sizeof(Bell) == 256);
 
 struct StatLine {
   alignas(128) uint64_t items;  // (row, part) items computed
@@ -140,18 +149,18 @@ struct RecordHeader {
   uint32_t rows;
   uint32_t parts;  // each row's pages of a node are split into this many runs, merged in order
   uint64_t step;   // decode step, for events only
-  alignas(128) uint64_t claim[kMaxNodes];  // the first num_nodes count
 };
-static_assert(sizeof(RecordHeader) == 256);
+static_assert(sizeof(RecordHeader) == 128);
 
 enum ReplyStatus : uint32_t { kReplyOk = 0, kReplyRefused = 1 };
 
 struct ReplyHeader {
   alignas(128) uint64_t done;  // its low half is the futex word
   uint32_t status;
-  alignas(128) uint32_t waiters;  // producer: nonzero while it sleeps on done
+  alignas(128) uint32_t waiters;           // producer: nonzero while it sleeps on done
+  alignas(128) uint64_t claim[kMaxNodes];  // the first num_nodes count
 };
-static_assert(sizeof(ReplyHeader) == 256);
+static_assert(sizeof(ReplyHeader) == 384);
 
 // The items of one record that one thread computed, which it does in one go. Times are
 // CLOCK_MONOTONIC. A stamp other than the event's number + 1 means that it is being written or was
@@ -196,13 +205,15 @@ inline uint64_t query_bytes(const Header& h) { return h.q_dtype == 0 ? 4 : 2; }
 // num_nodes, stripe_pages, lists). In the order of the memory file, mapped from 0:
 //
 //   Header    written once by Arena.create, read-only afterwards
-//   Control   doorbell
-//   stats     StatLine[stat_lines], each written by one worker thread only
+//   Control
 //   log       u64[log_entries]
 //   records   2 L slots, slot (step & 1) * L + layer: RecordHeader, q, pages, n_pages
+//   Bell      here begins what the worker writes too, at a huge page
+//   stats     StatLine[stat_lines], each written by one worker thread only
 //   replies   2 L slots: ReplyHeader, out, lse
 //   events    stat_lines rings of event_entries Events, each written by one worker thread
-//   kv        L layers: K [P, S, H, D], [C, S, D] of context pages, V likewise; with several nodes
+//   kv        at a huge page; read by the worker. L layers: K [P, S, H, D], [C, S, D] of context
+//   pages, V likewise; with several nodes
 //             planes begin at huge pages, so that none holds pages of two nodes
 inline void lay_out(Header& h) {
   const auto up = [](uint64_t v, uint64_t align) { return (v + align - 1) / align * align; };
@@ -230,9 +241,10 @@ inline void lay_out(Header& h) {
   h.lse_offset = h.out_offset + up(4 * values, 128);
   h.reply_stride = h.lse_offset + up(4ull * h.max_batch * h.row_heads, 128);
   h.control_offset = place(sizeof(Control), 128);
-  h.stats_offset = place(sizeof(StatLine) * h.stat_lines, 128);
   h.log_offset = place(8ull * h.log_entries, 128);
   h.records_offset = place(h.record_stride * slots, kSmallPage);
+  h.bell_offset = place(sizeof(Bell), kHugePage);
+  h.stats_offset = place(sizeof(StatLine) * h.stat_lines, 128);
   h.replies_offset = place(h.reply_stride * slots, kSmallPage);
   h.events_offset = place(sizeof(Event) * uint64_t{h.event_entries} * h.stat_lines, kSmallPage);
   h.v_offset = up(plane_bytes(h), h.num_nodes > 1 ? kHugePage : kSmallPage);

@@ -65,7 +65,7 @@ Runtime::Runtime(void* base, uint64_t bytes, const RuntimeOptions& options) : op
   rows_done_.reset(new std::atomic<uint64_t>[slots]());
   refused_.reset(new std::atomic<uint64_t>[slots]());
   first_post_ = load_acquire(&ring_.control()->head);
-  store_relaxed(&ring_.control()->sleepers, uint32_t{0});  // of a worker killed in its sleep
+  store_relaxed(&ring_.bell()->sleepers, uint32_t{0});  // of a worker killed in its sleep
   for (size_t i = 0; i < options_.cpus.size(); ++i)
     ++node_threads_[options_.nodes.empty() ? 0 : options_.nodes[i]];
   try {
@@ -123,9 +123,9 @@ void Runtime::start_thread(uint32_t index, int cpu) {
 void Runtime::stop() {
   // Only the first call touches the mapping, which may be gone when the destructor comes.
   if (stopping_.exchange(true, std::memory_order_seq_cst)) return;
-  Control* control = ring_.control();
-  __atomic_fetch_add(&control->bell, 1u, __ATOMIC_SEQ_CST);
-  futex_wake(&control->bell, INT_MAX);
+  Bell* bell = ring_.bell();
+  __atomic_fetch_add(&bell->count, 1u, __ATOMIC_SEQ_CST);
+  futex_wake(&bell->count, INT_MAX);
   for (auto& thread : threads_)
     if (thread->handle.joinable()) thread->handle.join();
 }
@@ -172,26 +172,27 @@ void Runtime::run(Thread& me, uint32_t index) {
 }
 
 void Runtime::sleep(const Thread& me, uint64_t cursor) {
-  Control* control = ring_.control();
-  __atomic_fetch_add(&control->sleepers, 1u, __ATOMIC_SEQ_CST);
+  Bell* bell = ring_.bell();
+  __atomic_fetch_add(&bell->sleepers, 1u, __ATOMIC_SEQ_CST);
   SCOUT_POINT(kGoingToSleep, UINT32_MAX);
-  const uint32_t seen = load_acquire(&control->bell);
+  const uint32_t seen = load_acquire(&bell->count);
   full_fence();
   // The producer stores head, raises bell, then looks at sleepers: either it sees this sleeper and
   // wakes it, or its head is seen here.
-  if (load_acquire(&control->head) == cursor && !stopping_.load(std::memory_order_seq_cst)) {
+  if (load_acquire(&ring_.control()->head) == cursor &&
+      !stopping_.load(std::memory_order_seq_cst)) {
     SCOUT_POINT(kFallingAsleep, UINT32_MAX);
     if (ring_.header().num_nodes == 1)
-      futex_wait(&control->bell, seen, kSleepUs);
+      futex_wait(&bell->count, seen, kSleepUs);
     else
-      futex_wait_group(&control->bell, seen, kSleepUs, 1u << me.node);
+      futex_wait_group(&bell->count, seen, kSleepUs, 1u << me.node);
   }
   SCOUT_POINT(kAwake, UINT32_MAX);
   // More sleepers than threads: the word was damaged. Too large a number costs a system call with
   // every post; too small a one would let posts go unheard for kSleepUs.
   const uint32_t threads = static_cast<uint32_t>(options_.cpus.size());
-  if (__atomic_sub_fetch(&control->sleepers, 1u, __ATOMIC_SEQ_CST) >= threads)
-    store_relaxed(&control->sleepers, threads);
+  if (__atomic_sub_fetch(&bell->sleepers, 1u, __ATOMIC_SEQ_CST) >= threads)
+    store_relaxed(&bell->sleepers, threads);
 }
 
 }  // namespace scout

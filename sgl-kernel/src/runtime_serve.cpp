@@ -55,10 +55,11 @@ void Runtime::serve_record(Thread& me, uint32_t index, uint64_t post) {
 void Runtime::serve_node(Thread& me, uint32_t slot, uint64_t post, uint32_t node,
                          int64_t not_before_ns) {
   const Header& h = ring_.header();
-  RecordHeader* record = ring_.record(slot);
+  const RecordHeader* record = ring_.record(slot);
+  uint64_t* claims = ring_.reply(slot)->claim;
   const uint64_t tag = (post & kPostMask) << 24;
   for (;;) {
-    uint64_t claim = load_acquire(&record->claim[node]);
+    uint64_t claim = load_acquire(&claims[node]);
     if ((claim & ~kItemMask) != tag || claim == (tag | kClosed)) return;
     // Acquire: who sees a word of a later record here also sees that this one was closed, and
     // fails below.
@@ -75,10 +76,10 @@ void Runtime::serve_node(Thread& me, uint32_t slot, uint64_t post, uint32_t node
     if (!own || !valid) {
       // Whoever closes the first claim counts the record. Its producer, if it is alive,
       // learns it at once, by the number that the log and the claim agree on.
-      uint64_t first = load_acquire(&record->claim[0]);
+      uint64_t first = load_acquire(&claims[0]);
       if ((first & ~kItemMask) != tag || first == (tag | kClosed)) return;
-      if (!__atomic_compare_exchange_n(&record->claim[0], &first, tag | kClosed, false,
-                                       __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE))
+      if (!__atomic_compare_exchange_n(&claims[0], &first, tag | kClosed, false, __ATOMIC_ACQ_REL,
+                                       __ATOMIC_ACQUIRE))
         continue;
       add_own<uint64_t>(own ? &me.stats->refused : &me.stats->stale, 1);
       if (own) publish_done(slot, make_seq(options_.epoch, post), kReplyRefused);
@@ -89,13 +90,13 @@ void Runtime::serve_node(Thread& me, uint32_t slot, uint64_t post, uint32_t node
     if (item >= uint64_t{rows} * parts) return;
     if (not_before_ns != 0 && now_ns() < not_before_ns) {
       if (stopping_.load(std::memory_order_relaxed)) return;
-      for (int i = 0; i < 32 && load_relaxed(&record->claim[node]) == claim; ++i) cpu_pause();
+      for (int i = 0; i < 32 && load_relaxed(&claims[node]) == claim; ++i) cpu_pause();
       continue;
     }
     // Success means that the record was not filled again since `claim` was read: the header is its
     // own.
-    if (!__atomic_compare_exchange_n(&record->claim[node], &claim, claim + 1, false,
-                                     __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE))
+    if (!__atomic_compare_exchange_n(&claims[node], &claim, claim + 1, false, __ATOMIC_ACQ_REL,
+                                     __ATOMIC_ACQUIRE))
       continue;
     SCOUT_POINT(kItemClaimed, slot);
     const uint32_t row = static_cast<uint32_t>(item / parts);

@@ -34,7 +34,7 @@ void dawdle(scout::Point point, uint32_t slot) {
     if (damage == "early-done")
       scout::store_release(&ring.reply(slot)->done, scout::load_acquire(&ring.record(slot)->seq));
     if (damage == "twice")
-      __atomic_fetch_sub(&ring.record(slot)->claim[0], uint64_t{1}, __ATOMIC_ACQ_REL);
+      __atomic_fetch_sub(&ring.reply(slot)->claim[0], uint64_t{1}, __ATOMIC_ACQ_REL);
   }
   if (roll % 512 == 0)
     usleep(roll / 512 % 200);

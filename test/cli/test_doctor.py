@@ -73,6 +73,13 @@ def test_what_does_not_answer_has_failed(monkeypatch):
     assert check.state == "failed" and "no answer within 0.001 s" in check.found
 
 
+def test_another_processor_cannot_serve(monkeypatch):
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    check = doctor.check_worker([0])
+    assert check.state == "failed" and check.found.startswith("this machine is aarch64: the ring")
+    assert check.fix == "serve on x86_64"
+
+
 def test_what_a_policy_needs(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(doctor, "TIMEOUT_S", 600)  # on a busy machine
     monkeypatch.setattr(doctor, "checks", lambda cpus: [])

@@ -78,11 +78,16 @@ def state(seed, rows=3):
 
 
 def shared_bytes(arena):
-    """Everything that a producer writes: control, log and records."""
+    """Everything that a producer writes: control, log and records, and the claims among the replies."""
     settle()
     at = arena.layout()
     memory = arena._mapped()
-    return memory[at.control_offset : at.stats_offset], memory[at.log_offset : at.replies_offset]
+    ends = (
+        (at.control_offset, at.log_offset),
+        (at.log_offset, at.bell_offset),
+        (at.replies_offset, at.events_offset),
+    )
+    return [memory[begin:end] for begin, end in ends]
 
 
 def exchange(arena, ring, step):

@@ -9,11 +9,13 @@ os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 
 import json
 import multiprocessing
+import platform
 import runpy
 import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 
@@ -49,6 +51,8 @@ CASES = {
     "decode": ({}, []),
     "prefill": (PREFILL, []),
     "memory": ({"kv_offload_host_gb": 1e6}, ["--kv-offload-host-gb", "1e+06", "GiB"]),
+    "another processor": ({"machine": "aarch64"}, ["this machine is aarch64", "serve on x86_64"]),
+    "and the prefill server": (PREFILL | {"machine": "aarch64"}, []),
     "own profile": (OWN_PROFILE, []),
     "moved model": (OWN_PROFILE | {"model_path": "MOVED"}, []),
     "budget of profile": (
@@ -201,8 +205,11 @@ def serve_flags(cases, model, folder):
     facts["patched"] = sorted(patched)
     results = []
     for given in cases:
+        given = common | {"kv_offload": "scout"} | given
+        machine = given.pop("machine", platform.machine())
         try:
-            made = ServerArgs(**(common | {"kv_offload": "scout"} | given))
+            with patch("platform.machine", lambda m=machine: m):
+                made = ServerArgs(**given)
             results.append(["accepted", seen(made)])
         except Exception as error:
             results.append([repr(type(error).__mro__[-4:-1]), str(error)])

@@ -32,14 +32,17 @@ def test_a_copy_that_does_not_fit_fails_its_request(monkeypatch, available, kept
     hooks.around_offload_kv_cache(Req.offload_kv_cache, req, tables, allocator)
     assert (req.kv_cache_cpu is not None) == kept and (not kept or len(req.kv_cache_cpu) == 99)
 
+    # A pause does not say that its requests were retracted, and would have their KV sent again.
     queued, told = [], []
     channel = SimpleNamespace(send_output=lambda output, _: told.append(output))
     scheduler = SimpleNamespace(ipc_channels=SimpleNamespace(send_to_tokenizer=channel))
     for one in (req, SimpleNamespace(rid="new")):
         hooks.around_add_request_to_queue(
-            lambda _, req, is_retracted: queued.append(req.rid), scheduler, one, is_retracted=True
+            lambda _, req, is_retracted=False: queued.append((req.rid, is_retracted)),
+            scheduler,
+            one,
         )
-    assert queued == (["r", "new"] if kept else ["new"])
+    assert queued == ([("r", True)] if kept else []) + [("new", False)]
     assert [(t.rid, t.finished_reason["status_code"]) for t in told] == (
         [] if kept else [("r", 503)]
     )

@@ -10,9 +10,9 @@ from sglang_scout import _native
 from sglang_scout.worker.arena import Arena
 
 CLOSED_ITEM = _native.RING_CLOSED_ITEM
-CONTROL, STAT_LINE, RECORD, REPLY, EVENT = (
+CONTROL, BELL, STAT_LINE, RECORD, REPLY, EVENT = (
     np.dtype(_native.RING_STRUCTS[name])
-    for name in ("Control", "StatLine", "RecordHeader", "ReplyHeader", "Event")
+    for name in ("Control", "Bell", "StatLine", "RecordHeader", "ReplyHeader", "Event")
 )
 F32, I32, U64 = np.dtype("<f4"), np.dtype("<i4"), np.dtype("<u8")
 
@@ -24,6 +24,7 @@ class RingView:
         self._memory, self._spec, self._at = arena._mapped(), arena.spec, arena.layout()
         at = self._at
         self.control = self._view(at.control_offset, (1,), CONTROL)[0]
+        self.bell = self._view(at.bell_offset, (1,), BELL)[0]
         self.stats = self._view(at.stats_offset, (at.stat_lines,), STAT_LINE)
         self.log = self._view(at.log_offset, (at.log_entries,), U64)
         self.events = self._view(at.events_offset, (at.stat_lines, at.event_entries), EVENT)

@@ -4,6 +4,9 @@ import errno
 import fcntl
 import os
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -81,6 +84,38 @@ def test_planes_are_disjoint_and_shared(make_arena, kv_dtype):
         del plane
 
 
+def test_a_worker_can_write_only_what_it_answers_in(make_arena, cpu):
+    """Neither records nor pages, which whoever answers in its place computes from."""
+    arena = make_arena()
+    at = arena.layout()
+    with WorkerClient(arena, [cpu]) as client:
+        maps = Path(f"/proc/{client.snapshot().pid}/maps").read_text().splitlines()
+        rows = [row.split()[:3] for row in maps if "memfd:sglang-scout" in row]
+    files = {int(offset, 16): (rights, span) for span, rights, offset in rows}
+    assert {offset: rights for offset, (rights, _) in files.items()} == {
+        0: "r--s", at.bell_offset: "rw-s", at.kv_offset: "r--s"
+    }  # fmt: skip
+    begin, end = (int(x, 16) for x in files[at.bell_offset][1].split("-"))
+    assert at.records_offset < at.bell_offset and end - begin == at.kv_offset - at.bell_offset
+
+
+@pytest.mark.parametrize(
+    ("part", "ends"), [("records_offset", True), ("kv_offset", True), ("replies_offset", False)]
+)
+def test_a_wild_write_ends_the_worker_and_changes_nothing(make_arena, part, ends):
+    arena = make_arena()
+    at = getattr(arena.layout(), part)
+    before = arena._mapped()[at : at + 64].copy()
+    code = (
+        "import ctypes, sys; from sglang_scout.worker.arena import Arena; arena = Arena.attach(int(sys.argv[1]));"
+        "ctypes.memset(arena.address + int(sys.argv[2]), 0x55, 64)"
+    )
+    command = [sys.executable, "-c", code, str(arena.fd), str(at)]
+    done = subprocess.run(command, pass_fds=[arena.fd])
+    assert done.returncode == (-signal.SIGSEGV if ends else 0)
+    assert (arena._mapped()[at : at + 64] == before).all() == ends
+
+
 sizes = st.fixed_dictionaries(
     {
         "num_layers": st.integers(1, 9), "num_pages": st.integers(1, 300),
@@ -105,15 +140,15 @@ def test_layout_has_no_overlap(values):
     q = heads * spec.head_dim * 4
     plane = spec.num_pages * spec.page_bytes
     assert plane <= at.v_offset and 2 * at.v_offset == at.layer_stride
-    spans = [(0, 4096), (at.control_offset, 640), (at.stats_offset, 128 * 1024)]
-    spans += [(at.log_offset, 8 * at.log_entries)]
+    spans = [(0, 4096), (at.control_offset, 384), (at.stats_offset, 128 * 1024)]
+    spans += [(at.log_offset, 8 * at.log_entries), (at.bell_offset, 256)]
     for i in range(slots):
         base = at.records_offset + i * at.record_stride
-        spans += [(base, 256), (base + at.q_offset, q if spec.q_dtype == "float32" else q // 2)]
+        spans += [(base, 128), (base + at.q_offset, q if spec.q_dtype == "float32" else q // 2)]
         spans += [(base + at.pages_offset, spec.max_batch * spec.max_pages * 4)]
         spans += [(base + at.n_pages_offset, spec.max_batch * 4)]
         base = at.replies_offset + i * at.reply_stride
-        spans += [(base, 256), (base + at.out_offset, q)]
+        spans += [(base, 384), (base + at.out_offset, q)]
         spans += [(base + at.lse_offset, heads * 4)]
     for i in range(spec.num_layers):
         spans += [(at.kv_offset + i * at.layer_stride + j * at.v_offset, plane) for j in (0, 1)]

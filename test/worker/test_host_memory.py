@@ -1,4 +1,9 @@
-"""What memory there is, by files of /proc and of control groups that a test has written."""
+"""What memory there is, by files of /proc and of control groups, and in a group of this machine."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -84,3 +89,37 @@ def test_version_1_and_a_container_that_sees_the_host_s_paths(machine):
 @pytest.mark.parametrize(("overcommit", "found"), [(0, 64), (1, 64), (2, 30)])
 def test_beyond_the_commit_limit_a_write_would_be_a_sigbus(machine, overcommit, found):
     assert machine({}, overcommit=overcommit) == found
+
+
+def test_a_group_of_this_machine():
+    """A process in a real one hears of its limit, and is refused an arena beyond it in place of being killed."""
+    parents = [folder for kind, folder in host_memory._memory_groups() if kind == "cgroup"]
+    group = (parents or [Path("/absent")])[0] / f"scout-test-{os.getpid()}"
+    code = """
+import sys
+from sglang_scout.core.errors import ArenaError
+from sglang_scout.worker.arena import Arena, ArenaSpec
+from sglang_scout.worker.host_memory import available_bytes
+open(sys.argv[1], "w").write("0")
+sizes = dict(num_layers=4, page_size=32, num_kv_heads=8, num_q_heads=8, head_dim=128, kv_dtype="float32")
+sizes |= dict(scale=1.0, max_batch=1, max_pages=1)
+print(available_bytes())
+try:
+    Arena.create(ArenaSpec(num_pages=300, **sizes))  # 300 MiB
+except ArenaError as error:
+    print(error)
+"""
+    try:
+        group.mkdir()
+        (group / "memory.limit_in_bytes").write_text("256M")
+    except OSError as error:
+        pytest.skip(f"no group of version 1 can be made: {error}")
+    try:
+        command = [sys.executable, "-c", code, str(group / "cgroup.procs")]
+        done = subprocess.run(command, capture_output=True, text=True)
+    finally:
+        group.rmdir()
+    assert done.returncode == 0, done.stderr
+    available, refusal = done.stdout.splitlines()
+    assert 128 * 2**20 < int(available) <= 256 * 2**20
+    assert "does not fit" in refusal and "lower num_pages=300 to at most" in refusal

@@ -27,7 +27,7 @@ def raw_post(arena: Arena, at: tuple[int, int], epoch: int, request, **changes) 
     log_slot = fields.pop("slot", slot)
     for name, value in fields.items():
         view.record(slot)[name] = value
-    view.record(slot)["claim"] = post << 24
+    view.reply(slot)["claim"] = post << 24
     view.log[post % len(view.log)] = post << 24 | log_slot
     view.control["head"] = post
     return slot
@@ -78,7 +78,7 @@ def test_record_of_another_epoch_is_refused_unanswered(make_arena, make_ring, ma
         slot = raw_post(arena, (1, count), other, request)
         until(lambda count=count: ring.producer.totals()["stale"] == count, "stale record")
         assert int(RingView(arena).reply(slot)["done"]) == 0
-        assert int(RingView(arena).record(slot)["claim"][0]) & CLOSED_ITEM == CLOSED_ITEM
+        assert int(RingView(arena).reply(slot)["claim"][0]) & CLOSED_ITEM == CLOSED_ITEM
     assert ring.producer.totals()["refused"] == 0 and ring.producer.totals()["items"] == 0
 
 

@@ -27,6 +27,7 @@ from sglang_scout.cli.machine_checks import (
 )
 from sglang_scout.cli.table import columns
 from sglang_scout.core.cpu_list import parse_cpu_list
+from sglang_scout.core.errors import ConfigError
 
 DESCRIPTION = (
     "Check that this machine can serve. Each line says ok, warning or failed, what was found, and "
@@ -152,6 +153,9 @@ def check_worker(cpus: list[int]) -> Check:
 
     try:
         result = compare_and_time(cpus)
+    except ConfigError as error:
+        what, _, fix = str(error).rpartition("; ")
+        return Check("worker", FAILED, what, fix)
     except Exception as error:  # whatever it is, it is the answer to the question
         fix = "see the reason; a checkout is rebuilt with scripts/setup.sh --force"
         return Check("worker", FAILED, f"{type(error).__name__}: {error}", fix)

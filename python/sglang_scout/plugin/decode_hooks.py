@@ -143,8 +143,12 @@ def around_offload_kv_cache(
 def around_add_request_to_queue(
     original: Callable[..., None], scheduler: Any, req: Any, *args: Any, **kwargs: Any
 ) -> None:
-    if getattr(req, "kv_cache_cpu", req) is not None:
+    if not hasattr(req, "kv_cache_cpu"):
         original(scheduler, req, *args, **kwargs)
+        return
+    if req.kv_cache_cpu is not None:
+        # /pause_generation does not say so, and would wait for the KV from the prefill server again.
+        original(scheduler, req, is_retracted=True)
         return
     reason = {
         "type": "abort",

@@ -118,7 +118,7 @@ HOOKS: dict[str, tuple[Hook, ...]] = {
             "managers.scheduler.Scheduler._add_request_to_queue",
             "decode_hooks:around_add_request_to_queue",
             "around",
-            "fail a request whose KV was not kept",
+            "restore a retracted request from its KV, also after a pause; fail one whose KV was not kept",
         ),
         Hook(
             _GRAPHS + "can_run_graph",

@@ -100,7 +100,8 @@ class Arena:
 
     @classmethod
     def attach(cls, fd: int) -> Arena:
-        """Maps an existing arena; ``fd`` is duplicated and stays the caller's.
+        """Maps an existing arena as the worker does: only the part of the ring that it answers in can be
+        written. ``fd`` is duplicated and stays the caller's.
 
         Raises:
             ArenaError: the file is not sealed, or is no arena of this version.
@@ -118,9 +119,13 @@ class Arena:
         with _closed_on_error(own):
             try:
                 memory, backing = _map(own, nbytes, "4k", True)
+                spec = read_header(memory)
+                layout = layout_of(spec)
+                for begin, end in ((0, layout.bell_offset), (layout.kv_offset, nbytes)):
+                    host_memory.protect(memory.ctypes.data + begin, end - begin)
             except OSError as e:
                 raise ArenaError(f"cannot map {nbytes} bytes: {e.strerror}") from e
-            spec = read_header(memory)
+        memory.flags.writeable = False
         return cls(own, memory, spec, backing)
 
     def layout(self) -> Layout:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
+import mmap
 import os
 import re
 import threading
@@ -21,7 +22,9 @@ from sglang_scout.core.errors import ArenaError
 HUGE_PAGE_BYTES = 2 * 2**20
 MOST_THREADS = 16  # more do not clear faster than the memory takes it
 PIECE_BYTES = 32 * 2**20
-_MADV_POPULATE_WRITE = 23  # of Linux 5.14, not in the mmap module
+# Of Linux 5.14, not in the mmap module.
+_MADV_POPULATE_READ = 22
+_MADV_POPULATE_WRITE = 23
 _PROC = Path("/proc")
 # Of control groups of version 2 and 1: names of limits, of the use, and of the cache that gives way. Above
 # memory.high a process is slowed down until pages are reclaimed, and those of the arena cannot be.
@@ -30,8 +33,9 @@ _GROUP_FILES = {
     "cgroup": (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
 }
 
-_madvise = ctypes.CDLL(None, use_errno=True).madvise  # called without the interpreter lock
-_madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc = ctypes.CDLL(None, use_errno=True)  # called without the interpreter lock
+for _call in (_libc.madvise, _libc.mprotect):
+    _call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 def available_bytes() -> int:
@@ -106,11 +110,17 @@ def shared_huge_pages_allowed() -> bool:
     return re.search(r"\[(always|within_size|advise|force)\]", text) is not None
 
 
-def populate(address: int, nbytes: int) -> int:
-    """Takes and maps all pages of a range. 0, or the error number of the system that refuses: EINVAL of
-    one before Linux 5.14, EFAULT where a write would be a SIGBUS."""
-    failed = _madvise(address, nbytes, _MADV_POPULATE_WRITE)
-    return ctypes.get_errno() if failed else 0
+def protect(address: int, nbytes: int) -> None:
+    """From now on a write to this range of a mapping ends the process. Raises OSError."""
+    if _libc.mprotect(address, nbytes, mmap.PROT_READ):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def populate(address: int, nbytes: int, *, write: bool = True) -> int:
+    """Takes and maps all pages of a range, for writing or only for reading. 0, or the error number of the
+    system that refuses: EINVAL of one before Linux 5.14, EFAULT where an access would be a SIGBUS."""
+    advice = _MADV_POPULATE_WRITE if write else _MADV_POPULATE_READ
+    return ctypes.get_errno() if _libc.madvise(address, nbytes, advice) else 0
 
 
 def populate_together(address: int, nbytes: int, threads: int = 0) -> int:

@@ -54,7 +54,7 @@ class PopulateThread:
             if self._stopping.is_set():
                 return
             size = min(PIECE_BYTES, self._nbytes - done)
-            if error := populate(self._begin + done, size):
+            if error := populate(self._begin + done, size, write=False):
                 logger.warning(
                     "worker: %.1f of %.1f GiB of the arena are mapped, the others will be when they are "
                     "first needed: madvise: %s",

@@ -30,10 +30,11 @@ class Layout(NamedTuple):
     total_bytes: int
     log_entries: int
     control_offset: int
-    stats_offset: int
     log_offset: int
     records_offset: int
     record_stride: int
+    bell_offset: int
+    stats_offset: int
     replies_offset: int
     reply_stride: int
     kv_offset: int

@@ -27,12 +27,12 @@ from .ring_words import (
     EPOCH,
     ERRORS,
     POSTS,
-    RECORD_CLAIM,
     RECORD_LAYER,
     RECORD_PARTS,
     RECORD_ROWS,
     RECORD_SEQ,
     RECORD_STEP,
+    REPLY_CLAIM,
     STEP,
     at_array,
     at_half,
@@ -63,7 +63,7 @@ def runs_of(sequences, total, largest, threads, most, least_pages):
 @triton.jit(do_not_specialize=["layer"])
 def post_kernel(
     q, pages, n_pages, state, open_seq, awaited, asked, arrivals, control, log, records,
-    record_stride, pages_offset, n_pages_offset, layer, rows, parts, threads, most, least_pages,
+    replies, record_stride, reply_stride, pages_offset, n_pages_offset, layer, rows, parts, threads, most, least_pages,
     nodes, k, max_pages, max_batch, log_entries,
     L: tl.constexpr, WIDTH: tl.constexpr, Q_OFFSET: tl.constexpr, Q_BF16: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_B: tl.constexpr,
@@ -74,7 +74,7 @@ def post_kernel(
     yet, 0 if the slot is free. awaited [2 L]: what `answer.merge_answer_kernel` waits
     for, 0: nothing was posted.
     asked [2 L, max_batch]: pages that rows asked for.
-    control, log, records: addresses within the ring.
+    control, log, records, replies: addresses within the ring.
     """
     b = tl.program_id(0)
     step = tl.load(state + STEP)
@@ -88,7 +88,7 @@ def post_kernel(
     wanted = (epoch != 0) & (total > 0)
     post = tl.load(state + POSTS) + 1
     record = records + slot * record_stride
-    claim = at_word(record + RECORD_CLAIM)
+    claim = at_word(replies + slot * reply_stride + REPLY_CLAIM)
     if wanted & (blocked == 0):
         if b == 0:
             for node in range(0, nodes):
@@ -148,10 +148,10 @@ def post(ring, layer: int, q: torch.Tensor, pages: torch.Tensor, n_pages: torch.
     post_kernel[(rows,)](
         q, pages, n_pages, ring.state, ring.open_seq, ring.awaited, ring.asked, ring.arrivals,
         ring.address + at.control_offset, ring.address + at.log_offset,
-        ring.address + at.records_offset, at.record_stride, at.pages_offset, at.n_pages_offset,
-        layer, rows, ring.parts, *ring.split, spec.num_nodes, k, spec.max_pages, spec.max_batch,
-        at.log_entries, spec.num_layers, width, at.q_offset, spec.q_dtype == "bfloat16",
-        min(2048, triton.next_power_of_2(width)),
+        ring.address + at.records_offset, ring.address + at.replies_offset, at.record_stride,
+        at.reply_stride, at.pages_offset, at.n_pages_offset, layer, rows, ring.parts, *ring.split,
+        spec.num_nodes, k, spec.max_pages, spec.max_batch, at.log_entries, spec.num_layers, width,
+        at.q_offset, spec.q_dtype == "bfloat16", min(2048, triton.next_power_of_2(width)),
         min(1024, max(16, triton.next_power_of_2(k))),
         triton.next_power_of_2(rows), num_warps=4,
     )  # fmt: skip

@@ -1,0 +1,115 @@
+"""A real pair of servers: what another user of the machine, a client and a core dump get, and what a pause does."""
+
+import json
+import os
+import re
+import threading
+from pathlib import Path
+
+import pytest
+
+from harness import PDCluster, assert_same_tokens, random_prompts, scheduler_pid, wait_until
+from other_user import NOBODY, as_user, connects, ends, outcomes, reads, sockets_of
+from servers.pd_cluster import flags
+from servers.sglang_http import RequestFailed, http_json
+
+# Attention to all pages with the real query: what is resident, which a retraction changes, changes no token.
+CONFIG = {"exact_layers": [0, 1, 2, 3], "resident_tokens": 32768}
+SCOUT = flags(kv_offload="scout", kv_offload_budget=2048, kv_offload_config=json.dumps(CONFIG))
+GUARDED = flags(api_key="of-the-test")
+
+
+@pytest.fixture(scope="module")
+def servers(tiny_model):
+    with PDCluster(
+        tiny_model("qwen3"),
+        server_args=SCOUT,
+        more_decodes={"guarded": GUARDED},
+        max_running_requests=16,
+        max_total_tokens=49152,
+    ) as running:
+        yield running
+
+
+def test_core_dumps_hold_no_host_page(servers):
+    """Of every process that has the arena, in each of its mappings."""
+    having = []
+    for pid in servers.processes():
+        smaps = Path(f"/proc/{pid}/smaps").read_text()
+        mapped = re.findall(r"memfd:sglang-scout.*?^VmFlags:([^\n]*)", smaps, re.M | re.S)
+        assert all({"dd", "dc"} <= set(found.split()) for found in mapped), (pid, mapped)
+        having += [pid] if mapped else []
+    of_decode = {scheduler_pid(servers), servers.kv_offload()["worker"]["pid"]}
+    assert of_decode < set(having) and len(having) == 4, "two decode servers and their workers"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_user_reads_nothing_and_stops_nothing(servers):
+    """The temporary folder is open to all, as /tmp is."""
+    os.chmod(servers.scratch_dir, 0o755)
+    worker = servers.kv_offload()["worker"]["pid"]
+    sockets = set()
+    for pid in servers.processes():
+        tried = reads(pid)
+        refused = as_user(NOBODY, lambda t=tried, p=pid: outcomes(t | ends(p)))
+        assert set(refused.values()) == {"PermissionError"}, (servers.processes()[pid], refused)
+        sockets |= {name for name, listens in sockets_of(pid) if listens}
+        if pid == worker:
+            own = as_user(0, lambda t=tried: outcomes(t))
+            assert set(own.values()) == {"done"}, ("the attempts themselves are sound", own)
+    assert sockets and all(os.path.exists(name) for name in sockets), "no abstract one listens"
+    tried = connects(sorted(sockets))
+    assert set(as_user(NOBODY, lambda: outcomes(tried)).values()) == {"PermissionError"}
+    assert set(as_user(0, lambda: outcomes(tried)).values()) == {"done"}
+    named = {
+        path
+        for pid in servers.processes()
+        for fd in Path(f"/proc/{pid}/fd").iterdir()
+        if (path := os.readlink(fd)).startswith("/dev/shm/") and os.path.exists(path)
+    }
+    tried = {path: lambda path=path: open(path, "rb") for path in named}
+    assert named and set(as_user(NOBODY, lambda: outcomes(tried)).values()) == {"PermissionError"}
+    state = servers.kv_offload()["worker"]
+    assert state["pid"] == worker and state["state"] == "ready"
+    assert servers.generate(random_prompts([300]), max_new_tokens=8)[0].output_ids
+
+
+def test_the_worker_has_no_network(servers):
+    for pid in (scheduler_pid(servers), servers.kv_offload()["worker"]["pid"]):
+        links = [os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir()]
+        inodes = {link[8:-1] for link in links if link.startswith("socket:[")}
+        files = (Path(f"/proc/net/{kind}") for kind in ("tcp", "tcp6", "udp", "udp6"))
+        rows = [row.split() for file in files for row in file.read_text().splitlines()[1:]]
+        on_network = inodes & {row[9] for row in rows}
+        assert bool(on_network) == (pid == scheduler_pid(servers))
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/generate", "/v1/chat/completions", "/pause_generation", "/flush_cache", "/server_info"],
+)
+def test_a_client_without_the_key_gets_nothing(servers, path):
+    payload = None if path == "/server_info" else {}
+    with pytest.raises(RequestFailed, match="status 401"):
+        http_json(servers.server_url("guarded") + path, payload, timeout_s=30)
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_a_pause_costs_no_request_and_no_token(servers, mode):
+    prompts = random_prompts([1500, 1300, 1100, 900], seed=31)
+    expected = servers.generate(prompts, max_new_tokens=60)
+    steps, answers = servers.kv_offload()["steps"], []
+
+    def run():
+        answers.extend(servers.generate(prompts, max_new_tokens=60, timeout_s=120))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    wait_until("decoding", lambda: servers.kv_offload()["steps"] > steps + 10, 60)
+    http_json(servers.server_url("decode") + "/pause_generation", {"mode": mode}, timeout_s=30)
+    paused = servers.kv_offload()["steps"]
+    assert servers.kv_offload()["steps"] == paused and not answers
+    http_json(servers.server_url("decode") + "/continue_generation", {}, timeout_s=30)
+    thread.join(120)
+    assert_same_tokens(expected, answers)
+    wait_until("pages are free", lambda: servers.kv_offload()["host_pages_used"] == 0, 30)
