@@ -56,7 +56,7 @@
 namespace scout {
 
 constexpr uint64_t kRingMagic = 0x31474E5254554353ull;  // "SCUTRNG1"
-constexpr uint32_t kLayoutVersion = 8;
+constexpr uint32_t kLayoutVersion = 9;
 constexpr uint32_t kHeaderBytes = 4096;
 constexpr uint32_t kStatLines = 1024;    // most threads of a worker
 constexpr uint32_t kEventEntries = 256;  // of a thread: four steps of 64 layers, read at every step
@@ -109,8 +109,9 @@ struct Header {
   uint32_t lists;          // of pages, per request
   uint32_t row_heads;      // query heads of a row
   uint64_t context_pages;  // of one KV head, behind the pages of every plane; of the last node
+  uint64_t checksums_offset;  // of the pages' checksums; 0: there are none
 };
-static_assert(sizeof(Header) == 240);  // no padding: headers are compared by bytes
+static_assert(sizeof(Header) == 248);  // no padding: headers are compared by bytes
 
 // Words of different writers lie 128 bytes apart: two cache lines, as adjacent ones come together.
 struct Control {
@@ -119,8 +120,9 @@ struct Control {
   alignas(128) uint32_t sleepers;  // worker threads about to wait on bell or waiting; worker
   alignas(128) uint32_t epoch;     // of the last worker process; producer
   alignas(128) uint32_t trace;     // nonzero: worker threads write events; producer
+  alignas(128) uint32_t damaged;   // pages found to differ from their checksums; both
 };
-static_assert(sizeof(Control) == 640);
+static_assert(sizeof(Control) == 768);
 
 struct StatLine {
   alignas(128) uint64_t items;  // (row, part) items computed
@@ -193,7 +195,8 @@ inline int64_t id_end(const Header& h) {
 inline uint64_t query_bytes(const Header& h) { return h.q_dtype == 0 ? 4 : 2; }
 
 // Fills the rest of a header of which the sizes are set (num_pages to logit_cap, q_dtype,
-// num_nodes, stripe_pages, lists). In the order of the memory file, mapped from 0:
+// num_nodes, stripe_pages, lists; of checksums_offset whether it is 0). In the order of the memory
+// file, mapped from 0:
 //
 //   Header    written once by Arena.create, read-only afterwards
 //   Control   doorbell
@@ -204,6 +207,7 @@ inline uint64_t query_bytes(const Header& h) { return h.q_dtype == 0 ? 4 : 2; }
 //   events    stat_lines rings of event_entries Events, each written by one worker thread
 //   kv        L layers: K [P, S, H, D], [C, S, D] of context pages, V likewise; with several nodes
 //             planes begin at huge pages, so that none holds pages of two nodes
+//   checksums u64[L, P], see checksums.h
 inline void lay_out(Header& h) {
   const auto up = [](uint64_t v, uint64_t align) { return (v + align - 1) / align * align; };
   uint64_t end = kHeaderBytes;
@@ -238,6 +242,8 @@ inline void lay_out(Header& h) {
   h.v_offset = up(plane_bytes(h), h.num_nodes > 1 ? kHugePage : kSmallPage);
   h.layer_stride = 2 * h.v_offset;
   h.kv_offset = place(h.layer_stride * h.num_layers, kHugePage);
+  if (h.checksums_offset != 0)
+    h.checksums_offset = place(8ull * h.num_layers * static_cast<uint64_t>(h.num_pages), kSmallPage);
   h.total_bytes = up(end, kHugePage);
 }
 
