@@ -8,20 +8,27 @@ import numpy as np
 import pytest
 
 from sglang_scout import _native
+from sglang_scout.core.errors import ArenaError
 from sglang_scout.worker.checksums import PageChecksums
 from sglang_scout.worker.client import WorkerClient
 
-KV_BYTES = (16, 48, 512, 1040)
+KV_BYTES = (32, 96, 512, 1056)
 
 
-def reference(k: np.ndarray, v: np.ndarray) -> int:
-    """CRC-32C of K followed by V, bit by bit."""
+def crc32c(data: bytes) -> int:
+    """Bit by bit."""
     crc = 0xFFFFFFFF
-    for byte in k.tobytes() + v.tobytes():
+    for byte in data:
         crc ^= byte
         for _ in range(8):
             crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
     return crc ^ 0xFFFFFFFF
+
+
+def reference(k: np.ndarray, v: np.ndarray) -> int:
+    """As sgl-kernel/src/checksums.h says."""
+    words = np.concatenate([k, v]).view(np.uint64)
+    return crc32c(b"".join(words[i::4].tobytes() for i in range(4)))
 
 
 def checksum(k: np.ndarray, v: np.ndarray) -> int:
@@ -37,9 +44,7 @@ def isa(request):
 
 
 def test_the_reference_is_the_standard_one():
-    assert (
-        reference(np.frombuffer(b"1234", np.uint8), np.frombuffer(b"56789", np.uint8)) == 0xE3069283
-    )
+    assert crc32c(b"123456789") == 0xE3069283
 
 
 @pytest.mark.parametrize("nbytes", KV_BYTES)
@@ -49,13 +54,13 @@ def test_the_value_is_that_of_the_reference(isa, nbytes):
 
 
 def test_no_two_flipped_bits_cancel_out(isa):
-    k, v = np.random.default_rng(3).integers(0, 256, (2, 48), np.uint8)
+    k, v = np.random.default_rng(3).integers(0, 256, (2, 64), np.uint8)
     seen = {checksum(k, v)}
-    for half, at, bit in itertools.product((k, v), range(48), range(8)):
+    for half, at, bit in itertools.product((k, v), range(64), range(8)):
         half[at] ^= 1 << bit
         seen.add(checksum(k, v))
         half[at] ^= 1 << bit
-    assert len(seen) == 1 + 2 * 48 * 8
+    assert len(seen) == 1 + 2 * 64 * 8
 
 
 @pytest.fixture
@@ -122,6 +127,11 @@ def test_a_copy_takes_its_checksums_along(make_sealed):
             plane[new] = plane[old]
     checksums.put(new, words)
     assert check_all(arena, checksums) == [[1, 9]], "it was wrong when it was copied"
+
+
+def test_pages_of_no_whole_turns_are_refused(make_spec):
+    with pytest.raises(ArenaError, match="pages of 16 bytes are no multiple of 32"):
+        make_spec(checksums=True, page_size=1, num_kv_heads=1, kv_dtype="float8_e5m2")
 
 
 def test_ids_out_of_range_are_refused(make_sealed):

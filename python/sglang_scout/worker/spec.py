@@ -98,6 +98,8 @@ class ArenaSpec:
             raise ArenaError(f"kv_dtype={self.kv_dtype!r}; supported are {', '.join(KV_DTYPES)}")
         if self.q_dtype not in QUERY_DTYPES:
             raise ArenaError(f"q_dtype={self.q_dtype!r}; supported are {', '.join(QUERY_DTYPES)}")
+        if self.checksums and self.page_bytes % 32:
+            raise ArenaError(f"checksums: pages of {self.page_bytes} bytes are no multiple of 32")
         if not (math.isfinite(self.scale) and self.scale > 0):
             raise ArenaError(f"scale={self.scale} is not a positive number")
         if not (math.isfinite(self.logit_cap) and self.logit_cap >= 0):
