@@ -29,6 +29,7 @@ from sglang_scout.ops.doorbell import DeviceRing
 from sglang_scout.ops.predict import QueryProjector
 from sglang_scout.policy.base import Context, make_policy, policies
 from sglang_scout.worker.arena import Arena, ArenaSpec
+from sglang_scout.worker.checksums import PageChecksums
 from sglang_scout.worker.client import WorkerClient, WorkerConfig
 
 PAGE = 32
@@ -58,6 +59,7 @@ class Store:
 
     Args:
         from_device: steps post by the ring's kernels; else from the host, as on the CPU device, where nobody spins.
+        checksums: of the pages, as of `page_checksums`.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Store:
         fp8: torch.dtype | None = None,
         seed: int = 2,
         from_device: bool = True,
+        checksums: bool = False,
     ) -> None:
         self.size, self.device, self.batch = size, device, batch
         self.shape = ModelShape(
@@ -85,6 +88,7 @@ class Store:
                 size.layers, pages, PAGE, size.kv_heads, size.q_heads, size.head_dim,
                 str(kv_dtype).removeprefix("torch."), self.shape.scale, batch, budget_pages,
                 q_dtype="bfloat16" if dtype == torch.bfloat16 else "float32",
+                checksums=checksums,
             )
         )  # fmt: skip
         planes = (self.arena.k_pages, self.arena.v_pages)
@@ -99,7 +103,9 @@ class Store:
         self._unlock = (
             lock_memory(self.arena.address, self.arena.nbytes) if device == "cuda" else None
         )
-        self.host = HostPages(self.shape, *([t.flatten(0, 1) for t in half] for half in kv))
+        flat = ([t.flatten(0, 1) for t in half] for half in kv)
+        words = PageChecksums(self.arena) if checksums else None
+        self.host = HostPages(self.shape, *flat, checksums=words)
         self.worker = WorkerClient(
             self.arena,
             cpus,

@@ -7,10 +7,12 @@
 
 #include <initializer_list>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <type_traits>
 
 #include "attendant.h"
+#include "checksums.h"
 #include "producer.h"
 #include "runtime.h"
 #include "split.h"
@@ -119,7 +121,7 @@ void bind_layout(nb::module_& m) {
                     F(q_offset),     F(pages_offset),   F(n_pages_offset), F(out_offset),
                     F(lse_offset),   F(events_offset),  F(event_entries),  F(q_dtype),
                     F(num_nodes),    F(stripe_pages),   F(lists),          F(row_heads),
-                    F(context_pages)});
+                    F(context_pages),  F(checksums_offset)});
   }
   {
     using S = scout::Control;
@@ -127,7 +129,7 @@ void bind_layout(nb::module_& m) {
   }
   {
     using S = scout::Bell;
-    structs["Bell"] = dtype_of(sizeof(S), {F(count), F(sleepers)});
+    structs["Bell"] = dtype_of(sizeof(S), {F(count), F(sleepers), F(damaged)});
   }
   {
     using S = scout::StatLine;
@@ -160,10 +162,46 @@ void bind_layout(nb::module_& m) {
       nb::arg("address"), nb::arg("nbytes"), "Why the memory is no ring of this build, or \"\".");
 }
 
+scout::Ring opened(uintptr_t address, uint64_t nbytes) {
+  scout::Ring ring;
+  const std::string why = ring.open(pointer<void>(address), nbytes);
+  if (!why.empty()) throw std::invalid_argument("checksums: " + why);
+  return ring;
+}
+
+void bind_checksums(nb::module_& m) {
+  const auto no_gil = nb::call_guard<nb::gil_scoped_release>();
+  m.attr("PAGE_SEALED") = scout::kSealed;
+  m.attr("PAGE_DAMAGED") = scout::kDamaged;
+  m.def(
+      "page_checksum",
+      [](uintptr_t k, uintptr_t v, uint64_t bytes) {
+        return scout::page_checksum(pointer<void>(k), pointer<void>(v), bytes);
+      },
+      nb::arg("k_ptr"), nb::arg("v_ptr"), nb::arg("page_bytes"), no_gil);
+  m.def(
+      "seal_pages",
+      [](uintptr_t address, uint64_t nbytes, uintptr_t pages, int64_t n, int threads) {
+        scout::seal_pages(opened(address, nbytes), pointer<int64_t>(pages), n, threads);
+      },
+      nb::arg("address"), nb::arg("nbytes"), nb::arg("pages_ptr"), nb::arg("n"),
+      nb::arg("threads"), no_gil);
+  m.def(
+      "check_pages",
+      [](uintptr_t address, uint64_t nbytes, uintptr_t layers, uintptr_t pages, int64_t n,
+         int threads) {
+        scout::check_pages(opened(address, nbytes), pointer<int64_t>(layers),
+                           pointer<int64_t>(pages), n, threads);
+      },
+      nb::arg("address"), nb::arg("nbytes"), nb::arg("layers_ptr"), nb::arg("pages_ptr"),
+      nb::arg("n"), nb::arg("threads"), no_gil);
+}
+
 }  // namespace
 
 void bind_runtime(nb::module_& m) {
   bind_layout(m);
+  bind_checksums(m);
   m.def("least_run_pages", &scout::least_run_pages, nb::arg("page_bytes"),
         "Pages of K and V of so many bytes in the shortest run that is worth a thread of its own.");
   m.def("partial_bytes", &scout::partial_bytes, nb::arg("num_layers"), nb::arg("max_batch"),

@@ -133,6 +133,11 @@ class Ring {
     pages.kv_heads = pages.stored_heads = 1;
     return pages;
   }
+  // The word of a page, or null if there is none, as of a context page.
+  uint64_t* checksum(uint32_t layer, int64_t page) const {
+    if (h_.checksums_offset == 0 || page >= h_.num_pages) return nullptr;
+    return at<uint64_t>(h_.checksums_offset) + layer * h_.num_pages + page;
+  }
   AttendParams params() const {
     return {static_cast<int32_t>(h_.num_q_heads / h_.num_kv_heads), h_.scale, h_.logit_cap};
   }

@@ -114,8 +114,9 @@ struct Header {
   uint32_t lists;          // of pages, per request
   uint32_t row_heads;      // query heads of a row
   uint64_t context_pages;  // of one KV head, behind the pages of every plane; of the last node
+  uint64_t checksums_offset;  // of the pages' checksums; 0: there are none
 };
-static_assert(sizeof(Header) == 248);  // no padding: headers are compared by bytes
+static_assert(sizeof(Header) == 256);  // no padding: headers are compared by bytes
 
 // Words of different writers lie 128 bytes apart: two cache lines, as adjacent ones come together.
 struct Control {                // the producer's
@@ -128,8 +129,9 @@ static_assert(sizeof(Control) == 384);
 struct Bell {
   alignas(128) uint32_t count;     // futex, raised with every post; by a stopping worker too
   alignas(128) uint32_t sleepers;  // worker threads about to wait on it or waiting; worker
+  alignas(128) uint32_t damaged;   // pages found to differ from their checksums; both
 };
-static_assert(sizeof(Bell) == 256);
+static_assert(sizeof(Bell) == 384);
 
 struct StatLine {
   alignas(128) uint64_t items;  // (row, part) items computed
@@ -202,7 +204,8 @@ inline int64_t id_end(const Header& h) {
 inline uint64_t query_bytes(const Header& h) { return h.q_dtype == 0 ? 4 : 2; }
 
 // Fills the rest of a header of which the sizes are set (num_pages to logit_cap, q_dtype,
-// num_nodes, stripe_pages, lists). In the order of the memory file, mapped from 0:
+// num_nodes, stripe_pages, lists; of checksums_offset whether it is 0). In the order of the memory
+// file, mapped from 0:
 //
 //   Header    written once by Arena.create, read-only afterwards
 //   Control
@@ -212,9 +215,10 @@ inline uint64_t query_bytes(const Header& h) { return h.q_dtype == 0 ? 4 : 2; }
 //   stats     StatLine[stat_lines], each written by one worker thread only
 //   replies   2 L slots: ReplyHeader, out, lse
 //   events    stat_lines rings of event_entries Events, each written by one worker thread
+//   checksums u64[L, P], see checksums.h
 //   kv        at a huge page; read by the worker. L layers: K [P, S, H, D], [C, S, D] of context
-//   pages, V likewise; with several nodes
-//             planes begin at huge pages, so that none holds pages of two nodes
+//             pages, V likewise; with several nodes planes begin at huge pages, so that none holds
+//             pages of two nodes
 inline void lay_out(Header& h) {
   const auto up = [](uint64_t v, uint64_t align) { return (v + align - 1) / align * align; };
   uint64_t end = kHeaderBytes;
@@ -247,6 +251,8 @@ inline void lay_out(Header& h) {
   h.stats_offset = place(sizeof(StatLine) * h.stat_lines, 128);
   h.replies_offset = place(h.reply_stride * slots, kSmallPage);
   h.events_offset = place(sizeof(Event) * uint64_t{h.event_entries} * h.stat_lines, kSmallPage);
+  if (h.checksums_offset != 0)
+    h.checksums_offset = place(8ull * h.num_layers * static_cast<uint64_t>(h.num_pages), kSmallPage);
   h.v_offset = up(plane_bytes(h), h.num_nodes > 1 ? kHugePage : kSmallPage);
   h.layer_stride = 2 * h.v_offset;
   h.kv_offset = place(h.layer_stride * h.num_layers, kHugePage);

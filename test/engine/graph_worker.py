@@ -17,6 +17,7 @@ from sglang_scout.engine.stores import HostPages
 from sglang_scout.engine.transport import GraphTransport
 from sglang_scout.ops.doorbell import DeviceRing
 from sglang_scout.worker.arena import Arena, ArenaSpec
+from sglang_scout.worker.checksums import PageChecksums
 
 MAX_PAGES = 40
 
@@ -36,7 +37,7 @@ class GraphWorker(MiniWorker):
             s.num_layers, pages, SIZE, s.num_kv_heads, s.num_q_heads, s.head_dim, dtype, s.scale,
             self.max_batch * lists, MAX_PAGES if share else self.budget_tokens // SIZE, s.logit_cap, lists=lists,
             q_dtype="bfloat16" if s.dtype == torch.bfloat16 else "float32",
-            context_pages=int(pages * share) * s.num_kv_heads,
+            context_pages=int(pages * share) * s.num_kv_heads, checksums=self.config.page_checksums,
         )  # fmt: skip
         self.arena = Arena.create(spec, hugepages=False)
         planes = (self.arena.k_pages, self.arena.v_pages)
@@ -45,7 +46,8 @@ class GraphWorker(MiniWorker):
         for plane in (*kv[0], *kv[1]):
             plane.copy_(torch.randn(plane.shape))
         flat = ([t.flatten(0, 1) for t in half] for half in kv)
-        return HostPages(s, *flat, context=context_pages(self.arena, s))
+        checksums = PageChecksums(self.arena) if spec.checksums else None
+        return HostPages(s, *flat, context_pages(self.arena, s), checksums)
 
     def _worker(self, missing):
         arena = self.arena

@@ -148,7 +148,7 @@ CASES = {
     "noise without one": (keys(dummy_kv=True) | {"disaggregation_transfer_backend": "fake"}, []),
     "backend": ({"attention_backend": "flashinfer"}, ["--attention-backend", "torch_native"]),
     "transfer": ({"disaggregation_transfer_backend": "nixl"}, ["transfer-backend", "nixl"]),
-    "canary": ({"kv_canary": "raise"}, ["--kv-canary", "raise"]),
+    "canary": ({"kv_canary": "raise"}, ["--kv-canary", "raise", "CUDA kernels"]),
     "stray": ({"kv_offload": "none", "kv_offload_budget": 64}, ["--kv-offload-budget", "64"]),
     "gemma": ({"model_path": "GEMMA"}, ["--model-path", "Gemma2ForCausalLM", "Qwen3ForCausalLM"]),
     "window": ({"model_path": "WINDOW"}, ["--model-path", "sliding-window"]),

@@ -129,6 +129,7 @@ def host_pool(dtype, tokens=40 * SIZE):
         arena_spec={
             "num_layers": 3, "page_size": SIZE, "num_kv_heads": 2, "num_q_heads": 4, "head_dim": 64,
             "kv_dtype": str(dtype).removeprefix("torch."), "scale": 0.125, "max_batch": 2, "max_pages": 4,
+            "checksums": True,
         },
     )  # fmt: skip
     made.attach(dataclasses.replace(SHAPE, dtype=dtype), None, "minmax")
@@ -153,8 +154,12 @@ def test_a_retracted_request_gets_its_k_and_v_back_elsewhere(dtype, length):
 
     planes = (*made.k_buffer, *made.v_buffer)
     expected = [plane[locations(old)].clone() for plane in planes]
+    checksums = made.host_pages.checksums
+    checksums.seal(np.array(old[: length // SIZE]))
     kept = made.get_cpu_copy(locations(old))
-    assert kept.nbytes == 2 * 3 * count * SIZE * 2 * 64 * dtype.itemsize == made.copy_bytes(length)
+    assert (
+        kept[0].nbytes == 2 * 3 * count * SIZE * 2 * 64 * dtype.itemsize == made.copy_bytes(length)
+    )
     for plane in planes:
         plane.copy_(torch.randn(plane.shape))  # of other requests by now
     before = [plane.clone() for plane in planes]
@@ -163,6 +168,14 @@ def test_a_retracted_request_gets_its_k_and_v_back_elsewhere(dtype, length):
     for plane, wanted, was in zip(planes, expected, before, strict=True):
         assert torch.equal(plane[locations(new)], wanted)
         assert torch.equal(plane.view(41, -1)[others], was.view(41, -1)[others])
+    is_sealed = (checksums.words != 0).all(axis=0)
+    assert (
+        is_sealed[new].tolist()
+        == is_sealed[old].tolist()
+        == [i < length // SIZE for i in range(count)]
+    )
+    checksums.check(np.zeros(count), np.array(new))
+    assert not checksums.failures, "they are of the K and V that came back"
     with pytest.raises(ValueError, match=f"{count} pages were saved, cannot restore {count + 1}"):
         made.load_cpu_copy(kept, torch.arange(length + SIZE))
 

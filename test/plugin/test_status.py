@@ -12,14 +12,15 @@ STATE = {
     "policy": "scout", "backend": "cpu-avx2", "budget_tokens": 512, "page_size": 32,
     "host_pages_total": 1000, "host_pages_used": 7, "resident_pages": 5, "steps": 3, "dense_steps": 1,
     "selected_pages": 96, "cpu_pages": 11, "cpu_compute_ratio": 0.25, "fetched_pages": 0, "recalled_pages": 6,
-    "recall_bytes": 4096, "recall_wait_us": 8, "gpu_wait_us": 9, "fallback_pages": 2,
+    "recall_bytes": 4096, "recall_wait_us": 8, "gpu_wait_us": 9, "fallback_pages": 2, "checksum_failures": 5,
     "context_pages_total": 90, "context_pages_used": 12, "raised_thresholds": 3,
     "worker": {"pid": 1, "state": "ready", "restarts": 4, "cpus": [0]},
 }  # fmt: skip
 PROMISED = {
     "budget_tokens", "page_size", "host_pages_total", "host_pages_used", "resident_pages", "steps",
     "selected_pages", "cpu_pages", "cpu_compute_ratio", "recalled_pages", "recall_bytes",
-    "gpu_wait_us", "fallback_pages", "context_pages_total", "context_pages_used", "raised_thresholds",
+    "gpu_wait_us", "fallback_pages", "checksum_failures", "context_pages_total", "context_pages_used",
+    "raised_thresholds",
 }  # fmt: skip
 
 

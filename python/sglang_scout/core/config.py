@@ -139,6 +139,12 @@ class OffloadConfig:
         "intervals. Give it to both servers; the paper's budget is 2048",
         is_general=False,
     )
+    page_checksums: bool = _key(
+        False,
+        "On the decode server: a request whose KV has changed in host memory ends with an error, see "
+        "[below](#wrong-kv-in-host-memory)",
+        is_general=False,
+    )
     hgca_beta: float = _key(
         1.0,
         "A token is kept if its attention weight is above this share of the mean one; less keeps more",

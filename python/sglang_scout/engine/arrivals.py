@@ -57,6 +57,7 @@ class Arrivals:
             full_pages: ``[n]`` its full pages.
             hint: ``[L, k]`` places among them, best first, -1 padded; None: there is none.
         """
+        self._lifecycle.seal(full_pages)
         pages = self._placement.first_pages(full_pages)
         is_covered = pages.shape[1] == len(full_pages)
         if hint is not None and not pages.size:

@@ -38,6 +38,7 @@ class PageLifecycle:
         self._last_freed = -1  # the largest of them
         # By the steps that may still run.
         self._written: deque[npt.NDArray[np.int64]] = deque(maxlen=KNOWN_AFTER)
+        self._filled: npt.NDArray[np.int32] = np.zeros(0, np.int32)  # when the last step began
 
     def arrived(self, full_pages: npt.NDArray[np.integer]) -> None:
         """Full pages of a request that joins: take the digests that came with their KV.
@@ -49,6 +50,11 @@ class PageLifecycle:
         if unknown.any():
             self._digests.accept(distinct(full_pages[unknown]))
 
+    def seal(self, pages: npt.NDArray[np.integer]) -> None:
+        """``pages``, -1 padded, do not change any more while they are held."""
+        if self._host.checksums is not None:
+            self._host.checksums.seal(distinct(pages[pages >= 0]))
+
     def allocate_pages(self, pages: npt.NDArray[np.int64]) -> None:
         """Pages were handed to a request that is about to receive them."""
         self._digests.unset(pages)
@@ -58,6 +64,8 @@ class PageLifecycle:
         self._digests.invalidate(pages)
         self._table.invalidate(pages)
         self._filled_here[pages] = False
+        if self._host.checksums is not None:
+            self._host.checksums.clear(pages)
         self.freed_at[pages] = self._last_freed = self.step
 
     def clear(self) -> None:
@@ -93,8 +101,11 @@ class PageLifecycle:
     ) -> None:
         """Step boundary: complete the digests of ``new_full`` ``[n]``; the step writes to ``tail_page`` ``[B]``.
 
-        Pages are in ``new_full`` when they are full for the first time in a step of their request.
+        Pages are in ``new_full`` when they are full for the first time in a step of their request. What that step's
+        predecessor wrote to them is there when the next boundary has its results: then they are sealed.
         """
+        self.seal(*self.still_held(self.step, self._filled))
+        self._filled = new_full
         self.step = step
         pending = distinct(new_full[~self._digests.valid[new_full]])
         # A page that the last step has filled is in its tail's slot still.

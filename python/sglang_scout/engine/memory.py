@@ -32,6 +32,7 @@ class MemoryPlan:
         step_bytes: as of :func:`bytes_of_step`.
         context_bytes: tokens that heads keep of older pages, in host memory.
         hint_bytes: what prompts' last tokens look for, in host memory.
+        checksum_bytes: of the host pages, beside them.
     """
 
     num_pages: int
@@ -45,6 +46,7 @@ class MemoryPlan:
     step_bytes: int = 0
     context_bytes: int = 0
     hint_bytes: int = 0
+    checksum_bytes: int = 0
 
     @property
     def rows(self) -> tuple[tuple[str, int, int], ...]:
@@ -54,6 +56,7 @@ class MemoryPlan:
             *self.device_rows,
             *([("kept tokens", 1, self.context_bytes)] if self.context_bytes else []),
             *([("hints", self.num_pages, self.hint_bytes)] if self.hint_bytes else []),
+            *([("checksums", self.num_pages, self.checksum_bytes)] if self.checksum_bytes else []),
             *self.worker.rows,
         )
 
@@ -74,7 +77,8 @@ class MemoryPlan:
     @property
     def bytes_beside_pages(self) -> int:
         """In host memory."""
-        return self.context_bytes + self.hint_bytes + self.worker.total_bytes
+        own = self.context_bytes + self.hint_bytes + self.checksum_bytes
+        return own + self.worker.total_bytes
 
 
 def plan_memory(
@@ -130,6 +134,7 @@ def plan_memory(
         step_bytes=of_step,
         context_bytes=int(num_pages * config.context_share) * page_bytes,
         hint_bytes=num_pages * hint_bytes(config, shape.num_layers),
+        checksum_bytes=8 * num_pages * shape.num_layers * config.page_checksums,
     )
     if device_bytes is not None:
         _check_device(plan, config, max_batch, min(least_slots, num_pages), device_bytes)
@@ -246,6 +251,7 @@ def arena_sizes(
         "max_batch": max_batch * lists,
         "lists": lists,
         "max_pages": listed,
+        "checksums": config.page_checksums,
     }
 
 

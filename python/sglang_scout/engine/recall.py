@@ -67,7 +67,7 @@ class Recall:
         tracer: Tracer,
         side: SideStream | None = None,
     ) -> None:
-        self._source = host.for_copies(resident.k.device)
+        self._source, self._checksums = host.for_copies(resident.k.device), host.checksums
         self._resident = resident
         self._table = table
         self._counters = counters
@@ -216,6 +216,9 @@ class Recall:
             about["layer"] = int(layers[0])
         ids = np.stack([layers, taken.pages, taken.slots])
         cache = self._resident
+        # Before the copy is mapped, so before a step whose tokens may be given out attends to it.
+        if self._checksums is not None:
+            self._checksums.check(layers, taken.pages)
         with self._tracer.slice("copies", why, **about):
             copy_layer_pages(self._source, torch.from_numpy(ids), cache.k, cache.v)
         return time.monotonic_ns() - start_ns

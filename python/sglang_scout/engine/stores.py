@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from sglang_scout.ops.layers import LayerPages
+from sglang_scout.worker.checksums import PageChecksums
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class HostPages:
     Args:
         k, v: per layer ``[P * S, H, D]``, as SGLang's pool holds them, fp8 as bytes; viewed here as pages.
         context: ``[C, S, D]`` pages of one head beside them, if there are.
+        checksums: of the pages, if there are.
     """
 
     def __init__(
@@ -78,8 +80,9 @@ class HostPages:
         k: Sequence[torch.Tensor],
         v: Sequence[torch.Tensor],
         context: LayerPages | None = None,
+        checksums: PageChecksums | None = None,
     ) -> None:
-        self.context = context
+        self.context, self.checksums = context, checksums
         pages = (-1, shape.page_size, shape.num_kv_heads, shape.head_dim)
         self.k = [t.view(shape.kv_dtype).view(pages) for t in k]
         self.v = [t.view(shape.kv_dtype).view(pages) for t in v]

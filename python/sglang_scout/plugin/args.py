@@ -22,8 +22,8 @@ from sglang.srt.server_args import (
 
 from sglang_scout.core.config import (
     DEFAULT_BUDGET_TOKENS,
+    KEYS,
     PAGE_SIZE_TOKENS,
-    PUBLIC_KEYS,
     OffloadConfig,
 )
 from sglang_scout.core.errors import ConfigError
@@ -84,7 +84,8 @@ _FIELDS: dict[str, tuple[Any, Any, str]] = {
     "kv_offload_config": (
         str | None,
         None,
-        f"Rarer settings as a JSON object, or @FILE: {', '.join(PUBLIC_KEYS)}; see docs/operations.md.",
+        "Rarer settings as a JSON object, or @FILE: "
+        f"{', '.join(name for name, key in KEYS.items() if key.is_public)}; see docs/operations.md.",
     ),
 }
 

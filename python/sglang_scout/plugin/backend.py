@@ -7,6 +7,7 @@ import logging
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
@@ -220,6 +221,22 @@ class ScoutAttnBackend(AttentionBackend):
         elif self.engine.resident.k.is_cuda:
             torch.cuda.current_stream().synchronize()
         self.engine.end_step()
+
+    def damaged_pages(self) -> npt.NDArray[np.int64]:
+        """``[n, 2]`` layer and page of host pages that some rank has found to be damaged, of those that are held."""
+        checksums = self.pool.host_pages.checksums
+        if checksums is None:
+            return np.zeros((0, 2), np.int64)
+        damaged = checksums.damaged()
+        if self.ranks.size == 1:
+            return damaged
+        # Pages have the same numbers on all ranks, which must fail the same requests in the same step.
+        return np.array(sum(self.ranks.gather(damaged.tolist()), []), np.int64).reshape(-1, 2)
+
+    def pages_of(self, request: Any) -> npt.NDArray[np.int64]:
+        """Host pages of one of SGLang's running requests."""
+        tokens = len(request.origin_input_ids) + len(request.output_ids)
+        return self._tables.pages_of(request.req_pool_idx, tokens)
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Before a step that is not replayed; it has begun already if a replay was considered."""

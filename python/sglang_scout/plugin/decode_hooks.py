@@ -16,6 +16,7 @@ from sglang_scout.engine.memory import arena_sizes, check_memory, plan_memory
 from sglang_scout.plugin import status
 from sglang_scout.plugin.args import parse
 from sglang_scout.plugin.backend import current_backend
+from sglang_scout.plugin.damage import fail_owners, forget_cached
 from sglang_scout.plugin.host_size import host_bytes
 from sglang_scout.plugin.pool import HostKVPool, build_pools
 from sglang_scout.plugin.ranks import AttentionRanks, nodes_of_worker
@@ -112,9 +113,19 @@ def after_prepare_for_prebuilt(_: None, batch: Any) -> None:
     current_backend().admit(batch.reqs, batch.seq_lens_cpu.tolist())
 
 
-def before_process_batch_result(processor: Any, batch: Any, result: Any) -> None:
+def around_process_batch_result(
+    original: Callable[..., None], processor: Any, batch: Any, result: Any
+) -> None:
     """A step's tokens are about to be given out."""
-    current_backend().check_results(result.copy_done)
+    backend = current_backend()
+    backend.check_results(result.copy_done)
+    damaged = backend.damaged_pages()
+    if not len(damaged):
+        original(processor, batch, result)
+        return
+    fail_owners(batch.reqs, damaged, backend.pages_of)
+    original(processor, batch, result)
+    forget_cached(processor.tree_cache)
 
 
 def after_alloc_for_decode(result: Any, batch: Any, token_per_req: int) -> Any:

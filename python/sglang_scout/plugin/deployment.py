@@ -40,6 +40,11 @@ _UNSUPPORTED: dict[str, Any] = {
     "kv_canary": "none",
     "model_impl": "sglang",
 }
+_WHY = {
+    "kv_canary": ": its checks are CUDA kernels, over pools on the device that SGLang knows by name, and its tags are "
+    "sent in front of K, where the place says what is K, V or a digest; page_checksums in --kv-offload-config finds KV "
+    "that changes in host memory",
+}
 
 
 def flag_of(name: str) -> str:
@@ -84,7 +89,7 @@ def check_deployment(args: ServerArgs, config: OffloadConfig) -> None:
         value = getattr(args, name, fine)
         if value not in (fine, "auto") and value:
             raise ConfigError(
-                f"{flag_of(name)} {value}: not supported with {policy}; drop one of the two"
+                f"{flag_of(name)} {value}: not supported with {policy}{_WHY.get(name, '')}; drop one of the two"
             )
     if config.dummy_kv and args.disaggregation_transfer_backend != "fake":
         raise ConfigError(

@@ -98,9 +98,9 @@ HOOKS: dict[str, tuple[Hook, ...]] = {
         Hook(
             "managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor."
             "process_batch_result_decode",
-            "decode_hooks:before_process_batch_result",
-            "before",
-            "no token of a step that lacks a part of its attention",
+            "decode_hooks:around_process_batch_result",
+            "around",
+            "no token of a step that lacks a part of its attention, or of a damaged page",
         ),
         Hook(
             "managers.schedule_batch.alloc_for_decode",

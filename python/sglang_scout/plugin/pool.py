@@ -28,6 +28,7 @@ from sglang_scout.plugin.device import lock_pages
 from sglang_scout.plugin.last_queries import LastQueries
 from sglang_scout.policy.base import Digest
 from sglang_scout.worker.arena import Arena, ArenaSpec
+from sglang_scout.worker.checksums import PageChecksums
 
 BufferInfos = tuple[list[int], list[int], list[int]]
 
@@ -130,13 +131,16 @@ class HostKVPool(MHATokenToKVPool):
         """Make the page view and the digest pool, once the model's shape is known."""
         self.plan = plan
         context = context_pages(self.arena, shape)
-        self.host_pages = HostPages(shape, self.k_buffer, self.v_buffer, context)
+        checksums = PageChecksums(self.arena) if self.arena.spec.checksums else None
+        self.host_pages = HostPages(shape, self.k_buffer, self.v_buffer, context, checksums)
         pages = self.host_pages.num_pages
         self.digests = DigestPool(shape, pages, self.device, digest, weights, hints)
 
     def get_cpu_copy(self, indices: torch.Tensor, mamba_indices: Any = None) -> Any:
         """SGLang retracts a request: its pages go to others. Whole pages are kept, the last one too."""
-        return self.host_pages.save(self._pages_of(indices))
+        pages, checksums = self._pages_of(indices), self.host_pages.checksums
+        words = None if checksums is None else checksums.taken(pages)
+        return self.host_pages.save(pages), words
 
     def copy_bytes(self, tokens: int) -> int:
         """Of what :meth:`get_cpu_copy` makes."""
@@ -147,7 +151,10 @@ class HostKVPool(MHATokenToKVPool):
         self, kv_cache_cpu: Any, indices: torch.Tensor, mamba_indices: Any = None
     ) -> None:
         """It comes back, to other pages, whose tokens are as many."""
-        self.host_pages.restore(self._pages_of(indices), kv_cache_cpu)
+        pages, (kept, words) = self._pages_of(indices), kv_cache_cpu
+        self.host_pages.restore(pages, kept)
+        if words is not None:
+            self.host_pages.checksums.put(pages, words)
 
     def _pages_of(self, indices: torch.Tensor) -> npt.NDArray[np.int64]:
         """Of a request's tokens, which fill its pages in order; what running steps still write has been

@@ -43,6 +43,7 @@ _METRICS = {
     "recall_wait_us": ("counter", "Microseconds that steps waited for recalls."),
     "gpu_wait_us": ("counter", "Microseconds the device waited for the worker."),
     "fallback_pages": ("counter", "Pages the decode server computed in place of the worker."),
+    "checksum_failures": ("counter", "Pages of a layer that had changed in host memory."),
     "context_pages_total": ("gauge", "Pages for tokens kept by single heads, summed over layers."),
     "context_pages_used": ("gauge", "Those of them that hold some."),
     "raised_thresholds": ("counter", "Heads without room for what they would keep."),
@@ -100,6 +101,7 @@ def decode_state(backend: ScoutAttnBackend) -> dict[str, Any]:
     """The contract's fields, plain numbers and strings only."""
     counters, worker = backend.engine.counters, backend.worker.snapshot()
     digests, older = backend.pool.digests, backend.engine.older
+    checksums = backend.pool.host_pages.checksums
     context_used, context_total = (0, 0) if older is None else older.context_pages
     return {
         "policy": backend.policy.name,
@@ -128,6 +130,7 @@ def decode_state(backend: ScoutAttnBackend) -> dict[str, Any]:
         "recall": {"mode": backend.config.recall} | backend.policy.residency.describe(),
         "gpu_wait_us_by_layer": counters.gpu_wait_us_by_layer.tolist(),
         "fallback_pages": worker.fallback_pages,
+        "checksum_failures": 0 if checksums is None else checksums.failures,
         "digests_received": digests.received,
         "digests_computed": digests.computed,
         "worker": {name: getattr(worker, name) for name in _OF_WORKER},
@@ -136,7 +139,7 @@ def decode_state(backend: ScoutAttnBackend) -> dict[str, Any]:
 
 _OF_EACH_RANK = (
     "resident_pages", "selected_pages", "cpu_pages", "cpu_compute_ratio", "recalled_pages",
-    "gpu_wait_us", "fallback_pages", "digests_received", "digests_computed", "verify_checks",
+    "gpu_wait_us", "fallback_pages", "checksum_failures", "digests_received", "digests_computed", "verify_checks",
     "verify_max_rel_error", "verify_unequal_selections", "worker",
 )  # fmt: skip
 

@@ -15,6 +15,7 @@ from sglang_scout.policy.residency import ImportantPages, MeasuredRecall
 
 DEFAULTS: dict[str, Any] = {
     "paper": {"digest": "minmax", "reweigh": False, "recall": "fixed"},
+    "page_checksums": False,
 }
 
 

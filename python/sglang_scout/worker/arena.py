@@ -146,6 +146,12 @@ class Arena:
         begin = s.num_pages * s.page_bytes
         return self._plane(layer, which, begin, (s.context_pages, s.page_size, s.head_dim))
 
+    def checksums(self) -> np.ndarray:
+        """Words of the pages, uint64 [L, P]; no copy."""
+        s, at = self.spec, self._layout
+        words = self.bytes_at(at.checksums_offset, 8 * s.num_layers * s.num_pages * s.checksums)
+        return words.view(np.uint64).reshape(s.num_layers, -1)
+
     def close(self) -> None:
         """Closes the file and gives up the mapping; idempotent.
 
@@ -168,6 +174,10 @@ class Arena:
             raise ArenaError("the arena is closed")
         return self._memory
 
+    def bytes_at(self, begin: int, count: int) -> np.ndarray:
+        """A part of the mapping, uint8 [count]; no copy."""
+        return self._mapped()[begin : begin + count]
+
     def _plane(
         self, layer: int, which: int, begin: int = 0, shape: tuple[int, ...] = ()
     ) -> np.ndarray:
@@ -176,7 +186,7 @@ class Arena:
             raise ArenaError(f"layer {layer} is outside 0..{s.num_layers - 1}")
         shape = shape or (s.num_pages, s.page_size, s.num_kv_heads, s.head_dim)
         begin += at.kv_offset + layer * at.layer_stride + which * at.v_offset
-        plane = self._mapped()[begin : begin + int(np.prod(shape)) * s.storage_dtype.itemsize]
+        plane = self.bytes_at(begin, int(np.prod(shape)) * s.storage_dtype.itemsize)
         return plane.view(s.storage_dtype).reshape(shape)
 
 

@@ -17,6 +17,7 @@ from sglang_scout.worker.spec import KV_DTYPES, QUERY_DTYPES, ArenaSpec
 
 LAYOUT_VERSION = _native.RING_LAYOUT_VERSION
 HEADER_DTYPE = np.dtype(_native.RING_STRUCTS["Header"])
+BELL_DTYPE = np.dtype(_native.RING_STRUCTS["Bell"])
 EVENT_DTYPE = np.dtype(_native.RING_STRUCTS["Event"])
 MOST_THREADS_PER_GROUP = 8  # where their number is not fixed
 
@@ -48,6 +49,7 @@ class Layout(NamedTuple):
     events_offset: int
     event_entries: int
     stat_lines: int
+    checksums_offset: int
 
 
 def _header_of(spec: ArenaSpec) -> np.ndarray:
@@ -57,6 +59,7 @@ def _header_of(spec: ArenaSpec) -> np.ndarray:
     header["dtype"] = KV_DTYPES.index(spec.kv_dtype)
     header["q_dtype"] = QUERY_DTYPES.index(spec.q_dtype)
     header["stripe_pages"] = spec.stripe_pages
+    header["checksums_offset"] = spec.checksums  # only whether it is 0; the layout says where
     _native.ring_lay_out(header.ctypes.data)
     return header
 
@@ -79,7 +82,7 @@ def read_header(memory: np.ndarray) -> ArenaSpec:
     header = memory[: HEADER_DTYPE.itemsize].view(HEADER_DTYPE)[0]
     sizes = {name: header[name].item() for name in _SIZES}
     dtypes = {"kv_dtype": KV_DTYPES[header["dtype"]], "q_dtype": QUERY_DTYPES[header["q_dtype"]]}
-    return ArenaSpec(**sizes, **dtypes)
+    return ArenaSpec(**sizes, **dtypes, checksums=bool(header["checksums_offset"]))
 
 
 def node_spans(

@@ -39,6 +39,7 @@ class ArenaSpec:
         lists: C, lists of pages, and so rows of a record, per request: 1, or H, one for each KV head.
         context_pages: C, pages of one KV head in each layer, behind the host pages; on the last node.
         q_dtype: of the queries in a record, ``"float32"``, or ``"bfloat16"`` for a model whose queries are that.
+        checksums: whether there is a word for each page and layer, see ``checksums.py``.
 
     Raises:
         ArenaError: a value is out of range.
@@ -59,6 +60,7 @@ class ArenaSpec:
     lists: int = 1
     context_pages: int = 0
     q_dtype: str = "float32"
+    checksums: bool = False
 
     def __post_init__(self) -> None:
         limits = {
@@ -96,6 +98,8 @@ class ArenaSpec:
             raise ArenaError(f"kv_dtype={self.kv_dtype!r}; supported are {', '.join(KV_DTYPES)}")
         if self.q_dtype not in QUERY_DTYPES:
             raise ArenaError(f"q_dtype={self.q_dtype!r}; supported are {', '.join(QUERY_DTYPES)}")
+        if self.checksums and self.page_bytes % 32:
+            raise ArenaError(f"checksums: pages of {self.page_bytes} bytes are no multiple of 32")
         if not (math.isfinite(self.scale) and self.scale > 0):
             raise ArenaError(f"scale={self.scale} is not a positive number")
         if not (math.isfinite(self.logit_cap) and self.logit_cap >= 0):

@@ -1,0 +1,116 @@
+"""Bits of host memory flip while requests decode: their owners fail, and nobody gets a token of it."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from harness import PDCluster, assert_same_tokens, random_prompts, wait_until
+from servers.pd_cluster import flags
+from servers.sglang_http import RequestFailed, generate_payload, sse_events
+from sglang_scout.worker.arena import MEMFD_NAME, Arena
+
+# Without recalls a page that is missing stays with the CPU. Room for all: residency is a request's own history.
+CONFIG = {"page_checksums": True, "recall": "off", "resident_tokens": 49152}
+SCOUT = flags(kv_offload="scout", kv_offload_budget=256)
+DECODE = flags(
+    kv_offload_config=json.dumps(CONFIG),
+    disaggregation_decode_enable_radix_cache=True,
+    enable_metrics=True,
+)
+NEW_TOKENS = 100
+LAYER = 1
+
+
+@pytest.fixture(scope="module")
+def servers(tiny_model):
+    with PDCluster(
+        tiny_model("qwen3"), server_args=SCOUT, decode_args=DECODE, max_total_tokens=49152
+    ) as running:
+        yield running
+
+
+@pytest.fixture
+def arena(servers):
+    """What the worker maps, by its own descriptor."""
+    fds = Path(f"/proc/{servers.kv_offload()['worker']['pid']}/fd")
+    path = next(p for p in fds.iterdir() if f"/memfd:{MEMFD_NAME}" in os.readlink(p))
+    fd = os.open(path, os.O_RDWR)
+    with contextlib.closing(Arena.attach(fd)) as attached:
+        os.close(fd)
+        yield attached
+
+
+def flip_a_bit(arena, page):
+    words = arena.k_pages(LAYER)[page].reshape(-1).view(np.uint32)
+    words[123] ^= 1 << 30  # of an exponent
+
+
+def stream(servers, prompt, events):
+    for event in sse_events(servers.url + "/generate", generate_payload(prompt, 2000, stream=True)):
+        events.append(event)
+
+
+def tokens_until(answer, count):
+    return dataclasses.replace(answer, output_ids=answer.output_ids[:count])
+
+
+def test_owners_of_a_damaged_page_fail_and_nobody_else(servers, arena):
+    """Two that share it through the radix cache, one of them in a stream; the cache forgets it."""
+    shared, *others = random_prompts([1500, 1300, 1100, 900], seed=31)
+    [expected] = servers.generate([shared], max_new_tokens=NEW_TOKENS)
+    expected_others = servers.generate(others, max_new_tokens=NEW_TOKENS)
+    servers.flush()
+    wait_until("pages are free", lambda: not arena.checksums().any(), 30)
+    servers.generate([shared], max_new_tokens=1)  # for the radix cache
+    own = np.flatnonzero(arena.checksums()[LAYER])
+    assert len(own) == len(shared) // 32
+    before = servers.kv_offload()
+    assert before["checksum_failures"] == 0 and before["steps"] > 0
+
+    events = []
+    with ThreadPoolExecutor(3) as pool:
+        streamed = pool.submit(stream, servers, shared, events)
+        longer = generate_payload(shared + [7] * 40, 2000)
+        failing = pool.submit(servers.ask_pair, longer)
+        answers = pool.submit(servers.generate, others, max_new_tokens=NEW_TOKENS)
+        wait_until("all decode", lambda: len(np.flatnonzero(arena.checksums()[LAYER])) > 140, 120)
+        wait_until("some tokens", lambda: len(events) > 20, 60)
+        for page in own[3:40]:
+            flip_a_bit(arena, page)
+        sentence = re.compile(
+            rf"page (\d+) of layer {LAYER}( and \d+ more)? is not what its checksum"
+        )
+        with pytest.raises(RequestFailed, match="status 500") as failure:
+            failing.result(60)
+        streamed.result(60)
+        assert_same_tokens(expected_others, answers.result(120))
+    reason = events[-1]["meta_info"]["finish_reason"]
+    assert (reason["type"], reason["status_code"]) == ("abort", 500)
+    for text in (str(failure.value), reason["message"]):
+        assert int(sentence.search(text)[1]) in own
+    given = tuple(events[-1]["output_ids"])
+    assert 20 < len(given) < 2000
+    common = min(len(given), NEW_TOKENS)
+    assert given[:common] == expected.output_ids[:common], "no token of a damaged page"
+
+    state = servers.kv_offload()
+    assert state["checksum_failures"] > 0 and state["worker"]["refused"] == 0
+    assert state["worker"]["restarts"] == state["fallback_pages"] == 0
+    [again] = servers.generate([shared], max_new_tokens=NEW_TOKENS)
+    assert_same_tokens([expected], [again])
+    assert servers.kv_offload()["checksum_failures"] == state["checksum_failures"]
+    wait_until(
+        "the counter in /metrics",
+        lambda: "kv_offload_checksum_failures_total{" in servers.metrics(),
+        10,
+    )
+    servers.flush()
+    wait_until("all pages are free", lambda: servers.kv_offload()["host_pages_used"] == 0, 30)
+    assert not arena.checksums().any()

@@ -1,0 +1,129 @@
+"""When pages are sealed, and that each way to read a host page compares it."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from sglang_scout.ops import triton
+
+pytest.importorskip("sglang_scout._native")
+if not triton.interpreted():
+    pytest.skip("needs Triton's interpreter: the arena is not registered", allow_module_level=True)
+
+from graph_worker import GraphWorker  # noqa: E402  (needs the native module)
+from mini_worker import SIZE  # noqa: E402
+
+
+@pytest.fixture
+def make(make):
+    """Its verifier reads host pages as well, so that it would hold a wrong page for a right one."""
+    return partial(make, GraphWorker, verify=False)
+
+
+def config(recall):
+    return f'{{"page_checksums": true, "recall": "{recall}", "recall_interval": 1}}'
+
+
+def is_sealed(worker, pages):
+    """``[n]`` in all layers; in none is False as well."""
+    words = worker.host.checksums.words[:, pages]
+    assert ((words != 0).all(axis=0) == (words != 0).any(axis=0)).all()
+    return (words != 0).all(axis=0).tolist()
+
+
+def flip(worker, layer, page):
+    worker.arena.k_pages(layer)[page].reshape(-1).view(np.uint8)[77] ^= 16
+
+
+def missed(worker):
+    """[(layer, page)] that the last step left to the CPU."""
+    results = worker.engine._results
+    return [
+        (layer, page)
+        for layer in range(worker.shape.num_layers)
+        for page in results.of(layer, len(worker.requests))[1].flatten().tolist()
+        if page >= 0
+    ]
+
+
+def test_a_page_is_sealed_when_the_step_that_filled_it_has_ended(make):
+    worker = make(config=config("off"))
+    request = worker.admit(4 * SIZE + SIZE - 2)
+    worker.step()
+    worker.step()
+    assert request.length == 5 * SIZE, "the tail is full"
+    assert is_sealed(worker, request.pages) == [True] * 4 + [False]
+    worker.step()
+    assert is_sealed(worker, request.pages) == [True] * 4 + [False] * 2, "that step may still run"
+    worker.step()
+    assert is_sealed(worker, request.pages) == [True] * 5 + [False]
+    checksums = worker.host.checksums
+    layers, pages = (x.flatten() for x in np.meshgrid(range(3), request.pages[:5]))
+    checksums.check(layers, pages)
+    assert not checksums.failures, "it was sealed with all its tokens"
+
+
+def test_pages_are_sealed_on_arrival_and_stay_so_until_they_are_freed(make):
+    worker = make(config=config("off"))
+    request = worker.bring(3 * SIZE + 5)
+    full = np.array(request.pages[:3])
+    worker.engine.boundary.arrivals.add("r", full, None)
+    assert is_sealed(worker, request.pages) == [True] * 3 + [False]
+    flip(worker, 1, request.pages[1])
+    worker.engine.boundary.arrivals.add("another that shares them", full, None)
+    worker.engine.pages.seal(full)
+    checksums = worker.host.checksums
+    checksums.check(np.full(3, 1), full)
+    assert checksums.damaged().tolist() == [[1, request.pages[1]]]
+    worker.finish(request)
+    assert is_sealed(worker, full) == [False] * 3 and not len(checksums.damaged())
+
+
+def test_a_page_that_was_freed_before_it_was_sealed_is_left_to_its_next_owner(make):
+    worker = make(config=config("off"))
+    first, other = worker.admit(2 * SIZE - 1), worker.admit(40)
+    worker.step()  # fills it
+    worker.step()  # finds it full
+    pages = list(first.pages)
+    worker.finish(first)
+    worker.engine.pages.allocate_pages(np.array(pages))  # to a transfer
+    worker.step()
+    assert is_sealed(worker, pages) == [False] * 3 and is_sealed(worker, other.pages[:1]) == [True]
+
+
+@pytest.mark.parametrize("threads", [True, False])
+def test_a_page_that_is_computed_on_the_cpu_is_compared(make, threads):
+    """By worker threads, or the attendant where there are none."""
+    worker = make(config=config("off"), threads=threads)
+    requests = worker.admit(700), worker.admit(500)
+    for _ in range(4):
+        worker.step()
+    assert not worker.host.checksums.failures
+    for page in {p for r in requests for p in r.pages[: r.length // SIZE]}:
+        flip(worker, 1, page)
+    worker.step()
+    expected = sorted((layer, page) for layer, page in missed(worker) if layer == 1)
+    assert expected and worker.host.checksums.damaged().tolist() == list(map(list, expected))
+    assert all(torch.isfinite(out).all() for out in worker.outputs), "for the sampler"
+
+
+@pytest.mark.parametrize("how", ["load_now", "fill"])
+def test_a_page_that_is_copied_is_compared_before_a_step_attends_to_it(make, how):
+    """At a boundary, or beside a step."""
+    worker = make(config=config("off"), resident_tokens=1024)
+    request = worker.admit(700)
+    worker.step()
+    worker.step()
+    recall, slot_of = worker.engine.recall, worker.table.slot_of
+    absent = np.array([p for p in request.pages[:20] if slot_of[2, p] < 0])
+    assert len(absent) > 1
+    flip(worker, 2, absent[1])
+    if how == "fill":
+        recall.fill(2, absent)
+        recall.commit(3)
+    else:
+        recall.load_now(2, absent, 3)
+    assert (slot_of[2, absent] >= 0).all()
+    assert worker.host.checksums.damaged().tolist() == [[2, absent[1]]]

@@ -1,0 +1,175 @@
+"""Checksums of pages: their value, who looks at them, and what a flipped bit does."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from sglang_scout import _native
+from sglang_scout.core.errors import ArenaError
+from sglang_scout.worker.checksums import PageChecksums
+from sglang_scout.worker.client import WorkerClient
+
+KV_BYTES = (32, 96, 512, 1056)
+
+
+def crc32c(data: bytes) -> int:
+    """Bit by bit."""
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc ^= byte
+        for _ in range(8):
+            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
+    return crc ^ 0xFFFFFFFF
+
+
+def reference(k: np.ndarray, v: np.ndarray) -> int:
+    """As sgl-kernel/src/checksums.h says."""
+    words = np.concatenate([k, v]).view(np.uint64)
+    return crc32c(b"".join(words[i::4].tobytes() for i in range(4)))
+
+
+def checksum(k: np.ndarray, v: np.ndarray) -> int:
+    return _native.page_checksum(k.ctypes.data, v.ctypes.data, k.nbytes)
+
+
+@pytest.fixture(params=["portable", None])
+def isa(request):
+    before = _native.isa()
+    _native.set_isa(request.param or _native.best_isa())
+    yield
+    _native.set_isa(before)
+
+
+def test_the_reference_is_the_standard_one():
+    assert crc32c(b"123456789") == 0xE3069283
+
+
+@pytest.mark.parametrize("nbytes", KV_BYTES)
+def test_the_value_is_that_of_the_reference(isa, nbytes):
+    k, v = np.random.default_rng(nbytes).integers(0, 256, (2, nbytes), np.uint8)
+    assert checksum(k, v) == reference(k, v)
+
+
+def test_no_two_flipped_bits_cancel_out(isa):
+    k, v = np.random.default_rng(3).integers(0, 256, (2, 64), np.uint8)
+    seen = {checksum(k, v)}
+    for half, at, bit in itertools.product((k, v), range(64), range(8)):
+        half[at] ^= 1 << bit
+        seen.add(checksum(k, v))
+        half[at] ^= 1 << bit
+    assert len(seen) == 1 + 2 * 64 * 8
+
+
+@pytest.fixture
+def make_sealed(make_arena):
+    """An arena all of whose pages are sealed, and its checksums."""
+
+    def make(**changes):
+        arena = make_arena(checksums=True, **changes)
+        checksums = PageChecksums(arena)
+        checksums.seal(np.arange(arena.spec.num_pages))
+        return arena, checksums
+
+    return make
+
+
+def flip(arena, layer: int, page: int, which: str = "v") -> None:
+    plane = arena.v_pages(layer) if which == "v" else arena.k_pages(layer)
+    plane[page].reshape(-1).view(np.uint8)[5] ^= 4
+
+
+def check_all(arena, checksums: PageChecksums) -> list[list[int]]:
+    size = arena.spec.num_layers, arena.spec.num_pages
+    layers, pages = np.divmod(np.arange(size[0] * size[1]), size[1])
+    checksums.check(layers, pages)
+    return checksums.damaged().tolist()
+
+
+@pytest.mark.parametrize("changes", [{}, {"kv_dtype": "float8_e4m3fn"}, {"num_nodes": 2}])
+def test_a_flipped_bit_is_found_once_and_forgotten_with_its_page(make_sealed, changes):
+    arena, checksums = make_sealed(**changes)
+    assert check_all(arena, checksums) == [] and checksums.failures == 0
+    flip(arena, 1, 7, "k")
+    flip(arena, 2, 39)
+    assert check_all(arena, checksums) == [[1, 7], [2, 39]]
+    assert check_all(arena, checksums) == [[1, 7], [2, 39]] and checksums.failures == 2
+    flip(arena, 1, 7, "k")
+    assert check_all(arena, checksums) == [[1, 7], [2, 39]], "what has been computed was wrong"
+    checksums.clear(np.array([7]))
+    assert checksums.damaged().tolist() == [[2, 39]]
+
+
+def test_pages_that_may_change_are_not_compared(make_sealed):
+    arena, checksums = make_sealed()
+    checksums.clear(np.array([4, 5]))
+    for page in (4, 5):
+        flip(arena, 0, page)
+    checksums.seal(np.array([4]))  # it is as it is now
+    assert check_all(arena, checksums) == []
+    flip(arena, 0, 4)
+    flip(arena, 0, 5)
+    checksums.seal(np.array([4, 5]))  # a page is sealed once: the first of them stays wrong
+    assert check_all(arena, checksums) == [[0, 4]]
+
+
+def test_a_copy_takes_its_checksums_along(make_sealed):
+    arena, checksums = make_sealed()
+    flip(arena, 1, 6)
+    check_all(arena, checksums)
+    old, new = np.array([5, 6]), np.array([8, 9])
+    words = checksums.taken(old)
+    checksums.clear(np.concatenate([old, new]))
+    for layer in range(arena.spec.num_layers):
+        for plane in (arena.k_pages(layer), arena.v_pages(layer)):
+            plane[new] = plane[old]
+    checksums.put(new, words)
+    assert check_all(arena, checksums) == [[1, 9]], "it was wrong when it was copied"
+
+
+def test_pages_of_no_whole_turns_are_refused(make_spec):
+    with pytest.raises(ArenaError, match="pages of 16 bytes are no multiple of 32"):
+        make_spec(checksums=True, page_size=1, num_kv_heads=1, kv_dtype="float8_e5m2")
+
+
+def test_ids_out_of_range_are_refused(make_sealed):
+    arena, checksums = make_sealed()
+    with pytest.raises(ValueError, match="ids are 40 to 40"):
+        checksums.seal(np.array([40]))
+    with pytest.raises(ValueError, match="ids are -1 to 2"):
+        checksums.check(np.array([0, 0]), np.array([-1, 2]))
+    with pytest.raises(ValueError, match="ids are 3 to 3"):
+        checksums.check(np.array([3]), np.array([2]))
+
+
+@pytest.mark.parametrize("serves", [True, False])
+@pytest.mark.parametrize("changes", [{}, {"lists": 2, "max_batch": 8}, {"num_nodes": 2}])
+def test_a_damaged_page_is_left_out_and_other_rows_keep_their_bits(
+    make_sealed, make_request, oracle, buffers, cpu, serves, changes
+):
+    arena, checksums = make_sealed(**changes)
+    q, pages, n_pages = make_request(arena.spec, 4, 1, full=True)
+    pages[pages == 11] = 12
+    pages[0, 2] = 11
+    nodes = [[cpu], []] if "num_nodes" in changes else None
+    client = WorkerClient(arena, [cpu], nodes=nodes)
+    if serves:
+        client.start()
+    answers = []
+    for step in range(2):
+        out, lse = buffers(arena, 4)
+        reply = client.wait(client.post(1, step, q, pages, n_pages), out, lse)
+        assert (reply.fallback_pages > 0) != serves
+        answers.append((out, lse))
+        flip(arena, 1, 11)
+    client.stop()
+    assert checksums.damaged().tolist() == [[1, 11]] and checksums.failures == 1
+    (before, _), (after, after_lse) = answers
+    assert not np.array_equal(before[0], after[0])
+    np.testing.assert_array_equal(before[1:], after[1:])
+    pages[0, 2] = -1
+    expected = oracle(arena, 1, q, pages, n_pages)
+    np.testing.assert_allclose(after, expected[0], atol=2e-5, rtol=2e-5)
+    np.testing.assert_allclose(after_lse, expected[1], atol=2e-5, rtol=2e-5)
