@@ -12,8 +12,8 @@ PILOT_RANK = 32
 """Elements of an embedding ``pilot``, unless its weights say another number."""
 
 MARK_BYTES = 4
-"""The second part of an embedding, zero: that it is there says that it was written. And as the parts' sizes are what
-tells a kind from another when they are sent, no two kinds may have the same."""
+"""The second part of an embedding, zero: that it is there says that it was written. And as the ratio of the parts' sizes
+is what tells a kind from another when they are sent, no two kinds may have the same."""
 
 ROTATED_STATS_BYTES = 80
 """Of a rotated digest, beside its bits and the D bytes of its mean: scales and a step, see ``ops/rotated.py``."""
@@ -29,7 +29,7 @@ def digest_parts(
 ) -> tuple[int, int]:
     """Bytes of the two parts of a digest, of one page and KV head, for K of ``value_bytes`` a value."""
     if kind == "none":
-        return MARK_BYTES, MARK_BYTES
+        return MARK_BYTES, 2 * MARK_BYTES
     if kind == "minmax":
         return head_dim * value_bytes, head_dim * value_bytes
     if kind in EMBEDDINGS:
