@@ -16,8 +16,9 @@ from servers.pd_cluster import flags
 from servers.sglang_http import RequestFailed, generate_payload, sse_events
 from sglang_scout.worker.arena import MEMFD_NAME, Arena
 
-# Without recalls a page that is missing stays with the CPU. Room for all: residency is a request's own history.
-CONFIG = {"page_checksums": True, "recall": "off", "resident_tokens": 49152}
+# Without recalls a page that is missing stays with the CPU. There it meets the real query, so that tokens do not
+# depend on what is resident.
+CONFIG = {"page_checksums": True, "recall": "off", "precompute": False, "resident_tokens": 49152}
 SCOUT = flags(kv_offload="scout", kv_offload_budget=256)
 DECODE = flags(
     kv_offload_config=json.dumps(CONFIG),

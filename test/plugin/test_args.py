@@ -159,7 +159,12 @@ CASES = {
     "head size": ({"model_path": "HEADS"}, ["--model-path", "head size 48", "64"]),
     "quantised checkpoint": ({"model_path": "QUANT"}, []),
     "quantised on load": ({"quantization": "fp8"}, []),
+    "checksums": (keys(page_checksums=True), []),
     **{x["kv_offload"]: (x, []) for x in SYSTEMS},
+    **{
+        f"checksums and {x['kv_offload']}": (x | keys(page_checksums=True), ["page_checksums", "for scout"])
+        for x in SYSTEMS
+    },
     **{
         f"window and {x['kv_offload']}": (x | {"model_path": "WINDOW"}, ["--model-path", "sliding-window"])
         for x in SYSTEMS
