@@ -102,6 +102,24 @@ HOOKS: dict[str, tuple[Hook, ...]] = {
             "know on the host which pages a step opens",
         ),
         Hook(
+            "disaggregation.common.conn.CommonKVReceiver._connect",
+            "transfer_faults:around_connect",
+            "around",
+            "not block for ever in a message to a prefill server that is gone",
+        ),
+        Hook(
+            "disaggregation.mooncake.conn.MooncakeKVReceiver.poll",
+            "transfer_faults:around_poll",
+            "around",
+            "free the pages of a transfer that was given up when nobody writes to them any more",
+        ),
+        Hook(
+            _KV_MANAGER + "_on_heartbeat_success",
+            "transfer_faults:after_heartbeat_success",
+            "after",
+            "notice that a prefill server was replaced between two heartbeats",
+        ),
+        Hook(
             "managers.schedule_batch.Req.offload_kv_cache",
             "decode_hooks:around_offload_kv_cache",
             "around",
