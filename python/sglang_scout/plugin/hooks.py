@@ -54,7 +54,8 @@ HOOKS: dict[str, tuple[Hook, ...]] = {
             "managers.tokenizer_manager.TokenizerManager._validate_one_request",
             "http_hooks:before_validate_one_request",
             "before",
-            "refuse token ids outside the vocabulary, which would end the scheduler of the prefill server",
+            "refuse token ids outside the vocabulary, no token at all and sampling parameters of a wrong type, which "
+            "would end a scheduler",
         ),
     ),
     "decode": (
