@@ -9,31 +9,37 @@ from types import SimpleNamespace
 import pytest
 
 pytest.importorskip("sglang.srt.plugins", reason="needs SGLang")
+from sglang.srt.managers.io_struct import GenerateReqInput  # noqa: E402
 from sglang.srt.sampling.sampling_params import SamplingParams  # noqa: E402
 
-from sglang_scout.plugin.http_hooks import before_validate_one_request  # noqa: E402
+from sglang_scout.plugin.http_hooks import before_normalize, before_validate_one_request  # noqa: E402
 
 MANAGER = SimpleNamespace(
     model_config=SimpleNamespace(vocab_size=100),
     sampling_params_class=SamplingParams,
 )
-REQUEST = SimpleNamespace(sampling_params={})
+
+
+def request(logprobs=0, session=None, **sampling):
+    return GenerateReqInput(
+        input_ids=[5], sampling_params=sampling, top_logprobs_num=logprobs, session_params=session
+    )
 
 
 @pytest.mark.parametrize(("ids", "wrong"), [([5, -1], -1), ([100, -1], 100)])
 def test_ids_outside_the_vocabulary_are_named(ids, wrong):
     with pytest.raises(ValueError, match=f"holds {wrong}, .* ids are 0 to 99"):
-        before_validate_one_request(MANAGER, REQUEST, ids)
+        before_validate_one_request(MANAGER, request(), ids)
 
 
 def test_a_prompt_without_tokens_is_refused():
     with pytest.raises(ValueError, match="has no tokens"):
-        before_validate_one_request(MANAGER, REQUEST, [])
+        before_validate_one_request(MANAGER, request(), [])
 
 
 @pytest.mark.parametrize("ids", [None, [0, 99]])
 def test_what_is_inside_goes_on(ids):
-    assert before_validate_one_request(MANAGER, REQUEST, ids) is None
+    assert before_validate_one_request(MANAGER, request(), ids) is None
 
 
 @pytest.mark.parametrize(
@@ -42,12 +48,35 @@ def test_what_is_inside_goes_on(ids):
 )
 def test_a_sampling_parameter_of_a_wrong_type_is_named(name, value):
     with pytest.raises(ValueError, match=rf"sampling_params: Expected .* at `\$\.{name}`"):
-        before_validate_one_request(
-            MANAGER, SimpleNamespace(sampling_params={name: value, "top_p": None}), [5]
-        )
+        before_validate_one_request(MANAGER, request(**{name: value, "top_p": None}), [5])
+
+
+@pytest.mark.parametrize(("name", "bits"), [("top_k", 32), ("sampling_seed", 64)])
+def test_a_number_of_too_many_bits_is_refused(name, bits):
+    with pytest.raises(ValueError, match=f"{name} must be an integer of {bits} bits"):
+        before_validate_one_request(MANAGER, request(**{name: 2 ** (bits - 1)}), [5])
+
+
+def test_more_logprobs_than_there_is_room_for_are_refused():
+    before_validate_one_request(MANAGER, request(128), [5])
+    with pytest.raises(ValueError, match="top_logprobs_num is 129; at most 128"):
+        before_validate_one_request(MANAGER, request(129), [5])
+
+
+def test_sessions_are_refused():
+    with pytest.raises(ValueError, match="session_params: .*has no sessions"):
+        before_validate_one_request(MANAGER, request(session={"id": "a"}), [5])
+
+
+def test_several_answers_to_a_request_are_refused():
+    for one in ({}, {"n": 1}, [{"n": 1}, {}], None):
+        before_normalize(GenerateReqInput(input_ids=[5], sampling_params=one))
+    for several in ({"n": 2}, [{}, {"n": 10**9}], {"n": "3"}):
+        with pytest.raises(ValueError, match="one answer to a request"):
+            before_normalize(GenerateReqInput(input_ids=[5], sampling_params=several))
 
 
 def test_numbers_of_either_kind_and_null_are_temperatures():
     for value in (0, 0.5, None):
-        request = SimpleNamespace(sampling_params={"temperature": value, "max_new_tokens": 4})
-        assert before_validate_one_request(MANAGER, request, [5]) is None
+        some = request(temperature=value, max_new_tokens=4)
+        assert before_validate_one_request(MANAGER, some, [5]) is None

@@ -54,8 +54,14 @@ HOOKS: dict[str, tuple[Hook, ...]] = {
             "managers.tokenizer_manager.TokenizerManager._validate_one_request",
             "http_hooks:before_validate_one_request",
             "before",
-            "refuse token ids outside the vocabulary, no token at all and sampling parameters of a wrong type, which "
-            "would end a scheduler",
+            "refuse what would end a scheduler: token ids outside the vocabulary, no token at all, sampling parameters "
+            "of a wrong type, sessions",
+        ),
+        Hook(
+            "managers.io_struct.GenerateReqInput.normalize_batch_and_arguments",
+            "http_hooks:before_normalize",
+            "before",
+            "refuse `n` above 1, which a pair would never answer",
         ),
     ),
     "decode": (
