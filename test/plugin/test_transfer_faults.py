@@ -1,5 +1,5 @@
-"""A decode server whose prefill server is gone, over real sockets, and the pages of transfers that failed; on real
-servers: test/e2e/test_process_faults.py."""
+"""Servers of a pair that are gone and messages between them, over real sockets; the pages of transfers that failed. On
+real servers: test/e2e/test_process_faults.py."""
 
 import os
 
@@ -14,13 +14,14 @@ import zmq
 
 pytest.importorskip("sglang.srt.plugins", reason="needs SGLang")
 from sglang.srt.disaggregation.base import KVPoll  # noqa: E402
-from sglang.srt.disaggregation.common.conn import CommonKVReceiver  # noqa: E402
+from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVReceiver  # noqa: E402
 
 from harness import wait_until  # noqa: E402
 from sglang_scout.plugin import transfer_faults  # noqa: E402
 from sglang_scout.plugin.transfer_faults import (  # noqa: E402
     after_heartbeat_success,
     around_connect,
+    around_connect_to_decode,
     around_poll,
 )
 
@@ -103,3 +104,41 @@ def test_the_pages_of_a_transfer_that_failed_are_kept_for_a_while(monkeypatch):
     for now_s, seen in ((100, KVPoll.Transferring), (101.9, KVPoll.Transferring), (102, KVPoll.Failed)):  # fmt: skip
         clock[0] = float(now_s)
         assert around_poll(polled, told) == seen
+
+
+@pytest.fixture
+def prefill_manager():
+    """SGLang's, with no more than its sockets."""
+    manager = object.__new__(CommonKVManager)
+    manager._zmq_ctx = zmq.Context()
+    manager._socket_cache, manager._monitor_cache = {}, {}
+    manager._socket_lock = threading.Lock()
+    yield manager
+    manager._zmq_ctx.destroy(linger=0)
+
+
+def test_messages_of_two_threads_do_not_mix(prefill, prefill_manager):
+    server, endpoint = prefill
+    count = 5000
+    messages = ([b"room", b"status", b"rank"], [b"ABORT_ACK", b"room"])
+
+    def send(message):
+        for _ in range(count):
+            around_connect_to_decode(
+                CommonKVManager._connect, prefill_manager, endpoint
+            ).send_multipart(message)
+
+    threads = [threading.Thread(target=send, args=(message,)) for message in messages]
+    for thread in threads:
+        thread.start()
+    received = [server.recv_multipart() for _ in range(2 * count) if server.poll(10_000)]
+    for thread in threads:
+        thread.join()
+    assert [received.count(message) for message in messages] == [count, count]
+
+
+def test_a_message_to_a_closed_socket_is_lost_and_no_more(prefill, prefill_manager):
+    _, endpoint = prefill
+    sender = around_connect_to_decode(CommonKVManager._connect, prefill_manager, endpoint)
+    prefill_manager._socket_cache[endpoint].close()  # another thread has seen that it is gone
+    sender.send_multipart([b"a"])

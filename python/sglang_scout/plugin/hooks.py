@@ -203,6 +203,12 @@ HOOKS: dict[str, tuple[Hook, ...]] = {
             "leave the digests out for one of another `--tp-size`",
         ),
         Hook(
+            "disaggregation.common.conn.CommonKVManager._connect",
+            "transfer_faults:around_connect_to_decode",
+            "around",
+            "send one message at a time: several threads share a socket; and outlive a decode server",
+        ),
+        Hook(
             "layers.attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_extend",
             "cpu_extend:around_extend",
             "around",

@@ -1,19 +1,26 @@
-"""The hook functions of a decode server whose transfers fail, or whose prefill server is gone; ``hooks.py`` says where.
+"""The hook functions for transfers that fail and servers of a pair that are gone; ``hooks.py`` says where.
 
-SGLang's PUSH sockets to a prefill server do not reconnect, and one that has lost its peer blocks in ``send``, for ever.
-It is the scheduler's thread that sends; it holds the socket's lock meanwhile, for which the thread that would find out
-by heartbeats waits.
+On the decode server SGLang's PUSH sockets to a prefill server do not reconnect, and one that has lost its peer blocks
+in ``send``, for ever. It is the scheduler's thread that sends; it holds the socket's lock meanwhile, for which the
+thread that would find out by heartbeats waits.
+
+On the prefill server several threads send through one socket. Parts of two messages then make one: an answer to an
+abort swallows the word that a transfer has ended, and the other request waits for ever, or the thread of the decode
+server that reads them ends.
 """
 
 from __future__ import annotations
 
+import logging
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import zmq
 from sglang.srt.disaggregation.base import KVPoll
+
+logger = logging.getLogger(__name__)
 
 _PROBE_S = 2.0
 HOLD_S = 2.0
@@ -66,3 +73,24 @@ def around_poll(original: Callable[[Any], int], receiver: Any) -> int:
         return status
     failed_s = vars(receiver).setdefault("kv_offload_failed_s", time.monotonic())
     return status if time.monotonic() - failed_s >= HOLD_S else KVPoll.Transferring
+
+
+class Sender:
+    """A socket to a decode server, for several threads. What cannot be sent is for one that is gone: an exception
+    would end the thread, and with it the transfers to all others."""
+
+    def __init__(self, sock: zmq.Socket[bytes], lock: Any) -> None:
+        self._sock, self._lock = sock, lock
+
+    def send_multipart(self, parts: Sequence[bytes]) -> None:
+        try:
+            with self._lock:
+                self._sock.send_multipart(parts)
+        except zmq.ZMQError as error:
+            logger.error("--kv-offload: a message to a decode server is lost: %s", error)
+
+
+def around_connect_to_decode(
+    original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any
+) -> Sender:
+    return Sender(original(manager, *args, **kwargs), manager._socket_lock)
