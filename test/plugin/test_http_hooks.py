@@ -1,4 +1,4 @@
-"""Requests that the process of the HTTP port refuses; on real servers: test/e2e/test_bad_input.py."""
+"""Requests that the process of the HTTP port refuses; on real servers: test/e2e/test_bad_input.py, test_sigterm.py."""
 
 import os
 
@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 pytest.importorskip("sglang.srt.plugins", reason="needs SGLang")
+from fastapi import HTTPException  # noqa: E402
 from sglang.srt.managers.io_struct import GenerateReqInput  # noqa: E402
 from sglang.srt.sampling.sampling_params import SamplingParams  # noqa: E402
 
@@ -16,6 +17,7 @@ from sglang_scout.plugin.http_hooks import before_normalize, before_validate_one
 
 MANAGER = SimpleNamespace(
     model_config=SimpleNamespace(vocab_size=100),
+    gracefully_exit=False,
     sampling_params_class=SamplingParams,
 )
 
@@ -24,6 +26,9 @@ def request(logprobs=0, session=None, **sampling):
     return GenerateReqInput(
         input_ids=[5], sampling_params=sampling, top_logprobs_num=logprobs, session_params=session
     )
+
+
+ENDING = SimpleNamespace(gracefully_exit=True)
 
 
 @pytest.mark.parametrize(("ids", "wrong"), [([5, -1], -1), ([100, -1], 100)])
@@ -80,3 +85,11 @@ def test_numbers_of_either_kind_and_null_are_temperatures():
     for value in (0, 0.5, None):
         some = request(temperature=value, max_new_tokens=4)
         assert before_validate_one_request(MANAGER, some, [5]) is None
+
+
+def test_what_comes_after_sigterm_is_refused_with_a_status_that_a_router_sends_again():
+    with pytest.raises(HTTPException, match="shutting down") as refusal:
+        before_validate_one_request(ENDING, GenerateReqInput(stream=False), [5])
+    assert refusal.value.status_code == 503
+    with pytest.raises(ValueError, match="shutting down"):  # its status has gone out
+        before_validate_one_request(ENDING, GenerateReqInput(stream=True), [5])

@@ -33,6 +33,12 @@ _BATCH_REGISTER = Hook(
     "around",
     "end a server whose memory the transfer engine refuses, which SGLang does not look at",
 )
+_SHUTDOWN = Hook(
+    "managers.scheduler.Scheduler.handle_shutdown",
+    "shutdown:around_handle_shutdown",
+    "around",
+    "hear SIGTERM, which the event loops of a pair do not",
+)
 
 HOOKS: dict[str, tuple[Hook, ...]] = {
     "flags": (
@@ -55,13 +61,19 @@ HOOKS: dict[str, tuple[Hook, ...]] = {
             "http_hooks:before_validate_one_request",
             "before",
             "refuse what would end a scheduler: token ids outside the vocabulary, no token at all, sampling parameters "
-            "of a wrong type, sessions",
+            "of a wrong type, sessions; and what comes after SIGTERM",
         ),
         Hook(
             "managers.io_struct.GenerateReqInput.normalize_batch_and_arguments",
             "http_hooks:before_normalize",
             "before",
             "refuse `n` above 1, which a pair would never answer",
+        ),
+        Hook(
+            "managers.tokenizer_manager.TokenizerManager.sigterm_watchdog",
+            "shutdown:around_sigterm_watchdog",
+            "around",
+            "end in bounded time: let what runs end, refuse the rest",
         ),
     ),
     "decode": (
@@ -163,6 +175,7 @@ HOOKS: dict[str, tuple[Hook, ...]] = {
             "the state in `/server_info`",
         ),
         _BATCH_REGISTER,
+        _SHUTDOWN,
     ),
     "prefill": (
         Hook(
@@ -221,5 +234,6 @@ HOOKS: dict[str, tuple[Hook, ...]] = {
             "the state in `/server_info`",
         ),
         _BATCH_REGISTER,
+        _SHUTDOWN,
     ),
 }

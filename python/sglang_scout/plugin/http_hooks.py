@@ -7,6 +7,8 @@ from typing import Any
 import msgspec
 from sglang.srt.managers.io_struct import GenerateReqInput
 
+from sglang_scout.plugin.shutdown import refuse_new
+
 MAX_TOP_LOGPROBS = 128
 """What SGLang's ``MetadataBuffers`` have room for."""
 
@@ -25,6 +27,7 @@ def before_validate_one_request(manager: Any, obj: Any, input_ids: list[int] | N
     """SGLang answers a ValueError with status 400. None of its own checks looks at the types of sampling parameters."""
     if not isinstance(obj, GenerateReqInput):
         return  # SGLang refuses it itself
+    refuse_new(manager, obj)
     given = {name: value for name, value in obj.sampling_params.items() if value is not None}
     try:
         sampling = msgspec.convert(given, manager.sampling_params_class)
