@@ -227,7 +227,7 @@ class PDCluster:
     def stop(self) -> dict[int, str]:
         """End everything, at once; may be called twice. Returns what did not end by itself: {}.
 
-        SGLang's servers of a pair need 16 s for SIGTERM, as their event loops do not hear the shutdown request.
+        Not by SIGTERM, after which they let what runs end.
         """
         try:
             return stop_all(self.all_servers()[::-1], self.cluster_id, settle_s=self._settle_s)
