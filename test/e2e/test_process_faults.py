@@ -29,6 +29,7 @@ from servers.sglang_http import generate_payload, http_json
 # too, then decides nothing, and a request's tokens are the same whatever else runs.
 CONFIG = {"exact_layers": [0, 1, 2, 3], "resident_tokens": 2048}
 NEW_TOKENS = 80
+LONG = 400
 OUTAGE_S = 60
 """The longest that a request may take to end when a server is gone: heartbeats find out in about 10 s."""
 SERVED_AGAIN_S = 60
@@ -86,12 +87,18 @@ def assert_served(servers, undisturbed):
     assert_idle(servers)
 
 
-def leave(servers, prompt, after_s):
-    """Ask, and close the connection ``after_s`` later, whatever has come."""
+def begin_stream(servers, prompt):
+    """Ask for a long answer. Returns the connection, which the caller closes."""
     parts = urlsplit(servers.url)
     connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=60)
-    body = json.dumps(generate_payload(prompt, 400, stream=True))
+    body = json.dumps(generate_payload(prompt, LONG, stream=True))
     connection.request("POST", "/generate", body, {"Content-Type": "application/json"})
+    return connection
+
+
+def leave(servers, prompt, after_s):
+    """Ask, and close the connection ``after_s`` later, whatever has come."""
+    connection = begin_stream(servers, prompt)
     time.sleep(after_s)
     connection.close()
 
@@ -114,19 +121,22 @@ def test_clients_that_leave_at_any_time(servers, undisturbed):
         assert after.threads <= usage.threads + 8, (name, usage, after)
 
 
-def test_clients_that_leave_while_retracted(servers, undisturbed):
-    prompts, expected = undisturbed
-    load = in_flight(servers, prompts[4:12])
-    with ThreadPoolExecutor(4) as pool:
-        left = [pool.submit(leave, servers, prompt, 2.5) for prompt in prompts[:4]]
-        wait_for_steps(servers, 10)
-        http_json(servers.server_url("decode") + "/pause_generation", {"mode": "retract"})
-        for future in left:
-            future.result()
-        time.sleep(3)  # SGLang aborts a stream 2 s after its client has left
-        http_json(servers.server_url("decode") + "/continue_generation", {})
+def test_clients_that_leave_while_retracted(servers):
+    """When all have come: what a pause does to a transfer is another matter."""
+    prompts = random_prompts([300, 500] * 4, seed=54)
+    expected = servers.generate(prompts[:4], max_new_tokens=LONG)
+    log, seen = servers.servers["decode"].log, len(servers.servers["decode"].log())
+    load = InFlight(servers.url, prompts[:4], [LONG] * 4)
+    left = [begin_stream(servers, prompt) for prompt in prompts[4:]]
+    running = f"#running-req: {len(prompts)},"
+    wait_until("all decode", lambda: running in log()[seen:], 60)
+    http_json(servers.server_url("decode") + "/pause_generation", {"mode": "retract"})
+    for connection in left:
+        connection.close()
+    time.sleep(3)  # SGLang aborts a stream 2 s after its client has left
+    http_json(servers.server_url("decode") + "/continue_generation", {})
     outcomes = load.outcomes(120)
-    assert_same_tokens(expected[4:12], [outcome.answer for outcome in outcomes])
+    assert_same_tokens(expected, [outcome.answer for outcome in outcomes])
     assert_idle(servers)
 
 
