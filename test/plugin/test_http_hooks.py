@@ -1,20 +1,95 @@
-"""Requests that the process of the HTTP port refuses; on real servers: test/e2e/test_faults.py."""
+"""Requests that the process of the HTTP port refuses; on real servers: test/e2e/test_bad_input.py, test_sigterm.py."""
+
+import os
+
+os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 
 from types import SimpleNamespace
 
 import pytest
 
-from sglang_scout.plugin.http_hooks import before_validate_one_request
+pytest.importorskip("sglang.srt.plugins", reason="needs SGLang")
+from fastapi import HTTPException  # noqa: E402
+from sglang.srt.managers.io_struct import GenerateReqInput  # noqa: E402
+from sglang.srt.sampling.sampling_params import SamplingParams  # noqa: E402
 
-MANAGER = SimpleNamespace(model_config=SimpleNamespace(vocab_size=100))
+from sglang_scout.plugin.http_hooks import before_normalize, before_validate_one_request  # noqa: E402
+
+MANAGER = SimpleNamespace(
+    model_config=SimpleNamespace(vocab_size=100),
+    gracefully_exit=False,
+    sampling_params_class=SamplingParams,
+)
+
+
+def request(logprobs=0, session=None, **sampling):
+    return GenerateReqInput(
+        input_ids=[5], sampling_params=sampling, top_logprobs_num=logprobs, session_params=session
+    )
+
+
+ENDING = SimpleNamespace(gracefully_exit=True)
 
 
 @pytest.mark.parametrize(("ids", "wrong"), [([5, -1], -1), ([100, -1], 100)])
 def test_ids_outside_the_vocabulary_are_named(ids, wrong):
     with pytest.raises(ValueError, match=f"holds {wrong}, .* ids are 0 to 99"):
-        before_validate_one_request(MANAGER, None, ids)
+        before_validate_one_request(MANAGER, request(), ids)
 
 
-@pytest.mark.parametrize("ids", [None, [], [0, 99]])
+def test_a_prompt_without_tokens_is_refused():
+    with pytest.raises(ValueError, match="has no tokens"):
+        before_validate_one_request(MANAGER, request(), [])
+
+
+@pytest.mark.parametrize("ids", [None, [0, 99]])
 def test_what_is_inside_goes_on(ids):
-    assert before_validate_one_request(MANAGER, None, ids) is None
+    assert before_validate_one_request(MANAGER, request(), ids) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("max_new_tokens", 2.5), ("max_new_tokens", "4"), ("top_k", [1]), ("stop", 5), ("n", {})],
+)
+def test_a_sampling_parameter_of_a_wrong_type_is_named(name, value):
+    with pytest.raises(ValueError, match=rf"sampling_params: Expected .* at `\$\.{name}`"):
+        before_validate_one_request(MANAGER, request(**{name: value, "top_p": None}), [5])
+
+
+@pytest.mark.parametrize(("name", "bits"), [("top_k", 32), ("sampling_seed", 64)])
+def test_a_number_of_too_many_bits_is_refused(name, bits):
+    with pytest.raises(ValueError, match=f"{name} must be an integer of {bits} bits"):
+        before_validate_one_request(MANAGER, request(**{name: 2 ** (bits - 1)}), [5])
+
+
+def test_more_logprobs_than_there_is_room_for_are_refused():
+    before_validate_one_request(MANAGER, request(128), [5])
+    with pytest.raises(ValueError, match="top_logprobs_num is 129; at most 128"):
+        before_validate_one_request(MANAGER, request(129), [5])
+
+
+def test_sessions_are_refused():
+    with pytest.raises(ValueError, match="session_params: .*has no sessions"):
+        before_validate_one_request(MANAGER, request(session={"id": "a"}), [5])
+
+
+def test_several_answers_to_a_request_are_refused():
+    for one in ({}, {"n": 1}, [{"n": 1}, {}], None):
+        before_normalize(GenerateReqInput(input_ids=[5], sampling_params=one))
+    for several in ({"n": 2}, [{}, {"n": 10**9}], {"n": "3"}):
+        with pytest.raises(ValueError, match="one answer to a request"):
+            before_normalize(GenerateReqInput(input_ids=[5], sampling_params=several))
+
+
+def test_numbers_of_either_kind_and_null_are_temperatures():
+    for value in (0, 0.5, None):
+        some = request(temperature=value, max_new_tokens=4)
+        assert before_validate_one_request(MANAGER, some, [5]) is None
+
+
+def test_what_comes_after_sigterm_is_refused_with_a_status_that_a_router_sends_again():
+    with pytest.raises(HTTPException, match="shutting down") as refusal:
+        before_validate_one_request(ENDING, GenerateReqInput(stream=False), [5])
+    assert refusal.value.status_code == 503
+    with pytest.raises(ValueError, match="shutting down"):  # its status has gone out
+        before_validate_one_request(ENDING, GenerateReqInput(stream=True), [5])

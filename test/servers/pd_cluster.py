@@ -110,14 +110,14 @@ class PDCluster:
 
         wanted = {"prefill": prefill_args, "decode": decode_args, **(more_decodes or {})}
         ports = free_ports(3 + 2 * len(wanted))
-        self._bootstrap_port, router_port, prometheus_port, *ports = ports
+        self.bootstrap_port, router_port, prometheus_port, *ports = ports
         # --sleep-on-idle: an idle SGLang scheduler polls at full speed, and on two cores it would
         # take them from the server that has work. It acts only when the server holds no request.
         common = flags(
             model_path=model_dir, host=HOST, dtype=dtype, max_total_tokens=max_total_tokens,
             max_running_requests=max_running_requests, sleep_on_idle=True,
             disaggregation_transfer_backend="mooncake",
-            disaggregation_bootstrap_port=self._bootstrap_port,
+            disaggregation_bootstrap_port=self.bootstrap_port,
         )  # fmt: skip
         self._urls: dict[str, str] = {}
         self.servers: dict[str, ServerProcess] = {}
@@ -151,7 +151,7 @@ class PDCluster:
             )  # fmt: skip
             for name in self.servers if route_all else ("decode",):
                 command += ["--decode", self._urls[name]] if name != "prefill" else []
-            command += ["--prefill", self._urls["prefill"], str(self._bootstrap_port)]
+            command += ["--prefill", self._urls["prefill"], str(self.bootstrap_port)]
             command += map(str, router_args)
             self.router = self._server("router", command, self.environment)
 
@@ -210,13 +210,24 @@ class PDCluster:
             wait_healthy(self.router, self.url + "/readiness", deadline, self.all_servers())
         self.startup_s = time.monotonic() - begin
 
+    def restart(self, name: str) -> None:
+        """Start a server, or the ``router``, again that has ended, and return when it is ready.
+
+        Same flags and ports. Call it as :meth:`start`. Raises ServerFailed.
+        """
+        server = self.servers[name] if name in self.servers else self.router
+        assert server is not None
+        server.restart()
+        path = "/health" if name in self.servers else "/readiness"
+        wait_healthy(server, self._urls[name] + path, time.monotonic() + self.ready_timeout_s)
+
     def all_servers(self) -> list[ServerProcess]:
         return [*self.servers.values(), *([self.router] if self.router is not None else [])]
 
     def stop(self) -> dict[int, str]:
         """End everything, at once; may be called twice. Returns what did not end by itself: {}.
 
-        SGLang's servers of a pair need 16 s for SIGTERM, as their event loops do not hear the shutdown request.
+        Not by SIGTERM, after which they let what runs end.
         """
         try:
             return stop_all(self.all_servers()[::-1], self.cluster_id, settle_s=self._settle_s)
@@ -246,7 +257,7 @@ class PDCluster:
         """
         meeting = {
             "bootstrap_host": HOST,
-            "bootstrap_port": self._bootstrap_port,
+            "bootstrap_port": self.bootstrap_port,
             "bootstrap_room": uuid.uuid4().int >> 65,  # 63 bits
         }
         both = {**payload, **meeting}

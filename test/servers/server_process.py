@@ -105,6 +105,20 @@ class ServerProcess:
                 start_new_session=True,
             )
 
+    def restart(self) -> None:
+        """Start it again when it has ended, and its children with it. The log begins anew.
+
+        Raises:
+            ServerFailed: it runs, or a child of it does, after ``SETTLE_S``.
+        """
+        deadline = time.monotonic() + SETTLE_S
+        while left := processes_of("", [self.pid]):
+            if time.monotonic() > deadline:
+                raise ServerFailed(f"of the {self.name} server these still run: {left}")
+            time.sleep(_POLL_S)
+        self._process = None
+        self.start()
+
     @property
     def started(self) -> bool:
         return self._process is not None

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from harness import wait_until
+from servers import server_process
 from servers.processes import CLUSTER_VARIABLE, children_of, identities_of, processes_of
 from servers.server_process import (
     LOCKED_SETTLE_S,
@@ -86,6 +87,21 @@ def test_children_are_found_and_ended(tmp_path, cluster_id):
     assert processes_of(cluster_id) == {}
     assert parent.exit_code == -signal.SIGKILL
     assert stop_all([parent], cluster_id) == {}, "a second stop finds nothing to do"
+
+
+def test_a_server_is_started_again_only_when_all_of_it_has_ended(tmp_path, cluster_id, monkeypatch):
+    monkeypatch.setattr(server_process, "SETTLE_S", 0.5)
+    again = server(tmp_path, cluster_id, RENAMED + SLEEP)
+    again.start()
+    wait_until("it runs", lambda: "up" in again.log(), 20)
+    with pytest.raises(ServerFailed, match="of the small server these still run"):
+        again.restart()
+    first = again.pid
+    again.signal(signal.SIGKILL)
+    again.restart()
+    wait_until("it runs again", lambda: "up" in again.log(), 20)
+    assert again.pid != first and again.exit_code is None
+    stop_all([again], cluster_id)
 
 
 def test_a_renamed_process_is_found_by_its_session(tmp_path, cluster_id):

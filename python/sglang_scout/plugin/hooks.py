@@ -33,6 +33,12 @@ _BATCH_REGISTER = Hook(
     "around",
     "end a server whose memory the transfer engine refuses, which SGLang does not look at",
 )
+_SHUTDOWN = Hook(
+    "managers.scheduler.Scheduler.handle_shutdown",
+    "shutdown:around_handle_shutdown",
+    "around",
+    "hear SIGTERM, which the event loops of a pair do not",
+)
 
 _ON_IDLE = Hook(
     "managers.scheduler.Scheduler.on_idle",
@@ -61,7 +67,20 @@ HOOKS: dict[str, tuple[Hook, ...]] = {
             "managers.tokenizer_manager.TokenizerManager._validate_one_request",
             "http_hooks:before_validate_one_request",
             "before",
-            "refuse token ids outside the vocabulary, which would end the scheduler of the prefill server",
+            "refuse what would end a scheduler: token ids outside the vocabulary, no token at all, sampling parameters "
+            "of a wrong type, sessions; and what comes after SIGTERM",
+        ),
+        Hook(
+            "managers.io_struct.GenerateReqInput.normalize_batch_and_arguments",
+            "http_hooks:before_normalize",
+            "before",
+            "refuse `n` above 1, which a pair would never answer",
+        ),
+        Hook(
+            "managers.tokenizer_manager.TokenizerManager.sigterm_watchdog",
+            "shutdown:around_sigterm_watchdog",
+            "around",
+            "end in bounded time: let what runs end, refuse the rest",
         ),
     ),
     "decode": (
@@ -109,6 +128,24 @@ HOOKS: dict[str, tuple[Hook, ...]] = {
             "know on the host which pages a step opens",
         ),
         Hook(
+            "disaggregation.common.conn.CommonKVReceiver._connect",
+            "transfer_faults:around_connect",
+            "around",
+            "not block for ever in a message to a prefill server that is gone",
+        ),
+        Hook(
+            "disaggregation.mooncake.conn.MooncakeKVReceiver.poll",
+            "transfer_faults:around_poll",
+            "around",
+            "free the pages of a transfer that was given up when nobody writes to them any more",
+        ),
+        Hook(
+            _KV_MANAGER + "_on_heartbeat_success",
+            "transfer_faults:after_heartbeat_success",
+            "after",
+            "notice that a prefill server was replaced between two heartbeats",
+        ),
+        Hook(
             "managers.schedule_batch.Req.offload_kv_cache",
             "decode_hooks:around_offload_kv_cache",
             "around",
@@ -146,6 +183,7 @@ HOOKS: dict[str, tuple[Hook, ...]] = {
         ),
         _BATCH_REGISTER,
         _ON_IDLE,
+        _SHUTDOWN,
     ),
     "prefill": (
         Hook(
@@ -186,6 +224,12 @@ HOOKS: dict[str, tuple[Hook, ...]] = {
             "leave the digests out for one of another `--tp-size`",
         ),
         Hook(
+            "disaggregation.common.conn.CommonKVManager._connect",
+            "transfer_faults:around_connect_to_decode",
+            "around",
+            "send one message at a time: several threads share a socket; and outlive a decode server",
+        ),
+        Hook(
             "layers.attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_extend",
             "cpu_extend:around_extend",
             "around",
@@ -199,5 +243,6 @@ HOOKS: dict[str, tuple[Hook, ...]] = {
         ),
         _BATCH_REGISTER,
         _ON_IDLE,
+        _SHUTDOWN,
     ),
 }

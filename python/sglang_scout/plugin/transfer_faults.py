@@ -1,0 +1,96 @@
+"""The hook functions for transfers that fail and servers of a pair that are gone; ``hooks.py`` says where.
+
+On the decode server SGLang's PUSH sockets to a prefill server do not reconnect, and one that has lost its peer blocks
+in ``send``, for ever. It is the scheduler's thread that sends; it holds the socket's lock meanwhile, for which the
+thread that would find out by heartbeats waits.
+
+On the prefill server several threads send through one socket. Parts of two messages then make one: an answer to an
+abort swallows the word that a transfer has ended, and the other request waits for ever, or the thread of the decode
+server that reads them ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import zmq
+from sglang.srt.disaggregation.base import KVPoll
+
+logger = logging.getLogger(__name__)
+
+_PROBE_S = 2.0
+HOLD_S = 2.0
+"""Longer than the prefill server writes to a request's pages after it has heard of its end: one chunk of a prompt."""
+
+
+def around_connect(
+    original: Callable[..., Any], receiver: Any, endpoint: str, is_ipv6: bool = False
+) -> Any:
+    """A socket that can be sent to: another one where the peer of the last is gone.
+
+    A new one takes messages before it is connected. Without a peer they are lost; heartbeats fail the requests.
+    """
+    connected = original(receiver, endpoint, is_ipv6)
+    sock, lock = connected
+    with lock:
+        if sock.poll(0, zmq.POLLOUT):
+            return connected
+    receiver.disconnect_endpoint(endpoint)
+    return original(receiver, endpoint, is_ipv6)
+
+
+def after_heartbeat_success(_: None, manager: Any, address: str) -> None:
+    """The bootstrap server at ``address`` answers. If nothing listens where the scheduler behind it did, another one
+    has taken its place since the last heartbeat, or will: forget the one that was, and fail what waits for it."""
+    with manager.connection_lock:
+        known = [
+            (info["rank_ip"], info["rank_port"])
+            for key, infos in manager.connection_pool.items()
+            if key.startswith(f"{address}_")
+            for info in infos
+        ]
+    for place in known:
+        try:
+            socket.create_connection(place, _PROBE_S).close()
+        except ConnectionRefusedError:
+            manager._handle_node_failure(address)
+            return
+        except OSError:  # slow, or no descriptor left: not a sign that it is gone
+            pass
+
+
+def around_poll(original: Callable[[Any], int], receiver: Any) -> int:
+    """Keep the pages of a transfer that failed, or whose client has left, for ``HOLD_S``.
+
+    SGLang frees them at once, and another request may have them while the prefill server still writes.
+    """
+    status = original(receiver)
+    if status != KVPoll.Failed or receiver.init_time is None:  # it has not been told of any page
+        return status
+    failed_s = vars(receiver).setdefault("kv_offload_failed_s", time.monotonic())
+    return status if time.monotonic() - failed_s >= HOLD_S else KVPoll.Transferring
+
+
+class Sender:
+    """A socket to a decode server, for several threads. What cannot be sent is for one that is gone: an exception
+    would end the thread, and with it the transfers to all others."""
+
+    def __init__(self, sock: zmq.Socket[bytes], lock: Any) -> None:
+        self._sock, self._lock = sock, lock
+
+    def send_multipart(self, parts: Sequence[bytes]) -> None:
+        try:
+            with self._lock:
+                self._sock.send_multipart(parts)
+        except zmq.ZMQError as error:
+            logger.error("--kv-offload: a message to a decode server is lost: %s", error)
+
+
+def around_connect_to_decode(
+    original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any
+) -> Sender:
+    return Sender(original(manager, *args, **kwargs), manager._socket_lock)

@@ -1,0 +1,219 @@
+"""Input that is wrong, huge or too much at once, to both servers and the router: each gets an HTTP error or an answer,
+and the same processes serve the next request."""
+
+import asyncio
+import http.client
+import json
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from urllib.parse import urlsplit
+
+import pytest
+
+from harness import PDCluster, assert_same_tokens, random_prompts, scheduler_pid, wait_until
+from servers.pd_cluster import HOST, flags
+
+JSON = "application/json"
+ANSWER_S = 20
+"""The longest that one request may take, on a busy machine."""
+CONTEXT = 32768  # of the tiny model
+IDS = [5, 6, 7, 8]
+
+
+def body(sampling=None, **fields):
+    sampling = {"temperature": 0, "max_new_tokens": 4, **(sampling or {})}
+    return {"sampling_params": sampling, **fields}
+
+
+def sampling(**values):
+    return body(values, input_ids=IDS)
+
+
+# What makes no sense, and a status of 400 or more is expected.
+REFUSED = {
+    "ids: strings": body(input_ids=["a", "b"]),
+    "ids: floats": body(input_ids=[1.5, 2.5]),
+    "ids: a float among them": body(input_ids=[1, 2.5]),
+    "ids: null among them": body(input_ids=[1, None]),
+    "ids: a list among them": body(input_ids=[1, [2]]),
+    "ids: lists of lists": body(input_ids=[[[1]]]),
+    "ids: a number": body(input_ids=5),
+    "ids: an object": body(input_ids={"a": 1}),
+    "ids: larger than 64 bits": body(input_ids=[2**70]),
+    "ids: outside the vocabulary": body(input_ids=[10**6]),
+    "ids: negative in a batch": body(input_ids=[[1, 2], [-3]]),
+    "ids: none": body(input_ids=[]),
+    "ids: none in a batch": body(input_ids=[[]]),
+    "ids: past the context": body(input_ids=[5] * CONTEXT),
+    "text: none": body(text=""),
+    "text: a number": body(text=5),
+    "no prompt": {},
+    "max_new_tokens: negative": sampling(max_new_tokens=-5),
+    "max_new_tokens: past the context": sampling(max_new_tokens=10**12),
+    "max_new_tokens: a string": sampling(max_new_tokens="4"),
+    "max_new_tokens: a fraction": sampling(max_new_tokens=2.5),
+    "temperature: negative": sampling(temperature=-1),
+    "temperature: infinite": sampling(temperature=float("inf")),
+    "temperature: not a number": sampling(temperature=float("nan")),
+    "temperature: a string": sampling(temperature="hot"),
+    "top_p: 2": sampling(top_p=2),
+    "top_k: 2 to the 40": sampling(top_k=2**40, temperature=1),
+    "top_k: a string": sampling(top_k="a"),
+    "min_p: 9": sampling(min_p=9),
+    "frequency_penalty: 99": sampling(frequency_penalty=99),
+    "repetition_penalty: 0": sampling(repetition_penalty=0),
+    "stop: a number": sampling(stop=5),
+    "stop_token_ids: strings": sampling(stop_token_ids=["a"]),
+    "min_new_tokens: more than max_new_tokens": sampling(min_new_tokens=100),
+    "logit_bias: outside the vocabulary": sampling(logit_bias={"999999": 5.0}),
+    "sampling_seed: larger than 64 bits": sampling(sampling_seed=2**80, temperature=1),
+    "n: 3": sampling(n=3),
+    "n: a billion": sampling(n=10**9),
+    "session_params: of no session": body(input_ids=IDS, session_params={"id": "none"}),
+    "top_logprobs_num: 129": body(input_ids=IDS, return_logprob=True, top_logprobs_num=129),
+    "sampling_params: an unknown one": sampling(foo=1),
+    "sampling_params: a string": {"input_ids": IDS, "sampling_params": "x"},
+    "JSON: broken": b'{"input_ids": [5',
+    "JSON: nothing": b"",
+    "JSON: a list": b"[]",
+    "JSON: not UTF-8": b"\xff\xfe\x00",
+    "JSON: deeply nested": b"[" * 100000,
+}
+# Refused by the decode server alone: the prefill server answers with its one token.
+REFUSED_BY_ONE = {
+    "regex: broken": sampling(regex="((("),
+    "json_schema: broken": sampling(json_schema="{bad"),
+}
+# What has an answer, if a short one.
+ANSWERED = {
+    "max_new_tokens: 0": sampling(max_new_tokens=0),
+    "temperature: tiny": sampling(temperature=1e-300),
+    "temperature: huge": sampling(temperature=1e30),
+    "ids: truth values": body(input_ids=[True, False]),
+    "stop_token_ids: outside the vocabulary": sampling(stop_token_ids=[10**12, -4]),
+}
+
+
+@pytest.fixture(scope="module")
+def servers(tiny_model):
+    with PDCluster(
+        tiny_model("qwen3"),
+        server_args=flags(kv_offload="scout", kv_offload_budget=128),
+        max_running_requests=16,
+        max_total_tokens=49152,
+    ) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def before(servers):
+    """The processes, and a prompt with its answer."""
+    processes = {name: scheduler_pid(servers, name) for name in servers.servers}
+    prompts = random_prompts([300])
+    return processes, prompts, servers.generate(prompts, max_new_tokens=8)
+
+
+@pytest.fixture
+def served_after(servers, before):
+    """Fails when another process serves the next request than at the start, or another answer comes."""
+    processes, prompts, expected = before
+    yield
+    assert_same_tokens(expected, servers.generate(prompts, max_new_tokens=8))
+    assert {name: scheduler_pid(servers, name) for name in servers.servers} == processes
+    wait_until("pages are free", lambda: servers.kv_offload()["host_pages_used"] == 0, 10)
+
+
+def post(url, data, content_type=JSON, timeout_s=ANSWER_S):
+    """Status and the beginning of the answer."""
+    parts = urlsplit(url)
+    connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=timeout_s)
+    try:
+        connection.request("POST", "/generate", data, {"Content-Type": content_type})
+        response = connection.getresponse()
+        return response.status, response.read()[:300]
+    finally:
+        connection.close()
+
+
+def post_to_pair(servers, data):
+    """The same request to both servers, as the router would. Returns both statuses."""
+
+    def one(name):
+        return post(servers.server_url(name), meeting)[0]
+
+    meeting = data
+    if isinstance(data, dict):
+        many = isinstance(data.get("input_ids"), list) and any(
+            isinstance(ids, list) for ids in data["input_ids"]
+        )
+        of_one = {
+            "bootstrap_host": HOST,
+            "bootstrap_port": servers.bootstrap_port,
+            "bootstrap_room": uuid.uuid4().int >> 65,
+        }
+        meeting = json.dumps(data | {k: [v] * 2 if many else v for k, v in of_one.items()})
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(one, ("prefill", "decode")))
+
+
+def encoded(data):
+    return data if isinstance(data, bytes) else json.dumps(data)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_makes_no_sense_is_refused(servers, served_after, case):
+    statuses = post_to_pair(servers, REFUSED[case])
+    assert all(400 <= status < 600 for status in statuses), statuses
+    # SGLang's router leaves out what it does not know, so that there may be an answer.
+    assert 200 <= post(servers.url, encoded(REFUSED[case]))[0] < 600
+
+
+@pytest.mark.parametrize("case", REFUSED_BY_ONE)
+def test_a_grammar_that_does_not_compile_is_refused(servers, served_after, case):
+    assert post_to_pair(servers, REFUSED_BY_ONE[case])[1] == 400
+    assert 400 <= post(servers.url, encoded(REFUSED_BY_ONE[case]))[0] < 600
+
+
+@pytest.mark.parametrize("case", ANSWERED)
+def test_what_is_odd_is_answered(servers, served_after, case):
+    assert post_to_pair(servers, ANSWERED[case]) == [200, 200]
+
+
+@pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", ""])
+def test_another_content_type_is_refused(servers, served_after, content_type):
+    for url in (*map(servers.server_url, servers.servers), servers.url):
+        status, _ = post(url, json.dumps(sampling()), content_type)
+        assert 400 <= status < 500
+
+
+def test_a_body_of_100_megabytes_is_refused(servers, served_after):
+    data = json.dumps(body(input_ids=[5] * 34_000_000))
+    assert len(data) > 10**8
+    for url in (*map(servers.server_url, servers.servers), servers.url):
+        status, _ = post(url, data, timeout_s=60)
+        assert 400 <= status < 500
+
+
+async def _crowd(url, size):
+    parts, data = urlsplit(url), json.dumps(sampling(max_new_tokens=2)).encode()
+    head = (
+        f"POST /generate HTTP/1.1\r\nHost: {HOST}\r\nContent-Type: {JSON}\r\nConnection: close\r\n"
+    )
+    request = f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
+
+    async def one():
+        reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+        try:
+            writer.write(request)
+            return int((await reader.read()).split(b" ", 2)[1])
+        finally:
+            writer.close()
+
+    return await asyncio.wait_for(asyncio.gather(*(one() for _ in range(size))), 500)
+
+
+@pytest.mark.slow
+def test_2000_clients_at_once(servers, served_after):
+    statuses = asyncio.run(_crowd(servers.url, 2000))
+    assert len(statuses) == 2000
+    assert statuses.count(200) >= 1000, {status: statuses.count(status) for status in statuses}
