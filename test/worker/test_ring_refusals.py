@@ -139,6 +139,15 @@ def test_an_answer_that_is_no_number_is_computed_by_the_caller(
     np.testing.assert_allclose(out, oracle(arena, 0, *request)[0], **TOLERANCE)
 
 
+def test_a_worker_that_begins_at_a_damaged_head_serves(make_arena, make_ring, make_request):
+    arena = make_arena()
+    ring = make_ring(arena)
+    RingView(arena).control["head"] = 1 << 38
+    ring.live()
+    request = make_request(arena.spec, 3, 2, full=True)
+    assert ring.wait(ring.post(0, 0, *request), 0, 0, 3, timeout_us=2_000_000)[2] == 0
+
+
 def test_a_busy_slot_is_not_filled_again(make_arena, make_ring, make_request, oracle):
     arena = make_arena()
     ring = make_ring(arena)
