@@ -18,6 +18,7 @@ import pytest
 from sglang_scout.worker import process as process_module
 from sglang_scout.worker.client import WorkerClient, WorkerConfig
 from sglang_scout.worker.process import WorkerProcess
+from sglang_scout.worker.ring import HEADER_DTYPE
 
 TOLERANCE = {"atol": 3e-4, "rtol": 3e-4}  # fp32 sums over 200,000 tokens against float64
 
@@ -196,6 +197,14 @@ def test_failed_starts_are_tried_again(buffers, make_arena, make_request, cpu, u
             ticket = client.post(0, 0, *make_request(arena.spec, 4, 1, full=True))
             assert client.wait(ticket, out, lse).fallback_pages == 32
         until(lambda: client.ready, "a worker that starts")
+
+
+def test_a_damaged_header_costs_no_worker(make_arena, cpu, until):
+    arena = make_arena()
+    with WorkerClient(arena, [cpu]) as client:
+        arena._mapped()[: HEADER_DTYPE.itemsize] = 0xFF
+        os.kill(client.snapshot().pid, signal.SIGKILL)
+        until(lambda: client.snapshot().restarts == 1 and client.ready, "the next worker")
 
 
 PARENT = """

@@ -141,6 +141,10 @@ class Arena:
         begin = s.num_pages * s.page_bytes
         return self._plane(layer, which, begin, (s.context_pages, s.page_size, s.head_dim))
 
+    def restore_header(self) -> None:
+        """Writes the header again, which whoever attaches reads first; every holder can write to it."""
+        write_header(self._mapped(), self.spec)
+
     def close(self) -> None:
         """Closes the file and gives up the mapping; idempotent.
 

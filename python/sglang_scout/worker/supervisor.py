@@ -135,6 +135,7 @@ class Supervisor:
     def _run_process(self) -> float | None:
         """One worker from start to death. Returns for how long it was ready, None if it never was."""
         epoch = self._producer.next_epoch()
+        self._arena.restore_header()
         try:
             process = WorkerProcess(epoch, self._arena.fd, self._log)
         except WorkerError as e:
