@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -205,6 +207,16 @@ def test_a_damaged_header_costs_no_worker(make_arena, cpu, until):
         arena._mapped()[: HEADER_DTYPE.itemsize] = 0xFF
         os.kill(client.snapshot().pid, signal.SIGKILL)
         until(lambda: client.snapshot().restarts == 1 and client.ready, "the next worker")
+
+
+def test_what_a_worker_drops_is_counted(make_arena, cpu, until):
+    with WorkerClient(make_arena(), [cpu]) as client:
+        for fd in map(int, os.listdir("/proc/self/fd")):
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as ours:
+                if ours.type == socket.SOCK_SEQPACKET:
+                    ours.send(b"no message")
+        until(lambda: client.snapshot().refused_messages == 1, "the worker's count")
+        assert client.snapshot().restarts == 0
 
 
 PARENT = """
