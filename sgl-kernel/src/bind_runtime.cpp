@@ -61,7 +61,7 @@ nb::dict totals(const Producer& self) {
   d["items"] = sum.items;
   d["pages"] = sum.pages;
   d["busy_us"] = sum.busy_ns / 1000;
-  d["refused"] = sum.refused;
+  d["refused"] = static_cast<int64_t>(sum.refused) + self.refused_answers();
   d["stale"] = sum.stale;
   d["records"] = sum.records;
   d["remote_pages"] = sum.remote_pages;

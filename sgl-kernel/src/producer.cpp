@@ -17,6 +17,19 @@ namespace {
                               std::to_string(lo) + ".." + std::to_string(hi));
 }
 
+// Whether attention can have had this result: nothing is infinite or no number, but for the lse of
+// a row without pages, -inf.
+bool is_sound(const float* out, uint64_t values, const float* lse, uint64_t heads) {
+  constexpr uint32_t kNotFinite = 0x7f800000u;
+  uint32_t bad = 0, bits;
+  for (uint64_t i = 0; i < values; ++i) {
+    std::memcpy(&bits, out + i, sizeof bits);
+    bad |= (bits & kNotFinite) == kNotFinite;
+  }
+  for (uint64_t i = 0; i < heads; ++i) bad |= !(lse[i] < INFINITY);
+  return bad == 0;
+}
+
 }  // namespace
 
 Producer::Producer(void* base, uint64_t bytes) {
@@ -138,9 +151,11 @@ Producer::Reply Producer::wait(uint64_t ticket, uint32_t layer, uint64_t step, i
     reply.waited_us = (now_ns() - begin_ns) / 1000;
     if (answered) {
       SCOUT_POINT(kAnswered, index);
-      std::memcpy(out, ring_.out(index, 0), slot.rows * q_floats * sizeof(float));
-      std::memcpy(lse, ring_.lse(index, 0), uint64_t{slot.rows} * h.row_heads * sizeof(float));
-      return reply;
+      const uint64_t values = slot.rows * q_floats, heads = uint64_t{slot.rows} * h.row_heads;
+      std::memcpy(out, ring_.out(index, 0), values * sizeof(float));
+      std::memcpy(lse, ring_.lse(index, 0), heads * sizeof(float));
+      if (is_sound(out, values, lse, heads)) return reply;
+      add_own<int64_t>(&refused_answers_, 1);
     }
     // No worker can write a record, so q is still there; the ids are checked copies.
     compute(layer, slot, ring_.q(index, 0), out, lse);

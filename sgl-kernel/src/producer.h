@@ -55,6 +55,7 @@ class Producer {
   int64_t fallback_pages() const { return load_relaxed(&fallback_pages_); }
   int64_t local_tickets() const { return load_relaxed(&local_tickets_); }
   int64_t late_tickets() const { return load_relaxed(&late_tickets_); }
+  int64_t refused_answers() const { return load_relaxed(&refused_answers_); }
 
  private:
   enum class Kind { kEmpty, kLocal, kPosted };
@@ -91,6 +92,7 @@ class Producer {
   int64_t fallback_pages_ = 0;
   int64_t local_tickets_ = 0;
   int64_t late_tickets_ = 0;             // deadlines that passed while the worker was alive
+  int64_t refused_answers_ = 0;          // that no attention can have had
   std::atomic<uint32_t> last_epoch_{0};  // ever given to a worker
   std::atomic<uint32_t> live_epoch_{0};
 };

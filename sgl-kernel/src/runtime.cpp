@@ -154,8 +154,9 @@ void Runtime::run(Thread& me, uint32_t index) {
     const uint64_t head = load_acquire(&control->head);
     if (head != cursor) {
       // Only a damaged word can say that the head went back. What this worker has got is looked at
-      // again: a record that was served cannot be claimed a second time.
-      if (head < cursor) cursor = head < first_post_ ? head : first_post_;
+      // again, all of it if the head was damaged when it began: a record that was served cannot be
+      // claimed a second time.
+      if (head < cursor) cursor = head < first_post_ ? 0 : first_post_;
       if (cursor < first_post_ && first_post_ <= head) cursor = first_post_;
       if (head - cursor > log_entries) cursor = head - log_entries;  // see ring.h
       while (cursor != head && !stopping_.load(std::memory_order_relaxed))

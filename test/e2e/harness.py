@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import time
@@ -154,3 +155,37 @@ class ProcessUsage:
             rss_bytes=int(status["VmRSS"].split()[0]) * 1024,
             threads=int(status["Threads"]),
         )
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """What a cluster holds right now: its processes, the shared memory that they map, and what the decode server's
+    scheduler has."""
+
+    processes: int
+    shared_objects: int
+    scheduler: ProcessUsage
+
+    @classmethod
+    def of(cls, cluster: PDCluster) -> Holdings:
+        pids = cluster.processes()
+        mapped: set[tuple[str, str]] = set()
+        for pid in pids:
+            with contextlib.suppress(OSError):  # it has ended
+                for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+                    words = line.split(maxsplit=5)
+                    if words[-1].startswith(("/memfd:", "/dev/shm/")):
+                        mapped.add((words[3], words[4]))  # device and inode
+        return cls(len(pids), len(mapped), ProcessUsage.of(scheduler_pid(cluster)))
+
+    def beyond(self, before: Holdings, open_files: int = 4) -> list[str]:
+        """What is more than ``before`` and what allocators and pools may take, a line each."""
+        now, was = self.scheduler, before.scheduler
+        rows = (
+            ("processes", self.processes, before.processes),
+            ("shared objects", self.shared_objects, before.shared_objects),
+            ("open files", now.open_files, was.open_files + open_files),
+            ("threads", now.threads, was.threads + 8),
+            ("MiB", now.rss_bytes >> 20, (was.rss_bytes >> 20) + 200),
+        )
+        return [f"{what}: {n}, at most {most}" for what, n, most in rows if n > most]

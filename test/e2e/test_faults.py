@@ -1,11 +1,9 @@
-"""One pair of servers through everything that can befall it: load, aborts, a dead and a silent worker, the end."""
+"""One pair of servers through load, aborts, refused requests and the end. Of the worker: test_worker_faults.py."""
 
-import dataclasses
 import json
 import os
 import random
 import signal
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -14,7 +12,6 @@ from harness import (
     PDCluster,
     ProcessUsage,
     abort_after,
-    assert_same_tokens,
     random_prompts,
     scheduler_pid,
     wait_until,
@@ -94,57 +91,6 @@ def test_a_hundred_requests_with_aborts_leave_nothing(servers):
     state = servers.kv_offload()
     assert state["resident_pages"] == 0
     assert state["cpu_pages"] > 0 and state["worker"]["refused"] == 0
-
-
-def _while_decoding(servers, prompts, disturb):
-    """Run the prompts and call ``disturb`` when they are all decoding."""
-    steps = servers.kv_offload()["steps"]
-    answers = []
-
-    def run():
-        answers.extend(servers.generate(prompts, max_new_tokens=100))
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    wait_until("decoding", lambda: servers.kv_offload()["steps"] > steps + 15, 120)
-    disturb()
-    thread.join(300)
-    assert not thread.is_alive(), "a request hangs"
-    return answers
-
-
-@pytest.fixture(scope="module")
-def undisturbed(servers):
-    """Prompts, and their answers while the worker lives."""
-    prompts = random_prompts([1500, 1300, 1100, 900], seed=31)
-    return prompts, servers.generate(prompts, max_new_tokens=100)
-
-
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_lost_worker_costs_no_request_and_no_token(servers, undisturbed, how):
-    prompts, expected = undisturbed
-    before = servers.kv_offload()
-
-    def disturb():
-        pid = servers.kv_offload()["worker"]["pid"]
-        os.kill(pid, how)
-        wait_until("the loss is noticed", lambda: servers.kv_offload()["worker"]["pid"] != pid, 30)
-
-    answers = _while_decoding(servers, prompts, disturb)
-    assert_same_tokens(expected, answers)
-    wait_until("a new worker", lambda: servers.kv_offload()["worker"]["state"] == "ready", 60)
-    state = servers.kv_offload()
-    assert state["worker"]["restarts"] > before["worker"]["restarts"]
-    assert state["fallback_pages"] > before["fallback_pages"]
-    cause = "was killed by SIGKILL" if how == signal.SIGKILL else "was silent for"
-    assert cause in state["worker"]["last_error"]
-    again = servers.generate(prompts, max_new_tokens=20)
-    assert_same_tokens(
-        [dataclasses.replace(e, output_ids=e.output_ids[:20]) for e in expected], again
-    )
-    after = servers.kv_offload()
-    fallen = after["fallback_pages"] - state["fallback_pages"]
-    assert fallen <= 0.2 * (after["cpu_pages"] - state["cpu_pages"]), "the new worker serves"
 
 
 def test_killing_the_scheduler_leaves_no_process(servers):

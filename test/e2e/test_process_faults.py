@@ -21,7 +21,7 @@ from harness import (
     scheduler_pid,
     wait_until,
 )
-from load import InFlight, ask, assert_right
+from in_flight import InFlight, ask, assert_right
 from servers.pd_cluster import flags
 from servers.sglang_http import generate_payload, http_json
 

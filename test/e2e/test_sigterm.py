@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from harness import PDCluster, random_prompts, scheduler_pid, wait_until
-from load import InFlight, ask, assert_right
+from in_flight import InFlight, ask, assert_right
 from servers.pd_cluster import flags
 from servers.sglang_http import http_json
 

@@ -18,6 +18,7 @@ _native = pytest.importorskip("sglang_scout._native")
 import ring_cases  # noqa: E402  (needs the native module)
 from ring_cases import (  # noqa: E402
     DEVICE,
+    HQ,
     KINDS,
     LAYERS,
     exchange,
@@ -214,6 +215,25 @@ def test_only_a_good_answer_to_this_very_record_counts(arena, status):
     ring.begin_step(4)
     ring.post(1, q, pages, n_pages)  # answered, also if refused: the slot is free again
     assert ring.errors() == []
+
+
+@pytest.mark.parametrize("what", ["out", "lse"])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_an_answer_that_is_no_number_is_an_error(arena, what, value):
+    ring = ring_of(arena)
+    ring.set_epoch(1)
+    ring.begin_step(1)
+    ring.post(0, *request(0))
+    settle()
+    view = RingView(arena)
+    slot = view.slot(0, 1)
+    out_there, lse_there = view.reply_data(slot)
+    out_there[:], lse_there[:] = 1.0, 1.0
+    (out_there if what == "out" else lse_there)[0, HQ - 1] = value
+    view.reply(slot)["done"] = int(view.record(slot)["seq"])
+    ring.merge(0, *state(0))
+    settle()
+    assert ring.faults() == ring.errors() == ["an answer is no number"]
 
 
 @pytest.mark.parametrize(

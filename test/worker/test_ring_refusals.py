@@ -119,6 +119,35 @@ def test_a_damaged_record_is_computed_by_the_caller(make_arena, make_ring, make_
     np.testing.assert_allclose(out, oracle(arena, 0, *request)[0], **TOLERANCE)
 
 
+@pytest.mark.parametrize(("what", "value"), [(0, np.nan), (0, np.inf), (1, np.nan), (1, np.inf)])
+def test_an_answer_that_is_no_number_is_computed_by_the_caller(
+    make_arena, make_ring, make_request, oracle, what, value
+):
+    arena = make_arena()
+    ring = make_ring(arena)
+    ring.producer.set_live_epoch(
+        ring.producer.next_epoch()
+    )  # alive, but the answer is written here
+    request, view = make_request(arena.spec, 3, 2, full=True), RingView(arena)
+    ticket = ring.post(0, 0, *request)
+    answer = view.reply_data(0)
+    answer[0][:], answer[1][:] = 1.0, 0.0
+    answer[what][2, -1] = value
+    view.reply(0)["done"] = view.record(0)["seq"]
+    out, _, fallback = ring.wait(ticket, 0, 0, 3)
+    assert fallback == 3 * arena.spec.max_pages and ring.producer.totals()["refused"] == 1
+    np.testing.assert_allclose(out, oracle(arena, 0, *request)[0], **TOLERANCE)
+
+
+def test_a_worker_that_begins_at_a_damaged_head_serves(make_arena, make_ring, make_request):
+    arena = make_arena()
+    ring = make_ring(arena)
+    RingView(arena).control["head"] = 1 << 38
+    ring.live()
+    request = make_request(arena.spec, 3, 2, full=True)
+    assert ring.wait(ring.post(0, 0, *request), 0, 0, 3, timeout_us=2_000_000)[2] == 0
+
+
 def test_a_busy_slot_is_not_filled_again(make_arena, make_ring, make_request, oracle):
     arena = make_arena()
     ring = make_ring(arena)

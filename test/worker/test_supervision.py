@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,6 +20,7 @@ import pytest
 from sglang_scout.worker import process as process_module
 from sglang_scout.worker.client import WorkerClient, WorkerConfig
 from sglang_scout.worker.process import WorkerProcess
+from sglang_scout.worker.ring import HEADER_DTYPE
 
 TOLERANCE = {"atol": 3e-4, "rtol": 3e-4}  # fp32 sums over 200,000 tokens against float64
 
@@ -196,6 +199,24 @@ def test_failed_starts_are_tried_again(buffers, make_arena, make_request, cpu, u
             ticket = client.post(0, 0, *make_request(arena.spec, 4, 1, full=True))
             assert client.wait(ticket, out, lse).fallback_pages == 32
         until(lambda: client.ready, "a worker that starts")
+
+
+def test_a_damaged_header_costs_no_worker(make_arena, cpu, until):
+    arena = make_arena()
+    with WorkerClient(arena, [cpu]) as client:
+        arena._mapped()[: HEADER_DTYPE.itemsize] = 0xFF
+        os.kill(client.snapshot().pid, signal.SIGKILL)
+        until(lambda: client.snapshot().restarts == 1 and client.ready, "the next worker")
+
+
+def test_what_a_worker_drops_is_counted(make_arena, cpu, until):
+    with WorkerClient(make_arena(), [cpu]) as client:
+        for fd in map(int, os.listdir("/proc/self/fd")):
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as ours:
+                if ours.type == socket.SOCK_SEQPACKET:
+                    ours.send(b"no message")
+        until(lambda: client.snapshot().refused_messages == 1, "the worker's count")
+        assert client.snapshot().restarts == 0
 
 
 PARENT = """

@@ -15,7 +15,12 @@ from sglang_scout.core.split import Split
 
 from . import triton
 
-ERRORS = {1: "no answer in time", 2: "the worker refused a record", 4: "a slot was not answered"}
+ERRORS = {
+    1: "no answer in time",
+    2: "the worker refused a record",
+    4: "a slot was not answered",
+    8: "an answer is no number",
+}
 
 ONE_THREAD = Split()
 

@@ -66,8 +66,8 @@ _TOTALS = (
     "raised_thresholds", "verify_checks", "verify_max_rel_error", "verify_unequal_selections",
 )  # fmt: skip
 _OF_WORKER = (
-    "pid", "state", "restarts", "cpus", "cpu_nodes", "pages", "remote_pages", "refused", "local_tickets",
-    "late_tickets", "last_error",
+    "pid", "state", "restarts", "cpus", "cpu_nodes", "pages", "remote_pages", "refused", "refused_messages",
+    "local_tickets", "late_tickets", "last_error",
 )  # fmt: skip
 
 

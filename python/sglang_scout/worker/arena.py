@@ -152,6 +152,10 @@ class Arena:
         words = self.bytes_at(at.checksums_offset, 8 * s.num_layers * s.num_pages * s.checksums)
         return words.view(np.uint64).reshape(s.num_layers, -1)
 
+    def restore_header(self) -> None:
+        """Writes the header again, which whoever attaches reads first; every holder can write to it."""
+        write_header(self._mapped(), self.spec)
+
     def close(self) -> None:
         """Closes the file and gives up the mapping; idempotent.
 

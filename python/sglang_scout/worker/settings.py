@@ -65,7 +65,8 @@ class WorkerStatus:
         items: (sequence, part) items computed by workers.
         pages: pages attended by workers.
         remote_pages: of these, pages of another node than the thread's.
-        refused: records that a worker refused because a field was out of range.
+        refused: records that a worker refused because a field was out of range, and answers that the
+            caller did because they had infinities or no numbers.
         busy_us: time that worker threads spent computing, summed.
         stale: records of another epoch that a worker met and did not serve.
         fallback_pages: pages that the caller computed instead.

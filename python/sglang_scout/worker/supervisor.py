@@ -135,6 +135,7 @@ class Supervisor:
     def _run_process(self) -> float | None:
         """One worker from start to death. Returns for how long it was ready, None if it never was."""
         epoch = self._producer.next_epoch()
+        self._arena.restore_header()
         try:
             process = WorkerProcess(epoch, self._arena.fd, self._log)
         except WorkerError as e:
@@ -167,7 +168,6 @@ class Supervisor:
         while not self._stopping.is_set():
             received, ended = process.wait(tick_s, self._wake_fd)
             self._clear_wake()
-            self.refused_messages = refused_before + process.refused_messages
             now_s = time.monotonic()
             # If this thread itself was kept from running, that is no silence of the worker's: its
             # messages have been read above, and a long gap counts as two ticks.
@@ -186,6 +186,8 @@ class Supervisor:
                     return f"worker {process.pid} failed: {message.error}"
                 else:
                     self._answer(process, message)
+            refused = process.refused_messages + last.refused_messages
+            self.refused_messages = refused_before + refused
             if ended:
                 return process.exit_text()
             if self._ready_s is None:

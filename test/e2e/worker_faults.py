@@ -1,0 +1,333 @@
+"""What can befall the worker of a running decode server, done to it from outside as any process of the same user can.
+
+Signals, its control socket, and the words of the ring in the memory that it shares with the server. Damage to a record
+is done while the worker is stopped, so that it meets a record that is posted and has no answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import msgspec
+import numpy as np
+
+from harness import PDCluster, scheduler_pid, wait_until
+from ring_view import CLOSED_ITEM, RingView
+from sglang_scout.worker import messages as m
+from sglang_scout.worker.arena import MEMFD_NAME, Arena
+
+_PIDFD_GETFD = 438  # of Linux 5.6, on every architecture
+_POST_BITS, _EPOCH_SHIFT = (1 << 40) - 1, 40
+_PAUSE_S = 0.3  # of a slow worker; silence ends it after 0.8 s
+
+
+def _duplicate(pid: int, fd: int) -> int:
+    """Another process's descriptor as one of this process. Raises OSError."""
+    pidfd = os.pidfd_open(pid)
+    try:
+        own = ctypes.CDLL(None, use_errno=True).syscall(_PIDFD_GETFD, pidfd, fd, 0)
+    finally:
+        os.close(pidfd)
+    if own < 0:
+        raise OSError(ctypes.get_errno(), f"pidfd_getfd of {fd} of process {pid}")
+    return own
+
+
+def _descriptors(pid: int, link: str) -> list[int]:
+    """Descriptors of a process whose link in /proc begins with ``link``."""
+    found = []
+    for entry in os.scandir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            if os.readlink(entry.path).startswith(link):
+                found.append(int(entry.name))
+    return found
+
+
+class Victim:
+    """The worker of a cluster's decode server; close it before the cluster is stopped."""
+
+    def __init__(self, servers: PDCluster) -> None:
+        self._servers = servers
+        self.server_pid = scheduler_pid(servers)
+        own = _duplicate(self.server_pid, _descriptors(self.server_pid, f"/memfd:{MEMFD_NAME}")[0])
+        self.arena = Arena.attach(own)
+        os.close(own)
+        self.ring = RingView(self.arena)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self.arena.close()
+
+    def state(self) -> dict:
+        return self._servers.kv_offload()["worker"]
+
+    def pid(self) -> int:
+        """Of a worker that serves."""
+        while (state := self.state())["state"] != "ready" or state["pid"] is None:
+            time.sleep(0.05)
+        return state["pid"]
+
+    def await_next(self, pid: int) -> None:
+        """Until the worker after ``pid`` serves."""
+        wait_until("the next worker", lambda: self.pid() != pid, 60)
+
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[tuple[int, int]]:
+        """Its pid, and the slot of a record that it was stopped before; it goes on afterwards. The server waits for
+        this record, so do not ask it anything meanwhile. Raises TimeoutError when the worker gets no work."""
+        for _ in range(30):
+            pid = self.pid()
+            os.kill(pid, signal.SIGSTOP)
+            epoch = self.number(pid, "--epoch")
+            deadline = time.monotonic() + _PAUSE_S
+            while time.monotonic() < deadline:
+                if (slot := self.open_slot(epoch)) is not None:
+                    try:
+                        yield pid, slot
+                    finally:
+                        with contextlib.suppress(ProcessLookupError):
+                            os.kill(pid, signal.SIGCONT)
+                    return
+            os.kill(pid, signal.SIGCONT)
+            time.sleep(_PAUSE_S)
+        raise TimeoutError("no record was posted")
+
+    def open_slot(self, epoch: int) -> int | None:
+        """Of a record that the worker of an epoch can serve and has not answered."""
+        ring, head = self.ring, int(self.ring.control["head"])
+        for slot in range(2 * self.arena.spec.num_layers):
+            seq = int(ring.record(slot)["seq"])
+            if seq >> _EPOCH_SHIFT != epoch or seq & _POST_BITS > head:
+                continue
+            if int(ring.record(slot)["claim"][0]) & CLOSED_ITEM != CLOSED_ITEM:
+                if int(ring.reply(slot)["done"]) != seq:
+                    return slot
+        return None
+
+    @staticmethod
+    def number(pid: int, flag: str) -> int:
+        """What a worker was started with."""
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        return int(words[words.index(flag.encode()) + 1])
+
+    @contextlib.contextmanager
+    def sockets(self) -> Iterator[tuple[socket.socket, socket.socket]]:
+        """The server's and the worker's end of the control socket."""
+        pid = self.pid()
+        theirs = _duplicate(pid, self.number(pid, "--control-fd"))
+        with socket.socket(fileno=theirs) as worker:
+            for fd in _descriptors(self.server_pid, "socket:"):
+                with socket.socket(fileno=_duplicate(self.server_pid, fd)) as server:
+                    kind = server.getsockopt(socket.SOL_SOCKET, socket.SO_TYPE)
+                    if (server.family, kind) == (socket.AF_UNIX, socket.SOCK_SEQPACKET):
+                        yield server, worker
+                        return
+        raise OSError("the server has no control socket")
+
+
+Strike = Callable[[Victim], None]
+
+
+def _signal(number: signal.Signals) -> Strike:
+    return lambda victim: os.kill(victim.pid(), number)
+
+
+def _bursts(victim: Victim) -> None:
+    pid = victim.pid()
+    for _ in range(6):
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(_PAUSE_S)
+        os.kill(pid, signal.SIGCONT)
+        time.sleep(_PAUSE_S / 3)
+
+
+def _killed_with_a_record(victim: Victim) -> None:
+    with victim.stopped() as (pid, _):
+        os.kill(pid, signal.SIGKILL)
+
+
+# -- control messages ----------------------------------------------------------------------------
+
+
+def _lost(victim: Victim) -> None:
+    """A heartbeat is taken away."""
+    with victim.sockets() as (server, _):
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            with contextlib.suppress(BlockingIOError):
+                if server.recv(m.MAX_MESSAGE_BYTES, socket.MSG_DONTWAIT):
+                    return
+    raise TimeoutError("no heartbeat could be taken")
+
+
+def _all_lost(victim: Victim) -> None:
+    with victim.sockets() as (server, _):
+        server.shutdown(socket.SHUT_RD)
+
+
+def _doubled(victim: Victim) -> None:
+    """All that a worker says comes twice, and what it was told too."""
+    with victim.sockets() as (server, worker):
+        pid = victim.pid()
+        hello = m.encode(
+            m.Hello(pid=pid, epoch=victim.number(pid, "--epoch"))
+        )  # answered by a second Configure
+        ready = m.encode(m.Ready(isa="again", threads=1))
+        beat = m.encode(m.Heartbeat(number=1, stats=m.Stats(items=1, pending=1)))
+        for message in (hello, ready, beat, beat):
+            worker.send(message)
+
+
+def _truncated(victim: Victim) -> None:
+    with victim.sockets() as (server, worker):
+        worker.send(m.encode(m.Heartbeat(number=2, stats=m.Stats()))[:-3])
+        server.send(m.encode(m.Stop())[:-3])
+
+
+def _strange(victim: Victim) -> None:
+    """Of another process, another version, too large, of the other direction, and none at all."""
+    with victim.sockets() as (server, worker):
+        worker.send(m.encode(m.Hello(pid=1, epoch=1)))
+        worker.send(m.encode(msgspec.structs.replace(m.Ready(isa="", threads=1), version=3)))
+        worker.send(bytes(m.MAX_MESSAGE_BYTES + 1))
+        worker.send(m.encode(m.Stop()))
+        server.send(m.encode(m.Ready(isa="", threads=1)))
+        server.send(b"\xc1" * 100)
+
+
+def _told_to_stop(victim: Victim) -> None:
+    with victim.sockets() as (server, _):
+        server.send(m.encode(m.Stop()))
+
+
+# -- the ring ------------------------------------------------------------------------------------
+
+
+def _record(**fields: int) -> Strike:
+    """Fields of a posted record's header are overwritten."""
+
+    def strike(victim: Victim) -> None:
+        with victim.stopped() as (_, slot):
+            for name, value in fields.items():
+                victim.ring.record(slot)[name] = value
+
+    return strike
+
+
+def _page_ids(victim: Victim) -> None:
+    with victim.stopped() as (_, slot):
+        _, pages, n_pages = victim.ring.record_data(slot)
+        pages[:], n_pages[:] = 1 << 30, 1 << 20
+
+
+def _claimed(victim: Victim) -> None:
+    """Nobody can take an item of a posted record."""
+    with victim.stopped() as (_, slot):
+        claim = victim.ring.record(slot)["claim"]
+        claim[0] = int(claim[0]) | CLOSED_ITEM
+
+
+def _unlogged(victim: Victim) -> None:
+    with victim.stopped():
+        victim.ring.log[:] = 0
+
+
+def _head(victim: Victim) -> None:
+    with victim.stopped():
+        victim.ring.control["head"] ^= np.uint64(1 << 38)
+
+
+def _again_and_again(damage: Callable[[RingView, int], None]) -> Strike:
+    """For a second, to every slot, as often as this process can."""
+
+    def strike(victim: Victim) -> None:
+        deadline = time.monotonic() + 1
+        slots = range(2 * victim.arena.spec.num_layers)
+        while time.monotonic() < deadline:
+            for slot in slots:
+                damage(victim.ring, slot)
+
+    return strike
+
+
+def _no_number(ring: RingView, slot: int) -> None:
+    out, lse = ring.reply_data(slot)
+    out[:, :, 0] = np.nan
+    lse[:, 0] = np.inf
+
+
+def _done(ring: RingView, slot: int) -> None:
+    ring.reply(slot)["done"] = 1 << 63
+
+
+def _status(ring: RingView, slot: int) -> None:
+    ring.reply(slot)["status"] = 7
+
+
+def _small_words(ring: RingView, slot: int) -> None:
+    """Those by which the two sides wake each other, and those that are for people."""
+    ring.control["bell"] = ring.control["sleepers"] = ring.control["epoch"] = 1 << 31
+    ring.control["trace"] = 1
+    ring.reply(slot)["waiters"] = 0
+
+
+def _header(victim: Victim) -> None:
+    """What the next worker reads first."""
+    victim.arena._mapped()[:4096] = 0xFF
+    os.kill(victim.pid(), signal.SIGKILL)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is done, and what then must be seen.
+
+    Attributes:
+        strike: does it; returns when the worker has been struck.
+        cause: part of ``last_error``; empty: the worker must not be replaced, None: it may be.
+        grows: fields of the state, or of its ``worker``, that must be larger afterwards.
+        ends_graphs: with recorded steps the server ends, before a wrong token.
+    """
+
+    strike: Strike
+    cause: str | None = ""
+    grows: tuple[str, ...] = ()
+    ends_graphs: bool = False
+
+
+COMPUTED_HERE = ("fallback_pages",)
+FAULTS = {
+    "killed": Fault(_signal(signal.SIGKILL), "was killed by SIGKILL", COMPUTED_HERE),
+    "crashed": Fault(_signal(signal.SIGSEGV), "was killed by SIGSEGV", COMPUTED_HERE),
+    "stopped": Fault(_signal(signal.SIGSTOP), "was silent for", COMPUTED_HERE),
+    "slow": Fault(_bursts),
+    "killed with a record": Fault(_killed_with_a_record, "was killed by SIGKILL", COMPUTED_HERE),
+    "message lost": Fault(_lost),
+    "messages doubled": Fault(_doubled),
+    "messages truncated": Fault(_truncated, grows=("refused_messages",)),
+    "strange messages": Fault(_strange, grows=("refused_messages",)),
+    "told to stop": Fault(_told_to_stop, "ended with exit code 0", COMPUTED_HERE),
+    "all messages lost": Fault(_all_lost, "was silent for", COMPUTED_HERE),
+    "page ids damaged": Fault(_page_ids, "", ("refused", *COMPUTED_HERE), True),
+    "layer damaged": Fault(_record(layer=1 << 30), "", ("refused", *COMPUTED_HERE), True),
+    "rows damaged": Fault(_record(rows=1 << 30), "", ("refused", *COMPUTED_HERE), True),
+    "epoch damaged": Fault(_record(seq=1 << 62), None, COMPUTED_HERE, True),
+    "claim damaged": Fault(_claimed, "finished nothing", COMPUTED_HERE),
+    "log damaged": Fault(_unlogged, "finished nothing", COMPUTED_HERE),
+    "head damaged": Fault(_head, "finished nothing", COMPUTED_HERE),
+    "answers are no numbers": Fault(_again_and_again(_no_number), "", COMPUTED_HERE, True),
+    "done damaged": Fault(_again_and_again(_done), None, (), True),
+    "status damaged": Fault(_again_and_again(_status), "", COMPUTED_HERE, True),
+    "small words damaged": Fault(_again_and_again(_small_words), None),
+    "header damaged": Fault(_header, "was killed by SIGKILL", COMPUTED_HERE),
+}
