@@ -111,22 +111,22 @@ void bind_layout(nb::module_& m) {
   {
     using S = scout::Header;
     structs["Header"] = dtype_of(
-        sizeof(S), {F(magic),          F(layout_version), F(header_bytes),   F(total_bytes),
-                    F(num_pages),      F(num_layers),     F(page_size),      F(num_kv_heads),
-                    F(num_q_heads),    F(head_dim),       F(dtype),          F(max_batch),
-                    F(max_pages),      F(scale),          F(logit_cap),      F(log_entries),
-                    F(stat_lines),     F(control_offset), F(stats_offset),   F(log_offset),
-                    F(records_offset), F(record_stride),  F(replies_offset), F(reply_stride),
-                    F(kv_offset),      F(layer_stride),   F(v_offset),       F(q_offset),
-                    F(pages_offset),   F(n_pages_offset), F(out_offset),     F(lse_offset),
-                    F(events_offset),  F(event_entries),  F(q_dtype),        F(num_nodes),
-                    F(stripe_pages),   F(lists),          F(row_heads),      F(context_pages),
+        sizeof(S), {F(magic),           F(layout_version), F(header_bytes),   F(total_bytes),
+                    F(num_pages),       F(num_layers),     F(page_size),      F(num_kv_heads),
+                    F(num_q_heads),     F(head_dim),       F(dtype),          F(max_batch),
+                    F(max_pages),       F(scale),          F(logit_cap),      F(log_entries),
+                    F(stat_lines),      F(control_offset), F(stats_offset),   F(log_offset),
+                    F(records_offset),  F(record_stride),  F(replies_offset), F(reply_stride),
+                    F(kv_offset),       F(layer_stride),   F(v_offset),       F(q_offset),
+                    F(pages_offset),    F(n_pages_offset), F(out_offset),     F(lse_offset),
+                    F(events_offset),   F(event_entries),  F(q_dtype),        F(num_nodes),
+                    F(stripe_pages),    F(lists),          F(row_heads),      F(context_pages),
                     F(checksums_offset)});
   }
   {
     using S = scout::Control;
-    structs["Control"] = dtype_of(sizeof(S), {F(head), F(bell), F(sleepers), F(epoch), F(trace),
-                                              F(damaged)});
+    structs["Control"] =
+        dtype_of(sizeof(S), {F(head), F(bell), F(sleepers), F(epoch), F(trace), F(damaged)});
   }
   {
     using S = scout::StatLine;
@@ -182,8 +182,8 @@ void bind_checksums(nb::module_& m) {
       [](uintptr_t address, uint64_t nbytes, uintptr_t pages, int64_t n, int threads) {
         scout::seal_pages(opened(address, nbytes), pointer<int64_t>(pages), n, threads);
       },
-      nb::arg("address"), nb::arg("nbytes"), nb::arg("pages_ptr"), nb::arg("n"),
-      nb::arg("threads"), no_gil);
+      nb::arg("address"), nb::arg("nbytes"), nb::arg("pages_ptr"), nb::arg("n"), nb::arg("threads"),
+      no_gil);
   m.def(
       "check_pages",
       [](uintptr_t address, uint64_t nbytes, uintptr_t layers, uintptr_t pages, int64_t n,

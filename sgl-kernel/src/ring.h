@@ -105,10 +105,10 @@ struct Header {
   uint32_t event_entries;  // of one thread; a power of two
   uint32_t q_dtype;        // of queries: 0 fp32, 1 bf16, for models whose queries are that
   uint32_t num_nodes;
-  uint32_t stripe_pages;   // of a node, in every plane
-  uint32_t lists;          // of pages, per request
-  uint32_t row_heads;      // query heads of a row
-  uint64_t context_pages;  // of one KV head, behind the pages of every plane; of the last node
+  uint32_t stripe_pages;      // of a node, in every plane
+  uint32_t lists;             // of pages, per request
+  uint32_t row_heads;         // query heads of a row
+  uint64_t context_pages;     // of one KV head, behind the pages of every plane; of the last node
   uint64_t checksums_offset;  // of the pages' checksums; 0: there are none
 };
 static_assert(sizeof(Header) == 248);  // no padding: headers are compared by bytes
@@ -243,7 +243,8 @@ inline void lay_out(Header& h) {
   h.layer_stride = 2 * h.v_offset;
   h.kv_offset = place(h.layer_stride * h.num_layers, kHugePage);
   if (h.checksums_offset != 0)
-    h.checksums_offset = place(8ull * h.num_layers * static_cast<uint64_t>(h.num_pages), kSmallPage);
+    h.checksums_offset =
+        place(8ull * h.num_layers * static_cast<uint64_t>(h.num_pages), kSmallPage);
   h.total_bytes = up(end, kHugePage);
 }
 
