@@ -11,7 +11,7 @@ namespace {
 
 constexpr uint32_t kPolynomial = 0x82f63b78;  // of CRC-32C, bits reversed
 constexpr uint64_t kLeadBytes = 2048;
-constexpr int kTaskPages = 8;                 // (layer, page) pairs of a task
+constexpr int kTaskPages = 8;  // (layer, page) pairs of a task
 
 struct Tables {
   uint32_t of[8][256];  // of[j][x]: byte x with j bytes behind it
@@ -99,7 +99,8 @@ uint32_t checksum_of(const Ring& ring, uint32_t layer, int64_t page) {
 void for_pages(int64_t n, int threads, const std::function<void(int64_t)>& fn) {
   const int tasks = static_cast<int>((n + kTaskPages - 1) / kTaskPages);
   parallel_for(tasks, threads, [&](int task) {
-    for (int64_t i = int64_t{task} * kTaskPages; i < n && i < int64_t{task + 1} * kTaskPages; ++i) fn(i);
+    for (int64_t i = int64_t{task} * kTaskPages; i < n && i < int64_t{task + 1} * kTaskPages; ++i)
+      fn(i);
   });
 }
 
@@ -133,8 +134,7 @@ void seal_pages(const Ring& ring, const int64_t* pages, int64_t n, int threads) 
   for_pages(n * ring.header().num_layers, threads, [&](int64_t i) {
     const auto layer = static_cast<uint32_t>(i / n);
     uint64_t* const at = ring.checksum(layer, pages[i % n]);
-    if (load_relaxed(at) == 0)
-      store_release(at, kSealed | checksum_of(ring, layer, pages[i % n]));
+    if (load_relaxed(at) == 0) store_release(at, kSealed | checksum_of(ring, layer, pages[i % n]));
   });
 }
 

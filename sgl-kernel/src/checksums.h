@@ -15,8 +15,8 @@ constexpr uint64_t kSealed = 1ull << 32;
 constexpr uint64_t kDamaged = 1ull << 33;
 
 // CRC-32C of K followed by V of a page, `bytes` each, a multiple of 32, its 8-byte words in another
-// order: words 0, 4, 8 .., then 1, 5, 9 .., then those from 2 and from 3. It finds any three flipped
-// bits, and any number of them in 32 neighbouring bits of a word.
+// order: words 0, 4, 8 .., then 1, 5, 9 .., then those from 2 and from 3. It finds any three
+// flipped bits, and any number of them in 32 neighbouring bits of a word.
 uint32_t page_checksum(const void* k, const void* v, uint64_t bytes);
 
 // False if the page is not what it was when it was sealed. Says so once, in its word and Bell.

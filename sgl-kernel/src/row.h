@@ -41,9 +41,9 @@ inline bool decode_ids(const Header& h, bool is_context, int32_t* ids, int32_t c
 // Attends to one part of the pages of row `row` of a record: run `part % parts` of those of node
 // `part / parts`. `scratch` [max_pages] takes their ids: they are read once, checked and then used,
 // so a record that changes meanwhile cannot lead outside the arena. `query` [q_floats] is for `q`,
-// in the record's dtype, as fp32. A damaged page is left out: its word tells the server, which fails
-// the requests that own it. Returns the number of pages, or -1 if a count or an id is out of range
-// (then nothing is written). Of several parts of a row one without pages writes its lse
+// in the record's dtype, as fp32. A damaged page is left out: its word tells the server, which
+// fails the requests that own it. Returns the number of pages, or -1 if a count or an id is out of
+// range (then nothing is written). Of several parts of a row one without pages writes its lse
 // alone.
 inline int32_t attend_part(const Ring& ring, uint32_t layer, uint32_t row, const void* q,
                            const int32_t* pages, int32_t n, uint32_t part, uint32_t parts,

@@ -12,8 +12,8 @@ PILOT_RANK = 32
 """Elements of an embedding ``pilot``, unless its weights say another number."""
 
 MARK_BYTES = 4
-"""The second part of an embedding, zero: that it is there says that it was written. And as the ratio of the parts' sizes
-is what tells a kind from another when they are sent, no two kinds may have the same."""
+"""The second part of an embedding, zero: that it is there says that it was written. And as the ratio of the parts'
+sizes is what tells a kind from another when they are sent, no two kinds may have the same."""
 
 ROTATED_STATS_BYTES = 80
 """Of a rotated digest, beside its bits and the D bytes of its mean: scales and a step, see ``ops/rotated.py``."""
