@@ -186,6 +186,7 @@ def test_another_content_type_is_refused(servers, served_after, content_type):
         assert 400 <= status < 500
 
 
+@pytest.mark.slow
 def test_a_body_of_100_megabytes_is_refused(servers, served_after):
     data = json.dumps(body(input_ids=[5] * 34_000_000))
     assert len(data) > 10**8

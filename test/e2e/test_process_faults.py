@@ -121,6 +121,7 @@ def test_clients_that_leave_at_any_time(servers, undisturbed):
         assert after.threads <= usage.threads + 8, (name, usage, after)
 
 
+@pytest.mark.slow
 def test_clients_that_leave_while_retracted(servers):
     """When all have come: what a pause does to a transfer is another matter."""
     prompts = random_prompts([300, 500] * 4, seed=54)
