@@ -152,6 +152,7 @@ def attend(
     G, S = HQ // H, setting.page_tokens
     old, N = start // S, T // S
     new_pages = keys[:, start : N * S].unflatten(1, (N - old, S))
+    norms = values[:, : N * S].norm(dim=-1).log().unflatten(1, (N, S))
     out, mass, kept = torch.empty_like(q), 0.0, []
     draw = torch.Generator().manual_seed(T)
     previous: Tensor | None = None  # what the token before a block chose
@@ -169,7 +170,10 @@ def attend(
             full = at // S
             chooser = _grouped(ahead[rows], H)
             estimate = digest.scores(chooser, old, new_pages).view(H, -1, G, N)
-            chosen = choose(setting, estimate, full)  # [H or 1, w, N]
+            of_values = None
+            if setting.reduce == "value":
+                of_values = digest.scores(chooser, old, new_pages, norms).view(H, -1, G, N)
+            chosen = choose(setting, estimate, full, of_values)  # [H or 1, w, N]
             # The page that is being filled always counts, and it is none of the full ones.
             in_full = torch.arange(T) < (full * S)[:, None]
             counts = torch.ones(len(chosen), *in_full.shape, dtype=torch.bool)

@@ -25,7 +25,7 @@ from torch import Tensor
 from sglang_scout.ops.embed import pooled
 from sglang_scout.ops.rotated import FIRST, ONE_BIT, SECOND, rotate
 
-REDUCTIONS = ("mass", "max", "sum")
+REDUCTIONS = ("mass", "value", "max", "sum")
 QUERIES = ("real", "predicted", "extrapolated", "forecast")
 ATTENDS = (
     "real",
@@ -178,8 +178,11 @@ class Digest:
         parts = in_int4((pages - self._centre).flatten(1, 2) @ self._axes) @ self._axes.mT
         return (self._centre + parts.view(pages.shape),)
 
-    def scores(self, q: Tensor, pages: int, more: Tensor) -> Tensor:
-        """[H, M, N] for scaled queries ``q`` [H, M, D]: N are the first ``pages`` of the text, then ``more`` pages."""
+    def scores(self, q: Tensor, pages: int, more: Tensor, tokens: Tensor | None = None) -> Tensor:
+        """[H, M, N] for scaled queries ``q`` [H, M, D]: N are the first ``pages`` of the text, then ``more`` pages.
+
+        ``tokens`` [H, N, S]: the log of what each token counts, for digests that tell tokens apart.
+        """
         text = tuple(x[:, :pages] for x in self._text)
         if self.kind == "window":
             halves = torch.cat([text[0], *self._summary(more)], 1)
@@ -192,9 +195,11 @@ class Digest:
             group = self._pilot[1].shape[-1] // D
             of_query = torch.einsum("hrx,hwx->hwr", self._pilot[1], q.reshape(H, -1, group * D))
             return (of_query @ embeddings.mT).repeat_interleave(group, 1)
-        return torch.cat([self._score(q, x) for x in (text, self._summary(more))], -1)
+        counts = (None, None) if tokens is None else (tokens[:, :pages], tokens[:, pages:])
+        parts = zip((text, self._summary(more)), counts, strict=True)
+        return torch.cat([self._score(q, *part) for part in parts], -1)
 
-    def _score(self, q: Tensor, summary: tuple[Tensor, ...]) -> Tensor:
+    def _score(self, q: Tensor, summary: tuple[Tensor, ...], tokens: Tensor | None) -> Tensor:
         H, N, R, _ = summary[0].shape
         q = rotate(q) if self.kind == "rotated" else q
         flat = [x.flatten(1, 2).mT for x in summary]
@@ -205,6 +210,8 @@ class Digest:
         u = u.view(H, q.shape[1], N, R)
         if self.kind == "minmax":
             return u.amax(-1)
+        if tokens is not None:
+            u += tokens[:, None]
         largest = u.amax(-1, keepdim=True)
         tokens = self._number if self.kind == "mean" else 1
         return (u.sub_(largest).exp_().sum(-1) * tokens).log_().add_(largest[..., 0])
@@ -222,13 +229,20 @@ def reduced(how: str, u: Tensor, heads: tuple[int, ...]) -> Tensor:
     return u.sum(heads)
 
 
-def choose(setting: Setting, u: Tensor, full: Tensor) -> Tensor:
-    """The chosen pages as bool [H or 1, W, N], from ``u`` [H, W, G, N] and each query's count of full pages [W]."""
+def choose(setting: Setting, u: Tensor, full: Tensor, of_values: Tensor | None = None) -> Tensor:
+    """The chosen pages as bool [H or 1, W, N], from ``u`` [H, W, G, N] and each query's count of full pages [W].
+
+    ``of_values``: as ``u``, with each token times the norm of its value; for "value".
+    """
     assert setting.budget_tokens is not None
     page = torch.arange(u.shape[-1])
     offered = page < full[:, None]  # [W, N]
     heads = (0, 2) if setting.grain == "layer" else (2,)
-    score = reduced(setting.reduce, u.masked_fill(~offered[:, None], -torch.inf), heads)
+    u = u.masked_fill(~offered[:, None], -torch.inf)
+    if of_values is None:
+        score = reduced(setting.reduce, u, heads)
+    else:
+        score = (of_values - u.logsumexp(-1, keepdim=True)).exp().sum(heads)
     score = score.view(-1, *offered.shape).masked_fill(~offered, 0.0)
     forced = (page == 0) | (page == full[:, None] - 1)
     key = score.masked_fill(~offered, -torch.inf).masked_fill(forced & offered, torch.inf)

@@ -105,6 +105,16 @@ LIMITS = [
 ]
 """What any choice of whole pages loses, of a layer or of each KV head, and what ours does."""
 
+VALUES = [
+    setting
+    for how in ({}, {"reduce": "value"})
+    for setting in (
+        *(Setting(512, x, **how) for x in ("keys", TWO_BITS)),  # type: ignore[arg-type]
+        *(_system(budget, **how) for budget in (512, 1024)),
+    )
+]
+"""Pages by their mass, and by that times the norms of values."""
+
 LENGTHS = [_system(budget, exact_layers=(1,)) for budget in (512, 1024)]
 """For the retrieval model, by ``--length``."""
 
@@ -136,6 +146,7 @@ SETS: dict[str, dict[str, Sequence[Setting]]] = {
     },
     "bytes": {"text": BYTES},
     "limits": dict.fromkeys(("facts", "prompt", "text"), LIMITS),
+    "values": dict.fromkeys(("facts", "prompt", "text"), VALUES),
     "lengths": {"facts": LENGTHS},
     "kv": {"facts": KV, "text": KV},
     "systems": dict.fromkeys(("facts", "prompt", "text"), SYSTEMS),
