@@ -217,25 +217,6 @@ def test_only_a_good_answer_to_this_very_record_counts(arena, status):
     assert ring.errors() == []
 
 
-@pytest.mark.parametrize("what", ["out", "lse"])
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_an_answer_that_is_no_number_is_an_error(arena, what, value):
-    ring = ring_of(arena)
-    ring.set_epoch(1)
-    ring.begin_step(1)
-    ring.post(0, *request(0))
-    settle()
-    view = RingView(arena)
-    slot = view.slot(0, 1)
-    out_there, lse_there = view.reply_data(slot)
-    out_there[:], lse_there[:] = 1.0, 1.0
-    (out_there if what == "out" else lse_there)[0, HQ - 1] = value
-    view.reply(slot)["done"] = int(view.record(slot)["seq"])
-    ring.merge(0, *state(0))
-    settle()
-    assert ring.faults() == ring.errors() == ["an answer is no number"]
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -15,12 +15,7 @@ from sglang_scout.core.split import Split
 
 from . import triton
 
-ERRORS = {
-    1: "no answer in time",
-    2: "the worker refused a record",
-    4: "a slot was not answered",
-    8: "an answer is no number",
-}
+ERRORS = {1: "no answer in time", 2: "the worker refused a record", 4: "a slot was not answered"}
 
 ONE_THREAD = Split()
 

@@ -12,7 +12,6 @@ from .merge import merge_rows
 from .ring_words import (
     ERRORS,
     LATE,
-    NO_NUMBER,
     REFUSED,
     REPLY_DONE,
     REPLY_STATUS,
@@ -117,13 +116,6 @@ def merge_answer_kernel(
             other=float("-inf"),
             volatile=True,
         )
-        # The lse of a row without pages is -inf; nothing else is infinite.
-        unsound = tl.max((tl.abs(their_out) < float("inf")).to(tl.int32) ^ 1)
-        unsound |= tl.max((their_lse < float("inf")).to(tl.int32) ^ 1)
-        if unsound != 0:
-            error = tl.full([], NO_NUMBER, tl.int64)
-            tl.atomic_or(state + ERRORS, error)
-            store_release(fault, error)
         result, _ = merge_rows(our_out, our_lse, their_out, their_lse)
         tl.store(merged + at, rounded(result, merged.dtype.element_ty), mask=mask)
 

@@ -21,7 +21,6 @@ ERRORS = tl.constexpr(3)  # bits below, kept until the host clears them
 LATE = tl.constexpr(1)  # no answer within the deadline
 REFUSED = tl.constexpr(2)  # the worker refused the record
 BUSY = tl.constexpr(4)  # the slot still holds a record without an answer
-NO_NUMBER = tl.constexpr(8)  # an answer with infinities or NaN
 
 # Offsets within the ring's structs, in bytes.
 _CONTROL, _RECORD, _REPLY = (
