@@ -18,7 +18,6 @@ _native = pytest.importorskip("sglang_scout._native")
 import ring_cases  # noqa: E402  (needs the native module)
 from ring_cases import (  # noqa: E402
     DEVICE,
-    HQ,
     KINDS,
     LAYERS,
     exchange,
