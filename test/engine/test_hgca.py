@@ -3,6 +3,7 @@
 import math
 import os
 import signal
+import time
 from concurrent.futures import Future
 from threading import Event
 
@@ -128,6 +129,8 @@ def test_a_worker_that_dies_in_mid_evaluation_costs_nothing(make, monkeypatch):
     for _ in range(LANDS_AFTER):
         worker.checked_step()
     assert begun.wait(60)
+    while not client.ready:  # it was replaced, where it got no CPU for 2 s
+        time.sleep(0.05)
     pid = client.snapshot().pid
     os.kill(pid, signal.SIGSTOP)  # so it has a post that it has not answered
 
