@@ -13,6 +13,8 @@ from other_user import NOBODY, as_user, connects, ends, outcomes, reads, sockets
 from servers.pd_cluster import flags
 from servers.sglang_http import RequestFailed, http_json
 
+pytestmark = pytest.mark.slow  # three servers, two minutes
+
 # Attention to all pages with the real query: what is resident, which a retraction changes, changes no token.
 CONFIG = {"exact_layers": [0, 1, 2, 3], "resident_tokens": 32768}
 SCOUT = flags(kv_offload="scout", kv_offload_budget=2048, kv_offload_config=json.dumps(CONFIG))

@@ -25,6 +25,8 @@ DECODE = flags(
     disaggregation_decode_enable_radix_cache=True,
     enable_metrics=True,
 )
+
+pytestmark = pytest.mark.slow  # more than a minute
 NEW_TOKENS = 100
 LAYER = 1
 

@@ -25,6 +25,8 @@ from in_flight import InFlight, ask, assert_right
 from servers.pd_cluster import flags
 from servers.sglang_http import generate_payload, http_json
 
+pytestmark = pytest.mark.slow  # some minutes
+
 # Every layer chooses by the real query and waits for the worker: which pages are resident, which a retraction changes
 # too, then decides nothing, and a request's tokens are the same whatever else runs.
 CONFIG = {"exact_layers": [0, 1, 2, 3], "resident_tokens": 2048}

@@ -12,6 +12,8 @@ from in_flight import InFlight, ask, assert_right
 from servers.pd_cluster import flags
 from servers.sglang_http import http_json
 
+pytestmark = pytest.mark.slow  # some minutes
+
 SENTENCE = "The server is shutting down"
 GONE_S = 20
 ENDLESS = 6000  # new tokens; more than a drain has time for
