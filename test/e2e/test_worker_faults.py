@@ -82,7 +82,7 @@ class Bench:
         pytest.param(case, marks=[pytest.mark.slow] if case != "eager" else []) for case in CASES
     ],
 )
-def bench(request, tiny_model):
+def bench(request, tiny_model, tmp_path_factory):
     case = request.param
     config = json.dumps(CONFIG | CASES[case])
     radix = ["--disaggregation-decode-enable-radix-cache"] if "radix" in case else []
@@ -93,6 +93,7 @@ def bench(request, tiny_model):
         max_running_requests=16,
         max_total_tokens=49152,
         env={"TRITON_INTERPRET": "1"} if "recorded" in case else {},
+        log_dir=tmp_path_factory.mktemp("servers"),
     ) as servers:
         bench = Bench(servers, case)
         with bench.victim:

@@ -324,7 +324,7 @@ FAULTS = {
     "epoch damaged": Fault(_record(seq=1 << 62), None, COMPUTED_HERE, True),
     "claim damaged": Fault(_claimed, "finished nothing", COMPUTED_HERE),
     "log damaged": Fault(_unlogged, "finished nothing", COMPUTED_HERE),
-    "head damaged": Fault(_head, "finished nothing", COMPUTED_HERE),
+    "head damaged": Fault(_head, None),  # the next post repairs it, if there is one in time
     "answers are no numbers": Fault(_again_and_again(_no_number), "", COMPUTED_HERE, True),
     "done damaged": Fault(_again_and_again(_done), None, (), True),
     "status damaged": Fault(_again_and_again(_status), "", COMPUTED_HERE, True),
