@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from harness import PDCluster, assert_same_tokens, random_prompts, wait_until
+from ring_view import writable
 from servers.pd_cluster import flags
 from servers.sglang_http import RequestFailed, generate_payload, sse_events
-from sglang_scout.worker.arena import MEMFD_NAME, Arena
+from sglang_scout.worker.arena import MEMFD_NAME
 
 # Without recalls a page that is missing stays with the CPU. There it meets the real query, so that tokens do not
 # depend on what is resident.
@@ -41,11 +42,11 @@ def servers(tiny_model):
 
 @pytest.fixture
 def arena(servers):
-    """What the worker maps, by its own descriptor."""
+    """What the worker maps, by its own descriptor, to write to."""
     fds = Path(f"/proc/{servers.kv_offload()['worker']['pid']}/fd")
     path = next(p for p in fds.iterdir() if f"/memfd:{MEMFD_NAME}" in os.readlink(p))
     fd = os.open(path, os.O_RDWR)
-    with contextlib.closing(Arena.attach(fd)) as attached:
+    with contextlib.closing(writable(fd)) as attached:
         os.close(fd)
         yield attached
 

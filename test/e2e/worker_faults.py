@@ -21,9 +21,9 @@ import msgspec
 import numpy as np
 
 from harness import PDCluster, scheduler_pid, wait_until
-from ring_view import CLOSED_ITEM, RingView
+from ring_view import CLOSED_ITEM, RingView, writable
 from sglang_scout.worker import messages as m
-from sglang_scout.worker.arena import MEMFD_NAME, Arena
+from sglang_scout.worker.arena import MEMFD_NAME
 
 _PIDFD_GETFD = 438  # of Linux 5.6, on every architecture
 _POST_BITS, _EPOCH_SHIFT = (1 << 40) - 1, 40
@@ -59,7 +59,7 @@ class Victim:
         self._servers = servers
         self.server_pid = scheduler_pid(servers)
         own = _duplicate(self.server_pid, _descriptors(self.server_pid, f"/memfd:{MEMFD_NAME}")[0])
-        self.arena = Arena.attach(own)
+        self.arena = writable(own)
         os.close(own)
         self.ring = RingView(self.arena)
 
@@ -110,7 +110,7 @@ class Victim:
             seq = int(ring.record(slot)["seq"])
             if seq >> _EPOCH_SHIFT != epoch or seq & _POST_BITS > head:
                 continue
-            if int(ring.record(slot)["claim"][0]) & CLOSED_ITEM != CLOSED_ITEM:
+            if int(ring.reply(slot)["claim"][0]) & CLOSED_ITEM != CLOSED_ITEM:
                 if int(ring.reply(slot)["done"]) != seq:
                     return slot
         return None
@@ -234,7 +234,7 @@ def _page_ids(victim: Victim) -> None:
 def _claimed(victim: Victim) -> None:
     """Nobody can take an item of a posted record."""
     with victim.stopped() as (_, slot):
-        claim = victim.ring.record(slot)["claim"]
+        claim = victim.ring.reply(slot)["claim"]
         claim[0] = int(claim[0]) | CLOSED_ITEM
 
 
@@ -277,7 +277,7 @@ def _status(ring: RingView, slot: int) -> None:
 
 def _small_words(ring: RingView, slot: int) -> None:
     """Those by which the two sides wake each other, and those that are for people."""
-    ring.control["bell"] = ring.control["sleepers"] = ring.control["epoch"] = 1 << 31
+    ring.bell["count"] = ring.bell["sleepers"] = ring.control["epoch"] = 1 << 31
     ring.control["trace"] = 1
     ring.reply(slot)["waiters"] = 0
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import mmap
+import os
 
 import numpy as np
 
@@ -15,6 +18,13 @@ CONTROL, BELL, STAT_LINE, RECORD, REPLY, EVENT = (
     for name in ("Control", "Bell", "StatLine", "RecordHeader", "ReplyHeader", "Event")
 )
 F32, I32, U64 = np.dtype("<f4"), np.dtype("<i4"), np.dtype("<u8")
+
+
+def writable(fd: int) -> Arena:
+    """The arena of a file, all of which can be damaged. ``fd`` stays the caller's."""
+    with contextlib.closing(Arena.attach(fd)) as arena:
+        memory = np.frombuffer(mmap.mmap(fd, arena.nbytes), np.uint8)
+        return Arena(os.dup(fd), memory, arena.spec, arena.backing)
 
 
 class RingView:
