@@ -146,13 +146,6 @@ for module in ("sglang_scout._native", "mooncake.engine", "sglang_router"):
 PY
 }
 
-# Makes the bytecode of what SGLang's servers import, once and in the background: servers that are started together
-# would each make all of it, 13 s of a core.
-compile_ahead() {
-    env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -c 'import sglang.srt.entrypoints.http_server' \
-        </dev/null >/dev/null 2>&1 9>&- &
-}
-
 main() {
     if [ "${1:-}" = --force ]; then
         rm -f "$STAMP"
@@ -190,7 +183,6 @@ main() {
     install_project "$uv"
     verify
     fingerprint >"$STAMP"
-    compile_ahead
     say "done"
 }
 
