@@ -296,13 +296,13 @@ class Fault:
         strike: does it; returns when the worker has been struck.
         cause: part of ``last_error``; empty: the worker must not be replaced, None: it may be.
         grows: fields of the state, or of its ``worker``, that must be larger afterwards.
-        ends_graphs: with recorded steps the server ends, before a wrong token.
+        not_in_graphs: with recorded steps nobody computes it again.
     """
 
     strike: Strike
     cause: str | None = ""
     grows: tuple[str, ...] = ()
-    ends_graphs: bool = False
+    not_in_graphs: bool = False
 
 
 COMPUTED_HERE = ("fallback_pages",)

@@ -93,9 +93,8 @@ def build_engine(
     tracer = tracer or Tracer(None, 0)
     if policy.feedback is not None:
         sizes = replace(sizes, budget_pages=0, lists=1)  # nothing is selected
-    is_alone = (
-        ranks is None
-    )  # ranks may differ in what has been copied, and then replay different graphs
+    # Ranks may differ in what has been copied, and would then replay different graphs.
+    is_alone = ranks is None
     if config.grain == "head":
         ranks = None  # each KV head chooses for itself, also where a rank has one only
     return StepEngine(
