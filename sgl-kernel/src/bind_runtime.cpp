@@ -121,7 +121,7 @@ void bind_layout(nb::module_& m) {
                     F(q_offset),     F(pages_offset),   F(n_pages_offset), F(out_offset),
                     F(lse_offset),   F(events_offset),  F(event_entries),  F(q_dtype),
                     F(num_nodes),    F(stripe_pages),   F(lists),          F(row_heads),
-                    F(context_pages),  F(checksums_offset)});
+                    F(context_pages), F(checksums_offset)});
   }
   {
     using S = scout::Control;
