@@ -69,6 +69,7 @@ def score_pages(
 ) -> None: ...
 def rotate_pages(
     k_ptr: int,
+    v_ptr: int,
     H: int,
     D: int,
     dtype: int,

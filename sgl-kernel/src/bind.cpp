@@ -123,10 +123,10 @@ void check_rotated(const char* op, int heads, int group, int dim, int bits) {
               "; expected D up to " + std::to_string(scout::kRotatedMaxDim) + " and 1 or 2 bits");
 }
 
-void rotate_pages(uintptr_t k, int heads, int dim, int dtype, uintptr_t ids, int64_t n, int bits,
-                  uintptr_t planes, uintptr_t stats) {
+void rotate_pages(uintptr_t k, uintptr_t v, int heads, int dim, int dtype, uintptr_t ids, int64_t n,
+                  int bits, uintptr_t planes, uintptr_t stats) {
   check_rotated("rotate_pages", heads, 1, dim, bits);
-  scout::rotate_pages({at<const void>(k), checked_dtype("rotate_pages", dtype),
+  scout::rotate_pages({at<const void>(k), at<const void>(v), checked_dtype("rotate_pages", dtype),
                        at<const int64_t>(ids), n, at<uint8_t>(planes), at<uint8_t>(stats), bits,
                        heads, dim});
 }
@@ -231,7 +231,7 @@ NB_MODULE(_native, m) {
         arg("P"), arg("H"), arg("G"), arg("D"), arg("table_ptr"), arg("n_full_ptr"), arg("B"),
         arg("N"), arg("scale"), arg("reduce"), arg("out_ptr"), arg("threads") = 1, no_gil,
         "Quest bounds of the first n_full pages of B sequences, reduced over the query heads.");
-  m.def("rotate_pages", &rotate_pages, arg("k_ptr"), arg("H"), arg("D"), arg("dtype"),
+  m.def("rotate_pages", &rotate_pages, arg("k_ptr"), arg("v_ptr"), arg("H"), arg("D"), arg("dtype"),
         arg("ids_ptr"), arg("n"), arg("bits"), arg("planes_ptr"), arg("stats_ptr"), no_gil,
         "Rotated digests of n pages of 32 tokens, to rows ids[i]; int64 ids, not checked.");
   m.def("score_rotated", &score_rotated, arg("q_ptr"), arg("planes_ptr"), arg("stats_ptr"),

@@ -53,6 +53,11 @@ struct CodeSums {
     }
   }
 
+  // The norms of the tokens, as steps, in the order of levels.
+  static void norms(const uint8_t* steps, float* to) {
+    for (int t = 0; t < kRotatedTokens; ++t) to[t] = steps[t];
+  }
+
   const uint8_t* planes;
   int bits;
   int groups;

@@ -152,18 +152,38 @@ struct CodeSums {
   // The scales of the tokens in the order of levels: first the even ones, 0..7 and 16..23 before
   // the rest.
   static void scales(const uint8_t* bf16, float* to) {
-    const __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(bf16));
-    const __m256i high = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(bf16) + 1);
-    const __m256i words[2] = {_mm256_permute2x128_si256(low, high, 0x20),
-                              _mm256_permute2x128_si256(low, high, 0x31)};
+    const auto* const from = reinterpret_cast<const __m256i*>(bf16);
+    const Pairs pairs(_mm256_loadu_si256(from), _mm256_loadu_si256(from + 1));
     const __m256i odd = _mm256_set1_epi32(-65536);
     for (int i = 0; i < 2; ++i) {
-      Plane::store(to + 8 * i, _mm256_slli_epi32(words[i], 16));
-      Plane::store(to + 16 + 8 * i, _mm256_and_si256(words[i], odd));
+      Plane::store(to + 8 * i, _mm256_slli_epi32(pairs.words[i], 16));
+      Plane::store(to + 16 + 8 * i, _mm256_and_si256(pairs.words[i], odd));
+    }
+  }
+
+  // Their norms, as steps, in the same order.
+  static void norms(const uint8_t* steps, float* to) {
+    const auto* const from = reinterpret_cast<const __m128i*>(steps);
+    const Pairs pairs(_mm256_cvtepu8_epi16(_mm_loadu_si128(from)),
+                      _mm256_cvtepu8_epi16(_mm_loadu_si128(from + 1)));
+    const __m256i even = _mm256_set1_epi32(65535);
+    for (int i = 0; i < 2; ++i) {
+      const __m256i first = _mm256_and_si256(pairs.words[i], even);
+      const __m256i second = _mm256_srli_epi32(pairs.words[i], 16);
+      _mm256_store_ps(to + 8 * i, _mm256_cvtepi32_ps(first));
+      _mm256_store_ps(to + 16 + 8 * i, _mm256_cvtepi32_ps(second));
     }
   }
 
  private:
+  // Of tokens 0..15 and 16..31, 16 bits each: 0..7 and 16..23, and the others.
+  struct Pairs {
+    Pairs(__m256i low, __m256i high)
+        : words{_mm256_permute2x128_si256(low, high, 0x20),
+                _mm256_permute2x128_si256(low, high, 0x31)} {}
+    __m256i words[2];
+  };
+
   static constexpr int kPlaneIndices = kRotatedMaxDim / 4 * kRotatedTokens;
 
   // Transposes the 16 rows of each block: of column c, by pairs of columns, tokens 0..15,

@@ -13,8 +13,9 @@ namespace {
 constexpr float kOneBit = 0.79788f;
 constexpr float kFirst = 0.98160f;
 constexpr float kSecond = 0.52880f;
-constexpr float kLargest = 0x1p50f;  // larger elements of K count as this
-constexpr int kStatsBytes = 80;      // of a page and KV head beside the D bytes of its mean
+constexpr float kLargest = 0x1p50f;  // larger elements of K and V count as this
+constexpr int kStatsBytes = 112;     // of a page and KV head beside the D bytes of its mean
+constexpr int kScalesAt = 0, kStepAt = 64, kNormStepAt = 68, kNormsAt = 72;  // in these
 constexpr uint32_t kFlip = 0x9E3779B1u;
 
 // R x for as many vectors side by side as there are columns: x [dim, kColumns].
@@ -70,6 +71,36 @@ inline void load_keys(const char* k, ptrdiff_t row_bytes, int dim, float* x) {
   make_finite(x, dim * kRotatedTokens);
 }
 
+constexpr float kMagic = 12582912.0f;  // adding and taking it away again rounds
+constexpr float kLeastStep = 1.17549435e-38f;
+
+// The norms of the values of one KV head of a page as steps [32]; rows are row_bytes apart. Returns the step.
+template <DType T>
+inline float round_norms(const char* v, ptrdiff_t row_bytes, int dim, uint8_t* rounded) {
+  constexpr int W = Vec::kLanes;
+  float norms[kRotatedTokens];
+  float peak = 0.0f;
+  for (int t = 0; t < kRotatedTokens; ++t) {
+    float x[kRotatedMaxDim];  // in any order
+    for (int d = 0; d < dim; d += 2 * W) {
+      Vec::F first, second;
+      Vec::load_pair<T>(v + t * row_bytes + d * bytes_of(T), first, second);
+      Vec::store(x + d, Vec::mul(first, Vec::set1(widening(T))));
+      Vec::store(x + d + W, Vec::mul(second, Vec::set1(widening(T))));
+    }
+    make_finite(x, dim);
+    float sum = 0.0f;
+    for (int d = 0; d < dim; ++d) sum += x[d] * x[d];
+    norms[t] = __builtin_sqrtf(sum);
+    peak = norms[t] > peak ? norms[t] : peak;
+  }
+  const float step = peak / 255.0f > kLeastStep ? peak / 255.0f : kLeastStep;
+  for (int t = 0; t < kRotatedTokens; ++t) {
+    rounded[t] = static_cast<uint8_t>((norms[t] / step + kMagic) - kMagic);
+  }
+  return step;
+}
+
 // Takes the rounded mean out of x [dim, 32]. Returns its step.
 inline float take_mean(float* x, int dim, int8_t* rounded) {
   float mean[kRotatedMaxDim];
@@ -81,10 +112,8 @@ inline float take_mean(float* x, int dim, int8_t* rounded) {
     const float size = __builtin_fabsf(mean[d]);
     peak = size > peak ? size : peak;
   }
-  const float least = 1.17549435e-38f;
-  const float step = peak / 127.0f > least ? peak / 127.0f : least;
+  const float step = peak / 127.0f > kLeastStep ? peak / 127.0f : kLeastStep;
   for (int d = 0; d < dim; ++d) {
-    constexpr float kMagic = 12582912.0f;  // adding and taking it away again rounds
     const float whole = (mean[d] / step + kMagic) - kMagic;
     rounded[d] = static_cast<int8_t>(whole);
     for (int t = 0; t < kRotatedTokens; ++t) x[d * kRotatedTokens + t] -= whole * step;
@@ -120,8 +149,8 @@ inline void pack_channels(const float* x, const float* bounds, int bits, ptrdiff
 }
 
 template <DType T>
-void rotate_head(const char* k, ptrdiff_t row_bytes, int dim, int bits, uint8_t* planes,
-                 uint8_t* stats) {
+void rotate_head(const char* k, const char* v, ptrdiff_t row_bytes, int dim, int bits,
+                 uint8_t* planes, uint8_t* stats) {
   alignas(64) float x[kRotatedMaxDim * kRotatedTokens];
   load_keys<T>(k, row_bytes, dim, x);
   rotate<kRotatedTokens>(x, dim);
@@ -139,9 +168,12 @@ void rotate_head(const char* k, ptrdiff_t row_bytes, int dim, int bits, uint8_t*
     scales[t] = to_bf16(bounds[t]);
     bounds[t] *= kFirst;
   }
-  __builtin_memset(stats + dim, 0, kStatsBytes);
-  __builtin_memcpy(stats + dim, scales, sizeof scales);
-  __builtin_memcpy(stats + dim + sizeof scales, &step, sizeof step);
+  uint8_t* const rest = stats + dim;
+  __builtin_memset(rest, 0, kStatsBytes);
+  const float norm_step = round_norms<T>(v, row_bytes, dim, rest + kNormsAt);
+  __builtin_memcpy(rest + kScalesAt, scales, sizeof scales);
+  __builtin_memcpy(rest + kStepAt, &step, sizeof step);
+  __builtin_memcpy(rest + kNormStepAt, &norm_step, sizeof norm_step);
   for (int c = 0; c < dim / 4; ++c) {
     pack_channels(x + c * 4 * kRotatedTokens, bounds, bits, dim / 4, planes + c);
   }
@@ -153,11 +185,12 @@ void rotate_all_of(const RotateArgs& args) {
   const ptrdiff_t head_bytes = static_cast<ptrdiff_t>(dim) * bytes_of(T);
   const ptrdiff_t row_bytes = args.kv_heads * head_bytes;
   for (int64_t i = 0; i < args.n; ++i) {
-    const char* const page =
-        static_cast<const char*>(args.k) + args.ids[i] * kRotatedTokens * row_bytes;
+    const ptrdiff_t page = args.ids[i] * kRotatedTokens * row_bytes;
+    const char* const k = static_cast<const char*>(args.k) + page;
+    const char* const v = static_cast<const char*>(args.v) + page;
     for (int h = 0; h < args.kv_heads; ++h) {
       const ptrdiff_t head = static_cast<ptrdiff_t>(args.ids[i]) * args.kv_heads + h;
-      rotate_head<T>(page + h * head_bytes, row_bytes, dim, args.bits,
+      rotate_head<T>(k + h * head_bytes, v + h * head_bytes, row_bytes, dim, args.bits,
                      args.planes + head * args.bits * 4 * dim,
                      args.stats + head * (dim + kStatsBytes));
     }

@@ -75,13 +75,13 @@ inline int32_t dot(const int16_t* a, const int16_t* b, int dim) {
   return sum;
 }
 
-// Of the tokens of a page, for four query heads: the largest of units * levels * scales, and the
-// sum of 2^x where x is how far each is below that. levels [4, 32]; units are positive.
-inline void sum_tokens(float* levels, const float* scales, const float* units, float* tops,
-                       float* sums) {
+// Of the tokens of a page, for four query heads: the largest of units * levels * scales, the sum of 2^x where x is how
+// far each is below that, and the sum of these times norms. levels [4, 32]; units are positive.
+inline void sum_tokens(float* levels, const float* scales, const float* norms, const float* units,
+                       float* tops, float* sums, float* of_values) {
   using F = Vec::F;
   constexpr int W = Vec::kLanes;
-  F highest[kRowsAtOnce], total[kRowsAtOnce];
+  F highest[kRowsAtOnce], total[kRowsAtOnce], of_value[kRowsAtOnce];
 #pragma GCC unroll 4
   for (int h = 0; h < kRowsAtOnce; ++h) {
     for (int t = 0; t < kRotatedTokens; t += W) {
@@ -94,15 +94,18 @@ inline void sum_tokens(float* levels, const float* scales, const float* units, f
 #pragma GCC unroll 4
   for (int h = 0; h < kRowsAtOnce; ++h) {
     tops[h] *= units[h];
-    total[h] = Vec::zero();
+    total[h] = of_value[h] = Vec::zero();
     for (int t = 0; t < kRotatedTokens; t += W) {
       const F x = Vec::load(levels + h * kRotatedTokens + t);
       const F below = Vec::fma(x, Vec::set1(units[h]), Vec::set1(-tops[h]));
       // tops is rounded: by more than exp2 can take, where it is huge.
-      total[h] = Vec::add(total[h], exp2_rough(Vec::min(below, Vec::zero())));
+      const F weight = exp2_rough(Vec::min(below, Vec::zero()));
+      total[h] = Vec::add(total[h], weight);
+      of_value[h] = Vec::fma(weight, Vec::load(norms + t), of_value[h]);
     }
   }
   Vec::hsum4(total[0], total[1], total[2], total[3], sums);
+  Vec::hsum4(of_value[0], of_value[1], of_value[2], of_value[3], of_values);
 }
 
 // Hints for some lines of the planes. A CPU drops hints while as many lines are on their way as it
@@ -113,10 +116,17 @@ inline void prefetch_part(const RotatedDigests& digests, int64_t head, int part,
   for (int i = part * 64; i < bytes; i += parts * 64) prefetch(at + i);
 }
 
-// One page and KV head for the query heads from `row` on, to tops[g * stride] and sums[g * stride].
+// What is known of each query head and page: its mass is sums 2^tops, and the mean norm of a value over that worth.
+struct PageMasses {
+  float* tops;
+  float* sums;
+  float* worth;
+};
+
+// One page and KV head for the query heads from `row` on, to place at + g * stride.
 inline void sum_head(const RotatedDigests& digests, const RotatedQueries& queries, int64_t head,
-                     int64_t coming, ptrdiff_t row, int group, float* tops, float* sums,
-                     ptrdiff_t stride) {
+                     int64_t coming, ptrdiff_t row, int group, const PageMasses& to,
+                     ptrdiff_t place, ptrdiff_t stride) {
   const int dim = digests.head_dim;
   const uint8_t* const stats = digests.stats + head * (dim + kStatsBytes);
   const uint8_t* const stats_ahead = digests.stats + coming * (dim + kStatsBytes);
@@ -127,10 +137,13 @@ inline void sum_head(const RotatedDigests& digests, const RotatedQueries& querie
   codes.load(digests.planes + head * digests.bits * 4 * dim, digests.bits, dim);
   int16_t mean[kRotatedMaxDim];
   for (int d = 0; d < dim; ++d) mean[d] = static_cast<int8_t>(stats[d]);
-  alignas(64) float scales[kRotatedTokens];
-  CodeSums::scales(stats + dim, scales);
-  float step;
-  __builtin_memcpy(&step, stats + dim + 64, sizeof step);
+  const uint8_t* const rest = stats + dim;
+  alignas(64) float scales[kRotatedTokens], norms[kRotatedTokens];
+  CodeSums::scales(rest + kScalesAt, scales);
+  CodeSums::norms(rest + kNormsAt, norms);
+  float step, norm_step;
+  __builtin_memcpy(&step, rest + kStepAt, sizeof step);
+  __builtin_memcpy(&norm_step, rest + kNormStepAt, sizeof norm_step);
   alignas(64) float levels[kRowsAtOnce * kRotatedTokens];
   float units[kRowsAtOnce];
   for (int begin = 0; begin < group; begin += kRowsAtOnce) {
@@ -145,13 +158,15 @@ inline void sum_head(const RotatedDigests& digests, const RotatedQueries& querie
       __builtin_memcpy(levels + h * kRotatedTokens, levels, sizeof(float) * kRotatedTokens);
       units[h] = units[0];
     }
-    float relative[kRowsAtOnce], totals[kRowsAtOnce];
-    sum_tokens(levels, scales, units, relative, totals);
+    float relative[kRowsAtOnce], totals[kRowsAtOnce], of_values[kRowsAtOnce];
+    sum_tokens(levels, scales, norms, units, relative, totals, of_values);
     for (int h = 0; h < count; ++h) {
       const ptrdiff_t at = row + begin + h;
       const float product = static_cast<float>(dot(mean, queries.words + at * dim, dim));
-      tops[(begin + h) * stride] = product * (queries.word_units[at] * step) + relative[h];
-      sums[(begin + h) * stride] = totals[h];
+      const ptrdiff_t to_place = place + (begin + h) * stride;
+      to.tops[to_place] = product * (queries.word_units[at] * step) + relative[h];
+      to.sums[to_place] = totals[h];
+      to.worth[to_place] = norm_step * of_values[h] / totals[h];
     }
   }
 }
@@ -187,28 +202,29 @@ inline float log_mass(const ScoreArgs& args, const float* tops, const float* sum
 }
 
 inline void sum_pages(const RotatedDigests& digests, const ScoreArgs& args,
-                      const RotatedQueries& queries, float* tops, float* sums, ptrdiff_t stride) {
+                      const RotatedQueries& queries, const PageMasses& to, ptrdiff_t stride) {
   const int heads = digests.kv_heads;
   for (int n = 0; n < args.n_full; ++n) {
     const int64_t page = args.table[n];
     if (page < 0) {
       for (int row = 0; row < heads * args.group; ++row) {
-        tops[row * stride + n] = 0.0f;
-        sums[row * stride + n] = 1.0f;
+        to.tops[row * stride + n] = 0.0f;
+        to.sums[row * stride + n] = 1.0f;
+        to.worth[row * stride + n] = 0.0f;
       }
       continue;
     }
     const int64_t coming = n + 1 < args.n_full && args.table[n + 1] >= 0 ? args.table[n + 1] : page;
     for (int h = 0; h < heads; ++h) {
       const ptrdiff_t row = static_cast<ptrdiff_t>(h) * args.group;
-      sum_head(digests, queries, page * heads + h, coming * heads + h, row, args.group,
-               tops + row * stride + n, sums + row * stride + n, stride);
+      sum_head(digests, queries, page * heads + h, coming * heads + h, row, args.group, to,
+               row * stride + n, stride);
     }
   }
 }
 
 // Scratch, from where a line begins: queries as in RotatedQueries, then for every page and query
-// head two numbers, and one for every page.
+// head three numbers, and one for every page.
 inline void score_rotated_all(const RotatedDigests& digests, const ScoreArgs& args) {
   const int dim = digests.head_dim;
   const ptrdiff_t rows = static_cast<ptrdiff_t>(digests.kv_heads) * args.group;
@@ -217,23 +233,24 @@ inline void score_rotated_all(const RotatedDigests& digests, const ScoreArgs& ar
   RotatedQueries queries;
   queries.tables = args.scratch + (64 - address % 64) % 64 / sizeof(float);
   float* const tops = queries.tables + rows * CodeSums::table_floats(dim);
-  float* const sums = tops + rows * padded;
-  float* const result = sums + rows * padded;
+  const PageMasses masses{tops, tops + rows * padded, tops + 2 * rows * padded};
+  float* const result = masses.worth + rows * padded;
   queries.word_units = result + padded;
   queries.words = reinterpret_cast<int16_t*>(queries.word_units + rows);
   queries.codes = reinterpret_cast<CodeSums::Query*>(queries.words + rows * dim);
   prepare_queries(digests, args, queries);
-  sum_pages(digests, args, queries, tops, sums, padded);
+  sum_pages(digests, args, queries, masses, padded);
   if (args.reduce == Reduce::kLogMass) {
     for (ptrdiff_t row = 0; row < rows; ++row) {
-      args.out[row] = log_mass(args, tops + row * padded, sums + row * padded);
+      args.out[row] = log_mass(args, tops + row * padded, masses.sums + row * padded);
     }
     return;
   }
   for (ptrdiff_t row = 0; row < rows; ++row) {
-    take_logarithms(tops + row * padded, sums + row * padded, args.n_full);
+    take_logarithms(tops + row * padded, masses.sums + row * padded, args.n_full);
   }
-  reduce_heads(args, static_cast<int>(rows), 1.0f, tops, static_cast<int>(padded), result);
+  reduce_heads(args, static_cast<int>(rows), 1.0f, tops, static_cast<int>(padded), masses.worth,
+               result);
 }
 
 }  // namespace

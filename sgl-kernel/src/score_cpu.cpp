@@ -37,11 +37,11 @@ size_t score_scratch_floats(int32_t query_heads, int32_t head_dim, int32_t colum
 
 size_t rotated_scratch_floats(int32_t query_heads, int32_t head_dim, int32_t columns) {
   // A head's: 16 sums of every 4 channels, where wide kernels take 32 channels at least; D words of
-  // 16 bits and three numbers more; two numbers a page.
+  // 16 bits and three numbers more; three numbers a page.
   const size_t rounded_dim = (static_cast<size_t>(head_dim) + 31) / 32 * 32;
   const size_t row = padded_columns(columns);
   const size_t line = 16;  // where the scratch does not begin with one
-  return (4 * rounded_dim + head_dim / 2 + 3 + 2 * row) * query_heads + row + line;
+  return (4 * rounded_dim + head_dim / 2 + 3 + 3 * row) * query_heads + row + line;
 }
 
 }  // namespace scout

@@ -21,7 +21,7 @@ struct Digests {
 };
 
 // Rotated digests of pages of 32 tokens, as ops/rotated.py lays them out: planes [P, H, bits, 16, D
-// / 4], stats [P, H, D + 80]; D a multiple of 16 up to kRotatedMaxDim.
+// / 4], stats [P, H, D + 112]; D a multiple of 16 up to kRotatedMaxDim.
 struct RotatedDigests {
   const uint8_t* planes;
   const uint8_t* stats;
@@ -52,8 +52,9 @@ constexpr int padded_columns(int columns) { return (columns + 15) / 16 * 16; }
 //   min and max: u[h, page] = scale * sum_d max(q[h, d] kmin[page, d], q[h, d] kmax[page, d]), an
 //   upper bound (Quest, arXiv:2406.10774);
 //   rotated: u[h, page] = log sum_t exp(scale R q[h] . x[page, t]), x as the digest has it;
-// reduced over the query heads: kMass: sum_h softmax_page(u); kMax: max_h (u - logsumexp_page(u)); or, of rotated
-// digests, over the pages: kLogMass: logsumexp_page(u) of each head, -inf without a page.
+// reduced over the query heads: kMass: sum_h softmax_page(u), of rotated digests times the mean norm of a value over
+// the page's mass; kMax: max_h (u - logsumexp_page(u)); or, of rotated digests, over the pages: kLogMass:
+// logsumexp_page(u) of each head, -inf without a page.
 // Columns >= n_full and those without a page are -inf.
 void score_sequence(const Digests& digests, const ScoreArgs& args);
 void score_rotated_sequence(const RotatedDigests& digests, const ScoreArgs& args);
@@ -61,9 +62,10 @@ void score_rotated_sequence(const RotatedDigests& digests, const ScoreArgs& args
 size_t score_scratch_floats(int32_t query_heads, int32_t head_dim, int32_t columns);
 size_t rotated_scratch_floats(int32_t query_heads, int32_t head_dim, int32_t columns);
 
-// Rotated digests of pages ids[i] of K [P, 32, H, D], to rows ids[i].
+// Rotated digests of pages ids[i] of K and V [P, 32, H, D], to rows ids[i].
 struct RotateArgs {
   const void* k;
+  const void* v;
   DType dtype;
   const int64_t* ids;
   int64_t n;

@@ -119,7 +119,7 @@ inline void score_all(const Digests& digests, const ScoreArgs& args) {
   } else {
     bound_pages<DType::kF32>(digests, args, q_positive, q_negative, bounds, padded);
   }
-  reduce_heads(args, query_heads, args.scale, bounds, padded, result);
+  reduce_heads(args, query_heads, args.scale, bounds, padded, nullptr, result);
 }
 
 }  // namespace

@@ -10,10 +10,10 @@
 namespace scout {
 namespace {
 
-// One head's bounds, times a factor, into the running result. bounds is padded with -inf to whole
-// vectors.
+// One head's bounds, times a factor, into the running result; kMass counts a page worth[n] times, where that is given.
+// bounds is padded with -inf to whole vectors.
 inline void reduce_head(const ScoreArgs& args, float factor, float* bounds, int padded,
-                        float* result) {
+                        const float* worth, float* result) {
   using F = Vec::F;
   constexpr int W = Vec::kLanes;
   const F scale = Vec::set1(factor);
@@ -42,7 +42,9 @@ inline void reduce_head(const ScoreArgs& args, float factor, float* bounds, int 
   if (args.reduce == Reduce::kMass) {
     const F inverse = Vec::set1(sum > 0.0f ? 1.0f / sum : 0.0f);
     for (int n = 0; n < padded; n += W) {
-      Vec::store(result + n, Vec::fma(inverse, Vec::load(bounds + n), Vec::load(result + n)));
+      const F share = Vec::mul(inverse, Vec::load(bounds + n));
+      const F times = worth != nullptr ? Vec::load(worth + n) : Vec::set1(1.0f);
+      Vec::store(result + n, Vec::fma(share, times, Vec::load(result + n)));
     }
   } else {
     const F log_sum = Vec::set1(static_cast<float>(__builtin_log(sum)));
@@ -53,13 +55,14 @@ inline void reduce_head(const ScoreArgs& args, float factor, float* bounds, int 
   }
 }
 
-// bounds [query_heads, padded], result [padded] is scratch.
+// bounds [query_heads, padded], worth the same or none, result [padded] is scratch.
 inline void reduce_heads(const ScoreArgs& args, int query_heads, float factor, float* bounds,
-                         int padded, float* result) {
+                         int padded, const float* worth, float* result) {
   const float start = args.reduce == Reduce::kMax ? -kInfinity : 0.0f;
   for (int n = 0; n < padded; ++n) result[n] = start;
   for (int row = 0; row < query_heads; ++row) {
-    reduce_head(args, factor, bounds + static_cast<ptrdiff_t>(row) * padded, padded, result);
+    const ptrdiff_t at = static_cast<ptrdiff_t>(row) * padded;
+    reduce_head(args, factor, bounds + at, padded, worth != nullptr ? worth + at : worth, result);
   }
   for (int n = 0; n < args.columns; ++n) {
     args.out[n] = n < args.n_full && args.table[n] >= 0 ? result[n] : -kInfinity;

@@ -208,15 +208,19 @@ def test_rotated_digests_score_as_the_servers_op(bits):
     by_page = pages.permute(1, 2, 0, 3).contiguous()  # [N, S, H, D]
     shapes = planes_shape(bits, D), (D + STATS_BYTES,)
     parts = [torch.zeros(1, N, H, *shape, dtype=torch.uint8) for shape in shapes]
-    build_layer_rotated.reference(
-        LayerPages.of([by_page], [by_page], "cpu"), torch.arange(N), *parts
-    )
+    values = torch.randn(N, S, H, D, generator=generator) * D**-0.5
+    layers = LayerPages.of([by_page], [values], "cpu")
+    build_layer_rotated.reference(layers, torch.arange(N), *parts)
     paging = torch.arange(N, dtype=torch.int32).expand(W, N).contiguous()
     full = torch.full((W,), N, dtype=torch.int32)
     expected = score_rotated.reference(q, *(x[0] for x in parts), paging, full, D**-0.5)
     grouped = q.view(W, H, G, D).transpose(0, 1).flatten(1, 2) * D**-0.5
-    u = Digest(f"rotated-{bits}", pages).scores(grouped, N, pages[:, :0]).view(H, W, G, N)
-    torch.testing.assert_close(reduced("mass", u, (0, 2)), expected, rtol=5e-3, atol=1e-4)
+    digest, norms = Digest(f"rotated-{bits}", pages), values.norm(dim=-1).log().permute(2, 0, 1)
+    u, of_values = (
+        digest.scores(grouped, N, pages[:, :0], x).view(H, W, G, N) for x in (None, norms)
+    )
+    found = reduced("value", u, (0, 2), of_values)
+    torch.testing.assert_close(found, expected, rtol=5e-3, atol=1e-4)
 
 
 def test_better_digests_estimate_the_page_mass_better():

@@ -15,6 +15,7 @@ from sglang_scout.ops.merge import merge_states
 from sglang_scout.ops.pack import pack_pages
 from sglang_scout.ops.predict import add_norm, rotate_heads
 from sglang_scout.ops.rotated import (
+    STATS_BYTES,
     build_layer_rotated,
     planes_shape,
     score_rotated,
@@ -43,7 +44,9 @@ def cases():
     of_pages, of_layers = [real(P, H, D) for _ in "ab"], [real(L, P, H, D) for _ in "ab"]
     q, table, n_full = real(B, HQ, D), ints(B, N), ints(B)
     pools = [Pool(real(n, S, H, D), real(n, S, H, D), torch.arange(B).int()) for n in (P, P + 1)]
-    codes = [torch.zeros(P, H, *x, dtype=torch.uint8) for x in (planes_shape(2, D), (D + 80,))]
+    codes = [
+        torch.zeros(P, H, *x, dtype=torch.uint8) for x in (planes_shape(2, D), (D + STATS_BYTES,))
+    ]
     arrivals = torch.zeros(B, dtype=torch.int32)
     return {
         add_norm: (real(B, C), real(B, C), real(C), 1e-6),

@@ -55,18 +55,20 @@ def assert_same(op, got, wanted):
     planes, stats = ([x.flatten(0, 1) for x in both] for both in zip(got, wanted, strict=True))
     assert (planes[0] != planes[1]).float().mean() < 0.01
     D = stats[0].shape[-1] - STATS_BYTES
-    mean, scale, step = (
+    mean, scale, steps, norms = (
         [x[..., at].contiguous().view(dtype).double() for x in stats]
         for at, dtype in (
             (slice(D), torch.int8),
             (slice(D, D + 64), torch.bfloat16),
-            (slice(D + 64, D + 68), torch.float32),
+            (slice(D + 64, D + 72), torch.float32),
+            (slice(D + 72, D + 104), torch.uint8),
         )
     )
     torch.testing.assert_close(*mean, rtol=0, atol=1)
     torch.testing.assert_close(*scale, rtol=2**-7, atol=1e-30)
-    torch.testing.assert_close(*step, rtol=1e-5, atol=1e-30)
-    assert not any(x[..., D + 68 :].any() for x in stats)
+    torch.testing.assert_close(*steps, rtol=1e-5, atol=1e-30)
+    torch.testing.assert_close(*norms, rtol=0, atol=1)
+    assert not any(x[..., D + 104 :].any() for x in stats)
 
 
 def check(op, built, wanted, ids):

@@ -24,15 +24,17 @@ DIMS = (16, 48, 64, 80, 96, 128, 256)
 def empty(P, H, D, bits):
     """(planes, stats) of one layer, with 7 in every byte."""
     shape = (1, P, H, *rotated.planes_shape(bits, D))
-    return [torch.full(x, 7, dtype=torch.uint8) for x in (shape, (1, P, H, D + 80))]
+    stats = 1, P, H, D + rotated.STATS_BYTES
+    return [torch.full(x, 7, dtype=torch.uint8) for x in (shape, stats)]
 
 
-def digests(k, bits, impl="reference", ids=None):
-    """Of all pages of one layer [P, 32, H, D], or of those named."""
+def digests(k, bits, impl="reference", ids=None, v=None):
+    """Of all pages of one layer [P, 32, H, D], or of those named; values are keys unless given."""
     P, _, H, D = k.shape
     built = empty(P, H, D, bits)
     ids = torch.arange(P) if ids is None else ids
-    build_layer_rotated(LayerPages.of([k], [k], "cpu"), ids, *built, impl=impl)
+    layers = LayerPages.of([k], [k if v is None else v], "cpu")
+    build_layer_rotated(layers, ids, *built, impl=impl)
     return [x[0] for x in built]
 
 
@@ -42,6 +44,15 @@ def keys(seed, P, H, D, dtype=torch.float32):
     size = torch.where(torch.rand(D, generator=rng) < 0.1, 8.0, 1.0)
     k = torch.randn(P, 32, H, D, generator=rng) + 2 * torch.randn(P, 1, H, D, generator=rng)
     return (k * size).to(dtype)
+
+
+def check_norms(v, stats):
+    """To half a step of the largest."""
+    expected = v.double().nan_to_num(0.0).clamp(-rotated.LARGEST, rotated.LARGEST).norm(dim=-1)
+    found = rotated.value_norms(stats).double()
+    error = (found - expected.transpose(1, 2)).abs()
+    assert (error <= 0.502 / 255 * found.amax(-1, keepdim=True) + 1e-30).all()
+    assert not stats[..., -8:].any()
 
 
 def check_built(k, built, bits):
@@ -61,7 +72,6 @@ def check_built(k, built, bits):
     scale = x.square().mean(-1).sqrt()
     stored = stats[..., D : D + 64].contiguous().view(torch.bfloat16).double()
     torch.testing.assert_close(stored, scale, atol=1e-30, rtol=2.0**-8)
-    assert not stats[..., D + 68 :].any()
     largest = x.abs().amax(
         (-1, -2), keepdim=True
     )  # products of the rotation are rounded relative to keys
@@ -87,11 +97,12 @@ def test_named_rows_are_as_the_formula_says_and_others_untouched(
     impl, bits, dtype, sizes, D, seed, data
 ):
     P, H = sizes
-    k = keys(seed, P, H, D, dtype)
+    k, v = keys(seed, P, H, D, dtype), keys(seed + 1, P, H, D, dtype)
     ids = torch.tensor(data.draw(st.lists(st.integers(0, P - 1), unique=True)), dtype=torch.int64)
-    built = digests(k, bits, impl, ids)
+    built = digests(k, bits, impl, ids, v)
     if len(ids):
         check_built(k[ids], [x[ids] for x in built], bits)
+        check_norms(v[ids], built[1][ids])
     rest = [page for page in range(P) if page not in ids.tolist()]
     assert all((x[rest] == 7).all() for x in built)
 
@@ -111,6 +122,7 @@ def test_pages_of_one_value_and_single_bad_elements(impl, bits, value):
         same = rotate(k[0].transpose(0, 1))
         assert (decoded[0] - same).abs().max() <= 0.02 * abs(value) * 64**0.5
         check_built(k, built, bits)
+    check_norms(k, built[1])
 
 
 @BUILDS
@@ -136,17 +148,20 @@ def literal(q, planes, stats, table, n_full, scale, reduce):
     """The formula in float64, one row at a time; "log mass" is of all pages of a row and head."""
     G = q.shape[1] // planes.shape[1]
     x = rotated.decode(planes, stats).double().repeat_interleave(G, 1)  # [P, HQ, 32, D]
+    norms = rotated.value_norms(stats).double().repeat_interleave(G, 1)  # [P, HQ, 32]
     q = q.double() @ rotated._rotation(q.shape[-1], q.device).double()
     size = q.shape[:2] if reduce == "log mass" else table.shape
     result = torch.full(size, -torch.inf, dtype=torch.float64)
     for b, row in enumerate(table):
         columns = [n for n in range(int(n_full[b])) if row[n] >= 0]
         if columns:
-            u = torch.einsum("hd,nhtd->nht", q[b] * scale, x[row[columns].long()]).logsumexp(-1)
+            pages = row[columns].long()
+            logits = torch.einsum("hd,nhtd->nht", q[b] * scale, x[pages])
+            u, worth = logits.logsumexp(-1), (logits.softmax(-1) * norms[pages]).sum(-1)
             if reduce == "log mass":
                 result[b] = u.logsumexp(0)
                 continue
-            mass = torch.softmax(u, 0).sum(1)
+            mass = (torch.softmax(u, 0) * worth).sum(1)
             result[b, columns] = mass if reduce == "mass" else u.log_softmax(0).amax(1)
     return result
 
@@ -154,10 +169,12 @@ def literal(q, planes, stats, table, n_full, scale, reduce):
 def inputs(seed, B=3, N=9, P=12, H=2, G=3, D=64, bits=2):
     rng = torch.Generator().manual_seed(seed)
     k = torch.randn(P, 32, H, D, generator=rng) + torch.randn(P, 1, H, D, generator=rng)
+    # Of norms about 1, so that scores are of one size.
+    v = torch.rand(P, 32, H, D, generator=rng) * D**-0.5
     q = torch.randn(B, H * G, D, generator=rng)
     table = torch.randint(-1, P, (B, N), generator=rng, dtype=torch.int32)
     n_full = torch.randint(0, N + 1, (B,), generator=rng, dtype=torch.int32)
-    return q, *digests(k, bits), table, n_full
+    return q, *digests(k, bits, v=v), table, n_full
 
 
 @SCORES
@@ -273,7 +290,8 @@ def test_one_page_and_pages_of_one_value(impl, bits, fill):
     q = torch.randn(2, 4, 32)
     table = torch.tensor([[1, -1, -1], [0, 1, 2]], dtype=torch.int32)
     n_full = torch.tensor([3, 3], dtype=torch.int32)
-    got = score_rotated(q, *digests(k, bits), table, n_full, 0.125, "mass", impl=impl)
+    one = torch.full_like(k, 32**-0.5)
+    got = score_rotated(q, *digests(k, bits, v=one), table, n_full, 0.125, "mass", impl=impl)
     expected = torch.tensor([[4, -math.inf, -math.inf], [4 / 3] * 3])
     torch.testing.assert_close(got, expected)
 

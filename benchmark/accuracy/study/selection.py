@@ -87,9 +87,9 @@ class Setting:
                 )
         if self.attends != "real" and self.query in ("real", "forecast"):
             raise ValueError(f"attends = {self.attends!r} needs a predicted query")
-        if self.stop_mass < 1 and self.reduce != "mass":
+        if self.stop_mass < 1 and self.reduce not in ("mass", "value"):
             raise ValueError(
-                f"stop_mass = {self.stop_mass} needs reduce = 'mass', not {self.reduce!r}"
+                f"stop_mass = {self.stop_mass} needs reduce = 'mass' or 'value', not {self.reduce!r}"
             )
         if self.budget_tokens is not None and self.budget_tokens < 2 * self.page_tokens:
             raise ValueError(f"budget_tokens = {self.budget_tokens}: less than two pages")
@@ -217,11 +217,15 @@ class Digest:
         return (u.sub_(largest).exp_().sum(-1) * tokens).log_().add_(largest[..., 0])
 
 
-def reduced(how: str, u: Tensor, heads: tuple[int, ...]) -> Tensor:
+def reduced(how: str, u: Tensor, heads: tuple[int, ...], of_values: Tensor | None = None) -> Tensor:
     """One score for each page from those of the heads, the dimensions ``heads`` of u [..., N]; void pages are -inf.
 
-    mass: sum of the heads' softmax over pages; max: largest log of that (both as in ops/score.py); sum: of the scores.
+    mass: sum of the heads' softmax over pages; value: that with each token times the norm of its value, ``of_values``
+    as u (as in ops/rotated.py); max: largest log of the softmax (as in ops/score.py); sum: of the scores.
     """
+    if how == "value":
+        assert of_values is not None
+        return (of_values - u.logsumexp(-1, keepdim=True)).exp().sum(heads)
     if how == "mass":
         return u.softmax(-1).sum(heads)
     if how == "max":
@@ -239,10 +243,7 @@ def choose(setting: Setting, u: Tensor, full: Tensor, of_values: Tensor | None =
     offered = page < full[:, None]  # [W, N]
     heads = (0, 2) if setting.grain == "layer" else (2,)
     u = u.masked_fill(~offered[:, None], -torch.inf)
-    if of_values is None:
-        score = reduced(setting.reduce, u, heads)
-    else:
-        score = (of_values - u.logsumexp(-1, keepdim=True)).exp().sum(heads)
+    score = reduced(setting.reduce, u, heads, of_values)
     score = score.view(-1, *offered.shape).masked_fill(~offered, 0.0)
     forced = (page == 0) | (page == full[:, None] - 1)
     key = score.masked_fill(~offered, -torch.inf).masked_fill(forced & offered, torch.inf)

@@ -15,8 +15,8 @@ MARK_BYTES = 4
 """The second part of an embedding, zero: that it is there says that it was written. And as the ratio of the parts'
 sizes is what tells a kind from another when they are sent, no two kinds may have the same."""
 
-ROTATED_STATS_BYTES = 80
-"""Of a rotated digest, beside its bits and the D bytes of its mean: scales and a step, see ``ops/rotated.py``."""
+ROTATED_STATS_BYTES = 112
+"""Of a rotated digest, beside its bits and the D bytes of its mean: scales, norms and steps, see ``ops/rotated.py``."""
 
 _WORD_BYTES = 8
 _INPUT_WORDS = 6

@@ -78,7 +78,7 @@ def build_layer_digests(
             the row of its id.
     Source: Quest section 3.3, ScoutAttention section 3.2.
     """
-    for layer, k in enumerate(source_rows(source, ids, rows)):
+    for layer, k in enumerate(source_rows(source.k, ids, rows)):
         low, high = torch.aminmax(k.to(kmin.dtype), dim=1)
         kmin[layer].index_copy_(0, ids, low.to(kmin.device))
         kmax[layer].index_copy_(0, ids, high.to(kmax.device))

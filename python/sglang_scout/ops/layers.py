@@ -70,11 +70,11 @@ class LayerPages:
 
 
 def source_rows(
-    source: LayerPages, ids: torch.Tensor, rows: torch.Tensor | None
+    planes: Sequence[torch.Tensor], ids: torch.Tensor, rows: torch.Tensor | None
 ) -> Iterator[torch.Tensor]:
-    """K of each layer, [n, S, H, D], gathered: the rows ``ids``, or the layer's of ``rows``."""
-    for layer, k in enumerate(source.k):
-        yield k.index_select(0, (ids if rows is None else rows[layer]).to(k.device))
+    """K or V of each layer, [n, S, H, D], gathered: the rows ``ids``, or the layer's of ``rows``."""
+    for layer, x in enumerate(planes):
+        yield x.index_select(0, (ids if rows is None else rows[layer]).to(x.device))
 
 
 def resident_slots(slot_of: torch.Tensor | None, pages: torch.Tensor) -> torch.Tensor:

@@ -71,7 +71,7 @@ def mass_change_rotated(
     size = len(rows), q.shape[1] // lists, q.shape[2]
     void = (torch.arange(rows.shape[1], device=rows.device) >= n_pages[:, None]) | (rows < 0)
     real, ahead = (
-        page_masses(x.float().view(size), planes, stats, rows, scale)
+        page_masses(x.float().view(size), planes, stats, rows, scale)[0]
         .masked_fill_(void[:, None], -torch.inf)
         .logsumexp(-1)
         for x in (q, q_ahead)

@@ -12,9 +12,15 @@ key, and of every token what its key differs from the mean by, rotated, one sign
 These are the levels of least squared error for a normal variable (Max 1960), which rotated channels nearly are
 (QuIP, RaBitQ). The levels are sums over bits, so that either bit plane is scored by the same products.
 
+And of each token the norm of its value: a page is worth what its tokens add to the output, which is their weights times
+their values and no more than
+
+    sum_t w_t |v_t|              |v_t| in uint8, with one step for the page and KV head
+
 Bytes of a page and KV head, in two tensors:
     planes  [bits, 16, D / 4]  of token t (low half) and token 16 + t (high half of a byte) four channels a byte
-    stats   [D + 80]           m in int8 [D]; s in bfloat16 [32]; the step of m in float32; 12 bytes of zero
+    stats   [D + 112]          m in int8 [D]; s in bfloat16 [32]; the steps of m and of |v| in float32; |v| in uint8
+                               [32]; 8 bytes of zero
 """
 
 from __future__ import annotations
@@ -34,7 +40,7 @@ from .score import REDUCTIONS, reduce_heads
 PAGE_TOKENS = 32
 ONE_BIT, FIRST, SECOND = 0.79788, 0.98160, 0.52880
 LARGEST = 2.0**50
-"""Larger elements of K count as this, and those that are no number as 0: digests and scores stay finite."""
+"""Larger elements of K and V count as this, and those that are no number as 0: digests and scores stay finite."""
 
 FLIP = 0x9E3779B1
 """Channel d is negated where bit 31 of (d + 1) times this is set."""
@@ -88,7 +94,7 @@ def _unpacked(planes: torch.Tensor) -> torch.Tensor:
 
 
 def decode(planes: torch.Tensor, stats: torch.Tensor) -> torch.Tensor:
-    """What digests say of the rotated keys, [n, H, 32, D] float32, from [n, H, bits, 16, D / 4] and [n, H, D + 80]."""
+    """What digests say of the rotated keys, [n, H, 32, D] float32, from [n, H, bits, 16, D / 4] and [n, H, D + 112]."""
     D = 4 * planes.shape[-1]
     # Copies, so that they are aligned for their dtypes.
     mean = stats[..., :D].contiguous().view(torch.int8).float()
@@ -99,6 +105,23 @@ def decode(planes: torch.Tensor, stats: torch.Tensor) -> torch.Tensor:
     if bits.shape[2] == 2:
         level = bits[:, :, 0] * FIRST + bits[:, :, 1] * SECOND
     return (mean * step)[:, :, None] + scale[..., None] * level
+
+
+def value_norms(stats: torch.Tensor) -> torch.Tensor:
+    """What digests [n, H, D + 112] say of the values' norms, [n, H, 32] float32."""
+    end = stats.shape[-1] - 8
+    step = stats[..., end - 36 : end - 32].contiguous().view(torch.float32)
+    return stats[..., end - 32 : end].float() * step
+
+
+def _finite(x: torch.Tensor) -> torch.Tensor:
+    return x.nan_to_num(0.0, LARGEST, -LARGEST).clamp(-LARGEST, LARGEST)
+
+
+def _steps(x: torch.Tensor, levels: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """``x`` [..., n] >= -levels steps as whole steps, and the step [..., 1] that makes the largest so many."""
+    step = (x.abs().amax(-1, keepdim=True) / levels).clamp(min=torch.finfo(torch.float32).tiny)
+    return (x / step).round(), step
 
 
 def valid_digests(call: Call) -> str:
@@ -131,43 +154,43 @@ def build_layer_rotated(
     On a device one launch, whatever the number of layers.
 
     Args:
-        source: K of each layer, [P, 32, H, D] any float dtype; the named pages are full. D a multiple of 16.
+        source: K and V of each layer, [P, 32, H, D] any float dtype; the named pages are full. D a multiple of 16.
         ids: [n] int64 in [0, P); n may be 0.
-        planes, stats: [L, P, H, B, 16, D / 4] with B = 1 or 2 bits, and [L, P, H, D + 80], uint8; mutated.
+        planes, stats: [L, P, H, B, 16, D / 4] with B = 1 or 2 bits, and [L, P, H, D + 112], uint8; mutated.
         rows: as of `build_layer_digests`.
     Source: the module's.
     """
-    for layer, k in enumerate(source_rows(source, ids, rows)):
-        x = k.to(planes.device).float().transpose(1, 2)  # [n, H, 32, D]
-        x = rotate(x.nan_to_num(0.0, LARGEST, -LARGEST).clamp(-LARGEST, LARGEST))
-        mean = x.mean(2)
-        step = (mean.abs().amax(-1, keepdim=True) / 127).clamp(min=torch.finfo(torch.float32).tiny)
-        mean = (mean / step).round()
+    of_keys, of_values = (source_rows(x, ids, rows) for x in (source.k, source.v))
+    for layer, parts in enumerate(zip(of_keys, of_values, strict=True)):
+        # [n, H, 32, D]
+        k, v = (_finite(x.to(planes.device).float()).transpose(1, 2) for x in parts)
+        x = rotate(k)
+        mean, step = _steps(x.mean(2), 127)
+        norms, norm_step = _steps(v.norm(dim=-1), 255)
         x = x - (mean * step)[:, :, None]
         scale = x.square().mean(-1).sqrt()  # [n, H, 32]
         first = x >= 0
         bits = [first, first == (x.abs() > FIRST * scale[..., None])][: planes.shape[3]]
         planes[layer].index_copy_(0, ids, torch.stack([_packed(b) for b in bits], 2))
-        parts = [
-            mean.to(torch.int8),
-            scale.bfloat16(),
-            step,
-            step.new_zeros(*step.shape[:2], 3),
-        ]
-        row = torch.cat([part.contiguous().view(torch.uint8) for part in parts], -1)
+        zero = step.new_zeros(*step.shape[:2], 2)
+        stored = mean.to(torch.int8), scale.bfloat16(), step, norm_step, norms.to(torch.uint8), zero
+        row = torch.cat([part.contiguous().view(torch.uint8) for part in stored], -1)
         stats[layer].index_copy_(0, ids, row)
 
 
 def page_masses(
     q: torch.Tensor, planes: torch.Tensor, stats: torch.Tensor, table: torch.Tensor, scale: float
-) -> torch.Tensor:
-    """[B, HQ, N]: u[h, p] = log sum_t exp(scale R q[h] . x_t), the log of the page's softmax mass, estimated."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """u[h, p] = log sum_t exp(scale R q[h] . x_t), the log of the page's softmax mass, estimated, and the mean of |v_t|
+    over it, both [B, HQ, N]."""
     (B, N), H = table.shape, planes.shape[1]
     ids = table.clamp(min=0).flatten()
     keys = decode(planes.index_select(0, ids), stats.index_select(0, ids))  # [B * N, H, 32, D]
+    norms = value_norms(stats.index_select(0, ids)).view(B, N, H, PAGE_TOKENS)
     q = rotate(q.view(B, H, q.shape[1] // H, q.shape[2]) * scale)
-    u = torch.einsum("bhgd,bnhtd->bhgnt", q, keys.view(B, N, *keys.shape[1:])).logsumexp(-1)
-    return u.flatten(1, 2)
+    logits = torch.einsum("bhgd,bnhtd->bhgnt", q, keys.view(B, N, *keys.shape[1:]))
+    means = torch.einsum("bhgnt,bnht->bhgn", logits.softmax(-1), norms)
+    return logits.logsumexp(-1).flatten(1, 2), means.flatten(1, 2)
 
 
 DIGESTS = {"planes": "P H bits J C uint8", "stats": "P H T uint8"}
@@ -199,18 +222,21 @@ def score_rotated(
 
         u[h, p] = log sum_t exp(scale R q[h] . x_t)        the log of the page's softmax mass, estimated
 
-    and the heads' u become one number as in `score_pages`.
+    and the heads' u become one number as in `score_pages`, but "mass" counts each token times the norm of its value: it
+    sums sum_t w[h, t] |v_t|, which is the most that head h's output loses with the page.
 
     Args:
         q: [B, HQ, D] any float dtype, after RoPE.
-        planes, stats: [P, H, bits, 16, D / 4] and [P, H, D + 80] uint8, of one layer, see `build_layer_rotated`;
+        planes, stats: [P, H, bits, 16, D / 4] and [P, H, D + 112] uint8, of one layer, see `build_layer_rotated`;
             H divides HQ.
         table, n_full, scale, reduce, out, arrivals: as of `score_pages`.
     Returns:
         [B, N] float32; -inf in columns >= n_full and where table < 0. A row may be all -inf.
-    Source: codes as in RaBitQ (arXiv 2405.12497) and QuIP (arXiv 2307.13304); the page's mass by them: ours.
+    Source: codes as in RaBitQ (arXiv 2405.12497) and QuIP (arXiv 2307.13304); norms of values as in VATP (arXiv
+        2406.12335); a page's by them: ours.
     """
-    score = reduce_heads(page_masses(q.float(), planes, stats, table, scale), table, n_full, reduce)
+    masses, means = page_masses(q.float(), planes, stats, table, scale)
+    score = reduce_heads(masses, table, n_full, reduce, means)
     return score if out is None else out.copy_(score)
 
 
@@ -226,9 +252,9 @@ NATIVE_DIMS = {"D": range(16, 1025, 16)}  # sums over larger heads would overflo
 def _native_build(source, ids, planes, stats, rows):
     P, _, H, D = source.k[0].shape
     native.check_ids("build_layer_rotated", "ids", ids, P)
-    for k, of_planes, of_stats in zip(source.k, planes, stats, strict=True):
+    for k, v, of_planes, of_stats in zip(source.k, source.v, planes, stats, strict=True):
         native.module.rotate_pages(
-            k.data_ptr(), H, D, native.KV_DTYPES[k.dtype], ids.data_ptr(), ids.numel(),
+            k.data_ptr(), v.data_ptr(), H, D, native.KV_DTYPES[k.dtype], ids.data_ptr(), ids.numel(),
             planes.shape[3], of_planes.data_ptr(), of_stats.data_ptr(),
         )  # fmt: skip
 
@@ -254,7 +280,7 @@ def _native_score(q, planes, stats, table, n_full, scale, reduce, out, arrivals)
 triton.implements(
     build_layer_rotated,
     "rotate",
-    pinned=("source.k",),
+    pinned=("source.k", "source.v"),
     dtypes=triton.KV_DTYPES,
     sizes={"D": triton.HEAD_DIMS},
 )

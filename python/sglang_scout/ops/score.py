@@ -17,14 +17,19 @@ TOLERANCES = {name: Tolerance(2e-5, 2e-5, _REASON) for name in ("float32", "bflo
 
 
 def reduce_heads(
-    u: torch.Tensor, table: torch.Tensor, n_full: torch.Tensor, reduce: str
+    u: torch.Tensor,
+    table: torch.Tensor,
+    n_full: torch.Tensor,
+    reduce: str,
+    worth: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[B, N] scores from ``u`` [B, HQ, N] of each query head; see `score_pages`."""
+    """[B, N] scores from ``u`` [B, HQ, N] of each query head; see `score_pages`. "mass" counts ``worth`` times."""
     columns = torch.arange(table.shape[1], device=table.device)
     void = (columns >= n_full[:, None]) | (table < 0)  # [B, N]
     u = u.masked_fill(void[:, None], -torch.inf)
     if reduce == "mass":
-        score = torch.softmax(u, dim=-1).sum(dim=1)
+        score = torch.softmax(u, dim=-1)
+        score = (score if worth is None else score * worth).sum(dim=1)
     else:
         score = (u - torch.logsumexp(u, dim=-1, keepdim=True)).amax(dim=1)
     return score.masked_fill_(void, -torch.inf)  # also where a row without pages made NaN

@@ -1,6 +1,6 @@
 """`mass_change_rotated` on the device: one launch.
 
-Bytes that must move, with b bits: 4 D b + D + 80 per missing page and KV head, for both queries at once.
+Bytes that must move, with b bits: 4 D b + D + 112 per missing page and KV head, for both queries at once.
 """
 
 import torch
@@ -48,9 +48,9 @@ def mass_kernel(
             # [BLOCK_N]
             page = tl.load(pages + of.to(tl.int64) * N + n, mask=n < count, other=-1)
             # [BLOCK_N, 2 BLOCK_G]
-            u = block_sums(
+            u, _ = block_sums(
                 of_mean, first, second, unit, total, planes, means, scales,
-                page.to(tl.int64) * H + h, page >= 0, D, BITS, BLOCK_D,
+                page.to(tl.int64) * H + h, page >= 0, D, BITS, BLOCK_D, False,
             )  # fmt: skip
             top, mass = add_mass(top, mass, u, 0)
         both = tl.reshape(top + tl.log(mass), (2, BLOCK_G))

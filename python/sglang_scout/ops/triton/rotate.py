@@ -1,7 +1,7 @@
 """Rotated digests on the device, the part that rotates: queries, and `build_layer_rotated`.
 
-Bytes that must move, with b bits: a build reads 64 D bytes of 16-bit keys per page and KV head and writes
-4 D b + D + 80.
+Bytes that must move, with b bits: a build reads 128 D bytes of 16-bit keys and values per page and KV head and writes
+4 D b + D + 112.
 """
 
 import torch
@@ -15,6 +15,7 @@ from .pages import layer_pointer, source_row
 _FIRST = tl.constexpr(FIRST)
 _LARGEST, _FLIP32 = tl.constexpr(LARGEST), tl.constexpr(FLIP - 2**32)
 _TOKENS, _STATS_BYTES = tl.constexpr(PAGE_TOKENS), tl.constexpr(STATS_BYTES)
+_NORMS_AT = tl.constexpr(2 * PAGE_TOKENS + 8)  # behind the mean, the scales and two steps
 _CHUNK = tl.constexpr(32)  # channels that are rotated at a time
 
 
@@ -22,6 +23,19 @@ _CHUNK = tl.constexpr(32)  # channels that are rotated at a time
 def rint(x):
     """To the nearest integer, to even in the middle, of |x| < 2^22."""
     return (x + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def made_finite(x, FP8: tl.constexpr):
+    """In float32, elements that are too large as the largest and those that are no number as 0."""
+    x = widened(x, FP8).to(tl.float32)
+    return tl.where(x == x, tl.minimum(tl.maximum(x, -_LARGEST), _LARGEST), 0.0)
+
+
+@triton.jit
+def step_of(largest, LEVELS: tl.constexpr):
+    """That makes it so many steps; none is 0."""
+    return tl.maximum(tl.div_rn(largest, LEVELS), 1.1754943508222875e-38)
 
 
 @triton.jit
@@ -39,9 +53,7 @@ def rotated_rows(
         j = first + tl.arange(0, _CHUNK)
         inside = kept[:, None] & (j < D)[None, :]
         # [M, _CHUNK]
-        part = tl.load(x + row[:, None] + j[None, :], mask=inside, other=0)
-        part = widened(part, FP8).to(tl.float32)
-        part = tl.where(part == part, tl.minimum(tl.maximum(part, -_LARGEST), _LARGEST), 0.0)
+        part = made_finite(tl.load(x + row[:, None] + j[None, :], mask=inside, other=0), FP8)
         # [_CHUNK, channels]: element (j, i) of a Hadamard matrix is negative where i & j has an odd number of bits.
         j = j[:, None]
         bits = i & j & (WIDTH - 1)
@@ -69,7 +81,7 @@ def build_rotated_kernel(
     H: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr,
     KV: tl.constexpr, FP8: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """One page, head and layer. addresses [L] of [R, 32, H, D]; ids [n]; rows: see `source_row`; planes
+    """One page, head and layer. addresses [2, L] of K and V [R, 32, H, D]; ids [n]; rows: see `source_row`; planes
     [L, P, H, BITS, 16, D / 4]; means, scales, steps: the stats [L, P, H, bytes] as int8, bfloat16 and float32."""
     page, h = tl.load(ids + tl.program_id(0)), tl.program_id(1)
     layer = tl.program_id(2).to(tl.int64)
@@ -78,9 +90,13 @@ def build_rotated_kernel(
         k = layer_pointer(addresses, layer, KV, ALIGN)
         t, d = tl.arange(0, _TOKENS), tl.arange(0, BLOCK_D)
         at = ((source * _TOKENS + t) * H + h) * D
+        v = layer_pointer(addresses + tl.num_programs(2), layer, KV, ALIGN)
+        v = made_finite(tl.load(v + at[:, None] + d[None, :], mask=(d < D)[None, :], other=0), FP8)
+        norm = tl.sqrt_rn(tl.sum(v * v, axis=1))  # [32]
+        norm_step = step_of(tl.max(norm, axis=0), 255.0)
         x = rotated_rows(k, at, t < _TOKENS, d, D, WIDTH, FP8)  # [32, BLOCK_D]
         mean = tl.sum(x, axis=0) / _TOKENS
-        step = tl.maximum(tl.div_rn(tl.max(tl.abs(mean), axis=0), 127.0), 1.1754943508222875e-38)
+        step = step_of(tl.max(tl.abs(mean), axis=0), 127.0)
         mean = rint(tl.div_rn(mean, tl.zeros_like(mean) + step))
         x = x - (mean * step)[None, :]
         scale = tl.sqrt_rn(tl.sum(x * x, axis=1) / D)  # [32]
@@ -88,9 +104,14 @@ def build_rotated_kernel(
         BYTES: tl.constexpr = D + _STATS_BYTES
         tl.store(means + row * BYTES + d, mean.to(tl.int8), mask=d < D)
         tl.store(scales + row * (BYTES // 2) + D // 2 + t, rounded(scale, tl.bfloat16))
-        last = tl.arange(0, 4)  # the step and 12 bytes of zero
-        at = row * (BYTES // 4) + D // 4 + _TOKENS // 2 + last
-        tl.store(steps + at, tl.where(last == 0, step, 0.0))
+        at = steps + row * (BYTES // 4) + D // 4 + _TOKENS // 2
+        tl.store(at, step)
+        tl.store(at + 1, norm_step)
+        norm = rint(tl.div_rn(norm, tl.zeros_like(norm) + norm_step)).to(tl.int32)
+        tl.store(means + row * BYTES + D + _NORMS_AT + t, norm.to(tl.int8))
+        tl.store(
+            at + (BYTES - D) // 4 - _TOKENS // 2 - 2 + tl.arange(0, 2), tl.zeros([2], tl.float32)
+        )
         j, c = tl.arange(0, 16)[:, None], tl.arange(0, BLOCK_D // 4)[None, :]
         at = planes + row * (BITS * 4 * D) + j * (D // 4) + c
         first = x >= 0

@@ -1,6 +1,6 @@
 """`score_rotated` on the device: one launch.
 
-Bytes that must move, with b bits: 4 D b + D + 80 per page and KV head, and 8 per page for id and score. What is in
+Bytes that must move, with b bits: 4 D b + D + 112 per page and KV head, and 8 per page for id and score. What is in
 between, and how heads are reduced: see `score`.
 
 The tensor cores take bits as they are stored. A word of a plane holds 16 channels of two tokens; one mask
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from ..rotated import FIRST, ONE_BIT, SECOND, STATS_BYTES
-from .rotate import rint, rotated_rows
+from .rotate import _NORMS_AT, rint, rotated_rows
 from .score import add_mass, between, parts_of, reduce_when_last, reduced_blocks
 
 _FIRST, _SECOND, _ONE_BIT = tl.constexpr(FIRST), tl.constexpr(SECOND), tl.constexpr(ONE_BIT)
@@ -112,11 +112,18 @@ def logits(sums, scale, base, unit, total):
 
 
 @triton.jit
+def norms(pair):
+    """Of the token in the low byte, [BLOCK_N, 1], in steps."""
+    return (pair & 255).to(tl.float32)[:, None]
+
+
+@triton.jit
 def block_sums(
     of_mean, first, second, unit, total, planes, means, scales, row, offered,
-    D: tl.constexpr, BITS: tl.constexpr, BLOCK_D: tl.constexpr,
+    D: tl.constexpr, BITS: tl.constexpr, BLOCK_D: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    """u = log sum_t exp of the logits, [BLOCK_N, BLOCK_G], of the pages and KV head whose digests are at ``row``."""
+    """u = log sum_t exp of the logits, [BLOCK_N, BLOCK_G], of the pages and KV head whose digests are at ``row``; and,
+    with VALUES, the same with each token times the norm of its value."""
     BLOCK_N: tl.constexpr = row.shape[0]
     BLOCK_G: tl.constexpr = unit.shape[0]
     BYTES: tl.constexpr = D + _STATS_BYTES
@@ -125,6 +132,7 @@ def block_sums(
     at_mean = means + row[:, None] * BYTES + d[None, :]
     mean = tl.load(at_mean, mask=offered[:, None] & (d < D)[None, :], other=0)
     at_scale = scales + row * (BYTES // 4) + D // 4
+    at_norms = (means + row * BYTES + D + _NORMS_AT).to(tl.pointer_type(tl.int16))
     step = tl.load(at_scale + 16, mask=offered, other=0).to(tl.float32, bitcast=True)
     base = joined(tl.dot(mean, of_mean, out_dtype=tl.int32))  # [BLOCK_N, BLOCK_G]
     base = base * step[:, None] * unit[None, :]
@@ -132,6 +140,7 @@ def block_sums(
     at_words = planes + row[:, None] * (BITS * D) + w[None, :]
     top = tl.full([BLOCK_N, BLOCK_G], float("-inf"), tl.float32)
     mass = tl.zeros([BLOCK_N, BLOCK_G], tl.float32)
+    of_values = mass
     for pair in tl.range(0, 8, num_stages=3):
         # Tokens j = 2 pair and j + 1, and those 16 behind them, whose bits are in the same bytes.
         near = tl.load(at_scale + pair, mask=offered, other=0)
@@ -144,10 +153,24 @@ def block_sums(
         x2 = logits(x2, far << 16, base, unit, total)
         x3 = logits(x3, far, base, unit, total)
         largest = tl.maximum(top, tl.maximum(tl.maximum(x0, x1), tl.maximum(x2, x3)))
-        mass = mass * tl.exp2(top - largest) + tl.exp2(x0 - largest) + tl.exp2(x1 - largest)
-        mass += tl.exp2(x2 - largest) + tl.exp2(x3 - largest)
+        kept = tl.exp2(top - largest)
+        x0, x1 = tl.exp2(x0 - largest), tl.exp2(x1 - largest)
+        x2, x3 = tl.exp2(x2 - largest), tl.exp2(x3 - largest)
+        mass = mass * kept + x0 + x1 + x2 + x3
         top = largest
-    return tl.where(offered[:, None], (top + tl.log2(mass)) * _LN_2, float("-inf"))
+        if VALUES:
+            at_norm = at_norms + pair
+            near = tl.load(at_norm, mask=offered, other=0).to(tl.int32)
+            far = tl.load(at_norm + 8, mask=offered, other=0).to(tl.int32)
+            of_values = of_values * kept + x0 * norms(near) + x1 * norms(near >> 8)
+            of_values += x2 * norms(far) + x3 * norms(far >> 8)
+    u = tl.where(offered[:, None], (top + tl.log2(mass)) * _LN_2, float("-inf"))
+    if VALUES:
+        step = tl.load(at_scale + 17, mask=offered, other=0).to(tl.float32, bitcast=True)
+        of_values = (top + tl.log2(of_values * step[:, None])) * _LN_2
+        return u, tl.where(offered[:, None], of_values, float("-inf"))
+    else:
+        return u, u
 
 
 @triton.jit
@@ -158,7 +181,8 @@ def rotated_sums_kernel(
     REDUCE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """`block_sums` of every parts-th block of pages for the G query heads of one KV head, as `score.bounds_kernel`.
+    """`block_sums` of every parts-th block of pages for the G query heads of one KV head, as `score.bounds_kernel`. For
+    "mass" the sums are of values, but what they are shares of is the mass.
 
     planes [P, H, BITS, 16, D / 16] int32; means, scales: the stats [P, H, bytes] as int8 and int32.
     """
@@ -178,12 +202,12 @@ def rotated_sums_kernel(
             n = block * BLOCK_N + tl.arange(0, BLOCK_N)
             page = tl.load(table + b.to(tl.int64) * N + n, mask=n < full, other=-1)
             # [BLOCK_N, BLOCK_G]
-            u = block_sums(
+            u, of_values = block_sums(
                 of_mean, first, second, unit, total, planes, means, scales,
-                page.to(tl.int64) * H + h, page >= 0, D, BITS, BLOCK_D,
+                page.to(tl.int64) * H + h, page >= 0, D, BITS, BLOCK_D, REDUCE == "mass",
             )  # fmt: skip
             at_sum = sums + head.to(tl.int64)[None, :] * row_stride + n[:, None]
-            tl.store(at_sum, u, mask=(g < G)[None, :])
+            tl.store(at_sum, of_values, mask=(g < G)[None, :])
             top, mass = add_mass(top, mass, u, 0)
     tl.store(tops + head * parts + part, top, mask=g < G)
     tl.store(masses + head * parts + part, mass, mask=g < G)
