@@ -23,10 +23,10 @@ PROMPT_TOKENS, STEPS = planted.CUTS[0], 8
 # without a hint, a request's first step has no page on the device but the first and the newest: predicted queries
 # attend to all that they choose.
 CASES = {
-    "decode": ({"precompute": False}, Setting(512, "rotated-2"), STEPS),
+    "decode": ({"precompute": False}, Setting(512, "rotated-2", reduce="value"), STEPS),
     "ahead": (
         {"recall": "off"},
-        Setting(512, "rotated-2", query="predicted", attends="reweighed"),
+        Setting(512, "rotated-2", reduce="value", query="predicted", attends="reweighed"),
         1,
     ),
 }

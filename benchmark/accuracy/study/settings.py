@@ -73,7 +73,7 @@ WEIGHTS = [_ahead(attends=f"{x}-missing") for x in ("predicted", "corrected", "r
 
 def _system(budget: int, mass: float = 1.0, **more: object) -> Setting:
     """What ``--kv-offload scout`` does."""
-    how = {"query": "predicted", "attends": "reweighed-missing", **more}
+    how = {"query": "predicted", "attends": "reweighed-missing", "reduce": "value", **more}
     return Setting(budget, TWO_BITS, stop_mass=mass, **how)  # type: ignore[arg-type]
 
 
@@ -107,7 +107,7 @@ LIMITS = [
 
 VALUES = [
     setting
-    for how in ({}, {"reduce": "value"})
+    for how in ({"reduce": "mass"}, {"reduce": "value"})
     for setting in (
         *(Setting(512, x, **how) for x in ("keys", TWO_BITS)),  # type: ignore[arg-type]
         *(_system(budget, **how) for budget in (512, 1024)),
@@ -124,7 +124,7 @@ SYSTEMS = [
     for setting in (
         _system(budget),
         _paper(budget),
-        Setting(budget, TWO_BITS, query="predicted"),
+        Setting(budget, TWO_BITS, query="predicted", reduce="value"),
         Setting(budget, BOUNDS, query="predicted"),
         Setting(budget, "window", query="forecast", grain="head"),
         Setting(budget, "window", query="predicted", grain="head"),
