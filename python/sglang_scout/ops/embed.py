@@ -92,7 +92,7 @@ def build_layer_means(
         embeddings: [L, P, H, 2, D] dtype of K, or of fp8 a wider one; mutated.
     Source: arXiv 2606.04511, equation 5; the module's.
     """
-    for layer, k in enumerate(source_rows(source, ids, rows)):
+    for layer, k in enumerate(source_rows(source.k, ids, rows)):
         means = half_means(k.to(embeddings.device, embeddings.dtype))
         embeddings[layer].index_copy_(0, ids, means.to(embeddings.dtype))
 
@@ -130,7 +130,7 @@ def build_layer_pilots(
         w_k: [L, H, r, 2 D] float32.
     Source: SeerAttention (arXiv 2410.13276), section 3; the module's.
     """
-    for layer, k in enumerate(source_rows(source, ids, rows)):
+    for layer, k in enumerate(source_rows(source.k, ids, rows)):
         pool = pooled(k.to(embeddings.device, embeddings.dtype))
         e = torch.einsum("hrx,nhx->nhr", w_k[layer], pool)
         e = _limited(e, embeddings.dtype).to(embeddings.dtype)
