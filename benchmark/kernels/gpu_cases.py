@@ -77,10 +77,10 @@ class Pools:
         self.k, self.v = (self.random(pages, S, self.H, D).to(DTYPE) for _ in range(2))
         # More digests than pages: those of 65,536 pages are 256 MiB, no cache holds them either.
         one, other = (self.random(4 * pages, self.H, D).to(DTYPE) for _ in range(2))
-        # Bits and means of noise, scales and steps of 1.
+        # Bits, means and norms of noise, scales and steps of 1.
         stats = self.noise(D + rotated.STATS_BYTES)
         stats[..., D : D + 64].view(torch.bfloat16).fill_(1)
-        stats[..., D + 64 : D + 68].view(torch.float32).fill_(1)
+        stats[..., D + 64 : D + 72].view(torch.float32).fill_(1)
         self.digests = {0: (torch.minimum(one, other), torch.maximum(one, other))}
         self.digests |= {
             bits: (self.noise(*rotated.planes_shape(bits, D)), stats) for bits in (1, 2)
@@ -282,7 +282,7 @@ def selection(pools: Pools, B: int, N: int, k: int) -> Case:
 
 
 def digests(pools: Pools, n: int, source: str, kind: str, kv: torch.dtype = DTYPE) -> Case:
-    """Of n pages in every layer. A server reads their keys from the host."""
+    """Of n pages in every layer. A server reads their KV from the host."""
     layers, op, parts = pools.layers(source, kv), BUILDS[kind], pools.digests_of[kind]
     L, P = pools.num_layers, len(layers.k[0])
     ids = [pools.ids(n, dtype=torch.int64, pages=P) for _ in range(REPEATS)]
@@ -293,7 +293,7 @@ def digests(pools: Pools, n: int, source: str, kind: str, kv: torch.dtype = DTYP
         of = pools.layers(source, kv, wide=True) if impl == "reference" else layers
         return op(of, which, *written, *more, impl=impl)
 
-    page_bytes = S * pools.H * D * kv.itemsize
+    page_bytes = S * pools.H * D * kv.itemsize * (2 if "bit" in kind else 1)  # V too
     digest_bytes = sum(part[0].nbytes for part in parts)
     on_bus = layers.k[0].device.type != pools.device
     return Case(

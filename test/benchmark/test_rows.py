@@ -133,7 +133,7 @@ def test_page_scores_runs(tmp_path):
     assert list(found) == ["minmax", "rotated-1", "rotated-2", "read"]
     assert all(row["status"] == "ok" for row in found.values())
     sizes = [found[name]["digest_bytes"] / (2 * 64 * 8) for name in list(found)[:3]]
-    assert sizes == [512, 720, 1232]
+    assert sizes == [512, 752, 1264]
 
 
 def test_cpu_attention_runs(tmp_path):

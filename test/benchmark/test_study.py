@@ -282,7 +282,7 @@ def test_intervals_are_of_documents_and_text_means_are_of_tokens():
 
 
 def test_the_figure_has_a_line_for_each_method_and_knows_what_it_reads():
-    row = {"part": "text", "document": 0, "page_tokens": 32, "grain": "layer", "attends": "real",
+    row = {"part": "text", "document": 0, "page_tokens": 32, "grain": "layer", "attends": "real", "reduce": "mass",
            "far": 1.0, "stop_mass": 1.0, "cut": [3200], "tokens": [640], "pages_by_layer": [16, 16],
            "kl": [0.1], "model": "m"}  # fmt: skip
     rows = [

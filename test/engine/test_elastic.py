@@ -174,7 +174,7 @@ def test_layer_0_hands_over_far_fewer_pages_than_layers_with_a_lead(make):
     for _ in range(20):
         worker.step()
     pages = worker.engine.counters.cpu_pages_by_layer - before
-    assert pages[0] < 0.6 * min(pages[1:]), pages
+    assert pages[0] < 0.8 * min(pages[1:]), pages
 
 
 class ElasticMachine(RuleBasedStateMachine):

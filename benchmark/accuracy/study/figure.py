@@ -12,17 +12,18 @@ from benchmark.rows import Row
 HEAD_DIM = 64  # of SmolLM2
 VALUE_BYTES = 2  # K and V in bf16
 LABELS = {
-    ("keys", "layer", "real"): ("keys themselves (oracle, reads all of K)", "k", ":"),
-    ("rotated-2", "layer", "real"): ("page mean, two rotated bits", "tab:green", "-"),
-    ("rotated-1", "layer", "real"): ("page mean, one rotated bit", "tab:olive", "-"),
-    ("minmax-32", "layer", "real"): ("bounds, pages of 32 (Quest)", "tab:orange", "-"),
-    ("minmax-16", "layer", "real"): ("bounds, pages of 16 (Quest)", "tab:red", "-"),
-    ("mean-32", "head", "real"): ("page mean, a choice for each KV head (as SparDA)", "tab:purple", "-"),
-    ("pca-16", "layer", "real"): ("16 principal components in four bits", "tab:brown", "-"),
-    ("minmax-32", "layer", "predicted-missing"): ("the paper: bounds, predicted queries", "tab:orange", "--"),
-    ("rotated-2", "layer", "reweighed-missing"): ("scout: two bits, predicted, re-weighted", "tab:green", "--"),
+    ("keys", "layer", "real", "mass"): ("keys themselves (oracle, reads all of K)", "k", ":"),
+    ("rotated-2", "layer", "real", "mass"): ("page mean, two rotated bits", "tab:cyan", "-"),
+    ("rotated-2", "layer", "real", "value"): ("the same, and norms of values", "tab:green", "-"),
+    ("rotated-1", "layer", "real", "mass"): ("page mean, one rotated bit", "tab:olive", "-"),
+    ("minmax-32", "layer", "real", "mass"): ("bounds, pages of 32 (Quest)", "tab:orange", "-"),
+    ("minmax-16", "layer", "real", "mass"): ("bounds, pages of 16 (Quest)", "tab:red", "-"),
+    ("mean-32", "head", "real", "mass"): ("page mean, a choice for each KV head (as SparDA)", "tab:purple", "-"),
+    ("pca-16", "layer", "real", "mass"): ("16 principal components in four bits", "tab:brown", "-"),
+    ("minmax-32", "layer", "predicted-missing", "mass"): ("the paper: bounds, predicted queries", "tab:orange", "--"),
+    ("rotated-2", "layer", "reweighed-missing", "value"): ("scout: these, predicted, re-weighted", "tab:green", "--"),
 }  # fmt: skip
-"""Digest, grain and who attends, of a line: name, colour, style."""
+"""Digest, grain, who attends and the reduction, of a line: name, colour, style."""
 
 
 def digest_bytes(name: str, page_tokens: int, head_dim: int = HEAD_DIM) -> float:
@@ -37,8 +38,8 @@ def digest_bytes(name: str, page_tokens: int, head_dim: int = HEAD_DIM) -> float
         "keys": page_tokens * head_dim * VALUE_BYTES,
         "mean": rows * head_dim * VALUE_BYTES,
         "minmax": 2 * rows * head_dim * VALUE_BYTES,
-        # Codes, the mean in int8 with its step, a scale for each token.
-        "rotated": page_tokens * (int(number or 1) * head_dim / 8 + 2) + head_dim + 16,
+        # Codes, the mean in int8, steps, a scale and a norm for each token.
+        "rotated": page_tokens * (int(number or 1) * head_dim / 8 + 3) + head_dim + 16,
         "pca": page_tokens * (int(number or 1) / 2 + VALUE_BYTES),
     }
     if kind not in sizes:
@@ -75,7 +76,7 @@ def draw_study(rows: list[Row]) -> Any:
         first = own[0]
         place = share_read(own), token_mean("kl")(own), first["budget_tokens"]
         if first["stop_mass"] == first["far"] == 1:
-            line = tuple(first[name] for name in ("digest", "grain", "attends"))
+            line = tuple(first[name] for name in ("digest", "grain", "attends", "reduce"))
             lines.setdefault(line, []).append(place)
     fig, ax = plt.subplots(figsize=(10, 6.4))
     for key, (label, color, style) in LABELS.items():

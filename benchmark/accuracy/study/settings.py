@@ -90,6 +90,7 @@ BYTES = [
     for setting in (
         *(Setting(budget, x) for x in ("keys", TWO_BITS, ONE_BIT, BOUNDS, "pca-16")),
         Setting(budget, "minmax-16", page_tokens=16),
+        Setting(budget, TWO_BITS, reduce="value"),
         Setting(budget, "mean-32", grain="head"),
         _paper(budget),
         _system(budget),
