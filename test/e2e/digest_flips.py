@@ -21,11 +21,12 @@ _BITS = 2  # of the default digest
 def _digests(victim: Victim, pages: np.ndarray) -> list[np.ndarray]:
     """Both parts of the digests of ``pages`` in layer 0, ``[n, H, bytes]``."""
     spec = victim.arena.spec
-    k = torch.from_numpy(victim.arena.k_pages(0)[pages])
+    arena = victim.arena
+    k, v = (torch.from_numpy(of(0)[pages]) for of in (arena.k_pages, arena.v_pages))
     size = (1, len(pages), spec.num_kv_heads)
     planes = torch.zeros(*size, *planes_shape(_BITS, spec.head_dim), dtype=torch.uint8)
     stats = torch.zeros(*size, spec.head_dim + STATS_BYTES, dtype=torch.uint8)
-    source = LayerPages.of([k], [k], "cpu")
+    source = LayerPages.of([k], [v], "cpu")
     build_layer_rotated(source, torch.arange(len(pages)), planes, stats)
     return [part[0].flatten(2).numpy() for part in (planes, stats)]
 
