@@ -152,7 +152,6 @@ def attend(
     G, S = HQ // H, setting.page_tokens
     old, N = start // S, T // S
     new_pages = keys[:, start : N * S].unflatten(1, (N - old, S))
-    norms = values[:, : N * S].norm(dim=-1).log().unflatten(1, (N, S))
     out, mass, kept = torch.empty_like(q), 0.0, []
     draw = torch.Generator().manual_seed(T)
     previous: Tensor | None = None  # what the token before a block chose
@@ -172,6 +171,7 @@ def attend(
             estimate = digest.scores(chooser, old, new_pages).view(H, -1, G, N)
             of_values = None
             if setting.reduce == "value":
+                norms = digest.log_norms(values[:, : N * S].unflatten(1, (N, S)))
                 of_values = digest.scores(chooser, old, new_pages, norms).view(H, -1, G, N)
             chosen = choose(setting, estimate, full, of_values)  # [H or 1, w, N]
             # The page that is being filled always counts, and it is none of the full ones.

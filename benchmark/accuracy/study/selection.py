@@ -178,6 +178,14 @@ class Digest:
         parts = in_int4((pages - self._centre).flatten(1, 2) @ self._axes) @ self._axes.mT
         return (self._centre + parts.view(pages.shape),)
 
+    def log_norms(self, values: Tensor) -> Tensor:
+        """[H, N, S], of ``values`` [H, N, S, D] as this digest keeps their norms: rotated ones in a byte."""
+        norms = values.norm(dim=-1)
+        if self.kind == "rotated":
+            step = (norms.amax(-1, keepdim=True) / 255).clamp(min=torch.finfo().tiny)
+            norms = (norms / step).round() * step
+        return norms.log()
+
     def scores(self, q: Tensor, pages: int, more: Tensor, tokens: Tensor | None = None) -> Tensor:
         """[H, M, N] for scaled queries ``q`` [H, M, D]: N are the first ``pages`` of the text, then ``more`` pages.
 
