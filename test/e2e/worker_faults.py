@@ -73,8 +73,10 @@ class Victim:
         return self._servers.kv_offload()["worker"]
 
     def pid(self) -> int:
-        """Of a worker that serves."""
+        """Of a worker that serves; fails if there is none for a minute."""
+        deadline = time.monotonic() + 60
         while (state := self.state())["state"] != "ready" or state["pid"] is None:
+            assert time.monotonic() < deadline, f"no worker serves: {state}"
             time.sleep(0.05)
         return state["pid"]
 
