@@ -74,7 +74,7 @@ def around_poll(
 
 
 def _kept(receiver: Any, status: int) -> int:
-    if status != KVPoll.Failed or receiver.init_time is None:  # it has not been told of any page
+    if status != KVPoll.Failed or getattr(receiver, "init_time", None) is None:  # no page was named
         return status
     if "kv_offload_failed_s" not in vars(receiver):
         receiver.kv_offload_failed_s = time.monotonic()
