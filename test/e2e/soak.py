@@ -10,13 +10,16 @@ import dataclasses
 import json
 import random
 import re
+import shlex
 import sys
 import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from benchmark import rows
 from harness import Holdings, PDCluster, random_prompts
 from load import Load
 from make_tiny_model import TinyModelSpec, cached_tiny_model
@@ -90,7 +93,7 @@ class Report:
         return found
 
     def table(self) -> str:
-        rows: dict[str, object] = {
+        lines: dict[str, object] = {
             "case, seed, seconds": f"{self.case}, {self.seed}, {self.seconds:.0f}",
             "requests answered, dropped": f"{self.answered}, {self.dropped}",
             "decode steps, retractions": f"{self.steps}, {self.retractions}",
@@ -102,7 +105,7 @@ class Report:
             "leaked": len(self.leaked),
             "longest stall, s": f"{self.longest_stall_s:.1f}",
         }
-        return "\n".join([*(f"{k:<32}{v}" for k, v in rows.items()), *self.problems()])
+        return "\n".join([*(f"{k:<32}{v}" for k, v in lines.items()), *self.problems()])
 
 
 def soak(case: str, seconds: float, seed: int) -> Report:
@@ -153,7 +156,9 @@ def _disturbed(load: Load, victim: Victim, report: Report) -> None:
     def disturb() -> None:
         chance = random.Random(report.seed)
         is_recorded = CASES[report.case].settings.get("transport") == "graph"
-        names = [name for name, fault in FAULTS.items() if not (is_recorded and fault.ends_graphs)]
+        names = [
+            name for name, fault in FAULTS.items() if not (is_recorded and fault.not_in_graphs)
+        ]
         while not over.wait(min(chance.uniform(2, 10), report.seconds / 6)):
             name = chance.choice(names)
             try:
@@ -162,10 +167,9 @@ def _disturbed(load: Load, victim: Victim, report: Report) -> None:
                 continue
             faults[name] += 1
 
-    trouble = threading.Thread(target=disturb)
-    with load:
-        trouble.start()
-        while (left_s := end - time.monotonic()) > 0:
+    with ThreadPoolExecutor(1) as pool, load:
+        trouble = pool.submit(disturb)
+        while (left_s := end - time.monotonic()) > 0 and not trouble.done():
             time.sleep(min(left_s, PROGRESS_S))
             print(
                 f"{time.monotonic() - begin:5.0f} s: {load.answered} answered, {load.dropped} dropped, "
@@ -174,7 +178,7 @@ def _disturbed(load: Load, victim: Victim, report: Report) -> None:
                 flush=True,
             )
         over.set()
-        trouble.join()
+        trouble.result()
     report.faults = dict(faults)
 
 
@@ -205,12 +209,16 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="append a row to FILE")
     args = parser.parse_args()
     print(f"{args.case}: {args.minutes:g} minutes, seed {args.seed}", flush=True)
+    about = rows.environment("soak", ("sglang", "sglang-scout"))
+    about["command"] = shlex.join(["scripts/soak.sh", *sys.argv[1:]])
+    writer = rows.Writer(args.json, about, append=True)
     report = soak(args.case, 60 * args.minutes, args.seed)
     print(report.table())
-    if args.json:
-        with args.json.open("a") as rows:
-            rows.write(json.dumps(dataclasses.asdict(report)) + "\n")
-    return bool(report.problems())
+    problems = report.problems()
+    figures = dataclasses.asdict(report) | {"untimed": True}
+    writer.add(figures.pop("case"), "failed" if problems else "ok", "; ".join(problems), **figures)
+    writer.close()
+    return bool(problems)
 
 
 if __name__ == "__main__":

@@ -90,19 +90,24 @@ def shared_bytes(arena):
     return [memory[begin:end] for begin, end in ends]
 
 
+def expected_of(arena, layer, asked, out, lse):
+    """What a merge of ``out``, ``lse`` with the attention that was asked for gives, by the reference."""
+    q, pages, _ = asked
+    pool = (torch.from_numpy(x(layer)) for x in (arena.k_pages, arena.v_pages))
+    answer = attend_pages.reference(q.cpu(), *pool, pages.cpu(), None, None, D**-0.5)
+    return merge_states.reference(out.cpu(), lse.cpu(), *answer)[0]
+
+
 def exchange(arena, ring, step):
     """Post every layer, merge every layer, compare with the reference. Returns the pages posted."""
     ring.begin_step(step)
     requests = [request(10 * step + i, lists=arena.spec.lists) for i in range(LAYERS)]
     for layer, (q, pages, n_pages) in enumerate(requests):
         ring.post(layer, q, pages, n_pages)
-    for layer, (q, pages, _) in enumerate(requests):
+    for layer, asked in enumerate(requests):
         out, lse = state(layer)
-        pool = (torch.from_numpy(x(layer)) for x in (arena.k_pages, arena.v_pages))
-        answer = attend_pages.reference(q.cpu(), *pool, pages.cpu(), None, None, D**-0.5)
         change = state(9)[1] if layer else None
-        device_lse = lse if change is None else lse - change
-        expected, _ = merge_states.reference(out.cpu(), device_lse.cpu(), *answer)
+        expected = expected_of(arena, layer, asked, out, lse if change is None else lse - change)
         dtype, atol = (torch.bfloat16, 2e-2) if layer == 2 else (torch.float32, 1e-5)
         merged = ring.merge(layer, out, lse, change, dtype)
         assert merged.dtype == dtype and torch.allclose(merged.float().cpu(), expected, atol=atol)

@@ -13,6 +13,7 @@ from ring_cases import (  # noqa: E402
     LAYERS,
     NEEDS_KERNELS,
     exchange,
+    expected_of,
     request,
     ring_of,
     settle,
@@ -109,3 +110,21 @@ def test_the_attendant_refuses_a_record_that_makes_no_sense(arena, attended):
     ring.merge(1, *state(1))
     assert ring.errors() == ["the worker refused a record"]
     assert attendant.pages() == 0
+
+
+def test_a_damaged_head_shows_no_record_that_is_being_written(arena, attended):
+    """It seems to cover the record of the next post, whose batch is another than that of the slot's last one."""
+    producer, _ = attended
+    ring = ring_of(arena)
+    ring.set_epoch(producer.next_epoch())
+    for step in range(1, 13):
+        rows = 1 + 2 * (step // 2 % 2)
+        asked, (out, lse) = request(step, rows), state(step, rows)
+        ring.begin_step(step)
+        settle()
+        RingView(arena).control["head"] |= 1 << 38
+        ring.post(1, *asked)
+        merged = ring.merge(1, out, lse)
+        expected = expected_of(arena, 1, asked, out, lse)
+        assert (merged.cpu() - expected).abs().max() < 1e-5, f"step {step}"
+    assert ring.errors() == []

@@ -15,6 +15,7 @@ import zmq
 pytest.importorskip("sglang.srt.plugins", reason="needs SGLang")
 from sglang.srt.disaggregation.base import KVPoll  # noqa: E402
 from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVReceiver  # noqa: E402
+from sglang.srt.disaggregation.utils import _poll_with_failure_injection  # noqa: E402
 
 from harness import wait_until  # noqa: E402
 from sglang_scout.plugin import transfer_faults  # noqa: E402
@@ -92,18 +93,36 @@ def test_a_replaced_one_is_noticed():
         assert manager.failed == ["host:1"]
 
 
+class Receiver(SimpleNamespace):
+    """SGLang's, on its own side of the network."""
+
+    conclude_state, abort_notified, told = None, False, 0
+
+    def poll(self):
+        return self.status if self.conclude_state is None else self.conclude_state
+
+    def _send_abort_notification(self):
+        self.told += 1
+
+
 def test_the_pages_of_a_transfer_that_failed_are_kept_for_a_while(monkeypatch):
     clock = [100.0]
     monkeypatch.setattr(transfer_faults.time, "monotonic", lambda: clock[0])
-    polled = lambda receiver: receiver.status  # noqa: E731
-    untold = SimpleNamespace(status=KVPoll.Failed, init_time=None)
-    assert around_poll(polled, untold) == KVPoll.Failed
-    told = SimpleNamespace(status=KVPoll.Success, init_time=1.0)
-    assert around_poll(polled, told) == KVPoll.Success
-    told.status = KVPoll.Failed
-    for now_s, seen in ((100, KVPoll.Transferring), (101.9, KVPoll.Transferring), (102, KVPoll.Failed)):  # fmt: skip
-        clock[0] = float(now_s)
-        assert around_poll(polled, told) == seen
+    early = Receiver(status=KVPoll.Failed, init_time=None)
+    late = Receiver(status=KVPoll.Success, init_time=1.0)
+    polls = lambda: around_poll(_poll_with_failure_injection, [early, late])  # noqa: E731
+    assert polls() == [KVPoll.Failed, KVPoll.Success]
+    health = SimpleNamespace(
+        poll=lambda: KVPoll.Failed
+    )  # of a health check, as SGLang's FakeKVReceiver
+    assert around_poll(_poll_with_failure_injection, [health]) == [KVPoll.Failed]
+    with monkeypatch.context() as failing:
+        failing.setenv("SGLANG_TEST_DISAGG_FAILURE_PROB", "1.0")
+        assert polls() == [KVPoll.Failed, KVPoll.Transferring]
+    for now_s, seen in ((101.9, KVPoll.Transferring), (102.0, KVPoll.Failed)):
+        clock[0] = now_s
+        assert polls() == [KVPoll.Failed, seen]
+    assert (early.told, late.told) == (0, 1), "the prefill server may still write"
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ import numpy as np
 import psutil
 import pytest
 
+from ring_view import CLOSED_ITEM, RingView
 from sglang_scout.worker import process as process_module
 from sglang_scout.worker.client import WorkerClient, WorkerConfig
 from sglang_scout.worker.process import WorkerProcess
@@ -154,6 +155,30 @@ def test_heartbeats_without_progress_are_not_enough(buffers, make_arena, make_re
         assert reply.fallback_pages == 300_000
         assert "finished nothing" in client.snapshot().last_error
         until(lambda: client.ready, "restart")
+
+
+def test_a_starved_supervisor_finds_a_stall_in_time(
+    buffers, make_arena, make_request, cpu, until, freeze, monkeypatch
+):
+    """It runs once a second, as beside a step that holds the interpreter on a busy machine. A wait that ended first
+    would end a server whose steps are recorded."""
+    wait = WorkerProcess.wait
+
+    def starved(process, timeout_s, wake_fd):
+        time.sleep(1.0)
+        return wait(process, timeout_s, wake_fd)
+
+    arena = make_arena()
+    with WorkerClient(arena, [cpu]) as client:
+        pid = client.snapshot().pid
+        monkeypatch.setattr(WorkerProcess, "wait", starved)
+        freeze(pid)
+        ticket = client.post(0, 0, *make_request(arena.spec, 4, 1, full=True))
+        RingView(arena).reply(0)["claim"][0] |= CLOSED_ITEM  # nobody can take an item
+        os.kill(pid, signal.SIGCONT)
+        reply = client.wait(ticket, *buffers(arena, 4))
+        assert reply.fallback_pages == 32 and client.snapshot().late_tickets == 0
+        until(lambda: "finished nothing" in client.snapshot().last_error, "restart")
 
 
 def test_slow_worker_is_never_overtaken(

@@ -134,10 +134,10 @@ HOOKS: dict[str, tuple[Hook, ...]] = {
             "not block for ever in a message to a prefill server that is gone",
         ),
         Hook(
-            "disaggregation.mooncake.conn.MooncakeKVReceiver.poll",
+            "disaggregation.utils._poll_with_failure_injection",
             "transfer_faults:around_poll",
             "around",
-            "free the pages of a transfer that was given up when nobody writes to them any more",
+            "tell the prefill server of a transfer that was given up, and free its pages when it writes no more",
         ),
         Hook(
             _KV_MANAGER + "_on_heartbeat_success",

@@ -63,16 +63,28 @@ def after_heartbeat_success(_: None, manager: Any, address: str) -> None:
             pass
 
 
-def around_poll(original: Callable[[Any], int], receiver: Any) -> int:
+def around_poll(
+    original: Callable[[Sequence[Any]], list[int]], receivers: Sequence[Any]
+) -> list[int]:
     """Keep the pages of a transfer that failed, or whose client has left, for ``HOLD_S``.
 
     SGLang frees them at once, and another request may have them while the prefill server still writes.
     """
-    status = original(receiver)
-    if status != KVPoll.Failed or receiver.init_time is None:  # it has not been told of any page
+    return [_kept(*polled) for polled in zip(receivers, original(receivers), strict=True)]
+
+
+def _kept(receiver: Any, status: int) -> int:
+    if status != KVPoll.Failed or getattr(receiver, "init_time", None) is None:  # no page was named
         return status
-    failed_s = vars(receiver).setdefault("kv_offload_failed_s", time.monotonic())
-    return status if time.monotonic() - failed_s >= HOLD_S else KVPoll.Transferring
+    if "kv_offload_failed_s" not in vars(receiver):
+        receiver.kv_offload_failed_s = time.monotonic()
+        receiver.conclude_state = KVPoll.Failed
+        # SGLang does not say so where it is this side that gave up: the prefill server would write much later.
+        if not receiver.abort_notified:
+            receiver._send_abort_notification()
+            receiver.abort_notified = True
+    held = time.monotonic() - receiver.kv_offload_failed_s < HOLD_S
+    return int(KVPoll.Transferring if held else KVPoll.Failed)
 
 
 class Sender:

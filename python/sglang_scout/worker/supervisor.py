@@ -178,9 +178,11 @@ class Supervisor:
                 quiet_s = 0.0
                 if isinstance(message, m.Heartbeat):
                     stats = message.stats
-                    # A worker that is silent may be idle: only what it says itself is a stall.
+                    # A worker that is silent may be idle: only what it says itself is a stall. Where this
+                    # thread is starved it reads several at once, each of which stands for an interval.
                     stuck = last.pending and stats.pending and stats.items == last.items
-                    stalled_s = stalled_s + beat_s if stuck else 0.0
+                    spent_s = max(beat_s, config.heartbeat_interval_s)
+                    stalled_s = stalled_s + spent_s if stuck else 0.0
                     beat_s, last = 0.0, stats
                 elif isinstance(message, m.Failed):
                     return f"worker {process.pid} failed: {message.error}"

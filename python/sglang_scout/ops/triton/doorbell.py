@@ -7,10 +7,12 @@ With 40 heads of 128 at batch 16 that is 160 KiB, about 3 us at 55 GB/s.
 
 Order. All programs of a post write their row, then arrive at a counter with a release and an acquire
 in system scope; the last to arrive writes the header, opens the claim word, writes the log entry and
-at last releases the head, all from one thread. So one release orders the record: a worker thread looks
+at last releases the head, all from one thread. So that release orders the record: a worker thread looks
 at nothing of a post before it has acquired a head that covers it. The claim word is closed by row 0
-before it arrives, hence before the header changes. The bell stays as it is: a futex cannot be woken
-from here, so a thread on the host has to watch the head, or the worker does not sleep in a step.
+before it arrives, hence before the header changes. The number of the post is released behind the rest of
+the header: the attendant reads headers that the head covers, and a damaged head covers any. The bell
+stays as it is: a futex cannot be woken from here, so a thread on the host has to watch the head, or the
+worker does not sleep in a step.
 """
 
 import torch
@@ -122,11 +124,11 @@ def post_kernel(
             sequences = tl.sum((counts > 0).to(tl.int32), axis=0)
             runs = runs_of(sequences, total, largest, threads, most, least_pages)
             seq = (epoch << 40) | post
-            tl.store(at_word(record + RECORD_SEQ), seq)
             tl.store(at_half(record + RECORD_LAYER), layer)
             tl.store(at_half(record + RECORD_ROWS), rows)
             tl.store(at_half(record + RECORD_PARTS), tl.where(parts > 0, parts, runs))
             tl.store(at_word(record + RECORD_STEP), step)
+            store_release(at_word(record + RECORD_SEQ), seq)
             for node in range(0, nodes):
                 tl.store(claim + node, post << 24)
             tl.store(at_array(log, tl.int64) + (post & (log_entries - 1)), (post << 24) | slot)
