@@ -102,13 +102,6 @@ def test_first_steps_are_the_studys(model_path, recorder):
             window = decode_window(
                 model, text, PROMPT_TOKENS, ids[:steps], setting, keep_chosen=True
             )
-            found = [x[0] for x in answers[name]["meta_info"]["output_token_logprobs"]]
-            torch.testing.assert_close(
-                window.log_probs[range(steps), ids[1 : steps + 1]],
-                torch.tensor(found[1 : steps + 1]),
-                atol=1e-2,  # digests are packed there, which decides near-ties otherwise
-                rtol=0,
-            )
             # A line for each layer of a step; SGLang's warm-up request has fewer pages.
             lines = Path(f"{recorder['SELECTIONS']}.{pids[name]}").read_text().splitlines()
             layers = model.config.layers
@@ -118,6 +111,14 @@ def test_first_steps_are_the_studys(model_path, recorder):
                 step, layer = divmod(i, layers)
                 expected = set(window.chosen[layer][0, step].nonzero().ravel().tolist())
                 assert len(expected) == len(chosen[i]) == 16
+                # Digests are packed there, which decides near-ties otherwise.
                 assert len(expected - chosen[i]) <= 1, f"step {step}, layer {layer}: not a near-tie"
                 same += expected == chosen[i]
             assert same >= 0.9 * steps * layers, f"{name}: {same} of {steps * layers} selections"
+            found = [x[0] for x in answers[name]["meta_info"]["output_token_logprobs"]]
+            torch.testing.assert_close(
+                window.log_probs[range(steps), ids[1 : steps + 1]],
+                torch.tensor(found[1 : steps + 1]),
+                atol=3e-2,  # of such near-ties
+                rtol=0,
+            )
