@@ -92,7 +92,7 @@ class OffloadConfig:
     mass: float = _key(
         1.0,
         "Below 1, a layer chooses no more pages of a request longer than the budget than hold this share of the "
-        "attention, as the digests estimate it",
+        "attention, times values where the digest knows their norms, as it estimates them",
         (0.01, 1.0),
         needs=("head_reduce", "mass"),
     )

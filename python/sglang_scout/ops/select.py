@@ -73,7 +73,7 @@ def select_pages(
         k: pages to choose, at least sink_pages + recent_pages.
         sink_pages, recent_pages: how many first and last full pages are chosen whatever they score.
         mass: below 1, of a request with more than k full pages none is chosen once those before it hold this share of
-            the sum of all its scores, which are then shares themselves ("mass" of `score_pages`); what is not finite
+            the sum of all its scores, which are then sums of shares ("mass" of `score_pages`); what is not finite
             counts as 0, and where all do only forced pages are chosen.
         out: ``pages`` and ``missing`` to write into, instead of new tensors.
     Returns:
