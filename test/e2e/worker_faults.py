@@ -106,13 +106,14 @@ class Victim:
         raise TimeoutError("no record was posted")
 
     def open_slot(self, epoch: int) -> int | None:
-        """Of a record that the worker of an epoch can serve and has not answered."""
+        """Of a record that the worker of an epoch can serve and has not begun: what it has read of one, no damage
+        changes."""
         ring, head = self.ring, int(self.ring.control["head"])
         for slot in range(2 * self.arena.spec.num_layers):
             seq = int(ring.record(slot)["seq"])
             if seq >> _EPOCH_SHIFT != epoch or seq & _POST_BITS > head:
                 continue
-            if int(ring.reply(slot)["claim"][0]) & CLOSED_ITEM != CLOSED_ITEM:
+            if int(ring.reply(slot)["claim"][0]) & CLOSED_ITEM == 0:
                 if int(ring.reply(slot)["done"]) != seq:
                     return slot
         return None
