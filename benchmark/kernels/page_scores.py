@@ -49,6 +49,7 @@ def digests(pages: int, bits: int) -> list[torch.Tensor]:
 
 
 def run(writer: Writer, batch: int, columns: int, rounds: int) -> None:
+    torch.manual_seed(0)
     threads = torch.get_num_threads()
     q = torch.randn(batch, HEADS * GROUP, DIM)
     table = torch.randperm(batch * columns).int().view(batch, columns)
