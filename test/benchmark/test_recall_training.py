@@ -36,6 +36,7 @@ def losses(plan: trm.Plan, steps: int | None = None) -> list[float]:
     return trainer.losses
 
 
+@pytest.mark.slow
 def test_same_seed_gives_the_same_losses():
     first = losses(PLAN)
     assert losses(PLAN, 4) == first[:4]

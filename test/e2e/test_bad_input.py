@@ -10,8 +10,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from harness import PDCluster, assert_same_tokens, random_prompts, scheduler_pid, wait_until
-from servers.pd_cluster import HOST, flags
+from harness import assert_same_tokens, random_prompts, scheduler_pid, wait_until
+from servers.pd_cluster import HOST
 
 JSON = "application/json"
 ANSWER_S = 20
@@ -92,18 +92,6 @@ ANSWERED = {
     "ids: truth values": body(input_ids=[True, False]),
     "stop_token_ids: outside the vocabulary": sampling(stop_token_ids=[10**12, -4]),
 }
-
-
-@pytest.fixture(scope="module")
-def servers(tiny_model):
-    with PDCluster(
-        tiny_model("qwen3"),
-        # It covers the prompt, so that its answer does not hang on what is on the device.
-        server_args=flags(kv_offload="scout", kv_offload_budget=512),
-        max_running_requests=16,
-        max_total_tokens=49152,
-    ) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

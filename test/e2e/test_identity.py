@@ -80,6 +80,7 @@ def stock(tiny_model, tmp_path_factory):
     return answers
 
 
+@SLOW  # three minutes
 def test_two_ranks(stock, tiny_model, tmp_path):
     """Requests that fit the budget get stock's tokens; for longer ones all ranks choose the same pages, and
     every rank's layers agree with a plain reference. A worker's death concerns its rank alone."""
@@ -134,7 +135,7 @@ def test_two_ranks(stock, tiny_model, tmp_path):
             assert re.search(rf'^sglang:kv_offload_worker_up{{.*tp_rank="{rank}"', text, re.M)
 
 
-@pytest.mark.slow
+@SLOW
 def test_two_ranks_with_graph_transport(tiny_model):
     """Every layer of both ranks agrees with a plain reference; both map the words of their faults."""
     with PDCluster(

@@ -180,7 +180,7 @@ def inputs(seed, B=3, N=9, P=12, H=2, G=3, D=64, bits=2):
 @SCORES
 @BITS
 @pytest.mark.parametrize("reduce", REDUCTIONS)
-@settings(max_examples=20)
+@settings(max_examples=8)
 @given(
     sizes=st.tuples(*(st.integers(1, n) for n in (3, 9, 12, 2, 5))),
     D=st.sampled_from(DIMS),
@@ -197,7 +197,7 @@ def test_equals_the_formula(agree, impl, bits, reduce, sizes, D, seed):
 
 @SCORES
 @BITS
-@settings(max_examples=20)
+@settings(max_examples=8)
 @given(
     sizes=st.tuples(*(st.integers(1, n) for n in (3, 70, 12, 2, 4))),
     D=st.sampled_from(DIMS),
@@ -238,7 +238,7 @@ def test_a_mass_changes_by_each_head_s_own_pages(agree, impl, dtype):
 
 @SCORES
 @BITS
-@settings(max_examples=20)
+@settings(max_examples=8)
 @given(
     seed=st.integers(0, 99),
     exponents=st.lists(st.integers(-8, 4), min_size=64, max_size=64),

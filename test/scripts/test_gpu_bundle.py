@@ -106,6 +106,7 @@ def test_the_first_call_makes_what_the_steps_need_and_later_ones_find_it(bundle)
     assert bundle.run()[0] == 0 and "pip" not in bundle.asked and "compileall" not in bundle.asked
 
 
+@pytest.mark.slow
 def test_another_tree_or_what_was_cut_short_is_made_anew(bundle):
     bundle.run()
     (work,) = bundle.works()
@@ -117,6 +118,7 @@ def test_another_tree_or_what_was_cut_short_is_made_anew(bundle):
     assert len((bundle.folder / "results" / "rows.jsonl").read_text().splitlines()) == 3
 
 
+@pytest.mark.slow
 def test_a_build_that_fails_is_said_and_tried_again(bundle):
     status, said = bundle.run(NO_COMPILER="1")
     assert status == 0 and "no native module" in said and "no compiler" in said

@@ -1,0 +1,26 @@
+"""A pair of servers that several files share."""
+
+import json
+
+import pytest
+
+from harness import PDCluster
+from servers.pd_cluster import flags
+
+# Recall in every step and room for everything: a request's residency then depends on its own history
+# alone, so its tokens are the same whatever else runs, and a difference is a fault.
+CONFIG = {"recall": "fixed", "recall_interval": 1, "resident_tokens": 32768}
+
+
+@pytest.fixture(scope="session")
+def servers(tiny_model):
+    """Of the files that have none of their own; the last test of test_faults.py ends it."""
+    with PDCluster(
+        tiny_model("qwen3"),
+        server_args=flags(
+            kv_offload="scout", kv_offload_budget=128, kv_offload_config=json.dumps(CONFIG)
+        ),
+        max_running_requests=16,
+        max_total_tokens=49152,
+    ) as running:
+        yield running
