@@ -56,7 +56,7 @@ def state_fields(function: str) -> list[str]:
 
 
 def metrics() -> dict[str, str]:
-    table = assignments(PACKAGE / "plugin" / "status.py")["_METRICS"]
+    table = assignments(PACKAGE / "plugin" / "metrics.py")["METRICS"]
     return {name: kind for name, (kind, _) in ast.literal_eval(table).items()}
 
 

@@ -28,6 +28,7 @@ from sglang_scout.plugin.device import (
     worker_config,
 )
 from sglang_scout.plugin.dummy_kv import DummyKV
+from sglang_scout.plugin.metrics import start_metrics
 from sglang_scout.plugin.pool import HostKVPool
 from sglang_scout.plugin.ranks import AttentionRanks, worker_cpus, worker_nodes
 from sglang_scout.plugin.request_tables import RequestTables
@@ -121,7 +122,7 @@ class ScoutAttnBackend(AttentionBackend):
         self.worker.start()
         atexit.register(self.close)
         _current = self
-        self.metrics = status.start_metrics(self, runner.server_args)
+        self.metrics = start_metrics(self, runner.server_args)
         self._log_plan(runner)
 
     def _graph_transport(self) -> GraphTransport:

@@ -6,7 +6,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from sglang_scout.engine.counters import Counters, StepTimes
-from sglang_scout.plugin import status
+from sglang_scout.plugin import metrics as metrics_module
 
 STATE = {
     "policy": "scout", "backend": "cpu-avx2", "budget_tokens": 512, "page_size": 32,
@@ -31,11 +31,11 @@ def counters():
 
 @pytest.fixture
 def metrics(monkeypatch, counters):
-    monkeypatch.setattr(status, "decode_state", lambda backend: STATE.copy())
-    monkeypatch.setattr(status, "PUBLISH_INTERVAL_S", 3600.0)
+    monkeypatch.setattr(metrics_module, "decode_state", lambda backend: STATE.copy())
+    monkeypatch.setattr(metrics_module, "PUBLISH_INTERVAL_S", 3600.0)
     before = set(REGISTRY._collector_to_names)
     backend = SimpleNamespace(engine=SimpleNamespace(counters=counters))
-    made = status.Metrics(backend, {"tp_rank": "0"})
+    made = metrics_module.Metrics(backend, {"tp_rank": "0"})
     yield made
     made.close()
     for collector in set(REGISTRY._collector_to_names) - before:
@@ -43,7 +43,7 @@ def metrics(monkeypatch, counters):
 
 
 def published(name):
-    kind, _ = status._METRICS[name]
+    kind, _ = metrics_module.METRICS[name]
     suffix = "_total" if kind == "counter" else ""
     return REGISTRY.get_sample_value(f"sglang:kv_offload_{name}{suffix}", {"tp_rank": "0"})
 
@@ -52,6 +52,7 @@ def test_metrics_have_the_numbers_of_the_state(metrics):
     for _ in range(2):  # a counter is not counted twice
         metrics.publish()
         assert {name: published(name) for name in PROMISED} == {n: STATE[n] for n in PROMISED}
+    assert published("recall_wait_seconds") == 8e-6
     assert published("worker_restarts") == 4 and published("worker_up") == 1
 
 

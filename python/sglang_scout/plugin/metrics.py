@@ -1,0 +1,119 @@
+"""``/metrics``: the numbers of ``/server_info`` and the times of steps, for Prometheus."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import TYPE_CHECKING, Any
+
+from sglang_scout.plugin.status import decode_state
+
+if TYPE_CHECKING:
+    from sglang_scout.plugin.backend import ScoutAttnBackend
+
+logger = logging.getLogger(__name__)
+
+PUBLISH_INTERVAL_S = 1.0
+
+# state key -> (kind, help). A counter's name gets the suffix _total from prometheus-client.
+METRICS = {
+    "budget_tokens": ("gauge", "Tokens attended to in full pages, per request, layer and step."),
+    "page_size": ("gauge", "Tokens of a page."),
+    "host_pages_total": ("gauge", "Host pages for KV."),
+    "host_pages_used": ("gauge", "Host pages in use by requests or the radix cache."),
+    "resident_pages": ("gauge", "Pages on the device, summed over layers."),
+    "cpu_compute_ratio": ("gauge", "Pages computed on the CPU over the budget, since start."),
+    "steps": ("counter", "Decode steps."),
+    "dense_steps": ("counter", "Steps that attended to all pages, which were resident."),
+    "selected_pages": ("counter", "Pages selected, summed over requests, layers and steps."),
+    "cpu_pages": ("counter", "Selected pages that were computed on the CPU."),
+    "fetched_pages": (
+        "counter",
+        "Selected pages that were copied to the device ahead of their layer.",
+    ),
+    "recalled_pages": ("counter", "Pages recalled to the device asynchronously."),
+    "recall_bytes": ("counter", "Bytes copied by recalls."),
+    "recall_wait_seconds": ("counter", "Time that steps waited for recalls."),
+    "fallback_pages": ("counter", "Pages the decode server computed in place of the worker."),
+    "checksum_failures": ("counter", "Pages of a layer that had changed in host memory."),
+    "context_pages_total": ("gauge", "Pages for tokens kept by single heads, summed over layers."),
+    "context_pages_used": ("gauge", "Those of them that hold some."),
+    "raised_thresholds": ("counter", "Heads without room for what they would keep."),
+    "worker_restarts": ("counter", "Times the worker was replaced."),
+    "worker_up": ("gauge", "1 while the worker answers."),
+    "step_seconds": ("histogram", "From a step's boundary, or the step before, to its tokens."),
+    "boundary_seconds": ("histogram", "What the host decides before a step."),
+    "gpu_wait_seconds": ("histogram", "A step's waits for the worker, over all layers."),
+    "recall_wait_us": ("counter", "Old name, until 0.2: recall_wait_seconds."),
+    "gpu_wait_us": ("counter", "Old name, until 0.2: gpu_wait_seconds."),
+}
+_BUCKETS_S = tuple(x * 10.0**power for power in range(-4, 1) for x in (1, 2, 5))
+
+
+class Metrics:
+    """Publishes the state to Prometheus once a second, so that a dead worker shows without steps."""
+
+    def __init__(self, backend: ScoutAttnBackend, labels: dict[str, str]) -> None:
+        from prometheus_client import Counter, Gauge, Histogram
+
+        self._backend = backend
+        self._last: dict[str, float] = {}
+        self._series: dict[str, Any] = {}
+        names = list(labels)
+        for key, (kind, text) in METRICS.items():
+            name = f"sglang:kv_offload_{key}"
+            made = {
+                "counter": lambda *about: Counter(*about),
+                "gauge": lambda *about: Gauge(*about, multiprocess_mode="mostrecent"),
+                "histogram": lambda *about: Histogram(*about, buckets=_BUCKETS_S),
+            }[kind](name, text, names)
+            self._series[key] = made.labels(**labels)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="scout-metrics", daemon=True)
+        self._thread.start()
+
+    def publish(self) -> None:
+        state = decode_state(self._backend)
+        worker = state["worker"]
+        state["worker_restarts"] = worker["restarts"]
+        state["worker_up"] = int(worker["state"] == "ready")
+        state["recall_wait_seconds"] = state["recall_wait_us"] / 1e6
+        times = self._backend.engine.counters.times
+        while times:
+            for key, seconds in times.popleft()._asdict().items():
+                self._series[key].observe(seconds)
+        for key, (kind, _) in METRICS.items():
+            if kind == "histogram":
+                continue
+            value = float(state[key])
+            if kind == "gauge":
+                self._series[key].set(value)
+            else:
+                self._series[key].inc(value - self._last.get(key, 0.0))
+                self._last[key] = value
+
+    def _run(self) -> None:
+        while not self._stop.wait(PUBLISH_INTERVAL_S):
+            try:
+                self.publish()
+            except Exception:
+                # Metrics are not worth a request, and one bad second not all the others.
+                logger.exception("cannot publish the kv_offload metrics")
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+def start_metrics(backend: ScoutAttnBackend, server_args: Any) -> Metrics | None:
+    """Begin to publish if the server was started with ``--enable-metrics``."""
+    if not server_args.enable_metrics:
+        return None
+    labels = {
+        "model_name": server_args.served_model_name,
+        "engine_type": "decode",
+        "tp_rank": str(backend.ranks.rank),
+        "pp_rank": "0",
+        **(server_args.extra_metric_labels or {}),
+    }
+    return Metrics(backend, labels)
