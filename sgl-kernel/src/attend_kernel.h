@@ -100,8 +100,8 @@ inline void attend_heads(const AttendArgs& args, HeadRange range) {
   const ptrdiff_t head_bytes = static_cast<ptrdiff_t>(dim) * bytes_of(kv.dtype);
   const ptrdiff_t row_bytes = head_bytes * kv.stored_heads;
   const ptrdiff_t page_bytes = row_bytes * kv.page_size;
-  const bool interleaved = kv.dtype == DType::kBF16;
-  const bool narrow = kBf16Queries && interleaved;
+  const bool narrow = kBf16Queries && kv.dtype == DType::kBF16;
+  const float lift = Vec::lift(kv.dtype);
 
   alignas(64) float q[kScratchFloats];  // in half of them q_words
   int16_t* const q_words = reinterpret_cast<int16_t*>(q);
@@ -120,7 +120,7 @@ inline void attend_heads(const AttendArgs& args, HeadRange range) {
       if (narrow) {
         narrow_row(from, q_words + row * dim, dim);
       } else {
-        pack_row(interleaved, from, q + row * dim, dim);
+        pack_row(kv.dtype, from, lift, q + row * dim, dim);
       }
       highest[row] = -kInfinity;
       sum[row] = 0.0f;
@@ -140,10 +140,11 @@ inline void attend_heads(const AttendArgs& args, HeadRange range) {
     highest[row] = sum[row] = 0.0f;
     for (int t = 0; t < kTileTokens; ++t) scores[t * stride + row] = 0.0f;
   }
-  const float widened = widening(kv.dtype);
-  const Softmax softmax{args.params->scale * widened, args.params->logit_cap, highest, shift, total};
+  const float widened = Vec::widening(kv.dtype) / lift;
+  const Softmax softmax{
+      args.params->scale * widened, args.params->logit_cap, lift, highest, shift, total};
   const int most = kv.page_size < kTileTokens ? kv.page_size : kTileTokens;
-  const bool by_rows = Vec::by_rows(chunks.most());
+  const bool by_rows = Vec::by_rows(chunks.most(), bytes_of(kv.dtype));
   const ptrdiff_t used_bytes = heads * head_bytes;  // of a row
   const bool gaps = used_bytes < row_bytes;
   Pace pace = gaps ? kWithGaps : by_rows ? kByRows : kByColumns;
@@ -242,7 +243,7 @@ inline void attend_heads(const AttendArgs& args, HeadRange range) {
     for (int g = 0; g < group; ++g) {
       const int row = h * group + g;
       const RowResult result(highest[row], sum[row]);
-      unpack_row(interleaved, acc + row * dim, result.inverse * widened,
+      unpack_row(kv.dtype, acc + row * dim, result.inverse * widened,
                  args.out + static_cast<ptrdiff_t>(q_head + g) * dim, dim);
       args.lse[q_head + g] = result.lse;
     }

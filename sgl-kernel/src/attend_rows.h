@@ -6,22 +6,16 @@
 
 #include <cstdint>
 
+#include "scout/attend.h"
+
 namespace scout {
 namespace {
 
-// Between natural column order and the order of load_pair (the same unless pairs are interleaved).
-inline void pack_row(bool interleaved, const float* from, float* to, int dim) {
+// From natural column order to that of load_pair.
+inline void pack_row(DType type, const float* from, float factor, float* to, int dim) {
   constexpr int W = Vec::kLanes;
-  if (!interleaved) {
-    __builtin_memcpy(to, from, sizeof(float) * dim);
-    return;
-  }
-  for (int d = 0; d < dim; d += 2 * W) {
-    for (int i = 0; i < W; ++i) {
-      to[d + i] = from[d + 2 * i];
-      to[d + W + i] = from[d + 2 * i + 1];
-    }
-  }
+  for (int d = 0; d < dim; d += 2 * W)
+    for (int i = 0; i < 2 * W; ++i) to[d + i] = factor * from[d + Vec::column(type, i)];
 }
 
 // bf16 numbers, which are the upper halves of floats.
@@ -33,18 +27,11 @@ inline void narrow_row(const float* from, int16_t* to, int dim) {
   }
 }
 
-inline void unpack_row(bool interleaved, const float* from, float factor, float* to, int dim) {
+// And back.
+inline void unpack_row(DType type, const float* from, float factor, float* to, int dim) {
   constexpr int W = Vec::kLanes;
-  if (!interleaved) {
-    for (int d = 0; d < dim; ++d) to[d] = factor * from[d];
-    return;
-  }
-  for (int d = 0; d < dim; d += 2 * W) {
-    for (int i = 0; i < W; ++i) {
-      to[d + 2 * i] = factor * from[d + i];
-      to[d + 2 * i + 1] = factor * from[d + W + i];
-    }
-  }
+  for (int d = 0; d < dim; d += 2 * W)
+    for (int i = 0; i < 2 * W; ++i) to[d + Vec::column(type, i)] = factor * from[d + i];
 }
 
 // What the sums over all tokens of a query head mean.

@@ -110,21 +110,27 @@ inline Hints score_tokens(const char* k, ptrdiff_t row_bytes, const float* q, in
 #pragma GCC unroll 8
     for (int t = 0; t < TB; ++t) acc[g][t] = Vec::zero();
   }
-  for (int d = 0; d < dim; d += 2 * W) {
-    F x[TB], y[TB];
+  constexpr int kSpan = TB * kPairBytes;
+  // One hint for each line, as far as the size is known.
+  constexpr int kPairs = kDim % (4 * W) == 0 && kDim != 0 && kSpan < kLineBytes ? 2 : 1;
+  for (int first = 0; first < dim; first += 2 * W * kPairs) {
+    prefetch_span<kPairs * kSpan, Vec::by_rows(GB, element_bytes<T>())>(ahead);
+#pragma GCC unroll 2
+    for (int d = first; d < first + 2 * W * kPairs; d += 2 * W) {
+      F x[TB], y[TB];
 #pragma GCC unroll 8
-    for (int t = 0; t < TB; ++t) {
-      Vec::load_pair<T>(k + t * row_bytes + d * element_bytes<T>(), x[t], y[t]);
-    }
-    prefetch_span<TB * kPairBytes, Vec::by_rows(GB)>(ahead);
+      for (int t = 0; t < TB; ++t) {
+        Vec::load_pair<T>(k + t * row_bytes + d * element_bytes<T>(), x[t], y[t]);
+      }
 #pragma GCC unroll 8
-    for (int g = 0; g < GB; ++g) {
-      const F q0 = Vec::load(q + g * dim + d);
+      for (int g = 0; g < GB; ++g) {
+        const F q0 = Vec::in_register(Vec::load(q + g * dim + d));
 #pragma GCC unroll 8
-      for (int t = 0; t < TB; ++t) acc[g][t] = Vec::fma(q0, x[t], acc[g][t]);
-      const F q1 = Vec::load(q + g * dim + d + W);
+        for (int t = 0; t < TB; ++t) acc[g][t] = Vec::fma(q0, x[t], acc[g][t]);
+        const F q1 = Vec::in_register(Vec::load(q + g * dim + d + W));
 #pragma GCC unroll 8
-      for (int t = 0; t < TB; ++t) acc[g][t] = Vec::fma(q1, y[t], acc[g][t]);
+        for (int t = 0; t < TB; ++t) acc[g][t] = Vec::fma(q1, y[t], acc[g][t]);
+      }
     }
   }
   store_sums<TB, GB>(acc, scores, stride);
@@ -163,6 +169,7 @@ inline Vec::F within(float limit, Vec::F x) {
 struct Softmax {
   float scale;  // of the dot products
   float logit_cap;
+  float lift;      // weights are written as so much more
   float* highest;  // [rows] base-2 logarithm of the largest weight so far, -inf at first
   float* shift;    // [rows] base-2 logarithm of the factor by which earlier sums shrink
   float* total;    // [rows] sum of these weights
@@ -176,6 +183,7 @@ inline void softmax_rows(float* scores, ptrdiff_t stride, int rows, int tokens,
   constexpr int W = Vec::kLanes;
   const Scores to(step.logit_cap);
   const F factor = to.factor(Vec::set1(step.scale));
+  const F lift = Vec::set1(step.lift);
   for (int row = 0; row < rows; row += W) {
     float* const of_rows = scores + row;
     F largest = Vec::set1(-kInfinity);
@@ -192,7 +200,7 @@ inline void softmax_rows(float* scores, ptrdiff_t stride, int rows, int tokens,
     for (int t = 0; t < tokens; ++t) {
       const F w = exp2_nonpositive(Vec::sub(Vec::load(of_rows + t * stride), now));
       total = Vec::add(total, w);
-      Vec::store(of_rows + t * stride, w);
+      Vec::store(of_rows + t * stride, Vec::mul(lift, w));
     }
     Vec::store(step.total + row, total);
   }
@@ -208,26 +216,32 @@ struct Tokens {
 template <int TB, typename Query, typename Score>
 inline __attribute__((always_inline)) void score_each(const Block& block, const Query* q, int dim,
                                                       int head_bytes, Score score) {
+  const Block of = block;  // in registers, where stores of scores cannot change it
   int t = 0;
   auto heads = [&](auto tokens) {
-    for (int h = 0; h < block.heads; ++h) {
-      score(tokens, block.rows + t * block.row_bytes + ptrdiff_t{h} * head_bytes,
-            q + h * block.group * dim, block.scores + t * block.score_stride + h * block.group);
+    const char* rows = of.rows + t * of.row_bytes;
+    const Query* queries = q;
+    float* scores = of.scores + t * of.score_stride;
+    for (int h = 0; h < of.heads; ++h) {
+      score(tokens, rows, queries, scores);
+      rows += head_bytes;
+      queries += of.group * dim;
+      scores += of.group;
     }
   };
-  for (; t + TB <= block.tokens; t += TB) heads(Tokens<TB>());
-  for (; t < block.tokens; ++t) heads(Tokens<1>());
+  for (; t + TB <= of.tokens; t += TB) heads(Tokens<TB>());
+  for (; t < of.tokens; ++t) heads(Tokens<1>());
 }
 
 template <DType T, int kDim, int GB>
 void score_block(const Block& block) {
   const int dim = kDim != 0 ? kDim : block.head_dim;
   Hints ahead = block.ahead;
+  const ptrdiff_t row_bytes = block.row_bytes, stride = block.score_stride;
   score_each<Vec::token_block(GB)>(block, block.q, dim, dim * element_bytes<T>(),
                                    [&](auto tokens, const char* k, const float* q, float* scores) {
                                      ahead = score_tokens<T, kDim, tokens.kCount, GB>(
-                                         k, block.row_bytes, q, dim, ahead, scores,
-                                         block.score_stride);
+                                         k, row_bytes, q, dim, ahead, scores, stride);
                                    });
 }
 

@@ -40,7 +40,7 @@ inline Hints score_pairs(const char* k, ptrdiff_t row_bytes, const int16_t* q, i
         acc[g][t] = Vec::dot_bf16(acc[g][t], pairs, x[t]);
         // TB lines among TB * GB products, evenly: with so little work between them, several hints
         // at once would be lost.
-        if ((g * TB + t) % GB == GB - 1) prefetch_span<kLineBytes, Vec::by_rows(GB)>(ahead);
+        if ((g * TB + t) % GB == GB - 1) prefetch_span<kLineBytes, Vec::by_rows(GB, 2)>(ahead);
       }
     }
   }

@@ -89,20 +89,29 @@ inline Hints add_columns(const char* v, ptrdiff_t row_bytes, int tokens, const f
       for (int j = 0; j < 2 * NP; ++j) sums[g][j] = Vec::mul(factor, sums[g][j]);
     }
   }
-  for (int t = 0; t < tokens; ++t) {
+  auto add = [&](int t) __attribute__((always_inline)) {
     F x[2 * NP];
 #pragma GCC unroll 2
     for (int j = 0; j < NP; ++j) {
       Vec::load_pair<T>(v + t * row_bytes + j * kPairBytes, x[2 * j], x[2 * j + 1]);
     }
-    prefetch_span<NP * kPairBytes>(ahead);
 #pragma GCC unroll 8
     for (int g = 0; g < GB; ++g) {
       const F w = Vec::set1(weights[t * stride + g]);
 #pragma GCC unroll 4
       for (int j = 0; j < 2 * NP; ++j) sums[g][j] = Vec::fma(w, x[j], sums[g][j]);
     }
+  };
+  constexpr int kSpan = NP * kPairBytes;
+  // Tokens with one hint for all. Twice the same line is cheaper than a loop of two.
+  constexpr int kTogether = kSpan < kLineBytes / 2 ? kLineBytes / kSpan : 1;
+  int t = 0;
+  for (; t + kTogether <= tokens; t += kTogether) {
+    prefetch_span<kTogether * kSpan>(ahead);
+#pragma GCC unroll 8
+    for (int i = 0; i < kTogether; ++i) add(t + i);
   }
+  for (; t < tokens; ++t) add(t);
 #pragma GCC unroll 8
   for (int g = 0; g < GB; ++g) {
 #pragma GCC unroll 4
@@ -153,7 +162,7 @@ inline void weigh_columns(const Block& block) {
 
 template <DType T, int kDim, int GB>
 void weigh_block(const Block& block) {
-  if constexpr (Vec::by_rows(GB))
+  if constexpr (Vec::by_rows(GB, element_bytes<T>()))
     weigh_rows<T, kDim, GB>(block);
   else
     weigh_columns<T, kDim, GB>(block);

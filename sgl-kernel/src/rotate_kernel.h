@@ -63,8 +63,7 @@ inline void load_keys(const char* k, ptrdiff_t row_bytes, int dim, float* x) {
       Vec::store(pair, first);
       Vec::store(pair + W, second);
       for (int i = 0; i < 2 * W; ++i) {
-        const int from = T == DType::kBF16 ? i / 2 + i % 2 * W : i;
-        x[(d + i) * kRotatedTokens + t] = widening(T) * pair[from];
+        x[(d + Vec::column(T, i)) * kRotatedTokens + t] = Vec::widening(T) * pair[i];
       }
     }
   }
@@ -85,8 +84,8 @@ inline float round_norms(const char* v, ptrdiff_t row_bytes, int dim, uint8_t* r
     for (int d = 0; d < dim; d += 2 * W) {
       Vec::F first, second;
       Vec::load_pair<T>(v + t * row_bytes + d * bytes_of(T), first, second);
-      Vec::store(x + d, Vec::mul(first, Vec::set1(widening(T))));
-      Vec::store(x + d + W, Vec::mul(second, Vec::set1(widening(T))));
+      Vec::store(x + d, Vec::mul(first, Vec::set1(Vec::widening(T))));
+      Vec::store(x + d + W, Vec::mul(second, Vec::set1(Vec::widening(T))));
     }
     make_finite(x, dim);
     float sum = 0.0f;

@@ -103,13 +103,11 @@ inline void score_all(const Digests& digests, const ScoreArgs& args) {
   float* const result = q_negative + q_floats;
   float* const bounds = result + padded;
 
-  const bool interleaved = digests.dtype == DType::kBF16;
   for (ptrdiff_t d = 0; d < q_floats; d += 2 * W) {
     for (int i = 0; i < 2 * W; ++i) {
-      const float x = args.q[d + i];
-      const ptrdiff_t at = d + (interleaved ? i / 2 + i % 2 * W : i);
-      q_positive[at] = x > 0.0f ? x : 0.0f;
-      q_negative[at] = x > 0.0f ? 0.0f : x;
+      const float x = args.q[d + Vec::column(digests.dtype, i)];
+      q_positive[d + i] = x > 0.0f ? x : 0.0f;
+      q_negative[d + i] = x > 0.0f ? 0.0f : x;
     }
   }
   if (digests.dtype == DType::kBF16) {

@@ -20,13 +20,20 @@ struct Vec {
   static constexpr bool kSpecialiseDims = true;  // compile-time head sizes
   static constexpr int kMaxGroupChunk = 8;
   static constexpr int pairs_per_pass(int group) { return group <= 6 ? 2 : 1; }
-  static constexpr bool by_rows(int group) { return group <= 5; }
+  static constexpr bool by_rows(int group, int) { return group <= 5; }
   static constexpr int token_block(int group) { return group <= 5 ? 4 : 2; }
+
+  static constexpr int column(DType type, int i) {
+    return type == DType::kBF16 ? i / 16 + i % 16 * 2 : i;
+  }
+  static constexpr float widening(DType type) { return type == DType::kE4M3 ? 256.0f : 1.0f; }
+  static constexpr float lift(DType) { return 1.0f; }
 
   static F zero() { return _mm512_setzero_ps(); }
   static F set1(float x) { return _mm512_set1_ps(x); }
   static F load(const float* p) { return _mm512_loadu_ps(p); }
   static void store(float* p, F x) { _mm512_storeu_ps(p, x); }
+  static F in_register(F x) { return x; }
   static F add(F a, F b) { return _mm512_add_ps(a, b); }
   static F sub(F a, F b) { return _mm512_sub_ps(a, b); }
   static F mul(F a, F b) { return _mm512_mul_ps(a, b); }

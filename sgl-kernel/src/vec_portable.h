@@ -23,11 +23,23 @@ struct Vec {
   static constexpr int kMaxGroupChunk = 4;        // query heads per pass over a K row
   // V column pairs held in registers at a time, by query heads.
   static constexpr int pairs_per_pass(int) { return 1; }
-  // Query heads for which memory binds rather than arithmetic, see weigh_block.
-  static constexpr bool by_rows(int) { return false; }
+  // Query heads, for elements of so many bytes, for which memory binds rather than arithmetic, see
+  // weigh_block.
+  static constexpr bool by_rows(int, int) { return false; }
   static constexpr int token_block(int group) {  // tokens per pass over the query rows
     return group <= 2 ? 4 : group <= 3 ? 2 : 1;
   }
+  // The column, of the 2 * kLanes that load_pair takes, that comes as its element i.
+  static constexpr int column(DType type, int i) {
+    return type == DType::kBF16 ? i / 4 + i % 4 * 2 : i;
+  }
+  // By what the numbers of a type are more than those that load_pair makes of them. The bits of
+  // e4m3 become those of a type whose exponent begins lower; the product with this is exact, so it
+  // is left to a factor that there is anyway.
+  static constexpr float widening(DType type) { return type == DType::kE4M3 ? 256.0f : 1.0f; }
+  // By what queries and weights are to be more than they are, so that sums of their products with
+  // what load_pair makes are normal numbers.
+  static constexpr float lift(DType) { return 1.0f; }
 
   static F zero() { return F{}; }
   static F set1(float x) { return F{x, x, x, x}; }
@@ -37,6 +49,8 @@ struct Vec {
     return x;
   }
   static void store(float* p, F x) { __builtin_memcpy(p, &x, sizeof x); }
+  // Not to be loaded again for each use: loads are what binds.
+  static F in_register(F x) { return x; }
   static F add(F a, F b) { return a + b; }
   static F sub(F a, F b) { return a - b; }
   static F mul(F a, F b) { return a * b; }
@@ -100,8 +114,7 @@ struct Vec {
     return widen_half((raw & 0x7fu) << 7 | (raw & 0x80u) << 8);
   }
 
-  // Widens 2 * kLanes elements, of e4m3 to 1 / widening(T) of them. bf16 comes as (even elements,
-  // odd elements), others in order.
+  // Widens 2 * kLanes elements, to 1 / widening(T) of them, in the order of `column`.
   template <DType T>
   static void load_pair(const char* p, F& x, F& y) {
     if constexpr (T == DType::kBF16) {

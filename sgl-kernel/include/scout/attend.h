@@ -16,11 +16,6 @@ constexpr int bytes_of(DType type) {
   return type == DType::kF32 ? 4 : type == DType::kBF16 || type == DType::kF16 ? 2 : 1;
 }
 
-// By what the numbers of a type are more than those that the kernels widen them to. The bits of
-// e4m3 are widened as those of an fp16 number, whose exponent begins 8 lower; the product with this
-// is exact, so it is left to a factor that there is anyway.
-constexpr float widening(DType type) { return type == DType::kE4M3 ? 256.0f : 1.0f; }
-
 // K and V pages of one layer, each [num_pages, page_size, stored_heads, head_dim], contiguous, or a
 // view of kv_heads of these heads, the first of which k and v point to. head_dim is a multiple
 // of 16.
