@@ -28,6 +28,7 @@ COMMANDS = {
     "plan": "memory per request, and how many requests fit",
     "report": "where the time of a decode step goes",
     "profile": "recall intervals from real decoding",
+    "dashboard": "a page that shows a decode server live",
 }
 
 

@@ -109,9 +109,19 @@ class ResidencyTable:
         return np.maximum(self.num_free - self.held_back, 0)
 
     @property
+    def resident_pages_by_layer(self) -> Ids:
+        """``[L]`` mapped pages."""
+        return (self.page_of >= 0).sum(1)
+
+    @property
+    def copying_pages_by_layer(self) -> Ids:
+        """``[L]`` pages that are on their way."""
+        return self.metadata.is_pending.sum(1)
+
+    @property
     def resident_pages(self) -> int:
         """Mapped (layer, page) pairs over all layers."""
-        return int((self.page_of >= 0).sum())
+        return int(self.resident_pages_by_layer.sum())
 
     def missing(self, layer: Ints | int, pages: Ints) -> Ids:
         """The distinct keys of ``pages`` that are neither resident nor on their way, ascending."""

@@ -61,7 +61,7 @@ def decode_state(backend: ScoutAttnBackend) -> dict[str, Any]:
     """The contract's fields, plain numbers and strings only."""
     counters, worker = backend.engine.counters, backend.worker.snapshot()
     digests, older = backend.pool.digests, backend.engine.older
-    checksums = backend.pool.host_pages.checksums
+    checksums, table = backend.pool.host_pages.checksums, backend.engine.table
     context_used, context_total = (0, 0) if older is None else older.context_pages
     return {
         "policy": backend.policy.name,
@@ -76,7 +76,9 @@ def decode_state(backend: ScoutAttnBackend) -> dict[str, Any]:
         "page_size": backend.config.page_size_tokens,
         "host_pages_total": backend.allocator.num_pages,
         "host_pages_used": backend.allocator.used_pages,
-        "resident_pages": backend.engine.table.resident_pages,
+        "resident_pages": table.resident_pages,
+        "resident_pages_by_layer": table.resident_pages_by_layer.tolist(),
+        "copying_pages_by_layer": table.copying_pages_by_layer.tolist(),
         "resident_slots": backend.plan.num_slots * backend.engine.shape.num_layers,
         "context_pages_total": context_total,
         "context_pages_used": context_used,

@@ -1,0 +1,121 @@
+"""The dashboard's numbers from two states, and its page and events over HTTP."""
+
+import contextlib
+import copy
+import http.server
+import json
+import threading
+import urllib.request
+
+import pytest
+
+from servers.dashboard_process import dashboard
+from sglang_scout.cli import main
+from sglang_scout.cli.live_state import view
+
+STATE = {
+    "policy": "scout", "backend": "cpu-avx2", "budget_tokens": 64, "page_size": 32,
+    "host_pages_total": 100, "host_pages_used": 30, "resident_slots": 40,
+    "resident_pages_by_layer": [12, 7], "copying_pages_by_layer": [0, 3],
+    "steps": 10, "budget_pages": 80, "cpu_compute_ratio_by_layer": [0.5, 0.25],
+    "gpu_wait_us": 1000, "recall_wait_us": 0, "recall_bytes": 5000, "fallback_pages": 0,
+    "plan": [{"what": "host pages", "count": 100, "bytes": 200 * 512}],
+    "recall": {"mode": "adaptive", "threshold": 0.12},
+    "worker": {"pid": 5, "state": "ready", "restarts": 0, "last_error": "", "pages": 50, "cpus": [0, 1]},
+}  # fmt: skip
+
+
+def later(**changed):
+    """The state after ten more steps of two requests."""
+    state = copy.deepcopy(STATE) | {"steps": 20, "budget_pages": 160} | changed
+    return state
+
+
+def test_rates_are_of_the_time_between():
+    worker = STATE["worker"] | {"pages": 150}
+    now = later(
+        cpu_compute_ratio_by_layer=[0.25, 0.25],
+        gpu_wait_us=501000,
+        recall_bytes=9000,
+        worker=worker,
+    )
+    shown = view(STATE, now, 2.0)
+    assert shown["cpu_ratio"] == [0.0, 0.25]  # 0.5 of the first half, 0.25 of all
+    assert shown["steps_per_s"] == 5 and shown["wait_share"] == 0.25
+    assert shown["requests"] == 2 and shown["recall_bytes_per_s"] == 2000
+    assert shown["worker_bytes_per_s_core"] == 100 * 512 / 2 / 2
+    assert shown["slots"] == 20 and shown["threshold"] == 0.12
+    assert shown["resident"] == [12, 7] and shown["copying"] == [0, 3]
+
+
+def test_no_step_no_ratio():
+    shown = view(STATE, STATE, 1.0)
+    assert shown["cpu_ratio"] == [None, None] and shown["requests"] == shown["steps_per_s"] == 0
+
+
+def test_a_new_worker_and_a_new_server_begin_at_zero():
+    worker = STATE["worker"] | {"pages": 4, "restarts": 1}
+    assert view(STATE, later(worker=worker), 1.0)["worker_bytes_per_s_core"] == 0
+    fresh = later(steps=5, budget_pages=20)
+    shown = view(STATE, fresh, 1.0)
+    assert shown["steps_per_s"] == 5 and shown["cpu_ratio"] == [0.5, 0.25]
+
+
+@contextlib.contextmanager
+def decode_server(answer):
+    """Answers ``/server_info`` with ``answer()``; yields its URL."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            body = json.dumps(answer()).encode()
+            self.send_response(200 if self.path == "/server_info" else 404)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def events(url, count):
+    found = []
+    with urllib.request.urlopen(url + "/events", timeout=20) as stream:
+        while len(found) < count:
+            line = stream.readline().decode()
+            if line.startswith("data: "):
+                found.append(json.loads(line[6:]))
+    return found
+
+
+def test_the_page_and_its_events():
+    states = [STATE, later(), later(steps=30, budget_pages=240)]
+
+    def answer():
+        state = states.pop(0) if len(states) > 1 else states[0]
+        return {"internal_states": [{"kv_offload": state}]}
+
+    with decode_server(answer) as decode_url, dashboard(decode_url) as url:
+        with urllib.request.urlopen(url) as page:
+            text = page.read().decode()
+        assert "EventSource" in text and "://" not in text, "the page needs nothing from elsewhere"
+        shown = [x for x in events(url, 4) if "error" not in x]
+        assert len(shown) >= 3 and all(x["resident"] == [12, 7] for x in shown)
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [({"internal_states": [{}]}, "not a decode server with --kv-offload"), ({}, "internal_states")],
+)
+def test_another_server_is_named(answer, says):
+    with decode_server(lambda: answer) as decode_url, dashboard(decode_url) as url:
+        assert any(says in x.get("error", "") for x in events(url, 2))
+
+
+def test_what_is_no_url_is_refused(capsys):
+    assert main(["dashboard", "--decode", "localhost:30001"]) == 2
+    assert "'localhost:30001': not a URL" in capsys.readouterr().err
