@@ -13,6 +13,7 @@ import platform
 import runpy
 import shutil
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -25,6 +26,7 @@ from sglang_scout.cli.model_config import read_model
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.forecast import save_weights
 from sglang_scout.core.profile import ModelIdentity, RecallProfile, config_digest, save_profile
+from sglang_scout.plugin.hooks import HOOKS
 
 pytest.importorskip("sglang.srt.plugins", reason="needs SGLang")
 
@@ -187,6 +189,14 @@ CASES = {
 }  # fmt: skip
 
 
+def resolved(made):
+    """What SGLang makes of its flags, at once or when it is asked to."""
+    from sglang_scout.plugin.line import adapter
+
+    getattr(made, "resolve_once", lambda: None)()
+    return adapter.resolved(made)
+
+
 def seen(made):
     role = os.environ.pop("SGLANG_SCOUT_ROLE", None)
     return {"page_size": made.page_size, "decode": made.decode_attention_backend, "role": role,
@@ -205,7 +215,7 @@ def serve_flags(cases, model, folder):
         os.environ.pop(name, None)
     load_plugins()
     common = {"model_path": model, "device": "cpu", "disaggregation_mode": "decode"}
-    facts = seen(ServerArgs(**common))
+    facts = seen(resolved(ServerArgs(**common)))
     patched = (t for t in HookRegistry._patched if "scout" in str(HookRegistry._hooks[t]))
     facts["patched"] = sorted(patched)
     results = []
@@ -214,7 +224,7 @@ def serve_flags(cases, model, folder):
         machine = given.pop("machine", platform.machine())
         try:
             with patch("platform.machine", lambda m=machine: m):
-                made = ServerArgs(**given)
+                made = resolved(ServerArgs(**given))
             results.append(["accepted", seen(made)])
         except Exception as error:
             results.append([repr(type(error).__mro__[-4:-1]), str(error)])
@@ -343,10 +353,8 @@ def test_without_the_flag_sglang_is_as_it_was(outcome):
     facts = outcome.facts
     assert facts["role"] is None and facts["decode"] is None and facts["page_size"] == 1
     assert facts["requests"] is None
-    assert facts["patched"] == [
-        "sglang.srt.server_args.ServerArgs.__init__",
-        "sglang.srt.server_args.ServerArgs.__post_init__",
-    ]
+    targets = (hook.target_in(version("sglang")) for hook in HOOKS["flags"])
+    assert facts["patched"] == [f"sglang.srt.{target}" for target in targets if target]
 
 
 def test_the_command_line_ends_with_the_refusal_and_no_trace(outcome):

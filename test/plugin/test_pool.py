@@ -98,7 +98,7 @@ def test_a_decode_server_of_another_tp_size_gets_the_k_and_v_of_its_heads(
         there = pool.with_digests(there, digest_pool(half, 9, digests_there))
     kv_args = SimpleNamespace(
         engine_rank=0, kv_item_lens=here[2], page_size=SIZE, kv_head_num=2, total_kv_head_num=2,
-        kv_data_ptrs=here[0], prefill_start_layer=0,
+        kv_data_ptrs=here[0], prefill_start_layer=0, kv_layer_ids=None,
     )  # fmt: skip
     manager = SimpleNamespace(kv_args=kv_args, attn_tp_size=1, engine=Engine())
     manager.get_mha_kv_ptrs_with_pp = lambda source, target: (

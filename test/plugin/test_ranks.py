@@ -19,7 +19,7 @@ def _meet(rank, path):
     group = SimpleNamespace(
         rank_in_group=rank, world_size=2, cpu_group=torch.distributed.group.WORLD
     )
-    ranks_module.get_attention_tp_group = lambda: group
+    ranks_module.adapter.tp_group = lambda: group
     ranks = ranks_module.AttentionRanks()
     assert ranks.least(5 - rank) == 4
     assert ranks.gather({"of": [rank] * rank}) == [{"of": []}, {"of": [1]}]

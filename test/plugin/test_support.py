@@ -201,7 +201,7 @@ def shape_of(kv_dtype, monkeypatch, **scales):
     attention = SimpleNamespace(
         scaling=0.1, logit_cap=0, sliding_window_size=-1, attn_type="any", tp_q_head_num=4, layer_id=2, **scales
     )  # fmt: skip
-    monkeypatch.setattr(support, "get_attention_tp_size", lambda: 1)
+    monkeypatch.setattr(support.adapter, "tp_group", lambda: SimpleNamespace(world_size=1))
     layers = [SimpleNamespace(self_attn=SimpleNamespace(attn=attention))]
     config = SimpleNamespace(
         model_path="m", dtype=torch.bfloat16, head_dim=64, get_num_kv_heads=lambda ranks: 2 // ranks
