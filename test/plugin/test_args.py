@@ -208,12 +208,13 @@ def serve_flags(cases, model, folder):
     """What becomes of each case, and of a command line, as files in ``folder``."""
     from sglang.srt.plugins import load_plugins
     from sglang.srt.plugins.hook_registry import HookRegistry
-    from sglang.srt.server_args import ServerArgs
 
     sys.stderr = open(folder / "stderr", "w")
     for name in ("SGLANG_SCOUT_ROLE", "TRITON_INTERPRET"):  # the second: of the unit tests
         os.environ.pop(name, None)
     load_plugins()
+    from sglang.srt.server_args import ServerArgs
+
     common = {"model_path": model, "device": "cpu", "disaggregation_mode": "decode"}
     facts = seen(resolved(ServerArgs(**common)))
     patched = (t for t in HookRegistry._patched if "scout" in str(HookRegistry._hooks[t]))

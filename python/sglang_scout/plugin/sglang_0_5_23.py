@@ -49,6 +49,9 @@ def around_resolve(original: Callable[..., None], self: Any) -> None:
 def apply_defaults(args: Any) -> None:
     # Digests and arena are of the pool's size from the start; SGLang would choose the size after graph capture.
     os.environ["SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"] = "0"
+    # Sent before the step that follows, cached pages may still be written to, by the step that runs; digests are
+    # computed from what is sent. It also needs CUDA.
+    os.environ["SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX"] = "0"
     if args.disaggregation_mode == "decode":
         # The other one copies from buffers on the device to a pool of its own, page-locked, without checksums.
         args.disaggregation_decode_retraction_backup = "cpu_tensor"
