@@ -187,6 +187,11 @@ CASES = {
         {"kv_offload": "hgca", "kv_offload_budget": 32}, ["--kv-offload-budget 32", "at least 64"]
     ),
 }  # fmt: skip
+if version("sglang") != "0.5.15.post1":
+    CASES["copies in another pool"] = (
+        {"disaggregation_decode_retraction_backup": "host_pool"},
+        ["--disaggregation-decode-retraction-backup host_pool: not supported"],
+    )
 
 
 def resolved(made):

@@ -12,9 +12,11 @@ import torch
 from sglang.srt import server_args as stock
 from sglang.srt.arg_groups.arg_utils import A, Arg
 from sglang.srt.arg_groups.overrides import model_config_of, resolving_view
+from sglang.srt.environ import envs
 from sglang.srt.mem_cache import kv_cache_configurator
 from sglang.srt.runtime_context import get_parallel
 
+from sglang_scout.core.errors import ConfigError
 from sglang_scout.plugin.fields import FIELDS
 
 POOLS_MODULE = kv_cache_configurator
@@ -47,6 +49,10 @@ def around_resolve(original: Callable[..., None], self: Any) -> None:
 
 
 def apply_defaults(args: Any) -> None:
+    if envs.SGLANG_RUST_SERVER.get():
+        raise ConfigError(
+            "SGLANG_RUST_SERVER: that server takes in requests that would end a scheduler of --kv-offload; unset it"
+        )
     # Digests and arena are of the pool's size from the start; SGLang would choose the size after graph capture.
     os.environ["SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"] = "0"
     # Sent before the step that follows, cached pages may still be written to, by the step that runs; digests are
