@@ -5,20 +5,36 @@
 #   scripts/setup.sh            what is missing; about a second when nothing is
 #   scripts/setup.sh --force    everything again
 #
-# Variables: PYTHON (interpreter for a new .venv, 3.11 or later), CXX and CMAKE_BUILD_PARALLEL_LEVEL as usual.
+# Variables: PYTHON (interpreter for a new .venv, 3.11 or later), SGLANG_VERSION (one of those in
+# python/sglang_scout/core/sglang_versions.py; default: the one in .venv, else the first), CXX and
+# CMAKE_BUILD_PARALLEL_LEVEL as usual.
 # Packages come from wherever the machine's pip or uv is configured to look.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 STAMP=.venv/.sglang-scout-setup
 BOOTSTRAP=.cache/uv-bootstrap
+NO_DRIVER=.venv/lib/no-driver # scripts/cpu_env.sh has it too
 
 say() { printf 'setup: %s\n' "$*" >&2; }
 die() { printf 'setup: %s\n' "$*" >&2; exit 1; }
 
+# The one asked for, else the one that is installed, else the first that is supported.
+sglang_version() {
+    local versions=python/sglang_scout/core/sglang_versions.py first wanted
+    first="$(sed -n 's/^ADAPTERS = {"\([^"]*\)".*/\1/p' "$versions")"
+    wanted="$(echo .venv/lib/python*/site-packages/sglang-[0-9]*.dist-info)"
+    wanted="${wanted##*/sglang-}" wanted="${wanted%.dist-info}"
+    grep -qF "\"$wanted\":" "$versions" || wanted="$first"
+    wanted="${SGLANG_VERSION:-$wanted}"
+    grep -qF "\"$wanted\":" "$versions" || die "SGLANG_VERSION=$wanted is not one of those in $versions"
+    echo "$wanted"
+}
+
 # Everything that the installed result depends on. Python files do not: the installation is editable.
 fingerprint() {
     {
+        sglang_version
         find pyproject.toml scripts/setup.sh sgl-kernel -type f -print0 | LC_ALL=C sort -z | xargs -0 sha256sum
         .venv/bin/python -S -c 'import sys; print(sys.version, sys.prefix)' 2>/dev/null || echo "no venv"
     } | sha256sum | cut -d' ' -f1
@@ -112,7 +128,8 @@ python_headers() {
 # -- the project --------------------------------------------------------------------------------------------
 
 install_project() {
-    local uv="$1"
+    local uv="$1" sglang
+    sglang="sglang==$(sglang_version)"
     local -a extra=()
     export CMAKE_BUILD_PARALLEL_LEVEL="${CMAKE_BUILD_PARALLEL_LEVEL:-$(nproc)}"
     if [ "$(python_version .venv/bin/python)" -ge 313 ]; then
@@ -129,13 +146,22 @@ install_project() {
                 || pip config get global.index-url 2>/dev/null || true)"
             [ -z "$index" ] || export UV_DEFAULT_INDEX="$index"
         fi
-        say "installing into .venv (about 9 GB the first time)"
-        if "$uv" pip install -q --python .venv/bin/python "${extra[@]}" -e '.[test]'; then return; fi
+        say "installing $sglang into .venv (about 9 GB the first time)"
+        if "$uv" pip install -q --python .venv/bin/python "${extra[@]}" "$sglang" -e '.[test]'; then return; fi
         say "uv failed; trying with pip"
     fi
     [ "${#extra[@]}" = 0 ] || die "Python 3.13 needs uv, which could not be used; set PYTHON to a 3.11 or 3.12"
     .venv/bin/python -m pip --version >/dev/null 2>&1 || .venv/bin/python -m ensurepip -q
-    .venv/bin/python -m pip install -q -e '.[test]'
+    .venv/bin/python -m pip install -q "$sglang" -e '.[test]'
+}
+
+# The kernels of a newer SGLang load the library of the GPU's driver also where there is none.
+stand_in_for_the_driver() {
+    rm -rf "$NO_DRIVER"
+    if [ "$(sglang_version)" = 0.5.15.post1 ] || has_library 'libcuda\.so\.1'; then return; fi
+    mkdir -p "$NO_DRIVER"
+    echo 'extern "C" int cuPointerGetAttribute() { return 100; } // no device' |
+        "${CXX:-c++}" -shared -fPIC -Wl,-soname,libcuda.so.1 -xc++ - -o "$NO_DRIVER/libcuda.so.1"
 }
 
 verify() {
@@ -181,6 +207,7 @@ main() {
         fi
     fi
     install_project "$uv"
+    stand_in_for_the_driver
     verify
     fingerprint >"$STAMP"
     say "done"

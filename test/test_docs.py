@@ -14,7 +14,7 @@ from sglang_scout.core.config import (
     PUBLIC_KEYS,
     Key,
 )
-from sglang_scout.plugin.hooks import HOOKS
+from sglang_scout.plugin.hooks import HOOKS, Hook
 from sglang_scout.policy.base import policies
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -38,7 +38,7 @@ def assignments(path: Path) -> dict[str, ast.expr]:
 
 
 def flags() -> list[str]:
-    fields = assignments(PACKAGE / "plugin" / "args.py")["_FIELDS"]
+    fields = assignments(PACKAGE / "plugin" / "fields.py")["FIELDS"]
     assert isinstance(fields, ast.Dict)
     return ["--" + ast.literal_eval(key).replace("_", "-") for key in fields.keys]
 
@@ -138,6 +138,13 @@ def test_keys_for_tests_are_not_in_documents_for_users(key):
         assert f"`{key}`" not in text and f'"{key}"' not in text
 
 
+def targets(hook: Hook) -> str:
+    """Of a row of the table of hooks."""
+    if isinstance(hook.target, str):
+        return f"`{hook.target}`"
+    return ", ".join(f"{version}: `{target}`" for version, target in hook.target.items())
+
+
 def test_the_table_of_hooks_is_that_of_the_code():
     written = [
         line
@@ -145,7 +152,7 @@ def test_the_table_of_hooks_is_that_of_the_code():
         if line.startswith("| ") and "`" in line
     ]
     assert written == [
-        f"| {where} | `{hook.target}` | {hook.why} |" for where in HOOKS for hook in HOOKS[where]
+        f"| {where} | {targets(hook)} | {hook.why} |" for where in HOOKS for hook in HOOKS[where]
     ]
 
 

@@ -13,6 +13,7 @@ import platform
 import runpy
 import shutil
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -25,6 +26,7 @@ from sglang_scout.cli.model_config import read_model
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.forecast import save_weights
 from sglang_scout.core.profile import ModelIdentity, RecallProfile, config_digest, save_profile
+from sglang_scout.plugin.hooks import HOOKS
 
 pytest.importorskip("sglang.srt.plugins", reason="needs SGLang")
 
@@ -185,6 +187,19 @@ CASES = {
         {"kv_offload": "hgca", "kv_offload_budget": 32}, ["--kv-offload-budget 32", "at least 64"]
     ),
 }  # fmt: skip
+if version("sglang") != "0.5.15.post1":
+    CASES["copies in another pool"] = (
+        {"disaggregation_decode_retraction_backup": "host_pool"},
+        ["--disaggregation-decode-retraction-backup host_pool: not supported"],
+    )
+
+
+def resolved(made):
+    """What SGLang makes of its flags, at once or when it is asked to."""
+    from sglang_scout.plugin.line import adapter
+
+    getattr(made, "resolve_once", lambda: None)()
+    return adapter.resolved(made)
 
 
 def seen(made):
@@ -198,14 +213,15 @@ def serve_flags(cases, model, folder):
     """What becomes of each case, and of a command line, as files in ``folder``."""
     from sglang.srt.plugins import load_plugins
     from sglang.srt.plugins.hook_registry import HookRegistry
-    from sglang.srt.server_args import ServerArgs
 
     sys.stderr = open(folder / "stderr", "w")
     for name in ("SGLANG_SCOUT_ROLE", "TRITON_INTERPRET"):  # the second: of the unit tests
         os.environ.pop(name, None)
     load_plugins()
+    from sglang.srt.server_args import ServerArgs
+
     common = {"model_path": model, "device": "cpu", "disaggregation_mode": "decode"}
-    facts = seen(ServerArgs(**common))
+    facts = seen(resolved(ServerArgs(**common)))
     patched = (t for t in HookRegistry._patched if "scout" in str(HookRegistry._hooks[t]))
     facts["patched"] = sorted(patched)
     results = []
@@ -214,7 +230,7 @@ def serve_flags(cases, model, folder):
         machine = given.pop("machine", platform.machine())
         try:
             with patch("platform.machine", lambda m=machine: m):
-                made = ServerArgs(**given)
+                made = resolved(ServerArgs(**given))
             results.append(["accepted", seen(made)])
         except Exception as error:
             results.append([repr(type(error).__mro__[-4:-1]), str(error)])
@@ -343,10 +359,8 @@ def test_without_the_flag_sglang_is_as_it_was(outcome):
     facts = outcome.facts
     assert facts["role"] is None and facts["decode"] is None and facts["page_size"] == 1
     assert facts["requests"] is None
-    assert facts["patched"] == [
-        "sglang.srt.server_args.ServerArgs.__init__",
-        "sglang.srt.server_args.ServerArgs.__post_init__",
-    ]
+    targets = (hook.target_in(version("sglang")) for hook in HOOKS["flags"])
+    assert facts["patched"] == [f"sglang.srt.{target}" for target in targets if target]
 
 
 def test_the_command_line_ends_with_the_refusal_and_no_trace(outcome):

@@ -60,12 +60,13 @@ def test_the_hint_is_what_the_last_tokens_queries_choose(monkeypatch):
     for of_layer, page in zip(keys, wanted, strict=True):
         of_layer[page * SIZE + 30] *= 10
     digests = DigestPool(SHAPE, 9, "cpu", "minmax", hints=True)
-    request = SimpleNamespace(
-        rid="r", req_pool_idx=0, start_send_idx=0, origin_input_ids=[0] * (7 * SIZE + 1)
-    )
+    request = SimpleNamespace(rid="r", start_send_idx=0, origin_input_ids=[0] * (7 * SIZE + 1))
+    monkeypatch.setattr(hooks.adapter, "row_of", lambda req: 0)
+    monkeypatch.setattr(hooks.adapter, "prepare_sender", lambda req, device: None)
+    monkeypatch.setattr(hooks.adapter, "extend_end", lambda req: 7 * SIZE + 1)
     monkeypatch.setattr(hooks, "DigestKVPool", SimpleNamespace)
     kv = SimpleNamespace(
-        page_size=SIZE, digests=digests, digest=Digest(kind="minmax", head_reduce="max"),
+        page_size=SIZE, device="cpu", digests=digests, digest=Digest(kind="minmax", head_reduce="max"),
         host_pages=HostPages(SHAPE, keys, keys), shape=SHAPE, last_queries=LastQueries(),
     )  # fmt: skip
     order = torch.tensor([3, 1, 8, 2, 7, 5, 4, 6])
@@ -91,7 +92,6 @@ def test_the_hint_is_what_the_last_tokens_queries_choose(monkeypatch):
     hooks.before_send_kv_chunk(scheduler, request, end_idx=4 * SIZE)
     assert digests.hints.of(6, 7) is None
     request.start_send_idx = 4 * SIZE
-    request.extend_range = SimpleNamespace(end=7 * SIZE + 1)
     hooks.before_send_kv_chunk(scheduler, request, last_chunk=True)
     hint = digests.hints.of(6, 7)
     assert digests.valid[order[:7]].all() and not digests.valid[6]

@@ -26,9 +26,11 @@ from sglang_scout.policy.base import policies
 hooks = pytest.importorskip("sglang_scout.plugin.decode_hooks", reason="needs SGLang")
 from sglang_scout.plugin import host_size, prefill_hooks  # noqa: E402
 from sglang_scout.plugin import ranks as ranks_module  # noqa: E402
+from sglang_scout.plugin.line import VERSION  # noqa: E402
 
 SHAPE = ModelShape(40, 40, 8, 128, 32, torch.bfloat16, 128**-0.5)
 PER_NODE = 5
+RANKS_OF = {"0.5.23": {"num_dp_ranks": 1}}  # which a server has published
 
 
 def size(monkeypatch, *, available, ranks=1, nodes=2, host_gb=None, on_device=None):
@@ -40,6 +42,7 @@ def size(monkeypatch, *, available, ranks=1, nodes=2, host_gb=None, on_device=No
     monkeypatch.setattr(hooks, "parse", lambda args: config)
     monkeypatch.setattr(hooks, "AttentionRanks", lambda: group)
     monkeypatch.setattr(hooks, "model_shape", lambda runner: SHAPE)
+    monkeypatch.setattr(host_size.adapter, "resolved", lambda args: args)
     monkeypatch.setattr(ranks_module, "worker_cpus", lambda runner, config: list(range(PER_NODE)))
     monkeypatch.setattr(ranks_module, "worker_nodes", lambda cpus: found)
     monkeypatch.setattr(host_size, "available_bytes", lambda: available)
@@ -145,9 +148,11 @@ def test_pages_and_digests_of_a_prefill_server_share_what_sglang_found(monkeypat
 
 def test_sglang_keeps_as_many_words_of_each_token_as_are_counted():
     made = pytest.importorskip("sglang.srt.model_executor.cuda_graph_buffer_registry")
-    registry = made.build_eager_registry(
-        device=torch.device("cpu"), max_bs=4, max_num_token=1000, cache_loc_dtype=torch.int64
-    )
+    context = pytest.importorskip("sglang.srt.runtime_context")
+    with context.get_parallel().override(**RANKS_OF.get(VERSION, {})):
+        registry = made.build_eager_registry(
+            device=torch.device("cpu"), max_bs=4, max_num_token=1000, cache_loc_dtype=torch.int64
+        )
     slots = (registry.get_slot(name) for name in registry.slot_names())
     shapes = [(slot.shape_fn(4, 1000), slot.dtype) for slot in slots if slot.axis == "tokens"]
     assert sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes) == input_bytes(1000)
@@ -196,13 +201,13 @@ def test_a_server_plans_what_sglang_scout_plan_says(monkeypatch, tmp_path, polic
     shape = dataclasses.replace(SHAPE, fp8=None if kv == "auto" else torch.float8_e4m3fn)
     lists = 8 if config.grain == "head" else 1
     for name, value in (
-        ("parse", config), ("AttentionRanks", group), ("model_shape", shape), ("build_pools", pool),
+        ("parse", config), ("AttentionRanks", group), ("model_shape", shape), ("build_pools", (None, pool, None)),
         ("nodes_of_worker", ([0], [8 * lists])), ("available_bytes", 1 << 50), ("rank_weights", None),
     ):  # fmt: skip
         monkeypatch.setattr(hooks, name, lambda *_, value=value: value)
     runner = SimpleNamespace(
-        device="cpu", server_args=None, max_total_num_tokens=8 * 8192, max_running_requests=8,
-        model_config=SimpleNamespace(context_len=8192),
+        device="cpu", server_args=None, model_config=SimpleNamespace(context_len=8192)
     )  # fmt: skip
+    monkeypatch.setattr(hooks.adapter, "pool_sizes", lambda runner: (8 * 8192, 8))
     hooks.around_init_pools(lambda runner: None, runner)
     assert planned == [said.memory]

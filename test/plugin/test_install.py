@@ -4,16 +4,21 @@ import os
 
 os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 
+import ast
+import importlib.metadata
 import multiprocessing
+import re
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from sglang_scout.core.errors import ConfigError
+from sglang_scout.core.sglang_versions import ADAPTERS
 
 plugins = pytest.importorskip("sglang.srt.plugins", reason="needs SGLang")
-from sglang_scout.plugin import apply, device, install, launch  # noqa: E402
+from sglang_scout.plugin import apply, device, launch  # noqa: E402
 from sglang_scout.plugin.hooks import HOOKS  # noqa: E402
 
 
@@ -22,19 +27,39 @@ def test_a_missing_hook_target_is_named(monkeypatch):
     for name, empty in (("_hooks", type(registry._hooks)(list)), ("_patched", set())):
         monkeypatch.setattr(registry, name, empty)
     monkeypatch.setattr(registry, "apply_hooks", lambda: None)
-    hook = HOOKS["flags"][0]
+    hook = HOOKS["decode"][0]
     with pytest.raises(RuntimeError, match=r"target .*ServerArgs\.gone is not in this SGLang"):
         apply.apply([hook._replace(target="server_args.ServerArgs.gone")])
-    with pytest.raises(RuntimeError, match=r"did not take: sglang\.srt\.server_args"):
+    with pytest.raises(
+        RuntimeError, match=r"did not take: sglang\.srt\..*_profile_available_bytes"
+    ):
         apply.apply([hook])
 
 
 def test_another_sglang_is_refused_and_not_just_logged(monkeypatch):
-    monkeypatch.setattr(install, "SUPPORTED_SGLANG", "9.9")
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "9.9")
+    for module in ("install", "line"):
+        monkeypatch.delitem(sys.modules, f"sglang_scout.plugin.{module}", raising=False)
+        monkeypatch.delattr(f"sglang_scout.plugin.{module}", raising=False)
     monkeypatch.setattr(plugins, "_plugins_loaded", False)
     monkeypatch.setattr(sys, "argv", ["launch_server", "--kv-offload", "scout"])
-    with pytest.raises(SystemExit, match=r"cannot serve with --kv-offload: .*works with 9\.9"):
+    supported = " and ".join(map(re.escape, ADAPTERS))
+    with pytest.raises(SystemExit, match=f"cannot serve with --kv-offload: .* {supported};"):
         plugins.load_plugins()
+
+
+def test_adapters_have_the_same_names():
+    """Each but for the class of its fields and the hook functions that only its release needs."""
+    folder = Path(apply.__file__).parent
+    names = [
+        {
+            node.name
+            for node in ast.parse((folder / f"{adapter}.py").read_text()).body
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("around_")
+        }
+        for adapter in ADAPTERS.values()
+    ]
+    assert all(of_one == names[0] for of_one in names)
 
 
 def test_a_scheduler_hears_what_the_launcher_may_run_on(monkeypatch):

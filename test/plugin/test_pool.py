@@ -98,9 +98,12 @@ def test_a_decode_server_of_another_tp_size_gets_the_k_and_v_of_its_heads(
         there = pool.with_digests(there, digest_pool(half, 9, digests_there))
     kv_args = SimpleNamespace(
         engine_rank=0, kv_item_lens=here[2], page_size=SIZE, kv_head_num=2, total_kv_head_num=2,
-        kv_data_ptrs=here[0], prefill_start_layer=0,
+        kv_data_ptrs=here[0], prefill_start_layer=0, kv_layer_ids=None,
     )  # fmt: skip
     manager = SimpleNamespace(kv_args=kv_args, attn_tp_size=1, engine=Engine())
+    if wait := getattr(mooncake.MooncakeKVManager, "_await_transfer_futures", None):
+        manager.enable_deferred_decode_kv_release = False
+        manager._await_transfer_futures = lambda futures: wait(manager, futures)
     manager.get_mha_kv_ptrs_with_pp = lambda source, target: (
         conn.CommonKVManager.get_mha_kv_ptrs_with_pp(manager, source, target)
     )
@@ -212,7 +215,7 @@ def test_sglang_s_decode_server_refuses_another_kv_cache_dtype(monkeypatch, pref
     monkeypatch.setattr(conn.requests, "get", lambda *_, **__: answer)
     manager = SimpleNamespace(
         prefill_info_table={}, kv_args=SimpleNamespace(page_size=SIZE),
-        server_args=SimpleNamespace(kv_cache_dtype=decode),
+        server_args=SimpleNamespace(kv_cache_dtype=decode), kv_cache_dtype_str=decode,
     )  # fmt: skip
     wanted = (
         f"prefill server has kv_cache_dtype={prefill}, .* kv_cache_dtype={decode}.*--kv-cache-dtype"

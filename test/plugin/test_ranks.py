@@ -1,5 +1,6 @@
 """What the ranks of a server tell each other, and how their host pages are divided among NUMA nodes."""
 
+import gc
 import multiprocessing
 import os
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ def _meet(rank, path):
     group = SimpleNamespace(
         rank_in_group=rank, world_size=2, cpu_group=torch.distributed.group.WORLD
     )
-    ranks_module.get_attention_tp_group = lambda: group
+    ranks_module.adapter.tp_group = lambda: group
     ranks = ranks_module.AttentionRanks()
     assert ranks.least(5 - rank) == 4
     assert ranks.gather({"of": [rank] * rank}) == [{"of": []}, {"of": [1]}]
@@ -34,6 +35,7 @@ def _meet(rank, path):
 
 def test_two_ranks(tmp_path):
     """Forked, as SGLang takes half a minute to import."""
+    gc.collect()  # what other tests have left, and whose threads a child does not have
     fork = multiprocessing.get_context("fork")
     ranks = [fork.Process(target=_meet, args=(rank, tmp_path / "meeting")) for rank in range(2)]
     for rank in ranks:

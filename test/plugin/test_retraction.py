@@ -17,6 +17,15 @@ from sglang_scout.plugin import decode_hooks as hooks  # noqa: E402
 COPY = 5000
 
 
+def request(rid):
+    """As it is in every release: in some of them its row and its copy are of ``kv``."""
+    kv = {"req_pool_idx": 0, "mamba_pool_idx": None}
+    more = {"retraction_backup": None, "holds_mamba": False}
+    made = SimpleNamespace(rid=rid, seqlen=100, **kv, kv=SimpleNamespace(**kv, **more))
+    made._mamba_pool_needing_backup = lambda *_: None
+    return made
+
+
 @pytest.mark.parametrize(("available", "kept"), [(2 * COPY, True), (2 * COPY - 1, False)])
 def test_a_copy_that_does_not_fit_fails_its_request(monkeypatch, available, kept):
     """Of two ranks, the other of which has more memory."""
@@ -25,18 +34,18 @@ def test_a_copy_that_does_not_fit_fails_its_request(monkeypatch, available, kept
     monkeypatch.setattr(hooks, "available_bytes", lambda: available + hooks.LEFT_BESIDE_COPIES)
     pool = SimpleNamespace(copy_bytes={99: COPY}.get)
     allocator = SimpleNamespace(
-        get_kvcache=lambda: pool, get_cpu_copy=lambda tokens, mamba_indices: tokens
+        get_kvcache=lambda: pool, get_cpu_copy=lambda tokens, **_: copied.append(tokens) or tokens
     )
-    req = SimpleNamespace(rid="r", seqlen=100, req_pool_idx=0, mamba_pool_idx=None)
+    req, copied = request("r"), []
     tables = SimpleNamespace(req_to_token=np.arange(200)[None])
     hooks.around_offload_kv_cache(Req.offload_kv_cache, req, tables, allocator)
-    assert (req.kv_cache_cpu is not None) == kept and (not kept or len(req.kv_cache_cpu) == 99)
+    assert [len(tokens) for tokens in copied] == [99] * kept
 
     # A pause does not say that its requests were retracted, and would have their KV sent again.
     queued, told = [], []
     channel = SimpleNamespace(send_output=lambda output, _: told.append(output))
     scheduler = SimpleNamespace(ipc_channels=SimpleNamespace(send_to_tokenizer=channel))
-    for one in (req, SimpleNamespace(rid="new")):
+    for one in (req, request("new")):
         hooks.around_add_request_to_queue(
             lambda _, req, is_retracted=False: queued.append((req.rid, is_retracted)),
             scheduler,

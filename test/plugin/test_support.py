@@ -5,6 +5,7 @@ import os
 os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from sglang_scout.ops.predict import rms_norm, rotate_heads
 
 support = pytest.importorskip("sglang_scout.plugin.support", reason="needs SGLang")
 linear = pytest.importorskip("sglang.srt.layers.linear", reason="needs SGLang")
+from sglang_scout.plugin.line import VERSION  # noqa: E402
 
 HIDDEN, HQ, H, D, TOKENS = 96, 6, 2, 64, 5
 Q, ALL = HQ * D, (HQ + 2 * H) * D
@@ -75,9 +77,13 @@ def norm(size, rng):
 def attention_layer(method=None, bias=True, q_norm=True, skip_bias_add=False, tp=1):
     """A decoder layer as `make_projectors` sees it, of rank ``tp - 1`` of ``tp``, and its weights."""
     rng = torch.Generator().manual_seed(3)
-    projection = linear.QKVParallelLinear(
-        HIDDEN, D, HQ * tp, H * tp, bias=bias, skip_bias_add=skip_bias_add, tp_rank=tp - 1, tp_size=tp,
-    )  # fmt: skip
+    group = SimpleNamespace(rank_in_group=tp - 1, world_size=tp)
+    is_told = VERSION == "0.5.15.post1"  # else it asks for the group
+    with patch.object(linear, "_resolve_linear_group", lambda _: group, create=True):
+        projection = linear.QKVParallelLinear(
+            HIDDEN, D, HQ * tp, H * tp, bias=bias, skip_bias_add=skip_bias_add,
+            **({"tp_rank": tp - 1, "tp_size": tp} if is_told else {}),
+        )  # fmt: skip
     weight, shift = torch.randn(ALL, HIDDEN, generator=rng), torch.randn(ALL, generator=rng)
     projection.weight.data.copy_(weight)
     if bias:
@@ -201,7 +207,7 @@ def shape_of(kv_dtype, monkeypatch, **scales):
     attention = SimpleNamespace(
         scaling=0.1, logit_cap=0, sliding_window_size=-1, attn_type="any", tp_q_head_num=4, layer_id=2, **scales
     )  # fmt: skip
-    monkeypatch.setattr(support, "get_attention_tp_size", lambda: 1)
+    monkeypatch.setattr(support.adapter, "tp_group", lambda: SimpleNamespace(world_size=1))
     layers = [SimpleNamespace(self_attn=SimpleNamespace(attn=attention))]
     config = SimpleNamespace(
         model_path="m", dtype=torch.bfloat16, head_dim=64, get_num_kv_heads=lambda ranks: 2 // ranks

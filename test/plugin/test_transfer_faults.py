@@ -19,6 +19,7 @@ from sglang.srt.disaggregation.utils import _poll_with_failure_injection  # noqa
 
 from harness import wait_until  # noqa: E402
 from sglang_scout.plugin import transfer_faults  # noqa: E402
+from sglang_scout.plugin.line import VERSION  # noqa: E402
 from sglang_scout.plugin.transfer_faults import (  # noqa: E402
     after_heartbeat_success,
     around_connect,
@@ -57,7 +58,10 @@ def test_a_message_to_one_that_is_gone_does_not_block(prefill):
     sock.send(b"a")
     assert server.recv() == b"a"
     server.close()
-    wait_until("the end is seen", lambda: not sock.poll(0, zmq.POLLOUT), 10)
+    if (
+        VERSION == "0.5.15.post1"
+    ):  # later ones are sent to, and wait for a new connection themselves
+        wait_until("the end is seen", lambda: not sock.poll(0, zmq.POLLOUT), 10)
     other, _ = connect(endpoint)
     sender = threading.Thread(target=other.send, args=(b"b",), daemon=True)
     sender.start()
@@ -130,7 +134,7 @@ def prefill_manager():
     """SGLang's, with no more than its sockets."""
     manager = object.__new__(CommonKVManager)
     manager._zmq_ctx = zmq.Context()
-    manager._socket_cache, manager._monitor_cache = {}, {}
+    manager._socket_cache, manager._monitor_cache, manager._socket_send_locks = {}, {}, {}
     manager._socket_lock = threading.Lock()
     yield manager
     manager._zmq_ctx.destroy(linger=0)

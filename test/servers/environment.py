@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 from sglang_scout.cli.machine import has_rdma
 
 NO_NCCL = "no-gpu"
+NO_DRIVER = Path(sys.prefix) / "lib" / "no-driver"
+"""Where ``scripts/setup.sh`` has put a library that stands in for the GPU's driver, if there is none."""
 
 
 def _with_defaults(defaults: dict[str, str]) -> dict[str, str]:
@@ -33,6 +36,9 @@ def cpu_environment() -> dict[str, str]:
             "SGLANG_NCCL_SO_PATH": NO_NCCL,
         }
     )
+    paths = os.environ.get("LD_LIBRARY_PATH")
+    if NO_DRIVER.is_dir() and str(NO_DRIVER) not in (paths or "").split(":"):
+        environment["LD_LIBRARY_PATH"] = f"{NO_DRIVER}:{paths}" if paths else str(NO_DRIVER)
     # Where torch sees a GPU, SGLang's layers take their CUDA kernels, whatever --device says.
     environment["CUDA_VISIBLE_DEVICES"] = ""
     return environment

@@ -11,14 +11,19 @@ from servers.environment import cpu_environment, cuda_environment
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "cpu_env.sh"
 NAMES = ("TOKENIZERS_PARALLELISM", "MOONCAKE_PROTOCOL", "SGLANG_USE_CPU_ENGINE", "OMP_WAIT_POLICY",
-         "SGLANG_NCCL_SO_PATH", "CUDA_VISIBLE_DEVICES")  # fmt: skip
+         "SGLANG_NCCL_SO_PATH", "CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH")  # fmt: skip
 
 
 @pytest.mark.parametrize("given", [{}, {"MOONCAKE_PROTOCOL": "rdma"}, {"OMP_WAIT_POLICY": ""},
-                                   {"CUDA_VISIBLE_DEVICES": "0"}])  # fmt: skip
-def test_cpu_environment(monkeypatch, given):
+                                   {"CUDA_VISIBLE_DEVICES": "0"}, {"LD_LIBRARY_PATH": "/opt/lib"}])  # fmt: skip
+def test_cpu_environment(monkeypatch, tmp_path, given):
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)
+    # As after a set-up without the GPU's driver.
+    no_driver = tmp_path / "lib" / "no-driver"
+    no_driver.mkdir(parents=True)
+    monkeypatch.setattr(environment, "NO_DRIVER", no_driver)
+    monkeypatch.setenv("VIRTUAL_ENV", str(tmp_path))
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     # The script keeps out of the way of a GPU, this function is called only for the CPU.
@@ -27,6 +32,7 @@ def test_cpu_environment(monkeypatch, given):
     exported = dict(item.split("=", 1) for item in dump.decode().split("\0") if item)
     ours = cpu_environment()
     assert {n: ours.get(n) for n in NAMES} == {n: exported.get(n) for n in NAMES}
+    assert ours["LD_LIBRARY_PATH"].split(":")[0] == str(no_driver)
     assert ours["SGLANG_USE_CPU_ENGINE"] == "1" and ours["CUDA_VISIBLE_DEVICES"] == ""
 
 

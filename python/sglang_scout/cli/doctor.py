@@ -28,6 +28,7 @@ from sglang_scout.cli.machine_checks import (
 from sglang_scout.cli.table import columns
 from sglang_scout.core.cpu_list import parse_cpu_list
 from sglang_scout.core.errors import ConfigError
+from sglang_scout.core.sglang_versions import ADAPTERS
 
 DESCRIPTION = (
     "Check that this machine can serve. Each line says ok, warning or failed, what was found, and "
@@ -59,18 +60,15 @@ def check_python() -> Check:
 
 
 def check_sglang() -> Check:
-    try:
-        wanted = pinned("sglang")
-    except PackageNotFoundError:
-        return Check("sglang", FAILED, "sglang-scout itself is not installed", INSTALL)
+    supported = list(ADAPTERS)
+    fix = f"pip install sglang=={supported[0]}; the hooks are checked against the supported versions alone"
     try:
         found = version("sglang")
     except PackageNotFoundError:
-        return Check("sglang", FAILED, "not installed", f"pip install sglang=={wanted}")
-    values = {"version": found, "wanted": wanted}
-    if wanted is not None and found != wanted:
-        fix = f"pip install sglang=={wanted}; the hooks are checked against this one version"
-        return Check("sglang", FAILED, f"{found}, expected {wanted}", fix, values)
+        return Check("sglang", FAILED, "not installed", fix)
+    values = {"version": found, "supported": supported}
+    if found not in supported:
+        return Check("sglang", FAILED, f"{found}, expected {' or '.join(supported)}", fix, values)
     return Check("sglang", OK, found, values=values)
 
 

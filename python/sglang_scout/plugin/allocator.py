@@ -96,10 +96,15 @@ class ScoutAllocator(PagedTokenToKVPoolAllocator):
         self.free_pages = torch.arange(1, self.num_pages + 1, dtype=torch.int64)
         self._alternate_nodes()
         self.release_pages = _NO_PAGES
-        self.is_not_in_free_group = True
-        self.free_group: list[torch.Tensor] = []
+        self._held_back: list[torch.Tensor] | None = None  # freed within a group
         if self.listener is not None:
             self.listener.clear()
+
+    def available_size(self) -> int:
+        return (len(self.free_pages) + len(self.release_pages)) * self.page_size
+
+    def get_all_free_pages(self) -> torch.Tensor:
+        return torch.cat((self.free_pages, self.release_pages))
 
     def merge_and_sort_free(self) -> None:
         if len(self.release_pages):
@@ -180,8 +185,8 @@ class ScoutAllocator(PagedTokenToKVPoolAllocator):
     def free(self, free_index: torch.Tensor) -> None:
         if free_index.numel() == 0:
             return
-        if not self.is_not_in_free_group:
-            self.free_group.append(free_index)
+        if self._held_back is not None:
+            self._held_back.append(free_index.clone())  # the caller may write to it
             return
         pages = torch.unique(free_index.cpu() // self.page_size)
         if self.need_sort:
@@ -190,6 +195,21 @@ class ScoutAllocator(PagedTokenToKVPoolAllocator):
             self.free_pages = torch.cat((pages, self.free_pages))
         if self.listener is not None:
             self.listener.free_pages(pages.numpy())
+
+    def free_segment(self, free_index: torch.Tensor, *, start_pos: int) -> None:
+        """Locations of whole pages but for the last, from the begin of a page on."""
+        self.free(free_index[:: self.page_size])
+
+    def free_page_ids(self, page_ids: torch.Tensor) -> None:
+        self.free(page_ids * self.page_size)
+
+    def free_group_begin(self) -> None:
+        self._held_back = []
+
+    def free_group_end(self) -> None:
+        held_back, self._held_back = self._held_back, None
+        if held_back:
+            self.free(torch.cat(held_back))
 
     def _result(self, locations: torch.Tensor) -> torch.Tensor:
         if torch.device(self.device).type == "cpu":

@@ -8,13 +8,17 @@ from collections.abc import Iterable
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_scout.plugin.hooks import Hook
+from sglang_scout.plugin.line import VERSION
 
 
 def apply(hooks: Iterable[Hook]) -> None:
     """Resolve, register, apply and verify; SGLang itself only logs what goes wrong here."""
     targets = set()
     for hook in hooks:
-        target = f"sglang.srt.{hook.target}"
+        name = hook.target_in(VERSION)
+        if name is None:
+            continue
+        target = f"sglang.srt.{name}"
         try:
             pkgutil.resolve_name(target)
         except Exception as error:

@@ -1,11 +1,7 @@
-"""The server flags: added to SGLang's own ``ServerArgs``, validated, and the defaults that they imply.
-
-The dataclass is extended in place, not replaced, because SGLang and its plugins hold references to it.
-"""
+"""The server flags, validated, and the defaults that they imply."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import os
@@ -13,19 +9,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from sglang.srt.arg_groups.arg_utils import A, Arg
-from sglang.srt.server_args import (
-    ATTENTION_BACKEND_CHOICES,
-    ServerArgs,
-    add_attention_backend_choices,
-)
+from sglang.srt.server_args import ServerArgs
 
-from sglang_scout.core.config import (
-    DEFAULT_BUDGET_TOKENS,
-    KEYS,
-    PAGE_SIZE_TOKENS,
-    OffloadConfig,
-)
+from sglang_scout.core.config import PAGE_SIZE_TOKENS, OffloadConfig
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.forecast import trained_weights
 from sglang_scout.core.parse_config import check_files, load_json, parse_config
@@ -39,80 +25,16 @@ from sglang_scout.plugin.deployment import (
     on_cpu,
 )
 from sglang_scout.plugin.device import check_graph_transport, check_resolved_graphs
+from sglang_scout.plugin.fields import FIELDS
 from sglang_scout.plugin.hooks import HOOKS
 from sglang_scout.plugin.launch import PROCESS_CPUS, ROLE_ENV, announce
+from sglang_scout.plugin.line import adapter
 from sglang_scout.plugin.support import check_model
 from sglang_scout.policy.base import policies
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_RUNNING_REQUESTS = 64
-
-# Type, default and help.
-_FIELDS: dict[str, tuple[Any, Any, str]] = {
-    "kv_offload": (
-        str,
-        "none",
-        "GPU-CPU co-attention decoding: KV pages live in host memory, the GPU keeps page digests and the important "
-        "pages, a CPU worker computes the rest. Give it to both servers of a prefill-decode pair. Policies: none, "
-        + ", ".join(policies()),
-    ),
-    "kv_offload_budget": (
-        int | None,
-        None,
-        "Tokens that a request attends to in full pages, per layer and step; a multiple of 32. "
-        f"Default {DEFAULT_BUDGET_TOKENS}, unless the policy has its own.",
-    ),
-    "kv_offload_host_gb": (
-        float | None,
-        None,
-        "Host memory for KV pages, in GiB, over all ranks. Default: half of the memory that is available when the "
-        "server starts, but no more than a GPU has room for digests of, beside resident pages.",
-    ),
-    "kv_offload_recall_profile": (
-        str | None,
-        None,
-        "JSON file with per-layer recall intervals, from `sglang-scout profile`.",
-    ),
-    "kv_offload_cpus": (
-        str | None,
-        None,
-        "CPUs of the attention worker, for example 0-35; where they are of one NUMA node, the KV pages lie on it. With "
-        "--tp-size they are dealt out to the workers of the ranks. Default: those near the GPU, else every CPU of this "
-        "process.",
-    ),
-    "kv_offload_config": (
-        str | None,
-        None,
-        "Rarer settings as a JSON object, or @FILE: "
-        f"{', '.join(name for name, key in KEYS.items() if key.is_public)}; see docs/operations.md.",
-    ),
-}
-
-
-def add_fields() -> None:
-    """Insert the fields into the live ``ServerArgs``; its parser then has the flags. Idempotent."""
-    for name, (kind, default, text) in _FIELDS.items():
-        if name in ServerArgs.__dataclass_fields__:
-            continue
-        annotation = A[kind, Arg(help=text)]  # type: ignore[valid-type]  # as SGLang's own fields have it
-        field = dataclasses.field(default=default)
-        field.name = name
-        field.type = annotation
-        field._field_type = dataclasses._FIELD  # type: ignore[attr-defined]
-        field.kw_only = True
-        ServerArgs.__dataclass_fields__[name] = field
-        ServerArgs.__annotations__[name] = annotation
-        setattr(ServerArgs, name, default)
-    if BACKEND_NAME not in ATTENTION_BACKEND_CHOICES:
-        add_attention_backend_choices([BACKEND_NAME])
-
-
-def around_init(original: Callable[..., None], self: ServerArgs, *args: Any, **kwargs: Any) -> None:
-    """The generated ``__init__`` does not know the new fields: set them here, pass the rest on."""
-    for name, (_, default, _) in _FIELDS.items():
-        setattr(self, name, kwargs.pop(name, default))
-    original(self, *args, **kwargs)
 
 
 def around_post_init(original: Callable[..., None], self: ServerArgs) -> None:
@@ -158,7 +80,7 @@ def _post_init(original: Callable[..., None], self: ServerArgs) -> None:
     _apply_defaults(self)
     original(self)
     if self.disaggregation_mode == "decode":
-        check_resolved_graphs(self)
+        check_resolved_graphs(adapter.resolved(self))
     check_model(self, config, profile, trained_weights(config))
     apply(HOOKS["http"])
     announce(self.disaggregation_mode, PROCESS_CPUS)
@@ -180,7 +102,7 @@ def parse(server_args: ServerArgs) -> OffloadConfig:
 
 def _refuse_stray_flags(args: ServerArgs) -> None:
     """A tuning flag without the switch is a mistake that would otherwise go unnoticed."""
-    for name in _FIELDS:
+    for name in FIELDS:
         value = getattr(args, name)
         if name != "kv_offload" and value is not None:
             raise ConfigError(
@@ -191,6 +113,7 @@ def _refuse_stray_flags(args: ServerArgs) -> None:
 
 def _apply_defaults(args: ServerArgs) -> None:
     """What the flag implies for SGLang's own settings."""
+    adapter.apply_defaults(args)
     args.page_size = PAGE_SIZE_TOKENS
     if on_cpu(args):
         # Other CPU backends make SGLang choose Triton for page bookkeeping, which needs a GPU.

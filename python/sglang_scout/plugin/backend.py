@@ -28,8 +28,10 @@ from sglang_scout.plugin.device import (
     worker_config,
 )
 from sglang_scout.plugin.dummy_kv import DummyKV
+from sglang_scout.plugin.line import adapter
 from sglang_scout.plugin.metrics import start_metrics
 from sglang_scout.plugin.pool import HostKVPool
+from sglang_scout.plugin.probe import QueryProbe
 from sglang_scout.plugin.ranks import AttentionRanks, worker_cpus, worker_nodes
 from sglang_scout.plugin.request_tables import RequestTables
 from sglang_scout.plugin.support import (
@@ -109,6 +111,7 @@ class ScoutAttnBackend(AttentionBackend):
             tracer=Tracer(self.config.trace, self.config.trace_steps, self.worker, facts),
             ranks=self.ranks if self.ranks.size > 1 else None,
         )
+        self._probe = QueryProbe(make_projectors(layers))
         self._tables = RequestTables(runner.req_to_token_pool, self.config.page_size_tokens)
         self._announced = self._begun = False
         self._dummy_kv = DummyKV(self.pool.host_pages) if self.config.dummy_kv else None
@@ -153,14 +156,16 @@ class ScoutAttnBackend(AttentionBackend):
         )
 
     def _layer_hook(self, index: int) -> Any:
-        def before_layer(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def before_layer(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             names = ("positions", "hidden_states", "forward_batch", "residual")
             given = dict(zip(names, args, strict=False)) | kwargs
-            if not given["forward_batch"].forward_mode.is_decode():
-                return
-            self.engine.layer_input(
-                index, given["hidden_states"], given.get("residual"), given["positions"]
-            )
+            batch, handed = given["forward_batch"], given["hidden_states"]
+            if not batch.forward_mode.is_decode():
+                return None
+            hidden, residual = adapter.layer_input(handed, batch, given.get("residual"))
+            self._probe.layer_input(index, hidden, residual, given["positions"])
+            self.engine.layer_input(index, hidden, residual, given["positions"])
+            return None if hidden is handed else ((), given | {"hidden_states": hidden})
 
         return before_layer
 
@@ -168,7 +173,7 @@ class ScoutAttnBackend(AttentionBackend):
         """The KV of SGLang's new requests has come; they have not joined yet."""
         hints = self.engine.digests.hints
         for request in requests:
-            row, prompt = request.req_pool_idx, request.origin_input_ids
+            row, prompt = adapter.row_of(request), request.origin_input_ids
             pages = self._tables.pages_of(row, len(prompt))
             n_full = len(prompt) // self.config.page_size_tokens
             if self._dummy_kv is not None:
@@ -178,7 +183,7 @@ class ScoutAttnBackend(AttentionBackend):
 
     def admit(self, requests: list[Any], tokens: list[int]) -> None:
         """SGLang's requests that join the batch, new or after a retraction, with KV of so many ``tokens``."""
-        rows = [request.req_pool_idx for request in requests]
+        rows = [adapter.row_of(request) for request in requests]
         size = self.config.page_size_tokens
         full = [
             np.zeros(0, np.int64),
@@ -237,7 +242,7 @@ class ScoutAttnBackend(AttentionBackend):
     def pages_of(self, request: Any) -> npt.NDArray[np.int64]:
         """Host pages of one of SGLang's running requests."""
         tokens = len(request.origin_input_ids) + len(request.output_ids)
-        return self._tables.pages_of(request.req_pool_idx, tokens)
+        return self._tables.pages_of(adapter.row_of(request), tokens)
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Before a step that is not replayed; it has begun already if a replay was considered."""
@@ -283,9 +288,11 @@ class ScoutAttnBackend(AttentionBackend):
                 f"--kv-offload: attention called with save_kv_cache={save_kv_cache} and "
                 f"{sorted(kwargs)}; this model is not supported"
             )
+        q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        self._probe.query(layer.layer_id, q)
         out = self.engine.attend(
             layer.layer_id,
-            q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
+            q,
             k.view(-1, layer.tp_k_head_num, layer.qk_head_dim),
             v.view(-1, layer.tp_v_head_num, layer.v_head_dim),
         )

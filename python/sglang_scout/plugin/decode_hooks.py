@@ -18,6 +18,7 @@ from sglang_scout.plugin.args import parse
 from sglang_scout.plugin.backend import current_backend
 from sglang_scout.plugin.damage import fail_owners, forget_cached
 from sglang_scout.plugin.host_size import host_bytes
+from sglang_scout.plugin.line import adapter
 from sglang_scout.plugin.pool import HostKVPool, build_pools
 from sglang_scout.plugin.ranks import AttentionRanks, nodes_of_worker
 from sglang_scout.plugin.support import model_shape, rank_weights
@@ -29,6 +30,8 @@ logger = logging.getLogger(__name__)
 DENSE = "dense"
 LEFT_BESIDE_COPIES = 2**29  # bytes of host memory
 
+_device_bytes: int | None = None  # for digests and resident pages; None: the CPU device
+
 
 def around_profile_available_bytes(
     original: Callable[..., int], runner: Any, *args: Any, **kwargs: Any
@@ -37,18 +40,18 @@ def around_profile_available_bytes(
 
     All ranks must come to the same number of pages, as they allocate them alike.
     """
+    global _device_bytes
     config, ranks, shape = parse(runner.server_args), AttentionRanks(), model_shape(runner)
-    if torch.device(runner.device).type == "cuda":
-        # What SGLang would give to KV pages is shared by digests and resident pages.
-        runner.kv_offload_device_bytes = original(runner, *args, **kwargs)
-    device_bytes = getattr(runner, "kv_offload_device_bytes", None)
-    return host_bytes(runner, config, shape, ranks, device_bytes)
+    on_cuda = torch.device(runner.device).type == "cuda"
+    # What SGLang would give to KV pages is shared by digests and resident pages.
+    _device_bytes = original(runner, *args, **kwargs) if on_cuda else None
+    return host_bytes(runner, config, shape, ranks, _device_bytes)
 
 
-def around_init_pools(original: Callable[..., None], runner: Any) -> None:
+def around_init_pools(original: Callable[..., Any], runner: Any, **given: Any) -> Any:
     config, shape, ranks = parse(runner.server_args), model_shape(runner), AttentionRanks()
-    num_pages = runner.max_total_num_tokens // shape.page_size + 1
-    max_batch, context = runner.max_running_requests, runner.model_config.context_len
+    tokens, max_batch = adapter.pool_sizes(runner, **given)
+    num_pages, context = tokens // shape.page_size + 1, runner.model_config.context_len
     nodes, node_cpus = nodes_of_worker(runner, config)
     policy = make_policy(Context(config, shape.num_layers, 2 * shape.page_bytes))
     plan = plan_memory(
@@ -58,7 +61,7 @@ def around_init_pools(original: Callable[..., None], runner: Any) -> None:
         max_batch=max_batch,
         context_tokens=context,
         node_cpus=node_cpus,
-        device_bytes=getattr(runner, "kv_offload_device_bytes", None),
+        device_bytes=_device_bytes,
         route=policy.route,
         pilot_rank=pilot_rank(config),
     )
@@ -66,16 +69,16 @@ def around_init_pools(original: Callable[..., None], runner: Any) -> None:
     # Looked at by all before any has taken its part.
     available = ranks.least(available_bytes())
     check_memory(plan, config, available, shared=on_cpu, ranks=ranks.size)
-    if runner.max_total_num_tokens < runner.model_config.context_len:
+    if tokens < context:
         logger.warning(
             "host memory holds %d tokens of KV, less than one context of %d: longer requests are "
             "refused; raise --kv-offload-host-gb or --max-total-tokens",
-            runner.max_total_num_tokens,
-            runner.model_config.context_len,
+            tokens,
+            context,
         )
     spec = arena_sizes(config, shape, max_batch, context, len(node_cpus))
-    pool = build_pools(
-        original,
+    result, pool, _ = build_pools(
+        functools.partial(original, runner, **given),
         runner,
         functools.partial(
             HostKVPool, arena_spec=spec, numa_nodes=nodes, context_share=config.context_share
@@ -83,6 +86,7 @@ def around_init_pools(original: Callable[..., None], runner: Any) -> None:
         HostKVPool,
     )
     pool.attach(shape, plan, config.digest, rank_weights(config), plan.hint_bytes > 0)
+    return result
 
 
 def after_pop_transferred(result: list[Any], *args: Any, **kwargs: Any) -> list[Any]:
@@ -91,7 +95,7 @@ def after_pop_transferred(result: list[Any], *args: Any, **kwargs: Any) -> list[
     return result
 
 
-def around_get_new_prebuilt_batch(original: Callable[..., Any], scheduler: Any) -> Any:
+def around_get_new_prebuilt_batch(original: Callable[..., Any], scheduler: Any, *args: Any) -> Any:
     """While others decode, a request waits until its first pages are on their way, beside a step of theirs."""
     queue, running = scheduler.waiting_queue, scheduler.running_batch
     if scheduler.enable_priority_scheduling:
@@ -100,9 +104,9 @@ def around_get_new_prebuilt_batch(original: Callable[..., Any], scheduler: Any) 
     arrivals = current_backend().engine.boundary.arrivals
     waiting = arrivals.queue((r.rid for r in queue), max(room - running.batch_size(), 0))
     if running.is_empty() or not waiting:
-        return original(scheduler)
+        return original(scheduler, *args)
     scheduler.waiting_queue = [request for request in queue if request.rid not in waiting]
-    batch = original(scheduler)
+    batch = original(scheduler, *args)
     left = {request.rid for request in scheduler.waiting_queue} | waiting
     scheduler.waiting_queue = [request for request in queue if request.rid in left]
     return batch
@@ -144,7 +148,7 @@ def around_offload_kv_cache(
     if available - needed >= LEFT_BESIDE_COPIES:
         original(req, tables, allocator)
         return
-    req.kv_cache_cpu = None
+    adapter.drop_copy(req)
     logger.error(
         "request %s was retracted and fails: a copy of its KV takes %s, %s are available",
         req.rid, gib(needed), gib(available),
@@ -154,10 +158,11 @@ def around_offload_kv_cache(
 def around_add_request_to_queue(
     original: Callable[..., None], scheduler: Any, req: Any, *args: Any, **kwargs: Any
 ) -> None:
-    if not hasattr(req, "kv_cache_cpu"):
+    kept = adapter.kept_copy(req)
+    if kept is None:
         original(scheduler, req, *args, **kwargs)
         return
-    if req.kv_cache_cpu is not None:
+    if kept:
         # /pause_generation does not say so, and would wait for the KV from the prefill server again.
         original(scheduler, req, is_retracted=True)
         return
@@ -179,12 +184,20 @@ def around_can_run_graph(original: Callable[..., bool], runner: Any, forward_bat
     return current_backend().begin(forward_batch) and original(runner, forward_batch)
 
 
-def around_capture_one_shape(original: Callable[..., None], runner: Any, *args: Any) -> None:
+def around_capture_one_shape(
+    original: Callable[..., None],
+    runner: Any,
+    size: int,
+    forward: Any,
+    stream: int | None = None,
+    variant: None = None,
+    *more: Any,
+) -> None:
     """A graph for the steps that choose pages, and another for the dense ones."""
     engine = current_backend().engine
     for label in (None, DENSE) if engine.has_dense_steps else (None,):
         engine.is_dense = label is not None
-        original(runner, *args[:3], label)
+        original(runner, size, forward, stream, label, *more)
     engine.is_dense = False
 
 

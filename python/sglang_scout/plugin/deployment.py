@@ -39,6 +39,17 @@ _UNSUPPORTED: dict[str, Any] = {
     "enable_torch_compile": False,
     "kv_canary": "none",
     "model_impl": "sglang",
+    # Of some releases only.
+    "attn_dp_size": 1,
+    "disaggregation_decode_allocation_policy": "early",
+    "disaggregation_decode_host_receive_threshold": 1.0,
+    "disaggregation_decode_retraction_backup": "cpu_tensor",
+    "disaggregation_enable_kv_checksum": False,
+    "enable_kv_cache_sharding": False,
+    "enable_layernorm_sp": False,
+    "enable_nvidia_megakernel": False,
+    "enable_pd_role_switch": False,
+    "enable_prefill_cp": False,
 }
 _WHY = {
     "kv_canary": ": its checks are CUDA kernels, over pools on the device that SGLang knows by name, and its tags are "

@@ -12,20 +12,31 @@ class Hook(NamedTuple):
     """A function of SGLang and what is put before, after or around it.
 
     Attributes:
-        target: dotted name below ``sglang.srt``.
+        target: dotted name below ``sglang.srt``; by release where it differs.
         function: module of this folder and name in it.
         kind: as of SGLang's ``HookType``.
     """
 
-    target: str
+    target: str | dict[str, str]
     function: str
     kind: str
     why: str
 
+    def target_in(self, version: str) -> str | None:
+        """The target in a release of SGLang; None: it is not hooked there."""
+        return self.target.get(version) if isinstance(self.target, dict) else self.target
 
-_POOLS = "model_executor.model_runner_kv_cache_mixin.ModelRunnerKVCacheMixin."
+
 _GRAPHS = "model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner."
 _KV_MANAGER = "disaggregation.mooncake.conn.MooncakeKVManager."
+
+
+def _of_pools(name: str) -> dict[str, str]:
+    return {
+        "0.5.15.post1": f"model_executor.model_runner_kv_cache_mixin.ModelRunnerKVCacheMixin.{name}",
+        "0.5.23": f"mem_cache.kv_cache_configurator.KVCacheConfigurator.{name}",
+    }
+
 
 _BATCH_REGISTER = Hook(
     "distributed.device_communicators.mooncake_transfer_engine.MooncakeTransferEngine.batch_register",
@@ -50,14 +61,26 @@ _ON_IDLE = Hook(
 HOOKS: dict[str, tuple[Hook, ...]] = {
     "flags": (
         Hook(
-            "server_args.ServerArgs.__init__",
-            "args:around_init",
+            {"0.5.15.post1": "server_args.ServerArgs.__init__"},
+            "sglang_0_5_15:around_init",
             "around",
             "accept the `--kv-offload` fields; they are added to the live class, so that its parser has the flags",
         ),
         Hook(
-            "server_args.ServerArgs.__post_init__",
+            {"0.5.15.post1": "server_args.ServerArgs.__post_init__"},
             "args:around_post_init",
+            "around",
+            "validate them, set page size and attention backends, check the model",
+        ),
+        Hook(
+            {"0.5.23": "server_args.ServerArgs"},
+            "sglang_0_5_23:ServerArgs",
+            "replace",
+            "a subclass that has the `--kv-offload` fields, so that its parser has the flags",
+        ),
+        Hook(
+            {"0.5.23": "server_args.ServerArgs.resolve_once"},
+            "sglang_0_5_23:around_resolve",
             "around",
             "validate them, set page size and attention backends, check the model",
         ),
@@ -85,13 +108,13 @@ HOOKS: dict[str, tuple[Hook, ...]] = {
     ),
     "decode": (
         Hook(
-            _POOLS + "_profile_available_bytes",
+            _of_pools("_profile_available_bytes"),
             "decode_hooks:around_profile_available_bytes",
             "around",
             "size the KV pool by host memory",
         ),
         Hook(
-            _POOLS + "_init_pools",
+            _of_pools("_init_pools"),
             "decode_hooks:around_init_pools",
             "around",
             "put the KV pool into the arena that the worker maps; use the allocator that reports pages",
@@ -187,13 +210,13 @@ HOOKS: dict[str, tuple[Hook, ...]] = {
     ),
     "prefill": (
         Hook(
-            _POOLS + "_profile_available_bytes",
+            _of_pools("_profile_available_bytes"),
             "prefill_hooks:around_profile_available_bytes",
             "around",
             "leave room for the digests in what SGLang would give to KV",
         ),
         Hook(
-            _POOLS + "_init_pools",
+            _of_pools("_init_pools"),
             "prefill_hooks:around_init_pools",
             "around",
             "a digest pool beside the KV pool",
@@ -205,8 +228,8 @@ HOOKS: dict[str, tuple[Hook, ...]] = {
             "compute the digests of the pages that are about to be sent, and which of them the last token looks for",
         ),
         Hook(
-            "model_executor.model_runner.ModelRunner.init_attention_backend",
-            "prefill_hooks:after_init_attention_backend",
+            "model_executor.model_runner.ModelRunner.init_attention_backends",
+            "prefill_hooks:after_init_attention_backends",
             "after",
             "see the real queries of each prompt's last token",
         ),

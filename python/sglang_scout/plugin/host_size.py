@@ -12,6 +12,7 @@ from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.forecast import pilot_rank
 from sglang_scout.engine.memory import bytes_of_step, most_host_pages, plan_worker
 from sglang_scout.engine.stores import ModelShape
+from sglang_scout.plugin.line import adapter
 from sglang_scout.plugin.ranks import AttentionRanks, nodes_of_worker
 from sglang_scout.policy.base import Context, make_policy
 from sglang_scout.worker import numa
@@ -40,7 +41,7 @@ def host_bytes(
         size = int(config.host_gb * 2**30)
     else:
         # SGLang lowers the number once the pages are counted.
-        most_requests = runner.server_args.max_running_requests
+        most_requests = adapter.resolved(runner.server_args).max_running_requests
         nodes, node_cpus = nodes_of_worker(runner, config)
         context = runner.model_config.context_len
         worker = plan_worker(config, shape, most_requests, context, node_cpus).total_bytes
@@ -79,7 +80,7 @@ def _room_for_digests(
     """
     if device_bytes is None:
         return math.inf
-    max_batch = runner.server_args.max_running_requests
+    max_batch = adapter.resolved(runner.server_args).max_running_requests
     route = make_policy(Context(config, shape.num_layers, 2 * shape.page_bytes)).route
     context_tokens = runner.model_config.context_len
     device_bytes -= bytes_of_step(config, shape, max_batch, context_tokens, route)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import msgspec
@@ -11,6 +12,13 @@ from sglang_scout.plugin.shutdown import refuse_new
 
 MAX_TOP_LOGPROBS = 128
 """What SGLang's ``MetadataBuffers`` have room for."""
+
+
+@functools.cache
+def _types_of(kind: type[msgspec.Struct]) -> type[msgspec.Struct]:
+    """The fields of ``kind`` by their names, where it is itself an array on the wire."""
+    fields = [(field.name, field.type, None) for field in msgspec.structs.fields(kind)]
+    return msgspec.defstruct(kind.__name__, fields)
 
 
 def before_normalize(request: GenerateReqInput) -> None:
@@ -30,7 +38,7 @@ def before_validate_one_request(manager: Any, obj: Any, input_ids: list[int] | N
     refuse_new(manager, obj)
     given = {name: value for name, value in obj.sampling_params.items() if value is not None}
     try:
-        sampling = msgspec.convert(given, manager.sampling_params_class)
+        sampling = msgspec.convert(given, _types_of(manager.sampling_params_class))
     except msgspec.ValidationError as error:
         raise ValueError(f"sampling_params: {error}") from None
     for name, bits in (("top_k", 32), ("sampling_seed", 64)):

@@ -6,32 +6,27 @@ process of such a server gets those of its role. Without the flag SGLang stays a
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from typing import Any
 
 from sglang_scout.plugin.apply import apply
-from sglang_scout.plugin.args import add_fields
 from sglang_scout.plugin.deployment import BACKEND_NAME
 from sglang_scout.plugin.hooks import HOOKS
 from sglang_scout.plugin.launch import launched_as
+from sglang_scout.plugin.line import adapter
 from sglang_scout.worker.die_with_parent import die_with_parent
-
-SUPPORTED_SGLANG = "0.5.15.post1"
 
 
 def install() -> None:
     """Register the hooks of this process.
 
     Raises:
-        RuntimeError: wrong SGLang version, or a target that is not there or was not patched.
+        RuntimeError: a target that is not there or was not patched.
     """
-    found = version("sglang")
-    if found != SUPPORTED_SGLANG:
-        raise RuntimeError(
-            f"sglang {found} is installed, this sglang-scout works with {SUPPORTED_SGLANG}; "
-            f"install sglang=={SUPPORTED_SGLANG}"
-        )
-    add_fields()
+    from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES, add_attention_backend_choices
+
+    adapter.add_fields()
+    if BACKEND_NAME not in ATTENTION_BACKEND_CHOICES:
+        add_attention_backend_choices([BACKEND_NAME])
     apply(HOOKS["flags"])
     if launched := launched_as():
         # SGLang asks for the same later; a scheduler whose launcher ended before that would fail without

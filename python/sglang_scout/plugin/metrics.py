@@ -6,6 +6,7 @@ import logging
 import threading
 from typing import TYPE_CHECKING, Any
 
+from sglang_scout.plugin.line import adapter
 from sglang_scout.plugin.status import decode_state
 
 if TYPE_CHECKING:
@@ -107,6 +108,7 @@ class Metrics:
 
 def start_metrics(backend: ScoutAttnBackend, server_args: Any) -> Metrics | None:
     """Begin to publish if the server was started with ``--enable-metrics``."""
+    server_args = adapter.resolved(server_args)
     if not server_args.enable_metrics:
         return None
     labels = {

@@ -8,6 +8,7 @@ item length. Behind each part of the digests stand those of the hints (``engine/
 
 from __future__ import annotations
 
+import logging
 import resource
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-from sglang.srt.model_executor import model_runner_kv_cache_mixin as pools_module
 
 from sglang_scout.core.forecast import PageWeights
 from sglang_scout.engine.context_cache import context_pages
@@ -26,9 +26,12 @@ from sglang_scout.engine.stores import HostPages, ModelShape
 from sglang_scout.plugin.allocator import ScoutAllocator
 from sglang_scout.plugin.device import lock_pages
 from sglang_scout.plugin.last_queries import LastQueries
+from sglang_scout.plugin.line import VERSION, adapter
 from sglang_scout.policy.base import Digest
 from sglang_scout.worker.arena import Arena, ArenaSpec
 from sglang_scout.worker.checksums import PageChecksums
+
+logger = logging.getLogger(__name__)
 
 BufferInfos = tuple[list[int], list[int], list[int]]
 
@@ -104,6 +107,9 @@ class HostKVPool(MHATokenToKVPool):
         super().__init__(*args, **kwargs)
 
     def _create_buffers(self) -> None:
+        adapter.create_buffers(self, super()._create_buffers)
+
+    def _create_buffers_normal(self) -> None:
         num_pages = (self.size + self.page_size) // self.page_size
         context_pages = int(num_pages * self._context_share) * self.head_num
         spec = ArenaSpec(num_pages=num_pages, context_pages=context_pages, **self._arena_spec)
@@ -114,11 +120,6 @@ class HostKVPool(MHATokenToKVPool):
         layers = range(self.layer_num)
         self.k_buffer = [_tensor(self.arena.k_pages(i), self.store_dtype, tokens) for i in layers]
         self.v_buffer = [_tensor(self.arena.v_pages(i), self.store_dtype, tokens) for i in layers]
-        buffers = self.k_buffer + self.v_buffer
-        pointers = torch.tensor([b.data_ptr() for b in buffers], dtype=torch.uint64)
-        self.k_data_ptrs, self.v_data_ptrs = pointers[: self.layer_num], pointers[self.layer_num :]
-        self.data_ptrs = pointers
-        self.data_strides = torch.tensor([b[0].nbytes for b in buffers])
 
     def attach(
         self,
@@ -136,7 +137,7 @@ class HostKVPool(MHATokenToKVPool):
         pages = self.host_pages.num_pages
         self.digests = DigestPool(shape, pages, self.device, digest, weights, hints)
 
-    def get_cpu_copy(self, indices: torch.Tensor, mamba_indices: Any = None) -> Any:
+    def get_cpu_copy(self, indices: torch.Tensor, **_: Any) -> Any:
         """SGLang retracts a request: its pages go to others. Whole pages are kept, the last one too."""
         pages, checksums = self._pages_of(indices), self.host_pages.checksums
         words = None if checksums is None else checksums.taken(pages)
@@ -147,9 +148,7 @@ class HostKVPool(MHATokenToKVPool):
         pages = -(-tokens // self.page_size)
         return pages * self.page_size * sum(b[0].nbytes for b in (*self.k_buffer, *self.v_buffer))
 
-    def load_cpu_copy(
-        self, kv_cache_cpu: Any, indices: torch.Tensor, mamba_indices: Any = None
-    ) -> None:
+    def load_cpu_copy(self, kv_cache_cpu: Any, indices: torch.Tensor, **_: Any) -> None:
         """It comes back, to other pages, whose tokens are as many."""
         pages, (kept, words) = self._pages_of(indices), kv_cache_cpu
         self.host_pages.restore(pages, kept)
@@ -190,24 +189,33 @@ class DigestKVPool(MHATokenToKVPool):
 
 
 def build_pools(
-    original: Callable[..., None], runner: Any, make_pool: Any, pool_class: type
-) -> Any:
-    """Build SGLang's pools with our classes in place of its own, and make sure that they were used."""
-    stock = pools_module.MHATokenToKVPool, pools_module.PagedTokenToKVPoolAllocator
-    pools_module.MHATokenToKVPool = make_pool
-    pools_module.PagedTokenToKVPoolAllocator = ScoutAllocator
+    build: Callable[[], Any], builder: Any, make_pool: Any, pool_class: type
+) -> tuple[Any, Any, ScoutAllocator]:
+    """Build SGLang's pools with our classes in place of its own, and make sure that they were used.
+
+    Args:
+        build: SGLang's function.
+        builder: what it is a method of.
+    Returns:
+        What ``build`` returned, the KV pool, the allocator.
+    """
+    module = adapter.POOLS_MODULE
+    stock = module.MHATokenToKVPool, module.PagedTokenToKVPoolAllocator
+    module.MHATokenToKVPool = make_pool
+    module.PagedTokenToKVPoolAllocator = ScoutAllocator
     try:
-        original(runner)
+        result = build()
     finally:
-        pools_module.MHATokenToKVPool, pools_module.PagedTokenToKVPoolAllocator = stock
-    pool, allocator = runner.token_to_kv_pool, runner.token_to_kv_pool_allocator
+        module.MHATokenToKVPool, module.PagedTokenToKVPoolAllocator = stock
+    pool, allocator = adapter.built_pools(builder, result)
     if not isinstance(pool, pool_class) or not isinstance(allocator, ScoutAllocator):
         raise RuntimeError(
             f"--kv-offload: SGLang built {type(pool).__name__} with {type(allocator).__name__}, "
             f"expected {pool_class.__name__} with {ScoutAllocator.__name__}"
         )
     assert torch.is_tensor(pool.k_buffer[0])
-    return pool
+    logger.info("--kv-offload: SGLang %s, %s", VERSION, pool_class.__name__)
+    return result, pool, allocator
 
 
 def around_batch_register(

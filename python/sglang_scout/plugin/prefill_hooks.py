@@ -17,6 +17,7 @@ from sglang_scout.engine.memory import bytes_beside_digests
 from sglang_scout.plugin import status
 from sglang_scout.plugin.allocator import DigestListener
 from sglang_scout.plugin.args import parse
+from sglang_scout.plugin.line import adapter
 from sglang_scout.plugin.pool import (
     DigestKVPool,
     build_pools,
@@ -51,19 +52,21 @@ def around_profile_available_bytes(
     return bytes_beside_digests(model_shape(runner), config.digest, available, rank)
 
 
-def around_init_pools(original: Callable[..., None], runner: Any) -> None:
+def around_init_pools(original: Callable[..., Any], runner: Any, **given: Any) -> Any:
     config: OffloadConfig = parse(runner.server_args)
     wanted = DigestKVPool if config.prefill_digests else MHATokenToKVPool
-    pool = build_pools(original, runner, wanted, wanted)
+    build = functools.partial(original, runner, **given)
+    result, pool, allocator = build_pools(build, runner, wanted, wanted)
     if isinstance(pool, DigestKVPool):
         shape = model_shape(runner)
         policy = make_policy(Context(config, shape.num_layers, 2 * shape.page_bytes))
         hints = bool(hint_bytes(config, shape.num_layers))
         pool.attach(shape, policy.digest, rank_weights(config), hints)
-        runner.token_to_kv_pool_allocator.listener = DigestListener(pool.digests)
+        allocator.listener = DigestListener(pool.digests)
+    return result
 
 
-def after_init_attention_backend(_: None, runner: Any) -> None:
+def after_init_attention_backends(_: None, runner: Any) -> None:
     """Prefill attention is as it was; somebody listens."""
     pool = runner.token_to_kv_pool
     if isinstance(pool, DigestKVPool) and pool.digests.hints is not None:
@@ -75,15 +78,16 @@ def before_send_kv_chunk(
 ) -> None:
     """Digests of the full pages of this chunk, while their K is still on the device; with the last one the hint."""
     pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
+    adapter.prepare_sender(req, pool.device)
     if not isinstance(pool, DigestKVPool):
         return
     size = pool.page_size
     end = end_idx
     if end is None:
-        end = min(req.extend_range.end, len(req.origin_input_ids))
+        end = min(adapter.extend_end(req), len(req.origin_input_ids))
     # The decode server may have had the first pages.
     first = 0 if last_chunk else req.start_send_idx // size * size
-    locations = scheduler.req_to_token_pool.req_to_token[req.req_pool_idx, first:end:size]
+    locations = scheduler.req_to_token_pool.req_to_token[adapter.row_of(req), first:end:size]
     pages = (locations // size).cpu().numpy().astype("int64")
     full = pages[: end // size - first // size]
     pool.digests.build(full[~pool.digests.valid[full]], pool.host_pages)

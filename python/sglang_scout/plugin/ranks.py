@@ -14,11 +14,11 @@ from typing import Any
 
 import msgspec
 import torch
-from sglang.srt.layers.dp_attention import get_attention_tp_group
 
 from sglang_scout.core.config import OffloadConfig
 from sglang_scout.core.cpu_list import parse_cpu_list
 from sglang_scout.plugin.launch import PROCESS_CPUS
+from sglang_scout.plugin.line import adapter
 from sglang_scout.worker.cpus import deal_cpus, reserve_server_cores
 from sglang_scout.worker.numa import cpus_by_node
 from sglang_scout.worker.spec import MAX_NODES
@@ -30,7 +30,7 @@ class AttentionRanks:
     """The ranks that share out a layer's heads; see :class:`engine.ranks.Ranks`."""
 
     def __init__(self) -> None:
-        self._group = get_attention_tp_group()
+        self._group = adapter.tp_group()
         self.rank: int = self._group.rank_in_group
         self.size: int = self._group.world_size
 
@@ -126,7 +126,7 @@ def _near_cpus(runner: Any) -> set[int]:
     """CPUs near this rank's device; empty where that is not known."""
     if runner.device == "cpu":
         # SGLANG_CPU_OMP_THREADS_BIND, or the NUMA node that SGLang runs this rank on.
-        return set(parse_cpu_list(runner.local_omp_cpuid, set(range(1 << 16))))
+        return set(parse_cpu_list(adapter.omp_cpus(runner), set(range(1 << 16))))
     gpu = torch.cuda.get_device_properties(runner.gpu_id)
     address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
     near = Path("/sys/bus/pci/devices") / address / "local_cpulist"

@@ -11,6 +11,7 @@ from sglang_scout.core.profile import selection_of
 from sglang_scout.core.registry import chosen
 from sglang_scout.engine.counters import Counters
 from sglang_scout.engine.step_log import StepLog
+from sglang_scout.plugin.line import VERSION
 from sglang_scout.plugin.support import model_identity
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ def decode_state(backend: ScoutAttnBackend) -> dict[str, Any]:
     context_used, context_total = (0, 0) if older is None else older.context_pages
     return {
         "policy": backend.policy.name,
+        "sglang": VERSION,
         "backend": f"{digests.device.type}-{worker.isa}",
         "transport": backend.transport,
         "ops": chosen(),
@@ -120,6 +122,7 @@ def prefill_state(scheduler: Any) -> dict[str, Any]:
     hints = digests.hints if digests is not None else None
     return {
         "policy": scheduler.server_args.kv_offload,
+        "sglang": VERSION,
         "page_size": pool.page_size,
         "digests_sent": digests is not None,
         "digests_computed": digests.computed if digests is not None else 0,

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sglang.srt.layers.dp_attention import get_attention_tp_rank, get_attention_tp_size
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
@@ -32,6 +31,7 @@ from sglang_scout.core.served_models import (
 )
 from sglang_scout.engine.stores import ModelShape
 from sglang_scout.ops.predict import QueryProjector, add_norm, rotate_heads
+from sglang_scout.plugin.line import adapter
 from sglang_scout.policy.base import Context, make_policy
 
 TORCH_DTYPES = tuple(getattr(torch, name) for name in DTYPES)
@@ -43,7 +43,8 @@ def rank_weights(config: OffloadConfig) -> PageWeights | None:
     weights = trained_weights(config)
     if weights is None:
         return None
-    return weights.of_rank(get_attention_tp_rank(), get_attention_tp_size())
+    group = adapter.tp_group()
+    return weights.of_rank(group.rank_in_group, group.world_size)
 
 
 def check_model(
@@ -55,7 +56,7 @@ def check_model(
     """Refuse a model that the decode step does not compute correctly, or that the files are not for."""
     model = f"--model-path {server_args.model_path}"
     policy = f"--kv-offload {server_args.kv_offload}"
-    served = server_args.get_model_config()
+    served = adapter.model_config(server_args)
     check_architecture(model, (served.hf_config.architectures or ["(none named)"])[0])
     if served.attention_arch.name != "MHA":
         raise ConfigError(
@@ -141,7 +142,7 @@ def model_shape(runner: Any) -> ModelShape:
     return ModelShape(
         num_layers=len(attentions),
         num_q_heads=attentions[0].tp_q_head_num,
-        num_kv_heads=config.get_num_kv_heads(get_attention_tp_size()),
+        num_kv_heads=config.get_num_kv_heads(adapter.tp_group().world_size),
         head_dim=config.head_dim,
         page_size=runner.page_size,
         dtype=config.dtype,

@@ -53,7 +53,7 @@ def runs_of(sequences, total, largest, threads, most, least_pages):
     32 bits are enough for 8 million pages: where more than one run is allowed, rounds are 16 or fewer.
     """
     runs = 1 + tl.arange(0, MAX_RUNS)
-    useful = tl.minimum(largest // least_pages, RUNS_PER_THREAD * threads // sequences)
+    useful = tl.minimum(largest // least_pages, threads * RUNS_PER_THREAD // sequences)
     every = sequences * runs
     rounds = tl.cdiv(every, threads)
     time = (rounds - 1) * 16 * total // every + 16 * largest // runs + rounds * least_pages

@@ -1,0 +1,57 @@
+"""Whether queries are predicted from what the layers really get: asked once, in the first steps of a server.
+
+SGLang hands a layer its input in parts, which differ between releases. A prediction that lacks one is a query like any
+other, and chooses the wrong pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from sglang_scout.ops.predict import QueryProjector
+
+MAX_ERROR = 0.1
+"""Of a layer's queries together, relative. Roundings make up to 0.01, the residual stream left out about 1."""
+
+
+class QueryProbe:
+    """Compares each layer's query with what its own projector makes of the layer's own input.
+
+    Args:
+        projectors: of the model's weights, by layer.
+    """
+
+    def __init__(self, projectors: Sequence[QueryProjector]) -> None:
+        self._projectors = dict(enumerate(projectors))
+        self._predicted: torch.Tensor | None = None
+
+    def layer_input(
+        self, layer: int, x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor
+    ) -> None:
+        """As of ``StepEngine.layer_input``."""
+        projector = self._projectors.get(layer)
+        if projector is None or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return
+        self._predicted = projector.finish(projector.start(x, residual), positions)
+
+    def query(self, layer: int, q: torch.Tensor) -> None:
+        """The layer's real query ``[B, HQ, D]``.
+
+        Raises:
+            RuntimeError: it is another.
+        """
+        predicted, self._predicted = self._predicted, None
+        if predicted is None:
+            return
+        finite = q.isfinite().flatten(1).all(1)
+        wanted, found = q[finite].float(), predicted[finite].float()
+        if not len(wanted):
+            return  # KV that nobody has written
+        if not (found - wanted).norm() <= MAX_ERROR * wanted.norm():
+            raise RuntimeError(
+                f"--kv-offload: layer {layer} computes another query than is predicted from its own input; this SGLang "
+                "does not hand layers what sglang-scout expects, and pages would be chosen by wrong queries"
+            )
+        del self._projectors[layer]

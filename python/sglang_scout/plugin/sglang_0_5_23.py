@@ -1,0 +1,132 @@
+"""What is of SGLang 0.5.23 alone. Its functions are described in ``sglang_0_5_15.py``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import torch
+from sglang.srt import server_args as stock
+from sglang.srt.arg_groups.arg_utils import A, Arg
+from sglang.srt.arg_groups.overrides import model_config_of, resolving_view
+from sglang.srt.environ import envs
+from sglang.srt.mem_cache import kv_cache_configurator
+from sglang.srt.runtime_context import get_parallel
+
+from sglang_scout.core.errors import ConfigError
+from sglang_scout.plugin.fields import FIELDS
+
+POOLS_MODULE = kv_cache_configurator
+
+# A struct's fields are fixed when its class is made, so SGLang gets this one in place of its own. Scheduler processes
+# are handed an instance before plugins are loaded, and find the class here, by its name.
+ServerArgs = msgspec.defstruct(
+    "ServerArgs",
+    [(name, A[kind, Arg(help=text)], default) for name, (kind, default, text) in FIELDS.items()],  # type: ignore[valid-type]
+    bases=(stock.ServerArgs,),
+    module=__name__,
+    dict=True,
+)
+
+
+def add_fields() -> None:
+    """``hooks.py`` names the class; this is for who has the old one."""
+    engine = sys.modules.get("sglang.srt.entrypoints.engine")
+    if engine is not None:
+        engine.Engine.server_args_class = ServerArgs
+
+
+def around_resolve(original: Callable[..., None], self: Any) -> None:
+    """SGLang resolves its flags once, in the launcher, and asks for it more often."""
+    from sglang_scout.plugin.args import around_post_init
+
+    if getattr(self, "_resolution_finished", False):
+        return
+    around_post_init(original, self)
+
+
+def apply_defaults(args: Any) -> None:
+    if envs.SGLANG_RUST_SERVER.get():
+        raise ConfigError(
+            "SGLANG_RUST_SERVER: that server takes in requests that would end a scheduler of --kv-offload; unset it"
+        )
+    # Digests and arena are of the pool's size from the start; SGLang would choose the size after graph capture.
+    os.environ["SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"] = "0"
+    # Sent before the step that follows, cached pages may still be written to, by the step that runs; digests are
+    # computed from what is sent. It also needs CUDA.
+    os.environ["SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX"] = "0"
+    if args.disaggregation_mode == "decode":
+        # The other one copies from buffers on the device to a pool of its own, page-locked, without checksums.
+        args.disaggregation_decode_retraction_backup = "cpu_tensor"
+
+
+def resolved(args: Any) -> Any:
+    return resolving_view(args)
+
+
+def model_config(args: Any) -> Any:
+    return model_config_of(args)
+
+
+def tp_group() -> Any:
+    return get_parallel().attn_tp_group
+
+
+def omp_cpus(runner: Any) -> str:
+    from sglang.srt.utils.numa_utils import init_threads_binding
+
+    return str(init_threads_binding(numa_index=runner.gpu_id, world_size=get_parallel().tp_size))
+
+
+def pool_sizes(configurator: Any, *, sizes: Any, **_: Any) -> tuple[int, int]:
+    return sizes.max_total_num_tokens, sizes.max_running_requests
+
+
+def built_pools(configurator: Any, result: Any) -> tuple[Any, Any]:
+    return result.token_to_kv_pool, result.token_to_kv_pool_allocator
+
+
+def create_buffers(pool: Any, original: Callable[[], None]) -> None:
+    original()
+
+
+def layer_input(
+    hidden_states: Any, forward_batch: Any, residual: None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The residual is the batch's, and what the layer before owes to it, a sum over ranks too, is done here."""
+    stream = forward_batch.residual_stream
+    pending = stream.pending
+    if pending is None:  # the first layer, or the layer before has added its output
+        return stream.complete(hidden_states), None
+    if not pending.update.is_plain_add:
+        raise RuntimeError(
+            f"--kv-offload: a layer's output is not added to the residual but handled by "
+            f"{type(pending.update).__name__}; this model is not supported"
+        )
+    return stream.complete(hidden_states), stream.residual
+
+
+def row_of(req: Any) -> int:
+    return int(req.kv.req_pool_idx)
+
+
+def extend_end(req: Any) -> int:
+    return int(req.extend_end)
+
+
+def prepare_sender(req: Any, device: str) -> None:
+    if torch.device(device).type == "cpu":
+        req.disagg_kv_sender.supports_host_tensor_indices = False  # those are page-locked, by CUDA
+
+
+def kept_copy(req: Any) -> bool | None:
+    if getattr(req, "kv_offload_dropped", False):
+        return False
+    return True if req.kv.retraction_backup is not None else None
+
+
+def drop_copy(req: Any) -> None:
+    req.kv_offload_dropped = True
