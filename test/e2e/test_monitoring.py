@@ -19,7 +19,7 @@ from harness import PDCluster, random_prompts, wait_until
 from servers.dashboard_process import dashboard
 from servers.pd_cluster import HOST, flags
 from servers.server_process import free_ports
-from servers.sglang_http import http_json
+from servers.sglang_http import RequestFailed, http_json
 
 pytestmark = pytest.mark.slow
 
@@ -69,7 +69,7 @@ def test_panels_have_numbers_and_a_killed_worker_raises_an_alert(servers, tmp_pa
     with prometheus(tmp_path, urllib.parse.urlsplit(servers.server_url("decode")).netloc) as url:
 
         def ask(path):
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, RequestFailed):
                 return http_json(url + path)["data"]
             return None
 
@@ -129,7 +129,7 @@ def test_the_dashboard_in_a_browser(servers, tmp_path):
 
         def text():
             with contextlib.suppress(OSError, StopIteration):
-                return evaluate("document.body.innerText")
+                return evaluate("document.body?.innerText ?? ''")
             return ""
 
         def steps():
