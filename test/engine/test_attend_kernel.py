@@ -8,6 +8,7 @@ import torch
 
 from sglang_scout.core import registry
 from sglang_scout.core.errors import ConfigError
+from sglang_scout.engine import attention
 from sglang_scout.ops import flash, triton
 from sglang_scout.ops.attend import attend_pages
 
@@ -63,3 +64,57 @@ def test_what_cannot_run_is_refused_at_the_start(make, on_hopper, policy, keys, 
 def test_a_device_that_it_does_not_know_is_a_reason(make):
     with pytest.raises(ConfigError, match="is on cpu; flash supports cuda"):
         make(config='{"attend_kernel": "flash"}')
+
+
+def arguments():
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 4, 64), torch.randn(3, 32, 2, 64), torch.randn(3, 32, 2, 64)
+    pages = torch.tensor([[0, 2], [1, -1]], dtype=torch.int32)
+    return attend_pages.in_order((q, k, v, pages, None, None, 0.125), {})
+
+
+def add(monkeypatch, run):
+    theirs = dataclasses.replace(flash.FLASH, name="theirs", run=run)
+    monkeypatch.setattr(attend_pages, "implementations", [*attend_pages.implementations, theirs])
+    return ["native", "theirs"]
+
+
+def clock(*times_us):
+    times = iter(times_us)
+    return lambda run: run() and next(times)
+
+
+@pytest.mark.parametrize(("theirs_us", "found"), [(9.0, "theirs"), (11.0, "native")])
+def test_the_faster_of_two_that_agree_is_chosen(monkeypatch, theirs_us, found):
+    def rounded(*call):
+        out, lse = attend_pages.reference(*call)
+        return out.bfloat16(), lse
+
+    names = add(monkeypatch, rounded)
+    assert attention.fastest(names, arguments(), clock(10.0, theirs_us)) == found
+
+
+def wrong(*call):
+    out, lse = attend_pages.reference(*call)
+    return out + 0.1, lse
+
+
+def fails(*_):
+    raise RuntimeError("no kernel image")
+
+
+@pytest.mark.parametrize(
+    ("theirs", "why"), [(wrong, "elements differ"), (fails, "RuntimeError: no kernel image")]
+)
+def test_one_that_differs_or_fails_is_left_out(monkeypatch, caplog, theirs, why):
+    names = add(monkeypatch, theirs)
+    assert attention.fastest(names, arguments(), clock(10.0, 1.0)) == "native"
+    assert "attention by theirs is left out: " in caplog.text
+    assert why in caplog.text
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_call_is_timed_in_a_graph():
+    x = torch.ones(1 << 24, device="cuda")
+    small, large = (attention.graph_time_us(part.exp_) for part in (x[:64], x))
+    assert 0 < small < large

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import torch
 
-from sglang_scout.core.config import FLAGS, OffloadConfig
-from sglang_scout.core.errors import ConfigError
+from sglang_scout.core.config import OffloadConfig
+from sglang_scout.engine.attention import use_attention
 from sglang_scout.engine.device_clock import DeviceClock
 from sglang_scout.engine.digest_pool import DigestPool
 from sglang_scout.engine.fetch import Fetch
@@ -17,7 +17,6 @@ from sglang_scout.engine.step import StepEngine
 from sglang_scout.engine.stores import HostPages, ModelShape, Sizes
 from sglang_scout.engine.trace import Tracer
 from sglang_scout.engine.transport import GraphTransport, HostTransport, Transport
-from sglang_scout.ops.attend import attend_pages
 from sglang_scout.ops.doorbell import DeviceRing
 from sglang_scout.ops.predict import QueryProjector
 from sglang_scout.policy.base import Policy
@@ -86,7 +85,7 @@ def build_engine(
             f"resident cache of {sizes.num_slots} slots cannot hold the sink, recent and tail "
             f"pages of {sizes.max_batch} requests ({forced + 1} each)"
         )
-    _use_attention(config.attend_kernel, policy, shape, sizes, device)
+    use_attention(config.attend_kernel, policy, shape, sizes, device)
     digests = digests or DigestPool(shape, host.num_pages, device, policy.digest.kind)
     if digests.kind != policy.digest.kind:
         raise ValueError(f"the digests are {digests.kind}, the policy scores {policy.digest.kind}")
@@ -103,25 +102,6 @@ def build_engine(
         device=device, tracer=tracer, verify=config.verify, ranks=ranks,
         has_dense_steps=is_alone and policy.feedback is None,
     )  # fmt: skip
-
-
-def _use_attention(
-    name: str, policy: Policy, shape: ModelShape, sizes: Sizes, device: torch.device
-) -> None:
-    """Attention on the device by the implementation ``name``, tried on empty tensors of the engine's kind."""
-    chooses = policy.feedback is None and policy.digest.only_selected
-    lists, heads = sizes.lists if chooses else 1, (shape.num_kv_heads, shape.head_dim)
-    q = torch.empty(1, shape.num_q_heads, shape.head_dim, dtype=shape.dtype, device=device)
-    k = torch.empty(0, shape.page_size, *heads, dtype=shape.kv_dtype, device=device)
-    pages = torch.empty(lists, 1, dtype=torch.int32, device=device)
-    reasons = attend_pages.reasons(q, k, k, pages, None, None, shape.scale, shape.logit_cap)
-    if found := "; ".join(reasons.get(name, [])):
-        raise ConfigError(
-            f"{FLAGS['config']}: attend_kernel = {name!r} cannot run with {FLAGS['policy']} {policy.name} (C={lists} "
-            f"lists of pages a request) and KV in {str(shape.kv_dtype).removeprefix('torch.')}: {found}; drop the key, "
-            "and what can run is chosen"
-        )
-    attend_pages.preferred = name
 
 
 def _transport(

@@ -4,9 +4,9 @@ Page table and lengths are on the device and nothing is planned on the host, so 
 slots without gaps, which `pack_pages` makes. Pages may have any number of tokens, and a row of none gets out = 0 and
 lse = -inf, as ours does. fp8 is left out: queries would have to be fp8 as well, and e5m2 is not supported.
 
-It is not the first choice: by its source it is three launches (ours, its scheduler, the attention) and at small batches
-a fourth (the merge of its splits), where the Triton kernel is one, and no device has timed either. ``attend_kernel``
-asks for it by name. FlashInfer is left out: its decode freezes counts and splits in ``plan()``, which copies to the
+By its source it is three launches (ours, its scheduler, the attention) and at small batches a fourth (the merge of
+its splits), where the Triton kernel is one: a server times both on its own sizes at start (`engine/attention.py`).
+FlashInfer is left out: its decode freezes counts and splits in ``plan()``, which copies to the
 host and cannot be captured.
 """
 

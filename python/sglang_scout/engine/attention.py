@@ -1,0 +1,111 @@
+"""Which implementation attends on the device: the one that is named, else the fastest on the engine's own sizes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from sglang_scout.core.config import FLAGS
+from sglang_scout.core.errors import ConfigError
+from sglang_scout.core.registry import Tolerance
+from sglang_scout.engine.stores import ModelShape, Sizes
+from sglang_scout.ops.attend import attend_pages
+from sglang_scout.ops.op import REFERENCE
+from sglang_scout.policy.base import Policy
+
+logger = logging.getLogger(__name__)
+
+_POOL_PAGES = 1024  # more than an L2 cache holds: 128 MiB of 8 heads of 128 in bf16
+_CALLS = 20
+_SAME = Tolerance(2**-7, 2**-7, "one may round its result to bf16")
+
+
+def use_attention(
+    kernel: str, policy: Policy, shape: ModelShape, sizes: Sizes, device: torch.device
+) -> None:
+    """Attention by ``kernel``; "auto" on a CUDA device: by the fastest of those that can run and agree.
+
+    Raises:
+        ConfigError: the named one cannot run.
+    """
+    chooses = policy.feedback is None and policy.digest.only_selected
+    lists = sizes.lists if chooses else 1
+    columns = sizes.budget_pages if chooses else sizes.num_slots // sizes.max_batch
+    arguments = _arguments(shape, sizes.max_batch, lists, max(columns, 1), device)
+    reasons = attend_pages.reasons(*arguments)
+    if found := "; ".join(reasons.get(kernel, [])):
+        raise ConfigError(
+            f"{FLAGS['config']}: attend_kernel = {kernel!r} cannot run with {FLAGS['policy']} {policy.name} (C={lists} "
+            f"lists of pages a request) and KV in {str(shape.kv_dtype).removeprefix('torch.')}: {found}; drop the key, "
+            "and what can run is chosen"
+        )
+    able = [other for other, why in reasons.items() if not why and other != REFERENCE]
+    if kernel == "auto" and device.type == "cuda" and len(able) > 1:
+        kernel = fastest(able, arguments, graph_time_us)
+    attend_pages.preferred = kernel
+
+
+def _arguments(
+    shape: ModelShape, batch: int, lists: int, columns: int, device: torch.device
+) -> list[Any]:
+    """Of a call in a full batch: every request attends to ``columns`` pages anywhere in the pool."""
+    generator = torch.Generator().manual_seed(0)  # the global one is SGLang's
+    sizes = (_POOL_PAGES if device.type == "cuda" else 1, shape.page_size)
+    heads = shape.num_kv_heads, shape.head_dim
+
+    def noise(*of: int) -> torch.Tensor:
+        return torch.randn(*of, generator=generator).to(device, shape.dtype)
+
+    q = noise(batch, shape.num_q_heads, shape.head_dim)
+    k, v = (noise(*sizes, *heads).to(shape.kv_dtype) for _ in range(2))
+    rows = batch * lists, columns
+    pages = torch.randint(sizes[0], rows, generator=generator, dtype=torch.int32).to(device)
+    return attend_pages.in_order((q, k, v, pages, None, None, shape.scale, shape.logit_cap), {})
+
+
+def fastest(
+    names: Sequence[str],
+    arguments: Sequence[Any],
+    time_us: Callable[[Callable[[], Any]], float],
+) -> str:
+    """Of implementations of :func:`attend_pages`, the first of which the others have to agree with.
+
+    Args:
+        arguments: of one call.
+        time_us: of a call.
+    """
+    runs = {i.name: partial(i.run, *arguments) for i in attend_pages.implementations}
+    right, times = runs[names[0]](), {names[0]: time_us(runs[names[0]])}
+    for name in names[1:]:
+        try:
+            results = zip(runs[name](), right, strict=True)
+            wrong = "".join(_SAME.mismatch(found.float(), expected) for found, expected in results)
+            if not wrong:
+                times[name] = time_us(runs[name])
+        except Exception as error:  # of a library that this device may never have run
+            wrong = f"{type(error).__name__}: {error}"
+        if wrong:
+            logger.warning("attention by %s is left out: %s", name, wrong)
+    found = min(times, key=times.__getitem__)
+    figures = ", ".join(f"{name} {us:.0f} us" for name, us in times.items())
+    logger.info("attention on the device by %s: %s a layer in a full batch", found, figures)
+    return found
+
+
+def graph_time_us(run: Callable[[], Any]) -> float:
+    """Of a call as a captured step has it: what its launches cost the host does not count."""
+    graph = torch.cuda.CUDAGraph()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    with torch.cuda.graph(graph):
+        for _ in range(_CALLS):
+            run()
+    graph.replay()
+    begin.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) * 1e3 / _CALLS
