@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 
 from harness import (
+    CPUS,
+    RANKS_ENV,
     PDCluster,
     assert_same_tokens,
     generate_with,
@@ -42,12 +44,6 @@ ARCHITECTURES = pytest.mark.parametrize(
 )
 RANKS_BUDGET_TOKENS = 320
 RANKS = flags(tp_size=2, kv_offload="scout", kv_offload_budget=RANKS_BUDGET_TOKENS)
-CPUS = sorted(os.sched_getaffinity(0))
-# SGLang wants to be told where ranks run, and compiles its embedding for them: 40 s.
-RANKS_ENV = {
-    "SGLANG_CPU_OMP_THREADS_BIND": f"{CPUS[0]}|{CPUS[-1]}",
-    "TORCHDYNAMO_DISABLE": "1",
-}
 SHORT = 10  # so many of LENGTHS, with what is decoded, fit this budget
 # Newcomers recall what they miss at first, then next to nobody does: every step misses pages.
 GRAPH = {"transport": "graph", "verify": True, "resident_tokens": 32}

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from harness import PDCluster, assert_same_tokens, random_prompts, wait_until
+from harness import RANKS_ENV, PDCluster, assert_same_tokens, random_prompts, wait_until
 from ring_view import writable
 from servers.pd_cluster import flags
 from servers.sglang_http import RequestFailed, generate_payload, sse_events
@@ -32,18 +32,29 @@ NEW_TOKENS = 100
 LAYER = 1
 
 
-@pytest.fixture(scope="module")
-def servers(tiny_model):
+@pytest.fixture(scope="module", params=[1, 2], ids=["one-rank", "two-ranks"])
+def servers(request, tiny_model):
+    ranks = request.param
     with PDCluster(
-        tiny_model("qwen3"), server_args=SCOUT, decode_args=DECODE, max_total_tokens=49152
+        tiny_model("qwen3"),
+        server_args=SCOUT + flags(tp_size=ranks),
+        decode_args=DECODE,
+        max_total_tokens=49152,
+        env=RANKS_ENV if ranks > 1 else {},
     ) as running:
         yield running
+
+
+def last_rank(servers):
+    """Where pages are damaged; all ranks have to hear of it."""
+    state = servers.kv_offload()
+    return state.get("ranks", [state])[-1]
 
 
 @pytest.fixture
 def arena(servers):
     """What the worker maps, by its own descriptor, to write to."""
-    fds = Path(f"/proc/{servers.kv_offload()['worker']['pid']}/fd")
+    fds = Path(f"/proc/{last_rank(servers)['worker']['pid']}/fd")
     path = next(p for p in fds.iterdir() if f"/memfd:{MEMFD_NAME}" in os.readlink(p))
     fd = os.open(path, os.O_RDWR)
     with contextlib.closing(writable(fd)) as attached:
@@ -105,11 +116,12 @@ def test_owners_of_a_damaged_page_fail_and_nobody_else(servers, arena):
     assert given[:common] == expected.output_ids[:common], "no token of a damaged page"
 
     state = servers.kv_offload()
-    assert state["checksum_failures"] > 0 and state["worker"]["refused"] == 0
+    assert last_rank(servers)["checksum_failures"] > 0 and state["worker"]["refused"] == 0
     assert state["worker"]["restarts"] == state["fallback_pages"] == 0
+    failures = last_rank(servers)["checksum_failures"]
     [again] = servers.generate([shared], max_new_tokens=NEW_TOKENS)
     assert_same_tokens([expected], [again])
-    assert servers.kv_offload()["checksum_failures"] == state["checksum_failures"]
+    assert last_rank(servers)["checksum_failures"] == failures
     wait_until(
         "the counter in /metrics",
         lambda: "kv_offload_checksum_failures_total{" in servers.metrics(),

@@ -7,8 +7,11 @@ import os
 import resource
 import shutil
 import signal
+import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
@@ -173,31 +176,77 @@ def test_the_router_is_killed(servers, undisturbed):
     assert_served(servers, undisturbed)
 
 
-def test_the_temporary_folder_is_gone_and_a_new_worker_starts(servers, undisturbed):
+@contextmanager
+def folder_gone(folder):
+    shutil.rmtree(folder)
+    try:
+        yield
+    finally:
+        os.makedirs(folder)
+
+
+@contextmanager
+def folder_full(folder):
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", folder]).returncode:
+        pytest.skip("only root can mount a folder that is full")
+    try:
+        with pytest.raises(OSError, match="No space left"):
+            Path(folder, "all").write_bytes(bytes(1 << 20))
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+@pytest.mark.parametrize("spoiled", [folder_gone, folder_full])
+def test_a_new_worker_starts_without_the_temporary_folder(servers, undisturbed, spoiled):
     prompts, expected = undisturbed
     load = in_flight(servers, prompts)
     wait_for_steps(servers, 5)
-    shutil.rmtree(servers.scratch_dir)
-    before = servers.kv_offload()["worker"]
-    os.kill(before["pid"], signal.SIGKILL)
-    outcomes = load.outcomes(120)
-    os.makedirs(servers.scratch_dir)
+    with spoiled(servers.scratch_dir):
+        before = servers.kv_offload()["worker"]
+        os.kill(before["pid"], signal.SIGKILL)
+        outcomes = load.outcomes(120)
     assert_same_tokens(expected, [outcome.answer for outcome in outcomes])
     wait_until("a new worker", lambda: servers.kv_offload()["worker"]["state"] == "ready", 60)
     assert servers.kv_offload()["worker"]["restarts"] > before["restarts"]
     assert_idle(servers)
 
 
-def test_no_descriptor_is_left_for_a_new_worker(servers, undisturbed):
+@contextmanager
+def no_descriptor(pid):
+    limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    used = len(os.listdir(f"/proc/{pid}/fd"))
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (used - 8, limits[1]))
+    try:
+        yield
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
+
+
+@contextmanager
+def no_process(pid):
+    """By a control group: RLIMIT_NPROC does not bind root."""
+    group = Path("/sys/fs/cgroup/pids/scout-test")
+    if not os.access(group.parent, os.W_OK):
+        pytest.skip("no control group of processes (version 1) that this user can write")
+    group.mkdir()
+    (group / "cgroup.procs").write_text(str(pid))
+    (group / "pids.max").write_text((group / "pids.current").read_text())
+    try:
+        yield
+    finally:
+        (group.parent / "cgroup.procs").write_text(str(pid))
+    wait_until("the group is empty", lambda: not (group / "cgroup.procs").read_text(), 30)
+    group.rmdir()
+
+
+@pytest.mark.parametrize("without", [no_descriptor, no_process])
+def test_nothing_is_left_for_a_new_worker(servers, undisturbed, without):
     prompts, expected = undisturbed
     prompts, expected = prompts[:8], expected[:8]
-    scheduler = scheduler_pid(servers)
     load = in_flight(servers, prompts)
     wait_for_steps(servers, 25)  # all have come: SGLang's transfer needs descriptors too
-    limits = resource.prlimit(scheduler, resource.RLIMIT_NOFILE)
-    used = len(os.listdir(f"/proc/{scheduler}/fd"))
-    resource.prlimit(scheduler, resource.RLIMIT_NOFILE, (used - 8, limits[1]))
-    try:
+    with without(scheduler_pid(servers)):
         os.kill(servers.kv_offload()["worker"]["pid"], signal.SIGKILL)
         wait_until(
             "a start fails",
@@ -205,8 +254,6 @@ def test_no_descriptor_is_left_for_a_new_worker(servers, undisturbed):
             30,
         )
         outcomes = load.outcomes(120)
-    finally:
-        resource.prlimit(scheduler, resource.RLIMIT_NOFILE, limits)
     assert_same_tokens(expected, [outcome.answer for outcome in outcomes])
     wait_until("a new worker", lambda: servers.kv_offload()["worker"]["state"] == "ready", 60)
     assert_served(servers, undisturbed)
