@@ -104,7 +104,7 @@ def merge_answer_kernel(
         # Volatile: the worker wrote this a moment ago, no cache may answer for it.
         # [BLOCK_R, BLOCK_D]
         their_out = tl.load(
-            at_array(reply + OUT_OFFSET, tl.float32) + at,
+            at_array(reply, tl.float32) + OUT_OFFSET // 4 + at,
             mask=mask & got[:, None],
             other=0.0,
             volatile=True,

@@ -103,9 +103,9 @@ def post_kernel(
                 # [BLOCK_Q]
                 value = tl.load(q + b.to(tl.int64) * WIDTH + i, mask=i < WIDTH)
                 if Q_BF16:
-                    to = at_array(record + Q_OFFSET, tl.bfloat16)
+                    to = at_array(record, tl.bfloat16) + Q_OFFSET // 2
                 else:
-                    to = at_array(record + Q_OFFSET, tl.float32)
+                    to = at_array(record, tl.float32) + Q_OFFSET // 4
                 value = rounded(value, to.dtype.element_ty)
                 tl.store(to + b * WIDTH + i, value, mask=i < WIDTH)
         for first in range(0, k, BLOCK_K):

@@ -13,6 +13,8 @@ import triton.language as tl
 # The interpreter keeps bfloat16 as bits and would multiply those: there the parts, which are
 # rounded as on the device, are multiplied as fp32, which gives the same products.
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+# torch rounds what is too large for e4m3 to NaN, since 2.14 to 448.
+_E4M3_LARGEST = tl.constexpr(int(torch.tensor(1e3).to(torch.float8_e4m3fn).view(torch.uint8)))
 
 
 @triton.jit
@@ -82,9 +84,9 @@ def widened(x, FP8: tl.constexpr):
 
 @triton.jit
 def fp8_bits(x, FP8: tl.constexpr):
-    """x rounded to fp8, to the nearest even; what is too large becomes NaN in e4m3 and inf in e5m2."""
+    """x rounded to fp8, to the nearest even; what is too large as torch does it."""
     BIAS: tl.constexpr = 7 if FP8 == 3 else 15
-    LARGEST: tl.constexpr = 0x7F if FP8 == 3 else 0x7C
+    LARGEST: tl.constexpr = _E4M3_LARGEST if FP8 == 3 else 0x7C
     DROPPED: tl.constexpr = 23 - FP8  # bits
     bits = x.to(tl.float32).to(tl.int32, bitcast=True)
     size = bits & 0x7FFFFFFF

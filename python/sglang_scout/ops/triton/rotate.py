@@ -117,7 +117,7 @@ def build_rotated_kernel(
         first = x >= 0
         tl.store(at, packed(first), mask=c < D // 4)
         if BITS == 2:
-            outer = tl.abs(x) > _FIRST * scale[:, None]
+            outer = tl.abs(x) > scale[:, None] * _FIRST
             tl.store(at + 4 * D, packed(first == outer), mask=c < D // 4)
 
 
