@@ -112,8 +112,8 @@ def test_another_sglang_is_refused(monkeypatch):
     monkeypatch.setattr(doctor, "version", lambda name: "0.4.0")
     check = doctor.check_sglang()
     assert check.state == "failed"
-    assert "0.4.0, expected 0.5.15.post1 or 0.5.23" in check.found
-    assert "pip install sglang==0.5.15.post1" in check.fix
+    assert "0.4.0, expected 0.5.23 or 0.5.15.post1" in check.found
+    assert "pip install sglang==0.5.23" in check.fix
 
 
 def test_a_plugin_that_sglang_would_skip(monkeypatch):

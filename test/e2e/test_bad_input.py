@@ -89,7 +89,6 @@ ANSWERED = {
     "max_new_tokens: 0": sampling(max_new_tokens=0),
     "temperature: tiny": sampling(temperature=1e-300),
     "temperature: huge": sampling(temperature=1e30),
-    "ids: truth values": body(input_ids=[True, False]),
     "stop_token_ids: outside the vocabulary": sampling(stop_token_ids=[10**12, -4]),
 }
 

@@ -154,8 +154,10 @@ PYTHONS = {"bin/python3", ".venv/bin/python", ".cache/uv-bootstrap/bin/python"}
 def pack_with(tmp_path):
     """Runs gpu_bundle.sh in a small tree where only some tools have pip: status, words and calls."""
 
-    def pack_with(*having, **variables):
+    def pack_with(*having, torch="2.11.0", **variables):
         calls = tmp_path / "calls"
+        packages = tmp_path / ".venv/lib/python3.12/site-packages"
+        (packages / f"torch-{torch}.dist-info").mkdir(parents=True)
         for path in (*PYTHONS, "bin/uv", "scripts/gpu_bundle.sh"):
             (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         for path in (*PYTHONS, "bin/uv"):
@@ -194,6 +196,12 @@ def test_a_bundle_is_packed_with_the_pip_that_there_is(having, pip, pack_with):
     assert status == 0, said
     assert f"{pip} install" in asked and "--target out/site" in asked
     assert f"{pip} download" in asked
+
+
+def test_an_sglang_for_another_torch_is_not_packed(pack_with):
+    status, said, asked = pack_with("bin/python3", torch="2.14.1")
+    assert status == 1 and "SGLANG_VERSION=0.5.15.post1 scripts/setup.sh" in said
+    assert "install" not in asked
 
 
 @pytest.mark.parametrize("variables", [{}, {"PYTHON": ".venv/bin/python"}])
