@@ -79,28 +79,30 @@ def fastest(
         time_us: of a call.
     """
     runs = {i.name: partial(i.run, *arguments) for i in attend_pages.implementations}
-    right, times = runs[names[0]](), {names[0]: time_us(runs[names[0]])}
-    for name in names[1:]:
+    right, times = None, {}
+    for name in names:
         try:
-            results = zip(runs[name](), right, strict=True)
-            wrong = "".join(_SAME.mismatch(found.float(), expected) for found, expected in results)
+            found = runs[name]()
+            right = right or found
+            pairs = zip(found, right, strict=True)
+            wrong = "".join(_SAME.mismatch(ours.float(), theirs) for ours, theirs in pairs)
             if not wrong:
                 times[name] = time_us(runs[name])
         except Exception as error:  # of a library that this device may never have run
             wrong = f"{type(error).__name__}: {error}"
         if wrong:
             logger.warning("attention by %s is left out: %s", name, wrong)
-    found = min(times, key=times.__getitem__)
+    chosen = min(times, key=times.__getitem__, default=names[0])
     figures = ", ".join(f"{name} {us:.0f} us" for name, us in times.items())
-    logger.info("attention on the device by %s: %s a layer in a full batch", found, figures)
-    return found
+    logger.info("attention on the device by %s: %s a layer in a full batch", chosen, figures)
+    return chosen
 
 
 def graph_time_us(run: Callable[[], Any]) -> float:
     """Of a call as a captured step has it: what its launches cost the host does not count."""
     graph = torch.cuda.CUDAGraph()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for _ in range(_CALLS):
             run()
     graph.replay()
