@@ -37,7 +37,13 @@ SCOUT = ("--kv-offload", "scout", "--kv-offload-budget", str(BUDGET_TOKENS))
 SLOW = pytest.mark.slow
 ARCHITECTURES = pytest.mark.parametrize(
     "servers",
-    ["qwen3", *(pytest.param(arch, marks=SLOW) for arch in ("glm4", "qwen2", "llama", "mistral"))],
+    [
+        "qwen3",
+        *(
+            pytest.param(arch, marks=SLOW)
+            for arch in ("glm4", "qwen2", "llama", "mistral", "qwen3_moe", "mixtral")
+        ),
+    ],
     indirect=True,
 )
 RANKS_BUDGET_TOKENS = 320

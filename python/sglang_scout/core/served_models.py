@@ -11,6 +11,8 @@ ARCHITECTURES = (
     "LlamaForCausalLM",
     "MistralForCausalLM",
     "Glm4ForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "MixtralForCausalLM",
 )
 HEAD_SIZES = (64, 96, 128, 256)
 DTYPES = ("float32", "bfloat16", "float16")

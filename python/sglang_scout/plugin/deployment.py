@@ -27,6 +27,8 @@ _UNSUPPORTED: dict[str, Any] = {
     "enable_dp_attention": False,
     "enable_attn_tp_input_scattered": False,
     "moe_dense_tp_size": None,
+    "moe_a2a_backend": "none",
+    "ep_size": 1,
     "enable_lora": None,
     "lora_paths": None,
     "enable_hierarchical_cache": False,

@@ -181,6 +181,12 @@ HOOKS: dict[str, tuple[Hook, ...]] = {
             "restore a retracted request from its KV, also after a pause; fail one whose KV was not kept",
         ),
         Hook(
+            "models.utils.enable_fused_set_kv_buffer",
+            "decode_hooks:no_fused_set_kv_buffer",
+            "replace",
+            "on a GPU, some models would write K and V to the pool's pages where they rotate K; these are the host's",
+        ),
+        Hook(
             _GRAPHS + "can_run_graph",
             "decode_hooks:around_can_run_graph",
             "around",

@@ -46,6 +46,10 @@ def around_init(original: Callable[..., None], self: ServerArgs, *args: Any, **k
 
 def apply_defaults(args: ServerArgs) -> None:
     """What the flag implies for SGLang's settings, besides what it implies in every release."""
+    if args.disaggregation_mode == "decode":
+        # A layer of experts would leave the sum over ranks of its output to the next one, whose queries are predicted
+        # from that output.
+        args.enforce_disable_flashinfer_allreduce_fusion = True
 
 
 def resolved(args: ServerArgs) -> ServerArgs:
