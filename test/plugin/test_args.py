@@ -159,7 +159,7 @@ CASES = {
     ),
     "noise without one": (keys(dummy_kv=True) | {"disaggregation_transfer_backend": "fake"}, []),
     "backend": ({"attention_backend": "flashinfer"}, ["--attention-backend", "torch_native"]),
-    "transfer": ({"disaggregation_transfer_backend": "nixl"}, ["transfer-backend", "nixl"]),
+    "transfer": ({"disaggregation_transfer_backend": "nixl"}, ["transfer-backend nixl", "all KV for a GPU's"]),
     "canary": ({"kv_canary": "raise"}, ["--kv-canary", "raise", "CUDA kernels"]),
     "stray": ({"kv_offload": "none", "kv_offload_budget": 64}, ["--kv-offload-budget", "64"]),
     "gemma": (

@@ -60,6 +60,10 @@ _LORA = (
     ": queries are predicted from the model's own weights, and SGLang has no LoRA on a CPU to test others with; "
     "merge the adapter into the weights"
 )
+_NIXL = (
+    "; SGLang's NIXL takes all KV for a GPU's, and on 0.5.15.post1 a request that ends during its transfer stops all "
+    "others"
+)
 _WHY = {
     "speculative_algorithm": ": a step has one query a request; drafts are several, whose KV is taken back where they "
     "are refused",
@@ -127,7 +131,7 @@ def check_deployment(args: ServerArgs, config: OffloadConfig) -> None:
     if args.disaggregation_transfer_backend not in backends:
         raise ConfigError(
             f"--disaggregation-transfer-backend {args.disaggregation_transfer_backend}: {policy} "
-            f"works with {', '.join(backends)}"
+            f"works with {', '.join(backends)}{_NIXL if args.disaggregation_transfer_backend == 'nixl' else ''}"
         )
     for name, fine in _UNSUPPORTED.items():
         value = getattr(args, name, fine)
