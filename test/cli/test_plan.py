@@ -8,7 +8,6 @@ import pytest
 from sglang_scout.cli import main
 from sglang_scout.cli.model_config import read_model
 from sglang_scout.cli.sizes import make_plan
-from sglang_scout.cli.step_model import DEVICES, Work, stock_step
 from sglang_scout.cli.table import GIB
 from sglang_scout.core.errors import ConfigError
 
@@ -207,37 +206,6 @@ def test_weights_from_files_from_the_index_or_estimated(model):
     got = read_model(str(folder), "auto")
     assert (got.weight_bytes, got.weight_source) == (1200, "from safetensors files")
     assert read_model(str(folder), "float32").weight_bytes == 2400
-
-
-QWEN3_30B_A3B = {
-    "architectures": ["Qwen3MoeForCausalLM"], "num_hidden_layers": 48, "num_attention_heads": 32,
-    "num_key_value_heads": 4, "hidden_size": 2048, "num_experts": 128, "num_experts_per_tok": 8,
-    "moe_intermediate_size": 768, "intermediate_size": 6144,
-}  # fmt: skip
-MIXTRAL_8X7B = {
-    "architectures": ["MixtralForCausalLM"], "num_hidden_layers": 32, "num_attention_heads": 32,
-    "hidden_size": 4096, "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None,
-    "intermediate_size": 14336, "vocab_size": 32000,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("changes", "total", "active"), [(QWEN3_30B_A3B, 30.5e9, 3.3e9), (MIXTRAL_8X7B, 46.7e9, 12.9e9)]
-)
-def test_experts_of_a_mixture(model, changes, total, active):
-    """All take memory; a token goes through some, a batch reads those that one of its tokens takes."""
-    folder = model(**changes)
-    plan = plan_of(folder, context_tokens=1024, host_gib=64, gpu_gib=160)
-    found, work, device = plan.server.model, Work.of(plan.server), DEVICES["b200"]
-    assert math.isclose(found.weight_bytes, 2 * total, rel_tol=0.01)
-    words = found.embedding_bytes / 2
-    assert math.isclose(work.parameters, active - words, rel_tol=0.03)
-    one, all_ = (stock_step(work, device, batch).parts_us["weights"] for batch in (1, 512))
-    rate = 8000e3 * 0.8
-    assert one == pytest.approx(2 * work.parameters / rate, rel=1e-3)
-    assert all_ == pytest.approx((found.weight_bytes - found.embedding_bytes) / rate, rel=1e-3)
-    with pytest.raises(ConfigError, match="num_experts_per_tok = 999, expected at most"):
-        read_model(str(model(**changes | {"num_experts_per_tok": 999})), "auto")
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,12 @@ class ModelConfig:
         return VALUE_BYTES[self.dtype]
 
     @property
+    def bytes_a_token(self) -> int:
+        """Of the weights, those that a token goes through."""
+        idle = (1 - self.expert_share) * self.expert_bytes
+        return self.weight_bytes - self.embedding_bytes - int(idle)
+
+    @property
     def kv_value_bytes(self) -> int:
         return VALUE_BYTES.get(self.kv_dtype, 1)
 

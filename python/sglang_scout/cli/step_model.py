@@ -129,11 +129,10 @@ class Work:
     def of(cls, server: Server) -> Work:
         model, context = server.model, server.context_tokens
         read = model.weight_bytes - model.embedding_bytes
-        used = read - (1 - model.expert_share) * model.expert_bytes
         values = model.num_q_heads * model.head_dim
         ahead = model.num_layers * model.hidden_size * values
         return cls(
-            model.num_layers, read, used / model.value_bytes, ahead * model.value_bytes, ahead,
+            model.num_layers, read, model.bytes_a_token / model.value_bytes, ahead * model.value_bytes, ahead,
             context, min(server.config.budget_tokens, context), server.kv_bytes_per_token,
             server.pages_per_request * server.digest_bytes_per_page, values,
             model.expert_bytes, model.expert_share,
