@@ -181,9 +181,7 @@ HOOKS: dict[str, tuple[Hook, ...]] = {
             "restore a retracted request from its KV, also after a pause; fail one whose KV was not kept",
         ),
         Hook(
-            {
-                "0.5.15.post1": "disaggregation.decode.DecodePreallocQueue.resume_retracted_reqs",
-            },
+            {"0.5.15.post1": "disaggregation.decode.DecodePreallocQueue.resume_retracted_reqs"},
             "sglang_0_5_15:around_resume_retracted_reqs",
             "around",
             "with the radix cache, give back all pages of a request that was retracted",
