@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-ARCHITECTURES = ("qwen2", "qwen3", "llama", "mistral", "glm4")
+ARCHITECTURES = ("qwen2", "qwen3", "llama", "mistral", "glm4", "qwen3_moe", "mixtral")
 SPECIAL_TOKENS = ("<|pad|>", "<|end|>", "<|im_start|>", "<|im_end|>")
 LOGIT_STD = 2.5
 FORMAT_VERSION = 1  # part of the cache key: raise it when the same arguments give other bytes
@@ -63,7 +63,7 @@ class TinyModelSpec:
 
     arch: str = "qwen3"
     layers: int = 4
-    # None: heads * head_dim for qwen2, which has no head size of its own, else 128.
+    # None: heads * head_dim for those without a head size of their own (qwen2, mixtral), else 128.
     hidden: int | None = None
     heads: int = 4
     kv_heads: int = 2
@@ -76,7 +76,7 @@ class TinyModelSpec:
 
     def __post_init__(self) -> None:
         if self.hidden is None:
-            own_head_size = self.arch != "qwen2"
+            own_head_size = self.arch not in ("qwen2", "mixtral")
             object.__setattr__(self, "hidden", 128 if own_head_size else self.heads * self.head_dim)
 
     @property
@@ -132,6 +132,11 @@ def build_config(spec: TinyModelSpec, eos_token_id: int, pad_token_id: int) -> A
         common["sliding_window"] = None
     elif spec.arch == "glm4":
         common.update(partial_rotary_factor=0.5, attention_bias=True)
+    elif spec.arch == "qwen3_moe":
+        common.update(num_experts=8, num_experts_per_tok=2, norm_topk_prob=True)
+        common["moe_intermediate_size"] = spec.intermediate
+    elif spec.arch == "mixtral":
+        common.update(num_local_experts=8, num_experts_per_tok=2)
     return AutoConfig.for_model(spec.arch, **common)
 
 

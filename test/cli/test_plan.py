@@ -246,7 +246,7 @@ def test_quantised_weights_take_what_their_files_take(model):
         ({"head_dim": "x" * 9999}, "...xxxxx"),
         ({"text_config": 5}, "text_config = 5, expected an object"),
         ({"architectures": [5]}, "does not support (no architecture named)"),
-        ({"architectures": ["MixtralForCausalLM"]}, "does not support MixtralForCausalLM; supp"),
+        ({"architectures": ["Gemma3ForCausalLM"]}, "does not support Gemma3ForCausalLM, some"),
         ({"use_sliding_window": True}, "does not support sliding-window attention"),
         ({"head_dim": 80}, "head size 80 (values 80); --kv-offload supports 64, 96, 128, 256"),
         ({"v_head_dim": 64}, "head size 128 (values 64)"),

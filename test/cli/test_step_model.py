@@ -1,12 +1,15 @@
 """The model of a decode step: against arithmetic done by hand, and against steps that were measured."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from sglang_scout.cli import main
+from sglang_scout.cli.model_config import read_model
+from sglang_scout.cli.plan import as_text
 from sglang_scout.cli.sizes import make_plan
 from sglang_scout.cli.step_model import (
     DEVICES,
@@ -17,6 +20,7 @@ from sglang_scout.cli.step_model import (
     predict,
     stock_step,
 )
+from sglang_scout.cli.table import gib
 from sglang_scout.core.errors import ConfigError
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
@@ -26,6 +30,17 @@ QWEN3_14B = {
     "architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 40, "num_attention_heads": 40,
     "num_key_value_heads": 8, "head_dim": 128, "hidden_size": 5120, "intermediate_size": 17408,
     "vocab_size": 151936, "max_position_embeddings": 131072, "torch_dtype": "bfloat16",
+}  # fmt: skip
+
+QWEN3_30B_A3B = {
+    "architectures": ["Qwen3MoeForCausalLM"], "num_hidden_layers": 48, "num_attention_heads": 32,
+    "num_key_value_heads": 4, "hidden_size": 2048, "num_experts": 128, "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768, "intermediate_size": 6144,
+}  # fmt: skip
+MIXTRAL_8X7B = {
+    "architectures": ["MixtralForCausalLM"], "num_hidden_layers": 32, "num_attention_heads": 32,
+    "hidden_size": 4096, "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None,
+    "intermediate_size": 14336, "vocab_size": 32000,
 }  # fmt: skip
 
 
@@ -39,6 +54,28 @@ def plan_of(model, **more):
     return make_plan(
         model, context_tokens=65536, host_gib=512, gpu_gib=80, budget_tokens=2048, **more
     )
+
+
+@pytest.mark.parametrize(
+    ("changes", "total", "active"), [(QWEN3_30B_A3B, 30.5e9, 3.3e9), (MIXTRAL_8X7B, 46.7e9, 12.9e9)]
+)
+def test_experts_of_a_mixture(tmp_path, changes, total, active):
+    """All take memory; a token goes through some, a batch reads those that one of its tokens takes."""
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(QWEN3_14B | changes))
+    plan = make_plan(str(tmp_path), context_tokens=1024, host_gib=64, gpu_gib=160)
+    found, work, device = plan.server.model, Work.of(plan.server), DEVICES["b200"]
+    assert math.isclose(found.weight_bytes, 2 * total, rel_tol=0.01)
+    words = found.embedding_bytes / 2
+    assert math.isclose(work.parameters, active - words, rel_tol=0.03)
+    one, all_ = (stock_step(work, device, batch).parts_us["weights"] for batch in (1, 512))
+    rate = 8000e3 * 0.8
+    assert one == pytest.approx(2 * work.parameters / rate, rel=1e-3)
+    assert all_ == pytest.approx((found.weight_bytes - found.embedding_bytes) / rate, rel=1e-3)
+    assert f"of which a token takes {gib(found.bytes_a_token)}" in as_text(plan)
+    file.write_text(json.dumps(QWEN3_14B | changes | {"num_experts_per_tok": 999}))
+    with pytest.raises(ConfigError, match="num_experts_per_tok = 999, expected at most"):
+        read_model(str(tmp_path), "auto")
 
 
 def test_a_step_of_the_papers_model_by_hand(model):

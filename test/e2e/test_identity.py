@@ -39,7 +39,13 @@ SCOUT = ("--kv-offload", "scout", "--kv-offload-budget", str(BUDGET_TOKENS))
 SLOW = pytest.mark.slow
 ARCHITECTURES = pytest.mark.parametrize(
     "servers",
-    ["qwen3", *(pytest.param(arch, marks=SLOW) for arch in ("glm4", "qwen2", "llama", "mistral"))],
+    [
+        "qwen3",
+        *(
+            pytest.param(arch, marks=SLOW)
+            for arch in ("glm4", "qwen2", "llama", "mistral", "qwen3_moe", "mixtral")
+        ),
+    ],
     indirect=True,
 )
 RANKS_BUDGET_TOKENS = 320
@@ -53,6 +59,7 @@ GRAPH_ARGS = flags(
     kv_offload_config=json.dumps(GRAPH),
     max_running_requests=6,
     max_total_tokens=16384,
+    disaggregation_decode_enable_radix_cache=True,
 )
 
 
@@ -280,6 +287,7 @@ def test_graph_transport(servers, expected):
     assert state["cpu_pages"] > 0 and state["recalled_pages"] > 0
     assert state["fallback_pages"] > 0, "the attendant answered for the silent worker"
     assert state["worker"]["restarts"] > worker["restarts"]
-    assert state["host_pages_used"] == 0
+    servers.flush("graph")
+    assert servers.kv_offload("graph")["host_pages_used"] == 0
     log = servers.servers["graph"].log()
     assert re.search(r"retracted_reqs: [1-9]", log), "no request was retracted"

@@ -78,7 +78,17 @@ CASES = {
     "requests": ({"max_running_requests": 65537}, ["--max-running-requests 65537", "1 to 65536"]),
     "fp8": ({"kv_cache_dtype": "fp8_e4m3"}, []),
     "fp4": ({"kv_cache_dtype": "fp4_e2m1"}, ["--kv-cache-dtype fp4_e2m1", "auto, fp8_e4m3 or fp8_e5m2"]),
-    "spec": ({"speculative_algorithm": "EAGLE"}, ["--speculative-algorithm", "EAGLE"]),
+    "spec": (
+        {"speculative_algorithm": "EAGLE"},
+        ["--speculative-algorithm EAGLE", "one query a request", "drop one"],
+    ),
+    "adapters": ({"enable_lora": True}, ["--enable-lora True", "merge the adapter"]),
+    "hicache": (
+        PREFILL | {"enable_hierarchical_cache": True}, ["--enable-hierarchical-cache True", "GPU"]
+    ),
+    "replicas": ({"dp_size": 2}, ["--dp-size 2", "a server for each replica"]),
+    "experts by rank": ({"ep_size": 2}, ["--ep-size 2", "--tp-size shares out experts"]),
+    "experts by backend": ({"moe_a2a_backend": "deepep"}, ["--moe-a2a-backend deepep", "whole"]),
     "mode": ({"disaggregation_mode": "null"}, ["--disaggregation-mode", "null", "decode"]),
     "page": ({"page_size": 16}, ["--page-size", "16", "32"]),
     "ranks": ({"tp_size": 2}, []),
@@ -149,10 +159,13 @@ CASES = {
     ),
     "noise without one": (keys(dummy_kv=True) | {"disaggregation_transfer_backend": "fake"}, []),
     "backend": ({"attention_backend": "flashinfer"}, ["--attention-backend", "torch_native"]),
-    "transfer": ({"disaggregation_transfer_backend": "nixl"}, ["transfer-backend", "nixl"]),
+    "transfer": ({"disaggregation_transfer_backend": "nixl"}, ["transfer-backend nixl", "all KV for a GPU's"]),
     "canary": ({"kv_canary": "raise"}, ["--kv-canary", "raise", "CUDA kernels"]),
     "stray": ({"kv_offload": "none", "kv_offload_budget": 64}, ["--kv-offload-budget", "64"]),
-    "gemma": ({"model_path": "GEMMA"}, ["--model-path", "Gemma2ForCausalLM", "Qwen3ForCausalLM"]),
+    "gemma": (
+        {"model_path": "GEMMA"},
+        ["--model-path", "Gemma2ForCausalLM", "attend to a window", "Qwen3ForCausalLM"],
+    ),
     "window": ({"model_path": "WINDOW"}, ["--model-path", "sliding-window"]),
     "llama window": ({"model_path": "LLAMA_WINDOW"}, ["--model-path", "sliding-window"]),
     "mistral's own window": ({"model_path": "MISTRAL_WINDOW"}, ["--model-path", "sliding-window"]),
@@ -191,6 +204,10 @@ if version("sglang") != "0.5.15.post1":
     CASES["copies in another pool"] = (
         {"disaggregation_decode_retraction_backup": "host_pool"},
         ["--disaggregation-decode-retraction-backup host_pool: not supported"],
+    )
+    CASES["checksums of SGLang"] = (
+        {"disaggregation_enable_kv_checksum": True},
+        ["--disaggregation-enable-kv-checksum True: not supported", "page_checksums in"],
     )
 
 

@@ -5,6 +5,7 @@ import os
 os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 
 import ast
+import importlib
 import importlib.metadata
 import multiprocessing
 import re
@@ -34,6 +35,13 @@ def test_a_missing_hook_target_is_named(monkeypatch):
         RuntimeError, match=r"did not take: sglang\.srt\..*_profile_available_bytes"
     ):
         apply.apply([hook])
+
+
+def test_models_do_not_write_k_and_v_where_they_rotate_k():
+    name = "enable_fused_set_kv_buffer"
+    apply.apply(hook for hook in HOOKS["decode"] if str(hook.target).endswith(name))
+    qwen3_moe = importlib.import_module("sglang.srt.models.qwen3_moe")
+    assert getattr(qwen3_moe, name)(None) is False, "SGLang's looks at the pool of a running server"
 
 
 def test_another_sglang_is_refused_and_not_just_logged(monkeypatch):

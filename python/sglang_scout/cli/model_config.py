@@ -25,6 +25,8 @@ class ModelConfig:
         kv_dtype: of KV.
         weight_source: where ``weight_bytes`` comes from.
         embedding_bytes: of them, of which a step reads one row a token: nothing where the head has the same.
+        expert_bytes: of them, all experts of a mixture.
+        expert_share: of a layer's experts, those that a token takes.
     """
 
     architecture: str
@@ -39,10 +41,18 @@ class ModelConfig:
     weight_bytes: int
     weight_source: str
     embedding_bytes: int
+    expert_bytes: int = 0
+    expert_share: float = 1.0
 
     @property
     def value_bytes(self) -> int:
         return VALUE_BYTES[self.dtype]
+
+    @property
+    def bytes_a_token(self) -> int:
+        """Of the weights, those that a token goes through."""
+        idle = (1 - self.expert_share) * self.expert_bytes
+        return self.weight_bytes - self.embedding_bytes - int(idle)
 
     @property
     def kv_value_bytes(self) -> int:
@@ -121,6 +131,8 @@ def read_model(model_path: str, dtype: str, kv_cache_dtype: str = "auto") -> Mod
         stored_bytes, used_bytes = VALUE_BYTES[stored], VALUE_BYTES[used]
         weight_bytes, source = _weights(flag, folder, text, stored_bytes, used_bytes)
     hidden = _number(flag, text, "hidden_size", heads * head_dim)
+    experts, taken, inner = _experts(flag, text)
+    share = layers * 3 * hidden * inner * experts / max(_estimate(flag, text), 1)
     words = 0 if text.get("tie_word_embeddings") else _number(flag, text, "vocab_size", 0)
     return ModelConfig(
         architecture=architecture,
@@ -135,6 +147,8 @@ def read_model(model_path: str, dtype: str, kv_cache_dtype: str = "auto") -> Mod
         weight_bytes=weight_bytes,
         weight_source=source,
         embedding_bytes=min(words * hidden * VALUE_BYTES[used], weight_bytes),
+        expert_bytes=int(share * weight_bytes) if experts > 1 else 0,
+        expert_share=taken / experts,
     )
 
 
@@ -206,12 +220,23 @@ def _weight_files(folder: Path) -> tuple[int, str]:
 
 
 def _estimate(flag: str, config: dict[str, Any]) -> int:
-    """Parameters of a dense decoder with gated MLP; norms and biases are too small to count."""
+    """Parameters of a decoder with gated MLPs; norms, biases and routers are too small to count."""
     layers, heads = (_number(flag, config, k) for k in ("num_hidden_layers", "num_attention_heads"))
-    hidden, inner, words = (
-        _number(flag, config, key, 0) for key in ("hidden_size", "intermediate_size", "vocab_size")
-    )
+    hidden, words = (_number(flag, config, key, 0) for key in ("hidden_size", "vocab_size"))
+    experts, _, inner = _experts(flag, config)
     kv_heads = _number(flag, config, "num_key_value_heads", heads)
     attention = hidden * _head_dim(flag, config) * (2 * heads + 2 * kv_heads)
     tables = 1 if config.get("tie_word_embeddings") else 2
-    return layers * (attention + 3 * hidden * inner) + tables * hidden * words
+    return layers * (attention + 3 * hidden * inner * experts) + tables * hidden * words
+
+
+def _experts(flag: str, config: dict[str, Any]) -> tuple[int, int, int]:
+    """MLPs of a layer, those that a token takes, and the inner size of one."""
+    inner = _number(flag, config, "intermediate_size", 0)
+    key = next((k for k in ("num_local_experts", "num_experts") if config.get(k) is not None), None)
+    if key is None:
+        return 1, 1, inner
+    experts, taken = _number(flag, config, key), _number(flag, config, "num_experts_per_tok")
+    if taken > experts:
+        raise _wrong(flag, "num_experts_per_tok", taken, f"at most {experts} experts")
+    return experts, taken, _number(flag, config, "moe_intermediate_size", inner)

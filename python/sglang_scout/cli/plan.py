@@ -169,11 +169,12 @@ def as_text(plan: Plan, step: Prediction | None = None) -> str:
     """The plan for people."""
     server = plan.server
     model, config = server.model, server.config
+    experts = f", of which a token takes {gib(model.bytes_a_token)}" if model.expert_bytes else ""
     blocks = [
         columns(
             [
                 ("model", model.describe()),
-                ("weights", f"{gib(model.weight_bytes)} ({model.weight_source})"),
+                ("weights", f"{gib(model.weight_bytes)} ({model.weight_source}){experts}"),
                 ("policy", f"{config.policy}, budget of {config.budget_tokens} tokens"),
                 ("KV per token", f"{server.kv_bytes_per_token} bytes, {model.kv_dtype}"),
                 (

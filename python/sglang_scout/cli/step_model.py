@@ -1,6 +1,7 @@
 """A model of one decode step: its time from bytes, launches and bandwidths, for stock SGLang and with offload.
 
-    weights     bytes of the weights over bandwidth, or 2 x parameters x batch over FLOP/s if that is longer
+    weights     bytes of the weights over bandwidth, or 2 x parameters x batch over FLOP/s if that is longer; of
+                experts those that the batch takes, if each token takes any with the same chance
     attention   stock: all KV of the batch; offload: the resident share of the budget
     look-ahead  W_q of every layer a second time
     scores      the digests of all pages
@@ -104,7 +105,8 @@ class Work:
     """What a step moves, in bytes; per request where it says so.
 
     Attributes:
-        weight_bytes: read in every step; ``parameters`` of them.
+        weight_bytes: read in every step but for experts that no request takes.
+        parameters: that a token goes through.
         ahead_bytes: of all W_q; ``ahead_parameters``.
         kv_bytes_per_token, digest_bytes: over all layers; digests of one request.
         query_values: of a request in one layer.
@@ -120,6 +122,8 @@ class Work:
     kv_bytes_per_token: float
     digest_bytes: float
     query_values: int
+    expert_bytes: float = 0.0
+    expert_share: float = 1.0
 
     @classmethod
     def of(cls, server: Server) -> Work:
@@ -128,9 +132,10 @@ class Work:
         values = model.num_q_heads * model.head_dim
         ahead = model.num_layers * model.hidden_size * values
         return cls(
-            model.num_layers, read, read / model.value_bytes, ahead * model.value_bytes, ahead,
+            model.num_layers, read, model.bytes_a_token / model.value_bytes, ahead * model.value_bytes, ahead,
             context, min(server.config.budget_tokens, context), server.kv_bytes_per_token,
             server.pages_per_request * server.digest_bytes_per_page, values,
+            model.expert_bytes, model.expert_share,
         )  # fmt: skip
 
 
@@ -160,8 +165,9 @@ class Step:
 
 
 def _products(work: Work, device: Device, batch: int) -> dict[str, float]:
+    idle = (1 - work.expert_share) ** batch * work.expert_bytes
     sizes = {
-        "weights": (work.weight_bytes, work.parameters),
+        "weights": (work.weight_bytes - idle, work.parameters),
         "look-ahead": (work.ahead_bytes, work.ahead_parameters),
     }
     return {

@@ -11,7 +11,10 @@ ARCHITECTURES = (
     "LlamaForCausalLM",
     "MistralForCausalLM",
     "Glm4ForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "MixtralForCausalLM",
 )
+WINDOWED = ("Gemma2ForCausalLM", "Gemma3ForCausalLM", "GptOssForCausalLM", "Cohere2ForCausalLM")
 HEAD_SIZES = (64, 96, 128, 256)
 DTYPES = ("float32", "bfloat16", "float16")
 FP8_KV = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
@@ -25,8 +28,9 @@ def check_architecture(what: str, architecture: str) -> None:
         what: the flag that names the model, and its value.
     """
     if architecture not in ARCHITECTURES:
+        why = ", some of whose layers attend to a window" if architecture in WINDOWED else ""
         raise ConfigError(
-            f"{what}: --kv-offload does not support {architecture}; "
+            f"{what}: --kv-offload does not support {architecture}{why}; "
             f"supported are {', '.join(ARCHITECTURES)}"
         )
 

@@ -177,6 +177,10 @@ def around_add_request_to_queue(
     )
 
 
+def no_fused_set_kv_buffer(forward_batch: Any) -> bool:
+    return False
+
+
 def around_can_run_graph(original: Callable[..., bool], runner: Any, forward_batch: Any) -> bool:
     """Only the step that has begun knows whether all of it was captured."""
     if not forward_batch.forward_mode.is_decode():

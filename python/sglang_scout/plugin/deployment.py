@@ -16,7 +16,7 @@ from sglang_scout.worker.settings import check_machine
 from sglang_scout.worker.spec import MAX_BATCH
 
 BACKEND_NAME = "scout"
-# Fields of ServerArgs and what they must be. Queries are predicted from layer inputs, which every rank must have whole.
+# Fields of ServerArgs and what they must be.
 _UNSUPPORTED: dict[str, Any] = {
     "speculative_algorithm": None,
     "nnodes": 1,
@@ -27,6 +27,8 @@ _UNSUPPORTED: dict[str, Any] = {
     "enable_dp_attention": False,
     "enable_attn_tp_input_scattered": False,
     "moe_dense_tp_size": None,
+    "moe_a2a_backend": "none",
+    "ep_size": 1,
     "enable_lora": None,
     "lora_paths": None,
     "enable_hierarchical_cache": False,
@@ -51,7 +53,42 @@ _UNSUPPORTED: dict[str, Any] = {
     "enable_pd_role_switch": False,
     "enable_prefill_cp": False,
 }
+_WHOLE_INPUTS = ": queries are predicted from layer inputs, which every rank must have whole"
+_ONE_PART = ": the worker attends to a request's pages in this server's memory; use --tp-size"
+_ONE_REPLICA = ": start a server for each replica, behind one router"
+_LORA = (
+    ": queries are predicted from the model's own weights, and SGLang has no LoRA on a CPU to test others with; "
+    "merge the adapter into the weights"
+)
+_NIXL = (
+    "; SGLang's NIXL takes all KV for a GPU's, and on 0.5.15.post1 a request that ends during its transfer stops all "
+    "others"
+)
 _WHY = {
+    "speculative_algorithm": ": a step has one query a request; drafts are several, whose KV is taken back where they "
+    "are refused",
+    "nnodes": _ONE_PART,
+    "pp_size": _ONE_PART,
+    "attn_cp_size": _ONE_PART,
+    "dcp_size": _ONE_PART,
+    "dp_size": _ONE_REPLICA,
+    "attn_dp_size": _ONE_REPLICA,
+    "enable_dp_attention": _ONE_REPLICA,
+    "enable_attn_tp_input_scattered": _WHOLE_INPUTS,
+    "enable_layernorm_sp": _WHOLE_INPUTS,
+    "moe_dense_tp_size": _WHOLE_INPUTS,
+    "moe_a2a_backend": _WHOLE_INPUTS,
+    "ep_size": ": it has not been tested; --tp-size shares out experts too",
+    "enable_lora": _LORA,
+    "lora_paths": _LORA,
+    "enable_hierarchical_cache": ": the decode server has all KV in host memory already; on the prefill server it "
+    "needs a GPU, and has not been tested",
+    "disaggregation_decode_enable_offload_kvcache": ": all KV is in host memory already",
+    "enable_hisparse": ": it chooses what is attended to as well",
+    "enable_two_batch_overlap": ": halves of a batch pass the layers in turns, and the hooks take a step for one",
+    "model_impl": ": the hooks are on SGLang's own layers",
+    "disaggregation_enable_kv_checksum": ": its checks are CUDA kernels over all that is sent, of digests and hints "
+    "too, which only some pages have; page_checksums in --kv-offload-config finds KV that changes in host memory",
     "kv_canary": ": its checks are CUDA kernels, over pools on the device that SGLang knows by name, and its tags are "
     "sent in front of K, where the place says what is K, V or a digest; page_checksums in --kv-offload-config finds KV "
     "that changes in host memory",
@@ -94,7 +131,7 @@ def check_deployment(args: ServerArgs, config: OffloadConfig) -> None:
     if args.disaggregation_transfer_backend not in backends:
         raise ConfigError(
             f"--disaggregation-transfer-backend {args.disaggregation_transfer_backend}: {policy} "
-            f"works with {', '.join(backends)}"
+            f"works with {', '.join(backends)}{_NIXL if args.disaggregation_transfer_backend == 'nixl' else ''}"
         )
     for name, fine in _UNSUPPORTED.items():
         value = getattr(args, name, fine)

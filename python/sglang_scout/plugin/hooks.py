@@ -181,6 +181,18 @@ HOOKS: dict[str, tuple[Hook, ...]] = {
             "restore a retracted request from its KV, also after a pause; fail one whose KV was not kept",
         ),
         Hook(
+            {"0.5.15.post1": "disaggregation.decode.DecodePreallocQueue.resume_retracted_reqs"},
+            "sglang_0_5_15:around_resume_retracted_reqs",
+            "around",
+            "with the radix cache, give back all pages of a request that was retracted",
+        ),
+        Hook(
+            "models.utils.enable_fused_set_kv_buffer",
+            "decode_hooks:no_fused_set_kv_buffer",
+            "replace",
+            "on a GPU, some models would write K and V to the pool's pages where they rotate K; these are the host's",
+        ),
+        Hook(
             _GRAPHS + "can_run_graph",
             "decode_hooks:around_can_run_graph",
             "around",

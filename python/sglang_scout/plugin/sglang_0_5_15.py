@@ -46,6 +46,10 @@ def around_init(original: Callable[..., None], self: ServerArgs, *args: Any, **k
 
 def apply_defaults(args: ServerArgs) -> None:
     """What the flag implies for SGLang's settings, besides what it implies in every release."""
+    if args.disaggregation_mode == "decode":
+        # A layer of experts would leave the sum over ranks of its output to the next one, whose queries are predicted
+        # from that output.
+        args.enforce_disable_flashinfer_allreduce_fusion = True
 
 
 def resolved(args: ServerArgs) -> ServerArgs:
@@ -117,3 +121,15 @@ def kept_copy(req: Any) -> bool | None:
 def drop_copy(req: Any) -> None:
     """The KV of a request that is being retracted is not kept."""
     req.kv_cache_cpu = None
+
+
+def around_resume_retracted_reqs(
+    original: Callable[..., list[Any]], queue: Any, *args: Any, **kwargs: Any
+) -> list[Any]:
+    """Requests that are restored, to pages of their own. SGLang would look them up in the radix cache once more, and
+    then neither lock the pages that it finds nor free those in whose place they are."""
+    restored = original(queue, *args, **kwargs)
+    for req in restored:
+        # It has been looked up, and nothing was found; ChunkCache has no such node and is asked again.
+        req.last_node = getattr(queue.tree_cache, "root_node", None)
+    return restored
