@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -236,6 +237,11 @@ def test_locked_memory_is_needed_by_a_gpu_and_by_rdma(monkeypatch, tmp_path, gpu
     assert ("MOONCAKE_PROTOCOL=tcp" in check.fix) == rdma
     monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY,) * 2)
     assert doctor.check_locked_memory().state == "ok"
+
+
+def test_both_mooncakes_are_of_one_version():
+    versions = {doctor.pinned(f"mooncake-transfer-engine-{x}") for x in ("cuda13", "non-cuda")}
+    assert len(versions) == 1 and re.fullmatch(r"[\w.]+", versions.pop())
 
 
 def test_a_mooncake_without_cuda_matters_beside_a_gpu(monkeypatch, tmp_path):
