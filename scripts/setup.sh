@@ -131,6 +131,16 @@ python_headers() {
         || apt_install "python$("$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])')-dev"
 }
 
+# Runs what says nothing for minutes, and says so. Without the lock, which a last sleep would keep.
+patiently() {
+    local status=0 ticker
+    (while sleep 20 >&- 2>&-; do say "not done yet, $SECONDS s"; done) 9>&- &
+    ticker=$!
+    "$@" || status=$?
+    kill "$ticker"
+    return "$status"
+}
+
 # -- the project --------------------------------------------------------------------------------------------
 
 install_project() {
@@ -153,12 +163,12 @@ install_project() {
             [ -z "$index" ] || export UV_DEFAULT_INDEX="$index"
         fi
         say "installing $sglang into .venv (about 9 GB the first time)"
-        if "$uv" pip install -q --python .venv/bin/python "${extra[@]}" "$sglang" -e "$ours"; then return; fi
+        if patiently "$uv" pip install -q --python .venv/bin/python "${extra[@]}" "$sglang" -e "$ours"; then return; fi
         say "uv failed; trying with pip"
     fi
     [ "${#extra[@]}" = 0 ] || die "Python 3.13 needs uv, which could not be used; set PYTHON to a 3.11 or 3.12"
     .venv/bin/python -m pip --version >/dev/null 2>&1 || .venv/bin/python -m ensurepip -q
-    .venv/bin/python -m pip install -q "$sglang" -e "$ours"
+    patiently .venv/bin/python -m pip install -q "$sglang" -e "$ours"
 }
 
 # The kernels of a newer SGLang load the library of the GPU's driver also where there is none.

@@ -44,6 +44,8 @@ def test_report_and_exit_code(monkeypatch, capsys):
         text = capsys.readouterr().out
         assert all(check.fix in text for check in found)
         assert ("cannot serve" in text) == bool(code) and "1 to look at" in text
+        last = text.splitlines()[-1]
+        assert last.startswith("next: ") and ("sglang-scout plan" in last) == (code == 0)
 
 
 def test_variables_without_which_a_server_ends(monkeypatch):

@@ -38,6 +38,11 @@ DESCRIPTION = (
 PLUGIN_GROUP = "sglang.srt.plugins"
 PLUGIN_NAME = "scout"
 TIMEOUT_S = 120
+AGAIN = "do what stands behind ->, then sglang-scout doctor"
+START = (
+    "sglang-scout plan --model-path DIR says how many requests fit; then start both servers of a pair with "
+    "--kv-offload scout (docs/tutorial.md)"
+)
 INSTALL = "pip install 'sglang-scout[cpu]' or '[cuda]', or scripts/setup.sh in a checkout"
 
 
@@ -210,6 +215,7 @@ def report(results: list[Check]) -> str:
     warned = sum(check.state == WARNING for check in results)
     verdict = "this machine can serve" if not failed else f"{failed} failed: it cannot serve"
     out.append(f"\n{verdict}" + (f"; {warned} to look at" if warned else ""))
+    out.append(f"next: {AGAIN if failed else START}")
     return "\n".join(out)
 
 
