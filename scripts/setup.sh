@@ -15,6 +15,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 STAMP=.venv/.sglang-scout-setup
 BOOTSTRAP=.cache/uv-bootstrap
 NO_DRIVER=.venv/lib/no-driver # scripts/cpu_env.sh has it too
+TRANSFER=cpu # which mooncake: an extra of pyproject.toml
+[ ! -e /dev/nvidiactl ] || TRANSFER=cuda
 
 say() { printf 'setup: %s\n' "$*" >&2; }
 die() { printf 'setup: %s\n' "$*" >&2; exit 1; }
@@ -74,6 +76,10 @@ system_packages() {
     has_library 'libibverbs\.so\.1' || missing+=(libibverbs1) # mooncake, also over TCP
     has_library 'librdmacm\.so\.1' || missing+=(librdmacm1)
     has_library 'libnuma\.so\.1' || missing+=(libnuma1)
+    if [ "$TRANSFER" = cuda ]; then
+        has_library 'libmlx5\.so\.1' || missing+=(ibverbs-providers)
+        has_library 'libcurl\.so\.4' || missing+=(libcurl4)
+    fi
     command -v numactl >/dev/null || missing+=(numactl)
     command -v "${CXX:-c++}" >/dev/null || missing+=(g++)
     [ "${#missing[@]}" = 0 ] || apt_install "${missing[@]}"
@@ -125,10 +131,20 @@ python_headers() {
         || apt_install "python$("$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])')-dev"
 }
 
+# Runs what says nothing for minutes, and says so. Without the lock, which a last sleep would keep.
+patiently() {
+    local status=0 ticker
+    (while sleep 20 >&- 2>&-; do say "not done yet, $SECONDS s"; done) 9>&- &
+    ticker=$!
+    "$@" || status=$?
+    kill "$ticker"
+    return "$status"
+}
+
 # -- the project --------------------------------------------------------------------------------------------
 
 install_project() {
-    local uv="$1" sglang
+    local uv="$1" sglang ours=".[test,docs,$TRANSFER]"
     sglang="sglang==$(sglang_version)"
     local -a extra=()
     export CMAKE_BUILD_PARALLEL_LEVEL="${CMAKE_BUILD_PARALLEL_LEVEL:-$(nproc)}"
@@ -147,12 +163,12 @@ install_project() {
             [ -z "$index" ] || export UV_DEFAULT_INDEX="$index"
         fi
         say "installing $sglang into .venv (about 9 GB the first time)"
-        if "$uv" pip install -q --python .venv/bin/python "${extra[@]}" "$sglang" -e '.[test]'; then return; fi
+        if patiently "$uv" pip install -q --python .venv/bin/python "${extra[@]}" "$sglang" -e "$ours"; then return; fi
         say "uv failed; trying with pip"
     fi
     [ "${#extra[@]}" = 0 ] || die "Python 3.13 needs uv, which could not be used; set PYTHON to a 3.11 or 3.12"
     .venv/bin/python -m pip --version >/dev/null 2>&1 || .venv/bin/python -m ensurepip -q
-    .venv/bin/python -m pip install -q "$sglang" -e '.[test]'
+    patiently .venv/bin/python -m pip install -q "$sglang" -e "$ours"
 }
 
 # The kernels of a newer SGLang load the library of the GPU's driver also where there is none.
@@ -167,7 +183,7 @@ stand_in_for_the_driver() {
 verify() {
     .venv/bin/python - <<'PY' || die "the installation is not usable (see above); try scripts/setup.sh --force"
 import importlib
-for module in ("sglang_scout._native", "mooncake.engine", "sglang_router"):
+for module in ("sglang_scout._native", "torch", "mooncake.engine", "sglang_router"):  # torch brings libcudart
     importlib.import_module(module)
 PY
 }

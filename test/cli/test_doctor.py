@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -43,6 +44,8 @@ def test_report_and_exit_code(monkeypatch, capsys):
         text = capsys.readouterr().out
         assert all(check.fix in text for check in found)
         assert ("cannot serve" in text) == bool(code) and "1 to look at" in text
+        last = text.splitlines()[-1]
+        assert last.startswith("next: ") and ("sglang-scout plan" in last) == (code == 0)
 
 
 def test_variables_without_which_a_server_ends(monkeypatch):
@@ -236,6 +239,11 @@ def test_locked_memory_is_needed_by_a_gpu_and_by_rdma(monkeypatch, tmp_path, gpu
     assert ("MOONCAKE_PROTOCOL=tcp" in check.fix) == rdma
     monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY,) * 2)
     assert doctor.check_locked_memory().state == "ok"
+
+
+def test_both_mooncakes_are_of_one_version():
+    versions = {doctor.pinned(f"mooncake-transfer-engine-{x}") for x in ("cuda13", "non-cuda")}
+    assert len(versions) == 1 and re.fullmatch(r"[\w.]+", versions.pop())
 
 
 def test_a_mooncake_without_cuda_matters_beside_a_gpu(monkeypatch, tmp_path):

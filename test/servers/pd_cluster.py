@@ -17,7 +17,7 @@ import tempfile
 import time
 import urllib.request
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -70,6 +70,7 @@ class PDCluster:
         log_dir: for the three log files. Default: a fresh temporary folder, named after a failure
             and removed at the end of a ``with`` block that had none.
         ready_timeout_s: for all servers together.
+        on_ready: called with the name of each server that answers.
     """
 
     def __init__(
@@ -92,13 +93,14 @@ class PDCluster:
         env: Mapping[str, str] | None = None,
         log_dir: str | Path | None = None,
         ready_timeout_s: float = 600.0,
+        on_ready: Callable[[str], None] = lambda name: None,
     ) -> None:
         self.model_dir = Path(model_dir)
         self.cluster_id = uuid.uuid4().hex
         self._owns_log_dir = log_dir is None
         self.log_dir = Path(log_dir or tempfile.mkdtemp(prefix="sglang-scout-logs-"))
         self.log_dir.mkdir(parents=True, exist_ok=True)
-        self.ready_timeout_s = ready_timeout_s
+        self.ready_timeout_s, self.on_ready = ready_timeout_s, on_ready
         self._settle_s = settle_s_of(device, prefill_device)
         self.startup_s = 0.0
         self.one_by_one = one_by_one
@@ -204,6 +206,7 @@ class PDCluster:
             if self.one_by_one:
                 server.start()
             wait_healthy(server, self._urls[name] + "/health", deadline, self.all_servers())
+            self.on_ready(name)
         if self.router is not None:
             # Only now: it checks its workers at once when it starts, and again only after a while.
             self.router.start()

@@ -38,7 +38,12 @@ DESCRIPTION = (
 PLUGIN_GROUP = "sglang.srt.plugins"
 PLUGIN_NAME = "scout"
 TIMEOUT_S = 120
-INSTALL = "pip install sglang-scout, or scripts/setup.sh in a checkout"
+AGAIN = "do what stands behind ->, then sglang-scout doctor"
+START = (
+    "sglang-scout plan --model-path DIR says how many requests fit; then start both servers of a pair with "
+    "--kv-offload scout (docs/tutorial.md)"
+)
+INSTALL = "pip install 'sglang-scout[cpu]' or '[cuda]', or scripts/setup.sh in a checkout"
 
 
 def pinned(distribution: str) -> str | None:
@@ -46,7 +51,7 @@ def pinned(distribution: str) -> str | None:
     for requirement in requires("sglang-scout") or ():
         name, equal, wanted = requirement.partition("==")
         if equal and name.strip() == distribution:
-            return wanted.strip()
+            return wanted.partition(";")[0].strip()  # what stands behind is its extra
     return None
 
 
@@ -133,11 +138,17 @@ def _importable(name: str, module: str, distribution: str, packages: str = "") -
 
 
 def check_mooncake() -> Check:
-    distribution = "mooncake-transfer-engine-non-cuda"
-    check = _importable("mooncake", "mooncake.engine", distribution, "libibverbs1 librdmacm1")
-    if check.state == OK and machine.nvidia_gpus() and not machine.transfer_reads_device():
+    name, packages = "mooncake", "libibverbs1 librdmacm1"
+    if not machine.nvidia_gpus():
+        distribution = "mooncake-transfer-engine-non-cuda"
+        return _importable(name, "mooncake.engine", distribution, packages)
+    # The build with CUDA finds libcudart as a server does, which imports torch first.
+    distribution = "mooncake-transfer-engine-cuda13"
+    packages += " ibverbs-providers libcurl4"
+    check = _importable(name, "torch, mooncake.engine", distribution, packages)
+    if check.state == OK and not machine.transfer_reads_device():
         found = f"{check.found}; built without CUDA, so TCP cannot send from a GPU"
-        fix = "prefill server with --device cpu, or another build: docs/operations.md"
+        fix = f"pip install {distribution}=={pinned(distribution)}, or the prefill server with --device cpu"
         return replace(check, state=WARNING, found=found, fix=fix)
     return check
 
@@ -204,6 +215,7 @@ def report(results: list[Check]) -> str:
     warned = sum(check.state == WARNING for check in results)
     verdict = "this machine can serve" if not failed else f"{failed} failed: it cannot serve"
     out.append(f"\n{verdict}" + (f"; {warned} to look at" if warned else ""))
+    out.append(f"next: {AGAIN if failed else START}")
     return "\n".join(out)
 
 

@@ -211,6 +211,12 @@ HOOKS: dict[str, tuple[Hook, ...]] = {
             "replay the graph that is for the step",
         ),
         Hook(
+            "observability.trace.TraceReqContext.trace_slice",
+            "tracing:before_trace_slice",
+            "before",
+            "with `--enable-trace`: what steps did, as attributes of each token's span",
+        ),
+        Hook(
             "managers.scheduler.Scheduler.get_internal_state",
             "decode_hooks:after_get_internal_state",
             "after",

@@ -1,0 +1,46 @@
+"""For mkdocs.yml: pages that lie outside of docs/, links between the two, and what docstrings have of their own."""
+
+import posixpath
+import re
+from pathlib import Path
+
+import griffe
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).resolve().parents[1]
+OUTSIDE = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "LICENSE": "LICENSE",
+    "benchmark/accuracy/recall_model/README.md": "recall-model.md",
+}
+
+
+def on_files(files, config):
+    for source, place in OUTSIDE.items():
+        files.append(File.generated(config, place, content=(ROOT / source).read_text()))
+    return files
+
+
+def on_page_markdown(markdown, page, config, files):
+    """A link from file to file becomes one from page to page. MkDocs looks whether there is such a page."""
+    place = page.file.src_uri
+    source = {p: s for s, p in OUTSIDE.items()}.get(place, f"docs/{place}")
+
+    def moved(link):
+        target = posixpath.normpath(posixpath.join(posixpath.dirname(source), link[1]))
+        target = OUTSIDE.get(target, target.removeprefix("docs/"))
+        return f"]({posixpath.relpath(target, posixpath.dirname(place) or '.')}"
+
+    return re.sub(r"\]\((?![a-z]+:)([^)#]+)", moved, markdown)
+
+
+class Docstrings(griffe.Extension):
+    """What the parser of docstrings does not know: sections without a line between, names with one description."""
+
+    def on_object(self, *, obj, **_):
+        if obj.docstring:
+            text = re.sub(r":\w+:`", "`", obj.docstring.value)
+            text = re.sub(r"(?m)^(Returns|Raises):$", r"\n\1:", text)
+            obj.docstring.value = re.sub(r"(?m)^( +\w+), (\w[\w, ]*): ", r"\1: and `\2`: ", text)

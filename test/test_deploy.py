@@ -1,0 +1,221 @@
+"""Whatever starts a server, a router or `sglang-scout` in documents and deploy files is parsed by the program's own
+parser; the deploy files by their tools and schemas, where these need no daemon and no cluster."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from sglang_scout.core.sglang_versions import ADAPTERS
+
+ROOT = Path(__file__).resolve().parents[1]
+DEPLOY = ROOT / "docs" / "deploy"
+MODULES = {"sglang.launch_server": "server", "sglang_router.launch_router": "router"}
+INFINIBAND = "/sys/class/infiniband"
+# What depends on the machine: replaced by what any machine has.
+HERE = {"--kv-offload-host-gb": "0.05", "--kv-offload-cpus": str(min(os.sched_getaffinity(0)))}
+
+
+def words_of(line: str) -> list[str]:
+    """Of a shell's line, up to where it is sent to the background or its output elsewhere."""
+    words = shlex.split(line, comments=True)
+    return words[: next((i for i, x in enumerate(words) if x in ("&", "|", ">")), None)]
+
+
+def program(words: list[str]) -> tuple[str, list[str]] | None:
+    """Which of the parsers is meant, and its words."""
+    for i, word in enumerate(words):
+        if word in MODULES and words[i - 1] == "-m":
+            return MODULES[word], words[i + 1 :]
+        if word.endswith("sglang-scout"):
+            return "scout", words[i + 1 :]
+    return None
+
+
+def of_shell(text: str):
+    lines = text.replace("\\\n", " ").splitlines()
+    return [
+        words_of(x)
+        for x in lines
+        if re.search(r"-m sglang|^\S*sglang-scout \w", x) and "…" not in x
+    ]
+
+
+def of_compose(path: Path, **variables: str):
+    text = re.sub(r"\$\{(\w+):[-?]([^}]*)\}", lambda x: variables.get(x[1], x[2]), path.read_text())
+    services = yaml.safe_load(text)["services"].values()
+    return [shlex.split(x["command"]) for x in services if "command" in x]
+
+
+def kubernetes():
+    return list(yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text()))
+
+
+def pods():
+    return [
+        x["spec"]["template"]["spec"]["containers"][0]
+        for x in kubernetes()
+        if x["kind"] == "Deployment"
+    ]
+
+
+def commands() -> dict[str, tuple[str, list[str]]]:
+    found = {}
+    documents = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    blocks = {
+        x: "\n".join(re.findall(r"```(?:bash|sh)\n(.*?)```", x.read_text(), re.DOTALL))
+        for x in documents
+    }
+    lines = {x: of_shell(text) for x, text in blocks.items()}
+    lines[DEPLOY / "slurm.sh"] = of_shell((DEPLOY / "slurm.sh").read_text())
+    compose = DEPLOY / "compose.yaml"
+    lines[compose] = of_compose(compose) + of_compose(compose, DEVICE="cuda")
+    lines[DEPLOY / "kubernetes.yaml"] = [pod["args"] for pod in pods()]
+    for path, all_words in lines.items():
+        for i, words in enumerate(all_words):
+            if one := program(words):
+                found[f"{path.relative_to(ROOT)}:{i}"] = one
+    return found
+
+
+COMMANDS = commands()
+
+
+def parse(name: str, words: list[str], model: str) -> None:
+    """As the program that is started with these words does; raises what it raises."""
+    words = [x for word in words for x in (word.split("=", 1) if word.startswith("--") else [word])]
+    for flag, value in {"--model-path": model, **(HERE if name == "server" else {})}.items():
+        if flag in words:
+            words[words.index(flag) + 1] = value
+    if name == "router":
+        from sglang_router.launch_router import parse_router_args
+
+        parse_router_args(words)._validate_router_args()
+    elif name == "scout":
+        from sglang_scout.cli import _parser
+
+        _parser(words).parse_args(words)
+    else:
+        from sglang.srt.server_args import prepare_server_args
+
+        os.environ.pop("SGLANG_SCOUT_ROLE", None)
+        made = prepare_server_args(words if "--device" in words else [*words, "--device", "cuda"])
+        getattr(made, "resolve_once", lambda: None)()
+        assert os.environ.get("SGLANG_SCOUT_ROLE") or "--kv-offload" not in words, "not hooked"
+
+
+def main() -> None:
+    """The child process: what became of each command, by its place."""
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    # As on a machine with an RDMA device, which SGLang looks for.
+    has, names = os.path.isdir, os.listdir
+    os.path.isdir = lambda path: path == INFINIBAND or has(path)
+    os.listdir = lambda path=".": ["mlx5_0"] if path == INFINIBAND else names(path)
+    outcome = {}
+    for place, (name, words) in COMMANDS.items():
+        try:
+            parse(name, words, sys.argv[1])
+            outcome[place] = ""
+        except (Exception, SystemExit) as error:
+            outcome[place] = f"{type(error).__name__}: {error}"
+    Path(sys.argv[2]).write_text(json.dumps(outcome))
+
+
+@pytest.fixture(scope="module")
+def outcome(tiny_model, tmp_path_factory):
+    """Of a process of its own: the plugin changes SGLang's classes for good."""
+    file = tmp_path_factory.mktemp("parsed") / "outcome.json"
+    command = [sys.executable, __file__, tiny_model("qwen3"), file]
+    environment = {k: x for k, x in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment)
+    assert file.exists(), done.stderr[-4000:]
+    return json.loads(file.read_text()), done.stderr
+
+
+@pytest.mark.parametrize("place", COMMANDS)
+def test_the_programs_own_parser_takes_it(outcome, place):
+    found, said = outcome
+    assert not found[place], f"{COMMANDS[place]}: {found[place]}\n{said[-2000:]}"
+
+
+def test_commands_are_found():
+    places = {place.rpartition(":")[0] for place in COMMANDS}
+    files = ("compose.yaml", "kubernetes.yaml", "slurm.sh", "README.md")
+    assert {"README.md", "docs/tutorial.md", *(f"docs/deploy/{x}" for x in files)} <= places
+    assert {name for name, _ in COMMANDS.values()} == {"server", "router", "scout"}
+
+
+def test_compose_files_are_taken():
+    command = ["docker", "compose"]
+    if subprocess.run([*command, "version"], capture_output=True).returncode:
+        command = ["docker-compose"]
+        if shutil.which(*command) is None:
+            pytest.skip("no docker compose")
+    for device, files in (
+        ("cpu", ["compose.yaml"]),
+        ("cuda", ["compose.yaml", "compose.cuda.yaml"]),
+    ):
+        words = [word for file in files for word in ("-f", DEPLOY / file)]
+        environment = os.environ | {"MODEL": "/m", "DEVICE": device}
+        done = subprocess.run(
+            [*command, *words, "config"], capture_output=True, text=True, env=environment
+        )
+        assert done.returncode == 0, done.stderr
+        services = yaml.safe_load(done.stdout)["services"]
+        assert services["decode"]["image"] == f"sglang-scout:{device}"
+        assert ("deploy" in services["prefill"]) == (device == "cuda")
+        for mount in (x for s in services.values() for x in s.get("volumes", ())):
+            source = mount.split(":")[0] if isinstance(mount, str) else mount["source"]
+            assert source == "/m" or Path(source).is_file(), mount
+
+
+def test_the_manifests_are_of_the_schema():
+    import kubernetes_validate
+
+    documents = kubernetes()
+    for document in documents:
+        kubernetes_validate.validate(document, "1.31", strict=True)
+    labels = [
+        x["spec"]["template"]["metadata"]["labels"] for x in documents if x["kind"] == "Deployment"
+    ]
+    selectors = [x["spec"]["selector"] for x in documents if x["kind"] in ("Deployment", "Service")]
+    for selector in (x.get("matchLabels", x) for x in selectors):
+        assert any(selector.items() <= x.items() for x in labels), selector
+    for pod in pods():
+        asked = {probe["httpGet"]["port"] for key, probe in pod.items() if key.endswith("Probe")}
+        assert asked == {int(x.split("=")[1]) for x in pod["args"] if x.startswith("--port=")}
+
+
+def test_the_dockerfile_has_no_faults():
+    file = DEPLOY / "Dockerfile"
+    hadolint = Path(sys.executable).parent / "hadolint"
+    done = subprocess.run([hadolint, file], capture_output=True, text=True)
+    assert done.returncode == 0 and not done.stdout, done.stdout
+    text = file.read_text()
+    for words in re.findall(r"^COPY (.*) \S+$", text, re.MULTILINE):
+        assert all((ROOT / word).exists() for word in words.split())
+    assert re.search(r"^ARG SGLANG=(.*)$", text, re.MULTILINE)[1] in ADAPTERS
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="no promtool (Debian: prometheus)")
+def test_prometheus_takes_its_file(tmp_path):
+    for file in (DEPLOY / "prometheus.yml", ROOT / "docs" / "monitoring" / "alerts.yml"):
+        shutil.copy(file, tmp_path)
+    subprocess.run(["promtool", "check", "config", tmp_path / "prometheus.yml"], check=True)
+
+
+def test_the_job_is_a_shell_script():
+    subprocess.run(["bash", "-n", DEPLOY / "slurm.sh"], check=True)
+
+
+if __name__ == "__main__":
+    main()
