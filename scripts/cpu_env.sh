@@ -17,7 +17,7 @@ if [ "${SCOUT_FORCE_CPU:-0}" = 1 ] || [ ! -e /dev/nvidiactl ]; then
     # Two servers and a worker share the cores. OpenMP threads that spin at the end of each parallel region
     # take them from whoever has work.
     export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}"
-    # A newer SGLang loads the driver's library; scripts/setup.sh has made one that says that there is no device.
+    # A newer SGLang loads the driver's library; scripts/no_driver.sh makes one that says that there is no device.
     _no_driver="${VIRTUAL_ENV:-$PWD/.venv}/lib/no-driver"
     case ":${LD_LIBRARY_PATH:-}:" in
     *":$_no_driver:"*) ;;

@@ -58,7 +58,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 find_pip
 if [ "$SERVER" = 1 ]; then
     [ -x .venv/bin/python ] || die "SGLang is packed from .venv: run scripts/setup.sh first, or leave it out with --kernels"
-    [ -d .venv/lib/python*/site-packages/torch-"$TORCH".*.dist-info ] || die "SGLang in .venv is not for torch $TORCH: run \
+    compgen -G ".venv/lib/python*/site-packages/torch-$TORCH.*.dist-info" >/dev/null || die "SGLang in .venv is not for torch $TORCH: run \
 SGLANG_VERSION=0.5.15.post1 scripts/setup.sh first, for torch 2.11; set TORCH; or leave it out with --kernels"
     pins="$(.venv/bin/python -c '
 import sys

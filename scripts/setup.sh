@@ -14,7 +14,6 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 STAMP=.venv/.sglang-scout-setup
 BOOTSTRAP=.cache/uv-bootstrap
-NO_DRIVER=.venv/lib/no-driver # scripts/cpu_env.sh has it too
 TRANSFER=cpu # which mooncake: an extra of pyproject.toml
 [ ! -e /dev/nvidiactl ] || TRANSFER=cuda
 
@@ -37,7 +36,8 @@ sglang_version() {
 fingerprint() {
     {
         sglang_version
-        find pyproject.toml scripts/setup.sh sgl-kernel -type f -print0 | LC_ALL=C sort -z | xargs -0 sha256sum
+        echo "$TRANSFER"
+        find pyproject.toml scripts/setup.sh scripts/no_driver.sh sgl-kernel -type f -print0 | LC_ALL=C sort -z | xargs -0 sha256sum
         .venv/bin/python -S -c 'import sys; print(sys.version, sys.prefix)' 2>/dev/null || echo "no venv"
     } | sha256sum | cut -d' ' -f1
 }
@@ -134,7 +134,7 @@ python_headers() {
 # Runs what says nothing for minutes, and says so. Without the lock, which a last sleep would keep.
 patiently() {
     local status=0 ticker
-    (while sleep 20 >&- 2>&-; do say "not done yet, $SECONDS s"; done) 9>&- &
+    (while sleep 20 >&- 2>&- && kill -0 $$ 2>/dev/null; do say "not done yet, $SECONDS s"; done) 9>&- &
     ticker=$!
     "$@" || status=$?
     kill "$ticker"
@@ -171,13 +171,10 @@ install_project() {
     patiently .venv/bin/python -m pip install -q "$sglang" -e "$ours"
 }
 
-# The kernels of a newer SGLang load the library of the GPU's driver also where there is none.
 stand_in_for_the_driver() {
-    rm -rf "$NO_DRIVER"
+    rm -rf .venv/lib/no-driver
     if [ "$(sglang_version)" = 0.5.15.post1 ] || has_library 'libcuda\.so\.1'; then return; fi
-    mkdir -p "$NO_DRIVER"
-    echo 'extern "C" int cuPointerGetAttribute() { return 100; } // no device' |
-        "${CXX:-c++}" -shared -fPIC -Wl,-soname,libcuda.so.1 -xc++ - -o "$NO_DRIVER/libcuda.so.1"
+    scripts/no_driver.sh .venv
 }
 
 verify() {

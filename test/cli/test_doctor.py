@@ -119,6 +119,17 @@ def test_another_sglang_is_refused(monkeypatch):
     assert "pip install sglang==0.5.23" in check.fix
 
 
+@pytest.mark.parametrize(("found", "state"), [("0.5.23", "failed"), ("0.5.15.post1", "ok")])
+def test_without_the_drivers_library_a_newer_sglang_does_not_start(monkeypatch, found, state):
+    error = "ImportError: libcuda.so.1: cannot open shared object file"
+    done = subprocess.CompletedProcess([], 1, "", error)
+    monkeypatch.setattr(doctor, "version", lambda name: found)
+    monkeypatch.setattr(doctor, "_python", lambda *words: done)
+    check = doctor.check_sglang()
+    assert check.state == state
+    assert state == "ok" or ("libcuda" in check.found and "scripts/no_driver.sh" in check.fix)
+
+
 def test_a_plugin_that_sglang_would_skip(monkeypatch):
     monkeypatch.setenv("SGLANG_PLUGINS", "other")
     check = doctor.check_plugin()

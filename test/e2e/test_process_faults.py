@@ -11,6 +11,7 @@ import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -35,6 +36,8 @@ pytestmark = pytest.mark.slow  # some minutes
 CONFIG = {"exact_layers": [0, 1, 2, 3], "resident_tokens": 2048}
 NEW_TOKENS = 80
 LONG = 400
+# What a newer SGLang retracts for a pause is computed anew by the prefill server, with full attention.
+PAUSE_KEEPS_KV = version("sglang") == "0.5.15.post1"
 OUTAGE_S = 60
 """The longest that a request may take to end when a server is gone: heartbeats find out in about 10 s. A request of
 which a killed decode server had not told the prefill server yet waits there for BOOTSTRAP_S, and the router for it."""
@@ -82,6 +85,14 @@ def wait_for_steps(servers, count):
 def assert_idle(servers):
     wait_until("pages are free", lambda: servers.kv_offload()["host_pages_used"] == 0, 60)
     assert servers.kv_offload()["resident_pages"] == 0
+
+
+def assert_resumed(expected, outcomes):
+    """After pauses. ``test_confinement`` compares tokens where all pages are attended to."""
+    if PAUSE_KEEPS_KV:
+        assert_same_tokens(expected, [outcome.answer for outcome in outcomes])
+    for outcome, whole in zip(outcomes, expected, strict=True):
+        assert len(outcome.answer.output_ids) == len(whole.output_ids), outcome
 
 
 def assert_served(servers, undisturbed):
@@ -145,8 +156,7 @@ def test_clients_that_leave_while_retracted(servers):
         connection.close()
     time.sleep(3)  # SGLang aborts a stream 2 s after its client has left
     http_json(servers.server_url("decode") + "/continue_generation", {})
-    outcomes = load.outcomes(120)
-    assert_same_tokens(expected, [outcome.answer for outcome in outcomes])
+    assert_resumed(expected, load.outcomes(120))
     assert_idle(servers)
 
 
@@ -160,8 +170,7 @@ def test_pauses_while_requests_are_on_their_way(servers, undisturbed):
         time.sleep(1)
         http_json(servers.server_url("decode") + "/continue_generation", {})
     assert load.ended() < len(prompts), "all had ended before the last pause"
-    outcomes = load.outcomes(120)
-    assert_same_tokens(expected, [outcome.answer for outcome in outcomes])
+    assert_resumed(expected, load.outcomes(120))
     assert_idle(servers)
 
 
@@ -187,8 +196,7 @@ def folder_gone(folder):
 
 @contextmanager
 def folder_full(folder):
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", folder]).returncode:
-        pytest.skip("only root can mount a folder that is full")
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", folder], check=True)
     try:
         with pytest.raises(OSError, match="No space left"):
             Path(folder, "all").write_bytes(bytes(1 << 20))
@@ -197,7 +205,16 @@ def folder_full(folder):
         subprocess.run(["umount", "--lazy", folder], check=True)
 
 
-@pytest.mark.parametrize("spoiled", [folder_gone, folder_full])
+@pytest.mark.parametrize(
+    "spoiled",
+    [
+        folder_gone,
+        pytest.param(
+            folder_full,
+            marks=pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount one"),
+        ),
+    ],
+)
 def test_a_new_worker_starts_without_the_temporary_folder(servers, undisturbed, spoiled):
     prompts, expected = undisturbed
     load = in_flight(servers, prompts)
@@ -223,24 +240,36 @@ def no_descriptor(pid):
         resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
 
 
+PIDS = Path("/sys/fs/cgroup/pids")  # of version 1
+
+
 @contextmanager
 def no_process(pid):
     """By a control group: RLIMIT_NPROC does not bind root."""
-    group = Path("/sys/fs/cgroup/pids/scout-test")
-    if not os.access(group.parent, os.W_OK):
-        pytest.skip("no control group of processes (version 1) that this user can write")
+    group = PIDS / f"scout-test-{os.getpid()}"
     group.mkdir()
-    (group / "cgroup.procs").write_text(str(pid))
-    (group / "pids.max").write_text((group / "pids.current").read_text())
     try:
+        (group / "cgroup.procs").write_text(str(pid))
+        (group / "pids.max").write_text((group / "pids.current").read_text())
         yield
     finally:
-        (group.parent / "cgroup.procs").write_text(str(pid))
-    wait_until("the group is empty", lambda: not (group / "cgroup.procs").read_text(), 30)
-    group.rmdir()
+        (PIDS / "cgroup.procs").write_text(str(pid))
+        wait_until("the group is empty", lambda: not (group / "cgroup.procs").read_text(), 30)
+        group.rmdir()
 
 
-@pytest.mark.parametrize("without", [no_descriptor, no_process])
+@pytest.mark.parametrize(
+    "without",
+    [
+        no_descriptor,
+        pytest.param(
+            no_process,
+            marks=pytest.mark.skipif(
+                not os.access(PIDS, os.W_OK), reason="needs a control group that it can write"
+            ),
+        ),
+    ],
+)
 def test_nothing_is_left_for_a_new_worker(servers, undisturbed, without):
     prompts, expected = undisturbed
     prompts, expected = prompts[:8], expected[:8]

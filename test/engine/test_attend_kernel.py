@@ -66,11 +66,11 @@ def test_a_device_that_it_does_not_know_is_a_reason(make):
         make(config='{"attend_kernel": "flash"}')
 
 
-def arguments():
+def calls():
     torch.manual_seed(0)
     q, k, v = torch.randn(2, 4, 64), torch.randn(3, 32, 2, 64), torch.randn(3, 32, 2, 64)
     pages = torch.tensor([[0, 2], [1, -1]], dtype=torch.int32)
-    return attend_pages.in_order((q, k, v, pages, None, None, 0.125), {})
+    return [attend_pages.in_order((q, k, v, pages, None, None, 0.125), {})]
 
 
 def add(monkeypatch, run):
@@ -81,7 +81,7 @@ def add(monkeypatch, run):
 
 def clock(*times_us):
     times = iter(times_us)
-    return lambda run: run() and next(times)
+    return lambda runs: [run() for run in runs] and next(times)
 
 
 @pytest.mark.parametrize(("theirs_us", "found"), [(9.0, "theirs"), (11.0, "native")])
@@ -91,7 +91,7 @@ def test_the_faster_of_two_that_agree_is_chosen(monkeypatch, theirs_us, found):
         return out.bfloat16(), lse
 
     names = add(monkeypatch, rounded)
-    assert attention.fastest(names, arguments(), clock(10.0, theirs_us)) == found
+    assert attention.fastest(names, calls(), clock(10.0, theirs_us)) == found
 
 
 def wrong(*call):
@@ -108,13 +108,22 @@ def fails(*_):
 )
 def test_one_that_differs_or_fails_is_left_out(monkeypatch, caplog, theirs, why):
     names = add(monkeypatch, theirs)
-    assert attention.fastest(names, arguments(), clock(10.0, 1.0)) == "native"
+    assert attention.fastest(names, calls(), clock(10.0, 1.0)) == "native"
     assert "attention by theirs is left out: " in caplog.text
     assert why in caplog.text
+
+
+@pytest.mark.skipif(not triton.interpreted(), reason="needs Triton's interpreter")
+@pytest.mark.parametrize(("key", "found"), [("auto", "triton"), ("native", "native")])
+def test_an_engine_takes_the_fastest_unless_one_is_named(make, monkeypatch, key, found):
+    monkeypatch.setattr(attention, "_POOL_PAGES", 4)
+    monkeypatch.setattr(attention, "_TIMES", {"cpu": clock(10.0, 9.0)})
+    make(config=json.dumps({"attend_kernel": key}), layers=1)
+    assert attend_pages.preferred == found
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_call_is_timed_in_a_graph():
     x = torch.ones(1 << 24, device="cuda")
-    small, large = (attention.graph_time_us(part.exp_) for part in (x[:64], x))
+    small, large = (attention.graph_time_us([part.exp_] * 3) for part in (x[:64], x))
     assert 0 < small < large

@@ -74,6 +74,12 @@ def check_sglang() -> Check:
     values = {"version": found, "supported": supported}
     if found not in supported:
         return Check("sglang", FAILED, f"{found}, expected {' or '.join(supported)}", fix, values)
+    done = _python("-c", "import torch, sgl_kernel")
+    if "libcuda.so.1" in done.stderr and found != "0.5.15.post1":  # which goes on without them
+        fix = "without a GPU: scripts/no_driver.sh VENV, then . scripts/cpu_env.sh; with one: install its driver"
+        return Check(
+            "sglang", FAILED, f"{found}; its kernels do not load: {_reason(done)}", fix, values
+        )
     return Check("sglang", OK, found, values=values)
 
 

@@ -231,7 +231,8 @@ def _estimate(flag: str, config: dict[str, Any]) -> int:
 
 
 def _experts(flag: str, config: dict[str, Any]) -> tuple[int, int, int]:
-    """MLPs of a layer, those that a token takes, and the inner size of one."""
+    """MLPs of a layer, those that a token takes, and the inner size of one. Layers without experts are counted as if
+    they had some."""
     inner = _number(flag, config, "intermediate_size", 0)
     key = next((k for k in ("num_local_experts", "num_experts") if config.get(k) is not None), None)
     if key is None:

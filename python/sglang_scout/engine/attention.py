@@ -19,8 +19,8 @@ from sglang_scout.policy.base import Policy
 
 logger = logging.getLogger(__name__)
 
-_POOL_PAGES = 1024  # more than an L2 cache holds: 128 MiB of 8 heads of 128 in bf16
-_CALLS = 20
+_POOL_PAGES = 1024  # 128 MiB of 8 heads of 128 in bf16, more than an L2 cache holds
+_CALLS = 20  # that read other pages each
 _SAME = Tolerance(2**-7, 2**-7, "one may round its result to bf16")
 
 
@@ -34,9 +34,7 @@ def use_attention(
     """
     chooses = policy.feedback is None and policy.digest.only_selected
     lists = sizes.lists if chooses else 1
-    columns = sizes.budget_pages if chooses else sizes.num_slots // sizes.max_batch
-    arguments = _arguments(shape, sizes.max_batch, lists, max(columns, 1), device)
-    reasons = attend_pages.reasons(*arguments)
+    reasons = attend_pages.reasons(*_call(shape, 1, lists, 1, 0, device)[0])
     if found := "; ".join(reasons.get(kernel, [])):
         raise ConfigError(
             f"{FLAGS['config']}: attend_kernel = {kernel!r} cannot run with {FLAGS['policy']} {policy.name} (C={lists} "
@@ -44,52 +42,61 @@ def use_attention(
             "and what can run is chosen"
         )
     able = [other for other, why in reasons.items() if not why and other != REFERENCE]
-    if kernel == "auto" and device.type == "cuda" and len(able) > 1:
-        kernel = fastest(able, arguments, graph_time_us)
+    time_us = _TIMES.get(device.type)
+    if kernel == "auto" and time_us and len(able) > 1:
+        columns = sizes.budget_pages if chooses else sizes.num_slots // sizes.max_batch
+        calls = _call(shape, sizes.max_batch, lists, max(columns, 1), _POOL_PAGES, device)
+        kernel = fastest(able, calls, time_us)
     attend_pages.preferred = kernel
 
 
-def _arguments(
-    shape: ModelShape, batch: int, lists: int, columns: int, device: torch.device
-) -> list[Any]:
-    """Of a call in a full batch: every request attends to ``columns`` pages anywhere in the pool."""
+def _call(
+    shape: ModelShape, batch: int, lists: int, columns: int, pool_pages: int, device: torch.device
+) -> list[list[Any]]:
+    """Arguments of calls in a full batch: every request attends to ``columns`` pages anywhere in a pool."""
     generator = torch.Generator().manual_seed(0)  # the global one is SGLang's
-    sizes = (_POOL_PAGES if device.type == "cuda" else 1, shape.page_size)
-    heads = shape.num_kv_heads, shape.head_dim
 
     def noise(*of: int) -> torch.Tensor:
         return torch.randn(*of, generator=generator).to(device, shape.dtype)
 
     q = noise(batch, shape.num_q_heads, shape.head_dim)
-    k, v = (noise(*sizes, *heads).to(shape.kv_dtype) for _ in range(2))
-    rows = batch * lists, columns
-    pages = torch.randint(sizes[0], rows, generator=generator, dtype=torch.int32).to(device)
-    return attend_pages.in_order((q, k, v, pages, None, None, shape.scale, shape.logit_cap), {})
+    pool = pool_pages, shape.page_size, shape.num_kv_heads, shape.head_dim
+    k, v = (noise(*pool).to(shape.kv_dtype) for _ in range(2))
+    tables = torch.randint(
+        max(pool_pages, 1), (_CALLS, batch * lists, columns), generator=generator, dtype=torch.int32
+    )
+    return [
+        attend_pages.in_order((q, k, v, pages, None, None, shape.scale, shape.logit_cap), {})
+        for pages in tables.to(device)
+    ]
 
 
 def fastest(
     names: Sequence[str],
-    arguments: Sequence[Any],
-    time_us: Callable[[Callable[[], Any]], float],
+    calls: Sequence[Sequence[Any]],
+    time_us: Callable[[Sequence[Callable[[], Any]]], float],
 ) -> str:
     """Of implementations of :func:`attend_pages`, the first of which the others have to agree with.
 
     Args:
-        arguments: of one call.
-        time_us: of a call.
+        calls: arguments of each.
+        time_us: of a call, from all of them.
     """
-    runs = {i.name: partial(i.run, *arguments) for i in attend_pages.implementations}
+    found = {i.name: i.run for i in attend_pages.implementations}
     right, times = None, {}
     for name in names:
+        runs = [partial(found[name], *arguments) for arguments in calls]
         try:
-            found = runs[name]()
-            right = right or found
-            pairs = zip(found, right, strict=True)
+            result = runs[0]()
+            right = right or result
+            pairs = zip(result, right, strict=True)
             wrong = "".join(_SAME.mismatch(ours.float(), theirs) for ours, theirs in pairs)
             if not wrong:
-                times[name] = time_us(runs[name])
+                times[name] = time_us(runs)
         except Exception as error:  # of a library that this device may never have run
             wrong = f"{type(error).__name__}: {error}"
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()  # an error that stays ends the start
         if wrong:
             logger.warning("attention by %s is left out: %s", name, wrong)
     chosen = min(times, key=times.__getitem__, default=names[0])
@@ -98,16 +105,23 @@ def fastest(
     return chosen
 
 
-def graph_time_us(run: Callable[[], Any]) -> float:
+def graph_time_us(runs: Sequence[Callable[[], Any]]) -> float:
     """Of a call as a captured step has it: what its launches cost the host does not count."""
-    graph = torch.cuda.CUDAGraph()
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        for _ in range(_CALLS):
-            run()
+    try:
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            for run in runs:
+                run()
+    finally:
+        torch.cuda.set_stream(stream)  # a capture that fails leaves its own behind
     graph.replay()
     begin.record()
     graph.replay()
     end.record()
     end.synchronize()
-    return begin.elapsed_time(end) * 1e3 / _CALLS
+    return begin.elapsed_time(end) * 1e3 / len(runs)
+
+
+_TIMES = {"cuda": graph_time_us}
+"""By the type of device: how calls are timed; on others the first that can run is taken."""

@@ -46,7 +46,7 @@ def append_tokens(
     """Write each request's new token as the last of the page that it is filling.
 
     pages[ids[b], lens[b] - 1] = new[b] where ids[b] >= 0. fp8 is rounded as torch's and SGLang's ``.to`` does: what
-    is too large becomes NaN in e4m3 and inf in e5m2.
+    is too large becomes inf in e5m2, in e4m3 NaN or, since torch 2.14, 448.
 
     Args:
         k, v: [B, H, D] any float dtype; rows may be strided, as views of a fused projection are.
