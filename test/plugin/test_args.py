@@ -241,6 +241,7 @@ def serve_flags(cases, model, folder):
     facts = seen(resolved(ServerArgs(**common)))
     patched = (t for t in HookRegistry._patched if "scout" in str(HookRegistry._hooks[t]))
     facts["patched"] = sorted(patched)
+    facts["keep_alive_s"] = [os.environ.get("SGLANG_TIMEOUT_KEEP_ALIVE")]
     results = []
     for given in cases:
         given = common | {"kv_offload": "scout"} | given
@@ -252,6 +253,7 @@ def serve_flags(cases, model, folder):
         except Exception as error:
             results.append([repr(type(error).__mro__[-4:-1]), str(error)])
     os.environ.pop("SGLANG_SCOUT_ROLE", None)
+    facts["keep_alive_s"].append(os.environ["SGLANG_TIMEOUT_KEEP_ALIVE"])
     (folder / "results.json").write_text(json.dumps([results, facts]))
     sys.argv = ["launch_server", *flags(**common, kv_offload="scout", kv_offload_budget=33)]
     try:
@@ -376,6 +378,7 @@ def test_without_the_flag_sglang_is_as_it_was(outcome):
     facts = outcome.facts
     assert facts["role"] is None and facts["decode"] is None and facts["page_size"] == 1
     assert facts["requests"] is None
+    assert facts["keep_alive_s"] == [None, "120"], "without the flag, and with it"
     targets = (hook.target_in(version("sglang")) for hook in HOOKS["flags"])
     assert facts["patched"] == [f"sglang.srt.{target}" for target in targets if target]
 
