@@ -191,7 +191,10 @@ def test_the_manifests_are_of_the_schema():
     for selector in (x.get("matchLabels", x) for x in selectors):
         assert any(selector.items() <= x.items() for x in labels), selector
     for pod in pods():
-        asked = {probe["httpGet"]["port"] for key, probe in pod.items() if key.endswith("Probe")}
+        probes = [probe for key, probe in pod.items() if key.endswith("Probe")]
+        for probe in probes:  # a server's /health takes a second at least, and up to 20
+            assert probe["httpGet"]["path"] != "/health" or probe["timeoutSeconds"] > 20
+        asked = {probe["httpGet"]["port"] for probe in probes}
         assert asked == {int(x.split("=")[1]) for x in pod["args"] if x.startswith("--port=")}
 
 

@@ -34,7 +34,7 @@ def use_attention(
     """
     chooses = policy.feedback is None and policy.digest.only_selected
     lists = sizes.lists if chooses else 1
-    reasons = attend_pages.reasons(*_call(shape, 1, lists, 1, 0, device)[0])
+    reasons = attend_pages.reasons(*_calls(shape, 1, lists, 1, 0, device)[0])
     if found := "; ".join(reasons.get(kernel, [])):
         raise ConfigError(
             f"{FLAGS['config']}: attend_kernel = {kernel!r} cannot run with {FLAGS['policy']} {policy.name} (C={lists} "
@@ -45,12 +45,12 @@ def use_attention(
     time_us = _TIMES.get(device.type)
     if kernel == "auto" and time_us and len(able) > 1:
         columns = sizes.budget_pages if chooses else sizes.num_slots // sizes.max_batch
-        calls = _call(shape, sizes.max_batch, lists, max(columns, 1), _POOL_PAGES, device)
+        calls = _calls(shape, sizes.max_batch, lists, max(columns, 1), _POOL_PAGES, device)
         kernel = fastest(able, calls, time_us)
     attend_pages.preferred = kernel
 
 
-def _call(
+def _calls(
     shape: ModelShape, batch: int, lists: int, columns: int, pool_pages: int, device: torch.device
 ) -> list[list[Any]]:
     """Arguments of calls in a full batch: every request attends to ``columns`` pages anywhere in a pool."""
