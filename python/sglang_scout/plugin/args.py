@@ -78,8 +78,8 @@ def _post_init(original: Callable[..., None], self: ServerArgs) -> None:
         check_files(config)
     profile = None if config.recall_profile is None else load_profile(config.recall_profile)
     _apply_defaults(self)
-    # Longer than the router keeps an idle connection (50 s): with SGLang's 5 s a server closes one just as the router
-    # sends a request on it, and the other server of the pair waits for that until it times out.
+    # Longer than the router keeps an idle connection, which was seen to be 95 to 100 s: with SGLang's 5 s a server
+    # closes one just as the router sends a request on it, and the other of the pair waits for that until it times out.
     os.environ.setdefault("SGLANG_TIMEOUT_KEEP_ALIVE", "120")
     original(self)
     if self.disaggregation_mode == "decode":
