@@ -15,6 +15,8 @@ struct Vec {
 
   static constexpr int kLanes = 8;
   static constexpr bool kSpecialiseDims = true;  // compile-time head sizes
+  // Into all cache levels: measured faster on AMD Zen 3 than L2 alone.
+  static constexpr int kPrefetchLocality = 3;
   static constexpr int kMaxGroupChunk = 5;
   static constexpr int pairs_per_pass(int) { return 1; }
   static constexpr bool by_rows(int group, int bytes) { return group <= 4 && bytes > 1; }

@@ -44,8 +44,8 @@ inline Vec::F tanh(Vec::F x) {
   return Vec::copysign(Vec::div(Vec::sub(one, t), Vec::add(one, t)), x);
 }
 
-// Into all cache levels: the nearer hint was measured faster than "level two only". Never faults.
-inline void prefetch(const char* p) { __builtin_prefetch(p, 0, 3); }
+// Never faults.
+inline void prefetch(const char* p) { __builtin_prefetch(p, 0, Vec::kPrefetchLocality); }
 
 }  // namespace
 }  // namespace scout
