@@ -12,7 +12,10 @@ void attend_sequence(const KvPages& kv, const AttendParams& params, const float*
   const Isa isa = current_isa();
   // A row of AVX-512 pairs is 32 elements; the odd multiples of 16 take the narrower kernel.
   if (isa >= Isa::kAvx512 && kv.head_dim % 32 == 0) {
-    if (isa == Isa::kAvx512Bf16 && kv.dtype == DType::kBF16) return attend_avx512bf16(args);
+    // Its steps are lines: of fp8 64 elements.
+    const bool lines =
+        kv.dtype == DType::kBF16 || (bytes_of(kv.dtype) == 1 && kv.head_dim % 64 == 0);
+    if (isa == Isa::kAvx512Bf16 && lines) return attend_avx512bf16(args);
     return attend_avx512(args);
   }
   if (isa != Isa::kPortable) return attend_avx2(args);

@@ -18,8 +18,8 @@ struct AttendArgs {
   float* lse;
 };
 
-// head_dim must be a multiple of 16; of 32 for attend_avx512 and attend_avx512bf16. The latter
-// takes bf16 pages only.
+// head_dim must be a multiple of 16, for attend_avx512 of 32. attend_avx512bf16 takes bf16 pages, of
+// which it must be one of 32, and fp8 pages, of 64.
 void attend_portable(const AttendArgs& args);
 #ifdef SCOUT_X86
 void attend_avx2(const AttendArgs& args);

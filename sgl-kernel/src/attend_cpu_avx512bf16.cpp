@@ -1,5 +1,5 @@
-// Pages of bf16 under queries of bf16, as a model of that type makes them: scores by its dot
-// product, whose products are exact and whose sums are fp32. Other queries it would round.
+// Pages of bf16 and fp8 under queries of bf16, as a model of that type makes them: scores by its
+// dot product, whose products are exact and whose sums are fp32. Other queries it would round.
 #define SCOUT_STORAGE SCOUT_BF16
 #include "vec_avx512.h"
 

@@ -2,13 +2,14 @@
 #pragma once
 
 #define SCOUT_FLOATS 1  // pages of any type
-#define SCOUT_BF16 2    // pages of bf16 under queries of bf16
+#define SCOUT_BF16 2    // pages of bf16 and fp8 under queries of bf16
 
 // What this translation unit serves; one that serves the second says so before it includes this.
 #ifndef SCOUT_STORAGE
 #define SCOUT_STORAGE SCOUT_FLOATS
 #endif
 
+#include "attend_rows.h"
 #include "attend_tile.h"
 #include "attend_tile_values.h"
 #if SCOUT_STORAGE == SCOUT_BF16
@@ -18,19 +19,36 @@
 namespace scout {
 namespace {
 
-constexpr bool kBf16Queries = SCOUT_STORAGE == SCOUT_BF16;
-
+// How pages of one type are attended to.
 struct BlockFns {
+  void (*pack)(const float* from, float* to, int dim);  // a query, to what score reads
   void (*score)(const Block&);
+  void (*finish)(float* weights, ptrdiff_t stride, int tokens);  // to what weigh reads; may be null
   void (*weigh)(const Block&);
+  void (*unpack)(const float* from, float factor, float* to, int dim);  // a row of sums
+  float widening;  // by what dot products and sums come out too small
+  float lift;      // by what weights are to be more than they are
 };
 
 template <DType T, int kDim, int GB>
 BlockFns fns() {
-#if SCOUT_STORAGE == SCOUT_BF16
-  return {score_pairs_block<kDim, GB>, weigh_block<T, kDim, GB>};
+  constexpr float kWidening = Vec::widening(T) / Vec::lift(T);
+#if SCOUT_STORAGE == SCOUT_FLOATS
+  return {pack_row<T>,   score_block<T, kDim, GB>,
+          nullptr,       weigh_block<T, kDim, GB>,
+          unpack_row<T>, kWidening,
+          Vec::lift(T)};
 #else
-  return {score_block<T, kDim, GB>, weigh_block<T, kDim, GB>};
+  if constexpr (T == DType::kBF16)
+    return {pack_words<T>, score_words_block<T, kDim, GB>,
+            nullptr,       weigh_block<T, kDim, GB>,
+            unpack_row<T>, kWidening,
+            1.0f};
+  else
+    return {pack_words<T>, score_words_block<T, kDim, GB>,
+            pair_weights,  weigh_pairs_block<T, kDim, GB>,
+            unpack_pairs,  1.0f,
+            1.0f};
 #endif
 }
 
@@ -49,11 +67,11 @@ BlockFns fns_for_group(int group) {
     if (group == 7) return fns<T, kDim, 7>();
     if (group == 8) return fns<T, kDim, 8>();
   }
-  return {nullptr, nullptr};
+  return {};
 }
 
-// The head sizes of most models at compile time, which gains up to 7 % at 64 and up to 5 % at 128 with
-// AVX2; at 96 and 256 it gained nothing. fp32 pages are for tests.
+// The head sizes of most models at compile time, which gains up to 7 % at 64 and up to 5 % at 128
+// with AVX2; at 96 and 256 it gained nothing. fp32 pages are for tests.
 template <DType T>
 BlockFns fns_for_dim(int dim, int group) {
   switch (Vec::kSpecialiseDims && T != DType::kF32 ? dim : 0) {
@@ -71,10 +89,10 @@ inline BlockFns find_block_fns(DType dtype, int dim, int group) {
 #if SCOUT_STORAGE == SCOUT_FLOATS
   if (dtype == DType::kF16) return fns_for_dim<DType::kF16>(dim, group);
   if (dtype == DType::kF32) return fns_for_dim<DType::kF32>(dim, group);
+#endif
   if (dtype == DType::kE4M3) return fns_for_dim<DType::kE4M3>(dim, group);
   if (dtype == DType::kE5M2) return fns_for_dim<DType::kE5M2>(dim, group);
-#endif
-  return {nullptr, nullptr};
+  return {};
 }
 
 }  // namespace

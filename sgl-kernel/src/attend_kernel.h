@@ -100,11 +100,12 @@ inline void attend_heads(const AttendArgs& args, HeadRange range) {
   const ptrdiff_t head_bytes = static_cast<ptrdiff_t>(dim) * bytes_of(kv.dtype);
   const ptrdiff_t row_bytes = head_bytes * kv.stored_heads;
   const ptrdiff_t page_bytes = row_bytes * kv.page_size;
-  const bool narrow = kBf16Queries && kv.dtype == DType::kBF16;
-  const float lift = Vec::lift(kv.dtype);
+  const Chunks chunks(group);
+  const BlockFns run = find_block_fns(kv.dtype, dim, chunks.size);
+  const BlockFns run_larger =
+      chunks.larger > 0 ? find_block_fns(kv.dtype, dim, chunks.size + 1) : run;
 
-  alignas(64) float q[kScratchFloats];  // in half of them q_words
-  int16_t* const q_words = reinterpret_cast<int16_t*>(q);
+  alignas(64) float q[kScratchFloats];
   alignas(64) float acc[kScratchFloats];
   float highest[kScratchRows];
   float sum[kScratchRows];
@@ -116,22 +117,12 @@ inline void attend_heads(const AttendArgs& args, HeadRange range) {
     const int q_head = (range.head_begin + h) * args.params->group + range.group_begin;
     for (int g = 0; g < group; ++g) {
       const int row = h * group + g;
-      const float* const from = args.q + static_cast<ptrdiff_t>(q_head + g) * dim;
-      if (narrow) {
-        narrow_row(from, q_words + row * dim, dim);
-      } else {
-        pack_row(kv.dtype, from, lift, q + row * dim, dim);
-      }
+      run.pack(args.q + static_cast<ptrdiff_t>(q_head + g) * dim, q + row * dim, dim);
       highest[row] = -kInfinity;
       sum[row] = 0.0f;
     }
   }
   for (int i = 0; i < heads * group * dim; ++i) acc[i] = 0.0f;
-
-  const Chunks chunks(group);
-  const BlockFns run = find_block_fns(kv.dtype, dim, chunks.size);
-  const BlockFns run_larger =
-      chunks.larger > 0 ? find_block_fns(kv.dtype, dim, chunks.size + 1) : run;
 
   const int rows = heads * group;
   const int stride = (rows + Vec::kLanes - 1) / Vec::kLanes * Vec::kLanes;  // of scores
@@ -140,9 +131,8 @@ inline void attend_heads(const AttendArgs& args, HeadRange range) {
     highest[row] = sum[row] = 0.0f;
     for (int t = 0; t < kTileTokens; ++t) scores[t * stride + row] = 0.0f;
   }
-  const float widened = Vec::widening(kv.dtype) / lift;
   const Softmax softmax{
-      args.params->scale * widened, args.params->logit_cap, lift, highest, shift, total};
+      args.params->scale * run.widening, args.params->logit_cap, run.lift, highest, shift, total};
   const int most = kv.page_size < kTileTokens ? kv.page_size : kTileTokens;
   const bool by_rows = Vec::by_rows(chunks.most(), bytes_of(kv.dtype));
   const ptrdiff_t used_bytes = heads * head_bytes;  // of a row
@@ -212,12 +202,12 @@ inline void attend_heads(const AttendArgs& args, HeadRange range) {
         block.tokens = tokens - t < step ? tokens - t : step;
         for (int c = 0, g = 0; c < chunks.count; g += chunks.of(c), ++c) {
           block.q = q + g * dim;
-          block.q_words = q_words + g * dim;
           block.scores = scores + t * stride + g;
           (c < chunks.larger ? run_larger : run).score(block);
         }
       }
       softmax_rows(scores, stride, stride, tokens, softmax);
+      if (run.finish != nullptr) run.finish(scores, stride, tokens);
       for (int row = 0; row < rows; row += Vec::kLanes) {
         Vec::store(rescale + row, exp2_nonpositive(Vec::load(shift + row)));
       }
@@ -243,7 +233,7 @@ inline void attend_heads(const AttendArgs& args, HeadRange range) {
     for (int g = 0; g < group; ++g) {
       const int row = h * group + g;
       const RowResult result(highest[row], sum[row]);
-      unpack_row(kv.dtype, acc + row * dim, result.inverse * widened,
+      run.unpack(acc + row * dim, result.inverse * run.widening,
                  args.out + static_cast<ptrdiff_t>(q_head + g) * dim, dim);
       args.lse[q_head + g] = result.lse;
     }

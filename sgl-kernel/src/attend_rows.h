@@ -7,31 +7,25 @@
 #include <cstdint>
 
 #include "scout/attend.h"
+#include "vec_math.h"
 
 namespace scout {
 namespace {
 
 // From natural column order to that of load_pair.
-inline void pack_row(DType type, const float* from, float factor, float* to, int dim) {
+template <DType T>
+void pack_row(const float* from, float* to, int dim) {
   constexpr int W = Vec::kLanes;
   for (int d = 0; d < dim; d += 2 * W)
-    for (int i = 0; i < 2 * W; ++i) to[d + i] = factor * from[d + Vec::column(type, i)];
-}
-
-// bf16 numbers, which are the upper halves of floats.
-inline void narrow_row(const float* from, int16_t* to, int dim) {
-  for (int i = 0; i < dim; ++i) {
-    uint32_t bits;
-    __builtin_memcpy(&bits, from + i, sizeof bits);
-    to[i] = static_cast<int16_t>(bits >> 16);
-  }
+    for (int i = 0; i < 2 * W; ++i) to[d + i] = Vec::lift(T) * from[d + Vec::column(T, i)];
 }
 
 // And back.
-inline void unpack_row(DType type, const float* from, float factor, float* to, int dim) {
+template <DType T>
+void unpack_row(const float* from, float factor, float* to, int dim) {
   constexpr int W = Vec::kLanes;
   for (int d = 0; d < dim; d += 2 * W)
-    for (int i = 0; i < 2 * W; ++i) to[d + Vec::column(type, i)] = factor * from[d + i];
+    for (int i = 0; i < 2 * W; ++i) to[d + Vec::column(T, i)] = factor * from[d + i];
 }
 
 // What the sums over all tokens of a query head mean.

@@ -1,5 +1,7 @@
-// score_block for pages of bf16 under queries of bf16: one product of pairs does the work of two
-// fused multiply-adds and needs no conversion to fp32. Include attend_tile.h first.
+// The halves of attention by products of pairs of bf16 numbers, for queries of bf16: one
+// instruction does the work of two fused multiply-adds and needs no conversion to fp32. Scores of
+// bf16 and fp8 pages; of fp8 pages the weighted sum of V too, whose weights are rounded to bf16 for
+// it. Include attend_tile.h first.
 //
 // The products are exact and the sums fp32, as in score_block. What the instruction takes away are
 // numbers below 2^-126, which it reads as zero.
@@ -13,13 +15,38 @@
 namespace scout {
 namespace {
 
-// scores[t][g] = <q[g], k[t]> for TB tokens.
-template <int kDim, int TB, int GB>
-inline Hints score_pairs(const char* k, ptrdiff_t row_bytes, const int16_t* q, int head_dim,
+constexpr int kPairTokens = 8;  // of add_pairs, at once
+
+// A query of bf16 numbers, which are the upper halves of floats, in the order of load_words.
+template <DType T>
+void pack_words(const float* from, float* to, int dim) {
+  int16_t* const words = reinterpret_cast<int16_t*>(to);
+  constexpr int kColumns = 4 * Vec::kLanes / element_bytes<T>();
+  for (int d = 0; d < dim; d += kColumns) {
+    for (int i = 0; i < kColumns; ++i) {
+      uint32_t bits;
+      __builtin_memcpy(&bits, from + d + Vec::word_column(T, i), sizeof bits);
+      words[d + i] = static_cast<int16_t>(bits >> 16);
+    }
+  }
+}
+
+// A row of sums from the order of load_pairs to the natural one.
+inline void unpack_pairs(const float* from, float factor, float* to, int dim) {
+  constexpr int kColumns = 4 * Vec::kLanes;
+  for (int d = 0; d < dim; d += kColumns)
+    for (int i = 0; i < kColumns; ++i) to[d + Vec::pair_column(i)] = factor * from[d + i];
+}
+
+// scores[t][g] = <q[g], k[t]> for TB tokens. Queries are dim floats apart, of which words take
+// half.
+template <DType T, int kDim, int TB, int GB>
+inline Hints score_words(const char* k, ptrdiff_t row_bytes, const float* q, int head_dim,
                          Hints ahead, float* scores, ptrdiff_t stride) {
   using F = Vec::F;
   using S = Vec::S;
   constexpr int W = 2 * Vec::kLanes;
+  constexpr int kParts = 2 / element_bytes<T>();  // of a line
   const int dim = kDim != 0 ? kDim : head_dim;
   F acc[GB][TB];
 #pragma GCC unroll 8
@@ -28,19 +55,25 @@ inline Hints score_pairs(const char* k, ptrdiff_t row_bytes, const int16_t* q, i
     for (int t = 0; t < TB; ++t) acc[g][t] = Vec::zero();
   }
 #pragma GCC unroll 1
-  for (int d = 0; d < dim; d += W) {
-    S x[TB];
+  for (int d = 0; d < dim; d += kParts * W) {
+    S x[TB][kParts];
 #pragma GCC unroll 8
-    for (int t = 0; t < TB; ++t) x[t] = Vec::load_bf16(k + t * row_bytes + 2 * d);
+    for (int t = 0; t < TB; ++t) {
+      Vec::load_words<T>(k + t * row_bytes + d * element_bytes<T>(), x[t]);
+    }
 #pragma GCC unroll 8
     for (int g = 0; g < GB; ++g) {
-      const S pairs = Vec::load_shorts(q + g * dim + d);
+#pragma GCC unroll 2
+      for (int part = 0; part < kParts; ++part) {
+        const S words = Vec::load_words_at(q + g * dim, d + part * W);
 #pragma GCC unroll 8
-      for (int t = 0; t < TB; ++t) {
-        acc[g][t] = Vec::dot_bf16(acc[g][t], pairs, x[t]);
-        // TB lines among TB * GB products, evenly: with so little work between them, several hints
-        // at once would be lost.
-        if ((g * TB + t) % GB == GB - 1) prefetch_span<kLineBytes, Vec::by_rows(GB, 2)>(ahead);
+        for (int t = 0; t < TB; ++t) {
+          acc[g][t] = Vec::dot_bf16(acc[g][t], words, x[t][part]);
+          // TB lines among these products, evenly: with so little work between them, several hints
+          // at once would be lost.
+          if (part == 0 && (g * TB + t) % GB == GB - 1)
+            prefetch_span<kLineBytes, Vec::by_rows(GB, 2)>(ahead);
+        }
       }
     }
   }
@@ -48,16 +81,85 @@ inline Hints score_pairs(const char* k, ptrdiff_t row_bytes, const int16_t* q, i
   return ahead;
 }
 
-template <int kDim, int GB>
-void score_pairs_block(const Block& block) {
+template <DType T, int kDim, int GB>
+void score_words_block(const Block& block) {
   const int dim = kDim != 0 ? kDim : block.head_dim;
   Hints ahead = block.ahead;
-  score_each<Vec::token_block(GB)>(
-      block, block.q_words, dim, 2 * dim,
-      [&](auto tokens, const char* k, const int16_t* q, float* scores) {
-        ahead = score_pairs<kDim, tokens.kCount, GB>(k, block.row_bytes, q, dim, ahead, scores,
-                                                     block.score_stride);
-      });
+  score_each<Vec::token_block(GB)>(block, dim, dim * element_bytes<T>(),
+                                   [&](auto tokens, const char* k, const float* q, float* scores) {
+                                     ahead = score_words<T, kDim, tokens.kCount, GB>(
+                                         k, block.row_bytes, q, dim, ahead, scores,
+                                         block.score_stride);
+                                   });
+}
+
+// Weights of two tokens side by side, in place of those of the first.
+inline void pair_weights(float* scores, ptrdiff_t stride, int tokens) {
+  for (int t = 0; t < tokens; t += 2) {
+    for (float* at = scores + t * stride; at < scores + (t + 1) * stride; at += Vec::kLanes) {
+      Vec::store_pairs(at, Vec::load(at), t + 1 < tokens ? Vec::load(at + stride) : Vec::zero());
+    }
+  }
+}
+
+// acc[g] = rescale[g] * acc[g] + sum_t weights[t][g] * v[t], for TB tokens from `first` on, of all
+// heads; without `rescale` the factor is 1.
+template <DType T, int TB, int GB>
+inline Hints add_pairs(const Block& block, int dim, int first, const float* rescale, Hints ahead) {
+  using F = Vec::F;
+  using S = Vec::S;
+  constexpr int W = Vec::kLanes;
+  constexpr int kPairs = (TB + 1) / 2;
+  const ptrdiff_t row_bytes = block.row_bytes, stride = block.score_stride;
+  const int heads = block.heads, group = block.group;
+  const char* const v = block.rows + first * row_bytes;
+  const float* const weights = block.scores + first * stride;
+  float* const sums_of_all = block.acc;
+  for (int h = 0; h < heads; ++h) {
+#pragma GCC unroll 2
+    for (int d = 0; d < dim; d += 4 * W) {
+      S x[kPairs][4];
+#pragma GCC unroll 4
+      for (int i = 0; i < kPairs; ++i) {
+        const char* const at = v + 2 * i * row_bytes + h * dim + d;
+        Vec::load_pairs<T>(at, 2 * i + 1 < TB ? at + row_bytes : nullptr, x[i]);
+        prefetch_span<2 * kLineBytes, true>(ahead);
+      }
+#pragma GCC unroll 8
+      for (int g = 0; g < GB; ++g) {
+        const int row = h * group + g;
+        float* const at = sums_of_all + row * dim + d;
+        F sums[4];
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; ++j) {
+          sums[j] = Vec::load(at + j * W);
+          if (rescale != nullptr) sums[j] = Vec::mul(Vec::set1(rescale[row]), sums[j]);
+        }
+#pragma GCC unroll 4
+        for (int i = 0; i < kPairs; ++i) {
+          const S pair = Vec::set1_pair(weights + 2 * i * stride + row);
+#pragma GCC unroll 4
+          for (int j = 0; j < 4; ++j) sums[j] = Vec::dot_bf16(sums[j], pair, x[i][j]);
+        }
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; ++j) Vec::store(at + j * W, sums[j]);
+      }
+    }
+  }
+  return ahead;
+}
+
+template <DType T, int kDim, int GB>
+void weigh_pairs_block(const Block& block) {
+  const int dim = kDim != 0 ? kDim : block.head_dim;
+  Hints ahead = block.ahead;
+  int t = 0;
+  for (; t + kPairTokens <= block.tokens; t += kPairTokens)
+    ahead = add_pairs<T, kPairTokens, GB>(block, dim, t, t == 0 ? block.rescale : nullptr, ahead);
+  for (; t + 2 <= block.tokens; t += 2)
+    ahead = add_pairs<T, 2, GB>(block, dim, t, t == 0 ? block.rescale : nullptr, ahead);
+  if (t < block.tokens)
+    ahead = add_pairs<T, 1, GB>(block, dim, t, t == 0 ? block.rescale : nullptr, ahead);
 }
 
 }  // namespace

@@ -45,7 +45,9 @@ Isa best_isa() {
                     __builtin_cpu_supports("f16c");
   if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
-    return __builtin_cpu_supports("avx512bf16") ? Isa::kAvx512Bf16 : Isa::kAvx512;
+    return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi")
+               ? Isa::kAvx512Bf16
+               : Isa::kAvx512;
   }
   if (avx2) return Isa::kAvx2;
 #endif

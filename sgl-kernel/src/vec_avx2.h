@@ -103,8 +103,8 @@ struct Vec {
       // As bf16, whose exponent begins 120 lower: fewer instructions than by way of fp16. What is
       // subnormal in e4m3 is so in fp32, which AMD Zen 3 multiplies at full speed; other CPUs may
       // not, and with denormals taken as zero it is lost.
-      const __m256i twice = _mm256_broadcastsi128_si256(
-          _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+      const __m256i twice =
+          _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
       const __m256i even_odd = _mm256_sllv_epi32(twice, _mm256_setr_epi32(8, 8, 8, 8, 0, 0, 0, 0));
       const __m256i words = _mm256_and_si256(_mm256_srai_epi16(even_odd, 4),  // the sign five times
                                              _mm256_set1_epi16(static_cast<int16_t>(0x87f0)));

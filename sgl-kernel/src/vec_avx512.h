@@ -18,8 +18,8 @@ struct Vec {
 
   static constexpr int kLanes = 16;
   static constexpr bool kSpecialiseDims = true;  // compile-time head sizes
-  // AMD Zen 4 has few lines on their way into its L1: hints as far as L2 made pages of bf16 1.9 times
-  // as fast.
+  // AMD Zen 4 has few lines on their way into its L1: hints as far as L2 made pages of bf16 1.9
+  // times as fast.
   static constexpr int kPrefetchLocality = 2;
   static constexpr int kMaxGroupChunk = 8;
   static constexpr int pairs_per_pass(int group) { return group <= 6 ? 2 : 1; }
@@ -79,12 +79,84 @@ struct Vec {
   }
 
 #ifdef __AVX512BF16__
-  static S load_shorts(const int16_t* p) { return _mm512_loadu_si512(p); }
-  static S load_bf16(const char* p) { return _mm512_loadu_si512(p); }
+  static S load_words_at(const float* p, int at) {
+    return _mm512_loadu_si512(reinterpret_cast<const int16_t*>(p) + at);
+  }
   // acc + sums of the products of pairs of bf16 numbers.
   static F dot_bf16(F acc, S a, S b) {
     return _mm512_dpbf16_ps(acc, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
   }
+  static S set1_pair(const float* pair) {
+    int32_t bits;
+    __builtin_memcpy(&bits, pair, sizeof bits);
+    return _mm512_set1_epi32(bits);
+  }
+  // Pairs of bf16 numbers, x below y, rounded to nearest.
+  static void store_pairs(float* p, F x, F y) {
+    const S low = _mm512_cvtepu16_epi32(reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x)));
+    const S high = _mm512_cvtepu16_epi32(reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(y)));
+    _mm512_storeu_si512(p, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+  }
+
+  // The bf16 numbers of all fp8 numbers without their sign, in bytes. By table, because the dot
+  // product reads what is subnormal in bf16 as zero: shifts would lose the small ones.
+  template <DType T>
+  struct Bf16Of {
+    alignas(64) uint8_t low[128], high[128];
+
+    constexpr Bf16Of() : low(), high() {
+      constexpr int kMantissa = T == DType::kE4M3 ? 3 : 2, kBias = T == DType::kE4M3 ? 7 : 15;
+      for (int i = 1; i < 128; ++i) {
+        int exponent = i >> kMantissa, fraction = i - (exponent << kMantissa);
+        if (exponent == 0) {
+          for (exponent = 1; fraction < 1 << kMantissa; fraction *= 2) --exponent;
+          fraction -= 1 << kMantissa;
+        }
+        const bool not_finite = T == DType::kE5M2 && exponent == 31;
+        const int biased = not_finite ? 255 : exponent - kBias + 127;
+        const int bits = biased << 7 | fraction << (7 - kMantissa);
+        low[i] = static_cast<uint8_t>(bits & 255);
+        high[i] = static_cast<uint8_t>(bits >> 8);
+      }
+    }
+    S of(const uint8_t (&table)[128], S bytes) const {
+      return _mm512_permutex2var_epi8(_mm512_load_si512(table), bytes,
+                                      _mm512_load_si512(table + 64));
+    }
+    // Of 64 numbers, those of each 128 bits in order, its first half in x and the others in y.
+    void widen(S bytes, S& x, S& y) const {
+      const S signs = _mm512_set1_epi8(-128), l = of(low, bytes);
+      const S h = _mm512_ternarylogic_epi32(of(high, bytes), bytes, signs, 0xf8);  // a | b & c
+      x = _mm512_unpacklo_epi8(l, h);
+      y = _mm512_unpackhi_epi8(l, h);
+    }
+  };
+  template <DType T>
+  static constexpr Bf16Of<T> kBf16Of{};
+
+  // One line: 32 bf16 or 64 fp8 numbers.
+  template <DType T>
+  static void load_words(const char* p, S (&x)[2 / bytes_of(T)]) {
+    if constexpr (T == DType::kBF16) {
+      x[0] = _mm512_loadu_si512(p);
+    } else {
+      kBf16Of<T>.widen(_mm512_loadu_si512(p), x[0], x[1]);
+    }
+  }
+  // The column, of these, that comes as word i.
+  static constexpr int word_column(DType type, int i) {
+    return type == DType::kBF16 ? i : i % 32 / 8 * 16 + i / 32 * 8 + i % 8;
+  }
+  // Of 64 fp8 numbers of two rows, or of one row and zeros, as pairs of one column.
+  template <DType T>
+  static void load_pairs(const char* p, const char* q, S (&pairs)[4]) {
+    const S a = _mm512_loadu_si512(p);
+    const S b = q != nullptr ? _mm512_loadu_si512(q) : _mm512_setzero_si512();
+    kBf16Of<T>.widen(_mm512_unpacklo_epi8(a, b), pairs[0], pairs[1]);
+    kBf16Of<T>.widen(_mm512_unpackhi_epi8(a, b), pairs[2], pairs[3]);
+  }
+  // The column, of these 64, whose pair comes as the i-th.
+  static constexpr int pair_column(int i) { return i % 16 / 4 * 16 + i / 16 * 4 + i % 4; }
 #endif
 
   template <DType T>

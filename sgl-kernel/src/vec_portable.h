@@ -22,7 +22,7 @@ struct Vec {
   static constexpr bool kSpecialiseDims = false;  // compile-time head sizes
   // Of __builtin_prefetch: 3 is into all cache levels, 2 leaves out the first.
   static constexpr int kPrefetchLocality = 3;
-  static constexpr int kMaxGroupChunk = 4;        // query heads per pass over a K row
+  static constexpr int kMaxGroupChunk = 4;  // query heads per pass over a K row
   // V column pairs held in registers at a time, by query heads.
   static constexpr int pairs_per_pass(int) { return 1; }
   // Query heads, for elements of so many bytes, for which memory binds rather than arithmetic, see

@@ -66,6 +66,7 @@ struct Case {
   std::vector<int32_t> ids;
   int32_t last, last_len;
   scout::AttendParams params;
+  bool rounds_weights = false;  // to bf16: fp8 pages where the CPU has dot products of bf16
 };
 
 Case make_case(const Shape& s, std::mt19937& rng, Trial trial, int lists) {
@@ -152,16 +153,22 @@ void check_head(const Case& c, int hq, const float* out, float lse, const std::s
   for (double x : scores) total += std::exp(x - top);
   expect(std::fabs(lse - (top + std::log(total))) < 1e-5 * most, "lse", detail);
   for (int d = 0; d < s.dim; ++d) {
-    double expected = 0;
-    for (size_t j = 0; j < scores.size(); ++j)
-      expected += std::exp(scores[j] - top) / total * c.v.full[rows[j] + d];
-    expect(std::fabs(out[d] - expected) < tolerance, "out", detail);
+    double expected = 0, size = 0;
+    for (size_t j = 0; j < scores.size(); ++j) {
+      const double term = std::exp(scores[j] - top) / total * c.v.full[rows[j] + d];
+      expected += term;
+      size += std::fabs(term);
+    }
+    const double rounding = c.rounds_weights ? size / 256 : 0;
+    expect(std::fabs(out[d] - expected) < tolerance + rounding, "out", detail);
   }
 }
 
 void check_list(const char* isa, const Shape& s, std::mt19937& rng, Trial trial, int lists) {
   const std::string detail = describe(isa, s, trial) + " lists=" + std::to_string(lists);
-  const Case c = make_case(s, rng, trial, lists);
+  Case c = make_case(s, rng, trial, lists);
+  c.rounds_weights =
+      scout::bytes_of(s.dtype) == 1 && scout::current_isa() == scout::Isa::kAvx512Bf16;
   const scout::KvPages kv{c.k.data(), c.v.data(), s.pages, s.page_size,
                           s.heads,    s.dim,      s.dtype, s.heads};
   const float nan = std::numeric_limits<float>::quiet_NaN();
@@ -187,8 +194,7 @@ int main() {
   std::mt19937 rng(7);
   for (const char* isa : {"portable", "avx2", "avx512", "avx512bf16"}) {
     if (!scout::set_isa(isa)) continue;
-    for (DType dtype :
-         {DType::kF32, DType::kBF16, DType::kF16, DType::kE4M3, DType::kE5M2}) {
+    for (DType dtype : {DType::kF32, DType::kBF16, DType::kF16, DType::kE4M3, DType::kE5M2}) {
       for (int dim : {16, 64, 80, 96, 128, 256}) {
         for (int group : {1, 2, 3, 5, 6, 7, 8, 12, 16}) {
           const int page_size = (dim + group) % 3 == 0 ? 32 : (dim + group) % 3 == 1 ? 16 : 7;

@@ -13,7 +13,7 @@ from .op import Call, op
 Partial = tuple[torch.Tensor, torch.Tensor]
 
 # Every implementation multiplies q, K and V as fp32 would and keeps scores and sums in fp32, so their
-# dtypes do not matter: what differs is the order of summation and the exponential.
+# dtypes do not matter: what differs is the order of summation and the exponential. But see ``k, v`` below.
 _REASON = "same fp32 products, summed in another order; vector exp within a few ulp"
 TOLERANCES = dict.fromkeys(KV_DTYPE_NAMES, Tolerance(1e-5, 1e-5, _REASON))
 
@@ -68,7 +68,9 @@ def attend_pages(
     Args:
         q: [B, HQ, D] any float dtype, after RoPE; query head h uses KV head h // (HQ / H).
         k, v: [P, S, H, D] float32, bfloat16, float16, float8_e4m3fn or float8_e5m2; K after RoPE. "native" and
-            "triton" take the NaN of e4m3 for 480.
+            "triton" take the NaN of e4m3 for 480. On fp8 pages, under queries that are bf16 numbers, on a CPU
+            with AVX-512 BF16 and VBMI, "native" rounds weights to bf16 as kernels on GPUs do: ``out`` differs by up
+            to 2^-8 of the weighted mean of |V|, lse by nothing.
         pages: [B*C, R] int32 below P, all S tokens of each are attended to; negative ones, anywhere,
             are skipped. C is 1, or H: then row b * H + h is what KV head h of request b attends to.
         last_page, last_len: [B] int32 or both None: one more page (negative: none) of all heads, of which

@@ -57,11 +57,12 @@ struct AttendParams {
 // (1..S) are valid, attended in addition to `pages`. out [H*G, D] fp32, lse [H*G] fp32, natural
 // log. Empty set: out = 0, lse = -inf.
 //
-// Narrower K and V are widened exactly; q, products and sums stay fp32. The NaN of e4m3, which is
-// what larger numbers are rounded to, counts as 480. Reads nothing outside the
-// listed pages and no K or V beyond last_len (prefetch hints aside, which cannot fault). Page ids
-// are the caller's to check (valid_pages). Thread-safe; allocates nothing; uses about 260 KiB of
-// stack.
+// Narrower K and V are widened exactly; q, products and sums stay fp32. One exception: fp8 pages
+// under queries that are bf16 numbers, by avx512bf16, where weights are rounded to bf16 for their
+// product with V: out differs by up to 2^-8 of the weighted mean of |V|, lse by nothing. The NaN of
+// e4m3, which is what larger numbers are rounded to, counts as 480. Reads nothing outside the listed
+// pages and no K or V beyond last_len (prefetch hints aside, which cannot fault). Page ids are the
+// caller's to check (valid_pages). Thread-safe; allocates nothing; uses about 260 KiB of stack.
 void attend_sequence(const KvPages& kv, const AttendParams& params, const float* q,
                      const int32_t* pages, int32_t n, int32_t last_page, int32_t last_len,
                      float* out, float* lse);
