@@ -134,16 +134,6 @@ def test_keys_are_decoded_as_well_as_their_bits_allow(impl, bits):
     assert 0.9 < error.square().mean() / {1: 0.363, 2: 0.118}[bits] < 1.05
 
 
-@pytest.mark.parametrize("impl", ["native", "reference"])
-@pytest.mark.parametrize("bad", [-1, 3])
-def test_page_out_of_range_is_refused_before_anything_is_written(impl, bad):
-    k, built = keys(1, 3, 2, 16), empty(3, 2, 16, 2)
-    with pytest.raises((ValueError, IndexError, RuntimeError)):
-        layers = LayerPages.of([k], [k], "cpu")
-        build_layer_rotated(layers, torch.tensor([0, bad]), *built, impl=impl)
-    assert all((x == 7).all() for x in built)
-
-
 def literal(q, planes, stats, table, n_full, scale, reduce):
     """The formula in float64, one row at a time; "log mass" is of all pages of a row and head."""
     G = q.shape[1] // planes.shape[1]
