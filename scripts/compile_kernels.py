@@ -261,9 +261,8 @@ def kernels_of_package() -> set[str]:
 
 def resources(ptx: str, arch: int) -> tuple[int, int]:
     """Registers of a thread and spilled bytes, as the assembler reports them."""
-    target = (
-        f"sm_{arch}a" if arch >= 90 else f"sm_{arch}"
-    )  # with what this architecture alone has, as triton does
+    # With what this architecture alone has, as triton does.
+    target = f"sm_{arch}a" if arch >= 90 else f"sm_{arch}"
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "kernel.ptx")
         source.write_text(ptx)

@@ -72,9 +72,8 @@ def check_built(k, built, bits):
     scale = x.square().mean(-1).sqrt()
     stored = stats[..., D : D + 64].contiguous().view(torch.bfloat16).double()
     torch.testing.assert_close(stored, scale, atol=1e-30, rtol=2.0**-8)
-    largest = x.abs().amax(
-        (-1, -2), keepdim=True
-    )  # products of the rotation are rounded relative to keys
+    # Products of the rotation are rounded relative to keys.
+    largest = x.abs().amax((-1, -2), keepdim=True)
     close = 1e-5 * scale[..., None] + 2e-6 * (largest + k.double().nan_to_num(0.0).abs().max())
     found = rotated._unpacked(planes)
     assert ((found[:, :, 0] > 0) == (x >= 0))[x.abs() > close].all()

@@ -48,9 +48,8 @@ class Request:
     left: int  # pages behind the window's begin
     kept: Kept
     evaluation: Evaluation | None
-    whole: list[
-        int
-    ]  # until it has ended: all older pages, and what is kept of those that left since
+    # Until it has ended: all older pages, and what is kept of those that left since.
+    whole: list[int]
     since: list[Tokens] = field(default_factory=list)
     version: int = 0
 

@@ -76,9 +76,8 @@ def check_model(
             f"{model}: dtype {served.dtype} is not supported with {policy}; set --dtype to one of "
             f"{', '.join(DTYPES)}"
         )
-    make_policy(
-        Context(config, served.num_hidden_layers, 1, profile)
-    )  # it refuses what it does not know
+    # It refuses what it does not know.
+    make_policy(Context(config, served.num_hidden_layers, 1, profile))
     if weights is not None:
         check_weights(
             weights,

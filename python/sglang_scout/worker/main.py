@@ -95,9 +95,8 @@ class Worker:
 
     def _receive(self, wait_s: float) -> m.Message | None:
         """Waits for a message. A closed socket means Stop: the client is gone."""
-        ready = (
-            select.poll()
-        )  # not select(): the descriptor has the number that it has in the server
+        # Not select(): the descriptor has the number that it has in the server.
+        ready = select.poll()
         ready.register(self._socket, select.POLLIN)
         if not ready.poll(max(wait_s, 0.0) * 1e3):
             return None
