@@ -112,13 +112,7 @@ class Worker:
 
     def _stats(self, runtime: _native.RingRuntime) -> m.Stats:
         pending, items = runtime.progress()
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        return m.Stats(
-            items=items,
-            pending=pending,
-            rss_bytes=pages * os.sysconf("SC_PAGE_SIZE"),
-            refused_messages=self._refused,
-        )
+        return m.Stats(items=items, pending=pending, refused_messages=self._refused)
 
     def _send(self, message: m.Message) -> None:
         # If the client does not read, buffers fill up: then a heartbeat is dropped, which says the
