@@ -272,9 +272,10 @@ class MiniWorker:
                     built.view(dtype), again.view(dtype), atol=1e-4, rtol=1e-2
                 )
                 continue
-            # Bits of elements next to a threshold may differ by rounding.
+            # Bits of elements next to a threshold may differ by rounding, and the last ones of a page's two steps,
+            # which are 2 of its 176 bytes.
             differ = (built != again).float().mean()
-            assert differ <= {"minmax": 0, "pilot": 0.05}.get(expected.kind, 0.01)
+            assert differ <= {"minmax": 0, "pilot": 0.05}.get(expected.kind, 0.03)
 
     def dense(self, row: int, layer: int, tokens: list[int] | None = None) -> torch.Tensor:
         """Attention of a row over ``tokens``, or its whole context, with the step's real query."""
