@@ -143,9 +143,8 @@ def choosing_and_attending(model: str) -> Iterator[Case]:
         yield f"attend_pages, cap {cap:g}, {model}", attend_pages, arguments
     yield f"pack_pages, {model}", pack_pages, (table, row, row, S, table[0], row)
     W = min(N, 128)
-    for cap in (0.0, 30.0) if model == "D=256" else (0.0,):
-        arguments = (real_q, q[..., 0], k, table, *[row] * 7, empty(B, W, H, S), 0.1, 0.1, cap)
-        yield f"decay_mass, cap {cap:g}, {model}", decay_mass, arguments
+    arguments = (real_q, q[..., 0], k, table, *[row] * 7, empty(B, W, H, S), 0.1, 0.1)
+    yield f"decay_mass, {model}", decay_mass, arguments
     averages, thresholds = empty(3, B, W, H, S), empty(3, B, H)
     yield f"salient_bits, {model}", salient_bits, (averages, row, row, thresholds)
     if model in ("Qwen3-14B", "D=256"):

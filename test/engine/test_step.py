@@ -48,7 +48,6 @@ def test_a_covering_budget_is_exact_full_attention(make):
         {"dtype": torch.bfloat16},
         {"fp8": torch.float8_e4m3fn},
         {"fp8": torch.float8_e5m2, "config": '{"digest": "minmax"}'},
-        {"logit_cap": 5.0},
         {"config": '{"precompute": false}'},
         {"config": '{"recall": "off"}'},
         {"config": '{"attend": "selected", "recall": "fixed"}'},
