@@ -30,10 +30,12 @@ import re
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
+
+import numpy as np
+import psutil
 
 from benchmark import nvidia_smi
 
@@ -54,11 +56,7 @@ _MEASURED = {"samples_us": list, "median_us": float, "spread": float, "unstable"
 
 def percentile(samples: Sequence[float], percent: float) -> float:
     """With linear interpolation between the two nearest samples."""
-    ordered = sorted(samples)
-    at = (len(ordered) - 1) * percent / 100
-    low = math.floor(at)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
+    return float(np.percentile(samples, percent))
 
 
 def summary(samples_us: Sequence[float]) -> Row:
@@ -155,23 +153,12 @@ def cache_bytes() -> int:
     return max((int(size[:-1]) * units[size[-1]] for size in sizes), default=0)
 
 
-def idle_shares(cpus: Sequence[int], window_s: float = 0.3) -> list[float]:
+def idle_shares(cpus: Sequence[int]) -> list[float]:
     """How much of a short time each CPU was idle, 0..1; an empty list where that is not known."""
-    try:
-        before = _cpu_times()
-        time.sleep(window_s)
-        after = _cpu_times()
-        spent = [(after[cpu][0] - before[cpu][0], after[cpu][1] - before[cpu][1]) for cpu in cpus]
-    except (OSError, KeyError):
+    found = psutil.cpu_times_percent(interval=0.3, percpu=True)
+    if max(cpus) >= len(found):  # some CPUs are offline, and which they are is not said
         return []
-    return [round(idle / total, 3) if total > 0 else 1.0 for idle, total in spent]
-
-
-def _cpu_times() -> dict[int, tuple[int, int]]:
-    """Idle and all ticks of each CPU."""
-    lines = re.findall(r"^cpu(\d+) (.*)$", Path("/proc/stat").read_text(), re.MULTILINE)
-    ticks = {int(cpu): [int(x) for x in line.split()] for cpu, line in lines}
-    return {cpu: (of[3] + of[4], sum(of[:8])) for cpu, of in ticks.items()}
+    return [round((found[cpu].idle + found[cpu].iowait) / 100, 3) for cpu in cpus]
 
 
 def _source() -> Row:

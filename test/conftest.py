@@ -1,4 +1,4 @@
-"""Shared by all tests: environment, generated examples, order and the tiny models."""
+"""Shared by all tests: environment, generated examples, order, the comparison with an op and the tiny models."""
 
 from __future__ import annotations
 
@@ -104,3 +104,22 @@ def tiny_model() -> Callable[..., Path]:
         return cached_tiny_model(spec, ROOT / ".cache" / "models")
 
     return make
+
+
+@pytest.fixture(scope="session")
+def agree() -> Callable[..., None]:
+    """agree(op, actual, expected, dtype): fail unless equal within the op's own tolerance.
+
+    ``times`` widens it where the inputs are larger than those it was declared for.
+    """
+
+    def check(op, actual, expected, dtype="float32", times=1.0):
+        actual = actual if isinstance(actual, tuple) else (actual,)
+        expected = expected if isinstance(expected, tuple) else (expected,)
+        declared = op.tolerances[str(dtype).removeprefix("torch.")]
+        tolerance = declared._replace(atol=times * declared.atol, rtol=times * declared.rtol)
+        for index, (a, e) in enumerate(zip(actual, expected, strict=True)):
+            mismatch = tolerance.mismatch(a.double(), e.double())
+            assert not mismatch, f"{op.name}, result {index}: {mismatch}"
+
+    return check

@@ -17,17 +17,15 @@ def identity(
     return ModelIdentity(architecture, layers, q_heads, kv_heads, dim, digest)
 
 
-def forecast_weights(model=None, hidden=24, seed=0):
-    model, draw = model or identity(), np.random.default_rng(seed).standard_normal
+def forecast_weights(model=None, hidden=24):
+    model, draw = model or identity(), np.random.default_rng(0).standard_normal
     w = draw((model.num_layers, model.num_kv_heads * model.head_dim, hidden), np.float32)
     return PageWeights(Header(VERSION, "forecast", model), {"w": w})
 
 
-def pilot_weights(model=None, rank=8, seed=0):
-    model, draw = model or identity(), np.random.default_rng(seed).standard_normal
-    lead, group = (
-        (model.num_layers, model.num_kv_heads, rank),
-        model.num_q_heads // model.num_kv_heads,
-    )
+def pilot_weights(model=None, rank=8):
+    model, draw = model or identity(), np.random.default_rng(0).standard_normal
+    lead = model.num_layers, model.num_kv_heads, rank
+    group = model.num_q_heads // model.num_kv_heads
     w_k, w_q = (draw((*lead, n * model.head_dim), np.float32) for n in (2, group))
     return PageWeights(Header(VERSION, "pilot", model), {"w_k": w_k, "w_q": w_q})

@@ -27,7 +27,7 @@ from benchmark.accuracy.policies import FULL, Setting
 from benchmark.accuracy.questions import SOURCES
 from benchmark.accuracy.row_file import RowFile
 from benchmark.accuracy.scoring import Loss, margin_points, paired_loss
-from benchmark.accuracy.suite import key_of, measure, start_fleet, suite_arguments, suite_file
+from benchmark.accuracy.suite import key_of, run_settings, suite_arguments, suite_file
 from benchmark.progress import Progress
 from benchmark.rows import Row
 from servers.server_process import ends_orderly
@@ -145,10 +145,7 @@ def run(args: argparse.Namespace, judge_: Judge, progress: Progress) -> list[Ver
     settings = [Setting(judge_.policy, budget) for budget in form.budgets]
     file = suite_file(args)
     ask_full(args, file, progress)
-    progress.say(f"starting servers for {', '.join(s.name for s in settings)}")
-    with start_fleet(args, settings, max(args.lengths)) as fleet:
-        progress.say(f"ready after {fleet.startup_s:.0f} s")
-        measure(fleet, settings, args, file, progress)
+    run_settings(args, settings, file, progress)
     full, verdicts = outcomes(file.rows, FULL_SETTING), []
     for budget, setting in zip(form.budgets, settings, strict=True):
         margin = args.margin_points

@@ -21,9 +21,8 @@ ANY_TOKEN = f"<[{len(vocabulary.SPECIAL_TOKENS)}-{vocabulary.ID_OF[vocabulary.WO
 FIRST_WORD, LAST_WORD = 17, 49151  # token ids of SmolLM2 that are not special
 
 FORCING_FLAGS = ("--grammar-backend", "llguidance")
-FORCING_ENVIRONMENT = {
-    "TORCHDYNAMO_DISABLE": "1"
-}  # the masks' kernel would be compiled at first use
+# The masks' kernel would be compiled at first use.
+FORCING_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1"}
 
 
 @dataclass(frozen=True)

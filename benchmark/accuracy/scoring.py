@@ -2,7 +2,7 @@
 
 Two policies that answered the same questions are compared question by question: what both got
 right or both got wrong says nothing about the difference. Shares are 0..1, losses in points (100
-points are a share of 1). The standard library only.
+points are a share of 1).
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from scipy.stats import binom
+
 Z_95 = 1.96
 
 
-def wilson_interval(right: int, asked: int, z: float = Z_95) -> tuple[float, float]:
+def wilson_interval(right: int, asked: int) -> tuple[float, float]:
     """95 % confidence interval of the share ``right / asked``; samples are independent."""
-    share, n = right / asked, asked
+    share, n, z = right / asked, asked, Z_95
     centre = (share + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
     return max(0.0, centre - half), min(1.0, centre + half)
@@ -55,32 +57,14 @@ def paired_loss(base: Sequence[bool], other: Sequence[bool]) -> Loss:
     return Loss(len(base), lost, gained)
 
 
-def binomial_tail(count: int, trials: int, chance: float) -> float:
-    """Probability of ``count`` or more successes in ``trials``; ``chance`` in (0, 1)."""
-    log_p, log_q, whole = math.log(chance), math.log1p(-chance), math.lgamma(trials + 1)
-    return math.fsum(
-        math.exp(
-            whole
-            - math.lgamma(k + 1)
-            - math.lgamma(trials - k + 1)
-            + k * log_p
-            + (trials - k) * log_q
-        )
-        for k in range(count, trials + 1)
-    )
-
-
-def margin_points(allowed_points: float, asked: int, chance: float = 0.05) -> float:
+def margin_points(allowed_points: float, asked: int) -> float:
     """The loss that a sample of ``asked`` questions may show if the true loss is ``allowed_points``.
 
     The smallest margin that a policy which loses exactly that much exceeds with a probability of at
-    most ``chance``. It falls towards ``allowed_points`` as the sample grows. Raises ValueError for
+    most 5 %. It falls towards ``allowed_points`` as the sample grows. Raises ValueError for
     ``allowed_points`` outside (0, 100).
     """
     rate = allowed_points / 100
     if not 0 < rate < 1:
         raise ValueError(f"allowed_points={allowed_points}: must lie between 0 and 100")
-    for lost in range(asked + 1):
-        if binomial_tail(lost + 1, asked, rate) <= chance:
-            return 100 * lost / asked
-    return 100.0
+    return float(100 * binom.ppf(0.95, asked, rate) / asked)

@@ -135,17 +135,18 @@ def key_of(setting: Setting) -> Row:
     return {"policy": setting.policy, "budget_tokens": setting.budget_tokens}
 
 
-def run_grid(args: argparse.Namespace, file: RowFile, progress: Progress) -> None:
-    """All settings, ``--at-once`` of those that lack a row at a time."""
-    missing = [
-        setting
-        for setting in grid(args.policies, args.budgets)
-        for length in args.lengths
-        for task in args.tasks
-        if not file.has(**key_of(setting), length_tokens=length, task=task)
-    ]
-    settings = list(dict.fromkeys(missing))
-    for group in (settings[i : i + args.at_once] for i in range(0, len(settings), args.at_once)):
+def lacks(file: RowFile, args: argparse.Namespace, setting: Setting) -> bool:
+    """Whether the file has not every length and task of a setting."""
+    places = [{"length_tokens": length, "task": t} for length in args.lengths for t in args.tasks]
+    return not all(file.has(**key_of(setting), **place) for place in places)
+
+
+def run_settings(
+    args: argparse.Namespace, settings: Sequence[Setting], file: RowFile, progress: Progress
+) -> None:
+    """Those that lack a row, ``--at-once`` at a time."""
+    todo = [setting for setting in settings if lacks(file, args, setting)]
+    for group in (todo[i : i + args.at_once] for i in range(0, len(todo), args.at_once)):
         progress.say(f"starting servers for {', '.join(s.name for s in group)}")
         file.renew(environment(BENCHMARK, PACKAGES))
         with start_fleet(args, group, max(args.lengths)) as fleet:
@@ -217,7 +218,7 @@ def suite_arguments(argv: list[str] | None, **given: Any) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     args = suite_arguments(argv)
     with ends_orderly():
-        run_grid(args, suite_file(args), Progress())
+        run_settings(args, grid(args.policies, args.budgets), suite_file(args), Progress())
     return 0
 
 

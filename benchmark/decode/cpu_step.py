@@ -54,7 +54,7 @@ class Rates:
     """Bytes per microsecond of a step's parts, each alone, at one size; of products also by batch."""
 
     def __init__(self, store: Store, harness: Harness, model: DummyModel, cpu: int) -> None:
-        self._store, self._model = store, model
+        self._model = model
         batch, columns = 4, CONTEXTS[-1] // PAGE
         chosen = BUDGETS[-1] // PAGE
         ids = torch.randperm(batch * columns).int().view(batch, columns) + 1

@@ -47,11 +47,8 @@ def add_row(
 
 def table(found: list[rows.Row]) -> str:
     """Markdown of one device."""
-    sizes = " | ".join(f"{host} GiB" for host in HOST_GIB)
-    lines = [
-        f"| model, KV | context | stock | {sizes} | faster from |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
+    head = ["model, KV", "context", "stock", *(f"{host} GiB" for host in HOST_GIB), "faster from"]
+    lines = []
     for key, same in itertools.groupby(
         found, lambda r: (r["model"], r["kv_cache_dtype"], r["context"])
     ):
@@ -62,8 +59,8 @@ def table(found: list[rows.Row]) -> str:
             f"{of[-1]['wins_from']}, {of[-1]['wins_host_gib']} GiB" if of[-1]["wins_from"] else "-"
         )
         name = f"{model}, {'bf16' if kv == 'auto' else 'fp8'}"
-        lines.append(f"| {name} | {context:,} | {stock} | {' | '.join(cells)} | {wins} |")
-    return "\n".join(lines)
+        lines.append([name, f"{context:,}", stock, *cells, wins])
+    return rows.markdown_table(head, lines)
 
 
 LAYER_BATCH, LAYER_CONTEXT = 32, 65536
@@ -85,12 +82,11 @@ def layer_table(folder: Path) -> str:
         each = [work.weight_bytes, work.ahead_bytes, LAYER_BATCH * work.digest_bytes, kv]
         columns.append([x / work.layers / 1e6 for x in each] + [ring / 1e6])
     names = ("weights", "look-ahead", "digests", "attention", "ring")
-    lines = [f"| MB | {' | '.join(LAYERS)} |", "| --- |" + " ---: |" * len(LAYERS)]
-    lines += [
-        f"| {name} | {' | '.join(f'{x:.1f}' for x in row)} |"
+    lines = [
+        [name, *(f"{x:.1f}" for x in row)]
         for name, row in zip(names, zip(*columns, strict=True), strict=True)
     ]
-    return "\n".join(lines)
+    return rows.markdown_table(["MB", *LAYERS], lines)
 
 
 def main() -> int:

@@ -28,9 +28,8 @@ class Server:
     def shape(self, **sizes: object) -> None:
         s = Shape(**sizes)  # type: ignore[arg-type]
         self._inputs = Inputs(self._pool, s)
-        self._k, self._v = (
-            x.view(-1, s.H, s.S, s.D) for x in (self._inputs.k, self._inputs.v)
-        )  # this library's layout
+        # This library's layout.
+        self._k, self._v = (x.view(-1, s.H, s.S, s.D) for x in (self._inputs.k, self._inputs.v))
         self._heads = torch.arange(s.H * s.G, dtype=torch.int32) // s.G
         self._lengths = torch.full((s.B,), s.R * s.S, dtype=torch.int32)
 

@@ -16,8 +16,8 @@ import sys
 from pathlib import Path
 
 from benchmark.accuracy.gate import FULL_SETTING, ask_full
-from benchmark.accuracy.policies import SYSTEMS, Setting, grid
-from benchmark.accuracy.suite import key_of, measure, start_fleet, suite_arguments, suite_file
+from benchmark.accuracy.policies import SYSTEMS, grid
+from benchmark.accuracy.suite import lacks, run_settings, suite_arguments, suite_file
 from benchmark.progress import Progress
 from servers.server_process import ends_orderly
 
@@ -50,21 +50,10 @@ def main(argv: list[str] | None = None) -> int:
     )
     settings = grid(given.policies, given.budgets)
     file, progress = suite_file(args), Progress()
-    places = [{"length_tokens": n, "task": t} for n in args.lengths for t in args.tasks]
-
-    def lacks(setting: Setting) -> bool:
-        return not all(file.has(**key_of(setting), **place) for place in places)
-
     with ends_orderly():
-        if lacks(FULL_SETTING):
+        if lacks(file, args, FULL_SETTING):
             ask_full(args, file, progress)
-        todo = [setting for setting in settings if lacks(setting)]
-        for i in range(0, len(todo), args.at_once):
-            group = todo[i : i + args.at_once]
-            progress.say(f"starting servers for {', '.join(s.name for s in group)}")
-            with start_fleet(args, group, max(args.lengths)) as fleet:
-                progress.say(f"ready after {fleet.startup_s:.0f} s")
-                measure(fleet, group, args, file, progress)
+        run_settings(args, settings, file, progress)
     return 0
 
 

@@ -150,9 +150,8 @@ def test_prefilled_tokens_attend_to_everything(decoder):
         decode_window(model, text, START, tokens[START:], Setting(96), prefilled=n).mass[0]
         for n in (0, half)
     )
-    assert (
-        other < 0.99 and abs(one - other) < 0.2
-    )  # layer 0: the same queries, of all tokens or the later half
+    # Layer 0: the same queries, of all tokens or the later half.
+    assert other < 0.99 and abs(one - other) < 0.2
 
 
 def test_predictions_and_exact_layers_and_steps(decoder):

@@ -168,9 +168,8 @@ def test_each_policy_takes_what_is_its_own(model, capsys):
     windowed = memory("hgca")
     pages = 8 * 1280 + 1
     assert windowed["kept tokens"] == (int(0.3 * pages) * 32 * 163840, False)
-    rows = (
-        40 * 8 * 8
-    )  # layers, requests, heads: averages of the window's tokens, a list of all pages
+    # Layers, requests, heads: averages of the window's tokens, a list of all pages.
+    rows = 40 * 8 * 8
     assert windowed["step buffers"][0] == 4 * (rows * (4096 + 1280) + 40 * 8 * 40 * 128)
     assert {*windowed} ^ {*memory("scout")} == {"kept tokens", "step buffers", "hints"}
     assert main([*command, "--kv-offload", "hgca"]) == 0
@@ -291,10 +290,8 @@ def test_folders_that_are_no_model(tmp_path, model):
 @pytest.mark.parametrize("fp8", ["fp8_e4m3", "fp8_e5m2"])
 def test_kv_in_fp8_is_half_as_large_and_digests_are_not_smaller(model, fp8):
     sizes = {"context_tokens": 65536, "gpu_gib": 80}
-    of_host, of_both = (
-        200,
-        400,
-    )  # GiB where host memory binds with either, where digests bind with fp8
+    # GiB where host memory binds with either, where digests bind with fp8.
+    of_host, of_both = 200, 400
     plain = plan_of(model(), host_gib=of_host, **sizes)
     small = plan_of(model(), host_gib=of_host, kv_cache_dtype=fp8, **sizes)
     assert 2 * small.server.kv_bytes_per_request == plain.server.kv_bytes_per_request

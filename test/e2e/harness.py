@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+
+import psutil
 
 from servers.pd_cluster import PDCluster, flags
 from servers.processes import children_of, process_title
@@ -18,7 +21,7 @@ from servers.sglang_http import (
     Generation,
     generate,
     generate_payload,
-    parse_generation,
+    http_json,
     sse_events,
 )
 from servers.single_server import SingleServer
@@ -31,13 +34,13 @@ RANKS_ENV = {
 }
 
 
-def random_prompts(lengths: Sequence[int], *, vocab: int = 500, seed: int = 0) -> list[list[int]]:
-    """Random token ids below ``vocab``, one prompt per length; the same for the same arguments.
+def random_prompts(lengths: Sequence[int], *, seed: int = 0) -> list[list[int]]:
+    """Random token ids, one prompt per length; the same for the same arguments.
 
-    The tiny model's special tokens lie above 500.
+    Below 500: the tiny model's special tokens lie above.
     """
     source = random.Random(seed)
-    return [[source.randrange(vocab) for _ in range(length)] for length in lengths]
+    return [[source.randrange(500) for _ in range(length)] for length in lengths]
 
 
 def scheduler_pid(cluster: PDCluster, which: str = "decode") -> int:
@@ -55,34 +58,15 @@ def stock_answers(
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
-    env: Mapping[str, str] | None = None,
     **more: object,
 ) -> list[Generation]:
     """What SGLang without this project answers in fp32, with log-probabilities: prefill and decode in
     one server, so that the transfer of KV is under test too. ``more``: its flags."""
     arguments = flags(dtype="float32", max_total_tokens=32768, max_running_requests=16, **more)
     log = log_dir / "stock.log"
-    with SingleServer("stock", model, arguments, device="cpu", log=log, environment=env) as server:
-        return generate(server.url, prompts, max_new_tokens=max_new_tokens, logprobs=True)
-
-
-def generate_with(
-    cluster: PDCluster,
-    which: str,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int,
-    logprobs: bool = False,
-    concurrency: int | None = None,
-) -> list[Generation]:
-    """``cluster.generate`` with a decode server that the router does not know."""
-
-    def ask(prompt: Sequence[int]) -> Generation:
-        payload = generate_payload(prompt, max_new_tokens, logprobs=logprobs)
-        return parse_generation(cluster.ask_pair(payload, which), 0.0)
-
-    with ThreadPoolExecutor(concurrency or len(prompts)) as pool:
-        return list(pool.map(ask, prompts))
+    with SingleServer("stock", model, arguments, device="cpu", log=log) as server:
+        send = partial(http_json, server.url + "/generate")
+        return generate(send, prompts, max_new_tokens=max_new_tokens, logprobs=True)
 
 
 def assert_same_tokens(
@@ -124,23 +108,13 @@ def wait_until(what: str, condition: Callable[[], bool], timeout_s: float) -> No
 
 
 def abort_after(
-    cluster: PDCluster, prompt: Sequence[int], events: int, *, max_new_tokens: int = 512
-) -> int:
-    """Start a streamed request and drop the connection after ``events`` events (0: at the first).
-
-    Returns how many events had come; fewer than asked for when the answer ended before.
-    """
+    cluster: PDCluster, prompt: Sequence[int], events: int, *, max_new_tokens: int
+) -> None:
+    """Start a streamed request and drop the connection after ``events`` events (0: at the first)."""
     payload = generate_payload(prompt, max_new_tokens, stream=True)
-    stream = sse_events(cluster.url + "/generate", payload)
-    seen = 0
-    try:
-        for _ in stream:
-            seen += 1
-            if seen >= events:
-                break
-    finally:
-        stream.close()  # type: ignore[attr-defined]  # a generator
-    return seen
+    with contextlib.closing(sse_events(cluster.url + "/generate", payload)) as stream:
+        for _ in itertools.islice(stream, max(1, events)):
+            pass
 
 
 @dataclass(frozen=True)
@@ -153,15 +127,9 @@ class ProcessUsage:
 
     @classmethod
     def of(cls, pid: int) -> ProcessUsage:
-        """Raises FileNotFoundError when the process has ended."""
-        status = dict(
-            line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines()
-        )
-        return cls(
-            open_files=len(os.listdir(f"/proc/{pid}/fd")),
-            rss_bytes=int(status["VmRSS"].split()[0]) * 1024,
-            threads=int(status["Threads"]),
-        )
+        """Raises psutil.NoSuchProcess when the process has ended."""
+        process = psutil.Process(pid)
+        return cls(process.num_fds(), process.memory_info().rss, process.num_threads())
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ def ask(send: Callable[[dict[str, Any]], Any], prompt: Sequence[int], new_tokens
     begin = time.monotonic()
     answer, error = None, ""
     try:
-        answer = parse_generation(send(generate_payload(prompt, new_tokens)), 0.0)
+        answer = parse_generation(send(generate_payload(prompt, new_tokens)))
     except (RequestFailed, OSError, http.client.HTTPException) as failure:
         error = f"{type(failure).__name__}: {failure}"
     return Outcome(answer, error, time.monotonic() - begin)

@@ -3,7 +3,7 @@
 import json
 import os
 import re
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -100,18 +100,13 @@ def test_a_client_without_the_key_gets_nothing(servers, path):
 def test_a_pause_costs_no_request_and_no_token(servers, mode):
     prompts = random_prompts([1500, 1300, 1100, 900], seed=31)
     expected = servers.generate(prompts, max_new_tokens=60)
-    steps, answers = servers.kv_offload()["steps"], []
-
-    def run():
-        answers.extend(servers.generate(prompts, max_new_tokens=60, timeout_s=120))
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    wait_until("decoding", lambda: servers.kv_offload()["steps"] > steps + 10, 60)
-    http_json(servers.server_url("decode") + "/pause_generation", {"mode": mode}, timeout_s=30)
-    paused = servers.kv_offload()["steps"]
-    assert servers.kv_offload()["steps"] == paused and not answers
-    http_json(servers.server_url("decode") + "/continue_generation", {}, timeout_s=30)
-    thread.join(120)
-    assert_same_tokens(expected, answers)
+    steps = servers.kv_offload()["steps"]
+    with ThreadPoolExecutor(1) as pool:
+        answers = pool.submit(servers.generate, prompts, max_new_tokens=60)
+        wait_until("decoding", lambda: servers.kv_offload()["steps"] > steps + 10, 60)
+        http_json(servers.server_url("decode") + "/pause_generation", {"mode": mode}, timeout_s=30)
+        paused = servers.kv_offload()["steps"]
+        assert servers.kv_offload()["steps"] == paused and not answers.done()
+        http_json(servers.server_url("decode") + "/continue_generation", {}, timeout_s=30)
+        assert_same_tokens(expected, answers.result(120))
     wait_until("pages are free", lambda: servers.kv_offload()["host_pages_used"] == 0, 30)

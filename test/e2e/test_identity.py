@@ -18,7 +18,6 @@ from harness import (
     RANKS_ENV,
     PDCluster,
     assert_same_tokens,
-    generate_with,
     random_prompts,
     stock_answers,
     wait_until,
@@ -184,7 +183,7 @@ def test_kv_in_fp8(tiny_model, tmp_path, fp8):
         assert_same_tokens(expected, answers, logprob_atol=FP8_LOGPROB_ATOL)
         state = servers.kv_offload()
         assert state["digests_received"] > 0 and state["cpu_pages"] == 0
-        generate_with(servers, "small", prompts[-6:], max_new_tokens=NEW_TOKENS)
+        servers.generate(prompts[-6:], "small", max_new_tokens=NEW_TOKENS)
         state = servers.kv_offload("small")
         assert state["cpu_pages"] > 0 and state["recalled_pages"] > 0
         assert state["worker"]["pages"] > 0
@@ -241,7 +240,7 @@ def test_tokens_equal_stock_with_the_radix_cache(servers, expected):
     prompts = random_prompts(LENGTHS, seed=7)
 
     def check():
-        answers = generate_with(servers, "radix", prompts, max_new_tokens=NEW_TOKENS, logprobs=True)
+        answers = servers.generate(prompts, "radix", max_new_tokens=NEW_TOKENS, logprobs=True)
         assert_same_tokens(expected, answers, logprob_atol=LOGPROB_ATOL)
         return answers, servers.kv_offload("radix")
 
@@ -264,16 +263,14 @@ def test_graph_transport(servers, expected):
     with a device."""
     prompts = random_prompts(LENGTHS, seed=7)
     # Two at a time, for whose pages there are slots.
-    short = generate_with(
-        servers, "graph", prompts[6:SHORT], max_new_tokens=NEW_TOKENS, logprobs=True, concurrency=2
+    short = servers.generate(
+        prompts[6:SHORT], "graph", max_new_tokens=NEW_TOKENS, logprobs=True, concurrency=2
     )
     assert_same_tokens(expected[6:SHORT], short, logprob_atol=LOGPROB_ATOL)
     before = servers.kv_offload("graph")
     assert before["transport"] == "graph" and before["cpu_pages"] == 0
     with ThreadPoolExecutor(1) as pool:
-        long = pool.submit(
-            generate_with, servers, "graph", prompts[-3:], max_new_tokens=2 * NEW_TOKENS
-        )
+        long = pool.submit(servers.generate, prompts[-3:], "graph", max_new_tokens=2 * NEW_TOKENS)
         wait_until(
             "steps", lambda: servers.kv_offload("graph")["steps"] > before["steps"] + 20, 120
         )

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from harness import PDCluster, generate_with, random_prompts
+from harness import PDCluster, random_prompts
 from sglang_scout.cli import main
 from sglang_scout.core.profile import config_digest, load_profile
 
@@ -91,7 +91,7 @@ def test_bf16_with_metrics_and_trace(servers, files):
 def test_profile_and_report_of_a_step_log(servers, files, tmp_path, capsys):
     """That a server takes its own profile, and only that: test/plugin/test_args.py."""
     log, output = str(files / "steps.jsonl"), str(tmp_path / "p.json")
-    generate_with(servers, "log", random_prompts([600, 600]), max_new_tokens=30)
+    servers.generate(random_prompts([600, 600]), "log", max_new_tokens=30)
     assert main(["profile", log, "--output", output, "--json"]) == 0
     profile = load_profile(output)
     assert json.loads(capsys.readouterr().out)["intervals"] == profile.intervals

@@ -14,7 +14,6 @@ import pytest
 from harness import (
     PDCluster,
     assert_same_tokens,
-    generate_with,
     random_prompts,
     stock_answers,
     wait_until,
@@ -101,9 +100,7 @@ def server_of(policy):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_short_requests_get_stock_s_tokens(stock, servers, policy):
     prompts = random_prompts(SHORT, seed=7)
-    found = generate_with(
-        servers, server_of(policy), prompts, max_new_tokens=NEW_TOKENS, logprobs=True
-    )
+    found = servers.generate(prompts, server_of(policy), max_new_tokens=NEW_TOKENS, logprobs=True)
     assert_same_tokens(stock, found, logprob_atol=1e-3)
 
 
@@ -121,7 +118,7 @@ def test_each_answers_through_the_router(stock, servers):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_long_requests_attend_to_exactly_their_pages(request, servers, policy):
     which, prompts = server_of(policy), random_prompts(LONG, seed=3)
-    generate_with(servers, which, prompts, max_new_tokens=NEW_TOKENS)
+    servers.generate(prompts, which, max_new_tokens=NEW_TOKENS)
     state = servers.kv_offload(which)
     assert state["policy"] == policy and state["verify_checks"] == 4 * state["steps"]
     assert state["transport"] == request.node.callspec.params["servers"]
@@ -132,7 +129,7 @@ def test_long_requests_attend_to_exactly_their_pages(request, servers, policy):
     if fetches:
         return
     with ThreadPoolExecutor(1) as pool:
-        answers = pool.submit(generate_with, servers, which, prompts, max_new_tokens=NEW_TOKENS)
+        answers = pool.submit(servers.generate, prompts, which, max_new_tokens=NEW_TOKENS)
         wait_until("steps", lambda: servers.kv_offload(which)["steps"] > state["steps"] + 2, 120)
         os.kill(servers.kv_offload(which)["worker"]["pid"], signal.SIGKILL)
         assert [len(a.output_ids) for a in answers.result()] == [NEW_TOKENS] * len(LONG)

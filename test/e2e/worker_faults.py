@@ -183,9 +183,8 @@ def _doubled(victim: Victim) -> None:
     """All that a worker says comes twice, and what it was told too."""
     with victim.sockets() as (server, worker):
         pid = victim.pid()
-        hello = m.encode(
-            m.Hello(pid=pid, epoch=victim.number(pid, "--epoch"))
-        )  # answered by a second Configure
+        # Answered by a second Configure.
+        hello = m.encode(m.Hello(pid=pid, epoch=victim.number(pid, "--epoch")))
         ready = m.encode(m.Ready(isa="again", threads=1))
         beat = m.encode(m.Heartbeat(number=1, stats=m.Stats(items=1, pending=1)))
         for message in (hello, ready, beat, beat):

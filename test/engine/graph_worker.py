@@ -35,7 +35,7 @@ class GraphWorker(MiniWorker):
         lists, share = self.config.lists(s.num_kv_heads), self.config.context_share
         spec = ArenaSpec(
             s.num_layers, pages, SIZE, s.num_kv_heads, s.num_q_heads, s.head_dim, dtype, s.scale,
-            self.max_batch * lists, MAX_PAGES if share else self.budget_tokens // SIZE, s.logit_cap, lists=lists,
+            self.max_batch * lists, MAX_PAGES if share else self.budget_tokens // SIZE, lists=lists,
             q_dtype="bfloat16" if s.dtype == torch.bfloat16 else "float32",
             context_pages=int(pages * share) * s.num_kv_heads, checksums=self.config.page_checksums,
         )  # fmt: skip

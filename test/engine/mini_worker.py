@@ -40,7 +40,7 @@ class HereInstead:
         layer, q, pages = ticket
         got, got_lse = attend_pages(
             torch.from_numpy(q), self.host.k[layer], self.host.v[layer], torch.from_numpy(pages),
-            None, None, self.shape.scale, self.shape.logit_cap, impl="reference",
+            None, None, self.shape.scale, impl="reference",
         )  # fmt: skip
         out[:], lse[:] = got.numpy(), got_lse.numpy()
         return SimpleNamespace(waited_us=1.0, fallback_pages=0)
@@ -81,7 +81,7 @@ class MiniWorker:
 
     def __init__(self, *, layers=3, heads=4, kv_heads=2, dim=64, pages=80, max_batch=4,
                  budget_tokens=128, resident_tokens=None, dtype=torch.float32, seed=0,
-                 config="{}", drift=0.5, logit_cap=0.0, max_pages=120, policy="scout", tracer=None,
+                 config="{}", drift=0.5, max_pages=120, policy="scout", tracer=None,
                  around_missing=None, pool_kind=None, verify=True, rank=0,
                  of_ranks=1, ranks=None, fp8=None):  # fmt: skip
         self.config = parse_config(
@@ -91,7 +91,7 @@ class MiniWorker:
         self.random = torch.Generator().manual_seed(seed)
         self.rank, self.of_ranks, self.all_kv_heads = rank, of_ranks, kv_heads
         own = (heads // of_ranks, kv_heads // of_ranks)
-        self.shape = ModelShape(layers, *own, dim, SIZE, dtype, dim**-0.5, logit_cap, fp8)
+        self.shape = ModelShape(layers, *own, dim, SIZE, dtype, dim**-0.5, fp8)
         self.max_batch = max_batch
         self.host = self._make_host(pages)
         self.digests = self._digest_pool(pool_kind or self.config.digest)
@@ -272,9 +272,10 @@ class MiniWorker:
                     built.view(dtype), again.view(dtype), atol=1e-4, rtol=1e-2
                 )
                 continue
-            # Bits of elements next to a threshold may differ by rounding.
+            # Bits of elements next to a threshold may differ by rounding, and the last ones of a page's two steps,
+            # which are 2 of its 176 bytes.
             differ = (built != again).float().mean()
-            assert differ <= {"minmax": 0, "pilot": 0.05}.get(expected.kind, 0.01)
+            assert differ <= {"minmax": 0, "pilot": 0.05}.get(expected.kind, 0.03)
 
     def dense(self, row: int, layer: int, tokens: list[int] | None = None) -> torch.Tensor:
         """Attention of a row over ``tokens``, or its whole context, with the step's real query."""
@@ -287,8 +288,6 @@ class MiniWorker:
         group = self.shape.num_q_heads // self.shape.num_kv_heads
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         logits = torch.einsum("hd,thd->ht", self.queries[layer][row], k) * self.shape.scale
-        if self.shape.logit_cap:
-            logits = self.shape.logit_cap * torch.tanh(logits / self.shape.logit_cap)
         return torch.einsum("ht,thd->hd", logits.softmax(1), v)
 
     def close(self) -> None:

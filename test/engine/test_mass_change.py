@@ -47,7 +47,7 @@ def test_missing_pages_weigh_as_the_real_query_says(make, digest):
             for exact in gaps:
                 change = real - ahead if exact else None
                 expected = co_attention_reference(
-                    *queries, device[0], device[1], cpu[0], cpu[1], shape.scale, 0.0, change
+                    *queries, device[0], device[1], cpu[0], cpu[1], shape.scale, change
                 )
                 gaps[exact] += float((worker.outputs[layer][0] - expected).abs().mean())
     if digest == "minmax":

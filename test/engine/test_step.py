@@ -48,7 +48,6 @@ def test_a_covering_budget_is_exact_full_attention(make):
         {"dtype": torch.bfloat16},
         {"fp8": torch.float8_e4m3fn},
         {"fp8": torch.float8_e5m2, "config": '{"digest": "minmax"}'},
-        {"logit_cap": 5.0},
         {"config": '{"precompute": false}'},
         {"config": '{"recall": "off"}'},
         {"config": '{"attend": "selected", "recall": "fixed"}'},
@@ -136,21 +135,9 @@ def test_a_selected_page_counts_once_wherever_it_is(make, policy, digest):
                 ]
                 close(worker.outputs[layer][row], worker.dense(row, layer, tokens=kept))
     counters = worker.engine.counters
-    assert (counters.cpu_pages if policy == "scout" else counters.fetched_pages) > 20
-
-
-@pytest.mark.parametrize("config", ["{}", '{"precompute": false}'])
-def test_fetching_leaves_nothing_to_the_cpu(make, config):
-    worker = make(policy="infinigen", budget_tokens=128, max_batch=4, config=config)
-    for length in (400, 37, 513, 320):
-        worker.admit(length)
-    for _ in range(20):
-        worker.step()
-        worker.table.check()
-    counters = worker.engine.counters
-    assert counters.verify_max_rel_error <= FP32_TOLERANCE
-    assert counters.fetched_pages > 0 and counters.cpu_pages == 0 and not worker.missing.asked
-    assert counters.recalled_pages > 0
+    pages = counters.cpu_pages, counters.fetched_pages
+    ours, none = pages if policy == "scout" else pages[::-1]
+    assert ours > 20 and none == 0 and counters.recalled_pages > 0
 
 
 def test_newcomers_get_their_tail_slots_while_recalls_fill_the_cache(make):

@@ -23,7 +23,7 @@ def case():
         mass_change=CHANGE[0],
     )  # fmt: skip
     tail = np.array([TAIL], np.int32), np.array([LENGTH], np.int32)
-    return [q, q_ahead, on_device, on_cpu, *tail, k, v, 0.25, 0.0, CHANGE], right[None]
+    return [q, q_ahead, on_device, on_cpu, *tail, k, v, 0.25, CHANGE], right[None]
 
 
 def test_what_is_right_and_what_is_not():

@@ -1,4 +1,4 @@
-"""Shared by the op tests: absent implementations, the comparison, the device.
+"""Shared by the op tests: absent implementations, the device.
 
 On a machine with a CUDA device the cases of "triton" travel to it: their tensors are made on the
 CPU as for every implementation; arguments go to the device, results and changed arguments come back.
@@ -147,25 +147,6 @@ def layer_pages():
         return LayerPages.of(*halves, "cpu")
 
     return make
-
-
-@pytest.fixture(scope="session")
-def agree():
-    """agree(op, actual, expected, dtype): fail unless equal within the op's own tolerance.
-
-    ``times`` widens it where the inputs are larger than those it was declared for.
-    """
-
-    def check(op: Op, actual, expected, dtype=torch.float32, times=1.0):
-        actual = actual if isinstance(actual, tuple) else (actual,)
-        expected = expected if isinstance(expected, tuple) else (expected,)
-        declared = op.tolerances[str(dtype).removeprefix("torch.")]
-        tolerance = declared._replace(atol=times * declared.atol, rtol=times * declared.rtol)
-        for index, (a, e) in enumerate(zip(actual, expected, strict=True)):
-            mismatch = tolerance.mismatch(a.double(), e.double())
-            assert not mismatch, f"{op.name}, result {index}: {mismatch}"
-
-    return check
 
 
 @pytest.fixture

@@ -121,7 +121,7 @@ def test_native_leaves_other_rows_to_others(op, layer_pages):
         op(*arguments, torch.tensor([[4]]))
 
 
-@pytest.mark.parametrize("op", OPS[:1])
+@BOTH
 @pytest.mark.parametrize("impl", ["native", "reference"])
 @pytest.mark.parametrize("bad", [-1, 3])
 def test_page_out_of_range_is_refused_before_anything_is_written(op, impl, bad, layer_pages):

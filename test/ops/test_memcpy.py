@@ -63,9 +63,8 @@ def test_one_call_copies_what_the_reference_does(runtime):
     assert all(map(torch.equal, got, expected)) and runtime.calls == 1
     memcpy.copy(source, IDS[:, 1:2], *got)
     assert runtime.calls == 1, "nothing to copy"
-    memcpy.copy(
-        source, IDS[:, :1].repeat(1, 500), *got
-    )  # arrays too large for numpy's cache of small ones
+    # Arrays too large for numpy's cache of small ones.
+    memcpy.copy(source, IDS[:, :1].repeat(1, 500), *got)
     assert all(map(torch.equal, got, expected)) and runtime.calls == 2
 
 

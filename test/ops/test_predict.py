@@ -176,10 +176,8 @@ def test_equals_the_modules_of_sglang(sgl, impl, model, dtype):
         module.weight.data.copy_(weight)
         return module.forward_native(x)
 
-    c["x"], c["residual"] = (
-        c["x"] + c["residual"],
-        None,
-    )  # SGLang's norms do not round the sum first
+    # SGLang's norms do not round the sum first.
+    c["x"], c["residual"] = c["x"] + c["residual"], None
 
     with torch.no_grad():
         q = norm(c["norm_weight"], c["norm_eps"], c["x"].clone())

@@ -77,9 +77,8 @@ def test_a_post_is_released_behind_all_it_wrote(ptx):
 
 def test_a_wait_acquires_and_is_bounded_by_the_clock(ptx):
     code = ptx["merge_answer_kernel"]
-    assert (
-        code.count("ld.acquire.sys.global.s64") >= 4
-    )  # of program 0 and of those that wait for it
+    # Of program 0 and of those that wait for it.
+    assert code.count("ld.acquire.sys.global.s64") >= 4
     assert code.count("%globaltimer") >= 4
     assert "ld.volatile.global.v4" in code
     assert "bar.sync" not in code  # a warp each

@@ -6,7 +6,7 @@ import torch
 from sglang_scout.engine.stores import HostPages, ModelShape
 from sglang_scout.plugin.dummy_kv import DummyKV
 
-SHAPE = ModelShape(2, 2, 1, 8, 32, torch.bfloat16, 1.0, 0.0)
+SHAPE = ModelShape(2, 2, 1, 8, 32, torch.bfloat16, 1.0)
 
 
 def filled(pages, prompt):

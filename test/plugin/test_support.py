@@ -204,9 +204,10 @@ def test_a_layer_without_the_expected_parts_is_refused(what):
         support.make_projectors([layer])
 
 
-def shape_of(kv_dtype, monkeypatch, **scales):
+def shape_of(kv_dtype, monkeypatch, logit_cap=0, **scales):
     attention = SimpleNamespace(
-        scaling=0.1, logit_cap=0, sliding_window_size=-1, attn_type="any", tp_q_head_num=4, layer_id=2, **scales
+        scaling=0.1, logit_cap=logit_cap, sliding_window_size=-1, attn_type="any", tp_q_head_num=4, layer_id=2,
+        **scales,
     )  # fmt: skip
     monkeypatch.setattr(support.adapter, "tp_group", lambda: SimpleNamespace(world_size=1))
     layers = [SimpleNamespace(self_attn=SimpleNamespace(attn=attention))]
@@ -219,6 +220,11 @@ def shape_of(kv_dtype, monkeypatch, **scales):
             kv_cache_dtype=kv_dtype, page_size=32,
         )
     )  # fmt: skip
+
+
+def test_capped_logits_are_refused(monkeypatch):
+    with pytest.raises(ConfigError, match="--model-path m: .*cap their logits"):
+        shape_of(torch.bfloat16, monkeypatch, logit_cap=30.0)
 
 
 @pytest.mark.parametrize("fp8", support.TORCH_FP8)

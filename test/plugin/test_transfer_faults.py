@@ -116,9 +116,8 @@ def test_the_pages_of_a_transfer_that_failed_are_kept_for_a_while(monkeypatch):
     late = Receiver(status=KVPoll.Success, init_time=1.0)
     polls = lambda: around_poll(_poll_with_failure_injection, [early, late])  # noqa: E731
     assert polls() == [KVPoll.Failed, KVPoll.Success]
-    health = SimpleNamespace(
-        poll=lambda: KVPoll.Failed
-    )  # of a health check, as SGLang's FakeKVReceiver
+    # Of a health check, as SGLang's FakeKVReceiver.
+    health = SimpleNamespace(poll=lambda: KVPoll.Failed)
     assert around_poll(_poll_with_failure_injection, [health]) == [KVPoll.Failed]
     with monkeypatch.context() as failing:
         failing.setenv("SGLANG_TEST_DISAGG_FAILURE_PROB", "1.0")

@@ -2,7 +2,7 @@
 the demo, the benchmarks and the tests.
 
     with PDCluster(model_dir, decode_args=["--kv-offload", "scout"]) as cluster:
-        answers = cluster.generate(["one prompt", "another"], max_new_tokens=32)
+        answers = cluster.generate([[1, 2, 3], [4, 5]], max_new_tokens=32)
         print(cluster.kv_offload())
 
 Servers are ``python -m sglang.launch_server`` as a user would start them; this module never imports
@@ -15,10 +15,10 @@ import shutil
 import sys
 import tempfile
 import time
-import urllib.request
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -242,14 +242,19 @@ class PDCluster:
         sessions = [server.pid for server in self.all_servers() if server.started]
         return processes_of(self.cluster_id, sessions)
 
-    def tails(self, lines: int = 40) -> str:
+    def tails(self, lines: int) -> str:
         return "\n".join(server.tail(lines) for server in self.all_servers())
 
     # -- requests ----------------------------------------------------------------------------------
 
-    def generate(self, prompts: Sequence[str | Sequence[int]], **options: Any) -> list[Generation]:
-        """Send all prompts through the router at once; see ``sglang_http.generate``."""
-        return generate(self.url, prompts, **options)
+    def generate(
+        self, prompts: Sequence[Sequence[int]], which: str = "router", **options: Any
+    ) -> list[Generation]:
+        """Send all prompts at once, through the router or as :meth:`ask_pair` to the decode server
+        ``which``; see ``sglang_http.generate``."""
+        routed = partial(http_json, self.url + "/generate")
+        send = routed if which == "router" else partial(self.ask_pair, which=which)
+        return generate(send, prompts, **options)
 
     def ask_pair(
         self, payload: Mapping[str, Any], which: str = "decode", path: str = "/generate"
@@ -281,7 +286,6 @@ class PDCluster:
         """Empty a server's prefix cache. Raises RequestFailed while it has running requests."""
         http_json(self.server_url(which) + "/flush_cache", {}, timeout_s=60)
 
-    def metrics(self, which: str = "decode") -> str:
-        """The Prometheus text of a server that was started with ``--enable-metrics``."""
-        with urllib.request.urlopen(self.server_url(which) + "/metrics", timeout=60) as response:
-            return response.read().decode()
+    def metrics(self) -> str:
+        """The Prometheus text of the decode server, if it was started with ``--enable-metrics``."""
+        return http_json(self.server_url("decode") + "/metrics", timeout_s=60)

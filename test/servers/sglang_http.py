@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import http.client
 import json
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -25,14 +24,10 @@ class Generation:
     ``logprobs`` (natural log, one per output token) is empty unless asked for.
     """
 
-    text: str
     output_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    finish_reason: str
     prompt_tokens: int
     cached_tokens: int
-    latency_s: float
-    raw: dict[str, Any] = field(repr=False, compare=False, default_factory=dict)
 
 
 def http_json(url: str, payload: Any = None, *, timeout_s: float = 600.0) -> Any:
@@ -84,80 +79,55 @@ def sse_events(url: str, payload: Any, *, timeout_s: float = 600.0) -> Iterator[
 
 
 def generate_payload(
-    prompt: str | Sequence[int],
-    max_new_tokens: int,
-    *,
-    logprobs: bool = False,
-    stream: bool = False,
-    sampling: Mapping[str, Any] | None = None,
+    prompt: Sequence[int], max_new_tokens: int, *, logprobs: bool = False, stream: bool = False
 ) -> dict[str, Any]:
     """Body of one ``/generate`` request.
 
-    Greedy, and to the full length even past an end-of-text token, unless ``sampling`` says
-    otherwise.
+    Greedy, and to the full length even past an end-of-text token.
     """
     options = {"temperature": 0.0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
-    payload: dict[str, Any] = {
-        "sampling_params": {**options, **(sampling or {})},
+    return {
+        "input_ids": [int(token) for token in prompt],
+        "sampling_params": options,
         "return_logprob": logprobs,
         "stream": stream,
     }
-    if isinstance(prompt, str):
-        payload["text"] = prompt
-    else:
-        payload["input_ids"] = [int(token) for token in prompt]
-    return payload
 
 
-def parse_generation(raw: Mapping[str, Any], latency_s: float) -> Generation:
+def parse_generation(raw: Mapping[str, Any]) -> Generation:
     """Raises RequestFailed when the server reports an abort in place of an answer."""
     meta = raw["meta_info"]
-    reason = (meta.get("finish_reason") or {}).get("type", "")
-    if reason == "abort":
+    if (meta.get("finish_reason") or {}).get("type") == "abort":
         raise RequestFailed(f"request aborted: {meta['finish_reason']}")
     scores = meta.get("output_token_logprobs") or []
     return Generation(
-        text=raw.get("text") or "",
         output_ids=tuple(raw.get("output_ids") or (entry[1] for entry in scores)),
         logprobs=tuple(entry[0] for entry in scores),
-        finish_reason=reason,
         prompt_tokens=int(meta.get("prompt_tokens", 0)),
         cached_tokens=int(meta.get("cached_tokens", 0)),
-        latency_s=latency_s,
-        raw=dict(raw),
     )
 
 
 def generate(
-    url: str,
-    prompts: Sequence[str | Sequence[int]],
+    send: Callable[[dict[str, Any]], Any],
+    prompts: Sequence[Sequence[int]],
     *,
-    max_new_tokens: int | Sequence[int] = 32,
+    max_new_tokens: int,
     logprobs: bool = False,
     concurrency: int | None = None,
-    sampling: Mapping[str, Any] | None = None,
-    timeout_s: float = 600.0,
 ) -> list[Generation]:
-    """Send all prompts (text or token ids) to a server or router; answers in the order of the prompts.
+    """Send all prompts, of token ids; answers in the order of the prompts.
 
-    Greedy, and to the full length, unless ``sampling`` says otherwise. One HTTP request per
-    prompt, ``concurrency`` of them at a time (default all). Raises the first request's failure.
+    ``send`` sends one prompt's request. ``concurrency`` of them at a time (default all). Raises the
+    first request's failure.
     """
-    lengths = (
-        [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
-    )
-    if len(lengths) != len(prompts):
-        raise ValueError(f"max_new_tokens has {len(lengths)} entries for {len(prompts)} prompts")
 
-    def one(prompt: str | Sequence[int], new_tokens: int) -> Generation:
-        begin = time.monotonic()
-        payload = generate_payload(prompt, new_tokens, logprobs=logprobs, sampling=sampling)
-        raw = http_json(url + "/generate", payload, timeout_s=timeout_s)
-        return parse_generation(raw, time.monotonic() - begin)
+    def one(prompt: Sequence[int]) -> Generation:
+        return parse_generation(send(generate_payload(prompt, max_new_tokens, logprobs=logprobs)))
 
     pool = ThreadPoolExecutor(max_workers=concurrency or max(1, len(prompts)))
     try:
-        return list(pool.map(one, prompts, lengths))
+        return list(pool.map(one, prompts))
     finally:
         # Not waiting: after Ctrl-C the servers are stopped, and that ends the requests.
         pool.shutdown(wait=False, cancel_futures=True)

@@ -125,9 +125,8 @@ def test_an_answer_that_is_no_number_is_computed_by_the_caller(
 ):
     arena = make_arena()
     ring = make_ring(arena)
-    ring.producer.set_live_epoch(
-        ring.producer.next_epoch()
-    )  # alive, but the answer is written here
+    # Alive, but the answer is written here.
+    ring.producer.set_live_epoch(ring.producer.next_epoch())
     request, view = make_request(arena.spec, 3, 2, full=True), RingView(arena)
     ticket = ring.post(0, 0, *request)
     answer = view.reply_data(0)

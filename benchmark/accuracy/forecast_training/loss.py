@@ -12,9 +12,8 @@ from torch import Tensor
 PAGE_TOKENS = 32
 SINK_PAGES = RECENT_PAGES = 1
 """Chosen whatever their score, so neither target nor prediction has them."""
-_NONE = (
-    -1e9
-)  # the logit of a page that is not offered; finite, so that its gradient is 0 and not NaN
+# The logit of a page that is not offered; finite, so that its gradient is 0 and not NaN.
+_NONE = -1e9
 
 
 def page_targets(q: Tensor, k: Tensor, position: Tensor) -> Tensor:

@@ -58,9 +58,8 @@ class RecallModel(Qwen3ForCausalLM):  # type: ignore[misc]
     def hidden(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         """The normalised output of the last layer [B, T, d] of ``tokens`` [B, T], with products in bfloat16;
         ``positions`` default to 0..T-1."""
-        mask = torch.ones_like(
-            tokens
-        )  # without it transformers takes jumps of positions for packed texts
+        # Without it transformers takes jumps of positions for packed texts.
+        mask = torch.ones_like(tokens)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             states = self.model(
                 tokens, attention_mask=mask, position_ids=positions, use_cache=False

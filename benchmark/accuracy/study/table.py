@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmark.rows import Row, read_rows
+from benchmark.rows import Row, markdown_table, read_rows
 
 SAMPLES = 2000
 
@@ -78,46 +78,42 @@ def _with_interval(rows: Sequence[Row], mean: Callable[[Sequence[Row]], float], 
     return f"{mean(rows):.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
 
 
-def facts_table(by_setting: dict[str, list[Row]]) -> list[str]:
+def facts_table(by_setting: dict[str, list[Row]]) -> str:
     rows = next(iter(by_setting.values()))
     kinds = list(dict.fromkeys(k for row in rows for k in row["kind"]))
     cuts = sorted({c for row in rows for c in row["cut"]})
     head = ["setting", *kinds, *(f"at {c:,}" for c in cuts), "points lost", "nats a number", "mass"]
     full = [{**row, "right": row["full_right"]} for row in rows]
-    lines = [head, ["---", *["---:"] * (len(head) - 1)]]
     cells = [share(full, "kind", k) for k in kinds] + [share(full, "cut", c) for c in cuts]
-    lines.append(["full attention", *cells, "", "", "1"])
+    lines = [["full attention", *cells, "", "", "1"]]
     for name, own in by_setting.items():
         cells = [share(own, "kind", k) for k in kinds] + [share(own, "cut", c) for c in cuts]
         lost, nats = _with_interval(own, points_lost, 1), _with_interval(own, number_nats, 2)
         lines.append([name, *cells, lost, nats, f"{_mean_mass(own):.3f}"])
-    return [f"| {' | '.join(line)} |" for line in lines]
+    return markdown_table(head, lines)
 
 
-def text_table(by_setting: dict[str, list[Row]]) -> list[str]:
-    lines = [
-        "| setting | tokens | KL | nats | agreement | mass |",
-        "| --- | ---: | ---: | ---: | ---: | ---: |",
-    ]
+def text_table(by_setting: dict[str, list[Row]]) -> str:
+    lines = []
     for name, rows in by_setting.items():
         kl = _with_interval(rows, token_mean("kl"), 3)
         nats = _with_interval(rows, token_mean("nats", "full_nats"), 3)
         agree = f"{token_mean('agree')(rows):.1%}"
-        tokens = sum(sum(row["tokens"]) for row in rows)
-        lines.append(f"| {name} | {tokens:,} | {kl} | {nats} | {agree} | {_mean_mass(rows):.3f} |")
-    return lines
+        tokens = f"{sum(sum(row['tokens']) for row in rows):,}"
+        lines.append([name, tokens, kl, nats, agree, f"{_mean_mass(rows):.3f}"])
+    return markdown_table(["setting", "tokens", "KL", "nats", "agreement", "mass"], lines)
 
 
-def layers_table(rows: Sequence[Row]) -> list[str]:
+def layers_table(rows: Sequence[Row]) -> str:
     """Cosine and mass of every layer, means over documents."""
-    lines = ["| layer | cosine | mass |", "| ---: | ---: | ---: |"]
+    lines = []
     for layer in range(len(rows[0]["mass_by_layer"])):
-        cells = []
+        cells = [str(layer)]
         for name in ("cosine_by_layer", "mass_by_layer"):
             found = [row[name][layer] for row in rows if row.get(name)]
             cells.append("" if None in found or not found else f"{sum(found) / len(found):.3f}")
-        lines.append(f"| {layer} | {' | '.join(cells)} |")
-    return lines
+        lines.append(cells)
+    return markdown_table(["layer", "cosine", "mass"], lines)
 
 
 def paired(rows: Sequence[Row], part: str) -> dict[str, list[Row]]:
@@ -147,14 +143,14 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     if args.layers:
         own = [row for row in rows if row["setting"] == args.layers]
-        print("\n".join(layers_table(own)) if own else f"no row of {args.layers!r}")
+        print(layers_table(own) if own else f"no row of {args.layers!r}")
         return 0 if own else 1
     for part, table in (("facts", facts_table), ("prompt", facts_table), ("text", text_table)):
         by_setting = paired(rows, part)
         if by_setting:
             documents = len(next(iter(by_setting.values())))
             print(f"\n{part}, {documents} documents\n")
-            print("\n".join(table(by_setting)))
+            print(table(by_setting))
     return 0
 
 

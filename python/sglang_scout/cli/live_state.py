@@ -31,9 +31,8 @@ def view(before: State, now: State, seconds: float) -> dict[str, Any]:
     steps = now["steps"] - before["steps"]
     budget_pages = now["budget_tokens"] // now["page_size"]
     cpus = now["worker"]["cpus"]
-    worker_pages = max(
-        0, now["worker"]["pages"] - before["worker"]["pages"]
-    )  # a new worker begins at 0
+    # A new worker begins at 0.
+    worker_pages = max(0, now["worker"]["pages"] - before["worker"]["pages"])
     return {
         "policy": now["policy"],
         "backend": now["backend"],

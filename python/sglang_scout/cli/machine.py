@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -14,7 +13,6 @@ from pathlib import Path
 from sglang_scout.core.cpu_list import parse_cpu_list
 
 SYS = Path("/sys")
-SHMEM_MODES_THAT_HELP = ("always", "within_size", "advise", "force")
 ASK_TIMEOUT_S = 120.0
 COUNT_DEVICES = (
     "import torch, sys; torch.version.cuda or sys.exit('torch is built without CUDA'); "
@@ -69,20 +67,6 @@ def cpu_quota() -> float | None:
         cpus = int(quota) / int(period)
         return cpus if cpus > 0 else None
     return None
-
-
-def free_hugepages() -> int:
-    """Free pages of the 2 MiB pool that nobody has reserved."""
-    pool = SYS / "kernel/mm/hugepages/hugepages-2048kB"
-    with contextlib.suppress(ValueError):
-        return int(_read(pool / "free_hugepages")) - int(_read(pool / "resv_hugepages"))
-    return 0
-
-
-def shmem_hugepage_mode() -> str:
-    """The chosen word of shmem_enabled; "" where the kernel has no transparent huge pages."""
-    match = re.search(r"\[(\w+)\]", _read(SYS / "kernel/mm/transparent_hugepage/shmem_enabled"))
-    return match[1] if match else ""
 
 
 def has_rdma() -> bool:

@@ -95,10 +95,13 @@ def check_memory() -> Check:
 
 
 def check_hugepages() -> Check:
-    pool, mode = machine.free_hugepages(), machine.shmem_hugepage_mode()
+    from sglang_scout.worker import host_memory
+
+    pool = host_memory.free_pool_bytes() // host_memory.HUGE_PAGE_BYTES
+    mode = host_memory.shmem_mode()
     text = f"{pool} free 2 MiB pages in the pool, shmem_enabled is {mode or 'unknown'}"
     values = {"free_pool_pages": pool, "shmem_enabled": mode}
-    if pool or mode in machine.SHMEM_MODES_THAT_HELP:
+    if pool or host_memory.shared_huge_pages_allowed():
         return Check("huge pages", OK, text, values=values)
     fix = "as root: echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled"
     return Check("huge pages", WARNING, text + "; KV uses 4 KiB pages", fix, values)

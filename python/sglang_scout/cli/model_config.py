@@ -54,10 +54,6 @@ class ModelConfig:
         idle = (1 - self.expert_share) * self.expert_bytes
         return self.weight_bytes - self.embedding_bytes - int(idle)
 
-    @property
-    def kv_value_bytes(self) -> int:
-        return VALUE_BYTES.get(self.kv_dtype, 1)
-
     def describe(self) -> str:
         return (
             f"{self.architecture}, {self.num_layers} layers, {self.num_q_heads} query and "

@@ -113,11 +113,11 @@ def idle_keys(values: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def check_layers(config: OffloadConfig, num_layers: int, flag: str = FLAGS["config"]) -> None:
+def check_layers(config: OffloadConfig, num_layers: int) -> None:
     """Refuse layers that the model does not have."""
     if max(config.exact_layers, default=0) >= num_layers:
         raise ConfigError(
-            f"{flag}: exact_layers = {list(config.exact_layers)}: the model has layers 0 to "
+            f"{FLAGS['config']}: exact_layers = {list(config.exact_layers)}: the model has layers 0 to "
             f"{num_layers - 1}; name some of these, or drop the key"
         )
 
@@ -128,12 +128,12 @@ def written_files(config: OffloadConfig, flag: str) -> list[tuple[str, str, str 
     return [(key, f"{flag}: {key} = {path!r}", path) for key, path in paths]
 
 
-def check_files(config: OffloadConfig, flag: str = FLAGS["config"]) -> None:
+def check_files(config: OffloadConfig) -> None:
     """Refuse files that cannot be written, by trying. What they hold stays.
 
     For the process that uses them: another machine may have none of their folders.
     """
-    for _, what, path in written_files(config, flag):
+    for _, what, path in written_files(config, FLAGS["config"]):
         if path is not None:
             check_writable(what, path)
 

@@ -66,7 +66,7 @@ def _calls(
         max(pool_pages, 1), (_CALLS, batch * lists, columns), generator=generator, dtype=torch.int32
     )
     return [
-        attend_pages.in_order((q, k, v, pages, None, None, shape.scale, shape.logit_cap), {})
+        attend_pages.in_order((q, k, v, pages, None, None, shape.scale), {})
         for pages in tables.to(device)
     ]
 

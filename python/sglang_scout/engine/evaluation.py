@@ -39,10 +39,10 @@ class Evaluator:
         return self._thread.submit(self._select, queries, pages, state)
 
     def _select(self, queries: torch.Tensor, pages: torch.Tensor, state: int) -> Result:
-        kept, scores = self.cache.empty(), (self._shape.scale, self._shape.logit_cap)
+        kept, scale = self.cache.empty(), self._shape.scale
         was_full = np.zeros(kept.tokens.shape, bool)
         for layer, k in enumerate(self._host.k):
-            found = self._feedback.select(state, layer, queries[layer], k, pages, *scores)
+            found = self._feedback.select(state, layer, queries[layer], k, pages, scale)
             heads, tokens = (x.numpy() for x in found)
             was_full |= self.cache.add(kept, np.full_like(heads, layer), heads, tokens)
         return kept, was_full

@@ -70,8 +70,7 @@ class Fetch(Transport):
         rows, parity = len(query) * self._lists, layer % 2
         slots = self._there[parity, : rows * self._budget_pages].view(rows, -1)
         part, part_lse = attend_pages(
-            of_lists(query, self._lists), *self._staged[:, parity], slots, None, None,
-            self._shape.scale, self._shape.logit_cap,
+            of_lists(query, self._lists), *self._staged[:, parity], slots, None, None, self._shape.scale
         )  # fmt: skip
         parts = out.float(), lse, part.view_as(out).float(), part_lse.view_as(lse)
         merged, _ = merge_states(*parts)

@@ -247,7 +247,6 @@ def arena_sizes(
         "kv_dtype": str(shape.kv_dtype).removeprefix("torch."),
         "q_dtype": "bfloat16" if dtype == "bfloat16" else "float32",
         "scale": shape.scale,
-        "logit_cap": shape.logit_cap,
         "max_batch": max_batch * lists,
         "lists": lists,
         "max_pages": listed,

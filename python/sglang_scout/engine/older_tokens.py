@@ -48,9 +48,8 @@ class Request:
     left: int  # pages behind the window's begin
     kept: Kept
     evaluation: Evaluation | None
-    whole: list[
-        int
-    ]  # until it has ended: all older pages, and what is kept of those that left since
+    # Until it has ended: all older pages, and what is kept of those that left since.
+    whole: list[int]
     since: list[Tokens] = field(default_factory=list)
     version: int = 0
 
@@ -269,17 +268,17 @@ class OlderTokens:
             slot_of: ``[P]`` slots of this layer.
         """
         rows = len(query)
-        scores = self._shape.scale, self._shape.logit_cap
+        scale = self._shape.scale
         k, v, tail = resident.k[layer], resident.v[layer], (tail_slot, tail_len)
         self._queries[layer, :rows] = query
         ids, counts = (x[layer, :rows].flatten(0, 1) for x in (self._ids, self._counts))
         self._transport.post(layer, query, ids, counts)
         out, lse = attend_pages(
-            query, k, v, offered.table, *tail, *scores, slot_of=slot_of, n_pages=offered.n_full
+            query, k, v, offered.table, *tail, scale, slot_of=slot_of, n_pages=offered.n_full
         )
         state, fresh, first_at, recent = self._staging.device.view(4, -1)[:, :rows]
         view = WindowView(k, offered.table, recent, slot_of, *tail, state, fresh, first_at)
-        self._feedback.attended(layer, query, lse, view, *scores)
+        self._feedback.attended(layer, query, lse, view, scale)
         out = self._transport.merge(layer, query, out, lse)
         if self._verifier is not None:
             listed = torch.arange(ids.shape[1], device=ids.device) < counts[:, None]

@@ -107,9 +107,8 @@ class StepEngine:
         self._verifier = Verifier(host, shape, policy.route, self.counters) if verify else None
         self._projectors, self._step = projectors, 0
         self._open_layer, self._layer_start_ns = -1, 0  # for the timeline
-        has_estimates = digests.has_estimates and not shape.logit_cap
         on_cpu = policy.route == "cpu"
-        self._reweighs = policy.digest.reweigh and on_cpu and has_estimates
+        self._reweighs = policy.digest.reweigh and on_cpu and digests.has_estimates
         self._posts_late = on_cpu and not policy.query.attends
         self._chosen: dict[int, tuple[torch.Tensor, Selection]] = {}  # layer: query, selection
         # Layers run when they are captured; what boundaries launch would be compiled in the first request.
@@ -263,8 +262,7 @@ class StepEngine:
         start_ns = self._clock.now()
         out, lse = attend_pages(
             query, self.resident.k[layer], self.resident.v[layer], pages,
-            tail_slot, tail_len, shape.scale, shape.logit_cap, slot_of=self._slot_of[layer],
-            n_pages=n_pages,
+            tail_slot, tail_len, shape.scale, slot_of=self._slot_of[layer], n_pages=n_pages,
         )  # fmt: skip
         self._clock.cut("attention", "attend", start_ns, layer=layer)
         compares = self.boundary.step_log is not None and self.policy.query.attends
@@ -292,8 +290,7 @@ class StepEngine:
         start_ns = self._clock.now()
         out, _ = attend_pages(
             query, self.resident.k[layer], self.resident.v[layer], offered.table,
-            tail_slot, tail_len, self.shape.scale, self.shape.logit_cap, slot_of=slot_of,
-            n_pages=offered.n_full,
+            tail_slot, tail_len, self.shape.scale, slot_of=slot_of, n_pages=offered.n_full,
         )  # fmt: skip
         self._clock.cut("attention", "attend", start_ns, layer=layer)
         if self._verifier is not None:

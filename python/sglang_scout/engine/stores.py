@@ -33,7 +33,6 @@ class ModelShape:
     page_size: int
     dtype: torch.dtype
     scale: float
-    logit_cap: float = 0.0
     fp8: torch.dtype | None = None
 
     @property

@@ -51,7 +51,7 @@ class Verifier:
         error = relative_error(
             out.cpu(), q.cpu(), q_ahead.cpu(), attended.numpy(), on_cpu.numpy(),
             batch.tail_page.numpy(), batch.tail_len.numpy(), self._host.k[layer], self._host.v[layer],
-            self._shape.scale, self._shape.logit_cap,
+            self._shape.scale,
             torch.zeros(q.shape[:2]) if mass_change is None else mass_change.cpu(),
             None if (kept := self._host.context) is None else (kept.k[layer], kept.v[layer]),
         )  # fmt: skip
@@ -67,7 +67,6 @@ def co_attention_reference(
     k_cpu: torch.Tensor,
     v_cpu: torch.Tensor,
     scale: float,
-    logit_cap: float = 0.0,
     mass_change: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One softmax over both parts, each with its own query (paper Algorithm 1, lines 7 and 10-12).
@@ -84,8 +83,7 @@ def co_attention_reference(
     logits = []
     for query, keys in ((q, k_device), (q_ahead, k_cpu)):
         keys = keys.float().repeat_interleave(group, dim=1)
-        part = torch.einsum("hd,thd->ht", query.float(), keys) * scale
-        logits.append(logit_cap * torch.tanh(part / logit_cap) if logit_cap else part)
+        logits.append(torch.einsum("hd,thd->ht", query.float(), keys) * scale)
     if mass_change is not None:
         logits[1] = logits[1] + mass_change[:, None]
     weights = torch.cat(logits, dim=1).softmax(dim=1)
@@ -104,7 +102,6 @@ def relative_error(
     k: torch.Tensor,
     v: torch.Tensor,
     scale: float,
-    logit_cap: float,
     mass_change: torch.Tensor,
     context: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> float:
@@ -139,7 +136,7 @@ def relative_error(
             torch.cat([keys[device].flatten(0, 1), keys[tail, :length]]),
             torch.cat([values[device].flatten(0, 1), values[tail, :length]]),
             _listed(cpu, keys, kept_k), _listed(cpu, values, kept_v),
-            scale, logit_cap, change,
+            scale, change,
         )  # fmt: skip
         gap = float((found - reference).abs().max() / reference.abs().max().clamp_min(1e-20))
         worst = max(worst, gap if math.isfinite(gap) else NOT_FINITE)

@@ -42,7 +42,6 @@ def decay_mass(
     maw: torch.Tensor,
     alpha: float,
     scale: float,
-    logit_cap: float = 0.0,
 ) -> None:
     """Move the average of every token's attention weight: MAW = (1 - alpha) MAW + alpha A.
 
@@ -70,8 +69,6 @@ def decay_mass(
     lengths = torch.where(is_last, last_len[:, None], S).masked_fill(slots < 0, 0)
     keys = k.index_select(0, slots.clamp(min=0).flatten()).view(B, W * S, H, D).float()
     s = torch.einsum("bhgd,bthd->bhgt", q.float().view(B, H, -1, D), keys) * scale
-    if logit_cap > 0:
-        s = logit_cap * torch.tanh(s / logit_cap)
     weight = torch.exp(s - lse.view(B, H, -1, 1)).amax(2).view(B, H, W, S).transpose(1, 2)
     token = torch.arange(S, device=q.device)
     newest = is_last[..., None] & (token == last_len[:, None, None] - 1)  # [B, W, S]
@@ -120,7 +117,6 @@ def select_salient(
     pages: torch.Tensor,
     beta: torch.Tensor,
     scale: float,
-    logit_cap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens of host pages whose attention weight among all of them exceeds beta / their number, on the host.
 
@@ -143,8 +139,6 @@ def select_salient(
         ],
         dim=2,
     ).mul_(scale)
-    if logit_cap > 0:
-        s = logit_cap * torch.tanh(s / logit_cap)
     weight = torch.softmax(s, dim=2).amax(1)  # [H, n S]
     heads, at = (weight > beta[:, None] / max(1, weight.shape[1])).nonzero(as_tuple=True)
     return heads, pages[at // S] * S + at % S

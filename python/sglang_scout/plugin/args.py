@@ -124,9 +124,8 @@ def _apply_defaults(args: ServerArgs) -> None:
     if args.disaggregation_mode == "decode":
         args.decode_attention_backend = BACKEND_NAME
         if not on_cpu(args):
-            args.disable_prefill_cuda_graph = (
-                True  # would write to the host's pages as if they were the device's
-            )
+            # They would write to the host's pages as if they were the device's.
+            args.disable_prefill_cuda_graph = True
         if args.attention_backend is None and args.prefill_attention_backend is None:
             args.prefill_attention_backend = "triton"  # never runs here; the cheapest to set up
         if args.max_running_requests is None:

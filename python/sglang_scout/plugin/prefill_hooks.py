@@ -152,9 +152,8 @@ def around_send_kvcache(
         return 0
     last = {name: kwargs[name][-1:] for name in ("prefill_data_indices", "dst_data_indices")}
     row = [of_groups(kwargs[name], layers, 2)[0] for name in ("src_data_ptrs", "item_lens")]
-    is_hint = has_hint(
-        *row, int(last["prefill_data_indices"][0])
-    )  # not yet, in the middle of a prompt
+    # There is none yet in the middle of a prompt.
+    is_hint = has_hint(*row, int(last["prefill_data_indices"][0]))
     return send(2, 1, **last) if is_hint else 0
 
 

@@ -76,9 +76,8 @@ def check_model(
             f"{model}: dtype {served.dtype} is not supported with {policy}; set --dtype to one of "
             f"{', '.join(DTYPES)}"
         )
-    make_policy(
-        Context(config, served.num_hidden_layers, 1, profile)
-    )  # it refuses what it does not know
+    # It refuses what it does not know.
+    make_policy(Context(config, served.num_hidden_layers, 1, profile))
     if weights is not None:
         check_weights(
             weights,
@@ -130,11 +129,12 @@ def model_shape(runner: Any) -> ModelShape:
     """Sizes of the attention on this rank, read from the loaded model."""
     config = runner.model_config
     attentions = [layer.self_attn.attn for layer in decoder_layers(runner.model)]  # type: ignore[union-attr]
-    kinds = {(a.scaling, a.logit_cap, a.sliding_window_size, a.attn_type) for a in attentions}
-    if len(kinds) != 1 or attentions[0].sliding_window_size > 0:
+    kinds = {(a.scaling, a.sliding_window_size, a.attn_type) for a in attentions}
+    is_capped = any(a.logit_cap for a in attentions)
+    if len(kinds) != 1 or attentions[0].sliding_window_size > 0 or is_capped:
         raise ConfigError(
-            f"--model-path {config.model_path}: layers differ in scaling, logit cap or window; "
-            "not supported with --kv-offload"
+            f"--model-path {config.model_path}: layers differ in scaling or kind, cap their logits or attend "
+            "to a window; not supported with --kv-offload"
         )
     fp8 = None if runner.kv_cache_dtype == config.dtype else runner.kv_cache_dtype
     if fp8 is not None:
@@ -147,7 +147,6 @@ def model_shape(runner: Any) -> ModelShape:
         page_size=runner.page_size,
         dtype=config.dtype,
         scale=float(attentions[0].scaling),
-        logit_cap=float(attentions[0].logit_cap or 0.0),
         fp8=fp8,
     )
 

@@ -54,15 +54,15 @@ class Feedback(Protocol):
         """A request takes a row."""
 
     def attended(
-        self, layer: int, q: torch.Tensor, lse: torch.Tensor, view: WindowView, *scores: float
+        self, layer: int, q: torch.Tensor, lse: torch.Tensor, view: WindowView, scale: float
     ) -> None:
-        """The device attended to a window. ``scores``: scale and logit cap."""
+        """The device attended to a window."""
 
     def leaving(self, states: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         """``[L, n, H]`` bits of the tokens that are kept of pages at the end of their windows."""
 
     def select(
-        self, state: int, layer: int, q: torch.Tensor, k: torch.Tensor, pages: torch.Tensor, *scores: float
+        self, state: int, layer: int, q: torch.Tensor, k: torch.Tensor, pages: torch.Tensor, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """Heads and tokens kept of host pages of a request that joined; on a thread beside the steps."""
 

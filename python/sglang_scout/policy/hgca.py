@@ -119,17 +119,17 @@ class SalientTokens:
         self._set(state, torch.where(torch.from_numpy(heads), doubled, old))
 
     def attended(
-        self, layer: int, q: torch.Tensor, lse: torch.Tensor, view: WindowView, *scores: float
+        self, layer: int, q: torch.Tensor, lse: torch.Tensor, view: WindowView, scale: float
     ) -> None:
         decay_mass(
             q, lse, view.k, view.pages, view.n_pages, view.slot_of, view.tail_slot, view.tail_len, view.first_at,
-            view.state, view.fresh, self._maw[layer], self.alpha, *scores,
+            view.state, view.fresh, self._maw[layer], self.alpha, scale,
         )  # fmt: skip
 
     def leaving(self, states: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         return salient_bits(self._maw, states, places, self._threshold)
 
     def select(
-        self, state: int, layer: int, q: torch.Tensor, k: torch.Tensor, pages: torch.Tensor, *scores: float
+        self, state: int, layer: int, q: torch.Tensor, k: torch.Tensor, pages: torch.Tensor, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        return select_salient(q, k, pages, self._betas[layer, state], *scores)
+        return select_salient(q, k, pages, self._betas[layer, state], scale)

@@ -25,7 +25,8 @@ PIECE_BYTES = 32 * 2**20
 # Of Linux 5.14, not in the mmap module.
 _MADV_POPULATE_READ = 22
 _MADV_POPULATE_WRITE = 23
-_PROC = Path("/proc")
+_PROC, _SYS_MM = Path("/proc"), Path("/sys/kernel/mm")
+_SHMEM_MODES_THAT_HELP = ("always", "within_size", "advise", "force")
 # Of control groups of version 2 and 1: names of limits, of the use, and of the cache that gives way. Above
 # memory.high a process is slowed down until pages are reclaimed, and those of the arena cannot be.
 _GROUP_FILES = {
@@ -92,22 +93,23 @@ def _text(file: Path) -> str:
 
 def free_pool_bytes() -> int:
     """What the pool of huge pages has free and not reserved, on all nodes."""
-    pool = Path("/sys/kernel/mm/hugepages/hugepages-2048kB")
+    pool = _SYS_MM / "hugepages/hugepages-2048kB"
     try:
-        free = int((pool / "free_hugepages").read_text())
-        reserved = int((pool / "resv_hugepages").read_text())
-    except (OSError, ValueError):
+        free, reserved = int(_text(pool / "free_hugepages")), int(_text(pool / "resv_hugepages"))
+    except ValueError:
         return 0
     return (free - reserved) * HUGE_PAGE_BYTES
 
 
+def shmem_mode() -> str:
+    """The chosen word of shmem_enabled; "" where the kernel has no transparent huge pages."""
+    match = re.search(r"\[(\w+)\]", _text(_SYS_MM / "transparent_hugepage/shmem_enabled"))
+    return match[1] if match else ""
+
+
 def shared_huge_pages_allowed() -> bool:
     """Whether shared memory may get transparent huge pages."""
-    try:
-        text = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled").read_text()
-    except OSError:
-        return False
-    return re.search(r"\[(always|within_size|advise|force)\]", text) is not None
+    return shmem_mode() in _SHMEM_MODES_THAT_HELP
 
 
 def protect(address: int, nbytes: int) -> None:

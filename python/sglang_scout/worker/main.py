@@ -95,9 +95,8 @@ class Worker:
 
     def _receive(self, wait_s: float) -> m.Message | None:
         """Waits for a message. A closed socket means Stop: the client is gone."""
-        ready = (
-            select.poll()
-        )  # not select(): the descriptor has the number that it has in the server
+        # Not select(): the descriptor has the number that it has in the server.
+        ready = select.poll()
         ready.register(self._socket, select.POLLIN)
         if not ready.poll(max(wait_s, 0.0) * 1e3):
             return None
@@ -113,13 +112,7 @@ class Worker:
 
     def _stats(self, runtime: _native.RingRuntime) -> m.Stats:
         pending, items = runtime.progress()
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        return m.Stats(
-            items=items,
-            pending=pending,
-            rss_bytes=pages * os.sysconf("SC_PAGE_SIZE"),
-            refused_messages=self._refused,
-        )
+        return m.Stats(items=items, pending=pending, refused_messages=self._refused)
 
     def _send(self, message: m.Message) -> None:
         # If the client does not read, buffers fill up: then a heartbeat is dropped, which says the

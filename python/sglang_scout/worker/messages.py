@@ -38,13 +38,11 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         items: (sequence, part) items that it computed.
         pending: records published and not finished.
-        rss_bytes: resident memory, shared pages included.
         refused_messages: messages that the worker dropped.
     """
 
     items: int = 0
     pending: int = 0
-    rss_bytes: int = 0
     refused_messages: int = 0
 
 

@@ -8,14 +8,14 @@ import torch
 import triton
 import triton.language as tl
 
-from .exact import as_loaded, dot_fp32, stored_as, tanh, widened
+from .exact import as_loaded, dot_fp32, stored_as, widened
 
 
 @triton.jit
 def decay_kernel(
     q, lse, k, pages, n_pages, slot_of, last_page, last_len, first_at, state, fresh, maw,
-    alpha, scale, logit_cap, N, W, ids,
-    S: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HAS_CAP: tl.constexpr,
+    alpha, scale, N, W, ids,
+    S: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
     """One page of a row's window and one KV head.
@@ -46,8 +46,6 @@ def decay_kernel(
             k_tile = widened(k_tile, FP8)
             x = dot_fp32(q_tile, tl.trans(k_tile), x)
         x *= scale
-        if HAS_CAP:
-            x = logit_cap * tanh(x / logit_cap)
         top = tl.load(lse + head, mask=g < G, other=float("inf"))
         weight = tl.max(tl.exp(x - top[:, None]), axis=0)  # [BLOCK_S]
         place = (tl.load(first_at + b) + w) % W
@@ -75,7 +73,7 @@ def salient_kernel(
 
 
 def decay_mass(
-    q, lse, k, pages, n_pages, slot_of, last_page, last_len, first_at, state, fresh, maw, alpha, scale, logit_cap
+    q, lse, k, pages, n_pages, slot_of, last_page, last_len, first_at, state, fresh, maw, alpha, scale
 ):  # fmt: skip
     """See `ops.salience.decay_mass`."""
     (B, N), (S, H, D), W = pages.shape, k.shape[1:], maw.shape[1]
@@ -84,7 +82,7 @@ def decay_mass(
         return
     decay_kernel[(W, H, B)](
         q, lse, as_loaded(k), pages, n_pages, slot_of, last_page, last_len, first_at, state, fresh, maw, alpha,
-        scale, logit_cap, N, W, slot_of.numel(), S, H, G, D, logit_cap > 0,
+        scale, N, W, slot_of.numel(), S, H, G, D,
         max(16, triton.next_power_of_2(S)), max(16, triton.next_power_of_2(G)),
         max(16, min(128, triton.next_power_of_2(D))), stored_as(k.dtype)[1], num_warps=4,
     )  # fmt: skip

@@ -14,9 +14,8 @@ from ..select import Selection
 
 FORCED_KEY = tl.constexpr(0xFFFFFFFF << 24)
 _LANE_KEYS = 8  # keys that a thread holds
-_DIGIT_BITS = tl.constexpr(
-    6
-)  # two bins of a histogram per thread of a warp: few instructions a key
+# Two bins of a histogram per thread of a warp: few instructions a key.
+_DIGIT_BITS = tl.constexpr(6)
 _DIGITS = tl.constexpr(64)
 
 
