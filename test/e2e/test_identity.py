@@ -9,6 +9,7 @@ import os
 import re
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -164,6 +165,9 @@ def test_two_ranks_with_graph_transport(tiny_model):
 
 
 @SLOW
+@pytest.mark.skipif(
+    version("sglang") != "0.5.15.post1", reason="SGLang has no KV in fp8 on a CPU any more"
+)
 @pytest.mark.parametrize("fp8", ["fp8_e4m3", "fp8_e5m2"])
 def test_kv_in_fp8(tiny_model, tmp_path, fp8):
     """Stock's tokens where the budget covers the context; with a small one every layer agrees with a plain reference
