@@ -84,15 +84,16 @@ def stock(tiny_model, tmp_path_factory):
     return answers
 
 
-@SLOW  # three minutes
-def test_two_ranks(stock, tiny_model, tmp_path):
+@SLOW  # three minutes each
+@pytest.mark.parametrize("arch", ["qwen3", "qwen3_moe"])
+def test_two_ranks(stock, tiny_model, tmp_path, arch):
     """Requests that fit the budget get stock's tokens; for longer ones all ranks choose the same pages, and
     every rank's layers agree with a plain reference. A worker's death concerns its rank alone."""
     settings = {"verify": True, "recall": "fixed", "recall_interval": 4}
     settings |= {"trace": str(tmp_path / "trace.json"), "trace_steps": 20}
-    expected = stock("qwen3")[:SHORT]
+    expected = stock(arch)[:SHORT]
     with PDCluster(
-        tiny_model("qwen3"),
+        tiny_model(arch),
         server_args=RANKS,
         decode_args=["--enable-metrics", "--kv-offload-config", json.dumps(settings)],
         max_running_requests=16,
