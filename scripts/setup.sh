@@ -20,13 +20,14 @@ TRANSFER=cpu # which mooncake: an extra of pyproject.toml
 say() { printf 'setup: %s\n' "$*" >&2; }
 die() { printf 'setup: %s\n' "$*" >&2; exit 1; }
 
+first_sglang() { sed -n 's/^ADAPTERS = {"\([^"]*\)".*/\1/p' python/sglang_scout/core/sglang_versions.py; }
+
 # The one asked for, else the one that is installed, else the first that is supported.
 sglang_version() {
-    local versions=python/sglang_scout/core/sglang_versions.py first wanted
-    first="$(sed -n 's/^ADAPTERS = {"\([^"]*\)".*/\1/p' "$versions")"
+    local versions=python/sglang_scout/core/sglang_versions.py wanted
     wanted="$(echo .venv/lib/python*/site-packages/sglang-[0-9]*.dist-info)"
     wanted="${wanted##*/sglang-}" wanted="${wanted%.dist-info}"
-    grep -qF "\"$wanted\":" "$versions" || wanted="$first"
+    grep -qF "\"$wanted\":" "$versions" || wanted="$(first_sglang)"
     wanted="${SGLANG_VERSION:-$wanted}"
     grep -qF "\"$wanted\":" "$versions" || die "SGLANG_VERSION=$wanted is not one of those in $versions"
     echo "$wanted"
@@ -143,10 +144,27 @@ patiently() {
 
 # -- the project --------------------------------------------------------------------------------------------
 
+# The builds of mooncake have the same files: where the other one is, as a GPU has come or gone, both go, and ours is
+# installed anew.
+drop_other_mooncake() {
+    local name other=cpu remove=("$1" pip uninstall -q --python .venv/bin/python)
+    [ "$TRANSFER" = cuda ] || other=cuda
+    [ -n "$1" ] || remove=(.venv/bin/python -m pip uninstall -q -y)
+    name="$(sed -n "s/^$other = \[\"\(.*\)==.*/\1/p" pyproject.toml)"
+    if compgen -G ".venv/lib/python*/site-packages/${name//-/_}-*.dist-info" >/dev/null; then
+        say "removing $name"
+        "${remove[@]}" "$name" "$(sed -n "s/^$TRANSFER = \[\"\(.*\)==.*/\1/p" pyproject.toml)"
+    fi
+}
+
 install_project() {
     local uv="$1" sglang ours=".[test,docs,$TRANSFER]"
     sglang="sglang==$(sglang_version)"
     local -a extra=()
+    if [ -z "${SGLANG_VERSION:-}" ] && [ "$(sglang_version)" != "$(first_sglang)" ]; then
+        say ".venv keeps its $sglang; the default, by SGLANG_VERSION=$(first_sglang) scripts/setup.sh"
+    fi
+    drop_other_mooncake "$uv"
     export CMAKE_BUILD_PARALLEL_LEVEL="${CMAKE_BUILD_PARALLEL_LEVEL:-$(nproc)}"
     if [ "$(python_version .venv/bin/python)" -ge 313 ]; then
         # SGLang asks for a release of outlines that has no wheels for Python 3.13. It is one of its grammar

@@ -28,6 +28,7 @@ def test_this_machine_can_serve():
     result = json.loads(done.stdout)
     checks = {check["name"]: check for check in result["checks"]}
     assert result["ok"] and all(check["state"] != "failed" for check in checks.values())
+    assert checks["queries"]["state"] == "ok"
     worker = checks["worker"]["values"]
     assert worker["right"] and worker["max_error"] <= worker_check.TOLERANCE
     assert worker["page_us"] > 0 and worker["batch_us"] > 0

@@ -76,7 +76,8 @@ CASES = {
     ),
     "unwritten on the prefill server": (keys(step_log="/proc/x") | PREFILL, []),
     "requests": ({"max_running_requests": 65537}, ["--max-running-requests 65537", "1 to 65536"]),
-    "fp8": ({"kv_cache_dtype": "fp8_e4m3"}, []),
+    "fp8 on cuda": (cuda(kv_cache_dtype="fp8_e4m3"), []),
+    "fp8 on cpu": ({"kv_cache_dtype": "fp8_e4m3"}, []),
     "fp4": ({"kv_cache_dtype": "fp4_e2m1"}, ["--kv-cache-dtype fp4_e2m1", "auto, fp8_e4m3 or fp8_e5m2"]),
     "spec": (
         {"speculative_algorithm": "EAGLE"},
@@ -201,6 +202,10 @@ CASES = {
     ),
 }  # fmt: skip
 if version("sglang") != "0.5.15.post1":
+    CASES["fp8 on cpu"] = (
+        {"kv_cache_dtype": "fp8_e4m3"},
+        ["--kv-cache-dtype fp8_e4m3", "on a CPU", "torch_native", "drop the flag"],
+    )
     CASES["copies in another pool"] = (
         {"disaggregation_decode_retraction_backup": "host_pool"},
         ["--disaggregation-decode-retraction-backup host_pool: not supported"],

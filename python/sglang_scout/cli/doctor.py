@@ -32,7 +32,8 @@ from sglang_scout.core.sglang_versions import ADAPTERS
 
 DESCRIPTION = (
     "Check that this machine can serve. Each line says ok, warning or failed, what was found, and "
-    "what to do. The last check starts a real attention worker, has it compute a few pages and "
+    "what to do. SGLang runs a tiny random model, whose queries are compared with predicted ones. "
+    "The last check starts a real attention worker, has it compute a few pages and "
     "compares the result. The exit code is 1 if a check failed, otherwise 0."
 )
 PLUGIN_GROUP = "sglang.srt.plugins"
@@ -83,6 +84,19 @@ def check_sglang() -> Check:
     return Check("sglang", OK, found, values=values)
 
 
+def check_queries() -> Check:
+    """Whether SGLang's layers are handed what queries are predicted from. On the CPU, also where there is a GPU."""
+    on_cpu = {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    done = _python("-m", "sglang_scout.plugin.query_check", **on_cpu)
+    if done.returncode != 0:
+        fix = "see sglang, above; a decode server compares them too, in its first steps"
+        return Check("queries", WARNING, f"not compared: {_reason(done)}", fix)
+    found = json.loads(done.stdout.splitlines()[-1])
+    if "error" in found:
+        return Check("queries", FAILED, found["error"], "please report it")
+    return Check("queries", OK, "SGLang's layers compute those that are predicted")
+
+
 def check_plugin() -> Check:
     found = {e.name: e.value for e in entry_points(group=PLUGIN_GROUP)}
     if PLUGIN_NAME not in found:
@@ -111,11 +125,11 @@ def check_native() -> Check:
     return Check("native module", OK, isa, values=values)
 
 
-def _python(*words: str) -> subprocess.CompletedProcess[str]:
+def _python(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run Python in a fresh process: what it imports may crash, print or start threads."""
-    command = [sys.executable, *words]
+    command, env = [sys.executable, *words], {**os.environ, **variables}
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+        return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=env)
     except subprocess.TimeoutExpired:
         return subprocess.CompletedProcess(command, 1, "", f"no answer within {TIMEOUT_S} s")
 
@@ -204,7 +218,7 @@ def checks(cpus: list[int]) -> list[Callable[[], Check]]:
     return [
         check_python, check_sglang, check_plugin, check_native, check_cpus, check_gpu,
         check_environment, check_memory, check_hugepages, check_locked_memory, check_mooncake,
-        check_router, lambda: check_worker(cpus),
+        check_router, check_queries, lambda: check_worker(cpus),
     ]  # fmt: skip
 
 

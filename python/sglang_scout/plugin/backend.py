@@ -35,6 +35,7 @@ from sglang_scout.plugin.probe import QueryProbe
 from sglang_scout.plugin.ranks import AttentionRanks, worker_cpus, worker_nodes
 from sglang_scout.plugin.request_tables import RequestTables
 from sglang_scout.plugin.support import (
+    before_layer,
     decoder_layers,
     make_projectors,
     model_shape,
@@ -120,7 +121,8 @@ class ScoutAttnBackend(AttentionBackend):
         )
         self.allocator.listener = self.engine.pages
         for index, layer in enumerate(layers):
-            layer.register_forward_pre_hook(self._layer_hook(index), with_kwargs=True)
+            hook = before_layer(index, self._probe.layer_input, self.engine.layer_input)
+            layer.register_forward_pre_hook(hook, with_kwargs=True)
         layers[-1].register_forward_hook(lambda *_: self.engine.layer_output())
         self.worker.start()
         atexit.register(self.close)
@@ -154,20 +156,6 @@ class ScoutAttnBackend(AttentionBackend):
             ",".join(map(str, self.cpus)),
             lines,
         )
-
-    def _layer_hook(self, index: int) -> Any:
-        def before_layer(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            names = ("positions", "hidden_states", "forward_batch", "residual")
-            given = dict(zip(names, args, strict=False)) | kwargs
-            batch, handed = given["forward_batch"], given["hidden_states"]
-            if not batch.forward_mode.is_decode():
-                return None
-            hidden, residual = adapter.layer_input(handed, batch, given.get("residual"))
-            self._probe.layer_input(index, hidden, residual, given["positions"])
-            self.engine.layer_input(index, hidden, residual, given["positions"])
-            return None if hidden is handed else ((), given | {"hidden_states": hidden})
-
-        return before_layer
 
     def arrive(self, requests: list[Any]) -> None:
         """The KV of SGLang's new requests has come; they have not joined yet."""

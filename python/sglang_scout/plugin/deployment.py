@@ -11,6 +11,7 @@ from sglang.srt.utils import get_device
 from sglang_scout.core.config import PAGE_SIZE_TOKENS, OffloadConfig
 from sglang_scout.core.errors import ConfigError
 from sglang_scout.core.served_models import FP8_KV
+from sglang_scout.plugin.line import VERSION, adapter
 from sglang_scout.worker.host_memory import available_bytes
 from sglang_scout.worker.settings import check_machine
 from sglang_scout.worker.spec import MAX_BATCH
@@ -163,6 +164,11 @@ def _check_cpu_device(args: ServerArgs, policy: str) -> None:
         raise ConfigError(
             "--enable-deterministic-inference True: on a CPU SGLang has no attention backend for it; "
             "drop the flag"
+        )
+    if args.kv_cache_dtype not in ("auto", *adapter.FP8_ON_CPU):
+        raise ConfigError(
+            f"--kv-cache-dtype {args.kv_cache_dtype}: SGLang {VERSION} has no KV in fp8 on a CPU with the attention "
+            f"backend torch_native, which {policy} works with there; drop the flag on both servers"
         )
     for name in ("attention_backend", "prefill_attention_backend"):
         if (value := getattr(args, name)) not in (None, "torch_native"):

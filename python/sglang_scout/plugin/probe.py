@@ -16,6 +16,10 @@ MAX_ERROR = 0.1
 """Of a layer's queries together, relative. Roundings make up to 0.01, the residual stream left out about 1."""
 
 
+class UnexpectedQueryError(RuntimeError):
+    """SGLang computes another query than is predicted, or none was seen."""
+
+
 class QueryProbe:
     """Compares each layer's query with what its own projector makes of the layer's own input.
 
@@ -26,6 +30,11 @@ class QueryProbe:
     def __init__(self, projectors: Sequence[QueryProjector]) -> None:
         self._projectors = dict(enumerate(projectors))
         self._predicted: torch.Tensor | None = None
+
+    @property
+    def unseen(self) -> list[int]:
+        """Layers whose query has not been compared yet."""
+        return list(self._projectors)
 
     def layer_input(
         self, layer: int, x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor
@@ -40,7 +49,7 @@ class QueryProbe:
         """The layer's real query ``[B, HQ, D]``.
 
         Raises:
-            RuntimeError: it is another.
+            UnexpectedQueryError: it is another.
         """
         predicted, self._predicted = self._predicted, None
         if predicted is None:
@@ -50,7 +59,7 @@ class QueryProbe:
         if not len(wanted):
             return  # KV that nobody has written
         if not (found - wanted).norm() <= MAX_ERROR * wanted.norm():
-            raise RuntimeError(
+            raise UnexpectedQueryError(
                 f"--kv-offload: layer {layer} computes another query than is predicted from its own input; this SGLang "
                 "does not hand layers what sglang-scout expects, and pages would be chosen by wrong queries"
             )

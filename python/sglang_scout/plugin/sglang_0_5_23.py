@@ -20,6 +20,7 @@ from sglang_scout.core.errors import ConfigError
 from sglang_scout.plugin.fields import FIELDS
 
 POOLS_MODULE = kv_cache_configurator
+FP8_ON_CPU = ()  # but e4m3 with AMX and a backend of its own
 
 # A struct's fields are fixed when its class is made, so SGLang gets this one in place of its own. Scheduler processes
 # are handed an instance before plugins are loaded, and find the class here, by its name.

@@ -125,6 +125,24 @@ def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     return list(model.model.layers)  # type: ignore[union-attr, arg-type]
 
 
+def before_layer(index: int, *see: Callable[..., None]) -> Callable[..., Any]:
+    """A forward pre-hook, with keywords, of decoder layer ``index``: in decode steps each of ``see`` gets what
+    ``StepEngine.layer_input`` takes."""
+
+    def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        names = ("positions", "hidden_states", "forward_batch", "residual")
+        given = dict(zip(names, args, strict=False)) | kwargs
+        batch, handed = given["forward_batch"], given["hidden_states"]
+        if not batch.forward_mode.is_decode():
+            return None
+        hidden, residual = adapter.layer_input(handed, batch, given.get("residual"))
+        for call in see:
+            call(index, hidden, residual, given["positions"])
+        return None if hidden is handed else ((), given | {"hidden_states": hidden})
+
+    return hook
+
+
 def model_shape(runner: Any) -> ModelShape:
     """Sizes of the attention on this rank, read from the loaded model."""
     config = runner.model_config

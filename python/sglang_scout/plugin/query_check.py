@@ -1,0 +1,77 @@
+"""Does SGLang compute the queries that are predicted? Its own benchmark decodes a token of a tiny random model on the
+CPU, with a decode server's hooks and probe; ``doctor`` runs this in a process of its own.
+
+python -m sglang_scout.plugin.query_check
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from sglang.benchmark import one_batch
+from sglang.srt.server_args import ServerArgs
+
+from sglang_scout.plugin.probe import QueryProbe, UnexpectedQueryError
+from sglang_scout.plugin.support import before_layer, decoder_layers, make_projectors
+
+MODEL = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_hidden_layers": 3, "hidden_size": 128,
+    "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64,
+    "max_position_embeddings": 64, "vocab_size": 10000,  # of the benchmark's tokens
+}  # fmt: skip
+
+
+def with_probe(runner: Any) -> QueryProbe:
+    """Of a model runner: random weights, and what a decode server hooks into its layers and attention."""
+    for weight in runner.model.parameters():
+        # What a layer adds is as large as what it is added to: neither can be left out unseen.
+        weight.data.normal_(float(weight.dim() == 1), weight.shape[-1] ** -0.5)
+    layers, attention = decoder_layers(runner.model), runner.attn_backend
+    probe, decode = QueryProbe(make_projectors(layers)), attention.forward_decode
+    for index, layer in enumerate(layers):
+        layer.register_forward_pre_hook(before_layer(index, probe.layer_input), with_kwargs=True)
+
+    def forward_decode(
+        q: torch.Tensor, k: Any, v: Any, layer: Any, *more: Any, **named: Any
+    ) -> Any:
+        probe.query(layer.layer_id, q.view(-1, layer.tp_q_head_num, layer.qk_head_dim))
+        return decode(q, k, v, layer, *more, **named)
+
+    attention.forward_decode = forward_decode
+    return probe
+
+
+def main() -> None:
+    """Prints, last, a JSON object: what is wrong with them as ``error``, or nothing."""
+    load, probes, found = one_batch.load_model, [], {}
+
+    def load_model(*args: Any) -> Any:
+        loaded = load(*args)
+        probes.append(with_probe(loaded[0].torch_runner))
+        return loaded
+
+    one_batch.load_model, one_batch.get_tokenizer = load_model, lambda *_, **__: None
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
+        server = ServerArgs(
+            model_path=folder, load_format="dummy", skip_tokenizer_init=True, device="cpu", dtype="float32",
+            attention_backend="torch_native", disable_cuda_graph=True, max_total_tokens=128, max_running_requests=2,
+        )  # fmt: skip
+        once = one_batch.BenchArgs(
+            batch_size=(2,), input_len=(2,), output_len=(2,), result_filename=""
+        )
+        try:
+            one_batch.main(server, once)
+            if [probe.unseen for probe in probes] != [[]]:
+                raise UnexpectedQueryError("SGLang decoded, and not every layer's query was seen")
+        except UnexpectedQueryError as error:
+            found["error"] = str(error)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
