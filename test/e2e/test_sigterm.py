@@ -67,6 +67,7 @@ def test_a_decode_server_ends_what_runs_and_refuses_what_waits(servers):
 
     worker = servers.kv_offload()["worker"]["pid"]
     scheduler = scheduler_pid(servers)
+    wait_until("none has room", lambda: servers.kv_offload()["host_pages_used"] == 0, 60)
     running = InFlight(send_to(servers), run, [60] * 8 + [ENDLESS])
     pages = sum(len(prompt) // 32 for prompt in run)
     wait_until("all have room", lambda: servers.kv_offload()["host_pages_used"] > pages, 60)
