@@ -19,6 +19,7 @@ from typing import Self
 
 import msgspec
 import numpy as np
+import psutil
 
 from harness import PDCluster, scheduler_pid, wait_until
 from ring_view import CLOSED_ITEM, RingView, writable
@@ -91,10 +92,12 @@ class Victim:
         for _ in range(30):
             pid = self.pid()
             os.kill(pid, signal.SIGSTOP)
-            epoch = self.number(pid, "--epoch")
+            while psutil.Process(pid).status() != psutil.STATUS_STOPPED:
+                time.sleep(0.001)
+            epoch, posted = self.number(pid, "--epoch"), int(self.ring.control["head"])
             deadline = time.monotonic() + _PAUSE_S
             while time.monotonic() < deadline:
-                if (slot := self.open_slot(epoch)) is not None:
+                if (slot := self.open_slot(epoch, posted)) is not None:
                     try:
                         yield pid, slot
                     finally:
@@ -105,13 +108,13 @@ class Victim:
             time.sleep(_PAUSE_S)
         raise TimeoutError("no record was posted")
 
-    def open_slot(self, epoch: int) -> int | None:
-        """Of a record that the worker of an epoch can serve and has not begun: what it has read of one, no damage
-        changes."""
+    def open_slot(self, epoch: int, posted: int) -> int | None:
+        """Of a record that the worker of an epoch can serve and was posted after so many: those it may have read, and
+        what it has read, no damage changes."""
         ring, head = self.ring, int(self.ring.control["head"])
         for slot in range(2 * self.arena.spec.num_layers):
             seq = int(ring.record(slot)["seq"])
-            if seq >> _EPOCH_SHIFT != epoch or seq & _POST_BITS > head:
+            if seq >> _EPOCH_SHIFT != epoch or not posted < seq & _POST_BITS <= head:
                 continue
             if int(ring.reply(slot)["claim"][0]) & CLOSED_ITEM == 0:
                 if int(ring.reply(slot)["done"]) != seq:
