@@ -21,7 +21,8 @@ namespace {
 
 // How pages of one type are attended to.
 struct BlockFns {
-  void (*pack)(const float* from, float* to, int dim);  // a query, to what score reads
+  void (*pack)(const float* from, void* to, int dim);  // a query, to what score reads
+  int query_bytes;                                     // of an element of that
   void (*score)(const Block&);
   void (*finish)(float* weights, ptrdiff_t stride, int tokens);  // to what weigh reads; may be null
   void (*weigh)(const Block&);
@@ -34,20 +35,32 @@ template <DType T, int kDim, int GB>
 BlockFns fns() {
   constexpr float kWidening = Vec::widening(T) / Vec::lift(T);
 #if SCOUT_STORAGE == SCOUT_FLOATS
-  return {pack_row<T>,   score_block<T, kDim, GB>,
-          nullptr,       weigh_block<T, kDim, GB>,
-          unpack_row<T>, kWidening,
+  return {pack_row<T>,
+          4,
+          score_block<T, kDim, GB>,
+          nullptr,
+          weigh_block<T, kDim, GB>,
+          unpack_row<T>,
+          kWidening,
           Vec::lift(T)};
 #else
   if constexpr (T == DType::kBF16)
-    return {pack_words<T>, score_words_block<T, kDim, GB>,
-            nullptr,       weigh_block<T, kDim, GB>,
-            unpack_row<T>, kWidening,
+    return {pack_words<T>,
+            2,
+            score_words_block<T, kDim, GB>,
+            nullptr,
+            weigh_block<T, kDim, GB>,
+            unpack_row<T>,
+            kWidening,
             1.0f};
   else
-    return {pack_words<T>, score_words_block<T, kDim, GB>,
-            pair_weights,  weigh_pairs_block<T, kDim, GB>,
-            unpack_pairs,  1.0f,
+    return {pack_words<T>,
+            2,
+            score_words_block<T, kDim, GB>,
+            pair_weights,
+            weigh_pairs_block<T, kDim, GB>,
+            unpack_pairs,
+            1.0f,
             1.0f};
 #endif
 }

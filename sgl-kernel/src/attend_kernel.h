@@ -105,7 +105,8 @@ inline void attend_heads(const AttendArgs& args, HeadRange range) {
   const BlockFns run_larger =
       chunks.larger > 0 ? find_block_fns(kv.dtype, dim, chunks.size + 1) : run;
 
-  alignas(64) float q[kScratchFloats];
+  alignas(64) char q[kScratchFloats * sizeof(float)];
+  const ptrdiff_t query_bytes = static_cast<ptrdiff_t>(dim) * run.query_bytes;
   alignas(64) float acc[kScratchFloats];
   float highest[kScratchRows];
   float sum[kScratchRows];
@@ -117,7 +118,7 @@ inline void attend_heads(const AttendArgs& args, HeadRange range) {
     const int q_head = (range.head_begin + h) * args.params->group + range.group_begin;
     for (int g = 0; g < group; ++g) {
       const int row = h * group + g;
-      run.pack(args.q + static_cast<ptrdiff_t>(q_head + g) * dim, q + row * dim, dim);
+      run.pack(args.q + static_cast<ptrdiff_t>(q_head + g) * dim, q + row * query_bytes, dim);
       highest[row] = -kInfinity;
       sum[row] = 0.0f;
     }
@@ -194,14 +195,14 @@ inline void attend_heads(const AttendArgs& args, HeadRange range) {
         if (!gaps) return {at, again - at};
         ask_for(at, step);
         ask_for(again, step);
-        return {reinterpret_cast<const char*>(q), 0};  // cached: costs less than branches
+        return {q, 0};  // cached: costs less than branches
       };
       for (int t = 0; t < tokens; t += step) {
         block.rows = k + t * row_bytes;
         block.ahead = hints(t);
         block.tokens = tokens - t < step ? tokens - t : step;
         for (int c = 0, g = 0; c < chunks.count; g += chunks.of(c), ++c) {
-          block.q = q + g * dim;
+          block.q = q + g * query_bytes;
           block.scores = scores + t * stride + g;
           (c < chunks.larger ? run_larger : run).score(block);
         }

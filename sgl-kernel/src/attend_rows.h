@@ -14,10 +14,11 @@ namespace {
 
 // From natural column order to that of load_pair.
 template <DType T>
-void pack_row(const float* from, float* to, int dim) {
+void pack_row(const float* from, void* to, int dim) {
   constexpr int W = Vec::kLanes;
+  float* const row = static_cast<float*>(to);
   for (int d = 0; d < dim; d += 2 * W)
-    for (int i = 0; i < 2 * W; ++i) to[d + i] = Vec::lift(T) * from[d + Vec::column(T, i)];
+    for (int i = 0; i < 2 * W; ++i) row[d + i] = Vec::lift(T) * from[d + Vec::column(T, i)];
 }
 
 // And back.

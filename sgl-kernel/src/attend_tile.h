@@ -52,9 +52,9 @@ struct Block {
   int tokens;
   int heads;
   int head_dim;
-  int group;       // query heads per KV head, of which the block function takes GB
-  const float* q;  // [heads * group, D], column order of load_pair
-  float* acc;      // [heads * group, D], same order: sum of weights * v
+  int group;      // query heads per KV head, of which the block function takes GB
+  const void* q;  // [heads * group, D], as the score function's pack has made it
+  float* acc;     // [heads * group, D], column order of load_pair: sum of weights * v
   // From the block's first token on: of token t and query head g at [t * score_stride + g]. Later
   // the weights.
   float* scores;
@@ -212,14 +212,14 @@ struct Tokens {
 
 // score(Tokens<n>, rows of a head, its first query, scores) for all heads of a block, in the order
 // of memory: as many tokens at a time as fit the registers, the rest one by one.
-template <int TB, typename Score>
+template <int TB, typename Query, typename Score>
 inline __attribute__((always_inline)) void score_each(const Block& block, int dim, int head_bytes,
                                                       Score score) {
   const Block of = block;  // in registers, where stores of scores cannot change it
   int t = 0;
   auto heads = [&](auto tokens) {
     const char* rows = of.rows + t * of.row_bytes;
-    const float* queries = of.q;
+    const Query* queries = static_cast<const Query*>(of.q);
     float* scores = of.scores + t * of.score_stride;
     for (int h = 0; h < of.heads; ++h) {
       score(tokens, rows, queries, scores);
@@ -237,11 +237,12 @@ void score_block(const Block& block) {
   const int dim = kDim != 0 ? kDim : block.head_dim;
   Hints ahead = block.ahead;
   const ptrdiff_t row_bytes = block.row_bytes, stride = block.score_stride;
-  score_each<Vec::token_block(GB)>(block, dim, dim * element_bytes<T>(),
-                                   [&](auto tokens, const char* k, const float* q, float* scores) {
-                                     ahead = score_tokens<T, kDim, tokens.kCount, GB>(
-                                         k, row_bytes, q, dim, ahead, scores, stride);
-                                   });
+  score_each<Vec::token_block(GB), float>(
+      block, dim, dim * element_bytes<T>(),
+      [&](auto tokens, const char* k, const float* q, float* scores) {
+        ahead =
+            score_tokens<T, kDim, tokens.kCount, GB>(k, row_bytes, q, dim, ahead, scores, stride);
+      });
 }
 
 }  // namespace

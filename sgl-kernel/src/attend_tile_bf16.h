@@ -19,8 +19,8 @@ constexpr int kPairTokens = 8;  // of add_pairs, at once
 
 // A query of bf16 numbers, which are the upper halves of floats, in the order of load_words.
 template <DType T>
-void pack_words(const float* from, float* to, int dim) {
-  int16_t* const words = reinterpret_cast<int16_t*>(to);
+void pack_words(const float* from, void* to, int dim) {
+  int16_t* const words = static_cast<int16_t*>(to);
   constexpr int kColumns = 4 * Vec::kLanes / element_bytes<T>();
   for (int d = 0; d < dim; d += kColumns) {
     for (int i = 0; i < kColumns; ++i) {
@@ -38,10 +38,9 @@ inline void unpack_pairs(const float* from, float factor, float* to, int dim) {
     for (int i = 0; i < kColumns; ++i) to[d + Vec::pair_column(i)] = factor * from[d + i];
 }
 
-// scores[t][g] = <q[g], k[t]> for TB tokens. Queries are dim floats apart, of which words take
-// half.
+// scores[t][g] = <q[g], k[t]> for TB tokens.
 template <DType T, int kDim, int TB, int GB>
-inline Hints score_words(const char* k, ptrdiff_t row_bytes, const float* q, int head_dim,
+inline Hints score_words(const char* k, ptrdiff_t row_bytes, const int16_t* q, int head_dim,
                          Hints ahead, float* scores, ptrdiff_t stride) {
   using F = Vec::F;
   using S = Vec::S;
@@ -65,7 +64,7 @@ inline Hints score_words(const char* k, ptrdiff_t row_bytes, const float* q, int
     for (int g = 0; g < GB; ++g) {
 #pragma GCC unroll 2
       for (int part = 0; part < kParts; ++part) {
-        const S words = Vec::load_words_at(q + g * dim, d + part * W);
+        const S words = Vec::load_shorts(q + g * dim + d + part * W);
 #pragma GCC unroll 8
         for (int t = 0; t < TB; ++t) {
           acc[g][t] = Vec::dot_bf16(acc[g][t], words, x[t][part]);
@@ -85,12 +84,12 @@ template <DType T, int kDim, int GB>
 void score_words_block(const Block& block) {
   const int dim = kDim != 0 ? kDim : block.head_dim;
   Hints ahead = block.ahead;
-  score_each<Vec::token_block(GB)>(block, dim, dim * element_bytes<T>(),
-                                   [&](auto tokens, const char* k, const float* q, float* scores) {
-                                     ahead = score_words<T, kDim, tokens.kCount, GB>(
-                                         k, block.row_bytes, q, dim, ahead, scores,
-                                         block.score_stride);
-                                   });
+  score_each<Vec::token_block(GB), int16_t>(
+      block, dim, dim * element_bytes<T>(),
+      [&](auto tokens, const char* k, const int16_t* q, float* scores) {
+        ahead = score_words<T, kDim, tokens.kCount, GB>(k, block.row_bytes, q, dim, ahead, scores,
+                                                        block.score_stride);
+      });
 }
 
 // Weights of two tokens side by side, in place of those of the first.

@@ -79,9 +79,7 @@ struct Vec {
   }
 
 #ifdef __AVX512BF16__
-  static S load_words_at(const float* p, int at) {
-    return _mm512_loadu_si512(reinterpret_cast<const int16_t*>(p) + at);
-  }
+  static S load_shorts(const int16_t* p) { return _mm512_loadu_si512(p); }
   // acc + sums of the products of pairs of bf16 numbers.
   static F dot_bf16(F acc, S a, S b) {
     return _mm512_dpbf16_ps(acc, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
