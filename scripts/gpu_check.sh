@@ -4,9 +4,9 @@
 #
 #   scripts/gpu_check.sh OUTDIR [day-1|day-2|day-3]
 #
-# The three days are calls that fit into half an hour of a machine: is it right (every kernel, the sanitizer on the ring,
-# a small model's tokens on a server with graphs, its worker killed; the ring's round trip), how fast is a server beside
-# stock SGLang, and what of a decode step is worth what (each kernel's time, ablation, launches by the profiler).
+# The days are calls in the order of what matters: is it right (every kernel, whole steps, the sanitizer on the ring, a small
+# model's tokens on a server with graphs, its worker killed; the ring's round trip; 390 s at most), how fast is a server beside
+# stock SGLang, and what each part of a decode step costs (kernel times, ablation, launches by the profiler).
 #
 # OUTDIR gets rows.jsonl (each row names its benchmark; format: benchmark/rows.py), steps.jsonl (a row per step: exit
 # status, or why it was skipped) and logs.tar.gz. Rows are written as soon as they are measured, behind those of earlier
@@ -14,14 +14,15 @@
 # 2 without a CUDA device.
 #
 # There is one limit of time: SECONDS_LIMIT (570) for the whole call. A step is ended after its own limit or when the call's
-# time is over. Those of a day leave 30 s to unpack and build; the last one of day-2 and day-3 takes what is left.
+# time is over. Those of a day leave 30 s to unpack and build; the last one of day-2 and day-3 takes what is left. Steps that
+# check but do not time, most of whose time goes into compiling kernels, run while the small model's server does.
 # Variables: PYTHON (default: the .venv of this repository, or python3), SECONDS_LIMIT, ONLY (names of steps), DECODE_ARGS
 # (options of benchmark/decode/gpu_decode.py), SERVER_ARGS (of benchmark/server/gpu_server.py).
 set -euo pipefail
 
 case "$#:${2:-}" in
     1:) ;;
-    2:day-1) ONLY="kernels-check decode-check ring-memcheck ring server" ;;
+    2:day-1) ONLY="server kernels-check decode-check ring-memcheck ring" ;;
     2:day-2) ONLY="flashinfer speed" ;;
     2:day-3) ONLY="kernels decode" ;;
     *) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' "$0"; exit 64 ;;
@@ -63,12 +64,17 @@ PYTHON
 export LIBRARY_PATH="$LOGS/driver${LIBRARY_PATH:+:$LIBRARY_PATH}"
 
 LIMIT_S="${SECONDS_LIMIT:-570}"
-FAILED=0 ENDED=0 KNOWN=""
+FAILED=0 KNOWN=""
 INFORMATION=" flashinfer memcheck ring-memcheck " # may fail: what they need is not in every image
 
 row() { printf '{"time_utc": "%s", "step": "%s", %s}\n' "$(date -u +%FT%TZ)" "$1" "$2" >>"$OUT/steps.jsonl"; }
 has() { "$PYTHON" -c "$1" 2>/dev/null; }
-pack_logs() { tar -C "$LOGS" -czf "$OUT/logs.part" . && mv "$OUT/logs.part" "$OUT/logs.tar.gz"; }
+pack_logs() { # two steps may end at once
+    local part="$OUT/logs.$BASHPID"
+    tar -C "$LOGS" --ignore-failed-read --warning=no-file-changed -czf "$part" . || [ "$?" = 1 ]
+    mv "$part" "$OUT/logs.tar.gz"
+}
+count_ended() { grep -c '"exit_status"' "$OUT/steps.jsonl" 2>/dev/null || true; }
 
 skip() { # NAME REASON
     echo "gpu_check: $1: skipped: $2"
@@ -87,11 +93,9 @@ step() {
     [ "$limit_s" -le "$left_s" ] || limit_s="$left_s"
     echo "gpu_check: $name"
     timeout -k 5 "$limit_s" "$@" >"$LOGS/$name.log" 2>&1 &
-    trap 'kill "$!" 2>/dev/null; pack_logs; exit 143' TERM INT HUP # timeout passes it on
+    trap 'kill $(jobs -p) 2>/dev/null || :; pack_logs; exit 143' TERM INT HUP # timeout passes it on
     wait "$!" || status=$?
-    trap - TERM INT HUP
     tail -n 25 "$LOGS/$name.log" | sed 's/^/    /'
-    ENDED=$((ENDED + 1))
     row "$name" "\"exit_status\": $status, \"seconds\": $((SECONDS - begin_s)), \"limit_s\": $limit_s"
     pack_logs
     [ "$status" != 0 ] || return 0
@@ -112,16 +116,22 @@ PARALLEL=()
 SANITIZER='import shutil; assert shutil.which("compute-sanitizer")'
 PATH="$PATH:/usr/local/cuda/bin"
 
+BEFORE="$(count_ended)"
+# shellcheck disable=SC2086  # options, split on purpose
+(
+    step server 260 "$SERVERS" "$PYTHON" -m benchmark.server.gpu_server --out "$ROWS" --logs "$LOGS" ${SERVER_ARGS:-}
+    exit "$FAILED"
+) &
+SERVER=$! KNOWN=" server"
 step kernels-check 100 "$ANY" "$PYTHON" -m benchmark.kernels.gpu_kernels --check-only
 step decode-check 120 "$NATIVE" "$PYTHON" -m benchmark.decode.gpu_decode --check-only
 # 0, not unset: without the driver's usual device file the tests would choose the interpreter.
 step tests 150 "$ANY" env TRITON_INTERPRET=0 "$PYTHON" -m pytest -q -p no:cacheprovider "${PARALLEL[@]}" test/ops \
     -k "triton or doorbell" --deselect test/ops/test_triton_compile.py
+wait "$SERVER" || FAILED=1
 step ring-memcheck 60 "$SANITIZER; $NATIVE" compute-sanitizer --tool memcheck --error-exitcode 9 \
     "$PYTHON" -m benchmark.ring.gpu_ring --check-only
 step ring 40 "$NATIVE" "$PYTHON" -m benchmark.ring.gpu_ring --out "$ROWS"
-# shellcheck disable=SC2086  # options, split on purpose
-step server 220 "$SERVERS" "$PYTHON" -m benchmark.server.gpu_server --out "$ROWS" --logs "$LOGS" ${SERVER_ARGS:-}
 step flashinfer 150 'import flashinfer' "$PYTHON" -m benchmark.decode.full_attention
 # shellcheck disable=SC2086
 step speed "$LIMIT_S" "$SERVERS" "$PYTHON" -m benchmark.server.gpu_server --out "$ROWS" --logs "$LOGS" --speed ${SERVER_ARGS:-}
@@ -134,6 +144,7 @@ step memcheck 90 "$SANITIZER" compute-sanitizer --tool memcheck \
 for name in ${ONLY:-}; do
     case " $KNOWN " in *" $name "*) ;; *) echo "gpu_check: ONLY: there is no step $name; there are:$KNOWN"; FAILED=1 ;; esac
 done
+ENDED=$(($(count_ended) - BEFORE))
 [ "$ENDED" != 0 ] || { echo "gpu_check: no step ran"; FAILED=1; }
 [ "$FAILED" = 0 ] || echo "gpu_check: FAILED"
 echo "gpu_check: $ENDED steps ran, rows are in $OUT"

@@ -219,7 +219,7 @@ class Checks:
             self._row(f"server-{name}", [f"{type(error).__name__}: {error}"[-1000:]])
             return
         finally:  # the next one takes a share of what it finds free
-            nvidia_smi.wait_free(free_mib)
+            nvidia_smi.wait_free(free_mib, 15.0)  # other checks may run beside it
         if options.device != "cpu":
             wrong = graph_problems(log.read_text(errors="replace"), name == "graph")
             self._row("graphs", wrong, server=name)
