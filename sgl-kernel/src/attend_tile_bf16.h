@@ -55,23 +55,19 @@ inline Hints score_words(const char* k, ptrdiff_t row_bytes, const int16_t* q, i
   }
 #pragma GCC unroll 1
   for (int d = 0; d < dim; d += kParts * W) {
-    S x[TB][kParts];
+    // Token by token, so that one line is widened while another is multiplied. A prefetch for each
+    // line read: several at once would be dropped.
 #pragma GCC unroll 8
     for (int t = 0; t < TB; ++t) {
-      Vec::load_words<T>(k + t * row_bytes + d * element_bytes<T>(), x[t]);
-    }
+      S x[kParts];
+      Vec::load_words<T>(k + t * row_bytes + d * element_bytes<T>(), x);
+      prefetch_span<kLineBytes, Vec::by_rows(GB, 2)>(ahead);
 #pragma GCC unroll 8
-    for (int g = 0; g < GB; ++g) {
+      for (int g = 0; g < GB; ++g) {
 #pragma GCC unroll 2
-      for (int part = 0; part < kParts; ++part) {
-        const S words = Vec::load_shorts(q + g * dim + d + part * W);
-#pragma GCC unroll 8
-        for (int t = 0; t < TB; ++t) {
-          acc[g][t] = Vec::dot_bf16(acc[g][t], words, x[t][part]);
-          // TB lines among these products, evenly: with so little work between them, several hints
-          // at once would be lost.
-          if (part == 0 && (g * TB + t) % GB == GB - 1)
-            prefetch_span<kLineBytes, Vec::by_rows(GB, 2)>(ahead);
+        for (int part = 0; part < kParts; ++part) {
+          acc[g][t] =
+              Vec::dot_bf16(acc[g][t], Vec::load_shorts(q + g * dim + d + part * W), x[part]);
         }
       }
     }
@@ -102,63 +98,77 @@ inline void pair_weights(float* scores, ptrdiff_t stride, int tokens) {
 }
 
 // acc[g] = rescale[g] * acc[g] + sum_t weights[t][g] * v[t], for TB tokens from `first` on, of all
-// heads; without `rescale` the factor is 1.
-template <DType T, int TB, int GB>
-inline Hints add_pairs(const Block& block, int dim, int first, const float* rescale, Hints ahead) {
+// heads; without kRescale the factor is 1. A few pointers advance, all else are constant offsets:
+// address arithmetic would cost as many instructions as the products.
+template <DType T, int kDim, int TB, int GB, bool kRescale>
+inline Hints add_pairs(const Block& block, int first, Hints ahead) {
   using F = Vec::F;
   using S = Vec::S;
   constexpr int W = Vec::kLanes;
   constexpr int kPairs = (TB + 1) / 2;
-  const ptrdiff_t row_bytes = block.row_bytes, stride = block.score_stride;
-  const int heads = block.heads, group = block.group;
-  const char* const v = block.rows + first * row_bytes;
-  const float* const weights = block.scores + first * stride;
-  float* const sums_of_all = block.acc;
-  for (int h = 0; h < heads; ++h) {
-#pragma GCC unroll 2
+  const int dim = kDim != 0 ? kDim : block.head_dim;
+  const int group = block.group;
+  const ptrdiff_t row_bytes = block.row_bytes, stride = 2 * block.score_stride;
+  const char* v = block.rows + first * row_bytes;
+  const float* weights = block.scores + first * block.score_stride;
+  const float* rescale = block.rescale;
+  float* acc = block.acc;
+  for (int h = 0; h < block.heads; ++h) {
+#pragma GCC unroll 1
     for (int d = 0; d < dim; d += 4 * W) {
       S x[kPairs][4];
 #pragma GCC unroll 4
       for (int i = 0; i < kPairs; ++i) {
-        const char* const at = v + 2 * i * row_bytes + h * dim + d;
+        const char* const at = v + 2 * i * row_bytes;
         Vec::load_pairs<T>(at, 2 * i + 1 < TB ? at + row_bytes : nullptr, x[i]);
         prefetch_span<2 * kLineBytes, true>(ahead);
       }
+      v += 4 * W;
 #pragma GCC unroll 8
       for (int g = 0; g < GB; ++g) {
-        const int row = h * group + g;
-        float* const at = sums_of_all + row * dim + d;
+        float* const at = acc + g * dim;
         F sums[4];
 #pragma GCC unroll 4
         for (int j = 0; j < 4; ++j) {
           sums[j] = Vec::load(at + j * W);
-          if (rescale != nullptr) sums[j] = Vec::mul(Vec::set1(rescale[row]), sums[j]);
+          if constexpr (kRescale) sums[j] = Vec::mul(Vec::set1(rescale[g]), sums[j]);
         }
 #pragma GCC unroll 4
         for (int i = 0; i < kPairs; ++i) {
-          const S pair = Vec::set1_pair(weights + 2 * i * stride + row);
+          const S pair = Vec::set1_pair(weights + i * stride + g);
 #pragma GCC unroll 4
           for (int j = 0; j < 4; ++j) sums[j] = Vec::dot_bf16(sums[j], pair, x[i][j]);
         }
 #pragma GCC unroll 4
         for (int j = 0; j < 4; ++j) Vec::store(at + j * W, sums[j]);
       }
+      acc += 4 * W;
     }
+    acc += (group - 1) * dim;
+    weights += group;
+    if constexpr (kRescale) rescale += group;
   }
   return ahead;
 }
 
+template <DType T, int kDim, int GB, bool kRescale>
+inline Hints weigh_some_pairs(const Block& block, int tokens, int first, Hints ahead) {
+  if (tokens == kPairTokens)
+    return add_pairs<T, kDim, kPairTokens, GB, kRescale>(block, first, ahead);
+  if (tokens == 2) return add_pairs<T, kDim, 2, GB, kRescale>(block, first, ahead);
+  return add_pairs<T, kDim, 1, GB, kRescale>(block, first, ahead);
+}
+
 template <DType T, int kDim, int GB>
 void weigh_pairs_block(const Block& block) {
-  const int dim = kDim != 0 ? kDim : block.head_dim;
   Hints ahead = block.ahead;
-  int t = 0;
-  for (; t + kPairTokens <= block.tokens; t += kPairTokens)
-    ahead = add_pairs<T, kPairTokens, GB>(block, dim, t, t == 0 ? block.rescale : nullptr, ahead);
-  for (; t + 2 <= block.tokens; t += 2)
-    ahead = add_pairs<T, 2, GB>(block, dim, t, t == 0 ? block.rescale : nullptr, ahead);
-  if (t < block.tokens)
-    ahead = add_pairs<T, 1, GB>(block, dim, t, t == 0 ? block.rescale : nullptr, ahead);
+  for (int t = 0, step; t < block.tokens; t += step) {
+    const int left = block.tokens - t;
+    step = left >= kPairTokens ? kPairTokens : left >= 2 ? 2 : 1;
+    ahead = t == 0 && block.rescale != nullptr
+                ? weigh_some_pairs<T, kDim, GB, true>(block, step, t, ahead)
+                : weigh_some_pairs<T, kDim, GB, false>(block, step, t, ahead);
+  }
 }
 
 }  // namespace
