@@ -456,7 +456,7 @@ def cases(pools: Pools, small: bool) -> Iterator[Case]:
             yield copies(pools, n, "host", "memcpy")
     yield from (digests(pools, 3 if small else 512, "device", kind, E4M3) for kind in BUILDS)
     for heads in (pools.H, 1):
-        yield staged(pools, 2 if small else 16 * pools.H // heads, 2 if small else 8, heads)
+        yield staged(pools, (2 if small else 16) * pools.H // heads, 2 if small else 8, heads)
     for B in (2,) if small else (1, 64):
         yield from (appended(pools, B, kv) for kv in (DTYPE, E4M3, E5M2))
         yield merged(pools, B)

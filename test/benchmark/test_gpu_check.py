@@ -62,6 +62,17 @@ def test_every_kernel_has_a_case_and_equals_its_reference(monkeypatch, capsys):
 
 
 @without_a_device
+@pytest.mark.skipif(not triton.interpreted(), reason="needs Triton's interpreter")
+def test_cases_that_depend_on_heads_equal_theirs_with_as_many_as_on_a_device():
+    of_heads = [
+        case
+        for case in cases(Pools("cpu", pages=64, layers=2, heads=8), small=True)
+        if case.op == "stage_pages"
+    ]
+    assert len(of_heads) == 2 and all(case.check() == "" for case in of_heads)
+
+
+@without_a_device
 @pytest.mark.parametrize("module", ["ring.gpu_ring", "decode.gpu_decode"])
 def test_the_ring_and_whole_steps_in_the_interpreter(module):
     pytest.importorskip("sglang_scout._native")
