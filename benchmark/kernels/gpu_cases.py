@@ -122,7 +122,7 @@ class Pools:
         """K and V by layer: of "device", or of "host", page-locked as in an arena."""
         halves = iter(self.kv(dtype, wide))
         if source == "host" and self.device == "cuda":
-            halves = (x.cpu().pin_memory() for x in halves)
+            halves = torch.stack([*halves]).cpu().pin_memory()  # whole pages apart
         planes = (x.view(self.num_layers, -1, S, self.H, D).unbind() for x in halves)
         return LayerPages.of(*planes, self.device)
 
