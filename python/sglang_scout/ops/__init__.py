@@ -1,1 +1,1 @@
-"""Ops on torch tensors: one file per op, its reference first, other implementations beside it."""
+"""Ops on torch tensors: one file per op, with its reference first and other implementations registered on it."""

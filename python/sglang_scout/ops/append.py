@@ -1,4 +1,4 @@
-"""Write a step's new K and V into the pages that the requests are filling."""
+"""Write a step's new K and V into each request's partially filled page."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOLERANCES = {
 
 
 class Pool(NamedTuple):
-    """Where to append: pages of K and V, and of each row the page (negative: none).
+    """Where to append: pages of K and V, and the page id of each row (negative: none).
 
     k, v: [P, S, H, D]. ids: [B] int32.
     """
@@ -43,17 +43,17 @@ def append_tokens(
     pool: Pool,
     mirror: Pool | None = None,
 ) -> None:
-    """Write each request's new token as the last of the page that it is filling.
+    """Write each request's new token to the end of its partially filled page.
 
-    pages[ids[b], lens[b] - 1] = new[b] where ids[b] >= 0. fp8 is rounded as torch's and SGLang's ``.to`` does: what
-    is too large becomes inf in e5m2, in e4m3 NaN or, since torch 2.14, 448.
+    pages[ids[b], lens[b] - 1] = new[b] where ids[b] >= 0. fp8 is rounded as by torch's and SGLang's ``.to``: values out
+    of range become inf in e5m2, and NaN in e4m3 (448 since torch 2.14).
 
     Args:
         k, v: [B, H, D] any float dtype; rows may be strided, as views of a fused projection are.
-        lens: [B] int32, tokens in the page with the new one, 1..S.
+        lens: [B] int32, tokens in the page including the new one, 1..S.
         pool: the resident slots; mutated.
-        mirror: the host pages, dtype of ``pool``, its own page ids; mutated. On a CUDA device they
-            are page-locked memory that the device can write. No page may be named twice.
+        mirror: the host pages, same dtype as ``pool``, with their own page ids; mutated. On a CUDA device they
+            are pinned memory that the device can write. Page ids must be distinct.
     Source: the operation is ours (step 4 of the decode step in docs/architecture.md).
     """
     for pages_k, pages_v, ids in (pool,) if mirror is None else (pool, mirror):

@@ -12,14 +12,14 @@ from .op import Call, op
 
 Partial = tuple[torch.Tensor, torch.Tensor]
 
-# Every implementation multiplies q, K and V as fp32 would and keeps scores and sums in fp32, so their
-# dtypes do not matter: what differs is the order of summation and the exponential. But see ``k, v`` below.
+# Every implementation multiplies q, K and V with fp32 accuracy and keeps scores and sums in fp32, so dtypes
+# do not matter: only the order of summation and the exponential differ. Exception: see ``k, v`` below.
 _REASON = "same fp32 products, summed in another order; vector exp within a few ulp"
 TOLERANCES = dict.fromkeys(KV_DTYPE_NAMES, Tolerance(1e-5, 1e-5, _REASON))
 
 
 def _lists(q: torch.Tensor, pages: torch.Tensor) -> int:
-    """Of pages, per request."""
+    """Page lists per request."""
     return len(pages) // len(q) if len(q) else 1
 
 
@@ -68,25 +68,25 @@ def attend_pages(
     Args:
         q: [B, HQ, D] any float dtype, after RoPE; query head h uses KV head h // (HQ / H).
         k, v: [P, S, H, D] float32, bfloat16, float16, float8_e4m3fn or float8_e5m2; K after RoPE. "native" and
-            "triton" take the NaN of e4m3 for 480. On fp8 pages, under queries that are bf16 numbers, on a CPU
-            with AVX-512 BF16 and VBMI, "native" rounds weights to bf16 as kernels on GPUs do: ``out`` differs by up
-            to 2^-8 of the weighted mean of |V|, lse by nothing.
-        pages: [B*C, R] int32 below P, all S tokens of each are attended to; negative ones, anywhere,
-            are skipped. C is 1, or H: then row b * H + h is what KV head h of request b attends to.
-        last_page, last_len: [B] int32 or both None: one more page (negative: none) of all heads, of which
-            only the first last_len (1..S) tokens count. What lies behind them is never used.
-        scale: factor on q.k, 1/sqrt(D) as a rule.
+            "triton" read the NaN of e4m3 as 480. With fp8 pages, queries that are exact in bf16, and a CPU with
+            AVX-512 BF16 and VBMI, "native" rounds softmax weights to bf16 as GPU kernels do: ``out`` differs by up
+            to 2^-8 of the weighted mean of |V|, lse not at all.
+        pages: [B*C, R] int32 below P, all S tokens of each are attended to; negative entries, at any position,
+            are skipped. C is 1, or H: then row b * H + h is the page list of KV head h of request b.
+        last_page, last_len: [B] int32 or both None: one more page (negative: none) for all heads, of which
+            only the first last_len (1..S) tokens count. Tokens after them are never used.
+        scale: softmax scale, usually 1/sqrt(D).
         logit_cap: 0 for none, otherwise scores become cap * tanh(score / cap).
         out: (out, lse) to write into, instead of new tensors.
-        slot_of: [I] int32 below P; then ``pages`` are ids below I, and page i is what lies at
-            slot_of[i] of the pool. Those with a negative slot are skipped, by "triton" also ids beyond I. Not
-            for ``last_page``.
-        n_pages: [B*C] int32; a promise that all of a row's ``pages`` from there on are negative, so that a wide
-            table costs a short request nothing. Whether it is used is up to the implementation.
+        slot_of: [I] int32 below P; if given, ``pages`` are logical ids below I, and page i is at
+            slot_of[i] of the pool. Pages with a negative slot are skipped, by "triton" also ids beyond I. Does
+            not apply to ``last_page``.
+        n_pages: [B*C] int32; the caller guarantees that all of a row's ``pages`` from there on are negative, so
+            that a wide table costs a short request nothing. Implementations may ignore it.
     Returns:
-        (out [B, HQ, D] float32, by "flash" the dtype of q, lse [B, HQ] float32, natural logarithm). An empty
-        set attends to nothing: out = 0, lse = -inf; so do keys that make every score -inf ("triton" answers NaN: it
-        splits floats into parts, and inf has none).
+        (out [B, HQ, D] float32, or the dtype of q from "flash"; lse [B, HQ] float32, natural logarithm). An empty
+        set gives out = 0, lse = -inf; so do keys for which every score is -inf ("triton" gives NaN: it splits floats
+        into parts, which inf does not survive).
     Source: ScoutAttention Algorithm 1 lines 7 and 10 (CPUATTN, GPUATTN).
     """
     (B, HQ, D), (S, H) = q.shape, k.shape[1:3]

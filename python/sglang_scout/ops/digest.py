@@ -1,7 +1,7 @@
 """Page digests: elementwise minimum and maximum of a page's keys (Quest, section 3.3).
 
 ScoutAttention (section 3.2) keeps the digest of every page on the GPU and scores pages by it alone.
-Keys are in the pages after RoPE, so digests are too.
+Keys are stored after RoPE, so digests are too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TOLERANCES = {
 
 
 def same_rows(call: Call) -> str:
-    """For ops that read each page in the row of its id, unless ``rows`` are given."""
+    """For ops that read each page at the row of its id, unless ``rows`` are given."""
     pages, rows = call.sizes["P"], call.sizes["R"]
     return (
         f"source.k has P={rows}, expected {pages}" if call["rows"] is None and rows != pages else ""
@@ -28,7 +28,7 @@ def same_rows(call: Call) -> str:
 
 
 def exact_in(call: Call, name: str) -> str:
-    """For digests that hold elements of K: in its dtype, or, of fp8, in any of a model."""
+    """For digests that hold elements of K: same dtype as K, or any model dtype if K is fp8."""
     kv, digest = call.dtypes["kv"], call.dtypes["digest"]
     if kv == digest or (is_fp8(kv) and digest.is_floating_point and not is_fp8(digest)):
         return ""
@@ -36,7 +36,7 @@ def exact_in(call: Call, name: str) -> str:
 
 
 def given_rows(call: Call) -> str:
-    """Why the C++ code, which is for pages of the host, does not take ``rows``: they are of a device's slots."""
+    """Reason why the C++ code, which reads host pages, does not take ``rows``: those index device slots."""
     return (
         "rows are given; native reads a page in the row of its id"
         if call["rows"] is not None
@@ -64,18 +64,18 @@ def build_layer_digests(
     kmax: torch.Tensor,
     rows: torch.Tensor | None = None,
 ) -> None:
-    """Write the digests of pages ``ids`` in every layer, all other rows stay as they are.
+    """Write the digests of pages ``ids`` in every layer; all other rows are unchanged.
 
-    m_d = min_t K[t, d], M_d = max_t K[t, d] over the tokens t of the page. On a device one launch, whatever
-    the number of layers.
+    m_d = min_t K[t, d], M_d = max_t K[t, d] over the tokens t of the page. One launch on a device,
+    regardless of the number of layers.
 
     Args:
-        source: K of each layer, [P, S, H, D] any float dtype; the named pages are full. With ``rows``
+        source: K of each layer, [P, S, H, D] any float dtype; the pages in ``ids`` are full. With ``rows``
             [R, S, H, D].
         ids: [n] int64 in [0, P); n may be 0.
-        kmin, kmax: [L, P, H, D] dtype of K, or of fp8 a wider one; mutated.
-        rows: [L, n] int64 in [0, R), where the K of each page lies in each layer of ``source``; None: in
-            the row of its id.
+        kmin, kmax: [L, P, H, D] dtype of K, or a wider one if K is fp8; mutated.
+        rows: [L, n] int64 in [0, R), the row of each page's K in each layer of ``source``; None: the row
+            of its id.
     Source: Quest section 3.3, ScoutAttention section 3.2.
     """
     for layer, k in enumerate(source_rows(source.k, ids, rows)):

@@ -1,7 +1,7 @@
-"""The request ring as a stream sees it: post and merge are kernel launches, nothing comes back.
+"""The request ring driven from a stream: post and merge are kernel launches, without any host round trip.
 
-What `worker.client` does on the host, for steps that run as a CUDA graph. There is no reference in
-torch: the oracle is the C++ producer, of which a post must leave the same bytes in the ring.
+The device-side counterpart of `worker.client`, for steps that run as a CUDA graph. There is no torch
+reference: the oracle is the C++ producer, and a post must leave the same bytes in the ring.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ def texts(bits: int) -> list[str]:
 
 
 class DeviceRing:
-    """The producer of a ring in page-locked host memory, on a device's current stream.
+    """The producer of a ring in pinned host memory, on a device's current stream.
 
-    Posts are in order with each other, and so are merges; a layer is merged behind its post, and may be so beside the
-    post of another. A step posts at most once per layer. Nothing is fixed by a capture: number, epoch and step live in
+    Posts are ordered with each other, and so are merges; a layer is merged after its post, possibly concurrently with
+    the post of another. A step posts at most once per layer. A capture bakes nothing in: number, epoch and step live in
     device memory. While the epoch is 0, as in warm-up and capture, nothing is posted.
 
     Args:
-        address: of the ring as the device sees it (its own, if the memory is registered as mapped).
+        address: of the ring as seen by the device (the mapped address, if the memory is registered as mapped).
         layout: offsets and strides in bytes, the fields of `worker.ring.Layout`.
         spec: sizes of the ring, a `worker.spec.ArenaSpec`.
-        parts: runs of pages that each row is split into, as the worker's threads per group; 0: as
-            ``split`` says, which is that of the worker.
+        parts: runs of pages that each row is split into, as the worker's threads per group; 0: according
+            to ``split``, the same as the worker's.
         timeout_us: how long a merge waits for the worker.
         device: where the state is.
-        faults: [R] int64 in the host's memory, one word for each of R ranks that take their steps
-            together; the device can write to it. None: one of this ring's own.
-        rank: whose of them is written here.
+        faults: [R] int64 in host memory, one word for each of R ranks that step together; the device can
+            write to it. None: one word, allocated here.
+        rank: index of the word that this ring writes.
 
     Attributes:
         state: [4] int64: epoch, step, number of the last post, error bits.
-        open_seq: [2 L] int64, records without an answer.
-        waited_ns: [L] int64, time that merges of each layer have waited, since the start.
-        fault: [1] int64, this rank's word: the error bits of steps that are through.
+        open_seq: [2 L] int64, in-flight records (no answer yet).
+        waited_ns: [L] int64, accumulated wait time of each layer's merges, since the start.
+        fault: [1] int64, this rank's word: the error bits of completed steps.
     """
 
     def __init__(
@@ -91,10 +91,10 @@ class DeviceRing:
     def set_epoch(self, epoch: int, posts: int | None = None) -> None:
         """From the next step on, records go to the worker of ``epoch``, or to nobody (0).
 
-        Only between steps, and for a new epoch only when its forerunner is dead: its unanswered
-        records are forgotten. ``posts``: number of the last post in the ring, if others posted.
+        Call only between steps, and with a new epoch only when the previous worker is dead: its unanswered
+        records are dropped. ``posts``: number of the last post in the ring, if others posted.
         """
-        # An assignment would copy the number from host memory and wait for the stream.
+        # An assignment would copy the number from host memory and synchronize with the stream.
         self.state[0].fill_(epoch)
         if posts is not None:
             self.state[2].fill_(posts)
@@ -102,19 +102,19 @@ class DeviceRing:
         self.awaited.zero_()
 
     def begin_step(self, step: int) -> None:
-        """Between steps: the number of the step that comes, counting up."""
+        """Set the number of the next step, counting up. Call between steps."""
         self.state[1].fill_(step)
 
     def post(self, layer: int, q: torch.Tensor, pages: torch.Tensor, n_pages: torch.Tensor) -> None:
-        """Hand the missing pages of a layer to the worker; if no row has any, nothing is posted.
+        """Post the missing pages of a layer to the worker; if no row has any, this is a no-op.
 
         Args:
             q: [B, HQ, D] any float dtype.
             pages: [B*C, k] int32 packed to the left, see `select_pages`; B*C up to max_batch, k up to
-                max_pages. C lists of the spec: row b * C + c is what the KV heads of list c attend to.
+                max_pages. With C lists in the spec, row b * C + c is the page list of the KV heads of list c.
             n_pages: [B*C] int32.
         Raises:
-            ValueError: sizes or dtypes that do not agree.
+            ValueError: sizes or dtypes do not match.
             RuntimeError: the kernels cannot run on these tensors; says why.
         """
         rows, k = pages.shape
@@ -140,12 +140,12 @@ class DeviceRing:
     ) -> torch.Tensor:
         """Wait for the answer to this step's post of the layer and merge it with ``out``, ``lse``.
 
-        Without a post that is ``out``. Without a good answer too, and `errors` says so: it is then no result.
+        Returns ``out`` without a post. Also without a valid answer: `errors` reports that, the result is then invalid.
 
         Args:
             out: [B, HQ, D] any float dtype, lse: [B, HQ] float32. B as posted.
-            change: [B, HQ] float32, by how much the answer's lse is larger than it says.
-            dtype: of what is returned, [B, HQ, D].
+            change: [B, HQ] float32, correction added to the answer's lse.
+            dtype: of the result [B, HQ, D].
         """
         B, (HQ, D) = len(out), self._heads
         changes = {} if change is None else {"change": (change, [B, HQ], torch.float32)}
@@ -157,17 +157,14 @@ class DeviceRing:
         return merge(self, layer, out, lse, change, dtype) if B else out.to(dtype)
 
     def errors(self) -> list[str]:
-        """What went wrong since the last call. Waits for the stream: after a step, not within."""
+        """Errors since the last call. Synchronizes with the stream: call after a step, not within one."""
         bits = int(self.state[3])
         self.state[3].fill_(0)
         self.fault.zero_()
         return texts(bits)
 
     def faults(self) -> list[str]:
-        """What went wrong on any rank since its last call of `errors`, in steps that are through.
-
-        Waits for nothing.
-        """
+        """Errors of completed steps, on any rank, since its last call of `errors`. Does not synchronize."""
         bits = 0
         for word in self._faults.tolist():
             bits |= word

@@ -1,13 +1,13 @@
-"""Pages as a few vectors per KV head, and their product with one query per KV head.
+"""Page embeddings: a few vectors per page and KV head, scored by dot products with one query per KV head.
 
-means   K~ of arXiv 2606.04511, equation 5, with a kernel of half a page's tokens twice and half a page as stride: of a
-        page of 32 tokens 32 and 16. What is kept are the means of the page's two halves; a window is the average of
-        neighbouring halves, so the digest of a page depends on that page alone.
-pilots  e = W_k pool(K), a trained low-rank embedding, pooled as SeerAttention does (arXiv 2410.13276): the mean, and of
-        each channel one extreme. That is the element of largest size, with its sign: channels after RoPE are as often
-        negative as not, and a maximum would see only half of what is large.
+means   K~ of arXiv 2606.04511, equation 5, pooled with kernel size one page and stride half a page: 32 and 16 for a
+        page of 32 tokens. Stored are the means of the page's two halves; a window is the average of adjacent
+        halves, so the digest of a page depends on that page alone.
+pilots  e = W_k pool(K), a trained low-rank embedding, pooled as in SeerAttention (arXiv 2410.13276): the mean and, for
+        each channel, the element of largest magnitude, with its sign: channels after RoPE are negative as often as
+        positive, and a maximum would miss half of the large elements.
 
-Elements of K that are no numbers count as 0, and large ones as LARGEST or what the dtype holds: all scores are finite.
+NaN elements of K count as 0, and large ones are clamped to LARGEST or the dtype's range: all scores are finite.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ TOLERANCES = dict.fromkeys(
 
 
 def largest(dtype: torch.dtype) -> float:
-    """What elements of K, and of embeddings, are limited to."""
+    """Clamp for the magnitude of elements of K and of embeddings."""
     return min(LARGEST, torch.finfo(dtype).max)
 
 
 def _limited(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """In fp32, without what is no number."""
+    """Clamped fp32, with NaN as 0."""
     most = largest(dtype)
     return x.float().nan_to_num(0.0, most, -most).clamp(-most, most)
 
@@ -56,8 +56,8 @@ def half_means(k: torch.Tensor) -> torch.Tensor:
 
 
 def pooled(k: torch.Tensor) -> torch.Tensor:
-    """[n, S, H, D] -> [n, H, 2 D] float32: the mean, then each channel's element of largest size, the positive one of
-    two that are as large."""
+    """[n, S, H, D] -> [n, H, 2 D] float32: the mean, then each channel's element of largest magnitude (the positive
+    one if tied)."""
     k = _limited(k, k.dtype)
     low, high = torch.aminmax(k, dim=1)
     return torch.cat([k.mean(1), torch.where(high >= -low, high, low)], -1)
@@ -83,14 +83,14 @@ def build_layer_means(
     embeddings: torch.Tensor,
     rows: torch.Tensor | None = None,
 ) -> None:
-    """Write the means of the two halves of pages ``ids`` in every layer, all other rows stay as they are.
+    """Write the means of the two halves of pages ``ids`` in every layer; all other rows are unchanged.
 
-    On a device one launch, whatever the number of layers.
+    One launch on a device, regardless of the number of layers.
 
     Args:
-        source, ids, rows: as of `build_layer_digests`; S even.
-        embeddings: [L, P, H, 2, D] dtype of K, or of fp8 a wider one; mutated.
-    Source: arXiv 2606.04511, equation 5; the module's.
+        source, ids, rows: as in `build_layer_digests`; S even.
+        embeddings: [L, P, H, 2, D] dtype of K, or a wider one if K is fp8; mutated.
+    Source: arXiv 2606.04511, equation 5; see the module docstring.
     """
     for layer, k in enumerate(source_rows(source.k, ids, rows)):
         means = half_means(k.to(embeddings.device, embeddings.dtype))
@@ -120,15 +120,15 @@ def build_layer_pilots(
     w_k: torch.Tensor,
     rows: torch.Tensor | None = None,
 ) -> None:
-    """Write e = W_k pool(K) of pages ``ids`` in every layer, all other rows stay as they are.
+    """Write e = W_k pool(K) of pages ``ids`` in every layer; all other rows are unchanged.
 
-    On a device one launch, whatever the number of layers.
+    One launch on a device, regardless of the number of layers.
 
     Args:
-        source, ids, rows: as of `build_layer_digests`.
-        embeddings: [L, P, H, 1, r] dtype of K, or of fp8 a wider one; mutated.
+        source, ids, rows: as in `build_layer_digests`.
+        embeddings: [L, P, H, 1, r] dtype of K, or a wider one if K is fp8; mutated.
         w_k: [L, H, r, 2 D] float32.
-    Source: SeerAttention (arXiv 2410.13276), section 3; the module's.
+    Source: SeerAttention (arXiv 2410.13276), section 3; see the module docstring.
     """
     for layer, k in enumerate(source_rows(source.k, ids, rows)):
         pool = pooled(k.to(embeddings.device, embeddings.dtype))
@@ -160,18 +160,18 @@ def score_embeddings(
     n_full: torch.Tensor,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Score every full page of every request for each KV head by itself, with one query a head.
+    """Score every full page of every request separately for each KV head, with one query per head.
 
-    One embedding a page: s = q . e. Two, which are the means a and b of its halves: the largest of its windows,
+    With one embedding per page: s = q . e. With two, the means a and b of its halves: the maximum over its windows,
 
         s[p] = max(q . (a[p] + b[p]) / 2, q . (b[p] + a[p + 1]) / 2)
 
-    where the second one is there if the next column is a full page. No softmax and no sum over heads.
+    where the second one exists only if the next column is a full page. No softmax and no sum over heads.
 
     Args:
-        q: [B * H, E] any float dtype, row b * H + h is of request b and KV head h.
+        q: [B * H, E] any float dtype, row b * H + h belongs to KV head h of request b.
         embeddings: [P, H, W, E] any float dtype, of one layer, W = 1 or 2.
-        table, n_full: as of `score_pages`; columns are in the order of the text.
+        table, n_full: as in `score_pages`; columns are in sequence order.
         out: [B * H, N] float32 to write into, instead of a new tensor.
     Returns:
         [B * H, N] float32; -inf in columns >= n_full and where table < 0.

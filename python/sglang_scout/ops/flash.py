@@ -1,12 +1,12 @@
-"""`attend_pages` by FlashAttention-3 of SGLang's kernel package, on Hopper.
+"""`attend_pages` with FlashAttention-3 from SGLang's kernel package, on Hopper.
 
-Page table and lengths are on the device and nothing is planned on the host, so that a graph captures it; it wants
-slots without gaps, which `pack_pages` makes. Pages may have any number of tokens, and a row of none gets out = 0 and
-lse = -inf, as ours does. fp8 is left out: queries would have to be fp8 as well, and e5m2 is not supported.
+Page table and lengths are on the device and nothing is planned on the host, so a CUDA graph can capture it; it needs
+a dense page table, which `pack_pages` makes. Any page size works, and an empty row gets out = 0 and lse = -inf, as in
+our kernels. fp8 pages are refused: queries would have to be fp8 as well, and e5m2 is not supported.
 
-By its source it is three launches (ours, its scheduler, the attention) and at small batches a fourth (the merge of
-its splits), where the Triton kernel is one: a server times both on its own sizes at start (`engine/attention.py`).
-FlashInfer is left out: its decode freezes counts and splits in ``plan()``, which copies to the
+According to its source it takes three launches (`pack_pages`, its scheduler, the attention) and at small batches a
+fourth (merging its splits), the Triton kernel one: a server times both on its own sizes at start
+(`engine/attention.py`). FlashInfer is not used: its decode fixes counts and splits in ``plan()``, which copies to the
 host and cannot be captured.
 """
 
@@ -44,7 +44,7 @@ def _unless(call: Call) -> str:
 
 
 def library() -> Any:
-    """Raises ImportError where the package is absent, or was packed without FlashAttention-3."""
+    """Raises ImportError if the package is absent or was built without FlashAttention-3."""
     return importlib.import_module(f"{_PACKAGE}.flash_attn").flash_attn_with_kvcache
 
 

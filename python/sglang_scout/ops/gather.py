@@ -1,4 +1,4 @@
-"""Copy whole pages of any layers into resident slots, as recall does."""
+"""Copy whole pages of any layers into resident slots, as recall (host-to-device prefetch) does."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def copy_layer_pages(
 ) -> None:
     """Copy K and V of pages of any layers: page ids[1, i] of layer ids[0, i] goes to slot ids[2, i].
 
-    On a device one launch, or one call of its copy engines, whatever the number of layers.
+    One launch, or one call to the copy engines, regardless of the number of layers.
 
     Args:
-        source: the pages, on any device; kernels refuse memory of the targets.
-        ids: [3, n] int64 on the host: layers in [0, L), pages below P, those below 0 are skipped, slots in [0, Ns);
-            n may be 0, no (layer, slot) twice, a page as often as you like.
+        source: the pages, on any device; kernels refuse memory that overlaps the targets.
+        ids: [3, n] int64 on the host: layers in [0, L), pages below P (negative ones are skipped), slots in [0, Ns);
+            n may be 0, (layer, slot) pairs must be distinct, pages may repeat.
         dst_k, dst_v: [L, Ns, ...] dtype and page shape of ``source``, contiguous; mutated, on their
             device's current stream.
     Source: recall of ScoutAttention section 3.4; the operation itself is ours.

@@ -1,4 +1,4 @@
-"""The pages of all layers, as the ops take them that read any layer in one launch."""
+"""The pages of all layers, for ops that read any layer in one launch."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ KV_DTYPE_NAMES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m
 
 
 def is_fp8(dtype: torch.dtype) -> bool:
-    """Whether numbers of this type are exact in every type of a model."""
+    """Whether values of this dtype are exactly representable in every model dtype."""
     return dtype.itemsize == 1
 
 
 @dataclass(frozen=True, repr=False)
 class LayerPages:
-    """The pages of all layers, each layer's K and V where they happen to lie.
+    """The pages of all layers, with each layer's K and V at any address.
 
     Attributes:
         k, v: per layer ``[P, ...]``, contiguous, of one shape and dtype; any device.
-        addresses: ``[2, L]`` int64, where K and V of each layer begin, for kernels: on their device.
-        align_bytes: that all of them are multiples of, 16 at most.
+        addresses: ``[2, L]`` int64 on the kernels' device, the base addresses of K and V of each layer.
+        align_bytes: common alignment of all addresses and pages, at most 16.
     """
 
     k: Sequence[torch.Tensor]
@@ -61,7 +61,7 @@ class LayerPages:
         return cls(list(k), list(v), torch.tensor(addresses, device=device), align_bytes)
 
     def shares_memory_with(self, *targets: torch.Tensor) -> bool:
-        """Whether a target lies in the storage of K or V; one layer stands for all, which come from one arena."""
+        """Whether a target shares storage with K or V; only layer 0 is checked, as all layers come from one arena."""
         own = {half[0].untyped_storage().data_ptr() for half in (self.k, self.v)}
         return any(target.untyped_storage().data_ptr() in own for target in targets)
 
@@ -72,14 +72,14 @@ class LayerPages:
 def source_rows(
     planes: Sequence[torch.Tensor], ids: torch.Tensor, rows: torch.Tensor | None
 ) -> Iterator[torch.Tensor]:
-    """K or V of each layer, [n, S, H, D], gathered: the rows ``ids``, or the layer's of ``rows``."""
+    """K or V of each layer, [n, S, H, D], gathered from rows ``ids``, or from the layer's ``rows`` if given."""
     for layer, x in enumerate(planes):
         yield x.index_select(0, (ids if rows is None else rows[layer]).to(x.device))
 
 
 def resident_slots(slot_of: torch.Tensor | None, pages: torch.Tensor) -> torch.Tensor:
-    """[B, n] int32 slots of pages [B, n] int32, -1 where a page is none or has none; without
-    ``slot_of`` [I] int32 the pages themselves."""
+    """[B, n] int32 slots of pages [B, n] int32, -1 for padding and non-resident pages; the pages themselves
+    without ``slot_of`` [I] int32."""
     if slot_of is None:
         return pages
     slots = slot_of.index_select(0, pages.clamp(min=0).flatten())

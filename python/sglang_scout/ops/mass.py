@@ -1,4 +1,4 @@
-"""By how much the mass of missing pages changes from one query to another, estimated by rotated digests."""
+"""Change in the softmax mass of missing pages between two queries, estimated from rotated digests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _valid_lists(call: Call) -> str:
 def _of_lists(
     pages: torch.Tensor, planes: torch.Tensor, stats: torch.Tensor, lists: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """With a list for each KV head its digests alone, as of pages of their own."""
+    """With one list per KV head, view each (page, head) as a page of one head, so that a list reads its head only."""
     if lists == 1:
         return planes, stats, pages
     head = torch.arange(lists, dtype=torch.int32, device=pages.device)[:, None]
@@ -53,17 +53,17 @@ def mass_change_rotated(
     n_pages: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """Estimate by how much the log of the softmax mass of some pages is larger for one query than for another.
+    """Estimate the difference in log softmax mass of the given pages between two queries.
 
         m[h](q) = log sum_p sum_t exp(scale R q[h] . x_t[p]),  m(q) - m(q_ahead)
 
     Args:
-        q, q_ahead: [B, HQ, D] any float dtype, the same.
-        planes, stats, scale: as of `score_rotated`.
-        pages, n_pages: [B*C, N] and [B*C] int32, of each row the first n_pages; negative ones are padding. C is 1, or
-            H: then row b * H + h is of KV head h of request b.
+        q, q_ahead: [B, HQ, D] any float dtype, the same for both.
+        planes, stats, scale: as in `score_rotated`.
+        pages, n_pages: [B*C, N] and [B*C] int32, the first n_pages of each row; negative ones are padding. C is 1, or
+            H: then row b * H + h belongs to KV head h of request b.
     Returns:
-        [B, HQ] float32; 0 for a row without a page, and where a mass is no number.
+        [B, HQ] float32; 0 for a row without pages, and where the difference is not finite.
     Source: ours.
     """
     lists = len(pages) // len(q) if len(q) else 1

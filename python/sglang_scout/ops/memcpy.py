@@ -1,8 +1,8 @@
-"""`copy_layer_pages` from the host by a device's copy engines, which leave its multiprocessors to the step.
+"""`copy_layer_pages` from the host by the copy engines, which leaves all SMs to the step.
 
-One call of CUDA's runtime copies all pages. It is made by ctypes: `cuda.bindings` makes
-an object of each address, which takes ms for 2,000 copies. In a capture, which would drop the copies, and for small
-pages, of which the engines copy 16 KiB at a tenth of the bus's speed (one report, of an H100), the kernel copies.
+One CUDA runtime call copies all pages. It is made through ctypes: `cuda.bindings` creates an object per address, which
+takes ms for 2,000 copies. The kernel copies instead during graph capture, which would drop the copies, and for small
+pages: the engines copy 16 KiB pages at a tenth of the bus bandwidth (one report, of an H100).
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from . import native
 from .layers import LayerPages
 from .op import Call, Implementation, Tensors
 
-# Host memory is locked in ranges of 4 GiB, and a copy may not lie in two. Planes begin a whole number of huge pages
-# behind the first range (sgl-kernel/src/ring.h): no page lies in two if its size divides these and all distances.
+# Host memory is pinned in ranges of 4 GiB, and a copy must not span two. Planes begin a whole number of huge pages
+# after the first range (sgl-kernel/src/ring.h), so no page spans two if its size divides these and all strides.
 _PAGE_BYTES = range(1 << 16, (1 << 21) + 1)
-# cudaMemcpyAttributes: read in the stream's order; no hints of places; beside computation if the device can.
+# cudaMemcpyAttributes: source access in stream order; no location hints; prefer overlap with compute.
 _ATTRIBUTES, _FIRST = np.array([1, 0, 0, 0, 0, 1], np.int32), np.zeros(1, np.int64)
 
 
 @functools.cache
 def runtime() -> Any:
-    """Raises OSError without CUDA 13, before which the call has another argument."""
+    """Raises OSError without CUDA 13; earlier versions have a different signature."""
     call = ctypes.CDLL("libcudart.so.13").cudaMemcpyBatchAsync
     pointer, size = ctypes.c_void_p, ctypes.c_size_t
     call.argtypes = [pointer, pointer, pointer, size, pointer, pointer, size, pointer]
@@ -62,7 +62,7 @@ def _unless(call: Call) -> str:
 
 
 def _addresses(source: LayerPages) -> npt.NDArray[np.int64]:
-    """[2, L] of K and V on the host."""
+    """[2, L] base addresses of K and V, on the host."""
     return np.array([[x.data_ptr() for x in half] for half in (source.k, source.v)])
 
 
@@ -75,11 +75,11 @@ def copy(source: LayerPages, ids: torch.Tensor, dst_k: torch.Tensor, dst_v: torc
     (layers, pages, slots), page_bytes = ids.numpy(), dst_k[:1, :1].nbytes
     if len(pages) == 0:
         return
-    # K of all, then V.
+    # All K, then all V.
     src = (_addresses(source)[:, layers] + pages * page_bytes).ravel()
     to = (layers * dst_k.shape[1] + slots) * page_bytes
     dst = np.concatenate([x.data_ptr() + to for x in (dst_k, dst_v)])
-    sizes = np.full_like(src, page_bytes)  # named, so that it lives until the call is over
+    sizes = np.full_like(src, page_bytes)  # kept in a variable so that it outlives the call
     code = runtime()(
         dst.ctypes.data, src.ctypes.data, sizes.ctypes.data, len(src),
         _ATTRIBUTES.ctypes.data, _FIRST.ctypes.data, 1, torch.cuda.current_stream().cuda_stream,

@@ -28,20 +28,19 @@ def merge_states(
     """Attention over the union of two disjoint sets, from the attention over each.
 
     lse = log(e^a + e^b), out = out_a + w (out_b - out_a) with w = e^b / (e^a + e^b) = sigmoid(b - a). The
-    sigmoid of the difference keeps the weight right to the last digits for any lse, which e^(a - lse) with a
-    rounded lse does not.
+    sigmoid of the difference is accurate to the last digits for any lse; e^(a - lse) with a rounded lse is not.
 
     Args:
         out_a, out_b: [B, HQ, D] float32; 0 where the set was empty, as `attend_pages` leaves it.
         lse_a, lse_b: [B, HQ] float32, natural logarithm; -inf for an empty set.
     Returns:
-        (out [B, HQ, D] float32, lse [B, HQ] float32), new tensors. Where one set is empty the
-        other's values exactly; where both are, out = 0 and lse = -inf.
+        (out [B, HQ, D] float32, lse [B, HQ] float32), new tensors. Where one set is empty, exactly
+        the other's values; where both are, out = 0 and lse = -inf.
     Source: ScoutAttention Algorithm 1 line 12 (MERGE); FlashAttention-2 section 3.1.
     """
-    weight = (lse_b - lse_a).sigmoid_().nan_to_num_(nan=0.0)  # both empty: NaN, then out_a, 0
+    weight = (lse_b - lse_a).sigmoid_().nan_to_num_(nan=0.0)  # NaN if both are empty
     return torch.lerp(out_a, out_b, weight[..., None]), torch.logaddexp(lse_a, lse_b)
 
 
-# The other part may be the worker's answer in page-locked memory.
+# The second part may be the worker's answer in pinned memory.
 triton.implements(merge_states, "merge", pinned=("out_b", "lse_b"))

@@ -1,8 +1,8 @@
-"""The C++ kernels for CPU tensors, from `sglang_scout._native`, and what they take.
+"""The C++ kernels for CPU tensors, from `sglang_scout._native`, and what they support.
 
-The native module takes addresses and sizes, so everything that makes an address valid is made sure of in
-Python: sizes and dtypes by the op, device, layout and head size here. Page ids are compared with the pool
-before anything is read: in C++ where the native function does so itself, by `check_ids` where it does not.
+The native module takes raw addresses and sizes, so Python validates everything that an address depends on:
+sizes and dtypes in the op, device, layout and head size here. Page ids are checked against the pool before
+anything is read: in C++ where the native function does so itself, by `check_ids` where it does not.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _devices(tensors: Tensors) -> list[str]:
 
 
 def implements(op: Op[..., Any], **limits: Any) -> Callable[[Callable[..., Any]], None]:
-    """Register the decorated function; ``limits`` as of `Implementation`, on top of those of all C++ kernels."""
+    """Register the decorated function; ``limits`` as in `Implementation`, in addition to those of all C++ kernels."""
     known = {"devices": _devices, "dtypes": tuple(DTYPES), "sizes": {"D": HEAD_DIMS}} | limits
     return lambda run: op.register(Implementation("native", run, **known))
 

@@ -1,17 +1,17 @@
-"""An op is its reference function; the shapes that it takes are data, and so is what each implementation takes.
+"""An op is its reference function plus declarative specs of its arguments and of what each implementation supports.
 
     @op(k="P S H D kv", q="B H*G D float32", ids="B N int32", out="B N float32")
     def score(q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor, out: torch.Tensor | None = None): ...
 
     score.register(Implementation("native", function, sizes={"D": range(16, 257, 16)}))
 
-A spec is the names of a tensor's axes and, last, its dtype. The name of an axis or dtype stands for what it is where
-it first occurs, in the order of the specs; everywhere else it must be the same. "H*G" is a product of which one
-factor may be new (1 where the others are 0, as for an empty batch), "..." stands for all axes that are left. A tuple
-has a spec for each part. The layers of `LayerPages` are one more axis in front. An integer whose spec is an axis is
-the size of that, and a list holds all values that are allowed. None is allowed where the annotation says so.
+A spec is the names of a tensor's axes followed by its dtype. An axis or dtype name is bound at its first occurrence,
+in the order of the specs, and must match everywhere else. "H*G" is a product of which one factor may be new (1 if
+the others are 0, as for an empty batch), "..." stands for all remaining axes. A tuple has a spec for each element.
+The layers of `LayerPages` are an extra leading axis. An integer whose spec is an axis name is the size of that axis,
+and a list holds all allowed values. None is allowed where the annotation says so.
 
-Implementations take the arguments of the reference, all of them and in its order.
+Implementations take all arguments of the reference, in its order.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Call:
 
     Attributes:
         values: all arguments in order.
-        sizes, dtypes: what the names of the specs stand for.
-        tensors: (name, tensor), also of those within tuples and layers.
+        sizes, dtypes: values bound to the names in the specs.
+        tensors: (name, tensor), including those within tuples and layers.
     """
 
     __slots__ = ("_op", "dtypes", "sizes", "tensors", "values")
@@ -137,15 +137,15 @@ class Call:
 
 @dataclass(frozen=True)
 class Implementation:
-    """A way to run an op, and what it takes beyond what the op asks for.
+    """An implementation of an op, and its restrictions beyond those of the op.
 
     Attributes:
-        devices: reasons against where the call's tensors lie.
-        dtypes: for all dtypes that have a name in the specs; None: any.
-        sizes: of the named axes.
-        strided_rows: tensors of which only the rows must be contiguous; all others must be altogether.
-        unless: a reason that data cannot say, "" if there is none; asked when there is no other.
-        unasked: why not to run when not asked for by name.
+        devices: reasons not to run on the devices of the call's tensors.
+        dtypes: allowed for the dtypes that have a name in the specs; None: any.
+        sizes: allowed sizes of axes, by name.
+        strided_rows: tensors that need only contiguous rows; all others must be fully contiguous.
+        unless: any other reason not to run, or ""; only called if there is none so far.
+        unasked: reason not to run unless asked for by name.
     """
 
     name: str
@@ -158,7 +158,7 @@ class Implementation:
     unasked: Callable[[], str] = lambda: ""
 
     def reasons(self, call: Call) -> list[str]:
-        """Every reason why it cannot run; empty if it can, as the reference always."""
+        """Every reason why it cannot run; empty if it can, as always for the reference."""
         if self.name == REFERENCE:
             return []
         found = self.devices(call.tensors)
@@ -186,7 +186,7 @@ class Op(Generic[P, R]):
 
     Attributes:
         tolerances: per dtype name ("float32", "bfloat16", "float16"), see :class:`Tolerance`.
-        preferred: the ``impl`` of calls that name none.
+        preferred: the default ``impl``.
     """
 
     def __init__(
@@ -210,14 +210,14 @@ class Op(Generic[P, R]):
         self._valid = valid
 
     def register(self, implementation: Implementation) -> None:
-        """Add an implementation behind the others but before the reference."""
+        """Add an implementation after the others but before the reference."""
         self.implementations.insert(-1, implementation)
 
     def names(self) -> list[str]:
         return [implementation.name for implementation in self.implementations]
 
     def in_order(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """All arguments by place."""
+        """All arguments in positional order."""
         values = [*args, *self._defaults[len(args) :]]
         for name, value in kwargs.items():
             values[self.index[name]] = value
@@ -226,14 +226,14 @@ class Op(Generic[P, R]):
         return values
 
     def check(self, *args: Any, **kwargs: Any) -> Call:
-        """Raises ValueError, naming op and argument, for what no implementation takes."""
+        """Raises ValueError, naming op and argument, for malformed arguments."""
         call = Call(self, args, kwargs)
         if wrong := self._valid(call):
             call.fail(wrong)
         return call
 
     def reasons(self, *args: Any, **kwargs: Any) -> dict[str, list[str]]:
-        """Every implementation's reasons against these inputs (empty list: it can run)."""
+        """Every implementation's reasons not to run on these inputs (empty list: it can run)."""
         call = self.check(*args, **kwargs)
         return {i.name: i.reasons(call) for i in self.implementations}
 
@@ -273,10 +273,10 @@ def op(
     tolerances: Mapping[str, Tolerance],
     **specs: Any,
 ) -> Callable[[Callable[P, R]], Op[P, R]]:
-    """Make an op of its reference.
+    """Turn a reference function into an op.
 
     Args:
-        valid: what specs cannot say; returns what is wrong, or "".
+        valid: checks that specs cannot express; returns the error, or "".
         specs: of the arguments by name; those without one are not checked.
     """
     return lambda reference: Op(reference, specs, valid, tolerances)

@@ -1,4 +1,4 @@
-"""The pages of a step's attention as a library's kernel takes them: slots without gaps, and lengths."""
+"""A step's pages in the form that library attention kernels take: a dense slot table and sequence lengths."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def pack_pages(
     slot_of: torch.Tensor | None = None,
     n_pages: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The slots of each row to the left, in order, and last that of its last page: one length says what counts.
+    """Pack each row's slots to the left, in order, with its last page at the end, so that one length describes it.
 
     Args:
-        pages, last_page, last_len, slot_of, n_pages: as of `attend_pages`.
+        pages, last_page, last_len, slot_of, n_pages: as in `attend_pages`.
         page_tokens: S.
     Returns:
-        (slots [B, R + 1] int32, 0 behind the last one; tokens of each row [B] int32).
+        (slots [B, R + 1] int32, 0 after the last one; tokens of each row [B] int32).
     Source: the operation is ours.
     """
     slots = resident_slots(slot_of, pages)

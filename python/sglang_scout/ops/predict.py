@@ -1,8 +1,8 @@
 """Predict a layer's query from the input of the layer before it.
 
 ScoutAttention Algorithm 1 line 4: Q_pred = W_Q^(l+1) X^l. The residual stream changes little from
-one layer to the next, so the next layer's own norm, projection, head norm and rotation applied to
-this layer's input come close to the query that it will compute.
+one layer to the next, so applying the next layer's own norm, projection, head norm and RoPE to this
+layer's input approximates the query that it will compute.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class QueryProjector:
     """A layer's query from any layer's input, in two parts.
 
     Attributes:
-        start: (layer input [B, hidden], what is to be added to it or None) -> a tensor [B, ...] of its own. In order
-            with the model, which changes the layer input afterwards.
-        finish: (that, positions [B]) -> query after RoPE, [B, HQ, D] of the model's dtype. May run beside the model.
-        weight_bytes: that it reads.
+        start: (layer input [B, hidden], residual to add to it or None) -> a newly allocated tensor [B, ...]. Runs on
+            the model's stream, as the model overwrites the layer input afterwards.
+        finish: (that, positions [B]) -> query after RoPE, [B, HQ, D] of the model's dtype. May run on a side stream.
+        weight_bytes: size of the weights that it reads.
     """
 
     start: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
@@ -51,13 +51,13 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_norm(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """RMSNorm of a layer's input as SGLang hands it over: the last layer's output and the residual stream.
+    """RMSNorm of a layer's input as SGLang passes it: the previous layer's output and the residual stream.
 
     Args:
-        x, residual: [B, hidden] model dtype, their sum in that dtype is the input; None: ``x`` is.
-        weight, eps: [hidden], of the norm.
+        x, residual: [B, hidden] model dtype, their sum in that dtype is the input; ``x`` alone without a residual.
+        weight, eps: of the norm; [hidden].
     Returns:
-        [B, hidden] dtype of ``x``, not the memory of ``x``.
+        [B, hidden] dtype of ``x``, never aliasing ``x``.
     """
     return rms_norm(x if residual is None else x + residual, weight, eps)
 
@@ -65,9 +65,9 @@ def add_norm(
 def rotate(q: torch.Tensor, cos_sin: torch.Tensor, rotary_dim: int, is_neox: bool) -> torch.Tensor:
     """RoPE (RoFormer equation 34) on the first ``rotary_dim`` channels of q [B, HQ, D].
 
-    cos_sin [B, rotary_dim]: the cosines, then the sines. Neox turns channel i against
-    i + rotary_dim / 2, otherwise neighbours are turned against each other. Computed in the wider of
-    the two dtypes: SGLang keeps a float32 table on CUDA, one in the model's dtype on the CPU.
+    cos_sin [B, rotary_dim]: the cosines, then the sines. Neox style pairs channel i with
+    i + rotary_dim / 2, otherwise adjacent channels are paired. Computed in the wider of the two dtypes:
+    SGLang keeps a float32 table on CUDA, one in the model's dtype on the CPU.
     """
     cos, sin = cos_sin[:, None].chunk(2, dim=-1)
     turned, passed = q[..., :rotary_dim], q[..., rotary_dim:]
@@ -111,14 +111,14 @@ def rotate_heads(
     HQ: int,
     D: int,
 ) -> torch.Tensor:
-    """A query as attention takes it, from what the projection gives. Rounds where SGLang rounds.
+    """Attention-ready query from the projection's output: head norm and RoPE. Rounds where SGLang rounds.
 
     Args:
-        q: [B, HQ * D] model dtype; rows may lie further apart.
+        q: [B, HQ * D] model dtype; rows may be strided.
         q_norm_weight, q_norm_eps: [D] or None, RMSNorm per query head (Qwen3).
         cos_sin: [max_pos, rotary_dim] or None for no rotation; float32 or dtype of ``q``.
         positions: [B] int64 in [0, max_pos), position of the query's token.
-        rotary_dim, is_neox: how many leading channels turn (GLM4: half of them), and how they pair.
+        rotary_dim, is_neox: how many leading channels are rotated (GLM4: half of them), and how they pair.
         HQ, D: query heads and head size.
     Returns:
         [B, HQ, D] of the dtype of ``q``, as the model's query is.

@@ -1,16 +1,16 @@
-"""Which (layer, page) lies in which device slot, and how much each has been of use.
+"""Which (layer, page) is resident in which device slot, and how frequently each is used.
 
 Residency is a property of a (layer, page), not of a request: a page that two requests share through
 the radix cache is resident once. The table is only metadata; ``engine/`` moves the bytes.
 
-States of a slot: free, reserved (a copy into it is under way) or mapped to one page. A page that is
+A slot is free, reserved (a copy into it is in flight) or mapped to one page. A page that is
 freed or overwritten gets a new *generation*: copies that were started for the old content are then
-refused at commit, so a slot never shows another request's page.
+refused at commit, so a slot never exposes another request's page.
 
-All methods take many layers at once, for the host has no time for one after the other between two
-steps of a device: ``layer`` is a number, or an array that broadcasts with ``pages``. Layers do not
-affect each other. Within, a (layer, page) is its index in the flattened tables, its *key*. What a step
-changes is C++ (``sgl-kernel/src/residency.h``), the rest numpy on the same memory.
+All methods are batched over layers, as the host has no time to loop over them between two device
+steps: ``layer`` is a number, or an array that broadcasts with ``pages``. Layers are independent.
+Internally, a (layer, page) is its index in the flattened tables, its *key*. Per-step updates
+are C++ (``sgl-kernel/src/residency.h``), the rest numpy on the same memory.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ of equal use change places for ever; measured, it halves the copies for the same
 
 
 class Reservation(NamedTuple):
-    """Slots taken for copies: ``pages[i]`` of ``layers[i]`` goes to ``slots[i]`` of that layer.
+    """Slots reserved for copies: ``pages[i]`` of ``layers[i]`` goes to ``slots[i]`` of that layer.
 
     Ordered by layer, then page.
     """
@@ -47,7 +47,7 @@ class Reservation(NamedTuple):
     generations: Ids
 
     def per_layer(self, num_layers: int) -> Ids:
-        """``[L]`` int64, pages of each layer."""
+        """``[L]`` int64, number of pages of each layer."""
         return np.bincount(self.layers, minlength=num_layers)
 
 
@@ -58,15 +58,15 @@ class ResidencyTable:
         num_layers: L.
         num_pages: P, host pages including the padding page 0.
         num_slots: S, slots per layer.
-        half_life_steps: steps after which a selection counts half.
+        half_life_steps: half-life of a selection's weight, in steps.
 
     Attributes:
-        uses: how much pages have been selected; the engine says it what was.
+        uses: selection frequencies; updated by the engine.
         slot_of: ``[L, P]`` int32, slot of a page or -1. Shared with the engine, which reads it.
-        page_of: ``[L, S]`` int32, page of a slot; negative: has none.
+        page_of: ``[L, S]`` int32, page of a slot; negative: none.
         num_free: ``[L]`` slots that are neither mapped nor reserved.
-        held_back: free slots of each layer that only pages take which must be resident.
-        pin_share: share of each layer's slots whose pages, the most frequent, give way to no others than those.
+        held_back: free slots per layer set aside for pages that must be resident.
+        pin_share: share of each layer's slots whose pages (the most frequent) yield only to must-be-resident ones.
     """
 
     def __init__(
@@ -87,12 +87,12 @@ class ResidencyTable:
         self._changed: list[Ids] | None = None
 
     def take_changes(self) -> tuple[Ids, Pages]:
-        """What :attr:`slot_of` has changed since the last call, for a copy of it elsewhere.
+        """Changes of :attr:`slot_of` since the last call, for keeping a copy in sync.
 
-        The first call returns nothing and begins to record.
+        The first call returns nothing and starts recording.
 
         Returns:
-            ``[n]`` distinct indices into the flattened table, and ``[n]`` what stands there now.
+            ``[n]`` distinct indices into the flattened table, and ``[n]`` their current values.
         """
         changed = distinct(np.concatenate(self._changed or [np.zeros(0, np.int64)]))
         self._changed = []
@@ -115,7 +115,7 @@ class ResidencyTable:
 
     @property
     def copying_pages_by_layer(self) -> Ids:
-        """``[L]`` pages that are on their way."""
+        """``[L]`` in-flight pages."""
         return self.metadata.is_pending.sum(1)
 
     @property
@@ -124,12 +124,12 @@ class ResidencyTable:
         return int(self.resident_pages_by_layer.sum())
 
     def missing(self, layer: Ints | int, pages: Ints) -> Ids:
-        """The distinct keys of ``pages`` that are neither resident nor on their way, ascending."""
+        """The distinct keys of ``pages`` that are neither resident nor in flight, ascending."""
         keys = (np.multiply(layer, self.num_pages) + pages)[pages >= 0]
         return self.metadata.absent(keys.astype(np.int64, copy=False))
 
     def still_missing(self, missing: Pages) -> Pages:
-        """``missing`` [L, B, k], -1 padded, with -1 also for what is resident by now or on its way."""
+        """``missing`` [L, B, k], -1 padded, with -1 also for pages that are by now resident or in flight."""
         found = missing.flatten()  # a copy
         at = np.flatnonzero(found >= 0)
         keys = at // max(missing[0].size, 1) * self.num_pages + found[at]
@@ -138,23 +138,23 @@ class ResidencyTable:
         return found.reshape(missing.shape)
 
     def touch_all_layers(self, pages: Ints, step: int) -> int:
-        """Protect ``pages`` in ``step``, in every layer; says nothing about their frequency.
+        """Protect ``pages`` from eviction in ``step``, in every layer, without changing their frequency.
 
         Returns:
-            How many of them are not resident, over all layers.
+            How many of them are not resident, summed over all layers.
         """
         ids = pages[pages >= 0].astype(np.int64)
         return self.metadata.protect(ids, self.uses.stamp_of(step))
 
     def are_resident(self, pages: Ints) -> bool:
-        """Whether all of ``pages`` ``[n]`` are, in every layer."""
+        """Whether all of ``pages`` ``[n]`` are resident in every layer."""
         return bool((np.take(self.slot_of, pages, axis=1) >= 0).all())
 
     def reserve(self, layer: Ints | int, pages: Ints, is_forced: bool = True) -> Reservation:
-        """Take free slots for those of ``pages`` that are missing, the most frequent as far as they go.
+        """Reserve free slots for the missing ones of ``pages``, most frequent first, while there are slots.
 
         Args:
-            is_forced: they must be resident, and take slots that are held back too.
+            is_forced: they must be resident, and may also use the slots that are held back.
         """
         keys, free = self.missing(layer, pages), self.num_free if is_forced else self.num_spare
         if (self._per_layer(keys) > free).any():
@@ -163,11 +163,11 @@ class ResidencyTable:
         return Reservation(*self.metadata.reserve(keys))
 
     def exchange(self, layer: Ints | int, pages: Ints, before_step: int) -> Reservation:
-        """As :meth:`reserve`; when spare slots end, clearly less frequent pages give theirs.
+        """Like :meth:`reserve`, but once spare slots run out, clearly less frequent pages are evicted.
 
-        Only pages last selected before ``before_step`` that are not pinned go, each for one that is
-        ``SWAP_MARGIN`` times as frequent; before that, what lacks of the slots to hold back is freed. The caller
-        must be done with reading the layer's slots in this step.
+        Only unpinned pages last selected before ``before_step`` are evicted, each for one that is
+        ``SWAP_MARGIN`` times as frequent; first, the slots to hold back are replenished. The caller
+        must have finished reading the layer's slots in this step.
         """
         if self.held_back:
             self.evict(
@@ -178,18 +178,18 @@ class ResidencyTable:
         if (short > 0).any():
             keys, layers, rank = self._by_frequency(keys)
             frequency = self._frequency_of(keys)
-            best = np.zeros(self.num_layers, np.float32)  # of the first to find no spare slot
+            best = np.zeros(self.num_layers, np.float32)  # of the first page without a spare slot
             is_best = rank == spare[layers]
             best[layers[is_best]] = frequency[is_best]
-            below = best * np.float32(1.001 / SWAP_MARGIN)  # a little more than needed: rounding
+            below = best * np.float32(1.001 / SWAP_MARGIN)  # with slack for rounding
             below = np.minimum(below, self._unpinned_below())
             found_layers, slots, slot_frequency = self.metadata.least_frequent(
                 short, self.uses.stamp_of(before_step), below
             )
-            # The most frequent page that finds no spare slot meets the least frequent slot.
+            # Pair the most frequent page without a spare slot with the least frequent slot, and so on.
             contender = np.searchsorted(layers, found_layers) + spare[found_layers]
             contender += rank_within(found_layers)
-            # Contenders come by falling frequency and slots by rising one, so the wins come first.
+            # Contenders are in descending and slots in ascending order of frequency, so wins come first.
             wins = frequency[contender] > SWAP_MARGIN * slot_frequency
             self._note(self.metadata.vacate(found_layers[wins], slots[wins]))
             spare += np.bincount(found_layers[wins], minlength=self.num_layers)
@@ -197,7 +197,7 @@ class ResidencyTable:
         return Reservation(*self.metadata.reserve(keys))
 
     def _unpinned_below(self) -> Floats:
-        """``[L]`` frequency below which pages are not pinned. Of equal ones at the border none is."""
+        """``[L]`` frequency below which pages are not pinned; ties at the threshold are not."""
         pinned = int(self.pin_share * self.num_slots)
         if not pinned:
             return np.full(self.num_layers, np.inf, np.float32)
@@ -213,13 +213,13 @@ class ResidencyTable:
         return self.uses.frequency[np.divmod(keys, self.num_pages)]
 
     def _by_frequency(self, keys: Ids) -> tuple[Ids, Ids, Ids]:
-        """Ascending ``keys`` by layer and then falling frequency; layers, and places within them."""
+        """Ascending ``keys`` sorted by layer, then descending frequency; their layers, and ranks within them."""
         layers = keys // self.num_pages
         order = np.lexsort((-self._frequency_of(keys), layers))
         return keys[order], layers, rank_within(layers)
 
     def commit(self, reservation: Reservation, step: int) -> int:
-        """The copies have landed: map the pages. Returns how many were still wanted."""
+        """Map the pages after their copies have landed. Returns how many were still valid."""
         return self._note(self.metadata.land(*reservation, self.uses.stamp_of(step)))
 
     def evict(
@@ -227,8 +227,8 @@ class ResidencyTable:
     ) -> int:
         """Unmap the least frequent pages until ``want_free`` slots of each ``layer`` (distinct) are free.
 
-        Only pages last selected before ``before_step`` go; pinned ones if ``is_forced``: then they make room for
-        what must be resident. Returns how many went.
+        Only pages last selected before ``before_step`` are evicted; pinned ones only if ``is_forced``, i.e. to make
+        room for pages that must be resident. Returns how many were evicted.
         """
         short = np.zeros(self.num_layers, np.int64)
         short[layer] = want_free - self.num_free[layer]
@@ -253,7 +253,7 @@ class ResidencyTable:
         self.uses.stamp[:, ids] = -1
 
     def check(self) -> None:
-        """Raise AssertionError where slots are lost or doubled, or the two directions of the map disagree."""
+        """Raise AssertionError if slots are lost or duplicated, or the two directions of the map disagree."""
         for layer in range(self.num_layers):
             free = self.metadata.free[layer, : self.num_free[layer]]
             states, slot_of = self.page_of[layer], self.slot_of[layer]

@@ -1,24 +1,24 @@
-"""Page digests of one or two bits per key element, after a rotation that makes all channels alike.
+"""Page digests of one or two bits per key element, after a rotation that evens out the channels.
 
-A minimum and a maximum bound all tokens of a page by one box. This says something of each token: the page's mean
-key, and of every token what its key differs from the mean by, rotated, one sign or one of four levels a channel.
+A minimum and a maximum bound all tokens of a page by one box. This describes each token: the page's mean key, and
+for every token the rotated difference of its key from the mean, as a sign or one of four levels per channel.
 
     x_t = R k_t                  R: sign flips, then Hadamard transforms: orthogonal, so that R q . R k = q . k
-    m   = mean_t x_t, in int8    with one step for the page and KV head
+    m   = mean_t x_t, in int8    with one step per page and KV head
     s_t = rms(x_t - m)           the scale of a token, in bfloat16
     one bit    x_t ~ m + s_t ONE_BIT b1                     b1 = +-1, the sign of x_t - m
     two bits   x_t ~ m + s_t (FIRST b1 + SECOND b2)         b2 = b1 where |x_t - m| > FIRST s_t, else -b1
 
-These are the levels of least squared error for a normal variable (Max 1960), which rotated channels nearly are
-(QuIP, RaBitQ). The levels are sums over bits, so that either bit plane is scored by the same products.
+These levels minimize the squared error for a normal variable (Max 1960), which rotated channels nearly are
+(QuIP, RaBitQ). The levels are sums over bits, so both bit planes are scored by the same products.
 
-And of each token the norm of its value: a page is worth what its tokens add to the output, which is their weights times
-their values and no more than
+Also stored is the norm of each token's value: a page matters by what its tokens add to the output, their weights times
+their values, which is at most
 
-    sum_t w_t |v_t|              |v_t| in uint8, with one step for the page and KV head
+    sum_t w_t |v_t|              |v_t| in uint8, with one step per page and KV head
 
-Bytes of a page and KV head, in two tensors:
-    planes  [bits, 16, D / 4]  of token t (low half) and token 16 + t (high half of a byte) four channels a byte
+Layout of a page and KV head, in two tensors:
+    planes  [bits, 16, D / 4]  each byte holds four channels of token t (low nibble) and token 16 + t (high nibble)
     stats   [D + 112]          m in int8 [D]; s in bfloat16 [32]; the steps of m and of |v| in float32; |v| in uint8
                                [32]; 8 bytes of zero
 """
@@ -57,7 +57,7 @@ TOLERANCES = dict.fromkeys(KV_DTYPE_NAMES, Tolerance(2e-2, 6e-3, _REASON))
 
 @functools.cache
 def _rotation(D: int, device: torch.device) -> torch.Tensor:
-    """[D, D] float32, R transposed. Hadamard transforms of the largest power of two that divides D."""
+    """[D, D] float32, R transposed. Block-diagonal Hadamard transforms of the largest power of two that divides D."""
     width = D & -D
     block = torch.ones(1, 1)
     while len(block) < width:
@@ -73,7 +73,7 @@ def rotate(x: torch.Tensor) -> torch.Tensor:
 
 
 def planes_shape(bits: int, D: int) -> tuple[int, int, int]:
-    """Of one page and KV head, uint8."""
+    """Shape of ``planes`` for one page and KV head, uint8."""
     return bits, PAGE_TOKENS // 2, D // 4
 
 
@@ -94,9 +94,9 @@ def _unpacked(planes: torch.Tensor) -> torch.Tensor:
 
 
 def decode(planes: torch.Tensor, stats: torch.Tensor) -> torch.Tensor:
-    """What digests say of the rotated keys, [n, H, 32, D] float32, from [n, H, bits, 16, D / 4] and [n, H, D + 112]."""
+    """Dequantized rotated keys, [n, H, 32, D] float32, from [n, H, bits, 16, D / 4] and [n, H, D + 112]."""
     D = 4 * planes.shape[-1]
-    # Copies, so that they are aligned for their dtypes.
+    # Copied for alignment to their dtypes.
     mean = stats[..., :D].contiguous().view(torch.int8).float()
     scale = stats[..., D : D + 64].contiguous().view(torch.bfloat16).float()
     step = stats[..., D + 64 : D + 68].contiguous().view(torch.float32)
@@ -108,7 +108,7 @@ def decode(planes: torch.Tensor, stats: torch.Tensor) -> torch.Tensor:
 
 
 def value_norms(stats: torch.Tensor) -> torch.Tensor:
-    """What digests [n, H, D + 112] say of the values' norms, [n, H, 32] float32."""
+    """Dequantized norms of the values, [n, H, 32] float32, from digests [n, H, D + 112]."""
     end = stats.shape[-1] - 8
     step = stats[..., end - 36 : end - 32].contiguous().view(torch.float32)
     return stats[..., end - 32 : end].float() * step
@@ -119,7 +119,7 @@ def _finite(x: torch.Tensor) -> torch.Tensor:
 
 
 def _steps(x: torch.Tensor, levels: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """``x`` [..., n] >= -levels steps as whole steps, and the step [..., 1] that makes the largest so many."""
+    """``x`` [..., n] quantized to whole steps, and the step [..., 1]: the largest magnitude is ``levels`` steps."""
     step = (x.abs().amax(-1, keepdim=True) / levels).clamp(min=torch.finfo(torch.float32).tiny)
     return (x / step).round(), step
 
@@ -149,16 +149,16 @@ def build_layer_rotated(
     stats: torch.Tensor,
     rows: torch.Tensor | None = None,
 ) -> None:
-    """Write the digests of pages ``ids`` in every layer, all other rows stay as they are.
+    """Write the digests of pages ``ids`` in every layer; all other rows are unchanged.
 
-    On a device one launch, whatever the number of layers.
+    One launch on a device, regardless of the number of layers.
 
     Args:
-        source: K and V of each layer, [P, 32, H, D] any float dtype; the named pages are full. D a multiple of 16.
+        source: K and V of each layer, [P, 32, H, D] any float dtype; the pages in ``ids`` are full. D a multiple of 16.
         ids: [n] int64 in [0, P); n may be 0.
         planes, stats: [L, P, H, B, 16, D / 4] with B = 1 or 2 bits, and [L, P, H, D + 112], uint8; mutated.
-        rows: as of `build_layer_digests`.
-    Source: the module's.
+        rows: as in `build_layer_digests`.
+    Source: see the module docstring.
     """
     of_keys, of_values = (source_rows(x, ids, rows) for x in (source.k, source.v))
     for layer, parts in enumerate(zip(of_keys, of_values, strict=True)):
@@ -181,8 +181,8 @@ def build_layer_rotated(
 def page_masses(
     q: torch.Tensor, planes: torch.Tensor, stats: torch.Tensor, table: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """u[h, p] = log sum_t exp(scale R q[h] . x_t), the log of the page's softmax mass, estimated, and the mean of |v_t|
-    over it, both [B, HQ, N]."""
+    """u[h, p] = log sum_t exp(scale R q[h] . x_t), the estimated log softmax mass of the page, and the mean of |v_t|
+    under that softmax, both [B, HQ, N]."""
     (B, N), H = table.shape, planes.shape[1]
     ids = table.clamp(min=0).flatten()
     keys = decode(planes.index_select(0, ids), stats.index_select(0, ids))  # [B * N, H, 32, D]
@@ -220,20 +220,20 @@ def score_rotated(
 ) -> torch.Tensor:
     """Score every full page of every request against its (predicted) query.
 
-        u[h, p] = log sum_t exp(scale R q[h] . x_t)        the log of the page's softmax mass, estimated
+        u[h, p] = log sum_t exp(scale R q[h] . x_t)        the estimated log softmax mass of the page
 
-    and the heads' u become one number as in `score_pages`, but "mass" counts each token times the norm of its value: it
-    sums sum_t w[h, t] |v_t|, which is the most that head h's output loses with the page.
+    and u is reduced over heads as in `score_pages`, except that "mass" weights each token by the norm of its value: it
+    sums sum_t w[h, t] |v_t|, an upper bound on what head h's output loses without the page.
 
     Args:
         q: [B, HQ, D] any float dtype, after RoPE.
         planes, stats: [P, H, bits, 16, D / 4] and [P, H, D + 112] uint8, of one layer, see `build_layer_rotated`;
             H divides HQ.
-        table, n_full, scale, reduce, out, arrivals: as of `score_pages`.
+        table, n_full, scale, reduce, out, arrivals: as in `score_pages`.
     Returns:
         [B, N] float32; -inf in columns >= n_full and where table < 0. A row may be all -inf.
     Source: codes as in RaBitQ (arXiv 2405.12497) and QuIP (arXiv 2307.13304); norms of values as in VATP (arXiv
-        2406.12335); a page's by them: ours.
+        2406.12335); combining them into a page score: ours.
     """
     masses, means = page_masses(q.float(), planes, stats, table, scale)
     score = reduce_heads(masses, table, n_full, reduce, means)

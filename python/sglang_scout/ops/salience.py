@@ -1,4 +1,4 @@
-"""What a window's attention weights say of its tokens, and which are kept of it (Deng et al., Algorithm 1)."""
+"""Token salience from the attention weights within a window, and which tokens are kept (Deng et al., Algorithm 1)."""
 
 from __future__ import annotations
 
@@ -43,22 +43,22 @@ def decay_mass(
     alpha: float,
     scale: float,
 ) -> None:
-    """Move the average of every token's attention weight: MAW = (1 - alpha) MAW + alpha A.
+    """Update the moving average of every token's attention weight: MAW = (1 - alpha) MAW + alpha A.
 
-    A = e^(s - lse) is normalised within the window. A KV head's weight is the largest of its query heads'. The
-    average starts at the first weight: of the newest token, and in a request's first step of all.
+    A = e^(s - lse) is normalised within the window. A KV head's weight is the maximum over its query heads. The
+    average is initialised with the first weight: for the newest token, and for all tokens in a request's first step.
 
     Args:
         q, lse: [B, HQ, D] any float dtype and [B, HQ] float32: the query, and the lse of its attention over the window.
         k: [P, S, H, D] any float dtype, the resident slots.
-        pages, n_pages: [B, N] and [B] int32: the window's full pages, oldest first, below W of each row.
+        pages, n_pages: [B, N] and [B] int32: the window's full pages, oldest first, fewer than W per row.
         slot_of: [I] int32, the slot of each page.
-        last_page, last_len: [B] int32, slot of the page being filled, the newest of the window, and its tokens, 1..S.
-        first_at: [B] int32, place of the oldest page in ``maw``; the others follow, behind W - 1 comes 0.
-        state: [B] int32 row of ``maw``, all different; negative: none, nothing is written.
-        fresh: [B] int32, not 0 in a request's first step.
+        last_page, last_len: [B] int32, slot of the partially filled (newest) page and its number of tokens, 1..S.
+        first_at: [B] int32, index of the oldest page in ``maw``, a ring buffer of W pages.
+        state: [B] int32 row of ``maw``, distinct; negative: none, nothing is written.
+        fresh: [B] int32, nonzero in a request's first step.
         maw: [M, W, H, S] float32, mutated where there is a token.
-    Source: Deng et al., Algorithm 1 line 9 with A of Algorithm 2 line 11; the largest of a group: ours.
+    Source: Deng et al., Algorithm 1 line 9 with A of Algorithm 2 line 11; the maximum over a group: ours.
     """
     (B, N), (S, H, D), W = pages.shape, k.shape[1:], maw.shape[1]
     column = torch.arange(W, device=q.device)
@@ -96,14 +96,14 @@ def _fits_a_word(call: Call) -> str:
 def salient_bits(
     maw: torch.Tensor, state: torch.Tensor, at: torch.Tensor, threshold: torch.Tensor
 ) -> torch.Tensor:
-    """Which tokens of pages that leave the window are kept: those with MAW > threshold.
+    """Bitmask of the tokens kept of pages that leave the window: those with MAW > threshold.
 
     Args:
         maw: [L, N, W, H, S] float32, see `decay_mass`.
-        state, at: [n] int32, row and place of each page in it; in range.
+        state, at: [n] int32, row and window index of each page in it; in range.
         threshold: [L, N, H] float32, beta / window of each request and head.
     Returns:
-        [L, n, H] int32, bit t of a word for token t.
+        [L, n, H] int32, bit t for token t.
     Source: Deng et al., section 3.2.2, Algorithm 1 line 24.
     """
     keeps = maw[:, state, at] > threshold[:, state, :, None]  # [L, n, H, S]
@@ -118,7 +118,7 @@ def select_salient(
     beta: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens of host pages whose attention weight among all of them exceeds beta / their number, on the host.
+    """Tokens of host pages whose softmax weight over all of these tokens exceeds beta / their number; on the host.
 
     Args:
         q: [HQ, D] float32, one request's query.
@@ -127,11 +127,11 @@ def select_salient(
         beta: [H] float32.
     Returns:
         (heads [m], tokens [m]) int64 by head and then in the order of ``pages``; token t of page p is p S + t.
-    Source: Deng et al., Algorithm 1 line 21; a token is kept if it is for any query head of the group (ours).
+    Source: Deng et al., Algorithm 1 line 21; a token is kept if any query head of the group keeps it (ours).
     """
     _, S, H, D = k.shape
     q = q.view(H, -1, D)
-    chunks = pages.split(256)  # what is widened at a time: 32 MiB at H=8, D=128
+    chunks = pages.split(256)  # bounds the widened copy: 32 MiB at H=8, D=128
     s = torch.cat(
         [
             torch.einsum("hgd,thd->hgt", q, k.index_select(0, ids).flatten(0, 1).float())
@@ -169,7 +169,7 @@ def copy_tokens(source: LayerPages, ids: torch.Tensor, target: LayerPages) -> No
     for layer in layers.unique().tolist():
         here = layers == layer
         for planes, dst in ((source.k, target.k), (source.v, target.v)):
-            # As bytes: torch copies no rows of fp8.
+            # As bytes: torch cannot index_copy fp8.
             flat, to = (x[layer].view(torch.uint8).flatten(0, -2) for x in (planes, dst))
             to.index_copy_(0, targets[here], flat.index_select(0, rows[here]))
 

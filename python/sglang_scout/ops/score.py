@@ -10,8 +10,8 @@ from .op import op
 
 REDUCTIONS = ["mass", "max"]
 
-# fp32 accumulates at most D=256 products per head whatever the digest's dtype (16-bit digests are
-# widened exactly), so what is left is the order of summation; "max" subtracts two such sums.
+# At most D=256 products per head are accumulated in fp32 whatever the digest's dtype (16-bit digests are
+# widened exactly), so only the order of summation differs; "max" subtracts two such sums.
 _REASON = "fp32 sums of up to 256 products in another order, then exp or log"
 TOLERANCES = {name: Tolerance(2e-5, 2e-5, _REASON) for name in ("float32", "bfloat16", "float16")}
 
@@ -23,7 +23,7 @@ def reduce_heads(
     reduce: str,
     worth: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[B, N] scores from ``u`` [B, HQ, N] of each query head; see `score_pages`. "mass" counts ``worth`` times."""
+    """[B, N] scores from ``u`` [B, HQ, N] of each query head; see `score_pages`. "mass" is weighted by ``worth``."""
     columns = torch.arange(table.shape[1], device=table.device)
     void = (columns >= n_full[:, None]) | (table < 0)  # [B, N]
     u = u.masked_fill(void[:, None], -torch.inf)
@@ -32,7 +32,7 @@ def reduce_heads(
         score = (score if worth is None else score * worth).sum(dim=1)
     else:
         score = (u - torch.logsumexp(u, dim=-1, keepdim=True)).amax(dim=1)
-    return score.masked_fill_(void, -torch.inf)  # also where a row without pages made NaN
+    return score.masked_fill_(void, -torch.inf)  # also replaces the NaN of rows without pages
 
 
 @op(
@@ -61,20 +61,20 @@ def score_pages(
 
     Quest: u = sum_d max(q_d m_d, q_d M_d). Since m_d <= M_d, the maximum is q_d M_d where q_d > 0
     and q_d m_d elsewhere, so u = max(q, 0) . M + min(q, 0) . m: two matrix products.
-    A page is chosen for all heads together, so the bounds of the query heads are reduced to one
-    number: "mass" sums every head's softmax over the request's pages, "max" takes the largest log
-    of that softmax over the heads.
+    Pages are selected for all heads together, so the bounds of the query heads are reduced to one
+    number: "mass" sums every head's softmax over the request's pages, "max" takes the largest
+    log-softmax over the heads.
 
     Args:
-        q: [B, HQ, D] any float dtype, after RoPE; where digests are of 16 bits, as the model's query is, in numbers of
-            their dtype (a kernel rounds it to these).
+        q: [B, HQ, D] any float dtype, after RoPE; with 16-bit digests its values must be representable in their dtype,
+            as the model's query is (a kernel rounds it to that).
         kmin, kmax: [P, H, D] any float dtype, of one layer, see `build_layer_digests`; H divides HQ.
         table: [B, N] int32, page ids below P; negative ones are padding.
-        n_full: [B] int32; of row b only the first n_full[b] columns are offered.
-        scale: softmax scale, 1/sqrt(D) as a rule.
+        n_full: [B] int32; only the first n_full[b] columns of row b are candidates.
+        scale: softmax scale, usually 1/sqrt(D).
         out: [B, N] float32 to write into, instead of a new tensor.
-        arrivals: [B] int32 zeros, which a kernel counts with and leaves as zeros, instead of new ones; of one call at
-            a time.
+        arrivals: [B] int32 zeros, a kernel's arrival counters, left as zeros; None: allocated. Not to be shared by
+            concurrent calls.
     Returns:
         [B, N] float32; -inf in columns >= n_full and where table < 0. A row may be all -inf.
     Source: Quest section 3.3 (bound), ScoutAttention Algorithm 1 line 5 (use); reductions: ours.

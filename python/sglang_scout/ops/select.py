@@ -1,4 +1,4 @@
-"""Choose the pages a step attends to, and those of them that are not resident."""
+"""Select the pages a step attends to, and list those that are not resident."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _LARGEST = torch.finfo(torch.float32).max
 class Selection(NamedTuple):
     """Physical page ids, int32; both lists packed to the left and padded with -1.
 
-    pages: [B, k], forced pages first, then by falling score. missing: [B, k], those of ``pages``
-    without a slot, in the same order. n_missing: [B].
+    pages: [B, k], forced pages first, then by descending score. missing: [B, k], the non-resident ones
+    of ``pages``, in the same order. n_missing: [B].
     """
 
     pages: torch.Tensor
@@ -63,29 +63,29 @@ def select_pages(
     mass: float = 1.0,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> Selection:
-    """The k best pages of every request, or fewer that hold enough of it; sink and newest always among them.
+    """Top-k pages of every request, or fewer if they hold enough mass; sink and recent pages are always included.
 
     Args:
-        scores: [B, N] float32, see `score_pages`; only columns < n_full count, a NaN comes last.
+        scores: [B, N] float32, see `score_pages`; only columns < n_full count, NaN ranks last.
         table: [B, N] int32, page ids below P; negative ones are padding.
-        n_full: [B] int32, full pages per request; may be 0, or less than k: then all are chosen.
+        n_full: [B] int32, full pages per request; may be 0, or less than k: then all are selected.
         slot_of: [P] int32, slot of a resident page, -1 if the page is not resident.
-        k: pages to choose, at least sink_pages + recent_pages.
-        sink_pages, recent_pages: how many first and last full pages are chosen whatever they score.
-        mass: below 1, of a request with more than k full pages none is chosen once those before it hold this share of
-            the sum of all its scores, which are then sums of shares ("mass" of `score_pages`); what is not finite
-            counts as 0, and where all do only forced pages are chosen.
+        k: pages to select, at least sink_pages + recent_pages.
+        sink_pages, recent_pages: number of first and last full pages selected regardless of score.
+        mass: below 1, selection for a request with more than k full pages stops (top-p style) once the pages so far
+            hold this share of the sum of its scores, which must be shares ("mass" of `score_pages`); non-finite scores
+            count as 0, and if all do, only forced pages are selected.
         out: ``pages`` and ``missing`` to write into, instead of new tensors.
     Returns:
-        :class:`Selection`. Pages of equal score may be chosen either way.
+        :class:`Selection`. Ties may be broken either way.
     Source: ScoutAttention Algorithm 1 lines 5 and 6; forced pages and ``mass``: ours. Shapes are
-    static and nothing waits for the device, so it can be captured in a CUDA graph.
+    static and there is no device sync, so it can be captured in a CUDA graph.
     """
     B, N = table.shape
     last = n_full[:, None] - 1  # column of the newest full page
     void = (torch.arange(N, dtype=torch.int32, device=table.device) > last) | (table < 0)
-    # Between void (-inf) and forced (+inf) every offered page has a finite key, whatever its score:
-    # NaN becomes the lowest. So what comes first never depends on bad scores.
+    # Between void (-inf) and forced (+inf) every candidate has a finite key, whatever its score:
+    # NaN becomes the lowest. So bad scores never affect which pages are void or forced.
     key = torch.nan_to_num(scores, nan=_LOWEST, neginf=_LOWEST, posinf=_LARGEST)
     if N > 0:
         newest = last - torch.arange(recent_pages, device=table.device)
@@ -103,8 +103,8 @@ def select_pages(
         found = found.masked_fill(enough & (top < torch.inf) & (n_full[:, None] > k), -1)
     pages = found if k <= N else torch.nn.functional.pad(found, (0, k - N), value=-1)
     lacks_slot = (resident_slots(slot_of, pages) < 0) & (pages >= 0)
-    # Pack to the left: a missing page goes to the place that its running count names; all others
-    # send -1 to place 0, where the maximum ignores them.
+    # Pack to the left: a missing page goes to the index given by its prefix count; all others
+    # scatter -1 to index 0, where the maximum ignores them.
     place = lacks_slot.cumsum(1).sub_(1).mul_(lacks_slot)
     missing = torch.full_like(pages, -1)
     missing.scatter_reduce_(1, place, pages.masked_fill(~lacks_slot, -1), "amax")

@@ -1,4 +1,4 @@
-"""Copy chosen pages of one layer from the host into staging slots, ids and all from the device."""
+"""Copy selected pages of one layer from the host into staging slots, driven entirely by the device."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def stage_pages(
 ) -> None:
     """Copy K and V of page ``pages[r, i]`` of ``layer`` to slot r * k + i.
 
-    With fewer heads in a slot than in a page a request has C = H / h lists, and list r % C of it takes its own heads.
+    If a slot has fewer heads than a page, a request has C = H / h lists, and list r % C copies only its own heads.
 
     Args:
-        source: the pages, on any device; kernels read the host's page-locked memory.
+        source: the pages, on any device; kernels read pinned host memory.
         layer: in [0, L).
-        pages: [R, k] int32 below P; for negative ones nothing is copied.
-        dst_k, dst_v: [slots, S, h, D], R * k slots or more; mutated, on their device's current stream.
+        pages: [R, k] int32 below P; negative entries are skipped.
+        dst_k, dst_v: [slots, S, h, D], at least R * k slots; mutated, on their device's current stream.
     Source: prefetching of ScoutAttention's recall-based baseline (section 2.3); the operation itself is ours.
     """
     rows, columns = (pages >= 0).nonzero(as_tuple=True)

@@ -1,4 +1,4 @@
-"""The time at which a stream comes to a place between two kernels."""
+"""Timestamps taken by a stream between two kernels."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from . import triton
 
 
 def write_stamp(stamps: torch.Tensor, index: int) -> None:
-    """Write nanoseconds of the device's clock to ``stamps[index]``, int64, in the order of the current stream.
+    """Write the device clock in nanoseconds to ``stamps[index]``, int64, in order on the current stream.
 
-    A graph that captured it writes anew in every replay. On the CPU device the clock is ``time.monotonic_ns``.
+    A captured graph writes it again in every replay. On the CPU device the clock is ``time.monotonic_ns``.
     """
     if stamps.device.type == "cpu" and not triton.interpreted():
         stamps[index] = time.monotonic_ns()
