@@ -1,7 +1,7 @@
 """Triton kernels: one file per family. Each op registers its own with `implements`.
 
 Importing this package does not import triton; the first call of a kernel does. On CPU tensors the
-kernels run in triton's interpreter, when TRITON_INTERPRET=1 was set before triton was imported:
+kernels run in Triton's interpreter if TRITON_INTERPRET=1 was set before triton was imported:
 for tests, and only when asked for by name.
 """
 
@@ -30,14 +30,14 @@ def _absent() -> str:
 
 
 def interpreted() -> bool:
-    """Whether triton, if it is imported now, runs its kernels in the interpreter."""
+    """Whether triton, if imported now, would run kernels in the interpreter."""
     return os.environ.get("TRITON_INTERPRET", "").strip().lower() in ("1", "true", "on", "yes", "y")
 
 
 def device_reasons(tensors: Tensors, pinned: tuple[str, ...] = ()) -> list[str]:
-    """Why kernels cannot run on tensors where these are.
+    """Reasons why kernels cannot run on the devices of these tensors.
 
-    Those named in ``pinned`` may lie in page-locked host memory, which a device can read and write.
+    Those named in ``pinned`` may be in pinned host memory, which a device can read and write.
     """
     if _absent():
         return [_absent()]
@@ -65,7 +65,7 @@ def _unasked() -> str:
 def implements(
     op: Op[..., Any], module: str, *, pinned: tuple[str, ...] = (), **limits: Any
 ) -> None:
-    """Register the function of ``module`` that has the name of the op; ``limits`` as of `Implementation`."""
+    """Register the function of ``module`` with the op's name; ``limits`` as in `Implementation`."""
 
     def run(*arguments: Any) -> Any:
         return getattr(importlib.import_module(f".{module}", __name__), op.name)(*arguments)

@@ -1,6 +1,6 @@
 """The request ring from inside a CUDA graph: wait for the answer to a post, and merge it. One launch.
 
-Bytes over the bus: 4 HQ D + 4 HQ for each row that asked for pages.
+Bus traffic: 4 HQ D + 4 HQ bytes for each row that requested pages.
 """
 
 import torch
@@ -24,17 +24,17 @@ from .ring_words import (
     store_release,
 )
 
-_BLOCK_VALUES = 512  # of one program, which is a warp
+_BLOCK_VALUES = 512  # per program (one warp)
 
 
 @triton.jit
 def await_answer(state, open_seq, answered, waited_ns, fault, reply, slot, seq, layer, timeout_ns):
-    """Until the answer ``seq`` of a slot is there, if it is not 0; ``answered`` gets seq, or -seq for no good answer.
+    """Wait for answer ``seq`` of a slot, if it is not 0; ``answered`` gets seq, or -seq without a valid answer.
 
-    Bounded by the device's clock: a worker that does not answer sets an error, the stream goes on.
-    After any error nothing is waited for: the server ends, and the slots left of the step would cost
-    the whole time each.
-    fault [1] int64, in the host's memory, gets the errors that there are, those of the post too.
+    Bounded by the device clock: if the worker does not answer, an error is set and the stream continues.
+    After any error there is no more waiting: the server is shutting down, and each remaining slot of the
+    step would take the full timeout.
+    fault [1] int64, in host memory, gets all error bits, including those of the post.
     """
     if seq != 0:
         limit_ns = tl.where(tl.load(state + ERRORS) == 0, timeout_ns, 0)
@@ -51,11 +51,11 @@ def await_answer(state, open_seq, answered, waited_ns, fault, reply, slot, seq, 
             error = tl.where(status == 0, tl.zeros([], tl.int64), tl.full([], REFUSED, tl.int64))
             tl.store(open_seq + slot, tl.zeros([], tl.int64))
         if error != 0:
-            tl.atomic_or(state + ERRORS, error)  # another layer may be posted meanwhile
+            tl.atomic_or(state + ERRORS, error)  # another layer may be posted concurrently
         store_release(answered + slot, tl.where(good != 0, seq, -seq))
     errors = tl.load(state + ERRORS)
     if errors != 0:
-        store_release(fault, errors)  # other ranks' hosts look at it once their own step is through
+        store_release(fault, errors)  # other ranks' hosts read it when their own step has completed
 
 
 # One compilation for all layers.
@@ -66,11 +66,11 @@ def merge_answer_kernel(
     OUT_OFFSET: tl.constexpr, ROW_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Program 0 waits for the answer; the others wait for its word and merge a block of rows each.
+    """Program 0 waits for the answer; the others wait for its word in ``answered`` and merge a block of rows each.
 
-    Rows of out, merged [rows, D] and lse [rows] are those of [B, HQ], ROW_HEADS a row posted; change [rows] or None:
-    by how much heavier the answer is than it says. answered [2 L] int64: the last record of a slot of which it is
-    known whether the answer is good, and minus that if it is not.
+    Rows of out, merged [rows, D] and lse [rows] are those of [B, HQ], ROW_HEADS per posted row; change [rows] or None:
+    added to the answer's lse. answered [2 L] int64: the last record of a slot whose answer has been checked, negated
+    if that is not valid.
     """
     slot = (tl.load(state + STEP) & 1) * L + layer
     seq = tl.load(awaited + slot)
@@ -87,21 +87,21 @@ def merge_answer_kernel(
         # [BLOCK_R, BLOCK_D] and [BLOCK_R]
         our_out = tl.load(out + at, mask=mask, other=0.0).to(tl.float32)
         our_lse = tl.load(lse + r, mask=r < rows, other=0.0)
-        if change is not None:  # the device's part that much lighter: the same weights
+        if change is not None:  # same merge weights as adding it to the answer's lse
             our_lse -= tl.load(change + r, mask=r < rows, other=0.0)
-        # Rows of the record that asked for nothing got nothing, and do not cross the bus.
+        # Rows that requested no pages have no answer; skip their bus traffic.
         got = tl.load(asked + slot * max_batch + r // ROW_HEADS, mask=r < rows, other=0) > 0
         word = seq
         if seq != 0:
             begin = now_ns()
             word = load_acquire(answered + slot)
-            # Program 0 ends within the time; twice that is for a device that does not run it first.
+            # Program 0 finishes within the timeout; allow twice that, as it may not be scheduled first.
             while (word != seq) & (word != -seq) & (now_ns() - begin < 2 * timeout_ns):
                 word = load_acquire(answered + slot)
             if (word != seq) & (word != -seq):
                 store_release(fault, tl.full([], LATE, tl.int64))
         got = got & (seq != 0) & (word == seq)
-        # Volatile: the worker wrote this a moment ago, no cache may answer for it.
+        # Volatile: the worker has just written this, so it must not come from a cache.
         # [BLOCK_R, BLOCK_D]
         their_out = tl.load(
             at_array(reply, tl.float32) + OUT_OFFSET // 4 + at,

@@ -1,9 +1,8 @@
 """`attend_pages` on the device: one launch, split over the pages.
 
-Bytes that must move: 2 S H D e per page of a row (K and V, e bytes per element), 4 for its id and, where it has to
-be looked up, 4 for its slot, and 2 D of q and 4 D + 4 of out and lse per query head. With more than one split each
-adds 8 D + 8 per query head, written and read again; at 8 splits of 64 pages and 5 query heads per KV head, 8 % of the
-pages.
+Memory traffic: 2 S H D e bytes per page of a row (K and V, e bytes per element), 4 for its id and, if it has to be
+looked up, 4 for its slot, and 2 D of q and 4 D + 4 of out and lse per query head. With more than one split each adds
+8 D + 8 per query head, written and read back; at 8 splits of 64 pages and 5 query heads per KV head, 8 % of the pages.
 """
 
 import functools
@@ -14,14 +13,14 @@ import triton.language as tl
 
 from .exact import as_loaded, dot_fp32, finite, stored_as, tanh, widened
 
-MAX_SPLITS = 16  # the last of them merges all
+MAX_SPLITS = 16  # the last to finish merges all
 _TILE_TOKENS, _TILE_BYTES = 64, 16384  # of K, and of V
-# Page ids that a program looks at together. A chunk costs two dependent loads and a dozen barriers, the same
-# for 64 ids as for 256, however few of them name a page.
+# Page ids processed per iteration. A chunk costs two dependent loads and a dozen barriers, the same for 64 ids
+# as for 256, however few of them are valid.
 _MAX_CHUNK = 256
 _PROGRAMS_PER_SM = 4
-_STAGES = 5  # ids of a tile are read four tiles ahead, K and V two
-_MERGED = tl.constexpr(4)  # splits that are held at once
+_STAGES = 5  # prefetch distance: four tiles for ids, two for K and V
+_MERGED = tl.constexpr(4)  # splits merged per iteration
 
 
 @triton.jit
@@ -33,13 +32,13 @@ def attend_kernel(
     CHUNK: tl.constexpr, PAGES: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr, C: tl.constexpr, STAGES: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
-    """The G query heads of one KV head over every splits-th column of its row of page ids, of C for a request.
+    """The G query heads of one KV head over every splits-th column of its row of page ids (C rows per request).
 
-    Columns are dealt out one by one, not in runs, so that rows packed to the left keep all programs
-    busy. A program reads CHUNK of its ids at once, lists those that name a page, and goes through
-    these only: -1 costs 4 bytes wherever it stands. The tail counts as the column behind the last one.
-    PAGES pages make one tile, whose slots are one load from the list, so that tiles can be fetched ahead.
-    The last program of a row and KV head to arrive merges what all have found.
+    Columns are interleaved among programs, not split into runs, so that rows packed to the left keep all
+    programs busy. A program reads CHUNK ids at a time, compacts the valid ones into a list, and iterates
+    over these only: -1 costs 4 bytes at any position. The tail is the column after the last one. A tile is
+    PAGES pages, whose slots come from the list in one load, so that tiles can be prefetched.
+    The last program of a row and KV head to arrive merges all splits.
 
     q [B, HQ, D]; k, v [P, S, H, D]; pages [B*C, R]; n_pages [B*C]; listed [B, H, splits, CHUNK];
     parts [splits, B, HQ, D]; part_lse [splits, B, HQ]; arrivals [B * H] 0; out [B, HQ, D]; lse [B, HQ].
@@ -79,7 +78,7 @@ def attend_kernel(
         rank = tl.cumsum((page >= 0).to(tl.int32), axis=0)  # 1 for the first page
         count = tl.max(rank, axis=0)
         tail_rank = tl.max(tl.where((column == own) & (page >= 0), rank, 0), axis=0)
-        tl.debug_barrier()  # all threads are through with the list before
+        tl.debug_barrier()  # all threads have finished reading the previous list
         tl.store(listed + rank - 1, page, mask=page >= 0)
         tl.debug_barrier()
         for done in tl.range(0, count, PAGES, num_stages=STAGES):
@@ -103,8 +102,8 @@ def attend_kernel(
             shrink = tl.exp(top - base)  # [BLOCK_G]
             p = tl.exp(x - base[:, None])  # [BLOCK_G, PAGES * BLOCK_S]
             total = total * shrink + tl.sum(p, axis=1)
-            # Tensor cores cut off what they add to: a tile is summed on its own and added rounded,
-            # or the error of a long row would grow with its length.
+            # Tensor cores truncate when they accumulate: each tile is summed separately and added with
+            # rounding, or the error would grow with the row's length.
             part = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
             acc = acc * shrink[:, None] + dot_fp32(p, v_tile, part)
             top = new_top
@@ -136,7 +135,7 @@ def merge_parts(parts, part_lse, out, lse, head, at_out, q_mask, splits, rows, D
     for first in range(0, splits, _MERGED):
         split = first + tl.arange(0, _MERGED)
         mask = (split < splits)[:, None] & g[None, :]
-        # [_MERGED, M] and [_MERGED, M, BLOCK_D]; written by other programs, which a first-level cache knows nothing of.
+        # [_MERGED, M] and [_MERGED, M, BLOCK_D]; bypass L1, which is not coherent with other programs' stores.
         x = tl.load(
             part_lse + split[:, None] * rows + head[None, :],
             mask=mask,
@@ -158,14 +157,14 @@ def merge_parts(parts, part_lse, out, lse, head, at_out, q_mask, splits, rows, D
 
 
 def split_count(B: int, H: int, columns: int, processors: int) -> int:
-    """Programs per (row, KV head): enough for the device, fixed by shapes alone."""
+    """Programs per (row, KV head): enough to fill the device, a function of shapes only."""
     wanted = triton.cdiv(_PROGRAMS_PER_SM * processors, max(1, B * H))
     return min(MAX_SPLITS, triton.next_power_of_2(wanted), triton.next_power_of_2(max(1, columns)))
 
 
 @functools.cache
 def _arrivals(device: torch.device, processors: int) -> torch.Tensor:
-    """Zeros, one for each row and KV head where there is more than one split; launches of a stream take turns."""
+    """Zeros, one per row and KV head if there is more than one split; shared by launches, which a stream serializes."""
     return torch.zeros(_PROGRAMS_PER_SM * processors, dtype=torch.int32, device=device)
 
 
@@ -197,10 +196,10 @@ def attend_pages(q, k, v, pages, last_page, last_len, scale, logit_cap, out, slo
 
 
 def pages_per_tile(block_s: int, token_bytes: int) -> int:
-    """Pages of a tile: up to 64 tokens or 16 KiB, at least the 16 tokens of a tensor core.
+    """Pages per tile: up to 64 tokens or 16 KiB, at least the 16 tokens of a tensor-core tile.
 
-    A power of two, as ``block_s`` is, because ``tl.arange`` counts the tile's tokens.
-    ``token_bytes`` is what one token takes in shared memory, where float16 is widened.
+    A power of two, like ``block_s``, because ``tl.arange`` enumerates the tile's tokens.
+    ``token_bytes`` is the size of one token in shared memory, where float16 is widened.
     """
     tokens = min(_TILE_TOKENS, _TILE_BYTES // token_bytes)
     fitting = max(1, min(4, tokens // block_s))
@@ -208,7 +207,7 @@ def pages_per_tile(block_s: int, token_bytes: int) -> int:
 
 
 def processors(device: torch.device) -> int:
-    """Multiprocessors of a device; 1 for the interpreter."""
+    """SMs of a device; 1 for the interpreter."""
     if device.type != "cuda":
         return 1
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

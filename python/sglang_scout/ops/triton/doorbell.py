@@ -1,18 +1,18 @@
-"""The request ring from inside a CUDA graph: post a record. `answer` waits for what comes of it.
+"""The request ring from inside a CUDA graph: post a record. `answer` waits for its answer.
 
 The producer's side of sgl-kernel/src/ring.h, in kernels.
 
-Bytes over the bus, of rows that miss pages: 2 HQ D of bfloat16 queries, 4 HQ D of others, and 4 k of page ids.
+Bus traffic, per row that misses pages: 2 HQ D bytes of bfloat16 queries, 4 HQ D of others, and 4 k of page ids.
 With 40 heads of 128 at batch 16 that is 160 KiB, about 3 us at 55 GB/s.
 
-Order. All programs of a post write their row, then arrive at a counter with a release and an acquire
+Ordering. Every program of a post writes its row, then increments an arrival counter with acquire-release
 in system scope; the last to arrive writes the header, opens the claim word, writes the log entry and
-at last releases the head, all from one thread. So that release orders the record: a worker thread looks
-at nothing of a post before it has acquired a head that covers it. The claim word is closed by row 0
-before it arrives, hence before the header changes. The number of the post is released behind the rest of
-the header: the attendant reads headers that the head covers, and a damaged head covers any. The bell
-stays as it is: a futex cannot be woken from here, so a thread on the host has to watch the head, or the
-worker does not sleep in a step.
+finally store-releases the head, all from one thread. That release publishes the record: a worker thread
+reads nothing of a post before it has acquired a head that covers it. The claim word is closed by row 0
+before it arrives, hence before the header changes. The post's number is store-released after the rest of
+the header: the attendant reads headers that the head covers, and a corrupted head may cover any. The bell
+is not rung: a futex cannot be woken from the device, so either a host thread polls the head, or the
+worker does not sleep during a step.
 """
 
 import torch
@@ -48,7 +48,7 @@ RUNS_PER_THREAD = tl.constexpr(_native.RUNS_PER_THREAD)
 
 @triton.jit
 def runs_of(sequences, total, largest, threads, most, least_pages):
-    """`Split::runs` of sgl-kernel/src/split.h: all numbers of runs at once, the smallest of the best ones.
+    """`Split::runs` of sgl-kernel/src/split.h: evaluates all run counts at once; ties go to the smallest.
 
     32 bits are enough for 8 million pages: where more than one run is allowed, rounds are 16 or fewer.
     """
@@ -70,12 +70,11 @@ def post_kernel(
     L: tl.constexpr, WIDTH: tl.constexpr, Q_OFFSET: tl.constexpr, Q_BF16: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
-    """One row of a record each; the last program to arrive publishes it.
+    """Each program writes one row of a record; the last to arrive publishes it.
 
-    q [rows, WIDTH]; pages [rows, k]; n_pages [rows]. open_seq [2 L]: the record of a slot that has no answer
-    yet, 0 if the slot is free. awaited [2 L]: what `answer.merge_answer_kernel` waits
-    for, 0: nothing was posted.
-    asked [2 L, max_batch]: pages that rows asked for.
+    q [rows, WIDTH]; pages [rows, k]; n_pages [rows]. open_seq [2 L]: the in-flight record of a slot, 0 if the
+    slot is free. awaited [2 L]: the record that `answer.merge_answer_kernel` waits for, 0: nothing was posted.
+    asked [2 L, max_batch]: number of pages that each row requested.
     control, log, records, replies: addresses within the ring.
     """
     b = tl.program_id(0)
@@ -97,7 +96,7 @@ def post_kernel(
                 tl.store(claim + node, (post << 24) | CLOSED_ITEM)
         n = tl.load(n_pages + b)
         tl.store(asked + slot * max_batch + b, n)
-        if n > 0:  # nobody reads the query of a row without pages
+        if n > 0:  # the query of a row without pages is never read
             for first in range(0, WIDTH, BLOCK_Q):
                 i = first + tl.arange(0, BLOCK_Q)
                 # [BLOCK_Q]
@@ -139,7 +138,7 @@ def post_kernel(
         else:
             tl.store(awaited + slot, tl.zeros([], tl.int64))
             if wanted:
-                # Atomic: another layer's answer may be waited for meanwhile.
+                # Atomic: a merge of another layer may set errors concurrently.
                 tl.atomic_or(state + ERRORS, tl.full([], BUSY, tl.int64))
 
 

@@ -1,8 +1,8 @@
-"""Embeddings of pages on the device: `build_layer_means`, `build_layer_pilots` and `score_embeddings`.
+"""Page embeddings on the device: `build_layer_means`, `build_layer_pilots` and `score_embeddings`.
 
-Bytes that must move, e per element: a build reads S D e of a page and KV head and writes its W E e; a score reads
-W E e, 4 for the id and writes 4. Of two halves the next page's first one is read once more, from the caches.
-Nothing is shared between rows, so products run on the ordinary cores: they are bound by memory.
+Memory traffic, e bytes per element: a build reads S D e per page and KV head and writes W E e; a score reads
+W E e and 4 for the id and writes 4. With two halves, the next page's first one is read again, from cache.
+Rows share no operands, so products run on CUDA cores: they are memory-bound.
 """
 
 import torch
@@ -14,13 +14,13 @@ from .exact import rounded, stored_as, widened
 from .pages import layer_pointer, source_row
 
 _BLOCK_RANKS = tl.constexpr(16)
-# Elements that a program of a score holds at a time.
+# Elements that a scoring program holds at a time.
 _BLOCK_VALUES, _BLOCK_PAGES = 4096, 64
 
 
 @triton.jit
 def limited(x, LARGEST: tl.constexpr):
-    """In fp32, without what is no number."""
+    """Clamped fp32, with NaN as 0."""
     x = x.to(tl.float32)
     return tl.where(x == x, tl.minimum(tl.maximum(x, -LARGEST), LARGEST), 0.0)
 
@@ -69,7 +69,7 @@ def pilots_kernel(
         x = widened(tl.load(k + at, mask=mask, other=0), FP8)
         x = limited(x, LARGEST)  # [BLOCK_S, BLOCK_D]
         mean = tl.sum(x, axis=0) / S
-        # A token that is not there has 0, which is the largest of no channel that has another.
+        # Masked tokens are 0, which never wins over a nonzero element.
         high, low = tl.max(x, axis=0), tl.min(x, axis=0)
         extreme = tl.where(high >= -low, high, low)
         for first in range(0, E, _BLOCK_RANKS):
@@ -85,7 +85,7 @@ def pilots_kernel(
 
 @triton.jit
 def dots(embeddings, page, query, h, which, H: tl.constexpr, W: tl.constexpr, E: tl.constexpr):
-    """[BLOCK_N] of the ``which``-th embedding of pages; -inf where a page is none."""
+    """[BLOCK_N] dot products with the ``which``-th embedding of pages; -inf where page < 0."""
     e = tl.arange(0, query.shape[0])
     at = ((page.to(tl.int64) * H + h) * W + which)[:, None] * E + e[None, :]
     x = tl.load(embeddings + at, mask=(page >= 0)[:, None] & (e < E)[None, :], other=0.0)

@@ -1,19 +1,19 @@
-"""Tensor-core products with the accuracy of fp32.
+"""Tensor-core products with fp32 accuracy.
 
-Decode attention and digest scores are bound by memory: a KV token of 128 bf16 channels costs 512
+Decode attention and digest scoring are memory-bound: a KV token of 128 bf16 channels costs 512
 bytes and, with the query heads of a group padded to 16 rows, 8 k multiply-adds, a third of what
-the tensor cores of an H100 do in that time even when each product is computed three times. So an
-fp32 operand is kept whole, and a kernel differs from its reference by the order of sums only.
+the tensor cores of an H100 do in that time even when each product is computed three times. So
+fp32 operands keep full precision, and a kernel differs from its reference only in summation order.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-# The interpreter keeps bfloat16 as bits and would multiply those: there the parts, which are
-# rounded as on the device, are multiplied as fp32, which gives the same products.
+# The interpreter stores bfloat16 as raw bits and would multiply those: there the parts, rounded
+# as on the device, are multiplied in fp32, which gives the same products.
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
-# torch rounds what is too large for e4m3 to NaN, since 2.14 to 448.
+# torch converts values out of e4m3's range to NaN, since 2.14 to 448.
 _E4M3_LARGEST = tl.constexpr(int(torch.tensor(1e3).to(torch.float8_e4m3fn).view(torch.uint8)))
 
 
@@ -21,10 +21,10 @@ _E4M3_LARGEST = tl.constexpr(int(torch.tensor(1e3).to(torch.float8_e4m3fn).view(
 def dot_fp32(a, b, acc):
     """acc + a b. a: [M, K] float32, bfloat16 or float16; b: [K, N], the same; acc: [M, N] float32.
 
-    Operands of one 16-bit type are multiplied as they are: all products are exact in the accumulator.
-    Any other a is widened, and with a bfloat16 b three bfloat16 parts of it, which hold its 24 bits, are
-    multiplied. Other types go through three TF32 products (22 bits of each). The small parts come
-    first, as sums lose least that way.
+    Operands of the same 16-bit type are multiplied directly: all products are exact in the accumulator.
+    Otherwise a is widened. With a bfloat16 b, a is split into three bfloat16 parts, which hold its 24 bits.
+    Other types use three TF32 products (22 bits of each). Small parts are added first, to minimize
+    rounding error.
     """
     if a.dtype == b.dtype and a.dtype != tl.float32:
         if INTERPRETED:
@@ -52,24 +52,24 @@ def dot_fp32(a, b, acc):
 
 
 def stored_as(dtype: torch.dtype) -> tuple[tl.dtype, int]:
-    """What kernels load K and V as, and FP8 of `widened`: the bits of a mantissa, 0 of wider types.
+    """Dtype that kernels load K and V as, and FP8 of `widened`: the number of mantissa bits, 0 for wider types.
 
-    fp8 comes as bytes, because Triton has no e4m3 for an A100, and does not round to it as torch does.
+    fp8 is loaded as bytes, because Triton has no e4m3 on A100 and does not round to it as torch does.
     """
     fp8 = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}.get(dtype, 0)
     return (tl.uint8 if fp8 else getattr(tl, str(dtype).removeprefix("torch."))), fp8
 
 
 def as_loaded(x: torch.Tensor) -> torch.Tensor:
-    """The same memory as `stored_as` says."""
+    """A view of the same memory with the dtype of `stored_as`."""
     return x.view(torch.uint8) if stored_as(x.dtype)[1] else x
 
 
 @triton.jit
 def widened(x, FP8: tl.constexpr):
-    """Elements of K or V as they are; fp8 exactly in bfloat16, and the NaN of e4m3 as 480.
+    """Elements of K or V unchanged; fp8 converted exactly to bfloat16, with the NaN of e4m3 as 480.
 
-    Its bits are the upper ones of a half, in which the exponent of e4m3 begins 8 lower.
+    fp8 bits are placed as the upper bits of a half; for e4m3, whose exponent bias is 8 lower, it is scaled by 2^8.
     """
     if FP8 != 0:
         bits = x.to(tl.int16)
@@ -84,7 +84,7 @@ def widened(x, FP8: tl.constexpr):
 
 @triton.jit
 def fp8_bits(x, FP8: tl.constexpr):
-    """x rounded to fp8, to the nearest even; what is too large as torch does it."""
+    """x rounded to nearest-even fp8; values out of range as in torch."""
     BIAS: tl.constexpr = 7 if FP8 == 3 else 15
     LARGEST: tl.constexpr = _E4M3_LARGEST if FP8 == 3 else 0x7C
     DROPPED: tl.constexpr = 23 - FP8  # bits
@@ -92,7 +92,7 @@ def fp8_bits(x, FP8: tl.constexpr):
     size = bits & 0x7FFFFFFF
     code = size - ((127 - BIAS) << 23) + (1 << (DROPPED - 1)) - 1 + ((size >> DROPPED) & 1)
     code = tl.minimum(code >> DROPPED, LARGEST)
-    # In a sum with 2^23 times the smallest denormal the last bit stands for that: adding rounds.
+    # Subnormals: adding 2^23 times the smallest one makes the last mantissa bit one subnormal step, so the sum rounds.
     STEP: tl.constexpr = 151 - BIAS - FP8
     least = (size.to(tl.float32, bitcast=True) + 2.0 ** (STEP - 127)).to(tl.int32, bitcast=True)
     code = tl.where(size < ((128 - BIAS) << 23), least - (STEP << 23), code)
@@ -102,7 +102,7 @@ def fp8_bits(x, FP8: tl.constexpr):
 
 @triton.jit
 def dot_16(a, b, acc):
-    """acc + a b, where the float32 a holds numbers of the dtype of b, if that one has 16 bits: one exact product."""
+    """acc + a b, where the float32 a is exactly representable in b's dtype if that is 16-bit: one exact product."""
     if b.dtype == tl.float32:
         acc = tl.dot(a, b, acc, input_precision="tf32x3")
     elif INTERPRETED:
@@ -114,13 +114,13 @@ def dot_16(a, b, acc):
 
 @triton.jit
 def finite(x):
-    """x, and 0 where it is -inf: what to subtract from values that may all be -inf."""
+    """x with -inf replaced by 0: a safe maximum to subtract from values that may all be -inf."""
     return tl.where(x == float("-inf"), 0.0, x)
 
 
 @triton.jit
 def tanh(x):
-    """Within 2e-7 of tanh: by e^(-2|x|), and by its series near 0, where that loses digits."""
+    """tanh within 2e-7: from e^(-2|x|), and from its series near 0, where that cancels."""
     e = tl.exp(-2.0 * tl.abs(x))
     large = (1.0 - e) / (1.0 + e)
     square = x * x
@@ -130,7 +130,7 @@ def tanh(x):
 
 @triton.jit
 def rounded(x, dtype: tl.constexpr):
-    """x in another float type, to the nearest even, also in the interpreter, which truncates."""
+    """x converted to another float type with round-to-nearest-even, also in the interpreter, which truncates."""
     if INTERPRETED and dtype == tl.bfloat16 and x.dtype != tl.bfloat16:
         bits = x.to(tl.float32).to(tl.int32, bitcast=True)
         bits = tl.where(x == x, bits + 0x7FFF + ((bits >> 16) & 1), 0x7FC00000)

@@ -1,6 +1,6 @@
 """`mass_change_rotated` on the device: one launch.
 
-Bytes that must move, with b bits: 4 D b + D + 112 per missing page and KV head, for both queries at once.
+Memory traffic, with b bits: 4 D b + D + 112 bytes per missing page and KV head, for both queries at once.
 """
 
 import torch
@@ -10,7 +10,7 @@ import triton.language as tl
 from .rotated import LOG2_E, block_sums, query_digits
 from .score import add_mass
 
-_BLOCK_PAGES = 16  # few pages are missing
+_BLOCK_PAGES = 16  # small, as few pages are missing
 
 
 @triton.jit
@@ -20,8 +20,8 @@ def mass_kernel(
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, C: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The G query heads of one KV head. The real queries and those of a layer ahead are rows of one operand, so that
-    every digest is read once.
+    """The G query heads of one KV head. The real and the predicted (layer-ahead) queries are rows of one operand, so
+    that every digest is read once.
 
     q, q_ahead [B, HQ, D]; planes, means, scales: see `rotated.rotated_sums_kernel`; pages [B * C, N]; n_pages [B * C];
     change [B, HQ].
@@ -33,7 +33,7 @@ def mass_kernel(
     count = tl.minimum(tl.load(n_pages + of), N)
     differ = tl.zeros([BLOCK_G], tl.float32)
     if count > 0:
-        i = tl.arange(0, 4 * BLOCK_G) // 2  # each query twice, for its two digits
+        i = tl.arange(0, 4 * BLOCK_G) // 2  # each query twice, for its two int8 digits
         of_group = i % BLOCK_G
         to_ahead = q_ahead.to(tl.int64) - q.to(tl.int64)
         to_ahead = to_ahead // (q.dtype.element_ty.primitive_bitwidth // 8)

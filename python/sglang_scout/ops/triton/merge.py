@@ -1,6 +1,6 @@
 """`merge_states` on the device.
 
-Bytes that must move: 12 D + 12 per query head. The second part may lie in page-locked host memory.
+Memory traffic: 12 D + 12 bytes per query head. The second part may be in pinned host memory.
 """
 
 import torch
@@ -10,14 +10,14 @@ import triton.language as tl
 
 @triton.jit
 def merge_rows(out_a, lse_a, out_b, lse_b):
-    """Two parts of the same rows: out [R, D] and lse [R]. Where one is empty, the other exactly."""
+    """Merge two parts of the same rows: out [R, D] and lse [R]. If one is empty, exactly the other."""
     gap = lse_b - lse_a
     weight = tl.where(gap == gap, 1.0 / (1.0 + tl.exp(-gap)), 0.0)[:, None]  # both empty: NaN
     step = out_b - out_a
     out = tl.where(weight < 0.5, out_a + weight * step, out_b - (1.0 - weight) * step)
     top = tl.maximum(lse_a, lse_b)
     small = tl.exp(-tl.abs(gap))
-    # log(1 + x) without the digits that 1 + x drops.
+    # log1p(x), accurate for small x.
     grown = 1.0 + small
     extra = tl.where(grown == 1.0, small, tl.log(grown) * (small / (grown - 1.0)))
     return out, tl.where(gap == gap, top + extra, top)

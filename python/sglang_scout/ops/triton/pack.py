@@ -1,12 +1,12 @@
-"""`pack_pages` on the device: a row per program.
+"""`pack_pages` on the device: one program per row.
 
-Bytes that must move: 4 for each page id, 4 for its slot where it has to be looked up, and 4 written.
+Memory traffic: 4 bytes for each page id, 4 for its slot if it has to be looked up, and 4 written.
 """
 
 import triton
 import triton.language as tl
 
-_MAX_CHUNK = 1024  # ids that a program looks at together
+_MAX_CHUNK = 1024  # ids processed per iteration
 
 
 @triton.jit

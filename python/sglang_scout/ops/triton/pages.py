@@ -1,9 +1,9 @@
 """Whole pages of all layers and single tokens on the device: `build_layer_digests`,
 `copy_layer_pages` and `append_tokens`.
 
-Bytes that must move: a digest reads S H D e and writes 2 H D e; a copy reads and writes K and V of
-the page; an appended token is 2 H D e read, and the same written to each pool. An id outside its
-pool is skipped: the host never sees ids that live on the device, and nothing may be written outside.
+Memory traffic in bytes: a digest reads S H D e and writes 2 H D e; a copy reads and writes K and V of
+the page; an appended token reads 2 H D e and writes the same to each pool. Ids out of range are
+skipped: the host cannot check ids that live on the device, and out-of-bounds writes must not happen.
 """
 
 import torch
@@ -12,22 +12,22 @@ import triton.language as tl
 
 from .exact import as_loaded, fp8_bits, rounded, stored_as, widened
 
-_COPY_WORDS = 4096  # of one program at a time: 16 KiB where words have 4 bytes
-# A recall copies while a step runs. As many programs as keep the bus busy (16 KiB of each on their
-# way, bandwidth times latency is some 100 KiB) and no more: the step's kernels want the rest of the
-# device, and its waits for the worker stand behind all reads from the host that are on their way.
+_COPY_WORDS = 4096  # per program and iteration: 16 KiB with 4-byte words
+# A recall is overlapped with a step. Just enough programs to saturate the bus (each keeps 16 KiB in
+# flight; the bandwidth-delay product is some 100 KiB) and no more: the step's kernels need the rest of
+# the device, and its polls of the worker's answer queue behind all in-flight reads from the host.
 _COPY_PROGRAMS = 16
 
 
 @triton.jit
 def layer_pointer(addresses, layer, dtype: tl.constexpr, ALIGN: tl.constexpr):
-    """Where the pages of a layer begin."""
+    """Base pointer of a layer's pages."""
     return tl.multiple_of(tl.load(addresses + layer).to(tl.pointer_type(dtype)), ALIGN)
 
 
 @triton.jit
 def source_row(rows, page, layer):
-    """Where the K of program axis 0's page lies in a layer: rows [L, n], or None: in its own row."""
+    """Row of K in a layer for the page of program axis 0: from rows [L, n], or the page id itself if None."""
     source = page
     if rows is not None:
         source = tl.load(rows + layer * tl.num_programs(0) + tl.program_id(0))
@@ -59,14 +59,14 @@ def digest_kernel(
         tl.store(kmax + row, tl.max(high, axis=0).to(kmax.dtype.element_ty), mask=d < D)
 
 
-# One compilation for every number of pages.
+# Compiled once for all numbers of pages.
 @triton.jit(do_not_specialize=["n"])
 def copy_kernel(
     addresses, ids, dst_k, dst_v,
     n, L, P, slots, words,
     ALIGN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Blocks of words, those of a page and layer first of K, then of V; every program takes its share.
+    """Blocks of words, for each page first K, then V; programs take blocks in a grid-stride loop.
 
     addresses [2, L] of [P, words]; ids [3, n]: layer, page, slot; dst_k, dst_v [L, slots, words].
     """

@@ -1,6 +1,6 @@
-"""`add_norm` and `rotate_heads` on the device, one launch each; between them is the model's own product.
+"""`add_norm` and `rotate_heads` on the device, one launch each; the model's own GEMM runs between them.
 
-Bytes that must move, e per element: 3 C e a row of the norm, (e + 4) HQ D of the heads.
+Memory traffic, e bytes per element: 3 C e per row of the norm, (e + 4) HQ D per row of the heads.
 """
 
 import torch
@@ -32,10 +32,10 @@ def rotate_kernel(
     D: tl.constexpr, R: tl.constexpr, NEOX: tl.constexpr, HAS_NORM: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """RMSNorm and rotation of one head. q [B, HQ, D], rows row_stride apart; cos_sin [positions, R]; out
+    """RMSNorm and RoPE of one head. q [B, HQ, D], rows row_stride apart; cos_sin [positions, R]; out
     [B, HQ, D].
 
-    Channel d turns with its partner, which is read again rather than moved between threads.
+    The partner of channel d is loaded again rather than exchanged between threads.
     """
     b, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     d = tl.arange(0, BLOCK_D)
@@ -55,7 +55,7 @@ def rotate_kernel(
             first, angle = d % 2 == 0, d // 2
             partner = tl.where(first, d + 1, d - 1)
         turns = d < R
-        # [BLOCK_D], of the channels that turn
+        # [BLOCK_D], rotated channels only
         other = tl.load(q + row + partner, mask=turns, other=0.0).to(tl.float32)
         if HAS_NORM:
             other = other * scale * tl.load(weight + partner, mask=turns, other=0.0).to(tl.float32)

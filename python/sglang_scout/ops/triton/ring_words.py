@@ -1,7 +1,7 @@
-"""The ring's words as kernels see them: where they lie, and loads and stores that the host observes.
+"""Ring access from kernels: word offsets, and acquire loads and release stores in system scope.
 
-The ring is page-locked host memory; it comes as an address that the device can use. Layout, states and
-numbers are those of sgl-kernel/src/ring.h. In the interpreter loads and stores are Triton's atomics.
+The ring is pinned host memory, passed as a device-accessible address. Layout, states and numbers
+are those of sgl-kernel/src/ring.h. In the interpreter, loads and stores are Triton's atomics.
 """
 
 import time
@@ -53,8 +53,8 @@ if triton.knobs.runtime.interpret:
         tl.atomic_xchg(word, value, sem="release", scope="sys")
 
 else:
-    # Not Triton's atomics: over PCIe an atomic on host memory is a request of its own kind, which
-    # not every platform serves. Loads and stores always work.
+    # Not Triton's atomics: PCIe atomics on host memory are a separate request type, which not
+    # every platform supports. Loads and stores always work.
 
     @triton.jit
     def now_ns():
@@ -75,7 +75,7 @@ else:
 
     @triton.jit
     def store_release(word, value):
-        # Every thread of the program runs inline code; the first one has made the stores before.
+        # Every thread of the program runs inline asm; thread 0 made the preceding stores.
         tl.inline_asm_elementwise(
             """{
             .reg .pred first;
@@ -95,18 +95,18 @@ else:
 
 @triton.jit
 def at_word(address):
-    """An address within a header as a pointer to one int64."""
+    """An address within a header, as a pointer to int64."""
     return address.to(tl.pointer_type(tl.int64))
 
 
 @triton.jit
 def at_half(address):
-    """An address within a header as a pointer to one int32."""
+    """An address within a header, as a pointer to int32."""
     return address.to(tl.pointer_type(tl.int32))
 
 
 @triton.jit
 def at_array(address, dtype: tl.constexpr):
-    """The start of an array; the ring aligns these to 128 bytes, so a thread may move 16 at once. A constant in
-    ``address`` costs the hint: Triton 3.8 makes it an offset from another pointer."""
+    """The start of an array; the ring aligns these to 128 bytes, so accesses can be 16-byte vectorized. A constant in
+    ``address`` loses the alignment hint: Triton 3.8 turns it into an offset from another pointer."""
     return tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)

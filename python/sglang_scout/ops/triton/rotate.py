@@ -1,6 +1,6 @@
-"""Rotated digests on the device, the part that rotates: queries, and `build_layer_rotated`.
+"""Rotation for rotated digests on the device: queries, and `build_layer_rotated`.
 
-Bytes that must move, with b bits: a build reads 128 D bytes of 16-bit keys and values per page and KV head and writes
+Memory traffic, with b bits: a build reads 128 D bytes of 16-bit keys and values per page and KV head and writes
 4 D b + D + 112.
 """
 
@@ -15,26 +15,26 @@ from .pages import layer_pointer, source_row
 _FIRST = tl.constexpr(FIRST)
 _LARGEST, _FLIP32 = tl.constexpr(LARGEST), tl.constexpr(FLIP - 2**32)
 _TOKENS, _STATS_BYTES = tl.constexpr(PAGE_TOKENS), tl.constexpr(STATS_BYTES)
-_NORMS_AT = tl.constexpr(2 * PAGE_TOKENS + 8)  # behind the mean, the scales and two steps
-_CHUNK = tl.constexpr(32)  # channels that are rotated at a time
+_NORMS_AT = tl.constexpr(2 * PAGE_TOKENS + 8)  # after the mean, the scales and two steps
+_CHUNK = tl.constexpr(32)  # channels rotated per iteration
 
 
 @triton.jit
 def rint(x):
-    """To the nearest integer, to even in the middle, of |x| < 2^22."""
+    """Round to nearest even, for |x| < 2^22."""
     return (x + 12582912.0) - 12582912.0
 
 
 @triton.jit
 def made_finite(x, FP8: tl.constexpr):
-    """In float32, elements that are too large as the largest and those that are no number as 0."""
+    """Clamped float32, with NaN as 0."""
     x = widened(x, FP8).to(tl.float32)
     return tl.where(x == x, tl.minimum(tl.maximum(x, -_LARGEST), _LARGEST), 0.0)
 
 
 @triton.jit
 def step_of(largest, LEVELS: tl.constexpr):
-    """That makes it so many steps; none is 0."""
+    """Quantization step for which ``largest`` is LEVELS steps; never 0."""
     return tl.maximum(tl.div_rn(largest, LEVELS), 1.1754943508222875e-38)
 
 
@@ -42,10 +42,10 @@ def step_of(largest, LEVELS: tl.constexpr):
 def rotated_rows(
     x, row, kept, channels, D: tl.constexpr, WIDTH: tl.constexpr, FP8: tl.constexpr = 0
 ):
-    """These channels of R x for the rows at ``x + row`` [M], D elements each: [M, channels] float32, 0 behind D.
+    """These channels of R x for the rows at ``x + row`` [M], D elements each: [M, channels] float32, 0 beyond D.
 
-    WIDTH: that of a Hadamard transform, the largest power of two that divides D. The signs are exact in
-    bfloat16, so the product has the accuracy of fp32 whatever torch's setting of TF32 is.
+    WIDTH: of a Hadamard block, the largest power of two that divides D. The signs are exact in bfloat16, so
+    the product has fp32 accuracy regardless of torch's TF32 setting.
     """
     i = channels[None, :]
     out = tl.zeros([row.shape[0], channels.shape[0]], tl.float32)
@@ -54,7 +54,7 @@ def rotated_rows(
         inside = kept[:, None] & (j < D)[None, :]
         # [M, _CHUNK]
         part = made_finite(tl.load(x + row[:, None] + j[None, :], mask=inside, other=0), FP8)
-        # [_CHUNK, channels]: element (j, i) of a Hadamard matrix is negative where i & j has an odd number of bits.
+        # [_CHUNK, channels]: element (j, i) of a Hadamard matrix is negative where popcount(i & j) is odd.
         j = j[:, None]
         bits = i & j & (WIDTH - 1)
         odd = (0x6996 >> ((bits ^ (bits >> 4)) & 15)) & 1

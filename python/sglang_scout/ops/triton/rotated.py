@@ -1,13 +1,13 @@
 """`score_rotated` on the device: one launch.
 
-Bytes that must move, with b bits: 4 D b + D + 112 per page and KV head, and 8 per page for id and score. What is in
-between, and how heads are reduced: see `score`.
+Memory traffic, with b bits: 4 D b + D + 112 bytes per page and KV head, and 8 per page for id and score. For the
+intermediate buffers and the reduction over heads, see `score`.
 
-The tensor cores take bits as they are stored. A word of a plane holds 16 channels of two tokens; one mask
+Tensor cores consume the bits almost as stored. A word of a plane holds 16 channels of two tokens; one mask
 leaves channels r, 4 + r, 8 + r and 12 + r of one of them as the bytes of an int8 operand, 0 or 2^r, so that a
-key element costs a third of an instruction. The query takes the power of two back: it is rounded to
-integers of 15 bits at most (12 for r = 3), which are two int8 digits. Each program makes them for itself, a few
-percent of its products, and is given several blocks of pages where there are more than programs.
+key element costs a third of an instruction. The power of two is divided out of the query, which is rounded to
+integers of at most 15 bits (12 for r = 3), i.e. two int8 digits. Each program computes these itself, a few
+percent of its products, and processes several blocks of pages if there are more blocks than programs.
 """
 
 import torch
@@ -20,15 +20,15 @@ from .score import add_mass, between, parts_of, reduce_when_last, reduced_blocks
 
 _FIRST, _SECOND, _ONE_BIT = tl.constexpr(FIRST), tl.constexpr(SECOND), tl.constexpr(ONE_BIT)
 _STATS_BYTES = tl.constexpr(STATS_BYTES)
-_TOP = tl.constexpr(127 * 256.0)  # of what two int8 digits hold
+_TOP = tl.constexpr(127 * 256.0)  # range of two int8 digits
 _LN_2 = tl.constexpr(0.6931471805599453)
 LOG2_E = 1.4426950408889634
-_BLOCK_PAGES = 64  # the rows of one warp group's product
+_BLOCK_PAGES = 64  # M of one warp group's MMA
 
 
 @triton.jit
 def digits(x):
-    """Integers |x| <= 127 * 256, each as 256 a + b: a of even rows and b of odd ones, [2 G, D] -> [D, 2 G] int8."""
+    """Integers |x| <= 127 * 256 as 256 a + b: a from even rows and b from odd ones, [2 G, D] -> [D, 2 G] int8."""
     x = x.to(tl.int32)
     high = (x + 128) >> 8
     is_high = tl.arange(0, x.shape[0])[:, None] % 2 == 0
@@ -40,12 +40,12 @@ def query_digits(
     q, row, kept, scale,
     D: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The rotated queries of a KV head as integers, for the mean and each plane [BLOCK_D, 2 G]; what an integer stands
-    for [G], and the sum of what those of the planes stand for [G].
+    """The rotated queries of a KV head quantized to integers, for the mean and each plane [BLOCK_D, 2 G]; the unit of
+    these integers [G], and the dequantized sum of the planes' integers [G].
 
-    Those of a plane are times its level and 2^-r, in the order of its operand: channel 4 c + r at r BLOCK_D / 4 + c.
-    row, kept [2 G]: each query twice, for its two digits. Rotated for each order: Triton 3.6 compiles no permutation of
-    an operand's rows.
+    A plane's are scaled by its level and 2^-r, in its operand's order: channel 4 c + r at r BLOCK_D / 4 + c.
+    row, kept [2 G]: each query twice, for its two digits. The rotation is repeated for each order, because Triton 3.6
+    cannot permute an operand's rows.
     """
     d = tl.arange(0, BLOCK_D)
     x = rotated_rows(q, row, kept, d, D, WIDTH) * scale  # [2 G, BLOCK_D]
@@ -70,14 +70,14 @@ def query_digits(
 
 @triton.jit
 def joined(x):
-    """The digits' sums side by side, [N, 2 BLOCK_G] int32 -> [N, BLOCK_G] float32."""
+    """Recombines the two digits' sums, [N, 2 BLOCK_G] int32 -> [N, BLOCK_G] float32."""
     high, low = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
     return (high * 256 + low).to(tl.float32)
 
 
 @triton.jit
 def plane_sums(words, query, sums):
-    """``sums`` [N, 2 BLOCK_G] and the digits of set bits, of the token in the low halves of all bytes.
+    """``sums`` [N, 2 BLOCK_G] plus the digits at set bits, for the token in the low nibbles of all bytes.
 
     words: [N, W] int32, 16 channels each; query [16 W, 2 BLOCK_G].
     """
@@ -86,7 +86,7 @@ def plane_sums(words, query, sums):
     even = tl.join(words & 0x01010101, words & 0x04040404)
     x = tl.join(even, tl.join(words & 0x02020202, words & 0x08080808))
     x = tl.reshape(tl.permute(x, (0, 2, 3, 1)), (N, 4 * W))  # [N, r and word]
-    # The bytes of a word, which is what stands in the register of an operand: no instruction is left of this.
+    # The bytes of a word are already the operand register's layout: this compiles to no instructions.
     even = tl.join(x.to(tl.int8), (x >> 16).to(tl.int8))
     x = tl.join(even, tl.join((x >> 8).to(tl.int8), (x >> 24).to(tl.int8)))
     return tl.dot(tl.reshape(x, (N, 16 * W)), query, sums, out_dtype=tl.int32)
@@ -94,7 +94,7 @@ def plane_sums(words, query, sums):
 
 @triton.jit
 def byte_row_sums(words, here, first, second, D: tl.constexpr, BITS: tl.constexpr):
-    """Sums of the tokens in the low and high halves of a row of bytes, which is D words before its second plane."""
+    """Sums for the tokens in the low and high nibbles of a row of bytes; its second plane is D words further."""
     x = tl.load(words, mask=here, other=0)
     sums = tl.zeros([here.shape[0], first.shape[1]], tl.int32)
     low, high = plane_sums(x, first, sums), plane_sums(x >> 4, first, sums)
@@ -106,14 +106,14 @@ def byte_row_sums(words, here, first, second, D: tl.constexpr, BITS: tl.constexp
 
 @triton.jit
 def logits(sums, scale, base, unit, total):
-    """Of one token, [N, BLOCK_G]: clear bits count as minus their digits. scale: a bfloat16 at the top of an int32."""
+    """Logits of a token, [N, BLOCK_G]; a clear bit counts as minus its digits. scale: bfloat16 in the upper 16 bits."""
     x = joined(sums) * (2 * unit)[None, :] - total[None, :]
     return base + (scale & -65536).to(tl.float32, bitcast=True)[:, None] * x
 
 
 @triton.jit
 def norms(pair):
-    """Of the token in the low byte, [BLOCK_N, 1], in steps."""
+    """Value norm of the token in the low byte, [BLOCK_N, 1], in steps."""
     return (pair & 255).to(tl.float32)[:, None]
 
 
@@ -122,8 +122,8 @@ def block_sums(
     of_mean, first, second, unit, total, planes, means, scales, row, offered,
     D: tl.constexpr, BITS: tl.constexpr, BLOCK_D: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    """u = log sum_t exp of the logits, [BLOCK_N, BLOCK_G], of the pages and KV head whose digests are at ``row``; and,
-    with VALUES, the same with each token times the norm of its value."""
+    """u = log sum_t exp of the logits, [BLOCK_N, BLOCK_G], for the pages and KV head whose digests are at ``row``; and,
+    with VALUES, the same with each token weighted by the norm of its value."""
     BLOCK_N: tl.constexpr = row.shape[0]
     BLOCK_G: tl.constexpr = unit.shape[0]
     BYTES: tl.constexpr = D + _STATS_BYTES
@@ -142,7 +142,7 @@ def block_sums(
     mass = tl.zeros([BLOCK_N, BLOCK_G], tl.float32)
     of_values = mass
     for pair in tl.range(0, 8, num_stages=3):
-        # Tokens j = 2 pair and j + 1, and those 16 behind them, whose bits are in the same bytes.
+        # Tokens j = 2 pair and j + 1, and j + 16 and j + 17, whose bits are in the same bytes.
         near = tl.load(at_scale + pair, mask=offered, other=0)
         far = tl.load(at_scale + 8 + pair, mask=offered, other=0)
         words = at_words + pair * (D // 8)
@@ -181,8 +181,8 @@ def rotated_sums_kernel(
     REDUCE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """`block_sums` of every parts-th block of pages for the G query heads of one KV head, as `score.bounds_kernel`. For
-    "mass" the sums are of values, but what they are shares of is the mass.
+    """`block_sums` of every parts-th block of pages for the G query heads of one KV head, like `score.bounds_kernel`.
+    For "mass" the sums are weighted by value norms, but normalized by the unweighted mass.
 
     planes [P, H, BITS, 16, D / 16] int32; means, scales: the stats [P, H, bytes] as int8 and int32.
     """

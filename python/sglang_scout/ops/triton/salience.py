@@ -1,7 +1,7 @@
 """`decay_mass` and `salient_bits` on the device.
 
-Bytes that must move: decay_mass reads S H D e of K per page and reads and writes 4 S H of the averages. salient_bits
-reads 4 S H per page and layer.
+Memory traffic in bytes: decay_mass reads S H D e of K per page and reads and writes 4 S H of the averages.
+salient_bits reads 4 S H per page and layer.
 """
 
 import torch

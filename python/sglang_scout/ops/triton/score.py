@@ -1,11 +1,11 @@
 """`score_pages` on the device, in one launch.
 
-Bytes that must move: 2 H D e per offered page and row (e bytes per element), 4 for its id and 4 for its score. The
-bounds in between, 4 HQ per page, are written and read once more; they stay in the L2 cache (40 heads, 2,048 pages,
+Memory traffic: 2 H D e bytes per candidate page and row (e bytes per element), 4 for its id and 4 for its score. The
+intermediate bounds, 4 HQ per page, are written and read once more; they stay in the L2 cache (40 heads, 2,048 pages,
 batch 16: 5 MiB) and are 4 % of the digests of 8 heads of 128.
 
-A row's softmax over all its pages needs all its bounds, so the last program of a row to be through reduces them. That
-is one multiprocessor for 4 HQ N bytes, while the others are at other rows; a launch of its own costs about as much.
+A row's softmax over all its pages needs all its bounds, so the last program of a row to finish reduces them. That is
+one SM for 4 HQ N bytes, while the others process other rows; a separate launch would cost about as much.
 """
 
 import torch
@@ -15,16 +15,16 @@ import triton.language as tl
 from .attend import processors
 from .exact import dot_16, finite
 
-# Pages of one step of a program, fewer for large heads.
+# Pages per iteration, fewer for large heads.
 _BLOCK_PAGES, _BLOCK_VALUES = 64, 8192
-_PROGRAMS = 8  # of each multiprocessor, where there are as many blocks
-_REDUCED_VALUES = 4096  # bounds that are reduced at a time
+_PROGRAMS = 8  # per SM, if there are that many blocks
+_REDUCED_VALUES = 4096  # bounds reduced per iteration
 _PARTS = tl.constexpr(16)
 
 
 @triton.jit
 def add_mass(top, mass, u, AXIS: tl.constexpr):
-    """The largest u so far and the sum of e^(u - largest), of each head."""
+    """Online softmax: running maximum of u and sum of e^(u - maximum), for each head."""
     largest = tl.maximum(top, tl.max(u, axis=AXIS))
     base = finite(largest)
     mass = mass * tl.exp(top - base)
@@ -36,8 +36,8 @@ def reduce_row(
     u, tops, masses, table, out, b, full, N, row_stride, parts,
     HQ: tl.constexpr, REDUCE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Scores of a row's pages from u of all heads; see `ops.score`. u [B, HQ, row_stride]; tops, masses [B, HQ, parts];
-    out [B, N]."""
+    """Scores of a row's pages, reduced over heads; see `ops.score`. u [B, HQ, row_stride]; tops, masses
+    [B, HQ, parts]; out [B, N]."""
     h = tl.arange(0, BLOCK_H)
     head = b * HQ + h
     base = tl.full([BLOCK_H], float("-inf"), tl.float32)
@@ -67,12 +67,12 @@ def reduce_row(
             mask=(h < HQ)[:, None] & offered[None, :],
             other=float("-inf"),
         )
-        # Not u - lse: where bounds are large, that sum would lose what the softmax hangs on.
+        # Not u - lse: if bounds are large, rounding lse would lose the digits that matter.
         x = (x - base[:, None]) - log_total[:, None]
         if REDUCE == "mass":
             score = tl.sum(tl.exp(x), axis=0)
         else:
-            # A device's maximum drops NaN, which says that a page has no bound.
+            # The device's max drops NaN, which marks a page without a valid bound.
             broken = tl.max((x != x).to(tl.int32), axis=0) > 0
             score = tl.where(broken, float("nan"), tl.max(x, axis=0))
         tl.store(out + n, tl.where(offered, score, float("-inf")), mask=n < N)
@@ -86,8 +86,8 @@ def reduce_when_last(
     arrivals, u, tops, masses, table, out, b, full, N, row_stride, parts,
     H: tl.constexpr, HQ: tl.constexpr, REDUCE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """`reduce_row` by the last of a row's H parts programs. arrivals [B]: 0 before and after."""
-    tl.debug_barrier()  # so that thread 0, which arrives, does so behind all stores of the program
+    """`reduce_row` by the last to arrive of a row's H * parts programs. arrivals [B]: 0 before and after."""
+    tl.debug_barrier()  # orders the atomic of thread 0 after all stores of the program
     if tl.atomic_add(arrivals + b, 1, sem="acq_rel") == H * parts - 1:
         tl.store(arrivals + b, 0)
         reduce_row(
@@ -104,8 +104,8 @@ def bounds_kernel(
 ):  # fmt: skip
     """Bounds of every parts-th block of pages for the G query heads of one KV head: u = q+ . M + q- . m.
 
-    Every digest is loaded once, for all G heads. Also leaves its largest bound and its sum of e^(u - largest).
-    q [B, HQ, D]; kmin, kmax [P, H, D]; table [B, N]; arrivals and what follows: see `reduce_when_last`.
+    Every digest is loaded once, for all G heads. Also stores the part's largest bound and sum of e^(u - largest).
+    q [B, HQ, D]; kmin, kmax [P, H, D]; table [B, N]; arrivals to out: see `reduce_when_last`.
     """
     part, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     g = tl.arange(0, BLOCK_G)
@@ -144,7 +144,7 @@ def bounds_kernel(
 
 
 def parts_of(table: torch.Tensor, H: int, block_pages: int) -> int:
-    """Programs among which the pages of a row and KV head are dealt out."""
+    """Number of programs that share the pages of a row and KV head."""
     B, N = table.shape
     return min(
         triton.cdiv(N, block_pages), triton.cdiv(_PROGRAMS * processors(table.device), B * H)
@@ -154,7 +154,7 @@ def parts_of(table: torch.Tensor, H: int, block_pages: int) -> int:
 def between(
     q: torch.Tensor, N: int, parts: int, block_pages: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """u of each head and page, and of each part the largest and the sum of e^(u - largest)."""
+    """Buffers: u of each head and page, and for each part the maximum and the sum of e^(u - maximum)."""
     B, HQ, _ = q.shape
     row_stride = block_pages * triton.cdiv(N, block_pages)
     u = q.new_empty((B, HQ, row_stride), dtype=torch.float32)

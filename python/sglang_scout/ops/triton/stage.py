@@ -1,7 +1,7 @@
-"""Chosen pages of one layer to their staging slots: `stage_pages`.
+"""Selected pages of one layer to their staging slots: `stage_pages`.
 
-Bytes that must move: K and V of each page, or of one list's heads of it, over the bus. A step waits for them, so
-all programs there are may read at once. Page ids below P are a promise; negative ones are skipped.
+Memory traffic: K and V of each page, or of one list's heads of it, over the bus. The copy is on the step's critical
+path, so the number of programs is not limited. Ids are below P by contract; negative ones are skipped.
 """
 
 import torch
@@ -19,7 +19,7 @@ def stage_kernel(
     layer, L, P, k, row_words, words, page_words, slot_words,
     ALIGN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One entry of a list, a block of its words, of K (program 0 of axis 2) or V.
+    """One block of words of one list entry, of K (program 0 of axis 2) or V.
 
     addresses [2, L] of [P, S, row_words]; pages [R, k]; dst_k, dst_v [slots, S, words], words of each row's list.
     """

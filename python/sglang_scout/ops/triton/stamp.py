@@ -1,4 +1,4 @@
-"""The device's clock written down between two kernels of a stream: what a timeline of a recorded step is made of."""
+"""Device timestamps between two kernels of a stream, from which the timeline of a recorded step is built."""
 
 import triton
 import triton.language as tl
@@ -13,5 +13,5 @@ def stamp_kernel(stamps, index):
 
 
 def stamp(stamps, index):
-    """Write the time at which the stream comes here to ``stamps[index]``."""
+    """Write the time at which the stream reaches this point to ``stamps[index]``."""
     stamp_kernel[(1,)](stamps, index, num_warps=1)
