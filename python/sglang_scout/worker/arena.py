@@ -2,7 +2,7 @@
 
 A memfd has no name in any file system: it disappears with the last process that has it open or
 mapped, however these die. It is sealed against growing and shrinking, so no holder can make another
-one fault by truncating it. The worker gets it as an inherited descriptor.
+fault by truncating it. The worker inherits its descriptor.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _MFD_HUGE_2MB = 21 << 26
 
 
 class Arena:
-    """A mapped arena. Make one with :meth:`create` or :meth:`attach`.
+    """A mapped arena. Constructed by :meth:`create` or :meth:`attach`.
 
     Attributes:
         spec: the sizes.
         fd: the memory file; owned by this object.
         nbytes: size of the file and of the mapping.
-        address: where the mapping begins in this process.
+        address: base address of the mapping in this process.
         backing: ``"hugetlb"``, ``"thp"`` (transparent huge pages allowed) or ``"4k"``.
     """
 
@@ -62,20 +62,19 @@ class Arena:
     def create(
         cls, spec: ArenaSpec, *, numa_nodes: Sequence[int] = (), hugepages: bool = True
     ) -> Arena:
-        """Makes, seals and maps a new arena. Pages take memory when they are first written, but for the
-        pool's.
+        """Creates, seals and maps a new arena. Memory is allocated on first write, except from the hugetlb
+        pool.
 
         Args:
             spec: the sizes.
             numa_nodes: bind the memory to this node, or the pages of the spec's node i to the i-th
                 of these; a logged no-op on a machine without NUMA. Empty: bind nothing.
-            hugepages: use the huge page pool if it has enough free pages on each of these nodes, and
-                take them at once; otherwise ask for transparent huge pages.
+            hugepages: use the hugetlb pool if it has enough free pages on each of these nodes, and
+                populate them immediately; otherwise request transparent huge pages.
 
         Raises:
-            ArenaError: the memory that is available, of the machine or of a node, is smaller than
-                the arena's, a node does not exist, ``numa_nodes`` are not as many as the spec says,
-                or the system refuses.
+            ArenaError: not enough memory available on the machine or on a node, a node does not exist,
+                the number of ``numa_nodes`` does not match the spec, or a system call failed.
         """
         if numa_nodes and len(numa_nodes) != spec.num_nodes:
             raise ArenaError(
@@ -100,11 +99,11 @@ class Arena:
 
     @classmethod
     def attach(cls, fd: int) -> Arena:
-        """Maps an existing arena as the worker does: only the part of the ring that it answers in can be
-        written. ``fd`` is duplicated and stays the caller's.
+        """Maps an existing arena for the worker: only the part of the ring that the worker answers in is
+        writable. ``fd`` is duplicated and stays owned by the caller.
 
         Raises:
-            ArenaError: the file is not sealed, or is no arena of this version.
+            ArenaError: the file is not sealed, or is not an arena of this version.
         """
         try:
             seals = fcntl.fcntl(fd, _F_GET_SEALS)
@@ -147,20 +146,20 @@ class Arena:
         return self._plane(layer, which, begin, (s.context_pages, s.page_size, s.head_dim))
 
     def checksums(self) -> np.ndarray:
-        """Words of the pages, uint64 [L, P]; no copy."""
+        """Checksums of the pages, uint64 [L, P]; no copy."""
         s, at = self.spec, self._layout
         words = self.bytes_at(at.checksums_offset, 8 * s.num_layers * s.num_pages * s.checksums)
         return words.view(np.uint64).reshape(s.num_layers, -1)
 
     def restore_header(self) -> None:
-        """Writes the header again, which whoever attaches reads first; every holder can write to it."""
+        """Rewrites the header, which is read first on attach: any holder of the file could have changed it."""
         write_header(self._mapped(), self.spec)
 
     def close(self) -> None:
-        """Closes the file and gives up the mapping; idempotent.
+        """Closes the file and drops the reference to the mapping; idempotent.
 
-        The mapping itself ends when the last array made from it is gone. Addresses taken from
-        ``address`` must not be used any more.
+        Memory is unmapped when the last array viewing it is gone. Addresses derived from
+        ``address`` must no longer be used.
         """
         if self._memory is not None:
             self._memory = None
@@ -198,8 +197,8 @@ _open_arenas: weakref.WeakSet[Arena] = weakref.WeakSet()
 
 
 def _forget_in_child() -> None:
-    """A forked child has no mapping, see :func:`_map`; nor may descriptors keep the memory. Python's mmap has one of
-    its own, whose number must stay in use."""
+    """A forked child has no mapping, see :func:`_map`, and its descriptors must not keep the memory alive. Python's
+    mmap holds a duplicate, whose number must stay in use."""
     files = [os.fstat(arena.fd) for arena in _open_arenas if arena.fd >= 0]
     nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
     for fd in map(int, os.listdir("/proc/self/fd")):
@@ -247,10 +246,10 @@ def _bind(memory: np.ndarray, spec: ArenaSpec, numa_nodes: Sequence[int], page_b
 def _take_from_pool(
     spec: ArenaSpec, layout: Layout, numa_nodes: Sequence[int]
 ) -> tuple[int, np.ndarray, str] | None:
-    """As :func:`_make`, of huge pages that are taken already; None if the pool does not give them all.
+    """Like :func:`_make`, from the hugetlb pool and populated; None if the pool cannot provide all pages.
 
-    A mapping reserves pages of the whole machine's pool. Whether these are on the nodes that it is bound
-    to, and within a control group's limit, shows when they are taken: later that would be a SIGBUS.
+    A mapping only reserves pages of the machine-wide pool. Whether they are on the nodes that it is bound
+    to, and within cgroup limits, shows only when populated: on a later access it would be a SIGBUS.
     """
     nbytes = layout.total_bytes
     if host_memory.free_pool_bytes() < nbytes:
@@ -270,7 +269,7 @@ def _take_from_pool(
         with _closed_on_error(fd):
             _bind(memory, spec, numa_nodes, HUGE_PAGE_BYTES)
             error = populate_together(memory.ctypes.data, nbytes)
-            if error not in (0, errno.EINVAL):  # a kernel that cannot say
+            if error not in (0, errno.EINVAL):  # EINVAL: before Linux 5.14
                 raise OSError(error, os.strerror(error))
     except OSError as e:
         logger.warning("arena: not of huge pages of the pool, which has enough: %s", e.strerror)
@@ -284,7 +283,7 @@ def _map(fd: int, nbytes: int, backing: str, hugepages: bool) -> tuple[np.ndarra
         with contextlib.suppress(OSError):
             mapping.madvise(mmap.MADV_HUGEPAGE)
             backing = "thp"
-    # A forked child must not keep hundreds of GB alive, a core dump must not hold users' data.
+    # A forked child must not keep hundreds of GB alive, and a core dump must not contain user data.
     for advice in (mmap.MADV_DONTFORK, mmap.MADV_DONTDUMP):
         with contextlib.suppress(OSError):
             mapping.madvise(advice)

@@ -1,4 +1,4 @@
-"""Whether there is memory for an arena, on the machine and on each NUMA node."""
+"""Checks that an arena fits into memory, on the machine and on each NUMA node."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def check_fits(spec: ArenaSpec, layout: Layout) -> None:
 def needed_of_nodes(
     spec: ArenaSpec, layout: Layout, numa_nodes: Sequence[int], page_bytes: int
 ) -> dict[int, int]:
-    """Bytes that each node is to hold; empty where nothing is bound."""
+    """Bytes that each node would hold; empty if nothing is bound."""
     if not numa_nodes or len(numa.nodes()) <= 1:
         return {}
     needed = dict.fromkeys(numa_nodes, 0)
@@ -42,7 +42,7 @@ def needed_of_nodes(
 
 
 def check_nodes_fit(spec: ArenaSpec, layout: Layout, numa_nodes: Sequence[int]) -> None:
-    """Memory that is bound to a node comes from there or not at all."""
+    """Memory bound to a node cannot fall back to others, so each node must have enough."""
     needed = needed_of_nodes(spec, layout, numa_nodes, mmap.PAGESIZE)
     for node, nbytes in needed.items():
         available = numa.available_bytes(node)

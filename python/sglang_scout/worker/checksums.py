@@ -1,6 +1,6 @@
-"""Checksums of an arena's pages: made when all tokens of a page are there, compared before it is read again.
+"""Checksums of an arena's pages: computed when a page is full, verified before it is read again.
 
-The words lie in the arena, because the worker compares before it attends; sgl-kernel/src/checksums.h says how.
+They are stored in the arena, because the worker verifies before it attends; see sgl-kernel/src/checksums.h.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from sglang_scout import _native
 from sglang_scout.worker.arena import Arena
 from sglang_scout.worker.ring import BELL_DTYPE
 
-MOST_THREADS = 8  # memory binds, more gain little
+MOST_THREADS = 8  # memory-bound, more gain little
 
 Pages = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
@@ -27,7 +27,7 @@ class PageChecksums:
         arena: of a spec with ``checksums``; must stay open.
 
     Attributes:
-        words: uint64 ``[L, P]``, 0 for a page that may still change.
+        words: uint64 ``[L, P]`` checksums, 0 for a page that may still change.
     """
 
     def __init__(self, arena: Arena) -> None:
@@ -41,26 +41,26 @@ class PageChecksums:
 
     @property
     def failures(self) -> int:
-        """Pages of a layer that were found to differ, since the arena was made."""
+        """Number of (layer, page) mismatches since the arena was created."""
         return int(self._bell["damaged"][0])
 
     def seal(self, pages: Pages) -> None:
-        """``pages`` ``[n]`` do not change any more: make the checksums that are not there, in all layers."""
+        """``pages`` ``[n]`` are final: compute their missing checksums, in all layers."""
         pages = self._checked(pages, self.words.shape[1])
         _native.seal_pages(*self._at, pages.ctypes.data, len(pages), self._threads)
 
     def check(self, layers: Pages, pages: Pages) -> None:
-        """Compare ``pages`` ``[n]`` of ``layers`` ``[n]``; :meth:`damaged` says what was found."""
+        """Verify ``pages`` ``[n]`` of ``layers`` ``[n]``; :meth:`damaged` reports mismatches."""
         layers, pages = map(self._checked, (layers, pages), self.words.shape)
         ids = layers.ctypes.data, pages.ctypes.data
         _native.check_pages(*self._at, *ids, len(pages), self._threads)
 
     def clear(self, pages: Pages) -> None:
-        """``pages`` were freed: others write to them now."""
+        """``pages`` were freed and may be overwritten."""
         self.words[:, pages] = 0
 
     def damaged(self) -> Pages:
-        """``[n, 2]`` layer and page of those that were found to differ, until they are freed."""
+        """``[n, 2]`` (layer, page) with a checksum mismatch, until the page is freed."""
         if (failures := self.failures) != self._seen:
             self._seen = failures
             self._damaged = np.argwhere(self.words & _native.PAGE_DAMAGED)
@@ -70,11 +70,11 @@ class PageChecksums:
         return self._damaged
 
     def taken(self, pages: Pages) -> Words:
-        """A copy of the words of ``pages``, for :meth:`put`: of a page that was damaged, what it should be."""
+        """A copy of the checksums of ``pages``, for :meth:`put`; for a damaged page, the expected one."""
         return self.words[:, pages] & ~np.uint64(_native.PAGE_DAMAGED)
 
     def put(self, pages: Pages, words: Words) -> None:
-        """K and V that the words of :meth:`taken` belong to were written to ``pages``."""
+        """Set the checksums of ``pages``, to which the K and V of :meth:`taken` have been written."""
         self.words[:, pages] = words
 
     def _checked(self, ids: Pages, end: int) -> Pages:

@@ -1,8 +1,8 @@
 """The decode server's side of the worker: post a layer's request, wait for its answer.
 
-``post`` and ``wait`` belong to one thread, the scheduler's. Both are thin: checks here, the work in
-C++ (sgl-kernel/src/producer.h). Whatever happens to the worker, ``wait`` fills its buffers with the
-attention over exactly the posted pages: from the worker, or computed on the spot by the same code.
+``post`` and ``wait`` may be called from one thread only, the scheduler's. Both are thin: checks here, the
+work in C++ (sgl-kernel/src/producer.h). Whatever happens to the worker, ``wait`` fills its buffers with the
+attention over exactly the posted pages: from the worker, or computed in place by the same code.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _I32 = np.dtype(np.int32)
 
 
 class Ticket(NamedTuple):
-    """A posted request; good for one wait. ``number`` counts all posts of a client."""
+    """A posted request; valid for one wait. ``number`` counts all posts of a client."""
 
     layer: int
     step: int
@@ -37,7 +37,7 @@ class Ticket(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """How an answer came: time spent waiting for the worker, and pages that the caller computed."""
+    """How an answer was obtained: time spent waiting for the worker, and pages that the caller computed."""
 
     waited_us: int
     fallback_pages: int
@@ -49,8 +49,8 @@ class ThreadEvents(NamedTuple):
     Attributes:
         thread: its number, from 0.
         cpu: the CPU that it is pinned to.
-        events: EVENT_DTYPE ``[n]`` in the order of time, over restarts; checked, not believed: of the
-            fields only ``step`` may still be any number.
+        events: EVENT_DTYPE ``[n]`` in chronological order, across restarts; validated, as the worker's memory is
+            untrusted: only ``step`` may be any number.
     """
 
     thread: int
@@ -64,13 +64,13 @@ class WorkerClient:
     Args:
         arena: holds the pages and the ring; must stay open while the client is in use.
         cpus: one worker thread is pinned to each.
-        nodes: which of them are near which of the arena's memory nodes: CPUs of node 0, of node 1 ...
+        nodes: CPUs local to each of the arena's NUMA nodes: of node 0, of node 1 ...
             Not needed for an arena of one node.
         config: timing and threads.
         log: logger of the supervisor.
 
     Raises:
-        ConfigError: ``cpus`` is empty or has repeated or negative numbers, or ``nodes`` do not agree
+        ConfigError: ``cpus`` is empty or has repeated or negative numbers, or ``nodes`` is inconsistent
             with them or with the arena.
     """
 
@@ -112,18 +112,18 @@ class WorkerClient:
         )
 
     def start(self) -> None:
-        """Starts the worker and returns when it serves.
+        """Starts the worker and returns when it is ready.
 
         Raises:
-            WorkerError: it does not, with the worker's own reason. Nothing is left running.
+            WorkerError: it did not become ready, with the worker's own reason. Nothing is left running.
         """
         self._supervisor.start()
 
     def stop(self) -> None:
-        """Ends the worker; leaves no process, thread, descriptor or file. Idempotent.
+        """Stops the worker; leaves no process, thread, descriptor or file. Idempotent.
 
-        Outstanding tickets can still be waited for; they are computed by the caller. Records of a
-        device's stream are answered until then, and not any more after.
+        Outstanding tickets can still be waited for; they are computed by the caller. Records posted by
+        a device are no longer answered after this.
         """
         self._supervisor.stop()
         if self._attendant is not None:
@@ -138,26 +138,26 @@ class WorkerClient:
 
     @property
     def ready(self) -> bool:
-        """Whether a worker serves now."""
+        """Whether a worker is serving."""
         return self._supervisor.state == "ready" and self._supervisor.pid is not None
 
     def serve_device(self, poll_us: int = 50) -> None:
-        """From now on records come from a device's stream (``ops.doorbell.DeviceRing``).
+        """From now on records are posted from a device's stream (``ops.doorbell.DeviceRing``).
 
-        An attendant rings for the stream every ``poll_us`` and answers what no living worker will;
-        ``post`` and ``wait`` are not to be used any more. Once, before :meth:`start`.
+        An attendant thread polls every ``poll_us``, rings the bell on the stream's behalf, and answers records that
+        no live worker will; ``post`` and ``wait`` must not be used after this. Call once, before :meth:`start`.
         """
         self._own_epoch = self._producer.next_epoch()
         self._attendant = _native.RingAttendant(self._producer, poll_us)
 
     @property
     def device_epoch(self) -> int:
-        """The epoch that a device's next step posts to: the living worker's, or the attendant's."""
+        """The epoch that a device's next step posts to: the live worker's, or the attendant's."""
         return self._producer.live_epoch() or self._own_epoch
 
     @property
     def parts(self) -> int:
-        """Runs of pages that every sequence is split into; 0: as many as ``split`` says."""
+        """Runs of pages that every sequence is split into; 0: determined by ``split``."""
         return self._config.threads_per_group
 
     @property
@@ -168,7 +168,7 @@ class WorkerClient:
     def post(
         self, layer: int, step: int, q: np.ndarray, pages: np.ndarray, n_pages: np.ndarray
     ) -> Ticket:
-        """Hands the missing pages of a layer to the worker. Copies; the arguments may be reused.
+        """Posts the missing pages of a layer to the worker. Copies; the arguments may be reused.
 
         There is one slot per (step parity, layer). If the worker is not ready or has not finished
         the slot's last record, the ticket is local: wait() will compute it. If no row has pages,
@@ -177,10 +177,10 @@ class WorkerClient:
         Args:
             layer: 0..L-1.
             step: decode step; counts up.
-            q: float32 [B, HQ, D]; rounded where the ring holds 16 bits.
+            q: float32 [B, HQ, D]; rounded if the ring holds 16-bit queries.
             pages: int32 [B*C, k], B*C <= max_batch, host page ids, packed to the left; negative entries are
-                skipped. C lists of the spec: row b * C + c is what the KV heads of list c attend to.
-            n_pages: int32 [B*C], how many entries of each row count.
+                skipped. With C lists in the spec, row b * C + c is the page list of the KV heads of list c.
+            n_pages: int32 [B*C], number of valid entries in each row.
 
         Raises:
             ValueError: a shape, dtype, count or page id is wrong; nothing was posted.
@@ -209,18 +209,18 @@ class WorkerClient:
     def wait(self, ticket: Ticket, out: np.ndarray, lse: np.ndarray) -> Reply:
         """Fills ``out`` and ``lse`` with the attention over the ticket's pages.
 
-        Takes the worker's answer, or computes the same pages here if the worker is lost, refuses
+        Takes the worker's answer, or computes the same pages here if the worker died, refuses
         the record or does not answer within ``wait_timeout_s``. Heads without pages get out = 0,
         lse = -inf.
 
         Args:
-            ticket: from post(); each is good for one wait, and only until its slot is posted again.
+            ticket: from post(); each is valid for one wait, and only until its slot is posted again.
             out: float32 [B, HQ, D], overwritten.
             lse: float32 [B, HQ], natural log, overwritten.
 
         Raises:
-            ValueError: a shape or dtype is wrong; the ticket stays good.
-            WorkerError: the ticket is used up.
+            ValueError: a shape or dtype is wrong; the ticket stays valid.
+            WorkerError: the ticket is no longer valid.
         """
         _check("wait", "out", out, _F32, (ticket.requests, *self._q_shape))
         _check("wait", "lse", lse, _F32, (ticket.requests, self._spec.num_q_heads))
@@ -240,9 +240,9 @@ class WorkerClient:
         return Reply(waited_us, fallback_pages)
 
     def record_events(self, on: bool) -> None:
-        """Whether the worker's threads write down what they do. Off costs next to nothing.
+        """Turns tracing of the worker's threads on or off. Off costs next to nothing.
 
-        Takes effect at once, in this worker and later ones; what was written before is not read.
+        Takes effect immediately, in this worker and later ones; earlier events are not read.
         """
         if on:
             lines = range(len(self._cpus))
@@ -250,11 +250,11 @@ class WorkerClient:
         self._producer.set_trace(on)
 
     def take_events(self) -> tuple[list[ThreadEvents], int]:
-        """What each thread wrote since the last call, and how many events were lost.
+        """Events of each thread since the last call, and how many were lost.
 
-        A thread keeps its newest ``event_entries`` events: call this once a step. Lost are those
-        that were overwritten before, and those that the worker's memory holds damaged. Belongs to
-        the thread of ``post`` and ``wait``.
+        A thread keeps its newest ``event_entries`` events: call this once per step. Lost events are those
+        overwritten before this call and those that are corrupted. Call from the thread of ``post`` and
+        ``wait``.
         """
         taken, lost_total = [], 0
         for thread, cpu in enumerate(self._cpus):
@@ -267,7 +267,7 @@ class WorkerClient:
         return taken, lost_total
 
     def snapshot(self) -> WorkerStatus:
-        """The worker's state and the totals over all workers; callable from any thread."""
+        """The worker's state and the totals over all workers; thread-safe."""
         s = self._supervisor
         totals = self._producer.totals()
         del totals["records"]

@@ -1,4 +1,4 @@
-"""Which CPUs each tensor-parallel rank's worker gets, and which are left to others."""
+"""Assigns CPUs to each tensor-parallel rank's worker, and leaves some to the server."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _CPUS = Path("/sys/devices/system/cpu")
 
 
 def core_of(cpu: int) -> int:
-    """The first CPU of the core that ``cpu`` is a thread of; itself where the kernel does not say."""
+    """The first SMT sibling of ``cpu``; itself if the kernel does not tell."""
     try:
         siblings = (_CPUS / f"cpu{cpu}" / "topology" / "thread_siblings_list").read_text()
     except OSError:
@@ -28,10 +28,10 @@ ROOMY_CORES = 8
 def reserve_server_cores(
     cpus: Collection[int], core_of: Callable[[int], int] = core_of
 ) -> list[int]:
-    """Those of ``cpus`` for threads that spin, beside a server that must run as well.
+    """Those of ``cpus`` for spinning threads, leaving some for the server.
 
-    Whole cores are left, the first ones: a thread that spins on one half of a core slows the other.
-    All, where there are few.
+    Whole cores are left, the first ones: a spinning thread slows its SMT sibling. If there are too few
+    CPUs, none are left.
     """
     if len(cpus) < 2 * LEFT_CPUS:
         return sorted(cpus)
@@ -52,12 +52,12 @@ def background_cpus(
 ) -> list[int]:
     """Those of ``cpus`` for background work: none of ``workers``, and not the server's first core.
 
-    Of those, the ones on nodes that workers are on if there are such, as page tables lie where they are made.
+    Prefers CPUs on the workers' nodes, as page tables are allocated on the node of the thread that faults.
 
     Args:
-        nodes: CPUs by memory node; empty where that is not known.
+        nodes: CPUs by NUMA node; empty if not known.
     Returns:
-        Ascending; all that are left where they are of one core, empty where none is.
+        Ascending; if only one core is left, all of it; empty if none is.
     """
     units = _by_core(set(cpus) - set(workers), core_of)
     free = sum(units[1:] or units, [])
@@ -72,17 +72,16 @@ def deal_cpus(
     homes: Sequence[Collection[int]],
     core_of: Callable[[int], int] = core_of,
 ) -> list[list[int]]:
-    """Deal ``cpus`` out to the ranks, each as near to its device as that goes.
+    """Distribute ``cpus`` among the ranks, as close to each rank's device as possible.
 
-    Ranks of one home share its CPUs evenly. Where homes overlap in part, or one has fewer CPUs than
-    ranks, all ranks share all CPUs evenly instead. Threads of a core stay together if there are cores
-    enough.
+    Ranks with the same home share its CPUs evenly. If homes overlap partially, or one has fewer CPUs than
+    ranks, all ranks share all CPUs evenly instead. SMT siblings stay together if there are enough cores.
 
     Args:
-        cpus: to be dealt out.
+        cpus: to be distributed.
         homes: per rank, the CPUs near its device.
     Returns:
-        Per rank, ascending. No CPU twice, but if there are fewer than ranks: then everybody has all.
+        Per rank, ascending. Disjoint, unless there are fewer CPUs than ranks: then every rank gets all.
     """
     near = [frozenset(cpus) & frozenset(home) for home in homes]
     members = {home: [r for r, own in enumerate(near) if own == home] for home in near}

@@ -1,7 +1,7 @@
-"""End with the parent process, however it ends.
+"""Exit with the parent process, however it ends.
 
-As a program, ``die_with_parent.py PID COMMAND ...``, it becomes a command that ends with process PID, its
-parent. Standard library only, so that it can run before anything is installed or imported.
+As a program, ``die_with_parent.py PID COMMAND ...`` execs a command that is killed when process PID, its parent,
+ends. Standard library only, so that it can run before anything is installed or imported.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Let the kernel kill this process, even a stopped one, when the thread that started it ends.
+    """Have the kernel kill this process, even a stopped one, when the thread that started it ends.
 
     Raises:
-        OSError: the system refuses.
+        OSError: prctl failed.
         SystemExit: the parent has ended already.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
         error = ctypes.get_errno()
         raise OSError(error, f"PR_SET_PDEATHSIG: {os.strerror(error)}")
-    if os.getppid() != parent_pid:  # it died before the kernel knew
+    if os.getppid() != parent_pid:  # it died before prctl took effect
         raise SystemExit(f"process {parent_pid}, which started this one, has ended")
 
 

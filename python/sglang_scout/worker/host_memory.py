@@ -1,8 +1,7 @@
-"""Host memory: how much there is, and taking it before it is written.
+"""Host memory: how much is available, and populating it before the first write.
 
-Clearing pages is what takes the time, some GB a second on one thread. Where a first write would end
-the process with SIGBUS, as in a pool of huge pages that has none left, MADV_POPULATE_WRITE says so
-instead.
+Zeroing pages dominates the time, at some GB/s per thread. Where a first write would raise SIGBUS, as
+with an exhausted hugetlb pool, MADV_POPULATE_WRITE returns an error instead.
 """
 
 from __future__ import annotations
@@ -20,29 +19,29 @@ from pathlib import Path
 from sglang_scout.core.errors import ArenaError
 
 HUGE_PAGE_BYTES = 2 * 2**20
-MOST_THREADS = 16  # more do not clear faster than the memory takes it
+MOST_THREADS = 16  # enough to saturate memory bandwidth
 PIECE_BYTES = 32 * 2**20
-# Of Linux 5.14, not in the mmap module.
+# Since Linux 5.14, not in the mmap module.
 _MADV_POPULATE_READ = 22
 _MADV_POPULATE_WRITE = 23
 _PROC, _SYS_MM = Path("/proc"), Path("/sys/kernel/mm")
 _SHMEM_MODES_THAT_HELP = ("always", "within_size", "advise", "force")
-# Of control groups of version 2 and 1: names of limits, of the use, and of the cache that gives way. Above
-# memory.high a process is slowed down until pages are reclaimed, and those of the arena cannot be.
+# For cgroup v2 and v1: file names of limits and usage, and the memory.stat key of reclaimable cache. Above
+# memory.high a process is throttled until pages are reclaimed, and those of the arena cannot be.
 _GROUP_FILES = {
     "cgroup2": (("memory.max", "memory.high"), "memory.current", "inactive_file"),
     "cgroup": (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
 }
 
-_libc = ctypes.CDLL(None, use_errno=True)  # called without the interpreter lock
+_libc = ctypes.CDLL(None, use_errno=True)  # calls release the GIL
 for _call in (_libc.madvise, _libc.mprotect):
     _call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 def available_bytes() -> int:
-    """Memory that a new arena may take: the system's, less where a limit leaves less. Limits are those of this
-    process's control group and all above it, and the commit limit with ``vm.overcommit_memory=2``: beyond that
-    a first write to shared memory is a SIGBUS."""
+    """Memory available to a new arena: MemAvailable, capped by the limits of this process's cgroup and all its
+    ancestors, and by the commit limit with ``vm.overcommit_memory=2``: beyond that a first write to shared
+    memory raises SIGBUS."""
     kib = dict(re.findall(r"^(\w+):\s+(\d+) kB$", (_PROC / "meminfo").read_text(), re.MULTILINE))
     if "MemAvailable" not in kib:
         raise ArenaError("/proc/meminfo has no MemAvailable")
@@ -51,7 +50,7 @@ def available_bytes() -> int:
         left.append((int(kib["CommitLimit"]) - int(kib["Committed_AS"])) * 1024)
     for kind, folder in _memory_groups():
         limits, used_name, cache_name = _GROUP_FILES[kind]
-        with contextlib.suppress(OSError, ValueError):  # the root has no files
+        with contextlib.suppress(OSError, ValueError):  # the root cgroup lacks these files
             used = int((folder / used_name).read_text())
             cache = re.search(rf"^{cache_name} (\d+)$", _text(folder / "memory.stat"), re.MULTILINE)
             used -= int(cache[1]) if cache else 0
@@ -61,8 +60,8 @@ def available_bytes() -> int:
 
 
 def _memory_groups() -> Iterator[tuple[str, Path]]:
-    """Version and folder of this process's control group for memory, and of those above it that it can see."""
-    # Lines of hierarchy:controllers:path; version 2 has none of the controllers' names.
+    """Version and directory of this process's memory cgroup, and of its visible ancestors."""
+    # Lines are hierarchy:controllers:path; v2 has an empty controllers field.
     lines = [line.split(":", 2) for line in _text(_PROC / "self/cgroup").splitlines()]
     groups = {"cgroup2": "", "cgroup": ""}
     for _, controllers, path in lines:
@@ -75,7 +74,7 @@ def _memory_groups() -> Iterator[tuple[str, Path]]:
         kind, _, options = system.split(" ", 2)
         if not groups.get(kind) or (kind == "cgroup" and "memory" not in options.split(",")):
             continue
-        # The mount may begin at a group below the root, as in a container; paths may be the host's.
+        # The mount may start at a cgroup below the root, as in a container; paths may be the host's.
         root, folder = mount.split(" ")[3:5]
         below = os.path.relpath(groups[kind], root)
         parts = [] if below.startswith("..") else Path(below).parts
@@ -92,7 +91,7 @@ def _text(file: Path) -> str:
 
 
 def free_pool_bytes() -> int:
-    """What the pool of huge pages has free and not reserved, on all nodes."""
+    """Free and unreserved bytes in the hugetlb pool, on all nodes."""
     pool = _SYS_MM / "hugepages/hugepages-2048kB"
     try:
         free, reserved = int(_text(pool / "free_hugepages")), int(_text(pool / "resv_hugepages"))
@@ -102,7 +101,7 @@ def free_pool_bytes() -> int:
 
 
 def shmem_mode() -> str:
-    """The chosen word of shmem_enabled; "" where the kernel has no transparent huge pages."""
+    """The selected mode in shmem_enabled; "" if the kernel has no transparent huge pages."""
     match = re.search(r"\[(\w+)\]", _text(_SYS_MM / "transparent_hugepage/shmem_enabled"))
     return match[1] if match else ""
 
@@ -113,26 +112,26 @@ def shared_huge_pages_allowed() -> bool:
 
 
 def protect(address: int, nbytes: int) -> None:
-    """From now on a write to this range of a mapping ends the process. Raises OSError."""
+    """Makes this range of a mapping read-only: a write raises SIGSEGV. Raises OSError."""
     if _libc.mprotect(address, nbytes, mmap.PROT_READ):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 def populate(address: int, nbytes: int, *, write: bool = True) -> int:
-    """Takes and maps all pages of a range, for writing or only for reading. 0, or the error number of the
-    system that refuses: EINVAL of one before Linux 5.14, EFAULT where an access would be a SIGBUS."""
+    """Allocates and maps all pages of a range, for writing or only for reading. Returns 0 or an errno:
+    EINVAL before Linux 5.14, EFAULT where an access would raise SIGBUS."""
     advice = _MADV_POPULATE_WRITE if write else _MADV_POPULATE_READ
     return ctypes.get_errno() if _libc.madvise(address, nbytes, advice) else 0
 
 
 def populate_together(address: int, nbytes: int, threads: int = 0) -> int:
-    """:func:`populate` for a large range, by several threads. The error of the first that is refused.
+    """:func:`populate` for a large range, by several threads. Returns 0 or the first error.
 
     Args:
-        threads: 0: one for each CPU of this thread, up to ``MOST_THREADS``.
+        threads: 0: one for each CPU of this thread's affinity, up to ``MOST_THREADS``.
     """
     threads = threads or min(len(os.sched_getaffinity(0)), MOST_THREADS)
-    pieces = itertools.count(0, PIECE_BYTES)  # its next() is one step for the interpreter
+    pieces = itertools.count(0, PIECE_BYTES)  # its next() is atomic
     errors: list[int] = []
 
     def work() -> None:
@@ -150,5 +149,5 @@ def populate_together(address: int, nbytes: int, threads: int = 0) -> int:
 
 
 def gib(nbytes: int) -> str:
-    """For messages."""
+    """Formats a size for messages."""
     return f"{nbytes / 2**30:.3f} GiB"

@@ -1,9 +1,8 @@
 """The worker process: ``python -m sglang_scout.worker.main --arena-fd N --control-fd N ...``.
 
-This file is the control side: it says hello, starts the C++ threads that serve the ring, sends a
-heartbeat now and then and otherwise sleeps. It never touches a record, and never imports torch or
-sglang. It ends when it is told to, and is killed by the kernel when the decode server dies, by
-whatever signal.
+This file is the control plane: it sends Hello, starts the C++ threads that serve the ring, sends
+periodic heartbeats and otherwise sleeps. It never touches a record, and never imports torch or
+sglang. It exits when told to, and is killed by the kernel when the decode server dies for any reason.
 """
 
 from __future__ import annotations
@@ -95,7 +94,7 @@ class Worker:
 
     def _receive(self, wait_s: float) -> m.Message | None:
         """Waits for a message. A closed socket means Stop: the client is gone."""
-        # Not select(): the descriptor has the number that it has in the server.
+        # Not select(): the inherited descriptor keeps the server's number, which may be too large for it.
         ready = select.poll()
         ready.register(self._socket, select.POLLIN)
         if not ready.poll(max(wait_s, 0.0) * 1e3):
@@ -115,14 +114,14 @@ class Worker:
         return m.Stats(items=items, pending=pending, refused_messages=self._refused)
 
     def _send(self, message: m.Message) -> None:
-        # If the client does not read, buffers fill up: then a heartbeat is dropped, which says the
-        # same as one that is late.
+        # If the client does not read, buffers fill up and heartbeats are dropped, which to the client is
+        # the same as a late one.
         with contextlib.suppress(OSError):
             self._socket.send(m.encode(message), socket.MSG_DONTWAIT)
 
 
 def attach(fd: int, configure: m.Configure) -> Arena:
-    """Maps the arena and compares it with what the client said. Raises ArenaError, WorkerError."""
+    """Maps the arena and checks it against the configuration. Raises ArenaError, WorkerError."""
     if configure.layout_version != LAYOUT_VERSION:
         raise WorkerError(
             f"ring layout {configure.layout_version} asked for, this worker has {LAYOUT_VERSION}"
@@ -137,7 +136,7 @@ def attach(fd: int, configure: m.Configure) -> Arena:
 
 
 def start_runtime(arena: Arena, configure: m.Configure) -> _native.RingRuntime:
-    """Pins the process, starts the threads. Raises WorkerError naming a CPU that it cannot use."""
+    """Pins the process and starts the threads. Raises WorkerError naming a CPU that it cannot use."""
     cpus = configure.cpus
     try:
         os.sched_setaffinity(0, cpus)
@@ -187,7 +186,7 @@ def main(argv: list[str] | None = None) -> int:
     faulthandler.enable()
     die_with_parent(args.parent)
     use_own_node()  # before there are other threads
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the decode server's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the decode server
     try:
         return Worker(args).run()
     except WorkerError as e:

@@ -1,12 +1,12 @@
 """Control messages between the decode server and its worker: small, typed, bounded.
 
 msgspec structs in MessagePack over a socket pair; no pickle, no tensor bytes. Every message carries
-the protocol version. The receiver looks at the size first and decodes nothing that is larger than
+the protocol version. The receiver checks the size first and decodes nothing larger than
 :data:`MAX_MESSAGE_BYTES`.
 
-Course of a worker::
+Lifecycle of a worker::
 
-    worker -> Hello                       who I am
+    worker -> Hello                       pid and epoch
     client -> Configure                   arena, CPUs, threads
     worker -> Ready | Failed              serving, or why not (then it exits)
     worker -> Heartbeat ...               every heartbeat interval, with statistics
@@ -27,17 +27,17 @@ MAX_TEXT_CHARS = 4000  # of an error text, so that Failed stays far below the ca
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
-    """What every message has: PROTOCOL_VERSION of the sender."""
+    """Fields common to all messages: the sender's PROTOCOL_VERSION."""
 
     version: int = PROTOCOL_VERSION
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker says of itself.
+    """A worker's own statistics.
 
     Attributes:
-        items: (sequence, part) items that it computed.
-        pending: records published and not finished.
+        items: (sequence, part) items computed.
+        pending: records published but not finished.
         refused_messages: messages that the worker dropped.
     """
 
@@ -57,14 +57,14 @@ class Configure(Message, frozen=True, kw_only=True):
     """Which arena to serve and with what.
 
     Attributes:
-        epoch: number of this worker process, in every sequence number.
-        arena_bytes: size of the memory file; the worker compares.
+        epoch: number of this worker process, part of every sequence number.
+        arena_bytes: size of the memory file; the worker checks it.
         layout_version: of the ring.
         cpus: one thread is pinned to each.
         cpu_nodes: the arena's node of each, from 0.
         threads_per_group: threads of a node that may share one sequence.
-        spin_us: how long a thread polls after its last work.
-        populate: map the whole arena once behind the work, see `populate.py`.
+        spin_us: how long an idle thread polls before it sleeps.
+        populate: pre-fault the whole arena in the background, see `populate.py`.
         heartbeat_interval_s: time between heartbeats.
     """
 
@@ -80,14 +80,14 @@ class Configure(Message, frozen=True, kw_only=True):
 
 
 class Ready(Message, frozen=True, kw_only=True):
-    """The threads run. ``isa`` names the attention kernel's instruction set."""
+    """The threads are running. ``isa`` names the attention kernel's instruction set."""
 
     isa: str
     threads: int
 
 
 class Failed(Message, frozen=True, kw_only=True):
-    """The worker cannot serve and exits. ``error`` is for people."""
+    """The worker cannot serve and exits. ``error`` is human-readable."""
 
     error: str
 
@@ -113,7 +113,7 @@ _decoders: dict[UnionType, msgspec.msgpack.Decoder[Message]] = {
 
 
 def encode(message: Message) -> bytes:
-    """Bytes of a message. Raises WorkerError if they exceed the cap."""
+    """Encodes a message. Raises WorkerError if it exceeds the cap."""
     data = _encoder.encode(message)
     if len(data) > MAX_MESSAGE_BYTES:
         raise WorkerError(
@@ -123,10 +123,10 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes, kind: UnionType) -> Message:
-    """Reads a message of one direction.
+    """Decodes a message of one direction.
 
     Args:
-        data: what came over the socket.
+        data: as received from the socket.
         kind: ``FromWorker`` or ``FromClient``.
 
     Raises:

@@ -1,7 +1,4 @@
-"""NUMA nodes: which CPUs are near which memory, and the system calls that say where memory is taken from.
-
-Nothing here needs libnuma.
-"""
+"""NUMA topology and the system calls for memory policy, without libnuma."""
 
 from __future__ import annotations
 
@@ -25,15 +22,15 @@ _BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
 
 
 def nodes() -> list[int]:
-    """NUMA nodes of this machine, ascending; empty if the kernel knows none."""
+    """NUMA nodes of this machine, ascending; empty without NUMA support in the kernel."""
     found = (p.name[4:] for p in _NODES.glob("node*"))
     return sorted(int(name) for name in found if name.isdigit())
 
 
 def cpus_by_node(cpus: Collection[int]) -> dict[int, list[int]]:
-    """Those of ``cpus`` that each NUMA node has, for the nodes that have some.
+    """``cpus`` grouped by NUMA node, nodes without any left out.
 
-    Nodes and CPUs ascend. Empty if one of ``cpus`` is of no node, or the kernel knows none.
+    Nodes and CPUs ascend. Empty if one of ``cpus`` is on no node, or without NUMA support in the kernel.
     """
     found = {}
     for node in nodes():
@@ -44,7 +41,7 @@ def cpus_by_node(cpus: Collection[int]) -> dict[int, list[int]]:
 
 
 def available_bytes(node: int) -> int | None:
-    """Memory of a node that is free or is file cache that gives way; None if the kernel does not say."""
+    """Memory of a node that is free or reclaimable file cache; None if the kernel does not tell."""
     try:
         text = (_NODES / f"node{node}" / "meminfo").read_text()
     except OSError:
@@ -56,7 +53,7 @@ def available_bytes(node: int) -> int | None:
 
 
 def free_pool_bytes(node: int, page_bytes: int) -> int:
-    """What the pool of huge pages of that size has free on a node. Some of it may be reserved."""
+    """Free bytes in a node's hugetlb pool of that page size. Some of it may be reserved."""
     pool = _NODES / f"node{node}" / "hugepages" / f"hugepages-{page_bytes // 1024}kB"
     try:
         return int((pool / "free_hugepages").read_text()) * page_bytes
@@ -65,20 +62,19 @@ def free_pool_bytes(node: int, page_bytes: int) -> int:
 
 
 def bind_memory(address: int, spans: Iterable[tuple[int, int, int]]) -> bool:
-    """Binds spans of a mapping to nodes: their pages, not yet touched, will come from there.
+    """Binds spans of a mapping, not yet touched, to nodes from which their pages will be allocated.
 
-    For shared memory the policy belongs to the file, so it also holds for other processes' faults.
+    For shared memory the policy belongs to the file, so it also applies to other processes' faults.
 
     Args:
         address: of the mapping.
         spans: (offset, bytes, node) each.
 
     Returns:
-        False where there is nothing to bind: one node or none, or a kernel or sandbox without
-        mbind. That is logged.
+        False if nothing was bound (logged): at most one node, or a kernel or sandbox without mbind.
 
     Raises:
-        ArenaError: the machine has several nodes and one of those asked for is none of them.
+        ArenaError: the machine has several nodes, and one of those requested does not exist.
     """
     spans = list(spans)
     asked = sorted({node for _, _, node in spans})
@@ -101,10 +97,10 @@ def bind_memory(address: int, spans: Iterable[tuple[int, int, int]]) -> bool:
 
 
 def use_own_node() -> None:
-    """Lets this thread, and those that it starts, take memory from the node that they run on.
+    """Resets the memory policy of this thread, and of those that it starts, to the local node.
 
-    A process inherits what its parent was started with: SGLang starts a scheduler with
-    ``numactl --membind``. Does nothing where the kernel has no NUMA, or a sandbox no such call.
+    A process inherits its parent's policy, and SGLang starts a scheduler with ``numactl --membind``.
+    No-op without NUMA support or if a sandbox blocks the call.
     """
     if number := _SET_MEMPOLICY.get(platform.machine()):
         default = ctypes.c_long(number), ctypes.c_int(_MPOL_DEFAULT), None, ctypes.c_ulong(0)
@@ -112,7 +108,7 @@ def use_own_node() -> None:
 
 
 def _mbind(address: int, nbytes: int, node: int) -> int:
-    """The system call; 0 or an error number."""
+    """The system call; 0 or an errno."""
     words = node // _BITS + 1
     mask = (ctypes.c_ulong * words)()
     mask[node // _BITS] = 1 << (node % _BITS)

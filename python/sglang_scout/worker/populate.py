@@ -1,9 +1,9 @@
-"""Mapping an arena's pages into the worker before they are needed.
+"""Pre-faulting an arena's pages into the worker before they are needed.
 
-The first access to each 4 KiB of a mapping is a fault. For a host page of some layer these are some
-32, which can cost more than the attention to the page. On a CUDA device the decode server locks the
-host pages at start, so that their memory is taken anyway, and the worker then goes through the arena
-once behind its work.
+The first access to each 4 KiB of a mapping faults. A host page of one layer takes some 32 faults,
+which can cost more than attending to it. With a CUDA device the decode server pins the host pages
+at start, so their memory is allocated anyway, and the worker then walks the arena once in the
+background.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from sglang_scout.worker.host_memory import populate
 
 logger = logging.getLogger("sglang_scout.worker")
 
-# The process's other threads may have to wait for a piece: they hold the lock of the mappings.
+# Small, because other threads of the process may block on the mmap lock while a piece is populated.
 PIECE_BYTES = 256 * 1024
 
 
 class PopulateThread:
-    """A thread that maps all of an arena behind its ring, at the lowest priority of its class.
+    """A thread that maps all of an arena after its ring, at the lowest priority of its class.
 
     Args:
-        cpus: where it runs; empty: where the process does. Beside threads that poll, hardly ever.
+        cpus: its affinity; empty: that of the process. It gets hardly any time on CPUs shared with polling threads.
     """
 
     def __init__(self, arena: Arena, cpus: Collection[int] = ()) -> None:
@@ -40,7 +40,7 @@ class PopulateThread:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread; the arena may be unmapped afterwards. Idempotent."""
+        """Stops the thread; the arena may be unmapped afterwards. Idempotent."""
         self._stopping.set()
         self._thread.join()
 

@@ -1,7 +1,7 @@
-"""A worker process as its client holds it: the process, its pidfd, and one end of a socket pair.
+"""The client's handle of a worker process: the process, its pidfd, and one end of a socket pair.
 
-The worker inherits the other end. The pair has no name: nobody else can connect to it, a message of
-an earlier worker cannot come through it, and nothing is left in the file system whoever is killed.
+The worker inherits the other end. The pair is unnamed: nobody else can connect to it, messages of
+an earlier worker cannot arrive through it, and nothing is left in the file system after a crash.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from sglang_scout.core.errors import WorkerError
 from sglang_scout.worker import messages as m
 
 _KILL_LOG_S = 5.0
-# The worker computes in its own threads; a BLAS that numpy brings along must not start any.
+# The worker computes in its own threads; numpy's BLAS must not start any.
 _WORKER_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 class WorkerProcess:
-    """A started worker process and the socket to it. Owned by one thread; ``end`` frees everything.
+    """A started worker process and the socket to it. Owned by one thread; ``end`` releases everything.
 
-    The thread that makes it must outlast it: the kernel kills the worker when that thread ends.
+    The thread that creates it must outlive it: the kernel kills the worker when that thread ends.
 
     Args:
-        epoch: its number, counted over restarts.
+        epoch: its number, counted across restarts.
         arena_fd: memory file that the process inherits.
         log: where refused messages are reported.
 
     Raises:
-        WorkerError: the socket or the process cannot be made.
+        WorkerError: the socket or the process cannot be created.
     """
 
     def __init__(self, epoch: int, arena_fd: int, log: logging.Logger) -> None:
@@ -43,10 +43,10 @@ class WorkerProcess:
         self.refused_messages = 0
         self._log = log
         self._open = True  # the worker has not closed its end
-        # Undoes, last first, what has been made: here if the rest fails, otherwise in end().
+        # Cleanup in reverse order: here if construction fails, otherwise in end().
         with contextlib.ExitStack() as made:
             try:
-                # Records, not a stream: a message is received whole or not at all.
+                # SEQPACKET: a message is received whole or not at all.
                 self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 made.enter_context(self._socket)
                 with theirs:
@@ -60,15 +60,15 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int:
-        """Process id, also after its end."""
+        """Process id, also after its exit."""
         return self._process.pid
 
     def wait(self, timeout_s: float, wake_fd: int) -> tuple[list[m.Message], bool]:
-        """Sleeps until something happens.
+        """Blocks until something happens.
 
         Returns:
-            The worker's valid messages and whether the process has ended. Also returns, with
-            neither, when ``wake_fd`` becomes readable or the time is over.
+            The worker's valid messages and whether the process has exited. Also returns, with
+            neither, when ``wake_fd`` becomes readable or on timeout.
         """
         poll = select.poll()
         poll.register(self._pidfd, select.POLLIN)
@@ -79,24 +79,24 @@ class WorkerProcess:
         return self._receive(), self._pidfd in ready
 
     def send(self, message: m.Message) -> None:
-        """Sends to the worker; one that is gone, or does not read, is noticed elsewhere."""
+        """Sends to the worker; one that is dead, or does not read, is detected elsewhere."""
         with contextlib.suppress(OSError):
             self._socket.send(m.encode(message), socket.MSG_DONTWAIT)
 
     def wants_cpu(self) -> bool:
-        """Whether the thread that sends heartbeats could run if a CPU were free.
+        """Whether the heartbeat thread is runnable, i.e. waiting for a CPU or running.
 
-        A silent worker that wants one is starved: another in its place would be as well. A stopped
-        thread, and one that sleeps or is stuck in the kernel, wants none. The threads that compute
-        do not count; they may be busy while the process is hung.
+        A silent worker that is runnable is starved: a replacement would be as well. A thread that is
+        stopped, sleeping or stuck in the kernel is not runnable. Compute threads do not count; they may
+        be busy while the process is hung.
         """
-        with contextlib.suppress(OSError):  # it may have ended
+        with contextlib.suppress(OSError):  # it may have exited
             stat = Path(f"/proc/{self.pid}/task/{self.pid}/stat").read_text()
             return stat.rpartition(")")[2].split()[0] == "R"
         return False
 
     def exit_text(self) -> str:
-        """How the process ended, for people. Call when it has ended."""
+        """How the process ended, human-readable. Call after it has exited."""
         code = self._process.wait()
         if code < 0:
             with contextlib.suppress(ValueError):
@@ -104,7 +104,7 @@ class WorkerProcess:
         return f"worker {self.pid} ended with exit code {code}"
 
     def end(self) -> None:
-        """Kills the process if it runs, waits for its death, frees everything; idempotent."""
+        """Kills the process if it runs, reaps it, releases everything; idempotent."""
         self._made.close()
 
     def _kill(self) -> None:
@@ -117,7 +117,7 @@ class WorkerProcess:
                 self._process.wait(_KILL_LOG_S)
                 return
             except subprocess.TimeoutExpired:
-                # Only a process stuck in the kernel; no other may be started before it is gone.
+                # It is stuck in the kernel; no other may be started before it is gone.
                 self._log.error("worker %d does not die after SIGKILL, waiting", self.pid)
 
     def _receive(self) -> list[m.Message]:
@@ -125,7 +125,7 @@ class WorkerProcess:
         while self._open:
             try:
                 data = self._socket.recv(m.MAX_MESSAGE_BYTES + 1, socket.MSG_DONTWAIT)
-                self._open = data != b""  # its end is closed
+                self._open = data != b""  # EOF
             except BlockingIOError:
                 break
             except OSError:
@@ -153,8 +153,8 @@ class WorkerProcess:
 
 
 def _spawn(control_fd: int, epoch: int, arena_fd: int) -> subprocess.Popen[bytes]:
-    # -P: the working directory must not shadow modules. A process group of its own: signals that
-    # the terminal sends are the decode server's to handle.
+    # -P: the working directory must not shadow modules. A process group of its own: terminal
+    # signals are handled by the decode server.
     command = [sys.executable, "-P", "-m", "sglang_scout.worker.main"]
     command += ["--arena-fd", str(arena_fd), "--control-fd", str(control_fd)]
     command += ["--epoch", str(epoch), "--parent", str(os.getpid())]

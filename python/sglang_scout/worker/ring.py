@@ -1,7 +1,7 @@
-"""The arena's layout as Python sees it: sizes in, offsets out.
+"""The arena's layout in Python: sizes in, offsets out.
 
-The layout is said once, in sgl-kernel/src/ring.h: structs, order and alignment of all parts, and the
-protocol. The native module exports the structs as numpy dtypes and computes the offsets.
+The layout is defined once, in sgl-kernel/src/ring.h: structs, order and alignment of all parts, and
+the protocol. The native module exports the structs as numpy dtypes and computes the offsets.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LAYOUT_VERSION = _native.RING_LAYOUT_VERSION
 HEADER_DTYPE = np.dtype(_native.RING_STRUCTS["Header"])
 BELL_DTYPE = np.dtype(_native.RING_STRUCTS["Bell"])
 EVENT_DTYPE = np.dtype(_native.RING_STRUCTS["Event"])
-MOST_THREADS_PER_GROUP = 8  # where their number is not fixed
+MOST_THREADS_PER_GROUP = 8  # if their number is not configured
 
 _SIZES = ("num_pages", "num_layers", "page_size", "num_kv_heads", "num_q_heads", "head_dim",
           "max_batch", "max_pages", "scale", "logit_cap", "num_nodes", "lists", "context_pages")  # fmt: skip
@@ -59,13 +59,13 @@ def _header_of(spec: ArenaSpec) -> np.ndarray:
     header["dtype"] = KV_DTYPES.index(spec.kv_dtype)
     header["q_dtype"] = QUERY_DTYPES.index(spec.q_dtype)
     header["stripe_pages"] = spec.stripe_pages
-    header["checksums_offset"] = spec.checksums  # only whether it is 0; the layout says where
+    header["checksums_offset"] = spec.checksums  # a flag, replaced by the offset in ring_lay_out
     _native.ring_lay_out(header.ctypes.data)
     return header
 
 
 def layout_of(spec: ArenaSpec) -> Layout:
-    """Where everything of an arena of these sizes lies."""
+    """Offsets of all parts of an arena of these sizes."""
     header = _header_of(spec)[0]
     return Layout(*(int(header[name]) for name in Layout._fields))
 
@@ -76,7 +76,7 @@ def write_header(memory: np.ndarray, spec: ArenaSpec) -> None:
 
 
 def read_header(memory: np.ndarray) -> ArenaSpec:
-    """The sizes of an arena. Raises ArenaError if the memory is none of this build."""
+    """The sizes of an arena. Raises ArenaError if the memory is not an arena of this build."""
     if defect := _native.ring_defect(memory.ctypes.data, memory.nbytes):
         raise ArenaError(defect)
     header = memory[: HEADER_DTYPE.itemsize].view(HEADER_DTYPE)[0]
@@ -88,14 +88,14 @@ def read_header(memory: np.ndarray) -> ArenaSpec:
 def node_spans(
     spec: ArenaSpec, layout: Layout, numa_nodes: Sequence[int], align_bytes: int
 ) -> list[tuple[int, int, int]]:
-    """What lies on which node: (offset, bytes, node), in order, without gaps.
+    """Memory spans by node: (offset, bytes, node), in order, without gaps.
 
-    The ring lies on the first node.
+    The ring is on the first node.
 
     Args:
-        numa_nodes: what the system calls the nodes of the spec, in order.
-        align_bytes: size of the system's pages. Where the pages of two nodes meet within one of them,
-            the first node's K or V there is the second's to read.
+        numa_nodes: the system's ids of the nodes of the spec, in order.
+        align_bytes: size of the system's pages. A system page that contains host pages of two nodes
+            is bound to the second.
     """
     if spec.num_nodes == 1:
         return [(0, layout.total_bytes, numa_nodes[0])]
@@ -111,16 +111,15 @@ def node_spans(
 
 
 class WorkerMemory(NamedTuple):
-    """Host memory that a worker needs beside the pages.
+    """Host memory that a worker needs in addition to the pages.
 
     Attributes:
-        max_batch: requests that it is for.
-        threads: of a memory node that may share a sequence.
-        ring_bytes: what of the arena is not pages: requests, replies, events.
-        partial_bytes: of the worker's own memory, for the results of threads that share a sequence
-            until they are merged; 0 where none is shared. One result for each run of the record that
-            may have the most of them, for every record that may be open; taken from the system as it
-            is first written.
+        max_batch: requests that it is sized for.
+        threads: of a NUMA node that may share a sequence.
+        ring_bytes: the arena without pages: requests, replies, events.
+        partial_bytes: of the worker's own memory, for partial results of threads that share a sequence
+            until they are merged; 0 if none is shared. One result for each run of the largest record, for
+            every record that may be in flight; allocated lazily on first write.
     """
 
     max_batch: int
@@ -141,10 +140,10 @@ class WorkerMemory(NamedTuple):
 
 
 def most_threads(threads_per_group: int, node_cpus: int) -> int:
-    """Threads of a memory node that may share a sequence.
+    """Threads of a NUMA node that may share a sequence.
 
     Args:
-        threads_per_group: as of `WorkerConfig`; 0: up to 8, as is fastest.
+        threads_per_group: as in `WorkerConfig`; 0: up to 8, chosen for speed.
         node_cpus: CPUs of the worker on the node that has the fewest.
     """
     return threads_per_group or min(node_cpus, MOST_THREADS_PER_GROUP)
@@ -153,15 +152,15 @@ def most_threads(threads_per_group: int, node_cpus: int) -> int:
 def worker_memory(
     spec: ArenaSpec, threads_per_group: int, node_cpus: Sequence[int]
 ) -> WorkerMemory:
-    """For an arena of these sizes, whatever its number of pages.
+    """For an arena of these sizes, independent of its number of pages.
 
     Args:
-        threads_per_group: as of `WorkerConfig`.
-        node_cpus: CPUs of the worker on each memory node.
+        threads_per_group: as in `WorkerConfig`.
+        node_cpus: CPUs of the worker on each NUMA node.
     """
     nodes, threads = spec.num_nodes, most_threads(threads_per_group, min(node_cpus))
     result_bytes = _native.partial_bytes(spec.num_layers, 1, spec.row_heads, spec.head_dim, 2) // 2
-    # In the largest record: of each sequence a result for each node and run, unless that is one.
+    # In the largest record: one result per sequence, node and run, unless there is only one.
     shared = spec.max_batch * threads if threads > 1 else 0
     if not threads_per_group:
         shared = min(shared, _native.RUNS_PER_THREAD * min(node_cpus))

@@ -11,26 +11,26 @@ from sglang_scout.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class WorkerConfig:
-    """How the worker is run and watched; what users may set was checked with their other keys.
+    """How the worker is run and supervised; user-settable values were validated with the other keys.
 
     Attributes:
-        ready_timeout_s: from the start of the process to its Ready.
+        ready_timeout_s: from process start to its Ready.
         heartbeat_interval_s: between heartbeats of the worker.
-        heartbeat_timeout_s: a worker that is silent for so long is killed and replaced.
-        stall_timeout_s: the same for one that sends heartbeats and has work but finishes nothing,
-            and for one that is silent because it gets no CPU; never less than heartbeat_timeout_s.
+        heartbeat_timeout_s: a worker that is silent for this long is killed and replaced.
+        stall_timeout_s: the same for one that sends heartbeats and has work but makes no progress,
+            and for one that is silent because it is starved of CPU; never less than heartbeat_timeout_s.
         wait_timeout_s: after this, wait() computes the pages itself.
-        backoff_min_s: pause before the first restart; doubles with every further one.
-        backoff_max_s: longest pause. A worker that was ready for so long starts the doubling again.
-        max_start_failures: workers in a row that never became ready before the state is "failed".
-        retry_s: pause between further starts then.
-        stop_timeout_s: how long stop() lets the worker exit by itself.
-        spin_us: how long a thread polls after its last work before it sleeps.
-        threads_per_group: threads that share one sequence, its pages split evenly; 0: up to 8,
-            as is fastest, see :class:`Split`. With several nodes: of each node. The same split
-            is used when the caller computes, so results stay equal.
-        populate: the worker takes and maps all of the arena's memory behind its work, instead of
-            page by page when they are first needed.
+        backoff_min_s: delay before the first restart; doubles with each further one.
+        backoff_max_s: longest delay. A worker that was ready for this long resets the back-off.
+        max_start_failures: consecutive workers that never became ready before the state is "failed".
+        retry_s: delay between further starts then.
+        stop_timeout_s: how long stop() waits for the worker to exit by itself.
+        spin_us: how long an idle thread polls before it sleeps.
+        threads_per_group: threads that share one sequence, its pages split evenly; 0: chosen for
+            speed, up to 8, see :class:`Split`. With several nodes, per node. The same split
+            is used when the caller computes, so results are identical.
+        populate: the worker pre-faults all of the arena in the background, instead of
+            page by page on first access.
     """
 
     ready_timeout_s: float = 30.0
@@ -54,27 +54,27 @@ class WorkerConfig:
 
 @dataclass(frozen=True)
 class WorkerStatus:
-    """A moment's view of the worker. Totals go on over restarts.
+    """A snapshot of the worker's status. Totals continue across restarts.
 
     Attributes:
-        pid: of the living process; None if there is none.
+        pid: of the running process; None if there is none.
         state: "starting", "ready", "restarting", "stopped" or "failed".
         restarts: workers after the first.
         cpus: CPUs of the threads.
         cpu_nodes: the arena's node of each, from 0.
         items: (sequence, part) items computed by workers.
-        pages: pages attended by workers.
-        remote_pages: of these, pages of another node than the thread's.
-        refused: records that a worker refused because a field was out of range, and answers that the
-            caller did because they had infinities or no numbers.
-        busy_us: time that worker threads spent computing, summed.
-        stale: records of another epoch that a worker met and did not serve.
+        pages: pages attended to by workers.
+        remote_pages: of these, pages on another node than the thread's.
+        refused: records that a worker refused because a field was out of range, plus answers that the
+            caller refused because of inf or NaN.
+        busy_us: compute time summed over worker threads.
+        stale: records of another epoch that a worker skipped.
         fallback_pages: pages that the caller computed instead.
         local_tickets: posts that never went to a worker: none was ready, or the slot was busy.
-        late_tickets: waits that ran into wait_timeout_s.
+        late_tickets: waits that hit wait_timeout_s.
         refused_messages: control messages dropped for size, contents or version.
         isa: instruction set of the worker's kernel, "" before the first Ready.
-        last_error: why the last worker ended, or "".
+        last_error: why the last worker exited, or "".
     """
 
     pid: int | None
@@ -97,7 +97,7 @@ class WorkerStatus:
 
 
 def check_machine() -> None:
-    """Raises ConfigError on a processor for which nobody has shown that the ring is right."""
+    """Raises ConfigError on a CPU architecture on which the ring has not been verified."""
     if (machine := platform.machine()) != "x86_64":
         raise ConfigError(
             f"this machine is {machine}: the ring to the attention worker is modelled and tested for the memory "
@@ -124,7 +124,7 @@ def check_nodes(
     """The node of each CPU, from 0.
 
     Args:
-        nodes: CPUs of each of the arena's nodes; may be None where it has one.
+        nodes: CPUs of each of the arena's nodes; may be None if it has one.
         cpus: of the worker.
         num_nodes: of the arena.
     """

@@ -1,4 +1,4 @@
-"""Sizes of an arena: what the decode server and its worker agree on before anything is mapped."""
+"""Sizes of an arena, which the decode server and its worker agree on before anything is mapped."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ class ArenaSpec:
         num_q_heads: HQ, a multiple of H.
         head_dim: D, a multiple of 16 up to 512.
         kv_dtype: one of ``KV_DTYPES``.
-        scale: factor of q·k.
+        scale: softmax scale, a factor on q·k.
         logit_cap: 0 for none; otherwise s = cap * tanh(s / cap).
         max_batch: rows of a record, a multiple of ``lists``.
         max_pages: k, pages per row of a record.
-        num_nodes: memory nodes that the pages are divided among by their index; see ``stripe_pages``.
-        lists: C, lists of pages, and so rows of a record, per request: 1, or H, one for each KV head.
-        context_pages: C, pages of one KV head in each layer, behind the host pages; on the last node.
-        q_dtype: of the queries in a record, ``"float32"``, or ``"bfloat16"`` for a model whose queries are that.
-        checksums: whether there is a word for each page and layer, see ``checksums.py``.
+        num_nodes: NUMA nodes that the pages are striped over by index; see ``stripe_pages``.
+        lists: C, page lists (rows of a record) per request: 1, or H, one for each KV head.
+        context_pages: C, pages of one KV head in each layer, after the host pages; on the last node.
+        q_dtype: of the queries in a record, ``"float32"``, or ``"bfloat16"`` for a model whose queries are bf16.
+        checksums: whether there is a checksum for each page and layer, see ``checksums.py``.
 
     Raises:
         ArenaError: a value is out of range.
@@ -104,7 +104,7 @@ class ArenaSpec:
             raise ArenaError(f"scale={self.scale} is not a positive number")
         if not (math.isfinite(self.logit_cap) and self.logit_cap >= 0):
             raise ArenaError(f"logit_cap={self.logit_cap} is negative or not finite")
-        # The header holds fp32; rounding here makes both processes see equal specs.
+        # The header holds fp32; rounding here makes both processes see identical specs.
         object.__setattr__(self, "scale", float(np.float32(self.scale)))
         object.__setattr__(self, "logit_cap", float(np.float32(self.logit_cap)))
 
@@ -120,18 +120,17 @@ class ArenaSpec:
 
     @property
     def row_heads(self) -> int:
-        """Query heads of a row of a record."""
+        """Query heads per row of a record."""
         return self.num_q_heads // self.lists
 
     @property
     def stripe_pages(self) -> int:
-        """Pages of a node in every plane: page i is of node ``i // stripe_pages``.
+        """Pages per node in every plane: page i is on node ``i // stripe_pages``.
 
-        One stripe per node, as large as can be. So a plane takes ``num_nodes`` calls of mbind, and
-        all of them together stay far below the mappings that a process may have (65530), whatever
-        the model and the memory. Who gets which page is the allocator's choice, so that smaller
-        stripes would balance nothing. Whole huge pages where that costs no node an eighth of its
-        share.
+        One contiguous stripe per node, so that a plane takes ``num_nodes`` calls of mbind, and the total
+        stays far below the per-process limit of mappings (65530) for any model and memory size. The
+        allocator decides which request gets which page, so smaller stripes would not improve balance.
+        Rounded to whole huge pages if that costs no node more than an eighth of its share.
         """
         share = -(-self.num_pages // self.num_nodes)
         whole = _HUGE_PAGE_BYTES // math.gcd(self.page_bytes, _HUGE_PAGE_BYTES)

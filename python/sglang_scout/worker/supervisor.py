@@ -1,9 +1,9 @@
-"""The thread that keeps a worker alive: starts it, listens to it, kills and replaces it.
+"""The thread that supervises a worker: starts it, monitors it, kills and replaces it.
 
-It never looks at records. What it tells the posting side is one number, the epoch of the worker
-that may be given work (``RingProducer.set_live_epoch``): 0 from the moment that something is wrong
-with a worker until the next one is ready. A process is started only when the one before is dead, so
-no two workers ever write to the same arena.
+It never reads records. It passes one number to the posting side, the epoch of the worker that
+may be given work (``RingProducer.set_live_epoch``): 0 from the detection of a failure until the next
+worker is ready. A process is started only when the previous one is dead, so no two workers ever
+write to the same arena.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sglang_scout.worker.process import WorkerProcess
 from sglang_scout.worker.ring import LAYOUT_VERSION
 from sglang_scout.worker.settings import WorkerConfig, check_machine
 
-_STOPPED = ""  # why a worker ended that was told to
+_STOPPED = ""  # exit reason of a worker that was told to stop
 
 
 class Supervisor:
@@ -63,11 +63,11 @@ class Supervisor:
         self.refused_messages = 0
 
     def start(self) -> None:
-        """Starts the thread and the first worker, and waits until that serves.
+        """Starts the thread and the first worker, and waits until that is ready.
 
         Raises:
-            WorkerError: it did not; nothing is left running.
-            ConfigError: it cannot, on this machine.
+            WorkerError: it did not become ready; nothing is left running.
+            ConfigError: this machine is not supported.
         """
         check_machine()
         if self._thread is not None:
@@ -86,7 +86,7 @@ class Supervisor:
             raise WorkerError(error)
 
     def stop(self) -> None:
-        """Ends the worker and the thread; idempotent."""
+        """Stops the worker and the thread; idempotent."""
         thread, self._thread = self._thread, None
         if thread is None:
             return
@@ -100,7 +100,7 @@ class Supervisor:
     def _run(self) -> None:
         try:
             self._keep_running()
-        except Exception as e:  # a defect here must not leave a caller waiting for a worker
+        except Exception as e:  # a bug here must not leave a caller waiting for a worker
             self._log.exception("worker supervisor")
             self.last_error = f"worker supervisor: {e!r}"
             self.state = "failed"
@@ -133,7 +133,7 @@ class Supervisor:
             self.restarts += 1
 
     def _run_process(self) -> float | None:
-        """One worker from start to death. Returns for how long it was ready, None if it never was."""
+        """Runs one worker from start to exit. Returns for how long it was ready, None if it never was."""
         epoch = self._producer.next_epoch()
         self._arena.restore_header()
         try:
@@ -146,7 +146,7 @@ class Supervisor:
         try:
             reason = self._watch(process)
         finally:
-            # In this order: waiting callers compute for themselves, then the process is made dead.
+            # In this order: first waiting callers fall back to computing, then the process is killed.
             self._producer.set_live_epoch(0)
             self.pid = None
             if self.state == "ready":
@@ -157,7 +157,7 @@ class Supervisor:
         return None if self._ready_s is None else time.monotonic() - self._ready_s
 
     def _watch(self, process: WorkerProcess) -> str:
-        """Listens to a worker until something is wrong with it. Returns what."""
+        """Monitors a worker until it fails or is to be stopped. Returns the reason."""
         config = self._config
         tick_s = config.heartbeat_interval_s / 2
         quiet_s = 0.0  # since the last message
@@ -169,8 +169,8 @@ class Supervisor:
             received, ended = process.wait(tick_s, self._wake_fd)
             self._clear_wake()
             now_s = time.monotonic()
-            # If this thread itself was kept from running, that is no silence of the worker's: its
-            # messages have been read above, and a long gap counts as two ticks.
+            # If this thread itself was not scheduled, the worker was not silent: its messages have
+            # been read above, and a long gap is capped at two ticks.
             gap_s, last_s = min(now_s - last_s, 2 * tick_s), now_s
             quiet_s += gap_s
             beat_s += gap_s
@@ -178,8 +178,8 @@ class Supervisor:
                 quiet_s = 0.0
                 if isinstance(message, m.Heartbeat):
                     stats = message.stats
-                    # A worker that is silent may be idle: only what it says itself is a stall. Where this
-                    # thread is starved it reads several at once, each of which stands for an interval.
+                    # Only a heartbeat that reports pending work without progress counts as a stall. A
+                    # starved supervisor reads several at once, each of which stands for an interval.
                     stuck = last.pending and stats.pending and stats.items == last.items
                     spent_s = max(beat_s, config.heartbeat_interval_s)
                     stalled_s = stalled_s + spent_s if stuck else 0.0
