@@ -24,7 +24,7 @@ Attendant::Attendant(const Producer& producer, int64_t poll_us)
   rung_ = load_acquire(&ring_.control()->head);
   sigset_t all, before;
   sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are the main thread's
+  pthread_sigmask(SIG_SETMASK, &all, &before);  // leave signals to the main thread
   thread_ = std::thread([this] { run(); });
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
   pthread_setname_np(thread_.native_handle(), "scout-attendant");
@@ -38,7 +38,7 @@ void Attendant::stop() {
 }
 
 void Attendant::run() {
-  int64_t busy_ns = now_ns();  // when a record was last there
+  int64_t busy_ns = now_ns();  // time of the last record
   while (!stopping_.load(std::memory_order_relaxed)) {
     const uint64_t head = load_acquire(&ring_.control()->head);
     const int64_t now = now_ns();
@@ -47,7 +47,7 @@ void Attendant::run() {
       busy_ns = now;
     }
     answer_orphans(head);
-    // The longer nothing came, the less often: a record waits at most that part of the time before.
+    // Back off in proportion to the idle time: a record is delayed by at most 1 / kIdleShare of it.
     const int64_t pause_us =
         std::max(poll_us_, std::min((now - busy_ns) / 1000 / kIdleShare, kIdlePollUs));
     const timespec pause{pause_us / 1000000, (pause_us % 1000000) * 1000};
@@ -71,8 +71,8 @@ void Attendant::answer_orphans(uint64_t head) {
     if (seq == 0 || epoch_of(seq) == live || post_of(seq) > head) continue;
     ReplyHeader* reply = ring_.reply(slot);
     if (load_acquire(&reply->done) == seq) continue;
-    // A worker that is about to be killed may still write the same rows: they are the same bytes,
-    // as both compute the same pages in the same split.
+    // A worker that is about to be killed may write the same rows concurrently, but the same bytes,
+    // as both compute the same pages with the same split.
     const int64_t pages = compute(slot);
     if (pages > 0) pages_.fetch_add(pages, std::memory_order_relaxed);
     store_relaxed(&reply->status, static_cast<uint32_t>(pages < 0 ? kReplyRefused : kReplyOk));

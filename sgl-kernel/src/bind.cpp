@@ -1,5 +1,5 @@
-// Python module sglang_scout._native. Tensors come as addresses and sizes; shapes and dtypes are
-// checked by the callers (ops/op.py, ops/native.py), page ids here. Every call releases the GIL.
+// Python module sglang_scout._native. Tensors are passed as addresses and sizes; callers check them
+// (ops/op.py, ops/native.py), except page ids, which are checked here. Calls release the GIL.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
@@ -30,7 +30,7 @@ T* at(uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
 
-// Of `known` types, the first ones of DType.
+// Accepts the first `known` values of DType.
 DType checked_dtype(const char* op, int dtype, int known = scout::kDTypes) {
   if (dtype < 0 || dtype >= known) {
     throw nb::value_error((std::string(op) + ": dtype=" + std::to_string(dtype) +
@@ -41,7 +41,7 @@ DType checked_dtype(const char* op, int dtype, int known = scout::kDTypes) {
   return static_cast<DType>(dtype);
 }
 
-// For checks in loops over pages: the text is made only when it is needed.
+// For checks in loops over pages: the message is only built on failure.
 template <class Message>
 void require_lazily(bool condition, const Message& message) {
   if (!condition) throw std::invalid_argument(message());
@@ -131,7 +131,7 @@ void rotate_pages(uintptr_t k, uintptr_t v, int heads, int dim, int dtype, uintp
                        heads, dim});
 }
 
-// Grows to the largest table seen by its thread.
+// Thread-local; grows to the largest size requested.
 float* scratch(size_t floats) {
   thread_local std::unique_ptr<float[]> buffer;
   thread_local size_t capacity = 0;

@@ -1,5 +1,5 @@
-// Python bindings of residency.h, with numpy arrays. They keep the GIL: it can take 5 ms to get
-// back from a busy thread, and the passes take less than one.
+// Python bindings of residency.h, with numpy arrays. They keep the GIL: reacquiring it from a busy
+// thread can take 5 ms, and the passes take less than one.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
@@ -25,7 +25,7 @@ void require(bool condition, const char* op, const char* message) {
   if (!condition) throw nb::value_error((std::string(op) + ": " + message).c_str());
 }
 
-// An array that owns what was found.
+// An array that takes ownership of the values.
 template <class T>
 nb::ndarray<nb::numpy, T, nb::ndim<1>> handed_over(std::vector<T>&& values) {
   auto* const kept = new std::vector<T>(std::move(values));
@@ -33,7 +33,7 @@ nb::ndarray<nb::numpy, T, nb::ndim<1>> handed_over(std::vector<T>&& values) {
   return {kept->data(), {kept->size()}, owner};
 }
 
-// Memory of the residency as an array, which keeps it alive.
+// A view of the residency's memory that keeps it alive.
 template <class T>
 using View = nb::ndarray<nb::numpy, T>;
 
@@ -152,7 +152,7 @@ auto vacate(Residency& r, const Keys& layers, const Keys& slots) {
 }  // namespace
 
 void bind_residency(nb::module_& m) {
-  // Nothing is converted: ids of another size would be other pages.
+  // No implicit conversion: ids of another width are an error.
   const auto exact = [](const char* name) { return nb::arg(name).noconvert(); };
   const auto inside = nb::rv_policy::reference_internal;
   m.def("count_pages", &count_pages, exact("pages"), "How many pages each row has.");

@@ -1,6 +1,6 @@
 // Python bindings of the ring: RingProducer and RingAttendant (decode server), RingRuntime (worker
 // process).
-// Buffers come as addresses; the Python side has checked dtype, shape and contiguity.
+// Buffers are passed as addresses; the Python side has checked dtype, shape and contiguity.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -26,8 +26,8 @@ using scout::Attendant;
 using scout::Producer;
 using scout::Runtime;
 
-// Copies below this size keep the GIL: giving it up can cost a switch interval (5 ms) to get it
-// back from a busy thread, a copy of this size costs tens of microseconds.
+// Copies below this size keep the GIL: reacquiring it from a busy thread can take a switch interval
+// (5 ms), while a copy of this size takes tens of microseconds.
 constexpr uint64_t kSmallCopyBytes = 512 * 1024;
 
 template <class T>
@@ -71,7 +71,7 @@ nb::dict totals(const Producer& self) {
   return d;
 }
 
-// A field of a shared struct, as numpy's dtype takes it.
+// A field of a shared struct, for a numpy dtype.
 struct Field {
   const char* name;
   size_t offset;

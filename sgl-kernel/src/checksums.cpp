@@ -14,7 +14,7 @@ constexpr uint64_t kLeadBytes = 2048;
 constexpr int kTaskPages = 8;  // (layer, page) pairs of a task
 
 struct Tables {
-  uint32_t of[8][256];  // of[j][x]: byte x with j bytes behind it
+  uint32_t of[8][256];  // of[j][x]: byte x followed by j zero bytes
 
   Tables() {
     for (uint32_t x = 0; x < 256; ++x) {
@@ -42,7 +42,7 @@ uint64_t word_at(const char* from) {
 }
 
 #ifdef SCOUT_X86
-// As an instruction, not a built-in function, which would need a file of its own for SSE4.2.
+// Inline asm rather than a builtin, which would need a separate file compiled for SSE4.2.
 inline uint32_t add_word_sse42(uint32_t crc, uint64_t word) {
   uint64_t sum = crc;
   asm("crc32q %1, %0" : "+r"(sum) : "rm"(word));
@@ -50,7 +50,7 @@ inline uint32_t add_word_sse42(uint32_t crc, uint64_t word) {
 }
 #endif
 
-// Product of polynomials modulo that of CRC-32C; bit 31 is x^0.
+// Product of polynomials modulo the CRC-32C polynomial; bit 31 is x^0.
 uint32_t multiply(uint32_t a, uint32_t b) {
   uint32_t product = 0;
   for (uint32_t bit = 1u << 31; bit != 0; bit >>= 1) {
@@ -60,7 +60,7 @@ uint32_t multiply(uint32_t a, uint32_t b) {
   return product;
 }
 
-// What so many more bytes multiply a CRC by: x^(8 bytes). Kept, as pages are of one size.
+// x^(8 bytes): multiplies a CRC for that many bytes appended. Cached, as page sizes are equal.
 uint32_t shift_by(uint64_t bytes) {
   static thread_local uint64_t known = 0;
   static thread_local uint32_t shift = 0;
@@ -72,7 +72,7 @@ uint32_t shift_by(uint64_t bytes) {
   return shift = result;
 }
 
-// Four lanes, as one would wait for each of its words; hints as in attend_kernel.h.
+// Four independent lanes to hide the latency of crc32; prefetches as in attend_kernel.h.
 template <uint32_t (*kAdd)(uint32_t, uint64_t)>
 uint32_t checksum(const char* k, const char* v, uint64_t bytes) {
   uint32_t lane[] = {~0u, 0, 0, 0};
@@ -110,7 +110,7 @@ uint32_t page_checksum(const void* k, const void* v, uint64_t bytes) {
   const auto* first = static_cast<const char*>(k);
   const auto* second = static_cast<const char*>(v);
 #ifdef SCOUT_X86
-  // No CPU has AVX2 without SSE4.2.
+  // AVX2 implies SSE4.2.
   if (current_isa() >= Isa::kAvx2) return checksum<add_word_sse42>(first, second, bytes);
 #endif
   return checksum<add_word>(first, second, bytes);
@@ -123,7 +123,7 @@ bool is_sound(const Ring& ring, uint32_t layer, int64_t page) {
   if ((word & kDamaged) != 0) return false;
   if ((word & kSealed) == 0) return true;
   if (checksum_of(ring, layer, page) == static_cast<uint32_t>(word)) return true;
-  // A page that was freed meanwhile may be somebody else's by now: then its word has changed.
+  // If the page was freed meanwhile and reused, its word has changed and the exchange fails.
   if (__atomic_compare_exchange_n(at, &word, word | kDamaged, false, __ATOMIC_ACQ_REL,
                                   __ATOMIC_ACQUIRE))
     __atomic_fetch_add(&ring.bell()->damaged, 1u, __ATOMIC_RELEASE);

@@ -1,5 +1,5 @@
-// Sums of a query over the bits of a page, exactly: of every four channels a table of all sums in
-// fp32.
+// Exact sums of a query over the sign bits of a page, with an fp32 lookup table of all 16 sums for
+// every four channels.
 #pragma once
 
 #include <cstddef>
@@ -11,11 +11,11 @@ namespace scout {
 namespace {
 
 struct CodeSums {
-  // What a query head brings along; its table has table_floats(dim) floats.
+  // Per query head, in addition to its table of table_floats(dim) floats.
   struct Query {};
   static ptrdiff_t table_floats(int dim) { return 4 * dim; }
 
-  // sums [dim / 4, 16]: of +-q over four channels, + where the index has a bit.
+  // sums [dim / 4, 16]: of +-q over four channels, + where the bit of the index is set.
   static void make_table(const float* sums, int dim, float* table, Query&) {
     __builtin_memcpy(table, sums, sizeof(float) * 4 * dim);
   }
@@ -26,7 +26,7 @@ struct CodeSums {
     groups = of_dim / 4;
   }
 
-  // sum_d q_d level_d of every token, in units of its scale and of what is returned: levels [32].
+  // levels [32]: sum_d q_d level_d of every token, to be multiplied by its scale and the result.
   float add_up(const float* table, const Query&, float* levels) const {
     const float weights[2] = {bits == 1 ? kOneBit : kFirst, kSecond};
     for (int t = 0; t < kRotatedTokens; ++t) levels[t] = 0.0f;
@@ -43,7 +43,7 @@ struct CodeSums {
     return 1.0f;
   }
 
-  // The scales of the tokens in the order of levels.
+  // The tokens' scales in the order of levels.
   static void scales(const uint8_t* bf16, float* to) {
     for (int t = 0; t < kRotatedTokens; ++t) {
       uint16_t half;
@@ -53,7 +53,7 @@ struct CodeSums {
     }
   }
 
-  // The norms of the tokens, as steps, in the order of levels.
+  // The tokens' value norms, in steps, in the order of levels.
   static void norms(const uint8_t* steps, float* to) {
     for (int t = 0; t < kRotatedTokens; ++t) to[t] = steps[t];
   }

@@ -1,6 +1,6 @@
-// Sums of a query over the bits of a page by table lookup, as in FAISS FastScan (arXiv:1704.07355):
-// the sums of +-q over four channels are the 16 bytes of a table, four bits of a token choose one,
-// and one shuffle serves 32 of them. Two lookups are added in 8 bits, the rest in 16.
+// Sums of a query over the sign bits of a page by table lookup, as in FAISS FastScan
+// (arXiv:1704.07355): the sums of +-q over four channels are a table of 16 bytes, four bits of a
+// token are the index, and one shuffle does 32 lookups. Pairs are added in 8 bits, the rest in 16.
 #pragma once
 
 #include <immintrin.h>
@@ -13,7 +13,7 @@
 namespace scout {
 namespace {
 
-// One plane of a page, or both side by side.
+// Vector operations on one plane of a page; BothPlanes has both, one in each half.
 struct Plane {
   using I = __m256i;
   static constexpr int kPlanes = 1;
@@ -62,20 +62,20 @@ struct BothPlanes {
 #endif
 
 struct CodeSums {
-  static constexpr int kBlock = 32;  // bytes of a row at once: 16 columns in either lane
+  static constexpr int kBlock = 32;  // bytes of a row per iteration: 16 columns in each lane
   static constexpr float kSteps =
-      125.0f;  // of two tables: with their rounding they reach up to 254
+      125.0f;  // of a pair of tables: with rounding their sum is at most 254
 
-  // What a query head brings along; its table has table_floats(dim) floats.
+  // Per query head, in addition to its table of table_floats(dim) floats.
   struct Query {
-    float step;      // of the table
-    int16_t offset;  // sum of the tables' zeros
+    float step;      // quantization step of the table
+    int16_t offset;  // sum of the tables' zero points
   };
 
   static ptrdiff_t table_floats(int dim) { return (dim / 4 + kBlock - 1) / kBlock * 4 * kBlock; }
 
-  // sums [dim / 4, 16]: of +-q over four channels, + where the index has a bit. In the table's
-  // column c of a block the lanes are groups c and 16 + c of the block.
+  // sums [dim / 4, 16]: of +-q over four channels, + where the bit of the index is set. Column c of
+  // a block of the table holds groups c and 16 + c of the block in its two lanes.
   static void make_table(const float* sums, int dim, float* table, Query& query) {
     const int groups = dim / 4;
     float peaks[kRotatedMaxDim / 4];
@@ -106,7 +106,7 @@ struct CodeSums {
     query.offset = static_cast<int16_t>(offset);
   }
 
-  // The planes of a page and head, as indices into tables.
+  // Unpacks the planes of a page and head into table indices.
   void load(const uint8_t* planes, int of_bits, int dim) {
     bits = of_bits;
     pairs = 0;
@@ -122,7 +122,7 @@ struct CodeSums {
     }
   }
 
-  // sum_d q_d level_d of every token, in units of its scale and of what is returned: levels [32].
+  // levels [32]: sum_d q_d level_d of every token, to be multiplied by its scale and the result.
   float add_up(const float* table, const Query& query, float* levels) const {
     __m256i even[2], odd[2];
     even[1] = odd[1] = _mm256_setzero_si256();
@@ -149,8 +149,8 @@ struct CodeSums {
     return (bits == 1 ? kOneBit : kFirst) / kUnit * query.step;
   }
 
-  // The scales of the tokens in the order of levels: first the even ones, 0..7 and 16..23 before
-  // the rest.
+  // The tokens' scales in the order of levels: even tokens first; within each half, tokens 0..7 and
+  // 16..23 before the rest.
   static void scales(const uint8_t* bf16, float* to) {
     const auto* const from = reinterpret_cast<const __m256i*>(bf16);
     const Pairs pairs(_mm256_loadu_si256(from), _mm256_loadu_si256(from + 1));
@@ -161,7 +161,7 @@ struct CodeSums {
     }
   }
 
-  // Their norms, as steps, in the same order.
+  // Their value norms, in steps, in the same order.
   static void norms(const uint8_t* steps, float* to) {
     const auto* const from = reinterpret_cast<const __m128i*>(steps);
     const Pairs pairs(_mm256_cvtepu8_epi16(_mm_loadu_si128(from)),
@@ -176,7 +176,7 @@ struct CodeSums {
   }
 
  private:
-  // Of tokens 0..15 and 16..31, 16 bits each: 0..7 and 16..23, and the others.
+  // From tokens 0..15 and 16..31, 16 bits each: 0..7 and 16..23, and the others.
   struct Pairs {
     Pairs(__m256i low, __m256i high)
         : words{_mm256_permute2x128_si256(low, high, 0x20),
@@ -186,8 +186,8 @@ struct CodeSums {
 
   static constexpr int kPlaneIndices = kRotatedMaxDim / 4 * kRotatedTokens;
 
-  // Transposes the 16 rows of each block: of column c, by pairs of columns, tokens 0..15,
-  // then 16..31.
+  // Transposes the 16 rows of each block: for each column, in pairs of columns, tokens 0..15, then
+  // 16..31.
   template <class P>
   static int make_indices(const uint8_t* rows, ptrdiff_t plane_bytes, int dim, uint8_t* to) {
     const int row_bytes = dim / 4;
@@ -214,7 +214,7 @@ struct CodeSums {
     return (row_bytes / kBlock * 16 + (row_bytes % kBlock < 16 ? row_bytes % kBlock : 16)) / 2;
   }
 
-  // Of the eight bits that number row and byte the first becomes the last.
+  // Rotates the eight bits of the (row, byte) index: the first becomes the last.
   template <class P>
   static void interleave(const typename P::I (&x)[16], typename P::I (&y)[16]) {
 #pragma GCC unroll 8
@@ -224,7 +224,7 @@ struct CodeSums {
     }
   }
 
-  // even, odd [planes]: the sums of tokens 0, 2 .. 14 and 16 .. 30, and of those behind them.
+  // even, odd [planes]: the sums of tokens 0, 2 .. 14 and 16 .. 30, and of those after them.
   template <class P>
   void add_plane(const uint8_t* at, const float* table, const Query& query, __m256i* even,
                  __m256i* odd) const {
@@ -250,7 +250,7 @@ struct CodeSums {
     }
   }
 
-  // The sums of the lanes of a, then those of b.
+  // The sum of the two lanes of a, then that of b.
   static __m256i both_lanes(__m256i a, __m256i b) {
     return _mm256_add_epi16(_mm256_permute2x128_si256(a, b, 0x20),
                             _mm256_permute2x128_si256(a, b, 0x31));

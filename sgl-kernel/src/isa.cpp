@@ -39,7 +39,7 @@ std::atomic<int>& selected() {
 
 Isa best_isa() {
 #ifdef SCOUT_X86
-  // These also ask the operating system (XGETBV) whether it saves the wide registers.
+  // These also check (XGETBV) that the operating system saves the wide registers.
   __builtin_cpu_init();
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
                     __builtin_cpu_supports("f16c");

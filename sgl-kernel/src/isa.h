@@ -1,16 +1,16 @@
-// Which instruction set the kernels use. A family without a variant for one takes the one below it.
+// Which instruction set the kernels use. A kernel without a variant for one uses the next lower.
 #pragma once
 
 namespace scout {
 
-// Each has what those before it have: compare with >=.
+// Each is a superset of those before it: compare with >=.
 enum class Isa : int { kPortable = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Bf16 = 3 };
 inline constexpr int kNumIsas = 4;
 
 // The best that this machine and operating system support.
 Isa best_isa();
 
-// What the kernels use now: best_isa(), lowered by SCOUT_ISA (read once) or by set_isa.
+// What the kernels currently use: best_isa(), lowered by SCOUT_ISA (read once) or by set_isa.
 Isa current_isa();
 
 // Selects by name; false (and nothing changes) if the name is unknown or the machine cannot run it.

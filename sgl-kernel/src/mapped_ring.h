@@ -1,4 +1,4 @@
-// The ring of ring.h as one process has it mapped: checked once, then addresses of its parts.
+// One process's mapping of the ring of ring.h: validated once, then typed access to its parts.
 #pragma once
 
 #include <climits>
@@ -12,11 +12,11 @@
 
 namespace scout {
 
-// A mapped ring. The header is a private, checked copy: a later change of the shared one moves
-// nothing.
+// A mapped ring. The header is a private, validated copy, immune to later changes of the shared
+// one.
 class Ring {
  public:
-  // Returns an empty string, or why `bytes` at `base` are no ring of this version.
+  // Returns an empty string, or why `bytes` at `base` are not a ring of this version.
   std::string open(void* base, uint64_t bytes) {
     base_ = static_cast<char*>(base);
     if (base == nullptr || bytes < kHeaderBytes) return "the mapping is smaller than a header";
@@ -37,7 +37,7 @@ class Ring {
         uint64_t{h_.stripe_pages} * h_.num_nodes < static_cast<uint64_t>(h_.num_pages) ||
         h_.context_pages > INT32_MAX || id_end(h_) > INT32_MAX)
       return "a size in the header is out of range";
-    // The planes alone may need more than 64 bits can say.
+    // First, as the size of all planes may overflow 64 bits.
     if (plane_bytes(h_) > bytes / (2 * h_.num_layers) || h_.total_bytes > bytes)
       return "the header asks for more bytes than the " + std::to_string(bytes) + " mapped";
     Header expected = h_;
@@ -70,8 +70,8 @@ class Ring {
     return at<char>(h_.records_offset + slot * h_.record_stride + h_.q_offset) +
            row * q_floats() * query_bytes(h_);
   }
-  // Queries as a record holds them. 16 bits are rounded to the nearest even: those of a 16-bit
-  // model stay what they are.
+  // Stores queries in the record's dtype. bf16 is rounded to nearest even, so queries of a bf16
+  // model are exact.
   void store_queries(const float* q, uint64_t count, void* to) const {
     if (h_.q_dtype == 0) {
       std::memcpy(to, q, count * sizeof(float));
@@ -85,7 +85,7 @@ class Ring {
       bits[i] = nan ? 0x7fc0 : static_cast<uint16_t>((word + 0x7fffu + (word >> 16 & 1)) >> 16);
     }
   }
-  // A row of them as fp32: where it lies, or in `scratch` [q_floats].
+  // A row of queries as fp32: in place, or converted into `scratch` [q_floats].
   const float* load_query(const void* q, float* scratch) const {
     if (h_.q_dtype == 0) return static_cast<const float*>(q);
     const auto* bits = static_cast<const uint16_t*>(q);
@@ -133,7 +133,7 @@ class Ring {
     pages.kv_heads = pages.stored_heads = 1;
     return pages;
   }
-  // The word of a page, or null if there is none, as of a context page.
+  // The checksum word of a page, or null if it has none, like a context page.
   uint64_t* checksum(uint32_t layer, int64_t page) const {
     if (h_.checksums_offset == 0 || page >= h_.num_pages) return nullptr;
     return at<uint64_t>(h_.checksums_offset) + layer * h_.num_pages + page;

@@ -7,15 +7,15 @@
 namespace scout {
 namespace {
 
-// 16-bit and 8-bit floats order like sign-magnitude integers; flipping the magnitude of negative ones makes
-// that the order of integers. The mapping is its own inverse.
+// 16-bit and 8-bit floats order like sign-magnitude integers; flipping the magnitude bits of
+// negative ones gives integer order. The mapping is its own inverse.
 template <typename T>
 inline T ordered(T bits) {
   constexpr int kMagnitude = sizeof(T) == 2 ? 0x7fff : 0x7f;
   return static_cast<T>(bits ^ ((bits >> 15) & kMagnitude));
 }
 
-constexpr int kBlock = 64;  // columns whose extremes stay in registers or L1 over all tokens
+constexpr int kBlock = 64;  // columns whose minimum and maximum stay in registers or L1
 
 // write(column, smallest, largest) for all columns.
 template <typename T, typename Write>
@@ -37,7 +37,7 @@ void digest_narrow(const T* page, int32_t tokens, ptrdiff_t columns, const Write
   }
 }
 
-// The number that a byte of fp8 counts as, see attend.h.
+// The value of an fp8 byte, see attend.h.
 float fp8_value(uint8_t bits, DType type) {
   const int mantissa_bits = type == DType::kE4M3 ? 3 : 2;
   const int bias = type == DType::kE4M3 ? 7 : 15;
@@ -50,7 +50,7 @@ float fp8_value(uint8_t bits, DType type) {
   return bits & 0x80 ? -value : value;
 }
 
-// Of all bytes of fp8 what they are in another type, as its bits; all of them are exact there.
+// Lookup table from fp8 bytes to the bits of the same value in another type; all are exact.
 struct Widened {
   uint32_t bits[256];
 
@@ -68,7 +68,7 @@ struct Widened {
     const uint32_t sign = single >> 16 & 0x8000u, magnitude = single & 0x7fffffffu;
     if (magnitude >= 0x7f800000u) return sign | 0x7c00u | (magnitude >> 13 & 0x3ffu);
     if (magnitude >= 113u << 23) return sign | (magnitude - (112u << 23)) >> 13;
-    float value;  // a denormal or zero: a multiple of 2^-24
+    float value;  // a subnormal or zero: a multiple of 2^-24
     std::memcpy(&value, &magnitude, sizeof value);
     return sign | static_cast<uint32_t>(std::ldexp(value, 24));
   }
@@ -80,7 +80,7 @@ void digest_f32(const float* page, int32_t tokens, ptrdiff_t columns, float* low
   for (int32_t t = 1; t < tokens; ++t) {
     const float* row = page + t * columns;
     for (ptrdiff_t c = 0; c < columns; ++c) {
-      const bool is_nan = row[c] != row[c];  // and stays, as comparisons with it are false
+      const bool is_nan = row[c] != row[c];  // sticky, as comparisons with NaN are false
       low[c] = row[c] < low[c] || is_nan ? row[c] : low[c];
       high[c] = row[c] > high[c] || is_nan ? row[c] : high[c];
     }

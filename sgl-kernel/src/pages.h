@@ -1,4 +1,4 @@
-// Moving pages and summarising them. Plain code: both are bound by memory.
+// Copies pages and builds their min/max digests. Plain code: both are memory-bound.
 #pragma once
 
 #include <cstdint>
@@ -11,9 +11,9 @@ namespace scout {
 void copy_pages(const void* src, void* dst, int64_t page_bytes, const int64_t* src_ids,
                 const int64_t* dst_ids, int64_t n);
 
-// Per page ids[i], head and column the smallest and largest K over the page's tokens, exact,
-// written to row ids[i] of kmin and kmax [P, H, D] of type `to`: that of k [P, S, H, D], or, of fp8,
-// a wider one. A NaN is the smallest or the largest or both; -0 counts as smaller than +0, except in
+// For each page ids[i], head and column the exact minimum and maximum of K over the page's tokens,
+// written to row ids[i] of kmin and kmax [P, H, D] of type `to`: that of k [P, S, H, D], or a wider
+// one if k is fp8. A NaN becomes the minimum, the maximum or both; -0 orders below +0, except in
 // fp32.
 void digest_pages(const void* k, int32_t page_size, int32_t kv_heads, int32_t head_dim, DType dtype,
                   const int64_t* ids, int64_t n, DType to, void* kmin, void* kmax);

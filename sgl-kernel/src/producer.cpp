@@ -17,8 +17,8 @@ namespace {
                               std::to_string(lo) + ".." + std::to_string(hi));
 }
 
-// Whether attention can have had this result: nothing is infinite or no number, but for the lse of
-// a row without pages, -inf.
+// Whether this can be a result of attention: no inf or NaN, except lse = -inf of a row without
+// pages.
 bool is_sound(const float* out, uint64_t values, const float* lse, uint64_t heads) {
   constexpr uint32_t kNotFinite = 0x7f800000u;
   uint32_t bad = 0, bits;
@@ -36,11 +36,11 @@ Producer::Producer(void* base, uint64_t bytes) {
   const std::string why = ring_.open(base, bytes);
   if (!why.empty()) throw std::invalid_argument("ring producer: " + why);
   slots_.resize(ring_.num_slots());
-  // An arena may see several producers, one after the other. Later these numbers are kept here
-  // alone: a worker can write to the shared ones.
+  // An arena may have several producers in succession. From here on the private copies of these
+  // numbers are authoritative: a worker may corrupt the shared ones.
   posts_ = load_acquire(&ring_.control()->head);
   last_epoch_ = load_relaxed(&ring_.control()->epoch);
-  // What the one before left in the ring may still be served by a worker that outlived it.
+  // Records of the previous producer may still be served by a worker that outlived it.
   for (uint32_t i = 0; i < ring_.num_slots(); ++i)
     slots_[i].seq = load_acquire(&ring_.record(i)->seq);
   store_relaxed(&ring_.control()->trace, 0u);
@@ -50,7 +50,7 @@ uint32_t Producer::next_epoch() {
   const uint32_t epoch = last_epoch_.load(std::memory_order_relaxed) + 1;
   if (epoch >> 24 != 0) throw std::runtime_error("ring producer: epochs are used up");
   last_epoch_.store(epoch, std::memory_order_relaxed);
-  store_relaxed(&ring_.control()->epoch, epoch);  // for the producer after this one
+  store_relaxed(&ring_.control()->epoch, epoch);  // for the next producer
   return epoch;
 }
 
@@ -82,7 +82,7 @@ uint64_t Producer::post(uint32_t layer, uint64_t step, uint32_t rows, const floa
     throw std::invalid_argument("post: " + std::to_string(rows) + " rows are no multiple of the " +
                                 std::to_string(h.lists) + " lists of a request");
   if (parts > kMaxParts) fail("parts", parts, 0, kMaxParts);
-  int64_t sequences = 0, listed = 0, largest = 0, total = 0;  // total: those that are no padding
+  int64_t sequences = 0, listed = 0, largest = 0, total = 0;  // total: without padding
   for (uint32_t b = 0; b < rows; ++b) {
     const int64_t limit = k < h.max_pages ? k : h.max_pages;
     if (n_pages[b] < 0 || n_pages[b] > limit) fail("n_pages", n_pages[b], 0, limit, b);
@@ -157,7 +157,7 @@ Producer::Reply Producer::wait(uint64_t ticket, uint32_t layer, uint64_t step, i
       if (is_sound(out, values, lse, heads)) return reply;
       add_own<int64_t>(&refused_answers_, 1);
     }
-    // No worker can write a record, so q is still there; the ids are checked copies.
+    // No worker can write a record, so q is intact; the ids are checked copies.
     compute(layer, slot, ring_.q(index, 0), out, lse);
   } else {
     compute(layer, slot, slot.q.data(), out, lse);
@@ -191,7 +191,7 @@ void Producer::publish(uint32_t index, uint32_t live, uint32_t layer, uint64_t s
   const uint32_t nodes = ring_.header().num_nodes;
   for (uint32_t node = 0; node < nodes; ++node)
     store_relaxed(&claim[node], (post & kPostMask) << 24 | kClosed);
-  full_fence();  // nobody claims an item of the old record from here on
+  full_fence();  // from here on no item of the previous record can be claimed
   SCOUT_POINT(kClosed, index);
   store_relaxed(&record->seq, slot.seq);
   store_relaxed(&record->layer, layer);
@@ -230,7 +230,7 @@ void Producer::publish(uint32_t index, uint32_t live, uint32_t layer, uint64_t s
 
 bool Producer::await_done(uint32_t index, uint64_t seq, int64_t begin_ns, int64_t timeout_us,
                           int64_t spin_us) {
-  constexpr int64_t kSliceUs = 10000;  // between looks at the live epoch
+  constexpr int64_t kSliceUs = 10000;  // interval of checks of the live epoch
   ReplyHeader* reply = ring_.reply(index);
   const uint32_t epoch = static_cast<uint32_t>(epoch_of(seq));
   const int64_t spin_until_ns = begin_ns + spin_us * 1000;
@@ -238,7 +238,7 @@ bool Producer::await_done(uint32_t index, uint64_t seq, int64_t begin_ns, int64_
     const uint64_t done = load_acquire(&reply->done);
     if (done == seq) return load_relaxed(&reply->status) == kReplyOk;
     if (live_epoch_.load(std::memory_order_acquire) != epoch)
-      // Lost. An answer that was completed just before still counts.
+      // The worker died. An answer completed just before still counts.
       return load_acquire(&reply->done) == seq && load_relaxed(&reply->status) == kReplyOk;
     const int64_t now = now_ns();
     if (now < spin_until_ns) {

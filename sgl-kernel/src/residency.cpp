@@ -7,7 +7,7 @@ namespace scout {
 namespace {
 
 constexpr float kNone = std::numeric_limits<float>::infinity();
-constexpr int64_t kAhead = 16;  // pages; every one is other lines of memory
+constexpr int64_t kAhead = 16;  // prefetch distance in pages, each on different cache lines
 constexpr int32_t kFree = -1;
 constexpr int32_t kReserved = -2;
 
@@ -61,7 +61,7 @@ bool reserve(Residency& r, const int64_t* keys, int64_t n, Reserved* reserved) {
   }
   for (int64_t layer = 0; layer < r.num_layers; ++layer) {
     r.num_free[layer] -= counts[layer];
-    counts[layer] = r.num_free[layer];  // from now on, where its next slot stands
+    counts[layer] = r.num_free[layer];  // from here on the position of its next free slot
   }
   for (int64_t i = 0; i < n; ++i) {
     const int64_t layer = keys[i] / r.num_pages, page = keys[i] % r.num_pages;

@@ -7,18 +7,18 @@
 namespace scout {
 namespace {
 
-// How many pages ahead a line is asked for: enough for the latency of memory, few enough to be
-// there when its turn comes.
+// Prefetch distance in pages: enough to hide memory latency, few enough not to be evicted before
+// use.
 constexpr int64_t kAhead = 256;
 
 constexpr float kNone = std::numeric_limits<float>::infinity();
 
-constexpr int64_t kBlock = 32;                  // slots that are looked at together
+constexpr int64_t kBlock = 32;                  // slots examined together
 constexpr uint32_t kNoFrequency = 0x7fffffffu;  // more than the bits of any frequency
 
-// In the order of frequency, which is not negative.
+// Bits that order like the (non-negative) frequency.
 uint32_t bits_of(float frequency) {
-  frequency += 0.0f;  // of -0.0 too
+  frequency += 0.0f;  // -0.0 becomes +0.0
   uint32_t bits;
   std::memcpy(&bits, &frequency, sizeof(bits));
   return bits;
@@ -30,7 +30,7 @@ float frequency_of(uint32_t bits) {
   return frequency;
 }
 
-// A slot as what it is ordered by: frequency, then stamp; then where it stands.
+// A slot with its sort key: frequency, then stamp, then slot index.
 struct RankedSlot {
   uint64_t key;
   int64_t slot;
@@ -49,7 +49,7 @@ bool are_valid(const Residency& r, const LayerPageIds& pages) {
     if (pages.layers[i] < 0 || pages.layers[i] >= r.num_layers) return false;
     for (int64_t b = 0; b < pages.rows; ++b) {
       const int32_t* const ids = pages.row(i, b);
-      int32_t bad = 0;  // as wide as what it is made of, or the loop is not vectorised
+      int32_t bad = 0;  // as wide as the ids, or the loop is not vectorized
       for (int64_t j = 0; j < pages.k; ++j) bad |= (ids[j] < -1) | (ids[j] >= num_pages);
       if (bad) return false;
     }
@@ -76,7 +76,7 @@ void touch_pages(Residency& r, const LayerPageIds& pages, const float* weights, 
     const int64_t layer = pages.layers[i];
     PageUse* const of_page = r.uses.data() + layer * r.num_pages;
     for (int64_t b = 0; b < pages.rows; ++b) {
-      // One by one: many at once wait for each other.
+      // Prefetch one at a time: bursts stall.
       const int64_t next = std::min(i * pages.rows + b + rows_ahead, all_rows - 1);
       const int32_t* const next_ids = pages.row(next / pages.rows, next % pages.rows);
       PageUse* const of_next = r.uses.data() + pages.layers[next / pages.rows] * r.num_pages;
@@ -90,7 +90,7 @@ void touch_pages(Residency& r, const LayerPageIds& pages, const float* weights, 
         use.stamp = step;
       }
     }
-    // While the layer's lines are in the cache; those of pages that were not selected are not.
+    // Done while the layer's lines are cached; those of unselected pages need prefetching.
     const int32_t* const page_of = r.page_of.data() + layer * r.num_slots;
     float* const slot_frequency = r.slot_frequency.data() + layer * r.num_slots;
     int32_t* const slot_stamp = r.slot_stamp.data() + layer * r.num_slots;
@@ -126,18 +126,18 @@ int64_t protect_pages(Residency& r, const int64_t* pages, int64_t n, int32_t ste
 FoundSlots least_frequent_slots(const Residency& r, const int64_t* counts, int32_t before_step,
                                 const float* below) {
   FoundSlots found;
-  std::vector<RankedSlot> heap;  // the least frequent so far, the most frequent of them on top
+  std::vector<RankedSlot> heap;  // max-heap of the least frequent so far
   for (int64_t layer = 0; layer < r.num_layers; ++layer) {
     const size_t count = static_cast<size_t>(std::clamp<int64_t>(counts[layer], 0, r.num_slots));
     if (count == 0) continue;
     const float* const frequency = r.slot_frequency.data() + layer * r.num_slots;
     const int32_t* const stamp = r.slot_stamp.data() + layer * r.num_slots;
     heap.clear();
-    float highest = below[layer];  // of those that are still of interest
+    float highest = below[layer];  // upper bound for candidates
     const auto look_at = [&](int64_t slot) {
-      if (!(frequency[slot] < below[layer])) return;  // nor has a slot without a page
+      if (!(frequency[slot] < below[layer])) return;  // also rejects slots without a page (inf)
       const uint32_t age =
-          static_cast<uint32_t>(stamp[slot]) ^ 0x80000000u;  // in order as unsigned
+          static_cast<uint32_t>(stamp[slot]) ^ 0x80000000u;  // order-preserving as unsigned
       const RankedSlot next{static_cast<uint64_t>(bits_of(frequency[slot])) << 32 | age, slot};
       if (heap.size() == count) {
         if (!(next < heap.front())) return;
@@ -151,7 +151,7 @@ FoundSlots least_frequent_slots(const Residency& r, const int64_t* counts, int32
     const auto may_be_wanted = [&](int64_t slot) -> int {
       return (frequency[slot] <= highest) & (stamp[slot] < before_step);
     };
-    // Few of many are wanted: most blocks of slots have nothing of interest.
+    // Few of many are wanted: most blocks have no candidates.
     for (int64_t first = 0; first < r.num_slots; first += kBlock) {
       const int64_t end = std::min(first + kBlock, r.num_slots);
       if (end - first == kBlock) {
@@ -159,7 +159,7 @@ FoundSlots least_frequent_slots(const Residency& r, const int64_t* counts, int32
         for (int64_t i = 0; i < kBlock; ++i) any |= may_be_wanted(first + i);
         if (!any) continue;
       }
-      // Found first, looked at then: which slots they are, nobody can foretell.
+      // Compact candidates without branches first, as which slots they are is unpredictable.
       int64_t found_here[kBlock], count_here = 0;
       for (int64_t slot = first; slot < end; ++slot) {
         found_here[count_here] = slot;
@@ -181,10 +181,10 @@ FoundPages most_frequent_pages(const Residency& r, const LayerPageIds& pages, co
                                const bool* is_first, const int64_t* limits) {
   FoundPages found;
   std::vector<int32_t> missed(pages.rows * pages.k);
-  // The smaller the better: is of a later row, rarity, page.
+  // Sort keys, ascending: is of a later row, rarity, page.
   std::vector<uint64_t> wanted(missed.size());
-  // For which layer of which call a page was seen last. Kept, since to clear it takes longer than
-  // all else where there are many pages.
+  // The (call, layer) counter at which each page was last seen. Persistent, since clearing it would
+  // dominate with many pages.
   static thread_local std::vector<uint32_t> seen_for;
   static thread_local uint32_t now = 0;
   if (static_cast<int64_t>(seen_for.size()) < r.num_pages) seen_for.resize(r.num_pages, 0);
@@ -197,8 +197,8 @@ FoundPages most_frequent_pages(const Residency& r, const LayerPageIds& pages, co
       std::fill(seen_for.begin(), seen_for.end(), 0u);
       now = 1;
     }
-    // First rows first: a page that several rows miss counts once, and as the best of them. Nothing
-    // here branches on what a row misses, which nobody can foretell.
+    // is_first rows come first: a page missed by several rows counts once, with the best priority.
+    // Branch-free on which pages a row misses, which is unpredictable.
     for (const bool first : {true, false}) {
       int64_t end = 0;
       for (int64_t b = 0; b < pages.rows; ++b) {

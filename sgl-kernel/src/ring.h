@@ -1,5 +1,5 @@
-// The ring between the decode server (producer) and the CPU attention worker (consumer): a slot for
-// each layer and step parity, in memory that both processes map.
+// The ring between the decode server (producer) and the CPU attention worker (consumer): one slot
+// per layer and step parity, in memory that both processes map.
 //
 //   producer                                   worker threads
 //   --------                                   --------------
@@ -20,37 +20,37 @@
 //    (e) +----------+
 //   done == seq (acquire), then out and lse are copied
 //
-// What the producer writes lies apart from what both write: the worker maps it for reading, so that
-// a wild write of its ends it and leaves the records and the pages as they were posted. Whoever
-// answers in its place, the producer or the attendant, computes from these.
+// Memory written only by the producer is separate from memory written by both: the worker maps it
+// read-only, so a wild write there kills the worker and leaves records and pages intact. The
+// producer or the attendant, answering in its place, computes from these.
 //
-// (a) Only from FREE: a living worker never sees a record change that it reads.
-// (c) The post in the claim makes the swap of a thread fail that is late, because the slot was
-//     filled again. Whoever finds a field out of range, or another epoch, closes the claim of node
-//     0 and announces kReplyRefused.
+// (a) Only from FREE: a live worker never reads a record while it changes.
+// (c) The post in the claim makes the CAS of a late thread fail if the slot was refilled (no ABA).
+//     A thread that finds a field out of range, or another epoch, closes the claim of node 0 and
+//     publishes kReplyRefused.
 // (e) Without an answer in time the producer computes the same pages from its copy or the record;
 //     the slot stays POSTED until it is answered. When a worker process is dead the next one has a
 //     new epoch, and all slots of older epochs are FREE.
 //
-// Numbers. post: 40 bits, from 1, one more with every record, never starts again. epoch: 24 bits,
-// from 1, one more with every worker process; begins when the process before is known to be dead.
-// seq = epoch << 40 | post names one record of one process. claim = post << 24 | item, item being
-// the next row * parts + run to be taken.
+// Numbers. post: 40 bits, from 1, incremented with every record, never reset. epoch: 24 bits, from
+// 1, incremented with every worker process, after the previous process is known to be dead.
+// seq = epoch << 40 | post identifies one record of one process. claim = post << 24 | item, where
+// item is the next row * parts + run to be taken.
 //
-// Rows. A request has `lists` rows of pages, 1 or one for each KV head: row r asks for the KV heads
-// of list r % lists, with their row_heads query heads.
+// Rows. A request has `lists` rows of pages, 1 or one per KV head: row r is for the KV heads of
+// list r % lists, with their row_heads query heads.
 //
-// Nodes. Page i of every plane is of memory node i / stripe_pages. A row's pages are split by node,
-// in the order of the list, and those of a node into `parts` runs: part node * parts + run. Empty
-// parts are items too. There is a claim for each node; a thread takes items of its own node first.
+// Nodes. Page i of every plane is on NUMA node i / stripe_pages. A row's pages are split by node,
+// in list order, and those of a node into `parts` runs: part node * parts + run. Empty parts are
+// items too. There is one claim per node; a thread takes items of its own node first.
 //
-// The log (post n at n % log_entries: n << 24 | slot) says in which order slots were posted.
+// The log (post n at n % log_entries: n << 24 | slot) records the order in which slots were posted.
 // Entries may be overwritten unread: log_entries > 2 * slots, of which at most `slots` are
-// unfinished, so some post newer than the lost entry is finished, so some thread has gone past the
+// unfinished, so some post newer than the lost entry is finished, so some thread has passed the
 // lost one, which it does only when all its items are claimed.
 //
-// This file says the layout once: lay_out() computes it, bind_runtime.cpp exports fields and sizes
-// to Python (worker/ring.py) and to the kernels of a CUDA device (ops/triton/ring_words.py).
+// The layout is defined only here: lay_out() computes it, bind_runtime.cpp exports fields and sizes
+// to Python (worker/ring.py) and to CUDA kernels (ops/triton/ring_words.py).
 #pragma once
 
 #include <cstdint>
@@ -63,7 +63,7 @@ constexpr uint64_t kRingMagic = 0x31474E5254554353ull;  // "SCUTRNG1"
 constexpr uint32_t kLayoutVersion = 9;
 constexpr uint32_t kHeaderBytes = 4096;
 constexpr uint32_t kStatLines = 1024;    // most threads of a worker
-constexpr uint32_t kEventEntries = 256;  // of a thread: four steps of 64 layers, read at every step
+constexpr uint32_t kEventEntries = 256;  // per thread: four steps of 64 layers, read every step
 constexpr uint64_t kSmallPage = 4096;
 constexpr uint64_t kHugePage = 2 << 20;
 constexpr uint64_t kPostMask = (1ull << 40) - 1;
@@ -94,7 +94,7 @@ struct Header {
   uint64_t log_offset;
   uint64_t records_offset;
   uint64_t record_stride;
-  uint64_t bell_offset;  // from here up to kv_offset the worker writes too
+  uint64_t bell_offset;  // from here up to kv_offset also writable by the worker
   uint64_t stats_offset;
   uint64_t replies_offset;
   uint64_t reply_stride;
@@ -108,26 +108,27 @@ struct Header {
   uint64_t lse_offset;      // within a reply: fp32 [max_batch, row_heads]
   uint64_t events_offset;
   uint32_t event_entries;  // of one thread; a power of two
-  uint32_t q_dtype;        // of queries: 0 fp32, 1 bf16, for models whose queries are that
+  uint32_t q_dtype;        // of queries: 0 fp32, 1 bf16, for models with bf16 queries
   uint32_t num_nodes;
   uint32_t stripe_pages;   // of a node, in every plane
-  uint32_t lists;          // of pages, per request
+  uint32_t lists;          // page lists per request
   uint32_t row_heads;      // query heads of a row
-  uint64_t context_pages;  // of one KV head, behind the pages of every plane; of the last node
+  uint64_t context_pages;  // of one KV head, after the pages of every plane; on the last node
   uint64_t checksums_offset;  // of the pages' checksums; 0: there are none
 };
 static_assert(sizeof(Header) == 256);  // no padding: headers are compared by bytes
 
-// Words of different writers lie 128 bytes apart: two cache lines, as adjacent ones come together.
+// Words of different writers are 128 bytes apart (two cache lines, because of the adjacent-line
+// prefetcher) to avoid false sharing.
 struct Control {                // the producer's
-  alignas(128) uint64_t head;   // posts ever published
+  alignas(128) uint64_t head;   // number of posts published so far
   alignas(128) uint32_t epoch;  // of the last worker process
   alignas(128) uint32_t trace;  // nonzero: worker threads write events
 };
 static_assert(sizeof(Control) == 384);
 
 struct Bell {
-  alignas(128) uint32_t count;     // futex, raised with every post; by a stopping worker too
+  alignas(128) uint32_t count;     // futex, incremented by every post, and by a stopping worker
   alignas(128) uint32_t sleepers;  // worker threads about to wait on it or waiting; worker
   alignas(128) uint32_t damaged;   // pages found to differ from their checksums; both
 };
@@ -149,7 +150,7 @@ struct RecordHeader {
   alignas(128) uint64_t seq;
   uint32_t layer;
   uint32_t rows;
-  uint32_t parts;  // each row's pages of a node are split into this many runs, merged in order
+  uint32_t parts;  // runs that each row's pages of a node are split into, merged in order
   uint64_t step;   // decode step, for events only
 };
 static_assert(sizeof(RecordHeader) == 128);
@@ -160,13 +161,12 @@ struct ReplyHeader {
   alignas(128) uint64_t done;  // its low half is the futex word
   uint32_t status;
   alignas(128) uint32_t waiters;           // producer: nonzero while it sleeps on done
-  alignas(128) uint64_t claim[kMaxNodes];  // the first num_nodes count
+  alignas(128) uint64_t claim[kMaxNodes];  // the first num_nodes are used
 };
 static_assert(sizeof(ReplyHeader) == 384);
 
-// The items of one record that one thread computed, which it does in one go. Times are
-// CLOCK_MONOTONIC. A stamp other than the event's number + 1 means that it is being written or was
-// overwritten.
+// The items of one record computed consecutively by one thread. Times are CLOCK_MONOTONIC. A stamp
+// other than the event's number + 1 means that it is being written or was overwritten.
 struct Event {
   alignas(64) uint64_t stamp;
   uint64_t seq;
@@ -185,7 +185,7 @@ inline uint64_t make_seq(uint64_t epoch, uint64_t post) { return epoch << 40 | (
 inline uint64_t epoch_of(uint64_t seq) { return seq >> 40; }
 inline uint64_t post_of(uint64_t seq) { return seq & kPostMask; }
 
-// A page of one KV head, and K, or V, of a layer.
+// Sizes of a page of one KV head, and of K (or V) of a layer.
 inline uint64_t context_page_bytes(const Header& h) {
   return uint64_t{h.page_size} * h.head_dim * bytes_of(static_cast<DType>(h.dtype));
 }
@@ -193,32 +193,31 @@ inline uint64_t plane_bytes(const Header& h) {
   return (static_cast<uint64_t>(h.num_pages) * h.num_kv_heads + h.context_pages) *
          context_page_bytes(h);
 }
-// Ids that a list may have. From num_pages on, num_pages + page * page_size + n - 1 means the first
-// n tokens of a context page. A list has such ids or others, and at most its last is not of a whole
-// page.
+// End of the ids in a list. From num_pages on, num_pages + page * page_size + n - 1 denotes the
+// first n tokens of a context page. A list has either only such ids or none, and only its last may
+// be a partial page.
 inline int64_t id_end(const Header& h) {
   return h.num_pages + static_cast<int64_t>(h.context_pages) * h.page_size;
 }
 
-// Of an element of a query.
+// Size of a query element.
 inline uint64_t query_bytes(const Header& h) { return h.q_dtype == 0 ? 4 : 2; }
 
-// Fills the rest of a header of which the sizes are set (num_pages to logit_cap, q_dtype,
-// num_nodes, stripe_pages, lists; of checksums_offset whether it is 0). In the order of the memory
-// file, mapped from 0:
+// Fills in the rest of a header whose sizes are set (num_pages to logit_cap, q_dtype, num_nodes,
+// stripe_pages, lists; checksums_offset as a flag). Layout of the memory file, from 0:
 //
 //   Header    written once by Arena.create, read-only afterwards
 //   Control
 //   log       u64[log_entries]
 //   records   2 L slots, slot (step & 1) * L + layer: RecordHeader, q, pages, n_pages
-//   Bell      here begins what the worker writes too, at a huge page
+//   Bell      at a huge page; from here on also writable by the worker
 //   stats     StatLine[stat_lines], each written by one worker thread only
 //   replies   2 L slots: ReplyHeader, out, lse
 //   events    stat_lines rings of event_entries Events, each written by one worker thread
 //   checksums u64[L, P], see checksums.h
-//   kv        at a huge page; read by the worker. L layers: K [P, S, H, D], [C, S, D] of context
-//             pages, V likewise; with several nodes planes begin at huge pages, so that none holds
-//             pages of two nodes
+//   kv        at a huge page; read-only for the worker. L layers: K [P, S, H, D], [C, S, D] of
+//             context pages, V likewise; with several nodes planes begin at huge pages, so that no
+//             huge page is shared by two planes
 inline void lay_out(Header& h) {
   const auto up = [](uint64_t v, uint64_t align) { return (v + align - 1) / align * align; };
   uint64_t end = kHeaderBytes;

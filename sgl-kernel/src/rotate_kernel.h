@@ -1,5 +1,5 @@
-// The rotation of ops/rotated.py and the digests that it gives, written once for every Vec. Include
-// a vec_*.h first; see attend_tile.h for why nothing of the standard library is used.
+// The rotation of ops/rotated.py and building rotated digests, generic over Vec. Include a vec_*.h
+// first; see attend_tile.h for why the standard library is not used.
 #pragma once
 
 #include <cstddef>
@@ -13,12 +13,12 @@ namespace {
 constexpr float kOneBit = 0.79788f;
 constexpr float kFirst = 0.98160f;
 constexpr float kSecond = 0.52880f;
-constexpr float kLargest = 0x1p50f;  // larger elements of K and V count as this
-constexpr int kStatsBytes = 112;     // of a page and KV head beside the D bytes of its mean
-constexpr int kScalesAt = 0, kStepAt = 64, kNormStepAt = 68, kNormsAt = 72;  // in these
+constexpr float kLargest = 0x1p50f;  // elements of K and V are clamped to this
+constexpr int kStatsBytes = 112;     // per page and KV head, after the D bytes of its mean
+constexpr int kScalesAt = 0, kStepAt = 64, kNormStepAt = 68, kNormsAt = 72;  // offsets in these
 constexpr uint32_t kFlip = 0x9E3779B1u;
 
-// R x for as many vectors side by side as there are columns: x [dim, kColumns].
+// R x in place for each column of x [dim, kColumns].
 template <int kColumns>
 inline void rotate(float* x, int dim) {
   const int width = dim & -dim;
@@ -51,7 +51,7 @@ inline void make_finite(float* x, int count) {
   }
 }
 
-// The keys of one KV head of a page, to x [dim, 32]; rows are row_bytes apart.
+// Loads the keys of one KV head of a page to x [dim, 32]; rows are row_bytes apart.
 template <DType T>
 inline void load_keys(const char* k, ptrdiff_t row_bytes, int dim, float* x) {
   constexpr int W = Vec::kLanes;
@@ -70,10 +70,10 @@ inline void load_keys(const char* k, ptrdiff_t row_bytes, int dim, float* x) {
   make_finite(x, dim * kRotatedTokens);
 }
 
-constexpr float kMagic = 12582912.0f;  // adding and taking it away again rounds
+constexpr float kMagic = 12582912.0f;  // adding and subtracting it rounds to an integer
 constexpr float kLeastStep = 1.17549435e-38f;
 
-// The norms of the values of one KV head of a page as steps [32]; rows are row_bytes apart. Returns the step.
+// Quantizes the value norms [32] of one KV head of a page; rows row_bytes apart. Returns the step.
 template <DType T>
 inline float round_norms(const char* v, ptrdiff_t row_bytes, int dim, uint8_t* rounded) {
   constexpr int W = Vec::kLanes;
@@ -100,7 +100,7 @@ inline float round_norms(const char* v, ptrdiff_t row_bytes, int dim, uint8_t* r
   return step;
 }
 
-// Takes the rounded mean out of x [dim, 32]. Returns its step.
+// Quantizes the mean and subtracts it from x [dim, 32]. Returns the step.
 inline float take_mean(float* x, int dim, int8_t* rounded) {
   float mean[kRotatedMaxDim];
   float peak = 0.0f;
@@ -126,7 +126,7 @@ inline uint16_t to_bf16(float x) {
   return static_cast<uint16_t>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
 }
 
-// The bits of four channels, x [4, 32], to a byte of each of the 16 rows of every plane.
+// Packs the bits of four channels, x [4, 32], into a byte of each of the 16 rows of every plane.
 inline void pack_channels(const float* x, const float* bounds, int bits, ptrdiff_t row_bytes,
                           uint8_t* planes) {
   int32_t words[2][kRotatedTokens] = {};
@@ -155,7 +155,7 @@ void rotate_head(const char* k, const char* v, ptrdiff_t row_bytes, int dim, int
   rotate<kRotatedTokens>(x, dim);
   const float step = take_mean(x, dim, reinterpret_cast<int8_t*>(stats));
   float bounds[kRotatedTokens] =
-      {};  // the scales, then what separates the inner levels from the outer
+      {};  // the scales, then the thresholds between inner and outer levels
   for (int d = 0; d < dim; ++d) {
     for (int t = 0; t < kRotatedTokens; ++t) {
       bounds[t] += x[d * kRotatedTokens + t] * x[d * kRotatedTokens + t];

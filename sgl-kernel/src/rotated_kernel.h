@@ -1,5 +1,5 @@
-// Scores by rotated digests, written once for every Vec. Include a vec_*.h first. What differs is
-// how the bits are added up: code_sums_x86.h and code_sums_plain.h.
+// Rotated digest scores, generic over Vec. Include a vec_*.h first. Only the sums over the bits
+// differ by instruction set: code_sums_x86.h and code_sums_plain.h.
 #pragma once
 
 #include <cstddef>
@@ -20,15 +20,15 @@ namespace {
 constexpr float kLn2Float = 0.693147180559945309417f;
 constexpr int kRowsAtOnce = 4;  // query heads
 
-// The queries of a sequence, made once for all its pages.
+// The preprocessed queries of a sequence, reused for all its pages.
 struct RotatedQueries {
   float* tables;  // [HQ, CodeSums::table_floats(D)]
   CodeSums::Query* codes;
-  int16_t* words;     // [HQ, D], for the product with a mean
+  int16_t* words;     // [HQ, D], for the product with the page mean
   float* word_units;  // [HQ]
 };
 
-// One row of queries from q [D], which is rotated already and in units of log2.
+// Prepares one row of queries from q [D], which is already rotated and in log2 units.
 inline void prepare_query(const RotatedQueries& to, ptrdiff_t row, const float* q, int dim) {
   float sums[4 * kRotatedMaxDim];
   for (int c = 0; c < dim / 4; ++c) {
@@ -45,7 +45,7 @@ inline void prepare_query(const RotatedQueries& to, ptrdiff_t row, const float* 
     peak = size > peak ? size : peak;
     total += size;
   }
-  // The product with a mean of int8 must fit 32 bits too.
+  // The product with an int8 mean must also fit 32 bits.
   const float by_peak = 32767.0f / peak, by_total = 0x1p30f / 127.0f / total;
   const float factor = by_peak < by_total ? by_peak : by_total;
   for (int d = 0; d < dim; ++d) {
@@ -75,8 +75,8 @@ inline int32_t dot(const int16_t* a, const int16_t* b, int dim) {
   return sum;
 }
 
-// Of the tokens of a page, for four query heads: the largest of units * levels * scales, the sum of 2^x where x is how
-// far each is below that, and the sum of these times norms. levels [4, 32]; units are positive.
+// Softmax sums over the tokens of a page for four query heads: the maximum of x = units * levels *
+// scales, the sum of 2^(x - max), and the same weighted by norms. levels [4, 32]; units > 0.
 inline void sum_tokens(float* levels, const float* scales, const float* norms, const float* units,
                        float* tops, float* sums, float* of_values) {
   using F = Vec::F;
@@ -98,7 +98,7 @@ inline void sum_tokens(float* levels, const float* scales, const float* norms, c
     for (int t = 0; t < kRotatedTokens; t += W) {
       const F x = Vec::load(levels + h * kRotatedTokens + t);
       const F below = Vec::fma(x, Vec::set1(units[h]), Vec::set1(-tops[h]));
-      // tops is rounded: by more than exp2 can take, where it is huge.
+      // A huge tops may be rounded by more than exp2 can take, so clamp to 0.
       const F weight = exp2_rough(Vec::min(below, Vec::zero()));
       total[h] = Vec::add(total[h], weight);
       of_value[h] = Vec::fma(weight, Vec::load(norms + t), of_value[h]);
@@ -108,22 +108,22 @@ inline void sum_tokens(float* levels, const float* scales, const float* norms, c
   Vec::hsum4(of_value[0], of_value[1], of_value[2], of_value[3], of_values);
 }
 
-// Hints for some lines of the planes. A CPU drops hints while as many lines are on their way as it
-// can follow: a few for each query head, not all at once.
+// Prefetches part of the planes' lines. A CPU drops prefetches while its miss queue is full, so a
+// few are issued per query head, not all at once.
 inline void prefetch_part(const RotatedDigests& digests, int64_t head, int part, int parts) {
   const int bytes = digests.bits * 4 * digests.head_dim;
   const char* const at = reinterpret_cast<const char*>(digests.planes + head * bytes);
   for (int i = part * 64; i < bytes; i += parts * 64) prefetch(at + i);
 }
 
-// What is known of each query head and page: its mass is sums 2^tops, and the mean norm of a value over that worth.
+// For each query head and page: its mass is sums 2^tops, and `worth` the mean value norm under it.
 struct PageMasses {
   float* tops;
   float* sums;
   float* worth;
 };
 
-// One page and KV head for the query heads from `row` on, to place at + g * stride.
+// One page and KV head, for `group` query heads from `row` on; results at place + g * stride.
 inline void sum_head(const RotatedDigests& digests, const RotatedQueries& queries, int64_t head,
                      int64_t coming, ptrdiff_t row, int group, const PageMasses& to,
                      ptrdiff_t place, ptrdiff_t stride) {
@@ -154,7 +154,7 @@ inline void sum_head(const RotatedDigests& digests, const RotatedQueries& querie
       units[h] = codes.add_up(queries.tables + at * CodeSums::table_floats(dim), queries.codes[at],
                               levels + h * kRotatedTokens);
     }
-    for (int h = count; h < kRowsAtOnce; ++h) {  // any numbers that are finite
+    for (int h = count; h < kRowsAtOnce; ++h) {  // padding: any finite numbers
       __builtin_memcpy(levels + h * kRotatedTokens, levels, sizeof(float) * kRotatedTokens);
       units[h] = units[0];
     }
@@ -171,7 +171,7 @@ inline void sum_head(const RotatedDigests& digests, const RotatedQueries& querie
   }
 }
 
-// tops = natural logarithm of sums 2^tops; 1 <= sums <= 32, up to rounding.
+// tops = ln(sums 2^tops); 1 <= sums <= 32, up to rounding.
 inline void take_logarithms(float* tops, const float* sums, ptrdiff_t count) {
   for (ptrdiff_t i = 0; i < count; ++i) {
     uint32_t bits;
@@ -187,7 +187,7 @@ inline void take_logarithms(float* tops, const float* sums, ptrdiff_t count) {
   }
 }
 
-// Logarithm of the sum over the pages of sums 2^tops; few pages.
+// Natural logarithm of the sum over pages of sums 2^tops; for few pages.
 inline float log_mass(const ScoreArgs& args, const float* tops, const float* sums) {
   float most = -kInfinity;
   for (int n = 0; n < args.n_full; ++n) {
@@ -223,8 +223,8 @@ inline void sum_pages(const RotatedDigests& digests, const ScoreArgs& args,
   }
 }
 
-// Scratch, from where a line begins: queries as in RotatedQueries, then for every page and query
-// head three numbers, and one for every page.
+// Scratch, from the first cache line boundary: tables of RotatedQueries, three numbers per query
+// head and page, one per page, then the rest of RotatedQueries.
 inline void score_rotated_all(const RotatedDigests& digests, const ScoreArgs& args) {
   const int dim = digests.head_dim;
   const ptrdiff_t rows = static_cast<ptrdiff_t>(digests.kv_heads) * args.group;

@@ -1,4 +1,4 @@
-// Attention of one row of a record, part by part: shared by the worker, producer and attendant.
+// Attention of one row of a record, part by part; shared by worker, producer and attendant.
 #pragma once
 
 #include <cmath>
@@ -11,14 +11,14 @@
 
 namespace scout {
 
-// The pages that ids mean: whole ones, and a last one that is not.
+// Decoded page ids: whole pages and a partial last one.
 struct ContextPart {
   int32_t whole = 0;
   int32_t last_page = -1, last_len = 0;
 };
 
-// Turns ids of context pages into these pages, in place; others stay. False if a list has both, or
-// they are for several heads.
+// Decodes ids of context pages in place; other ids are unchanged. False if a list mixes both, or
+// context ids are used with a list for several heads.
 inline bool decode_ids(const Header& h, bool is_context, int32_t* ids, int32_t count,
                        ContextPart* part) {
   const auto size = static_cast<int32_t>(h.page_size);
@@ -39,12 +39,12 @@ inline bool decode_ids(const Header& h, bool is_context, int32_t* ids, int32_t c
 }
 
 // Attends to one part of the pages of row `row` of a record: run `part % parts` of those of node
-// `part / parts`. `scratch` [max_pages] takes their ids: they are read once, checked and then used,
-// so a record that changes meanwhile cannot lead outside the arena. `query` [q_floats] is for `q`,
-// in the record's dtype, as fp32. A damaged page is left out: its word tells the server, which
-// fails the requests that own it. Returns the number of pages, or -1 if a count or an id is out of
-// range (then nothing is written). Of several parts of a row one without pages writes its lse
-// alone.
+// `part / parts`. `scratch` [max_pages] holds their ids: they are read once, checked and then used,
+// so a record that changes concurrently cannot cause access outside the arena. `query` [q_floats]
+// receives `q` (in the record's dtype) as fp32. A damaged page is skipped: its word reports it to
+// the server, which fails the requests that own it. Returns the number of pages, or -1 if a count
+// or an id is out of range (then nothing is written). If a row has several parts, one without pages
+// writes only its lse.
 inline int32_t attend_part(const Ring& ring, uint32_t layer, uint32_t row, const void* q,
                            const int32_t* pages, int32_t n, uint32_t part, uint32_t parts,
                            int32_t* scratch, float* query, float* out, float* lse) {
@@ -65,7 +65,7 @@ inline int32_t attend_part(const Ring& ring, uint32_t layer, uint32_t row, const
   int32_t count = 0;
   for (int32_t i = lo; i < hi; ++i)
     if (scratch[i] >= 0 && is_sound(ring, layer, scratch[i])) scratch[count++] = scratch[i];
-  if (count == 0 && parts * h.num_nodes > 1) {  // one of several: `out` is not looked at
+  if (count == 0 && parts * h.num_nodes > 1) {  // one of several: the merge ignores `out`
     for (uint32_t head = 0; head < h.row_heads; ++head) lse[head] = -INFINITY;
     return 0;
   }
@@ -78,10 +78,10 @@ inline int32_t attend_part(const Ring& ring, uint32_t layer, uint32_t row, const
   return count;
 }
 
-// Attends to whole rows outside the worker, part by part as a worker would, so to the same bits.
+// Attends to whole rows outside the worker, part by part like a worker, so bit-identical.
 class RowAttention {
  public:
-  // Writes out [row_heads, D] and lse [row_heads]. Returns the number of pages, or -1 as
+  // Writes out [row_heads, D] and lse [row_heads]. Returns the number of pages, or -1 like
   // attend_part.
   int64_t attend(const Ring& ring, uint32_t layer, uint32_t row, const void* q,
                  const int32_t* pages, int32_t n, uint32_t parts, float* out, float* lse) {

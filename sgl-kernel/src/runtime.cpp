@@ -13,11 +13,10 @@
 namespace scout {
 namespace {
 
-// A thread that slept through a wake-up (which the protocol rules out) is late by this much at
-// most.
+// Bounds the delay of a missed wake-up, which the protocol rules out.
 constexpr int64_t kSleepUs = 500000;
 
-// Signals are the control thread's: none may interrupt a thread of the pool.
+// Signals are handled by the control thread: none may interrupt a pool thread.
 class BlockSignals {
  public:
   BlockSignals() {
@@ -52,8 +51,8 @@ Runtime::Runtime(void* base, uint64_t bytes, const RuntimeOptions& options) : op
   const uint64_t slots = ring_.num_slots();
   partial_floats_ = partial_floats(h.row_heads, h.head_dim);
   if (most_parts_ > 1) {
-    // calloc takes fresh pages from the system, which cost nothing until they are written: by runs
-    // with pages, of rows that are split.
+    // calloc maps fresh zero pages, which take no memory until written: only by runs with pages, of
+    // rows that are split.
     const uint64_t bytes =
         partial_bytes(h.num_layers, h.max_batch, h.row_heads, h.head_dim, most_parts_);
     partials_.reset(static_cast<float*>(std::calloc(bytes, 1)));
@@ -65,7 +64,7 @@ Runtime::Runtime(void* base, uint64_t bytes, const RuntimeOptions& options) : op
   rows_done_.reset(new std::atomic<uint64_t>[slots]());
   refused_.reset(new std::atomic<uint64_t>[slots]());
   first_post_ = load_acquire(&ring_.control()->head);
-  store_relaxed(&ring_.bell()->sleepers, uint32_t{0});  // of a worker killed in its sleep
+  store_relaxed(&ring_.bell()->sleepers, uint32_t{0});  // a previous worker may have died asleep
   for (size_t i = 0; i < options_.cpus.size(); ++i)
     ++node_threads_[options_.nodes.empty() ? 0 : options_.nodes[i]];
   try {
@@ -121,7 +120,7 @@ void Runtime::start_thread(uint32_t index, int cpu) {
 }
 
 void Runtime::stop() {
-  // Only the first call touches the mapping, which may be gone when the destructor comes.
+  // Only the first call touches the mapping, which may be gone by the time of the destructor.
   if (stopping_.exchange(true, std::memory_order_seq_cst)) return;
   Bell* bell = ring_.bell();
   __atomic_fetch_add(&bell->count, 1u, __ATOMIC_SEQ_CST);
@@ -131,9 +130,9 @@ void Runtime::stop() {
 }
 
 Progress Runtime::progress() const {
-  // From the slots and not from a count of posts: a record of an earlier epoch, or one that got
-  // lost because the ring was damaged, would stay in a difference of counts for ever. A record that
-  // is being filled counts already.
+  // From the slots rather than from counts of posts: a record of an earlier epoch, or one lost to
+  // ring corruption, would stay in the difference of counts forever. A record that is being filled
+  // already counts.
   uint64_t pending = 0;
   for (uint32_t slot = 0; slot < ring_.num_slots(); ++slot) {
     const uint64_t seq = load_acquire(&ring_.record(slot)->seq);
@@ -148,14 +147,14 @@ void Runtime::run(Thread& me, uint32_t index) {
   const Control* control = ring_.control();
   const uint64_t log_entries = ring_.header().log_entries;
   const int64_t spin_ns = options_.spin_us * 1000;
-  uint64_t cursor = first_post_;  // the last post that this thread has gone past
+  uint64_t cursor = first_post_;  // the last post that this thread has visited
   int64_t last_work_ns = now_ns();
   while (!stopping_.load(std::memory_order_relaxed)) {
     const uint64_t head = load_acquire(&control->head);
     if (head != cursor) {
-      // Only a damaged word can say that the head went back. What this worker has got is looked at
-      // again, all of it if the head was damaged when it began: a record that was served cannot be
-      // claimed a second time.
+      // The head only moves backwards if the word is corrupted. Then this worker's posts are
+      // visited again (all, if the head was already corrupted at start): a served record cannot be
+      // claimed twice.
       if (head < cursor) cursor = head < first_post_ ? 0 : first_post_;
       if (cursor < first_post_ && first_post_ <= head) cursor = first_post_;
       if (head - cursor > log_entries) cursor = head - log_entries;  // see ring.h
@@ -167,7 +166,7 @@ void Runtime::run(Thread& me, uint32_t index) {
     for (int i = 0; i < 32 && load_relaxed(&control->head) == cursor; ++i) cpu_pause();
     if (load_relaxed(&control->head) == cursor && now_ns() - last_work_ns >= spin_ns) {
       sleep(me, cursor);
-      // One look at the log after a wake-up; if another thread took the work, sleep again at once.
+      // After a wake-up check the log once; if another thread took the work, sleep again.
     }
   }
 }
@@ -178,8 +177,8 @@ void Runtime::sleep(const Thread& me, uint64_t cursor) {
   SCOUT_POINT(kGoingToSleep, UINT32_MAX);
   const uint32_t seen = load_acquire(&bell->count);
   full_fence();
-  // The producer stores head, raises bell, then looks at sleepers: either it sees this sleeper and
-  // wakes it, or its head is seen here.
+  // The producer stores head, raises the bell, then reads sleepers: either it sees this sleeper and
+  // wakes it, or its head is seen here (store-load fences on both sides).
   if (load_acquire(&ring_.control()->head) == cursor &&
       !stopping_.load(std::memory_order_seq_cst)) {
     SCOUT_POINT(kFallingAsleep, UINT32_MAX);
@@ -189,8 +188,8 @@ void Runtime::sleep(const Thread& me, uint64_t cursor) {
       futex_wait_group(&bell->count, seen, kSleepUs, 1u << me.node);
   }
   SCOUT_POINT(kAwake, UINT32_MAX);
-  // More sleepers than threads: the word was damaged. Too large a number costs a system call with
-  // every post; too small a one would let posts go unheard for kSleepUs.
+  // More sleepers than threads: the word was corrupted. Too large a count costs a system call per
+  // post; too small a count would delay posts by up to kSleepUs.
   const uint32_t threads = static_cast<uint32_t>(options_.cpus.size());
   if (__atomic_sub_fetch(&bell->sleepers, 1u, __ATOMIC_SEQ_CST) >= threads)
     store_relaxed(&bell->sleepers, threads);

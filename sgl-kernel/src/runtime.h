@@ -16,47 +16,46 @@ struct RuntimeOptions {
   uint32_t epoch = 1;      // of this process; records of any other are refused
   std::vector<int> cpus;   // one thread pinned to each
   std::vector<int> nodes;  // of each CPU, 0..num_nodes-1 of the header; empty: all 0
-  int64_t spin_us = 50;    // how long a thread polls after its last work before it sleeps
+  int64_t spin_us = 50;    // how long an idle thread spins before it sleeps
   uint32_t max_parts = 1;  // most threads of a node on one sequence
-  // How long items of another node are left to its threads. One that has to be woken needs about
-  // half of this; to wait longer would cost more than reading some pages from the other node.
+  // Delay before threads steal items of another node. Waking one of its threads takes about half of
+  // this; waiting longer would cost more than reading some pages from the remote node.
   int64_t help_after_us = 50;
 };
 
-// One part's result of one sequence: out and lse, rounded up to whole cache lines.
+// Size of one part's result of one sequence: out and lse, rounded up to whole cache lines.
 inline uint64_t partial_floats(uint32_t q_heads, uint32_t head_dim) {
   return (uint64_t{q_heads} * (head_dim + 1) + 31) / 32 * 32;
 }
 
-// Memory for the results of sequences that are split into up to so many parts, over all nodes.
+// Memory for partial results of sequences split into up to `parts` parts, over all nodes.
 inline uint64_t partial_bytes(uint32_t num_layers, uint32_t max_batch, uint32_t q_heads,
                               uint32_t head_dim, uint32_t parts) {
   const uint64_t rows = uint64_t{2} * num_layers * max_batch;
   return parts > 1 ? rows * parts * partial_floats(q_heads, head_dim) * sizeof(float) : 0;
 }
 
-// Progress as the worker itself sees it, for heartbeats.
+// The worker's own view of its progress, for heartbeats.
 struct Progress {
-  uint64_t pending;  // records published and not finished
-  uint64_t items;    // of this process
+  uint64_t pending;  // records published but not finished
+  uint64_t items;    // computed by this process
 };
 
-// Threads that serve the ring from construction until stop(). Post n is visited by every thread in
-// order; its items (row, part) are claimed one at a time, so any thread helps with any sequence and
-// a sequence is served by up to as many threads as it has parts. Items of its own node come first;
-// those of another node a thread takes when that node's threads have left them lying for a while,
-// so nothing waits for a node whose threads are busy. The loop allocates nothing,
-// takes no lock and never enters Python.
+// Threads that serve the ring from construction until stop(). Every thread visits all posts in
+// order; items (row, part) are claimed one at a time, so any thread can help with any sequence, and
+// a sequence is served by up to as many threads as it has parts. A thread takes items of its own
+// node first, and steals those of another node only when they have been unclaimed for a while, so
+// nothing waits for a node whose threads are busy. The loop allocates nothing, takes no locks and
+// never enters Python.
 class Runtime {
  public:
-  // Throws std::runtime_error if the memory is no ring or a CPU cannot be used.
+  // Throws std::runtime_error if the memory is not a ring or a CPU cannot be used.
   Runtime(void* base, uint64_t bytes, const RuntimeOptions& options);
   ~Runtime();
   Runtime(const Runtime&) = delete;
   Runtime& operator=(const Runtime&) = delete;
 
-  // Ends the threads after their current item; what is still in the ring stays unanswered.
-  // Idempotent.
+  // Stops the threads after their current item; remaining records stay unanswered. Idempotent.
   void stop();
   Progress progress() const;
 
@@ -67,9 +66,9 @@ class Runtime {
     uint32_t node = 0;
     std::vector<int32_t> pages;  // checked page ids of the current item
     std::vector<float> query;    // of the current item
-    std::vector<float> result;   // out and lse of one row, before they go to the reply
-    Event span{};                // what it does of the current record; `pages` and times so far
-    // Own totals of this process; the StatLine goes on over epochs.
+    std::vector<float> result;   // out and lse of one row, before they are copied to the reply
+    Event span{};                // its work on the current record, accumulated
+    // Totals of this process only; the StatLine continues across epochs.
     alignas(128) uint64_t items = 0;
   };
 
@@ -87,9 +86,9 @@ class Runtime {
 
   uint32_t place_of(uint32_t slot, uint32_t row) const;
 
-  // Part `part` of `parts` of the row at `place` among those with pages, over all nodes. A record's
-  // lie together, so that records of few rows in many parts and of many rows in few parts write the
-  // same memory.
+  // Part `part` of `parts` (over all nodes) of the row with index `place` among those with pages.
+  // Packed densely per record, so that records with few rows in many parts and with many rows in
+  // few parts reuse the same memory.
   float* partial(uint32_t slot, uint32_t place, uint32_t part, uint32_t parts) const {
     const uint64_t first = uint64_t{slot} * ring_.header().max_batch * most_parts_;
     return partials_.get() + (first + uint64_t{place} * parts + part) * partial_floats_;
@@ -97,7 +96,7 @@ class Runtime {
 
   Ring ring_;
   RuntimeOptions options_;
-  uint64_t first_post_ = 0;  // posts up to here belong to earlier epochs
+  uint64_t first_post_ = 0;  // posts up to this one belong to earlier epochs
   uint64_t partial_floats_ = 0;
   uint32_t most_parts_ = 0;  // of a row, over all nodes
   uint32_t node_threads_[kMaxNodes] = {};
@@ -105,7 +104,7 @@ class Runtime {
     void operator()(float* p) const;
   };
   std::unique_ptr<float[], Freed> partials_;  // only with most_parts_ > 1
-  // Each with the tag of the record that it is about, see count_one.
+  // Each tagged with its record, see count_one.
   std::unique_ptr<std::atomic<uint64_t>[]> parts_done_;  // [slots * max_batch]
   std::unique_ptr<std::atomic<uint64_t>[]> rows_done_;   // [slots]
   std::unique_ptr<std::atomic<uint64_t>[]> refused_;  // [slots]: some row of the record was refused

@@ -10,8 +10,8 @@
 namespace scout {
 namespace {
 
-// Counts one more finisher of the record with this tag (its post << 24); returns how many there are
-// now. What a record left here that was damaged while it was served does not count for the next.
+// Increments the counter of the record with this tag (its post << 24) and returns the new count. A
+// stale count, left by a record that was corrupted while served, is discarded by its other tag.
 uint32_t count_one(std::atomic<uint64_t>& word, uint64_t tag) {
   uint64_t seen = word.load(std::memory_order_relaxed);
   for (;;) {
@@ -33,10 +33,10 @@ void Runtime::serve(Thread& me, uint32_t index, uint64_t post) {
 
 void Runtime::serve_record(Thread& me, uint32_t index, uint64_t post) {
   const uint64_t entry = load_acquire(ring_.log_entry(post));
-  if (entry >> 24 != (post & kPostMask)) return;  // overwritten: finished long ago
+  if (entry >> 24 != (post & kPostMask)) return;  // overwritten, hence already finished
   const uint32_t slot = static_cast<uint32_t>(entry & kItemMask);
   if (slot >= ring_.num_slots()) {
-    // No claim word to agree on: by convention the first thread counts it.
+    // There is no claim word to arbitrate: by convention thread 0 counts it.
     if (index == 0) add_own<uint64_t>(&me.stats->refused, 1);
     return;
   }
@@ -51,7 +51,7 @@ void Runtime::serve_record(Thread& me, uint32_t index, uint64_t post) {
   }
 }
 
-// Takes items of one node, one after the other, from `not_before_ns` on, until all are claimed.
+// Takes items of one node, one at a time, not before `not_before_ns`, until all are claimed.
 void Runtime::serve_node(Thread& me, uint32_t slot, uint64_t post, uint32_t node,
                          int64_t not_before_ns) {
   const Header& h = ring_.header();
@@ -61,8 +61,8 @@ void Runtime::serve_node(Thread& me, uint32_t slot, uint64_t post, uint32_t node
   for (;;) {
     uint64_t claim = load_acquire(&claims[node]);
     if ((claim & ~kItemMask) != tag || claim == (tag | kClosed)) return;
-    // Acquire: who sees a word of a later record here also sees that this one was closed, and
-    // fails below.
+    // Acquire: a thread that sees a word of a later record here also sees that this one was closed,
+    // and its CAS below fails.
     const uint64_t seq = load_acquire(&record->seq);
     const uint32_t layer = load_acquire(&record->layer);
     const uint32_t rows = load_acquire(&record->rows);
@@ -74,8 +74,8 @@ void Runtime::serve_node(Thread& me, uint32_t slot, uint64_t post, uint32_t node
                        slot % h.num_layers == layer && rows >= 1 && rows <= h.max_batch &&
                        parts >= 1 && parts <= options_.max_parts;
     if (!own || !valid) {
-      // Whoever closes the first claim counts the record. Its producer, if it is alive,
-      // learns it at once, by the number that the log and the claim agree on.
+      // The thread that closes the first claim counts the record, and notifies the producer, using
+      // the post number on which log and claim agree.
       uint64_t first = load_acquire(&claims[0]);
       if ((first & ~kItemMask) != tag || first == (tag | kClosed)) return;
       if (!__atomic_compare_exchange_n(&claims[0], &first, tag | kClosed, false, __ATOMIC_ACQ_REL,
@@ -93,8 +93,8 @@ void Runtime::serve_node(Thread& me, uint32_t slot, uint64_t post, uint32_t node
       for (int i = 0; i < 32 && load_relaxed(&claims[node]) == claim; ++i) cpu_pause();
       continue;
     }
-    // Success means that the record was not filled again since `claim` was read: the header is its
-    // own.
+    // Success implies that the slot was not refilled since `claim` was read, so the header belongs
+    // to this record.
     if (!__atomic_compare_exchange_n(&claims[node], &claim, claim + 1, false, __ATOMIC_ACQ_REL,
                                      __ATOMIC_ACQUIRE))
       continue;
@@ -113,7 +113,7 @@ void Runtime::serve_node(Thread& me, uint32_t slot, uint64_t post, uint32_t node
   }
 }
 
-// Rows with pages before this one. Damage may make two rows share a place, never leave the memory.
+// Rows with pages before this one. Corruption may make two rows share a place, never leave memory.
 uint32_t Runtime::place_of(uint32_t slot, uint32_t row) const {
   const int32_t* n_pages = ring_.n_pages(slot);
   uint32_t before = 0;
@@ -147,8 +147,8 @@ void Runtime::run_item(Thread& me, uint32_t slot, uint64_t seq, uint32_t layer, 
       std::memset(out, 0, ring_.q_floats() * sizeof(float));
     }
   }
-  // The slot is this record's until done is stored; the check stands for a producer that breaks
-  // that.
+  // The slot belongs to this record until done is stored; the check guards against a producer that
+  // violates this.
   if (last && !refused && load_acquire(&ring_.record(slot)->seq) == seq) {
     std::memcpy(ring_.out(slot, row), me.result.data(), ring_.q_floats() * sizeof(float));
     std::memcpy(ring_.lse(slot, row), me.result.data() + ring_.q_floats(),

@@ -36,11 +36,11 @@ size_t score_scratch_floats(int32_t query_heads, int32_t head_dim, int32_t colum
 }
 
 size_t rotated_scratch_floats(int32_t query_heads, int32_t head_dim, int32_t columns) {
-  // A head's: 16 sums of every 4 channels, where wide kernels take 32 channels at least; D words of
-  // 16 bits and three numbers more; three numbers a page.
+  // Per head: 16 sums for every 4 channels (wide kernels take at least 32 channels), D 16-bit words
+  // and three more numbers; per page: three numbers.
   const size_t rounded_dim = (static_cast<size_t>(head_dim) + 31) / 32 * 32;
   const size_t row = padded_columns(columns);
-  const size_t line = 16;  // where the scratch does not begin with one
+  const size_t line = 16;  // for aligning the scratch to a cache line
   return (4 * rounded_dim + head_dim / 2 + 3 + 3 * row) * query_heads + row + line;
 }
 

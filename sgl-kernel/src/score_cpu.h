@@ -1,4 +1,4 @@
-// Page digests: building the rotated ones, scores of one sequence by either kind, and their
+// Page digests: building rotated digests, scoring one sequence by either kind, and their
 // instruction-set variants.
 #pragma once
 
@@ -20,8 +20,8 @@ struct Digests {
   int32_t head_dim;
 };
 
-// Rotated digests of pages of 32 tokens, as ops/rotated.py lays them out: planes [P, H, bits, 16, D
-// / 4], stats [P, H, D + 112]; D a multiple of 16 up to kRotatedMaxDim.
+// Rotated digests of pages of 32 tokens, with the layout of ops/rotated.py: planes [P, H, bits, 16,
+// D / 4], stats [P, H, D + 112]; D a multiple of 16 up to kRotatedMaxDim.
 struct RotatedDigests {
   const uint8_t* planes;
   const uint8_t* stats;
@@ -31,7 +31,7 @@ struct RotatedDigests {
 };
 
 constexpr int kRotatedTokens = 32;
-constexpr int kRotatedMaxDim = 1024;  // more would overflow 16-bit sums
+constexpr int kRotatedMaxDim = 1024;  // larger dims would overflow 16-bit sums
 
 struct ScoreArgs {
   int32_t group;
@@ -45,16 +45,16 @@ struct ScoreArgs {
   float* out;      // [columns], or for kLogMass [HQ]
 };
 
-// Pages of a row of scratch: whole vectors of every kind.
+// Columns of a scratch row, rounded up to whole vectors of any instruction set.
 constexpr int padded_columns(int columns) { return (columns + 15) / 16 * 16; }
 
-// Scores of a page for every query head:
+// Score of a page for every query head:
 //   min and max: u[h, page] = scale * sum_d max(q[h, d] kmin[page, d], q[h, d] kmax[page, d]), an
 //   upper bound (Quest, arXiv:2406.10774);
-//   rotated: u[h, page] = log sum_t exp(scale R q[h] . x[page, t]), x as the digest has it;
-// reduced over the query heads: kMass: sum_h softmax_page(u), of rotated digests times the mean norm of a value over
-// the page's mass; kMax: max_h (u - logsumexp_page(u)); or, of rotated digests, over the pages: kLogMass:
-// logsumexp_page(u) of each head, -inf without a page.
+//   rotated: u[h, page] = log sum_t exp(scale R q[h] . x[page, t]), x as stored in the digest;
+// reduced over query heads: kMass: sum_h softmax_page(u), for rotated digests times the mean value
+// norm under the page's softmax; kMax: max_h (u - logsumexp_page(u)); or over pages (rotated only):
+// kLogMass: logsumexp_page(u) of each head, -inf without pages.
 // Columns >= n_full and those without a page are -inf.
 void score_sequence(const Digests& digests, const ScoreArgs& args);
 void score_rotated_sequence(const RotatedDigests& digests, const ScoreArgs& args);

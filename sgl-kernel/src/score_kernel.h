@@ -1,5 +1,5 @@
-// Digest scores, written once for every Vec. Include a vec_*.h first; see attend_tile.h for why
-// nothing of the standard library is used.
+// Min/max digest scores, generic over Vec. Include a vec_*.h first; see attend_tile.h for why the
+// standard library is not used.
 #pragma once
 
 #include <cstddef>
@@ -14,9 +14,9 @@ namespace {
 
 constexpr int kHeadsAtOnce = 4;
 
-// Bounds of GB query heads for one head of one page, to bounds[g * stride]. q holds max(q, 0) and
-// min(q, 0) in the column order of load_pair: max(q kmin, q kmax) = max(q, 0) kmax + min(q, 0)
-// kmin, as one of the two products is exactly zero.
+// Bounds of GB query heads for one KV head of one page, to bounds[g * stride]. max(q, 0) and
+// min(q, 0) are in the column order of load_pair: max(q kmin, q kmax) = max(q, 0) kmax +
+// min(q, 0) kmin, as one of the two products is exactly zero.
 template <DType T, int GB>
 inline void bound_heads(const char* kmin, const char* kmax, const float* q_positive,
                         const float* q_negative, int dim, float* bounds, ptrdiff_t stride) {

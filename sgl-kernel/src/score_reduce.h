@@ -1,4 +1,4 @@
-// From a number for every query head and page to one for every page, the same for all digests.
+// Reduction of scores per (query head, page) to scores per page, shared by all digests.
 // Include a vec_*.h first.
 #pragma once
 
@@ -10,8 +10,8 @@
 namespace scout {
 namespace {
 
-// One head's bounds, times a factor, into the running result; kMass counts a page worth[n] times, where that is given.
-// bounds is padded with -inf to whole vectors.
+// Accumulates one head's bounds, times a factor, into result; kMass weights a page by worth[n], if
+// given. bounds is padded with -inf to whole vectors.
 inline void reduce_head(const ScoreArgs& args, float factor, float* bounds, int padded,
                         const float* worth, float* result) {
   using F = Vec::F;
@@ -55,7 +55,7 @@ inline void reduce_head(const ScoreArgs& args, float factor, float* bounds, int 
   }
 }
 
-// bounds [query_heads, padded], worth the same or none, result [padded] is scratch.
+// bounds [query_heads, padded], worth the same shape or null, result [padded] is scratch.
 inline void reduce_heads(const ScoreArgs& args, int query_heads, float factor, float* bounds,
                          int padded, const float* worth, float* result) {
   const float start = args.reduce == Reduce::kMax ? -kInfinity : 0.0f;

@@ -1,4 +1,4 @@
-// Words in memory that two processes share: ordered loads and stores, futexes, time.
+// Primitives for memory shared by two processes: ordered loads and stores, futexes, time.
 #pragma once
 
 #include <linux/futex.h>
@@ -26,7 +26,7 @@ template <class T>
 inline void store_release(T* p, T v) {
   __atomic_store_n(p, v, __ATOMIC_RELEASE);
 }
-// For words that only the calling thread writes.
+// For single-writer words: only the calling thread writes *p.
 template <class T>
 inline void add_own(T* p, T v) {
   store_relaxed(p, load_relaxed(p) + v);
@@ -47,7 +47,7 @@ inline int64_t now_ns() {
   return static_cast<int64_t>(t.tv_sec) * 1000000000 + t.tv_nsec;
 }
 
-// Sleeps while *word == seen, at most timeout_us. Wakes early now and then: callers check again.
+// Sleeps while *word == seen, at most timeout_us. May wake spuriously: callers must re-check.
 inline void futex_wait(const uint32_t* word, uint32_t seen, int64_t timeout_us) {
   timespec t{static_cast<time_t>(timeout_us / 1000000),
              static_cast<long>(timeout_us % 1000000) * 1000};
@@ -56,18 +56,18 @@ inline void futex_wait(const uint32_t* word, uint32_t seen, int64_t timeout_us) 
 inline void futex_wake(const uint32_t* word, int count) {
   syscall(SYS_futex, word, FUTEX_WAKE, count, nullptr, nullptr, 0);
 }
-// The same for sleepers in groups: who waits names its group by a bit, who wakes up to `count` of
-// the groups' sleepers names them. futex_wake wakes sleepers of any group.
+// The same with groups of sleepers, one per bit: futex_wake_group wakes up to `count` sleepers of
+// the given groups, futex_wake those of any group.
 inline void futex_wait_group(const uint32_t* word, uint32_t seen, int64_t timeout_us,
                              uint32_t group) {
-  const int64_t until_ns = now_ns() + timeout_us * 1000;  // this call takes a point in time
+  const int64_t until_ns = now_ns() + timeout_us * 1000;  // FUTEX_WAIT_BITSET timeouts are absolute
   timespec t{static_cast<time_t>(until_ns / 1000000000), static_cast<long>(until_ns % 1000000000)};
   syscall(SYS_futex, word, FUTEX_WAIT_BITSET, seen, &t, nullptr, group);
 }
 inline void futex_wake_group(const uint32_t* word, int count, uint32_t group) {
   syscall(SYS_futex, word, FUTEX_WAKE_BITSET, count, nullptr, nullptr, group);
 }
-// The half of a 64-bit word in which a new post always differs from the old.
+// The half of a 64-bit word in which consecutive posts always differ.
 inline const uint32_t* low_half(const uint64_t* word) {
 #if __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
   return reinterpret_cast<const uint32_t*>(word);

@@ -1,5 +1,5 @@
-// Into how many runs the pages of a batch's sequences are split, one thread a run; and the merge of
-// what the threads found.
+// How many runs the pages of a batch's sequences are split into (split-KV), one thread per run, and
+// the merge of the partial results.
 #pragma once
 
 #include <algorithm>
@@ -9,24 +9,24 @@
 
 namespace scout {
 
-// Of a record, at most, where its sequences are split: more would make no difference but in memory.
+// At most this many runs in a record whose sequences are split: more would only cost memory.
 constexpr int64_t kRunsPerThread = 16;
 
-// Rule for the number of runs that each sequence's pages are split into, one thread a run.
+// Cost model for the number of runs that each sequence's pages are split into.
 //
-// Threads take runs one after the other, so N sequences in R runs each take ceil(N R / threads)
-// rounds. With P pages altogether and L in the longest sequence a round takes P / (N R) pages and
-// the last one up to L / R, and each run costs as much again as a sixteenth of least_pages. The R
-// of the shortest time is taken. So a batch of as many sequences as there are threads is not split,
-// a single one is, and so are three on two threads, and a batch in which one is much longer than
-// the others. All sequences get as many runs, shorter or empty ones. `runs_of` in
-// python/sglang_scout/ops/triton/doorbell.py is this rule on a device.
+// Threads take runs one at a time, so N sequences in R runs each take ceil(N R / threads) rounds.
+// With P pages in total and L in the longest sequence, a round takes P / (N R) pages and the last
+// one up to L / R, and each run has an overhead of least_pages / 16. The R with the shortest time
+// is taken. So a batch with as many sequences as threads is not split; a single sequence is, and so
+// are three on two threads, or a batch with one sequence much longer than the others. All sequences
+// get the same number of runs, some shorter or empty. `runs_of` in
+// python/sglang_scout/ops/triton/doorbell.py is the same rule on the device.
 struct Split {
   int32_t threads = 1;
   int32_t most = 1;
   int32_t least_pages = 1;
 
-  // sequences: that have pages; total: pages of all of them; largest: of the longest one.
+  // sequences: number with pages; total: pages of all; largest: pages of the longest.
   uint32_t runs(int64_t sequences, int64_t total, int64_t largest) const {
     if (sequences < 1) return 1;
     const int64_t useful = std::min(largest / least_pages, kRunsPerThread * threads / sequences);
@@ -47,20 +47,20 @@ struct Split {
   }
 };
 
-// Below this a thread that helps costs about what it saves. A run begins with the queries, ends
-// with sums of their size and is merged; with 256 KiB it was 1.5 times as fast on AMD Zen 5 to have
-// a second thread that was polling, and no faster with one that had to be woken.
+// Below this an additional thread costs about what it saves. A run loads the queries, writes
+// partial results of the same size and is merged; with 256 KiB a second thread made it 1.5 times as
+// fast on AMD Zen 5 if it was polling, and no faster if it had to be woken.
 constexpr int64_t kRunBytes = 512 << 10;
 
-// Pages of K and V of so many bytes in the shortest run of the longest sequence.
+// Minimum pages (K and V, page_bytes each) in a run of the longest sequence.
 inline int32_t least_run_pages(int64_t page_bytes) {
   return page_bytes >= kRunBytes ? 1
                                  : static_cast<int32_t>((kRunBytes + page_bytes - 1) / page_bytes);
 }
 
-// Merges the runs of one sequence by their log-sum-exp, in order: the result depends on the pages
-// and on their split only, not on who computed what. Run r is at run_out + r * stride, its lse
-// behind its out. A run whose lse is NaN makes the result NaN.
+// Merges the runs of one sequence by their log-sum-exp, in order: the result depends only on the
+// pages and their split, not on which thread computed what. Run r is at run_out + r * stride, its
+// lse after its out. A run whose lse is NaN makes the result NaN.
 inline void merge_runs(uint32_t heads, uint32_t dim, uint32_t runs, const float* run_out,
                        uint64_t stride, float* out, float* lse) {
   const uint64_t lse_at = uint64_t{heads} * dim;
@@ -77,7 +77,7 @@ inline void merge_runs(uint32_t heads, uint32_t dim, uint32_t runs, const float*
     float total = 0;
     for (uint32_t r = 0; r < runs; ++r) {
       const float l = run_out[r * stride + lse_at + head];
-      if (l == -INFINITY) continue;  // a run without pages leaves its out as it was
+      if (l == -INFINITY) continue;  // a run without pages does not write its out
       const float weight = std::exp(l - top);
       const float* from = run_out + r * stride + uint64_t{head} * dim;
       total += weight;

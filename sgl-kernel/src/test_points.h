@@ -1,6 +1,5 @@
-// Named places in the ring's protocol. In a build for tests (SCOUT_TEST_POINTS) the test decides
-// there to go on, to dawdle, to damage something or to kill its process; otherwise they are
-// nothing.
+// Named points in the ring's protocol. In test builds (SCOUT_TEST_POINTS) the test may continue,
+// delay, corrupt something or kill its process there; otherwise they are no-ops.
 #pragma once
 
 #include <cstdint>
@@ -9,14 +8,14 @@ namespace scout {
 
 enum class Point : uint32_t {
   // Producer, in the order of Producer::publish and await_done.
-  kClosed,         // the slot's old record can no longer be claimed
+  kClosed,         // the slot's previous record can no longer be claimed
   kHeaderWritten,  // seq, layer, rows, parts
   kDataWritten,    // q, pages, n_pages
-  kOpened,         // items can be claimed by whoever looks
+  kOpened,         // items can be claimed
   kLogged,
   kHeadRaised,
   kBellRaised,
-  kWoken,    // sleepers, if there were any
+  kWoken,    // any sleepers were woken
   kWaiting,  // reply.waiters is set
   kAnswered,
   // Worker, in the order of Runtime::serve, run_item, publish_done and sleep.
@@ -27,7 +26,7 @@ enum class Point : uint32_t {
   kRowWritten,
   kAllRowsWritten,
   kStatusWritten,
-  kDone,          // published, whoever waits is not woken yet
+  kDone,          // published, waiters are not woken yet
   kGoingToSleep,  // counted as a sleeper
   kFallingAsleep,
   kAwake,

@@ -15,8 +15,8 @@
 namespace scout {
 namespace {
 
-// How long a thread polls before it sleeps. Calls follow each other within a decode step, and
-// waking a thread costs as much as attention to several pages.
+// How long a thread spins before it sleeps. Calls come in quick succession within a decode step,
+// and waking a thread costs as much as attention over several pages.
 constexpr std::chrono::microseconds kSpin{100};
 
 inline void pause() {
@@ -25,7 +25,7 @@ inline void pause() {
 #endif
 }
 
-// Polls until `ready` or until kSpin is over.
+// Spins until `ready` or for kSpin.
 template <typename Ready>
 void spin_until(const Ready& ready) {
   const auto end = std::chrono::steady_clock::now() + kSpin;
@@ -37,8 +37,8 @@ void spin_until(const Ready& ready) {
   } while (std::chrono::steady_clock::now() < end);
 }
 
-// A woken thread is often put on its waker's core, while another one is idle, and stays there for
-// longer than a call takes. So a helper that finds itself on the caller's core leaves it.
+// The scheduler often places a woken thread on its waker's core although another one is idle, and
+// leaves it there for longer than a call takes. So a helper on the caller's core migrates away.
 class Place {
  public:
   Place() {
@@ -78,7 +78,7 @@ class Pool {
     take_tasks(fn, tasks);
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      seats_.store(0, std::memory_order_relaxed);  // who has not come by now need not come
+      seats_.store(0, std::memory_order_relaxed);  // helpers may no longer join
     }
     spin_until([this] { return running_.load(std::memory_order_acquire) == 0; });
     std::unique_lock<std::mutex> lock(mutex_);
@@ -131,7 +131,7 @@ class Pool {
   const std::function<void(int)>* fn_ = nullptr;
   int tasks_ = 0;
   int caller_cpu_ = -1;
-  // Changed under the mutex, polled without it.
+  // Modified under the mutex, polled without it.
   std::atomic<int> seats_{0};    // helpers that may still join the current call
   std::atomic<int> running_{0};  // helpers inside the current call
   int sleepers_ = 0;
@@ -139,11 +139,11 @@ class Pool {
 };
 
 constexpr int kMaxThreads = 256;
-std::atomic<pid_t> holder{0};  // process whose thread is inside a call, 0: nobody
+std::atomic<pid_t> holder{0};  // process whose thread is inside a call, 0: none
 Pool* pool = nullptr;          // never destroyed: its threads outlive static destruction
 
-// False while another thread of this process is inside a call. A parent's thread that was inside
-// when the process forked does not exist in the child.
+// False while another thread of this process is inside a call. A holder inherited by fork is
+// ignored, as the parent's thread does not exist in the child.
 bool acquire() {
   const pid_t self = getpid();
   pid_t found = 0;

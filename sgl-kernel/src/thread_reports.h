@@ -1,8 +1,8 @@
-// What worker threads say of themselves in the ring: counters, and events while they are traced.
+// Statistics of worker threads in the ring: counters, and events while tracing is on.
 //
-// Event n of a thread, counted over all epochs, is at n % event_entries; a reader that comes too
-// late finds another number in the stamp and counts a loss. The reader believes nothing: all of it
-// is the worker's to write.
+// Event n of a thread, counted across epochs, is at n % event_entries; a reader that is too late
+// finds another number in the stamp and counts a loss. The reader validates everything, as the
+// worker can write all of it.
 #pragma once
 
 #include <stdexcept>
@@ -13,12 +13,12 @@
 namespace scout {
 
 struct EventsRead {
-  uint64_t next;   // where to go on
+  uint64_t next;   // where to continue
   uint32_t count;  // copied
-  uint64_t lost;   // overwritten, being written, or saying what cannot be
+  uint64_t lost;   // overwritten, being written, or invalid
 };
 
-// Sums over all worker threads and epochs; `events` is left out.
+// Sums over all worker threads and epochs, without `events`.
 inline StatLine stat_totals(const Ring& ring) {
   StatLine sum{};
   for (uint32_t i = 0; i < ring.header().stat_lines; ++i) {
@@ -34,7 +34,7 @@ inline StatLine stat_totals(const Ring& ring) {
   return sum;
 }
 
-// Copies the fields of an event but for its stamp. `to` or `from` is shared.
+// Copies the fields of an event except its stamp. `to` or `from` is shared.
 inline void copy_event(Event* to, const Event* from) {
   store_relaxed(&to->seq, load_relaxed(&from->seq));
   store_relaxed(&to->step, load_relaxed(&from->step));
@@ -53,7 +53,7 @@ inline void write_event(const Ring& ring, uint32_t line, const Event& event) {
   const uint64_t number = load_relaxed(&stats->events);
   Event* to = ring.event(line, number);
   store_relaxed(&to->stamp, uint64_t{0});
-  __atomic_thread_fence(__ATOMIC_RELEASE);  // a reader that sees a new field sees no old stamp
+  __atomic_thread_fence(__ATOMIC_RELEASE);  // a reader of a new field cannot see the old stamp
   copy_event(to, &event);
   store_release(&to->stamp, number + 1);
   store_release(&stats->events, number + 1);
@@ -75,13 +75,13 @@ inline uint64_t next_event(const Ring& ring, uint32_t line) {
   return load_acquire(&ring.stats(line)->events);
 }
 
-// Copies the events of thread `line` from number `from` on, at most event_entries, to `to`.
+// Copies up to event_entries events of thread `line`, from number `from` on, to `to`.
 inline EventsRead read_events(const Ring& ring, uint32_t line, uint64_t from, uint32_t last_epoch,
                               Event* to) {
   const Header& h = ring.header();
   EventsRead read{next_event(ring, line), 0, 0};
   if (read.next - from > h.event_entries) {
-    // Too late for some, or a count that runs backwards, which only damage can cause.
+    // Too late for some, or a count that ran backwards, which only corruption can cause.
     const uint64_t first = read.next > from ? read.next - h.event_entries : read.next;
     read.lost = first - (read.next > from ? from : first);
     from = first;

@@ -34,7 +34,7 @@ inline int64_t head_bytes(const KvPages& kv) {
   return int64_t{kv.head_dim} * bytes_of(kv.dtype);
 }
 
-// The KV heads of list `list` where a request has `lists` lists of pages: 1, or one for each head.
+// The KV heads of list `list`, if a request has `lists` page lists: 1, or one for each head.
 inline KvPages heads_of_list(KvPages kv, uint32_t list, uint32_t lists) {
   kv.kv_heads /= static_cast<int32_t>(lists);
   const int64_t before = int64_t{list} * kv.kv_heads * head_bytes(kv);
@@ -57,12 +57,12 @@ struct AttendParams {
 // (1..S) are valid, attended in addition to `pages`. out [H*G, D] fp32, lse [H*G] fp32, natural
 // log. Empty set: out = 0, lse = -inf.
 //
-// Narrower K and V are widened exactly; q, products and sums stay fp32. One exception: fp8 pages
-// under queries that are bf16 numbers, by avx512bf16, where weights are rounded to bf16 for their
-// product with V: out differs by up to 2^-8 of the weighted mean of |V|, lse by nothing. The NaN of
-// e4m3, which is what larger numbers are rounded to, counts as 480. Reads nothing outside the listed
-// pages and no K or V beyond last_len (prefetch hints aside, which cannot fault). Page ids are the
-// caller's to check (valid_pages). Thread-safe; allocates nothing; uses about 260 KiB of stack.
+// Narrower K and V are widened exactly; q, products and sums stay fp32. One exception: avx512bf16
+// on fp8 pages with queries that are exact in bf16 rounds softmax weights to bf16 for the product
+// with V: out differs by up to 2^-8 of the weighted mean of |V|, lse not at all. The NaN of e4m3,
+// to which out-of-range values are rounded, counts as 480. Reads nothing outside the listed pages
+// and no K or V beyond last_len (except prefetches, which cannot fault). The caller must check page
+// ids (valid_pages). Thread-safe; allocates nothing; uses about 260 KiB of stack.
 void attend_sequence(const KvPages& kv, const AttendParams& params, const float* q,
                      const int32_t* pages, int32_t n, int32_t last_page, int32_t last_len,
                      float* out, float* lse);
@@ -70,8 +70,8 @@ void attend_sequence(const KvPages& kv, const AttendParams& params, const float*
 // True if every entry of pages[0, n) is below num_pages (negative entries are padding and valid).
 bool valid_pages(const KvPages& kv, const int32_t* pages, int32_t n);
 
-// What attend_sequence runs on this machine: "avx512bf16", "avx512", "avx2" or "portable". The
-// environment variable SCOUT_ISA, read once, may name a lower one.
+// The variant attend_sequence runs on this machine: "avx512bf16", "avx512", "avx2" or "portable".
+// The environment variable SCOUT_ISA, read once, may select a lower one.
 const char* attend_isa();
 
 }  // namespace scout
