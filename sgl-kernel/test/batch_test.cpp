@@ -1,5 +1,5 @@
-// attend_batch, in which threads share sequences, over random batches against attend_sequence; run
-// it under the address and under the thread sanitizer.
+// attend_batch, in which threads share sequences, on random batches, compared with attend_sequence;
+// run it under the address and thread sanitizers.
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>

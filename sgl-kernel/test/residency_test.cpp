@@ -1,5 +1,5 @@
-// Random histories of residency.h: its passes against plain loops, and what must hold of slots. Run
-// it under sanitizers; that whole steps come out as in plain Python is tested there.
+// Random histories of residency.h: its passes against plain loops, and invariants of slots. Run it
+// under sanitizers; whole steps are compared with plain Python in the Python tests.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -33,7 +33,7 @@ void run_passes(unsigned seed) {
   scout::Residency all(layers, pages, slots);
   auto& uses = all.uses;
   auto &page_of = all.page_of, &slot_of = all.slot_of;
-  for (int64_t i = 0; i < layers * slots; ++i) {  // a page has no more than one slot in a layer
+  for (int64_t i = 0; i < layers * slots; ++i) {  // a page has at most one slot per layer
     const int32_t page = below(static_cast<int>(pages));
     int32_t& slot = slot_of[i / slots * pages + page];
     if (slot >= 0) continue;
@@ -216,7 +216,7 @@ void run_slots(unsigned seed) {
         const int64_t at = r.layers[i] * slots + r.slots[i];
         if (r.generations[i] != generation[r.pages[i]]) {
           require(page_of[at] == -1, "given back", seed);
-          is_pending[key] = false;  // as who changes the generation does
+          is_pending[key] = false;  // as the code that changes the generation does
           continue;
         }
         require(landed[found++] == key && slot_of[key] == r.slots[i], "landed", seed);

@@ -1,4 +1,4 @@
-// An arena for the ring's tests: small, with requests whose answers are known.
+// A small arena for the ring's tests, with requests whose answers are known.
 #pragma once
 
 #include <sys/mman.h>
@@ -100,7 +100,7 @@ struct Request {
   uint64_t items(uint32_t nodes) const { return uint64_t{rows} * parts * nodes; }
 };
 
-// softmax(scale * q k^T) v in double, one row and head after the other.
+// softmax(scale * q k^T) v in double, one row and head at a time.
 inline Answer attend_plainly(const Arena& arena, uint32_t layer, const Request& r) {
   const float* k = arena.k(layer);
   const float* v = arena.v(layer);
@@ -137,14 +137,14 @@ inline Answer attend_plainly(const Arena& arena, uint32_t layer, const Request& 
   return a;
 }
 
-// At least one page in all, so that the record is really posted.
+// Has at least one page, so that the record is really posted.
 inline Request random_request(const Arena& arena, Rng& rng, uint32_t max_parts) {
   Request r;
   r.rows = 1 + rng() % 6;
   r.parts = 1 + rng() % max_parts;
   std::normal_distribution<float> normal;
   r.q.resize(uint64_t{r.rows} * kRowFloats);
-  for (float& x : r.q) {  // of no more digits than a record may hold
+  for (float& x : r.q) {  // exactly representable in a record
     x = normal(rng);
     uint32_t bits;
     std::memcpy(&bits, &x, sizeof bits);
@@ -171,7 +171,7 @@ inline std::vector<Request> random_requests(const Arena& arena, uint64_t seed, i
 }
 
 inline bool is_right(const Request& r, uint32_t layer, const float* out, const float* lse) {
-  // Different requests differ by far more than this, the orders of summation by far less.
+  // Different requests differ by far more than this, different summation orders by far less.
   constexpr float kTolerance = 1e-4f;
   const Answer& a = r.answers[layer];
   for (size_t i = 0; i < a.out.size(); ++i)
@@ -184,7 +184,7 @@ inline bool is_right(const Request& r, uint32_t layer, const float* out, const f
 struct Options {
   double seconds = 4;
   uint64_t seed = 1;
-  std::string damage;  // a bug to build in, see ring_test.cpp
+  std::string damage;  // a bug to inject, see ring_test.cpp
 };
 
 // What a thread does at a test point; set before threads start.
@@ -193,9 +193,9 @@ extern PointHandler point_handler;
 
 inline double now_s() { return static_cast<double>(scout::now_ns()) * 1e-9; }
 
-// So many CPUs of this process, some several times if there are fewer.
+// `count` CPUs of this process, with repetitions if there are fewer.
 std::vector<int> pick_cpus(uint32_t count);
-// Nodes of so many threads, in turns: with more nodes than threads some have none.
+// Nodes of `count` threads, round-robin: with more nodes than threads some have none.
 std::vector<int> pick_nodes(uint32_t count, uint32_t nodes);
 
 int run_stress(const Options& options);

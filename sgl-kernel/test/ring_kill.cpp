@@ -1,6 +1,6 @@
-// Producer and worker in processes of their own; either is killed at every named place of the
-// protocol and at random times, and is replaced. Whatever happens, every answer must be right and
-// the other side must go on.
+// Producer and worker in separate processes; either is killed at every named point of the protocol
+// and at random times, and is replaced. In all cases every answer must be right and the other side
+// must continue.
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
@@ -18,16 +18,16 @@ namespace {
 
 enum class Role : uint32_t { kNobody, kProducer, kWorker };
 
-// What the three processes tell each other. The parent plays the supervisor.
+// State shared by the three processes, with the writer of each word. The parent is the supervisor.
 struct Board {
   uint32_t live;       // parent: the epoch that gets work, 0: none
-  uint32_t live_seen;  // producer: what it was told last
+  uint32_t live_seen;  // producer: the last value it has read
   uint32_t ready;      // worker: its epoch
-  uint32_t stop;       // parent: 1 ends the producer, 2 the worker too
+  uint32_t stop;       // parent: 1 stops the producer, 2 the worker too
   uint32_t victim;     // parent: Role
   uint32_t point;      // parent: where it dies
-  int32_t countdown;   // passes of that place before
-  uint64_t by_worker;  // producer: right answers
+  int32_t countdown;   // passes of that point before
+  uint64_t by_worker;  // producer: correct answers
   uint64_t by_fallback;
 };
 
@@ -190,14 +190,14 @@ class Parent {
     replace(victim);
   }
 
-  // Waits for the victim's death and goes on with another.
+  // Waits for the victim's death and starts a replacement.
   void replace(Role victim) {
     collect(victim == Role::kProducer ? producer_ : worker_, SIGKILL);
     ++deaths_;
     scout::store_release(&board->victim, static_cast<uint32_t>(Role::kNobody));
     if (victim == Role::kWorker) {
       workers_kept_ = 0;
-      if (rng_() % 2) usleep(rng_() % 2000);  // nobody has noticed yet
+      if (rng_() % 2) usleep(rng_() % 2000);  // not detected yet
       scout::store_release(&board->live, 0u);
       expect_more(&board->by_fallback);
       start_worker();
@@ -236,8 +236,8 @@ class Parent {
 
 int run_kill(const Options& options) {
 #ifdef __SANITIZE_THREAD__
-  // It sees one process. That a thread may write where another has read, because the producer took
-  // the answer in between, is ordered by the producer's words: to it, a race.
+  // It sees only one process. A thread's write after another's read is ordered by the producer in
+  // the other process, which took the answer in between: reported as a race.
   std::puts("kill: skipped, the order of two processes is not visible to the thread sanitizer");
   return 0;
 #endif

@@ -26,7 +26,7 @@ uint64_t next_random() {
   return state;
 }
 
-// Now and then a thread dawdles at a place of the protocol, so that others overtake it there.
+// Occasionally delays a thread at a point of the protocol, so that others overtake it there.
 void dawdle(scout::Point point, uint32_t slot) {
   const uint64_t roll = next_random() >> 20;
   if (point == scout::Point::kItemClaimed && roll % 64 == 1) {
@@ -61,7 +61,7 @@ class Poster {
     lse_.resize(kMaxBatch * kQHeads);
   }
 
-  // `lively`: with deadlines too short to be met and tickets that are given up.
+  // `lively`: with timeouts too short to be met and tickets that are abandoned.
   template <class IsOver>
   void run(bool lively, IsOver is_over) {
     InFlight before = post();
@@ -151,7 +151,7 @@ void run_one_epoch(const Arena& arena, const std::vector<Request>& requests, con
               static_cast<unsigned long long>(items));
 }
 
-// Workers come and go while the poster goes on.
+// Workers are replaced while the poster continues.
 void run_epochs(const Arena& arena, const std::vector<Request>& requests, const Options& options,
                 double until_s) {
   scout::Producer producer(arena.base, arena.bytes);
@@ -160,12 +160,12 @@ void run_epochs(const Arena& arena, const std::vector<Request>& requests, const 
   std::thread supervisor([&] {
     Rng rng(options.seed + 2);
     while (!over.load()) {
-      // A worker that cannot split rows so far refuses some records; the poster computes them.
+      // A worker with a smaller split limit refuses some records; the poster computes them.
       auto runtime = begin_epoch(arena, producer, rng, 1 + rng() % 3, 1 + rng() % kMaxSplit);
       ++epochs;
       usleep(1000 + rng() % 30000);
       scout::stat_totals(producer.ring());
-      // Either the death is noticed first, or there is nobody left to answer for a while.
+      // Either the death is detected first, or nobody answers for a while.
       const bool noticed = rng() % 2 == 0;
       if (noticed) producer.set_live_epoch(0);
       runtime->stop();
@@ -174,7 +174,7 @@ void run_epochs(const Arena& arena, const std::vector<Request>& requests, const 
     }
   });
   Poster poster(producer, requests, options.seed + 3);
-  // On a busy machine the time may be over before both sides had something to do.
+  // On a busy machine the time may elapse before both sides have done something.
   poster.run(true,
              [&] { return now_s() >= until_s && poster.by_worker > 0 && poster.by_fallback > 0; });
   over = true;

@@ -2,10 +2,10 @@
 //
 //   ring_test [stress|kill|all] [--seconds N] [--seed N] [--break NAME]
 //
-//   stress  producer and runtime in one process, workers that change, every answer compared
-//   kill    two processes, either one killed at every named place of the protocol and at random
+//   stress  producer and runtime in one process, workers are replaced, every answer is checked
+//   kill    two processes, either one killed at every named point of the protocol and at random
 //
-// --break builds in a bug that stress must find: early-done (answers are announced before they are
+// --break injects a bug that stress must find: early-done (answers are published before they are
 // computed), twice (items are handed out twice).
 #include <sched.h>
 #include <sys/wait.h>
@@ -53,7 +53,7 @@ struct Mode {
 constexpr Mode kModes[] = {{"stress", run_stress}, {"kill", run_kill}};
 constexpr const char* kBugs[] = {"", "early-done", "twice"};
 
-// In a process of its own: a crash or a hang is a result too.
+// Runs in a separate process: a crash or a hang is a result too.
 int run_apart(const Mode& mode, const Options& options) {
   std::fflush(nullptr);
   const pid_t child = fork();

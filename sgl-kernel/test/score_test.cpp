@@ -21,7 +21,7 @@ using scout::Reduce;
 
 constexpr int kTokens = scout::kRotatedTokens;
 
-// What is asked about the pages of a sequence.
+// The inputs for scoring the pages of a sequence.
 struct Case {
   Shape shape;
   int query_heads;
@@ -31,7 +31,7 @@ struct Case {
   int32_t n_full;
 };
 
-// The last page is in no table.
+// The last page is not in any table.
 Case make_case(const Shape& s, std::mt19937& rng, float q_factor = 1.0f) {
   Case c{s, s.heads * s.group, 1.0f / std::sqrt(static_cast<float>(s.dim)), {}, {}, 0};
   std::normal_distribution<float> normal;
@@ -51,8 +51,8 @@ std::string describe(const char* kind, const char* isa, const Case& c) {
   return text;
 }
 
-// For every query head and page a number: the logarithm of the page's mass, or the bound that stands for it; or what
-// the mass counts.
+// One number per query head and page: the log of the page's mass, or its upper bound; or the
+// weight (worth) of that mass.
 using Logs = std::vector<std::vector<double>>;
 
 double log_sum(const std::vector<double>& x) {
@@ -82,12 +82,12 @@ std::vector<double> reduced(const Case& c, const Logs& logs, const Logs& worth, 
   return reduce == Reduce::kLogMass ? masses : out;
 }
 
-// Runs a kernel and holds it to logs, each of which it may miss by `error`; no worth is above `most`.
+// Runs a kernel and checks it against logs, with an error of up to `error` in each; worth <= most.
 template <class Run>
 void check_scores(const Case& c, const Logs& logs, const Logs& worth, double most, Reduce reduce,
                   double error, size_t floats, const Run& run, const std::string& detail,
                   std::mt19937& rng) {
-  const size_t before = rng() % 16;  // the scratch begins anywhere in a line
+  const size_t before = rng() % 16;  // scratch at any offset in a line
   std::vector<float> scratch(before + floats, NAN);
   const std::vector<double> expected = reduced(c, logs, worth, reduce);
   std::vector<float> out(expected.size(), NAN);
@@ -95,7 +95,7 @@ void check_scores(const Case& c, const Logs& logs, const Logs& worth, double mos
                        static_cast<int32_t>(c.table.size()), scratch.data() + before, out.data()});
   for (size_t n = 0; n < out.size(); ++n) {
     double tolerance = 2 * error;
-    if (reduce == Reduce::kMass)  // where logs may be wrong by much, any page may have all
+    if (reduce == Reduce::kMass)  // if logs may be far off, any page may have all mass
       tolerance =
           (error < 1 ? expected[n] * std::expm1(4 * error) : 0) +
           most * c.query_heads * (error < 1 ? 1e-5 : 1);
@@ -136,7 +136,7 @@ void check_bounds(const char* isa, const Shape& s, std::mt19937& rng) {
     check_scores(c, bounds, one, 1, reduce, 1e-5, floats, run, describe("bounds", isa, c), rng);
 }
 
-// R x, as ops/rotated.py has it.
+// R x, as in ops/rotated.py.
 void rotate(double* x, int dim) {
   const int width = dim & -dim;
   for (int d = 0; d < dim; ++d) x[d] *= ((d + 1) * 0x9E3779B1u >> 31 ? -1 : 1) / std::sqrt(width);
@@ -173,8 +173,8 @@ std::vector<double> decoded(const scout::RotatedDigests& r, size_t row) {
   return x;
 }
 
-// What the digests say, in `worth` the mean norm of a value over a page's mass, and in `size` the largest logit of a
-// token.
+// log masses from the digests; `worth` gets the mean value norm under a page's softmax, and `size`
+// the largest logit of a token.
 Logs rotated_logs(const Case& c, const scout::RotatedDigests& r, Logs& worth, double& size) {
   const int dim = r.head_dim;
   const double largest = 0x1p50 * std::log(2.0);  // the kernels count in units of log 2

@@ -1,4 +1,4 @@
-// Random tensors of every dtype, and what a C++ test says of a failure.
+// Random tensors of every dtype, and failure reporting for C++ tests.
 #pragma once
 
 #include <cmath>
@@ -28,7 +28,7 @@ struct Shape {
   int page_size, heads, dim, group, pages;
 };
 
-// K or V as bytes of a dtype together with the exact values.
+// K or V in a dtype's encoding, together with the exact values.
 struct Tensor {
   std::vector<uint16_t> half;
   std::vector<float> full;
@@ -83,11 +83,11 @@ Tensor random_tensor(size_t n, DType dtype, std::mt19937& rng) {
     } else if (dtype == DType::kBF16) {
       t.half[i] = bf16_bits(normal(rng));
       t.full[i] = bf16_value(t.half[i]);
-    } else if (is_fp8) {  // up to 4, denormals
+    } else if (is_fp8) {  // up to 4, with subnormals
       t.bytes[i] = static_cast<uint8_t>(rng() % (dtype == DType::kE4M3 ? 0x48 : 0x44) | (rng() & 0x80));
       t.full[i] = fp8_value(t.bytes[i], dtype);
     } else {
-      t.half[i] = static_cast<uint16_t>(rng() % 0x4400 | (rng() & 0x8000));  // up to 4, denormals
+      t.half[i] = static_cast<uint16_t>(rng() % 0x4400 | (rng() & 0x8000));  // <= 4, subnormals
       t.full[i] = half_value(t.half[i]);
     }
   }
