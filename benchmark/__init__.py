@@ -1,7 +1,7 @@
-"""Measurements by question: accuracy, kernels, decode steps, servers, the ring.
+"""Benchmarks by topic: accuracy, kernels, decode steps, servers, the ring.
 
-Run from the root of the repository: ``python -m benchmark.kernels.cpu_attention``. Launchers of servers are those
-of the tests (``test/servers``), small models come from ``scripts``.
+Run from the root of the repository: ``python -m benchmark.kernels.cpu_attention``. Server launchers are shared
+with the tests (``test/servers``), small models come from ``scripts``.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Whether a benchmark of kernels can run here, and where; the command line that such benchmarks share."""
+"""Whether and on which device a kernel benchmark can run; the shared command line of such benchmarks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def device() -> str:
 
 
 def refusal(*, check_only: bool, needs_worker: bool = False) -> str:
-    """Why it cannot run here, "" if it can. In the interpreter there are checks alone, no times."""
+    """Why it cannot run here, "" if it can. The interpreter supports only checks, no timing."""
     if needs_worker:
         try:
             from sglang_scout import _native  # noqa: F401
@@ -33,13 +33,13 @@ def refusal(*, check_only: bool, needs_worker: bool = False) -> str:
 
 
 def captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """A graph of a call, which runs once before: what it needs is compiled and loaded."""
+    """A captured graph of a call, after one warm-up run that compiles and loads its kernels."""
     side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())  # which may still fill the arguments
+    side.wait_stream(torch.cuda.current_stream())  # it may still be writing the arguments
     with torch.cuda.stream(side):
         call()
     side.synchronize()
-    gc.collect()  # an earlier graph, freed in the middle of a capture, would end it
+    gc.collect()  # freeing an earlier graph during capture would abort it
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
@@ -59,7 +59,7 @@ def run(
     Args:
         check: takes "cpu" or "cuda" and returns an exit code.
         measure: takes the options, with ``out``, the file for rows, and returns an exit code.
-        add_options: of the measurement alone.
+        add_options: adds options that only the measurement has.
     """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -79,6 +79,6 @@ def run(
 
 
 def say(wrong: str) -> int:
-    """Prints what is wrong, "" for nothing, and returns the exit code."""
+    """Prints the problem ("" if there is none) and returns the exit code."""
     print(wrong or "equal")
     return 1 if wrong else 0

@@ -1,4 +1,4 @@
-"""Waiting until a worker has mapped its arena, which it does behind its work (``worker/populate.py``)."""
+"""Waiting until a worker has mapped its arena, which it does in the background (``worker/populate.py``)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _ENOUGH = 0.99
 
 
 def mapped_bytes(pid: int) -> int:
-    """Shared memory that a process has mapped: of a worker, its arena. 0 where there is no such process."""
+    """Shared memory mapped by a process; for a worker, its arena. 0 if there is no such process."""
     try:
         text = Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -21,9 +21,9 @@ def mapped_bytes(pid: int) -> int:
 
 
 def wait_mapped(pid: int | None, nbytes: int, most_s: float) -> float:
-    """Wait until a worker has mapped ``nbytes``, no longer than ``most_s``. Returns the share that it has, 0..1.
+    """Wait until a worker has mapped ``nbytes``, at most ``most_s``. Returns the mapped share, 0..1.
 
-    Until then its threads wait for faults, and for the thread that maps, in between.
+    Until then its threads are slowed by page faults and by contention with the populating thread.
     """
     end = time.monotonic() + most_s
     while True:

@@ -1,4 +1,4 @@
-"""What nvidia-smi says of the first device. Imports no torch."""
+"""nvidia-smi queries for the first device. Does not import torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _TIMEOUT_S = 20.0
 
 
 def query(fields: Sequence[str], *, units: bool = True) -> dict[str, str]:
-    """Its answers as it prints them; ``{"absent": REASON}`` where there are none."""
+    """Its output per field, as printed; ``{"absent": REASON}`` if there is none."""
     if (program := shutil.which("nvidia-smi")) is None:
         return {"absent": "nvidia-smi is not installed"}
     form = "csv,noheader" if units else "csv,noheader,nounits"
@@ -33,7 +33,7 @@ def query(fields: Sequence[str], *, units: bool = True) -> dict[str, str]:
 
 
 def used_mib() -> int | None:
-    """Memory of the device that is taken; None where that is not known."""
+    """Device memory in use; None if not known."""
     try:
         return int(query(["memory.used"], units=False).get("memory.used", ""))
     except ValueError:
@@ -41,8 +41,8 @@ def used_mib() -> int | None:
 
 
 def wait_free(before_mib: int | None, most_s: float = 60.0) -> None:
-    """Wait until no more memory is taken than ``before_mib`` and a little: the driver frees memory some time after
-    its process is gone."""
+    """Wait until memory use is back to about ``before_mib``: the driver frees memory some time after the process is
+    gone."""
     end = time.monotonic() + most_s
     while before_mib is not None and (now := used_mib()) is not None and now > before_mib + 512:
         if time.monotonic() >= end:

@@ -2,10 +2,10 @@
 
     python -m benchmark.plot FILE.jsonl [--out docs/results] [--name NAME]
 
-Rows of recall_modes make recall_modes.png: CPU compute ratio by step, copies, and time per token with and
-without recall and pre-computation. Rows of accuracy make accuracy.png: right answers by budget, one panel per length.
-Rows of study make study.png: loss by bytes read. Rows of predictions make predictions.png: speed-up by context.
-The captions hold command, commit and machine.
+Rows of recall_modes give recall_modes.png: CPU compute ratio by step, copies, and time per token with and
+without recall and pre-computation. Rows of accuracy give accuracy.png: correct answers by budget, one panel per length.
+Rows of study give study.png: loss by bytes read. Rows of predictions give predictions.png: speed-up by context.
+Captions contain command, commit and machine.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def draw_accuracy(rows: list[Row]) -> Any:
         ax.set_ylim(-2, 104)
         ax.set_xlabel("budget, tokens")
     panels[0].set_ylabel("right answers, percent")
-    # Where no curve runs in a long text.
+    # Where no curve is, for a long text.
     panels[-1].legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, 0.82), ncols=2)
     model = scores.rows[0]["model"]
     fig.suptitle(f"{model}: mean of {len(scores.tasks)} tasks, exact answers", fontsize=11)
@@ -68,7 +68,7 @@ def draw_accuracy(rows: list[Row]) -> Any:
 
 
 def _line(ax: Any, scores: Scores, policy: str, length: int) -> None:
-    """Whiskers are moved apart a little, so that equal scores can be told apart."""
+    """Whiskers are offset slightly, so that equal scores can be told apart."""
     found = [(b, scores.mean(Setting(policy, b), length)) for b in scores.budgets]
     known = [(b, *(100 * x for x in mean)) for b, mean in found if mean is not None]
     if not known:
@@ -87,7 +87,7 @@ def _line(ax: Any, scores: Scores, policy: str, length: int) -> None:
 
 
 def draw_recall_modes(rows: list[Row]) -> Any:
-    """Ratio by step, what it costs to copy, and the four corners of Figure 12."""
+    """Ratio by step, copies, and the four corners of Figure 12."""
     rows = [r for r in rows if r["status"] == "ok"]
     names = list(dict.fromkeys(r["impl"] for r in rows))
     runs = {name: [r for r in rows if r["impl"] == name] for name in names}
@@ -134,7 +134,7 @@ def draw_recall_modes(rows: list[Row]) -> Any:
 
 
 def _corners(ax: Any, runs: dict[str, list[Row]], colors: dict[str, Any]) -> None:
-    """Time per token of every mode; the part in which the device waits is dark."""
+    """Time per token of every mode; the share spent waiting is dark."""
     for i, (name, mine) in enumerate(runs.items()):
         medians = sorted(r["median_us"] / 1e3 for r in mine)
         middle = percentile(medians, 50)

@@ -1,4 +1,4 @@
-"""Lines that say how far a long command is, on standard error."""
+"""Progress lines of long commands, on standard error."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class Progress:
         self._last_s = -PERIOD_S
 
     def say(self, text: str) -> None:
-        """A line with the time since the start."""
+        """Prints a line with the time since the start."""
         now_s = time.monotonic() - self._begin
         print(f"[{now_s:6.1f} s] {text}", file=sys.stderr, flush=True)
 
     def update(self, text: str) -> None:
-        """The state of what goes on; may come often, and is printed now and then."""
+        """Updates the current state; may be called often, and is printed at intervals."""
         now_s = time.monotonic() - self._begin
         if now_s - self._last_s >= PERIOD_S:
             self._last_s = now_s

@@ -3,18 +3,17 @@
 Every row has
     benchmark, impl, status       "ok", "absent", "skipped" or "failed"; reason says why, "" if ok
     commit, dirty                 of this repository; dirty: with uncommitted changes
-    cpu, cores, versions          model name, CPUs of this process, versions of what ran
+    cpu, cores, versions          model name, CPUs of this process, versions of the packages used
     command, time_utc, load_average, idle_before
                                   idle_before: idle share of each of those CPUs just before the run
-    nvidia_smi                    where a CUDA device is measured: its name, memory, driver, clocks, limit of power and
-                                  link, or {"absent": why that is not known}
-and, where something was measured,
+    nvidia_smi                    if a CUDA device is measured: its name, memory, driver, clocks, power limit and link,
+                                  or {"absent": why not known}
+and, if something was measured,
     samples_us                    raw, in the order in which they were taken
-    median_us, spread, unstable   spread = (p90 - p10) / median; unstable where it is above 10 %
-Where what was measured is not a time, untimed is true in place of these.
+    median_us, spread, unstable   spread = (p90 - p10) / median; unstable if above 10 %
+If the measured quantity is not a time, untimed is true instead.
 
-A failure, an absent baseline and a size that does not fit are rows too. Sizes and results are added by each
-benchmark.
+A failure, an absent baseline and a size that does not fit are rows too. Each benchmark adds sizes and results.
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ def summary(samples_us: Sequence[float]) -> Row:
 
 
 def problems(row: Row) -> list[str]:
-    """What is wrong with a row, empty if nothing is."""
+    """Problems of a row, empty if there are none."""
     found = []
     required = dict(_REQUIRED)
     if row.get("status") == "ok" and row.get("untimed") is not True:
@@ -99,7 +98,7 @@ def problems(row: Row) -> list[str]:
 
 
 def environment(benchmark: str, packages: Iterable[str] = (), *, cuda: bool = False) -> Row:
-    """The fields that all rows of a run share. Takes a third of a second to look for idle CPUs.
+    """The fields shared by all rows of a run. Takes a third of a second to sample CPU idleness.
 
     Args:
         cuda: a CUDA device is measured.
@@ -127,7 +126,7 @@ def environment(benchmark: str, packages: Iterable[str] = (), *, cuda: bool = Fa
 
 
 def command_line(argv: Sequence[str]) -> str:
-    """As one would type it in the root of the repository."""
+    """As typed in the root of the repository."""
     script = Path(argv[0]).resolve()
     if not script.is_relative_to(ROOT):
         return shlex.join(["python", str(script), *argv[1:]])
@@ -136,7 +135,7 @@ def command_line(argv: Sequence[str]) -> str:
 
 
 def cpu_model() -> str:
-    """Model name with what tells its generation, as "AMD EPYC (family 26 model 2)"."""
+    """Model name with family and model, e.g. "AMD EPYC (family 26 model 2)"."""
     text = Path("/proc/cpuinfo").read_text()
     found = dict(re.findall(r"^(model name|cpu family|model)\s*: (.*)$", text, re.MULTILINE))
     if "model name" not in found:
@@ -154,15 +153,15 @@ def cache_bytes() -> int:
 
 
 def idle_shares(cpus: Sequence[int]) -> list[float]:
-    """How much of a short time each CPU was idle, 0..1; an empty list where that is not known."""
+    """Idle share of each CPU over a short time, 0..1; an empty list if not known."""
     found = psutil.cpu_times_percent(interval=0.3, percpu=True)
-    if max(cpus) >= len(found):  # some CPUs are offline, and which they are is not said
+    if max(cpus) >= len(found):  # some CPUs are offline, and we cannot tell which
         return []
     return [round((found[cpu].idle + found[cpu].iowait) / 100, 3) for cpu in cpus]
 
 
 def _source() -> Row:
-    """commit and dirty: of BENCHMARK_COMMIT where a bundle says what it has (scripts/gpu_bundle.sh), else git's."""
+    """commit and dirty: from BENCHMARK_COMMIT if set by a bundle (scripts/gpu_bundle.sh), else from git."""
     if packed := os.environ.get("BENCHMARK_COMMIT"):
         commit = packed.removesuffix("-dirty")
         return {"commit": commit, "dirty": commit != packed}
@@ -192,12 +191,12 @@ def weights_digest(model_path: str) -> str:
 
 
 class Writer:
-    """Checks rows and writes each as a line as soon as it is there.
+    """Validates rows and writes each immediately as a line.
 
     Args:
-        path: None: rows are kept alone.
+        path: None: rows are only kept in memory.
         shared: fields of all rows.
-        append: behind the rows that the file has; a line that was cut short goes. Without it the file begins anew.
+        append: to the rows in the file; a truncated last line is dropped. Without it the file is overwritten.
     """
 
     def __init__(self, path: Path | None, shared: Row, *, append: bool = False) -> None:
@@ -214,7 +213,7 @@ class Writer:
             self._file = path.open("a" if append else "w", encoding="utf-8")
 
     def add(self, impl: str, status: str = "ok", reason: str = "", **fields: Any) -> Row:
-        """Raises ValueError if the row is not well formed."""
+        """Adds a row. Raises ValueError if it is malformed."""
         row = {**self._shared, "impl": impl, "status": status, "reason": reason, **fields}
         wrong = problems(row)
         if wrong:
@@ -235,7 +234,7 @@ def read_rows(path: Path) -> list[Row]:
     """The rows of a file.
 
     Raises:
-        ValueError: a line is no row; names the line.
+        ValueError: a line is not a row; names the line.
     """
     rows = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
@@ -253,6 +252,6 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def markdown_table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """First column to the left, the others to the right."""
+    """First column left-aligned, the others right-aligned."""
     rule = "| --- |" + " ---: |" * (len(head) - 1)
     return "\n".join([f"| {' | '.join(head)} |", rule, *(f"| {' | '.join(x)} |" for x in lines)])

@@ -1,7 +1,7 @@
-"""The servers of a comparison: stock SGLang, and decode servers of several policies behind one prefill server.
+"""The servers of a comparison: stock SGLang, and decode servers of several policies sharing one prefill server.
 
-The prefill server keeps what it has prefilled in its radix cache, so a text is computed once however
-many policies are asked about it. `full` is one server of its own, started without any of our flags.
+The prefill server keeps prefilled texts in its radix cache, so a text is prefilled once for any number
+of policies. `full` is a separate server, started without any of our flags.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from servers.single_server import SingleServer
 READY_TIMEOUT_S = 600.0
 REQUEST_TIMEOUT_S = 3600.0
 TRIES = 3
-# After a transfer that a decode server gave up on a busy machine, the prefill server waits so long for it.
+# How long the prefill server waits for a transfer that a decode server abandoned on a busy machine.
 PATIENCE = {"SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "60"}
 
 
@@ -31,8 +31,8 @@ class Fleet:
 
     Args:
         model_dir: folder of the model.
-        settings: not empty; their names must differ.
-        dtype: as SGLang's flag.
+        settings: not empty; names must be distinct.
+        dtype: as for SGLang's flag.
         longest_tokens: of a request, prompt and answer.
         server_flags: further flags of all servers.
         environment: variables on top of the usual ones.
@@ -52,7 +52,7 @@ class Fleet:
     ) -> None:
         self.log_dir = Path(tempfile.mkdtemp(prefix="sglang-scout-accuracy-"))
         self.startup_s = 0.0
-        # Room for a text and the next one, on the prefill server for a few that are still asked about.
+        # Room for a text and the next one; on the prefill server for a few that are still in use.
         sizes: dict[str, Any] = dict(max_total_tokens=2 * (longest_tokens + 1024), dtype=dtype)
         prefill_tokens = 4 * (longest_tokens + 1024)
         whole_prompts = flags(max_prefill_tokens=longest_tokens + 1024, chunked_prefill_size=-1)
@@ -124,7 +124,7 @@ class Fleet:
             print(f"the servers' logs are in {self.log_dir}", file=sys.stderr)
 
     def stop(self) -> None:
-        """End all servers; may be called twice."""
+        """Stop all servers; idempotent."""
         try:
             if self._stock is not None:
                 self._stock.stop()
@@ -135,8 +135,7 @@ class Fleet:
     def ask(self, setting: Setting, payload: Mapping[str, Any]) -> dict[str, Any]:
         """Send one request and return the answer. Raises RequestFailed, OSError or ServerFailed.
 
-        On a busy machine SGLang may give up the transfer of a prompt; that is no answer, so it is
-        asked again.
+        On a busy machine SGLang may abort the transfer of a prompt; then the request is retried.
         """
         for _ in range(TRIES - 1):
             try:

@@ -1,17 +1,17 @@
-"""Does scout answer as well as full attention? Exit code 0 if it does at every budget, 1 if not.
+"""Accuracy gate: scout against full attention. Exit code 0 if scout is within the margin at every budget, else 1.
 
     python -m benchmark.accuracy.gate [--short] [--json FILE]
 
-Two models judge (JUDGES): the retrieval model of this folder, on the tasks of tasks.py, and SmolLM2-135M-Instruct, on
-facts planted in real text (planted.py). Each has the policy, of policies.py, that it is judged with.
+Two models are used (JUDGES): the retrieval model of this folder, on the tasks of tasks.py, and SmolLM2-135M-Instruct,
+on facts planted in real text (planted.py). Each is tested with one policy of policies.py.
 
 Full attention, in plain PyTorch (plain_answers.py), and servers of scout answer the same questions, so the loss is
-counted by sample: answers that only full has right, less those that only scout has right. A budget fails when its loss
+paired by sample: answers that only full has right, minus those that only scout has right. A budget fails when its loss
 exceeds its margin.
 
-The default margin follows from what is allowed to be lost (ALLOWED_POINTS) and the size of the sample: a policy that
-loses exactly as much as is allowed fails with a probability of 5 % at most, and one that loses more fails the more
-surely, the larger the sample. --margin-points sets one margin for all budgets instead.
+The default margin follows from the allowed loss (ALLOWED_POINTS) and the sample size: a policy that loses exactly the
+allowed amount fails with a probability of at most 5 %, and the power to detect a larger loss grows with the sample
+size. --margin-points sets one margin for all budgets instead.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ loses at 1024."""
 
 @dataclass(frozen=True)
 class Form:
-    """``samples`` of each length and task."""
+    """``samples`` per length and task."""
 
     budgets: tuple[int, ...]
     lengths: tuple[int, ...]
@@ -53,7 +53,7 @@ class Form:
 
 @dataclass(frozen=True)
 class Judge:
-    """A model with its questions and the policy it is asked about; ``seed`` of the first sample."""
+    """A model with its questions and the policy under test; ``seed`` of the first sample."""
 
     questions: str
     policy: str
@@ -81,7 +81,7 @@ JUDGES = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """Of one setting. ``full_right`` and ``right`` are shares."""
+    """The verdict on one setting. ``full_right`` and ``right`` are shares."""
 
     setting: Setting
     full_right: float
@@ -101,7 +101,7 @@ def judge(setting: Setting, full: Sequence[bool], other: Sequence[bool], margin:
 
 
 def outcomes(rows: Sequence[Row], setting: Setting) -> list[bool]:
-    """Of all lengths and tasks, in the order of the rows."""
+    """Outcomes of all lengths and tasks, in the order of the rows."""
     mine = [
         row
         for row in rows
@@ -156,7 +156,7 @@ def run(args: argparse.Namespace, judge_: Judge, progress: Progress) -> list[Ver
 
 
 def ask_full(args: argparse.Namespace, file: RowFile, progress: Progress) -> None:
-    """Rows of full attention. Text by text, as tasks may share one."""
+    """Rows of full attention, grouped by text, as tasks may share one."""
     plain = PlainAnswers(args.model_path)
     for length in args.lengths:
         outcomes: dict[str, str] = dict.fromkeys(args.tasks, "")

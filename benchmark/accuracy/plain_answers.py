@@ -1,4 +1,4 @@
-"""What full attention answers, by the study's plain PyTorch model: the other side of the gate, without a server."""
+"""Answers of full attention by the study's plain PyTorch model: the gate's baseline, without a server."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class PlainAnswers:
 
     @torch.no_grad()
     def is_right(self, sample: tasks.Sample) -> bool:
-        """As questions.is_right says of a server's answer. Samples about one text should follow each other."""
+        """Like questions.is_right for a server's answer. Samples about one text should be consecutive."""
         start = len(sample.prompt) - sample.question_tokens
         start -= start % FULL.page_tokens
         context, question = sample.prompt[:start], sample.prompt[start:]
@@ -39,20 +39,20 @@ class PlainAnswers:
     def _follows(
         self, question: list[int], answer: list[int], blanks: tuple[tuple[int, int], ...] | None
     ) -> bool:
-        """Whether greedy decoding gives this answer: given what is right before it, each token is the likeliest."""
+        """Whether greedy decoding gives this answer: teacher-forced, each token is the most likely one."""
         assert self._text is not None
         tokens = torch.tensor(question + answer)
         start = len(self._context)
         found = decode_window(self._model, self._text, start, tokens[:-1], FULL).log_probs
         found, free = found[len(question) - 1 :], list(range(len(answer)))
-        if blanks is not None:  # where words alone are allowed
+        if blanks is not None:  # where only words are allowed
             free = [i for begin, end in blanks for i in range(begin, end)]
             found = found[:, : LAST_WORD + 1].index_fill(1, torch.arange(FIRST_WORD), -torch.inf)
         return bool((found.argmax(-1)[free] == tokens[len(question) :][free]).all())
 
 
 def right_answers(sample: tasks.Sample) -> list[list[int]]:
-    """One, or of multi_value one for each order of the values."""
+    """The correct answer, or for multi_value one for each order of the values."""
     answer = list(sample.answer)
     if sample.task != "multi_value":
         return [answer]

@@ -6,14 +6,14 @@ A document is an excerpt of prose, technical prose or code (scripts/texts.py) wi
     Remember this: the locker of Margaret has the number 27095.          a chain of two facts
     Remember this: locker number 27095 opens with the code 71449.
 
-It has four cuts. After each stand 512 tokens of plain text without a planted sentence (for loss and KL), and at each
-two questions are asked about what stands before it, in place of the plain text: one single, one of the others:
+It has four cuts. After each follow 512 tokens of plain text without a planted sentence (for loss and KL), and at each
+two questions are asked about the preceding text, in place of the plain text: one single, one of the others:
 
     single     What is the ticket number of the winner?
     several    What are the ..., the ... and the ...?                    three facts in one answer
     chained    With which code does the locker of Margaret open?         the answer names both links
 
-An answer is teacher-forced; what counts is each number in it, of a chain the last. Everything derives from the
+An answer is teacher-forced and scored by each number in it, for a chain only the last. Everything derives from the
 document's index: the same index gives the same tokens with the same tokenizer and texts.
 """
 
@@ -54,7 +54,7 @@ Encode = Callable[[str], list[int]]
 class Question:
     """One question at a cut of a document.
 
-    ``ask`` and ``answer`` are token ids; ``numbers``: [begin, end) in ``answer`` of the digits that count.
+    ``ask`` and ``answer`` are token ids; ``numbers``: [begin, end) in ``answer`` of the scored digits.
     """
 
     kind: str
@@ -74,7 +74,7 @@ class Document:
 
 
 def make_document(encode: Encode, text: str, index: int) -> Document:
-    """Document ``index`` of those that are cut from ``text``, which is of source ``index % 3``.
+    """Document ``index``, an excerpt of ``text``, which is of source ``index % 3``.
 
     Args:
         encode: text to token ids, without special tokens.
@@ -85,7 +85,7 @@ def make_document(encode: Encode, text: str, index: int) -> Document:
     digits = rng.sample("123456789", 9)
 
     def number() -> str:
-        digits.append(digits.pop(0))  # neighbours begin with different digits
+        digits.append(digits.pop(0))  # adjacent numbers begin with different digits
         return digits[-1] + str(rng.randrange(1000, 10_000))
 
     singles = [(x, number()) for x in rng.sample(SUBJECTS, SINGLES_BEFORE[-1])]
@@ -149,7 +149,7 @@ def _chained(encode: Encode, cut: int, chain: tuple[str, str, str]) -> Question:
 def _assemble(
     encode: Encode, kind: str, cut: int, ask: str, parts: Sequence[str], counted: Sequence[str]
 ) -> Question:
-    """Each part is encoded by itself; of the counted ones the last five tokens, one a digit, count."""
+    """Each part is encoded separately; of scored parts the last five tokens, one per digit, are scored."""
     answer: list[int] = []
     numbers = []
     for part in parts:

@@ -1,18 +1,18 @@
 """The policies that are compared, each as flags of a decode server.
 
     full              stock SGLang, without the flag
-    scout             as in the paper: predicted queries choose the pages by bounds, one layer ahead
-    scout-rotated     the same with rotated digests of two bits, the default
-    scout-real-query  the layer's own query chooses them: what the prediction costs
-    quest             the layer's own query, and attention over exactly the chosen pages; no worker
-                      has work ahead of need, and pages that happen to be resident do not help
+    scout             as in the paper: predicted queries select pages by bounds, one layer ahead
+    scout-rotated     the same with two-bit rotated digests, the default
+    scout-real-query  the layer's own query selects them: shows the cost of prediction
+    quest             the layer's own query, and attention over exactly the selected pages; no layer-ahead
+                      worker computation, and other resident pages are not used
     recent            the first page and the newest pages
-    infinigen         predicted queries choose by rotated digests, all that they choose is fetched
-    sparda, rheo      with the weights that scripts/train_forecast.py makes of the model by default
+    infinigen         predicted queries select by rotated digests, all selected pages are fetched
+    sparda, rheo      with the weights that scripts/train_forecast.py trains for the model by default
     hgca              a recent window on the device, half of the budget; the worker attends to what each head keeps
 
-`scout+KEY=VALUE+...` is `scout` with these keys of ``--kv-offload-config`` besides, as `scout+recall=off`.
-``budget_tokens`` counts full pages. All but `full` also attend to the page that is being filled.
+`scout+KEY=VALUE+...` is `scout` with these additional keys of ``--kv-offload-config``, e.g. `scout+recall=off`.
+``budget_tokens`` counts full pages. All but `full` also attend to the partially filled page.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PLAIN = {
     FULL: "full attention",
     "scout": "scout",
     "scout-rotated": "scout, rotated digests",
-    "scout-signs": "scout, signs",  # removed since: of old rows
+    "scout-signs": "scout, signs",  # removed; only in old rows
     "scout-real-query": "scout, real query",
     "quest": "Quest top-k",
     "recent": "recent window",
@@ -46,7 +46,7 @@ PLAIN = {
 
 
 def plain(policy: str) -> str:
-    """The name for people."""
+    """The human-readable name."""
     base, *more = policy.split("+")
     return ", ".join([PLAIN[base], *more])
 
@@ -76,7 +76,7 @@ class Setting:
         return self.policy if self.budget_tokens is None else f"{self.policy}-{self.budget_tokens}"
 
     def _flag_tokens(self) -> int:
-        """Value of ``--kv-offload-budget``; of hgca it is the window, the other half what the worker attends to."""
+        """Value of ``--kv-offload-budget``; for hgca the window, the other half is for the worker."""
         budget = self.budget_tokens or 0
         return budget if self.base != "hgca" else budget // 2 // PAGE_SIZE_TOKENS * PAGE_SIZE_TOKENS
 
@@ -115,8 +115,8 @@ class Setting:
         return {"digest": "minmax"}
 
     def decode_flags(self, more: dict[str, Any] | None = None, model: str = "") -> list[str]:
-        """Flags of the decode server; ``more`` are further keys of its configuration, as far as they
-        mean something with this policy."""
+        """Flags of the decode server; ``more`` are further keys of its configuration, if applicable to
+        this policy."""
         if self.policy == FULL:
             return []
         own = self.offload_config(model)
@@ -128,7 +128,7 @@ class Setting:
 
 
 def grid(names: list[str], budgets: list[int]) -> list[Setting]:
-    """`full` once, and each other policy with each budget; settings of one budget stand together."""
+    """`full` once, and each other policy with each budget, grouped by budget."""
     found = [Setting(FULL)] if FULL in names else []
     others = [policy for policy in names if policy != FULL]
     return found + [Setting(policy, budget) for budget in budgets for policy in others]

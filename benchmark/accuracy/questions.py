@@ -1,9 +1,9 @@
-"""Samples as requests: what is sent to a server, and what its answer is worth.
+"""Samples as requests: what is sent to a server, and how its answer is scored.
 
-The first token after a prompt comes from the prefill server, which always attends to everything; for
+The first token after a prompt comes from the prefill server, which always uses full attention; for
 `count` that is the whole answer. The prompt therefore ends before the question. A grammar forces the tokens of the
-question, so that the decode server reads it, with the policy that is measured, and then leaves the answer free. That
-takes servers with ``--grammar-backend llguidance``, whose grammars may name token ids.
+question, so that the decode server processes it, with the policy under test, and then leaves the answer free. This
+needs servers with ``--grammar-backend llguidance``, whose grammars may contain token ids.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 
 from benchmark.accuracy import planted, tasks, vocabulary
 
-ANSWER_TOKENS = 24  # the longest right answer to a task has 17
+ANSWER_TOKENS = 24  # the longest correct answer to a task has 17
 ANY_TOKEN = f"<[{len(vocabulary.SPECIAL_TOKENS)}-{vocabulary.ID_OF[vocabulary.WORDS[-1]]}]>"
 FIRST_WORD, LAST_WORD = 17, 49151  # token ids of SmolLM2 that are not special
 
 FORCING_FLAGS = ("--grammar-backend", "llguidance")
-# The masks' kernel would be compiled at first use.
+# Avoids compiling the mask kernel on first use.
 FORCING_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1"}
 
 
@@ -29,7 +29,7 @@ FORCING_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1"}
 class Source:
     """Where questions come from, and the model that can answer them.
 
-    ``sample``: from task, length and seed. ``first_seed``: of the suite; ``model``: makes it if need be.
+    ``sample``: from task, length and seed. ``first_seed``: of the suite; ``model``: its folder, created if needed.
     """
 
     tasks: tuple[str, ...]
@@ -90,7 +90,7 @@ SOURCES = {
 
 
 def forcing_grammar(forced: Sequence[int], then: str = "") -> str:
-    """Exactly these token ids, and after them what the rule ``then`` allows."""
+    """Exactly these token ids, followed by what the rule ``then`` allows."""
     return f"start: {' '.join(f'<[{token}]>' for token in forced)} {then}"
 
 

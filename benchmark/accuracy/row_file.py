@@ -1,4 +1,4 @@
-"""A file of rows that a later run goes on with."""
+"""A file of rows that a later run can resume."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from benchmark.rows import Row, Writer, read_rows
 
 
 class RowFile(Writer):
-    """Rows that are found by a key; each is on disk as soon as it is added.
+    """Rows indexed by a key; each is written to disk immediately.
 
     Args:
-        path: None keeps the rows in memory only. An existing file is gone on with.
-        environment: fields of all new rows that do not tell what was measured.
+        path: None keeps the rows in memory only. An existing file is resumed.
+        environment: fields of all new rows that do not identify the measurement.
         fields: fields of all new rows that do: a row of the file counts as done only if it has the
             same values.
-        key: names of the fields that tell the rows of one run apart.
+        key: names of the fields that distinguish the rows of one run.
     Raises:
-        ValueError: a line of the file is no row.
+        ValueError: a line of the file is not a row.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class RowFile(Writer):
             self.rows = [row for row in read_rows(path) if self._is_ours(row)]
 
     def renew(self, environment: Row) -> None:
-        """What is added from now on was measured here: servers that start late run later code."""
+        """Replaces the environment of rows added from now on: servers that start late run later code."""
         self._shared |= environment
 
     def _is_ours(self, row: Row) -> bool:

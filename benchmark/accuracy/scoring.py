@@ -1,8 +1,8 @@
-"""What a number of right answers says: confidence intervals, and the loss of one policy against another.
+"""Statistics of correct answers: confidence intervals, and the paired loss of one policy against another.
 
-Two policies that answered the same questions are compared question by question: what both got
-right or both got wrong says nothing about the difference. Shares are 0..1, losses in points (100
-points are a share of 1).
+Two policies that answered the same questions are compared question by question (paired): what both
+got right or both got wrong carries no information about the difference. Shares are 0..1, losses in
+points (100 points are a share of 1).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def wilson_interval(right: int, asked: int) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Loss:
-    """What ``other`` loses against ``base`` on the same ``asked`` questions.
+    """Loss of ``other`` against ``base`` on the same ``asked`` questions.
 
     ``lost``: right with base alone; ``gained``: right with other alone.
     """
@@ -58,11 +58,11 @@ def paired_loss(base: Sequence[bool], other: Sequence[bool]) -> Loss:
 
 
 def margin_points(allowed_points: float, asked: int) -> float:
-    """The loss that a sample of ``asked`` questions may show if the true loss is ``allowed_points``.
+    """The largest acceptable loss in a sample of ``asked`` questions if the true loss is ``allowed_points``.
 
-    The smallest margin that a policy which loses exactly that much exceeds with a probability of at
-    most 5 %. It falls towards ``allowed_points`` as the sample grows. Raises ValueError for
-    ``allowed_points`` outside (0, 100).
+    The smallest margin that a policy with exactly that loss exceeds with a probability of at most 5 %.
+    It approaches ``allowed_points`` as the sample grows. Raises ValueError for ``allowed_points``
+    outside (0, 100).
     """
     rate = allowed_points / 100
     if not 0 < rate < 1:

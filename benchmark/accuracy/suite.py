@@ -1,23 +1,23 @@
-"""How many questions about long texts are answered right, by policy, budget, length and task.
+"""Accuracy on questions about long texts, by policy, budget, length and task.
 
     python -m benchmark.accuracy.suite --json docs/results/accuracy.jsonl
     python -m benchmark.accuracy.table docs/results/accuracy.jsonl
     python -m benchmark.plot docs/results/accuracy.jsonl
 
-The tasks are those of tasks.py, in the manner of RULER, for the retrieval model: each sample is a text of its own with
-one question, so samples are independent. With --questions planted they are those of planted.py, for SmolLM2: a sample
-is a document, and all questions of all lengths are about the same ones. All policies get the same samples. An answer
-counts if every token, or every planted number, is right. The servers are started here, a few at a time (--at-once), and
-all of them are asked about a text while the prefill server still has it. A decode server has one request at a time, and
-its device cache room for the budget of one and three pages
-(the tail and the least that `resident_tokens` can be, see --config). With room for more, fewer pages would be left to
-the CPU, and with several at a time that would depend on who else runs.
+The tasks are those of tasks.py, similar to RULER, for the retrieval model: each sample is a separate text with one
+question, so samples are independent. With --questions planted they are those of planted.py, for SmolLM2: a sample is
+a document, and all questions of all lengths are about the same documents. All policies get the same samples. An answer
+counts if every token, or every planted number, is correct. The servers are started here, a few at a time (--at-once),
+and all of them are asked about a text while the prefill server still has it cached. A decode server runs one request at
+a time, and its device cache holds the budget of one plus three pages
+(the tail and the minimum of `resident_tokens`, see --config). With more room, fewer pages would be left to the CPU, and
+with concurrent requests that would depend on the others.
 
-The same command again goes on where it stopped: rows that are in the file are not measured again. A row is one setting
+Rerunning the command resumes where it stopped: rows that are in the file are not measured again. A row is one setting
 at one length and task:
     policy, budget_tokens (null for full), length_tokens, task, right, asked; low, high: 95 % interval
-    outcomes             a character for each sample, 1 for a right answer: policies can be compared by sample
-    seconds              the sum over the requests; whoever asks first about a text pays for the prefill
+    outcomes             one character per sample, 1 for a correct answer, for paired comparisons of policies
+    seconds              sum over the requests; the first request about a text includes the prefill
     cpu_compute_ratio    pages computed on the CPU over the budget, in this row; null for full
     offload              the server's other counters, the difference over this row
 """
@@ -62,7 +62,7 @@ class Servers(Protocol):
 
 
 class Tally:
-    """What one setting has answered of one length and task so far."""
+    """Answers of one setting for one length and task so far."""
 
     def __init__(self, setting: Setting, samples: int, before: dict[str, Any]) -> None:
         self.setting = setting
@@ -88,8 +88,8 @@ class Tally:
 
 
 def ask_all(servers: Servers, tallies: Sequence[Tally], samples: Sequence[tasks.Sample]) -> None:
-    """Sample by sample, all settings one after the other, so that a text is prefilled once and asked about while it is
-    still cached. Raises ValueError, RequestFailed, OSError or ServerFailed for the first request that fails.
+    """Asks sample by sample, each with all settings in turn, so that a text is prefilled once and reused while still
+    cached. Raises ValueError, RequestFailed, OSError or ServerFailed for the first request that fails.
     """
     for index, sample in enumerate(samples):
         for tally in tallies:
@@ -106,7 +106,7 @@ def measure(
     file: RowFile,
     progress: Progress,
 ) -> None:
-    """All lengths and tasks for these settings, leaving out what the file has."""
+    """All lengths and tasks for these settings, skipping those in the file."""
     for length in args.lengths:
         for task in args.tasks:
             place = {"length_tokens": length, "task": task}
@@ -136,7 +136,7 @@ def key_of(setting: Setting) -> Row:
 
 
 def lacks(file: RowFile, args: argparse.Namespace, setting: Setting) -> bool:
-    """Whether the file has not every length and task of a setting."""
+    """Whether a length or task of a setting is missing in the file."""
     places = [{"length_tokens": length, "task": t} for length in args.lengths for t in args.tasks]
     return not all(file.has(**key_of(setting), **place) for place in places)
 
@@ -144,7 +144,7 @@ def lacks(file: RowFile, args: argparse.Namespace, setting: Setting) -> bool:
 def run_settings(
     args: argparse.Namespace, settings: Sequence[Setting], file: RowFile, progress: Progress
 ) -> None:
-    """Those that lack a row, ``--at-once`` at a time."""
+    """Runs the settings with missing rows, ``--at-once`` at a time."""
     todo = [setting for setting in settings if lacks(file, args, setting)]
     for group in (todo[i : i + args.at_once] for i in range(0, len(todo), args.at_once)):
         progress.say(f"starting servers for {', '.join(s.name for s in group)}")
@@ -187,7 +187,7 @@ def suite_file(args: argparse.Namespace) -> RowFile:
 
 
 def suite_arguments(argv: list[str] | None, **given: Any) -> argparse.Namespace:
-    """The suite's arguments. ``given`` goes over what was parsed; what was left out is as it suits the questions."""
+    """The suite's arguments. ``given`` overrides parsed values; defaults depend on the kind of questions."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     add = parser.add_argument
     add(

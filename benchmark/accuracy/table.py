@@ -1,4 +1,4 @@
-"""Tables of the rows of suite.py, as Markdown, with 95 % intervals; those of losses are of a paired comparison.
+"""Markdown tables of the rows of suite.py, with 95 % intervals; those of losses are from paired comparisons.
 
 python -m benchmark.accuracy.table docs/results/accuracy.jsonl --out FILE.md
 """
@@ -17,9 +17,9 @@ from benchmark.rows import Row, markdown_table, read_rows
 
 
 class Scores:
-    """Rows of one run of the suite, found by setting, length and task.
+    """Rows of one run of the suite, indexed by setting, length and task.
 
-    Raises ValueError for rows of different models, seeds or ways to ask, and for a row twice.
+    Raises ValueError for rows of different models, seeds or question modes, and for duplicate rows.
     """
 
     same = ("model", "weights", "dtype", "seed", "through", "config")
@@ -53,15 +53,15 @@ class Scores:
         self.tasks = [t for t in known if any(key[2] == t for key in self._found)]
 
     def of(self, setting: Setting, length: int) -> list[Row]:
-        """One row for each task that was asked."""
+        """One row per task."""
         found = (self._found.get((setting, length, task)) for task in self.tasks)
         return [row for row in found if row is not None]
 
     def mean(self, setting: Setting, length: int) -> tuple[float, float, float] | None:
         """Mean over the tasks with its 95 % interval, shares; None unless all tasks are there.
 
-        The tasks have the same number of samples, so the mean is the share of all samples; one
-        interval for all of them is if anything too wide.
+        The tasks have the same number of samples, so the mean is the share of all samples; the pooled
+        interval is, if anything, too wide.
         """
         rows = self.of(setting, length)
         if len(rows) < len(self.tasks):
@@ -73,7 +73,7 @@ class Scores:
         return (right / total, *wilson_interval(right, total))
 
     def loss(self, setting: Setting, length: int) -> Loss | None:
-        """Against full, on the samples of all tasks; None where one of the two is missing."""
+        """Loss against full, on the samples of all tasks; None if one of the two is missing."""
         base, other = self.of(Setting(FULL), length), self.of(setting, length)
         if len(base) < len(self.tasks) or len(other) < len(self.tasks):
             return None
@@ -89,7 +89,7 @@ def share(value: float, low: float, high: float) -> str:
 
 
 def by_budget(scores: Scores, length: int, cell: Callable[[Setting, int], str]) -> str:
-    """A line for each policy, a column for each budget; what is missing is a dash."""
+    """A line per policy, a column per budget; missing entries are a dash."""
     lines = []
     for policy in scores.policies:
         if policy == FULL:
@@ -103,7 +103,7 @@ def by_budget(scores: Scores, length: int, cell: Callable[[Setting, int], str]) 
 
 
 def tables(scores: Scores) -> str:
-    """Right answers and losses by length, and what the CPU computed."""
+    """Correct answers and losses by length, and the CPU compute ratio."""
 
     def mean_cell(setting: Setting, length: int) -> str:
         found = scores.mean(setting, length)

@@ -32,7 +32,7 @@ class Question:
 
 
 class Writer:
-    """Collects the statements and questions of one text; no key has two meanings in it."""
+    """Collects the statements and questions of one text; keys are unambiguous within it."""
 
     def __init__(self, rng: np.random.Generator, max_count: int = MAX_COUNT) -> None:
         self.rng = rng
@@ -77,7 +77,7 @@ class Writer:
         return (NUMBER0 + 10 + self.rng.choice(90, n, replace=False)).tolist()
 
     def state(self, *statements: list[int]) -> bool:
-        """Adds the statements if all fit; a text that is full gets none of them."""
+        """Adds the statements if all fit, otherwise none."""
         need = sum(map(len, statements))
         if need > self.room_tokens:
             return False

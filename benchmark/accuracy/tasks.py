@@ -16,9 +16,9 @@ Questions and their answers (the answer is what follows the last ``=`` or ``:`` 
     copy amber river =       kite 31 oak ... 77 ;          copy
     count amber river :      5 ;                           count
 
-The tasks differ in what surrounds the answer: `recall` has nothing but facts, `needle` a few facts
-in filler, `multi_key` facts whose keys share a word with the key asked for. Everything derives from
-a seed; the same seed gives the same text on every machine. numpy and the standard library only.
+The tasks differ in the distractors: `recall` has only facts, `needle` a few facts in filler,
+`multi_key` facts whose keys share a word with the key asked for. Everything derives from a seed;
+the same seed gives the same text on every machine. numpy and the standard library only.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ MIN_LENGTH_TOKENS = 96  # below this not every task fits
 class Sample:
     """One prompt with one question at its end: token ids, and the expected token ids.
 
-    ``blanks``: places [begin, end) in ``answer`` that are free while the rest of it is forced. None: all is
-    free, up to ``;``.
+    ``blanks``: ranges [begin, end) in ``answer`` that are free while the rest is forced. None: all is free,
+    up to ``;``.
     """
 
     task: str
@@ -154,7 +154,7 @@ def _write_copy(w: Writer, questions: int) -> None:
     asked = 0
     while asked < questions or w.room_tokens > room_at_end:
         key, n = w.key(), int(w.rng.integers(8, 17))
-        # Numbers, adjectives and nouns follow each other in the vocabulary.
+        # Numbers, adjectives and nouns are contiguous in the vocabulary.
         span = (NUMBER0 + 10 + w.rng.integers(90 + len(ADJECTIVES) + len(NOUNS), size=n)).tolist()
         if not w.state([*key, IS, *span, END]):
             break
@@ -187,7 +187,7 @@ _WRITERS = {
 
 
 def _body(w: Writer, length_tokens: int) -> list[int]:
-    """``#``, the statements and as much filler as is missing, shuffled: ``length_tokens`` ids."""
+    """``#``, the statements and filler, shuffled: ``length_tokens`` ids."""
     missing = length_tokens - 1 - sum(map(len, w.statements))
     units = list(w.statements)
     while missing > 0:

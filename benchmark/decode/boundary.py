@@ -1,17 +1,17 @@
-"""How long is a step boundary, what the host does between two decode steps?
+"""Latency of a step boundary: the host's work between two decode steps.
 
     taskset -c 0 env OMP_NUM_THREADS=1 python -m benchmark.decode.boundary --json FILE
 
-On a device the host has as long as a step's graph runs to prepare the next one (docs/gpu.md). Here engine, residency
-table, policy and boundary are the real ones, on pages so small (1 KV head of 16) that copying them costs nothing. The
-step is not run: a generator writes what it would have selected. Scores of pages are Gaussian and follow
+With a device, the boundary is overlapped with the running step's graph (docs/gpu.md). Here engine, residency table,
+policy and boundary are real, on pages so small (1 KV head of 16) that copying them is negligible. The step is not run:
+a generator writes what it would have selected. Page scores are Gaussian and follow
 s(t+1) = rho s(t) + sqrt(1 - rho^2) noise, with rho calibrated to the paper's Figures 6a and 6b: 12 % of the selected
-pages are others after 8.7 steps. As many pages are resident as all rows select.
+pages have changed after 8.7 steps. As many pages are resident as all rows select.
 
 Rows (format: rows.py), one per batch:
     layers, context, budget, batch, recall      sizes
     samples_us, median_us                       of `begin_step`
-    recalled, cpu_compute_ratio                 pages copied in a step, and missing of those selected
+    recalled, cpu_compute_ratio                 pages copied per step, and share of selected pages that are missing
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ LAYERS, CONTEXT, BUDGET, RECALL = SIZES.values()
 
 
 class Drift:
-    """Which columns each layer and row selects, from step to step; the first and the newest always."""
+    """The columns that each layer and row selects, drifting from step to step; always the first and the newest."""
 
     def __init__(self, layers: int, batch: int, pages: int, budget: int, rho: float) -> None:
         self._source = torch.Generator().manual_seed(1)
@@ -64,7 +64,7 @@ class Drift:
 
 
 def calibrated_rho() -> float:
-    """Of scores, as bisect_rho has it."""
+    """rho of the scores, by bisect_rho."""
     source = torch.Generator().manual_seed(5)
     before, noise = torch.randn(2, 256, CONTEXT // PAGE, generator=source).unbind()
     budget = BUDGET // PAGE
@@ -78,17 +78,17 @@ def calibrated_rho() -> float:
 
 
 class SameThread(Executor):
-    """Copies run where they are submitted: their time counts, and no other thread takes the core."""
+    """Runs copies in the submitting thread: their time is included, and no other thread competes for the core."""
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **more: Any) -> Future[Any]:
         function(*args, **more)
         done: Future[Any] = Future()
-        done.set_result(None)  # no time of a link is known
+        done.set_result(None)  # no transfer time is reported
         return done
 
 
 class Bench:
-    """An engine whose steps are only selections; requests of equal length decode on and on."""
+    """An engine whose steps are only selections; requests of equal length decode indefinitely."""
 
     def __init__(self, batch: int, steps: int, rho: float) -> None:
         budget = BUDGET // PAGE
@@ -121,7 +121,7 @@ class Bench:
             table.commit(table.reserve(layer, chosen), 0)
 
     def step(self) -> float:
-        """One step; how long its boundary took, in us."""
+        """Runs one step; returns the duration of its boundary in us."""
         self.lengths += 1
         used = -(-int(self.lengths.max()) // PAGE)
         table = self.pages[:, :used].copy()  # as of a request table
@@ -138,7 +138,7 @@ class Bench:
         return torch.from_numpy(self.pages).expand(len(columns), -1, -1).gather(2, columns)
 
     def _select(self) -> None:
-        """What the step would leave behind."""
+        """Writes the results that the step would produce."""
         pages = self._chosen()
         slots = self.engine._slot_of.gather(1, pages.flatten(1).long()).view_as(pages)
         results = self.engine._results

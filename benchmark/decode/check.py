@@ -1,4 +1,4 @@
-"""Decode steps of a small model are right: verified layer by layer, replayed as eager, without waits of the host."""
+"""Checks decode steps of a small model: verified layer by layer, graph replay equals eager, no host syncs."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from benchmark.decode.model import SIZES, DummyModel, QueryDrift
 
 
 def check(device: str) -> list[str]:
-    """What is wrong with the first batch of which anything is; empty if nothing is.
+    """Problems of the first failing batch size; empty if there are none.
 
-    Says of each kind of step how it went as soon as it has, so that a log which is cut short says how far
-    it got.
+    Reports each kind of step as soon as it has run, so that a truncated log shows how far it got.
     """
     for batch in (1, 3) if device == "cpu" else (1, 4, 16, 64):
         wrong = []
@@ -34,7 +33,7 @@ def check(device: str) -> list[str]:
 
 
 def findings(device: str, batch: int, steps: int) -> Iterator[tuple[str, list[str]]]:
-    """Each kind of step of a batch, with what is wrong with it."""
+    """Each kind of step of a batch, with its problems."""
     size = SIZES["tiny"]
     expected: list[torch.Tensor] = []
     for kind in ("verified", "replayed", "off", "fp8"):
@@ -57,9 +56,9 @@ def findings(device: str, batch: int, steps: int) -> Iterator[tuple[str, list[st
                 strict=kind == "off",
             )  # fmt: skip
             for _ in range(steps):
-                harness.step()  # of "off" the host may not wait for the device in it
+                harness.step()  # with "off" it must not synchronize
                 outputs.append(harness.out.cpu())
-                if faults := harness.engine.transport.faults():  # nor have later steps a result
+                if faults := harness.engine.transport.faults():  # later steps are invalid too
                     raise RuntimeError(f"step {len(outputs) - 1}: {'; '.join(faults)}")
             counters = harness.engine.counters
             if counters.cpu_pages == 0:

@@ -1,17 +1,17 @@
-"""What ``page_checksums`` costs on a CPU: attention to missing pages, and steps of the CPU device, with and without.
+"""Cost of ``page_checksums`` on a CPU: attention over missing pages and CPU-device steps, with and without.
 
     OMP_NUM_THREADS=1 python -m benchmark.decode.checksums --json docs/results/checksums.jsonl      a minute
 
-There is no worker, so that this process computes what one would, by the same code; times are its CPU time, as others
-may use the machine. With and without take turns on the same pages: without, the words of the pages are 0, as those of
-pages that may still change. Nothing is damaged, which is looked at in the end.
+There is no worker, so this process computes what it would, with the same code; times are CPU time, as the machine may
+be shared. Runs with and without alternate on the same pages: without, the checksum words are 0, like those of pages
+that may still change. No page is damaged, which is verified at the end.
 
 Rows (format: rows.py):
-    check         pages compared by one thread, in shuffled order; `gb_per_s`
-    attend        the answer to a record of 16 rows, Qwen3-8B's heads, bf16; `pages` a row, `gb_per_s`
-    attend-sealed the same, compared before
-    step          a step of harness.py with the sizes of cpu_step.py, boundary included; `missing_share`
-    step-sealed   the same, compared before pages are attended to or copied
+    check         pages verified by one thread, in shuffled order; `gb_per_s`
+    attend        the answer to a record of 16 rows, Qwen3-8B's heads, bf16; `pages` per row, `gb_per_s`
+    attend-sealed the same, with pages verified first
+    step          a step of harness.py with the sizes of cpu_step.py, including the boundary; `missing_share`
+    step-sealed   the same, with pages verified before they are attended to or copied
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ STEP = {"batch": 4, "context": 4096, "budget": 1024}
 
 
 class Words:
-    """Seals ``pages`` of a store, and hides that from whoever reads them."""
+    """Seals ``pages`` of a store, and can hide the checksums from readers."""
 
     def __init__(self, store: Store, pages: np.ndarray) -> None:
         self.checksums = PageChecksums(store.arena)

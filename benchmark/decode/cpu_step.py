@@ -1,14 +1,14 @@
-"""Decode steps of the CPU device, and the rates of what they are made of: what the model of a step is held to.
+"""Decode steps of the CPU device and the rates of their parts, to validate the step model.
 
     python -m benchmark.decode.cpu_step --out docs/results/step_model.jsonl
 
-The model with which ``sglang-scout plan --gpu`` predicts (cli/step_model.py) gets the rates of this machine, each
-measured by itself between the steps, and the steps' sizes; test/cli/test_step_model.py compares. The device is
-one CPU, the worker another. Steps are those of harness.py, fp32, from the host; boundaries are not in their time.
+The model used by ``sglang-scout plan --gpu`` (cli/step_model.py) gets the rates of this machine, each measured
+separately between the steps, and the steps' sizes; test/cli/test_step_model.py compares. The device is one CPU, the
+worker another. Steps are those of harness.py, fp32, posted from the host; boundaries are excluded.
 
-Others may use the machine. So all times are CPU time of the threads that do the work: what a step waits for the worker
-is not in them. And each rate is measured once after every step, with the median of its own samples, so that what
-slows one slows the other.
+The machine may be shared. So all times are CPU time of the threads that do the work, without waiting for the worker.
+And each rate is measured once after every step, taking the median of its own samples, so that steps and rates see the
+same slowdowns.
 
 Rows (format: rows.py), one per batch, context and budget: `samples_us` of a step, `work` and `device` as of
 step_model.py, `missing_share` of the budget, `clock`.
@@ -51,7 +51,7 @@ def cpu_us(call: Callable[[], object]) -> float:
 
 
 class Rates:
-    """Bytes per microsecond of a step's parts, each alone, at one size; of products also by batch."""
+    """Bytes per microsecond of a step's parts in isolation, at one size; of matrix products also by batch."""
 
     def __init__(self, store: Store, harness: Harness, model: DummyModel, cpu: int) -> None:
         self._model = model
@@ -81,7 +81,7 @@ class Rates:
         }  # fmt: skip
 
     def products(self, batch: int) -> None:
-        """Those of a step."""
+        """The matrix products of a step."""
         x = torch.randn(batch, SIZE.hidden)
         inner = torch.randn(batch, SIZE.intermediate)
         width = torch.randn(batch, SIZE.q_heads * SIZE.head_dim)
@@ -92,9 +92,9 @@ class Rates:
     def beside(
         self, harness: Harness, tiny: Harness, steps: int
     ) -> tuple[list[float], dict[str, Any]]:
-        """Times of steps, and this machine's rates meanwhile: fields of ``step_model.Device``, with nothing of it
-        beside the step. A launch is a layer's time where there is next to nothing to compute, by the launches that
-        the model counts."""
+        """Times of steps, interleaved with this machine's rates: fields of ``step_model.Device``, with nothing
+        overlapped. A launch costs a layer's time with next to nothing to compute, divided by the launches that the
+        model counts."""
         calls = {part: call for part, (_, call) in self._calls.items()}
         calls["weights"] = partial(self.products, harness.rows)
         of_step, of_tiny = timed(harness), timed(tiny)
@@ -121,7 +121,7 @@ class Rates:
 
 
 def timed(harness: Harness) -> list[float]:
-    """Gets the CPU time of the layers of each step from now on."""
+    """A list that receives the CPU time of the layers of each step from now on."""
     taken: list[float] = []
     layers = harness._layers
 
@@ -159,7 +159,7 @@ def measure(options: argparse.Namespace) -> None:
     store = make(SIZE, BATCHES[-1], CONTEXTS[-1], BUDGETS[-1], others[:1])
     os.sched_setaffinity(0, {mine})
     first = harness_of(store, model, BATCHES[-1], CONTEXTS[-1], BUDGETS[-1])
-    first.step()  # digests are there
+    first.step()  # builds the digests
     rates = Rates(store, first, model, mine)
     for batch, context, budget in itertools.product(options.batch, CONTEXTS, BUDGETS):
         harness = harness_of(store, model, batch, context, budget)

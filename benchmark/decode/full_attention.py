@@ -1,4 +1,4 @@
-"""Decode steps with all KV on the device: what co-attention is measured beside."""
+"""Decode steps with all KV on the device: the baseline for co-attention."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ class FullAttention:
 
 
 def main() -> int:
-    """Compile what FlashInfer needs at the sizes of Qwen3, as ``decode`` and a stock server use it, or wait for another
-    process that does."""
+    """Compile FlashInfer's kernels for the sizes of Qwen3, as used by ``decode`` and a stock server, or wait for a
+    process that is already doing so."""
     begin = time.monotonic()
     size = ModelSize(1, 256, 32, 8, 128, 512)
     model = DummyModel(size, torch.bfloat16, "cuda")

@@ -1,8 +1,8 @@
-"""A decode worker without SGLang: a model of random weights around the step engine.
+"""A decode worker without SGLang: a model with random weights around the step engine.
 
-What is real: engine, ring, worker process, page-locked host pages, digests, selection, recall, and the matrix
-products of every layer at the model's sizes. What is not: the weights, and with them the queries. Random weights say
-nothing about how the important pages drift, so queries follow a generator of its own (`QueryDrift`).
+Real are engine, ring, worker process, pinned host pages, digests, selection, recall, and the matrix products of
+every layer at the model's sizes. Not real are the weights and hence the queries: as random weights do not show
+realistic drift of the important pages, queries come from a separate generator (`QueryDrift`).
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ SPIN_US = 20_000
 
 @contextlib.contextmanager
 def no_waiting(device: str) -> Iterator[None]:
-    """On a CUDA device, whatever makes the host wait for it in this block raises RuntimeError.
+    """On a CUDA device, any host synchronization in this block raises RuntimeError.
 
-    torch notices its own waits: a value that is asked for, a copy to memory that is not page-locked, a
-    stream or device that is synchronised through torch. On the CPU device nothing is looked at.
+    torch detects its own syncs: reading a value, copying to memory that is not pinned, synchronizing a
+    stream or device through torch. On the CPU device this is a no-op.
     """
     if torch.device(device).type != "cuda":
         yield
@@ -55,11 +55,11 @@ def no_waiting(device: str) -> Iterator[None]:
 
 
 class Store:
-    """Host pages of random keys and values in a page-locked arena, with a worker process on it.
+    """Host pages of random keys and values in a pinned arena, with a worker process on it.
 
     Args:
-        from_device: steps post by the ring's kernels; else from the host, as on the CPU device, where nobody spins.
-        checksums: of the pages, as of `page_checksums`.
+        from_device: steps post by the ring's kernels; else from the host, as on the CPU device, without spinning.
+        checksums: of the pages, as with `page_checksums`.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Store:
             for some in plane.split(4096):
                 noise = torch.randn(some.shape, generator=source, device=device, dtype=dtype)
                 some.copy_(noise.to(kv_dtype))
-        # After it is filled: a copy by the driver must not span two locked ranges.
+        # Pinned after it is filled: a copy by the driver must not span two pinned ranges.
         self._unlock = (
             lock_memory(self.arena.address, self.arena.nbytes) if device == "cuda" else None
         )
@@ -117,10 +117,10 @@ class Store:
         if from_device:
             self.ring = device_ring(self.arena, self.worker, device, timeout_s=10.0)
         self.worker.start()
-        self.steps = 0  # over all engines: a ring's steps count up
+        self.steps = 0  # across all engines: step numbers of a ring must increase
 
     def wait_mapped(self, most_s: float) -> float:
-        """Wait until the worker has mapped the arena's pages; the share that it has."""
+        """Wait until the worker has mapped the arena's pages; returns the mapped share."""
         of_pages = self.arena.nbytes - self.arena.layout().kv_offset
         return wait_mapped(self.worker.snapshot().pid, of_pages, most_s)
 
@@ -134,19 +134,19 @@ class Store:
 
 
 class Harness:
-    """One engine on a store, with requests of equal length that decode on and on.
+    """One engine on a store, with requests of equal length that decode indefinitely.
 
     Args:
         context: tokens of each request at the start, or up to a page more; each gets ``room`` more pages.
         policy, settings: of ``--kv-offload`` and ``--kv-offload-config``.
-        slots: resident pages per layer, beside tails and copies under way; None: the budget of all rows,
-            as in the paper.
-        graph: capture the layers once and replay them. Without it, and without ``verify``, which looks at
-            every layer, a step fails if its layers make the host wait.
-        strict: so does what comes before the layers.
+        slots: resident pages per layer, in addition to tails and in-flight copies; None: the budget of all
+            rows, as in the paper.
+        graph: capture the layers once and replay them. Without it, and without ``verify``, which checks
+            every layer, a step fails if its layers make the host synchronize.
+        strict: the same for the work before the layers.
 
     Attributes:
-        rows: of the requests, how many decode; all at first. Fewer only without a graph.
+        rows: number of requests that decode; initially all. Fewer only without a graph.
     """
 
     def __init__(
@@ -187,11 +187,11 @@ class Harness:
             else GraphTransport(store.ring, lambda: store.worker.device_epoch),
             device=store.device,
         )  # fmt: skip
-        self.engine._step = store.steps  # the ring's slots alternate over all engines
+        self.engine._step = store.steps  # the ring's slots alternate across engines
         self.pages = 1 + np.arange(batch * each, dtype=np.int32).reshape(batch, each)
         if self.pages.max() >= pages:
             raise ValueError(f"{batch} requests of {each} pages; the store has {pages}")
-        # Pages fill at different steps, as those of requests that did not come together.
+        # Pages fill at different steps, as with requests that arrived at different times.
         self.lengths = context + 5 * np.arange(batch, dtype=np.int64) % PAGE
         self.engine.pages.allocate_pages(self.pages.flatten().astype(np.int64))
         full = [row[: length // PAGE] for row, length in zip(self.pages, self.lengths, strict=True)]
@@ -202,12 +202,12 @@ class Harness:
         )
         self.positions = torch.zeros(batch, dtype=torch.int64, device=store.device)
         self.out = torch.empty_like(self.x)
-        # Nothing has begun: while it is captured rows are empty and nothing is posted.
+        # Captured before the first step, when rows are empty and nothing is posted.
         self._graph = captured(self._layers) if graph else None
 
     def _projector(self, layer: int) -> QueryProjector:
         def finish(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-            # The product costs what it costs; what it says is the generator's.
+            # Pay for the matrix product, but use the generator's query.
             q = self.drift.q[layer, : len(x)] + 0.0 * self.model.project_q(layer, x)
             return q.to(x.dtype)
 
@@ -224,7 +224,7 @@ class Harness:
         self.out[: self.rows].copy_(self.model.forward(self.x[: self.rows], before, attend))
 
     def step(self) -> None:
-        """One decode step of all requests; the host does not wait for it."""
+        """One decode step of all requests, without synchronization."""
         self.lengths[: self.rows] += 1
         used = -(-int(self.lengths.max()) // PAGE)
         with self._before():

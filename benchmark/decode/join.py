@@ -1,17 +1,17 @@
-"""What does a newcomer cost: pages of its first steps on the CPU, and the longest step of those whom it joins?
+"""Cost of an arriving request: pages computed on the CPU in its first steps, and the longest step of the batch.
 
     python -m benchmark.decode.join --json FILE
 
 Engine, ring and worker process are real, the model has random weights and is small (`harness.py`). Requests decode,
-then one more joins: with the hint that a prefill server sends for its last token (`engine/hints.py`), copied beside a
-step of the others, or without one. Predictions are perfect here, so that only what is resident counts.
+then one more joins: warm, with the hint that a prefill server sends for its last token (`engine/hints.py`), copied
+concurrently with a step of the others, or cold. Predictions are perfect here, so that only residency matters.
 
 Rows (format: rows.py), one per run:
     arrival                  hint, none
-    context, budget, batch   sizes; batch counts the newcomer
-    cpu_pages                of the newcomer, over all layers, in each of its first 16 steps
-    samples_us, median_us    of steps before it came
-    longest_us               of the steps from its arrival to its 16th one
+    context, budget, batch   sizes; batch includes the arriving request
+    cpu_pages                of the arriving request, over all layers, in each of its first 16 steps
+    samples_us, median_us    of steps before its arrival
+    longest_us               of the steps from its arrival to its 16th
     waited_steps             from its arrival until it joins
 """
 
@@ -51,7 +51,7 @@ def measure(store: Store, with_hint: bool, context: int, budget: int, batch: int
     try:
         engine, newcomer = harness.engine, batch - 1
         full = harness.pages[newcomer, : int(harness.lengths[newcomer]) // PAGE].astype("int64")
-        engine.digests.build(full, store.host)  # as they come from the prefill server
+        engine.digests.build(full, store.host)  # as sent by the prefill server
         harness.rows = newcomer
         before = [timed(harness) for _ in range(STEPS_BEFORE)][STEPS_BEFORE // 2 :]
         after, pages = [], []

@@ -1,4 +1,4 @@
-"""What a decode step launches, by torch's profiler."""
+"""Kernel launches of a decode step, by torch's profiler."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmark import rows
 
 
 def of_layer(kernels: Iterable[Any], layers: int) -> dict[str, list[float]]:
-    """Launches and us in one layer of each kernel, of the profiler's averages."""
+    """Launches and us per layer of each kernel, from the profiler's averages."""
     return {
         e.key: [e.count / layers, round(e.self_device_time_total / layers, 3)]
         for e in kernels
@@ -22,7 +22,7 @@ def of_layer(kernels: Iterable[Any], layers: int) -> dict[str, list[float]]:
 def add_profile(
     writer: rows.Writer, step: Callable[[], None], layers: int, about: dict[str, Any]
 ) -> None:
-    """A row of what one step launches, by kernel."""
+    """Adds a row with the launches of one step, by kernel."""
     try:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
             step()
@@ -33,5 +33,5 @@ def add_profile(
         launches = round(sum(n for n, _ in kernels.values()), 2)
         writer.add("profile", untimed=True, launches_per_layer=launches, kernels=kernels, **about)
         print(f"profile: {launches} launches a layer", flush=True)
-    except Exception as error:  # not every image lets a process profile
+    except Exception as error:  # not every image permits profiling
         writer.add("profile", "failed", f"{type(error).__name__}: {error}"[:500], **about)

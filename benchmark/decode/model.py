@@ -38,8 +38,8 @@ SIZES = {
 def step_work(
     size: ModelSize, context: int, budget: int, value_bytes: int, kv_bytes: int = 0
 ) -> dict[str, float]:
-    """What a step of the model moves: fields of ``Work`` in cli/step_model.py. ``kv_bytes`` of an element of K and V,
-    0: as of the weights."""
+    """Memory traffic of a step: fields of ``Work`` in cli/step_model.py. ``kv_bytes`` per element of K and V, 0: same
+    as the weights."""
     width, kv = size.q_heads * size.head_dim, 2 * size.kv_heads * size.head_dim
     weights = size.layers * size.hidden * (2 * width + kv + 3 * size.intermediate)
     ahead = size.layers * size.hidden * width
@@ -53,7 +53,7 @@ def step_work(
 
 
 class DummyModel:
-    """Decoder layers of random weights; ``attend`` stands for what the weights do not decide."""
+    """Decoder layers with random weights; ``attend`` replaces attention, whose queries the weights do not determine."""
 
     def __init__(self, size: ModelSize, dtype: torch.dtype, device: str, seed: int = 0) -> None:
         self.size = size
@@ -78,11 +78,11 @@ class DummyModel:
         ]
 
     def normed(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """By a layer's norm, which is the same for all."""
+        """Applies a layer's norm, which is the same for all."""
         return add_norm(x, residual, self.norm, _EPS)
 
     def project_q(self, layer: int, normed: torch.Tensor) -> torch.Tensor:
-        """``[B, HQ, D]`` query of ``layer`` from any layer input, :meth:`normed`."""
+        """``[B, HQ, D]`` query of ``layer`` from any layer input after :meth:`normed`."""
         width = self.size.q_heads * self.size.head_dim
         q = normed @ self.layers[layer][0][:width].T
         return q.view(len(normed), self.size.q_heads, self.size.head_dim)
@@ -106,7 +106,7 @@ class QueryDrift:
     """Queries of all layers and rows: q(t+1) = rho q(t) + sqrt(1 - rho^2) noise, seeded.
 
     With rho = 1 the important pages never change, with 0 they are new in every step. Attributes:
-        q: ``[L, B, HQ, D]`` fp32, of the step that comes; stays where it is.
+        q: ``[L, B, HQ, D]`` fp32, of the next step; at a fixed address.
     """
 
     def __init__(self, size: ModelSize, batch: int, rho: float, device: str, seed: int = 1) -> None:
@@ -121,8 +121,8 @@ class QueryDrift:
 
 
 def bisect_rho(new_share: Callable[[float], float]) -> float:
-    """The drift at which Figure 6's share of a selection is new after its steps. ``new_share`` of what is left of the
-    old queries then, in ``kept * old + sqrt(1 - kept^2) * noise``."""
+    """The rho at which Figure 6's share of a selection has changed after its number of steps. ``new_share(kept)`` is
+    that share for queries ``kept * old + sqrt(1 - kept^2) * noise``."""
     low, high = 0.9, 0.99999
     for _ in range(20):
         rho = (low + high) / 2

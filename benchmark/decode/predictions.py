@@ -1,9 +1,9 @@
-"""What the model of a step (sglang_scout/cli/step_model.py) predicts by model, KV type, device, context, host memory.
+"""Predictions of the step model (sglang_scout/cli/step_model.py) by model, KV type, device, context, host memory.
 
-    python -m benchmark.decode.predictions --out docs/results/predictions.jsonl     # prints tables of the H100's
+    python -m benchmark.decode.predictions --out docs/results/predictions.jsonl     # prints tables for the H100
 
 Nothing is measured. Rows (format: rows.py, untimed): `tokens_per_s`, `batch` and `bound` of both, `speed_up`,
-`wins_from` and `wins_host_gib`, from which batch and host memory on ours is faster.
+`wins_from` and `wins_host_gib`: the batch and host memory from which ours is faster.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def table(found: list[rows.Row]) -> str:
 
 
 LAYER_BATCH, LAYER_CONTEXT = 32, 65536
-LAYERS: dict[str, dict[str, Any]] = {  # what moves within a layer, and with which flags
+LAYERS: dict[str, dict[str, Any]] = {  # traffic within a layer, and the flags for it
     "paper": {"config": '{"paper": true}', "budget_tokens": 2048},
     "default": {},
     "default, fp8": {"kv_cache_dtype": "fp8_e4m3"},
@@ -72,7 +72,7 @@ LAYERS: dict[str, dict[str, Any]] = {  # what moves within a layer, and with whi
 
 
 def layer_table(folder: Path) -> str:
-    """Markdown: MB of a layer by what they are of, the last over the link."""
+    """Markdown: MB per layer by category, the last over the link."""
     columns = []
     for flags in LAYERS.values():
         plan = make_plan(str(folder), context_tokens=LAYER_CONTEXT, host_gib=1, **flags)

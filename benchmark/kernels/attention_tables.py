@@ -2,9 +2,9 @@
 
     python -m benchmark.kernels.attention_tables docs/results/cpu_attention.jsonl
 
-Rates are of batch 64 and 64 pages. A ratio of rates is of two rows of the same shape, size and number of threads: the
-median of the ratios within a round of samples, so that a machine that gives now more memory bandwidth and now less does
-not move what both sides take from it; over all sizes a cell has the median and the range. "Best read" is the faster of
+Rates are for batch 64 and 64 pages. A ratio compares two rows of the same shape, size and number of threads: the
+median of the ratios within a round of samples, which cancels fluctuations of the machine's memory bandwidth; over
+all sizes a cell has the median and the range. "Best read" is the faster of
 the two read loops.
 """
 
@@ -25,13 +25,13 @@ Size = tuple[int, str, int, int]
 
 
 class Measured:
-    """The rows of one run by what they measure. Raises ValueError for rows of another benchmark, or none of ours."""
+    """The rows of one run by implementation. Raises ValueError for rows of another benchmark, or without ours."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
         if not rows or rows[0]["benchmark"] != "cpu_attention":
             raise ValueError("has no rows of benchmark/kernels/cpu_attention.py")
         self._rows: dict[str, dict[Size, Row]] = {name: {} for name in NAMES}
-        self.group: dict[str, int] = {}  # query heads a KV head, by models
+        self.group: dict[str, int] = {}  # query heads per KV head, by models
         for row in rows:
             name = next((known for known in NAMES if row["impl"].startswith(known)), None)
             if row["status"] == "ok" and name is not None:
@@ -41,11 +41,11 @@ class Measured:
         self.sizes = list(self._rows["native"])
 
     def gb_per_s(self, name: str, size: Size) -> float:
-        """0 where it was not measured."""
+        """0 if not measured."""
         return self._rows[name].get(size, {}).get("gb_per_s", 0.0)
 
     def faster(self, theirs: str, size: Size) -> float | None:
-        """How many times as many bytes a second ours takes."""
+        """Speed-up of ours: ratio of bytes per second."""
         a, b = (self._rows[name].get(size) for name in ("native", theirs))
         if a is None or b is None:
             return None
@@ -54,7 +54,7 @@ class Measured:
         return median(ratios) if ratios else None
 
     def share(self, size: Size) -> float | None:
-        """Of the faster read loop."""
+        """Share of the bandwidth of the faster read loop."""
         return min((x for x in (self.faster(read, size) for read in READS) if x), default=None)
 
 

@@ -1,10 +1,10 @@
-"""What cpu_attention.py compares with: paged decode attention of IPEX and of vLLM, each over the same pool as it lays
-out its cache.
+"""Baselines of cpu_attention.py: paged decode attention of IPEX and of vLLM, each over the same pool in its own cache
+layout.
 
-    ipex    [P, H, S, D], in a process of its own with its own torch (scripts/setup_ipex.sh)
-    vllm    blocks of 128 tokens: of a head K [D, 128], then V [128, D] (scripts/setup_baseline_kernels.sh)
+    ipex    [P, H, S, D], in a separate process with its own torch (scripts/setup_ipex.sh)
+    vllm    blocks of 128 tokens: per head K [D, 128], then V [128, D] (scripts/setup_baseline_kernels.sh)
 
-The same bytes with another meaning, so each has a reference of its own.
+The same bytes are interpreted differently, so each has its own reference.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from sglang_scout.ops.attend import attend_pages
 IPEX_PYTHON = ROOT / ".cache" / "ipex-venv" / "bin" / "python"
 VLLM = ROOT / ".cache" / "baseline-kernels" / "vllm"
 VLLM_BLOCK = 128  # tokens
-VLLM_ISA = "vec"  # what vLLM takes for such blocks where a CPU has no AMX
+VLLM_ISA = "vec"  # vLLM's choice for such blocks on a CPU without AMX
 TIMEOUT_S = 120.0
 
 
 class Implementation:
-    """``tolerance`` bounds |output - expected|, absolute and relative; None: there is nothing to check."""
+    """``tolerance`` bounds |output - expected|, absolute and relative; None: no check."""
 
     name: str
     tolerance: float | None = None
@@ -49,13 +49,13 @@ class Implementation:
         return reference(inputs, inputs.pages(at), inputs.k, inputs.v)
 
     def close(self) -> None:
-        """End what it has started."""
+        """Stops whatever it has started."""
 
 
 def reference(
     inputs: Inputs, pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> torch.Tensor:
-    """float32 [rows, HQ, D] of the checked rows; pages and k, v [P, S, H, D] as who is checked reads the pool."""
+    """float32 [rows, HQ, D] of the checked rows; pages and k, v [P, S, H, D] in the implementation's view."""
     parts = []
     for row in inputs.shape.checked_rows:  # one at a time: it copies the pages in float32
         q, table = inputs.q[row : row + 1], pages[row : row + 1]
@@ -125,8 +125,8 @@ class Ipex(Implementation):
 
 
 class Vllm(Implementation):
-    """``cpu_attention_with_kv_cache`` of vLLM, with a plan of the work that is made before the clock starts: vLLM makes
-    one a step, for all layers."""
+    """``cpu_attention_with_kv_cache`` of vLLM, with scheduler metadata built outside the timed region: vLLM builds it
+    once per step, for all layers."""
 
     tolerance = 1e-2  # its output is bfloat16
 
@@ -184,7 +184,7 @@ class Vllm(Implementation):
         return both[:, :, :VLLM_BLOCK], both[:, :, VLLM_BLOCK:]
 
     def _blocks(self, inputs: Inputs, at: int) -> torch.Tensor:
-        """int32 [B, blocks]: a block, too, comes back after all others."""
+        """int32 [B, blocks]: a block, too, is reused only after all others."""
         s = inputs.shape
         columns = s.R * s.S // VLLM_BLOCK
         assert columns * VLLM_BLOCK == s.R * s.S, "sizes are whole blocks"

@@ -1,26 +1,26 @@
 """Paged decode attention on the CPU against the machine's read bandwidth and against baselines, in one run.
 
     python -m benchmark.kernels.cpu_attention --json FILE     some minutes; the machine should be otherwise idle
-    python -m benchmark.kernels.cpu_attention --quick         one small size: does it run at all
+    python -m benchmark.kernels.cpu_attention --quick         one small size, as a smoke test
 
 Rows (format: rows.py), per shape and thread count:
     native-<isa>         this project's kernel, with the best instruction set
-    fp8_<type>-<isa>     the same over as many pages of fp8
+    fp8_<type>-<isa>     the same over as many fp8 pages
     read                 a read loop over the same pages in the same order
-    read-sequential      the same loop over as many pages in the order of memory
+    read-sequential      the same loop over as many pages in address order
     ipex-2.8             Intel Extension for PyTorch; scripts/setup_ipex.sh
     vllm-<commit>        vLLM's decode attention; scripts/setup_baseline_kernels.sh
 
 All pages come from one pool much larger than the caches, in shuffled order; a page is read again only after all
-others. In every round each implementation is sampled once, after a call that wakes its threads, so that a slow moment
-hits all alike. An implementation is measured only after its output has been compared with the reference on the same
-inputs.
+others. In every round each implementation is sampled once, after a warm-up call that wakes its threads, so that
+slowdowns of the machine affect all alike. An implementation is measured only after its output has been compared with
+the reference on the same inputs.
 
-Fields beside those of rows.py; null in rows that are not "ok", where they do not apply:
+Fields in addition to those of rows.py; null in rows that are not "ok", or if not applicable:
     models, batch, pages, page_size, H, G, D, threads, pool_bytes
     gb_per_s, tokens_per_s    bytes of K and V, and tokens, that a call reads / median time; GB = 1e9
     samples_us, median_us     per call; a sample is the mean of calls_per_sample calls
-    rounds                    of the samples: what was sampled in the same round lies some milliseconds apart
+    rounds                    of the samples: those of one round were taken some milliseconds apart
     max_abs_error, tolerance  of the check
 """
 
@@ -72,7 +72,7 @@ NOT_MEASURED = (
 
 
 class Native(Implementation):
-    """attend_pages without its checks of arguments: next to nothing but the kernel is timed."""
+    """attend_pages without its argument checks, so that almost only the kernel is timed."""
 
     def __init__(self, kind: str = "native", elements: torch.Tensor | None = None) -> None:
         # fp32 sums in another order; on fp8 pages weights may be rounded to bf16.
@@ -85,7 +85,7 @@ class Native(Implementation):
         torch.set_num_threads(threads)  # the kernel's own pool takes as many
         q, scale = inputs.q, inputs.shape.scale
         k, v = inputs.pool.planes(inputs.shape, self._elements)
-        # Filled by numpy: torch's threads, once they have helped, poll for milliseconds on another one's core.
+        # Filled by numpy: torch's threads, once started, spin for milliseconds on other threads' cores.
         nowhere = [np.full(shape, np.nan, np.float32) for shape in (q.shape, q.shape[:2])]
         out = torch.from_numpy(nowhere[0]), torch.from_numpy(nowhere[1])
         tables = [inputs.pages(at) for at in starts]
@@ -112,7 +112,7 @@ class Read(Implementation):
         self._loop, self._sequential = loop, sequential
 
     def run(self, inputs: Inputs, starts: list[int], threads: int) -> int:
-        """All calls in one go: shorter reads would measure the start of threads."""
+        """All calls at once: shorter reads would measure thread start-up."""
         s = inputs.shape
         ids = np.concatenate([inputs.pages(at).flatten().numpy() for at in starts])
         if self._sequential:
@@ -137,7 +137,7 @@ def checked(impl: Implementation, inputs: Inputs, threads: int) -> tuple[float, 
     if impl.tolerance is not None:
         expected = impl.expected(inputs, at)
         error = (impl.output() - expected).abs()
-        if not (error <= impl.tolerance * (1 + expected.abs())).all():  # NaN is neither
+        if not (error <= impl.tolerance * (1 + expected.abs())).all():  # also catches NaN
             raise ValueError(f"wrong result: error {float(error.max()):.2e}")
     call_s = impl.run(inputs, inputs.take(1), threads) / 1e9
     if call_s > MAX_CALL_S:
@@ -149,7 +149,7 @@ def run_shape(
     writer: Writer, inputs: Inputs, implementations: list[Implementation], threads: list[int],
     rounds: int,
 ) -> None:  # fmt: skip
-    """Check all, then sample them in turns; a row each."""
+    """Check all, then sample them round-robin; a row each."""
     s = inputs.shape
     sizes: Row = {"models": s.models, "batch": s.B, "pages": s.R, "page_size": s.S, "H": s.H}
     sizes |= {"G": s.G, "D": s.D, "pool_bytes": inputs.pool.nbytes}
@@ -159,7 +159,7 @@ def run_shape(
         for count in threads:
             try:
                 entries.append((impl, count, *checked(impl, inputs, count)))
-            except Exception as error:  # a baseline that dies must not end the run
+            except Exception as error:  # a failing baseline must not abort the run
                 status = "skipped" if isinstance(error, TimeoutError) else "failed"
                 writer.add(impl.name, status, one_line(error), threads=count, **sizes)
                 say(f"    {impl.name:18s} {count} threads: {status}, {one_line(error)}")
@@ -188,7 +188,7 @@ def run_shape(
 def run(args: argparse.Namespace, threads: list[int], cpus: list[int], writer: Writer) -> None:
     without = set(filter(None, args.without.split(",")))
     wanted = QUICK_POOL_BYTES if args.quick else POOL_BYTES
-    pools = 2 if "ipex-2.8" in without else 3  # two in fp8 are as large as one
+    pools = 2 if "ipex-2.8" in without else 3  # two fp8 pools are as large as one
     room = max(0, int(available_bytes() * 0.8) - RESERVE_BYTES) // pools
     pool_bytes = min(wanted, room // (4 << 20) * (4 << 20))
     if pool_bytes < min(wanted, 8 * cache_bytes()):

@@ -46,14 +46,14 @@ class Case:
     """One kernel at one size.
 
     Attributes:
-        sizes: what the row says of it.
+        sizes: fields of its row.
         bytes_moved: by one call.
-        calls: like calls on different data, to be timed.
-        check: what differs from the reference, "" if nothing.
-        resource: "device" or "bus", which bandwidth its bytes take.
+        calls: equivalent calls on different data, to be timed.
+        check: the difference from the reference, "" if none.
+        resource: "device" or "bus", whose bandwidth it uses.
         impl: of the op.
         absent: why it cannot run here.
-        eager: a graph cannot capture the calls.
+        eager: the calls cannot be captured in a graph.
     """
 
     op: str
@@ -68,14 +68,14 @@ class Case:
 
 
 class Pools:
-    """Random pages for all cases, in device memory, more than the caches hold: of so many layers and KV heads."""
+    """Random pages for all cases, in device memory, larger than the caches, for some layers and KV heads."""
 
     def __init__(self, device: str, pages: int, layers: int, heads: int) -> None:
         self.device, self.pages, self.num_layers = device, pages, layers
         self.H, self.HQ = heads, heads * G
         self._rng = torch.Generator(device).manual_seed(1)
         self.k, self.v = (self.random(pages, S, self.H, D).to(DTYPE) for _ in range(2))
-        # More digests than pages: those of 65,536 pages are 256 MiB, no cache holds them either.
+        # More digests than pages: those of 65,536 pages are 256 MiB, also larger than the caches.
         one, other = (self.random(4 * pages, self.H, D).to(DTYPE) for _ in range(2))
         # Bits, means and norms of noise, scales and steps of 1.
         stats = self.noise(D + rotated.STATS_BYTES)
@@ -100,7 +100,7 @@ class Pools:
         return out.random_(generator=self._rng)
 
     def ids(self, *shape: int, dtype: torch.dtype = torch.int32, pages: int = 0) -> torch.Tensor:
-        """Different pages in random order, of the first ``pages`` (0: of all that have K and V).
+        """Distinct pages in random order, among the first ``pages`` (0: among all that have K and V).
 
         Raises:
             ValueError: there are fewer.
@@ -113,13 +113,13 @@ class Pools:
 
     @functools.cache  # noqa: B019  # the pools live as long as the program
     def kv(self, dtype: torch.dtype = DTYPE, wide: bool = False) -> list[torch.Tensor]:
-        """K and V; those of fp8 also ``wide``, the same numbers in bfloat16, for references."""
+        """K and V; with ``wide``, fp8 values as bfloat16, for references."""
         halves = (x.to(dtype) for x in (self.k, self.v))
         return [x.to(DTYPE) if wide else x for x in halves]
 
     @functools.cache  # noqa: B019
     def layers(self, source: str, dtype: torch.dtype = DTYPE, wide: bool = False) -> LayerPages:
-        """K and V by layer: of "device", or of "host", page-locked as in an arena."""
+        """K and V by layer: on the "device", or on the "host", pinned as in an arena."""
         halves = iter(self.kv(dtype, wide))
         if source == "host" and self.device == "cuda":
             halves = torch.stack([*halves]).cpu().pin_memory()  # whole pages apart
@@ -141,11 +141,11 @@ def tolerance_of(op: Op) -> Tolerance:
 def difference(
     op: Op, *arguments: object, impl: str = "triton", of: tuple[object, ...] = (), rounded: bool = False
 ) -> str:  # fmt: skip
-    """Of the kernel's result from the reference's, by the tolerance of the op for this dtype.
+    """Difference of the kernel's result from the reference, with the op's tolerance for this dtype.
 
     Args:
-        of: the reference's arguments, where they are others.
-        rounded: the first result is, to bfloat16.
+        of: the reference's arguments, if different.
+        rounded: the first result is rounded to bfloat16.
     """
     results = op(*arguments, impl=impl), op(*(of or arguments), impl="reference")
     got, want = ((x,) if isinstance(x, torch.Tensor) else x for x in results)
@@ -160,8 +160,8 @@ def difference(
 def changed(
     op: Op, mutable: list[torch.Tensor], call: Callable[[str], object], share: float = 0.0, impl: str = "triton"
 ) -> str:  # fmt: skip
-    """The same for ops that write into their arguments: within their tolerance, or else equal but for a share of what
-    is written."""
+    """The same for ops that write into their arguments: within tolerance, or equal except for a share of the written
+    elements."""
     before = [t.clone() for t in mutable]
     call(impl)
     got = [t.clone() for t in mutable]
@@ -182,13 +182,13 @@ def changed(
 
 
 def plain(op: Op, sizes: dict[str, int | str], nbytes: int, *arguments: object) -> Case:
-    """The same arguments in every call: small ones, which stay in the caches in a step too."""
+    """A case with the same small arguments in every call, which stay cached in a real step too."""
     calls = [lambda: op(*arguments, impl="triton")] * REPEATS
     return Case(op.name, sizes, nbytes, calls, lambda: difference(op, *arguments))
 
 
 def scores(pools: Pools, B: int, N: int, bits: int) -> Case:
-    """The reference, which unpacks all bits, takes one row at a time."""
+    """Page scoring. The reference, which unpacks all bits, processes one row at a time."""
     op, digests = SCORES[bits], pools.digests[bits]
     q, n_full, out = pools.random(B, pools.HQ, D).to(DTYPE), pools.full(N, B), pools.random(B, N)
     tables = [pools.ids(B, N, pages=len(digests[0])) for _ in range(REPEATS)]
@@ -228,7 +228,7 @@ def embedding_scores(pools: Pools, B: int, N: int, embeddings: torch.Tensor) -> 
 def attention(
     pools: Pools, B: int, resident: int, columns: int, kv: torch.dtype = DTYPE, impl: str = "triton"
 ) -> Case:
-    """``resident`` pages of each row lie in a table of ``columns``, at random places."""
+    """Attention over ``resident`` pages per row, at random positions in a table of ``columns``."""
     q, tail, length = pools.random(B, pools.HQ, D).to(DTYPE), pools.ids(B), pools.full(S // 2, B)
     tables = []
     for _ in range(REPEATS):
@@ -268,7 +268,7 @@ def selection(pools: Pools, B: int, N: int, k: int) -> Case:
     def check() -> str:
         arguments = (given[0], table, n_full, slot_of, k)
         got, want = (select_pages(*arguments, impl=i) for i in ("triton", "reference"))
-        # Forced pages stand first, in any order among themselves; random scores have no ties.
+        # Forced pages come first, in any order among themselves; random scores have no ties.
         same = list(map(set, got[0].tolist())) == list(map(set, want[0].tolist()))
         return "" if same and torch.equal(got[2], want[2]) else "other pages than the reference"
 
@@ -282,7 +282,7 @@ def selection(pools: Pools, B: int, N: int, k: int) -> Case:
 
 
 def digests(pools: Pools, n: int, source: str, kind: str, kv: torch.dtype = DTYPE) -> Case:
-    """Of n pages in every layer. A server reads their KV from the host."""
+    """Digests of n pages in every layer. A server reads their KV from the host."""
     layers, op, parts = pools.layers(source, kv), BUILDS[kind], pools.digests_of[kind]
     L, P = pools.num_layers, len(layers.k[0])
     ids = [pools.ids(n, dtype=torch.int64, pages=P) for _ in range(REPEATS)]
@@ -301,14 +301,14 @@ def digests(pools: Pools, n: int, source: str, kind: str, kv: torch.dtype = DTYP
         {"pages": n, "layers": L, "from": source, "digest": kind, "kv": name_of(kv)},
         n * L * page_bytes if on_bus else n * (L * (page_bytes + digest_bytes) + 8),
         [lambda i=i: call(i) for i in ids],
-        # Steps may differ by a rounding, and with them what lies next to a threshold.
+        # Steps may differ by rounding, and with them values close to a threshold.
         lambda: changed(op, written, lambda impl: call(ids[0], impl), 0.01 if "bit" in kind else 0.0),
         "bus" if on_bus else "device",
     )  # fmt: skip
 
 
 def copies(pools: Pools, n: int, source: str, impl: str = "triton") -> Case:
-    """Recall: K and V of n pages, dealt out over the layers, from the host or within device memory."""
+    """Recall: K and V of n pages, distributed over the layers, from the host or within device memory."""
     layers, L = pools.layers(source), pools.num_layers
     slots = torch.arange(n)
     shape = (L, -(-n // L), S, pools.H, D)
@@ -316,7 +316,7 @@ def copies(pools: Pools, n: int, source: str, impl: str = "triton") -> Case:
     drawn = (pools.ids(n, dtype=torch.int64, pages=len(layers.k[0])).cpu() for _ in range(REPEATS))
     ids = [torch.stack([slots % L, pages, slots // L]) for pages in drawn]
     eager = impl == "memcpy"
-    if not eager:  # there when a graph is captured
+    if not eager:  # on the device before capture
         ids = [x.to(pools.device) for x in ids]
     kv_bytes = 2 * S * pools.H * D * DTYPE.itemsize
     on_bus = layers.k[0].device.type != pools.device
@@ -335,7 +335,7 @@ def copies(pools: Pools, n: int, source: str, impl: str = "triton") -> Case:
 
 
 def staged(pools: Pools, lists: int, k: int, heads: int) -> Case:
-    """Pages of one layer that come to a step's slots, whole or of one KV head."""
+    """Pages of one layer copied to staging slots, whole or one KV head each."""
     layers = pools.layers("host")
     to = [torch.zeros(lists * k, S, heads, D, dtype=DTYPE, device=pools.device) for _ in range(2)]
     pages = [pools.ids(lists, k, pages=len(layers.k[0])) for _ in range(REPEATS)]
@@ -375,7 +375,7 @@ def merged(pools: Pools, B: int) -> Case:
 
 
 def predicted(pools: Pools, B: int) -> Iterator[Case]:
-    """What a layer's predicted query is made of, around its product."""
+    """The parts of a layer's predicted query around its matrix product."""
     x, residual, weight = (pools.random(*s, HIDDEN).to(DTYPE) for s in ((B,), (B,), ()))
     yield plain(add_norm, {"B": B}, 3 * x.nbytes + weight.nbytes, x, residual, weight, 1e-6)
     q, table = pools.random(B, pools.HQ * D).to(DTYPE), pools.random(4096, D)
@@ -385,7 +385,7 @@ def predicted(pools: Pools, B: int) -> Iterator[Case]:
 
 
 def window_weights(pools: Pools, B: int, W: int, kv: torch.dtype = DTYPE) -> Iterator[Case]:
-    """HGCA's moving averages of a window of W pages, and what is kept of pages that leave it."""
+    """HGCA's moving averages over a window of W pages, and the tokens kept of pages that leave it."""
     q, lse = pools.random(B, pools.HQ, D).to(DTYPE), pools.random(B, pools.HQ) + 8
     maw = torch.rand(B, W, pools.H, S, device=pools.device)
     pages, slot_of = pools.ids(B, W - 1), pools.ids(pools.pages)
@@ -420,7 +420,7 @@ def stamped(pools: Pools) -> Case:
 
 
 def mass_changes(pools: Pools, B: int, k: int, bits: int) -> Case:
-    """Of the missing pages of a layer: few."""
+    """Change of mass of a layer's (few) missing pages."""
     digests = pools.digests[bits]
     q, table = pools.random(B, pools.HQ, D), pools.ids(B, k, pages=len(digests[0]))
     queries = q, q + 0.1 * pools.random(B, pools.HQ, D)
@@ -434,8 +434,8 @@ def mass_changes(pools: Pools, B: int, k: int, bits: int) -> Case:
 
 
 def cases(pools: Pools, small: bool) -> Iterator[Case]:
-    """Every kernel but the ring's, which benchmark/ring runs; ``small``: for the interpreter too, where a program takes
-    a second."""
+    """Every kernel except the ring's, which benchmark/ring runs; ``small``: feasible in the interpreter too, where a
+    program takes a second."""
     for B, N in ((2, 40),) if small else ((1, 4096), (16, 2048), (64, 1024)):
         yield from (scores(pools, B, N, bits) for bits in SCORES)
         yield from (embedding_scores(pools, B, N, x) for x in (pools.means, pools.pilots))

@@ -1,14 +1,14 @@
-"""Every kernel on a CUDA device: equal to its reference, then its time and share of the bandwidth.
+"""Every kernel on a CUDA device: checked against its reference, then its time and share of the bandwidth.
 
     python -m benchmark.kernels.gpu_kernels --out FILE      check and time, a row per kernel and size
     python -m benchmark.kernels.gpu_kernels --check-only    small sizes, nothing is timed (for sanitizers; in
                                                     the interpreter with TRITON_INTERPRET=1 too)
 
-Bytes are those that the kernel must move, once each, as its file says, or, where pages come from the host,
-those of them that take the bus; scratch does not count. A time is that of a CUDA graph of REPEATS calls on
-different pages, divided by REPEATS, between two events: no launch from Python is in it; of what cannot be captured,
-copies by copy engines, the calls themselves, with host_us of one call on the host. Before every sample
-a write larger than the L2 cache clears it. The device's bandwidth is that of a copy of 512 MiB, measured in
+Bytes are the kernel's minimum memory traffic, as stated in its file, or, if pages come from the host, the bus
+traffic; scratch is not counted. A time is that of a CUDA graph of REPEATS calls on different pages, divided by
+REPEATS, between two events, without launch overhead of Python; for copies by copy engines, which cannot be captured,
+that of the calls, with host_us of one call on the host. Before every sample a write larger than the L2 cache flushes
+it. The device's bandwidth is that of a copy of 512 MiB, measured in
 the same way in the same run, read and write counted.
 """
 
@@ -53,7 +53,7 @@ class Timer:
 
 
 def host_us(calls: list[Callable[[], object]]) -> float:
-    """What a call takes of the thread that makes it."""
+    """Host time of a call, in the calling thread."""
     torch.cuda.synchronize()
     begin = time.perf_counter()
     for call in calls:
@@ -80,7 +80,7 @@ def bandwidths(writer: rows.Writer, timer: Timer) -> dict[str, float]:
 
 
 def add_row(writer: rows.Writer, timer: Timer, speed: dict[str, float], case: Case) -> bool:
-    """Check and time a case; False, with a row that says why, where that did not go well."""
+    """Check and time a case; on failure returns False, with a row that says why."""
     fields = {"op": case.op, "bytes_moved": case.bytes_moved, **case.sizes}
     if case.absent:
         writer.add(case.impl, "absent", case.absent, **fields)
@@ -105,7 +105,7 @@ def add_row(writer: rows.Writer, timer: Timer, speed: dict[str, float], case: Ca
 
 
 def measure(options: argparse.Namespace) -> int:
-    torch.cuda.set_stream(torch.cuda.Stream())  # copy engines do not take the default one
+    torch.cuda.set_stream(torch.cuda.Stream())  # batched memcpy rejects the default one
     pools = Pools("cuda", pages=16384, layers=8, heads=8)
     shared = rows.environment("gpu_kernels", ("torch", "triton"), cuda=True)
     shared |= {"device": torch.cuda.get_device_name(), "H": pools.H, "G": G, "D": D, "S": S}

@@ -11,7 +11,7 @@ import os
 import sys
 import time
 
-# Everything that the libraries print goes to stderr; stdout carries answers only.
+# Library output goes to stderr; stdout carries answers only.
 answers = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
 
@@ -60,7 +60,7 @@ def main() -> None:
             request = json.loads(line)
             try:
                 answer = {"result": getattr(server, request.pop("op"))(**request)}
-            except Exception as e:  # the benchmark makes a row of it
+            except Exception as e:  # the benchmark reports it in a row
                 answer = {"error": f"{type(e).__name__}: {e}"[:500]}
             answers.write(json.dumps(answer) + "\n")
             answers.flush()

@@ -1,6 +1,6 @@
-"""Memory for KV pages, far larger than the caches, and page lists that never come back while cached.
+"""Memory for KV pages, far larger than the caches, and page lists that never repeat pages still cached.
 
-Nothing of the package here: the environment of IPEX imports this module too.
+Imports nothing of the package, as the environment of IPEX imports this module too.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 TILE_ELEMENTS = 33_554_393  # prime, so that no two pages begin at the same element of the tile
-_V_SHIFT = 7_654_321  # V takes the tile from another place than K
+_V_SHIFT = 7_654_321  # V starts at another offset of the tile than K
 
 
 @dataclass(frozen=True)
@@ -68,13 +68,13 @@ class KvPool:
         self.elements = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
 
     def rounded(self, dtype: torch.dtype) -> torch.Tensor:
-        """The elements in a type of 8 bits, in memory of their own."""
+        """The elements converted to an 8-bit type, in separate memory."""
         return torch.from_numpy(_mapped(self.nbytes // 2)).view(dtype).copy_(self.elements)
 
     def planes(
         self, shape: Shape, elements: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V as [P, S, H, D], of what `rounded` made if that is given."""
+        """K and V as [P, S, H, D], of the result of `rounded` if given."""
         elements = self.elements if elements is None else elements
         half, page = len(elements) // 2, shape.page_bytes // 2
         k, v = (
@@ -85,7 +85,7 @@ class KvPool:
 
 
 class PageStream:
-    """Shuffled page ids without end; an id comes back only after all others.
+    """An endless stream of shuffled page ids; an id repeats only after all others.
 
     ``ids`` int32 is the shuffled list repeated, so that any ``take(n)`` with n <= longest is one slice of it.
     """
@@ -105,7 +105,7 @@ class PageStream:
 
 
 class Inputs:
-    """Query and page lists of one shape over a pool. q holds bfloat16 values, so that rounding it changes nothing."""
+    """Query and page lists of one shape over a pool. q is exact in bfloat16."""
 
     def __init__(self, pool: KvPool, shape: Shape) -> None:
         self.pool, self.shape = pool, shape
@@ -115,7 +115,7 @@ class Inputs:
         self.q = torch.from_numpy(q).bfloat16().float()
 
     def take(self, calls: int) -> list[int]:
-        """Positions in the stream of the page lists of so many calls."""
+        """Positions in the stream of the page lists of ``calls`` calls."""
         return [self.stream.take(self.shape.B * self.shape.R) for _ in range(calls)]
 
     def pages(self, at: int) -> torch.Tensor:

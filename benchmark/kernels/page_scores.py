@@ -1,12 +1,12 @@
 """Time of scoring pages on the CPU: by minimum and maximum, and by rotated digests of one and two bits.
 
     python -m benchmark.kernels.page_scores --json FILE       a minute; the machine should be otherwise idle
-    python -m benchmark.kernels.page_scores --quick           a small size: does it run at all
+    python -m benchmark.kernels.page_scores --quick           a small size, as a smoke test
 
 Qwen3-8B's heads (32 query, 8 KV heads of 128), all pages of 64k tokens for each of 16 requests, one layer. Samples
-are taken in turns; each is checked against the reference first. Rows (format: rows.py): minmax, rotated-1, rotated-2
-and read, which reads the planes of rotated-2, 8 KiB at a time in any order, on as many threads. Fields beside those of
-rows.py:
+alternate; each variant is checked against the reference first. Rows (format: rows.py): minmax, rotated-1, rotated-2
+and read, which reads the planes of rotated-2, 8 KiB at a time in random order, with as many threads. Fields in addition
+to those of rows.py:
     batch, pages, threads, digest_bytes (that a call reads), gb_per_s,
     share_of_read, times_minmax      of gb_per_s and median_us to those of read and minmax
 """
@@ -31,7 +31,7 @@ from sglang_scout.ops.score import score_pages
 
 HEADS, GROUP, DIM = 8, 4, 128
 BUILD_PAGES = 512  # at once
-READ_BYTES = 4096  # of each of two places
+READ_BYTES = 4096  # at each of two locations
 
 
 def digests(pages: int, bits: int) -> list[torch.Tensor]:

@@ -53,7 +53,7 @@ class ReadLoop:
 
 
 def compiled() -> Path:
-    """The shared library of read_loop.cpp for this machine, made if it is not in the cache.
+    """The shared library of read_loop.cpp for this machine, built if not cached.
 
     Raises:
         ReadLoopError: no compiler, or it fails.
@@ -62,7 +62,7 @@ def compiled() -> Path:
     if shutil.which(compiler[0]) is None:
         raise ReadLoopError(f"{compiler[0]} is not there; {SOURCE.name} needs a C++ compiler")
     command = [*compiler, "-std=c++17", "-O3", "-march=native", "-shared", "-fPIC", "-pthread"]
-    # -march=native means another thing on another machine.
+    # The cache key includes the CPU, because of -march=native.
     flags = next(
         (x for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("flags")), ""
     )

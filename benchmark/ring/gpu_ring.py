@@ -1,16 +1,16 @@
-"""The ring between a CUDA graph and worker threads: what a post, a wait and an answer cost a step.
+"""The ring between a CUDA graph and worker threads: cost of post, wait and answer within a step.
 
     python -m benchmark.ring.gpu_ring --out FILE     on a machine with a CUDA device and the native module
     python -m benchmark.ring.gpu_ring --check-only   answers only, in the interpreter with TRITON_INTERPRET=1 too
 
-A graph of one post and one merge per layer is replayed, a step a replay; worker threads of this process, which
-do not sleep, answer with C++ attention. Times are between two events around a replay, divided by the layers.
+A graph of one post and one merge per layer is replayed, one replay per step; spinning worker threads of this
+process answer with C++ attention. Times are between two events around a replay, divided by the layers.
 
 Rows (format: rows.py), op being
-    idle        epoch 0: nothing is posted. What the nodes themselves cost
-    one_page    a page per row: the round trip over the bus, and next to no attention
-    one_page_in_front   the same, all layers posted before the first is awaited, as a layer ahead does
-with B, layers, threads, p99_us, and answered: the worker's records of the run, which must be all.
+    idle        epoch 0: nothing is posted; the cost of the graph nodes themselves
+    one_page    a page per row: the round trip over the bus, with next to no attention
+    one_page_in_front   the same, with all layers posted before the first wait, like layer-ahead posting
+with B, layers, threads, p99_us, and answered: records that the worker answered, which must be all.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WARM_UP, SAMPLES = 20, 500
 
 
 class Server:
-    """An arena, worker threads on it, and the ring as the device sees it."""
+    """An arena, worker threads on it, and the device's ring."""
 
     def __init__(self, arena, device: str, threads: int) -> None:
         from sglang_scout import _native
@@ -81,7 +81,7 @@ def server(device: str, batch: int, threads: int) -> Iterator[Server]:
 
 
 class Step:
-    """Post and merge of all layers, on buffers that stay where they are."""
+    """Post and merge of all layers, on buffers with fixed addresses."""
 
     def __init__(self, running: Server, batch: int, in_front: bool = False) -> None:
         self.running, self.in_front = running, in_front
@@ -105,7 +105,7 @@ class Step:
 
 
 def check(device: str) -> str:
-    """What is wrong with an answer, "" if nothing."""
+    """The problem with an answer, "" if there is none."""
     with server(device, 2, 1) as running:
         step, ring = Step(running, 2), running.ring
         ring.set_epoch(EPOCH)
@@ -125,7 +125,7 @@ def samples_us(step: Step, epoch: int) -> tuple[list[float], int]:
     """Microseconds per layer of each replay, and how many records were answered.
 
     Raises:
-        RuntimeError: a replay went wrong. It is the last: after an error nothing is waited for.
+        RuntimeError: a replay failed. It is the last: after an error merges no longer wait.
     """
     ring = step.running.ring
     ring.set_epoch(0)

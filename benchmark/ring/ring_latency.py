@@ -1,17 +1,16 @@
-"""From doorbell to done: what handing a layer's request to the worker process costs.
+"""Round-trip latency from doorbell to done of a layer's request to the worker process.
 
     python -m benchmark.ring.ring_latency --json FILE     about a minute; two cores should be free
-    python -m benchmark.ring.ring_latency --quick         20 samples: does it run at all
+    python -m benchmark.ring.ring_latency --quick         20 samples, as a smoke test
 
 One WorkerClient with its real process. The worker's thread is pinned to one core, the poster to another. An item
-is as small as items get: one page of 16 tokens, one head of 64 (10 KiB with q and pages, some 0.2 us of
-computing).
+has the minimum size: one page of 16 tokens, one head of 64 (10 KiB with q and pages, some 0.2 us of compute).
 
 Rows (format: rows.py); samples_us are round trips:
-    ring            RingProducer.post and wait, the calls beneath WorkerClient
+    ring            RingProducer.post and wait, the calls underlying WorkerClient
     client          WorkerClient.post and wait, with the checks and tickets in Python
-Fields beside those of rows.py:
-    gap_us          busy pause of the poster before each item; with 200 and more the worker is asleep, as it
+Fields in addition to those of rows.py:
+    gap_us          busy-wait of the poster before each item; with 200 and more the worker is asleep, as it
                     spins for spin_us after its last work; 0: back to back
     p99_us, max_us
     fallback_pages  pages that the poster computed itself; 0 in a valid run
@@ -57,7 +56,7 @@ FULL = (
     Case("client", 1000, 10_000),
 )
 QUICK = tuple(Case(c.impl, c.gap_us, 20) for c in FULL)
-BLOCKS = 10  # the cases take turns, a tenth of their samples each
+BLOCKS = 10  # cases alternate in blocks of a tenth of their samples
 
 
 class Bench:
@@ -66,7 +65,7 @@ class Bench:
     def __init__(self, client: WorkerClient, spin_us: int) -> None:
         rng = np.random.default_rng(1)
         self._client = client
-        # The calls beneath the client, without its checks: the cost of the ring itself.
+        # The client's underlying calls, without its checks: the cost of the ring itself.
         self._producer = client._producer
         self._spin_us = spin_us
         self.q = rng.standard_normal((1, 1, SPEC.head_dim), np.float32)
@@ -108,7 +107,7 @@ class Bench:
 
 
 def _pause(gap_us: int) -> None:
-    """Busy: a poster that sleeps would measure its own wake-up as well."""
+    """Busy-waits: a sleeping poster would also measure its own wake-up."""
     if gap_us:
         until_ns = time.perf_counter_ns() + gap_us * 1000
         while time.perf_counter_ns() < until_ns:
@@ -116,7 +115,7 @@ def _pause(gap_us: int) -> None:
 
 
 def check_result(bench: Bench, arena: Arena) -> None:
-    """The worker's answer against numpy in float64; raises AssertionError."""
+    """Compares the worker's answer with numpy in float64; raises AssertionError."""
     bench.block(Case("client", 0, 1), 1)
     k, v = (
         (plane[0, :, 0].astype(np.uint32) << 16).view(np.float32).astype(np.float64)
@@ -152,9 +151,9 @@ def measure(bench: Bench, cases: tuple[Case, ...]) -> list[Row]:
 
 
 def run(cases: tuple[Case, ...], writer: Writer, cpus: list[int], free: bool) -> None:
-    """Pins this process; the caller undoes it."""
+    """Pins this process; the caller restores the affinity."""
     poster_cpu, worker_cpu = cpus[0], cpus[-1]
-    # What is measured is the ring, on a busy machine too: a worker that had to wait for a CPU stays.
+    # Long timeouts, so that a worker starved on a busy machine is not replaced.
     config = WorkerConfig(heartbeat_timeout_s=30, stall_timeout_s=30)
     arena = Arena.create(SPEC)
     try:
@@ -164,7 +163,7 @@ def run(cases: tuple[Case, ...], writer: Writer, cpus: list[int], free: bool) ->
                 values = rng.standard_normal(plane.shape, np.float32)
                 plane[:] = (values.view(np.uint32) >> 16).astype(np.uint16)
         with WorkerClient(arena, [worker_cpu], config=config) as client:
-            os.sched_setaffinity(0, {poster_cpu})  # after the start: the worker inherits nothing
+            os.sched_setaffinity(0, {poster_cpu})  # after the start: not inherited by the worker
             bench = Bench(client, config.spin_us)
             check_result(bench, arena)
             rows = measure(bench, cases)

@@ -40,7 +40,7 @@ def offload_flags(device: str, *, budget: int, host_gb: float, **config: Any) ->
 
 
 class DecodeServer(SingleServer):
-    """A decode server that is sent requests directly.
+    """A decode server that receives requests directly.
 
     Args:
         model_dir: folder of the model.
@@ -98,10 +98,10 @@ class DecodeServer(SingleServer):
         timeout_s: float,
         meanwhile: Callable[[], None],
     ) -> list[list[float]]:
-        """Seconds at which each token of each prompt came, all prompts at once; ``meanwhile`` is called twice a second.
+        """Arrival times in seconds of each prompt's tokens, all prompts at once; calls ``meanwhile`` twice a second.
 
         Raises:
-            RuntimeError: a request failed or was cut short.
+            RuntimeError: a request failed or was truncated.
         """
         times: list[list[float]] = [[] for _ in prompts]
 

@@ -1,4 +1,4 @@
-"""A decode server with --kv-offload scout on a CUDA device, without a prefill server: is it right, how fast?
+"""A decode server with --kv-offload scout on a CUDA device, without a prefill server: correctness and speed.
 
     python -m benchmark.server.gpu_server --out FILE            checks, on a small model with random weights
     python -m benchmark.server.gpu_server --out FILE --speed    decode throughput of a large model's shape (speed.py)
@@ -6,11 +6,11 @@
 Keys and values of prompts are noise (``dummy_kv``), the same for the same prompt. Checked at batches of 1 to 16 with a
 budget far below the context, a row each:
 
-    verify      every layer of the server without graphs equals attention to the chosen pages
-    tokens      with captured graphs as without: of single requests, but where the two best tokens are closer than
-                rounding; of several at once, for whose first tokens most have to agree (`count_apart`)
+    verify      every layer of the server without graphs equals attention over the selected pages
+    tokens      are the same with and without captured graphs: for single requests, except where the two best tokens
+                are closer than rounding; for several at once, most first tokens must agree (`count_apart`)
     state       of /server_info: pages that the CPU computed, none in use after the last request
-    fallback    the worker is killed in mid-decode; all requests end, with the tokens that they had before
+    fallback    the worker is killed in mid-decode; all requests finish, with the same tokens as before
     graphs      were replayed in every step, and in none of the other server
 
 --device cpu runs the checks with the ring's kernels in Triton's interpreter.
@@ -51,9 +51,9 @@ START_S, REQUEST_S = 300.0, {"cuda": 180.0, "cpu": 600.0}
 
 
 def differences(eager: Answers, graph: Answers, tolerance: float) -> tuple[list[str], int]:
-    """What is wrong, and how many requests part where two tokens are as good as equal.
+    """Problems, and how many requests diverge at a tie between two tokens.
 
-    Behind the first token that differs two answers have nothing in common.
+    After the first token that differs, two answers are not comparable.
     """
     wrong, ties = [], 0
     for row, (left, right) in enumerate(zip(eager, graph, strict=True)):
@@ -75,7 +75,7 @@ def count_apart(eager: Answers, graph: Answers, tolerance: float) -> int:
     """Requests whose first decoded tokens have nothing in common.
 
     Requests that are sent at once need not join the batch in the same steps, so sums round differently, and
-    now and then another page is selected. That parts a request; steps that are wrong part nearly all.
+    occasionally another page is selected. Then a request diverges; wrong steps make nearly all diverge.
     """
     count = 0
     for left, right in zip(eager, graph, strict=True):
@@ -89,11 +89,11 @@ def count_apart(eager: Answers, graph: Answers, tolerance: float) -> int:
 def token_problems(
     eager: dict[int, Answers], graph: dict[int, Answers], device: str, tolerance: float
 ) -> tuple[list[str], dict[str, int]]:
-    """What is wrong with the answers of captured steps, by batch size, and how many requests part for which reason."""
+    """Problems with the answers of captured steps, by batch size, and how many requests diverge for which reason."""
     wrong, ties, apart, together = [], 0, 0, 0
     for size, answers in eager.items():
         found, parted = differences(answers, graph[size], tolerance)
-        if size == 1 or device == "cpu":  # whose arithmetic depends on nothing else
+        if size == 1 or device == "cpu":  # arithmetic independent of the batch
             wrong += [f"batch {size}, {line}" for line in found]
             ties += parted
         else:
@@ -105,7 +105,7 @@ def token_problems(
 
 
 def state_problems(state: dict[str, Any], *, fallback: bool) -> list[str]:
-    """What is wrong with the state of a server after its last request."""
+    """Problems with the state of a server after its last request."""
     worker = state["worker"]
     expected = {
         "policy": state["policy"] == "scout",
@@ -122,7 +122,7 @@ def state_problems(state: dict[str, Any], *, fallback: bool) -> list[str]:
 
 
 def graph_problems(log: str, replayed: bool) -> list[str]:
-    """By what a server's log says of its decode steps: whether a graph ran them."""
+    """Checks in a server's log whether a graph ran its decode steps."""
     said = set(re.findall(r"Decode batch.*cuda graph: (\w+)", log))
     return [] if said == {str(replayed)} else [f"steps replayed a graph: {said or 'unknown'}"]
 
@@ -138,7 +138,7 @@ def ask_all(server: DecodeServer, options: argparse.Namespace) -> dict[int, Answ
 
 
 def kill_worker(server: DecodeServer, options: argparse.Namespace) -> list[str]:
-    """Kill the worker in mid-decode; what is wrong then. Every request has to end."""
+    """Kill the worker in mid-decode; returns the problems. Every request has to finish."""
     count, tokens = max(options.batch), options.kill_tokens
     prompts = make_prompts([options.context] * count, 500, seed=99)
     answers: list[Answers] = []
@@ -168,14 +168,14 @@ def kill_worker(server: DecodeServer, options: argparse.Namespace) -> list[str]:
 
 
 def server_flags(options: argparse.Namespace, dtype: str) -> dict[str, Any]:
-    """What both servers of the checks are started with."""
+    """Flags common to both servers of the checks."""
     most = max(options.batch)
     total = 2 * most * (options.context + options.kill_tokens)
     common = {"dtype": dtype, "max_running_requests": most, "max_total_tokens": total}
     if options.device != "cpu":
-        # Not disable_cuda_graph_padding: with it this SGLang looks for graphs by a key that none has.
+        # Not disable_cuda_graph_padding: with it this SGLang looks up graphs by a key that none has.
         common |= {"cuda_graph_max_bs_decode": most, "mem_fraction_static": 0.5}
-        common |= {"decode_log_interval": 1}  # says of each step whether a graph ran it
+        common |= {"decode_log_interval": 1}  # logs for each step whether a graph ran it
     return common
 
 
@@ -218,7 +218,7 @@ class Checks:
         except FAILURES as error:
             self._row(f"server-{name}", [f"{type(error).__name__}: {error}"[-1000:]])
             return
-        finally:  # the next one takes a share of what it finds free
+        finally:  # the next server sizes itself by free memory
             nvidia_smi.wait_free(free_mib, 15.0)  # other checks may run beside it
         if options.device != "cpu":
             wrong = graph_problems(log.read_text(errors="replace"), name == "graph")

@@ -1,4 +1,4 @@
-"""What recall and pre-computation are worth: one prefill server, a decode server for each mode, the same prompts.
+"""Benefit of recall and pre-computation: one prefill server, a decode server per mode, the same prompts.
 
     python -m benchmark.server.recall_modes --modes off --logs LOGS               # the step log of a profile's run
     sglang-scout profile ...                                                      # makes PROFILE from LOGS/off.jsonl
@@ -11,17 +11,17 @@ scripts/demo.sh, and decode in turns, forward and backward, for --rounds rounds.
 
 A row is one run of one mode, from the decode server's step log (sglang_scout/engine/step_log.py):
     recall, precompute, round, budget_tokens, requests, input_tokens, steps, resident_tokens, threshold
-    samples_us           from the begin of a step to that of the next one, all requests running, after --skip steps;
-                         what a client sees as time per output token
+    samples_us           from the start of a step to that of the next one, all requests running, after --skip steps;
+                         the client's time per output token
     step_us, gpu_wait_us_per_step              means of the same steps
     ratio                                      CPU compute ratio of the steps after --skip (paper: tokens computed
                                                on the CPU over the budget)
-    attempts             1, or more where requests had not run together
+    attempts             1, or more if requests had not run concurrently
     ratio_curve                                of all steps but a request's first; mean of the layers by step
     recalled_pages_per_step, recall_bytes_per_step              of all steps but the first
 
-A model with random weights selects other pages at every step, whatever was recalled. One that has learned to look
-things up does not: by default it is benchmark/accuracy/recall_model, with texts that it knows.
+A model with random weights selects different pages at every step, regardless of recall. A trained retrieval model
+does not: the default is benchmark/accuracy/recall_model, on texts of its training distribution.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ ATTEMPTS = 3
 
 
 class NotTogether(Exception):
-    """A run that is none: the machine stood still, or not all requests fit."""
+    """An invalid run: the machine stalled, or not all requests fit."""
 
 
 MODES: dict[str, dict[str, Any]] = {
@@ -136,7 +136,7 @@ def measured(log: StepLogFile, requests: int, steps: int, skip: int) -> Row:
     """The results of one run, whose steps are ``log``'s.
 
     Raises:
-        NotTogether: a request came when others had nearly ended.
+        NotTogether: a request arrived when others had nearly finished.
     """
     full = [s for s in log.steps if len(s.ages) == requests and min(s.ages) >= skip]
     starts = {s.step: s.start_us for s in log.steps}
@@ -169,12 +169,12 @@ def one_run(
     log_path: Path,
     args: argparse.Namespace,
 ) -> Row:
-    """Decode and measure; again, twice at most, where the requests did not run together."""
+    """Decode and measure; retried at most twice if the requests did not run concurrently."""
     attempt = 0
     while True:
         attempt += 1
         before = len(read_step_log(log_path).steps)
-        # The first token is the prefill server's, and the last two steps' lines come with the next steps.
+        # The first token is from the prefill server, and the last two steps are logged with the next steps.
         decode(cluster, server, prompts, args.steps + 4)
         log = read_step_log(log_path)
         steps = itertools.dropwhile(lambda step: min(step.ages) > 0, log.steps[before:])

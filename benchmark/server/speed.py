@@ -1,10 +1,10 @@
 """Decode throughput of stock SGLang and ours: dummy weights at the shape of a large model, requests of one length.
 
-Ours runs the largest batch that host memory holds, stock the largest that its device memory holds. Each server is
-measured at every context, a row each. samples_us are the times between a request's
-tokens while all of them decode, without the first 50 steps. Of the same time are cpu_compute_ratio, fallback_pages and
-wait_share, in which the device waited for the worker. Which pages are selected comes from noise (``dummy_kv``, random
-weights), not from the drift that gpu_decode.py calibrates to the paper's figures.
+Ours runs the largest batch that fits in host memory, stock the largest that fits in device memory. Each server is
+measured at every context, a row each. samples_us are the inter-token times of one request while all
+of them decode, without the first 50 steps. cpu_compute_ratio, fallback_pages and wait_share (the device waiting for
+the worker) are over the same time. Page selection is driven by noise (``dummy_kv``, random weights), not by the drift
+that gpu_decode.py calibrates to the paper's figures.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ SKIPPED_STEPS = 50
 """Of the window, at its begin: the cache fills, and the recall finds its pace."""
 START_S, MAPPED_S, RUN_S = 300.0, 45.0, 300.0
 
-SERVERS = {  # what matters most first: a call's time may end before the last
-    # All pages that the device's memory holds; still only the selected ones are attended to.
+SERVERS = {  # most important first: the time limit may cut off the last
+    # As many resident pages as fit in device memory; still only the selected ones are attended to.
     "scout-device": {"cache": "device"},
     "stock-triton": {"attention_backend": "triton"},  # compiles no C++, so that there is a baseline
     "stock-flashinfer": {"attention_backend": "flashinfer"},
     "stock-fa3": {"attention_backend": "fa3"},
-    # As the paper: as many pages resident as all requests select, and what is not is computed by the CPU.
+    # As in the paper: as many resident pages as all requests select; the CPU computes the missing ones.
     "scout-budget": {"cache": "budget"},
 }
 MAY_BE_ABSENT = ("stock-flashinfer", "stock-fa3")
@@ -49,7 +49,7 @@ sglang-kernel that a bundle leaves out."""
 
 
 def write_config(shape: str, folder: Path, context: int) -> Path:
-    """A model folder without weights: what ``--load-format dummy`` needs."""
+    """A model folder without weights, as needed by ``--load-format dummy``."""
     layers, hidden, intermediate, heads, kv_heads = SHAPES[shape]
     folder.mkdir(parents=True)
     config = {
@@ -69,7 +69,7 @@ State = tuple[float, dict[str, Any]]
 
 
 def of_window(states: Sequence[State], first: float, last: float) -> dict[str, Any]:
-    """Fields of a row about the time between two moments; none where no two states of ours lie between."""
+    """Fields of a row about a time interval; none if it contains fewer than two states of our server."""
     inside = [s for s in states if first <= s[0] <= last and "steps" in s[1]]
     if len(inside) < 2:
         return {}
@@ -86,10 +86,10 @@ def of_window(states: Sequence[State], first: float, last: float) -> dict[str, A
 
 
 def window(times: list[list[float]], skip: int) -> tuple[float, float]:
-    """When all requests had begun to decode and ``skip`` steps had passed, and when the first of them ended.
+    """From when all requests had begun to decode and ``skip`` steps had passed until the first of them finished.
 
     Raises:
-        RuntimeError: they did not decode together for so long.
+        RuntimeError: they did not decode concurrently for that long.
     """
     begun, last = max(row[1] for row in times), min(row[-1] for row in times)
     together = [t for t in times[0] if begun <= t <= last]
@@ -111,19 +111,19 @@ def steady(times: list[list[float]], skip: int = SKIPPED_STEPS) -> tuple[list[fl
 
 
 def token_bytes(shape: str) -> int:
-    """Of keys and values of all layers, in bfloat16."""
+    """Bytes of keys and values of a token in all layers, in bfloat16."""
     layers, _, _, _, kv_heads = SHAPES[shape]
     return 2 * layers * kv_heads * HEAD_DIM * 2
 
 
 def most_requests(shape: str, nbytes: float, tokens: int) -> int:
-    """Requests of so many tokens that so much memory holds, at most ``MOST_REQUESTS``."""
+    """Number of requests of ``tokens`` tokens that fit in ``nbytes``, at most ``MOST_REQUESTS``."""
     return max(1, min(MOST_REQUESTS, int(nbytes // (token_bytes(shape) * tokens))))
 
 
 @contextlib.contextmanager
 def beside(worker_cpus: Collection[int]) -> Iterator[None]:
-    """This thread and those that it starts meanwhile leave the worker's CPUs to it."""
+    """Keeps this thread, and those that it starts in the block, off the worker's CPUs."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, before - set(worker_cpus) or before)
     try:
@@ -133,7 +133,7 @@ def beside(worker_cpus: Collection[int]) -> Iterator[None]:
 
 
 def reserved_tokens(options: argparse.Namespace) -> int:
-    """SGLang admits a request only while so many tokens more are free for each that runs."""
+    """Free tokens that SGLang reserves per running request before it admits another one."""
     return max(NUM_RESERVED_DECODE_TOKENS, options.speed_tokens) + 64
 
 
@@ -153,7 +153,7 @@ def flags_of(name: str, options: argparse.Namespace, device_bytes: int) -> dict[
         }
         return common | about | stock
     batch = most_requests(options.model, options.host_gb * 2**30, tokens)
-    # As the paper: the selected pages alone, however many more are resident.
+    # As in the paper: only the selected pages, however many more are resident.
     config: dict[str, Any] = {"attend": "selected"}
     if about["cache"] == "budget":
         config["resident_tokens"] = options.budget * batch
@@ -163,7 +163,7 @@ def flags_of(name: str, options: argparse.Namespace, device_bytes: int) -> dict[
 
 
 def offload_state(info: dict[str, Any]) -> dict[str, Any]:
-    """Of a ``/server_info``; empty for a stock server, which has our flag's value there."""
+    """The offload state in a ``/server_info``; empty for a stock server, which has our flag's value there."""
     state = info["internal_states"][0].get("kv_offload")
     return state if isinstance(state, dict) else {}
 
@@ -211,9 +211,7 @@ def run_server(
         states: list[State] = []
 
         def look(states: list[State] = states) -> None:
-            with contextlib.suppress(
-                *FAILURES, KeyError
-            ):  # its requests notice a server that fails
+            with contextlib.suppress(*FAILURES, KeyError):  # a failing server fails its requests
                 states.append((time.monotonic(), offload_state(server.info())))
 
         with beside(found.get("worker_cpus", ())):
@@ -232,7 +230,7 @@ def run_server(
 def measure_speed(
     writer: rows.Writer, options: argparse.Namespace, logs: Path, folder: Path
 ) -> int:
-    """Rows of all servers; returns how many failed that should not have."""
+    """Rows of all servers; returns the number of unexpected failures."""
     failed, shape = 0, options.model
     room = max(options.speed_context) + options.speed_tokens + 64
     model = write_config(shape, folder / shape, room)

@@ -1,4 +1,4 @@
-"""How long until all memory of the host pages is back after a decode server has ended?
+"""Time until all memory of the host pages is released after a decode server has ended.
 
     python -m benchmark.server.teardown --gib 8 --json FILE
 

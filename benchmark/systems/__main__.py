@@ -1,8 +1,8 @@
 """The whole comparison of the papers' systems: weights, plain text, HGCA's tables, servers, a table.
 
-    python -m benchmark.systems [--documents 3]     hours; the same command again goes on where it stopped
+    python -m benchmark.systems [--documents 3]     hours; rerunning the command resumes where it stopped
 
-What each part does is in the module, or the script, that it runs.
+Each part is described in the module or script that it runs.
 """
 
 from __future__ import annotations

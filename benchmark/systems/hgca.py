@@ -1,15 +1,15 @@
-"""HGCA's Table 1 and Figure 4 on a real language model: what a window and kept tokens of each head cost.
+"""HGCA's Table 1 and Figure 4 on a real language model: quality loss with a window and kept tokens per head.
 
     python -m benchmark.systems.hgca --json docs/results/hgca.jsonl
 
-Texts are prefilled to the middle with full attention; the rest is decoded token by token, as Algorithms 1 and 2 of the
-paper say, by all settings side by side. In plain PyTorch, without servers; the algorithms are those of the test's
-float64 oracle (test/policy/hgca_oracle.py), with which test/benchmark/test_hgca_table.py compares them.
+The first half of a text is prefilled with full attention; the rest is decoded token by token, according to Algorithms
+1 and 2 of the paper, with all settings batched. In plain PyTorch, without servers; the algorithms are those of the
+tests' float64 oracle (test/policy/hgca_oracle.py), with which test/benchmark/test_hgca_table.py compares them.
 
 A row is a setting on a text: gpu_ratio (window / text), beta, nats and full_nats (mean over the decoded tokens), kept
-(a head's kept tokens / tokens that have left the window, mean over layers and heads, at the end). That of full
+(a head's kept tokens / tokens that have left the window, mean over layers and heads, at the end). The row of full
 attention (1, 0) also has entries_by_layer: the share of the tokens that hold 0.99 of a head's attention at the end,
-least, median and most of the heads. The same command again goes on where it stopped.
+minimum, median and maximum over heads. Rerunning the command resumes where it stopped.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from benchmark.progress import Progress
 from benchmark.rows import environment, markdown_table, read_rows
 
 BLOCK = 32
-ALPHA = 0.1  # as the policy has it; the paper does not say
+ALPHA = 0.1  # the policy's value; unspecified in the paper
 BETAS = (0.25, 0.5, 0.75, 1.0)
 RATIOS = (0.25, 0.5, 0.75)
 SOURCES = ("prose", "technical", "code")
 
 
 class Layer:
-    """KV of one layer, and what R settings keep of it. beta, window: [R]; k, v: [H, T, D] of the prompt."""
+    """KV of one layer, and the tokens that R settings keep. beta, window: [R]; k, v: [H, T, D] of the prompt."""
 
     def __init__(self, k: Tensor, v: Tensor, length: int, beta: Tensor, window: Tensor) -> None:
         rows, (heads, tokens, size) = len(beta), k.shape
@@ -87,12 +87,12 @@ class Layer:
         return out, weight
 
     def kept(self) -> Tensor:
-        """[R] of the tokens that have left the window, the share that a head keeps."""
+        """[R] share of the tokens that have left the window that a head keeps."""
         return self.keep.sum(-1).float().mean(1) / self.first.clamp(min=1)
 
 
 def decode(model: Model, tokens: Tensor, begin: int, beta: Tensor, window: Tensor, say: Progress):
-    """Decode ``tokens[begin:]`` with R settings: nats [R], kept share [R], and what `entries` says of each layer."""
+    """Decode ``tokens[begin:]`` with R settings: nats [R], kept share [R], and `entries` of each layer."""
     rows = len(beta)
     kv, _ = model.prefill(tokens[:begin])
     layers = [Layer(k, v, len(tokens), beta, window) for k, v in kv]
@@ -115,7 +115,7 @@ def decode(model: Model, tokens: Tensor, begin: int, beta: Tensor, window: Tenso
 
 
 def entries(weight: Tensor) -> list[float]:
-    """[heads, T]: share of the tokens that hold 0.99 of the mass; least, median and most of the heads."""
+    """Share of the tokens that hold 0.99 of the mass of ``weight`` [heads, T]; min, median and max over heads."""
     held = weight.sort(-1, descending=True).values.cumsum(-1)
     share = ((held < 0.99).sum(-1) + 1) / weight.shape[-1]
     return [round(float(f), 4) for f in (share.min(), share.median(), share.max())]

@@ -5,8 +5,8 @@
     python -m benchmark.systems.run --model recall --json docs/results/systems_recall.jsonl
     python -m benchmark.systems.table docs/results/systems_*.jsonl
 
-The same command again goes on where it stopped. Rows are those of benchmark/accuracy/suite.py. What each system is
-given: benchmark/accuracy/policies.py. Plain text, without servers: `benchmark.accuracy.study.run --set systems`.
+Rerunning the command resumes where it stopped. Rows are those of benchmark/accuracy/suite.py. Settings of each
+system: benchmark/accuracy/policies.py. Plain text, without servers: `benchmark.accuracy.study.run --set systems`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""A Markdown table of the rows of run.py, one for each file.
+"""Markdown tables of the rows of run.py, one per file.
 
     python -m benchmark.systems.table docs/results/systems_smollm2.jsonl
 
-Pages are of one step and layer: those that were chosen and lay on the CPU, and those copied for this step alone.
-Copied: what recall and fetching copied a step. Waited: for the CPU's part, a step.
+Pages are per step and layer: those selected that were on the CPU, and those copied for this step only.
+Copied: by recall and fetching, per step. Waited: for the CPU's part, per step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BY_HEAD = ("sparda",)
 
 
 def line(rows: list[Row], layers: int, page_bytes: int, kv_heads: int) -> list[str]:
-    """Of one setting."""
+    """The table row of one setting."""
     first, right = rows[0], sum(row["right"] for row in rows)
     budget = first["budget_tokens"]
     name = plain(first["policy"])

@@ -1,6 +1,6 @@
 """The loss of scripts/train_forecast.py: arXiv 2606.04511, section 4.4, with pages as the grid of inference.
 
-Shapes: L layers, H KV heads, G query heads of each, D head size, r rank; of a text T tokens, N pages, Q queries.
+Shapes: L layers, H KV heads, G query heads of each, D head size, r rank; per text T tokens, N pages, Q queries.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from torch import Tensor
 PAGE_TOKENS = 32
 SINK_PAGES = RECENT_PAGES = 1
 """Chosen whatever their score, so neither target nor prediction has them."""
-# The logit of a page that is not offered; finite, so that its gradient is 0 and not NaN.
+# The logit of a page that is not a candidate; finite, so that its gradient is 0 and not NaN.
 _NONE = -1e9
 
 
 def page_targets(q: Tensor, k: Tensor, position: Tensor) -> Tensor:
-    """Equation 12, max-pooled to pages: [H, Q, N] of the real queries of a layer.
+    """Equation 12, max-pooled to pages: [H, Q, N] targets from the real queries of a layer.
 
         S^tgt = sum over the heads of a group of softmax(q K^tgt / sqrt(D))
 
-    K^tgt are means of two neighbouring keys (kernel 2, stride 1), which belong to the page of the first one.
+    K^tgt are means of two adjacent keys (kernel 2, stride 1), which belong to the page of the first one.
 
     Args:
-        q: [Q, H * G, D] and ``position`` [Q]; it sees K^tgt whose second key it sees.
-        k: [H, T, D], T whole pages.
+        q: [Q, H * G, D] and ``position`` [Q]; a query sees K^tgt if it sees its second key.
+        k: [H, T, D], whole pages.
     """
     (H, T, D), Q = k.shape, len(q)
     fine = (k[:, 1:] + k[:, :-1]) / 2
@@ -36,13 +36,13 @@ def page_targets(q: Tensor, k: Tensor, position: Tensor) -> Tensor:
 
 
 def offered_pages(position: Tensor, pages: int) -> Tensor:
-    """[Q, N] bool: full pages before the query's own, without the first and the newest ones."""
+    """[Q, N] bool candidates: full pages before the query's own, without the first and the newest ones."""
     n = torch.arange(pages)
     return (n >= SINK_PAGES) & (n < (position // PAGE_TOKENS - RECENT_PAGES)[:, None])
 
 
 def mean_scores(query: Tensor, halves: Tensor) -> Tensor:
-    """[L, H, Q, N] of ``query`` [L, H, Q, D] with the means [L, N, H, 2, D]: as `ops.embed.score_embeddings`."""
+    """[L, H, Q, N] of ``query`` [L, H, Q, D] with the means [L, N, H, 2, D], like `ops.embed.score_embeddings`."""
     first, second = torch.einsum("lhqd,lnhwd->lhqnw", query, halves).unbind(-1)
     following = F.pad(first, (0, 1), value=-torch.inf)[..., 1:]
     return (second + torch.maximum(first, following)) / 2
@@ -58,8 +58,8 @@ def pilot_scores(w_q: Tensor, queries: Tensor, w_k: Tensor, pooled: Tensor) -> T
 def restricted_kl(target: Tensor, logits: Tensor, offered: Tensor, top: int) -> Tensor:
     """Equation 14: [...] of targets and predictions [..., Q, N] over the pages ``offered`` [Q, N].
 
-    The ``top`` best pages of the target stand for themselves, all others together are one entry. Both are distributions
-    over these; the prediction is a softmax over pages (equation 13).
+    The ``top`` best pages of the target are separate entries, all others are lumped into one. Both are distributions
+    over these entries; the prediction is a softmax over pages (equation 13).
     """
     target = target.masked_fill(~offered, 0)
     best = target.topk(min(top, target.shape[-1]), -1).indices
@@ -73,7 +73,7 @@ def restricted_kl(target: Tensor, logits: Tensor, offered: Tensor, top: int) -> 
 
 
 def caught(target: Tensor, logits: Tensor, offered: Tensor, top: int) -> Tensor:
-    """[...] the share of what the best ``top`` pages of the target have that the prediction's best have."""
+    """[...] target mass of the prediction's ``top`` best pages, relative to that of the target's own best."""
     target = target.masked_fill(~offered, 0)
     k = min(top, target.shape[-1])
     best = logits.masked_fill(~offered, _NONE).topk(k, -1).indices

@@ -1,4 +1,4 @@
-"""Trains the weights that choose pages: what of a text is needed, first weights, steps and checkpoints.
+"""Trains the weights that select pages: features of a text, initial weights, steps and checkpoints.
 
 Shapes as in loss.py; C hidden size.
 """
@@ -31,14 +31,14 @@ from sglang_scout.core.forecast import LEAST_RANK, VERSION, Header, PageWeights,
 from sglang_scout.core.profile import ModelIdentity
 from sglang_scout.ops.embed import half_means, pooled
 
-QUERIES = 256  # of a text, at random positions
+QUERIES = 256  # per text, at random positions
 CHECKPOINT_STEPS = 25
 LARGEST_RATIO = 10.0  # of two layers' norm weights, some of which are nearly 0
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A run; with the texts it determines every loss."""
+    """A training run; together with the texts it determines every loss."""
 
     kind: str
     steps: int
@@ -52,13 +52,13 @@ class Plan:
 
 @dataclass(frozen=True)
 class Sample:
-    """What training needs of a text.
+    """Training data from one text.
 
     Attributes:
         position: [Q] of its queries.
-        features: what chooses: of a forecast the normed input [L, Q, C] of the layer before (layer 0: its own), of a
-            pilot the real queries [L, H, Q, G * D].
-        pages: what K leaves of them: halves' means [L, N, H, 2, D], or pooled [L, N, H, 2 D].
+        features: inputs of the selection: for a forecast the normed input [L, Q, C] of the previous layer (layer 0: its
+            own), for a pilot the real queries [L, H, Q, G * D].
+        pages: embeddings: means of halves [L, N, H, 2, D], or pooled [L, N, H, 2 D].
         targets: [L, H, Q, N].
         offered: [Q, N] bool.
     """
@@ -71,7 +71,7 @@ class Sample:
 
 
 def sample(model: Model, tokens: Tensor, kind: str, seed: int) -> Sample:
-    """Of a text of whole pages."""
+    """The training data of a text of whole pages."""
     T, H = len(tokens), model.config.kv_heads
     N = T // PAGE_TOKENS
     first = 4 * PAGE_TOKENS  # so that there is a choice
@@ -83,7 +83,7 @@ def sample(model: Model, tokens: Tensor, kind: str, seed: int) -> Sample:
         of_pages = k.unflatten(1, (N, PAGE_TOKENS)).permute(1, 2, 0, 3)
         if kind == "forecast":
             y = model.normed(layer, x[position])
-            features.append(before[-1] if before else y)  # of the layer before; layer 0 has its own
+            features.append(before[-1] if before else y)  # the previous layer; layer 0 its own
             before.append(y)
             pages.append(half_means(of_pages))
         else:
@@ -97,7 +97,7 @@ def sample(model: Model, tokens: Tensor, kind: str, seed: int) -> Sample:
 
 
 def first_forecast(model: Model) -> dict[str, Tensor]:
-    """W_q of each layer for the normed input of the layer before, mean over the query heads of a KV head."""
+    """Initial W_q of each layer for the normed input of the previous layer, averaged over a KV head's query heads."""
     config, rows = model.config, []
     for layer in range(config.layers):
         w = model.weight(layer, "self_attn.q_proj").unflatten(
@@ -110,7 +110,7 @@ def first_forecast(model: Model) -> dict[str, Tensor]:
 
 
 def first_pilot(one: Sample, model: Model, rank: int) -> dict[str, Tensor]:
-    """Queries and mean keys in the directions in which a KV head's queries are largest; extremes count nothing yet."""
+    """Projects queries and mean keys on a KV head's principal query directions; extremes start with weight 0."""
     q = one.features.unflatten(-1, (-1, model.config.head_dim)).flatten(2, 3)  # [L, H, Q * G, D]
     directions = torch.linalg.eigh(q.mT @ q).eigenvectors[..., -rank:].mT  # [L, H, r, D]
     group = model.config.q_heads // model.config.kv_heads
@@ -134,7 +134,7 @@ class Trainer:
     """Weights, optimizer and the step; every step is a function of them, the plan and the texts.
 
     Args:
-        text: tokens of text 0, 1, ...; that behind the last one of the plan is held out.
+        text: tokens of text 0, 1, ...; the one after the last of the plan is held out.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class Trainer:
         return self._samples[index]
 
     def train_step(self) -> float:
-        """One text; the loss, summed over layers, mean over queries and heads."""
+        """Trains on one text; returns the loss, summed over layers, mean over queries and heads."""
         epoch, place = divmod(self.step, self.plan.texts)
         draw = torch.Generator().manual_seed(self.plan.seed * 1_000_003 + epoch)
         one = self.sample(int(torch.randperm(self.plan.texts, generator=draw)[place]))
@@ -181,7 +181,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> str:
-        """On the text that is held out: the loss, and how well pages are chosen."""
+        """The loss and the quality of selection on the held-out text."""
         one = self.sample(self.plan.texts)
         arguments = (
             one.targets,
@@ -196,7 +196,7 @@ class Trainer:
         return json.dumps(asdict(self.plan) | {"model": self.identity.describe()})
 
     def save(self, path: Path) -> None:
-        """The checkpoint, whole or not at all."""
+        """Writes the checkpoint atomically."""
         tensors = {name: x.detach() for name, x in self.weights.items()}
         for name, x in self.weights.items():
             state = self.optimizer.state[x]
@@ -206,7 +206,7 @@ class Trainer:
         os.replace(beside, path)
 
     def load(self, path: Path) -> None:
-        """Go on from a checkpoint.
+        """Resume from a checkpoint.
 
         Raises:
             ValueError: it is of another run.
@@ -234,7 +234,7 @@ class Trainer:
 
 
 def train(trainer: Trainer, out: Path) -> None:
-    """Until the plan is done; writes ``out`` in the end, and a checkpoint beside it now and then."""
+    """Trains until the plan is done; writes ``out`` at the end, and periodic checkpoints next to it."""
     checkpoint, progress, plan = out.with_suffix(".checkpoint"), Progress(), trainer.plan
     if checkpoint.exists():
         trainer.load(checkpoint)

@@ -1,4 +1,4 @@
-"""Batches of texts with answers, and which of them a model gives."""
+"""Batches of texts with answers, and scoring of a model's predictions."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def make_batch(documents: list[tasks.Document], positions: list[np.ndarray]) -> 
 
 
 def jump_positions(tokens: np.ndarray, rng: np.random.Generator, limit: int) -> np.ndarray:
-    """Positions [T] that jump ahead at a few ``;``, as if text had been cut out there.
+    """Positions [T] that skip ahead at a few ``;``, as if text had been removed there.
 
-    Teaches rotary distances of up to ``limit`` tokens on a short text.
+    Trains rotary distances of up to ``limit`` tokens on a short text.
     """
     gaps = np.ones(len(tokens), dtype=np.int64)
     gaps[0] = 0
@@ -50,8 +50,8 @@ def jump_positions(tokens: np.ndarray, rng: np.random.Generator, limit: int) -> 
 def count_correct(batch: Batch, predicted: Tensor) -> dict[str, list[int]]:
     """Per task [right, asked], of ``predicted`` [B, T], the most probable token after each token.
 
-    An answer is right when each of its tokens is the most probable one after the text before it:
-    then greedy decoding gives exactly this answer. For multi_value any value not yet given is.
+    An answer is right when each of its tokens is the most probable one given the text before it:
+    then greedy decoding gives exactly this answer. For multi_value any value not yet given counts.
     """
     score: dict[str, list[int]] = {}
     tokens, guesses = batch.tokens.numpy(), predicted.numpy()

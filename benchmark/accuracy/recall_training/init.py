@@ -1,4 +1,4 @@
-"""The weights that the training of the small retrieval model begins with."""
+"""Initial weights for training the small retrieval model."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from benchmark.accuracy.recall_training.model import RecallModel
 
 
 def init_weights(model: RecallModel, seed: int) -> None:
-    """Overwrites all weights by seeded ones, with two layers of heads written by hand.
+    """Overwrites all weights with seeded ones, with hand-written heads (induction heads) in two layers.
 
-    The embeddings share one direction, and three heads of layer 0 turn it into fixed rotary queries and keys that read
-    the token 1, 2 and 3 places back into subspaces of their own. Layer 1 compares what stands at 0, 1, 2 places back
-    of the query with what stands 1, 2, 3 places back of the key, and copies the token found. A network of this kind
-    finds such heads by itself, but that takes most of a training.
+    The embeddings share one direction, which three heads of layer 0 turn into fixed rotary queries and keys that read
+    the tokens 1, 2 and 3 positions back into separate subspaces. Layer 1 compares the tokens 0, 1, 2 positions before
+    the query with those 1, 2, 3 positions before the key, and copies the token found. Such a network learns these
+    heads by itself, but that takes most of the training.
     """
     spec = model.spec
     rng = torch.Generator().manual_seed(seed)
@@ -41,7 +41,7 @@ def init_weights(model: RecallModel, seed: int) -> None:
 
 
 def _write_shift_heads(model: RecallModel, normal: Any) -> tuple[Tensor, ...]:
-    """Returns the subspaces [d, D] of the tokens 0, 1, 2 and 3 places back."""
+    """Returns the subspaces [d, D] of the tokens 0, 1, 2 and 3 positions back."""
     spec, d, D = model.spec, model.spec.hidden, model.spec.head_dim
     half = D // 2
     basis, _ = torch.linalg.qr(normal(d, d))
@@ -57,7 +57,7 @@ def _write_shift_heads(model: RecallModel, normal: Any) -> tuple[Tensor, ...]:
     strength = (pairs < 8).float()
 
     def pattern(offset: int) -> Tensor:
-        """[D]: rotated by RoPE, it points where the constant key stood ``offset`` tokens ago."""
+        """[D]: rotated by RoPE, it matches the constant key ``offset`` tokens ago."""
         angle = offset * frequency
         return torch.cat((strength * angle.cos(), -strength * angle.sin()))
 
@@ -88,7 +88,7 @@ def _write_induction_heads(model: RecallModel, normal: Any, parts: tuple[Tensor,
         attn.k_proj.weight[rows] = key + normal(*key.shape, std=0.005)
         attn.v_proj.weight[rows] = parts[0].T
         attn.v_proj.weight[kv * D] = 0
-        maps[0][:, 0] = 0  # not the direction that all tokens share
+        maps[0][:, 0] = 0  # excludes the direction shared by all tokens
         query = sum(m @ part.T for m, part in zip(maps, parts[0:3], strict=True))
         for head in range(kv * group, (kv + 1) * group):
             rows = slice(head * D, (head + 1) * D)

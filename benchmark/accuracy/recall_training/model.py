@@ -1,4 +1,4 @@
-"""The small retrieval model, a Qwen3 decoder of transformers, with its tokenizer and its folder.
+"""The small retrieval model, a transformers Qwen3 decoder, with its tokenizer and export.
 
 Axes: B batch, T tokens, D head size, d hidden size, V vocabulary.
 """
@@ -58,7 +58,7 @@ class RecallModel(Qwen3ForCausalLM):  # type: ignore[misc]
     def hidden(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         """The normalised output of the last layer [B, T, d] of ``tokens`` [B, T], with products in bfloat16;
         ``positions`` default to 0..T-1."""
-        # Without it transformers takes jumps of positions for packed texts.
+        # Without it transformers interprets jumps of positions as packed texts.
         mask = torch.ones_like(tokens)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             states = self.model(
@@ -74,7 +74,7 @@ class RecallModel(Qwen3ForCausalLM):  # type: ignore[misc]
 def build_tokenizer() -> Any:
     """One token per word of the tasks (with its leading space); other text falls back to bytes.
 
-    Every string can be encoded and decodes to itself, with a leading space. Returns a transformers
+    Every string can be encoded and round-trips, with a leading space. Returns a transformers
     ``PreTrainedTokenizerFast``.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -98,9 +98,9 @@ def build_tokenizer() -> Any:
 
 
 def export_model(model: RecallModel, out: Path) -> int:
-    """Writes a folder that SGLang and transformers load; returns the bytes of its weights.
+    """Writes a folder that SGLang and transformers can load; returns the size of its weights in bytes.
 
-    The folder appears in one rename; an existing one is replaced. Weights are bfloat16.
+    The folder is renamed into place atomically; an existing one is replaced. Weights are bfloat16.
     """
     out = Path(out)
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -2,9 +2,9 @@
 
     python -m benchmark.accuracy.recall_training.train DIR    # a night; DIR is the folder that SGLang loads
 
-The texts are those of benchmark/accuracy/tasks.py, made on the fly and seeded by step and row. Lengths grow stage by
-stage. The loss counts the answers, of which every text has dozens, and a little of everything else. The suite
-(benchmark/accuracy/suite.py) scores the model that lies in benchmark/accuracy/recall_model.
+The texts are those of benchmark/accuracy/tasks.py, generated on the fly and seeded by step and row. Lengths grow stage
+by stage. The loss is on the answers, of which every text has dozens, plus a small weight on all tokens. The suite
+(benchmark/accuracy/suite.py) scores the model in benchmark/accuracy/recall_model.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from benchmark.accuracy.recall_training.batches import (
 from benchmark.accuracy.recall_training.init import init_weights
 from benchmark.accuracy.recall_training.model import RecallModel, RecallSpec, export_model
 
-LM_WEIGHT = 0.03  # of the loss of all tokens beside that of the answers
+LM_WEIGHT = 0.03  # weight of the loss on all tokens, relative to that on answers
 
 
 @dataclass(frozen=True)
@@ -39,20 +39,20 @@ class Stage:
     rows: int
     steps: int
     question_share: float = 0.5
-    jump_share: float = 0.0  # of the rows: some gaps between statements count as many positions
+    jump_share: float = 0.0  # share of rows with position jumps between statements
     max_count: int = tasks.MAX_COUNT
-    count_focus: float = 1.0  # weight of the answers of count, each of which is one number only
+    count_focus: float = 1.0  # weight of count's answers, which are one number each
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A training run; with the code it determines every loss."""
+    """A training run; together with the code it determines every loss."""
 
     stages: tuple[Stage, ...]
     seed: int = 0
     lr: float = 1e-3
     warmup_steps: int = 100
-    decay_share: float = 0.3  # of all steps, at the end: the rate falls to a fiftieth
+    decay_share: float = 0.3  # share of steps at the end in which the rate decays to 1/50
     weight_decay: float = 0.05
     max_jump_tokens: int = 12_000
 
@@ -86,7 +86,7 @@ FULL_PLAN = Plan(
         Stage(8192, 1, 250, 0.1, count_focus=4),
     )
 )
-# Tasks that are learned in the first minutes get less of the texts.
+# Tasks that are learned in the first minutes get a smaller share of the texts.
 TASK_WEIGHTS = {
     "recall": 0.7,
     "needle": 0.5,

@@ -1,8 +1,8 @@
-"""Teacher-forced decode: a window of tokens after a prefilled text, as a server with this selection would decode them.
+"""Teacher-forced decode of a window of tokens after a prefilled text, as a server with this selection would decode it.
 
-A token's keys at a layer depend on that token alone once the layers below are done, so all tokens of a window go
-through a layer together; each chooses its own pages among those that are full before it. Keys and values of the text
-come from full attention (the prefill server), those of the window from what the selection made of its tokens.
+Given the layer inputs, a token's keys depend on that token alone, so all tokens of a window go through a layer as a
+batch; each selects its own pages among those that are full before it. Keys and values of the text come from full
+attention (the prefill server), those of the window from hidden states computed with the selection.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 from benchmark.accuracy.study.model import KV, Model
 from benchmark.accuracy.study.selection import Digest, Setting, choose
 
-ROWS = 64  # queries at a time
-CARRY = 0.5  # of the change across the layer at the token before, which an extrapolated input adds
+ROWS = 64  # queries per block
+CARRY = 0.5  # share of the previous token's change across the layer that extrapolation adds to the input
 
 
 class Text:
@@ -30,7 +30,7 @@ class Text:
         self._digests: dict[tuple[str, int], list[Digest]] = {}
 
     def digests(self, name: str, page_tokens: int) -> list[Digest]:
-        """Of every layer; those of the setting before are dropped."""
+        """Digests of every layer; those of the previous setting are dropped."""
         if (name, page_tokens) not in self._digests:
             whole = len(self.tokens) // page_tokens
             pages = (k[:, : whole * page_tokens].unflatten(1, (whole, -1)) for k, _ in self.kv)
@@ -41,16 +41,16 @@ class Text:
 
 @dataclass
 class Window:
-    """What came of a window of W tokens.
+    """Results of a window of W tokens.
 
     Attributes:
         log_probs: [W, V], of the token after each.
-        mass: [L] share of the real query's attention that lies on what was attended to, mean over heads and the tokens
-            that were not prefilled.
-        pages: [L] full pages chosen, mean over the heads that choose and the tokens that were not prefilled; 0 where
-            everything was attended to.
-        cosine: [L] of predicted and real query, mean over heads and tokens; NaN for layer 0, which nobody predicts.
-        chosen: per layer bool [H or 1, W, N], if asked for; empty where everything was attended to.
+        mass: [L] share of the real query's attention mass that was attended to, mean over heads and the tokens that
+            were not prefilled.
+        pages: [L] full pages selected, mean over the selecting heads and the tokens that were not prefilled; 0 with
+            full attention.
+        cosine: [L] of predicted and real query, mean over heads and tokens; NaN for layer 0, which is not predicted.
+        chosen: per layer bool [H or 1, W, N], if requested; empty with full attention.
     """
 
     log_probs: Tensor
@@ -72,8 +72,8 @@ def decode_window(
     """Decode ``tokens`` [W] at positions from ``start`` on, after the first ``start`` tokens of ``text``.
 
     Args:
-        prefilled: so many of the tokens belong to the prompt: they attend to everything.
-        keep_chosen: the window has what was chosen.
+        prefilled: number of leading tokens that belong to the prompt: they attend to everything.
+        keep_chosen: store the selection in the result.
     Raises:
         ValueError: ``start`` lies within a page.
     """
@@ -118,13 +118,13 @@ def decode_window(
 def predict(
     model: Model, layer: int, setting: Setting, before: Tensor, x: Tensor, position: Tensor
 ) -> Tensor:
-    """The query [W, HQ, D] of ``layer``, told from the input ``before`` [W, d] of the layer before it."""
+    """The query [W, HQ, D] of ``layer``, predicted from the input ``before`` [W, d] of the previous layer."""
     if setting.query == "forecast":
         return model.forecast(layer, before, position)
     if setting.query != "extrapolated":
         return model.query(layer, before, position)
     change = torch.zeros_like(x)
-    change[1:] = x[:-1] - before[:-1]  # of the token before, known by then
+    change[1:] = x[:-1] - before[:-1]  # of the previous token, already known
     return model.query(layer, before + CARRY * change, position)
 
 
@@ -142,11 +142,11 @@ def attend(
 
     Args:
         digest: None attends to everything.
-        q, ahead: [W, HQ, D], scaled: the real query, and the one that chooses.
+        q, ahead: [W, HQ, D], scaled: the real query, and the one that selects.
         keys, values: [H, T, D] from position 0 on.
-        prefilled: so many of the tokens attend to everything.
+        prefilled: number of leading tokens that attend to everything.
     Returns:
-        out [W, HQ, D], the share of the attention caught, and what was chosen, bool [H or 1, W, N].
+        out [W, HQ, D], the share of attention mass covered, and the selection, bool [H or 1, W, N].
     """
     (W, HQ, _), (H, T, _) = q.shape, keys.shape
     G, S = HQ // H, setting.page_tokens
@@ -154,7 +154,7 @@ def attend(
     new_pages = keys[:, start : N * S].unflatten(1, (N - old, S))
     out, mass, kept = torch.empty_like(q), 0.0, []
     draw = torch.Generator().manual_seed(T)
-    previous: Tensor | None = None  # what the token before a block chose
+    previous: Tensor | None = None  # selection of the token before a block
     for rows in _blocks(W):
         at = torch.arange(start, T)[rows]
         of_prompt = (at < start + prefilled)[:, None]
@@ -174,7 +174,7 @@ def attend(
                 norms = digest.log_norms(values[:, : N * S].unflatten(1, (N, S)))
                 of_values = digest.scores(chooser, old, new_pages, norms).view(H, -1, G, N)
             chosen = choose(setting, estimate, full, of_values)  # [H or 1, w, N]
-            # The page that is being filled always counts, and it is none of the full ones.
+            # The partially filled page always counts, and is not one of the full ones.
             in_full = torch.arange(T) < (full * S)[:, None]
             counts = torch.ones(len(chosen), *in_full.shape, dtype=torch.bool)
             counts[..., : N * S] = chosen.repeat_interleave(S, -1)
@@ -210,7 +210,7 @@ def attend(
 
 
 def _remote(setting: Setting, chosen: Tensor, full: Tensor, previous: Tensor | None) -> Tensor:
-    """Of the chosen pages [H or 1, w, N] those that another query attends to."""
+    """Those of the selected pages [H or 1, w, N] that another query attends to."""
     remote = chosen.clone()
     remote[..., 0] = False
     newest = (full - 1).clamp(min=0).expand(len(chosen), -1)[..., None]

@@ -1,4 +1,4 @@
-"""The study's rows as a picture: what plain text loses, by the bytes that a decode step reads of each method."""
+"""Plot of the study's rows: loss on plain text by the bytes read per decode step, for each method."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import matplotlib.pyplot as plt
 from benchmark.accuracy.study.table import paired, token_mean
 from benchmark.rows import Row
 
-HEAD_DIM = 64  # of SmolLM2
+HEAD_DIM = 64  # SmolLM2
 VALUE_BYTES = 2  # K and V in bf16
 LABELS = {
     ("keys", "layer", "real", "mass"): ("keys themselves (oracle, reads all of K)", "k", ":"),
@@ -27,7 +27,7 @@ LABELS = {
 
 
 def digest_bytes(name: str, page_tokens: int, head_dim: int = HEAD_DIM) -> float:
-    """Of a page and KV head.
+    """Bytes per page and KV head.
 
     Raises:
         ValueError: an unknown digest.
@@ -48,7 +48,7 @@ def digest_bytes(name: str, page_tokens: int, head_dim: int = HEAD_DIM) -> float
 
 
 def share_read(rows: list[Row]) -> float:
-    """Bytes read in a step, digests and chosen pages, of those of all KV; mean over windows."""
+    """Bytes read per step, digests and selected pages, as a share of all KV bytes; mean over windows."""
     first = rows[0]
     tokens = first["page_tokens"]
     page = 2 * tokens * HEAD_DIM * VALUE_BYTES

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
-PREFILL_ROWS = 512  # queries at a time: what attention holds in memory at once
+PREFILL_ROWS = 512  # queries per block: bounds the memory of attention
 
 KV = list[tuple[Tensor, Tensor]]
 """Keys after RoPE and values of each layer, ``[H, T, D]``."""
@@ -33,7 +33,7 @@ class Config:
 
     @classmethod
     def of(cls, folder: Path) -> Config:
-        """Raises ValueError for a model that this is not the form of."""
+        """Raises ValueError for an unsupported architecture."""
         raw = json.loads((folder / "config.json").read_text())
         rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
         kind = rope.get("rope_type", "default")
@@ -54,7 +54,7 @@ class Config:
 
 
 class Model:
-    """The weights in ``folder``, and what one layer computes of its input ``x`` ``[T, d]``."""
+    """The weights in ``folder``, and the parts of one layer's computation on its input ``x`` ``[T, d]``."""
 
     def __init__(self, folder: str | Path) -> None:
         folder = Path(folder)
@@ -65,14 +65,14 @@ class Model:
         if not self._weights:
             raise ValueError(f"{folder}: no .safetensors file")
         self.scale = self.config.head_dim**-0.5
-        self.trained: dict[str, Tensor] = {}  # what chooses pages: see core/forecast.py
+        self.trained: dict[str, Tensor] = {}  # weights that select pages: core/forecast.py
 
     def embed(self, tokens: Tensor) -> Tensor:
         """[T] -> [T, d]."""
         return self._weights["model.embed_tokens.weight"][tokens]
 
     def normed(self, layer: int, x: Tensor) -> Tensor:
-        """[T, d]: what this layer's projections take."""
+        """[T, d]: the input of this layer's projections."""
         return self._rms(x, self.weight(layer, "input_layernorm"))
 
     def weight(self, layer: int, name: str) -> Tensor:
@@ -83,7 +83,7 @@ class Model:
         return self._heads(layer, "q", self.config.q_heads, x, position)
 
     def forecast(self, layer: int, x: Tensor, position: Tensor) -> Tensor:
-        """[T, HQ, D]: what the input ``x`` of the layer before (of layer 0 its own) says of this layer's pages."""
+        """[T, HQ, D]: forecast for this layer's pages from the input ``x`` of the previous layer (layer 0: its own)."""
         y = F.linear(self.normed(max(layer - 1, 0), x), self.trained["w"][layer])
         group = self.config.q_heads // self.config.kv_heads
         made = self.rope(y.view(len(x), self.config.kv_heads, -1), position)
@@ -118,7 +118,7 @@ class Model:
         """KV and the last layer's output [T, d] with full attention.
 
         Args:
-            see: is shown each layer's number, input [T, d], queries [T, HQ, D] and keys [H, T, D].
+            see: called with each layer's number, input [T, d], queries [T, HQ, D] and keys [H, T, D].
         """
         position = torch.arange(len(tokens))
         x, kv = self.embed(tokens), []
@@ -147,7 +147,7 @@ class Model:
         return self.rope(y if norm is None else self._rms(y, norm), position)
 
     def rope(self, y: Tensor, position: Tensor) -> Tensor:
-        """[..., T, heads, D], turned; ``position`` is [T]."""
+        """[..., T, heads, D], rotated; ``position`` is [T]."""
         half = self.config.head_dim // 2
         frequency = self.config.rope_theta ** (-torch.arange(half) / half)
         angle = (position[:, None] * frequency)[:, None]  # [T, 1, D/2]

@@ -1,21 +1,21 @@
-"""What a selection of pages costs a language model: loss, agreement, planted facts; teacher-forced, without servers.
+"""Quality cost of page selection in a language model: loss, agreement, planted facts; teacher-forced, no servers.
 
     python -m benchmark.accuracy.study.run --json docs/results/study.jsonl
     python -m benchmark.accuracy.study.table docs/results/study.jsonl
 
 Documents of real text with planted facts (planted.py) are prefilled with full attention. Then windows are decoded after
-them with each setting of settings.py (selection.py says what a setting is), the text after each cut and the questions
-at it, and compared with full attention. Documents come one after the other, each with all settings, so an interrupted
-run leaves complete pairs; the same command again goes on where it stopped.
+them with each setting of settings.py (defined in selection.py), the text after each cut and the questions at it, and
+compared with full attention. Documents are processed one at a time with all settings, so an interrupted run leaves
+complete pairs; rerunning the command resumes where it stopped.
 
 A row is one setting on one part of one document; every list has an entry for each window:
     setting, and its fields: budget_tokens, digest, reduce, grain, page_tokens, query, exact_layers, ...
     document, source
     part    "text"; "facts": the question is decoded too; "prompt": it is part of the prompt, which is prefilled
-    text:   cut, tokens; nats, full_nats, kl, agree, mass    means over the window's tokens; agree: same likeliest token
-    others: cut, kind; right, full_right (a list, one for each number asked for); nats, full_nats (of the answer's
+    text:   cut, tokens; nats, full_nats, kl, agree, mass    means over the window's tokens; agree: same top-1 token
+    others: cut, kind; right, full_right (a list, one per number asked for); nats, full_nats (of the answer's
             numbers, sums); mass
-    mass_by_layer, pages_by_layer, cosine_by_layer    means over the windows; null where nothing was predicted
+    mass_by_layer, pages_by_layer, cosine_by_layer    means over the windows; null if nothing was predicted
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def real_documents(model_path: Path, numbers: range) -> Iterator[tuple[int, plan
 
 
 def recall_documents(length: int, numbers: range) -> Iterator[tuple[int, planted.Document]]:
-    """Texts of the small retrieval model, cut to whole pages before the question; no plain text follows."""
+    """Texts of the small retrieval model, truncated to whole pages before the question; no plain text follows."""
     for index in numbers:
         task = RECALL_TASKS[index % len(RECALL_TASKS)]
         sample = tasks.make_sample(task, length, RECALL_SEED + index)
@@ -91,7 +91,7 @@ def plain_text(model: Model, text: Text, cut: int, setting: Setting) -> tuple[Ro
 def ask(
     model: Model, text: Text, question: planted.Question, setting: Setting, prefilled: bool = False
 ) -> tuple[Row, Window]:
-    """``prefilled``: the question was."""
+    """``prefilled``: whether the question was."""
     tokens = torch.tensor(question.ask + question.answer)
     whole = len(question.ask) * prefilled
     window = decode_window(model, text, question.cut, tokens[:-1], setting, whole)
@@ -161,7 +161,7 @@ def run(args: argparse.Namespace, file: RowFile, progress: Progress) -> None:
         ]
         if not todo:
             continue
-        # Settings with one digest stand together: the digests of a text are made once.
+        # Settings are grouped by digest, so that the digests of a text are built once.
         todo.sort(key=lambda x: (x[1].page_tokens, x[1].digest))
         progress.say(f"document {index}, {document.source}: {len(todo)} settings")
         text = Text(model, torch.tensor(document.tokens))

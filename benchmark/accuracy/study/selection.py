@@ -1,17 +1,17 @@
-"""How a decode step chooses its pages: digests, reductions over heads, and the choice itself, as plain references.
+"""How a decode step selects its pages: digests, reductions over heads, and the selection, as plain references.
 
 Shapes: W queries of a window, N pages of S tokens, H key-value heads, G query heads of each, D head size.
 
-A digest estimates the attention logits q.k (scaled by 1/sqrt(D), as the queries here are) of a page's tokens, and from
-them the page's log mass, log sum exp(q.k):
+A digest estimates the attention logits q.k (with queries pre-scaled by 1/sqrt(D)) of a page's tokens, and from them
+the page's log mass, log sum exp(q.k):
     keys          the keys themselves: the true page mass, the oracle
     mean-R        means of R consecutive tokens; mean-S is the page's mean key
-    rotated-B     of rotated keys the mean in int8, and what each token differs from it by, in B = 1 or 2 bits a channel
-                  and a scale: ops/rotated.py, for any page size
+    rotated-B     for rotated keys, the mean in int8, and each token's difference from it with B = 1 or 2 bits per
+                  channel and a scale: ops/rotated.py, for any page size
     pca-C         the C leading principal components of all keys in four bits (calibrated on the text)
-    minmax-R      bounds over R consecutive tokens; minmax-S is Quest's, the paper's and ops/score.py's
-    window        the mean key of the best window of a page, halves of 16 tokens and half a page apart: SparDA's
-    pilot         a trained embedding of the page, on a trained one of a group's queries: RheoServe's; both ops/embed.py
+    minmax-R      bounds over R consecutive tokens; minmax-S is that of Quest, the paper and ops/score.py
+    window        the mean key of the best window of a page, stride half a page, from halves of 16 tokens: SparDA
+    pilot         a trained page embedding times a trained embedding of a group's queries: RheoServe; both ops/embed.py
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ class Setting:
     """One way to decode.
 
     Attributes:
-        budget_tokens: in full pages, the first page and the newest among them; None: all, full attention.
+        budget_tokens: in full pages, including the first page and the newest; None: all, full attention.
         digest, reduce: see above and `reduced`.
-        grain: "layer": one choice for all heads; "head": one for each key-value head.
-        query: what chooses: the layer's own query, the next layer's projection of this layer's input, or that of the
-            input moved by half of what the token before changed; or one trained vector for each key-value head.
-        exact_layers, exact_steps: layers, and first tokens of a window, that choose and attend with the real query.
-        dense_layers: that attend to everything.
-        stop_mass: where the budget does not cover all pages, choose no more than hold this share of the mass that the
-            digest tells.
-        attends: whose query attends to the chosen pages, but for the first and the newest, which are always on the
-            device: the real one; the predicted one to all of them, or to those that the token before had not chosen
-            ("-missing"); "corrected": with the page's log mass corrected by the digest, + est(q) - est(predicted q);
-            "reweighed": with that of all of them together corrected so.
-        far: of the pages that ``attends`` names so many, drawn for each token.
-        kv: the type of torch that keys and values are rounded to for attention; none: "". Digests are not.
+        grain: "layer": one selection for all heads; "head": one per key-value head.
+        query: which query selects: the layer's own, the next layer's projection of this layer's input, the same with
+            the input extrapolated by half of the previous token's change; or one trained vector per key-value head.
+        exact_layers, exact_steps: layers, and first tokens of a window, that select and attend with the real query.
+        dense_layers: layers that attend to everything.
+        stop_mass: if the budget does not cover all pages, select only until they hold this share of the mass estimated
+            by the digest.
+        attends: whose query attends to the selected pages, except the first and the newest, which are always on the
+            device: the real one; the predicted one for all of them, or for those that the previous token had not
+            selected ("-missing"); "corrected": with each page's log mass corrected by the digest, + est(q) -
+            est(predicted q); "reweighed": the same correction for their joint mass.
+        far: number of the pages that ``attends`` names, sampled for each token.
+        kv: torch dtype that keys and values are rounded to for attention; none: "". Digests are not rounded.
     """
 
     budget_tokens: int | None = None
@@ -96,7 +96,7 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """What differs from a plain choice by the real query, in a line."""
+        """One-line description of the differences from plain selection by the real query."""
         if self.budget_tokens is None:
             return f"full kv={self.kv}" if self.kv else "full"
         more = {k: v for k, v in asdict(self).items() if v != getattr(Setting, k)}
@@ -108,7 +108,7 @@ class Setting:
 
 
 def coded(x: Tensor, bits: int) -> Tensor:
-    """Each vector's channels as ``bits`` a channel and one scale: what of [..., D] is left, [..., D]."""
+    """[..., D] quantized to ``bits`` per channel with one scale per vector, and dequantized."""
     scale = x.square().mean(-1, keepdim=True).sqrt()
     first = torch.where(x < 0, -scale, scale)
     if bits == 1:
@@ -117,23 +117,23 @@ def coded(x: Tensor, bits: int) -> Tensor:
 
 
 def in_int4(x: Tensor) -> Tensor:
-    """[..., D] as sixteen levels with one scale for each vector."""
+    """[..., D] quantized to sixteen levels with one scale per vector."""
     step = (x.abs().amax(-1, keepdim=True) / 7.5).clamp(min=torch.finfo().tiny)
     return ((x / step - 0.5).round().clamp(-8, 7) + 0.5) * step
 
 
 def in_int8(x: Tensor) -> Tensor:
-    """[..., D] as int8 with one scale for each vector."""
+    """[..., D] quantized to int8 with one scale per vector."""
     step = (x.abs().amax(-1, keepdim=True) / 127).clamp(min=torch.finfo().tiny)
     return (x / step).round() * step
 
 
 class Digest:
-    """What a digest keeps of pages, and the scores of queries by it.
+    """Digests of pages, and the scores of queries by them.
 
     Args:
-        name: see the top of this file.
-        pages: [H, N, S, D], those of the text; calibrated digests are calibrated on them.
+        name: see the module docstring.
+        pages: [H, N, S, D], of the text; calibrated digests are calibrated on them.
         pilot: w_k [H, r, 2 D] and w_q [H, r, G * D] of the layer.
     Raises:
         ValueError: an unknown name.
@@ -156,7 +156,7 @@ class Digest:
         self._text = self._summary(pages)
 
     def _summary(self, pages: Tensor) -> tuple[Tensor, ...]:
-        """Of ``pages`` [H, N, S, D]: bounds, or R rows that stand for the keys of S / R tokens each; [H, N, R, D]."""
+        """For ``pages`` [H, N, S, D]: bounds, or R rows that represent S / R tokens each; [H, N, R, D]."""
         kind, number = self.kind, self._number
         if kind == "keys":
             return (pages,)
@@ -179,7 +179,7 @@ class Digest:
         return (self._centre + parts.view(pages.shape),)
 
     def log_norms(self, values: Tensor) -> Tensor:
-        """[H, N, S], of ``values`` [H, N, S, D] as this digest keeps their norms: rotated ones in a byte."""
+        """[H, N, S] for ``values`` [H, N, S, D], as stored by this digest: rotated ones in a byte."""
         norms = values.norm(dim=-1)
         if self.kind == "rotated":
             step = (norms.amax(-1, keepdim=True) / 255).clamp(min=torch.finfo().tiny)
@@ -189,7 +189,7 @@ class Digest:
     def scores(self, q: Tensor, pages: int, more: Tensor, tokens: Tensor | None = None) -> Tensor:
         """[H, M, N] for scaled queries ``q`` [H, M, D]: N are the first ``pages`` of the text, then ``more`` pages.
 
-        ``tokens`` [H, N, S]: the log of what each token counts, for digests that tell tokens apart.
+        ``tokens`` [H, N, S]: the log weight of each token, for digests with per-token estimates.
         """
         text = tuple(x[:, :pages] for x in self._text)
         if self.kind == "window":
@@ -226,10 +226,10 @@ class Digest:
 
 
 def reduced(how: str, u: Tensor, heads: tuple[int, ...], of_values: Tensor | None = None) -> Tensor:
-    """One score for each page from those of the heads, the dimensions ``heads`` of u [..., N]; void pages are -inf.
+    """Reduces scores over the dimensions ``heads`` of u [..., N] to one per page; void pages are -inf.
 
-    mass: sum of the heads' softmax over pages; value: that with each token times the norm of its value, ``of_values``
-    as u (as in ops/rotated.py); max: largest log of the softmax (as in ops/score.py); sum: of the scores.
+    mass: sum of the heads' softmax over pages; value: the same with each token weighted by its value norm,
+    ``of_values`` like u (as in ops/rotated.py); max: largest log-softmax (as in ops/score.py); sum: of the scores.
     """
     if how == "value":
         assert of_values is not None
@@ -242,9 +242,9 @@ def reduced(how: str, u: Tensor, heads: tuple[int, ...], of_values: Tensor | Non
 
 
 def choose(setting: Setting, u: Tensor, full: Tensor, of_values: Tensor | None = None) -> Tensor:
-    """The chosen pages as bool [H or 1, W, N], from ``u`` [H, W, G, N] and each query's count of full pages [W].
+    """The selected pages as bool [H or 1, W, N], from ``u`` [H, W, G, N] and each query's number of full pages [W].
 
-    ``of_values``: as ``u``, with each token times the norm of its value; for "value".
+    ``of_values``: like ``u``, with each token weighted by its value norm; for "value".
     """
     assert setting.budget_tokens is not None
     page = torch.arange(u.shape[-1])

@@ -10,7 +10,7 @@ TWO_BITS, ONE_BIT, BOUNDS = "rotated-2", "rotated-1", "minmax-32"
 
 
 def _paper(budget: int) -> Setting:
-    """ScoutAttention's choices: Quest's digests, predicted queries, which also attend to what is missing."""
+    """ScoutAttention's design: Quest's digests, predicted queries, which also attend to the missing pages."""
     return Setting(budget, query="predicted", attends="predicted-missing")
 
 

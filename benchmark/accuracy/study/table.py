@@ -2,10 +2,10 @@
 
     python -m benchmark.accuracy.study.table docs/results/study.jsonl [--layers SETTING]
 
-Facts, prompt: numbers that were answered right of those asked for, by kind and by cut; points lost against full
-attention on the same numbers; and what a number's answer lost in nats. Text: KL to full attention, what the text lost
-in nats, how often the likeliest token is full attention's. mass: share of the attention that lies on what was
-attended to. Intervals are 95 %, of a bootstrap over documents, paired with full attention."""
+Facts, prompt: numbers answered correctly out of those asked for, by kind and by cut; points lost against full
+attention on the same numbers; and loss increase on a number's answer in nats. Text: KL to full attention, loss
+increase in nats, top-1 agreement with full attention. mass: share of the attention mass that was attended to.
+Intervals are 95 %, from a bootstrap over documents, paired with full attention."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ SAMPLES = 2000
 def interval(
     documents: Sequence[Row], mean: Callable[[Sequence[Row]], float]
 ) -> tuple[float, float]:
-    """95 % of the means over documents drawn with replacement; the same draws for the same number of documents."""
+    """95 % bootstrap interval of the mean over documents; the same draws for the same number of documents."""
     rng = random.Random(0)
     means = sorted(mean(rng.choices(documents, k=len(documents))) for _ in range(SAMPLES))
     return means[round(0.025 * SAMPLES)], means[round(0.975 * SAMPLES) - 1]
 
 
 def points_lost(rows: Sequence[Row]) -> float:
-    """Numbers that full attention has right less those that the setting has, in points."""
+    """Numbers that full attention answers correctly minus those of the setting, in points."""
     full, own = (sum(sum(map(sum, row[name])) for row in rows) for name in ("full_right", "right"))
     return 100 * (full - own) / sum(len(x) for row in rows for x in row["right"])
 
 
 def number_nats(rows: Sequence[Row]) -> float:
-    """Loss of a number's digits against full attention."""
+    """Loss increase on a number's digits against full attention."""
     lost = sum(sum(row["nats"]) - sum(row["full_nats"]) for row in rows)
     return lost / sum(len(x) for row in rows for x in row["right"])
 
 
 def token_mean(name: str, less: str = "") -> Callable[[Sequence[Row]], float]:
-    """Mean of a field over tokens; less another one, if it is named."""
+    """Mean of a field over tokens; minus that of field ``less``, if given."""
 
     def mean(rows: Sequence[Row]) -> float:
         total = sum(
@@ -57,7 +57,7 @@ def token_mean(name: str, less: str = "") -> Callable[[Sequence[Row]], float]:
 
 
 def share(rows: Sequence[Row], field: str, value: object) -> str:
-    """Right answers of those with this kind or cut, as "n/m"."""
+    """Correct answers among those of this kind or cut, as "n/m"."""
     outcomes = [
         outcome
         for row in rows
@@ -117,7 +117,7 @@ def layers_table(rows: Sequence[Row]) -> str:
 
 
 def paired(rows: Sequence[Row], part: str) -> dict[str, list[Row]]:
-    """Rows by setting, in order of budget, of the documents that every setting has."""
+    """Rows by setting, in order of budget, for the documents that all settings have."""
     mine = [row for row in rows if row["part"] == part]
     found: dict[str, list[Row]] = {}
     for row in sorted(mine, key=lambda row: row["document"]):
