@@ -3,10 +3,10 @@
 
     python scripts/compile_kernels.py [--arch 90] [--ptx FOLDER]
 
-The ops' own functions run on tensors without data; instead of a launch each kernel is compiled for
+The ops' own functions run on tensors without data; instead of being launched, each kernel is compiled for
 the types, alignments and constants of that launch. Prints registers, spilled bytes and shared memory of
-each. Fails if one does not compile, asks for more shared memory than a program may have, spills more than a
-few words on the architecture that it was written for (90), or if a kernel of the package was not reached.
+each. Fails if one does not compile, exceeds the shared memory limit, spills more than a few words on the
+architecture that it was written for (90), or if a kernel of the package was not reached.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-if "TRITON_INTERPRET" in os.environ:  # before triton is imported
+if "TRITON_INTERPRET" in os.environ:  # before importing triton
     del os.environ["TRITON_INTERPRET"]
 
 import torch
@@ -63,15 +63,15 @@ from sglang_scout.worker.spec import ArenaSpec
 
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
 """Shared memory that a program may have, by architecture: A100, A40, L40S, H100, B200, B300, RTX PRO 6000."""
-FEW_SPILLED_BYTES = 32  # some words that ptxas trades for one program more on a multiprocessor
-PROCESSORS = 132  # of an H100: how many programs attention is split into
+FEW_SPILLED_BYTES = 32  # some words that ptxas trades for occupancy
+PROCESSORS = 132  # SMs of an H100, which determine the splits of attention
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2  # of KV, in a model of bfloat16
 I32, I64 = torch.int32, torch.int64
 
 
 class Driver:
-    """What triton asks of a device before it compiles."""
+    """The device properties that triton queries before it compiles."""
 
     def __init__(self, arch: int) -> None:
         self._arch = arch
@@ -159,7 +159,7 @@ def choosing_and_attending(model: str) -> Iterator[Case]:
 
 
 def model_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of digests."""
+    """Dtype of digests."""
     return BF16 if dtype in (E4M3, E5M2) else dtype
 
 
@@ -260,7 +260,7 @@ def kernels_of_package() -> set[str]:
 
 def resources(ptx: str, arch: int) -> tuple[int, int]:
     """Registers of a thread and spilled bytes, as the assembler reports them."""
-    # With what this architecture alone has, as triton does.
+    # With architecture-specific features, as triton does.
     target = f"sm_{arch}a" if arch >= 90 else f"sm_{arch}"
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "kernel.ptx")

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""The main job on one machine: prefill and decode server, router, questions and bench_serving.
+"""End-to-end demo on one machine: prefill and decode server, router, questions and bench_serving.
 
 Run it as scripts/demo.sh, which does the set-up first. A small language model answers three questions
-about a real text, one of them about a fact hidden in it. Each answer is shown as it is made, and
-below it that of full attention. Exit status 0 means: every request was answered in full, the hidden
-fact was found, the CPU worker computed pages, pages were recalled, and no process is left.
+about a real text, one of them about a fact hidden in it. Each answer is streamed, followed by that of
+full attention. Exit status 0 means: every request was answered in full, the hidden fact was found,
+the CPU worker computed pages, pages were recalled, and no process is left.
 
---model recall serves a model of this project that finds facts (benchmark/accuracy/recall_model), and
-checks what it finds.
+--model recall serves this project's retrieval model (benchmark/accuracy/recall_model), and checks
+its answers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from smollm2 import smollm2
 
 ROOT = Path(__file__).resolve().parents[1]
 RECALL_MODEL = ROOT / "benchmark" / "accuracy" / "recall_model"
-sys.path.insert(0, str(ROOT))  # of which benchmark adds test/ with the launchers of servers
+sys.path.insert(0, str(ROOT))  # for benchmark, which adds test/ with the server launchers
 
 import benchmark  # noqa: E402, F401
 from demo_bench import print_report, run_bench  # noqa: E402
@@ -54,7 +54,7 @@ TIMES: dict[str, float] = {}
 
 @contextmanager
 def stage(name: str) -> Iterator[None]:
-    """Adds the time that its block takes to the table at the end."""
+    """Records the duration of its block for the table at the end."""
     begin = time.monotonic()
     yield
     TIMES[name] = time.monotonic() - begin
@@ -113,21 +113,21 @@ def make_cluster(
     """The servers, sized for the demo's requests with some room."""
     requests = max(args.concurrency, 8)
     tokens_per_request = args.input_len + args.output_len + 256
-    # Room for twice as many. The device cache is sized for that, and what fits stays: the requests
-    # of the demo have two budgets each.
+    # Room for twice as many. The device cache is sized accordingly, and what fits stays resident:
+    # the requests of the demo have two budgets each.
     room = 2 * requests
-    # SGLang's own choice of this share goes below zero on a CPU with the prefill size set below.
+    # SGLang's default for this share becomes negative on a CPU with the prefill size set below.
     prefill, decode = where.memory(cpu_share=0.5)
     common, more_decodes = [], {}
     if args.kv_offload != "none":
         common = flags(kv_offload=args.kv_offload, kv_offload_budget=args.budget)
         shared = args.job.config
         if args.job is SMOLLM2:
-            # One text at a time: of what is resident it would soon need nothing else.
+            # One text at a time: soon everything it needs would be resident.
             cache = {"resident_tokens": 2 * args.budget}
             more_decodes["full"] = full_attention(decode, shared)
         elif where.decode == placement.CUDA:
-            # It would otherwise be what the memory leaves, and nothing be left to the CPU.
+            # The default is all free memory, which would leave no pages to the CPU.
             cache = {"resident_tokens": room * args.budget}
         else:
             cache = {}
@@ -137,7 +137,7 @@ def make_cluster(
     max_total_tokens = max((requests + 2) * tokens_per_request, 3 * TEXT_TOKENS)
     if where.prefill == placement.CPU:
         # All waiting prompts in one prefill batch: the decode server then gets them at about the
-        # same time and really runs them together. A GPU needs no help for that.
+        # same time and runs them as a batch. Not needed on a GPU.
         prefill |= {"max_prefill_tokens": max_total_tokens}
         prefill |= {"chunked_prefill_size": -1}
     return PDCluster(
@@ -153,7 +153,7 @@ def make_cluster(
         prefill_args=flags(**prefill),
         decode_args=flags(**decode, decode_log_interval=5),
         more_decodes=more_decodes,
-        # While the CPU prefills long prompts, a server does not answer in time.
+        # While the CPU prefills long prompts, a server's health checks time out.
         router_args=flags(health_failure_threshold=100),
         ready_timeout_s=where.ready_timeout_s,
         on_ready=lambda name: say(f"the {name} server answers"),
@@ -172,7 +172,7 @@ def offload_state(cluster: PDCluster, args: argparse.Namespace) -> dict[str, Any
 
 
 def check_offload(state: dict[str, Any]) -> None:
-    """Raises DemoFailed unless recall, and the CPU where it is meant to, had a part in the answers."""
+    """Raises DemoFailed unless recall, and the CPU where expected, contributed to the answers."""
     copies_ahead = state["policy"] == "infinigen"
     for name in ("recalled_pages",) if copies_ahead else ("cpu_pages", "recalled_pages"):
         if not state[name] > 0:
@@ -182,7 +182,7 @@ def check_offload(state: dict[str, Any]) -> None:
 
 
 def use_cluster(cluster: PDCluster, model: Path, args: argparse.Namespace) -> None:
-    """Everything between the start of the servers and their stop."""
+    """Everything between starting and stopping the servers."""
     before = offload_state(cluster, args)
     say(f"questions: {describe(args)}")
     with stage("questions"):
@@ -211,7 +211,7 @@ def use_cluster(cluster: PDCluster, model: Path, args: argparse.Namespace) -> No
 
 
 def describe(args: argparse.Namespace) -> str:
-    """What decides about the answers."""
+    """The settings that determine the answers."""
     if args.kv_offload == "none":
         return "stock SGLang"
     text = f"{args.kv_offload} attends to {args.budget} tokens in full pages"
@@ -254,7 +254,7 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigError as error:
         print(f"scripts/demo.sh: {error}", file=sys.stderr)
         return 2
-    # Clean up as after Ctrl-C. Raised here, not sent on: a background job of a shell ignores SIGINT.
+    # Clean up as after Ctrl-C. Raised here, not forwarded: a shell's background job ignores SIGINT.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     log_dir = Path(tempfile.mkdtemp(prefix="sglang-scout-demo-"))
     TIMES["set-up"] = float(os.environ.get("SCOUT_SETUP_S", 0))

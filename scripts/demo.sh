@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Set-up if needed, then the whole main job on this machine: a prefill server, a decode server with
+# Set-up if needed, then the end-to-end demo on this machine: a prefill server, a decode server with
 # --kv-offload scout, SGLang's router; three questions to a small language model about a real text,
-# SGLang's bench_serving, a short report; everything stopped again.
+# SGLang's bench_serving, a short report; finally everything is stopped.
 #
 #   scripts/demo.sh [--device auto|cpu|cuda] [--model recall|PATH] [--keep-logs] [...]    see scripts/demo.sh --help
 #
-# Without a GPU that can be used, or with --device cpu or SCOUT_FORCE_CPU=1, all of it runs on the CPU.
+# Without a usable GPU, or with --device cpu or SCOUT_FORCE_CPU=1, everything runs on the CPU.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

@@ -1,4 +1,4 @@
-"""SGLang's own bench_serving on the demo's servers, and the report on all that ran."""
+"""SGLang's own bench_serving on the demo's servers, and the final report."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from servers.pd_cluster import PDCluster, flags
 
 
 def bench_texts(args: argparse.Namespace, model: Path) -> Iterator[tuple[str, str]]:
-    """Prompts and answers for bench_serving, of the tasks that the recall model knows, or of the text."""
+    """Prompts and answers for bench_serving, from the recall model's tasks, or from the text."""
     for index in range(args.prompts):
         if args.job is RECALL:
             task = tasks.TASKS[index % len(tasks.TASKS)]
@@ -29,7 +29,7 @@ def bench_texts(args: argparse.Namespace, model: Path) -> Iterator[tuple[str, st
 
 
 def bench_prompts(cluster: PDCluster, model: Path, args: argparse.Namespace) -> list[str]:
-    """Flags of bench_serving that name its prompts."""
+    """Flags of bench_serving that select its prompts."""
     if args.job is OWN:
         return flags(
             dataset_name="random-ids",
@@ -59,7 +59,7 @@ def run_bench(cluster: PDCluster, model: Path, args: argparse.Namespace) -> dict
         model=model,
         num_prompts=args.prompts,
         max_concurrency=args.concurrency,
-        warmup_requests=0,  # the questions have warmed up everything
+        warmup_requests=0,  # the questions were the warm-up
         disable_tqdm=True,
         output_file=result_file,
     ) + bench_prompts(cluster, model, args)

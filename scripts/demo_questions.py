@@ -1,4 +1,4 @@
-"""The demo's questions: chats through the router, printed as the answers come."""
+"""The demo's questions: chats through the router, with streamed answers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def chat_payload(model: Path, content: str, max_tokens: int) -> dict[str, Any]:
 
 
 def chat(cluster: PDCluster, model: Path, content: str, max_tokens: int) -> str:
-    """One chat completion, printed as it comes, then a line on its tokens and times."""
+    """One streamed chat completion, then a line on its tokens and times."""
     payload = chat_payload(model, content, max_tokens)
     payload |= {"stream": True, "stream_options": {"include_usage": True}}
     begin = time.monotonic()
@@ -67,7 +67,7 @@ def converse(cluster: PDCluster, model: Path) -> None:
         content = f"{text}\n\n{question}"
         answer = chat(cluster, model, content, CHAT_TOKENS)
         if "full" in cluster.servers:
-            # Not beside the other one: it finds the text in the prefill server's radix cache.
+            # After the other one, so that it hits the text in the prefill server's radix cache.
             payload = chat_payload(model, content, CHAT_TOKENS)
             full = cluster.ask_pair(payload, "full", "/v1/chat/completions")
             print(f"  full:     {full['choices'][0]['message']['content']}")
@@ -87,7 +87,7 @@ def ask_facts(cluster: PDCluster, model: Path, args: argparse.Namespace) -> None
 
 
 def ask_about_text(cluster: PDCluster, model: Path, args: argparse.Namespace) -> None:
-    """One question about a real text, to a model of which nothing is known."""
+    """One question about a real text, for an arbitrary model."""
     print(f"\n  question: {QUESTION} (+ text)")
     text = text_of_tokens(model, max(args.input_len, 4096))
     chat(cluster, model, f"{QUESTION}\n\n{text}", CHAT_TOKENS)

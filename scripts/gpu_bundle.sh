@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Packs what a CUDA machine without a network needs for scripts/gpu_check.sh beside its own Python, torch 2.11
-# and Triton 3.6: this working tree, and wheels of the packages that such an image tends to lack.
+# Packs what a CUDA machine without a network needs for scripts/gpu_check.sh in addition to its own Python,
+# torch 2.11 and Triton 3.6: this working tree, and wheels of the packages that such an image tends to lack.
 #
 #   scripts/gpu_bundle.sh OUTDIR             on a machine with a network; OUTDIR must be empty or new
 #   scripts/gpu_bundle.sh --kernels OUTDIR   without SGLang, so without the steps "server" and "speed"
 #   bash OUTDIR/run.sh RESULTS               there: unpacks, builds the native module if it can, runs gpu_check.sh;
-#                                            scripts/gpu_bundle_run.sh, which says what it leaves where
+#                                            see scripts/gpu_bundle_run.sh for its outputs
 #
 # Variables: PYTHON (here, with pip; default: python3, .venv or the one beside scripts/setup.sh's uv, whichever has pip), TARGET,
 # TORCH and TRITON (the versions there, which run.sh insists on; 3.12, 2.11, 3.6), PLATFORM (manylinux_2_17_x86_64). The whole must
@@ -18,25 +18,25 @@ SERVER=1
 TARGET="${TARGET:-3.12}" PLATFORM="${PLATFORM:-manylinux_2_17_x86_64}"
 TORCH="${TORCH:-2.11}" TRITON="${TRITON:-3.6}"
 LIMIT_MIB=60
-# Read by the tests and benchmarks of the kernels; torch brings numpy and Triton.
+# Needed by the tests and benchmarks of the kernels; torch brings numpy and Triton.
 PACKAGES=(msgspec pyzmq psutil pytest pytest-timeout pluggy iniconfig packaging pygments hypothesis
     sortedcontainers)
 
-# What a server imports beside the packages of a usual image for machine learning; versions are those of .venv. SGLang
-# needs another transformers and tokenizers than such an image has. Found by trying the imports of SGLang 0.5.15.post1:
+# Imports of a server beyond the packages of a typical machine learning image; versions are those of .venv. SGLang
+# needs other versions of transformers and tokenizers than such an image has. Found by importing SGLang 0.5.15.post1:
 # scripts/gpu_site.py of commit 2455a25f does that for another SGLang or image.
 SITE=(sglang sglang-kernel flashinfer-python transformers tokenizers pytest-timeout
     annotated-types apache-tvm-ffi cffi compressed-tensors dill distro fastapi gguf ipython
     jsonschema jsonschema-specifications loguru msgspec openai opentelemetry-api orjson
     partial-json-parser pybase64 pydantic pydantic-core python-multipart pyzmq referencing rpds-py
     setproctitle sniffio soundfile starlette traitlets typing-inspection uvicorn watchfiles)
-# Of them what a server for language models on Hopper does not load: FlashAttention-3 alone has 1.7 GB.
+# Parts of these that a language model server on Hopper does not load: FlashAttention-3 alone has 1.7 GB.
 LEFT_OUT=(__pycache__ ./bin direct_url.json './sgl_kernel/flash_ops.*' './sgl_kernel/flashmla_ops.*'
     './sgl_kernel/spatial_ops.*' ./sgl_kernel/sm100 ./sglang/multimodal_gen ./sglang/test)
 
 die() { printf 'gpu_bundle: %s\n' "$*" >&2; exit 1; }
 
-# Sets PIP. An environment that uv made, as .venv, has no pip, and uv itself downloads no wheels.
+# Sets PIP. An environment created by uv, like .venv, has no pip, and uv itself cannot download wheels.
 find_pip() {
     local python
     local -a candidates=(python3 .venv/bin/python .cache/uv-bootstrap/bin/python)
@@ -65,7 +65,7 @@ import sys
 from importlib.metadata import version
 for name in sys.argv[1:]:
     print(f"{name}=={version(name)}")' "${SITE[@]}")"
-    # pip tries the first platform first, and knows no order among those of glibc's versions.
+    # pip tries platforms in this order, and does not order glibc versions itself.
     mapfile -t platforms < <(seq -f --platform=manylinux_2_%g_x86_64 34 -1 17)
     # shellcheck disable=SC2086  # one word a package
     "${PIP[@]}" install --quiet --no-compile --no-deps --only-binary=:all: --python-version "$TARGET" \
@@ -80,16 +80,16 @@ mkdir "$OUT/wheels"
     --platform manylinux_2_26_x86_64 --platform manylinux_2_28_x86_64 --dest "$OUT/wheels" "${PACKAGES[@]}" \
     || die "pip could not fetch wheels for Python $TARGET on $PLATFORM"
 
-# Tracked files, and new ones that git does not ignore: what is checked is what lies here. Results and the accuracy
-# suite's model, most of the tree's bytes, are nothing that runs there.
+# Tracked files, and new ones that git does not ignore: the working tree is checked as it is. Without results and the
+# accuracy suite's model, most of the tree's bytes, which are not used there.
 PACKED=(. ':!docs/results' ':!benchmark/accuracy/recall_model')
 git ls-files -z --cached --others --exclude-standard -- "${PACKED[@]}" |
     while IFS= read -r -d '' path; do [ ! -e "$path" ] || printf '%s\0' "$path"; done |
     tar --null --files-from - --create --gzip --file "$OUT/tree.tar.gz"
-# What rows will say they measured. "-dirty": what is packed is not what was committed.
+# The commit recorded in rows. "-dirty": the packed tree differs from the commit.
 changes="$(git status --porcelain -- "${PACKED[@]}")"
 echo "$(git rev-parse HEAD)${changes:+-dirty}" >"$OUT/commit"
-# What the machine must have: run.sh compares it first.
+# Requirements on the machine, checked first by run.sh.
 printf '%s\n' "python $TARGET" "torch $TORCH" "triton $TRITON" >"$OUT/needs"
 cp scripts/gpu_bundle_run.sh "$OUT/run.sh"
 

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Runs scripts/gpu_check.sh of a bundle, in which scripts/gpu_bundle.sh puts this file as run.sh.
+# Runs scripts/gpu_check.sh of a bundle; scripts/gpu_bundle.sh packs this file as run.sh.
 #
 #   bash run.sh RESULTS [day-1|day-2|day-3]
 #
-# RESULTS gets what gpu_check.sh writes. The first call unpacks and builds in ${TMPDIR:-/tmp}/scout-COMMIT-*; later ones begin
-# with their first step there, and find the kernels that Triton has compiled.
+# RESULTS gets the output of gpu_check.sh. The first call unpacks and builds in ${TMPDIR:-/tmp}/scout-COMMIT-*;
+# later ones start directly there, with Triton's kernels cached.
 # Variables: PYTHON (with torch and Triton; python3) and those of gpu_check.sh. SECONDS_LIMIT (570) includes the preparation;
-# give 30 s less than whoever calls allows.
+# set it 30 s below the caller's time limit.
 set -euo pipefail
 shopt -s nullglob
 
@@ -18,7 +18,7 @@ COMMIT="$(cat "$HERE/commit")"
 WORK="${TMPDIR:-/tmp}/scout-$COMMIT-$(cksum <"$HERE/tree.tar.gz" | cut -d' ' -f1)"
 export PYTHON="${PYTHON:-python3}"
 
-# In the first second, not when the first kernel fails to compile.
+# Fail in the first second, not when the first kernel fails to compile.
 "$PYTHON" - "$HERE/needs" <<'PYTHON' || exit 2
 import importlib
 import platform
@@ -48,7 +48,7 @@ PYTHON
 "$PYTHON" -c 'import torch; raise SystemExit(not torch.cuda.is_available())' ||
     { echo "run: $PYTHON sees no CUDA device; set PYTHON to one that does" >&2; exit 2; }
 
-# What Python has xz for and tar may not; and of the wheels those whose packages this Python lacks.
+# Unpacked by Python, as tar may lack xz; and only wheels of packages that this Python lacks.
 unpack() {
     "$PYTHON" - "$HERE" "$WORK" <<'PYTHON'
 import sys
@@ -77,23 +77,23 @@ prepare() {
     mapfile -t wheels < <(unpack)
     [ "${#wheels[@]}" = 0 ] || "$PYTHON" -m pip install --quiet --no-index --no-deps --no-compile \
         --target "$WORK/site" "${wheels[@]}"
-    # A server that starts would compile thousands of files one by one.
+    # Otherwise the first server start would compile thousands of files one by one.
     "$PYTHON" -m compileall -q -j "$(nproc)" "$WORK/site" "$WORK/tree/python" >"$WORK/compileall.log" 2>&1 || true
     touch "$WORK/ready"
 }
 
 build_native() {
-    rm -rf "$WORK/built" "$WORK/tree/build" # CMake would go on with the compiler that it found first
+    rm -rf "$WORK/built" "$WORK/tree/build" # CMake would keep the previously detected compiler
     "$PYTHON" -m pip install --quiet --no-index --no-deps --no-build-isolation --target "$WORK/built" "$WORK/tree" \
         >"$WORK/native.log" 2>&1 &&
         cp "$WORK"/built/sglang_scout/_native*.so "$WORK/tree/python/sglang_scout/" &&
-        cp -r "$WORK"/built/sglang_scout-*.dist-info "$WORK/site/" # by its entry point SGLang finds the plugin
+        cp -r "$WORK"/built/sglang_scout-*.dist-info "$WORK/site/" # SGLang finds the plugin by its entry point
 }
 
 export PYTHONPATH="$WORK/site${PYTHONPATH:+:$PYTHONPATH}"
 export BENCHMARK_COMMIT="$COMMIT" # rows name it; there is no repository here
 export TRITON_CACHE_DIR="$WORK/triton" LOGS="$WORK/logs"
-# SGLang compiles kernels against the toolkit that it finds: where nvcc on the PATH is a link, in the wrong place.
+# SGLang compiles kernels against the toolkit it detects, wrongly if nvcc on the PATH is a symlink.
 [ -n "${CUDA_HOME:-}" ] || [ ! -d /usr/local/cuda ] || export CUDA_HOME=/usr/local/cuda
 
 [ -e "$WORK/ready" ] || prepare

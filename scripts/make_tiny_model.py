@@ -1,18 +1,18 @@
 """A small random-weight model and its tokenizer for tests: no network, the same bytes for the same seed.
 
-Random weights at the usual scale (std 0.02) make a poor test model: attention spreads evenly over
+Random weights at the usual scale (std 0.02) make a poor test model: attention is nearly uniform over
 the context, its output nearly vanishes, and greedy decoding repeats one token whatever the prompt
-was. The weights here are scaled so that every part of the computation shows up in the next token:
+was. The weights here are scaled so that every part of the computation affects the next token:
 
 - q and k: the attention logits get a standard deviation of about ``LOGIT_STD``, so that a query
-  reads a few dozen tokens out of thousands, wherever they are, and not the mean of all of them;
-- v and o: what attention read is as large as the residual stream, which the embedding of the last
-  token would rule otherwise;
-- MLP outputs stay smaller than both; lm_head is not tied to the embedding, so a token does not vote
-  for itself.
+  attends to a few dozen tokens out of thousands, at any position, rather than to the mean of all;
+- v and o: the attention output is as large as the residual stream, which would otherwise be
+  dominated by the embedding of the last token;
+- MLP outputs stay smaller than both; lm_head is not tied to the embedding, so a token does not
+  predict itself.
 
-lm_head rows of tokens that would not print (control bytes, bytes above 127, special tokens, padding
-of the vocabulary) are zero: greedy text is readable ASCII and never ends before the asked length.
+lm_head rows of non-printable tokens (control bytes, bytes above 127, special tokens, vocabulary
+padding) are zero: greedy text is readable ASCII and never ends before the requested length.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import Any
 ARCHITECTURES = ("qwen2", "qwen3", "llama", "mistral", "glm4", "qwen3_moe", "mixtral")
 SPECIAL_TOKENS = ("<|pad|>", "<|end|>", "<|im_start|>", "<|im_end|>")
 LOGIT_STD = 2.5
-FORMAT_VERSION = 1  # part of the cache key: raise it when the same arguments give other bytes
+FORMAT_VERSION = 1  # part of the cache key: increment if the same arguments give other bytes
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -40,7 +40,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
-# The merges of the tokenizer are learned from this text alone, so that they never depend on the
+# The merges of the tokenizer are learned only from this text, so that they never depend on the
 # machine.
 TOKENIZER_TEXT = (
     "The decode server keeps every page of a long prompt in host memory and a few of them near "
@@ -63,7 +63,7 @@ class TinyModelSpec:
 
     arch: str = "qwen3"
     layers: int = 4
-    # None: heads * head_dim for those without a head size of their own (qwen2, mixtral), else 128.
+    # None: heads * head_dim for configs without head_dim (qwen2, mixtral), else 128.
     hidden: int | None = None
     heads: int = 4
     kv_heads: int = 2
@@ -81,7 +81,7 @@ class TinyModelSpec:
 
     @property
     def key(self) -> str:
-        """Folder name for a cache: readable, and another one whenever the bytes would differ."""
+        """Folder name for a cache: readable, and unique per content."""
         fields = json.dumps([FORMAT_VERSION, asdict(self)]).encode()
         digest = hashlib.sha256(fields).hexdigest()[:10]
         return f"{self.arch}-l{self.layers}-d{self.head_dim}-s{self.seed}-{self.dtype}-{digest}"
@@ -90,7 +90,7 @@ class TinyModelSpec:
 def build_tokenizer(vocab: int) -> Any:
     """Byte-level BPE with at most ``vocab`` entries, special tokens included.
 
-    Every byte string can be encoded and decodes to itself. Returns a transformers
+    Every byte string can be encoded and round-trips. Returns a transformers
     ``PreTrainedTokenizerFast``.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -166,10 +166,9 @@ def weight_std(name: str, spec: TinyModelSpec) -> float:
 
 
 def fill_weights(model: Any, spec: TinyModelSpec, printable: list[bool]) -> None:
-    """Overwrite all parameters of ``model``, a transformers causal LM, by seeded values (in float32).
+    """Overwrite all parameters of ``model``, a transformers causal LM, with seeded values (in float32).
 
-    Each tensor has its own generator, seeded by its name: adding a layer leaves the others as they
-    were.
+    Each tensor has its own generator, seeded by its name: adding a layer leaves the others unchanged.
     """
     import torch
 
@@ -203,8 +202,8 @@ def printable_ids(tokenizer: Any, vocab: int) -> list[bool]:
 def make_tiny_model(spec: TinyModelSpec, out: Path) -> Path:
     """Write the model and the tokenizer to the folder ``out`` and return it.
 
-    The folder appears in one rename, so a killed run never leaves half a model behind. An existing
-    folder is replaced. Mutates nothing else; needs no network.
+    The folder is renamed into place atomically, so a killed run never leaves a partial model. An existing
+    folder is replaced. Has no other side effects; needs no network.
     """
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import torch
@@ -230,7 +229,7 @@ def make_tiny_model(spec: TinyModelSpec, out: Path) -> Path:
 
 
 def cached_tiny_model(spec: TinyModelSpec, cache_dir: Path) -> Path:
-    """The folder of ``spec`` below ``cache_dir``, written on the first call, also of several at once."""
+    """The folder of ``spec`` below ``cache_dir``, written on the first call; safe for concurrent callers."""
     folder = Path(cache_dir) / spec.key
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(folder.parent / ".lock", "w") as lock:

@@ -1,4 +1,4 @@
-"""For mkdocs.yml: pages that lie outside of docs/, links between the two, and what docstrings have of their own."""
+"""MkDocs hooks: pages outside docs/, links between the two, and this project's docstring conventions."""
 
 import posixpath
 import re
@@ -24,7 +24,7 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, page, config, files):
-    """A link from file to file becomes one from page to page. MkDocs looks whether there is such a page."""
+    """Rewrites links between files to links between pages. MkDocs checks that they exist."""
     place = page.file.src_uri
     source = {p: s for s, p in OUTSIDE.items()}.get(place, f"docs/{place}")
 
@@ -37,7 +37,7 @@ def on_page_markdown(markdown, page, config, files):
 
 
 class Docstrings(griffe.Extension):
-    """What the parser of docstrings does not know: sections without a line between, names with one description."""
+    """Conventions unknown to the docstring parser: sections without blank lines, several names with one description."""
 
     def on_object(self, *, obj, **_):
         if obj.docstring:

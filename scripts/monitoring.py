@@ -17,7 +17,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "docs" / "monitoring"
 
 
 def metric(name: str) -> str:
-    """A Prometheus before 3.0, and SGLang's router, have ``_`` in place of ``:``."""
+    """Prometheus before 3.0, and SGLang's router, use ``_`` instead of ``:``."""
     return f'{{__name__=~"sglang[:_]kv_offload_{name}"}}'
 
 
@@ -30,7 +30,7 @@ def increase(name: str, window: str) -> str:
 
 
 class Alert(NamedTuple):
-    """``says`` is what to do, as docs/operations.md has it too."""
+    """``says`` is the action to take, as also given in docs/operations.md."""
 
     name: str
     expression: str
@@ -62,7 +62,7 @@ ALERTS = (
 
 
 class Panel(NamedTuple):
-    """``unit`` as Grafana names it; ``series`` are (legend, expression)."""
+    """``unit`` in Grafana's naming; ``series`` are (legend, expression)."""
 
     title: str
     unit: str
@@ -97,7 +97,7 @@ PANELS = (
 
 
 def rules() -> str:
-    """YAML, in which a JSON string is a string."""
+    """The rules as YAML, in which JSON strings are valid."""
     lines = ["groups:", "  - name: sglang-scout", "    rules:"]
     for alert in ALERTS:
         lines += [

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes a libcuda.so.1 that says that there is no device: SGLang 0.5.23 loads the GPU driver's library also where there
-# is none. Where scripts/cpu_env.sh looks for it: in lib/no-driver of the environment that it is made for.
+# Builds a stub libcuda.so.1 that reports no device: SGLang 0.5.23 loads the GPU driver's library even on machines
+# without one. Installed where scripts/cpu_env.sh looks for it: in lib/no-driver of the environment.
 #
 #   scripts/no_driver.sh VENV
 set -euo pipefail

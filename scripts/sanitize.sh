@@ -9,7 +9,7 @@
 #
 #   --seconds N     how long each mode of ring_test runs (default 4)
 #   --ring          only ring_test
-#   --portable      with the portable kernels alone, which compile in a third of the time
+#   --portable      only the portable kernels, which compile in a third of the time
 #   --build-only    do not run anything
 #   --build-dir D   where to build (default .cache/sanitize)
 #
@@ -32,7 +32,7 @@ while [ $# -gt 0 ]; do
     shift
 done
 
-# The first finding ends the program with an exit code of its own.
+# The first finding ends the program with a distinct exit code.
 export ASAN_OPTIONS="halt_on_error=1:detect_stack_use_after_return=1:${ASAN_OPTIONS:-}"
 export UBSAN_OPTIONS="print_stacktrace=1:halt_on_error=1:${UBSAN_OPTIONS:-}"
 export TSAN_OPTIONS="halt_on_error=1:second_deadlock_stack=1:${TSAN_OPTIONS:-}"

@@ -2,13 +2,13 @@
 # Set-up for the demo, the tests and development: system libraries, a virtual environment at .venv, and this
 # project installed into it in editable mode with its native module built.
 #
-#   scripts/setup.sh            what is missing; about a second when nothing is
-#   scripts/setup.sh --force    everything again
+#   scripts/setup.sh            installs what is missing; about a second when nothing is
+#   scripts/setup.sh --force    reinstalls everything
 #
 # Variables: PYTHON (interpreter for a new .venv, 3.11 or later), SGLANG_VERSION (one of those in
 # python/sglang_scout/core/sglang_versions.py; default: the one in .venv, else the first), CXX and
 # CMAKE_BUILD_PARALLEL_LEVEL as usual.
-# Packages come from wherever the machine's pip or uv is configured to look.
+# Packages come from the indexes that the machine's pip or uv is configured for.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -22,7 +22,7 @@ die() { printf 'setup: %s\n' "$*" >&2; exit 1; }
 
 first_sglang() { sed -n 's/^ADAPTERS = {"\([^"]*\)".*/\1/p' python/sglang_scout/core/sglang_versions.py; }
 
-# The one asked for, else the one that is installed, else the first that is supported.
+# The requested version, else the installed one, else the first supported one.
 sglang_version() {
     local versions=python/sglang_scout/core/sglang_versions.py wanted
     wanted="$(echo .venv/lib/python*/site-packages/sglang-[0-9]*.dist-info)"
@@ -33,7 +33,7 @@ sglang_version() {
     echo "$wanted"
 }
 
-# Everything that the installed result depends on. Python files do not: the installation is editable.
+# Everything that the installation depends on. Not Python files: the installation is editable.
 fingerprint() {
     {
         sglang_version
@@ -47,8 +47,8 @@ up_to_date() { [ -f "$STAMP" ] && [ "$(cat "$STAMP")" = "$(fingerprint)" ]; }
 
 # -- system libraries ---------------------------------------------------------------------------------------
 
-# ldconfig is not on the PATH of an ordinary user. Its output is read whole first, because grep -q would
-# end the pipe early, which pipefail takes for a failure.
+# ldconfig is not on the PATH of an ordinary user. Its output is read completely first, because grep -q
+# would close the pipe early, which pipefail treats as a failure.
 has_library() {
     local known
     known="$(PATH="$PATH:/sbin:/usr/sbin" ldconfig -p 2>/dev/null || true)"
@@ -90,7 +90,7 @@ system_packages() {
 
 python_version() { "$1" -c 'import sys; print(sys.version_info[0] * 100 + sys.version_info[1])' 2>/dev/null; }
 
-# 3.11 and 3.12 first: all that SGLang asks for has wheels there.
+# 3.11 and 3.12 first: all of SGLang's requirements have wheels there.
 find_python() {
     local candidate version
     if [ -n "${PYTHON:-}" ]; then
@@ -110,7 +110,7 @@ find_python() {
     die "needs Python 3.11, 3.12 or 3.13; found none (set PYTHON=/path/to/python3.12)"
 }
 
-# Prints a command that is uv, or nothing.
+# Prints a uv command, or nothing.
 find_uv() {
     if uv --version >/dev/null 2>&1; then echo uv; return; fi
     if [ -x "$BOOTSTRAP/bin/uv" ]; then echo "$BOOTSTRAP/bin/uv"; return; fi
@@ -120,7 +120,7 @@ find_uv() {
     fi
 }
 
-# Debian ships python3 without the part that makes environments.
+# Debian ships python3 without venv support.
 make_venv() {
     "$1" -c 'import ensurepip, venv' 2>/dev/null || apt_install "python$("$1" -c \
         'import sys; print("%d.%d" % sys.version_info[:2])')-venv" >&2
@@ -132,7 +132,7 @@ python_headers() {
         || apt_install "python$("$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])')-dev"
 }
 
-# Runs what says nothing for minutes, and says so. Without the lock, which a last sleep would keep.
+# Runs a command that is silent for minutes, with progress output. Without the lock, which a last sleep would keep.
 patiently() {
     local status=0 ticker
     (while sleep 20 >&- 2>&- && kill -0 $$ 2>/dev/null; do say "not done yet, $SECONDS s"; done) 9>&- &
@@ -144,8 +144,8 @@ patiently() {
 
 # -- the project --------------------------------------------------------------------------------------------
 
-# The builds of mooncake have the same files: where the other one is, as a GPU has come or gone, both go, and ours is
-# installed anew.
+# The builds of mooncake share files: if the other one is installed, because a GPU was added or removed, both are
+# removed, and ours is reinstalled.
 drop_other_mooncake() {
     local name other=cpu remove=("$1" pip uninstall -q --python .venv/bin/python)
     [ "$TRANSFER" = cuda ] || other=cuda
@@ -167,13 +167,13 @@ install_project() {
     drop_other_mooncake "$uv"
     export CMAKE_BUILD_PARALLEL_LEVEL="${CMAKE_BUILD_PARALLEL_LEVEL:-$(nproc)}"
     if [ "$(python_version .venv/bin/python)" -ge 313 ]; then
-        # SGLang asks for a release of outlines that has no wheels for Python 3.13. It is one of its grammar
-        # back-ends, imported only when chosen (the default is xgrammar).
+        # SGLang requires a release of outlines that has no wheels for Python 3.13. It is a grammar back-end,
+        # imported only if selected (the default is xgrammar).
         printf '%s ; python_version < "3.13"\n' outlines outlines-core >.cache/overrides.txt
         extra=(--override .cache/overrides.txt)
     fi
     if [ -n "$uv" ]; then
-        # A machine that is configured for pip alone: tell uv the same.
+        # If the machine is only configured for pip, pass the same settings to uv.
         if [ -z "${UV_DEFAULT_INDEX:-}${UV_INDEX_URL:-}" ]; then
             local index
             index="$(.venv/bin/python -m pip config get global.index-url 2>/dev/null \
@@ -215,7 +215,7 @@ main() {
     if up_to_date; then return; fi
     mkdir -p .cache
     exec 9>.cache/setup.lock
-    flock 9 # two callers at once: the second waits, and finds the work done
+    flock 9 # of two concurrent callers the second waits and finds the work done
     if up_to_date; then return; fi
 
     system_packages

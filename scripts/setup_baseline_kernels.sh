@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# A baseline: the decode attention of vLLM's CPU backend, compiled from its source into .cache/baseline-kernels/vllm.
-# Only benchmark/kernels/cpu_attention.py uses it; without it that benchmark writes a row that says so. None of that
-# source is in this repository.
+# Baseline: the decode attention of vLLM's CPU backend, compiled from source into .cache/baseline-kernels/vllm.
+# Only used by benchmark/kernels/cpu_attention.py, which reports it as absent otherwise. None of that source is in this
+# repository.
 #
 #   scripts/setup_baseline_kernels.sh           clone what is needed from GitHub, compile
 #   scripts/setup_baseline_kernels.sh SOURCE    from a clone that has the commit, bare or not
 #
-# A minute or two: two files are compiled, with the options of vLLM's own build. It takes the torch of this project's
+# Takes a minute or two: two files are compiled, with the options of vLLM's own build. Uses the torch of this project's
 # environment and needs a CPU with AVX-512 BF16; AMX is not needed.
 # Variables: PYTHON (with torch; default .venv/bin/python), CXX.
 set -euo pipefail
-shopt -s inherit_errexit # what fails in $(...) ends the script too
+shopt -s inherit_errexit # failures in $(...) also end the script
 
 say() { printf 'setup_baseline_kernels: %s\n' "$*" >&2; }
 die() { printf 'setup_baseline_kernels: %s\n' "$*" >&2; exit 1; }
@@ -46,7 +46,7 @@ PY
 mkdir -p "$DEST"
 exec 9>"$DEST.lock"
 flock 9
-rm -rf "$DEST/about.json" "$DEST/source" "$DEST/clone" # the benchmark takes what about.json describes, nothing half made
+rm -rf "$DEST/about.json" "$DEST/source" "$DEST/clone" # the benchmark uses what about.json describes, never a partial build
 mkdir "$DEST/source"
 if [ -z "$SOURCE" ]; then
     say "cloning $ORIGIN at ${COMMIT:0:12} (only the files that are needed)"

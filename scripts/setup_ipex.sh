@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Environment of a baseline: Intel Extension for PyTorch 2.8.0 with torch 2.8.0, in .cache/ipex-venv.
-# Only benchmark/kernels/cpu_attention.py uses it, in a process of its own; without it that benchmark writes a row that
-# says so. Nothing else in this project needs it.
+# Baseline environment: Intel Extension for PyTorch 2.8.0 with torch 2.8.0, in .cache/ipex-venv.
+# Only used by benchmark/kernels/cpu_attention.py, in a separate process; that benchmark reports it as absent
+# otherwise. Nothing else in this project needs it.
 #
 #   scripts/setup_ipex.sh
 #   TORCH='torch==2.8.0+cpu' UV_INDEX=<index of CPU builds of torch> scripts/setup_ipex.sh
 #
-# The plain torch 2.8.0 wheel for Linux is the CUDA build: it links libraries of about 4 GB that the benchmark never
-# calls. The +cpu build of the second form works as well and is small, where an index that has it can be reached.
-# Variables: PYTHON (3.9 to 3.13, default the project's own), TORCH. To begin anew remove .cache/ipex-venv.
+# The default torch 2.8.0 wheel for Linux is the CUDA build: it depends on about 4 GB of libraries that the benchmark
+# never calls. The +cpu build of the second form also works and is small, if an index that has it is reachable.
+# Variables: PYTHON (3.9 to 3.13, default the project's own), TORCH. To start over, remove .cache/ipex-venv.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -33,7 +33,7 @@ flock 9
 if usable; then say "$VENV is ready"; exit 0; fi
 say "installing ${PACKAGES[*]}"
 if uv --version >/dev/null 2>&1; then
-    # torch imports without triton, which only its compiler needs.
+    # Without triton, which only torch.compile needs.
     printf 'triton ; sys_platform == "nowhere"\n' >.cache/ipex-overrides.txt
     uv venv -q --clear --python "$PYTHON" "$VENV"
     uv pip install -q --python "$VENV/bin/python" --override .cache/ipex-overrides.txt "${PACKAGES[@]}"

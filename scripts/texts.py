@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 """Makes .cache/texts: real texts of about 600,000 characters each, for long prompts.
 
-    .venv/bin/python scripts/texts.py      prints their paths; a second when they are there already
+    .venv/bin/python scripts/texts.py      prints their paths; a second if they exist already
 
-prose      Genesis, Exodus and Samuel in the King James version, one paragraph a chapter.
+prose      Genesis, Exodus and Samuel in the King James version, one paragraph per chapter.
            Public domain; from the Debian packages bible-kjv-text and bible-kjv (its reader).
 technical  The Debian Administrator's Handbook, by Raphaël Hertzog and Roland Mas.
            GPL-2.0+ or CC-BY-SA-3.0; from the Debian package debian-handbook.
 code       The graph algorithms of NetworkX: Python, with docstrings.
-           BSD-3-Clause; from the package networkx of PyPI.
+           BSD-3-Clause; from the PyPI package networkx.
 """
 
 from __future__ import annotations
@@ -71,14 +71,14 @@ def _text_of(node: ElementTree.Element, in_pre: bool) -> str:
 
 
 def ascii_text(text: str) -> str:
-    """Quotes, dashes and accented letters as their nearest in ASCII; what has none is left out."""
+    """Transliterates quotes, dashes and accented letters to ASCII; drops other characters."""
     for signs, plain in PLAIN.items():
         text = re.sub(f"[{signs}]", plain, text)
     return unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
 
 
 def excerpt(text: str) -> str:
-    """The first CHARACTERS, to the end of a line."""
+    """The first CHARACTERS, up to the end of a line."""
     return text[: text.rindex("\n", 0, CHARACTERS) + 1]
 
 
@@ -114,7 +114,7 @@ MAKERS = {"prose": _prose, "technical": _technical, "code": _code}
 
 
 def make(kind: str) -> Path:
-    """The path of a text, made if it is not there. Raises Unavailable."""
+    """The path of a text, created if missing. Raises Unavailable."""
     path = FOLDER / f"{kind}.txt"
     source, expected = SOURCES[kind]
     if path.is_file() and sha256(path) == expected:

@@ -1,21 +1,21 @@
 #!/usr/bin/env python3
-"""Trains the weights that choose pages: a forecast of the next layer's choice, or a pilot's embeddings.
+"""Trains the weights that select pages: a forecast of the next layer's selection, or a pilot's embeddings.
 
     .venv/bin/python scripts/train_forecast.py                  SmolLM2-135M, about 15 minutes on two CPU cores
     .venv/bin/python scripts/train_forecast.py --kind pilot
     .venv/bin/python scripts/train_forecast.py --model FOLDER   a Llama-, Qwen2- or Qwen3-shaped model
 
-The model is frozen. What training needs of a text - layer inputs, queries, what K leaves of its pages, and the pages
-that real queries attend to - is computed once with full attention and used again in every epoch, so the first pass
-over the texts takes most of the time. The loss is that of arXiv 2606.04511, section 4.4: see
+The model is frozen. The training data of a text - layer inputs, queries, pooled keys of its pages, and the pages that
+real queries attend to - is computed once with full attention and reused in every epoch, so the first pass over the
+texts takes most of the time. The loss is that of arXiv 2606.04511, section 4.4: see
 benchmark/accuracy/forecast_training/loss.py.
 
-forecast  begins as the layer's own W_q, mean over the query heads of a KV head, scaled for the norm of the layer whose
-          input it is applied to
-pilot     begins as the leading directions of the queries of the first text, on a page's mean key
+forecast  initialized with the layer's own W_q, averaged over the query heads of a KV head, scaled for the norm of the
+          layer whose input it is applied to
+pilot     initialized with the principal directions of the queries of the first text, on a page's mean key
 
-Stopped with Ctrl-C or otherwise, the same command goes on from its last checkpoint, beside the output; it reads the
-texts again as it comes to them. Prints the path of the file, for the key `forecast_file` or `pilot_file` of
+If interrupted with Ctrl-C or otherwise, the same command resumes from its last checkpoint, next to the output; it
+recomputes the texts' data as needed. Prints the path of the file, for the key `forecast_file` or `pilot_file` of
 --kv-offload-config.
 """
 
@@ -52,10 +52,10 @@ def identity_of(folder: Path) -> ModelIdentity:
 
 
 def texts_of(folder: Path, tokens: int, count: int) -> Callable[[int], Tensor]:
-    """Text ``i``, of those of scripts/texts.py in turn; from their ends, as the accuracy study begins with their begin.
+    """Text ``i``, cycling through those of scripts/texts.py; from their ends, as the accuracy study uses their starts.
 
     Raises:
-        ValueError: they are too short for so many.
+        ValueError: they are too short for ``count`` texts.
     """
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     whole = [
@@ -75,10 +75,10 @@ def texts_of(folder: Path, tokens: int, count: int) -> Callable[[int], Tensor]:
 
 
 def made(args: argparse.Namespace) -> Path:
-    """The path of the file, made if it is not there.
+    """The path of the file, created if missing.
 
     Raises:
-        ValueError: arguments that do not fit, or a file or checkpoint of another model.
+        ValueError: inconsistent arguments, or a file or checkpoint of another model.
     """
     least = 8 * PAGE_TOKENS
     if args.tokens % PAGE_TOKENS or args.tokens < least:

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# A manylinux wheel in dist/, and a trial of it in an empty environment: what a release uploads.
+# Builds a manylinux wheel in dist/ for a release, and tests it in an empty environment.
 #
 #   scripts/wheel.sh
 #
-# It has the kernels of every instruction set; which of them run is decided where it is installed. It says which
-# glibc it needs: build it on the oldest system that is to run it.
+# It has the kernels of every instruction set, with runtime dispatch. Its tag states the glibc it needs: build it on
+# the oldest system to be supported.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -21,7 +21,7 @@ rm -f dist/*.whl
 wheel="$(echo dist/*.whl)"
 
 "$UV" venv -q --python "$PYTHON" "$WORK/venv"
-# With what the commands need, without SGLang and torch, which are GBs; pip resolves those for users.
+# With the commands' dependencies, but without SGLang and torch, which are GBs; pip resolves those for users.
 "$UV" pip install -q --python "$WORK/venv/bin/python" --no-deps "$wheel" msgspec numpy psutil
 cd "$WORK"
 venv/bin/sglang-scout --version
