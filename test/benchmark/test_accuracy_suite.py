@@ -30,7 +30,7 @@ FULL_SETTING, SCOUT = Setting(FULL), Setting("scout", 512)
 
 
 class Answering:
-    """A server that knows all answers, but none of those that ``fails(setting, index)`` names."""
+    """A server that knows all answers, except where ``fails(setting, index)``."""
 
     def __init__(self, samples, fails=lambda setting, index: False, share=0.25):
         self.answers = {tuple(s.prompt): (i, s.answer) for s, i in samples}
@@ -120,7 +120,7 @@ def test_the_flags_of_every_policy_are_understood(setting):
 
 @pytest.mark.parametrize("name", policies.SYSTEMS)
 def test_the_flags_of_the_other_systems_are_understood(name):
-    """Keys that mean nothing with one of them are left out."""
+    """Keys that do not apply to one of them are omitted."""
     more = {"resident_tokens": 64, "exact_layers": [1]}
     words = policies.Setting(name, 512).decode_flags(more, "some-model")
     given = dict(zip(words[::2], words[1::2], strict=True))
@@ -216,7 +216,7 @@ def test_rows_hold_every_outcome_and_are_not_measured_twice(tmp_path):
     assert row["cpu_compute_ratio"] == pytest.approx(0.25)
     assert row["offload"] == {"steps": 5, "cpu_pages": 20, "budget_pages": 80}
 
-    # Cut off in the middle: only what is missing is asked again.
+    # Truncated in the middle: only missing rows are measured again.
     lines = path.read_text().splitlines()
     path.write_text("\n".join(lines[:5]) + "\n")
     again, server = measured_rows(path, fails)

@@ -1,4 +1,4 @@
-"""The table from the rows of the attention benchmark, and that the document holds that of its rows."""
+"""The table from the rows of the attention benchmark, and that the document has the current one."""
 
 import re
 from pathlib import Path
@@ -26,7 +26,7 @@ def measured(samples):
 
 
 def test_a_machine_that_gets_faster_does_not_move_a_ratio():
-    # Medians of all samples would say 60 / 100 and 40 / 100.
+    # Medians of all samples would give 60 / 100 and 40 / 100.
     slow_then_fast = measured(
         {
             "native-avx2": {0: 100.0, 1: 100.0, 2: 100.0, 3: 50.0},

@@ -1,4 +1,4 @@
-"""``benchmark/decode``: that a step on a device which waits for the host is noticed, and what its rows say."""
+"""``benchmark/decode``: a step that makes the host wait for the device is detected; contents of its rows."""
 
 import argparse
 import json
@@ -57,7 +57,7 @@ def test_a_check_ends_with_the_first_step_that_lacks_an_answer(monkeypatch):
 
 
 def test_steps_of_the_cpu_device(tmp_path):
-    """In a process of its own, which it ties to one CPU."""
+    """In a separate process, which it pins to one CPU."""
     pytest.importorskip("sglang_scout._native")
     path = tmp_path / "rows.jsonl"
     command = [sys.executable, "-m", "benchmark.decode.cpu_step", "--batch", "1", "--steps", "2"]
@@ -70,7 +70,7 @@ def test_steps_of_the_cpu_device(tmp_path):
 
 
 class HalfAStore:
-    """Of a store what the variants are told; ``one`` is a stand-in."""
+    """The parts of a store that the variants need; ``one`` is a stand-in."""
 
     def __init__(self, size, *, pages, **_):
         self.pages = pages

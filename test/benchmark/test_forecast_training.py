@@ -1,4 +1,4 @@
-"""Training of what chooses pages: the loss against loops over its equations, first weights, going on, refusals."""
+"""Training of page selection: the loss against loops over its equations, initial weights, resuming, refusals."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def literal_kl(target, logit, t, top):
 @KINDS
 @pytest.mark.parametrize("top", [2, 20])
 def test_loss_and_gradient_are_those_of_the_equations(kind, top):
-    """``top`` 20: more than there are pages, so no query has a rest."""
+    """``top`` 20: more than there are pages, so no query has a lumped entry."""
     draw = torch.Generator().manual_seed(3)
     H, G, D, T, r = 2, 3, 8, 256, 5
     position = torch.tensor([130, 191, 192, 255])
@@ -118,7 +118,7 @@ def test_the_loss_scores_pages_as_the_server_does():
 
 
 def test_a_forecast_begins_as_the_query_of_the_next_layer(tiny_model):
-    """Exactly, where a KV head has one query head and the model no norm of heads."""
+    """Exactly, if a KV head has one query head and the model no head norm."""
     model = Model(tiny_model("llama", **SIZES | {"kv_heads": 4}))
     position, inputs = torch.arange(TOKENS), []
     model.prefill(text(0), lambda layer, x, q, k: inputs.append(x))

@@ -1,4 +1,4 @@
-"""What of the GPU check runs without a device: the checks in the interpreter, the refusals, the steps."""
+"""Parts of the GPU check that run without a device: checks in the interpreter, refusals, steps."""
 
 import importlib
 import json
@@ -28,7 +28,7 @@ def run(*command, **variables):
 
 
 def kernels():
-    """Names of the package's Triton kernels, without what they call."""
+    """Names of the package's Triton kernels, without their device functions."""
     modules = (
         importlib.import_module(f"{triton.__name__}.{m.name}")
         for m in pkgutil.iter_modules(triton.__path__)
@@ -58,7 +58,7 @@ def test_every_kernel_has_a_case_and_equals_its_reference(monkeypatch, capsys):
     assert launched | of_the_ring == kernels() and not launched & of_the_ring
     for case in cases(Pools("cpu", pages=64, layers=2, heads=2), small=True):
         if not case.absent:
-            case.calls[-1]()  # what is timed runs as well
+            case.calls[-1]()  # the timed calls run too
 
 
 @without_a_device
@@ -100,9 +100,9 @@ def test_the_check_refuses_without_a_device_and_says_what_to_do(tmp_path):
 
 
 def steps_of(tmp_path, does, *day, **variables):
-    """The check's status and words, and its rows, with a Python of which a step ``does`` this."""
+    """The check's status and output, and its rows, with a fake Python whose steps do ``does``."""
     python = tmp_path / "python"
-    # "-": the look for a device; "-c": what a step needs; anything else is a step.
+    # "-": the device check; "-c": a step's requirements; anything else is a step.
     python.write_text(
         f'#!/bin/sh\ncase "$1" in -) mkdir -p "$2"; cat >/dev/null ;; -c) {variables.pop("needs", ":")} ;; '
         f"*) {does} ;; esac\n"
@@ -143,12 +143,12 @@ def test_the_days_fit_half_an_hour_and_name_steps_that_there_are():
     days = re.findall(r'2:(day-\d)\) ONLY="([\w -]+)"', text)
     limits = dict(re.findall(r'^ *step (\S+) "?(\d+|\$LIMIT_S)"? ', text, re.MULTILINE))
     assert [day for day, _ in days] == ["day-1", "day-2", "day-3"]
-    # Half a minute is for the bundle. While the server runs, two checks do.
+    # 30 s are for the bundle. Two checks run while the server does.
     assert days[0][1].startswith("server kernels-check decode-check ")
     assert int(limits["kernels-check"]) + int(limits["decode-check"]) <= int(limits["server"])
     assert sum(int(limits[x]) for x in days[0][1].split() if x not in ("kernels-check", "decode-check")) <= 360
     for *steps, last in (steps.split() for _, steps in days[1:]):
-        # What takes the rest of a call has at least half of it.
+        # The step with the remaining time has at least half of the call.
         assert sum(int(limits[step]) for step in steps) + 300 <= 540 and limits[last] == "$LIMIT_S"
     assert "ring-memcheck" in days[0][1]
     assert all(f"RESULTS {day}" in (ROOT / "docs" / "gpu.md").read_text() for day, _ in days)

@@ -1,4 +1,4 @@
-"""What ``benchmark/server/gpu_server.py`` calls wrong, and how it measures; ``test/e2e/test_gpu_server.py`` runs it."""
+"""Checks and measurements of ``benchmark/server/gpu_server.py``; ``test/e2e/test_gpu_server.py`` runs it."""
 
 import copy
 import json
@@ -83,7 +83,7 @@ def test_speed_counts_only_while_all_requests_decode():
     first = [0.0, 1.0, 1.5, 2.0, 2.5, 3.0]
     second = [0.2, 1.5, 2.0, 2.5, 3.0, 3.5]
     gaps, rate = speed.steady([first, second], skip=0)
-    assert gaps == [5e5] * 3  # from 1.5, when both had begun, to 3.0, when one ended
+    assert gaps == [5e5] * 3  # from 1.5, when both had begun, to 3.0, when one finished
     assert rate == pytest.approx(6 / 1.5)
     with pytest.raises(RuntimeError, match="same time.*--speed-tokens"):
         speed.steady([[0.0, 0.1, 0.2, 0.3], [1.0, 1.1, 1.2, 1.3]], 0)
@@ -121,11 +121,11 @@ def test_ours_has_the_batch_of_the_host_and_stock_that_of_the_device():
     for name in ("triton", "flashinfer", "fa3"):
         flags = speed.flags_of(f"stock-{name}", OPTIONS, 80 << 30)
         assert flags["attention_backend"] == name and flags["disable_prefill_cuda_graph"]
-        assert flags["max_running_requests"] == 17  # more than 80 GiB hold beside the weights
+        assert flags["max_running_requests"] == 17  # more than fit in 80 GiB with the weights
 
 
 class Server:
-    """A server whose requests take 10 ms a token."""
+    """A server whose requests take 10 ms per token."""
 
     fails = ""
 

@@ -1,4 +1,4 @@
-"""The plain form of HGCA for a table of settings, against the float64 oracle of its algorithms."""
+"""The plain PyTorch version of HGCA for a table of settings, against the float64 oracle of its algorithms."""
 
 import numpy as np
 import torch

@@ -11,7 +11,7 @@ from benchmark.accuracy.study.model import Model
 
 
 def words(text: str) -> list[int]:
-    """A token for each word and sign, a digit by itself."""
+    """One token per word, sign and digit."""
     import re
 
     return [hash(x) % 100_003 for x in re.findall(r"\d|[a-zA-Z]+|\s|[^\w\s]", text)]
@@ -58,7 +58,7 @@ def test_an_answer_is_right_if_greedy_decoding_gives_it(tiny_model):
     for i in range(5):
         wrong = [*answer[:i], answer[i] + 1, *answer[i + 1 :]]
         assert not right(wrong)
-        if i >= free[0]:  # of what follows a token that was forced nothing is known
+        if i >= free[0]:  # logits after a forced token are unknown
             assert right(wrong, (free,)) == (i >= free[1]), "what is forced is not asked for"
     swapped = [answer[2], answer[1], answer[0], answer[3], answer[4]]
     assert right(swapped, task="multi_value")

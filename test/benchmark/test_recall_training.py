@@ -65,7 +65,7 @@ def test_scores_and_interval():
     (right, asked) = count_correct(batch, predicted)["multi_value"]
     assert right == asked > 0
     _, begin, _ = document.answers[0]
-    # Another value first is right as well, a number that is none of the values is not.
+    # Another value first is also right, a number that is not one of the values is not.
     predicted[0, begin - 1] = batch.tokens[0, begin + 2]
     assert count_correct(batch, predicted)["multi_value"][0] == asked
     predicted[0, begin - 1] = vocabulary.ID_OF["0"]

@@ -114,7 +114,7 @@ def test_rows_of_a_later_run_lie_behind_those_of_the_first(tmp_path, shared):
         writer.add(name, "absent", "none")
         writer.close()
         with path.open("a") as torn:
-            torn.write('{"impl": "cut sh')  # as a run leaves it that is killed
+            torn.write('{"impl": "cut sh')  # as left by a killed run
     writer = rows.Writer(path, shared, append=True)
     assert [row["impl"] for row in rows.read_rows(path)] == ["a", "b"]
     writer.close()

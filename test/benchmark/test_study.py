@@ -62,7 +62,7 @@ def test_a_budget_that_covers_the_text_is_full_attention(decoder, setting):
 
 
 def token_by_token(model, text, tokens, setting, chosen):
-    """The same window, a token at a time, with attention to a list of tokens: the oracle of `decode_window`."""
+    """The same window, one token at a time, attending to a list of tokens: the oracle of `decode_window`."""
     kv = [(k[:, :START], v[:, :START]) for k, v in text.kv]
     group = model.config.q_heads // model.config.kv_heads
     rows, previous = [], None
@@ -96,7 +96,7 @@ def token_by_token(model, text, tokens, setting, chosen):
                     far = page not in (0, full - 1, full) and setting.attends != "real"
                     if far and (not setting.attends.endswith("missing") or page not in before_it):
                         theirs = own @ ahead[head] * model.scale
-                        # With the keys themselves as digest a page's mass is corrected to the true one.
+                        # With the keys themselves as digest, a page's mass is corrected to the true one.
                         correct = part.logsumexp(0) - theirs.logsumexp(0)
                         part = theirs + (
                             correct if setting.attends.startswith("corrected") else 0.0
@@ -223,7 +223,7 @@ def test_rotated_digests_score_as_the_servers_op(bits):
 
 
 def test_better_digests_estimate_the_page_mass_better():
-    """Keys with a mean and channels that stand out, as those of a language model have."""
+    """Keys with a mean and outlier channels, as in a language model."""
     generator = torch.Generator().manual_seed(5)
     H, N, S, D = 2, 16, 32, 64
     outlier = torch.ones(D)
@@ -289,7 +289,7 @@ def test_the_figure_has_a_line_for_each_method_and_knows_what_it_reads():
         for digest in ("keys", "minmax-32")
         for budget in (256, 512)
     ]
-    # Of 110 pages all K, or two of the 64 vectors of K and V; and 16 pages whole.
+    # All K of 110 pages, or two of the 64 vectors of K and V; plus 16 whole pages.
     assert figure.share_read(rows[:1]) == pytest.approx((110 / 2 + 16) / 110)
     assert figure.share_read(rows[2:3]) == pytest.approx((110 / 32 + 16) / 110)
     drawn = figure.draw_study([*rows, {"part": "text", "setting": "old", "document": 0}])

@@ -1,4 +1,4 @@
-"""The one command for the comparison: each part understands what it is given."""
+"""The single command for the comparison: each part accepts its arguments."""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ from benchmark.systems.__main__ import ROOT, parts
 
 @pytest.mark.parametrize("command", parts(1), ids=lambda c: "-".join(c[:2]))
 def test_every_part_accepts_its_arguments(command):
-    """With --help behind them, which argparse comes to only if all before it are right in form."""
+    """With --help appended, which argparse reaches only if all arguments before it are well-formed."""
     done = subprocess.run(
         [sys.executable, *command, "--help"], cwd=ROOT, capture_output=True, text=True
     )

@@ -23,7 +23,7 @@ EVERY_TASK = dict.fromkeys(tasks.TASKS, 1.0)
 
 
 def statements(words: list[str]) -> tuple[dict[str, list[list[str]]], dict[str, int]]:
-    """What a text says: the values of every key in text order, and its tally marks."""
+    """Contents of a text: the values of every key in text order, and its tally marks."""
     values: dict[str, list[list[str]]] = {}
     tally: dict[str, int] = {}
     for at, word in enumerate(words):
@@ -74,7 +74,7 @@ def test_one_seed_one_text(task):
 
 
 def test_texts_stay_as_they_are():
-    """The model was trained on these texts: a change of the generator must be seen."""
+    """The model was trained on these texts: a change of the generator must be detected."""
     sample = tasks.make_sample("variables", 96, 7)
     assert sample.prompt_text == PINNED_PROMPT
     assert sample.answer_text == PINNED_ANSWER

@@ -36,13 +36,13 @@ def densely(q, k, v, pages, last_page, last_len, scale, logit_cap=0.0):
 
 
 def times_of(impl, dtype):
-    """How many times the tolerance: on fp8 pages "native" may round weights, which moves ``out`` by 2^-8 of |V| < 5."""
+    """Tolerance factor: on fp8 pages "native" may round weights, which changes ``out`` by 2^-8 of |V| < 5."""
     rounds = impl == "native" and dtype in FP8 and native.module.isa() == "avx512bf16"
     return 2000.0 if rounds else 1.0
 
 
 def unwritten(q):
-    """Where out and lse may go, full of NaN."""
+    """Buffers for out and lse, filled with NaN."""
     return torch.full(q.shape, torch.nan), torch.full(q.shape[:2], torch.nan)
 
 
@@ -50,9 +50,9 @@ def inputs(
     seed, B=3, P=7, S=8, H=2, G=3, D=64, R=5, dtype=torch.float32, spread=1.0, rounded=False,
     per_head=False,
 ):  # fmt: skip
-    """A list of pages for each KV head if ``per_head``.
+    """Random inputs, with one page list per KV head if ``per_head``.
 
-    rounded: to ``dtype``, as a model's query is. Then a kernel may multiply in that type.
+    rounded: q is exact in ``dtype``, like a model's query. Then a kernel may multiply in that dtype.
     """
     rng = torch.Generator().manual_seed(seed)
     q = torch.randn(B, H * G, D, generator=rng) * spread

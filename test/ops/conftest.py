@@ -1,7 +1,7 @@
-"""Shared by the op tests: absent implementations, the device.
+"""Fixtures of the op tests: absent implementations, the device.
 
-On a machine with a CUDA device the cases of "triton" travel to it: their tensors are made on the
-CPU as for every implementation; arguments go to the device, results and changed arguments come back.
+On a machine with a CUDA device the cases of "triton" run there: their tensors are created on the CPU
+as for every implementation; arguments are copied to the device, results and mutated arguments back.
 """
 
 import dataclasses
@@ -33,13 +33,13 @@ ABSENT = {
 
 
 def implementations_of(item):
-    """Those that the test is parametrised with."""
+    """The implementations that the test is parametrised with."""
     values = item.callspec.params.values() if hasattr(item, "callspec") else ()
     return set(ABSENT) & {v for v in values if isinstance(v, str)}
 
 
 def pytest_runtest_setup(item):
-    """A test parametrised with an implementation is skipped, with the reason, where it is absent."""
+    """Skips a test parametrised with an absent implementation, with the reason."""
     for name in implementations_of(item):
         if ABSENT[name]():
             pytest.skip(ABSENT[name]())
@@ -61,7 +61,7 @@ def pytest_runtest_call(item):
 
 
 def plane(values, shift=0, **where):
-    """``values`` in memory of their own, ``shift`` elements behind where it begins."""
+    """A copy of ``values``, ``shift`` elements after the start of its memory."""
     memory = torch.empty(shift + values.numel(), dtype=values.dtype, **where)
     return memory[shift:].view(values.shape).copy_(values)
 
@@ -81,7 +81,7 @@ def travelling(implementation: Implementation) -> Implementation:
         def go(value):
             if isinstance(value, torch.Tensor):
                 return there.setdefault(id(value), (value, value.to("cuda")))[1]
-            if isinstance(value, LayerPages):  # page-locked, as an arena's; no op changes them
+            if isinstance(value, LayerPages):  # pinned, like an arena's; no op changes them
                 halves = (
                     [plane(x, x.storage_offset(), pin_memory=True) for x in half]
                     for half in (value.k, value.v)
@@ -105,7 +105,7 @@ def travelling(implementation: Implementation) -> Implementation:
 
 
 def pytest_configure(config):
-    # The interpreter is numpy: it tells of every inf - inf that a kernel masks afterwards.
+    # The interpreter is numpy: it warns of every inf - inf, even if masked afterwards.
     for kind in ("DeprecationWarning", "RuntimeWarning"):
         config.addinivalue_line("filterwarnings", f"ignore::{kind}:triton.runtime.interpreter")
     if not torch.cuda.is_available() or triton.interpreted():
@@ -123,7 +123,7 @@ def pytest_configure(config):
 
 @pytest.fixture(params=["portable", "avx2", "avx512", "avx512bf16"])
 def isa(request):
-    """The test runs once with every instruction set that this machine has, where it is of "native"."""
+    """Parametrises tests of "native" with every instruction set of this machine."""
     impl = request.node.callspec.params.get("impl", "native")
     if impl != "native" and request.param != "portable":
         pytest.skip(f"{impl} has no instruction sets: once is enough")
@@ -140,7 +140,7 @@ def isa(request):
 
 @pytest.fixture(scope="session")
 def layer_pages():
-    """layer_pages(k, v=None, shift=0): [L, P, ...] as layers that lie anywhere; V is K without ``v``."""
+    """layer_pages(k, v=None, shift=0): [L, P, ...] as separately allocated layers; V is K without ``v``."""
 
     def make(k, v=None, shift=0):
         halves = ([plane(x, shift) for x in half] for half in (k, k if v is None else v))
@@ -151,7 +151,7 @@ def layer_pages():
 
 @pytest.fixture
 def arena(request):
-    """Of a ring, on one memory node and with one list per request, or as the test asks for."""
+    """An arena, with one NUMA node and one list per request unless parametrised."""
     ring_cases = pytest.importorskip("ring_cases", reason="needs the native module and Triton")
     with ring_cases.arena_of(*getattr(request, "param", ())) as made:
         yield made

@@ -1,4 +1,4 @@
-"""The oracle of `ops.residency`: what must happen to each page and slot, in plain Python, one after the other."""
+"""The oracle of `ops.residency` in plain Python, one page and slot at a time."""
 
 import math
 
@@ -48,7 +48,7 @@ class PlainResidency:
         return [p for p in here if self.slot_of[layer, p] < 0 and not self.is_pending[layer, p]]
 
     def pinned(self, layer):
-        """The most frequent pages, no more than the share; of equal ones at the border none."""
+        """The most frequent pages, at most the share; of ties at the threshold none."""
         count = int(self.pin_share * self.num_slots)
         pages = [int(page) for page in self.page_of[layer] if page >= 0]
         others = sorted((self.frequency[layer, page] for page in pages), reverse=True)[count:]
@@ -58,7 +58,7 @@ class PlainResidency:
         return is_pinned if count else set()
 
     def _least_frequent(self, layer, before_step, is_forced, below=math.inf):
-        """[(frequency, stamp, slot)] of pages that may go, the first to go first."""
+        """[(frequency, stamp, slot)] of eviction candidates, in eviction order."""
         found, pinned = [], set() if is_forced else self.pinned(layer)
         for slot, page in enumerate(self.page_of[layer]):
             if page >= 0 and page not in pinned:
@@ -76,7 +76,7 @@ class PlainResidency:
         self.free[layer].append(slot)
 
     def exchange(self, pages, before_step, is_forced=False):
-        """``pages`` [L, ...] of every layer; before_step None: only free slots are taken."""
+        """``pages`` [L, ...] of every layer; before_step None: only free slots are used."""
         taken = []
         for layer in self.every:
             if before_step is not None and len(pages[layer]):

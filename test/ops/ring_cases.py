@@ -1,4 +1,4 @@
-"""A ring on a small arena, with or without a CUDA device: what is posted, and what must come back."""
+"""A ring on a small arena, with or without a CUDA device: posts and their expected answers."""
 
 import contextlib
 
@@ -30,7 +30,7 @@ NEEDS_KERNELS = pytest.mark.skipif(
 
 @contextlib.contextmanager
 def arena_of(nodes=1, lists=1, q_dtype="float32"):
-    """With random pages."""
+    """An arena with random pages."""
     spec = ArenaSpec(
         LAYERS, 20, 4, 2, HQ, D, "float32", D**-0.5, BATCH * lists, K,
         num_nodes=nodes, lists=lists, q_dtype=q_dtype,
@@ -48,7 +48,7 @@ def arena_of(nodes=1, lists=1, q_dtype="float32"):
 
 
 def settle():
-    """What was launched has run."""
+    """Waits until all launched work has finished."""
     if DEVICE == "cuda":
         torch.cuda.synchronize()
 
@@ -60,7 +60,7 @@ def ring_of(arena, timeout_us=20_000_000, parts=1, **more):
 
 
 def request(seed, batch=3, k=K, lists=1):
-    """Queries of no more digits than a record may hold."""
+    """A random request with queries that are exact in a record."""
     rows = batch * lists
     rng = torch.Generator().manual_seed(seed)
     q = torch.randn(batch, HQ, D, generator=rng).bfloat16().float()
@@ -91,7 +91,7 @@ def shared_bytes(arena):
 
 
 def expected_of(arena, layer, asked, out, lse):
-    """What a merge of ``out``, ``lse`` with the attention that was asked for gives, by the reference."""
+    """The reference's merge of ``out``, ``lse`` with the requested attention."""
     q, pages, _ = asked
     pool = (torch.from_numpy(x(layer)) for x in (arena.k_pages, arena.v_pages))
     answer = attend_pages.reference(q.cpu(), *pool, pages.cpu(), None, None, D**-0.5)

@@ -37,7 +37,7 @@ def expected(k, v, lens, to):
 def test_writes_that_token_and_no_other(impl, dtypes, sizes, D, with_mirror, data):
     B, P, S, H = sizes
     rng = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
-    # A view of a fused projection: rows are not next to each other.
+    # A view of a fused projection: rows are strided.
     fused = torch.randn(B, 3 * H * D, generator=rng).to(dtypes[0])
     k, v = (part.view(B, H, D) for part in fused.split(H * D, 1)[1:])
     lens = torch.randint(1, S + 1, (B,), generator=rng, dtype=torch.int32)
@@ -69,7 +69,7 @@ def test_rounds_to_the_nearest_even(impl):
 @pytest.mark.parametrize("dtype", FP8)
 @pytest.mark.parametrize("of", [torch.bfloat16, torch.float16])
 def test_rounds_every_value_to_fp8_as_torch_does(impl, dtype, of):
-    """What is too large, and what is no number, to the same bits."""
+    """Including values out of range and NaN, bit for bit."""
     k = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(of).view(8, 64, 128)
     to = pool(torch.Generator(), list(range(8)), 8, 1, 64, 128, dtype)
     append_tokens(k, k, torch.ones(8, dtype=torch.int32), to, impl=impl)

@@ -42,7 +42,7 @@ def test_equals_dense_softmax(
     assert got[0] is out[0]
     assert got[1] is out[1]
     expected = densely(q, k, v, pages, *last, D**-0.5, logit_cap)
-    # A logit is rounded in proportion to its size, and its weight by as much as the logit moved.
+    # Rounding of a logit is relative to its size, and its weight's relative error is the logit's absolute error.
     agree(attend_pages, got[1], expected[1], dtype, times=max(1.0, spread))
     agree(attend_pages, got[0], expected[0], dtype, times=max(times_of(impl, dtype), spread))
 
@@ -61,12 +61,12 @@ def test_shapes_of_real_models(agree, impl, per_head, H, G, D):
 
 @IMPLS
 def test_reads_that_page_that_head_and_no_neighbour(impl):
-    """Every value names its page, token and head; one token outweighs all: out is its value."""
+    """Every value encodes its page, token and head; one token dominates, so out is its value."""
     P, S, H, G, D, dtype = 3, 4, 3, 2, 64, torch.bfloat16
     name = torch.arange(P * S * H, dtype=torch.float32).view(P, S, H, 1)
     v = name.expand(P, S, H, D).to(dtype).contiguous()  # 0..35, exact in 16 bits
     k = torch.zeros(P, S, H, D, dtype=dtype)
-    channel = torch.arange(P * S * H).view(P, S, H)  # each token has a channel of its own
+    channel = torch.arange(P * S * H).view(P, S, H)  # one channel per token
     k.scatter_(3, channel[..., None], 1.0)
     for page in range(P):
         for token in (0, S - 1):
@@ -104,7 +104,7 @@ def test_no_request_at_all(impl):
 @IMPLS
 @KINDS
 def test_what_was_never_written_is_never_used(agree, impl, dtype, rounded):
-    """NaN in unnamed pages, in page 0 behind a -1, and behind last_len changes nothing."""
+    """NaN in unlisted pages, in page 0 next to a -1, and after last_len has no effect."""
     q, k, v, _, _, _ = inputs(4, B=2, P=6, S=8, dtype=dtype, rounded=rounded)
     pages, last_page, last_len = i32([[-1, 2, -1, 3], [-1] * 4]), i32([4, 5]), i32([3, 1])
     expected = densely(q, k, v, pages, last_page, last_len, 0.125)
@@ -146,14 +146,14 @@ def test_large_scores_do_not_overflow(impl, sign, dtype, rounded):
     got = attend_pages(q, k, v, pages, *last, 1.0, impl=impl)
     expected = densely(q, k, v, pages, *last, 1.0)
     assert torch.allclose(got[1].double(), expected[1], rtol=1e-6)
-    # Scores of 1600 carry 1e-4 of rounding before the exponential, whoever computes them.
+    # Scores of 1600 have 1e-4 of rounding error before the exponential, in every implementation.
     assert torch.allclose(got[0].double(), expected[0], atol=2e-3)
 
 
 @pytest.mark.parametrize("impl", ["reference", "native"])  # triton splits floats: inf - inf
 @KINDS
 def test_keys_that_mask_their_tokens(impl, dtype, rounded):
-    """A key of -inf where the query is positive hides its token; where it hides all, none is left."""
+    """A key of -inf where the query is positive masks its token; if all are masked, the set is empty."""
     q, k, v, pages, last_page, last_len = inputs(5, B=2, G=4, dtype=dtype, rounded=rounded)
     q[..., 0] = 1.0
     pages[:] = i32([0, 1, 2, 3, 4])
@@ -194,7 +194,7 @@ def test_pages_are_looked_up_where_their_slots_are_given(impl, per_head, into):
 
 def test_triton_looks_up_no_slot_beyond_the_last():
     q, k, v, *_ = inputs(9, B=1)
-    slot_of = torch.arange(8, dtype=torch.int32)[:3]  # what lies behind would be a slot
+    slot_of = torch.arange(8, dtype=torch.int32)[:3]  # the memory after it would be a slot
     got = attend_pages(q, k, v, i32([[0, 5, 2]]), None, None, 0.125, impl="triton", slot_of=slot_of)
     expected = attend_pages(q, k, v, i32([[0, 2]]), None, None, 0.125, impl="triton")
     for a, b in zip(got, expected, strict=True):
@@ -205,7 +205,7 @@ def test_triton_looks_up_no_slot_beyond_the_last():
 @pytest.mark.parametrize("columns", [7, 700])
 @pytest.mark.parametrize("with_last", [False, True])
 def test_a_wide_table_gives_what_its_pages_give(agree, impl, columns, with_last):
-    """The tail counts behind a row's own columns, also where there are none."""
+    """The tail comes after a row's own columns, even if there are none."""
     q, k, v, *_ = inputs(11, B=3, P=8)
     last = (i32([5, 6, -1]), i32([1, 2, 1])) if with_last else (None, None)
     n_pages = i32([4, 0, columns])

@@ -1,4 +1,4 @@
-"""Attention in C++: what it refuses, its arithmetic in every instruction set, its threads."""
+"""Attention in C++: refused arguments, arithmetic in every instruction set, threading."""
 
 import math
 import multiprocessing
@@ -49,7 +49,7 @@ def test_native_names_every_reason(impl, agree):
     assert "pages is not contiguous" in message
     assert "D=24; native supports multiples of 16" in message
     assert "float64[7, 8, 2, 24]" in message
-    got = attend_pages(q, k, v, pages, *last, 0.125)  # what it lacks runs on the reference
+    got = attend_pages(q, k, v, pages, *last, 0.125)  # unsupported: falls back to the reference
     agree(attend_pages, got, densely(q, k, v, pages, *last, 0.125))
 
 
@@ -116,7 +116,7 @@ def test_products_beyond_float32_stay_finite_and_a_nan_is_not_hidden(impl):
 
 @pytest.fixture
 def threads():
-    """threads(n): from now on."""
+    """threads(n): sets the number of threads."""
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
@@ -124,7 +124,7 @@ def threads():
 
 @NATIVE
 def test_a_row_depends_neither_on_threads_nor_on_neighbours(impl, threads):
-    """Calls from several threads at once, each with threads of its own, too."""
+    """Also with concurrent calls from several threads, each using several threads."""
     k, v = torch.randn(2, 16, 32, 2, 128).bfloat16()
     q, pages = torch.randn(12, 10, 128), torch.stack([torch.randperm(16)[:7] for _ in range(12)])
     pages = pages.int()
@@ -158,13 +158,13 @@ def test_a_row_depends_neither_on_threads_nor_on_neighbours(impl, threads):
 @pytest.mark.parametrize("per_head", [False, True])
 @pytest.mark.parametrize(("rows", "count"), [(1, 2), (1, 3), (2, 8), (3, 2), (3, 8)])
 def test_threads_share_a_sequence(impl, agree, threads, dtype, per_head, rows, count):
-    """Few sequences of many large pages, with holes in the lists and partial pages behind them."""
+    """Few sequences of many large pages, with gaps in the lists and partial pages after them."""
     q, k, v, _, _, _ = inputs(rows, rows, 12, 32, 8, 2, 128, 1, dtype)
     lists = 8 if per_head else 1
     pages = torch.randint(0, 12, (rows * lists, 40 * lists), dtype=torch.int32)
     pages[0, :9] = pages[0, 20:25] = -1
     if rows > 1:
-        pages[lists : 2 * lists] = -1  # nothing but the partial page
+        pages[lists : 2 * lists] = -1  # only the partial page
     arguments = q, k, v, pages, i32([3, 4, -1][:rows]), i32([5, 32, 0][:rows]), 0.1
     threads(1)
     alone = attend_pages(*arguments, impl=impl)
@@ -229,7 +229,7 @@ def test_the_best_instruction_set_is_the_default():
 @pytest.mark.skipif(native.module is None, reason=native.ABSENT)
 @pytest.mark.parametrize("size", [{"dtype": 5}, {"D": 24}, {"D": 0}, {"S": 0}, {"G": -1}, {"C": 2}])
 def test_addresses_without_a_shape_are_refused(size):
-    """What an op cannot ask for, but another caller of the module could."""
+    """Impossible through an op, but possible for another caller of the module."""
     zeros = torch.zeros(4096)
     pointers = {f"{name}_ptr": zeros.data_ptr() for name in ("q", "k", "v", "pages", "out", "lse")}
     sizes = {

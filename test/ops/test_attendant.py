@@ -1,4 +1,4 @@
-"""The attendant, which answers records of the ring's kernels that no worker will answer."""
+"""The attendant, which answers records posted by kernels that no worker will answer."""
 
 import os
 import re
@@ -26,7 +26,7 @@ pytestmark = NEEDS_KERNELS
 
 @pytest.fixture
 def attended(arena):
-    """A producer, which says who lives, and an attendant on its ring."""
+    """A producer, which provides the live epoch, and an attendant on its ring."""
     producer = _native.RingProducer(arena.address, arena.nbytes)
     attendant = _native.RingAttendant(producer, 50)
     yield producer, attendant
@@ -50,7 +50,7 @@ def test_an_idle_attendant_looks_less_and_less_often(attended):
 @KINDS
 @pytest.mark.parametrize("parts", [1, 3])
 def test_the_attendant_answers_what_no_worker_will(arena, attended, parts):
-    """Records of an epoch that nobody serves, as after a worker's death."""
+    """Records of an epoch without a worker, as after a worker's death."""
     producer, attendant = attended
     ring = ring_of(arena, parts=parts)
     ring.set_epoch(producer.next_epoch())
@@ -59,7 +59,7 @@ def test_the_attendant_answers_what_no_worker_will(arena, attended, parts):
 
 
 def test_the_attendant_leaves_a_living_worker_its_records(arena, attended):
-    """And wakes its threads, which a kernel cannot: they sleep at once when there is no work."""
+    """And wakes its threads, which a kernel cannot: with spin 0 they sleep as soon as there is no work."""
     producer, attendant = attended
     epoch = producer.next_epoch()
     cpu = sorted(os.sched_getaffinity(0))[-1]
@@ -80,7 +80,7 @@ def test_the_attendant_takes_over_in_the_middle_of_a_step(arena, attended):
     """The worker's epoch ends between the post and the answer."""
     producer, attendant = attended
     epoch = producer.next_epoch()
-    producer.set_live_epoch(epoch)  # alive as far as anybody knows, but it serves nothing
+    producer.set_live_epoch(epoch)  # considered alive, but serves nothing
     ring = ring_of(arena)
     ring.set_epoch(epoch)
     ring.begin_step(1)
@@ -113,7 +113,7 @@ def test_the_attendant_refuses_a_record_that_makes_no_sense(arena, attended):
 
 
 def test_a_damaged_head_shows_no_record_that_is_being_written(arena, attended):
-    """It seems to cover the record of the next post, whose batch is another than that of the slot's last one."""
+    """It appears to cover the next post's record, whose batch differs from that of the slot's previous one."""
     producer, _ = attended
     ring = ring_of(arena)
     ring.set_epoch(producer.next_epoch())

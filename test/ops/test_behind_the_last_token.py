@@ -1,4 +1,4 @@
-"""Memory behind a sequence's last token is not touched: it may be another process's, or nobody's."""
+"""Memory after a sequence's last token is not accessed: it may belong to another process, or be unmapped."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROT_NONE = 0
 
 
 class Zone:
-    """Memory whose second half cannot be read."""
+    """Memory followed by a guard region: its second half is not readable."""
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, 2 * ZONE_BYTES)
@@ -32,7 +32,7 @@ class Zone:
         assert libc.mprotect(*arguments) == 0, ctypes.get_errno()
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype, readable: int) -> torch.Tensor:
-        """Random data, of which so many elements lie before the end."""
+        """Random data, of which ``readable`` elements lie before the guard region."""
         count, size = math.prod(shape), dtype.itemsize
         buffer = (ctypes.c_char * (count * size)).from_address(self._end - readable * size)
         found = torch.frombuffer(buffer, dtype=dtype)
@@ -41,11 +41,11 @@ class Zone:
 
 
 def attend_everywhere() -> None:
-    """All instruction sets, storage types and tails; the process dies if one reads on."""
+    """All instruction sets, storage types and tails; an out-of-bounds read crashes the process."""
     zones = Zone(), Zone()
     isas = []
     for name in ("portable", "avx2", "avx512", "avx512bf16"):
-        with contextlib.suppress(ValueError):  # not of this machine
+        with contextlib.suppress(ValueError):  # unsupported on this machine
             native.module.set_isa(name)
             isas.append(name)
     pages, last_page = torch.tensor([[0]], dtype=torch.int32), torch.tensor([1], dtype=torch.int32)

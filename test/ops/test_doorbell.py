@@ -29,15 +29,15 @@ from ring_cases import (  # noqa: E402
 from ring_view import RingView  # noqa: E402
 from sglang_scout.ops.triton.doorbell import runs_of  # noqa: E402
 
-SPLIT = Split(threads=6, most=3, least_pages=2)  # not all requests here in as many runs
-LONG_US = 60_000_000  # a worker that sleeps could not be woken by a kernel
+SPLIT = Split(threads=6, most=3, least_pages=2)  # gives requests here different numbers of runs
+LONG_US = 60_000_000  # a kernel cannot wake a sleeping worker
 
 pytestmark = ring_cases.NEEDS_KERNELS
 
 
 @pytest.fixture
 def worker(arena):
-    """worker(epoch): threads that serve; they never sleep."""
+    """worker(epoch): serving threads that never sleep."""
     running = []
 
     def start(epoch, parts=1):
@@ -53,7 +53,7 @@ def worker(arena):
 @KINDS
 @pytest.mark.parametrize("parts", [2, 0])
 def test_leaves_the_bytes_that_the_cpp_producer_leaves(arena, parts):
-    """But for the bell, which is the producer's futex."""
+    """Except the bell, which is the producer's futex."""
     lists = arena.spec.lists
     requests = [
         (0, 7, request(1, lists=lists)),
@@ -67,7 +67,7 @@ def test_leaves_the_bytes_that_the_cpp_producer_leaves(arena, parts):
     producer.set_live_epoch(epoch)
     for layer, step, request_ in requests:
         q, pages, n = (t.cpu() for t in request_)
-        # a kernel leaves rows without pages as they are
+        # a kernel does not write rows without pages
         q = q.view(len(n), -1).masked_fill(n[:, None] == 0, 0.0)
         producer.post(
             layer, step, len(n), q.data_ptr(), pages.data_ptr(), pages.shape[1], n.data_ptr(),
@@ -123,7 +123,7 @@ def test_answers_of_worker_threads_are_merged(arena, worker, parts):
     worker(epoch=5, parts=parts)
     ring = ring_of(arena, parts=parts)
     ring.set_epoch(5)
-    for step in range(1, 4):  # both parities, slots used again
+    for step in range(1, 4):  # both parities, with slots reused
         exchange(arena, ring, step)
     assert ring.state[2] == 3 * LAYERS
 
@@ -146,7 +146,7 @@ def test_nothing_is_posted_without_pages_or_without_an_epoch(arena):
 
 
 def test_no_answer_is_an_error_and_never_hangs(arena):
-    """Nobody serves; then the slot is busy until a new epoch begins."""
+    """Without a worker; then the slot is busy until a new epoch begins."""
     ring = ring_of(arena, timeout_us=2000)
     ring.set_epoch(1)
     ring.begin_step(1)
@@ -169,7 +169,7 @@ def test_no_answer_is_an_error_and_never_hangs(arena):
 
 
 def test_after_an_error_nothing_is_waited_for(arena):
-    """A step has many slots: with the whole time for each of them its server would end late."""
+    """A step has many slots: the full timeout for each would delay the server's shutdown."""
     ring = ring_of(arena, timeout_us=2000)
     ring.set_epoch(1)
     ring.begin_step(1)
@@ -235,7 +235,7 @@ def test_malformed_arguments_are_named(arena, change, message):
 
 
 def test_ranks_see_each_other_s_faults(arena):
-    """Those of a step that ends together; each clears its own alone."""
+    """Those of a joint step; each rank clears only its own."""
     faults = torch.zeros(3, dtype=torch.int64, pin_memory=DEVICE != "cpu")
     with pytest.raises(ValueError, match="rank is 3, faults has 3 words"):
         ring_of(arena, faults=faults, rank=3)

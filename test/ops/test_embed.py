@@ -1,4 +1,4 @@
-"""Embeddings of pages: which are built from which keys, and the scores by them."""
+"""Page embeddings: building them from keys, and scoring by them."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def build(op, source, ids, P, H, D, dtype, rng, rows=None, impl="reference", ran
 
 
 def wanted(k, w_k=()):
-    """Word for word in float64 from keys [S, H, D], of one layer."""
+    """Literal float64 implementation from keys [S, H, D], of one layer."""
     k = k.double()
     if not len(w_k):
         half = len(k) // 2
@@ -149,7 +149,7 @@ def test_equals_the_literal_formula(agree, impl, W, dtype, sizes, E, seed):
 @SCORES
 @pytest.mark.parametrize("W", [1, 2])
 def test_void_columns_are_minus_infinity_whatever_they_hold(impl, W):
-    """And a page before one does not see it."""
+    """And they do not affect the page before."""
     q, embeddings, table, _ = inputs(5, B=4, W=W)
     table = torch.where(table == 11, 10, table)
     embeddings[11] = torch.nan
@@ -163,7 +163,7 @@ def test_void_columns_are_minus_infinity_whatever_they_hold(impl, W):
 @SCORES
 @pytest.mark.parametrize("W", [1, 2])
 def test_rows_that_are_longer_than_a_block_of_any_kernel(agree, impl, W):
-    """The window of a block's last page reaches into the next one."""
+    """The window of a block's last page extends into the next block."""
     q, embeddings, _, _ = inputs(13, B=2, P=200, H=1, W=W)
     embeddings[::64] *= 50
     table = torch.arange(200, dtype=torch.int32).repeat(2, 1)
@@ -181,7 +181,7 @@ def test_no_columns(impl):
 
 @pytest.mark.parametrize("impl", score_embeddings.names())
 def test_means_score_as_windows_of_32_tokens_pooled_from_raw_keys(impl, layer_pages):
-    """Equations 5 and 11 of the paper: kernel 32, stride 16, raw products, the largest of a page's windows."""
+    """Equations 5 and 11 of the paper: kernel 32, stride 16, raw products, maximum over a page's windows."""
     rng, pages, H, D = draw(3), 7, 2, 32
     k = torch.randn(1, pages, 32, H, D, generator=rng)
     made = build(build_layer_means, layer_pages(k), torch.arange(pages), pages, H, D, k.dtype, rng)[

@@ -1,4 +1,4 @@
-"""What holds of every op: wrong arguments are named, inputs stay as they are, and shapes never depend on values."""
+"""Invariants of every op: errors name wrong arguments, inputs are unchanged, shapes never depend on values."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def ints(*shape, dtype=torch.int32):
 
 
 def cases():
-    """Op -> arguments that fit."""
+    """Op -> valid arguments."""
     layers = LayerPages.of(*[[real(P, S, H, D) for _ in range(L)] for _ in "kv"], "cpu")
     of_one_head = LayerPages.of(*[[real(P, S, D) for _ in range(L)] for _ in "kv"], "cpu")
     ids, slots = torch.arange(4), [real(L, 4, S, H, D) for _ in "kv"]
@@ -80,14 +80,14 @@ def slots_of(pages):
 
 OPS = pytest.mark.parametrize("op", cases(), ids=lambda op: op.name)
 ANY_DTYPE = {"k", "q", "weight", "q_norm_weight", "cos_sin"}
-ANY_SIZE = {"slot_of", "ids", "pages"}  # of the last axis
+ANY_SIZE = {"slot_of", "ids", "pages"}  # in the last axis
 MUTATES = {append_tokens, build_layer_digests, build_layer_means, build_layer_pilots, build_layer_rotated,
             copy_layer_pages, copy_tokens, decay_mass, stage_pages}  # fmt: skip
-OF_LAYERS = ("source.", "target.")  # which are checked as they are made
+OF_LAYERS = ("source.", "target.")  # checked at construction
 
 
 def changed(value, name, change):
-    """``value`` with the tensor of that name, as in `Call.tensors`, put through ``change``."""
+    """``value`` with ``change`` applied to the tensor of that name, as in `Call.tensors`."""
     if "." not in name and "[" not in name:
         return change(value)
     part = name.partition(".")[2] or int(name[-2])
@@ -141,7 +141,7 @@ def test_strided_tensors_are_refused_by_kernels_and_taken_by_the_reference(op):
 
 @OPS
 def test_inputs_stay_as_they_are_and_no_value_is_needed_on_the_host(op):
-    """On tensors without data anything that looks at a value, as a host sync would, fails."""
+    """On tensors without data anything that reads a value, as a host sync would, fails."""
     if op in MUTATES:
         pytest.skip("changes its arguments")
     arguments = cases()[op]

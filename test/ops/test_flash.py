@@ -1,4 +1,4 @@
-"""FlashAttention-3 in place of our kernel: what it is handed, with a plain stand-in for the library."""
+"""FlashAttention-3 instead of our kernel: the arguments it gets, with a plain stand-in for the library."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def test_pages_are_packed_in_order_with_the_last_one_behind(impl, seed):
 
 
 def plainly(q, k, v, page_table, cache_seqlens, softmax_scale, softcap, return_softmax_lse):
-    """FlashAttention-3's interface, one request after the other."""
+    """FlashAttention-3's interface, one request at a time."""
     assert q.shape[1] == 1 and return_softmax_lse
     assert page_table.is_contiguous() and page_table.dtype == cache_seqlens.dtype == torch.int32
     found, lse = torch.zeros_like(q), torch.full((len(q), q.shape[2], 1), -torch.inf)

@@ -9,7 +9,7 @@ from sglang_scout.ops.gather import copy_layer_pages
 from sglang_scout.ops.layers import LayerPages
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int16)
-# Of ids [3, n], with two layers of 4 pages and of 3 slots.
+# For ids [3, n], with two layers of 4 pages and of 3 slots.
 OUTSIDE = pytest.mark.parametrize(
     ("which", "bad"), [(0, 2), (0, -1), (1, 4), (2, 3), (2, -1), (2, 2**40)]
 )
@@ -28,7 +28,7 @@ OUTSIDE = pytest.mark.parametrize(
 def test_named_pages_are_copied_and_others_untouched(
     impl, layer_pages, dtype, page, L, P, Ns, shift, data
 ):
-    """Lists in any order, layers with many pages and with none, pages that are copied twice."""
+    """Lists in any order, layers with many pages or none, pages copied twice."""
     halves = torch.randint(0, 100, (2, L, P, *page)).to(dtype)
     targets = st.tuples(st.integers(0, L - 1), st.integers(0, Ns - 1))
     to = data.draw(st.lists(targets, unique=True))
@@ -67,7 +67,7 @@ def test_what_is_out_of_range_is_refused(impl, which, bad, layer_pages):
 @pytest.mark.parametrize("impl", ["triton"])
 @OUTSIDE
 def test_triton_skips_what_is_out_of_range(impl, which, bad, layer_pages):
-    """Ids on the device are not seen by the host: nothing outside is read or written."""
+    """The host cannot check ids on the device: nothing out of bounds is read or written."""
     ids = torch.tensor([[0, 1], [1, 1], [2, 2]])
     ids[which, 1] = bad
     k, v = torch.zeros(2, 2, 3, 8)
@@ -104,6 +104,6 @@ def test_kernels_refuse_to_copy_within_one_memory(impl, half):
 
 def test_within_one_memory_all_is_read_before_anything_is_written():
     pool, other = torch.arange(4.0).view(1, 4, 1), torch.zeros(1, 4, 1)
-    swap = torch.tensor([[0, 0], [0, 1], [1, 0]])  # page after page would lose one
+    swap = torch.tensor([[0, 0], [0, 1], [1, 0]])  # copying page by page would lose one
     copy_layer_pages(LayerPages.of([pool[0]], [torch.ones(4, 1)], "cpu"), swap, pool, other)
     assert pool.flatten().tolist() == [1.0, 0.0, 2.0, 3.0]

@@ -1,4 +1,4 @@
-"""Digests of the pages of all layers, as bounds and as bits: which rows are written, and from which keys."""
+"""Digests of the pages of all layers, bounds and rotated: which rows are written, and from which keys."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, *FP8)
 BOTH = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 IMPLS = pytest.mark.parametrize(("op", "impl"), [(op, name) for op in OPS for name in op.names()])
 SIZES = st.tuples(*(st.integers(1, n) for n in (3, 6, 9, 33, 3)))
-UNWRITTEN = 0xFF  # as bytes of a float a NaN
+UNWRITTEN = 0xFF  # NaN as the bytes of a float
 
 
 def unwritten(op, L, P, H, D, dtype=torch.float32):
@@ -32,7 +32,7 @@ def unwritten(op, L, P, H, D, dtype=torch.float32):
 
 
 def expected(op, k):
-    """Of [L, R, S, H, D], every row's digest."""
+    """Every row's digest, for k [L, R, S, H, D]."""
     if op is build_layer_digests:
         return k.amin(2), k.amax(2)
     L, R, _, H, D = k.shape
@@ -46,7 +46,7 @@ def is_unwritten(part):
 
 
 def assert_same(op, got, wanted):
-    """Parts of the same pages. Bits of elements next to a threshold may differ by rounding."""
+    """Compares parts of the same pages. Bits of elements close to a threshold may differ by rounding."""
     if op is build_layer_digests:
         assert all(map(torch.equal, got, wanted))
         return
@@ -72,7 +72,7 @@ def assert_same(op, got, wanted):
 
 
 def check(op, built, wanted, ids):
-    """The rows ``ids`` of all layers are these; the others are as they were."""
+    """The rows ``ids`` of all layers are as wanted; the others are unchanged."""
     rest = [page for page in range(built[0].shape[1]) if page not in ids.tolist()]
     assert_same(op, [part[:, ids] for part in built], wanted)
     assert all(is_unwritten(part[:, rest]) for part in built)
@@ -92,7 +92,7 @@ def check(op, built, wanted, ids):
 def test_named_rows_are_exact_and_others_untouched(
     op, impl, layer_pages, dtype, wider, sizes, D, shift, elsewhere, seed, data
 ):
-    """``elsewhere``: the keys of a page do not lie in the row of its id. ``wider``: bounds of fp8."""
+    """``elsewhere``: the keys of a page are not in the row of its id. ``wider``: bounds of fp8."""
     L, P, R, S, H = sizes
     S = PAGE_TOKENS if op is build_layer_rotated else S
     elsewhere = elsewhere and impl != "native"
@@ -136,7 +136,7 @@ def test_page_out_of_range_is_refused_before_anything_is_written(op, impl, bad, 
 @pytest.mark.parametrize("impl", ["triton"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_triton_skips_pages_out_of_range(op, impl, dtype, layer_pages):
-    """Ids on the device are not seen by the host: nothing outside is read or written."""
+    """The host cannot check ids on the device: nothing out of bounds is read or written."""
     k = torch.randn(2, 3, 32, 2, 16).to(dtype)
     wanted, built = expected(op, k), unwritten(op, 2, 3, 2, 16, dtype)
     op(layer_pages(k), torch.tensor([3, 1, -1, 2**40]), *built, impl=impl)

@@ -1,4 +1,4 @@
-"""Page copies by copy engines: what CUDA's runtime is asked for, with a stand-in that copies at once."""
+"""Page copies by copy engines: the calls to the CUDA runtime, with a stand-in that copies immediately."""
 
 import ctypes
 from types import SimpleNamespace
@@ -90,7 +90,7 @@ def test_when_it_leaves_the_copies_to_the_kernel(runtime, monkeypatch):
     assert reason(pages(P, *PAGE), targets(*PAGE)) == ""
     assert reason(pages(P, 16, 8, 128), targets(16, 8, 128)).startswith("pages of 32768 bytes")
     assert reason(pages(P, 32, 8, 192), targets(32, 8, 192)).startswith("pages of 98304 bytes")
-    # As with the context pages of `hgca` behind each plane.
+    # As with the context pages of `hgca` after each plane.
     assert "whole pages apart" in reason(pages(P, *PAGE, apart=64), targets(*PAGE))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert "capture" in reason(pages(P, *PAGE), targets(*PAGE))
@@ -112,6 +112,6 @@ def test_it_is_for_copies_from_locked_memory_to_a_device():
 def test_the_runtime_that_torch_has_loaded_has_the_call():
     if not (torch.version.cuda or "").startswith("13."):
         pytest.skip(f"torch is built for CUDA {torch.version.cuda}")
-    # Without a device it refuses: it is found and called as declared.
+    # Without a device it fails, which shows that it is found and called as declared.
     if not torch.cuda.is_available():
         assert memcpy.runtime()(*[0] * 8) != 0

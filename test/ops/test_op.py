@@ -1,4 +1,4 @@
-"""What makes an op of a reference: checks from specs, reasons from limits, and the choice."""
+"""Ops built from a reference: checks from specs, reasons from limits, and implementation choice."""
 
 import logging
 from typing import NamedTuple
@@ -182,7 +182,7 @@ def of_triton(op):
 
 
 def test_where_tensors_must_be_for_kernels(monkeypatch):
-    """Locked memory of the host stands in for a device's own only where a kernel can read it."""
+    """Pinned host memory replaces device memory only where a kernel can read it."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     digests = torch.zeros(4, 1, 24), torch.zeros(4, 1, 24)
     table, n_full = torch.zeros(1, 2).int(), torch.zeros(1).int()

@@ -1,5 +1,5 @@
 """Split a request's pages at random between GPU part, CPU part and nothing: attending to both parts
-and merging gives dense attention over their union. This is what makes the split invisible."""
+and merging gives dense attention over their union."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def packed(rows, k):
     )
 
 
-# Where each page of each request goes: rows may be empty, and all may go to one place.
+# The part of each page of each request: rows may be empty, and all may go to one part.
 assignments = st.lists(
     st.lists(st.sampled_from((GPU, CPU, NOTHING)), min_size=0, max_size=10), min_size=1, max_size=4
 )
@@ -56,7 +56,7 @@ def test_merged_parts_equal_dense_attention_over_the_union(
     tails = [(next(ids), n) if n else (-1, 0) for n in tail_lens[:B]]
     unwritten = next(ids)
     k[unwritten], v[unwritten] = torch.nan, torch.nan
-    for page, n in tails:  # a page being filled: what lies behind its tokens is not there yet
+    for page, n in tails:  # a partial page: memory after its tokens is unwritten
         if n:
             k[page, n:], v[page, n:] = torch.nan, torch.nan
 

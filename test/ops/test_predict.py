@@ -44,7 +44,7 @@ def case(seed=0, B=3, hidden=48, HQ=4, D=16, rotary_dim=16, bias=True, q_norm=Tr
 
 
 def predict_query(c, impl):
-    """As a projector does it; where there is a bias the heads are a part of wider rows."""
+    """Like a projector; with a bias the heads are a part of wider rows."""
     x = add_norm(c["x"], c["residual"], c["norm_weight"], c["norm_eps"], impl=impl)
     q = torch.nn.functional.linear(x, c["w_q"], c["b_q"])
     if c["b_q"] is not None:
@@ -112,7 +112,7 @@ def test_equals_double_precision(
 
 @IMPLS
 def test_a_float32_table_is_used_as_it_is(agree, impl):
-    """On CUDA SGLang keeps the table in float32 beside a bfloat16 model."""
+    """On CUDA, SGLang keeps the table in float32 for a bfloat16 model."""
     c = case(dtype=torch.bfloat16) | {"cos_sin": table(4096, 16)}
     c["positions"] = torch.tensor([4095, 4001, 0])
     agree(rotate_heads, predict_query(c, impl), by_complex_numbers(c), torch.bfloat16)
@@ -141,19 +141,19 @@ def sgl():
         from sglang.srt.layers.rotary_embedding import get_rope
         from sglang.srt.runtime_context import get_context
         from sglang.srt.utils import is_cpu
-    except Exception as error:  # a broken install raises all sorts of things
+    except Exception as error:  # a broken install may raise anything
         pytest.skip(f"sglang cannot be imported: {error!r}")
     if not is_cpu():
         pytest.skip("sglang was imported before SGLANG_USE_CPU_ENGINE=1 was set")
-    # get_rope asks the published server arguments for one field; put back what was published.
+    # get_rope reads one field of the global server arguments; restored afterwards.
     context = get_context()
     before, context._server_args = context._server_args, SimpleNamespace(rl_on_policy_target=None)
     yield RMSNorm, get_rope
     context._server_args = before
 
 
-# Qwen3: head norm, whole head turns. Llama: neither bias nor head norm. Qwen2: bias.
-# GLM4: bias, only half of the head turns and neighbours pair.
+# Qwen3: head norm, whole head rotated. Llama: neither bias nor head norm. Qwen2: bias.
+# GLM4: bias, only half of the head is rotated, and adjacent channels pair.
 MODELS = {
     "qwen3": {"bias": False, "q_norm": True, "rotary_dim": 128, "is_neox": True},
     "llama": {"bias": False, "q_norm": False, "rotary_dim": 128, "is_neox": True},
@@ -166,7 +166,7 @@ MODELS = {
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_equals_the_modules_of_sglang(sgl, impl, model, dtype):
-    """The same input through SGLang's norm, head norm and rotation: equal to the bit."""
+    """Bit-identical to SGLang's norm, head norm and rotation of the same input."""
     RMSNorm, get_rope = sgl
     HQ, D, hidden, max_pos = 4, 128, 256, 512
     c = case(5, 6, hidden, HQ, D, max_pos=max_pos, dtype=dtype, **MODELS[model])

@@ -1,4 +1,4 @@
-"""Residency in C++ against the plain one, and what its rules are for."""
+"""Residency in C++ against the plain one, and the purpose of its rules."""
 
 from collections import defaultdict
 
@@ -30,7 +30,7 @@ def check_same(table, plain):
     assert metadata.generation.tolist() == plain.generation
     free = zip(metadata.free.tolist(), metadata.num_free, strict=True)
     assert [slots[:count] for slots, count in free] == plain.free
-    is_page = table.page_of >= 0  # what is said of slots is what is said of their pages
+    is_page = table.page_of >= 0  # slot attributes equal those of their pages
     at = EVERY[:, None], np.maximum(table.page_of, 0)
     assert (metadata.slot_frequency == np.where(is_page, plain.frequency[at], np.inf)).all()
     assert (metadata.slot_stamp == plain.stamp[at])[is_page].all()
@@ -45,7 +45,7 @@ def test_as_the_plain_one_whatever_happens(slots, seed):
     plain = PlainResidency(LAYERS, PAGES, slots, half_life_steps)
     table.take_changes()
     elsewhere, in_flight, step = table.slot_of.copy(), [], 0
-    content = {}  # of a (layer, slot): the page and its generation when the copy began
+    content = {}  # (layer, slot) -> page and generation when the copy began
     for _ in range(30):
         step += int(rng.choice([1, 1, 60]))  # far apart, frequencies are rescaled
         chosen = rng.integers(-1, PAGES, (LAYERS, BATCH, K), np.int32)
@@ -82,7 +82,7 @@ def test_as_the_plain_one_whatever_happens(slots, seed):
                 asked = want, before, is_forced
                 assert table.evict(EVERY, *asked) == plain.evict(*asked)
         check_same(table, plain)
-        for layer, slot in np.argwhere(table.page_of >= 0).tolist():  # nobody reads another's bytes
+        for layer, slot in np.argwhere(table.page_of >= 0).tolist():  # the right content
             page = int(table.page_of[layer, slot])
             assert content[layer, slot] == (page, plain.generation[page])
         changed, now = table.take_changes()
@@ -145,7 +145,7 @@ def test_a_page_selected_once_does_not_push_out_one_that_is_selected_often():
         touch(made, ids(1, 2) if step % 2 else ids(2), step)
     touch(made, ids(9, 2), 21)
     made.commit(made.exchange(0, ids(9), 21), 21)
-    # Page 3 was never selected. Page 1 lies longer back than 9, yet is more frequent.
+    # Page 3 was never selected. Page 1 is less recent than 9, yet more frequent.
     assert resident(made) == [1, 2, 9]
     assert not len(made.exchange(0, ids(8), 21).pages), "never selected: not worth a slot"
 

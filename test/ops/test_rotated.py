@@ -1,4 +1,4 @@
-"""Digests of one and two bits per key element: what is stored, and the scores of pages by it."""
+"""Digests of one and two bits per key element: stored contents, and page scores."""
 
 import math
 
@@ -29,7 +29,7 @@ def empty(P, H, D, bits):
 
 
 def digests(k, bits, impl="reference", ids=None, v=None):
-    """Of all pages of one layer [P, 32, H, D], or of those named; values are keys unless given."""
+    """Digests of all pages of one layer [P, 32, H, D], or of ``ids``; values are keys unless given."""
     P, _, H, D = k.shape
     built = empty(P, H, D, bits)
     ids = torch.arange(P) if ids is None else ids
@@ -47,7 +47,7 @@ def keys(seed, P, H, D, dtype=torch.float32):
 
 
 def check_norms(v, stats):
-    """To half a step of the largest."""
+    """Accurate to half a step of the largest."""
     expected = v.double().nan_to_num(0.0).clamp(-rotated.LARGEST, rotated.LARGEST).norm(dim=-1)
     found = rotated.value_norms(stats).double()
     error = (found - expected.transpose(1, 2)).abs()
@@ -56,7 +56,7 @@ def check_norms(v, stats):
 
 
 def check_built(k, built, bits):
-    """Against the formula in float64: one step of what is stored, and bits where they are not a close call."""
+    """Against the formula in float64: within one quantization step, and equal bits except close to a threshold."""
     planes, stats = built
     D = k.shape[-1]
     x = k.double().nan_to_num(0.0).clamp(-rotated.LARGEST, rotated.LARGEST).transpose(1, 2)
@@ -72,7 +72,7 @@ def check_built(k, built, bits):
     scale = x.square().mean(-1).sqrt()
     stored = stats[..., D : D + 64].contiguous().view(torch.bfloat16).double()
     torch.testing.assert_close(stored, scale, atol=1e-30, rtol=2.0**-8)
-    # Products of the rotation are rounded relative to keys.
+    # Rounding of the rotation is relative to the keys.
     largest = x.abs().amax((-1, -2), keepdim=True)
     close = 1e-5 * scale[..., None] + 2e-6 * (largest + k.double().nan_to_num(0.0).abs().max())
     found = rotated._unpacked(planes)
@@ -158,7 +158,7 @@ def literal(q, planes, stats, table, n_full, scale, reduce):
 def inputs(seed, B=3, N=9, P=12, H=2, G=3, D=64, bits=2):
     rng = torch.Generator().manual_seed(seed)
     k = torch.randn(P, 32, H, D, generator=rng) + torch.randn(P, 1, H, D, generator=rng)
-    # Of norms about 1, so that scores are of one size.
+    # With norms of about 1, so that scores have similar magnitude.
     v = torch.rand(P, 32, H, D, generator=rng) * D**-0.5
     q = torch.randn(B, H * G, D, generator=rng)
     table = torch.randint(-1, P, (B, N), generator=rng, dtype=torch.int32)
@@ -205,7 +205,7 @@ def test_the_change_of_a_mass_equals_the_formula(agree, impl, bits, sizes, D, se
 @SCORES
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_mass_changes_by_each_head_s_own_pages(agree, impl, dtype):
-    """A list for each KV head is as if it were the only head there is."""
+    """A list for a KV head gives the same as if that were the only head."""
     q, planes, stats, *_ = inputs(4, B=3, P=20, H=2, G=3)
     q, q_ahead = q.to(dtype), (q + 0.3 * torch.randn(q.shape)).to(dtype)
     pages = torch.randint(0, 20, (6, 37), dtype=torch.int32)
@@ -259,7 +259,7 @@ def test_rows_that_are_longer_than_a_block_of_any_kernel(agree, impl, bits, redu
 @pytest.mark.parametrize("reduce", REDUCTIONS)
 def test_void_columns_are_minus_infinity_whatever_they_hold(impl, reduce):
     q, planes, stats, table, _ = inputs(5, B=5, N=9, P=12)
-    stats[11] = 255  # not a number anywhere: a page that was never written
+    stats[11] = 255  # NaN: a page that was never written
     table = torch.where(table == 11, 10, table)
     table[:, 6:] = 11
     table[:, 2] = -1

@@ -1,4 +1,4 @@
-"""Averages of attention weights, the tokens that they keep, and their way into pages of one head."""
+"""Moving averages of attention weights, the tokens kept by them, and copying these into pages of one head."""
 
 import numpy as np
 import pytest
@@ -88,7 +88,7 @@ def test_a_bit_for_every_token_above_the_threshold_of_its_head(impl):
 def test_salient_tokens_have_more_than_their_share_for_some_query_head(dtype):
     rng = torch.Generator().manual_seed(1)
     k, q = torch.randn(300, S, 2, 16, generator=rng).to(dtype), torch.randn(6, 16, generator=rng)
-    pages = torch.randperm(300, generator=rng)[:270]  # more than are looked at together
+    pages = torch.randperm(300, generator=rng)[:270]  # more than one chunk
     beta = torch.tensor([1.0, 2.5])
     heads, tokens = select_salient(q, k, pages, beta, 0.25)
     a = weights(q, k[pages].flatten(0, 1), 0.25)

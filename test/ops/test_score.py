@@ -10,7 +10,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def literal(q, kmin, kmax, table, n_full, scale, reduce):
-    """Quest's formula word for word in float64, one row and one page at a time."""
+    """Quest's formula literally in float64, one row and one page at a time."""
     B, N = table.shape
     G = q.shape[1] // kmin.shape[1]
     q, low, high = q.double(), kmin.double(), kmax.double()
@@ -84,7 +84,7 @@ def test_void_columns_are_minus_infinity_whatever_they_hold(impl, reduce):
 @IMPLS
 @pytest.mark.parametrize("reduce", REDUCTIONS)
 def test_rows_that_are_longer_than_a_block_of_any_kernel(agree, impl, reduce):
-    """200 pages, the bounds of each stretch of pages on another level, one row that ends early."""
+    """200 pages, with bounds of different magnitude in each run of pages, and one row that ends early."""
     q, kmin, kmax, _, _ = inputs(13, B=2, P=200, H=1, G=2)
     level = 1 + torch.arange(200) // 50 % 3
     kmin, kmax = (x * level[:, None, None] for x in (kmin, kmax))

@@ -36,7 +36,7 @@ def cases(draw):
     slot_of = torch.randint(-1, 3, (P,), generator=rng, dtype=torch.int32)
     sink, recent = draw(st.integers(0, 3)), draw(st.integers(0, 3))
     k = draw(st.integers(max(1, sink + recent), max(1, sink + recent) + 12))
-    # Whole numbers add up exactly, and no sum of theirs is these shares of another.
+    # Integers add up exactly, and none of their sums is exactly such a share of another.
     mass = draw(st.sampled_from((1.0, 0.3 + 1e-5, 0.9 + 1e-5)))
     return (
         (scores * levels).round() if mass < 1 else scores,
@@ -73,7 +73,7 @@ def test_equals_sorting_as_a_set(impl, case):
         assert forced <= set(filled)
         score_of = dict(zip(ids, row, strict=True))
         swapped_in, swapped_out = set(filled) - set(best), set(best) - set(filled)
-        # Where the sets differ the scores are the same: a tie went the other way.
+        # Where the sets differ, the scores are equal: a tie was broken differently.
         assert sorted(score_of[p] for p in swapped_in) == sorted(best[p] for p in swapped_out)
         missing = [page for page in filled if slot_of[page] < 0]
         assert chosen.missing[b].tolist() == missing + [-1] * (k - len(missing))
@@ -84,7 +84,7 @@ def test_equals_sorting_as_a_set(impl, case):
 def test_forced_pages_win_over_any_score(impl):
     table, slot_of = i32([[10, 11, 12, 13, 14, 15]]), i32([-1] * 20)
     scores = torch.tensor([[-1e38, torch.inf, 3.0, torch.nan, -torch.inf, torch.inf]])
-    # A NaN comes last; column 5 is not full.
+    # NaN ranks last; column 5 is not full.
     for k, expected in ((2, {10, 14}), (4, {10, 11, 12, 14})):
         got = select_pages(scores, table, i32([5]), slot_of, k, 1, 1, impl=impl)
         assert set(got.pages[0].tolist()) == expected
@@ -106,7 +106,7 @@ def test_a_share_of_the_mass_is_enough(impl):
     scores = torch.tensor([[0.2, 0.5, 0.1, 0.15, 0.04, 0.01]])
     for mass, expected in ((0.05, [10, 15]), (0.6, [10, 15, 11]), (0.8, [10, 15, 11, 13])):
         got = select_pages(scores, table, i32([6]), slot_of, 5, mass=mass, impl=impl)
-        assert sorted(got.pages[0, :2].tolist()) == expected[:2]  # forced ones whatever they hold
+        assert sorted(got.pages[0, :2].tolist()) == expected[:2]  # forced, whatever their scores
         assert got.pages[0, 2:].tolist() == expected[2:] + [-1] * (5 - len(expected))
         assert set(got.missing[0].tolist()) == set(expected) - {11} | {-1}
         assert int(got.n_missing[0]) == len(set(expected) - {11})

@@ -22,11 +22,11 @@ DTYPES = (torch.float32, torch.bfloat16, torch.uint8)
 def test_each_entry_comes_to_its_slot(
     impl, layer_pages, dtype, page, by_head, requests, k, spare, shift, data
 ):
-    """Lists with gaps, pages that several lists name; slots without an entry stay as they are."""
+    """Lists with gaps, pages in several lists; slots without an entry are unchanged."""
     S, H, D = page
     lists = H if by_head else 1
     if by_head and H > 1 and impl == "native":
-        return  # it says that it copies whole pages
+        return  # it refuses: it copies whole pages
     halves = torch.randint(0, 100, (2, 2, 6, S, H, D)).to(dtype)
     rows = requests * lists
     ids = data.draw(st.lists(st.integers(-1, 5), min_size=rows * k, max_size=rows * k))

@@ -1,4 +1,4 @@
-"""Every kernel compiles for the device, without one. What runs interpreted may still not compile."""
+"""Every kernel compiles for the device, without one. Kernels that run interpreted may still not compile."""
 
 import os
 import re
@@ -41,7 +41,7 @@ def test_every_kernel_compiles_and_none_spills_more_than_some_words(ptx):
 @pytest.mark.slow  # a minute each
 @pytest.mark.parametrize("arch", ["80", "100", "120"])
 def test_other_devices_take_the_same_kernels(arch):
-    """The oldest, Blackwell's, and the one with the least shared memory."""
+    """The oldest architecture, Blackwell, and the one with the least shared memory."""
     compile_kernels("--arch", arch)
 
 
@@ -53,11 +53,11 @@ def test_products_run_on_tensor_cores_and_tiles_are_read_16_bytes_at_a_time(ptx,
 
 
 def test_a_mask_of_stored_bits_is_all_that_makes_an_operand(ptx):
-    """Warp-group products of 64 pages whose bits come from registers, read 16 bytes at a time."""
+    """Warp-group MMAs of 64 pages with bits as register operands, loaded 16 bytes at a time."""
     code = ptx["rotated_sums_kernel"]
     products = "wgmma.mma_async.sync.aligned.m64n16k32.s32.s8.s8"
     assert code.count(products) == 4 + 4 * 4  # D / 32 of the mean, and of each of four tokens
-    # Of each register with the bits of two tokens in two rows: 4 masks a token, none by bytes.
+    # For each register with the bits of two tokens in two rows: 4 masks per token, none per byte.
     masks = [f"and.b32 .*, {(0x01010101 << r)};" for r in range(4)]
     assert [len(re.findall(mask, code)) for mask in masks] == [16] * 4
     assert "prmt" not in code
@@ -72,16 +72,16 @@ def test_a_post_is_released_behind_all_it_wrote(ptx):
     assert rows < arrival < number
     assert "bar.sync" in code[rows:arrival]
     assert code[arrival:number].count("st.global") == 5  # counter, the other header words
-    assert code[number:head].count("st.global") == 2  # claim, log; behind it, device words
+    assert code[number:head].count("st.global") == 2  # claim, log; after it, device words
 
 
 def test_a_wait_acquires_and_is_bounded_by_the_clock(ptx):
     code = ptx["merge_answer_kernel"]
-    # Of program 0 and of those that wait for it.
+    # In program 0 and in those that wait for it.
     assert code.count("ld.acquire.sys.global.s64") >= 4
     assert code.count("%globaltimer") >= 4
     assert "ld.volatile.global.v4" in code
-    assert "bar.sync" not in code  # a warp each
+    assert "bar.sync" not in code  # one warp each
 
 
 def test_importing_the_ops_does_not_import_triton():

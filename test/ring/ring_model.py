@@ -1,15 +1,14 @@
-"""The ring's protocol as a transition system: its memory, and what a step of a thread is.
+"""Model of the ring's protocol as a transition system: its memory, and the steps of its threads.
 
-Every step is one access to shared memory, as sgl-kernel/src/producer.h and runtime.cpp make it, by
-the producer, by a worker thread or by the supervisor. Stores wait in a buffer of their process's
-thread (total store order, as on x86) until they are drained, a fence or a locked instruction comes,
-or the thread dies. Sleeps have no timeout here, although they have one in the code: a wake-up that
-is lost is a deadlock. With one exception, which this search found: the end of an epoch may come
-between the producer's last look at it and its sleep, and its wake-up with it. So a sleeping
-producer looks at the live epoch now and then (kSliceUs). A thread that finds nothing to do goes
-to sleep; that it may poll first adds no state.
+Every step is one access to shared memory, as made by sgl-kernel/src/producer.h and runtime.cpp, by
+the producer, by a worker thread or by the supervisor. Stores are held in the thread's store buffer
+(total store order, as on x86) until they are drained, at a fence or locked instruction, or when the
+thread dies. Sleeps have no timeout here, although they have one in the code: a lost wake-up is a
+deadlock. There is one exception, which this search found: an epoch may end, and its wake-up be sent,
+between the producer's last check of it and its sleep. So a sleeping producer re-checks the live
+epoch periodically (kSliceUs). An idle thread goes to sleep; spinning before that adds no states.
 
-``BUGS`` are changes of the protocol that the search must find.
+``BUGS`` are mutations of the protocol that the search must find.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ BUGS = {
 class Model:
     """Sizes of a search: slots, records, items of a record on a node, threads, deaths of the worker.
 
-    Thread i is of node i % nodes. How long a thread leaves another node's items alone is a matter of
-    time, so here it takes them whenever it comes to them, and any order is tried.
+    Thread i is of node i % nodes. The delay before a thread steals another node's items is timing, so here
+    it may take them at any time, and all orders are explored.
     """
 
     slots: int = 1
@@ -50,7 +49,7 @@ class Model:
     threads: int = 1
     nodes: int = 1
     deaths: int = 0
-    gives_up: bool = False  # waits may run into their deadline
+    gives_up: bool = False  # waits may time out
     bug: str = ""
 
     @cached_property
@@ -63,7 +62,7 @@ class Model:
 
     @cached_property
     def out(self) -> int:
-        """First of a slot's words of results, one per item."""
+        """First of a slot's result words, one per item."""
         return CLAIM + self.nodes
 
     @cached_property
@@ -90,7 +89,7 @@ class Model:
 
 
 class Violation(Exception):
-    """What went wrong, and the steps that lead there."""
+    """A violated property, and the steps that lead to it."""
 
 
 CLOSED = 99
@@ -103,14 +102,14 @@ def put(memory: tuple, word: int, value: object) -> tuple:
 
 
 def drained(memory: tuple, thread: tuple) -> Iterable[tuple]:
-    """Memory and thread after the oldest store of its buffer has come out."""
+    """Memory and thread after draining the oldest store of its buffer."""
     pc, registers, buffer = thread
     if buffer:
         yield put(memory, *buffer[0]), (pc, registers, buffer[1:])
 
 
 class Step:
-    """A thread, (pc, registers, store buffer), where it is; the methods make what comes after its step.
+    """A thread (pc, registers, store buffer) in its current state; the methods create its successor states.
 
     That is (memory, thread, slots whose producer is woken, threads woken, executed); ``executed`` are the
     (epoch, post, item) of every item computed.

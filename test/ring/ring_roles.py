@@ -1,4 +1,4 @@
-"""What the producer and a worker thread of the ring do, step by step; see ring_model.py."""
+"""The steps of the ring's producer and worker threads; see ring_model.py."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from ring_model import (
 
 
 def producer_steps(step: Step, workers: tuple):
-    """Its registers: the post, the posts in flight as (post, epoch) with epoch 0 for local, the epoch and post of
-    the last record in each slot, and what was seen or where."""
+    """Its registers: the post, the in-flight posts as (post, epoch) with epoch 0 for local, the epoch and post of
+    the last record in each slot, and the value read or the index."""
     if step.pc in ("live", "busy", "close", "closed", "header", "data", "open"):
         return _fill_slot(step)
     if step.pc in ("log", "head", "bell", "sleepers"):
@@ -104,7 +104,7 @@ def _publish(step: Step, workers: tuple):
 
 
 def _finished(step: Step):
-    """Which post comes next, or which wait."""
+    """The next post or wait."""
     post, flight, last, at = step.registers
     if post <= step.m.records:
         return step.go("live", (post, flight[1:], last, at))
@@ -161,8 +161,8 @@ def _wait_for_answer(step: Step):
 
 
 def worker_steps(step: Step, own: int, epoch: int):
-    """``own``: node of the thread. Its registers: the records it has passed; then the slot, of how many nodes it has
-    seen all items claimed, the item and the header's epoch and post."""
+    """``own``: node of the thread. Its registers: the records it has visited; then the slot, the number of nodes whose
+    items it has seen all claimed, the item and the header's epoch and post."""
     if step.pc in ("idle", "entry", "doze", "count", "see bell", "look", "futex", "rise"):
         return _find_record(step)
     if step.pc in ("claim", "read header", "see first", "refuse", "take item"):

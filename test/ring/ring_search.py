@@ -1,4 +1,4 @@
-"""A search through all interleavings of the ring's protocol; see ring_model.py."""
+"""Exhaustive search of all interleavings of the ring's protocol; see ring_model.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ring_roles import producer_steps, worker_steps
 
 
 class Search:
-    """All states that can be reached; raises Violation at the first bad one."""
+    """All reachable states; raises Violation at the first bad one."""
 
     def __init__(self, model: Model) -> None:
         self.m = model
@@ -21,7 +21,7 @@ class Search:
         return self.m.memory(), producer, workers, ("up", 1, self.m.deaths), frozenset()
 
     def run(self) -> int:
-        """Visits everything. Returns the number of states."""
+        """Visits all states. Returns their number."""
         first = self.start()
         parents: dict[tuple, tuple | None] = {first: None}
         queue = deque([first])
@@ -45,7 +45,7 @@ class Search:
         return len(parents)
 
     def steps(self, state: tuple):
-        """(label, the state after it, whether it may as well not happen)"""
+        """(label, successor state, whether the step is optional)"""
         memory, producer, workers, supervisor, executed = state
 
         def after(label, results, replace):
@@ -80,7 +80,7 @@ class Search:
         memory, producer, workers, (pc, epoch, deaths), executed = state
 
         def killed():
-            """What a killed thread has stored comes out; what it would have done does not."""
+            """The state after a kill: buffered stores of killed threads drain; they take no further steps."""
             mem = memory
             for _, _, buffer in workers:
                 for word, value in buffer:
@@ -89,7 +89,7 @@ class Search:
 
         if pc == "up":
             if deaths > 0:
-                # It dies and that is noticed, or it is given up first and killed afterwards.
+                # It dies and that is detected, or it is abandoned first and killed afterwards.
                 after = ("retire", epoch, deaths - 1), executed
                 yield "dies", (*killed(), *after), True
                 yield "is given up", (memory, producer, workers, *after), True
@@ -104,7 +104,7 @@ class Search:
             yield pc, (*killed(), ("start", epoch, deaths), executed), False
         elif pc == "start":
             mem = put(memory, SLEEPERS, 0)
-            for slot in range(m.slots):  # counters are the process's own
+            for slot in range(m.slots):  # counters are process-local
                 mem = put(mem, m.at(slot, COUNT), (0, 0))
             fresh = tuple(("idle", (memory[HEAD],), ()) for _ in workers)
             yield pc, (mem, producer, fresh, ("announce", epoch + 1, deaths), executed), False

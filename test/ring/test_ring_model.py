@@ -26,7 +26,7 @@ MODELS = {
     "a death of two nodes": Model(slots=1, records=1, items=1, threads=2, nodes=2, deaths=1),
 }
 
-# Where each bug shows, and how.
+# In which model each bug is found, and how.
 FOUND = {
     "bell without a fence": ("two threads", "deadlock"),
     "head before sleepers": ("two threads", "deadlock"),
@@ -47,7 +47,7 @@ FOUND = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_no_interleaving_goes_wrong(name):
-    """No deadlock (so no lost wake-up), no foreign or torn answer, no item twice, no overwriting."""
+    """No deadlock (so no lost wake-up), no foreign or torn answer, no duplicate item, no overwriting."""
     assert Search(MODELS[name]).run() > 1000
 
 

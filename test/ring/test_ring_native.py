@@ -1,4 +1,4 @@
-"""The C++ tests of the ring under sanitizers, in a short form; scripts/sanitize.sh is the long one."""
+"""Short runs of the C++ ring tests under sanitizers; scripts/sanitize.sh has the long ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / ".cache" / "sanitize-ring"
-RING = ("--ring", "--portable")  # the kernels' arithmetic is not what the ring is about
+RING = ("--ring", "--portable")  # the ring does not depend on the kernels' arithmetic
 FLAGS = {"address": "address,undefined", "thread": "thread"}
 
 
@@ -45,13 +45,13 @@ def test_ring_has_no_finding(name):
     done = run_script(sanitizer(name), *RING, "--seconds", "2")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "each once" in done.stdout
-    assert ("all right" in done.stdout) == (name == "address")  # kill needs no sanitizer's help
+    assert ("all right" in done.stdout) == (name == "address")  # kill is skipped under tsan
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_no_kernel_has_a_finding():
-    """All that scripts/sanitize.sh has, with the instruction sets of this CPU."""
+    """All of scripts/sanitize.sh, with the instruction sets of this CPU."""
     for name in FLAGS:
         sanitizer(name)
     command = [str(ROOT / "scripts" / "sanitize.sh"), "all"]
@@ -62,12 +62,12 @@ def test_no_kernel_has_a_finding():
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("bug", ["early-done", "twice"])
 def test_stress_finds_a_bug(bug):
-    """What the tests are worth: answers announced too early, items handed out twice."""
+    """Mutation check of the tests: answers published too early, items handed out twice."""
     name = sanitizer("thread")
     assert run_script(name, *RING, "--build-only").returncode == 0
     program = BUILD / name / "ring_test"
-    command = [program, "stress", "--seconds", "60", "--break", bug]  # it ends when it is found
-    # Without the sanitizer's report: the test itself has to notice.
+    command = [program, "stress", "--seconds", "60", "--break", bug]  # ends when found
+    # With the sanitizer's reports off: the test itself has to detect it.
     environment = os.environ | {"TSAN_OPTIONS": "report_bugs=0"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 1 and "FAILED: stress" in done.stderr, done.stdout + done.stderr

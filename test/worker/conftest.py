@@ -60,10 +60,10 @@ FP8_FACTOR = {"float8_e4m3fn": np.float32(256), "float8_e5m2": np.float32(1)}
 
 def to_bits(values: np.ndarray, spec: ArenaSpec) -> np.ndarray:
     if spec.kv_dtype == "bfloat16":
-        return (values.view(np.uint32) >> 16).astype(np.uint16)  # truncation: still a bfloat16
+        return (values.view(np.uint32) >> 16).astype(np.uint16)  # truncated to bfloat16
     if spec.kv_dtype.startswith(
         "float8"
-    ):  # the upper bits of a half, of e4m3 with another exponent
+    ):  # the upper bits of a half, for e4m3 with another exponent bias
         half = (values / FP8_FACTOR[spec.kv_dtype]).astype(np.float16).view(np.uint16)
         low = half >> 8 if spec.kv_dtype == "float8_e5m2" else half >> 7 & 0x7F
         return (low | half >> 8 & 0x80).astype(np.uint8)
@@ -135,7 +135,7 @@ def make_request() -> Callable[..., tuple[np.ndarray, np.ndarray, np.ndarray]]:
 
 @pytest.fixture
 def buffers() -> Callable[[Arena, int], tuple[np.ndarray, np.ndarray]]:
-    """out and lse for so many requests, full of NaN."""
+    """out and lse for a number of requests, filled with NaN."""
 
     def make(arena: Arena, batch: int) -> tuple[np.ndarray, np.ndarray]:
         s = arena.spec
@@ -161,7 +161,7 @@ def until() -> Callable[..., None]:
 
 @pytest.fixture
 def gone() -> Callable[[int], bool]:
-    """True if a process is dead (an orphan may stay a zombie where nobody collects it)."""
+    """True if a process is dead (an orphan may remain a zombie if nobody reaps it)."""
 
     def is_gone(pid: int) -> bool:
         try:
@@ -174,7 +174,7 @@ def gone() -> Callable[[int], bool]:
 
 @pytest.fixture
 def freeze(until) -> Callable[[int], None]:
-    """SIGSTOP that has taken effect in every thread."""
+    """Sends SIGSTOP and waits until it has taken effect in every thread."""
 
     def stop(pid: int) -> None:
         os.kill(pid, signal.SIGSTOP)
@@ -189,7 +189,7 @@ def _state(stat: Path) -> str:
 
 
 class Ring:
-    """A producer on an arena, and threads for the epochs that a test begins."""
+    """A producer on an arena, and worker threads for the epochs that a test starts."""
 
     def __init__(
         self, arena: Arena, cpus: list[int], parts: int, nodes: Sequence[int], help_after_us: int

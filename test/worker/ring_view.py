@@ -1,4 +1,4 @@
-"""Numpy views of an arena's shared words, for tests that look at the ring or play one of its sides."""
+"""Numpy views of an arena's shared words, for tests that inspect the ring or play one of its sides."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ F32, I32, U64 = np.dtype("<f4"), np.dtype("<i4"), np.dtype("<u8")
 
 
 def writable(fd: int) -> Arena:
-    """The arena of a file, all of which can be damaged. ``fd`` stays the caller's."""
+    """The arena of a file, fully writable, so that tests can corrupt it. ``fd`` stays owned by the caller."""
     with contextlib.closing(Arena.attach(fd)) as arena:
         memory = np.frombuffer(mmap.mmap(fd, arena.nbytes), np.uint8)
         return Arena(os.dup(fd), memory, arena.spec, arena.backing)

@@ -34,7 +34,7 @@ def test_file_is_sealed(make_arena):
 
 
 def test_neither_a_forked_child_nor_a_core_dump_has_it(make_arena, cpu):
-    """Of this process or of the worker's."""
+    """For both this process and the worker."""
     arena = make_arena()
     client = WorkerClient(arena, [cpu])
     with client:
@@ -85,7 +85,7 @@ def test_planes_are_disjoint_and_shared(make_arena, kv_dtype):
 
 
 def test_a_worker_can_write_only_what_it_answers_in(make_arena, cpu):
-    """Neither records nor pages, which whoever answers in its place computes from."""
+    """Neither records nor pages, from which the fallback computes."""
     arena = make_arena()
     at = arena.layout()
     with WorkerClient(arena, [cpu]) as client:

@@ -1,4 +1,4 @@
-"""Checksums of pages: their value, who looks at them, and what a flipped bit does."""
+"""Checksums of pages: their value, who verifies them, and the effect of a flipped bit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def crc32c(data: bytes) -> int:
 
 
 def reference(k: np.ndarray, v: np.ndarray) -> int:
-    """As sgl-kernel/src/checksums.h says."""
+    """The checksum as defined in sgl-kernel/src/checksums.h."""
     words = np.concatenate([k, v]).view(np.uint64)
     return crc32c(b"".join(words[i::4].tobytes() for i in range(4)))
 
@@ -65,7 +65,7 @@ def test_no_two_flipped_bits_cancel_out(isa):
 
 @pytest.fixture
 def make_sealed(make_arena):
-    """An arena all of whose pages are sealed, and its checksums."""
+    """An arena with all pages sealed, and its checksums."""
 
     def make(**changes):
         arena = make_arena(checksums=True, **changes)
@@ -107,11 +107,11 @@ def test_pages_that_may_change_are_not_compared(make_sealed):
     checksums.clear(np.array([4, 5]))
     for page in (4, 5):
         flip(arena, 0, page)
-    checksums.seal(np.array([4]))  # it is as it is now
+    checksums.seal(np.array([4]))  # with its current content
     assert check_all(arena, checksums) == []
     flip(arena, 0, 4)
     flip(arena, 0, 5)
-    checksums.seal(np.array([4, 5]))  # a page is sealed once: the first of them stays wrong
+    checksums.seal(np.array([4, 5]))  # a page is sealed only once: the first stays wrong
     assert check_all(arena, checksums) == [[0, 4]]
 
 

@@ -42,7 +42,7 @@ def test_round_trips_match_the_oracle(
                 assert reply.fallback_pages == 0 and reply.waited_us >= 0
                 counted = request[1][np.arange(8) < request[2][:, None]]
                 pages += int((counted >= 0).sum())
-        # Counted after the answer was given away.
+        # Counted after the answer was published.
         until(lambda: client.snapshot().pages == pages, "every page in the totals")
         status = client.snapshot()
         assert (status.state, status.restarts, status.cpus) == ("ready", 0, (cpu,))
@@ -72,7 +72,7 @@ def test_before_start_and_after_stop_the_caller_computes(
                 client.start()
             client.stop()
             client.stop()
-    client.start()  # a stopped client can be started again
+    client.start()  # a stopped client can be restarted
     out, lse = buffers(arena, 4)
     assert client.wait(client.post(1, 2, *request), out, lse).fallback_pages == 0
     client.stop()

@@ -1,4 +1,4 @@
-"""Limits of the system on a server and its worker, each a process here: locked memory, core dumps."""
+"""System limits on a server and its worker, each a separate process: locked memory, core dumps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-# A server with host pages full of one word, and its worker, which attends to them; then it does what it is told.
+# A server with host pages full of one word, and its worker, which attends to them; then it follows commands.
 SERVER = """
 import ctypes, resource, signal, sys
 import numpy as np
@@ -39,7 +39,7 @@ LITTLE = 64 * 1024
 
 
 def test_locked_memory_is_not_needed_without_a_device(cpu):
-    """Nor the capability to go beyond the limit, which root has."""
+    """Nor the capability to exceed the limit, which root has."""
     without = ["setpriv", "--bounding-set=-ipc_lock", "--inh-caps=-ipc_lock"]
     if shutil.which("setpriv") is None:
         pytest.skip("needs setpriv")
@@ -54,7 +54,7 @@ def test_locked_memory_is_not_needed_without_a_device(cpu):
     reason="core dumps go to a program, or to a folder for all",
 )
 def test_a_core_dump_holds_no_host_page(cpu, tmp_path):
-    """Of a server that crashes; the pages are full of a word that is found where it is dumped."""
+    """When a server crashes; the pages are full of a word that is searched for in the dump."""
     command = [sys.executable, "-c", SERVER, str(WORD), str(cpu), "fail"]
 
     def unlimited() -> None:

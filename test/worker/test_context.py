@@ -20,7 +20,7 @@ def arena(make_arena):
 
 
 def requests(spec, rng):
-    """Query, ids and counts of a batch, and for each row the tokens that it means: (page, tokens) of which pool."""
+    """Query, ids and counts of a batch, and the tokens that each row denotes: (page, tokens) of which pool."""
     q = rng.standard_normal((4, spec.num_q_heads, spec.head_dim), np.float32)
     pages, counts, meant = np.full((4, 8), -1, np.int32), np.zeros(4, np.int32), []
     for row, kind in enumerate(rng.permutation(["host", "whole", "partial", "none"])):

@@ -1,4 +1,4 @@
-"""CPUs dealt out to the workers of tensor-parallel ranks."""
+"""Distribution of CPUs among the workers of tensor-parallel ranks."""
 
 import pytest
 from hypothesis import given
@@ -20,17 +20,17 @@ def sibling(cpu):
     ("cpus", "homes", "cores", "expected"),
     [
         (range(4), [range(4)] * 2, alone, [[0, 1], [2, 3]]),
-        # One node with two devices, of hyperthreads: whole cores.
+        # One node with two devices and SMT: whole cores.
         (range(16), [range(16)] * 2, sibling, [[0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]]),
-        # A core for both ranks: a thread each.
+        # One core for both ranks: one SMT thread each.
         ([0, 8], [[0, 8]] * 2, sibling, [[0], [8]]),
         # Two nodes with two devices each.
         (range(8), [range(4)] * 2 + [range(4, 8)] * 2, alone, [[0, 1], [2, 3], [4, 5], [6, 7]]),
-        # What the flag names of each node.
+        # The CPUs of each node that the flag allows.
         ([1, 2, 5], [range(4), range(4, 8)], alone, [[1, 2], [5]]),
-        # Nothing that the flag names is near a device, or too little: evenly.
+        # None or too few of the CPUs in the flag are near a device: evenly.
         ([0, 1, 2, 4], [range(4)] + [range(4, 8)] * 2, alone, [[0], [1], [2, 4]]),
-        # Homes that overlap say nothing.
+        # Overlapping homes are ignored.
         (range(4), [range(3), range(1, 4)], alone, [[0, 1], [2, 3]]),
     ],
 )  # fmt: skip
@@ -63,7 +63,7 @@ def of_64(cpu):
     [
         ([*range(32), *range(64, 96)], of_64, [0, 1, 64, 65]),
         ([*range(7), *range(64, 71)], of_64, [0, 64]),
-        ([5, 6, 7, 70], of_64, [5, 6, 70]),  # a group of CPUs that has one thread of most cores
+        ([5, 6, 7, 70], of_64, [5, 6, 70]),  # a cpuset with one SMT thread of most cores
         (range(4), alone, [0, 1]),
         (range(4), lambda cpu: 0, [0, 1]),  # one core
         (range(3), alone, []),
@@ -79,12 +79,12 @@ NODES = {0: [*range(4), *range(64, 68)], 1: range(4, 8)}
 @pytest.mark.parametrize(
     ("allowed", "workers", "nodes", "expected"),
     [
-        # What the server has kept of the GPU's node, but its first core.
+        # The server's CPUs on the GPU's node, except its first core.
         ([*range(8), *range(64, 68)], [2, 3, 66, 67], NODES, [1, 65]),
         ([0, 64, 2, 3], [2, 3], NODES, [0, 64]),  # it has kept one
-        # Nothing of that node is left: of the others.
+        # None of that node are left: those of other nodes.
         (range(8), [0, 1, 2, 3], NODES, [5, 6, 7]),
-        # The server's first core is on another node: all that it has kept of the workers'.
+        # The server's first core is on another node: all of its CPUs on the workers' node.
         (range(16), range(8, 12), {0: range(8), 1: range(8, 16)}, [12, 13, 14, 15]),
         (range(4), [2, 3], {}, [1]),
         (range(2), [0, 1], NODES, []),

@@ -1,4 +1,4 @@
-"""What worker threads write down for the timeline, and a reader that believes none of it."""
+"""Trace events of worker threads for the timeline, and a reader that validates all of them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ EVENT_ENTRIES = 256  # of a thread
 
 
 def read(ring, line, start=0):
-    """The events of a thread, and what else read_events says: where to go on, how many are lost."""
+    """The events of a thread, and the other results of read_events: where to continue, how many are lost."""
     buffer = np.zeros(EVENT_ENTRIES, EVENT_DTYPE)
     following, count, lost = ring.producer.read_events(line, start, buffer.ctypes.data)
     return buffer[:count], following, lost
 
 
 def serve(ring, requests):
-    """Posts and waits, one after the other: request n is of layer n % L, step n // L."""
+    """Posts and waits, one at a time: request n is of layer n % L, step n // L."""
     layers = ring.arena.spec.num_layers
     for n, request in enumerate(requests):
         layer, step = n % layers, n // layers
@@ -87,7 +87,7 @@ def test_wrap_around_keeps_the_newest(make_arena, make_ring, make_request, first
     seqs = [int(s) & ((1 << 40) - 1) for s in events["seq"]]
     if first < 1 << 63:
         assert lost == 44 and seqs == list(range(45, EVENT_ENTRIES + 45))
-    else:  # a count that passes 64 bits is damage: nothing is believed, nothing breaks
+    else:  # a count that wraps 64 bits is corrupted: nothing is accepted, nothing breaks
         assert seqs == []
     assert len(read(ring, 0, following)[0]) == 0
 
@@ -178,7 +178,7 @@ def test_client_reads_each_event_once_over_a_restart(make_arena, make_request, c
             assert reply.fallback_pages == 0
 
         def taken(step):
-            """Everything up to the event of ``step``: its lanes, each with what came in it."""
+            """Everything up to the event of ``step``: its lanes, each with its events."""
             found: list = []
 
             def is_there():
@@ -199,7 +199,7 @@ def test_client_reads_each_event_once_over_a_restart(make_arena, make_request, c
         after = taken(2)
         for step, got in ((1, before), (2, after)):
             assert {(e.thread, e.cpu) for e in got} == {(0, cpu)}
-            # The thread may still have been at the record before when recording began.
+            # The thread may still have been serving the previous record when recording began.
             steps = np.concatenate([e.events["step"] for e in got]).tolist()
             assert steps in ([step], [step - 1, step])
         assert after[0].events["seq"][0] >> 40 > before[-1].events["seq"][-1] >> 40

@@ -1,4 +1,4 @@
-"""What memory there is, by files of /proc and of control groups, and in a group of this machine."""
+"""Available memory, from files of /proc and of cgroups, and in a real cgroup of this machine."""
 
 import os
 import subprocess
@@ -37,7 +37,7 @@ def machine(tmp_path, monkeypatch):
 
 
 def group(folder, used, version=2, cache=0, **limits):
-    """Files of a control group, in GiB; a limit may be a word."""
+    """Files of a cgroup, in GiB; a limit may be a word."""
     names = ("usage_in_bytes", "total_inactive_file"), ("current", "inactive_file")
     name, stat = names[version - 1]
     files = {name: used * GIB, "stat": f"anon 1\n{stat} {cache * GIB}\n"}
@@ -51,7 +51,7 @@ V2 = [("/", "cg", "cgroup2", "rw,nsdelegate")]
 def test_without_limits_it_is_the_system_s(machine):
     assert machine({}) == 64
     assert machine(group("cg/a", 3, max="max", high="max"), "0::/a\n", V2) == 64
-    # No such folder, as in a namespace that the process was moved out of.
+    # No such directory, as in a namespace that the process was moved out of.
     assert machine({}, "0::/../gone\n", V2) == 64
 
 
@@ -92,7 +92,7 @@ def test_beyond_the_commit_limit_a_write_would_be_a_sigbus(machine, overcommit, 
 
 
 def test_a_group_of_this_machine():
-    """A process in a real one hears of its limit, and is refused an arena beyond it in place of being killed."""
+    """A process in a real one sees its limit, and is refused an arena beyond it instead of being killed."""
     parents = [folder for kind, folder in host_memory._memory_groups() if kind == "cgroup"]
     group = (parents or [Path("/absent")])[0] / f"scout-test-{os.getpid()}"
     code = """

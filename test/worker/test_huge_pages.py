@@ -1,4 +1,4 @@
-"""An arena of the huge page pool, and what happens where the pool cannot give it."""
+"""An arena from the hugetlb pool, and the fallback if the pool cannot provide it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ POOL = "hugepages/hugepages-2048kB"
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """machine(free huge pages of each node): their pool, and a file for an arena of it that is not of it."""
+    """machine(free huge pages of each node): fakes their pool, and backs an arena of it by an ordinary file."""
 
     def make(*free):
         for node, pages in enumerate(free):
@@ -72,7 +72,7 @@ def test_each_node_must_have_its_share(make_spec, machine, caplog):
     assert "NUMA node 1 would hold" in caplog.text and "has 0.002 GiB there" in caplog.text
     with Arena.create(make_spec(), numa_nodes=[0]) as arena:
         assert arena.backing == "hugetlb"
-    with Arena.create(make_spec()) as arena:  # which is bound to none
+    with Arena.create(make_spec()) as arena:  # bound to no node
         assert arena.backing == "hugetlb"
 
 

@@ -1,4 +1,4 @@
-"""Several memory nodes: what lies where, who computes what. The nodes are made up; one will do here."""
+"""Several NUMA nodes: placement of pages and of work. The nodes are fake; the machine needs only one."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def pages_by_node(spec, request):
 def test_results_are_the_reference_s_and_the_caller_s(
     make_arena, make_ring, make_request, oracle, num_nodes, threads, parts
 ):
-    """Also where a node has no thread."""
+    """Also if a node has no thread."""
     arena = make_arena(kv_dtype="bfloat16", num_nodes=num_nodes)
     ring = make_ring(arena, threads=len(threads), parts=parts, nodes=threads)
     for seed in range(4):
@@ -210,7 +210,7 @@ def test_threads_read_the_pages_of_their_own_node(make_arena, make_ring, until, 
 
 
 def test_threads_of_each_node_sleep_and_wake(make_arena, make_ring):
-    """One row, so one item for each node, and nobody helps: one thread of each has to come."""
+    """One row, so one item per node, and no work stealing: one thread of each node must wake."""
     arena = make_arena(num_nodes=2)
     ring = make_ring(arena, 6, 1, [0, 0, 0, 0, 0, 1], NEVER_US)
     ring.live(spin_us=0)

@@ -1,4 +1,4 @@
-"""What another user of the machine can do to a decode server and its worker: nothing."""
+"""Another user of the machine has no access to a decode server and its worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker that maps the whole arena behind its work, and one that is told not to."""
+"""A worker that pre-faults the whole arena in the background, and one that is configured not to."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sglang_scout.worker.populate import PopulateThread
 
 
 def mapped_bytes(pid, address=None):
-    """Resident and mapped in a process, of all arenas or of the one at an address."""
+    """Resident bytes mapped in a process, of all arenas or of the one at an address."""
     maps = psutil.Process(pid).memory_maps(grouped=False)
     return sum(
         m.rss

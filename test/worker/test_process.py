@@ -1,4 +1,4 @@
-"""The control socket against a peer that misbehaves: here the test plays the worker."""
+"""The control socket against a misbehaving peer: the test plays the worker."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_worker_that_closes_its_end_is_not_polled(process, wake_fd):
     begin_s = time.monotonic()
     assert process.wait(0.2, wake_fd) == ([], False)
     assert time.monotonic() - begin_s > 0.15
-    process.send(m.Stop())  # nobody hears it
+    process.send(m.Stop())  # nobody reads it
 
 
 def test_a_worker_that_does_not_read_does_not_block(process):

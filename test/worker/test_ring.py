@@ -1,4 +1,4 @@
-"""Producer and worker threads in one process: the protocol without a process in between."""
+"""Producer and worker threads in one process: the protocol without process boundaries."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_the_producer_splits_by_the_rule(posted_parts, counts, split):
 
 @pytest.fixture
 def posted_parts(make_arena, make_ring, make_request):
-    """How many runs a record of rows with so many pages says, which the worker then serves."""
+    """The number of runs in a posted record, by pages per row; the worker then serves it."""
     arena = make_arena(max_batch=64)
     ring = make_ring(arena, threads=2, parts=4)
     ring.live()
@@ -84,7 +84,7 @@ def posted_parts(make_arena, make_ring, make_request):
         step += 1
         q, pages, n_pages = make_request(arena.spec, len(counts), step, full=True)
         n_pages[:] = counts
-        pages[:, 1::2] = -1  # padding counts as it does in a device's kernel, which sees no ids
+        pages[:, 1::2] = -1  # padding counts, as in the device's kernel, which does not check ids
         ring.producer.set_split(*split)
         ring.parts = 0
         ticket = ring.post(0, step, q, pages, n_pages)

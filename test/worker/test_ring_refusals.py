@@ -10,12 +10,12 @@ from sglang_scout.worker.arena import Arena
 
 TOLERANCE = {"atol": 2e-5, "rtol": 2e-5}  # fp32 sums in another order than the oracle's float64
 
-# Records written from here ring no futex: let the threads poll.
+# Records written by these tests do not wake the futex: let the threads poll.
 POLL_US = 300_000
 
 
 def raw_post(arena: Arena, at: tuple[int, int], epoch: int, request, **changes) -> int:
-    """Writes a record of (layer, step) past all checks of the producer; returns its slot."""
+    """Writes a record of (layer, step), bypassing the producer's checks; returns its slot."""
     layer, step = at
     view = RingView(arena)
     q, pages, n_pages = request
@@ -61,7 +61,7 @@ def test_bad_record_is_refused_counted_and_harmless(
     assert int(view.reply(slot)["status"]) == 1
     totals = ring.producer.totals()
     assert totals["refused"] == 1 and totals["records"] == 1 and totals["stale"] == 0
-    # The next good one is served.
+    # The next valid one is served.
     slot = raw_post(arena, (0, 0), epoch, request)
     until(lambda: int(view.reply(slot)["done"]) == int(view.record(slot)["seq"]), "answer")
     assert int(view.reply(slot)["status"]) == 0
@@ -83,7 +83,7 @@ def test_record_of_another_epoch_is_refused_unanswered(make_arena, make_ring, ma
 
 
 def test_stale_answers_are_never_taken(make_arena, make_ring, make_request, oracle):
-    """A reply that was written for an earlier record, or in an earlier epoch, is not this one's."""
+    """A reply to an earlier record, or of an earlier epoch, is not accepted."""
     arena = make_arena()
     ring = make_ring(arena)
     request = make_request(arena.spec, 3, 2, full=True)
@@ -91,7 +91,7 @@ def test_stale_answers_are_never_taken(make_arena, make_ring, make_request, orac
     expected = oracle(arena, 0, *request)
     for step in range(4):
         epoch = ring.producer.next_epoch()
-        ring.producer.set_live_epoch(epoch)  # nobody serves this epoch
+        ring.producer.set_live_epoch(epoch)  # no worker for this epoch
         ticket = ring.post(0, step, *request)
         slot = view.slot(0, step)
         seq = int(view.record(slot)["seq"])
@@ -106,7 +106,7 @@ def test_stale_answers_are_never_taken(make_arena, make_ring, make_request, orac
 
 
 def test_a_damaged_record_is_computed_by_the_caller(make_arena, make_ring, make_request, oracle):
-    """From its own copy of the ids; those in the record lead outside the arena."""
+    """From its own copy of the ids; those in the record point outside the arena."""
     arena = make_arena()
     ring = make_ring(arena)
     ring.producer.set_live_epoch(ring.producer.next_epoch())  # alive, but it never answers
@@ -125,7 +125,7 @@ def test_an_answer_that_is_no_number_is_computed_by_the_caller(
 ):
     arena = make_arena()
     ring = make_ring(arena)
-    # Alive, but the answer is written here.
+    # Alive, but the test writes the answer.
     ring.producer.set_live_epoch(ring.producer.next_epoch())
     request, view = make_request(arena.spec, 3, 2, full=True), RingView(arena)
     ticket = ring.post(0, 0, *request)
@@ -160,7 +160,7 @@ def test_a_busy_slot_is_not_filled_again(make_arena, make_ring, make_request, or
     assert fallback > 0 and ring.producer.totals()["local_tickets"] == 1
     np.testing.assert_allclose(out, oracle(arena, 0, *second)[0], **TOLERANCE)
     assert view.record(0).tobytes() == before[0] and (view.record_data(0)[0] == before[1]).all()
-    # The answer comes at last: the slot is free again. A new epoch frees it too.
+    # The answer arrives late: the slot is free again. A new epoch frees it too.
     view.reply(0)["done"] = view.record(0)["seq"]
     ring.post(0, 4, *first)
     assert ring.producer.totals()["local_tickets"] == 1

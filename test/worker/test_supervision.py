@@ -30,7 +30,7 @@ HEAVY = {"num_pages": 64, "page_size": 16, "head_dim": 64, "max_pages": 12_000, 
 
 
 def check_served_again(client, out_and_lse, request, expected, until, step):
-    """The next worker answers, in bits the same."""
+    """The next worker's answer is bit-identical."""
     until(lambda: client.ready, "restart", 10)
     out, lse = out_and_lse
     reply = client.wait(client.post(0, step, *request), out, lse)
@@ -80,7 +80,7 @@ def test_stopped_worker_is_replaced(buffers, make_arena, make_request, cpu, unti
         freeze(pid)
         out, lse = buffers(arena, 4)
         reply = client.wait(client.post(0, 1, *request), out, lse)
-        assert 0.4e6 < reply.waited_us < 8e6  # the heartbeat's time-out, not the wait's
+        assert 0.4e6 < reply.waited_us < 8e6  # the heartbeat timeout, not the wait's
         assert reply.fallback_pages == 32
         assert (out == expected[0]).all() and (lse == expected[1]).all()
         check_served_again(client, buffers(arena, 4), request, expected, until, 2)
@@ -90,7 +90,7 @@ def test_stopped_worker_is_replaced(buffers, make_arena, make_request, cpu, unti
 
 
 def test_worker_without_cpu_has_longer(make_arena, cpu, until, freeze, monkeypatch):
-    """Silence of a worker that is starved, not hung: a new one would be starved as well."""
+    """A silent worker that is starved, not hung: a replacement would be starved as well."""
     monkeypatch.setattr(WorkerProcess, "wants_cpu", lambda process: True)
     config = WorkerConfig(heartbeat_timeout_s=0.4, stall_timeout_s=1.5)
     with WorkerClient(make_arena(), [cpu], config=config) as client:
@@ -99,7 +99,7 @@ def test_worker_without_cpu_has_longer(make_arena, cpu, until, freeze, monkeypat
         until(lambda: client.snapshot().restarts == 1, "restart")
         silent_s = float(re.search(r"silent for (\S+) s", client.snapshot().last_error)[1])
         assert silent_s >= 1.5
-        # Silent for less than that, it stays.
+        # If silent for less than that, it is kept.
         until(lambda: client.ready, "the next worker")
         pid = client.snapshot().pid
         freeze(pid)
@@ -133,7 +133,7 @@ def test_whose_thread_is_busy(command, wants, until):
 
 
 def test_an_idle_worker_is_not_stalled(make_arena, cpu, freeze):
-    """Silence has the heartbeat's timeout, however long that is."""
+    """Silence is bounded by the heartbeat timeout, however long that is."""
     with WorkerClient(make_arena(), [cpu], config=WorkerConfig(heartbeat_timeout_s=30)) as client:
         pid = client.snapshot().pid
         freeze(pid)
@@ -160,8 +160,8 @@ def test_heartbeats_without_progress_are_not_enough(buffers, make_arena, make_re
 def test_a_starved_supervisor_finds_a_stall_in_time(
     buffers, make_arena, make_request, cpu, until, freeze, monkeypatch
 ):
-    """It runs once a second, as beside a step that holds the interpreter on a busy machine. A wait that ended first
-    would end a server whose steps are recorded."""
+    """It runs once a second, as when a step holds the GIL on a busy machine. If a wait timed out first, a server with
+    captured steps would be shut down."""
     wait = WorkerProcess.wait
 
     def starved(process, timeout_s, wake_fd):
@@ -174,7 +174,7 @@ def test_a_starved_supervisor_finds_a_stall_in_time(
         monkeypatch.setattr(WorkerProcess, "wait", starved)
         freeze(pid)
         ticket = client.post(0, 0, *make_request(arena.spec, 4, 1, full=True))
-        RingView(arena).reply(0)["claim"][0] |= CLOSED_ITEM  # nobody can take an item
+        RingView(arena).reply(0)["claim"][0] |= CLOSED_ITEM  # no item can be claimed
         os.kill(pid, signal.SIGCONT)
         reply = client.wait(ticket, *buffers(arena, 4))
         assert reply.fallback_pages == 32 and client.snapshot().late_tickets == 0
@@ -184,7 +184,7 @@ def test_a_starved_supervisor_finds_a_stall_in_time(
 def test_slow_worker_is_never_overtaken(
     buffers, make_arena, make_request, oracle, cpu, until, freeze
 ):
-    """It is stopped, not dead: its slot is left alone, and its late answer is not mistaken."""
+    """It is stopped, not dead: its slot is not reused, and its late answer is not misattributed."""
     arena = make_arena()
     config = WorkerConfig(wait_timeout_s=0.05, heartbeat_timeout_s=30, stall_timeout_s=30)
     requests = [make_request(arena.spec, 4, seed, full=True) for seed in range(4)]
