@@ -26,7 +26,7 @@ from packages import CACHE, Unavailable, check, from_debian, from_pypi, making, 
 
 FOLDER = CACHE / "texts"
 CHARACTERS = 600_000
-# What each is made of, with the hash of the text.
+# The contents of each, with the hash of the text.
 SOURCES = {
     "prose": ("bible-kjv-text 4.38", "081c785ff41e6780f95d3754ffda66b888f67a55afe7bfe4dca97709b0da8e60"),
     "technical": ("debian-handbook 11.20220922", "4b02c67d4adf3fd370f5af81e01cb8dcf03e8029e9d7c53415748bf1636599c0"),
@@ -48,7 +48,7 @@ def chapters(verses: str) -> str:
 
 
 def page_text(page: str) -> str:
-    """The text of a page of the handbook, without what leads to other pages."""
+    """The text of a page of the handbook, without navigation."""
     text = _text_of(ElementTree.fromstring(page), False)
     return re.sub(r"\s*\n\s*\n\s*", "\n\n", text).strip()
 

@@ -9,9 +9,9 @@ question, so samples are independent. With --questions planted they are those of
 a document, and all questions of all lengths are about the same documents. All policies get the same samples. An answer
 counts if every token, or every planted number, is correct. The servers are started here, a few at a time (--at-once),
 and all of them are asked about a text while the prefill server still has it cached. A decode server runs one request at
-a time, and its device cache holds the budget of one plus three pages
-(the tail and the minimum of `resident_tokens`, see --config). With more room, fewer pages would be left to the CPU, and
-with concurrent requests that would depend on the others.
+a time, and its device cache holds the budget of one plus three pages (the tail and the minimum of `resident_tokens`,
+see --config). With more room, fewer pages would be left to the CPU, and with concurrent requests that would depend on
+the others.
 
 Rerunning the command resumes where it stopped: rows that are in the file are not measured again. A row is one setting
 at one length and task:

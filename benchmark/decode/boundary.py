@@ -124,7 +124,7 @@ class Bench:
         """Runs one step; returns the duration of its boundary in us."""
         self.lengths += 1
         used = -(-int(self.lengths.max()) // PAGE)
-        table = self.pages[:, :used].copy()  # as of a request table
+        table = self.pages[:, :used].copy()  # as from a request table
         start_ns = time.perf_counter_ns()
         self.engine.begin_step(table, self.slots, self.lengths)
         took_us = (time.perf_counter_ns() - start_ns) / 1e3

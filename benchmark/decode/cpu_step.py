@@ -10,7 +10,7 @@ The machine may be shared. So all times are CPU time of the threads that do the 
 And each rate is measured once after every step, taking the median of its own samples, so that steps and rates see the
 same slowdowns.
 
-Rows (format: rows.py), one per batch, context and budget: `samples_us` of a step, `work` and `device` as of
+Rows (format: rows.py), one per batch, context and budget: `samples_us` of a step, `work` and `device` as in
 step_model.py, `missing_share` of the budget, `clock`.
 """
 
@@ -44,7 +44,7 @@ VALUE_BYTES = 4
 
 
 def cpu_us(call: Callable[[], object]) -> float:
-    """CPU time of a call; the read loop has a thread of its own."""
+    """CPU time of a call, including other threads, as the read loop has its own."""
     begin = time.process_time_ns()
     call()
     return (time.process_time_ns() - begin) / 1e3

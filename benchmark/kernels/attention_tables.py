@@ -3,9 +3,8 @@
     python -m benchmark.kernels.attention_tables docs/results/cpu_attention.jsonl
 
 Rates are for batch 64 and 64 pages. A ratio compares two rows of the same shape, size and number of threads: the
-median of the ratios within a round of samples, which cancels fluctuations of the machine's memory bandwidth; over
-all sizes a cell has the median and the range. "Best read" is the faster of
-the two read loops.
+median of the ratios within a round of samples, which cancels fluctuations of the machine's memory bandwidth; over all
+sizes a cell has the median and the range. "Best read" is the faster of the two read loops.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ Bytes are the kernel's minimum memory traffic, as stated in its file, or, if pag
 traffic; scratch is not counted. A time is that of a CUDA graph of REPEATS calls on different pages, divided by
 REPEATS, between two events, without launch overhead of Python; for copies by copy engines, which cannot be captured,
 that of the calls, with host_us of one call on the host. Before every sample a write larger than the L2 cache flushes
-it. The device's bandwidth is that of a copy of 512 MiB, measured in
-the same way in the same run, read and write counted.
+it. The device's bandwidth is that of a copy of 512 MiB, measured in the same way in the same run, counting both read
+and write.
 """
 
 from __future__ import annotations

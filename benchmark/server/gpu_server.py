@@ -79,7 +79,7 @@ def count_apart(eager: Answers, graph: Answers, tolerance: float) -> int:
     """
     count = 0
     for left, right in zip(eager, graph, strict=True):
-        if min(len(left), len(right)) < 2:  # of another length is a difference of its own
+        if min(len(left), len(right)) < 2:  # too short: reported separately
             continue
         (token, score), (other, other_score) = left[1], right[1]
         count += token != other or not abs(score - other_score) <= tolerance

@@ -2,11 +2,11 @@
 
     python -m benchmark.server.teardown --gib 8 --json FILE
 
-The server here is an arena whose pages are all taken and mapped in it and in its real worker, without a model. It ends
-by itself (`stop`) or is killed (`kill`), and the worker with it. Both have ended when the system has taken back what
-they held: a process is gone only after its mappings and files are.
+The server here is an arena, fully populated and mapped in the server and in its real worker, without a model. It exits
+by itself (`stop`) or is killed (`kill`), and the worker with it. Both have ended when the system has reclaimed their
+resources: a process is gone only after its mappings and files are.
 
-Rows (format: rows.py), one for each way to end:
+Rows (format: rows.py), one per way of ending:
     gib, backing        of the arena; its pages: 4k, thp or hugetlb
     samples_us          from the signal to the end
 """
@@ -51,7 +51,7 @@ with WorkerClient(arena, [max(os.sched_getaffinity(0))], config=WorkerConfig(pop
 
 
 def measure(gib: float, how: signal.Signals) -> tuple[float, str]:
-    """Microseconds, and what backs the arena."""
+    """Microseconds, and the backing of the arena."""
     command = [sys.executable, "-c", SERVER, str(gib)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None

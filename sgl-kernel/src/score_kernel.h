@@ -91,7 +91,7 @@ void bound_pages(const Digests& digests, const ScoreArgs& args, const float* q_p
   }
 }
 
-// Scratch: bounds [HQ, padded], max(q, 0) [HQ, D], min(q, 0) [HQ, D], result [padded].
+// Scratch: max(q, 0) [HQ, D], min(q, 0) [HQ, D], result [padded], bounds [HQ, padded].
 inline void score_all(const Digests& digests, const ScoreArgs& args) {
   constexpr int W = Vec::kLanes;
   const int dim = digests.head_dim;

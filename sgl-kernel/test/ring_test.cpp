@@ -6,7 +6,7 @@
 //   kill    two processes, either one killed at every named point of the protocol and at random
 //
 // --break injects a bug that stress must find: early-done (answers are published before they are
-// computed), twice (items are handed out twice).
+// computed), twice (items are claimed twice).
 #include <sched.h>
 #include <sys/wait.h>
 #include <unistd.h>

@@ -21,7 +21,7 @@ TOLERANCE = {"atol": 2e-5, "rtol": 2e-5}  # fp32 sums in another order than the 
 HUGE = 2 << 20
 NEVER_US = 600_000_000  # no thread helps another node
 
-# What the kernel says ------------------------------------------------------------------------------
+# Topology from the kernel --------------------------------------------------------------------------
 
 TWO_NODES = {
     "node0/cpumap": "00000000,0000000f",
@@ -50,7 +50,7 @@ def test_cpus_and_memory_are_found_on_their_nodes(two_nodes):
     assert numa.available_bytes(1) == 320 * 1024 and numa.available_bytes(0) is None
 
 
-# What lies where -----------------------------------------------------------------------------------
+# Placement of pages --------------------------------------------------------------------------------
 
 
 def offsets_of(spec, page):
@@ -137,7 +137,7 @@ def test_a_worker_takes_memory_where_it_runs_wherever_its_server_must():
     assert done.stdout.split("\n")[0] == "bound {'bind:0'} {'default'}", done.stderr
 
 
-# Who computes what ---------------------------------------------------------------------------------
+# Placement of work ---------------------------------------------------------------------------------
 
 
 def ragged(spec, seed):

@@ -49,7 +49,7 @@ def _write_shift_heads(model: RecallModel, normal: Any) -> tuple[Tensor, ...]:
     common = parts[0][:, :1]
     embed = model.model.embed_tokens.weight
     codes = F.normalize(normal(embed.shape[0], D - 1), dim=1)
-    codes[: vocabulary.WORD_BASE] *= 0.1  # special tokens and bytes: never trained, nearly alike
+    codes[: vocabulary.WORD_BASE] *= 0.1  # special tokens and bytes: never trained, nearly equal
     embed.copy_(0.5 * (codes @ parts[0][:, 1:].T) + 0.35 * common.T + 0.1 * embed)
     attn = model.model.layers[0].self_attn
     pairs = torch.arange(half)

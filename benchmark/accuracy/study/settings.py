@@ -72,7 +72,7 @@ WEIGHTS = [_ahead(attends=f"{x}-missing") for x in ("predicted", "corrected", "r
 
 
 def _system(budget: int, mass: float = 1.0, **more: object) -> Setting:
-    """What ``--kv-offload scout`` does."""
+    """The design of ``--kv-offload scout``."""
     how = {"query": "predicted", "attends": "reweighed-missing", "reduce": "value", **more}
     return Setting(budget, TWO_BITS, stop_mass=mass, **how)  # type: ignore[arg-type]
 

@@ -14,7 +14,7 @@ import triton.language as tl
 from .exact import as_loaded, dot_fp32, finite, stored_as, tanh, widened
 
 MAX_SPLITS = 16  # the last to finish merges all
-_TILE_TOKENS, _TILE_BYTES = 64, 16384  # of K, and of V
+_TILE_TOKENS, _TILE_BYTES = 64, 16384  # of K and of V each
 # Page ids processed per iteration. A chunk costs two dependent loads and a dozen barriers, the same for 64 ids
 # as for 256, however few of them are valid.
 _MAX_CHUNK = 256
