@@ -1,1 +1,1 @@
-"""The engine moves bytes and keeps time; what it should do is decided by ``policy/``."""
+"""The engine runs steps and moves bytes; ``policy/`` decides what it should do."""

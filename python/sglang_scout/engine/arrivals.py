@@ -1,11 +1,11 @@
-"""Requests whose KV has come: their first pages are copied beside the steps of others, then they join.
+"""Arriving requests, whose KV is here: their first pages are copied during running steps, then they join.
 
     arrival      the pages that the prefill server's hint names, or all of a prompt that the budget covers
-    boundary t   starts the copies of those that came first, so many that they should end within step t
+    boundary t   starts the copies of the earliest ones, as many as should finish within step t
     boundary t+1 maps them; the requests join with this step
 
-So no step waits for a newcomer. While nobody decodes there is nobody to wait: it joins at once, and its boundary
-copies. When a request may join depends on numbers that tensor-parallel ranks share, so that they agree.
+So no step waits for an arriving request. If no request is decoding, it joins at once and its boundary copies. Admission
+depends only on numbers that tensor-parallel ranks share, so that they agree.
 """
 
 from __future__ import annotations
@@ -28,34 +28,34 @@ Pages = npt.NDArray[np.integer]
 class Arrival:
     """A request that has not joined yet."""
 
-    pages: Pages  # [L, n] host pages to begin with, -1 padded
-    generations: Pages  # [L, n] of them, when it came
-    is_covered: bool  # they are all that it has: it needs them in its first step
-    most_copied: int  # pages, whatever is resident or a rank's hint names: ranks may differ in that
+    pages: Pages  # [L, n] first host pages, -1 padded
+    generations: Pages  # [L, n] of them, on arrival
+    is_covered: bool  # these are all its pages: it needs them in its first step
+    most_copied: int  # pages, ignoring residency and hints, which may differ between ranks
     is_started: bool = False
 
 
 class Arrivals:
-    """What requests that are about to join begin with.
+    """The first pages of requests that are about to join.
 
     Args:
         placement: copies pages.
-        lifecycle: knows which pages have changed hands since.
+        lifecycle: knows which pages have changed owner since.
     """
 
     def __init__(self, placement: Placement, lifecycle: PageLifecycle) -> None:
         self._placement, self._lifecycle = placement, lifecycle
         self._waiting: dict[Hashable, Arrival] = {}  # in the order of the queue
-        self._room = 0  # so many of them may join
+        self._room = 0  # how many of them may join
         self._admitted: dict[int, Arrival | None] = {}  # by table row
 
     def add(self, request: Hashable, full_pages: Pages, hint: Pages | None) -> None:
-        """The KV of a request has come.
+        """The KV of a request has arrived.
 
         Args:
             request: its name.
             full_pages: ``[n]`` its full pages.
-            hint: ``[L, k]`` places among them, best first, -1 padded; None: there is none.
+            hint: ``[L, k]`` positions among them, best first, -1 padded; None: no hint.
         """
         self._lifecycle.seal(full_pages)
         pages = self._placement.first_pages(full_pages)
@@ -68,10 +68,10 @@ class Arrivals:
         self._waiting[request] = Arrival(pages, generations, is_covered, most_copied)
 
     def queue(self, requests: Iterable[Hashable], room: int) -> set[Hashable]:
-        """All that wait to join, first come first: there is ``room`` for so many.
+        """All that wait to join, in order of arrival; ``room``: how many may join.
 
         Returns:
-            Those for which copies have still to begin.
+            Those whose copies have not started.
         """
         # The others were aborted, or ended with their first token.
         self._waiting = {name: self._waiting[name] for name in requests if name in self._waiting}
@@ -79,7 +79,7 @@ class Arrivals:
         return {name for name, arrival in self._waiting.items() if not arrival.is_started}
 
     def start(self, step: int) -> None:
-        """Boundary: begin to copy for those that came first and find room, one hint's pages or a little more."""
+        """Boundary: start the copies of the earliest ones that have room, one hint's pages or a little more."""
         left = HINT_PAGES * self._placement.num_layers
         for arrival in itertools.islice(self._waiting.values(), self._room):
             if left <= 0:
@@ -96,12 +96,12 @@ class Arrivals:
     def join(self, row: int, full_pages: Pages) -> Pages:
         """``[L, n]`` pages that have to be resident before the first step of the request in ``row``."""
         arrival = self._admitted.pop(row, None)
-        if arrival is None:  # it comes back after a retraction
+        if arrival is None:  # resumed after a retraction
             return self._placement.first_pages(full_pages)
         pages = self._held(arrival)
         return pages[:, :0] if arrival.is_started and not arrival.is_covered else pages
 
     def _held(self, arrival: Arrival) -> Pages:
-        """Its pages, but -1 for those that were freed since it came."""
+        """Its pages, but -1 for those that were freed since its arrival."""
         is_held = self._lifecycle.generations(arrival.pages) == arrival.generations
         return np.where(is_held, arrival.pages, -1)

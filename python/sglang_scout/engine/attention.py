@@ -1,4 +1,4 @@
-"""Which implementation attends on the device: the one that is named, else the fastest on the engine's own sizes."""
+"""Selects the attention implementation on the device: as configured, else the fastest at the engine's own sizes."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from sglang_scout.policy.base import Policy
 logger = logging.getLogger(__name__)
 
 _POOL_PAGES = 1024  # 128 MiB of 8 heads of 128 in bf16, more than an L2 cache holds
-_CALLS = 20  # that read other pages each
+_CALLS = 20  # each reads different pages
 _SAME = Tolerance(2**-7, 2**-7, "one may round its result to bf16")
 
 
 def use_attention(
     kernel: str, policy: Policy, shape: ModelShape, sizes: Sizes, device: torch.device
 ) -> None:
-    """Attention by ``kernel``; "auto" on a CUDA device: by the fastest of those that can run and agree.
+    """Attention by ``kernel``; "auto" on a CUDA device: the fastest of those that can run and agree.
 
     Raises:
         ConfigError: the named one cannot run.
@@ -53,7 +53,7 @@ def use_attention(
 def _calls(
     shape: ModelShape, batch: int, lists: int, columns: int, pool_pages: int, device: torch.device
 ) -> list[list[Any]]:
-    """Arguments of calls in a full batch: every request attends to ``columns`` pages anywhere in a pool."""
+    """Arguments of calls in a full batch: every request attends to ``columns`` random pages of a pool."""
     generator = torch.Generator().manual_seed(0)  # the global one is SGLang's
 
     def noise(*of: int) -> torch.Tensor:
@@ -76,7 +76,7 @@ def fastest(
     calls: Sequence[Sequence[Any]],
     time_us: Callable[[Sequence[Callable[[], Any]]], float],
 ) -> str:
-    """Of implementations of :func:`attend_pages`, the first of which the others have to agree with.
+    """The fastest implementation of :func:`attend_pages`; the results of all must agree with the first's.
 
     Args:
         calls: arguments of each.
@@ -93,10 +93,10 @@ def fastest(
             wrong = "".join(_SAME.mismatch(ours.float(), theirs) for ours, theirs in pairs)
             if not wrong:
                 times[name] = time_us(runs)
-        except Exception as error:  # of a library that this device may never have run
+        except Exception as error:  # from a library that may be untested on this device
             wrong = f"{type(error).__name__}: {error}"
             if torch.cuda.is_available():
-                torch.cuda.synchronize()  # an error that stays ends the start
+                torch.cuda.synchronize()  # a sticky error aborts the start
         if wrong:
             logger.warning("attention by %s is left out: %s", name, wrong)
     chosen = min(times, key=times.__getitem__, default=names[0])
@@ -106,7 +106,7 @@ def fastest(
 
 
 def graph_time_us(runs: Sequence[Callable[[], Any]]) -> float:
-    """Of a call as a captured step has it: what its launches cost the host does not count."""
+    """Time of a call inside a captured graph: without launch overhead on the host."""
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     try:
@@ -114,7 +114,7 @@ def graph_time_us(runs: Sequence[Callable[[], Any]]) -> float:
             for run in runs:
                 run()
     finally:
-        torch.cuda.set_stream(stream)  # a capture that fails leaves its own behind
+        torch.cuda.set_stream(stream)  # a failed capture leaves its own stream current
     graph.replay()
     begin.record()
     graph.replay()

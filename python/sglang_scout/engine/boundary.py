@@ -1,13 +1,13 @@
-"""The step boundary: everything that the host decides about a step, before it begins.
+"""The step boundary: everything that the host decides about a step before it begins.
 
-    1  results     what step t-2 selected comes to the host: counters, uses of pages (``step_results.py``)
-    2  recalls     copies that ended are mapped (``recall.py``)
+    1  results     what step t-2 selected is read back: counters, page uses (``step_results.py``)
+    2  recalls     finished copies are mapped (``recall.py``)
     3  digests     pages that the last step filled get theirs (``lifecycle.py``)
-    4  placement   sink, newest and tail pages are loaded (``placement.py``), first pages of newcomers (``arrivals.py``)
-    5  plan        the policy decides this step's recalls; they start, of what step t-2 missed
-    6  inputs      page table, lengths and changes of the residency table go to the device (``step_inputs.py``)
+    4  placement   sink, newest and tail pages, and first pages of arriving requests (``placement.py``, ``arrivals.py``)
+    5  plan        the policy decides this step's recalls of what step t-2 missed; they start
+    6  inputs      page table, lengths and residency changes are sent to the device (``step_inputs.py``)
 
-Then what the step attends to does not change until the next boundary.
+What the step attends to then stays fixed until the next boundary.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Ids = npt.NDArray[np.int64]
 
 @dataclass
 class LastStep:
-    """What the last step whose selections are known has missed."""
+    """Misses of the last step whose selections are known."""
 
     ages: Ids  # [B]
     missed: Ids  # [L, B] pages
@@ -53,16 +53,16 @@ class StepBoundary:
         policy, sizes: as of :class:`StepEngine`.
         page_size: tokens of a page.
         table: what is where in the resident cache.
-        pages: follows them from owner to owner.
-        recall: moves pages to the device.
+        pages: tracks their owners.
+        recall: copies pages to the device.
         results: what steps selected.
         counters: totals to add to.
-        older: follows what has left a window, where the policy has one.
-        dense_pages: so many pages beyond its budget a batch may have for a dense step; None: there are none.
+        older: tracks tokens that have left the window, if the policy has one.
+        dense_pages: most pages beyond its budget that a batch may have for a dense step; None: no dense steps.
 
     Attributes:
         arrivals: requests that are about to join.
-        step_log: gets a line for each step whose results have come, if there is one.
+        step_log: if set, gets a line for each step whose results have arrived.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class StepBoundary:
         self._results, self._counters = results, counters
         self.step_log: StepLog | None = None
         self._step_us = 0.0  # smoothed; 0 until known
-        self._end_ns = 0  # of the last step whose results have come
+        self._end_ns = 0  # of the last step whose results have arrived
         none = np.zeros((table.num_layers, 0), np.int64)
         self._last = LastStep(np.zeros(0, np.int64), none, none)
         self._seen_full: dict[int, int] = {}  # by table row: full pages at the last boundary
@@ -105,7 +105,7 @@ class StepBoundary:
 
         Args:
             request_slots: their table rows.
-            full_pages: ``[n]`` all full pages of theirs, shared ones too.
+            full_pages: ``[n]`` all their full pages, shared ones too.
             end_tokens: length that each may reach, as far as known.
         """
         ends = itertools.chain(end_tokens, itertools.repeat(0))
@@ -167,10 +167,10 @@ class StepBoundary:
         return batch
 
     def _take_in(self) -> StepResult | None:
-        """Note what the oldest step whose results have come has selected.
+        """Record the selections of the oldest step whose results have arrived.
 
         Returns:
-            Its results, without pages that have changed hands since; missing are those that still are.
+            Its results, without pages that have changed owner since; missing: those that still are.
         """
         result = self._results.take()
         if result is None:
@@ -178,8 +178,8 @@ class StepBoundary:
         launched, pages, missing = result.launched, result.pages, result.missing
         batch, step, uses = launched.batch, launched.step, self._table.uses
         missed = uses.count(missing)
-        selected = int(uses.count(pages).sum())  # a plain number: it becomes JSON
-        if batch.is_dense:  # all, so that none is more important than another
+        selected = int(uses.count(pages).sum())  # a plain int, for JSON
+        if batch.is_dense:  # all selected: none is more important than another
             selected = self._table.num_layers * int(batch.n_full.sum())
         budget = len(batch.ages) * self._row_pages
         self._counters.dense_steps += batch.is_dense
@@ -202,7 +202,7 @@ class StepBoundary:
         return result
 
     def _recall_missing(self, result: StepResult) -> None:
-        """Each layer recalls of what it missed the pages that the policy picks."""
+        """Each layer recalls those of its missed pages that the policy picks."""
         layers, pages = self._policy.residency.pick(
             np.arange(self._table.num_layers),
             result.missing,
@@ -210,11 +210,11 @@ class StepBoundary:
             self._table.uses,
         )
         if len(pages):
-            # The slots that this takes may be read by steps that run; copies wait for these.
+            # Running steps may still read the slots that this takes; copies wait for these steps.
             self._recall.swap(layers, pages, result.launched.step)
 
     def _is_dense(self, table: npt.NDArray[np.int32], full: Ids) -> bool:
-        """Whether all pages are resident and so few that to choose among them would read more."""
+        """Whether all pages are resident and so few that selecting among them would read more."""
         beyond = np.maximum(full - self._budget_pages, 0).sum()
         if self._dense_pages is None or beyond > self._dense_pages:
             return False
@@ -222,7 +222,7 @@ class StepBoundary:
         return self._table.are_resident(table[is_full])
 
     def _ages(self, step: int, request_slots: npt.NDArray[np.int64]) -> Ids:
-        """``[B]`` steps done here by each request; one that was never admitted counts as old."""
+        """``[B]`` steps done here by each request; one never admitted counts as old."""
         slots = request_slots.tolist()
         first = np.array([self._first_step.get(slot, -(2**31)) for slot in slots], np.int64)
         for row in np.flatnonzero(first == 0):
@@ -239,7 +239,7 @@ class StepBoundary:
         return np.where(fresh, 0, seen)
 
     def _report(self, step: int) -> StepReport:
-        """What the residency axis may know."""
+        """What the residency policy may know."""
         recall, last = self._recall, self._last
         report = StepReport(
             step=step,

@@ -32,7 +32,7 @@ def device_ring(
     faults: torch.Tensor | None = None,
     rank: int = 0,
 ) -> DeviceRing:
-    """The ring as a device's stream drives it; ``worker`` serves it from now on, before it starts.
+    """The ring, driven by a device's stream; ``worker``, not yet started, will serve it.
 
     Args:
         timeout_s: how long a step waits for the worker.
@@ -70,11 +70,11 @@ def build_engine(
 
     Args:
         shape: sizes of the model on this rank.
-        host: pages that the worker sees as well; memory that the device can use.
-        projectors: per layer, its query from a layer input.
-        worker: who computes missing pages, on the host's thread or on the device's stream.
-        digests: of the host pages; None: made here.
-        ranks: those among which a layer's heads are dealt out; None: all are here.
+        host: pages that the worker maps too; the device can access them.
+        projectors: per layer, computes its query from a layer input.
+        worker: computes missing pages, called from the host or from the device's stream.
+        digests: of the host pages; None: created here.
+        ranks: those that share a layer's heads; None: all heads are here.
     Raises:
         ValueError: sizes that do not fit the policy, or an ``attend_kernel`` that cannot run.
     """
@@ -92,10 +92,10 @@ def build_engine(
     tracer = tracer or Tracer(None, 0)
     if policy.feedback is not None:
         sizes = replace(sizes, budget_pages=0, lists=1)  # nothing is selected
-    # Ranks may differ in what has been copied, and would then replay different graphs.
+    # Ranks may differ in residency, and would then replay different graphs.
     is_alone = ranks is None
     if config.grain == "head":
-        ranks = None  # each KV head chooses for itself, also where a rank has one only
+        ranks = None  # each KV head selects for itself, even if a rank has only one
     return StepEngine(
         policy, shape, sizes, host, digests, projectors,
         _transport(policy, shape, sizes, host, worker, device, tracer),
@@ -118,7 +118,7 @@ def _transport(
     if policy.route == "drop":
         return Transport(torch.zeros(shape.num_layers, dtype=torch.int64))
     if isinstance(worker, GraphTransport):
-        if tracer.active:  # the host only launches what a timeline shows
+        if tracer.active:  # the host only launches; the timeline needs device timestamps
             worker.stamps = DeviceClock(tracer, shape.num_layers, device)
         return worker
     return HostTransport(worker, shape, sizes.max_batch, tracer)

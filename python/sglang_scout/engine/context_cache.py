@@ -1,8 +1,8 @@
-"""Kept tokens of older pages, each KV head's contiguously, in host memory that the worker attends to.
+"""Kept tokens of older pages, contiguous per KV head, in host memory that the worker attends to.
 
-A context page holds S tokens of one head of one layer. A request has a list of them for each layer and head, of
-which the last page may be partly filled. It changes only at step boundaries, and grows only behind what running
-steps read; a request's pages go to others when no step that knew them may run.
+A context page holds S tokens of one head of one layer. A request has a list of them for each layer and head; the last
+page may be partly filled. A list changes only at step boundaries, and grows only past what running steps read; its
+pages are reused once no step that knew them can be running.
 
 Shapes: L layers, C context pages of each, H KV heads, R pages of a list, S tokens of a page.
 """
@@ -28,7 +28,7 @@ Ids = npt.NDArray[np.int64]
 
 
 def context_pages(arena: Arena, shape: ModelShape) -> LayerPages | None:
-    """An arena's context pages, ``[C, S, D]`` of each layer, if it has some."""
+    """An arena's context pages, ``[C, S, D]`` of each layer, if it has any."""
     if not arena.spec.context_pages:
         return None
     k, v = (
@@ -45,15 +45,15 @@ def context_pages(arena: Arena, shape: ModelShape) -> LayerPages | None:
 class Kept:
     """What is kept of one request."""
 
-    pages: npt.NDArray[np.int32]  # [L, H, R] context pages, -1 behind the last
+    pages: npt.NDArray[np.int32]  # [L, H, R] context pages, -1 after the last
     tokens: Ids  # [L, H]
 
 
 class ContextCache:
-    """The pool and the lists in it.
+    """The pool and its lists.
 
     Args:
-        host: pages that tokens are copied from, with context pages.
+        host: pages that tokens are copied from; has context pages.
         row_pages: R.
         cap_tokens: most tokens of a list; None: as many as R pages hold.
     """
@@ -75,7 +75,7 @@ class ContextCache:
         self._free = np.tile(np.arange(count, dtype=np.int32), (layers, 1))  # [L, C], stacks
         self._num_free = np.full(layers, count)
         self._lock = threading.Lock()  # of both: tokens may be added by another thread
-        # What was released at each of the last boundaries: steps that may still run read it.
+        # Released at each of the last boundaries: steps that may still run read it.
         self._released: deque[list[Kept]] = deque()
 
     @property
@@ -85,20 +85,20 @@ class ContextCache:
 
     @property
     def used_pages(self) -> int:
-        """Context pages that hold something, of all layers."""
+        """Context pages in use, of all layers."""
         return int(self._free.size - self._num_free.sum())
 
     def empty(self) -> Kept:
-        """A request of which nothing is kept."""
+        """A request without kept tokens."""
         return Kept(np.full(self._lists, -1, np.int32), np.zeros(self._lists[:2], np.int64))
 
     def add(self, kept: Kept, layers: Ids, heads: Ids, tokens: Ids) -> npt.NDArray[np.bool_]:
-        """Copy K and V of tokens behind what a request has.
+        """Append K and V of tokens to a request's lists.
 
         Args:
             layers, heads, tokens: ``[m]``, by layer and then head; token t of host page p is p S + t.
         Returns:
-            ``[L, H]`` lists that were full, or found no page: the rest of their tokens is left out.
+            ``[L, H]`` lists that were full, or found no page: the rest of their tokens is dropped.
         """
         num_layers, num_heads, _ = self._lists
         size, lists = self._page_tokens, layers * num_heads + heads
@@ -135,11 +135,11 @@ class ContextCache:
         return np.where(kept.pages < 0, -1, ids).astype(np.int32), n_pages.astype(np.int32)
 
     def release(self, kept: Kept) -> None:
-        """A request has ended, was retracted or is evaluated again."""
+        """A request has ended, was retracted or is being re-evaluated."""
         self._released[-1].append(kept)
 
     def begin_step(self) -> None:
-        """Step boundary: what was released ``KNOWN_AFTER`` boundaries ago is free."""
+        """Step boundary: pages released ``KNOWN_AFTER`` boundaries ago become free."""
         for kept in self._released.popleft() if len(self._released) == KNOWN_AFTER else ():
             with self._lock:
                 for layer, pages in enumerate(kept.pages):

@@ -1,4 +1,4 @@
-"""What the engine counts, incremented where the thing happens."""
+"""The engine's counters, incremented where the event happens."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Counters:
     def count_step(
         self, selected: int, missing: npt.NDArray[np.int64], budget: int, route: str
     ) -> None:
-        """A step's selections: pages chosen over all layers, ``missing`` ``[L]`` of them, ``budget`` of a layer."""
+        """A step's selections: pages selected over all layers, ``missing`` ``[L]`` of them, ``budget`` of a layer."""
         self.selected_pages += selected
         self.budget_pages += budget * self.num_layers
         self.budget_pages_by_layer += budget
@@ -71,10 +71,10 @@ class Counters:
             self.fetched_pages += int(missing.sum())
 
     def count_posted(self, pages: npt.NDArray[np.int64], budget: int) -> None:
-        """Pages of lists, ``[L]``, that a step posts without choosing; ``budget`` of a layer are on the device."""
+        """Pages of lists, ``[L]``, that a step posts without selection; ``budget`` of a layer are on the device."""
         self.count_step(0, pages, budget, "cpu")
 
     def count_waits(self, waits_us: npt.NDArray[np.int64]) -> None:
-        """The device waited for the worker's answers: ``[L]``."""
+        """The device waited for the worker's results: ``[L]``."""
         self.gpu_wait_us += int(waits_us.sum())
         self.gpu_wait_us_by_layer += waits_us

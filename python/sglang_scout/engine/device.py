@@ -1,6 +1,6 @@
-"""Streams and transfers of a CUDA device, without a step ever waiting for the host or the host for it.
+"""Streams and transfers of a CUDA device, asynchronous: steps and the host never wait for each other.
 
-On the CPU device, where the same code runs in tests, memory is one and everything happens at once.
+On the CPU device, where the same code runs in tests, memory is shared and everything is synchronous.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ def lock_memory(
 ) -> Callable[[], None]:
     """Page-lock host memory and map it for the device.
 
-    Pages that nobody has written yet are taken first, by several threads: the lock itself takes and clears
-    them on one, which is minutes for hundreds of GB.
+    Untouched pages are faulted in first, by several threads: the lock itself would allocate and clear them on one,
+    which takes minutes for hundreds of GB.
 
     Args:
         address, nbytes: of the memory.
-        progress: called with the bytes that are locked so far, every ``LOCK_CHUNK_BYTES``.
+        progress: called with the bytes locked so far, every ``LOCK_CHUNK_BYTES``.
     Returns:
-        A function that undoes it, when the device does not use the memory any more.
+        A function that undoes it, to be called when the device no longer uses the memory.
     Raises:
-        MemoryError: the system does not allow it; says how far it got. Nothing stays locked.
+        MemoryError: the system refuses; says how far it got. Nothing stays locked.
     """
     runtime = torch.cuda.cudart()
     locked: list[int] = []
@@ -48,7 +48,7 @@ def lock_memory(
     for done in range(0, nbytes, LOCK_CHUNK_BYTES):
         size = min(LOCK_CHUNK_BYTES, nbytes - done)
         error = populate_together(address + done, size)
-        if error not in (0, errno.EINVAL):  # a kernel that does not know how
+        if error not in (0, errno.EINVAL):  # kernel without support
             unlock()
             raise MemoryError(
                 f"cannot take {nbytes / 2**30:.1f} GiB of host memory: {os.strerror(error)} after "
@@ -78,8 +78,8 @@ def lock_memory(
 def _device_address(address: int) -> int | None:
     """The device's address of page-locked memory, None if the driver knows none.
 
-    Asked of the memory itself: where CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM is 0, it may be another one than
-    the host's, but need not.
+    Queried for the memory itself: where CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM is 0, it may differ from the host's,
+    but need not.
     """
     there = ctypes.c_uint64(0)
     driver = ctypes.CDLL("libcuda.so.1")
@@ -89,7 +89,7 @@ def _device_address(address: int) -> int | None:
 
 
 def upload(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """``values`` on ``device``, there when the current stream comes to what follows."""
+    """``values`` on ``device``, ordered on the current stream."""
     there = torch.from_numpy(values)
     if device.type == "cpu":
         return there
@@ -97,14 +97,14 @@ def upload(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
 
 
 class ForkedStream:
-    """Runs a part of a step beside the rest of it, on a stream forked from the step's and joined with it.
+    """Overlaps part of a step with the rest, on a stream forked from the step's and joined with it.
 
-    Both are events that a capture turns into edges of its graph. The caching allocator knows of no second stream, but
-    gives memory out by stream and in the order of calls. So what the part is given must live until it is joined, and
-    what it made is freed where no part is being launched: the next one begins behind all that was launched before.
+    Both are events that a capture turns into graph edges. The caching allocator does not know of the second stream, but
+    hands out memory per stream, in call order. So a part's inputs must live until it is joined, and its outputs are
+    freed while no part is being launched: the next one starts after everything launched before.
 
     Args:
-        device: of the streams; None: everything runs in order, as it does on the CPU device.
+        device: of the streams; None: everything runs in order, as on the CPU device.
     """
 
     def __init__(self, device: torch.device | None) -> None:
@@ -114,9 +114,9 @@ class ForkedStream:
 
     @contextlib.contextmanager
     def fork(self, key: int, *given: torch.Tensor) -> Iterator[None]:
-        """What is launched within is part ``key``, behind all that the current stream and other parts have to do.
+        """Launches within are part ``key``, ordered after all work of the current stream and of other parts.
 
-        It may read ``given``, which is kept, and memory that stays; both until :meth:`join`.
+        It may read ``given``, which is kept alive, and persistent memory; both until :meth:`join`.
         """
         end = None
         if self._stream is None:
@@ -130,7 +130,7 @@ class ForkedStream:
         self._parts[key] = end, given
 
     def join(self, *keys: int) -> None:
-        """What the current stream does next finds these parts done, without ``keys`` all of them."""
+        """The current stream waits for these parts; without ``keys`` for all."""
         for key in keys or list(self._parts):
             end, _ = self._parts.pop(key, (None, None))
             if end is not None:
@@ -138,16 +138,16 @@ class ForkedStream:
 
 
 class SideStream:
-    """Runs copies beside the steps' stream; stands where a thread pool stands on the CPU device.
+    """Runs copies concurrently with the steps' stream; replaces the CPU device's thread pool.
 
-    Copies may write what the steps launched so far still read, so they begin after those.
+    Copies may overwrite what the steps launched so far still read, so they start after those.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
 
     def submit(self, function: Callable[..., Any], /, *args: Any) -> StreamCopy:
-        """Launch what ``function`` launches, behind everything that the current stream has to do."""
+        """Launch what ``function`` launches, after all work of the current stream."""
         self._stream.wait_stream(torch.cuda.current_stream())
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         with torch.cuda.stream(self._stream):
@@ -162,17 +162,17 @@ class SideStream:
 
 
 class StreamCopy:
-    """The end of copies on a side stream, as a future would tell it."""
+    """Completion of copies on a side stream, with a future's interface."""
 
     def __init__(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> None:
         self._begin, self._end = begin, end
         self._wait: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
 
     def exception(self, timeout: float | None = None) -> None:
-        """The current stream, not the host, waits for the end: no time for the host to limit.
+        """The current stream, not the host, waits for the end: no timeout applies.
 
-        What the stream does next comes after the steps that were launched, so the copies have had the
-        time of a whole step by then.
+        What the stream does next is ordered after the launched steps, so the copies have had a whole step's time by
+        then.
         """
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         before.record()
@@ -181,15 +181,15 @@ class StreamCopy:
         self._wait = before, after
 
     def done(self) -> bool:
-        """Whether what the current stream does next finds the copies made."""
+        """Whether the current stream is ordered after the copies."""
         return self._wait is not None or self._end.query()
 
     def result(self) -> int | None:
-        """Nanoseconds from begin to end, or None if only the device knows yet."""
+        """Nanoseconds from begin to end, or None if not yet known on the host."""
         return int(self._begin.elapsed_time(self._end) * 1e6) if self._end.query() else None
 
     def waited_ns(self) -> int | None:
-        """How long the stream that waited for the end did so, or None if only the device knows yet."""
+        """How long the stream waited for the end, or None if not yet known on the host."""
         if self._wait is None or not self._wait[1].query():
             return None
         return int(self._wait[0].elapsed_time(self._wait[1]) * 1e6)
@@ -198,10 +198,10 @@ class StreamCopy:
 class Staging:
     """A block of int32 words that the host fills for each step, and its copy on the device.
 
-    Two host buffers take turns, so that one can be filled while the other is still read.
+    Double-buffered on the host, so that one buffer can be filled while the other is still read.
 
     Attributes:
-        device: ``[words]`` int32 on the device; holds what was last sent.
+        device: ``[words]`` int32 on the device; what was last sent.
     """
 
     def __init__(self, words: int, device: torch.device) -> None:
@@ -215,15 +215,15 @@ class Staging:
         self._turn = 0
 
     def fill(self) -> npt.NDArray[np.int32]:
-        """The host buffer of this turn, ``[words]``; holds what it held two turns ago."""
+        """The current host buffer, ``[words]``; holds its contents of two calls ago."""
         self._turn ^= 1
         sent = self._sent[self._turn]
         if sent is not None:
-            sent.synchronize()  # of two steps ago: long over
+            sent.synchronize()  # of two steps ago: long done
         return self._words[self._turn]
 
     def send(self, words: int) -> None:
-        """Copy the first ``words`` to the device, in the order of the current stream."""
+        """Copy the first ``words`` to the device, in current-stream order."""
         source = self._host[self._turn][:words]
         self.device[:words].copy_(source, non_blocking=self._on_cuda)
         if self._on_cuda:
@@ -232,11 +232,11 @@ class Staging:
 
 
 class Fetching:
-    """Tensors on their way from the device to the host.
+    """Tensors in flight from the device to the host.
 
     Args:
-        tensors: copied in the order of the current stream; may be overwritten after it.
-        into: page-locked host tensors of the same sizes, or None: made here, for the CPU device.
+        tensors: copied in current-stream order; may be overwritten after it.
+        into: page-locked host tensors of the same sizes, or None: allocated here, for the CPU device.
     """
 
     def __init__(self, tensors: list[torch.Tensor], into: list[torch.Tensor] | None) -> None:
@@ -251,7 +251,7 @@ class Fetching:
         self._end.record()
 
     def wait(self) -> list[npt.NDArray[Any]]:
-        """The values, once they are there."""
+        """Wait for the values."""
         if self._end is not None:
             self._end.synchronize()
         return [t.numpy() for t in self._there]

@@ -1,8 +1,8 @@
-"""When a device's stream came to the parts of a step: the timeline of a step that the host only launches.
+"""Device timestamps of the parts of a step: the timeline of a step that the host only launches.
 
-Stands where the tracer stands in a step on the CPU device: ``now`` and ``cut`` launch a kernel that writes the device's
-clock to the next word of a buffer, and a captured graph does that in every replay. The words come to the host with the
-step's results, two boundaries later. Made only where a timeline is recorded: no other step launches more.
+Replaces the tracer of a step on the CPU device: ``now`` and ``cut`` launch a kernel that writes the device's clock to
+the next word of a buffer, in a captured graph at every replay. The words are read back with the step's results, two
+boundaries later. Created only when a timeline is recorded, so that other steps have no extra launches.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class DeviceClock:
         self._ahead_ns = self._offset()
 
     def _offset(self) -> int:
-        """By how much the device's clock is ahead of the host's: as of the quickest of some tries."""
+        """By how much the device's clock is ahead of the host's, from the fastest of several tries."""
         tries = []
         for _ in range(_CALIBRATIONS):
             before = time.monotonic_ns()
@@ -68,11 +68,11 @@ class DeviceClock:
         return min(tries)[1]
 
     def pause(self) -> None:
-        """What runs until the next step begins is warm-up, or captured."""
+        """Until the next step begins, everything is warm-up or capture."""
         self._is_empty_step, self._has_begun, self._cuts = True, False, []
 
     def begin_step(self) -> None:
-        """What follows is replayed, unless layers begin."""
+        """The step is a replay, unless layers begin."""
         self._is_empty_step, self._has_begun, self._cuts = False, False, []
 
     def begin_layers(self) -> None:
@@ -108,7 +108,7 @@ class DeviceClock:
         stamps: npt.NDArray[np.int64],
         waited_ns: npt.NDArray[np.int64],
     ) -> None:
-        """The slices of a step whose stamps have come, with ``[L]`` what its merges waited."""
+        """The slices of a step whose stamps have arrived, with ``[L]`` wait times of its merges."""
         at = stamps - self._ahead_ns
         for row, what, first, last, args in cuts:
             start_ns, end_ns = int(at[first]), int(at[last])

@@ -1,6 +1,6 @@
-"""What a page's digest holds: two parts ``[L, P, H, bytes]``, whose bytes differ from kind to kind.
+"""Digest layouts: two parts ``[L, P, H, bytes]`` per page, whose bytes depend on the kind.
 
-A kind's name is a choice of the digest axis. The parts go with K and V from the prefill server.
+A kind's name is a value of the policy's digest. The parts are transferred with K and V from the prefill server.
 Shapes: L layers, P pages, n of them, S tokens a page, H KV heads, D head size.
 """
 
@@ -36,9 +36,9 @@ class DigestKind:
         build: as :func:`build_layer_digests`; with ``trained`` W_k behind its arguments.
         score: as :func:`score_pages`, of the parts of one layer; of kinds ``per_head`` see :func:`score_heads`.
         mass_change: as :func:`mass_change_rotated`; None where scores are bounds.
-        view: the parts as both of them take these, from bytes, the model's dtype and D.
-        per_head: one query vector per KV head chooses its pages.
-        trained: it is built with W_k of a pilot file (``core/forecast.py``), and scored with W_q q.
+        view: the parts as both of them expect, from bytes, the model's dtype and D.
+        per_head: each KV head selects pages with one query vector.
+        trained: built with W_k of a pilot file (``core/forecast.py``), and scored with W_q q.
     """
 
     build: Callable[..., None]
@@ -69,7 +69,7 @@ def _two_means(part: torch.Tensor, dtype: torch.dtype, head_dim: int) -> torch.T
 
 
 def _and_mark(build: Callable[..., None]) -> Callable[..., None]:
-    """``build`` of embeddings, then their marks, which say that they were written."""
+    """``build`` of embeddings, then the marks that they were written."""
 
     def both(
         source: LayerPages,
@@ -92,7 +92,7 @@ def _build_marks(
     second: torch.Tensor,
     rows: torch.Tensor | None,
 ) -> None:
-    """For policies that choose no pages."""
+    """For policies without page selection."""
     for marks in (first, second):
         marks.index_fill_(1, ids, 0)
 
@@ -124,10 +124,10 @@ KINDS = {
 def trained_arrays(
     kind: DigestKind, weights: PageWeights | None, device: torch.device | str
 ) -> tuple[torch.Tensor, ...]:
-    """W_k and W_q on ``device`` for a kind that is trained, and nothing for others.
+    """W_k and W_q on ``device`` for a trained kind, nothing for others.
 
     Raises:
-        ValueError: there are no weights.
+        ValueError: weights are missing.
     """
     if not kind.trained:
         return ()
@@ -143,7 +143,7 @@ def score_heads(
     n_full: torch.Tensor,
     w_q: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``[B * H, N]`` scores of each KV head by itself, row b * H + h; see :func:`score_embeddings`.
+    """``[B * H, N]`` scores per KV head, row b * H + h; see :func:`score_embeddings`.
 
     Args:
         query: ``[B, H, D]``, one vector per KV head; with ``w_q`` ``[H, r, G * D]`` the real queries ``[B, HQ, D]``.
@@ -163,14 +163,14 @@ def _marks(parts: tuple[torch.Tensor, torch.Tensor]) -> list[torch.Tensor]:
 def unset(parts: tuple[torch.Tensor, torch.Tensor], ids: torch.Tensor) -> None:
     """Mark rows ``ids`` of all layers as not written."""
     for mark in _marks(parts):
-        # Not an assignment: it would copy the number from host memory and wait for the stream.
+        # Not an assignment, which would copy the number from host memory and synchronize the stream.
         mark.index_fill_(1, ids, _UNSET)
 
 
 def is_set(parts: tuple[torch.Tensor, torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
     """``[n]`` bool: pages whose rows of all layers were written since :func:`unset`.
 
-    A mark is the word of a real page once in 65,536; such a page is built again.
+    A real page has the mark's word with probability 1/65,536; its digest is then rebuilt.
     """
     corners = torch.stack([mark[:, ids] for mark in _marks(parts)])
     return ~(corners == _UNSET).any(0).any(0)

@@ -1,4 +1,4 @@
-"""The digest of every page, beside the pages that it stands for."""
+"""The digests of all pages."""
 
 from __future__ import annotations
 
@@ -17,22 +17,21 @@ from sglang_scout.ops.layers import LayerPages
 
 
 class DigestPool:
-    """The digest of every page, and which of them hold.
+    """The digest of every page, and which are valid.
 
-    A digest can arrive with the KV from the prefill server or be built here. An unset digest is
-    marked in the data itself until somebody writes it, so an arrived digest is recognised without a
-    message of its own.
+    A digest can arrive with the KV from the prefill server or be built here. An unset digest holds a sentinel in its
+    data until it is written, so an arrived digest is recognised without a separate message.
 
     Args:
         kind: what a digest holds, a key of ``KINDS``.
-        weights: this rank's part of a pilot file, for a kind that is trained.
-        hints: whether the prefill server hints at pages of its prompts.
+        weights: this rank's part of a pilot file, for a trained kind.
+        hints: whether the prefill server sends hints.
 
     Attributes:
         kind: as given.
         parts: ``[L, P, H, bytes]`` uint8 each, on ``device``.
-        valid: ``[P]`` bool on the host; the digest of every layer of this page holds.
-        hints: of prompts, by their last pages; None: there are none.
+        valid: ``[P]`` bool on the host; this page's digests are valid in every layer.
+        hints: of prompts, by their last pages; None: no hints.
     """
 
     def __init__(
@@ -67,8 +66,7 @@ class DigestPool:
         return self.parts[0].device
 
     def warm_up(self, host: HostPages, resident: LayerPages) -> None:
-        """Do what requests need once, before there are any, so that none waits while kernels are compiled
-        and loaded. With page 0, which is padding."""
+        """Compile and load kernels before the first request, using page 0, which is padding."""
         padding = np.zeros(1, np.int64)
         ids, slots = self._ids(padding), self._ids(np.zeros((len(resident.k), 1)))
         for source, rows in ((host.for_copies(self.device), None), (resident, slots)):
@@ -77,13 +75,13 @@ class DigestPool:
         self.accept(padding)
 
     def invalidate(self, pages: npt.NDArray[np.integer]) -> None:
-        """The pages were freed: their digests no longer hold."""
+        """The pages were freed: their digests become invalid."""
         self.valid[pages] = False
 
     def unset(self, pages: npt.NDArray[np.integer]) -> None:
         """Mark the digests of freshly allocated pages as not written."""
         if self._built is not None:
-            # Pages come from requests that have ended; what was launched for them ends first.
+            # Pages may come from ended requests; work launched for those must finish first.
             torch.cuda.current_stream().wait_event(self._built)
         unset(self.parts, self._ids(pages))
         self.valid[pages] = False
@@ -93,7 +91,7 @@ class DigestPool:
     def accept(self, pages: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Mark those of ``pages`` whose digests have been written as valid; return the others.
 
-        The host waits for the current stream, which must be the one of :meth:`unset` or behind it.
+        The host waits for the current stream, which must be that of :meth:`unset` or ordered after it.
         """
         complete = is_set(self.parts, self._ids(pages)).cpu().numpy()
         self.valid[pages[complete]] = True
@@ -130,8 +128,8 @@ class DigestPool:
     def score(
         self, layer: int, query: torch.Tensor, offered: Offered, scale: float, head_reduce: str
     ) -> torch.Tensor:
-        """``[B * C, N]`` fp32 scores of the pages offered to each list, for ``query`` ``[B * C, HQ / C, D]``; of
-        no meaning where the budget covers them all."""
+        """``[B * C, N]`` fp32 scores of the pages offered to each list, for ``query`` ``[B * C, HQ / C, D]``; undefined
+        where the budget covers them all."""
         if self._of_kind.per_head:
             w_q = (x[layer] for x in self._trained[1:])
             pages = offered.table, offered.n_scored
@@ -143,13 +141,13 @@ class DigestPool:
         )
 
     def _of_lists(self, layer: int, lists: int) -> list[torch.Tensor]:
-        """The parts of a layer; with a list for each KV head its digests alone, as of pages of their own."""
+        """The parts of a layer; with one list per KV head, each head's digests as separate pages."""
         parts = [view[layer] for view in self._views]
         return parts if lists == 1 else [part.flatten(0, 1).unsqueeze(1) for part in parts]
 
     @property
     def has_estimates(self) -> bool:
-        """Whether :meth:`mass_change` is there: scores of this kind estimate, and do not bound."""
+        """Whether :meth:`mass_change` is available: scores of this kind are estimates, not bounds."""
         return self._of_kind.mass_change is not None
 
     def mass_change(
@@ -161,14 +159,15 @@ class DigestPool:
         n_pages: torch.Tensor,
         scale: float,
     ) -> torch.Tensor:
-        """``[B, HQ]`` by how much the log mass of a list's missing pages is larger for the real query; estimated.
+        """``[B, HQ]`` estimated increase of the log mass of a list's missing pages under the real query.
 
-        The worker attends to them one layer ahead, with the predicted query, and weighs them by it. What the real
-        query asks for may be among them, and gets the mass that it should have.
+        The worker attends to them one layer ahead, weighted by the predicted query. Pages important to the real query
+        may be among them, and get the mass that they should have.
 
         Args:
             query, query_ahead: ``[B, HQ, D]``.
-            pages: ``[B * C, k]``, of which each row has the first ``n_pages`` ``[B * C]``; 0 for one without any.
+            pages: ``[B * C, k]``, of which each row has the first ``n_pages`` ``[B * C]``; the change is 0 for a row
+                without any.
         """
         assert self._of_kind.mass_change is not None
         parts = (view[layer] for view in self._views)

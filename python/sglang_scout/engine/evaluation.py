@@ -1,9 +1,9 @@
-"""Which tokens are kept of a request that joins: selected among all of its older ones, on a thread beside the steps.
+"""Which tokens are kept of a joining request: selected among all its older ones, on a thread concurrent with steps.
 
 Line 20 of Deng et al., Algorithm 1, with the queries of the request's first step here.
 
-    boundary t+1   the queries of step t, with which the request joined, go to the host
-    boundary t+2   they are there: the selection begins
+    boundary t+1   the queries of step t, the request's first, are read back to the host
+    boundary t+2   they have arrived: the selection begins
     later          it has ended
 """
 
@@ -25,7 +25,7 @@ Result = tuple[Kept, npt.NDArray[np.bool_]]
 
 
 class Evaluator:
-    """The thread, and what it needs: arguments as of :class:`OlderTokens`; ``cache`` gets what is kept."""
+    """The thread: arguments as of :class:`OlderTokens`; kept tokens are added to ``cache``."""
 
     def __init__(
         self, feedback: Feedback, cache: ContextCache, host: HostPages, shape: ModelShape
@@ -52,11 +52,11 @@ class Evaluator:
 
 
 class Evaluation:
-    """Of one request.
+    """Evaluation of one request.
 
     Args:
         evaluator: does it.
-        queries: ``[L, HQ, D]`` on the device, what the request's first step will leave there.
+        queries: ``[L, HQ, D]`` on the device, written by the request's first step.
         pages: older full pages, in which to select.
         state: the request's row of the policy's stores.
     """
@@ -70,7 +70,7 @@ class Evaluation:
         self._result: Future[Result] | None = None
 
     def advance(self) -> Result | None:
-        """The next part, at each boundary behind the first step; the result when it is there."""
+        """The next stage, at each boundary after the first step; the result once available."""
         if self._sent is None:
             is_cuda = self._queries.is_cuda
             into = [torch.empty(self._queries.shape, pin_memory=True)] if is_cuda else None
@@ -83,12 +83,12 @@ class Evaluation:
         return None
 
     def wait(self) -> None:
-        """Until it has ended, if it has begun."""
+        """Wait until it has ended, if it has begun."""
         if self._result is not None:
             self._result.exception()
 
     def drop(self) -> None:
-        """The request has ended before."""
+        """The request has ended early."""
         if self._result is not None and not self._result.cancel():
             release = self._evaluator.cache.release
             self._result.add_done_callback(lambda f: release(f.result()[0]))

@@ -18,14 +18,14 @@ def staging_bytes(shape: ModelShape, max_batch: int, budget_pages: int) -> int:
 
 
 class Fetch(Transport):
-    """Pages come to the device ahead of their layer, ids and all from the device.
+    """Pages are copied to the device before their layer, with ids from the device.
 
-    There is one staging slot for each row and chosen page, twice: a layer's pages are posted before those of the
-    layer before are attended to. So every chosen page finds one. Where each KV head has a list of its own, a slot
-    holds that head's part of a page. Copies are launched on the stream that posts.
+    There is one staging slot per row and selected page, double-buffered: a layer's pages are posted before those of the
+    previous layer are attended to. So every selected page has a slot. With one list per KV head, a slot holds that
+    head's part of a page. Copies are launched on the stream that posts.
 
     Args:
-        host: where the pages lie.
+        host: the source pages.
         lists: C, of each request.
         budget_pages: k, of each list.
         device: where steps run.
@@ -41,14 +41,14 @@ class Fetch(Transport):
         device: torch.device,
     ) -> None:
         self._shape, self._budget_pages, self._lists = shape, budget_pages, lists
-        super().__init__(torch.zeros(shape.num_layers, dtype=torch.int64))  # nobody waits
+        super().__init__(torch.zeros(shape.num_layers, dtype=torch.int64))  # no merge waits
         staging = max_batch * lists * budget_pages
         slot = shape.page_size, shape.num_kv_heads // lists, shape.head_dim
         # [K or V, layer parity, slot, S, H / C, D]
         self._staged = torch.zeros((2, 2, staging, *slot), dtype=shape.kv_dtype, device=device)
         self._pages = host.for_copies(device)
         self._slots = torch.arange(staging, dtype=torch.int32, device=device)
-        # Of each layer parity: by row and page its slot, -1 where nothing was posted.
+        # Per layer parity: the slot by row and page, -1 where nothing was posted.
         self._there = torch.full((2, staging), -1, dtype=torch.int32, device=device)
 
     def post(

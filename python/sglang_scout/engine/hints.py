@@ -1,10 +1,10 @@
-"""Which pages the last token of a prompt looks for: the prefill server says it, the decode server copies them first.
+"""The pages important to a prompt's last token: named by the prefill server, prefetched by the decode server.
 
     prefill   the last prompt token's real queries  ->  scores of the prompt's digests  ->  the best pages of each layer
-    transfer  their places in the prompt, in the row of the prompt's last page, behind its digests
+    transfer  their positions in the prompt, in the row of the prompt's last page, after its digests
     decode    copies them before the request joins (``arrivals.py``)
 
-A hint says what is copied early and never what is attended to: a wrong one, or none, costs time.
+A hint only controls prefetching, never what is attended to: a wrong or missing one costs time, not accuracy.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ if TYPE_CHECKING:
 HINT_PAGES = 64
 """Pages that a hint names in a layer, best first. Not the budget, which the prefill server need not know."""
 
-_MOST_PAGES = 2**16 - 2  # a place takes 16 bits
+_MOST_PAGES = 2**16 - 2  # a position takes 16 bits
 
 
 class PageHints:
-    """For every page the hint of a prompt that ends in it, on the host: 128 bytes a layer.
+    """For every page, the hint of the prompt that ends in it, on the host: 128 bytes per layer.
 
-    Pages that the radix cache shares belong to the same prompt up to there, and so does the hint.
+    Pages shared by the radix cache belong to the same prompt prefix, and so does the hint.
 
     Args:
         layers, num_pages: L, P of the pool.
 
     Attributes:
-        parts: ``[L, P, k / 2]`` int16 each, two as the transfer wants them: place + 1 in the prompt, 0: none.
-        made: how many hints were put.
+        parts: ``[L, P, k / 2]`` int16 each, two as the transfer needs: position + 1 in the prompt, 0: none.
+        made: how many hints were stored.
     """
 
     def __init__(self, layers: int, num_pages: int) -> None:
@@ -51,34 +51,34 @@ class PageHints:
         self.parts = tuple(torch.from_numpy(rows.view(np.int16)) for rows in self._rows)
 
     def clear(self, pages: npt.NDArray[np.integer]) -> None:
-        """``pages`` were handed to others."""
+        """``pages`` have new owners."""
         for rows in self._rows:
             rows[:, pages, 0] = 0
 
     def put(self, page: int, places: npt.NDArray[np.integer]) -> None:
-        """The hint ``places`` ``[L, k]``, -1 padded, of a prompt whose last page is ``page``."""
+        """Store the hint ``places`` ``[L, k]``, -1 padded, of a prompt whose last page is ``page``."""
         self.made += 1
         for rows, part in zip(self._rows, np.split(places + 1, 2, axis=1), strict=True):
             rows[:, page] = part
 
     def of(self, page: int, n_full: int) -> npt.NDArray[np.int64] | None:
-        """``[L, k]`` places among the ``n_full`` full pages of the prompt that ends in ``page``, -1 padded.
+        """``[L, k]`` positions among the ``n_full`` full pages of the prompt that ends in ``page``, -1 padded.
 
-        None without a hint.
+        None: no hint.
         """
         places = np.concatenate([rows[:, page] for rows in self._rows], axis=1).astype(np.int64) - 1
-        places[(places[:, :1] < 0) | (places >= n_full)] = -1  # without a first one there is none
+        places[(places[:, :1] < 0) | (places >= n_full)] = -1  # without a first one: none
         return places if (places >= 0).any() else None
 
 
 def hint_bytes(config: OffloadConfig, num_layers: int) -> int:
-    """Of one page, on either server; 0 unless pages are chosen for a layer as a whole, as hints name them."""
+    """Bytes per page, on either server; 0 unless pages are selected for a whole layer, as in hints."""
     has_hints = config.grain == "layer" and not config.context_share
     return 2 * HINT_PAGES * num_layers * has_hints
 
 
 def has_hint(address: int, row_bytes: int, page: int) -> bool:
-    """Whether there is one for ``page``, by the first layer of the first part at ``address``."""
+    """Whether ``page`` has a hint, by the first layer of the first part at ``address``."""
     return ctypes.c_uint16.from_address(address + page * row_bytes).value > 0
 
 
@@ -89,12 +89,12 @@ def choose_hint(
     digest: Digest,
     scale: float,
 ) -> npt.NDArray[np.int32] | None:
-    """``[L, k]`` places of the pages that a decode step with these ``queries`` would choose.
+    """``[L, k]`` positions of the pages that a decode step with these ``queries`` would select.
 
-    With tensor parallelism this rank's heads choose alone.
+    With tensor parallelism only this rank's heads count.
 
     Args:
-        digests: which hold, of ``pages`` ``[N]``, the prompt's full ones.
+        digests: valid ones, of ``pages`` ``[N]``, the prompt's full pages.
         queries: ``[L, HQ, D]`` fp32 real queries of its last token, after RoPE.
     Returns:
         None for a prompt without a full page, or too long for 16 bits.

@@ -1,4 +1,4 @@
-"""How much memory the stores take, decided once at start and refused if it is not there."""
+"""The memory plan of the stores, made once at start and refused if it does not fit."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ HEADROOM_BYTES = 256 * 2**20
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Counts and bytes of the three stores, and what the worker needs beside them.
+    """Counts and bytes of the three stores, and the worker's additional memory.
 
     Attributes:
         num_pages: P, host pages including the padding page.
         budget_pages: k, at most the pages of one context.
-        num_slots: device slots per layer: resident pages, tails, and room for recalls under way.
-        input_bytes: SGLang's input buffers, which are as long as all tokens of the host pages.
+        num_slots: device slots per layer: resident pages, tails, and room for in-flight recalls.
+        input_bytes: SGLang's input buffers, sized by all tokens of the host pages.
         step_bytes: as of :func:`bytes_of_step`.
-        context_bytes: tokens that heads keep of older pages, in host memory.
-        hint_bytes: what prompts' last tokens look for, in host memory.
-        checksum_bytes: of the host pages, beside them.
+        context_bytes: kept tokens of older pages, in host memory.
+        hint_bytes: prompts' hints, in host memory.
+        checksum_bytes: of the host pages, in host memory.
     """
 
     num_pages: int
@@ -62,7 +62,7 @@ class MemoryPlan:
 
     @property
     def device_rows(self) -> tuple[tuple[str, int, int], ...]:
-        """Those of what lies on the device."""
+        """The rows of device memory."""
         return (
             ("digests", self.num_pages, self.digest_bytes),
             ("input buffers", self.num_pages, self.input_bytes),
@@ -76,7 +76,7 @@ class MemoryPlan:
 
     @property
     def bytes_beside_pages(self) -> int:
-        """In host memory."""
+        """Host memory other than the pages."""
         own = self.context_bytes + self.hint_bytes + self.checksum_bytes
         return own + self.worker.total_bytes
 
@@ -97,10 +97,10 @@ def plan_memory(
 
     Args:
         node_cpus: CPUs of the worker on each memory node that the pages are divided among.
-        device_bytes: what a device of its own memory has left for digests, input buffers and resident pages; the
-            last get all of it unless ``resident_tokens`` says otherwise. None: the CPU device.
+        device_bytes: what a device with separate memory has left for digests, input buffers and resident pages; the
+            last get all the rest unless ``resident_tokens`` is set. None: the CPU device.
         route: of missing pages, see ``policy/base.py``.
-        pilot_rank: of the weights that make digests, if some do.
+        pilot_rank: of the weights that compute digests, if any.
     Raises:
         ConfigError: they do not fit; with the numbers.
     """
@@ -120,7 +120,7 @@ def plan_memory(
         num_slots = _least_slots(config, max_batch, budget_pages, resident // size)
     else:
         num_slots = max(device_bytes - on_digests - on_inputs, 0) // page_bytes
-    # With a slot for every page nothing is ever missing; more would stay empty.
+    # With a slot for every page nothing is ever missing; more slots would stay empty.
     num_slots = min(num_slots, num_pages)
     plan = MemoryPlan(
         num_pages=num_pages,
@@ -144,28 +144,27 @@ def plan_memory(
 def bytes_of_step(
     config: OffloadConfig, shape: ModelShape, max_batch: int, context_tokens: int, route: Route
 ) -> int:
-    """Device memory for pages fetched ahead, for the lists of KV heads that choose by themselves, or for what the
-    tokens of a window are followed by."""
+    """Device memory for pages fetched ahead, for lists per KV head, or for the moving averages of window tokens."""
     listed = -(-context_tokens // shape.page_size)
     rows = max_batch * config.lists(shape.num_kv_heads)
-    if config.context_share:  # averages, and lists and queries for the worker
+    if config.context_share:  # moving averages; lists and queries for the worker
         queries = max_batch * shape.num_q_heads * shape.head_dim
         return 4 * shape.num_layers * (rows * (config.budget_tokens + listed) + queries)
     chosen = most_pages(config, shape, context_tokens)
     staging = staging_bytes(shape, max_batch, chosen) if route == "fetch" else 0
     if rows == max_batch:
         return staging
-    # What is offered, digests and scores of it; what is chosen and what of that is missing.
+    # Candidates, their digests and scores; selections and the missing ones of them.
     return staging + 4 * rows * (3 * listed + 2 * shape.num_layers * chosen)
 
 
 @dataclass(frozen=True)
 class DeviceRoom:
-    """What a device of its own memory has room for.
+    """What a device with separate memory has room for.
 
     Attributes:
         num_pages: the most host pages, by their digests and tokens; 0 if it has room for none.
-        num_slots: resident slots that are left beside these.
+        num_slots: resident slots that fit besides.
         wanted_slots: with a budget for every request, or ``resident_tokens``.
     """
 
@@ -183,11 +182,11 @@ def most_host_pages(
     device_bytes: int,
     pilot_rank: int = PILOT_RANK,
 ) -> DeviceRoom:
-    """The most host pages that a device has room for, beside enough resident pages.
+    """The most host pages whose digests fit on a device together with enough resident pages.
 
-    Enough is a budget for every request, but no more than half of the device's memory if that is above the
-    least; with ``resident_tokens`` those. Where not even the least leaves room for as many host pages, there
-    are as many as can all be resident.
+    Enough is a budget for every request, capped at half of the device's memory if that is above the minimum; with
+    ``resident_tokens`` those. If not even the minimum leaves room for as many host pages, there are as many as can all
+    be resident.
     """
     page_bytes = 2 * shape.page_bytes * shape.num_layers
     beside = _digest_bytes(shape, config.digest, pilot_rank) + input_bytes(shape.page_size)
@@ -211,7 +210,7 @@ def most_host_pages(
 def _least_slots(
     config: OffloadConfig, max_batch: int, budget_pages: int, resident: int = 0
 ) -> int:
-    """``resident`` pages, or as many as must be, tails, and room for copies under way."""
+    """``resident`` pages, or the minimum, tails, and room for in-flight copies."""
     forced = config.sink_pages + config.recent_pages
     if config.context_share:  # a window of the whole budget
         forced = budget_pages
@@ -219,7 +218,7 @@ def _least_slots(
 
 
 def most_pages(config: OffloadConfig, shape: ModelShape, context_tokens: int) -> int:
-    """k, that a request can select in a layer."""
+    """k, the most pages that a request can select in a layer."""
     pages = min(config.budget_pages, -(-context_tokens // shape.page_size))
     return max(pages, config.sink_pages + config.recent_pages)
 
@@ -233,7 +232,7 @@ def arena_sizes(
 ) -> dict[str, Any]:
     """Fields of :class:`ArenaSpec`, all but the numbers of pages, for ``max_batch`` requests."""
     listed = most_pages(config, shape, context_tokens)
-    if config.context_share:  # until it is known what a request keeps, all that it has
+    if config.context_share:  # before its evaluation a request keeps all its tokens
         listed = -(-context_tokens // shape.page_size)
     lists = config.lists(shape.num_kv_heads)
     dtype = str(shape.dtype).removeprefix("torch.")
@@ -261,7 +260,7 @@ def plan_worker(
     context_tokens: int,
     node_cpus: Sequence[int],
 ) -> WorkerMemory:
-    """What the worker needs beside the pages, however many they are; arguments as of :func:`plan_memory`."""
+    """The worker's memory that does not depend on the number of pages; arguments as of :func:`plan_memory`."""
     sizes = arena_sizes(config, shape, max_batch, context_tokens, len(node_cpus))
     spec = ArenaSpec(num_pages=1, **sizes)
     return worker_memory(spec, config.worker_threads_per_group, node_cpus)
@@ -290,7 +289,7 @@ def _check_device(
 
 
 def _digest_bytes(shape: ModelShape, kind: str, pilot_rank: int) -> int:
-    """Of one page, over all layers."""
+    """Bytes of one page, over all layers."""
     sizes = shape.num_kv_heads, shape.head_dim, shape.dtype.itemsize
     return shape.num_layers * digest_bytes(kind, *sizes, pilot_rank)
 
@@ -298,7 +297,7 @@ def _digest_bytes(shape: ModelShape, kind: str, pilot_rank: int) -> int:
 def bytes_beside_digests(
     shape: ModelShape, kind: str, nbytes: int, pilot_rank: int = PILOT_RANK
 ) -> int:
-    """What is left of ``nbytes`` for the pages themselves if each of them has a digest beside it."""
+    """What is left of ``nbytes`` for pages if each needs a digest as well."""
     page_bytes = 2 * shape.page_bytes * shape.num_layers
     return nbytes * page_bytes // (page_bytes + _digest_bytes(shape, kind, pilot_rank))
 
@@ -310,7 +309,7 @@ def check_memory(
     shared: bool = True,
     ranks: int = 1,
 ) -> None:
-    """Refuse a plan that does not fit the host's memory; ``shared``: which is the device's too.
+    """Refuse a plan that does not fit in host memory; ``shared``: it is the device's memory too.
 
     Args:
         plan: of each of the tensor-parallel ``ranks`` on this machine.

@@ -1,4 +1,4 @@
-"""The pages that a step may choose from, for each list of choices."""
+"""The candidate pages of a step, per selection list."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import torch
 
 
 def of_lists(x: torch.Tensor, lists: int) -> torch.Tensor:
-    """``[B, heads, ...]`` as ``[B * C, heads / C, ...]``: what belongs to each list of chosen pages."""
+    """``[B, heads, ...]`` as ``[B * C, heads / C, ...]``: grouped by selection list."""
     return x.contiguous().view(len(x) * lists, -1, *x.shape[2:])
 
 
 @dataclass(frozen=True)
 class Offered:
-    """The full pages that a step may choose from, on the device: B requests with C lists each, N columns.
+    """A step's candidates, all full pages, on the device: B requests with C lists each, N columns.
 
     Attributes, int32, -1 or less beyond a row's last page:
         table, n_full: ``[B, N]``, ``[B]``.
-        n_scored: ``[B]`` as ``n_full``, but 0 where the budget covers them all: then no digest need be read.
+        n_scored: ``[B]`` as ``n_full``, but 0 where the budget covers them all: then no digest is read.
         lists: C; with one list the others are the same tensors.
         list_table, list_n_full, list_n_scored: ``[B * C, N]``, ``[B * C]``, ``[B * C]`` the same for each list.
-        digest_rows: ``[B * C, N]`` places of digests where each list has its own, page * C + list.
-        arrivals: ``[B * C]`` zeros, for the kernels that score; pages are scored for one layer at a time.
+        digest_rows: ``[B * C, N]`` rows of digests if each list has its own, page * C + list.
+        arrivals: ``[B * C]`` zeroed counters for the scoring kernels; pages are scored for one layer at a time.
     """
 
     table: torch.Tensor
@@ -43,8 +43,7 @@ class Offered:
         lists: int,
         n_scored: torch.Tensor | None = None,
     ) -> Offered:
-        """Of these, ``n_full`` all scored without ``n_scored``, in buffers that stay where they are; :meth:`fill`
-        before use."""
+        """From these (without ``n_scored`` all of ``n_full`` are scored), in fixed buffers; :meth:`fill` before use."""
         n_scored = n_full if n_scored is None else n_scored
         rows, columns = table.shape
         if lists == 1:
@@ -55,7 +54,7 @@ class Offered:
         return cls(table, n_full, n_scored, lists, *made)
 
     def fill(self, rows: int) -> None:
-        """What of the first ``rows`` requests has changed."""
+        """Update the derived tensors of the first ``rows`` requests."""
         if self.lists == 1:
             return
         sizes = rows, self.lists, -1
@@ -69,7 +68,7 @@ class Offered:
             of_row.copy_(one[:rows, None].expand_as(of_row))
 
     def first(self, rows: int) -> Offered:
-        """Of the first ``rows`` requests."""
+        """The first ``rows`` requests."""
         each = rows * self.lists
         return Offered(
             self.table[:rows], self.n_full[:rows], self.n_scored[:rows], self.lists,

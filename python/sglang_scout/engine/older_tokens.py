@@ -1,15 +1,15 @@
-"""Tokens that have left the device's window: what the worker attends to of them (Deng et al., Algorithms 1 and 2).
+"""Tokens that have left the device's window, and which the worker attends to (Deng et al., Algorithms 1 and 2).
 
-The device attends to a request's recent window and, where the policy asks for them, to its first pages. Of a page
-that leaves the window each KV head keeps the tokens that the policy finds salient, in the context cache. A request
-that joins has older pages of which nothing is known: its first step attends to all of them, and with that step's
-queries a thread selects among their tokens. Until it has, the worker attends to all.
+The device attends to a request's recent window and, if the policy requires, to its first pages. Of a page that leaves
+the window each KV head keeps the tokens that the policy finds salient, in the context cache. A joining request has
+older pages without statistics: its first step attends to all of them, and with that step's queries a thread selects
+among their tokens. Until it is done, the worker attends to all.
 
-    boundary t-1   a page leaves with step t: what is kept of it, by the averages up to step t-2, goes to the host
+    boundary t-1   a page leaves with step t: what is kept of it, by the averages up to step t-2, is read back
     boundary t     its tokens are added to the lists, and the worker attends to them from step t on
-    later          a request's evaluation has ended: its lists take the place of all its older pages
+    later          a request's evaluation has ended: its lists replace all its older pages
 
-All of this happens at boundaries, so a step's lists are fixed.
+All of this happens at boundaries, so lists are fixed during a step.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ Tokens = tuple[Ids, Ids, Ids]
 class Request:
     """A request of the batch; ``version`` changes with its lists."""
 
-    joined: int  # with this step
+    joined: int  # the step it joined with
     state: int  # row of the policy's stores
-    left: int  # pages behind the window's begin
+    left: int  # pages before the window's start
     kept: Kept
     evaluation: Evaluation | None
-    # Until it has ended: all older pages, and what is kept of those that left since.
+    # While it runs: all older pages, and what is kept of those that left since.
     whole: list[int]
     since: list[Tokens] = field(default_factory=list)
     version: int = 0
 
 
 class OlderTokens:
-    """Follows requests and posts their older tokens.
+    """Tracks requests and posts their older tokens.
 
     Args:
         policy: one with feedback.
@@ -93,7 +93,7 @@ class OlderTokens:
         self._staging = Staging(4 * rows, device)
         self._requests: dict[int, Request] = {}
         self._free_states = list(range(rows))
-        self._sent: list[tuple[Request, int] | None] = [None] * rows  # what the device's rows hold
+        self._sent: list[tuple[Request, int] | None] = [None] * rows  # in the device's rows
         self._leaving: tuple[dict[int, int], Fetching] = {}, Fetching([], None)
         self._evaluator = Evaluator(self._feedback, self._cache, host, shape)
         self._row_pages = np.zeros((layers, rows), np.int64)  # of all heads
@@ -101,11 +101,11 @@ class OlderTokens:
 
     @property
     def context_pages(self) -> tuple[int, int]:
-        """Those that hold something, and how many there are, over all layers."""
+        """Used and total, over all layers."""
         return self._cache.used_pages, self._cache.num_pages
 
     def pause(self) -> None:
-        """No row has a request, until the next step begins."""
+        """No row has a request until the next step begins."""
         self._staging.device.fill_(-1)
         self._counts.zero_()
         self._row_pages[:] = 0
@@ -156,7 +156,7 @@ class OlderTokens:
         return replace(batch, table=torch.from_numpy(attended), n_full=n_pages)
 
     def _forget(self, slots: Sequence[int], ages: npt.NDArray[np.int64]) -> None:
-        """Requests that are not in the batch any more have ended or were retracted; new ones may have their slots."""
+        """Drop requests that have left the batch, ended or retracted; new ones may reuse their slots."""
         stay = {slot for slot, age in zip(slots, ages.tolist(), strict=True) if age}
         for slot in [slot for slot in self._requests if slot not in stay]:
             request = self._requests.pop(slot)
@@ -186,7 +186,7 @@ class OlderTokens:
     def _leave(
         self, request: Request, pages: npt.NDArray[np.int32], bits: npt.NDArray[np.int32] | None
     ) -> None:
-        """``pages`` have left the window; ``bits`` ``[L, H]`` are None if nothing is known: then all is kept."""
+        """``pages`` have left the window; ``bits`` ``[L, H]`` are None without statistics: then all is kept."""
         size = self._shape.page_size
         lists = request.kept.tokens.shape
         words = np.full(lists, -1, np.int32) if bits is None else bits
@@ -209,7 +209,7 @@ class OlderTokens:
             self._feedback.raise_threshold(request.state, was_full)
 
     def _ask_of_leaving(self, step: int, slots: Sequence[int], batch: Batch) -> None:
-        """What is kept of the pages that leave with the step after this one. Its first step says too little."""
+        """Request the kept tokens of pages that leave with the next step. A first step's statistics are too few."""
         full, tail_len = batch.n_full.numpy(), batch.tail_len.numpy()
         knows = np.array([self._requests[slot].joined < step for slot in slots])
         rows = np.flatnonzero((tail_len == self._shape.page_size) & (full >= self._recent) & knows)
@@ -223,14 +223,14 @@ class OlderTokens:
         self._leaving = {slots[row]: i for i, row in enumerate(rows)}, Fetching([found], into)
 
     def _bits(self) -> npt.NDArray[np.int32]:
-        """``[L, n, H]`` of the pages that leave now."""
+        """``[L, n, H]`` of the pages leaving now."""
         if not self._leaving[0]:
             return np.zeros((1, 0), np.int32)
         [bits] = self._leaving[1].wait()
         return bits
 
     def _send(self, row: int, request: Request) -> None:
-        """What the device's row lacks of a request's lists."""
+        """Update the device's row with a request's lists."""
         if self._sent[row] == (request, request.version):
             return
         if request.evaluation is not None:
@@ -260,11 +260,11 @@ class OlderTokens:
         tail_slot: torch.Tensor,
         tail_len: torch.Tensor,
     ) -> torch.Tensor:
-        """Attention of a layer over the window, beside the worker's over the older tokens.
+        """Attention of a layer over the window, merged with the worker's over the older tokens.
 
         Args:
             query: ``[B, HQ, D]``.
-            offered: what the device attends to beside the tail, ``tail_len`` ``[B]`` tokens in ``tail_slot`` ``[B]``.
+            offered: pages that the device attends to, besides the tail of ``tail_len`` ``[B]`` tokens in ``tail_slot``.
             slot_of: ``[P]`` slots of this layer.
         """
         rows = len(query)
@@ -287,7 +287,7 @@ class OlderTokens:
         return out
 
     def wait(self) -> None:
-        """Until all evaluations that have begun have ended."""
+        """Wait for all evaluations in progress."""
         for request in self._requests.values():
             if request.evaluation is not None:
                 request.evaluation.wait()

@@ -1,4 +1,4 @@
-"""Which pages are made resident before a step begins: forced ones, whole new requests, and what fits."""
+"""Pages made resident before a step: forced ones, new requests' first ones, and all if everything fits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Placement:
 
     Args:
         policy, budget_pages: as of :class:`StepEngine`.
-        table: what is where in the resident cache.
+        table: the residency table.
         recall: copies pages.
     """
 
@@ -37,7 +37,7 @@ class Placement:
         tail_len: npt.NDArray[np.int64],
         warm: list[npt.NDArray[np.integer]],
     ) -> None:
-        """Sink, newest and tail pages of every request are resident, and what new ones begin with.
+        """Make sink, newest and tail pages of every request resident, and the first pages of new ones.
 
         Args:
             table: ``[B, N]`` host page ids; full, tail_page, tail_len: ``[B]`` full pages of each row, the
@@ -58,35 +58,35 @@ class Placement:
         empty = tail_page[tail_len == 1]  # its first token comes with this step
         mapped = self._recall.map_empty(*self._with_slots(empty, step), step)
         if mapped == absent and not warm:
-            return  # as in most steps: they are all that was absent
-        # Forced pages may push out anything else, warm ones only what was not just in use.
+            return  # the common case: no other page was absent
+        # Forced pages may evict any other page, warm ones only pages not just in use.
         self._load(forced, step)
         if warm:
             self._load(np.concatenate(warm, axis=1), step - 1, is_forced=False)
         if (warm and self._recall.late_pages) or not self._table.are_resident(forced):
-            # They found no slot, or are themselves on their way: copies hold what they need.
+            # No slot, or copies of these are in flight: wait for the copies, which hold slots.
             self._recall.commit(step)
             self._load(forced, step)
         if not self._table.are_resident(forced):
             raise RuntimeError("no slot for a page that must be resident; the slot count is wrong")
 
     def first_pages(self, full_pages: npt.NDArray[np.integer]) -> npt.NDArray[np.integer]:
-        """``[L, n]`` which of its ``full_pages`` ``[m]`` a new request begins with, as the policy says."""
+        """``[L, n]`` those of its ``full_pages`` ``[m]`` that the policy loads first for a new request."""
         total = len(full_pages)
         count = self._policy.residency.warm_pages(np.array([total]), self.budget_pages)[0]
         return np.broadcast_to(full_pages[total - count :], (self.num_layers, count))
 
     def copy_beside(self, pages: npt.NDArray[np.integer], step: int) -> None:
-        """Begin to copy ``pages`` ``[L, n]``, -1 padded, of a request that has not joined, beside ``step``."""
+        """Start copying ``pages`` ``[L, n]``, -1 padded, of a request that has not joined, during ``step``."""
         every, is_new = np.arange(self.num_layers), np.ones(1, bool)
         chosen = np.ascontiguousarray(pages[:, None], np.int32)
-        self._table.uses.touch(every, chosen, step, is_new)  # by the last token of its prompt
+        self._table.uses.touch(every, chosen, step, is_new)  # selected by the last prompt token
         self._recall.warm(*self._with_slots(pages, step - 1, is_forced=False))
 
     def _with_slots(
         self, pages: npt.NDArray[np.integer], before_step: int, is_forced: bool = True
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Layers and ids of those of ``pages``, ``[n]`` or ``[L, n]``, that are missing, after room was made."""
+        """Layers and ids of the missing ones of ``pages``, ``[n]`` or ``[L, n]``, after making room."""
         every = np.arange(self._table.num_layers)
         pages = np.broadcast_to(pages, (len(every), pages.shape[-1]))
         absent = self._table.missing(every[:, None], pages)
@@ -104,10 +104,9 @@ class Placement:
         self._recall.load_now(layers, absent, self._step, is_forced)
 
     def fill_free_slots(self, table: npt.NDArray[np.int32], full: npt.NDArray[np.int64]) -> None:
-        """If all pages of all requests fit, bring in those that nobody has missed yet.
+        """If all pages of all requests fit, prefetch those not missed yet.
 
-        Then nothing will be missing, and attention is exact. What does not fit whole is left to
-        selection: most of its pages would be copied for nothing.
+        Then nothing will be missing, and attention is exact. Otherwise selection decides: most copies would be wasted.
         """
         left = self._policy.residency.fill_pages()
         if left <= 0 or full.sum() + len(table) > self._table.num_slots:
@@ -115,8 +114,8 @@ class Placement:
         is_full = np.arange(table.shape[1]) < full[:, None]
         absent = (np.take(self._table.slot_of, table, axis=1) < 0) & is_full
         if absent.any():
-            # Pages that requests share are one, and those on their way none; nor may a layer without
-            # free slots use up what others could copy.
+            # Shared pages count once, in-flight ones not at all; nor may a layer without free slots use up other
+            # layers' copies.
             every = np.arange(len(absent))[:, None, None]
             keys = self._table.missing(every, np.where(absent, table, -1))
             layers, pages = np.divmod(keys, self._table.num_pages)

@@ -1,8 +1,7 @@
-"""Tensor parallelism: the heads of a layer are dealt out to ranks, and each rank has an engine of its own.
+"""Tensor parallelism: the heads of a layer are sharded over ranks, each with its own engine.
 
-A page is chosen for all heads of a layer together, so the ranks put their heads' scores together and
-choose from the same numbers. Which of the chosen pages are resident is each rank's own affair: it says
-where its heads' part is computed, not what of it.
+A page is selected for all heads of a layer together, so the ranks all-reduce their heads' scores and select from the
+same numbers. Residency is local to each rank: it decides where its heads' part is computed, not which.
 """
 
 from __future__ import annotations
@@ -26,25 +25,25 @@ class Ranks(Protocol):
 
 
 class SharedChoice:
-    """Makes one choice of pages out of those of the ranks' heads.
+    """Makes one selection over all ranks' heads.
 
     Args:
-        ranks: of this layer's heads. Query heads are on one rank each, also where a KV head is on
-            several, so that no score counts twice.
-        digest: how scores are made.
+        ranks: of this layer's heads. Each query head is on one rank, even if a KV head is on several, so that no score
+            counts twice.
+        digest: how scores are computed.
     """
 
     def __init__(self, ranks: Ranks, digest: Digest) -> None:
         self._ranks = ranks
-        # Softmax shares are of one head over its pages, so that they add up over any heads.
+        # Softmax shares are per head over its pages, so they can be summed over any heads.
         self._how = "sum" if digest.head_reduce == "mass" else "max"
 
     def scores(self, own: torch.Tensor) -> torch.Tensor:
-        """``[B, N]`` fp32 scores over all heads, from those of this rank's heads; -inf stays -inf."""
+        """``[B, N]`` fp32 scores over all heads, from this rank's; -inf stays -inf."""
         return self._ranks.combine(own, self._how)
 
     def is_same(self, pages: torch.Tensor) -> bool:
-        """Whether all ranks have chosen these ``pages`` (any shape); for checks."""
+        """Whether all ranks have selected these ``pages`` (any shape); for checks."""
         found = zlib.crc32(pages.cpu().numpy().tobytes())
         both = torch.tensor([found, -found], device=pages.device)
         largest, least = self._ranks.combine(both, "max").tolist()

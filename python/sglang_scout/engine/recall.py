@@ -1,8 +1,8 @@
-"""Page copies from host to device: at once before a step, or asynchronously beside one (paper section 3.4).
+"""Page copies from host to device: synchronous before a step, or asynchronous during one (paper section 3.4).
 
-A recall starts at a step boundary and is committed at the next one: a page that was handed to the CPU in step t is
-still not resident in step t. The slots that it takes were taken from their pages at the boundary, so that the step
-does not read them; steps that still run may, and on a device copies wait for these.
+A recall starts at a step boundary and is committed at the next one: a page left to the CPU in step t stays non-resident
+in step t. Its slots' old pages are evicted at the boundary, so that the step does not read them; steps still running
+may, and on a device copies wait for those.
 """
 
 from __future__ import annotations
@@ -32,29 +32,28 @@ _SMOOTH = 1 / 8
 
 @dataclass(frozen=True)
 class Copies:
-    """Copies under way."""
+    """In-flight copies."""
 
     taken: Reservation
     done: Future[int] | StreamCopy
-    why: str  # "recall": it was missed; "warm", "fill": ahead of any need
+    why: str  # "recall": after a miss; "warm", "fill": prefetch
 
 
 class Recall:
-    """Copies pages into resident slots and keeps the table true.
+    """Copies pages into resident slots and updates the table.
 
-    ``layer`` may be an array that broadcasts with ``pages``, as in :class:`ResidencyTable`: what one
-    call asks for is one launch.
+    ``layer`` may be an array that broadcasts with ``pages``, as in :class:`ResidencyTable`: each call is one launch.
 
     Args:
         host, resident, table, counters, tracer: of the engine.
         page_bytes: of the K, or the V, of one page in one layer.
-        side: where copies run; None: a thread, which needs no interpreter lock for them.
+        side: where copies run; None: a thread, which copies without the GIL.
 
     Attributes:
-        started: ``[L]`` int64, pages whose recall has begun since the caller last set it to 0.
-        landed, used: ``[L]`` int64, pages recalled ``KNOWN_AFTER`` boundaries before the last
-            :meth:`commit`, and those of them that the step after that selected.
-        link_pages_per_us: speed of finished copies, smoothed; 0 until there was one.
+        started: ``[L]`` int64, pages whose recall has started since the caller last set it to 0.
+        landed, used: ``[L]`` int64, pages recalled ``KNOWN_AFTER`` boundaries before the last :meth:`commit`, and those
+            of them that the following step selected.
+        link_pages_per_us: speed of finished copies, smoothed; 0 before the first.
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class Recall:
         self._side = side or ThreadPoolExecutor(1, thread_name_prefix="scout-recall")
         self._in_flight: deque[Copies] = deque()
         self._untimed: deque[tuple[int, Future[int] | StreamCopy]] = deque()
-        self._landed: deque[tuple[int, Reservation]] = deque()  # with the step since when
+        self._landed: deque[tuple[int, Reservation]] = deque()  # and since which step
         self._judged_step = -1
         layers = table.num_layers
         self.started = np.zeros(layers, np.int64)
@@ -85,26 +84,26 @@ class Recall:
         self.link_pages_per_us = 0.0
 
     def warm_up(self) -> None:
-        """Copy once, so that no request waits while the kernel is compiled: the padding page to a slot that is
-        still free, and is written by whoever takes it."""
+        """Warm-up, so that no request waits for kernel compilation: copy the padding page to a free slot, which will be
+        overwritten when taken."""
         ids, cache = np.zeros((3, 1), np.int64), self._resident
         copy_layer_pages(self._source, torch.from_numpy(ids), cache.k, cache.v)
 
     @property
     def late_pages(self) -> int:
-        """Right after :meth:`commit`: pages whose copies have not ended in time."""
+        """Right after :meth:`commit`: pages whose copies are late."""
         return sum(len(copies.taken.pages) for copies in self._in_flight)
 
     def swap(self, layer: Layers, pages: npt.NDArray[np.integer], step: int) -> Copies:
-        """Begin to copy ``pages`` to free slots and to those of less frequent pages that ``step`` did not select."""
+        """Start copying ``pages`` to free slots and to those of less frequent pages that ``step`` did not select."""
         return self._submit(self._table.exchange(layer, pages, step), "recall")
 
     def fill(self, layer: Layers, pages: npt.NDArray[np.integer]) -> int:
-        """Begin to copy ``pages`` that nobody missed into free slots. Returns how many found one."""
+        """Start prefetching ``pages`` into free slots. Returns how many found one."""
         return len(self._submit(self._table.reserve(layer, pages), "fill").taken.pages)
 
     def warm(self, layer: Layers, pages: npt.NDArray[np.integer]) -> None:
-        """Begin to copy ``pages`` that a request begins with, which has not joined yet, into free slots."""
+        """Start prefetching the first ``pages`` of a request that has not joined yet into free slots."""
         self._submit(self._table.reserve(layer, pages, is_forced=False), "warm")
 
     def _submit(self, taken: Reservation, why: str) -> Copies:
@@ -115,15 +114,14 @@ class Recall:
         return copies
 
     def commit(self, step: int, patience_us: float | None = None) -> None:
-        """Step boundary: map what was copied behind the last step.
+        """Step boundary: map what was copied during the last step.
 
-        Copies had a whole step's time, so that some are still under way is rare. Without
-        ``patience_us`` it waits for them, and a request's residency, hence its tokens, do not depend
-        on the copy thread's luck. With it, what is not there in time stays with the CPU for another
-        step: correct as well, but another run may decide otherwise.
+        Copies had a whole step's time, so late ones are rare. Without ``patience_us`` it waits for them, and a
+        request's residency, hence its tokens, do not depend on copy timing. With it, late pages stay with the CPU for
+        another step: also correct, but not deterministic across runs.
 
         Args:
-            patience_us: how long to wait; None: until all have ended.
+            patience_us: how long to wait; None: until all have finished.
         """
         if step != self._judged_step:
             self._judge_landed(step)
@@ -132,7 +130,7 @@ class Recall:
             return
         start_ns = time.monotonic_ns()
         deadline_ns = None if patience_us is None else start_ns + int(patience_us * 1000)
-        # One thread makes them in this order: behind one that is late, all are.
+        # One thread runs them in this order: after a late one, all are late.
         while self._in_flight and self._ended(self._in_flight[0], deadline_ns):
             self._land(self._in_flight.popleft(), step)
         if not isinstance(self._side, SideStream):
@@ -140,7 +138,7 @@ class Recall:
         self._take_times()
 
     def _take_times(self) -> None:
-        """Of copies that were waited for: on a device the host learns their times boundaries later."""
+        """Collect times of awaited copies: on a device the host learns them boundaries later."""
         while self._untimed:
             pages, done = self._untimed[0]
             took_ns, waited_ns = done.result(), 0
@@ -164,8 +162,8 @@ class Recall:
 
     def _land(self, copies: Copies, step: int) -> None:
         taken = copies.taken
-        # They were selected in the step before, or by a prompt's last token. Stamped with this step they could not
-        # be evicted in it, and might leave a request without a slot for its newest page.
+        # They were selected in the previous step, or by a prompt's last token. Stamped with this step they could not be
+        # evicted in it, and might leave a request without a slot for its newest page.
         wanted = self._table.commit(taken, -1 if copies.why == "fill" else step - 1)
         if copies.why == "warm":
             self._counters.warmed_pages += wanted
@@ -177,7 +175,7 @@ class Recall:
             self._landed.append((step, taken))
 
     def _judge_landed(self, step: int) -> None:
-        """How many of the pages that landed did the first step after that select?"""
+        """Count the landed pages that the first step after selected."""
         self._judged_step = step
         self.landed[:] = 0
         self.used[:] = 0
@@ -192,7 +190,7 @@ class Recall:
     def load_now(
         self, layer: Layers, pages: npt.NDArray[np.integer], step: int, is_forced: bool = True
     ) -> None:
-        """Copy those of ``pages`` that find a slot before the step begins, and map them."""
+        """Copy those of ``pages`` that find a slot, before the step begins, and map them."""
         taken = self._table.reserve(layer, pages, is_forced)
         if len(taken.pages):
             self._copy(taken, "load")
@@ -200,7 +198,7 @@ class Recall:
         self._counters.warmed_pages += len(taken.pages)
 
     def map_empty(self, layer: Layers, pages: npt.NDArray[np.integer], step: int) -> int:
-        """Map pages that hold nothing yet to free slots: there is nothing to copy.
+        """Map still empty pages to free slots, without copying.
 
         Returns:
             How many found one.
@@ -216,7 +214,7 @@ class Recall:
             about["layer"] = int(layers[0])
         ids = np.stack([layers, taken.pages, taken.slots])
         cache = self._resident
-        # Before the copy is mapped, so before a step whose tokens may be given out attends to it.
+        # Before the copy is mapped, so before a step whose tokens may be returned attends to it.
         if self._checksums is not None:
             self._checksums.check(layers, taken.pages)
         with self._tracer.slice("copies", why, **about):

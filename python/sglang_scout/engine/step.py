@@ -1,19 +1,19 @@
 """One decode step of GPU-CPU co-attention, on every device (paper Algorithm 1; sections 3.2 to 3.4).
 
-Per layer l: at its input the query of layer l+1 is predicted and its important pages chosen; those that are
-not resident are posted at once. The attention of layer l covers its resident pages and the page being filled;
-the answer to its own post, made one layer earlier, is merged into it.
+Per layer l: at its input the query of layer l+1 is predicted and its important pages selected; those not resident are
+posted at once. The attention of layer l covers its resident pages and the page being filled; the result of its own
+post, made one layer earlier, is merged in.
 
-Within a step the host decides nothing and reads nothing back, so that all layers can be one CUDA graph. What the
-boundary fixed lies in buffers that stay where they are. What a step selected is fetched while the next one runs,
-and the host acts on it two boundaries later:
+Within a step the host makes no decisions and reads nothing back, so that all layers can be one CUDA graph. Inputs fixed
+by the boundary are in buffers with fixed addresses. A step's selections are read back while the next one runs, and the
+host acts on them two boundaries later:
 
-    boundary t   takes in what step t-2 selected, maps the copies of boundary t-1, starts others
-    step t       runs with what boundary t fixed; the host prepares t+1 meanwhile
+    boundary t   processes the selections of step t-2, maps the copies of boundary t-1, starts new ones
+    step t       runs with the inputs of boundary t; the host prepares t+1 meanwhile
 
-A step in which all pages are resident, and few, is dense: nothing is predicted or chosen, and its attention is full.
+A step in which all pages are resident, and few, is dense: no prediction, no selection, full attention.
 
-Choosing runs beside the model (``ForkedStream``). On the CPU device the same code runs on the host's memory.
+Selection runs on a side stream (``ForkedStream``). On the CPU device the same code runs on host memory.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ class StepEngine:
 
     Args:
         transport: how missing pages are computed.
-        verify: compare every layer's output with a plain fp32 reference over the host pages, and the selections of
-            the ranks with each other. Every layer then waits for the host, so no step can be captured.
+        verify: compare every layer's output with a plain fp32 reference over the host pages, and the ranks' selections
+            with each other. Every layer then synchronizes with the host, so no step can be captured.
 
     Attributes:
-        resident, table: the resident cache, and what is where in it.
-        is_dense: the step that began last, or is captured; ``has_dense_steps``: whether any may be.
-        boundary, pages: prepare steps, and follow pages from owner to owner.
+        resident, table: the resident cache and its table.
+        is_dense: of the current step, or the one being captured; ``has_dense_steps``: whether any may be.
+        boundary, pages: prepare steps, and track page owners.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class StepEngine:
         self.host, self.digests, self.transport, self.tracer = host, digests, transport, tracer
         self.counters = counters = Counters(shape.num_layers)
         self.resident = ResidentCache(shape, sizes.num_slots, device)
-        self._device = device = self.resident.k.device  # with its number
+        self._device = device = self.resident.k.device  # with its index
         self.table = table = ResidencyTable(shape.num_layers, host.num_pages, sizes.num_slots)
         side = SideStream(device) if device.type == "cuda" else None
         stamps, self._clock = transport.stamps, transport.stamps or tracer
@@ -103,7 +103,7 @@ class StepEngine:
         table.take_changes()
         self._slot_of = upload(table.slot_of, device).clone()
         self._shared = SharedChoice(ranks, policy.digest) if ranks else None
-        self._beside = ForkedStream(None if self._shared else device)  # collectives keep in order
+        self._beside = ForkedStream(None if self._shared else device)  # collectives need order
         self._verifier = Verifier(host, shape, policy.route, self.counters) if verify else None
         self._projectors, self._step = projectors, 0
         self._open_layer, self._layer_start_ns = -1, 0  # for the timeline
@@ -111,7 +111,7 @@ class StepEngine:
         self._reweighs = policy.digest.reweigh and on_cpu and digests.has_estimates
         self._posts_late = on_cpu and not policy.query.attends
         self._chosen: dict[int, tuple[torch.Tensor, Selection]] = {}  # layer: query, selection
-        # Layers run when they are captured; what boundaries launch would be compiled in the first request.
+        # Capture runs the layers; kernels of boundaries would otherwise be compiled in the first request.
         digests.warm_up(host, slots)
         self.recall.warm_up()
 
@@ -121,7 +121,7 @@ class StepEngine:
         return self.transport.capturable and self._verifier is None
 
     def pause(self) -> None:
-        """What is launched until the next step reaches no request: it is warm-up, or captured."""
+        """Launches until the next step affect no request: warm-up or capture."""
         self._inputs.clear()
         self.transport.pause()
         if self.older is not None:
@@ -138,7 +138,7 @@ class StepEngine:
         Args:
             page_table: ``[B, N]`` host page ids; entries past a request's last page are ignored.
             request_slots: ``[B]`` row of each request in SGLang's request table.
-            seq_lens: ``[B]`` length including the token that this step writes.
+            seq_lens: ``[B]`` length, including this step's token.
         """
         rows, columns = page_table.shape
         if rows > self.sizes.max_batch or columns > self.sizes.max_pages:
@@ -159,13 +159,13 @@ class StepEngine:
         self.tracer.cut("boundary", "step boundary", start_ns, requests=rows)
 
     def end_step(self) -> None:
-        """A step's tokens are about to be given out: none may lack a part of its attention.
+        """Before a step's tokens are returned: none may lack a part of its attention.
 
-        The step's results have come, so what its merges wrote to the host has too. A later step's fault
-        ends this one as well: the server ends in any case.
+        The step's results have arrived, and so has what its merges wrote to the host. A later step's fault fails this
+        one as well: the server ends in any case.
 
         Raises:
-            RuntimeError: no answer within the ring's timeout, or a refused record.
+            RuntimeError: no result within the ring's timeout, or a refused record.
         """
         self._results.ended(time.monotonic_ns())
         self._check_faults()
@@ -180,10 +180,10 @@ class StepEngine:
     def layer_input(
         self, layer: int, x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor
     ) -> None:
-        """Before layer ``layer``: predict and post for the layers that the policy names, beside what follows.
+        """Before layer ``layer``: predict and post for the layers that the policy names, on the side stream.
 
-        ``x`` and ``residual`` ``[B, hidden]`` add up to the layer's input before its norm; the layer may write into
-        both. ``positions`` ``[B]`` int64; B up to ``sizes.max_batch``.
+        ``x`` and ``residual`` ``[B, hidden]`` sum to the layer's input before its norm; the layer may overwrite both.
+        ``positions`` ``[B]`` int64; B up to ``sizes.max_batch``.
         """
         self.layer_output()
         if layer == 0 and self.transport.stamps is not None and not self.is_dense:
@@ -200,13 +200,13 @@ class StepEngine:
                 self._look_ahead(target, query)
 
     def layer_output(self) -> None:
-        """The layer whose input came last has ended; the next layer's input says so too."""
+        """The current layer has ended; implied by the next layer's input."""
         if self._open_layer >= 0:
             self._clock.cut("device", "layer", self._layer_start_ns, layer=self._open_layer)
             self._open_layer = -1
 
     def _look_ahead(self, layer: int, query: torch.Tensor) -> None:
-        """Choose the pages of ``layer`` and post the missing ones (Algorithm 1, lines 4 to 7)."""
+        """Select the pages of ``layer`` and post the missing ones (Algorithm 1, lines 4 to 7)."""
         digest, offered = self.policy.digest, self._inputs.offered.first(len(query))
         by_list = of_lists(query, self.sizes.lists)
         start_ns = self._clock.now()
@@ -248,8 +248,8 @@ class StepEngine:
             return self.older.attend(layer, query, self.resident, offered, *slots)
         if self.is_dense:
             return self._attend_to_all(layer, query, tail_slot, tail_len)
-        if layer not in self._chosen:  # it has no lead
-            self._beside.join()  # the ring takes posts in the order of one stream
+        if layer not in self._chosen:  # not computed ahead
+            self._beside.join()  # the ring needs posts in single-stream order
             self._look_ahead(layer, query)
         self._beside.join(layer)
         query_ahead, selection = self._chosen.pop(layer)
@@ -285,7 +285,7 @@ class StepEngine:
     def _attend_to_all(
         self, layer: int, query: torch.Tensor, tail_slot: torch.Tensor, tail_len: torch.Tensor
     ) -> torch.Tensor:
-        """Full attention of a dense step, all of whose pages are resident."""
+        """Full attention of a dense step; all its pages are resident."""
         offered, slot_of = self._inputs.offered.first(len(query)), self._slot_of[layer]
         start_ns = self._clock.now()
         out, _ = attend_pages(
@@ -302,7 +302,7 @@ class StepEngine:
         return out.to(query.dtype)
 
     def close(self) -> None:
-        """Wait for what was launched, stop the copies and write the trace."""
+        """Wait for launched work, stop the copies and write the trace."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         for part in (self.recall, self.older, self.boundary.step_log):

@@ -1,4 +1,4 @@
-"""What the step boundary fixes for a step, on the host and on the device."""
+"""Inputs of a step, fixed by its boundary, on the host and on the device."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from sglang_scout.engine.stores import Sizes
 
 @dataclass
 class Batch:
-    """What the boundary fixed for the step, on the host; N = pages of the longest request."""
+    """The step's inputs on the host; N = pages of the longest request."""
 
     table: torch.Tensor  # [B, N] int32 host page ids, -1 beyond the last page
     n_full: torch.Tensor  # [B] int32 full pages, candidates for selection
     tail_slot: torch.Tensor  # [L, B] int32 slot of the page being filled
     tail_len: torch.Tensor  # [B] int32 valid tokens in it, this step's included
     tail_page: torch.Tensor  # [B] int32 host page id of it
-    ages: npt.NDArray[np.int64]  # [B] steps that each request has done here before this one
+    ages: npt.NDArray[np.int64]  # [B] steps of each request here before this one
     is_dense: bool = False  # all pages are resident, and attended to
 
     @property
@@ -32,9 +32,9 @@ class Batch:
 
 
 class StepInputs:
-    """The same in buffers on the device that stay where they are, B = ``max_batch`` rows, N = ``max_pages`` columns.
+    """The same in fixed buffers on the device, B = ``max_batch`` rows, N = ``max_pages`` columns.
 
-    Rows without a request attend to nothing and write nothing.
+    Padding rows attend to nothing and write nothing.
 
     Attributes, int32 on the device:
         tail_len, tail_page: ``[B]``; see :class:`Batch`.
@@ -48,11 +48,11 @@ class StepInputs:
         self._head = (4 + layers) * max_batch
         self._device = device
         self._most_changes = max(1024, 4 * layers * max_batch)
-        # Numbers of 8 bytes begin at even words. The table comes last: of it only rows in use are sent.
+        # 8-byte values start at even words. The table is last: only its rows in use are sent.
         self._changes = self._head + self._head % 2
         self._table = self._changes + 3 * self._most_changes
         self._staging = Staging(self._table + max_batch * max_pages, device)
-        self._rows = 0  # that the device's table has
+        self._rows = 0  # in use in the device's table
         words = self._staging.device
         n_full, n_scored, self.tail_len, self.tail_page = (
             words[i * max_batch : (i + 1) * max_batch] for i in range(4)
@@ -63,7 +63,7 @@ class StepInputs:
         self.clear()
 
     def clear(self) -> None:
-        """No row has a request, until the next step is sent."""
+        """No row has a request until the next step is sent."""
         words = self._staging.device
         words.fill_(-1)
         words[: 3 * self._sizes[1]] = 0
@@ -75,7 +75,7 @@ class StepInputs:
         changed: npt.NDArray[np.int64],
         slots: npt.NDArray[np.int32],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Fill and send: the device has it when the current stream comes to what follows.
+        """Fill and send, ordered on the current stream.
 
         Args:
             changed, slots: ``[n]``, see :meth:`ResidencyTable.take_changes`.

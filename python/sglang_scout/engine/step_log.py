@@ -1,5 +1,5 @@
-"""Writes the step log (core/step_log.py says what is in it), a line when the results of its step have
-come, two boundaries later: a server that is killed loses two steps."""
+"""Writes the step log (format: core/step_log.py), one line when a step's results have arrived, two boundaries later: a
+killed server loses two steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class StepLog:
 
     Args:
         path: output file; replaced.
-        counters: totals, of which each line has the growth.
+        counters: totals; each line has the increments.
         facts: those of :class:`~sglang_scout.core.step_log.Facts` and more; JSON values.
     Raises:
         OSError: the file cannot be written.
@@ -44,7 +44,7 @@ class StepLog:
         cpu_pages: npt.NDArray[np.int64],
         cosine: npt.NDArray[np.float32],
     ) -> None:
-        """Write the line of a step whose results have come; ``cpu_pages`` ``[L, B]``, ``cosine`` ``[L]``."""
+        """Write the line of a step whose results have arrived; ``cpu_pages`` ``[L, B]``, ``cosine`` ``[L]``."""
         if self._file is None:
             return
         batch, waited_us = launched.batch, self._counters.gpu_wait_us_by_layer
@@ -72,7 +72,7 @@ class StepLog:
         try:
             self._file.write(msgspec.json.encode(line) + b"\n")
         except OSError as error:
-            # A full disk is no reason to fail requests.
+            # A full disk must not fail requests.
             logger.error("step log: %s; no more steps are written", error)
             self.close()
 

@@ -1,7 +1,7 @@
-"""What the steps of a device selected and waited for, on its way to the host.
+"""Asynchronous readback of steps' selections and wait times.
 
-A step leaves it in buffers of the device. At the next boundary the host sends for it, before the next
-step overwrites it; it comes while that one runs, and the boundary after finds it.
+A step writes them to buffers of the device. The next boundary launches the readback, before the next step overwrites
+them; it overlaps with that step, and the boundary after that takes the values.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class LaunchedStep:
     step: int
     start_ns: int  # of its boundary
     batch: Batch
-    begun_ns: int = 0  # when its boundary ended
+    begun_ns: int = 0  # end of its boundary
     results: Fetching | None = None
     cuts: list[Cut] = field(default_factory=list)  # of its timeline
     end_ns: int = 0  # 0: not known yet
@@ -36,23 +36,23 @@ class LaunchedStep:
 
 @dataclass
 class StepResult:
-    """What is known of a step, L layers, the B rows of its batch."""
+    """Results of a step, L layers, the B rows of its batch."""
 
     launched: LaunchedStep
-    pages: npt.NDArray[np.int32]  # [L, B, C * k] selected by each list, -1 where there is none
+    pages: npt.NDArray[np.int32]  # [L, B, C * k] selected by each list, -1 padded
     missing: npt.NDArray[np.int32]  # [L, B, C * k] those of them that were not resident
-    waited_ns: npt.NDArray[np.int64]  # [L] for the worker, since the result before
+    waited_ns: npt.NDArray[np.int64]  # [L] for the worker, since the previous result
     cosine: npt.NDArray[np.float32]  # [L] of predicted and real queries, NaN: not measured
 
 
 class StepResults:
-    """Buffers of the device that steps write to, and steps that were launched.
+    """Device buffers that steps write to, and the launched steps.
 
     Args:
         layers, sizes: L; most requests, C, k.
-        waited_ns: ``[L]`` int64, time waited since the ring was made; read only.
+        waited_ns: ``[L]`` int64, time waited since the ring was created; read only.
         device: where steps run.
-        clock: stamps of a timeline, where one is recorded.
+        clock: stamps of a timeline, if recorded.
 
     Attributes:
         pages, missing: ``[L, max_batch * C, k]`` int32 on the device.
@@ -82,11 +82,11 @@ class StepResults:
             for _ in range(2)
         ]
         self._launched: deque[LaunchedStep] = deque()
-        self._waited_before = waited_ns.cpu().numpy().copy()  # by another engine
+        self._waited_before = waited_ns.cpu().numpy().copy()  # of another engine
 
     @property
     def running(self) -> LaunchedStep:
-        """The step that was launched last."""
+        """The step launched last."""
         return self._launched[-1]
 
     def launch(self, step: int, start_ns: int, batch: Batch) -> None:
@@ -94,25 +94,25 @@ class StepResults:
         self._launched.append(LaunchedStep(step, start_ns, batch, time.monotonic_ns()))
 
     def ended(self, end_ns: int) -> None:
-        """The tokens of the oldest step that has not ended yet are on the host."""
+        """The tokens of the oldest unfinished step are on the host."""
         for launched in self._launched:
             if not launched.end_ns:
                 launched.end_ns = end_ns
                 return
 
     def of(self, layer: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where a step leaves the selected and the missing pages of a layer, each [rows, k]."""
+        """Buffers for the selected and the missing pages of a layer, each [rows, k]."""
         return self.pages[layer, :rows], self.missing[layer, :rows]
 
     def compare(
         self, layer: int, query: torch.Tensor, query_ahead: torch.Tensor, live: torch.Tensor
     ) -> None:
-        """Note how well a layer's query was predicted, for ``live`` ``[B]`` rows: a captured batch may be padded."""
+        """Record the cosine of a layer's predicted query, for ``live`` ``[B]`` rows: a captured batch may be padded."""
         cosine = torch.cosine_similarity(query.float(), query_ahead.float(), dim=-1).mean(1)
         self.cosine[layer] = cosine.where(live, 0.0).sum() / live.sum()
 
     def send_for(self) -> None:
-        """Boundary: send for what the step launched last selects."""
+        """Boundary: launch the readback of the last launched step."""
         if self._launched:
             last = self._launched[-1]
             last.results = Fetching(self._sent, self._on_host[last.step & 1])
@@ -122,7 +122,7 @@ class StepResults:
     def take(self) -> StepResult | None:
         """The results of the step launched ``KNOWN_AFTER`` boundaries ago, if there was one.
 
-        They hold until the next call of :meth:`send_for`.
+        Valid until the next call of :meth:`send_for`.
         """
         if len(self._launched) < KNOWN_AFTER:
             return None

@@ -1,4 +1,4 @@
-"""Stores of a decode worker: host pages (all KV) and the resident cache; ``digest_pool.py`` has the third.
+"""Stores of a decode server: host pages (all KV) and the resident cache; ``digest_pool.py`` has the third.
 
 Shapes: L layers, P host pages (page 0 is padding), S tokens a page, H KV heads, D head size.
 """
@@ -19,11 +19,11 @@ from sglang_scout.worker.checksums import PageChecksums
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of one tensor-parallel rank's attention.
+    """Attention shape of one tensor-parallel rank.
 
     Attributes:
         dtype: of the model, and of digests that hold elements of K.
-        fp8: of K and V in the pages, where that is not the model's.
+        fp8: dtype of K and V in the pages, if not the model's.
     """
 
     num_layers: int
@@ -47,14 +47,14 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a rank's buffers are made for.
+    """Sizes of a rank's buffers.
 
     Attributes:
         budget_pages: k, pages selected per request and layer.
         num_slots: device slots per layer.
         max_batch, max_pages: most requests in a step, and pages of one.
-        lists: C, lists of chosen pages that a request has in a layer: one, or one for each KV head. Row ``r`` of what
-            is chosen is list ``r % C`` of its request. Pages are resident for all heads either way.
+        lists: C, selection lists of a request in a layer: one, or one per KV head. Row ``r`` of a selection is list ``r
+            % C`` of its request. Pages are resident for all heads either way.
     """
 
     budget_pages: int
@@ -69,8 +69,8 @@ class HostPages:
 
     Args:
         k, v: per layer ``[P * S, H, D]``, as SGLang's pool holds them, fp8 as bytes; viewed here as pages.
-        context: ``[C, S, D]`` pages of one head beside them, if there are.
-        checksums: of the pages, if there are.
+        context: ``[C, S, D]`` context pages of one head, if any.
+        checksums: of the pages, if any.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class HostPages:
         self._for_copies: dict[torch.device, LayerPages] = {}
 
     def for_copies(self, device: torch.device) -> LayerPages:
-        """The pages as the ops take them that read any layer in one launch on ``device``."""
+        """The pages for ops that read all layers in one launch on ``device``."""
         if device not in self._for_copies:
             self._for_copies[device] = LayerPages.of(self.k, self.v, device)
         return self._for_copies[device]
@@ -98,9 +98,9 @@ class HostPages:
         return self.k[0].shape[0]
 
     def save(self, pages: npt.NDArray[np.int64]) -> npt.NDArray[np.signedinteger]:
-        """A copy of K and V of ``pages`` ``[n]``, ``[2 L, n, S, H, D]``, in memory of its own."""
+        """A copy of K and V of ``pages`` ``[n]``, ``[2 L, n, S, H, D]``, in newly allocated memory."""
         planes = self._planes()
-        # In one piece: large enough for huge pages, and gone as soon as it is let go.
+        # One allocation: large enough for huge pages, and returned to the system when freed.
         saved = np.empty((len(planes), len(pages), *planes[0].shape[1:]), planes[0].dtype)
         runs = list(_runs(pages))
         for copy, plane in zip(saved, planes, strict=True):
@@ -122,13 +122,13 @@ class HostPages:
 
 
 def as_words(pages: torch.Tensor) -> npt.NDArray[np.signedinteger]:
-    """The same memory as integers of the same size. numpy copies whole pages at the speed of memory;
-    torch on the one thread that SGLang leaves to it takes ten times as long."""
+    """The same memory as integers of the same size. numpy copies whole pages at memory bandwidth; torch, on the one
+    thread that SGLang leaves it, takes ten times as long."""
     return pages.view({1: torch.int8, 2: torch.int16, 4: torch.int32}[pages.element_size()]).numpy()
 
 
 def _runs(pages: npt.NDArray[np.int64]) -> Iterator[tuple[slice, slice]]:
-    """(where in ``pages``, which pages) of every run of neighbours, in order."""
+    """(slice of ``pages``, slice of page ids) of every run of consecutive pages, in order."""
     cuts = [0, *(np.flatnonzero(np.diff(pages) != 1) + 1).tolist(), len(pages)]
     for begin, end in itertools.pairwise(cuts):
         first = int(pages[begin]) if begin < end else 0
@@ -150,5 +150,5 @@ class ResidentCache:
         self.v = torch.zeros(size, dtype=shape.kv_dtype, device=device)
 
     def as_layers(self) -> LayerPages:
-        """The slots as the ops take pages of all layers."""
+        """The slots for ops over all layers."""
         return LayerPages.of(self.k.unbind(), self.v.unbind(), self.k.device)

@@ -1,20 +1,19 @@
 """Timeline of decode steps in the Chrome trace event format, which Perfetto opens.
 
-Rows of the decode server, each a part of what its thread or its copy thread did:
+Rows of the decode server, from its scheduler thread or its copy thread:
 
-    device     one slice per layer and step, from the layer's input to the next one's
+    device     one slice per layer and step, from the layer's input to the next layer's
     attention  attend, wait for the worker, fallback (pages that the server computed in its place), merge
-    ahead      predict, score, select and post, of the layer that is named, not the one that runs
+    ahead      predict, score, select and post, of the named layer, not the running one
     boundary   what the host decides between two steps
     copies     recall and fill (behind a step), load (before one), with layers, pages and bytes
 
-and one row for each thread of each incarnation of the worker, with a slice per layer and step: what the
-thread itself wrote down (sgl-kernel/src/ring.h, Event), not what the server saw of it. Arrows go from
-a post over the worker's slices to the merge. Rows never nest: what runs at the same time as another
-slice of its row goes to a row of its own.
+and one row for each thread of each incarnation of the worker, with a slice per layer and step, as recorded by the
+thread itself (sgl-kernel/src/ring.h, Event), not as seen by the server. Arrows go from a post over the worker's slices
+to the merge. Rows never nest: overlapping slices go to separate rows.
 
-The file is a JSON array to which each step boundary appends the slices of the step before. The format lets
-the closing bracket be absent, so that a server that is killed loses only the step under way.
+The file is a JSON array to which each step boundary appends the slices of the previous step. The format allows a
+missing closing bracket, so that a killed server loses only the step in progress.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from sglang_scout.worker.client import WorkerClient
 logger = logging.getLogger(__name__)
 
 ROWS = ("device", "attention", "ahead", "boundary", "copies")
-_SERVER_PID = 1  # Numbers of rows and groups of rows; the real process ids are in their names.
+_SERVER_PID = 1  # Ids of rows and row groups; the real process ids are in their names.
 _WORKER_PID = 100
 _LANES = 1000
 
@@ -52,13 +51,13 @@ class _Slice(NamedTuple):
 
 
 class Tracer:
-    """Writes slices; does nothing without a file.
+    """Writes slices; a no-op without a file.
 
     Args:
         path: output file, or None.
         max_steps: steps to record.
-        worker: asked for its events at every step, or None.
-        facts: what a reader should know of the server, for example its policy; JSON values.
+        worker: polled for its events at every step, or None.
+        facts: metadata of the server, for example its policy; JSON values.
     """
 
     def __init__(
@@ -74,9 +73,9 @@ class Tracer:
         self._facts = dict(facts or {})
         self._start_ns = time.monotonic_ns()
         self._first_step = self._step = 0
-        self._slices: deque[_Slice] = deque()  # the copy thread adds too
+        self._slices: deque[_Slice] = deque()  # the copy thread appends too
         self._file: IO[str] | None = None
-        self._free_at: dict[tuple[int, int], int] = {}  # rows so far, and the end of their slices
+        self._free_at: dict[tuple[int, int], int] = {}  # row: end of its last slice
         self._events_lost = 0
         self._writing = threading.RLock()
         self.active = path is not None
@@ -95,14 +94,14 @@ class Tracer:
         self._step = step
 
     def now(self) -> int:
-        """Time in ns where tracing is on, else 0."""
+        """Time in ns if tracing is on, else 0."""
         return time.monotonic_ns() if self.active else 0
 
     def cut(self, row: str, name: str, start_ns: int, **args: Any) -> int:
-        """Record a slice from ``start_ns``, which came from :meth:`now` or from here, to now.
+        """Record a slice from ``start_ns``, a result of :meth:`now` or :meth:`cut`, to now.
 
         Returns:
-            Now, the start of what follows.
+            Now, the start of the next slice.
         """
         if not self.active:
             return 0
@@ -112,7 +111,7 @@ class Tracer:
 
     def add(self, row: str, name: str, start_ns: int, end_ns: int, **args: Any) -> None:
         """Record one slice; times from ``time.monotonic_ns``. A ``layer`` in args ends the name."""
-        if not self._step or not self.active or start_ns == 0:  # before the first: warm-up
+        if not self._step or not self.active or start_ns == 0:  # before the first step: warm-up
             return
         if "layer" in args:
             name = f"{name} {args['layer']}"
@@ -129,7 +128,7 @@ class Tracer:
             self.cut(row, name, start_ns, step=step, **args)
 
     def write(self) -> None:
-        """Write what is left and stop tracing."""
+        """Write the remaining slices and stop tracing."""
         with self._writing:
             if not self.active:
                 return
@@ -145,7 +144,7 @@ class Tracer:
             )
 
     def _append(self) -> None:
-        """Append what was recorded since the last time to the file."""
+        """Append new slices to the file."""
         with self._writing:
             slices = [self._slices.popleft() for _ in range(len(self._slices))]
             slices += self._worker_slices()
@@ -158,7 +157,7 @@ class Tracer:
                 self._file.write("".join(",\n" + json.dumps(event) for event in events))
                 self._file.flush()
             except (OSError, ValueError) as error:
-                # Serving goes on: a trace is not worth a request.
+                # Keep serving: a failed trace must not fail requests.
                 logger.error("cannot write the trace %s: %s", self._path, error)
                 self._close()
 
@@ -175,7 +174,7 @@ class Tracer:
         return _metadata("process_labels", _SERVER_PID, 0, labels=labels)
 
     def _worker_slices(self) -> Iterator[_Slice]:
-        """The worker's new events as slices. What cannot be of this trace is dropped."""
+        """The worker's new events as slices. Events that cannot belong to this trace are dropped."""
         if self._worker is None:
             return
         taken, lost = self._worker.take_events()
@@ -194,9 +193,9 @@ class Tracer:
                 yield _Slice(pid, thread.thread, row, f"layer {args['layer']}", *times, args)
 
     def _events(self, s: _Slice) -> Iterator[dict[str, Any]]:
-        """A slice as an event, after those that name its row if that is new.
+        """A slice as an event, preceded by the metadata of its row if new.
 
-        A slice that begins before its row's last one ends goes to another row like it.
+        A slice that begins before its row's last one ends goes to another lane of the row.
         """
         tid = s.tid
         while self._free_at.get((s.pid, tid), 0) > s.start_ns:
@@ -209,7 +208,7 @@ class Tracer:
             yield _metadata("process_sort_index", s.pid, 0, sort_index=s.pid)
             name = s.row if tid == s.tid else f"{s.row}, beside"
             yield _metadata("thread_name", s.pid, tid, name=name)
-            sort_index = s.tid * _LANES + tid // _LANES  # a row's lanes lie together
+            sort_index = s.tid * _LANES + tid // _LANES  # a row's lanes are adjacent
             yield _metadata("thread_sort_index", s.pid, tid, sort_index=sort_index)
         self._free_at[s.pid, tid] = s.end_ns
         yield {
@@ -217,7 +216,7 @@ class Tracer:
             "ph": "X",
             "pid": s.pid,
             "tid": tid,
-            # From the start of the trace: a double then holds every nanosecond.
+            # Relative to the start of the trace: a double then holds every nanosecond.
             "ts": (s.start_ns - self._start_ns) / 1e3,
             "dur": (s.end_ns - s.start_ns) / 1e3,
             "args": s.args,
@@ -230,7 +229,7 @@ def _metadata(kind: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
 
 
 def _arrow(s: _Slice) -> dict[str, Any]:
-    """What joins the post of a layer, the worker's slices of it, and its merge."""
+    """The arrow that joins a layer's post, the worker's slices of it, and its merge."""
     kind = "answer" if s.pid >= _WORKER_PID else s.name.partition(" ")[0]
     ends = {"post": (False, True), "answer": (True, True), "merge": (True, False)}.get(kind)
     if ends is None:

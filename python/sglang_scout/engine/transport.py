@@ -1,16 +1,15 @@
-"""How a layer's missing pages come back as attention: the routes ``cpu``, ``fetch`` and ``drop``.
+"""How attention over a layer's missing pages is computed: the routes ``cpu``, ``fetch`` and ``drop``.
 
-A step posts the missing pages of a layer as soon as they are chosen and merges their attention into the
-device's own when it is due. A missing page is not resident in the step in which it is missing, so that no page
-counts twice.
+A step posts the missing pages of a layer as soon as they are selected and merges their attention into the device's in
+that layer. A missing page stays non-resident for the whole step, so that no page is counted twice.
 
     route   post                                       merge
     cpu     ids and query go to the worker's ring      the worker's (out, lse) by log-sum-exp
-    fetch   pages are copied into staging slots        attention of the real query over these
+    fetch   pages are copied into staging slots        the real query attends to these
     drop    nothing                                    nothing
 
 Route ``cpu`` has two implementations. :class:`HostTransport` is the ring's client on the host. :class:`GraphTransport`
-launches the ring's kernels, which a CUDA graph captures and replays. Route ``fetch`` is in ``fetch.py``.
+launches the ring's kernels, which a CUDA graph can capture and replay. Route ``fetch`` is in ``fetch.py``.
 """
 
 from __future__ import annotations
@@ -42,9 +41,9 @@ class Transport:
         """Times post and merge where the host only launches them and a timeline is recorded."""
 
     def pause(self) -> None:
-        """What is launched until the next step begins belongs to no request: warm-up or capture.
+        """Launches until the next step belong to no request: warm-up or capture.
 
-        Rows without requests miss nothing, so that as a rule nothing is posted.
+        Padding rows miss nothing, so normally nothing is posted.
         """
 
     def begin_step(self, step: int) -> None:
@@ -53,10 +52,10 @@ class Transport:
     def post(
         self, layer: int, query: torch.Tensor, pages: torch.Tensor, n_pages: torch.Tensor
     ) -> None:
-        """Ask for attention over ``pages`` ``[B*C, k]`` int32, packed to the left, ``n_pages`` ``[B*C]`` of each row.
+        """Request attention over ``pages`` ``[B*C, k]`` int32, left-packed, ``n_pages`` ``[B*C]`` of each row.
 
         C is 1, or H: then row b * H + h is what KV head h of request b attends to.
-        ``query`` ``[B, HQ, D]`` is what the pages were chosen with.
+        ``query`` ``[B, HQ, D]`` is the one the pages were selected with.
         """
 
     def merge(
@@ -67,23 +66,23 @@ class Transport:
         lse: torch.Tensor,
         change: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """``[B, HQ, D]`` of the dtype of ``query``: the answer merged with ``out`` ``[B, HQ, D]``, ``lse`` ``[B, HQ]``.
+        """``[B, HQ, D]`` of the dtype of ``query``: the result merged with ``out`` ``[B, HQ, D]``, ``lse`` ``[B, HQ]``.
 
         Args:
             query: ``[B, HQ, D]``, the layer's real query.
-            change: ``[B, HQ]`` by how much the answer's log-sum-exp is larger than it says.
+            change: ``[B, HQ]`` correction to add to the result's log-sum-exp.
         """
         return out.to(query.dtype)
 
     def faults(self) -> list[str]:
-        """Why a step that has ended lacks a part of its attention; empty if none does."""
+        """Why a finished step lacks a part of its attention; empty if none does."""
         return []
 
 
 class HostTransport(Transport):
     """Route ``cpu`` from the host: the tensors are in its memory (paper Algorithm 1, lines 7 and 12).
 
-    The client answers in any case: what the worker does not compute in time is computed here.
+    The client always returns a result: what the worker does not compute in time is computed here.
     """
 
     capturable = False
@@ -135,13 +134,13 @@ class HostTransport(Transport):
         self._waited_ns[layer] += end_ns - start_ns
         self._trace_answer(layer, start_ns, end_ns, reply)
         if change is not None:
-            lse = lse - change  # the device's part that much lighter: the same weights
+            lse = lse - change  # equivalent: lower the device's part instead
         merged, _ = merge_states(out, lse, cpu_out, cpu_lse)
         self._tracer.cut("attention", "merge", end_ns, layer=layer)
         return merged.to(query.dtype)
 
     def _trace_answer(self, layer: int, start_ns: int, end_ns: int, reply: Reply) -> None:
-        """The wait for the worker, and what was computed here in place of its answer."""
+        """The wait for the worker, and what was computed here in its place."""
         pages = reply.fallback_pages
         gave_up_ns = min(start_ns + int(reply.waited_us * 1000), end_ns) if pages else end_ns
         self._tracer.add("attention", "wait", start_ns, gave_up_ns, layer=layer)
@@ -154,13 +153,13 @@ class GraphTransport(Transport):
 
     Args:
         ring: to the worker.
-        epoch: that records of the next step go to; never 0.
+        epoch: for records of the next step; never 0.
     """
 
     def __init__(self, ring: DeviceRing, epoch: Callable[[], int]) -> None:
         super().__init__(ring.waited_ns)
         self._ring, self._epoch_now, self._epoch = ring, epoch, 0
-        ring.errors()  # of another engine are none of this one's
+        ring.errors()  # discard those of another engine
 
     def pause(self) -> None:
         if self.stamps:

@@ -1,4 +1,4 @@
-"""A plain check of one layer's co-attention output, for tests and for operators in doubt."""
+"""Reference check of one layer's co-attention output, for tests and debugging."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NOT_FINITE = float(np.finfo(np.float32).max)
 
 
 class Verifier:
-    """Compares layers' outputs with the plain reference and keeps the largest deviation."""
+    """Compares layers' outputs with the reference and keeps the maximum deviation."""
 
     def __init__(
         self, host: HostPages, shape: ModelShape, route: Route, counters: Counters
@@ -40,11 +40,11 @@ class Verifier:
         mass_change: torch.Tensor | None,
     ) -> None:
         """Tensors as of :func:`relative_error`, on the device, which attended to those of ``pages`` that have a slot;
-        ``missing`` ``[B * C, k]`` goes the policy's route. ``pages`` may be one list for all heads."""
+        ``missing`` ``[B * C, k]`` takes the policy's route. ``pages`` may be one list for all heads."""
         is_resident = resident_slots(slot_of, pages) >= 0
         attended, on_cpu = torch.where(is_resident, pages, -1).cpu(), missing.cpu()
         attended = attended.repeat_interleave(len(on_cpu) // len(attended), dim=0)
-        if self._route != "cpu":  # with the real query, or not at all
+        if self._route != "cpu":  # attended to with the real query, or dropped
             if self._route == "fetch":
                 attended = torch.cat([attended, on_cpu], dim=1)
             on_cpu, q_ahead = torch.full_like(on_cpu, -1), q
@@ -105,13 +105,13 @@ def relative_error(
     mass_change: torch.Tensor,
     context: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> float:
-    """Largest deviation of ``out`` from the reference over exactly the same pages, relative to its
-    largest value; NOT_FINITE where either has a NaN or an infinity. All K and V are read from the host
-    pages, the truth, not from the device's copies.
+    """Maximum deviation of ``out`` from the reference over exactly the same pages, relative to its largest value;
+    NOT_FINITE if either has a NaN or an infinity. All K and V are read from the host pages, the ground truth, not from
+    the device's copies.
 
     Args:
         out, q, q_ahead: ``[B, HQ, D]``.
-        on_device, on_cpu: ``[B * C, any]`` full host pages of each part and list, -1 entries ignored; on the CPU also
+        on_device, on_cpu: ``[B * C, any]`` full host pages of each part and list, -1 entries ignored; for the CPU also
             ids of kept tokens.
         tail_page, tail_len: ``[B]`` the page being filled, and its valid tokens.
         k, v: ``[P, S, H, D]`` host pages of the layer.
@@ -144,7 +144,7 @@ def relative_error(
 
 
 def _listed(ids: torch.Tensor, pages: torch.Tensor, context: torch.Tensor | None) -> torch.Tensor:
-    """``[T, H, D]`` the tokens of a list: of host pages, or kept ones, see :meth:`ContextCache.worker_ids`."""
+    """``[T, H, D]`` tokens of a list: of host pages, or kept ones, see :meth:`ContextCache.worker_ids`."""
     first, size = pages.shape[:2]
     if context is None or not len(ids) or int(ids[0]) < first:
         return pages[ids].flatten(0, 1)
