@@ -1,4 +1,4 @@
-"""The one configuration object: parsed and validated once, then passed down, never read from the environment.
+"""The configuration object: parsed and validated once, then passed down, never read from the environment.
 
 Its fields are the table of all keys: type, default, range, help, public or for tests. ``parse_config.py`` checks
 values by it, and docs/operations.md shows it.
@@ -33,17 +33,17 @@ RECALL_MODES = ("off", "fixed", "profile", "adaptive")
 
 @dataclass(frozen=True)
 class Key:
-    """What ``--kv-offload-config`` may say about a field of :class:`OffloadConfig`.
+    """A key of ``--kv-offload-config``: metadata of a field of :class:`OffloadConfig`.
 
     Attributes:
-        help: when to change it, as docs/operations.md says it.
-        limits: smallest and largest number.
-        choices: of a text.
+        help: when to change it, as in docs/operations.md.
+        limits: minimum and maximum.
+        choices: of a string.
         multiple_of: of a number.
         is_written: it names a file that the server writes.
         needs: another key and its value without which this one has no effect.
-        is_general: False: of those policies alone that have it among their defaults.
-        is_public: False: for tests and measurements, and in no document for users.
+        is_general: False: only for policies that have it among their defaults.
+        is_public: False: for tests and measurements, not in user documents.
         kind, default: of the field.
     """
 
@@ -68,7 +68,7 @@ _for_tests = partial(_key, is_public=False)
 
 @dataclass(frozen=True)
 class OffloadConfig:
-    """What the user asked for, validated: the server flags, then the keys of ``--kv-offload-config``."""
+    """The validated configuration: the server flags, then the keys of ``--kv-offload-config``."""
 
     policy: str = "none"
     budget_tokens: int = DEFAULT_BUDGET_TOKENS
@@ -206,12 +206,12 @@ class OffloadConfig:
         return self.budget_tokens // self.page_size_tokens
 
     def lists(self, num_kv_heads: int) -> int:
-        """Lists of chosen pages that a request has in a layer."""
+        """Selection lists of a request in a layer."""
         return num_kv_heads if self.grain == "head" else 1
 
     def of_rank(self, rank: int) -> OffloadConfig:
-        """The same for a tensor-parallel rank: from rank 1 on it writes to files of its own, with
-        ``.rankN`` before their suffix."""
+        """The same for a tensor-parallel rank: from rank 1 on it writes to separate files, with ``.rankN`` before their
+        suffix."""
         if rank == 0:
             return self
         paths = {

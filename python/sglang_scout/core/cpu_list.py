@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from sglang_scout.core.errors import ConfigError
 
-# Not what int() takes: that would be 1_0, +0 and the digits of other scripts too.
+# Stricter than int(), which also accepts 1_0, +0 and digits of other scripts.
 _RANGE = re.compile(r"([0-9]+)(?:\s*-\s*([0-9]+))?")
 _MOST_DIGITS = 9
 
@@ -21,7 +21,7 @@ def parse_cpu_list(
     Args:
         text: the list.
         available: CPUs that this process may run on; None: ask the kernel.
-        flag: where it was given.
+        flag: its source, for the message.
     Raises:
         ConfigError: not a list, or a CPU that does not exist here.
     """

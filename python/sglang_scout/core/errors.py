@@ -1,7 +1,7 @@
-"""Exceptions of sglang-scout. A message says what was wrong, its value, and what would be right.
+"""Exceptions of sglang-scout. A message states what was wrong, its value, and what is accepted.
 
-Every one is a :class:`ScoutError`; those that a wrong argument causes are also ``ValueError``, so
-that a server that refuses to start for a wrong flag does so with the exception that users expect.
+Every one is a :class:`ScoutError`; those caused by a wrong argument are also ``ValueError``, so that a wrong flag ends
+the start with the exception that users expect.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ class ScoutError(Exception):
 
 
 class ConfigError(ScoutError, ValueError):
-    """A flag or a configuration value is wrong: names the flag, the value and the fix. What refuses, raises it."""
+    """A flag or a configuration value is wrong: names the flag, the value and the fix."""
 
 
 class ArenaError(ScoutError, ValueError):
-    """The shared arena cannot be made or mapped: wrong sizes, too little memory, a foreign file."""
+    """The shared arena cannot be created or mapped: wrong sizes, too little memory, a foreign file."""
 
 
 class WorkerError(ScoutError, RuntimeError):

@@ -1,4 +1,4 @@
-"""Files that are written in the end, checked at the start: minutes of work should not be for nothing."""
+"""Checks output files at the start, before minutes of work."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from sglang_scout.core.errors import ConfigError
 
 def check_writable(what: str, path: str) -> None:
     """Refuse a name that is empty, a folder, or in a folder that does not exist, and a file that cannot be
-    opened for writing. Leaves everything as it was, but for the target of a link to nothing, which is made.
+    opened for writing. No side effects, except that the target of a dangling link is created.
 
     Args:
         what: names the flag and its value.
     """
-    # os.path's answers, unlike pathlib's, are "no" also for what may not or cannot be looked at.
+    # os.path, unlike pathlib, also returns False for paths that cannot be accessed.
     folder = os.path.dirname(path) or "."
     if not path or os.path.isdir(path) or not os.path.isdir(folder):
         raise ConfigError(f"{what}: not a file in a folder that exists; name a file")
     if os.path.exists(path) and not os.path.isfile(path):
-        return  # a pipe, whose reader would see the attempt, or a device
+        return  # a pipe, whose reader would see the open, or a device
     is_new = not os.path.lexists(path)
     try:
         with open(path, "ab"):
@@ -35,10 +35,10 @@ def check_writable(what: str, path: str) -> None:
 
 
 def check_different(files: Iterable[tuple[str, str, str | None]]) -> None:
-    """Refuse one file under two names: one would be written over the other.
+    """Refuse one file under two names: one would overwrite the other.
 
     Args:
-        files: of each its key or flag; that with its value, for the message; and the path, or None.
+        files: (key or flag; the same with its value, for the message; path or None) of each.
     """
     taken: dict[str | tuple[int, int], str] = {}
     for name, what, path in files:
@@ -46,7 +46,7 @@ def check_different(files: Iterable[tuple[str, str, str | None]]) -> None:
             continue
         try:
             found = os.stat(path)
-            file: str | tuple[int, int] = found.st_dev, found.st_ino  # as of a hard link
+            file: str | tuple[int, int] = found.st_dev, found.st_ino  # also equal for hard links
         except (OSError, ValueError):
             file = os.path.realpath(path)
         if file in taken:

@@ -1,13 +1,13 @@
-"""Trained weights that choose pages, one set of arrays for one model: a file that scripts/train_forecast.py writes.
+"""Trained weights for page selection, one set of arrays per model: a file written by scripts/train_forecast.py.
 
-NumPy's format without pickle: ``header``, a JSON text (:class:`Header`), and float32 arrays by kind. L layers, H KV
+NumPy's format without pickle: ``header``, a JSON string (:class:`Header`), and float32 arrays by kind. L layers, H KV
 heads, G query heads of each, D head size, r rank.
 
-forecast  ``w [L, H * D, hidden]`` makes one vector per KV head, by which the pages of layer l are chosen: ``w[l + 1]``
+forecast  ``w [L, H * D, hidden]`` makes one vector per KV head, which selects the pages of layer l: ``w[l + 1]``
           is applied to the input of layer l after layer l's own norm, ``w[0]`` to that of layer 0. No bias and no head
-          norm; RoPE as K has it (arXiv 2606.04511, sections 4.1 and 4.6).
+          norm; RoPE as for K (arXiv 2606.04511, sections 4.1 and 4.6).
 pilot     ``w_k [L, H, r, 2 D]`` is applied to a page's pooled K, ``w_q [L, H, r, G * D]`` to the real queries after
-          RoPE; a page's score is the product of both (``ops/embed.py``).
+          RoPE; a page's score is their product (``ops/embed.py``).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Floats = npt.NDArray[np.float32]
 
 
 class Header(msgspec.Struct, frozen=True):
-    """``kind`` is a text, so that a file of a kind to come is refused by name."""
+    """``kind`` is a string, so that a file of a future kind is refused by name."""
 
     version: int
     kind: str
@@ -57,7 +57,7 @@ class PageWeights:
     def of_rank(self, rank: int, size: int) -> PageWeights:
         """The part for the KV heads of one of ``size`` ranks.
 
-        Where ranks share a KV head, each has some of its query heads, and a pilot chooses by those.
+        If ranks share a KV head, each has some of its query heads, and a pilot selects by those.
         """
         model = self.header.identity
         heads, group, dim = (
@@ -77,7 +77,7 @@ class PageWeights:
 
 
 def _shapes(kind: str, model: ModelIdentity) -> dict[str, tuple[int | None, ...]]:
-    """Of the arrays; None: any size."""
+    """Shapes of the arrays; None: any size."""
     layers, heads, dim = model.num_layers, model.num_kv_heads, model.head_dim
     if kind == "forecast":
         return {"w": (layers, heads * dim, None)}
@@ -86,7 +86,7 @@ def _shapes(kind: str, model: ModelIdentity) -> dict[str, tuple[int | None, ...]
 
 
 def save_weights(weights: PageWeights, path: str) -> None:
-    """Write a file; it is there whole or not at all.
+    """Write a file atomically.
 
     Raises:
         OSError: it cannot be written.
@@ -103,7 +103,7 @@ def save_weights(weights: PageWeights, path: str) -> None:
 
 
 def load_weights(path: str, kind: Kind) -> PageWeights:
-    """Read the file that the key ``forecast_file`` or ``pilot_file`` names, and check that it is whole.
+    """Read the file that the key ``forecast_file`` or ``pilot_file`` names, and check that it is complete.
 
     Raises:
         ConfigError: unreadable, of another kind or version, or with arrays that do not fit the model it names.
@@ -113,9 +113,7 @@ def load_weights(path: str, kind: Kind) -> PageWeights:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
         header = msgspec.json.decode(str(arrays.pop("header")), type=Header)
-    except (
-        Exception
-    ) as error:  # NumPy raises a dozen kinds for files that are damaged or not of its format
+    except Exception as error:  # NumPy raises a dozen types for damaged or foreign files
         raise _wrong(kind, path, f"not a readable file of weights: {error}", remake) from None
     if header.version != VERSION:
         what = f"version {header.version}, this build reads {VERSION}"
@@ -129,14 +127,14 @@ def load_weights(path: str, kind: Kind) -> PageWeights:
 
 
 def trained_weights(config: OffloadConfig) -> PageWeights | None:
-    """Of the file that the configuration names, if it names one."""
+    """Weights of the configured file, if any."""
     if config.forecast_file is not None:
         return load_weights(config.forecast_file, "forecast")
     return None if config.pilot_file is None else load_weights(config.pilot_file, "pilot")
 
 
 def pilot_rank(config: OffloadConfig) -> int:
-    """Elements of the embeddings that the configuration names, if it names some."""
+    """Elements of the configured embeddings, if any."""
     weights = trained_weights(config)
     return weights.rank if weights and weights.header.kind == "pilot" else PILOT_RANK
 
@@ -177,7 +175,7 @@ def check_weights(
     Args:
         identity, hidden_size: of this server; ``model`` is for the message.
     Raises:
-        ConfigError: they were made for another one.
+        ConfigError: they are for another one.
     """
     kind, made_for = weights.header.kind, weights.header.identity
     remake = f"make one for this model with scripts/train_forecast.py --kind {kind}"

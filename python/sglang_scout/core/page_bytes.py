@@ -1,4 +1,4 @@
-"""Bytes of digests and of what SGLang keeps for each token, as the memory plan and ``sglang-scout plan`` count them."""
+"""Bytes of digests and of SGLang's per-token buffers, for the memory plan and ``sglang-scout plan``."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def digest_parts(
 def digest_bytes(
     kind: str, num_kv_heads: int, head_dim: int, value_bytes: int, pilot_rank: int = PILOT_RANK
 ) -> int:
-    """The digest of a page in one layer."""
+    """Bytes of a page's digest in one layer."""
     return num_kv_heads * sum(digest_parts(kind, head_dim, value_bytes, pilot_rank))
 
 
 def input_bytes(page_size: int) -> int:
-    """What the device keeps of a host page's tokens for SGLang's input buffers."""
+    """Device bytes of SGLang's input buffers for a host page's tokens."""
     return page_size * _INPUT_WORDS * _WORD_BYTES

@@ -23,7 +23,7 @@ from sglang_scout.core.files import check_different, check_writable
 
 MAX_BUDGET_TOKENS = 2**40
 
-# From the command line values have their types already; from Python they may be anything.
+# Command-line values are typed already; values from Python may be anything.
 _FLAG_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "policy": ((str,), "the name of a policy, for example 'scout'"),
     "budget_tokens": ((int,), f"a whole number of tokens, for example {DEFAULT_BUDGET_TOKENS}"),
@@ -41,7 +41,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
 
 
 def load_json(text: str, flag: str = FLAGS["config"]) -> dict[str, Any]:
-    """The object in ``text``, or in the file of ``@FILE``.
+    """The object in ``text``, or in the file if ``text`` is ``@FILE``.
 
     Raises:
         ConfigError: neither; names ``flag`` and the value.
@@ -53,7 +53,7 @@ def load_json(text: str, flag: str = FLAGS["config"]) -> dict[str, Any]:
         raise ConfigError(f"{flag} {text!r}: cannot read the file: {error}; {example}") from None
     try:
         value = json.loads(source, object_pairs_hook=_without_repeats)
-    except (RecursionError, ValueError) as error:  # also too deep, or a number of too many digits
+    except (RecursionError, ValueError) as error:  # also: too deep, or a number of too many digits
         raise ConfigError(f"{flag} {text[:60]!r}: not valid JSON ({error}); {example}") from None
     if not isinstance(value, dict):
         raise ConfigError(
@@ -70,7 +70,7 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check_value(name: str, value: Any, flag: str) -> Any:
-    """One entry of ``flag``, checked by the table of keys."""
+    """One entry of ``flag``, checked against the table of keys."""
     if name not in KEYS:
         near = difflib.get_close_matches(str(name), KEYS, n=1, cutoff=0.75)
         hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(PUBLIC_KEYS)}"
@@ -101,9 +101,9 @@ def _check_value(name: str, value: Any, flag: str) -> Any:
 
 
 def idle_keys(values: Mapping[str, Any]) -> dict[str, str]:
-    """Keys without effect beside ``values`` of others, each with the setting that makes it idle.
+    """Keys without effect given the other ``values``, each with the setting that makes it idle.
 
-    Those of recall are not among them: who switches it off to compare leaves the rest as it is.
+    Recall keys are exempt, so that recall can be switched off for comparison with the rest unchanged.
     """
     return {
         name: f"{key.needs[0]} = {json.dumps(found)}"
@@ -129,9 +129,9 @@ def written_files(config: OffloadConfig, flag: str) -> list[tuple[str, str, str 
 
 
 def check_files(config: OffloadConfig) -> None:
-    """Refuse files that cannot be written, by trying. What they hold stays.
+    """Refuse files that cannot be written, by opening them. Their contents are kept.
 
-    For the process that uses them: another machine may have none of their folders.
+    To be called in the process that uses them: another machine may lack their folders.
     """
     for _, what, path in written_files(config, FLAGS["config"]):
         if path is not None:
@@ -139,14 +139,14 @@ def check_files(config: OffloadConfig) -> None:
 
 
 def _check_flag_types(given: dict[str, Any], flags: Mapping[str, str]) -> None:
-    """Raises ConfigError for the first value that is of another type than its flag's."""
+    """Raises ConfigError for the first value that is not of its flag's type."""
     for name, value in given.items():
         types, expected = _FLAG_TYPES[name]
         if not isinstance(value, types) or isinstance(value, bool):
             raise ConfigError(
                 f"{flags[name]} {value!r}: is a {type(value).__name__}; expected {expected}"
             )
-        if value == "" and name != "config":  # that one is no JSON, which is said below
+        if value == "" and name != "config":  # not JSON, reported below
             raise ConfigError(f"{flags[name]} '': is empty; expected {expected}")
 
 
@@ -205,14 +205,14 @@ def parse_config(
 
     Args:
         policy: value of ``--kv-offload``.
-        policies: the known ones besides ``none``, each with the keys whose default is another with it, or with the
-            changes of defaults that a key makes where it is true.
+        policies: the known ones besides ``none``, each with its overrides of keys' defaults, or with the overrides that
+            a key makes if true.
         budget_tokens .. config: raw values of the other flags; None where not given.
             ``config`` may be the object itself.
         available_cpus: CPUs of this process; None: ask the kernel.
-        flags: what to call the arguments, as ``FLAGS``.
+        flags: names of the arguments, as ``FLAGS``.
     Raises:
-        ConfigError: a value is wrong, or of a wrong type; the text names flag, value and fix.
+        ConfigError: a value is wrong, or of a wrong type; the message names flag, value and fix.
     """
     given = {
         "policy": policy,

@@ -23,14 +23,14 @@ REMAKE = "make one for this server with `sglang-scout profile`"
 NEIGHBOURS = 4
 """Steps on each side of a step that tell where a noisy curve is there."""
 
-# Keys of config.json that say who wrote it, and not what the model is.
+# Keys of config.json about its writer, not about the model.
 _NOT_THE_MODEL = {"_name_or_path", "transformers_version"}
 
 Floats = npt.NDArray[np.float64]
 
 
 class ModelIdentity(msgspec.Struct, frozen=True):
-    """What tells one model from another, wherever its folder lies.
+    """Identifies a model, independent of its folder.
 
     ``config_digest`` is that of config.json (:func:`config_digest`). Two trainings of one
     architecture have the same identity.
@@ -56,9 +56,9 @@ class RecallProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     ``intervals[l]`` is the largest number of steps between two recalls of layer l that kept its
     CPU compute ratio under ``threshold`` on the profiled workload; 0 means never.
     ``curves[l][t-1]`` is the ratio of layer l, t steps after a request's first selection was
-    loaded, without recall; ``samples[t-1]`` the number of requests in it. A profile written by hand
-    may end with ``num_layers``. ``selection`` has the server's ``SELECTION_KEYS``; where it lacks one,
-    nothing is said of it. ``query_cosine`` tells how well each layer's query was predicted; None: it was not.
+    loaded, without recall; ``samples[t-1]`` the number of requests in it. A hand-written profile may end with
+    ``num_layers``. ``selection`` has the server's ``SELECTION_KEYS``; an absent one is not checked. ``query_cosine`` is
+    the mean cosine of each layer's predicted query; None: not predicted.
     """
 
     version: int
@@ -82,24 +82,24 @@ SELECTION_KEYS = ("digest", "head_reduce", "mass", "sink_pages", "recent_pages")
 
 
 def selection_of(config: OffloadConfig) -> dict[str, str | int | float]:
-    """What a profile made with ``config`` states as its ``selection``."""
+    """The ``selection`` of a profile made with ``config``."""
     return {key: getattr(config, key) for key in SELECTION_KEYS}
 
 
 def config_digest(config: Mapping[str, Any]) -> str:
-    """16 hex digits over the contents of a config.json, whatever their order and layout."""
+    """16 hex digits over the contents of a config.json, independent of order and formatting."""
     kept = {key: value for key, value in config.items() if key not in _NOT_THE_MODEL}
     text = json.dumps(kept, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def smooth(curve: Floats, weights: Floats) -> Floats:
-    """A curve without its noise: at each point the line that fits its neighbours best.
+    """A smoothed curve: local linear regression at each point.
 
     Args:
         curve, weights: ``[T]``, weights > 0.
     Returns:
-        ``[T]``; a straight line stays as it is, also at its ends.
+        ``[T]``; a straight line is unchanged, also at its ends.
     """
     steps = np.arange(len(curve), dtype=np.float64)
     result = np.empty(len(curve))
@@ -116,23 +116,22 @@ def smooth(curve: Floats, weights: Floats) -> Floats:
 def choose_interval(curve: Floats, samples: Floats, threshold: float) -> int:
     """The largest number of steps that keeps a layer's ratio at ``threshold`` or below (section 3.4).
 
-    The measured mean is noisy where requests are few. What is compared with the threshold is the
-    smoothed curve, so that an odd step does not end an interval early. It ends where the curve is
-    first above; whether it falls again later does not count.
+    The measured mean is noisy with few requests. The smoothed curve is compared with the threshold, so that an outlier
+    does not end an interval early. The interval ends where the curve first exceeds it, even if it falls again later.
 
     Args:
         curve: ``[T]`` mean ratio t = 1..T steps after the layer's pages were loaded.
         samples: ``[T]`` number of requests in each mean, > 0.
     Returns:
-        1..T. 1 also where already the first step is above: no recall can do better. T where no step
-        is: later ones were not measured.
+        1..T. 1 also if the first step already exceeds it: no recall can do better. T if no step does: later ones were
+        not measured.
     """
     below = smooth(curve, samples) <= threshold + 1e-9
     return max(1, len(curve) if below.all() else int(np.argmin(below)))
 
 
 def save_profile(profile: RecallProfile, path: str) -> None:
-    """Write a profile, one key to a line.
+    """Write a profile, one key per line.
 
     Raises:
         OSError: the file cannot be written.
@@ -185,7 +184,7 @@ def check_profile(
     model: str,
     identity: ModelIdentity,
 ) -> None:
-    """Refuse a profile that was made for another model, page size, budget or selection of pages.
+    """Refuse a profile of another model, page size, budget or page selection.
 
     Args:
         model, identity: of this server; ``model`` is for the message.

@@ -9,11 +9,11 @@ Ints = npt.NDArray[np.int64]
 
 
 def rank_within(groups: Ints) -> Ints:
-    """``[n]`` place of each element in its group; equal ``groups`` ``[n]`` stand together, ascending."""
+    """``[n]`` index of each element in its group; ``groups`` ``[n]`` are sorted, ascending."""
     return np.arange(len(groups)) - np.searchsorted(groups, groups)
 
 
 def distinct(values: npt.NDArray[np.integer]) -> Ints:
-    """As ``np.unique``, which hashes before it sorts and takes longer."""
+    """Like ``np.unique``, which is slower as it hashes before it sorts."""
     ordered = np.sort(values, axis=None).astype(np.int64)
     return ordered[np.append(True, ordered[1:] != ordered[:-1])] if len(ordered) else ordered

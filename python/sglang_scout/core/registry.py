@@ -1,4 +1,4 @@
-"""How exact an op's implementations must be, and which of them have run."""
+"""Tolerances of an op's implementations, and which of them have run."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 
 logger = logging.getLogger(__name__)
 
-# Per op the names in order of first use; dicts, because two threads may announce at once.
+# Per op the names in order of first use; dicts, because two threads may insert at once.
 _chosen: dict[str, dict[str, None]] = {}
 
 
 class Tolerance(NamedTuple):
-    """How far an implementation may be from the reference: ``|a - e| <= atol + rtol * |e|``.
+    """Allowed deviation of an implementation from the reference: ``|a - e| <= atol + rtol * |e|``.
 
-    ``reason`` says where the two numbers come from. A NaN never passes; infinities must be equal.
+    ``reason`` justifies the two numbers. A NaN never passes; infinities must be equal.
     """
 
     atol: float
@@ -41,7 +41,7 @@ class Tolerance(NamedTuple):
 
 
 def note_choice(op: str, name: str, refused: Sequence[str]) -> None:
-    """Log, once each, that ``op`` runs as ``name``, and why not as those preferred."""
+    """Log, once each, that ``op`` runs as ``name``, and why preferred ones cannot."""
     names = _chosen.setdefault(op, {})
     if name not in names:
         names[name] = None
@@ -50,9 +50,9 @@ def note_choice(op: str, name: str, refused: Sequence[str]) -> None:
 
 
 def chosen() -> dict[str, str]:
-    """What each op has run as so far: {"attend_pages": "native"}.
+    """The implementations used so far per op: {"attend_pages": "native"}.
 
-    An op that ran as several implementations (inputs differ) shows them all in order of first use,
-    joined by "+", so that a slow path taken now and then cannot hide behind the last choice.
+    An op that ran as several implementations (inputs differ) shows all in order of first use, joined by "+", so that an
+    occasional slow path is not hidden by the last choice.
     """
     return {name: "+".join(names) for name, names in list(_chosen.items())}

@@ -1,5 +1,5 @@
-"""Which models are served, as plain data: for the server, which knows the model, and for commands that
-only have its config.json."""
+"""Supported models, as plain data: for the server, which knows the model, and for commands that only have its
+config.json."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FP8_KV = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 
 
 def check_architecture(what: str, architecture: str) -> None:
-    """Refuse what the decode step does not compute.
+    """Refuse architectures that the decode step does not support.
 
     Args:
         what: the flag that names the model, and its value.
@@ -36,12 +36,12 @@ def check_architecture(what: str, architecture: str) -> None:
 
 
 def check_attention(what: str, *, head_dim: int, v_head_dim: int, has_window: bool) -> None:
-    """Refuse attention that the decode step does not compute.
+    """Refuse attention that the decode step does not support.
 
     Args:
         what: the flag that names the model, and its value.
         head_dim, v_head_dim: elements of a key and of a value.
-        has_window: a layer attends to the last tokens alone.
+        has_window: a layer has sliding-window attention.
     """
     if has_window:
         raise ConfigError(

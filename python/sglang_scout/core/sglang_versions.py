@@ -1,4 +1,4 @@
-"""The releases of SGLang that the plugin works with, as plain data: for servers, and for commands that only look."""
+"""Supported SGLang releases, as plain data: for servers, and for commands that do not import SGLang."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ ADAPTERS = {"0.5.23": "sglang_0_5_23", "0.5.15.post1": "sglang_0_5_15"}
 
 
 def check_version(found: str) -> None:
-    """Refuse a release whose hooks nobody has checked.
+    """Refuse a release whose hooks have not been checked.
 
     Raises:
-        ConfigError: with those that are supported.
+        ConfigError: names the supported ones.
     """
     if found not in ADAPTERS:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""How many threads share a sequence of a batch."""
+"""Parameters of splitting a batch's sequences among threads."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 
 class Split(NamedTuple):
-    """What the rule for splitting the pages of a batch depends on; the rule is in ``sgl-kernel/src/split.h``.
+    """Parameters of the rule that splits the pages of a batch; the rule is in ``sgl-kernel/src/split.h``.
 
     Attributes:
-        threads: that serve the batch; with several memory nodes those of one of them.
+        threads: that serve the batch; with several NUMA nodes those of one of them.
         most: runs of a sequence, each for one thread.
-        least_pages: of a run of the longest sequence; with several nodes of the runs of all together.
+        least_pages: of a run of the longest sequence; with several nodes of all runs together.
     """
 
     threads: int = 1

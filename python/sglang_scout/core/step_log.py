@@ -1,7 +1,7 @@
-"""The step log: one JSON line per decode step, which a server writes and `report` and `profile` read.
+"""The step log: one JSON line per decode step, written by a server and read by `report` and `profile`.
 
-The first line has the format, its version and what the server says of itself (:class:`Facts`); each further
-line is a :class:`Step`.
+The first line has the format, its version and the server's metadata (:class:`Facts`); each further line is a
+:class:`Step`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Counts = npt.NDArray[np.int64]
 
 
 class Facts(msgspec.Struct, frozen=True):
-    """What the first line must say; the server adds more. ``selection`` has ``SELECTION_KEYS``."""
+    """Required fields of the first line; the server adds more. ``selection`` has ``SELECTION_KEYS``."""
 
     format: str
     version: int
@@ -46,13 +46,12 @@ class Step(msgspec.Struct, frozen=True):
 
     Attributes:
         start_us, step_us: from its boundary (CLOCK_MONOTONIC) until its tokens are on the host.
-        ages: ``[B]`` steps that each request had done here before; -1 where that is not known.
-        full_pages: ``[B]`` full pages of each request, among which it selects.
-        cpu_pages: ``[L, B]`` selected pages that were computed on the CPU.
+        ages: ``[B]`` previous steps of each request here; -1: unknown.
+        full_pages: ``[B]`` full pages of each request, the candidates.
+        cpu_pages: ``[L, B]`` selected pages computed on the CPU.
         gpu_wait_us: ``[L]`` time that the device waited for them.
-        query_cosine: ``[L]`` of predicted and real queries, mean over heads and requests; None where nothing was
-            predicted.
-        recalled_pages, recall_bytes, recall_wait_us: of the recalls that ended at the boundary after it.
+        query_cosine: ``[L]`` of predicted and real queries, mean over heads and requests; None: not predicted.
+        recalled_pages, recall_bytes, recall_wait_us: of the recalls that ended at the next boundary.
     """
 
     step: int
@@ -108,11 +107,11 @@ def read_step_log(path: str | Path) -> StepLogFile:
 
 
 def ratios_by_age(log: StepLogFile, num_ages: int) -> tuple[Floats, Counts]:
-    """Mean CPU compute ratio per layer and age, over requests that are larger than the budget.
+    """Mean CPU compute ratio per layer and age, over requests longer than the budget.
 
     Returns:
-        ``[L, num_ages]`` ratio of requests that had done 0, 1, .. steps before; 0 where there was
-        none, and ``[num_ages]`` their number.
+        ``[L, num_ages]`` ratio of requests of age 0, 1, .. steps; 0 where there was none, and ``[num_ages]`` their
+        number.
     """
     pages = np.zeros((log.facts.layers, num_ages))
     rows = np.zeros(num_ages, np.int64)

@@ -1,7 +1,7 @@
-"""What a policy is made of: choices in which GPU-CPU offload methods differ.
+"""The parts of a policy: the choices in which GPU-CPU offload methods differ.
 
-The engine asks these objects and never asks which policy it serves. A policy is one file of this folder: its
-name is the file's, and ``make(context)`` returns its :class:`Policy`. The parts are shared.
+The engine queries these objects and never checks which policy it serves. A policy is one file of this folder, named
+after it; ``make(context)`` returns its :class:`Policy`. The parts are shared.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class Digest:
     """How a page is summarised and scored.
 
     Attributes:
-        kind: what a digest holds; the engine knows its kinds by name (``engine/digest_kinds.py``).
+        kind: name of the digest's layout (``engine/digest_kinds.py``).
         head_reduce: how query heads' scores become one score per page (``ops/score.py``).
-        sink_pages, recent_pages: leading and newest full pages that are chosen whatever their score.
-        mass: choose no more pages than hold this share of the attention (``ops/select.py``).
-        only_selected: attend to the chosen pages alone, not to whatever else is resident.
-        reweigh: where digests estimate a page's mass, weigh what was computed with the predicted query by what they
-            say of the real one.
+        sink_pages, recent_pages: leading and newest full pages that are always selected.
+        mass: select no more pages than hold this share of the attention (``ops/select.py``).
+        only_selected: attend to the selected pages only, not to other resident ones.
+        reweigh: if digests estimate a page's mass, re-weight the predicted query's result by their estimates for the
+            real query.
     """
 
     kind: str = DEFAULT_DIGEST
@@ -64,23 +64,22 @@ class Digest:
 
 
 class QuerySource(Protocol):
-    """Which query chooses a layer's pages, and attends to the missing ones on the CPU."""
+    """Which query selects a layer's pages, and attends to the missing ones on the CPU."""
 
     @property
     def attends(self) -> bool:
-        """Whether a predicted query may attend. One that can only choose leaves missing pages to the real one."""
+        """Whether a predicted query may attend. If it can only select, the real query attends to missing pages."""
 
     def targets(self, layer: int, num_layers: int) -> tuple[int, ...]:
-        """Layers whose query is predicted at the input of ``layer``; the others use the real one, without lead."""
+        """Layers whose query is predicted at the input of ``layer``; the others use the real one in their own layer."""
 
 
 @dataclass(frozen=True)
 class NextLayerQuery:
     """One layer ahead: W_q of layer l+1 applied to the input of layer l (ScoutAttention Algorithm 1, line 4).
 
-    Layer 0 has no layer before it: its query comes from its own input, exact but without lead. The layers in
-    ``exact`` have no lead either, for models in which a layer changes its input so much that the next one's
-    query cannot be told from it.
+    Layer 0 has no previous layer: its query comes from its own input, exact but not ahead. So do those of the layers in
+    ``exact``, for models in which a layer changes its input too much to predict the next query from it.
     """
 
     exact: tuple[int, ...] = ()
@@ -93,7 +92,7 @@ class NextLayerQuery:
 
 @dataclass(frozen=True)
 class RealQuery:
-    """The layer's own query: nothing is predicted, and the device waits (ablation without pre-computation)."""
+    """The layer's own query: no prediction, and the device waits (ablation without pre-computation)."""
 
     attends: bool = True
 
@@ -114,23 +113,23 @@ KNOWN_AFTER = 2
 
 @dataclass(frozen=True)
 class StepReport:
-    """What was measured up to a step boundary; all that a residency decision may depend on.
+    """Measurements up to a step boundary; all that a residency decision may depend on.
 
     L layers, B rows of the last step whose selections are known. Pages are (layer, page) pairs, K and V together.
 
     Attributes:
-        step: the step that is about to begin.
+        step: the upcoming step.
         budget_pages: pages selected per request and layer, over all its lists.
-        ages: ``[B]`` int64, steps that each row had done before that one.
+        ages: ``[B]`` int64, steps of each row before that one.
         missed: ``[L, B]`` int64, selected pages that were not resident.
-        absent: ``[L, B]`` int64, those of them that still are neither resident nor on their way.
-        started: ``[L]`` int64, pages whose copy began at the last boundary.
+        absent: ``[L, B]`` int64, those of them still neither resident nor in flight.
+        started: ``[L]`` int64, pages whose copy started at the last boundary.
         landed, used: ``[L]`` int64, pages that became resident before the last known step, and those of
             them that it selected.
-        late_pages: pages whose copy began in an earlier step and has not ended yet.
+        late_pages: pages whose copy started in an earlier step and is still in flight.
         step_us: measured time of a step, smoothed; 0 until known.
         link_pages_per_us: measured speed of finished copies, smoothed; 0 until known.
-        spare_slots: ``[L]`` int64, free slots that are not held back.
+        spare_slots: ``[L]`` int64, free slots that are not reserved.
     """
 
     step: int
@@ -151,17 +150,17 @@ class Residency(Protocol):
     """Which pages stay on the device and when missing ones are recalled.
 
     Attributes:
-        pin_share: share of a layer's slots whose pages, the most frequent, give way only to what must be resident.
+        pin_share: share of a layer's slots whose pages, the most frequent, are evicted only by forced pages.
     """
 
     pin_share: float = 0.0
 
     @property
     def patience_us(self) -> float | None:
-        """How long a step boundary waits for copies of the step before; None: until they are done."""
+        """How long a step boundary waits for copies of the previous step; None: until they are done."""
 
     def plan(self, report: StepReport) -> None:
-        """Step boundary: take in what was measured, and decide the coming step's recalls."""
+        """Step boundary: process the measurements, and decide the upcoming step's recalls."""
 
     def pick(
         self,
@@ -175,25 +174,25 @@ class Residency(Protocol):
         Args:
             layers: ``[n]`` ascending.
             missed: ``[n, B, k]`` pages that were not resident, -1 padded.
-            ages: ``[B]`` steps that each request had done before that.
-            uses: how much every page of every layer has been selected lately.
+            ages: ``[B]`` steps of each request before that.
+            uses: decayed frequency of every page of every layer.
         Returns:
             Layers and pages, distinct pairs.
         """
 
     def fill_pages(self) -> int:
-        """Pages that this step may copy ahead of any miss, into slots that nobody wants."""
+        """Pages that this step may prefetch before any miss, into spare slots."""
 
     def warm_pages(self, full: npt.NDArray[np.int64], budget_pages: int) -> npt.NDArray[np.int64]:
-        """``[n]`` how many of their newest pages new requests of ``full`` ``[n]`` pages find resident.
+        """``[n]`` how many newest pages of new requests of ``full`` ``[n]`` pages are resident at their first step.
 
-        Loaded whole, attention is exact from the first token on. Where there are none, those of the prompt's hint, as
-        many as the budget.
+        If all pages are, attention is exact from the first token on. If 0, those of the prompt's hint, up to the
+        budget.
         """
         return np.where(full <= budget_pages, full, 0)
 
     def reserve(self, lengths: npt.NDArray[np.int64], max_new: npt.NDArray[np.int64]) -> int:
-        """Slots of each layer to hold back for pages that running requests will open.
+        """Slots of each layer to reserve for pages that running requests will open.
 
         Args:
             lengths: ``[B]`` tokens of each request; max_new: ``[B]`` that it may still generate.
@@ -201,7 +200,7 @@ class Residency(Protocol):
         return 0
 
     def describe(self) -> dict[str, Any]:
-        """State for operators: plain numbers, strings and lists."""
+        """State for ``/server_info``: plain numbers, strings and lists."""
 
 
 def trained_file(config: OffloadConfig, key: str) -> str:
@@ -222,7 +221,7 @@ def trained_file(config: OffloadConfig, key: str) -> str:
 
 @dataclass(frozen=True)
 class Policy:
-    """A named choice of each."""
+    """A named set of choices."""
 
     name: str
     digest: Digest
@@ -234,12 +233,12 @@ class Policy:
 
 @dataclass(frozen=True)
 class Context:
-    """What a policy is made for.
+    """Inputs for making a policy.
 
     Attributes:
-        config: what the user asked for.
+        config: the user's configuration.
         num_layers: of the model.
-        page_bytes: K and V of one page in one layer, what one recalled page costs on the link.
+        page_bytes: K and V of one page in one layer, the link traffic of one recalled page.
         profile: recall intervals of this model, or None.
     """
 
@@ -260,7 +259,7 @@ def _policies() -> dict[str, ModuleType]:
 
 
 def policies() -> dict[str, dict[str, Any]]:
-    """Files of this folder that make a policy, each with the keys that have another ``DEFAULTS`` with it."""
+    """Policy files of this folder, each with its ``DEFAULTS``, which override keys' defaults."""
     return {name: getattr(module, "DEFAULTS", {}) for name, module in _policies().items()}
 
 

@@ -1,4 +1,4 @@
-"""Feedback axis: what the device's attention says of the tokens of a recent window."""
+"""Feedback: attention statistics of the tokens of the device's recent window."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class WindowView:
 
     Attributes:
         k: ``[slots, S, H, D]``.
-        pages, n_pages: ``[B, N]``, of which each row's first ``[B]`` are its window's.
+        pages, n_pages: ``[B, N]``, the first ``[B]`` of each row are its window's.
         slot_of: ``[P]`` slot of each page.
         tail_slot, tail_len: ``[B]`` slot of the page being filled, tokens in it.
         state: ``[B]`` each request's row of the policy's stores, -1 without one.
         fresh: ``[B]`` not 0 in a request's first step.
-        first_at: ``[B]`` place of the window's oldest page in a ring of as many as a window has.
+        first_at: ``[B]`` index of the window's oldest page in a ring buffer of a window's pages.
     """
 
     k: torch.Tensor
@@ -37,9 +37,9 @@ class WindowView:
 
 
 class Feedback(Protocol):
-    """What the device's attention says of the window's tokens, and so which of them the worker goes on with.
+    """Statistics of the device's attention over the window, which decide the tokens that the worker keeps.
 
-    With it nothing is selected: the device attends to a window and the worker to what was kept of older tokens.
+    With feedback nothing is selected: the device attends to a window and the worker to kept older tokens.
     """
 
     cap_tokens: int | None
@@ -48,7 +48,7 @@ class Feedback(Protocol):
     def allocate(
         self, layers: int, requests: int, heads: int, page_tokens: int, device: torch.device
     ) -> None:
-        """Make the stores, a row for each request."""
+        """Allocate the stores, a row per request."""
 
     def joins(self, state: int) -> None:
         """A request takes a row."""
@@ -59,12 +59,12 @@ class Feedback(Protocol):
         """The device attended to a window."""
 
     def leaving(self, states: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """``[L, n, H]`` bits of the tokens that are kept of pages at the end of their windows."""
+        """``[L, n, H]`` bits of the tokens kept of pages that leave their windows."""
 
     def select(
         self, state: int, layer: int, q: torch.Tensor, k: torch.Tensor, pages: torch.Tensor, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """Heads and tokens kept of host pages of a request that joined; on a thread beside the steps."""
+        """Heads and tokens kept of host pages of a request that joined; on a thread concurrent with the steps."""
 
     def raise_threshold(self, state: int, heads: npt.NDArray[np.bool_]) -> None:
-        """Of ``heads`` ``[L, H]`` more was kept than there is room for."""
+        """``heads`` ``[L, H]`` kept more tokens than there is room for."""

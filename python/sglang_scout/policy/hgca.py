@@ -1,7 +1,7 @@
-"""HGCA (Deng et al.): a dense recent window on the device, the salient ones of the older tokens on the CPU.
+"""HGCA (Deng et al.): dense attention to a recent window on the device, to salient older tokens on the CPU.
 
-Each KV head keeps tokens of its own when they leave the window, by the moving average of their attention weights, and
-the worker attends to them in the same layer with the real query. ``--kv-offload-budget`` is the window.
+Each KV head keeps its own tokens when they leave the window, by the moving average of their attention weights, and the
+worker attends to them in the same layer with the real query. ``--kv-offload-budget`` is the window.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Ids = npt.NDArray[np.int64]
 
 def make(context: Context) -> Policy:
     config = context.config
-    recent_pages = config.budget_pages - 1 - config.sink_pages  # and the page being filled
+    recent_pages = config.budget_pages - 1 - config.sink_pages  # minus the page being filled
     if recent_pages < 1:
         raise ConfigError(
             f"--kv-offload-budget {config.budget_tokens}: holds no full page of a window; raise it to at least "
@@ -53,14 +53,14 @@ def make(context: Context) -> Policy:
             window_tokens=config.budget_tokens,
             window_pages=recent_pages + 1,
             alpha=config.hgca_alpha,
-            beta=torch.tensor(config.hgca_beta).item(),  # infinite where float32 cannot hold it
+            beta=torch.tensor(config.hgca_beta).item(),  # infinite if too large for float32
             cap_tokens=config.context_cap_tokens,
         ),
     )
 
 
 class RecentWindow(Residency):
-    """The window's pages are on the device, and nothing is recalled."""
+    """The window's pages are resident, and nothing is recalled."""
 
     @property
     def patience_us(self) -> None:
@@ -83,10 +83,10 @@ class RecentWindow(Residency):
 
 @dataclass
 class SalientTokens:
-    """Kept is what has more than beta / window of its head's attention, when it leaves the window.
+    """Keeps tokens with more than beta / window of their head's attention when they leave the window.
 
     Args:
-        window_tokens, window_pages: tokens on the device, and places of pages in a window.
+        window_tokens, window_pages: tokens on the device, and pages of a window.
         alpha, beta: of Algorithm 1; the paper gives no alpha, and 1 for beta.
         cap_tokens: None: none, as in the paper. A head at its cap doubles its beta (ours).
     """

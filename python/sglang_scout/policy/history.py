@@ -1,14 +1,14 @@
-"""Residency axis: what was important for long stays (RheoServe's cache orchestrator).
+"""Residency: pages with long-term importance stay (RheoServe's cache orchestrator).
 
-    seed, item        here
+    item              here
     recorder (10)     the decayed frequency of pages (``ops/page_uses.py``)
     exchange (11)     each layer every ``period`` steps, the hottest missing pages against the least important ones
-    pinning           the most frequent share of a layer's pages gives way only to what must be resident
-    promotion         in the steps between, of what was missed as much as finds a slot that nobody needs
+    pinning           the most frequent share of a layer's pages is evicted only by pages that must be resident
+    promotion         in the steps between, as many missed pages as find a spare slot
     warm-up (2)       a new request's newest pages, as many as the budget
     budget controller ``reserve``
 
-Period, shares and the order in which layers take turns are ours: the seed has no numbers.
+Period, shares and the order of layers are ours: the description of RheoServe has no numbers.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ Ids = npt.NDArray[np.int64]
 
 @dataclass
 class HistoryAware(Residency):
-    """Decides by accumulated scores, not by the last step; and by these alone, so that runs repeat.
+    """Decides by accumulated scores, not by the last step; and only by these, so that runs are deterministic.
 
     Args:
         page_size: tokens of a page.
-        step_pages: pages that a step may copy ahead of any miss, if all pages of all requests fit.
+        step_pages: pages that a step may prefetch before any miss, if all pages of all requests fit.
         period: steps between two exchanges of a layer.
         pin_share: share of a layer's slots that are pinned, below 1.
     """
@@ -50,9 +50,9 @@ class HistoryAware(Residency):
     def pick(
         self, layers: Ids, missed: npt.NDArray[np.int32], ages: Ids, uses: PageUses
     ) -> tuple[Ids, Ids]:
-        # Layers take turns, so that their copies do not burst on the link.
+        # Layers are staggered, so that their copies do not burst on the link.
         is_due = (self._step + layers) % self.period == 0
-        # All that was selected since the layer's last exchange: what is hot may not be what the last step missed.
+        # All selected since the layer's last exchange: hot pages need not be those the last step missed.
         hot = uses.selected_since(layers[is_due], self._step - KNOWN_AFTER - self.period + 1)
         idle = np.flatnonzero(~is_due & (self._spare[layers] > 0))
         every_row = np.ones((len(idle), missed.shape[1]), bool)
@@ -68,10 +68,10 @@ class HistoryAware(Residency):
         return np.minimum(full, budget_pages)
 
     def reserve(self, lengths: Ids, max_new: Ids) -> int:
-        """Pages that will be opened until a layer's next exchange, which makes room for those after it.
+        """Pages that will be opened until a layer's next exchange, which makes room for later ones.
 
-        Not all that ``max_new`` allows: it is a limit, by default the rest of the context, and would hold back more
-        slots than there are, from pages that are in use.
+        Not all that ``max_new`` allows: it is a limit, by default the rest of the context, and would reserve more slots
+        than exist, at the expense of pages in use.
         """
         ends = lengths + np.minimum(max_new, self.period)
         return int(((ends - 1) // self.page_size - (lengths - 1) // self.page_size).sum())

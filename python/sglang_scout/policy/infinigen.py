@@ -1,7 +1,7 @@
 """Recall-based offload, the paper's baseline: every missing page is copied to the device, none is computed.
 
-Pages are chosen a layer ahead and fetched before their layer needs them (InfiniGen). What was fetched is recalled
-as well, so that pages that stay important stay on the device.
+Pages are selected a layer ahead and prefetched for their layer (InfiniGen). Fetched pages are also recalled, so that
+pages that stay important become resident.
 """
 
 from __future__ import annotations

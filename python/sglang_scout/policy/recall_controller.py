@@ -1,13 +1,13 @@
-"""Adaptive recall: hold each layer's CPU compute ratio under a threshold with the copies a link allows.
+"""Adaptive recall: keep each layer's CPU compute ratio under a threshold within the link's bandwidth.
 
 The paper chooses for each layer, offline, the longest interval that keeps its ratio under β (section
-3.4). The profile, or ``recall_interval``, is a starting point here: how fast a layer's ratio grows is
-followed step by step, and the layer recalls when its ratio would be above β one step later. A layer
-whose important pages stand still does not copy; one that moves fast copies as often as it must.
+3.4). The profile, or ``recall_interval``, is only the initial value here: the growth of each layer's ratio is tracked
+step by step, and the layer recalls when its ratio would exceed β one step later. A layer with stable important pages
+does not copy; one that drifts fast copies as often as needed.
 
-What the controller decides follows from its inputs alone. It reads no clock: times are inputs, and
-they count only while the link is late. How many pages a step may copy is a configured constant, so
-that two runs of the same requests recall the same pages as long as every copy ends within its step.
+The controller is a deterministic function of its inputs. It reads no clock: times are inputs, used only while the link
+is late. The pages that a step may copy are a configured constant, so that two runs of the same requests recall the same
+pages as long as every copy ends within its step.
 """
 
 from __future__ import annotations
@@ -30,35 +30,35 @@ LINK_SHARE = 0.5
 MAX_INTERVAL_STEPS = 64
 """A layer that misses anything recalls it at the latest after so many steps."""
 
-# How much of a surprise goes into the estimate of a layer's ratio and of its growth. The second is
-# slower, so that a single odd step does not look like a trend (an alpha-beta filter).
+# Gains of an alpha-beta filter for a layer's ratio and its growth. The second is lower, so that a single outlier does
+# not look like a trend.
 _FOLLOW_RATIO, _FOLLOW_DRIFT = 0.5, 0.1
-_SMOOTH = 1 / 8  # of the ratios that are shown, and of what copies have turned out to be worth
+_SMOOTH = 1 / 8  # of the reported ratios, and of the worth of copies
 _LEAST_WORTH = 0.05
 _FORGET = 1 / 64
 
-# The link. After a late step half of what was under way; no more for _CALM_STEPS steps in time; then
-# quickly up to _NEAR of what was too much, and from there on slowly.
+# Link back-off. After a late step half of the in-flight pages; constant for _CALM_STEPS on-time steps; then quickly up
+# to _NEAR of the amount that was too much, and slowly from there.
 _CALM_STEPS = 4
 _NEAR = 0.75
 _FAST_GROWTH, _SLOW_GROWTH = 1 / 4, 1 / 64
 
 
 class RecallController:
-    """Says at each step boundary which layers recall and how many pages they may take.
+    """Decides at each step boundary which layers recall and how many pages they may take.
 
     Args:
-        intervals: per layer, steps between two recalls to start from; 0 = as if nothing drifted.
+        intervals: per layer, initial steps between two recalls; 0 = no drift.
         threshold: β, the ratio that no layer should exceed.
         step_pages: pages that one step may copy, over all layers.
-        eager_layers: layers without a lead, where every page on the CPU is waited for. They recall
-            whatever they miss in every step: their β is 0.
-        warm_up_steps: first steps of a request, in which its misses come before those of others.
+        eager_layers: layers not computed ahead, where the device waits for every page on the CPU. They recall all
+            misses in every step: their β is 0.
+        warm_up_steps: first steps of a request, in which its misses have priority over others'.
 
     Attributes:
         granted: ``[L]`` int64, pages that each layer may copy in this step.
         is_due: ``[L]`` bool, whether all requests' misses count, or those of requests in warm-up only.
-        spare_pages: what is left of the step's pages.
+        spare_pages: the rest of the step's pages.
         ratio: ``[L]`` smoothed measured ratio of requests after their warm-up steps.
         limit_pages: pages that a step may copy now; ``step_pages`` unless the link was late.
         backoffs: how often the link was late.
@@ -88,7 +88,7 @@ class RecallController:
         self._interval = np.array(intervals, np.int64)
         starts = np.maximum(self._interval, 1)
         self._drift = np.where(self._interval > 0, threshold / starts, 0.0)
-        # Ratios expected of the steps whose misses are not known yet, the coming one last.
+        # Expected ratios of the steps whose misses are not known yet, the upcoming one last.
         self._expected = deque(np.zeros((KNOWN_AFTER, layers)), maxlen=KNOWN_AFTER)
         self._worth = np.ones(layers)  # share of the copied pages that the next step selected
         self._since = np.zeros(layers, np.int64)  # steps since the last recall
@@ -96,9 +96,9 @@ class RecallController:
         self._calm_steps = 0
 
     def plan(self, report: StepReport) -> None:
-        """Step boundary: set ``granted``, ``is_due`` and ``spare_pages`` for the coming step."""
+        """Step boundary: set ``granted``, ``is_due`` and ``spare_pages`` for the upcoming step."""
         self._follow_link(report)
-        # Warm-up steps say nothing about how a layer's pages drift.
+        # Warm-up steps carry no information on a layer's drift.
         settled = report.ages >= self.warm_up_steps
         missed = report.missed[:, settled].sum(axis=1)
         capacity = report.budget_pages * int(settled.sum())
@@ -120,10 +120,10 @@ class RecallController:
         self.spare_pages = pages - int(self.granted.sum())
 
     def _follow_ratio(self, report: StepReport, missed: Counts, capacity: int) -> None:
-        """Compare the last known step with what was expected of it, and expect the coming one."""
+        """Update the filter with the last known step, and predict the upcoming one."""
         tried = report.landed > 0
         use = report.used / np.maximum(report.landed, 1)
-        # A layer that has not been tried for long is worth another try.
+        # A layer that has not recalled for long is worth another try.
         self._worth += np.where(tried, _SMOOTH * (use - self._worth), _FORGET * (1 - self._worth))
         np.maximum(self._worth, _LEAST_WORTH, out=self._worth)
         if capacity == 0:
@@ -134,17 +134,17 @@ class RecallController:
         for expected in self._expected:
             expected += _FOLLOW_RATIO * surprise
         self._drift = np.clip(self._drift + _FOLLOW_DRIFT * surprise, 0.0, 1.0)
-        # What was recalled in the last step is no longer missing in the coming one.
+        # Pages recalled in the last step are no longer missing in the upcoming one.
         recalled = np.where(self.is_due, np.minimum(report.started, missed), 0) / capacity
         level = self._expected[-1] + self._drift - self._worth * recalled
         self._expected.append(np.maximum(level, 0.0))
 
     def _follow_link(self, report: StepReport) -> None:
-        """Copy less after a late step, and carefully more again when the link keeps up."""
+        """Copy less after a late step, and gradually more again once the link keeps up."""
         if not report.late_pages:
             self._calm_steps += 1
             if self._calm_steps > _CALM_STEPS and self.limit_pages < self.step_pages:
-                # Well above what was too much once, the link has become another.
+                # Well above the amount that was too much: the link has changed.
                 is_near = _NEAR <= self.limit_pages / self._ceiling <= 1 / _NEAR
                 growth = (
                     self._ceiling * _SLOW_GROWTH if is_near else self.limit_pages * _FAST_GROWTH
@@ -152,7 +152,7 @@ class RecallController:
                 self.limit_pages = min(self.limit_pages + max(growth, 0.25), self.step_pages)
             return
         self._calm_steps = 0
-        # One overload is one reason to back off, however many steps it takes to drain.
+        # Back off once per overload, however many steps it takes to drain.
         started = int(report.started.sum())
         if not started:
             return
@@ -176,26 +176,26 @@ class RecallController:
 
 
 def share(pages: int, wanted: Counts, worth: Floats) -> Counts:
-    """Divide ``pages`` among layers, where a page buys most: level the largest worth x excess.
+    """Divide ``pages`` among layers by greatest benefit: level the largest worth x excess.
 
     Args:
         wanted: ``[L]`` pages that each layer would take; ``worth``: ``[L]`` what one is worth, > 0.
     Returns:
-        ``[L]`` int64, at most ``wanted``, with a sum of at most ``pages``. Only layers whose excess
-        lies above a common level get some. To serve one layer whole before the next would let a
-        layer that is always worst starve all others.
+        ``[L]`` int64, at most ``wanted``, with a sum of at most ``pages``. Only layers whose excess is above a common
+        level get some. Serving one layer completely before the next would let a permanently worst layer starve all
+        others.
     """
     if pages <= 0:
         return np.zeros_like(wanted)
     if int(wanted.sum()) <= pages:
         return wanted.copy()
-    # Were the n layers with the largest excess alone above the level, it would be their excess over
-    # `pages`, divided by what a unit of it costs them. Those below it would only lower it.
+    # If only the n layers with the largest excess are above the level, it is their excess over `pages`, divided by its
+    # cost per unit. Layers below it would only lower it.
     order = np.argsort(-wanted * worth, kind="stable")
     alone = (wanted[order].cumsum() - pages) / (1 / worth[order]).cumsum()
     level = np.clip(wanted - alone.max() / worth, 0, wanted)
     given = np.floor(level).astype(np.int64)
-    # What rounding down has left goes to the largest fractions; equal ones in layer order.
+    # The remainder of rounding down goes to the largest fractions; ties in layer order.
     order = np.argsort(-(level - given) * worth, kind="stable")
     given[order[: pages - int(given.sum())]] += 1
     return np.minimum(given, wanted)

@@ -1,6 +1,6 @@
-"""Residency axis: important pages stay, recalled asynchronously (paper section 3.4).
+"""Residency: important pages stay, recalled asynchronously (paper section 3.4).
 
-Two ways to choose when: at fixed per-layer intervals, as the paper does, or by what is measured.
+Recall is either at fixed per-layer intervals, as in the paper, or by measurements.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ Ids = npt.NDArray[np.int64]
 class ImportantPages(Residency):
     """Pages selected most recently stay; each layer recalls what it misses at its own interval.
 
-    Which pages a step copies depends on its selections and its number alone, and the boundary waits
-    for them: the same requests in the same order get the same tokens, however slow the copies are.
+    The pages that a step copies depend only on its selections and its number, and the boundary waits for them: output
+    is deterministic for the same requests in the same order, however slow the copies are.
 
     Args:
         intervals: steps between two recalls, per layer; 0 = never.
-        enabled: False switches recall off altogether (the paper's ablation without periodic recall).
-        warm_up_steps: first steps of a request whose misses are recalled at once. A request without a
-            hint begins with an empty cache; without this it would compute its whole budget on the CPU
-            until its layers' turns come. It holds with recall off too: the paper's curve without
-            recall (Figure 6a) also starts from the pages found important after prefill.
+        enabled: False disables recall (the paper's ablation without periodic recall).
+        warm_up_steps: first steps of a request whose misses are recalled at once. A request without a hint starts cold;
+            without this it would compute its whole budget on the CPU until its layers' next recalls. Also applies with
+            recall off: the paper's curve without recall (Figure 6a) starts from the pages found important after
+            prefill, too.
     """
 
     intervals: tuple[int, ...]
@@ -43,8 +43,8 @@ class ImportantPages(Residency):
 
     def due(self, layer: int, step: int) -> bool:
         """Whether ``layer`` recalls all that it misses in ``step``."""
-        # The layer number shifts the phase, so that equal intervals do not make all layers copy
-        # in the same step and burst on the link.
+        # Staggered by layer number, so that equal intervals do not make all layers copy in the same step and burst on
+        # the link.
         interval = self.intervals[layer]
         return self.enabled and interval > 0 and (step + layer) % interval == 0
 
@@ -71,14 +71,13 @@ class ImportantPages(Residency):
 
 @dataclass
 class MeasuredRecall(Residency):
-    """Pages selected most recently stay; a controller decides by what was measured who recalls.
+    """Pages selected most recently stay; a controller decides by measurements which layers recall.
 
-    Its decisions depend on selections, on counts and on a configured number of pages per step, so
-    they too repeat exactly, with one exception: a boundary does not wait longer than
-    ``patience_us`` for a copy. If the link is later than that, the pages stay with the CPU for
-    another step and the controller copies less. A request's tokens are correct either way, but they
-    may then differ in their last digits from run to run, because the CPU's part is computed from
-    the predicted query.
+    Its decisions depend on selections, on counts and on a configured number of pages per step, so they are
+    deterministic too, with one exception: a boundary waits at most ``patience_us`` for a copy. If the link is later
+    than that, the pages stay with the CPU for another step and the controller copies less. Attention is correct either
+    way, but may then differ in the last digits between runs, because the CPU's part is computed from the predicted
+    query.
 
     Args:
         controller: decides how many pages each layer may take.

@@ -1,7 +1,7 @@
 """ScoutAttention: missing pages are computed on the CPU a layer ahead, and recalled asynchronously.
 
-Each layer recalls at intervals of its own, from a profile (paper section 3.4), or when what is measured says that
-its CPU compute ratio would exceed the threshold β.
+Each layer recalls at its own interval, from a profile (paper section 3.4), or when its CPU compute ratio is predicted
+to exceed the threshold β.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _residency(context: Context, query: QuerySource) -> Residency:
 
 
 def _waited_for(query: QuerySource, num_layers: int) -> list[int]:
-    """Layers without lead among layers with one: every page of theirs on the CPU is waited for."""
+    """Layers not computed ahead, if others are: the device waits for each of their pages on the CPU."""
     ahead = {
         target
         for layer in range(num_layers)

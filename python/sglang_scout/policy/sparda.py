@@ -1,7 +1,7 @@
-"""SparDA (arXiv 2606.04511): a trained forecast chooses, the real query attends.
+"""SparDA (arXiv 2606.04511): a trained forecast selects, the real query attends.
 
-Each KV head chooses pages one layer ahead by their mean keys, with a vector that a projection of its own was trained
-to make. What it chose is prefetched, and attention covers that alone. The forecast is no attention query.
+Each KV head selects pages one layer ahead by their mean keys, with the output of its own trained projection. Selected
+pages are prefetched, and attention covers only these. The forecast is not an attention query.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from sglang_scout.policy.residency import ImportantPages
 
 DEFAULTS: dict[str, Any] = {
     "digest": "mean16", "grain": "head", "head_reduce": "max", "forecast_file": None,
-    "precompute": False,  # a forecast attends to nothing
+    "precompute": False,  # a forecast cannot attend
 }  # fmt: skip
 
 
