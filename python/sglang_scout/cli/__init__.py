@@ -1,5 +1,5 @@
-"""``sglang-scout``: checks, sizes, intervals and timings for people who run servers, without sglang; torch only in
-``plan``, which asks the policies.
+"""``sglang-scout``: checks, sizes, intervals and timings for operators, without sglang; torch only in ``plan``, which
+loads the policies.
 
 Each command is a module here with ``DESCRIPTION``, ``add_arguments(parser)`` and ``run(args) -> exit code``.
 """
@@ -39,7 +39,7 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     for name, summary in COMMANDS.items():
         command = commands.add_parser(name, help=summary)
         if name in words[:1]:
-            # The others are not imported: the help must not wait for numpy and the native module.
+            # The others are not imported: the help must not load numpy and the native module.
             module = importlib.import_module(f"sglang_scout.cli.{name}")
             command.description = module.DESCRIPTION
             module.add_arguments(command)
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ScoutError as error:
         print(f"sglang-scout: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # the reader, head for example, has seen enough
+    except BrokenPipeError:  # the reader, e.g. head, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     return code

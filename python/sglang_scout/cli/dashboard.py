@@ -1,4 +1,4 @@
-"""``sglang-scout dashboard``: one page that shows a decode server live. It only reads."""
+"""``sglang-scout dashboard``: a live page of one decode server, read-only."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serves until it is stopped. Returns 0."""
+    """Serves until stopped. Returns 0."""
     if not args.decode.startswith(("http://", "https://")):
         raise ConfigError(f"--decode {args.decode!r}: not a URL; give it as http://HOST:PORT")
     url = f"http://{HOST}:{args.port}"
     print(
         json.dumps({"url": url}) if args.json else f"dashboard of {args.decode}: {url}", flush=True
     )
-    # An open stream of events would keep it from ending.
+    # An open event stream would keep it from exiting.
     uvicorn.run(
         app(args.decode),
         host=HOST,
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class Poller:
-    """Asks the server once a second, however many look on, and keeps the last event."""
+    """Polls the server once a second, for any number of viewers, and keeps the last event."""
 
     def __init__(self, decode_url: str) -> None:
         self._url = decode_url.rstrip("/") + "/server_info"

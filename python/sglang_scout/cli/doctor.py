@@ -1,4 +1,4 @@
-"""``sglang-scout doctor``: can this machine serve? Looks, and tries the worker for real."""
+"""``sglang-scout doctor``: can this machine serve? Checks it, and runs a real worker."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ INSTALL = "pip install 'sglang-scout[cpu]' or '[cuda]', or scripts/setup.sh in a
 
 
 def pinned(distribution: str) -> str | None:
-    """Version of a distribution that this one asks for; None if it asks for none."""
+    """Version of a distribution that this one requires; None if it requires none."""
     for requirement in requires("sglang-scout") or ():
         name, equal, wanted = requirement.partition("==")
         if equal and name.strip() == distribution:
-            return wanted.partition(";")[0].strip()  # what stands behind is its extra
+            return wanted.partition(";")[0].strip()  # what follows is its extra
     return None
 
 
@@ -76,7 +76,7 @@ def check_sglang() -> Check:
     if found not in supported:
         return Check("sglang", FAILED, f"{found}, expected {' or '.join(supported)}", fix, values)
     done = _python("-c", "import torch, sgl_kernel")
-    if "libcuda.so.1" in done.stderr and found != "0.5.15.post1":  # which goes on without them
+    if "libcuda.so.1" in done.stderr and found != "0.5.15.post1":  # which works without them
         fix = "without a GPU: scripts/no_driver.sh VENV, then . scripts/cpu_env.sh; with one: install its driver"
         return Check(
             "sglang", FAILED, f"{found}; its kernels do not load: {_reason(done)}", fix, values
@@ -85,7 +85,7 @@ def check_sglang() -> Check:
 
 
 def check_queries() -> Check:
-    """Whether SGLang's layers are handed what queries are predicted from. On the CPU, also where there is a GPU."""
+    """Whether SGLang's layers get the inputs that queries are predicted from. On the CPU, even if there is a GPU."""
     on_cpu = {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     done = _python("-m", "sglang_scout.plugin.query_check", **on_cpu)
     if done.returncode != 0:
@@ -126,7 +126,7 @@ def check_native() -> Check:
 
 
 def _python(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run Python in a fresh process: what it imports may crash, print or start threads."""
+    """Run Python in a subprocess: its imports may crash, print or start threads."""
     command, env = [sys.executable, *words], {**os.environ, **variables}
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=env)
@@ -162,7 +162,7 @@ def check_mooncake() -> Check:
     if not machine.nvidia_gpus():
         distribution = "mooncake-transfer-engine-non-cuda"
         return _importable(name, "mooncake.engine", distribution, packages)
-    # The build with CUDA finds libcudart as a server does, which imports torch first.
+    # The CUDA build finds libcudart as in a server, which imports torch first.
     distribution = "mooncake-transfer-engine-cuda13"
     packages += " ibverbs-providers libcurl4"
     check = _importable(name, "torch, mooncake.engine", distribution, packages)
@@ -185,7 +185,7 @@ def check_worker(cpus: list[int]) -> Check:
     except ConfigError as error:
         what, _, fix = str(error).rpartition("; ")
         return Check("worker", FAILED, what, fix)
-    except Exception as error:  # whatever it is, it is the answer to the question
+    except Exception as error:  # any failure is a result of the check
         fix = "see the reason; a checkout is rebuilt with scripts/setup.sh --force"
         return Check("worker", FAILED, f"{type(error).__name__}: {error}", fix)
     text = (
@@ -200,7 +200,7 @@ def check_worker(cpus: list[int]) -> Check:
 
 
 def check_policy(name: str, keys: str) -> Check:
-    """What the policy needs beside what all do."""
+    """The policy's own requirements."""
     done = _python("-m", "sglang_scout.cli.policy_check", name, keys)
     if done.returncode != 0:
         return Check("policy", FAILED, _reason(done), INSTALL)
@@ -223,7 +223,7 @@ def checks(cpus: list[int]) -> list[Callable[[], Check]]:
 
 
 def report(results: list[Check]) -> str:
-    """The text for people. What to do stands below its line."""
+    """The text report; each fix is below its line."""
     lines = columns([(check.state, check.name, check.found) for check in results]).splitlines()
     gap = " " * (max(len(check.state) for check in results) + 2)
     out = []
@@ -257,10 +257,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Makes all checks, prints them, returns the exit code.
+    """Runs all checks, prints them, returns the exit code.
 
     Raises:
-        ConfigError: ``args.cpus`` is no list of CPUs of this process.
+        ConfigError: ``args.cpus`` is not a list of CPUs of this process.
     """
     cpus = sorted(os.sched_getaffinity(0))
     if args.cpus is not None:

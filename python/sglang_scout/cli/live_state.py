@@ -1,4 +1,4 @@
-"""What the dashboard shows: one decode server's state, and rates from it and the one before."""
+"""The dashboard's data: a decode server's state, and rates from it and the previous one."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ State = dict[str, Any]
 
 
 def view(before: State, now: State, seconds: float) -> dict[str, Any]:
-    """Numbers of the ``seconds`` between two states of ``/server_info``.
+    """Rates and values over the ``seconds`` between two states of ``/server_info``.
 
     Args:
-        before: ``internal_states[0].kv_offload`` of the poll before.
-        now: that of this one, of the same server.
+        before: ``internal_states[0].kv_offload`` of the previous poll.
+        now: that of this poll, of the same server.
 
     Returns:
-        JSON: where pages are by layer, each layer's CPU compute ratio in these seconds (None without a step), its
-        threshold or None, and rates. A server that was replaced counts from zero.
+        JSON: pages by layer and place, each layer's CPU compute ratio in these seconds (None without a step), its
+        threshold or None, and rates. A restarted server counts from zero.
     """
     if now["steps"] < before["steps"]:
         before = dict.fromkeys(before, 0) | {
@@ -31,7 +31,7 @@ def view(before: State, now: State, seconds: float) -> dict[str, Any]:
     steps = now["steps"] - before["steps"]
     budget_pages = now["budget_tokens"] // now["page_size"]
     cpus = now["worker"]["cpus"]
-    # A new worker begins at 0.
+    # A new worker starts at 0.
     worker_pages = max(0, now["worker"]["pages"] - before["worker"]["pages"])
     return {
         "policy": now["policy"],
@@ -54,7 +54,7 @@ def view(before: State, now: State, seconds: float) -> dict[str, Any]:
 
 
 def _recent_ratios(before: State, now: State, layers: int) -> list[float | None]:
-    """The state has ratios since start, and pages of the budget over all layers, of which each has as many."""
+    """The state has ratios since start, and budget pages summed over layers, equal for each."""
     first, last = before["budget_pages"], now["budget_pages"]
     if first == last:
         return [None] * layers

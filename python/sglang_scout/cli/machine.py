@@ -1,4 +1,4 @@
-"""What this machine has: /sys and /proc, CUDA devices, the installed mooncake. Torch is not imported here."""
+"""Properties of this machine: /sys and /proc, CUDA devices, the installed mooncake. Torch is not imported here."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _DISPLAY = "0x03"  # PCI class 03: display controllers, 0302 for those without a
 
 @dataclass(frozen=True)
 class Gpu:
-    """A PCI device. ``numa_node`` is -1 where the machine has one node or does not say."""
+    """A PCI device. ``numa_node`` is -1 if there is one node or it is unknown."""
 
     address: str
     numa_node: int
@@ -38,7 +38,7 @@ def _read(path: Path) -> str:
 
 
 def numa_nodes() -> dict[int, list[int]]:
-    """NUMA nodes that have CPUs, and these."""
+    """NUMA nodes that have CPUs, with their CPUs."""
     nodes = {}
     for folder in (SYS / "devices/system/node").glob("node[0-9]*"):
         text = _read(folder / "cpulist")
@@ -58,7 +58,7 @@ def nvidia_gpus() -> list[Gpu]:
 
 
 def cpu_quota() -> float | None:
-    """CPUs that the control group grants; None without a limit."""
+    """CPU quota of the control group; None without a limit."""
     quota, _, period = _read(SYS / "fs/cgroup/cpu.max").partition(" ")
     if not period:
         quota = _read(SYS / "fs/cgroup/cpu/cpu.cfs_quota_us")
@@ -76,7 +76,7 @@ def has_rdma() -> bool:
 
 
 def cuda_devices() -> tuple[int, str]:
-    """How many CUDA devices torch can use, and why none. Takes the seconds that torch takes to import."""
+    """How many CUDA devices torch can use, and why none. Takes seconds, to import torch."""
     command = [sys.executable, "-c", COUNT_DEVICES]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=ASK_TIMEOUT_S)
@@ -94,11 +94,10 @@ def cuda_devices() -> tuple[int, str]:
 def transfer_reads_device() -> bool:
     """Whether the installed mooncake was built with CUDA.
 
-    Without it mooncake hands the address of device memory to the socket, which refuses it, and every
-    transfer fails; so it does with digests that arrive in device memory. With it, memory of a device is
-    copied through the host.
+    Without it mooncake passes the address of device memory to the socket, which refuses it, and every transfer fails;
+    also of digests that arrive in device memory. With it, device memory is copied through the host.
     """
-    spec = importlib.util.find_spec("mooncake")  # looks it up, imports nothing
+    spec = importlib.util.find_spec("mooncake")  # a lookup without an import
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         for module in Path(folder).glob("engine*.so"):
             if b"cudaMemcpy" in module.read_bytes():

@@ -1,4 +1,4 @@
-"""What ``doctor`` says of the machine itself: CPUs, GPU, environment and memory."""
+"""``doctor``'s checks of the machine: CPUs, GPU, environment and memory."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Check:
     """One line of the report.
 
     Attributes:
-        state: "ok", "warning" (serves, but not as well as it could) or "failed" (does not serve).
-        found: what was seen.
+        state: "ok", "warning" (serves, but suboptimally) or "failed" (does not serve).
+        found: the observation.
         fix: what to do; empty if ok.
         values: the same as numbers, for --json.
     """
@@ -69,7 +69,7 @@ def check_gpu() -> Check:
 
 
 def check_environment() -> Check:
-    """The variables without which a server that is started by hand ends at start."""
+    """The variables without which a manually started server fails at start."""
     wanted = {} if machine.nvidia_gpus() else {"SGLANG_USE_CPU_ENGINE": "1"}
     if not machine.has_rdma():
         wanted["MOONCAKE_PROTOCOL"] = "tcp"

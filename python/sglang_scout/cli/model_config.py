@@ -18,15 +18,15 @@ MAX_NUMBER = 2**40
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What matters for memory and for a step's time.
+    """Parameters that determine memory and step time.
 
     Attributes:
         dtype: of weights and digests, resolved.
         kv_dtype: of KV.
-        weight_source: where ``weight_bytes`` comes from.
-        embedding_bytes: of them, of which a step reads one row a token: nothing where the head has the same.
-        expert_bytes: of them, all experts of a mixture.
-        expert_share: of a layer's experts, those that a token takes.
+        weight_source: the source of ``weight_bytes``.
+        embedding_bytes: of them, the part of which a step reads one row per token; 0 if tied with the head.
+        expert_bytes: of them, all experts of an MoE model.
+        expert_share: share of a layer's experts that a token uses.
     """
 
     architecture: str
@@ -50,7 +50,7 @@ class ModelConfig:
 
     @property
     def bytes_a_token(self) -> int:
-        """Of the weights, those that a token goes through."""
+        """Bytes of the weights that a token uses."""
         idle = (1 - self.expert_share) * self.expert_bytes
         return self.weight_bytes - self.embedding_bytes - int(idle)
 
@@ -66,11 +66,11 @@ def read_model(model_path: str, dtype: str, kv_cache_dtype: str = "auto") -> Mod
 
     Args:
         model_path: folder with config.json.
-        dtype: "auto" or a type; auto takes the checkpoint's, and float16 for float32, as SGLang.
+        dtype: "auto" or a type; auto takes the checkpoint's, and float16 for float32, like SGLang.
         kv_cache_dtype: as SGLang's flag.
     Raises:
-        ConfigError: no folder, no readable config.json, a model that --kv-offload does not serve, as far
-            as config.json tells, or quantised weights without files, whose size it does not tell.
+        ConfigError: no folder, no readable config.json, a model that --kv-offload does not support, as far as
+            config.json shows, or quantised weights without files, whose size is then unknown.
     """
     folder = Path(model_path)
     flag = f"plan: --model-path {model_path}"
@@ -156,7 +156,7 @@ def _wrong(flag: str, key: str, value: Any, expected: str) -> ConfigError:
 
 
 def _number(flag: str, config: dict[str, Any], key: str, default: int | None = None) -> int:
-    """A positive whole number; ``default``, which may be 0, where the key is absent or null."""
+    """A positive integer; ``default``, which may be 0, if the key is absent or null."""
     value = config.get(key)
     if value is None and default is not None:
         return default
@@ -181,7 +181,7 @@ def _head_dim(flag: str, config: dict[str, Any]) -> int:
 
 
 def _has_window(config: dict[str, Any], architecture: str) -> bool:
-    """Whether attention is limited to the last tokens, with what transformers takes for absent keys."""
+    """Whether there is sliding-window attention, with transformers' defaults for absent keys."""
     of_qwen = architecture.startswith("Qwen")
     default = 4096 if of_qwen or architecture == "MistralForCausalLM" else None
     is_used = config.get("use_sliding_window", not of_qwen)
@@ -191,7 +191,7 @@ def _has_window(config: dict[str, Any], architecture: str) -> bool:
 def _weights(
     flag: str, folder: Path, config: dict[str, Any], stored_bytes: int, used_bytes: int
 ) -> tuple[int, str]:
-    """Bytes of the loaded weights, and where the number is from."""
+    """Bytes of the loaded weights, and the source of the number."""
     size, source = _weight_files(folder)
     if size:
         if used_bytes != stored_bytes:
@@ -201,7 +201,7 @@ def _weights(
 
 
 def _weight_files(folder: Path) -> tuple[int, str]:
-    """Bytes of the stored weights, 0 where there are none, and where the number is from."""
+    """Bytes of the stored weights, 0 if there are none, and the source of the number."""
     files = sorted(folder.glob("*.safetensors"))
     size, source = sum(f.stat().st_size for f in files), "from safetensors files"
     index = folder / "model.safetensors.index.json"
@@ -216,7 +216,7 @@ def _weight_files(folder: Path) -> tuple[int, str]:
 
 
 def _estimate(flag: str, config: dict[str, Any]) -> int:
-    """Parameters of a decoder with gated MLPs; norms, biases and routers are too small to count."""
+    """Parameters of a decoder with gated MLPs; norms, biases and routers are negligible."""
     layers, heads = (_number(flag, config, k) for k in ("num_hidden_layers", "num_attention_heads"))
     hidden, words = (_number(flag, config, key, 0) for key in ("hidden_size", "vocab_size"))
     experts, _, inner = _experts(flag, config)
@@ -227,8 +227,8 @@ def _estimate(flag: str, config: dict[str, Any]) -> int:
 
 
 def _experts(flag: str, config: dict[str, Any]) -> tuple[int, int, int]:
-    """MLPs of a layer, those that a token takes, and the inner size of one. Layers without experts are counted as if
-    they had some."""
+    """MLPs of a layer, how many a token uses, and the inner size of one. Dense layers are counted as if they had
+    experts."""
     inner = _number(flag, config, "intermediate_size", 0)
     key = next((k for k in ("num_local_experts", "num_experts") if config.get(k) is not None), None)
     if key is None:

@@ -1,5 +1,5 @@
-"""``sglang-scout plan``: memory per token and per request, how many requests fit, and how fast a step would be; text
-or one JSON object."""
+"""``sglang-scout plan``: memory per token and per request, how many requests fit, and the predicted step time; text or
+one JSON object."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the plan. Returns 0, or 1 if the asked number of requests does not fit."""
-    from sglang_scout.cli.sizes import make_plan  # with torch, for which the help does not wait
+    from sglang_scout.cli.sizes import make_plan  # imports torch, which the help must not
 
     device = find_device(args.gpu) if args.gpu else None
     if device and args.gpu_gb is None:
@@ -166,7 +166,7 @@ def as_dict(plan: Plan, step: Prediction | None = None) -> dict[str, Any]:
 
 
 def as_text(plan: Plan, step: Prediction | None = None) -> str:
-    """The plan for people."""
+    """The plan as text."""
     server = plan.server
     model, config = server.model, server.config
     experts = f", of which a token takes {gib(model.bytes_a_token)}" if model.expert_bytes else ""
@@ -195,7 +195,7 @@ def as_text(plan: Plan, step: Prediction | None = None) -> str:
 
 
 def _memory_rows(plan: Plan) -> list[tuple[str, ...]]:
-    """What the server prints at its start, and where it lies."""
+    """The server's memory plan, with locations."""
     memory, requests = plan.memory, max(plan.requests, 1)
     device = "device" if plan.gpu_kv_bytes is None else "GPU"
     shown = [
@@ -250,7 +250,7 @@ def _verdict(plan: Plan) -> str:
     else:
         lines = [f"{_count(requests)} would not fit: {binds} is too small."]
     requests = max(requests, 1)
-    # Rounded up: a tenth less would be a page short.
+    # Rounded up: rounding down would be a page short.
     host_gib = math.ceil(memory.host_bytes / GIB * 10) / 10
     place = "device memory" if plan.gpu_kv_bytes is None else "GPU memory"
     lines.append(

@@ -1,4 +1,4 @@
-"""What a policy needs, as ``doctor`` asks it in a process of its own: policies import torch.
+"""A policy's requirements, for ``doctor``, which runs this in a subprocess: policies import torch.
 
 python -m sglang_scout.cli.policy_check NAME JSON
 """
@@ -42,10 +42,10 @@ def server_config(
 
 
 def requirements(name: str, keys: str) -> dict[str, Any]:
-    """Of a policy with these keys of ``--kv-offload-config``, as plain values.
+    """Requirements of a policy with these keys of ``--kv-offload-config``, as plain values.
 
     Raises:
-        ConfigError: it lacks something.
+        ConfigError: one is not met.
     """
     config = server_config(name, keys)
     layers = max(config.exact_layers, default=0) + 1
@@ -66,7 +66,7 @@ def requirements(name: str, keys: str) -> dict[str, Any]:
 
 
 def main(name: str, keys: str) -> int:
-    """Prints one JSON object: what it needs, or ``error``."""
+    """Prints one JSON object: the requirements, or ``error``."""
     try:
         found = requirements(name, keys)
     except ConfigError as error:

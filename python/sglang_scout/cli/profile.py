@@ -75,8 +75,7 @@ def profile_of(log: StepLogFile, threshold: float) -> RecallProfile:
     """The profile of a run without recall.
 
     Raises:
-        ConfigError: a wrong threshold, a run with recall, or too few steps of requests that are larger
-            than the budget.
+        ConfigError: a wrong threshold, a run with recall, or too few steps of requests longer than the budget.
     """
     if not 0.0 < threshold < 1.0:
         raise ConfigError(f"profile: --threshold {threshold}: must lie between 0 and 1, as 0.12")
@@ -86,7 +85,7 @@ def profile_of(log: StepLogFile, threshold: float) -> RecallProfile:
             f'profile: the step log is of a server with "recall": "{facts.recall}"; record it with '
             '"recall": "off"'
         )
-    # What the first step selects is loaded in every mode; the curve begins after that.
+    # The first step's selection is loaded in every mode; the curve starts after that.
     oldest = max((age for step in log.steps for age in step.ages), default=0)
     curves, samples = ratios_by_age(log, oldest + 1)
     steps = int(np.argmin(np.append(samples[COLD_STEPS:], 0)))
@@ -128,13 +127,13 @@ def profile_of(log: StepLogFile, threshold: float) -> RecallProfile:
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
-    """Of those that are known, if any is."""
+    """Mean of the known values; None without any."""
     known = [x for x in values if x is not None]
     return round(sum(known) / len(known), 4) if known else None
 
 
 def as_text(profile: RecallProfile) -> str:
-    """The profile for people."""
+    """The profile as text."""
     beta, last = profile.threshold, len(profile.samples)
     rows = [("layer", "interval", "ratio after 1 step", "at the interval", f"after {last}")]
     for layer, (interval, curve) in enumerate(zip(profile.intervals, profile.curves, strict=True)):
@@ -170,10 +169,10 @@ def as_text(profile: RecallProfile) -> str:
 
 
 def draw(profile: RecallProfile, target: Path) -> None:
-    """Writes a picture like the paper's Figure 6a: ratios by step, and the intervals.
+    """Writes a plot like the paper's Figure 6a: ratios by step, and the intervals.
 
     Raises:
-        OSError, ValueError: the file cannot be written, or is of no kind that matplotlib knows.
+        OSError, ValueError: the file cannot be written, or its format is unknown to matplotlib.
     """
     import matplotlib
 

@@ -29,12 +29,11 @@ CAUSES = {
 
 @dataclass(frozen=True)
 class Report:
-    """Means over ``steps`` steps that another one follows.
+    """Means over ``steps`` steps that are followed by another.
 
     Attributes:
-        period_us: from the begin of a step to that of the next one.
-        ratio_by_layer: CPU compute ratio of requests that are larger than the budget, without their
-            first steps.
+        period_us: from the start of a step to that of the next.
+        ratio_by_layer: CPU compute ratio of requests longer than the budget, without their first steps.
         cpu_wait_us_by_layer: time that the device waited for missing pages.
     """
 
@@ -70,7 +69,7 @@ def report_of(log: StepLogFile) -> Report:
     Raises:
         ConfigError: no step is followed by another one of the same requests.
     """
-    # Where all requests of the next step are new, the server may have been idle between the two.
+    # If all requests of the next step are new, the server may have been idle in between.
     pairs = [(step, after) for step, after in pairwise(log.steps) if any(after.ages)]
     if not pairs:
         raise ConfigError(
@@ -103,7 +102,7 @@ def report_of(log: StepLogFile) -> Report:
 
 
 def as_text(found: Report) -> str:
-    """The report for people."""
+    """The report as text."""
     shares: list[tuple[str, ...]] = [("decode step", "us", "share")]
     for name, text in {**CAUSES, "period_us": "together"}.items():
         us = getattr(found, name)

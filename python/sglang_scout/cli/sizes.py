@@ -1,7 +1,7 @@
-"""What ``sglang-scout plan`` computes: how many requests fit, by the memory plan that a decode server makes.
+"""Computes ``sglang-scout plan``: how many requests fit, by the memory plan of a decode server.
 
 Only arithmetic (``engine/memory.py``) on config.json and file sizes. Resident pages are a budget for every request, at
-most as many as there are host pages. The worker's CPUs are enough for all of its partial results.
+most as many as host pages. CPUs are assumed to suffice for all partial results.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class Server:
 
     @property
     def lists(self) -> int:
-        """Lists of chosen pages of a request in a layer."""
+        """Selection lists of a request in a layer."""
         return self.config.lists(self.model.num_kv_heads)
 
     @property
     def kv_bytes_per_page(self) -> int:
-        """Over all layers, as of the others."""
+        """Over all layers, like the other sizes."""
         return 2 * self.shape.page_bytes * self.model.num_layers
 
     @property
@@ -75,11 +75,11 @@ class Server:
         return self.pages_per_request * self.kv_bytes_per_page
 
     def host_pages(self, requests: int) -> int:
-        """Of so many requests. Page 0 is SGLang's padding and holds no request's tokens."""
+        """Pages of ``requests`` requests, plus page 0, SGLang's padding."""
         return requests * self.pages_per_request + 1
 
     def memory(self, requests: int) -> MemoryPlan:
-        """For as many requests at once, and no more pages than they need."""
+        """The plan for ``requests`` concurrent requests, with only the pages that they need."""
         return plan_memory(
             self.config,
             self.shape,
@@ -92,14 +92,14 @@ class Server:
         )
 
     def fitting(self, device_bytes: int) -> int:
-        """The most requests whose plan takes no more of the device."""
+        """The most requests whose plan fits in ``device_bytes``."""
         counts = range(1, MAX_BATCH // self.lists + 1)
         return bisect.bisect_right(counts, device_bytes, key=lambda n: self.memory(n).device_bytes)
 
 
 @dataclass(frozen=True)
 class Fit:
-    """How many requests fit, by each memory, and which one binds. None: not looked at."""
+    """How many requests fit, by each memory, and which is the limit. None: not considered."""
 
     by_host: int | None
     by_gpu: int | None
@@ -115,13 +115,13 @@ class Fit:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that the command prints.
+    """The command's output.
 
     Attributes:
         host_bytes: for KV pages.
         gpu_kv_bytes: GPU memory after the weights, if its size was given.
         asked: requests to plan for; None: as many as fit.
-        memory: of these, or of one where none fits.
+        memory: of these, or of one if none fits.
     """
 
     server: Server
@@ -177,8 +177,8 @@ def make_plan(
     host_pages = max(0, host_bytes // server.kv_bytes_per_page - 1)
     by_host = min(host_pages // server.pages_per_request, MAX_BATCH // server.lists)
     try:
-        # Without --gpu-gb digests and resident pages are host memory too, beside what --kv-offload-host-gb
-        # counts, so they do not change how many requests the pages of that size hold.
+        # Without --gpu-gb digests and resident pages are host memory too, in addition to --kv-offload-host-gb, so they
+        # do not change how many requests fit in pages of that size.
         if gpu_gib is not None:
             gpu_kv_bytes = max(0, int(gpu_gib * GIB * mem_fraction) - model.weight_bytes)
             by_gpu = server.fitting(gpu_kv_bytes)

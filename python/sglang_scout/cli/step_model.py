@@ -1,19 +1,19 @@
 """A model of one decode step: its time from bytes, launches and bandwidths, for stock SGLang and with offload.
 
-    weights     bytes of the weights over bandwidth, or 2 x parameters x batch over FLOP/s if that is longer; of
-                experts those that the batch takes, if each token takes any with the same chance
+    weights     bytes of the weights over bandwidth, or 2 x parameters x batch over FLOP/s if that is longer; of experts
+                those that the batch uses, if each token picks uniformly
     attention   stock: all KV of the batch; offload: the resident share of the budget
     look-ahead  W_q of every layer a second time
     scores      the digests of all pages
-    launches    kernels of a layer, each with its launch; of those that choose a layer ahead only the bytes count, as
-                they run beside the model and share its bandwidth (not on the CPU device, where they are in order)
-    ring        queries to the worker, its answers back and the new token's KV to its host page, over the link
-    wait        of each layer for the worker, which has had a layer's time for its share of the pages; the first
-                layer's worker has had only the attention's
-    copies      pages recalled over the link, and the boundary on the host: both run beside the step, which takes
+    launches    kernels of a layer, each with its launch; of layer-ahead selection only the bytes count, as it runs
+                on a side stream and shares the model's bandwidth (on the CPU device it runs in order)
+    ring        queries to the worker, its results back and the new token's KV to its host page, over the link
+    wait        of each layer for the worker, which has a layer's time for its share of the pages; the first
+                layer's worker has only the attention's
+    copies      pages recalled over the link, and the boundary on the host: both overlap with the step, which takes
                 no less time than either
 
-What SGLang does around the layers (scheduling, sampling, answers) is in neither.
+SGLang's work around the layers (scheduling, sampling, output) is in neither.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ RECALLED_SHARE = MISSING_SHARE / 8.7
 
 @dataclass(frozen=True)
 class Device:
-    """Bandwidths of a device and of the host beside it.
+    """Bandwidths of a device and of its host.
 
     Attributes:
         flop_s: of dense bfloat16.
         link_gb_s: to the host, one direction.
         host_gb_s: of host memory for one worker.
-        launch_us: of a kernel in a graph, until it runs at full speed.
+        launch_us: of a kernel in a graph, including ramp-up.
         boundary_us: once, and for each request.
-        in_order: whether what chooses ahead runs in order with the model.
-        reached: share of a published rate that a part of the step reaches; ``""`` is that of all others.
+        in_order: whether layer-ahead selection runs in order with the model.
+        reached: share of a published rate that a part of the step reaches; ``""``: of all others.
     """
 
     memory_gb_s: float
@@ -67,12 +67,12 @@ class Device:
     source: str = ""
 
     def us(self, part: str, gb_s: float, nbytes: float) -> float:
-        """Time of so many bytes."""
+        """Time to move ``nbytes``."""
         return nbytes / (gb_s * 1e3 * self.reached.get(part, self.reached[""]))
 
 
 DEVICES = {
-    # Host memory: a worker's share of a socket that serves four GPUs, as in NVIDIA's DGX systems.
+    # Host memory: a worker's share of a socket with four GPUs, as in NVIDIA's DGX systems.
     "a100": Device(2039, 312e12, 32, 204.8 / 4, 80e9, source="NVIDIA A100 80GB SXM data sheet; "
                    "AMD EPYC 7742, 8 channels DDR4-3200"),
     "h100": Device(3350, 989e12, 64, 307.2 / 4, 80e9, source="NVIDIA H100 SXM data sheet; "
@@ -102,11 +102,11 @@ def find_device(name: str) -> Device:
 
 @dataclass(frozen=True)
 class Work:
-    """What a step moves, in bytes; per request where it says so.
+    """Bytes that a step moves; per request where stated.
 
     Attributes:
-        weight_bytes: read in every step but for experts that no request takes.
-        parameters: that a token goes through.
+        weight_bytes: read in every step, except experts that no request uses.
+        parameters: that a token uses.
         ahead_bytes: of all W_q; ``ahead_parameters``.
         kv_bytes_per_token, digest_bytes: over all layers; digests of one request.
         query_values: of a request in one layer.
@@ -141,7 +141,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Step:
-    """A predicted step. ``parts_us``, which add up, by name; ``beside_us`` run beside them."""
+    """A predicted step. ``parts_us``, which add up, by name; ``beside_us`` overlap with them."""
 
     batch: int
     parts_us: dict[str, float]
@@ -157,7 +157,7 @@ class Step:
 
     @property
     def bound(self) -> str:
-        """What takes most of it, or all of it from beside."""
+        """The largest part, or an overlapping one that exceeds the step."""
         slowest = max(self.beside_us, key=self.beside_us.__getitem__, default="")
         if slowest and self.beside_us[slowest] > sum(self.parts_us.values()):
             return slowest
@@ -180,7 +180,7 @@ def _products(work: Work, device: Device, batch: int) -> dict[str, float]:
 
 
 def stock_step(work: Work, device: Device, batch: int) -> Step:
-    """All KV on the device and attended to."""
+    """All KV on the device, full attention."""
     kv_bytes = batch * work.context_tokens * work.kv_bytes_per_token
     parts = {
         "weights": _products(work, device, batch)["weights"],
@@ -223,7 +223,7 @@ def offload_step(
 
 
 def dense_step(work: Work, device: Device, batch: int) -> Step | None:
-    """Attention to all pages, which are resident; None where ours would choose instead, as in `StepEngine`."""
+    """Full attention over resident pages; None if ours would select pages instead, as in `StepEngine`."""
     beyond = batch * max(work.context_tokens - work.budget_tokens, 0) * work.kv_bytes_per_token
     if beyond > work.ahead_bytes:
         return None
@@ -247,17 +247,17 @@ class Prediction:
 
     @property
     def speed_up(self) -> float | None:
-        """Of tokens a second; None where stock holds no request."""
+        """Of tokens per second; None if not even one request fits stock."""
         return self.offload.tokens_per_s / self.stock.tokens_per_s if self.stock.batch else None
 
 
 def has_model(policy: Policy) -> bool:
-    """Whether the model is of this policy's steps: a worker attends to missing pages a layer ahead."""
+    """Whether the model applies to this policy: a worker attends to missing pages a layer ahead."""
     return policy.route == "cpu" and policy.query.attends and bool(policy.query.targets(0, 2))
 
 
 def predict(plan: Plan, device: Device) -> Prediction:
-    """Steps of a plan on a device whose memory the plan has counted."""
+    """Predicted steps of a plan that includes the device's memory."""
     assert plan.stock is not None and plan.gpu_kv_bytes is not None
     server = plan.server
     work, page_bytes = Work.of(server), server.kv_bytes_per_page

@@ -12,7 +12,7 @@ def columns(rows: Sequence[Sequence[str]], *, right: Sequence[int] = (), indent:
 
     Args:
         rows: cells; a shorter row leaves its last columns empty.
-        right: numbers of the columns that are aligned to the right.
+        right: indices of right-aligned columns.
         indent: spaces before each line.
     """
     width = max((len(row) for row in rows), default=0)
@@ -40,7 +40,7 @@ def gb(nbytes: float) -> str:
 def _scaled(nbytes: float, base: int, units: tuple[str, str, str]) -> str:
     for power, unit in zip((3, 2, 1), units, strict=True):
         value = nbytes / base**power
-        # A tenth of a unit is still read more easily than a hundred of the next smaller one.
+        # A tenth of a unit is more readable than a hundred of the next smaller one.
         if value >= 0.1 or unit == units[-1]:
             break
     return f"{value:.2f} {unit}"

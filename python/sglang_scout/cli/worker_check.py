@@ -1,4 +1,4 @@
-"""The worker in earnest: a small arena, a real process, an answer that is compared."""
+"""A real worker process on a small arena; its result is compared with a reference."""
 
 from __future__ import annotations
 
@@ -80,10 +80,10 @@ def _fill(arena: Arena, rng: np.random.Generator) -> None:
 
 
 def compare_and_time(cpus: Sequence[int]) -> Result:
-    """Starts a worker on ``cpus``, checks its answer, times it, and stops it.
+    """Starts a worker on ``cpus``, checks its result, times it, and stops it.
 
     Raises:
-        ScoutError: the arena or the worker could not be made; the text says why.
+        ScoutError: the arena or the worker could not be created; the message says why.
     """
     rng = np.random.default_rng(0)
     quiet = logging.getLogger("sglang_scout.doctor")
@@ -121,11 +121,11 @@ def _exercise(
     page_us, fallback = time_us(1, np.ones(1, np.int32))
     batch_us, more = time_us(ROWS, counts)
     want_out, want_lse = attend_plainly(q, arena.k_pages(0), arena.v_pages(0), pages)
-    # Of numpy: Python's max() passes over a NaN.
+    # numpy's max: Python's ignores a NaN.
     error = float(np.maximum(np.abs(out - want_out).max(), np.abs(lse - want_lse).max()))
     status = client.snapshot()
     problem = ""
-    if not error <= TOLERANCE:  # a NaN is a problem as well
+    if not error <= TOLERANCE:  # also true for NaN
         problem = f"the result is off by {error:.2e}, {TOLERANCE:.0e} is allowed"
     elif fallback + more:
         problem = f"{fallback + more} pages had to be computed without it; {status.last_error}"

@@ -1,1 +1,1 @@
-"""The only floor that knows SGLang: flags, hooks, pools, attention backend, status."""
+"""The only floor that imports SGLang: flags, hooks, pools, attention backend, status."""

@@ -1,7 +1,7 @@
-"""SGLang's page allocator with its lists on the host, and who hears of pages.
+"""SGLang's page allocator with its free lists on the host, and page listeners.
 
-The step boundary needs the ids of new pages on the host. SGLang's own lists lie on the device, so that
-reading an id would wait for everything that was launched before.
+The step boundary needs the ids of new pages on the host. SGLang's own lists are on the device, so reading an id would
+wait for all launched work.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NO_PAGES = torch.empty(0, dtype=torch.int64)
 
 
 class PageListener(Protocol):
-    """Who wants to know about pages."""
+    """Is notified about pages."""
 
     def allocate_pages(self, pages: npt.NDArray[np.int64]) -> None: ...
 
@@ -34,7 +34,7 @@ class PageListener(Protocol):
 
 
 class DigestListener:
-    """Prefill side: only digests follow the pages."""
+    """Prefill side: only digests depend on the pages."""
 
     def __init__(self, digests: DigestPool) -> None:
         self._digests = digests
@@ -46,21 +46,21 @@ class DigestListener:
         self._digests.invalidate(pages)
 
     def may_be_written(self, pages: npt.NDArray[np.int64]) -> bool:
-        return False  # pages change hands in the order of the stream
+        return False  # pages change owner in stream order
 
     def clear(self) -> None:
         self._digests.valid[:] = False
 
 
 def alternate_nodes(pages: torch.Tensor, stripe_pages: int) -> torch.Tensor:
-    """Free pages so ordered that whoever takes the first n takes as many of each NUMA node.
+    """Free pages in an order in which the first n are spread evenly over the NUMA nodes.
 
-    In runs of ``NODE_RUN_PAGES`` neighbours, which the KV transfer sends in one piece. A node that
-    has fewer free pages than the others is used up first.
+    In runs of ``NODE_RUN_PAGES`` consecutive pages, which the KV transfer sends in one piece. A node with fewer free
+    pages than the others is used up first.
 
     Args:
         pages: int64 [n], page ids.
-        stripe_pages: page i is of node ``i // stripe_pages``.
+        stripe_pages: page i is on node ``i // stripe_pages``.
     """
     pages = torch.sort(pages).values
     _, counts = torch.unique_consecutive(pages // stripe_pages, return_counts=True)
@@ -70,13 +70,13 @@ def alternate_nodes(pages: torch.Tensor, stripe_pages: int) -> torch.Tensor:
 
 
 class ScoutAllocator(PagedTokenToKVPoolAllocator):
-    """SGLang's page allocator that reports pages; what it hands out is on ``device``, its lists are not.
+    """SGLang's page allocator with a listener; results are on ``device``, its lists on the host.
 
-    The truth about a page is here: pages outlive requests in the radix cache, and requests leave in
-    many ways (finished, aborted, retracted), but every page comes from and returns to this place.
+    The single source of truth on pages: they outlive requests in the radix cache, and requests end in many ways
+    (finished, aborted, retracted), but every page is allocated and freed here.
 
     Attributes:
-        listener: told about every page that comes and goes.
+        listener: notified of every page allocated or freed.
         opened: ``[B]`` page that each row of the last :meth:`alloc_decode` has opened, -1: none.
     """
 
@@ -113,7 +113,7 @@ class ScoutAllocator(PagedTokenToKVPoolAllocator):
             self._alternate_nodes()
 
     def _take(self, count: int) -> torch.Tensor | None:
-        """The next ``count`` free pages, or None if there are not so many."""
+        """The next ``count`` free pages, or None if there are fewer."""
         if self.need_sort and count > len(self.free_pages):
             self.merge_and_sort_free()
         if count > len(self.free_pages):
@@ -124,7 +124,7 @@ class ScoutAllocator(PagedTokenToKVPoolAllocator):
         return taken
 
     def _take_for_others(self, count: int) -> torch.Tensor | None:
-        """:meth:`_take` for what is written from outside of the stream: the KV transfer keeps no order with steps."""
+        """:meth:`_take` for pages written outside of the stream: the KV transfer is not ordered with steps."""
         taken = self._take(count)
         if taken is not None and self.listener is not None:
             if self.listener.may_be_written(taken.numpy()):
@@ -157,7 +157,7 @@ class ScoutAllocator(PagedTokenToKVPoolAllocator):
         taken = self._take_for_others(int(opened.sum()))
         if taken is None:
             return None
-        inside = prefix_lens_cpu % size != 0  # the last page of the prefix goes on
+        inside = prefix_lens_cpu % size != 0  # the prefix's last page continues
         last = last_loc.cpu() if bool(inside.any()) else torch.zeros_like(prefix_lens_cpu)
         pieces, first = [], 0
         for row, count in enumerate(opened.tolist()):
@@ -186,7 +186,7 @@ class ScoutAllocator(PagedTokenToKVPoolAllocator):
         if free_index.numel() == 0:
             return
         if self._held_back is not None:
-            self._held_back.append(free_index.clone())  # the caller may write to it
+            self._held_back.append(free_index.clone())  # the caller may overwrite it
             return
         pages = torch.unique(free_index.cpu() // self.page_size)
         if self.need_sort:
@@ -197,7 +197,7 @@ class ScoutAllocator(PagedTokenToKVPoolAllocator):
             self.listener.free_pages(pages.numpy())
 
     def free_segment(self, free_index: torch.Tensor, *, start_pos: int) -> None:
-        """Locations of whole pages but for the last, from the begin of a page on."""
+        """Locations of whole pages, except maybe the last, starting at a page boundary."""
         self.free(free_index[:: self.page_size])
 
     def free_page_ids(self, page_ids: torch.Tensor) -> None:

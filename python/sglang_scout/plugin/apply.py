@@ -1,4 +1,4 @@
-"""Puts hooks in place, and makes sure that they took."""
+"""Applies hooks and verifies them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sglang_scout.plugin.line import VERSION
 
 
 def apply(hooks: Iterable[Hook]) -> None:
-    """Resolve, register, apply and verify; SGLang itself only logs what goes wrong here."""
+    """Resolve, register, apply and verify; SGLang itself only logs failures here."""
     targets = set()
     for hook in hooks:
         name = hook.target_in(VERSION)

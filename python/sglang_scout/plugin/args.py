@@ -1,4 +1,4 @@
-"""The server flags, validated, and the defaults that they imply."""
+"""Validates the server flags and applies the defaults that they imply."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ DEFAULT_MAX_RUNNING_REQUESTS = 64
 
 
 def around_post_init(original: Callable[..., None], self: ServerArgs) -> None:
-    """Validate before SGLang resolves its own defaults, check the model after it knows it."""
+    """Validate before SGLang resolves its own defaults, check the model after it is known."""
     try:
         _post_init(original, self)
     except ConfigError:
@@ -47,7 +47,7 @@ def around_post_init(original: Callable[..., None], self: ServerArgs) -> None:
 
 
 def _print_without_a_trace() -> None:
-    """A refused flag that nobody catches ends the launcher with the sentence, not the way to it."""
+    """An uncaught ConfigError ends the launcher with its message, without a traceback."""
     otherwise = sys.excepthook
     if getattr(otherwise, "prints_config_errors", False):
         return
@@ -69,7 +69,7 @@ def _post_init(original: Callable[..., None], self: ServerArgs) -> None:
         original(self)
         return
     if isinstance(self.kv_offload_config, str) and self.kv_offload_config.startswith("@"):
-        # The scheduler processes parse it again, and the file may change or be gone by then.
+        # The scheduler processes parse it again, and the file may have changed or be gone by then.
         self.kv_offload_config = json.dumps(load_json(self.kv_offload_config))
     config = parse(self)
     check_deployment(self, config)
@@ -78,8 +78,8 @@ def _post_init(original: Callable[..., None], self: ServerArgs) -> None:
         check_files(config)
     profile = None if config.recall_profile is None else load_profile(config.recall_profile)
     _apply_defaults(self)
-    # Longer than the router keeps an idle connection, which was seen to be 95 to 100 s: with SGLang's 5 s a server
-    # closes one just as the router sends a request on it, and the other of the pair waits for that until it times out.
+    # Longer than the router keeps an idle connection, observed to be 95 to 100 s: with SGLang's 5 s a server may close
+    # one just as the router sends a request on it, and the other server waits for that request until it times out.
     os.environ.setdefault("SGLANG_TIMEOUT_KEEP_ALIVE", "120")
     original(self)
     if self.disaggregation_mode == "decode":
@@ -104,7 +104,7 @@ def parse(server_args: ServerArgs) -> OffloadConfig:
 
 
 def _refuse_stray_flags(args: ServerArgs) -> None:
-    """A tuning flag without the switch is a mistake that would otherwise go unnoticed."""
+    """A tuning flag without ``--kv-offload`` is a mistake that would otherwise go unnoticed."""
     for name in FIELDS:
         value = getattr(args, name)
         if name != "kv_offload" and value is not None:
@@ -115,19 +115,19 @@ def _refuse_stray_flags(args: ServerArgs) -> None:
 
 
 def _apply_defaults(args: ServerArgs) -> None:
-    """What the flag implies for SGLang's own settings."""
+    """SGLang settings implied by the flag."""
     adapter.apply_defaults(args)
     args.page_size = PAGE_SIZE_TOKENS
     if on_cpu(args):
-        # Other CPU backends make SGLang choose Triton for page bookkeeping, which needs a GPU.
+        # With other CPU backends SGLang chooses Triton for page bookkeeping, which needs a GPU.
         args.attention_backend = args.prefill_attention_backend = "torch_native"
     if args.disaggregation_mode == "decode":
         args.decode_attention_backend = BACKEND_NAME
         if not on_cpu(args):
-            # They would write to the host's pages as if they were the device's.
+            # They would write to host pages as if these were on the device.
             args.disable_prefill_cuda_graph = True
         if args.attention_backend is None and args.prefill_attention_backend is None:
-            args.prefill_attention_backend = "triton"  # never runs here; the cheapest to set up
+            args.prefill_attention_backend = "triton"  # never runs here; cheapest setup
         if args.max_running_requests is None:
             args.max_running_requests = DEFAULT_MAX_RUNNING_REQUESTS
             logger.info(

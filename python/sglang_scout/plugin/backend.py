@@ -1,4 +1,4 @@
-"""The decode attention backend: ties SGLang's model runner to the step engine."""
+"""The decode attention backend: connects SGLang's model runner to the step engine."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def current_backend() -> ScoutAttnBackend:
 
 
 class ScoutAttnBackend(AttentionBackend):
-    """Attention of decode steps. Everything else runs on SGLang's own backend beside it."""
+    """Attention of decode steps. Everything else runs on SGLang's own backend."""
 
     def __init__(self, runner: Any) -> None:
         global _current
@@ -70,7 +70,7 @@ class ScoutAttnBackend(AttentionBackend):
         layers, num_requests = decoder_layers(runner.model), runner.max_running_requests
         shape = model_shape(runner)
         path = self.config.recall_profile
-        profile = None if path is None else load_profile(path)  # the launcher has checked it
+        profile = None if path is None else load_profile(path)  # validated by the launcher
         self.policy = make_policy(
             Context(self.config, shape.num_layers, 2 * shape.page_bytes, profile)
         )
@@ -84,9 +84,9 @@ class ScoutAttnBackend(AttentionBackend):
         )
         facts = status.facts(self.config, shape.num_layers, self.cpus)
         context_tokens, page_size = runner.model_config.context_len, shape.page_size
-        # Not the width of SGLang's request table, which is a few tokens more: a step that is launched before the
-        # end of its request was seen writes to position context_len - 2 at most, and a page more makes the table
-        # of a context of 2^n tokens, and what the kernels take for one, twice as wide.
+        # Not the width of SGLang's request table, which is a few tokens more: a step launched before its request's end
+        # is seen writes to position context_len - 2 at most, and one more page would double the table width of a 2^n
+        # context, also in the kernels.
         max_pages = -(-context_tokens // page_size)
         self.transport = "host"
         worker: WorkerClient | GraphTransport = self.worker
@@ -158,7 +158,7 @@ class ScoutAttnBackend(AttentionBackend):
         )
 
     def arrive(self, requests: list[Any]) -> None:
-        """The KV of SGLang's new requests has come; they have not joined yet."""
+        """The KV of SGLang's new requests has arrived; they have not joined yet."""
         hints = self.engine.digests.hints
         for request in requests:
             row, prompt = adapter.row_of(request), request.origin_input_ids
@@ -170,7 +170,7 @@ class ScoutAttnBackend(AttentionBackend):
             self.engine.boundary.arrivals.add(request.rid, pages[:n_full], hint)
 
     def admit(self, requests: list[Any], tokens: list[int]) -> None:
-        """SGLang's requests that join the batch, new or after a retraction, with KV of so many ``tokens``."""
+        """SGLang's requests join the batch, new or after a retraction, with KV of ``tokens`` tokens each."""
         rows = [adapter.row_of(request) for request in requests]
         size = self.config.page_size_tokens
         full = [
@@ -180,7 +180,7 @@ class ScoutAttnBackend(AttentionBackend):
                 for row, count in zip(rows, tokens, strict=True)
             ),
         ]
-        # SGLang has capped what they may generate by the context.
+        # SGLang has capped max_new_tokens by the context.
         ends = [len(r.origin_input_ids) + r.sampling_params.max_new_tokens for r in requests]
         for request, row in zip(requests, rows, strict=True):
             self.engine.boundary.arrivals.admit(request.rid, row)
@@ -205,10 +205,10 @@ class ScoutAttnBackend(AttentionBackend):
         return self.engine.can_replay
 
     def check_results(self, copied: torch.cuda.Event | None) -> None:
-        """A step's tokens are on the host once ``copied``, or with None the stream, is through.
+        """A step's tokens are on the host once ``copied``, or with None the stream, has completed.
 
         Raises:
-            RuntimeError: they are not to be trusted.
+            RuntimeError: they may be wrong.
         """
         if copied is not None:
             copied.synchronize()
@@ -217,14 +217,14 @@ class ScoutAttnBackend(AttentionBackend):
         self.engine.end_step()
 
     def damaged_pages(self) -> npt.NDArray[np.int64]:
-        """``[n, 2]`` layer and page of host pages that some rank has found to be damaged, of those that are held."""
+        """``[n, 2]`` layer and page of held host pages that some rank has found damaged."""
         checksums = self.pool.host_pages.checksums
         if checksums is None:
             return np.zeros((0, 2), np.int64)
         damaged = checksums.damaged()
         if self.ranks.size == 1:
             return damaged
-        # Pages have the same numbers on all ranks, which must fail the same requests in the same step.
+        # Page ids are equal on all ranks, which must fail the same requests in the same step.
         return np.array(sum(self.ranks.gather(damaged.tolist()), []), np.int64).reshape(-1, 2)
 
     def pages_of(self, request: Any) -> npt.NDArray[np.int64]:
@@ -233,20 +233,20 @@ class ScoutAttnBackend(AttentionBackend):
         return self._tables.pages_of(adapter.row_of(request), tokens)
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Before a step that is not replayed; it has begun already if a replay was considered."""
+        """Before an eager step; it has begun already if a replay was considered."""
         if forward_batch.forward_mode.is_decode() and not self._begun:
             self.begin(forward_batch)
         self._begun = False
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """Before a replay, or the capture of an empty step; SGLang also captures while it serves, after other weights
-        were loaded."""
+        """Before a replay, or the capture of an empty step; SGLang also recaptures while serving, after a weight
+        update."""
         self._begun = False
         if in_capture:
             self.engine.pause()
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """All buffers are there already.
+        """All buffers are already allocated.
 
         Raises:
             ConfigError: graphs of more rows than the buffers have.

@@ -1,7 +1,7 @@
-"""Prefill attention on the CPU without the rows that are thrown away.
+"""Prefill attention on the CPU without the rows that are discarded.
 
-SGLang's ``torch_native`` computes a row for every token of a sequence, also for those whose KV comes from the prefix
-cache or from an earlier chunk, and drops them. With a long cached prefix that is nearly all of the work.
+SGLang's ``torch_native`` computes a row for every token of a sequence, also for those whose KV is from the prefix cache
+or an earlier chunk, and discards these. With a long cached prefix that is nearly all of the work.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def around_extend(
 ) -> torch.Tensor:
     """``query`` and ``output`` [T, HQ, D], caches [slots, H, D]; returns ``output``, filled.
 
-    Sequences with more new tokens than cached ones go to the original, which is then the faster one.
-    Encoders, cross attention and sliding windows are its own matter altogether.
+    Sequences with more new tokens than cached ones use the original, which is then faster. So do encoders, cross
+    attention and sliding windows.
     """
     shared = {"scaling": scaling, "enable_gqa": enable_gqa, "causal": causal}
     has_window = sliding_window_size is not None and sliding_window_size > -1

@@ -1,4 +1,4 @@
-"""Requests that own a damaged page end with an error, before a token that came of it is given out."""
+"""Requests that own a damaged page end with an error before a token computed from it is returned."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def fail_owners(
     damaged: npt.NDArray[np.int64],
     pages_of: Callable[[Any], npt.NDArray[np.int64]],
 ) -> None:
-    """End those of SGLang's running ``requests`` that own a page of ``damaged`` ``[n, 2]``, layers and pages.
+    """Abort SGLang's running ``requests`` that own a page of ``damaged`` ``[n, 2]``, layers and pages.
 
-    SGLang frees what a request has when it takes in the step, whose token is cut off here.
+    SGLang frees a request's resources when it processes the step, whose token is dropped here.
     """
     for request in requests:
         if request.finished() or request.is_retracted:
@@ -45,5 +45,5 @@ def fail_owners(
 
 
 def forget_cached(tree_cache: Any) -> None:
-    """No other request may find damaged pages in the radix cache; they are in what nobody uses any more."""
+    """Evict all unused pages from the radix cache, damaged ones among them, so that no other request hits those."""
     tree_cache.evict(EvictParams(num_tokens=tree_cache.evictable_size()))

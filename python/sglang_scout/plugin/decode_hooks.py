@@ -1,4 +1,4 @@
-"""The hook functions of a decode server; ``hooks.py`` says where and why."""
+"""The hook functions of a decode server; see ``hooks.py`` for targets and reasons."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ _device_bytes: int | None = None  # for digests and resident pages; None: the CP
 def around_profile_available_bytes(
     original: Callable[..., int], runner: Any, *args: Any, **kwargs: Any
 ) -> int:
-    """Bytes for the KV pages of this rank: its share of host memory, whatever the GPU has.
+    """Bytes for the KV pages of this rank: its share of host memory, independent of GPU memory.
 
-    All ranks must come to the same number of pages, as they allocate them alike.
+    All ranks must get the same number of pages, as they allocate the same ids.
     """
     global _device_bytes
     config, ranks, shape = parse(runner.server_args), AttentionRanks(), model_shape(runner)
     on_cuda = torch.device(runner.device).type == "cuda"
-    # What SGLang would give to KV pages is shared by digests and resident pages.
+    # Digests and resident pages share the memory that SGLang would give to KV pages.
     _device_bytes = original(runner, *args, **kwargs) if on_cuda else None
     return host_bytes(runner, config, shape, ranks, _device_bytes)
 
@@ -66,7 +66,7 @@ def around_init_pools(original: Callable[..., Any], runner: Any, **given: Any) -
         pilot_rank=pilot_rank(config),
     )
     on_cpu = torch.device(runner.device).type == "cpu"
-    # Looked at by all before any has taken its part.
+    # Every rank reads it before any allocates.
     available = ranks.least(available_bytes())
     check_memory(plan, config, available, shared=on_cpu, ranks=ranks.size)
     if tokens < context:
@@ -90,13 +90,13 @@ def around_init_pools(original: Callable[..., Any], runner: Any, **given: Any) -
 
 
 def after_pop_transferred(result: list[Any], *args: Any, **kwargs: Any) -> list[Any]:
-    """Requests whose KV has come."""
+    """Requests whose KV has arrived."""
     current_backend().arrive(result)
     return result
 
 
 def around_get_new_prebuilt_batch(original: Callable[..., Any], scheduler: Any, *args: Any) -> Any:
-    """While others decode, a request waits until its first pages are on their way, beside a step of theirs."""
+    """While others decode, a request waits until copies of its first pages are in flight, during a step of theirs."""
     queue, running = scheduler.waiting_queue, scheduler.running_batch
     if scheduler.enable_priority_scheduling:
         scheduler.policy.calc_priority(queue, running)
@@ -120,7 +120,7 @@ def after_prepare_for_prebuilt(_: None, batch: Any) -> None:
 def around_process_batch_result(
     original: Callable[..., None], processor: Any, batch: Any, result: Any
 ) -> None:
-    """A step's tokens are about to be given out."""
+    """Before a step's tokens are returned."""
     backend = current_backend()
     backend.check_results(result.copy_done)
     damaged = backend.damaged_pages()
@@ -133,7 +133,7 @@ def around_process_batch_result(
 
 
 def after_alloc_for_decode(result: Any, batch: Any, token_per_req: int) -> Any:
-    """Pages for the step that is about to run have been handed out, row by row."""
+    """Pages for the upcoming step have been allocated, row by row."""
     current_backend().announce_step(batch.req_pool_indices_cpu, batch.seq_lens_cpu)
     return result
 
@@ -141,7 +141,7 @@ def after_alloc_for_decode(result: Any, batch: Any, token_per_req: int) -> Any:
 def around_offload_kv_cache(
     original: Callable[..., None], req: Any, tables: Any, allocator: Any
 ) -> None:
-    """Every rank keeps a copy of its part, or none does."""
+    """Either every rank keeps a copy of its part, or none does."""
     ranks, pool = AttentionRanks(), allocator.get_kvcache()
     needed = ranks.size * pool.copy_bytes(req.seqlen - 1)
     available = ranks.least(available_bytes())
@@ -163,7 +163,7 @@ def around_add_request_to_queue(
         original(scheduler, req, *args, **kwargs)
         return
     if kept:
-        # /pause_generation does not say so, and would wait for the KV from the prefill server again.
+        # /pause_generation does not mark this, and would wait for the KV from the prefill server again.
         original(scheduler, req, is_retracted=True)
         return
     reason = {
@@ -182,7 +182,7 @@ def no_fused_set_kv_buffer(forward_batch: Any) -> bool:
 
 
 def around_can_run_graph(original: Callable[..., bool], runner: Any, forward_batch: Any) -> bool:
-    """Only the step that has begun knows whether all of it was captured."""
+    """Whether a graph covers the step is only known once it has begun."""
     if not forward_batch.forward_mode.is_decode():
         return original(runner, forward_batch)
     return current_backend().begin(forward_batch) and original(runner, forward_batch)
@@ -197,7 +197,7 @@ def around_capture_one_shape(
     variant: None = None,
     *more: Any,
 ) -> None:
-    """A graph for the steps that choose pages, and another for the dense ones."""
+    """One graph for steps with page selection, another for dense ones."""
     engine = current_backend().engine
     for label in (None, DENSE) if engine.has_dense_steps else (None,):
         engine.is_dense = label is not None
@@ -206,7 +206,7 @@ def around_capture_one_shape(
 
 
 def after_resolve_lora_variant(result: Any, runner: Any, forward_batch: Any) -> Any:
-    """Which of them is replayed; with LoRA, which is refused, SGLang has two of its own."""
+    """Selects the graph to replay, through SGLang's variants for LoRA, which is refused."""
     return DENSE if current_backend().engine.is_dense else result
 
 

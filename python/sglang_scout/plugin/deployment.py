@@ -1,4 +1,4 @@
-"""What a server with ``--kv-offload`` may be: the flags of SGLang that do not go with it."""
+"""SGLang flags that are incompatible with ``--kv-offload``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sglang_scout.worker.settings import check_machine
 from sglang_scout.worker.spec import MAX_BATCH
 
 BACKEND_NAME = "scout"
-# Fields of ServerArgs and what they must be.
+# Fields of ServerArgs and their required values.
 _UNSUPPORTED: dict[str, Any] = {
     "speculative_algorithm": None,
     "nnodes": 1,
@@ -42,7 +42,7 @@ _UNSUPPORTED: dict[str, Any] = {
     "enable_torch_compile": False,
     "kv_canary": "none",
     "model_impl": "sglang",
-    # Of some releases only.
+    # In some releases only.
     "attn_dp_size": 1,
     "disaggregation_decode_allocation_policy": "early",
     "disaggregation_decode_host_receive_threshold": 1.0,
@@ -102,7 +102,7 @@ def flag_of(name: str) -> str:
 
 
 def device_of(args: ServerArgs) -> str:
-    """What SGLang will run on, before it has written it down."""
+    """The device that SGLang will choose, before it has set the field."""
     return str(args.device or get_device())
 
 
@@ -111,7 +111,7 @@ def on_cpu(args: ServerArgs) -> bool:
 
 
 def check_deployment(args: ServerArgs, config: OffloadConfig) -> None:
-    """Refuse what this version does not serve correctly."""
+    """Refuse what this version does not support."""
     policy = f"--kv-offload {args.kv_offload}"
     if args.disaggregation_mode not in ("prefill", "decode"):
         raise ConfigError(
@@ -160,7 +160,7 @@ def check_deployment(args: ServerArgs, config: OffloadConfig) -> None:
 
 def _check_cpu_device(args: ServerArgs, policy: str) -> None:
     if args.enable_deterministic_inference:
-        # SGLang would name an attention backend that nobody gave.
+        # SGLang's message would name an attention backend that was not given.
         raise ConfigError(
             "--enable-deterministic-inference True: on a CPU SGLang has no attention backend for it; "
             "drop the flag"

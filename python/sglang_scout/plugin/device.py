@@ -1,4 +1,4 @@
-"""The decode server on a CUDA device: page-locked host pages, and steps that are graphs.
+"""The decode server on a CUDA device: page-locked host pages and CUDA graphs.
 
 ``transport = graph`` runs the same on the CPU device, with the ring's kernels in Triton's interpreter:
 slow, for tests.
@@ -27,17 +27,17 @@ MAX_TABLE_PAGES = 8192  # columns that select_pages takes on a device
 
 
 def uses_graph_transport(config: OffloadConfig, device: str) -> bool:
-    """Whether the device's stream posts to the worker, and not the host."""
+    """Whether the device's stream, not the host, posts to the worker."""
     if config.transport != "auto":
         return config.transport == "graph"
     return torch.device(device).type == "cuda"
 
 
 def worker_config(config: OffloadConfig, device: str) -> WorkerConfig:
-    """How the worker of a server on ``device`` runs."""
+    """The worker's configuration for a server on ``device``."""
     spin_us = config.worker_spin_us
     if spin_us is None:
-        # A kernel cannot wake a thread that sleeps: the attendant does, but later.
+        # A kernel cannot wake a sleeping thread: the attendant does, but later.
         spin_us = DEVICE_SPIN_US if uses_graph_transport(config, device) else HOST_SPIN_US
     return WorkerConfig(
         ready_timeout_s=config.worker_ready_timeout_s,
@@ -45,13 +45,13 @@ def worker_config(config: OffloadConfig, device: str) -> WorkerConfig:
         wait_timeout_s=config.worker_wait_timeout_s,
         spin_us=spin_us,
         threads_per_group=config.worker_threads_per_group,
-        # Where host pages are locked their memory is taken at start.
+        # Page-locked host pages are allocated at start.
         populate=torch.device(device).type == "cuda",
     )
 
 
 def check_graph_transport(args: ServerArgs, config: OffloadConfig, device: str) -> None:
-    """Refuse what the device's engine does not do."""
+    """Refuse what the device's engine does not support."""
     on_cuda = torch.device(device).type == "cuda"
     flag = "--kv-offload-config"
     if config.transport == "host" and on_cuda:
@@ -77,7 +77,7 @@ def check_graph_transport(args: ServerArgs, config: OffloadConfig, device: str) 
     if on_cuda:
         _check_where_weights_are(args)
     if on_cuda and args.debug_cuda_graph:
-        # SGLang runs it in pieces, and ends where the graphs are not of these.
+        # SGLang runs it in pieces, and fails if the graphs are not piecewise.
         raise ConfigError(
             "--debug-cuda-graph True: a step of --kv-offload is one graph or none; drop it, or give "
             "--cuda-graph-backend-decode disabled in its place to run without graphs"
@@ -89,7 +89,7 @@ def check_graph_transport(args: ServerArgs, config: OffloadConfig, device: str) 
             "disabled"
         )
     if on_cuda and args.disable_cuda_graph_padding and graphs != "disabled":
-        # It asks whether the number of requests is a key of its graphs, which have others.
+        # It looks up its graphs by the number of requests, but their keys differ.
         raise ConfigError(
             "--disable-cuda-graph-padding: this SGLang then captures a graph for each batch size and replays none; "
             "drop it, or give --cuda-graph-backend-decode disabled to run without graphs"
@@ -105,8 +105,8 @@ def check_graph_transport(args: ServerArgs, config: OffloadConfig, device: str) 
 
 
 def _check_where_weights_are(args: ServerArgs) -> None:
-    """A layer that brings its weights to the device when it runs calls itself for that, which the hooks before
-    layers take for a second layer; and the next one's query is computed before that one has brought its own."""
+    """A layer that loads its weights to the device when it runs calls itself for that, which the pre-hooks see as a
+    second layer; and the next layer's query is computed before that layer has loaded its weights."""
     for name in ("cpu_offload_gb", "offload_group_size"):
         if (value := getattr(args, name)) > 0:
             flag = "--" + name.replace("_", "-")
@@ -117,7 +117,7 @@ def _check_where_weights_are(args: ServerArgs) -> None:
 
 
 def check_resolved_graphs(args: ServerArgs) -> None:
-    """Refuse what SGLang has made of its own flags and defaults, if a step would not be one graph or none."""
+    """Refuse SGLang's resolved flags and defaults if a step would be neither one graph nor eager."""
     if torch.device(args.device).type != "cuda":
         return
     for phase, fine in (("decode", ("full", "disabled")), ("prefill", ("disabled",))):
@@ -130,8 +130,8 @@ def check_resolved_graphs(args: ServerArgs) -> None:
 
 
 def graphs_of(args: ServerArgs, phase: str) -> str | None:
-    """Which graphs SGLang's flags ask for in a phase, "decode" or "prefill": "full", "breakable", "tc_piecewise" or
-    "disabled"; None if they leave it to SGLang. It folds them into one only later, in this order
+    """The graphs that SGLang's flags request in a phase, "decode" or "prefill": "full", "breakable", "tc_piecewise" or
+    "disabled"; None if left to SGLang. It merges the flags only later, in this order
     (``ServerArgs._parse_cuda_graph_config``)."""
     explicit = args.cuda_graph_config
     phases = explicit if isinstance(explicit, dict) else getattr(explicit, "to_dict", dict)()
@@ -144,7 +144,7 @@ def graphs_of(args: ServerArgs, phase: str) -> str | None:
 
 
 def lock_pages(arena: Arena) -> None:
-    """Page-lock what the device uses of the arena, until this process ends."""
+    """Page-lock the arena's parts that the device uses, until this process ends."""
 
     def progress(done: int) -> None:
         if arena.nbytes > LOCK_CHUNK_BYTES:

@@ -1,7 +1,7 @@
-"""Keys and values of requests that no prefill server computed, for benchmarks and tests.
+"""Random K and V for requests without a prefill server, for benchmarks and tests.
 
-SGLang's fake transfer leaves the pages of a request as they are: zeros, or what another request left. Then
-all pages score alike, and what a request answers depends on who was there before.
+SGLang's fake transfer leaves a request's pages unwritten: zeros, or another request's data. Then all pages score alike,
+and a request's output depends on the pages' previous owners.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 
 from sglang_scout.engine.stores import HostPages, as_words
 
-_NOISE_PAGES = 1021  # a prime: no period of a prompt's pages meets that of the noise
+_NOISE_PAGES = 1021  # a prime: no period of a prompt's pages aligns with that of the noise
 
 
 class DummyKV:
-    """Fills pages with noise that depends on the prompt and the position alone.
+    """Fills pages with noise that depends only on the prompt and the position.
 
     Args:
         host: the pages to fill.
@@ -32,14 +32,14 @@ class DummyKV:
         self._noise = as_words(noise.to(host.k[0].dtype))
 
     def fill(self, pages: npt.NDArray[np.int64], prompt: Sequence[int]) -> None:
-        """K and V of all layers are standard normal; what used the pages before has ended.
+        """K and V of all layers are standard normal; previous users of the pages have ended.
 
         Args:
             pages: ``[N]`` of the prompt, the partly filled last one included.
             prompt: its token ids.
         """
         if torch.cuda.is_initialized():
-            torch.cuda.synchronize()  # a step of the pages' last owner may still append to them
+            torch.cuda.synchronize()  # a step of the pages' previous owner may still append to them
         seed = zlib.crc32(np.asarray(prompt, np.int64).tobytes())
         where = pages.tolist()
         for layer, halves in enumerate(zip(self._host.k, self._host.v, strict=True)):

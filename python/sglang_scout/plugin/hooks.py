@@ -1,6 +1,6 @@
-"""All that is hooked into SGLang, a row for each target; ``install.py`` works through them.
+"""All hooks into SGLang, one row per target; ``install.py`` applies them.
 
-The functions are named, not imported: the launcher needs those of the flags alone, and a server those of its role.
+The functions are named, not imported: the launcher needs only those of the flags, and a server those of its role.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 
 class Hook(NamedTuple):
-    """A function of SGLang and what is put before, after or around it.
+    """A function of SGLang and the hook before, after or around it.
 
     Attributes:
-        target: dotted name below ``sglang.srt``; by release where it differs.
-        function: module of this folder and name in it.
+        target: dotted name below ``sglang.srt``; by release if it differs.
+        function: module of this folder and the name in it.
         kind: as of SGLang's ``HookType``.
     """
 
@@ -23,7 +23,7 @@ class Hook(NamedTuple):
     why: str
 
     def target_in(self, version: str) -> str | None:
-        """The target in a release of SGLang; None: it is not hooked there."""
+        """The target in a release of SGLang; None: not hooked there."""
         return self.target.get(version) if isinstance(self.target, dict) else self.target
 
 

@@ -1,4 +1,4 @@
-"""How much host memory the KV pages of a rank get."""
+"""Size of a rank's KV pages in host memory."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ def host_bytes(
     ranks: AttentionRanks,
     device_bytes: int | None,
 ) -> int:
-    """For the KV pages of this rank: its share of ``--kv-offload-host-gb``, or of what is chosen without.
+    """Bytes for the KV pages of this rank: its share of ``--kv-offload-host-gb``, or of the default.
 
     Args:
-        runner: SGLang's model runner, whose pools are not made yet.
-        device_bytes: what a device of its own memory has for digests and resident pages; None: the CPU device.
+        runner: SGLang's model runner, whose pools do not exist yet.
+        device_bytes: for digests and resident pages on a device with separate memory; None: the CPU device.
     """
     if config.host_gb is not None:
         size = int(config.host_gb * 2**30)
     else:
-        # SGLang lowers the number once the pages are counted.
+        # SGLang lowers the number once the page count is known.
         most_requests = adapter.resolved(runner.server_args).max_running_requests
         nodes, node_cpus = nodes_of_worker(runner, config)
         context = runner.model_config.context_len
@@ -75,8 +75,8 @@ def _room_for_digests(
     device_bytes: int | None,
     size: int,
 ) -> float:
-    """Host memory for the pages, of all ranks, whose digests their devices have room for beside resident pages;
-    infinite where digests are in host memory themselves. Says so if that is less than ``size``.
+    """Host memory for the pages, of all ranks, whose digests fit on the devices besides resident pages; infinite if
+    digests are in host memory. Logs it if that is less than ``size``.
     """
     if device_bytes is None:
         return math.inf
@@ -100,7 +100,7 @@ def _room_for_digests(
             "raise --mem-fraction-static"
         )
     page_bytes = 2 * shape.page_bytes * shape.num_layers
-    of_digests = ranks.size * (least - 1) * page_bytes  # one is SGLang's padding
+    of_digests = ranks.size * (least - 1) * page_bytes  # minus SGLang's padding page
     if of_digests >= size:
         return of_digests
     few = room.num_slots < room.wanted_slots
@@ -119,8 +119,8 @@ def _room_for_digests(
 
 
 def _bound_bytes(nodes: list[int], ranks: AttentionRanks) -> int | None:
-    """What the NUMA nodes have that this rank's pages are bound to, as if all ranks had as much; None if pages lie
-    anywhere. A node that several ranks' pages are bound to is shared out among them."""
+    """Memory of the NUMA nodes that this rank's pages are bound to, as if all ranks had as much; None if pages are not
+    bound. A node that several ranks' pages are bound to is divided among them."""
     bound_to = ranks.gather(nodes) if ranks.size > 1 else [nodes]
     if len(numa.nodes()) <= 1 or not nodes:
         return None

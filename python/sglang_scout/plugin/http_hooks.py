@@ -1,4 +1,4 @@
-"""The hook functions of the process that takes in requests; ``hooks.py`` says where and why."""
+"""The hook functions of the HTTP process; see ``hooks.py`` for targets and reasons."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ MAX_TOP_LOGPROBS = 128
 
 @functools.cache
 def _types_of(kind: type[msgspec.Struct]) -> type[msgspec.Struct]:
-    """The fields of ``kind`` by their names, where it is itself an array on the wire."""
+    """A struct with the fields of ``kind`` by name, as ``kind`` may be an array on the wire."""
     fields = [(field.name, field.type, None) for field in msgspec.structs.fields(kind)]
     return msgspec.defstruct(kind.__name__, fields)
 
 
 def before_normalize(request: GenerateReqInput) -> None:
-    """SGLang would make a list of ``n`` requests, whatever n is, with one meeting place for all."""
+    """SGLang would make ``n`` requests, for any n, with one bootstrap room for all."""
     given = request.sampling_params or {}
     for sampling in given if isinstance(given, list) else [given]:
         if sampling.get("n") not in (None, 1):
@@ -32,7 +32,7 @@ def before_normalize(request: GenerateReqInput) -> None:
 
 
 def before_validate_one_request(manager: Any, obj: Any, input_ids: list[int] | None) -> None:
-    """SGLang answers a ValueError with status 400. None of its own checks looks at the types of sampling parameters."""
+    """SGLang answers a ValueError with status 400. Its own checks do not cover the types of sampling parameters."""
     if not isinstance(obj, GenerateReqInput):
         return  # SGLang refuses it itself
     refuse_new(manager, obj)

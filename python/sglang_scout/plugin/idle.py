@@ -1,4 +1,4 @@
-"""With SGLang's ``--sleep-on-idle``: no polling at full speed while requests are on their way."""
+"""With SGLang's ``--sleep-on-idle``: no busy polling while requests are in transfer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ POLL_MS = 1
 
 
 def before_on_idle(scheduler: Any) -> None:
-    """There is no batch to run. SGLang sleeps where it holds no request either; a server whose requests wait for
-    the other server's part would poll, on a core that this other server or an attention worker may need."""
+    """There is no batch to run. SGLang sleeps only if it holds no request either; a server whose requests wait for the
+    other server would busy-poll, on a core that the other server or an attention worker may need."""
     if scheduler.idle_sleeper is not None and not scheduler.is_fully_idle():
         scheduler.idle_sleeper.poller.poll(POLL_MS)  # ends at a message

@@ -1,7 +1,7 @@
-"""Puts the hooks of this process in place.
+"""Installs the hooks of this process.
 
-The launcher gets the flags, and when it has read ``--kv-offload`` the check of requests (``args.py``); the scheduler
-process of such a server gets those of its role. Without the flag SGLang stays as it is.
+The launcher gets the flags and, once it has read ``--kv-offload``, the request validation (``args.py``); the scheduler
+process of such a server gets the hooks of its role. Without the flag SGLang is unchanged.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def install() -> None:
     """Register the hooks of this process.
 
     Raises:
-        RuntimeError: a target that is not there or was not patched.
+        RuntimeError: a target is missing or was not patched.
     """
     from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES, add_attention_backend_choices
 
@@ -29,8 +29,8 @@ def install() -> None:
         add_attention_backend_choices([BACKEND_NAME])
     apply(HOOKS["flags"])
     if launched := launched_as():
-        # SGLang asks for the same later; a scheduler whose launcher ended before that would fail without
-        # ending, because the transfer engine's threads hold it, and so would its attention worker.
+        # SGLang requests the same later; a scheduler whose launcher ended before that would fail without exiting,
+        # because the transfer engine's threads keep it alive, and so would its attention worker.
         die_with_parent(launched.launcher)
         apply(HOOKS[launched.role])
         if launched.role == "decode":

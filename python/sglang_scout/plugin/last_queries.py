@@ -1,4 +1,4 @@
-"""The real queries of each prompt's last token, as prefill attention gets them."""
+"""The real queries of each prompt's last token, captured from prefill attention."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class _Batch:
 
 
 class LastQueries:
-    """Listens to the attention of prefill batches; of each it keeps one token a request."""
+    """Records prefill attention queries; keeps one token per request of each batch."""
 
     def __init__(self) -> None:
         self._batches: deque[_Batch] = deque(maxlen=KEPT_BATCHES)
 
     def listen_to(self, backend: Any) -> None:
-        """Be told of what SGLang's attention ``backend`` is asked from now on."""
+        """Record the calls of SGLang's attention ``backend`` from now on."""
         original = backend.forward_extend
 
         def forward_extend(
@@ -53,7 +53,7 @@ class LastQueries:
         self._batches[-1].layers.append(rows)
 
     def of(self, rid: str) -> torch.Tensor | None:
-        """``[L, HQ, D]`` fp32 queries of the token that request ``rid`` ended with in its newest batch."""
+        """``[L, HQ, D]`` fp32 queries of the last token of request ``rid`` in its newest batch."""
         for batch in reversed(self._batches):
             if rid in batch.rids:
                 row = batch.rids.index(rid)

@@ -1,7 +1,7 @@
-"""What a launcher tells its scheduler processes: their role, its process, and the CPUs that it may run on.
+"""A launcher's message to its scheduler processes: their role, its process id, and its CPUs.
 
-Only the scheduler processes of a server that was started with ``--kv-offload`` are hooked. They know it by
-``SGLANG_SCOUT_ROLE``, which names the launcher: another server that has inherited the variable is not meant.
+Only the scheduler processes of a server started with ``--kv-offload`` are hooked. They detect it by
+``SGLANG_SCOUT_ROLE``, which names the launcher: another server that inherits the variable ignores it.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class Launched(NamedTuple):
 
 
 def announce(role: str, cpus: Iterable[int]) -> None:
-    """In the launcher: tell the scheduler processes to come what they are."""
+    """In the launcher: set the role for the scheduler processes to be started."""
     os.environ[ROLE_ENV] = f"{role}:{os.getpid()}:{','.join(map(str, sorted(cpus)))}"
 
 
 def launched_as() -> Launched | None:
-    """What the launcher has told this process; None in the launcher itself, and where another one spoke."""
+    """The launcher's message to this process; None in the launcher itself, and if it is another launcher's."""
     role, _, rest = os.environ.get(ROLE_ENV, "").partition(":")
     launcher, _, cpus = rest.partition(":")
     parent = multiprocessing.parent_process()

@@ -1,4 +1,4 @@
-"""What differs between the supported releases of SGLang: a module for each, with the same names."""
+"""Differences between the supported releases of SGLang: one module each, with the same names."""
 
 from __future__ import annotations
 

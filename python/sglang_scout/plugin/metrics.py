@@ -1,4 +1,4 @@
-"""``/metrics``: the numbers of ``/server_info`` and the times of steps, for Prometheus."""
+"""``/metrics``: the counters of ``/server_info`` and step times, for Prometheus."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _BUCKETS_S = tuple(x * 10.0**power for power in range(-4, 1) for x in (1, 2, 5))
 
 
 class Metrics:
-    """Publishes the state to Prometheus once a second, so that a dead worker shows without steps."""
+    """Publishes the state to Prometheus once a second, so that a dead worker shows even without steps."""
 
     def __init__(self, backend: ScoutAttnBackend, labels: dict[str, str]) -> None:
         from prometheus_client import Counter, Gauge, Histogram
@@ -98,7 +98,7 @@ class Metrics:
             try:
                 self.publish()
             except Exception:
-                # Metrics are not worth a request, and one bad second not all the others.
+                # A metrics failure must fail no request, nor end publishing.
                 logger.exception("cannot publish the kv_offload metrics")
 
     def close(self) -> None:
@@ -107,7 +107,7 @@ class Metrics:
 
 
 def start_metrics(backend: ScoutAttnBackend, server_args: Any) -> Metrics | None:
-    """Begin to publish if the server was started with ``--enable-metrics``."""
+    """Start publishing if the server has ``--enable-metrics``."""
     server_args = adapter.resolved(server_args)
     if not server_args.enable_metrics:
         return None

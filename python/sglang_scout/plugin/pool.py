@@ -2,8 +2,8 @@
 
 Both sides send and receive digests through the KV transfer itself: the transfer engine halves the list of buffers into
 keys and values, so ``[K.., first.., V.., second..]`` carries a page's digest with its K and V, each buffer with its own
-item length. Behind each part of the digests stand those of the hints (``engine/hints.py``), if there are any. Groups 0,
-1 and 2 are K and V, digests, hints.
+item length. Each part of the digests is followed by that of the hints (``engine/hints.py``), if any. Groups 0, 1 and 2
+are K and V, digests, hints.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ BufferInfos = tuple[list[int], list[int], list[int]]
 
 
 def with_digests(infos: BufferInfos, digests: DigestPool) -> BufferInfos:
-    """Put the buffers of digests and hints behind the K and the V buffers. Lists: pointers, bytes, item bytes."""
+    """Append the buffers of digests and hints to the K and the V buffers. Lists: pointers, bytes, item bytes."""
     middle = len(infos[0]) // 2
     groups = [digests.parts, *([digests.hints.parts] if digests.hints else [])]
     extra = [
@@ -54,20 +54,20 @@ def with_digests(infos: BufferInfos, digests: DigestPool) -> BufferInfos:
 
 
 def num_layers(item_lens: list[int]) -> int:
-    """Layers of a pool from the item bytes of its buffers, whatever comes with K and V."""
-    # The items of K and V are pages, all others a small part of one.
+    """Layers of a pool from the item bytes of its buffers, with or without others besides K and V."""
+    # Items of K and V are pages; all others are much smaller.
     return item_lens.count(item_lens[0]) // 2
 
 
 def carries(buffers: int, layers: int) -> bool:
-    """Whether a list of so many buffers is of K and V of these layers, with or without digests and hints."""
+    """Whether ``buffers`` is a valid count for K and V of these layers, with or without digests and hints."""
     return buffers in (2 * layers, 4 * layers, 6 * layers)
 
 
 def same_items(items: list[int], target: list[int], layers: int, group: int) -> bool:
-    """Whether the buffers of digests and of ``group`` at ``target`` are for items of as many bytes as ``items`` says.
+    """Whether the buffers of digests and of ``group`` at ``target`` have the item bytes of ``items``.
 
-    The parts of a group are one allocation each, in which a layer is as many items long as there are pages there.
+    Each part of a group is one allocation, in which a layer has one item per page of that server.
     """
     if layers == 1:
         return False
@@ -80,18 +80,18 @@ def same_items(items: list[int], target: list[int], layers: int, group: int) -> 
 
 
 def of_groups(values: list[int], layers: int, first: int, count: int = 1) -> list[int]:
-    """The part of ``count`` groups from ``first`` on of one of the lists that :func:`with_digests` made."""
+    """The part of ``count`` groups from ``first`` on, of a list made by :func:`with_digests`."""
     middle, begin, end = len(values) // 2, first * layers, (first + count) * layers
     return values[begin:end] + values[middle + begin : middle + end]
 
 
 class HostKVPool(MHATokenToKVPool):
-    """Decode side: all KV in one memory file that the attention worker maps as well.
+    """Decode side: all KV in one memory file that the attention worker maps too.
 
     Args:
-        arena_spec: everything about the arena but its numbers of pages, which follow from the pool.
-        context_share: of the host pages' memory, for kept tokens beside them.
-        numa_nodes: nodes to bind the arena's pages to, as many as ``arena_spec`` says; none: empty.
+        arena_spec: everything about the arena except its page counts, which follow from the pool.
+        context_share: of the host pages' memory, additional memory for kept tokens.
+        numa_nodes: nodes to bind the arena's pages to, as many as in ``arena_spec``; empty: no binding.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class HostKVPool(MHATokenToKVPool):
         weights: PageWeights | None = None,
         hints: bool = False,
     ) -> None:
-        """Make the page view and the digest pool, once the model's shape is known."""
+        """Create the page view and the digest pool, once the model's shape is known."""
         self.plan = plan
         context = context_pages(self.arena, shape)
         checksums = PageChecksums(self.arena) if self.arena.spec.checksums else None
@@ -138,26 +138,25 @@ class HostKVPool(MHATokenToKVPool):
         self.digests = DigestPool(shape, pages, self.device, digest, weights, hints)
 
     def get_cpu_copy(self, indices: torch.Tensor, **_: Any) -> Any:
-        """SGLang retracts a request: its pages go to others. Whole pages are kept, the last one too."""
+        """SGLang retracts a request and frees its pages. Whole pages are copied, the last one too."""
         pages, checksums = self._pages_of(indices), self.host_pages.checksums
         words = None if checksums is None else checksums.taken(pages)
         return self.host_pages.save(pages), words
 
     def copy_bytes(self, tokens: int) -> int:
-        """Of what :meth:`get_cpu_copy` makes."""
+        """Size of the copy made by :meth:`get_cpu_copy`."""
         pages = -(-tokens // self.page_size)
         return pages * self.page_size * sum(b[0].nbytes for b in (*self.k_buffer, *self.v_buffer))
 
     def load_cpu_copy(self, kv_cache_cpu: Any, indices: torch.Tensor, **_: Any) -> None:
-        """It comes back, to other pages, whose tokens are as many."""
+        """The request resumes, in other pages, with equally many tokens."""
         pages, (kept, words) = self._pages_of(indices), kv_cache_cpu
         self.host_pages.restore(pages, kept)
         if words is not None:
             self.host_pages.checksums.put(pages, words)
 
     def _pages_of(self, indices: torch.Tensor) -> npt.NDArray[np.int64]:
-        """Of a request's tokens, which fill its pages in order; what running steps still write has been
-        written after this."""
+        """Pages of a request's tokens, which fill them in order; waits for the writes of running steps."""
         if torch.device(self.device).type == "cuda":
             torch.cuda.synchronize()
         return indices[:: self.page_size].cpu().numpy().astype(np.int64) // self.page_size
@@ -167,7 +166,7 @@ class HostKVPool(MHATokenToKVPool):
 
 
 class DigestKVPool(MHATokenToKVPool):
-    """Prefill side: SGLang's pool, with digests beside it that are sent along."""
+    """Prefill side: SGLang's pool, with digests that are sent along."""
 
     digests: DigestPool
 
@@ -191,11 +190,11 @@ class DigestKVPool(MHATokenToKVPool):
 def build_pools(
     build: Callable[[], Any], builder: Any, make_pool: Any, pool_class: type
 ) -> tuple[Any, Any, ScoutAllocator]:
-    """Build SGLang's pools with our classes in place of its own, and make sure that they were used.
+    """Build SGLang's pools with our classes in place of its own, and verify that they were used.
 
     Args:
         build: SGLang's function.
-        builder: what it is a method of.
+        builder: the object whose method it is.
     Returns:
         What ``build`` returned, the KV pool, the allocator.
     """
@@ -221,10 +220,10 @@ def build_pools(
 def around_batch_register(
     original: Callable[..., int], engine: Any, pointers: list[int], lengths: list[int]
 ) -> int:
-    """SGLang goes on without memory that the transfer engine refuses; then every transfer fails.
+    """SGLang ignores registrations that the transfer engine refuses; then every transfer fails.
 
     Raises:
-        RuntimeError: the engine refused; with what may be the cause.
+        RuntimeError: the engine refused; with possible causes.
     """
     error = original(engine, pointers, lengths)
     if error == 0:
@@ -244,5 +243,5 @@ def around_batch_register(
 
 
 def _tensor(pages: npt.NDArray[Any], dtype: torch.dtype, size: tuple[int, ...]) -> torch.Tensor:
-    # 16-bit floats arrive as uint16, because numpy has no bfloat16, and SGLang holds fp8 as bytes.
+    # 16-bit floats arrive as uint16, because numpy has no bfloat16; SGLang stores fp8 as bytes.
     return torch.from_numpy(pages).view(dtype).view(size)

@@ -1,4 +1,4 @@
-"""The hook functions of a prefill server; ``hooks.py`` says where and why."""
+"""The hook functions of a prefill server; see ``hooks.py`` for targets and reasons."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _warn_of_other_digests() -> None:
 def around_profile_available_bytes(
     original: Callable[..., int], runner: Any, *args: Any, **kwargs: Any
 ) -> int:
-    """Bytes for the KV pages of this rank: what SGLang finds, less the digests that will lie beside them."""
+    """Bytes for the KV pages of this rank: SGLang's number, less their digests."""
     available, config = original(runner, *args, **kwargs), parse(runner.server_args)
     if not config.prefill_digests:
         return available
@@ -67,7 +67,7 @@ def around_init_pools(original: Callable[..., Any], runner: Any, **given: Any) -
 
 
 def after_init_attention_backends(_: None, runner: Any) -> None:
-    """Prefill attention is as it was; somebody listens."""
+    """Prefill attention is unchanged; its last queries are recorded."""
     pool = runner.token_to_kv_pool
     if isinstance(pool, DigestKVPool) and pool.digests.hints is not None:
         pool.last_queries.listen_to(runner.attn_backend)
@@ -85,7 +85,7 @@ def before_send_kv_chunk(
     end = end_idx
     if end is None:
         end = min(adapter.extend_end(req), len(req.origin_input_ids))
-    # The decode server may have had the first pages.
+    # The decode server may already have the first pages.
     first = 0 if last_chunk else req.start_send_idx // size * size
     locations = scheduler.req_to_token_pool.req_to_token[adapter.row_of(req), first:end:size]
     pages = (locations // size).cpu().numpy().astype("int64")
@@ -100,8 +100,8 @@ def before_send_kv_chunk(
 
 
 def _same_layers(here: int, there: int, layers: int) -> bool:
-    """Whether so many buffers at the decode server are of as many layers. An exception would end SGLang's transfer
-    thread, and with it the transfers to all decode servers; -1 ends those to this one."""
+    """Whether the decode server's buffer count matches as many layers. An exception would end SGLang's transfer thread,
+    and with it the transfers to all decode servers; -1 ends those to this one."""
     same = carries(there, layers)
     if not same:
         logger.error(
@@ -115,10 +115,10 @@ def _same_layers(here: int, there: int, layers: int) -> bool:
 def around_send_kvcache(
     original: Callable[..., int], manager: Any, *args: Any, **kwargs: Any
 ) -> int:
-    """A decode server without digests, or with others, gets K and V only; SGLang would pair V with digests.
+    """A decode server without digests, or with different ones, gets K and V only; SGLang would pair V with digests.
 
-    A hint is in the row of its prompt's last page, so that of hints no other row is sent. SGLang's decode server has
-    refused another --kv-cache-dtype, but not KV of another --dtype, nor a server that came back with another flag.
+    A hint is in the row of its prompt's last page, so only that row of hints is sent. SGLang's decode server refuses a
+    different --kv-cache-dtype, but not KV of another --dtype, nor a server restarted with another flag.
     """
     source, target = kwargs["src_data_ptrs"], kwargs["dst_data_ptrs"]
     of_kv = kwargs.get("state_type") is None and source == manager.kv_args.kv_data_ptrs
@@ -152,7 +152,7 @@ def around_send_kvcache(
         return 0
     last = {name: kwargs[name][-1:] for name in ("prefill_data_indices", "dst_data_indices")}
     row = [of_groups(kwargs[name], layers, 2)[0] for name in ("src_data_ptrs", "item_lens")]
-    # There is none yet in the middle of a prompt.
+    # No hint before the end of a prompt.
     is_hint = has_hint(*row, int(last["prefill_data_indices"][0]))
     return send(2, 1, **last) if is_hint else 0
 
@@ -166,9 +166,9 @@ def around_send_kvcache_slice(
     *args: Any,
     **kwargs: Any,
 ) -> int:
-    """A decode server of another --tp-size gets the K and V of its heads, and computes the digests.
+    """A decode server with another --tp-size gets the K and V of its heads, and computes the digests.
 
-    SGLang cuts every buffer of the list by heads as if it held K or V.
+    SGLang slices every buffer of the list by heads as if it held K or V.
     """
     infos, layers = manager.kv_args, num_layers(manager.kv_args.kv_item_lens)
     if not _same_layers(len(infos.kv_data_ptrs), len(target), layers):

@@ -1,7 +1,7 @@
-"""Whether queries are predicted from what the layers really get: asked once, in the first steps of a server.
+"""Checks once, in the first steps of a server, that queries are predicted from the layers' real input.
 
-SGLang hands a layer its input in parts, which differ between releases. A prediction that lacks one is a query like any
-other, and chooses the wrong pages.
+SGLang passes a layer its input in parts, which differ between releases. A prediction that lacks one looks like a valid
+query, and selects the wrong pages.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ MAX_ERROR = 0.1
 
 
 class UnexpectedQueryError(RuntimeError):
-    """SGLang computes another query than is predicted, or none was seen."""
+    """SGLang's query differs from the predicted one, or none was seen."""
 
 
 class QueryProbe:
-    """Compares each layer's query with what its own projector makes of the layer's own input.
+    """Compares each layer's query with its projector's output for the layer's own input.
 
     Args:
         projectors: of the model's weights, by layer.
@@ -49,7 +49,7 @@ class QueryProbe:
         """The layer's real query ``[B, HQ, D]``.
 
         Raises:
-            UnexpectedQueryError: it is another.
+            UnexpectedQueryError: it differs.
         """
         predicted, self._predicted = self._predicted, None
         if predicted is None:
@@ -57,7 +57,7 @@ class QueryProbe:
         finite = q.isfinite().flatten(1).all(1)
         wanted, found = q[finite].float(), predicted[finite].float()
         if not len(wanted):
-            return  # KV that nobody has written
+            return  # KV that was never written
         if not (found - wanted).norm() <= MAX_ERROR * wanted.norm():
             raise UnexpectedQueryError(
                 f"--kv-offload: layer {layer} computes another query than is predicted from its own input; this SGLang "

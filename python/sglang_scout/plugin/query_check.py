@@ -1,5 +1,5 @@
-"""Does SGLang compute the queries that are predicted? Its own benchmark decodes a token of a tiny random model on the
-CPU, with a decode server's hooks and probe; ``doctor`` runs this in a process of its own.
+"""Does SGLang compute the predicted queries? Its own benchmark decodes a token of a tiny random model on the CPU, with
+a decode server's hooks and probe; ``doctor`` runs this in a subprocess.
 
 python -m sglang_scout.plugin.query_check
 """
@@ -26,9 +26,9 @@ MODEL = {
 
 
 def with_probe(runner: Any) -> QueryProbe:
-    """Of a model runner: random weights, and what a decode server hooks into its layers and attention."""
+    """Gives a model runner random weights, and a decode server's hooks of layers and attention."""
     for weight in runner.model.parameters():
-        # What a layer adds is as large as what it is added to: neither can be left out unseen.
+        # A layer's output is as large as the residual: an omission of either is detected.
         weight.data.normal_(float(weight.dim() == 1), weight.shape[-1] ** -0.5)
     layers, attention = decoder_layers(runner.model), runner.attn_backend
     probe, decode = QueryProbe(make_projectors(layers)), attention.forward_decode
@@ -46,7 +46,7 @@ def with_probe(runner: Any) -> QueryProbe:
 
 
 def main() -> None:
-    """Prints, last, a JSON object: what is wrong with them as ``error``, or nothing."""
+    """Prints, last, a JSON object with the mismatch as ``error``, or an empty one."""
     load, probes, found = one_batch.load_model, [], {}
 
     def load_model(*args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The tensor-parallel ranks of this server, through SGLang's process groups.
+"""The tensor-parallel ranks of this server, on SGLang's process groups.
 
 Every rank makes the same calls in the same order, in the scheduler's thread.
 """
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class AttentionRanks:
-    """The ranks that share out a layer's heads; see :class:`engine.ranks.Ranks`."""
+    """The ranks that share a layer's heads; see :class:`engine.ranks.Ranks`."""
 
     def __init__(self) -> None:
         self._group = adapter.tp_group()
@@ -39,14 +39,14 @@ class AttentionRanks:
         if how == "sum":
             return self._group.all_reduce(x)
         largest, nccl = torch.distributed.ReduceOp.MAX, self._group.pynccl_comm
-        if nccl is not None and not nccl.disabled:  # SGLang captures a graph
+        if nccl is not None and not nccl.disabled:  # during SGLang's graph capture
             nccl.all_reduce(x, largest)
         else:
             torch.distributed.all_reduce(x, largest, self._group.device_group)
         return x
 
     def least(self, value: int) -> int:
-        """The smallest of the ranks' values, once all have come to this point."""
+        """The minimum of the ranks' values; also a barrier."""
         found = torch.tensor(value, dtype=torch.int64)
         torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MIN, self._group.cpu_group)
         return int(found)
@@ -62,9 +62,9 @@ class AttentionRanks:
         return [msgspec.json.decode(one.numpy().tobytes()) for one in found]
 
     def shared_words(self, count: int) -> torch.Tensor:
-        """``[count]`` int64 zeros in memory that all ranks map; they are processes of one machine.
+        """``[count]`` int64 zeros in memory that all ranks map; they are on one machine.
 
-        Nothing in the file system belongs to it, so nothing is left there whoever is killed.
+        It is not in the file system, so nothing is left there whichever process is killed.
         """
         fd = os.memfd_create("sglang-scout-ranks", os.MFD_CLOEXEC) if self.rank == 0 else -1
         try:
@@ -74,7 +74,7 @@ class AttentionRanks:
             if fd < 0:
                 fd = os.open(f"/proc/{owner}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
             words = torch.frombuffer(mmap.mmap(fd, 8 * count), dtype=torch.int64)
-            self.least(0)  # until then the owner's descriptor has to be there
+            self.least(0)  # until then the owner's descriptor must stay open
             return words
         finally:
             if fd >= 0:
@@ -82,8 +82,7 @@ class AttentionRanks:
 
 
 def worker_cpus(runner: Any, config: OffloadConfig) -> list[int]:
-    """CPUs of this rank's attention worker: its share of those asked for, or of all that the server may
-    use."""
+    """CPUs of this rank's attention worker: its share of those configured, or of all that the server may use."""
     ranks = AttentionRanks()
     if ranks.size == 1:
         near = _near_cpus(runner) if torch.device(runner.device).type == "cuda" else set()
@@ -97,16 +96,16 @@ def worker_cpus(runner: Any, config: OffloadConfig) -> list[int]:
 
 
 def _reserve_server_cores(runner: Any, cpus: Collection[int]) -> list[int]:
-    """All but some cores, beside a GPU: its worker's threads spin."""
+    """With a GPU, all except some cores: the worker's threads spin."""
     beside_gpu = torch.device(runner.device).type == "cuda"
     return reserve_server_cores(cpus) if beside_gpu else sorted(cpus)
 
 
 def worker_nodes(cpus: Collection[int]) -> dict[int, list[int]]:
-    """The CPUs of this rank's worker by NUMA node: the host pages are divided among these nodes.
+    """The CPUs of this rank's worker by NUMA node; the host pages are divided among these nodes.
 
-    Empty where that is not known, and where other ranks' workers have other numbers of nodes: the
-    order in which pages are handed out depends on it, and must be the same on all ranks.
+    Empty if unknown, and if other ranks' workers have another number of nodes: the allocation order of pages depends on
+    it, and must be the same on all ranks.
     """
     ranks, found = AttentionRanks(), cpus_by_node(cpus)
     counts = ranks.gather(len(found)) if ranks.size > 1 else [len(found)]
@@ -123,7 +122,7 @@ def worker_nodes(cpus: Collection[int]) -> dict[int, list[int]]:
 
 
 def _near_cpus(runner: Any) -> set[int]:
-    """CPUs near this rank's device; empty where that is not known."""
+    """CPUs close to this rank's device; empty if unknown."""
     if runner.device == "cpu":
         # SGLANG_CPU_OMP_THREADS_BIND, or the NUMA node that SGLang runs this rank on.
         return set(parse_cpu_list(adapter.omp_cpus(runner), set(range(1 << 16))))
@@ -135,8 +134,8 @@ def _near_cpus(runner: Any) -> set[int]:
 
 
 def nodes_of_worker(runner: Any, config: OffloadConfig) -> tuple[list[int], list[int]]:
-    """The nodes that this rank's pages are bound to, none where that is not known, and how many of its
-    worker's CPUs are on each node that the pages are divided among."""
+    """The nodes that this rank's pages are bound to, none if unknown, and how many of its worker's CPUs are on each
+    node that the pages are divided among."""
     cpus = worker_cpus(runner, config)
     nodes = worker_nodes(cpus)
     return list(nodes), [len(of_node) for of_node in nodes.values()] or [len(cpus)]

@@ -1,4 +1,4 @@
-"""The page table of every request on the host, kept without asking the device at each step."""
+"""The page table of every request on the host, maintained without reading the device at each step."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 
 
 class RequestTables:
-    """Follows what SGLang writes into its request table.
+    """Tracks what SGLang writes into its request table.
 
-    Whole requests are written once, when they are admitted or find a shared prefix; their pages are
-    then fetched from the device. A page that decoding opens is known from the allocator.
+    Whole requests are written once, when they are admitted or hit a shared prefix; their pages are then read from the
+    device. A page opened by decoding is known from the allocator.
 
     Args:
-        pool: SGLang's request pool; its ``write`` is followed from now on.
+        pool: SGLang's request pool; its ``write`` is wrapped from now on.
         page_size: tokens of a page.
     """
 
@@ -29,12 +29,12 @@ class RequestTables:
         pool.write = self.write
 
     def write(self, indices: Any, values: torch.Tensor) -> None:
-        """As the pool's: ``indices`` is (row, slice of tokens) or (rows, positions)."""
+        """Like the pool's: ``indices`` is (row, slice of tokens) or (rows, positions)."""
         self._write(indices, values)
         row, tokens = indices
         if not isinstance(tokens, slice):
-            return  # of a decode step: see open_pages
-        first = -(-(tokens.start or 0) // self._size)  # page that begins in the slice
+            return  # from a decode step: see open_pages
+        first = -(-(tokens.start or 0) // self._size)  # first page that begins in the slice
         starts = values[first * self._size - (tokens.start or 0) :: self._size]
         if len(starts):
             pages = (starts // self._size).cpu().numpy()
@@ -50,11 +50,11 @@ class RequestTables:
         positions: npt.NDArray[np.int64],
         opened: npt.NDArray[np.int64],
     ) -> None:
-        """A decode step is about to run for ``rows`` ``[B]`` of the table.
+        """Before a decode step of ``rows`` ``[B]`` of the table.
 
         Args:
             positions: ``[B]`` of the tokens that it writes.
-            opened: ``[B]`` pages that begin with them, -1: none.
+            opened: ``[B]`` pages that start with them, -1: none.
         """
         opens = opened >= 0
         self._pages[rows[opens], positions[opens] // self._size] = opened[opens]
@@ -63,7 +63,7 @@ class RequestTables:
     def of_step(
         self, seq_lens: npt.NDArray[np.int64]
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-        """``[B, N]`` pages and ``[B]`` rows of the table, of the step that was announced last."""
+        """``[B, N]`` pages and ``[B]`` rows of the table, of the last announced step."""
         if len(seq_lens) != len(self._rows):
             raise RuntimeError(
                 f"--kv-offload: a step of {len(seq_lens)} requests, {len(self._rows)} were announced"

@@ -1,4 +1,4 @@
-"""What is of SGLang 0.5.15.post1 alone."""
+"""Specifics of SGLang 0.5.15.post1."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def add_fields() -> None:
     for name, (kind, default, text) in FIELDS.items():
         if name in ServerArgs.__dataclass_fields__:
             continue
-        annotation = A[kind, Arg(help=text)]  # type: ignore[valid-type]  # as SGLang's own fields have it
+        annotation = A[kind, Arg(help=text)]  # type: ignore[valid-type]  # as in SGLang's own fields
         field = dataclasses.field(default=default)
         field.name = name
         field.type = annotation
@@ -48,45 +48,45 @@ def around_init(original: Callable[..., None], self: ServerArgs, *args: Any, **k
 
 
 def apply_defaults(args: ServerArgs) -> None:
-    """What the flag implies for SGLang's settings, besides what it implies in every release."""
+    """SGLang settings implied by the flag in this release only."""
     if args.disaggregation_mode == "decode":
-        # A layer of experts would leave the sum over ranks of its output to the next one, whose queries are predicted
-        # from that output.
+        # An MoE layer would leave the all-reduce of its output to the next layer, whose queries are predicted from that
+        # output.
         args.enforce_disable_flashinfer_allreduce_fusion = True
 
 
 def resolved(args: ServerArgs) -> ServerArgs:
-    """What SGLang has made of its flags and defaults, by the fields' names."""
+    """SGLang's resolved flags and defaults, by field name."""
     return args
 
 
 def model_config(args: ServerArgs) -> Any:
-    """The model that the flags name."""
+    """The configuration of the model."""
     return args.get_model_config()
 
 
 def tp_group() -> Any:
-    """SGLang's process group of the ranks that share out a layer's heads."""
+    """SGLang's process group of the ranks that share a layer's heads."""
     return get_attention_tp_group()
 
 
 def omp_cpus(runner: Any) -> str:
-    """The CPUs that SGLang runs this rank's model on, as a list in text; CPU device."""
+    """The CPUs that SGLang runs this rank's model on, as a CPU list; CPU device."""
     return str(runner.local_omp_cpuid)
 
 
 def pool_sizes(runner: Any) -> tuple[int, int]:
-    """Tokens and requests of the pools that are about to be built."""
+    """Tokens and requests of the pools to be built."""
     return runner.max_total_num_tokens, runner.max_running_requests
 
 
 def built_pools(runner: Any, result: Any) -> tuple[Any, Any]:
-    """The KV pool and the allocator that have been built."""
+    """The KV pool and the allocator after the build."""
     return runner.token_to_kv_pool, runner.token_to_kv_pool_allocator
 
 
 def create_buffers(pool: Any, original: Callable[[], None]) -> None:
-    """Buffers of a KV pool that makes them itself, by ``_create_buffers_normal``, and what SGLang knows of them."""
+    """Create a KV pool's buffers by its own ``_create_buffers_normal``, and SGLang's metadata of them."""
     pool._create_buffers_normal()
     buffers = pool.k_buffer + pool.v_buffer
     pointers = torch.tensor([b.data_ptr() for b in buffers], dtype=torch.uint64)
@@ -98,7 +98,7 @@ def create_buffers(pool: Any, original: Callable[[], None]) -> None:
 def layer_input(
     hidden_states: torch.Tensor, forward_batch: Any, residual: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A decoder layer's input in two parts, of which it takes the sum."""
+    """A decoder layer's input in two parts, which it sums."""
     return hidden_states, residual
 
 
@@ -108,12 +108,12 @@ def row_of(req: Any) -> int:
 
 
 def extend_end(req: Any) -> int:
-    """Where the chunk of a prompt that is being prefilled ends."""
+    """The end of the prompt chunk being prefilled."""
     return int(req.extend_range.end)
 
 
 def prepare_sender(req: Any, device: str) -> None:
-    """A part of a prompt's KV is about to be sent from ``device``."""
+    """Before a part of a prompt's KV is sent from ``device``."""
 
 
 def kept_copy(req: Any) -> bool | None:
@@ -122,17 +122,17 @@ def kept_copy(req: Any) -> bool | None:
 
 
 def drop_copy(req: Any) -> None:
-    """The KV of a request that is being retracted is not kept."""
+    """Do not keep the KV of a request that is being retracted."""
     req.kv_cache_cpu = None
 
 
 def around_resume_retracted_reqs(
     original: Callable[..., list[Any]], queue: Any, *args: Any, **kwargs: Any
 ) -> list[Any]:
-    """Requests that are restored, to pages of their own. SGLang would look them up in the radix cache once more, and
-    then neither lock the pages that it finds nor free those in whose place they are."""
+    """Requests that are restored, to pages of their own. SGLang would look them up in the radix cache again, and then
+    neither lock the pages that it finds nor free those that they replace."""
     restored = original(queue, *args, **kwargs)
     for req in restored:
-        # It has been looked up, and nothing was found; ChunkCache has no such node and is asked again.
+        # A lookup without a hit; ChunkCache has no such node and is queried again.
         req.last_node = getattr(queue.tree_cache, "root_node", None)
     return restored

@@ -1,4 +1,4 @@
-"""What is of SGLang 0.5.23 alone. Its functions are described in ``sglang_0_5_15.py``."""
+"""Specifics of SGLang 0.5.23. The functions are documented in ``sglang_0_5_15.py``."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from sglang_scout.core.errors import ConfigError
 from sglang_scout.plugin.fields import FIELDS
 
 POOLS_MODULE = kv_cache_configurator
-FP8_ON_CPU = ()  # but e4m3 with AMX and a backend of its own
+FP8_ON_CPU = ()  # e4m3 only with AMX and its own backend
 
-# A struct's fields are fixed when its class is made, so SGLang gets this one in place of its own. Scheduler processes
-# are handed an instance before plugins are loaded, and find the class here, by its name.
+# A struct's fields are fixed when its class is created, so this class replaces SGLang's. Scheduler processes receive an
+# instance before plugins are loaded, and find the class here, by name.
 ServerArgs = msgspec.defstruct(
     "ServerArgs",
     [(name, A[kind, Arg(help=text)], default) for name, (kind, default, text) in FIELDS.items()],  # type: ignore[valid-type]
@@ -34,14 +34,14 @@ ServerArgs = msgspec.defstruct(
 
 
 def add_fields() -> None:
-    """``hooks.py`` names the class; this is for who has the old one."""
+    """``hooks.py`` replaces the class; this updates references to the old one."""
     engine = sys.modules.get("sglang.srt.entrypoints.engine")
     if engine is not None:
         engine.Engine.server_args_class = ServerArgs
 
 
 def around_resolve(original: Callable[..., None], self: Any) -> None:
-    """SGLang resolves its flags once, in the launcher, and asks for it more often."""
+    """SGLang resolves its flags once, in the launcher, but calls this more often."""
     from sglang_scout.plugin.args import around_post_init
 
     if getattr(self, "_resolution_finished", False):
@@ -54,13 +54,13 @@ def apply_defaults(args: Any) -> None:
         raise ConfigError(
             "SGLANG_RUST_SERVER: that server takes in requests that would end a scheduler of --kv-offload; unset it"
         )
-    # Digests and arena are of the pool's size from the start; SGLang would choose the size after graph capture.
+    # Digests and arena need the pool's size at start; SGLang would choose it after graph capture.
     os.environ["SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"] = "0"
-    # Sent before the step that follows, cached pages may still be written to, by the step that runs; digests are
-    # computed from what is sent. It also needs CUDA.
+    # Cached pages sent before the next step may still be written by the running one; digests are computed from what is
+    # sent. It also needs CUDA.
     os.environ["SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX"] = "0"
     if args.disaggregation_mode == "decode":
-        # The other one copies from buffers on the device to a pool of its own, page-locked, without checksums.
+        # The other one copies device buffers to its own page-locked pool, without checksums.
         args.disaggregation_decode_retraction_backup = "cpu_tensor"
 
 
@@ -97,10 +97,10 @@ def create_buffers(pool: Any, original: Callable[[], None]) -> None:
 def layer_input(
     hidden_states: Any, forward_batch: Any, residual: None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The residual is the batch's, and what the layer before owes to it, a sum over ranks too, is done here."""
+    """The residual is in the batch; a pending add of the previous layer, with its all-reduce, is applied here."""
     stream = forward_batch.residual_stream
     pending = stream.pending
-    if pending is None:  # the first layer, or the layer before has added its output
+    if pending is None:  # first layer, or the previous one has added its output
         return stream.complete(hidden_states), None
     if not pending.update.is_plain_add:
         raise RuntimeError(
@@ -120,7 +120,7 @@ def extend_end(req: Any) -> int:
 
 def prepare_sender(req: Any, device: str) -> None:
     if torch.device(device).type == "cpu":
-        req.disagg_kv_sender.supports_host_tensor_indices = False  # those are page-locked, by CUDA
+        req.disagg_kv_sender.supports_host_tensor_indices = False  # these are page-locked, by CUDA
 
 
 def kept_copy(req: Any) -> bool | None:

@@ -1,9 +1,9 @@
-"""The end at SIGTERM, in bounded time; ``hooks.py`` says where.
+"""Shutdown at SIGTERM, in bounded time; see ``hooks.py`` for targets.
 
-1. The process of the HTTP port refuses new requests, and tells its schedulers, which refuse those that wait.
-2. What runs may end, for ``DRAIN_S``. Whatever is left then gets an error.
-3. SGLang's own handler goes on: it asks the schedulers to end, which its event loops of a prefill-decode pair do not
-   hear, so they end themselves, and then ends what is left.
+1. The HTTP process refuses new requests, and tells its schedulers, which refuse waiting ones.
+2. Running requests may finish, for ``DRAIN_S``. The rest then gets an error.
+3. SGLang's own handler continues: it asks the schedulers to end, which its event loops of a prefill-decode pair do not
+   handle, so they end themselves, and then kills what is left.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sglang.srt.managers.io_struct import AbortReq, ShutdownReq
 
 DRAIN_S = 12.0
 POLL_S = 0.1
-ANSWERS_S = 0.5  # for the last answers to leave, before SGLang stops the event loop
+ANSWERS_S = 0.5  # to send the last answers, before SGLang stops the event loop
 
 REFUSAL = "The server is shutting down. Send the request to another one, or again later."
 
@@ -36,11 +36,11 @@ def _refused(rid: str) -> AbortReq:
 
 
 def refuse_new(manager: Any, request: Any) -> None:
-    """Refuse a request that comes after the signal.
+    """Refuse a request that arrives after the signal.
 
     Raises:
         HTTPException: status 503.
-        ValueError: in a stream, whose status has been sent.
+        ValueError: in a stream, whose status has already been sent.
     """
     if not manager.gracefully_exit:
         return
@@ -50,7 +50,7 @@ def refuse_new(manager: Any, request: Any) -> None:
 
 
 async def around_sigterm_watchdog(original: Callable[[], Awaitable[None]], manager: Any) -> None:
-    """Runs for as long as the server does."""
+    """Runs for the server's lifetime."""
     while not manager.gracefully_exit:
         await asyncio.sleep(POLL_S)
     deadline = time.monotonic() + DRAIN_S
@@ -60,17 +60,16 @@ async def around_sigterm_watchdog(original: Callable[[], Awaitable[None]], manag
     if manager.rid_to_state:
         for rid in list(manager.rid_to_state):
             manager._handle_abort_req(_refused(rid))
-        manager.rid_to_state.clear()  # health checks, which have no such answer
+        manager.rid_to_state.clear()  # health checks, which cannot get such an answer
         manager.abort_request(abort_all=True)  # tells the other server
     await asyncio.sleep(ANSWERS_S)
     await original(manager)
 
 
 def around_handle_shutdown(original: Callable[..., None], scheduler: Any, request: Any) -> None:
-    """The first time refuse what waits, the second time end.
+    """The first call refuses waiting requests, the second ends the process.
 
-    What is being transferred does not wait: its pages may not be given to another request before the sender has
-    stopped.
+    Requests in transfer are not refused: their pages must not be reused before the sender has stopped.
     """
     if scheduler.gracefully_exit:
         _end(scheduler)
@@ -80,7 +79,7 @@ def around_handle_shutdown(original: Callable[..., None], scheduler: Any, reques
     else:
         waiting = [*scheduler.disagg_prefill_bootstrap_queue.queue, *scheduler.waiting_queue]
     for req in waiting:
-        # First the answer: what SGLang says of such a request has another sentence, and is ignored then.
+        # Answer first: SGLang's own answer for such a request differs, and is ignored afterwards.
         scheduler.ipc_channels.send_to_tokenizer.send_output(_refused(req.rid), req)
         scheduler.abort_request(AbortReq(rid=req.rid))
 
@@ -92,4 +91,4 @@ def _end(scheduler: Any) -> None:
         current_backend().close()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # the threads of SGLang's transfer never end, and an interpreter waits for them
+    os._exit(0)  # SGLang's transfer threads never end, and interpreter exit waits for them

@@ -1,4 +1,4 @@
-"""What operators see: ``/server_info`` and the facts in traces and step logs."""
+"""State for operators: ``/server_info`` and the metadata in traces and step logs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _OF_WORKER = (
 
 
 def facts(config: OffloadConfig, num_layers: int, cpus: list[int]) -> dict[str, Any]:
-    """What a reader of this server's files should know of it."""
+    """Metadata of this server for its output files."""
     of_config = {key: getattr(config, key) for key in _FACTS}
     return of_config | {"layers": num_layers, "worker_cpus": cpus}
 
@@ -41,7 +41,7 @@ def facts(config: OffloadConfig, num_layers: int, cpus: list[int]) -> dict[str, 
 def open_step_log(
     config: OffloadConfig, facts: dict[str, Any], counters: Counters, model_config: Any
 ) -> StepLog | None:
-    """The step log that the configuration asks for."""
+    """The configured step log."""
     if config.step_log is None:
         return None
     of_log = {
@@ -59,7 +59,7 @@ def open_step_log(
 
 
 def decode_state(backend: ScoutAttnBackend) -> dict[str, Any]:
-    """The contract's fields, plain numbers and strings only."""
+    """The documented fields, plain numbers and strings only."""
     counters, worker = backend.engine.counters, backend.worker.snapshot()
     digests, older = backend.pool.digests, backend.engine.older
     checksums, table = backend.pool.host_pages.checksums, backend.engine.table
@@ -109,14 +109,14 @@ _OF_EACH_RANK = (
 
 
 def decode_state_of_ranks(backend: ScoutAttnBackend) -> dict[str, Any]:
-    """The same, and in ``ranks`` what differs between tensor-parallel ranks. All ranks must call it."""
+    """The same, with the differences between tensor-parallel ranks in ``ranks``. All ranks must call it."""
     state = decode_state(backend)
     state["ranks"] = backend.ranks.gather({key: state[key] for key in _OF_EACH_RANK})
     return state
 
 
 def prefill_state(scheduler: Any) -> dict[str, Any]:
-    """What a prefill server has to say: its digests."""
+    """State of a prefill server: its digests."""
     pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
     digests = getattr(pool, "digests", None)
     hints = digests.hints if digests is not None else None

@@ -1,4 +1,4 @@
-"""Which models are served, their sizes, and how a query is predicted from their weights."""
+"""Supported models, their shapes, and query prediction from their weights."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def check_model(
     profile: RecallProfile | None,
     weights: PageWeights | None,
 ) -> None:
-    """Refuse a model that the decode step does not compute correctly, or that the files are not for."""
+    """Refuse a model that the decode step does not support, or that the files do not match."""
     model = f"--model-path {server_args.model_path}"
     policy = f"--kv-offload {server_args.kv_offload}"
     served = adapter.model_config(server_args)
@@ -76,7 +76,7 @@ def check_model(
             f"{model}: dtype {served.dtype} is not supported with {policy}; set --dtype to one of "
             f"{', '.join(DTYPES)}"
         )
-    # It refuses what it does not know.
+    # It refuses unsupported settings.
     make_policy(Context(config, served.num_hidden_layers, 1, profile))
     if weights is not None:
         check_weights(
@@ -98,7 +98,7 @@ def check_model(
 
 
 def model_identity(config: Any) -> ModelIdentity:
-    """What SGLang's ``ModelConfig`` describes, wherever the model's folder lies.
+    """Identity of the model in SGLang's ``ModelConfig``, independent of its folder.
 
     Raises:
         ConfigError: the model has no readable config.json.
@@ -126,8 +126,8 @@ def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def before_layer(index: int, *see: Callable[..., None]) -> Callable[..., Any]:
-    """A forward pre-hook, with keywords, of decoder layer ``index``: in decode steps each of ``see`` gets what
-    ``StepEngine.layer_input`` takes."""
+    """A forward pre-hook, with keywords, of decoder layer ``index``: in decode steps each of ``see`` is called with the
+    arguments of ``StepEngine.layer_input``."""
 
     def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         names = ("positions", "hidden_states", "forward_batch", "residual")
@@ -144,7 +144,7 @@ def before_layer(index: int, *see: Callable[..., None]) -> Callable[..., Any]:
 
 
 def model_shape(runner: Any) -> ModelShape:
-    """Sizes of the attention on this rank, read from the loaded model."""
+    """Attention shape on this rank, read from the loaded model."""
     config = runner.model_config
     attentions = [layer.self_attn.attn for layer in decoder_layers(runner.model)]  # type: ignore[union-attr]
     kinds = {(a.scaling, a.sliding_window_size, a.attn_type) for a in attentions}
@@ -172,7 +172,7 @@ def model_shape(runner: Any) -> ModelShape:
 def _check_fp8(
     model_path: str, fp8: torch.dtype, dtype: torch.dtype, attentions: list[Any]
 ) -> None:
-    """SGLang takes the type from its flag or from the checkpoint, which may also bring scales."""
+    """SGLang takes the dtype from its flag or from the checkpoint, which may also have scales."""
     if fp8 not in TORCH_FP8:
         raise ConfigError(
             f"--kv-cache-dtype: KV of --model-path {model_path} would be {fp8}; --kv-offload keeps it in the model's "
@@ -192,10 +192,10 @@ def _check_fp8(
 def make_projectors(
     layers: list[torch.nn.Module], weights: PageWeights | None = None
 ) -> list[QueryProjector]:
-    """For every layer, its query from any layer's input: the layer's own norm, W_q, q-norm and RoPE.
+    """Per layer, a function from a layer input to its query: the layer's own norm, W_q, q-norm and RoPE.
 
-    With forecast ``weights`` one vector per KV head in place of it, from the input of the layer before (of layer 0
-    from its own), by that one's norm.
+    With forecast ``weights`` one vector per KV head instead, from the input of the previous layer (layer 0: its own),
+    after that layer's norm.
     """
     made = [_projector(index, layer) for index, layer in enumerate(layers)]
     if weights is None or weights.header.kind != "forecast":
@@ -260,20 +260,20 @@ def _projector(index: int, layer: Any) -> QueryProjector:
         return QueryProjector(normed, lambda x, at: heads(linear(x, w_q, b_q), at), w_q.nbytes)
 
     def product(x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-        """The layer's own quantised one, K and V too: 1 + 2 H / HQ times the work. In order with the model, as such
-        products may share a workspace."""
+        """The layer's own quantised projection, K and V too: 1 + 2 H / HQ times the work. In order with the model, as
+        such GEMMs may share a workspace."""
         qkv, bias = projection(normed(x, residual))
         q: torch.Tensor = qkv[:, :q_size]
-        return q if bias is None else q + bias[:q_size]  # left to the caller
+        return q if bias is None else q + bias[:q_size]  # the bias is left to the caller
 
     return QueryProjector(product, heads, sum(p.nbytes for p in projection.parameters()))
 
 
 def _has_plain_rows(projection: Any) -> bool:
-    """Whether row i of the weight is all that output i takes: not quantised, not repacked.
+    """Whether output i depends only on row i of the weight: not quantised, not repacked.
 
-    A method of quantisation may keep a weight of a float dtype and still do more than multiply by it,
-    so only SGLang's own for plain weights counts; for AMX that one repacks them too.
+    A quantisation method may keep a float weight and still do more than multiply by it, so only SGLang's method for
+    unquantised weights counts; for AMX that one repacks them too.
     """
     weight = getattr(projection, "weight", None)
     return (

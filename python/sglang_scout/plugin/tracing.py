@@ -1,4 +1,4 @@
-"""What decode steps did, as attributes of SGLang's spans of a request (``--enable-trace``)."""
+"""Counters of decode steps as attributes of SGLang's request spans (``--enable-trace``)."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ ATTRIBUTES = (
 
 
 def before_trace_slice(context: Any, slice: Any, *_: Any, **__: Any) -> None:
-    """``decode_loop`` is a token: it gets what was counted, for the whole batch, since the request's token before."""
+    """``decode_loop`` is a token's span: it gets the batch's counts since the request's previous token."""
     if slice.slice_name == "decode_loop":
         counters = current_backend().engine.counters
         now = {name: getattr(counters, name) for name in ATTRIBUTES}

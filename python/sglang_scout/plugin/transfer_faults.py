@@ -1,12 +1,12 @@
-"""The hook functions for transfers that fail and servers of a pair that are gone; ``hooks.py`` says where.
+"""The hook functions for failed transfers and lost servers of a pair; see ``hooks.py`` for targets.
 
 On the decode server SGLang's PUSH sockets to a prefill server do not reconnect, and one that has lost its peer blocks
-in ``send``, for ever. It is the scheduler's thread that sends; it holds the socket's lock meanwhile, for which the
-thread that would find out by heartbeats waits.
+in ``send`` forever. The scheduler's thread sends, holding the socket's lock, which the heartbeat thread that would
+detect the loss waits for.
 
-On the prefill server several threads send through one socket. Parts of two messages then make one: an answer to an
-abort swallows the word that a transfer has ended, and the other request waits for ever, or the thread of the decode
-server that reads them ends.
+On the prefill server several threads send through one socket. Parts of two messages then merge into one: an answer to
+an abort swallows the end-of-transfer message, and the other request waits forever, or the thread of the decode server
+that reads them ends.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ HOLD_S = 2.0
 def around_connect(
     original: Callable[..., Any], receiver: Any, endpoint: str, is_ipv6: bool = False
 ) -> Any:
-    """A socket that can be sent to: another one where the peer of the last is gone.
+    """A usable socket: a new one if the peer of the last is gone.
 
-    A new one takes messages before it is connected. Without a peer they are lost; heartbeats fail the requests.
+    A new one queues messages before it is connected. Without a peer they are lost; heartbeats fail the requests.
     """
     connected = original(receiver, endpoint, is_ipv6)
     sock, lock = connected
@@ -44,8 +44,8 @@ def around_connect(
 
 
 def after_heartbeat_success(_: None, manager: Any, address: str) -> None:
-    """The bootstrap server at ``address`` answers. If nothing listens where the scheduler behind it did, another one
-    has taken its place since the last heartbeat, or will: forget the one that was, and fail what waits for it."""
+    """The bootstrap server at ``address`` answers. If nothing listens at its scheduler's old address, it was replaced
+    since the last heartbeat, or will be: drop the old one, and fail the requests that wait for it."""
     with manager.connection_lock:
         known = [
             (info["rank_ip"], info["rank_port"])
@@ -59,16 +59,16 @@ def after_heartbeat_success(_: None, manager: Any, address: str) -> None:
         except ConnectionRefusedError:
             manager._handle_node_failure(address)
             return
-        except OSError:  # slow, or no descriptor left: not a sign that it is gone
+        except OSError:  # slow, or no descriptor left: not proof that it is gone
             pass
 
 
 def around_poll(
     original: Callable[[Sequence[Any]], list[int]], receivers: Sequence[Any]
 ) -> list[int]:
-    """Keep the pages of a transfer that failed, or whose client has left, for ``HOLD_S``.
+    """Keep the pages of a transfer that failed, or whose client has disconnected, for ``HOLD_S``.
 
-    SGLang frees them at once, and another request may have them while the prefill server still writes.
+    SGLang frees them at once, and another request may get them while the prefill server still writes.
     """
     return [_kept(*polled) for polled in zip(receivers, original(receivers), strict=True)]
 
@@ -79,7 +79,7 @@ def _kept(receiver: Any, status: int) -> int:
     if "kv_offload_failed_s" not in vars(receiver):
         receiver.kv_offload_failed_s = time.monotonic()
         receiver.conclude_state = KVPoll.Failed
-        # SGLang does not say so where it is this side that gave up: the prefill server would write much later.
+        # SGLang does not notify the prefill server if this side gave up: it would write much later.
         if not receiver.abort_notified:
             receiver._send_abort_notification()
             receiver.abort_notified = True
@@ -88,8 +88,8 @@ def _kept(receiver: Any, status: int) -> int:
 
 
 class Sender:
-    """A socket to a decode server, for several threads. What cannot be sent is for one that is gone: an exception
-    would end the thread, and with it the transfers to all others."""
+    """A thread-safe socket to a decode server. Send failures mean that it is gone and are dropped: an exception would
+    end the thread, and with it the transfers to all others."""
 
     def __init__(self, sock: zmq.Socket[bytes], lock: Any) -> None:
         self._sock, self._lock = sock, lock
