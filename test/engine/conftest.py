@@ -1,4 +1,4 @@
-"""Workers in miniature that are closed at the end of their test."""
+"""Mini workers, closed at the end of their test."""
 
 import pytest
 

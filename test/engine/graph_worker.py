@@ -1,7 +1,7 @@
-"""A decode worker in miniature with the graph transport, in Triton's interpreter.
+"""A mini decode worker with the graph transport, in Triton's interpreter.
 
-The pages lie in a real arena; what is missing goes through the ring's kernels to real worker threads,
-or to the attendant where there are none.
+The pages are in a real arena; missing pages are posted by the ring's kernels to real worker threads, or to the
+attendant if there are none.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_PAGES = 40
 
 
 class GraphWorker(MiniWorker):
-    """As :class:`MiniWorker`; ``threads``: whether worker threads answer, or else the attendant."""
+    """As :class:`MiniWorker`; ``threads``: whether worker threads, not the attendant, compute missing pages."""
 
     def __init__(self, *, threads=False, budget_tokens=128, **kwargs):
         self.threads, self.budget_tokens = threads, budget_tokens
@@ -65,7 +65,7 @@ class GraphWorker(MiniWorker):
         return GraphTransport(self.ring, lambda: self.epoch)
 
     def end_threads(self):
-        """The worker's epoch ends; from the next step on nobody serves one."""
+        """Ends the worker's epoch; from the next step on no worker serves."""
         self.producer.set_live_epoch(0)
         self.runtime.stop()
         self.epoch = self.producer.next_epoch()

@@ -1,4 +1,4 @@
-"""A decode worker in miniature with HGCA, which compares every step with the oracle's."""
+"""A mini decode worker with HGCA that compares every step with the oracle's."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LANDS_AFTER = 3
 
 
 class PlainLists(HereInstead):
-    """Answers for the worker, list by list: host pages for one head, or context pages of it."""
+    """Stands in for the worker, list by list: host pages for one head, or context pages of it."""
 
     def post(self, layer, step, q, pages, n_pages):
         self.asked.append((layer, pages.copy(), n_pages.copy()))
@@ -53,7 +53,7 @@ class PlainLists(HereInstead):
 
 
 class HgcaWorker(MiniWorker):
-    """With an oracle for each request and layer, and a look at both after every step."""
+    """With an oracle per request and layer, compared after every step."""
 
     def __init__(self, *, context_pages=300, **keys):
         self.keys, self.context_pages = keys, context_pages

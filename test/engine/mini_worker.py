@@ -1,4 +1,4 @@
-"""A decode worker in miniature: real engine, stores and ops, without SGLang and without a process."""
+"""A mini decode worker: real engine, stores and ops, without SGLang and without a worker process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HIDDEN = 48  # of the layer inputs
 
 
 class HereInstead:
-    """Answers for the worker with the plain op, and remembers what it was asked for."""
+    """Stands in for the worker with the reference op, and records its posts."""
 
     def __init__(self, shape: ModelShape, host: HostPages) -> None:
         self.shape, self.host = shape, host
@@ -55,7 +55,7 @@ class Request:
 
 
 class Heard:
-    """Around a stand-in for the worker: the queries that it is asked with, by layer."""
+    """Wraps a stand-in for the worker: records posted queries, by layer."""
 
     def __init__(self, inner):
         self.inner, self.queries = inner, {}
@@ -73,10 +73,10 @@ class MiniWorker:
 
     Args:
         budget_tokens, max_batch, resident_tokens, config: as the flags.
-        around_missing: wraps what answers for the worker.
+        around_missing: wraps the worker's stand-in.
         drift: how far the layer inputs move from step to step; 0 repeats the same query.
-        rank, of_ranks, ranks: which part of the heads this one has, and how it meets the others. The
-            parts of one seed are those of the worker that has all heads.
+        rank, of_ranks, ranks: this rank's heads, and the connection to the others. Shards of one seed add up to the
+            worker that has all heads.
     """
 
     def __init__(self, *, layers=3, heads=4, kv_heads=2, dim=64, pages=80, max_batch=4,
@@ -87,7 +87,7 @@ class MiniWorker:
         self.config = parse_config(
             policy=policy, policies=policies(), budget_tokens=budget_tokens, config=config
         )
-        # Its own, as ranks run beside each other.
+        # Its own, as ranks run concurrently.
         self.random = torch.Generator().manual_seed(seed)
         self.rank, self.of_ranks, self.all_kv_heads = rank, of_ranks, kv_heads
         own = (heads // of_ranks, kv_heads // of_ranks)
@@ -152,7 +152,7 @@ class MiniWorker:
         return project
 
     def _ahead(self, layer, attends):
-        """The query as predicted; or what only chooses, one vector per KV head: the mean of its queries."""
+        """The predicted query; or, if it only selects, one vector per KV head: the mean of its queries."""
         project, heads = self._projector(layer), self.shape.num_kv_heads
         return QueryProjector(
             lambda x, residual: x + residual,
@@ -168,7 +168,7 @@ class MiniWorker:
     def bring(
         self, length: int, slot: int | None = None, arrive=lambda pages: None, max_new: int = 0
     ) -> Request:
-        """Its KV comes. ``arrive`` is called with its pages, to put down what else comes with them."""
+        """Its KV arrives. ``arrive`` is called with its pages, to write what else arrives with them."""
         count = -(-length // SIZE)
         pages = [self.free_pages.pop(0) for _ in range(count)]
         taken = {r.slot for r in self.requests}
@@ -197,10 +197,9 @@ class MiniWorker:
         self.free_pages.extend(request.pages)
 
     def step(self, extra_rows=0, within=None) -> list[torch.Tensor]:
-        """One decode step over all requests. Returns each layer's output, and checks that the
-        appended token is where it belongs.
+        """One decode step over all requests. Returns each layer's output, and checks the appended token's location.
 
-        ``extra_rows`` behind the batch have no request; the layers run ``within`` a context.
+        ``extra_rows`` after the batch are padding; the layers run ``within`` a context.
         """
         for request in self.requests:
             request.length += 1
@@ -229,7 +228,7 @@ class MiniWorker:
         return self.outputs
 
     def _new_kv(self, rows: int) -> list[torch.Tensor]:
-        """K and V of the step's tokens in one layer, ones in the rows without a request."""
+        """K and V of the step's tokens in one layer, ones in padding rows."""
         count = len(self.requests)
         half = [self._heads(count) for _ in range(2)]
         return [torch.cat([x, torch.ones(rows - count, *x.shape[1:])]) for x in half]
@@ -245,7 +244,7 @@ class MiniWorker:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         half = x / 2
         self.engine.layer_input(layer, half, half, torch.zeros(len(x), dtype=torch.int64))
-        half.fill_(torch.nan)  # a layer writes into its input
+        half.fill_(torch.nan)  # a layer overwrites its input
         q = self._projector(layer)(x, None)
         return q, self.engine.attend(layer, q.to(self.shape.dtype), k, v)
 
@@ -256,7 +255,7 @@ class MiniWorker:
             assert torch.equal(stored.float(), k[row].to(self.shape.kv_dtype).float())
 
     def check_digests(self, again: bool = False) -> None:
-        """The digest of a page is what its kind makes of its keys: when the page is full, and ``again`` at the end."""
+        """Compare digests with those built from the pages' keys: when a page is full, and ``again`` at the end."""
         full = {p for r in self.requests for p in r.pages[: (r.length - 1) // SIZE]}
         pages = torch.tensor(sorted(full & self._digested if again else full - self._digested))
         self._digested |= full
@@ -272,8 +271,8 @@ class MiniWorker:
                     built.view(dtype), again.view(dtype), atol=1e-4, rtol=1e-2
                 )
                 continue
-            # Bits of elements next to a threshold may differ by rounding, and the last ones of a page's two steps,
-            # which are 2 of its 176 bytes.
+            # Bits of elements close to a threshold may differ by rounding, and those of a page's last two steps, 2 of
+            # its 176 bytes.
             differ = (built != again).float().mean()
             assert differ <= {"minmax": 0, "pilot": 0.05}.get(expected.kind, 0.03)
 

@@ -1,4 +1,4 @@
-"""The oracle of ``policy/history.py`` and what the step boundary makes of it, one page after the other."""
+"""The oracle of ``policy/history.py`` and of its use by the step boundary, page by page."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ from ops.plain_residency import PlainResidency
 
 
 class PlainOrchestrator:
-    """Replays the boundaries of a ``MiniWorker``, given what its steps selected.
+    """Replays the boundaries of a ``MiniWorker``, given its steps' selections.
 
     Args:
         slots, period, pin_share: of each layer; steps between two exchanges; share of the slots.
@@ -37,7 +37,7 @@ class PlainOrchestrator:
             self.coming.append((table.exchange(picked, known.launched.step), True))
 
     def _opened(self, request):
-        """Pages that the request begins before every layer has had its exchange."""
+        """Pages that the request opens before every layer has had its exchange."""
         last = min(request.length + self.period, request.end_tokens)
         return sum(position % SIZE == 0 for position in range(request.length, last))
 
@@ -64,7 +64,7 @@ class PlainOrchestrator:
         table.commit(table.exchange([pages] * len(wanted), None, is_forced), step)
 
     def _fill(self, requests, spare):
-        """What fits whole is brought in before anybody misses it."""
+        """If everything fits, pages are prefetched before any miss."""
         full = [page for r in requests for page in r.pages[: (r.length - 1) // SIZE]]
         if len(full) + len(requests) <= self.table.num_slots:
             absent = [self.table._missing(layer, self._ids(full)) for layer in self.table.every]
@@ -74,7 +74,7 @@ class PlainOrchestrator:
     def _pick(self, layer, step, missing, spare):
         score, stamp = self.table.frequency[layer], self.table.stamp[layer]
         if (step + layer) % self.period == 0:
-            since = step - self.period - 2  # what it selected was known at the last exchange
+            since = step - self.period - 2  # its selection was known at the last exchange
             return self._ids(
                 [p for p, s in enumerate(score.tolist()) if s > 0 and stamp[p] > since]
             )

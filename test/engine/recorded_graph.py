@@ -1,12 +1,11 @@
-"""A CUDA graph on CPU tensors: what was launched while it was captured, with the arguments of then.
+"""A CUDA graph on CPU tensors: the launches of its capture, with their captured arguments.
 
-Replaying does to the same memory what was recorded, and runs no Python of the engine. So a step that only
-works because something of the host is looked at anew, or because a tensor is another one in every step,
-gives other results here as it would on a device. And what a capture does not allow is refused: reading a
-value from the device, or an operation whose result has a size that depends on values.
+A replay repeats the recorded operations on the same memory, and runs no Python of the engine. So a step that depends on
+re-reading host state, or on a new tensor in every step, gives wrong results here as it would on a device. Operations
+that a capture forbids are refused: reading a value from the device, or a result whose size depends on values.
 
-What is launched beside the step (`ForkedStream`, for which the graph stands in) is replayed as late as it may run: when
-it is joined. So a step that overwrites what a part beside it reads, or takes what it has not joined, shows.
+Launches on the side stream (`ForkedStream`, replaced by the graph) are replayed as late as possible: when joined. So a
+step that overwrites inputs of a forked part, or uses results before the join, is detected.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _LAUNCH = interpreter.GridExecutor, "__call__"
 
 
 class RecordedGraph(TorchDispatchMode):
-    """``with graph.capture(): ...`` runs and records; ``graph.replay()`` does it again."""
+    """``with graph.capture(): ...`` runs and records; ``graph.replay()`` repeats it."""
 
     def __init__(self):
         super().__init__()
@@ -107,7 +106,7 @@ class RecordedGraph(TorchDispatchMode):
                 beside.append((part, call, kept))
 
     def _do(self, call):
-        """An op or a kernel as a whole: what it is made of is not recorded."""
+        """An op or a kernel as a whole: its inner operations are not recorded."""
         if self._nested:
             return call()
         self._nested = True
@@ -129,7 +128,7 @@ class RecordedGraph(TorchDispatchMode):
         result = func(*args, **kwargs)
         returns = func._schema.returns
         is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
-        if not is_view:  # a view of memory that stays needs no second look
+        if not is_view:  # a view of persistent memory need not be repeated
             self._calls.append((self._part, lambda: func(*args, **kwargs), _tensors(result)))
         return result
 

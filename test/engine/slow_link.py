@@ -1,4 +1,4 @@
-"""A stand-in for the copy thread of ``engine/recall.py`` that copies only when a test says so."""
+"""A stand-in for the copy thread of ``engine/recall.py`` that copies only on a test's request."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ class _Copy(Future):
         self.link, self.work = link, work
 
     def exception(self, timeout=None):
-        if timeout is None:  # somebody will wait for as long as it takes
+        if timeout is None:  # an unbounded wait
             self.link.run_until(self)
         return super().exception(0)
 
 
 class SlowLink:
-    """Takes the place of a ``ThreadPoolExecutor``; copies stay under way until :meth:`run`."""
+    """Replaces a ``ThreadPoolExecutor``; copies stay in flight until :meth:`run`."""
 
     def __init__(self):
         self.waiting: list[_Copy] = []
-        self.forced = 0  # copies that somebody waited for
+        self.forced = 0  # copies that were waited for
 
     def submit(self, function, *args):
         copy = _Copy(self, lambda: function(*args))
@@ -29,7 +29,7 @@ class SlowLink:
         return copy
 
     def run(self, copies: int) -> None:
-        """The link carries so many of the copies, in order."""
+        """The link completes ``copies`` copies, in order."""
         for _ in range(min(copies, len(self.waiting))):
             copy = self.waiting.pop(0)
             copy.set_result(copy.work())
@@ -44,7 +44,7 @@ class SlowLink:
 
 
 def with_slow_link(worker) -> SlowLink:
-    """Give a ``MiniWorker`` a slow link, and no patience with it."""
+    """Give a ``MiniWorker`` a slow link and zero patience."""
     worker.engine.recall.close()
     link = worker.engine.recall._side = SlowLink()
     if worker.engine.policy.residency.patience_us is not None:

@@ -1,4 +1,4 @@
-"""Requests join with their first pages resident, and nobody waits for the copies."""
+"""Requests join with their first pages resident, and no step waits for the copies."""
 
 import numpy as np
 import pytest
@@ -18,12 +18,12 @@ def small(make, **kwargs):
     worker.engine.policy.residency.patience_us = None
     worker.hidden[:] = worker.hidden[
         0
-    ].clone()  # layers change little, so that predictions are right
+    ].clone()  # small changes per layer, so that predictions are right
     return worker
 
 
 def arrive(worker, request, row):
-    """With the hint that a prefill server sends for the queries of ``row``."""
+    """Arrives with the hint of a prefill server for the queries of ``row``."""
     full = np.array(request.pages[: request.length // SIZE], np.int64)
     worker.digests.build(full[~worker.digests.valid[full]], worker.host)
     layers = range(worker.shape.num_layers)
@@ -88,7 +88,7 @@ def test_without_a_hint_the_first_step_misses_all_but_sink_and_newest(make):
     join(worker, request)
     worker.step()
     assert cpu_pages(worker, 1) == (BUDGET - 2) * worker.shape.num_layers
-    retracted = worker.bring(PROMPT, slot=2)  # comes back without an arrival
+    retracted = worker.bring(PROMPT, slot=2)  # resumes without an arrival
     join(worker, retracted)
     worker.step()
     assert cpu_pages(worker, 2) == (BUDGET - 2) * worker.shape.num_layers
@@ -105,7 +105,7 @@ def test_with_nobody_to_wait_the_first_boundary_copies(make):
 
 
 def test_pages_that_were_freed_in_the_same_step_are_the_newcomers(make):
-    """Nothing steps between two requests that come one after the other."""
+    """No step between two consecutive arrivals."""
     worker = small(make)
     last = worker.admit(PROMPT)
     worker.step()
@@ -157,7 +157,7 @@ def test_only_those_with_room_are_copied_for_and_those_that_have_gone_are_forgot
 
 
 def test_full_slots_make_room_but_not_for_more_than_there_is(make):
-    """Pages that were not just in use go; forced ones of the others stay."""
+    """Pages not just in use are evicted; forced ones of the others stay."""
     worker = small(make, resident_tokens=BUDGET * SIZE, max_batch=2)
     old = worker.admit(PROMPT)
     for _ in range(6):
@@ -210,7 +210,7 @@ def test_a_prompt_within_the_budget_has_all_its_pages_even_if_their_copies_are_l
 
 @pytest.mark.parametrize("is_started", [False, True])
 def test_a_request_that_is_aborted_before_it_joins_leaves_nothing(make, is_started):
-    """Its pages go to another at once, whose KV the copies must not show."""
+    """Its pages are reused at once, and the copies must not map the new owner's KV."""
     worker = small(make)
     link = with_slow_link(worker)
     worker.admit(500)

@@ -1,4 +1,4 @@
-"""Attention by an implementation that was named: it runs, or the engine is not made."""
+"""Attention by a named implementation: it runs, or the engine is not created."""
 
 import dataclasses
 import json
@@ -21,7 +21,7 @@ def untouched(monkeypatch):
 
 @pytest.fixture
 def on_hopper(monkeypatch):
-    """Tensors count as a Hopper device's; the package is absent."""
+    """Tensors appear to be on a Hopper device; the package is absent."""
 
     def absent():
         raise ImportError("no FA3 here")

@@ -1,4 +1,4 @@
-"""Digest, grain, query, route and residency in any combination: each step is attention over exactly its pages."""
+"""Digest, grain, query, route and residency in any combination: each step attends to exactly its pages."""
 
 import dataclasses
 import json
@@ -23,7 +23,7 @@ QUERIES = {
     "next layer but one exact": NextLayerQuery((1,)),
     "forecast": NextLayerQuery(attends=False),
 }
-# Digest, grain and query. Embeddings are of single KV heads: one is trained for a forecast, one for queries.
+# Digest, grain and query. Embeddings are per KV head: one is trained for a forecast, one for queries.
 CHOOSERS = [
     chooser
     for chooser in product([*DIGESTS, *EMBEDDINGS], ["layer", "head"], QUERIES)

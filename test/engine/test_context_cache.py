@@ -34,7 +34,7 @@ def random_tokens(rng, most=70):
 
 
 def contents(host, context, cache, kept, layer, head):
-    """Host tokens that a list holds, found by their K, with a look at V."""
+    """Host tokens of a list, identified by K, with V checked."""
     ids, n_pages = cache.worker_ids(kept)
     assert (ids[layer, head, n_pages[layer, head] :] == -1).all()
     found = []

@@ -1,4 +1,4 @@
-"""Times that only a device knows: stamps of a step as slices, and what its stream waited for copies."""
+"""Device-side times: stamps of a step as slices, and its stream's waits for copies."""
 
 import json
 
@@ -11,7 +11,7 @@ from sglang_scout.engine.trace import Tracer
 
 
 class Event:
-    """Of a stream, at so many milliseconds."""
+    """A stream's event, at ``ms`` milliseconds."""
 
     def __init__(self, ms, known=True):
         self.ms, self.known = ms, known

@@ -1,7 +1,7 @@
-"""Every tensor of a device's step lies on the device: tried with one that is not this machine's memory.
+"""Every tensor of a device's step is on the device: tested with a device that is not host memory.
 
-Tensors of torch's "meta" device have no values, but most operations refuse to mix them with the host's, as
-they do with CUDA's. Our ops are not run: their arguments are looked at.
+Tensors of torch's "meta" device have no values, but most operations refuse to mix them with the host's, as with CUDA's.
+Our ops are not run: only their arguments are checked.
 """
 
 import json
@@ -55,10 +55,10 @@ def tensors_in(value):
 
 
 class NoRing:
-    """Takes what a ring's kernels would."""
+    """Accepts the calls of the ring's kernels."""
 
     def __init__(self):
-        self.waited_ns = torch.zeros(LAYERS, dtype=torch.int64)  # fetched, not computed with
+        self.waited_ns = torch.zeros(LAYERS, dtype=torch.int64)  # only read back
         self.posted = []
 
     def errors(self):
@@ -82,14 +82,14 @@ class NoRing:
 
 @pytest.fixture
 def ran(monkeypatch):
-    """Which ops were called; those of the host's pages may read and write these alone."""
+    """Which ops were called; only host-page ops may access host pages."""
     names, host = set(), set()
 
     def call(op, *args, impl="auto", **kwargs):
         op.check(*args, **kwargs)
         for tensor in tensors_in([args, list(kwargs.values())]):
             is_host_s = tensor.device.type == "cpu" and tensor.data_ptr() in host
-            # Recall knows on the host what it copies.
+            # Recall's copy lists are on the host.
             is_host_s = is_host_s or (op.name == "copy_layer_pages" and tensor.shape[:1] == (3,))
             assert tensor.device == META or is_host_s, f"{op.name}: {tensor.shape} on the host"
         names.add(op.name)
@@ -101,7 +101,7 @@ def ran(monkeypatch):
     monkeypatch.setattr(Op, "__call__", call)
     for module in (step, digest_pool, older_tokens, step_inputs):
         monkeypatch.setattr(module, "upload", upload)
-    # What has come is asked of the device, and waited for, when requests join.
+    # Arrived digests are read from the device, with a wait, when requests join.
     monkeypatch.setattr(DigestPool, "accept", lambda self, pages: pages)
     return names, host
 
@@ -166,7 +166,7 @@ def test_every_tensor_of_a_step_is_on_the_device(ran, policy, settings):
     lengths = np.array([542, 64, 33])  # with the second step a page leaves a window
     full = [row[: length // SIZE] for row, length in zip(tables, lengths, strict=True)]
     engine.boundary.admit(range(BATCH), np.concatenate(full))
-    for _ in range(2):  # a third would take in what these have selected, of which there is nothing
+    for _ in range(2):  # a third would process these steps' selections, which do not exist
         lengths += 1
         engine.begin_step(tables, np.arange(BATCH), lengths)
         layers()

@@ -57,10 +57,10 @@ def test_fixed_recall_waits_for_its_copies(make):
 
 
 def test_pages_that_must_be_resident_get_their_slots_back_from_late_copies(make):
-    """Copies hold every slot that forced pages of newcomers need: the boundary has to wait."""
+    """Copies hold every slot that forced pages of new requests need: the boundary has to wait."""
     worker = make(budget_tokens=128, max_batch=4, resident_tokens=128, layers=2)
     link = with_slow_link(worker)
-    assert worker.table.num_slots == 12  # the forced pages of four requests and no more
+    assert worker.table.num_slots == 12  # only the forced pages of four requests
     worker.admit(640)
     for _ in range(4):  # its first misses are known at the third boundary
         worker.step()
@@ -146,7 +146,7 @@ def test_slots_come_back_when_requests_leave(make):
 
 
 def test_misses_of_a_new_request_come_first(make):
-    """With pages for one layer's misses only, they go to the newcomer."""
+    """With pages for one layer's misses only, they go to the new request."""
     worker = make(budget_tokens=256, max_batch=2, pages=200, layers=1, drift=1.0)
     worker.engine.policy.residency.patience_us = None
     old = worker.admit(90 * SIZE)
@@ -178,10 +178,10 @@ def test_layer_0_hands_over_far_fewer_pages_than_layers_with_a_lead(make):
 
 
 class ElasticMachine(RuleBasedStateMachine):
-    """Requests join and leave while copies land in time, late, or after their request has gone.
+    """Requests join and leave while copies land in time, late, or after their request has ended.
 
-    What must hold is checked by the engine itself at every layer (verify): the outputs are those of
-    the chosen pages, each counted once, with the bytes of their present owner.
+    The invariant is checked by the engine at every layer (verify): outputs are those of the selected pages, each
+    counted once, with the bytes of their current owner.
     """
 
     @initialize(
@@ -210,7 +210,7 @@ class ElasticMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.worker.requests)
     @rule(which=st.integers(0, 2), reuse_first=st.booleans())
     def leave(self, which, reuse_first):
-        """Finished, or aborted with copies under way; its pages may be handed out again at once."""
+        """Finished, or aborted with copies in flight; its pages may be reused at once."""
         worker = self.worker
         worker.finish(worker.requests[which % len(worker.requests)])
         if reuse_first:

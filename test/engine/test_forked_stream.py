@@ -1,4 +1,4 @@
-"""What a forked stream waits for, and who waits for it: events on streams that only remember."""
+"""What a forked stream waits for, and what waits for it: events on streams that only record."""
 
 import contextlib
 import weakref
@@ -12,7 +12,7 @@ from sglang_scout.engine.device import ForkedStream
 
 
 class Streams:
-    """Stands for torch.cuda; ``seen`` are waits and launches in order, by name of the stream."""
+    """Mocks torch.cuda; ``seen`` are waits and launches in order, by stream name."""
 
     def __init__(self):
         self.seen, self.names = [], iter(("step", "beside"))

@@ -1,4 +1,4 @@
-"""The graph transport: the guarantees of the host transport, and nothing of the host within a step."""
+"""The graph transport: the guarantees of the host transport, without the host within a step."""
 
 import os
 import sys
@@ -80,7 +80,7 @@ def test_no_token_is_given_out_that_lacks_a_part_of_its_attention(make):
 
 
 def test_requests_come_and_go_and_their_pages_change_hands(make):
-    """Selections reach the host when their pages may belong to somebody else."""
+    """Selections reach the host when their pages may have other owners."""
     rng = np.random.default_rng(5)
     sizes = {"pages": 60, "max_batch": 3, "layers": 2, "threads": True}
     worker = make(budget_tokens=128, config='{"recall": "fixed"}', **sizes)
@@ -98,7 +98,7 @@ def test_requests_come_and_go_and_their_pages_change_hands(make):
 
 
 def test_pages_that_running_steps_write_are_known_and_no_others(make):
-    """Two steps may run: the host has seen the results of the one before them."""
+    """Two steps may be running: the host has the results of the one before them."""
     rng = np.random.default_rng(2)
     worker = make(layers=2, max_batch=3, verify=False, config='{"recall": "fixed"}')
     pages, every = worker.engine.pages, np.arange(worker.host.num_pages)
@@ -115,7 +115,7 @@ def test_pages_that_running_steps_write_are_known_and_no_others(make):
         assert written[1] == {r.pages[(r.length - 1) // SIZE] for r in worker.requests}
         for request in [r for r in worker.requests if rng.random() < 0.1]:
             full = np.array(request.pages[: (request.length - 1) // SIZE], np.int64)
-            worker.finish(request)  # SGLang learns of it when the next step has begun
+            worker.finish(request)  # SGLang sees it after the next step has begun
             full = np.setdiff1d(full, list(written[0] | built[0] | built[1]))
             assert not pages.may_be_written(full)
         found = {page for page in every.tolist() if pages.may_be_written(np.array([page]))}
@@ -146,7 +146,7 @@ def test_pages_that_fill_get_their_digests_from_their_slots(make, digest, monkey
 
 @pytest.mark.parametrize("digest", DIGESTS)
 def test_what_boundaries_launch_is_compiled_before_the_first_request(make, digest):
-    """And leaves no trace: the padding page and a free slot are all that it touches."""
+    """Without side effects: it touches only the padding page and a free slot."""
     _chosen.clear()
     worker = make(layers=2, config=f'{{"digest": "{digest}"}}')
     before = set(chosen())
@@ -161,7 +161,7 @@ def test_what_boundaries_launch_is_compiled_before_the_first_request(make, diges
 
 
 def test_rows_beyond_the_batch_change_nothing(make):
-    """A captured graph has as many rows as it was captured with."""
+    """A captured graph has a fixed number of rows."""
     outputs = []
     for extra in (0, 2):
         worker = make(budget_tokens=128, layers=2, config='{"recall": "off"}', verify=False)
@@ -176,7 +176,7 @@ def test_rows_beyond_the_batch_change_nothing(make):
 
 
 def test_layers_run_without_a_step_as_they_are_captured(make):
-    """With the rows of a graph; nothing has begun, so they attend to nothing and post nothing."""
+    """With the rows of a graph; no step has begun, so they attend to nothing and post nothing."""
     worker = make(budget_tokens=128, layers=3, verify=False, resident_tokens=128,
                   config='{"recall": "off"}')  # fmt: skip
     engine, shape, rows = worker.engine, worker.shape, 3
@@ -194,7 +194,7 @@ def test_layers_run_without_a_step_as_they_are_captured(make):
     assert int(RingView(worker.arena).control["head"]) == 0
     worker.admit(900)
     worker.step()
-    # Anew, with a request there, as after other weights were loaded.
+    # Recapture with a request present, as after a weight update.
     kept = [x.clone() for x in (*worker.host.k, *worker.host.v, engine.resident.k)]
     posted = int(RingView(worker.arena).control["head"])
     capture()
@@ -206,7 +206,7 @@ def test_layers_run_without_a_step_as_they_are_captured(make):
 
 
 class NothingComesBack(torch.overrides.TorchFunctionMode):
-    """Refuses what would make a step wait for the device, where the engine asks for it."""
+    """Refuses the engine's synchronizing operations within a step."""
 
     WAITS = ("numpy", "cpu", "item", "tolist", "__bool__", "__int__", "__float__", "nonzero",
              "__index__", "unique", "masked_select", "is_nonzero")  # fmt: skip

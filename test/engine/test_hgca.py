@@ -1,4 +1,4 @@
-"""A window on the device and kept tokens of each head with the worker, against HGCA word for word."""
+"""A window on the device and kept tokens of each head with the worker, against HGCA's algorithms."""
 
 import math
 import os
@@ -31,7 +31,7 @@ def test_every_step_is_that_of_the_algorithms(make, keys):
     for step in range(80):
         if step == 20:
             worker.finish(worker.requests[0])
-            worker.admit(223)  # its first page leaves at once, and nothing is known of it
+            worker.admit(223)  # its first page leaves at once, without statistics
         if step == 45:
             worker.finish(worker.requests[1])
         worker.checked_step()
@@ -76,7 +76,7 @@ def test_beta_infinity_is_the_window(make):
 
 
 def test_until_an_evaluation_has_ended_attention_is_full(make, monkeypatch):
-    """However long it takes, and also of what leaves the window meanwhile."""
+    """However long it takes, and also over tokens that leave the window meanwhile."""
     worker = make()
     worker.admit(300)
     held = Future()
@@ -89,7 +89,7 @@ def test_until_an_evaluation_has_ended_attention_is_full(make, monkeypatch):
 
 
 def test_context_pages_come_back_when_requests_end(make):
-    """Also of one that ends before its evaluation has."""
+    """Also of a request that ends before its evaluation."""
     worker = make()
     for steps in (1, 2, 3, 6):
         request = worker.admit(400)
@@ -107,7 +107,7 @@ def test_context_pages_come_back_when_requests_end(make):
 
 
 def test_a_worker_that_dies_in_mid_evaluation_costs_nothing(make, monkeypatch):
-    """With a layer's post under way: attention to the newcomer stays full until the evaluation has ended."""
+    """With a layer's post in flight: the new request's attention stays full until the evaluation has ended."""
     pytest.importorskip("sglang_scout._native")
     worker, begun, goes_on, held_steps = make(ArenaWorker), Event(), Event(), 4
     older, client = worker.engine.older, worker.client
@@ -129,10 +129,10 @@ def test_a_worker_that_dies_in_mid_evaluation_costs_nothing(make, monkeypatch):
     for _ in range(LANDS_AFTER):
         worker.checked_step()
     assert begun.wait(60)
-    while not client.ready:  # it was replaced, where it got no CPU for 2 s
+    while not client.ready:  # replaced if it got no CPU for 2 s
         time.sleep(0.05)
     pid = client.snapshot().pid
-    os.kill(pid, signal.SIGSTOP)  # so it has a post that it has not answered
+    os.kill(pid, signal.SIGSTOP)  # so it has an unanswered post
 
     def killed(*args):
         client.wait = wait
@@ -191,7 +191,7 @@ def test_a_beta_that_float32_cannot_hold_is_infinity(make, beta):
 
 
 def test_what_nobody_waits_for_is_not_evaluated(make, monkeypatch):
-    """The thread has other requests' pages to look at."""
+    """The thread has other requests to evaluate."""
     worker, begun, goes_on = make(), [], Event()
     evaluator = worker.engine.older._evaluator
     select = evaluator._select

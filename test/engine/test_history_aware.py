@@ -1,4 +1,4 @@
-"""RheoServe's orchestrator in the engine: recorder, exchange, pins, promotion and slots held back."""
+"""RheoServe's orchestrator in the engine: recorder, exchange, pins, promotion and reserved slots."""
 
 import json
 
@@ -54,7 +54,7 @@ def test_as_the_plain_one_whatever_happens(seed, period, pin_share, budget, extr
             worker.finish(request)
             plain.table.invalidate(np.array(request.pages))
             if rng.random() < 0.5:
-                worker.free_pages.sort()  # used again at once
+                worker.free_pages.sort()  # reused at once
         while len(worker.requests) < 3 and rng.random() < 0.5 or not worker.requests:
             length, new = int(rng.integers(1, 18 * SIZE)), int(rng.integers(0, 30))
             fresh.append(worker.admit(length, max_new=new))
@@ -107,6 +107,6 @@ def test_a_long_request_finds_its_newest_pages_where_the_policy_says_so(make, po
     request = worker.admit(12 * SIZE + 3, max_new=99)
     worker.step()
     resident = np.flatnonzero((worker.table.slot_of[:, request.pages] >= 0).all(0)).tolist()
-    newest = max(warm, 1)  # which is always resident
+    newest = max(warm, 1)  # always resident
     assert resident == [0, *range(12 - newest, 13)]
     assert (worker.table.held_back > 0, worker.table.pin_share > 0) == (False, warm > 0)

@@ -1,6 +1,6 @@
 """How many kernels a layer launches on a device, by policy: counted in Triton's interpreter.
 
-docs/gpu.md has the table. What a projection with quantised weights launches is in test/plugin/test_support.py.
+docs/gpu.md has the table. The launches of a quantised projection are in test/plugin/test_support.py.
 """
 
 import pytest
@@ -44,7 +44,7 @@ class KeepsTokens(GraphWorker):
 
 
 def projector(shape, heads):
-    """As the plugin makes it for plain weights: with a head norm and RoPE."""
+    """The plugin's projector for unquantised weights: with a head norm and RoPE."""
     size, dtype = shape.head_dim, shape.dtype
     norm, head_norm = torch.ones(HIDDEN, dtype=dtype), torch.ones(size, dtype=dtype)
     w_q, table = torch.ones(heads * size, HIDDEN, dtype=dtype), torch.ones(4, size)

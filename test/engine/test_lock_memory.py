@@ -12,7 +12,7 @@ from sglang_scout.engine import device
 
 
 class FakeRuntime:
-    """cudaHostRegister of a machine that locks ``limit`` bytes at most."""
+    """cudaHostRegister with a limit of ``limit`` bytes."""
 
     def __init__(self, limit):
         self.limit, self.locked = limit, {}
@@ -33,7 +33,7 @@ CHUNK = device.LOCK_CHUNK_BYTES
 
 @pytest.fixture
 def runtime(monkeypatch):
-    """Locks three chunks; memory is taken at once and has the same address on the device."""
+    """Locks three chunks; memory is populated immediately and has the same address on the device."""
     made = FakeRuntime(3 * CHUNK)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
     monkeypatch.setattr(device, "populate_together", lambda address, size: 0)
@@ -84,7 +84,7 @@ def test_memory_that_is_not_there_is_not_called_a_limit_on_locked_memory(
 ):
     taken = iter([0, error, 0])
     monkeypatch.setattr(device, "populate_together", lambda address, size: next(taken))
-    if error == errno.EINVAL:  # of a kernel that cannot; the lock takes it
+    if error == errno.EINVAL:  # kernel without support; the lock populates it
         device.lock_memory(4096, 3 * CHUNK)
         assert len(runtime.locked) == 3
         return

@@ -1,4 +1,4 @@
-"""What a step reads and waits for when everything fits: by count, against attention over all of K and V."""
+"""Bytes read and waits of a step when everything fits, counted, against attention over all of K and V."""
 
 import json
 
@@ -13,7 +13,7 @@ LENGTHS = (9 * SIZE + 3, 2 * SIZE, 5)
 
 
 def bytes_read(worker, monkeypatch):
-    """By layer, of K and V by the device's attention and of digests by the scores, in one more step."""
+    """Bytes by layer, of K and V by the device's attention and of digests by the scores, in one more step."""
     counted = {"kv": 0, "digests": 0}
     attend, score = step.attend_pages, DigestPool.score
     page_bytes = 2 * worker.shape.page_bytes
@@ -39,7 +39,7 @@ def bytes_read(worker, monkeypatch):
 
 @pytest.mark.parametrize("digest", ["minmax", "rotated-2"])
 def test_what_the_budget_covers_reads_what_full_attention_reads(make, monkeypatch, digest):
-    """And not one digest, though these hold nonsense: every page is chosen anyway."""
+    """And no digest, though these hold garbage: every page is selected anyway."""
     worker = make(budget_tokens=16 * SIZE, config=json.dumps({"digest": digest}))
     for length in LENGTHS:
         worker.admit(length)

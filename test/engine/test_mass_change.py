@@ -1,4 +1,4 @@
-"""The part of the CPU, computed with the predicted query, merged as it weighs with the real one."""
+"""The CPU's part, computed with the predicted query, is merged with the weight of the real one."""
 
 import json
 
@@ -11,7 +11,7 @@ from sglang_scout.engine.verify import co_attention_reference
 
 @pytest.mark.parametrize("digest", ["minmax", "rotated-2"])
 def test_missing_pages_weigh_as_the_real_query_says(make, digest):
-    """By the digests' estimates: the output comes nearer to that with the exact masses."""
+    """By the digests' estimates: the output is closer to that with the exact masses."""
     heard = []
 
     def around(missing):

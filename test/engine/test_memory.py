@@ -1,4 +1,4 @@
-"""The memory plan: what is bounded by what, and what is refused."""
+"""The memory plan: limits and refusals."""
 
 import dataclasses
 import json
@@ -28,7 +28,7 @@ PAGE_BYTES = 2 * 32 * 8 * 128 * 2 * 40
 
 
 def config(config="{}", **kwargs):
-    """With digests and a budget that are easy to reckon with, unless said otherwise."""
+    """With digests and a budget for simple arithmetic by default."""
     keys = {"digest": "minmax"} | (json.loads(config) if isinstance(config, str) else config)
     kwargs = {"budget_tokens": 2048, "available_cpus": {0}} | kwargs
     return parse_config(policy="scout", policies=policies(), config=keys, **kwargs)
@@ -114,7 +114,7 @@ def test_too_little_memory_is_refused_with_the_parts_and_the_flags():
 
 
 def test_a_device_gives_what_digests_leave_to_resident_pages():
-    digests = 4097 * (PAGE_BYTES // 32 + 32 * 48)  # and SGLang's words of each token
+    digests = 4097 * (PAGE_BYTES // 32 + 32 * 48)  # and SGLang's words per token
     made = plan(config(), device_bytes=digests + 700 * PAGE_BYTES + 5)
     assert made.num_slots == 700
     assert made.digest_bytes + made.input_bytes + made.resident_bytes <= digests + 700 * PAGE_BYTES
@@ -218,7 +218,7 @@ def test_what_the_worker_needs_beside_the_pages_is_counted():
         assert part in str(caught.value)
 
 
-RESULT_BYTES = 2 * 40 * 4 * 32 * -(-(40 * 129) // 32)  # of a sequence, in all slots of the ring
+RESULT_BYTES = 2 * 40 * 4 * 32 * -(-(40 * 129) // 32)  # per sequence, in all slots of the ring
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ RESULT_BYTES = 2 * 40 * 4 * 32 * -(-(40 * 129) // 32)  # of a sequence, in all s
 def test_partial_results_are_of_the_threads_that_may_share_a_sequence(
     threads, node_cpus, most, results
 ):
-    """For eight requests. With 16 runs a CPU or more than there could be; see below."""
+    """For eight requests. With 16 runs per CPU, or more than possible; see below."""
     settings = config(config={"worker_threads_per_group": threads})
     made = plan(settings, node_cpus=node_cpus)
     assert (made.worker.threads, made.worker.partial_bytes) == (most, results * RESULT_BYTES)
@@ -241,6 +241,6 @@ def test_partial_results_are_of_the_threads_that_may_share_a_sequence(
     [(1024, [2], 32), (1024, [36], 16 * 36), (20, [2, 9], 32 * 2), (64, [9, 2], 64 * 2)],
 )
 def test_partial_results_are_no_more_than_sixteen_runs_a_cpu(max_batch, node_cpus, results):
-    """Of the smallest node; but with several nodes every sequence has one of each."""
+    """Of the smallest node; with several nodes every sequence has one of each."""
     made = plan(config(), max_batch=max_batch, node_cpus=node_cpus)
     assert made.worker.partial_bytes == results * RESULT_BYTES

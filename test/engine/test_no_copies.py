@@ -1,6 +1,6 @@
-"""Between steps numbers reach a device as arguments of kernels: a copy from host memory would wait for the stream.
+"""Between steps scalars reach a device as kernel arguments: a copy from host memory would synchronize the stream.
 
-Tensors are torch's fake ones on "cuda", which need no device; what is dispatched for them is what a device would get.
+Tensors are torch's fake ones on "cuda", which need no device; their dispatched operations are a device's.
 """
 
 import pytest
@@ -15,7 +15,7 @@ from sglang_scout.worker.spec import ArenaSpec
 
 
 class NoCopies(TorchDispatchMode):
-    """Refuses operations on the device that take a tensor of the host."""
+    """Refuses device operations with a host tensor argument."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         devices = {x.device.type for x in args if isinstance(x, torch.Tensor)}

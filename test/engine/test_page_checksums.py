@@ -1,4 +1,4 @@
-"""When pages are sealed, and that each way to read a host page compares it."""
+"""When pages are sealed, and that every read of a host page verifies it."""
 
 from functools import partial
 
@@ -18,7 +18,7 @@ from mini_worker import SIZE  # noqa: E402
 
 @pytest.fixture
 def make(make):
-    """Its verifier reads host pages as well, so that it would hold a wrong page for a right one."""
+    """No verifier: it reads host pages too, so it would accept a damaged page."""
     return partial(make, GraphWorker, verify=False)
 
 
@@ -27,7 +27,7 @@ def config(recall):
 
 
 def is_sealed(worker, pages):
-    """``[n]`` in all layers; in none is False as well."""
+    """``[n]`` in all layers; False also if in none."""
     words = worker.host.checksums.words[:, pages]
     assert ((words != 0).all(axis=0) == (words != 0).any(axis=0)).all()
     return (words != 0).all(axis=0).tolist()
@@ -95,7 +95,7 @@ def test_a_page_that_was_freed_before_it_was_sealed_is_left_to_its_next_owner(ma
 
 @pytest.mark.parametrize("threads", [True, False])
 def test_a_page_that_is_computed_on_the_cpu_is_compared(make, threads):
-    """By worker threads, or the attendant where there are none."""
+    """By worker threads, or the attendant if there are none."""
     worker = make(config=config("off"), threads=threads)
     requests = worker.admit(700), worker.admit(500)
     for _ in range(4):
@@ -111,7 +111,7 @@ def test_a_page_that_is_computed_on_the_cpu_is_compared(make, threads):
 
 @pytest.mark.parametrize("how", ["load_now", "fill"])
 def test_a_page_that_is_copied_is_compared_before_a_step_attends_to_it(make, how):
-    """At a boundary, or beside a step."""
+    """At a boundary, or during a step."""
     worker = make(config=config("off"), resident_tokens=1024)
     request = worker.admit(700)
     worker.step()

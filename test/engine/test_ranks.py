@@ -1,4 +1,4 @@
-"""Tensor parallelism: engines that have a part of the heads each, against one that has them all."""
+"""Tensor parallelism: engines with a shard of the heads each, against one with all heads."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -15,9 +15,9 @@ STEPS = 18
 
 
 class Meeting:
-    """Where ranks that run in threads of this process meet; ``rank(i)`` is what an engine gets.
+    """Collectives of ranks that run in threads of this process; ``rank(i)`` is passed to an engine.
 
-    They take turns, as Triton's interpreter cannot run twice at once.
+    They take turns, as Triton's interpreter cannot run concurrently.
     """
 
     def __init__(self, size):
@@ -54,7 +54,7 @@ class _Rank:
 
 
 class Deaf(_Rank):
-    """Keeps its own scores, and only lets them be checked."""
+    """Keeps its own scores; only checks are collective."""
 
     def combine(self, x, how):
         return x if x.is_floating_point() else super().combine(x, how)
@@ -67,7 +67,7 @@ class Selected:
         self.pages = []
         touch = worker.table.uses.touch
 
-        def remember(layers, pages, step, fresh):  # of one layer, or all of a step
+        def remember(layers, pages, step, fresh):  # of one layer, or of all in a step
             self.pages += zip(layers.tolist(), pages.tolist(), strict=True)
             return touch(layers, pages, step, fresh)
 

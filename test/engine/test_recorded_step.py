@@ -1,6 +1,6 @@
-"""The step with the graph transport as a graph: recorded once, replayed ever after, equal to the eager one.
+"""The step with the graph transport as a graph: captured once, replayed, equal to the eager one.
 
-The graph is `RecordedGraph`, which knows what CUDA's allows and forbids, and runs what is forked as late as it may.
+The graph is `RecordedGraph`, which enforces the rules of CUDA capture, and runs forked parts as late as possible.
 """
 
 import json
@@ -23,7 +23,7 @@ from recorded_graph import RecordedGraph  # noqa: E402
 
 ROWS, STEPS = 3, 8
 KINDS = ("attend", "mass", "merge", "post", "predict", "score", "select", "wait")
-SLACK_US = 5000.0  # of the two clocks' offset, measured on a busy machine
+SLACK_US = 5000.0  # in the two clocks' offset, measured on a busy machine
 
 
 class ReplayingWorker(GraphWorker):
@@ -40,7 +40,7 @@ class ReplayingWorker(GraphWorker):
         self.graphs = {is_dense: self.capture(is_dense) for is_dense in kinds}
 
     def capture(self, is_dense=False):
-        """The graph, and where it leaves queries and outputs of all layers."""
+        """The graph, and its output buffers for queries and outputs of all layers."""
         self.engine.pause()
         self.engine.is_dense = is_dense
         for graph in (RecordedGraph(), RecordedGraph()):  # the first is the warm-up
@@ -95,7 +95,7 @@ def test_replayed_steps_equal_eager_ones(make, policy, config):
                 worker.admit(length)
             worker.step(extra_rows=ROWS - len(worker.requests))
             if worker.engine.older is not None:
-                worker.engine.older.wait()  # both find its result at the same boundary
+                worker.engine.older.wait()  # both get its result at the same boundary
             if 0 <= leaves < len(worker.requests) - 1:
                 worker.finish(worker.requests[leaves])
         assert eager.engine.can_replay == replayed.engine.can_replay
@@ -144,7 +144,7 @@ def test_a_part_beside_runs_when_it_is_joined_and_no_sooner():
     with graph.capture():
         given = x + 1
         with graph.fork(0, given):
-            late = x * 2  # not given: it sees what the step makes of x
+            late = x * 2  # not given: it sees the step's changes to x
             made = given * 2
         x.add_(10)
         graph.join(0)

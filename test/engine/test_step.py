@@ -1,6 +1,6 @@
 """The decode step against plain references, from a request's first step to its end.
 
-What a step selected is known two boundaries later: counters are those of all steps but the last two.
+A step's selections are known two boundaries later: counters exclude the last two steps.
 """
 
 import json
@@ -29,7 +29,7 @@ def test_digests_that_the_policy_does_not_score_are_refused(make):
 
 
 def test_a_covering_budget_is_exact_full_attention(make):
-    """On both sides of a page's border, and across it."""
+    """On both sides of a page boundary, and across it."""
     worker, lengths = make(budget_tokens=512), (1, 31, 64, 95)
     for length in lengths:
         worker.admit(length)
@@ -73,7 +73,7 @@ def test_a_small_budget_attends_to_exactly_the_chosen_pages(make, settings):
 
 
 def test_a_share_of_the_mass_takes_fewer_pages(make):
-    """Of requests longer than the budget; one that fits is exact."""
+    """For requests longer than the budget; one that fits is exact."""
     selected = []
     for mass in (1.0, 0.95):
         worker = make(
@@ -90,7 +90,7 @@ def test_a_share_of_the_mass_takes_fewer_pages(make):
 
 
 def test_a_newcomer_changes_nobodys_query(make):
-    """All are predicted, its own too: no layer waits for it."""
+    """All queries are predicted, its own too: no layer waits for it."""
     heard = []
 
     def around(missing):
@@ -113,7 +113,7 @@ def test_a_newcomer_changes_nobodys_query(make):
 @pytest.mark.parametrize("policy", ["scout", "infinigen"])
 @pytest.mark.parametrize("digest", ["minmax", "rotated-2"])
 def test_a_selected_page_counts_once_wherever_it_is(make, policy, digest):
-    """Resident, copied ahead in this step or with the CPU: the selection, and nothing else."""
+    """Resident, fetched in this step or on the CPU: exactly the selection."""
     config = {"attend": "selected", "precompute": False, "digest": digest}
     worker = make(policy=policy, budget_tokens=128, drift=2.0, config=json.dumps(config))
     worker.admit(1000)
@@ -206,7 +206,7 @@ def test_digests_that_arrived_are_used_and_absent_ones_built(make, monkeypatch):
                 part[layer, pages[:6]] = bound.view(torch.uint8)
 
     request = worker.admit(10 * SIZE + 5, arrive=arrive)
-    # A boundary's stream has a step to end first: nothing may be asked there.
+    # A boundary's stream has a step to finish first: no read from it there.
     monkeypatch.setattr(worker.digests, "accept", None)
     worker.step()
     assert worker.digests.received == 6 and worker.digests.computed == 4
@@ -247,11 +247,11 @@ def test_a_batch_too_large_is_refused(make):
 
 @pytest.mark.parametrize("recall", ["fixed", "adaptive"])
 def test_the_same_request_gives_the_same_outputs_every_time(make, recall):
-    """Copies run in another thread; what is resident in which step must not depend on its speed."""
+    """Copies run in another thread; residency must not depend on its speed."""
     runs = []
     for _ in range(2):
         worker = make(budget_tokens=128, seed=11, config=f'{{"recall": "{recall}"}}')
-        # Adaptive recall repeats exactly as long as no copy is late, which a busy machine may cause.
+        # Adaptive recall is deterministic unless a copy is late, which a busy machine may cause.
         worker.engine.policy.residency.patience_us = None
         worker.admit(640)
         runs.append([torch.stack(worker.step()) for _ in range(20)])

@@ -1,4 +1,4 @@
-"""What a boundary sends to the device in one piece."""
+"""A boundary's single transfer to the device."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The step log: every step a line, whose numbers are those of the counters."""
+"""The step log: one line per step, consistent with the counters."""
 
 import numpy as np
 import pytest
@@ -33,11 +33,11 @@ def mini(tmp_path):
 def test_lines_are_what_was_counted(mini, tmp_path):
     mini.admit(20 * SIZE)
     cosines = []
-    for step in range(11):  # what two of them selected is not known at the end
+    for step in range(11):  # the selections of the last two are not known at the end
         if step == 4:
             mini.admit(11 * SIZE + 5)
         recalled = {name: getattr(mini.engine.counters, name) for name in RECALLS}
-        mini.step(extra_rows=1)  # of a padded batch, in which nobody is
+        mini.step(extra_rows=1)  # a padding row
         real, row = mini.queries[1], slice(len(mini.requests))
         ahead = mini._projector(1)(mini.hidden[0, row], None)
         cosines.append(torch.cosine_similarity(real[row], ahead, dim=-1).mean().item())
@@ -55,7 +55,7 @@ def test_lines_are_what_was_counted(mini, tmp_path):
     waits = np.array([s.gpu_wait_us for s in log.steps]).sum(axis=0)
     assert waits.tolist() == counters.gpu_wait_us_by_layer.tolist()
     for s, cosine in zip(log.steps, cosines, strict=False):
-        # Layer 0 is told by its own input; first steps of requests are predicted like any other.
+        # Layer 0 uses its own input; first steps of requests are predicted like any other.
         assert s.query_cosine[:2] == pytest.approx([1, cosine], abs=1e-4)
     for before, after in zip(log.steps, log.steps[1:], strict=False):
         assert before.start_us + before.step_us <= after.start_us

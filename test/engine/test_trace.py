@@ -1,4 +1,4 @@
-"""The timeline: what it records, that rows never nest, and that tracing off costs no slice."""
+"""The timeline: its contents, that rows never nest, and that no slice is recorded when off."""
 
 import contextlib
 import json
@@ -43,7 +43,7 @@ class Log:
 
 
 class Timed:
-    """Around a stand-in for the worker: says in a log when it computed, as threads do."""
+    """Wraps a stand-in for the worker: logs when it computed, as worker threads do."""
 
     def __init__(self, inner, log, lost_steps=()):
         self.inner, self.log, self.lost_steps = inner, log, lost_steps
@@ -84,7 +84,7 @@ def traced(tmp_path):
     def run(steps=6, keep=4, lost_steps=(), config='{"recall": "off"}', **kwargs):
         log = Log()
         tracer = Tracer(str(tmp_path / "t.json"), keep, log, {"layers": LAYERS, "policy": "scout"})
-        # Long requests and much drift: pages are missing in every step.
+        # Long requests and high drift: pages are missing in every step.
         kwargs = {"budget_tokens": 128, "drift": 3.0, "config": config} | kwargs
         around = partial(Timed, log=log, lost_steps=lost_steps)
         worker = MiniWorker(layers=LAYERS, tracer=tracer, around_missing=around, **kwargs)
@@ -185,7 +185,7 @@ def small(tmp_path, log, steps=5):
 
 
 def test_a_killed_server_leaves_the_steps_before(tmp_path):
-    """Nobody writes the end: SGLang's loops never return."""
+    """The end is never written: SGLang's loops never return."""
     log = Log()
     tracer = small(tmp_path, log)
     for step in (7, 8, 9):
@@ -226,7 +226,7 @@ def test_concurrent_slices_of_a_row_are_moved_beside_it(tmp_path):
 
 
 def test_impossible_events_are_dropped_and_counted(tmp_path):
-    """The worker's memory may say anything that the reader of the ring cannot know to be wrong."""
+    """The worker's memory may hold any values that pass the ring reader's checks."""
     before = time.monotonic_ns()
     log = Log()
     tracer = small(tmp_path, log)

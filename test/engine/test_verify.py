@@ -1,4 +1,4 @@
-"""What the verifier says of an output that is wrong: every assertion on its number rests on it."""
+"""The verifier detects wrong outputs: every assertion on its number depends on it."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ CHANGE = torch.tensor([[0.5, -1.0, 0.0, 2.0]])
 
 
 def case():
-    """(arguments of relative_error without the output, the output that is right)."""
+    """(arguments of relative_error without the output, the correct output)."""
     source = torch.Generator().manual_seed(3)
     k, v = (torch.randn(PAGES, SIZE, HEADS, DIM, generator=source) for _ in range(2))
     q, q_ahead = (torch.randn(1, 2 * HEADS, DIM, generator=source) for _ in range(2))
@@ -37,7 +37,7 @@ def test_a_number_that_is_none_is_the_largest_error(value):
     arguments, right = case()
     right[0, -1, -1] = value
     assert relative_error(right, *arguments) == NOT_FINITE
-    # Also where the pages themselves hold it.
+    # Also if the pages themselves hold it.
     arguments, right = case()
     arguments[7][3, 0, 0, 0] = value
     assert relative_error(right, *arguments) == NOT_FINITE

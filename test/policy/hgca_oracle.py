@@ -1,16 +1,16 @@
 """Algorithms 1 and 2 of HGCA (Deng et al.), token by token in float64: one request in one layer.
 
-Where it deviates from the paper, as the engine does:
+Deviations from the paper, as in the engine:
 
-- Line 12 of Algorithm 1 has its sign reversed: what is evicted is ceil((l_cur - l_max + 1) / blk_size) blocks.
-- The smoothing factor is stated nowhere: 0.1. The average of an entry starts at its first weight.
+- Line 12 of Algorithm 1 has its sign reversed: ceil((l_cur - l_max + 1) / blk_size) blocks are evicted.
+- The smoothing factor is not given: 0.1 here. An entry's average starts at its first weight.
 - Grouped queries: one average per KV head, of the largest weight among the group's query heads.
-- An eviction decides by the averages of the step before the last, the newest that a pipelined host can know by
-  then. A block of which there are none is kept whole.
-- Append: the query that selects is that of the first decode step, not the prompt's last ones. Until the
-  evaluation has landed, the CPU attends to everything.
-- A list of at most ``cap`` tokens: what comes when it is full is left out, and the head's beta is doubled.
-- Retained weights are not renormalised: nothing reads them again.
+- An eviction uses the averages of the step before the last, the newest available to a pipelined host. A block without
+  averages is kept whole.
+- Append: the selecting query is the first decode step's, not the prompt's last ones. Until the evaluation has landed,
+  the CPU attends to everything.
+- A list has at most ``cap`` tokens: later ones are dropped, and the head's beta is doubled.
+- Retained weights are not renormalised: they are not read again.
 """
 
 import numpy as np
@@ -106,7 +106,7 @@ class Oracle:
                 self.raised += 1
 
     def _average(self, weight, first_step):
-        """Algorithm 1 line 9; entries that have none yet start."""
+        """Algorithm 1 line 9; new entries are initialised."""
         moved = weight.copy()
         if not first_step:
             old = self.maw[:, self.first - self.maw_first :]

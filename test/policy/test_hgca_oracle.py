@@ -1,4 +1,4 @@
-"""The oracle of HGCA against what can be said without it."""
+"""The oracle of HGCA against independent properties."""
 
 import numpy as np
 import pytest
@@ -39,7 +39,7 @@ def test_beta_infinity_is_the_window_once_the_evaluation_has_landed():
         np.testing.assert_allclose(
             out, dense(np.arange(0 if step < 3 else first, length)), atol=1e-12
         )
-        # Blocks leave whole, when the one that is being filled begins.
+        # Blocks leave whole, when the one being filled begins.
         assert length - first == 96 - 32 + (length - 1) % 32 + 1
     assert oracle.kept == [[], []]
 

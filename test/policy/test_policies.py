@@ -1,4 +1,4 @@
-"""What the presets decide."""
+"""Decisions of the presets."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The controller of adaptive recall, in a synthetic world where pages drift at known speeds."""
+"""The controller of adaptive recall, in a simulation where pages drift at known rates."""
 
 from collections import deque
 from dataclasses import replace
@@ -25,11 +25,11 @@ def controller(layers, **kwargs):
 
 
 class World:
-    """Layers whose misses grow by ``drift`` of the budget a step, and a link that may be slow.
+    """Layers whose misses grow by ``drift`` of the budget per step, and a link that may be slow.
 
     Args:
-        worth: per layer, share of the recalled pages that are still wanted when they land.
-        link_pages: pages that the link carries in a step.
+        worth: per layer, share of the recalled pages that are still selected when they land.
+        link_pages: pages that the link copies per step.
     """
 
     def __init__(self, control, drift, worth=1.0, link_pages=PLENTY):
@@ -39,18 +39,18 @@ class World:
         self.worth = np.broadcast_to(np.array(worth, float), self.layers)
         self.link_pages = link_pages
         self.missing = np.zeros(self.layers)  # pages
-        # Of them, when each of the steps that are not known yet selected.
+        # Their values at each step whose results are not known yet.
         self.measured = deque(np.zeros((KNOWN_AFTER, self.layers)), maxlen=KNOWN_AFTER)
         self.queued = np.zeros(self.layers)  # pages on the link
         self.started = np.zeros(self.layers, np.int64)
         self.landed = np.zeros(self.layers, np.int64)
-        self.useful = np.zeros(self.layers)  # of landed pages, what is not yet reported
+        self.useful = np.zeros(self.layers)  # landed pages not yet reported
         self.late_pages = 0
         self.steps = 0
         self.ratios, self.copies, self.late, self.limits = [], [], [], []
 
     def step(self, warming_missed=0):
-        """One boundary and one step; ``warming_missed`` pages a layer of a request in its 2nd step."""
+        """One boundary and one step; ``warming_missed`` pages per layer of a request in its 2nd step."""
         missed = np.zeros((self.layers, ROWS + 1), np.int64)
         self._spread(missed, self.measured[0])
         missed[:, ROWS] = warming_missed
@@ -89,7 +89,7 @@ class World:
         self.limits.append(self.control.limit_pages)
 
     def _spread(self, table, pages):
-        """Deal ``pages`` [L] out to the rows."""
+        """Distribute ``pages`` [L] over the rows."""
         table[:, :ROWS] = (pages / ROWS)[:, None]
         table[:, 0] += np.round(pages).astype(np.int64) - table[:, :ROWS].sum(axis=1)
 
@@ -109,7 +109,7 @@ def test_every_layer_is_held_under_the_threshold_with_as_few_copies_as_its_drift
     ratios = np.array(world.ratios[100:])
     assert (ratios.max(axis=0) <= BETA + 1 / CAPACITY).all(), ratios.max(axis=0)
     for layer, speed in enumerate(drift):
-        # From nothing to the threshold, no sooner: the longest interval that holds.
+        # From zero exactly to the threshold: the longest valid interval.
         longest = int(BETA / speed)
         assert longest - 3 <= np.mean(world.gaps(layer, 100)) <= longest + 1, (layer, longest)
         assert abs(world.control.describe()["intervals"][layer] - longest) <= 3
@@ -157,7 +157,7 @@ def test_intervals_of_a_profile_are_the_start():
     world.missing[:] = 2
     firsts = {}
     for step in range(80):
-        # What the profile expects of each layer happens.
+        # Each layer behaves as profiled.
         world.drift[:] = [BETA / 20, BETA / 3]
         world.step()
         for layer in np.flatnonzero(world.copies[-1]):
@@ -212,7 +212,7 @@ def test_it_backs_off_when_the_link_is_late_and_recovers():
     assert control.backoffs > 0 and control.limit_pages < 30
     assert np.mean(np.array(world.late[-100:]) > 0) < 0.3, "it must not stay late"
     assert max(world.late[-100:]) <= 24
-    # Backing off does not mean giving up: most of what the link carries is used.
+    # After backing off, most of the link's capacity is still used.
     assert np.mean(np.sum(world.copies[-100:], axis=1)) > 0.6 * 12
     world.link_pages = PLENTY
     world.run(400)
@@ -263,7 +263,7 @@ def report(*, late_pages=0, started=0, **kwargs):
 
 @pytest.mark.parametrize("age", range(WARM_UP_STEPS + 1))
 def test_every_age_that_may_recall_is_granted_pages(age):
-    """What `MeasuredRecall.pick` takes for a row in warm-up, and no more."""
+    """Exactly what `MeasuredRecall.pick` takes for a row in warm-up."""
     control = controller(1, intervals=[0])
     control.plan(replace(report(), ages=np.array([age]), absent=np.array([[10]])))
     assert control.granted.tolist() == [10 if age < WARM_UP_STEPS else 0]
@@ -274,7 +274,7 @@ def test_newcomers_come_first_and_do_not_look_like_drift():
     world = World(control, [0.001] * 2).run(50)
     intervals = control.describe()["intervals"]
     for _ in range(6):
-        world.step(warming_missed=80)  # of each layer, more than there is
+        world.step(warming_missed=80)  # per layer, more than available
         assert control.granted.sum() == 150
     assert (control.ratio < 0.1).all() and not control.is_due.any()
     assert control.describe()["intervals"] == intervals

@@ -1,4 +1,4 @@
-"""Pages of a step dealt out to layers."""
+"""Division of a step's pages among layers."""
 
 import numpy as np
 from hypothesis import given
@@ -17,7 +17,7 @@ def test_shares_take_all_there_is_and_lie_at_a_common_level(wanted, pages, rando
     assert (given_ >= 0).all() and (given_ <= wanted).all()
     assert given_.sum() == min(pages, wanted.sum())
     low, high = 0.0, float((wanted * worth).max())
-    for _ in range(60):  # by halving, until all that lies above takes as much as there is
+    for _ in range(60):  # bisection, until the excess above the level equals the supply
         level = (low + high) / 2
         above = np.maximum(wanted - level / worth, 0.0)
         low, high = (level, high) if above.sum() > pages else (low, level)
