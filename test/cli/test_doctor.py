@@ -1,4 +1,4 @@
-"""`sglang-scout doctor`: on this machine, and what it says where something is missing."""
+"""`sglang-scout doctor`: on this machine, and its messages if something is missing."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from sglang_scout.worker import host_memory
 
 
 def test_this_machine_can_serve():
-    """The tests need all that a server needs, so a failed check here is a bug of the doctor."""
+    """The tests need everything that a server needs, so a failed check here is a bug of the doctor."""
     code = (
         "import sys; from sglang_scout.cli import main; assert main(['doctor', '--json']) == 0;"
         "assert not {'sglang', 'torch'} & set(sys.modules)"
@@ -199,7 +199,7 @@ TWO_NODES = {
     "bus/pci/devices/0000:01:00.0/class": "0x030200",
     "bus/pci/devices/0000:01:00.0/numa_node": "1",
     "bus/pci/devices/0000:02:00.0/vendor": "0x10de",
-    "bus/pci/devices/0000:02:00.0/class": "0x068000",  # an NVSwitch, no GPU
+    "bus/pci/devices/0000:02:00.0/class": "0x068000",  # an NVSwitch, not a GPU
     "fs/cgroup/cpu.max": "max 100000",
     "kernel/mm/hugepages/hugepages-2048kB/free_hugepages": "70",
     "kernel/mm/hugepages/hugepages-2048kB/resv_hugepages": "6",

@@ -1,4 +1,4 @@
-"""The command line itself: help that reads, starts quickly, and stays on its floor."""
+"""The command line itself: readable help, fast start, and imports only from its floor."""
 
 import subprocess
 import sys

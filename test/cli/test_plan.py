@@ -1,4 +1,4 @@
-"""`sglang-scout plan` against arithmetic done by hand."""
+"""`sglang-scout plan` against manual arithmetic."""
 
 import json
 import math
@@ -43,7 +43,7 @@ def plan_of(folder, **kwargs):
 
 
 def on_device(plan):
-    """Bytes by what takes them."""
+    """Bytes by use."""
     return {what: nbytes for what, _, nbytes in plan.memory.device_rows}
 
 
@@ -61,8 +61,8 @@ def test_requests_of_64k_tokens_of_the_papers_model(model):
     assert round(server.kv_bytes_per_request / 1e9, 1) == 10.7
     pages = 10 * 2048 + 1  # SGLang's padding
     assert plan.requests == 10 and memory.host_bytes == pages * 32 * 163840
-    # The digest of a page is a minimum and a maximum of K: as much as the K and V of one token.
-    slots = 10 * 64 + 10 + 64  # budgets, pages being filled, recalls under way
+    # A page's digest is the minimum and maximum of K: as large as the K and V of one token.
+    slots = 10 * 64 + 10 + 64  # budgets, tail pages, in-flight recalls
     assert on_device(plan) == {
         "digests": pages * 163840, "input buffers": pages * 32 * 6 * 8, "resident slots": slots * 32 * 163840,
     }  # fmt: skip
@@ -136,7 +136,7 @@ def test_dtype(model, stored, asked, used):
 @pytest.mark.parametrize("policy", ["scout", "hgca", "infinigen"])
 @pytest.mark.parametrize(("context", "requests"), [(33, 64), (2048, 5), (4096, 1), (65536, 64)])
 def test_as_many_requests_fit_as_their_plan_allows(model, policy, context, requests):
-    """Contexts below the budget too, where the server has a slot for every host page and no more. What a server plans:
+    """Also contexts below the budget, for which the server has exactly one slot per host page. A server's plan:
     test/plugin/test_host_size.py."""
     server = plan_of(model(), context_tokens=context, host_gib=1, policy=policy).server
     needed = server.memory(requests).device_bytes
@@ -168,7 +168,7 @@ def test_each_policy_takes_what_is_its_own(model, capsys):
     windowed = memory("hgca")
     pages = 8 * 1280 + 1
     assert windowed["kept tokens"] == (int(0.3 * pages) * 32 * 163840, False)
-    # Layers, requests, heads: averages of the window's tokens, a list of all pages.
+    # Layers, requests, heads: averages of the window's tokens, and a list of all pages.
     rows = 40 * 8 * 8
     assert windowed["step buffers"][0] == 4 * (rows * (4096 + 1280) + 40 * 8 * 40 * 128)
     assert {*windowed} ^ {*memory("scout")} == {"kept tokens", "step buffers", "hints"}
@@ -290,7 +290,7 @@ def test_folders_that_are_no_model(tmp_path, model):
 @pytest.mark.parametrize("fp8", ["fp8_e4m3", "fp8_e5m2"])
 def test_kv_in_fp8_is_half_as_large_and_digests_are_not_smaller(model, fp8):
     sizes = {"context_tokens": 65536, "gpu_gib": 80}
-    # GiB where host memory binds with either, where digests bind with fp8.
+    # GiB at which host memory is the limit with either, and at which digests are with fp8.
     of_host, of_both = 200, 400
     plain = plan_of(model(), host_gib=of_host, **sizes)
     small = plan_of(model(), host_gib=of_host, kv_cache_dtype=fp8, **sizes)

@@ -1,4 +1,4 @@
-"""Recall profiles: how intervals are chosen, the file, what is refused, and the command around them."""
+"""Recall profiles: choice of intervals, the file, refusals, and the command."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The model of a decode step: against arithmetic done by hand, and against steps that were measured."""
+"""The model of a decode step: against manual arithmetic, and against measured steps."""
 
 import json
 import math
@@ -60,7 +60,7 @@ def plan_of(model, **more):
     ("changes", "total", "active"), [(QWEN3_30B_A3B, 30.5e9, 3.3e9), (MIXTRAL_8X7B, 46.7e9, 12.9e9)]
 )
 def test_experts_of_a_mixture(tmp_path, changes, total, active):
-    """All take memory; a token goes through some, a batch reads those that one of its tokens takes."""
+    """All take memory; a token uses some, a batch reads those that any of its tokens uses."""
     file = tmp_path / "config.json"
     file.write_text(json.dumps(QWEN3_14B | changes))
     plan = make_plan(str(tmp_path), context_tokens=1024, host_gib=64, gpu_gib=160)
@@ -81,7 +81,7 @@ def test_experts_of_a_mixture(tmp_path, changes, total, active):
 def test_a_step_of_the_papers_model_by_hand(model):
     plan = plan_of(model, config='{"digest": "minmax"}')
     work, h100 = Work.of(plan.server), DEVICES["h100"]
-    rate = 3350e3 * 0.8  # bytes a microsecond
+    rate = 3350e3 * 0.8  # bytes per microsecond
     step = offload_step(work, h100, 32)
     layer = (40 + 2 * 8 + 40) * 128 * 5120 + 3 * 5120 * 17408
     assert step.parts_us["weights"] == pytest.approx(2 * (40 * layer + 151936 * 5120) / rate)
@@ -162,7 +162,7 @@ def test_an_unknown_device_is_refused_with_what_there_is():
 
 
 def rows_of(benchmark):
-    """Measured rows of a benchmark, of any file of results."""
+    """Measured rows of a benchmark, from any results file."""
     found = []
     for path in RESULTS.glob("*.jsonl"):
         first, *_ = path.read_text().splitlines()
@@ -174,7 +174,7 @@ def rows_of(benchmark):
 
 
 def test_steps_of_the_cpu_device_are_as_the_model_says():
-    """Rates and steps are of one run, none fitted to a row; the wait for the worker is not in them."""
+    """Rates and steps are from one run, without fitting; the wait for the worker is not included."""
     rows = rows_of("cpu_step")
     assert len(rows) >= 8
     for row in rows:

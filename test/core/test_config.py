@@ -131,7 +131,7 @@ def test_files_that_cannot_be_written(tmp_path, key):
     for place in (f"{tmp_path}/none/a", str(tmp_path)):
         with pytest.raises(ConfigError, match=f"{key} = .*(folder that exists|be written)"):
             check_files(parse(config={key: place}))
-    os.mkfifo(tmp_path / "pipe")  # which is not opened to see whether it can be
+    os.mkfifo(tmp_path / "pipe")  # not opened for the check
     check_files(parse(config={key: str(tmp_path / "pipe")}))
     old, new = tmp_path / "old", tmp_path / "new"
     old.write_text("kept")
@@ -178,7 +178,7 @@ def test_ranges():
 
 
 def test_a_file_under_two_names(tmp_path):
-    """By another path, through a link, or as a profile that would be written over."""
+    """By another path, through a link, or as a profile that would be overwritten."""
     one, other = tmp_path / "one", tmp_path / "other"
     one.write_text("{}")
     other.hardlink_to(one)

@@ -1,4 +1,4 @@
-"""Files of trained weights: what is written comes back, and what does not fit is refused by name."""
+"""Files of trained weights: round trip, and mismatches are refused by name."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ BOTH = pytest.mark.parametrize(
 
 @BOTH
 def test_what_is_written_comes_back_and_nothing_else_is_left(tmp_path, made):
-    path = str(tmp_path / "weights")  # as it is named, without a suffix of NumPy's
+    path = str(tmp_path / "weights")  # as named, without NumPy's suffix
     save_weights(made, path)
     back = load_weights(path, made.header.kind)
     assert back.header == made.header and [p.name for p in tmp_path.iterdir()] == ["weights"]

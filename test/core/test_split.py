@@ -26,15 +26,15 @@ def runs_of(split: Split, pages: list[int]) -> int:
         ([64], 8),  # one sequence: up to `most` threads
         ([6], 3),  # runs of at least two pages
         ([3], 1),
-        ([64] * 5, 7),  # 36 threads: seven each, one is left over
+        ([64] * 5, 7),  # 36 threads: seven each, one left over
         ([64] * 10, 7),  # two rounds of nine pages; three runs each would be one round of 21
         ([64] * 36, 1),
-        ([64] * 37, 8),  # one each would leave the last one to a single thread
+        ([64] * 37, 8),  # one each would leave the last to a single thread
         ([64] * 64, 5),  # nine rounds of 13 pages, not two of 64
         ([64] * 72, 1),
         ([8, 64, 0, 0, 8], 8),
-        ([6] * 63 + [64], 8),  # one that lacks ten times as many as the others
-        ([6] * 600 + [64], 1),  # by the time that the others are done, so is it
+        ([6] * 63 + [64], 8),  # one with ten times as many missing pages as the others
+        ([6] * 600 + [64], 1),  # it is done when the others are
         ([0, 0], 1),
     ],
 )
@@ -53,7 +53,7 @@ def test_runs_are_within_bounds_and_no_shorter_than_worth_it(pages, split):
 
 
 def rounds_took(split: Split, pages: list[int], runs: int) -> float:
-    """In pages: until the last of the threads is done, which take one run after the other."""
+    """In pages: until the last thread is done; threads take one run after the other."""
     threads = [0.0] * split.threads
     for n in pages:
         for run in range(runs if n else 0):
@@ -64,7 +64,7 @@ def rounds_took(split: Split, pages: list[int], runs: int) -> float:
 
 @given(st.integers(1, 80), st.integers(1, 256), splits)
 def test_no_other_split_of_equal_sequences_would_be_faster(sequences, pages, split):
-    """Beyond rounding: of pages to runs, and of the estimate."""
+    """Except rounding: of pages to runs, and of the estimate."""
     batch = [pages] * sequences
     chosen = rounds_took(split, batch, runs_of(split, batch))
     for runs in range(2, split.most + 1):

@@ -1,4 +1,4 @@
-"""A pair of servers that several files share."""
+"""A pair of servers shared by several files."""
 
 import json
 
@@ -7,14 +7,14 @@ import pytest
 from harness import PDCluster
 from servers.pd_cluster import flags
 
-# Recall in every step and room for everything: a request's residency then depends on its own history
-# alone, so its tokens are the same whatever else runs, and a difference is a fault.
+# Recall in every step and room for everything: a request's residency then depends only on its own history, so its
+# tokens are deterministic, and a difference is a fault.
 CONFIG = {"recall": "fixed", "recall_interval": 1, "resident_tokens": 32768}
 
 
 @pytest.fixture(scope="session")
 def servers(tiny_model):
-    """Of the files that have none of their own; the last test of test_faults.py ends it."""
+    """For files without their own; the last test of test_faults.py ends it."""
     with PDCluster(
         tiny_model("qwen3"),
         server_args=flags(

@@ -1,4 +1,4 @@
-"""Bits of page digests, flipped in the memory of a running server's scheduler, which shares them with nobody."""
+"""Flips bits of page digests in the private memory of a running server's scheduler."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sglang_scout.ops.layers import LayerPages
 from sglang_scout.ops.rotated import STATS_BYTES, build_layer_rotated, planes_shape
 from worker_faults import Victim
 
-_BITS = 2  # of the default digest
+_BITS = 2  # bits of the default digest
 
 
 def _digests(victim: Victim, pages: np.ndarray) -> list[np.ndarray]:
@@ -47,8 +47,8 @@ def _places(memory: int, maps: str, needle: bytes) -> Iterator[int]:
 
 
 def _begin(memory: int, maps: str, pages: np.ndarray, digests: np.ndarray) -> int:
-    """Where the tensor of a part begins: several of these digests are in their places in it. Not all, as K of a page
-    that was given out since stays until it is written."""
+    """Address of a part's tensor: several of these digests are at their offsets. Not all, as a reallocated page keeps
+    its old K until it is written."""
     page_bytes = digests[0].nbytes
     for page, digest in zip(pages, digests, strict=True):
         for place in _places(memory, maps, digest.tobytes()):

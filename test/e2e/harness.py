@@ -1,4 +1,4 @@
-"""What the end-to-end tests share. No test lives here."""
+"""Helpers of the end-to-end tests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from servers.sglang_http import (
 from servers.single_server import SingleServer
 
 CPUS = sorted(os.sched_getaffinity(0))
-# SGLang wants to be told where two ranks run, and compiles its embedding for them: 40 s.
+# SGLang needs the CPUs of two ranks, and compiles its embedding for them: 40 s.
 RANKS_ENV = {
     "SGLANG_CPU_OMP_THREADS_BIND": f"{CPUS[0]}|{CPUS[-1]}",
     "TORCHDYNAMO_DISABLE": "1",
@@ -37,14 +37,14 @@ RANKS_ENV = {
 def random_prompts(lengths: Sequence[int], *, seed: int = 0) -> list[list[int]]:
     """Random token ids, one prompt per length; the same for the same arguments.
 
-    Below 500: the tiny model's special tokens lie above.
+    Below 500: the tiny model's special tokens are above.
     """
     source = random.Random(seed)
     return [[source.randrange(500) for _ in range(length)] for length in lengths]
 
 
 def scheduler_pid(cluster: PDCluster, which: str = "decode") -> int:
-    """The process of a server that runs the model. Raises ServerFailed when there is none."""
+    """The scheduler process of a server. Raises ServerFailed when there is none."""
     server = cluster.servers[which]
     for pid in children_of(server.pid):
         if "::scheduler" in process_title(pid):
@@ -60,8 +60,8 @@ def stock_answers(
     max_new_tokens: int,
     **more: object,
 ) -> list[Generation]:
-    """What SGLang without this project answers in fp32, with log-probabilities: prefill and decode in
-    one server, so that the transfer of KV is under test too. ``more``: its flags."""
+    """Answers of stock SGLang in fp32, with log-probabilities: prefill and decode in one server, so that comparisons
+    also test the KV transfer. ``more``: its flags."""
     arguments = flags(dtype="float32", max_total_tokens=32768, max_running_requests=16, **more)
     log = log_dir / "stock.log"
     with SingleServer("stock", model, arguments, device="cpu", log=log) as server:
@@ -119,7 +119,7 @@ def abort_after(
 
 @dataclass(frozen=True)
 class ProcessUsage:
-    """What a process holds right now."""
+    """Resources that a process holds right now."""
 
     open_files: int
     rss_bytes: int
@@ -134,8 +134,8 @@ class ProcessUsage:
 
 @dataclass(frozen=True)
 class Holdings:
-    """What a cluster holds right now: its processes, the shared memory that they map, and what the decode server's
-    scheduler has."""
+    """Resources of a cluster right now: its processes, the shared memory that they map, and those of the decode
+    server's scheduler."""
 
     processes: int
     shared_objects: int
@@ -146,7 +146,7 @@ class Holdings:
         pids = cluster.processes()
         mapped: set[tuple[str, str]] = set()
         for pid in pids:
-            with contextlib.suppress(OSError):  # it has ended
+            with contextlib.suppress(OSError):  # it has exited
                 for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
                     words = line.split(maxsplit=5)
                     if words[-1].startswith(("/memfd:", "/dev/shm/")):
@@ -154,7 +154,7 @@ class Holdings:
         return cls(len(pids), len(mapped), ProcessUsage.of(scheduler_pid(cluster)))
 
     def beyond(self, before: Holdings, open_files: int = 4) -> list[str]:
-        """What is more than ``before`` and what allocators and pools may take, a line each."""
+        """Growth since ``before`` beyond what allocators and pools may take, a line each."""
         now, was = self.scheduler, before.scheduler
         rows = (
             ("processes", self.processes, before.processes),

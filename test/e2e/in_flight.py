@@ -1,4 +1,4 @@
-"""Requests in flight while something happens to the servers, and what became of each. No test lives here."""
+"""Requests in flight during faults of the servers, and their outcomes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from servers.sglang_http import (
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a client saw: its answer, or the words of an error; and when, in s from its start."""
+    """A client's result: its answer, or an error message; and when, in s from its start."""
 
     answer: Generation | None
     error: str
@@ -68,7 +68,7 @@ class InFlight:
         return sum(future.done() for future in self._futures)
 
     def outcomes(self, timeout_s: float) -> list[Outcome]:
-        """In the order of the prompts. Fails when one has none ``timeout_s`` from now."""
+        """In the order of the prompts. Fails if one has none within ``timeout_s``."""
         deadline = time.monotonic() + timeout_s
         try:
             return [f.result(max(0.0, deadline - time.monotonic())) for f in self._futures]
@@ -82,7 +82,7 @@ class InFlight:
 
 
 def assert_right(outcomes: Sequence[Outcome], expected: Sequence[Generation]) -> None:
-    """Every answer has the expected tokens, as far as it goes, and every error has words."""
+    """Every answer is a prefix of the expected tokens, and every error has a message."""
     for i, (outcome, want) in enumerate(zip(outcomes, expected, strict=True)):
         if outcome.answer is None:
             assert len(outcome.error) > 20, f"request {i}: {outcome.error!r} says nothing"

@@ -1,4 +1,4 @@
-"""Clients of a pair of servers, and what became of their requests."""
+"""Clients of a pair of servers, and the outcomes of their requests."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from http.client import HTTPException
 from harness import PDCluster, random_prompts
 from servers.sglang_http import Generation, RequestFailed, generate_payload, sse_events
 
-CLIENTS_LEAVE_S = 120.0  # what the last request of a client may take when it is told to leave
+CLIENTS_LEAVE_S = 120.0  # for a client's last request at the end
 _SHARED_TOKENS = 320
 
 
 class Load:
-    """Clients that ask one streamed request after the other. ``with`` starts them; at its end they leave.
+    """Clients that send one streamed request after the other. ``with`` starts them; at its end they stop.
 
-    A client asks a known prompt, whose answer must be the known one, or a random one, which may be dropped half-way
-    and must else be answered to its full length.
+    A client sends a known prompt, whose answer must be the known one, or a random one, which may be dropped midway and
+    must otherwise be answered to its full length.
 
     Args:
-        known: an undisturbed run's answers, and ``prompts`` theirs; a client begins with that of its number.
+        known: an undisturbed run's answers to ``prompts``; a client starts with that of its number.
         random_share: of requests with a random prompt.
-        seed: of what is random.
+        seed: of the random choices.
         priorities: requests carry one.
 
     Attributes:
         answered, dropped: requests.
-        lost, wrong: a line for each request without its answer, and with another one.
-        longest_stall_s: time without a token of a request that had some already.
+        lost, wrong: a line for each request without an answer, and with a wrong one.
+        longest_stall_s: longest time without a token of a request that had some already.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Load:
             self.lost.append(f"{hung} requests hang after {CLIENTS_LEAVE_S:.0f} s")
 
     def all_asked_again(self) -> Callable[[], bool]:
-        """Says whether as many requests have been answered from now on as there are clients."""
+        """A predicate: as many requests as clients have been answered from now on."""
         enough = self.answered + len(self._threads)
         return lambda: self.answered >= enough or bool(self.lost or self.wrong)
 

@@ -29,17 +29,17 @@ ROOT = Path(__file__).resolve().parents[2]
 CLIENTS, LAYERS, TOKENS = 14, 4, 24576
 PROGRESS_S = 30.0
 TOLERANCE = 1e-5  # of a layer's output, fp32
-OPEN_FILES = 16  # more than before, of clients and connections
+OPEN_FILES = 16  # growth, by clients and connections
 
 
 @dataclass(frozen=True)
 class Case:
-    """How the decode server runs.
+    """The decode server's configuration.
 
     Attributes:
         settings: of ``--kv-offload-config``.
         environment: of both servers.
-        is_deterministic: a request's tokens depend on nothing but its prompt.
+        is_deterministic: a request's tokens depend only on its prompt.
     """
 
     settings: dict
@@ -63,7 +63,7 @@ CASES = {
 
 @dataclass
 class Report:
-    """What a run of ``seconds`` saw; lists have a line for each case."""
+    """Results of a run of ``seconds``; lists have a line for each case."""
 
     case: str
     seed: int
@@ -82,7 +82,7 @@ class Report:
     leaked: list[str] = field(default_factory=list)
 
     def problems(self) -> list[str]:
-        """Empty if the run was as it should be."""
+        """Empty if the run passed."""
         found = [*self.lost, *self.wrong, *self.leaked]
         if not (self.answered and self.faults and self.restarts):
             found.append("the run was too short: no answer, no fault or no restart")
@@ -109,7 +109,7 @@ class Report:
 
 
 def soak(case: str, seconds: float, seed: int) -> Report:
-    """Runs a case and says on the way how it is going. Raises ServerFailed when a server ends."""
+    """Runs a case and reports progress. Raises ServerFailed when a server ends."""
     of, report = CASES[case], Report(case, seed, seconds)
     model = cached_tiny_model(TinyModelSpec(), ROOT / ".cache" / "models")
     config = json.dumps({"verify": True, **of.settings})
@@ -122,7 +122,7 @@ def soak(case: str, seconds: float, seed: int) -> Report:
         max_total_tokens=TOKENS,
         env=of.environment,
     ) as servers:
-        # Allocators reach their size.
+        # Warm-up: allocators reach their size.
         servers.generate(random_prompts([2000] * 12), max_new_tokens=20)
         prompts = random_prompts([150 * i for i in range(2, 12)], seed=seed)
         known = servers.generate(prompts, max_new_tokens=80) if of.is_deterministic else []
@@ -163,7 +163,7 @@ def _disturbed(load: Load, victim: Victim, report: Report) -> None:
             name = chance.choice(names)
             try:
                 FAULTS[name].strike(victim)
-            except OSError:  # it ended meanwhile, of the last fault
+            except OSError:  # it ended meanwhile, from the last fault
                 continue
             faults[name] += 1
 
@@ -183,7 +183,7 @@ def _disturbed(load: Load, victim: Victim, report: Report) -> None:
 
 
 def _after(servers: PDCluster, before: Holdings, report: Report) -> None:
-    """What is left when nobody asks any more."""
+    """Leftovers after the load has stopped."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         state = servers.kv_offload()

@@ -1,5 +1,5 @@
-"""Input that is wrong, huge or too much at once, to both servers and the router: each gets an HTTP error or an answer,
-and the same processes serve the next request."""
+"""Invalid, huge or excessive input to both servers and the router: each gets an HTTP error or an answer, and the same
+processes serve the next request."""
 
 import asyncio
 import http.client
@@ -29,7 +29,7 @@ def sampling(**values):
     return body(values, input_ids=IDS)
 
 
-# What makes no sense, and a status of 400 or more is expected.
+# Invalid: a status of 400 or more is expected.
 REFUSED = {
     "ids: strings": body(input_ids=["a", "b"]),
     "ids: floats": body(input_ids=[1.5, 2.5]),
@@ -79,12 +79,12 @@ REFUSED = {
     "JSON: not UTF-8": b"\xff\xfe\x00",
     "JSON: deeply nested": b"[" * 100000,
 }
-# Refused by the decode server alone: the prefill server answers with its one token.
+# Refused only by the decode server: the prefill server answers with its one token.
 REFUSED_BY_ONE = {
     "regex: broken": sampling(regex="((("),
     "json_schema: broken": sampling(json_schema="{bad"),
 }
-# What has an answer, if a short one.
+# Has an answer, if a short one.
 ANSWERED = {
     "max_new_tokens: 0": sampling(max_new_tokens=0),
     "temperature: tiny": sampling(temperature=1e-300),
@@ -103,7 +103,7 @@ def before(servers):
 
 @pytest.fixture
 def served_after(servers, before):
-    """Fails when another process serves the next request than at the start, or another answer comes."""
+    """Fails if the processes or the answer to the next request differ from the start."""
     processes, prompts, expected = before
     yield
     assert_same_tokens(expected, servers.generate(prompts, max_new_tokens=8))
@@ -152,7 +152,7 @@ def encoded(data):
 def test_what_makes_no_sense_is_refused(servers, served_after, case):
     statuses = post_to_pair(servers, REFUSED[case])
     assert all(400 <= status < 600 for status in statuses), statuses
-    # SGLang's router leaves out what it does not know, so that there may be an answer.
+    # SGLang's router drops unknown fields, so there may be an answer.
     assert 200 <= post(servers.url, encoded(REFUSED[case]))[0] < 600
 
 

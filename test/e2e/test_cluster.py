@@ -1,4 +1,4 @@
-"""A scheduler ends with the process that started it, also while both are starting."""
+"""A scheduler ends with its launcher, also during startup."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_scheduler_whose_launcher_is_killed_while_it_starts_ends(tiny_model, t
             titles = [process_title(pid) for pid in {*children, *cluster.processes()}]
             return [t for t in titles if "::scheduler" in t or "sglang_scout.worker" in t]
 
-        # They import for some seconds before anything of this project can look at the parent.
+        # Imports take some seconds before code of this project can check the parent.
         time.sleep(20)
         assert not still_here()
     finally:

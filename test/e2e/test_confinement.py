@@ -1,4 +1,4 @@
-"""A real pair of servers: what another user of the machine, a client and a core dump get, and what a pause does."""
+"""A real pair of servers: what another user, a client and a core dump can get, and the effect of a pause."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from servers.sglang_http import RequestFailed, http_json
 
 pytestmark = pytest.mark.slow  # three servers, two minutes
 
-# Attention to all pages with the real query: what is resident, which a retraction changes, changes no token.
+# Attention to all pages with the real query: residency, which a retraction changes, does not change tokens.
 CONFIG = {"exact_layers": [0, 1, 2, 3], "resident_tokens": 32768}
 SCOUT = flags(kv_offload="scout", kv_offload_budget=2048, kv_offload_config=json.dumps(CONFIG))
 GUARDED = flags(api_key="of-the-test")
@@ -34,7 +34,7 @@ def servers(tiny_model):
 
 
 def test_core_dumps_hold_no_host_page(servers):
-    """Of every process that has the arena, in each of its mappings."""
+    """Of every process that maps the arena, in each of its mappings."""
     having = []
     for pid in servers.processes():
         smaps = Path(f"/proc/{pid}/smaps").read_text()

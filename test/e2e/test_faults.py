@@ -1,4 +1,4 @@
-"""One pair of servers through load, aborts, refused requests and the end. Of the worker: test_worker_faults.py."""
+"""One pair of servers under load, aborts, refused requests and a kill. Worker faults: test_worker_faults.py."""
 
 import os
 import random

@@ -1,4 +1,4 @@
-"""The short form of the accuracy gate, on real servers: scout answers as full attention does, with both models."""
+"""The short form of the accuracy gate, on real servers: scout answers like full attention, with both models."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from benchmark.accuracy.questions import SOURCES
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# By model: points that may be lost, and the least share that full attention has to know. Four questions are asked of
-# the language model, so one that is lost fails.
+# By model: points that may be lost, and the minimum share that full attention must answer. The language model gets four
+# questions, so one lost answer fails.
 MARGIN_POINTS = {"recall": 10.0, "smollm2": 12.5}
 KNOWN_SHARE = {"recall": 0.9, "smollm2": 0.7}
 
 
-# Together they take longer than the three minutes that the short form may.
+# Together they exceed the three minutes of the short form.
 @pytest.mark.parametrize("name", ["smollm2", pytest.param("recall", marks=pytest.mark.slow)])
 def test_scout_answers_as_full_attention_does(name, tmp_path):
     judge, path = gate.JUDGES[name], tmp_path / "gate.jsonl"
@@ -37,8 +37,8 @@ def test_scout_answers_as_full_attention_does(name, tmp_path):
         tuple(sorted(full)) == tuple(sorted(scout)) == tuple(sorted(SOURCES[judge.questions].tasks))
     )
 
-    # What is compared means something: full attention knows the answers, read through the decode path; scout left
-    # pages out, and the worker computed some.
+    # The comparison is meaningful: full attention knows the answers, read through the decode path; scout left pages
+    # out, and the worker computed some.
     asked = sum(row["asked"] for row in full.values())
     right = sum(row["right"] for row in full.values())
     assert right > KNOWN_SHARE[name] * asked

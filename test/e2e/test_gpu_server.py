@@ -1,4 +1,4 @@
-"""The program that checks a decode server on a CUDA device, run on the CPU: that it passes there."""
+"""The program that checks a decode server on a CUDA device passes on the CPU."""
 
 import subprocess
 import sys

@@ -1,7 +1,7 @@
 """With a budget that covers the context, in fp32, greedy tokens equal those of stock SGLang.
 
-Lengths are ragged, on and beside page borders; batches run from 1 to 16 requests. Two tensor-parallel
-ranks give the tokens of one.
+Lengths are ragged, at and next to page boundaries; batches have 1 to 16 requests. Two tensor-parallel ranks give the
+tokens of one.
 """
 
 import json
@@ -26,7 +26,7 @@ from harness import (
 from servers.pd_cluster import flags
 
 LENGTHS = (1, 2, 31, 32, 33, 63, 64, 65, 100, 257, 300, 415, 511, 512, 513, 700)
-NEW_TOKENS = 40  # crosses a page border for every prompt
+NEW_TOKENS = 40  # crosses a page boundary for every prompt
 BUDGET_TOKENS = 1024
 LOGPROB_ATOL = 1e-3
 """Two fp32 implementations of attention, each summing in its own order, through four layers."""
@@ -50,8 +50,8 @@ ARCHITECTURES = pytest.mark.parametrize(
 )
 RANKS_BUDGET_TOKENS = 320
 RANKS = flags(tp_size=2, kv_offload="scout", kv_offload_budget=RANKS_BUDGET_TOKENS)
-SHORT = 10  # so many of LENGTHS, with what is decoded, fit this budget
-# Newcomers recall what they miss at first, then next to nobody does: every step misses pages.
+SHORT = 10  # the first LENGTHS that fit this budget with their output
+# Only new requests recall, at first: every step misses pages.
 GRAPH = {"transport": "graph", "verify": True, "resident_tokens": 32}
 GRAPH |= {"recall": "fixed", "recall_interval": 50}
 GRAPH_ARGS = flags(
@@ -76,7 +76,7 @@ def stock(tiny_model, tmp_path_factory):
                 random_prompts(LENGTHS, seed=7),
                 max_new_tokens=NEW_TOKENS,
             )
-            # A model that repeats one token would agree with anything.
+            # A model that repeats one token would always agree.
             assert min(len(set(a.output_ids)) for a in known[arch]) >= 5
         return known[arch]
 
@@ -86,8 +86,8 @@ def stock(tiny_model, tmp_path_factory):
 @SLOW  # three minutes each
 @pytest.mark.parametrize("arch", ["qwen3", "qwen3_moe"])
 def test_two_ranks(stock, tiny_model, tmp_path, arch):
-    """Requests that fit the budget get stock's tokens; for longer ones all ranks choose the same pages, and
-    every rank's layers agree with a plain reference. A worker's death concerns its rank alone."""
+    """Requests that fit the budget get stock's tokens; for longer ones all ranks select the same pages, and every
+    rank's layers agree with a plain reference. A worker's crash affects only its rank."""
     settings = {"verify": True, "recall": "fixed", "recall_interval": 4}
     settings |= {"trace": str(tmp_path / "trace.json"), "trace_steps": 20}
     expected = stock(arch)[:SHORT]
@@ -116,7 +116,7 @@ def test_two_ranks(stock, tiny_model, tmp_path, arch):
             assert rank["verify_unequal_selections"] == 0
             assert rank["selected_pages"] == state["selected_pages"]
             assert rank["cpu_pages"] > 0 and rank["recalled_pages"] > 0
-        # Each near its rank.
+        # Each close to its rank.
         assert [rank["worker"]["cpus"] for rank in ranks] == [[CPUS[0]], [CPUS[-1]]]
         assert (tmp_path / "trace.json").exists() and (tmp_path / "trace.rank1.json").exists()
 
@@ -141,7 +141,7 @@ def test_two_ranks(stock, tiny_model, tmp_path, arch):
 
 @SLOW
 def test_two_ranks_with_graph_transport(tiny_model):
-    """Every layer of both ranks agrees with a plain reference; both map the words of their faults."""
+    """Every layer of both ranks agrees with a plain reference; both map the fault words."""
     with PDCluster(
         tiny_model("qwen3"),
         server_args=RANKS,
@@ -170,8 +170,8 @@ def test_two_ranks_with_graph_transport(tiny_model):
 )
 @pytest.mark.parametrize("fp8", ["fp8_e4m3", "fp8_e5m2"])
 def test_kv_in_fp8(tiny_model, tmp_path, fp8):
-    """Stock's tokens where the budget covers the context; with a small one every layer agrees with a plain reference
-    over the rounded pages, of which the worker computes some."""
+    """Stock's tokens if the budget covers the context; with a small one every layer agrees with a plain reference over
+    the rounded pages, some computed by the worker."""
     model, prompts = tiny_model("qwen3"), random_prompts(LENGTHS, seed=7)
     expected = stock_answers(
         model, tmp_path, prompts, max_new_tokens=NEW_TOKENS, kv_cache_dtype=fp8
@@ -201,9 +201,9 @@ def test_kv_in_fp8(tiny_model, tmp_path, fp8):
 
 @pytest.fixture(scope="module")
 def servers(request, stock, tiny_model):
-    """A pair with the default settings. Behind the same prefill server a decode server with the radix cache,
-    and one with the graph transport on the CPU, where the ring's kernels are interpreted, and retractions."""
-    stock(request.param)  # now: its server has ended when these start
+    """A pair with the default settings. With the same prefill server a decode server with the radix cache, and one with
+    the graph transport on the CPU, where the ring's kernels are interpreted, and retractions."""
+    stock(request.param)  # now: its server must end before these start
     cluster = PDCluster(
         tiny_model(request.param),
         server_args=SCOUT,
@@ -236,7 +236,7 @@ def test_tokens_equal_stock(servers, expected):
     assert state["steps"] > NEW_TOKENS and state["selected_pages"] > 0
     assert state["cpu_pages"] == 0, "everything fits: nothing is left to the CPU"
     assert state["digests_received"] > 0 and state["host_pages_used"] == 0
-    # Starved for two seconds on a busy machine it is replaced, which costs no request.
+    # If starved for two seconds on a busy machine the worker is replaced, which costs no request.
     wait_until("a worker", lambda: servers.kv_offload()["worker"]["state"] == "ready", 60)
 
 
@@ -263,11 +263,10 @@ def test_tokens_equal_stock_with_the_radix_cache(servers, expected):
 
 @pytest.mark.parametrize("servers", ["qwen3"], indirect=True)
 def test_graph_transport(servers, expected):
-    """Stock's tokens where the budget covers the context, plain attention to exactly the chosen pages elsewhere,
-    through retractions and while the worker is silent. What SGLang does to requests and pages is the same as
-    with a device."""
+    """Stock's tokens if the budget covers the context, else plain attention to exactly the selected pages, through
+    retractions and while the worker is stopped. SGLang handles requests and pages as with a device."""
     prompts = random_prompts(LENGTHS, seed=7)
-    # Two at a time, for whose pages there are slots.
+    # Two at a time, whose pages fit the slots.
     short = servers.generate(
         prompts[6:SHORT], "graph", max_new_tokens=NEW_TOKENS, logprobs=True, concurrency=2
     )
@@ -279,9 +278,9 @@ def test_graph_transport(servers, expected):
         wait_until(
             "steps", lambda: servers.kv_offload("graph")["steps"] > before["steps"] + 20, 120
         )
-        # Asked for now: on an overloaded machine a worker may have been replaced in between.
+        # Read now: on an overloaded machine the worker may have been replaced meanwhile.
         worker = servers.kv_offload("graph")["worker"]
-        os.kill(worker["pid"], signal.SIGSTOP)  # found out after 0.8 s
+        os.kill(worker["pid"], signal.SIGSTOP)  # detected after 0.8 s
         assert [len(a.output_ids) for a in long.result()] == [2 * NEW_TOKENS] * 3
     state = servers.kv_offload("graph")
     assert state["verify_checks"] == 4 * state["steps"]

@@ -1,4 +1,4 @@
-"""What watches a decode server, while its worker is killed: a real Prometheus, of which every panel has numbers and the
+"""Monitoring of a decode server while its worker is killed: a real Prometheus, in which every panel has numbers and the
 alert fires, and the dashboard in a real browser."""
 
 import asyncio

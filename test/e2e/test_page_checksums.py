@@ -1,4 +1,4 @@
-"""Bits of host memory flip while requests decode: their owners fail, and nobody gets a token of it."""
+"""Bit flips in host memory while requests decode: the pages' owners fail, and no wrong token is returned."""
 
 import contextlib
 import dataclasses
@@ -17,8 +17,7 @@ from servers.pd_cluster import flags
 from servers.sglang_http import RequestFailed, generate_payload, sse_events
 from sglang_scout.worker.arena import MEMFD_NAME
 
-# Without recalls a page that is missing stays with the CPU. There it meets the real query, so that tokens do not
-# depend on what is resident.
+# Without recalls a missing page stays with the CPU, with the real query, so that tokens do not depend on residency.
 CONFIG = {"page_checksums": True, "recall": "off", "precompute": False, "resident_tokens": 49152}
 SCOUT = flags(kv_offload="scout", kv_offload_budget=256)
 DECODE = flags(
@@ -46,14 +45,14 @@ def servers(request, tiny_model):
 
 
 def last_rank(servers):
-    """Where pages are damaged; all ranks have to hear of it."""
+    """The rank whose pages are damaged; all ranks must learn of it."""
     state = servers.kv_offload()
     return state.get("ranks", [state])[-1]
 
 
 @pytest.fixture
 def arena(servers):
-    """What the worker maps, by its own descriptor, to write to."""
+    """The arena, writable, by the worker's descriptor."""
     fds = Path(f"/proc/{last_rank(servers)['worker']['pid']}/fd")
     path = next(p for p in fds.iterdir() if f"/memfd:{MEMFD_NAME}" in os.readlink(p))
     fd = os.open(path, os.O_RDWR)
@@ -77,7 +76,7 @@ def tokens_until(answer, count):
 
 
 def test_owners_of_a_damaged_page_fail_and_nobody_else(servers, arena):
-    """Two that share it through the radix cache, one of them in a stream; the cache forgets it."""
+    """Two that share it through the radix cache, one of them in a stream; the cache evicts it."""
     shared, *others = random_prompts([1500, 1300, 1100, 900], seed=31)
     [expected] = servers.generate([shared], max_new_tokens=NEW_TOKENS)
     expected_others = servers.generate(others, max_new_tokens=NEW_TOKENS)

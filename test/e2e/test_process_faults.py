@@ -1,5 +1,5 @@
-"""Clients, servers and the router that vanish under load, and resources that run out: every request ends with the
-right tokens or an error, and whatever is replaced serves again."""
+"""Loss of clients, servers and the router under load, and exhausted resources: every request ends with the right tokens
+or an error, and a replacement serves again."""
 
 import http.client
 import json
@@ -31,12 +31,12 @@ from servers.sglang_http import generate_payload, http_json
 
 pytestmark = pytest.mark.slow  # some minutes
 
-# Every layer chooses by the real query and waits for the worker: which pages are resident, which a retraction changes
-# too, then decides nothing, and a request's tokens are the same whatever else runs.
+# Every layer selects by the real query and waits for the worker: residency, which a retraction also changes, then has
+# no effect on tokens, and a request's tokens are deterministic.
 CONFIG = {"exact_layers": [0, 1, 2, 3], "resident_tokens": 2048}
 NEW_TOKENS = 80
 LONG = 400
-# What a newer SGLang retracts for a pause is computed anew by the prefill server, with full attention.
+# Requests that a newer SGLang retracts for a pause are recomputed by the prefill server, with full attention.
 PAUSE_KEEPS_KV = version("sglang") == "0.5.15.post1"
 OUTAGE_S = 60
 """The longest that a request may take to end when a server is gone: heartbeats find out in about 10 s. A request of
@@ -68,7 +68,7 @@ def servers(tiny_model):
 
 @pytest.fixture(scope="module")
 def undisturbed(servers):
-    """Prompts, of which the pages of half have no room at once, and their answers."""
+    """Prompts, half of which do not fit in the pool at once, and their answers."""
     prompts = random_prompts([1500, 1300, 1100, 900] * 3 + [4000] * 4, seed=51)
     return prompts, servers.generate(prompts, max_new_tokens=NEW_TOKENS)
 
@@ -88,7 +88,7 @@ def assert_idle(servers):
 
 
 def assert_resumed(expected, outcomes):
-    """After pauses. ``test_confinement`` compares tokens where all pages are attended to."""
+    """After pauses. ``test_confinement`` compares tokens, with attention to all pages."""
     if PAUSE_KEEPS_KV:
         assert_same_tokens(expected, [outcome.answer for outcome in outcomes])
     for outcome, whole in zip(outcomes, expected, strict=True):
@@ -96,7 +96,7 @@ def assert_resumed(expected, outcomes):
 
 
 def assert_served(servers, undisturbed):
-    """Soon one request is, through the router, and then all."""
+    """Soon one request is served, through the router, and then all."""
     prompts, expected = undisturbed
 
     def served():
@@ -109,7 +109,7 @@ def assert_served(servers, undisturbed):
 
 
 def begin_stream(servers, prompt):
-    """Ask for a long answer. Returns the connection, which the caller closes."""
+    """Request a long answer. Returns the connection, which the caller closes."""
     parts = urlsplit(servers.url)
     connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=60)
     body = json.dumps(generate_payload(prompt, LONG, stream=True))
@@ -118,14 +118,14 @@ def begin_stream(servers, prompt):
 
 
 def leave(servers, prompt, after_s):
-    """Ask, and close the connection ``after_s`` later, whatever has come."""
+    """Send a request, and close the connection ``after_s`` later, regardless of the answer."""
     connection = begin_stream(servers, prompt)
     time.sleep(after_s)
     connection.close()
 
 
 def test_clients_that_leave_at_any_time(servers, undisturbed):
-    """Before their first token, in the middle of prefill or transfer, while they wait for room."""
+    """Before their first token, during prefill or transfer, while they wait for room."""
     prompts, expected = undisturbed
     assert_idle(servers)
     before = {name: ProcessUsage.of(scheduler_pid(servers, name)) for name in servers.servers}
@@ -143,7 +143,7 @@ def test_clients_that_leave_at_any_time(servers, undisturbed):
 
 
 def test_clients_that_leave_while_retracted(servers):
-    """When all have come: the next test pauses while some are on their way."""
+    """After all have arrived: the next test pauses while some are in transfer."""
     prompts = random_prompts([300, 500] * 4, seed=54)
     expected = servers.generate(prompts[:4], max_new_tokens=LONG)
     log, seen = servers.servers["decode"].log, len(servers.servers["decode"].log())
@@ -154,14 +154,14 @@ def test_clients_that_leave_while_retracted(servers):
     http_json(servers.server_url("decode") + "/pause_generation", {"mode": "retract"})
     for connection in left:
         connection.close()
-    time.sleep(3)  # SGLang aborts a stream 2 s after its client has left
+    time.sleep(3)  # SGLang aborts a stream 2 s after its client has disconnected
     http_json(servers.server_url("decode") + "/continue_generation", {})
     assert_resumed(expected, load.outcomes(120))
     assert_idle(servers)
 
 
 def test_pauses_while_requests_are_on_their_way(servers, undisturbed):
-    """Those that decode are retracted, others wait, and KV comes meanwhile."""
+    """Decoding requests are retracted, others wait, and KV arrives meanwhile."""
     prompts, expected = undisturbed
     load = in_flight(servers, prompts)
     for _ in range(4):
@@ -274,7 +274,7 @@ def test_nothing_is_left_for_a_new_worker(servers, undisturbed, without):
     prompts, expected = undisturbed
     prompts, expected = prompts[:8], expected[:8]
     load = in_flight(servers, prompts)
-    wait_for_steps(servers, 25)  # all have come: SGLang's transfer needs descriptors too
+    wait_for_steps(servers, 25)  # all have arrived: SGLang's transfer needs descriptors too
     with without(scheduler_pid(servers)):
         os.kill(servers.kv_offload()["worker"]["pid"], signal.SIGKILL)
         wait_until(
@@ -299,7 +299,7 @@ def kill_under_load(servers, undisturbed, name):
 
 
 def test_the_prefill_server_is_killed(servers, undisturbed):
-    """Requests that it computes, that it sends, and that wait for room on the decode server."""
+    """With requests in prefill, in transfer, and waiting for room on the decode server."""
     kill_under_load(servers, undisturbed, "prefill")
     assert_idle(servers)
 
@@ -312,7 +312,7 @@ def test_the_prefill_server_is_replaced(servers, undisturbed):
 
 
 def test_the_decode_server_is_killed_and_replaced(servers, undisturbed):
-    """The prefill server goes on."""
+    """The prefill server continues."""
     prefill = scheduler_pid(servers, "prefill")
     worker = servers.kv_offload()["worker"]["pid"]
     kill_under_load(servers, undisturbed, "decode")
@@ -324,8 +324,8 @@ def test_the_decode_server_is_killed_and_replaced(servers, undisturbed):
 
 
 def test_transfers_that_fail_at_random(tiny_model):
-    """SGLang lets every poll of a transfer fail with this probability, on both servers. Answers are compared with each
-    other: no server is undisturbed."""
+    """SGLang fails every poll of a transfer with this probability, on both servers. Answers are compared with each
+    other, as no server is undisturbed."""
     config = json.dumps(CONFIG)
     with PDCluster(
         tiny_model("qwen3"),
@@ -335,7 +335,7 @@ def test_transfers_that_fail_at_random(tiny_model):
         router_args=flags(disable_circuit_breaker=True),
         env={"SGLANG_TEST_DISAGG_FAILURE_PROB": "0.12"},
     ) as servers:
-        # None of a few pages above the budget: it has full attention alone, and chosen pages beside others.
+        # No prompt slightly above the budget: alone it gets full attention, and selection in a batch.
         prompts = random_prompts([700, 300, 100, 900, 500, 400], seed=53)
         send = lambda payload: http_json(servers.url + "/generate", payload, timeout_s=OUTAGE_S)  # noqa: E731
         with ThreadPoolExecutor(12) as pool:

@@ -1,4 +1,4 @@
-"""SIGTERM under load: what runs ends, what waits is told, and the server is gone within 20 s with all that is its."""
+"""SIGTERM under load: running requests finish, waiting ones get an error, all processes exit within 20 s."""
 
 import json
 import signal
@@ -16,8 +16,8 @@ pytestmark = pytest.mark.slow  # some minutes
 
 SENTENCE = "The server is shutting down"
 GONE_S = 20
-ENDLESS = 6000  # new tokens; more than a drain has time for
-# Recall in every step and room for everything, as in test_faults.py: a request's tokens are its own.
+ENDLESS = 6000  # new tokens; more than fit in the drain time
+# Recall in every step and room for everything, as in test_faults.py: tokens are deterministic.
 CONFIG = {"recall": "fixed", "recall_interval": 1, "resident_tokens": 32768, "trace_steps": 100000}
 
 
@@ -31,7 +31,7 @@ def servers(tiny_model, tmp_path_factory):
         prefill_args=flags(chunked_prefill_size=512),
         max_running_requests=12,
         max_total_tokens=20480,
-        # Not through a router, which would send what is refused again, and say something else.
+        # Not through a router, which would retry refused requests, and change the message.
         router=False,
         env={
             "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "2",
@@ -47,7 +47,7 @@ def send_to(servers):
 
 
 def terminate(servers, name):
-    """SIGTERM, a request after it, and the end. Returns for how long it lasted, and what the late request saw."""
+    """SIGTERM, a late request, and the exit. Returns the time to exit, and the late request's outcome."""
     server = servers.servers[name]
     server.signal(signal.SIGTERM)
     begin = time.monotonic()
@@ -59,7 +59,7 @@ def terminate(servers, name):
 
 def test_a_decode_server_ends_what_runs_and_refuses_what_waits(servers):
     run = random_prompts([900] * 8 + [1000], seed=41)
-    wait = random_prompts([6000] * 4, seed=43)  # there is room for one of them at most
+    wait = random_prompts([6000] * 4, seed=43)  # room for at most one of them
     counts = [60] * 8 + [20] + [40] * 4
     expected = InFlight(send_to(servers), run + wait, counts).outcomes(120)
     assert all(outcome.answer for outcome in expected), expected
@@ -72,7 +72,7 @@ def test_a_decode_server_ends_what_runs_and_refuses_what_waits(servers):
     pages = sum(len(prompt) // 32 for prompt in run)
     wait_until("all have room", lambda: servers.kv_offload()["host_pages_used"] > pages, 60)
     waiting = InFlight(send_to(servers), wait, [40] * 4)
-    time.sleep(2)  # they have come, and wait
+    time.sleep(2)  # they have arrived, and wait
     lasted_s, late = terminate(servers, "decode")
     ran, waited = running.outcomes(GONE_S), waiting.outcomes(GONE_S)
 

@@ -1,5 +1,5 @@
-"""Sparse decoding on real servers: each layer's output against a plain reference over the same pages; and what
-the command line tools make of a step log of theirs."""
+"""Sparse decoding on real servers: each layer's output against a plain reference over the same pages; and the command
+line tools on their step log."""
 
 import json
 
@@ -14,7 +14,7 @@ BUDGET_TOKENS = 128
 
 
 def check_timeline(path, steps):
-    """Every row is there, and the worker's own slices say whether it was ahead; more in test/engine/test_trace.py."""
+    """Every row exists, and the worker's own slices show whether it was ahead; more in test/engine/test_trace.py."""
     events = json.loads(path.read_text())
     rows = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     slices: dict = {}
@@ -33,7 +33,7 @@ def check_timeline(path, steps):
     assert len(device) == len(slices["device layer"]) == 4 * steps
     assert set(served) <= set(posted) <= {*served, *by_layer("attention fallback")}
     assert set(served) <= set(by_layer("attention wait")), "the wait at each merge is visible"
-    # Which of them began before the layer before ended; how many is the machine's affair.
+    # Which of them began before the previous layer ended; how many depends on the machine.
     early = []
     for e in slices["worker"]:
         if e["args"]["layer"] > 0:
@@ -75,7 +75,7 @@ def test_bf16_with_metrics_and_trace(servers, files):
     assert state["cpu_pages"] > 0 and state["recalled_pages"] > 0
     page_bytes = 2 * 32 * 2 * 64 * 2  # K and V; 32 tokens, 2 heads, 64 channels, bf16
     assert state["recall_bytes"] % page_bytes == 0
-    # A page whose request ended while it was copied moved bytes for nothing.
+    # A page whose request ended during the copy counts bytes without a recall.
     assert state["recall_bytes"] >= state["recalled_pages"] * page_bytes
     assert 0 < state["cpu_compute_ratio"] < 0.9
     assert state["digests_received"] > 0
@@ -89,7 +89,7 @@ def test_bf16_with_metrics_and_trace(servers, files):
 
 
 def test_profile_and_report_of_a_step_log(servers, files, tmp_path, capsys):
-    """That a server takes its own profile, and only that: test/plugin/test_args.py."""
+    """That a server accepts only its own profile: test/plugin/test_args.py."""
     log, output = str(files / "steps.jsonl"), str(tmp_path / "p.json")
     servers.generate(random_prompts([600, 600]), "log", max_new_tokens=30)
     assert main(["profile", log, "--output", output, "--json"]) == 0

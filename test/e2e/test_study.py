@@ -1,6 +1,6 @@
-"""A scout server and the selection study agree on a real model: chosen pages and log-probabilities.
+"""A scout server and the selection study agree on a real model: selected pages and log-probabilities.
 
-The pages are seen by a plugin of SGLang's own kind that wraps the engine's selection.
+The pages are recorded by an SGLang plugin that wraps the engine's selection.
 """
 
 import json
@@ -19,9 +19,9 @@ from servers.pd_cluster import flags
 from servers.sglang_http import generate_payload
 
 PROMPT_TOKENS, STEPS = planted.CUTS[0], 8
-# As the server runs, and as the study does. Without pre-computation every query is the real one. With it, and
-# without a hint, a request's first step has no page on the device but the first and the newest: predicted queries
-# attend to all that they choose.
+# Settings of the server, and of the study. Without pre-computation every query is the real one. With it, and without a
+# hint, a request's first step has only the first and the newest page on the device: predicted queries attend to all
+# other selected pages.
 CASES = {
     "decode": ({"precompute": False}, Setting(512, "rotated-2", reduce="value"), STEPS),
     "ahead": (
@@ -52,7 +52,7 @@ def register():
 
 @pytest.fixture
 def recorder(tmp_path):
-    """Environment that makes servers record their selections, a file for each server."""
+    """Environment that makes servers record their selections, one file per server."""
     info = tmp_path / "selections-1.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: selections\nVersion: 1\n")
@@ -80,7 +80,7 @@ def test_first_steps_are_the_studys(model_path, recorder):
         prefill_args=flags(
             chunked_prefill_size=-1,
             max_prefill_tokens=2 * PROMPT_TOKENS,
-            kv_offload_config='{"prefill_digests": false}',  # and no hint
+            kv_offload_config='{"prefill_digests": false}',  # and no hints
         ),  # fmt: skip
         decode_args=decode_flags(first),
         more_decodes={name: decode_flags(name) for name in others},
@@ -102,7 +102,7 @@ def test_first_steps_are_the_studys(model_path, recorder):
             window = decode_window(
                 model, text, PROMPT_TOKENS, ids[:steps], setting, keep_chosen=True
             )
-            # A line for each layer of a step; SGLang's warm-up request has fewer pages.
+            # One line per layer of a step; SGLang's warm-up request has fewer pages.
             lines = Path(f"{recorder['SELECTIONS']}.{pids[name]}").read_text().splitlines()
             layers = model.config.layers
             chosen = [pages for pages in map(set, map(json.loads, lines)) if len(pages) == 16]
@@ -111,7 +111,7 @@ def test_first_steps_are_the_studys(model_path, recorder):
                 step, layer = divmod(i, layers)
                 expected = set(window.chosen[layer][0, step].nonzero().ravel().tolist())
                 assert len(expected) == len(chosen[i]) == 16
-                # Digests are packed there, which decides near-ties otherwise.
+                # Digests are packed there, which resolves near-ties differently.
                 assert len(expected - chosen[i]) <= 1, f"step {step}, layer {layer}: not a near-tie"
                 same += expected == chosen[i]
             assert same >= 0.9 * steps * layers, f"{name}: {same} of {steps * layers} selections"

@@ -1,7 +1,7 @@
-"""The other papers' systems on real servers, each a decode server behind one prefill server; with either transport.
+"""The other papers' systems on real servers, each a decode server of one prefill server; with either transport.
 
-Requests that fit the budget get stock SGLang's tokens, whoever attends where; of longer ones every layer of every
-step agrees with a plain reference over exactly the pages that it should attend to.
+Requests that fit the budget get stock SGLang's tokens; for longer ones every layer of every step agrees with a plain
+reference over exactly the pages that it should attend to.
 """
 
 import json
@@ -109,7 +109,7 @@ def test_each_answers_through_the_router(stock, servers):
         return [servers.kv_offload(server_of(policy))["steps"] for policy in POLICIES]
 
     before, prompts = steps(), random_prompts((*SHORT, *LONG), seed=7)
-    # One after the other, so that each server gets its turn, of both kinds.
+    # Sequentially, so that the router uses each server of both kinds.
     found = servers.generate(prompts, max_new_tokens=NEW_TOKENS, logprobs=True, concurrency=1)
     assert_same_tokens(stock, found[: len(SHORT)], logprob_atol=1e-3)
     assert all(now >= was + 2 * (NEW_TOKENS - 1) for was, now in zip(before, steps(), strict=True))

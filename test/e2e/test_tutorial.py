@@ -1,4 +1,4 @@
-"""The commands of docs/tutorial.md, as they stand there but for ports, in one shell."""
+"""The commands of docs/tutorial.md, unchanged except ports, in one shell."""
 
 import contextlib
 import os

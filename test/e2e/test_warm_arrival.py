@@ -1,4 +1,4 @@
-"""A long request begins with the pages that its prompt's last token looked for; the prefill server has said which."""
+"""A long request starts warm, with the pages of the prefill server's hint."""
 
 import json
 
@@ -15,7 +15,7 @@ BUDGET_PAGES, STEPS = 8, 20
 
 @pytest.mark.slow  # three minutes
 def test_the_first_step_finds_most_of_its_pages_on_the_device(model_path, tmp_path):
-    """Without a hint (nothing is sent beside K and V for digests of another kind) it finds two in a layer."""
+    """Without a hint (with different digests only K and V are sent) it finds two per layer."""
     ((_, document),) = real_documents(model_path, range(1, 2))
     prompt = document.tokens[: planted.CUTS[0]]
     logs = {name: tmp_path / f"{name}.jsonl" for name in ("decode", "other")}

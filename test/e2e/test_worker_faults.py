@@ -1,7 +1,6 @@
-"""Everything that can befall the worker, one fault after the other, while a decode server is under load.
+"""All faults of the worker, one after the other, while a decode server is under load.
 
-Whatever it is, every request is answered with the tokens of an undisturbed run, nothing is left behind, and the
-counters tell what happened.
+Every request is answered with the tokens of an undisturbed run, nothing leaks, and the counters show the fault.
 """
 
 from __future__ import annotations
@@ -22,28 +21,28 @@ from servers.pd_cluster import flags
 from servers.sglang_http import RequestFailed
 from worker_faults import FAULTS, Victim
 
-# Nothing is recalled and there is room for everything: what a request finds on the device depends on its own
-# history alone, so its tokens are the same whatever else runs, and the worker has work in every step.
+# No recall and room for everything: a request's residency depends only on its own history, so its tokens are
+# deterministic, and the worker has work in every step.
 CONFIG = {"recall": "off", "resident_tokens": 32768, "verify": True}
 GRAPH = {"transport": "graph"}
-# A prompt that the radix cache knows finds other pages on the device than a new one. What is chosen and attended to
-# with the real query does not depend on that.
+# A prompt in the radix cache has other resident pages than a new one. Selection and attention with the real query do
+# not depend on residency.
 RADIX = {"precompute": False}
 CASES = {"eager": {}, "eager, radix": RADIX, "recorded": GRAPH}
-# Those that differ most; the others run with what is slow.
+# The most different ones; the others run with the slow tests.
 QUICK = {"killed", "stopped", "page ids damaged"}
 CLIENTS = 8
 EXACT = 1e-5  # of a layer's output, fp32
 
 
 class Bench:
-    """A cluster, the answers of an undisturbed run, and what its processes held after it."""
+    """A cluster, the answers of an undisturbed run, and its processes' resources after it."""
 
     def __init__(self, servers: PDCluster, case: str) -> None:
         self.servers, self.case = servers, case
         self.prompts = random_prompts([500 + 70 * i for i in range(CLIENTS)], seed=31)
         self.rest()
-        # Kernels run in Triton's interpreter: a recorded step takes most of a second.
+        # Kernels run in Triton's interpreter: a captured step takes most of a second.
         new_tokens = 16 if case == "recorded" else 60
         self.known = servers.generate(self.prompts, max_new_tokens=new_tokens)
         with self.load():
@@ -56,7 +55,7 @@ class Bench:
         return Load(self.servers, CLIENTS, prompts=self.prompts, known=self.known)
 
     def rest(self) -> None:
-        """Until nobody holds a page."""
+        """Wait until no page is in use."""
         if "radix" in self.case:
             wait_until("no request runs", self._flushed, 60)
         wait_until("all pages are free", lambda: not self.state()["host_pages_used"], 60)
@@ -139,7 +138,7 @@ def test_no_fault_costs_a_request_or_a_token(bench, name):
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("seconds", [60, 300])
 def test_deaths_in_a_row(bench, seconds):
-    """One every two seconds, as far as there is a worker to kill."""
+    """One every two seconds, if there is a worker to kill."""
     end = time.monotonic() + seconds
     before = bench.state()["worker"]["restarts"]
     deaths = 0
@@ -156,11 +155,11 @@ def test_deaths_in_a_row(bench, seconds):
 
 @pytest.mark.slow
 def test_digests_with_flipped_bits_choose_other_pages_and_nothing_else(bench):
-    """Tokens may be others then. A page's attention never is: what is chosen is attended to exactly."""
+    """Tokens may differ then, but attention to the selected pages is exact."""
     before = bench.state()
     with bench.load() as load:
-        # At first nearly all pages have been given out, and few written: their K is an earlier request's, whose digests
-        # are gone.
+        # At first nearly all pages are allocated, and few written: their K is an earlier request's, whose digests are
+        # gone.
         wait_until("an answer of each prompt", load.all_asked_again(), 60)
         flipped = flip_one_bit_of_each_digest(bench.victim, random.Random(5))
         enough = load.answered + CLIENTS
@@ -173,7 +172,7 @@ def test_digests_with_flipped_bits_choose_other_pages_and_nothing_else(bench):
     assert counters(after)["restarts"] == counters(before)["restarts"]
     assert after["fallback_pages"] == before["fallback_pages"]
     bench.assert_nothing_left()
-    # Every page gets its digest anew when it is given out again.
+    # Every page gets a new digest when it is reallocated.
     with bench.load() as load:
         wait_until("answers", load.all_asked_again(), 60)
     assert not load.lost and not load.wrong, (load.lost, load.wrong)
@@ -181,7 +180,7 @@ def test_digests_with_flipped_bits_choose_other_pages_and_nothing_else(bench):
 
 @pytest.mark.slow
 def test_a_damaged_record_ends_a_server_whose_steps_are_recorded(bench):
-    """Before a wrong token: with an error to those who wait, which says what to do."""
+    """Before a wrong token is returned: waiting clients get an error that says what to do."""
     if "recorded" not in bench.case:
         pytest.skip("here the server computes what the worker refuses")
     server = bench.servers.servers["decode"]

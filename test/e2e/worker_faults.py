@@ -1,7 +1,7 @@
-"""What can befall the worker of a running decode server, done to it from outside as any process of the same user can.
+"""Fault injection into the worker of a running decode server, from outside, as any process of the same user can.
 
 Signals, its control socket, and the words of the ring in the memory that it shares with the server. Damage to a record
-is done while the worker is stopped, so that it meets a record that is posted and has no answer.
+is done while the worker is stopped, so that it hits a posted record without a result.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from sglang_scout.worker.arena import MEMFD_NAME
 
 _PIDFD_GETFD = 438  # of Linux 5.6, on every architecture
 _POST_BITS, _EPOCH_SHIFT = (1 << 40) - 1, 40
-_PAUSE_S = 0.3  # of a slow worker; silence ends it after 0.8 s
+_PAUSE_S = 0.3  # of a slow worker; 0.8 s without a heartbeat kills it
 
 
 def _duplicate(pid: int, fd: int) -> int:
-    """Another process's descriptor as one of this process. Raises OSError."""
+    """Duplicate another process's descriptor into this process. Raises OSError."""
     pidfd = os.pidfd_open(pid)
     try:
         own = ctypes.CDLL(None, use_errno=True).syscall(_PIDFD_GETFD, pidfd, fd, 0)
@@ -44,7 +44,7 @@ def _duplicate(pid: int, fd: int) -> int:
 
 
 def _descriptors(pid: int, link: str) -> list[int]:
-    """Descriptors of a process whose link in /proc begins with ``link``."""
+    """Descriptors of a process whose link in /proc starts with ``link``."""
     found = []
     for entry in os.scandir(f"/proc/{pid}/fd"):
         with contextlib.suppress(FileNotFoundError):
@@ -74,7 +74,7 @@ class Victim:
         return self._servers.kv_offload()["worker"]
 
     def pid(self) -> int:
-        """Of a worker that serves; fails if there is none for a minute."""
+        """Of a serving worker; fails if there is none for a minute."""
         deadline = time.monotonic() + 60
         while (state := self.state())["state"] != "ready" or state["pid"] is None:
             assert time.monotonic() < deadline, f"no worker serves: {state}"
@@ -82,7 +82,7 @@ class Victim:
         return state["pid"]
 
     def await_next(self, pid: int) -> None:
-        """Until the worker after ``pid`` serves."""
+        """Wait until the worker after ``pid`` serves."""
         wait_until("the next worker", lambda: self.pid() != pid, 60)
 
     @contextlib.contextmanager
@@ -123,7 +123,7 @@ class Victim:
 
     @staticmethod
     def number(pid: int, flag: str) -> int:
-        """What a worker was started with."""
+        """The value of a worker's flag."""
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         return int(words[words.index(flag.encode()) + 1])
 
@@ -167,7 +167,7 @@ def _killed_with_a_record(victim: Victim) -> None:
 
 
 def _lost(victim: Victim) -> None:
-    """A heartbeat is taken away."""
+    """A heartbeat is lost."""
     with victim.sockets() as (server, _):
         deadline = time.monotonic() + 20
         while time.monotonic() < deadline:
@@ -183,10 +183,10 @@ def _all_lost(victim: Victim) -> None:
 
 
 def _doubled(victim: Victim) -> None:
-    """All that a worker says comes twice, and what it was told too."""
+    """All messages from and to the worker are duplicated."""
     with victim.sockets() as (server, worker):
         pid = victim.pid()
-        # Answered by a second Configure.
+        # The reply is a second Configure.
         hello = m.encode(m.Hello(pid=pid, epoch=victim.number(pid, "--epoch")))
         ready = m.encode(m.Ready(isa="again", threads=1))
         beat = m.encode(m.Heartbeat(number=1, stats=m.Stats(items=1, pending=1)))
@@ -201,7 +201,7 @@ def _truncated(victim: Victim) -> None:
 
 
 def _strange(victim: Victim) -> None:
-    """Of another process, another version, too large, of the other direction, and none at all."""
+    """From another process, of another version, too large, of the wrong direction, and empty."""
     with victim.sockets() as (server, worker):
         worker.send(m.encode(m.Hello(pid=1, epoch=1)))
         worker.send(m.encode(msgspec.structs.replace(m.Ready(isa="", threads=1), version=3)))
@@ -237,7 +237,7 @@ def _page_ids(victim: Victim) -> None:
 
 
 def _claimed(victim: Victim) -> None:
-    """Nobody can take an item of a posted record."""
+    """No thread can claim an item of a posted record."""
     with victim.stopped() as (_, slot):
         claim = victim.ring.reply(slot)["claim"]
         claim[0] = int(claim[0]) | CLOSED_ITEM
@@ -250,12 +250,12 @@ def _unlogged(victim: Victim) -> None:
 
 def _head(victim: Victim) -> None:
     with victim.stopped():
-        time.sleep(_PAUSE_S / 2)  # the server has posted what it can: the next post repairs it
+        time.sleep(_PAUSE_S / 2)  # the server has posted all it can: the next post repairs it
         victim.ring.control["head"] ^= np.uint64(1 << 38)
 
 
 def _again_and_again(damage: Callable[[RingView, int], None]) -> Strike:
-    """For a second, to every slot, as often as this process can."""
+    """For a second, to every slot, as fast as possible."""
 
     def strike(victim: Victim) -> None:
         deadline = time.monotonic() + 1
@@ -282,27 +282,27 @@ def _status(ring: RingView, slot: int) -> None:
 
 
 def _small_words(ring: RingView, slot: int) -> None:
-    """Those by which the two sides wake each other, and those that are for people."""
+    """The wake-up words of both sides, and the informational ones."""
     ring.bell["count"] = ring.bell["sleepers"] = ring.control["epoch"] = 1 << 31
     ring.control["trace"] = 1
     ring.reply(slot)["waiters"] = 0
 
 
 def _header(victim: Victim) -> None:
-    """What the next worker reads first."""
+    """The part that the next worker reads first."""
     victim.arena._mapped()[:4096] = 0xFF
     os.kill(victim.pid(), signal.SIGKILL)
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What is done, and what then must be seen.
+    """A fault, and its expected effects.
 
     Attributes:
-        strike: does it; returns when the worker has been struck.
+        strike: injects it; returns once it has taken effect.
         cause: part of ``last_error``; empty: the worker must not be replaced, None: it may be.
-        grows: fields of the state, or of its ``worker``, that must be larger afterwards.
-        not_in_graphs: with recorded steps nobody computes it again.
+        grows: fields of the state, or of its ``worker``, that must increase.
+        not_in_graphs: with captured steps it is not recomputed.
     """
 
     strike: Strike

@@ -1,4 +1,4 @@
-"""What SGLang's KV transfer would send, by the lists of buffers that both servers give it."""
+"""What SGLang's KV transfer would send, given both servers' buffer lists."""
 
 from types import SimpleNamespace
 
@@ -27,8 +27,7 @@ def transfers(source, target, items):
 def sent(source_lists, target, pages=(1, 2, 3), item_bytes=100):
     """What a prefill server with the flag sends to a decode server with these buffers, K of a page in ``item_bytes``.
 
-    None: SGLang is told that it failed. For all of ``pages``; and behind that, a list for each, what it sends for the
-    last one alone.
+    None: a failure is reported to SGLang. First for all of ``pages``, then, as separate lists, for the last one only.
     """
     manager = SimpleNamespace(
         kv_args=SimpleNamespace(kv_data_ptrs=source_lists[0]),

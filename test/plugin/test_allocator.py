@@ -1,4 +1,4 @@
-"""The allocator whose lists are on the host hands out what SGLang's own would."""
+"""The allocator with host lists allocates the same as SGLang's own."""
 
 import os
 
@@ -27,11 +27,11 @@ OPERATIONS = st.lists(
 
 
 class Listener:
-    """Remembers what it was told, and which pages are out."""
+    """Records its calls, and which pages are allocated."""
 
     def __init__(self):
         self.allocated, self.out = [], set()
-        self.fresh = set()  # freed last
+        self.fresh = set()  # freed most recently
 
     def allocate_pages(self, pages):
         pages = pages.tolist()
@@ -52,7 +52,7 @@ class Listener:
 
 
 class Stock(paged.PagedTokenToKVPoolAllocator):
-    """SGLang's own; where it launches Triton, by its torch function or the rule in a line."""
+    """SGLang's own; its Triton kernels replaced by its torch function or a one-line rule."""
 
     def alloc_extend(self, before, before_cpu, after, after_cpu, last, count):
         pages = (after + SIZE - 1) // SIZE - (before + SIZE - 1) // SIZE
@@ -86,7 +86,7 @@ def make(kind, need_sort, pages=30, kvcache=None):
 
 
 class User:
-    """Requests on one allocator; the same operations on two must have the same outcome."""
+    """Requests on one allocator; the same operations on two must have the same result."""
 
     def __init__(self, allocator):
         self.allocator = allocator
@@ -190,16 +190,16 @@ def test_tables_follow_what_is_written():
 
 
 def test_a_transfer_waits_for_a_step_that_may_still_write_a_page(monkeypatch):
-    """SGLang launches a step before it learns that the last one has ended some of its requests."""
+    """SGLang launches a step before it knows that the last one has ended some of its requests."""
     waits = []
     monkeypatch.setattr(allocator.ScoutAllocator, "_wait_for_steps", lambda self: waits.append(1))
     made = make(allocator.ScoutAllocator, True)
     made.listener = listener = Listener()
     most = made.alloc(28 * SIZE)
     made.free(most[: 4 * SIZE])
-    assert made.alloc(2 * SIZE) is not None and not waits  # of pages that nobody has had
+    assert made.alloc(2 * SIZE) is not None and not waits  # of never used pages
     length = torch.tensor([SIZE + 1])
-    made.alloc_decode(length, length, most[-1:])  # of those just freed: in the order of the stream
+    made.alloc_decode(length, length, most[-1:])  # of those just freed: in stream order
     assert listener.out & listener.fresh and not waits
     made.alloc(SIZE)
     assert len(waits) == 1
@@ -252,7 +252,7 @@ def test_requests_take_pages_of_both_nodes_from_the_first_on():
         assert (pages < 128).sum() == 16
     for locations in held[::2]:
         made.free(locations)
-    again = [extend(made, 32 * SIZE) for _ in range(6)]  # more than was left: all is sorted anew
+    again = [extend(made, 32 * SIZE) for _ in range(6)]  # more than was left: all is re-sorted
     assert made.used_pages == 256 and len(made.listener.out) == 256
     counts = [int((torch.unique(a // SIZE) < 128).sum()) for a in again]
     assert all(8 <= count <= 24 for count in counts), counts

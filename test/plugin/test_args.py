@@ -1,6 +1,6 @@
 """Flags on the real ``ServerArgs``: accepted, validated, and invisible when not used.
 
-In a child process: installing the plugin extends SGLang's class for good, and SGLang takes half a minute to import.
+In a child process: installing the plugin changes SGLang's class permanently, and SGLang takes half a minute to import.
 """
 
 import os
@@ -48,7 +48,7 @@ DETERMINISTIC = {"enable_deterministic_inference": True}
 SPARDA = {"kv_offload": "sparda", "kv_offload_config": "FORECAST"}
 RHEO = {"kv_offload": "rheo", "kv_offload_config": "PILOT"}
 SYSTEMS = [SPARDA, RHEO, {"kv_offload": "infinigen"}, {"kv_offload": "hgca"}]
-# name: (arguments, parts of the refusal; none = accepted). What core refuses by itself: test/core/test_config.py.
+# name: (arguments, parts of the refusal; none = accepted). Refusals of core: test/core/test_config.py.
 CASES = {
     "decode": ({}, []),
     "prefill": (PREFILL, []),
@@ -217,7 +217,7 @@ if version("sglang") != "0.5.15.post1":
 
 
 def resolved(made):
-    """What SGLang makes of its flags, at once or when it is asked to."""
+    """SGLang's resolved flags, resolved at once or on request."""
     from sglang_scout.plugin.line import adapter
 
     getattr(made, "resolve_once", lambda: None)()
@@ -232,12 +232,12 @@ def seen(made):
 
 
 def serve_flags(cases, model, folder):
-    """What becomes of each case, and of a command line, as files in ``folder``."""
+    """The result of each case, and of a command line, as files in ``folder``."""
     from sglang.srt.plugins import load_plugins
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     sys.stderr = open(folder / "stderr", "w")
-    for name in ("SGLANG_SCOUT_ROLE", "TRITON_INTERPRET"):  # the second: of the unit tests
+    for name in ("SGLANG_SCOUT_ROLE", "TRITON_INTERPRET"):  # the second is set by the unit tests
         os.environ.pop(name, None)
     load_plugins()
     from sglang.srt.server_args import ServerArgs
@@ -264,7 +264,7 @@ def serve_flags(cases, model, folder):
     try:
         runpy.run_module("sglang.launch_server", run_name="__main__")
     except Exception:
-        sys.excepthook(*sys.exc_info())  # which a child process does not come to
+        sys.excepthook(*sys.exc_info())  # not reached in a child process
         sys.exit(1)
 
 
@@ -272,7 +272,7 @@ ABSENT = "absent"
 
 
 def _variant(source: Path, target: Path, **changes) -> str:
-    """A model folder that differs in its config; weights are not looked at before the refusal."""
+    """A model folder with a modified config; weights are not read before the refusal."""
     shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors"))
     config = json.loads((source / "config.json").read_text()) | changes
     config = {key: value for key, value in config.items() if value != ABSENT}
@@ -305,7 +305,7 @@ MODELS = {
 
 @pytest.fixture(scope="module")
 def outcome(tiny_model, tmp_path_factory):
-    """By case what became of it, facts about a server without the flag, model folders, the end of stderr."""
+    """Results by case, metadata of a server without the flag, model folders, the end of stderr."""
     model, folder = tiny_model("qwen3"), tmp_path_factory.mktemp("models")
     paths = {name: _variant(model, folder / name, **changes) for name, changes in MODELS.items()}
     profile = folder / "own.json"
@@ -329,7 +329,7 @@ def outcome(tiny_model, tmp_path_factory):
         | {key: named.get(x, x) if isinstance(x, str) else x for key, x in given.items()}
         for given, _ in CASES.values()
     ]
-    # Not forked: with the threads that other tests leave, that may crash.
+    # Not forked: with leftover threads of other tests, that may crash.
     spawn = multiprocessing.get_context("spawn")
     child = spawn.Process(
         target=runpy.run_path,
@@ -370,12 +370,12 @@ def test_accepted_with_the_implied_defaults(outcome):
     [(n, g["model_path"], p) for n, (g, p) in CASES.items() if "model_path" in g and len(g) == 1],
 )
 def test_the_plan_refuses_the_models_that_the_server_refuses(outcome, name, path, parts):
-    """From config.json alone, where transformers fills in what is absent for the server."""
+    """From config.json only; for the server transformers fills in absent keys."""
     assert (outcome.cases[name][0] == "accepted") == (not parts)
     if parts:
         with pytest.raises(ConfigError, match="--model-path"):
             read_model(outcome.paths[path], "auto")
-    elif path != "QUANT":  # of which the plan needs the files
+    elif path != "QUANT":  # its plan needs the files
         assert read_model(outcome.paths[path], "auto").head_dim == 64
 
 

@@ -1,4 +1,4 @@
-"""Noise in place of a transfer: the same for a prompt wherever its pages lie, and another one elsewhere."""
+"""Noise in place of a transfer: the same for a prompt in any pages, different at other positions."""
 
 import numpy as np
 import torch

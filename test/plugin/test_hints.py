@@ -1,4 +1,4 @@
-"""How the hint of a prompt is made and sent."""
+"""How a prompt's hint is computed and sent."""
 
 import os
 
@@ -54,7 +54,7 @@ def test_a_hint_is_sent_with_the_last_chunk_if_both_have_them(
 
 
 def test_the_hint_is_what_the_last_tokens_queries_choose(monkeypatch):
-    """Two chunks; the first one's last query asks for other pages."""
+    """Two chunks; the first one's last query selects other pages."""
     keys = [0.1 * torch.randn(9 * SIZE, 2, 64) for _ in range(3)]
     wanted = torch.tensor([8, 2, 7])  # page of each layer, with a key that stands out
     for of_layer, page in zip(keys, wanted, strict=True):

@@ -1,4 +1,4 @@
-"""How much host memory the pages get where --kv-offload-host-gb is not given."""
+"""Host memory of the pages without --kv-offload-host-gb."""
 
 import dataclasses
 import json
@@ -30,7 +30,7 @@ from sglang_scout.plugin.line import VERSION  # noqa: E402
 
 SHAPE = ModelShape(40, 40, 8, 128, 32, torch.bfloat16, 128**-0.5)
 PER_NODE = 5
-RANKS_OF = {"0.5.23": {"num_dp_ranks": 1}}  # which a server has published
+RANKS_OF = {"0.5.23": {"num_dp_ranks": 1}}  # published by a server
 
 
 def size(monkeypatch, *, available, ranks=1, nodes=2, host_gb=None, on_device=None):
@@ -68,10 +68,10 @@ def test_half_of_what_the_workers_do_not_need(monkeypatch, ranks, nodes, node_cp
 @pytest.mark.parametrize(
     ("ranks", "bound_to", "most"),
     [
-        (1, [[1]], 30 << 30),  # of that node alone
+        (1, [[1]], 30 << 30),  # of that node only
         (1, [[0, 1]], 60 << 30),
         (2, [[0], [1]], 60 << 30),
-        (2, [[1], [1]], 30 << 30),  # shared out
+        (2, [[1], [1]], 30 << 30),  # divided
     ],
 )
 def test_no_more_than_the_nodes_have_that_it_is_bound_to(monkeypatch, ranks, bound_to, most):
@@ -107,7 +107,7 @@ def test_the_default_is_no_more_than_a_device_has_digests_of(monkeypatch, caplog
     assert plan_memory(config, SHAPE, num_pages=num_pages, **sizes).num_slots == half > 256
     assert f"beside {half} resident slots; a budget for each" in caplog.text
     assert "--max-running-requests 64 would be 4224" in caplog.text
-    # What the host has, where that is less.
+    # The host's memory, if that is less.
     assert size(monkeypatch, available=100 << 30, on_device=on_device) == size(
         monkeypatch, available=100 << 30
     )

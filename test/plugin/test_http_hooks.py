@@ -1,4 +1,4 @@
-"""Requests that the process of the HTTP port refuses; on real servers: test/e2e/test_bad_input.py, test_sigterm.py."""
+"""Requests that the HTTP process refuses; on real servers: test/e2e/test_bad_input.py, test_sigterm.py."""
 
 import os
 
@@ -91,5 +91,5 @@ def test_what_comes_after_sigterm_is_refused_with_a_status_that_a_router_sends_a
     with pytest.raises(HTTPException, match="shutting down") as refusal:
         before_validate_one_request(ENDING, GenerateReqInput(stream=False), [5])
     assert refusal.value.status_code == 503
-    with pytest.raises(ValueError, match="shutting down"):  # its status has gone out
+    with pytest.raises(ValueError, match="shutting down"):  # its status has been sent
         before_validate_one_request(ENDING, GenerateReqInput(stream=True), [5])

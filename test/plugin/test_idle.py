@@ -1,4 +1,4 @@
-"""Servers that wait for each other's part leave their core to others."""
+"""Servers that wait for each other yield their core."""
 
 from types import SimpleNamespace
 
@@ -23,7 +23,7 @@ def test_it_sleeps_while_requests_are_on_their_way(idle):
         idle_sleeper=SimpleNamespace(poller=poller), is_fully_idle=lambda: idle
     )
     before_on_idle(scheduler)
-    assert poller.polls == (not idle)  # SGLang sleeps itself where there is none
+    assert poller.polls == (not idle)  # without requests SGLang itself sleeps
 
 
 def test_it_polls_on_without_the_flag():

@@ -1,4 +1,4 @@
-"""Hooks that do not take and another SGLang are refused; SGLang itself would only log it."""
+"""Hooks that do not apply and other SGLang releases are refused; SGLang itself would only log it."""
 
 import os
 
@@ -57,7 +57,7 @@ def test_another_sglang_is_refused_and_not_just_logged(monkeypatch):
 
 
 def test_adapters_have_the_same_names():
-    """Each but for the class of its fields and the hook functions that only its release needs."""
+    """Except the class of the fields and the hook functions that only one release needs."""
     folder = Path(apply.__file__).parent
     names = [
         {
@@ -76,7 +76,7 @@ def test_a_scheduler_hears_what_the_launcher_may_run_on(monkeypatch):
     assert launch.launched_as() is None
     launch.announce("decode", {3, 1, 64})
     for parent, found in (
-        (None, None),  # the launcher, or a server that one of its children has started
+        (None, None),  # the launcher, or a server started by one of its children
         (SimpleNamespace(pid=os.getpid() + 1), None),  # a scheduler of such a server
         (SimpleNamespace(pid=os.getpid()), ("decode", os.getpid(), {1, 3, 64})),
     ):

@@ -1,4 +1,4 @@
-"""Who joins the batch while others decode: SGLang's queue, with requests whose copies have still to begin."""
+"""Which requests join the batch while others decode: SGLang's queue, with requests whose copies have not started."""
 
 import os
 
@@ -21,7 +21,7 @@ class Arrivals:
 
 
 class Scheduler:
-    """Of SGLang's what ``get_new_prebuilt_batch`` uses."""
+    """The part of SGLang's scheduler that ``get_new_prebuilt_batch`` uses."""
 
     def __init__(self, running, most, *names):
         self.enable_priority_scheduling, self.max_running_requests = False, most

@@ -1,4 +1,4 @@
-"""/metrics against /server_info: the same numbers, under the names that are promised."""
+"""/metrics against /server_info: the same numbers, under the documented names."""
 
 from types import SimpleNamespace
 

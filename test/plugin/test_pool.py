@@ -1,4 +1,4 @@
-"""How K, V and digests ride on SGLang's KV transfer, and what a retracted request gets back."""
+"""K, V and digests in SGLang's KV transfer, and restoring a retracted request."""
 
 import dataclasses
 import os
@@ -68,7 +68,7 @@ def test_a_server_without_the_flag_gets_and_sends_k_and_v_only(kind):
 
 
 class Engine:
-    """Remembers what SGLang's transfer would write, as (source, target, bytes)."""
+    """Records what SGLang's transfer would write, as (source, target, bytes)."""
 
     def __init__(self):
         self.written = []
@@ -87,7 +87,7 @@ def test_a_decode_server_of_another_tp_size_gets_the_k_and_v_of_its_heads(
     mooncake = pytest.importorskip("sglang.srt.disaggregation.mooncake.conn", reason="mooncake")
     layers, token = 3, 64 * 4  # bytes of a head
     item = SIZE * 2 * token
-    # Far apart, so that an address says which buffer it is of.
+    # Far apart, so that an address identifies its buffer.
     sources, targets = ([base + i * (1 << 20) for i in range(6)] for base in (1 << 30, 1 << 40))
     here = sources, [1 << 20] * 6, [item] * 6
     if digests_here:
@@ -146,7 +146,7 @@ def host_pool(dtype, tokens=40 * SIZE):
     [(torch.bfloat16, 1), (torch.bfloat16, SIZE), (torch.float32, 5 * SIZE + 7)],
 )
 def test_a_retracted_request_gets_its_k_and_v_back_elsewhere(dtype, length):
-    """In whole pages, which are copied many times as fast as tokens, and nothing else is written."""
+    """In whole pages, which are copied many times faster than tokens, and nothing else is written."""
     made = host_pool(dtype)
     old, new = [7, 8, 9, 3, 20, 21], [30, 4, 5, 6, 31, 2]
     count = -(-length // SIZE)
@@ -164,7 +164,7 @@ def test_a_retracted_request_gets_its_k_and_v_back_elsewhere(dtype, length):
         kept[0].nbytes == 2 * 3 * count * SIZE * 2 * 64 * dtype.itemsize == made.copy_bytes(length)
     )
     for plane in planes:
-        plane.copy_(torch.randn(plane.shape))  # of other requests by now
+        plane.copy_(torch.randn(plane.shape))  # reused by other requests
     before = [plane.clone() for plane in planes]
     made.load_cpu_copy(kept, locations(new))
     others = torch.from_numpy(np.setdiff1d(np.arange(41), new))
@@ -206,7 +206,7 @@ def test_kv_of_other_bytes_is_not_sent(caplog):
     ("prefill", "decode"), [("auto", "fp8_e4m3"), ("fp8_e4m3", "auto"), ("fp8_e5m2", "fp8_e4m3")]
 )
 def test_sglang_s_decode_server_refuses_another_kv_cache_dtype(monkeypatch, prefill, decode):
-    """At the first request of a pair, in the scheduler's loop: that ends the server. It is SGLang's own check."""
+    """At a pair's first request, in the scheduler's loop, which ends the server. It is SGLang's own check."""
     info = {
         "attn_tp_size": 1, "attn_cp_size": 1, "dp_size": 1, "pp_size": 1, "page_size": SIZE,
         "kv_cache_dtype": prefill, "follow_bootstrap_room": True,
@@ -226,7 +226,7 @@ def test_sglang_s_decode_server_refuses_another_kv_cache_dtype(monkeypatch, pref
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_digests_of_another_kind_are_not_sent(dtype):
-    """As when the prefill server is configured with another digest than the decode server."""
+    """As when the two servers are configured with different digests."""
     shape = dataclasses.replace(SHAPE, page_size=32, head_dim=64, dtype=dtype)
     there = {kind: digest_pool(shape, 5, kind) for kind in KINDS}
     for own in KINDS:
@@ -255,7 +255,7 @@ def test_a_digest_lacks_whatever_layer_or_half_did_not_arrive(kind, layer, half)
 
 @pytest.mark.parametrize("head_reduce", ["mass", "max"])
 def test_a_pool_scores_by_the_bounds_of_its_keys(head_reduce):
-    """Keys whose smallest values are a hundred times their largest, so that the halves are not alike."""
+    """Keys whose minima are a hundred times their maxima, so that the halves differ."""
     k = [-100 * torch.rand(9, SIZE, 2, 64) + 99 * (torch.rand(9, SIZE, 2, 64) < 0.1) for _ in "abc"]
     k = [x.clamp(max=1.0) for x in k]
     host = HostPages(SHAPE, *([x.flatten(0, 1) for x in k] for _ in "kv"))
@@ -286,7 +286,7 @@ def test_digests_are_unset_until_written():
 
 @pytest.fixture
 def transfer_engine(monkeypatch):
-    """SGLang's, over a real one that transfers nothing."""
+    """SGLang's, on a real one that transfers nothing."""
     monkeypatch.setenv("MC_FORCE_TCP", "1")
     module = pytest.importorskip(
         "sglang.srt.distributed.device_communicators.mooncake_transfer_engine"

@@ -1,4 +1,4 @@
-"""What ``doctor`` finds when SGLang's layers are not as expected; that all is well here is in ``test_doctor.py``."""
+"""``doctor``'s findings when SGLang's layers are not as expected; the passing case is in ``test_doctor.py``."""
 
 import json
 import os

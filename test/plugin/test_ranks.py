@@ -1,4 +1,4 @@
-"""What the ranks of a server tell each other, and how their host pages are divided among NUMA nodes."""
+"""Communication between a server's ranks, and the division of their host pages among NUMA nodes."""
 
 import gc
 import multiprocessing
@@ -35,7 +35,7 @@ def _meet(rank, path):
 
 def test_two_ranks(tmp_path):
     """Forked, as SGLang takes half a minute to import."""
-    gc.collect()  # what other tests have left, and whose threads a child does not have
+    gc.collect()  # leftovers of other tests, whose threads a child does not have
     fork = multiprocessing.get_context("fork")
     ranks = [fork.Process(target=_meet, args=(rank, tmp_path / "meeting")) for rank in range(2)]
     for rank in ranks:

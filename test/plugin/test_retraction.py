@@ -1,4 +1,4 @@
-"""A retracted request's KV is copied where there is memory for it; else that request fails, and nothing else."""
+"""A retracted request's KV is copied if there is memory for it; else only that request fails."""
 
 import os
 
@@ -18,7 +18,7 @@ COPY = 5000
 
 
 def request(rid):
-    """As it is in every release: in some of them its row and its copy are of ``kv``."""
+    """Valid for every release: in some its row and its copy are in ``kv``."""
     kv = {"req_pool_idx": 0, "mamba_pool_idx": None}
     more = {"retraction_backup": None, "holds_mamba": False}
     made = SimpleNamespace(rid=rid, seqlen=100, **kv, kv=SimpleNamespace(**kv, **more))
@@ -41,7 +41,7 @@ def test_a_copy_that_does_not_fit_fails_its_request(monkeypatch, available, kept
     hooks.around_offload_kv_cache(Req.offload_kv_cache, req, tables, allocator)
     assert [len(tokens) for tokens in copied] == [99] * kept
 
-    # A pause does not say that its requests were retracted, and would have their KV sent again.
+    # A pause does not mark its requests as retracted, and would have their KV sent again.
     queued, told = [], []
     channel = SimpleNamespace(send_output=lambda output, _: told.append(output))
     scheduler = SimpleNamespace(ipc_channels=SimpleNamespace(send_to_tokenizer=channel))

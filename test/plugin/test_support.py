@@ -1,4 +1,4 @@
-"""Predicted queries from SGLang's own projection layers: plain weights, and those that cannot be sliced."""
+"""Predicted queries from SGLang's own projection layers: unquantised weights, and those that cannot be sliced."""
 
 import os
 
@@ -24,7 +24,7 @@ Q, ALL = HQ * D, (HQ + 2 * H) * D
 
 
 class RotatedInput(support.UnquantizedLinearMethod):
-    """Keeps a weight of a float dtype, but turns the input around before it is multiplied."""
+    """Keeps a float weight, but transforms the input before the product."""
 
     def apply(self, layer, x, bias=None):
         return super().apply(layer, x.flip(-1), bias)
@@ -37,7 +37,7 @@ def quantise(weight):
 
 
 class Int8LinearMethod(support.UnquantizedLinearMethod):
-    """The float weight is dropped once it is quantised, as by the methods of SGLang, which need a GPU or AMX."""
+    """The float weight is dropped once quantised, as in SGLang's methods, which need a GPU or AMX."""
 
     def process_weights_after_loading(self, layer):
         layer.codes, layer.step = quantise(layer.weight.data)
@@ -48,7 +48,7 @@ class Int8LinearMethod(support.UnquantizedLinearMethod):
 
 
 class OneProduct(support.UnquantizedLinearMethod):
-    """Of quantised weights by one kernel, as far as launches go."""
+    """A quantised product in one launch, for counting."""
 
     def process_weights_after_loading(self, layer):
         layer.packed = layer.weight.data
@@ -59,7 +59,7 @@ class OneProduct(support.UnquantizedLinearMethod):
 
 
 class Rope(support.RotaryEmbedding):
-    """SGLang's class with a table of its own: its constructor asks the running server."""
+    """SGLang's class with its own table: the constructor would need a running server."""
 
     def __init__(self):
         torch.nn.Module.__init__(self)
@@ -78,7 +78,7 @@ def attention_layer(method=None, bias=True, q_norm=True, skip_bias_add=False, tp
     """A decoder layer as `make_projectors` sees it, of rank ``tp - 1`` of ``tp``, and its weights."""
     rng = torch.Generator().manual_seed(3)
     group = SimpleNamespace(rank_in_group=tp - 1, world_size=tp)
-    is_told = VERSION == "0.5.15.post1"  # else it asks for the group
+    is_told = VERSION == "0.5.15.post1"  # else it looks up the group
     with patch.object(linear, "_resolve_linear_group", lambda _: group, create=True):
         projection = linear.QKVParallelLinear(
             HIDDEN, D, HQ * tp, H * tp, bias=bias, skip_bias_add=skip_bias_add,
@@ -100,7 +100,7 @@ def attention_layer(method=None, bias=True, q_norm=True, skip_bias_add=False, tp
 
 
 def predicted(layer, weight, bias, x, residual, positions, norm=None, heads=HQ, norm_heads=True):
-    """By the formula, with the rows of the query part of this weight."""
+    """By the formula, with the query rows of this weight."""
     attention, norm = layer.self_attn, norm or layer.input_layernorm
     q_norm, rope = getattr(attention, "q_norm", None), attention.rotary_emb
     q_norm = q_norm if norm_heads else None
@@ -124,7 +124,7 @@ def token():
 
 
 def counted(layer):
-    """How often the layer's projection module is called, as a list to look into."""
+    """Counts calls of the layer's projection module, as a list."""
     calls = []
     layer.self_attn.qkv_proj.register_forward_hook(lambda *_: calls.append(1))
     return calls
@@ -229,7 +229,7 @@ def test_capped_logits_are_refused(monkeypatch):
 
 @pytest.mark.parametrize("fp8", support.TORCH_FP8)
 def test_kv_in_fp8_takes_half_the_bytes(fp8, monkeypatch):
-    """Of scales that SGLang leaves out or sets to 1."""
+    """With scales absent or set to 1 by SGLang."""
     plain = shape_of(torch.bfloat16, monkeypatch, k_scale=torch.tensor(0.5))
     shape = shape_of(fp8, monkeypatch, k_scale=None, v_scale=torch.tensor(1.0), v_scale_float=1.0)
     assert (shape.kv_dtype, shape.dtype) == (fp8, torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Spans that SGLang makes of a request's tokens, with what the engine counted between them."""
+"""SGLang's spans of a request's tokens, with the engine's counts between them."""
 
 from types import SimpleNamespace
 

@@ -1,5 +1,5 @@
-"""Servers of a pair that are gone and messages between them, over real sockets; the pages of transfers that failed. On
-real servers: test/e2e/test_process_faults.py."""
+"""Lost servers of a pair and messages between them, over real sockets; the pages of failed transfers. On real servers:
+test/e2e/test_process_faults.py."""
 
 import os
 
@@ -30,7 +30,7 @@ from sglang_scout.plugin.transfer_faults import (  # noqa: E402
 
 @pytest.fixture
 def prefill():
-    """A socket that a prefill server would have, and its endpoint."""
+    """A prefill server's socket, and its endpoint."""
     server = zmq.Context.instance().socket(zmq.PULL)
     server.linger = 0
     port = server.bind_to_random_port("tcp://127.0.0.1")
@@ -60,7 +60,7 @@ def test_a_message_to_one_that_is_gone_does_not_block(prefill):
     server.close()
     if (
         VERSION == "0.5.15.post1"
-    ):  # later ones are sent to, and wait for a new connection themselves
+    ):  # sockets of later releases accept messages and reconnect by themselves
         wait_until("the end is seen", lambda: not sock.poll(0, zmq.POLLOUT), 10)
     other, _ = connect(endpoint)
     sender = threading.Thread(target=other.send, args=(b"b",), daemon=True)
@@ -70,7 +70,7 @@ def test_a_message_to_one_that_is_gone_does_not_block(prefill):
 
 
 def manager_of(*ports):
-    """What the heartbeats of SGLang's manager know, and the failures that they report."""
+    """The heartbeat state of SGLang's manager, and the failures that it reports."""
     failed = []
     return SimpleNamespace(
         connection_lock=threading.Lock(),
@@ -85,7 +85,7 @@ def manager_of(*ports):
 
 def test_a_replaced_one_is_noticed():
     with socket.create_server(("127.0.0.1", 0)) as lives, socket.socket() as dead:
-        dead.bind(("127.0.0.1", 0))  # and does not listen
+        dead.bind(("127.0.0.1", 0))  # without listening
         port, gone = lives.getsockname()[1], dead.getsockname()[1]
         manager = manager_of(port, port)
         after_heartbeat_success(None, manager, "host:1")
@@ -116,7 +116,7 @@ def test_the_pages_of_a_transfer_that_failed_are_kept_for_a_while(monkeypatch):
     late = Receiver(status=KVPoll.Success, init_time=1.0)
     polls = lambda: around_poll(_poll_with_failure_injection, [early, late])  # noqa: E731
     assert polls() == [KVPoll.Failed, KVPoll.Success]
-    # Of a health check, as SGLang's FakeKVReceiver.
+    # A health check's, as SGLang's FakeKVReceiver.
     health = SimpleNamespace(poll=lambda: KVPoll.Failed)
     assert around_poll(_poll_with_failure_injection, [health]) == [KVPoll.Failed]
     with monkeypatch.context() as failing:
@@ -130,7 +130,7 @@ def test_the_pages_of_a_transfer_that_failed_are_kept_for_a_while(monkeypatch):
 
 @pytest.fixture
 def prefill_manager():
-    """SGLang's, with no more than its sockets."""
+    """SGLang's, with only its sockets."""
     manager = object.__new__(CommonKVManager)
     manager._zmq_ctx = zmq.Context()
     manager._socket_cache, manager._monitor_cache, manager._socket_send_locks = {}, {}, {}
@@ -162,5 +162,5 @@ def test_messages_of_two_threads_do_not_mix(prefill, prefill_manager):
 def test_a_message_to_a_closed_socket_is_lost_and_no_more(prefill, prefill_manager):
     _, endpoint = prefill
     sender = around_connect_to_decode(CommonKVManager._connect, prefill_manager, endpoint)
-    prefill_manager._socket_cache[endpoint].close()  # another thread has seen that it is gone
+    prefill_manager._socket_cache[endpoint].close()  # as by another thread that detected it
     sender.send_multipart([b"a"])

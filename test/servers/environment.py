@@ -15,7 +15,7 @@ NO_DRIVER = Path(sys.prefix) / "lib" / "no-driver"
 
 
 def _with_defaults(defaults: dict[str, str]) -> dict[str, str]:
-    """Our own environment and ``defaults``. A variable that is already set keeps its value."""
+    """Our own environment plus ``defaults``. A variable that is already set keeps its value."""
     defaults = {"TOKENIZERS_PARALLELISM": "false", **defaults}
     if not has_rdma():
         defaults["MOONCAKE_PROTOCOL"] = "tcp"  # mooncake's own, rdma, would fail at start
@@ -23,29 +23,29 @@ def _with_defaults(defaults: dict[str, str]) -> dict[str, str]:
 
 
 def cpu_environment() -> dict[str, str]:
-    """Our own environment and what SGLang needs to run on the CPU, whether or not there is a GPU.
+    """Our own environment plus what SGLang needs to run on the CPU, even if there is a GPU.
 
-    It is what ``scripts/cpu_env.sh`` exports; a test compares them.
+    Equal to what ``scripts/cpu_env.sh`` exports; a test compares them.
     """
     environment = _with_defaults(
         {
             "SGLANG_USE_CPU_ENGINE": "1",
-            # Threads that spin would take the cores from whoever has work.
+            # Spinning threads would take cores from busy ones.
             "OMP_WAIT_POLICY": "PASSIVE",
-            # With --tp-size SGLang opens NCCL where it finds it, and needs a GPU for it. Not a file.
+            # With --tp-size SGLang loads NCCL if it finds it, which needs a GPU. Not a file.
             "SGLANG_NCCL_SO_PATH": NO_NCCL,
         }
     )
     paths = os.environ.get("LD_LIBRARY_PATH")
     if NO_DRIVER.is_dir() and str(NO_DRIVER) not in (paths or "").split(":"):
         environment["LD_LIBRARY_PATH"] = f"{NO_DRIVER}:{paths}" if paths else str(NO_DRIVER)
-    # Where torch sees a GPU, SGLang's layers take their CUDA kernels, whatever --device says.
+    # If torch sees a GPU, SGLang's layers use their CUDA kernels regardless of --device.
     environment["CUDA_VISIBLE_DEVICES"] = ""
     return environment
 
 
 def cuda_environment() -> dict[str, str]:
-    """Our own environment and what SGLang needs on a CUDA device."""
+    """Our own environment plus what SGLang needs on a CUDA device."""
     environment = _with_defaults({})
     environment.pop("SGLANG_USE_CPU_ENGINE", None)
     if environment.get("SGLANG_NCCL_SO_PATH") == NO_NCCL:
@@ -54,24 +54,24 @@ def cuda_environment() -> dict[str, str]:
 
 
 def server_environment(device: str) -> dict[str, str]:
-    """The environment of a server that is started with ``--device device``."""
+    """The environment of a server with ``--device device``."""
     return cpu_environment() if device == "cpu" else cuda_environment()
 
 
 def started_environment(
     device: str, model: str | Path, scratch_dir: str, more: Mapping[str, str]
 ) -> dict[str, str]:
-    """The same for one that a command starts and watches.
+    """The same for one that a command starts and monitors.
 
     Args:
-        model: folder or name. Of a folder all files are there, and nothing is looked up by name.
+        model: folder or name. A folder has all files, so nothing is looked up online.
         scratch_dir: for sockets and temporary files.
-        more: what comes on top, but for ``TMPDIR``.
+        more: overrides, except ``TMPDIR``.
     """
     environment = server_environment(device)
     if Path(model).is_dir():
         environment.setdefault("HF_HUB_OFFLINE", "1")
-    # A prefill server that is busy on a CPU answers late; after 2 such heartbeats a decode server drops its requests.
+    # A busy prefill server on a CPU answers late; after 2 such heartbeats a decode server drops its requests.
     environment.setdefault("SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE", "100")
     environment.pop("PYTHONDONTWRITEBYTECODE", None)  # would compile SGLang at every start
     environment.pop("TRITON_INTERPRET", None)  # the unit tests' setting, not the servers'

@@ -5,8 +5,7 @@ the demo, the benchmarks and the tests.
         answers = cluster.generate([[1, 2, 3], [4, 5]], max_new_tokens=32)
         print(cluster.kv_offload())
 
-Servers are ``python -m sglang.launch_server`` as a user would start them; this module never imports
-sglang.
+Servers are started by ``python -m sglang.launch_server``, as by a user; this module never imports sglang.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from servers.sglang_http import Generation, generate, http_json
 HOST = "127.0.0.1"
 
 # ``python -m sglang_router.launch_router`` without its one costly import: the Python load balancer
-# for debugging, which pulls in all of SGLang (10 s) and is not the router that we start.
+# for debugging, which imports all of SGLang (10 s) and is not the router that we start.
 ROUTER_MAIN = (
     "import sys, types;"
     "stub = types.ModuleType('sglang_router.mini_lb'); stub.MiniLoadBalancer = None;"
@@ -55,20 +54,20 @@ class PDCluster:
     Args:
         model_dir: folder of the model, which also holds its tokenizer.
         prefill_args, decode_args: more flags of one server; a flag given here wins over a default.
-        more_decodes: further decode servers behind the same prefill server, name to flags;
-            :meth:`ask_pair` sends a request to one.
-        route_all: the router knows these too, and takes all in turn.
+        more_decodes: further decode servers of the same prefill server, name to flags; :meth:`ask_pair` sends a request
+            to one.
+        route_all: the router uses these too, round robin.
         server_args: more flags for both servers.
-        router: start the router and send requests through it. Without it only the servers run.
+        router: start the router and send requests through it; else only the servers run.
         device, dtype: as SGLang's flags.
         prefill_device: of the prefill server, if not ``device``.
-        one_by_one: start a server only when the one before it is ready, the prefill server first. For
-            servers that share a GPU: each takes a share of what it finds free.
+        one_by_one: start a server only when the previous one is ready, the prefill server first. For servers that share
+            a GPU: each takes a share of the free memory.
         max_total_tokens: KV capacity of each server. Never left to SGLang: on a CPU it would take
             most of the RAM.
         env: environment variables on top of those of ``server_environment``.
-        log_dir: for the three log files. Default: a fresh temporary folder, named after a failure
-            and removed at the end of a ``with`` block that had none.
+        log_dir: for the three log files. Default: a new temporary folder, whose path is reported after a failure, and
+            which is removed after a ``with`` block without one.
         ready_timeout_s: for all servers together.
         on_ready: called with the name of each server that answers.
     """
@@ -104,8 +103,8 @@ class PDCluster:
         self._settle_s = settle_s_of(device, prefill_device)
         self.startup_s = 0.0
         self.one_by_one = one_by_one
-        # SGLang makes its ipc sockets here and leaves them. Not below log_dir: the path of a socket
-        # may have 107 characters only.
+        # SGLang creates its ipc sockets here and leaves them. Not below log_dir: a socket's path is limited to 107
+        # characters.
         self.scratch_dir = tempfile.mkdtemp(prefix="scout-")
         self._extra_environment = dict(env or {})
         self.environment = self._environment(device)
@@ -113,8 +112,8 @@ class PDCluster:
         wanted = {"prefill": prefill_args, "decode": decode_args, **(more_decodes or {})}
         ports = free_ports(3 + 2 * len(wanted))
         self.bootstrap_port, router_port, prometheus_port, *ports = ports
-        # --sleep-on-idle: an idle SGLang scheduler polls at full speed, and on two cores it would
-        # take them from the server that has work. It acts only when the server holds no request.
+        # --sleep-on-idle: an idle SGLang scheduler busy-polls, and on two cores it would slow the other servers. It
+        # applies only when the server holds no request.
         common = flags(
             model_path=model_dir, host=HOST, dtype=dtype, max_total_tokens=max_total_tokens,
             max_running_requests=max_running_requests, sleep_on_idle=True,
@@ -166,7 +165,7 @@ class PDCluster:
 
     @property
     def url(self) -> str:
-        """Where requests go: the router."""
+        """The router's URL, for requests."""
         return self._urls["router"]
 
     def server_url(self, which: str) -> str:
@@ -194,8 +193,8 @@ class PDCluster:
     def start(self) -> None:
         """Start everything and return when requests can be sent.
 
-        Raises ServerFailed, with the log's tail, for a server that ends or stays silent past the
-        deadline. Call it from the main thread: the servers die with the thread that started them.
+        Raises ServerFailed, with the log's tail, for a server that ends or does not answer by the deadline. Call it
+        from the main thread: the servers die with the thread that started them.
         """
         begin = time.monotonic()
         deadline = begin + self.ready_timeout_s
@@ -208,15 +207,15 @@ class PDCluster:
             wait_healthy(server, self._urls[name] + "/health", deadline, self.all_servers())
             self.on_ready(name)
         if self.router is not None:
-            # Only now: it checks its workers at once when it starts, and again only after a while.
+            # Only now: it checks its workers when it starts, and again only after a while.
             self.router.start()
             wait_healthy(self.router, self.url + "/readiness", deadline, self.all_servers())
         self.startup_s = time.monotonic() - begin
 
     def restart(self, name: str) -> None:
-        """Start a server, or the ``router``, again that has ended, and return when it is ready.
+        """Restart an ended server, or the ``router``, and return when it is ready.
 
-        Same flags and ports. Call it as :meth:`start`. Raises ServerFailed.
+        Same flags and ports. Call it like :meth:`start`. Raises ServerFailed.
         """
         server = self.servers[name] if name in self.servers else self.router
         assert server is not None
@@ -228,9 +227,9 @@ class PDCluster:
         return [*self.servers.values(), *([self.router] if self.router is not None else [])]
 
     def stop(self) -> dict[int, str]:
-        """End everything, at once; may be called twice. Returns what did not end by itself: {}.
+        """Kill everything at once; may be called twice. Returns what did not end by itself: {}.
 
-        Not by SIGTERM, after which they let what runs end.
+        Not by SIGTERM, after which running requests may finish.
         """
         try:
             return stop_all(self.all_servers()[::-1], self.cluster_id, settle_s=self._settle_s)

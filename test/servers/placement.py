@@ -14,20 +14,20 @@ from sglang_scout.core.errors import ConfigError
 AUTO, CPU, CUDA = CHOICES = ("auto", "cpu", "cuda")
 DRIVER_NODES = (Path("/dev/nvidiactl"),)
 
-# Shares of the device memory that is free when a server starts, as --mem-fraction-static counts. Of one GPU
-# the prefill server takes the first, and the decode server, started after it, the second of what it leaves.
+# Shares of the device memory free at a server's start, as in --mem-fraction-static. On one GPU the prefill server takes
+# the first, and the decode server, started later, the second of the rest.
 PREFILL_SHARE, DECODE_SHARE = 0.4, 0.7
 WHOLE_SHARE = 0.8
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the two servers run.
+    """Devices of the two servers.
 
     Attributes:
-        prefill, decode: "cpu" or "cuda". The prefill server stays on the CPU where the KV transfer cannot
-            read device memory.
-        gpus: CUDA devices that can be used; 0 on the CPU.
+        prefill, decode: "cpu" or "cuda". The prefill server stays on the CPU if the KV transfer cannot read device
+            memory.
+        gpus: usable CUDA devices; 0 on the CPU.
     """
 
     prefill: str
@@ -45,8 +45,8 @@ class Placement:
 
     @property
     def prefill_config(self) -> dict[str, Any]:
-        """Keys of --kv-offload-config that the prefill server needs beside the decode server's own."""
-        # Digests lie on the decode server's device, where this transfer cannot bring them.
+        """Keys of --kv-offload-config for the prefill server, besides the decode server's."""
+        # Digests are on the decode server's device, which this transfer cannot write.
         return {} if self.prefill == self.decode else {"prefill_digests": False}
 
     def memory(self, cpu_share: float) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -94,5 +94,5 @@ def place(wanted: str) -> Placement:
 
 
 def wants_cpu(environment: Mapping[str, str]) -> bool:
-    """Whether an environment asks for the CPU."""
+    """Whether an environment requests the CPU."""
     return "1" in (environment.get("SCOUT_FORCE_CPU"), environment.get("SGLANG_USE_CPU_ENGINE"))

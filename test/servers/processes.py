@@ -1,7 +1,6 @@
 """The processes of a cluster, found by an environment variable that children inherit.
 
-Linux only. So whatever is left behind can be found again, also a process whose parent has died and which nobody's
-process tree shows any more.
+Linux only. This also finds leftovers whose parent has died, and which are in no process tree any more.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ CLUSTER_VARIABLE = "SCOUT_CLUSTER_ID"
 
 
 def _stat(pid: int) -> tuple[bool, int, int] | None:
-    """Whether ``pid`` still holds anything, its session id and when it started, in ticks since the
-    machine's start; None when it has ended.
+    """Whether ``pid`` still holds resources, its session id and its start time, in ticks since boot; None when it has
+    ended.
 
-    A zombie holds nothing. But one whose other threads still end, which take tens of seconds to give
-    back much page-locked memory, has all of it: its state alone says zombie, that of its first thread.
+    A zombie holds nothing. But one whose other threads are still exiting, which takes tens of seconds with much
+    page-locked memory, holds all of it: its state says zombie, which is only that of its first thread.
     """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -36,13 +35,12 @@ def processes_of(
     """Live processes that carry ``cluster_id``, belong to one of ``sessions`` or are ``known``: pid to
     command line.
 
-    All are needed: a process that renames itself (SGLang's schedulers do) overwrites the
-    environment that /proc shows, one that opens a session of its own is found only by its
-    environment, and one that ends shows none any more. Zombies do not count, unless threads of theirs still end.
+    All are needed: a process that renames itself (as SGLang's schedulers do) overwrites its environment in /proc, one
+    with its own session is found only by its environment, and an exiting one has none any more. Zombies do not count,
+    unless threads of theirs are still exiting.
 
     Args:
-        known: pids with the start times that :func:`identities_of` tells: a pid alone may have become
-            another process's.
+        known: pids with their start times from :func:`identities_of`: a pid may have been reused.
     """
     found = identities_of(cluster_id, sessions, known)
     return {pid: process_title(pid) for pid, _ in found}
@@ -51,7 +49,7 @@ def processes_of(
 def identities_of(
     cluster_id: str, sessions: Iterable[int] = (), known: Collection[tuple[int, int]] = ()
 ) -> list[tuple[int, int]]:
-    """(pid, start time) of the processes that :func:`processes_of` finds, by which they are known later."""
+    """(pid, start time) of the processes that :func:`processes_of` finds, to identify them later."""
     needle = f"{CLUSTER_VARIABLE}={cluster_id}".encode()
     wanted = set(sessions)
     found: list[tuple[int, int]] = []
@@ -82,7 +80,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def process_title(pid: int) -> str:
-    """Command line of ``pid``, "" when ended. SGLang's are names such as ``sglang::scheduler``."""
+    """Command line of ``pid``, "" when ended. SGLang's are like ``sglang::scheduler``."""
     try:
         raw = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:

@@ -31,11 +31,11 @@ MOONCAKE_PORTS = range(15000, 17001)
 
 
 class ServerFailed(RuntimeError):
-    """A server did not start, or ended when it should run; the message holds its log's tail."""
+    """A server did not start, or ended unexpectedly; the message has its log's tail."""
 
 
 def _ephemeral_start() -> int:
-    """First port that the kernel hands out by itself."""
+    """First port of the kernel's ephemeral range."""
     try:
         return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     except (OSError, ValueError, IndexError):
@@ -45,9 +45,8 @@ def _ephemeral_start() -> int:
 def free_ports(count: int) -> list[int]:
     """``count`` different TCP ports that can be bound right now.
 
-    They lie below the kernel's ephemeral range and outside mooncake's: SGLang and mooncake open many
-    outgoing connections and listeners of their own while they start, and one of those could take a
-    port picked from these ranges.
+    They are below the kernel's ephemeral range and outside mooncake's: SGLang and mooncake open many connections and
+    listeners while they start, any of which could take a port from these ranges.
     """
     found: list[int] = []
     ours = set(range(10000, max(15000, _ephemeral_start()))).difference(MOONCAKE_PORTS)
@@ -91,7 +90,7 @@ class ServerProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start it, from a thread that lives as long: the end of the thread kills the server."""
+        """Start it, from a thread that lives as long: the thread's end kills the server."""
         if self._process is not None:
             raise RuntimeError(f"{self.name} was already started")
         tied = [sys.executable, "-SP", die_with_parent.__file__, str(os.getpid()), *self.command]
@@ -106,10 +105,10 @@ class ServerProcess:
             )
 
     def restart(self) -> None:
-        """Start it again when it has ended, and its children with it. The log begins anew.
+        """Restart it after it and its children have ended. The log is truncated.
 
         Raises:
-            ServerFailed: it runs, or a child of it does, after ``SETTLE_S``.
+            ServerFailed: it, or a child, still runs after ``SETTLE_S``.
         """
         deadline = time.monotonic() + SETTLE_S
         while left := processes_of("", [self.pid]):
@@ -152,7 +151,7 @@ class ServerProcess:
             raise ServerFailed(f"the {self.name} server ended with exit code {code}\n{self.tail()}")
 
     def signal(self, number: int) -> None:
-        """Send a signal to the main process, if it still runs. (Its children get none.)"""
+        """Send a signal to the main process only, if it still runs."""
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(number)
 
@@ -174,9 +173,9 @@ def wait_healthy(
 
     Args:
         deadline: of ``time.monotonic``.
-        beside: others that must not end meanwhile.
+        beside: others that must keep running.
     Raises:
-        ServerFailed: with the end of its log, for one that ends, or for ``server`` when it stays silent.
+        ServerFailed: with the end of its log, for one that ends, or for ``server`` if it does not answer.
     """
     begin, answer = time.monotonic(), "no answer yet"
     servers = (server, *beside)
@@ -198,11 +197,10 @@ def wait_healthy(
 def stop_all(
     servers: Iterable[ServerProcess], cluster_id: str, *, settle_s: float = SETTLE_S
 ) -> dict[int, str]:
-    """End all ``servers`` and everything that belongs to them. Returns what did not end by itself.
+    """End all ``servers`` and their descendants. Returns what did not end by itself.
 
-    1. SIGKILL to the main processes. Nothing else is touched: the children have to notice.
-    2. Whatever still lives ``settle_s`` later is killed and returned (pid to command line); a
-       correct shutdown returns {}.
+    1. SIGKILL to the main processes only: the children have to notice.
+    2. Survivors after ``settle_s`` are killed and returned (pid to command line); a correct shutdown returns {}.
 
     A process has ended when all its threads have: only then is its memory free.
 
@@ -246,7 +244,7 @@ def _wait_gone(
 
 @contextmanager
 def ends_orderly() -> Iterator[None]:
-    """SIGTERM is treated as Ctrl-C, so that the servers are stopped by us."""
+    """Treats SIGTERM as Ctrl-C, so that we stop the servers."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 
 class RequestFailed(RuntimeError):
-    """A server refused or aborted a request; the message holds its words."""
+    """A server refused or aborted a request; has the server's message."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Generation:
 def http_json(url: str, payload: Any = None, *, timeout_s: float = 600.0) -> Any:
     """GET, or POST when there is a payload; returns the decoded JSON (the text if it is not JSON).
 
-    Raises RequestFailed for a status of 400 or more, OSError when nobody answers.
+    Raises RequestFailed for a status of 400 or more, OSError without an answer.
     """
     data = None if payload is None else json.dumps(payload).encode()
     request = urllib.request.Request(url, data=data, headers={"Content-Type": "application/json"})
@@ -52,8 +52,8 @@ def http_json(url: str, payload: Any = None, *, timeout_s: float = 600.0) -> Any
 def sse_events(url: str, payload: Any, *, timeout_s: float = 600.0) -> Iterator[dict[str, Any]]:
     """POST a streaming request and yield its events until ``[DONE]``.
 
-    Closing the iterator closes the connection, as a client does that loses interest. Raises
-    RequestFailed for a status of 400 or more and for an error event.
+    Closing the iterator closes the connection, like a client that disconnects. Raises RequestFailed for a status of 400
+    or more and for an error event.
     """
     parts = urlsplit(url)
     connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=timeout_s)
@@ -129,5 +129,5 @@ def generate(
     try:
         return list(pool.map(one, prompts))
     finally:
-        # Not waiting: after Ctrl-C the servers are stopped, and that ends the requests.
+        # No waiting: after Ctrl-C the servers are stopped, which ends the requests.
         pool.shutdown(wait=False, cancel_futures=True)

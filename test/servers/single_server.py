@@ -1,4 +1,4 @@
-"""One SGLang server without a pair or a router, for benchmarks and tests. This module never imports sglang."""
+"""One stand-alone SGLang server, for benchmarks and tests. This module never imports sglang."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class SingleServer:
         arguments: flags, without model, host, port and device.
         device: as SGLang's flag.
         log: file for the server's output.
-        environment: variables on top of the usual ones.
+        environment: variables in addition to the usual ones.
         ready_timeout_s: for the start.
-        settle_s: what ``stop`` leaves the children to end by themselves. Default: as the device needs.
+        settle_s: how long ``stop`` lets the children end by themselves. Default: by device.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class SingleServer:
         settle_s: float | None = None,
     ) -> None:
         self._id = uuid.uuid4().hex
-        # Sockets go where they are removed; the folder's name is short, as a socket's must be.
+        # Sockets are in a folder that is removed; its name is short, as socket paths must be.
         self._scratch = tempfile.mkdtemp(prefix="scout-")
         more = {**(environment or {}), CLUSTER_VARIABLE: self._id}
         variables = started_environment(device, model, self._scratch, more)
@@ -60,7 +60,7 @@ class SingleServer:
             *flags(model_path=model),
             *arguments,
         ]
-        # An idle scheduler must not take a core. As to the port, see PDCluster.
+        # An idle scheduler must not take a core. For the port, see PDCluster.
         command += flags(
             host=HOST, port=port, device=device, nccl_port=nccl_port, sleep_on_idle=True
         )
@@ -84,11 +84,11 @@ class SingleServer:
         self.process.start()
 
     def wait_ready(self) -> None:
-        """Raises ServerFailed, with the log's end, if it ends or is not healthy in time."""
+        """Raises ServerFailed, with the log's tail, if it ends or is not healthy in time."""
         wait_healthy(self.process, self.url + "/health", self._deadline)
 
     def stop(self) -> None:
-        """End it, at once; may be called twice, and without a start."""
+        """Kill it at once; may be called twice, and without a start."""
         try:
             stop_all([self.process], self._id, settle_s=self._settle_s)
         finally:

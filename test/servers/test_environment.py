@@ -1,4 +1,4 @@
-"""The launcher's environment is the one that scripts/cpu_env.sh gives to people."""
+"""The launcher's environment equals that of scripts/cpu_env.sh."""
 
 import os
 import subprocess
@@ -19,14 +19,14 @@ NAMES = ("TOKENIZERS_PARALLELISM", "MOONCAKE_PROTOCOL", "SGLANG_USE_CPU_ENGINE",
 def test_cpu_environment(monkeypatch, tmp_path, given):
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)
-    # As after a set-up without the GPU's driver.
+    # As after a set-up without the GPU driver.
     no_driver = tmp_path / "lib" / "no-driver"
     no_driver.mkdir(parents=True)
     monkeypatch.setattr(environment, "NO_DRIVER", no_driver)
     monkeypatch.setenv("VIRTUAL_ENV", str(tmp_path))
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    # The script keeps out of the way of a GPU, this function is called only for the CPU.
+    # The script leaves a GPU usable, this function is called only for the CPU.
     command = ["bash", "-c", f'export SCOUT_FORCE_CPU=1; . "{SCRIPT}" && env -0']
     dump = subprocess.run(command, capture_output=True, check=True, env=dict(os.environ)).stdout
     exported = dict(item.split("=", 1) for item in dump.decode().split("\0") if item)
@@ -37,7 +37,7 @@ def test_cpu_environment(monkeypatch, tmp_path, given):
 
 
 def test_cuda_environment(monkeypatch):
-    """Without RDMA mooncake takes TCP here too; what cpu_env.sh has left is undone."""
+    """Without RDMA mooncake uses TCP here too; variables of cpu_env.sh are undone."""
     for name, value in (*cpu_environment().items(), ("CUDA_VISIBLE_DEVICES", "1")):
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("MOONCAKE_PROTOCOL", raising=False)

@@ -1,4 +1,4 @@
-"""What a cluster's servers are started with, and what is left of one that does not start."""
+"""The flags of a cluster's servers, and cleanup after a failed start."""
 
 import sys
 

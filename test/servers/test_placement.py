@@ -1,4 +1,4 @@
-"""Where the demo's servers run: the choice, their flags and their environments."""
+"""Placement of the demo's servers: the choice, their flags and their environments."""
 
 import json
 import sys
@@ -39,7 +39,7 @@ def machine_with(monkeypatch, tmp_path, *, gpus, mooncake=True, driver=True):
 
 
 def words(cluster, which):
-    """A server's flags; of one that is there twice the last, as it counts."""
+    """A server's flags; of repeated ones the last, which applies."""
     command = cluster.servers[which].command[3:]
     found, at = {}, 0
     while at < len(command):

@@ -1,4 +1,4 @@
-"""Servers are started, found and ended for sure. Small Python programs stand in for the servers."""
+"""Servers are started, found and ended reliably. Small Python programs stand in for them."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from servers.server_process import (
 
 TEST = Path(__file__).resolve().parents[1]
 SLEEP = "import time; time.sleep(100)"
-# Starts a child in a session of its own, then sleeps: the child is no longer in our process group.
+# Starts a child in its own session, then sleeps: the child is no longer in our process group.
 WITH_CHILD = (
     "import subprocess,sys;"
     f"subprocess.Popen([sys.executable,'-c',{SLEEP!r}],start_new_session=True);"
 )
 RENAMED = "import setproctitle; setproctitle.setproctitle('x'*2000); print('up',flush=True);"
-# At SIGTERM its first thread ends and another one lives on, as while much memory is given back.
+# At SIGTERM its first thread ends and another lives on, as while much memory is freed.
 ENDING = (
     "import ctypes,signal,threading,time;threading.Thread(target=time.sleep,args=(100,)).start();"
     "signal.signal(15,lambda *_: ctypes.CDLL(None).syscall(60,0));print('up',flush=True);time.sleep(99)"
@@ -54,7 +54,7 @@ time.sleep(100)
 
 @pytest.fixture
 def cluster_id():
-    """Ends whatever a test left, also a failed one."""
+    """Ends leftovers, also of a failed test."""
     name = uuid.uuid4().hex
     yield name
     for pid in processes_of(name):
@@ -127,7 +127,7 @@ def test_a_process_whose_threads_still_end_has_not_ended(tmp_path, cluster_id):
     os.kill(pid, signal.SIGTERM)
     state = Path(f"/proc/{pid}/stat")
     wait_until("its first thread has ended", lambda: ") Z " in state.read_text(), 20)
-    # Nothing in /proc names its cluster any more; whoever knew it before still sees it.
+    # /proc no longer shows its cluster; known pids still find it.
     assert processes_of(cluster_id, known=known).keys() == {parent.pid, pid}
     os.kill(pid, signal.SIGKILL)
     wait_until("the other one too", lambda: pid not in processes_of(cluster_id, known=known), 20)

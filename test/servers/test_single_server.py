@@ -1,4 +1,4 @@
-"""One server as the benchmarks start it: started, watched and cleaned up, without SGLang."""
+"""A stand-alone server: started, monitored and cleaned up, without SGLang."""
 
 import os
 import sys
