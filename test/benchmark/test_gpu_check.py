@@ -146,7 +146,12 @@ def test_the_days_fit_half_an_hour_and_name_steps_that_there_are():
     # 30 s are for the bundle. Two checks run while the server does.
     assert days[0][1].startswith("server kernels-check decode-check ")
     assert int(limits["kernels-check"]) + int(limits["decode-check"]) <= int(limits["server"])
-    assert sum(int(limits[x]) for x in days[0][1].split() if x not in ("kernels-check", "decode-check")) <= 360
+    assert (
+        sum(
+            int(limits[x]) for x in days[0][1].split() if x not in ("kernels-check", "decode-check")
+        )
+        <= 360
+    )
     for *steps, last in (steps.split() for _, steps in days[1:]):
         # The step with the remaining time has at least half of the call.
         assert sum(int(limits[step]) for step in steps) + 300 <= 540 and limits[last] == "$LIMIT_S"
