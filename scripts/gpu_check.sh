@@ -22,7 +22,7 @@ set -euo pipefail
 
 case "$#:${2:-}" in
     1:) ;;
-    2:day-1) ONLY="server kernels-check decode-check ring-memcheck ring" ;;
+    2:day-1) ONLY="server kernels-check decode-check ring ring-memcheck" ;;
     2:day-2) ONLY="flashinfer speed" ;;
     2:day-3) ONLY="kernels decode" ;;
     *) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' "$0"; exit 64 ;;
@@ -129,9 +129,9 @@ step decode-check 120 "$NATIVE" "$PYTHON" -m benchmark.decode.gpu_decode --check
 step tests 150 "$ANY" env TRITON_INTERPRET=0 "$PYTHON" -m pytest -q -p no:cacheprovider "${PARALLEL[@]}" test/ops \
     -k "triton or doorbell" --deselect test/ops/test_triton_compile.py
 wait "$SERVER" || FAILED=1
+step ring 40 "$NATIVE" "$PYTHON" -m benchmark.ring.gpu_ring --out "$ROWS"
 step ring-memcheck 60 "$SANITIZER; $NATIVE" compute-sanitizer --tool memcheck --error-exitcode 9 \
     "$PYTHON" -m benchmark.ring.gpu_ring --check-only
-step ring 40 "$NATIVE" "$PYTHON" -m benchmark.ring.gpu_ring --out "$ROWS"
 step flashinfer 150 'import flashinfer' "$PYTHON" -m benchmark.decode.full_attention
 # shellcheck disable=SC2086
 step speed "$LIMIT_S" "$SERVERS" "$PYTHON" -m benchmark.server.gpu_server --out "$ROWS" --logs "$LOGS" --speed ${SERVER_ARGS:-}
