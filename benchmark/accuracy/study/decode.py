@@ -91,8 +91,7 @@ def decode_window(
         k, v = model.keys_values(layer, x, position)
         keys, values = (torch.cat([a[:, :start], b], 1) for a, b in ((text_k, k), (text_v, v)))
         if setting.kv:
-            stored = getattr(torch, setting.kv)
-            keys, values = keys.to(stored).float(), values.to(stored).float()
+            keys, values = rounded(keys, values, setting.kv)
         source = x if before is None and setting.query == "forecast" else before
         predicted = q if source is None else predict(model, layer, setting, source, x, position)
         digest = digests[layer] if sparse and layer not in setting.dense_layers else None
@@ -224,6 +223,24 @@ def _remote(setting: Setting, chosen: Tensor, full: Tensor, previous: Tensor | N
 def _blocks(rows: int) -> Iterator[slice]:
     for begin in range(0, rows, ROWS):
         yield slice(begin, min(begin + ROWS, rows))
+
+
+def rounded(keys: Tensor, values: Tensor, kv: str) -> tuple[Tensor, Tensor]:
+    """Both ``[H, T, D]`` as stored with ``Setting.kv``; D is a power of two if rotated."""
+    dtype = getattr(torch, kv.removeprefix("rotated "))
+    values = values.to(dtype).float()
+    if dtype == getattr(torch, kv, None):
+        return keys.to(dtype).float(), values
+    turn = hadamard(keys.shape[-1])
+    return (keys @ turn).to(dtype).float() @ turn, values
+
+
+def hadamard(D: int) -> Tensor:
+    """[D, D], symmetric and orthogonal."""
+    turn = torch.ones(1, 1)
+    while len(turn) < D:
+        turn = torch.cat([torch.cat([turn, turn], 1), torch.cat([turn, -turn], 1)])
+    return turn / D**0.5
 
 
 def _grouped(q: Tensor, kv_heads: int) -> Tensor:

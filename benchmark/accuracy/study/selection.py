@@ -57,7 +57,8 @@ class Setting:
             selected ("-missing"); "corrected": with each page's log mass corrected by the digest, + est(q) -
             est(predicted q); "reweighed": the same correction for their joint mass.
         far: number of the pages that ``attends`` names, sampled for each token.
-        kv: torch dtype that keys and values are rounded to for attention; none: "". Digests are not rounded.
+        kv: torch dtype that keys and values are rounded to for attention; none: "". Digests are not rounded. With
+            "rotated " before it, keys are rounded after a Hadamard transform, queries taking the same.
     """
 
     budget_tokens: int | None = None

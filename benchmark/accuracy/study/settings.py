@@ -135,7 +135,16 @@ SYSTEMS = [
 """scout, scout as in the paper, InfiniGen with either digest, SparDA with its forecast and with the next layer's
 projection in its place, RheoServe."""
 
-KV = [Setting(kv=x) for x in ("bfloat16", "float8_e4m3fn", "float8_e5m2")]
+KV = [
+    Setting(kv=x)
+    for x in (
+        "bfloat16",
+        "float8_e4m3fn",
+        "float8_e5m2",
+        "rotated float8_e4m3fn",
+        "rotated float8_e5m2",
+    )
+]
 """Full attention to rounded keys and values."""
 
 SETS: dict[str, dict[str, Sequence[Setting]]] = {
