@@ -42,20 +42,20 @@ _BATCH_REGISTER = Hook(
     "distributed.device_communicators.mooncake_transfer_engine.MooncakeTransferEngine.batch_register",
     "pool:around_batch_register",
     "around",
-    "end a server whose memory the transfer engine refuses, which SGLang does not look at",
+    "end a server whose memory registration the transfer engine rejects, which SGLang ignores",
 )
 _SHUTDOWN = Hook(
     "managers.scheduler.Scheduler.handle_shutdown",
     "shutdown:around_handle_shutdown",
     "around",
-    "hear SIGTERM, which the event loops of a pair do not",
+    "handle SIGTERM, which the event loops of a prefill-decode pair do not",
 )
 
 _ON_IDLE = Hook(
     "managers.scheduler.Scheduler.on_idle",
     "idle:before_on_idle",
     "before",
-    "with `--sleep-on-idle`, leave the core to others while requests are on their way",
+    "with `--sleep-on-idle`, do not busy-poll while requests are in transfer",
 )
 
 HOOKS: dict[str, tuple[Hook, ...]] = {
@@ -90,8 +90,8 @@ HOOKS: dict[str, tuple[Hook, ...]] = {
             "managers.tokenizer_manager.TokenizerManager._validate_one_request",
             "http_hooks:before_validate_one_request",
             "before",
-            "refuse what would end a scheduler: token ids outside the vocabulary, no token at all, sampling parameters "
-            "of a wrong type, sessions; and what comes after SIGTERM",
+            "refuse requests that would end a scheduler: token ids outside the vocabulary, no tokens, sampling "
+            "parameters of a wrong type, sessions; and requests after SIGTERM",
         ),
         Hook(
             "managers.io_struct.GenerateReqInput.normalize_batch_and_arguments",
@@ -103,7 +103,7 @@ HOOKS: dict[str, tuple[Hook, ...]] = {
             "managers.tokenizer_manager.TokenizerManager.sigterm_watchdog",
             "shutdown:around_sigterm_watchdog",
             "around",
-            "end in bounded time: let what runs end, refuse the rest",
+            "shut down in bounded time: finish running requests, refuse the rest",
         ),
     ),
     "decode": (
@@ -123,44 +123,44 @@ HOOKS: dict[str, tuple[Hook, ...]] = {
             "disaggregation.decode.DecodeTransferQueue.pop_transferred",
             "decode_hooks:after_pop_transferred",
             "after",
-            "know that a request's KV has come",
+            "notice that a request's KV has arrived",
         ),
         Hook(
             "disaggregation.decode.SchedulerDisaggregationDecodeMixin.get_new_prebuilt_batch",
             "decode_hooks:around_get_new_prebuilt_batch",
             "around",
-            "let it join when its first pages have been copied, so that no step waits for them",
+            "delay a request's admission until its first pages have been copied, so that no step waits for them",
         ),
         Hook(
             "disaggregation.decode_schedule_batch_mixin.ScheduleBatchDisaggregationDecodeMixin.prepare_for_prebuilt",
             "decode_hooks:after_prepare_for_prebuilt",
             "after",
-            "know that a request joins the batch; take the digests that came for it",
+            "notice that a request joins the batch; take the digests that arrived with its KV",
         ),
         Hook(
             "managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor."
             "process_batch_result_decode",
             "decode_hooks:around_process_batch_result",
             "around",
-            "no token of a step that lacks a part of its attention, or of a damaged page",
+            "never return tokens of a step whose attention is incomplete, or of a request with a damaged page",
         ),
         Hook(
             "managers.schedule_batch.alloc_for_decode",
             "decode_hooks:after_alloc_for_decode",
             "after",
-            "know on the host which pages a step opens",
+            "track on the host which pages a step allocates",
         ),
         Hook(
             "disaggregation.common.conn.CommonKVReceiver._connect",
             "transfer_faults:around_connect",
             "around",
-            "not block for ever in a message to a prefill server that is gone",
+            "do not block forever on a message to a prefill server that is gone",
         ),
         Hook(
             "disaggregation.utils._poll_with_failure_injection",
             "transfer_faults:around_poll",
             "around",
-            "tell the prefill server of a transfer that was given up, and free its pages when it writes no more",
+            "notify the prefill server of an aborted transfer, and free its pages once they are no longer written",
         ),
         Hook(
             _KV_MANAGER + "_on_heartbeat_success",
@@ -172,7 +172,7 @@ HOOKS: dict[str, tuple[Hook, ...]] = {
             "managers.schedule_batch.Req.offload_kv_cache",
             "decode_hooks:around_offload_kv_cache",
             "around",
-            "keep the KV of a retracted request only where there is memory for a copy",
+            "keep the KV of a retracted request only if there is memory for a copy",
         ),
         Hook(
             "managers.scheduler.Scheduler._add_request_to_queue",
@@ -184,13 +184,13 @@ HOOKS: dict[str, tuple[Hook, ...]] = {
             {"0.5.15.post1": "disaggregation.decode.DecodePreallocQueue.resume_retracted_reqs"},
             "sglang_0_5_15:around_resume_retracted_reqs",
             "around",
-            "with the radix cache, give back all pages of a request that was retracted",
+            "with the radix cache, free all pages of a retracted request",
         ),
         Hook(
             "models.utils.enable_fused_set_kv_buffer",
             "decode_hooks:no_fused_set_kv_buffer",
             "replace",
-            "on a GPU, some models would write K and V to the pool's pages where they rotate K; these are the host's",
+            "on a GPU, some models would fuse RoPE with writing K and V to the pool's pages, which are in host memory",
         ),
         Hook(
             _GRAPHS + "can_run_graph",
@@ -208,13 +208,13 @@ HOOKS: dict[str, tuple[Hook, ...]] = {
             _GRAPHS + "_resolve_lora_variant",
             "decode_hooks:after_resolve_lora_variant",
             "after",
-            "replay the graph that is for the step",
+            "select the step's graph: dense or with page selection",
         ),
         Hook(
             "observability.trace.TraceReqContext.trace_slice",
             "tracing:before_trace_slice",
             "before",
-            "with `--enable-trace`: what steps did, as attributes of each token's span",
+            "with `--enable-trace`: add step counters as attributes to each token's span",
         ),
         Hook(
             "managers.scheduler.Scheduler.get_internal_state",
@@ -231,50 +231,50 @@ HOOKS: dict[str, tuple[Hook, ...]] = {
             _of_pools("_profile_available_bytes"),
             "prefill_hooks:around_profile_available_bytes",
             "around",
-            "leave room for the digests in what SGLang would give to KV",
+            "reserve room for the digests in the memory that SGLang would give to KV",
         ),
         Hook(
             _of_pools("_init_pools"),
             "prefill_hooks:around_init_pools",
             "around",
-            "a digest pool beside the KV pool",
+            "allocate a digest pool in addition to the KV pool",
         ),
         Hook(
             "disaggregation.prefill.SchedulerDisaggregationPrefillMixin.send_kv_chunk",
             "prefill_hooks:before_send_kv_chunk",
             "before",
-            "compute the digests of the pages that are about to be sent, and which of them the last token looks for",
+            "compute the digests of the pages about to be sent, and the pages that score best for the last token",
         ),
         Hook(
             "model_executor.model_runner.ModelRunner.init_attention_backends",
             "prefill_hooks:after_init_attention_backends",
             "after",
-            "see the real queries of each prompt's last token",
+            "record the real queries of each prompt's last token",
         ),
         Hook(
             _KV_MANAGER + "_send_kvcache_generic",
             "prefill_hooks:around_send_kvcache",
             "around",
-            "leave the digests out for a decode server without the flag, or with digests of another size; of hints, "
-            "send that of the prompt",
+            "omit the digests for a decode server without the flag, or with digests of another size; of hints, send "
+            "only the prompt's",
         ),
         Hook(
             _KV_MANAGER + "send_kvcache_slice",
             "prefill_hooks:around_send_kvcache_slice",
             "around",
-            "leave the digests out for one of another `--tp-size`",
+            "omit the digests for a decode server with another `--tp-size`",
         ),
         Hook(
             "disaggregation.common.conn.CommonKVManager._connect",
             "transfer_faults:around_connect_to_decode",
             "around",
-            "send one message at a time: several threads share a socket; and outlive a decode server",
+            "serialise messages, as several threads share a socket; survive the loss of a decode server",
         ),
         Hook(
             "layers.attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_extend",
             "cpu_extend:around_extend",
             "around",
-            "on a CPU: no attention for tokens whose KV is there already, which SGLang computes and drops",
+            "on a CPU: skip attention for tokens with cached KV, which SGLang computes and discards",
         ),
         Hook(
             "managers.scheduler.Scheduler.get_internal_state",
